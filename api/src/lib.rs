@@ -1,0 +1,1 @@
+//! What the cluster sees of Tranche.

@@ -1,0 +1,3 @@
+//! GpuNode and SharingPolicy to ResourceSlices.
+
+fn main() {}

@@ -1,0 +1,3 @@
+//! The CUDA program that the suite's pods run.
+
+fn main() {}

@@ -1,0 +1,3 @@
+//! The createContainer hook.
+
+fn main() {}

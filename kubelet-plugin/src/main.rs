@@ -1,0 +1,3 @@
+//! ResourceClaim to ready device.
+
+fn main() {}

@@ -1,0 +1,1 @@
+//! The share's pages and its account.

@@ -1,0 +1,1 @@
+//! libnvidia-ml.so.1 as a capped container sees it.

@@ -1,0 +1,1 @@
+//! The simulated machine's shared state.

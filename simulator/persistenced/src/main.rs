@@ -1,0 +1,3 @@
+//! The daemon that owns the simulated machine.
+
+fn main() {}
