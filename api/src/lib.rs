@@ -1,1 +1,26 @@
-//! What the cluster sees of Tranche.
+//! What the cluster sees of Tranche: the words, the numbers and the objects.
+//!
+//! ```text
+//!  names ─────────► spelled once: driver, classes, attributes, capacities, annotations
+//!  tier ──────────► the six isolation tiers and what each of them promises
+//!  quantity ──────► exact arithmetic on Kubernetes quantities, in Go's canonical form
+//!  share_config ──► the opaque parameters of a claim or class        (user  -> node)
+//!  gpu_node ──────► what a node's hardware can do                    (node  -> controller)
+//!  sharing_policy ► what the cluster's admin offers of it            (admin -> controller)
+//! ```
+//!
+//! This crate knows nobody: no I/O, no clock, no client.
+#![forbid(unsafe_code)]
+
+pub mod gpu_node;
+pub mod names;
+pub mod quantity;
+pub mod share_config;
+pub mod sharing_policy;
+pub mod tier;
+
+pub use gpu_node::{GpuNode, GpuNodeSpec, GpuNodeStatus};
+pub use quantity::Quantity;
+pub use share_config::ShareConfig;
+pub use sharing_policy::{SharingPolicy, SharingPolicySpec};
+pub use tier::Tier;

@@ -1,1 +1,20 @@
-//! The GPU domain, pure and synchronous.
+//! The GPU domain, pure and synchronous: what there is, what is offered, what to do.
+//!
+//! ```text
+//!  GpuNode.status ─► inventory ─┐
+//!                               ├─► slices::plan ──────► SlicePlan        (controller executes it)
+//!  SharingPolicy ──► policy ────┘
+//!
+//!  ResourceClaim ──► claim ─────┬─► preparation::plan ─► PreparationPlan  (kubelet-plugin executes it)
+//!  GPUs as NVML sees them now ──┘            │
+//!                                            └─► cdi ──► the claim's CDI spec
+//! ```
+//!
+//! A plan is a value. Nothing here reads a file, a clock or the API server.
+#![forbid(unsafe_code)]
+
+pub mod cdi;
+pub mod claim;
+pub mod policy;
+pub mod preparation;
+pub mod slices;

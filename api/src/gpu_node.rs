@@ -1,0 +1,116 @@
+//! `GpuNode`: what a node's hardware and driver can do, as its plugin reads it from NVML.
+//!
+//! Cluster-scoped, named after the node and owned by it. Two writers share the status, each with
+//! its own field manager: the plugin writes `inventory` and `registration`, the controller
+//! `published`. No policy is in it.
+
+use kube::CustomResource;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use crate::quantity::Quantity;
+
+/// Nothing to configure: the object only reports.
+#[derive(CustomResource, Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[kube(
+    group = "gpu.tranche.dev",
+    version = "v1alpha1",
+    kind = "GpuNode",
+    plural = "gpunodes",
+    shortname = "gn",
+    status = "GpuNodeStatus",
+    derive = "PartialEq"
+)]
+pub struct GpuNodeSpec {}
+
+/// What the node has, and how far the cluster knows it.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct GpuNodeStatus {
+    /// The hardware and driver, written by the node's plugin.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub inventory: Option<Inventory>,
+    /// The plugin's newest registration with the kubelet, written by the node's plugin.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub registration: Option<Registration>,
+    /// The ResourceSlices that stand for this node, written by the controller.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub published: Option<Published>,
+}
+
+/// The GPUs of a node and the driver that serves them.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct Inventory {
+    /// Version of the kernel driver, for example `535.261.03`.
+    pub driver_version: String,
+    /// Newest CUDA version that the driver serves, `major.minor`.
+    pub cuda_driver_version: String,
+    /// The GPUs, by minor number.
+    #[serde(default)]
+    pub gpus: Vec<Gpu>,
+}
+
+/// One physical GPU, as NVML describes it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct Gpu {
+    /// `GPU-…` (nvmlDeviceGetUUID).
+    pub uuid: String,
+    /// The N of `/dev/nvidiaN` (nvmlDeviceGetMinorNumber).
+    pub minor: u32,
+    /// nvmlDeviceGetName.
+    pub product_name: String,
+    /// nvmlDeviceGetBrand.
+    pub brand: String,
+    /// nvmlDeviceGetArchitecture.
+    pub architecture: String,
+    /// nvmlDeviceGetCudaComputeCapability, `major.minor`.
+    pub cuda_compute_capability: String,
+    /// `dddd:bb:dd.f`, lower case, as in sysfs.
+    #[serde(rename = "pciBusID")]
+    pub pci_bus_id: String,
+    /// `pci dddd:bb`, where the kernel tells it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pcie_root: Option<String>,
+    /// Where the kernel tells it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub numa_node: Option<u32>,
+    /// Total memory, bytes (nvmlDeviceGetMemoryInfo_v2 `total`).
+    pub memory: Quantity,
+    /// Memory that the driver keeps for itself, bytes (nvmlDeviceGetMemoryInfo_v2 `reserved`).
+    pub reserved_memory: Quantity,
+    /// Streaming multiprocessors, where the driver tells it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub multiprocessors: Option<u32>,
+    /// Whether the GPU can be partitioned (nvmlDeviceGetMigMode is supported).
+    #[serde(default)]
+    pub mig_capable: bool,
+}
+
+/// The plugin's newest registration with the kubelet.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct Registration {
+    /// Grows by one with every registration and with every wipe that the live plugin saw.
+    pub epoch: i64,
+    /// Version of the plugin.
+    pub plugin_version: String,
+}
+
+/// What the controller published for this node.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct Published {
+    /// The registration for which the slices were created.
+    pub epoch: i64,
+    /// The pool's generation.
+    pub generation: i64,
+    /// Names of the slices of the pool, in order.
+    #[serde(default)]
+    pub slices: Vec<String>,
+    /// Why the pool is not published as wanted (an invalid policy, a feature gate that dropped
+    /// fields), empty when it is.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub problem: String,
+}

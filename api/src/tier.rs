@@ -1,0 +1,167 @@
+//! The six isolation tiers: how a device isolates, and what may be promised of it.
+
+use std::fmt;
+use std::str::FromStr;
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use crate::names::DRIVER;
+
+/// How a device isolates. A DeviceClass selects one; a GPU serves one at a time.
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema,
+)]
+#[serde(rename_all = "lowercase")]
+pub enum Tier {
+    /// The driver's time-slicing: nothing is capped.
+    Timeshared,
+    /// One MPS daemon per GPU with per-client limits.
+    Concurrent,
+    /// The shim: a software cap on memory and compute that fails closed.
+    Capped,
+    /// A MIG instance.
+    Partition,
+    /// The whole GPU, one claim.
+    Exclusive,
+    /// The whole GPU handed to a virtual machine by VFIO.
+    Passthrough,
+}
+
+/// What stands between a share and its neighbours.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Isolation {
+    /// The hardware.
+    Hardware,
+    /// Software on the node.
+    Software,
+    /// Nothing.
+    None,
+}
+
+impl Isolation {
+    /// The attribute's value.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Hardware => "hardware",
+            Self::Software => "software",
+            Self::None => "none",
+        }
+    }
+}
+
+impl Tier {
+    /// All tiers, weakest first.
+    pub const ALL: [Self; 6] = [
+        Self::Timeshared,
+        Self::Concurrent,
+        Self::Capped,
+        Self::Partition,
+        Self::Exclusive,
+        Self::Passthrough,
+    ];
+
+    /// The attribute `isolation`.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Timeshared => "timeshared",
+            Self::Concurrent => "concurrent",
+            Self::Capped => "capped",
+            Self::Partition => "partition",
+            Self::Exclusive => "exclusive",
+            Self::Passthrough => "passthrough",
+        }
+    }
+
+    /// The attribute `isolationLevel`, 1 to 6.
+    #[must_use]
+    pub const fn level(self) -> u8 {
+        match self {
+            Self::Timeshared => 1,
+            Self::Concurrent => 2,
+            Self::Capped => 3,
+            Self::Partition => 4,
+            Self::Exclusive => 5,
+            Self::Passthrough => 6,
+        }
+    }
+
+    /// The DeviceClass that selects this tier.
+    #[must_use]
+    pub fn class_name(self) -> String {
+        format!("{}.{DRIVER}", self.as_str())
+    }
+
+    /// What keeps the neighbours' memory use away.
+    #[must_use]
+    pub const fn memory_isolation(self) -> Isolation {
+        match self {
+            Self::Timeshared => Isolation::None,
+            Self::Concurrent | Self::Capped => Isolation::Software,
+            Self::Partition | Self::Exclusive | Self::Passthrough => Isolation::Hardware,
+        }
+    }
+
+    /// What keeps the neighbours' compute use away.
+    #[must_use]
+    pub const fn compute_isolation(self) -> Isolation {
+        self.memory_isolation()
+    }
+
+    /// What keeps a neighbour's fault away: `software` means an own process on a shared GPU.
+    #[must_use]
+    pub const fn fault_isolation(self) -> Isolation {
+        match self {
+            Self::Timeshared | Self::Capped => Isolation::Software,
+            Self::Concurrent => Isolation::None,
+            Self::Partition | Self::Exclusive | Self::Passthrough => Isolation::Hardware,
+        }
+    }
+}
+
+impl fmt::Display for Tier {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+/// A word that names no tier.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "unknown tier {0:?}: use one of passthrough, exclusive, partition, capped, concurrent, timeshared"
+)]
+pub struct UnknownTier(String);
+
+impl FromStr for Tier {
+    type Err = UnknownTier;
+
+    fn from_str(s: &str) -> Result<Self, Self::Err> {
+        Self::ALL
+            .into_iter()
+            .find(|tier| tier.as_str() == s)
+            .ok_or_else(|| UnknownTier(s.to_owned()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_tier_is_read_back_from_its_name() {
+        for tier in Tier::ALL {
+            assert_eq!(tier.as_str().parse::<Tier>(), Ok(tier));
+        }
+    }
+
+    #[test]
+    fn levels_rank_the_tiers_as_their_order_does() {
+        assert!(
+            Tier::ALL
+                .windows(2)
+                .all(|w| w[0].level() < w[1].level() && w[0] < w[1])
+        );
+    }
+}

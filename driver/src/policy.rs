@@ -1,0 +1,1 @@
+//! What an admin's policies amount to for one GPU.

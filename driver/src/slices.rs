@@ -1,0 +1,1 @@
+//! From inventory and policy to the ResourceSlices of one node.
