@@ -1,1 +1,31 @@
-//! The share's pages and its account.
+//! What the node and a capped container say to each other, in two files per share.
+//!
+//! ```text
+//!  kubelet-plugin ──encode──► cap      ──decode──► shim     how much a share may hold (read-only for it)
+//!  kubelet-plugin ──initial─► account  ◄─reserve─► shim     how much it holds, by process (read-write)
+//!        ▲──────snapshot────────┘
+//! ```
+//!
+//! - [`paths`]: where both lie in a container;
+//! - [`uuid`]: which GPU is meant: always by UUID, never by index;
+//! - [`cap`]: the layout of the cap page;
+//! - [`layout`]: the layout of the account page, for those who hold its bytes;
+//!
+//! The crate is `no_std`, has no dependency and no unsafe code. Whoever maps an account page (the
+//! shim) promises there that the memory is one; whoever reads a page's bytes promises nothing.
+#![no_std]
+#![forbid(unsafe_code)]
+
+#[cfg(any(test, loom))]
+extern crate std;
+
+pub mod cap;
+pub mod error;
+pub mod layout;
+pub mod paths;
+pub mod uuid;
+
+pub use cap::{CapPage, ComputePolicy};
+pub use error::PageError;
+pub use layout::{AccountPage, AccountSnapshot, ProcessUsage};
+pub use uuid::GpuUuid;

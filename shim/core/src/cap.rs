@@ -1,0 +1,407 @@
+//! The cap page: what a share may use. Written once by the node, read-only in the container.
+//!
+//! | offset | bytes | field |
+//! |---|---|---|
+//! | 0 | 8 | magic `TRANCHEC` |
+//! | 8 | 4 | layout version, [`ABI`] |
+//! | 12 | 4 | compute policy: 1 strict, 2 work-conserving |
+//! | 16 | 8 | memory limit in bytes, `u64::MAX` for none |
+//! | 24 | 4 | cores in percent of the GPU's time, 0 for no limit |
+//! | 64 | 64 | GPU UUID as NVML prints it |
+//! | 128 | 64 | UID of the claim |
+//! | 192 | 256 | device key: the share's folder name |
+//! | 1016 | 8 | checksum (FNV-1a, 64 bit) of bytes 0 to 1016 |
+//! | 1024 | 3072 | zero; kept for the compute share's refill, which the checksum must not cover |
+//!
+//! Integers are little endian, texts UTF-8 padded with zeros, all else zero. A change of meaning
+//! takes a new version; a reader knows exactly one.
+
+use crate::{GpuUuid, PageError};
+
+/// Bytes of a cap page.
+pub const LEN: usize = 4096;
+
+/// The layout's version.
+pub const ABI: u32 = 1;
+
+const MAGIC: [u8; 8] = *b"TRANCHEC";
+const NO_LIMIT: u64 = u64::MAX;
+
+const AT_ABI: usize = 8;
+const AT_POLICY: usize = 12;
+const AT_MEMORY: usize = 16;
+const AT_CORES: usize = 24;
+const AT_UUID: usize = 64;
+const AT_CLAIM: usize = 128;
+const AT_KEY: usize = 192;
+const AT_CHECKSUM: usize = 1016;
+
+const UUID_LEN: usize = 64;
+const CLAIM_LEN: usize = 64;
+const KEY_LEN: usize = 256;
+
+/// What happens to GPU time that the share does not use, or would take beyond its cores.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ComputePolicy {
+    /// Never more than the cores, even on an idle GPU.
+    Strict,
+    /// At least the cores under contention, more where others leave time unused.
+    WorkConserving,
+}
+
+/// The content of a cap page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CapPage<'a> {
+    /// The GPU the share lies on, as NVML prints its UUID (`GPU-…`).
+    pub gpu_uuid: &'a str,
+    /// The most device memory all processes of the share hold together, in bytes, at least 1;
+    /// `None` for a device without a cap (exclusive, timeshared).
+    pub memory_limit: Option<u64>,
+    /// Share of the GPU's time in percent, 1 to 100; `None` for no limit.
+    pub cores: Option<u8>,
+    /// How strictly the cores are meant.
+    pub compute_policy: ComputePolicy,
+    /// UID of the `ResourceClaim`.
+    pub claim_uid: &'a str,
+    /// Name of the share within the container; its folder's name below [`crate::paths::SHARES`].
+    pub device_key: &'a str,
+}
+
+impl<'a> CapPage<'a> {
+    /// The page's bytes.
+    pub fn encode(&self) -> Result<[u8; LEN], PageError> {
+        if GpuUuid::parse(self.gpu_uuid).is_none() {
+            return Err(PageError::Uuid);
+        }
+        let memory = match self.memory_limit {
+            Some(0 | NO_LIMIT) => return Err(PageError::MemoryLimit),
+            Some(bytes) => bytes,
+            None => NO_LIMIT,
+        };
+        let cores = match self.cores {
+            Some(percent @ 1..=100) => u32::from(percent),
+            Some(other) => {
+                return Err(PageError::Cores {
+                    found: u32::from(other),
+                });
+            }
+            None => 0,
+        };
+        let policy: u32 = match self.compute_policy {
+            ComputePolicy::Strict => 1,
+            ComputePolicy::WorkConserving => 2,
+        };
+        let mut page = [0; LEN];
+        page[..MAGIC.len()].copy_from_slice(&MAGIC);
+        put(&mut page, AT_ABI, &ABI.to_le_bytes());
+        put(&mut page, AT_POLICY, &policy.to_le_bytes());
+        put(&mut page, AT_MEMORY, &memory.to_le_bytes());
+        put(&mut page, AT_CORES, &cores.to_le_bytes());
+        put_text(
+            &mut page,
+            AT_UUID,
+            UUID_LEN,
+            self.gpu_uuid,
+            "the GPU's UUID",
+        )?;
+        put_text(
+            &mut page,
+            AT_CLAIM,
+            CLAIM_LEN,
+            self.claim_uid,
+            "the claim's UID",
+        )?;
+        put_text(
+            &mut page,
+            AT_KEY,
+            KEY_LEN,
+            self.device_key,
+            "the device key",
+        )?;
+        let sum = checksum(&page[..AT_CHECKSUM]);
+        put(&mut page, AT_CHECKSUM, &sum.to_le_bytes());
+        Ok(page)
+    }
+
+    /// Reads a page's bytes; refuses whatever [`encode`](Self::encode) would not have written.
+    pub fn decode(page: &'a [u8]) -> Result<Self, PageError> {
+        if page.len() != LEN {
+            return Err(PageError::Length {
+                expected: LEN,
+                found: page.len(),
+            });
+        }
+        if page[..MAGIC.len()] != MAGIC {
+            return Err(PageError::Magic);
+        }
+        let abi = get_u32(page, AT_ABI);
+        if abi != ABI {
+            return Err(PageError::Abi {
+                supported: ABI,
+                found: abi,
+            });
+        }
+        if get_u64(page, AT_CHECKSUM) != checksum(&page[..AT_CHECKSUM]) {
+            return Err(PageError::Checksum);
+        }
+        let gpu_uuid = get_text(page, AT_UUID, UUID_LEN, "the GPU's UUID")?;
+        if GpuUuid::parse(gpu_uuid).is_none() {
+            return Err(PageError::Uuid);
+        }
+        let memory_limit = match get_u64(page, AT_MEMORY) {
+            0 => return Err(PageError::MemoryLimit),
+            NO_LIMIT => None,
+            bytes => Some(bytes),
+        };
+        let cores = match get_u32(page, AT_CORES) {
+            0 => None,
+            found => match u8::try_from(found) {
+                Ok(percent @ 1..=100) => Some(percent),
+                _ => return Err(PageError::Cores { found }),
+            },
+        };
+        let compute_policy = match get_u32(page, AT_POLICY) {
+            1 => ComputePolicy::Strict,
+            2 => ComputePolicy::WorkConserving,
+            found => return Err(PageError::ComputePolicy { found }),
+        };
+        Ok(Self {
+            gpu_uuid,
+            memory_limit,
+            cores,
+            compute_policy,
+            claim_uid: get_text(page, AT_CLAIM, CLAIM_LEN, "the claim's UID")?,
+            device_key: get_text(page, AT_KEY, KEY_LEN, "the device key")?,
+        })
+    }
+
+    /// The GPU's UUID as 16 bytes; `None` where [`gpu_uuid`](Self::gpu_uuid) is none, which a
+    /// decoded page's never is.
+    #[must_use]
+    pub fn gpu(&self) -> Option<GpuUuid> {
+        GpuUuid::parse(self.gpu_uuid)
+    }
+}
+
+fn put(page: &mut [u8; LEN], at: usize, value: &[u8]) {
+    page[at..at + value.len()].copy_from_slice(value);
+}
+
+fn put_text(
+    page: &mut [u8; LEN],
+    at: usize,
+    capacity: usize,
+    value: &str,
+    field: &'static str,
+) -> Result<(), PageError> {
+    if value.is_empty() || value.len() > capacity || value.contains('\0') {
+        return Err(PageError::Text { field, capacity });
+    }
+    put(page, at, value.as_bytes());
+    Ok(())
+}
+
+fn get_text<'a>(
+    page: &'a [u8],
+    at: usize,
+    capacity: usize,
+    field: &'static str,
+) -> Result<&'a str, PageError> {
+    let bytes = &page[at..at + capacity];
+    let len = bytes.iter().position(|&byte| byte == 0).unwrap_or(capacity);
+    if len == 0 || bytes[len..].iter().any(|&byte| byte != 0) {
+        return Err(PageError::Text { field, capacity });
+    }
+    core::str::from_utf8(&bytes[..len]).map_err(|_| PageError::Text { field, capacity })
+}
+
+pub(crate) fn get_u32(page: &[u8], at: usize) -> u32 {
+    let mut bytes = [0; 4];
+    bytes.copy_from_slice(&page[at..at + 4]);
+    u32::from_le_bytes(bytes)
+}
+
+pub(crate) fn get_u64(page: &[u8], at: usize) -> u64 {
+    let mut bytes = [0; 8];
+    bytes.copy_from_slice(&page[at..at + 8]);
+    u64::from_le_bytes(bytes)
+}
+
+/// FNV-1a: guards against accidents (a file cut off, a wrong file), not against forgers: those the
+/// read-only mount keeps out.
+fn checksum(bytes: &[u8]) -> u64 {
+    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |sum, &byte| {
+        (sum ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::string::String;
+
+    use proptest::prelude::*;
+
+    use super::{ABI, AT_ABI, AT_CHECKSUM, CapPage, ComputePolicy, LEN, checksum, put};
+    use crate::PageError;
+
+    const UUID: &str = "GPU-00112233-4455-6677-8899-aabbccddeeff";
+
+    fn page() -> CapPage<'static> {
+        CapPage {
+            gpu_uuid: UUID,
+            memory_limit: Some(20 << 30),
+            cores: Some(25),
+            compute_policy: ComputePolicy::Strict,
+            claim_uid: "5f0c2b9e-0000-4000-8000-000000000001",
+            device_key: "gpu-0",
+        }
+    }
+
+    #[test]
+    fn fields_out_of_range_are_refused() {
+        for (bad, error) in [
+            (
+                CapPage {
+                    gpu_uuid: "0",
+                    ..page()
+                },
+                PageError::Uuid,
+            ),
+            (
+                CapPage {
+                    memory_limit: Some(0),
+                    ..page()
+                },
+                PageError::MemoryLimit,
+            ),
+            (
+                CapPage {
+                    memory_limit: Some(u64::MAX),
+                    ..page()
+                },
+                PageError::MemoryLimit,
+            ),
+            (
+                CapPage {
+                    cores: Some(0),
+                    ..page()
+                },
+                PageError::Cores { found: 0 },
+            ),
+            (
+                CapPage {
+                    cores: Some(101),
+                    ..page()
+                },
+                PageError::Cores { found: 101 },
+            ),
+            (
+                CapPage {
+                    claim_uid: "",
+                    ..page()
+                },
+                PageError::Text {
+                    field: "the claim's UID",
+                    capacity: 64,
+                },
+            ),
+            (
+                CapPage {
+                    device_key: "a\0b",
+                    ..page()
+                },
+                PageError::Text {
+                    field: "the device key",
+                    capacity: 256,
+                },
+            ),
+        ] {
+            assert_eq!(bad.encode(), Err(error));
+        }
+        let long: String = core::iter::repeat_n('x', 257).collect();
+        assert!(
+            CapPage {
+                device_key: &long,
+                ..page()
+            }
+            .encode()
+            .is_err()
+        );
+        assert!(
+            CapPage {
+                device_key: &long[..256],
+                ..page()
+            }
+            .encode()
+            .is_ok()
+        );
+    }
+
+    #[test]
+    fn another_version_is_named() {
+        let mut bytes = page().encode().unwrap();
+        put(&mut bytes, AT_ABI, &(ABI + 1).to_le_bytes());
+        assert_eq!(
+            CapPage::decode(&bytes),
+            Err(PageError::Abi {
+                supported: ABI,
+                found: ABI + 1
+            })
+        );
+    }
+
+    #[test]
+    fn a_short_page_is_refused() {
+        let bytes = page().encode().unwrap();
+        assert_eq!(
+            CapPage::decode(&bytes[..LEN - 1]),
+            Err(PageError::Length {
+                expected: LEN,
+                found: LEN - 1
+            })
+        );
+        assert_eq!(CapPage::decode(&[0; LEN]), Err(PageError::Magic));
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_encoded_is_decoded(
+            memory in prop::option::of(1..u64::MAX),
+            cores in prop::option::of(1u8..=100),
+            strict: bool,
+            claim in "[a-z0-9-]{1,64}",
+            key in "[a-zA-Z0-9._-]{1,256}",
+        ) {
+            let page = CapPage {
+                gpu_uuid: UUID,
+                memory_limit: memory,
+                cores,
+                compute_policy: if strict { ComputePolicy::Strict } else { ComputePolicy::WorkConserving },
+                claim_uid: &claim,
+                device_key: &key,
+            };
+            let bytes = page.encode().unwrap();
+            prop_assert_eq!(CapPage::decode(&bytes), Ok(page));
+        }
+
+        #[test]
+        fn any_changed_byte_is_noticed(at in 0..AT_CHECKSUM + 8, by in 1u8..) {
+            let mut bytes = page().encode().unwrap();
+            bytes[at] ^= by;
+            prop_assert!(CapPage::decode(&bytes).is_err());
+        }
+
+        /// Even with a matching checksum, no content panics or is read as something else.
+        #[test]
+        fn any_content_is_read_exactly_or_refused(at in 8..AT_CHECKSUM, content: [u8; 8]) {
+            let mut bytes = page().encode().unwrap();
+            let end = (at + 8).min(AT_CHECKSUM);
+            bytes[at..end].copy_from_slice(&content[..end - at]);
+            let sum = checksum(&bytes[..AT_CHECKSUM]);
+            put(&mut bytes, AT_CHECKSUM, &sum.to_le_bytes());
+            if let Ok(read) = CapPage::decode(&bytes) {
+                prop_assert!(read.encode().is_ok());
+            }
+        }
+    }
+}

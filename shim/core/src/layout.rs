@@ -1,0 +1,285 @@
+//! The account page as bytes: what the node writes at first, and reads for its metrics.
+//!
+//! | offset | bytes | field |
+//! |---|---|---|
+//! | 0 | 8 | magic `TRANCHEA` |
+//! | 8 | 4 | layout version, [`ABI`] |
+//! | 12 | 4 | number of slots, [`SLOTS`] |
+//! | 128 | 8 | `used`: bytes of device memory reserved by all processes together |
+//! | 136 | 8 | `peak`: the most `used` ever was |
+//! | 256 | 8 | `refused`: allocations refused to processes that have ended |
+//! | 264 | 8 | when dead slots were last looked for, coarse monotonic nanoseconds |
+//! | 512 | 128 | which slots were ever taken and not yet reclaimed, one bit each |
+//! | 4096 | 128 each | the slots |
+//!
+//! A slot belongs to one process, from the moment it holds a write lock (an open file description
+//! lock, `F_OFD_SETLK`) on the file's byte [`slot_lock`] until the kernel drops that lock with the
+//! process:
+//!
+//! | offset | bytes | field |
+//! |---|---|---|
+//! | 0 | 8 | `begun`: changes of `charged` that were begun |
+//! | 8 | 8 | `ended`: changes that were completed |
+//! | 16 | 8 | `charged`: the process's part of `used` |
+//! | 24 | 8 | `refused`: allocations refused to it |
+//! | 32 | 8 | its PID, in its own PID namespace; for people |
+//! | 40 | 88 | zero; kept for launches and throttling |
+//!
+//! Integers are little endian. The tenant can write all of it: believe nothing unchecked.
+
+use crate::PageError;
+use crate::cap::{get_u32, get_u64};
+
+/// The layout's version.
+pub const ABI: u32 = 1;
+
+/// Processes that can hold one share at a time.
+pub const SLOTS: usize = 1024;
+
+/// Bytes before the first slot.
+pub const HEADER_LEN: usize = 4096;
+
+/// Bytes of a slot: two cache lines, so that neither neighbours nor the prefetcher of adjacent
+/// lines make processes wait for each other.
+pub const SLOT_LEN: usize = 128;
+
+/// Bytes of an account page.
+pub const LEN: usize = HEADER_LEN + SLOTS * SLOT_LEN;
+
+pub(crate) const MAGIC: [u8; 8] = *b"TRANCHEA";
+pub(crate) const BITMAP_WORDS: usize = SLOTS / 64;
+
+const AT_ABI: usize = 8;
+const AT_SLOTS: usize = 12;
+pub(crate) const AT_USED: usize = 128;
+pub(crate) const AT_PEAK: usize = 136;
+pub(crate) const AT_REFUSED: usize = 256;
+pub(crate) const AT_TAKEN: usize = 512;
+
+pub(crate) const SLOT_CHARGED: usize = 16;
+const SLOT_REFUSED: usize = 24;
+const SLOT_PID: usize = 32;
+
+/// The byte of the account file that the owner of slot `slot` (0 to [`SLOTS`] − 1) holds locked.
+/// Beyond the end of the page: a lock needs no content, and cannot be mistaken for one of it.
+#[must_use]
+pub const fn slot_lock(slot: usize) -> u64 {
+    (LEN + slot) as u64
+}
+
+/// The byte of the account file that is locked by whoever corrects `used`.
+pub const REPAIR_LOCK: u64 = (LEN + SLOTS) as u64;
+
+/// An account page as bytes.
+#[derive(Debug)]
+pub struct AccountPage;
+
+static INITIAL: [u8; LEN] = {
+    let mut page = [0; LEN];
+    let mut at = 0;
+    while at < MAGIC.len() {
+        page[at] = MAGIC[at];
+        at += 1;
+    }
+    let abi = ABI.to_le_bytes();
+    #[expect(clippy::cast_possible_truncation, reason = "1024")]
+    let slots = (SLOTS as u32).to_le_bytes();
+    at = 0;
+    while at < 4 {
+        page[AT_ABI + at] = abi[at];
+        page[AT_SLOTS + at] = slots[at];
+        at += 1;
+    }
+    page
+};
+
+impl AccountPage {
+    /// The page of a share that nobody uses yet. From [`HEADER_LEN`] on it is zero, so a writer
+    /// may leave the rest of the file sparse, but the file has exactly [`LEN`] bytes.
+    #[must_use]
+    pub fn initial() -> &'static [u8; LEN] {
+        &INITIAL
+    }
+
+    /// Checks that bytes are an account page of this version.
+    pub fn check(page: &[u8]) -> Result<(), PageError> {
+        if page.len() != LEN {
+            return Err(PageError::Length {
+                expected: LEN,
+                found: page.len(),
+            });
+        }
+        Self::check_header(page)
+    }
+
+    /// Checks the first bytes of a page, at least 16, of a file whose length is checked already.
+    pub fn check_header(page: &[u8]) -> Result<(), PageError> {
+        if page.len() < AT_SLOTS + 4 {
+            return Err(PageError::Length {
+                expected: LEN,
+                found: page.len(),
+            });
+        }
+        if page[..MAGIC.len()] != MAGIC {
+            return Err(PageError::Magic);
+        }
+        let found = get_u32(page, AT_ABI);
+        if found != ABI || usize::try_from(get_u32(page, AT_SLOTS)) != Ok(SLOTS) {
+            return Err(PageError::Abi {
+                supported: ABI,
+                found,
+            });
+        }
+        Ok(())
+    }
+
+    /// Reads a copy of a page, for metrics. The copy need not be of one instant: the processes of
+    /// the share go on meanwhile.
+    pub fn snapshot(page: &[u8]) -> Result<AccountSnapshot<'_>, PageError> {
+        Self::check(page)?;
+        Ok(AccountSnapshot { page })
+    }
+}
+
+/// What a copy of an account page says. Its author is the tenant.
+#[derive(Clone, Copy, Debug)]
+pub struct AccountSnapshot<'a> {
+    page: &'a [u8],
+}
+
+impl<'a> AccountSnapshot<'a> {
+    /// Bytes of device memory that the share's processes hold, or are just asking for.
+    #[must_use]
+    pub fn used(&self) -> u64 {
+        get_u64(self.page, AT_USED)
+    }
+
+    /// The most that [`used`](Self::used) was in the page's life, in bytes.
+    #[must_use]
+    pub fn peak(&self) -> u64 {
+        get_u64(self.page, AT_PEAK)
+    }
+
+    /// Allocations that the cap refused in the page's life.
+    #[must_use]
+    pub fn refused(&self) -> u64 {
+        self.processes()
+            .fold(get_u64(self.page, AT_REFUSED), |sum, process| {
+                sum.saturating_add(process.refused)
+            })
+    }
+
+    /// The processes in the account: the living, and the dead whose slot nobody reclaimed yet.
+    pub fn processes(&self) -> impl Iterator<Item = ProcessUsage> + use<'a> {
+        let page = self.page;
+        (0..SLOTS).filter_map(move |slot| {
+            let taken = get_u64(page, AT_TAKEN + slot / 64 * 8) >> (slot % 64) & 1 == 1;
+            let at = HEADER_LEN + slot * SLOT_LEN;
+            taken.then(|| ProcessUsage {
+                slot,
+                pid: get_u64(page, at + SLOT_PID),
+                charged: get_u64(page, at + SLOT_CHARGED),
+                refused: get_u64(page, at + SLOT_REFUSED),
+            })
+        })
+    }
+}
+
+/// One process's line in an account.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ProcessUsage {
+    /// Its slot, 0 to [`SLOTS`] − 1.
+    pub slot: usize,
+    /// Its PID in its own PID namespace, as it wrote it itself.
+    pub pid: u64,
+    /// Bytes charged to it.
+    pub charged: u64,
+    /// Allocations refused to it.
+    pub refused: u64,
+}
+
+#[cfg(test)]
+mod tests {
+    use std::vec::Vec;
+
+    use proptest::prelude::*;
+
+    use super::{AT_ABI, AT_TAKEN, AT_USED, AccountPage, HEADER_LEN, LEN, ProcessUsage, SLOT_LEN};
+    use crate::PageError;
+
+    #[test]
+    fn a_fresh_page_is_empty() {
+        let snapshot = AccountPage::snapshot(AccountPage::initial()).unwrap();
+        assert_eq!(
+            (snapshot.used(), snapshot.peak(), snapshot.refused()),
+            (0, 0, 0)
+        );
+        assert_eq!(snapshot.processes().count(), 0);
+        assert!(
+            AccountPage::initial()[HEADER_LEN..]
+                .iter()
+                .all(|&byte| byte == 0)
+        );
+    }
+
+    #[test]
+    fn only_taken_slots_are_listed() {
+        let mut page = Vec::from(*AccountPage::initial());
+        page[AT_USED] = 7;
+        page[AT_TAKEN + 8] = 0b10; // slot 65
+        let at = HEADER_LEN + 65 * SLOT_LEN;
+        page[at + 16] = 7;
+        page[at + 24] = 3;
+        page[at + 32] = 42;
+        let snapshot = AccountPage::snapshot(&page).unwrap();
+        assert_eq!(snapshot.used(), 7);
+        assert_eq!(snapshot.refused(), 3);
+        let processes: Vec<_> = snapshot.processes().collect();
+        assert_eq!(
+            processes,
+            [ProcessUsage {
+                slot: 65,
+                pid: 42,
+                charged: 7,
+                refused: 3
+            }]
+        );
+    }
+
+    #[test]
+    fn other_pages_are_refused() {
+        let mut page = Vec::from(*AccountPage::initial());
+        page[AT_ABI] = 9;
+        assert_eq!(
+            AccountPage::check(&page),
+            Err(PageError::Abi {
+                supported: 1,
+                found: 9
+            })
+        );
+        page[0] = 0;
+        assert_eq!(AccountPage::check(&page), Err(PageError::Magic));
+        page.pop();
+        assert_eq!(
+            AccountPage::check(&page),
+            Err(PageError::Length {
+                expected: LEN,
+                found: LEN - 1
+            })
+        );
+        assert!(AccountPage::check_header(&[]).is_err());
+    }
+
+    proptest! {
+        /// The tenant writes what it likes; the reader neither panics nor overflows.
+        #[test]
+        fn any_content_is_read(content: Vec<u8>, seed: u8) {
+            let mut page: Vec<u8> = Vec::from(*AccountPage::initial());
+            for (byte, value) in page[16..].iter_mut().zip(content.iter().chain(core::iter::repeat(&seed))) {
+                *byte = *value;
+            }
+            let snapshot = AccountPage::snapshot(&page).unwrap();
+            let _ = (snapshot.used(), snapshot.peak(), snapshot.refused(), snapshot.processes().count());
+        }
+    }
+}

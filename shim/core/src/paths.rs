@@ -1,0 +1,20 @@
+//! Where a capped container finds its pages and the real driver. Constants, so that nothing in the
+//! container (an environment variable, a configuration file) can point the shim elsewhere.
+
+/// One folder per share, named after the device key, with the files [`CAP`] and [`ACCOUNT`].
+pub const SHARES: &str = "/usr/lib/tranche/shares";
+
+/// The cap page's file name in a share's folder. On a read-only mount of a tmpfs.
+pub const CAP: &str = "cap";
+
+/// The account page's file name in a share's folder; absent where the cap page sets no limit.
+pub const ACCOUNT: &str = "account";
+
+/// The node's own `libcuda.so.1`, which the shim stands before.
+pub const REAL_CUDA: &str = "/usr/lib/tranche/driver/libcuda.so.1";
+
+/// The node's own `libnvidia-ml.so.1`, which the shim stands before.
+pub const REAL_NVML: &str = "/usr/lib/tranche/driver/libnvidia-ml.so.1";
+
+/// Most shares that one container can hold; more are refused.
+pub const MAX_SHARES: usize = 64;
