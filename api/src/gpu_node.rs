@@ -19,7 +19,42 @@ use crate::quantity::Quantity;
     plural = "gpunodes",
     shortname = "gn",
     status = "GpuNodeStatus",
-    derive = "PartialEq"
+    derive = "PartialEq",
+    printcolumn(
+        name = "GPUs",
+        type_ = "integer",
+        json_path = ".status.inventory.gpuCount"
+    ),
+    printcolumn(
+        name = "Product",
+        type_ = "string",
+        json_path = ".status.inventory.gpus[0].productName"
+    ),
+    printcolumn(
+        name = "Driver",
+        type_ = "string",
+        json_path = ".status.inventory.driverVersion"
+    ),
+    printcolumn(
+        name = "Epoch",
+        type_ = "integer",
+        json_path = ".status.registration.epoch"
+    ),
+    printcolumn(
+        name = "Slices",
+        type_ = "integer",
+        json_path = ".status.published.sliceCount"
+    ),
+    printcolumn(
+        name = "Problem",
+        type_ = "string",
+        json_path = ".status.published.problem"
+    ),
+    printcolumn(
+        name = "Age",
+        type_ = "date",
+        json_path = ".metadata.creationTimestamp"
+    )
 )]
 pub struct GpuNodeSpec {}
 
@@ -49,6 +84,23 @@ pub struct Inventory {
     /// The GPUs, by minor number.
     #[serde(default)]
     pub gpus: Vec<Gpu>,
+    /// How many GPUs there are, for people: printed columns cannot count.
+    #[serde(default)]
+    pub gpu_count: u32,
+}
+
+impl Inventory {
+    /// An inventory of `gpus`, put in order and counted.
+    #[must_use]
+    pub fn new(driver_version: String, cuda_driver_version: String, mut gpus: Vec<Gpu>) -> Self {
+        gpus.sort_by(|a, b| (a.minor, &a.uuid).cmp(&(b.minor, &b.uuid)));
+        Self {
+            driver_version,
+            cuda_driver_version,
+            gpu_count: u32::try_from(gpus.len()).unwrap_or(u32::MAX),
+            gpus,
+        }
+    }
 }
 
 /// One physical GPU, as NVML describes it.
@@ -105,10 +157,13 @@ pub struct Published {
     /// The registration for which the slices were created.
     pub epoch: i64,
     /// The pool's generation.
-    pub generation: i64,
+    pub pool_generation: i64,
     /// Names of the slices of the pool, in order.
     #[serde(default)]
     pub slices: Vec<String>,
+    /// How many slices there are, for people: printed columns cannot count.
+    #[serde(default)]
+    pub slice_count: u32,
     /// Why the pool is not published as wanted (an invalid policy, a feature gate that dropped
     /// fields), empty when it is.
     #[serde(default, skip_serializing_if = "String::is_empty")]

@@ -6,33 +6,47 @@
 //! compute: {mode: workConserving}
 //! ```
 //!
+//! ```text
+//!  parameters of the class ─► decode ─► Parameters ─┐
+//!  parameters of the claim ─► decode ─► Parameters ─┴─ overlaid_by ─► resolve ─► ShareConfig
+//! ```
+//!
 //! Decoding is strict and total: unknown fields, wrong kinds and wrong types are refused with the
 //! field's path, in admission and again in Prepare, since the API server passes opaque
-//! parameters through unread.
+//! parameters through unread. Several parameters for one request are merged field by field; a
+//! field that the later one leaves out keeps the earlier one's value. The class comes before the
+//! claim, so the claim's author has the last word on every field that the class allows at all.
 
-use schemars::JsonSchema;
+mod decode;
+
 use serde::{Deserialize, Serialize};
 
-/// Parameters of the devices of a claim.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub use decode::DecodeError;
+use decode::Object;
+
+use crate::names::API_VERSION;
+
+/// The kind of the parameters.
+pub const KIND: &str = "ShareConfig";
+
+/// What is in force for one device, every field decided.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct ShareConfig {
     /// How the share's compute limit is kept.
-    #[serde(default)]
     pub compute: Compute,
 }
 
 /// How a share's compute limit is kept.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Compute {
     /// Whether idle neighbours' time may be used.
-    #[serde(default)]
     pub mode: ComputeMode,
 }
 
 /// Whether a share may use its idle neighbours' time.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum ComputeMode {
     /// Never more than `cores`, even on an idle GPU.
@@ -41,3 +55,68 @@ pub enum ComputeMode {
     /// More than `cores` while the GPU is idle; `cores` is the floor under contention.
     WorkConserving,
 }
+
+impl ComputeMode {
+    const WORDS: [(&'static str, Self); 2] = [
+        ("strict", Self::Strict),
+        ("workConserving", Self::WorkConserving),
+    ];
+}
+
+/// What one author wrote: only the fields that were named.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Parameters {
+    /// `compute.mode`.
+    pub compute_mode: Option<ComputeMode>,
+}
+
+impl Parameters {
+    /// Reads the parameters of one `opaque` entry. Total: any JSON gives parameters or an error.
+    pub fn decode(parameters: &serde_json::Value) -> Result<Self, DecodeError> {
+        let root = Object::root(parameters)?;
+        // What it is comes first: the fields of another kind are not unknown, they are foreign.
+        root.constant("kind", KIND)?;
+        root.constant("apiVersion", API_VERSION)?;
+        let root = root.only(&["apiVersion", "kind", "compute"])?;
+        let compute_mode = match root.object("compute", &["mode"])? {
+            Some(compute) => compute.word("mode", &ComputeMode::WORDS)?,
+            None => None,
+        };
+        Ok(Self { compute_mode })
+    }
+
+    /// These parameters with the fields of `later` put over them.
+    #[must_use]
+    pub fn overlaid_by(self, later: Self) -> Self {
+        Self {
+            compute_mode: later.compute_mode.or(self.compute_mode),
+        }
+    }
+
+    /// Decides what is still open by the defaults.
+    #[must_use]
+    pub fn resolve(self) -> ShareConfig {
+        ShareConfig {
+            compute: Compute {
+                mode: self.compute_mode.unwrap_or_default(),
+            },
+        }
+    }
+}
+
+/// Whether a config entry that names `requests` concerns the allocation result of `request`.
+///
+/// No names means every request. A result of a `firstAvailable` request is called `main/sub`; an
+/// entry may name `main`, for all its subrequests, or `main/sub`.
+#[must_use]
+pub fn applies_to(requests: &[String], request: &str) -> bool {
+    requests.is_empty()
+        || requests.iter().any(|named| {
+            request
+                .strip_prefix(named.as_str())
+                .is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
+        })
+}
+
+#[cfg(test)]
+mod tests;

@@ -62,6 +62,27 @@ impl Tier {
         Self::Passthrough,
     ];
 
+    /// The tiers that this version serves.
+    pub const SERVED: [Self; 3] = [Self::Timeshared, Self::Capped, Self::Exclusive];
+
+    /// Whether this version serves the tier; the others have their place and come later.
+    #[must_use]
+    pub const fn is_served(self) -> bool {
+        match self {
+            Self::Timeshared | Self::Capped | Self::Exclusive => true,
+            Self::Concurrent | Self::Partition | Self::Passthrough => false,
+        }
+    }
+
+    /// Whether several claims can hold one device of the tier at a time.
+    #[must_use]
+    pub const fn is_shared(self) -> bool {
+        match self {
+            Self::Timeshared | Self::Concurrent | Self::Capped => true,
+            Self::Partition | Self::Exclusive | Self::Passthrough => false,
+        }
+    }
+
     /// The attribute `isolation`.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
@@ -153,6 +174,13 @@ mod tests {
     fn every_tier_is_read_back_from_its_name() {
         for tier in Tier::ALL {
             assert_eq!(tier.as_str().parse::<Tier>(), Ok(tier));
+        }
+    }
+
+    #[test]
+    fn the_list_of_served_tiers_says_what_each_tier_says() {
+        for tier in Tier::ALL {
+            assert_eq!(Tier::SERVED.contains(&tier), tier.is_served());
         }
     }
 

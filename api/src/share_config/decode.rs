@@ -1,0 +1,189 @@
+//! A strict reader of JSON objects that knows where it is.
+//!
+//! serde's own errors name a line and a column of a text that nobody sees: the API server hands
+//! parameters over as a tree. Here every error carries the field's path.
+
+use serde_json::{Map, Value};
+
+/// Why parameters were refused.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum DecodeError {
+    /// The parameters, or a field that holds fields, are something else.
+    #[error("{path} is {found}, must be an object")]
+    NotAnObject {
+        /// Where.
+        path: String,
+        /// What is there, by JSON type.
+        found: &'static str,
+    },
+    /// A field that must be there is not.
+    #[error("{path} is missing, must be {expected:?}")]
+    Missing {
+        /// Where.
+        path: String,
+        /// The only right value.
+        expected: &'static str,
+    },
+    /// The apiVersion or kind is another one.
+    #[error("{path} is {found:?}, must be {expected:?}")]
+    Foreign {
+        /// Where.
+        path: String,
+        /// What is there.
+        found: String,
+        /// The only right value.
+        expected: &'static str,
+    },
+    /// A field that does not exist.
+    #[error("{path} is unknown: the fields here are {}", known.join(", "))]
+    UnknownField {
+        /// Where.
+        path: String,
+        /// The fields that exist beside it.
+        known: &'static [&'static str],
+    },
+    /// A field of the wrong JSON type.
+    #[error("{path} is {found}, must be {expected}")]
+    WrongType {
+        /// Where.
+        path: String,
+        /// What is there, by JSON type.
+        found: &'static str,
+        /// What must be there.
+        expected: &'static str,
+    },
+    /// A word that is none of the words allowed.
+    #[error("{path} is {found:?}, must be one of {}", allowed.join(", "))]
+    UnknownWord {
+        /// Where.
+        path: String,
+        /// What is there.
+        found: String,
+        /// What may be there.
+        allowed: Vec<&'static str>,
+    },
+}
+
+/// An object and where it stands.
+pub(super) struct Object<'a> {
+    path: String,
+    fields: &'a Map<String, Value>,
+}
+
+impl<'a> Object<'a> {
+    /// The outermost object. Its fields are still to be checked by [`Object::only`].
+    pub(super) fn root(value: &'a Value) -> Result<Self, DecodeError> {
+        Self::at(String::new(), value)
+    }
+
+    fn at(path: String, value: &'a Value) -> Result<Self, DecodeError> {
+        match value {
+            Value::Object(fields) => Ok(Self { path, fields }),
+            other => Err(DecodeError::NotAnObject {
+                path: if path.is_empty() {
+                    "parameters".to_owned()
+                } else {
+                    path
+                },
+                found: type_of(other),
+            }),
+        }
+    }
+
+    /// Refuses every field but these.
+    pub(super) fn only(self, known: &'static [&'static str]) -> Result<Self, DecodeError> {
+        match self
+            .fields
+            .keys()
+            .find(|name| !known.contains(&name.as_str()))
+        {
+            Some(unknown) => Err(DecodeError::UnknownField {
+                path: self.path_to(unknown),
+                known,
+            }),
+            None => Ok(self),
+        }
+    }
+
+    fn path_to(&self, field: &str) -> String {
+        if self.path.is_empty() {
+            field.to_owned()
+        } else {
+            format!("{}.{field}", self.path)
+        }
+    }
+
+    /// A field's value; `null` counts as left out, as everywhere in Kubernetes.
+    fn value(&self, field: &str) -> Option<&'a Value> {
+        self.fields.get(field).filter(|value| !value.is_null())
+    }
+
+    fn text(&self, field: &str) -> Result<Option<&'a str>, DecodeError> {
+        match self.value(field) {
+            None => Ok(None),
+            Some(Value::String(text)) => Ok(Some(text)),
+            Some(other) => Err(DecodeError::WrongType {
+                path: self.path_to(field),
+                found: type_of(other),
+                expected: "a string",
+            }),
+        }
+    }
+
+    /// A field that must be there and can hold one value only.
+    pub(super) fn constant(&self, field: &str, expected: &'static str) -> Result<(), DecodeError> {
+        match self.text(field)? {
+            Some(found) if found == expected => Ok(()),
+            Some(found) => Err(DecodeError::Foreign {
+                path: self.path_to(field),
+                found: found.to_owned(),
+                expected,
+            }),
+            None => Err(DecodeError::Missing {
+                path: self.path_to(field),
+                expected,
+            }),
+        }
+    }
+
+    /// A field that holds fields.
+    pub(super) fn object(
+        &self,
+        field: &str,
+        known: &'static [&'static str],
+    ) -> Result<Option<Self>, DecodeError> {
+        self.value(field)
+            .map(|value| Self::at(self.path_to(field), value)?.only(known))
+            .transpose()
+    }
+
+    /// A field that holds one of some words.
+    pub(super) fn word<T: Copy>(
+        &self,
+        field: &str,
+        words: &[(&'static str, T)],
+    ) -> Result<Option<T>, DecodeError> {
+        let Some(found) = self.text(field)? else {
+            return Ok(None);
+        };
+        match words.iter().find(|(word, _)| *word == found) {
+            Some((_, meaning)) => Ok(Some(*meaning)),
+            None => Err(DecodeError::UnknownWord {
+                path: self.path_to(field),
+                found: found.to_owned(),
+                allowed: words.iter().map(|(word, _)| *word).collect(),
+            }),
+        }
+    }
+}
+
+fn type_of(value: &Value) -> &'static str {
+    match value {
+        Value::Null => "null",
+        Value::Bool(_) => "a boolean",
+        Value::Number(_) => "a number",
+        Value::String(_) => "a string",
+        Value::Array(_) => "a list",
+        Value::Object(_) => "an object",
+    }
+}
