@@ -10,6 +10,9 @@
 //! - [`uuid`]: which GPU is meant: always by UUID, never by index;
 //! - [`cap`]: the layout of the cap page;
 //! - [`layout`]: the layout of the account page, for those who hold its bytes;
+//! - [`account`]: the account page as live memory: reserve, release, reclaim, repair. Its
+//!   documentation argues why no crash at any instruction can let a share past its cap;
+//! - [`table`]: which device pointer was charged how much, for one process.
 //!
 //! The crate is `no_std`, has no dependency and no unsafe code. Whoever maps an account page (the
 //! shim) promises there that the memory is one; whoever reads a page's bytes promises nothing.
@@ -19,13 +22,18 @@
 #[cfg(any(test, loom))]
 extern crate std;
 
+pub mod account;
 pub mod cap;
 pub mod error;
 pub mod layout;
 pub mod paths;
+mod sync;
+pub mod table;
 pub mod uuid;
 
+pub use account::{Account, Full, Locks, Refused, SlotIndex};
 pub use cap::{CapPage, ComputePolicy};
 pub use error::PageError;
 pub use layout::{AccountPage, AccountSnapshot, ProcessUsage};
+pub use table::{Entry, Table};
 pub use uuid::GpuUuid;

@@ -1,0 +1,369 @@
+//! The account page as live memory, shared by all processes of a share.
+//!
+//! There is one number that decides, `used`. A process reserves before it asks the driver, and
+//! gives back when the driver refuses or after it freed:
+//!
+//! ```text
+//!            reserve                    driver call                    release
+//!   used + n ≤ limit ? ──yes──► used += n, charged += n ──► allocated ──► freed ──► charged −= n, used −= n
+//!          └──no──► out of memory
+//! ```
+//!
+//! So at no interleaving of any processes is more allocated than was reserved, and never is more
+//! reserved than the limit.
+//!
+//! # Why a crash anywhere errs to the safe side
+//!
+//! A process may be killed between any two instructions. `used` must then never be *less* than what
+//! the living hold. Each process counts its part of `used` in its slot as `charged`, and
+//!
+//! > **used ≥ the sum of `charged` over all slots, at every instant**
+//!
+//! because every increase goes to `used` first and to `charged` second, and every decrease to
+//! `charged` first and to `used` second; and *charged ≥ what the process holds*, because it is
+//! raised before the driver call that allocates and lowered after the one that frees.
+//!
+//! - Killed between the two steps: `used` stays too high by that change. Safe, and repaired, below.
+//! - Killed elsewhere: its slot says exactly how much of `used` was its own.
+//! - Its slot is not touched while it lives: it holds a kernel lock on it, which the kernel drops
+//!   with the process, after it took the process's memory mappings. Whoever gets that lock may
+//!   [`reclaim`](Account::reclaim): `charged` is swapped with 0 first, then `used` lowered by it. A
+//!   reclaimer killed in between leaves `used` too high: safe again, and no second reclaimer can
+//!   subtract the same charge twice.
+//!
+//! What such kills leave behind, `used − Σ charged`, is constant under completed changes: they move
+//! both sides alike. [`repair`](Account::repair) measures it at an instant without a change under
+//! way and subtracts it, in one atomic step. It sees such an instant from `begun` and `ended`, which
+//! enclose every change of a slot: `ended` read first and equal to `begun` for all slots, and
+//! `begun` and the set of slots unchanged after all was read, means that no change overlapped the
+//! reading. Two repairers would subtract the same surplus twice: a kernel lock admits one. One that
+//! is killed has either subtracted or not.
+//!
+//! Nothing here waits for another process: a stopped one (SIGSTOP, a debugger) delays nobody. It
+//! can only make a repair give up.
+
+use crate::layout::{BITMAP_WORDS, REPAIR_LOCK, SLOTS, slot_lock};
+use crate::sync::{AtomicU64, Ordering};
+
+/// The live account page. Its layout is [`crate::layout`]'s; map a checked file's memory as one.
+#[repr(C)]
+#[derive(Debug)]
+pub struct Account<const N: usize = SLOTS> {
+    identity: [u64; 16],
+    used: AtomicU64,
+    peak: AtomicU64,
+    _pad0: [u64; 14],
+    refused: AtomicU64,
+    looked_at: AtomicU64,
+    _pad1: [u64; 30],
+    taken: [AtomicU64; BITMAP_WORDS],
+    _pad2: [u64; 512 - 64 - BITMAP_WORDS],
+    slots: [Slot; N],
+}
+
+#[repr(C)]
+#[derive(Debug)]
+struct Slot {
+    begun: AtomicU64,
+    ended: AtomicU64,
+    charged: AtomicU64,
+    refused: AtomicU64,
+    pid: AtomicU64,
+    _pad: [u64; 11],
+}
+
+#[cfg(not(loom))]
+const _: () = {
+    use core::mem::{offset_of, size_of};
+
+    use crate::layout;
+    assert!(size_of::<Account>() == layout::LEN);
+    assert!(size_of::<Slot>() == layout::SLOT_LEN);
+    assert!(offset_of!(Account, used) == layout::AT_USED);
+    assert!(offset_of!(Account, peak) == layout::AT_PEAK);
+    assert!(offset_of!(Account, refused) == layout::AT_REFUSED);
+    assert!(offset_of!(Account, taken) == layout::AT_TAKEN);
+    assert!(offset_of!(Account, slots) == layout::HEADER_LEN);
+    assert!(offset_of!(Slot, charged) == layout::SLOT_CHARGED);
+};
+
+/// The kernel's locks on bytes of the account file, as one open file description sees them. Locks
+/// of the same process through another description count as foreign.
+pub trait Locks {
+    /// Takes the write lock on byte `at` if nobody else holds it; never waits.
+    fn try_lock(&self, at: u64) -> bool;
+    /// Gives the lock on byte `at` back.
+    fn unlock(&self, at: u64);
+}
+
+/// The cap does not allow the reservation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Refused;
+
+/// All [`SLOTS`] belong to living processes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Full;
+
+/// A process's place in an account, from [`Account::join`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SlotIndex(usize);
+
+impl<const N: usize> Account<N> {
+    /// Takes a slot for the calling process, whose description `locks` is: the slot is its own
+    /// until the description's last reference is gone. `start` spreads the search; any number.
+    pub fn join(&self, locks: &impl Locks, pid: u64, start: usize) -> Result<SlotIndex, Full> {
+        // Slots without a mark first: those with one are mostly held. Then all.
+        for marked_too in [false, true] {
+            for nth in 0..N {
+                let at = (start % N + nth) % N;
+                if self.is_taken(at) != marked_too || !locks.try_lock(slot_lock(at)) {
+                    continue;
+                }
+                let Some(slot) = self.slots.get(at) else {
+                    continue;
+                };
+                // Its last owner may have died without anybody noticing.
+                self.settle(slot);
+                slot.pid.store(pid, Ordering::Relaxed);
+                self.mark(at, true);
+                return Ok(SlotIndex(at));
+            }
+        }
+        Err(Full)
+    }
+
+    /// Bytes reserved by all processes together.
+    pub fn used(&self) -> u64 {
+        self.used.load(Ordering::Relaxed)
+    }
+
+    /// Bytes charged to one slot.
+    pub fn charged(&self, slot: SlotIndex) -> u64 {
+        self.slots
+            .get(slot.0)
+            .map_or(0, |slot| slot.charged.load(Ordering::Relaxed))
+    }
+
+    /// Reserves `bytes` if `used` stays within `limit`.
+    pub fn reserve(&self, slot: SlotIndex, bytes: u64, limit: u64) -> Result<(), Refused> {
+        match self.reserve_between(slot, bytes, bytes, limit) {
+            Some(_) => Ok(()),
+            None => Err(Refused),
+        }
+    }
+
+    /// Reserves as much of `bytes` as `limit` leaves, and returns how much that is, 0 included.
+    pub fn reserve_up_to(&self, slot: SlotIndex, bytes: u64, limit: u64) -> u64 {
+        self.reserve_between(slot, 1, bytes, limit).unwrap_or(0)
+    }
+
+    fn reserve_between(&self, slot: SlotIndex, least: u64, most: u64, limit: u64) -> Option<u64> {
+        let slot = self.slots.get(slot.0)?;
+        // Full: refuse without writing to anything that other processes read.
+        if limit.saturating_sub(self.used.load(Ordering::Relaxed)) < least {
+            return None;
+        }
+        slot.begun.fetch_add(1, Ordering::AcqRel);
+        let mut used = self.used.load(Ordering::Relaxed);
+        let granted = loop {
+            let granted = most.min(limit.saturating_sub(used));
+            if granted < least {
+                break None;
+            }
+            match self.used.compare_exchange_weak(
+                used,
+                used + granted,
+                Ordering::AcqRel,
+                Ordering::Relaxed,
+            ) {
+                Ok(_) => break Some(granted),
+                Err(now) => used = now,
+            }
+        };
+        if let Some(granted) = granted {
+            slot.charged.fetch_add(granted, Ordering::AcqRel);
+            if used + granted > self.peak.load(Ordering::Relaxed) {
+                self.peak.fetch_max(used + granted, Ordering::Relaxed);
+            }
+        }
+        slot.ended.fetch_add(1, Ordering::Release);
+        granted
+    }
+
+    /// Gives `bytes` back, or as much of them as the slot is charged; returns how much that was.
+    pub fn release(&self, slot: SlotIndex, bytes: u64) -> u64 {
+        let Some(slot) = self.slots.get(slot.0) else {
+            return 0;
+        };
+        slot.begun.fetch_add(1, Ordering::AcqRel);
+        let mut charged = slot.charged.load(Ordering::Relaxed);
+        let returned = loop {
+            let returned = bytes.min(charged);
+            match slot.charged.compare_exchange_weak(
+                charged,
+                charged - returned,
+                Ordering::AcqRel,
+                Ordering::Relaxed,
+            ) {
+                Ok(_) => break returned,
+                Err(now) => charged = now,
+            }
+        };
+        self.used.fetch_sub(returned, Ordering::AcqRel);
+        slot.ended.fetch_add(1, Ordering::Release);
+        returned
+    }
+
+    /// Notes that the cap refused an allocation to the slot's process.
+    pub fn note_refusal(&self, slot: SlotIndex) {
+        if let Some(slot) = self.slots.get(slot.0) {
+            slot.refused.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Whether it is time to look for dead slots again: at most one process per `interval` gets a
+    /// yes, so that a full share's many refusals cost no system calls. Times in nanoseconds.
+    pub fn due(&self, now: u64, interval: u64) -> bool {
+        let last = self.looked_at.load(Ordering::Relaxed);
+        now.abs_diff(last) >= interval
+            && self
+                .looked_at
+                .compare_exchange(last, now, Ordering::Relaxed, Ordering::Relaxed)
+                .is_ok()
+    }
+
+    /// Returns the charges of processes that are gone. `locks` is a description that holds no
+    /// slot. Returns how many slots were reclaimed.
+    pub fn reclaim(&self, locks: &impl Locks) -> usize {
+        let mut reclaimed = 0;
+        for at in 0..N {
+            if !self.is_taken(at) || !locks.try_lock(slot_lock(at)) {
+                continue;
+            }
+            if let Some(slot) = self.slots.get(at) {
+                self.settle(slot);
+            }
+            self.mark(at, false);
+            locks.unlock(slot_lock(at));
+            reclaimed += 1;
+        }
+        reclaimed
+    }
+
+    /// Takes out of `used` what killed processes left between their two steps; returns how much
+    /// that was. Gives up, with 0, where changes are always under way or somebody else is at it.
+    pub fn repair(&self, locks: &impl Locks) -> u64 {
+        if !locks.try_lock(REPAIR_LOCK) {
+            return 0;
+        }
+        let mut surplus = 0;
+        for _ in 0..REPAIR_TRIES {
+            if let Some(found) = self.surplus() {
+                surplus = found;
+                break;
+            }
+        }
+        if surplus > 0 {
+            self.used.fetch_sub(surplus, Ordering::AcqRel);
+        }
+        locks.unlock(REPAIR_LOCK);
+        surplus
+    }
+
+    /// `used − Σ charged` at an instant without a change under way; `None` if there was one.
+    fn surplus(&self) -> Option<u64> {
+        let taken: [u64; BITMAP_WORDS] = core::array::from_fn(|word| self.taken_word(word));
+        let sum = |field: fn(&Slot) -> &AtomicU64| {
+            let mut sum = 0u64;
+            for (at, slot) in self.slots.iter().enumerate() {
+                if taken[at / 64] >> (at % 64) & 1 == 1 {
+                    sum = sum.wrapping_add(field(slot).load(Ordering::Acquire));
+                }
+            }
+            sum
+        };
+        // A slot's `begun` is never behind its `ended`, and both only grow: equal sums, in this
+        // order of reading, mean that they were equal slot by slot.
+        let ended = sum(|slot| &slot.ended);
+        let begun = sum(|slot| &slot.begun);
+        if begun != ended {
+            return None;
+        }
+        let used = self.used.load(Ordering::Acquire);
+        let charged = sum(|slot| &slot.charged);
+        let unchanged = sum(|slot| &slot.begun) == begun
+            && taken
+                .iter()
+                .enumerate()
+                .all(|(word, &bits)| bits == self.taken_word(word));
+        unchanged.then(|| used.wrapping_sub(charged))
+    }
+
+    /// Returns the charge of a slot whose lock the caller holds and whose owner is gone.
+    fn settle(&self, slot: &Slot) {
+        let begun = slot.begun.fetch_add(1, Ordering::AcqRel) + 1;
+        let charged = slot.charged.swap(0, Ordering::AcqRel);
+        self.used.fetch_sub(charged, Ordering::AcqRel);
+        self.refused
+            .fetch_add(slot.refused.swap(0, Ordering::Relaxed), Ordering::Relaxed);
+        // Also closes a change that its owner began and never ended.
+        slot.ended.store(begun, Ordering::Release);
+    }
+
+    fn is_taken(&self, at: usize) -> bool {
+        self.taken_word(at / 64) >> (at % 64) & 1 == 1
+    }
+
+    fn taken_word(&self, word: usize) -> u64 {
+        self.taken
+            .get(word)
+            .map_or(0, |bits| bits.load(Ordering::Acquire))
+    }
+
+    fn mark(&self, at: usize, taken: bool) {
+        if let Some(word) = self.taken.get(at / 64) {
+            let bit = 1 << (at % 64);
+            if taken {
+                word.fetch_or(bit, Ordering::AcqRel);
+            } else {
+                word.fetch_and(!bit, Ordering::AcqRel);
+            }
+        }
+    }
+}
+
+/// Instants at which [`Account::repair`] looks before it gives up. A change takes some tens of
+/// nanoseconds and a look about as long per process, so that a few looks find a gap.
+const REPAIR_TRIES: usize = if cfg!(loom) { 1 } else { 64 };
+
+#[cfg(any(test, loom))]
+impl<const N: usize> Account<N> {
+    /// An account in ordinary memory.
+    fn fresh() -> std::boxed::Box<Self> {
+        std::boxed::Box::new(Self {
+            identity: [0; 16],
+            used: AtomicU64::new(0),
+            peak: AtomicU64::new(0),
+            _pad0: [0; 14],
+            refused: AtomicU64::new(0),
+            looked_at: AtomicU64::new(0),
+            _pad1: [0; 30],
+            taken: core::array::from_fn(|_| AtomicU64::new(0)),
+            _pad2: [0; 512 - 64 - BITMAP_WORDS],
+            slots: core::array::from_fn(|_| Slot {
+                begun: AtomicU64::new(0),
+                ended: AtomicU64::new(0),
+                charged: AtomicU64::new(0),
+                refused: AtomicU64::new(0),
+                pid: AtomicU64::new(0),
+                _pad: [0; 11],
+            }),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests;
+
+#[cfg(loom)]
+mod model;

@@ -1,0 +1,173 @@
+//! Every interleaving of a few processes, by loom: `RUSTFLAGS="--cfg loom" cargo test -p
+//! tranche-shim-core --release model`.
+
+use std::boxed::Box;
+use std::vec::Vec;
+
+use loom::sync::{Arc, Mutex};
+use loom::thread;
+
+use super::{Account, Locks};
+use crate::layout::{REPAIR_LOCK, slot_lock};
+use crate::sync::kill_after;
+
+const LIMIT: u64 = 10;
+
+type Small = Account<2>;
+
+/// The kernel's locks: bytes held, by description.
+struct World {
+    account: Box<Small>,
+    held: Mutex<Vec<(u64, u32)>>,
+}
+
+struct Description<'a> {
+    world: &'a World,
+    id: u32,
+}
+
+impl Locks for Description<'_> {
+    fn try_lock(&self, at: u64) -> bool {
+        let mut held = self.world.held.lock().unwrap();
+        match held.iter().find(|(byte, _)| *byte == at) {
+            Some((_, holder)) => *holder == self.id,
+            None => {
+                held.push((at, self.id));
+                true
+            }
+        }
+    }
+    fn unlock(&self, at: u64) {
+        self.world
+            .held
+            .lock()
+            .unwrap()
+            .retain(|(byte, _)| *byte != at);
+    }
+}
+
+impl Drop for Description<'_> {
+    fn drop(&mut self) {
+        self.world
+            .held
+            .lock()
+            .unwrap()
+            .retain(|(_, holder)| *holder != self.id);
+    }
+}
+
+impl World {
+    fn new() -> Arc<Self> {
+        Arc::new(Self {
+            account: Small::fresh(),
+            held: Mutex::new(Vec::new()),
+        })
+    }
+    fn open(&self, id: u32) -> Description<'_> {
+        Description { world: self, id }
+    }
+}
+
+fn explore(preemptions: usize, scene: impl Fn() + Sync + Send + 'static) {
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound = Some(preemptions);
+    builder.check(scene);
+}
+
+/// Two processes want more than there is: together they never hold more than the limit.
+#[test]
+fn reservations_never_exceed_the_limit() {
+    explore(4, || {
+        let world = World::new();
+        let held = Arc::new(Mutex::new(0u64));
+        let processes: Vec<_> = (1..=2)
+            .map(|id| {
+                let (world, held) = (Arc::clone(&world), Arc::clone(&held));
+                thread::spawn(move || {
+                    let process = world.open(id);
+                    let slot = world.account.join(&process, 0, id as usize).unwrap();
+                    if world.account.reserve(slot, 6, LIMIT).is_ok() {
+                        let mut now = held.lock().unwrap();
+                        *now += 6;
+                        assert!(*now <= LIMIT);
+                        *now -= 6;
+                        drop(now);
+                        world.account.release(slot, 6);
+                    }
+                })
+            })
+            .collect();
+        for process in processes {
+            process.join().unwrap();
+        }
+        assert_eq!(world.account.used(), 0);
+    });
+}
+
+/// One process is killed at some step while its neighbour works and a third reclaims and repairs:
+/// the neighbour's reservation is never taken from the account, and nothing is left in the end.
+#[test]
+fn a_kill_beside_work_and_repair_is_safe() {
+    for steps in 0..9 {
+        explore(3, move || {
+            let world = World::new();
+            let victim = {
+                let world = Arc::clone(&world);
+                thread::spawn(move || {
+                    let process = world.open(1);
+                    kill_after(steps, || {
+                        let slot = world.account.join(&process, 0, 0).unwrap();
+                        let _ = world.account.reserve(slot, 4, LIMIT);
+                    });
+                })
+            };
+            let janitor = {
+                let world = Arc::clone(&world);
+                thread::spawn(move || {
+                    let locks = world.open(3);
+                    world.account.reclaim(&locks);
+                    world.account.repair(&locks);
+                })
+            };
+            let process = world.open(2);
+            let slot = world.account.join(&process, 0, 1).unwrap();
+            world.account.reserve(slot, 6, LIMIT).unwrap();
+            assert!(world.account.used() >= 6);
+            victim.join().unwrap();
+            janitor.join().unwrap();
+            assert!(world.account.used() >= 6);
+            assert!(world.account.used() <= LIMIT);
+            let locks = world.open(4);
+            world.account.reclaim(&locks);
+            world.account.repair(&locks);
+            assert_eq!(world.account.used(), 6);
+        });
+    }
+}
+
+/// Two who repair at once subtract a surplus once.
+#[test]
+fn a_surplus_is_subtracted_once() {
+    explore(4, || {
+        let world = World::new();
+        let process = world.open(1);
+        let slot = world.account.join(&process, 0, 0).unwrap();
+        world.account.reserve(slot, 3, LIMIT).unwrap();
+        // What a killed process left.
+        world.account.used.fetch_add(2, super::Ordering::AcqRel);
+        let repairers: Vec<_> = (2..=3)
+            .map(|id| {
+                let world = Arc::clone(&world);
+                thread::spawn(move || world.account.repair(&world.open(id)))
+            })
+            .collect();
+        world.account.release(slot, 1);
+        for repairer in repairers {
+            repairer.join().unwrap();
+        }
+        assert!(world.account.used() >= 2);
+        world.account.repair(&world.open(4));
+        assert_eq!(world.account.used(), 2);
+        assert!(slot_lock(1) < REPAIR_LOCK);
+    });
+}

@@ -1,0 +1,341 @@
+//! Which device pointer of this process was charged how much.
+//!
+//! A fixed array of buckets, each pointer in one of two: looked up, entered and taken out in
+//! constant time, without a lock and without waiting. So it may be used by any thread, in a signal
+//! handler, and in the child of a fork, whose table is empty (the shim's memory for it is wiped).
+//!
+//! An entry is *taken out before* the driver frees and *put in after* the driver allocated. The
+//! driver hands an address out again only after it was freed, so whoever enters a pointer finds no
+//! entry of its former life, and two threads that free and allocate the same address each act on
+//! their own charge. A free that the driver refuses puts the entry back.
+//!
+//! A small first tier keeps the memory of ordinary processes small; the second is touched only when
+//! both buckets of the first are full.
+
+use crate::sync::{AtomicU64, Ordering};
+
+/// One allocation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Entry {
+    /// Bytes charged, less than 2⁴⁸.
+    pub bytes: u64,
+    /// Which of the process's devices was charged.
+    pub device: u8,
+    /// The context the memory goes with.
+    pub context: u64,
+}
+
+/// Both buckets of both tiers are full.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TableFull;
+
+const WAYS: usize = 8;
+const BYTES_BITS: u32 = 48;
+
+/// Most bytes an entry can hold.
+pub const MAX_BYTES: u64 = (1 << BYTES_BITS) - 1;
+
+#[repr(C)]
+#[derive(Debug)]
+struct Bucket {
+    /// 0: free. Set last when entering, and first when leaving, by whoever owns the pointer.
+    keys: [AtomicU64; WAYS],
+    /// Bytes + 1 in the low 48 bits, device above; 0: nothing there (yet, or any more).
+    values: [AtomicU64; WAYS],
+    contexts: [AtomicU64; WAYS],
+}
+
+/// The table: `SMALL` buckets, then `LARGE` more. All-zero memory is an empty one.
+#[repr(C)]
+#[derive(Debug)]
+pub struct Table<const SMALL: usize = 8192, const LARGE: usize = 131_072> {
+    /// Entries that ever went to the second tier: none, mostly, and then nobody looks there.
+    spilled: AtomicU64,
+    small: [Bucket; SMALL],
+    large: [Bucket; LARGE],
+}
+
+impl<const SMALL: usize, const LARGE: usize> Table<SMALL, LARGE> {
+    /// Enters a pointer (not 0). Returns the entry of a former life that nobody took out, which
+    /// happens only where a program frees a pointer twice at once.
+    pub fn put(&self, pointer: u64, entry: Entry) -> Result<Option<Entry>, TableFull> {
+        let value =
+            (entry.bytes.min(MAX_BYTES) + 1).min(MAX_BYTES) | u64::from(entry.device) << BYTES_BITS;
+        let former = self.take(pointer);
+        for (nth, bucket) in self.buckets(pointer).into_iter().enumerate() {
+            if nth == 2 {
+                self.spilled.fetch_add(1, Ordering::Release);
+            }
+            for way in 0..WAYS {
+                let claimed = bucket.keys[way].load(Ordering::Relaxed) == 0
+                    && bucket.keys[way]
+                        .compare_exchange(0, pointer, Ordering::AcqRel, Ordering::Relaxed)
+                        .is_ok();
+                if claimed {
+                    bucket.contexts[way].store(entry.context, Ordering::Relaxed);
+                    bucket.values[way].store(value, Ordering::Release);
+                    return Ok(former);
+                }
+            }
+        }
+        Err(TableFull)
+    }
+
+    /// Takes a pointer's entry out; `None` for a pointer that was never entered, or that another
+    /// thread is taking out.
+    pub fn take(&self, pointer: u64) -> Option<Entry> {
+        self.buckets(pointer)
+            .into_iter()
+            .take(self.tiers() * 2)
+            .find_map(|bucket| {
+                (0..WAYS).find_map(|way| {
+                    (bucket.keys[way].load(Ordering::Acquire) == pointer)
+                        .then(|| bucket.take(way, |key, _| key == pointer))
+                        .flatten()
+                })
+            })
+    }
+
+    /// Takes all entries of a context out, one by one, and hands each to `each`: the driver freed
+    /// them with the context.
+    pub fn take_context(&self, context: u64, mut each: impl FnMut(Entry)) {
+        let large = if self.tiers() == 1 {
+            &[][..]
+        } else {
+            &self.large[..]
+        };
+        for bucket in self.small.iter().chain(large) {
+            for way in 0..WAYS {
+                if bucket.contexts[way].load(Ordering::Relaxed) == context
+                    && let Some(entry) = bucket.take(way, |_, found| found == context)
+                {
+                    each(entry);
+                }
+            }
+        }
+    }
+
+    fn tiers(&self) -> usize {
+        if self.spilled.load(Ordering::Acquire) == 0 {
+            1
+        } else {
+            2
+        }
+    }
+
+    /// The buckets a pointer may be in, in the order in which they are tried.
+    fn buckets(&self, pointer: u64) -> [&Bucket; 4] {
+        // Fibonacci hashing; allocations are aligned, so that the low bits alone say little.
+        let hash = pointer.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        #[expect(
+            clippy::cast_possible_truncation,
+            reason = "any bits of the hash will do"
+        )]
+        let (one, two) = ((hash >> 40) as usize, (hash >> 16) as usize & 0xff_ffff);
+        [
+            &self.small[one % SMALL],
+            &self.small[two % SMALL],
+            &self.large[one % LARGE],
+            &self.large[two % LARGE],
+        ]
+    }
+}
+
+impl Bucket {
+    /// Takes an entry out if it still is the one that was looked for: until its value is swapped
+    /// out, another thread may take it and reuse its place.
+    fn take(&self, way: usize, is_it: impl Fn(u64, u64) -> bool) -> Option<Entry> {
+        let value = self.values[way].swap(0, Ordering::AcqRel);
+        if value == 0 {
+            return None;
+        }
+        let context = self.contexts[way].load(Ordering::Relaxed);
+        if !is_it(self.keys[way].load(Ordering::Relaxed), context) {
+            self.values[way].store(value, Ordering::Release);
+            return None;
+        }
+        self.keys[way].store(0, Ordering::Release);
+        Some(Entry {
+            bytes: (value & MAX_BYTES) - 1,
+            #[expect(clippy::cast_possible_truncation, reason = "put from 8 bits")]
+            device: (value >> BYTES_BITS) as u8,
+            context,
+        })
+    }
+}
+
+#[cfg(any(test, loom))]
+impl<const SMALL: usize, const LARGE: usize> Table<SMALL, LARGE> {
+    /// A table in ordinary memory.
+    fn fresh() -> std::boxed::Box<Self> {
+        let bucket = |_| Bucket {
+            keys: core::array::from_fn(|_| AtomicU64::new(0)),
+            values: core::array::from_fn(|_| AtomicU64::new(0)),
+            contexts: core::array::from_fn(|_| AtomicU64::new(0)),
+        };
+        std::boxed::Box::new(Self {
+            spilled: AtomicU64::new(0),
+            small: core::array::from_fn(bucket),
+            large: core::array::from_fn(bucket),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+    use std::vec::Vec;
+
+    use proptest::prelude::*;
+
+    use super::{Entry, Table, TableFull};
+
+    type Small = Table<2, 4>;
+
+    fn entry(bytes: u64) -> Entry {
+        Entry {
+            bytes,
+            device: 3,
+            context: 0x7000,
+        }
+    }
+
+    #[test]
+    fn an_unknown_pointer_has_no_entry() {
+        let table = Small::fresh();
+        assert_eq!(table.take(0x1000), None);
+        table.put(0x1000, entry(1)).unwrap();
+        assert_eq!(table.take(0x2000), None);
+        assert_eq!(table.take(0x1000), Some(entry(1)));
+        assert_eq!(table.take(0x1000), None);
+    }
+
+    #[test]
+    fn a_full_table_says_so_and_keeps_what_it_has() {
+        let table = Small::fresh();
+        let mut kept = Vec::new();
+        for pointer in (1..100u64).map(|nth| nth << 21) {
+            match table.put(pointer, entry(pointer)) {
+                Ok(former) => {
+                    assert_eq!(former, None);
+                    kept.push(pointer);
+                }
+                Err(TableFull) => break,
+            }
+        }
+        assert!(kept.len() >= 24, "{} of 48 ways used", kept.len());
+        for pointer in kept {
+            assert_eq!(table.take(pointer), Some(entry(pointer)));
+        }
+    }
+
+    /// The first tier holds two allocations per bucket as a driver places them: 16,384 in the
+    /// product, here on a smaller scale.
+    #[test]
+    fn ordinary_programs_stay_in_the_first_tier() {
+        let table = Table::<512, 1>::fresh();
+        for stride in [256u64, 4096, 2 << 20] {
+            let base = 0x7f00_0000_0000u64;
+            for nth in 0..1024 {
+                table.put(base + nth * stride, entry(stride)).unwrap();
+            }
+            assert_eq!(table.tiers(), 1, "stride {stride}");
+            for nth in 0..1024 {
+                assert_eq!(table.take(base + nth * stride), Some(entry(stride)));
+            }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn it_remembers_like_a_map(
+            acts in prop::collection::vec((0u8..4, 1u64..40, any::<u8>(), 0u64..3), 0..200),
+        ) {
+            let table = Small::fresh();
+            let mut map = BTreeMap::new();
+            for (act, pointer, device, context) in acts {
+                match act {
+                    0 | 1 => {
+                        let entry = Entry { bytes: pointer * 7, device, context };
+                        match table.put(pointer, entry) {
+                            Ok(former) => prop_assert_eq!(former, map.insert(pointer, entry)),
+                            // What was there before is gone: the caller refuses the allocation.
+                            Err(TableFull) => { map.remove(&pointer); }
+                        }
+                    }
+                    2 => prop_assert_eq!(table.take(pointer), map.remove(&pointer)),
+                    _ => {
+                        let mut taken = Vec::new();
+                        table.take_context(context, |entry| taken.push(entry.bytes));
+                        let mut gone = Vec::new();
+                        map.retain(|_, entry| {
+                            if entry.context == context { gone.push(entry.bytes); }
+                            entry.context != context
+                        });
+                        taken.sort_unstable();
+                        gone.sort_unstable();
+                        prop_assert_eq!(taken, gone);
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[cfg(loom)]
+mod model {
+    use loom::sync::Arc;
+    use loom::sync::atomic::{AtomicU64, Ordering};
+    use loom::thread;
+
+    use super::{Entry, Table};
+
+    /// One thread frees a pointer and, with the driver's consent, another gets the same address:
+    /// each finds its own charge.
+    #[test]
+    fn a_reused_address_keeps_its_own_charge() {
+        loom::model(|| {
+            let table = Arc::new(Table::<1, 1>::fresh());
+            // The driver: whether the address is free.
+            let free = Arc::new(AtomicU64::new(0));
+            let entry = |bytes| Entry {
+                bytes,
+                device: 0,
+                context: 1,
+            };
+            table.put(64, entry(5)).unwrap();
+            let other = {
+                let (table, free) = (Arc::clone(&table), Arc::clone(&free));
+                thread::spawn(move || {
+                    if free.swap(0, Ordering::AcqRel) == 1 {
+                        assert_eq!(table.put(64, entry(9)), Ok(None));
+                        assert_eq!(table.take(64), Some(entry(9)));
+                    }
+                })
+            };
+            assert_eq!(table.take(64), Some(entry(5)));
+            free.store(1, Ordering::Release);
+            other.join().unwrap();
+        });
+    }
+
+    /// A pointer freed twice at once is given back once.
+    #[test]
+    fn a_double_free_takes_one_charge() {
+        loom::model(|| {
+            let table = Arc::new(Table::<1, 1>::fresh());
+            let entry = Entry {
+                bytes: 5,
+                device: 0,
+                context: 1,
+            };
+            table.put(64, entry).unwrap();
+            let twin = {
+                let table = Arc::clone(&table);
+                thread::spawn(move || table.take(64).is_some())
+            };
+            let here = table.take(64).is_some();
+            assert!(here ^ twin.join().unwrap());
+        });
+    }
+}
