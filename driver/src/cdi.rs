@@ -1,1 +1,312 @@
-//! The Container Device Interface, as much of it as we write, and minimal specs.
+//! The Container Device Interface: what a container runtime must add to a container.
+//!
+//! ```text
+//!  gpu.tranche.dev/claim=<uid>-<request>-<n>   one spec per claim   device node, cap page, account
+//!  gpu.tranche.dev/driver=full|capped          one spec per node    libraries, binaries, hooks, shim
+//! ```
+//!
+//! Each prepared device is handed to the kubelet as two ids, one of each kind. The model is our own
+//! and only as large as what we write; specs declare the lowest version that has what they use,
+//! since a runtime refuses a whole file for one field that is newer than its declared version.
+
+mod claim_spec;
+mod driver_spec;
+mod name;
+
+use serde::{Deserialize, Serialize};
+
+pub use claim_spec::{NodePaths, claim_spec};
+pub use driver_spec::{DriverDevice, DriverFile, DriverFiles, Library, Link, driver_spec};
+pub use name::NameError;
+
+use tranche_api::names::DRIVER;
+
+/// The class of the devices of claims.
+pub const CLAIM_CLASS: &str = "claim";
+/// The class of the driver's devices.
+pub const DRIVER_CLASS: &str = "driver";
+
+/// Paths inside containers. The shim knows the same ones.
+pub mod container_path {
+    /// What we bring into a container.
+    pub const ROOT: &str = "/usr/lib/tranche";
+    /// A folder per share, with its pages.
+    pub const SHARES: &str = "/usr/lib/tranche/shares";
+    /// The real driver's libraries, where the shim stands in for them.
+    pub const REAL_DRIVER: &str = "/usr/lib/tranche/driver";
+    /// What the loader loads into every process.
+    pub const PRELOAD: &str = "/etc/ld.so.preload";
+}
+
+/// The id of a claim's device, `gpu.tranche.dev/claim=<key>`.
+pub fn claim_device_id(key: &str) -> Result<String, NameError> {
+    name::check(key)?;
+    Ok(format!("{DRIVER}/{CLAIM_CLASS}={key}"))
+}
+
+/// The name of the file, in a CDI folder, of the spec of the claim with this UID.
+#[must_use]
+pub fn claim_file_name(uid: &str) -> String {
+    format!("{DRIVER}-{CLAIM_CLASS}-{uid}.json")
+}
+
+/// The UID of the claim whose spec has this file name.
+#[must_use]
+pub fn claim_of_file_name(name: &str) -> Option<&str> {
+    name.strip_prefix(DRIVER)?
+        .strip_prefix('-')?
+        .strip_prefix(CLAIM_CLASS)?
+        .strip_prefix('-')?
+        .strip_suffix(".json")
+        .filter(|uid| !uid.is_empty())
+}
+
+/// The name of the file, in a CDI folder, of the driver's spec.
+#[must_use]
+pub fn driver_file_name() -> String {
+    format!("{DRIVER}-{DRIVER_CLASS}.json")
+}
+
+/// One file of a CDI folder.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct Spec {
+    cdi_version: Version,
+    kind: String,
+    devices: Vec<Device>,
+    #[serde(default, skip_serializing_if = "ContainerEdits::is_empty")]
+    container_edits: ContainerEdits,
+}
+
+/// The versions of CDI in which something that we use came.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum Version {
+    /// The first that runtimes take.
+    #[serde(rename = "0.3.0")]
+    V0_3,
+    /// Mounts with a type.
+    #[serde(rename = "0.4.0")]
+    V0_4,
+    /// Device names that start with a digit; device nodes with another path on the host.
+    #[serde(rename = "0.5.0")]
+    V0_5,
+}
+
+/// Something that a container can be given by name.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct Device {
+    /// Unique in its kind over all files.
+    pub name: String,
+    /// What it takes; never nothing.
+    pub container_edits: ContainerEdits,
+}
+
+/// Changes to a container.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields, default)]
+pub struct ContainerEdits {
+    /// `NAME=value`.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub env: Vec<String>,
+    /// Device nodes.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub device_nodes: Vec<DeviceNode>,
+    /// Bind mounts.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub mounts: Vec<Mount>,
+    /// Programs that run on the host while the container is made.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub hooks: Vec<Hook>,
+}
+
+/// A device node. Its numbers and type are read from the host's node.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct DeviceNode {
+    /// In the container.
+    pub path: String,
+    /// On the host, where that is another.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host_path: Option<String>,
+    /// Of `r`, `w`, `m`.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub permissions: String,
+}
+
+/// A mount.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct Mount {
+    /// On the host.
+    pub host_path: String,
+    /// In the container.
+    pub container_path: String,
+    /// As in fstab.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub options: Vec<String>,
+    /// The file system's type, where it is not a bind mount.
+    #[serde(default, rename = "type", skip_serializing_if = "String::is_empty")]
+    pub kind: String,
+}
+
+/// A program that runs on the host while the container is made.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct Hook {
+    /// When, as OCI names it.
+    pub hook_name: HookName,
+    /// On the host.
+    pub path: String,
+    /// The program's name first.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub args: Vec<String>,
+}
+
+/// When a hook runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum HookName {
+    /// In the runtime's namespaces, after the mounts and before the root is changed.
+    CreateContainer,
+}
+
+/// Why a spec cannot be made.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum CdiError {
+    /// A name that CDI does not allow.
+    #[error(transparent)]
+    Name(#[from] NameError),
+    /// A library without which no container can use a GPU.
+    #[error("the driver's files have no {soname}: is the driver root complete?")]
+    NoLibrary {
+        /// Its SONAME.
+        soname: &'static str,
+    },
+    /// A path that is none.
+    #[error("{what} {path:?} is not an absolute path")]
+    Path {
+        /// Whose path.
+        what: &'static str,
+        /// The path.
+        path: String,
+    },
+}
+
+impl Spec {
+    /// A spec of `devices` of the class `class`, all of which need `edits`.
+    pub fn new(class: &str, devices: Vec<Device>, edits: ContainerEdits) -> Result<Self, CdiError> {
+        name::check_class(class)?;
+        for device in &devices {
+            name::check(&device.name)?;
+        }
+        Ok(Self {
+            cdi_version: lowest_version(&devices, &edits),
+            kind: format!("{DRIVER}/{class}"),
+            devices,
+            container_edits: edits,
+        })
+    }
+
+    /// The version that the spec declares.
+    #[must_use]
+    pub fn version(&self) -> Version {
+        self.cdi_version
+    }
+
+    /// The devices.
+    #[must_use]
+    pub fn devices(&self) -> &[Device] {
+        &self.devices
+    }
+
+    /// What every device takes.
+    #[must_use]
+    pub fn container_edits(&self) -> &ContainerEdits {
+        &self.container_edits
+    }
+
+    /// The file's content, the same for the same spec.
+    #[must_use]
+    pub fn encode(&self) -> Vec<u8> {
+        let mut bytes =
+            serde_json::to_vec_pretty(self).expect("a spec has no map whose keys are no strings");
+        bytes.push(b'\n');
+        bytes
+    }
+}
+
+impl ContainerEdits {
+    fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
+/// The lowest version that has all that is used.
+fn lowest_version(devices: &[Device], edits: &ContainerEdits) -> Version {
+    let all = || {
+        devices
+            .iter()
+            .map(|device| &device.container_edits)
+            .chain([edits])
+    };
+    let digit_first = |device: &Device| device.name.starts_with(|c: char| c.is_ascii_digit());
+    if devices.iter().any(digit_first)
+        || all()
+            .flat_map(|edits| &edits.device_nodes)
+            .any(|node| node.host_path.is_some())
+    {
+        Version::V0_5
+    } else if all()
+        .flat_map(|edits| &edits.mounts)
+        .any(|mount| !mount.kind.is_empty())
+    {
+        Version::V0_4
+    } else {
+        Version::V0_3
+    }
+}
+
+/// A bind mount that cannot be written through.
+fn read_only(host_path: String, container_path: String) -> Mount {
+    bind(host_path, container_path, &["ro", "nosuid", "nodev"])
+}
+
+fn bind(host_path: String, container_path: String, options: &[&str]) -> Mount {
+    Mount {
+        host_path,
+        container_path,
+        options: options
+            .iter()
+            .chain(&["rbind", "rprivate"])
+            .map(ToString::to_string)
+            .collect(),
+        kind: String::new(),
+    }
+}
+
+/// A device node at `path` in the container and below `dev_root` on the host.
+fn device_node(path: &str, dev_root: &str) -> DeviceNode {
+    let host_path = below(dev_root, path);
+    DeviceNode {
+        host_path: (host_path != path).then_some(host_path),
+        path: path.to_owned(),
+        permissions: "rw".to_owned(),
+    }
+}
+
+/// The absolute `path` below `root`.
+fn below(root: &str, path: &str) -> String {
+    format!("{}{path}", root.trim_end_matches('/'))
+}
+
+fn absolute(what: &'static str, path: &str) -> Result<(), CdiError> {
+    if path.starts_with('/') {
+        Ok(())
+    } else {
+        Err(CdiError::Path {
+            what,
+            path: path.to_owned(),
+        })
+    }
+}

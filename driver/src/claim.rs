@@ -1,19 +1,36 @@
 //! An allocated ResourceClaim, as far as it concerns this node and this driver.
+//!
+//! The API server passes on what scheduler and users wrote; nothing of it is believed here before
+//! it is checked. Reading is total: every claim gives an [`Allocation`] or a [`ClaimError`] that
+//! names the claim, the request, the device and the field.
 
+mod device_name;
+
+use k8s_openapi::api::resource::v1::{
+    DeviceAllocationConfiguration, DeviceRequestAllocationResult, ResourceClaim,
+};
 use serde::{Deserialize, Serialize};
+use tranche_api::names::{DRIVER, capacity};
+use tranche_api::quantity::{self, CountError};
+use tranche_api::share_config::{self, Parameters};
 use tranche_api::{Quantity, ShareConfig, Tier};
+
+pub use device_name::{DeviceName, DeviceNameError};
+
+/// The longest UID taken; the API server's are UUIDs of 36 characters.
+const LONGEST_UID: usize = 64;
 
 /// What one claim was given on this node.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Allocation {
-    /// `metadata.uid`.
+    /// `metadata.uid`: letters, digits and inner dashes, so that it can name files.
     pub uid: String,
     /// `metadata.namespace`.
     pub namespace: String,
     /// `metadata.name`.
     pub name: String,
-    /// The results for our driver and this node's pool, in the claim's order.
+    /// The results for our driver and this node's pool, in the claim's order; at least one.
     pub devices: Vec<AllocatedDevice>,
 }
 
@@ -27,23 +44,402 @@ pub struct AllocatedDevice {
     pub pool: String,
     /// Device, as in the slice.
     pub device: DeviceName,
-    /// Set for a device that several claims share.
-    pub share_id: Option<String>,
-    /// What the scheduler charged, in bytes.
-    pub memory: Option<Quantity>,
-    /// What the scheduler charged, in percent.
-    pub cores: Option<u32>,
-    /// Admin access: looks at a device that others may hold.
-    pub admin_access: bool,
-    /// The parameters in force: class first, then claim, later ones win.
+    /// What of the device was given.
+    pub grant: Grant,
+    /// The parameters in force: class first, then claim, later ones win field by field.
     pub config: ShareConfig,
 }
 
-/// A device's name in our slices: `gpu-<minor>` or `gpu-<minor>-<tier>`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct DeviceName {
-    /// The N of `/dev/nvidiaN`.
-    pub minor: u32,
-    /// The tier in which the GPU is offered under this name.
-    pub tier: Tier,
+/// What of a device a claim was given.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", tag = "kind", deny_unknown_fields)]
+pub enum Grant {
+    /// All of it, for this claim alone.
+    Whole {},
+    /// A share with limits.
+    #[serde(rename_all = "camelCase")]
+    Capped {
+        /// The share's UUID.
+        share_id: String,
+        /// Bytes, at least 1.
+        memory: u64,
+        /// Percent of SM time, 1-100.
+        cores: u8,
+    },
+    /// A share without limits.
+    #[serde(rename_all = "camelCase")]
+    Timeshared {
+        /// The share's UUID.
+        share_id: String,
+    },
+    /// Admin access: a look at a device that others may hold.
+    #[serde(rename_all = "camelCase")]
+    Admin {
+        /// The share's UUID, where the device is one that several claims share.
+        share_id: Option<String>,
+    },
+}
+
+impl Grant {
+    /// The share's UUID, for a device that several claims share.
+    #[must_use]
+    pub fn share_id(&self) -> Option<&str> {
+        match self {
+            Self::Whole {} => None,
+            Self::Capped { share_id, .. } | Self::Timeshared { share_id } => Some(share_id),
+            Self::Admin { share_id } => share_id.as_deref(),
+        }
+    }
+}
+
+impl AllocatedDevice {
+    /// The request that the kubelet knows: without its subrequest.
+    #[must_use]
+    pub fn main_request(&self) -> &str {
+        self.request
+            .split_once('/')
+            .map_or(self.request.as_str(), |(main, _)| main)
+    }
+}
+
+/// Why a claim cannot be prepared.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("claim {namespace}/{name}: {problem}")]
+pub struct ClaimError {
+    /// `metadata.namespace`.
+    pub namespace: String,
+    /// `metadata.name`.
+    pub name: String,
+    /// What is wrong with it.
+    pub problem: ClaimProblem,
+}
+
+/// What is wrong with a claim.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ClaimProblem {
+    /// No UID, or one that cannot name a file.
+    #[error("metadata.uid {uid:?} is not a UID")]
+    Uid {
+        /// What is there.
+        uid: String,
+    },
+    /// The name belongs to another claim by now.
+    #[error(
+        "metadata.uid is {found}, not {expected}: the claim was deleted and another took its name; delete the pod that waits for the old one"
+    )]
+    Replaced {
+        /// The UID that was asked for.
+        expected: String,
+        /// The UID that was found.
+        found: String,
+    },
+    /// Nothing is allocated.
+    #[error("status.allocation is missing: the claim is not allocated, or not any more")]
+    NotAllocated,
+    /// Nothing is allocated here.
+    #[error(
+        "status.allocation.devices.results has nothing of driver {DRIVER} in pool {pool}: the claim is allocated elsewhere"
+    )]
+    NothingHere {
+        /// This node's pool.
+        pool: String,
+    },
+    /// A result is wrong.
+    #[error("request {request}, device {device}: {problem}")]
+    Device {
+        /// The request it answers.
+        request: String,
+        /// The device's name.
+        device: String,
+        /// What is wrong with it.
+        problem: DeviceProblem,
+    },
+    /// Parameters are wrong.
+    #[error("status.allocation.devices.config[{index}] ({origin}): {problem}")]
+    Config {
+        /// The position among all configs of the allocation.
+        index: usize,
+        /// `FromClass` or `FromClaim`.
+        origin: String,
+        /// What is wrong with them.
+        problem: ConfigProblem,
+    },
+}
+
+/// What is wrong with an allocation result.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum DeviceProblem {
+    /// The name is none of ours.
+    #[error(transparent)]
+    Name(#[from] DeviceNameError),
+    /// A share without an identity.
+    #[error(
+        "shareID is missing, though the tier {tier} is shared: is the feature gate DRAConsumableCapacity off?"
+    )]
+    NoShareId {
+        /// The device's tier.
+        tier: Tier,
+    },
+    /// A share of what cannot be shared.
+    #[error("shareID {share_id} is set, though the tier {tier} is not shared")]
+    UnexpectedShare {
+        /// The device's tier.
+        tier: Tier,
+        /// What is there.
+        share_id: String,
+    },
+    /// A share without a size.
+    #[error(
+        "consumedCapacity[{capacity}] is missing: is the feature gate DRAConsumableCapacity off?"
+    )]
+    NoCapacity {
+        /// The capacity's name.
+        capacity: &'static str,
+    },
+    /// A size that cannot be read.
+    #[error("consumedCapacity[{capacity}] {problem}")]
+    NoQuantity {
+        /// The capacity's name.
+        capacity: &'static str,
+        /// Why.
+        problem: quantity::ParseError,
+    },
+    /// A size that is negative, a fraction or too large.
+    #[error("consumedCapacity[{capacity}] {problem}")]
+    NoCount {
+        /// The capacity's name.
+        capacity: &'static str,
+        /// Why.
+        problem: CountError,
+    },
+    /// A size that makes no sense.
+    #[error("consumedCapacity[{capacity}] is {found}, must be {expected}")]
+    OutOfRange {
+        /// The capacity's name.
+        capacity: &'static str,
+        /// What is there.
+        found: u64,
+        /// What may be there.
+        expected: &'static str,
+    },
+}
+
+/// What is wrong with parameters.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ConfigProblem {
+    /// They cannot be decoded.
+    #[error("opaque.parameters: {0}")]
+    Parameters(#[from] share_config::DecodeError),
+    /// The API has a source that we do not know the rank of.
+    #[error("source is unknown, must be FromClass or FromClaim")]
+    Source,
+}
+
+/// Refuses a claim that is not the one that was asked for by UID.
+pub fn check_uid(claim: &ResourceClaim, expected: &str) -> Result<(), ClaimError> {
+    let found = claim.metadata.uid.as_deref().unwrap_or_default();
+    if found == expected {
+        return Ok(());
+    }
+    Err(error(
+        claim,
+        ClaimProblem::Replaced {
+            expected: expected.to_owned(),
+            found: found.to_owned(),
+        },
+    ))
+}
+
+fn error(claim: &ResourceClaim, problem: ClaimProblem) -> ClaimError {
+    ClaimError {
+        namespace: claim.metadata.namespace.clone().unwrap_or_default(),
+        name: claim.metadata.name.clone().unwrap_or_default(),
+        problem,
+    }
+}
+
+impl Allocation {
+    /// Reads what `claim` was given of our driver in `pool`, which is this node's.
+    pub fn from_claim(claim: &ResourceClaim, pool: &str) -> Result<Self, ClaimError> {
+        Self::read(claim, pool).map_err(|problem| error(claim, problem))
+    }
+
+    fn read(claim: &ResourceClaim, pool: &str) -> Result<Self, ClaimProblem> {
+        let uid = claim.metadata.uid.clone().unwrap_or_default();
+        if !is_uid(&uid) {
+            return Err(ClaimProblem::Uid { uid });
+        }
+        let allocation = claim
+            .status
+            .as_ref()
+            .and_then(|status| status.allocation.as_ref())
+            .ok_or(ClaimProblem::NotAllocated)?;
+        let allocated = allocation.devices.as_ref();
+        let results = allocated.and_then(|devices| devices.results.as_deref());
+        let configs = allocated.and_then(|devices| devices.config.as_deref());
+        let configs = read_configs(configs.unwrap_or_default())?;
+        let devices = results
+            .unwrap_or_default()
+            .iter()
+            .filter(|result| result.driver == DRIVER && result.pool == pool)
+            .map(|result| {
+                AllocatedDevice::read(result, &configs).map_err(|problem| ClaimProblem::Device {
+                    request: result.request.clone(),
+                    device: result.device.clone(),
+                    problem,
+                })
+            })
+            .collect::<Result<Vec<_>, _>>()?;
+        if devices.is_empty() {
+            return Err(ClaimProblem::NothingHere {
+                pool: pool.to_owned(),
+            });
+        }
+        Ok(Self {
+            uid,
+            namespace: claim.metadata.namespace.clone().unwrap_or_default(),
+            name: claim.metadata.name.clone().unwrap_or_default(),
+            devices,
+        })
+    }
+}
+
+fn is_uid(uid: &str) -> bool {
+    let bytes = uid.as_bytes();
+    uid.len() <= LONGEST_UID
+        && bytes
+            .iter()
+            .all(|byte| byte.is_ascii_alphanumeric() || *byte == b'-')
+        && bytes.first().is_some_and(u8::is_ascii_alphanumeric)
+        && bytes.last().is_some_and(u8::is_ascii_alphanumeric)
+}
+
+/// The parameters of one config entry and the requests that it names.
+struct Config<'a> {
+    requests: &'a [String],
+    parameters: Parameters,
+}
+
+/// Our configs, those of the class before those of the claim.
+///
+/// Every one of them is decoded, also where it names requests that this node has no part in: a
+/// claim must be good or bad on all nodes alike.
+fn read_configs(
+    entries: &[DeviceAllocationConfiguration],
+) -> Result<Vec<Config<'_>>, ClaimProblem> {
+    let mut of_class = Vec::new();
+    let mut of_claim = Vec::new();
+    for (index, entry) in entries.iter().enumerate() {
+        let Some(opaque) = entry
+            .opaque
+            .as_ref()
+            .filter(|opaque| opaque.driver == DRIVER)
+        else {
+            continue;
+        };
+        let refuse = |problem| ClaimProblem::Config {
+            index,
+            origin: entry.source.clone(),
+            problem,
+        };
+        let parameters =
+            Parameters::decode(&opaque.parameters.0).map_err(|problem| refuse(problem.into()))?;
+        let config = Config {
+            requests: entry.requests.as_deref().unwrap_or_default(),
+            parameters,
+        };
+        match entry.source.as_str() {
+            "FromClass" => of_class.push(config),
+            "FromClaim" => of_claim.push(config),
+            _ => return Err(refuse(ConfigProblem::Source)),
+        }
+    }
+    of_class.append(&mut of_claim);
+    Ok(of_class)
+}
+
+impl AllocatedDevice {
+    fn read(
+        result: &DeviceRequestAllocationResult,
+        configs: &[Config<'_>],
+    ) -> Result<Self, DeviceProblem> {
+        let device: DeviceName = result.device.parse()?;
+        let grant = if result.admin_access == Some(true) {
+            Grant::Admin {
+                share_id: result.share_id.clone(),
+            }
+        } else {
+            read_grant(result, device.tier())?
+        };
+        let config = configs
+            .iter()
+            .filter(|config| share_config::applies_to(config.requests, &result.request))
+            .fold(Parameters::default(), |earlier, config| {
+                earlier.overlaid_by(config.parameters.clone())
+            })
+            .resolve();
+        Ok(Self {
+            request: result.request.clone(),
+            pool: result.pool.clone(),
+            device,
+            grant,
+            config,
+        })
+    }
+}
+
+fn read_grant(result: &DeviceRequestAllocationResult, tier: Tier) -> Result<Grant, DeviceProblem> {
+    let share_id = match (&result.share_id, tier.is_shared()) {
+        (Some(share_id), true) => share_id.clone(),
+        (None, true) => return Err(DeviceProblem::NoShareId { tier }),
+        (None, false) => return Ok(Grant::Whole {}),
+        (Some(share_id), false) => {
+            return Err(DeviceProblem::UnexpectedShare {
+                tier,
+                share_id: share_id.clone(),
+            });
+        }
+    };
+    if tier != Tier::Capped {
+        return Ok(Grant::Timeshared { share_id });
+    }
+    let memory = consumed(result, capacity::MEMORY)?;
+    if memory == 0 || memory == u64::MAX {
+        return Err(DeviceProblem::OutOfRange {
+            capacity: capacity::MEMORY,
+            found: memory,
+            expected: "at least 1 byte and less than 2^64-1",
+        });
+    }
+    let cores = consumed(result, capacity::CORES)?;
+    let cores = u8::try_from(cores)
+        .ok()
+        .filter(|cores| (1..=100).contains(cores))
+        .ok_or(DeviceProblem::OutOfRange {
+            capacity: capacity::CORES,
+            found: cores,
+            expected: "1 to 100 percent",
+        })?;
+    Ok(Grant::Capped {
+        share_id,
+        memory,
+        cores,
+    })
+}
+
+/// A capacity that the scheduler charged; whole and not negative.
+fn consumed(
+    result: &DeviceRequestAllocationResult,
+    capacity: &'static str,
+) -> Result<u64, DeviceProblem> {
+    let wire = result
+        .consumed_capacity
+        .as_ref()
+        .and_then(|consumed| consumed.get(capacity))
+        .ok_or(DeviceProblem::NoCapacity { capacity })?;
+    let quantity = Quantity::try_from(wire)
+        .map_err(|problem| DeviceProblem::NoQuantity { capacity, problem })?;
+    quantity
+        .to_count()
+        .map_err(|problem| DeviceProblem::NoCount { capacity, problem })
 }

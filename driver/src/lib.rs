@@ -7,6 +7,7 @@
 //!
 //!  ResourceClaim ──► claim ─────┬─► preparation::plan ─► PreparationPlan  (kubelet-plugin executes it)
 //!  GPUs as NVML sees them now ──┘            │
+//!                                            ├─► journal::Record ► the plan and how far it got
 //!                                            └─► cdi ──► the claim's CDI spec
 //! ```
 //!
@@ -15,6 +16,7 @@
 
 pub mod cdi;
 pub mod claim;
+pub mod journal;
 pub mod policy;
 pub mod preparation;
 pub mod slices;

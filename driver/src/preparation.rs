@@ -1,13 +1,25 @@
 //! What must be done on the node so that a claim's containers get what was claimed.
 //!
 //! A plan is a list of steps, each idempotent and each with an inverse. The kubelet-plugin journals
-//! the plan before the first step and then executes it; undoing runs the inverses backwards.
+//! the plan before the first step and then executes it; undoing runs the inverses backwards, and
+//! an inverse succeeds where its step never ran.
+//!
+//! Planning is the last line of defence: the scheduler decides from slices that may be stale, so
+//! every plan is checked against the GPUs as NVML sees them now and against all that other claims
+//! hold on this node.
+
+mod conflict;
 
 use serde::{Deserialize, Serialize};
-use tranche_api::Tier;
+use tranche_api::gpu_node::{Gpu, Inventory};
+use tranche_api::quantity::CountError;
 use tranche_api::share_config::ComputeMode;
+use tranche_api::{Quantity, Tier};
 
-use crate::claim::Allocation;
+use crate::cdi;
+use crate::claim::{AllocatedDevice, Allocation, Grant};
+
+pub use conflict::Conflict;
 
 /// What to do for one claim.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -25,7 +37,8 @@ pub struct PreparationPlan {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct PreparedDevice {
-    /// Unique in the claim and stable: names its page folder and its CDI device.
+    /// `<claim UID>-<request>-<n>`: names the page folder and the CDI device. It carries the UID
+    /// because one container may hold several claims.
     pub key: String,
     /// The request with its subrequest stripped, as the kubelet asks for it.
     pub request: String,
@@ -37,6 +50,8 @@ pub struct PreparedDevice {
     pub share_id: Option<String>,
     /// The tier it is prepared for.
     pub tier: Tier,
+    /// Admin access: looks at a device that others may hold.
+    pub admin_access: bool,
     /// The physical GPU.
     pub gpu_uuid: String,
     /// The N of `/dev/nvidiaN`.
@@ -54,14 +69,14 @@ pub struct PreparedDevice {
 #[serde(rename_all = "camelCase", tag = "kind", deny_unknown_fields)]
 pub enum Cap {
     /// Nothing is capped: the whole GPU, or a tier that caps nothing.
-    None,
+    None {},
     /// The shim keeps these.
     #[serde(rename_all = "camelCase")]
     Share {
         /// Bytes.
         memory: u64,
         /// Percent of SM time, 1-100.
-        cores: u32,
+        cores: u8,
         /// Whether idle neighbours' time may be used.
         mode: ComputeMode,
     },
@@ -71,7 +86,7 @@ pub enum Cap {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", tag = "step", deny_unknown_fields)]
 pub enum Step {
-    /// Write the read-only page that tells a container its limits. Inverse: remove it.
+    /// Write the read-only page that tells a container its limits.
     #[serde(rename_all = "camelCase")]
     WriteCapPage {
         /// The device's key.
@@ -82,12 +97,251 @@ pub enum Step {
         cap: Cap,
     },
     /// Create the account page, unless it is there already: running containers count in it.
-    /// Inverse: remove it.
     #[serde(rename_all = "camelCase")]
     CreateAccountPage {
         /// The device's key.
         key: String,
     },
-    /// Write the claim's CDI spec. Inverse: remove it.
-    WriteCdiSpec,
+    /// Write the claim's CDI spec.
+    WriteCdiSpec {},
+}
+
+/// The inverse of a step. Succeeds where there is nothing to remove.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Undo {
+    /// Of [`Step::WriteCapPage`].
+    RemoveCapPage {
+        /// The device's key.
+        key: String,
+    },
+    /// Of [`Step::CreateAccountPage`].
+    RemoveAccountPage {
+        /// The device's key.
+        key: String,
+    },
+    /// Of [`Step::WriteCdiSpec`].
+    RemoveCdiSpec,
+}
+
+impl Step {
+    /// What takes the step back.
+    #[must_use]
+    pub fn inverse(&self) -> Undo {
+        match self {
+            Self::WriteCapPage { key, .. } => Undo::RemoveCapPage { key: key.clone() },
+            Self::CreateAccountPage { key } => Undo::RemoveAccountPage { key: key.clone() },
+            Self::WriteCdiSpec {} => Undo::RemoveCdiSpec,
+        }
+    }
+}
+
+impl PreparationPlan {
+    /// What takes the whole plan back, in the order of execution.
+    #[must_use]
+    pub fn undo(&self) -> Vec<Undo> {
+        self.steps.iter().rev().map(Step::inverse).collect()
+    }
+}
+
+/// Why a claim cannot be prepared on this node.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("claim {namespace}/{name}, request {request}, device {device}: {problem}")]
+pub struct PreparationError {
+    /// The claim's namespace.
+    pub namespace: String,
+    /// The claim's name.
+    pub name: String,
+    /// The request that the device answers.
+    pub request: String,
+    /// The device's name.
+    pub device: String,
+    /// What stands against it.
+    pub problem: PreparationProblem,
+}
+
+/// What stands against a device.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum PreparationProblem {
+    /// The GPU is not there (any more).
+    #[error(
+        "the driver sees no GPU with minor number {minor}, only {}: the device is gone; delete the pod to have another allocated",
+        list(present)
+    )]
+    GpuGone {
+        /// The N of `/dev/nvidiaN`.
+        minor: u32,
+        /// The minor numbers that are there.
+        present: Vec<u32>,
+    },
+    /// The driver's description of the GPU makes no sense.
+    #[error("GPU {uuid}: {field} {problem}")]
+    Inventory {
+        /// The GPU.
+        uuid: String,
+        /// The field of its description.
+        field: &'static str,
+        /// Why.
+        problem: CountError,
+    },
+    /// The share is larger than the GPU.
+    #[error("the share's memory is {}, but GPU {uuid} has only {}", bytes(*asked), bytes(*available))]
+    TooMuchMemory {
+        /// The GPU.
+        uuid: String,
+        /// Bytes.
+        asked: u64,
+        /// Bytes: total less what the driver reserves.
+        available: u64,
+    },
+    /// What others hold leaves no room.
+    #[error(transparent)]
+    Conflict(#[from] Conflict),
+    /// The request's name cannot become part of a CDI device's name.
+    #[error(transparent)]
+    Name(#[from] cdi::NameError),
+}
+
+fn list(minors: &[u32]) -> String {
+    if minors.is_empty() {
+        return "none at all".to_owned();
+    }
+    minors
+        .iter()
+        .map(ToString::to_string)
+        .collect::<Vec<_>>()
+        .join(", ")
+}
+
+fn bytes(amount: u64) -> Quantity {
+    Quantity::from_bytes(amount)
+}
+
+/// Plans what must be done for `allocation` on a node with the GPUs of `inventory` (as NVML sees
+/// them now), of which other claims hold what `held` says. Plans of the same claim in `held` do
+/// not count.
+pub fn plan<'a>(
+    allocation: &Allocation,
+    inventory: &Inventory,
+    held: impl IntoIterator<Item = &'a PreparationPlan>,
+) -> Result<PreparationPlan, PreparationError> {
+    let mut holdings = conflict::Holdings::of(
+        held.into_iter()
+            .filter(|plan| plan.allocation.uid != allocation.uid),
+    );
+    let mut devices = Vec::with_capacity(allocation.devices.len());
+    for (index, allocated) in allocation.devices.iter().enumerate() {
+        let device =
+            prepare(allocation, index, allocated, inventory, &mut holdings).map_err(|problem| {
+                PreparationError {
+                    namespace: allocation.namespace.clone(),
+                    name: allocation.name.clone(),
+                    request: allocated.request.clone(),
+                    device: allocated.device.to_string(),
+                    problem,
+                }
+            })?;
+        devices.push(device);
+    }
+    Ok(PreparationPlan {
+        allocation: allocation.clone(),
+        steps: steps(&devices),
+        devices,
+    })
+}
+
+fn prepare(
+    allocation: &Allocation,
+    index: usize,
+    allocated: &AllocatedDevice,
+    inventory: &Inventory,
+    holdings: &mut conflict::Holdings,
+) -> Result<PreparedDevice, PreparationProblem> {
+    let minor = allocated.device.minor();
+    let gpu = inventory
+        .gpus
+        .iter()
+        .find(|gpu| gpu.minor == minor)
+        .ok_or_else(|| PreparationProblem::GpuGone {
+            minor,
+            present: inventory.gpus.iter().map(|gpu| gpu.minor).collect(),
+        })?;
+    let available = available_memory(gpu)?;
+    let (cap, edits) = match &allocated.grant {
+        Grant::Capped { memory, cores, .. } => (
+            Cap::Share {
+                memory: *memory,
+                cores: *cores,
+                mode: allocated.config.compute.mode,
+            },
+            cdi::DriverDevice::Capped,
+        ),
+        Grant::Whole {} | Grant::Timeshared { .. } | Grant::Admin { .. } => {
+            (Cap::None {}, cdi::DriverDevice::Full)
+        }
+    };
+    if let Cap::Share { memory, .. } = cap
+        && memory > available
+    {
+        return Err(PreparationProblem::TooMuchMemory {
+            uuid: gpu.uuid.clone(),
+            asked: memory,
+            available,
+        });
+    }
+    let key = format!("{}-{}-{index}", allocation.uid, allocated.main_request());
+    let device = PreparedDevice {
+        request: allocated.main_request().to_owned(),
+        pool: allocated.pool.clone(),
+        device: allocated.device.to_string(),
+        share_id: allocated.grant.share_id().map(str::to_owned),
+        tier: allocated.device.tier(),
+        admin_access: matches!(allocated.grant, Grant::Admin { .. }),
+        gpu_uuid: gpu.uuid.clone(),
+        minor,
+        pci_bus_id: gpu.pci_bus_id.clone(),
+        cap,
+        cdi_ids: vec![cdi::claim_device_id(&key)?, edits.id()],
+        key,
+    };
+    holdings.add(
+        &device,
+        &format!("{}/{}", allocation.namespace, allocation.name),
+        available,
+    )?;
+    Ok(device)
+}
+
+/// Bytes that shares of the GPU can have together.
+fn available_memory(gpu: &Gpu) -> Result<u64, PreparationProblem> {
+    let read = |field, amount: Quantity| {
+        amount
+            .to_count()
+            .map_err(|problem| PreparationProblem::Inventory {
+                uuid: gpu.uuid.clone(),
+                field,
+                problem,
+            })
+    };
+    let total = read("memory", gpu.memory)?;
+    let reserved = read("reservedMemory", gpu.reserved_memory)?;
+    Ok(total.saturating_sub(reserved))
+}
+
+/// Pages first, the CDI spec last: once the spec is there, all that it mounts is.
+fn steps(devices: &[PreparedDevice]) -> Vec<Step> {
+    let mut steps = Vec::new();
+    for device in devices {
+        steps.push(Step::WriteCapPage {
+            key: device.key.clone(),
+            gpu_uuid: device.gpu_uuid.clone(),
+            cap: device.cap,
+        });
+        if let Cap::Share { .. } = device.cap {
+            steps.push(Step::CreateAccountPage {
+                key: device.key.clone(),
+            });
+        }
+    }
+    steps.push(Step::WriteCdiSpec {});
+    steps
 }

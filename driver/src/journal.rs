@@ -1,0 +1,115 @@
+//! The durable record of one claim's plan and how far it got, as bytes.
+//!
+//! The kubelet-plugin keeps one such record per claim in a file; here is only what is in it. A
+//! record is JSON with a `version` at its top. A reader knows its own version and the one before,
+//! so that a node can be upgraded with claims held; it refuses a newer one by name instead of
+//! guessing, and never overwrites it.
+
+use serde::{Deserialize, Serialize};
+
+use crate::preparation::PreparationPlan;
+
+/// The version written.
+pub const VERSION: u64 = 1;
+/// The oldest version read.
+pub const OLDEST_VERSION: u64 = 1;
+
+/// One claim's plan and how far it got.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct Record {
+    version: u64,
+    /// The kernel's boot id when the plan was last executed: what is not on disk is gone with the
+    /// boot.
+    pub boot_id: String,
+    /// What to do.
+    pub plan: PreparationPlan,
+    /// How many of the plan's steps are known to be done, from the first. A step beyond may have
+    /// run too: undoing covers the whole plan.
+    pub done: usize,
+}
+
+/// Why a record cannot be read.
+#[derive(Debug, thiserror::Error)]
+pub enum JournalError {
+    /// Not a record, or cut short.
+    #[error("corrupt journal: {0}")]
+    Corrupt(#[source] serde_json::Error),
+    /// Written by a later version of this driver.
+    #[error(
+        "the journal has version {found}, this driver reads versions {OLDEST_VERSION} to {VERSION}: run the driver that wrote it, or a newer one"
+    )]
+    Newer {
+        /// The version of the record.
+        found: u64,
+    },
+    /// Written by a version of this driver that is too old.
+    #[error(
+        "the journal has version {found}, this driver reads versions {OLDEST_VERSION} to {VERSION}: upgrade one version at a time"
+    )]
+    Older {
+        /// The version of the record.
+        found: u64,
+    },
+    /// More steps done than there are.
+    #[error("corrupt journal: {done} steps are done of a plan of {steps}")]
+    Progress {
+        /// As recorded.
+        done: usize,
+        /// As planned.
+        steps: usize,
+    },
+}
+
+/// The one field that every version has.
+#[derive(Deserialize)]
+struct Envelope {
+    version: u64,
+}
+
+impl Record {
+    /// A plan of which nothing is done.
+    #[must_use]
+    pub fn new(boot_id: String, plan: PreparationPlan) -> Self {
+        Self {
+            version: VERSION,
+            boot_id,
+            plan,
+            done: 0,
+        }
+    }
+
+    /// Whether every step is done.
+    #[must_use]
+    pub fn is_complete(&self) -> bool {
+        self.done == self.plan.steps.len()
+    }
+
+    /// The record's bytes, with a final newline.
+    #[must_use]
+    pub fn encode(&self) -> Vec<u8> {
+        let mut bytes =
+            serde_json::to_vec(self).expect("a record has no map whose keys are no strings");
+        bytes.push(b'\n');
+        bytes
+    }
+
+    /// Reads a record of this version or the one before.
+    pub fn decode(bytes: &[u8]) -> Result<Self, JournalError> {
+        let Envelope { version } = serde_json::from_slice(bytes).map_err(JournalError::Corrupt)?;
+        if version > VERSION {
+            return Err(JournalError::Newer { found: version });
+        }
+        if version < OLDEST_VERSION {
+            return Err(JournalError::Older { found: version });
+        }
+        let record: Self = serde_json::from_slice(bytes).map_err(JournalError::Corrupt)?;
+        if record.done > record.plan.steps.len() {
+            return Err(JournalError::Progress {
+                done: record.done,
+                steps: record.plan.steps.len(),
+            });
+        }
+        Ok(record)
+    }
+}
