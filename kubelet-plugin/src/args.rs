@@ -1,0 +1,74 @@
+//! The command line.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+
+use clap::{Parser, ValueEnum};
+
+/// Makes the GPUs of one node ready for the ResourceClaims that were allocated there.
+#[derive(Clone, Debug, Parser)]
+#[command(version)]
+pub struct Args {
+    /// The node this runs on
+    #[arg(long, env = "NODE_NAME", value_parser = not_empty)]
+    pub node_name: String,
+    /// Root of the NVIDIA driver's files as this process sees it
+    #[arg(long, default_value = "/")]
+    pub driver_root: PathBuf,
+    /// The same root as the host sees it: the source of what containers get mounted
+    #[arg(long, default_value = "/")]
+    pub driver_root_on_host: PathBuf,
+    /// DRA socket, journal and the files that containers get mounted; the same path as on the host
+    #[arg(long, default_value = "/var/lib/kubelet/plugins/gpu.tranche.dev")]
+    pub plugin_dir: PathBuf,
+    /// Where the kubelet watches for registration sockets
+    #[arg(long, default_value = "/var/lib/kubelet/plugins_registry")]
+    pub registry_dir: PathBuf,
+    /// Share pages, on tmpfs; the same path as on the host
+    #[arg(long, default_value = "/run/tranche")]
+    pub run_dir: PathBuf,
+    /// Where the container runtime looks for CDI specs
+    #[arg(long, default_value = "/var/run/cdi")]
+    pub cdi_dir: PathBuf,
+    /// Shim, hook and ldconfig as the image brings them, to be installed into the plugin dir
+    #[arg(long, default_value = "/usr/lib/tranche")]
+    pub image_lib_dir: PathBuf,
+    /// Serves /healthz, /readyz and /metrics
+    #[arg(long, default_value = "0.0.0.0:8085")]
+    pub http_endpoint: SocketAddr,
+    /// How log lines look; what is logged is RUST_LOG's matter (default info)
+    #[arg(long, value_enum, default_value_t = LogFormat::Text)]
+    pub log_format: LogFormat,
+}
+
+/// How log lines look.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum LogFormat {
+    /// For people.
+    Text,
+    /// One object a line.
+    Json,
+}
+
+fn not_empty(value: &str) -> Result<String, String> {
+    if value.is_empty() {
+        return Err("empty: give the node's name, in a pod by the downward API (spec.nodeName)".into());
+    }
+    Ok(value.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        <Args as clap::CommandFactory>::command().debug_assert();
+    }
+
+    #[test]
+    fn an_empty_node_name_is_refused_with_the_way_out() {
+        let error = Args::try_parse_from(["tranche-kubelet-plugin", "--node-name", ""]).unwrap_err();
+        assert!(error.to_string().contains("downward API"), "{error}");
+    }
+}

@@ -1,0 +1,403 @@
+//! The file system as the plugin uses it: few calls, each naming its path when it fails.
+//!
+//! [`Fs`] is injected, so that a test can make the n-th call fail, or let the machine die there.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+
+/// A call that failed, with its object.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot {action} {path}: {source}")]
+pub struct FsError {
+    /// What was tried, as a verb.
+    pub action: &'static str,
+    /// On what.
+    pub path: PathBuf,
+    /// Why not.
+    pub source: io::Error,
+}
+
+/// What the plugin asks of the file system.
+pub trait Fs: Send + Sync + std::fmt::Debug {
+    /// Makes a folder and its parents, mode 0755; it may be there.
+    fn create_dir(&self, path: &Path) -> Result<(), FsError>;
+    /// Writes a file whole, replacing what has its name, with exactly this mode. Zeros at its end
+    /// take no room.
+    fn write(&self, path: &Path, content: &[u8], mode: u32) -> Result<(), FsError>;
+    /// Waits until a file's content or a folder's entries are on the disk.
+    fn sync(&self, path: &Path) -> Result<(), FsError>;
+    /// Renames within a folder, replacing.
+    fn rename(&self, from: &Path, to: &Path) -> Result<(), FsError>;
+    /// A file's content, `None` where there is no such file.
+    fn read(&self, path: &Path) -> Result<Option<Vec<u8>>, FsError>;
+    /// The names in a folder, sorted; none where there is no such folder.
+    fn list(&self, path: &Path) -> Result<Vec<String>, FsError>;
+    /// Removes a file or a link; it may be gone.
+    fn remove_file(&self, path: &Path) -> Result<(), FsError>;
+    /// Removes an empty folder; it may be gone.
+    fn remove_dir(&self, path: &Path) -> Result<(), FsError>;
+    /// Permission bits of what a path leads to, `None` where there is nothing.
+    fn mode(&self, path: &Path) -> Result<Option<u32>, FsError>;
+}
+
+/// The machine's own.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct HostFs;
+
+trait At<T> {
+    fn at(self, action: &'static str, path: &Path) -> Result<T, FsError>;
+    fn at_if_there(self, action: &'static str, path: &Path) -> Result<Option<T>, FsError>;
+}
+
+impl<T> At<T> for io::Result<T> {
+    fn at(self, action: &'static str, path: &Path) -> Result<T, FsError> {
+        self.map_err(|source| FsError {
+            action,
+            path: path.to_owned(),
+            source,
+        })
+    }
+
+    fn at_if_there(self, action: &'static str, path: &Path) -> Result<Option<T>, FsError> {
+        match self {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+            other => other.at(action, path).map(Some),
+        }
+    }
+}
+
+impl Fs for HostFs {
+    fn create_dir(&self, path: &Path) -> Result<(), FsError> {
+        std::fs::DirBuilder::new()
+            .recursive(true)
+            .mode(0o755)
+            .create(path)
+            .at("create folder", path)
+    }
+
+    fn write(&self, path: &Path, content: &[u8], mode: u32) -> Result<(), FsError> {
+        let write = || {
+            let mut file = OpenOptions::new()
+                .write(true)
+                .create(true)
+                .truncate(true)
+                .mode(0o600)
+                .open(path)?;
+            // Not left to the creation mode: the umask would cut it, and the file may be an old one.
+            file.set_permissions(std::fs::Permissions::from_mode(mode))?;
+            let zeros = content.iter().rev().take_while(|byte| **byte == 0).count();
+            file.write_all(&content[..content.len() - zeros])?;
+            file.set_len(content.len() as u64)
+        };
+        write().at("write", path)
+    }
+
+    fn sync(&self, path: &Path) -> Result<(), FsError> {
+        File::open(path)
+            .and_then(|file| file.sync_all())
+            .at("sync", path)
+    }
+
+    fn rename(&self, from: &Path, to: &Path) -> Result<(), FsError> {
+        std::fs::rename(from, to).at("rename to", to)
+    }
+
+    fn read(&self, path: &Path) -> Result<Option<Vec<u8>>, FsError> {
+        std::fs::read(path).at_if_there("read", path)
+    }
+
+    fn list(&self, path: &Path) -> Result<Vec<String>, FsError> {
+        let Some(entries) = std::fs::read_dir(path).at_if_there("list", path)? else {
+            return Ok(Vec::new());
+        };
+        let mut names = Vec::new();
+        for entry in entries {
+            // Ours are all ASCII; a name that is not UTF-8 is somebody else's.
+            if let Ok(name) = entry.at("list", path)?.file_name().into_string() {
+                names.push(name);
+            }
+        }
+        names.sort_unstable();
+        Ok(names)
+    }
+
+    fn remove_file(&self, path: &Path) -> Result<(), FsError> {
+        std::fs::remove_file(path)
+            .at_if_there("remove", path)
+            .map(drop)
+    }
+
+    fn remove_dir(&self, path: &Path) -> Result<(), FsError> {
+        std::fs::remove_dir(path)
+            .at_if_there("remove folder", path)
+            .map(drop)
+    }
+
+    fn mode(&self, path: &Path) -> Result<Option<u32>, FsError> {
+        let meta = std::fs::metadata(path).at_if_there("look at", path)?;
+        Ok(meta.map(|m| m.permissions().mode() & 0o7777))
+    }
+}
+
+/// Whether a file must survive a power cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Durability {
+    /// It must: it is the only record of what was done.
+    Disk,
+    /// It is rebuilt from the journal, or lies on tmpfs.
+    Rebuilt,
+}
+
+/// The suffix of a file that is being written. Runtimes read `*.json` in the CDI folder, so this
+/// is none that they know; being derived from the name, a leftover is overwritten or removed.
+const TEMPORARY: &str = ".tmp";
+
+fn temporary(path: &Path) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(TEMPORARY);
+    name.into()
+}
+
+/// Whether a name is that of a file that was being written.
+#[must_use]
+pub fn is_temporary(name: &str) -> bool {
+    name.ends_with(TEMPORARY)
+}
+
+/// Writes a file so that a reader sees the old content or the new one, never a part.
+///
+/// One writer per path at a time: the temporary name is derived from the path.
+pub fn replace(
+    fs: &dyn Fs,
+    path: &Path,
+    content: &[u8],
+    mode: u32,
+    durability: Durability,
+) -> Result<(), FsError> {
+    let tmp = temporary(path);
+    let write = || {
+        fs.write(&tmp, content, mode)?;
+        if durability == Durability::Disk {
+            fs.sync(&tmp)?;
+        }
+        fs.rename(&tmp, path)
+    };
+    if let Err(e) = write() {
+        // Best effort: where this fails too, the leftover is found by `remove` or at start.
+        let _ = fs.remove_file(&tmp);
+        return Err(e);
+    }
+    match (durability, path.parent()) {
+        (Durability::Disk, Some(folder)) => fs.sync(folder),
+        _ => Ok(()),
+    }
+}
+
+/// Like [`replace`], but leaves a file alone that is already as it should be.
+pub fn ensure(fs: &dyn Fs, path: &Path, content: &[u8], mode: u32) -> Result<(), FsError> {
+    if is_intact(fs, path, content, mode)? {
+        return Ok(());
+    }
+    replace(fs, path, content, mode, Durability::Rebuilt)
+}
+
+/// Whether a file is there with exactly this content and mode.
+pub fn is_intact(fs: &dyn Fs, path: &Path, content: &[u8], mode: u32) -> Result<bool, FsError> {
+    Ok(fs.mode(path)? == Some(mode) && fs.read(path)?.is_some_and(|there| there == content))
+}
+
+/// Removes a file and what an interrupted [`replace`] of it may have left.
+pub fn remove(fs: &dyn Fs, path: &Path, durability: Durability) -> Result<(), FsError> {
+    fs.remove_file(path)?;
+    fs.remove_file(&temporary(path))?;
+    match (durability, path.parent()) {
+        (Durability::Disk, Some(folder)) => fs.sync(folder),
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod testing {
+    //! A file system that fails, or dies, at a chosen call.
+
+    use std::sync::Mutex;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use super::*;
+
+    /// What happens at the chosen call.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub enum Fault {
+        /// This call fails, the next ones work: a full disk, say.
+        Once,
+        /// This call and all later ones fail, a write after half its bytes: SIGKILL.
+        Death,
+    }
+
+    /// [`HostFs`] with a fault, and a record of every call that changes something.
+    #[derive(Debug)]
+    pub struct FaultyFs {
+        at: usize,
+        fault: Fault,
+        count: AtomicUsize,
+        calls: Mutex<Vec<String>>,
+    }
+
+    impl FaultyFs {
+        /// Fails at the `at`-th changing call, counted from 0.
+        pub fn new(at: usize, fault: Fault) -> Self {
+            Self {
+                at,
+                fault,
+                count: AtomicUsize::new(0),
+                calls: Mutex::default(),
+            }
+        }
+
+        /// Never fails.
+        pub fn recording() -> Self {
+            Self::new(usize::MAX, Fault::Once)
+        }
+
+        /// Whether the fault came to pass.
+        pub fn struck(&self) -> bool {
+            self.count.load(Ordering::SeqCst) > self.at
+        }
+
+        /// The changing calls so far, as `verb path`.
+        pub fn calls(&self) -> Vec<String> {
+            self.calls.lock().unwrap().clone()
+        }
+
+        fn pass(&self, action: &'static str, path: &Path) -> Result<(), FsError> {
+            let n = self.count.fetch_add(1, Ordering::SeqCst);
+            let strikes = match self.fault {
+                Fault::Once => n == self.at,
+                Fault::Death => n >= self.at,
+            };
+            if strikes {
+                return Err(FsError {
+                    action,
+                    path: path.to_owned(),
+                    source: io::Error::other("injected fault"),
+                });
+            }
+            let call = format!("{action} {}", path.display());
+            self.calls.lock().unwrap().push(call);
+            Ok(())
+        }
+    }
+
+    impl Fs for FaultyFs {
+        fn create_dir(&self, path: &Path) -> Result<(), FsError> {
+            self.pass("create folder", path)?;
+            HostFs.create_dir(path)
+        }
+
+        fn write(&self, path: &Path, content: &[u8], mode: u32) -> Result<(), FsError> {
+            let passed = self.pass("write", path);
+            if passed.is_err() && self.count.load(Ordering::SeqCst) == self.at + 1 {
+                HostFs.write(path, &content[..content.len() / 2], mode)?;
+            }
+            passed?;
+            HostFs.write(path, content, mode)
+        }
+
+        fn sync(&self, path: &Path) -> Result<(), FsError> {
+            self.pass("sync", path)?;
+            HostFs.sync(path)
+        }
+
+        fn rename(&self, from: &Path, to: &Path) -> Result<(), FsError> {
+            self.pass("rename to", to)?;
+            HostFs.rename(from, to)
+        }
+
+        fn read(&self, path: &Path) -> Result<Option<Vec<u8>>, FsError> {
+            HostFs.read(path)
+        }
+
+        fn list(&self, path: &Path) -> Result<Vec<String>, FsError> {
+            HostFs.list(path)
+        }
+
+        fn remove_file(&self, path: &Path) -> Result<(), FsError> {
+            self.pass("remove", path)?;
+            HostFs.remove_file(path)
+        }
+
+        fn remove_dir(&self, path: &Path) -> Result<(), FsError> {
+            self.pass("remove folder", path)?;
+            HostFs.remove_dir(path)
+        }
+
+        fn mode(&self, path: &Path) -> Result<Option<u32>, FsError> {
+            HostFs.mode(path)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::testing::{Fault, FaultyFs};
+    use super::*;
+
+    #[test]
+    fn a_reader_sees_the_old_file_or_the_new_one_wherever_the_writer_dies() {
+        for at in 0.. {
+            let dir = tempfile::tempdir().unwrap();
+            let path = dir.path().join("x.json");
+            replace(&HostFs, &path, b"old", 0o644, Durability::Disk).unwrap();
+            let fs = FaultyFs::new(at, Fault::Death);
+            let written = replace(&fs, &path, b"new!", 0o600, Durability::Disk);
+            let seen = std::fs::read(&path).unwrap();
+            assert!(seen == b"old" || seen == b"new!", "{at}: {seen:?}");
+            if !fs.struck() {
+                written.unwrap();
+                assert_eq!(seen, b"new!");
+                assert_eq!(HostFs.mode(&path).unwrap(), Some(0o600));
+                return;
+            }
+            written.unwrap_err();
+            remove(&HostFs, &path, Durability::Disk).unwrap();
+            assert_eq!(HostFs.list(dir.path()).unwrap(), Vec::<String>::new());
+        }
+    }
+
+    #[test]
+    fn a_file_is_on_the_disk_before_its_name_is() {
+        let dir = tempfile::tempdir().unwrap();
+        let fs = FaultyFs::recording();
+        replace(&fs, &dir.path().join("a"), b"x", 0o644, Durability::Disk).unwrap();
+        let verbs: Vec<_> = fs.calls();
+        let verbs: Vec<_> = verbs.iter().map(|c| c.split(" /").next().unwrap()).collect();
+        assert_eq!(verbs, ["write", "sync", "rename to", "sync"]);
+    }
+
+    #[test]
+    fn zeros_at_the_end_are_there_and_take_no_room() {
+        use std::os::unix::fs::MetadataExt;
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("page");
+        let mut content = vec![0; 1 << 20];
+        content[0] = 1;
+        HostFs.write(&path, &content, 0o666).unwrap();
+        assert_eq!(HostFs.read(&path).unwrap(), Some(content));
+        assert!(std::fs::metadata(&path).unwrap().blocks() * 512 <= 64 << 10);
+    }
+
+    #[test]
+    fn what_is_as_it_should_be_is_not_written_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a");
+        ensure(&HostFs, &path, b"x", 0o444).unwrap();
+        let fs = FaultyFs::recording();
+        ensure(&fs, &path, b"x", 0o444).unwrap();
+        assert_eq!(fs.calls(), Vec::<String>::new());
+        ensure(&fs, &path, b"y", 0o444).unwrap();
+        ensure(&HostFs, &path, b"y", 0o755).unwrap();
+        assert!(is_intact(&HostFs, &path, b"y", 0o755).unwrap());
+    }
+}

@@ -1,0 +1,139 @@
+//! From NVML's description and the kernel's PCI tree to the inventory that the cluster sees.
+
+use std::path::Path;
+
+use tranche_api::Quantity;
+use tranche_api::gpu_node::{Gpu, Inventory};
+
+use crate::nvml::{Description, GpuDescription};
+
+/// Merges both, GPUs by minor number.
+///
+/// `sysfs` is where the kernel's `sys` tree is mounted; what it does not tell stays out.
+#[must_use]
+pub fn inventory(description: &Description, sysfs: &Path) -> Inventory {
+    Inventory::new(
+        description.driver_version.clone(),
+        description.cuda_driver_version.clone(),
+        description
+            .gpus
+            .iter()
+            .map(|gpu| describe(gpu, sysfs))
+            .collect(),
+    )
+}
+
+fn describe(gpu: &GpuDescription, sysfs: &Path) -> Gpu {
+    let (domain, bus, device) = gpu.pci;
+    // A GPU is function 0 of its device.
+    let pci_bus_id = format!("{domain:04x}:{bus:02x}:{device:02x}.0");
+    let folder = sysfs.join("bus/pci/devices").join(&pci_bus_id);
+    Gpu {
+        uuid: gpu.uuid.clone(),
+        minor: gpu.minor,
+        product_name: gpu.name.clone(),
+        brand: gpu.brand.clone(),
+        architecture: gpu.architecture.clone(),
+        cuda_compute_capability: gpu.compute_capability.clone(),
+        pcie_root: pcie_root(&folder),
+        numa_node: numa_node(&folder),
+        pci_bus_id,
+        memory: Quantity::from_bytes(gpu.memory_total),
+        reserved_memory: Quantity::from_bytes(gpu.memory_reserved),
+        multiprocessors: gpu.multiprocessors,
+        mig_capable: gpu.mig_capable,
+    }
+}
+
+/// The root complex: the first component below `/sys/devices` on the way to the device, spelled
+/// `pciDDDD:BB` as `k8s.io/dynamic-resource-allocation/deviceattribute` spells it.
+fn pcie_root(folder: &Path) -> Option<String> {
+    let real = std::fs::canonicalize(folder).ok()?;
+    real.iter()
+        .filter_map(|component| component.to_str())
+        .find(|component| is_root_complex(component))
+        .map(str::to_owned)
+}
+
+fn is_root_complex(component: &str) -> bool {
+    component.strip_prefix("pci").is_some_and(|rest| {
+        rest.split_once(':').is_some_and(|(domain, bus)| {
+            [domain, bus]
+                .iter()
+                .all(|part| !part.is_empty() && part.bytes().all(|b| b.is_ascii_hexdigit()))
+        })
+    })
+}
+
+/// The kernel says -1 on a machine without NUMA.
+fn numa_node(folder: &Path) -> Option<u32> {
+    let text = std::fs::read_to_string(folder.join("numa_node")).ok()?;
+    text.trim().parse().ok()
+}
+
+#[cfg(test)]
+pub(crate) mod testing {
+    use super::*;
+
+    /// Two described H100, the second first.
+    pub fn two_h100() -> Description {
+        let gpu = |minor: u32| GpuDescription {
+            uuid: format!("GPU-00000000-0000-0000-0000-00000000000{minor}"),
+            minor,
+            name: "NVIDIA H100 80GB HBM3".into(),
+            brand: "Nvidia".into(),
+            architecture: "Hopper".into(),
+            compute_capability: "9.0".into(),
+            pci: (0, 0x1b + minor, 0),
+            memory_total: 81_559 << 20,
+            memory_reserved: 551 << 20,
+            multiprocessors: Some(132),
+            mig_capable: true,
+        };
+        Description {
+            driver_version: "535.261.03".into(),
+            cuda_driver_version: "12.2".into(),
+            gpus: vec![gpu(1), gpu(0)],
+            broken: Vec::new(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    #[test]
+    fn the_kernel_tells_root_complex_and_numa_node() {
+        let sys = tempfile::tempdir().unwrap();
+        let device = "devices/pci0000:16/0000:16:01.0/0000:1b:00.0";
+        std::fs::create_dir_all(sys.path().join(device)).unwrap();
+        std::fs::create_dir_all(sys.path().join("bus/pci/devices")).unwrap();
+        std::fs::write(sys.path().join(device).join("numa_node"), "1\n").unwrap();
+        symlink(
+            sys.path().join(device),
+            sys.path().join("bus/pci/devices/0000:1b:00.0"),
+        )
+        .unwrap();
+
+        let inventory = inventory(&testing::two_h100(), sys.path());
+        let [zero, one] = &inventory.gpus[..] else {
+            panic!("{inventory:?}")
+        };
+        assert_eq!((zero.minor, one.minor), (0, 1));
+        assert_eq!(zero.pci_bus_id, "0000:1b:00.0");
+        assert_eq!(zero.pcie_root.as_deref(), Some("pci0000:16"));
+        assert_eq!(zero.numa_node, Some(1));
+        assert_eq!((one.pcie_root.as_deref(), one.numa_node), (None, None));
+        assert_eq!(zero.memory, Quantity::from_bytes(81_559 << 20));
+    }
+
+    #[test]
+    fn a_machine_without_numa_has_no_node_minus_one() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("numa_node"), "-1\n").unwrap();
+        assert_eq!(numa_node(dir.path()), None);
+    }
+}

@@ -1,0 +1,106 @@
+//! NVML, as much of it as the plugin asks: what GPUs there are.
+//!
+//! [`Nvml`] and [`Driver`] are injected, so that a test can script a driver that is missing, comes
+//! up late or fails. [`library`] is the real one.
+
+pub mod library;
+
+use std::path::PathBuf;
+
+use crate::root::RootError;
+
+/// What NVML says of a node.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Description {
+    /// nvmlSystemGetDriverVersion.
+    pub driver_version: String,
+    /// nvmlSystemGetCudaDriverVersion_v2 as `major.minor`.
+    pub cuda_driver_version: String,
+    /// The GPUs that could be described, in NVML's order.
+    pub gpus: Vec<GpuDescription>,
+    /// GPUs that NVML counts and cannot describe (fallen off the bus, say): why.
+    pub broken: Vec<NvmlError>,
+}
+
+/// What NVML says of one GPU.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GpuDescription {
+    /// nvmlDeviceGetUUID.
+    pub uuid: String,
+    /// nvmlDeviceGetMinorNumber.
+    pub minor: u32,
+    /// nvmlDeviceGetName.
+    pub name: String,
+    /// nvmlDeviceGetBrand.
+    pub brand: String,
+    /// nvmlDeviceGetArchitecture.
+    pub architecture: String,
+    /// nvmlDeviceGetCudaComputeCapability, `major.minor`.
+    pub compute_capability: String,
+    /// nvmlDeviceGetPciInfo: domain, bus and device.
+    pub pci: (u32, u32, u32),
+    /// nvmlDeviceGetMemoryInfo_v2 `total`, bytes.
+    pub memory_total: u64,
+    /// nvmlDeviceGetMemoryInfo_v2 `reserved`, bytes.
+    pub memory_reserved: u64,
+    /// nvmlDeviceGetAttributes_v2, where the driver tells it.
+    pub multiprocessors: Option<u32>,
+    /// nvmlDeviceGetMigMode is supported.
+    pub mig_capable: bool,
+}
+
+/// Why NVML does not answer.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum NvmlError {
+    /// The root itself, or something in it.
+    #[error("{0}")]
+    Root(String),
+    /// There is no library.
+    #[error(
+        "no NVML: found no libnvidia-ml.so.1 in {searched} under driver root {root}: install the \
+         NVIDIA driver on this node, or point the chart value `driverRoot` at its root"
+    )]
+    NotFound {
+        /// The root as this process sees it.
+        root: PathBuf,
+        /// The folders, joined.
+        searched: String,
+    },
+    /// There is one, and it cannot be used.
+    #[error("NVML at {path} does not start: {reason}: see that the NVIDIA kernel module is loaded (`nvidia-smi` on the node)")]
+    Start {
+        /// The library as this process sees it.
+        path: PathBuf,
+        /// In NVML's words.
+        reason: String,
+    },
+    /// A call failed.
+    #[error("{call}({object}): {reason}")]
+    Call {
+        /// The NVML function.
+        call: &'static str,
+        /// On what.
+        object: String,
+        /// In NVML's words.
+        reason: String,
+    },
+}
+
+impl From<RootError> for NvmlError {
+    fn from(e: RootError) -> Self {
+        Self::Root(e.to_string())
+    }
+}
+
+/// A running NVML.
+pub trait Nvml: Send + Sync + std::fmt::Debug {
+    /// Describes driver and GPUs as they are now. A GPU that cannot be described is listed as
+    /// broken; the others are not held up by it.
+    fn describe(&self) -> Result<Description, NvmlError>;
+}
+
+/// A place where NVML may be found.
+pub trait Driver: Send + Sync + std::fmt::Debug {
+    /// Finds and starts NVML.
+    fn open(&self) -> Result<Box<dyn Nvml>, NvmlError>;
+}

@@ -1,0 +1,172 @@
+//! The driver's own libnvidia-ml, loaded from the driver root.
+
+use std::path::PathBuf;
+
+use nvml_wrapper::bitmasks::InitFlags;
+use nvml_wrapper::enum_wrappers::device::Brand;
+use nvml_wrapper::enums::device::DeviceArchitecture;
+use nvml_wrapper::error::NvmlError as Reason;
+use nvml_wrapper::{cuda_driver_version_major, cuda_driver_version_minor};
+
+use super::{Description, Driver, GpuDescription, Nvml, NvmlError};
+use crate::discover::LIBRARY_FOLDERS;
+use crate::root::{DriverRoot, Kind};
+
+const SONAME: &str = "libnvidia-ml.so.1";
+
+/// The driver root whose libnvidia-ml is to be used.
+#[derive(Clone, Debug)]
+pub struct InstalledDriver {
+    /// As this process sees it.
+    pub root: PathBuf,
+}
+
+impl Driver for InstalledDriver {
+    fn open(&self) -> Result<Box<dyn Nvml>, NvmlError> {
+        let root = DriverRoot::open(&self.root)?;
+        for folder in LIBRARY_FOLDERS {
+            let name = PathBuf::from(folder).join(SONAME);
+            if let Some((real, Kind::File { .. })) = root.resolve(&name)? {
+                let path = root.here(&real);
+                // NVML itself must not need a GPU: one may come up later.
+                return match nvml_wrapper::Nvml::builder()
+                    .lib_path(path.as_os_str())
+                    .flags(InitFlags::NO_GPUS)
+                    .init()
+                {
+                    Ok(nvml) => Ok(Box::new(Library { nvml })),
+                    Err(e) => Err(NvmlError::Start {
+                        path,
+                        reason: e.to_string(),
+                    }),
+                };
+            }
+        }
+        Err(NvmlError::NotFound {
+            root: self.root.clone(),
+            searched: LIBRARY_FOLDERS.join(", "),
+        })
+    }
+}
+
+#[derive(Debug)]
+struct Library {
+    nvml: nvml_wrapper::Nvml,
+}
+
+fn call<T>(
+    call: &'static str,
+    object: &str,
+    result: Result<T, Reason>,
+) -> Result<T, NvmlError> {
+    result.map_err(|e| NvmlError::Call {
+        call,
+        object: object.to_owned(),
+        reason: e.to_string(),
+    })
+}
+
+impl Nvml for Library {
+    fn describe(&self) -> Result<Description, NvmlError> {
+        let driver_version = call("nvmlSystemGetDriverVersion", "", self.nvml.sys_driver_version())?;
+        let cuda = call(
+            "nvmlSystemGetCudaDriverVersion_v2",
+            "",
+            self.nvml.sys_cuda_driver_version(),
+        )?;
+        let count = call("nvmlDeviceGetCount_v2", "", self.nvml.device_count())?;
+        let mut gpus = Vec::new();
+        let mut broken = Vec::new();
+        for index in 0..count {
+            match self.describe_gpu(index) {
+                Ok(gpu) => gpus.push(gpu),
+                Err(e) => broken.push(e),
+            }
+        }
+        Ok(Description {
+            driver_version,
+            cuda_driver_version: format!(
+                "{}.{}",
+                cuda_driver_version_major(cuda),
+                cuda_driver_version_minor(cuda)
+            ),
+            gpus,
+            broken,
+        })
+    }
+}
+
+impl Library {
+    fn describe_gpu(&self, index: u32) -> Result<GpuDescription, NvmlError> {
+        let object = format!("index {index}");
+        let device = call(
+            "nvmlDeviceGetHandleByIndex_v2",
+            &object,
+            self.nvml.device_by_index(index),
+        )?;
+        let uuid = call("nvmlDeviceGetUUID", &object, device.uuid())?;
+        let pci = call("nvmlDeviceGetPciInfo_v3", &uuid, device.pci_info())?;
+        let memory = call("nvmlDeviceGetMemoryInfo_v2", &uuid, device.memory_info())?;
+        let capability = call(
+            "nvmlDeviceGetCudaComputeCapability",
+            &uuid,
+            device.cuda_compute_capability(),
+        )?;
+        Ok(GpuDescription {
+            minor: call("nvmlDeviceGetMinorNumber", &uuid, device.minor_number())?,
+            name: call("nvmlDeviceGetName", &uuid, device.name())?,
+            // A newer driver's word that this build does not know is no reason to lose the GPU.
+            brand: device.brand().map_or("Unknown", brand).to_owned(),
+            architecture: device
+                .architecture()
+                .map_or("Unknown", |a| architecture(&a))
+                .to_owned(),
+            compute_capability: format!("{}.{}", capability.major, capability.minor),
+            pci: (pci.domain, pci.bus, pci.device),
+            memory_total: memory.total,
+            memory_reserved: memory.reserved,
+            multiprocessors: device.attributes().ok().map(|a| a.multiprocessor_count),
+            mig_capable: device.mig_mode().is_ok(),
+            uuid,
+        })
+    }
+}
+
+/// As go-nvlib spells it, and so NVIDIA's own DRA driver.
+fn brand(brand: Brand) -> &'static str {
+    match brand {
+        Brand::Unknown => "Unknown",
+        Brand::Quadro => "Quadro",
+        Brand::Tesla => "Tesla",
+        Brand::NVS => "NVS",
+        Brand::GRID => "Grid",
+        Brand::GeForce => "GeForce",
+        Brand::Titan => "Titan",
+        Brand::VApps => "NvidiaVApps",
+        Brand::VPC => "NvidiaVPC",
+        Brand::VCS => "NvidiaVCS",
+        Brand::VWS => "NvidiaVWS",
+        Brand::CloudGaming | Brand::VGaming => "NvidiaCloudGaming",
+        Brand::QuadroRTX => "QuadroRTX",
+        Brand::NvidiaRTX => "NvidiaRTX",
+        Brand::Nvidia => "Nvidia",
+        Brand::GeForceRTX => "GeForceRTX",
+        Brand::TitanRTX => "TitanRTX",
+    }
+}
+
+/// As go-nvlib spells it, and so NVIDIA's own DRA driver.
+fn architecture(architecture: &DeviceArchitecture) -> &'static str {
+    match architecture {
+        DeviceArchitecture::Kepler => "Kepler",
+        DeviceArchitecture::Maxwell => "Maxwell",
+        DeviceArchitecture::Pascal => "Pascal",
+        DeviceArchitecture::Volta => "Volta",
+        DeviceArchitecture::Turing => "Turing",
+        DeviceArchitecture::Ampere => "Ampere",
+        DeviceArchitecture::Ada => "Ada Lovelace",
+        DeviceArchitecture::Hopper => "Hopper",
+        DeviceArchitecture::Blackwell => "Blackwell",
+        DeviceArchitecture::Unknown => "Unknown",
+    }
+}
