@@ -1,0 +1,119 @@
+# The kind cluster itself, and the file that makes it everyone's: target/cluster/env.
+# shellcheck shell=bash
+
+export KUBECONFIG=$CLUSTER_DIR/kubeconfig
+
+# use_cluster keeps a cluster that answers and is of the asked shape, else makes a new one.
+use_cluster() {
+	if cluster_is_as_asked; then
+		say "Using the cluster $CLUSTER, which is running"
+		kind get kubeconfig --name "$CLUSTER" >"$KUBECONFIG"
+	else
+		delete_cluster
+		write_kind_config
+		on_failure=show_node_logs step "Creating the cluster: a control plane and $WORKERS worker(s)" create_cluster
+	fi
+	write_env
+}
+
+cluster_exists() { command -v kind >/dev/null && kind get clusters 2>/dev/null | grep -qx "$CLUSTER"; }
+
+cluster_is_as_asked() {
+	cluster_exists &&
+		[[ $(workers | wc -l) == "$WORKERS" ]] &&
+		[[ $(docker inspect --format '{{.Config.Image}}' "$CLUSTER-control-plane") == "$NODE_IMAGE" ]] &&
+		kind get kubeconfig --name "$CLUSTER" >"$KUBECONFIG" &&
+		kubectl --request-timeout 5s wait --for condition=Ready nodes --all --timeout 1s >/dev/null 2>&1
+}
+
+delete_cluster() {
+	cluster_exists || return 0
+	step "Deleting the cluster $CLUSTER" kind delete cluster --name "$CLUSTER" --kubeconfig "$KUBECONFIG"
+}
+
+nodes() { kind get nodes --name "$CLUSTER" 2>/dev/null | sort; }
+
+workers() { nodes | grep -v -- '-control-plane$' || true; }
+
+# write_kind_config writes what differs from kind's defaults, each because of the machine or the node image.
+write_kind_config() {
+	local worker
+	{
+		echo 'kind: Cluster'
+		echo 'apiVersion: kind.x-k8s.io/v1alpha4'
+		if node_image_is_ours; then networking_without_images; fi
+		if ! has_sys_resource; then oom_scores_stay; fi
+		echo 'kubeadmConfigPatches:'
+		if [[ ! -f /sys/fs/cgroup/cgroup.controllers ]]; then kubelet_on_cgroup_v1; fi
+		if node_image_is_ours; then no_dns; fi
+		echo 'nodes:'
+		echo '- role: control-plane'
+		for ((worker = 0; worker < WORKERS; worker++)); do echo '- role: worker'; done
+	} >"$CLUSTER_DIR/kind.yaml"
+}
+
+# Our node image has neither kindnet nor iptables in its kube-proxy.
+networking_without_images() {
+	cat <<-END
+		networking:
+		  disableDefaultCNI: true
+		  kubeProxyMode: nftables
+	END
+}
+
+# Without CAP_SYS_RESOURCE nobody lowers a process's oom score; containerd then must not ask for it.
+oom_scores_stay() {
+	cat <<-END
+		containerdConfigPatches:
+		- |
+		  [plugins."io.containerd.grpc.v1.cri"]
+		    restrict_oom_score_adj = true
+	END
+}
+
+kubelet_on_cgroup_v1() {
+	cat <<-END
+		- |
+		  kind: KubeletConfiguration
+		  failCgroupV1: false
+	END
+}
+
+# The list replaces kind's own, which is preflight.
+no_dns() {
+	cat <<-END
+		- |
+		  kind: InitConfiguration
+		  skipPhases: [preflight, addon/coredns]
+	END
+}
+
+create_cluster() {
+	kind create cluster --name "$CLUSTER" --image "$NODE_IMAGE" --config "$CLUSTER_DIR/kind.yaml" \
+		--kubeconfig "$KUBECONFIG" --retain
+	if [[ ${DOCKER_HOST-} == "$ENGINE_HOST" ]]; then our_bridges; fi
+	if node_image_is_ours; then connect_pods; fi
+	kubectl wait --for condition=Ready nodes --all --timeout 120s
+}
+
+show_node_logs() {
+	local node
+	for node in $(nodes); do
+		echo "  $node, its units that failed and its kubelet and containerd:"
+		docker exec "$node" sh -c 'systemctl --failed --no-legend
+			journalctl --no-pager --lines 12 --output cat --unit kubelet
+			journalctl --no-pager --lines 6 --output cat --unit containerd' 2>&1 | cut -c 1-240 | sed 's/^/    /'
+	done
+}
+
+# write_env writes what a shell sources to use the cluster.
+write_env() {
+	{
+		echo "# To use the cluster: source $CLUSTER_DIR/env"
+		printf 'export KUBECONFIG=%q\n' "$KUBECONFIG"
+		if [[ ${DOCKER_HOST-} ]]; then printf 'export DOCKER_HOST=%q\n' "$DOCKER_HOST"; fi
+		# shellcheck disable=SC2016 # the reader's PATH is meant
+		printf 'case ":$PATH:" in *:%q:*) ;; *) export PATH=%q:$PATH ;; esac\n' "$CLUSTER_DIR/bin" "$CLUSTER_DIR/bin"
+		printf 'export TRANCHE_CLUSTER=%q\n' "$CLUSTER"
+	} >"$CLUSTER_DIR/env"
+}

@@ -1,0 +1,92 @@
+# The Docker engine: the one that answers, else one of our own, from Debian's packages.
+# Ours has its own folders, socket, containerd and cgroup, and no bridge but the one that kind makes.
+# shellcheck shell=bash
+
+engine_answers() { timeout 10 docker info >/dev/null 2>&1; }
+
+our_engine_answers() { DOCKER_HOST=$ENGINE_HOST engine_answers; }
+
+# use_engine leaves DOCKER_HOST pointing at the engine that everything after it uses.
+use_engine() {
+	if command -v docker >/dev/null && engine_answers; then
+		say "Using the Docker engine that answers${DOCKER_HOST:+ at $DOCKER_HOST}"
+		return
+	fi
+	need dockerd docker.io iptables
+	if engine_answers; then
+		say "Using the Docker engine that its package has started"
+		return
+	fi
+	export DOCKER_HOST=$ENGINE_HOST
+	if our_engine_answers; then
+		say "Using our Docker engine, which is running"
+		return
+	fi
+	((EUID == 0)) || die "no Docker engine answers, and only root can start one: start Docker or run as root"
+	remove_engine_traces
+	on_failure=show_engine_log step "Starting a Docker engine of our own" start_engine
+}
+
+# has_sys_resource tells whether root here may have capability 24.
+has_sys_resource() {
+	local bounding
+	bounding=$(awk '/^CapBnd/ {print $2}' /proc/self/status)
+	((16#$bounding >> 24 & 1))
+}
+
+start_engine() {
+	mkdir -p "$ENGINE_STATE" "$ENGINE_RUN"
+	remember_machine
+	sysctl -q -w fs.inotify.max_user_instances="$(at_least 512 fs.inotify.max_user_instances)"
+
+	local options=(
+		--host "$ENGINE_HOST" --pidfile "$ENGINE_RUN/dockerd.pid"
+		--data-root "$ENGINE_STATE/docker" --exec-root "$ENGINE_RUN/docker"
+		--containerd "$ENGINE_RUN/containerd.sock"
+		--config-file "$ENGINE_RUN/dockerd.json" --log-level warn
+		--exec-opt native.cgroupdriver=cgroupfs --cgroup-parent "/$ENGINE_CGROUP"
+		--bridge none
+	)
+	if ! has_sys_resource; then
+		install -m 755 "$KIND_DIR/engine/runc-without-sys-resource" "$ENGINE_STATE/runc"
+		options+=(--add-runtime "tranche=$ENGINE_STATE/runc" --default-runtime tranche)
+	fi
+
+	echo '{}' >"$ENGINE_RUN/dockerd.json"
+	cat >"$ENGINE_RUN/containerd.toml" <<-END
+		version = 2
+		root = "$ENGINE_STATE/containerd"
+		state = "$ENGINE_RUN/containerd"
+		disabled_plugins = ["io.containerd.grpc.v1.cri"]
+		[grpc]
+		  address = "$ENGINE_RUN/containerd.sock"
+	END
+	in_background containerd containerd --config "$ENGINE_RUN/containerd.toml" --log-level warn
+	wait_for 30 "containerd's socket" test -S "$ENGINE_RUN/containerd.sock"
+	in_background dockerd dockerd "${options[@]}"
+	wait_for 60 "the engine's answer" our_engine_answers
+	# Where another bridge shares the machine, the engine drops what is forwarded between nodes.
+	iptables -P FORWARD ACCEPT
+}
+
+at_least() {
+	local now
+	now=$(sysctl -n "$2")
+	echo $((now > $1 ? now : $1))
+}
+
+# in_background NAME COMMAND... starts a daemon that outlives this script, with a log and a pid file.
+in_background() {
+	local name=$1
+	shift
+	setsid "$@" >"$ENGINE_STATE/$name.log" 2>&1 </dev/null &
+	echo $! >"$ENGINE_RUN/$name.started"
+}
+
+show_engine_log() {
+	local name
+	for name in containerd dockerd; do
+		echo "  $ENGINE_STATE/$name.log:"
+		tail -n 15 "$ENGINE_STATE/$name.log" 2>/dev/null | sed 's/^/    /'
+	done
+}

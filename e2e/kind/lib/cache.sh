@@ -1,0 +1,38 @@
+# Parts that take minutes to build are kept, each in a folder named by a hash of what it was built from.
+# shellcheck shell=bash
+
+# digest INPUT... hashes files and folders by their content, anything else as the string it is.
+digest() {
+	local input
+	for input in "$@"; do
+		if [[ -d $input ]]; then
+			(cd "$input" && find . -type f -print0 | sort -z | xargs -0r sha256sum)
+		elif [[ -f $input ]]; then
+			sha256sum <"$input"
+		else
+			printf '%s\n' "$input"
+		fi
+	done | sha256sum | cut -c 1-16
+}
+
+# part NAME INPUT... names the folder for what is built from the inputs.
+part() {
+	printf '%s/%s-%s\n' "$TRANCHE_CACHE" "$1" "$(digest "${@:2}")"
+}
+
+# build PART TITLE COMMAND... fills a part that is not there yet; the command gets an empty folder as last argument.
+# A part appears under its name only when it is whole. Parts not used for two weeks go.
+build() {
+	local part=$1 title=$2
+	shift 2
+	if [[ -d $part ]]; then
+		touch "$part"
+		return
+	fi
+	mkdir -p "$TRANCHE_CACHE"
+	find "$TRANCHE_CACHE" -mindepth 1 -maxdepth 1 -mtime +14 -exec rm -rf {} +
+	rm -rf "$part.partial"
+	mkdir "$part.partial"
+	step "$title" "$@" "$part.partial"
+	mv "$part.partial" "$part"
+}

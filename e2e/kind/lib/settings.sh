@@ -1,0 +1,29 @@
+# What is built, under which names, and where it goes. Every value can be set from outside.
+# shellcheck shell=bash disable=SC2034 # the scripts that source this file use them
+
+: "${CLUSTER:=tranche}"    # the kind cluster's name
+: "${WORKERS:=1}"          # GPU nodes beside the control plane
+: "${GPUS:=2}"             # simulated GPUs in each of them
+: "${GPU_MODEL:=H100-80}"  # a machine the simulator describes
+: "${NODE_IMAGE:=}"        # a kindest/node image to use instead of looking for one
+: "${CHART_VALUES:=$REPOSITORY/e2e/kind/cluster/values.yaml}" # what the cluster sets in the chart
+
+KIND_VERSION=v0.33.0
+KUBERNETES_VERSION=v1.37.1
+CONTAINERD_VERSION=v2.4.2
+HELM_VERSION=v4.3.1
+
+# Built parts, kept between runs and clones, named by a hash of what they are built from.
+: "${TRANCHE_CACHE:=${XDG_CACHE_HOME:-$HOME/.cache}/tranche}"
+
+# The running cluster as this clone sees it: `env`, kubeconfig, tools, logs.
+CLUSTER_DIR=$REPOSITORY/target/cluster
+LOGS=$CLUSTER_DIR/logs
+
+# The engine of our own is one per machine, whatever clone started it: who finds it can end it.
+ENGINE_STATE=/var/lib/tranche-kind
+ENGINE_RUN=/run/tranche-kind
+ENGINE_CGROUP=tranche-kind
+ENGINE_HOST=unix://$ENGINE_RUN/docker.sock
+
+export PATH=$CLUSTER_DIR/bin:$PATH

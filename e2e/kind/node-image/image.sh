@@ -1,0 +1,71 @@
+# The node image: the official one where it can be had, else one built here.
+# shellcheck shell=bash
+
+OFFICIAL_NODE_IMAGE=kindest/node:$KUBERNETES_VERSION
+
+# use_node_image leaves the image's name in NODE_IMAGE, and the image in the engine.
+use_node_image() {
+	if [[ $NODE_IMAGE ]]; then
+		say "Using the node image $NODE_IMAGE"
+	elif have_image "$OFFICIAL_NODE_IMAGE" || can_be_pulled "$OFFICIAL_NODE_IMAGE"; then
+		NODE_IMAGE=$OFFICIAL_NODE_IMAGE
+		have_image "$NODE_IMAGE" || step "Pulling $NODE_IMAGE" timeout 900 docker pull --quiet "$NODE_IMAGE"
+	else
+		build_node_image
+	fi
+}
+
+have_image() { docker image inspect "$1" >/dev/null 2>&1; }
+
+# can_be_pulled asks the registry, and takes no answer in time for a no.
+can_be_pulled() { timeout 20 docker manifest inspect "$1" >/dev/null 2>&1; }
+
+# ours tells whether the node image was built here: it has no network plug-in and no DNS of its own.
+node_image_is_ours() { [[ $NODE_IMAGE == tranche/node:* ]]; }
+
+build_node_image() {
+	local image
+	say "$OFFICIAL_NODE_IMAGE cannot be pulled: building a node image from Go modules and Debian packages"
+	((EUID == 0)) || die "only root can build a node image: run as root, or set NODE_IMAGE to one the engine has"
+	need_go
+	need debootstrap debootstrap
+	need jq jq
+	need cc gcc libc6-dev
+	build "$(kubernetes_part)" "Building Kubernetes $KUBERNETES_VERSION (6 minutes on 2 cores)" build_kubernetes
+	build "$(containerd_part)" "Building containerd $CONTAINERD_VERSION" build_containerd
+	build "$(debian_part)" "Unpacking Debian $(debian_suite)" build_debian
+	image=$(part node-image "$KIND_DIR"/node-image/{rootfs,images,image}.sh "$KIND_VERSION" \
+		"$(kubernetes_part)" "$(containerd_part)" "$(debian_part)")
+	build "$image" "Assembling the node image" assemble_node_image
+	NODE_IMAGE=tranche/node:${image##*-}
+	have_image "$NODE_IMAGE" || step "Loading the node image" load_node_image "$image"
+}
+
+# assemble_node_image FOLDER leaves what `docker load` reads, as files: the root file system, its configuration, a manifest.
+assemble_node_image() {
+	local folder=$1 diff
+	mkdir "$folder/rootfs"
+	lay_out_rootfs "$folder/rootfs"
+	import_images "$folder/rootfs"
+	tar --create --file "$folder/rootfs.tar" --directory "$folder/rootfs" --numeric-owner .
+	rm -rf "$folder/rootfs"
+	diff=$(sha256sum <"$folder/rootfs.tar")
+	jq --null-input --arg diff "sha256:${diff%% *}" '{
+		architecture: "amd64", os: "linux",
+		config: {
+			Entrypoint: ["/usr/local/bin/entrypoint", "/sbin/init"],
+			Env: ["container=docker", "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"],
+			StopSignal: "SIGRTMIN+3"
+		},
+		rootfs: {type: "layers", diff_ids: [$diff]}
+	}' >"$folder/config.json"
+}
+
+load_node_image() {
+	local folder=$1 work
+	work=$(mktemp -d)
+	jq --null-input --arg name "$NODE_IMAGE" \
+		'[{Config: "config.json", RepoTags: [$name], Layers: ["rootfs.tar"]}]' >"$work/manifest.json"
+	tar --create --directory "$work" manifest.json --directory "$folder" config.json rootfs.tar | docker load
+	rm -rf "$work"
+}

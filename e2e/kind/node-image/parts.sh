@@ -1,0 +1,44 @@
+# The programs of a node that come from Go modules: Kubernetes as one binary, and containerd.
+# shellcheck shell=bash
+
+need_go() {
+	command -v go >/dev/null || die "go is missing: install Go 1.26 or newer (https://go.dev/dl)"
+}
+
+kubernetes_part() { part kubernetes "$KIND_DIR/node-image/kubernetes" "$KUBERNETES_VERSION"; }
+
+# build_kubernetes FOLDER leaves the binary and one link per component.
+build_kubernetes() {
+	local folder=$1 version=${KUBERNETES_VERSION#v} flags='-s -w' package component
+	local major=${version%%.*} minor=${version#*.}
+	for package in k8s.io/client-go/pkg/version k8s.io/component-base/version; do
+		flags+=" -X $package.gitVersion=$KUBERNETES_VERSION"
+		flags+=" -X $package.gitMajor=$major -X $package.gitMinor=${minor%%.*}"
+		flags+=" -X $package.gitCommit=$(module_hash) -X $package.gitTreeState=clean"
+		flags+=" -X $package.buildDate=$(date --utc +%Y-%m-%dT%H:%M:%SZ)"
+	done
+	(cd "$KIND_DIR/node-image/kubernetes" &&
+		CGO_ENABLED=0 nice go build -v -buildvcs=false -trimpath -ldflags "$flags" -o "$folder/kubernetes" .)
+	for component in etcd kube-apiserver kube-controller-manager kube-proxy kube-scheduler kubeadm kubectl kubelet; do
+		ln -s kubernetes "$folder/$component"
+	done
+	"$folder/kubectl" version --client
+}
+
+# module_hash stands where upstream's builds have their commit: 40 hexadecimal digits that name the source.
+module_hash() { sha1sum "$KIND_DIR/node-image/kubernetes/go.sum" | cut -d ' ' -f 1; }
+
+containerd_part() { part containerd "$CONTAINERD_VERSION"; }
+
+build_containerd() {
+	local folder=$1 module=github.com/containerd/containerd/v2 program
+	for program in containerd containerd-shim-runc-v2 ctr; do
+		CGO_ENABLED=0 GOBIN=$folder nice go install -v -trimpath \
+			-tags no_aufs,no_zfs,no_btrfs,no_devmapper,urfave_cli_no_docs \
+			-ldflags "-s -w -X $module/version.Version=$CONTAINERD_VERSION" \
+			"$module/cmd/$program@$CONTAINERD_VERSION"
+	done
+}
+
+# kind_source prints where kind's module lies: the files of its base image are taken from there.
+kind_source() { go mod download -json "sigs.k8s.io/kind@$KIND_VERSION" | jq -r .Dir; }
