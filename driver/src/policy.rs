@@ -1,1 +1,296 @@
 //! What an admin's policies amount to for one GPU.
+//!
+//! ```text
+//!  policies ─► those whose selector matches the node's labels and whose products name the GPU
+//!           ─► the highest priority, among equals the first by name ─► numbers checked ─► Terms
+//! ```
+//!
+//! The admission of a [`SharingPolicy`] checks the same, but a policy may have been stored before
+//! a rule existed, or by a server that does not check it: nothing is offered from a policy that
+//! does not add up, and no other policy takes the place of one that was meant to hold.
+
+mod selector;
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use tranche_api::gpu_node::Gpu;
+use tranche_api::quantity::{CountError, Quantity};
+use tranche_api::sharing_policy::{SharingPolicy, SharingPolicySpec};
+use tranche_api::tier::Tier;
+
+pub use selector::SelectorError;
+
+/// The most shares that one GPU may have.
+const MOST_SHARERS: u32 = 128;
+
+/// What is offered of one GPU, in exact numbers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Terms {
+    /// The tiers offered; at least one, all of them served by this version.
+    pub tiers: BTreeSet<Tier>,
+    /// How the GPU is shared in the tier `capped`.
+    pub capped: CappedTerms,
+    /// How the GPU is shared in the tier `timeshared`.
+    pub timeshared: TimesharedTerms,
+}
+
+/// How a GPU is shared in the tier `capped`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CappedTerms {
+    /// The most shares, 1-128.
+    pub max_sharers: u32,
+    /// Sharers for whose CUDA contexts memory is kept free, 0 to `max_sharers`.
+    pub expected_sharers: u32,
+    /// Bytes kept free for one sharer's CUDA context.
+    pub context_memory: u64,
+    /// Bytes by which a share's memory grows, and the least it has; at least 1.
+    pub memory_step: u64,
+    /// Bytes of a share that names none: a multiple of the step and at least one.
+    pub default_memory: Option<u64>,
+    /// Percent of a share that names none, 1-100.
+    pub default_cores: Option<u8>,
+}
+
+/// How a GPU is shared in the tier `timeshared`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TimesharedTerms {
+    /// The most shares, 1-128.
+    pub max_sharers: u32,
+}
+
+/// Why a policy cannot hold.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("SharingPolicy {policy}: {problem}")]
+pub struct PolicyError {
+    /// The policy's name.
+    pub policy: String,
+    /// What is wrong with it.
+    pub problem: PolicyProblem,
+}
+
+/// What is wrong with a policy.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum PolicyProblem {
+    /// The selector of nodes makes no sense.
+    #[error("spec.nodeSelector.{0}")]
+    Selector(#[from] SelectorError),
+    /// No tier at all.
+    #[error("spec.tiers is empty: name at least one of {}", words(&Tier::SERVED))]
+    NoTiers,
+    /// A tier twice.
+    #[error("spec.tiers names {0} twice")]
+    TierTwice(Tier),
+    /// A tier that comes later.
+    #[error("spec.tiers names {tier}, which this version does not serve: use {}", words(&Tier::SERVED))]
+    Unserved {
+        /// The tier.
+        tier: Tier,
+    },
+    /// A number that is no count.
+    #[error("{field} {problem}")]
+    Count {
+        /// The field.
+        field: &'static str,
+        /// Why.
+        problem: CountError,
+    },
+    /// A number out of its range.
+    #[error("{field} is {found}, must be {expected}")]
+    OutOfRange {
+        /// The field.
+        field: &'static str,
+        /// What is there.
+        found: Quantity,
+        /// What may be there.
+        expected: String,
+    },
+}
+
+fn words(tiers: &[Tier]) -> String {
+    tiers
+        .iter()
+        .map(|tier| tier.as_str())
+        .collect::<Vec<_>>()
+        .join(", ")
+}
+
+/// The terms for `gpu` on a node with these labels; the default terms where no policy matches.
+pub fn terms(
+    policies: &[SharingPolicy],
+    labels: &BTreeMap<String, String>,
+    gpu: &Gpu,
+) -> Result<Terms, PolicyError> {
+    match matching(policies, labels, gpu)? {
+        Some(policy) => Terms::try_from(&policy.spec).map_err(|problem| of(policy, problem)),
+        None => Ok(Terms::default()),
+    }
+}
+
+/// The policy that holds for `gpu` on a node with these labels.
+pub fn matching<'a>(
+    policies: &'a [SharingPolicy],
+    labels: &BTreeMap<String, String>,
+    gpu: &Gpu,
+) -> Result<Option<&'a SharingPolicy>, PolicyError> {
+    let mut best: Option<&SharingPolicy> = None;
+    for policy in policies {
+        let spec = &policy.spec;
+        let node_matches = match &spec.node_selector {
+            Some(selector) => {
+                selector::matches(selector, labels).map_err(|problem| of(policy, problem.into()))?
+            }
+            None => true,
+        };
+        let product_matches = spec.products.is_empty() || spec.products.contains(&gpu.product_name);
+        if node_matches && product_matches && best.is_none_or(|best| outranks(policy, best)) {
+            best = Some(policy);
+        }
+    }
+    Ok(best)
+}
+
+fn outranks(policy: &SharingPolicy, other: &SharingPolicy) -> bool {
+    let rank = |policy: &SharingPolicy| {
+        (
+            -i64::from(policy.spec.priority),
+            policy.metadata.name.clone(),
+        )
+    };
+    rank(policy) < rank(other)
+}
+
+fn of(policy: &SharingPolicy, problem: PolicyProblem) -> PolicyError {
+    PolicyError {
+        policy: policy.metadata.name.clone().unwrap_or_default(),
+        problem,
+    }
+}
+
+impl Default for Terms {
+    /// Without a policy nothing is shared.
+    fn default() -> Self {
+        Self {
+            tiers: BTreeSet::from([Tier::Exclusive]),
+            capped: CappedTerms {
+                max_sharers: 1,
+                expected_sharers: 0,
+                context_memory: 0,
+                memory_step: 1,
+                default_memory: None,
+                default_cores: None,
+            },
+            timeshared: TimesharedTerms { max_sharers: 1 },
+        }
+    }
+}
+
+impl TryFrom<&SharingPolicySpec> for Terms {
+    type Error = PolicyProblem;
+
+    fn try_from(spec: &SharingPolicySpec) -> Result<Self, PolicyProblem> {
+        let mut tiers = BTreeSet::new();
+        for tier in &spec.tiers {
+            if !tier.is_served() {
+                return Err(PolicyProblem::Unserved { tier: *tier });
+            }
+            if !tiers.insert(*tier) {
+                return Err(PolicyProblem::TierTwice(*tier));
+            }
+        }
+        if tiers.is_empty() {
+            return Err(PolicyProblem::NoTiers);
+        }
+        let capped = &spec.capped;
+        let max_sharers = sharers("spec.capped.maxSharers", capped.max_sharers)?;
+        let memory_step = count("spec.capped.memoryStep", capped.memory_step)?;
+        if memory_step == 0 {
+            return Err(out_of_range(
+                "spec.capped.memoryStep",
+                capped.memory_step,
+                "at least 1",
+            ));
+        }
+        if capped.expected_sharers > max_sharers {
+            return Err(out_of_range(
+                "spec.capped.expectedSharers",
+                Quantity::from_count(capped.expected_sharers.into()),
+                format!("at most maxSharers, {max_sharers}"),
+            ));
+        }
+        Ok(Self {
+            tiers,
+            capped: CappedTerms {
+                max_sharers,
+                expected_sharers: capped.expected_sharers,
+                context_memory: count("spec.capped.contextMemory", capped.context_memory)?,
+                memory_step,
+                default_memory: capped
+                    .default_memory
+                    .map(|amount| default_memory(amount, memory_step))
+                    .transpose()?,
+                default_cores: capped.default_cores.map(default_cores).transpose()?,
+            },
+            timeshared: TimesharedTerms {
+                max_sharers: sharers("spec.timeshared.maxSharers", spec.timeshared.max_sharers)?,
+            },
+        })
+    }
+}
+
+fn count(field: &'static str, amount: Quantity) -> Result<u64, PolicyProblem> {
+    amount
+        .to_count()
+        .map_err(|problem| PolicyProblem::Count { field, problem })
+}
+
+fn out_of_range(
+    field: &'static str,
+    found: Quantity,
+    expected: impl Into<String>,
+) -> PolicyProblem {
+    PolicyProblem::OutOfRange {
+        field,
+        found,
+        expected: expected.into(),
+    }
+}
+
+fn sharers(field: &'static str, sharers: u32) -> Result<u32, PolicyProblem> {
+    if (1..=MOST_SHARERS).contains(&sharers) {
+        return Ok(sharers);
+    }
+    Err(out_of_range(
+        field,
+        Quantity::from_count(sharers.into()),
+        format!("1 to {MOST_SHARERS}"),
+    ))
+}
+
+fn default_memory(amount: Quantity, step: u64) -> Result<u64, PolicyProblem> {
+    const FIELD: &str = "spec.capped.defaultMemory";
+    let bytes = count(FIELD, amount)?;
+    if bytes == 0 || bytes % step != 0 {
+        return Err(out_of_range(
+            FIELD,
+            amount,
+            format!("a multiple of memoryStep, {}", Quantity::from_bytes(step)),
+        ));
+    }
+    Ok(bytes)
+}
+
+fn default_cores(cores: u32) -> Result<u8, PolicyProblem> {
+    u8::try_from(cores)
+        .ok()
+        .filter(|cores| (1..=100).contains(cores))
+        .ok_or_else(|| {
+            out_of_range(
+                "spec.capped.defaultCores",
+                Quantity::from_count(cores.into()),
+                "1 to 100",
+            )
+        })
+}
+
+#[cfg(test)]
+mod tests;

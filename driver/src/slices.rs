@@ -1,1 +1,382 @@
 //! From inventory and policy to the ResourceSlices of one node.
+//!
+//! ```text
+//!  counter slices   one counter set per GPU, up to 8 sets a slice
+//!  GPU slices       one per GPU; each of its devices takes the whole set
+//! ```
+//!
+//! That is how a GPU serves one tier at a time: the first allocation of any of its devices takes
+//! the counters, further shares of a shared device are free of charge, and the last release gives
+//! them back. No flag on the node, nothing to drain.
+//!
+//! **The order is the packing policy.** The scheduler takes the first device that fits, by slice
+//! name and then by place in the slice. So slices are named by the GPU's minor number, which fills
+//! one GPU before the next; and in a slice shared devices come before the exclusive one, so that a
+//! class that accepts both joins a GPU that is shared already and leaves whole GPUs to those who
+//! need one.
+//!
+//! **Names are for ever.** Counters are charged from the slices as they are now: renaming or
+//! dropping a device that a claim holds would free its GPU under it. So names and positions depend
+//! on the minor number alone, not on which other GPUs there are, and what is offered no longer but
+//! held still ([`NodeInput::retained`]) stays, with a taint.
+
+mod compare;
+mod device;
+mod dropped;
+mod names;
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use k8s_openapi::api::resource::v1::{
+    Counter, CounterSet, Device, DeviceTaint, ResourcePool, ResourceSlice, ResourceSliceSpec,
+};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
+use tranche_api::gpu_node::{Gpu, Inventory};
+use tranche_api::names::{self as vocabulary, DRIVER, EPOCH_ANNOTATION};
+use tranche_api::quantity::{CountError, Quantity};
+use tranche_api::sharing_policy::SharingPolicy;
+
+use crate::claim::DeviceName;
+use crate::policy::{self, PolicyError};
+
+pub use compare::same;
+pub use device::AttributeError;
+pub use dropped::{DroppedField, FeatureGate, dropped};
+pub use names::NodeNameError;
+
+/// Counter sets in one slice, at most.
+const SETS_PER_SLICE: u32 = 8;
+/// Minor numbers that have a place in the order of names. NVIDIA's driver uses 0 to 254.
+const MINORS: u32 = 1000;
+/// The place of the first GPU slice in the order of names: behind every counter slice, with room
+/// for other kinds between.
+const FIRST_GPU_SLICE: u32 = 10_000;
+/// The taint of a device that is offered no longer and held still.
+pub const WITHDRAWN_TAINT: &str = "gpu.tranche.dev/withdrawn";
+
+/// What the slices of a node depend on, and nothing else.
+#[derive(Clone, Copy, Debug)]
+pub struct NodeInput<'a> {
+    /// The node's name.
+    pub name: &'a str,
+    /// The node's UID: the slices are its property, and another node of the same name has others.
+    pub uid: &'a str,
+    /// The node's labels, for the policies' selectors.
+    pub labels: &'a BTreeMap<String, String>,
+    /// The GPUs and their driver.
+    pub inventory: &'a Inventory,
+    /// All policies of the cluster.
+    pub policies: &'a [SharingPolicy],
+    /// The plugin's registration for which the slices are made.
+    pub epoch: i64,
+    /// Devices as they are published now that claims hold. Those that would not be planned any more
+    /// are kept, closed to new claims by a taint.
+    pub retained: &'a [Device],
+}
+
+/// The slices of one node, without the pool's generation.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SlicePlan {
+    /// The pool's name.
+    pub pool: String,
+    /// The node's name.
+    pub node: String,
+    /// The node's UID.
+    pub node_uid: String,
+    /// The registration for which the slices are made.
+    pub epoch: i64,
+    /// The slices, by name.
+    pub slices: Vec<PlannedSlice>,
+}
+
+/// One slice.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PlannedSlice {
+    /// `metadata.name`: an index of five digits, the driver, the node, a hash.
+    pub name: String,
+    /// What it holds: devices or counters, never both.
+    pub content: Content,
+}
+
+/// What a slice holds. The API allows one of both.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Content {
+    /// Devices, in the order in which the scheduler tries them.
+    Devices(Vec<Device>),
+    /// Counter sets.
+    Counters(Vec<CounterSet>),
+}
+
+/// Why a node's slices cannot be planned.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum PlanError {
+    /// The node's name is none, or too long for a pool's.
+    #[error(transparent)]
+    NodeName(#[from] NodeNameError),
+    /// Two GPUs under one number or UUID.
+    #[error("node {node}: two GPUs have the {field} {value}")]
+    Twice {
+        /// The node.
+        node: String,
+        /// The field of the inventory.
+        field: &'static str,
+        /// Its value.
+        value: String,
+    },
+    /// A minor number that has no place in the order of names.
+    #[error("node {node}, GPU {uuid}: the minor number {minor} must be below {MINORS}")]
+    Minor {
+        /// The node.
+        node: String,
+        /// The GPU.
+        uuid: String,
+        /// The number.
+        minor: u32,
+    },
+    /// A policy that does not add up.
+    #[error("node {node}, GPU {uuid}: {problem}")]
+    Policy {
+        /// The node.
+        node: String,
+        /// The GPU that it matches.
+        uuid: String,
+        /// Which, and why.
+        problem: PolicyError,
+    },
+    /// A number in the inventory that is no count.
+    #[error("node {node}, GPU {uuid}: {field} {problem}")]
+    Count {
+        /// The node.
+        node: String,
+        /// The GPU.
+        uuid: String,
+        /// The field of the inventory.
+        field: &'static str,
+        /// Why.
+        problem: CountError,
+    },
+    /// What a policy keeps free leaves nothing to share.
+    #[error(
+        "node {node}, GPU {uuid}: of {} in total, {} reserved by the driver and {} for CUDA contexts leave {}, less than two steps of {}: lower contextMemory, expectedSharers or memoryStep in the SharingPolicy, or do not offer the tier capped for this GPU",
+        Quantity::from_bytes(*total), Quantity::from_bytes(*reserved),
+        Quantity::from_bytes(*contexts), Quantity::from_bytes(*usable), Quantity::from_bytes(*step)
+    )]
+    NothingToShare {
+        /// The node.
+        node: String,
+        /// The GPU.
+        uuid: String,
+        /// Bytes.
+        total: u64,
+        /// Bytes.
+        reserved: u64,
+        /// Bytes.
+        contexts: u64,
+        /// Bytes.
+        usable: u64,
+        /// Bytes.
+        step: u64,
+    },
+    /// A default that is more than there is.
+    #[error(
+        "node {node}, GPU {uuid}: defaultMemory {} of the SharingPolicy is more than the usable {}",
+        Quantity::from_bytes(*default), Quantity::from_bytes(*usable)
+    )]
+    DefaultMemory {
+        /// The node.
+        node: String,
+        /// The GPU.
+        uuid: String,
+        /// Bytes.
+        default: u64,
+        /// Bytes.
+        usable: u64,
+    },
+    /// A fact of the GPU that does not fit into an attribute.
+    #[error("node {node}, GPU {uuid}: {problem}")]
+    Attribute {
+        /// The node.
+        node: String,
+        /// The GPU.
+        uuid: String,
+        /// Which, and why.
+        problem: AttributeError,
+    },
+}
+
+/// Plans the slices of a node. The same input gives the same plan, in whatever order the inventory
+/// and the policies come. A node without GPUs has no slices.
+pub fn plan(node: &NodeInput<'_>) -> Result<SlicePlan, PlanError> {
+    names::check_node(node.name)?;
+    let gpus = in_order(node)?;
+    let mut offered: BTreeMap<u32, Vec<Device>> = BTreeMap::new();
+    for gpu in gpus {
+        offered.insert(gpu.minor, devices(node, gpu)?);
+    }
+    for (minor, devices) in withdrawn(node, &offered) {
+        offered.entry(minor).or_default().extend(devices);
+    }
+    let mut sets: BTreeMap<u32, Vec<CounterSet>> = BTreeMap::new();
+    for minor in offered.keys() {
+        sets.entry(minor / SETS_PER_SLICE)
+            .or_default()
+            .push(counter_set(*minor));
+    }
+    let counters = sets.into_iter().map(|(index, sets)| PlannedSlice {
+        name: names::slice(index, node.name, node.uid),
+        content: Content::Counters(sets),
+    });
+    let gpus = offered.into_iter().map(|(minor, devices)| PlannedSlice {
+        name: names::slice(FIRST_GPU_SLICE + minor, node.name, node.uid),
+        content: Content::Devices(devices),
+    });
+    Ok(SlicePlan {
+        pool: vocabulary::pool(node.name),
+        node: node.name.to_owned(),
+        node_uid: node.uid.to_owned(),
+        epoch: node.epoch,
+        slices: counters.chain(gpus).collect(),
+    })
+}
+
+/// The node's GPUs by minor number, each number and UUID once.
+fn in_order<'a>(node: &NodeInput<'a>) -> Result<Vec<&'a Gpu>, PlanError> {
+    let mut gpus: Vec<&Gpu> = node.inventory.gpus.iter().collect();
+    gpus.sort_by(|a, b| (a.minor, &a.uuid).cmp(&(b.minor, &b.uuid)));
+    let twice = |field, value| PlanError::Twice {
+        node: node.name.to_owned(),
+        field,
+        value,
+    };
+    if let Some(pair) = gpus.windows(2).find(|pair| pair[0].minor == pair[1].minor) {
+        return Err(twice("minor number", pair[0].minor.to_string()));
+    }
+    let mut uuids = BTreeSet::new();
+    for gpu in &gpus {
+        if !uuids.insert(&gpu.uuid) {
+            return Err(twice("UUID", gpu.uuid.clone()));
+        }
+        if gpu.minor >= MINORS {
+            return Err(PlanError::Minor {
+                node: node.name.to_owned(),
+                uuid: gpu.uuid.clone(),
+                minor: gpu.minor,
+            });
+        }
+    }
+    Ok(gpus)
+}
+
+fn devices(node: &NodeInput<'_>, gpu: &Gpu) -> Result<Vec<Device>, PlanError> {
+    let terms =
+        policy::terms(node.policies, node.labels, gpu).map_err(|problem| PlanError::Policy {
+            node: node.name.to_owned(),
+            uuid: gpu.uuid.clone(),
+            problem,
+        })?;
+    device::of_gpu(node, gpu, &terms)
+}
+
+/// Devices that are offered no longer and held still, with the minor number of their GPU.
+fn withdrawn(
+    node: &NodeInput<'_>,
+    offered: &BTreeMap<u32, Vec<Device>>,
+) -> BTreeMap<u32, Vec<Device>> {
+    let planned: BTreeSet<&str> = offered
+        .values()
+        .flatten()
+        .map(|device| device.name.as_str())
+        .collect();
+    let mut kept = BTreeMap::new();
+    for device in node.retained {
+        let Ok(name) = device.name.parse::<DeviceName>() else {
+            continue;
+        };
+        if name.minor() < MINORS && !planned.contains(device.name.as_str()) {
+            kept.insert(name, device.clone());
+        }
+    }
+    let mut by_gpu: BTreeMap<u32, Vec<Device>> = BTreeMap::new();
+    for (name, mut device) in kept {
+        device.consumes_counters = Some(vec![device::whole_gpu(name.minor())]);
+        device.taints = Some(vec![DeviceTaint {
+            key: WITHDRAWN_TAINT.to_owned(),
+            effect: "NoSchedule".to_owned(),
+            ..DeviceTaint::default()
+        }]);
+        by_gpu.entry(name.minor()).or_default().push(device);
+    }
+    by_gpu
+}
+
+fn counter_set(minor: u32) -> CounterSet {
+    CounterSet {
+        name: device::counter_set_name(minor),
+        counters: BTreeMap::from([(
+            device::COUNTER.to_owned(),
+            Counter {
+                value: Quantity::from_count(1).into(),
+            },
+        )]),
+    }
+}
+
+impl SlicePlan {
+    /// The slice at `index` as an object, at this generation of the pool.
+    #[must_use]
+    pub fn object(&self, slice: &PlannedSlice, generation: i64) -> ResourceSlice {
+        ResourceSlice {
+            metadata: ObjectMeta {
+                name: Some(slice.name.clone()),
+                annotations: Some(self.annotations()),
+                owner_references: Some(vec![self.owner()]),
+                ..ObjectMeta::default()
+            },
+            spec: self.spec(slice, generation),
+        }
+    }
+
+    /// The slice's spec at this generation of the pool.
+    #[must_use]
+    pub fn spec(&self, slice: &PlannedSlice, generation: i64) -> ResourceSliceSpec {
+        let (devices, shared_counters) = match &slice.content {
+            Content::Devices(devices) => (Some(devices.clone()), None),
+            Content::Counters(sets) => (None, Some(sets.clone())),
+        };
+        ResourceSliceSpec {
+            driver: DRIVER.to_owned(),
+            node_name: Some(self.node.clone()),
+            pool: ResourcePool {
+                name: self.pool.clone(),
+                generation,
+                // At most MINORS slices of each kind.
+                resource_slice_count: i64::try_from(self.slices.len()).unwrap_or(i64::MAX),
+            },
+            devices,
+            shared_counters,
+            ..ResourceSliceSpec::default()
+        }
+    }
+
+    /// The annotations of every slice of the plan.
+    #[must_use]
+    pub fn annotations(&self) -> BTreeMap<String, String> {
+        BTreeMap::from([(EPOCH_ANNOTATION.to_owned(), self.epoch.to_string())])
+    }
+
+    /// The owner of every slice of the plan: the node.
+    #[must_use]
+    pub fn owner(&self) -> OwnerReference {
+        OwnerReference {
+            api_version: "v1".to_owned(),
+            kind: "Node".to_owned(),
+            name: self.node.clone(),
+            uid: self.node_uid.clone(),
+            controller: Some(true),
+            block_owner_deletion: None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,373 @@
+//! The devices of one GPU.
+
+use std::collections::BTreeMap;
+
+use k8s_openapi::api::resource::v1::{
+    CapacityRequestPolicy, CapacityRequestPolicyRange, Counter, Device, DeviceAttribute,
+    DeviceCapacity, DeviceCounterConsumption,
+};
+use tranche_api::gpu_node::{Gpu, Inventory};
+use tranche_api::names::{attribute, capacity};
+use tranche_api::quantity::Quantity;
+use tranche_api::tier::Tier;
+
+use super::{NodeInput, PlanError};
+use crate::claim::DeviceName;
+use crate::policy::{CappedTerms, Terms};
+
+/// The counter of a GPU's set: the GPU itself, as one piece.
+pub(super) const COUNTER: &str = "gpu";
+/// The tiers in the order in which the scheduler tries them: shared ones first.
+const ORDER: [Tier; 3] = [Tier::Capped, Tier::Timeshared, Tier::Exclusive];
+/// Bytes of an attribute's string or version, at most.
+const LONGEST_VALUE: usize = 64;
+/// All of a GPU's time, percent.
+const ALL_CORES: u64 = 100;
+
+/// A fact that does not fit into an attribute.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum AttributeError {
+    /// Not a version.
+    #[error("{field} {value:?} is no version: it must begin with numbers and dots")]
+    Version {
+        /// The field of the inventory.
+        field: &'static str,
+        /// Its value.
+        value: String,
+    },
+    /// Too long to be told apart from others when cut.
+    #[error("{field} {value:?} is longer than {LONGEST_VALUE} bytes")]
+    TooLong {
+        /// The field of the inventory.
+        field: &'static str,
+        /// Its value.
+        value: String,
+    },
+}
+
+pub(super) fn counter_set_name(minor: u32) -> String {
+    format!("gpu-{minor}")
+}
+
+/// What every device of a GPU takes: all of it.
+pub(super) fn whole_gpu(minor: u32) -> DeviceCounterConsumption {
+    DeviceCounterConsumption {
+        counter_set: counter_set_name(minor),
+        counters: BTreeMap::from([(
+            COUNTER.to_owned(),
+            Counter {
+                value: Quantity::from_count(1).into(),
+            },
+        )]),
+        ..DeviceCounterConsumption::default()
+    }
+}
+
+/// The devices under which `gpu` is offered, in order.
+pub(super) fn of_gpu(
+    node: &NodeInput<'_>,
+    gpu: &Gpu,
+    terms: &Terms,
+) -> Result<Vec<Device>, PlanError> {
+    let memory = Memory::read(node, gpu)?;
+    let common = attributes(node.inventory, gpu).map_err(|problem| PlanError::Attribute {
+        node: node.name.to_owned(),
+        uuid: gpu.uuid.clone(),
+        problem,
+    })?;
+    ORDER
+        .into_iter()
+        .filter(|tier| terms.tiers.contains(tier))
+        .filter_map(|tier| DeviceName::new(gpu.minor, tier))
+        .map(|name| {
+            let tier = name.tier();
+            let mut attributes = common.clone();
+            attributes.extend(isolation(tier));
+            Ok(Device {
+                name: name.to_string(),
+                attributes: Some(attributes),
+                capacity: Some(capacities(node, gpu, tier, terms, &memory)?),
+                allow_multiple_allocations: tier.is_shared().then_some(true),
+                consumes_counters: Some(vec![whole_gpu(gpu.minor)]),
+                ..Device::default()
+            })
+        })
+        .collect()
+}
+
+/// A GPU's memory in bytes.
+struct Memory {
+    total: u64,
+    reserved: u64,
+}
+
+impl Memory {
+    fn read(node: &NodeInput<'_>, gpu: &Gpu) -> Result<Self, PlanError> {
+        let count = |field, amount: Quantity| {
+            amount.to_count().map_err(|problem| PlanError::Count {
+                node: node.name.to_owned(),
+                uuid: gpu.uuid.clone(),
+                field,
+                problem,
+            })
+        };
+        Ok(Self {
+            total: count("memory", gpu.memory)?,
+            reserved: count("reservedMemory", gpu.reserved_memory)?,
+        })
+    }
+
+    /// What shares can have together: a multiple of the step, and at least two.
+    fn usable(
+        &self,
+        node: &NodeInput<'_>,
+        gpu: &Gpu,
+        terms: &CappedTerms,
+    ) -> Result<u64, PlanError> {
+        let contexts = terms
+            .context_memory
+            .saturating_mul(u64::from(terms.expected_sharers));
+        let free = self
+            .total
+            .saturating_sub(self.reserved)
+            .saturating_sub(contexts);
+        let usable = free - free % terms.memory_step;
+        // The API wants minimum plus step, which is two steps, within the capacity.
+        if usable / terms.memory_step < 2 {
+            return Err(PlanError::NothingToShare {
+                node: node.name.to_owned(),
+                uuid: gpu.uuid.clone(),
+                total: self.total,
+                reserved: self.reserved,
+                contexts,
+                usable,
+                step: terms.memory_step,
+            });
+        }
+        Ok(usable)
+    }
+}
+
+fn capacities(
+    node: &NodeInput<'_>,
+    gpu: &Gpu,
+    tier: Tier,
+    terms: &Terms,
+    memory: &Memory,
+) -> Result<BTreeMap<String, DeviceCapacity>, PlanError> {
+    let entries = match tier {
+        Tier::Capped => {
+            let usable = memory.usable(node, gpu, &terms.capped)?;
+            let default = default_memory(node, gpu, &terms.capped, usable)?;
+            vec![
+                (
+                    capacity::MEMORY,
+                    ranged(
+                        Quantity::from_bytes(usable),
+                        Quantity::from_bytes(default),
+                        Quantity::from_bytes(terms.capped.memory_step),
+                    ),
+                ),
+                (
+                    capacity::CORES,
+                    ranged(
+                        Quantity::from_count(ALL_CORES),
+                        Quantity::from_count(default_cores(&terms.capped)),
+                        Quantity::from_count(1),
+                    ),
+                ),
+                (capacity::SHARERS, places(terms.capped.max_sharers)),
+            ]
+        }
+        // What nothing keeps is not offered by size: a claim that asks for memory or cores never
+        // lands in a tier that would ignore it.
+        Tier::Timeshared => vec![(capacity::SHARERS, places(terms.timeshared.max_sharers))],
+        Tier::Exclusive | Tier::Concurrent | Tier::Partition | Tier::Passthrough => vec![
+            (capacity::MEMORY, plain(Quantity::from_bytes(memory.total))),
+            (capacity::CORES, plain(Quantity::from_count(ALL_CORES))),
+        ],
+    };
+    Ok(entries
+        .into_iter()
+        .map(|(name, capacity)| (name.to_owned(), capacity))
+        .collect())
+}
+
+fn plain(value: Quantity) -> DeviceCapacity {
+    DeviceCapacity {
+        value: value.into(),
+        request_policy: None,
+    }
+}
+
+/// Requests from one step up to everything, by steps.
+fn ranged(value: Quantity, default: Quantity, step: Quantity) -> DeviceCapacity {
+    DeviceCapacity {
+        value: value.into(),
+        request_policy: Some(CapacityRequestPolicy {
+            default: Some(default.into()),
+            valid_range: Some(CapacityRequestPolicyRange {
+                min: step.into(),
+                max: Some(value.into()),
+                step: Some(step.into()),
+            }),
+            valid_values: None,
+        }),
+    }
+}
+
+/// Places of which every share takes exactly one.
+fn places(most: u32) -> DeviceCapacity {
+    let one = Quantity::from_count(1);
+    DeviceCapacity {
+        value: Quantity::from_count(most.into()).into(),
+        request_policy: Some(CapacityRequestPolicy {
+            default: Some(one.into()),
+            valid_range: None,
+            valid_values: Some(vec![one.into()]),
+        }),
+    }
+}
+
+/// The policy's, or an equal part for every sharer.
+fn default_memory(
+    node: &NodeInput<'_>,
+    gpu: &Gpu,
+    terms: &CappedTerms,
+    usable: u64,
+) -> Result<u64, PlanError> {
+    let Some(default) = terms.default_memory else {
+        let part = usable / u64::from(terms.max_sharers);
+        return Ok((part - part % terms.memory_step).max(terms.memory_step));
+    };
+    if default > usable {
+        return Err(PlanError::DefaultMemory {
+            node: node.name.to_owned(),
+            uuid: gpu.uuid.clone(),
+            default,
+            usable,
+        });
+    }
+    Ok(default)
+}
+
+/// The policy's, or an equal part for every sharer, but at least one percent.
+fn default_cores(terms: &CappedTerms) -> u64 {
+    terms.default_cores.map_or_else(
+        || (ALL_CORES / u64::from(terms.max_sharers)).max(1),
+        u64::from,
+    )
+}
+
+/// What holds of the GPU in every tier.
+fn attributes(
+    inventory: &Inventory,
+    gpu: &Gpu,
+) -> Result<BTreeMap<String, DeviceAttribute>, AttributeError> {
+    let mut attributes = BTreeMap::from([
+        (attribute::TYPE, text("gpu")),
+        (attribute::UUID, exact_text("uuid", &gpu.uuid)?),
+        (attribute::PRODUCT_NAME, text(&gpu.product_name)),
+        (attribute::BRAND, text(&gpu.brand)),
+        (attribute::ARCHITECTURE, text(&gpu.architecture)),
+        (
+            attribute::CUDA_COMPUTE_CAPABILITY,
+            version("cudaComputeCapability", &gpu.cuda_compute_capability)?,
+        ),
+        (
+            attribute::DRIVER_VERSION,
+            version("driverVersion", &inventory.driver_version)?,
+        ),
+        (
+            attribute::CUDA_DRIVER_VERSION,
+            version("cudaDriverVersion", &inventory.cuda_driver_version)?,
+        ),
+        (
+            attribute::PCI_BUS_ID,
+            exact_text("pciBusID", &gpu.pci_bus_id)?,
+        ),
+    ]);
+    if let Some(root) = &gpu.pcie_root {
+        attributes.insert(attribute::PCIE_ROOT, exact_text("pcieRoot", root)?);
+    }
+    if let Some(node) = gpu.numa_node {
+        attributes.insert(attribute::NUMA_NODE, int(i64::from(node)));
+    }
+    Ok(attributes
+        .into_iter()
+        .map(|(name, value)| (name.to_owned(), value))
+        .collect())
+}
+
+/// What the tier promises.
+fn isolation(tier: Tier) -> [(String, DeviceAttribute); 5] {
+    [
+        (attribute::ISOLATION, text(tier.as_str())),
+        (attribute::ISOLATION_LEVEL, int(i64::from(tier.level()))),
+        (
+            attribute::MEMORY_ISOLATION,
+            text(tier.memory_isolation().as_str()),
+        ),
+        (
+            attribute::COMPUTE_ISOLATION,
+            text(tier.compute_isolation().as_str()),
+        ),
+        (
+            attribute::FAULT_ISOLATION,
+            text(tier.fault_isolation().as_str()),
+        ),
+    ]
+    .map(|(name, value)| (name.to_owned(), value))
+}
+
+fn int(value: i64) -> DeviceAttribute {
+    DeviceAttribute {
+        int: Some(value),
+        ..DeviceAttribute::default()
+    }
+}
+
+/// A string for people; cut where it is longer than the API allows.
+fn text(value: &str) -> DeviceAttribute {
+    let end = (0..=LONGEST_VALUE.min(value.len()))
+        .rev()
+        .find(|end| value.is_char_boundary(*end))
+        .unwrap_or_default();
+    DeviceAttribute {
+        string: Some(value[..end].to_owned()),
+        ..DeviceAttribute::default()
+    }
+}
+
+/// A string that identifies; it is whole or not at all.
+fn exact_text(field: &'static str, value: &str) -> Result<DeviceAttribute, AttributeError> {
+    if value.len() > LONGEST_VALUE {
+        return Err(AttributeError::TooLong {
+            field,
+            value: value.to_owned(),
+        });
+    }
+    Ok(text(value))
+}
+
+/// A semantic version made of NVIDIA's: three numbers without leading zeros, whatever follows
+/// them left out. `535.261.03` is `535.261.3`, `12.2` is `12.2.0`.
+fn version(field: &'static str, value: &str) -> Result<DeviceAttribute, AttributeError> {
+    let refuse = || AttributeError::Version {
+        field,
+        value: value.to_owned(),
+    };
+    let end = value
+        .find(|c: char| !c.is_ascii_digit() && c != '.')
+        .unwrap_or(value.len());
+    let mut numbers = [0_u32; 3];
+    let parts = value[..end].trim_end_matches('.').split('.');
+    for (number, part) in numbers.iter_mut().zip(parts) {
+        *number = part.parse().map_err(|_| refuse())?;
+    }
+    let [major, minor, patch] = numbers;
+    Ok(DeviceAttribute {
+        version: Some(format!("{major}.{minor}.{patch}")),
+        ..DeviceAttribute::default()
+    })
+}

@@ -1,0 +1,134 @@
+//! Names of slices, and the node names that they can be made from.
+
+use tranche_api::names::{DRIVER, pool};
+
+/// The longest name of an object, and of a pool.
+pub(super) const LONGEST: usize = 253;
+/// Hexadecimal digits of a 64-bit hash.
+const HASH: usize = 16;
+
+/// A node name from which no pool name can be made.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum NodeNameError {
+    /// Not the name of a node.
+    #[error(
+        "node name {name:?} is no DNS subdomain: lower case letters, digits, '-' and '.', a letter or digit at both ends of every part"
+    )]
+    NotASubdomain {
+        /// The name.
+        name: String,
+    },
+    /// Too long.
+    #[error(
+        "node name {name:?}: the pool's name, {:?}, would have more than {LONGEST} characters",
+        pool(name)
+    )]
+    TooLong {
+        /// The name.
+        name: String,
+    },
+}
+
+/// Checks that the node's name can be part of a pool's.
+pub(super) fn check_node(name: &str) -> Result<(), NodeNameError> {
+    let part = |part: &str| {
+        let alphanumeric = |byte: &u8| byte.is_ascii_lowercase() || byte.is_ascii_digit();
+        let bytes = part.as_bytes();
+        bytes.first().is_some_and(alphanumeric)
+            && bytes.last().is_some_and(alphanumeric)
+            && bytes.iter().all(|byte| alphanumeric(byte) || *byte == b'-')
+    };
+    if !name.split('.').all(part) {
+        return Err(NodeNameError::NotASubdomain {
+            name: name.to_owned(),
+        });
+    }
+    if pool(name).len() > LONGEST {
+        return Err(NodeNameError::TooLong {
+            name: name.to_owned(),
+        });
+    }
+    Ok(())
+}
+
+/// `<index>-<driver>-<node>-<hash>`, the node's name cut where that would be too long.
+///
+/// The hash tells nodes apart whose names begin alike, and a node from an earlier one of the same
+/// name, whose slices may still be there.
+pub(super) fn slice(index: u32, node: &str, node_uid: &str) -> String {
+    let hash = fnv1a(&[node, node_uid]);
+    let prefix = format!("{index:05}-{DRIVER}-");
+    let room = LONGEST - prefix.len() - 1 - HASH;
+    let node = node
+        .get(..room)
+        .unwrap_or(node)
+        .trim_end_matches(['-', '.']);
+    format!("{prefix}{node}-{hash:016x}")
+}
+
+/// FNV-1a of 64 bits over the texts, each closed by a byte that is in none of them.
+fn fnv1a(texts: &[&str]) -> u64 {
+    texts
+        .iter()
+        .flat_map(|text| text.bytes().chain([0]))
+        .fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+            (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
+        })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_hash_is_fnv_1a() {
+        // Without the closing zero the published vector for "a" would be af63dc4c8601ec8c.
+        assert_eq!(fnv1a(&[]), 0xcbf2_9ce4_8422_2325);
+        assert_eq!(
+            fnv1a(&["a"]),
+            0xaf63_dc4c_8601_ec8c_u64.wrapping_mul(0x0000_0100_0000_01b3)
+        );
+    }
+
+    #[test]
+    fn node_names_are_checked() {
+        let longest = format!("{}.{}", "a".repeat(124), "b".repeat(124));
+        assert_eq!(longest.len() + "/gpu".len(), LONGEST);
+        for good in ["a", "node-a", "10-0-0-1.ec2.internal", &longest] {
+            assert_eq!(check_node(good), Ok(()));
+        }
+        for bad in [
+            "", "-a", "a-", "a..b", ".a", "a.", "Node", "a_b", "a/b", "ä",
+        ] {
+            assert!(
+                matches!(check_node(bad), Err(NodeNameError::NotASubdomain { .. })),
+                "{bad}"
+            );
+        }
+        assert!(matches!(
+            check_node(&format!("{longest}b")),
+            Err(NodeNameError::TooLong { .. })
+        ));
+    }
+
+    #[test]
+    fn names_fit_and_differ() {
+        let node = format!("{}.{}", "a".repeat(124), "b".repeat(124));
+        let other = format!("{}.{}", "a".repeat(124), "c".repeat(124));
+        let name = slice(10_007, &node, "1");
+        assert_eq!(name.len(), LONGEST);
+        assert_ne!(name, slice(10_007, &other, "1"));
+        assert_ne!(name, slice(10_007, &node, "2"));
+        assert_eq!(slice(7, "node-a", "1"), "00007-gpu.tranche.dev-node-a-cd419d104ed8def8");
+    }
+
+    #[test]
+    fn a_cut_leaves_no_separator_before_the_hash() {
+        let node = format!("{}.{}", "a".repeat(213), "b".repeat(30));
+        let name = slice(0, &node, "1");
+        assert!(
+            name.split('.').all(|part| check_node(part).is_ok()),
+            "{name}"
+        );
+    }
+}
