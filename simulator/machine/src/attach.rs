@@ -1,0 +1,163 @@
+//! A library's way to the shared page.
+
+use std::io::IoSliceMut;
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+
+use rustix::mm::{MapFlags, ProtFlags};
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags, SocketAddrUnix,
+    SocketFlags, SocketType, connect, recvmsg, send, socket_with,
+};
+
+use crate::layout::{MAX_PROCESSES, PAGE_BYTES, Shared};
+use crate::root::DriverRoot;
+use crate::wire::{PACKET, Reply, Request};
+
+/// What a library needs the page for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Access {
+    /// To read it (NVML).
+    Observe,
+    /// To take memory and time of its GPUs (CUDA).
+    Join,
+}
+
+/// Why there is no page.
+#[derive(Debug, thiserror::Error)]
+pub enum AttachError {
+    /// No daemon listens: no driver, as far as this process can see.
+    #[error("{path}: {source}; nvidia-sim-persistenced does not run or its socket is not mounted")]
+    NoDaemon {
+        /// The socket.
+        path: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// The daemon broke off.
+    #[error("nvidia-sim-persistenced: {0}")]
+    Connection(#[from] std::io::Error),
+    /// The daemon is of another version of the simulator.
+    #[error("nvidia-sim-persistenced speaks another version; install both from one build")]
+    Mismatch,
+    /// The daemon refuses.
+    #[error("nvidia-sim-persistenced refuses: {0:?}")]
+    Refused(Reply),
+}
+
+/// A mapped page, and this process's place in it.
+#[derive(Debug)]
+pub struct Attachment {
+    shared: &'static Shared,
+    slot: usize,
+    // The daemon frees the slot when this closes.
+    _connection: Option<OwnedFd>,
+}
+
+impl Attachment {
+    /// Asks the daemon of `root` for the page and maps it, for good.
+    pub fn new(root: &DriverRoot, access: Access) -> Result<Self, AttachError> {
+        let connection = dial(root)?;
+        let request = match access {
+            Access::Observe => Request::Observe,
+            Access::Join => Request::Join,
+        };
+        let (reply, page) = ask(&connection, request)?;
+        let slot = match reply {
+            Reply::Granted { slot } => slot as usize,
+            Reply::Mismatch => return Err(AttachError::Mismatch),
+            other => return Err(AttachError::Refused(other)),
+        };
+        let page = page.ok_or(AttachError::Mismatch)?;
+        let length = rustix::fs::fstat(&page).map_err(std::io::Error::from)?.st_size;
+        if length != PAGE_BYTES as i64 || slot >= MAX_PROCESSES {
+            return Err(AttachError::Mismatch);
+        }
+        let protection = match access {
+            Access::Observe => ProtFlags::READ,
+            Access::Join => ProtFlags::READ | ProtFlags::WRITE,
+        };
+        // SAFETY: a new mapping at a place of the kernel's choice; the file is as
+        // long as the mapping (checked above) and the daemon never shortens it.
+        let address = unsafe {
+            rustix::mm::mmap(
+                std::ptr::null_mut(),
+                PAGE_BYTES,
+                protection,
+                MapFlags::SHARED,
+                &page,
+                0,
+            )
+        }
+        .map_err(std::io::Error::from)?;
+        // SAFETY: mapped above with the size of Shared, page-aligned, never
+        // unmapped. All bit patterns are values of its fields; those that change
+        // after the daemon published the page are atomics.
+        let shared = unsafe { &*address.cast::<Shared>() };
+        if !shared.is_ours() {
+            return Err(AttachError::Mismatch);
+        }
+        Ok(Self {
+            shared,
+            slot,
+            _connection: (access == Access::Join).then_some(connection),
+        })
+    }
+
+    /// The page.
+    #[must_use]
+    pub fn shared(&self) -> &'static Shared {
+        self.shared
+    }
+
+    /// This process's slot; meaningless for an observer.
+    #[must_use]
+    pub fn slot(&self) -> usize {
+        self.slot
+    }
+}
+
+/// Asks for a change that needs no page.
+pub fn request(root: &DriverRoot, request: Request) -> Result<Reply, AttachError> {
+    Ok(ask(&dial(root)?, request)?.0)
+}
+
+fn dial(root: &DriverRoot) -> Result<OwnedFd, AttachError> {
+    let path = root.socket();
+    let dialled = || -> rustix::io::Result<OwnedFd> {
+        let address = SocketAddrUnix::new(&path)?;
+        let socket = socket_with(
+            AddressFamily::UNIX,
+            SocketType::SEQPACKET,
+            SocketFlags::CLOEXEC,
+            None,
+        )?;
+        rustix::io::retry_on_intr(|| connect(&socket, &address))?;
+        Ok(socket)
+    };
+    dialled().map_err(|source| AttachError::NoDaemon { path: path.clone(), source: source.into() })
+}
+
+fn ask(connection: &OwnedFd, request: Request) -> Result<(Reply, Option<OwnedFd>), AttachError> {
+    let packet = request.encode();
+    rustix::io::retry_on_intr(|| send(connection, &packet, SendFlags::NOSIGNAL))
+        .map_err(std::io::Error::from)?;
+    let mut answer = [0; PACKET];
+    let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let received = rustix::io::retry_on_intr(|| {
+        recvmsg(
+            connection,
+            &mut [IoSliceMut::new(&mut answer)],
+            &mut ancillary,
+            RecvFlags::CMSG_CLOEXEC,
+        )
+    })
+    .map_err(std::io::Error::from)?;
+    let page = ancillary.drain().find_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(mut files) => files.next(),
+        _ => None,
+    });
+    let reply = Reply::decode(&answer[..received.bytes]).ok_or(AttachError::Mismatch)?;
+    Ok((reply, page))
+}

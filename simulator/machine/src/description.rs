@@ -1,0 +1,346 @@
+//! The machine file: which GPUs a simulated machine has, in TOML.
+
+use std::path::Path;
+
+use serde::Deserialize;
+
+use crate::layout::MAX_GPUS;
+
+/// What every product name of a simulated GPU begins with.
+pub const NAME_PREFIX: &str = "Simulated ";
+
+/// Bytes in a MiB, the unit of memory in machine files.
+pub const MIB: u64 = 1 << 20;
+
+/// A machine file that cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum DescriptionError {
+    /// The file cannot be read.
+    #[error("machine file {path}: {source}")]
+    Read {
+        /// The file.
+        path: String,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// The file is not what this program reads.
+    #[error("machine file {path}: {message}")]
+    Parse {
+        /// The file.
+        path: String,
+        /// Line, field and reason.
+        message: String,
+    },
+    /// A value is out of its range.
+    #[error("machine file {path}: {field}: {reason}")]
+    Value {
+        /// The file.
+        path: String,
+        /// The field's path.
+        field: String,
+        /// What it must be.
+        reason: String,
+    },
+}
+
+/// A machine: its driver and its GPUs.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Description {
+    /// The kernel driver's version, as `/proc/driver/nvidia/version` has it.
+    pub driver_version: String,
+    /// The CUDA version the driver supports: 1000 × major + 10 × minor.
+    pub cuda_version: u32,
+    /// The GPUs, in order of their minor numbers.
+    #[serde(rename = "gpu")]
+    pub gpus: Vec<GpuDescription>,
+}
+
+/// `count` equal GPUs.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct GpuDescription {
+    /// How many of them; 1 where the file does not say.
+    #[serde(default = "one")]
+    pub count: u32,
+    /// Product name; begins with [`NAME_PREFIX`].
+    pub name: String,
+    /// NVML's architecture number (`NVML_DEVICE_ARCH_*`).
+    pub architecture: Architecture,
+    /// CUDA compute capability, major and minor.
+    pub compute_capability: [u32; 2],
+    /// `nvmlBrandType_t`: 14 is the data-centre brand, plain "NVIDIA".
+    #[serde(default = "nvidia_brand")]
+    pub brand: u32,
+    /// Total memory in MiB, as NVML reports it: the driver's reserve included.
+    pub memory_mib: u64,
+    /// What the driver keeps for itself, in MiB. CUDA's total is the rest.
+    pub reserved_mib: u64,
+    /// What one process's context takes, in MiB.
+    pub context_mib: u64,
+    /// BAR1 aperture in MiB.
+    pub bar1_mib: u64,
+    /// Streaming multiprocessors.
+    pub multiprocessors: u32,
+    /// Resident threads of one multiprocessor.
+    pub threads_per_multiprocessor: u32,
+    /// Shared memory of one multiprocessor, in KiB.
+    pub shared_memory_kib: u32,
+    /// Level-2 cache in KiB.
+    pub l2_cache_kib: u32,
+    /// Width of the memory bus in bits.
+    pub memory_bus_bits: u32,
+    /// Highest SM clock in MHz.
+    pub sm_clock_mhz: u32,
+    /// Memory clock in MHz.
+    pub memory_clock_mhz: u32,
+    /// Board power limit in watts.
+    pub power_limit_watts: u32,
+    /// Board power when idle, in watts.
+    pub idle_watts: u32,
+    /// PCI device id and vendor id (`0x233010de` for an H100 SXM5).
+    pub pci_device_id: u32,
+    /// PCI subsystem id.
+    pub pci_subsystem_id: u32,
+    /// PCI express generation and lanes.
+    pub pcie: [u32; 2],
+    /// PCI addresses of the `count` GPUs (`0000:1b:00.0`); spread over the bus
+    /// where the file does not say.
+    #[serde(default)]
+    pub pci_bus_ids: Vec<String>,
+    /// NUMA nodes of the `count` GPUs; node 0 where the file does not say.
+    #[serde(default)]
+    pub numa_nodes: Vec<i32>,
+    /// Whether the GPU can be partitioned (MIG).
+    pub mig_capable: bool,
+    /// Virtual time of a kernel whose name does not say its own, in microseconds.
+    #[serde(default = "ten")]
+    pub kernel_micros: u32,
+}
+
+/// GPU architectures, spelled as NVML's `NVML_DEVICE_ARCH_*`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Architecture {
+    /// Compute capability 7.5.
+    Turing = 6,
+    /// Compute capability 8.0 to 8.7.
+    Ampere = 7,
+    /// Compute capability 8.9.
+    Ada = 8,
+    /// Compute capability 9.0.
+    Hopper = 9,
+    /// Compute capability 10.0 and later.
+    Blackwell = 10,
+}
+
+fn one() -> u32 {
+    1
+}
+
+fn ten() -> u32 {
+    10
+}
+
+fn nvidia_brand() -> u32 {
+    14
+}
+
+/// A PCI address.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PciAddress {
+    /// Domain, 0 on most machines.
+    pub domain: u32,
+    /// Bus.
+    pub bus: u32,
+    /// Device on the bus.
+    pub device: u32,
+}
+
+impl PciAddress {
+    /// Reads `0000:1b:00.0`, `00000000:1B:00.0` or `1b:00.0`.
+    #[must_use]
+    pub fn parse(text: &str) -> Option<Self> {
+        let (text, function) = text.trim().split_once('.').unwrap_or((text.trim(), "0"));
+        let mut parts = text.rsplit(':');
+        let device = hexadecimal(parts.next()?, 0x1f)?;
+        let bus = hexadecimal(parts.next()?, 0xff)?;
+        let domain = parts.next().map_or(Some(0), |d| hexadecimal(d, u32::MAX))?;
+        (parts.next().is_none() && function == "0").then_some(Self {
+            domain,
+            bus,
+            device,
+        })
+    }
+
+    /// Where GPU `index` sits when its file does not say: one GPU behind each
+    /// root port, as in an eight-GPU server.
+    #[must_use]
+    pub fn spread(index: u32) -> Self {
+        Self {
+            domain: 0,
+            bus: (0x1b + 0x10 * index) & 0xff,
+            device: 0,
+        }
+    }
+}
+
+fn hexadecimal(digits: &str, max: u32) -> Option<u32> {
+    // from_str_radix accepts a sign; an address has none.
+    if digits.is_empty() || !digits.bytes().all(|b| b.is_ascii_hexdigit()) {
+        return None;
+    }
+    u32::from_str_radix(digits, 16).ok().filter(|v| *v <= max)
+}
+
+impl Description {
+    /// Reads and checks a machine file.
+    pub fn read(path: &Path) -> Result<Self, DescriptionError> {
+        let text = std::fs::read_to_string(path).map_err(|source| DescriptionError::Read {
+            path: path.display().to_string(),
+            source,
+        })?;
+        Self::parse(&text, &path.display().to_string())
+    }
+
+    /// Checks the text of the machine file `path`.
+    pub fn parse(text: &str, path: &str) -> Result<Self, DescriptionError> {
+        let parsed: Self = toml::from_str(text).map_err(|error| DescriptionError::Parse {
+            path: path.to_owned(),
+            message: error.to_string().trim().to_owned(),
+        })?;
+        parsed.check(path)?;
+        Ok(parsed)
+    }
+
+    /// The number of GPUs.
+    #[must_use]
+    pub fn gpu_count(&self) -> u64 {
+        self.gpus.iter().map(|gpu| u64::from(gpu.count)).sum()
+    }
+
+    fn check(&self, path: &str) -> Result<(), DescriptionError> {
+        let refuse = |field: String, reason: String| {
+            Err(DescriptionError::Value {
+                path: path.to_owned(),
+                field,
+                reason,
+            })
+        };
+        if self.driver_version.is_empty()
+            || self.driver_version.len() > 30
+            || !self.driver_version.bytes().all(|b| b.is_ascii_digit() || b == b'.')
+        {
+            return refuse(
+                "driver_version".into(),
+                "must be digits and dots, as in 535.261.03".into(),
+            );
+        }
+        if !(11_040..=19_990).contains(&self.cuda_version) {
+            return refuse(
+                "cuda_version".into(),
+                "must be 1000 × major + 10 × minor, from 11040".into(),
+            );
+        }
+        let count = self.gpu_count();
+        if count == 0 || count > MAX_GPUS as u64 {
+            return refuse("gpu".into(), format!("{count} GPUs; must be 1 to {MAX_GPUS}"));
+        }
+        for (index, gpu) in self.gpus.iter().enumerate() {
+            if let Err((field, reason)) = gpu.check() {
+                return refuse(format!("gpu[{index}].{field}"), reason);
+            }
+        }
+        Ok(())
+    }
+}
+
+impl GpuDescription {
+    fn check(&self) -> Result<(), (&'static str, String)> {
+        if !self.name.starts_with(NAME_PREFIX) || self.name.len() > 63 {
+            return Err((
+                "name",
+                format!("must begin with {NAME_PREFIX:?} and have at most 63 bytes"),
+            ));
+        }
+        if self.memory_mib == 0 || self.memory_mib > 1 << 24 {
+            return Err(("memory_mib", "must be 1 to 16777216".into()));
+        }
+        if self.reserved_mib.saturating_add(self.context_mib) >= self.memory_mib {
+            return Err((
+                "reserved_mib",
+                "with context_mib, must be less than memory_mib".into(),
+            ));
+        }
+        if self.multiprocessors == 0 || self.threads_per_multiprocessor == 0 {
+            return Err(("multiprocessors", "must be more than 0".into()));
+        }
+        if !self.pci_bus_ids.is_empty() && self.pci_bus_ids.len() != self.count as usize {
+            return Err(("pci_bus_ids", "must name `count` addresses or none".into()));
+        }
+        if let Some(bad) = self.pci_bus_ids.iter().find(|id| PciAddress::parse(id).is_none()) {
+            return Err((
+                "pci_bus_ids",
+                format!("{bad:?} is not a PCI address such as 0000:1b:00.0"),
+            ));
+        }
+        if !self.numa_nodes.is_empty() && self.numa_nodes.len() != self.count as usize {
+            return Err(("numa_nodes", "must name `count` nodes or none".into()));
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const H100: &str = include_str!("../../machines/H100-80.toml");
+
+    #[test]
+    fn every_shipped_machine_is_valid() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../machines");
+        let mut seen = 0;
+        for entry in std::fs::read_dir(folder).unwrap() {
+            Description::read(&entry.unwrap().path()).unwrap();
+            seen += 1;
+        }
+        assert!(seen >= 5);
+    }
+
+    #[test]
+    fn errors_name_the_field() {
+        let cases = [
+            (H100.replace("Simulated H100", "H100"), "gpu[0].name"),
+            (H100.replace("memory_mib = 81559", "memory_mib = 0"), "gpu[0].memory_mib"),
+            (H100.replace("count = 1", "count = 99"), "99 GPUs"),
+            (H100.replace("count = 1", "colour = 1"), "colour"),
+            (H100.replace("535.261.03", "five"), "driver_version"),
+        ];
+        for (text, expected) in cases {
+            let message = Description::parse(&text, "m.toml").unwrap_err().to_string();
+            assert!(message.starts_with("machine file m.toml: "), "{message}");
+            assert!(message.contains(expected), "{message}");
+        }
+    }
+
+    #[test]
+    fn pci_addresses_are_read_as_nvml_and_sysfs_write_them() {
+        let expected = PciAddress { domain: 0, bus: 0x1b, device: 2 };
+        for text in ["0000:1b:02.0", "00000000:1B:02.0", "1b:02.0", "1b:02"] {
+            assert_eq!(PciAddress::parse(text), Some(expected), "{text}");
+        }
+        for text in ["", "1b", "0000:1b:02.1", "0:0000:1b:02.0", "0000:+b:02.0", "0000:1bb:00.0"] {
+            assert_eq!(PciAddress::parse(text), None, "{text}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn no_text_panics(text in ".{0,200}") {
+            let _ = Description::parse(&text, "m.toml");
+            let _ = PciAddress::parse(&text);
+        }
+    }
+}

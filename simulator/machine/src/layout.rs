@@ -1,0 +1,330 @@
+//! The shared page: what the daemon writes once and everybody then reads, and
+//! the few words that processes change.
+//!
+//! Plain words and fixed arrays only, so that the page means the same in every
+//! process. Fields that are not atomic are written before the page is handed
+//! out and never after.
+
+use std::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, Ordering};
+
+use crate::description::{Description, GpuDescription, MIB, PciAddress};
+use crate::identity::gpu_uuid;
+
+/// The most GPUs a machine has.
+pub const MAX_GPUS: usize = 16;
+/// The most processes that use CUDA at once.
+pub const MAX_PROCESSES: usize = 2048;
+/// First word of the page.
+pub const MAGIC: u64 = u64::from_le_bytes(*b"TRSIMPG\0");
+/// Version of everything in this module and of [`crate::wire`].
+pub const ABI: u32 = 1;
+
+/// A fixed text, padded with zeros.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(C)]
+pub struct Text<const N: usize>([u8; N]);
+
+impl<const N: usize> Text<N> {
+    /// `text`, cut to fit with its final zero.
+    #[must_use]
+    pub fn new(text: &str) -> Self {
+        let mut bytes = [0; N];
+        let mut length = text.len().min(N - 1);
+        while !text.is_char_boundary(length) {
+            length -= 1;
+        }
+        bytes[..length].copy_from_slice(&text.as_bytes()[..length]);
+        Self(bytes)
+    }
+
+    /// The text without its padding.
+    #[must_use]
+    pub fn as_str(&self) -> &str {
+        let end = self.0.iter().position(|b| *b == 0).unwrap_or(N);
+        std::str::from_utf8(&self.0[..end]).unwrap_or("")
+    }
+}
+
+/// What identifies the page and the driver.
+#[derive(Debug)]
+#[repr(C)]
+pub struct Header {
+    /// [`MAGIC`].
+    pub magic: u64,
+    /// [`ABI`].
+    pub abi: u32,
+    /// How many of [`Shared::gpus`] exist.
+    pub gpu_count: u32,
+    /// The driver's version.
+    pub driver_version: Text<32>,
+    /// The driver's CUDA version, 1000 × major + 10 × minor.
+    pub cuda_version: u32,
+    /// Tells the machine file and node that the page was made from.
+    pub fingerprint: u64,
+    /// How often a daemon has taken over this page.
+    pub generation: AtomicU32,
+    /// Writes before [`Self::events_end`] are complete.
+    pub events_end: AtomicU64,
+}
+
+/// One GPU.
+#[derive(Debug)]
+#[repr(C, align(128))]
+pub struct GpuState {
+    /// Product name.
+    pub name: Text<64>,
+    /// The UUID's bytes.
+    pub uuid: [u8; 16],
+    /// Board serial number.
+    pub serial: Text<32>,
+    /// Minor number of the device node.
+    pub minor: u32,
+    /// NVML's number for the architecture.
+    pub architecture: u32,
+    /// Compute capability.
+    pub compute_capability: [u32; 2],
+    /// NVML's number for the brand.
+    pub brand: u32,
+    /// PCI address.
+    pub pci_domain: u32,
+    /// PCI bus.
+    pub pci_bus: u32,
+    /// PCI device.
+    pub pci_device: u32,
+    /// Device id (upper half) and vendor id (lower half).
+    pub pci_device_id: u32,
+    /// Subsystem id.
+    pub pci_subsystem_id: u32,
+    /// PCI express generation and lanes.
+    pub pcie: [u32; 2],
+    /// NUMA node.
+    pub numa_node: i32,
+    /// Whether MIG is possible: 1 or 0.
+    pub mig_capable: u32,
+    /// Total memory in bytes, the driver's reserve included.
+    pub memory_total: u64,
+    /// The driver's reserve in bytes.
+    pub memory_reserved: u64,
+    /// Bytes that one context takes.
+    pub context_bytes: u64,
+    /// BAR1 aperture in bytes.
+    pub bar1_bytes: u64,
+    /// Streaming multiprocessors.
+    pub multiprocessors: u32,
+    /// Resident threads of one multiprocessor.
+    pub threads_per_multiprocessor: u32,
+    /// Shared memory of one multiprocessor in bytes.
+    pub shared_memory_bytes: u32,
+    /// Level-2 cache in bytes.
+    pub l2_cache_bytes: u32,
+    /// Memory bus width in bits.
+    pub memory_bus_bits: u32,
+    /// Highest SM clock in MHz.
+    pub sm_clock_mhz: u32,
+    /// Memory clock in MHz.
+    pub memory_clock_mhz: u32,
+    /// Highest board power in milliwatts.
+    pub power_limit_milliwatts: u32,
+    /// Idle board power in milliwatts.
+    pub idle_milliwatts: u32,
+    /// Virtual nanoseconds of a kernel that does not say its own.
+    pub kernel_nanos: u64,
+
+    /// Who changes [`Self::used`]: 0 nobody, a slot's index + 1, or the daemon.
+    pub lock: AtomicU32,
+    /// 1 when persistence mode is on.
+    pub persistence: AtomicU32,
+    /// `nvmlComputeMode_t`.
+    pub compute_mode: AtomicU32,
+    /// Percent of the last second in which a kernel ran; the daemon's reading.
+    pub utilization: AtomicU32,
+    /// Bytes that processes hold.
+    pub used: AtomicU64,
+    /// When the last kernel queued so far ends, monotonic nanoseconds.
+    pub busy_until: AtomicU64,
+    /// Virtual nanoseconds of all kernels queued so far.
+    pub scheduled: AtomicU64,
+}
+
+/// One process that has initialised CUDA.
+#[derive(Debug)]
+#[repr(C, align(128))]
+pub struct ProcessSlot {
+    /// Its pid in the daemon's PID namespace, the host's; 0 when free.
+    pub pid: AtomicI32,
+    /// When it started, in clock ticks since boot: tells a reused pid.
+    pub started: AtomicU64,
+    /// Bytes it holds on each GPU, its context included.
+    pub used: [AtomicU64; MAX_GPUS],
+    /// Virtual nanoseconds of the kernels it has queued on each GPU.
+    pub scheduled: [AtomicU64; MAX_GPUS],
+    /// Percent of the last sampling period that its kernels ran on each GPU.
+    pub utilization: [AtomicU32; MAX_GPUS],
+    /// When [`Self::utilization`] was taken, microseconds since 1970.
+    pub sampled: AtomicU64,
+}
+
+/// Events kept for NVML's event sets.
+pub const EVENT_RING: usize = 64;
+
+/// One event: a GPU, its NVML type and its data (the Xid).
+#[derive(Debug)]
+#[repr(C)]
+pub struct Event {
+    /// Index of the GPU.
+    pub gpu: AtomicU64,
+    /// `nvmlEventType*` bit.
+    pub kind: AtomicU64,
+    /// The Xid number for `nvmlEventTypeXidCriticalError`.
+    pub data: AtomicU64,
+}
+
+/// The whole page.
+#[derive(Debug)]
+#[repr(C)]
+pub struct Shared {
+    /// Identity.
+    pub header: Header,
+    /// GPUs; the first `header.gpu_count` exist.
+    pub gpus: [GpuState; MAX_GPUS],
+    /// The last [`EVENT_RING`] events.
+    pub events: [Event; EVENT_RING],
+    /// Processes.
+    pub slots: [ProcessSlot; MAX_PROCESSES],
+}
+
+/// Length of the page's file in bytes.
+pub const PAGE_BYTES: usize = size_of::<Shared>();
+
+impl Shared {
+    /// The GPUs that exist.
+    #[must_use]
+    pub fn gpus(&self) -> &[GpuState] {
+        &self.gpus[..(self.header.gpu_count as usize).min(MAX_GPUS)]
+    }
+
+    /// Whether this is a page that this build understands.
+    #[must_use]
+    pub fn is_ours(&self) -> bool {
+        self.header.magic == MAGIC && self.header.abi == ABI
+    }
+
+    /// Publishes an event to every waiting event set. One writer: the daemon.
+    pub fn publish_event(&self, gpu: usize, kind: u64, data: u64) {
+        let end = self.header.events_end.load(Ordering::Relaxed);
+        let event = &self.events[usize::try_from(end).unwrap_or(0) % EVENT_RING];
+        event.gpu.store(gpu as u64, Ordering::Relaxed);
+        event.kind.store(kind, Ordering::Relaxed);
+        event.data.store(data, Ordering::Relaxed);
+        self.header.events_end.store(end + 1, Ordering::Release);
+    }
+
+    /// Fills a zeroed page from `description` for the node `identity`.
+    pub fn describe(&mut self, description: &Description, identity: &[u8]) {
+        self.header.abi = ABI;
+        self.header.driver_version = Text::new(&description.driver_version);
+        self.header.cuda_version = description.cuda_version;
+        let units = description
+            .gpus
+            .iter()
+            .flat_map(|gpu| (0..gpu.count as usize).map(move |unit| (gpu, unit)));
+        let mut count = 0;
+        for ((gpu, unit), (minor, state)) in units.zip((0u32..).zip(&mut self.gpus)) {
+            state.describe(gpu, unit, minor, identity);
+            count = minor + 1;
+        }
+        self.header.gpu_count = count;
+        // Last: a page without it is not complete.
+        self.header.magic = MAGIC;
+    }
+}
+
+impl GpuState {
+    fn describe(&mut self, gpu: &GpuDescription, unit: usize, minor: u32, identity: &[u8]) {
+        let pci = gpu
+            .pci_bus_ids
+            .get(unit)
+            .and_then(|id| PciAddress::parse(id))
+            .unwrap_or_else(|| PciAddress::spread(minor));
+        self.name = Text::new(&gpu.name);
+        self.uuid = gpu_uuid(identity, minor);
+        // A serial number is digits; SIM says whose.
+        let number = u32::from_be_bytes([self.uuid[0], self.uuid[1], self.uuid[2], self.uuid[3]]);
+        self.serial = Text::new(&format!("SIM{number:010}"));
+        self.minor = minor;
+        self.architecture = gpu.architecture as u32;
+        self.compute_capability = gpu.compute_capability;
+        self.brand = gpu.brand;
+        self.pci_domain = pci.domain;
+        self.pci_bus = pci.bus;
+        self.pci_device = pci.device;
+        self.pci_device_id = gpu.pci_device_id;
+        self.pci_subsystem_id = gpu.pci_subsystem_id;
+        self.pcie = gpu.pcie;
+        self.numa_node = gpu.numa_nodes.get(unit).copied().unwrap_or(0);
+        self.mig_capable = u32::from(gpu.mig_capable);
+        self.memory_total = gpu.memory_mib * MIB;
+        self.memory_reserved = gpu.reserved_mib * MIB;
+        self.context_bytes = gpu.context_mib * MIB;
+        self.bar1_bytes = gpu.bar1_mib * MIB;
+        self.multiprocessors = gpu.multiprocessors;
+        self.threads_per_multiprocessor = gpu.threads_per_multiprocessor;
+        self.shared_memory_bytes = gpu.shared_memory_kib << 10;
+        self.l2_cache_bytes = gpu.l2_cache_kib << 10;
+        self.memory_bus_bits = gpu.memory_bus_bits;
+        self.sm_clock_mhz = gpu.sm_clock_mhz;
+        self.memory_clock_mhz = gpu.memory_clock_mhz;
+        self.power_limit_milliwatts = gpu.power_limit_watts * 1000;
+        self.idle_milliwatts = gpu.idle_watts * 1000;
+        self.kernel_nanos = u64::from(gpu.kernel_micros) * 1000;
+        // nvidia-persistenced is what this daemon stands in for.
+        self.persistence = AtomicU32::new(1);
+    }
+
+    /// Bytes that processes can have together: CUDA's total.
+    #[must_use]
+    pub fn usable(&self) -> u64 {
+        self.memory_total - self.memory_reserved
+    }
+
+    /// Bytes that nobody holds.
+    #[must_use]
+    pub fn free(&self) -> u64 {
+        self.usable().saturating_sub(self.used.load(Ordering::Relaxed))
+    }
+}
+
+#[cfg(test)]
+pub(crate) fn test_page(machine: &str) -> Box<Shared> {
+    // SAFETY: every field of Shared is an integer, an atomic integer or an array
+    // of them, for which all bytes zero is a value.
+    let mut page: Box<Shared> = unsafe { Box::new_zeroed().assume_init() };
+    page.describe(&Description::parse(machine, "test").unwrap(), b"node");
+    page
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_page_says_what_the_file_says() {
+        let text = include_str!("../../machines/H100-80.toml").replace("count = 1", "count = 2");
+        let page = test_page(&text);
+        assert!(page.is_ours());
+        assert_eq!(page.gpus().len(), 2);
+        let [first, second] = page.gpus() else { unreachable!() };
+        assert_eq!(first.memory_total, 81559 * MIB);
+        assert_eq!(first.usable() + first.memory_reserved, first.memory_total);
+        assert_ne!(first.uuid, second.uuid);
+        assert_ne!(first.pci_bus, second.pci_bus);
+        assert_eq!((first.minor, second.minor), (0, 1));
+    }
+
+    #[test]
+    fn texts_keep_their_final_zero() {
+        assert_eq!(Text::<4>::new("abcdef").as_str(), "abc");
+        assert_eq!(Text::<4>::new("aé€").as_str(), "aé");
+        assert_eq!(Text::<4>::new("").as_str(), "");
+    }
+}

@@ -1,0 +1,246 @@
+//! Who holds how much device memory.
+//!
+//! `gpu.used` is the sum of all `slot.used[gpu]`, and both change under the
+//! GPU's lock, a word that names its holder. A process killed with the lock in
+//! hand leaves the two sums unequal by one entry; the daemon, which knows that
+//! the holder is dead, takes the lock over and adds up again. So a SIGKILL at any
+//! instruction loses and invents nothing.
+
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use crate::layout::{GpuState, MAX_GPUS, Shared};
+
+/// Lock value of the daemon; slots are their index + 1.
+const DAEMON: u32 = u32::MAX;
+
+/// How long a lock may stay with another process before the caller gives up:
+/// only a holder that died while no daemon runs keeps it longer.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// Why memory is not given.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum ChargeError {
+    /// The GPU has less.
+    #[error("out of memory: {asked} bytes asked, {free} free")]
+    OutOfMemory {
+        /// Bytes asked for.
+        asked: u64,
+        /// Bytes free at that moment.
+        free: u64,
+    },
+    /// A dead process holds the GPU's lock and no daemon takes it over.
+    #[error("the GPU's ledger is locked by a process that does not answer; is nvidia-sim-persistenced running?")]
+    Stuck,
+}
+
+struct Guard<'a>(&'a GpuState);
+
+impl Drop for Guard<'_> {
+    fn drop(&mut self) {
+        self.0.lock.store(0, Ordering::Release);
+    }
+}
+
+fn lock(gpu: &GpuState, owner: u32) -> Result<Guard<'_>, ChargeError> {
+    let take = || {
+        gpu.lock.compare_exchange_weak(0, owner, Ordering::Acquire, Ordering::Relaxed).is_ok()
+    };
+    for _ in 0..128 {
+        if take() {
+            return Ok(Guard(gpu));
+        }
+        std::hint::spin_loop();
+    }
+    let asked = Instant::now();
+    loop {
+        // The holder may have been put aside by the scheduler: let it run.
+        std::thread::yield_now();
+        if take() {
+            return Ok(Guard(gpu));
+        }
+        if asked.elapsed() > PATIENCE {
+            return Err(ChargeError::Stuck);
+        }
+    }
+}
+
+impl Shared {
+    /// Gives `bytes` of GPU `gpu` to `slot`, all or nothing.
+    pub fn charge(&self, slot: usize, gpu: usize, bytes: u64) -> Result<(), ChargeError> {
+        let state = &self.gpus[gpu];
+        let _guard = lock(state, owner(slot))?;
+        let used = state.used.load(Ordering::Relaxed);
+        let free = state.usable().saturating_sub(used);
+        if bytes > free {
+            return Err(ChargeError::OutOfMemory { asked: bytes, free });
+        }
+        let held = &self.slots[slot].used[gpu];
+        held.store(held.load(Ordering::Relaxed) + bytes, Ordering::Relaxed);
+        state.used.store(used + bytes, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Takes back `bytes` that `slot` was given.
+    pub fn release(&self, slot: usize, gpu: usize, bytes: u64) -> Result<(), ChargeError> {
+        let state = &self.gpus[gpu];
+        let _guard = lock(state, owner(slot))?;
+        let held = &self.slots[slot].used[gpu];
+        // Saturating: the daemon may have reclaimed a process that lost its connection.
+        let before = held.load(Ordering::Relaxed);
+        let returned = bytes.min(before);
+        held.store(before - returned, Ordering::Relaxed);
+        let used = state.used.load(Ordering::Relaxed);
+        state.used.store(used.saturating_sub(returned), Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Frees a dead process's slot and all it held. Only the daemon calls this,
+    /// and only when the process is gone.
+    pub fn reclaim(&self, slot: usize) {
+        let count = self.gpus().len();
+        for (gpu, state) in self.gpus().iter().enumerate() {
+            let _guard = self.take_over(state, owner(slot));
+            self.slots[slot].used[gpu].store(0, Ordering::Relaxed);
+            let sum = self.slots.iter().map(|s| s.used[gpu].load(Ordering::Relaxed)).sum();
+            state.used.store(sum, Ordering::Relaxed);
+        }
+        debug_assert!(count <= MAX_GPUS);
+        let slot = &self.slots[slot];
+        for gpu in 0..count {
+            slot.scheduled[gpu].store(0, Ordering::Relaxed);
+            slot.utilization[gpu].store(0, Ordering::Relaxed);
+        }
+        slot.sampled.store(0, Ordering::Relaxed);
+        slot.started.store(0, Ordering::Relaxed);
+        slot.pid.store(0, Ordering::Release);
+    }
+
+    /// Takes the lock from a dead holder, or waits for a living one.
+    fn take_over<'a>(&self, state: &'a GpuState, dead: u32) -> Guard<'a> {
+        loop {
+            let inherited = state
+                .lock
+                .compare_exchange(dead, DAEMON, Ordering::Acquire, Ordering::Relaxed)
+                .is_ok();
+            if inherited {
+                return Guard(state);
+            }
+            match lock(state, DAEMON) {
+                Ok(guard) => return guard,
+                Err(_) => {
+                    // Another holder may have died meanwhile; its own reclaim
+                    // comes later in the daemon's one thread, so step in.
+                    let holder = state.lock.load(Ordering::Relaxed);
+                    let gone = holder != 0
+                        && holder != DAEMON
+                        && self
+                            .slots
+                            .get(holder as usize - 1)
+                            .is_none_or(|s| !crate::identity::alive(s));
+                    if gone || holder == DAEMON {
+                        // DAEMON: a predecessor died here; there is one daemon.
+                        let _ = state.lock.compare_exchange(
+                            holder,
+                            0,
+                            Ordering::Acquire,
+                            Ordering::Relaxed,
+                        );
+                    }
+                }
+            }
+        }
+    }
+}
+
+fn owner(slot: usize) -> u32 {
+    // MAX_PROCESSES is far below u32::MAX.
+    u32::try_from(slot + 1).unwrap_or(DAEMON - 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::description::MIB;
+    use crate::layout::test_page;
+    use proptest::prelude::*;
+
+    fn page() -> Box<Shared> {
+        test_page(include_str!("../../machines/T4.toml"))
+    }
+
+    #[test]
+    fn a_byte_too_much_is_refused_and_nothing_changes() {
+        let page = page();
+        let all = page.gpus[0].usable();
+        page.charge(0, 0, all - 1).unwrap();
+        assert_eq!(
+            page.charge(1, 0, 2),
+            Err(ChargeError::OutOfMemory { asked: 2, free: 1 })
+        );
+        assert_eq!(page.slots[1].used[0].load(Ordering::Relaxed), 0);
+        page.charge(1, 0, 1).unwrap();
+        assert_eq!(page.gpus[0].free(), 0);
+    }
+
+    #[test]
+    fn a_holder_that_died_half_way_loses_nothing() {
+        let page = page();
+        page.charge(0, 0, 7 * MIB).unwrap();
+        page.charge(1, 0, 3 * MIB).unwrap();
+        // Process 0 dies between its own entry and the sum.
+        page.gpus[0].lock.store(1, Ordering::Relaxed);
+        page.slots[0].used[0].fetch_add(5 * MIB, Ordering::Relaxed);
+        page.reclaim(0);
+        assert_eq!(page.gpus[0].used.load(Ordering::Relaxed), 3 * MIB);
+        page.charge(1, 0, MIB).unwrap();
+        assert_eq!(page.gpus[0].used.load(Ordering::Relaxed), 4 * MIB);
+    }
+
+    #[test]
+    fn threads_never_exceed_the_gpu() {
+        let page = page();
+        let usable = page.gpus[0].usable();
+        std::thread::scope(|scope| {
+            for slot in 0..4 {
+                let page = &page;
+                scope.spawn(move || {
+                    let mut held = 0;
+                    for step in 0..20_000u64 {
+                        let bytes = (step % 97) * 64 * MIB;
+                        if page.charge(slot, 0, bytes).is_ok() {
+                            held += bytes;
+                        }
+                        assert!(page.gpus[0].used.load(Ordering::Relaxed) <= usable);
+                        if step % 3 == 0 {
+                            page.release(slot, 0, held).unwrap();
+                            held = 0;
+                        }
+                    }
+                    page.release(slot, 0, held).unwrap();
+                });
+            }
+        });
+        assert_eq!(page.gpus[0].used.load(Ordering::Relaxed), 0);
+    }
+
+    proptest! {
+        #[test]
+        fn the_sum_is_the_sum(steps in proptest::collection::vec((0usize..4, 0u64..9000, any::<bool>()), 0..200)) {
+            let page = page();
+            let mut held = [0u64; 4];
+            for (slot, mib, take) in steps {
+                let bytes = mib * MIB;
+                if take {
+                    let fits = held.iter().sum::<u64>() + bytes <= page.gpus[0].usable();
+                    prop_assert_eq!(page.charge(slot, 0, bytes).is_ok(), fits);
+                    if fits { held[slot] += bytes; }
+                } else {
+                    page.release(slot, 0, bytes).unwrap();
+                    held[slot] = held[slot].saturating_sub(bytes);
+                }
+                prop_assert_eq!(page.gpus[0].used.load(Ordering::Relaxed), held.iter().sum::<u64>());
+            }
+        }
+    }
+}

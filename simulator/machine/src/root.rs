@@ -1,0 +1,115 @@
+//! Where the driver is installed: the library's own place says.
+
+use std::ffi::{CStr, OsStr, c_void};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
+
+/// Where a driver root has its libraries, on every Debian-like system.
+pub const LIBRARY_DIR: &str = "usr/lib/x86_64-linux-gnu";
+/// The socket under the root.
+pub const SOCKET: &str = "run/nvidia-persistenced/socket";
+/// The page's file under the root, on tmpfs wherever `/run` is.
+pub const PAGE_FILE: &str = "run/nvidia-persistenced/machine";
+
+/// A directory with `dev/nvidia*` and the daemon's socket under it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DriverRoot(PathBuf);
+
+impl DriverRoot {
+    /// The root at `path`.
+    #[must_use]
+    pub fn new(path: impl Into<PathBuf>) -> Self {
+        Self(path.into())
+    }
+
+    /// The root of a library file: `<ROOT>` where the file is
+    /// `<ROOT>/usr/lib/x86_64-linux-gnu/<name>`, `/` elsewhere, as for a driver
+    /// that is found by the loader's cache or mounted at a place of its own.
+    #[must_use]
+    pub fn of_file(file: &Path) -> Self {
+        let root = file
+            .parent()
+            .and_then(|dir| dir.as_os_str().as_bytes().strip_suffix(LIBRARY_DIR.as_bytes()))
+            .filter(|root| root.ends_with(b"/"))
+            .map_or(Path::new("/"), |root| Path::new(OsStr::from_bytes(root)));
+        Self(root.to_owned())
+    }
+
+    /// The root of the loaded library that contains `address`.
+    #[must_use]
+    pub fn of_address(address: *const c_void) -> Self {
+        let mut info = std::mem::MaybeUninit::<libc::Dl_info>::zeroed();
+        // SAFETY: `info` is valid for writes; any address may be asked for.
+        let found = unsafe { libc::dladdr(address, info.as_mut_ptr()) };
+        // SAFETY: zeroed above, and all zeros is a value of this struct of pointers.
+        let info = unsafe { info.assume_init() };
+        if found == 0 || info.dli_fname.is_null() {
+            return Self::new("/");
+        }
+        // SAFETY: the loader's name of a loaded object, alive while it is loaded,
+        // and this code is in it.
+        let name = unsafe { CStr::from_ptr(info.dli_fname) };
+        let name = Path::new(OsStr::from_bytes(name.to_bytes()));
+        match std::path::absolute(name) {
+            Ok(name) => Self::of_file(&name),
+            Err(_) => Self::new("/"),
+        }
+    }
+
+    /// The directory.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+
+    /// The daemon's socket.
+    #[must_use]
+    pub fn socket(&self) -> PathBuf {
+        self.0.join(SOCKET)
+    }
+
+    /// Whether this process has the device node `dev/<name>`: it exists, and
+    /// neither its mode nor the device cgroup keeps it from being opened.
+    #[must_use]
+    pub fn has_node(&self, name: &str) -> bool {
+        let path = self.0.join("dev").join(name);
+        match rustix::fs::open(&path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()) {
+            Ok(_) => true,
+            // A node whose driver is not in the kernel: what the simulator has.
+            Err(error) => error == Errno::NXIO || error == Errno::NODEV,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_librarys_place_says_the_root() {
+        for (file, root) in [
+            ("/usr/lib/x86_64-linux-gnu/libcuda.so.1", "/"),
+            ("/tmp/x/usr/lib/x86_64-linux-gnu/libcuda.so.535.261.03", "/tmp/x/"),
+            ("/lib/x86_64-linux-gnu/libcuda.so.1", "/"),
+            ("/tmp/xusr/lib/x86_64-linux-gnu/libcuda.so.1", "/"),
+            ("/usr/lib/tranche/driver/libcuda.so.1", "/"),
+            ("/work/target/simulator/libcuda.so.1", "/"),
+        ] {
+            assert_eq!(DriverRoot::of_file(Path::new(file)).path(), Path::new(root), "{file}");
+        }
+    }
+
+    #[test]
+    fn a_node_must_exist_and_be_openable() {
+        let folder = tempfile::tempdir().unwrap();
+        let root = DriverRoot::new(folder.path());
+        assert!(!root.has_node("nvidia0"));
+        std::fs::create_dir(folder.path().join("dev")).unwrap();
+        std::fs::write(folder.path().join("dev/nvidia0"), "").unwrap();
+        assert!(root.has_node("nvidia0"));
+        assert!(!root.has_node("nvidia1"));
+    }
+}

@@ -1,0 +1,183 @@
+//! The handshake over `<ROOT>/run/nvidia-persistenced/socket`.
+//!
+//! Sequenced packets of 64 bytes, little endian. The library asks, the daemon
+//! answers once; the answer to [`Request::Observe`] and [`Request::Join`] carries
+//! the page's file. A connection that has joined stays open until the process
+//! ends: its hang-up is how the daemon learns of that.
+
+use crate::layout::ABI;
+
+/// Length of every packet.
+pub const PACKET: usize = 64;
+const MAGIC: u32 = u32::from_le_bytes(*b"TRSM");
+
+/// What a library or a tool asks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Request {
+    /// The page, to read (NVML).
+    Observe,
+    /// The page, to write, and a slot in it (CUDA).
+    Join,
+    /// Change a GPU's setting; for root.
+    Set {
+        /// Index of the GPU.
+        gpu: u32,
+        /// What to change.
+        setting: Setting,
+        /// Its new value.
+        value: u32,
+    },
+    /// Publish an event of a GPU; for root.
+    Event {
+        /// Index of the GPU.
+        gpu: u32,
+        /// `nvmlEventType*` bits.
+        kind: u32,
+        /// The Xid.
+        data: u32,
+    },
+}
+
+/// What [`Request::Set`] changes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Setting {
+    /// Persistence mode, 0 or 1.
+    Persistence = 1,
+    /// `nvmlComputeMode_t`.
+    ComputeMode = 2,
+}
+
+/// The daemon's answer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Reply {
+    /// Done; the slot after a join.
+    Granted {
+        /// Index into the page's slots.
+        slot: u32,
+    },
+    /// The request is of another version of the simulator.
+    Mismatch,
+    /// No slot is free.
+    Full,
+    /// Only root may.
+    Forbidden,
+    /// There is no such GPU, setting or value.
+    Invalid,
+}
+
+fn words(values: [u32; 7]) -> [u8; PACKET] {
+    let mut packet = [0; PACKET];
+    for (chunk, value) in packet.chunks_exact_mut(4).zip(values) {
+        chunk.copy_from_slice(&value.to_le_bytes());
+    }
+    packet
+}
+
+fn read(packet: &[u8]) -> Option<[u32; 7]> {
+    if packet.len() != PACKET {
+        return None;
+    }
+    let mut values = [0; 7];
+    for (value, chunk) in values.iter_mut().zip(packet.chunks_exact(4)) {
+        *value = u32::from_le_bytes(chunk.try_into().ok()?);
+    }
+    (values[0] == MAGIC && values[1] == ABI).then_some(values)
+}
+
+impl Request {
+    /// The packet.
+    #[must_use]
+    pub fn encode(self) -> [u8; PACKET] {
+        let [op, a, b, c] = match self {
+            Self::Observe => [1, 0, 0, 0],
+            Self::Join => [2, 0, 0, 0],
+            Self::Set { gpu, setting, value } => [3, gpu, setting as u32, value],
+            Self::Event { gpu, kind, data } => [4, gpu, kind, data],
+        };
+        words([MAGIC, ABI, op, a, b, c, 0])
+    }
+
+    /// Reads a packet; none if it is not of this version.
+    #[must_use]
+    pub fn decode(packet: &[u8]) -> Option<Self> {
+        let [_, _, op, a, b, c, _] = read(packet)?;
+        match op {
+            1 => Some(Self::Observe),
+            2 => Some(Self::Join),
+            3 => {
+                let setting = match b {
+                    1 => Setting::Persistence,
+                    2 => Setting::ComputeMode,
+                    _ => return None,
+                };
+                Some(Self::Set { gpu: a, setting, value: c })
+            }
+            4 => Some(Self::Event { gpu: a, kind: b, data: c }),
+            _ => None,
+        }
+    }
+}
+
+impl Reply {
+    /// The packet.
+    #[must_use]
+    pub fn encode(self) -> [u8; PACKET] {
+        let [status, slot] = match self {
+            Self::Granted { slot } => [0, slot],
+            Self::Mismatch => [1, 0],
+            Self::Full => [2, 0],
+            Self::Forbidden => [3, 0],
+            Self::Invalid => [4, 0],
+        };
+        words([MAGIC, ABI, status, slot, 0, 0, 0])
+    }
+
+    /// Reads a packet; none if it is not of this version.
+    #[must_use]
+    pub fn decode(packet: &[u8]) -> Option<Self> {
+        let [_, _, status, slot, ..] = read(packet)?;
+        Some(match status {
+            0 => Self::Granted { slot },
+            1 => Self::Mismatch,
+            2 => Self::Full,
+            3 => Self::Forbidden,
+            4 => Self::Invalid,
+            _ => return None,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn what_goes_in_comes_out() {
+        for request in [
+            Request::Observe,
+            Request::Join,
+            Request::Set { gpu: 3, setting: Setting::ComputeMode, value: 2 },
+            Request::Event { gpu: 1, kind: 8, data: 79 },
+        ] {
+            assert_eq!(Request::decode(&request.encode()), Some(request));
+        }
+        for reply in [
+            Reply::Granted { slot: 7 },
+            Reply::Mismatch,
+            Reply::Full,
+            Reply::Forbidden,
+            Reply::Invalid,
+        ] {
+            assert_eq!(Reply::decode(&reply.encode()), Some(reply));
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn no_packet_panics(packet in proptest::collection::vec(any::<u8>(), 0..80)) {
+            let _ = Request::decode(&packet);
+            let _ = Reply::decode(&packet);
+        }
+    }
+}

@@ -1,0 +1,5 @@
+//! Gives the library the driver's SONAME.
+
+fn main() {
+    println!("cargo::rustc-cdylib-link-arg=-Wl,-soname,libnvidia-ml.so.1");
+}

@@ -1,0 +1,120 @@
+//! How functions are exported: one macro, so that each is its signature and its
+//! answer.
+
+use std::ffi::{CStr, c_char};
+
+use crate::code::Code;
+
+/// Exports functions in the shape of NVML's: each body gives `Result<(), Code>`.
+///
+/// A body may use its pointers: NVML's contract is that each is null or valid for
+/// what its type says, and the helpers below refuse null.
+macro_rules! export {
+    ($($(#[$note:meta])* fn $name:ident($($argument:ident: $kind:ty),* $(,)?) $body:block)+) => {
+        $(
+            $(#[$note])*
+            #[unsafe(no_mangle)]
+            pub unsafe extern "C" fn $name($($argument: $kind),*) -> u32 {
+                #[allow(unused_unsafe, reason = "not every body needs it")]
+                let answer = || -> Result<(), $crate::code::Code> {
+                    // SAFETY: the caller keeps NVML's contract, see above.
+                    unsafe { $body }
+                };
+                answer().map_or_else(|code| code.0, |()| 0)
+            }
+        )+
+    };
+}
+pub(crate) use export;
+
+/// Writes `value` where the caller wants it.
+///
+/// # Safety
+/// `to` is null or valid for a write.
+pub unsafe fn put<T>(to: *mut T, value: T) -> Result<(), Code> {
+    if to.is_null() {
+        return Err(Code::INVALID_ARGUMENT);
+    }
+    // SAFETY: not null, so valid by the contract above. C callers' alignment is
+    // the type's, but a packed struct of another language may not be.
+    unsafe { to.write_unaligned(value) };
+    Ok(())
+}
+
+/// Reads what the caller passes by reference.
+///
+/// # Safety
+/// `from` is null or valid for a read.
+pub unsafe fn get<T: Copy>(from: *const T) -> Result<T, Code> {
+    if from.is_null() {
+        return Err(Code::INVALID_ARGUMENT);
+    }
+    // SAFETY: not null, so valid by the contract above.
+    Ok(unsafe { from.read_unaligned() })
+}
+
+/// Writes `text` and its final zero into a buffer of `length` bytes.
+///
+/// # Safety
+/// `to` is null or valid for `length` bytes.
+pub unsafe fn put_text(to: *mut c_char, length: u32, text: &str) -> Result<(), Code> {
+    if to.is_null() {
+        return Err(Code::INVALID_ARGUMENT);
+    }
+    if text.len() >= length as usize {
+        return Err(Code::INSUFFICIENT_SIZE);
+    }
+    // SAFETY: the text and its zero fit, checked above.
+    unsafe {
+        to.cast::<u8>().copy_from_nonoverlapping(text.as_ptr(), text.len());
+        to.add(text.len()).write(0);
+    }
+    Ok(())
+}
+
+/// Reads a caller's text.
+///
+/// # Safety
+/// `from` is null or a C string that outlives the call.
+pub unsafe fn get_text<'a>(from: *const c_char) -> Result<&'a str, Code> {
+    if from.is_null() {
+        return Err(Code::INVALID_ARGUMENT);
+    }
+    // SAFETY: a C string by the contract above.
+    unsafe { CStr::from_ptr(from) }.to_str().map_err(|_| Code::INVALID_ARGUMENT)
+}
+
+/// A fixed array of characters in one of NVML's structs.
+pub fn characters<const N: usize>(text: &str) -> [c_char; N] {
+    let mut array = [0; N];
+    for (to, from) in array[..N - 1].iter_mut().zip(text.bytes()) {
+        *to = from.cast_signed();
+    }
+    array
+}
+
+/// NVML's way to answer with a list: the caller says how much room there is, and
+/// gets the length; too little room is `NVML_ERROR_INSUFFICIENT_SIZE`.
+///
+/// # Safety
+/// `count` is null or valid; `to` is null or valid for `*count` entries.
+pub unsafe fn put_list<T: Copy>(count: *mut u32, to: *mut T, list: &[T]) -> Result<(), Code> {
+    // SAFETY: by the contract above.
+    unsafe {
+        let room = get(count)? as usize;
+        put(count, u32::try_from(list.len()).unwrap_or(u32::MAX))?;
+        if room < list.len() {
+            return Err(Code::INSUFFICIENT_SIZE);
+        }
+        if list.is_empty() {
+            return Ok(());
+        }
+        if to.is_null() {
+            return Err(Code::INVALID_ARGUMENT);
+        }
+        for (index, entry) in list.iter().enumerate() {
+            to.add(index).write_unaligned(*entry);
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,126 @@
+//! The private table that nvidia-smi asks for.
+//!
+//! `nvmlInternalGetExportTable` gives it a table of unnamed functions. Which slot
+//! does what was found by watching which slots nvidia-smi 535 calls in each of
+//! its views, and agrees with what NVIDIA's own mock (k8s-test-infra) records for
+//! 580. Slots that nvidia-smi calls and that are not listed here say "not
+//! supported", as the table's functions do on GPUs without the feature.
+
+use std::ffi::{c_char, c_void};
+use std::sync::OnceLock;
+
+use nvml_wrapper_sys::bindings::nvmlDevice_t;
+
+use crate::code::Code;
+use crate::export::{export, get, put};
+use crate::identity::handle_by_index;
+use crate::processes::{NO_INSTANCE, processes};
+use crate::state::device;
+use crate::system::process_name;
+
+/// The table's name, as its 16 bytes lie in memory.
+const TABLE: [u8; 16] = [
+    0xc4, 0xfe, 0x3e, 0x6c, 0xc9, 0x8f, 0x6c, 0x4e, 0xa3, 0x27, 0xee, 0x69, 0x6e, 0x12, 0xf7, 0xc4,
+];
+/// Words in driver 535's table: the first is its size in bytes.
+const WORDS: usize = 245;
+
+/// One process in the table's lists: NVML's entry, then the name in place.
+#[repr(C)]
+struct Entry {
+    pid: u32,
+    memory: u64,
+    gpu_instance: u32,
+    compute_instance: u32,
+    protected_memory: u64,
+    name: [c_char; 4096],
+}
+
+type Slot = unsafe extern "C" fn(*mut c_void, *mut c_void, *mut c_void, *mut c_void) -> u32;
+
+unsafe extern "C" fn unsupported(_: *mut c_void, _: *mut c_void, _: *mut c_void, _: *mut c_void) -> u32 {
+    Code::NOT_SUPPORTED.0
+}
+
+unsafe extern "C" fn device_by_index(index: *mut c_void, to: *mut c_void, _: *mut c_void, _: *mut c_void) -> u32 {
+    let Ok(index) = u32::try_from(index as usize) else {
+        return Code::INVALID_ARGUMENT.0;
+    };
+    handle_by_index(index, to.cast()).map_or_else(|code| code.0, |()| 0)
+}
+
+unsafe extern "C" fn compute_processes(of: *mut c_void, count: *mut c_void, to: *mut c_void, _: *mut c_void) -> u32 {
+    // SAFETY: nvidia-smi passes a count and that many entries.
+    unsafe { list(of.cast(), count.cast(), to.cast()) }.map_or_else(|code| code.0, |()| 0)
+}
+
+unsafe extern "C" fn no_processes(of: *mut c_void, count: *mut c_void, _: *mut c_void, _: *mut c_void) -> u32 {
+    if let Err(code) = device(of.cast()) {
+        return code.0;
+    }
+    // SAFETY: nvidia-smi passes a count.
+    unsafe { put(count.cast::<u32>(), 0) }.map_or_else(|code| code.0, |()| 0)
+}
+
+unsafe extern "C" fn host_link_generation(of: *mut c_void, to: *mut c_void, _: *mut c_void, _: *mut c_void) -> u32 {
+    let answer = || {
+        let generation = device(of.cast())?.state.pcie[0];
+        // SAFETY: nvidia-smi passes the address of a number.
+        unsafe { put(to.cast::<u32>(), generation) }
+    };
+    answer().map_or_else(|code: Code| code.0, |()| 0)
+}
+
+/// # Safety
+/// `count` is null or valid, `to` is null or valid for `*count` entries.
+unsafe fn list(of: nvmlDevice_t, count: *mut u32, to: *mut Entry) -> Result<(), Code> {
+    let found = processes(device(of)?);
+    // SAFETY: the caller's contract.
+    let room = unsafe { get(count) }? as usize;
+    // SAFETY: as above.
+    unsafe { put(count, u32::try_from(found.len().min(room)).unwrap_or(0)) }?;
+    for (index, process) in found.iter().take(room).enumerate() {
+        // In a container the pid is another's or nobody's: then it has no name.
+        let name = process_name(process.pid).unwrap_or_default();
+        let entry = Entry {
+            pid: process.pid,
+            memory: process.memory,
+            gpu_instance: NO_INSTANCE,
+            compute_instance: NO_INSTANCE,
+            protected_memory: 0,
+            name: crate::export::characters(&name),
+        };
+        // SAFETY: `index` is below the room that the caller has.
+        unsafe { put(to.wrapping_add(index), entry) }?;
+    }
+    Ok(())
+}
+
+
+fn table() -> &'static [usize; WORDS] {
+    static BUILT: OnceLock<[usize; WORDS]> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        let mut words = [unsupported as Slot as usize; WORDS];
+        words[0] = size_of_val(&words);
+        let known: [(usize, Slot); 5] = [
+            (81, device_by_index),
+            (213, compute_processes),
+            (214, no_processes),
+            (215, no_processes),
+            (230, host_link_generation),
+        ];
+        for (slot, function) in known {
+            words[slot] = function as usize;
+        }
+        words
+    })
+}
+
+export! {
+    fn nvmlInternalGetExportTable(to: *mut *const c_void, name: *const [u8; 16]) {
+        if get(name)? != TABLE {
+            return Err(Code::NOT_SUPPORTED);
+        }
+        put(to, std::ptr::from_ref(table()).cast())
+    }
+}

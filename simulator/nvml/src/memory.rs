@@ -1,0 +1,99 @@
+//! Memory, BAR1 and ECC.
+
+use std::sync::atomic::Ordering;
+
+use nvml_wrapper_sys::bindings::{
+    nvmlBAR1Memory_t, nvmlDevice_t, nvmlEccErrorCounts_t, nvmlMemory_t, nvmlMemory_v2_t,
+};
+
+use crate::code::Code;
+use crate::export::{export, get, put};
+use crate::state::device;
+
+/// `nvmlMemory_v2`: the struct's size and its version, as nvml.h's
+/// `NVML_STRUCT_VERSION` packs them.
+const MEMORY_V2: u32 = struct_version(size_of::<nvmlMemory_v2_t>(), 2);
+
+/// nvml.h's `NVML_STRUCT_VERSION`.
+pub const fn struct_version(bytes: usize, version: u32) -> u32 {
+    #[allow(clippy::cast_possible_truncation, reason = "structs are small")]
+    let bytes = bytes as u32;
+    bytes | (version << 24)
+}
+
+export! {
+    fn nvmlDeviceGetMemoryInfo(of: nvmlDevice_t, memory: *mut nvmlMemory_t) {
+        let state = device(of)?.state;
+        let free = state.free();
+        // The first version counts the driver's reserve as used.
+        put(memory, nvmlMemory_t { total: state.memory_total, free, used: state.memory_total - free })
+    }
+    fn nvmlDeviceGetMemoryInfo_v2(of: nvmlDevice_t, memory: *mut nvmlMemory_v2_t) {
+        let state = device(of)?.state;
+        // By field: the rest of a caller's struct is not ours to read.
+        if get((&raw const (*memory).version).cast::<u32>())? != MEMORY_V2 {
+            return Err(Code::ARGUMENT_VERSION_MISMATCH);
+        }
+        let free = state.free();
+        put(memory, nvmlMemory_v2_t {
+            version: MEMORY_V2,
+            total: state.memory_total,
+            reserved: state.memory_reserved,
+            free,
+            used: state.usable() - free,
+        })
+    }
+    fn nvmlDeviceGetBAR1MemoryInfo(of: nvmlDevice_t, memory: *mut nvmlBAR1Memory_t) {
+        let state = device(of)?.state;
+        // The driver maps a few MiB of each GPU in use; one is enough to see it.
+        let used = if state.used.load(Ordering::Relaxed) > 0 { 2 << 20 } else { 1 << 20 };
+        put(memory, nvmlBAR1Memory_t {
+            bar1Total: state.bar1_bytes,
+            bar1Free: state.bar1_bytes - used,
+            bar1Used: used,
+        })
+    }
+    fn nvmlDeviceGetEccMode(of: nvmlDevice_t, current: *mut u32, pending: *mut u32) {
+        device(of)?;
+        put(current, 1)?;
+        put(pending, 1)
+    }
+    fn nvmlDeviceGetDefaultEccMode(of: nvmlDevice_t, mode: *mut u32) {
+        device(of)?;
+        put(mode, 1)
+    }
+    fn nvmlDeviceGetTotalEccErrors(of: nvmlDevice_t, _kind: u32, _counter: u32, count: *mut u64) {
+        device(of)?;
+        put(count, 0)
+    }
+    fn nvmlDeviceGetDetailedEccErrors(of: nvmlDevice_t, _kind: u32, _counter: u32, counts: *mut nvmlEccErrorCounts_t) {
+        device(of)?;
+        put(counts, nvmlEccErrorCounts_t { l1Cache: 0, l2Cache: 0, deviceMemory: 0, registerFile: 0 })
+    }
+    fn nvmlDeviceGetMemoryErrorCounter(of: nvmlDevice_t, _kind: u32, _counter: u32, _location: u32, count: *mut u64) {
+        device(of)?;
+        put(count, 0)
+    }
+    fn nvmlDeviceGetRemappedRows(of: nvmlDevice_t, corrected: *mut u32, uncorrected: *mut u32, pending: *mut u32, failed: *mut u32) {
+        // Row remapping came with Ampere.
+        if device(of)?.state.architecture < 7 {
+            return Err(Code::NOT_SUPPORTED);
+        }
+        for count in [corrected, uncorrected, pending, failed] {
+            put(count, 0)?;
+        }
+        Ok(())
+    }
+    fn nvmlDeviceGetRetiredPages(of: nvmlDevice_t, _cause: u32, count: *mut u32, _pages: *mut u64) {
+        device(of)?;
+        put(count, 0)
+    }
+    fn nvmlDeviceGetRetiredPages_v2(of: nvmlDevice_t, _cause: u32, count: *mut u32, _pages: *mut u64, _stamps: *mut u64) {
+        device(of)?;
+        put(count, 0)
+    }
+    fn nvmlDeviceGetRetiredPagesPendingStatus(of: nvmlDevice_t, pending: *mut u32) {
+        device(of)?;
+        put(pending, 0)
+    }
+}

@@ -1,0 +1,84 @@
+//! Settings: MIG, compute mode, persistence and the like.
+
+use std::sync::atomic::Ordering;
+
+use nvml_wrapper_sys::bindings::nvmlDevice_t;
+use tranche_simulator_machine::attach;
+use tranche_simulator_machine::wire::{Reply, Request, Setting};
+
+use crate::code::Code;
+use crate::export::{export, put};
+use crate::state::{device, library};
+
+fn set(of: nvmlDevice_t, setting: Setting, value: u32) -> Result<(), Code> {
+    let device = device(of)?;
+    let gpu = u32::try_from(device.gpu).unwrap_or(u32::MAX);
+    let request = Request::Set { gpu, setting, value };
+    match attach::request(&library()?.root, request) {
+        Ok(Reply::Granted { .. }) => Ok(()),
+        Ok(Reply::Forbidden) => Err(Code::NO_PERMISSION),
+        Ok(_) => Err(Code::INVALID_ARGUMENT),
+        Err(_) => Err(Code::UNKNOWN),
+    }
+}
+
+export! {
+    fn nvmlDeviceGetMigMode(of: nvmlDevice_t, current: *mut u32, pending: *mut u32) {
+        if device(of)?.state.mig_capable == 0 {
+            return Err(Code::NOT_SUPPORTED);
+        }
+        put(current, 0)?;
+        put(pending, 0)
+    }
+    fn nvmlDeviceIsMigDeviceHandle(of: nvmlDevice_t, is: *mut u32) {
+        device(of)?;
+        put(is, 0)
+    }
+    fn nvmlDeviceGetMaxMigDeviceCount(of: nvmlDevice_t, count: *mut u32) {
+        put(count, if device(of)?.state.mig_capable == 0 { 0 } else { 7 })
+    }
+    fn nvmlDeviceGetMigDeviceHandleByIndex(of: nvmlDevice_t, _index: u32, _to: *mut nvmlDevice_t) {
+        if device(of)?.state.mig_capable == 0 {
+            return Err(Code::NOT_SUPPORTED);
+        }
+        Err(Code::NOT_FOUND)
+    }
+    fn nvmlDeviceGetPersistenceMode(of: nvmlDevice_t, mode: *mut u32) {
+        put(mode, device(of)?.state.persistence.load(Ordering::Relaxed))
+    }
+    fn nvmlDeviceSetPersistenceMode(of: nvmlDevice_t, mode: u32) {
+        set(of, Setting::Persistence, mode)
+    }
+    fn nvmlDeviceGetComputeMode(of: nvmlDevice_t, mode: *mut u32) {
+        put(mode, device(of)?.state.compute_mode.load(Ordering::Relaxed))
+    }
+    fn nvmlDeviceSetComputeMode(of: nvmlDevice_t, mode: u32) {
+        set(of, Setting::ComputeMode, mode)
+    }
+    fn nvmlDeviceGetDisplayMode(of: nvmlDevice_t, mode: *mut u32) {
+        device(of)?;
+        put(mode, 0)
+    }
+    fn nvmlDeviceGetDisplayActive(of: nvmlDevice_t, active: *mut u32) {
+        device(of)?;
+        put(active, 0)
+    }
+    fn nvmlDeviceGetVirtualizationMode(of: nvmlDevice_t, mode: *mut u32) {
+        device(of)?;
+        put(mode, 0)
+    }
+    fn nvmlDeviceGetGspFirmwareMode(of: nvmlDevice_t, enabled: *mut u32, default: *mut u32) {
+        device(of)?;
+        put(enabled, 1)?;
+        put(default, 1)
+    }
+    fn nvmlDeviceGetGspFirmwareVersion(of: nvmlDevice_t, version: *mut std::ffi::c_char) {
+        let device = device(of)?;
+        // The caller's buffer has NVML_GSP_FIRMWARE_VERSION_BUF_SIZE bytes.
+        crate::export::put_text(version, 64, device.shared.header.driver_version.as_str())
+    }
+    fn nvmlDeviceGetAPIRestriction(of: nvmlDevice_t, _api: u32, restricted: *mut u32) {
+        device(of)?;
+        put(restricted, 1)
+    }
+}

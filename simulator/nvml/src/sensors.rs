@@ -1,0 +1,176 @@
+//! Utilisation, clocks, power and temperature: read from how busy the GPU is.
+
+use std::sync::atomic::Ordering;
+
+use nvml_wrapper_sys::bindings::{nvmlDevice_t, nvmlUtilization_t};
+use tranche_simulator_machine::layout::GpuState;
+
+use crate::code::Code;
+use crate::export::{export, get, put, put_list};
+use crate::state::device;
+
+/// Clock of an idle GPU in MHz.
+const IDLE_CLOCK: u32 = 345;
+
+/// Percent of the last second in which a kernel ran.
+pub fn utilization(gpu: &GpuState) -> u32 {
+    gpu.utilization.load(Ordering::Relaxed)
+}
+
+/// Milliwatts: between idle and the limit, in proportion.
+pub fn power(gpu: &GpuState) -> u32 {
+    let range = gpu.power_limit_milliwatts.saturating_sub(gpu.idle_milliwatts);
+    gpu.idle_milliwatts + range / 100 * utilization(gpu)
+}
+
+/// Degrees Celsius: 30 idle, 70 when busy.
+pub fn temperature(gpu: &GpuState) -> u32 {
+    30 + utilization(gpu) * 4 / 10
+}
+
+fn clock(gpu: &GpuState, kind: u32) -> Result<u32, Code> {
+    match kind {
+        // Graphics, SM and video follow the load; memory does not.
+        0 | 1 | 3 if utilization(gpu) == 0 => Ok(IDLE_CLOCK),
+        _ => highest_clock(gpu, kind),
+    }
+}
+
+fn highest_clock(gpu: &GpuState, kind: u32) -> Result<u32, Code> {
+    match kind {
+        0 | 1 => Ok(gpu.sm_clock_mhz),
+        2 => Ok(gpu.memory_clock_mhz),
+        3 => Ok(gpu.sm_clock_mhz / 10 * 9),
+        _ => Err(Code::INVALID_ARGUMENT),
+    }
+}
+
+export! {
+    fn nvmlDeviceGetUtilizationRates(of: nvmlDevice_t, rates: *mut nvmlUtilization_t) {
+        let busy = utilization(device(of)?.state);
+        put(rates, nvmlUtilization_t { gpu: busy, memory: busy / 2 })
+    }
+    fn nvmlDeviceGetEncoderUtilization(of: nvmlDevice_t, percent: *mut u32, period: *mut u32) {
+        device(of)?;
+        put(percent, 0)?;
+        put(period, 167_000)
+    }
+    fn nvmlDeviceGetDecoderUtilization(of: nvmlDevice_t, percent: *mut u32, period: *mut u32) {
+        device(of)?;
+        put(percent, 0)?;
+        put(period, 167_000)
+    }
+    fn nvmlDeviceGetJpgUtilization(of: nvmlDevice_t, percent: *mut u32, period: *mut u32) {
+        device(of)?;
+        put(percent, 0)?;
+        put(period, 167_000)
+    }
+    fn nvmlDeviceGetOfaUtilization(of: nvmlDevice_t, percent: *mut u32, period: *mut u32) {
+        device(of)?;
+        put(percent, 0)?;
+        put(period, 167_000)
+    }
+    fn nvmlDeviceGetTemperature(of: nvmlDevice_t, sensor: u32, degrees: *mut u32) {
+        let state = device(of)?.state;
+        if sensor != 0 {
+            return Err(Code::INVALID_ARGUMENT);
+        }
+        put(degrees, temperature(state))
+    }
+    fn nvmlDeviceGetTemperatureThreshold(of: nvmlDevice_t, kind: u32, degrees: *mut u32) {
+        device(of)?;
+        // Shutdown, slowdown, memory maximum, GPU maximum.
+        put(degrees, *[92, 89, 95, 87].get(kind as usize).ok_or(Code::NOT_SUPPORTED)?)
+    }
+    fn nvmlDeviceGetFanSpeed(of: nvmlDevice_t, _percent: *mut u32) {
+        // Cooled by the server, as these boards are.
+        device(of)?;
+        Err(Code::NOT_SUPPORTED)
+    }
+    fn nvmlDeviceGetNumFans(of: nvmlDevice_t, count: *mut u32) {
+        device(of)?;
+        put(count, 0)
+    }
+    fn nvmlDeviceGetPowerUsage(of: nvmlDevice_t, milliwatts: *mut u32) {
+        put(milliwatts, power(device(of)?.state))
+    }
+    fn nvmlDeviceGetPowerManagementMode(of: nvmlDevice_t, mode: *mut u32) {
+        device(of)?;
+        put(mode, 1)
+    }
+    fn nvmlDeviceGetPowerManagementLimit(of: nvmlDevice_t, milliwatts: *mut u32) {
+        put(milliwatts, device(of)?.state.power_limit_milliwatts)
+    }
+    fn nvmlDeviceGetPowerManagementDefaultLimit(of: nvmlDevice_t, milliwatts: *mut u32) {
+        put(milliwatts, device(of)?.state.power_limit_milliwatts)
+    }
+    fn nvmlDeviceGetEnforcedPowerLimit(of: nvmlDevice_t, milliwatts: *mut u32) {
+        put(milliwatts, device(of)?.state.power_limit_milliwatts)
+    }
+    fn nvmlDeviceGetPowerManagementLimitConstraints(of: nvmlDevice_t, least: *mut u32, most: *mut u32) {
+        let limit = device(of)?.state.power_limit_milliwatts;
+        put(least, limit / 2)?;
+        put(most, limit)
+    }
+    fn nvmlDeviceGetPowerState(of: nvmlDevice_t, state: *mut u32) {
+        device(of)?;
+        put(state, 0)
+    }
+    fn nvmlDeviceGetPerformanceState(of: nvmlDevice_t, state: *mut u32) {
+        device(of)?;
+        put(state, 0)
+    }
+    fn nvmlDeviceGetClockInfo(of: nvmlDevice_t, kind: u32, mhz: *mut u32) {
+        put(mhz, clock(device(of)?.state, kind)?)
+    }
+    fn nvmlDeviceGetMaxClockInfo(of: nvmlDevice_t, kind: u32, mhz: *mut u32) {
+        put(mhz, highest_clock(device(of)?.state, kind)?)
+    }
+    fn nvmlDeviceGetMaxCustomerBoostClock(of: nvmlDevice_t, kind: u32, mhz: *mut u32) {
+        put(mhz, highest_clock(device(of)?.state, kind)?)
+    }
+    fn nvmlDeviceGetClock(of: nvmlDevice_t, kind: u32, which: u32, mhz: *mut u32) {
+        let state = device(of)?.state;
+        // Current, application target, application default, customer boost.
+        let value = if which == 0 { clock(state, kind) } else { highest_clock(state, kind) };
+        put(mhz, value?)
+    }
+    fn nvmlDeviceGetApplicationsClock(of: nvmlDevice_t, kind: u32, mhz: *mut u32) {
+        put(mhz, highest_clock(device(of)?.state, kind)?)
+    }
+    fn nvmlDeviceGetDefaultApplicationsClock(of: nvmlDevice_t, kind: u32, mhz: *mut u32) {
+        put(mhz, highest_clock(device(of)?.state, kind)?)
+    }
+    fn nvmlDeviceGetSupportedMemoryClocks(of: nvmlDevice_t, count: *mut u32, mhz: *mut u32) {
+        put_list(count, mhz, &[device(of)?.state.memory_clock_mhz])
+    }
+    fn nvmlDeviceGetSupportedGraphicsClocks(of: nvmlDevice_t, memory: u32, count: *mut u32, mhz: *mut u32) {
+        let state = device(of)?.state;
+        if memory != state.memory_clock_mhz {
+            get(count)?;
+            return Err(Code::NOT_FOUND);
+        }
+        put_list(count, mhz, &[state.sm_clock_mhz, IDLE_CLOCK])
+    }
+    fn nvmlDeviceGetCurrentClocksThrottleReasons(of: nvmlDevice_t, reasons: *mut u64) {
+        // Idle is a reason; load is not.
+        put(reasons, u64::from(utilization(device(of)?.state) == 0))
+    }
+    fn nvmlDeviceGetSupportedClocksThrottleReasons(of: nvmlDevice_t, reasons: *mut u64) {
+        device(of)?;
+        put(reasons, 0x1ff)
+    }
+    fn nvmlDeviceGetPcieThroughput(of: nvmlDevice_t, _counter: u32, kib_per_second: *mut u32) {
+        device(of)?;
+        put(kib_per_second, 0)
+    }
+    fn nvmlDeviceGetPcieReplayCounter(of: nvmlDevice_t, count: *mut u32) {
+        device(of)?;
+        put(count, 0)
+    }
+    fn nvmlDeviceGetTotalEnergyConsumption(of: nvmlDevice_t, millijoules: *mut u64) {
+        let state = device(of)?.state;
+        let seconds = tranche_simulator_machine::timeline::now() / 1_000_000_000;
+        put(millijoules, u64::from(state.idle_milliwatts) * seconds)
+    }
+}

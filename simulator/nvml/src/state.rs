@@ -1,0 +1,119 @@
+//! What `nvmlInit` finds, and the handles it gives out.
+
+use std::sync::{Mutex, PoisonError, RwLock};
+
+use nvml_wrapper_sys::bindings::nvmlDevice_t;
+use tranche_simulator_machine::layout::{GpuState, MAX_GPUS};
+use tranche_simulator_machine::{Access, AttachError, Attachment, DriverRoot, Shared};
+
+use crate::code::Code;
+use crate::export::{export, put};
+
+/// An initialised library.
+#[derive(Debug, Clone)]
+pub struct Library {
+    pub root: DriverRoot,
+    pub shared: &'static Shared,
+    /// The GPUs this process can see, as indices into the page.
+    pub visible: Vec<usize>,
+}
+
+/// A GPU behind a handle.
+#[derive(Debug, Clone, Copy)]
+pub struct Device {
+    pub gpu: usize,
+    pub state: &'static GpuState,
+    pub shared: &'static Shared,
+}
+
+static LIBRARY: RwLock<Option<Library>> = RwLock::new(None);
+static USERS: Mutex<u32> = Mutex::new(0);
+
+/// What handles point at: nothing but places that differ.
+static HANDLES: [u64; MAX_GPUS] = [0; MAX_GPUS];
+
+/// The initialised library.
+pub fn library() -> Result<Library, Code> {
+    let library = LIBRARY.read().unwrap_or_else(PoisonError::into_inner);
+    library.clone().ok_or(Code::UNINITIALIZED)
+}
+
+/// The handle of a GPU.
+pub fn handle(gpu: usize) -> nvmlDevice_t {
+    (&raw const HANDLES[gpu]).cast_mut().cast()
+}
+
+/// The GPU of a handle.
+pub fn device(handle: nvmlDevice_t) -> Result<Device, Code> {
+    let library = library()?;
+    let offset = (handle as usize).wrapping_sub((&raw const HANDLES) as usize);
+    let gpu = offset / size_of::<u64>();
+    if offset % size_of::<u64>() != 0 || !library.visible.contains(&gpu) {
+        return Err(Code::INVALID_ARGUMENT);
+    }
+    Ok(Device { gpu, state: &library.shared.gpus[gpu], shared: library.shared })
+}
+
+impl Library {
+    fn open() -> Result<Self, Code> {
+        let root = DriverRoot::of_address(open_address());
+        if !root.has_node("nvidiactl") {
+            return Err(Code::DRIVER_NOT_LOADED);
+        }
+        let attachment = Attachment::new(&root, Access::Observe).map_err(|error| match error {
+            AttachError::Mismatch => Code::LIB_RM_VERSION_MISMATCH,
+            _ => Code::DRIVER_NOT_LOADED,
+        })?;
+        let shared = attachment.shared();
+        let visible = (0..shared.gpus().len())
+            .filter(|gpu| root.has_node(&format!("nvidia{}", shared.gpus[*gpu].minor)))
+            .collect();
+        Ok(Self { root, shared, visible })
+    }
+}
+
+fn open_address() -> *const std::ffi::c_void {
+    (&raw const HANDLES).cast()
+}
+
+fn initialise() -> Result<(), Code> {
+    let mut users = USERS.lock().unwrap_or_else(PoisonError::into_inner);
+    if *users == 0 {
+        let library = Library::open()?;
+        *LIBRARY.write().unwrap_or_else(PoisonError::into_inner) = Some(library);
+    }
+    *users += 1;
+    Ok(())
+}
+
+export! {
+    fn nvmlInit() { initialise() }
+    fn nvmlInit_v2() { initialise() }
+    fn nvmlInitWithFlags(_flags: u32) { initialise() }
+    fn nvmlShutdown() {
+        let mut users = USERS.lock().unwrap_or_else(PoisonError::into_inner);
+        *users = users.checked_sub(1).ok_or(Code::UNINITIALIZED)?;
+        if *users == 0 {
+            *LIBRARY.write().unwrap_or_else(PoisonError::into_inner) = None;
+        }
+        Ok(())
+    }
+    fn nvmlDeviceGetCount_v2(count: *mut u32) {
+        put(count, u32::try_from(library()?.visible.len()).unwrap_or(0))
+    }
+    fn nvmlDeviceGetCount(count: *mut u32) {
+        put(count, u32::try_from(library()?.visible.len()).unwrap_or(0))
+    }
+    fn nvmlDeviceGetHandleByIndex_v2(index: u32, device: *mut nvmlDevice_t) {
+        by_index(index).and_then(|handle| put(device, handle))
+    }
+    fn nvmlDeviceGetHandleByIndex(index: u32, device: *mut nvmlDevice_t) {
+        by_index(index).and_then(|handle| put(device, handle))
+    }
+}
+
+/// The handle of the GPU that this process counts as `index`.
+pub fn by_index(index: u32) -> Result<nvmlDevice_t, Code> {
+    let library = library()?;
+    library.visible.get(index as usize).map(|gpu| handle(*gpu)).ok_or(Code::INVALID_ARGUMENT)
+}

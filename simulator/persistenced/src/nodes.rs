@@ -1,0 +1,69 @@
+//! Device nodes, as `nvidia-modprobe` makes them.
+
+use std::fs;
+use std::path::Path;
+
+use anyhow::Context as _;
+use rustix::fs::{CWD, FileType, Mode, makedev, mknodat};
+use rustix::io::Errno;
+
+/// The character device major that the kernel keeps for NVIDIA.
+const MAJOR: u32 = 195;
+/// nvidia-uvm's major is given at load time; this is a usual one.
+const UVM_MAJOR: u32 = 510;
+
+/// Makes `dev/nvidia0` to `dev/nvidia<count-1>` and the control nodes under
+/// `root`, where they do not exist. Without the right to make devices (in a
+/// container, say) they become regular files: the simulator only looks whether
+/// they can be opened.
+pub fn make(root: &Path, count: u32) -> anyhow::Result<()> {
+    let folder = root.join("dev");
+    fs::create_dir_all(&folder).with_context(|| format!("{}", folder.display()))?;
+    let gpus = (0..count).map(|minor| (format!("nvidia{minor}"), MAJOR, minor));
+    let control = [
+        ("nvidiactl", MAJOR, 255),
+        ("nvidia-modeset", MAJOR, 254),
+        ("nvidia-uvm", UVM_MAJOR, 0),
+        ("nvidia-uvm-tools", UVM_MAJOR, 1),
+    ]
+    .map(|(name, major, minor)| (name.to_owned(), major, minor));
+    for (name, major, minor) in gpus.chain(control) {
+        let path = folder.join(&name);
+        make_one(&path, major, minor).with_context(|| format!("{}", path.display()))?;
+    }
+    Ok(())
+}
+
+fn make_one(path: &Path, major: u32, minor: u32) -> std::io::Result<()> {
+    let mode = Mode::from_raw_mode(0o666);
+    match mknodat(CWD, path, FileType::CharacterDevice, mode, makedev(major, minor)) {
+        Ok(()) => {}
+        Err(Errno::EXIST) => return Ok(()),
+        Err(Errno::PERM | Errno::ACCESS) => {
+            fs::write(path, "a node of a simulated GPU\n")?;
+        }
+        Err(error) => return Err(error.into()),
+    }
+    // The umask took the write bits away.
+    rustix::fs::chmod(path, mode)?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tranche_simulator_machine::DriverRoot;
+
+    #[test]
+    fn nodes_can_be_seen_and_making_them_twice_is_fine() {
+        let folder = tempfile::tempdir().unwrap();
+        let root = DriverRoot::new(folder.path());
+        for _ in 0..2 {
+            make(folder.path(), 2).unwrap();
+        }
+        for name in ["nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "nvidia-uvm-tools"] {
+            assert!(root.has_node(name), "{name}");
+        }
+        assert!(!root.has_node("nvidia2"));
+    }
+}
