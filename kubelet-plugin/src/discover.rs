@@ -8,6 +8,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
+use tranche_driver::cdi::{DriverFile, DriverFiles, Library, Link};
+
 use crate::root::{DriverRoot, Kind, RootError};
 
 /// Where libraries are searched, in this order.
@@ -106,6 +108,94 @@ pub struct Found {
     pub sockets: BTreeSet<PathBuf>,
     /// Device nodes that belong to no GPU.
     pub control_nodes: BTreeSet<PathBuf>,
+}
+
+/// The SONAMEs that containers cannot do without, should a driver come without links.
+const SONAMES: [(&str, &str); 2] = [
+    ("libcuda.so.", "libcuda.so.1"),
+    ("libnvidia-ml.so.", "libnvidia-ml.so.1"),
+];
+
+impl Found {
+    /// As a CDI spec needs it: every file with its path on the host, whose driver root is
+    /// `on_host`, and its path in a container.
+    #[must_use]
+    pub fn driver_files(&self, on_host: &Path) -> DriverFiles {
+        let text = |path: &Path| path.to_string_lossy().into_owned();
+        let host = |path: &Path| {
+            let inside = path.strip_prefix("/").unwrap_or(path);
+            text(&on_host.join(inside))
+        };
+        let same = |path: &PathBuf| DriverFile {
+            host_path: host(path),
+            container_path: text(path),
+        };
+        DriverFiles {
+            libraries: self
+                .libraries
+                .iter()
+                .map(|path| Library {
+                    file: same(path),
+                    soname: self.soname(path),
+                    links: self.links_to(path),
+                })
+                .collect(),
+            binaries: self
+                .programs
+                .iter()
+                .map(|(name, real)| DriverFile {
+                    host_path: host(real),
+                    container_path: text(name),
+                })
+                .collect(),
+            firmware: self.firmware.iter().map(same).collect(),
+            sockets: self.sockets.iter().map(same).collect(),
+            config_files: Vec::new(),
+            control_nodes: self.control_nodes.iter().map(|path| text(path)).collect(),
+        }
+    }
+
+    /// The name that leads straight to the file and ends in one number, as SONAMEs of the driver
+    /// do; the file's own name where there is none.
+    fn soname(&self, library: &Path) -> String {
+        let name = library.file_name().unwrap_or_default().to_string_lossy();
+        if let Some((_, soname)) = SONAMES.iter().find(|(stem, _)| name.starts_with(stem)) {
+            return (*soname).to_owned();
+        }
+        self.links
+            .iter()
+            .filter(|(link, target)| **target == name && link.parent() == library.parent())
+            .filter_map(|(link, _)| link.file_name()?.to_str())
+            .find(|link| {
+                link.rsplit_once(".so.")
+                    .is_some_and(|(_, number)| number.bytes().all(|b| b.is_ascii_digit()))
+            })
+            .map_or_else(|| name.clone().into_owned(), str::to_owned)
+    }
+
+    /// The links of the library's folder that lead to it, the straight ones first.
+    fn links_to(&self, library: &Path) -> Vec<Link> {
+        let mut names: Vec<String> = library
+            .file_name()
+            .map(|name| name.to_string_lossy().into_owned())
+            .into_iter()
+            .collect();
+        let mut links = Vec::new();
+        let mut next = 0;
+        while let Some(name) = names.get(next).cloned() {
+            for (link, target) in &self.links {
+                if *target == name && link.parent() == library.parent() {
+                    links.push(Link {
+                        target: target.clone(),
+                        path: link.to_string_lossy().into_owned(),
+                    });
+                    names.extend(link.file_name().map(|n| n.to_string_lossy().into_owned()));
+                }
+            }
+            next += 1;
+        }
+        links
+    }
 }
 
 /// Searches the root for the driver of this version.
@@ -216,12 +306,19 @@ fn links(
         let (Some(folder), Some(name)) = (library.parent(), library.file_name()) else {
             continue;
         };
+        let name = name.to_string_lossy();
+        for (stem, soname) in SONAMES {
+            if name.starts_with(stem) {
+                links
+                    .entry(folder.join(soname))
+                    .or_insert_with(|| name.clone().into_owned());
+            }
+        }
         for (stem, link, target) in EXPECTED_LINKS {
-            let is_it = name
-                .to_str()
-                .and_then(|name| name.strip_prefix(stem))
-                .is_some_and(|rest| rest.starts_with('.'));
-            if is_it {
+            if name
+                .strip_prefix(stem)
+                .is_some_and(|rest| rest.starts_with('.'))
+            {
                 links
                     .entry(folder.join(link))
                     .or_insert_with(|| target.to_owned());
@@ -323,6 +420,30 @@ mod tests {
             ]
         );
         assert!(found.sockets.is_empty() && found.control_nodes.is_empty());
+    }
+
+    #[test]
+    fn a_spec_of_debian_535_names_files_on_the_host_and_links_in_the_container() {
+        let (_dir, found) = found_in(DEBIAN_535);
+        let files = found.driver_files(Path::new("/run/nvidia/driver"));
+        let cuda = files.libraries.iter().find(|l| l.soname == "libcuda.so.1").unwrap();
+        let folder = "/usr/lib/x86_64-linux-gnu/nvidia/current";
+        assert_eq!(cuda.file.host_path, format!("/run/nvidia/driver{folder}/libcuda.so.535.261.03"));
+        assert_eq!(cuda.file.container_path, format!("{folder}/libcuda.so.535.261.03"));
+        let links: Vec<_> = cuda.links.iter().map(|l| (&*l.target, &*l.path)).collect();
+        assert_eq!(
+            links,
+            [
+                ("libcuda.so.535.261.03", &*format!("{folder}/libcuda.so.1")),
+                ("libcuda.so.1", &*format!("{folder}/libcuda.so")),
+            ]
+        );
+        let sonames: Vec<_> = files.libraries.iter().map(|l| &*l.soname).collect();
+        assert!(sonames.contains(&"libnvidia-nvvm.so.4"), "{sonames:?}");
+        assert!(sonames.contains(&"libnvidia-eglcore.so.535.261.03"), "{sonames:?}");
+        assert!(sonames.contains(&"libnvidia-allocator.so.1"), "{sonames:?}");
+        let smi = files.binaries.iter().find(|b| b.container_path == "/usr/bin/nvidia-smi").unwrap();
+        assert_eq!(smi.host_path, "/run/nvidia/driver/usr/lib/nvidia/current/nvidia-smi");
     }
 
     #[test]

@@ -36,7 +36,7 @@ pub trait Fs: Send + Sync + std::fmt::Debug {
     fn list(&self, path: &Path) -> Result<Vec<String>, FsError>;
     /// Removes a file or a link; it may be gone.
     fn remove_file(&self, path: &Path) -> Result<(), FsError>;
-    /// Removes an empty folder; it may be gone.
+    /// Removes a folder if it is empty; it may be gone.
     fn remove_dir(&self, path: &Path) -> Result<(), FsError>;
     /// Permission bits of what a path leads to, `None` where there is nothing.
     fn mode(&self, path: &Path) -> Result<Option<u32>, FsError>;
@@ -130,9 +130,10 @@ impl Fs for HostFs {
     }
 
     fn remove_dir(&self, path: &Path) -> Result<(), FsError> {
-        std::fs::remove_dir(path)
-            .at_if_there("remove folder", path)
-            .map(drop)
+        match std::fs::remove_dir(path) {
+            Err(e) if e.kind() == io::ErrorKind::DirectoryNotEmpty => Ok(()),
+            other => other.at_if_there("remove folder", path).map(drop),
+        }
     }
 
     fn mode(&self, path: &Path) -> Result<Option<u32>, FsError> {
@@ -146,6 +147,8 @@ impl Fs for HostFs {
 pub enum Durability {
     /// It must: it is the only record of what was done.
     Disk,
+    /// The old content would do as well, a torn one would not.
+    Ordered,
     /// It is rebuilt from the journal, or lies on tmpfs.
     Rebuilt,
 }
@@ -179,7 +182,7 @@ pub fn replace(
     let tmp = temporary(path);
     let write = || {
         fs.write(&tmp, content, mode)?;
-        if durability == Durability::Disk {
+        if durability != Durability::Rebuilt {
             fs.sync(&tmp)?;
         }
         fs.rename(&tmp, path)

@@ -1,0 +1,161 @@
+//! The node's driver as it is now: there or not, its GPUs, its files.
+//!
+//! One task keeps it up to date. A driver that is not there yet (its container still builds, say)
+//! or that went away leaves the plugin up and not ready: what was prepared can still be
+//! unprepared, and the driver is looked for again and again.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+use tranche_api::gpu_node::Inventory;
+use tranche_driver::cdi::{CdiError, driver_spec};
+
+use crate::discover::{DiscoverError, discover};
+use crate::fs::{self, Fs, FsError};
+use crate::inventory::inventory;
+use crate::layout::Layout;
+use crate::nvml::{Driver, Nvml, NvmlError};
+use crate::root::{DriverRoot, RootError};
+
+/// How often a driver that is there is looked at again: GPUs and files may come and go.
+const REFRESH: Duration = Duration::from_secs(30);
+/// The first pause before a driver that is not there is looked for again; it doubles.
+const FIRST_RETRY: Duration = Duration::from_millis(500);
+/// The longest such pause.
+const LAST_RETRY: Duration = Duration::from_secs(15);
+
+/// Why there is no driver to work with.
+#[derive(Debug, thiserror::Error)]
+pub enum DriverError {
+    /// NVML.
+    #[error(transparent)]
+    Nvml(#[from] NvmlError),
+    /// The driver root.
+    #[error(transparent)]
+    Root(#[from] RootError),
+    /// The driver's files.
+    #[error(transparent)]
+    Discover(#[from] DiscoverError),
+    /// The driver's CDI spec cannot be made.
+    #[error("CDI spec of the driver: {0}")]
+    Cdi(#[from] CdiError),
+    /// The driver's CDI spec cannot be written.
+    #[error("CDI spec of the driver: {0}")]
+    Fs(#[from] FsError),
+}
+
+/// A driver to work with.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Ready {
+    /// What the cluster is told.
+    pub inventory: Inventory,
+    /// The driver's CDI spec, as it must lie in the CDI folder.
+    pub spec: Vec<u8>,
+}
+
+/// The driver as it was when last looked at.
+#[derive(Clone, Debug, Default)]
+pub enum DriverState {
+    /// Not looked at yet.
+    #[default]
+    Unknown,
+    /// There is none to work with: why.
+    Absent(Arc<DriverError>),
+    /// There is one.
+    Ready(Arc<Ready>),
+}
+
+/// Looks at the driver.
+#[derive(Debug)]
+pub struct Observer {
+    /// Where NVML is.
+    pub driver: Box<dyn Driver>,
+    /// The driver root as this process sees it.
+    pub root: PathBuf,
+    /// The kernel's `sys` tree.
+    pub sysfs: PathBuf,
+    /// For the driver's CDI spec.
+    pub fs: Arc<dyn Fs>,
+    /// For the driver's CDI spec.
+    pub layout: Layout,
+}
+
+impl Observer {
+    /// Keeps `state` up to date until cancelled.
+    pub async fn run(self, state: watch::Sender<DriverState>, stop: CancellationToken) {
+        let this = Arc::new(self);
+        let mut nvml: Option<Arc<dyn Nvml>> = None;
+        let mut retry = FIRST_RETRY;
+        loop {
+            let (observer, known) = (Arc::clone(&this), nvml.take());
+            // NVML and the search block: the driver may be asleep or the disk slow.
+            let look = tokio::task::spawn_blocking(move || observer.look(known)).await;
+            let pause = match look {
+                Ok(Ok((ready, opened))) => {
+                    nvml = Some(opened);
+                    retry = FIRST_RETRY;
+                    publish(&state, ready);
+                    REFRESH
+                }
+                Ok(Err(error)) => {
+                    // Said once for each new reason, not at every look.
+                    let known = matches!(&*state.borrow(), DriverState::Absent(old) if old.to_string() == error.to_string());
+                    if !known {
+                        warn!(%error, "no driver to work with; looking again until there is one");
+                    }
+                    state.send_replace(DriverState::Absent(Arc::new(error)));
+                    let pause = retry;
+                    retry = (retry * 2).min(LAST_RETRY);
+                    pause
+                }
+                // Only at shutdown: the runtime takes no more blocking work.
+                Err(_) => return,
+            };
+            tokio::select! {
+                () = stop.cancelled() => return,
+                () = tokio::time::sleep(pause) => {}
+            }
+        }
+    }
+
+    /// One look; NVML is kept open as long as it answers.
+    fn look(&self, known: Option<Arc<dyn Nvml>>) -> Result<(Ready, Arc<dyn Nvml>), DriverError> {
+        let nvml = match known {
+            Some(nvml) => nvml,
+            None => self.driver.open()?.into(),
+        };
+        let description = nvml.describe()?;
+        for broken in &description.broken {
+            warn!(error = %broken, "a GPU cannot be described and is left out; see the kernel log (`dmesg`) for its Xid");
+        }
+        let root = DriverRoot::open(&self.root)?;
+        let found = discover(&root, &description.driver_version)?;
+        let files = found.driver_files(&self.layout.driver_root_on_host);
+        let spec = driver_spec(&files, &self.layout.node_paths())?.encode();
+        let path = self.layout.driver_spec();
+        self.fs.create_dir(&self.layout.cdi)?;
+        fs::ensure(&*self.fs, &path, &spec, 0o644)?;
+        let inventory = inventory(&description, &self.sysfs);
+        Ok((Ready { inventory, spec }, nvml))
+    }
+}
+
+fn publish(state: &watch::Sender<DriverState>, ready: Ready) {
+    state.send_if_modified(|state| {
+        if matches!(state, DriverState::Ready(old) if **old == ready) {
+            return false;
+        }
+        info!(
+            driver = ready.inventory.driver_version,
+            cuda = ready.inventory.cuda_driver_version,
+            gpus = ready.inventory.gpus.len(),
+            "driver ready"
+        );
+        *state = DriverState::Ready(Arc::new(ready));
+        true
+    });
+}

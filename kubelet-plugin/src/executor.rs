@@ -1,0 +1,250 @@
+//! Carries out a plan, step by step, and takes it back.
+//!
+//! ```text
+//!  journal the plan ─► step 1 ─► … ─► step n ─► journal: done         any failure: undo n … 1, forget
+//! ```
+//!
+//! Killed anywhere, the journal says what to undo or to do again; each step and each inverse may be
+//! repeated at will. Nothing here knows why a step is in a plan.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use tranche_driver::cdi::{CdiError, claim_spec};
+use tranche_driver::journal::Record;
+use tranche_driver::preparation::{Cap, PreparationPlan, Step, Undo};
+use tranche_api::share_config::ComputeMode;
+use tranche_shim_core::cap::{CapPage, ComputePolicy};
+use tranche_shim_core::error::PageError;
+use tranche_shim_core::layout::AccountPage;
+
+use crate::fs::{self, Durability, Fs, FsError};
+use crate::journal::Journal;
+use crate::layout::Layout;
+
+/// A step or an inverse that failed.
+#[derive(Debug, thiserror::Error)]
+pub enum StepError {
+    /// The file system.
+    #[error(transparent)]
+    Fs(#[from] FsError),
+    /// The spec cannot be made.
+    #[error("CDI spec: {0}")]
+    Cdi(#[from] CdiError),
+    /// The cap page cannot be made.
+    #[error("cap page of {key}: {source}")]
+    Cap {
+        /// The device's key.
+        key: String,
+        /// Why.
+        source: PageError,
+    },
+    /// There is an account page, and it is none of ours.
+    #[error("account page {path}: {source}: its containers broke it; delete the pods that use the claim")]
+    Account {
+        /// The page.
+        path: PathBuf,
+        /// Why.
+        source: PageError,
+    },
+}
+
+/// A plan that was not carried out.
+#[derive(Debug, thiserror::Error)]
+#[error("{error}{}", cleanup_text(cleanup))]
+pub struct ExecuteError {
+    /// What failed.
+    pub error: StepError,
+    /// What failed while it was taken back: these things are still there, and the journal with them.
+    pub cleanup: Vec<StepError>,
+}
+
+fn cleanup_text(cleanup: &[StepError]) -> String {
+    if cleanup.is_empty() {
+        return String::new();
+    }
+    format!("; and taking it back failed too: {}", joined(cleanup))
+}
+
+fn joined(errors: &[StepError]) -> String {
+    let errors: Vec<_> = errors.iter().map(ToString::to_string).collect();
+    errors.join("; ")
+}
+
+/// What could not be taken back.
+#[derive(Debug, thiserror::Error)]
+#[error("{}", joined(.0))]
+pub struct UndoError(pub Vec<StepError>);
+
+/// Carries out plans on this node.
+#[derive(Clone, Debug)]
+pub struct Executor {
+    fs: Arc<dyn Fs>,
+    layout: Layout,
+    journal: Journal,
+    boot_id: String,
+}
+
+impl Executor {
+    /// Works below `layout`; `boot_id` is the kernel's.
+    pub fn new(fs: Arc<dyn Fs>, layout: Layout, boot_id: String) -> Result<Self, FsError> {
+        let journal = Journal::open(Arc::clone(&fs), layout.claims())?;
+        fs.create_dir(&layout.shares)?;
+        fs.create_dir(&layout.cdi)?;
+        Ok(Self {
+            fs,
+            layout,
+            journal,
+            boot_id,
+        })
+    }
+
+    /// The journal that is kept.
+    #[must_use]
+    pub fn journal(&self) -> &Journal {
+        &self.journal
+    }
+
+    /// Carries out a new plan, or nothing of it.
+    pub fn execute(&self, plan: PreparationPlan) -> Result<Record, ExecuteError> {
+        let mut record = Record::new(self.boot_id.clone(), plan);
+        let journalled = self.journal.write(&record, Durability::Disk);
+        let done = journalled
+            .map_err(StepError::from)
+            .and_then(|()| self.run(&record.plan))
+            .and_then(|()| {
+                record.done = record.plan.steps.len();
+                Ok(self.journal.write(&record, Durability::Ordered)?)
+            });
+        match done {
+            Ok(()) => Ok(record),
+            Err(error) => Err(ExecuteError {
+                error,
+                cleanup: self.undo(&record.plan).err().map_or_else(Vec::new, |e| e.0),
+            }),
+        }
+    }
+
+    /// Carries out a journalled plan again: what is there stays, what a reboot or an admin removed
+    /// comes back. Nothing is taken back when it fails, since containers may be using it.
+    pub fn rebuild(&self, record: &mut Record) -> Result<(), StepError> {
+        self.run(&record.plan)?;
+        if !record.is_complete() || record.boot_id != self.boot_id {
+            record.done = record.plan.steps.len();
+            record.boot_id.clone_from(&self.boot_id);
+            self.journal.write(record, Durability::Ordered)?;
+        }
+        Ok(())
+    }
+
+    /// Takes a plan back, as far as it got, and forgets it. One failure does not hold up the rest,
+    /// but keeps the journal.
+    pub fn undo(&self, plan: &PreparationPlan) -> Result<(), UndoError> {
+        let uid = &plan.allocation.uid;
+        let mut failed: Vec<_> = plan
+            .undo()
+            .iter()
+            .filter_map(|undo| self.take_back(uid, undo).err())
+            .collect();
+        let share = self.layout.share(uid, "");
+        failed.extend(self.fs.remove_dir(&share.claim).err().map(StepError::from));
+        if failed.is_empty() {
+            failed.extend(self.journal.remove(uid).err().map(StepError::from));
+        }
+        if failed.is_empty() {
+            Ok(())
+        } else {
+            Err(UndoError(failed))
+        }
+    }
+
+    fn run(&self, plan: &PreparationPlan) -> Result<(), StepError> {
+        plan.steps
+            .iter()
+            .try_for_each(|step| self.step(plan, step))
+    }
+
+    fn step(&self, plan: &PreparationPlan, step: &Step) -> Result<(), StepError> {
+        let uid = &plan.allocation.uid;
+        match step {
+            Step::WriteCapPage { key, gpu_uuid, cap } => {
+                let page = cap_page(uid, key, gpu_uuid, *cap)?;
+                let share = self.layout.share(uid, key);
+                self.fs.create_dir(&share.device)?;
+                fs::ensure(&*self.fs, &share.cap, &page, 0o444)?;
+            }
+            Step::CreateAccountPage { key } => {
+                let share = self.layout.share(uid, key);
+                match self.fs.read(&share.account)? {
+                    Some(page) => AccountPage::check(&page).map_err(|source| {
+                        StepError::Account {
+                            path: share.account,
+                            source,
+                        }
+                    })?,
+                    None => {
+                        let page = AccountPage::initial();
+                        fs::replace(&*self.fs, &share.account, page, 0o666, Durability::Rebuilt)?;
+                    }
+                }
+            }
+            Step::WriteCdiSpec {} => {
+                let spec = claim_spec(plan, &self.layout.node_paths())?;
+                let path = self.layout.claim_spec(uid);
+                fs::ensure(&*self.fs, &path, &spec.encode(), 0o644)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn take_back(&self, uid: &str, undo: &Undo) -> Result<(), StepError> {
+        let page = |key, page: fn(&crate::layout::SharePaths) -> &PathBuf| {
+            let share = self.layout.share(uid, key);
+            fs::remove(&*self.fs, page(&share), Durability::Rebuilt)?;
+            self.fs.remove_dir(&share.device)
+        };
+        match undo {
+            Undo::RemoveCapPage { key } => page(key, |share| &share.cap)?,
+            Undo::RemoveAccountPage { key } => page(key, |share| &share.account)?,
+            Undo::RemoveCdiSpec => {
+                let path = self.layout.claim_spec(uid);
+                fs::remove(&*self.fs, &path, Durability::Rebuilt)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn cap_page(
+    uid: &str,
+    key: &str,
+    gpu_uuid: &str,
+    cap: Cap,
+) -> Result<[u8; tranche_shim_core::cap::LEN], StepError> {
+    let (memory, cores, policy) = match cap {
+        Cap::None {} => (None, None, ComputePolicy::Strict),
+        Cap::Share {
+            memory,
+            cores,
+            mode,
+        } => {
+            let policy = match mode {
+                ComputeMode::Strict => ComputePolicy::Strict,
+                ComputeMode::WorkConserving => ComputePolicy::WorkConserving,
+            };
+            (Some(memory), Some(cores), policy)
+        }
+    };
+    let page = CapPage {
+        gpu_uuid,
+        memory_limit: memory,
+        cores,
+        compute_policy: policy,
+        claim_uid: uid,
+        device_key: key,
+    };
+    page.encode().map_err(|source| StepError::Cap {
+        key: key.to_owned(),
+        source,
+    })
+}

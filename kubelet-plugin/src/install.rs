@@ -1,0 +1,207 @@
+//! What containers get of ours: copied from the image into the plugin folder, where the runtime on
+//! the host can mount it from, and looked at again before a claim relies on it.
+//!
+//! A copy is replaced by rename, so a container that has the old file mounted keeps it.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use crate::fs::{self, Fs, FsError};
+
+/// Files of the image, with their modes: what every container's hooks run.
+const HOOK_FILES: [(&str, u32); 2] = [("tranche-cdi-hook", 0o755), ("ldconfig", 0o755)];
+/// Files of the image, with their modes: the shim.
+const SHIM_FILES: [(&str, u32); 2] = [("libcuda.so.1", 0o644), ("libnvidia-ml.so.1", 0o644)];
+const PRELOAD: (&str, u32) = ("ld.so.preload", 0o644);
+/// What the loader of a capped container loads into every process.
+const PRELOAD_CONTENT: &[u8] =
+    b"/usr/lib/tranche/libcuda.so.1\n/usr/lib/tranche/libnvidia-ml.so.1\n";
+
+/// What is missing or changed.
+#[derive(Debug, thiserror::Error)]
+pub enum InstallError {
+    /// The file system.
+    #[error(transparent)]
+    Fs(#[from] FsError),
+    /// The image lacks it.
+    #[error(
+        "{path} is missing in the image: build it with `make image`, or point --image-lib-dir at it"
+    )]
+    NotInImage {
+        /// Where it should be.
+        path: PathBuf,
+    },
+    /// It was installed and is not as it was.
+    #[error(
+        "{path} is missing or changed since it was installed; without it a cap would not hold: \
+         restart the node's plugin pod to install it anew"
+    )]
+    NotIntact {
+        /// Where it should be.
+        path: PathBuf,
+    },
+}
+
+/// Whether a claim's containers need the shim beside the hooks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Needs {
+    /// Hooks only.
+    Hooks,
+    /// Hooks and shim.
+    Shim,
+}
+
+#[derive(Debug)]
+struct Installed {
+    path: PathBuf,
+    content: Vec<u8>,
+    mode: u32,
+}
+
+/// The installed files.
+#[derive(Debug)]
+pub struct Installation {
+    fs: Arc<dyn Fs>,
+    hooks: Vec<Installed>,
+    shim: Vec<Installed>,
+}
+
+impl Installation {
+    /// Installs what the image has of them into `target`, by content: what is there already stays.
+    pub fn install(fs: Arc<dyn Fs>, image: &Path, target: &Path) -> Result<Self, InstallError> {
+        fs.create_dir(target)?;
+        let read = |(name, mode): (&str, u32)| {
+            let path = image.join(name);
+            let content = fs.read(&path)?.ok_or(InstallError::NotInImage { path })?;
+            Ok(Installed {
+                path: target.join(name),
+                content,
+                mode,
+            })
+        };
+        let hooks = HOOK_FILES
+            .into_iter()
+            .map(read)
+            .collect::<Result<Vec<_>, InstallError>>()?;
+        let mut shim = SHIM_FILES
+            .into_iter()
+            .map(read)
+            .collect::<Result<Vec<_>, InstallError>>()?;
+        shim.push(Installed {
+            path: target.join(PRELOAD.0),
+            content: PRELOAD_CONTENT.to_vec(),
+            mode: PRELOAD.1,
+        });
+        for file in hooks.iter().chain(&shim) {
+            fs::ensure(&*fs, &file.path, &file.content, file.mode)?;
+        }
+        // The hooks are large and need no second copy in memory: name and mode are looked at.
+        let hooks = hooks
+            .into_iter()
+            .map(|file| Installed {
+                content: Vec::new(),
+                ..file
+            })
+            .collect();
+        Ok(Self { fs, hooks, shim })
+    }
+
+    /// Fails where something that a claim relies on is not as it was installed.
+    pub fn verify(&self, needs: Needs) -> Result<(), InstallError> {
+        let not_intact = |file: &Installed| InstallError::NotIntact {
+            path: file.path.clone(),
+        };
+        for file in &self.hooks {
+            if self.fs.mode(&file.path)? != Some(file.mode) {
+                return Err(not_intact(file));
+            }
+        }
+        if needs == Needs::Shim {
+            for file in &self.shim {
+                if !fs::is_intact(&*self.fs, &file.path, &file.content, file.mode)? {
+                    return Err(not_intact(file));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod testing {
+    use super::*;
+
+    /// An image's folder with stand-ins for the built files.
+    pub fn lay_out_image(folder: &Path) {
+        std::fs::create_dir_all(folder).unwrap();
+        for (name, _) in HOOK_FILES.iter().chain(&SHIM_FILES) {
+            std::fs::write(folder.join(name), format!("content of {name}")).unwrap();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::testing::lay_out_image;
+    use super::*;
+    use crate::fs::HostFs;
+    use crate::fs::testing::FaultyFs;
+
+    fn install(root: &Path) -> Result<Installation, InstallError> {
+        Installation::install(Arc::new(HostFs), &root.join("image"), &root.join("lib"))
+    }
+
+    #[test]
+    fn a_second_start_writes_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        lay_out_image(&dir.path().join("image"));
+        install(dir.path()).unwrap();
+        let fs = Arc::new(FaultyFs::recording());
+        let image = dir.path().join("image");
+        let again = Installation::install(Arc::clone(&fs) as _, &image, &dir.path().join("lib"));
+        again.unwrap().verify(Needs::Shim).unwrap();
+        let writes: Vec<_> = fs.calls();
+        assert!(writes.iter().all(|c| c.starts_with("create folder")), "{writes:?}");
+    }
+
+    #[test]
+    fn a_shim_that_was_removed_changed_or_opened_is_noticed_where_it_matters() {
+        use std::os::unix::fs::PermissionsExt;
+        type Harm = fn(&Path);
+        let harms: [Harm; 3] = [
+            |path| std::fs::remove_file(path).unwrap(),
+            |path| std::fs::write(path, "other").unwrap(),
+            |path| std::fs::set_permissions(path, PermissionsExt::from_mode(0o666)).unwrap(),
+        ];
+        for name in ["libcuda.so.1", "libnvidia-ml.so.1", "ld.so.preload"] {
+            for harm in harms {
+                let dir = tempfile::tempdir().unwrap();
+                lay_out_image(&dir.path().join("image"));
+                let installation = install(dir.path()).unwrap();
+                harm(&dir.path().join("lib").join(name));
+                installation.verify(Needs::Hooks).unwrap();
+                let error = installation.verify(Needs::Shim).unwrap_err().to_string();
+                assert!(error.contains(name) && error.contains("restart"), "{error}");
+                install(dir.path()).unwrap().verify(Needs::Shim).unwrap();
+            }
+        }
+    }
+
+    #[test]
+    fn a_hook_that_is_gone_stops_every_claim() {
+        let dir = tempfile::tempdir().unwrap();
+        lay_out_image(&dir.path().join("image"));
+        let installation = install(dir.path()).unwrap();
+        std::fs::remove_file(dir.path().join("lib/tranche-cdi-hook")).unwrap();
+        installation.verify(Needs::Hooks).unwrap_err();
+    }
+
+    #[test]
+    fn an_image_without_the_shim_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        lay_out_image(&dir.path().join("image"));
+        std::fs::remove_file(dir.path().join("image/libcuda.so.1")).unwrap();
+        let error = install(dir.path()).unwrap_err().to_string();
+        assert!(error.contains("image/libcuda.so.1"), "{error}");
+    }
+}

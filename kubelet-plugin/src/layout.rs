@@ -1,0 +1,165 @@
+//! Where the plugin keeps what on the node.
+
+use std::path::{Path, PathBuf};
+
+use tranche_driver::cdi::{self, NodePaths};
+
+use crate::args::Args;
+
+/// The folders, all with the same path in the pod and on the host.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Layout {
+    /// Sockets, lock, journal, what containers get mounted.
+    pub plugin: PathBuf,
+    /// Where the kubelet watches for registration sockets.
+    pub registry: PathBuf,
+    /// Share pages.
+    pub shares: PathBuf,
+    /// CDI specs.
+    pub cdi: PathBuf,
+    /// The driver root as the host sees it.
+    pub driver_root_on_host: PathBuf,
+}
+
+/// A share's files.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SharePaths {
+    /// Of the claim.
+    pub claim: PathBuf,
+    /// Of the device.
+    pub device: PathBuf,
+    /// The limits.
+    pub cap: PathBuf,
+    /// The use.
+    pub account: PathBuf,
+}
+
+impl Layout {
+    /// As the command line says.
+    #[must_use]
+    pub fn of(args: &Args) -> Self {
+        Self {
+            plugin: args.plugin_dir.clone(),
+            registry: args.registry_dir.clone(),
+            shares: args.run_dir.join("shares"),
+            cdi: args.cdi_dir.clone(),
+            driver_root_on_host: args.driver_root_on_host.clone(),
+        }
+    }
+
+    /// One journal per claim.
+    #[must_use]
+    pub fn claims(&self) -> PathBuf {
+        self.plugin.join("claims")
+    }
+
+    /// What containers get mounted of ours.
+    #[must_use]
+    pub fn libraries(&self) -> PathBuf {
+        self.plugin.join("lib")
+    }
+
+    /// The socket on which the kubelet asks for devices.
+    #[must_use]
+    pub fn dra_socket(&self) -> PathBuf {
+        self.plugin.join("dra.sock")
+    }
+
+    /// Held by the one instance that works on this node.
+    #[must_use]
+    pub fn lock(&self) -> PathBuf {
+        self.plugin.join("lock")
+    }
+
+    /// The registration socket.
+    ///
+    /// The kubelet's client sends the percent-encoded path as HTTP/2 `:authority`. A `%` is legal
+    /// there only in what stands before an `@`, so the name needs one (ADR 0001).
+    #[must_use]
+    pub fn registration_socket(&self) -> PathBuf {
+        self.registry
+            .join(format!("{}@reg.sock", tranche_api::names::DRIVER))
+    }
+
+    /// A claim's CDI spec.
+    #[must_use]
+    pub fn claim_spec(&self, uid: &str) -> PathBuf {
+        self.cdi.join(cdi::claim_file_name(uid))
+    }
+
+    /// The driver's CDI spec.
+    #[must_use]
+    pub fn driver_spec(&self) -> PathBuf {
+        self.cdi.join(cdi::driver_file_name())
+    }
+
+    /// A share's pages.
+    #[must_use]
+    pub fn share(&self, uid: &str, key: &str) -> SharePaths {
+        let claim = self.shares.join(uid);
+        let device = claim.join(key);
+        SharePaths {
+            cap: device.join(tranche_shim_core::paths::CAP),
+            account: device.join(tranche_shim_core::paths::ACCOUNT),
+            device,
+            claim,
+        }
+    }
+
+    /// As the CDI specs name them.
+    #[must_use]
+    pub fn node_paths(&self) -> NodePaths {
+        let text = |path: &Path| path.to_string_lossy().into_owned();
+        NodePaths {
+            shares: text(&self.shares),
+            libraries: text(&self.libraries()),
+            dev_root: text(&self.driver_root_on_host),
+        }
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod testing {
+    use super::*;
+
+    /// Everything below one folder.
+    pub fn below(root: &Path) -> Layout {
+        Layout {
+            plugin: root.join("plugin"),
+            registry: root.join("registry"),
+            shares: root.join("run/shares"),
+            cdi: root.join("cdi"),
+            driver_root_on_host: root.join("driver"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// As grpc-go's `encodeAuthority` does it: everything escaped but unreserved characters and
+    /// those that may stand in an authority.
+    fn encode_authority(path: &str) -> String {
+        path.bytes()
+            .map(|b| match b {
+                b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'_' | b'.' | b'~' | b'!' | b'$'
+                | b'&' | b'\'' | b'(' | b')' | b'*' | b'+' | b',' | b';' | b'=' | b':' | b'['
+                | b']' | b'@' => char::from(b).to_string(),
+                other => format!("%{other:02X}"),
+            })
+            .collect()
+    }
+
+    #[test]
+    fn what_the_kubelet_sends_for_the_registration_socket_is_an_authority() {
+        let args = <Args as clap::Parser>::parse_from(["x", "--node-name", "n"]);
+        let socket = Layout::of(&args).registration_socket();
+        let sent = encode_authority(socket.to_str().unwrap());
+        assert!(sent.starts_with("%2Fvar%2Flib%2Fkubelet%2Fplugins_registry%2F"), "{sent}");
+        sent.parse::<http::uri::Authority>().unwrap();
+        // The rule is needed: without the @ no HTTP/2 server takes it.
+        let plain = encode_authority("/var/lib/kubelet/plugins_registry/gpu.tranche.dev-reg.sock");
+        plain.parse::<http::uri::Authority>().unwrap_err();
+    }
+}
