@@ -1,1 +1,33 @@
+# Tranche itself, as a user installs it, and what it needs to be called ready: every GPU is published.
 # shellcheck shell=bash
+
+CHART=$REPOSITORY/deploy/helm/tranche
+
+use_chart() {
+	on_failure=show_cluster step "Installing the Helm chart" install_chart
+	on_failure=show_cluster step "Waiting for $((WORKERS * GPUS)) published GPUs" \
+		wait_for 60 "the GPUs in the ResourceSlices" gpus_are_published
+}
+
+install_chart() {
+	helm upgrade --install tranche "$CHART" --namespace tranche-system --create-namespace \
+		--values "$KIND_DIR/values.yaml" --wait --timeout 120s
+}
+
+# Every GPU has one exclusive device, whatever else it is offered as.
+gpus_are_published() {
+	[[ $(kubectl get resourceslices --output json | jq '[
+		.items[].spec | select(.driver == "gpu.tranche.dev") | .devices // [] | .[] |
+		select(.attributes.isolation.string == "exclusive")
+	] | length') == $((WORKERS * GPUS)) ]]
+}
+
+show_cluster() {
+	local pod
+	kubectl get nodes,pods --all-namespaces --output wide 2>&1 | sed 's/^/    /'
+	for pod in $(kubectl --namespace tranche-system get pods --output name 2>/dev/null); do
+		echo "  $pod, its events and last log lines:"
+		kubectl --namespace tranche-system events --for "$pod" --no-headers 2>&1 | tail -n 4 | cut -c 1-240 | sed 's/^/    /'
+		kubectl --namespace tranche-system logs "$pod" --all-containers --tail 15 2>&1 | cut -c 1-240 | sed 's/^/    /'
+	done
+}

@@ -1,1 +1,31 @@
+# Makes every worker a machine with GPUs: the simulator is installed in it as a driver would be, with a service of its
+# own. The node is a container, so its device nodes, driver files and GPU memory are its own.
 # shellcheck shell=bash
+
+SIMULATOR=$REPOSITORY/target/simulator
+INSTALLED=/etc/nvidia-sim/installed
+
+use_gpus() {
+	local wanted node
+	[[ -x $SIMULATOR/nvidia-sim-persistenced ]] || die "target/simulator is empty: run make simulator"
+	wanted=$(digest "$SIMULATOR" "$GPU_MODEL" "$GPUS")
+	for node in $(workers); do
+		[[ $(docker exec "$node" cat "$INSTALLED" 2>/dev/null) == "$wanted" ]] ||
+			step "Installing $GPUS simulated $GPU_MODEL in $node" install_gpus "$node" "$wanted"
+	done
+}
+
+install_gpus() {
+	local node=$1 wanted=$2
+	docker exec "$node" sh -c 'rm -rf /opt/simulator /dev/nvidia*'
+	docker cp "$SIMULATOR" "$node:/opt/simulator"
+	docker exec "$node" /opt/simulator/nvidia-sim-persistenced install-root / --gpu-model "$GPU_MODEL" --gpus "$GPUS"
+	docker exec "$node" sh -euc "
+		rm -rf /opt/simulator
+		ldconfig
+		systemctl daemon-reload
+		systemctl restart nvidia-sim-persistenced.socket nvidia-sim-persistenced.service
+		nvidia-smi --list-gpus
+		echo $wanted >$INSTALLED"
+	kubectl label node "$node" nvidia.com/gpu.present=true --overwrite
+}

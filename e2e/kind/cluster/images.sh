@@ -1,1 +1,50 @@
+# Our container images: trees that were assembled without an engine become images of the engine and of every node.
 # shellcheck shell=bash
+
+IMAGES=$REPOSITORY/target/image
+IMAGE_PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
+
+use_images() {
+	use_image tranche/tranche:dev "$IMAGES/tranche"
+	use_image tranche/workload:dev "$IMAGES/workload"
+}
+
+# use_image NAME TREE loads the image unless every node has one of the same content.
+use_image() {
+	local name=$1 tree=$2 content node
+	[[ -d $tree ]] || die "${tree#"$REPOSITORY/"} is missing: run make image"
+	content=$(tree_digest "$tree")
+	for node in $(nodes); do
+		[[ $(docker exec "$node" cat "$(image_mark "$name")" 2>/dev/null) == "$content" ]] || {
+			step "Loading $name" load_image "$name" "$tree" "$content"
+			return
+		}
+	done
+}
+
+# tree_digest hashes what an image is made of: names, modes, links and contents, and how it is made.
+tree_digest() {
+	{
+		(cd "$1" && find . -printf '%y %m %p %l\n' | sort)
+		digest "$1" "$IMAGE_PATH"
+	} | sha256sum | cut -c 1-16
+}
+
+image_mark() { echo "/kind/image-${1//[^a-z]/-}"; }
+
+load_image() {
+	local name=$1 tree=$2 content=$3 node
+	tar --create --directory "$tree" --owner 0 --group 0 --numeric-owner . |
+		docker import --change "ENV PATH=$IMAGE_PATH" --change 'CMD ["/bin/sh"]' - "$name"
+	kind load docker-image --name "$CLUSTER" "$name"
+	for node in $(nodes); do
+		docker exec "$node" sh -c "echo $content >$(image_mark "$name")"
+	done
+	restart_what_runs "$name"
+}
+
+# restart_what_runs IMAGE lets the chart's pods start again: the image's name has stayed the same.
+restart_what_runs() {
+	[[ $1 == tranche/tranche:dev ]] && kubectl get namespace tranche-system >/dev/null 2>&1 || return 0
+	kubectl --namespace tranche-system rollout restart daemonset,deployment
+}

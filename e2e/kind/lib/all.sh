@@ -2,6 +2,7 @@
 # shellcheck shell=bash
 
 KIND_DIR=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+export REPOSITORY
 REPOSITORY=$(cd "$KIND_DIR/../.." && pwd)
 export PATH=$PATH:/usr/sbin:/sbin
 

@@ -6,7 +6,6 @@
 : "${GPUS:=2}"             # simulated GPUs in each of them
 : "${GPU_MODEL:=H100-80}"  # a machine the simulator describes
 : "${NODE_IMAGE:=}"        # a kindest/node image to use instead of looking for one
-: "${CHART_VALUES:=$REPOSITORY/e2e/kind/cluster/values.yaml}" # what the cluster sets in the chart
 
 KIND_VERSION=v0.33.0
 KUBERNETES_VERSION=v1.37.1

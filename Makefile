@@ -1,0 +1,57 @@
+# One line per target: what each does is in the script or crate that it calls. `make help` lists them.
+# WORKERS, GPUS, GPU_MODEL and the others of e2e/kind/README.md go through the environment.
+.DEFAULT_GOAL := help
+export PATH := $(CURDIR)/target/cluster/bin:$(PATH)
+.NOTPARALLEL:
+.PHONY: help build shim simulator workload image cluster-up cluster-down demo demo-down test lint unit e2e bench tools clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-13s %s\n", $$1, $$2}' Makefile
+
+build: ## the node plugin, the controller and the container hook, in target/release
+	cargo build --release -p tranche-kubelet-plugin -p tranche-controller
+	kubelet-plugin/hook/build
+
+shim: ## libcuda.so.1 and libnvidia-ml.so.1 for capped shares, in target/shim
+	shim/build
+
+simulator: ## a driver root without a GPU, in target/simulator
+	simulator/build
+
+image: build shim ## the images' content: tranche/tranche and tranche/workload, in target/image
+	deploy/image/assemble target/image/tranche
+	e2e/workload/assemble target/image/workload
+
+cluster-up: image simulator ## a kind cluster with simulated GPUs and Tranche on it; source target/cluster/env
+	e2e/kind/up
+
+cluster-down: ## removes the cluster and every trace of it
+	e2e/kind/down
+
+demo: cluster-up ## two namespaces share a GPU, in one page
+	examples/demo
+
+demo-down: cluster-down ## removes every trace of the demo
+
+test: lint unit e2e ## everything: what CI runs
+
+lint: tools ## formatting, clippy, shell scripts, the chart
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets -- -D warnings
+	e2e/kind/lint
+	deploy/helm/check
+
+unit: ## unit, property and contract tests, without a cluster
+	cargo test --workspace --exclude tranche-e2e
+
+e2e: image simulator ## the suite on a cluster, which goes afterwards unless it was there before
+	e2e/kind/with cargo test -p tranche-e2e
+
+bench: image simulator ## the numbers of SPECIFICATION.md
+	e2e/kind/with cargo run --release -p tranche-bench
+
+tools: ## kind and helm, in target/cluster/bin
+	e2e/kind/tools
+
+clean: ## removes what was built here, but not the cache of e2e/kind
+	cargo clean
