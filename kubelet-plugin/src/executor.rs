@@ -7,10 +7,11 @@
 //! Killed anywhere, the journal says what to undo or to do again; each step and each inverse may be
 //! repeated at will. Nothing here knows why a step is in a plan.
 
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use tranche_driver::cdi::{CdiError, claim_spec};
+use tranche_driver::cdi::{CdiError, claim_of_file_name, claim_spec};
 use tranche_driver::journal::Record;
 use tranche_driver::preparation::{Cap, PreparationPlan, Step, Undo};
 use tranche_api::share_config::ComputeMode;
@@ -105,8 +106,9 @@ impl Executor {
         &self.journal
     }
 
-    /// Carries out a new plan, or nothing of it.
-    pub fn execute(&self, plan: PreparationPlan) -> Result<Record, ExecuteError> {
+    /// Carries out a new plan, or nothing of it. Where even taking it back fails, the record comes
+    /// back too: its journal is still there.
+    pub fn execute(&self, plan: PreparationPlan) -> Result<Record, Box<(Record, ExecuteError)>> {
         let mut record = Record::new(self.boot_id.clone(), plan);
         let journalled = self.journal.write(&record, Durability::Disk);
         let done = journalled
@@ -118,10 +120,10 @@ impl Executor {
             });
         match done {
             Ok(()) => Ok(record),
-            Err(error) => Err(ExecuteError {
-                error,
-                cleanup: self.undo(&record.plan).err().map_or_else(Vec::new, |e| e.0),
-            }),
+            Err(error) => {
+                let cleanup = self.undo(&record.plan).err().map_or_else(Vec::new, |e| e.0);
+                Err(Box::new((record, ExecuteError { error, cleanup })))
+            }
         }
     }
 
@@ -156,6 +158,33 @@ impl Executor {
         } else {
             Err(UndoError(failed))
         }
+    }
+
+    /// Removes what a claim without a journal may have left. A UID that can name no file names none.
+    pub fn sweep(&self, uid: &str) -> Result<(), StepError> {
+        if uid.is_empty() || !uid.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-') {
+            return Ok(());
+        }
+        fs::remove(&*self.fs, &self.layout.claim_spec(uid), Durability::Rebuilt)?;
+        let claim = self.layout.share(uid, "").claim;
+        for key in self.fs.list(&claim)? {
+            let share = self.layout.share(uid, &key);
+            for page in self.fs.list(&share.device)? {
+                self.fs.remove_file(&share.device.join(page))?;
+            }
+            self.fs.remove_dir(&share.device)?;
+        }
+        Ok(self.fs.remove_dir(&claim)?)
+    }
+
+    /// The claims of which pages or a CDI spec lie on the node, by UID.
+    pub fn leftovers(&self) -> Result<BTreeSet<String>, FsError> {
+        let mut uids: BTreeSet<_> = self.fs.list(&self.layout.shares)?.into_iter().collect();
+        for name in self.fs.list(&self.layout.cdi)? {
+            let name = fs::without_temporary(&name);
+            uids.extend(claim_of_file_name(name).map(str::to_owned));
+        }
+        Ok(uids)
     }
 
     fn run(&self, plan: &PreparationPlan) -> Result<(), StepError> {

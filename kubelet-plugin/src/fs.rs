@@ -169,6 +169,12 @@ pub fn is_temporary(name: &str) -> bool {
     name.ends_with(TEMPORARY)
 }
 
+/// The name of the file that was being written under this one; any other name as it is.
+#[must_use]
+pub fn without_temporary(name: &str) -> &str {
+    name.strip_suffix(TEMPORARY).unwrap_or(name)
+}
+
 /// Writes a file so that a reader sees the old content or the new one, never a part.
 ///
 /// One writer per path at a time: the temporary name is derived from the path.

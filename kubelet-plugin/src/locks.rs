@@ -14,8 +14,8 @@ use tokio::sync::OwnedMutexGuard;
 pub enum Key {
     /// One claim's journal and everything it names, by claim UID.
     Claim(String),
-    /// What a GPU is used for, by GPU UUID.
-    Gpu(String),
+    /// What a GPU is used for, by minor number.
+    Gpu(u32),
 }
 
 /// The locks in use. An unused one takes no room.
@@ -82,7 +82,7 @@ mod tests {
     use super::*;
 
     fn gpu(n: u32) -> Key {
-        Key::Gpu(format!("GPU-{n}"))
+        Key::Gpu(n)
     }
 
     #[tokio::test]

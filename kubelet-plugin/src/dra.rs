@@ -1,0 +1,127 @@
+//! The DRA service: what the kubelet asks, answered claim by claim.
+//!
+//! Every claim of a call gets its own answer, all at the same time; an error is that claim's alone.
+
+use std::collections::BTreeMap;
+use std::future::Future;
+use std::sync::Arc;
+use std::time::Instant;
+
+use futures::future::join_all;
+use tonic::{Request, Response, Status};
+use tracing::{Instrument, info_span};
+use tranche_driver::journal::Record;
+
+use crate::claims::ClaimRef;
+use crate::metrics::{Metrics, Method};
+use crate::preparer::Preparer;
+use crate::proto::dra::dra_plugin_server::DraPlugin;
+use crate::proto::dra::{
+    Claim, Device, NodePrepareResourceResponse, NodePrepareResourcesRequest,
+    NodePrepareResourcesResponse, NodeUnprepareResourceResponse, NodeUnprepareResourcesRequest,
+    NodeUnprepareResourcesResponse,
+};
+
+/// Answers on the DRA socket.
+#[derive(Debug)]
+pub struct DraService {
+    preparer: Arc<Preparer>,
+    metrics: Arc<Metrics>,
+}
+
+impl DraService {
+    /// Answers by `preparer`.
+    #[must_use]
+    pub fn new(preparer: Arc<Preparer>, metrics: Arc<Metrics>) -> Self {
+        Self { preparer, metrics }
+    }
+
+    /// Runs `one` for all claims at the same time, in a span each.
+    async fn each<A, F: Future<Output = (A, &'static str)>>(
+        &self,
+        method: Method,
+        claims: Vec<Claim>,
+        one: impl Fn(ClaimRef) -> F,
+    ) -> BTreeMap<String, A> {
+        let span = info_span!("rpc", method = method.as_str());
+        let answers = claims.into_iter().map(|claim| {
+            let Claim {
+                namespace,
+                uid,
+                name,
+            } = claim;
+            let span = info_span!(parent: &span, "claim", uid, namespace, name);
+            let answer = one(ClaimRef {
+                uid: uid.clone(),
+                namespace,
+                name,
+            });
+            async move {
+                let start = Instant::now();
+                let (answer, outcome) = answer.await;
+                self.metrics.observe(method, outcome, start.elapsed());
+                (uid, answer)
+            }
+            .instrument(span)
+        });
+        join_all(answers).await.into_iter().collect()
+    }
+}
+
+#[tonic::async_trait]
+impl DraPlugin for DraService {
+    async fn node_prepare_resources(
+        &self,
+        request: Request<NodePrepareResourcesRequest>,
+    ) -> Result<Response<NodePrepareResourcesResponse>, Status> {
+        let one = |claim: ClaimRef| async move {
+            match self.preparer.prepare(&claim).await {
+                Ok(record) => {
+                    let devices = devices(&record);
+                    let error = String::new();
+                    (NodePrepareResourceResponse { devices, error }, "ok")
+                }
+                Err(e) => {
+                    let (devices, error) = (Vec::new(), e.to_string());
+                    (NodePrepareResourceResponse { devices, error }, e.problem.outcome())
+                }
+            }
+        };
+        let claims = request.into_inner().claims;
+        let claims = self.each(Method::Prepare, claims, one).await;
+        Ok(Response::new(NodePrepareResourcesResponse { claims }))
+    }
+
+    async fn node_unprepare_resources(
+        &self,
+        request: Request<NodeUnprepareResourcesRequest>,
+    ) -> Result<Response<NodeUnprepareResourcesResponse>, Status> {
+        let one = |claim: ClaimRef| async move {
+            match self.preparer.unprepare(&claim).await {
+                Ok(()) => (NodeUnprepareResourceResponse::default(), "ok"),
+                Err(e) => {
+                    let error = e.to_string();
+                    (NodeUnprepareResourceResponse { error }, e.problem.outcome())
+                }
+            }
+        };
+        let claims = request.into_inner().claims;
+        let claims = self.each(Method::Unprepare, claims, one).await;
+        Ok(Response::new(NodeUnprepareResourcesResponse { claims }))
+    }
+}
+
+fn devices(record: &Record) -> Vec<Device> {
+    record
+        .plan
+        .devices
+        .iter()
+        .map(|device| Device {
+            request_names: vec![device.request.clone()],
+            pool_name: device.pool.clone(),
+            device_name: device.device.clone(),
+            cdi_device_ids: device.cdi_ids.clone(),
+            share_id: device.share_id.clone(),
+        })
+        .collect()
+}

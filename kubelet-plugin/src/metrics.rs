@@ -1,0 +1,177 @@
+//! What Prometheus sees.
+
+
+use std::sync::atomic::{AtomicI64, AtomicU64};
+use std::time::Duration;
+
+use prometheus_client::encoding::text::encode;
+use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue, LabelValueEncoder};
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::Histogram;
+use prometheus_client::registry::{Registry, Unit};
+use tranche_api::Tier;
+
+use crate::ledger::Ledger;
+
+/// What the kubelet asks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Method {
+    /// NodePrepareResources.
+    Prepare,
+    /// NodeUnprepareResources.
+    Unprepare,
+}
+
+impl Method {
+    /// As gRPC names it.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Prepare => "NodePrepareResources",
+            Self::Unprepare => "NodeUnprepareResources",
+        }
+    }
+}
+
+impl EncodeLabelValue for Method {
+    fn encode(&self, encoder: &mut LabelValueEncoder<'_>) -> Result<(), std::fmt::Error> {
+        self.as_str().encode(encoder)
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct RequestLabels {
+    method: Method,
+    outcome: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct MethodLabels {
+    method: Method,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct TierLabels {
+    tier: &'static str,
+}
+
+/// Seconds: from a tenth of the target to the kubelet's own deadline.
+const BUCKETS: [f64; 14] = [
+    0.0002, 0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.1, 0.5, 1.0, 5.0, 15.0, 45.0,
+];
+
+/// The plugin's metrics. All names begin with `tranche_`.
+#[derive(Debug)]
+pub struct Metrics {
+    registry: Registry,
+    requests: Family<RequestLabels, Counter<u64, AtomicU64>>,
+    durations: Family<MethodLabels, Histogram, fn() -> Histogram>,
+    devices: Family<TierLabels, Gauge<i64, AtomicI64>>,
+    claims: Gauge,
+    unreadable_journals: Gauge,
+    /// The registration epoch last written.
+    pub epoch: Gauge,
+    /// Registrations with the kubelet in the life of this process.
+    pub registrations: Counter,
+    /// Claims released because they were gone.
+    pub orphans: Counter,
+    /// 1 while there is a driver to work with.
+    pub driver_ready: Gauge,
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        let histogram: fn() -> Histogram = || Histogram::new(BUCKETS);
+        let mut metrics = Self {
+            registry: Registry::with_prefix("tranche"),
+            requests: Family::default(),
+            durations: Family::new_with_constructor(histogram),
+            devices: Family::default(),
+            claims: Gauge::default(),
+            unreadable_journals: Gauge::default(),
+            epoch: Gauge::default(),
+            registrations: Counter::default(),
+            orphans: Counter::default(),
+            driver_ready: Gauge::default(),
+        };
+        metrics.register();
+        metrics
+    }
+}
+
+impl Metrics {
+    fn register(&mut self) {
+        let r = &mut self.registry;
+        r.register(
+            "dra_claims",
+            "Claims that the kubelet asked to prepare or unprepare, by outcome",
+            self.requests.clone(),
+        );
+        r.register_with_unit(
+            "dra_claim_duration",
+            "Time from a claim's request to its answer, waiting included",
+            Unit::Seconds,
+            self.durations.clone(),
+        );
+        r.register("prepared_devices", "Prepared devices, by tier", self.devices.clone());
+        r.register("prepared_claims", "Prepared claims", self.claims.clone());
+        r.register(
+            "unreadable_journals",
+            "Claims whose journal cannot be read; the log names the files",
+            self.unreadable_journals.clone(),
+        );
+        r.register(
+            "registration_epoch",
+            "Epoch of the newest registration that the cluster was told",
+            self.epoch.clone(),
+        );
+        r.register(
+            "registrations",
+            "Registrations with the kubelet since the plugin started",
+            self.registrations.clone(),
+        );
+        r.register(
+            "orphaned_claims_released",
+            "Claims that were gone from the API server and not released by the kubelet",
+            self.orphans.clone(),
+        );
+        r.register(
+            "driver_ready",
+            "Whether there is an NVIDIA driver to work with",
+            self.driver_ready.clone(),
+        );
+    }
+
+    /// Counts one claim of one call.
+    pub fn observe(&self, method: Method, outcome: &'static str, took: Duration) {
+        self.requests
+            .get_or_create(&RequestLabels { method, outcome })
+            .inc();
+        self.durations
+            .get_or_create(&MethodLabels { method })
+            .observe(took.as_secs_f64());
+    }
+
+    /// Everything in the text format of OpenMetrics; what is held is counted now.
+    #[must_use]
+    pub fn encode(&self, ledger: &Ledger) -> String {
+        let held = ledger.devices();
+        for tier in Tier::ALL {
+            self.devices
+                .get_or_create(&TierLabels { tier: tier.as_str() })
+                .set(held.get(&tier).copied().unwrap_or(0));
+        }
+        let refused = ledger.refused();
+        let count = |n: usize| i64::try_from(n).unwrap_or(i64::MAX);
+        self.claims.set(count(ledger.uids().len() - refused));
+        self.unreadable_journals.set(count(refused));
+        let mut text = String::new();
+        // Writing to a string cannot fail.
+        let _ = encode(&mut text, &self.registry);
+        text
+    }
+}
+
+

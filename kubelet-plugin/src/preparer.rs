@@ -1,0 +1,322 @@
+//! Prepares and unprepares claims: the order of things, the locks and the deadlines.
+//!
+//! ```text
+//!  claim lock ─► GET ─► UID, allocation ─► GPU locks ─► plan ─► execute ─► ledger ─► answer
+//!                                                                             └─► status, later
+//! ```
+//!
+//! Whatever blocks runs on its own thread and owns its locks: a caller that gives up does not
+//! leave a claim half prepared, and the next caller waits for its turn.
+
+mod error;
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use k8s_openapi::api::resource::v1::ResourceClaim;
+use tokio::sync::{Notify, watch};
+use tracing::{info, warn};
+use tranche_driver::claim::{Allocation, check_uid};
+use tranche_driver::journal::Record;
+use tranche_driver::preparation::{Cap, PreparationPlan, PreparationProblem, plan};
+
+pub use error::{PrepareError, Problem, UnprepareError};
+
+use crate::claims::{ClaimRef, Claims};
+use crate::driver_state::{DriverState, Ready};
+use crate::executor::Executor;
+use crate::fs::{self, Fs};
+use crate::install::{Installation, InstallError, Needs};
+use crate::layout::Layout;
+use crate::ledger::{Ledger, claim_of};
+use crate::locks::{Held, Key, Locks};
+use crate::root::{DriverRoot, Kind};
+
+/// How long one claim may take, of the 45 s that the kubelet gives a call.
+const DEADLINE: Duration = Duration::from_secs(40);
+
+/// What is told to the cluster after the kubelet has its answer.
+pub trait Aftermath: Send + Sync + std::fmt::Debug {
+    /// A claim is ready.
+    fn prepared(&self, record: &Arc<Record>);
+    /// A claim could not be made ready; `claim` is as the API server has it, where it was read.
+    fn failed(&self, claim: &ResourceClaim, problem: &str);
+    /// A claim is released.
+    fn released(&self, uid: &str);
+}
+
+/// What a preparer works with.
+#[derive(Debug)]
+pub struct Parts {
+    /// This node's pool.
+    pub pool: String,
+    /// Where things lie.
+    pub layout: Layout,
+    /// The driver root as this process sees it.
+    pub driver_root: std::path::PathBuf,
+    /// The file system.
+    pub fs: Arc<dyn Fs>,
+    /// Carries out plans.
+    pub executor: Executor,
+    /// What containers get of ours.
+    pub installation: Result<Installation, InstallError>,
+    /// The driver now.
+    pub driver: watch::Receiver<DriverState>,
+    /// The API server.
+    pub claims: Claims,
+    /// What is held.
+    pub ledger: Arc<Ledger>,
+    /// Status and events.
+    pub aftermath: Arc<dyn Aftermath>,
+    /// Wakes the search for orphans when one may be in the way.
+    pub suspect_orphans: Arc<Notify>,
+}
+
+/// Prepares and unprepares the claims of this node.
+#[derive(Debug)]
+pub struct Preparer {
+    parts: Parts,
+    locks: Arc<Locks>,
+}
+
+impl Preparer {
+    /// Starts with free locks.
+    #[must_use]
+    pub fn new(parts: Parts) -> Arc<Self> {
+        Arc::new(Self {
+            parts,
+            locks: Arc::default(),
+        })
+    }
+
+    /// What is held.
+    #[must_use]
+    pub fn ledger(&self) -> &Ledger {
+        &self.parts.ledger
+    }
+
+    /// Makes a claim's devices ready, or nothing of them.
+    pub async fn prepare(self: &Arc<Self>, claim: &ClaimRef) -> Result<Arc<Record>, PrepareError> {
+        let within = tokio::time::timeout(DEADLINE, self.prepare_in_turn(claim)).await;
+        let (object, result) = within.unwrap_or_else(|_| (None, Err(Problem::Timeout(DEADLINE))));
+        match result {
+            Ok(record) => {
+                info!(devices = record.plan.devices.len(), "prepared");
+                self.parts.aftermath.prepared(&record);
+                Ok(record)
+            }
+            Err(problem) => {
+                let error = PrepareError {
+                    claim: claim.clone(),
+                    problem,
+                };
+                warn!(%error, outcome = error.problem.outcome(), "not prepared");
+                if let Some(object) = object {
+                    self.parts.aftermath.failed(&object, &error.to_string());
+                }
+                Err(error)
+            }
+        }
+    }
+
+    async fn prepare_in_turn(
+        self: &Arc<Self>,
+        claim: &ClaimRef,
+    ) -> (Option<ResourceClaim>, Result<Arc<Record>, Problem>) {
+        let claim_lock = self.locks.lock([Key::Claim(claim.uid.clone())]).await;
+        let object = match self.parts.claims.get(claim).await {
+            Ok(Some(object)) => object,
+            Ok(None) => return (None, Err(Problem::Gone)),
+            Err(e) => return (None, Err(e.into())),
+        };
+        if let Err(e) = check_uid(&object, &claim.uid) {
+            // The event would go to the pods of the claim that took the name.
+            return (None, Err(e.into()));
+        }
+        let allocation = match Allocation::from_claim(&object, &self.parts.pool) {
+            Ok(allocation) => allocation,
+            Err(e) => return (Some(object), Err(e.into())),
+        };
+        let result = self.prepare_allocation(allocation, claim_lock).await;
+        (Some(object), result)
+    }
+
+    async fn prepare_allocation(
+        self: &Arc<Self>,
+        allocation: Allocation,
+        claim_lock: Held,
+    ) -> Result<Arc<Record>, Problem> {
+        let held = self
+            .parts
+            .ledger
+            .get(&allocation.uid)
+            .map_err(Problem::Journal)?;
+        let minors = allocation.devices.iter().map(|d| d.device.minor());
+        let of_old = held.iter().flat_map(|record| gpus(&record.plan));
+        let gpu_locks = self.locks.lock(minors.map(Key::Gpu).chain(of_old)).await;
+        let this = Arc::clone(self);
+        let work = move || {
+            let _locks = (claim_lock, gpu_locks);
+            this.carry_out(&allocation, held)
+        };
+        tokio::task::spawn_blocking(work)
+            .await
+            .map_err(|_| Problem::Stopping)?
+    }
+
+    fn carry_out(
+        &self,
+        allocation: &Allocation,
+        held: Option<Arc<Record>>,
+    ) -> Result<Arc<Record>, Problem> {
+        let parts = &self.parts;
+        let ready = match &*parts.driver.borrow() {
+            DriverState::Ready(ready) => Arc::clone(ready),
+            DriverState::Unknown => return Err(Problem::DriverUnknown),
+            DriverState::Absent(why) => return Err(Problem::Driver(Arc::clone(why))),
+        };
+        let others = parts.ledger.held();
+        let plan = plan(
+            allocation,
+            &ready.inventory,
+            others.iter().map(|record| &record.plan),
+        )
+        .inspect_err(|e| {
+            if let PreparationProblem::Conflict(_) = e.problem {
+                parts.suspect_orphans.notify_one();
+            }
+        })?;
+        self.verify(&plan, &ready)?;
+        match held {
+            Some(record) if record.plan == plan => {
+                let mut record = Record::clone(&record);
+                parts.executor.rebuild(&mut record)?;
+                Ok(parts.ledger.insert(record))
+            }
+            old => {
+                if let Some(old) = old {
+                    // The same claim, allocated anew: nothing of the old allocation is in use.
+                    parts.executor.undo(&old.plan)?;
+                    parts.ledger.remove(&allocation.uid);
+                }
+                match parts.executor.execute(plan) {
+                    Ok(record) => Ok(parts.ledger.insert(record)),
+                    Err(failed) => {
+                        let (record, error) = *failed;
+                        // What could not be taken back is still held.
+                        if !error.cleanup.is_empty() {
+                            parts.ledger.insert(record);
+                        }
+                        Err(error.into())
+                    }
+                }
+            }
+        }
+    }
+
+    /// Looks at everything that the containers will rely on and that the plan does not make.
+    fn verify(&self, plan: &PreparationPlan, ready: &Ready) -> Result<(), Problem> {
+        let parts = &self.parts;
+        let capped = plan
+            .devices
+            .iter()
+            .any(|device| matches!(device.cap, Cap::Share { .. }));
+        let needs = if capped { Needs::Shim } else { Needs::Hooks };
+        match &parts.installation {
+            Ok(installation) => installation.verify(needs)?,
+            Err(error) => return Err(Problem::NotInstalled(error.to_string())),
+        }
+        let root = DriverRoot::open(&parts.driver_root)?;
+        for device in &plan.devices {
+            let node = format!("/dev/nvidia{}", device.minor);
+            match root.resolve(Path::new(&node))? {
+                Some((_, Kind::CharDevice)) => {}
+                _ => {
+                    return Err(Problem::NoDeviceNode {
+                        node,
+                        root: parts.driver_root.clone(),
+                    });
+                }
+            }
+        }
+        let spec = parts.layout.driver_spec();
+        fs::ensure(&*parts.fs, &spec, &ready.spec, 0o644)?;
+        Ok(())
+    }
+
+    /// Releases a claim; one that is not held is released already.
+    pub async fn unprepare(self: &Arc<Self>, claim: &ClaimRef) -> Result<(), UnprepareError> {
+        let within = tokio::time::timeout(DEADLINE, self.unprepare_in_turn(claim)).await;
+        let result = within.unwrap_or(Err(Problem::Timeout(DEADLINE)));
+        self.parts.aftermath.released(&claim.uid);
+        result.map_err(|problem| {
+            let error = UnprepareError {
+                claim: claim.clone(),
+                problem,
+            };
+            warn!(%error, outcome = error.problem.outcome(), "not unprepared");
+            error
+        })
+    }
+
+    async fn unprepare_in_turn(self: &Arc<Self>, claim: &ClaimRef) -> Result<(), Problem> {
+        let claim_lock = self.locks.lock([Key::Claim(claim.uid.clone())]).await;
+        let held = self
+            .parts
+            .ledger
+            .get(&claim.uid)
+            .map_err(Problem::Journal)?;
+        let keys = held.iter().flat_map(|record| gpus(&record.plan));
+        let gpu_locks = self.locks.lock(keys).await;
+        let (this, uid) = (Arc::clone(self), claim.uid.clone());
+        let work = move || {
+            let _locks = (claim_lock, gpu_locks);
+            match held {
+                Some(record) => this.parts.executor.undo(&record.plan)?,
+                // Its journal may have been deleted by hand, and what it made not.
+                None => this.parts.executor.sweep(&uid)?,
+            }
+            this.parts.ledger.remove(&uid);
+            Ok(())
+        };
+        let released = tokio::task::spawn_blocking(work).await;
+        released.map_err(|_| Problem::Stopping)?.inspect(|()| info!("unprepared"))
+    }
+
+    /// Releases the claims that are gone from the API server, or whose name another has by now.
+    ///
+    /// `missing` names those that were gone at an earlier look; only these are released, so that
+    /// the containers of a pod deleted by force have the time to end. Returns those gone now.
+    pub async fn release_orphans(
+        self: &Arc<Self>,
+        missing: &std::collections::BTreeSet<String>,
+    ) -> std::collections::BTreeSet<String> {
+        let mut gone = std::collections::BTreeSet::new();
+        for record in self.parts.ledger.held() {
+            let claim = claim_of(&record);
+            let is_gone = match self.parts.claims.get(&claim).await {
+                Ok(None) => true,
+                Ok(Some(object)) => check_uid(&object, &claim.uid).is_err(),
+                // Not knowing is no reason to take something away.
+                Err(_) => false,
+            };
+            if !is_gone {
+                continue;
+            }
+            if !missing.contains(&claim.uid) {
+                gone.insert(claim.uid);
+                continue;
+            }
+            info!(claim = %claim, uid = claim.uid, "the claim is gone and the kubelet did not release it; releasing it");
+            if self.unprepare(&claim).await.is_err() {
+                gone.insert(claim.uid);
+            }
+        }
+        gone
+    }
+}
+
+fn gpus(plan: &PreparationPlan) -> impl Iterator<Item = Key> + '_ {
+    plan.devices.iter().map(|device| Key::Gpu(device.minor))
+}

@@ -1,0 +1,128 @@
+//! What can be wrong with a claim, in words for its pod's events.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tranche_driver::claim::ClaimError;
+use tranche_driver::preparation::PreparationError;
+
+use crate::claims::{ClaimRef, ReadError};
+use crate::driver_state::DriverError;
+use crate::executor::{ExecuteError, StepError, UndoError};
+use crate::fs::FsError;
+use crate::install::InstallError;
+use crate::root::RootError;
+
+/// A claim that was not prepared.
+#[derive(Debug, thiserror::Error)]
+#[error("{}", text(claim, problem))]
+pub struct PrepareError {
+    /// Which.
+    pub claim: ClaimRef,
+    /// Why.
+    pub problem: Problem,
+}
+
+/// A claim that was not unprepared.
+#[derive(Debug, thiserror::Error)]
+#[error("{}", text(claim, problem))]
+pub struct UnprepareError {
+    /// Which.
+    pub claim: ClaimRef,
+    /// Why.
+    pub problem: Problem,
+}
+
+fn text(claim: &ClaimRef, problem: &Problem) -> String {
+    match problem {
+        // These name the claim themselves.
+        Problem::Claim(_) | Problem::Plan(_) => problem.to_string(),
+        _ => format!("claim {claim}: {problem}"),
+    }
+}
+
+/// Why not.
+#[derive(Debug, thiserror::Error)]
+pub enum Problem {
+    /// The API server does not have it.
+    #[error("it is deleted: delete the pod that waits for it")]
+    Gone,
+    /// The API server does not say.
+    #[error(transparent)]
+    Read(#[from] ReadError),
+    /// Another has its name, it is not allocated, or the allocation is wrong.
+    #[error(transparent)]
+    Claim(#[from] ClaimError),
+    /// This node cannot give what was allocated.
+    #[error(transparent)]
+    Plan(#[from] PreparationError),
+    /// Its journal cannot be read.
+    #[error("{0}")]
+    Journal(Arc<str>),
+    /// The driver was not looked at yet.
+    #[error("the plugin is only starting: wait for its readiness")]
+    DriverUnknown,
+    /// There is no driver.
+    #[error("the node has no driver to work with: {0}")]
+    Driver(Arc<DriverError>),
+    /// The driver root cannot be read now.
+    #[error(transparent)]
+    Root(#[from] RootError),
+    /// The GPU has no device node.
+    #[error(
+        "driver root {root} has no device node {node}: on the node, run `nvidia-smi` or \
+         `nvidia-modprobe -u -c=0` to make it"
+    )]
+    NoDeviceNode {
+        /// From the root.
+        node: String,
+        /// As the plugin sees it.
+        root: PathBuf,
+    },
+    /// What containers need of ours was not installed at start.
+    #[error("{0}")]
+    NotInstalled(String),
+    /// What containers need of ours is not intact.
+    #[error(transparent)]
+    Install(#[from] InstallError),
+    /// The driver's CDI spec.
+    #[error(transparent)]
+    Fs(#[from] FsError),
+    /// A step failed.
+    #[error(transparent)]
+    Execute(#[from] ExecuteError),
+    /// A step failed that was done before.
+    #[error(transparent)]
+    Rebuild(#[from] StepError),
+    /// An inverse failed.
+    #[error("cannot release it: {0}")]
+    Undo(#[from] UndoError),
+    /// It took too long.
+    #[error("not done within {} s, of which the kubelet allows 45; it goes on and is asked again", .0.as_secs())]
+    Timeout(Duration),
+    /// The plugin stops.
+    #[error("the plugin is stopping: the next one takes over")]
+    Stopping,
+}
+
+impl Problem {
+    /// A word for a metric's label.
+    #[must_use]
+    pub fn outcome(&self) -> &'static str {
+        match self {
+            Self::Gone => "claim_gone",
+            Self::Read(_) => "api_error",
+            Self::Claim(_) => "claim_refused",
+            Self::Plan(_) => "plan_refused",
+            Self::Journal(_) => "journal_unreadable",
+            Self::DriverUnknown | Self::Driver(_) | Self::Root(_) | Self::NoDeviceNode { .. } => {
+                "driver_not_ready"
+            }
+            Self::NotInstalled(_) | Self::Install(_) => "not_intact",
+            Self::Fs(_) | Self::Execute(_) | Self::Rebuild(_) | Self::Undo(_) => "step_failed",
+            Self::Timeout(_) => "timeout",
+            Self::Stopping => "stopping",
+        }
+    }
+}
