@@ -91,7 +91,7 @@ no_dns() {
 create_cluster() {
 	kind create cluster --name "$CLUSTER" --image "$NODE_IMAGE" --config "$CLUSTER_DIR/kind.yaml" \
 		--kubeconfig "$KUBECONFIG" --retain
-	if [[ ${DOCKER_HOST-} == "$ENGINE_HOST" ]]; then our_bridges; fi
+	if [[ ${DOCKER_HOST-} == "$ENGINE_HOST" ]]; then remember_bridges; fi
 	if node_image_is_ours; then connect_pods; fi
 	kubectl wait --for condition=Ready nodes --all --timeout 120s
 }

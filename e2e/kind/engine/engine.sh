@@ -13,6 +13,7 @@ use_engine() {
 		return
 	fi
 	need dockerd docker.io iptables
+	need nft nftables
 	if engine_answers; then
 		say "Using the Docker engine that its package has started"
 		return

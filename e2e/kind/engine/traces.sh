@@ -2,15 +2,17 @@
 # What cannot be told apart by its name is written down before the engine starts.
 # shellcheck shell=bash
 
+# What dockerd and containerd set or make outside the folders that they are given.
 SYSCTLS=(net.ipv4.ip_forward net.ipv6.conf.all.forwarding fs.inotify.max_user_instances)
+FOLDERS=(/etc/docker /run/docker /run/containerd /opt/containerd)
 
-# remember_machine writes down the packet filter's chains and the settings that the engine is going to change.
+# remember_machine writes down the packet filter, the settings and the folders that the engine is going to change.
 remember_machine() {
-	local family
-	for family in iptables ip6tables; do
-		"$family-save" 2>/dev/null | grep -E '^(\*|:)' >"$ENGINE_STATE/$family.before" || true
-	done
-	sysctl "${SYSCTLS[@]}" >"$ENGINE_STATE/sysctl.before" 2>/dev/null || true
+	iptables-save >"$ENGINE_STATE/iptables.before"
+	ip6tables-save >"$ENGINE_STATE/ip6tables.before" || true
+	sysctl "${SYSCTLS[@]}" >"$ENGINE_STATE/sysctl.before" || true
+	: >"$ENGINE_STATE/bridges"
+	ls -d "${FOLDERS[@]}" >"$ENGINE_STATE/folders.before" || true
 }
 
 # remove_engine_traces works on a running engine, on what a killed one has left, and on nothing at all.
@@ -21,18 +23,29 @@ remove_engine_traces() {
 }
 
 remove_traces() {
-	local bridges
-	bridges=$(our_bridges)
-	stop_process "$(cat "$ENGINE_RUN/dockerd.started" 2>/dev/null)" dockerd
+	remove_containers
+	stop_process "$(cat "$ENGINE_RUN/dockerd.started")" dockerd
 	kill_cgroup
-	stop_process "$(cat "$ENGINE_RUN/containerd.started" 2>/dev/null)" containerd
-	unmount_below "$ENGINE_STATE" "$ENGINE_RUN"
-	remove_bridges "$bridges"
-	remove_rules iptables "$bridges"
-	remove_rules ip6tables "$bridges"
+	stop_process "$(cat "$ENGINE_RUN/containerd.started")" containerd
+	unmount_below "$ENGINE_STATE"
+	unmount_below "$ENGINE_RUN"
+	if [[ -f $ENGINE_STATE/folders.before ]]; then
+		remove_rules iptables ip
+		remove_rules ip6tables ip6
+		remove_bridges
+		restore_sysctls
+		remove_new_folders
+	fi
 	remove_cgroup
-	restore_sysctls
 	rm -rf "$ENGINE_STATE" "$ENGINE_RUN"
+}
+
+# remove_containers lets the engine, if it runs, take its containers, bridges and rules away itself.
+remove_containers() {
+	our_engine_answers || return 0
+	export DOCKER_HOST=$ENGINE_HOST
+	docker ps --all --quiet | xargs --no-run-if-empty docker rm --force --volumes
+	docker network ls --filter type=custom --quiet | xargs --no-run-if-empty docker network rm
 }
 
 # stop_process PID NAME ends the process if it still is the one that we started, and waits for its end.
@@ -82,115 +95,66 @@ shims() {
 remove_cgroup() {
 	local folder
 	for folder in $(cgroup_folders); do
-		find "$folder" -depth -type d -exec rmdir {} + 2>/dev/null || true
+		find "$folder" -depth -type d -exec rmdir {} +
 	done
 }
 
 unmount_below() {
-	local folder
-	for folder in "$@"; do
-		findmnt --list --noheadings --output TARGET | grep -E "^$folder(/|$)" | sort -r | while read -r target; do
-			umount -l "$target"
-		done
+	local target
+	findmnt --list --noheadings --output TARGET | sort --reverse | while read -r target; do
+		if [[ $target == "$1"/* ]]; then umount --lazy "$target"; fi
 	done
 }
 
-# our_bridges lists the bridges of the engine's networks, also when it does not run any more.
+# our_bridges lists the bridges of the engine's networks.
 our_bridges() {
-	if our_engine_answers; then
-		DOCKER_HOST=$ENGINE_HOST docker network ls --filter driver=bridge --quiet --no-trunc |
-			sed -E 's/^(.{12}).*/br-\1/' | tee "$ENGINE_STATE/bridges"
-	else
-		cat "$ENGINE_STATE/bridges" 2>/dev/null || true
-	fi
+	DOCKER_HOST=$ENGINE_HOST docker network ls --filter driver=bridge --quiet | sed 's/^/br-/'
 }
+
+# remember_bridges writes them down: a bridge cannot be told from another engine's once ours is gone.
+remember_bridges() { our_bridges >"$ENGINE_STATE/bridges"; }
 
 remove_bridges() {
 	local bridge
-	for bridge in $1; do
-		ip link show "$bridge" >/dev/null 2>&1 && ip link delete "$bridge"
-	done
-	return 0
+	while read -r bridge; do
+		if ip link show "$bridge"; then ip link delete "$bridge"; fi
+	done <"$ENGINE_STATE/bridges"
 }
 
-# remove_rules IPTABLES BRIDGES removes the rules that name our bridges, then the chains that were not there before the
-# engine with every rule that jumps to them, and gives the built-in chains back their policy.
+# remove_rules IPTABLES FAMILY loads the rules again without those that name our bridges or addresses and, where no
+# other engine had them before, without the engine's chains. Tables that hold nothing and were not there go as well.
 remove_rules() {
-	local iptables=$1 bridges=$2 before=$ENGINE_STATE/$1.before table line chain
-	command -v "$iptables-save" >/dev/null && [[ -f $before ]] || return 0
-	"$iptables-save" | while read -r line; do
-		case $line in
-		\**) table=${line#\*} ;;
-		-A*) if names_one_of "$line" "$bridges"; then delete_rule "$iptables" "$table" "$line"; fi ;;
-		esac
+	local iptables=$1 family=$2 before=$ENGINE_STATE/$1.before table
+	[[ -f $before ]] || return 0
+	"$iptables-save" --counters | sed -E "/$(our_rules "$before")/d" | "$iptables-restore" --counters
+	"$iptables" -P FORWARD "$(awk '/^:FORWARD/ {policy = $2} END {print policy ? policy : "ACCEPT"}' "$before")"
+	for table in nat filter; do
+		if ! grep -q "^\*$table" "$before" && ! "$iptables-save" -t "$table" | grep -q '^-A'; then
+			nft delete table "$family" "$table" || true # there is none where iptables is the legacy one
+		fi
 	done
-	"$iptables-save" | while read -r line; do
-		case $line in
-		\**) table=${line#\*} ;;
-		:DOCKER*)
-			chain=${line%% *}
-			chain=${chain#:}
-			in_table "$table" ":$chain " "$before" || remove_chain "$iptables" "$table" "$chain"
-			;;
-		:FORWARD*)
-			if [[ $table == filter ]]; then "$iptables" -P FORWARD "$(policy_before "$before")"; fi
-			;;
-		esac
-	done
-	remove_empty_tables "$iptables"
 }
 
-names_one_of() {
-	local word
-	for word in $2; do
-		[[ $1 != *"$word"* ]] || return 0
-	done
-	return 1
+# our_rules BEFORE prints a pattern for what iptables-save says of us.
+our_rules() {
+	local patterns bridge
+	grep -q '^:DOCKER' "$1" && patterns='never, another engine has them' || patterns=DOCKER
+	while read -r bridge; do
+		patterns+="|$bridge"
+		patterns+=$(ip -oneline -4 address show dev "$bridge" | sed -nE 's/.* inet ([0-9]+)\.([0-9]+)\..*/| -[sd] \1\\.\2\\./p')
+	done <"$ENGINE_STATE/bridges"
+	echo "$patterns"
 }
 
-delete_rule() {
-	local arguments
-	read -ra arguments <<<"${3#-A }"
-	"$1" -t "$2" -D "${arguments[@]}"
-}
-
-# remove_chain IPTABLES TABLE CHAIN
-remove_chain() {
-	local rule
-	"$1-save" -t "$2" | grep -E -- "-j $3( |$)" | while read -r rule; do
-		delete_rule "$1" "$2" "$rule"
-	done
-	"$1" -t "$2" -F "$3"
-	"$1" -t "$2" -X "$3"
-}
-
-# in_table TABLE TEXT FILE tells whether iptables-save's output in FILE has a line that begins with TEXT in that table.
-in_table() {
-	awk -v table="*$1" -v text="$2" '
-		/^\*/ {here = $0 == table}
-		here && index($0, text) == 1 {found = 1}
-		END {exit !found}' "$3"
-}
-
-policy_before() {
-	awk '/^\*/ {filter = $0 == "*filter"} filter && /^:FORWARD/ {policy = $2} END {print policy ? policy : "ACCEPT"}' "$1"
-}
-
-# remove_empty_tables removes the nft tables that iptables made for the engine; they hold nothing any more.
-remove_empty_tables() {
-	local family=ip table
-	[[ $1 == iptables ]] || family=ip6
-	command -v nft >/dev/null || return 0
-	for table in nat filter raw; do
-		grep -qxF "*$table" "$ENGINE_STATE/$1.before" && continue
-		nft list table $family $table 2>/dev/null | grep -qvE '^(table|}|[[:space:]]*(chain|type|}|$)|#)' && continue
-		nft delete table $family $table 2>/dev/null || true
+remove_new_folders() {
+	local folder
+	for folder in "${FOLDERS[@]}"; do
+		grep -qx "$folder" "$ENGINE_STATE/folders.before" || rm -rf "$folder"
 	done
 }
 
 restore_sysctls() {
 	local name value
-	[[ -f $ENGINE_STATE/sysctl.before ]] || return 0
 	while IFS=' =' read -r name value; do
 		sysctl -q -w "$name=$value" || true
 	done <"$ENGINE_STATE/sysctl.before"
