@@ -1,0 +1,297 @@
+//! Executes steps: the only place that writes to the API server.
+//!
+//! Every write is checked against the lease just before it is sent, has a deadline, is sent once, and is
+//! safe to repeat: creates have fixed names, replacements and deletes name the version that they
+//! were decided on. Whatever fails, the next reconcile starts from what is stored.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::ObjectReference;
+use k8s_openapi::api::resource::v1::{ResourceClaim, ResourceSlice};
+use kube::api::{DeleteParams, ListParams, Patch, PatchParams, PostParams, Preconditions};
+use kube::runtime::events::{Event, EventType, Recorder, Reporter};
+use kube::{Api, Client, ResourceExt};
+use serde_json::json;
+use tranche_api::gpu_node::Published;
+use tranche_api::names::{API_VERSION, DRIVER, pool};
+use tranche_api::{GpuNode, SharingPolicy};
+
+use crate::leader::Leadership;
+use crate::metrics::{Metrics, Outcome, Verb};
+use crate::mirror::{Version, version};
+use crate::pool::Write;
+use crate::withdrawn::Held;
+
+/// The field manager of `status.published`, and the events' reporter.
+const MANAGER: &str = "tranche-controller";
+/// How long a request may take.
+const DEADLINE: Duration = Duration::from_secs(10);
+/// Claims in one page of a list.
+const PAGE: u32 = 500;
+
+/// Why a request was not executed.
+#[derive(Debug, thiserror::Error)]
+pub enum ApplyError {
+    /// Another replica may write; this one must not.
+    #[error("the lease is not held any more")]
+    NotLeading,
+    /// The object changed since the decision, or is there already, or is gone. The watch tells.
+    #[error("{what} changed in the meantime")]
+    Changed {
+        /// Verb and name.
+        what: String,
+    },
+    /// The API server refuses what we write.
+    #[error("{what}: the API server refuses it: {message}")]
+    Refused {
+        /// Verb and name.
+        what: String,
+        /// What the API server says.
+        message: String,
+    },
+    /// No answer in time.
+    #[error("{what}: no answer within {} s", DEADLINE.as_secs())]
+    Deadline {
+        /// Verb and name.
+        what: String,
+    },
+    /// Anything else.
+    #[error("{what}: {source}")]
+    Request {
+        /// Verb and name.
+        what: String,
+        /// The client's error.
+        source: kube::Error,
+    },
+}
+
+impl ApplyError {
+    fn outcome(&self) -> Outcome {
+        match self {
+            Self::NotLeading => Outcome::NotLeading,
+            Self::Changed { .. } => Outcome::Changed,
+            Self::Refused { .. } => Outcome::Refused,
+            Self::Deadline { .. } => Outcome::Deadline,
+            Self::Request { .. } => Outcome::Failed,
+        }
+    }
+}
+
+/// What a slice's write was answered with.
+#[derive(Debug)]
+pub enum Written {
+    /// What was sent and what is stored now.
+    Stored {
+        /// As it was sent.
+        sent: Box<ResourceSlice>,
+        /// As it is stored.
+        stored: Box<ResourceSlice>,
+    },
+    /// It is gone.
+    Deleted {
+        /// `metadata.name`.
+        name: String,
+        /// `metadata.uid`.
+        uid: String,
+    },
+}
+
+/// Writes what was decided.
+#[derive(Clone)]
+pub struct Executor {
+    client: Client,
+    slices: Api<ResourceSlice>,
+    gpu_nodes: Api<GpuNode>,
+    claims: Api<ResourceClaim>,
+    recorder: Recorder,
+    leadership: Leadership,
+    metrics: Metrics,
+}
+
+impl std::fmt::Debug for Executor {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Executor").finish_non_exhaustive()
+    }
+}
+
+impl Executor {
+    /// The client must not repeat requests by itself: a repeated create looks like somebody else's.
+    pub fn new(client: Client, instance: String, leadership: Leadership, metrics: Metrics) -> Self {
+        Self {
+            slices: Api::all(client.clone()),
+            gpu_nodes: Api::all(client.clone()),
+            claims: Api::all(client.clone()),
+            recorder: Recorder::new(
+                client.clone(),
+                Reporter {
+                    controller: MANAGER.to_owned(),
+                    instance: Some(instance),
+                },
+            ),
+            client,
+            leadership,
+            metrics,
+        }
+    }
+
+    /// Writes one slice.
+    pub async fn write(&self, write: Write) -> Result<Written, ApplyError> {
+        match write {
+            Write::Create(slice) => {
+                let name = slice.name_any();
+                let params = PostParams::default();
+                let request = self.slices.create(&params, &slice);
+                let stored = self
+                    .send(Verb::Create, "resourceslices", &name, request)
+                    .await?;
+                Ok(Written::Stored {
+                    sent: Box::new(slice),
+                    stored: Box::new(stored),
+                })
+            }
+            Write::Replace(slice) => {
+                let name = slice.name_any();
+                let params = PostParams::default();
+                let request = self.slices.replace(&name, &params, &slice);
+                let stored = self
+                    .send(Verb::Update, "resourceslices", &name, request)
+                    .await?;
+                Ok(Written::Stored {
+                    sent: Box::new(slice),
+                    stored: Box::new(stored),
+                })
+            }
+            Write::Delete { name, uid, version } => {
+                let params = DeleteParams::default().preconditions(Preconditions {
+                    uid: Some(uid.clone()),
+                    resource_version: Some(version),
+                });
+                let request = self.slices.delete(&name, &params);
+                match self
+                    .send(Verb::Delete, "resourceslices", &name, request)
+                    .await
+                {
+                    Ok(_) => Ok(Written::Deleted { name, uid }),
+                    Err(error) => Err(error),
+                }
+            }
+        }
+    }
+
+    /// Writes `status.published` and says its version.
+    pub async fn record(&self, node: &str, published: &Published) -> Result<Version, ApplyError> {
+        let patch = json!({
+            "apiVersion": API_VERSION,
+            "kind": "GpuNode",
+            "metadata": {"name": node},
+            "status": {"published": published},
+        });
+        let params = PatchParams::apply(MANAGER).force();
+        let patch = Patch::Apply(&patch);
+        let request = self.gpu_nodes.patch_status(node, &params, &patch);
+        let stored = self
+            .send(Verb::Apply, "gpunodes/status", node, request)
+            .await?;
+        Ok(version(&stored))
+    }
+
+    /// Tells people of a problem, on the GpuNode and on the policy that is to blame. An event that cannot be
+    /// written is not worth a retry: the problem stands in the GpuNode's status and in the log.
+    pub async fn report(&self, gpu_node: &GpuNode, policy: Option<&SharingPolicy>, problem: &str) {
+        use kube::Resource;
+        let node = gpu_node.name_any();
+        let mut regarding: Vec<ObjectReference> = vec![gpu_node.object_ref(&())];
+        regarding.extend(policy.map(|policy| policy.object_ref(&())));
+        for object in regarding {
+            let event = Event {
+                type_: EventType::Warning,
+                reason: "NotPublished".to_owned(),
+                // The API's limit is 1024 bytes.
+                note: Some(problem.chars().take(900).collect()),
+                action: "Publish".to_owned(),
+                secondary: None,
+            };
+            let request = self.recorder.publish(&event, &object);
+            if let Err(error) = self.send(Verb::Create, "events", &node, request).await {
+                tracing::warn!(node, %error, "cannot write an event");
+            }
+        }
+    }
+
+    /// Lists which devices of a node's pool claims hold.
+    pub async fn held(&self, node: &str) -> Result<Held, ApplyError> {
+        let at = Timestamp::now();
+        let pool = pool(node);
+        let mut devices = BTreeSet::new();
+        let mut params = ListParams::default().limit(PAGE);
+        loop {
+            let what = || format!("list ResourceClaims for node {node}");
+            let page = tokio::time::timeout(DEADLINE, self.claims.list(&params))
+                .await
+                .map_err(|_| ApplyError::Deadline { what: what() })?
+                .map_err(|source| ApplyError::Request {
+                    what: what(),
+                    source,
+                })?;
+            devices.extend(
+                page.items
+                    .iter()
+                    .filter_map(|claim| {
+                        claim.status.as_ref()?.allocation.as_ref()?.devices.as_ref()
+                    })
+                    .flat_map(|allocation| allocation.results.iter().flatten())
+                    .filter(|result| result.driver == DRIVER && result.pool == pool)
+                    .map(|result| result.device.clone()),
+            );
+            match page.metadata.continue_.filter(|token| !token.is_empty()) {
+                Some(token) => params.continue_token = Some(token),
+                None => return Ok(Held { devices, at }),
+            }
+        }
+    }
+
+    /// The client, for the watches.
+    pub fn client(&self) -> &Client {
+        &self.client
+    }
+
+    async fn send<T>(
+        &self,
+        verb: Verb,
+        resource: &'static str,
+        name: &str,
+        request: impl Future<Output = kube::Result<T>>,
+    ) -> Result<T, ApplyError> {
+        let what = || format!("{} {resource} {name}", verb.as_str());
+        let result = if self.leadership.holds() {
+            match tokio::time::timeout(DEADLINE, request).await {
+                Err(_) => Err(ApplyError::Deadline { what: what() }),
+                Ok(Err(kube::Error::Api(status))) => Err(match status.code {
+                    404 | 409 => ApplyError::Changed { what: what() },
+                    400 | 422 => ApplyError::Refused {
+                        what: what(),
+                        message: status.message.clone(),
+                    },
+                    _ => ApplyError::Request {
+                        what: what(),
+                        source: kube::Error::Api(status),
+                    },
+                }),
+                Ok(Err(source)) => Err(ApplyError::Request {
+                    what: what(),
+                    source,
+                }),
+                Ok(Ok(answer)) => Ok(answer),
+            }
+        } else {
+            Err(ApplyError::NotLeading)
+        };
+        let outcome = result
+            .as_ref()
+            .map_or_else(ApplyError::outcome, |_| Outcome::Done);
+        self.metrics.written(verb, resource, outcome);
+        result
+    }
+}

@@ -1,0 +1,134 @@
+//! The command line, and how the parts are wired.
+
+use std::net::SocketAddr;
+
+use anyhow::Context;
+use clap::{Parser, ValueEnum};
+use kube::{Client, Config};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio_util::sync::CancellationToken;
+use tracing_subscriber::EnvFilter;
+use tracing_subscriber::filter::LevelFilter;
+
+use crate::apply::Executor;
+use crate::controller::Controller;
+use crate::feed::Feed;
+use crate::http::{self, Health};
+use crate::leader::Election;
+use crate::metrics::Metrics;
+
+/// Publishes the ResourceSlices of every GPU node from its GpuNode and the cluster's SharingPolicies.
+#[derive(Debug, Parser)]
+#[command(name = "tranche-controller", version)]
+pub struct Args {
+    /// Where /healthz, /readyz and /metrics are served.
+    #[arg(long, env = "HTTP_ENDPOINT", default_value = "0.0.0.0:8086")]
+    http_endpoint: SocketAddr,
+
+    /// The lease that decides which replica writes.
+    #[arg(long, env = "LEASE_NAME", default_value = "tranche-controller")]
+    lease_name: String,
+
+    /// The namespace of the lease.
+    #[arg(long, env = "POD_NAMESPACE", default_value = "tranche-system")]
+    namespace: String,
+
+    /// This replica's name in the lease; no two may have the same.
+    #[arg(long, env = "POD_NAME")]
+    identity: String,
+
+    /// How log lines look; what is logged is RUST_LOG's matter (default info).
+    #[arg(long, value_enum, default_value_t = LogFormat::Text)]
+    log_format: LogFormat,
+}
+
+/// How log lines look.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum LogFormat {
+    /// For people.
+    Text,
+    /// One object a line.
+    Json,
+}
+
+impl Args {
+    /// Runs the controller until SIGTERM or SIGINT.
+    pub async fn run(self) -> anyhow::Result<()> {
+        let Self {
+            http_endpoint,
+            lease_name,
+            namespace,
+            identity,
+            log_format,
+        } = self;
+        start_log(log_format)?;
+
+        let mut config = Config::infer().await.context("find the API server")?;
+        // A repeated create looks like somebody else's, and its back-off outlives every deadline here.
+        config.default_retry = false;
+        let client = Client::try_from(config).context("connect to the API server")?;
+
+        let stop = stop_on_signal()?;
+        let (metrics, health) = (Metrics::default(), Health::default());
+        let (election, leadership) =
+            Election::new(client.clone(), &namespace, &lease_name, &identity);
+        let executor = Executor::new(
+            client.clone(),
+            identity,
+            leadership.clone(),
+            metrics.clone(),
+        );
+        let feed = Feed::start(&client, &metrics);
+        let controller =
+            Controller::new(executor, feed, leadership, metrics.clone(), health.clone());
+
+        let served = tokio::spawn(http::serve(http_endpoint, health, metrics, stop.clone()));
+        let failed = stop.clone();
+        let served = tokio::spawn(async move {
+            let result = served.await;
+            failed.cancel();
+            result
+        });
+        // The lease is given back when nothing is being written any more.
+        let written = CancellationToken::new();
+        let elected = tokio::spawn(election.run(written.clone()));
+        controller.run(stop).await;
+        written.cancel();
+        elected.await.context("election")?;
+        served
+            .await
+            .context("server")?
+            .context("server")?
+            .with_context(|| format!("serve {http_endpoint}"))
+    }
+}
+
+fn start_log(format: LogFormat) -> anyhow::Result<()> {
+    let filter = EnvFilter::builder()
+        .with_default_directive(LevelFilter::INFO.into())
+        .from_env()
+        .context("RUST_LOG")?;
+    let log = tracing_subscriber::fmt().with_env_filter(filter);
+    match format {
+        LogFormat::Text => log.init(),
+        LogFormat::Json => log.json().flatten_event(true).init(),
+    }
+    Ok(())
+}
+
+/// A token that is cancelled by the first SIGTERM or SIGINT.
+fn stop_on_signal() -> anyhow::Result<CancellationToken> {
+    let mut terminate = signal(SignalKind::terminate()).context("wait for SIGTERM")?;
+    let mut interrupt = signal(SignalKind::interrupt()).context("wait for SIGINT")?;
+    let stop = CancellationToken::new();
+    let stopped = stop.clone();
+    tokio::spawn(async move {
+        tokio::select! {
+            _ = terminate.recv() => {}
+            _ = interrupt.recv() => {}
+        }
+        tracing::info!("stopping");
+        stopped.cancel();
+    });
+    Ok(stop)
+}

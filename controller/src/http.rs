@@ -1,0 +1,109 @@
+//! `/healthz`, `/readyz` and `/metrics`.
+
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use axum::Router;
+use axum::extract::State;
+use axum::http::StatusCode;
+use axum::http::header::CONTENT_TYPE;
+use axum::response::IntoResponse;
+use axum::routing::get;
+use tokio::net::TcpListener;
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+
+use crate::metrics::Metrics;
+
+/// How long the controller's loop may be silent. It says that it lives every few seconds.
+const SILENCE: Duration = Duration::from_secs(60);
+
+/// How the controller is, as its loop last said.
+#[derive(Clone, Debug, Default)]
+pub struct Health(Arc<Mutex<Pulse>>);
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Pulse {
+    at: Option<Instant>,
+    synced: bool,
+}
+
+impl Health {
+    /// The loop lives; `synced` says whether its index is complete.
+    pub fn beat(&self, synced: bool) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Pulse {
+            at: Some(Instant::now()),
+            synced,
+        };
+    }
+
+    fn pulse(&self) -> Pulse {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[derive(Clone)]
+struct Answers {
+    health: Health,
+    metrics: Metrics,
+}
+
+/// Serves until told to stop.
+pub async fn serve(
+    endpoint: SocketAddr,
+    health: Health,
+    metrics: Metrics,
+    stop: CancellationToken,
+) -> std::io::Result<()> {
+    let listener = TcpListener::bind(endpoint).await?;
+    let router = Router::new()
+        .route("/healthz", get(healthz))
+        .route("/readyz", get(readyz))
+        .route("/metrics", get(text))
+        .with_state(Answers { health, metrics });
+    axum::serve(listener, router)
+        .with_graceful_shutdown(stop.cancelled_owned())
+        .await
+}
+
+async fn healthz(State(answers): State<Answers>) -> impl IntoResponse {
+    match answers.health.pulse().at {
+        // A loop that has not begun is starting; the probes' own patience bounds that.
+        None => (StatusCode::OK, "starting".to_owned()),
+        Some(at) if at.elapsed() < SILENCE => (StatusCode::OK, "ok".to_owned()),
+        Some(at) => (
+            StatusCode::SERVICE_UNAVAILABLE,
+            format!("the loop has been silent for {} s", at.elapsed().as_secs()),
+        ),
+    }
+}
+
+async fn readyz(State(answers): State<Answers>) -> impl IntoResponse {
+    if answers.health.pulse().synced {
+        (StatusCode::OK, "ok")
+    } else {
+        (
+            StatusCode::SERVICE_UNAVAILABLE,
+            "the first lists are not complete",
+        )
+    }
+}
+
+async fn text(State(answers): State<Answers>) -> impl IntoResponse {
+    match answers.metrics.text() {
+        Ok(text) => (
+            StatusCode::OK,
+            [(
+                CONTENT_TYPE,
+                "application/openmetrics-text; version=1.0.0; charset=utf-8",
+            )],
+            text,
+        ),
+        Err(error) => (
+            StatusCode::INTERNAL_SERVER_ERROR,
+            [(CONTENT_TYPE, "text/plain")],
+            error.to_string(),
+        ),
+    }
+}

@@ -1,0 +1,207 @@
+//! What the controller knows of the cluster, by node.
+//!
+//! ```text
+//!  [ GpuNode ] ────┐
+//!  [ Node ] ───────┤
+//!                  ├──► NodeView ──► reconcile
+//!  [ Policies ] ───┤
+//!  [ Slices ] ─────┘
+//! ```
+//!
+//! Synchronous and without a client. Every event answers with the nodes that must be looked at again;
+//! events that change nothing that a plan depends on (a node's heartbeat) answer with none.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use k8s_openapi::api::core::v1::Node;
+use k8s_openapi::api::resource::v1::ResourceSlice;
+use kube::ResourceExt;
+use kube::core::PartialObjectMeta;
+use kube::runtime::watcher::Event;
+use tranche_api::{GpuNode, SharingPolicy};
+
+use crate::mirror::{Mirror, Version};
+
+/// The key of slices of our driver that belong to no node. Nobody of ours publishes such.
+pub const NO_NODE: &str = "";
+
+/// One event of one of the watches.
+#[derive(Debug)]
+pub enum Observation {
+    /// What a node has.
+    GpuNode(Event<GpuNode>),
+    /// What is offered.
+    Policy(Event<SharingPolicy>),
+    /// Labels and UID of a node.
+    Node(Event<PartialObjectMeta<Node>>),
+    /// A slice of our driver.
+    Slice(Event<ResourceSlice>),
+}
+
+/// Everything that decides what one node publishes.
+#[derive(Clone, Debug)]
+pub struct NodeView {
+    /// The node's name, [`NO_NODE`] for slices that belong to none.
+    pub name: String,
+    /// The Node, where it exists.
+    pub node: Option<Arc<PartialObjectMeta<Node>>>,
+    /// What its plugin says of it.
+    pub gpu_node: Option<Arc<GpuNode>>,
+    /// All policies, by name.
+    pub policies: Arc<[SharingPolicy]>,
+    /// The slices of our driver on this node, by name.
+    pub slices: Vec<Arc<ResourceSlice>>,
+}
+
+/// How far the watches were when writes were answered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Mark {
+    slices: u64,
+    gpu_nodes: u64,
+}
+
+/// The cluster as the watches tell it.
+#[derive(Debug, Default)]
+pub struct Index {
+    gpu_nodes: Mirror<GpuNode>,
+    policies: Mirror<SharingPolicy>,
+    nodes: Mirror<PartialObjectMeta<Node>>,
+    slices: Mirror<ResourceSlice>,
+    slices_by_node: BTreeMap<String, BTreeSet<String>>,
+    /// The policies as every view gets them.
+    all_policies: Arc<[SharingPolicy]>,
+}
+
+impl Index {
+    /// Takes an event in; answers with the nodes to look at again.
+    pub fn observe(&mut self, observation: Observation) -> BTreeSet<String> {
+        match observation {
+            Observation::GpuNode(event) => self
+                .gpu_nodes
+                .apply(event)
+                .into_iter()
+                .filter(|c| {
+                    c.before.as_ref().map(|g| (g.uid(), &g.status))
+                        != c.after.as_ref().map(|g| (g.uid(), &g.status))
+                })
+                .filter_map(|c| c.after.or(c.before))
+                .map(|g| g.name_any())
+                .collect(),
+            Observation::Policy(event) => {
+                let changed = self.policies.apply(event).into_iter().any(|c| {
+                    c.before.as_ref().map(|p| &p.spec) != c.after.as_ref().map(|p| &p.spec)
+                });
+                if changed {
+                    self.all_policies = self.policies.iter().map(|p| (**p).clone()).collect();
+                    self.node_names()
+                } else {
+                    BTreeSet::new()
+                }
+            }
+            Observation::Node(event) => self
+                .nodes
+                .apply(event)
+                .into_iter()
+                .filter(|c| {
+                    c.before.as_ref().map(|n| (n.uid(), n.labels()))
+                        != c.after.as_ref().map(|n| (n.uid(), n.labels()))
+                })
+                .filter_map(|c| c.after.or(c.before))
+                .map(|n| n.name_any())
+                .filter(|name| {
+                    self.gpu_nodes.get(name).is_some() || self.slices_by_node.contains_key(name)
+                })
+                .collect(),
+            Observation::Slice(event) => {
+                let mut dirty = BTreeSet::new();
+                for change in self.slices.apply(event) {
+                    // `spec.nodeName` is immutable, but a name can be taken again for another node.
+                    if let Some(before) = change.before {
+                        let node = node_of(&before);
+                        if let Some(names) = self.slices_by_node.get_mut(node) {
+                            names.remove(&before.name_any());
+                            if names.is_empty() {
+                                self.slices_by_node.remove(node);
+                            }
+                        }
+                        dirty.insert(node.to_owned());
+                    }
+                    if let Some(after) = change.after {
+                        let node = node_of(&after);
+                        self.slices_by_node
+                            .entry(node.to_owned())
+                            .or_default()
+                            .insert(after.name_any());
+                        dirty.insert(node.to_owned());
+                    }
+                }
+                dirty
+            }
+        }
+    }
+
+    /// Whether every watch delivered its first list. Before that nothing may be written: what is not known
+    /// yet looks like what is gone.
+    pub fn synced(&self) -> bool {
+        self.gpu_nodes.synced()
+            && self.policies.synced()
+            && self.nodes.synced()
+            && self.slices.synced()
+    }
+
+    /// Every node with something to publish or to remove.
+    pub fn node_names(&self) -> BTreeSet<String> {
+        self.gpu_nodes
+            .iter()
+            .map(|g| g.name_any())
+            .chain(self.slices_by_node.keys().cloned())
+            .collect()
+    }
+
+    /// What decides about one node.
+    pub fn view(&self, name: &str) -> NodeView {
+        NodeView {
+            name: name.to_owned(),
+            node: self.nodes.get(name).cloned(),
+            gpu_node: self.gpu_nodes.get(name).cloned(),
+            policies: self.all_policies.clone(),
+            slices: self
+                .slices_by_node
+                .get(name)
+                .into_iter()
+                .flatten()
+                .filter_map(|slice| self.slices.get(slice).cloned())
+                .collect(),
+        }
+    }
+
+    /// Where the watches are now. Taken before a write, compared after it.
+    pub fn mark(&self) -> Mark {
+        Mark {
+            slices: self.slices.lists_begun(),
+            gpu_nodes: self.gpu_nodes.lists_begun(),
+        }
+    }
+
+    /// Whether the watch of slices has delivered the write that was answered with this version.
+    pub fn has_slice_write(&self, version: Version, mark: Mark) -> bool {
+        self.slices.caught_up(version, mark.slices)
+    }
+
+    /// Whether the watch of GpuNodes has delivered the write that was answered with this version.
+    pub fn has_gpu_node_write(&self, version: Version, mark: Mark) -> bool {
+        self.gpu_nodes.caught_up(version, mark.gpu_nodes)
+    }
+
+    /// Whether a slice of this name and UID is still known.
+    pub fn has_slice(&self, name: &str, uid: &str) -> bool {
+        self.slices
+            .get(name)
+            .is_some_and(|s| s.uid().as_deref() == Some(uid))
+    }
+}
+
+fn node_of(slice: &ResourceSlice) -> &str {
+    slice.spec.node_name.as_deref().unwrap_or(NO_NODE)
+}

@@ -1,0 +1,276 @@
+//! Which replica writes: a Lease, taken and renewed by compare-and-swap.
+//!
+//! `kube-lease-manager` was tried first. Its followers look at the lease again only when the copy they hold has
+//! expired, so that a lease given back is taken up to a whole duration later; it compares the
+//! holder's clock with its own; and it takes an expired lease by a patch without a
+//! resourceVersion, so that two followers can both believe they won. This one
+//!
+//! * writes with the resourceVersion it read, so that of two contenders one gets a conflict,
+//! * measures expiry on its own monotonic clock, from when it saw the lease change, as client-go does,
+//! * watches the lease, so that one given back at SIGTERM is taken at once.
+//!
+//! The lease keeps two replicas from doing the same work. It is no fence: what keeps a late write harmless is
+//! that every write names the version that it was decided on.
+
+use std::time::Duration;
+
+use futures::{StreamExt, TryStreamExt};
+use jiff::Timestamp;
+use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::MicroTime;
+use kube::api::{ObjectMeta, PostParams};
+use kube::runtime::{WatchStreamExt, watcher};
+use kube::{Api, Client};
+use tokio::sync::watch;
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+
+/// How long a lease holds that nobody renews.
+const DURATION: Duration = Duration::from_secs(15);
+/// How often the leader renews.
+const RENEW: Duration = Duration::from_secs(4);
+/// How long the leader may write after its last successful renewal began. The rest of [`DURATION`] covers a
+/// write that is under way.
+const TENURE: Duration = Duration::from_secs(10);
+/// How long one request may take.
+const DEADLINE: Duration = Duration::from_secs(3);
+/// The wait after a failed request.
+const RETRY: Duration = Duration::from_secs(1);
+
+/// Until when this replica may write, as everyone may ask.
+#[derive(Clone, Debug)]
+pub struct Leadership(watch::Receiver<Option<Instant>>);
+
+impl Leadership {
+    /// Whether this replica may write now.
+    pub fn holds(&self) -> bool {
+        self.0.borrow().is_some_and(|until| Instant::now() < until)
+    }
+
+    /// Waits for the next election, renewal or loss. Never returns when the election has ended.
+    pub async fn changed(&mut self) {
+        if self.0.changed().await.is_err() {
+            std::future::pending::<()>().await;
+        }
+    }
+}
+
+/// A candidate for the lease.
+#[derive(Debug)]
+pub struct Election {
+    api: Api<Lease>,
+    name: String,
+    identity: String,
+    tenure: watch::Sender<Option<Instant>>,
+}
+
+/// The lease as it was last seen to change.
+#[derive(Clone, Debug, Default)]
+struct Seen {
+    lease: Option<Lease>,
+    at: Option<Instant>,
+}
+
+impl Seen {
+    fn update(&mut self, lease: Option<Lease>) {
+        let version =
+            |l: &Option<Lease>| l.as_ref().and_then(|l| l.metadata.resource_version.clone());
+        if self.at.is_none() || version(&self.lease) != version(&lease) {
+            self.at = Some(Instant::now());
+        }
+        self.lease = lease;
+    }
+
+    /// Whose it is: `None` where anyone may take it at `now`.
+    fn holder(&self, now: Instant) -> Option<&str> {
+        let spec = self.lease.as_ref()?.spec.as_ref()?;
+        let holder = spec.holder_identity.as_deref().filter(|h| !h.is_empty())?;
+        (now < self.expiry()?).then_some(holder)
+    }
+
+    fn expiry(&self) -> Option<Instant> {
+        let spec = self.lease.as_ref()?.spec.as_ref()?;
+        let seconds = u64::try_from(spec.lease_duration_seconds?).unwrap_or(0);
+        Some(self.at? + Duration::from_secs(seconds))
+    }
+}
+
+impl Election {
+    /// A candidate named `identity` for the lease `name`, and how everyone learns of the result.
+    pub fn new(client: Client, namespace: &str, name: &str, identity: &str) -> (Self, Leadership) {
+        let (tenure, receiver) = watch::channel(None);
+        let election = Self {
+            api: Api::namespaced(client, namespace),
+            name: name.to_owned(),
+            identity: identity.to_owned(),
+            tenure,
+        };
+        (election, Leadership(receiver))
+    }
+
+    /// Stands for election until told to stop, then gives the lease back.
+    pub async fn run(self, stop: CancellationToken) {
+        let fields = format!("metadata.name={}", self.name);
+        let mut events = watcher(self.api.clone(), watcher::Config::default().fields(&fields))
+            .default_backoff()
+            .map_err(|error| tracing::warn!(%error, "the watch of the lease failed"))
+            .boxed();
+        let mut seen = Seen::default();
+        loop {
+            let now = Instant::now();
+            let wake = match seen.holder(now) {
+                // Nothing was read yet.
+                _ if seen.at.is_none() => self.look(&mut seen).await,
+                Some(holder) if holder == self.identity => {
+                    // Ours from before a restart of this process: taken again at once.
+                    let due = match (*self.tenure.borrow(), seen.at) {
+                        (Some(_), Some(at)) => at + RENEW,
+                        _ => now,
+                    };
+                    if now >= due {
+                        self.take(&mut seen).await
+                    } else {
+                        due
+                    }
+                }
+                Some(_) => {
+                    self.lost();
+                    seen.expiry().unwrap_or(now)
+                }
+                None => self.take(&mut seen).await,
+            };
+            tokio::select! {
+                () = stop.cancelled() => break,
+                () = tokio::time::sleep_until(wake) => {}
+                Some(Ok(event)) = events.next() => match event {
+                    watcher::Event::Apply(lease) | watcher::Event::InitApply(lease) => {
+                        if is_newer(&lease, &seen) {
+                            seen.update(Some(lease));
+                        }
+                    }
+                    watcher::Event::Delete(_) => seen.update(None),
+                    watcher::Event::Init | watcher::Event::InitDone => {}
+                },
+            }
+        }
+        self.give_back(&seen).await;
+    }
+
+    /// Reads the lease.
+    async fn look(&self, seen: &mut Seen) -> Instant {
+        match tokio::time::timeout(DEADLINE, self.api.get_opt(&self.name)).await {
+            Ok(Ok(lease)) => {
+                seen.update(lease);
+                Instant::now()
+            }
+            Ok(Err(error)) => self.failed("read", &error),
+            Err(_) => self.failed("read", &"no answer in time"),
+        }
+    }
+
+    /// Takes or renews the lease that was seen; a conflict means that somebody was faster.
+    async fn take(&self, seen: &mut Seen) -> Instant {
+        let began = Instant::now();
+        let mut lease = claimed(seen.lease.as_ref(), &self.identity, Timestamp::now());
+        lease.metadata.name = Some(self.name.clone());
+        let params = PostParams::default();
+        let request = async {
+            match &seen.lease {
+                Some(_) => self.api.replace(&self.name, &params, &lease).await,
+                None => self.api.create(&params, &lease).await,
+            }
+        };
+        match tokio::time::timeout(DEADLINE, request).await {
+            Ok(Ok(lease)) => {
+                seen.update(Some(lease));
+                if self.tenure.send_replace(Some(began + TENURE)).is_none() {
+                    tracing::info!(lease = self.name, identity = self.identity, "leading");
+                }
+                Instant::now()
+            }
+            Ok(Err(kube::Error::Api(status))) if matches!(status.code, 404 | 409) => {
+                *seen = Seen {
+                    // Expiry counts from when the lease was seen to change, not from now.
+                    at: None,
+                    lease: None,
+                };
+                self.look(seen).await
+            }
+            Ok(Err(error)) => self.failed("write", &error),
+            Err(_) => self.failed("write", &"no answer in time"),
+        }
+    }
+
+    /// Lets the other replica begin at once.
+    async fn give_back(&self, seen: &Seen) {
+        self.lost();
+        let Some(lease) = &seen.lease else { return };
+        let Some(spec) = &lease.spec else { return };
+        if spec.holder_identity.as_deref() != Some(&self.identity) {
+            return;
+        }
+        let mut lease = lease.clone();
+        lease.metadata.managed_fields = None;
+        lease.spec = Some(LeaseSpec {
+            holder_identity: Some(String::new()),
+            lease_duration_seconds: Some(1),
+            renew_time: Some(MicroTime(Timestamp::now())),
+            ..spec.clone()
+        });
+        let params = PostParams::default();
+        let request = self.api.replace(&self.name, &params, &lease);
+        match tokio::time::timeout(DEADLINE, request).await {
+            Ok(Ok(_)) => tracing::info!(lease = self.name, "gave the lease back"),
+            Ok(Err(error)) => tracing::warn!(%error, "cannot give the lease back; it expires"),
+            Err(_) => tracing::warn!("cannot give the lease back in time; it expires"),
+        }
+    }
+
+    fn lost(&self) {
+        if self.tenure.send_replace(None).is_some() {
+            tracing::info!(lease = self.name, "not leading any more");
+        }
+    }
+
+    fn failed(&self, what: &str, error: &dyn std::fmt::Display) -> Instant {
+        let now = Instant::now();
+        tracing::warn!(lease = self.name, %error, "cannot {what} the lease");
+        if self.tenure.borrow().is_some_and(|until| until <= now) {
+            self.lost();
+        }
+        now + RETRY
+    }
+}
+
+fn is_newer(lease: &Lease, seen: &Seen) -> bool {
+    use crate::mirror::version;
+    seen.lease
+        .as_ref()
+        .is_none_or(|known| version(lease) > version(known))
+}
+
+/// The lease as `identity` holds it from now on.
+fn claimed(lease: Option<&Lease>, identity: &str, now: Timestamp) -> Lease {
+    let old = lease.and_then(|l| l.spec.clone()).unwrap_or_default();
+    let renewal = old.holder_identity.as_deref() == Some(identity);
+    Lease {
+        metadata: ObjectMeta {
+            managed_fields: None,
+            ..lease.map(|l| l.metadata.clone()).unwrap_or_default()
+        },
+        spec: Some(LeaseSpec {
+            holder_identity: Some(identity.to_owned()),
+            lease_duration_seconds: i32::try_from(DURATION.as_secs()).ok(),
+            acquire_time: if renewal {
+                old.acquire_time
+            } else {
+                Some(MicroTime(now))
+            },
+            renew_time: Some(MicroTime(now)),
+            lease_transitions: Some(
+                old.lease_transitions.unwrap_or(0) + i32::from(!renewal && lease.is_some()),
+            ),
+            ..LeaseSpec::default()
+        }),
+    }
+}

@@ -1,0 +1,33 @@
+//! GpuNode and SharingPolicy to ResourceSlices.
+//!
+//! ```text
+//!  watches ──► feed ──► index ──► reconcile ──► step ──► apply ──► API server
+//!                         ▲          │ pure:                          │
+//!                         │          │ phase, plan, difference        │
+//!                         └──────────┴────── the watches bring ◄──────┘
+//! ```
+//!
+//! * [`feed`] watches GpuNodes, SharingPolicies, Nodes and our driver's ResourceSlices.
+//! * [`index`] holds what they say, by node; [`queue`] says which node is next.
+//! * [`reconcile`] decides one step for one node from everything that is known, with [`pool`] for the
+//!   difference between slices and [`withdrawn`] for devices that may not disappear yet.
+//! * [`apply`] executes the step; [`controller`] is the loop around all of it.
+//! * [`leader`] lets one replica write. The others follow with a warm index.
+//!
+//! At steady state nobody writes: a step follows only from a difference, and differences are taken by
+//! value.
+#![forbid(unsafe_code)]
+
+pub mod apply;
+pub mod args;
+pub mod controller;
+pub mod feed;
+pub mod http;
+pub mod index;
+pub mod leader;
+pub mod metrics;
+pub mod mirror;
+pub mod pool;
+pub mod queue;
+pub mod reconcile;
+pub mod withdrawn;

@@ -1,0 +1,221 @@
+//! A local copy of one kind of object, fed by a watch.
+//!
+//! A watch starts with a list. Until the list is complete the previous copy stays in force, so that a
+//! re-list never looks as if everything had been deleted for a moment.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use kube::ResourceExt;
+use kube::runtime::watcher::Event;
+
+/// A resourceVersion as a number: comparable within a kind since Kubernetes 1.35 (KEP-5504).
+pub type Version = u128;
+
+/// The version of an object; 0 where there is none.
+pub fn version<K: ResourceExt>(object: &K) -> Version {
+    object
+        .resource_version()
+        .and_then(|v| v.parse().ok())
+        .unwrap_or(0)
+}
+
+/// One object before and after an event.
+#[derive(Debug)]
+pub struct Change<K> {
+    /// What was known before, if it was.
+    pub before: Option<Arc<K>>,
+    /// What is known now, unless it is gone.
+    pub after: Option<Arc<K>>,
+}
+
+/// A local copy of one kind of object, by name.
+#[derive(Debug)]
+pub struct Mirror<K> {
+    objects: BTreeMap<String, Arc<K>>,
+    /// Objects of a list that is not complete yet.
+    incoming: Option<BTreeMap<String, Arc<K>>>,
+    synced: bool,
+    seen: Version,
+    lists_begun: u64,
+    lists_done: u64,
+}
+
+impl<K> Default for Mirror<K> {
+    fn default() -> Self {
+        Self {
+            objects: BTreeMap::new(),
+            incoming: None,
+            synced: false,
+            seen: 0,
+            lists_begun: 0,
+            lists_done: 0,
+        }
+    }
+}
+
+impl<K: ResourceExt> Mirror<K> {
+    /// Takes one event of the watch in and says what changed.
+    pub fn apply(&mut self, event: Event<K>) -> Vec<Change<K>> {
+        match event {
+            Event::Init => {
+                self.lists_begun += 1;
+                self.incoming = Some(BTreeMap::new());
+                Vec::new()
+            }
+            Event::InitApply(object) => {
+                self.seen = self.seen.max(version(&object));
+                self.incoming
+                    .get_or_insert_default()
+                    .insert(object.name_any(), Arc::new(object));
+                Vec::new()
+            }
+            Event::InitDone => {
+                self.synced = true;
+                self.lists_done = self.lists_begun;
+                let mut old =
+                    std::mem::replace(&mut self.objects, self.incoming.take().unwrap_or_default());
+                let mut changes: Vec<_> = self
+                    .objects
+                    .iter()
+                    .map(|(name, after)| Change {
+                        before: old.remove(name),
+                        after: Some(after.clone()),
+                    })
+                    .filter(|c| {
+                        c.before.as_ref().map(|b| version(b.as_ref()))
+                            != c.after.as_ref().map(|a| version(a.as_ref()))
+                    })
+                    .collect();
+                changes.extend(old.into_values().map(|before| Change {
+                    before: Some(before),
+                    after: None,
+                }));
+                changes
+            }
+            Event::Apply(object) => {
+                self.seen = self.seen.max(version(&object));
+                let after = Arc::new(object);
+                let before = self.objects.insert(after.name_any(), after.clone());
+                vec![Change {
+                    before,
+                    after: Some(after),
+                }]
+            }
+            Event::Delete(object) => {
+                self.seen = self.seen.max(version(&object));
+                let before = self.objects.remove(&object.name_any());
+                vec![Change {
+                    before,
+                    after: None,
+                }]
+            }
+        }
+    }
+
+    /// Whether a first list was complete.
+    pub fn synced(&self) -> bool {
+        self.synced
+    }
+
+    /// The object of that name.
+    pub fn get(&self, name: &str) -> Option<&Arc<K>> {
+        self.objects.get(name)
+    }
+
+    /// All objects, by name.
+    pub fn iter(&self) -> impl Iterator<Item = &Arc<K>> {
+        self.objects.values()
+    }
+
+    /// A mark to hand to [`Self::caught_up`] after a write.
+    pub fn lists_begun(&self) -> u64 {
+        self.lists_begun
+    }
+
+    /// Whether the copy holds everything that a write answered with `version` did: the watch delivers in
+    /// the order of versions, and a list that began after the write holds it too.
+    pub fn caught_up(&self, version: Version, lists_begun: u64) -> bool {
+        self.seen >= version || self.lists_done > lists_begun
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use k8s_openapi::api::core::v1::ConfigMap;
+    use kube::api::ObjectMeta;
+
+    use super::*;
+
+    fn object(name: &str, version: u64) -> ConfigMap {
+        ConfigMap {
+            metadata: ObjectMeta {
+                name: Some(name.into()),
+                resource_version: Some(version.to_string()),
+                ..ObjectMeta::default()
+            },
+            ..ConfigMap::default()
+        }
+    }
+
+    fn names(mirror: &Mirror<ConfigMap>) -> Vec<String> {
+        mirror.iter().map(|o| o.name_any()).collect()
+    }
+
+    #[test]
+    fn a_list_in_progress_hides_nothing() {
+        let mut mirror = Mirror::default();
+        mirror.apply(Event::Init);
+        mirror.apply(Event::InitApply(object("a", 1)));
+        assert!(!mirror.synced());
+        mirror.apply(Event::InitDone);
+        assert!(mirror.synced());
+
+        mirror.apply(Event::Init);
+        assert_eq!(names(&mirror), ["a"]);
+        mirror.apply(Event::InitApply(object("b", 2)));
+        let changes = mirror.apply(Event::InitDone);
+        assert_eq!(names(&mirror), ["b"]);
+        assert_eq!(changes.len(), 2, "b came and a went");
+    }
+
+    #[test]
+    fn a_list_that_changes_nothing_reports_nothing() {
+        let mut mirror = Mirror::default();
+        for _ in 0..2 {
+            mirror.apply(Event::Init);
+            mirror.apply(Event::InitApply(object("a", 1)));
+            let _ = mirror.apply(Event::InitDone);
+        }
+        mirror.apply(Event::Init);
+        mirror.apply(Event::InitApply(object("a", 1)));
+        assert!(mirror.apply(Event::InitDone).is_empty());
+    }
+
+    #[test]
+    fn a_write_is_seen_by_its_version_or_by_a_later_list() {
+        let mut mirror = Mirror::default();
+        mirror.apply(Event::Init);
+        mirror.apply(Event::InitDone);
+        let mark = mirror.lists_begun();
+        assert!(!mirror.caught_up(7, mark));
+        // Written, then wiped by somebody before the answer was processed: the delete has a higher version.
+        mirror.apply(Event::Delete(object("a", 8)));
+        assert!(mirror.caught_up(7, mark));
+
+        assert!(!mirror.caught_up(9, mark));
+        mirror.apply(Event::Init);
+        assert!(!mirror.caught_up(9, mark));
+        mirror.apply(Event::InitDone);
+        assert!(mirror.caught_up(9, mark));
+    }
+
+    #[test]
+    fn a_list_begun_before_the_write_proves_nothing() {
+        let mut mirror: Mirror<ConfigMap> = Mirror::default();
+        mirror.apply(Event::Init);
+        let mark = mirror.lists_begun();
+        mirror.apply(Event::InitDone);
+        assert!(!mirror.caught_up(9, mark));
+    }
+}

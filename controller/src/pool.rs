@@ -1,0 +1,207 @@
+//! The difference between the slices of a node as they should be and as they are.
+//!
+//! Consumers use the slices of the highest generation only, and only when as many of them exist as each
+//! says. So a change of one slice is one write, and any other change is a new generation that every
+//! slice follows; what is left of the old one is then obsolete and is deleted last.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use k8s_openapi::api::resource::v1::{ResourceSlice, ResourceSliceSpec};
+use kube::ResourceExt;
+use kube::api::ObjectMeta;
+use tranche_driver::slices::{self, SlicePlan};
+
+/// One write to a ResourceSlice.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Write {
+    /// A slice that does not exist.
+    Create(ResourceSlice),
+    /// A slice that differs; carries the resourceVersion that it replaces.
+    Replace(ResourceSlice),
+    /// A slice that is not wanted, of exactly this UID and version.
+    Delete {
+        /// `metadata.name`.
+        name: String,
+        /// `metadata.uid`.
+        uid: String,
+        /// `metadata.resourceVersion`.
+        version: String,
+    },
+}
+
+impl Write {
+    /// Deletes the slice as it is known.
+    pub fn delete(slice: &ResourceSlice) -> Self {
+        Self::Delete {
+            name: slice.name_any(),
+            uid: slice.uid().unwrap_or_default(),
+            version: slice.resource_version().unwrap_or_default(),
+        }
+    }
+}
+
+/// What an API server made of slices that it did not store as asked, because it does not know their fields
+/// or has them switched off. Without this memory the difference would be written for ever.
+#[derive(Clone, Debug, Default)]
+pub struct Memory(BTreeMap<String, Dropped>);
+
+#[derive(Clone, Debug)]
+struct Dropped {
+    wanted: ResourceSliceSpec,
+    stored: ResourceSliceSpec,
+    problem: String,
+}
+
+impl Memory {
+    /// Compares what was asked for with what was stored, and remembers the difference. True if there is one.
+    pub fn answered(&mut self, wanted: &ResourceSlice, stored: &ResourceSlice) -> bool {
+        let name = wanted.name_any();
+        if slices::same(&wanted.spec, &stored.spec) {
+            self.0.remove(&name);
+            return false;
+        }
+        let dropped = slices::dropped(&wanted.spec, &stored.spec);
+        let problem = if dropped.is_empty() {
+            format!("the API server stored ResourceSlice {name} other than it was written")
+        } else {
+            let fields: Vec<_> = dropped.iter().map(ToString::to_string).collect();
+            fields.join("; ")
+        };
+        self.0.insert(
+            name,
+            Dropped {
+                wanted: wanted.spec.clone(),
+                stored: stored.spec.clone(),
+                problem,
+            },
+        );
+        true
+    }
+
+    /// What the API server dropped, each once; empty where it stored everything.
+    pub fn problem(&self) -> String {
+        let mut problems: Vec<_> = self.0.values().map(|d| d.problem.as_str()).collect();
+        problems.sort_unstable();
+        problems.dedup();
+        problems.join("; ")
+    }
+
+    /// Forgets slices that are wanted no longer.
+    pub fn keep_only(&mut self, names: &[String]) {
+        self.0.retain(|name, _| names.contains(name));
+    }
+
+    /// Whether what is stored is what is wanted, as well as this API server can store it. The generation and
+    /// the number of slices are not compared.
+    fn as_good_as(
+        &self,
+        name: &str,
+        wanted: &ResourceSliceSpec,
+        stored: &ResourceSliceSpec,
+    ) -> bool {
+        let same = |a: &ResourceSliceSpec, b: &ResourceSliceSpec| {
+            let mut a = a.clone();
+            a.pool.generation = b.pool.generation;
+            a.pool.resource_slice_count = b.pool.resource_slice_count;
+            slices::same(&a, b)
+        };
+        same(wanted, stored)
+            || self
+                .0
+                .get(name)
+                .is_some_and(|d| same(wanted, &d.wanted) && same(stored, &d.stored))
+    }
+}
+
+/// How a pool gets from what it is to what it should be.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Difference {
+    /// The generation of the pool once `writes` are done.
+    pub generation: i64,
+    /// Creates and replacements.
+    pub writes: Vec<Write>,
+    /// What goes when the writes are done.
+    pub obsolete: Vec<Write>,
+}
+
+/// Compares. `last_generation` is that of the last publication, for a pool of which nothing is left.
+pub fn difference(
+    plan: &SlicePlan,
+    existing: &[Arc<ResourceSlice>],
+    last_generation: i64,
+    memory: &Memory,
+) -> Difference {
+    let by_name: BTreeMap<String, &Arc<ResourceSlice>> =
+        existing.iter().map(|s| (s.name_any(), s)).collect();
+    let is_planned = |slice: &ResourceSlice| {
+        plan.slices
+            .iter()
+            .any(|planned| Some(&planned.name) == slice.metadata.name.as_ref())
+    };
+    let of_pool = || existing.iter().filter(|s| s.spec.pool.name == plan.pool);
+    let current = of_pool().map(|s| s.spec.pool.generation).max();
+
+    let obsolete: Vec<_> = existing.iter().filter(|s| !is_planned(s)).collect();
+    // What is obsolete and of an older generation was left by an earlier change: its removal is none.
+    let removed = obsolete
+        .iter()
+        .any(|s| s.spec.pool.name == plan.pool && Some(s.spec.pool.generation) == current);
+    let (mut created, mut scattered, mut changed) = (false, false, 0);
+    for planned in &plan.slices {
+        let Some(old) = by_name.get(&planned.name) else {
+            created = true;
+            continue;
+        };
+        let spec = plan.spec(planned, old.spec.pool.generation);
+        scattered |= Some(old.spec.pool.generation) != current || old.spec.pool != spec.pool;
+        changed += usize::from(!memory.as_good_as(&planned.name, &spec, &old.spec));
+    }
+    let generation = match current {
+        Some(current) if !removed && !created && !scattered && changed <= 1 => current,
+        Some(current) => current.max(last_generation) + 1,
+        None if plan.slices.is_empty() => last_generation,
+        None => last_generation + 1,
+    };
+
+    let writes = plan
+        .slices
+        .iter()
+        .filter_map(|planned| {
+            let wanted = plan.object(planned, generation);
+            let Some(old) = by_name.get(&planned.name) else {
+                return Some(Write::Create(wanted));
+            };
+            let metadata = marked(&old.metadata, wanted.metadata);
+            let settled = old.spec.pool == wanted.spec.pool
+                && memory.as_good_as(&planned.name, &wanted.spec, &old.spec)
+                && metadata == old.metadata;
+            (!settled).then(|| {
+                Write::Replace(ResourceSlice {
+                    metadata: ObjectMeta {
+                        managed_fields: None,
+                        ..metadata
+                    },
+                    spec: wanted.spec,
+                })
+            })
+        })
+        .collect();
+
+    Difference {
+        generation,
+        writes,
+        obsolete: obsolete.into_iter().map(|s| Write::delete(s)).collect(),
+    }
+}
+
+/// The stored metadata with our annotations and owner. What others wrote there stays.
+fn marked(stored: &ObjectMeta, ours: ObjectMeta) -> ObjectMeta {
+    let mut metadata = stored.clone();
+    metadata
+        .annotations
+        .get_or_insert_default()
+        .extend(ours.annotations.unwrap_or_default());
+    metadata.owner_references = ours.owner_references;
+    metadata
+}

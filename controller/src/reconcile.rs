@@ -1,0 +1,195 @@
+//! What to do next for one node: a pure function of what is known.
+//!
+//! Every call looks at everything and answers with one step, so that a restart, a lost event or a half
+//! executed step needs no special case: the next call finds what is still missing.
+//!
+//! ```text
+//!            node or GpuNode gone ──────────────────────► delete what is left
+//!            epoch not published yet ───► Publish ─┐
+//!  view ──►                                        ├──► slices differ? write them
+//!            every recorded slice exists ► Keep ───┘    record differs? write status.published
+//!                                                       something obsolete? delete it
+//!            a recorded slice is missing ► Wait ────────► delete what is left
+//! ```
+//!
+//! **The epoch rule** (docs/adr/0005). The kubelet removes the slices of a plugin that is gone, and only the
+//! plugin knows that it is alive. So slices are created for a registration that has not been
+//! published yet, and never again for the same one: once `published.epoch` equals the registration's,
+//! a missing slice means that somebody removed it, and the plugin, if it lives, asks by a new epoch.
+//! The record follows the slices and precedes the removal of obsolete ones: whatever the record
+//! names has existed, and nothing that it names is removed by us while the pool stands.
+
+use std::time::Duration;
+
+use jiff::Timestamp;
+use k8s_openapi::api::resource::v1::ResourceSlice;
+use kube::ResourceExt;
+use tranche_api::gpu_node::{Published, Registration};
+use tranche_driver::slices::{self, NodeInput, PlanError};
+
+use crate::index::NodeView;
+use crate::pool::{self, Difference, Memory, Write};
+use crate::withdrawn::{self, Held};
+
+/// What to do next.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Step {
+    /// Everything is as it should be.
+    Nothing,
+    /// Write these slices, in this order.
+    Slices(Vec<Write>),
+    /// Write `status.published`.
+    Record(Published),
+    /// List the claims, then ask again with what they hold.
+    ListClaims,
+}
+
+/// The step, and what else is to be known.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Decision {
+    /// What to do next.
+    pub step: Step,
+    /// When to look again although nothing changed.
+    pub again: Option<Duration>,
+    /// The SharingPolicy to blame for `published.problem`.
+    pub policy: Option<String>,
+}
+
+impl Decision {
+    fn only(step: Step) -> Self {
+        Self {
+            step,
+            again: None,
+            policy: None,
+        }
+    }
+
+    fn delete_all(view: &NodeView) -> Self {
+        if view.slices.is_empty() {
+            return Self::only(Step::Nothing);
+        }
+        let writes = view.slices.iter().map(|s| Write::delete(s)).collect();
+        Self::only(Step::Slices(writes))
+    }
+}
+
+/// What the epochs allow.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    /// A registration that is not published yet: slices may be created.
+    Publish,
+    /// Everything recorded exists: the pool may change.
+    Keep,
+    /// Something recorded is missing: only the plugin can ask for it again.
+    Wait,
+}
+
+fn phase(
+    slices: &[impl AsRef<ResourceSlice>],
+    registration: &Registration,
+    published: &Published,
+) -> Phase {
+    if published.epoch != registration.epoch {
+        return Phase::Publish;
+    }
+    let exists = |name: &String| {
+        slices
+            .iter()
+            .any(|slice| slice.as_ref().metadata.name.as_ref() == Some(name))
+    };
+    if published.slices.iter().all(exists) {
+        Phase::Keep
+    } else {
+        Phase::Wait
+    }
+}
+
+/// Decides. `held` is what [`Step::ListClaims`] asked for, if it was.
+pub fn reconcile(
+    view: &NodeView,
+    memory: &mut Memory,
+    held: Option<&Held>,
+    now: Timestamp,
+) -> Decision {
+    let status = view.gpu_node.as_ref().and_then(|g| g.status.as_ref());
+    let (Some(node), Some(registration), Some(inventory)) = (
+        &view.node,
+        status.and_then(|s| s.registration.as_ref()),
+        status.and_then(|s| s.inventory.as_ref()),
+    ) else {
+        return Decision::delete_all(view);
+    };
+    let published = status.and_then(|s| s.published.clone()).unwrap_or_default();
+    let phase = phase(&view.slices, registration, &published);
+    if phase == Phase::Wait && !view.slices.is_empty() {
+        return Decision::delete_all(view);
+    }
+
+    let plan = match slices::plan(&NodeInput {
+        name: &view.name,
+        uid: node.metadata.uid.as_deref().unwrap_or_default(),
+        labels: node.labels(),
+        inventory,
+        policies: &view.policies,
+        epoch: registration.epoch,
+        retained: &withdrawn::retained(&view.slices, held),
+    }) {
+        Ok(plan) => plan,
+        // What stands is what claims were promised: it stays until the policy adds up again.
+        Err(error) => return refuse(&error, published),
+    };
+    if phase == Phase::Wait {
+        return Decision::only(Step::Nothing);
+    }
+    let names: Vec<String> = plan.slices.iter().map(|s| s.name.clone()).collect();
+    memory.keep_only(&names);
+
+    let Difference {
+        generation,
+        writes,
+        obsolete,
+    } = pool::difference(&plan, &view.slices, published.pool_generation, memory);
+    let waiting = withdrawn::waiting(&plan, &view.slices, held, now);
+    let record = Published {
+        epoch: registration.epoch,
+        pool_generation: generation,
+        slice_count: u32::try_from(names.len()).unwrap_or(u32::MAX),
+        slices: names,
+        problem: memory.problem(),
+    };
+    let step = if !writes.is_empty() {
+        Step::Slices(writes)
+    } else if record != published {
+        Step::Record(record)
+    } else if !obsolete.is_empty() {
+        Step::Slices(obsolete)
+    } else if waiting.ask_claims {
+        Step::ListClaims
+    } else {
+        Step::Nothing
+    };
+    Decision {
+        step,
+        again: waiting.again,
+        policy: None,
+    }
+}
+
+fn refuse(error: &PlanError, published: Published) -> Decision {
+    let problem = error.to_string();
+    Decision {
+        step: if published.problem == problem {
+            Step::Nothing
+        } else {
+            Step::Record(Published {
+                problem,
+                ..published
+            })
+        },
+        again: None,
+        policy: match error {
+            PlanError::Policy { problem, .. } => Some(problem.policy.clone()),
+            _ => None,
+        },
+    }
+}
