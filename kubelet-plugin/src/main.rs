@@ -1,3 +1,21 @@
-//! ResourceClaim to ready device.
+//! The node plugin's process; everything is in the library.
+#![forbid(unsafe_code)]
 
-fn main() {}
+use clap::Parser;
+use tranche_kubelet_plugin::{app, args::Args};
+
+/// Two threads: the work is waiting for disk and API server, and every thread costs memory.
+const THREADS: usize = 2;
+
+fn main() -> anyhow::Result<()> {
+    let args = Args::parse();
+    app::start_logging(args.log_format);
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(THREADS)
+        .enable_all()
+        .build()?;
+    let result = runtime.block_on(app::run(args));
+    // A thread that waits for the node's lock would hold up the end.
+    runtime.shutdown_background();
+    result
+}

@@ -41,7 +41,7 @@ pub trait Aftermath: Send + Sync + std::fmt::Debug {
     /// A claim is ready.
     fn prepared(&self, record: &Arc<Record>);
     /// A claim could not be made ready; `claim` is as the API server has it, where it was read.
-    fn failed(&self, claim: &ResourceClaim, problem: &str);
+    fn failed(&self, claim: &ResourceClaim, problem: &Problem, text: &str);
     /// A claim is released.
     fn released(&self, uid: &str);
 }
@@ -113,7 +113,8 @@ impl Preparer {
                 };
                 warn!(%error, outcome = error.problem.outcome(), "not prepared");
                 if let Some(object) = object {
-                    self.parts.aftermath.failed(&object, &error.to_string());
+                    let text = error.to_string();
+                    self.parts.aftermath.failed(&object, &error.problem, &text);
                 }
                 Err(error)
             }

@@ -1,0 +1,258 @@
+//! From the command line to a running plugin, and to its end.
+//!
+//! ```text
+//!  lock ─► install ─► journal ─► sweep ─► DRA socket ─► registration socket ─► SIGTERM
+//!                                            │                                   └─► drain, remove sockets
+//!                                            └─► driver, GpuNode, orphans, HTTP beside it
+//! ```
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use anyhow::Context;
+use kube::{Client, Config};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::{Notify, watch};
+use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
+use tonic::transport::Server;
+use tracing::{error, info, warn};
+use tracing_subscriber::EnvFilter;
+use tranche_api::names;
+
+use crate::aftermath::ClusterAftermath;
+use crate::args::{Args, LogFormat};
+use crate::claims::Claims;
+use crate::clock::HostClock;
+use crate::dra::DraService;
+use crate::driver_state::{DriverState, Observer};
+use crate::events::Events;
+use crate::executor::Executor;
+use crate::fs::{Fs, HostFs};
+use crate::gpu_node::GpuNodeWriter;
+use crate::http::{Health, router};
+use crate::install::Installation;
+use crate::layout::Layout;
+use crate::ledger::Ledger;
+use crate::metrics::Metrics;
+use crate::nvml::library::InstalledDriver;
+use crate::orphans;
+use crate::preparer::{Parts, Preparer};
+use crate::proto::dra::dra_plugin_server::DraPluginServer;
+use crate::proto::pluginregistration::registration_server::RegistrationServer;
+use crate::registration::{Registered, RegistrationService};
+use crate::sockets::Socket;
+use crate::status::StatusWriter;
+
+const SYSFS: &str = "/sys";
+const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
+
+/// Log lines on stderr.
+pub fn start_logging(format: LogFormat) {
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
+    let lines = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr);
+    match format {
+        LogFormat::Text => lines.with_ansi(false).init(),
+        LogFormat::Json => lines.json().init(),
+    }
+}
+
+/// Runs until SIGTERM or SIGINT, or until a server fails.
+pub async fn run(args: Args) -> anyhow::Result<()> {
+    let layout = Layout::of(&args);
+    let Args {
+        node_name,
+        driver_root,
+        image_lib_dir,
+        http_endpoint,
+        // What the layout is made of, and what main used.
+        driver_root_on_host: _,
+        plugin_dir: _,
+        registry_dir: _,
+        run_dir: _,
+        cdi_dir: _,
+        log_format: _,
+    } = args;
+    let stop = CancellationToken::new();
+    stop_on_signal(&stop)?;
+    let fs: Arc<dyn Fs> = Arc::new(HostFs);
+    fs.create_dir(&layout.plugin)?;
+    let Some(_lock) = lock(layout.lock(), &stop).await? else {
+        return Ok(());
+    };
+
+    let client = client().await?;
+    let metrics = Arc::new(Metrics::default());
+    let (registered_tx, registered) = watch::channel(Registered::default());
+    let (driver_tx, driver) = watch::channel(DriverState::default());
+    let suspect_orphans = Arc::new(Notify::new());
+    let preparer = preparer(
+        Arc::clone(&fs),
+        &layout,
+        &node_name,
+        &driver_root,
+        &image_lib_dir,
+        client.clone(),
+        driver.clone(),
+        Arc::clone(&suspect_orphans),
+    )?;
+
+    // The DRA service first: the kubelet may call as soon as it knows the plugin.
+    let (dra_socket, dra_incoming) = Socket::listen(&layout.dra_socket())?;
+    let (registration_socket, registration_incoming) =
+        Socket::listen(&layout.registration_socket())?;
+    let http = tokio::net::TcpListener::bind(http_endpoint)
+        .await
+        .with_context(|| format!("cannot listen on --http-endpoint {http_endpoint}"))?;
+
+    let observer = Observer {
+        driver: Box::new(InstalledDriver {
+            root: driver_root.clone(),
+        }),
+        root: driver_root,
+        sysfs: PathBuf::from(SYSFS),
+        fs,
+        layout: layout.clone(),
+    };
+    let dra = DraService::new(Arc::clone(&preparer), Arc::clone(&metrics));
+    let endpoint = layout.dra_socket().to_string_lossy().into_owned();
+    let registration = RegistrationService::new(endpoint, registered_tx);
+    let health = Health {
+        registration_socket: layout.registration_socket(),
+        dra_socket: layout.dra_socket(),
+        registered: registered.clone(),
+        driver: driver.clone(),
+        metrics: Arc::clone(&metrics),
+        preparer: Arc::clone(&preparer),
+    };
+
+    // Helpers run until the servers have drained, so that a last prepare finds them.
+    let helpers_stop = CancellationToken::new();
+    let mut helpers = JoinSet::new();
+    helpers.spawn(observer.run(driver_tx, helpers_stop.clone()));
+    helpers.spawn(GpuNodeWriter::new(client, node_name.clone(), metrics).run(
+        driver,
+        registered,
+        helpers_stop.clone(),
+    ));
+    helpers.spawn(orphans::run(preparer, suspect_orphans, helpers_stop.clone()));
+    helpers.spawn({
+        let stopped = helpers_stop.clone().cancelled_owned();
+        async move {
+            let server = axum::serve(http, router(health)).with_graceful_shutdown(stopped);
+            if let Err(error) = server.await {
+                error!(%error, "HTTP server failed");
+            }
+        }
+    });
+
+    info!(node = node_name, version = env!("CARGO_PKG_VERSION"), "serving");
+    let dra_server = Server::builder()
+        .add_service(DraPluginServer::new(dra))
+        .serve_with_incoming_shutdown(dra_incoming, stop.clone().cancelled_owned());
+    let registration_server = Server::builder()
+        .add_service(RegistrationServer::new(registration))
+        .serve_with_incoming_shutdown(registration_incoming, stop.clone().cancelled_owned());
+    // One that fails takes the other along: half a plugin would look alive to the kubelet.
+    let _on_failure = stop.clone().drop_guard();
+    let served = tokio::try_join!(dra_server, registration_server);
+    drop((dra_socket, registration_socket));
+    helpers_stop.cancel();
+    helpers.join_all().await;
+    served.context("a gRPC server failed")?;
+    info!("stopped; prepared claims stay");
+    Ok(())
+}
+
+#[expect(clippy::too_many_arguments, reason = "the one place where the parts meet")]
+fn preparer(
+    fs: Arc<dyn Fs>,
+    layout: &Layout,
+    node: &str,
+    driver_root: &Path,
+    image: &Path,
+    client: Client,
+    driver: watch::Receiver<DriverState>,
+    suspect_orphans: Arc<Notify>,
+) -> anyhow::Result<Arc<Preparer>> {
+    let installation = Installation::install(Arc::clone(&fs), image, &layout.libraries());
+    if let Err(error) = &installation {
+        error!(%error, "claims will be refused: what their containers need is not installed");
+    }
+    let boot_id = std::fs::read_to_string(BOOT_ID)
+        .with_context(|| format!("cannot read {BOOT_ID}"))?
+        .trim()
+        .to_owned();
+    let executor = Executor::new(Arc::clone(&fs), layout.clone(), boot_id)?;
+    let loaded = executor.journal().load_all()?;
+    for (_, error) in &loaded.refused {
+        error!(%error, "a claim's journal cannot be read; the claim is refused until it can");
+    }
+    let ledger = Ledger::new(loaded);
+    let known = ledger.uids();
+    for uid in executor.leftovers()?.difference(&known.into_iter().collect()) {
+        if let Err(error) = executor.sweep(uid) {
+            warn!(%error, uid, "cannot remove what a claim without a journal left");
+        }
+    }
+    let aftermath = ClusterAftermath {
+        status: StatusWriter::new(client.clone(), Arc::new(HostClock)),
+        events: Events::new(client.clone(), node),
+    };
+    Ok(Preparer::new(Parts {
+        pool: names::pool(node),
+        layout: layout.clone(),
+        driver_root: driver_root.to_owned(),
+        fs,
+        executor,
+        installation,
+        driver,
+        claims: Claims::new(client),
+        ledger: Arc::new(ledger),
+        aftermath: Arc::new(aftermath),
+        suspect_orphans,
+    }))
+}
+
+/// A client that does what it is told once: a hidden retry would outlive the kubelet's deadline.
+async fn client() -> anyhow::Result<Client> {
+    let mut config = Config::infer()
+        .await
+        .context("no way to the API server: run in a pod with a service account, or set KUBECONFIG")?;
+    config.default_retry = false;
+    Ok(Client::try_from(config)?)
+}
+
+/// Waits for the node's lock, which the previous instance holds until it has drained. `None` when
+/// asked to stop meanwhile.
+async fn lock(path: PathBuf, stop: &CancellationToken) -> anyhow::Result<Option<std::fs::File>> {
+    let file = std::fs::File::create(&path)
+        .with_context(|| format!("cannot open the node's lock {}", path.display()))?;
+    let locked = tokio::task::spawn_blocking(move || {
+        if file.try_lock().is_err() {
+            info!(path = %path.display(), "waiting for the other instance on this node to end");
+            file.lock()?;
+        }
+        Ok::<_, std::io::Error>(file)
+    });
+    tokio::select! {
+        file = locked => Ok(Some(file?.context("cannot lock the node")?)),
+        () = stop.cancelled() => Ok(None),
+    }
+}
+
+fn stop_on_signal(stop: &CancellationToken) -> anyhow::Result<()> {
+    for kind in [SignalKind::terminate(), SignalKind::interrupt()] {
+        let mut signals = signal(kind)?;
+        let stop = stop.clone();
+        tokio::spawn(async move {
+            if signals.recv().await.is_some() {
+                info!("asked to stop");
+                stop.cancel();
+            }
+        });
+    }
+    Ok(())
+}

@@ -1,0 +1,128 @@
+//! Events on the pods that wait for a claim: what is wrong, where somebody looks first.
+
+use std::fmt;
+
+use k8s_openapi::api::core::v1::ObjectReference;
+use k8s_openapi::api::resource::v1::ResourceClaim;
+use kube::runtime::events::{Event, EventType, Recorder, Reporter};
+use kube::{Client, Resource};
+use tracing::warn;
+
+use crate::FIELD_MANAGER;
+
+/// The API server refuses a longer note.
+const LONGEST_NOTE: usize = 1024;
+
+/// Publishes events.
+#[derive(Clone)]
+pub struct Events {
+    recorder: Recorder,
+}
+
+impl fmt::Debug for Events {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Events")
+    }
+}
+
+impl Events {
+    /// Publishes as this node's plugin.
+    #[must_use]
+    pub fn new(client: Client, node: &str) -> Self {
+        let reporter = Reporter {
+            controller: FIELD_MANAGER.to_owned(),
+            instance: Some(node.to_owned()),
+        };
+        Self {
+            recorder: Recorder::new(client, reporter),
+        }
+    }
+
+    /// Says on every pod that reserved the claim (on the claim, where no pod did) why it is not
+    /// ready. `outcome` keeps different problems of one pod apart. Returns at once.
+    pub fn prepare_failed(&self, claim: &ResourceClaim, outcome: &str, problem: &str) {
+        let event = Event {
+            type_: EventType::Warning,
+            reason: "PrepareFailed".to_owned(),
+            note: Some(shortened(problem).to_owned()),
+            action: outcome.to_owned(),
+            secondary: Some(claim.object_ref(&())),
+        };
+        let recorder = self.recorder.clone();
+        let regarding = regarding(claim);
+        tokio::spawn(async move {
+            for object in regarding {
+                if let Err(error) = recorder.publish(&event, &object).await {
+                    warn!(%error, object = object.name, "cannot publish an event; see that the plugin may create and patch events (events.k8s.io)");
+                }
+            }
+        });
+    }
+}
+
+fn regarding(claim: &ResourceClaim) -> Vec<ObjectReference> {
+    let status = claim.status.as_ref();
+    let reserved = status.and_then(|status| status.reserved_for.as_deref());
+    let pods: Vec<_> = reserved
+        .unwrap_or_default()
+        .iter()
+        // It may name a PodGroup too.
+        .filter(|consumer| consumer.resource == "pods")
+        .map(|pod| ObjectReference {
+            api_version: Some("v1".to_owned()),
+            kind: Some("Pod".to_owned()),
+            name: Some(pod.name.clone()),
+            namespace: claim.metadata.namespace.clone(),
+            uid: Some(pod.uid.clone()),
+            ..ObjectReference::default()
+        })
+        .collect();
+    if pods.is_empty() {
+        vec![claim.object_ref(&())]
+    } else {
+        pods
+    }
+}
+
+fn shortened(text: &str) -> &str {
+    let mut end = text.len().min(LONGEST_NOTE);
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
+    &text[..end]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_long_note_is_cut_between_characters() {
+        let note = shortened(&"é".repeat(600)).to_owned();
+        assert_eq!(note.len(), 1024);
+        let odd = format!("a{}", "é".repeat(600));
+        assert_eq!(shortened(&odd).len(), 1023);
+        assert_eq!(shortened("short"), "short");
+    }
+
+    #[test]
+    fn pods_are_told_and_where_there_is_none_the_claim() {
+        let claim: ResourceClaim = serde_json::from_value(serde_json::json!({
+            "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim",
+            "metadata": {"name": "c", "namespace": "ns", "uid": "u"},
+            "spec": {},
+            "status": {"reservedFor": [
+                {"resource": "pods", "name": "p", "uid": "pu"},
+                {"apiGroup": "scheduling.k8s.io", "resource": "podgroups", "name": "g", "uid": "gu"},
+            ]},
+        }))
+        .unwrap();
+        let told = regarding(&claim);
+        assert_eq!(told.len(), 1);
+        assert_eq!(told[0].kind.as_deref(), Some("Pod"));
+        assert_eq!(told[0].uid.as_deref(), Some("pu"));
+        let mut alone = claim;
+        alone.status = None;
+        assert_eq!(regarding(&alone)[0].kind.as_deref(), Some("ResourceClaim"));
+    }
+}

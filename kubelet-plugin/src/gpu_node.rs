@@ -1,0 +1,236 @@
+//! The node's GpuNode: inventory, and the epoch of its registration (ADR 0005).
+//!
+//! The epoch grows when the kubelet (re)registered the plugin, and when published slices of the
+//! current epoch vanished under the live plugin: the kubelet wiped them, or somebody deleted them.
+//! Nothing is written that the API server has already.
+
+mod slices;
+
+use std::fmt;
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures::StreamExt;
+use k8s_openapi::api::core::v1::Node;
+use kube::api::{Patch, PatchParams};
+use kube::{Api, Client};
+use serde_json::json;
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+use tranche_api::gpu_node::{Inventory, Registration};
+use tranche_api::names::API_VERSION;
+use tranche_api::{GpuNode, GpuNodeStatus};
+
+use self::slices::OwnSlices;
+use crate::FIELD_MANAGER;
+use crate::driver_state::DriverState;
+use crate::metrics::Metrics;
+use crate::registration::Registered;
+
+/// How long slices must be away before that counts: a controller that replaces one needs a moment.
+const DEBOUNCE: Duration = Duration::from_secs(1);
+/// Pauses after a failed write: the first; it doubles up to the last.
+const FIRST_RETRY: Duration = Duration::from_millis(250);
+const LAST_RETRY: Duration = Duration::from_secs(15);
+/// How long the API server may take to answer.
+const DEADLINE: Duration = Duration::from_secs(10);
+
+/// Why the GpuNode is not up to date.
+#[derive(Debug, thiserror::Error)]
+enum Error {
+    #[error("{0}")]
+    Api(#[from] kube::Error),
+    #[error("the API server did not answer within {} s", DEADLINE.as_secs())]
+    Timeout,
+    #[error("node {0} has no UID")]
+    NodeWithoutUid(String),
+}
+
+/// Keeps the node's GpuNode up to date.
+pub struct GpuNodeWriter {
+    client: Client,
+    node: String,
+    metrics: Arc<Metrics>,
+}
+
+impl fmt::Debug for GpuNodeWriter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("GpuNodeWriter")
+            .field("node", &self.node)
+            .finish_non_exhaustive()
+    }
+}
+
+/// What should be written.
+#[derive(Debug, Default)]
+struct Wanted {
+    /// As NVML says; `None` until the driver was seen, and what was written then stays.
+    inventory: Option<Inventory>,
+    /// The epoch is to grow.
+    bump: bool,
+}
+
+impl GpuNodeWriter {
+    /// Writes the GpuNode of `node`.
+    #[must_use]
+    pub fn new(client: Client, node: String, metrics: Arc<Metrics>) -> Self {
+        Self {
+            client,
+            node,
+            metrics,
+        }
+    }
+
+    /// Writes whenever driver, registration or slices change, until cancelled.
+    pub async fn run(
+        self,
+        mut driver: watch::Receiver<DriverState>,
+        mut registered: watch::Receiver<Registered>,
+        stop: CancellationToken,
+    ) {
+        let mut slices = OwnSlices::default();
+        let mut events = pin!(slices::watch(self.client.clone(), &self.node));
+        let mut wanted = Wanted::default();
+        let mut epoch = 0;
+        let mut dirty = true;
+        let mut retry = FIRST_RETRY;
+        let mut next_try = pin!(tokio::time::sleep(Duration::ZERO));
+        let mut check = pin!(tokio::time::sleep(Duration::ZERO));
+        let mut suspicious = false;
+        loop {
+            tokio::select! {
+                () = stop.cancelled() => return,
+                Ok(()) = driver.changed() => {
+                    if let DriverState::Ready(ready) = &*driver.borrow_and_update() {
+                        wanted.inventory = Some(ready.inventory.clone());
+                        dirty = true;
+                    }
+                }
+                Ok(()) = registered.changed() => {
+                    if registered.borrow_and_update().now {
+                        self.metrics.registrations.inc();
+                        wanted.bump = true;
+                        dirty = true;
+                    }
+                }
+                Some(event) = events.next() => {
+                    if slices.apply(event, epoch) {
+                        suspicious = true;
+                        check.as_mut().reset(tokio::time::Instant::now() + DEBOUNCE);
+                    }
+                }
+                () = check.as_mut(), if suspicious => {
+                    suspicious = false;
+                    if registered.borrow().now && self.slices_vanished(&slices, epoch).await {
+                        info!(epoch, "published slices of this epoch are gone; asking for them anew");
+                        wanted.bump = true;
+                        dirty = true;
+                    }
+                }
+                () = next_try.as_mut(), if dirty => {
+                    match self.write(&wanted).await {
+                        Ok(written) => {
+                            epoch = written;
+                            self.metrics.epoch.set(epoch);
+                            wanted.bump = false;
+                            dirty = false;
+                            retry = FIRST_RETRY;
+                        }
+                        Err(error) => {
+                            warn!(%error, node = self.node, "cannot write the GpuNode; trying again");
+                            next_try.as_mut().reset(tokio::time::Instant::now() + retry);
+                            retry = (retry * 2).min(LAST_RETRY);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// Whether slices that the controller says it published for this epoch are not there.
+    async fn slices_vanished(&self, slices: &OwnSlices, epoch: i64) -> bool {
+        match self.read().await {
+            Ok(Some(GpuNode {
+                status: Some(status),
+                ..
+            })) => status
+                .published
+                .is_some_and(|published| published.epoch == epoch && slices.lack(&published.slices)),
+            _ => false,
+        }
+    }
+
+    /// Brings the API server up to date, and returns the epoch that holds.
+    async fn write(&self, wanted: &Wanted) -> Result<i64, Error> {
+        let node = match self.read().await? {
+            Some(node) => node,
+            None => self.create().await?,
+        };
+        let old = node.status.unwrap_or_default();
+        let old_registration = old.registration.clone().unwrap_or_default();
+        let registration = Registration {
+            epoch: old_registration.epoch + i64::from(wanted.bump),
+            plugin_version: env!("CARGO_PKG_VERSION").to_owned(),
+        };
+        let inventory = wanted.inventory.as_ref().or(old.inventory.as_ref());
+        if old.registration.as_ref() == Some(&registration) && old.inventory.as_ref() == inventory {
+            return Ok(registration.epoch);
+        }
+        let epoch = registration.epoch;
+        let status = GpuNodeStatus {
+            inventory: inventory.cloned(),
+            registration: Some(registration),
+            published: None,
+        };
+        let body = json!({
+            "apiVersion": API_VERSION,
+            "kind": "GpuNode",
+            "metadata": {"name": self.node},
+            "status": status,
+        });
+        let params = PatchParams::apply(FIELD_MANAGER).force();
+        let patch = Patch::Apply(&body);
+        self.within(self.api().patch_status(&self.node, &params, &patch))
+            .await?;
+        info!(epoch, "told the node's inventory and epoch");
+        Ok(epoch)
+    }
+
+    async fn read(&self) -> Result<Option<GpuNode>, Error> {
+        self.within(self.api().get_opt(&self.node)).await
+    }
+
+    /// The garbage collector removes it with its Node.
+    async fn create(&self) -> Result<GpuNode, Error> {
+        let nodes = Api::<Node>::all(self.client.clone());
+        let node = self.within(nodes.get(&self.node)).await?;
+        let uid = node
+            .metadata
+            .uid
+            .ok_or_else(|| Error::NodeWithoutUid(self.node.clone()))?;
+        let body = json!({
+            "apiVersion": API_VERSION,
+            "kind": "GpuNode",
+            "metadata": {
+                "name": self.node,
+                "ownerReferences": [{"apiVersion": "v1", "kind": "Node", "name": self.node, "uid": uid}],
+            },
+            "spec": {},
+        });
+        let params = PatchParams::apply(FIELD_MANAGER).force();
+        let patch = Patch::Apply(&body);
+        self.within(self.api().patch(&self.node, &params, &patch))
+            .await
+    }
+
+    fn api(&self) -> Api<GpuNode> {
+        Api::all(self.client.clone())
+    }
+
+    async fn within<T>(&self, call: impl Future<Output = kube::Result<T>>) -> Result<T, Error> {
+        let answer = tokio::time::timeout(DEADLINE, call).await;
+        Ok(answer.map_err(|_| Error::Timeout)??)
+    }
+}

@@ -1,0 +1,161 @@
+//! `claim.status.devices`: what a claim was really given, told after the kubelet has its answer.
+//!
+//! One server-side apply per claim, by a task of its own, which tries for some minutes. Nothing is
+//! taken back at unprepare: the API server drops the entries when the claim is deallocated.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use k8s_openapi::api::resource::v1::ResourceClaim;
+use kube::api::{Patch, PatchParams};
+use kube::{Api, Client};
+use serde_json::{Value, json};
+use tokio::sync::Semaphore;
+use tokio::task::AbortHandle;
+use tracing::{debug, warn};
+use tranche_api::Quantity;
+use tranche_api::names::DRIVER;
+use tranche_driver::journal::Record;
+use tranche_driver::preparation::{Cap, PreparedDevice};
+
+use crate::FIELD_MANAGER;
+use crate::clock::Clock;
+
+/// Writes under way at a time: a burst of prepares must not keep the API server from the reads of
+/// the next.
+const CONCURRENT: usize = 4;
+/// Pauses between attempts, in seconds.
+const PAUSES: [u64; 7] = [1, 2, 4, 8, 16, 32, 64];
+
+/// Tells the claims' status.
+pub struct StatusWriter {
+    client: Client,
+    clock: Arc<dyn Clock>,
+    slots: Arc<Semaphore>,
+    told: Mutex<HashMap<String, (Arc<Record>, AbortHandle)>>,
+}
+
+impl fmt::Debug for StatusWriter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("StatusWriter")
+    }
+}
+
+impl StatusWriter {
+    /// Writes with `client`; conditions carry the time of `clock`.
+    #[must_use]
+    pub fn new(client: Client, clock: Arc<dyn Clock>) -> Self {
+        Self {
+            client,
+            clock,
+            slots: Arc::new(Semaphore::new(CONCURRENT)),
+            told: Mutex::default(),
+        }
+    }
+
+    /// Tells what a claim was given, unless it was told that already. Returns at once.
+    pub fn tell(&self, record: &Arc<Record>) {
+        let uid = &record.plan.allocation.uid;
+        let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((old, task)) = told.get(uid) {
+            if old.plan == record.plan {
+                return;
+            }
+            task.abort();
+        }
+        let body = body(record, self.clock.now());
+        let allocation = &record.plan.allocation;
+        let api = Api::<ResourceClaim>::namespaced(self.client.clone(), &allocation.namespace);
+        let task = tokio::spawn(write(
+            api,
+            allocation.name.clone(),
+            body,
+            Arc::clone(&self.slots),
+        ));
+        told.insert(uid.clone(), (Arc::clone(record), task.abort_handle()));
+    }
+
+    /// Stops telling of a claim.
+    pub fn forget(&self, uid: &str) {
+        let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, task)) = told.remove(uid) {
+            task.abort();
+        }
+    }
+}
+
+async fn write(api: Api<ResourceClaim>, name: String, body: Value, slots: Arc<Semaphore>) {
+    let params = PatchParams::apply(FIELD_MANAGER).force();
+    for pause in PAUSES.map(Some).into_iter().chain([None]) {
+        let attempt = async {
+            let _slot = slots.acquire().await;
+            api.patch_status(&name, &params, &Patch::Apply(&body)).await
+        };
+        match (attempt.await, pause) {
+            (Ok(_), _) => return debug!(claim = name, "told status.devices"),
+            // Released and deleted, or another claim by now: nobody to tell.
+            (Err(kube::Error::Api(status)), _) if matches!(status.code, 404 | 409) => return,
+            (Err(_), Some(pause)) => tokio::time::sleep(Duration::from_secs(pause)).await,
+            (Err(error), None) => {
+                return warn!(
+                    claim = name,
+                    %error,
+                    "status.devices is not told; the claim works without. See that the plugin may \
+                     patch resourceclaims/status and, with associated-node:patch, resourceclaims/driver"
+                );
+            }
+        }
+    }
+}
+
+/// The applied object. Its UID makes it fail for a claim that took the name.
+fn body(record: &Record, now: jiff::Timestamp) -> Value {
+    let allocation = &record.plan.allocation;
+    let devices: Vec<_> = record
+        .plan
+        .devices
+        .iter()
+        .map(|device| entry(device, now))
+        .collect();
+    json!({
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "ResourceClaim",
+        "metadata": {
+            "name": allocation.name,
+            "namespace": allocation.namespace,
+            "uid": allocation.uid,
+        },
+        "status": {"devices": devices},
+    })
+}
+
+fn entry(device: &PreparedDevice, now: jiff::Timestamp) -> Value {
+    let mut data = json!({
+        "tier": device.tier,
+        "gpuUUID": device.gpu_uuid,
+        "pciBusID": device.pci_bus_id,
+    });
+    if let Cap::Share { memory, cores, .. } = device.cap {
+        data["memory"] = json!(Quantity::from_bytes(memory));
+        data["cores"] = json!(cores);
+    }
+    let mut entry = json!({
+        "driver": DRIVER,
+        "pool": device.pool,
+        "device": device.device,
+        "data": data,
+        "conditions": [{
+            "type": "Ready",
+            "status": "True",
+            "reason": "Prepared",
+            "message": "containers get it by CDI",
+            "lastTransitionTime": now.strftime("%Y-%m-%dT%H:%M:%SZ").to_string(),
+        }],
+    });
+    if let Some(share_id) = &device.share_id {
+        entry["shareID"] = json!(share_id);
+    }
+    entry
+}
