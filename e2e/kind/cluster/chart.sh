@@ -9,9 +9,14 @@ use_chart() {
 		wait_for 60 "the GPUs in the ResourceSlices" gpus_are_published
 }
 
+# The image keeps its name when its content changes; an annotation with its hash makes the pods start again then.
 install_chart() {
+	local content
+	content=$(tree_digest "$IMAGES/tranche")
 	helm upgrade --install tranche "$CHART" --namespace tranche-system --create-namespace \
-		--values "$KIND_DIR/values.yaml" --wait --timeout 120s
+		--values "$KIND_DIR/values.yaml" --wait --timeout 120s \
+		--set-string "nodePlugin.podAnnotations.image-content=$content" \
+		--set-string "controller.podAnnotations.image-content=$content"
 }
 
 # Every GPU has one exclusive device, whatever else it is offered as.

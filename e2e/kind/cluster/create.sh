@@ -18,6 +18,9 @@ use_cluster() {
 
 cluster_exists() { command -v kind >/dev/null && kind get clusters 2>/dev/null | grep -qx "$CLUSTER"; }
 
+# no_cluster_is_left is also true where nothing answers.
+no_cluster_is_left() { [[ -z $(kind get clusters --quiet 2>/dev/null) ]]; }
+
 cluster_is_as_asked() {
 	cluster_exists &&
 		[[ $(workers | wc -l) == "$WORKERS" ]] &&
@@ -28,7 +31,12 @@ cluster_is_as_asked() {
 
 delete_cluster() {
 	cluster_exists || return 0
-	step "Deleting the cluster $CLUSTER" kind delete cluster --name "$CLUSTER" --kubeconfig "$KUBECONFIG"
+	step "Deleting the cluster $CLUSTER" delete_cluster_and_network
+}
+
+delete_cluster_and_network() {
+	kind delete cluster --name "$CLUSTER" --kubeconfig "$KUBECONFIG"
+	if no_cluster_is_left; then docker network rm "$KIND_EXPERIMENTAL_DOCKER_NETWORK" || true; fi
 }
 
 nodes() { kind get nodes --name "$CLUSTER" 2>/dev/null | sort; }

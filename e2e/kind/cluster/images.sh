@@ -40,11 +40,4 @@ load_image() {
 	for node in $(nodes); do
 		docker exec "$node" sh -c "echo $content >$(image_mark "$name")"
 	done
-	restart_what_runs "$name"
-}
-
-# restart_what_runs IMAGE lets the chart's pods start again: the image's name has stayed the same.
-restart_what_runs() {
-	[[ $1 == tranche/tranche:dev ]] && kubectl get namespace tranche-system >/dev/null 2>&1 || return 0
-	kubectl --namespace tranche-system rollout restart daemonset,deployment
 }

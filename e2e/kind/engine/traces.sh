@@ -159,3 +159,17 @@ restore_sysctls() {
 		sysctl -q -w "$name=$value" || true
 	done <"$ENGINE_STATE/sysctl.before"
 }
+
+# machine_state prints what of the machine an engine changes: the same before our engine came and after it has gone.
+machine_state() {
+	ip -oneline link show type bridge | awk '{print "bridge", $2}'
+	ip -oneline link show type veth | awk '{print "veth", $2}'
+	ip route | sed 's/^/route /'
+	findmnt --list --noheadings --output TARGET | sed 's/^/mount /'
+	iptables-save 2>/dev/null | grep -E '^(\*|:|-)' | sed 's/ \[.*//; s/^/iptables /'
+	ip6tables-save 2>/dev/null | grep -E '^(\*|:|-)' | sed 's/ \[.*//; s/^/ip6tables /'
+	cgroup_folders | sed 's/^/cgroup /'
+	sysctl "${SYSCTLS[@]}" 2>/dev/null | sed 's/^/setting /'
+	find "${FOLDERS[@]}" "$ENGINE_STATE" "$ENGINE_RUN" -maxdepth 0 2>/dev/null | sed 's/^/folder /'
+	grep -laF "$ENGINE_RUN" /proc/[0-9]*/cmdline 2>/dev/null | sed 's/^/process /'
+}

@@ -16,7 +16,7 @@ HELM_VERSION=v4.3.1
 : "${TRANCHE_CACHE:=${XDG_CACHE_HOME:-$HOME/.cache}/tranche}"
 
 # The running cluster as this clone sees it: `env`, kubeconfig, tools, logs.
-CLUSTER_DIR=$REPOSITORY/target/cluster
+: "${CLUSTER_DIR:=$REPOSITORY/target/cluster}"
 LOGS=$CLUSTER_DIR/logs
 
 # The engine of our own is one per machine, whatever clone started it: who finds it can end it.
@@ -24,5 +24,8 @@ ENGINE_STATE=/var/lib/tranche-kind
 ENGINE_RUN=/run/tranche-kind
 ENGINE_CGROUP=tranche-kind
 ENGINE_HOST=unix://$ENGINE_RUN/docker.sock
+
+# The clusters' network, named so that it cannot be another's.
+export KIND_EXPERIMENTAL_DOCKER_NETWORK=tranche-kind
 
 export PATH=$CLUSTER_DIR/bin:$PATH
