@@ -10,7 +10,7 @@ help: ## this list
 
 build: ## the node plugin, the controller and the container hook, in target/release
 	cargo build --release -p tranche-kubelet-plugin -p tranche-controller
-	kubelet-plugin/hook/build
+	cargo rustc --release -p tranche-cdi-hook -- -C target-feature=+crt-static
 
 shim: ## libcuda.so.1 and libnvidia-ml.so.1 for capped shares, in target/shim
 	shim/build

@@ -13,7 +13,10 @@ use_engine() {
 		return
 	fi
 	need dockerd docker.io iptables
+	need docker docker-cli # a package of its own since Debian 13
 	need nft nftables
+	need ip iproute2
+	need sysctl procps
 	if engine_answers; then
 		say "Using the Docker engine that its package has started"
 		return

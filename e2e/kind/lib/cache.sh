@@ -30,9 +30,17 @@ build() {
 		return
 	fi
 	mkdir -p "$TRANCHE_CACHE"
-	find "$TRANCHE_CACHE" -mindepth 1 -maxdepth 1 -mtime +14 -exec rm -rf {} +
+	find "$TRANCHE_CACHE" -mindepth 1 -maxdepth 1 -type d -mtime +14 -exec rm -rf {} +
 	rm -rf "$part.partial"
 	mkdir "$part.partial"
 	step "$title" "$@" "$part.partial"
 	mv "$part.partial" "$part"
+}
+
+# alone starts the script again under a lock, so that two clones do not build or change the same engine at once.
+alone() {
+	[[ -z ${TRANCHE_KIND_ALONE-} ]] || return 0
+	mkdir -p "$TRANCHE_CACHE"
+	export TRANCHE_KIND_ALONE=yes
+	exec flock --close "$TRANCHE_CACHE/lock" "$0" "$@"
 }

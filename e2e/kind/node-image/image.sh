@@ -29,7 +29,6 @@ build_node_image() {
 	((EUID == 0)) || die "only root can build a node image: run as root, or set NODE_IMAGE to one the engine has"
 	need_go
 	need debootstrap debootstrap
-	need jq jq
 	need cc gcc libc6-dev
 	build "$(kubernetes_part)" "Building Kubernetes $KUBERNETES_VERSION (6 minutes on 2 cores)" build_kubernetes
 	build "$(containerd_part)" "Building containerd $CONTAINERD_VERSION" build_containerd
