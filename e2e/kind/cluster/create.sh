@@ -16,10 +16,17 @@ use_cluster() {
 	write_env
 }
 
-cluster_exists() { command -v kind >/dev/null && kind get clusters 2>/dev/null | grep -qx "$CLUSTER"; }
+# nodes lists the cluster's nodes, running or not, by the label that kind gives them.
+nodes() { node_containers "io.x-k8s.kind.cluster=$CLUSTER"; }
 
-# no_cluster_is_left is also true where nothing answers.
-no_cluster_is_left() { [[ -z $(kind get clusters --quiet 2>/dev/null) ]]; }
+node_containers() { docker ps --all --filter "label=$1" --format '{{.Names}}' 2>/dev/null | sort; }
+
+workers() { nodes | grep -v -- '-control-plane$' || true; }
+
+cluster_exists() { [[ $(nodes) ]]; }
+
+# no_cluster_is_left is also true where no engine answers.
+no_cluster_is_left() { [[ -z $(node_containers io.x-k8s.kind.cluster) ]]; }
 
 cluster_is_as_asked() {
 	cluster_exists &&
@@ -30,18 +37,18 @@ cluster_is_as_asked() {
 }
 
 delete_cluster() {
-	cluster_exists || return 0
-	step "Deleting the cluster $CLUSTER" delete_cluster_and_network
+	! cluster_exists || step "Deleting the cluster $CLUSTER" delete_nodes_and_network
 }
 
-delete_cluster_and_network() {
-	kind delete cluster --name "$CLUSTER" --kubeconfig "$KUBECONFIG"
-	if no_cluster_is_left; then docker network rm "$KIND_EXPERIMENTAL_DOCKER_NETWORK" || true; fi
+# delete_nodes_and_network does what kind does, also where kind itself is not there any more.
+delete_nodes_and_network() {
+	nodes | xargs docker rm --force --volumes
+	if no_cluster_is_left; then remove_network; fi
 }
 
-nodes() { kind get nodes --name "$CLUSTER" 2>/dev/null | sort; }
-
-workers() { nodes | grep -v -- '-control-plane$' || true; }
+remove_network() {
+	docker network ls --quiet --filter "name=^$KIND_EXPERIMENTAL_DOCKER_NETWORK$" | xargs --no-run-if-empty docker network rm
+}
 
 # write_kind_config writes what differs from kind's defaults, each because of the machine or the node image.
 write_kind_config() {
