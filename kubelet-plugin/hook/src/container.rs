@@ -1,0 +1,133 @@
+//! Where the container's root is, from the state that the runtime writes to stdin.
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+
+/// The longest state or configuration that is read, in bytes.
+pub const LONGEST: u64 = 16 << 20;
+
+/// Why there is no root.
+#[derive(Debug, thiserror::Error)]
+pub enum ContainerError {
+    /// The state cannot be read.
+    #[error("cannot read the container's state from stdin: {0}")]
+    Stdin(#[source] io::Error),
+    /// The state is none.
+    #[error("stdin is not an OCI state: {0}: run it as an OCI hook")]
+    State(#[source] serde_json::Error),
+    /// The configuration cannot be read.
+    #[error("cannot read {path}: {source}")]
+    Read {
+        /// The configuration.
+        path: PathBuf,
+        /// Why not.
+        source: io::Error,
+    },
+    /// The configuration is none.
+    #[error("{path} is not an OCI configuration: {source}")]
+    Config {
+        /// The configuration.
+        path: PathBuf,
+        /// Why not.
+        source: serde_json::Error,
+    },
+    /// The root would be the host's.
+    #[error("{path}: root.path is {root:?}, which is no container's root")]
+    NoRoot {
+        /// The configuration.
+        path: PathBuf,
+        /// What is there.
+        root: PathBuf,
+    },
+}
+
+#[derive(Deserialize)]
+struct State {
+    bundle: PathBuf,
+}
+
+#[derive(Deserialize)]
+struct Config {
+    root: Root,
+}
+
+#[derive(Deserialize)]
+struct Root {
+    path: PathBuf,
+}
+
+/// The root of the container with this state.
+pub fn root(state: &[u8]) -> Result<PathBuf, ContainerError> {
+    let State { bundle } = serde_json::from_slice(state).map_err(ContainerError::State)?;
+    let path = bundle.join("config.json");
+    let mut text = Vec::new();
+    File::open(&path)
+        .and_then(|file| file.take(LONGEST).read_to_end(&mut text))
+        .map_err(|source| ContainerError::Read {
+            path: path.clone(),
+            source,
+        })?;
+    let config: Config =
+        serde_json::from_slice(&text).map_err(|source| ContainerError::Config {
+            path: path.clone(),
+            source,
+        })?;
+    let root = bundle.join(&config.root.path);
+    match std::fs::canonicalize(&root) {
+        Ok(real) if real != Path::new("/") && !config.root.path.as_os_str().is_empty() => Ok(real),
+        Ok(_) => Err(ContainerError::NoRoot { path, root }),
+        Err(source) => Err(ContainerError::Read { path: root, source }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn root_with(path: &str) -> (tempfile::TempDir, Result<PathBuf, ContainerError>) {
+        let bundle = tempfile::tempdir().unwrap();
+        std::fs::create_dir(bundle.path().join("rootfs")).unwrap();
+        let config = serde_json::json!({"ociVersion": "1.2.0", "root": {"path": path}});
+        std::fs::write(bundle.path().join("config.json"), config.to_string()).unwrap();
+        let state = serde_json::json!({
+            "ociVersion": "1.2.0", "id": "x", "status": "creating", "bundle": bundle.path(),
+        });
+        let root = root(state.to_string().as_bytes());
+        (bundle, root)
+    }
+
+    #[test]
+    fn a_relative_root_is_in_the_bundle_and_an_absolute_one_where_it_says() {
+        let (bundle, root) = root_with("rootfs");
+        let expected = bundle.path().canonicalize().unwrap().join("rootfs");
+        assert_eq!(root.unwrap(), expected);
+        let other = tempfile::tempdir().unwrap();
+        let (_bundle, root) = root_with(other.path().to_str().unwrap());
+        assert_eq!(root.unwrap(), other.path().canonicalize().unwrap());
+    }
+
+    #[test]
+    fn the_hosts_root_is_refused() {
+        for path in ["/", "/..", "../../../../../../../..", ""] {
+            let (_bundle, root) = root_with(path);
+            let error = root.unwrap_err().to_string();
+            assert!(error.contains("no container's root"), "{path}: {error}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_state_or_no_configuration_is_named() {
+        assert!(matches!(root(b""), Err(ContainerError::State(_))));
+        assert!(matches!(root(b"{\"bundle\": 7}"), Err(ContainerError::State(_))));
+        let error = root(b"{\"bundle\": \"/nowhere\"}").unwrap_err().to_string();
+        assert!(error.contains("/nowhere/config.json"), "{error}");
+        let bundle = tempfile::tempdir().unwrap();
+        std::fs::write(bundle.path().join("config.json"), "{}").unwrap();
+        let state = serde_json::json!({"bundle": bundle.path()}).to_string();
+        let error = root(state.as_bytes()).unwrap_err();
+        assert!(matches!(error, ContainerError::Config { .. }), "{error}");
+    }
+}

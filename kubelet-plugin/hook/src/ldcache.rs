@@ -1,0 +1,209 @@
+//! `update-ldcache`: makes the container's loader find the driver's libraries.
+//!
+//! The folders are written into the loader's configuration, so that an ldconfig that runs later in
+//! the container (a package's, say) finds them too, and the cache is made from it. The program is
+//! the host's own, linked statically; the first thing it does is `chroot` into the container's
+//! root, so what it reads and writes there cannot lead out. A musl image has no use for the cache
+//! and takes no harm.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use crate::rootfs::{Rootfs, RootfsError};
+
+const CONFIGURATION: &str = "/etc/ld.so.conf";
+const FOLDERS: &str = "/etc/ld.so.conf.d/00-tranche.conf";
+const CACHE: &str = "/etc/ld.so.cache";
+/// What an image without a configuration gets.
+const INCLUDE: &[u8] = b"include /etc/ld.so.conf.d/*.conf\n";
+
+/// Why there is no cache.
+#[derive(Debug, thiserror::Error)]
+pub enum LdcacheError {
+    /// The configuration.
+    #[error(transparent)]
+    Rootfs(#[from] RootfsError),
+    /// The program does not run.
+    #[error("cannot run {path}: {source}: restart the node's plugin pod to install it anew")]
+    Run {
+        /// The program.
+        path: PathBuf,
+        /// Why not.
+        source: std::io::Error,
+    },
+    /// The program failed.
+    #[error("{path} failed in the container's root ({status}): {stderr}")]
+    Failed {
+        /// The program.
+        path: PathBuf,
+        /// How it ended.
+        status: std::process::ExitStatus,
+        /// What it said.
+        stderr: String,
+    },
+}
+
+/// Makes the cache.
+pub fn update(root: &Rootfs, folders: &[PathBuf], ldconfig: &Path) -> Result<(), LdcacheError> {
+    match configure(root, folders) {
+        Ok(()) => run(root, ldconfig),
+        // The container starts, and finds libraries in the loader's own folders.
+        Err(e) if e.is_read_only() => {
+            eprintln!("tranche-cdi-hook: {e}: the image's file system is read-only, going on");
+            Ok(())
+        }
+        Err(e) => Err(e.into()),
+    }
+}
+
+fn configure(root: &Rootfs, folders: &[PathBuf]) -> Result<(), RootfsError> {
+    let mut lines = Vec::new();
+    for folder in folders {
+        lines.extend_from_slice(folder.as_os_str().as_encoded_bytes());
+        lines.push(b'\n');
+    }
+    if root.read(Path::new(FOLDERS))?.as_deref() != Some(&lines) {
+        root.write(Path::new(FOLDERS), &lines)?;
+    }
+    let configuration = root.read(Path::new(CONFIGURATION))?.unwrap_or_default();
+    if !includes_folders(&configuration) {
+        let both = [INCLUDE, &configuration].concat();
+        root.write(Path::new(CONFIGURATION), &both)?;
+    }
+    Ok(())
+}
+
+/// Whether the configuration reads ours: distributions write it with and without `/etc`.
+fn includes_folders(configuration: &[u8]) -> bool {
+    String::from_utf8_lossy(configuration).lines().any(|line| {
+        let mut words = line.split_whitespace();
+        words.next() == Some("include")
+            && words.any(|word| {
+                let word = word.strip_prefix("/etc/").unwrap_or(word);
+                word == "ld.so.conf.d/*.conf"
+            })
+    })
+}
+
+fn run(root: &Rootfs, ldconfig: &Path) -> Result<(), LdcacheError> {
+    let output = Command::new(ldconfig)
+        .env_clear()
+        .stdin(Stdio::null())
+        .arg("-r")
+        .arg(root.path())
+        // No links: create-links made them, and an image's own are its own.
+        .args(["-X", "-f", CONFIGURATION, "-C", CACHE])
+        .output()
+        .map_err(|source| LdcacheError::Run {
+            path: ldconfig.to_owned(),
+            source,
+        })?;
+    if output.status.success() {
+        return Ok(());
+    }
+    Err(LdcacheError::Failed {
+        path: ldconfig.to_owned(),
+        status: output.status,
+        stderr: String::from_utf8_lossy(&output.stderr).trim().to_owned(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    const LDCONFIG: &str = "/sbin/ldconfig";
+
+    /// A root with a real shared library where no loader looks, and its name in `lib`.
+    fn image() -> (tempfile::TempDir, Rootfs) {
+        let dir = tempfile::tempdir().unwrap();
+        let lib = dir.path().join("opt/driver/lib");
+        std::fs::create_dir_all(&lib).unwrap();
+        std::fs::copy(libc(), lib.join("libtranche-test.so.6")).unwrap();
+        let root = Rootfs::open(dir.path()).unwrap();
+        (dir, root)
+    }
+
+    /// The C library of this machine, as a library to be found.
+    fn libc() -> PathBuf {
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        let line = maps.lines().find(|l| l.contains("/libc.so.6") || l.contains("/libc-")).unwrap();
+        line.split_whitespace().last().unwrap().into()
+    }
+
+    fn cached(root: &Path) -> String {
+        let cache = root.join("etc/ld.so.cache");
+        assert!(cache.symlink_metadata().unwrap().is_file());
+        String::from_utf8_lossy(&std::fs::read(cache).unwrap()).into_owned()
+    }
+
+    fn folders() -> [PathBuf; 1] {
+        ["/opt/driver/lib".into()]
+    }
+
+    #[test]
+    fn an_image_with_nothing_gets_a_cache_that_names_the_library() {
+        let (dir, root) = image();
+        for _ in 0..2 {
+            update(&root, &folders(), Path::new(LDCONFIG)).unwrap();
+            assert!(cached(dir.path()).contains("/opt/driver/lib/"), "{}", cached(dir.path()));
+        }
+        let configuration = std::fs::read(dir.path().join("etc/ld.so.conf")).unwrap();
+        assert_eq!(configuration, INCLUDE);
+    }
+
+    #[test]
+    fn an_images_configuration_stays_and_is_made_to_include_ours() {
+        for (before, after) in [
+            ("include ld.so.conf.d/*.conf\n", "include ld.so.conf.d/*.conf\n"),
+            (
+                "include /etc/ld.so.conf.d/*.conf\n/own\n",
+                "include /etc/ld.so.conf.d/*.conf\n/own\n",
+            ),
+            ("/own\n", "include /etc/ld.so.conf.d/*.conf\n/own\n"),
+            (
+                "# include ld.so.conf.d/*.conf\n",
+                "include /etc/ld.so.conf.d/*.conf\n# include ld.so.conf.d/*.conf\n",
+            ),
+        ] {
+            let (dir, root) = image();
+            std::fs::create_dir_all(dir.path().join("etc")).unwrap();
+            std::fs::write(dir.path().join("etc/ld.so.conf"), before).unwrap();
+            update(&root, &folders(), Path::new(LDCONFIG)).unwrap();
+            let now = std::fs::read_to_string(dir.path().join("etc/ld.so.conf")).unwrap();
+            assert_eq!(now, after);
+            assert!(cached(dir.path()).contains("/opt/driver/lib/"));
+        }
+    }
+
+    #[test]
+    fn hostile_links_do_not_make_it_write_outside() {
+        let outside = tempfile::tempdir().unwrap();
+        let precious = outside.path().join("precious");
+        std::fs::write(&precious, "precious").unwrap();
+        for name in ["ld.so.cache", "ld.so.cache~", "ld.so.conf", "ld.so.conf.d"] {
+            let (dir, root) = image();
+            let etc = dir.path().join("etc");
+            std::fs::create_dir_all(&etc).unwrap();
+            symlink(&precious, etc.join(name)).unwrap();
+            // Whether it fails or replaces the link, the host is not touched.
+            let _ = update(&root, &folders(), Path::new(LDCONFIG));
+            assert_eq!(std::fs::read(&precious).unwrap(), b"precious", "{name}");
+        }
+        let (dir, root) = image();
+        symlink(outside.path(), dir.path().join("etc")).unwrap();
+        let _ = update(&root, &folders(), Path::new(LDCONFIG));
+        let names: Vec<_> = std::fs::read_dir(outside.path()).unwrap().collect();
+        assert_eq!(names.len(), 1, "{names:?}");
+    }
+
+    #[test]
+    fn a_missing_program_is_named_with_the_way_out() {
+        let (_dir, root) = image();
+        let error = update(&root, &folders(), Path::new("/nowhere/ldconfig")).unwrap_err();
+        let error = error.to_string();
+        assert!(error.contains("/nowhere/ldconfig") && error.contains("restart"), "{error}");
+    }
+}

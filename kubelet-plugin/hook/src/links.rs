@@ -1,0 +1,20 @@
+//! `create-links`: the names under which programs look for the driver's libraries.
+
+use crate::args::Link;
+use crate::rootfs::{Rootfs, RootfsError};
+
+/// Makes the links, in order.
+pub fn create(root: &Rootfs, links: &[Link]) -> Result<(), RootfsError> {
+    for link in links {
+        match root.link(&link.target, &link.path) {
+            Ok(()) => {}
+            // The container starts, and programs that load by the versioned name work.
+            Err(e) if e.is_read_only() => {
+                eprintln!("tranche-cdi-hook: {e}: the image's file system is read-only, going on");
+                return Ok(());
+            }
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(())
+}
