@@ -79,7 +79,7 @@ const _: () = {
     use crate::layout;
     assert!(size_of::<Account>() == layout::LEN);
     assert!(size_of::<Slot>() == layout::SLOT_LEN);
-    assert!(offset_of!(Account, used) == layout::AT_USED);
+    assert!(offset_of!(Account, used) == layout::USED);
     assert!(offset_of!(Account, peak) == layout::AT_PEAK);
     assert!(offset_of!(Account, refused) == layout::AT_REFUSED);
     assert!(offset_of!(Account, taken) == layout::AT_TAKEN);

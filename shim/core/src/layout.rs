@@ -51,7 +51,8 @@ pub(crate) const BITMAP_WORDS: usize = SLOTS / 64;
 
 const AT_ABI: usize = 8;
 const AT_SLOTS: usize = 12;
-pub(crate) const AT_USED: usize = 128;
+/// Offset of `used`, for whoever reads nothing else.
+pub const USED: usize = 128;
 pub(crate) const AT_PEAK: usize = 136;
 pub(crate) const AT_REFUSED: usize = 256;
 pub(crate) const AT_TAKEN: usize = 512;
@@ -151,7 +152,7 @@ impl<'a> AccountSnapshot<'a> {
     /// Bytes of device memory that the share's processes hold, or are just asking for.
     #[must_use]
     pub fn used(&self) -> u64 {
-        get_u64(self.page, AT_USED)
+        get_u64(self.page, USED)
     }
 
     /// The most that [`used`](Self::used) was in the page's life, in bytes.
@@ -204,7 +205,7 @@ mod tests {
 
     use proptest::prelude::*;
 
-    use super::{AT_ABI, AT_TAKEN, AT_USED, AccountPage, HEADER_LEN, LEN, ProcessUsage, SLOT_LEN};
+    use super::{AT_ABI, AT_TAKEN, AccountPage, HEADER_LEN, LEN, ProcessUsage, SLOT_LEN, USED};
     use crate::PageError;
 
     #[test]
@@ -225,7 +226,7 @@ mod tests {
     #[test]
     fn only_taken_slots_are_listed() {
         let mut page = Vec::from(*AccountPage::initial());
-        page[AT_USED] = 7;
+        page[USED] = 7;
         page[AT_TAKEN + 8] = 0b10; // slot 65
         let at = HEADER_LEN + 65 * SLOT_LEN;
         page[at + 16] = 7;

@@ -11,10 +11,10 @@ pub const CAP: &str = "cap";
 pub const ACCOUNT: &str = "account";
 
 /// The node's own `libcuda.so.1`, which the shim stands before.
-pub const REAL_CUDA: &str = "/usr/lib/tranche/driver/libcuda.so.1";
+pub const REAL_CUDA: &core::ffi::CStr = c"/usr/lib/tranche/driver/libcuda.so.1";
 
 /// The node's own `libnvidia-ml.so.1`, which the shim stands before.
-pub const REAL_NVML: &str = "/usr/lib/tranche/driver/libnvidia-ml.so.1";
+pub const REAL_NVML: &core::ffi::CStr = c"/usr/lib/tranche/driver/libnvidia-ml.so.1";
 
 /// Most shares that one container can hold; more are refused.
 pub const MAX_SHARES: usize = 64;

@@ -20,8 +20,14 @@ mod killable {
 
     use super::Ordering;
 
-    std::thread_local! {
-        static LEFT: Cell<Option<u32>> = const { Cell::new(None) };
+    // loom's threads share one thread of the system, so they need loom's thread-locals.
+    #[cfg(loom)]
+    use loom::thread_local;
+    #[cfg(not(loom))]
+    use std::thread_local;
+
+    thread_local! {
+        static LEFT: Cell<Option<u32>> = Cell::new(None);
     }
 
     /// What a killed thread unwinds with.
@@ -31,9 +37,9 @@ mod killable {
     /// Lets `run` do `steps` writes to shared memory and unwinds with [`Killed`] at the next.
     /// Returns whether it got to its end.
     pub(crate) fn kill_after(steps: u32, run: impl FnOnce()) -> bool {
-        LEFT.set(Some(steps));
+        LEFT.with(|left| left.set(Some(steps)));
         let end = std::panic::catch_unwind(std::panic::AssertUnwindSafe(run));
-        LEFT.set(None);
+        LEFT.with(|left| left.set(None));
         match end {
             Ok(()) => true,
             Err(cause) if cause.is::<Killed>() => false,
@@ -42,10 +48,16 @@ mod killable {
     }
 
     fn step() {
-        match LEFT.get() {
-            None => {}
-            Some(0) => std::panic::resume_unwind(std::boxed::Box::new(Killed)),
-            Some(left) => LEFT.set(Some(left - 1)),
+        let dies = LEFT.with(|left| match left.get() {
+            None => false,
+            Some(0) => true,
+            Some(steps) => {
+                left.set(Some(steps - 1));
+                false
+            }
+        });
+        if dies {
+            std::panic::resume_unwind(std::boxed::Box::new(Killed));
         }
     }
 

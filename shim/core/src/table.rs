@@ -96,6 +96,24 @@ impl<const SMALL: usize, const LARGE: usize> Table<SMALL, LARGE> {
             })
     }
 
+    /// A pointer's entry, which stays.
+    pub fn get(&self, pointer: u64) -> Option<Entry> {
+        self.buckets(pointer)
+            .into_iter()
+            .take(self.tiers() * 2)
+            .find_map(|bucket| {
+                (0..WAYS).find_map(|way| {
+                    if bucket.keys[way].load(Ordering::Acquire) != pointer {
+                        return None;
+                    }
+                    let value = bucket.values[way].load(Ordering::Acquire);
+                    let entry = Entry::of(value, bucket.contexts[way].load(Ordering::Relaxed));
+                    (value != 0 && bucket.keys[way].load(Ordering::Acquire) == pointer)
+                        .then_some(entry)
+                })
+            })
+    }
+
     /// Takes all entries of a context out, one by one, and hands each to `each`: the driver freed
     /// them with the context.
     pub fn take_context(&self, context: u64, mut each: impl FnMut(Entry)) {
@@ -155,12 +173,18 @@ impl Bucket {
             return None;
         }
         self.keys[way].store(0, Ordering::Release);
-        Some(Entry {
-            bytes: (value & MAX_BYTES) - 1,
+        Some(Entry::of(value, context))
+    }
+}
+
+impl Entry {
+    fn of(value: u64, context: u64) -> Self {
+        Self {
+            bytes: (value & MAX_BYTES).saturating_sub(1),
             #[expect(clippy::cast_possible_truncation, reason = "put from 8 bits")]
             device: (value >> BYTES_BITS) as u8,
             context,
-        })
+        }
     }
 }
 
@@ -205,6 +229,10 @@ mod tests {
         let table = Small::fresh();
         assert_eq!(table.take(0x1000), None);
         table.put(0x1000, entry(1)).unwrap();
+        assert_eq!(
+            (table.get(0x1000), table.get(0x2000)),
+            (Some(entry(1)), None)
+        );
         assert_eq!(table.take(0x2000), None);
         assert_eq!(table.take(0x1000), Some(entry(1)));
         assert_eq!(table.take(0x1000), None);
@@ -263,7 +291,10 @@ mod tests {
                             Err(TableFull) => { map.remove(&pointer); }
                         }
                     }
-                    2 => prop_assert_eq!(table.take(pointer), map.remove(&pointer)),
+                    2 => {
+                        prop_assert_eq!(table.get(pointer), map.get(&pointer).copied());
+                        prop_assert_eq!(table.take(pointer), map.remove(&pointer));
+                    }
                     _ => {
                         let mut taken = Vec::new();
                         table.take_context(context, |entry| taken.push(entry.bytes));

@@ -1,1 +1,42 @@
-//! libcuda.so.1 as a capped container sees it.
+//! `libcuda.so.1` as a capped container sees it: the driver, with the memory of its share.
+//!
+//! The library carries the driver's SONAME and comes first in `/etc/ld.so.preload`, so the loader
+//! gives it to every `dlopen("libcuda.so.1")`, every `-lcuda` and every ctypes load; the same file
+//! lies where the driver's own would. It exports all that any driver exports. Most of it passes
+//! straight through (`symbols.txt`); the rest is here:
+//!
+//! ```text
+//!  program ─► hooks ─► memory: reserve ─► the real driver ─► commit or roll back
+//!               │         └► process: this process's slot in each share's account, its pointers
+//!               └► resolve: cuGetProcAddress hands out our functions for the driver's
+//! ```
+//!
+//! - [`abi`]: the driver's types and error codes;
+//! - [`driver`]: the real functions, and the stubs that pass;
+//! - [`hooks`]: one row per function that does more;
+//! - [`memory`]: what the rows for memory do;
+//! - [`process`]: the shares this process joined, and how it stays itself across `fork`;
+//! - [`resolve`]: `cuGetProcAddress`.
+//!
+//! What is charged: every byte that a program asks for, to the share of the GPU it will lie on. Not
+//! charged are contexts and the driver's own needs: they depend on the GPU model, so the node keeps
+//! them back before it offers memory, and a share's cap is wholly the program's. So a program that
+//! asks for its whole cap gets it, and byte cap + 1 is `CUDA_ERROR_OUT_OF_MEMORY`.
+#![no_std]
+#![expect(
+    non_camel_case_types,
+    reason = "the driver's functions are spelled as in cuda.h"
+)]
+
+mod abi;
+mod driver;
+mod hooks;
+mod memory;
+mod process;
+mod resolve;
+
+#[cfg(not(test))]
+#[panic_handler]
+fn panic(_: &core::panic::PanicInfo<'_>) -> ! {
+    tranche_shim_runtime::sys::abort()
+}

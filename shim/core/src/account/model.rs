@@ -109,7 +109,7 @@ fn reservations_never_exceed_the_limit() {
 #[test]
 fn a_kill_beside_work_and_repair_is_safe() {
     for steps in 0..9 {
-        explore(3, move || {
+        explore(2, move || {
             let world = World::new();
             let victim = {
                 let world = Arc::clone(&world);

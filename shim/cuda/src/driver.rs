@@ -1,0 +1,78 @@
+//! The real driver, and our symbols that pass straight through to it.
+
+use core::ffi::c_void;
+
+use tranche_shim_core::paths;
+use tranche_shim_runtime::library::Library;
+
+use crate::abi::CUresult;
+use crate::hooks::HANDLED;
+
+pub use symbols::{HANDLED_NAMES, PASSING, SYMBOLS, index};
+
+mod symbols {
+    #![allow(
+        missing_docs,
+        clippy::unreadable_literal,
+        reason = "generated from symbols.txt"
+    )]
+    use super::forward_to;
+    use tranche_shim_runtime::forward;
+    include!(concat!(env!("OUT_DIR"), "/symbols.rs"));
+}
+
+/// The driver's library.
+pub static DRIVER: Library = Library::new(
+    paths::REAL_CUDA,
+    (
+        c"cuInit",
+        crate::hooks::cuInit as *const () as *const c_void,
+    ),
+);
+
+tranche_shim_runtime::library! {
+    driver: DRIVER,
+    first: symbols::cuArray3DCreate,
+    handled: HANDLED,
+    missing: missing,
+    unavailable: unavailable,
+}
+
+/// The address of the real function `index`, if this driver has it.
+pub fn real_if_any(index: usize) -> Option<*mut c_void> {
+    let address = address(index);
+    let substitutes = [missing as *mut c_void, unavailable as *mut c_void];
+    (!substitutes.contains(&address)).then_some(address)
+}
+
+/// What a function answers that this driver is too old, or too new, to have.
+extern "C" fn missing() -> CUresult {
+    CUresult::NOT_FOUND
+}
+
+/// What every function answers without a driver.
+extern "C" fn unavailable() -> CUresult {
+    CUresult::SHARED_OBJECT_INIT_FAILED
+}
+
+/// The real function of a name, with the type that cuda.h gives it:
+/// `real!(cuCtxGetDevice: fn(*mut CUdevice))`.
+macro_rules! real {
+    ($name:ident: fn($($argument:ty),*)) => {
+        $crate::driver::typed::<unsafe extern "C" fn($($argument),*) -> $crate::abi::CUresult>(
+            $crate::driver::index::$name,
+        )
+    };
+}
+pub(crate) use real;
+
+/// For `real!` alone: the function `index` as an `F`, the type of a C function.
+#[inline]
+pub fn typed<F: Copy>(index: usize) -> F {
+    const { assert!(size_of::<F>() == size_of::<*mut c_void>()) };
+    let address = address(index);
+    // SAFETY: `real!` makes `F` the type of a function pointer. The address is that of the driver's
+    // function of this name, whose type in cuda.h that is, or of one of ours, which takes no
+    // arguments and returns a result: in this ABI the caller clears what it passed.
+    unsafe { core::mem::transmute_copy(&address) }
+}

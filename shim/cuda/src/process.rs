@@ -1,0 +1,459 @@
+//! This process in its shares.
+//!
+//! All that is the process's own lies in one private mapping that the kernel wipes in the child of a
+//! fork. So a child starts as if it had never called CUDA: no slot, no charge, no pointer of its
+//! parent's; it joins anew at its first call that needs a share. Its parent's slot lives and dies
+//! with the parent alone: the child does not get the accounts' mappings, which hold the slots' locks,
+//! either. After `exec` nothing is left of both.
+
+use core::cell::UnsafeCell;
+use core::ptr;
+use core::sync::atomic::{AtomicPtr, AtomicU32, Ordering};
+
+use tranche_shim_core::paths::MAX_SHARES;
+use tranche_shim_core::{Account, GpuUuid, SlotIndex, Table};
+use tranche_shim_runtime::shares::{Name, Share, Shares, Trouble};
+use tranche_shim_runtime::{complain, sys};
+
+use crate::abi::{CUdevice, CUresult, CUuuid};
+use crate::driver::{DRIVER, real};
+
+/// How often dead processes are looked for while a share is full, in nanoseconds: once in four
+/// milliseconds, whatever the number of processes and of refusals.
+const LOOK_INTERVAL: u64 = 4_000_000;
+
+/// What this process has of its shares.
+pub struct Process {
+    state: AtomicU32,
+    joined: UnsafeCell<Joined>,
+    /// Its device pointers.
+    pub pointers: Table,
+}
+
+// The kernel's zeros, for a new mapping and after a fork.
+const NOT_JOINED: u32 = 0;
+const JOINING: u32 = 1;
+const JOINED: u32 = 2;
+const REFUSED: u32 = 3;
+
+// SAFETY: `joined` is written only by the thread that set the state to JOINING, and read only after
+// that thread set it to JOINED.
+unsafe impl Sync for Process {}
+
+struct Joined {
+    devices: [Option<Device>; MAX_SHARES],
+    device_count: usize,
+    shares: [Option<Held>; MAX_SHARES],
+    share_count: usize,
+}
+
+/// A GPU that this process sees.
+#[derive(Clone, Copy)]
+pub struct Device {
+    /// The driver's name for it.
+    pub handle: CUdevice,
+    /// Its place among the process's devices.
+    pub number: u8,
+    /// A bit for each share of the process that lies on it; none where it has no cap.
+    shares: u64,
+}
+
+/// A share in whose account this process has a slot.
+#[derive(Clone, Copy)]
+struct Held {
+    account: &'static Account,
+    slot: SlotIndex,
+    limit: u64,
+    name: Name,
+}
+
+static PROCESS: AtomicPtr<Process> = AtomicPtr::new(ptr::null_mut());
+
+/// `cuInit`: nothing is used before the shares are known to be right.
+pub fn initialise(driver: impl FnOnce() -> CUresult) -> CUresult {
+    if !DRIVER.open() {
+        return CUresult::SHARED_OBJECT_INIT_FAILED;
+    }
+    if let Err(trouble) = Shares::read() {
+        return refuse(trouble);
+    }
+    let result = driver();
+    if !result.is_ok() {
+        return result;
+    }
+    if let Some(process) = existing() {
+        // Whoever calls cuInit again after an error may have mended its cause.
+        let _ = process.state.compare_exchange(
+            REFUSED,
+            NOT_JOINED,
+            Ordering::Relaxed,
+            Ordering::Relaxed,
+        );
+    }
+    match current() {
+        Ok(_) => CUresult::SUCCESS,
+        Err(code) => code,
+    }
+}
+
+/// The process, joined; joins it if need be.
+#[inline]
+pub fn current() -> Result<&'static Process, CUresult> {
+    match existing() {
+        Some(process) if process.state.load(Ordering::Acquire) == JOINED => Ok(process),
+        _ => join(),
+    }
+}
+
+/// The process if it has joined: only then has it pointers.
+#[inline]
+pub fn joined() -> Option<&'static Process> {
+    existing().filter(|process| process.state.load(Ordering::Acquire) == JOINED)
+}
+
+#[inline]
+fn existing() -> Option<&'static Process> {
+    // SAFETY: null, or a mapping of a `Process` that is never unmapped.
+    unsafe { PROCESS.load(Ordering::Acquire).as_ref() }
+}
+
+fn refuse(trouble: Trouble) -> CUresult {
+    complain::once(format_args!("{trouble}"));
+    CUresult::NOT_PERMITTED
+}
+
+#[cold]
+#[inline(never)]
+fn join() -> Result<&'static Process, CUresult> {
+    let process = match existing() {
+        Some(process) => process,
+        None => map().map_err(refuse)?,
+    };
+    loop {
+        let state = &process.state;
+        match state.compare_exchange(NOT_JOINED, JOINING, Ordering::Acquire, Ordering::Acquire) {
+            Ok(_) => {
+                // SAFETY: this thread set JOINING, so that it alone uses `joined`.
+                let result = Joined::make(unsafe { &mut *process.joined.get() });
+                let (now, answer) = match result {
+                    Ok(()) => (JOINED, Ok(process)),
+                    Err(NotJoined::Driver(code)) => (NOT_JOINED, Err(code)),
+                    Err(NotJoined::Trouble(trouble)) => (REFUSED, Err(refuse(trouble))),
+                };
+                state.store(now, Ordering::Release);
+                return answer;
+            }
+            Err(JOINED) => return Ok(process),
+            Err(REFUSED) => return Err(CUresult::NOT_PERMITTED),
+            Err(_) => sys::give_way(),
+        }
+    }
+}
+
+/// Maps a process that has not joined.
+fn map() -> Result<&'static Process, Trouble> {
+    let mapping = sys::map_private(size_of::<Process>()).map_err(Trouble::Memory)?;
+    let fresh = mapping.start.as_ptr().cast::<Process>();
+    match PROCESS.compare_exchange(ptr::null_mut(), fresh, Ordering::AcqRel, Ordering::Acquire) {
+        // SAFETY: a mapping of the right size, page-aligned, whose zeros are a `Process` that has
+        // not joined: `joined` is not read in that state, and a table of zeros is an empty one.
+        Ok(_) => Ok(unsafe { &*fresh }),
+        Err(other) => {
+            // SAFETY: nobody has seen this one.
+            unsafe { sys::unmap(mapping) };
+            // SAFETY: as above, of the thread that was first.
+            Ok(unsafe { &*other })
+        }
+    }
+}
+
+enum NotJoined {
+    /// The driver's answer, of which this function's caller gets to know.
+    Driver(CUresult),
+    Trouble(Trouble),
+}
+
+impl From<Trouble> for NotJoined {
+    fn from(trouble: Trouble) -> Self {
+        Self::Trouble(trouble)
+    }
+}
+
+fn ask(result: CUresult) -> Result<(), NotJoined> {
+    if result.is_ok() {
+        Ok(())
+    } else {
+        Err(NotJoined::Driver(result))
+    }
+}
+
+impl Joined {
+    /// Finds the shares of every GPU that the driver shows, and takes a slot in each share's account.
+    fn make(to: &mut Self) -> Result<(), NotJoined> {
+        *to = Self {
+            devices: [None; MAX_SHARES],
+            device_count: 0,
+            shares: [None; MAX_SHARES],
+            share_count: 0,
+        };
+        let shares = Shares::read()?;
+        let mut count = 0;
+        // SAFETY: writes to the local number.
+        ask(unsafe { real!(cuDeviceGetCount: fn(*mut i32))(&raw mut count) })?;
+        for ordinal in 0..count {
+            let (handle, gpu) = identify(ordinal)?;
+            to.add(handle, gpu, &shares)?;
+        }
+        Ok(())
+    }
+
+    fn add(&mut self, handle: CUdevice, gpu: GpuUuid, shares: &Shares) -> Result<(), Trouble> {
+        let first = self.share_count;
+        let (mut known, mut capped) = (false, true);
+        for share in shares.of(gpu) {
+            known = true;
+            capped &= share.limit.is_some();
+        }
+        if !known {
+            // Fails closed: a GPU that nobody gave this container.
+            return Err(Trouble::NoShareOf(gpu));
+        }
+        if capped {
+            for share in shares.of(gpu) {
+                let place = self
+                    .shares
+                    .get_mut(self.share_count)
+                    .ok_or(Trouble::TooManyShares)?;
+                *place = Some(Held::take(&share)?);
+                self.share_count += 1;
+            }
+        }
+        let bits = |upto: usize| {
+            if upto >= 64 {
+                u64::MAX
+            } else {
+                (1u64 << upto) - 1
+            }
+        };
+        let number = self.device_count;
+        *self.devices.get_mut(number).ok_or(Trouble::TooManyShares)? = Some(Device {
+            handle,
+            number: u8::try_from(number).unwrap_or(u8::MAX),
+            shares: bits(self.share_count) & !bits(first),
+        });
+        self.device_count += 1;
+        Ok(())
+    }
+}
+
+/// The handle and UUID of the device `ordinal`. A MIG device has a UUID of its own, which only the
+/// newer function tells.
+fn identify(ordinal: i32) -> Result<(CUdevice, GpuUuid), NotJoined> {
+    let (mut handle, mut uuid) = (0, CUuuid::default());
+    // SAFETY: writes to the local handle.
+    ask(unsafe { real!(cuDeviceGet: fn(*mut CUdevice, i32))(&raw mut handle, ordinal) })?;
+    // SAFETY: writes 16 bytes to the local UUID.
+    let newer =
+        unsafe { real!(cuDeviceGetUuid_v2: fn(*mut CUuuid, CUdevice))(&raw mut uuid, handle) };
+    if newer == CUresult::NOT_FOUND {
+        // SAFETY: as above.
+        ask(unsafe { real!(cuDeviceGetUuid: fn(*mut CUuuid, CUdevice))(&raw mut uuid, handle) })?;
+    } else {
+        ask(newer)?;
+    }
+    Ok((handle, GpuUuid(uuid)))
+}
+
+impl Held {
+    fn take(share: &Share) -> Result<Self, Trouble> {
+        let name = share.name();
+        let trouble = |errno| Trouble::File(name, tranche_shim_core::paths::ACCOUNT, errno);
+        let file = name.open_account(true)?;
+        let mapping = file.map_shared(size_of::<Account>()).map_err(trouble)?;
+        // SAFETY: the mapping is an account page, checked when it was opened, as long as an
+        // `Account`, page-aligned, and never unmapped. Others write to it, through atomics too; what
+        // they could write is valid for every field.
+        let account: &Account = unsafe { mapping.start.cast().as_ref() };
+        let pid = sys::pid();
+        #[expect(clippy::cast_possible_truncation, reason = "spreads the search")]
+        let slot = account
+            .join(&file, pid, pid as usize)
+            .map_err(|_| Trouble::Full(name))?;
+        // The file is closed here. The mapping keeps the description, and with it the lock.
+        Ok(Self {
+            account,
+            slot,
+            limit: share.limit.unwrap_or(u64::MAX),
+            name,
+        })
+    }
+
+    fn reserve(&self, bytes: u64) -> bool {
+        self.account.reserve(self.slot, bytes, self.limit).is_ok()
+    }
+
+    /// Takes back what dead processes left. Costs system calls, so only now and then.
+    fn reclaim(&self) -> bool {
+        if !self.account.due(sys::coarse_time(), LOOK_INTERVAL) {
+            return false;
+        }
+        // By a description of its own: seen from ours, our own slot would be free. Where it cannot
+        // be opened (a sandbox), the node or another process must reclaim.
+        let Ok(file) = self.name.open_account(true) else {
+            return false;
+        };
+        self.account.reclaim(&file) + usize::from(self.account.repair(&file) > 0) > 0
+    }
+}
+
+impl Process {
+    #[inline]
+    fn joined(&self) -> &Joined {
+        // SAFETY: a `Process` is handed out as joined only, and then nobody writes to it.
+        unsafe { &*self.joined.get() }
+    }
+
+    /// The device of the calling thread's current context.
+    #[inline]
+    pub fn current_device(&self) -> Result<&Device, CUresult> {
+        if let (1, Some(only)) = (self.joined().device_count, &self.joined().devices[0]) {
+            return Ok(only);
+        }
+        let mut handle = 0;
+        // SAFETY: writes to the local handle.
+        let result = unsafe { real!(cuCtxGetDevice: fn(*mut CUdevice))(&raw mut handle) };
+        if result.is_ok() {
+            self.device(handle).ok_or(CUresult::NOT_PERMITTED)
+        } else {
+            Err(result)
+        }
+    }
+
+    /// Whether all memory of the process lies on one device, whatever the context.
+    pub fn has_one_device(&self) -> bool {
+        self.joined().device_count == 1
+    }
+
+    /// The device with a handle.
+    pub fn device(&self, handle: CUdevice) -> Option<&Device> {
+        self.devices().find(|device| device.handle == handle)
+    }
+
+    /// All devices.
+    pub fn devices(&self) -> impl Iterator<Item = &Device> {
+        self.joined().devices.iter().map_while(Option::as_ref)
+    }
+
+    /// The device with a number.
+    pub fn device_numbered(&self, number: u8) -> Option<&Device> {
+        self.joined().devices.get(usize::from(number))?.as_ref()
+    }
+
+    fn shares<'a>(&'a self, device: &Device) -> impl Iterator<Item = &'a Held> + use<'a> {
+        let mut rest = device.shares;
+        core::iter::from_fn(move || {
+            let next = usize::try_from(rest.trailing_zeros()).ok()?;
+            rest &= rest.wrapping_sub(1);
+            self.joined().shares.get(next)?.as_ref()
+        })
+    }
+
+    /// Reserves `bytes` on a capped device.
+    #[inline]
+    pub fn reserve(&self, device: &Device, bytes: u64) -> Result<(), CUresult> {
+        if device.shares.is_power_of_two()
+            && let Some(only) = self.shares(device).next()
+            && only.reserve(bytes)
+        {
+            return Ok(());
+        }
+        self.reserve_slowly(device, bytes)
+    }
+
+    /// From several shares, or from one that is full.
+    #[inline(never)]
+    fn reserve_slowly(&self, device: &Device, bytes: u64) -> Result<(), CUresult> {
+        let whole = self
+            .shares(device)
+            .fold(0u64, |sum, share| sum.saturating_add(share.limit));
+        if bytes <= whole {
+            if self.reserve_in_parts(device, bytes) {
+                return Ok(());
+            }
+            let mut freed = false;
+            for share in self.shares(device) {
+                freed |= share.reclaim();
+            }
+            if freed && self.reserve_in_parts(device, bytes) {
+                return Ok(());
+            }
+        }
+        if let Some(share) = self.shares(device).next() {
+            share.account.note_refusal(share.slot);
+        }
+        Err(CUresult::OUT_OF_MEMORY)
+    }
+
+    /// Reserves from each share of the device what it has left, until it is enough; or nothing.
+    fn reserve_in_parts(&self, device: &Device, bytes: u64) -> bool {
+        let mut left = bytes;
+        for share in self.shares(device) {
+            left -= share.account.reserve_up_to(share.slot, left, share.limit);
+            if left == 0 {
+                return true;
+            }
+        }
+        self.release(device, bytes - left);
+        false
+    }
+
+    /// Gives `bytes` back. Which of the device's shares gets them is of no importance: their sum is
+    /// what the process may hold.
+    #[inline]
+    pub fn release(&self, device: &Device, bytes: u64) {
+        let mut left = bytes;
+        for share in self.shares(device) {
+            if left == 0 {
+                return;
+            }
+            left -= share.account.release(share.slot, left);
+        }
+    }
+
+    /// The sum of the device's caps and what is left of them, in bytes.
+    pub fn cap(&self, device: &Device) -> Cap {
+        self.shares(device)
+            .fold(Cap { total: 0, free: 0 }, |sum, share| Cap {
+                total: sum.total.saturating_add(share.limit),
+                free: sum
+                    .free
+                    .saturating_add(share.limit.saturating_sub(share.account.used())),
+            })
+    }
+}
+
+impl Device {
+    /// Whether the device's memory is capped for this container.
+    #[inline]
+    pub fn is_capped(&self) -> bool {
+        self.shares != 0
+    }
+}
+
+/// How much memory a device seems to have.
+#[derive(Clone, Copy)]
+pub struct Cap {
+    /// In bytes.
+    pub total: u64,
+    /// In bytes, of the total.
+    pub free: u64,
+}
+
+/// The context current to the calling thread; 0 for none.
+pub fn current_context() -> u64 {
+    let mut context = 0;
+    // SAFETY: writes to the local handle.
+    let result =
+        unsafe { real!(cuCtxGetCurrent: fn(*mut crate::abi::CUcontext))(&raw mut context) };
+    if result.is_ok() { context as u64 } else { 0 }
+}

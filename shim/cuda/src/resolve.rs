@@ -1,0 +1,129 @@
+//! `cuGetProcAddress`, in both its forms.
+//!
+//! The real one answers first, as it sees fit: for the version and flags asked for, with its own
+//! errors and statuses. Only then is its answer looked at: where it is one of the functions that we
+//! have a twin of, the twin takes its place. So version (`_v2`) and stream semantics (`_ptsz`) are
+//! exact by construction, for versions yet to come too.
+//!
+//! One thing cannot be mapped: a new variant, with arguments that we do not know, of a function that
+//! we must not let pass. It is refused, as not found, and one line on stderr says so.
+
+use core::ffi::{CStr, c_char, c_int};
+use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use tranche_shim_runtime::complain;
+
+use crate::abi::{CUresult, Function};
+use crate::driver::{self, HANDLED_NAMES, PASSING, SYMBOLS};
+use crate::hooks::HANDLED;
+
+/// `CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND`.
+const SYMBOL_NOT_FOUND: c_int = 1;
+
+/// The driver's answer, and ours in its place. `status` may be null.
+pub fn ours(
+    symbol: *const c_char,
+    function: *mut Function,
+    status: *mut c_int,
+    driver: impl FnOnce() -> CUresult,
+) -> CUresult {
+    let result = driver();
+    if !result.is_ok() || function.is_null() {
+        return result;
+    }
+    // SAFETY: not null, and the driver has just written to it.
+    let real = unsafe { function.read() };
+    if real.is_null() {
+        return result;
+    }
+    if let Some(twin) = twin(real) {
+        // SAFETY: as above.
+        unsafe { function.write(twin) };
+        return result;
+    }
+    // SAFETY: the driver found a function by this C string.
+    let name = unsafe { CStr::from_ptr(symbol) };
+    if HANDLED_NAMES.binary_search(&hash(name)).is_err() {
+        return result;
+    }
+    complain::once(format_args!(
+        "this driver has a variant of {} that this release does not know; it is refused, since it would \
+         escape the cap: use a newer release of Tranche",
+        name.to_str().unwrap_or("a function")
+    ));
+    // SAFETY: as above; the status is the program's to be written to, or null.
+    unsafe {
+        function.write(core::ptr::null_mut());
+        if !status.is_null() {
+            status.write(SYMBOL_NOT_FOUND);
+        }
+    }
+    CUresult::NOT_FOUND
+}
+
+/// As the build script hashes the names without suffix.
+fn hash(name: &CStr) -> u32 {
+    name.to_bytes().iter().fold(0x811c_9dc5, |hash, &byte| {
+        (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193)
+    })
+}
+
+/// Real functions by address, each with the number of our twin above 48 bits; 0 is free. Filled once,
+/// by however many threads: all write the same.
+static TWINS: [AtomicU64; TWINS_LEN] = [const { AtomicU64::new(0) }; TWINS_LEN];
+static FILLED: AtomicBool = AtomicBool::new(false);
+
+const TWINS_LEN: usize = (2 * (SYMBOLS - PASSING)).next_power_of_two();
+const ADDRESS: u64 = (1 << 48) - 1;
+
+fn twin(real: Function) -> Option<Function> {
+    if !FILLED.load(Ordering::Acquire) {
+        fill();
+    }
+    let real = real as u64 & ADDRESS;
+    for probe in 0..TWINS_LEN {
+        let entry = TWINS[place(real, probe)].load(Ordering::Relaxed);
+        if entry == 0 {
+            return None;
+        }
+        if entry & ADDRESS == real {
+            let number = usize::try_from(entry >> 48).ok()?;
+            return HANDLED.get(number).map(|symbol| symbol.0.cast_mut());
+        }
+    }
+    None
+}
+
+#[cold]
+#[inline(never)]
+fn fill() {
+    for (number, index) in (PASSING..SYMBOLS).enumerate() {
+        let Some(real) = driver::real_if_any(index) else {
+            continue;
+        };
+        let real = real as u64 & ADDRESS;
+        let entry = real | (number as u64) << 48;
+        for probe in 0..TWINS_LEN {
+            let free = TWINS[place(real, probe)].compare_exchange(
+                0,
+                entry,
+                Ordering::Relaxed,
+                Ordering::Relaxed,
+            );
+            // The same address under a second name (an alias in the driver) keeps its first.
+            if free.is_ok() || free.is_err_and(|there| there & ADDRESS == real) {
+                break;
+            }
+        }
+    }
+    FILLED.store(true, Ordering::Release);
+}
+
+fn place(address: u64, probe: usize) -> usize {
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "any bits of the hash will do"
+    )]
+    let hash = (address.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40) as usize;
+    (hash + probe) % TWINS_LEN
+}

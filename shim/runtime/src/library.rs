@@ -1,0 +1,231 @@
+//! The real driver's library behind each of our symbols.
+//!
+//! ```text
+//!  caller ──► cuFoo: mov eax, 17 ──► forward_to: TABLE[17] ? ──► the real cuFoo
+//!                                        └── 0: resolve(17): name of our symbol 17 ──► dlsym ──► TABLE[17]
+//! ```
+//!
+//! A forwarded call is three instructions and two jumps, and looks to the real function as if the
+//! caller had called it. The table is zero in the file: loading the library relocates nothing for it.
+//! The names are not kept twice: a symbol's name is looked up, once, in our own symbol table, by
+//! address. That is why the forwarding stubs lie in one section, [`STRIDE`] bytes apart, in the order
+//! of their indices; where that did not hold, a symbol would be missing, not another one.
+
+use core::ffi::{CStr, c_void};
+use core::fmt;
+use core::ptr;
+use core::sync::atomic::{AtomicPtr, Ordering};
+
+use crate::complain;
+
+/// Bytes from one forwarding stub to the next: two instructions of five, aligned to four.
+pub const STRIDE: usize = 12;
+
+/// One of the driver's libraries, opened at the first use.
+#[derive(Debug)]
+pub struct Library {
+    path: &'static CStr,
+    /// A symbol that every version has, and that we have too.
+    witness: (&'static CStr, *const c_void),
+    handle: AtomicPtr<c_void>,
+}
+
+// SAFETY: the witness is the address of a function, and never read through.
+unsafe impl Sync for Library {}
+
+impl Library {
+    /// The library at `path`, which is not ours: its `witness` is not at our address for it.
+    #[must_use]
+    pub const fn new(path: &'static CStr, witness: (&'static CStr, *const c_void)) -> Self {
+        Self {
+            path,
+            witness,
+            handle: AtomicPtr::new(ptr::null_mut()),
+        }
+    }
+
+    /// Opens the library unless it is open; says so on stderr if it cannot be.
+    pub fn open(&self) -> bool {
+        !self.handle().is_null()
+    }
+
+    fn handle(&self) -> *mut c_void {
+        let handle = self.handle.load(Ordering::Acquire);
+        if !handle.is_null() {
+            return handle;
+        }
+        // SAFETY: `path` is a C string. Two threads that come here together get the same handle.
+        let handle = unsafe { libc::dlopen(self.path.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+        if handle.is_null() {
+            self.refuse(format_args!("the driver's library cannot be opened"));
+            return handle;
+        }
+        let (name, ours) = self.witness;
+        // SAFETY: an open handle and a C string.
+        let theirs = unsafe { libc::dlsym(handle, name.as_ptr()) };
+        if theirs.is_null() || ptr::eq(theirs, ours) {
+            self.refuse(format_args!("not the driver's library"));
+            return ptr::null_mut();
+        }
+        self.handle.store(handle, Ordering::Release);
+        handle
+    }
+
+    fn refuse(&self, why: fmt::Arguments<'_>) {
+        complain::once(format_args!(
+            "{}: {why}; the GPU is not used: see whether the node's NVIDIA driver is installed, \
+             then recreate the pod",
+            self.path.to_str().unwrap_or("")
+        ));
+    }
+
+    /// The real function with the name that our symbol at `ours` has; null where this driver has
+    /// none.
+    ///
+    /// # Errors
+    ///
+    /// The library cannot be opened.
+    pub fn twin(&self, ours: *const c_void) -> Result<*mut c_void, Unavailable> {
+        let handle = self.handle();
+        if handle.is_null() {
+            return Err(Unavailable);
+        }
+        // SAFETY: all-zero is a valid `Dl_info`.
+        let mut symbol: libc::Dl_info = unsafe { core::mem::zeroed() };
+        // SAFETY: `symbol` is writable; any address may be asked for.
+        let found = unsafe { libc::dladdr(ours, &raw mut symbol) };
+        if found == 0 || !ptr::eq(symbol.dli_saddr, ours) || symbol.dli_sname.is_null() {
+            return Ok(ptr::null_mut());
+        }
+        // SAFETY: an open handle, and a name in our symbol table.
+        Ok(unsafe { libc::dlsym(handle, symbol.dli_sname) })
+    }
+}
+
+/// The driver's library cannot be opened.
+#[derive(Clone, Copy, Debug)]
+pub struct Unavailable;
+
+/// Our symbols that only pass through: a stub for each, that hands its index to `forward_to`.
+#[macro_export]
+macro_rules! forward {
+    ($($index:literal $name:ident)*) => {$(
+        #[unsafe(naked)]
+        #[unsafe(no_mangle)]
+        #[unsafe(link_section = ".text.forward")]
+        pub extern "C" fn $name() {
+            core::arch::naked_asm!(
+                "mov eax, {index}",
+                "jmp {to}",
+                index = const $index,
+                to = sym forward_to,
+            )
+        }
+    )*};
+}
+
+/// Defines the table of the real functions and the way through it, beside a module `symbols` with
+/// the generated `PASSING`, `SYMBOLS` and stubs.
+///
+/// - `driver`: a `Library`;
+/// - `first`: the first of the stubs;
+/// - `handled`: addresses of our symbols that do more than pass, in the order of their indices;
+/// - `missing`, `unavailable`: what is called instead of a function that this driver does not have,
+///   or when there is no driver.
+#[macro_export]
+macro_rules! library {
+    (driver: $driver:expr, first: $first:path, handled: $handled:expr, missing: $missing:path, unavailable: $unavailable:path $(,)?) => {
+        static TABLE: [core::sync::atomic::AtomicPtr<core::ffi::c_void>; symbols::SYMBOLS] =
+            [const { core::sync::atomic::AtomicPtr::new(core::ptr::null_mut()) }; symbols::SYMBOLS];
+
+        /// The address of the real function `index`, or of one with an error to return.
+        #[inline]
+        pub fn address(index: usize) -> *mut core::ffi::c_void {
+            let known = TABLE[index].load(core::sync::atomic::Ordering::Acquire);
+            if known.is_null() { resolve(index) } else { known }
+        }
+
+        #[cold]
+        #[inline(never)]
+        extern "C" fn resolve(index: usize) -> *mut core::ffi::c_void {
+            let ours = match index.checked_sub(symbols::PASSING) {
+                None => {
+                    ($first as *const () as *const core::ffi::c_void)
+                        .wrapping_byte_add(index * $crate::library::STRIDE)
+                }
+                Some(nth) => $handled.get(nth).map_or(core::ptr::null(), |symbol| symbol.0),
+            };
+            let Ok(twin) = $driver.twin(ours) else {
+                // Not remembered: the driver may come.
+                return $unavailable as *mut core::ffi::c_void;
+            };
+            let twin = if twin.is_null() { $missing as *mut core::ffi::c_void } else { twin };
+            if let Some(place) = TABLE.get(index) {
+                place.store(twin, core::sync::atomic::Ordering::Release);
+            }
+            twin
+        }
+
+        /// Goes on to the real function of the stub that put its index into `eax`, with all
+        /// registers and the stack as the caller left them.
+        #[unsafe(naked)]
+        extern "C" fn forward_to() {
+            core::arch::naked_asm!(
+                "lea r11, [rip + {table}]",
+                "mov r11, [r11 + 8*rax]",
+                "test r11, r11",
+                "jz 2f",
+                "jmp r11",
+                // The first call: keep what the caller passed, of which only the registers can be
+                // lost, and align the stack.
+                "2:",
+                "push rbp",
+                "mov rbp, rsp",
+                "and rsp, -16",
+                "sub rsp, 176",
+                "mov [rsp], rdi",
+                "mov [rsp + 8], rsi",
+                "mov [rsp + 16], rdx",
+                "mov [rsp + 24], rcx",
+                "mov [rsp + 32], r8",
+                "mov [rsp + 40], r9",
+                "movaps [rsp + 48], xmm0",
+                "movaps [rsp + 64], xmm1",
+                "movaps [rsp + 80], xmm2",
+                "movaps [rsp + 96], xmm3",
+                "movaps [rsp + 112], xmm4",
+                "movaps [rsp + 128], xmm5",
+                "movaps [rsp + 144], xmm6",
+                "movaps [rsp + 160], xmm7",
+                "mov edi, eax",
+                "call {resolve}",
+                "mov r11, rax",
+                "mov rdi, [rsp]",
+                "mov rsi, [rsp + 8]",
+                "mov rdx, [rsp + 16]",
+                "mov rcx, [rsp + 24]",
+                "mov r8, [rsp + 32]",
+                "mov r9, [rsp + 40]",
+                "movaps xmm0, [rsp + 48]",
+                "movaps xmm1, [rsp + 64]",
+                "movaps xmm2, [rsp + 80]",
+                "movaps xmm3, [rsp + 96]",
+                "movaps xmm4, [rsp + 112]",
+                "movaps xmm5, [rsp + 128]",
+                "movaps xmm6, [rsp + 144]",
+                "movaps xmm7, [rsp + 160]",
+                "leave",
+                "jmp r11",
+                table = sym TABLE,
+                resolve = sym resolve,
+            )
+        }
+    };
+}
+
+/// The address of one of our symbols that does more than pass.
+#[derive(Debug)]
+pub struct Handled(pub *const c_void);
+
+// SAFETY: the address of a function, never read through.
+unsafe impl Sync for Handled {}

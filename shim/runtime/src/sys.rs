@@ -1,0 +1,257 @@
+//! System calls, as few as there are.
+
+use core::ffi::{CStr, c_int, c_void};
+use core::ptr::{self, NonNull};
+
+use tranche_shim_core::Locks;
+
+/// `errno` of a failed call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Errno(pub c_int);
+
+impl Errno {
+    fn last() -> Self {
+        // SAFETY: the C library returns a valid pointer to this thread's errno.
+        Self(unsafe { *libc::__errno_location() })
+    }
+}
+
+/// An open file, closed when dropped.
+#[derive(Debug)]
+pub struct File(c_int);
+
+impl File {
+    /// Opens a file (or folder) that exists.
+    pub fn open(path: &CStr, writable: bool) -> Result<Self, Errno> {
+        let mode = if writable {
+            libc::O_RDWR
+        } else {
+            libc::O_RDONLY
+        };
+        // SAFETY: `path` is a C string.
+        let fd = unsafe { libc::open(path.as_ptr(), mode | libc::O_CLOEXEC | libc::O_NOFOLLOW) };
+        if fd < 0 {
+            Err(Errno::last())
+        } else {
+            Ok(Self(fd))
+        }
+    }
+
+    /// The file's length in bytes.
+    pub fn len(&self) -> Result<usize, Errno> {
+        // SAFETY: changes only this description's offset, which nobody else uses.
+        let end = unsafe { libc::lseek(self.0, 0, libc::SEEK_END) };
+        usize::try_from(end).map_err(|_| Errno::last())
+    }
+
+    /// Reads from offset `at` until `buffer` is full or the file ends; returns how much it was.
+    pub fn read_at(&self, buffer: &mut [u8], at: usize) -> Result<usize, Errno> {
+        let mut done = 0;
+        while let Some(rest @ [_, ..]) = buffer.get_mut(done..) {
+            #[expect(clippy::cast_possible_wrap, reason = "offsets within a page")]
+            let offset = (at + done) as libc::off_t;
+            // SAFETY: `rest` is writable for its length.
+            let read = unsafe { libc::pread(self.0, rest.as_mut_ptr().cast(), rest.len(), offset) };
+            match usize::try_from(read) {
+                Ok(0) => break,
+                Ok(read) => done += read,
+                Err(_) if Errno::last() == Errno(libc::EINTR) => {}
+                Err(_) => return Err(Errno::last()),
+            }
+        }
+        Ok(done)
+    }
+
+    /// Whether the file lies on a tmpfs, and is seen through a read-only mount.
+    pub fn is_on_read_only_tmpfs(&self) -> Result<bool, Errno> {
+        // SAFETY: all-zero is a valid value of both.
+        let (mut kind, mut mount): (libc::statfs, libc::statvfs) = unsafe { core::mem::zeroed() };
+        // SAFETY: both are writable.
+        let failed = unsafe {
+            libc::fstatfs(self.0, &raw mut kind) != 0 || libc::fstatvfs(self.0, &raw mut mount) != 0
+        };
+        if failed {
+            return Err(Errno::last());
+        }
+        Ok(kind.f_type == libc::TMPFS_MAGIC && mount.f_flag & libc::ST_RDONLY != 0)
+    }
+
+    /// Maps the file's first `len` bytes, shared. The mapping keeps the file's open description, and
+    /// with it that description's locks, also when this file is closed; children do not get it.
+    pub fn map_shared(&self, len: usize) -> Result<Mapping, Errno> {
+        map(len, libc::MAP_SHARED, self.0, libc::MADV_DONTFORK)
+    }
+
+    /// Names in a folder, `.` and `..` left out. Stops with `each`'s first error.
+    pub fn names<E>(
+        &self,
+        mut each: impl FnMut(&CStr) -> Result<(), E>,
+    ) -> Result<Result<(), E>, Errno> {
+        let mut buffer = Entries([0; 2048]);
+        loop {
+            // SAFETY: `buffer` is writable for its length; the kernel fills it with whole entries.
+            let read = unsafe {
+                libc::syscall(
+                    libc::SYS_getdents64,
+                    self.0,
+                    buffer.0.as_mut_ptr(),
+                    buffer.0.len(),
+                )
+            };
+            let Ok(read) = usize::try_from(read) else {
+                return Err(Errno::last());
+            };
+            let mut rest = buffer.0.get(..read).unwrap_or(&[]);
+            if rest.is_empty() {
+                return Ok(Ok(()));
+            }
+            // struct linux_dirent64: inode 8, offset 8, length of the entry 2, type 1, name.
+            while let (Some(&[low, high]), Some(name)) = (rest.get(16..18), rest.get(19..)) {
+                let Ok(name) = CStr::from_bytes_until_nul(name) else {
+                    break;
+                };
+                if name != c"." && name != c".." {
+                    if let Err(error) = each(name) {
+                        return Ok(Err(error));
+                    }
+                }
+                rest = rest
+                    .get(usize::from(u16::from_le_bytes([low, high]))..)
+                    .unwrap_or(&[]);
+            }
+        }
+    }
+}
+
+#[repr(align(8))]
+struct Entries([u8; 2048]);
+
+impl Drop for File {
+    fn drop(&mut self) {
+        // SAFETY: this file's own descriptor.
+        unsafe { libc::close(self.0) };
+    }
+}
+
+/// Open file description locks: whatever the PID namespace, the kernel drops them when the
+/// description's last reference, here a mapping, is gone.
+impl Locks for File {
+    fn try_lock(&self, at: u64) -> bool {
+        lock(self.0, at, libc::F_WRLCK)
+    }
+    fn unlock(&self, at: u64) {
+        lock(self.0, at, libc::F_UNLCK);
+    }
+}
+
+fn lock(fd: c_int, at: u64, kind: c_int) -> bool {
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_possible_wrap,
+        reason = "small constants"
+    )]
+    let request = libc::flock {
+        l_type: kind as i16,
+        l_whence: libc::SEEK_SET as i16,
+        l_start: at as libc::off_t,
+        l_len: 1,
+        l_pid: 0,
+    };
+    // SAFETY: `request` is readable; the call does not wait.
+    unsafe { libc::fcntl(fd, libc::F_OFD_SETLK, &raw const request) == 0 }
+}
+
+/// Mapped memory; stays for the life of the process unless it is given to [`unmap`].
+#[derive(Clone, Copy, Debug)]
+pub struct Mapping {
+    /// Its first byte.
+    pub start: NonNull<c_void>,
+    len: usize,
+}
+
+/// Maps `len` bytes of zeros that cost nothing until touched, and are zeros again in the child of a
+/// fork. Not in core dumps.
+pub fn map_private(len: usize) -> Result<Mapping, Errno> {
+    let anonymous = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+    let mapping = map(len, anonymous, -1, libc::MADV_WIPEONFORK)?;
+    for advice in [libc::MADV_DONTDUMP, libc::MADV_NOHUGEPAGE] {
+        // SAFETY: the mapping is ours. Only a hint: it may fail.
+        unsafe { libc::madvise(mapping.start.as_ptr(), len, advice) };
+    }
+    Ok(mapping)
+}
+
+fn map(len: usize, flags: c_int, fd: c_int, advice: c_int) -> Result<Mapping, Errno> {
+    // SAFETY: a new mapping, at an address of the kernel's choice.
+    let start = unsafe {
+        libc::mmap(
+            ptr::null_mut(),
+            len,
+            libc::PROT_READ | libc::PROT_WRITE,
+            flags,
+            fd,
+            0,
+        )
+    };
+    if start == libc::MAP_FAILED {
+        return Err(Errno::last());
+    }
+    let Some(start) = NonNull::new(start) else {
+        return Err(Errno(libc::ENOMEM));
+    };
+    let mapping = Mapping { start, len };
+    // SAFETY: the mapping is ours.
+    if unsafe { libc::madvise(start.as_ptr(), len, advice) } != 0 {
+        let errno = Errno::last();
+        // SAFETY: nobody has seen it yet.
+        unsafe { unmap(mapping) };
+        return Err(errno);
+    }
+    Ok(mapping)
+}
+
+/// Gives a mapping back.
+///
+/// # Safety
+///
+/// Nothing refers to its memory any more.
+pub unsafe fn unmap(mapping: Mapping) {
+    // SAFETY: the caller's promise.
+    unsafe { libc::munmap(mapping.start.as_ptr(), mapping.len) };
+}
+
+/// A clock for intervals of milliseconds, in nanoseconds; cheap, and as coarse as the kernel's tick.
+#[must_use]
+pub fn coarse_time() -> u64 {
+    let mut time = libc::timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    // SAFETY: `time` is writable.
+    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC_COARSE, &raw mut time) };
+    u64::try_from(time.tv_sec * 1_000_000_000 + time.tv_nsec).unwrap_or(0)
+}
+
+/// This process's PID, in its own namespace.
+#[must_use]
+pub fn pid() -> u64 {
+    // SAFETY: always succeeds.
+    u64::try_from(unsafe { libc::getpid() }).unwrap_or(0)
+}
+
+/// Lets others run.
+pub fn give_way() {
+    // SAFETY: always succeeds.
+    unsafe { libc::sched_yield() };
+}
+
+/// Ends the process: for what cannot happen.
+pub fn abort() -> ! {
+    // SAFETY: does not return.
+    unsafe { libc::abort() }
+}
+
+pub(crate) fn write_stderr(text: &[u8]) {
+    // SAFETY: `text` is readable. If stderr is closed, nobody wants to know.
+    unsafe { libc::write(libc::STDERR_FILENO, text.as_ptr().cast(), text.len()) };
+}

@@ -1,0 +1,100 @@
+// A driver as none is, for what no real or simulated one can be made to do: GPUs of any number, calls
+// that fail when told to, a pitch of its own, and a variant of cuMemAlloc that nobody knows. State is
+// its process's own. Tests steer it through odd_*.
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef int CUresult;
+enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, INVALID_CONTEXT = 201, NOT_FOUND = 500 };
+
+#define MAX 4096
+static int initialised, devices = 2, current = -1;
+static CUresult fail_next;
+static size_t pitch_to = 512;
+static struct { uint64_t at; size_t size; int device; } live[MAX];
+static uint64_t next_address = 0x700000000000;
+static size_t device_size = (size_t)80 << 30;
+
+void odd_devices(int n) { devices = n; }
+void odd_fail_next(CUresult code) { fail_next = code; }
+void odd_pitch(size_t to) { pitch_to = to; }
+// What the device really holds, whatever anybody counts.
+size_t odd_held(int device) {
+    size_t sum = 0;
+    for (int i = 0; i < MAX; i++) if (live[i].size && live[i].device == device) sum += live[i].size;
+    return sum;
+}
+
+CUresult cuInit(unsigned flags) { initialised = 1; return OK; }
+CUresult cuDriverGetVersion(int *version) { *version = 12020; return OK; }
+CUresult cuDeviceGetCount(int *count) { if (!initialised) return NOT_INITIALIZED; *count = devices; return OK; }
+CUresult cuDeviceGet(int *device, int ordinal) { *device = ordinal; return ordinal < devices ? OK : 101; }
+CUresult cuDeviceGetUuid(unsigned char *uuid, int device) { memset(uuid, 0x11, 16); uuid[15] = device; return OK; }
+CUresult cuDeviceTotalMem_v2(size_t *bytes, int device) { if (!bytes) return INVALID_VALUE; *bytes = device_size; return OK; }
+CUresult cuDeviceTotalMem(unsigned *bytes, int device) { if (!bytes) return INVALID_VALUE; *bytes = 0xffffffffu; return OK; }
+
+// A context is its device's number + 0x1000.
+CUresult cuCtxCreate_v2(uint64_t *context, unsigned flags, int device) { current = device; *context = 0x1000 + device; return OK; }
+CUresult cuCtxDestroy_v2(uint64_t context) {
+    for (int i = 0; i < MAX; i++) if (live[i].device == (int)(context - 0x1000)) live[i].size = 0;
+    return OK;
+}
+CUresult cuCtxGetCurrent(uint64_t *context) { *context = current < 0 ? 0 : 0x1000 + current; return OK; }
+CUresult cuCtxSetCurrent(uint64_t context) { current = (int)context - 0x1000; return OK; }
+CUresult cuCtxGetDevice(int *device) { if (current < 0) return INVALID_CONTEXT; *device = current; return OK; }
+
+static CUresult allocate(uint64_t *pointer, size_t size) {
+    if (fail_next) { CUresult code = fail_next; fail_next = OK; return code; }
+    if (current < 0) return INVALID_CONTEXT;
+    if (!pointer || !size) return INVALID_VALUE;
+    if (odd_held(current) + size > device_size) return OUT_OF_MEMORY;
+    for (int i = 0; i < MAX; i++) if (!live[i].size) {
+        live[i].at = next_address; live[i].size = size; live[i].device = current;
+        *pointer = next_address;
+        next_address += 1 << 21;
+        return OK;
+    }
+    return OUT_OF_MEMORY;
+}
+CUresult cuMemAlloc_v2(uint64_t *pointer, size_t size) { return allocate(pointer, size); }
+CUresult cuMemAlloc_v3(uint64_t *pointer, size_t size, int how) { return allocate(pointer, size); }
+CUresult cuMemAllocAsync(uint64_t *pointer, size_t size, void *stream) { return allocate(pointer, size); }
+CUresult cuMemAllocManaged(uint64_t *pointer, size_t size, unsigned flags) { return allocate(pointer, size); }
+CUresult cuMemAllocPitch_v2(uint64_t *pointer, size_t *pitch, size_t width, size_t height, unsigned element) {
+    *pitch = (width + pitch_to - 1) / pitch_to * pitch_to;
+    return allocate(pointer, *pitch * height);
+}
+CUresult cuMemFree_v2(uint64_t pointer) {
+    if (fail_next) { CUresult code = fail_next; fail_next = OK; return code; }
+    for (int i = 0; i < MAX; i++) if (live[i].size && live[i].at == pointer) { live[i].size = 0; return OK; }
+    return INVALID_VALUE;
+}
+CUresult cuMemFreeAsync(uint64_t pointer, void *stream) { return cuMemFree_v2(pointer); }
+CUresult cuMemGetInfo_v2(size_t *free, size_t *total) {
+    if (current < 0) return INVALID_CONTEXT;
+    if (free) *free = device_size - odd_held(current);
+    if (total) *total = device_size;
+    return OK;
+}
+// Has a float and a seventh argument: both must come through untouched.
+CUresult cuLaunchGridAsync(int f, int width, int height, void *stream) { return f + width + height + (int)(uintptr_t)stream; }
+CUresult cuTexRefSetMipmapLevelBias(void *texture, float bias) { return (CUresult)(bias * 1000); }
+CUresult cuLaunchKernel(uint64_t f, unsigned a, unsigned b, unsigned c, unsigned d, unsigned e, unsigned g, unsigned shared, void *stream, void **params, void **extra) {
+    return f + 2 * a + 3 * b + 5 * c + 7 * d + 11 * e + 13 * g + 17 * shared + 19 * (int)(uintptr_t)stream + 23 * (int)(uintptr_t)params + 29 * (int)(uintptr_t)extra;
+}
+CUresult cuGetProcAddress_v2(const char *symbol, void **function, int version, uint64_t flags, int *status) {
+    char name[128];
+    void *self = dlopen("/usr/lib/tranche/driver/libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+    const char *suffixes[] = {"_v3", "_v2", ""};
+    for (int i = version >= 14000 ? 0 : 1; i < 3; i++) {
+        snprintf(name, sizeof name, "%s%s", symbol, suffixes[i]);
+        if ((*function = dlsym(self, name))) { if (status) *status = 0; return OK; }
+    }
+    *function = NULL;
+    if (status) *status = 1;
+    return NOT_FOUND;
+}
