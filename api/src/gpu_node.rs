@@ -3,12 +3,15 @@
 //! Cluster-scoped, named after the node and owned by it. Two writers share the status, each with
 //! its own field manager: the plugin writes `inventory` and `registration`, the controller
 //! `published`. No policy is in it.
+//!
+//! What the schema lets pass, the types here can hold: one object that does not decode would blind
+//! a watch to all nodes.
 
 use kube::CustomResource;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::quantity::Quantity;
+use crate::quantity::{Quantity, bytes_schema};
 
 /// Nothing to configure: the object only reports.
 #[derive(CustomResource, Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -20,41 +23,14 @@ use crate::quantity::Quantity;
     shortname = "gn",
     status = "GpuNodeStatus",
     derive = "PartialEq",
-    printcolumn(
-        name = "GPUs",
-        type_ = "integer",
-        json_path = ".status.inventory.gpuCount"
-    ),
-    printcolumn(
-        name = "Product",
-        type_ = "string",
-        json_path = ".status.inventory.gpus[0].productName"
-    ),
-    printcolumn(
-        name = "Driver",
-        type_ = "string",
-        json_path = ".status.inventory.driverVersion"
-    ),
-    printcolumn(
-        name = "Epoch",
-        type_ = "integer",
-        json_path = ".status.registration.epoch"
-    ),
-    printcolumn(
-        name = "Slices",
-        type_ = "integer",
-        json_path = ".status.published.sliceCount"
-    ),
-    printcolumn(
-        name = "Problem",
-        type_ = "string",
-        json_path = ".status.published.problem"
-    ),
-    printcolumn(
-        name = "Age",
-        type_ = "date",
-        json_path = ".metadata.creationTimestamp"
-    )
+    doc = "What a node's GPUs and their driver can do, and what the cluster was told of it.",
+    printcolumn = r#"{"name": "GPUs", "type": "integer", "jsonPath": ".status.inventory.gpuCount"}"#,
+    printcolumn = r#"{"name": "Product", "type": "string", "jsonPath": ".status.inventory.gpus[0].productName"}"#,
+    printcolumn = r#"{"name": "Driver", "type": "string", "jsonPath": ".status.inventory.driverVersion"}"#,
+    printcolumn = r#"{"name": "Epoch", "type": "integer", "jsonPath": ".status.registration.epoch"}"#,
+    printcolumn = r#"{"name": "Slices", "type": "integer", "jsonPath": ".status.published.sliceCount"}"#,
+    printcolumn = r#"{"name": "Problem", "type": "string", "jsonPath": ".status.published.problem"}"#,
+    printcolumn = r#"{"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"}"#
 )]
 pub struct GpuNodeSpec {}
 
@@ -86,6 +62,7 @@ pub struct Inventory {
     pub gpus: Vec<Gpu>,
     /// How many GPUs there are, for people: printed columns cannot count.
     #[serde(default)]
+    #[schemars(range(max = 4_294_967_295_u32))]
     pub gpu_count: u32,
 }
 
@@ -107,17 +84,18 @@ impl Inventory {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Gpu {
-    /// `GPU-…` (nvmlDeviceGetUUID).
+    /// `GPU-…` (`nvmlDeviceGetUUID`).
     pub uuid: String,
-    /// The N of `/dev/nvidiaN` (nvmlDeviceGetMinorNumber).
+    /// The N of `/dev/nvidiaN` (`nvmlDeviceGetMinorNumber`).
+    #[schemars(range(max = 4_294_967_295_u32))]
     pub minor: u32,
-    /// nvmlDeviceGetName.
+    /// `nvmlDeviceGetName`.
     pub product_name: String,
-    /// nvmlDeviceGetBrand.
+    /// `nvmlDeviceGetBrand`.
     pub brand: String,
-    /// nvmlDeviceGetArchitecture.
+    /// `nvmlDeviceGetArchitecture`.
     pub architecture: String,
-    /// nvmlDeviceGetCudaComputeCapability, `major.minor`.
+    /// `nvmlDeviceGetCudaComputeCapability`, `major.minor`.
     pub cuda_compute_capability: String,
     /// `dddd:bb:dd.f`, lower case, as in sysfs.
     #[serde(rename = "pciBusID")]
@@ -127,15 +105,19 @@ pub struct Gpu {
     pub pcie_root: Option<String>,
     /// Where the kernel tells it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(max = 4_294_967_295_u32))]
     pub numa_node: Option<u32>,
-    /// Total memory, bytes (nvmlDeviceGetMemoryInfo_v2 `total`).
+    /// Total memory, bytes (`nvmlDeviceGetMemoryInfo_v2`, `total`).
+    #[schemars(schema_with = "bytes_schema")]
     pub memory: Quantity,
-    /// Memory that the driver keeps for itself, bytes (nvmlDeviceGetMemoryInfo_v2 `reserved`).
+    /// Memory that the driver keeps for itself, bytes (`nvmlDeviceGetMemoryInfo_v2`, `reserved`).
+    #[schemars(schema_with = "bytes_schema")]
     pub reserved_memory: Quantity,
     /// Streaming multiprocessors, where the driver tells it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(max = 4_294_967_295_u32))]
     pub multiprocessors: Option<u32>,
-    /// Whether the GPU can be partitioned (nvmlDeviceGetMigMode is supported).
+    /// Whether the GPU can be partitioned (`nvmlDeviceGetMigMode` is supported).
     #[serde(default)]
     pub mig_capable: bool,
 }
@@ -163,6 +145,7 @@ pub struct Published {
     pub slices: Vec<String>,
     /// How many slices there are, for people: printed columns cannot count.
     #[serde(default)]
+    #[schemars(range(max = 4_294_967_295_u32))]
     pub slice_count: u32,
     /// Why the pool is not published as wanted (an invalid policy, a feature gate that dropped
     /// fields), empty when it is.

@@ -7,6 +7,7 @@
 //!  share_config ──► the opaque parameters of a claim or class        (user  -> node)
 //!  gpu_node ──────► what a node's hardware can do                    (node  -> controller)
 //!  sharing_policy ► what the cluster's admin offers of it            (admin -> controller)
+//!  reference ─────► the page that lists the vocabulary
 //! ```
 //!
 //! This crate knows nobody: no I/O, no clock, no client.
@@ -15,6 +16,7 @@
 pub mod gpu_node;
 pub mod names;
 pub mod quantity;
+pub mod reference;
 pub mod share_config;
 pub mod sharing_policy;
 pub mod tier;

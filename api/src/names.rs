@@ -19,48 +19,61 @@ pub fn pool(node: &str) -> String {
     format!("{node}/gpu")
 }
 
-/// Capacities of a shareable device (unqualified: the driver's own domain).
+/// A name and what it stands for, for the reference page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Entry {
+    /// The name.
+    pub name: &'static str,
+    /// The type of its value.
+    pub kind: &'static str,
+    /// A value as it may be found.
+    pub example: &'static str,
+    /// What it stands for.
+    pub meaning: &'static str,
+}
+
+/// Declares names with their documentation, and the table of them.
+macro_rules! vocabulary {
+    ($(#[doc = $table:literal])* $ALL:ident; $($NAME:ident = $name:literal, $kind:literal, $example:literal: $meaning:literal;)*) => {
+        $(#[doc = $meaning] pub const $NAME: &str = $name;)*
+        $(#[doc = $table])*
+        pub const $ALL: &[super::Entry] = &[
+            $(super::Entry { name: $name, kind: $kind, example: $example, meaning: $meaning },)*
+        ];
+    };
+}
+
+/// Capacities of a device (unqualified: the driver's own domain).
 pub mod capacity {
-    /// Usable device memory, bytes.
-    pub const MEMORY: &str = "memory";
-    /// Share of SM time, percent, 1-100.
-    pub const CORES: &str = "cores";
-    /// Places for shares; every share takes one.
-    pub const SHARERS: &str = "sharers";
+    vocabulary! {
+        /// All of them.
+        ALL;
+        MEMORY = "memory", "bytes", "78Gi": "Device memory. Of a shareable device what all shares can have together, less what the driver reserves and the policy keeps free for CUDA contexts; of an exclusive device the total.";
+        CORES = "cores", "percent", "100": "Time of the streaming multiprocessors, 1 to 100.";
+        SHARERS = "sharers", "count", "16": "Places for shares; every share takes one.";
+    }
 }
 
 /// Attributes of a device. Those that NVIDIA's driver has are spelled as it spells them.
 pub mod attribute {
-    /// `gpu` or, for a partition, `mig`.
-    pub const TYPE: &str = "type";
-    /// The GPU's UUID as NVML prints it, `GPU-…`.
-    pub const UUID: &str = "uuid";
-    /// Product name as NVML prints it.
-    pub const PRODUCT_NAME: &str = "productName";
-    /// Brand as NVML names it, for example `Nvidia`.
-    pub const BRAND: &str = "brand";
-    /// Architecture, for example `Hopper`.
-    pub const ARCHITECTURE: &str = "architecture";
-    /// CUDA compute capability as a semantic version, for example `9.0.0`.
-    pub const CUDA_COMPUTE_CAPABILITY: &str = "cudaComputeCapability";
-    /// The kernel driver's version.
-    pub const DRIVER_VERSION: &str = "driverVersion";
-    /// The newest CUDA version the driver serves.
-    pub const CUDA_DRIVER_VERSION: &str = "cudaDriverVersion";
-    /// PCI address, `dddd:bb:dd.f`.
-    pub const PCI_BUS_ID: &str = "resource.kubernetes.io/pciBusID";
-    /// PCIe root complex, `pci dddd:bb`.
-    pub const PCIE_ROOT: &str = "resource.kubernetes.io/pcieRoot";
-    /// NUMA node.
-    pub const NUMA_NODE: &str = "resource.kubernetes.io/numaNode";
-    /// The tier's name.
-    pub const ISOLATION: &str = "isolation";
-    /// The tier's rank, 1 (weakest) to 6.
-    pub const ISOLATION_LEVEL: &str = "isolationLevel";
-    /// What keeps the neighbours' memory away: `hardware`, `software` or `none`.
-    pub const MEMORY_ISOLATION: &str = "memoryIsolation";
-    /// What keeps the neighbours' compute away: `hardware`, `software` or `none`.
-    pub const COMPUTE_ISOLATION: &str = "computeIsolation";
-    /// What keeps the neighbours' faults away: `hardware`, `software` or `none`.
-    pub const FAULT_ISOLATION: &str = "faultIsolation";
+    vocabulary! {
+        /// All of them.
+        ALL;
+        TYPE = "type", "string", "gpu": "`gpu`; for a partition `mig`.";
+        UUID = "uuid", "string", "GPU-4d8c1f9e-2b4a-4f0e-9c39-0f6c1a3c5b7d": "The GPU's UUID as NVML prints it.";
+        PRODUCT_NAME = "productName", "string", "NVIDIA H100 80GB HBM3": "The product's name as NVML prints it.";
+        BRAND = "brand", "string", "Nvidia": "The brand as NVML names it.";
+        ARCHITECTURE = "architecture", "string", "Hopper": "The architecture as NVML names it.";
+        CUDA_COMPUTE_CAPABILITY = "cudaComputeCapability", "version", "9.0.0": "The CUDA compute capability.";
+        DRIVER_VERSION = "driverVersion", "version", "535.261.3": "The kernel driver's version, without leading zeros.";
+        CUDA_DRIVER_VERSION = "cudaDriverVersion", "version", "12.2.0": "The newest CUDA version that the driver serves.";
+        PCI_BUS_ID = "resource.kubernetes.io/pciBusID", "string", "0000:17:00.0": "The PCI address.";
+        PCIE_ROOT = "resource.kubernetes.io/pcieRoot", "string", "pci0000:16": "The PCIe root complex, where the kernel tells it.";
+        NUMA_NODE = "resource.kubernetes.io/numaNode", "int", "0": "The NUMA node, where the kernel tells it.";
+        ISOLATION = "isolation", "string", "capped": "The tier's name.";
+        ISOLATION_LEVEL = "isolationLevel", "int", "3": "The tier's rank, 1 (weakest) to 6.";
+        MEMORY_ISOLATION = "memoryIsolation", "string", "software": "What keeps the neighbours' memory use away: `hardware`, `software` or `none`.";
+        COMPUTE_ISOLATION = "computeIsolation", "string", "software": "What keeps the neighbours' compute use away: `hardware`, `software` or `none`.";
+        FAULT_ISOLATION = "faultIsolation", "string", "software": "What keeps the neighbours' faults away: `hardware`, `software` (an own process on a shared GPU) or `none`.";
+    }
 }

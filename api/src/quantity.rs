@@ -29,6 +29,10 @@ const BINARY: [&str; 6] = ["Ki", "Mi", "Gi", "Ti", "Pi", "Ei"];
 const PATTERN: &str =
     r"^(\+|-)?(([0-9]+(\.[0-9]*)?)|(\.[0-9]+))(([KMGTPE]i)|[numkMGTPE]|([eE](\+|-)?[0-9]+))?$";
 
+/// Bytes as we write them: canonical and below 2^63, so that every match can be held.
+const BYTES_PATTERN: &str =
+    "^([0-9]{1,19}|[0-9]{1,16}Ki|[0-9]{1,13}Mi|[0-9]{1,10}Gi|[0-9]{1,7}Ti|[0-9]{1,4}Pi|[0-9]Ei)$";
+
 /// How an amount is written.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Format {
@@ -438,9 +442,19 @@ impl schemars::JsonSchema for Quantity {
 
     fn json_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
         schemars::json_schema!({
-            "anyOf": [{"type": "integer"}, {"type": "string"}],
             "pattern": PATTERN,
             "x-kubernetes-int-or-string": true,
         })
     }
 }
+
+/// The schema of bytes that a machine wrote: narrower than what people may write.
+pub(crate) fn bytes_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
+    schemars::json_schema!({
+        "pattern": BYTES_PATTERN,
+        "x-kubernetes-int-or-string": true,
+    })
+}
+
+#[cfg(test)]
+mod tests;

@@ -2,6 +2,11 @@
 //!
 //! Cluster-scoped. Of the policies that match a GPU, the one with the highest `priority` holds;
 //! among equals the first by name. A GPU that no policy matches is offered as exclusive only.
+//!
+//! The schema lets the API server refuse a policy that does not add up. They are written in
+//! CEL, where an amount that may be an integer or a string is read by `quantity(string(…))`. What the
+//! schema lets pass, the types here can hold: one object that does not decode would blind a watch to
+//! all.
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::LabelSelector;
 use kube::CustomResource;
@@ -19,11 +24,16 @@ use crate::tier::Tier;
     kind = "SharingPolicy",
     plural = "sharingpolicies",
     shortname = "sp",
-    derive = "PartialEq"
+    derive = "PartialEq",
+    doc = "What the cluster's admin offers of the GPUs that it matches.",
+    printcolumn = r#"{"name": "Priority", "type": "integer", "jsonPath": ".spec.priority"}"#,
+    printcolumn = r#"{"name": "Tiers", "type": "string", "jsonPath": ".spec.tiers"}"#,
+    printcolumn = r#"{"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"}"#
 )]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct SharingPolicySpec {
-    /// Of the policies that match a GPU, the highest holds.
+    /// Of the policies that match a GPU, the highest holds; among equals the first by name.
+    #[schemars(range(min = -1_000_000_000, max = 1_000_000_000))]
     #[serde(default)]
     pub priority: i32,
     /// The nodes it speaks of; all where absent.
@@ -32,7 +42,18 @@ pub struct SharingPolicySpec {
     /// The products it speaks of (`productName`, exactly); all where empty.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub products: Vec<String>,
-    /// The tiers offered.
+    /// The tiers offered: at least one, each once.
+    #[schemars(
+        length(min = 1, max = 6),
+        extend(
+            "x-kubernetes-list-type" = "set",
+            "x-kubernetes-validations" = [rule(
+                "",
+                "self.all(tier, tier in ['exclusive', 'capped', 'timeshared'])",
+                "partition, concurrent and passthrough are not served by this version: use exclusive, capped, timeshared",
+            )]
+        )
+    )]
     pub tiers: Vec<Tier>,
     /// How GPUs are shared in the tier `capped`.
     #[serde(default)]
@@ -45,21 +66,54 @@ pub struct SharingPolicySpec {
 /// Limits of the tier `capped`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields, default)]
+#[schemars(extend("x-kubernetes-validations" = [
+    rule(
+        ".expectedSharers",
+        "self.expectedSharers <= self.maxSharers",
+        "must be at most maxSharers",
+    ),
+    rule(
+        ".contextMemory",
+        "quantity(string(self.contextMemory)).isInteger() && quantity(string(self.contextMemory)).sign() >= 0",
+        "must be a whole number of bytes, 0 or more",
+    ),
+    rule(
+        ".memoryStep",
+        "quantity(string(self.memoryStep)).isInteger() && quantity(string(self.memoryStep)).sign() > 0",
+        "must be a whole number of bytes, 1 or more",
+    ),
+    rule(
+        ".defaultMemory",
+        // Where memoryStep is wrong its own rule says so.
+        "!has(self.defaultMemory) \
+         || !quantity(string(self.memoryStep)).isInteger() \
+         || quantity(string(self.memoryStep)).sign() <= 0 \
+         || (quantity(string(self.defaultMemory)).isInteger() \
+         && quantity(string(self.defaultMemory)).sign() > 0 \
+         && quantity(string(self.defaultMemory)).asInteger() % quantity(string(self.memoryStep)).asInteger() == 0)",
+        "must be a multiple of memoryStep, above 0",
+    ),
+]))]
 pub struct CappedPolicy {
     /// The most shares of one GPU, 1-128.
     #[schemars(range(min = 1, max = 128))]
     pub max_sharers: u32,
-    /// Sharers for whose CUDA contexts memory is kept free, 0-128.
+    /// Sharers for whose CUDA contexts memory is kept free, 0 to `maxSharers`.
     #[schemars(range(min = 0, max = 128))]
     pub expected_sharers: u32,
     /// Memory kept free for one sharer's CUDA context, bytes.
+    #[schemars(extend("nullable" = false))]
     pub context_memory: Quantity,
     /// Granularity and minimum of a share's memory, bytes.
+    #[schemars(extend("nullable" = false))]
     pub memory_step: Quantity,
-    /// Memory of a share that names none; an equal part for `maxSharers` where absent.
+    /// Memory of a share that names none, a multiple of `memoryStep`; an equal part for
+    /// `maxSharers` where absent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub default_memory: Option<Quantity>,
-    /// Cores (percent) of a share that names none; an equal part for `maxSharers` where absent.
+    /// Cores (percent) of a share that names none, 1-100; an equal part for `maxSharers` where
+    /// absent.
+    #[schemars(range(min = 1, max = 100))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub default_cores: Option<u32>,
 }
@@ -71,6 +125,15 @@ pub struct TimesharedPolicy {
     /// The most shares of one GPU, 1-128.
     #[schemars(range(min = 1, max = 128))]
     pub max_sharers: u32,
+}
+
+/// A rule for the API server: what must hold, and what to say of which field where it does not.
+fn rule(field: &str, rule: &str, message: &str) -> serde_json::Value {
+    let mut rule = serde_json::json!({"rule": rule, "message": message});
+    if !field.is_empty() {
+        rule["fieldPath"] = field.into();
+    }
+    rule
 }
 
 impl Default for CappedPolicy {

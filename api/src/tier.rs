@@ -109,6 +109,19 @@ impl Tier {
         }
     }
 
+    /// By what it isolates, for the reference page.
+    #[must_use]
+    pub const fn mechanism(self) -> &'static str {
+        match self {
+            Self::Timeshared => "the driver's time-slicing",
+            Self::Concurrent => "MPS, and the shim's cap on the claim's sum",
+            Self::Capped => "the shim",
+            Self::Partition => "MIG",
+            Self::Exclusive => "the whole GPU, one claim",
+            Self::Passthrough => "the whole GPU to a virtual machine (VFIO)",
+        }
+    }
+
     /// The DeviceClass that selects this tier.
     #[must_use]
     pub fn class_name(self) -> String {
