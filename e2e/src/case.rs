@@ -1,0 +1,283 @@
+//! One test: the cluster to itself, and everything as it was afterwards.
+
+use std::fmt;
+use std::fs::File;
+use std::panic::AssertUnwindSafe;
+use std::sync::{Mutex, PoisonError};
+
+use anyhow::{Context, anyhow, bail, ensure};
+use futures::FutureExt;
+use futures::future::BoxFuture;
+use k8s_openapi::api::core::v1::{Namespace as CoreNamespace, Pod};
+use k8s_openapi::api::resource::v1::ResourceClaim;
+use kube::api::{Api, DeleteParams, ListParams, PostParams};
+use kube::runtime::watcher;
+use kube::{Client, Config, ResourceExt};
+use tranche_api::gpu_node::{Gpu, GpuNode};
+use tranche_api::names::DRIVER;
+
+use crate::namespace::Namespace;
+use crate::node::Node;
+use crate::{diagnosis, wait};
+
+/// The cluster, held by one test at a time.
+pub struct Case {
+    /// As the cluster's admin.
+    pub client: Client,
+    /// The node with the GPUs.
+    pub node: Node,
+    /// Its GPUs, by minor number.
+    pub gpus: Vec<Gpu>,
+    suffix: String,
+    namespaces: Mutex<Vec<(String, Until)>>,
+    undos: Mutex<Vec<(String, Undo)>>,
+    _alone: File,
+}
+
+/// How far a namespace is removed before the test ends.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Until {
+    /// Its pods and claims are gone: its name is used once.
+    Emptied,
+    /// Nothing of it is left: its name is used again.
+    Gone,
+}
+
+type Undo = BoxFuture<'static, anyhow::Result<()>>;
+
+impl fmt::Debug for Case {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Case")
+            .field("suffix", &self.suffix)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Runs a test with the cluster to itself. Whatever becomes of it, what it made is removed, and the
+/// node must hold no file of a claim afterwards.
+pub fn run(test: impl AsyncFnOnce(&Case) -> anyhow::Result<()>) -> anyhow::Result<()> {
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .build()?;
+    runtime.block_on(async {
+        let case = Case::begin().await?;
+        let outcome = AssertUnwindSafe(test(&case))
+            .catch_unwind()
+            .await
+            .unwrap_or_else(|_| Err(anyhow!("a check panicked: its message is above")));
+        if outcome.is_err() {
+            let names: Vec<_> = case
+                .namespaces()
+                .into_iter()
+                .map(|(name, _)| name)
+                .collect();
+            diagnosis::print(&case, &names).await;
+        }
+        let cleaned = case.finish().await.context("cleaning up");
+        match (outcome, cleaned) {
+            (Err(error), Err(also)) => Err(error.context(format!("and {also:#}"))),
+            (Err(error), Ok(())) | (Ok(()), Err(error)) => Err(error),
+            (Ok(()), Ok(())) => Ok(()),
+        }
+    })
+}
+
+impl Case {
+    async fn begin() -> anyhow::Result<Self> {
+        ensure!(
+            std::env::var_os("KUBECONFIG").is_some_and(|path| !path.is_empty()),
+            "KUBECONFIG is not set: the suite needs a cluster; run `make e2e`, or `make cluster-up` and `source target/cluster/env`"
+        );
+        let lock = std::env::temp_dir().join("tranche-e2e.lock");
+        let alone = File::create(&lock).with_context(|| lock.display().to_string())?;
+        let alone = tokio::task::spawn_blocking(move || alone.lock().map(|()| alone)).await??;
+        let config = Config::infer().await.context("reading KUBECONFIG")?;
+        let client = Client::try_from(config)?;
+        unused(&client).await?;
+        let (node, gpus) = gpu_node(&client).await?;
+        let unique = uuid::Uuid::new_v4().simple().to_string();
+        Ok(Self {
+            client,
+            node,
+            gpus,
+            suffix: unique[..6].to_owned(),
+            namespaces: Mutex::default(),
+            undos: Mutex::default(),
+            _alone: alone,
+        })
+    }
+
+    /// Makes a namespace that goes with the test.
+    pub async fn namespace(&self, name: &str) -> anyhow::Result<Namespace> {
+        let name = format!("e2e-{name}-{}", self.suffix);
+        let namespace: CoreNamespace =
+            serde_json::from_value(serde_json::json!({"metadata": {"name": name}}))?;
+        Api::all(self.client.clone())
+            .create(&PostParams::default(), &namespace)
+            .await
+            .with_context(|| format!("creating the namespace {name}"))?;
+        self.remember(&name, Until::Emptied);
+        Ok(Namespace::new(self.client.clone(), name))
+    }
+
+    /// Removes the namespace `name`, which somebody else makes, with the test.
+    pub fn adopt(&self, name: &str) -> Namespace {
+        self.remember(name, Until::Gone);
+        Namespace::new(self.client.clone(), name.to_owned())
+    }
+
+    fn remember(&self, name: &str, until: Until) {
+        self.namespaces
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push((name.to_owned(), until));
+    }
+
+    /// A name that no other test has.
+    #[must_use]
+    pub fn unique(&self, name: &str) -> String {
+        format!("e2e-{name}-{}", self.suffix)
+    }
+
+    /// Puts something back when the test has ended, the last first.
+    pub fn afterwards(
+        &self,
+        what: &str,
+        undo: impl Future<Output = anyhow::Result<()>> + Send + 'static,
+    ) {
+        self.undos
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push((what.to_owned(), undo.boxed()));
+    }
+
+    fn namespaces(&self) -> Vec<(String, Until)> {
+        self.namespaces
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
+    }
+
+    async fn finish(self) -> anyhow::Result<()> {
+        let mut problems = Vec::new();
+        loop {
+            let undo = self
+                .undos
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .pop();
+            let Some((what, undo)) = undo else { break };
+            if let Err(error) = undo.await {
+                problems.push(format!("{what}: {error:#}"));
+            }
+        }
+        for (name, until) in self.namespaces() {
+            if let Err(error) = remove(&self.client, &name, until).await {
+                problems.push(format!("namespace {name}: {error:#}"));
+            }
+        }
+        // Pods and claims are gone, so the kubelet has had its answer to every unprepare.
+        match self.node.claim_files().await {
+            Ok(left) if left.is_empty() => {}
+            Ok(left) => problems.push(format!("left on {}: {}", self.node.name(), left.join(" "))),
+            Err(error) => problems.push(format!("{error:#}")),
+        }
+        ensure!(problems.is_empty(), "{}", problems.join("; "));
+        Ok(())
+    }
+}
+
+/// Removes the namespace, its pods and claims first: the next test needs their GPUs.
+async fn remove(client: &Client, name: &str, until: Until) -> anyhow::Result<()> {
+    let pods: Api<Pod> = Api::namespaced(client.clone(), name);
+    let claims: Api<ResourceClaim> = Api::namespaced(client.clone(), name);
+    let (now, all) = (DeleteParams::default(), ListParams::default());
+    let any = watcher::Config::default;
+    pods.delete_collection(&now, &all).await?;
+    wait::for_none(pods, any(), "no more pods", wait::USUAL).await?;
+    claims.delete_collection(&now, &all).await?;
+    wait::for_none(claims, any(), "no more claims", wait::USUAL).await?;
+    let namespaces: Api<CoreNamespace> = Api::all(client.clone());
+    match namespaces.delete(name, &now).await {
+        Err(kube::Error::Api(status)) if status.code == 404 => return Ok(()),
+        other => other.map(drop)?,
+    }
+    match until {
+        Until::Emptied => Ok(()),
+        Until::Gone => {
+            wait::for_one(
+                namespaces,
+                name,
+                "the namespace gone",
+                wait::USUAL,
+                |namespace| namespace.is_none().then_some(()),
+            )
+            .await
+        }
+    }
+}
+
+/// Nobody else may hold GPUs: half of the tests ask who gets the last one.
+async fn unused(client: &Client) -> anyhow::Result<()> {
+    let claims: Api<ResourceClaim> = Api::all(client.clone());
+    let held: Vec<_> = claims
+        .list(&ListParams::default())
+        .await
+        .context("the cluster of KUBECONFIG does not answer")?
+        .iter()
+        .filter(|claim| is_ours(claim))
+        .map(|claim| {
+            format!(
+                "{}/{}",
+                claim.namespace().unwrap_or_default(),
+                claim.name_any()
+            )
+        })
+        .collect();
+    ensure!(
+        held.is_empty(),
+        "the suite needs the GPUs for itself, but they are claimed by {}: delete these claims and their pods",
+        held.join(", ")
+    );
+    Ok(())
+}
+
+fn is_ours(claim: &ResourceClaim) -> bool {
+    claim
+        .status
+        .iter()
+        .flat_map(|status| &status.allocation)
+        .flat_map(|allocation| &allocation.devices)
+        .flat_map(|devices| &devices.results)
+        .flatten()
+        .any(|result| result.driver == DRIVER)
+}
+
+async fn gpu_node(client: &Client) -> anyhow::Result<(Node, Vec<Gpu>)> {
+    let nodes: Api<GpuNode> = Api::all(client.clone());
+    let nodes = nodes
+        .list(&ListParams::default())
+        .await
+        .context("listing GpuNodes: is the chart installed?")?
+        .items;
+    let [node] = nodes.as_slice() else {
+        bail!(
+            "the suite expects one node with GPUs, there are {}",
+            nodes.len()
+        );
+    };
+    let gpus = node
+        .status
+        .iter()
+        .flat_map(|status| &status.inventory)
+        .flat_map(|inventory| &inventory.gpus)
+        .cloned()
+        .collect::<Vec<_>>();
+    ensure!(
+        gpus.len() == 2,
+        "the suite expects two GPUs, {} has {}",
+        node.name_any(),
+        gpus.len()
+    );
+    Ok((Node::new(node.name_any()), gpus))
+}

@@ -1,0 +1,92 @@
+//! What somebody wants to see of a test that failed.
+
+use std::fmt::Write;
+
+use k8s_openapi::api::core::v1::{Event, Pod};
+use k8s_openapi::api::resource::v1::ResourceClaim;
+use kube::api::{Api, ListParams, LogParams};
+use kube::{Client, ResourceExt};
+
+use crate::{Case, SYSTEM};
+
+const LOG_LINES: i64 = 40;
+
+/// Prints the namespaces' pods, claims and events, and the logs of Tranche's own pods.
+pub async fn print(case: &Case, namespaces: &[String]) {
+    let mut text = String::from("--- what there was when the test failed\n");
+    for namespace in namespaces {
+        if let Err(error) = describe(&case.client, namespace, &mut text).await {
+            let _ = writeln!(text, "{namespace}: {error:#}");
+        }
+    }
+    if let Err(error) = logs(&case.client, &mut text).await {
+        let _ = writeln!(text, "{SYSTEM}: {error:#}");
+    }
+    match case.node.claim_files().await {
+        Ok(files) => {
+            let _ = writeln!(
+                text,
+                "claims' files on {}: {}",
+                case.node.name(),
+                files.join(" ")
+            );
+        }
+        Err(error) => {
+            let _ = writeln!(text, "{error:#}");
+        }
+    }
+    eprintln!("{text}---");
+}
+
+async fn describe(client: &Client, namespace: &str, text: &mut String) -> anyhow::Result<()> {
+    let all = ListParams::default();
+    let pods: Api<Pod> = Api::namespaced(client.clone(), namespace);
+    for pod in pods.list(&all).await? {
+        let status = pod.status.clone().unwrap_or_default();
+        writeln!(
+            text,
+            "pod {namespace}/{}: {} {}",
+            pod.name_any(),
+            status.phase.as_deref().unwrap_or("?"),
+            serde_json::to_string(&status.container_statuses)?
+        )?;
+    }
+    let claims: Api<ResourceClaim> = Api::namespaced(client.clone(), namespace);
+    for claim in claims.list(&all).await? {
+        writeln!(
+            text,
+            "claim {namespace}/{}: {}",
+            claim.name_any(),
+            serde_json::to_string(&claim.status)?
+        )?;
+    }
+    let events: Api<Event> = Api::namespaced(client.clone(), namespace);
+    for event in events.list(&all).await? {
+        writeln!(
+            text,
+            "event {}/{}: {}: {}",
+            event.involved_object.kind.as_deref().unwrap_or("?"),
+            event.involved_object.name.as_deref().unwrap_or("?"),
+            event.reason.as_deref().unwrap_or("?"),
+            event.message.as_deref().unwrap_or("?"),
+        )?;
+    }
+    Ok(())
+}
+
+async fn logs(client: &Client, text: &mut String) -> anyhow::Result<()> {
+    let pods: Api<Pod> = Api::namespaced(client.clone(), SYSTEM);
+    let tail = LogParams {
+        tail_lines: Some(LOG_LINES),
+        ..LogParams::default()
+    };
+    for pod in pods.list(&ListParams::default()).await? {
+        let name = pod.name_any();
+        let said = pods
+            .logs(&name, &tail)
+            .await
+            .unwrap_or_else(|error| error.to_string());
+        writeln!(text, "log of {name}:\n{said}")?;
+    }
+    Ok(())
+}

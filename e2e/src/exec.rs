@@ -1,0 +1,77 @@
+//! Commands in containers.
+
+use anyhow::{Context, anyhow, ensure};
+use futures::future::OptionFuture;
+use k8s_openapi::api::core::v1::Pod;
+use kube::api::{Api, AttachParams};
+use tokio::io::{AsyncRead, AsyncReadExt};
+
+/// What became of a command.
+#[derive(Clone, Debug)]
+pub struct Exit {
+    /// Its exit status.
+    pub code: i32,
+    /// What it said.
+    pub stdout: String,
+    /// What it complained of.
+    pub stderr: String,
+}
+
+impl Exit {
+    /// What it said, if it went well.
+    pub fn ok(self) -> anyhow::Result<String> {
+        ensure!(
+            self.code == 0,
+            "exit status {}: {}{}",
+            self.code,
+            self.stdout,
+            self.stderr
+        );
+        Ok(self.stdout)
+    }
+}
+
+/// Runs a command in the pod's only container.
+pub async fn run(pods: &Api<Pod>, name: &str, command: &[&str]) -> anyhow::Result<Exit> {
+    let context = || format!("running {command:?} in {name}");
+    let params = AttachParams::default()
+        .stdin(false)
+        .stdout(true)
+        .stderr(true);
+    let mut process = pods
+        .exec(name, command.iter().copied(), &params)
+        .await
+        .with_context(context)?;
+    let status = process.take_status();
+    let (stdout, stderr) = (process.stdout(), process.stderr());
+    let (stdout, stderr, status) =
+        tokio::join!(all(stdout), all(stderr), OptionFuture::from(status));
+    let status = status
+        .flatten()
+        .ok_or_else(|| anyhow!("no exit status"))
+        .with_context(context)?;
+    let code = match status.status.as_deref() {
+        Some("Success") => 0,
+        _ => status
+            .details
+            .iter()
+            .flat_map(|details| details.causes.iter().flatten())
+            .find(|cause| cause.reason.as_deref() == Some("ExitCode"))
+            .and_then(|cause| cause.message.as_deref()?.parse().ok())
+            .ok_or_else(|| anyhow!("{}", status.message.clone().unwrap_or_default()))
+            .with_context(context)?,
+    };
+    Ok(Exit {
+        code,
+        stdout: stdout?,
+        stderr: stderr?,
+    })
+}
+
+async fn all(stream: Option<impl AsyncRead + Unpin>) -> anyhow::Result<String> {
+    let mut bytes = Vec::new();
+    if let Some(mut stream) = stream {
+        stream.read_to_end(&mut bytes).await?;
+    }
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
+}

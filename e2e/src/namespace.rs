@@ -1,0 +1,155 @@
+//! A namespace of a test: claims, templates and pods in it.
+
+use std::fmt;
+
+use anyhow::Context;
+use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::api::resource::v1::{ResourceClaim, ResourceClaimTemplate};
+use kube::Client;
+use kube::api::{Api, PostParams};
+use serde_json::{Value, json};
+
+use crate::pod::PodHandle;
+use crate::request::Request;
+
+/// Idle until told to end.
+pub const IDLE: [&str; 3] = ["sh", "-c", "trap exit TERM; sleep infinity & wait"];
+
+/// A namespace that goes with its test.
+#[derive(Clone)]
+pub struct Namespace {
+    client: Client,
+    name: String,
+}
+
+impl fmt::Debug for Namespace {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Namespace").field(&self.name).finish()
+    }
+}
+
+/// What a pod names to get its devices.
+#[derive(Clone, Copy, Debug)]
+pub enum Source<'a> {
+    /// A claim that exists.
+    Claim(&'a str),
+    /// A template, of which the pod gets a claim of its own.
+    Template(&'a str),
+}
+
+impl Namespace {
+    pub(crate) fn new(client: Client, name: String) -> Self {
+        Self { client, name }
+    }
+
+    /// Its name.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The pods in it.
+    #[must_use]
+    pub fn pods(&self) -> Api<Pod> {
+        Api::namespaced(self.client.clone(), &self.name)
+    }
+
+    /// The claims in it.
+    #[must_use]
+    pub fn claims(&self) -> Api<ResourceClaim> {
+        Api::namespaced(self.client.clone(), &self.name)
+    }
+
+    /// Makes a claim.
+    pub async fn claim(&self, name: &str, spec: &Value) -> anyhow::Result<ResourceClaim> {
+        let claim = serde_json::from_value(json!({"metadata": {"name": name}, "spec": spec}))?;
+        self.claims()
+            .create(&PostParams::default(), &claim)
+            .await
+            .with_context(|| format!("creating the claim {name}"))
+    }
+
+    /// Makes a template.
+    pub async fn template(&self, name: &str, spec: &Value) -> anyhow::Result<()> {
+        let template: ResourceClaimTemplate =
+            serde_json::from_value(json!({"metadata": {"name": name}, "spec": {"spec": spec}}))?;
+        Api::namespaced(self.client.clone(), &self.name)
+            .create(&PostParams::default(), &template)
+            .await
+            .with_context(|| format!("creating the claim template {name}"))?;
+        Ok(())
+    }
+
+    /// Makes a pod that runs `command` in one container with the devices of all `sources`.
+    pub async fn pod(
+        &self,
+        name: &str,
+        sources: &[Source<'_>],
+        command: &[&str],
+    ) -> anyhow::Result<PodHandle> {
+        self.pod_from(manifest(name, sources, command)).await
+    }
+
+    /// Makes a pod of a manifest.
+    pub async fn pod_from(&self, manifest: Value) -> anyhow::Result<PodHandle> {
+        let pod: Pod = serde_json::from_value(manifest)?;
+        let name = pod.metadata.name.clone().unwrap_or_default();
+        self.pods()
+            .create(&PostParams::default(), &pod)
+            .await
+            .with_context(|| format!("creating the pod {name}"))?;
+        Ok(PodHandle::new(self.clone(), name))
+    }
+
+    /// An idle pod with a template of its own for one request.
+    pub async fn idle(&self, name: &str, request: &Request) -> anyhow::Result<PodHandle> {
+        self.running(name, request, &IDLE).await
+    }
+
+    /// A pod that runs `command`, with a template of its own for one request.
+    pub async fn running(
+        &self,
+        name: &str,
+        request: &Request,
+        command: &[&str],
+    ) -> anyhow::Result<PodHandle> {
+        self.template(name, &request.spec()).await?;
+        self.pod(name, &[Source::Template(name)], command).await
+    }
+}
+
+/// The manifest of [`Namespace::pod`].
+#[must_use]
+pub fn manifest(name: &str, sources: &[Source<'_>], command: &[&str]) -> Value {
+    let named: Vec<_> = sources
+        .iter()
+        .enumerate()
+        .map(|(index, source)| match source {
+            Source::Claim(claim) => {
+                json!({"name": format!("gpu-{index}"), "resourceClaimName": claim})
+            }
+            Source::Template(template) => {
+                json!({"name": format!("gpu-{index}"), "resourceClaimTemplateName": template})
+            }
+        })
+        .collect();
+    let used: Vec<_> = named
+        .iter()
+        .map(|claim| json!({"name": claim["name"]}))
+        .collect();
+    json!({
+        "metadata": {"name": name},
+        "spec": {
+            "restartPolicy": "Never",
+            "terminationGracePeriodSeconds": 5,
+            "resourceClaims": named,
+            "containers": [{
+                "name": "cuda",
+                "image": "tranche/workload:dev",
+                "imagePullPolicy": "IfNotPresent",
+                "command": command,
+                "resources": {"claims": used},
+            }],
+        },
+    })
+}

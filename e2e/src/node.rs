@@ -1,0 +1,94 @@
+//! The machine below the cluster: a kind node is a container, and the engine lets us in.
+
+use std::path::Path;
+use std::process::Output;
+use std::time::Duration;
+
+use anyhow::{Context, ensure};
+use tokio::process::Command;
+
+use crate::wait;
+
+/// The kubelet's folder for us: sockets, journals, what containers get mounted.
+pub const PLUGIN_DIR: &str = "/var/lib/kubelet/plugins/gpu.tranche.dev";
+
+/// A kind node.
+#[derive(Clone, Debug)]
+pub struct Node {
+    name: String,
+}
+
+impl Node {
+    /// The node, whose container has the same name.
+    #[must_use]
+    pub fn new(name: String) -> Self {
+        Self { name }
+    }
+
+    /// Its name.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Runs a shell script as root on the node, and returns what it says.
+    pub async fn shell(&self, script: &str) -> anyhow::Result<String> {
+        let Output {
+            status,
+            stdout,
+            stderr,
+        } = Command::new("docker")
+            .args(["exec", &self.name, "sh", "-euc", script])
+            .kill_on_drop(true)
+            .output()
+            .await
+            .context(
+                "running docker: is the cluster's DOCKER_HOST set, by `source target/cluster/env`?",
+            )?;
+        ensure!(
+            status.success(),
+            "on {}: `{script}`: {status}: {}",
+            self.name,
+            String::from_utf8_lossy(&stderr).trim()
+        );
+        Ok(String::from_utf8_lossy(&stdout).into_owned())
+    }
+
+    /// Everything that is on the node for the sake of a claim: journals, CDI specs, share pages, and
+    /// temporary files of them.
+    pub async fn claim_files(&self) -> anyhow::Result<Vec<String>> {
+        let found = self
+            .shell(&format!(
+                "find {PLUGIN_DIR}/claims /run/tranche/shares /var/run/cdi -mindepth 1 \
+                 ! -name gpu.tranche.dev-driver.json 2>/dev/null || true"
+            ))
+            .await?;
+        Ok(found.lines().map(str::to_owned).collect())
+    }
+
+    /// Waits until nothing is left of any claim.
+    pub async fn no_claim_files(&self, limit: Duration) -> anyhow::Result<()> {
+        wait::for_answer("no file of a claim on the node", limit, async || {
+            let left = self.claim_files().await?;
+            ensure!(left.is_empty(), "left: {}", left.join(" "));
+            Ok(Some(()))
+        })
+        .await
+    }
+
+    /// Moves a file away; the returned script puts it back.
+    pub async fn hide(&self, file: &Path) -> anyhow::Result<String> {
+        let file = file.display();
+        self.shell(&format!("mv {file} {file}.hidden")).await?;
+        Ok(format!(
+            "if [ -e {file}.hidden ]; then mv -f {file}.hidden {file}; fi"
+        ))
+    }
+
+    /// Kills the node plugin without a warning.
+    pub async fn kill_plugin(&self) -> anyhow::Result<()> {
+        self.shell("kill -KILL $(pgrep -f '^/usr/bin/tranche-kubelet-plugin')")
+            .await?;
+        Ok(())
+    }
+}

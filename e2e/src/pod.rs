@@ -1,0 +1,212 @@
+//! A pod of a test.
+
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use k8s_openapi::api::core::v1::{Event, Pod};
+use k8s_openapi::api::resource::v1::ResourceClaim;
+use kube::api::{Api, DeleteParams, LogParams};
+use kube::runtime::watcher;
+
+use crate::exec::{self, Exit};
+use crate::namespace::Namespace;
+use crate::wait;
+use crate::workload::{self, Beat, Filled, Seen};
+
+/// A pod, by name.
+#[derive(Clone, Debug)]
+pub struct PodHandle {
+    namespace: Namespace,
+    name: String,
+}
+
+impl PodHandle {
+    /// The pod `name`, which may have been made by somebody else.
+    #[must_use]
+    pub fn new(namespace: Namespace, name: String) -> Self {
+        Self { namespace, name }
+    }
+
+    /// Its name.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Waits until its container runs.
+    pub async fn started(&self) -> anyhow::Result<Pod> {
+        self.started_within(wait::USUAL).await
+    }
+
+    /// Waits, for so long, until its container runs.
+    pub async fn started_within(&self, limit: Duration) -> anyhow::Result<Pod> {
+        let what = format!("pod {} running", self.name);
+        let pod = wait::for_one(self.namespace.pods(), &self.name, &what, limit, |pod| {
+            let pod = pod?;
+            let phase = pod.status.as_ref()?.phase.as_deref()?;
+            matches!(phase, "Running" | "Failed" | "Succeeded").then(|| pod.clone())
+        })
+        .await?;
+        match pod
+            .status
+            .as_ref()
+            .and_then(|status| status.phase.as_deref())
+        {
+            Some("Running") => Ok(pod),
+            phase => bail!("pod {} is {phase:?} instead of running", self.name),
+        }
+    }
+
+    /// Waits until the scheduler has said that it finds no place, and returns its reason.
+    pub async fn unschedulable(&self) -> anyhow::Result<String> {
+        let what = format!("pod {} unschedulable", self.name);
+        wait::for_one(
+            self.namespace.pods(),
+            &self.name,
+            &what,
+            wait::USUAL,
+            |pod| unschedulable(pod?),
+        )
+        .await
+    }
+
+    /// Waits for an event of this reason about the pod, and returns its message.
+    pub async fn event(&self, reason: &str) -> anyhow::Result<String> {
+        let events: Api<Event> =
+            Api::namespaced(self.namespace.pods().into_client(), self.namespace.name());
+        let about = watcher::Config::default().fields(&format!(
+            "involvedObject.name={},reason={reason}",
+            self.name
+        ));
+        let what = format!("an event {reason} of the pod {}", self.name);
+        wait::for_all(events, about, &what, wait::USUAL, |events| {
+            events.values().find_map(|event| event.message.clone())
+        })
+        .await
+    }
+
+    /// The claim that was made for it of a template.
+    pub async fn claim(&self) -> anyhow::Result<ResourceClaim> {
+        let what = format!("the claim of the pod {}", self.name);
+        let name = wait::for_one(
+            self.namespace.pods(),
+            &self.name,
+            &what,
+            wait::USUAL,
+            |pod| {
+                pod?.status
+                    .as_ref()?
+                    .resource_claim_statuses
+                    .as_ref()?
+                    .first()?
+                    .resource_claim_name
+                    .clone()
+            },
+        )
+        .await?;
+        Ok(self.namespace.claims().get(&name).await?)
+    }
+
+    /// Runs a command in it.
+    pub async fn exec(&self, command: &[&str]) -> anyhow::Result<Exit> {
+        exec::run(&self.namespace.pods(), &self.name, command).await
+    }
+
+    /// Runs a command that must go well.
+    pub async fn say(&self, command: &[&str]) -> anyhow::Result<String> {
+        self.exec(command)
+            .await?
+            .ok()
+            .with_context(|| format!("{command:?} in {}", self.name))
+    }
+
+    /// What CUDA sees in it.
+    pub async fn seen(&self) -> anyhow::Result<Vec<Seen>> {
+        workload::lines(&self.say(&["tranche-workload", "--json", "info"]).await?)
+    }
+
+    /// Fills every device of it, by further `options`.
+    pub async fn fill(&self, options: &[&str]) -> anyhow::Result<Vec<Filled>> {
+        let command = [&["tranche-workload", "--json", "fill"], options].concat();
+        workload::lines(&self.say(&command).await?)
+    }
+
+    /// What the real nvidia-smi says of the memory of each GPU: UUID and MiB, in its order.
+    pub async fn nvidia_smi(&self) -> anyhow::Result<Vec<(String, u64)>> {
+        let said = self
+            .say(&[
+                "nvidia-smi",
+                "--query-gpu=uuid,memory.total",
+                "--format=csv,noheader,nounits",
+            ])
+            .await?;
+        said.lines()
+            .map(|line| {
+                let (uuid, total) = line.split_once(", ").with_context(|| line.to_owned())?;
+                Ok((
+                    uuid.to_owned(),
+                    total.trim().parse().with_context(|| line.to_owned())?,
+                ))
+            })
+            .collect()
+    }
+
+    /// What it has logged.
+    pub async fn logs(&self) -> anyhow::Result<String> {
+        Ok(self
+            .namespace
+            .pods()
+            .logs(&self.name, &LogParams::default())
+            .await?)
+    }
+
+    /// The heartbeats of `tranche-workload --json hold`, of which there must be some.
+    pub async fn beats(&self) -> anyhow::Result<Vec<Beat>> {
+        let what = format!("heartbeats of {}", self.name);
+        wait::for_answer(&what, wait::USUAL, async || {
+            let beats: Vec<Beat> = workload::lines(&self.logs().await?)?;
+            Ok((!beats.is_empty()).then_some(beats))
+        })
+        .await
+    }
+
+    /// Waits for a heartbeat after now and returns it: the holder has worked since.
+    pub async fn next_beat(&self) -> anyhow::Result<Beat> {
+        let now = self.beats().await?.len();
+        let what = format!("the next heartbeats of {}", self.name);
+        wait::for_answer(&what, wait::USUAL, async || {
+            let beats: Vec<Beat> = workload::lines(&self.logs().await?)?;
+            // One may have begun before now.
+            Ok(beats.get(now + 1).cloned())
+        })
+        .await
+    }
+
+    /// Deletes it and waits until it is gone.
+    pub async fn delete(&self) -> anyhow::Result<()> {
+        self.delete_with(&DeleteParams::default()).await
+    }
+
+    /// Deletes it with `params` and waits until it is gone.
+    pub async fn delete_with(&self, params: &DeleteParams) -> anyhow::Result<()> {
+        let pods = self.namespace.pods();
+        pods.delete(&self.name, params).await?;
+        let what = format!("pod {} gone", self.name);
+        wait::for_one(pods, &self.name, &what, wait::USUAL, |pod| {
+            pod.is_none().then_some(())
+        })
+        .await
+    }
+}
+
+/// Why the scheduler finds no place for a pod.
+fn unschedulable(pod: &Pod) -> Option<String> {
+    pod.status
+        .as_ref()?
+        .conditions
+        .as_ref()?
+        .iter()
+        .find(|condition| condition.reason.as_deref() == Some("Unschedulable"))?
+        .message
+        .clone()
+}

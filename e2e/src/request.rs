@@ -1,0 +1,78 @@
+//! What a claim asks for.
+
+use serde_json::{Value, json};
+use tranche_api::tier::Tier;
+
+/// One request of a claim.
+#[derive(Clone, Debug)]
+pub struct Request(Value);
+
+impl Request {
+    /// A device of a tier.
+    #[must_use]
+    pub fn of(tier: Tier) -> Self {
+        Self(json!({"name": "gpu", "exactly": {"deviceClassName": tier.class_name()}}))
+    }
+
+    /// A whole GPU.
+    #[must_use]
+    pub fn exclusive() -> Self {
+        Self::of(Tier::Exclusive)
+    }
+
+    /// A share that nothing caps.
+    #[must_use]
+    pub fn timeshared() -> Self {
+        Self::of(Tier::Timeshared)
+    }
+
+    /// A share with so much memory and compute.
+    #[must_use]
+    pub fn capped(memory: &str, cores: &str) -> Self {
+        let mut request = Self::of(Tier::Capped);
+        request.0["exactly"]["capacity"] = json!({"requests": {"memory": memory, "cores": cores}});
+        request
+    }
+
+    /// Under this name instead of `gpu`.
+    #[must_use]
+    pub fn named(mut self, name: &str) -> Self {
+        self.0["name"] = name.into();
+        self
+    }
+
+    /// On the GPU of this UUID.
+    #[must_use]
+    pub fn on(mut self, uuid: &str) -> Self {
+        let expression = format!("device.attributes['gpu.tranche.dev'].uuid == '{uuid}'");
+        self.0["exactly"]["selectors"] = json!([{"cel": {"expression": expression}}]);
+        self
+    }
+
+    /// A claim's spec of this request alone.
+    #[must_use]
+    pub fn spec(&self) -> Value {
+        spec([self])
+    }
+}
+
+/// A claim's spec of several requests.
+pub fn spec<'a>(requests: impl IntoIterator<Item = &'a Request>) -> Value {
+    let requests: Vec<_> = requests.into_iter().map(|request| &request.0).collect();
+    json!({"devices": {"requests": requests}})
+}
+
+/// The spec with its requests on GPUs of their own.
+#[must_use]
+pub fn apart(mut spec: Value) -> Value {
+    spec["devices"]["constraints"] = json!([{"distinctAttribute": "gpu.tranche.dev/uuid"}]);
+    spec
+}
+
+/// The spec with parameters for our driver.
+#[must_use]
+pub fn with_parameters(mut spec: Value, parameters: &Value) -> Value {
+    spec["devices"]["config"] =
+        json!([{"opaque": {"driver": tranche_api::names::DRIVER, "parameters": parameters}}]);
+    spec
+}

@@ -1,0 +1,148 @@
+//! Tranche's own parts on the cluster.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use anyhow::Context;
+use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::api::resource::v1::ResourceSlice;
+use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
+use kube::Client;
+use kube::api::{Api, DeleteParams, PostParams};
+use kube::runtime::watcher;
+use serde_json::json;
+use tranche_api::gpu_node::GpuNode;
+use tranche_api::names::{DRIVER, capacity};
+use tranche_api::sharing_policy::SharingPolicy;
+
+use crate::{Case, SYSTEM, wait};
+
+/// Label selector of the node plugin's pods.
+pub const NODE_PLUGIN: &str = "app.kubernetes.io/component=node-plugin";
+/// Name of the node plugin's `DaemonSet` and `ServiceAccount`.
+pub const NODE_PLUGIN_NAME: &str = "tranche-node-plugin";
+
+/// Our slices.
+#[must_use]
+pub fn slices_config() -> watcher::Config {
+    watcher::Config::default().fields(&format!("spec.driver={DRIVER}"))
+}
+
+/// Waits until `wanted` makes something of our slices.
+pub async fn slices<T>(
+    client: &Client,
+    what: &str,
+    limit: Duration,
+    wanted: impl FnMut(&BTreeMap<String, ResourceSlice>) -> Option<T>,
+) -> anyhow::Result<T> {
+    let api: Api<ResourceSlice> = Api::all(client.clone());
+    wait::for_all(api, slices_config(), what, limit, wanted).await
+}
+
+/// The slices, if they are whole pools.
+#[must_use]
+pub fn complete(
+    slices: &BTreeMap<String, ResourceSlice>,
+) -> Option<BTreeMap<String, ResourceSlice>> {
+    let whole = slices.values().all(|slice| {
+        let pool = &slice.spec.pool;
+        let members = slices.values().filter(|other| {
+            other.spec.pool.name == pool.name && other.spec.pool.generation == pool.generation
+        });
+        usize::try_from(pool.resource_slice_count) == Ok(members.count())
+    });
+    (whole && !slices.is_empty()).then(|| slices.clone())
+}
+
+/// The `GpuNode` of a node.
+pub async fn gpu_node(client: &Client, node: &str) -> anyhow::Result<GpuNode> {
+    let api: Api<GpuNode> = Api::all(client.clone());
+    api.get(node)
+        .await
+        .with_context(|| format!("GpuNode {node}"))
+}
+
+/// Waits until one plugin pod runs and is ready, other than `not`.
+pub async fn plugin_ready(client: &Client, not: Option<&str>) -> anyhow::Result<Pod> {
+    let pods: Api<Pod> = Api::namespaced(client.clone(), SYSTEM);
+    let config = watcher::Config::default().labels(NODE_PLUGIN);
+    wait::for_all(pods, config, "the node plugin ready", wait::USUAL, |pods| {
+        pods.values()
+            .find(|pod| {
+                pod.metadata.uid.as_deref() != not
+                    && pod.metadata.deletion_timestamp.is_none()
+                    && is_ready(pod)
+            })
+            .cloned()
+    })
+    .await
+}
+
+/// Whether the pod's condition `Ready` is true.
+#[must_use]
+pub fn is_ready(pod: &Pod) -> bool {
+    pod.status
+        .iter()
+        .flat_map(|status| status.conditions.iter().flatten())
+        .any(|condition| condition.type_ == "Ready" && condition.status == "True")
+}
+
+/// The epoch of the node plugin's newest registration.
+#[must_use]
+pub fn epoch(node: &GpuNode) -> i64 {
+    node.status
+        .iter()
+        .flat_map(|status| &status.registration)
+        .map(|registration| registration.epoch)
+        .sum()
+}
+
+/// Offers more shares of each GPU than the chart's own policy, until the test ends: so many at most,
+/// with memory kept free for the contexts of `expected`.
+pub async fn offer(case: &Case, most: u32, expected: u32) -> anyhow::Result<()> {
+    let policies: Api<SharingPolicy> = Api::all(case.client.clone());
+    let name = case.unique("offer");
+    let policy = serde_json::from_value(json!({
+        "metadata": {"name": name},
+        "spec": {
+            "priority": 100,
+            "tiers": ["exclusive", "capped", "timeshared"],
+            "capped": {"maxSharers": most, "expectedSharers": expected},
+        },
+    }))?;
+    policies.create(&PostParams::default(), &policy).await?;
+    let (client, default) = (case.client.clone(), most_shares(&case.client).await?);
+    case.afterwards("the sharing policy", async move {
+        policies.delete(&name, &DeleteParams::default()).await?;
+        offered(&client, &default).await
+    });
+    offered(&case.client, &Quantity(most.to_string())).await
+}
+
+/// How many shares of a GPU the chart's own policy offers.
+async fn most_shares(client: &Client) -> anyhow::Result<Quantity> {
+    let policies: Api<SharingPolicy> = Api::all(client.clone());
+    let default = policies.get("default").await?;
+    Ok(Quantity(default.spec.capped.max_sharers.to_string()))
+}
+
+/// Waits until every capped device has room for so many shares.
+async fn offered(client: &Client, most: &Quantity) -> anyhow::Result<()> {
+    let what = format!("{} shares of each GPU", most.0);
+    slices(client, &what, wait::USUAL, |slices| {
+        let mut capped = complete(slices)?
+            .into_values()
+            .flat_map(|slice| slice.spec.devices.unwrap_or_default())
+            .filter(|device| device.name.ends_with("-capped"))
+            .filter_map(|device| {
+                device
+                    .capacity
+                    .unwrap_or_default()
+                    .remove(capacity::SHARERS)
+            })
+            .peekable();
+        capped.peek()?;
+        capped.all(|sharers| sharers.value == *most).then_some(())
+    })
+    .await
+}

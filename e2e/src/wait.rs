@@ -1,0 +1,145 @@
+//! Waiting: by a watch, for so long, and saying what there was instead.
+
+use std::collections::BTreeMap;
+use std::fmt::Debug;
+use std::pin::pin;
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use futures::TryStreamExt;
+use kube::api::Api;
+use kube::runtime::watcher::{self, Event, watcher};
+use kube::{Resource, ResourceExt};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+/// Enough for anything that a healthy cluster does to one pod.
+pub const USUAL: Duration = Duration::from_mins(1);
+
+/// A kind that can be watched and shown.
+pub trait Watched:
+    Resource + Clone + DeserializeOwned + Serialize + Debug + Send + 'static
+{
+}
+impl<K: Resource + Clone + DeserializeOwned + Serialize + Debug + Send + 'static> Watched for K {}
+
+/// Watches all objects of `api` until `wanted` makes something of them.
+pub async fn for_all<K: Watched, T>(
+    api: Api<K>,
+    config: watcher::Config,
+    what: &str,
+    limit: Duration,
+    mut wanted: impl FnMut(&BTreeMap<String, K>) -> Option<T>,
+) -> anyhow::Result<T> {
+    let mut known = BTreeMap::new();
+    let mut fresh = BTreeMap::new();
+    let seen = tokio::time::timeout(limit, async {
+        let mut events = pin!(watcher(api, config));
+        let mut complete = false;
+        while let Some(event) = events.try_next().await? {
+            match event {
+                Event::Init => fresh = BTreeMap::new(),
+                Event::InitApply(object) => {
+                    fresh.insert(object.name_any(), object);
+                }
+                Event::InitDone => {
+                    known = std::mem::take(&mut fresh);
+                    complete = true;
+                }
+                Event::Apply(object) => {
+                    known.insert(object.name_any(), object);
+                }
+                Event::Delete(object) => {
+                    known.remove(&object.name_any());
+                }
+            }
+            if complete && let Some(found) = wanted(&known) {
+                return Ok(found);
+            }
+        }
+        bail!("the watch ended")
+    })
+    .await;
+    match seen {
+        Ok(found) => found.with_context(|| format!("watching for {what}")),
+        Err(_) => bail!(
+            "{what}: not within {} s. There is: {}",
+            limit.as_secs(),
+            shown(&known)
+        ),
+    }
+}
+
+/// Watches one object, which need not exist, until `wanted` makes something of it.
+pub async fn for_one<K: Watched, T>(
+    api: Api<K>,
+    name: &str,
+    what: &str,
+    limit: Duration,
+    mut wanted: impl FnMut(Option<&K>) -> Option<T>,
+) -> anyhow::Result<T> {
+    let config = watcher::Config::default().fields(&format!("metadata.name={name}"));
+    for_all(api, config, what, limit, |all| wanted(all.get(name))).await
+}
+
+/// Watches until there are none.
+pub async fn for_none<K: Watched>(
+    api: Api<K>,
+    config: watcher::Config,
+    what: &str,
+    limit: Duration,
+) -> anyhow::Result<()> {
+    for_all(api, config, what, limit, |all| all.is_empty().then_some(())).await
+}
+
+/// Asks again and again for what cannot be watched: files on a node, a program's answer.
+pub async fn for_answer<T>(
+    what: &str,
+    limit: Duration,
+    mut ask: impl AsyncFnMut() -> anyhow::Result<Option<T>>,
+) -> anyhow::Result<T> {
+    let mut last = None;
+    let answered = tokio::time::timeout(limit, async {
+        let mut pause = tokio::time::interval(Duration::from_millis(200));
+        loop {
+            pause.tick().await;
+            match ask().await {
+                Ok(Some(answer)) => return answer,
+                Ok(None) => last = None,
+                Err(error) => last = Some(error),
+            }
+        }
+    })
+    .await;
+    answered.map_err(|_| {
+        let what = format!("{what}: not within {} s", limit.as_secs());
+        match last {
+            Some(error) => error.context(what),
+            None => anyhow::anyhow!(what),
+        }
+    })
+}
+
+/// The objects, without what only the API server cares for, cut to a screenful.
+fn shown<K: Watched>(objects: &BTreeMap<String, K>) -> String {
+    const SCREENFUL: usize = 3000;
+    let objects: Vec<_> = objects
+        .values()
+        .map(|object| {
+            let mut object = serde_json::to_value(object).unwrap_or_default();
+            if let Some(metadata) = object.pointer_mut("/metadata") {
+                *metadata = metadata["name"].take();
+            }
+            object
+        })
+        .collect();
+    if objects.is_empty() {
+        return "nothing".into();
+    }
+    let mut text = serde_json::Value::from(objects).to_string();
+    if let Some((end, _)) = text.char_indices().nth(SCREENFUL) {
+        text.truncate(end);
+        text.push('…');
+    }
+    text
+}

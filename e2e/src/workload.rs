@@ -1,0 +1,63 @@
+//! What `tranche-workload --json` says (`e2e/workload`).
+
+use anyhow::Context;
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+
+/// A device as CUDA shows it.
+#[derive(Clone, Debug, Deserialize, PartialEq, Eq)]
+pub struct Seen {
+    /// Its number in the process.
+    pub device: usize,
+    /// `GPU-…`
+    pub uuid: String,
+    /// Bytes.
+    pub total: u64,
+    /// Bytes.
+    pub free: u64,
+}
+
+/// What `fill` got.
+#[derive(Clone, Debug, Deserialize)]
+pub struct Filled {
+    /// `GPU-…`
+    pub uuid: String,
+    /// Bytes.
+    pub total: u64,
+    /// Bytes held at the last refusal.
+    pub filled: u64,
+    /// How often memory was refused.
+    pub refused: u32,
+    /// Bytes free after everything was given back.
+    pub free_after: u64,
+    /// Bytes that were not as written.
+    pub errors: u64,
+}
+
+/// A heartbeat of `hold`.
+#[derive(Clone, Debug, Deserialize)]
+pub struct Beat {
+    /// Its number, from 1.
+    pub beat: u64,
+    /// `GPU-…`
+    pub uuid: String,
+    /// Bytes held.
+    pub held: u64,
+    /// Bytes.
+    pub free: u64,
+    /// Bytes.
+    pub total: u64,
+    /// Everything that went wrong so far.
+    pub errors: u64,
+    /// How often somebody else moved the free or the total amount.
+    pub moved: u64,
+}
+
+/// One object a line.
+pub fn lines<T: DeserializeOwned>(text: &str) -> anyhow::Result<Vec<T>> {
+    text.lines()
+        .map(|line| {
+            serde_json::from_str(line).with_context(|| format!("not what was expected: {line}"))
+        })
+        .collect()
+}

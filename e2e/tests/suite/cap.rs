@@ -1,0 +1,128 @@
+//! The cap holds, whatever a tenant's program does with the driver API and its surroundings.
+
+use anyhow::ensure;
+use tranche_e2e::{Case, Request, run, workload};
+
+const GI: u64 = 1 << 30;
+const LIMIT: u64 = 3 * GI;
+
+fn share() -> Request {
+    Request::capped("3Gi", "10")
+}
+
+#[test]
+fn every_way_to_take_memory_is_refused_at_the_cap() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let pod = case.namespace("ways").await?.idle("pod", &share()).await?;
+        pod.started().await?;
+        for way in ["device", "async", "managed"] {
+            let filled = pod.fill(&["--way", way, "--chunk", "100Mi"]).await?;
+            ensure!(
+                filled.len() == 1 && filled[0].filled == LIMIT,
+                "{way}: {filled:?}"
+            );
+            ensure!(
+                filled[0].refused > 0 && filled[0].errors == 0,
+                "{way}: {filled:?}"
+            );
+        }
+        let copied = pod
+            .say(&["tranche-workload", "copy", "--bytes", "32Mi"])
+            .await?;
+        ensure!(copied.contains(" 0 wrong bytes"), "{copied}");
+        Ok(())
+    })
+}
+
+#[test]
+fn no_environment_changes_the_cap() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let pod = case.namespace("env").await?.idle("pod", &share()).await?;
+        pod.started().await?;
+        let environment = pod.say(&["env"]).await?;
+        ensure!(
+            environment.contains("CUDA_DEVICE_MEMORY_LIMIT_0=3072m"),
+            "{environment}"
+        );
+        // Everything that a container was given, set to something else.
+        let lies: Vec<_> = environment
+            .lines()
+            .filter_map(|line| line.split_once('='))
+            .filter(|(name, _)| {
+                ["TRANCHE_", "CUDA_", "NVIDIA_"]
+                    .iter()
+                    .any(|prefix| name.starts_with(prefix))
+            })
+            .map(|(name, _)| format!("{name}=70Gi"))
+            .collect();
+        for way in [
+            "env -i /usr/bin/tranche-workload --json fill".to_owned(),
+            format!("env {} tranche-workload --json fill", lies.join(" ")),
+            "env LD_PRELOAD= LD_LIBRARY_PATH=/usr/lib/tranche/driver tranche-workload --json fill"
+                .to_owned(),
+            "env LD_PRELOAD=/usr/lib/tranche/driver/libcuda.so.1 tranche-workload --json fill"
+                .to_owned(),
+        ] {
+            let said = pod.say(&["sh", "-c", &way]).await?;
+            let filled: Vec<workload::Filled> = workload::lines(&said)?;
+            ensure!(
+                filled.len() == 1 && filled[0].filled == LIMIT,
+                "{way}: {filled:?}"
+            );
+        }
+        Ok(())
+    })
+}
+
+#[test]
+fn the_pages_cannot_be_changed_from_inside() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let pod = case.namespace("pages").await?.idle("pod", &share()).await?;
+        pod.started().await?;
+        let attempt = "
+            for file in /usr/lib/tranche/shares/*/cap /etc/ld.so.preload /usr/lib/tranche/libcuda.so.1; do
+                test -e $file || exit 3
+                if (echo x >$file) 2>/dev/null || rm -f $file 2>/dev/null || mv $file /tmp 2>/dev/null; then
+                    echo changed $file
+                fi
+            done";
+        let changed = pod.say(&["sh", "-c", attempt]).await?;
+        ensure!(changed.is_empty(), "{changed}");
+        let filled = pod.fill(&[]).await?;
+        ensure!(filled[0].filled == LIMIT, "{filled:?}");
+        Ok(())
+    })
+}
+
+#[test]
+fn processes_of_a_share_have_one_account_and_the_dead_give_back() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let pod = case
+            .namespace("account")
+            .await?
+            .idle("pod", &share())
+            .await?;
+        pod.started().await?;
+        let hold = "
+            tranche-workload hold --bytes 1Gi --beat 100 >/tmp/beats & pid=$!
+            until grep -q beat /tmp/beats; do usleep 20000; done
+            tranche-workload --json fill
+            kill -KILL $pid; wait $pid || true
+            tranche-workload --json fill";
+        let said = pod.say(&["sh", "-c", hold]).await?;
+        let filled: Vec<workload::Filled> = workload::lines(&said)?;
+        let got: Vec<_> = filled.iter().map(|filled| filled.filled).collect();
+        ensure!(
+            got == [LIMIT - GI, LIMIT],
+            "with and after a process that holds 1 GiB: {got:?}"
+        );
+        // Two at once: never more than the share together, whoever gets how much.
+        let both = "
+            for i in 1 2 3 4; do tranche-workload hold --bytes 1Gi --beat 100 >/tmp/$i 2>&1 & done
+            until [ $(cat /tmp/1 /tmp/2 /tmp/3 /tmp/4 | grep -c 'beat 1:') = 3 ] &&
+                cat /tmp/[1234] | grep -q OUT_OF_MEMORY; do usleep 20000; done
+            cat /tmp/[1234]; kill $(jobs -p) || true";
+        pod.say(&["timeout", "30", "sh", "-c", both]).await?;
+        Ok(())
+    })
+}

@@ -1,0 +1,15 @@
+//! The end-to-end suite: a file for each subject. `tranche_e2e` says what it needs.
+#![allow(missing_docs)]
+
+mod cap;
+mod examples;
+mod exclusive;
+mod kubelet;
+mod many;
+mod plugin;
+mod published;
+mod refused;
+mod release;
+mod rights;
+mod scheduling;
+mod shares;

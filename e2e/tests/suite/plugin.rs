@@ -1,0 +1,191 @@
+//! The node plugin dies, in its work and for long, and is started again.
+
+use std::time::Duration;
+
+use anyhow::ensure;
+use futures::{StreamExt, TryStreamExt, stream};
+use k8s_openapi::api::apps::v1::DaemonSet;
+use k8s_openapi::api::core::v1::Pod;
+use kube::ResourceExt;
+use kube::api::{Api, DeleteParams, Patch, PatchParams};
+use serde_json::json;
+use tranche_e2e::{Case, Request, SYSTEM, run, system, wait};
+
+const PODS: usize = 50;
+/// Prepares seen on the node before the plugin is killed.
+const BEGUN: usize = 5;
+/// Enough for a burst on two cores, and the kubelet's pause before it starts a container again.
+const BURST: Duration = Duration::from_mins(3);
+/// When the kubelet wipes the slices of a plugin that is gone: 30 s after its connection dropped.
+const WIPED: Duration = Duration::from_secs(45);
+/// With the wipe's 30 s more than 40 s without a plugin.
+const STILL_AWAY: Duration = Duration::from_secs(11);
+
+/// The kubelet waits longer at each start of a container that died: the next test's gets a new pod.
+fn renew_plugin(case: &Case) {
+    let client = case.client.clone();
+    case.afterwards("a new plugin pod", async move {
+        let pods: Api<Pod> = Api::namespaced(client.clone(), SYSTEM);
+        let old = system::plugin_ready(&client, None).await?;
+        pods.delete(&old.name_any(), &DeleteParams::default())
+            .await?;
+        system::plugin_ready(&client, old.metadata.uid.as_deref()).await?;
+        system::slices(&client, "whole pools", wait::USUAL, system::complete).await?;
+        Ok(())
+    });
+}
+
+#[test]
+fn killed_in_fifty_prepares_all_pods_start_and_nothing_is_left() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        renew_plugin(case);
+        system::offer(case, 32, 4).await?;
+        let namespace = case.namespace("kill").await?;
+        let pods: Vec<_> = stream::iter(0..PODS)
+            .map(|index| {
+                let share = Request::capped("1Gi", "2").on(&case.gpus[index % 2].uuid);
+                let namespace = &namespace;
+                async move { namespace.idle(&format!("pod-{index}"), &share).await }
+            })
+            .buffered(10)
+            .try_collect()
+            .await?;
+        wait::for_answer("the first prepares", wait::USUAL, async || {
+            let journals = case
+                .node
+                .shell(&format!(
+                    "ls {}/claims | wc -l",
+                    tranche_e2e::node::PLUGIN_DIR
+                ))
+                .await?;
+            Ok((journals.trim().parse::<usize>()? >= BEGUN).then_some(()))
+        })
+        .await?;
+        case.node.kill_plugin().await?;
+        let begun = case.node.claim_files().await?;
+        println!("killed with {} files of claims on the node", begun.len());
+        for pod in &pods {
+            pod.started_within(BURST).await?;
+        }
+        let totals: Vec<_> = stream::iter(&pods)
+            .map(async |pod| {
+                pod.seen()
+                    .await
+                    .map(|seen| seen.iter().map(|gpu| gpu.total).sum::<u64>())
+            })
+            .buffered(8)
+            .try_collect()
+            .await?;
+        ensure!(totals.iter().all(|total| *total == 1 << 30), "{totals:?}");
+        let all = namespace
+            .pods()
+            .list(&kube::api::ListParams::default())
+            .await?;
+        ensure!(all.items.len() == PODS, "{}", all.items.len());
+        namespace
+            .pods()
+            .delete_collection(&DeleteParams::default(), &kube::api::ListParams::default())
+            .await?;
+        wait::for_none(
+            namespace.pods(),
+            kube::runtime::watcher::Config::default(),
+            "all pods gone",
+            BURST,
+        )
+        .await?;
+        case.node.no_claim_files(wait::USUAL).await
+    })
+}
+
+#[test]
+fn killed_while_pods_run_and_end() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        renew_plugin(case);
+        let namespace = case.namespace("killed").await?;
+        let hold = [
+            "tranche-workload",
+            "--json",
+            "hold",
+            "--bytes",
+            "2Gi",
+            "--beat",
+            "100",
+        ];
+        let share = Request::capped("3Gi", "10");
+        let stays = namespace.running("stays", &share, &hold).await?;
+        let goes = namespace.running("goes", &share, &hold).await?;
+        stays.started().await?;
+        goes.started().await?;
+        let before = stays.next_beat().await?;
+        case.node.kill_plugin().await?;
+        // Deleted while nobody is there to release it: done when the plugin is back.
+        goes.delete().await?;
+        let after = stays.next_beat().await?;
+        ensure!(
+            after.beat > before.beat && after.errors == 0 && after.moved == 0,
+            "{before:?} {after:?}"
+        );
+        system::plugin_ready(&case.client, None).await?;
+        namespace.idle("new", &share).await?.started().await?;
+        let claims = case
+            .node
+            .shell(&format!("ls {}/claims", tranche_e2e::node::PLUGIN_DIR))
+            .await?;
+        ensure!(
+            claims.lines().count() == 2,
+            "of `stays` and `new`: {claims}"
+        );
+        Ok(())
+    })
+}
+
+#[test]
+fn slices_of_a_plugin_that_is_gone_stay_away_until_it_is_back() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let before =
+            system::slices(&case.client, "whole pools", wait::USUAL, system::complete).await?;
+        let sets: Api<DaemonSet> = Api::namespaced(case.client.clone(), SYSTEM);
+        let nowhere = |value: Option<&str>| {
+            Patch::Merge(
+                json!({"spec": {"template": {"spec": {"nodeSelector": {"gpu.tranche.dev/nowhere": value}}}}}),
+            )
+        };
+        let (api, client) = (sets.clone(), case.client.clone());
+        let back = nowhere(None);
+        case.afterwards("the plugin's DaemonSet", async move {
+            api.patch(system::NODE_PLUGIN_NAME, &PatchParams::default(), &back)
+                .await?;
+            system::plugin_ready(&client, None).await?;
+            system::slices(&client, "whole pools", wait::USUAL, system::complete).await?;
+            Ok(())
+        });
+        sets.patch(
+            system::NODE_PLUGIN_NAME,
+            &PatchParams::default(),
+            &nowhere(Some("yes")),
+        )
+        .await?;
+        system::slices(&case.client, "no slices", WIPED, |slices| {
+            slices.is_empty().then_some(())
+        })
+        .await?;
+        let came = system::slices(&case.client, "slices of nobody", STILL_AWAY, |slices| {
+            (!slices.is_empty()).then(|| slices.keys().cloned().collect::<Vec<_>>())
+        })
+        .await;
+        if let Ok(names) = came {
+            anyhow::bail!("slices without a plugin: {names:?}");
+        }
+        sets.patch(
+            system::NODE_PLUGIN_NAME,
+            &PatchParams::default(),
+            &nowhere(None),
+        )
+        .await?;
+        system::plugin_ready(&case.client, None).await?;
+        system::slices(&case.client, "slices back", wait::USUAL, |slices| {
+            (system::complete(slices)?.len() == before.len()).then_some(())
+        })
+        .await
+    })
+}

@@ -1,0 +1,180 @@
+//! What the cluster is told of the GPUs, and that it stays told.
+
+use std::pin::pin;
+use std::time::Duration;
+
+use anyhow::{Context, ensure};
+use futures::TryStreamExt;
+use k8s_openapi::api::resource::v1::{Device, ResourceSlice};
+use kube::ResourceExt;
+use kube::api::{Api, DeleteParams, ListParams};
+use kube::runtime::WatchStreamExt;
+use kube::runtime::watcher::{Event, watcher};
+use tranche_api::gpu_node::GpuNode;
+use tranche_api::names::{EPOCH_ANNOTATION, pool};
+use tranche_e2e::{Case, run, system, wait};
+
+/// How soon a slice that somebody deleted is there again.
+const HEALED: Duration = Duration::from_secs(10);
+/// How long nobody may write.
+const QUIET: Duration = Duration::from_secs(15);
+
+fn text<'a>(device: &'a Device, attribute: &str) -> Option<&'a str> {
+    device
+        .attributes
+        .as_ref()?
+        .get(attribute)?
+        .string
+        .as_deref()
+}
+
+#[test]
+fn every_gpu_is_published_in_every_tier() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let slices =
+            system::slices(&case.client, "whole pools", wait::USUAL, system::complete).await?;
+        let mut devices = Vec::new();
+        for slice in slices.values() {
+            ensure!(
+                slice.spec.pool.name == pool(case.node.name()),
+                "{:?}",
+                slice.spec.pool
+            );
+            ensure!(
+                slice.spec.node_name.as_deref() == Some(case.node.name()),
+                "{:?}",
+                slice.spec.node_name
+            );
+            ensure!(
+                slice.annotations().contains_key(EPOCH_ANNOTATION),
+                "{:?}",
+                slice.annotations()
+            );
+            let owners = slice.owner_references();
+            ensure!(
+                owners
+                    .iter()
+                    .any(|owner| owner.kind == "Node" && owner.name == case.node.name()),
+                "{owners:?}"
+            );
+            devices.extend(slice.spec.devices.clone().unwrap_or_default());
+        }
+        let names: Vec<_> = devices.iter().map(|device| device.name.as_str()).collect();
+        ensure!(
+            names
+                == [
+                    "gpu-0-capped",
+                    "gpu-0-timeshared",
+                    "gpu-0",
+                    "gpu-1-capped",
+                    "gpu-1-timeshared",
+                    "gpu-1"
+                ],
+            "{names:?}"
+        );
+        for (device, gpu) in devices
+            .iter()
+            .zip(case.gpus.iter().flat_map(|gpu| [gpu; 3]))
+        {
+            ensure!(text(device, "uuid") == Some(&gpu.uuid), "{device:?}");
+            ensure!(
+                text(device, "productName") == Some(&gpu.product_name),
+                "{device:?}"
+            );
+            ensure!(
+                text(device, "resource.kubernetes.io/pciBusID") == Some(&gpu.pci_bus_id),
+                "{device:?}"
+            );
+            let isolation = text(device, "isolation").context("isolation")?;
+            ensure!(
+                device.allow_multiple_allocations == (isolation != "exclusive").then_some(true),
+                "{device:?}"
+            );
+            ensure!(
+                device
+                    .consumes_counters
+                    .as_ref()
+                    .is_some_and(|sets| sets.len() == 1),
+                "{device:?}"
+            );
+        }
+        Ok(())
+    })
+}
+
+#[test]
+fn a_deleted_slice_comes_back() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let api: Api<ResourceSlice> = Api::all(case.client.clone());
+        let before =
+            system::slices(&case.client, "whole pools", wait::USUAL, system::complete).await?;
+        for name in before.keys() {
+            let uid = before[name].uid();
+            api.delete(name, &DeleteParams::default()).await?;
+            let what = format!("slice {name} back");
+            system::slices(&case.client, &what, HEALED, |slices| {
+                let slices = system::complete(slices)?;
+                (slices.len() == before.len() && slices.get(name)?.uid() != uid).then_some(())
+            })
+            .await?;
+        }
+        // And all of them at once.
+        let old =
+            system::slices(&case.client, "whole pools", wait::USUAL, system::complete).await?;
+        let ours = ListParams::default().fields("spec.driver=gpu.tranche.dev");
+        api.delete_collection(&DeleteParams::default(), &ours)
+            .await?;
+        system::slices(&case.client, "all slices back", HEALED, |slices| {
+            let slices = system::complete(slices)?;
+            let fresh = slices
+                .iter()
+                .all(|(name, slice)| old.get(name).is_none_or(|old| old.uid() != slice.uid()));
+            (fresh && slices.len() == before.len()).then_some(())
+        })
+        .await
+    })
+}
+
+#[test]
+fn at_steady_state_nobody_writes() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        system::slices(&case.client, "whole pools", wait::USUAL, system::complete).await?;
+        let slices: Api<ResourceSlice> = Api::all(case.client.clone());
+        let nodes: Api<GpuNode> = Api::all(case.client.clone());
+        let (slices, nodes) = tokio::try_join!(
+            written(slices, system::slices_config()),
+            written(nodes, kube::runtime::watcher::Config::default())
+        )?;
+        ensure!(
+            slices.is_empty() && nodes.is_empty(),
+            "written: {slices:?} {nodes:?}"
+        );
+        Ok(())
+    })
+}
+
+/// What is written while nothing happens.
+async fn written<K: wait::Watched>(
+    api: Api<K>,
+    config: kube::runtime::watcher::Config,
+) -> anyhow::Result<Vec<String>> {
+    let mut written = Vec::new();
+    let quiet = tokio::time::timeout(QUIET, async {
+        let mut events = pin!(watcher(api, config).default_backoff());
+        while let Some(event) = events.try_next().await? {
+            if let Event::Apply(object) | Event::Delete(object) = event {
+                written.push(format!(
+                    "{} {:?}",
+                    object.name_any(),
+                    object.resource_version()
+                ));
+            }
+        }
+        anyhow::Ok(())
+    });
+    if let Ok(ended) = quiet.await {
+        ended?;
+        anyhow::bail!("the watch ended");
+    }
+    Ok(written)
+}

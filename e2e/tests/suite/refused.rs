@@ -1,0 +1,159 @@
+//! Bad input and broken nodes: an error where somebody looks, and no pod that runs without its cap.
+
+use std::path::Path;
+
+use anyhow::{Context, ensure};
+use k8s_openapi::api::admissionregistration::v1::ValidatingAdmissionPolicyBinding;
+use kube::api::{Api, DeleteParams, PostParams};
+use serde_json::{Value, json};
+use tranche_e2e::namespace::{IDLE, Source};
+use tranche_e2e::node::PLUGIN_DIR;
+use tranche_e2e::request::with_parameters;
+use tranche_e2e::{Case, Namespace, Request, run};
+
+fn parameters(rest: &Value) -> Value {
+    let mut all = json!({"apiVersion": "gpu.tranche.dev/v1alpha1", "kind": "ShareConfig"});
+    if let (Some(all), Some(rest)) = (all.as_object_mut(), rest.as_object()) {
+        all.extend(rest.clone());
+    }
+    with_parameters(Request::capped("1Gi", "10").spec(), &all)
+}
+
+/// Parameters that are wrong, and what a message about them must name.
+fn wrong() -> [(&'static str, Value, &'static str); 3] {
+    [
+        ("field", json!({"compute": {"mod": "strict"}}), "compute"),
+        (
+            "value",
+            json!({"compute": {"mode": "generous"}}),
+            "compute.mode",
+        ),
+        ("other", json!({"memory": "2Gi"}), "memory"),
+    ]
+}
+
+#[test]
+fn a_wrong_share_config_is_refused_when_it_is_written() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let namespace = case.namespace("admission").await?;
+        for (name, rest, _) in wrong() {
+            let Err(error) = namespace.claim(name, &parameters(&rest)).await else {
+                anyhow::bail!("{name} was let in: {rest}");
+            };
+            let error = format!("{error:#}");
+            ensure!(error.contains("ShareConfig"), "{name}: {error}");
+        }
+        namespace
+            .claim(
+                "right",
+                &parameters(&json!({"compute": {"mode": "workConserving"}})),
+            )
+            .await?;
+        Ok(())
+    })
+}
+
+/// Takes the admission policy off until the test ends.
+async fn without_admission(case: &Case) -> anyhow::Result<()> {
+    let bindings: Api<ValidatingAdmissionPolicyBinding> = Api::all(case.client.clone());
+    let name = "shareconfig.gpu.tranche.dev";
+    let mut binding = bindings
+        .get(name)
+        .await
+        .context("the chart's admission policy")?;
+    bindings.delete(name, &DeleteParams::default()).await?;
+    binding.metadata.resource_version = None;
+    binding.metadata.uid = None;
+    case.afterwards("the admission policy", async move {
+        bindings.create(&PostParams::default(), &binding).await?;
+        Ok(())
+    });
+    Ok(())
+}
+
+/// The API server notices a policy's end after a moment.
+async fn let_in(namespace: &Namespace, name: &str, spec: &Value) -> anyhow::Result<()> {
+    tranche_e2e::wait::for_answer(
+        "a claim past admission",
+        tranche_e2e::wait::USUAL,
+        async || namespace.claim(name, spec).await.map(|_| Some(())),
+    )
+    .await
+}
+
+#[test]
+fn a_wrong_share_config_that_got_in_shows_on_the_pod() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        without_admission(case).await?;
+        let namespace = case.namespace("wrong").await?;
+        for (name, rest, path) in wrong() {
+            let_in(&namespace, name, &parameters(&rest)).await?;
+            let pod = namespace.pod(name, &[Source::Claim(name)], &IDLE).await?;
+            let message = pod.event("PrepareFailed").await?;
+            ensure!(
+                message.contains(path) && message.contains(name),
+                "{rest}: {message}"
+            );
+            pod.delete().await?;
+        }
+        Ok(())
+    })
+}
+
+#[test]
+fn without_the_shim_a_pod_does_not_start_until_it_is_back() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let namespace = case.namespace("shim").await?;
+        let file = format!("{PLUGIN_DIR}/lib/libcuda.so.1");
+        let back = case.node.hide(Path::new(&file)).await?;
+        let (node, script) = (case.node.clone(), back.clone());
+        case.afterwards(
+            "the shim",
+            async move { node.shell(&script).await.map(drop) },
+        );
+        let pod = namespace.idle("pod", &Request::capped("1Gi", "10")).await?;
+        let message = pod.event("PrepareFailed").await?;
+        ensure!(message.contains(&file), "{message}");
+        let phase = namespace
+            .pods()
+            .get(pod.name())
+            .await?
+            .status
+            .and_then(|status| status.phase);
+        ensure!(phase.as_deref() == Some("Pending"), "{phase:?}");
+        // A whole GPU needs no shim.
+        let exclusive = namespace.idle("exclusive", &Request::exclusive()).await?;
+        exclusive.started().await?;
+        case.node.shell(&back).await?;
+        pod.started().await?;
+        let filled = pod.fill(&[]).await?;
+        ensure!(filled[0].filled == 1 << 30, "{filled:?}");
+        Ok(())
+    })
+}
+
+#[test]
+fn without_its_page_a_container_gets_no_gpu() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let pod = case
+            .namespace("page")
+            .await?
+            .idle("pod", &Request::capped("1Gi", "10"))
+            .await?;
+        pod.started().await?;
+        pod.seen().await?;
+        // What the node's admin can break: the page itself, with rubbish.
+        case.node
+            .shell("for cap in /run/tranche/shares/*/*/cap; do chmod u+w $cap; head -c 4096 /dev/urandom >$cap; done")
+            .await?;
+        let exit = pod.exec(&["tranche-workload", "info"]).await?;
+        ensure!(exit.code != 0, "CUDA started with a broken page: {exit:?}");
+        ensure!(
+            exit.stderr
+                .lines()
+                .any(|line| line.contains("tranche") && line.contains("cap")),
+            "{exit:?}"
+        );
+        Ok(())
+    })
+}

@@ -1,0 +1,109 @@
+//! A pod that goes leaves nothing and frees what it had.
+
+use anyhow::ensure;
+use kube::api::DeleteParams;
+use tranche_e2e::namespace::{IDLE, Source};
+use tranche_e2e::{Case, Request, run, wait};
+
+#[test]
+fn a_pod_deleted_by_force_frees_its_share() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let namespace = case.namespace("force").await?;
+        let gpu = case.gpus[0].uuid.as_str();
+        // Holds memory and ignores SIGTERM: gone only when killed.
+        let stubborn = [
+            "sh",
+            "-c",
+            "trap '' TERM; tranche-workload hold --bytes 60Gi",
+        ];
+        let share = Request::capped("70Gi", "60").on(gpu);
+        let pod = namespace.running("stubborn", &share, &stubborn).await?;
+        pod.started().await?;
+        let files = case.node.claim_files().await?;
+        ensure!(
+            files.len() >= 4,
+            "journal, CDI spec, cap and account of a share: {files:?}"
+        );
+        pod.delete_with(&DeleteParams::default().grace_period(0))
+            .await?;
+        let next = namespace.idle("next", &share).await?;
+        next.started().await?;
+        let filled = next.fill(&["--chunk", "1Gi"]).await?;
+        ensure!(filled[0].filled == 70 << 30, "{filled:?}");
+        next.delete().await?;
+        case.node.no_claim_files(wait::USUAL).await
+    })
+}
+
+#[test]
+fn a_claim_of_the_same_name_is_another_claim() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let namespace = case.namespace("name").await?;
+        for memory in ["2Gi", "4Gi"] {
+            namespace
+                .claim("gpu", &Request::capped(memory, "10").spec())
+                .await?;
+            let pod = namespace.pod("pod", &[Source::Claim("gpu")], &IDLE).await?;
+            pod.started().await?;
+            let shown = pod.nvidia_smi().await?;
+            let expected = if memory == "2Gi" { 2048 } else { 4096 };
+            ensure!(
+                shown.len() == 1 && shown[0].1 == expected,
+                "{memory}: {shown:?}"
+            );
+            pod.delete_with(&DeleteParams::default().grace_period(0))
+                .await?;
+            namespace
+                .claims()
+                .delete("gpu", &DeleteParams::default())
+                .await?;
+            wait::for_one(
+                namespace.claims(),
+                "gpu",
+                "the claim gone",
+                wait::USUAL,
+                |claim| claim.is_none().then_some(()),
+            )
+            .await?;
+        }
+        Ok(())
+    })
+}
+
+#[test]
+fn two_pods_of_one_claim_have_one_share() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let namespace = case.namespace("one").await?;
+        namespace
+            .claim("gpu", &Request::capped("4Gi", "10").spec())
+            .await?;
+        let hold = [
+            "tranche-workload",
+            "--json",
+            "hold",
+            "--bytes",
+            "3Gi",
+            "--beat",
+            "100",
+        ];
+        let holder = namespace
+            .pod("holder", &[Source::Claim("gpu")], &hold)
+            .await?;
+        let other = namespace
+            .pod("other", &[Source::Claim("gpu")], &IDLE)
+            .await?;
+        holder.started().await?;
+        other.started().await?;
+        holder.beats().await?;
+        let filled = other.fill(&[]).await?;
+        ensure!(
+            filled[0].filled == 1 << 30,
+            "what the first pod left is 1 GiB: {filled:?}"
+        );
+        // The share lives as long as one of its pods.
+        holder.delete().await?;
+        let filled = other.fill(&[]).await?;
+        ensure!(filled[0].filled == 4 << 30, "{filled:?}");
+        Ok(())
+    })
+}

@@ -1,0 +1,121 @@
+//! Who gets a GPU, who waits, and until when.
+
+use anyhow::ensure;
+use tranche_e2e::{Case, Request, run};
+
+/// What the scheduler says of a claim for which there is no room.
+const NO_ROOM: &str = "cannot allocate all claims";
+
+#[test]
+fn a_full_gpu_lets_wait_and_a_release_lets_start() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let namespace = case.namespace("full").await?;
+        let gpu = case.gpus[0].uuid.as_str();
+        let share = |memory, cores| Request::capped(memory, cores).on(gpu);
+        let first = namespace.idle("first", &share("40Gi", "40")).await?;
+        first.started().await?;
+        namespace
+            .idle("second", &share("30Gi", "30"))
+            .await?
+            .started()
+            .await?;
+        let by_memory = namespace.idle("memory", &share("20Gi", "10")).await?;
+        let by_cores = namespace.idle("cores", &share("1Gi", "40")).await?;
+        for waiting in [&by_memory, &by_cores] {
+            let reason = waiting.unschedulable().await?;
+            ensure!(reason.contains(NO_ROOM), "{}: {reason}", waiting.name());
+        }
+        first.delete().await?;
+        by_memory.started().await?;
+        by_cores.started().await?;
+        Ok(())
+    })
+}
+
+#[test]
+fn more_than_a_gpu_has_never_fits() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let namespace = case.namespace("more").await?;
+        let memory = namespace
+            .idle("memory", &Request::capped("81Gi", "10"))
+            .await?;
+        let cores = namespace
+            .idle("cores", &Request::capped("1Gi", "101"))
+            .await?;
+        for waiting in [memory, cores] {
+            let reason = waiting.unschedulable().await?;
+            ensure!(reason.contains(NO_ROOM), "{}: {reason}", waiting.name());
+        }
+        Ok(())
+    })
+}
+
+#[test]
+fn tiers_exclude_each_other_on_one_gpu() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let namespace = case.namespace("tiers").await?;
+        let gpu = case.gpus[0].uuid.as_str();
+        let capped = Request::capped("1Gi", "1").on(gpu);
+        let timeshared = Request::timeshared().on(gpu);
+        let exclusive = Request::exclusive().on(gpu);
+        for (holder, held, others) in [
+            (
+                "capped",
+                &capped,
+                [("timeshared", &timeshared), ("exclusive", &exclusive)],
+            ),
+            (
+                "timeshared",
+                &timeshared,
+                [("capped", &capped), ("exclusive", &exclusive)],
+            ),
+            (
+                "exclusive",
+                &exclusive,
+                [("capped", &capped), ("timeshared", &timeshared)],
+            ),
+        ] {
+            let holding = namespace.idle(holder, held).await?;
+            holding.started().await?;
+            let mut waiting = Vec::new();
+            for (other, request) in others {
+                let pod = namespace
+                    .idle(&format!("{other}-beside-{holder}"), request)
+                    .await?;
+                let reason = pod.unschedulable().await?;
+                ensure!(reason.contains(NO_ROOM), "{}: {reason}", pod.name());
+                waiting.push(pod);
+            }
+            for pod in waiting {
+                pod.delete().await?;
+            }
+            holding.delete().await?;
+        }
+        Ok(())
+    })
+}
+
+#[test]
+fn tiers_mix_on_a_node_and_an_exclusive_claim_waits_for_a_free_gpu() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let namespace = case.namespace("mix").await?;
+        let [one, two] = [case.gpus[0].uuid.as_str(), case.gpus[1].uuid.as_str()];
+        namespace
+            .idle("capped", &Request::capped("10Gi", "10").on(one))
+            .await?
+            .started()
+            .await?;
+        let shared = namespace
+            .idle("timeshared", &Request::timeshared().on(two))
+            .await?;
+        shared.started().await?;
+        let exclusive = namespace.idle("exclusive", &Request::exclusive()).await?;
+        let reason = exclusive.unschedulable().await?;
+        ensure!(reason.contains(NO_ROOM), "{reason}");
+        shared.delete().await?;
+        exclusive.started().await?;
+        let seen = exclusive.seen().await?;
+        ensure!(seen.len() == 1 && seen[0].uuid == two, "{seen:?}");
+        Ok(())
+    })
+}
