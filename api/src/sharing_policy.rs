@@ -74,12 +74,12 @@ pub struct SharingPolicySpec {
     ),
     rule(
         ".contextMemory",
-        "quantity(string(self.contextMemory)).isInteger() && quantity(string(self.contextMemory)).sign() >= 0",
+        "quantity(string(self.contextMemory)).isInteger() && quantity(string(self.contextMemory)).asInteger() >= 0",
         "must be a whole number of bytes, 0 or more",
     ),
     rule(
         ".memoryStep",
-        "quantity(string(self.memoryStep)).isInteger() && quantity(string(self.memoryStep)).sign() > 0",
+        "quantity(string(self.memoryStep)).isInteger() && quantity(string(self.memoryStep)).asInteger() > 0",
         "must be a whole number of bytes, 1 or more",
     ),
     rule(
@@ -87,9 +87,9 @@ pub struct SharingPolicySpec {
         // Where memoryStep is wrong its own rule says so.
         "!has(self.defaultMemory) \
          || !quantity(string(self.memoryStep)).isInteger() \
-         || quantity(string(self.memoryStep)).sign() <= 0 \
+         || quantity(string(self.memoryStep)).asInteger() <= 0 \
          || (quantity(string(self.defaultMemory)).isInteger() \
-         && quantity(string(self.defaultMemory)).sign() > 0 \
+         && quantity(string(self.defaultMemory)).asInteger() > 0 \
          && quantity(string(self.defaultMemory)).asInteger() % quantity(string(self.memoryStep)).asInteger() == 0)",
         "must be a multiple of memoryStep, above 0",
     ),
