@@ -29,7 +29,7 @@ cluster-down: ## removes the cluster and every trace of it
 	e2e/kind/down
 
 demo: cluster-up ## two namespaces share a GPU, in one page
-	examples/demo
+	e2e/demo
 
 demo-down: cluster-down ## removes every trace of the demo
 
