@@ -1,5 +1,8 @@
-//! Gives the library the driver's SONAME.
+//! Gives the library the driver's SONAME, and its own functions to itself: with
+//! another library of the same symbols loaded before it, as a shim is, its calls
+//! must not lead there. The real driver is linked so too.
 
 fn main() {
     println!("cargo::rustc-cdylib-link-arg=-Wl,-soname,libnvidia-ml.so.1");
+    println!("cargo::rustc-cdylib-link-arg=-Wl,-Bsymbolic");
 }

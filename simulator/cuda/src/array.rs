@@ -1,0 +1,112 @@
+//! Arrays: device memory with a shape. Textures and surfaces are not simulated.
+
+use crate::code::Code;
+use crate::context::current;
+use crate::driver::driver;
+use crate::export::{export, get, put};
+use crate::memory;
+use crate::object::{Handle, Kind, Object};
+
+/// cuda.h's `CUDA_ARRAY3D_DESCRIPTOR`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct Shape3 {
+    width: usize,
+    height: usize,
+    depth: usize,
+    format: u32,
+    channels: u32,
+    flags: u32,
+}
+
+/// cuda.h's `CUDA_ARRAY_DESCRIPTOR`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct Shape2 {
+    width: usize,
+    height: usize,
+    format: u32,
+    channels: u32,
+}
+
+/// An array.
+#[derive(Debug)]
+pub struct Array {
+    pub address: u64,
+    shape: Shape3,
+    element: u64,
+}
+
+impl Kind for Array {
+    const TAG: u64 = 0x4152_5200_0000_0001;
+}
+
+impl Array {
+    /// Bytes from a row to the next.
+    pub fn pitch(&self) -> u64 {
+        self.shape.width as u64 * self.element
+    }
+
+    /// Rows in a layer.
+    pub fn rows(&self) -> u64 {
+        self.shape.height.max(1) as u64
+    }
+}
+
+/// Bytes of an element: its format's times its channels.
+fn element(format: u32, channels: u32) -> Result<u64, Code> {
+    let bytes = match format {
+        0x01 | 0x08 => 1,
+        0x02 | 0x09 | 0x10 => 2,
+        0x03 | 0x0a | 0x20 => 4,
+        _ => return Err(Code::INVALID_VALUE),
+    };
+    if matches!(channels, 1 | 2 | 4) { Ok(bytes * u64::from(channels)) } else { Err(Code::INVALID_VALUE) }
+}
+
+fn create(shape: Shape3) -> Result<Handle, Code> {
+    let context = current()?;
+    let element = element(shape.format, shape.channels)?;
+    let bytes = [shape.width, shape.height.max(1), shape.depth.max(1)]
+        .iter()
+        .try_fold(element, |bytes, extent| bytes.checked_mul(*extent as u64))
+        .ok_or(Code::INVALID_VALUE)?;
+    let address = memory::allocate(context, bytes)?;
+    Ok(Object::create(Array { address, shape, element }).handle())
+}
+
+export! {
+    fn cuArrayCreate_v2(to: *mut Handle, shape: *const Shape2) {
+        let shape = get(shape)?;
+        put(to, create(Shape3 {
+            width: shape.width,
+            height: shape.height,
+            depth: 0,
+            format: shape.format,
+            channels: shape.channels,
+            flags: 0,
+        })?)
+    }
+    fn cuArray3DCreate_v2(to: *mut Handle, shape: *const Shape3) { put(to, create(get(shape)?)?) }
+    fn cuArrayDestroy(array: Handle) {
+        driver()?;
+        let array = Object::<Array>::find(array)?;
+        let address = array.address;
+        array.destroy();
+        memory::free(address)
+    }
+    fn cuArrayGetDescriptor_v2(to: *mut Shape2, array: Handle) {
+        driver()?;
+        let shape = Object::<Array>::find(array)?.shape;
+        put(to, Shape2 {
+            width: shape.width,
+            height: shape.height,
+            format: shape.format,
+            channels: shape.channels,
+        })
+    }
+    fn cuArray3DGetDescriptor_v2(to: *mut Shape3, array: Handle) {
+        driver()?;
+        put(to, Object::<Array>::find(array)?.shape)
+    }
+}

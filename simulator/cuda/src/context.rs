@@ -1,0 +1,319 @@
+//! Contexts: a GPU as one part of a program uses it.
+
+use std::cell::{Cell, RefCell};
+use std::ffi::c_void;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{OnceLock, PoisonError};
+
+use tranche_simulator_machine::timeline::sleep_until;
+
+use crate::code::Code;
+use crate::device::Device;
+use crate::driver::{device, driver};
+use crate::export::{export, get, put, put_wanted};
+use crate::memory;
+use crate::object::{Handle, Kind, Object};
+use crate::stream::Stream;
+
+/// A context.
+#[derive(Debug)]
+pub struct Context {
+    pub device: &'static Device,
+    /// Never used twice in a process.
+    pub id: u64,
+    pub flags: AtomicU64,
+    /// When the last work queued in it ends.
+    pub latest: AtomicU64,
+    /// When the last work ends that the null stream waits for.
+    pub latest_blocking: AtomicU64,
+    null_stream: OnceLock<&'static Object<Stream>>,
+    limits: [AtomicU64; LIMITS],
+}
+
+impl Kind for Context {
+    const TAG: u64 = 0x4354_5800_0000_0001;
+    const WRONG: Code = Code::INVALID_CONTEXT;
+}
+
+/// The primary context of a GPU.
+#[derive(Debug, Default)]
+pub struct Primary {
+    pub context: Option<&'static Object<Context>>,
+    users: u32,
+    flags: u32,
+}
+
+/// `CUlimit` values that are kept: stack, printf, heap, sync depth, launch count,
+/// L2 granularity, L2 size.
+const LIMITS: usize = 7;
+const DEFAULT_LIMITS: [u64; LIMITS] = [1024, 1 << 20, 8 << 20, 2, 2048, 128, 0];
+
+thread_local! {
+    static CURRENT: Cell<Option<&'static Object<Context>>> = const { Cell::new(None) };
+    /// What is below the current one.
+    static BELOW: RefCell<Vec<Option<&'static Object<Context>>>> = const { RefCell::new(Vec::new()) };
+}
+
+/// The calling thread's context, if it has one.
+pub fn current_or_none() -> Option<&'static Object<Context>> {
+    CURRENT.try_with(Cell::get).ok().flatten()
+}
+
+/// The calling thread's context.
+pub fn current() -> Result<&'static Object<Context>, Code> {
+    driver()?;
+    let context = current_or_none().ok_or(Code::INVALID_CONTEXT)?;
+    if context.alive() { Ok(context) } else { Err(Code::CONTEXT_IS_DESTROYED) }
+}
+
+impl Context {
+    fn create(device: &'static Device, flags: u32) -> Result<&'static Object<Self>, Code> {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        // A context's own memory: code, stacks, buffers.
+        device.charge(device.state.context_bytes)?;
+        let context = Object::create(Self {
+            device,
+            id: NEXT.fetch_add(1, Ordering::Relaxed),
+            flags: AtomicU64::new(u64::from(flags)),
+            latest: AtomicU64::new(0),
+            latest_blocking: AtomicU64::new(0),
+            null_stream: OnceLock::new(),
+            limits: DEFAULT_LIMITS.map(AtomicU64::new),
+        });
+        let _ = context.null_stream.set(Object::create(Stream::null(context)));
+        Ok(context)
+    }
+
+    /// Ends the context and frees what was allocated in it.
+    fn end(context: &'static Object<Self>) {
+        if let Some(stream) = context.null_stream.get() {
+            stream.destroy();
+        }
+        memory::free_all(context);
+        context.device.release(context.device.state.context_bytes);
+        context.destroy();
+    }
+
+    /// The stream 0 of this context.
+    pub fn null_stream(&self) -> Result<&'static Object<Stream>, Code> {
+        self.null_stream.get().copied().ok_or(Code::INVALID_CONTEXT)
+    }
+
+    /// Waits for everything queued in this context.
+    pub fn synchronize(&self) {
+        sleep_until(self.latest.load(Ordering::Relaxed));
+        crate::host::drain();
+    }
+}
+
+fn pop() -> Option<&'static Object<Context>> {
+    let top = CURRENT.get();
+    let below = BELOW.with_borrow_mut(Vec::pop).flatten();
+    CURRENT.set(below);
+    top
+}
+
+fn push(context: &'static Object<Context>) {
+    let top = CURRENT.replace(Some(context));
+    BELOW.with_borrow_mut(|below| below.push(top));
+}
+
+fn retain(of: &'static Device) -> Result<&'static Object<Context>, Code> {
+    let mut primary = of.primary.lock().unwrap_or_else(PoisonError::into_inner);
+    let context = match primary.context {
+        Some(context) => context,
+        None => Context::create(of, primary.flags)?,
+    };
+    primary.context = Some(context);
+    primary.users += 1;
+    Ok(context)
+}
+
+fn release_primary(of: &'static Device) -> Result<(), Code> {
+    let mut primary = of.primary.lock().unwrap_or_else(PoisonError::into_inner);
+    primary.users = primary.users.checked_sub(1).ok_or(Code::INVALID_CONTEXT)?;
+    let ended = (primary.users == 0).then(|| primary.context.take()).flatten();
+    drop(primary);
+    if let Some(context) = ended {
+        Context::end(context);
+    }
+    Ok(())
+}
+
+fn reset_primary(of: &'static Device) {
+    let mut primary = of.primary.lock().unwrap_or_else(PoisonError::into_inner);
+    primary.users = 0;
+    let ended = primary.context.take();
+    drop(primary);
+    if let Some(context) = ended {
+        Context::end(context);
+    }
+}
+
+fn set_primary_flags(of: i32, flags: u32) -> Result<(), Code> {
+    let device = device(of)?;
+    let mut primary = device.primary.lock().unwrap_or_else(PoisonError::into_inner);
+    primary.flags = flags;
+    if let Some(context) = primary.context {
+        context.flags.store(u64::from(flags), Ordering::Relaxed);
+    }
+    Ok(())
+}
+
+/// # Safety
+/// `to` is null or valid for a write.
+unsafe fn create(to: *mut Handle, flags: u32, of: i32) -> Result<(), Code> {
+    let device = device(of)?;
+    if to.is_null() {
+        return Err(Code::INVALID_VALUE);
+    }
+    let context = Context::create(device, flags)?;
+    push(context);
+    // SAFETY: not null, see above.
+    unsafe { put(to, context.handle()) }
+}
+
+fn limit(which: u32) -> Result<&'static AtomicU64, Code> {
+    current()?.limits_of(which)
+}
+
+impl Object<Context> {
+    fn limits_of(&'static self, which: u32) -> Result<&'static AtomicU64, Code> {
+        self.limits.get(which as usize).ok_or(Code::INVALID_VALUE)
+    }
+}
+
+export! {
+    fn cuDevicePrimaryCtxRetain(to: *mut Handle, of: i32) {
+        let device = device(of)?;
+        if to.is_null() {
+            return Err(Code::INVALID_VALUE);
+        }
+        put(to, retain(device)?.handle())
+    }
+    fn cuDevicePrimaryCtxRelease(of: i32) { release_primary(device(of)?) }
+    fn cuDevicePrimaryCtxRelease_v2(of: i32) { release_primary(device(of)?) }
+    fn cuDevicePrimaryCtxReset(of: i32) { reset_primary(device(of)?); Ok(()) }
+    fn cuDevicePrimaryCtxReset_v2(of: i32) { reset_primary(device(of)?); Ok(()) }
+    fn cuDevicePrimaryCtxSetFlags(of: i32, flags: u32) { set_primary_flags(of, flags) }
+    fn cuDevicePrimaryCtxSetFlags_v2(of: i32, flags: u32) { set_primary_flags(of, flags) }
+    fn cuDevicePrimaryCtxGetState(of: i32, flags: *mut u32, active: *mut i32) {
+        let primary = device(of)?.primary.lock().unwrap_or_else(PoisonError::into_inner);
+        put(flags, primary.flags)?;
+        put(active, i32::from(primary.context.is_some()))
+    }
+
+    fn cuCtxCreate_v2(to: *mut Handle, flags: u32, of: i32) { create(to, flags, of) }
+    fn cuCtxCreate_v3(to: *mut Handle, _affinity: *mut c_void, _count: i32, flags: u32, of: i32) {
+        create(to, flags, of)
+    }
+    fn cuCtxCreate_v4(to: *mut Handle, _parameters: *mut c_void, flags: u32, of: i32) {
+        create(to, flags, of)
+    }
+    fn cuCtxDestroy_v2(context: Handle) {
+        driver()?;
+        let context = Object::<Context>::find(context)?;
+        if context.device.primary_context().is_some_and(|p| std::ptr::eq(p, context)) {
+            return Err(Code::INVALID_CONTEXT);
+        }
+        if current_or_none().is_some_and(|c| std::ptr::eq(c, context)) {
+            pop();
+        }
+        Context::end(context);
+        Ok(())
+    }
+    fn cuCtxPushCurrent_v2(context: Handle) {
+        driver()?;
+        push(Object::<Context>::find(context)?);
+        Ok(())
+    }
+    fn cuCtxPopCurrent_v2(to: *mut Handle) {
+        driver()?;
+        let top = pop().ok_or(Code::INVALID_CONTEXT)?;
+        put_wanted(to, top.handle());
+        Ok(())
+    }
+    fn cuCtxSetCurrent(context: Handle) {
+        driver()?;
+        if context.is_null() {
+            pop();
+        } else {
+            CURRENT.set(Some(Object::<Context>::find(context)?));
+        }
+        Ok(())
+    }
+    fn cuCtxGetCurrent(to: *mut Handle) {
+        driver()?;
+        put(to, current_or_none().map_or(std::ptr::null_mut(), Object::handle))
+    }
+    fn cuCtxGetDevice(to: *mut i32) { put(to, current()?.device.ordinal) }
+    fn cuCtxGetDevice_v2(to: *mut i32, context: Handle) {
+        driver()?;
+        put(to, Object::<Context>::find(context)?.device.ordinal)
+    }
+    fn cuCtxGetFlags(flags: *mut u32) {
+        let value = current()?.flags.load(Ordering::Relaxed);
+        put(flags, u32::try_from(value).unwrap_or(0))
+    }
+    fn cuCtxSetFlags(flags: u32) {
+        current()?.flags.store(u64::from(flags), Ordering::Relaxed);
+        Ok(())
+    }
+    fn cuCtxGetId(context: Handle, id: *mut u64) {
+        let of = if context.is_null() { current()? } else { Object::<Context>::find(context)? };
+        put(id, of.id)
+    }
+    fn cuCtxGetApiVersion(context: Handle, version: *mut u32) {
+        if context.is_null() { current()? } else { Object::<Context>::find(context)? };
+        put(version, 3020)
+    }
+    fn cuCtxSynchronize() {
+        current()?.synchronize();
+        Ok(())
+    }
+    fn cuCtxSynchronize_v2(context: Handle) {
+        driver()?;
+        Object::<Context>::find(context)?.synchronize();
+        Ok(())
+    }
+    fn cuCtxGetLimit(value: *mut usize, which: u32) {
+        put(value, usize::try_from(limit(which)?.load(Ordering::Relaxed)).unwrap_or(0))
+    }
+    fn cuCtxSetLimit(which: u32, value: usize) {
+        limit(which)?.store(value as u64, Ordering::Relaxed);
+        Ok(())
+    }
+    fn cuCtxGetStreamPriorityRange(least: *mut i32, greatest: *mut i32) {
+        current()?;
+        put_wanted(least, 0);
+        put_wanted(greatest, -5);
+        Ok(())
+    }
+    fn cuCtxGetCacheConfig(config: *mut u32) {
+        current()?;
+        put(config, 0)
+    }
+    fn cuCtxSetCacheConfig(_config: u32) { current().map(drop) }
+    fn cuCtxGetSharedMemConfig(config: *mut u32) {
+        current()?;
+        put(config, 1)
+    }
+    fn cuCtxSetSharedMemConfig(_config: u32) { current().map(drop) }
+    fn cuCtxResetPersistingL2Cache() { current().map(drop) }
+    fn cuCtxEnablePeerAccess(peer: Handle, _flags: u32) {
+        current()?;
+        Object::<Context>::find(peer)?;
+        Err(Code::PEER_ACCESS_UNSUPPORTED)
+    }
+    fn cuCtxDisablePeerAccess(peer: Handle) {
+        current()?;
+        Object::<Context>::find(peer)?;
+        // CUDA_ERROR_PEER_ACCESS_NOT_ENABLED
+        Err(Code(705))
+    }
+    fn cuCtxAttach(to: *mut Handle, _flags: u32) { put(to, current()?.handle()) }
+    fn cuCtxGetExecAffinity(affinity: *mut c_void, _kind: u32) {
+        get(affinity.cast::<u8>())?;
+        Err(Code::NOT_SUPPORTED)
+    }
+}

@@ -1,0 +1,239 @@
+//! GPUs as CUDA shows them.
+
+use std::ffi::c_char;
+use std::sync::atomic::Ordering;
+use std::sync::{Mutex, PoisonError};
+
+use tranche_simulator_machine::layout::GpuState;
+
+use crate::code::Code;
+use crate::context::{Context, Primary};
+use crate::driver::{self, device, driver};
+use crate::export::{export, get, put};
+use crate::heap::Heap;
+use crate::object::Object;
+use crate::pool::Pool;
+
+/// One GPU of this process.
+#[derive(Debug)]
+pub struct Device {
+    pub ordinal: i32,
+    /// Its index in the page.
+    pub gpu: usize,
+    pub state: &'static GpuState,
+    pub primary: Mutex<Primary>,
+    pub heap: Mutex<Heap>,
+    /// The pool that the driver made, and the one in use.
+    pub default_pool: &'static Object<Pool>,
+    pub current_pool: Mutex<&'static Object<Pool>>,
+}
+
+impl Device {
+    pub fn new(ordinal: i32, gpu: usize, state: &'static GpuState) -> Self {
+        let default_pool = Object::create(Pool::new(ordinal));
+        Self {
+            ordinal,
+            gpu,
+            state,
+            primary: Mutex::new(Primary::default()),
+            heap: Mutex::new(Heap::default()),
+            default_pool,
+            current_pool: Mutex::new(default_pool),
+        }
+    }
+
+    /// Takes `bytes` of this GPU for this process.
+    pub fn charge(&self, bytes: u64) -> Result<(), Code> {
+        let driver = driver()?;
+        Ok(driver.shared.charge(driver.slot, self.gpu, bytes)?)
+    }
+
+    /// Gives `bytes` back.
+    pub fn release(&self, bytes: u64) {
+        if let Ok(driver) = driver() {
+            // The only failure is a ledger that nobody serves; then the page is
+            // rebuilt when a daemon comes back.
+            let _ = driver.shared.release(driver.slot, self.gpu, bytes);
+        }
+    }
+
+    /// The primary context, if it is active.
+    pub fn primary_context(&self) -> Option<&'static Object<Context>> {
+        self.primary.lock().unwrap_or_else(PoisonError::into_inner).context
+    }
+}
+
+/// cuda.h's `CUdevprop`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct Properties {
+    max_threads_per_block: i32,
+    max_threads_dim: [i32; 3],
+    max_grid_size: [i32; 3],
+    shared_memory_per_block: i32,
+    total_constant_memory: i32,
+    warp_size: i32,
+    memory_pitch: i32,
+    registers_per_block: i32,
+    clock_rate: i32,
+    texture_alignment: i32,
+}
+
+/// Shared memory of a block without opting in to more: 48 KiB on all GPUs.
+pub const SHARED_MEMORY_PER_BLOCK: i32 = 48 << 10;
+/// Blocks that one multiprocessor holds.
+fn blocks_per_multiprocessor(gpu: &GpuState) -> i32 {
+    match gpu.compute_capability {
+        [7, 5] => 16,
+        [8, 9] => 24,
+        [8, minor] if minor >= 6 => 16,
+        _ => 32,
+    }
+}
+
+fn int(value: u32) -> i32 {
+    i32::try_from(value).unwrap_or(i32::MAX)
+}
+
+/// A `CUdevice_attribute`'s value.
+pub fn attribute(device: &Device, attribute: u32) -> Result<i32, Code> {
+    let gpu = device.state;
+    let [major, minor] = gpu.compute_capability;
+    Ok(match attribute {
+        1..=3 => [1024, 1024, 1024][attribute as usize - 1],
+        4 => 64,
+        5 => i32::MAX,
+        6 | 7 => 65_535,
+        8 => SHARED_MEMORY_PER_BLOCK,
+        9 | 12 | 82 => 65_536,
+        10 => 32,
+        11 => i32::MAX,
+        13 => int(gpu.sm_clock_mhz * 1000),
+        14 => 512,
+        16 => int(gpu.multiprocessors),
+        20 => int(gpu.compute_mode.load(Ordering::Relaxed)),
+        21 | 22 | 23 | 27 | 28 | 45 | 46 | 52 | 53 => 32_768,
+        24 | 25 | 26 | 47 | 48 | 49 => 16_384,
+        29 | 43 | 54 | 62 | 65 | 68 => 2048,
+        33 => int(gpu.pci_bus),
+        34 => int(gpu.pci_device),
+        50 => int(gpu.pci_domain),
+        36 => int(gpu.memory_clock_mhz * 1000),
+        37 => int(gpu.memory_bus_bits),
+        38 => int(gpu.l2_cache_bytes),
+        39 => int(gpu.threads_per_multiprocessor),
+        40 => 3,
+        30 | 51 => 512,
+        42 | 55 | 56 | 57 | 58 | 59 | 60 | 61 | 63 | 64 | 66 | 67 | 70 | 71 | 73 | 74 | 77 => 32_768,
+        69 => 1 << 28,
+        72 => 2_097_120,
+        75 => int(major),
+        76 => int(minor),
+        81 => int(gpu.shared_memory_bytes),
+        // A block can opt in to all of it but the driver's 1 KiB.
+        97 => int(gpu.shared_memory_bytes) - 1024,
+        87 => 2,
+        106 => blocks_per_multiprocessor(gpu),
+        108 => int(gpu.l2_cache_bytes / 4 * 3),
+        109 => 128 << 20,
+        111 => 1024,
+        119 => 1,
+        126 => if major >= 9 { 4 } else { 1 },
+        // Yes: copies beside kernels, mapped host memory, concurrent kernels, ECC,
+        // unified addressing, stream priorities, caches, managed memory,
+        // preemption, registered memory, cooperative launches, virtual memory
+        // management and its file descriptors, pools.
+        15 | 19 | 31 | 32 | 41 | 44 | 78 | 79 | 80 | 83 | 89 | 90 | 91 | 95 | 99 | 102 | 103
+        | 113 | 115 => 1,
+        // Clusters came with Hopper.
+        120 => i32::from(major >= 9),
+        131 => gpu.numa_node,
+        134 => gpu.numa_node,
+        139 => (gpu.pci_device_id).cast_signed(),
+        140 => (gpu.pci_subsystem_id).cast_signed(),
+        // No: everything else that cuda.h names.
+        17 | 18 | 35 | 84 | 85 | 86 | 88 | 92..=94 | 96 | 98 | 100 | 101 | 104 | 105 | 107
+        | 110 | 112 | 114 | 116..=118 | 121..=125 | 127..=130 | 132 | 133 | 135..=138 | 141..=150 => 0,
+        _ => return Err(Code::INVALID_VALUE),
+    })
+}
+
+export! {
+    fn cuDeviceGetName(name: *mut c_char, length: i32, of: i32) {
+        let text = device(of)?.state.name.as_str();
+        let room = usize::try_from(length).map_err(|_| Code::INVALID_VALUE)?;
+        if name.is_null() || room == 0 {
+            return Err(Code::INVALID_VALUE);
+        }
+        let count = text.len().min(room - 1);
+        name.cast::<u8>().copy_from_nonoverlapping(text.as_ptr(), count);
+        put(name.add(count), 0)
+    }
+    fn cuDeviceGetUuid(uuid: *mut [u8; 16], of: i32) { put(uuid, device(of)?.state.uuid) }
+    fn cuDeviceGetUuid_v2(uuid: *mut [u8; 16], of: i32) { put(uuid, device(of)?.state.uuid) }
+    fn cuDeviceGetAttribute(value: *mut i32, which: u32, of: i32) {
+        let device = device(of)?;
+        put(value, attribute(device, which)?)
+    }
+    fn cuDeviceTotalMem_v2(bytes: *mut usize, of: i32) {
+        put(bytes, usize::try_from(device(of)?.state.usable()).unwrap_or(usize::MAX))
+    }
+    fn cuDeviceComputeCapability(major: *mut i32, minor: *mut i32, of: i32) {
+        let [a, b] = device(of)?.state.compute_capability;
+        put(major, int(a))?;
+        put(minor, int(b))
+    }
+    fn cuDeviceGetProperties(properties: *mut Properties, of: i32) {
+        let gpu = device(of)?.state;
+        put(properties, Properties {
+            max_threads_per_block: 1024,
+            max_threads_dim: [1024, 1024, 64],
+            max_grid_size: [i32::MAX, 65_535, 65_535],
+            shared_memory_per_block: SHARED_MEMORY_PER_BLOCK,
+            total_constant_memory: 65_536,
+            warp_size: 32,
+            memory_pitch: i32::MAX,
+            registers_per_block: 65_536,
+            clock_rate: int(gpu.sm_clock_mhz * 1000),
+            texture_alignment: 512,
+        })
+    }
+    fn cuDeviceGetPCIBusId(id: *mut c_char, length: i32, of: i32) {
+        let gpu = device(of)?.state;
+        let text = format!("{:04x}:{:02x}:{:02x}.0", gpu.pci_domain, gpu.pci_bus, gpu.pci_device);
+        if id.is_null() || usize::try_from(length).unwrap_or(0) <= text.len() {
+            return Err(Code::INVALID_VALUE);
+        }
+        id.cast::<u8>().copy_from_nonoverlapping(text.as_ptr(), text.len());
+        put(id.add(text.len()), 0)
+    }
+    fn cuDeviceGetByPCIBusId(to: *mut i32, id: *const c_char) {
+        use tranche_simulator_machine::description::PciAddress;
+        get(id)?;
+        let text = std::ffi::CStr::from_ptr(id).to_str().map_err(|_| Code::INVALID_VALUE)?;
+        let wanted = PciAddress::parse(text).ok_or(Code::INVALID_VALUE)?;
+        let found = driver()?.devices.iter().find(|device| {
+            let gpu = device.state;
+            (gpu.pci_domain, gpu.pci_bus, gpu.pci_device) == (wanted.domain, wanted.bus, wanted.device)
+        });
+        put(to, found.ok_or(Code::INVALID_DEVICE)?.ordinal)
+    }
+    fn cuDeviceCanAccessPeer(can: *mut i32, of: i32, peer: i32) {
+        driver::device(of)?;
+        driver::device(peer)?;
+        put(can, 0)
+    }
+    fn cuDeviceGetP2PAttribute(value: *mut i32, _attribute: u32, of: i32, peer: i32) {
+        driver::device(of)?;
+        driver::device(peer)?;
+        put(value, 0)
+    }
+    fn cuDeviceGetTexture1DLinearMaxWidth(width: *mut usize, _format: u32, _channels: u32, of: i32) {
+        driver::device(of)?;
+        put(width, 1 << 28)
+    }
+    fn cuDeviceGetExecAffinitySupport(supported: *mut i32, _kind: u32, of: i32) {
+        driver::device(of)?;
+        put(supported, 0)
+    }
+}

@@ -1,0 +1,182 @@
+//! `cuInit`: the machine, the GPUs that this process can see, and forks.
+
+use std::ffi::c_void;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, OnceLock, PoisonError};
+
+use tranche_simulator_machine::identity::uuid_text;
+use tranche_simulator_machine::layout::Shared;
+use tranche_simulator_machine::{Access, AttachError, Attachment, DriverRoot};
+
+use crate::code::Code;
+use crate::device::Device;
+use crate::export::{export, get, put};
+
+/// The initialised driver of this process.
+#[derive(Debug)]
+pub struct Driver {
+    pub shared: &'static Shared,
+    /// This process's slot in the page.
+    pub slot: usize,
+    /// The GPUs this process can see, by ordinal.
+    pub devices: Vec<Device>,
+    // Its hang-up tells the daemon that this process is gone.
+    _attachment: Attachment,
+}
+
+static DRIVER: OnceLock<Driver> = OnceLock::new();
+/// Set in the child of a fork: CUDA is of no use there, as with the real driver.
+static FORKED: AtomicBool = AtomicBool::new(false);
+
+/// The driver, if this process has initialised it.
+pub fn driver() -> Result<&'static Driver, Code> {
+    match DRIVER.get() {
+        Some(driver) if !FORKED.load(Ordering::Relaxed) => Ok(driver),
+        _ => Err(Code::NOT_INITIALIZED),
+    }
+}
+
+/// The GPU with this ordinal.
+pub fn device(ordinal: i32) -> Result<&'static Device, Code> {
+    let devices = &driver()?.devices;
+    usize::try_from(ordinal).ok().and_then(|o| devices.get(o)).ok_or(Code::INVALID_DEVICE)
+}
+
+extern "C" fn after_fork() {
+    FORKED.store(true, Ordering::Relaxed);
+}
+
+fn initialise() -> Result<(), Code> {
+    static ONE: Mutex<()> = Mutex::new(());
+    if FORKED.load(Ordering::Relaxed) {
+        return Err(Code::NOT_INITIALIZED);
+    }
+    if DRIVER.get().is_some() {
+        return Ok(());
+    }
+    let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
+    if DRIVER.get().is_some() {
+        return Ok(());
+    }
+    let opened = Driver::open()?;
+    // SAFETY: the handler only stores to an atomic.
+    unsafe { libc::pthread_atfork(None, None, Some(after_fork)) };
+    let _ = DRIVER.set(opened);
+    Ok(())
+}
+
+impl Driver {
+    fn open() -> Result<Self, Code> {
+        let root = DriverRoot::of_address(own_address());
+        if !root.has_node("nvidiactl") {
+            return Err(Code::NO_DEVICE);
+        }
+        let attachment = Attachment::new(&root, Access::Join).map_err(|error| match error {
+            AttachError::Mismatch => Code::SYSTEM_DRIVER_MISMATCH,
+            AttachError::Refused(_) => Code::OUT_OF_MEMORY,
+            _ => Code::NO_DEVICE,
+        })?;
+        let shared = attachment.shared();
+        let visible: Vec<usize> = (0..shared.gpus().len())
+            .filter(|gpu| root.has_node(&format!("nvidia{}", shared.gpus[*gpu].minor)))
+            .collect();
+        let chosen = match std::env::var("CUDA_VISIBLE_DEVICES") {
+            Ok(list) => choose(&list, &visible, |gpu| uuid_text(&shared.gpus[gpu].uuid)),
+            Err(_) => visible,
+        };
+        if chosen.is_empty() {
+            return Err(Code::NO_DEVICE);
+        }
+        // Without the memory module's node a context cannot be made; the real
+        // driver finds out here.
+        if !root.has_node("nvidia-uvm") {
+            return Err(Code::UNKNOWN);
+        }
+        let devices = chosen
+            .into_iter()
+            .zip(0..)
+            .map(|(gpu, ordinal)| Device::new(ordinal, gpu, &shared.gpus[gpu]))
+            .collect();
+        Ok(Self { shared, slot: attachment.slot(), devices, _attachment: attachment })
+    }
+}
+
+/// What `CUDA_VISIBLE_DEVICES` leaves of `visible`: indices or UUIDs, whole or
+/// their beginnings, up to the first that is neither.
+fn choose(list: &str, visible: &[usize], uuid: impl Fn(usize) -> String) -> Vec<usize> {
+    let mut chosen = Vec::new();
+    for entry in list.split(',').map(str::trim) {
+        let gpu = if entry.starts_with("GPU-") {
+            let mut matching = visible.iter().filter(|gpu| uuid(**gpu).starts_with(entry));
+            match (matching.next(), matching.next()) {
+                (Some(gpu), None) => Some(gpu),
+                _ => None,
+            }
+        } else {
+            entry.parse::<usize>().ok().and_then(|index| visible.get(index))
+        };
+        match gpu {
+            Some(gpu) if !chosen.contains(gpu) => chosen.push(*gpu),
+            // A GPU named twice leaves none, as in the real driver.
+            Some(_) => return Vec::new(),
+            None => break,
+        }
+    }
+    chosen
+}
+
+fn own_address() -> *const c_void {
+    (&raw const FORKED).cast()
+}
+
+/// CUDA's version word before cuInit: the page's is not there yet.
+const VERSION_BEFORE_INIT: i32 = 12_020;
+
+/// The CUDA version to say and to resolve symbols by.
+pub fn cuda_version() -> i32 {
+    DRIVER
+        .get()
+        .map_or(VERSION_BEFORE_INIT, |driver| driver.shared.header.cuda_version.cast_signed())
+}
+
+export! {
+    fn cuInit(flags: u32) {
+        if flags != 0 {
+            return Err(Code::INVALID_VALUE);
+        }
+        initialise()
+    }
+    fn cuDriverGetVersion(version: *mut i32) { put(version, cuda_version()) }
+    fn cuDeviceGetCount(count: *mut i32) {
+        put(count, i32::try_from(driver()?.devices.len()).unwrap_or(0))
+    }
+    fn cuDeviceGet(to: *mut i32, ordinal: i32) {
+        device(ordinal)?;
+        put(to, ordinal)
+    }
+    fn cuGetExportTable(table: *mut *const c_void, id: *const [u8; 16]) {
+        // NVIDIA's private interfaces; libcudart's check of them is not imitated.
+        get(id)?;
+        put(table, std::ptr::null())?;
+        Err(Code::NOT_FOUND)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn visible_devices_are_chosen_as_the_driver_does() {
+        let uuid = |gpu: usize| format!("GPU-{gpu}{gpu}abc");
+        let choose = |list| choose(list, &[4, 5, 6], uuid);
+        assert_eq!(choose("0,2"), [4, 6]);
+        assert_eq!(choose("2,0,1"), [6, 4, 5]);
+        assert_eq!(choose("1,9,0"), [5]);
+        assert_eq!(choose("GPU-66, 0"), [6, 4]);
+        assert_eq!(choose("GPU-"), [0usize; 0], "ambiguous");
+        assert_eq!(choose("0,0"), [0usize; 0]);
+        assert_eq!(choose(""), [0usize; 0]);
+        assert_eq!(choose("NoDevFiles"), [0usize; 0]);
+    }
+}

@@ -1,0 +1,281 @@
+//! Device addresses, and how much of the GPU they take.
+//!
+//! As the driver does, memory is taken from the GPU in blocks of 2 MiB: an
+//! allocation above 1 MiB has whole blocks of its own, smaller ones share a block
+//! with others of their size class (powers of two from 512 bytes). A block goes
+//! back to the GPU when its last allocation is freed.
+
+use std::collections::BTreeMap;
+
+use rustix::mm::{Advice, MapFlags, ProtFlags};
+
+use crate::code::Code;
+
+/// What memory is taken in.
+pub const BLOCK: u64 = 2 << 20;
+/// Addresses are multiples of this.
+const ALIGNMENT: u64 = 512;
+/// The largest allocation that shares a block.
+const SMALL: u64 = 1 << 20;
+/// Size classes: 512 B to 1 MiB.
+const CLASSES: usize = 12;
+
+/// Address space of one GPU.
+#[derive(Debug, Default)]
+pub struct Heap {
+    base: u64,
+    /// Free stretches by address: lengths, multiples of a block.
+    free: BTreeMap<u64, u64>,
+    /// Shared blocks by address.
+    shared: BTreeMap<u64, Slab>,
+    /// Shared blocks with room, by class.
+    room: [Vec<u64>; CLASSES],
+}
+
+/// A block that small allocations share.
+#[derive(Debug)]
+struct Slab {
+    /// Free places.
+    free: Vec<u16>,
+    live: u16,
+}
+
+/// What an allocation of some size takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Fit {
+    Shared(usize),
+    Whole(u64),
+}
+
+fn fit(bytes: u64) -> Option<Fit> {
+    if bytes <= SMALL {
+        let size = bytes.max(ALIGNMENT).next_power_of_two();
+        Some(Fit::Shared((size / ALIGNMENT).trailing_zeros() as usize))
+    } else {
+        Some(Fit::Whole(bytes.checked_next_multiple_of(BLOCK)?))
+    }
+}
+
+impl Heap {
+    /// Gives an address for `bytes`; `charge` takes whole blocks from the GPU.
+    /// `total` is the GPU's memory, which the address space must outgrow.
+    pub fn allocate(
+        &mut self,
+        bytes: u64,
+        total: u64,
+        charge: impl FnOnce(u64) -> Result<(), Code>,
+    ) -> Result<u64, Code> {
+        self.reserve(total)?;
+        match fit(bytes).ok_or(Code::OUT_OF_MEMORY)? {
+            Fit::Whole(length) => {
+                charge(length)?;
+                // Fragmented address space of many times the GPU's memory: only a
+                // program that frees in a pattern made for it gets there.
+                self.take(length).ok_or(Code::OUT_OF_MEMORY)
+            }
+            Fit::Shared(class) => {
+                let block = if let Some(block) = self.room[class].last() {
+                    *block
+                } else {
+                    charge(BLOCK)?;
+                    let block = self.take(BLOCK).ok_or(Code::OUT_OF_MEMORY)?;
+                    let places = u16::try_from(BLOCK / size(class)).unwrap_or(u16::MAX);
+                    let slab = Slab { free: (0..places).rev().collect(), live: 0 };
+                    self.shared.insert(block, slab);
+                    self.room[class].push(block);
+                    block
+                };
+                let slab = self.shared.get_mut(&block).ok_or(Code::UNKNOWN)?;
+                let place = slab.free.pop().ok_or(Code::UNKNOWN)?;
+                slab.live += 1;
+                if slab.free.is_empty() {
+                    self.room[class].pop();
+                }
+                Ok(block + u64::from(place) * size(class))
+            }
+        }
+    }
+
+    /// Takes an address back; returns the bytes of whole blocks that it frees.
+    pub fn release(&mut self, address: u64, bytes: u64, touched: bool) -> u64 {
+        match fit(bytes) {
+            None => 0,
+            Some(Fit::Whole(length)) => {
+                if touched {
+                    forget(address, length);
+                }
+                self.give(address, length);
+                length
+            }
+            Some(Fit::Shared(class)) => {
+                let block = address & !(BLOCK - 1);
+                let Some(slab) = self.shared.get_mut(&block) else { return 0 };
+                if slab.free.is_empty() {
+                    self.room[class].push(block);
+                }
+                slab.free.push(u16::try_from((address - block) / size(class)).unwrap_or(0));
+                slab.live -= 1;
+                if slab.live > 0 {
+                    return 0;
+                }
+                self.shared.remove(&block);
+                self.room[class].retain(|b| *b != block);
+                forget(block, BLOCK);
+                self.give(block, BLOCK);
+                BLOCK
+            }
+        }
+    }
+
+    /// Maps the address space at its first use.
+    fn reserve(&mut self, total: u64) -> Result<(), Code> {
+        if self.base != 0 {
+            return Ok(());
+        }
+        // Room for any order of frees; nothing of it is memory yet.
+        let length = (total * 4).next_multiple_of(BLOCK) + BLOCK;
+        let base = map_private(length)?.next_multiple_of(BLOCK);
+        self.base = base;
+        self.free.insert(base, length - BLOCK);
+        Ok(())
+    }
+
+    /// The first free stretch that fits.
+    fn take(&mut self, length: u64) -> Option<u64> {
+        let (address, has) = self.free.iter().find(|(_, has)| **has >= length)?;
+        let (address, has) = (*address, *has);
+        self.free.remove(&address);
+        if has > length {
+            self.free.insert(address + length, has - length);
+        }
+        Some(address)
+    }
+
+    fn give(&mut self, mut address: u64, mut length: u64) {
+        if let Some(after) = self.free.remove(&(address + length)) {
+            length += after;
+        }
+        if let Some((before, has)) = self.free.range(..address).next_back() {
+            let (before, has) = (*before, *has);
+            if before + has == address {
+                self.free.remove(&before);
+                address = before;
+                length += has;
+            }
+        }
+        self.free.insert(address, length);
+    }
+}
+
+fn size(class: usize) -> u64 {
+    ALIGNMENT << class
+}
+
+/// Maps `length` bytes that take memory only where they are written, are not
+/// inherited by a forked child and are not dumped.
+pub fn map_private(length: u64) -> Result<u64, Code> {
+    let length = usize::try_from(length).map_err(|_| Code::OUT_OF_MEMORY)?;
+    // SAFETY: a new mapping at a place of the kernel's choice.
+    let address = unsafe {
+        rustix::mm::mmap_anonymous(
+            std::ptr::null_mut(),
+            length,
+            ProtFlags::READ | ProtFlags::WRITE,
+            MapFlags::PRIVATE | MapFlags::NORESERVE,
+        )
+    }
+    .map_err(|_| Code::OUT_OF_MEMORY)?;
+    for advice in [Advice::LinuxDontFork, Advice::LinuxDontDump, Advice::LinuxNoHugepage] {
+        // SAFETY: the mapping just made; none of these changes its content.
+        let _ = unsafe { rustix::mm::madvise(address, length, advice) };
+    }
+    Ok(address as u64)
+}
+
+/// Gives the host memory behind whole pages back; they read as zeros again.
+pub fn forget(address: u64, length: u64) {
+    // SAFETY: only called on stretches of `map_private`'s mappings that no
+    // allocation of the program covers.
+    let _ = unsafe {
+        rustix::mm::madvise(
+            address as *mut _,
+            usize::try_from(length).unwrap_or(0),
+            Advice::LinuxDontNeed,
+        )
+    };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const TOTAL: u64 = 1 << 30;
+
+    #[test]
+    fn small_ones_share_a_block_and_big_ones_have_their_own() {
+        let mut heap = Heap::default();
+        let mut taken = 0;
+        let mut get = |heap: &mut Heap, bytes| {
+            heap.allocate(bytes, TOTAL, |charge| {
+                taken += charge;
+                Ok(())
+            })
+            .unwrap()
+        };
+        let first = get(&mut heap, 1);
+        let second = get(&mut heap, 512);
+        assert_eq!(first + 512, second);
+        let big = get(&mut heap, SMALL + 1);
+        assert_eq!(big % BLOCK, 0);
+        assert_eq!(taken, 2 * BLOCK);
+        assert_eq!(heap.release(first, 1, true), 0);
+        assert_eq!(heap.release(second, 512, true), BLOCK);
+        assert_eq!(heap.release(big, SMALL + 1, true), BLOCK);
+        assert_eq!(heap.free.len(), 1, "the address space is whole again");
+    }
+
+    #[test]
+    fn sizes_near_the_end_of_the_number_line_are_refused() {
+        let mut heap = Heap::default();
+        for bytes in [u64::MAX, u64::MAX - BLOCK, 5 * TOTAL] {
+            let refused = heap.allocate(bytes, TOTAL, |_| Ok(()));
+            assert_eq!(refused, Err(Code::OUT_OF_MEMORY));
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn allocations_never_overlap_and_everything_comes_back(
+            steps in proptest::collection::vec((1u64..6_000_000, any::<bool>(), any::<u16>()), 1..300)
+        ) {
+            let mut heap = Heap::default();
+            let mut charged = 0;
+            let mut live: BTreeMap<u64, u64> = BTreeMap::new();
+            for (bytes, free, pick) in steps {
+                if free && !live.is_empty() {
+                    let index = usize::from(pick) % live.len();
+                    let (address, bytes) = live.iter().nth(index).map(|(a, b)| (*a, *b)).unwrap();
+                    live.remove(&address);
+                    charged -= heap.release(address, bytes, false);
+                } else {
+                    let address = heap.allocate(bytes, 4 * TOTAL, |c| { charged += c; Ok(()) }).unwrap();
+                    prop_assert_eq!(address % ALIGNMENT, 0);
+                    if let Some((before, length)) = live.range(..=address).next_back() {
+                        prop_assert!(before + length <= address);
+                    }
+                    if let Some((after, _)) = live.range(address..).next() {
+                        prop_assert!(address + bytes <= *after);
+                    }
+                    live.insert(address, bytes);
+                }
+                prop_assert!(charged >= live.values().sum::<u64>());
+            }
+            for (address, bytes) in live {
+                charged -= heap.release(address, bytes, false);
+            }
+            prop_assert_eq!(charged, 0);
+            prop_assert_eq!(heap.free.len(), 1);
+        }
+    }
+}

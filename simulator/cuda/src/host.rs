@@ -1,0 +1,166 @@
+//! Work that the host does in a stream's order: host functions and callbacks, and
+//! copies queued behind them. One thread does it, in the order of its due times.
+
+use std::collections::BinaryHeap;
+use std::cmp::Reverse;
+use std::ffi::c_void;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+
+use tranche_simulator_machine::timeline::sleep_until;
+
+use crate::code::Code;
+use crate::export::export;
+use crate::object::Handle;
+use crate::stream::{self, Stream};
+
+type Work = Box<dyn FnOnce() + Send>;
+
+struct Job {
+    /// When it is due; then which came first.
+    order: (u64, u64),
+    work: Work,
+}
+
+impl PartialEq for Job {
+    fn eq(&self, other: &Self) -> bool {
+        self.order == other.order
+    }
+}
+impl Eq for Job {}
+impl PartialOrd for Job {
+    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+impl Ord for Job {
+    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+        self.order.cmp(&other.order)
+    }
+}
+
+#[derive(Default)]
+struct Queue {
+    jobs: BinaryHeap<Reverse<Job>>,
+    /// Numbers given out; jobs that wait or run.
+    last: u64,
+    pending: std::collections::BTreeSet<u64>,
+    working: bool,
+}
+
+static QUEUE: Mutex<Option<Queue>> = Mutex::new(None);
+static ARRIVED: Condvar = Condvar::new();
+static FINISHED: Condvar = Condvar::new();
+
+fn queue() -> MutexGuard<'static, Option<Queue>> {
+    QUEUE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Does `work` when `stream` gets to it.
+pub fn enqueue(stream: &Stream, work: Work) {
+    let mut guard = queue();
+    let queue = guard.get_or_insert_default();
+    queue.last += 1;
+    let number = queue.last;
+    queue.pending.insert(number);
+    queue.jobs.push(Reverse(Job { order: (stream.earliest(), number), work }));
+    stream.functions.store(number, std::sync::atomic::Ordering::Release);
+    if !queue.working {
+        queue.working = true;
+        std::thread::spawn(worker);
+    }
+    drop(guard);
+    ARRIVED.notify_one();
+}
+
+fn worker() {
+    loop {
+        let job = {
+            let mut guard = queue();
+            loop {
+                if let Some(Reverse(job)) = guard.as_mut().and_then(|q| q.jobs.pop()) {
+                    break job;
+                }
+                guard = ARRIVED.wait(guard).unwrap_or_else(PoisonError::into_inner);
+            }
+        };
+        sleep_until(job.order.0);
+        (job.work)();
+        if let Some(queue) = queue().as_mut() {
+            queue.pending.remove(&job.order.1);
+        }
+        FINISHED.notify_all();
+    }
+}
+
+/// Whether job `number` has been done; 0 is no job.
+pub fn done(number: u64) -> bool {
+    number == 0 || !queue().as_ref().is_some_and(|q| q.pending.contains(&number))
+}
+
+/// Waits until job `number` has been done.
+pub fn wait(number: u64) {
+    if number == 0 {
+        return;
+    }
+    let mut guard = queue();
+    while guard.as_ref().is_some_and(|q| q.pending.contains(&number)) {
+        guard = FINISHED.wait(guard).unwrap_or_else(PoisonError::into_inner);
+    }
+}
+
+/// Waits until every job queued so far has been done.
+pub fn drain() {
+    let mut guard = queue();
+    let Some(last) = guard.as_ref().map(|q| q.last) else { return };
+    while guard.as_ref().is_some_and(|q| q.pending.first().is_some_and(|first| *first <= last)) {
+        guard = FINISHED.wait(guard).unwrap_or_else(PoisonError::into_inner);
+    }
+}
+
+type HostFunction = unsafe extern "C" fn(*mut c_void);
+type Callback = unsafe extern "C" fn(Handle, u32, *mut c_void);
+
+/// A pointer that the program wants back on another thread.
+#[derive(Debug, Clone, Copy)]
+pub struct Token(pub *mut c_void);
+// SAFETY: CUDA's contract for user data of host functions and graphs: the program
+// knows that another thread gets it. Nothing here looks behind it.
+unsafe impl Send for Token {}
+// SAFETY: as above.
+unsafe impl Sync for Token {}
+
+/// Queues a host function.
+pub fn launch(stream: &Stream, function: HostFunction, data: Token) {
+    enqueue(
+        stream,
+        Box::new(move || {
+            let data = data;
+            // SAFETY: the program's function with the program's argument.
+            unsafe { function(data.0) };
+        }),
+    );
+}
+
+export! {
+    fn cuLaunchHostFunc, cuLaunchHostFunc_ptsz [stream] (stream: Handle, function: Option<HostFunction>, data: *mut c_void) {
+        let stream = stream::find(stream)?;
+        let function = function.ok_or(Code::INVALID_VALUE)?;
+        let node = crate::graph::Node::Host { function, data: Token(data) };
+        if stream::captured(stream, |capture| capture.add(node)).is_none() {
+            launch(stream, function, Token(data));
+        }
+        Ok(())
+    }
+    fn cuStreamAddCallback, cuStreamAddCallback_ptsz [stream] (stream: Handle, function: Option<Callback>, data: *mut c_void, _flags: u32) {
+        let given = Token(stream);
+        let stream = stream::find(stream)?;
+        let function = function.ok_or(Code::INVALID_VALUE)?;
+        let data = Token(data);
+        enqueue(stream, Box::new(move || {
+            let (given, data) = (given, data);
+            // SAFETY: the program's function with the program's arguments.
+            unsafe { function(given.0, 0, data.0) };
+        }));
+        Ok(())
+    }
+}

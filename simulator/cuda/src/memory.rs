@@ -1,0 +1,255 @@
+//! Allocation and freeing: device, managed and host memory.
+
+use std::ffi::c_void;
+use std::sync::PoisonError;
+
+use crate::code::Code;
+use crate::context::{Context, current, current_or_none};
+use crate::driver::{device, driver};
+use crate::export::{export, put, put_wanted};
+use crate::heap::{forget, map_private};
+use crate::object::Object;
+use crate::space::{Region, Regions, What, containing, regions};
+
+/// Rows of a pitched allocation start at multiples of this.
+const PITCH: u64 = 512;
+const PAGE: u64 = 4096;
+
+/// Allocates memory of the context's GPU.
+pub fn allocate(context: &Context, bytes: u64) -> Result<u64, Code> {
+    place(context.device.ordinal, What::Device, context.id, bytes)
+}
+
+/// Allocates memory of a GPU as `what`.
+pub fn place(ordinal: i32, what: What, context: u64, bytes: u64) -> Result<u64, Code> {
+    if bytes == 0 {
+        return Err(Code::INVALID_VALUE);
+    }
+    let device = device(ordinal)?;
+    let total = device.state.memory_total;
+    let mut heap = device.heap.lock().unwrap_or_else(PoisonError::into_inner);
+    let address = heap.allocate(bytes, total, |charge| device.charge(charge))?;
+    drop(heap);
+    regions().insert(address, Region::new(bytes, what, ordinal, context));
+    Ok(address)
+}
+
+/// Frees what `address` begins, whatever kind of allocation it is.
+pub fn free(address: u64) -> Result<(), Code> {
+    let mut regions = regions();
+    match regions.get(&address).ok_or(Code::INVALID_VALUE)?.what {
+        What::Mapped | What::Host | What::Registered => return Err(Code::INVALID_VALUE),
+        What::Device | What::Pooled(_) | What::Managed => {}
+    }
+    remove(&mut regions, address)
+}
+
+/// Removes a region and gives back what it took.
+fn remove(regions: &mut Regions, address: u64) -> Result<(), Code> {
+    let region = regions.remove(&address).ok_or(Code::INVALID_VALUE)?;
+    match region.what {
+        What::Device | What::Pooled(_) => {
+            if let What::Pooled(pool) = region.what {
+                pool.gave_back(region.bytes);
+            }
+            let device = device(region.device)?;
+            let mut heap = device.heap.lock().unwrap_or_else(PoisonError::into_inner);
+            let freed = heap.release(address, region.bytes, region.touched);
+            drop(heap);
+            if freed > 0 {
+                device.release(freed);
+            }
+        }
+        What::Managed | What::Host => unmap(address, region.bytes),
+        What::Registered | What::Mapped => {}
+    }
+    Ok(())
+}
+
+/// Frees what a context that ends still has.
+pub fn free_all(context: &Context) {
+    let mut regions = regions();
+    let left: Vec<u64> = regions
+        .iter()
+        .filter(|(_, region)| region.context == context.id)
+        .map(|(address, _)| *address)
+        .collect();
+    for address in left {
+        let _ = remove(&mut regions, address);
+    }
+}
+
+fn unmap(address: u64, bytes: u64) {
+    let length = usize::try_from(bytes.next_multiple_of(PAGE)).unwrap_or(0);
+    // SAFETY: `address` and the length are those of `host_pages`; its region is
+    // gone from the table, so nobody else unmaps it.
+    let _ = unsafe { rustix::mm::munmap(address as *mut _, length) };
+}
+
+/// Pages that the program itself will touch.
+fn host_pages(bytes: u64) -> Result<u64, Code> {
+    if bytes == 0 {
+        return Err(Code::INVALID_VALUE);
+    }
+    map_private(bytes.checked_next_multiple_of(PAGE).ok_or(Code::OUT_OF_MEMORY)?)
+}
+
+fn host(bytes: usize) -> Result<u64, Code> {
+    let context = current()?;
+    let address = host_pages(bytes as u64)?;
+    let region = Region::new(bytes as u64, What::Host, context.device.ordinal, context.id);
+    regions().insert(address, region);
+    Ok(address)
+}
+
+fn register(address: u64, bytes: usize) -> Result<(), Code> {
+    let context = current()?;
+    if address == 0 || bytes == 0 {
+        return Err(Code::INVALID_VALUE);
+    }
+    let mut regions = regions();
+    if containing(&mut regions, address).is_some() {
+        return Err(Code::HOST_MEMORY_ALREADY_REGISTERED);
+    }
+    let region = Region::new(bytes as u64, What::Registered, context.device.ordinal, context.id);
+    regions.insert(address, region);
+    Ok(())
+}
+
+export! {
+    fn cuMemAlloc_v2(to: *mut u64, bytes: usize) {
+        let context = current()?;
+        if to.is_null() {
+            return Err(Code::INVALID_VALUE);
+        }
+        put(to, allocate(context, bytes as u64)?)
+    }
+    fn cuMemFree_v2(address: u64) {
+        current()?;
+        if address == 0 { Ok(()) } else { free(address) }
+    }
+    fn cuMemAllocPitch_v2(to: *mut u64, pitch: *mut usize, width: usize, height: usize, element: u32) {
+        let context = current()?;
+        if to.is_null() || pitch.is_null() || width == 0 || height == 0 || !matches!(element, 4 | 8 | 16) {
+            return Err(Code::INVALID_VALUE);
+        }
+        let row = (width as u64).checked_next_multiple_of(PITCH).ok_or(Code::OUT_OF_MEMORY)?;
+        let bytes = row.checked_mul(height as u64).ok_or(Code::OUT_OF_MEMORY)?;
+        put(to, allocate(context, bytes)?)?;
+        put(pitch, usize::try_from(row).unwrap_or(usize::MAX))
+    }
+    fn cuMemAllocManaged(to: *mut u64, bytes: usize, flags: u32) {
+        let context = current()?;
+        if to.is_null() || !matches!(flags, 1 | 2) {
+            return Err(Code::INVALID_VALUE);
+        }
+        // Managed memory migrates: no GPU has it until a kernel touches it, and
+        // none does here.
+        let address = host_pages(bytes as u64)?;
+        let region = Region::new(bytes as u64, What::Managed, context.device.ordinal, context.id);
+        regions().insert(address, region);
+        put(to, address)
+    }
+    fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) {
+        let gpu = current()?.device.state;
+        put_wanted(free, usize::try_from(gpu.free()).unwrap_or(usize::MAX));
+        put_wanted(total, usize::try_from(gpu.usable()).unwrap_or(usize::MAX));
+        Ok(())
+    }
+    fn cuMemAllocHost_v2(to: *mut *mut c_void, bytes: usize) {
+        put(to, host(bytes)? as *mut c_void)
+    }
+    fn cuMemHostAlloc(to: *mut *mut c_void, bytes: usize, flags: u32) {
+        if flags > 7 {
+            return Err(Code::INVALID_VALUE);
+        }
+        put(to, host(bytes)? as *mut c_void)
+    }
+    fn cuMemFreeHost(address: *mut c_void) {
+        driver()?;
+        let mut regions = regions();
+        match regions.get(&(address as u64)) {
+            Some(Region { what: What::Host, .. }) => remove(&mut regions, address as u64),
+            _ => Err(Code::INVALID_VALUE),
+        }
+    }
+    fn cuMemHostGetDevicePointer_v2(to: *mut u64, address: *mut c_void, _flags: u32) {
+        driver()?;
+        let mut regions = regions();
+        match containing(&mut regions, address as u64) {
+            Some((_, Region { what: What::Host | What::Registered | What::Managed, .. })) => put(to, address as u64),
+            _ => Err(Code::INVALID_VALUE),
+        }
+    }
+    fn cuMemHostGetFlags(flags: *mut u32, address: *mut c_void) {
+        driver()?;
+        let mut regions = regions();
+        match containing(&mut regions, address as u64) {
+            Some((_, Region { what: What::Host | What::Registered, .. })) => put(flags, 2),
+            _ => Err(Code::INVALID_VALUE),
+        }
+    }
+    fn cuMemHostRegister(address: *mut c_void, bytes: usize, _flags: u32) {
+        register(address as u64, bytes)
+    }
+    fn cuMemHostRegister_v2(address: *mut c_void, bytes: usize, _flags: u32) {
+        register(address as u64, bytes)
+    }
+    fn cuMemHostUnregister(address: *mut c_void) {
+        driver()?;
+        let mut regions = regions();
+        match regions.get(&(address as u64)) {
+            Some(Region { what: What::Registered, .. }) => remove(&mut regions, address as u64),
+            _ => Err(Code::HOST_MEMORY_NOT_REGISTERED),
+        }
+    }
+    fn cuMemGetAddressRange_v2(start: *mut u64, bytes: *mut usize, address: u64) {
+        current()?;
+        let mut regions = regions();
+        let (base, region) = containing(&mut regions, address).ok_or(Code::NOT_FOUND)?;
+        put_wanted(start, base);
+        put_wanted(bytes, usize::try_from(region.bytes).unwrap_or(usize::MAX));
+        Ok(())
+    }
+    fn cuMemPrefetchAsync, cuMemPrefetchAsync_ptsz [stream] (address: u64, bytes: usize, _device: i32, stream: crate::object::Handle) {
+        crate::stream::find(stream)?;
+        managed(address, bytes)
+    }
+    fn cuMemAdvise(address: u64, bytes: usize, _advice: u32, _device: i32) {
+        driver()?;
+        managed(address, bytes)
+    }
+}
+
+/// Checks that a range is managed memory.
+fn managed(address: u64, bytes: usize) -> Result<(), Code> {
+    let mut regions = regions();
+    match containing(&mut regions, address) {
+        Some((start, region))
+            if matches!(region.what, What::Managed)
+                && address - start + bytes as u64 <= region.bytes => Ok(()),
+        _ => Err(Code::INVALID_VALUE),
+    }
+}
+
+/// The context to book an allocation to that may come without one.
+pub fn context_id() -> u64 {
+    current_or_none().filter(|c| Object::alive(c)).map_or(0, |context| context.id)
+}
+
+/// Writes zeros the cheap way where whole pages of device memory become zero.
+pub fn zero(address: u64, bytes: u64) {
+    let start = address.next_multiple_of(PAGE);
+    let end = (address + bytes) & !(PAGE - 1);
+    let clear = |from: u64, length: u64| {
+        // SAFETY: within the range that the caller checked.
+        unsafe { std::ptr::write_bytes(from as *mut u8, 0, usize::try_from(length).unwrap_or(0)) };
+    };
+    if end <= start {
+        clear(address, bytes);
+        return;
+    }
+    clear(address, start - address);
+    forget(start, end - start);
+    clear(end, address + bytes - end);
+}

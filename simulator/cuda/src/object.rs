@@ -1,0 +1,122 @@
+//! Handles: contexts, streams, events and the like behind CUDA's opaque pointers.
+//!
+//! A handle is the object's address, so that using one costs nothing. A destroyed
+//! object stays in quarantine for a while: a handle used after its end is an error
+//! with a name, not a crash, as long as the program notices soon.
+
+use std::any::Any;
+use std::collections::VecDeque;
+use std::ffi::c_void;
+use std::ops::Deref;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use crate::code::Code;
+
+/// An opaque pointer of CUDA's.
+pub type Handle = *mut c_void;
+
+/// What can be behind a handle.
+pub trait Kind: Any + Send + Sync {
+    /// What tells it from everything else.
+    const TAG: u64;
+    /// What a handle of something else, or of something destroyed, is.
+    const WRONG: Code = Code::INVALID_HANDLE;
+}
+
+/// An object with its tag; the tag is gone when it is destroyed.
+#[derive(Debug)]
+#[repr(C)]
+pub struct Object<T> {
+    tag: AtomicU64,
+    inner: T,
+}
+
+impl<T> Deref for Object<T> {
+    type Target = T;
+    fn deref(&self) -> &T {
+        &self.inner
+    }
+}
+
+/// Destroyed objects that keep their memory.
+const QUARANTINE: usize = 4096;
+static RETIRED: Mutex<VecDeque<Box<dyn Any + Send>>> = Mutex::new(VecDeque::new());
+
+impl<T: Kind> Object<T> {
+    /// Makes an object that lives until it is destroyed.
+    pub fn create(inner: T) -> &'static Self {
+        Box::leak(Box::new(Self { tag: AtomicU64::new(T::TAG), inner }))
+    }
+
+    /// The handle to give out.
+    pub fn handle(&self) -> Handle {
+        std::ptr::from_ref(self).cast_mut().cast()
+    }
+
+    /// The object behind a handle.
+    ///
+    /// # Safety
+    /// `handle` is null, small, or an address that can be read, as handles that
+    /// this library gave out are.
+    pub unsafe fn find(handle: Handle) -> Result<&'static Self, Code> {
+        let object = handle.cast::<Self>();
+        // 1 and 2 are special streams; no object lies in the first page.
+        if (object as usize) < 4096 || !object.is_aligned() {
+            return Err(T::WRONG);
+        }
+        // SAFETY: readable by the contract above. 'static holds for objects that
+        // are not destroyed; those that are stay in quarantine for long enough
+        // for calls already under way.
+        let object = unsafe { &*object };
+        if object.tag.load(Ordering::Acquire) == T::TAG {
+            Ok(object)
+        } else {
+            Err(T::WRONG)
+        }
+    }
+
+    /// Whether it has not been destroyed.
+    pub fn alive(&self) -> bool {
+        self.tag.load(Ordering::Acquire) == T::TAG
+    }
+
+    /// Ends the object; false if another call has done so.
+    pub fn destroy(&'static self) -> bool {
+        if self.tag.compare_exchange(T::TAG, 0, Ordering::AcqRel, Ordering::Relaxed).is_err() {
+            return false;
+        }
+        // SAFETY: `create` leaked it from a Box, and only the call that took the
+        // tag comes here.
+        let object = unsafe { Box::from_raw(std::ptr::from_ref(self).cast_mut()) };
+        let mut retired = RETIRED.lock().unwrap_or_else(PoisonError::into_inner);
+        retired.push_back(object);
+        let oldest = (retired.len() > QUARANTINE).then(|| retired.pop_front());
+        drop(retired);
+        drop(oldest);
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Thing(u32);
+    impl Kind for Thing {
+        const TAG: u64 = 0x7411_0001;
+    }
+
+    #[test]
+    fn a_handle_works_until_its_object_is_destroyed() {
+        let thing = Object::create(Thing(7));
+        let handle = thing.handle();
+        // SAFETY: a handle made here.
+        assert_eq!(unsafe { Object::<Thing>::find(handle) }.unwrap().0, 7);
+        assert!(thing.destroy());
+        // SAFETY: in quarantine, so readable.
+        assert_eq!(unsafe { Object::<Thing>::find(handle) }.err(), Some(Code::INVALID_HANDLE));
+        // SAFETY: small values are allowed.
+        assert_eq!(unsafe { Object::<Thing>::find(2 as Handle) }.err(), Some(Code::INVALID_HANDLE));
+    }
+}

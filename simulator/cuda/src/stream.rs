@@ -1,0 +1,257 @@
+//! Streams: queues in virtual time.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, OnceLock, PoisonError};
+
+use tranche_simulator_machine::timeline::{now, sleep_until};
+
+use crate::code::Code;
+use crate::context::{Context, current};
+use crate::driver::driver;
+use crate::event::Event;
+use crate::export::{export, put, put_wanted};
+use crate::graph::Capture;
+use crate::host;
+use crate::object::{Handle, Kind, Object};
+
+/// `CU_STREAM_LEGACY` and `CU_STREAM_PER_THREAD`.
+const LEGACY: usize = 1;
+const PER_THREAD: usize = 2;
+
+/// Kernels that a stream queues before a launch waits, as in the real driver.
+const DEPTH: usize = 1024;
+
+/// A stream.
+#[derive(Debug)]
+pub struct Stream {
+    pub context: &'static Object<Context>,
+    /// Whether it and the null stream wait for each other.
+    blocking: bool,
+    null: bool,
+    flags: u32,
+    priority: i32,
+    id: u64,
+    /// When the last work queued in it ends.
+    ready: AtomicU64,
+    /// Ends of the last kernels queued.
+    queue: OnceLock<Box<[AtomicU64; DEPTH]>>,
+    queued: AtomicU64,
+    /// The number of the last host function queued in it.
+    pub functions: AtomicU64,
+    /// Fast answer to whether `capture` is something.
+    pub capturing: AtomicBool,
+    pub capture: Mutex<Option<Capture>>,
+}
+
+impl Kind for Stream {
+    const TAG: u64 = 0x5354_5200_0000_0001;
+}
+
+/// The handle that a per-thread-default-stream function means.
+pub fn per_thread(stream: Handle) -> Handle {
+    if stream.is_null() { PER_THREAD as Handle } else { stream }
+}
+
+impl Stream {
+    /// The null stream of a context.
+    pub fn null(context: &'static Object<Context>) -> Self {
+        Self { null: true, ..Self::new(context, 0, 0) }
+    }
+
+    fn new(context: &'static Object<Context>, flags: u32, priority: i32) -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        Self {
+            context,
+            blocking: flags & 1 == 0,
+            null: false,
+            flags,
+            priority: priority.clamp(-5, 0),
+            id: NEXT.fetch_add(1, Ordering::Relaxed),
+            ready: AtomicU64::new(0),
+            queue: OnceLock::new(),
+            queued: AtomicU64::new(0),
+            functions: AtomicU64::new(0),
+            capturing: AtomicBool::new(false),
+            capture: Mutex::new(None),
+        }
+    }
+
+    /// When work queued now can start at the earliest.
+    pub fn earliest(&self) -> u64 {
+        let mut earliest = self.ready.load(Ordering::Relaxed);
+        if self.null {
+            earliest = earliest.max(self.context.latest_blocking.load(Ordering::Relaxed));
+        } else if self.blocking
+            && let Ok(null) = self.context.null_stream()
+        {
+            earliest = earliest.max(null.ready.load(Ordering::Relaxed));
+        }
+        earliest
+    }
+
+    /// Notes that the last work queued ends at `end`.
+    pub fn extend(&self, end: u64) {
+        self.ready.fetch_max(end, Ordering::Relaxed);
+        self.context.latest.fetch_max(end, Ordering::Relaxed);
+        if self.blocking {
+            self.context.latest_blocking.fetch_max(end, Ordering::Relaxed);
+        }
+    }
+
+    /// Queues a kernel of `nanos`.
+    pub fn run(&self, nanos: u64) -> Result<(), Code> {
+        if nanos == 0 {
+            return Ok(());
+        }
+        let driver = driver()?;
+        let queue =
+            self.queue.get_or_init(|| Box::new([const { AtomicU64::new(0) }; DEPTH]));
+        let place = self.queued.fetch_add(1, Ordering::Relaxed);
+        let place = &queue[usize::try_from(place).unwrap_or(0) % DEPTH];
+        let at = now();
+        let before = place.load(Ordering::Relaxed);
+        if before > at {
+            sleep_until(before);
+        }
+        let device = self.context.device;
+        let end = driver.shared.schedule(driver.slot, device.gpu, self.earliest().max(at), nanos);
+        place.store(end, Ordering::Relaxed);
+        self.extend(end);
+        Ok(())
+    }
+
+    /// Waits for what is queued.
+    pub fn synchronize(&self) {
+        sleep_until(self.earliest());
+        host::wait(self.functions.load(Ordering::Acquire));
+    }
+
+    /// Whether nothing is queued.
+    pub fn idle(&self) -> bool {
+        self.earliest() <= now() && host::done(self.functions.load(Ordering::Acquire))
+    }
+}
+
+thread_local! {
+    /// This thread's default stream in each context.
+    static THREAD: RefCell<BTreeMap<u64, &'static Object<Stream>>> = const { RefCell::new(BTreeMap::new()) };
+}
+
+fn thread_stream() -> Result<&'static Object<Stream>, Code> {
+    let context = current()?;
+    THREAD
+        .try_with(|streams| {
+            *streams
+                .borrow_mut()
+                .entry(context.id)
+                .or_insert_with(|| Object::create(Stream::new(context, 0, 0)))
+        })
+        .map_err(|_| Code::INVALID_CONTEXT)
+}
+
+/// The stream behind a handle, special ones included.
+///
+/// # Safety
+/// As [`Object::find`].
+pub unsafe fn find(handle: Handle) -> Result<&'static Object<Stream>, Code> {
+    match handle as usize {
+        0 | LEGACY => current()?.null_stream(),
+        PER_THREAD => thread_stream(),
+        _ => {
+            driver()?;
+            // SAFETY: the caller's contract.
+            unsafe { Object::<Stream>::find(handle) }
+        }
+    }
+}
+
+fn create(flags: u32, priority: i32) -> Result<Handle, Code> {
+    let context = current()?;
+    if flags > 1 {
+        return Err(Code::INVALID_VALUE);
+    }
+    Ok(Object::create(Stream::new(context, flags, priority)).handle())
+}
+
+export! {
+    fn cuStreamCreate(to: *mut Handle, flags: u32) { put(to, create(flags, 0)?) }
+    fn cuStreamCreateWithPriority(to: *mut Handle, flags: u32, priority: i32) {
+        put(to, create(flags, priority)?)
+    }
+    fn cuStreamDestroy(stream: Handle) {
+        driver()?;
+        Object::<Stream>::find(stream)?.destroy();
+        Ok(())
+    }
+    fn cuStreamDestroy_v2(stream: Handle) {
+        driver()?;
+        Object::<Stream>::find(stream)?.destroy();
+        Ok(())
+    }
+    fn cuStreamSynchronize, cuStreamSynchronize_ptsz [stream] (stream: Handle) {
+        let stream = find(stream)?;
+        if stream.capturing.load(Ordering::Relaxed) {
+            return Err(Code::STREAM_CAPTURE_UNSUPPORTED);
+        }
+        stream.synchronize();
+        Ok(())
+    }
+    fn cuStreamQuery, cuStreamQuery_ptsz [stream] (stream: Handle) {
+        if find(stream)?.idle() { Ok(()) } else { Err(Code::NOT_READY) }
+    }
+    fn cuStreamWaitEvent, cuStreamWaitEvent_ptsz [stream] (stream: Handle, event: Handle, _flags: u32) {
+        let stream = find(stream)?;
+        let event = Object::<Event>::find(event)?;
+        if event.join_capture(stream) {
+            return Ok(());
+        }
+        stream.extend(event.due());
+        stream.functions.fetch_max(event.functions(), Ordering::AcqRel);
+        Ok(())
+    }
+    fn cuStreamGetPriority, cuStreamGetPriority_ptsz [stream] (stream: Handle, priority: *mut i32) {
+        put(priority, find(stream)?.priority)
+    }
+    fn cuStreamGetFlags, cuStreamGetFlags_ptsz [stream] (stream: Handle, flags: *mut u32) {
+        put(flags, find(stream)?.flags)
+    }
+    fn cuStreamGetId, cuStreamGetId_ptsz [stream] (stream: Handle, id: *mut u64) {
+        put(id, find(stream)?.id)
+    }
+    fn cuStreamGetCtx, cuStreamGetCtx_ptsz [stream] (stream: Handle, to: *mut Handle) {
+        put(to, find(stream)?.context.handle())
+    }
+    fn cuStreamGetCtx_v2, cuStreamGetCtx_v2_ptsz [stream] (stream: Handle, to: *mut Handle, green: *mut Handle) {
+        put(to, find(stream)?.context.handle())?;
+        put_wanted(green, std::ptr::null_mut());
+        Ok(())
+    }
+    fn cuStreamGetDevice, cuStreamGetDevice_ptsz [stream] (stream: Handle, to: *mut i32) {
+        put(to, find(stream)?.context.device.ordinal)
+    }
+    fn cuStreamAttachMemAsync, cuStreamAttachMemAsync_ptsz [stream] (stream: Handle, _address: u64, _bytes: usize, _flags: u32) {
+        find(stream).map(drop)
+    }
+    fn cuStreamCopyAttributes, cuStreamCopyAttributes_ptsz [to] (to: Handle, from: Handle) {
+        find(to)?;
+        find(from).map(drop)
+    }
+    fn cuStreamGetAttribute, cuStreamGetAttribute_ptsz [stream] (stream: Handle, _which: u32, value: *mut [u8; 64]) {
+        find(stream)?;
+        put(value, [0; 64])
+    }
+    fn cuStreamSetAttribute, cuStreamSetAttribute_ptsz [stream] (stream: Handle, _which: u32, _value: *const [u8; 64]) {
+        find(stream).map(drop)
+    }
+}
+
+/// Takes the capture out of a stream that captures.
+pub fn captured<T>(stream: &Stream, call: impl FnOnce(&mut Capture) -> T) -> Option<T> {
+    if !stream.capturing.load(Ordering::Relaxed) {
+        return None;
+    }
+    let mut capture = stream.capture.lock().unwrap_or_else(PoisonError::into_inner);
+    capture.as_mut().map(call)
+}
