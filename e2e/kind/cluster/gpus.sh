@@ -7,7 +7,7 @@ INSTALLED=/etc/nvidia-sim/installed
 
 use_gpus() {
 	local wanted node
-	[[ -x $SIMULATOR/nvidia-sim-persistenced ]] || die "target/simulator is empty: run make simulator"
+	[[ -x $SIMULATOR/install-root ]] || die "target/simulator is empty: run make simulator"
 	wanted=$(digest "$SIMULATOR" "$GPU_MODEL" "$GPUS")
 	for node in $(workers); do
 		[[ $(docker exec "$node" cat "$INSTALLED" 2>/dev/null) == "$wanted" ]] ||
@@ -19,7 +19,7 @@ install_gpus() {
 	local node=$1 wanted=$2
 	docker exec "$node" sh -c 'rm -rf /opt/simulator /dev/nvidia*'
 	docker cp "$SIMULATOR" "$node:/opt/simulator"
-	docker exec "$node" /opt/simulator/nvidia-sim-persistenced install-root / --gpu-model "$GPU_MODEL" --gpus "$GPUS"
+	docker exec "$node" /opt/simulator/install-root / --gpu-model "$GPU_MODEL" --gpus "$GPUS"
 	docker exec "$node" sh -euc "
 		rm -rf /opt/simulator
 		ldconfig
