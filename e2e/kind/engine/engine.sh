@@ -9,7 +9,7 @@ our_engine_answers() { DOCKER_HOST=$ENGINE_HOST engine_answers; }
 # use_engine leaves DOCKER_HOST pointing at the engine that everything after it uses.
 use_engine() {
 	if command -v docker >/dev/null && engine_answers; then
-		say "Using the Docker engine that answers${DOCKER_HOST:+ at $DOCKER_HOST}"
+		say "Using the Docker engine ${DOCKER_HOST:+at $DOCKER_HOST }that answers"
 		return
 	fi
 	need dockerd docker.io iptables
