@@ -443,3 +443,6 @@ fn consumed(
         .to_count()
         .map_err(|problem| DeviceProblem::NoCount { capacity, problem })
 }
+
+#[cfg(test)]
+mod tests;

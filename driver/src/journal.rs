@@ -113,3 +113,6 @@ impl Record {
         Ok(record)
     }
 }
+
+#[cfg(test)]
+mod tests;

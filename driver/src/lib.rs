@@ -20,3 +20,6 @@ pub mod journal;
 pub mod policy;
 pub mod preparation;
 pub mod slices;
+
+#[cfg(test)]
+mod testing;

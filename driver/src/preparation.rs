@@ -345,3 +345,6 @@ fn steps(devices: &[PreparedDevice]) -> Vec<Step> {
     steps.push(Step::WriteCdiSpec {});
     steps
 }
+
+#[cfg(test)]
+mod tests;

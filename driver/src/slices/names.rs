@@ -119,7 +119,10 @@ mod tests {
         assert_eq!(name.len(), LONGEST);
         assert_ne!(name, slice(10_007, &other, "1"));
         assert_ne!(name, slice(10_007, &node, "2"));
-        assert_eq!(slice(7, "node-a", "1"), "00007-gpu.tranche.dev-node-a-cd419d104ed8def8");
+        assert_eq!(
+            slice(7, "node-a", "1"),
+            "00007-gpu.tranche.dev-node-a-cd419d104ed8def8"
+        );
     }
 
     #[test]

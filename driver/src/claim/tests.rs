@@ -1,0 +1,335 @@
+use k8s_openapi::api::resource::v1::ResourceClaim;
+use proptest::prelude::*;
+use serde_json::{Value, json};
+use tranche_api::names::pool;
+use tranche_api::share_config::ComputeMode;
+
+use super::*;
+use crate::testing::{NODE, UID, capped, claim, config, plain, with};
+
+fn read(claim: &ResourceClaim) -> Result<Allocation, String> {
+    Allocation::from_claim(claim, &pool(NODE)).map_err(|error| error.to_string())
+}
+
+fn refusal(claim: &ResourceClaim) -> String {
+    read(claim).expect_err("refused")
+}
+
+#[test]
+fn a_share_is_read() {
+    let allocation = read(&claim(&[capped("20Gi", "25")], &[])).unwrap();
+    assert_eq!(allocation.uid, UID);
+    assert_eq!(
+        (&*allocation.namespace, &*allocation.name),
+        ("team-a", "train")
+    );
+    let device = &allocation.devices[0];
+    assert_eq!(device.request, "gpu");
+    assert_eq!(device.device.to_string(), "gpu-0-capped");
+    assert_eq!(
+        device.grant,
+        Grant::Capped {
+            share_id: "5a1f3a5c-7a80-4d6f-8f2e-111111111111".to_owned(),
+            memory: 20 << 30,
+            cores: 25,
+        }
+    );
+    assert_eq!(device.config, ShareConfig::default());
+}
+
+#[test]
+fn every_way_to_write_an_amount_is_read() {
+    for memory in ["20Gi", "20480Mi", "21474836480", "21474836480000m"] {
+        let allocation = read(&claim(&[capped(memory, "25")], &[])).unwrap();
+        assert!(
+            matches!(allocation.devices[0].grant, Grant::Capped { memory: bytes, .. } if bytes == 20 << 30)
+        );
+    }
+}
+
+#[test]
+fn other_grants_are_read() {
+    let grant = |result| {
+        read(&claim(&[result], &[])).unwrap().devices[0]
+            .grant
+            .clone()
+    };
+    assert_eq!(grant(plain("gpu-1")), Grant::Whole {});
+    assert_eq!(
+        grant(with(plain("gpu-1-timeshared"), &json!({"shareID": "s"}))),
+        Grant::Timeshared {
+            share_id: "s".to_owned()
+        }
+    );
+    assert_eq!(
+        grant(with(plain("gpu-1-capped"), &json!({"adminAccess": true}))),
+        Grant::Admin { share_id: None }
+    );
+    assert_eq!(
+        grant(with(capped("1Gi", "1"), &json!({"adminAccess": false}))).share_id(),
+        Some("5a1f3a5c-7a80-4d6f-8f2e-111111111111")
+    );
+}
+
+#[test]
+fn results_of_others_and_of_other_nodes_are_left_alone() {
+    let foreign = with(plain("gpu-0"), &json!({"driver": "gpu.nvidia.com"}));
+    let elsewhere = with(plain("gpu-0"), &json!({"pool": "node-b/gpu"}));
+    let ours = with(plain("gpu-1"), &json!({"request": "second"}));
+    let allocation = read(&claim(&[foreign.clone(), elsewhere.clone(), ours], &[])).unwrap();
+    assert_eq!(allocation.devices.len(), 1);
+    assert_eq!(allocation.devices[0].request, "second");
+    assert_eq!(
+        refusal(&claim(&[foreign, elsewhere], &[])),
+        "claim team-a/train: status.allocation.devices.results has nothing of driver gpu.tranche.dev in pool node-a/gpu: the claim is allocated elsewhere"
+    );
+}
+
+#[test]
+fn a_subrequest_belongs_to_its_request() {
+    let result = with(plain("gpu-0"), &json!({"request": "gpu/large"}));
+    let allocation = read(&claim(&[result], &[])).unwrap();
+    assert_eq!(allocation.devices[0].main_request(), "gpu");
+}
+
+#[test]
+fn bad_results_are_refused_by_claim_request_device_and_field() {
+    let at = |device: &str, problem: &str| {
+        format!("claim team-a/train: request gpu, device {device}: {problem}")
+    };
+    let without = |field: &str| with(capped("20Gi", "25"), &json!({field: null}));
+    let consuming =
+        |consumed: Value| with(capped("1", "1"), &json!({"consumedCapacity": consumed}));
+    for (result, expected) in [
+        (
+            plain("mig-0"),
+            at(
+                "mig-0",
+                r#""mig-0" is no device name: ours are gpu-<minor> and gpu-<minor>-<tier>"#,
+            ),
+        ),
+        (
+            plain("gpu-0-concurrent"),
+            at(
+                "gpu-0-concurrent",
+                r#""gpu-0-concurrent" is of the tier concurrent, which this version does not serve"#,
+            ),
+        ),
+        (
+            without("shareID"),
+            at(
+                "gpu-0-capped",
+                "shareID is missing, though the tier capped is shared: is the feature gate DRAConsumableCapacity off?",
+            ),
+        ),
+        (
+            with(plain("gpu-0"), &json!({"shareID": "s"})),
+            at(
+                "gpu-0",
+                "shareID s is set, though the tier exclusive is not shared",
+            ),
+        ),
+        (
+            without("consumedCapacity"),
+            at(
+                "gpu-0-capped",
+                "consumedCapacity[memory] is missing: is the feature gate DRAConsumableCapacity off?",
+            ),
+        ),
+        (
+            consuming(json!({"memory": "1Gi"})),
+            at(
+                "gpu-0-capped",
+                "consumedCapacity[cores] is missing: is the feature gate DRAConsumableCapacity off?",
+            ),
+        ),
+        (
+            capped("20GB", "25"),
+            at(
+                "gpu-0-capped",
+                r#"consumedCapacity[memory] "20GB" ends in the unknown suffix "GB": use one of Ki Mi Gi Ti Pi Ei, n u m k M G T P E, or an exponent such as e3"#,
+            ),
+        ),
+        (
+            capped("-1Gi", "25"),
+            at("gpu-0-capped", "consumedCapacity[memory] -1Gi is negative"),
+        ),
+        (
+            capped("500m", "25"),
+            at(
+                "gpu-0-capped",
+                "consumedCapacity[memory] 500m is not a whole number",
+            ),
+        ),
+        (
+            capped("0", "25"),
+            at(
+                "gpu-0-capped",
+                "consumedCapacity[memory] is 0, must be at least 1 byte and less than 2^64-1",
+            ),
+        ),
+        (
+            capped("18446744073709551615", "25"),
+            at(
+                "gpu-0-capped",
+                "consumedCapacity[memory] is 18446744073709551615, must be at least 1 byte and less than 2^64-1",
+            ),
+        ),
+        (
+            capped("1Gi", "0"),
+            at(
+                "gpu-0-capped",
+                "consumedCapacity[cores] is 0, must be 1 to 100 percent",
+            ),
+        ),
+        (
+            capped("1Gi", "101"),
+            at(
+                "gpu-0-capped",
+                "consumedCapacity[cores] is 101, must be 1 to 100 percent",
+            ),
+        ),
+        (
+            capped("1Gi", "256"),
+            at(
+                "gpu-0-capped",
+                "consumedCapacity[cores] is 256, must be 1 to 100 percent",
+            ),
+        ),
+        (
+            capped("1Gi", "12500m"),
+            at(
+                "gpu-0-capped",
+                "consumedCapacity[cores] 12500m is not a whole number",
+            ),
+        ),
+    ] {
+        assert_eq!(refusal(&claim(&[result], &[])), expected);
+    }
+}
+
+#[test]
+fn a_claim_without_allocation_or_uid_is_refused() {
+    let mut unallocated = claim(&[plain("gpu-0")], &[]);
+    unallocated.status = None;
+    assert_eq!(
+        refusal(&unallocated),
+        "claim team-a/train: status.allocation is missing: the claim is not allocated, or not any more"
+    );
+    for uid in ["", "../../etc", "a/b", "-a", "a-", &"a".repeat(65)] {
+        let mut strange = claim(&[plain("gpu-0")], &[]);
+        strange.metadata.uid = Some(uid.to_owned());
+        assert_eq!(
+            refusal(&strange),
+            format!("claim team-a/train: metadata.uid {uid:?} is not a UID")
+        );
+    }
+}
+
+#[test]
+fn a_claim_of_another_uid_is_refused() {
+    let claim = claim(&[plain("gpu-0")], &[]);
+    assert_eq!(check_uid(&claim, UID), Ok(()));
+    assert_eq!(
+        check_uid(&claim, "old").unwrap_err().to_string(),
+        format!(
+            "claim team-a/train: metadata.uid is {UID}, not old: the claim was deleted and another took its name; delete the pod that waits for the old one"
+        )
+    );
+}
+
+fn mode(result: Value, configs: &[Value]) -> ComputeMode {
+    read(&claim(&[result], configs)).unwrap().devices[0]
+        .config
+        .compute
+        .mode
+}
+
+#[test]
+fn the_claim_has_the_last_word_whatever_the_order() {
+    let class = config("FromClass", &[], &json!({"mode": "workConserving"}));
+    let claim = config("FromClaim", &[], &json!({"mode": "strict"}));
+    for configs in [[class.clone(), claim.clone()], [claim, class.clone()]] {
+        assert_eq!(mode(plain("gpu-0"), &configs), ComputeMode::Strict);
+    }
+    // A field that the claim leaves out stays as the class has it.
+    let silent = config("FromClaim", &[], &json!({}));
+    assert_eq!(
+        mode(plain("gpu-0"), &[class, silent]),
+        ComputeMode::WorkConserving
+    );
+}
+
+#[test]
+fn a_config_holds_for_the_requests_that_it_names() {
+    let named = config("FromClaim", &["gpu"], &json!({"mode": "workConserving"}));
+    let sub = with(plain("gpu-0"), &json!({"request": "gpu/large"}));
+    let other = with(plain("gpu-0"), &json!({"request": "other"}));
+    assert_eq!(
+        mode(sub, std::slice::from_ref(&named)),
+        ComputeMode::WorkConserving
+    );
+    assert_eq!(mode(other, &[named]), ComputeMode::Strict);
+}
+
+#[test]
+fn bad_parameters_are_refused_by_position_source_and_path() {
+    let good = config("FromClass", &[], &json!({}));
+    let foreign = json!({
+        "source": "FromClaim",
+        "opaque": {"driver": "gpu.nvidia.com", "parameters": {"kind": "GpuConfig"}},
+    });
+    let typo = config("FromClaim", &["elsewhere"], &json!({"mdoe": "strict"}));
+    assert_eq!(
+        refusal(&claim(
+            &[plain("gpu-0")],
+            &[good.clone(), foreign.clone(), typo]
+        )),
+        "claim team-a/train: status.allocation.devices.config[2] (FromClaim): opaque.parameters: compute.mdoe is unknown: the fields here are mode"
+    );
+    let strange = config("FromNowhere", &[], &json!({}));
+    assert_eq!(
+        refusal(&claim(&[plain("gpu-0")], &[strange])),
+        "claim team-a/train: status.allocation.devices.config[0] (FromNowhere): source is unknown, must be FromClass or FromClaim"
+    );
+    assert!(read(&claim(&[plain("gpu-0")], &[good, foreign])).is_ok());
+}
+
+#[test]
+fn an_allocation_survives_the_journal() {
+    let results = [
+        capped("20Gi", "25"),
+        plain("gpu-1"),
+        with(plain("gpu-2-timeshared"), &json!({"shareID": "s"})),
+        with(plain("gpu-3"), &json!({"adminAccess": true})),
+    ];
+    let allocation = read(&claim(&results, &[])).unwrap();
+    let text = serde_json::to_string(&allocation).unwrap();
+    assert_eq!(
+        serde_json::from_str::<Allocation>(&text).unwrap(),
+        allocation
+    );
+}
+
+proptest! {
+    #[test]
+    fn no_result_makes_it_panic(
+        device in "(gpu-[0-9]{1,3}(-(capped|timeshared|exclusive|concurrent))?)|.*",
+        request in ".*",
+        share_id in prop::option::of(".*"),
+        admin in prop::option::of(any::<bool>()),
+        memory in prop::option::of("[-+]?[0-9]{0,25}(Gi|Mi|m|e[0-9]{1,3})?"),
+        cores in prop::option::of("[-+]?[0-9]{0,5}m?"),
+    ) {
+        let result = json!({
+            "request": request, "driver": DRIVER, "pool": pool(NODE), "device": device,
+            "shareID": share_id, "adminAccess": admin,
+            "consumedCapacity": {"memory": memory.unwrap_or_default(), "cores": cores.unwrap_or_default()},
+        });
+        if let Ok(allocation) = read(&claim(&[result], &[]))
+            && let Grant::Capped { memory, cores, .. } = allocation.devices[0].grant
+        {
+            prop_assert!(memory > 0 && memory < u64::MAX && (1..=100).contains(&cores));
+        }
+    }
+}

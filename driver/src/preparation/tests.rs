@@ -1,0 +1,298 @@
+use proptest::prelude::*;
+use serde_json::{Value, json};
+use tranche_api::gpu_node::Inventory;
+
+use super::*;
+use crate::testing::{allocation, capped, gpu, inventory, plain, with};
+
+fn two_gpus() -> Inventory {
+    inventory(vec![gpu(0), gpu(1)])
+}
+
+fn prepared(name: &str, results: &[Value], held: &[PreparationPlan]) -> PreparationPlan {
+    plan(&allocation(name, results), &two_gpus(), held).unwrap_or_else(|error| panic!("{error}"))
+}
+
+fn refusal(results: &[Value], held: &[PreparationPlan]) -> String {
+    plan(&allocation("new", results), &two_gpus(), held)
+        .expect_err("refused")
+        .to_string()
+}
+
+fn timeshared(minor: u32) -> Value {
+    with(
+        plain(&format!("gpu-{minor}-timeshared")),
+        &json!({"shareID": "s"}),
+    )
+}
+
+fn admin(device: &str) -> Value {
+    with(plain(device), &json!({"adminAccess": true}))
+}
+
+#[test]
+fn a_share_gets_pages_and_then_its_spec() {
+    let plan = prepared("a", &[capped("20Gi", "25")], &[]);
+    let key = "uid-of-a-gpu-0".to_owned();
+    let cap = Cap::Share {
+        memory: 20 << 30,
+        cores: 25,
+        mode: ComputeMode::Strict,
+    };
+    assert_eq!(
+        plan.devices,
+        [PreparedDevice {
+            key: key.clone(),
+            request: "gpu".to_owned(),
+            pool: "node-a/gpu".to_owned(),
+            device: "gpu-0-capped".to_owned(),
+            share_id: Some("5a1f3a5c-7a80-4d6f-8f2e-111111111111".to_owned()),
+            tier: Tier::Capped,
+            admin_access: false,
+            gpu_uuid: gpu(0).uuid,
+            minor: 0,
+            pci_bus_id: "0000:00:00.0".to_owned(),
+            cap,
+            cdi_ids: vec![
+                "gpu.tranche.dev/claim=uid-of-a-gpu-0".to_owned(),
+                "gpu.tranche.dev/driver=capped".to_owned(),
+            ],
+        }]
+    );
+    assert_eq!(
+        plan.steps,
+        [
+            Step::WriteCapPage {
+                key: key.clone(),
+                gpu_uuid: gpu(0).uuid,
+                cap,
+            },
+            Step::CreateAccountPage { key: key.clone() },
+            Step::WriteCdiSpec {},
+        ]
+    );
+    assert_eq!(
+        plan.undo(),
+        [
+            Undo::RemoveCdiSpec,
+            Undo::RemoveAccountPage { key: key.clone() },
+            Undo::RemoveCapPage { key },
+        ]
+    );
+}
+
+#[test]
+fn a_device_without_cap_gets_a_page_that_says_so_and_the_plain_driver() {
+    for result in [plain("gpu-1"), timeshared(1), admin("gpu-1-capped")] {
+        let plan = prepared("a", &[result], &[]);
+        assert_eq!(plan.devices[0].cap, Cap::None {});
+        assert_eq!(plan.devices[0].cdi_ids[1], "gpu.tranche.dev/driver=full");
+        assert!(matches!(
+            plan.steps[..],
+            [
+                Step::WriteCapPage {
+                    cap: Cap::None {},
+                    ..
+                },
+                Step::WriteCdiSpec {}
+            ]
+        ));
+    }
+}
+
+#[test]
+fn keys_differ_within_a_claim_and_between_claims() {
+    let both = with(capped("1Gi", "1"), &json!({"request": "gpu/small"}));
+    let plan = prepared("a", &[capped("1Gi", "1"), both.clone()], &[]);
+    let other = prepared("b", &[both], &[]);
+    let keys: Vec<_> = plan
+        .devices
+        .iter()
+        .chain(&other.devices)
+        .map(|d| &*d.key)
+        .collect();
+    assert_eq!(keys, ["uid-of-a-gpu-0", "uid-of-a-gpu-1", "uid-of-b-gpu-0"]);
+    assert!(plan.devices.iter().all(|device| device.request == "gpu"));
+}
+
+#[test]
+fn a_gpu_that_is_gone_is_named_with_those_that_are_there() {
+    assert_eq!(
+        refusal(&[plain("gpu-7")], &[]),
+        "claim team-a/new, request gpu, device gpu-7: the driver sees no GPU with minor number 7, only 0, 1: the device is gone; delete the pod to have another allocated"
+    );
+    let error = plan(
+        &allocation("new", &[plain("gpu-0")]),
+        &inventory(vec![]),
+        [],
+    )
+    .unwrap_err();
+    assert!(error.to_string().contains("only none at all"), "{error}");
+}
+
+#[test]
+fn a_share_larger_than_the_gpu_is_refused() {
+    let most = (81_559_u64 - 600) << 20;
+    let fits = capped(&most.to_string(), "1");
+    assert_eq!(prepared("a", &[fits], &[]).devices.len(), 1);
+    assert_eq!(
+        refusal(&[capped(&(most + 1).to_string(), "1")], &[]),
+        "claim team-a/new, request gpu, device gpu-0-capped: the share's memory is 84891664385, but GPU GPU-00000000-0000-0000-0000-000000000000 has only 80959Mi"
+    );
+}
+
+#[test]
+fn a_description_that_makes_no_sense_is_refused() {
+    let mut strange = gpu(0);
+    strange.reserved_memory = "-1".parse().unwrap();
+    let error = plan(
+        &allocation("new", &[plain("gpu-0")]),
+        &inventory(vec![strange]),
+        [],
+    );
+    assert_eq!(
+        error.unwrap_err().to_string(),
+        "claim team-a/new, request gpu, device gpu-0: GPU GPU-00000000-0000-0000-0000-000000000000: reservedMemory -1 is negative"
+    );
+}
+
+#[test]
+fn a_request_that_is_no_name_is_refused() {
+    let result = with(plain("gpu-0"), &json!({"request": "a b"}));
+    let error = refusal(&[result], &[]);
+    assert!(
+        error.contains(r#""uid-of-new-a b-0" is no CDI device name"#),
+        "{error}"
+    );
+}
+
+#[test]
+fn an_exclusive_gpu_goes_with_nothing() {
+    let exclusive = prepared("a", &[plain("gpu-0")], &[]);
+    for result in [plain("gpu-0"), capped("1Gi", "1"), timeshared(0)] {
+        let error = refusal(&[result], std::slice::from_ref(&exclusive));
+        assert!(
+            error.ends_with("is held by claim team-a/a in the tier exclusive, and an exclusive device goes with nothing: wait until that claim is released"),
+            "{error}"
+        );
+    }
+    let shared = prepared("a", &[capped("1Gi", "1")], &[]);
+    let error = refusal(&[plain("gpu-0")], &[shared]);
+    assert!(
+        error.contains("held by claim team-a/a in the tier capped"),
+        "{error}"
+    );
+    prepared("b", &[plain("gpu-1")], &[exclusive]);
+}
+
+#[test]
+fn one_gpu_serves_one_tier_at_a_time() {
+    let held = [prepared("a", &[capped("1Gi", "1")], &[])];
+    let error = refusal(&[timeshared(0)], &held);
+    assert!(
+        error.ends_with(
+            "is held by claim team-a/a in the tier capped: wait until that claim is released"
+        ),
+        "{error}"
+    );
+    prepared("b", &[timeshared(1)], &held);
+}
+
+#[test]
+fn shares_add_up_to_no_more_than_the_gpu() {
+    let held = [
+        prepared("a", &[capped("40Gi", "50")], &[]),
+        prepared("b", &[capped("20Gi", "25")], &[]),
+    ];
+    prepared("c", &[capped("19Gi", "25")], &held);
+    assert_eq!(
+        refusal(&[capped("20Gi", "25")], &held),
+        "claim team-a/new, request gpu, device gpu-0-capped: GPU GPU-00000000-0000-0000-0000-000000000000: the shares' memory would add up to 80Gi of 80959Mi; held by team-a/a, team-a/b"
+    );
+    assert_eq!(
+        refusal(&[capped("1Gi", "26")], &held),
+        "claim team-a/new, request gpu, device gpu-0-capped: GPU GPU-00000000-0000-0000-0000-000000000000: the shares' cores would add up to 101 of 100 percent; held by team-a/a, team-a/b"
+    );
+}
+
+#[test]
+fn the_devices_of_one_claim_are_checked_against_each_other() {
+    let error = refusal(&[plain("gpu-0"), capped("1Gi", "1")], &[]);
+    assert!(
+        error.contains("held by claim team-a/new in the tier exclusive"),
+        "{error}"
+    );
+    let error = refusal(&[capped("40Gi", "1"), capped("40Gi", "1")], &[]);
+    assert!(error.contains("would add up to 80Gi"), "{error}");
+}
+
+#[test]
+fn admin_access_holds_nothing_and_minds_nobody() {
+    let exclusive = prepared("a", &[plain("gpu-0")], &[]);
+    let monitor = prepared("b", &[admin("gpu-0")], std::slice::from_ref(&exclusive));
+    prepared("c", &[admin("gpu-0-capped")], &[exclusive]);
+    prepared("d", &[plain("gpu-0")], &[monitor]);
+}
+
+#[test]
+fn a_claims_own_earlier_plan_is_no_conflict() {
+    let earlier = prepared("a", &[plain("gpu-0")], &[]);
+    assert_eq!(
+        prepared("a", &[plain("gpu-0")], std::slice::from_ref(&earlier)),
+        earlier
+    );
+}
+
+/// Results on two GPUs in all tiers, many of which do not go together.
+fn any_results() -> impl Strategy<Value = Vec<Value>> {
+    let one =
+        (0..3_u32, 0..4_u32, 1..90_u64, 1..=100_u8).prop_map(
+            |(minor, kind, gib, cores)| match kind {
+                0 => plain(&format!("gpu-{minor}")),
+                1 => timeshared(minor),
+                2 => admin(&format!("gpu-{minor}-capped")),
+                _ => with(
+                    capped(&format!("{gib}Gi"), &cores.to_string()),
+                    &json!({"device": format!("gpu-{minor}-capped")}),
+                ),
+            },
+        );
+    prop::collection::vec(one, 1..4)
+}
+
+proptest! {
+    /// Whatever the scheduler asks for in whatever order, what is prepared at the same time goes
+    /// together.
+    #[test]
+    fn no_order_of_claims_breaks_a_gpu(claims in prop::collection::vec(any_results(), 1..12)) {
+        let inventory = two_gpus();
+        let mut held: Vec<PreparationPlan> = Vec::new();
+        for (index, results) in claims.iter().enumerate() {
+            if let Ok(plan) = plan(&allocation(&index.to_string(), results), &inventory, &held) {
+                held.push(plan);
+            }
+        }
+        for gpu in &inventory.gpus {
+            let on_gpu: Vec<&PreparedDevice> = held
+                .iter()
+                .flat_map(|plan| &plan.devices)
+                .filter(|device| device.gpu_uuid == gpu.uuid && !device.admin_access)
+                .collect();
+            let tiers: std::collections::BTreeSet<_> = on_gpu.iter().map(|d| d.tier).collect();
+            prop_assert!(tiers.len() <= 1);
+            if tiers.contains(&Tier::Exclusive) {
+                prop_assert_eq!(on_gpu.len(), 1);
+            }
+            let caps = on_gpu.iter().filter_map(|device| match device.cap {
+                Cap::Share { memory, cores, .. } => Some((memory, u64::from(cores))),
+                Cap::None {} => None,
+            });
+            let (memory, cores) = caps.fold((0, 0), |sum, cap| (sum.0 + cap.0, sum.1 + cap.1));
+            prop_assert!(memory <= available_memory(gpu).unwrap());
+            prop_assert!(cores <= 100);
+        }
+        let keys: Vec<_> = held.iter().flat_map(|plan| &plan.devices).map(|d| &d.key).collect();
+        let unique: std::collections::BTreeSet<_> = keys.iter().collect();
+        prop_assert_eq!(unique.len(), keys.len());
+    }
+}
