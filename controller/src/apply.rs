@@ -7,7 +7,6 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use jiff::Timestamp;
 use k8s_openapi::api::core::v1::ObjectReference;
 use k8s_openapi::api::resource::v1::{ResourceClaim, ResourceSlice};
 use kube::api::{DeleteParams, ListParams, Patch, PatchParams, PostParams, Preconditions};
@@ -18,6 +17,7 @@ use tranche_api::gpu_node::Published;
 use tranche_api::names::{API_VERSION, DRIVER, pool};
 use tranche_api::{GpuNode, SharingPolicy};
 
+use crate::clock::Clock;
 use crate::leader::Leadership;
 use crate::metrics::{Metrics, Outcome, Verb};
 use crate::mirror::{Version, version};
@@ -101,12 +101,12 @@ pub enum Written {
 /// Writes what was decided.
 #[derive(Clone)]
 pub struct Executor {
-    client: Client,
     slices: Api<ResourceSlice>,
     gpu_nodes: Api<GpuNode>,
     claims: Api<ResourceClaim>,
     recorder: Recorder,
     leadership: Leadership,
+    clock: Clock,
     metrics: Metrics,
 }
 
@@ -118,20 +118,26 @@ impl std::fmt::Debug for Executor {
 
 impl Executor {
     /// The client must not repeat requests by itself: a repeated create looks like somebody else's.
-    pub fn new(client: Client, instance: String, leadership: Leadership, metrics: Metrics) -> Self {
+    pub fn new(
+        client: Client,
+        instance: String,
+        leadership: Leadership,
+        clock: Clock,
+        metrics: Metrics,
+    ) -> Self {
         Self {
             slices: Api::all(client.clone()),
             gpu_nodes: Api::all(client.clone()),
             claims: Api::all(client.clone()),
             recorder: Recorder::new(
-                client.clone(),
+                client,
                 Reporter {
                     controller: MANAGER.to_owned(),
                     instance: Some(instance),
                 },
             ),
-            client,
             leadership,
+            clock,
             metrics,
         }
     }
@@ -222,7 +228,7 @@ impl Executor {
 
     /// Lists which devices of a node's pool claims hold.
     pub async fn held(&self, node: &str) -> Result<Held, ApplyError> {
-        let at = Timestamp::now();
+        let at = self.clock.now();
         let pool = pool(node);
         let mut devices = BTreeSet::new();
         let mut params = ListParams::default().limit(PAGE);
@@ -252,9 +258,9 @@ impl Executor {
         }
     }
 
-    /// The client, for the watches.
-    pub fn client(&self) -> &Client {
-        &self.client
+    /// The clock by which decisions are made.
+    pub fn clock(&self) -> &Clock {
+        &self.clock
     }
 
     async fn send<T>(

@@ -11,6 +11,7 @@ use tracing_subscriber::EnvFilter;
 use tracing_subscriber::filter::LevelFilter;
 
 use crate::apply::Executor;
+use crate::clock::Clock;
 use crate::controller::Controller;
 use crate::feed::Feed;
 use crate::http::{self, Health};
@@ -76,6 +77,7 @@ impl Args {
             client.clone(),
             identity,
             leadership.clone(),
+            Clock::system(),
             metrics.clone(),
         );
         let feed = Feed::start(&client, &metrics);

@@ -8,7 +8,6 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use jiff::Timestamp;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -211,7 +210,7 @@ impl Controller {
         let view = self.index.view(&node);
         let mut memory = self.memories.remove(&node).unwrap_or_default();
         let held = self.held.get(&node);
-        let decision = reconcile(&view, &mut memory, held, Timestamp::now());
+        let decision = reconcile(&view, &mut memory, held, self.executor.clock().now());
         if let Some(again) = decision.again {
             self.queue.at(&node, began + again);
         }

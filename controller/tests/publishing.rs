@@ -1,0 +1,441 @@
+//! The controller against an API server in the same process, in virtual time: what it publishes, what it leaves
+//! alone, and how often it writes.
+
+mod support;
+
+use std::time::Duration;
+
+use serde_json::json;
+use support::Fault;
+use support::cluster::Cluster;
+use tokio::time::sleep;
+
+const SOON: Duration = Duration::from_secs(30);
+/// How soon a plugin sees that its slices vanished.
+const FAST: Duration = Duration::from_millis(50);
+
+fn seconds(seconds: u64) -> Duration {
+    Duration::from_secs(seconds)
+}
+
+/// A cluster with one node of two GPUs, published by one replica.
+async fn published() -> (Cluster, support::cluster::Replica) {
+    let cluster = Cluster::new();
+    cluster.node("a");
+    cluster.register("a", 2);
+    let replica = cluster.replica("one");
+    cluster.settle(SOON).await;
+    cluster.assert_whole("a");
+    (cluster, replica)
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_registered_node_is_published() {
+    let cluster = Cluster::new();
+    cluster.node("a");
+    let _replica = cluster.replica("one");
+    cluster.settle(SOON).await;
+    assert!(cluster.api.writes().is_empty(), "nothing to publish yet");
+
+    cluster.register("a", 2);
+    let took = cluster.settle(SOON).await;
+    cluster.assert_whole("a");
+    assert_eq!(
+        cluster.devices("a"),
+        [
+            "gpu-0-capped",
+            "gpu-0-timeshared",
+            "gpu-0",
+            "gpu-1-capped",
+            "gpu-1-timeshared",
+            "gpu-1"
+        ]
+    );
+    assert_eq!(cluster.published("a")["problem"], json!(null));
+    assert!(took < Duration::from_millis(300), "{took:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn nothing_is_written_at_steady_state() {
+    let (cluster, _replica) = published().await;
+    let _plugin = cluster.plugin("a", seconds(20));
+    let before = cluster.api.writes();
+    // Six hours: watches end and begin anew, the node's heartbeat comes every five minutes.
+    for _ in 0..72 {
+        sleep(seconds(300)).await;
+        cluster.api.edit("nodes", "a", |node| {
+            node["metadata"]["annotations"] = json!({"heartbeat": "again"});
+        });
+    }
+    assert_eq!(cluster.api.writes(), before);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_restart_writes_nothing() {
+    let (cluster, replica) = published().await;
+    replica.stop().await;
+    let before = cluster.api.writes();
+    let _replica = cluster.replica("two");
+    sleep(seconds(60)).await;
+    assert_eq!(cluster.api.writes(), before);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_deleted_slice_comes_back_while_the_plugin_lives() {
+    let (cluster, _replica) = published().await;
+    let _plugin = cluster.plugin("a", FAST);
+    let generation = cluster.published("a")["poolGeneration"].clone();
+    for name in cluster.names("a") {
+        cluster.api.remove("resourceslices", &name);
+        let took = cluster.settle(SOON).await;
+        cluster.assert_whole("a");
+        assert!(took < seconds(1), "{took:?}");
+    }
+    assert!(cluster.published("a")["poolGeneration"].as_i64() > generation.as_i64());
+}
+
+#[tokio::test(start_paused = true)]
+async fn slices_of_a_dead_plugin_do_not_come_back() {
+    let (cluster, replica) = published().await;
+    cluster.wipe("a");
+    sleep(seconds(3600)).await;
+    assert!(cluster.names("a").is_empty());
+
+    // Not by a new leader, not by a policy, not by a label.
+    replica.stop().await;
+    let _replica = cluster.replica("two");
+    cluster.policy("default", &json!({"tiers": ["exclusive", "capped"]}));
+    cluster.api.edit("nodes", "a", |node| {
+        node["metadata"]["labels"] = json!({"x": "y"})
+    });
+    sleep(seconds(3600)).await;
+    assert!(cluster.names("a").is_empty());
+
+    cluster.bump("a");
+    let took = cluster.settle(SOON).await;
+    cluster.assert_whole("a");
+    assert!(took < Duration::from_millis(300), "{took:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_is_left_of_a_dead_plugins_pool_is_removed() {
+    let (cluster, _replica) = published().await;
+    let first = cluster.names("a").remove(0);
+    cluster.api.remove("resourceslices", &first);
+    cluster.settle(SOON).await;
+    assert!(cluster.names("a").is_empty());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_wipe_at_any_moment_of_a_publication_heals() {
+    for after in 0..12 {
+        let cluster = Cluster::new();
+        cluster.node("a");
+        let _replica = cluster.replica("one");
+        cluster.settle(SOON).await;
+        let _plugin = cluster.plugin("a", FAST);
+        cluster.register("a", 2);
+        // The kubelet's own wipe at its start may come this late.
+        while cluster.api.write_count() < after.min(4) {
+            sleep(Duration::from_millis(1)).await;
+        }
+        sleep(Duration::from_millis(after as u64 * 3)).await;
+        cluster.wipe("a");
+        cluster.settle(SOON).await;
+        assert_eq!(cluster.names("a").len(), 3, "wiped after {after}");
+        cluster.assert_whole("a");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_quick_restart_of_the_plugin_restamps_and_keeps_the_generation() {
+    let (cluster, _replica) = published().await;
+    let generation = cluster.published("a")["poolGeneration"].clone();
+    let before = cluster.api.write_count();
+    cluster.bump("a");
+    cluster.settle(SOON).await;
+    cluster.assert_whole("a");
+    assert_eq!(cluster.published("a")["poolGeneration"], generation);
+    // Three slices and the record.
+    assert_eq!(cluster.api.write_count() - before, 4);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_change_of_one_slice_is_one_write() {
+    let (cluster, _replica) = published().await;
+    let generation = cluster.published("a")["poolGeneration"].clone();
+    let before = cluster.api.write_count();
+    cluster.api.edit("gpunodes", "a", |object| {
+        object["status"]["inventory"]["gpus"][1]["numaNode"] = json!(1);
+    });
+    cluster.settle(SOON).await;
+    cluster.assert_whole("a");
+    let writes = cluster.api.writes().split_off(before);
+    assert_eq!(writes.len(), 1, "{writes:?}");
+    assert_eq!(cluster.published("a")["poolGeneration"], generation);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_new_gpu_is_a_new_generation() {
+    let (cluster, _replica) = published().await;
+    let generation = cluster.published("a")["poolGeneration"].as_i64();
+    cluster.gpus("a", &[0, 1, 2]);
+    cluster.settle(SOON).await;
+    cluster.assert_whole("a");
+    assert_eq!(cluster.names("a").len(), 4);
+    assert_eq!(
+        cluster.published("a")["poolGeneration"].as_i64(),
+        generation.map(|g| g + 1)
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn edits_by_others_are_undone_and_their_metadata_stays() {
+    let (cluster, _replica) = published().await;
+    let name = cluster.names("a").remove(1);
+    cluster.api.edit("resourceslices", &name, |slice| {
+        slice["spec"]["devices"][0]["name"] = json!("mine");
+        slice["metadata"]["labels"] = json!({"team": "a"});
+    });
+    // The stray device may be allocated: it goes after the grace and a look at the claims.
+    cluster.settle(seconds(60)).await;
+    sleep(seconds(60)).await;
+    cluster.assert_whole("a");
+    assert!(!cluster.devices("a").contains(&"mine".to_owned()));
+    assert_eq!(
+        cluster.api.one("resourceslices", &name)["metadata"]["labels"]["team"],
+        "a"
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_broken_policy_is_reported_and_what_stands_stays() {
+    let (cluster, _replica) = published().await;
+    let slices = cluster.slices("a");
+    cluster.policy(
+        "default",
+        &json!({"tiers": ["capped"], "capped": {"memoryStep": "0"}}),
+    );
+    cluster.settle(SOON).await;
+    assert_eq!(cluster.slices("a"), slices);
+    let problem = cluster.published("a")["problem"].to_string();
+    assert!(problem.contains("SharingPolicy default"), "{problem}");
+    assert!(problem.contains("memoryStep"), "{problem}");
+    let regarding: Vec<_> = cluster
+        .api
+        .all("events")
+        .iter()
+        .map(|event| {
+            event["regarding"]["kind"]
+                .as_str()
+                .unwrap_or_default()
+                .to_owned()
+        })
+        .collect();
+    assert_eq!(regarding.len(), 2, "{regarding:?}");
+    assert!(
+        regarding.contains(&"SharingPolicy".to_owned()),
+        "{regarding:?}"
+    );
+
+    let before = cluster.api.writes();
+    sleep(seconds(3600)).await;
+    assert_eq!(cluster.api.writes(), before, "a problem is said once");
+
+    cluster.policy(
+        "default",
+        &json!({"tiers": ["exclusive", "capped", "timeshared"]}),
+    );
+    cluster.settle(SOON).await;
+    cluster.assert_whole("a");
+    assert_eq!(cluster.published("a")["problem"], json!(null));
+}
+
+#[tokio::test(start_paused = true)]
+async fn dropped_fields_are_reported_with_their_gate_and_not_written_again() {
+    let cluster = Cluster::new();
+    cluster.api.drop_fields(&["allowMultipleAllocations"]);
+    cluster.node("a");
+    cluster.register("a", 2);
+    let replica = cluster.replica("one");
+    cluster.settle(SOON).await;
+    cluster.assert_whole("a");
+    let problem = cluster.published("a")["problem"].to_string();
+    assert!(problem.contains("DRAConsumableCapacity"), "{problem}");
+    let before = cluster.api.writes();
+    sleep(seconds(3600)).await;
+    assert_eq!(cluster.api.writes(), before);
+
+    // A new leader learns it by writing each slice once more.
+    replica.stop().await;
+    let before = cluster.api.write_count();
+    let replica = cluster.replica("two");
+    cluster.settle(SOON).await;
+    cluster.assert_whole("a");
+    assert!(cluster.api.write_count() - before <= 4);
+    let before = cluster.api.writes();
+    sleep(seconds(3600)).await;
+    assert_eq!(cluster.api.writes(), before);
+
+    // The gate is switched on.
+    cluster.api.drop_fields(&[]);
+    replica.stop().await;
+    let _replica = cluster.replica("three");
+    cluster.settle(SOON).await;
+    cluster.assert_whole("a");
+    assert_eq!(cluster.published("a")["problem"], json!(null));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_node_that_is_gone_takes_its_slices_with_it() {
+    for kind in ["nodes", "gpunodes"] {
+        let (cluster, _replica) = published().await;
+        cluster.api.remove(kind, "a");
+        cluster.settle(SOON).await;
+        assert!(cluster.names("a").is_empty(), "{kind}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_slice_of_our_driver_that_nobody_knows_is_removed() {
+    let (cluster, _replica) = published().await;
+    let mut stray = cluster.slices("a").remove(0);
+    stray["metadata"] = json!({"name": "stray"});
+    cluster.api.put("resourceslices", stray.clone());
+    stray["metadata"] = json!({"name": "stray-of-all-nodes"});
+    stray["spec"]["nodeName"] = json!(null);
+    stray["spec"]["allNodes"] = json!(true);
+    cluster.api.put("resourceslices", stray);
+    cluster.settle(SOON).await;
+    assert_eq!(cluster.api.all("resourceslices").len(), 3);
+    cluster.assert_whole("a");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_vanished_gpu_stays_tainted_until_no_claim_holds_it() {
+    let (cluster, _replica) = published().await;
+    let claim = |holds: bool| {
+        json!({
+            "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim",
+            "metadata": {"name": "c", "namespace": "default"}, "spec": {},
+            "status": if holds {
+                json!({"allocation": {"devices": {"results": [{
+                    "request": "gpu", "driver": "gpu.tranche.dev", "pool": "a/gpu", "device": "gpu-1-capped",
+                }]}}})
+            } else {
+                json!({})
+            },
+        })
+    };
+    cluster.api.put("resourceclaims", claim(true));
+    cluster.gpus("a", &[0]);
+    cluster.settle(SOON).await;
+    let withdrawn = |cluster: &Cluster| -> Vec<String> {
+        cluster
+            .slices("a")
+            .iter()
+            .flat_map(|s| s["spec"]["devices"].as_array().cloned().unwrap_or_default())
+            .filter(|d| d["taints"][0]["key"] == "gpu.tranche.dev/withdrawn")
+            .map(|d| d["name"].as_str().expect("a name").to_owned())
+            .collect()
+    };
+    assert_eq!(withdrawn(&cluster).len(), 3, "all devices of the GPU wait");
+    cluster.assert_whole("a");
+
+    sleep(seconds(30)).await;
+    assert_eq!(withdrawn(&cluster), ["gpu-1-capped"]);
+    cluster.assert_whole("a");
+    let before = cluster.api.writes();
+    sleep(seconds(3600)).await;
+    assert_eq!(cluster.api.writes(), before, "waiting writes nothing");
+
+    cluster.api.put("resourceclaims", claim(false));
+    sleep(seconds(90)).await;
+    cluster.settle(SOON).await;
+    assert_eq!(cluster.names("a").len(), 2);
+    assert!(withdrawn(&cluster).is_empty());
+    cluster.assert_whole("a");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_gpu_that_comes_back_is_offered_again() {
+    let (cluster, _replica) = published().await;
+    cluster.gpus("a", &[0]);
+    cluster.settle(seconds(5)).await;
+    cluster.gpus("a", &[0, 1]);
+    cluster.settle(SOON).await;
+    sleep(seconds(120)).await;
+    cluster.assert_whole("a");
+    assert_eq!(cluster.devices("a").len(), 6);
+    let text = format!("{:?}", cluster.slices("a"));
+    assert!(!text.contains("withdrawn"), "{text}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn every_failure_of_a_write_converges() {
+    let writes = [
+        "create resourceslices",
+        "update resourceslices",
+        "delete resourceslices",
+        "patch gpunodes/status",
+    ];
+    let faults = [
+        Fault::Refuse(500),
+        Fault::Refuse(409),
+        Fault::LoseAnswer(504),
+        Fault::Hang,
+    ];
+    for write in writes {
+        for fault in &faults {
+            for nth in 0..3 {
+                let cluster = Cluster::new();
+                cluster.node("a");
+                let _replica = cluster.replica("one");
+                let _plugin = cluster.plugin("a", FAST);
+                cluster.settle(SOON).await;
+                // A fault that nothing meets is served as it is.
+                let mut plan = vec![Fault::Refuse(503); nth];
+                plan.push(fault.clone());
+                cluster.api.fault(write, plan);
+                let limit = seconds(60);
+                let met = |what: &str| format!("{write}, {fault:?} after {nth}: {what}");
+                cluster.register("a", 2);
+                assert!(
+                    cluster.converges("a", 3, limit).await,
+                    "{}",
+                    met("registered")
+                );
+                cluster.gpus("a", &[0, 1, 2]);
+                assert!(
+                    cluster.converges("a", 4, limit).await,
+                    "{}",
+                    met("a GPU more")
+                );
+                let name = cluster.names("a").remove(2);
+                cluster.api.remove("resourceslices", &name);
+                sleep(seconds(1)).await;
+                assert!(
+                    cluster.converges("a", 4, limit).await,
+                    "{}",
+                    met("a slice deleted")
+                );
+            }
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn two_hundred_nodes_are_published_and_quiet() {
+    let cluster = Cluster::new();
+    for i in 0..200 {
+        let name = format!("node-{i}");
+        cluster.node(&name);
+        cluster.register(&name, 8);
+    }
+    let _replica = cluster.replica("one");
+    cluster.settle(seconds(120)).await;
+    // Nine slices and a record for each.
+    assert_eq!(cluster.api.write_count(), 2_000);
+    sleep(seconds(1800)).await;
+    assert_eq!(cluster.api.write_count(), 2_000);
+}
