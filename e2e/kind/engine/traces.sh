@@ -171,5 +171,6 @@ machine_state() {
 	cgroup_folders | sed 's/^/cgroup /'
 	sysctl "${SYSCTLS[@]}" 2>/dev/null | sed 's/^/setting /'
 	find "${FOLDERS[@]}" "$ENGINE_STATE" "$ENGINE_RUN" -maxdepth 0 2>/dev/null | sed 's/^/folder /'
-	grep -laF "$ENGINE_RUN" /proc/[0-9]*/cmdline 2>/dev/null | sed 's/^/process /'
+	# The bracket keeps this grep from finding itself.
+	grep -la "${ENGINE_RUN/tranche/[t]ranche}" /proc/[0-9]*/cmdline 2>/dev/null | sed 's/^/process /'
 }
