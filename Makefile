@@ -3,7 +3,7 @@
 .DEFAULT_GOAL := help
 export PATH := $(CURDIR)/target/cluster/bin:$(PATH)
 .NOTPARALLEL:
-.PHONY: help build shim simulator workload image cluster-up cluster-down demo demo-down test lint unit e2e bench tools clean
+.PHONY: help build shim simulator image cluster-up cluster-down demo demo-down test lint unit e2e bench tools clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-13s %s\n", $$1, $$2}' Makefile

@@ -6,6 +6,14 @@ engine_answers() { timeout 10 docker info >/dev/null 2>&1; }
 
 our_engine_answers() { DOCKER_HOST=$ENGINE_HOST engine_answers; }
 
+our_engine_runs() { is_our_process "$(cat "$ENGINE_RUN/dockerd.started" 2>/dev/null)" dockerd; }
+
+# is_our_process PID NAME tells whether the process still is the one that we started.
+is_our_process() {
+	[[ $1 && $(cat "/proc/$1/comm" 2>/dev/null) == "$2" ]] &&
+		tr '\0' ' ' <"/proc/$1/cmdline" | grep -qF "$ENGINE_RUN"
+}
+
 # use_engine leaves DOCKER_HOST pointing at the engine that everything after it uses.
 use_engine() {
 	if command -v docker >/dev/null && engine_answers; then
@@ -22,7 +30,7 @@ use_engine() {
 		return
 	fi
 	export DOCKER_HOST=$ENGINE_HOST
-	if our_engine_answers; then
+	if our_engine_runs && wait_for 60 "the answer of our engine" our_engine_answers; then
 		say "Using our Docker engine, which is running"
 		return
 	fi

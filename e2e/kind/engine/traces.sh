@@ -51,8 +51,7 @@ remove_containers() {
 # stop_process PID NAME ends the process if it still is the one that we started, and waits for its end.
 stop_process() {
 	local pid=$1 name=$2
-	[[ $pid && $(cat "/proc/$pid/comm" 2>/dev/null) == "$name" ]] || return 0
-	tr '\0' ' ' <"/proc/$pid/cmdline" | grep -qF "$ENGINE_RUN" || return 0
+	is_our_process "$pid" "$name" || return 0
 	kill "$pid"
 	wait_for 30 "the end of $name" process_gone "$pid" || kill -KILL "$pid"
 	wait_for 10 "the end of $name" process_gone "$pid"
