@@ -16,7 +16,7 @@ use tokio::sync::{Notify, watch};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use tonic::transport::Server;
-use tracing::{error, info, warn};
+use tracing::{error, info};
 use tracing_subscriber::EnvFilter;
 use tranche_api::names;
 
@@ -25,7 +25,7 @@ use crate::args::{Args, LogFormat};
 use crate::claims::Claims;
 use crate::clock::HostClock;
 use crate::dra::DraService;
-use crate::driver_state::{DriverState, Observer};
+use crate::driver_state::{DriverState, Observer, SpecFile};
 use crate::events::Events;
 use crate::executor::Executor;
 use crate::fs::{Fs, HostFs};
@@ -88,9 +88,11 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     let (registered_tx, registered) = watch::channel(Registered::default());
     let (driver_tx, driver) = watch::channel(DriverState::default());
     let suspect_orphans = Arc::new(Notify::new());
+    let spec_file = Arc::new(SpecFile::new(Arc::clone(&fs), &layout));
     let preparer = preparer(
-        Arc::clone(&fs),
+        fs,
         &layout,
+        Arc::clone(&spec_file),
         &node_name,
         &driver_root,
         &image_lib_dir,
@@ -113,7 +115,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         }),
         root: driver_root,
         sysfs: PathBuf::from(SYSFS),
-        fs,
+        spec_file,
         layout: layout.clone(),
     };
     let dra = DraService::new(Arc::clone(&preparer), Arc::clone(&metrics));
@@ -170,6 +172,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
 fn preparer(
     fs: Arc<dyn Fs>,
     layout: &Layout,
+    spec_file: Arc<SpecFile>,
     node: &str,
     driver_root: &Path,
     image: &Path,
@@ -185,27 +188,20 @@ fn preparer(
         .with_context(|| format!("cannot read {BOOT_ID}"))?
         .trim()
         .to_owned();
-    let executor = Executor::new(Arc::clone(&fs), layout.clone(), boot_id)?;
-    let loaded = executor.journal().load_all()?;
+    let executor = Executor::new(fs, layout.clone(), boot_id)?;
+    let loaded = executor.recover()?;
     for (_, error) in &loaded.refused {
         error!(%error, "a claim's journal cannot be read; the claim is refused until it can");
     }
     let ledger = Ledger::new(loaded);
-    let known = ledger.uids();
-    for uid in executor.leftovers()?.difference(&known.into_iter().collect()) {
-        if let Err(error) = executor.sweep(uid) {
-            warn!(%error, uid, "cannot remove what a claim without a journal left");
-        }
-    }
     let aftermath = ClusterAftermath {
         status: StatusWriter::new(client.clone(), Arc::new(HostClock)),
         events: Events::new(client.clone(), node),
     };
     Ok(Preparer::new(Parts {
         pool: names::pool(node),
-        layout: layout.clone(),
         driver_root: driver_root.to_owned(),
-        fs,
+        spec_file,
         executor,
         installation,
         driver,

@@ -5,7 +5,7 @@
 //! unprepared, and the driver is looked for again and again.
 
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use tokio::sync::watch;
@@ -69,6 +69,33 @@ pub enum DriverState {
     Ready(Arc<Ready>),
 }
 
+/// The driver's CDI spec on the disk.
+#[derive(Debug)]
+pub struct SpecFile {
+    fs: Arc<dyn Fs>,
+    path: PathBuf,
+    /// One writer at a time: many claims look after it.
+    writer: Mutex<()>,
+}
+
+impl SpecFile {
+    /// Where the layout says.
+    #[must_use]
+    pub fn new(fs: Arc<dyn Fs>, layout: &Layout) -> Self {
+        Self {
+            fs,
+            path: layout.driver_spec(),
+            writer: Mutex::default(),
+        }
+    }
+
+    /// Writes it, where it is missing or not like this.
+    pub fn ensure(&self, spec: &[u8]) -> Result<(), FsError> {
+        let _one = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
+        fs::ensure(&*self.fs, &self.path, spec, 0o644)
+    }
+}
+
 /// Looks at the driver.
 #[derive(Debug)]
 pub struct Observer {
@@ -78,9 +105,9 @@ pub struct Observer {
     pub root: PathBuf,
     /// The kernel's `sys` tree.
     pub sysfs: PathBuf,
-    /// For the driver's CDI spec.
-    pub fs: Arc<dyn Fs>,
-    /// For the driver's CDI spec.
+    /// What is written of it for the runtime.
+    pub spec_file: Arc<SpecFile>,
+    /// Where things lie.
     pub layout: Layout,
 }
 
@@ -136,9 +163,7 @@ impl Observer {
         let found = discover(&root, &description.driver_version)?;
         let files = found.driver_files(&self.layout.driver_root_on_host);
         let spec = driver_spec(&files, &self.layout.node_paths())?.encode();
-        let path = self.layout.driver_spec();
-        self.fs.create_dir(&self.layout.cdi)?;
-        fs::ensure(&*self.fs, &path, &spec, 0o644)?;
+        self.spec_file.ensure(&spec)?;
         let inventory = inventory(&description, &self.sysfs);
         Ok((Ready { inventory, spec }, nvml))
     }

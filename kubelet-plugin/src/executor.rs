@@ -11,16 +11,18 @@ use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use tracing::{info, warn};
 use tranche_driver::cdi::{CdiError, claim_of_file_name, claim_spec};
 use tranche_driver::journal::Record;
 use tranche_driver::preparation::{Cap, PreparationPlan, Step, Undo};
+use tranche_api::names::DRIVER;
 use tranche_api::share_config::ComputeMode;
 use tranche_shim_core::cap::{CapPage, ComputePolicy};
 use tranche_shim_core::error::PageError;
 use tranche_shim_core::layout::AccountPage;
 
 use crate::fs::{self, Durability, Fs, FsError};
-use crate::journal::Journal;
+use crate::journal::{Journal, Loaded};
 use crate::layout::Layout;
 
 /// A step or an inverse that failed.
@@ -177,14 +179,27 @@ impl Executor {
         Ok(self.fs.remove_dir(&claim)?)
     }
 
-    /// The claims of which pages or a CDI spec lie on the node, by UID.
-    pub fn leftovers(&self) -> Result<BTreeSet<String>, FsError> {
-        let mut uids: BTreeSet<_> = self.fs.list(&self.layout.shares)?.into_iter().collect();
+    /// What is held, and an end to what an earlier life left without a journal.
+    pub fn recover(&self) -> Result<Loaded, FsError> {
+        let loaded = self.journal.load_all()?;
+        let mut leftovers: BTreeSet<_> = self.fs.list(&self.layout.shares)?.into_iter().collect();
+        fs::remove_temporaries(&*self.fs, &self.layout.cdi, DRIVER)?;
         for name in self.fs.list(&self.layout.cdi)? {
-            let name = fs::without_temporary(&name);
-            uids.extend(claim_of_file_name(name).map(str::to_owned));
+            leftovers.extend(claim_of_file_name(&name).map(str::to_owned));
         }
-        Ok(uids)
+        for record in &loaded.records {
+            leftovers.remove(&record.plan.allocation.uid);
+        }
+        for (uid, _) in &loaded.refused {
+            leftovers.remove(uid);
+        }
+        for uid in &leftovers {
+            match self.sweep(uid) {
+                Ok(()) => info!(uid, "removed what a claim without a journal left"),
+                Err(error) => warn!(%error, uid, "cannot remove what a claim without a journal left"),
+            }
+        }
+        Ok(loaded)
     }
 
     fn run(&self, plan: &PreparationPlan) -> Result<(), StepError> {

@@ -163,16 +163,14 @@ fn temporary(path: &Path) -> PathBuf {
     name.into()
 }
 
-/// Whether a name is that of a file that was being written.
-#[must_use]
-pub fn is_temporary(name: &str) -> bool {
-    name.ends_with(TEMPORARY)
-}
-
-/// The name of the file that was being written under this one; any other name as it is.
-#[must_use]
-pub fn without_temporary(name: &str) -> &str {
-    name.strip_suffix(TEMPORARY).unwrap_or(name)
+/// Removes what interrupted writes left in a folder, of files whose names begin with `prefix`.
+pub fn remove_temporaries(fs: &dyn Fs, folder: &Path, prefix: &str) -> Result<(), FsError> {
+    for name in fs.list(folder)? {
+        if name.starts_with(prefix) && name.ends_with(TEMPORARY) {
+            fs.remove_file(&folder.join(name))?;
+        }
+    }
+    Ok(())
 }
 
 /// Writes a file so that a reader sees the old content or the new one, never a part.

@@ -70,6 +70,7 @@ impl Installation {
     /// Installs what the image has of them into `target`, by content: what is there already stays.
     pub fn install(fs: Arc<dyn Fs>, image: &Path, target: &Path) -> Result<Self, InstallError> {
         fs.create_dir(target)?;
+        fs::remove_temporaries(&*fs, target, "")?;
         let read = |(name, mode): (&str, u32)| {
             let path = image.join(name);
             let content = fs.read(&path)?.ok_or(InstallError::NotInImage { path })?;

@@ -66,10 +66,9 @@ impl Journal {
     /// Reads everything, and removes what an interrupted write left.
     pub fn load_all(&self) -> Result<Loaded, FsError> {
         let mut loaded = Loaded::default();
+        fs::remove_temporaries(&*self.fs, &self.folder, "")?;
         for name in self.fs.list(&self.folder)? {
-            if fs::is_temporary(&name) {
-                self.fs.remove_file(&self.folder.join(name))?;
-            } else if let Some(uid) = name.strip_suffix(".json") {
+            if let Some(uid) = name.strip_suffix(".json") {
                 match self.load(uid) {
                     Ok(Some(record)) => loaded.records.push(record),
                     Ok(None) => {}

@@ -43,6 +43,8 @@ pub mod registration;
 pub mod root;
 pub mod sockets;
 pub mod status;
+#[cfg(test)]
+pub(crate) mod testing;
 
 /// By this name the API server knows what this plugin wrote.
 pub const FIELD_MANAGER: &str = "tranche-kubelet-plugin";

@@ -9,6 +9,8 @@
 //! leave a claim half prepared, and the next caller waits for its turn.
 
 mod error;
+#[cfg(test)]
+mod tests;
 
 use std::path::Path;
 use std::sync::Arc;
@@ -24,11 +26,9 @@ use tranche_driver::preparation::{Cap, PreparationPlan, PreparationProblem, plan
 pub use error::{PrepareError, Problem, UnprepareError};
 
 use crate::claims::{ClaimRef, Claims};
-use crate::driver_state::{DriverState, Ready};
+use crate::driver_state::{DriverState, Ready, SpecFile};
 use crate::executor::Executor;
-use crate::fs::{self, Fs};
 use crate::install::{Installation, InstallError, Needs};
-use crate::layout::Layout;
 use crate::ledger::{Ledger, claim_of};
 use crate::locks::{Held, Key, Locks};
 use crate::root::{DriverRoot, Kind};
@@ -51,12 +51,10 @@ pub trait Aftermath: Send + Sync + std::fmt::Debug {
 pub struct Parts {
     /// This node's pool.
     pub pool: String,
-    /// Where things lie.
-    pub layout: Layout,
     /// The driver root as this process sees it.
     pub driver_root: std::path::PathBuf,
-    /// The file system.
-    pub fs: Arc<dyn Fs>,
+    /// The driver's CDI spec.
+    pub spec_file: Arc<SpecFile>,
     /// Carries out plans.
     pub executor: Executor,
     /// What containers get of ours.
@@ -241,9 +239,7 @@ impl Preparer {
                 }
             }
         }
-        let spec = parts.layout.driver_spec();
-        fs::ensure(&*parts.fs, &spec, &ready.spec, 0o644)?;
-        Ok(())
+        Ok(parts.spec_file.ensure(&ready.spec)?)
     }
 
     /// Releases a claim; one that is not held is released already.

@@ -1,0 +1,464 @@
+//! What the kubelet may ask of a claim, and what may go wrong.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tranche_shim_core::cap::CapPage;
+use tranche_shim_core::layout::AccountPage;
+
+use crate::driver_state::{DriverError, DriverState};
+use crate::fs::testing::{Fault, FaultyFs};
+use crate::nvml::NvmlError;
+use crate::testing::api::Mood;
+use crate::testing::{Plugin, World, capped, claim, claim_ref, whole};
+
+/// What is wrong when `name` is prepared.
+async fn refusal(plugin: &Plugin, name: &str) -> String {
+    let error = plugin.preparer.prepare(&claim_ref(name)).await;
+    error.map(|_| ()).unwrap_err().to_string()
+}
+
+fn has(text: &str, words: &[&str]) {
+    for word in words {
+        assert!(text.contains(word), "{word:?} is not in: {text}");
+    }
+}
+
+const NONE: [&str; 0] = [];
+
+#[tokio::test]
+async fn an_exclusive_claim_gets_its_gpu_and_an_uncapped_page() {
+    let world = World::new();
+    let plugin = world.start();
+    world.api.put(claim("a", &[whole("gpu", 1)]));
+    let record = plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
+    let [device] = &record.plan.devices[..] else {
+        panic!("{record:?}")
+    };
+    assert_eq!(device.cdi_ids.len(), 2);
+    assert!(device.cdi_ids[1].ends_with("/driver=full"), "{device:?}");
+    assert_eq!(
+        world.traces(),
+        [
+            "cdi/gpu.tranche.dev-claim-uid-of-a.json",
+            "plugin/claims/uid-of-a.json",
+            "run/shares/uid-of-a",
+            "run/shares/uid-of-a/uid-of-a-gpu-0",
+            "run/shares/uid-of-a/uid-of-a-gpu-0/cap",
+        ]
+    );
+    let page = world.layout.share("uid-of-a", &device.key).cap;
+    let page = std::fs::read(page).unwrap();
+    let cap = CapPage::decode(&page).unwrap();
+    assert_eq!((cap.memory_limit, cap.gpu_uuid), (None, device.gpu_uuid.as_str()));
+    assert!(world.layout.driver_spec().exists());
+    assert_eq!(*plugin.told.prepared.lock().unwrap(), ["uid-of-a"]);
+
+    plugin.preparer.unprepare(&claim_ref("a")).await.unwrap();
+    assert_eq!(world.traces(), NONE);
+}
+
+#[tokio::test]
+async fn two_shares_on_two_gpus_have_each_its_cap() {
+    let world = World::new();
+    let plugin = world.start();
+    world.api.put(claim("a", &[capped("x", 1, "30Gi", 30), capped("y", 0, "10Gi", 10)]));
+    let record = plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
+    for (device, (gib, cores)) in record.plan.devices.iter().zip([(30_u64, 30), (10, 10)]) {
+        let share = world.layout.share("uid-of-a", &device.key);
+        let page = std::fs::read(share.cap).unwrap();
+        let cap = CapPage::decode(&page).unwrap();
+        assert_eq!(cap.memory_limit, Some(gib << 30));
+        assert_eq!(cap.cores, Some(cores));
+        assert_eq!(cap.gpu_uuid, device.gpu_uuid);
+        AccountPage::check(&std::fs::read(share.account).unwrap()).unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_replay_rebuilds_what_was_removed_and_keeps_the_account() {
+    let world = World::new();
+    world.api.put(claim("a", &[capped("gpu", 0, "20Gi", 25)]));
+    let first = world.start().preparer.prepare(&claim_ref("a")).await.unwrap();
+    let share = world.layout.share("uid-of-a", &first.plan.devices[0].key);
+    // A container counts in its account.
+    let mut account = std::fs::read(&share.account).unwrap();
+    *account.last_mut().unwrap() = 7;
+    std::fs::write(&share.account, &account).unwrap();
+    let before = world.contents();
+
+    std::fs::remove_file(&share.cap).unwrap();
+    std::fs::remove_file(world.layout.claim_spec("uid-of-a")).unwrap();
+    std::fs::remove_file(world.layout.driver_spec()).unwrap();
+    let again = world.start().preparer.prepare(&claim_ref("a")).await.unwrap();
+    assert_eq!(again.plan, first.plan);
+    assert_eq!(world.contents(), before);
+    assert!(world.layout.driver_spec().exists());
+}
+
+#[tokio::test]
+async fn a_broken_account_is_refused_not_renewed() {
+    let world = World::new();
+    let plugin = world.start();
+    world.api.put(claim("a", &[capped("gpu", 0, "20Gi", 25)]));
+    let record = plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
+    let share = world.layout.share("uid-of-a", &record.plan.devices[0].key);
+    std::fs::write(&share.account, "").unwrap();
+    has(&refusal(&plugin, "a").await, &["team/a", "account", "delete the pods"]);
+    plugin.preparer.unprepare(&claim_ref("a")).await.unwrap();
+    assert_eq!(world.traces(), NONE);
+}
+
+#[tokio::test]
+async fn the_same_claim_allocated_anew_leaves_the_old_device() {
+    let world = World::new();
+    let plugin = world.start();
+    world.api.put(claim("a", &[capped("gpu", 0, "20Gi", 25)]));
+    plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
+    world.api.put(claim("a", &[whole("gpu", 1)]));
+    let record = plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
+    assert_eq!(record.plan.devices[0].minor, 1);
+    assert!(!world.traces().iter().any(|path| path.ends_with("account")));
+    plugin.preparer.unprepare(&claim_ref("a")).await.unwrap();
+    assert_eq!(world.traces(), NONE);
+}
+
+#[tokio::test]
+async fn unprepare_works_twice_without_driver_claim_or_knowledge() {
+    let world = World::new();
+    let object = claim("a", &[capped("gpu", 0, "20Gi", 25)]);
+    world.api.put(object.clone());
+    world.start().preparer.prepare(&claim_ref("a")).await.unwrap();
+    world.api.delete(&object);
+    world.api.set_mood(Mood::Silent);
+    std::fs::remove_dir_all(world.driver_root()).unwrap();
+    let plugin = world.start();
+    plugin.driver.send_replace(DriverState::Unknown);
+    for name in ["a", "a", "unknown", "../../etc"] {
+        plugin.preparer.unprepare(&claim_ref(name)).await.unwrap();
+    }
+    assert_eq!(world.traces(), NONE);
+}
+
+#[tokio::test]
+async fn claims_that_are_gone_replaced_or_not_allocated_are_refused() {
+    let world = World::new();
+    let plugin = world.start();
+    has(&refusal(&plugin, "gone").await, &["team/gone", "deleted", "delete the pod"]);
+
+    let mut other = claim("a", &[whole("gpu", 0)]);
+    other["metadata"]["uid"] = "another".into();
+    world.api.put(other);
+    has(&refusal(&plugin, "a").await, &["team/a", "metadata.uid", "another"]);
+    assert!(plugin.told.failed.lock().unwrap().is_empty(), "its pods are not ours to tell");
+
+    let mut bare = claim("b", &[]);
+    bare["status"] = serde_json::json!({});
+    world.api.put(bare);
+    has(&refusal(&plugin, "b").await, &["team/b", "status.allocation"]);
+    assert_eq!(world.traces(), NONE);
+}
+
+#[tokio::test]
+async fn bad_parameters_and_sizes_are_refused_by_field_on_the_pods_events() {
+    let world = World::new();
+    let plugin = world.start();
+    for (name, size, word) in [
+        ("zero", "0", "consumedCapacity[memory]"),
+        ("negative", "-1Gi", "consumedCapacity[memory]"),
+        ("large", "200Gi", "memory"),
+        ("text", "much", "consumedCapacity[memory]"),
+    ] {
+        world.api.put(claim(name, &[capped("gpu", 0, size, 25)]));
+        has(&refusal(&plugin, name).await, &[name, "gpu-0-capped", word]);
+    }
+    for (name, parameters, word) in [
+        ("unknown", r#"{"apiVersion":"gpu.tranche.dev/v1alpha1","kind":"ShareConfig","colour":1}"#, "colour"),
+        ("typed", r#"{"apiVersion":"gpu.tranche.dev/v1alpha1","kind":"ShareConfig","compute":{"mode":7}}"#, "compute.mode"),
+    ] {
+        let mut object = claim(name, &[capped("gpu", 0, "1Gi", 25)]);
+        object["status"]["allocation"]["devices"]["config"] = serde_json::json!([{
+            "source": "FromClaim",
+            "opaque": {"driver": "gpu.tranche.dev", "parameters": serde_json::from_str::<serde_json::Value>(parameters).unwrap()},
+        }]);
+        world.api.put(object);
+        has(&refusal(&plugin, name).await, &[name, word]);
+    }
+    world.api.put(claim("lost", &[whole("gpu", 7)]));
+    has(&refusal(&plugin, "lost").await, &["minor number 7", "delete the pod"]);
+
+    assert_eq!(world.traces(), NONE);
+    let told = plugin.told.failed.lock().unwrap();
+    let names: Vec<_> = told.iter().map(|(name, _)| name.as_str()).collect();
+    assert_eq!(names, ["zero", "negative", "large", "text", "unknown", "typed", "lost"]);
+}
+
+#[tokio::test]
+async fn a_journal_that_cannot_be_read_is_refused_named_and_left() {
+    for (content, word) in [
+        ("", "corrupt"),
+        ("{\"version\": 1, \"pl", "corrupt"),
+        ("{\"version\": 99}", "version 99"),
+    ] {
+        let world = World::new();
+        world.api.put(claim("a", &[whole("gpu", 0)]));
+        world.api.put(claim("b", &[whole("gpu", 1)]));
+        std::fs::create_dir_all(world.layout.claims()).unwrap();
+        let path = world.layout.claims().join("uid-of-a.json");
+        std::fs::write(&path, content).unwrap();
+        let spec = world.layout.claim_spec("uid-of-a");
+        std::fs::create_dir_all(&world.layout.cdi).unwrap();
+        std::fs::write(&spec, "{}").unwrap();
+        let plugin = world.start();
+        has(&refusal(&plugin, "a").await, &["team/a", path.to_str().unwrap(), word, "delete"]);
+        let error = plugin.preparer.unprepare(&claim_ref("a")).await.unwrap_err();
+        has(&error.to_string(), &[path.to_str().unwrap(), word]);
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), content);
+        assert!(spec.exists(), "what it may have made stays too");
+        // Other claims are not held up.
+        plugin.preparer.prepare(&claim_ref("b")).await.unwrap();
+
+        // The way out works.
+        std::fs::remove_file(&path).unwrap();
+        let plugin = world.start();
+        plugin.preparer.unprepare(&claim_ref("a")).await.unwrap();
+        plugin.preparer.unprepare(&claim_ref("b")).await.unwrap();
+        assert_eq!(world.traces(), NONE);
+    }
+}
+
+#[tokio::test]
+async fn a_journal_under_another_claims_name_is_refused() {
+    let world = World::new();
+    world.api.put(claim("a", &[whole("gpu", 0)]));
+    world.start().preparer.prepare(&claim_ref("a")).await.unwrap();
+    let claims = world.layout.claims();
+    std::fs::copy(claims.join("uid-of-a.json"), claims.join("uid-of-b.json")).unwrap();
+    world.api.put(claim("b", &[whole("gpu", 1)]));
+    has(&refusal(&world.start(), "b").await, &["uid-of-b.json", "uid-of-a"]);
+}
+
+#[tokio::test]
+async fn no_driver_means_an_error_with_the_way_out() {
+    let world = World::new();
+    let plugin = world.start();
+    world.api.put(claim("a", &[whole("gpu", 0)]));
+    let absent = NvmlError::NotFound {
+        root: "/driver-root".into(),
+        searched: "/usr/lib64".into(),
+    };
+    let absent = DriverState::Absent(Arc::new(DriverError::Nvml(absent)));
+    plugin.driver.send_replace(absent);
+    has(&refusal(&plugin, "a").await, &["team/a", "/driver-root", "install the NVIDIA driver"]);
+
+    plugin.driver.send_replace(DriverState::Ready(Arc::clone(&world.ready)));
+    std::fs::remove_file(world.driver_root().join("dev/nvidia0")).unwrap();
+    has(&refusal(&plugin, "a").await, &["/dev/nvidia0", "nvidia-modprobe"]);
+    std::fs::remove_dir_all(world.driver_root()).unwrap();
+    has(&refusal(&plugin, "a").await, &["driver root", "driverRoot"]);
+    assert_eq!(world.traces(), NONE);
+}
+
+#[tokio::test]
+async fn a_capped_claim_is_refused_where_the_shim_is_gone_and_an_exclusive_one_is_not() {
+    let world = World::new();
+    let plugin = world.start();
+    std::fs::remove_file(world.layout.libraries().join("libcuda.so.1")).unwrap();
+    world.api.put(claim("a", &[capped("gpu", 0, "1Gi", 10)]));
+    has(&refusal(&plugin, "a").await, &["team/a", "libcuda.so.1", "restart"]);
+    assert_eq!(plugin.told.failed.lock().unwrap().len(), 1);
+    world.api.put(claim("b", &[whole("gpu", 1)]));
+    plugin.preparer.prepare(&claim_ref("b")).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_gpu_serves_one_tier_at_a_time_whatever_the_scheduler_believed() {
+    let world = World::new();
+    let plugin = world.start();
+    world.api.put(claim("a", &[capped("gpu", 0, "40Gi", 40)]));
+    plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
+    world.api.put(claim("b", &[whole("gpu", 0)]));
+    has(&refusal(&plugin, "b").await, &["team/b", "team/a", "exclusive"]);
+    world.api.put(claim("c", &[capped("gpu", 0, "60Gi", 10)]));
+    has(&refusal(&plugin, "c").await, &["team/c", "team/a", "memory"]);
+    // A conflict may be an orphan's fault: the search is asked to look.
+    let suspected = plugin.suspect_orphans.notified();
+    tokio::time::timeout(Duration::from_secs(5), suspected).await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_silent_api_server_costs_ten_seconds_and_one_request() {
+    let world = World::new();
+    let plugin = world.start();
+    world.api.put(claim("a", &[whole("gpu", 0)]));
+    world.api.set_mood(Mood::Silent);
+    let start = tokio::time::Instant::now();
+    has(&refusal(&plugin, "a").await, &["team/a", "did not answer"]);
+    assert_eq!(start.elapsed().as_secs(), 10);
+    world.api.set_mood(Mood::Failing(503));
+    has(&refusal(&plugin, "a").await, &["team/a", "503"]);
+    assert_eq!(world.api.requests().len(), 2);
+}
+
+#[tokio::test]
+async fn orphans_are_released_at_the_second_look() {
+    let world = World::new();
+    let plugin = world.start();
+    let [gone, replaced, kept] = ["gone", "replaced", "kept"];
+    let objects = [(gone, 0), (replaced, 0), (kept, 0)]
+        .map(|(name, minor)| claim(name, &[capped("gpu", minor, "1Gi", 10)]));
+    for (name, object) in [gone, replaced, kept].iter().zip(&objects) {
+        world.api.put(object.clone());
+        plugin.preparer.prepare(&claim_ref(name)).await.unwrap();
+    }
+    world.api.delete(&objects[0]);
+    let mut other = objects[1].clone();
+    other["metadata"]["uid"] = "another".into();
+    world.api.put(other);
+
+    // A later life finds them too.
+    let plugin = world.start();
+    let look = plugin.preparer.release_orphans(&BTreeSet::new()).await;
+    assert_eq!(look, BTreeSet::from(["uid-of-gone".into(), "uid-of-replaced".into()]));
+    assert_eq!(plugin.preparer.ledger().held().len(), 3);
+    world.api.set_mood(Mood::Failing(500));
+    assert!(plugin.preparer.release_orphans(&look).await.is_empty());
+    assert_eq!(plugin.preparer.ledger().held().len(), 3, "not knowing releases nothing");
+    world.api.set_mood(Mood::Well);
+    assert!(plugin.preparer.release_orphans(&look).await.is_empty());
+    let held: Vec<_> = plugin.preparer.ledger().uids();
+    assert_eq!(held, ["uid-of-kept"]);
+    assert!(world.traces().iter().all(|path| path.contains("kept")), "{:?}", world.traces());
+}
+
+fn shares() -> serde_json::Value {
+    claim("a", &[capped("x", 0, "20Gi", 25), capped("y", 1, "10Gi", 10)])
+}
+
+/// What a claim's files are when nothing went wrong.
+async fn undisturbed() -> Vec<(String, Vec<u8>)> {
+    let world = World::new();
+    world.api.put(shares());
+    world.start().preparer.prepare(&claim_ref("a")).await.unwrap();
+    world.contents()
+}
+
+/// How a next life ends what a killed one began.
+#[derive(Clone, Copy, Debug)]
+enum Ending {
+    Retried,
+    Released,
+    Orphaned,
+}
+
+async fn ends_well(world: &World, ending: Ending, at: usize, wanted: &[(String, Vec<u8>)]) {
+    let plugin = world.start();
+    match ending {
+        Ending::Retried => {
+            plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
+            assert_eq!(world.contents(), wanted, "{ending:?} {at}");
+            plugin.preparer.unprepare(&claim_ref("a")).await.unwrap();
+        }
+        Ending::Released => plugin.preparer.unprepare(&claim_ref("a")).await.unwrap(),
+        Ending::Orphaned => {
+            world.api.delete(&shares());
+            let gone = plugin.preparer.release_orphans(&BTreeSet::new()).await;
+            plugin.preparer.release_orphans(&gone).await;
+        }
+    }
+    assert_eq!(world.traces(), NONE, "{ending:?} {at}");
+}
+
+#[tokio::test]
+async fn killed_at_any_step_of_prepare_it_converges() {
+    let wanted = undisturbed().await;
+    for ending in [Ending::Retried, Ending::Released, Ending::Orphaned] {
+        let mut steps = 0;
+        for at in 0.. {
+            let world = World::new();
+            world.api.put(shares());
+            let fs = Arc::new(FaultyFs::new(at, Fault::Death));
+            if let Ok(plugin) = world.start_on(Arc::clone(&fs) as _) {
+                let result = plugin.preparer.prepare(&claim_ref("a")).await;
+                assert_eq!(result.is_err(), fs.struck(), "{at}");
+            }
+            ends_well(&world, ending, at, &wanted).await;
+            steps = at;
+            if !fs.struck() {
+                break;
+            }
+        }
+        assert!(steps > 20, "only {steps} steps were tried");
+    }
+}
+
+#[tokio::test]
+async fn killed_at_any_step_of_unprepare_it_converges() {
+    let wanted = undisturbed().await;
+    for ending in [Ending::Retried, Ending::Released, Ending::Orphaned] {
+        for at in 0.. {
+            let world = World::new();
+            world.api.put(shares());
+            world.start().preparer.prepare(&claim_ref("a")).await.unwrap();
+            let fs = Arc::new(FaultyFs::new(at, Fault::Death));
+            if let Ok(plugin) = world.start_on(Arc::clone(&fs) as _) {
+                let result = plugin.preparer.unprepare(&claim_ref("a")).await;
+                assert_eq!(result.is_err(), fs.struck(), "{at}");
+            }
+            ends_well(&world, ending, at, &wanted).await;
+            if !fs.struck() {
+                break;
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn one_failing_step_leaves_nothing_half_prepared() {
+    for at in 0.. {
+        let world = World::new();
+        world.api.put(shares());
+        let fs = Arc::new(FaultyFs::new(at, Fault::Once));
+        let Ok(plugin) = world.start_on(Arc::clone(&fs) as _) else {
+            continue;
+        };
+        let result = plugin.preparer.prepare(&claim_ref("a")).await;
+        if !fs.struck() {
+            result.unwrap();
+            return;
+        }
+        let error = result.unwrap_err().to_string();
+        has(&error, &["team/a", "injected fault"]);
+        assert_eq!(world.traces(), NONE, "{at}: {error}");
+        // The same life can go on.
+        plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn many_at_once_each_get_their_own_and_leave_nothing() {
+    let world = World::new();
+    let plugin = world.start();
+    let names: Vec<String> = (0..64).map(|n| format!("c{n}")).collect();
+    for (n, name) in names.iter().enumerate() {
+        let minor = u32::try_from(n % 2).unwrap();
+        world.api.put(claim(name, &[capped("gpu", minor, "1Gi", 3)]));
+    }
+    let all = |names: &[String]| {
+        let calls = names.iter().map(|name| {
+            let preparer = Arc::clone(&plugin.preparer);
+            let claim = claim_ref(name);
+            async move { preparer.prepare(&claim).await.map(|_| ()) }
+        });
+        futures::future::join_all(calls.collect::<Vec<_>>())
+    };
+    for result in all(&names).await {
+        result.unwrap();
+    }
+    assert_eq!(plugin.preparer.ledger().held().len(), 64);
+    for name in &names {
+        plugin.preparer.unprepare(&claim_ref(name)).await.unwrap();
+    }
+    assert_eq!(world.traces(), NONE);
+}

@@ -1,0 +1,264 @@
+//! Doubles and fixtures: an API server, a node's files, a plugin on them that can be killed.
+
+pub mod api;
+
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+
+use k8s_openapi::api::resource::v1::ResourceClaim;
+use rustix::fs::{CWD, FileType, Mode, makedev, mknodat};
+use tokio::sync::{Notify, watch};
+use tranche_driver::cdi::driver_spec;
+use tranche_driver::journal::Record;
+
+use self::api::FakeApi;
+use crate::claims::{ClaimRef, Claims};
+use crate::discover::{discover, testing as files};
+use crate::driver_state::{DriverState, Ready, SpecFile};
+use crate::executor::Executor;
+use crate::fs::{Fs, HostFs};
+use crate::install::{Installation, testing::lay_out_image};
+use crate::inventory::{inventory, testing::two_h100};
+use crate::layout::{Layout, testing::below};
+use crate::ledger::Ledger;
+use crate::preparer::{Aftermath, Parts, Preparer, Problem};
+use crate::root::DriverRoot;
+
+pub const NODE: &str = "node-a";
+pub const POOL: &str = "node-a/gpu";
+
+/// A node's disk and its API server: what outlives a plugin.
+pub struct World {
+    pub dir: tempfile::TempDir,
+    pub layout: Layout,
+    pub api: FakeApi,
+    /// What the driver is when it is there.
+    pub ready: Arc<Ready>,
+}
+
+/// One life of a plugin.
+pub struct Plugin {
+    pub preparer: Arc<Preparer>,
+    pub told: Arc<Told>,
+    pub driver: watch::Sender<DriverState>,
+    pub suspect_orphans: Arc<Notify>,
+}
+
+/// Records what the cluster would be told.
+#[derive(Debug, Default)]
+pub struct Told {
+    pub prepared: Mutex<Vec<String>>,
+    pub failed: Mutex<Vec<(String, String)>>,
+    pub released: Mutex<Vec<String>>,
+}
+
+impl Aftermath for Told {
+    fn prepared(&self, record: &Arc<Record>) {
+        let uid = record.plan.allocation.uid.clone();
+        self.prepared.lock().unwrap().push(uid);
+    }
+
+    fn failed(&self, claim: &ResourceClaim, _: &Problem, text: &str) {
+        let name = claim.metadata.name.clone().unwrap();
+        self.failed.lock().unwrap().push((name, text.to_owned()));
+    }
+
+    fn released(&self, uid: &str) {
+        self.released.lock().unwrap().push(uid.to_owned());
+    }
+}
+
+impl World {
+    /// A node with two H100 and Debian's driver.
+    pub fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = below(dir.path());
+        lay_out_image(&dir.path().join("image"));
+        for folder in [&layout.plugin, &layout.registry] {
+            std::fs::create_dir_all(folder).unwrap();
+        }
+        let driver_root = dir.path().join("driver");
+        files::lay_out(&driver_root, files::DEBIAN_535);
+        let world = Self {
+            ready: Arc::new(ready(&driver_root, &layout)),
+            layout,
+            api: FakeApi::default(),
+            dir,
+        };
+        std::fs::create_dir(world.driver_root().join("dev")).unwrap();
+        for name in ["nvidia0", "nvidia1", "nvidiactl"] {
+            world.make_node(name);
+        }
+        world
+    }
+
+    pub fn driver_root(&self) -> PathBuf {
+        self.dir.path().join("driver")
+    }
+
+    pub fn make_node(&self, name: &str) {
+        let path = self.driver_root().join("dev").join(name);
+        let null = makedev(1, 3);
+        mknodat(CWD, &path, FileType::CharacterDevice, Mode::RUSR, null)
+            .expect("tests make device nodes: run them with CAP_MKNOD");
+    }
+
+    /// A plugin on this node, as `app` starts it; its driver is ready.
+    pub fn start(&self) -> Plugin {
+        self.start_on(Arc::new(HostFs)).unwrap()
+    }
+
+    /// The same, on a file system that may fail.
+    pub fn start_on(&self, fs: Arc<dyn Fs>) -> Result<Plugin, crate::fs::FsError> {
+        let image = self.dir.path().join("image");
+        let installation = Installation::install(Arc::new(HostFs), &image, &self.layout.libraries());
+        let executor = Executor::new(Arc::clone(&fs), self.layout.clone(), "boot-1".into())?;
+        let ledger = Ledger::new(executor.recover()?);
+        let told = Arc::new(Told::default());
+        let (driver, driver_rx) = watch::channel(DriverState::Ready(Arc::clone(&self.ready)));
+        let suspect_orphans = Arc::new(Notify::new());
+        let preparer = Preparer::new(Parts {
+            pool: POOL.into(),
+            driver_root: self.driver_root(),
+            spec_file: Arc::new(SpecFile::new(fs, &self.layout)),
+            executor,
+            installation,
+            driver: driver_rx,
+            claims: Claims::new(self.api.client()),
+            ledger: Arc::new(ledger),
+            aftermath: Arc::clone(&told) as _,
+            suspect_orphans: Arc::clone(&suspect_orphans),
+        });
+        Ok(Plugin {
+            preparer,
+            told,
+            driver,
+            suspect_orphans,
+        })
+    }
+
+    /// Every file of claims on the node, temporary ones too, from the node's root; the driver's
+    /// spec, the plugin's own files and empty top folders are none.
+    pub fn traces(&self) -> Vec<String> {
+        let mut traces = Vec::new();
+        for folder in [self.layout.claims(), self.layout.shares.clone(), self.layout.cdi.clone()] {
+            collect(&folder, &mut traces);
+        }
+        let driver = self.layout.driver_spec();
+        traces.retain(|path| *path != driver);
+        let root = self.dir.path();
+        let mut traces: Vec<_> = traces
+            .iter()
+            .map(|path| path.strip_prefix(root).unwrap().to_string_lossy().into_owned())
+            .collect();
+        traces.sort();
+        traces
+    }
+
+    /// The traces with their contents, but for the journals.
+    pub fn contents(&self) -> Vec<(String, Vec<u8>)> {
+        self.traces()
+            .into_iter()
+            .filter(|path| !path.starts_with("plugin/claims"))
+            .map(|path| {
+                let content = std::fs::read(self.dir.path().join(&path)).unwrap_or_default();
+                // CDI specs name this node's own folder.
+                let text = String::from_utf8_lossy(&content);
+                let content = text.replace(self.dir.path().to_str().unwrap(), "ROOT");
+                (path, content.into_bytes())
+            })
+            .collect()
+    }
+}
+
+fn ready(driver_root: &Path, layout: &Layout) -> Ready {
+    let description = two_h100();
+    let root = DriverRoot::open(driver_root).unwrap();
+    let found = discover(&root, &description.driver_version).unwrap();
+    let files = found.driver_files(&layout.driver_root_on_host);
+    Ready {
+        inventory: inventory(&description, Path::new("/nowhere")),
+        spec: driver_spec(&files, &layout.node_paths()).unwrap().encode(),
+    }
+}
+
+fn collect(folder: &Path, into: &mut Vec<PathBuf>) {
+    let Ok(entries) = std::fs::read_dir(folder) else {
+        return;
+    };
+    for entry in entries {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            collect(&path, into);
+        }
+        into.push(path);
+    }
+}
+
+/// A share or a whole GPU, as the scheduler writes it.
+#[derive(Clone, Debug)]
+pub struct Given {
+    request: String,
+    device: String,
+    share: Option<(String, String, u32)>,
+}
+
+/// All of a GPU.
+pub fn whole(request: &str, minor: u32) -> Given {
+    Given {
+        request: request.into(),
+        device: format!("gpu-{minor}"),
+        share: None,
+    }
+}
+
+/// A capped share.
+pub fn capped(request: &str, minor: u32, memory: &str, cores: u32) -> Given {
+    let share = format!("00000000-0000-4000-8000-{:012}", minor + 1);
+    Given {
+        request: request.into(),
+        device: format!("gpu-{minor}-capped"),
+        share: Some((share, memory.into(), cores)),
+    }
+}
+
+/// The name by which the kubelet asks for the claim `name`.
+pub fn claim_ref(name: &str) -> ClaimRef {
+    ClaimRef {
+        uid: uid(name),
+        namespace: "team".into(),
+        name: name.into(),
+    }
+}
+
+fn uid(name: &str) -> String {
+    format!("uid-of-{name}")
+}
+
+/// An allocated claim that a pod reserved.
+pub fn claim(name: &str, given: &[Given]) -> serde_json::Value {
+    let results: Vec<_> = given
+        .iter()
+        .map(|given| {
+            let mut result = serde_json::json!({
+                "request": given.request, "driver": "gpu.tranche.dev", "pool": POOL, "device": given.device,
+            });
+            if let Some((share, memory, cores)) = &given.share {
+                result["shareID"] = share.as_str().into();
+                result["consumedCapacity"] = serde_json::json!({
+                    "memory": memory, "cores": cores.to_string(), "sharers": "1",
+                });
+            }
+            result
+        })
+        .collect();
+    serde_json::json!({
+        "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim",
+        "metadata": {"name": name, "namespace": "team", "uid": uid(name)},
+        "spec": {},
+        "status": {
+            "allocation": {"devices": {"results": results}},
+            "reservedFor": [{"resource": "pods", "name": format!("pod-of-{name}"), "uid": "pod-uid"}],
+        },
+    })
+}
