@@ -1,0 +1,132 @@
+//! NVML's clients and virtual time: what one says, the others say too.
+
+mod common;
+
+use std::process::Command;
+
+use common::{GIB, MIB, Machine};
+use nvml_wrapper::bitmasks::event::EventTypes;
+use nvml_wrapper::enum_wrappers::device::TemperatureSensor;
+
+#[test]
+fn nvidia_smi_and_nvml_agree() {
+    let machine = Machine::start("A100-40", 2);
+    let mut program = machine.program();
+    program.ask("use 1");
+    program.ask(&format!("alloc {}", 5 * GIB));
+    let fields = "index,name,uuid,pci.bus_id,memory.total,memory.used,memory.free,driver_version,mig.mode.current";
+    let table = machine.smi(&[&format!("--query-gpu={fields}"), "--format=csv,noheader,nounits"]);
+    let nvml = machine.nvml();
+    for (index, line) in (0..).zip(table.lines()) {
+        let device = nvml.device_by_index(index).unwrap();
+        let memory = device.memory_info().unwrap();
+        let expected = [
+            index.to_string(),
+            device.name().unwrap(),
+            device.uuid().unwrap(),
+            device.pci_info().unwrap().bus_id,
+            (memory.total / MIB).to_string(),
+            (memory.used / MIB).to_string(),
+            (memory.free / MIB).to_string(),
+            nvml.sys_driver_version().unwrap(),
+            "Disabled".to_owned(),
+        ]
+        .join(", ");
+        assert_eq!(line, expected);
+    }
+    assert_eq!(table.lines().count(), 2);
+    let apps = machine.smi(&["--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]);
+    assert_eq!(apps.trim(), format!("{}, {}", program.pid(), 5 * 1024 + 418));
+    // Every view works, and says that it is a simulator.
+    for arguments in [&[][..], &["-L"], &["-q"], &["-q", "-x"]] {
+        let view = machine.smi(arguments);
+        assert!(view.contains("Simulated A100-SXM4-40GB"), "{view}");
+    }
+    let view = machine.smi(&[]);
+    assert!(view.contains(&program.pid().to_string()) && view.contains("5538MiB / 40960MiB"), "{view}");
+}
+
+#[test]
+fn handles_by_every_name_are_the_same_gpu() {
+    let machine = Machine::start("L4", 2);
+    let nvml = machine.nvml();
+    let device = nvml.device_by_index(1).unwrap();
+    let uuid = device.uuid().unwrap();
+    for same in [
+        nvml.device_by_uuid(uuid.as_str()).unwrap(),
+        nvml.device_by_pci_bus_id(device.pci_info().unwrap().bus_id).unwrap(),
+    ] {
+        assert_eq!(same.uuid().unwrap(), uuid);
+        assert_eq!(same.index().unwrap(), 1);
+    }
+    assert!(nvml.device_by_index(2).is_err());
+    assert!(nvml.device_by_uuid("GPU-0").is_err());
+    assert!(device.mig_mode().is_err(), "an L4 cannot be partitioned");
+    let capability = device.cuda_compute_capability().unwrap();
+    assert_eq!((capability.major, capability.minor), (8, 9));
+    assert_eq!(device.memory_info().unwrap().total, 23034 * MIB);
+    assert!(device.is_multi_gpu_board().is_ok_and(|multi| !multi));
+}
+
+#[test]
+fn kernels_take_virtual_time_and_nvml_sees_it() {
+    let machine = Machine::start("T4", 1);
+    let mut program = machine.program();
+    program.ask("use 0");
+    let answer = program.ask("launch sim_busy_20ms 75");
+    let [events, wall, processor] = answer.split(' ').map(|n| n.parse::<i64>().unwrap()).collect::<Vec<_>>()[..] else {
+        panic!("{answer}")
+    };
+    assert!((1500..1700).contains(&events), "{answer}");
+    assert!(wall >= 1500, "{answer}");
+    assert!(processor < 300, "waiting sleeps: {answer}");
+    let nvml = machine.nvml();
+    let device = nvml.device_by_index(0).unwrap();
+    let rates = device.utilization_rates().unwrap();
+    assert!(rates.gpu >= 70, "{rates:?}");
+    let samples = device.process_utilization_stats(0).unwrap();
+    assert_eq!(samples[0].pid, program.pid());
+    assert!(device.temperature(TemperatureSensor::Gpu).unwrap() > 30);
+    // A kernel without duration costs nothing, however many there are.
+    let answer = program.ask("launch sim_busy_0us 100000");
+    let wall: u64 = answer.split(' ').nth(1).unwrap().parse().unwrap();
+    assert!(wall < 1000, "{answer}");
+}
+
+#[test]
+fn two_processes_share_a_gpus_time() {
+    let machine = Machine::start("T4", 1);
+    let (mut first, mut second) = (machine.program(), machine.program());
+    first.ask("use 0");
+    second.ask("use 0");
+    let other = std::thread::spawn(move || second.ask("launch sim_busy_20ms 20"));
+    let own = first.ask("launch sim_busy_20ms 20");
+    let took = |answer: &str| answer.split(' ').nth(1).unwrap().parse::<u64>().unwrap();
+    // 40 kernels of 20 ms on one GPU: alone each would have had 400 ms.
+    let longest = took(&own).max(took(&other.join().unwrap()));
+    assert!(longest >= 700, "{longest}");
+    let again = took(&first.ask("launch sim_busy_20ms 1"));
+    assert!(again < 400, "the queue is empty again: {again}");
+}
+
+#[test]
+fn an_injected_xid_wakes_an_event_set() {
+    let machine = Machine::start("T4", 2);
+    let nvml = machine.nvml();
+    let set = nvml.create_event_set().unwrap();
+    let set = nvml.device_by_index(1).unwrap().register_events(EventTypes::CRITICAL_XID_ERROR, set).unwrap();
+    assert!(set.wait(20).is_err(), "nothing has happened");
+    for gpu in ["0", "1"] {
+        let status = Command::new(machine.path("usr/bin/nvidia-sim-persistenced"))
+            .arg("--root")
+            .arg(machine.path(""))
+            .args(["inject-xid", gpu, "79"])
+            .status()
+            .unwrap();
+        assert!(status.success());
+    }
+    let event = set.wait(5000).unwrap();
+    assert_eq!(event.device.index().unwrap(), 1, "the other GPU was not asked about");
+    let data = format!("{:?}", event.event_data);
+    assert!(data.contains("79"), "{data}");
+}
