@@ -3,6 +3,7 @@
 // its process's own. Tests steer it through odd_*.
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -14,6 +15,7 @@ enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, INVALI
 #define MAX 4096
 static int initialised, devices = 2, current = -1;
 static CUresult fail_next;
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static size_t pitch_to = 512;
 static struct { uint64_t at; size_t size; int device; } live[MAX];
 static uint64_t next_address = 0x700000000000;
@@ -47,7 +49,7 @@ CUresult cuCtxGetCurrent(uint64_t *context) { *context = current < 0 ? 0 : 0x100
 CUresult cuCtxSetCurrent(uint64_t context) { current = (int)context - 0x1000; return OK; }
 CUresult cuCtxGetDevice(int *device) { if (current < 0) return INVALID_CONTEXT; *device = current; return OK; }
 
-static CUresult allocate(uint64_t *pointer, size_t size) {
+static CUresult allocate_locked(uint64_t *pointer, size_t size) {
     if (fail_next) { CUresult code = fail_next; fail_next = OK; return code; }
     if (current < 0) return INVALID_CONTEXT;
     if (!pointer || !size) return INVALID_VALUE;
@@ -60,6 +62,12 @@ static CUresult allocate(uint64_t *pointer, size_t size) {
     }
     return OUT_OF_MEMORY;
 }
+static CUresult allocate(uint64_t *pointer, size_t size) {
+    pthread_mutex_lock(&lock);
+    CUresult code = allocate_locked(pointer, size);
+    pthread_mutex_unlock(&lock);
+    return code;
+}
 CUresult cuMemAlloc_v2(uint64_t *pointer, size_t size) { return allocate(pointer, size); }
 CUresult cuMemAlloc_v3(uint64_t *pointer, size_t size, int how) { return allocate(pointer, size); }
 CUresult cuMemAllocAsync(uint64_t *pointer, size_t size, void *stream) { return allocate(pointer, size); }
@@ -70,8 +78,11 @@ CUresult cuMemAllocPitch_v2(uint64_t *pointer, size_t *pitch, size_t width, size
 }
 CUresult cuMemFree_v2(uint64_t pointer) {
     if (fail_next) { CUresult code = fail_next; fail_next = OK; return code; }
-    for (int i = 0; i < MAX; i++) if (live[i].size && live[i].at == pointer) { live[i].size = 0; return OK; }
-    return INVALID_VALUE;
+    CUresult code = INVALID_VALUE;
+    pthread_mutex_lock(&lock);
+    for (int i = 0; i < MAX; i++) if (live[i].size && live[i].at == pointer) { live[i].size = 0; code = OK; break; }
+    pthread_mutex_unlock(&lock);
+    return code;
 }
 CUresult cuMemFreeAsync(uint64_t pointer, void *stream) { return cuMemFree_v2(pointer); }
 CUresult cuMemGetInfo_v2(size_t *free, size_t *total) {

@@ -1,0 +1,301 @@
+//! A capped container without a cluster: the layout that `docs/` and the node plugin give a
+//! container, made in a private mount namespace, and programs that run in it.
+//!
+//! Nothing in the shim knows that it is being tested: its paths are constants, so the tests make
+//! those paths. That takes root. A [`World`] belongs to the thread that made it; its children see it.
+
+mod mount;
+mod probe_client;
+
+use std::ffi::OsStr;
+use std::fs::{self, File};
+use std::io::Write as _;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+pub use probe_client::{Answer, Probe};
+use tranche_shim_core::{AccountPage, AccountSnapshot, CapPage, ComputePolicy, layout};
+
+/// Where a container's shares lie.
+pub const SHARES: &str = tranche_shim_core::paths::SHARES;
+const OURS: &str = "/usr/lib/tranche";
+const LIBRARIES: &str = "/usr/lib/x86_64-linux-gnu";
+
+/// A container's file system, in a mount namespace of the calling thread.
+#[derive(Debug)]
+pub struct World {
+    folder: PathBuf,
+}
+
+/// What stands behind the shim.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Driver {
+    /// `odd-driver.c`: does what it is told.
+    Odd,
+    /// The real driver of a Debian release (`bookworm`, `trixie`), which finds no GPU.
+    Real(&'static str),
+    /// None.
+    Missing,
+}
+
+/// The workspace's folder for what is built.
+#[must_use]
+pub fn target() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target")
+}
+
+/// One of the shim's built libraries.
+///
+/// # Panics
+///
+/// If it is not built.
+#[must_use]
+pub fn built(library: &str) -> PathBuf {
+    let path = target().join("shim").join(library);
+    assert!(
+        path.exists(),
+        "{}: missing: run `make shim` first",
+        path.display()
+    );
+    path.canonicalize().unwrap()
+}
+
+/// The real drivers' libraries, brought from Debian at the first call.
+///
+/// # Panics
+///
+/// If they cannot be had.
+#[must_use]
+pub fn real_drivers() -> PathBuf {
+    static FETCHED: std::sync::OnceLock<PathBuf> = std::sync::OnceLock::new();
+    FETCHED
+        .get_or_init(|| {
+            let folder = target().join("cache/drivers");
+            let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("fetch-drivers");
+            let done = Command::new(script).arg(&folder).output().unwrap();
+            assert!(
+                done.status.success(),
+                "fetch-drivers: {}",
+                text(&done.stderr)
+            );
+            folder.canonicalize().unwrap()
+        })
+        .clone()
+}
+
+/// Bytes as text, for messages.
+#[must_use]
+pub fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+impl World {
+    /// A container with the shim in front of `driver`, preloaded and over the driver's own names,
+    /// and no share.
+    ///
+    /// # Panics
+    ///
+    /// If the caller may not make mounts.
+    #[must_use]
+    pub fn new(driver: Driver) -> Self {
+        static NUMBER: AtomicU32 = AtomicU32::new(0);
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let folder =
+            std::env::temp_dir().join(format!("tranche-shim-{}-{number}", std::process::id()));
+        fs::create_dir(&folder).unwrap();
+        mount::private_namespace();
+        mount::tmpfs(&folder);
+        for (over, name) in [("/usr/lib", "lib"), ("/etc", "etc")] {
+            let (upper, work) = (folder.join(name), folder.join(format!("{name}.work")));
+            fs::create_dir(&upper).unwrap();
+            fs::create_dir(&work).unwrap();
+            mount::overlay(Path::new(over), &upper, &work);
+        }
+        let world = Self { folder };
+        fs::create_dir_all(format!("{OURS}/driver")).unwrap();
+        fs::create_dir_all(SHARES).unwrap();
+        for library in ["libcuda.so.1", "libnvidia-ml.so.1"] {
+            fs::copy(built(library), format!("{OURS}/{library}")).unwrap();
+            let _ = fs::remove_file(format!("{LIBRARIES}/{library}"));
+            fs::copy(built(library), format!("{LIBRARIES}/{library}")).unwrap();
+        }
+        world.install(driver);
+        fs::write(
+            "/etc/ld.so.preload",
+            format!("{OURS}/libcuda.so.1\n{OURS}/libnvidia-ml.so.1\n"),
+        )
+        .unwrap();
+        world
+    }
+
+    fn install(&self, driver: Driver) {
+        let real = |library: &str| format!("{OURS}/driver/{library}");
+        match driver {
+            Driver::Missing => {}
+            Driver::Real(release) => {
+                for library in ["libcuda.so.1", "libnvidia-ml.so.1"] {
+                    fs::copy(real_drivers().join(release).join(library), real(library)).unwrap();
+                }
+            }
+            Driver::Odd => {
+                let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("odd-driver.c");
+                let done = Command::new("cc")
+                    .args([
+                        "-shared",
+                        "-fPIC",
+                        "-O1",
+                        "-w",
+                        "-Wl,-soname,libcuda.so.1",
+                        "-o",
+                    ])
+                    .arg(real("libcuda.so.1"))
+                    .arg(source)
+                    .arg("-ldl")
+                    .output()
+                    .unwrap();
+                assert!(done.status.success(), "{}", text(&done.stderr));
+            }
+        }
+    }
+
+    /// No preload list: only the files at the driver's own names are the shim's.
+    pub fn without_preload(&self) {
+        fs::remove_file("/etc/ld.so.preload").unwrap();
+    }
+
+    /// Adds a share of `limit` bytes (`None`: a GPU without a cap) on a GPU.
+    pub fn share(&self, key: &str, gpu_uuid: &str, limit: Option<u64>) -> Share {
+        let page = CapPage {
+            gpu_uuid,
+            memory_limit: limit,
+            cores: None,
+            compute_policy: ComputePolicy::Strict,
+            claim_uid: "5f0c2b9e-0000-4000-8000-000000000001",
+            device_key: key,
+        };
+        self.share_with(key, &page.encode().unwrap(), AccountPage::initial())
+    }
+
+    /// Adds a share with any content.
+    pub fn share_with(&self, key: &str, cap: &[u8], account: &[u8]) -> Share {
+        let pages = self.folder.join("pages").join(key);
+        fs::create_dir_all(&pages).unwrap();
+        write(&pages.join("cap"), cap, 0o444);
+        write(&pages.join("account"), account, 0o666);
+        let share = Share {
+            pages,
+            mounted: Path::new(SHARES).join(key),
+        };
+        fs::create_dir_all(&share.mounted).unwrap();
+        for (page, read_only) in [("cap", true), ("account", false)] {
+            File::create(share.mounted.join(page)).unwrap();
+            mount::bind(
+                &share.pages.join(page),
+                &share.mounted.join(page),
+                read_only,
+            );
+        }
+        share
+    }
+
+    /// A program of this container.
+    #[must_use]
+    pub fn command(&self, program: impl AsRef<OsStr>) -> Command {
+        Command::new(program)
+    }
+
+    /// Runs a program to its end.
+    #[must_use]
+    pub fn run(&self, program: impl AsRef<OsStr>, arguments: &[&str]) -> Output {
+        self.command(program).args(arguments).output().unwrap()
+    }
+
+    /// Starts the probe. `load` is how it gets the driver: see there.
+    #[must_use]
+    pub fn probe(&self, load: &str) -> Probe {
+        Probe::start(self.command(probe_path()).arg(load))
+    }
+
+    /// A folder for the test's own files.
+    #[must_use]
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+}
+
+/// The probe's executable.
+#[must_use]
+pub fn probe_path() -> PathBuf {
+    // Beside the test's: target/debug/deps/shim-… and target/debug/tranche-shim-probe.
+    let test = std::env::current_exe().unwrap();
+    test.parent()
+        .and_then(Path::parent)
+        .unwrap()
+        .join("tranche-shim-probe")
+}
+
+impl Drop for World {
+    fn drop(&mut self) {
+        // The page mounts go with the folder they are in.
+        for mounted in ["/usr/lib".as_ref(), "/etc".as_ref(), self.folder.as_path()] {
+            mount::detach(mounted);
+        }
+        let _ = fs::remove_dir(&self.folder);
+    }
+}
+
+/// A share's pages, as the node sees them.
+#[derive(Debug)]
+pub struct Share {
+    pages: PathBuf,
+    mounted: PathBuf,
+}
+
+impl Share {
+    /// A copy of the account page.
+    ///
+    /// # Panics
+    ///
+    /// If it cannot be read.
+    #[must_use]
+    pub fn account(&self) -> Vec<u8> {
+        fs::read(self.pages.join("account")).unwrap()
+    }
+
+    /// Bytes that the account says are used.
+    ///
+    /// # Panics
+    ///
+    /// If the page is none.
+    #[must_use]
+    pub fn used(&self) -> u64 {
+        self.look(|account| account.used())
+    }
+
+    /// Looks at the account.
+    ///
+    /// # Panics
+    ///
+    /// If the page is none.
+    pub fn look<T>(&self, at: impl FnOnce(AccountSnapshot<'_>) -> T) -> T {
+        at(AccountPage::snapshot(&self.account()).unwrap())
+    }
+
+    /// Its folder in the container.
+    #[must_use]
+    pub fn mounted(&self) -> &Path {
+        &self.mounted
+    }
+
+    /// The length that the account file must have.
+    pub const ACCOUNT_LEN: usize = layout::LEN;
+}
+
+fn write(path: &Path, content: &[u8], mode: u32) {
+    let mut file = File::create(path).unwrap();
+    file.write_all(content).unwrap();
+    file.set_permissions(fs::Permissions::from_mode(mode))
+        .unwrap();
+}

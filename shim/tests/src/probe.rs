@@ -1,0 +1,386 @@
+//! A CUDA program that does what it is told: commands on stdin, one per line, answers on stdout.
+//!
+//! usage: `tranche-shim-probe HOW`, where HOW is how the driver is loaded: `name` (dlopen of
+//! libcuda.so.1), `deepbind`, `global`, `namespace` (dlmopen), `default` (RTLD_DEFAULT: preloaded), or a path.
+//!
+//! An answer is the driver's result code and what it wrote.
+
+use std::ffi::{CStr, CString, c_void};
+use std::io::Write as _;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+struct Cuda(*mut c_void);
+
+// SAFETY: a handle of the loader, usable from any thread.
+unsafe impl Sync for Cuda {}
+
+macro_rules! call {
+    ($cuda:expr, $name:expr, $($argument:expr => $type:ty),*) => {{
+        let address = $cuda.find($name);
+        // SAFETY: the types are cuda.h's, and the arguments valid for the call.
+        unsafe {
+            std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($type),*) -> u32>(address)($($argument),*)
+        }
+    }};
+}
+
+impl Cuda {
+    fn load(how: &str) -> Self {
+        let name = c"libcuda.so.1";
+        let lazy = libc::RTLD_LAZY;
+        // SAFETY: C strings and flags of dlfcn.h.
+        let handle = unsafe {
+            match how {
+                "name" => libc::dlopen(name.as_ptr(), lazy),
+                "deepbind" => libc::dlopen(name.as_ptr(), lazy | libc::RTLD_DEEPBIND),
+                "global" => libc::dlopen(name.as_ptr(), lazy | libc::RTLD_GLOBAL),
+                "namespace" => libc::dlmopen(libc::LM_ID_NEWLM, name.as_ptr(), lazy),
+                "default" => libc::RTLD_DEFAULT,
+                path => libc::dlopen(CString::new(path).unwrap().as_ptr(), lazy),
+            }
+        };
+        assert!(
+            !handle.is_null() || how == "default",
+            "{how}: cannot be loaded"
+        );
+        Self(handle)
+    }
+
+    fn find(&self, name: &str) -> *mut c_void {
+        let name_c = CString::new(name).unwrap();
+        // SAFETY: a handle and a C string.
+        let address = unsafe { libc::dlsym(self.0, name_c.as_ptr()) };
+        assert!(!address.is_null(), "{name}: no such symbol");
+        address
+    }
+}
+
+fn main() {
+    let how = std::env::args()
+        .nth(1)
+        .expect("usage: tranche-shim-probe HOW");
+    let cuda = Cuda::load(&how);
+    serve(&cuda);
+}
+
+/// Until `end`, or the end of the input.
+fn serve(cuda: &Cuda) {
+    let mut line = String::new();
+    // Not locked for longer than a line: the child of a fork reads on.
+    while std::io::stdin().read_line(&mut line).unwrap() > 0 {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        if words.first() == Some(&"end") {
+            println!("0");
+            return;
+        }
+        let answer = act(cuda, &words);
+        println!("{answer}");
+        std::io::stdout().flush().unwrap();
+        line.clear();
+    }
+}
+
+fn act(cuda: &Cuda, words: &[&str]) -> String {
+    let number = |nth: usize| -> u64 { words.get(nth).map_or(0, |word| word.parse().unwrap()) };
+    #[expect(clippy::cast_possible_truncation, reason = "the tests' own numbers")]
+    let int = |nth: usize| number(nth) as i32;
+    let (mut out, mut out_too) = (0u64, 0u64);
+    let (out, out_too) = (&raw mut out, &raw mut out_too);
+    // SAFETY: reads the two locals.
+    let outs = |code: u32| unsafe { format!("{code} {} {}", *out, *out_too) };
+    match words[0] {
+        "init" => format!("{}", call!(cuda, "cuInit", 0 => u32)),
+        "count" => {
+            let mut count = 0;
+            let code = call!(cuda, "cuDeviceGetCount", &raw mut count => *mut i32);
+            format!("{code} {count}")
+        }
+        "context" => outs(call!(cuda, "cuCtxCreate_v2", out => *mut u64, 0 => u32, int(1) => i32)),
+        "current" => outs(call!(cuda, "cuCtxSetCurrent", number(1) => u64)),
+        "destroy" => outs(call!(cuda, "cuCtxDestroy_v2", number(1) => u64)),
+        "primary" => {
+            let code = call!(cuda, "cuDevicePrimaryCtxRetain", out => *mut u64, int(1) => i32);
+            // SAFETY: the local.
+            call!(cuda, "cuCtxSetCurrent", unsafe { *out } => u64);
+            outs(code)
+        }
+        "reset" => format!(
+            "{}",
+            call!(cuda, "cuDevicePrimaryCtxReset_v2", int(1) => i32)
+        ),
+        "unprimary" => format!(
+            "{}",
+            call!(cuda, "cuDevicePrimaryCtxRelease_v2", int(1) => i32)
+        ),
+        "alloc" => outs(call!(cuda, "cuMemAlloc_v2", out => *mut u64, number(1) => u64)),
+        "alloc-null" => {
+            outs(call!(cuda, "cuMemAlloc_v2", std::ptr::null_mut() => *mut u64, number(1) => u64))
+        }
+        "managed" => {
+            outs(call!(cuda, "cuMemAllocManaged", out => *mut u64, number(1) => u64, 1 => u32))
+        }
+        "async" => {
+            outs(call!(cuda, "cuMemAllocAsync", out => *mut u64, number(1) => u64, 0 => u64))
+        }
+        "async-ptsz" => {
+            outs(call!(cuda, "cuMemAllocAsync_ptsz", out => *mut u64, number(1) => u64, 0 => u64))
+        }
+        "pitch" => outs(
+            call!(cuda, "cuMemAllocPitch_v2", out => *mut u64, out_too => *mut u64, number(1) => u64, number(2) => u64, 4 => u32),
+        ),
+        "free" => format!("{}", call!(cuda, "cuMemFree_v2", number(1) => u64)),
+        "free-async" => format!(
+            "{}",
+            call!(cuda, "cuMemFreeAsync", number(1) => u64, 0 => u64)
+        ),
+        "info" => outs(call!(cuda, "cuMemGetInfo_v2", out => *mut u64, out_too => *mut u64)),
+        "info-free" => {
+            outs(call!(cuda, "cuMemGetInfo_v2", out => *mut u64, std::ptr::null_mut() => *mut u64))
+        }
+        "info-total" => outs(
+            call!(cuda, "cuMemGetInfo_v2", std::ptr::null_mut() => *mut u64, out_too => *mut u64),
+        ),
+        "info-none" => outs(
+            call!(cuda, "cuMemGetInfo_v2", std::ptr::null_mut() => *mut u64, std::ptr::null_mut() => *mut u64),
+        ),
+        "total" => outs(call!(cuda, "cuDeviceTotalMem_v2", out => *mut u64, int(1) => i32)),
+        "total-legacy" => {
+            let mut bytes = 0u32;
+            let code = call!(cuda, "cuDeviceTotalMem", &raw mut bytes => *mut u32, int(1) => i32);
+            format!("{code} {bytes}")
+        }
+        "uuid" => {
+            let mut uuid = [0u8; 16];
+            let code =
+                call!(cuda, "cuDeviceGetUuid", &raw mut uuid => *mut [u8; 16], int(1) => i32);
+            format!("{code} {}", tranche_shim_core::GpuUuid(uuid))
+        }
+        "address" => {
+            let mut address = std::ptr::null_mut();
+            let mut status = -1;
+            let name = CString::new(words[1]).unwrap();
+            let code = call!(cuda, "cuGetProcAddress_v2", name.as_ptr() => *const libc::c_char, &raw mut address => *mut *mut c_void, int(2) => i32, number(3) => u64, &raw mut status => *mut i32);
+            let (file, symbol) = place(address);
+            format!("{code} {status} {file} {symbol}")
+        }
+        "compare" => compare(cuda, words[1]),
+        "registers" => {
+            // The address of everything that a call may carry: more integers than registers, and a float.
+            let sum = call!(cuda, "cuLaunchKernel", 1 => u64, 2 => u32, 3 => u32, 4 => u32, 5 => u32, 6 => u32, 7 => u32, 8 => u32, 9 => u64, 10 => u64, 11 => u64);
+            let float = call!(cuda, "cuTexRefSetMipmapLevelBias", 0 => u64, 1.5 => f32);
+            format!("{sum} {float}")
+        }
+        "steer" => format!("{}", steer(cuda, words[1], number(2))),
+        "fork" => fork(cuda),
+        "threads" => threads(cuda, number(1), number(2), number(3)),
+        "descriptors" => format!("0 {}", std::fs::read_dir("/proc/self/fd").unwrap().count()),
+        "close-all" => {
+            for fd in 3..1024 {
+                // SAFETY: what a daemon does at its start.
+                unsafe { libc::close(fd) };
+            }
+            "0".into()
+        }
+        other => panic!("{other}: no such command"),
+    }
+}
+
+/// The file and symbol that an address lies in.
+fn place(address: *mut c_void) -> (String, String) {
+    if address.is_null() {
+        return ("-".into(), "-".into());
+    }
+    // SAFETY: all-zero is valid; dladdr takes any address, and fills in C strings or null.
+    unsafe {
+        let mut info: libc::Dl_info = std::mem::zeroed();
+        libc::dladdr(address, &raw mut info);
+        let text = |c: *const libc::c_char| {
+            if c.is_null() {
+                "-".into()
+            } else {
+                CStr::from_ptr(c).to_string_lossy().into_owned()
+            }
+        };
+        (text(info.dli_fname), text(info.dli_sname))
+    }
+}
+
+/// Asks the shim and the driver behind it for every symbol, version and flag, in both forms of
+/// cuGetProcAddress. Answers how often they said the same, how often ours was the twin of theirs, and
+/// how often neither; and the first of those.
+fn compare(shim: &Cuda, list: &str) -> String {
+    type Ask =
+        unsafe extern "C" fn(*const libc::c_char, *mut *mut c_void, i32, u64, *mut i32) -> u32;
+    let real = Cuda::load("/usr/lib/tranche/driver/libcuda.so.1");
+    let text = std::fs::read_to_string(list).unwrap();
+    let class: std::collections::BTreeMap<&str, &str> = text
+        .lines()
+        .map(|line| line.split_once(' ').unwrap())
+        .collect();
+    let mut names: std::collections::BTreeSet<&str> = class.keys().copied().collect();
+    for name in class.keys() {
+        // The names under which the functions are asked for, and those that nobody has.
+        let name = name.trim_end_matches("_ptsz").trim_end_matches("_ptds");
+        names.insert(name.rsplit_once("_v").map_or(name, |(base, _)| base));
+    }
+    names.extend(["", "cuNoSuchFunction"]);
+    let versions = [
+        0, 2000, 3000, 3010, 3020, 4000, 5000, 6050, 7000, 8000, 9000, 9020, 10000, 10010, 10020,
+        11000, 11010, 11020, 11030, 11040, 11060, 11080, 12000, 12010, 12020, 12030, 12040, 12050,
+        12080, 12090, 13000,
+    ];
+    let (mut same, mut ours, mut different, mut first) = (0, 0, 0, String::from("-"));
+    for form in ["cuGetProcAddress", "cuGetProcAddress_v2"] {
+        // The four-argument form ignores the fifth: in this ABI it is in a register.
+        // SAFETY: cuda.h's type of the longer form.
+        let (shim_asks, real_asks) = unsafe {
+            (
+                std::mem::transmute::<*mut c_void, Ask>(shim.find(form)),
+                std::mem::transmute::<*mut c_void, Ask>(real.find(form)),
+            )
+        };
+        for name in &names {
+            let name_c = CString::new(*name).unwrap();
+            for version in versions {
+                for flags in [0, 1, 2] {
+                    let (mut a, mut b, mut status_a, mut status_b) =
+                        (std::ptr::null_mut(), std::ptr::null_mut(), -1, -1);
+                    // SAFETY: C strings and locals.
+                    let (code_a, code_b) = unsafe {
+                        (
+                            shim_asks(
+                                name_c.as_ptr(),
+                                &raw mut a,
+                                version,
+                                flags,
+                                &raw mut status_a,
+                            ),
+                            real_asks(
+                                name_c.as_ptr(),
+                                &raw mut b,
+                                version,
+                                flags,
+                                &raw mut status_b,
+                            ),
+                        )
+                    };
+                    let ((file, symbol), (_, real_symbol)) = (place(a), place(b));
+                    let handled = class
+                        .get(real_symbol.as_str())
+                        .is_some_and(|class| *class != "passes");
+                    let agreed = code_a == code_b && status_a == status_b;
+                    if agreed && a == b && !handled {
+                        same += 1;
+                    } else if agreed
+                        && handled
+                        && symbol == real_symbol
+                        && file == "/usr/lib/tranche/libcuda.so.1"
+                    {
+                        ours += 1;
+                    } else {
+                        different += 1;
+                        if first == "-" {
+                            first = format!("{form}({name:?},{version},{flags}):{code_a},{status_a},{file},{symbol}:{code_b},{status_b},{real_symbol}").replace(' ', "_");
+                        }
+                    }
+                }
+            }
+        }
+    }
+    format!("0 {same} {ours} {different} {first}")
+}
+
+/// Calls `odd_*` of the odd driver, past the shim.
+fn steer(_: &Cuda, name: &str, value: u64) -> u64 {
+    // SAFETY: the shim has opened it; its functions take and return one number.
+    unsafe {
+        let driver = libc::dlopen(
+            c"/usr/lib/tranche/driver/libcuda.so.1".as_ptr(),
+            libc::RTLD_LAZY,
+        );
+        let address = libc::dlsym(
+            driver,
+            CString::new(format!("odd_{name}")).unwrap().as_ptr(),
+        );
+        assert!(!address.is_null(), "odd_{name}");
+        std::mem::transmute::<*mut c_void, unsafe extern "C" fn(u64) -> u64>(address)(value)
+    }
+}
+
+/// The child serves until `end`; then the parent goes on.
+fn fork(cuda: &Cuda) -> String {
+    // SAFETY: this program has one thread when it is told to fork.
+    match unsafe { libc::fork() } {
+        0 => {
+            println!("0 child");
+            std::io::stdout().flush().unwrap();
+            serve(cuda);
+            std::process::exit(0);
+        }
+        child => {
+            let mut status = 0;
+            // SAFETY: waits for our child.
+            unsafe { libc::waitpid(child, &raw mut status, 0) };
+            format!("{status} parent")
+        }
+    }
+}
+
+/// Threads that allocate and free at random: `threads COUNT OPERATIONS MOST-BYTES`. Answers with the
+/// number of allocations, refusals, and other errors; everything is freed in the end.
+fn threads(cuda: &Cuda, count: u64, operations: u64, most: u64) -> String {
+    let (allocated, refused, failed) = (AtomicU64::new(0), AtomicU64::new(0), AtomicU64::new(0));
+    let mut context = 0u64;
+    call!(cuda, "cuCtxGetCurrent", &raw mut context => *mut u64);
+    std::thread::scope(|scope| {
+        for thread in 0..count {
+            let (allocated, refused, failed) = (&allocated, &refused, &failed);
+            scope.spawn(move || {
+                call!(cuda, "cuCtxSetCurrent", context => u64);
+                let mut state = (u64::from(std::process::id()) << 20) + thread + 1;
+                let mut random = || {
+                    state ^= state << 13;
+                    state ^= state >> 7;
+                    state ^= state << 17;
+                    state
+                };
+                let mut live = Vec::new();
+                for _ in 0..operations {
+                    if random() % 3 > 0 || live.is_empty() {
+                        let mut pointer = 0u64;
+                        let bytes = 1 + random() % most;
+                        match call!(cuda, "cuMemAlloc_v2", &raw mut pointer => *mut u64, bytes => u64) {
+                            0 => {
+                                allocated.fetch_add(1, Ordering::Relaxed);
+                                live.push(pointer);
+                            }
+                            2 => {
+                                refused.fetch_add(1, Ordering::Relaxed);
+                            }
+                            _ => {
+                                failed.fetch_add(1, Ordering::Relaxed);
+                            }
+                        }
+                    } else {
+                        #[expect(clippy::cast_possible_truncation, reason = "an index")]
+                        let pointer = live.swap_remove(random() as usize % live.len());
+                        if call!(cuda, "cuMemFree_v2", pointer => u64) != 0 {
+                            failed.fetch_add(1, Ordering::Relaxed);
+                        }
+                    }
+                }
+                for pointer in live {
+                    if call!(cuda, "cuMemFree_v2", pointer => u64) != 0 {
+                        failed.fetch_add(1, Ordering::Relaxed);
+                    }
+                }
+            });
+        }
+    });
+    format!(
+        "0 {} {} {}",
+        allocated.into_inner(),
+        refused.into_inner(),
+        failed.into_inner()
+    )
+}

@@ -1,0 +1,374 @@
+//! The cap: to the byte, over every path, for every device and process.
+
+use std::time::{Duration, Instant};
+
+use tranche_shim_tests::{Driver, Probe, Share, World};
+
+/// The odd driver's first and second GPU.
+pub const GPU_0: &str = "GPU-11111111-1111-1111-1111-111111111100";
+pub const GPU_1: &str = "GPU-11111111-1111-1111-1111-111111111101";
+
+pub const CAP: u64 = 20 << 30;
+const OUT_OF_MEMORY: i64 = 2;
+
+/// A container with 20 GiB on the first GPU, and one GPU.
+pub fn one_gpu() -> (World, Share) {
+    let world = World::new(Driver::Odd);
+    let share = world.share("gpu-0", GPU_0, Some(CAP));
+    (world, share)
+}
+
+/// A process that has initialised CUDA on so many GPUs, with a context on the first.
+pub fn ready(world: &World, devices: u32) -> Probe {
+    let mut probe = world.probe("name");
+    // The odd driver is opened by the first call.
+    probe.ask("count");
+    probe.ask(&format!("steer devices {devices}"));
+    probe.must("init");
+    probe.must("context 0");
+    probe
+}
+
+#[test]
+fn the_cap_is_exact_to_the_byte() {
+    let (world, share) = one_gpu();
+    let mut probe = ready(&world, 1);
+    let whole = probe.must(&format!("alloc {CAP}"));
+    assert_eq!(share.used(), CAP);
+    assert_eq!(probe.ask("alloc 1").code, OUT_OF_MEMORY);
+    assert_eq!(share.look(|account| account.refused()), 1);
+    probe.must(&format!("free {}", whole.number(0)));
+    assert_eq!(share.used(), 0);
+    assert_eq!(probe.ask(&format!("alloc {}", CAP + 1)).code, OUT_OF_MEMORY);
+    // Refused, and goes on.
+    probe.must(&format!("alloc {}", CAP - 1));
+    probe.must("alloc 1");
+    assert_eq!(probe.ask("alloc 1").code, OUT_OF_MEMORY);
+    assert_eq!(share.look(|account| account.peak()), CAP);
+    assert_eq!(probe.ask("steer held 0").code, i64::try_from(CAP).unwrap());
+}
+
+#[test]
+fn every_family_is_charged_and_any_free_gives_back() {
+    let (world, share) = one_gpu();
+    let mut probe = ready(&world, 1);
+    for allocate in ["alloc", "managed", "async"] {
+        for free in ["free", "free-async"] {
+            let pointer = probe.must(&format!("{allocate} 4096")).number(0);
+            assert_eq!(share.used(), 4096, "{allocate}");
+            probe.must(&format!("{free} {pointer}"));
+            assert_eq!(share.used(), 0, "{allocate}, {free}");
+        }
+    }
+}
+
+#[test]
+fn a_pitched_allocation_is_charged_as_the_driver_pads_it() {
+    let (world, share) = one_gpu();
+    let mut probe = ready(&world, 1);
+    let pointer = probe.must("pitch 100 10").number(0);
+    assert_eq!(share.used(), 512 * 10);
+    probe.must(&format!("free {pointer}"));
+    assert_eq!(share.used(), 0);
+    // A driver that pads less, and one that pads more than any so far.
+    probe.ask("steer pitch 128");
+    let pointer = probe.must("pitch 100 10").number(0);
+    assert_eq!(share.used(), 128 * 10);
+    probe.must(&format!("free {pointer}"));
+    probe.ask("steer pitch 4096");
+    probe.must("pitch 100 10");
+    assert_eq!(share.used(), 4096 * 10);
+    // And does not get past the cap by it.
+    let left = CAP - share.used();
+    probe.must(&format!("alloc {}", left - 512 * 10));
+    assert_eq!(probe.ask("pitch 100 10").code, OUT_OF_MEMORY);
+    assert_eq!(share.used(), CAP - 512 * 10);
+    assert_eq!(
+        probe.ask("steer held 0").code,
+        i64::try_from(share.used()).unwrap()
+    );
+}
+
+#[test]
+fn what_the_driver_refuses_is_not_charged() {
+    let (world, share) = one_gpu();
+    let mut probe = ready(&world, 1);
+    for (command, code) in [
+        ("alloc 4096", 2),
+        ("managed 4096", 719),
+        ("async 4096", 999),
+        ("pitch 8 8", 2),
+    ] {
+        probe.ask(&format!("steer fail_next {code}"));
+        assert_eq!(probe.ask(command).code, code);
+        assert_eq!(share.used(), 0);
+    }
+    // Arguments that it refuses reach it.
+    assert_eq!(probe.ask("alloc 0").code, 1);
+    assert_eq!(probe.ask("alloc-null 4096").code, 1);
+}
+
+#[test]
+fn a_free_that_the_driver_refuses_stays_charged() {
+    let (world, share) = one_gpu();
+    let mut probe = ready(&world, 1);
+    let pointer = probe.must("alloc 4096").number(0);
+    probe.ask("steer fail_next 700");
+    assert_eq!(probe.ask(&format!("free {pointer}")).code, 700);
+    assert_eq!(share.used(), 4096);
+    probe.must(&format!("free {pointer}"));
+    assert_eq!(share.used(), 0);
+    // Freed twice, and never allocated: the driver says so itself.
+    assert_eq!(probe.ask(&format!("free {pointer}")).code, 1);
+    assert_eq!(probe.ask("free 12345").code, 1);
+    assert_eq!(share.used(), 0);
+}
+
+#[test]
+fn a_context_takes_its_memory_along() {
+    let (world, share) = one_gpu();
+    let mut probe = ready(&world, 1);
+    let context = probe.must("context 0").number(0);
+    probe.must("alloc 4096");
+    probe.must("alloc 8192");
+    assert_eq!(share.used(), 12288);
+    probe.must(&format!("destroy {context}"));
+    assert_eq!(share.used(), 0);
+}
+
+#[test]
+fn total_and_free_are_the_shares() {
+    let (world, share) = one_gpu();
+    let mut probe = ready(&world, 1);
+    let info = probe.must("info");
+    assert_eq!((info.number(0), info.number(1)), (CAP, CAP));
+    assert_eq!(probe.must("total 0").number(0), CAP);
+    // 32 bits hold no 20 GiB.
+    assert_eq!(probe.must("total-legacy 0").number(0), u64::from(u32::MAX));
+    probe.must("alloc 4096");
+    assert_eq!(probe.must("info").number(0), CAP - 4096);
+    assert_eq!(probe.must("info-free").number(0), CAP - 4096);
+    assert_eq!(probe.must("info-total").number(1), CAP);
+    probe.must("info-none");
+    // A neighbour in the same share.
+    let mut other = ready(&world, 1);
+    other.must("alloc 1048576");
+    assert_eq!(probe.must("info").number(0), CAP - 4096 - (1 << 20));
+    assert_eq!(share.used(), 4096 + (1 << 20));
+}
+
+#[test]
+fn free_is_no_more_than_the_device_has() {
+    let world = World::new(Driver::Odd);
+    // More than the odd GPU's 80 GiB: a page that promises too much does not make us lie.
+    world.share("gpu-0", GPU_0, Some(100 << 30));
+    let mut probe = ready(&world, 1);
+    let info = probe.must("info");
+    assert_eq!((info.number(0), info.number(1)), (80 << 30, 80 << 30));
+}
+
+#[test]
+fn each_gpu_has_its_own_cap() {
+    let world = World::new(Driver::Odd);
+    // Folders in the other order than the GPUs.
+    let second = world.share("a", GPU_1, Some(40 << 30));
+    let first = world.share("b", GPU_0, Some(20 << 30));
+    let mut probe = ready(&world, 2);
+    let context_0 = 0x1000;
+    let context_1 = probe.must("context 1").number(0);
+    for (context, device, share, cap) in [
+        (context_1, 1, &second, 40u64 << 30),
+        (context_0, 0, &first, 20 << 30),
+    ] {
+        probe.must(&format!("current {context}"));
+        assert_eq!(probe.must("info").number(1), cap);
+        assert_eq!(probe.must(&format!("total {device}")).number(0), cap);
+        probe.must(&format!("alloc {cap}"));
+        assert_eq!(probe.ask("alloc 1").code, OUT_OF_MEMORY);
+        assert_eq!(share.used(), cap);
+    }
+}
+
+#[test]
+fn shares_of_one_gpu_add_up() {
+    let world = World::new(Driver::Odd);
+    let shares = [
+        world.share("a", GPU_0, Some(3 << 30)),
+        world.share("b", GPU_0, Some(2 << 30)),
+    ];
+    let mut probe = ready(&world, 1);
+    assert_eq!(probe.must("info").number(1), 5 << 30);
+    let large = probe.must(&format!("alloc {}", (4u64 << 30) + 1)).number(0);
+    probe.must(&format!("alloc {}", (1u64 << 30) - 1));
+    assert_eq!(probe.ask("alloc 1").code, OUT_OF_MEMORY);
+    assert_eq!(shares.each_ref().map(Share::used), [3 << 30, 2 << 30]);
+    assert_eq!(probe.must("info").number(0), 0);
+    probe.must(&format!("free {large}"));
+    assert_eq!(shares.iter().map(Share::used).sum::<u64>(), (1 << 30) - 1);
+    probe.must(&format!("alloc {}", (4u64 << 30) + 1));
+}
+
+#[test]
+fn a_gpu_without_a_cap_is_the_drivers() {
+    let world = World::new(Driver::Odd);
+    let share = world.share("gpu-0", GPU_0, None);
+    let capped = world.share("gpu-1", GPU_1, Some(1 << 30));
+    let mut probe = ready(&world, 2);
+    assert_eq!(probe.must("info").number(1), 80 << 30);
+    let pointer = probe.must(&format!("alloc {}", 70u64 << 30)).number(0);
+    probe.must(&format!("free {pointer}"));
+    assert_eq!(share.used(), 0);
+    probe.must("context 1");
+    assert_eq!(
+        probe.ask(&format!("alloc {}", 2u64 << 30)).code,
+        OUT_OF_MEMORY
+    );
+    assert_eq!(capped.used(), 0);
+}
+
+#[test]
+fn a_killed_process_returns_its_charge() {
+    let (world, share) = one_gpu();
+    let mut victim = ready(&world, 1);
+    victim.must(&format!("alloc {CAP}"));
+    let mut other = ready(&world, 1);
+    assert_eq!(other.ask("alloc 1").code, OUT_OF_MEMORY);
+    victim.kill();
+    // It was looked for a moment ago: not at once, but soon.
+    let start = Instant::now();
+    while other.ask("alloc 4096").code == OUT_OF_MEMORY {
+        assert!(
+            start.elapsed() < Duration::from_secs(1),
+            "not reclaimed within a second"
+        );
+    }
+    assert_eq!(share.used(), 4096);
+    let processes: Vec<_> = share.look(|account| account.processes().collect());
+    assert_eq!(processes.len(), 1);
+    assert_eq!(
+        (processes[0].pid, processes[0].charged),
+        (u64::from(other.pid()), 4096)
+    );
+}
+
+#[test]
+fn closing_all_descriptors_does_not_give_the_slot_away() {
+    let (world, share) = one_gpu();
+    let mut probe = ready(&world, 1);
+    let before = probe.must("descriptors");
+    probe.must(&format!("alloc {CAP}"));
+    assert_eq!(
+        probe.must("descriptors"),
+        before,
+        "the shim keeps no descriptor"
+    );
+    probe.must("close-all");
+    let mut other = ready(&world, 1);
+    for _ in 0..100 {
+        assert_eq!(other.ask("alloc 1").code, OUT_OF_MEMORY);
+    }
+    assert_eq!(share.used(), CAP);
+}
+
+#[test]
+fn a_child_has_its_own_slot_and_charges() {
+    let (world, share) = one_gpu();
+    let mut probe = ready(&world, 1);
+    let pointer = probe.must("alloc 4096").number(0);
+    assert_eq!(probe.ask("fork").values, ["child"]);
+    // The child's driver (ours keeps its state across fork) frees what the parent is charged for:
+    // the charge stays the parent's.
+    probe.must("alloc 1048576");
+    assert_eq!(share.used(), 4096 + (1 << 20));
+    assert_eq!(share.look(|account| account.processes().count()), 2);
+    probe.must(&format!("free {pointer}"));
+    assert_eq!(share.used(), 4096 + (1 << 20));
+    assert_eq!(probe.must("info").number(0), CAP - share.used());
+    probe.send("end");
+    assert_eq!(probe.receive().code, 0);
+    assert_eq!(probe.receive().values, ["parent"]);
+    // The dead child's charge goes when somebody needs it.
+    probe.must(&format!("alloc {}", CAP - 4096));
+    assert_eq!(share.used(), CAP);
+    probe.must(&format!("free {pointer}"));
+    assert_eq!(share.used(), CAP - 4096);
+}
+
+#[test]
+fn a_living_child_does_not_keep_a_dead_parents_slot() {
+    let (world, share) = one_gpu();
+    let mut parent = ready(&world, 1);
+    parent.must(&format!("alloc {CAP}"));
+    parent.ask("fork");
+    let pid = parent.pid();
+    // The child goes on with the parent's pipes.
+    // SAFETY: kills the probe alone.
+    unsafe { libc::kill(pid.cast_signed(), libc::SIGKILL) };
+    let start = Instant::now();
+    while parent.ask("alloc 4096").code == OUT_OF_MEMORY {
+        assert!(
+            start.elapsed() < Duration::from_secs(1),
+            "the dead parent's charge stays"
+        );
+    }
+    assert_eq!(share.used(), 4096);
+    parent.send("end");
+}
+
+#[test]
+fn threads_and_processes_never_exceed_the_cap() {
+    let (world, share) = one_gpu();
+    let mut probes: Vec<Probe> = (0..6).map(|_| ready(&world, 1)).collect();
+    // Allocations of up to an eighth of the cap: most of the time it is full.
+    for probe in &mut probes {
+        probe.send(&format!("threads 4 50000 {}", CAP / 8));
+    }
+    let mut victim = ready(&world, 1);
+    let mut kills = 0;
+    let done = std::thread::scope(|scope| {
+        let workers: Vec<_> = probes
+            .iter_mut()
+            .map(|probe| scope.spawn(|| probe.receive()))
+            .collect();
+        while workers.iter().any(|worker| !worker.is_finished()) {
+            victim.send(&format!("threads 4 1000000 {}", CAP / 8));
+            std::thread::sleep(Duration::from_millis(10));
+            assert!(share.used() <= CAP);
+            victim.kill();
+            kills += 1;
+            victim = ready(&world, 1);
+        }
+        workers
+            .into_iter()
+            .map(|worker| worker.join().unwrap())
+            .collect::<Vec<_>>()
+    });
+    for answer in &done {
+        assert!(answer.number(0) > 0 && answer.number(1) > 0, "{answer:?}");
+        assert_eq!(answer.number(2), 0, "{answer:?}");
+    }
+    assert!(kills > 1, "{kills}");
+    assert!(share.look(|account| account.peak()) <= CAP);
+    assert!(share.look(|account| account.peak()) > CAP / 8 * 7);
+    // All is given back, also what the killed held at whatever instruction they were.
+    let start = Instant::now();
+    while victim.ask(&format!("alloc {CAP}")).code != 0 {
+        assert!(
+            start.elapsed() < Duration::from_secs(1),
+            "{} bytes stay charged",
+            share.used()
+        );
+    }
+}
+
+#[test]
+fn arguments_in_all_registers_and_on_the_stack_come_through() {
+    let (world, _) = one_gpu();
+    let mut probe = world.probe("name");
+    // 1+2·2+3·3+5·4+7·5+11·6+13·7+17·8+19·9+23·10+29·11; the first call and the second, which is direct.
+    let sum = 1 + 4 + 9 + 20 + 35 + 66 + 91 + 136 + 171 + 230 + 319;
+    for _ in 0..2 {
+        let answer = probe.ask("registers");
+        assert_eq!((answer.code, answer.number(0)), (sum, 1500));
+    }
+}

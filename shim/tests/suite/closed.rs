@@ -1,0 +1,218 @@
+//! Where anything about a share is wrong, the GPU is not used, and a line says why.
+
+use std::fs;
+
+use tranche_shim_core::{AccountPage, CapPage, ComputePolicy};
+use tranche_shim_tests::{Driver, Probe, SHARES, World};
+
+use crate::cap::{CAP, GPU_0};
+
+const NOT_PERMITTED: i64 = 800;
+const NO_DRIVER: i64 = 303;
+
+/// `cuInit` fails and its one line has these words; nothing can be allocated either.
+fn refuses(world: &World, words: &[&str]) {
+    let mut probe = world.probe("name");
+    probe.ask("count");
+    assert_eq!(probe.ask("init").code, NOT_PERMITTED);
+    assert_eq!(probe.ask("alloc 4096").code, NOT_PERMITTED);
+    assert_eq!(probe.ask("init").code, NOT_PERMITTED);
+    says(&mut probe, words);
+}
+
+fn says(probe: &mut Probe, words: &[&str]) {
+    let stderr = probe.stderr();
+    assert_eq!(stderr.lines().count(), 1, "one line: {stderr}");
+    assert!(stderr.starts_with("tranche: "), "{stderr}");
+    for word in words {
+        assert!(stderr.contains(word), "{word}: {stderr}");
+    }
+}
+
+fn page(change: impl FnOnce(&mut CapPage<'_>)) -> Vec<u8> {
+    let mut page = CapPage {
+        gpu_uuid: GPU_0,
+        memory_limit: Some(CAP),
+        cores: None,
+        compute_policy: ComputePolicy::Strict,
+        claim_uid: "5f0c2b9e-0000-4000-8000-000000000001",
+        device_key: "gpu-0",
+    };
+    change(&mut page);
+    page.encode().unwrap().to_vec()
+}
+
+#[test]
+fn without_shares() {
+    let world = World::new(Driver::Odd);
+    refuses(&world, &[SHARES, "empty", "recreate the pod"]);
+    fs::remove_dir(SHARES).unwrap();
+    refuses(
+        &world,
+        &[SHARES, "cannot be read (errno 2)", "recreate the pod"],
+    );
+}
+
+#[test]
+fn without_a_page() {
+    let world = World::new(Driver::Odd);
+    fs::create_dir(format!("{SHARES}/gpu-0")).unwrap();
+    refuses(&world, &["gpu-0/cap", "errno 2"]);
+}
+
+#[test]
+fn with_a_page_that_the_container_could_write() {
+    let world = World::new(Driver::Odd);
+    fs::create_dir(format!("{SHARES}/gpu-0")).unwrap();
+    fs::write(format!("{SHARES}/gpu-0/cap"), page(|_| {})).unwrap();
+    fs::write(format!("{SHARES}/gpu-0/account"), AccountPage::initial()).unwrap();
+    refuses(&world, &["gpu-0/cap", "read-only"]);
+}
+
+#[test]
+fn with_a_corrupt_page() {
+    for (at, words) in [
+        (0, "no page of Tranche"),
+        (16, "checksum"),
+        (200, "checksum"),
+    ] {
+        let world = World::new(Driver::Odd);
+        let mut bytes = page(|_| {});
+        bytes[at] ^= 1;
+        world.share_with("gpu-0", &bytes, AccountPage::initial());
+        refuses(&world, &["gpu-0/cap", words]);
+    }
+    let world = World::new(Driver::Odd);
+    world.share_with("gpu-0", &page(|_| {})[..100], AccountPage::initial());
+    refuses(&world, &["gpu-0/cap", "100 bytes, not 4096"]);
+}
+
+#[test]
+fn with_a_page_of_another_release() {
+    let world = World::new(Driver::Odd);
+    let mut bytes = page(|_| {});
+    bytes[8] = 2;
+    world.share_with("gpu-0", &bytes, AccountPage::initial());
+    refuses(
+        &world,
+        &["gpu-0/cap", "layout version 2", "reads 1", "same release"],
+    );
+}
+
+#[test]
+fn with_one_wrong_page_among_right_ones() {
+    let world = World::new(Driver::Odd);
+    world.share("gpu-0", GPU_0, Some(CAP));
+    world.share_with("gpu-1", &[0; 4096], AccountPage::initial());
+    refuses(&world, &["gpu-1/cap"]);
+}
+
+#[test]
+fn with_a_wrong_account() {
+    let mut other = AccountPage::initial().to_vec();
+    other[8] = 7;
+    for (account, words) in [
+        (&other[..], "layout version 7"),
+        (&other[..4096], "4096 bytes"),
+        (&[], "0 bytes"),
+    ] {
+        let world = World::new(Driver::Odd);
+        world.share_with("gpu-0", &page(|_| {}), account);
+        let mut probe = world.probe("name");
+        probe.ask("count");
+        probe.ask("steer devices 1");
+        assert_eq!(probe.ask("init").code, NOT_PERMITTED);
+        says(&mut probe, &["gpu-0/account", words]);
+    }
+}
+
+#[test]
+fn with_a_gpu_that_no_page_is_for() {
+    let world = World::new(Driver::Odd);
+    world.share("gpu-0", GPU_0, Some(CAP));
+    // Two GPUs are visible.
+    refuses(
+        &world,
+        &[
+            "GPU-11111111-1111-1111-1111-111111111101",
+            "no page",
+            "recreate the pod",
+        ],
+    );
+}
+
+#[test]
+fn without_a_driver() {
+    let world = World::new(Driver::Missing);
+    world.share("gpu-0", GPU_0, Some(CAP));
+    let mut probe = world.probe("name");
+    assert_eq!(probe.ask("count").code, NO_DRIVER);
+    assert_eq!(probe.ask("init").code, NO_DRIVER);
+    assert_eq!(probe.ask("alloc 4096").code, NO_DRIVER);
+    says(
+        &mut probe,
+        &["/usr/lib/tranche/driver/libcuda.so.1", "driver"],
+    );
+}
+
+/// A wrong mount puts the shim where the driver should be: no endless loop.
+#[test]
+fn with_itself_for_a_driver() {
+    let world = World::new(Driver::Missing);
+    world.share("gpu-0", GPU_0, Some(CAP));
+    fs::hard_link(
+        "/usr/lib/tranche/libcuda.so.1",
+        "/usr/lib/tranche/driver/libcuda.so.1",
+    )
+    .unwrap();
+    let mut probe = world.probe("name");
+    assert_eq!(probe.ask("init").code, NO_DRIVER);
+    says(&mut probe, &["not the driver's library"]);
+}
+
+#[test]
+fn mended_it_works_in_the_same_process() {
+    let world = World::new(Driver::Odd);
+    let mut probe = world.probe("name");
+    probe.ask("count");
+    probe.ask("steer devices 1");
+    assert_eq!(probe.ask("init").code, NOT_PERMITTED);
+    world.share("gpu-0", GPU_0, Some(CAP));
+    probe.must("init");
+    probe.must("context 0");
+    assert_eq!(probe.must("info").number(1), CAP);
+}
+
+/// A newer driver's variant that would escape is not handed out; the known ones still are.
+#[test]
+fn with_a_variant_that_nobody_knows() {
+    let world = World::new(Driver::Odd);
+    world.share("gpu-0", GPU_0, Some(CAP));
+    let mut probe = world.probe("name");
+    let known = probe.ask("address cuMemAlloc 13000 0");
+    assert_eq!((known.code, known.values[2].as_str()), (0, "cuMemAlloc_v2"));
+    assert!(
+        known.values[1].starts_with("/usr/lib/tranche/lib"),
+        "{known:?}"
+    );
+    let unknown = probe.ask("address cuMemAlloc 14000 0");
+    assert_eq!(
+        (unknown.code, unknown.values.join(" ").as_str()),
+        (500, "1 - -")
+    );
+    says(&mut probe, &["cuMemAlloc", "newer release"]);
+}
+
+/// A driver that lacks a function says so, as every symbol of every driver is there.
+#[test]
+fn a_function_that_the_driver_lacks_is_not_found() {
+    let world = World::new(Driver::Odd);
+    world.share("gpu-0", GPU_0, Some(CAP));
+    let mut probe = world.probe("name");
+    assert_eq!(probe.ask("primary 0").code, 500);
+    // Not initialised, says the driver: it is asked before anything is charged.
+    assert_eq!(probe.ask("async-ptsz 4096").code, 3);
+    probe.ask("steer devices 1");
+    probe.must("init");
+    assert_eq!(probe.ask("async-ptsz 4096").code, 500);
+}

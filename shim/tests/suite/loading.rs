@@ -1,0 +1,134 @@
+//! However a program gets the driver, it gets the shim; and whatever its environment says, the cap
+//! is the page's.
+
+use std::fs;
+
+use tranche_shim_tests::{Driver, Probe, World, probe_path, text};
+
+use crate::cap::{CAP, one_gpu};
+
+fn capped(probe: &mut Probe) {
+    probe.ask("count");
+    probe.ask("steer devices 1");
+    probe.must("init");
+    probe.must("context 0");
+    assert_eq!(probe.must("info").number(1), CAP);
+    probe.must(&format!("alloc {CAP}"));
+    assert_eq!(probe.ask("alloc 1").code, 2);
+}
+
+#[test]
+fn by_every_way_of_the_loader() {
+    for how in [
+        "name",
+        "deepbind",
+        "global",
+        "default",
+        "/usr/lib/x86_64-linux-gnu/libcuda.so.1",
+        "namespace",
+    ] {
+        let (world, _share) = one_gpu();
+        let mut probe = world.probe(how);
+        if how == "namespace" {
+            // The odd driver is steered in the main namespace: here it shows both its GPUs.
+            world.share("gpu-1", crate::cap::GPU_1, Some(CAP));
+            probe.must("init");
+            probe.must("context 0");
+            probe.must(&format!("alloc {CAP}"));
+            assert_eq!(probe.ask("alloc 1").code, 2);
+            continue;
+        }
+        capped(&mut probe);
+    }
+}
+
+#[test]
+fn without_the_preload_list() {
+    for how in ["name", "deepbind", "global"] {
+        let (world, _share) = one_gpu();
+        world.without_preload();
+        capped(&mut world.probe(how));
+    }
+}
+
+#[test]
+fn linked_at_build_time_and_through_ctypes() {
+    let (world, _share) = one_gpu();
+    let source = world.folder().join("linked.c");
+    fs::write(
+        &source,
+        "#include <stdio.h>\n#include <stddef.h>\nint cuInit(unsigned); int cuCtxCreate_v2(void**, unsigned, int); int cuMemGetInfo_v2(size_t*, size_t*);\n\
+         int main(void) { size_t f, t; void *c; int r = cuInit(0); if (r) return r; cuCtxCreate_v2(&c, 0, 0); cuMemGetInfo_v2(&f, &t); printf(\"%zu\\n\", t); return 0; }\n",
+    )
+    .unwrap();
+    let program = world.folder().join("linked");
+    let done = world
+        .command("cc")
+        .arg("-w")
+        .arg("-o")
+        .arg(&program)
+        .arg(&source)
+        .arg("-l:libcuda.so.1")
+        .output()
+        .unwrap();
+    assert!(done.status.success(), "{}", text(&done.stderr));
+    world.share("gpu-1", crate::cap::GPU_1, Some(CAP));
+    let ran = world.run(&program, &[]);
+    assert_eq!(
+        text(&ran.stdout).trim(),
+        CAP.to_string(),
+        "{}",
+        text(&ran.stderr)
+    );
+
+    let script = "import ctypes as c\n\
+        cuda = c.CDLL('libcuda.so.1')\n\
+        context, free, total = c.c_void_p(), c.c_size_t(), c.c_size_t()\n\
+        assert cuda.cuInit(0) == 0\n\
+        assert cuda.cuCtxCreate_v2(c.byref(context), 0, 0) == 0\n\
+        assert cuda.cuMemGetInfo_v2(c.byref(free), c.byref(total)) == 0\n\
+        print(total.value)\n";
+    let ran = world.run("python3", &["-c", script]);
+    assert_eq!(
+        text(&ran.stdout).trim(),
+        CAP.to_string(),
+        "{}",
+        text(&ran.stderr)
+    );
+}
+
+#[test]
+fn whatever_the_environment_says() {
+    let forged = [
+        ("CUDA_DEVICE_MEMORY_LIMIT", "80g"),
+        ("CUDA_DEVICE_MEMORY_LIMIT_0", "0"),
+        ("CUDA_DISABLE_CONTROL", "true"),
+        ("LD_PRELOAD", ""),
+        ("TRANCHE_SHARES", "/tmp"),
+        ("CUDA_REDIRECT", "/usr/lib/tranche/driver/libcuda.so.1"),
+    ];
+    for (program, arguments) in [
+        (probe_path(), vec!["name".into()]),
+        ("/usr/bin/env".into(), vec!["-i".into(), probe_path().into_os_string(), "name".into()]),
+    ] {
+        let (world, _share) = one_gpu();
+        capped(&mut Probe::by(world.command(program).args(arguments).envs(forged)));
+    }
+    let (world, _share) = one_gpu();
+    capped(&mut Probe::by(world.command(probe_path()).arg("name").env_clear()));
+}
+
+/// The list is read by every program: none may notice.
+#[test]
+fn programs_without_cuda_run_as_ever() {
+    let world = World::new(Driver::Missing);
+    for (program, arguments) in [
+        ("true", &[][..]),
+        ("sh", &["-c", "echo x | cat | grep -q x"]),
+        ("python3", &["-c", "import os; os.fork()"]),
+    ] {
+        let ran = world.run(program, arguments);
+        assert!(ran.status.success(), "{program}: {}", text(&ran.stderr));
+        assert_eq!(text(&ran.stderr), "");
+    }
+}

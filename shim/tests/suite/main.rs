@@ -1,0 +1,7 @@
+//! The built libraries, in the layout of a capped container. Needs root, `make shim`, a C compiler
+//! and Debian's archive (for the real drivers).
+
+mod cap;
+mod closed;
+mod loading;
+mod real;

@@ -1,0 +1,165 @@
+//! Against the real driver's libraries, which answer `cuGetProcAddress` without a GPU.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::process::Command;
+
+use tranche_shim_tests::{Driver, World, built, real_drivers, text};
+
+use crate::cap::{CAP, GPU_0};
+
+const RELEASES: [&str; 2] = ["bookworm", "trixie"];
+
+/// Symbols and classes of a `symbols.txt`.
+fn list(library: &str) -> Vec<(String, String)> {
+    let path = format!("{}/../{library}/symbols.txt", env!("CARGO_MANIFEST_DIR"));
+    let text = fs::read_to_string(path).unwrap();
+    text.lines()
+        .map(|line| {
+            line.split_once(' ')
+                .map(|(name, class)| (name.into(), class.into()))
+                .unwrap()
+        })
+        .collect()
+}
+
+fn functions(library: &std::path::Path) -> BTreeSet<String> {
+    let ran = Command::new("nm")
+        .args(["-D", "--defined-only"])
+        .arg(library)
+        .output()
+        .unwrap();
+    text(&ran.stdout)
+        .lines()
+        .filter_map(|line| {
+            line.split_once(" T ")
+                .map(|(_, name)| name.split('@').next().unwrap().to_owned())
+        })
+        .collect()
+}
+
+#[test]
+fn every_function_of_every_driver_is_exported() {
+    for (library, folder) in [("libcuda.so.1", "cuda"), ("libnvidia-ml.so.1", "nvml")] {
+        let ours = functions(&built(library));
+        let listed: BTreeSet<_> = list(folder).into_iter().map(|(name, _)| name).collect();
+        assert_eq!(
+            ours, listed,
+            "{library} exports what {folder}/symbols.txt lists"
+        );
+        for release in RELEASES {
+            let theirs = functions(&real_drivers().join(release).join(library));
+            let missing: Vec<_> = theirs.difference(&ours).collect();
+            assert!(
+                missing.is_empty(),
+                "{library} of {release}: {missing:?}: run shim/update-symbols"
+            );
+        }
+    }
+}
+
+/// For every symbol, version and flag: our answer is the real one's, but for the functions that we
+/// handle, where it is our twin.
+#[test]
+fn every_look_up_is_answered_as_the_driver_does() {
+    let names = list("cuda")
+        .iter()
+        .map(|(name, class)| format!("{name} {class}"))
+        .collect::<Vec<_>>()
+        .join("\n");
+    for release in RELEASES {
+        let world = World::new(Driver::Real(release));
+        world.share("gpu-0", GPU_0, Some(CAP));
+        let file = world.folder().join("symbols");
+        fs::write(&file, &names).unwrap();
+        let mut probe = world.probe("name");
+        let answer = probe.must(&format!("compare {}", file.display()));
+        let [same, ours, different] = [0, 1, 2].map(|nth| answer.number(nth));
+        assert_eq!(different, 0, "{release}: {answer:?}");
+        // Old and new variants, both streams: a comparison that compared nothing would not do.
+        assert!(same > 10_000 && ours > 500, "{release}: {answer:?}");
+    }
+}
+
+#[test]
+fn the_real_drivers_own_errors_come_through() {
+    for release in RELEASES {
+        let world = World::new(Driver::Real(release));
+        world.share("gpu-0", GPU_0, Some(CAP));
+        let mut probe = world.probe("name");
+        // Not initialised; then no device.
+        assert_eq!(probe.ask("count").code, 3);
+        assert_eq!(probe.ask("alloc 4096").code, 3);
+        let init = probe.ask("init").code;
+        assert!(matches!(init, 100 | 999), "cuInit without a GPU: {init}");
+        assert_eq!(probe.stderr(), "");
+    }
+}
+
+#[test]
+fn the_real_nvidia_smi_runs_over_the_real_nvml() {
+    for release in RELEASES {
+        let world = World::new(Driver::Real(release));
+        world.share("gpu-0", GPU_0, Some(CAP));
+        let smi = real_drivers().join(release).join("nvidia-smi");
+        let ran = world.run(&smi, &[]);
+        // There is no driver in the kernel, and it says so itself.
+        assert!(
+            text(&ran.stdout).contains(
+                "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver"
+            ),
+            "{release}: {}{}",
+            text(&ran.stdout),
+            text(&ran.stderr)
+        );
+        assert_eq!(text(&ran.stderr), "");
+    }
+}
+
+#[test]
+fn nvml_refuses_without_shares() {
+    let world = World::new(Driver::Real("bookworm"));
+    let ran = world.run(real_drivers().join("bookworm/nvidia-smi"), &[]);
+    assert!(!ran.status.success());
+    assert!(
+        text(&ran.stderr).starts_with("tranche: "),
+        "{}",
+        text(&ran.stderr)
+    );
+    assert!(
+        text(&ran.stdout).contains("Insufficient Permissions"),
+        "{}",
+        text(&ran.stdout)
+    );
+}
+
+#[test]
+fn libcudarts_look_ups_get_our_functions() {
+    let world = World::new(Driver::Real("bookworm"));
+    world.share("gpu-0", GPU_0, Some(CAP));
+    let mut probe = world.probe("name");
+    for (request, expected) in [
+        ("cuMemAlloc 2000 0", "cuMemAlloc"),
+        ("cuMemAlloc 3020 0", "cuMemAlloc_v2"),
+        ("cuMemAllocAsync 11020 0", "cuMemAllocAsync"),
+        ("cuMemAllocAsync 11020 2", "cuMemAllocAsync_ptsz"),
+        ("cuGetProcAddress 11030 0", "cuGetProcAddress"),
+        ("cuGetProcAddress 12000 0", "cuGetProcAddress_v2"),
+        ("cuMemGetInfo 12000 0", "cuMemGetInfo_v2"),
+    ] {
+        let answer = probe.must(&format!("address {request}"));
+        assert_eq!(answer.values[2], expected, "{request}");
+        assert!(
+            answer.values[1].starts_with("/usr/lib/tranche/libcuda"),
+            "{request}: {answer:?}"
+        );
+    }
+    let passes = probe.must("address cuLaunchKernel 12000 2");
+    assert_eq!(
+        passes.values[1..],
+        [
+            "/usr/lib/tranche/driver/libcuda.so.1",
+            "cuLaunchKernel_ptsz"
+        ]
+    );
+}
