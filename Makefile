@@ -41,7 +41,7 @@ lint: tools ## formatting, clippy, shell scripts, the chart
 	e2e/kind/lint
 	deploy/helm/check
 
-unit: ## unit, property and contract tests, without a cluster
+unit: shim simulator ## unit, property and contract tests, without a cluster
 	cargo test --workspace --exclude tranche-e2e
 
 e2e: image simulator ## the suite on a cluster, which goes afterwards unless it was there before
