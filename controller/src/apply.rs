@@ -118,6 +118,7 @@ impl std::fmt::Debug for Executor {
 
 impl Executor {
     /// The client must not repeat requests by itself: a repeated create looks like somebody else's.
+    #[must_use]
     pub fn new(
         client: Client,
         instance: String,
@@ -259,6 +260,7 @@ impl Executor {
     }
 
     /// The clock by which decisions are made.
+    #[must_use]
     pub fn clock(&self) -> &Clock {
         &self.clock
     }

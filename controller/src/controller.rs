@@ -82,6 +82,7 @@ pub struct Controller {
 
 impl Controller {
     /// A controller that writes by `executor` while `leadership` holds.
+    #[must_use]
     pub fn new(
         executor: Executor,
         feed: Feed,
@@ -381,6 +382,7 @@ async fn write_all(
             }
         }
     }
-    tracing::info!(slices = ?names, "wrote");
+    let names: Vec<_> = names.iter().map(String::as_str).collect();
+    tracing::info!(slices = names.join(" "), "wrote");
     Ok(())
 }

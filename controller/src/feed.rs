@@ -25,7 +25,7 @@ use crate::index::Observation;
 use crate::metrics::Metrics;
 
 /// The shortest life of a watch; the longest is twice that.
-const RELIST: Duration = Duration::from_secs(300);
+const RELIST: Duration = Duration::from_mins(5);
 /// Observations that wait for the index. A full queue slows the watches down, which is what it is for.
 const QUEUE: usize = 1024;
 
@@ -149,5 +149,6 @@ fn spawn<K, S>(
 fn jitter(limit: Duration) -> Duration {
     // The standard library's only source of randomness; spread is all that is asked of it.
     let random = RandomState::new().hash_one(0u8);
-    limit.mul_f64((random >> 11) as f64 / (1u64 << 53) as f64)
+    let seconds = limit.as_secs().max(1);
+    Duration::from_secs(random % seconds)
 }

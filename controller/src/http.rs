@@ -17,7 +17,7 @@ use tokio_util::sync::CancellationToken;
 use crate::metrics::Metrics;
 
 /// How long the controller's loop may be silent. It says that it lives every few seconds.
-const SILENCE: Duration = Duration::from_secs(60);
+const SILENCE: Duration = Duration::from_mins(1);
 
 /// How the controller is, as its loop last said.
 #[derive(Clone, Debug, Default)]

@@ -143,6 +143,7 @@ impl Index {
 
     /// Whether every watch delivered its first list. Before that nothing may be written: what is not known
     /// yet looks like what is gone.
+    #[must_use]
     pub fn synced(&self) -> bool {
         self.gpu_nodes.synced()
             && self.policies.synced()
@@ -151,6 +152,7 @@ impl Index {
     }
 
     /// Every node with something to publish or to remove.
+    #[must_use]
     pub fn node_names(&self) -> BTreeSet<String> {
         self.gpu_nodes
             .iter()
@@ -160,6 +162,7 @@ impl Index {
     }
 
     /// What decides about one node.
+    #[must_use]
     pub fn view(&self, name: &str) -> NodeView {
         NodeView {
             name: name.to_owned(),
@@ -177,6 +180,7 @@ impl Index {
     }
 
     /// Where the watches are now. Taken before a write, compared after it.
+    #[must_use]
     pub fn mark(&self) -> Mark {
         Mark {
             slices: self.slices.lists_begun(),
@@ -185,16 +189,19 @@ impl Index {
     }
 
     /// Whether the watch of slices has delivered the write that was answered with this version.
+    #[must_use]
     pub fn has_slice_write(&self, version: Version, mark: Mark) -> bool {
         self.slices.caught_up(version, mark.slices)
     }
 
     /// Whether the watch of GpuNodes has delivered the write that was answered with this version.
+    #[must_use]
     pub fn has_gpu_node_write(&self, version: Version, mark: Mark) -> bool {
         self.gpu_nodes.caught_up(version, mark.gpu_nodes)
     }
 
     /// Whether a slice of this name and UID is still known.
+    #[must_use]
     pub fn has_slice(&self, name: &str, uid: &str) -> bool {
         self.slices
             .get(name)

@@ -43,6 +43,7 @@ pub struct Leadership(watch::Receiver<Option<Instant>>);
 
 impl Leadership {
     /// Whether this replica may write now.
+    #[must_use]
     pub fn holds(&self) -> bool {
         self.0.borrow().is_some_and(|until| Instant::now() < until)
     }
@@ -97,6 +98,7 @@ impl Seen {
 
 impl Election {
     /// A candidate named `identity` for the lease `name`, and how everyone learns of the result.
+    #[must_use]
     pub fn new(client: Client, namespace: &str, name: &str, identity: &str) -> (Self, Leadership) {
         let (tenure, receiver) = watch::channel(None);
         let election = Self {

@@ -114,11 +114,13 @@ impl<K: ResourceExt> Mirror<K> {
     }
 
     /// Whether a first list was complete.
+    #[must_use]
     pub fn synced(&self) -> bool {
         self.synced
     }
 
     /// The object of that name.
+    #[must_use]
     pub fn get(&self, name: &str) -> Option<&Arc<K>> {
         self.objects.get(name)
     }
@@ -129,12 +131,14 @@ impl<K: ResourceExt> Mirror<K> {
     }
 
     /// A mark to hand to [`Self::caught_up`] after a write.
+    #[must_use]
     pub fn lists_begun(&self) -> u64 {
         self.lists_begun
     }
 
     /// Whether the copy holds everything that a write answered with `version` did: the watch delivers in
     /// the order of versions, and a list that began after the write holds it too.
+    #[must_use]
     pub fn caught_up(&self, version: Version, lists_begun: u64) -> bool {
         self.seen >= version || self.lists_done > lists_begun
     }

@@ -32,6 +32,7 @@ pub enum Write {
 
 impl Write {
     /// Deletes the slice as it is known.
+    #[must_use]
     pub fn delete(slice: &ResourceSlice) -> Self {
         Self::Delete {
             name: slice.name_any(),
@@ -80,6 +81,7 @@ impl Memory {
     }
 
     /// What the API server dropped, each once; empty where it stored everything.
+    #[must_use]
     pub fn problem(&self) -> String {
         let mut problems: Vec<_> = self.0.values().map(|d| d.problem.as_str()).collect();
         problems.sort_unstable();
@@ -126,6 +128,7 @@ pub struct Difference {
 }
 
 /// Compares. `last_generation` is that of the last publication, for a pool of which nothing is left.
+#[must_use]
 pub fn difference(
     plan: &SlicePlan,
     existing: &[Arc<ResourceSlice>],
@@ -176,7 +179,7 @@ pub fn difference(
             let settled = old.spec.pool == wanted.spec.pool
                 && memory.as_good_as(&planned.name, &wanted.spec, &old.spec)
                 && metadata == old.metadata;
-            (!settled).then(|| {
+            (!settled).then_some({
                 Write::Replace(ResourceSlice {
                     metadata: ObjectMeta {
                         managed_fields: None,

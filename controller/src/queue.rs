@@ -13,7 +13,7 @@ pub const DEBOUNCE: Duration = Duration::from_millis(10);
 /// The wait after a first failure; doubled with each.
 const FIRST_RETRY: Duration = Duration::from_millis(250);
 /// The longest wait between attempts.
-const LAST_RETRY: Duration = Duration::from_secs(60);
+const LAST_RETRY: Duration = Duration::from_mins(1);
 
 /// The nodes to look at, in order of time.
 #[derive(Debug, Default)]
@@ -68,6 +68,7 @@ impl Queue {
     }
 
     /// When the next node is due.
+    #[must_use]
     pub fn next(&self) -> Option<Instant> {
         self.order.first().map(|(when, _)| *when)
     }
@@ -92,7 +93,7 @@ mod tests {
     fn an_event_is_not_held_back_by_a_later_appointment() {
         let now = Instant::now();
         let mut queue = Queue::default();
-        queue.at("a", now + Duration::from_secs(60));
+        queue.at("a", now + Duration::from_mins(1));
         queue.mark("a", now);
         assert_eq!(queue.next(), Some(now + DEBOUNCE));
         assert_eq!(queue.pop(now + DEBOUNCE).as_deref(), Some("a"));

@@ -9,7 +9,8 @@
 //!  view ──►                                        ├──► slices differ? write them
 //!            every recorded slice exists ► Keep ───┘    record differs? write status.published
 //!                                                       something obsolete? delete it
-//!            a recorded slice is missing ► Wait ────────► delete what is left
+//!            never registered, or a
+//!            recorded slice is missing ──► Wait ────────► delete what is left
 //! ```
 //!
 //! **The epoch rule** (docs/adr/0005). The kubelet removes the slices of a plugin that is gone, and only the
@@ -89,6 +90,10 @@ fn phase(
     registration: &Registration,
     published: &Published,
 ) -> Phase {
+    // The plugin describes its node before the kubelet knows it; epochs count from one.
+    if registration.epoch < 1 {
+        return Phase::Wait;
+    }
     if published.epoch != registration.epoch {
         return Phase::Publish;
     }

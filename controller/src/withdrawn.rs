@@ -17,7 +17,7 @@ use tranche_driver::slices::{Content, SlicePlan, WITHDRAWN_TAINT};
 /// How long the taint stands before the claims are asked: the scheduler's decisions take less.
 const GRACE: SignedDuration = SignedDuration::from_secs(10);
 /// How often the claims are asked again while one of them holds the device.
-const RECHECK: Duration = Duration::from_secs(60);
+const RECHECK: Duration = Duration::from_mins(1);
 
 /// The devices of a node's pool that claims hold, at some time.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -29,6 +29,7 @@ pub struct Held {
 }
 
 /// The published devices that the plan must not lose: all but those that are withdrawn and proved free.
+#[must_use]
 pub fn retained(existing: &[Arc<ResourceSlice>], held: Option<&Held>) -> Vec<Device> {
     existing
         .iter()
@@ -51,6 +52,7 @@ pub struct Waiting {
 }
 
 /// Says what the withdrawn devices of `plan` wait for, given how they are published.
+#[must_use]
 pub fn waiting(
     plan: &SlicePlan,
     existing: &[Arc<ResourceSlice>],

@@ -7,7 +7,7 @@ use std::time::Duration;
 use support::cluster::Cluster;
 use tokio::time::{Instant, sleep};
 
-const SOON: Duration = Duration::from_secs(60);
+const SOON: Duration = Duration::from_mins(1);
 
 /// A cluster published by a replica, with another following.
 async fn led() -> (

@@ -37,7 +37,14 @@ async fn a_registered_node_is_published() {
     cluster.settle(SOON).await;
     assert!(cluster.api.writes().is_empty(), "nothing to publish yet");
 
-    cluster.register("a", 2);
+    cluster.describe("a", 2);
+    sleep(seconds(600)).await;
+    assert!(
+        cluster.api.writes().is_empty(),
+        "the kubelet does not know the plugin yet"
+    );
+
+    cluster.bump("a");
     let took = cluster.settle(SOON).await;
     cluster.assert_whole("a");
     assert_eq!(
@@ -106,7 +113,7 @@ async fn slices_of_a_dead_plugin_do_not_come_back() {
     let _replica = cluster.replica("two");
     cluster.policy("default", &json!({"tiers": ["exclusive", "capped"]}));
     cluster.api.edit("nodes", "a", |node| {
-        node["metadata"]["labels"] = json!({"x": "y"})
+        node["metadata"]["labels"] = json!({"x": "y"});
     });
     sleep(seconds(3600)).await;
     assert!(cluster.names("a").is_empty());

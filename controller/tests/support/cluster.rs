@@ -109,6 +109,12 @@ impl Cluster {
 
     /// The plugin describes the node and registers for the first time.
     pub fn register(&self, name: &str, gpus: u32) {
+        self.describe(name, gpus);
+        self.bump(name);
+    }
+
+    /// The plugin describes the node; the kubelet has not registered it yet.
+    pub fn describe(&self, name: &str, gpus: u32) {
         self.api.put(
             "gpunodes",
             json!({
@@ -116,7 +122,7 @@ impl Cluster {
                 "metadata": {"name": name}, "spec": {},
                 "status": {
                     "inventory": inventory(&(0..gpus).collect::<Vec<_>>()),
-                    "registration": {"epoch": 1, "pluginVersion": "0.1.0"},
+                    "registration": {"epoch": 0, "pluginVersion": "0.1.0"},
                 },
             }),
         );

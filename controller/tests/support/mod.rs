@@ -198,17 +198,14 @@ impl Api {
         let mut store = self.store();
         let name = name_of(&object);
         let key = (plural.to_owned(), name);
-        match store.objects.get(&key).cloned() {
-            Some(old) => {
-                object["metadata"]["uid"] = old["metadata"]["uid"].clone();
-                store.save("MODIFIED", key, object);
-            }
-            None => {
-                store.uids += 1;
-                let uid = store.uids.to_string();
-                object["metadata"]["uid"] = json!(uid);
-                store.save("ADDED", key, object);
-            }
+        if let Some(old) = store.objects.get(&key).cloned() {
+            object["metadata"]["uid"] = old["metadata"]["uid"].clone();
+            store.save("MODIFIED", key, object);
+        } else {
+            store.uids += 1;
+            let uid = store.uids.to_string();
+            object["metadata"]["uid"] = json!(uid);
+            store.save("ADDED", key, object);
         }
     }
 
@@ -370,13 +367,13 @@ impl Store {
     }
 
     /// Server-side apply of the controller's part of a GpuNode's status.
-    fn apply(&mut self, path: &Path, patch: &Value) -> Answer {
+    fn apply(&mut self, path: &Path, applied: &Value) -> Answer {
         let Some(mut object) = self.objects.get(&path.key()).cloned() else {
             return status(404, "NotFound");
         };
         self.wrote("apply", path, path.name.as_deref().unwrap_or_default());
         let old = object.clone();
-        object["status"]["published"] = patch["status"]["published"].clone();
+        object["status"]["published"] = applied["status"]["published"].clone();
         if object == old {
             return answer(StatusCode::OK, &old);
         }
