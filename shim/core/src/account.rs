@@ -96,10 +96,6 @@ pub trait Locks {
     fn unlock(&self, at: u64);
 }
 
-/// The cap does not allow the reservation.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Refused;
-
 /// All [`SLOTS`] belong to living processes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Full;
@@ -144,20 +140,9 @@ impl<const N: usize> Account<N> {
             .map_or(0, |slot| slot.charged.load(Ordering::Relaxed))
     }
 
-    /// Reserves `bytes` if `used` stays within `limit`.
-    pub fn reserve(&self, slot: SlotIndex, bytes: u64, limit: u64) -> Result<(), Refused> {
-        match self.reserve_between(slot, bytes, bytes, limit) {
-            Some(_) => Ok(()),
-            None => Err(Refused),
-        }
-    }
-
-    /// Reserves as much of `bytes` as `limit` leaves, and returns how much that is, 0 included.
-    pub fn reserve_up_to(&self, slot: SlotIndex, bytes: u64, limit: u64) -> u64 {
-        self.reserve_between(slot, 1, bytes, limit).unwrap_or(0)
-    }
-
-    fn reserve_between(&self, slot: SlotIndex, least: u64, most: u64, limit: u64) -> Option<u64> {
+    /// Reserves as much as `limit` leaves, but no less than `least` and no more than `most` bytes;
+    /// returns how much that is, or `None` if it leaves less than `least`.
+    pub fn reserve(&self, slot: SlotIndex, least: u64, most: u64, limit: u64) -> Option<u64> {
         let slot = self.slots.get(slot.0)?;
         // Full: refuse without writing to anything that other processes read.
         if limit.saturating_sub(self.used.load(Ordering::Relaxed)) < least {

@@ -31,7 +31,7 @@ mod sync;
 pub mod table;
 pub mod uuid;
 
-pub use account::{Account, Full, Locks, Refused, SlotIndex};
+pub use account::{Account, Full, Locks, SlotIndex};
 pub use cap::{CapPage, ComputePolicy};
 pub use error::PageError;
 pub use layout::{AccountPage, AccountSnapshot, ProcessUsage};

@@ -33,7 +33,7 @@ pub type Function = *mut c_void;
 
 /// Where memory lies.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Default)]
 pub struct CUmemLocation {
     pub kind: i32,
     pub id: i32,
@@ -49,4 +49,20 @@ pub struct CUmemPoolProps {
     pub allocation_type: i32,
     pub handle_types: i32,
     pub location: CUmemLocation,
+}
+
+/// Properties of an allocation.
+#[repr(C)]
+#[derive(Default)]
+pub struct CUmemAllocationProp {
+    pub kind: i32,
+    pub handle_types: i32,
+    pub location: CUmemLocation,
+    pub metadata: usize,
+    pub flags: [u8; 8],
+}
+
+impl CUmemAllocationProp {
+    pub const PINNED: i32 = 1;
+    pub const GRANULARITY_MINIMUM: u32 = 0;
 }

@@ -18,10 +18,16 @@
 //! - [`process`]: the shares this process joined, and how it stays itself across `fork`;
 //! - [`resolve`]: `cuGetProcAddress`.
 //!
-//! What is charged: every byte that a program asks for, to the share of the GPU it will lie on. Not
-//! charged are contexts and the driver's own needs: they depend on the GPU model, so the node keeps
-//! them back before it offers memory, and a share's cap is wholly the program's. So a program that
-//! asks for its whole cap gets it, and byte cap + 1 is `CUDA_ERROR_OUT_OF_MEMORY`.
+//! What is charged: the memory that a program asks for, to the share of the GPU it will lie on, as
+//! the driver takes it: in whole blocks (2 MiB), but for allocations of at most half a block, which
+//! the driver puts together. A program may always have the last byte of its cap, and byte cap + 1 is
+//! `CUDA_ERROR_OUT_OF_MEMORY`; what it cannot have is twice its cap of its neighbours' memory by
+//! asking for a block and a byte at a time. Memory from a pool counts by the byte: the pool has
+//! taken its blocks before.
+//!
+//! Not charged are contexts and the driver's own needs. They depend on the GPU's model and the
+//! driver, so the node keeps them back before it offers memory, and a share's cap is wholly the
+//! program's: `cuMemGetInfo` says that its total is the cap, and all of it free at first.
 #![no_std]
 #![expect(
     non_camel_case_types,

@@ -72,12 +72,12 @@ impl Reserved {
             Some(device) if device.is_capped() => device,
             _ => return Ok(None),
         };
-        process.reserve(device, bytes)?;
-        let context = match place {
-            Place::Current => current_context(),
-            // A pool's memory goes with the pool.
-            Place::Stream(_) | Place::Pool(..) => 0,
+        let (taken, context) = match place {
+            Place::Current => (device.taken_by(bytes), current_context()),
+            // A pool has blocks already, and goes with none of the contexts.
+            Place::Stream(_) | Place::Pool(..) => (bytes, 0),
         };
+        let bytes = process.reserve(device, bytes, taken)?;
         Ok(Some(Self {
             process,
             device,
@@ -168,22 +168,22 @@ pub fn allocate_pitched<P: Width, S: Width>(
         return result;
     }
     // SAFETY: neither is null, and the driver has just written to both.
-    let (address, taken) = unsafe { (pointer.read(), pitch.read().wide().saturating_mul(height)) };
-    if taken > reserved.bytes {
-        if let Err(code) = reserved
-            .process
-            .reserve(reserved.device, taken - reserved.bytes)
-        {
-            free(address);
-            reserved.roll_back();
-            return code;
+    let (address, rows) = unsafe { (pointer.read(), pitch.read().wide().saturating_mul(height)) };
+    if rows > reserved.bytes {
+        let more = rows - reserved.bytes;
+        match reserved.process.reserve(reserved.device, more, more) {
+            Ok(more) => reserved.bytes += more,
+            Err(code) => {
+                free(address);
+                reserved.roll_back();
+                return code;
+            }
         }
     } else {
-        reserved
-            .process
-            .release(reserved.device, reserved.bytes - taken);
+        let taken = reserved.device.taken_by(rows).min(reserved.bytes);
+        reserved.process.release(reserved.device, reserved.bytes - taken);
+        reserved.bytes = taken;
     }
-    reserved.bytes = taken;
     reserved.commit(address.wide());
     result
 }

@@ -15,7 +15,7 @@ use tranche_shim_core::{Account, GpuUuid, SlotIndex, Table};
 use tranche_shim_runtime::shares::{Name, Share, Shares, Trouble};
 use tranche_shim_runtime::{complain, sys};
 
-use crate::abi::{CUdevice, CUresult, CUuuid};
+use crate::abi::{CUdevice, CUmemAllocationProp, CUmemLocation, CUresult, CUuuid};
 use crate::driver::{DRIVER, real};
 
 /// How often dead processes are looked for while a share is full, in nanoseconds: once in four
@@ -54,6 +54,8 @@ pub struct Device {
     pub handle: CUdevice,
     /// Its place among the process's devices.
     pub number: u8,
+    /// Bytes of the blocks in which the driver takes its memory.
+    block: u64,
     /// A bit for each share of the process that lies on it; none where it has no cap.
     shares: u64,
 }
@@ -239,6 +241,7 @@ impl Joined {
         *self.devices.get_mut(number).ok_or(Trouble::TooManyShares)? = Some(Device {
             handle,
             number: u8::try_from(number).unwrap_or(u8::MAX),
+            block: if capped { block_of(handle) } else { 0 },
             shares: bits(self.share_count) & !bits(first),
         });
         self.device_count += 1;
@@ -288,8 +291,8 @@ impl Held {
         })
     }
 
-    fn reserve(&self, bytes: u64) -> bool {
-        self.account.reserve(self.slot, bytes, self.limit).is_ok()
+    fn reserve(&self, least: u64, most: u64) -> Option<u64> {
+        self.account.reserve(self.slot, least, most, self.limit)
     }
 
     /// Takes back what dead processes left. Costs system calls, so only now and then.
@@ -358,34 +361,33 @@ impl Process {
         })
     }
 
-    /// Reserves `bytes` on a capped device.
+    /// Reserves `most` bytes on a capped device, or what is left of its caps if that is at least
+    /// `least`; returns how much.
     #[inline]
-    pub fn reserve(&self, device: &Device, bytes: u64) -> Result<(), CUresult> {
+    pub fn reserve(&self, device: &Device, least: u64, most: u64) -> Result<u64, CUresult> {
         if device.shares.is_power_of_two()
             && let Some(only) = self.shares(device).next()
-            && only.reserve(bytes)
+            && let Some(granted) = only.reserve(least, most)
         {
-            return Ok(());
+            return Ok(granted);
         }
-        self.reserve_slowly(device, bytes)
+        self.reserve_slowly(device, least, most)
     }
 
     /// From several shares, or from one that is full.
     #[inline(never)]
-    fn reserve_slowly(&self, device: &Device, bytes: u64) -> Result<(), CUresult> {
-        let whole = self
-            .shares(device)
-            .fold(0u64, |sum, share| sum.saturating_add(share.limit));
-        if bytes <= whole {
-            if self.reserve_in_parts(device, bytes) {
-                return Ok(());
+    fn reserve_slowly(&self, device: &Device, least: u64, most: u64) -> Result<u64, CUresult> {
+        let whole = self.shares(device).fold(0u64, |sum, share| sum.saturating_add(share.limit));
+        if least <= whole {
+            if let Some(granted) = self.reserve_in_parts(device, least, most) {
+                return Ok(granted);
             }
             let mut freed = false;
             for share in self.shares(device) {
                 freed |= share.reclaim();
             }
-            if freed && self.reserve_in_parts(device, bytes) {
-                return Ok(());
+            if freed && let Some(granted) = self.reserve_in_parts(device, least, most) {
+                return Ok(granted);
             }
         }
         if let Some(share) = self.shares(device).next() {
@@ -395,16 +397,19 @@ impl Process {
     }
 
     /// Reserves from each share of the device what it has left, until it is enough; or nothing.
-    fn reserve_in_parts(&self, device: &Device, bytes: u64) -> bool {
-        let mut left = bytes;
+    fn reserve_in_parts(&self, device: &Device, least: u64, most: u64) -> Option<u64> {
+        let mut granted = 0;
         for share in self.shares(device) {
-            left -= share.account.reserve_up_to(share.slot, left, share.limit);
-            if left == 0 {
-                return true;
+            granted += share.reserve(0, most - granted).unwrap_or(0);
+            if granted == most {
+                break;
             }
         }
-        self.release(device, bytes - left);
-        false
+        if granted >= least {
+            return Some(granted);
+        }
+        self.release(device, granted);
+        None
     }
 
     /// Gives `bytes` back. Which of the device's shares gets them is of no importance: their sum is
@@ -432,7 +437,39 @@ impl Process {
     }
 }
 
+/// The driver's blocks on every GPU so far, in bytes: where it cannot be asked.
+const BLOCK: u64 = 2 << 20;
+
+/// Bytes of the blocks in which the driver takes a device's memory.
+fn block_of(handle: CUdevice) -> u64 {
+    let memory = CUmemAllocationProp {
+        kind: CUmemAllocationProp::PINNED,
+        location: CUmemLocation { kind: CUmemLocation::DEVICE, id: handle },
+        ..CUmemAllocationProp::default()
+    };
+    let mut block = 0;
+    // SAFETY: reads the properties, writes the local number.
+    let result = unsafe {
+        real!(cuMemGetAllocationGranularity: fn(*mut usize, *const CUmemAllocationProp, u32))(
+            &raw mut block,
+            &raw const memory,
+            CUmemAllocationProp::GRANULARITY_MINIMUM,
+        )
+    };
+    match block as u64 {
+        block if result.is_ok() && block.is_power_of_two() && block <= 64 * BLOCK => block,
+        _ => BLOCK,
+    }
+}
+
 impl Device {
+    /// What an allocation of `bytes` takes of the device: whole blocks, but for small ones, of which
+    /// the driver puts several into a block.
+    #[inline]
+    pub fn taken_by(&self, bytes: u64) -> u64 {
+        if bytes <= self.block / 2 { bytes } else { bytes.checked_next_multiple_of(self.block).unwrap_or(bytes) }
+    }
+
     /// Whether the device's memory is capped for this container.
     #[inline]
     pub fn is_capped(&self) -> bool {

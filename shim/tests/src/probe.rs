@@ -9,6 +9,9 @@ use std::ffi::{CStr, CString, c_void};
 use std::io::Write as _;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+/// What `alloc` got last.
+static LAST: AtomicU64 = AtomicU64::new(0);
+
 struct Cuda(*mut c_void);
 
 // SAFETY: a handle of the loader, usable from any thread.
@@ -112,7 +115,13 @@ fn act(cuda: &Cuda, words: &[&str]) -> String {
             "{}",
             call!(cuda, "cuDevicePrimaryCtxRelease_v2", int(1) => i32)
         ),
-        "alloc" => outs(call!(cuda, "cuMemAlloc_v2", out => *mut u64, number(1) => u64)),
+        "alloc" => {
+            let code = call!(cuda, "cuMemAlloc_v2", out => *mut u64, number(1) => u64);
+            // SAFETY: the local.
+            LAST.store(unsafe { *out }, Ordering::Relaxed);
+            outs(code)
+        }
+        "free-last" => format!("{}", call!(cuda, "cuMemFree_v2", LAST.load(Ordering::Relaxed) => u64)),
         "alloc-null" => {
             outs(call!(cuda, "cuMemAlloc_v2", std::ptr::null_mut() => *mut u64, number(1) => u64))
         }

@@ -41,11 +41,32 @@ fn the_cap_is_exact_to_the_byte() {
     assert_eq!(share.used(), 0);
     assert_eq!(probe.ask(&format!("alloc {}", CAP + 1)).code, OUT_OF_MEMORY);
     // Refused, and goes on.
-    probe.must(&format!("alloc {}", CAP - 1));
-    probe.must("alloc 1");
+    probe.must(&format!("alloc {}", CAP - (1 << 20)));
+    assert_eq!(share.used(), CAP, "as the driver takes it: in blocks");
+    probe.must("free-last");
+    probe.must(&format!("alloc {}", CAP - (2 << 20)));
+    probe.must("alloc 1048575");
+    probe.must("alloc 1048575");
+    probe.must("alloc 2");
     assert_eq!(probe.ask("alloc 1").code, OUT_OF_MEMORY);
     assert_eq!(share.look(|account| account.peak()), CAP);
     assert_eq!(probe.ask("steer held 0").code, i64::try_from(CAP).unwrap());
+}
+
+/// Where a block no longer fits, what is left of the cap can still be had, to the byte.
+#[test]
+fn the_last_piece_of_a_cap_needs_no_whole_block() {
+    const ODD: u64 = (3 << 20) + 12345;
+    let world = World::new(Driver::Odd);
+    let share = world.share("gpu-0", GPU_0, Some(ODD));
+    let mut probe = ready(&world, 1);
+    let whole = probe.must(&format!("alloc {ODD}")).number(0);
+    assert_eq!((share.used(), probe.ask("alloc 1").code), (ODD, OUT_OF_MEMORY));
+    probe.must(&format!("free {whole}"));
+    probe.must("alloc 1048577");
+    assert_eq!(share.used(), 2 << 20);
+    probe.must(&format!("alloc {}", ODD - (2 << 20)));
+    assert_eq!((share.used(), probe.ask("alloc 1").code), (ODD, OUT_OF_MEMORY));
 }
 
 #[test]
@@ -80,7 +101,13 @@ fn a_pitched_allocation_is_charged_as_the_driver_pads_it() {
     assert_eq!(share.used(), 4096 * 10);
     // And does not get past the cap by it.
     let left = CAP - share.used();
-    probe.must(&format!("alloc {}", left - 512 * 10));
+    let all_but_a_block = left / (2 << 20) * (2 << 20) - (2 << 20);
+    probe.must(&format!("alloc {all_but_a_block}"));
+    while CAP - share.used() >= 1 << 20 {
+        probe.must("alloc 1048576");
+    }
+    let rest = CAP - share.used();
+    probe.must(&format!("alloc {}", rest - 512 * 10));
     assert_eq!(probe.ask("pitch 100 10").code, OUT_OF_MEMORY);
     assert_eq!(share.used(), CAP - 512 * 10);
     assert_eq!(
@@ -198,14 +225,14 @@ fn shares_of_one_gpu_add_up() {
     ];
     let mut probe = ready(&world, 1);
     assert_eq!(probe.must("info").number(1), 5 << 30);
-    let large = probe.must(&format!("alloc {}", (4u64 << 30) + 1)).number(0);
-    probe.must(&format!("alloc {}", (1u64 << 30) - 1));
+    let large = probe.must(&format!("alloc {}", 4u64 << 30)).number(0);
+    probe.must(&format!("alloc {}", 1u64 << 30));
     assert_eq!(probe.ask("alloc 1").code, OUT_OF_MEMORY);
     assert_eq!(shares.each_ref().map(Share::used), [3 << 30, 2 << 30]);
     assert_eq!(probe.must("info").number(0), 0);
     probe.must(&format!("free {large}"));
-    assert_eq!(shares.iter().map(Share::used).sum::<u64>(), (1 << 30) - 1);
-    probe.must(&format!("alloc {}", (4u64 << 30) + 1));
+    assert_eq!(shares.iter().map(Share::used).sum::<u64>(), 1 << 30);
+    probe.must(&format!("alloc {}", 4u64 << 30));
 }
 
 #[test]

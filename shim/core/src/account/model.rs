@@ -86,7 +86,7 @@ fn reservations_never_exceed_the_limit() {
                 thread::spawn(move || {
                     let process = world.open(id);
                     let slot = world.account.join(&process, 0, id as usize).unwrap();
-                    if world.account.reserve(slot, 6, LIMIT).is_ok() {
+                    if world.account.reserve(slot, 6, 6, LIMIT).is_some() {
                         let mut now = held.lock().unwrap();
                         *now += 6;
                         assert!(*now <= LIMIT);
@@ -117,7 +117,7 @@ fn a_kill_beside_work_and_repair_is_safe() {
                     let process = world.open(1);
                     kill_after(steps, || {
                         let slot = world.account.join(&process, 0, 0).unwrap();
-                        let _ = world.account.reserve(slot, 4, LIMIT);
+                        let _ = world.account.reserve(slot, 4, 4, LIMIT);
                     });
                 })
             };
@@ -131,7 +131,7 @@ fn a_kill_beside_work_and_repair_is_safe() {
             };
             let process = world.open(2);
             let slot = world.account.join(&process, 0, 1).unwrap();
-            world.account.reserve(slot, 6, LIMIT).unwrap();
+            world.account.reserve(slot, 6, 6, LIMIT).unwrap();
             assert!(world.account.used() >= 6);
             victim.join().unwrap();
             janitor.join().unwrap();
@@ -152,7 +152,7 @@ fn a_surplus_is_subtracted_once() {
         let world = World::new();
         let process = world.open(1);
         let slot = world.account.join(&process, 0, 0).unwrap();
-        world.account.reserve(slot, 3, LIMIT).unwrap();
+        world.account.reserve(slot, 3, 3, LIMIT).unwrap();
         // What a killed process left.
         world.account.used.fetch_add(2, super::Ordering::AcqRel);
         let repairers: Vec<_> = (2..=3)

@@ -8,7 +8,7 @@ use std::vec::Vec;
 
 use proptest::prelude::*;
 
-use super::{Account, Full, Locks, Refused, SlotIndex};
+use super::{Account, Full, Locks, SlotIndex};
 use crate::sync::kill_after;
 
 /// A file's locks: which description holds which byte.
@@ -63,12 +63,12 @@ fn the_last_byte_is_granted_and_the_next_refused() {
     let (account, file) = account();
     let process = file.open();
     let slot = account.join(&process, 1, 0).unwrap();
-    assert_eq!(account.reserve(slot, 100, 100), Ok(()));
-    assert_eq!(account.reserve(slot, 1, 100), Err(Refused));
+    assert_eq!(account.reserve(slot, 100, 100, 100), Some(100));
+    assert_eq!(account.reserve(slot, 1, 1, 100), None);
     assert_eq!(account.release(slot, 1), 1);
-    assert_eq!(account.reserve(slot, 2, 100), Err(Refused));
-    assert_eq!(account.reserve(slot, 1, 100), Ok(()));
-    assert_eq!(account.reserve(slot, u64::MAX, 100), Err(Refused));
+    assert_eq!(account.reserve(slot, 2, 2, 100), None);
+    assert_eq!(account.reserve(slot, 1, 1, 100), Some(1));
+    assert_eq!(account.reserve(slot, u64::MAX, u64::MAX, 100), None);
     assert_eq!((account.used(), account.charged(slot)), (100, 100));
 }
 
@@ -76,9 +76,9 @@ fn the_last_byte_is_granted_and_the_next_refused() {
 fn a_part_is_granted_where_a_part_will_do() {
     let (account, file) = account();
     let slot = account.join(&file.open(), 1, 0).unwrap();
-    assert_eq!(account.reserve_up_to(slot, 60, 100), 60);
-    assert_eq!(account.reserve_up_to(slot, 60, 100), 40);
-    assert_eq!(account.reserve_up_to(slot, 60, 100), 0);
+    assert_eq!(account.reserve(slot, 0, 60, 100), Some(60));
+    assert_eq!(account.reserve(slot, 0, 60, 100), Some(40));
+    assert_eq!(account.reserve(slot, 0, 60, 100), Some(0));
     assert_eq!(account.release(slot, 150), 100);
     assert_eq!(account.used(), 0);
 }
@@ -87,8 +87,8 @@ fn a_part_is_granted_where_a_part_will_do() {
 fn a_lowered_limit_refuses_and_takes_nothing_away() {
     let (account, file) = account();
     let slot = account.join(&file.open(), 1, 0).unwrap();
-    account.reserve(slot, 100, 100).unwrap();
-    assert_eq!(account.reserve(slot, 1, 50), Err(Refused));
+    account.reserve(slot, 100, 100, 100).unwrap();
+    assert_eq!(account.reserve(slot, 1, 1, 50), None);
     assert_eq!(account.used(), 100);
 }
 
@@ -99,7 +99,7 @@ fn living_processes_keep_their_slots() {
         .map(|pid| {
             let process = file.open();
             let slot = account.join(&process, pid, 0).unwrap();
-            account.reserve(slot, 10, 100).unwrap();
+            account.reserve(slot, 10, 10, 100).unwrap();
             (process, slot)
         })
         .collect();
@@ -118,7 +118,7 @@ fn a_dead_process_makes_room_without_a_reclaimer() {
     for pid in 0..4 {
         let process = file.open();
         let slot = account.join(&process, pid, 0).unwrap();
-        account.reserve(slot, 10, 100).unwrap();
+        account.reserve(slot, 10, 10, 100).unwrap();
         account.note_refusal(slot);
         living.push(process);
     }
@@ -141,14 +141,14 @@ fn dead_slots_are_looked_for_once_per_interval() {
 /// What a process does in its life, and how much it truly holds at each moment.
 fn life(account: &Small, process: &Description, held: &Cell<u64>) {
     let slot = account.join(process, 1, 0).unwrap();
-    account.reserve(slot, 30, 100).unwrap();
+    account.reserve(slot, 30, 30, 100).unwrap();
     held.set(30);
-    account.reserve(slot, 20, 100).unwrap();
+    account.reserve(slot, 20, 20, 100).unwrap();
     held.set(50);
     // The driver refuses this one: rolled back.
-    account.reserve(slot, 40, 100).unwrap();
+    account.reserve(slot, 40, 40, 100).unwrap();
     account.release(slot, 40);
-    assert_eq!(account.reserve_up_to(slot, 70, 100), 50);
+    assert_eq!(account.reserve(slot, 0, 70, 100), Some(50));
     held.set(100);
     held.set(70);
     account.release(slot, 30);
@@ -160,7 +160,7 @@ fn killed_at_any_step_it_errs_to_the_safe_side_and_is_repaired() {
         let (account, file) = account();
         let neighbour = file.open();
         let neighbours = account.join(&neighbour, 2, 3).unwrap();
-        account.reserve(neighbours, 7, 7).unwrap();
+        account.reserve(neighbours, 7, 7, 7).unwrap();
         account.release(neighbours, 7);
 
         let process = file.open();
@@ -175,7 +175,7 @@ fn killed_at_any_step_it_errs_to_the_safe_side_and_is_repaired() {
         account.reclaim(&file.open());
         account.repair(&file.open());
         assert_eq!(account.used(), 0, "killed after {steps} steps");
-        assert_eq!(account.reserve(neighbours, 100, 100), Ok(()));
+        assert_eq!(account.reserve(neighbours, 100, 100, 100), Some(100));
         if lived {
             return;
         }
@@ -193,7 +193,7 @@ fn a_reclaimer_killed_at_any_step_subtracts_nothing_twice() {
             kill_after(victim_steps, || life(&account, &process, &Cell::new(0)));
             drop(process);
             // Whatever the victim left of the cap.
-            let room = account.reserve_up_to(neighbours, 100, 100);
+            let room = account.reserve(neighbours, 0, 100, 100).unwrap();
 
             let reclaimer = file.open();
             let done = kill_after(steps, || {
@@ -221,7 +221,7 @@ fn nonsense_written_by_the_tenant_is_repaired() {
     let (account, file) = account();
     let process = file.open();
     let slot = account.join(&process, 1, 0).unwrap();
-    account.reserve(slot, 10, 100).unwrap();
+    account.reserve(slot, 10, 10, 100).unwrap();
     for nonsense in [0, 3, u64::MAX] {
         account.used.store(nonsense, super::Ordering::Relaxed);
         account.repair(&file.open());
@@ -266,7 +266,7 @@ proptest! {
                     }
                 }
                 Act::Reserve { who, bytes } => if let Some((_, slot, held)) = living.get_mut(who) {
-                    if account.reserve(*slot, bytes, LIMIT).is_ok() {
+                    if account.reserve(*slot, bytes, bytes, LIMIT).is_some() {
                         *held += bytes;
                     }
                 },
@@ -278,7 +278,7 @@ proptest! {
                 },
                 Act::Kill { who, bytes, steps } => if who < living.len() {
                     let (process, slot, _) = living.remove(who);
-                    kill_after(steps, || { let _ = account.reserve(slot, bytes, LIMIT); });
+                    kill_after(steps, || { let _ = account.reserve(slot, bytes, bytes, LIMIT); });
                     drop(process);
                 },
                 Act::Reclaim => {
