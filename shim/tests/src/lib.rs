@@ -5,6 +5,7 @@
 //! those paths. That takes root. A [`World`] belongs to the thread that made it; its children see it.
 
 mod mount;
+mod node;
 mod probe_client;
 
 use std::ffi::OsStr;
@@ -15,6 +16,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::atomic::{AtomicU32, Ordering};
 
+pub use node::{Gpu, Node};
 pub use probe_client::{Answer, Probe};
 use tranche_shim_core::{AccountPage, AccountSnapshot, CapPage, ComputePolicy, layout};
 
@@ -27,6 +29,7 @@ const LIBRARIES: &str = "/usr/lib/x86_64-linux-gnu";
 #[derive(Debug)]
 pub struct World {
     folder: PathBuf,
+    node: Option<Node>,
 }
 
 /// What stands behind the shim.
@@ -36,6 +39,8 @@ pub enum Driver {
     Odd,
     /// The real driver of a Debian release (`bookworm`, `trixie`), which finds no GPU.
     Real(&'static str),
+    /// The simulator, with so many H100 of 80 GB.
+    Simulator(u32),
     /// None.
     Missing,
 }
@@ -105,6 +110,10 @@ impl World {
         let folder =
             std::env::temp_dir().join(format!("tranche-shim-{}-{number}", std::process::id()));
         fs::create_dir(&folder).unwrap();
+        let node = match driver {
+            Driver::Simulator(gpus) => Some(Node::start(folder.with_extension("node"), gpus)),
+            _ => None,
+        };
         mount::private_namespace();
         mount::tmpfs(&folder);
         for (over, name) in [("/usr/lib", "lib"), ("/etc", "etc")] {
@@ -113,7 +122,7 @@ impl World {
             fs::create_dir(&work).unwrap();
             mount::overlay(Path::new(over), &upper, &work);
         }
-        let world = Self { folder };
+        let world = Self { folder, node };
         fs::create_dir_all(format!("{OURS}/driver")).unwrap();
         fs::create_dir_all(SHARES).unwrap();
         for library in ["libcuda.so.1", "libnvidia-ml.so.1"] {
@@ -134,6 +143,17 @@ impl World {
         let real = |library: &str| format!("{OURS}/driver/{library}");
         match driver {
             Driver::Missing => {}
+            Driver::Simulator(_) => {
+                let node = self.node();
+                for library in ["libcuda.so.1", "libnvidia-ml.so.1"] {
+                    fs::copy(
+                        node.root().join(&LIBRARIES[1..]).join(library),
+                        real(library),
+                    )
+                    .unwrap();
+                }
+                self.devices(node);
+            }
             Driver::Real(release) => {
                 for library in ["libcuda.so.1", "libnvidia-ml.so.1"] {
                     fs::copy(real_drivers().join(release).join(library), real(library)).unwrap();
@@ -158,6 +178,39 @@ impl World {
                 assert!(done.status.success(), "{}", text(&done.stderr));
             }
         }
+    }
+
+    /// What a container gets of the node's devices: their nodes, and the daemon's socket.
+    fn devices(&self, node: &Node) {
+        let (dev, run) = (self.folder.join("dev"), self.folder.join("run"));
+        fs::create_dir_all(&dev).unwrap();
+        fs::create_dir_all(run.join("nvidia-persistenced")).unwrap();
+        let ours = ["null", "zero", "urandom"].map(|name| Path::new("/dev").join(name));
+        let theirs = fs::read_dir(node.root().join("dev"))
+            .unwrap()
+            .map(|entry| entry.unwrap().path());
+        for device in ours
+            .into_iter()
+            .chain(theirs.filter(|path| path.is_file() || !path.is_dir()))
+        {
+            let to = dev.join(device.file_name().unwrap());
+            File::create(&to).unwrap();
+            mount::bind(&device, &to, false);
+        }
+        let socket = run.join("nvidia-persistenced");
+        mount::bind(&node.root().join("run/nvidia-persistenced"), &socket, false);
+        mount::move_over(&dev, Path::new("/dev"));
+        mount::move_over(&run, Path::new("/run"));
+    }
+
+    /// The node, where there is one.
+    ///
+    /// # Panics
+    ///
+    /// If the driver is not the simulator.
+    #[must_use]
+    pub fn node(&self) -> &Node {
+        self.node.as_ref().expect("the simulator's")
     }
 
     /// No preload list: only the files at the driver's own names are the shim's.
@@ -239,6 +292,10 @@ pub fn probe_path() -> PathBuf {
 impl Drop for World {
     fn drop(&mut self) {
         // The page mounts go with the folder they are in.
+        if self.node.is_some() {
+            mount::detach("/dev".as_ref());
+            mount::detach("/run".as_ref());
+        }
         for mounted in ["/usr/lib".as_ref(), "/etc".as_ref(), self.folder.as_path()] {
             mount::detach(mounted);
         }

@@ -67,6 +67,17 @@ pub fn bind(source: &Path, target: &Path, read_only: bool) {
     }
 }
 
+/// Lays a folder, with what is mounted in it, over another.
+pub fn move_over(source: &Path, target: &Path) {
+    mount(
+        &c_path(source),
+        target,
+        c"",
+        libc::MS_BIND | libc::MS_REC,
+        "",
+    );
+}
+
 /// Takes a mount away, now or when its last user is gone.
 pub fn detach(target: &Path) {
     // SAFETY: a C string. Where it fails, the namespace's end does the same.

@@ -121,7 +121,10 @@ fn act(cuda: &Cuda, words: &[&str]) -> String {
             LAST.store(unsafe { *out }, Ordering::Relaxed);
             outs(code)
         }
-        "free-last" => format!("{}", call!(cuda, "cuMemFree_v2", LAST.load(Ordering::Relaxed) => u64)),
+        "free-last" => format!(
+            "{}",
+            call!(cuda, "cuMemFree_v2", LAST.load(Ordering::Relaxed) => u64)
+        ),
         "alloc-null" => {
             outs(call!(cuda, "cuMemAlloc_v2", std::ptr::null_mut() => *mut u64, number(1) => u64))
         }

@@ -61,12 +61,18 @@ fn the_last_piece_of_a_cap_needs_no_whole_block() {
     let share = world.share("gpu-0", GPU_0, Some(ODD));
     let mut probe = ready(&world, 1);
     let whole = probe.must(&format!("alloc {ODD}")).number(0);
-    assert_eq!((share.used(), probe.ask("alloc 1").code), (ODD, OUT_OF_MEMORY));
+    assert_eq!(
+        (share.used(), probe.ask("alloc 1").code),
+        (ODD, OUT_OF_MEMORY)
+    );
     probe.must(&format!("free {whole}"));
     probe.must("alloc 1048577");
     assert_eq!(share.used(), 2 << 20);
     probe.must(&format!("alloc {}", ODD - (2 << 20)));
-    assert_eq!((share.used(), probe.ask("alloc 1").code), (ODD, OUT_OF_MEMORY));
+    assert_eq!(
+        (share.used(), probe.ask("alloc 1").code),
+        (ODD, OUT_OF_MEMORY)
+    );
 }
 
 #[test]

@@ -109,13 +109,20 @@ fn whatever_the_environment_says() {
     ];
     for (program, arguments) in [
         (probe_path(), vec!["name".into()]),
-        ("/usr/bin/env".into(), vec!["-i".into(), probe_path().into_os_string(), "name".into()]),
+        (
+            "/usr/bin/env".into(),
+            vec!["-i".into(), probe_path().into_os_string(), "name".into()],
+        ),
     ] {
         let (world, _share) = one_gpu();
-        capped(&mut Probe::by(world.command(program).args(arguments).envs(forged)));
+        capped(&mut Probe::by(
+            world.command(program).args(arguments).envs(forged),
+        ));
     }
     let (world, _share) = one_gpu();
-    capped(&mut Probe::by(world.command(probe_path()).arg("name").env_clear()));
+    capped(&mut Probe::by(
+        world.command(probe_path()).arg("name").env_clear(),
+    ));
 }
 
 /// The list is read by every program: none may notice.

@@ -1,7 +1,8 @@
-//! The built libraries, in the layout of a capped container. Needs root, `make shim`, a C compiler
+//! The built libraries, in the layout of a capped container. Needs root, `make shim simulator`, a C compiler
 //! and Debian's archive (for the real drivers).
 
 mod cap;
 mod closed;
 mod loading;
 mod real;
+mod simulated;

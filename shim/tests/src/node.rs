@@ -1,0 +1,124 @@
+//! The node that a container is on: the simulated machine, seen from outside every container.
+
+use std::fs;
+use std::io::{BufRead as _, BufReader, Write as _};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+use crate::{target, text};
+
+/// A simulated machine and its daemon; gone when dropped.
+#[derive(Debug)]
+pub struct Node {
+    root: PathBuf,
+    daemon: Child,
+    /// A shell with the mounts that the container does not have.
+    shell: Mutex<Child>,
+}
+
+/// A GPU as the node sees it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Gpu {
+    /// `GPU-…`.
+    pub uuid: String,
+    /// Bytes in use, by whatever process and for whatever purpose.
+    pub used: u64,
+}
+
+impl Node {
+    /// Starts a machine with H100s of 80 GB. Call it before the thread has mounts of its own.
+    pub(crate) fn start(root: PathBuf, gpus: u32) -> Self {
+        let simulator = target().join("simulator");
+        let install = simulator.join("install-root");
+        assert!(
+            install.exists(),
+            "{}: missing: run `make simulator` first",
+            install.display()
+        );
+        let done = Command::new(install)
+            .arg(&root)
+            .args(["--gpu-model", "H100-80", "--gpus", &gpus.to_string()])
+            .output()
+            .unwrap();
+        assert!(
+            done.status.success(),
+            "install-root: {}",
+            text(&done.stderr)
+        );
+        let daemon = Command::new(root.join("usr/bin/nvidia-sim-persistenced"))
+            .arg("--root")
+            .arg(&root)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let shell = Command::new("sh")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let node = Self {
+            root,
+            daemon,
+            shell: Mutex::new(shell),
+        };
+        let start = Instant::now();
+        while !node.root.join("run/nvidia-persistenced/socket").exists() {
+            assert!(
+                start.elapsed() < Duration::from_secs(10),
+                "the simulator's daemon does not listen"
+            );
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        node
+    }
+
+    /// Its root folder: a driver root.
+    #[must_use]
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// The GPUs, as the node's own `nvidia-smi` reports them.
+    ///
+    /// # Panics
+    ///
+    /// If it does not.
+    #[must_use]
+    pub fn gpus(&self) -> Vec<Gpu> {
+        let root = self.root.display();
+        let query = format!(
+            "LD_LIBRARY_PATH={root}/usr/lib/x86_64-linux-gnu {root}/usr/bin/nvidia-smi \
+             --query-gpu=uuid,memory.used --format=csv,noheader,nounits </dev/null; echo end"
+        );
+        let mut shell = self.shell.lock().unwrap();
+        writeln!(shell.stdin.as_mut().unwrap(), "{query}").unwrap();
+        BufReader::new(shell.stdout.as_mut().unwrap())
+            .lines()
+            .map(Result::unwrap)
+            .take_while(|line| line != "end")
+            .map(|line| {
+                let (uuid, used) = line
+                    .split_once(", ")
+                    .unwrap_or_else(|| panic!("nvidia-smi: {line}"));
+                Gpu {
+                    uuid: uuid.into(),
+                    used: used.trim().parse::<u64>().unwrap() << 20,
+                }
+            })
+            .collect()
+    }
+}
+
+impl Drop for Node {
+    fn drop(&mut self) {
+        for child in [&mut self.daemon, &mut *self.shell.lock().unwrap()] {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+        let _ = fs::remove_dir_all(&self.root);
+    }
+}

@@ -1,0 +1,222 @@
+//! On the simulated machine: what the shim says and what the GPU holds, seen from outside.
+
+use std::fs;
+use std::time::{Duration, Instant};
+
+use tranche_shim_tests::{Driver, Probe, Share, World, text};
+
+use crate::cap::CAP;
+
+const MIB: u64 = 1 << 20;
+
+/// A container with 20 GiB of the first of two GPUs, and 40 GiB of the second.
+fn two_gpus() -> (World, [Share; 2], [String; 2]) {
+    let world = World::new(Driver::Simulator(2));
+    let [first, second]: [String; 2] = world
+        .node()
+        .gpus()
+        .into_iter()
+        .map(|gpu| gpu.uuid)
+        .collect::<Vec<_>>()
+        .try_into()
+        .unwrap();
+    let shares = [
+        world.share("gpu-0", &first, Some(CAP)),
+        world.share("gpu-1", &second, Some(2 * CAP)),
+    ];
+    (world, shares, [first, second])
+}
+
+fn ready(probe: &mut Probe, device: u32) {
+    probe.must("init");
+    probe.must(&format!("primary {device}"));
+}
+
+#[test]
+fn nvidia_smi_shows_exactly_the_share() {
+    let (world, _shares, _) = two_gpus();
+    let mut probe = world.probe("name");
+    ready(&mut probe, 0);
+    probe.must(&format!("alloc {}", 5u64 << 30));
+    let smi = world.node().root().join("usr/bin/nvidia-smi");
+    let ran = world.run(&smi, &[]);
+    let table = text(&ran.stdout);
+    assert_eq!(text(&ran.stderr), "", "{table}");
+    assert!(table.contains(" 5120MiB / 20480MiB "), "{table}");
+    assert!(table.contains("    0MiB / 40960MiB "), "{table}");
+    let ran = world.run(
+        &smi,
+        &[
+            "--query-gpu=memory.total,memory.used,memory.free",
+            "--format=csv,noheader",
+        ],
+    );
+    assert_eq!(
+        text(&ran.stdout),
+        "20480 MiB, 5120 MiB, 15360 MiB\n40960 MiB, 0 MiB, 40960 MiB\n"
+    );
+}
+
+#[test]
+fn the_gpu_holds_what_the_account_says() {
+    let (world, [share, _], _) = two_gpus();
+    let mut probe = world.probe("name");
+    ready(&mut probe, 0);
+    let context = world.node().gpus()[0].used;
+    assert!(
+        context > 0,
+        "a context is not in the cap, and not free of charge"
+    );
+    let info = probe.must("info");
+    assert_eq!((info.number(0), info.number(1)), (CAP, CAP));
+    let whole = probe.must(&format!("alloc {CAP}")).number(0);
+    assert_eq!(world.node().gpus()[0].used - context, CAP);
+    assert_eq!(probe.ask("alloc 1").code, 2);
+    probe.must(&format!("free {whole}"));
+    assert_eq!(
+        (world.node().gpus()[0].used - context, share.used()),
+        (0, 0)
+    );
+    // A block and a byte takes two blocks.
+    for _ in 0..100 {
+        probe.must(&format!("alloc {}", 2 * MIB + 1));
+    }
+    assert_eq!(world.node().gpus()[0].used - context, 400 * MIB);
+    assert_eq!(share.used(), 400 * MIB);
+}
+
+#[test]
+fn in_any_order_each_gpu_has_its_own_cap() {
+    let (world, shares, [first, second]) = two_gpus();
+    let reversed = format!("{second},{first}");
+    for (visible, caps) in [
+        ("0,1", vec![CAP, 2 * CAP]),
+        ("1,0", vec![2 * CAP, CAP]),
+        (&reversed, vec![2 * CAP, CAP]),
+        ("1", vec![2 * CAP]),
+        (&first, vec![CAP]),
+    ] {
+        let mut probe = Probe::by(
+            world
+                .command(tranche_shim_tests::probe_path())
+                .arg("name")
+                .env("CUDA_VISIBLE_DEVICES", visible),
+        );
+        probe.must("init");
+        assert_eq!(probe.must("count").number(0), caps.len() as u64);
+        for (device, cap) in caps.into_iter().enumerate() {
+            probe.must(&format!("primary {device}"));
+            assert_eq!(
+                probe.must("info").number(1),
+                cap,
+                "{visible}, device {device}"
+            );
+            assert_eq!(probe.must(&format!("total {device}")).number(0), cap);
+            let whole = probe.must(&format!("alloc {cap}")).number(0);
+            assert_eq!(probe.ask("alloc 1").code, 2);
+            let used = shares.each_ref().map(Share::used);
+            assert_eq!(used.iter().sum::<u64>(), cap);
+            probe.must(&format!("free {whole}"));
+        }
+    }
+}
+
+#[test]
+fn a_reset_returns_what_the_context_held() {
+    let (world, [share, _], _) = two_gpus();
+    for end in ["reset 0", "unprimary 0"] {
+        let mut probe = world.probe("name");
+        ready(&mut probe, 0);
+        probe.must(&format!("alloc {}", 1 << 30));
+        assert_eq!(share.used(), 1 << 30);
+        probe.must(end);
+        assert_eq!(share.used(), 0, "{end}");
+    }
+    // One of two references: the context stays, and its memory.
+    let mut probe = world.probe("name");
+    ready(&mut probe, 0);
+    probe.must("primary 0");
+    probe.must(&format!("alloc {}", 1 << 30));
+    probe.must("unprimary 0");
+    assert_eq!(share.used(), 1 << 30);
+}
+
+#[test]
+fn neighbours_are_never_in_each_others_way() {
+    let (world, [share, other], _) = two_gpus();
+    drop(other);
+    let context = {
+        let before = world.node().gpus()[0].used;
+        let mut probe = world.probe("name");
+        ready(&mut probe, 0);
+        world.node().gpus()[0].used - before
+    };
+    let mut probes: Vec<Probe> = (0..4).map(|_| world.probe("name")).collect();
+    for probe in &mut probes {
+        ready(probe, 0);
+        probe.send(&format!("threads 4 4000 {}", CAP / 8));
+    }
+    let mut victim = world.probe("name");
+    ready(&mut victim, 0);
+    let mut looks = 0;
+    let answers = std::thread::scope(|scope| {
+        let workers: Vec<_> = probes
+            .iter_mut()
+            .map(|probe| scope.spawn(|| probe.receive()))
+            .collect();
+        while workers.iter().any(|worker| !worker.is_finished()) {
+            victim.send(&format!("threads 2 1000000 {}", CAP / 8));
+            for _ in 0..5 {
+                // Contexts are the node's; allocations of at most half a block share one with their kind.
+                let held = world.node().gpus()[0].used;
+                let contexts = 5 * context;
+                assert!(
+                    held <= CAP + contexts,
+                    "{held} of {CAP}, and {contexts} for contexts"
+                );
+                looks += 1;
+            }
+            victim.kill();
+            // Its memory is back when the daemon has seen its end.
+            victim = world.probe("name");
+            ready(&mut victim, 0);
+        }
+        workers
+            .into_iter()
+            .map(|worker| worker.join().unwrap())
+            .collect::<Vec<_>>()
+    });
+    for answer in answers {
+        assert!(answer.number(0) > 0 && answer.number(1) > 0, "{answer:?}");
+        assert_eq!(answer.number(2), 0, "no other error: {answer:?}");
+    }
+    assert!(looks > 3);
+    let start = Instant::now();
+    while victim.ask(&format!("alloc {CAP}")).code != 0 {
+        assert!(
+            start.elapsed() < Duration::from_secs(1),
+            "{} bytes stay charged",
+            share.used()
+        );
+    }
+}
+
+/// NVML tells the memory of a GPU without a page to nobody; CUDA does not use it at all.
+#[test]
+fn a_gpu_without_a_page_is_not_used() {
+    let world = World::new(Driver::Simulator(2));
+    let gpus = world.node().gpus();
+    world.share("gpu-0", &gpus[0].uuid, Some(CAP));
+    let mut probe = world.probe("name");
+    assert_eq!(probe.ask("init").code, 800);
+    assert!(probe.stderr().contains(&gpus[1].uuid));
+    let smi = world.node().root().join("usr/bin/nvidia-smi");
+    let ran = world.run(&smi, &["--query-gpu=memory.total", "--format=csv,noheader"]);
+    let lines = text(&ran.stdout);
+    assert_eq!(lines.lines().next(), Some("20480 MiB"), "{lines}");
+    assert!(
+        !lines.lines().nth(1).unwrap_or("").contains("MiB"),
+        "{lines}"
+    );
+    fs::metadata(smi).unwrap();
+}
