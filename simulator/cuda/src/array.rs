@@ -61,7 +61,11 @@ fn element(format: u32, channels: u32) -> Result<u64, Code> {
         0x03 | 0x0a | 0x20 => 4,
         _ => return Err(Code::INVALID_VALUE),
     };
-    if matches!(channels, 1 | 2 | 4) { Ok(bytes * u64::from(channels)) } else { Err(Code::INVALID_VALUE) }
+    if matches!(channels, 1 | 2 | 4) {
+        Ok(bytes * u64::from(channels))
+    } else {
+        Err(Code::INVALID_VALUE)
+    }
 }
 
 fn create(shape: Shape3) -> Result<Handle, Code> {
@@ -72,7 +76,12 @@ fn create(shape: Shape3) -> Result<Handle, Code> {
         .try_fold(element, |bytes, extent| bytes.checked_mul(*extent as u64))
         .ok_or(Code::INVALID_VALUE)?;
     let address = memory::allocate(context, bytes)?;
-    Ok(Object::create(Array { address, shape, element }).handle())
+    Ok(Object::create(Array {
+        address,
+        shape,
+        element,
+    })
+    .handle())
 }
 
 export! {

@@ -47,7 +47,9 @@ impl From<ChargeError> for Code {
 type Row = (u32, &'static CStr, &'static CStr);
 
 fn row(code: u32) -> Option<&'static Row> {
-    ROWS.binary_search_by_key(&code, |row| row.0).ok().map(|index| &ROWS[index])
+    ROWS.binary_search_by_key(&code, |row| row.0)
+        .ok()
+        .map(|index| &ROWS[index])
 }
 
 /// Answers with one column of a code's row, or null where there is no such code.

@@ -63,7 +63,11 @@ pub fn current_or_none() -> Option<&'static Object<Context>> {
 pub fn current() -> Result<&'static Object<Context>, Code> {
     driver()?;
     let context = current_or_none().ok_or(Code::INVALID_CONTEXT)?;
-    if context.alive() { Ok(context) } else { Err(Code::CONTEXT_IS_DESTROYED) }
+    if context.alive() {
+        Ok(context)
+    } else {
+        Err(Code::CONTEXT_IS_DESTROYED)
+    }
 }
 
 impl Context {
@@ -80,7 +84,9 @@ impl Context {
             null_stream: OnceLock::new(),
             limits: DEFAULT_LIMITS.map(AtomicU64::new),
         });
-        let _ = context.null_stream.set(Object::create(Stream::null(context)));
+        let _ = context
+            .null_stream
+            .set(Object::create(Stream::null(context)));
         Ok(context)
     }
 
@@ -132,7 +138,9 @@ fn retain(of: &'static Device) -> Result<&'static Object<Context>, Code> {
 fn release_primary(of: &'static Device) -> Result<(), Code> {
     let mut primary = of.primary.lock().unwrap_or_else(PoisonError::into_inner);
     primary.users = primary.users.checked_sub(1).ok_or(Code::INVALID_CONTEXT)?;
-    let ended = (primary.users == 0).then(|| primary.context.take()).flatten();
+    let ended = (primary.users == 0)
+        .then(|| primary.context.take())
+        .flatten();
     drop(primary);
     if let Some(context) = ended {
         Context::end(context);
@@ -152,7 +160,10 @@ fn reset_primary(of: &'static Device) {
 
 fn set_primary_flags(of: i32, flags: u32) -> Result<(), Code> {
     let device = device(of)?;
-    let mut primary = device.primary.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut primary = device
+        .primary
+        .lock()
+        .unwrap_or_else(PoisonError::into_inner);
     primary.flags = flags;
     if let Some(context) = primary.context {
         context.flags.store(u64::from(flags), Ordering::Relaxed);

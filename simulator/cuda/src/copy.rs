@@ -217,7 +217,13 @@ impl From<End2> for End3 {
 
 impl From<Copy2> for Copy3 {
     fn from(copy: Copy2) -> Self {
-        Self { from: copy.from.into(), to: copy.to.into(), width: copy.width, height: copy.height, depth: 1 }
+        Self {
+            from: copy.from.into(),
+            to: copy.to.into(),
+            width: copy.width,
+            height: copy.height,
+            depth: 1,
+        }
     }
 }
 
@@ -235,10 +241,22 @@ impl End3 {
     unsafe fn rows(&self, copy: &Copy3, write: bool) -> Result<Rows, Code> {
         let (width, height, depth) = (copy.width as u64, copy.height as u64, copy.depth as u64);
         let (base, pitch, layer_rows) = match self.kind {
-            1 => (Side::Host(self.host as u64), self.pitch as u64, self.height as u64),
-            2 => (Side::Device(self.device), self.pitch as u64, self.height as u64),
+            1 => (
+                Side::Host(self.host as u64),
+                self.pitch as u64,
+                self.height as u64,
+            ),
+            2 => (
+                Side::Device(self.device),
+                self.pitch as u64,
+                self.height as u64,
+            ),
             // Unified: the address stands where the device's does.
-            4 => (Side::Either(self.device), self.pitch as u64, self.height as u64),
+            4 => (
+                Side::Either(self.device),
+                self.pitch as u64,
+                self.height as u64,
+            ),
             3 => {
                 // SAFETY: the caller's contract.
                 let array = unsafe { Object::<Array>::find(self.array)? };
@@ -247,18 +265,29 @@ impl End3 {
             _ => return Err(Code::INVALID_VALUE),
         };
         // A pitch of 0 means rows without gaps.
-        let row = if pitch == 0 { width + self.x as u64 } else { pitch };
+        let row = if pitch == 0 {
+            width + self.x as u64
+        } else {
+            pitch
+        };
         if row < width + self.x as u64 {
             return Err(Code::INVALID_VALUE);
         }
-        let layer_rows = if layer_rows == 0 { height + self.y as u64 } else { layer_rows };
+        let layer_rows = if layer_rows == 0 {
+            height + self.y as u64
+        } else {
+            layer_rows
+        };
         let layer = row.checked_mul(layer_rows).ok_or(Code::INVALID_VALUE)?;
         let offset = (self.z as u64)
             .checked_mul(layer)
             .and_then(|z| z.checked_add((self.y as u64).checked_mul(row)?))
             .and_then(|zy| zy.checked_add(self.x as u64))
             .ok_or(Code::INVALID_VALUE)?;
-        let start = base.address().checked_add(offset).ok_or(Code::INVALID_VALUE)?;
+        let start = base
+            .address()
+            .checked_add(offset)
+            .ok_or(Code::INVALID_VALUE)?;
         let extent = (depth - 1)
             .checked_mul(layer)
             .and_then(|d| d.checked_add((height - 1).checked_mul(row)?))
@@ -293,7 +322,13 @@ impl BoxMove {
         }
         // SAFETY: the caller's contract.
         let (from, to) = unsafe { (copy.from.rows(copy, false)?, copy.to.rows(copy, true)?) };
-        Ok(Some(Self { from, to, width: copy.width, height: copy.height as u64, depth: copy.depth as u64 }))
+        Ok(Some(Self {
+            from,
+            to,
+            width: copy.width,
+            height: copy.height as u64,
+            depth: copy.depth as u64,
+        }))
     }
 
     /// # Safety

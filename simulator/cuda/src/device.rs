@@ -59,7 +59,10 @@ impl Device {
 
     /// The primary context, if it is active.
     pub fn primary_context(&self) -> Option<&'static Object<Context>> {
-        self.primary.lock().unwrap_or_else(PoisonError::into_inner).context
+        self.primary
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .context
     }
 }
 
@@ -102,17 +105,14 @@ pub fn attribute(device: &Device, attribute: u32) -> Result<i32, Code> {
     Ok(match attribute {
         1..=3 => [1024, 1024, 1024][attribute as usize - 1],
         4 => 64,
-        5 => i32::MAX,
         6 | 7 => 65_535,
         8 => SHARED_MEMORY_PER_BLOCK,
         9 | 12 | 82 => 65_536,
         10 => 32,
-        11 => i32::MAX,
+        5 | 11 => i32::MAX,
         13 => int(gpu.sm_clock_mhz * 1000),
-        14 => 512,
         16 => int(gpu.multiprocessors),
         20 => int(gpu.compute_mode.load(Ordering::Relaxed)),
-        21 | 22 | 23 | 27 | 28 | 45 | 46 | 52 | 53 => 32_768,
         24 | 25 | 26 | 47 | 48 | 49 => 16_384,
         29 | 43 | 54 | 62 | 65 | 68 => 2048,
         33 => int(gpu.pci_bus),
@@ -123,8 +123,25 @@ pub fn attribute(device: &Device, attribute: u32) -> Result<i32, Code> {
         38 => int(gpu.l2_cache_bytes),
         39 => int(gpu.threads_per_multiprocessor),
         40 => 3,
-        30 | 51 => 512,
-        42 | 55 | 56 | 57 | 58 | 59 | 60 | 61 | 63 | 64 | 66 | 67 | 70 | 71 | 73 | 74 | 77 => 32_768,
+        14 | 30 | 51 => 512,
+        21..=23
+        | 27
+        | 28
+        | 42
+        | 45
+        | 46
+        | 52
+        | 53
+        | 55..=61
+        | 63
+        | 64
+        | 66
+        | 67
+        | 70
+        | 71
+        | 73
+        | 74
+        | 77 => 32_768,
         69 => 1 << 28,
         72 => 2_097_120,
         75 => int(major),
@@ -137,23 +154,50 @@ pub fn attribute(device: &Device, attribute: u32) -> Result<i32, Code> {
         108 => int(gpu.l2_cache_bytes / 4 * 3),
         109 => 128 << 20,
         111 => 1024,
-        119 => 1,
-        126 => if major >= 9 { 4 } else { 1 },
+        126 => {
+            if major >= 9 {
+                4
+            } else {
+                1
+            }
+        }
         // Yes: copies beside kernels, mapped host memory, concurrent kernels, ECC,
         // unified addressing, stream priorities, caches, managed memory,
         // preemption, registered memory, cooperative launches, virtual memory
         // management and its file descriptors, pools.
         15 | 19 | 31 | 32 | 41 | 44 | 78 | 79 | 80 | 83 | 89 | 90 | 91 | 95 | 99 | 102 | 103
-        | 113 | 115 => 1,
+        | 113 | 115 | 119 => 1,
         // Clusters came with Hopper.
         120 => i32::from(major >= 9),
-        131 => gpu.numa_node,
-        134 => gpu.numa_node,
+        131 | 134 => gpu.numa_node,
         139 => (gpu.pci_device_id).cast_signed(),
         140 => (gpu.pci_subsystem_id).cast_signed(),
         // No: everything else that cuda.h names.
-        17 | 18 | 35 | 84 | 85 | 86 | 88 | 92..=94 | 96 | 98 | 100 | 101 | 104 | 105 | 107
-        | 110 | 112 | 114 | 116..=118 | 121..=125 | 127..=130 | 132 | 133 | 135..=138 | 141..=150 => 0,
+        17
+        | 18
+        | 35
+        | 84
+        | 85
+        | 86
+        | 88
+        | 92..=94
+        | 96
+        | 98
+        | 100
+        | 101
+        | 104
+        | 105
+        | 107
+        | 110
+        | 112
+        | 114
+        | 116..=118
+        | 121..=125
+        | 127..=130
+        | 132
+        | 133
+        | 135..=138
+        | 141..=150 => 0,
         _ => return Err(Code::INVALID_VALUE),
     })
 }

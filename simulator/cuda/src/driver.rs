@@ -39,7 +39,10 @@ pub fn driver() -> Result<&'static Driver, Code> {
 /// The GPU with this ordinal.
 pub fn device(ordinal: i32) -> Result<&'static Device, Code> {
     let devices = &driver()?.devices;
-    usize::try_from(ordinal).ok().and_then(|o| devices.get(o)).ok_or(Code::INVALID_DEVICE)
+    usize::try_from(ordinal)
+        .ok()
+        .and_then(|o| devices.get(o))
+        .ok_or(Code::INVALID_DEVICE)
 }
 
 extern "C" fn after_fork() {
@@ -67,7 +70,7 @@ fn initialise() -> Result<(), Code> {
 
 impl Driver {
     fn open() -> Result<Self, Code> {
-        let root = DriverRoot::of_address(own_address());
+        let root = DriverRoot::of_library(&FORKED);
         if !root.has_node("nvidiactl") {
             return Err(Code::NO_DEVICE);
         }
@@ -97,7 +100,12 @@ impl Driver {
             .zip(0..)
             .map(|(gpu, ordinal)| Device::new(ordinal, gpu, &shared.gpus[gpu]))
             .collect();
-        Ok(Self { shared, slot: attachment.slot(), devices, _attachment: attachment })
+        Ok(Self {
+            shared,
+            slot: attachment.slot(),
+            devices,
+            _attachment: attachment,
+        })
     }
 }
 
@@ -113,7 +121,10 @@ fn choose(list: &str, visible: &[usize], uuid: impl Fn(usize) -> String) -> Vec<
                 _ => None,
             }
         } else {
-            entry.parse::<usize>().ok().and_then(|index| visible.get(index))
+            entry
+                .parse::<usize>()
+                .ok()
+                .and_then(|index| visible.get(index))
         };
         match gpu {
             Some(gpu) if !chosen.contains(gpu) => chosen.push(*gpu),
@@ -125,18 +136,14 @@ fn choose(list: &str, visible: &[usize], uuid: impl Fn(usize) -> String) -> Vec<
     chosen
 }
 
-fn own_address() -> *const c_void {
-    (&raw const FORKED).cast()
-}
-
 /// CUDA's version word before cuInit: the page's is not there yet.
 const VERSION_BEFORE_INIT: i32 = 12_020;
 
 /// The CUDA version to say and to resolve symbols by.
 pub fn cuda_version() -> i32 {
-    DRIVER
-        .get()
-        .map_or(VERSION_BEFORE_INIT, |driver| driver.shared.header.cuda_version.cast_signed())
+    DRIVER.get().map_or(VERSION_BEFORE_INIT, |driver| {
+        driver.shared.header.cuda_version.cast_signed()
+    })
 }
 
 export! {

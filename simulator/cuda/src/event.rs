@@ -9,7 +9,7 @@ use crate::code::Code;
 use crate::context::current;
 use crate::driver::driver;
 use crate::export::{export, put};
-use crate::graph::CaptureMark;
+use crate::graph::{Capture, CaptureMark};
 use crate::host;
 use crate::object::{Handle, Kind, Object};
 use crate::stream::{self, Stream};
@@ -56,12 +56,14 @@ impl Event {
     }
 
     fn record(&self, stream: &Stream) {
-        let mark = stream::captured(stream, |capture| capture.mark());
+        let mark = stream::captured(stream, Capture::mark);
         let captured = mark.is_some();
         *self.mark.lock().unwrap_or_else(PoisonError::into_inner) = mark;
         if !captured {
-            self.due.store(stream.earliest().max(now()), Ordering::Relaxed);
-            self.functions.store(stream.functions.load(Ordering::Acquire), Ordering::Release);
+            self.due
+                .store(stream.earliest().max(now()), Ordering::Relaxed);
+            self.functions
+                .store(stream.functions.load(Ordering::Acquire), Ordering::Release);
         }
     }
 }
@@ -81,7 +83,11 @@ unsafe fn elapsed(to: *mut f32, start: Handle, end: Handle) -> Result<(), Code> 
         return Err(Code::NOT_READY);
     }
     let nanos = i128::from(end.due()) - i128::from(start.due());
-    #[allow(clippy::cast_precision_loss, clippy::cast_possible_truncation, reason = "CUDA's type")]
+    #[allow(
+        clippy::cast_precision_loss,
+        clippy::cast_possible_truncation,
+        reason = "CUDA's type"
+    )]
     let milliseconds = (nanos as f64 / 1e6) as f32;
     // SAFETY: the caller's contract.
     unsafe { put(to, milliseconds) }

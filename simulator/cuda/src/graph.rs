@@ -21,11 +21,16 @@ use crate::stream::{self, Stream};
 #[derive(Debug, Clone, Copy)]
 pub enum Node {
     Empty,
-    Kernel { nanos: u64 },
+    Kernel {
+        nanos: u64,
+    },
     Copy(Move),
     Box(BoxMove),
     Fill(Fill),
-    Host { function: unsafe extern "C" fn(*mut c_void), data: Token },
+    Host {
+        function: unsafe extern "C" fn(*mut c_void),
+        data: Token,
+    },
     Child(&'static Object<Graph>),
 }
 
@@ -81,7 +86,10 @@ pub struct CaptureMark(Capture);
 impl Capture {
     fn begin(stream: &'static Object<Stream>, graph: &'static Object<Graph>) -> Result<(), Code> {
         static NEXT: AtomicU64 = AtomicU64::new(1);
-        let mut place = stream.capture.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut place = stream
+            .capture
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
         if place.is_some() {
             return Err(Code::ILLEGAL_STATE);
         }
@@ -114,24 +122,32 @@ impl CaptureMark {
         if self.0.broken.load(Ordering::Acquire) != 0 {
             return false;
         }
-        let mut place = stream.capture.lock().unwrap_or_else(PoisonError::into_inner);
-        match place.as_ref() {
-            Some(already) => already.id == self.0.id,
-            None => {
-                *place = Some(self.0.clone());
-                stream.capturing.store(true, Ordering::Release);
-                let mut members = self.0.members.lock().unwrap_or_else(PoisonError::into_inner);
-                members.push(std::ptr::from_ref(stream) as usize);
-                true
-            }
+        let mut place = stream
+            .capture
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        if let Some(already) = place.as_ref() {
+            return already.id == self.0.id;
         }
+        *place = Some(self.0.clone());
+        stream.capturing.store(true, Ordering::Release);
+        let mut members = self
+            .0
+            .members
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        members.push(std::ptr::from_ref(stream) as usize);
+        true
     }
 }
 
 impl Object<Graph> {
     fn push(&self, node: Node) -> Handle {
         let node = Object::create(NodeObject { node });
-        self.nodes.lock().unwrap_or_else(PoisonError::into_inner).push(node);
+        self.nodes
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push(node);
         node.handle()
     }
 
@@ -164,7 +180,10 @@ fn run(node: Node, stream: &Stream) -> Result<(), Code> {
 
 /// Ends the capture that `stream` began.
 fn end(stream: &'static Object<Stream>) -> Result<&'static Object<Graph>, Code> {
-    let mut place = stream.capture.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut place = stream
+        .capture
+        .lock()
+        .unwrap_or_else(PoisonError::into_inner);
     let capture = place.take().ok_or(Code::ILLEGAL_STATE)?;
     if capture.origin != std::ptr::from_ref(stream) as usize {
         *place = Some(capture);
@@ -174,12 +193,20 @@ fn end(stream: &'static Object<Stream>) -> Result<&'static Object<Graph>, Code> 
     stream.capturing.store(false, Ordering::Release);
     drop(place);
     capture.broken.store(1, Ordering::Release);
-    let members = std::mem::take(&mut *capture.members.lock().unwrap_or_else(PoisonError::into_inner));
+    let members = std::mem::take(
+        &mut *capture
+            .members
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner),
+    );
     for member in members {
         // SAFETY: an address that `join` took from a stream; quarantine keeps it
         // readable should the program have destroyed it since.
         if let Ok(member) = unsafe { Object::<Stream>::find(member as Handle) } {
-            *member.capture.lock().unwrap_or_else(PoisonError::into_inner) = None;
+            *member
+                .capture
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner) = None;
             member.capturing.store(false, Ordering::Release);
         }
     }
@@ -235,7 +262,9 @@ unsafe fn kernel_node(parameters: KernelParameters) -> Result<Node, Code> {
     let context = current()?;
     // SAFETY: the caller's contract.
     let function = unsafe { Object::<Function>::find(parameters.function)? };
-    Ok(Node::Kernel { nanos: function.nanos(context) })
+    Ok(Node::Kernel {
+        nanos: function.nanos(context),
+    })
 }
 
 /// # Safety
@@ -256,16 +285,30 @@ unsafe fn instantiate(to: *mut Handle, graph: Handle) -> Result<(), Code> {
     // SAFETY: the caller's contract.
     unsafe {
         let nodes = Object::<Graph>::find(graph)?.work();
-        put(to, Object::create(Executable { nodes: Mutex::new(nodes) }).handle())
+        put(
+            to,
+            Object::create(Executable {
+                nodes: Mutex::new(nodes),
+            })
+            .handle(),
+        )
     }
 }
 
 /// # Safety
 /// As [`stream::find`].
-unsafe fn capture_info(stream: Handle, status: *mut u32, id: *mut u64, graph: *mut Handle) -> Result<(), Code> {
+unsafe fn capture_info(
+    stream: Handle,
+    status: *mut u32,
+    id: *mut u64,
+    graph: *mut Handle,
+) -> Result<(), Code> {
     // SAFETY: the caller's contract.
     let stream = unsafe { stream::find(stream)? };
-    let place = stream.capture.lock().unwrap_or_else(PoisonError::into_inner);
+    let place = stream
+        .capture
+        .lock()
+        .unwrap_or_else(PoisonError::into_inner);
     // SAFETY: the caller's contract.
     unsafe {
         put(status, u32::from(place.is_some()))?;
@@ -453,7 +496,15 @@ export! {
 /// As [`Object::find`].
 unsafe fn update(executable: Handle, graph: Handle) -> Result<(), Code> {
     // SAFETY: the caller's contract.
-    let (executable, graph) = unsafe { (Object::<Executable>::find(executable)?, Object::<Graph>::find(graph)?) };
-    *executable.nodes.lock().unwrap_or_else(PoisonError::into_inner) = graph.work();
+    let (executable, graph) = unsafe {
+        (
+            Object::<Executable>::find(executable)?,
+            Object::<Graph>::find(graph)?,
+        )
+    };
+    *executable
+        .nodes
+        .lock()
+        .unwrap_or_else(PoisonError::into_inner) = graph.work();
     Ok(())
 }

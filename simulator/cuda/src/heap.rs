@@ -80,7 +80,10 @@ impl Heap {
                     charge(BLOCK)?;
                     let block = self.take(BLOCK).ok_or(Code::OUT_OF_MEMORY)?;
                     let places = u16::try_from(BLOCK / size(class)).unwrap_or(u16::MAX);
-                    let slab = Slab { free: (0..places).rev().collect(), live: 0 };
+                    let slab = Slab {
+                        free: (0..places).rev().collect(),
+                        live: 0,
+                    };
                     self.shared.insert(block, slab);
                     self.room[class].push(block);
                     block
@@ -109,11 +112,14 @@ impl Heap {
             }
             Some(Fit::Shared(class)) => {
                 let block = address & !(BLOCK - 1);
-                let Some(slab) = self.shared.get_mut(&block) else { return 0 };
+                let Some(slab) = self.shared.get_mut(&block) else {
+                    return 0;
+                };
                 if slab.free.is_empty() {
                     self.room[class].push(block);
                 }
-                slab.free.push(u16::try_from((address - block) / size(class)).unwrap_or(0));
+                slab.free
+                    .push(u16::try_from((address - block) / size(class)).unwrap_or(0));
                 slab.live -= 1;
                 if slab.live > 0 {
                     return 0;
@@ -185,7 +191,11 @@ pub fn map_private(length: u64) -> Result<u64, Code> {
         )
     }
     .map_err(|_| Code::OUT_OF_MEMORY)?;
-    for advice in [Advice::LinuxDontFork, Advice::LinuxDontDump, Advice::LinuxNoHugepage] {
+    for advice in [
+        Advice::LinuxDontFork,
+        Advice::LinuxDontDump,
+        Advice::LinuxNoHugepage,
+    ] {
         // SAFETY: the mapping just made; none of these changes its content.
         let _ = unsafe { rustix::mm::madvise(address, length, advice) };
     }

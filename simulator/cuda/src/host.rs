@@ -1,8 +1,8 @@
 //! Work that the host does in a stream's order: host functions and callbacks, and
 //! copies queued behind them. One thread does it, in the order of its due times.
 
-use std::collections::BinaryHeap;
 use std::cmp::Reverse;
+use std::collections::BinaryHeap;
 use std::ffi::c_void;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
@@ -62,8 +62,13 @@ pub fn enqueue(stream: &Stream, work: Work) {
     queue.last += 1;
     let number = queue.last;
     queue.pending.insert(number);
-    queue.jobs.push(Reverse(Job { order: (stream.earliest(), number), work }));
-    stream.functions.store(number, std::sync::atomic::Ordering::Release);
+    queue.jobs.push(Reverse(Job {
+        order: (stream.earliest(), number),
+        work,
+    }));
+    stream
+        .functions
+        .store(number, std::sync::atomic::Ordering::Release);
     if !queue.working {
         queue.working = true;
         std::thread::spawn(worker);
@@ -94,7 +99,10 @@ fn worker() {
 
 /// Whether job `number` has been done; 0 is no job.
 pub fn done(number: u64) -> bool {
-    number == 0 || !queue().as_ref().is_some_and(|q| q.pending.contains(&number))
+    number == 0
+        || !queue()
+            .as_ref()
+            .is_some_and(|q| q.pending.contains(&number))
 }
 
 /// Waits until job `number` has been done.
@@ -111,8 +119,13 @@ pub fn wait(number: u64) {
 /// Waits until every job queued so far has been done.
 pub fn drain() {
     let mut guard = queue();
-    let Some(last) = guard.as_ref().map(|q| q.last) else { return };
-    while guard.as_ref().is_some_and(|q| q.pending.first().is_some_and(|first| *first <= last)) {
+    let Some(last) = guard.as_ref().map(|q| q.last) else {
+        return;
+    };
+    while guard
+        .as_ref()
+        .is_some_and(|q| q.pending.first().is_some_and(|first| *first <= last))
+    {
         guard = FINISHED.wait(guard).unwrap_or_else(PoisonError::into_inner);
     }
 }

@@ -36,7 +36,12 @@ pub fn check(grid: [u32; 3], block: [u32; 3]) -> Result<(), Code> {
 
 /// # Safety
 /// As [`Object::find`] for both handles.
-unsafe fn launch(function: Handle, grid: [u32; 3], block: [u32; 3], stream: Handle) -> Result<(), Code> {
+unsafe fn launch(
+    function: Handle,
+    grid: [u32; 3],
+    block: [u32; 3],
+    stream: Handle,
+) -> Result<(), Code> {
     driver()?;
     // SAFETY: the caller's contract.
     let function = unsafe { Object::<Function>::find(function)? };

@@ -91,7 +91,11 @@ fn host_pages(bytes: u64) -> Result<u64, Code> {
     if bytes == 0 {
         return Err(Code::INVALID_VALUE);
     }
-    map_private(bytes.checked_next_multiple_of(PAGE).ok_or(Code::OUT_OF_MEMORY)?)
+    map_private(
+        bytes
+            .checked_next_multiple_of(PAGE)
+            .ok_or(Code::OUT_OF_MEMORY)?,
+    )
 }
 
 fn host(bytes: usize) -> Result<u64, Code> {
@@ -111,7 +115,12 @@ fn register(address: u64, bytes: usize) -> Result<(), Code> {
     if containing(&mut regions, address).is_some() {
         return Err(Code::HOST_MEMORY_ALREADY_REGISTERED);
     }
-    let region = Region::new(bytes as u64, What::Registered, context.device.ordinal, context.id);
+    let region = Region::new(
+        bytes as u64,
+        What::Registered,
+        context.device.ordinal,
+        context.id,
+    );
     regions.insert(address, region);
     Ok(())
 }
@@ -227,14 +236,19 @@ fn managed(address: u64, bytes: usize) -> Result<(), Code> {
     match containing(&mut regions, address) {
         Some((start, region))
             if matches!(region.what, What::Managed)
-                && address - start + bytes as u64 <= region.bytes => Ok(()),
+                && address - start + bytes as u64 <= region.bytes =>
+        {
+            Ok(())
+        }
         _ => Err(Code::INVALID_VALUE),
     }
 }
 
 /// The context to book an allocation to that may come without one.
 pub fn context_id() -> u64 {
-    current_or_none().filter(|c| Object::alive(c)).map_or(0, |context| context.id)
+    current_or_none()
+        .filter(|c| Object::alive(c))
+        .map_or(0, |context| context.id)
 }
 
 /// Writes zeros the cheap way where whole pages of device memory become zero.

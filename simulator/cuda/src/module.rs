@@ -10,8 +10,8 @@
 
 use std::collections::BTreeMap;
 use std::ffi::{CStr, CString, c_char, c_void};
-use std::sync::{Mutex, PoisonError};
 use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 use crate::code::Code;
 use crate::context::{Context, current};
@@ -105,7 +105,10 @@ fn ptx_entries(text: &str) -> Vec<String> {
 fn ptx_globals(text: &str) -> BTreeMap<String, u64> {
     let mut found = BTreeMap::new();
     for line in text.lines() {
-        let Some((_, rest)) = line.split_once(".global ").or_else(|| line.split_once(".const ")) else {
+        let Some((_, rest)) = line
+            .split_once(".global ")
+            .or_else(|| line.split_once(".const "))
+        else {
             continue;
         };
         // Instructions (ld.global …) have no type word of their own.
@@ -144,18 +147,31 @@ unsafe fn elf_kernels(image: *const u8) -> Option<Vec<String>> {
             image.add(0x3e).cast::<u16>().read_unaligned(),
         )
     };
-    let section = |index: u16| usize::try_from(table).ok().map(|t| t + usize::from(index) * usize::from(entry));
+    let section = |index: u16| {
+        usize::try_from(table)
+            .ok()
+            .map(|t| t + usize::from(index) * usize::from(entry))
+    };
     if names >= count || entry < 64 {
         return None;
     }
     // SAFETY: the header says that the section table has `count` entries.
-    let strings = unsafe { image.add(section(names)? + 0x18).cast::<u64>().read_unaligned() };
+    let strings = unsafe {
+        image
+            .add(section(names)? + 0x18)
+            .cast::<u64>()
+            .read_unaligned()
+    };
     let mut found = Vec::new();
     for index in 0..count {
         // SAFETY: as above; names are zero-terminated in the string section.
         let name = unsafe {
             let offset = image.add(section(index)?).cast::<u32>().read_unaligned();
-            CStr::from_ptr(image.add(usize::try_from(strings).ok()? + offset as usize).cast())
+            CStr::from_ptr(
+                image
+                    .add(usize::try_from(strings).ok()? + offset as usize)
+                    .cast(),
+            )
         };
         if let Some(kernel) = name.to_str().ok().and_then(|n| n.strip_prefix(".text.")) {
             found.push(kernel.to_owned());
@@ -225,7 +241,10 @@ impl Object<Module> {
         {
             return Err(Code::NOT_FOUND);
         }
-        let mut functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut functions = self
+            .functions
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
         Ok(functions.entry(text.to_owned()).or_insert_with(|| {
             Object::create(Function {
                 name: name.to_owned(),
@@ -250,11 +269,19 @@ impl Object<Module> {
     }
 
     fn unload(&'static self) {
-        let functions = std::mem::take(&mut *self.functions.lock().unwrap_or_else(PoisonError::into_inner));
+        let functions = std::mem::take(
+            &mut *self
+                .functions
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner),
+        );
         for function in functions.values() {
             function.destroy();
         }
-        for address in std::mem::take(&mut *self.placed.lock().unwrap_or_else(PoisonError::into_inner)).values() {
+        for address in
+            std::mem::take(&mut *self.placed.lock().unwrap_or_else(PoisonError::into_inner))
+                .values()
+        {
             // It may be gone with its context.
             let _ = memory::free(*address);
         }
@@ -276,13 +303,20 @@ unsafe fn function_of(module: Handle, name: *const c_char) -> Result<Handle, Cod
     // SAFETY: the caller's contract.
     unsafe {
         get(name)?;
-        Ok(Object::<Module>::find(module)?.function(CStr::from_ptr(name))?.handle())
+        Ok(Object::<Module>::find(module)?
+            .function(CStr::from_ptr(name))?
+            .handle())
     }
 }
 
 /// # Safety
 /// As [`Object::find`] and a C string.
-unsafe fn global_of(module: Handle, name: *const c_char, to: *mut u64, bytes: *mut usize) -> Result<(), Code> {
+unsafe fn global_of(
+    module: Handle,
+    name: *const c_char,
+    to: *mut u64,
+    bytes: *mut usize,
+) -> Result<(), Code> {
     driver()?;
     // SAFETY: the caller's contract.
     unsafe {
@@ -322,7 +356,11 @@ fn set_function_attribute(function: &Function, which: u32, value: i32) -> Result
 
 /// # Safety
 /// `to` has room for `room` handles.
-unsafe fn enumerate(module: &'static Object<Module>, to: *mut Handle, room: u32) -> Result<(), Code> {
+unsafe fn enumerate(
+    module: &'static Object<Module>,
+    to: *mut Handle,
+    room: u32,
+) -> Result<(), Code> {
     for (index, name) in module.names().iter().take(room as usize).enumerate() {
         let name = CString::new(name.as_str()).map_err(|_| Code::UNKNOWN)?;
         // SAFETY: the caller's contract.
@@ -471,7 +509,14 @@ mod tests {
         assert_eq!(nanos_of_name("sim_busy_250us"), Some(250_000));
         assert_eq!(nanos_of_name("_Z13sim_busy_3msPf"), Some(3_000_000));
         assert_eq!(nanos_of_name("sim_busy_0ns"), Some(0));
-        for name in ["add", "sim_busy_", "sim_busy_5", "sim_busy_us", "sim_busy_5s", "sim_busy_99999999999999999999ms"] {
+        for name in [
+            "add",
+            "sim_busy_",
+            "sim_busy_5",
+            "sim_busy_us",
+            "sim_busy_5s",
+            "sim_busy_99999999999999999999ms",
+        ] {
             assert_eq!(nanos_of_name(name), None, "{name}");
         }
     }

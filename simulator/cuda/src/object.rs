@@ -46,7 +46,10 @@ static RETIRED: Mutex<VecDeque<Box<dyn Any + Send>>> = Mutex::new(VecDeque::new(
 impl<T: Kind> Object<T> {
     /// Makes an object that lives until it is destroyed.
     pub fn create(inner: T) -> &'static Self {
-        Box::leak(Box::new(Self { tag: AtomicU64::new(T::TAG), inner }))
+        Box::leak(Box::new(Self {
+            tag: AtomicU64::new(T::TAG),
+            inner,
+        }))
     }
 
     /// The handle to give out.
@@ -83,7 +86,11 @@ impl<T: Kind> Object<T> {
 
     /// Ends the object; false if another call has done so.
     pub fn destroy(&'static self) -> bool {
-        if self.tag.compare_exchange(T::TAG, 0, Ordering::AcqRel, Ordering::Relaxed).is_err() {
+        if self
+            .tag
+            .compare_exchange(T::TAG, 0, Ordering::AcqRel, Ordering::Relaxed)
+            .is_err()
+        {
             return false;
         }
         // SAFETY: `create` leaked it from a Box, and only the call that took the
@@ -109,14 +116,14 @@ mod tests {
 
     #[test]
     fn a_handle_works_until_its_object_is_destroyed() {
+        // SAFETY: handles made here, in quarantine after their end, or small.
+        let find = |handle| unsafe { Object::<Thing>::find(handle) };
         let thing = Object::create(Thing(7));
         let handle = thing.handle();
-        // SAFETY: a handle made here.
-        assert_eq!(unsafe { Object::<Thing>::find(handle) }.unwrap().0, 7);
+        assert_eq!(find(handle).unwrap().0, 7);
         assert!(thing.destroy());
-        // SAFETY: in quarantine, so readable.
-        assert_eq!(unsafe { Object::<Thing>::find(handle) }.err(), Some(Code::INVALID_HANDLE));
-        // SAFETY: small values are allowed.
-        assert_eq!(unsafe { Object::<Thing>::find(2 as Handle) }.err(), Some(Code::INVALID_HANDLE));
+        assert!(!thing.destroy());
+        assert_eq!(find(handle).err(), Some(Code::INVALID_HANDLE));
+        assert_eq!(find(2 as Handle).err(), Some(Code::INVALID_HANDLE));
     }
 }

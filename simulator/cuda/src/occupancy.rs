@@ -23,9 +23,12 @@ fn blocks(device: &Device, threads: i32, shared: usize) -> Result<i32, Code> {
     let by_shared = if shared == 0 {
         i32::MAX
     } else {
-        i32::try_from(device.state.shared_memory_bytes as usize / (shared + 1024)).unwrap_or(i32::MAX)
+        i32::try_from(device.state.shared_memory_bytes as usize / (shared + 1024))
+            .unwrap_or(i32::MAX)
     };
-    Ok(by_threads.min(by_shared).min(attribute(device, MAX_BLOCKS)?))
+    Ok(by_threads
+        .min(by_shared)
+        .min(attribute(device, MAX_BLOCKS)?))
 }
 
 /// The size of block that fills a multiprocessor, and the grid that fills the GPU.

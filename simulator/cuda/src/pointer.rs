@@ -4,6 +4,7 @@ use std::ffi::c_void;
 
 use crate::code::Code;
 use crate::context::Context;
+use crate::device::Device;
 use crate::driver::{device, driver};
 use crate::export::{export, get, put};
 use crate::object::{Handle, Object};
@@ -13,7 +14,7 @@ use crate::space::{Region, What, containing, regions};
 fn context_of(region: &Region) -> Handle {
     device(region.device)
         .ok()
-        .and_then(|device| device.primary_context())
+        .and_then(Device::primary_context)
         .filter(|context: &&'static Object<Context>| context.id == region.context)
         .map_or(std::ptr::null_mut(), Object::handle)
 }
@@ -33,25 +34,28 @@ unsafe fn attribute(to: *mut c_void, which: u32, address: u64) -> Result<(), Cod
             1 => put(to.cast::<Handle>(), context_of(region)),
             // Device or host memory.
             2 => put(to.cast::<u32>(), if on_device || managed { 2 } else { 1 }),
-            3 => put(to.cast::<u64>(), address),
             4 if on_device => Err(Code::INVALID_VALUE),
-            4 => put(to.cast::<u64>(), address),
-            7 => put(to.cast::<u64>(), region.id),
+            3 | 4 => put(to.cast::<u64>(), address),
+            7 | 20 => put(to.cast::<u64>(), region.id),
             8 => put(to.cast::<u32>(), u32::from(managed)),
             9 => put(to.cast::<i32>(), region.device),
-            10 => put(to.cast::<u32>(), u32::from(matches!(region.what, What::Device))),
-            11 => put(to.cast::<u64>(), start),
+            10 => put(
+                to.cast::<u32>(),
+                u32::from(matches!(region.what, What::Device)),
+            ),
+            11 | 19 => put(to.cast::<u64>(), start),
             12 | 18 => put(to.cast::<u64>(), region.bytes),
             13 => put(to.cast::<u32>(), 1),
             14 => put(to.cast::<u64>(), 0),
             6 | 15 => put(to.cast::<u32>(), 0),
             16 => put(to.cast::<u32>(), 3),
-            17 => put(to.cast::<Handle>(), match region.what {
-                What::Pooled(pool) => pool.handle(),
-                _ => std::ptr::null_mut(),
-            }),
-            19 => put(to.cast::<u64>(), start),
-            20 => put(to.cast::<u64>(), region.id),
+            17 => put(
+                to.cast::<Handle>(),
+                match region.what {
+                    What::Pooled(pool) => pool.handle(),
+                    _ => std::ptr::null_mut(),
+                },
+            ),
             _ => Err(Code::INVALID_VALUE),
         }
     }

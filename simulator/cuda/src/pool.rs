@@ -92,7 +92,10 @@ fn allocate(pool: &'static Object<Pool>, bytes: usize) -> Result<u64, Code> {
 }
 
 fn current_pool(ordinal: i32) -> Result<&'static Object<Pool>, Code> {
-    Ok(*device(ordinal)?.current_pool.lock().unwrap_or_else(PoisonError::into_inner))
+    Ok(*device(ordinal)?
+        .current_pool
+        .lock()
+        .unwrap_or_else(PoisonError::into_inner))
 }
 
 /// The location's default pool: GPUs have one, the host has none here.
@@ -102,7 +105,11 @@ fn current_pool(ordinal: i32) -> Result<&'static Object<Pool>, Code> {
 unsafe fn pool_at(location: *const Location) -> Result<i32, Code> {
     // SAFETY: the caller's contract.
     let location = unsafe { get(location)? };
-    if location.kind == ON_DEVICE { Ok(location.id) } else { Err(Code::NOT_SUPPORTED) }
+    if location.kind == ON_DEVICE {
+        Ok(location.id)
+    } else {
+        Err(Code::NOT_SUPPORTED)
+    }
 }
 
 export! {

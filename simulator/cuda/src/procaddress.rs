@@ -46,7 +46,12 @@ enum Answer {
 }
 
 /// Looks a name up as the driver of CUDA version `driver` does.
-fn look_up(name: &str, wanted: i32, flags: u64, driver: i32) -> Result<(*const c_void, Answer), Code> {
+fn look_up(
+    name: &str,
+    wanted: i32,
+    flags: u64,
+    driver: i32,
+) -> Result<(*const c_void, Answer), Code> {
     if flags > 3 {
         return Err(Code::INVALID_VALUE);
     }
@@ -56,13 +61,17 @@ fn look_up(name: &str, wanted: i32, flags: u64, driver: i32) -> Result<(*const c
     };
     let entry = &TABLE[index];
     let per_thread = flags & PER_THREAD != 0 && !entry.per_thread.is_empty();
-    let versions = if per_thread { entry.per_thread } else { entry.legacy };
+    let versions = if per_thread {
+        entry.per_thread
+    } else {
+        entry.legacy
+    };
     // What came after this driver is unknown to it, however new the program is.
-    let known = versions.iter().filter(|version| version.since <= driver);
+    let mut known = versions.iter().filter(|version| version.since <= driver);
     if known.clone().next().is_none() {
         return Ok((none, Answer::NotFound));
     }
-    match known.filter(|version| version.since <= wanted).next_back() {
+    match known.rfind(|version| version.since <= wanted) {
         Some(version) => Ok((version.function.0, Answer::Found)),
         None => Ok((none, Answer::TooOld)),
     }
@@ -70,7 +79,11 @@ fn look_up(name: &str, wanted: i32, flags: u64, driver: i32) -> Result<(*const c
 
 /// # Safety
 /// `name` is null or a C string.
-unsafe fn resolve(name: *const c_char, wanted: i32, flags: u64) -> Result<(*const c_void, Answer), Code> {
+unsafe fn resolve(
+    name: *const c_char,
+    wanted: i32,
+    flags: u64,
+) -> Result<(*const c_void, Answer), Code> {
     // SAFETY: the caller's contract.
     let name = unsafe {
         get(name)?;
@@ -102,7 +115,11 @@ mod tests {
         assert!(TABLE.windows(2).all(|pair| pair[0].name < pair[1].name));
         for entry in TABLE {
             for list in [entry.legacy, entry.per_thread] {
-                assert!(list.windows(2).all(|pair| pair[0].since < pair[1].since), "{}", entry.name);
+                assert!(
+                    list.windows(2).all(|pair| pair[0].since < pair[1].since),
+                    "{}",
+                    entry.name
+                );
             }
         }
     }
@@ -115,6 +132,9 @@ mod tests {
         assert_eq!(found("cuNothing", 12_000, 12_020), Answer::NotFound);
         assert_eq!(found("cuGreenCtxCreate", 13_000, 12_020), Answer::NotFound);
         assert_eq!(found("cuGreenCtxCreate", 13_000, 13_000), Answer::Found);
-        assert_eq!(look_up("cuMemAlloc", 12_000, 4, 12_020), Err(Code::INVALID_VALUE));
+        assert_eq!(
+            look_up("cuMemAlloc", 12_000, 4, 12_020),
+            Err(Code::INVALID_VALUE)
+        );
     }
 }

@@ -26,7 +26,14 @@ pub struct Fill {
 
 impl Fill {
     /// `count` values of `width` bytes in each of `rows` rows.
-    pub fn new(start: u64, pitch: usize, value: u32, width: u32, count: usize, rows: usize) -> Result<Self, Code> {
+    pub fn new(
+        start: u64,
+        pitch: usize,
+        value: u32,
+        width: u32,
+        count: usize,
+        rows: usize,
+    ) -> Result<Self, Code> {
         let fill = Self {
             start,
             pitch: pitch as u64,
@@ -35,13 +42,16 @@ impl Fill {
             count: count as u64,
             rows: rows as u64,
         };
-        if !matches!(width, 1 | 2 | 4) || start % u64::from(width) != 0 {
+        if !matches!(width, 1 | 2 | 4) || !start.is_multiple_of(u64::from(width)) {
             return Err(Code::INVALID_VALUE);
         }
         if fill.count == 0 || fill.rows == 0 {
             return Ok(fill);
         }
-        let row = fill.count.checked_mul(u64::from(width)).ok_or(Code::INVALID_VALUE)?;
+        let row = fill
+            .count
+            .checked_mul(u64::from(width))
+            .ok_or(Code::INVALID_VALUE)?;
         if fill.rows > 1 && fill.pitch < row {
             return Err(Code::INVALID_VALUE);
         }
@@ -72,10 +82,12 @@ impl Fill {
             } else if self.width == 2 {
                 let value = u16::from_le_bytes([bytes[0], bytes[1]]);
                 // SAFETY: as above; the start is aligned, checked in `new`.
-                unsafe { std::slice::from_raw_parts_mut(start as *mut u16, length / 2) }.fill(value);
+                unsafe { std::slice::from_raw_parts_mut(start as *mut u16, length / 2) }
+                    .fill(value);
             } else {
                 // SAFETY: as above.
-                unsafe { std::slice::from_raw_parts_mut(start as *mut u32, length / 4) }.fill(self.value);
+                unsafe { std::slice::from_raw_parts_mut(start as *mut u32, length / 4) }
+                    .fill(self.value);
             }
         }
     }

@@ -45,7 +45,14 @@ impl Region {
     pub fn new(bytes: u64, what: What, device: i32, context: u64) -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
-        Self { bytes, what, device, context, id, touched: false }
+        Self {
+            bytes,
+            what,
+            device,
+            context,
+            id,
+            touched: false,
+        }
     }
 
     /// Whether the GPU is where it lives.
@@ -94,5 +101,9 @@ pub fn check(address: u64, bytes: u64, write: bool) -> Result<(), Code> {
 /// nothing.
 pub fn check_unified(address: u64, bytes: u64, write: bool) -> Result<(), Code> {
     let known = containing(&mut regions(), address).is_some();
-    if known { check(address, bytes, write) } else { Ok(()) }
+    if known {
+        check(address, bytes, write)
+    } else {
+        Ok(())
+    }
 }

@@ -51,13 +51,20 @@ impl Kind for Stream {
 
 /// The handle that a per-thread-default-stream function means.
 pub fn per_thread(stream: Handle) -> Handle {
-    if stream.is_null() { PER_THREAD as Handle } else { stream }
+    if stream.is_null() {
+        PER_THREAD as Handle
+    } else {
+        stream
+    }
 }
 
 impl Stream {
     /// The null stream of a context.
     pub fn null(context: &'static Object<Context>) -> Self {
-        Self { null: true, ..Self::new(context, 0, 0) }
+        Self {
+            null: true,
+            ..Self::new(context, 0, 0)
+        }
     }
 
     fn new(context: &'static Object<Context>, flags: u32, priority: i32) -> Self {
@@ -96,7 +103,9 @@ impl Stream {
         self.ready.fetch_max(end, Ordering::Relaxed);
         self.context.latest.fetch_max(end, Ordering::Relaxed);
         if self.blocking {
-            self.context.latest_blocking.fetch_max(end, Ordering::Relaxed);
+            self.context
+                .latest_blocking
+                .fetch_max(end, Ordering::Relaxed);
         }
     }
 
@@ -106,8 +115,9 @@ impl Stream {
             return Ok(());
         }
         let driver = driver()?;
-        let queue =
-            self.queue.get_or_init(|| Box::new([const { AtomicU64::new(0) }; DEPTH]));
+        let queue = self
+            .queue
+            .get_or_init(|| Box::new([const { AtomicU64::new(0) }; DEPTH]));
         let place = self.queued.fetch_add(1, Ordering::Relaxed);
         let place = &queue[usize::try_from(place).unwrap_or(0) % DEPTH];
         let at = now();
@@ -116,7 +126,9 @@ impl Stream {
             sleep_until(before);
         }
         let device = self.context.device;
-        let end = driver.shared.schedule(driver.slot, device.gpu, self.earliest().max(at), nanos);
+        let end = driver
+            .shared
+            .schedule(driver.slot, device.gpu, self.earliest().max(at), nanos);
         place.store(end, Ordering::Relaxed);
         self.extend(end);
         Ok(())
@@ -252,6 +264,9 @@ pub fn captured<T>(stream: &Stream, call: impl FnOnce(&mut Capture) -> T) -> Opt
     if !stream.capturing.load(Ordering::Relaxed) {
         return None;
     }
-    let mut capture = stream.capture.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut capture = stream
+        .capture
+        .lock()
+        .unwrap_or_else(PoisonError::into_inner);
     capture.as_mut().map(call)
 }

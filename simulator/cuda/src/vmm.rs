@@ -125,7 +125,10 @@ fn create(bytes: usize, properties: Properties) -> Result<u64, Code> {
 impl Vmm {
     /// Drops an allocation that nothing refers to any more.
     fn settle(&mut self, handle: u64) {
-        let gone = self.physical.get(&handle).is_some_and(|p| p.handles == 0 && p.mappings == 0);
+        let gone = self
+            .physical
+            .get(&handle)
+            .is_some_and(|p| p.handles == 0 && p.mappings == 0);
         if gone
             && let Some(physical) = self.physical.remove(&handle)
             && physical.ours
@@ -176,10 +179,14 @@ fn reserve(bytes: usize, alignment: usize) -> Result<u64, Code> {
     }
     .map_err(|_| Code::OUT_OF_MEMORY)? as u64;
     let aligned = start.next_multiple_of(alignment);
-    for (from, length) in [(start, aligned - start), (aligned + bytes, start + room - aligned - bytes)] {
+    for (from, length) in [
+        (start, aligned - start),
+        (aligned + bytes, start + room - aligned - bytes),
+    ] {
         if length > 0 {
             // SAFETY: the ends of the mapping just made, which nobody knows.
-            let _ = unsafe { rustix::mm::munmap(from as *mut _, usize::try_from(length).unwrap_or(0)) };
+            let _ =
+                unsafe { rustix::mm::munmap(from as *mut _, usize::try_from(length).unwrap_or(0)) };
         }
     }
     vmm().reserved.insert(aligned, bytes);
@@ -215,7 +222,14 @@ fn map(address: u64, bytes: u64, offset: usize, handle: u64) -> Result<(), Code>
     .map_err(|_| Code::OUT_OF_MEMORY)?;
     physical.mappings += 1;
     let region = Region::new(bytes, What::Mapped, physical.device, 0);
-    vmm.mappings.insert(address, Mapping { bytes, handle, flags: 0 });
+    vmm.mappings.insert(
+        address,
+        Mapping {
+            bytes,
+            handle,
+            flags: 0,
+        },
+    );
     drop(vmm);
     regions().insert(address, region);
     Ok(())
@@ -254,16 +268,27 @@ fn give_access(address: u64, bytes: u64, flags: u32) -> Result<(), Code> {
     };
     let mut vmm = vmm();
     let mut covered = 0;
-    for (start, mapping) in vmm.mappings.range_mut(address..address.saturating_add(bytes)) {
+    for (start, mapping) in vmm
+        .mappings
+        .range_mut(address..address.saturating_add(bytes))
+    {
         // SAFETY: a mapping of ours.
         unsafe {
-            rustix::mm::mprotect(*start as *mut _, usize::try_from(mapping.bytes).unwrap_or(0), protection)
+            rustix::mm::mprotect(
+                *start as *mut _,
+                usize::try_from(mapping.bytes).unwrap_or(0),
+                protection,
+            )
         }
         .map_err(|_| Code::UNKNOWN)?;
         mapping.flags = flags;
         covered += mapping.bytes;
     }
-    if covered == bytes && bytes > 0 { Ok(()) } else { Err(Code::INVALID_VALUE) }
+    if covered == bytes && bytes > 0 {
+        Ok(())
+    } else {
+        Err(Code::INVALID_VALUE)
+    }
 }
 
 export! {

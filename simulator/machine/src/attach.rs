@@ -69,8 +69,10 @@ impl Attachment {
             other => return Err(AttachError::Refused(other)),
         };
         let page = page.ok_or(AttachError::Mismatch)?;
-        let length = rustix::fs::fstat(&page).map_err(std::io::Error::from)?.st_size;
-        if length != PAGE_BYTES as i64 || slot >= MAX_PROCESSES {
+        let length = rustix::fs::fstat(&page)
+            .map_err(std::io::Error::from)?
+            .st_size;
+        if usize::try_from(length) != Ok(PAGE_BYTES) || slot >= MAX_PROCESSES {
             return Err(AttachError::Mismatch);
         }
         let protection = match access {
@@ -135,7 +137,10 @@ fn dial(root: &DriverRoot) -> Result<OwnedFd, AttachError> {
         rustix::io::retry_on_intr(|| connect(&socket, &address))?;
         Ok(socket)
     };
-    dialled().map_err(|source| AttachError::NoDaemon { path: path.clone(), source: source.into() })
+    dialled().map_err(|source| AttachError::NoDaemon {
+        path: path.clone(),
+        source: source.into(),
+    })
 }
 
 fn ask(connection: &OwnedFd, request: Request) -> Result<(Reply, Option<OwnedFd>), AttachError> {

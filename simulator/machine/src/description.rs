@@ -229,7 +229,10 @@ impl Description {
         };
         if self.driver_version.is_empty()
             || self.driver_version.len() > 30
-            || !self.driver_version.bytes().all(|b| b.is_ascii_digit() || b == b'.')
+            || !self
+                .driver_version
+                .bytes()
+                .all(|b| b.is_ascii_digit() || b == b'.')
         {
             return refuse(
                 "driver_version".into(),
@@ -244,7 +247,10 @@ impl Description {
         }
         let count = self.gpu_count();
         if count == 0 || count > MAX_GPUS as u64 {
-            return refuse("gpu".into(), format!("{count} GPUs; must be 1 to {MAX_GPUS}"));
+            return refuse(
+                "gpu".into(),
+                format!("{count} GPUs; must be 1 to {MAX_GPUS}"),
+            );
         }
         for (index, gpu) in self.gpus.iter().enumerate() {
             if let Err((field, reason)) = gpu.check() {
@@ -278,7 +284,11 @@ impl GpuDescription {
         if !self.pci_bus_ids.is_empty() && self.pci_bus_ids.len() != self.count as usize {
             return Err(("pci_bus_ids", "must name `count` addresses or none".into()));
         }
-        if let Some(bad) = self.pci_bus_ids.iter().find(|id| PciAddress::parse(id).is_none()) {
+        if let Some(bad) = self
+            .pci_bus_ids
+            .iter()
+            .find(|id| PciAddress::parse(id).is_none())
+        {
             return Err((
                 "pci_bus_ids",
                 format!("{bad:?} is not a PCI address such as 0000:1b:00.0"),
@@ -313,7 +323,10 @@ mod tests {
     fn errors_name_the_field() {
         let cases = [
             (H100.replace("Simulated H100", "H100"), "gpu[0].name"),
-            (H100.replace("memory_mib = 81559", "memory_mib = 0"), "gpu[0].memory_mib"),
+            (
+                H100.replace("memory_mib = 81559", "memory_mib = 0"),
+                "gpu[0].memory_mib",
+            ),
             (H100.replace("count = 1", "count = 99"), "99 GPUs"),
             (H100.replace("count = 1", "colour = 1"), "colour"),
             (H100.replace("535.261.03", "five"), "driver_version"),
@@ -327,11 +340,22 @@ mod tests {
 
     #[test]
     fn pci_addresses_are_read_as_nvml_and_sysfs_write_them() {
-        let expected = PciAddress { domain: 0, bus: 0x1b, device: 2 };
+        let expected = PciAddress {
+            domain: 0,
+            bus: 0x1b,
+            device: 2,
+        };
         for text in ["0000:1b:02.0", "00000000:1B:02.0", "1b:02.0", "1b:02"] {
             assert_eq!(PciAddress::parse(text), Some(expected), "{text}");
         }
-        for text in ["", "1b", "0000:1b:02.1", "0:0000:1b:02.0", "0000:+b:02.0", "0000:1bb:00.0"] {
+        for text in [
+            "",
+            "1b",
+            "0000:1b:02.1",
+            "0:0000:1b:02.0",
+            "0000:+b:02.0",
+            "0000:1bb:00.0",
+        ] {
             assert_eq!(PciAddress::parse(text), None, "{text}");
         }
     }

@@ -60,7 +60,12 @@ pub fn uuid_text(uuid: &[u8; 16]) -> String {
 #[must_use]
 pub fn alive(slot: &ProcessSlot) -> bool {
     let pid = slot.pid.load(Ordering::Acquire);
-    pid != 0 && start_time(pid) == Some(slot.started.load(Ordering::Relaxed))
+    match pid {
+        0 => false,
+        // Out of sight: only its connection tells.
+        ..0 => true,
+        _ => start_time(pid) == Some(slot.started.load(Ordering::Relaxed)),
+    }
 }
 
 /// When process `pid` started, in clock ticks since boot; none if it is gone.

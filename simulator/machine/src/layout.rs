@@ -290,7 +290,8 @@ impl GpuState {
     /// Bytes that nobody holds.
     #[must_use]
     pub fn free(&self) -> u64 {
-        self.usable().saturating_sub(self.used.load(Ordering::Relaxed))
+        self.usable()
+            .saturating_sub(self.used.load(Ordering::Relaxed))
     }
 }
 
@@ -313,7 +314,9 @@ mod tests {
         let page = test_page(&text);
         assert!(page.is_ours());
         assert_eq!(page.gpus().len(), 2);
-        let [first, second] = page.gpus() else { unreachable!() };
+        let [first, second] = page.gpus() else {
+            unreachable!()
+        };
         assert_eq!(first.memory_total, 81559 * MIB);
         assert_eq!(first.usable() + first.memory_reserved, first.memory_total);
         assert_ne!(first.uuid, second.uuid);

@@ -9,7 +9,8 @@
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use crate::layout::{GpuState, MAX_GPUS, Shared};
+use crate::identity;
+use crate::layout::{GpuState, Shared};
 
 /// Lock value of the daemon; slots are their index + 1.
 const DAEMON: u32 = u32::MAX;
@@ -30,7 +31,9 @@ pub enum ChargeError {
         free: u64,
     },
     /// A dead process holds the GPU's lock and no daemon takes it over.
-    #[error("the GPU's ledger is locked by a process that does not answer; is nvidia-sim-persistenced running?")]
+    #[error(
+        "the GPU's ledger is locked by a process that does not answer; is nvidia-sim-persistenced running?"
+    )]
     Stuck,
 }
 
@@ -44,7 +47,9 @@ impl Drop for Guard<'_> {
 
 fn lock(gpu: &GpuState, owner: u32) -> Result<Guard<'_>, ChargeError> {
     let take = || {
-        gpu.lock.compare_exchange_weak(0, owner, Ordering::Acquire, Ordering::Relaxed).is_ok()
+        gpu.lock
+            .compare_exchange_weak(0, owner, Ordering::Acquire, Ordering::Relaxed)
+            .is_ok()
     };
     for _ in 0..128 {
         if take() {
@@ -91,64 +96,68 @@ impl Shared {
         let returned = bytes.min(before);
         held.store(before - returned, Ordering::Relaxed);
         let used = state.used.load(Ordering::Relaxed);
-        state.used.store(used.saturating_sub(returned), Ordering::Relaxed);
+        state
+            .used
+            .store(used.saturating_sub(returned), Ordering::Relaxed);
         Ok(())
     }
 
     /// Frees a dead process's slot and all it held. Only the daemon calls this,
     /// and only when the process is gone.
     pub fn reclaim(&self, slot: usize) {
-        let count = self.gpus().len();
+        let dead = &self.slots[slot];
         for (gpu, state) in self.gpus().iter().enumerate() {
             let _guard = self.take_over(state, owner(slot));
-            self.slots[slot].used[gpu].store(0, Ordering::Relaxed);
-            let sum = self.slots.iter().map(|s| s.used[gpu].load(Ordering::Relaxed)).sum();
-            state.used.store(sum, Ordering::Relaxed);
+            dead.used[gpu].store(0, Ordering::Relaxed);
+            self.add_up(gpu);
+            dead.scheduled[gpu].store(0, Ordering::Relaxed);
+            dead.utilization[gpu].store(0, Ordering::Relaxed);
         }
-        debug_assert!(count <= MAX_GPUS);
-        let slot = &self.slots[slot];
-        for gpu in 0..count {
-            slot.scheduled[gpu].store(0, Ordering::Relaxed);
-            slot.utilization[gpu].store(0, Ordering::Relaxed);
-        }
-        slot.sampled.store(0, Ordering::Relaxed);
-        slot.started.store(0, Ordering::Relaxed);
-        slot.pid.store(0, Ordering::Release);
+        dead.sampled.store(0, Ordering::Relaxed);
+        dead.started.store(0, Ordering::Relaxed);
+        dead.pid.store(0, Ordering::Release);
     }
 
-    /// Takes the lock from a dead holder, or waits for a living one.
+    /// Puts the ledger in order for a daemon that starts: its predecessor, or a
+    /// process that died without one, may have left a lock.
+    pub fn recover(&self) {
+        for (gpu, state) in self.gpus().iter().enumerate() {
+            // There is one daemon, and this is its start.
+            let _guard = self.take_over(state, DAEMON);
+            self.add_up(gpu);
+        }
+    }
+
+    fn add_up(&self, gpu: usize) {
+        let sum = self
+            .slots
+            .iter()
+            .map(|slot| slot.used[gpu].load(Ordering::Relaxed))
+            .sum();
+        self.gpus[gpu].used.store(sum, Ordering::Relaxed);
+    }
+
+    /// Takes the lock from a dead holder, or waits for a living one. Whoever calls
+    /// adds up anew, so what the dead left half done does not matter.
     fn take_over<'a>(&self, state: &'a GpuState, dead: u32) -> Guard<'a> {
-        loop {
-            let inherited = state
+        let take = |from| {
+            state
                 .lock
-                .compare_exchange(dead, DAEMON, Ordering::Acquire, Ordering::Relaxed)
-                .is_ok();
-            if inherited {
+                .compare_exchange(from, DAEMON, Ordering::Acquire, Ordering::Relaxed)
+                .is_ok()
+        };
+        loop {
+            if take(dead) || take(0) {
                 return Guard(state);
             }
-            match lock(state, DAEMON) {
-                Ok(guard) => return guard,
-                Err(_) => {
-                    // Another holder may have died meanwhile; its own reclaim
-                    // comes later in the daemon's one thread, so step in.
-                    let holder = state.lock.load(Ordering::Relaxed);
-                    let gone = holder != 0
-                        && holder != DAEMON
-                        && self
-                            .slots
-                            .get(holder as usize - 1)
-                            .is_none_or(|s| !crate::identity::alive(s));
-                    if gone || holder == DAEMON {
-                        // DAEMON: a predecessor died here; there is one daemon.
-                        let _ = state.lock.compare_exchange(
-                            holder,
-                            0,
-                            Ordering::Acquire,
-                            Ordering::Relaxed,
-                        );
-                    }
-                }
+            let holder = state.lock.load(Ordering::Relaxed);
+            let slot = (holder as usize).wrapping_sub(1);
+            // Another one may have died with it, and be next to be reclaimed.
+            let lives = self.slots.get(slot).is_some_and(identity::alive);
+            if holder != 0 && !lives && take(holder) {
+                return Guard(state);
             }
+            std::thread::yield_now();
         }
     }
 }
@@ -195,6 +204,30 @@ mod tests {
         assert_eq!(page.gpus[0].used.load(Ordering::Relaxed), 3 * MIB);
         page.charge(1, 0, MIB).unwrap();
         assert_eq!(page.gpus[0].used.load(Ordering::Relaxed), 4 * MIB);
+    }
+
+    #[test]
+    fn two_that_died_together_do_not_block_each_other() {
+        let page = page();
+        page.charge(0, 0, MIB).unwrap();
+        page.charge(1, 0, MIB).unwrap();
+        // Process 1 has the lock; process 0 is reclaimed first.
+        page.gpus[0].lock.store(2, Ordering::Relaxed);
+        page.reclaim(0);
+        page.reclaim(1);
+        assert_eq!(page.gpus[0].used.load(Ordering::Relaxed), 0);
+        assert_eq!(page.gpus[0].lock.load(Ordering::Relaxed), 0);
+    }
+
+    #[test]
+    fn a_starting_daemon_puts_the_ledger_in_order() {
+        let page = page();
+        page.charge(0, 0, MIB).unwrap();
+        page.gpus[0].used.store(9 * MIB, Ordering::Relaxed);
+        page.gpus[0].lock.store(DAEMON, Ordering::Relaxed);
+        page.recover();
+        assert_eq!(page.gpus[0].used.load(Ordering::Relaxed), MIB);
+        page.charge(0, 0, MIB).unwrap();
     }
 
     #[test]

@@ -32,17 +32,22 @@ impl DriverRoot {
     pub fn of_file(file: &Path) -> Self {
         let root = file
             .parent()
-            .and_then(|dir| dir.as_os_str().as_bytes().strip_suffix(LIBRARY_DIR.as_bytes()))
+            .and_then(|dir| {
+                dir.as_os_str()
+                    .as_bytes()
+                    .strip_suffix(LIBRARY_DIR.as_bytes())
+            })
             .filter(|root| root.ends_with(b"/"))
             .map_or(Path::new("/"), |root| Path::new(OsStr::from_bytes(root)));
         Self(root.to_owned())
     }
 
-    /// The root of the loaded library that contains `address`.
+    /// The root of the loaded library that contains `place`, one of its statics.
     #[must_use]
-    pub fn of_address(address: *const c_void) -> Self {
+    pub fn of_library<T>(place: &'static T) -> Self {
+        let address: *const c_void = std::ptr::from_ref(place).cast();
         let mut info = std::mem::MaybeUninit::<libc::Dl_info>::zeroed();
-        // SAFETY: `info` is valid for writes; any address may be asked for.
+        // SAFETY: `info` is valid for writes; the address is only compared.
         let found = unsafe { libc::dladdr(address, info.as_mut_ptr()) };
         // SAFETY: zeroed above, and all zeros is a value of this struct of pointers.
         let info = unsafe { info.assume_init() };
@@ -92,13 +97,20 @@ mod tests {
     fn the_librarys_place_says_the_root() {
         for (file, root) in [
             ("/usr/lib/x86_64-linux-gnu/libcuda.so.1", "/"),
-            ("/tmp/x/usr/lib/x86_64-linux-gnu/libcuda.so.535.261.03", "/tmp/x/"),
+            (
+                "/tmp/x/usr/lib/x86_64-linux-gnu/libcuda.so.535.261.03",
+                "/tmp/x/",
+            ),
             ("/lib/x86_64-linux-gnu/libcuda.so.1", "/"),
             ("/tmp/xusr/lib/x86_64-linux-gnu/libcuda.so.1", "/"),
             ("/usr/lib/tranche/driver/libcuda.so.1", "/"),
             ("/work/target/simulator/libcuda.so.1", "/"),
         ] {
-            assert_eq!(DriverRoot::of_file(Path::new(file)).path(), Path::new(root), "{file}");
+            assert_eq!(
+                DriverRoot::of_file(Path::new(file)).path(),
+                Path::new(root),
+                "{file}"
+            );
         }
     }
 

@@ -13,7 +13,8 @@ use crate::layout::{GpuState, Shared};
 pub fn now() -> u64 {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     // The monotonic clock starts at boot: both parts are small and not negative.
-    u64::try_from(time.tv_sec).unwrap_or(0) * 1_000_000_000 + u64::try_from(time.tv_nsec).unwrap_or(0)
+    u64::try_from(time.tv_sec).unwrap_or(0) * 1_000_000_000
+        + u64::try_from(time.tv_nsec).unwrap_or(0)
 }
 
 /// Sleeps until `deadline` of [`now`]'s clock.
@@ -56,7 +57,9 @@ impl GpuState {
     #[must_use]
     pub fn ran(&self, at: u64) -> u64 {
         let pending = self.busy_until.load(Ordering::Relaxed).saturating_sub(at);
-        self.scheduled.load(Ordering::Relaxed).saturating_sub(pending)
+        self.scheduled
+            .load(Ordering::Relaxed)
+            .saturating_sub(pending)
     }
 }
 

@@ -91,7 +91,11 @@ impl Request {
         let [op, a, b, c] = match self {
             Self::Observe => [1, 0, 0, 0],
             Self::Join => [2, 0, 0, 0],
-            Self::Set { gpu, setting, value } => [3, gpu, setting as u32, value],
+            Self::Set {
+                gpu,
+                setting,
+                value,
+            } => [3, gpu, setting as u32, value],
             Self::Event { gpu, kind, data } => [4, gpu, kind, data],
         };
         words([MAGIC, ABI, op, a, b, c, 0])
@@ -110,9 +114,17 @@ impl Request {
                     2 => Setting::ComputeMode,
                     _ => return None,
                 };
-                Some(Self::Set { gpu: a, setting, value: c })
+                Some(Self::Set {
+                    gpu: a,
+                    setting,
+                    value: c,
+                })
             }
-            4 => Some(Self::Event { gpu: a, kind: b, data: c }),
+            4 => Some(Self::Event {
+                gpu: a,
+                kind: b,
+                data: c,
+            }),
             _ => None,
         }
     }
@@ -157,8 +169,16 @@ mod tests {
         for request in [
             Request::Observe,
             Request::Join,
-            Request::Set { gpu: 3, setting: Setting::ComputeMode, value: 2 },
-            Request::Event { gpu: 1, kind: 8, data: 79 },
+            Request::Set {
+                gpu: 3,
+                setting: Setting::ComputeMode,
+                value: 2,
+            },
+            Request::Event {
+                gpu: 1,
+                kind: 8,
+                data: 79,
+            },
         ] {
             assert_eq!(Request::decode(&request.encode()), Some(request));
         }

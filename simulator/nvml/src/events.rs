@@ -46,7 +46,11 @@ fn take(id: usize) -> Result<Option<nvmlEventData_t>, Code> {
         set.next += 1;
         let gpu = usize::try_from(event.gpu.load(Ordering::Relaxed)).unwrap_or(usize::MAX);
         let kind = event.kind.load(Ordering::Relaxed);
-        if set.wanted.get(&gpu).is_some_and(|wanted| wanted & kind != 0) {
+        if set
+            .wanted
+            .get(&gpu)
+            .is_some_and(|wanted| wanted & kind != 0)
+        {
             return Ok(Some(nvmlEventData_t {
                 device: handle(gpu),
                 eventType: kind,

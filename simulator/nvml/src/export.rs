@@ -66,7 +66,8 @@ pub unsafe fn put_text(to: *mut c_char, length: u32, text: &str) -> Result<(), C
     }
     // SAFETY: the text and its zero fit, checked above.
     unsafe {
-        to.cast::<u8>().copy_from_nonoverlapping(text.as_ptr(), text.len());
+        to.cast::<u8>()
+            .copy_from_nonoverlapping(text.as_ptr(), text.len());
         to.add(text.len()).write(0);
     }
     Ok(())
@@ -81,7 +82,9 @@ pub unsafe fn get_text<'a>(from: *const c_char) -> Result<&'a str, Code> {
         return Err(Code::INVALID_ARGUMENT);
     }
     // SAFETY: a C string by the contract above.
-    unsafe { CStr::from_ptr(from) }.to_str().map_err(|_| Code::INVALID_ARGUMENT)
+    unsafe { CStr::from_ptr(from) }
+        .to_str()
+        .map_err(|_| Code::INVALID_ARGUMENT)
 }
 
 /// A fixed array of characters in one of NVML's structs.

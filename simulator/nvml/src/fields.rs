@@ -23,7 +23,7 @@ fn answer(device: Device, field: u32) -> Result<(u32, nvmlValue_t), Code> {
         // Temperature of the memory.
         82 => int(sensors::temperature(device.state)),
         // Energy in millijoules.
-        83 => long(0),
+        83 => long(sensors::energy(device.state)),
         // Power: average, instant, and the limits.
         185 | 186 => int(sensors::power(device.state)),
         187 => int(device.state.power_limit_milliwatts / 2),

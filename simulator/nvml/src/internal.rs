@@ -38,23 +38,43 @@ struct Entry {
 
 type Slot = unsafe extern "C" fn(*mut c_void, *mut c_void, *mut c_void, *mut c_void) -> u32;
 
-unsafe extern "C" fn unsupported(_: *mut c_void, _: *mut c_void, _: *mut c_void, _: *mut c_void) -> u32 {
+unsafe extern "C" fn unsupported(
+    _: *mut c_void,
+    _: *mut c_void,
+    _: *mut c_void,
+    _: *mut c_void,
+) -> u32 {
     Code::NOT_SUPPORTED.0
 }
 
-unsafe extern "C" fn device_by_index(index: *mut c_void, to: *mut c_void, _: *mut c_void, _: *mut c_void) -> u32 {
+unsafe extern "C" fn device_by_index(
+    index: *mut c_void,
+    to: *mut c_void,
+    _: *mut c_void,
+    _: *mut c_void,
+) -> u32 {
     let Ok(index) = u32::try_from(index as usize) else {
         return Code::INVALID_ARGUMENT.0;
     };
     handle_by_index(index, to.cast()).map_or_else(|code| code.0, |()| 0)
 }
 
-unsafe extern "C" fn compute_processes(of: *mut c_void, count: *mut c_void, to: *mut c_void, _: *mut c_void) -> u32 {
+unsafe extern "C" fn compute_processes(
+    of: *mut c_void,
+    count: *mut c_void,
+    to: *mut c_void,
+    _: *mut c_void,
+) -> u32 {
     // SAFETY: nvidia-smi passes a count and that many entries.
     unsafe { list(of.cast(), count.cast(), to.cast()) }.map_or_else(|code| code.0, |()| 0)
 }
 
-unsafe extern "C" fn no_processes(of: *mut c_void, count: *mut c_void, _: *mut c_void, _: *mut c_void) -> u32 {
+unsafe extern "C" fn no_processes(
+    of: *mut c_void,
+    count: *mut c_void,
+    _: *mut c_void,
+    _: *mut c_void,
+) -> u32 {
     if let Err(code) = device(of.cast()) {
         return code.0;
     }
@@ -62,7 +82,12 @@ unsafe extern "C" fn no_processes(of: *mut c_void, count: *mut c_void, _: *mut c
     unsafe { put(count.cast::<u32>(), 0) }.map_or_else(|code| code.0, |()| 0)
 }
 
-unsafe extern "C" fn host_link_generation(of: *mut c_void, to: *mut c_void, _: *mut c_void, _: *mut c_void) -> u32 {
+unsafe extern "C" fn host_link_generation(
+    of: *mut c_void,
+    to: *mut c_void,
+    _: *mut c_void,
+    _: *mut c_void,
+) -> u32 {
     let answer = || {
         let generation = device(of.cast())?.state.pcie[0];
         // SAFETY: nvidia-smi passes the address of a number.
@@ -95,7 +120,6 @@ unsafe fn list(of: nvmlDevice_t, count: *mut u32, to: *mut Entry) -> Result<(), 
     }
     Ok(())
 }
-
 
 fn table() -> &'static [usize; WORDS] {
     static BUILT: OnceLock<[usize; WORDS]> = OnceLock::new();

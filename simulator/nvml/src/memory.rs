@@ -21,6 +21,15 @@ pub const fn struct_version(bytes: usize, version: u32) -> u32 {
     bytes | (version << 24)
 }
 
+/// Refuses GPUs that remap rows instead of retiring pages: Ampere and later.
+fn retires_pages(of: nvmlDevice_t) -> Result<(), Code> {
+    if device(of)?.state.architecture < 7 {
+        Ok(())
+    } else {
+        Err(Code::NOT_SUPPORTED)
+    }
+}
+
 export! {
     fn nvmlDeviceGetMemoryInfo(of: nvmlDevice_t, memory: *mut nvmlMemory_t) {
         let state = device(of)?.state;
@@ -75,8 +84,7 @@ export! {
         put(count, 0)
     }
     fn nvmlDeviceGetRemappedRows(of: nvmlDevice_t, corrected: *mut u32, uncorrected: *mut u32, pending: *mut u32, failed: *mut u32) {
-        // Row remapping came with Ampere.
-        if device(of)?.state.architecture < 7 {
+        if retires_pages(of).is_ok() {
             return Err(Code::NOT_SUPPORTED);
         }
         for count in [corrected, uncorrected, pending, failed] {
@@ -85,15 +93,15 @@ export! {
         Ok(())
     }
     fn nvmlDeviceGetRetiredPages(of: nvmlDevice_t, _cause: u32, count: *mut u32, _pages: *mut u64) {
-        device(of)?;
+        retires_pages(of)?;
         put(count, 0)
     }
     fn nvmlDeviceGetRetiredPages_v2(of: nvmlDevice_t, _cause: u32, count: *mut u32, _pages: *mut u64, _stamps: *mut u64) {
-        device(of)?;
+        retires_pages(of)?;
         put(count, 0)
     }
     fn nvmlDeviceGetRetiredPagesPendingStatus(of: nvmlDevice_t, pending: *mut u32) {
-        device(of)?;
+        retires_pages(of)?;
         put(pending, 0)
     }
 }

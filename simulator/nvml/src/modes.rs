@@ -13,7 +13,11 @@ use crate::state::{device, library};
 fn set(of: nvmlDevice_t, setting: Setting, value: u32) -> Result<(), Code> {
     let device = device(of)?;
     let gpu = u32::try_from(device.gpu).unwrap_or(u32::MAX);
-    let request = Request::Set { gpu, setting, value };
+    let request = Request::Set {
+        gpu,
+        setting,
+        value,
+    };
     match attach::request(&library()?.root, request) {
         Ok(Reply::Granted { .. }) => Ok(()),
         Ok(Reply::Forbidden) => Err(Code::NO_PERMISSION),

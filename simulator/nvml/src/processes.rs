@@ -46,7 +46,12 @@ pub fn processes(device: Device) -> Vec<Process> {
             same.utilization = (same.utilization + utilization).min(100);
         } else {
             let sampled = slot.sampled.load(Ordering::Relaxed);
-            found.push(Process { pid, memory, utilization, sampled });
+            found.push(Process {
+                pid,
+                memory,
+                utilization,
+                sampled,
+            });
         }
     }
     found.sort_by_key(|process| process.pid);
@@ -55,7 +60,13 @@ pub fn processes(device: Device) -> Vec<Process> {
 
 fn list_v1(of: nvmlDevice_t) -> Result<Vec<nvmlProcessInfo_v1_t>, Code> {
     let list = processes(device(of)?);
-    Ok(list.iter().map(|p| nvmlProcessInfo_v1_t { pid: p.pid, usedGpuMemory: p.memory }).collect())
+    Ok(list
+        .iter()
+        .map(|p| nvmlProcessInfo_v1_t {
+            pid: p.pid,
+            usedGpuMemory: p.memory,
+        })
+        .collect())
 }
 
 fn list_v2(of: nvmlDevice_t) -> Result<Vec<nvmlProcessInfo_v2_t>, Code> {

@@ -4,6 +4,7 @@ use std::sync::atomic::Ordering;
 
 use nvml_wrapper_sys::bindings::{nvmlDevice_t, nvmlUtilization_t};
 use tranche_simulator_machine::layout::GpuState;
+use tranche_simulator_machine::timeline::now;
 
 use crate::code::Code;
 use crate::export::{export, get, put, put_list};
@@ -19,8 +20,21 @@ pub fn utilization(gpu: &GpuState) -> u32 {
 
 /// Milliwatts: between idle and the limit, in proportion.
 pub fn power(gpu: &GpuState) -> u32 {
-    let range = gpu.power_limit_milliwatts.saturating_sub(gpu.idle_milliwatts);
+    let range = gpu
+        .power_limit_milliwatts
+        .saturating_sub(gpu.idle_milliwatts);
     gpu.idle_milliwatts + range / 100 * utilization(gpu)
+}
+
+/// Millijoules since the host started: what idling takes, and what running took.
+pub fn energy(gpu: &GpuState) -> u64 {
+    let at = now();
+    let range = gpu
+        .power_limit_milliwatts
+        .saturating_sub(gpu.idle_milliwatts);
+    (u64::from(gpu.idle_milliwatts) * (at / 1_000_000)
+        + u64::from(range) * (gpu.ran(at) / 1_000_000))
+        / 1000
 }
 
 /// Degrees Celsius: 30 idle, 70 when busy.
@@ -169,8 +183,6 @@ export! {
         put(count, 0)
     }
     fn nvmlDeviceGetTotalEnergyConsumption(of: nvmlDevice_t, millijoules: *mut u64) {
-        let state = device(of)?.state;
-        let seconds = tranche_simulator_machine::timeline::now() / 1_000_000_000;
-        put(millijoules, u64::from(state.idle_milliwatts) * seconds)
+        put(millijoules, energy(device(of)?.state))
     }
 }

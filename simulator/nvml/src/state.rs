@@ -48,15 +48,19 @@ pub fn device(handle: nvmlDevice_t) -> Result<Device, Code> {
     let library = library()?;
     let offset = (handle as usize).wrapping_sub((&raw const HANDLES) as usize);
     let gpu = offset / size_of::<u64>();
-    if offset % size_of::<u64>() != 0 || !library.visible.contains(&gpu) {
+    if !offset.is_multiple_of(size_of::<u64>()) || !library.visible.contains(&gpu) {
         return Err(Code::INVALID_ARGUMENT);
     }
-    Ok(Device { gpu, state: &library.shared.gpus[gpu], shared: library.shared })
+    Ok(Device {
+        gpu,
+        state: &library.shared.gpus[gpu],
+        shared: library.shared,
+    })
 }
 
 impl Library {
     fn open() -> Result<Self, Code> {
-        let root = DriverRoot::of_address(open_address());
+        let root = DriverRoot::of_library(&HANDLES);
         if !root.has_node("nvidiactl") {
             return Err(Code::DRIVER_NOT_LOADED);
         }
@@ -68,12 +72,12 @@ impl Library {
         let visible = (0..shared.gpus().len())
             .filter(|gpu| root.has_node(&format!("nvidia{}", shared.gpus[*gpu].minor)))
             .collect();
-        Ok(Self { root, shared, visible })
+        Ok(Self {
+            root,
+            shared,
+            visible,
+        })
     }
-}
-
-fn open_address() -> *const std::ffi::c_void {
-    (&raw const HANDLES).cast()
 }
 
 fn initialise() -> Result<(), Code> {
@@ -115,5 +119,9 @@ export! {
 /// The handle of the GPU that this process counts as `index`.
 pub fn by_index(index: u32) -> Result<nvmlDevice_t, Code> {
     let library = library()?;
-    library.visible.get(index as usize).map(|gpu| handle(*gpu)).ok_or(Code::INVALID_ARGUMENT)
+    library
+        .visible
+        .get(index as usize)
+        .map(|gpu| handle(*gpu))
+        .ok_or(Code::INVALID_ARGUMENT)
 }

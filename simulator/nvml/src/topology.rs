@@ -15,8 +15,8 @@ fn processors(node: i32) -> Vec<usize> {
     list.trim()
         .split(',')
         .filter_map(|range| {
-            let (first, last) = range.split_once('-').unwrap_or((range, range));
-            Some(first.parse().ok()?..=last.parse().ok()?)
+            let (from, to) = range.split_once('-').unwrap_or((range, range));
+            Some(from.parse().ok()?..=to.parse().ok()?)
         })
         .flatten()
         .collect()

@@ -12,7 +12,10 @@ use crate::nodes;
 
 /// Where a root has its machine file.
 pub const MACHINE_FILE: &str = "etc/nvidia-sim/machine.toml";
-const UNITS: [&str; 2] = ["nvidia-sim-persistenced.service", "nvidia-sim-persistenced.socket"];
+const UNITS: [&str; 2] = [
+    "nvidia-sim-persistenced.service",
+    "nvidia-sim-persistenced.socket",
+];
 
 /// The machine file that came with the simulator for `model`.
 pub fn shipped_machine(parts: &Path, model: &str) -> anyhow::Result<PathBuf> {
@@ -26,7 +29,10 @@ pub fn shipped_machine(parts: &Path, model: &str) -> anyhow::Result<PathBuf> {
         .filter_map(|entry| Some(entry.ok()?.path().file_stem()?.to_str()?.to_owned()))
         .collect();
     known.sort();
-    bail!("--gpu-model {model}: there is no such machine file; there are {}", known.join(", "))
+    bail!(
+        "--gpu-model {model}: there is no such machine file; there are {}",
+        known.join(", ")
+    )
 }
 
 /// Installs the simulator in `parts` below `root`, with the machine of
@@ -47,7 +53,11 @@ pub fn install(parts: &Path, root: &Path, machine: &Path, gpus: Option<u32>) -> 
         link(&soname, &libraries.join(name))?;
     }
     for program in ["nvidia-smi", "nvidia-sim-persistenced"] {
-        copy(&parts.join(program), &root.join("usr/bin").join(program), 0o755)?;
+        copy(
+            &parts.join(program),
+            &root.join("usr/bin").join(program),
+            0o755,
+        )?;
     }
     let units = root.join("usr/lib/systemd/system");
     for unit in UNITS {
@@ -56,7 +66,10 @@ pub fn install(parts: &Path, root: &Path, machine: &Path, gpus: Option<u32>) -> 
     // What `systemctl enable` would do, also where no systemd runs yet.
     let wants = root.join("etc/systemd/system/multi-user.target.wants");
     for unit in UNITS {
-        link(&format!("/usr/lib/systemd/system/{unit}"), &wants.join(unit))?;
+        link(
+            &format!("/usr/lib/systemd/system/{unit}"),
+            &wants.join(unit),
+        )?;
     }
     fs::create_dir_all(root.join("run/nvidia-persistenced"))?;
     let count = u32::try_from(description.gpu_count()).unwrap_or(u32::MAX);
@@ -65,7 +78,9 @@ pub fn install(parts: &Path, root: &Path, machine: &Path, gpus: Option<u32>) -> 
 
 /// The machine file's text with another count of its only GPU model.
 fn with_count(text: &str, gpus: Option<u32>) -> anyhow::Result<String> {
-    let Some(gpus) = gpus else { return Ok(text.to_owned()) };
+    let Some(gpus) = gpus else {
+        return Ok(text.to_owned());
+    };
     let counts: Vec<usize> = text
         .lines()
         .enumerate()
@@ -73,7 +88,10 @@ fn with_count(text: &str, gpus: Option<u32>) -> anyhow::Result<String> {
         .map(|(index, _)| index)
         .collect();
     let [line] = counts[..] else {
-        bail!("--gpus needs a machine file with one [[gpu]] that says its count; this one has {}", counts.len());
+        bail!(
+            "--gpus needs a machine file with one [[gpu]] that says its count; this one has {}",
+            counts.len()
+        );
     };
     let mut lines: Vec<String> = text.lines().map(str::to_owned).collect();
     lines[line] = format!("count = {gpus}");
@@ -117,7 +135,12 @@ mod tests {
     fn parts() -> tempfile::TempDir {
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name);
-        for name in ["libcuda.so.1", "libnvidia-ml.so.1", "nvidia-smi", "nvidia-sim-persistenced"] {
+        for name in [
+            "libcuda.so.1",
+            "libnvidia-ml.so.1",
+            "nvidia-smi",
+            "nvidia-sim-persistenced",
+        ] {
             fs::write(at(name), name).unwrap();
         }
         for name in ["machines", "systemd"] {
@@ -126,7 +149,11 @@ mod tests {
         for unit in UNITS {
             fs::write(at("systemd").join(unit), "").unwrap();
         }
-        fs::write(at("machines").join("T4.toml"), include_str!("../../machines/T4.toml")).unwrap();
+        fs::write(
+            at("machines").join("T4.toml"),
+            include_str!("../../machines/T4.toml"),
+        )
+        .unwrap();
         folder
     }
 
@@ -142,7 +169,10 @@ mod tests {
         let library = at("usr/lib/x86_64-linux-gnu/libcuda.so");
         assert_eq!(fs::read_link(&library).unwrap(), Path::new("libcuda.so.1"));
         assert_eq!(fs::read(&library).unwrap(), b"libcuda.so.1");
-        assert_eq!(fs::read_link(at("usr/lib/x86_64-linux-gnu/libcuda.so.1")).unwrap(), Path::new("libcuda.so.535.261.03"));
+        assert_eq!(
+            fs::read_link(at("usr/lib/x86_64-linux-gnu/libcuda.so.1")).unwrap(),
+            Path::new("libcuda.so.535.261.03")
+        );
         assert!(at("dev/nvidia2").exists() && !at("dev/nvidia3").exists());
         assert_eq!(Description::read(&at(MACHINE_FILE)).unwrap().gpu_count(), 3);
     }

@@ -72,7 +72,12 @@ fn main() -> anyhow::Result<()> {
             let description = Description::read(&file)?;
             serve::run(&DriverRoot::new(arguments.root), &description)
         }
-        Some(Command::InstallRoot { root, gpu_model, machine, gpus }) => {
+        Some(Command::InstallRoot {
+            root,
+            gpu_model,
+            machine,
+            gpus,
+        }) => {
             let parts = own_folder()?;
             let machine = match (gpu_model, machine) {
                 (Some(model), _) => install::shipped_machine(&parts, &model)?,
@@ -89,7 +94,11 @@ fn main() -> anyhow::Result<()> {
 const XID_EVENT: u32 = 0x8;
 
 fn inject(root: &DriverRoot, gpu: u32, xid: u32) -> anyhow::Result<()> {
-    let event = Request::Event { gpu, kind: XID_EVENT, data: xid };
+    let event = Request::Event {
+        gpu,
+        kind: XID_EVENT,
+        data: xid,
+    };
     match attach::request(root, event)? {
         Reply::Granted { .. } => Ok(()),
         Reply::Invalid => bail!("GPU {gpu}: this machine has no such GPU"),

@@ -36,7 +36,13 @@ pub fn make(root: &Path, count: u32) -> anyhow::Result<()> {
 
 fn make_one(path: &Path, major: u32, minor: u32) -> std::io::Result<()> {
     let mode = Mode::from_raw_mode(0o666);
-    match mknodat(CWD, path, FileType::CharacterDevice, mode, makedev(major, minor)) {
+    match mknodat(
+        CWD,
+        path,
+        FileType::CharacterDevice,
+        mode,
+        makedev(major, minor),
+    ) {
         Ok(()) => {}
         Err(Errno::EXIST) => return Ok(()),
         Err(Errno::PERM | Errno::ACCESS) => {
@@ -61,7 +67,13 @@ mod tests {
         for _ in 0..2 {
             make(folder.path(), 2).unwrap();
         }
-        for name in ["nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "nvidia-uvm-tools"] {
+        for name in [
+            "nvidia0",
+            "nvidia1",
+            "nvidiactl",
+            "nvidia-uvm",
+            "nvidia-uvm-tools",
+        ] {
             assert!(root.has_node(name), "{name}");
         }
         assert!(!root.has_node("nvidia2"));

@@ -56,7 +56,11 @@ impl Page {
             return Ok(None);
         }
         if shared.header.fingerprint != fingerprint {
-            let users = shared.slots.iter().filter(|slot| identity::alive(slot)).count();
+            let users = shared
+                .slots
+                .iter()
+                .filter(|slot| identity::alive(slot))
+                .count();
             if users > 0 {
                 bail!(
                     "{}: the machine file has changed, but {users} processes still use the old machine; end them or restore the file",
@@ -102,7 +106,12 @@ impl Page {
         shared.header.fingerprint = fingerprint;
         shared.describe(description, identity);
         fs::rename(&fresh, path).with_context(|| format!("{}", path.display()))?;
-        Ok(Self { shared, writable, readable, _lock: lock })
+        Ok(Self {
+            shared,
+            writable,
+            readable,
+            _lock: lock,
+        })
     }
 }
 
@@ -117,7 +126,10 @@ fn lock(page: &Path) -> anyhow::Result<File> {
         .open(&path)
         .with_context(|| format!("{}", path.display()))?;
     if flock(&file, FlockOperation::NonBlockingLockExclusive).is_err() {
-        bail!("{}: another nvidia-sim-persistenced serves this root", path.display());
+        bail!(
+            "{}: another nvidia-sim-persistenced serves this root",
+            path.display()
+        );
     }
     Ok(file)
 }
@@ -159,7 +171,8 @@ mod tests {
     use std::sync::atomic::Ordering;
 
     fn machine(gpus: u32) -> Description {
-        let text = include_str!("../../machines/T4.toml").replace("count = 1", &format!("count = {gpus}"));
+        let text =
+            include_str!("../../machines/T4.toml").replace("count = 1", &format!("count = {gpus}"));
         Description::parse(&text, "test").unwrap()
     }
 
@@ -169,7 +182,10 @@ mod tests {
         let root = DriverRoot::new(folder.path());
         let first = Page::open(&root, &machine(1)).unwrap();
         let refusal = Page::open(&root, &machine(1)).unwrap_err().to_string();
-        assert!(refusal.contains("another nvidia-sim-persistenced"), "{refusal}");
+        assert!(
+            refusal.contains("another nvidia-sim-persistenced"),
+            "{refusal}"
+        );
         drop(first);
         Page::open(&root, &machine(1)).unwrap();
     }
@@ -179,12 +195,19 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let root = DriverRoot::new(folder.path());
         let first = Page::open(&root, &machine(1)).unwrap();
-        first.shared.gpus[0].compute_mode.store(3, Ordering::Relaxed);
+        first.shared.gpus[0]
+            .compute_mode
+            .store(3, Ordering::Relaxed);
         drop(first);
         let second = Page::open(&root, &machine(1)).unwrap();
-        assert_eq!(second.shared.gpus[0].compute_mode.load(Ordering::Relaxed), 3);
+        assert_eq!(
+            second.shared.gpus[0].compute_mode.load(Ordering::Relaxed),
+            3
+        );
         let own = i32::try_from(std::process::id()).unwrap();
-        second.shared.slots[0].started.store(identity::start_time(own).unwrap(), Ordering::Relaxed);
+        second.shared.slots[0]
+            .started
+            .store(identity::start_time(own).unwrap(), Ordering::Relaxed);
         second.shared.slots[0].pid.store(own, Ordering::Relaxed);
         let shared = second.shared;
         drop(second);

@@ -43,19 +43,33 @@ impl Sampler {
         self.processes.retain(|p| slots.contains(&p.slot));
         for slot in slots {
             if !self.processes.iter().any(|p| p.slot == *slot) {
-                self.processes.push(Backlog { slot: *slot, ..Backlog::default() });
+                self.processes.push(Backlog {
+                    slot: *slot,
+                    ..Backlog::default()
+                });
             }
         }
-        let Some(&(first, before)) = self.history.front() else { return };
-        let Some(&(last, previous)) = self.history.iter().rev().nth(1) else { return };
+        let Some(&(first, before)) = self.history.front() else {
+            return;
+        };
+        let Some(&(last, previous)) = self.history.iter().rev().nth(1) else {
+            return;
+        };
         for (index, gpu) in shared.gpus().iter().enumerate() {
             let busy = percent(ran[index].saturating_sub(before[index]), at - first);
             gpu.utilization.store(busy, Ordering::Relaxed);
-            self.divide(shared, index, ran[index].saturating_sub(previous[index]), at - last);
+            self.divide(
+                shared,
+                index,
+                ran[index].saturating_sub(previous[index]),
+                at - last,
+            );
         }
         let stamp = microseconds();
         for process in &self.processes {
-            shared.slots[process.slot].sampled.store(stamp, Ordering::Relaxed);
+            shared.slots[process.slot]
+                .sampled
+                .store(stamp, Ordering::Relaxed);
         }
     }
 
@@ -73,11 +87,14 @@ impl Sampler {
             let part = if waiting == 0 {
                 0
             } else {
-                u64::try_from(u128::from(ran) * u128::from(process.waiting[gpu]) / u128::from(waiting))
-                    .unwrap_or(u64::MAX)
+                u64::try_from(
+                    u128::from(ran) * u128::from(process.waiting[gpu]) / u128::from(waiting),
+                )
+                .unwrap_or(u64::MAX)
             };
             process.waiting[gpu] -= part.min(process.waiting[gpu]);
-            shared.slots[process.slot].utilization[gpu].store(percent(part, period), Ordering::Relaxed);
+            shared.slots[process.slot].utilization[gpu]
+                .store(percent(part, period), Ordering::Relaxed);
         }
     }
 }
@@ -87,13 +104,17 @@ fn percent(part: u64, whole: u64) -> u32 {
         return 0;
     }
     // Rounded to the nearest: a GPU kept busy reads 100, not 99.
-    u32::try_from((part.saturating_mul(100) + whole / 2) / whole).unwrap_or(100).min(100)
+    u32::try_from((part.saturating_mul(100) + whole / 2) / whole)
+        .unwrap_or(100)
+        .min(100)
 }
 
 fn microseconds() -> u64 {
     SystemTime::now()
         .duration_since(SystemTime::UNIX_EPOCH)
-        .map_or(0, |time| u64::try_from(time.as_micros()).unwrap_or(u64::MAX))
+        .map_or(0, |time| {
+            u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
+        })
 }
 
 #[cfg(test)]

@@ -46,7 +46,10 @@ struct Daemon {
 /// Serves the machine of `description` under `root` until the process is ended.
 pub fn run(root: &DriverRoot, description: &Description) -> anyhow::Result<()> {
     let page = Page::open(root, description)?;
-    page.shared.header.generation.fetch_add(1, Ordering::Relaxed);
+    page.shared
+        .header
+        .generation
+        .fetch_add(1, Ordering::Relaxed);
     let count = page.shared.header.gpu_count;
     nodes::make(root.path(), count)?;
     let listener = match inherited_listener() {
@@ -61,6 +64,7 @@ pub fn run(root: &DriverRoot, description: &Description) -> anyhow::Result<()> {
         sampler: Sampler::default(),
     };
     daemon.adopt();
+    daemon.page.shared.recover();
     eprintln!(
         "nvidia-sim-persistenced: {count} simulated GPUs at {}; {} processes taken over",
         root.socket().display(),
@@ -86,7 +90,12 @@ fn inherited_listener() -> Option<OwnedFd> {
 
 fn listen_on(root: &DriverRoot) -> anyhow::Result<OwnedFd> {
     let path = root.socket();
-    let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
+    let socket = socket_with(
+        AddressFamily::UNIX,
+        SocketType::SEQPACKET,
+        SocketFlags::CLOEXEC,
+        None,
+    )?;
     // The page's lock is held: what is here is a dead daemon's.
     match std::fs::remove_file(&path) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error.into()),
@@ -109,7 +118,11 @@ impl Daemon {
             let process = open_process(state.pid.load(Ordering::Acquire));
             // Opened before the check: a pid reused after it does not matter.
             if process.is_some() && identity::alive(state) {
-                self.clients.push(Client { slot, process, connection: None });
+                self.clients.push(Client {
+                    slot,
+                    process,
+                    connection: None,
+                });
             } else {
                 self.page.shared.reclaim(slot);
             }
@@ -213,10 +226,18 @@ impl Daemon {
         };
         match request {
             Request::Observe => {
-                reply(&visitor, Reply::Granted { slot: 0 }, Some(self.page.readable.as_fd()));
+                reply(
+                    &visitor,
+                    Reply::Granted { slot: 0 },
+                    Some(self.page.readable.as_fd()),
+                );
             }
             Request::Join => self.join(visitor),
-            Request::Set { gpu, setting, value } => {
+            Request::Set {
+                gpu,
+                setting,
+                value,
+            } => {
                 let answer = if peer(&visitor).is_some_and(|p| p.uid == 0) {
                     self.set(gpu, setting, value)
                 } else {
@@ -225,12 +246,14 @@ impl Daemon {
                 reply(&visitor, answer, None);
             }
             Request::Event { gpu, kind, data } => {
-                let answer = if !peer(&visitor).is_some_and(|p| p.uid == 0) {
+                let answer = if peer(&visitor).is_none_or(|p| p.uid != 0) {
                     Reply::Forbidden
                 } else if gpu as usize >= self.page.shared.gpus().len() {
                     Reply::Invalid
                 } else {
-                    self.page.shared.publish_event(gpu as usize, u64::from(kind), u64::from(data));
+                    self.page
+                        .shared
+                        .publish_event(gpu as usize, u64::from(kind), u64::from(data));
                     Reply::Granted { slot: 0 }
                 };
                 reply(&visitor, answer, None);
@@ -255,7 +278,10 @@ impl Daemon {
 
     fn join(&mut self, visitor: OwnedFd) {
         let shared = self.page.shared;
-        let free = shared.slots.iter().position(|s| s.pid.load(Ordering::Acquire) == 0);
+        let free = shared
+            .slots
+            .iter()
+            .position(|s| s.pid.load(Ordering::Acquire) == 0);
         let Some(slot) = free else {
             reply(&visitor, Reply::Full, None);
             return;
@@ -268,11 +294,23 @@ impl Daemon {
             return;
         }
         let state = &shared.slots[slot];
-        state.started.store(identity::start_time(pid).unwrap_or(0), Ordering::Relaxed);
-        state.pid.store(if pid == 0 { -1 } else { pid }, Ordering::Release);
+        state
+            .started
+            .store(identity::start_time(pid).unwrap_or(0), Ordering::Relaxed);
+        state
+            .pid
+            .store(if pid == 0 { -1 } else { pid }, Ordering::Release);
         let index = u32::try_from(slot).unwrap_or(u32::MAX);
-        reply(&visitor, Reply::Granted { slot: index }, Some(self.page.writable.as_fd()));
-        self.clients.push(Client { slot, process, connection: Some(visitor) });
+        reply(
+            &visitor,
+            Reply::Granted { slot: index },
+            Some(self.page.writable.as_fd()),
+        );
+        self.clients.push(Client {
+            slot,
+            process,
+            connection: Some(visitor),
+        });
     }
 }
 
@@ -310,7 +348,11 @@ fn open_process(pid: i32) -> Option<OwnedFd> {
 /// gives for a process of a namespace out of sight.
 fn peer(connection: &OwnedFd) -> Option<libc::ucred> {
     use std::os::fd::AsRawFd as _;
-    let mut credentials = libc::ucred { pid: 0, uid: 0, gid: 0 };
+    let mut credentials = libc::ucred {
+        pid: 0,
+        uid: 0,
+        gid: 0,
+    };
     let mut length = libc::socklen_t::try_from(size_of::<libc::ucred>()).ok()?;
     // SAFETY: the option's value is a ucred; pointer and length describe ours.
     let status = unsafe {

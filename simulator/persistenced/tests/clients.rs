@@ -15,7 +15,10 @@ fn nvidia_smi_and_nvml_agree() {
     program.ask("use 1");
     program.ask(&format!("alloc {}", 5 * GIB));
     let fields = "index,name,uuid,pci.bus_id,memory.total,memory.used,memory.free,driver_version,mig.mode.current";
-    let table = machine.smi(&[&format!("--query-gpu={fields}"), "--format=csv,noheader,nounits"]);
+    let table = machine.smi(&[
+        &format!("--query-gpu={fields}"),
+        "--format=csv,noheader,nounits",
+    ]);
     let nvml = machine.nvml();
     for (index, line) in (0..).zip(table.lines()) {
         let device = nvml.device_by_index(index).unwrap();
@@ -35,15 +38,24 @@ fn nvidia_smi_and_nvml_agree() {
         assert_eq!(line, expected);
     }
     assert_eq!(table.lines().count(), 2);
-    let apps = machine.smi(&["--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]);
-    assert_eq!(apps.trim(), format!("{}, {}", program.pid(), 5 * 1024 + 418));
+    let apps = machine.smi(&[
+        "--query-compute-apps=pid,used_memory",
+        "--format=csv,noheader,nounits",
+    ]);
+    assert_eq!(
+        apps.trim(),
+        format!("{}, {}", program.pid(), 5 * 1024 + 418)
+    );
     // Every view works, and says that it is a simulator.
     for arguments in [&[][..], &["-L"], &["-q"], &["-q", "-x"]] {
         let view = machine.smi(arguments);
         assert!(view.contains("Simulated A100-SXM4-40GB"), "{view}");
     }
     let view = machine.smi(&[]);
-    assert!(view.contains(&program.pid().to_string()) && view.contains("5538MiB / 40960MiB"), "{view}");
+    assert!(
+        view.contains(&program.pid().to_string()) && view.contains("5538MiB / 40960MiB"),
+        "{view}"
+    );
 }
 
 #[test]
@@ -54,7 +66,8 @@ fn handles_by_every_name_are_the_same_gpu() {
     let uuid = device.uuid().unwrap();
     for same in [
         nvml.device_by_uuid(uuid.as_str()).unwrap(),
-        nvml.device_by_pci_bus_id(device.pci_info().unwrap().bus_id).unwrap(),
+        nvml.device_by_pci_bus_id(device.pci_info().unwrap().bus_id)
+            .unwrap(),
     ] {
         assert_eq!(same.uuid().unwrap(), uuid);
         assert_eq!(same.index().unwrap(), 1);
@@ -74,7 +87,11 @@ fn kernels_take_virtual_time_and_nvml_sees_it() {
     let mut program = machine.program();
     program.ask("use 0");
     let answer = program.ask("launch sim_busy_20ms 75");
-    let [events, wall, processor] = answer.split(' ').map(|n| n.parse::<i64>().unwrap()).collect::<Vec<_>>()[..] else {
+    let [events, wall, processor] = answer
+        .split(' ')
+        .map(|n| n.parse::<i64>().unwrap())
+        .collect::<Vec<_>>()[..]
+    else {
         panic!("{answer}")
     };
     assert!((1500..1700).contains(&events), "{answer}");
@@ -114,7 +131,11 @@ fn an_injected_xid_wakes_an_event_set() {
     let machine = Machine::start("T4", 2);
     let nvml = machine.nvml();
     let set = nvml.create_event_set().unwrap();
-    let set = nvml.device_by_index(1).unwrap().register_events(EventTypes::CRITICAL_XID_ERROR, set).unwrap();
+    let set = nvml
+        .device_by_index(1)
+        .unwrap()
+        .register_events(EventTypes::CRITICAL_XID_ERROR, set)
+        .unwrap();
     assert!(set.wait(20).is_err(), "nothing has happened");
     for gpu in ["0", "1"] {
         let status = Command::new(machine.path("usr/bin/nvidia-sim-persistenced"))
@@ -126,7 +147,11 @@ fn an_injected_xid_wakes_an_event_set() {
         assert!(status.success());
     }
     let event = set.wait(5000).unwrap();
-    assert_eq!(event.device.index().unwrap(), 1, "the other GPU was not asked about");
+    assert_eq!(
+        event.device.index().unwrap(),
+        1,
+        "the other GPU was not asked about"
+    );
     let data = format!("{:?}", event.event_data);
     assert!(data.contains("79"), "{data}");
 }

@@ -20,14 +20,32 @@ fn another_process_sees_it_and_a_kill_returns_it() {
     assert_eq!(machine.used(1), CONTEXT + 3 * GIB);
 
     let nvml = machine.nvml();
-    let processes = nvml.device_by_index(1).unwrap().running_compute_processes().unwrap();
-    let [process] = &processes[..] else { panic!("{processes:?}") };
+    let processes = nvml
+        .device_by_index(1)
+        .unwrap()
+        .running_compute_processes()
+        .unwrap();
+    let [process] = &processes[..] else {
+        panic!("{processes:?}")
+    };
     assert_eq!(process.pid, program.pid());
-    assert!(nvml.device_by_index(0).unwrap().running_compute_processes().unwrap().is_empty());
+    assert!(
+        nvml.device_by_index(0)
+            .unwrap()
+            .running_compute_processes()
+            .unwrap()
+            .is_empty()
+    );
 
     program.kill();
     machine.wait_for_used(1, 0);
-    assert!(nvml.device_by_index(1).unwrap().running_compute_processes().unwrap().is_empty());
+    assert!(
+        nvml.device_by_index(1)
+            .unwrap()
+            .running_compute_processes()
+            .unwrap()
+            .is_empty()
+    );
 }
 
 #[test]
@@ -76,7 +94,11 @@ fn programs_outlive_the_daemon_and_the_dead_are_found_by_the_next() {
     dies.ask(&format!("alloc {}", 20 * GIB));
     machine.kill_daemon();
     dies.kill();
-    assert_eq!(stays.ask(&format!("alloc {GIB}")), "ok", "no daemon is needed to go on");
+    assert_eq!(
+        stays.ask(&format!("alloc {GIB}")),
+        "ok",
+        "no daemon is needed to go on"
+    );
     assert_eq!(machine.program().ask("init"), "CUDA_ERROR_NO_DEVICE");
     machine.start_daemon();
     machine.wait_for_used(0, CONTEXT + 11 * GIB);
@@ -100,7 +122,15 @@ fn what_cannot_be_opened_is_not_there() {
     let machine = Machine::start("T4", 3);
     std::fs::remove_file(machine.path("dev/nvidia1")).unwrap();
     assert_eq!(machine.nvml().device_count().unwrap(), 2);
-    assert_eq!(machine.nvml().device_by_index(1).unwrap().minor_number().unwrap(), 2);
+    assert_eq!(
+        machine
+            .nvml()
+            .device_by_index(1)
+            .unwrap()
+            .minor_number()
+            .unwrap(),
+        2
+    );
     let mut program = machine.program();
     program.ask("init");
     assert_eq!(program.ask("count"), "2");
@@ -110,5 +140,8 @@ fn what_cannot_be_opened_is_not_there() {
     assert_eq!(program.ask("count"), "1");
     std::fs::remove_file(machine.path("dev/nvidiactl")).unwrap();
     assert_eq!(machine.program().ask("init"), "CUDA_ERROR_NO_DEVICE");
-    assert!(matches!(machine.try_nvml(), Err(nvml_wrapper::error::NvmlError::DriverNotLoaded)));
+    assert!(matches!(
+        machine.try_nvml(),
+        Err(nvml_wrapper::error::NvmlError::DriverNotLoaded)
+    ));
 }

@@ -5,6 +5,7 @@
 //! once more, as [`program`], with the root's libraries in its loader's path:
 //! unmodified cudarc on the simulated libcuda.
 #![allow(dead_code, reason = "each test file uses its part")]
+#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::path::{Path, PathBuf};
@@ -66,7 +67,9 @@ impl Machine {
             .unwrap();
         // It says so when it listens.
         let mut line = String::new();
-        BufReader::new(daemon.stderr.take().unwrap()).read_line(&mut line).unwrap();
+        BufReader::new(daemon.stderr.take().unwrap())
+            .read_line(&mut line)
+            .unwrap();
         assert!(line.contains("simulated GPUs at"), "{line}");
         self.daemon = Some(daemon);
     }
@@ -82,7 +85,9 @@ impl Machine {
     }
 
     pub fn try_nvml(&self) -> Result<Nvml, nvml_wrapper::error::NvmlError> {
-        Nvml::builder().lib_path(self.library("libnvidia-ml.so.1").as_os_str()).init()
+        Nvml::builder()
+            .lib_path(self.library("libnvidia-ml.so.1").as_os_str())
+            .init()
     }
 
     /// A command with the root's libraries in its loader's path.
@@ -94,8 +99,15 @@ impl Machine {
 
     /// Runs the real nvidia-smi.
     pub fn smi(&self, arguments: &[&str]) -> String {
-        let output = self.command(self.path("usr/bin/nvidia-smi")).args(arguments).output().unwrap();
-        assert!(output.status.success(), "nvidia-smi {arguments:?}: {output:?}");
+        let output = self
+            .command(self.path("usr/bin/nvidia-smi"))
+            .args(arguments)
+            .output()
+            .unwrap();
+        assert!(
+            output.status.success(),
+            "nvidia-smi {arguments:?}: {output:?}"
+        );
         String::from_utf8(output.stdout).unwrap()
     }
 
@@ -106,12 +118,25 @@ impl Machine {
 
     pub fn program_with(&self, environment: &[(&str, &str)]) -> Program {
         let mut command = self.command(std::env::current_exe().unwrap());
-        command.args(["--ignored", "--exact", "common::program::run", "--nocapture"]);
+        command.args([
+            "--ignored",
+            "--exact",
+            "common::program::run",
+            "--nocapture",
+        ]);
         command.envs(environment.iter().copied());
-        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let mut child = command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
         let input = child.stdin.take();
         let output = BufReader::new(child.stdout.take().unwrap());
-        Program { child, input, output }
+        Program {
+            child,
+            input,
+            output,
+        }
     }
 
     /// Bytes in use on a GPU, by NVML's second count: without the driver's reserve.
@@ -125,7 +150,11 @@ impl Machine {
     pub fn wait_for_used(&self, gpu: u32, bytes: u64) {
         let deadline = Instant::now() + Duration::from_secs(10);
         while self.used(gpu) != bytes {
-            assert!(Instant::now() < deadline, "{} in use, not {bytes}", self.used(gpu));
+            assert!(
+                Instant::now() < deadline,
+                "{} in use, not {bytes}",
+                self.used(gpu)
+            );
             std::thread::sleep(Duration::from_millis(2));
         }
     }
@@ -158,7 +187,10 @@ impl Program {
         // The test harness has its own lines; the program's begin with an arrow.
         loop {
             let mut line = String::new();
-            assert!(self.output.read_line(&mut line).unwrap() > 0, "the program ended");
+            assert!(
+                self.output.read_line(&mut line).unwrap() > 0,
+                "the program ended"
+            );
             // The harness may have begun the line.
             if let Some((_, answer)) = line.split_once("=> ") {
                 return answer.trim().to_owned();

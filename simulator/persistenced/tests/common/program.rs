@@ -17,7 +17,9 @@ const PTX: &CStr = c".version 8.0
 ";
 
 fn code(error: DriverError) -> String {
-    error.error_name().map_or("?".into(), |name| name.to_string_lossy().into_owned())
+    error
+        .error_name()
+        .map_or("?".into(), |name| name.to_string_lossy().into_owned())
 }
 
 #[derive(Default)]
@@ -141,7 +143,10 @@ impl State {
 
 /// Milliseconds of processor time of this process.
 fn processor_time() -> i64 {
-    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    let mut time = libc::timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
     // SAFETY: a valid place for the time.
     unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &raw mut time) };
     time.tv_sec * 1000 + time.tv_nsec / 1_000_000
