@@ -34,7 +34,7 @@ build_node_image() {
 	build "$(containerd_part)" "Building containerd $CONTAINERD_VERSION" build_containerd
 	build "$(debian_part)" "Unpacking Debian $(debian_suite)" build_debian
 	image=$(part node-image "$KIND_DIR"/node-image/{rootfs,images,image}.sh "$KIND_VERSION" \
-		"$(kubernetes_part)" "$(containerd_part)" "$(debian_part)")
+		"$(basename "$(kubernetes_part)")" "$(basename "$(containerd_part)")" "$(basename "$(debian_part)")")
 	build "$image" "Assembling the node image" assemble_node_image
 	NODE_IMAGE=tranche/node:${image##*-}
 	have_image "$NODE_IMAGE" || step "Loading the node image" load_node_image "$image"
