@@ -23,15 +23,16 @@ build_go_tool() {
 
 # use_kubectl takes kubectl out of the node image: it always fits the cluster.
 use_kubectl() {
-	local container part
+	local part
 	part=$(part kubectl "$(docker image inspect --format '{{.Id}}' "$NODE_IMAGE")")
 	build "$part" "Taking kubectl out of the node image" copy_kubectl
 	ln -sfn "$part/kubectl" "$CLUSTER_DIR/bin/kubectl"
 }
 
 copy_kubectl() {
-	local container
-	container=$(docker create --network none "$NODE_IMAGE")
-	docker cp --follow-link "$container:/usr/bin/kubectl" "$1/kubectl"
+	local container status=0
+	container=$(docker create --network none "$NODE_IMAGE" /sbin/init)
+	docker cp --follow-link "$container:/usr/bin/kubectl" "$1/kubectl" || status=$?
 	docker rm "$container"
+	return "$status"
 }

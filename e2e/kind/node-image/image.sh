@@ -5,13 +5,13 @@ OFFICIAL_NODE_IMAGE=kindest/node:$KUBERNETES_VERSION
 
 # use_node_image leaves the image's name in NODE_IMAGE, and the image in the engine.
 use_node_image() {
-	if [[ $NODE_IMAGE ]]; then
-		say "Using the node image $NODE_IMAGE"
-	elif have_image "$OFFICIAL_NODE_IMAGE" || can_be_pulled "$OFFICIAL_NODE_IMAGE"; then
+	if [[ -z $NODE_IMAGE ]] && { have_image "$OFFICIAL_NODE_IMAGE" || can_be_pulled "$OFFICIAL_NODE_IMAGE"; }; then
 		NODE_IMAGE=$OFFICIAL_NODE_IMAGE
-		have_image "$NODE_IMAGE" || step "Pulling $NODE_IMAGE" timeout 900 docker pull --quiet "$NODE_IMAGE"
-	else
+	fi
+	if [[ -z $NODE_IMAGE ]]; then
 		build_node_image
+	elif ! have_image "$NODE_IMAGE"; then
+		step "Pulling $NODE_IMAGE" timeout 900 docker pull --quiet "$NODE_IMAGE"
 	fi
 }
 
@@ -20,7 +20,7 @@ have_image() { docker image inspect "$1" >/dev/null 2>&1; }
 # can_be_pulled asks the registry, and takes no answer in time for a no.
 can_be_pulled() { timeout 20 docker manifest inspect "$1" >/dev/null 2>&1; }
 
-# ours tells whether the node image was built here: it has no network plug-in and no DNS of its own.
+# node_image_is_ours tells whether the node image was built here: it has no network plug-in and no DNS of its own.
 node_image_is_ours() { [[ $NODE_IMAGE == tranche/node:* ]]; }
 
 build_node_image() {
@@ -33,31 +33,11 @@ build_node_image() {
 	build "$(kubernetes_part)" "Building Kubernetes $KUBERNETES_VERSION (6 minutes on 2 cores)" build_kubernetes
 	build "$(containerd_part)" "Building containerd $CONTAINERD_VERSION" build_containerd
 	build "$(debian_part)" "Unpacking Debian $(debian_suite)" build_debian
-	image=$(part node-image "$KIND_DIR"/node-image/{rootfs,images,image}.sh "$KIND_VERSION" \
+	image=$(part node-image "$KIND_DIR"/node-image/{rootfs,images,assemble}.sh "$KIND_VERSION" \
 		"$(basename "$(kubernetes_part)")" "$(basename "$(containerd_part)")" "$(basename "$(debian_part)")")
 	build "$image" "Assembling the node image" assemble_node_image
 	NODE_IMAGE=tranche/node:${image##*-}
 	have_image "$NODE_IMAGE" || step "Loading the node image" load_node_image "$image"
-}
-
-# assemble_node_image FOLDER leaves what `docker load` reads, as files: the root file system, its configuration, a manifest.
-assemble_node_image() {
-	local folder=$1 diff
-	mkdir "$folder/rootfs"
-	lay_out_rootfs "$folder/rootfs"
-	import_images "$folder/rootfs"
-	tar --create --file "$folder/rootfs.tar" --directory "$folder/rootfs" --numeric-owner .
-	rm -rf "$folder/rootfs"
-	diff=$(sha256sum <"$folder/rootfs.tar")
-	jq --null-input --arg diff "sha256:${diff%% *}" '{
-		architecture: "amd64", os: "linux",
-		config: {
-			Entrypoint: ["/usr/local/bin/entrypoint", "/sbin/init"],
-			Env: ["container=docker", "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"],
-			StopSignal: "SIGRTMIN+3"
-		},
-		rootfs: {type: "layers", diff_ids: [$diff]}
-	}' >"$folder/config.json"
 }
 
 load_node_image() {
