@@ -47,31 +47,76 @@ pub enum PageError {
     },
 }
 
+/// A piece of a message. The shim puts messages together without `core::fmt`, which alone would be a
+/// tenth of its size.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Part<'a> {
+    /// Words.
+    Text(&'a str),
+    /// A decimal number.
+    Number(u64),
+}
+
+impl PageError {
+    /// The message, piece by piece.
+    #[must_use]
+    pub fn parts(&self) -> [Part<'static>; 5] {
+        use Part::{Number, Text};
+
+        let number = |number: u32| Number(u64::from(number));
+        let words = |words| [Text(words), Text(""), Text(""), Text(""), Text("")];
+        match *self {
+            Self::Length { expected, found } => [
+                Text("the page has "),
+                Number(found as u64),
+                Text(" bytes, not "),
+                Number(expected as u64),
+                Text(""),
+            ],
+            Self::Magic => words("the file is no page of Tranche"),
+            Self::Abi { supported, found } => [
+                Text("the page has layout version "),
+                number(found),
+                Text(", this build reads "),
+                number(supported),
+                Text(": run the same release on the node and in the container"),
+            ],
+            Self::Checksum => words("the page's checksum is wrong: it is incomplete or changed"),
+            Self::Text { field, capacity } => [
+                Text(field),
+                Text(" must be UTF-8 of 1 to "),
+                Number(capacity as u64),
+                Text(" bytes"),
+                Text(""),
+            ],
+            Self::Uuid => {
+                words("the GPU's UUID must read GPU- or MIG- and 32 hex digits in five groups")
+            }
+            Self::MemoryLimit => words("the memory limit must be at least 1 byte"),
+            Self::Cores { found } => [
+                Text("cores must be 1 to 100 percent, not "),
+                number(found),
+                Text(""),
+                Text(""),
+                Text(""),
+            ],
+            Self::ComputePolicy { found } => [
+                Text("compute policy "),
+                number(found),
+                Text(" is unknown"),
+                Text(""),
+                Text(""),
+            ],
+        }
+    }
+}
+
 impl fmt::Display for PageError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match *self {
-            Self::Length { expected, found } => {
-                write!(f, "the page has {found} bytes, not {expected}")
-            }
-            Self::Magic => f.write_str("the file is no page of Tranche"),
-            Self::Abi { supported, found } => write!(
-                f,
-                "the page has layout version {found}, this build reads {supported}: \
-                 run the same release on the node and in the container"
-            ),
-            Self::Checksum => {
-                f.write_str("the page's checksum is wrong: it is incomplete or changed")
-            }
-            Self::Text { field, capacity } => {
-                write!(f, "{field} must be UTF-8 of 1 to {capacity} bytes")
-            }
-            Self::Uuid => f.write_str(
-                "the GPU's UUID must read GPU- or MIG- and 32 hex digits in five groups",
-            ),
-            Self::MemoryLimit => f.write_str("the memory limit must be at least 1 byte"),
-            Self::Cores { found } => write!(f, "cores must be 1 to 100 percent, not {found}"),
-            Self::ComputePolicy { found } => write!(f, "compute policy {found} is unknown"),
-        }
+        self.parts().iter().try_for_each(|part| match part {
+            Part::Text(text) => f.write_str(text),
+            Part::Number(number) => write!(f, "{number}"),
+        })
     }
 }
 

@@ -33,7 +33,7 @@ pub mod uuid;
 
 pub use account::{Account, Full, Locks, SlotIndex};
 pub use cap::{CapPage, ComputePolicy};
-pub use error::PageError;
+pub use error::{PageError, Part};
 pub use layout::{AccountPage, AccountSnapshot, ProcessUsage};
 pub use table::{Entry, Table};
 pub use uuid::GpuUuid;

@@ -27,6 +27,7 @@ mod killable {
     use std::thread_local;
 
     thread_local! {
+        #[allow(clippy::missing_const_for_thread_local, reason = "loom's macro knows no const")]
         static LEFT: Cell<Option<u32>> = Cell::new(None);
     }
 

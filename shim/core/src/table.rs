@@ -145,10 +145,6 @@ impl<const SMALL: usize, const LARGE: usize> Table<SMALL, LARGE> {
     fn buckets(&self, pointer: u64) -> [&Bucket; 4] {
         // Fibonacci hashing; allocations are aligned, so that the low bits alone say little.
         let hash = pointer.wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        #[expect(
-            clippy::cast_possible_truncation,
-            reason = "any bits of the hash will do"
-        )]
         let (one, two) = ((hash >> 40) as usize, (hash >> 16) as usize & 0xff_ffff);
         [
             &self.small[one % SMALL],
@@ -191,6 +187,10 @@ impl Entry {
 #[cfg(any(test, loom))]
 impl<const SMALL: usize, const LARGE: usize> Table<SMALL, LARGE> {
     /// A table in ordinary memory.
+    #[allow(
+        clippy::unnecessary_box_returns,
+        reason = "a megabyte in the product's size"
+    )]
     fn fresh() -> std::boxed::Box<Self> {
         let bucket = |_| Bucket {
             keys: core::array::from_fn(|_| AtomicU64::new(0)),

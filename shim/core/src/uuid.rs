@@ -41,17 +41,24 @@ impl GpuUuid {
     }
 }
 
-/// As NVML prints a whole GPU.
+impl GpuUuid {
+    /// As NVML prints a whole GPU, in ASCII.
+    #[must_use]
+    pub fn text(&self) -> [u8; TEXT_LEN] {
+        const DIGITS: [u8; 16] = *b"0123456789abcdef";
+        let mut text = *b"GPU-00000000-0000-0000-0000-000000000000";
+        let digits = self.0.iter().flat_map(|byte| [byte >> 4, byte & 15]);
+        let places = text.iter_mut().skip(4).filter(|place| **place != b'-');
+        for (place, digit) in places.zip(digits) {
+            *place = DIGITS[usize::from(digit)];
+        }
+        text
+    }
+}
+
 impl fmt::Display for GpuUuid {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("GPU")?;
-        for (at, byte) in self.0.iter().enumerate() {
-            if matches!(at, 0 | 4 | 6 | 8 | 10) {
-                f.write_str("-")?;
-            }
-            write!(f, "{byte:02x}")?;
-        }
-        Ok(())
+        f.write_str(core::str::from_utf8(&self.text()).unwrap_or("GPU"))
     }
 }
 

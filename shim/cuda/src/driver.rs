@@ -3,7 +3,7 @@
 use core::ffi::c_void;
 
 use tranche_shim_core::paths;
-use tranche_shim_runtime::library::Library;
+use tranche_shim_runtime::library::{Library, Ours};
 
 use crate::abi::CUresult;
 use crate::hooks::HANDLED;
@@ -24,10 +24,7 @@ mod symbols {
 /// The driver's library.
 pub static DRIVER: Library = Library::new(
     paths::REAL_CUDA,
-    (
-        c"cuInit",
-        crate::hooks::cuInit as *const () as *const c_void,
-    ),
+    (c"cuInit", Ours(crate::hooks::cuInit as *const ())),
 );
 
 tranche_shim_runtime::library! {

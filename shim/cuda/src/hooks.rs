@@ -1,9 +1,9 @@
 //! One row per driver function that does more than pass: its name and arguments as in cuda.h, and
 //! what is done around the call of the real function, here `driver`.
 
-use core::ffi::{c_char, c_int, c_void};
+use core::ffi::{c_char, c_int};
 
-use tranche_shim_runtime::library::Handled;
+use tranche_shim_runtime::library::Ours;
 
 use crate::abi::{
     CUcontext, CUdevice, CUdeviceptr, CUdeviceptr_v1, CUmemPoolProps, CUmemoryPool, CUresult,
@@ -27,7 +27,7 @@ macro_rules! hooks {
         )*
 
         /// The functions above, in the order of their indices: that of their names.
-        pub static HANDLED: &[Handled] = &[$(Handled($name as *const () as *const c_void)),*];
+        pub static HANDLED: &[Ours] = &[$(Ours($name as *const ())),*];
 
         /// The order of the table above is that of the generated list.
         const _: () = {

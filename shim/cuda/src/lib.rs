@@ -16,7 +16,7 @@
 //! - [`hooks`]: one row per function that does more;
 //! - [`memory`]: what the rows for memory do;
 //! - [`process`]: the shares this process joined, and how it stays itself across `fork`;
-//! - [`resolve`]: `cuGetProcAddress`.
+//! - [`resolve`]: what `cuGetProcAddress` hands out.
 //!
 //! What is charged: the memory that a program asks for, to the share of the GPU it will lie on, as
 //! the driver takes it: in whole blocks (2 MiB), but for allocations of at most half a block, which

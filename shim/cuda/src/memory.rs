@@ -92,12 +92,10 @@ impl Reserved {
             device: self.device.number,
             context: self.context,
         };
-        match self.process.pointers.put(pointer, entry) {
-            Ok(None) => {}
+        // A table full of a million allocations: this one stays charged to the end of the process.
+        if let Ok(Some(former)) = self.process.pointers.put(pointer, entry) {
             // Freed behind our back: the driver would not have given the address out again.
-            Ok(Some(former)) => give_back(self.process, former),
-            // More than a million allocations: this one stays charged to the end of the process.
-            Err(_) => {}
+            give_back(self.process, former);
         }
     }
 
@@ -181,7 +179,9 @@ pub fn allocate_pitched<P: Width, S: Width>(
         }
     } else {
         let taken = reserved.device.taken_by(rows).min(reserved.bytes);
-        reserved.process.release(reserved.device, reserved.bytes - taken);
+        reserved
+            .process
+            .release(reserved.device, reserved.bytes - taken);
         reserved.bytes = taken;
     }
     reserved.commit(address.wide());

@@ -7,13 +7,15 @@
 //! either. After `exec` nothing is left of both.
 
 use core::cell::UnsafeCell;
+use core::mem::MaybeUninit;
 use core::ptr;
 use core::sync::atomic::{AtomicPtr, AtomicU32, Ordering};
 
-use tranche_shim_core::paths::MAX_SHARES;
+use tranche_shim_core::paths::{self, MAX_SHARES};
 use tranche_shim_core::{Account, GpuUuid, SlotIndex, Table};
-use tranche_shim_runtime::shares::{Name, Share, Shares, Trouble};
-use tranche_shim_runtime::{complain, sys};
+use tranche_shim_runtime::complain::Refused;
+use tranche_shim_runtime::shares::{self, Name, Share};
+use tranche_shim_runtime::sys::{self, Errno};
 
 use crate::abi::{CUdevice, CUmemAllocationProp, CUmemLocation, CUresult, CUuuid};
 use crate::driver::{DRIVER, real};
@@ -40,28 +42,41 @@ const REFUSED: u32 = 3;
 // that thread set it to JOINED.
 unsafe impl Sync for Process {}
 
+/// All zeros is valid: no device and no share.
 struct Joined {
-    devices: [Option<Device>; MAX_SHARES],
+    devices: [Device; MAX_SHARES],
     device_count: usize,
-    shares: [Option<Held>; MAX_SHARES],
+    shares: [MaybeUninit<Held>; MAX_SHARES],
     share_count: usize,
 }
 
 /// A GPU that this process sees.
-#[derive(Clone, Copy)]
 pub struct Device {
     /// The driver's name for it.
     pub handle: CUdevice,
+    gpu: GpuUuid,
+    kind: Kind,
     /// Its place among the process's devices.
     pub number: u8,
     /// Bytes of the blocks in which the driver takes its memory.
     block: u64,
-    /// A bit for each share of the process that lies on it; none where it has no cap.
+    /// A bit for each share of the process that lies on it.
     shares: u64,
 }
 
+/// What the shares say of a device.
+#[derive(Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+enum Kind {
+    /// Nothing.
+    Unknown = 0,
+    /// It has a cap: the sum of theirs.
+    Capped,
+    /// One of them has no limit: so has the device none.
+    Uncapped,
+}
+
 /// A share in whose account this process has a slot.
-#[derive(Clone, Copy)]
 struct Held {
     account: &'static Account,
     slot: SlotIndex,
@@ -76,8 +91,8 @@ pub fn initialise(driver: impl FnOnce() -> CUresult) -> CUresult {
     if !DRIVER.open() {
         return CUresult::SHARED_OBJECT_INIT_FAILED;
     }
-    if let Err(trouble) = Shares::read() {
-        return refuse(trouble);
+    if shares::each(&mut |_| Ok(())).is_err() {
+        return CUresult::NOT_PERMITTED;
     }
     let result = driver();
     if !result.is_ok() {
@@ -119,17 +134,12 @@ fn existing() -> Option<&'static Process> {
     unsafe { PROCESS.load(Ordering::Acquire).as_ref() }
 }
 
-fn refuse(trouble: Trouble) -> CUresult {
-    complain::once(format_args!("{trouble}"));
-    CUresult::NOT_PERMITTED
-}
-
 #[cold]
 #[inline(never)]
 fn join() -> Result<&'static Process, CUresult> {
     let process = match existing() {
         Some(process) => process,
-        None => map().map_err(refuse)?,
+        None => map().map_err(|errno| code_of(shares::refuse_memory(errno)))?,
     };
     loop {
         let state = &process.state;
@@ -140,7 +150,7 @@ fn join() -> Result<&'static Process, CUresult> {
                 let (now, answer) = match result {
                     Ok(()) => (JOINED, Ok(process)),
                     Err(NotJoined::Driver(code)) => (NOT_JOINED, Err(code)),
-                    Err(NotJoined::Trouble(trouble)) => (REFUSED, Err(refuse(trouble))),
+                    Err(NotJoined::Refused) => (REFUSED, Err(CUresult::NOT_PERMITTED)),
                 };
                 state.store(now, Ordering::Release);
                 return answer;
@@ -153,8 +163,8 @@ fn join() -> Result<&'static Process, CUresult> {
 }
 
 /// Maps a process that has not joined.
-fn map() -> Result<&'static Process, Trouble> {
-    let mapping = sys::map_private(size_of::<Process>()).map_err(Trouble::Memory)?;
+fn map() -> Result<&'static Process, Errno> {
+    let mapping = sys::map_private(size_of::<Process>())?;
     let fresh = mapping.start.as_ptr().cast::<Process>();
     match PROCESS.compare_exchange(ptr::null_mut(), fresh, Ordering::AcqRel, Ordering::Acquire) {
         // SAFETY: a mapping of the right size, page-aligned, whose zeros are a `Process` that has
@@ -169,15 +179,20 @@ fn map() -> Result<&'static Process, Trouble> {
     }
 }
 
+fn code_of(_: Refused) -> CUresult {
+    CUresult::NOT_PERMITTED
+}
+
 enum NotJoined {
     /// The driver's answer, of which this function's caller gets to know.
     Driver(CUresult),
-    Trouble(Trouble),
+    /// For our reasons.
+    Refused,
 }
 
-impl From<Trouble> for NotJoined {
-    fn from(trouble: Trouble) -> Self {
-        Self::Trouble(trouble)
+impl From<Refused> for NotJoined {
+    fn from(_: Refused) -> Self {
+        Self::Refused
     }
 }
 
@@ -192,60 +207,70 @@ fn ask(result: CUresult) -> Result<(), NotJoined> {
 impl Joined {
     /// Finds the shares of every GPU that the driver shows, and takes a slot in each share's account.
     fn make(to: &mut Self) -> Result<(), NotJoined> {
-        *to = Self {
-            devices: [None; MAX_SHARES],
-            device_count: 0,
-            shares: [None; MAX_SHARES],
-            share_count: 0,
-        };
-        let shares = Shares::read()?;
+        (to.device_count, to.share_count) = (0, 0);
         let mut count = 0;
         // SAFETY: writes to the local number.
         ask(unsafe { real!(cuDeviceGetCount: fn(*mut i32))(&raw mut count) })?;
         for ordinal in 0..count {
             let (handle, gpu) = identify(ordinal)?;
-            to.add(handle, gpu, &shares)?;
+            let number = to.device_count;
+            *to.devices
+                .get_mut(number)
+                .ok_or_else(shares::refuse_too_many)? = Device {
+                handle,
+                gpu,
+                number: u8::try_from(number).unwrap_or(u8::MAX),
+                kind: Kind::Unknown,
+                block: block_of(handle),
+                shares: 0,
+            };
+            to.device_count += 1;
+        }
+        shares::each(&mut |share| to.add(share))?;
+        match to
+            .devices()
+            .iter()
+            .find(|device| device.kind == Kind::Unknown)
+        {
+            // Fails closed: a GPU that nobody gave this container.
+            Some(device) => Err(shares::refuse_gpu(device.gpu).into()),
+            None => Ok(()),
+        }
+    }
+
+    /// Adds a share, if its GPU is visible to this process.
+    fn add(&mut self, share: &Share) -> Result<(), Refused> {
+        let count = self.device_count;
+        let mut devices = self.devices.iter_mut().take(count);
+        let Some(device) = devices.find(|device| device.gpu == share.gpu) else {
+            return Ok(());
+        };
+        match share.limit {
+            None => device.kind = Kind::Uncapped,
+            Some(limit) => {
+                let place = self
+                    .shares
+                    .get_mut(self.share_count)
+                    .ok_or_else(shares::refuse_too_many)?;
+                place.write(Held::take(share.name, limit)?);
+                device.shares |= 1 << self.share_count;
+                self.share_count += 1;
+                if device.kind == Kind::Unknown {
+                    device.kind = Kind::Capped;
+                }
+            }
         }
         Ok(())
     }
 
-    fn add(&mut self, handle: CUdevice, gpu: GpuUuid, shares: &Shares) -> Result<(), Trouble> {
-        let first = self.share_count;
-        let (mut known, mut capped) = (false, true);
-        for share in shares.of(gpu) {
-            known = true;
-            capped &= share.limit.is_some();
-        }
-        if !known {
-            // Fails closed: a GPU that nobody gave this container.
-            return Err(Trouble::NoShareOf(gpu));
-        }
-        if capped {
-            for share in shares.of(gpu) {
-                let place = self
-                    .shares
-                    .get_mut(self.share_count)
-                    .ok_or(Trouble::TooManyShares)?;
-                *place = Some(Held::take(&share)?);
-                self.share_count += 1;
-            }
-        }
-        let bits = |upto: usize| {
-            if upto >= 64 {
-                u64::MAX
-            } else {
-                (1u64 << upto) - 1
-            }
-        };
-        let number = self.device_count;
-        *self.devices.get_mut(number).ok_or(Trouble::TooManyShares)? = Some(Device {
-            handle,
-            number: u8::try_from(number).unwrap_or(u8::MAX),
-            block: if capped { block_of(handle) } else { 0 },
-            shares: bits(self.share_count) & !bits(first),
-        });
-        self.device_count += 1;
-        Ok(())
+    fn devices(&self) -> &[Device] {
+        self.devices.get(..self.device_count).unwrap_or(&[])
+    }
+
+    fn share(&self, number: usize) -> Option<&Held> {
+        let place = self.shares.get(..self.share_count)?.get(number)?;
+        // SAFETY: those before `share_count` are written.
+        Some(unsafe { place.assume_init_ref() })
     }
 }
 
@@ -268,11 +293,11 @@ fn identify(ordinal: i32) -> Result<(CUdevice, GpuUuid), NotJoined> {
 }
 
 impl Held {
-    fn take(share: &Share) -> Result<Self, Trouble> {
-        let name = share.name();
-        let trouble = |errno| Trouble::File(name, tranche_shim_core::paths::ACCOUNT, errno);
+    fn take(name: Name, limit: u64) -> Result<Self, Refused> {
         let file = name.open_account(true)?;
-        let mapping = file.map_shared(size_of::<Account>()).map_err(trouble)?;
+        let mapping = file
+            .map_shared(size_of::<Account>())
+            .map_err(|errno| name.refuse_unreadable(paths::ACCOUNT, errno))?;
         // SAFETY: the mapping is an account page, checked when it was opened, as long as an
         // `Account`, page-aligned, and never unmapped. Others write to it, through atomics too; what
         // they could write is valid for every field.
@@ -281,12 +306,12 @@ impl Held {
         #[expect(clippy::cast_possible_truncation, reason = "spreads the search")]
         let slot = account
             .join(&file, pid, pid as usize)
-            .map_err(|_| Trouble::Full(name))?;
+            .map_err(|_| name.refuse_full())?;
         // The file is closed here. The mapping keeps the description, and with it the lock.
         Ok(Self {
             account,
             slot,
-            limit: share.limit.unwrap_or(u64::MAX),
+            limit,
             name,
         })
     }
@@ -302,7 +327,7 @@ impl Held {
         }
         // By a description of its own: seen from ours, our own slot would be free. Where it cannot
         // be opened (a sandbox), the node or another process must reclaim.
-        let Ok(file) = self.name.open_account(true) else {
+        let Ok(file) = self.name.reopen_account(true) else {
             return false;
         };
         self.account.reclaim(&file) + usize::from(self.account.repair(&file) > 0) > 0
@@ -319,7 +344,7 @@ impl Process {
     /// The device of the calling thread's current context.
     #[inline]
     pub fn current_device(&self) -> Result<&Device, CUresult> {
-        if let (1, Some(only)) = (self.joined().device_count, &self.joined().devices[0]) {
+        if let [only] = self.joined().devices() {
             return Ok(only);
         }
         let mut handle = 0;
@@ -344,12 +369,12 @@ impl Process {
 
     /// All devices.
     pub fn devices(&self) -> impl Iterator<Item = &Device> {
-        self.joined().devices.iter().map_while(Option::as_ref)
+        self.joined().devices().iter()
     }
 
     /// The device with a number.
     pub fn device_numbered(&self, number: u8) -> Option<&Device> {
-        self.joined().devices.get(usize::from(number))?.as_ref()
+        self.joined().devices().get(usize::from(number))
     }
 
     fn shares<'a>(&'a self, device: &Device) -> impl Iterator<Item = &'a Held> + use<'a> {
@@ -357,7 +382,7 @@ impl Process {
         core::iter::from_fn(move || {
             let next = usize::try_from(rest.trailing_zeros()).ok()?;
             rest &= rest.wrapping_sub(1);
-            self.joined().shares.get(next)?.as_ref()
+            self.joined().share(next)
         })
     }
 
@@ -377,7 +402,9 @@ impl Process {
     /// From several shares, or from one that is full.
     #[inline(never)]
     fn reserve_slowly(&self, device: &Device, least: u64, most: u64) -> Result<u64, CUresult> {
-        let whole = self.shares(device).fold(0u64, |sum, share| sum.saturating_add(share.limit));
+        let whole = self
+            .shares(device)
+            .fold(0u64, |sum, share| sum.saturating_add(share.limit));
         if least <= whole {
             if let Some(granted) = self.reserve_in_parts(device, least, most) {
                 return Ok(granted);
@@ -444,7 +471,10 @@ const BLOCK: u64 = 2 << 20;
 fn block_of(handle: CUdevice) -> u64 {
     let memory = CUmemAllocationProp {
         kind: CUmemAllocationProp::PINNED,
-        location: CUmemLocation { kind: CUmemLocation::DEVICE, id: handle },
+        location: CUmemLocation {
+            kind: CUmemLocation::DEVICE,
+            id: handle,
+        },
         ..CUmemAllocationProp::default()
     };
     let mut block = 0;
@@ -467,13 +497,17 @@ impl Device {
     /// the driver puts several into a block.
     #[inline]
     pub fn taken_by(&self, bytes: u64) -> u64 {
-        if bytes <= self.block / 2 { bytes } else { bytes.checked_next_multiple_of(self.block).unwrap_or(bytes) }
+        if bytes <= self.block / 2 {
+            bytes
+        } else {
+            bytes.checked_next_multiple_of(self.block).unwrap_or(bytes)
+        }
     }
 
     /// Whether the device's memory is capped for this container.
     #[inline]
     pub fn is_capped(&self) -> bool {
-        self.shares != 0
+        self.kind == Kind::Capped
     }
 }
 

@@ -11,7 +11,8 @@
 use core::ffi::{CStr, c_char, c_int};
 use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use tranche_shim_runtime::complain;
+use tranche_shim_core::Part;
+use tranche_shim_runtime::complain::refuse;
 
 use crate::abi::{CUresult, Function};
 use crate::driver::{self, HANDLED_NAMES, PASSING, SYMBOLS};
@@ -46,11 +47,13 @@ pub fn ours(
     if HANDLED_NAMES.binary_search(&hash(name)).is_err() {
         return result;
     }
-    complain::once(format_args!(
-        "this driver has a variant of {} that this release does not know; it is refused, since it would \
-         escape the cap: use a newer release of Tranche",
-        name.to_str().unwrap_or("a function")
-    ));
+    let _ = refuse(&[&[
+        Part::Text("this driver has a variant of "),
+        Part::Text(name.to_str().unwrap_or("a function")),
+        Part::Text(
+            " that this release of Tranche does not know; it is refused, since it would escape the cap: use a newer release",
+        ),
+    ]]);
     // SAFETY: as above; the status is the program's to be written to, or null.
     unsafe {
         function.write(core::ptr::null_mut());
@@ -88,7 +91,7 @@ fn twin(real: Function) -> Option<Function> {
         }
         if entry & ADDRESS == real {
             let number = usize::try_from(entry >> 48).ok()?;
-            return HANDLED.get(number).map(|symbol| symbol.0.cast_mut());
+            return HANDLED.get(number).map(|symbol| symbol.0.cast_mut().cast());
         }
     }
     None
@@ -120,10 +123,6 @@ fn fill() {
 }
 
 fn place(address: u64, probe: usize) -> usize {
-    #[expect(
-        clippy::cast_possible_truncation,
-        reason = "any bits of the hash will do"
-    )]
     let hash = (address.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40) as usize;
     (hash + probe) % TWINS_LEN
 }

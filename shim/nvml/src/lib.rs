@@ -13,9 +13,9 @@
 use core::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
 use tranche_shim_core::{GpuUuid, paths};
-use tranche_shim_runtime::complain;
-use tranche_shim_runtime::library::{Handled, Library};
-use tranche_shim_runtime::shares::{Shares, Trouble};
+use tranche_shim_runtime::complain::Refused;
+use tranche_shim_runtime::library::{Library, Ours};
+use tranche_shim_runtime::shares;
 
 use symbols::index;
 
@@ -33,7 +33,7 @@ mod symbols {
 /// The driver's library.
 static DRIVER: Library = Library::new(
     paths::REAL_NVML,
-    (c"nvmlInit_v2", nvmlInit_v2 as *const () as *const c_void),
+    (c"nvmlInit_v2", Ours(nvmlInit_v2 as *const ())),
 );
 
 tranche_shim_runtime::library! {
@@ -121,13 +121,13 @@ hooks! {
 }
 
 /// The functions above, and the one below, in the order of their indices: that of their names.
-static HANDLED: &[Handled] = &[
-    Handled(nvmlDeviceGetMemoryInfo as *const () as *const c_void),
-    Handled(nvmlDeviceGetMemoryInfo_v2 as *const () as *const c_void),
-    Handled(nvmlErrorString as *const () as *const c_void),
-    Handled(nvmlInit as *const () as *const c_void),
-    Handled(nvmlInitWithFlags as *const () as *const c_void),
-    Handled(nvmlInit_v2 as *const () as *const c_void),
+static HANDLED: &[Ours] = &[
+    Ours(nvmlDeviceGetMemoryInfo as *const ()),
+    Ours(nvmlDeviceGetMemoryInfo_v2 as *const ()),
+    Ours(nvmlErrorString as *const ()),
+    Ours(nvmlInit as *const ()),
+    Ours(nvmlInitWithFlags as *const ()),
+    Ours(nvmlInit_v2 as *const ()),
 ];
 
 const _: () = {
@@ -161,15 +161,10 @@ fn initialise(driver: impl FnOnce() -> Return) -> Return {
     if !DRIVER.open() {
         return Return::LIBRARY_NOT_FOUND;
     }
-    match Shares::read() {
-        Ok(_) => driver(),
-        Err(trouble) => refuse(trouble),
+    match shares::each(&mut |_| Ok(())) {
+        Ok(()) => driver(),
+        Err(Refused) => Return::NO_PERMISSION,
     }
-}
-
-fn refuse(trouble: Trouble) -> Return {
-    complain::once(format_args!("{trouble}"));
-    Return::NO_PERMISSION
 }
 
 /// A GPU's memory, in bytes, as this container has it.
@@ -198,25 +193,31 @@ fn tell(device: Device, driver: impl FnOnce() -> Return, correct: impl FnOnce(Su
             correct(sum);
             result
         }
-        Err(trouble) => refuse(trouble),
+        Err(Refused) => Return::NO_PERMISSION,
     }
 }
 
 /// `None` where the GPU has no cap.
-fn sum(gpu: GpuUuid) -> Result<Option<Sum>, Trouble> {
-    let shares = Shares::read()?;
-    let mut sum = None;
-    for share in shares.of(gpu) {
-        let Some(limit) = share.limit else {
-            return Ok(None);
-        };
-        let so_far = sum.unwrap_or(Sum { total: 0, used: 0 });
-        sum = Some(Sum {
-            total: so_far.total.saturating_add(limit),
-            used: so_far.used.saturating_add(share.name().used()?.min(limit)),
-        });
+fn sum(gpu: GpuUuid) -> Result<Option<Sum>, Refused> {
+    let (mut known, mut capped, mut sum) = (false, true, Sum { total: 0, used: 0 });
+    shares::each(&mut |share| {
+        if share.gpu == gpu {
+            known = true;
+            match share.limit {
+                None => capped = false,
+                Some(limit) => {
+                    sum.total = sum.total.saturating_add(limit);
+                    sum.used = sum.used.saturating_add(share.name.used()?.min(limit));
+                }
+            }
+        }
+        Ok(())
+    })?;
+    if known {
+        Ok(capped.then_some(sum))
+    } else {
+        Err(shares::refuse_gpu(gpu))
     }
-    sum.map(Some).ok_or(Trouble::NoShareOf(gpu))
 }
 
 fn identify(device: Device) -> Option<GpuUuid> {

@@ -1,43 +1,69 @@
 //! One line on stderr, once per process, when a share is not as it must be.
 
-use core::fmt::{self, Write};
 use core::sync::atomic::{AtomicBool, Ordering};
+
+use tranche_shim_core::Part;
 
 use crate::sys;
 
+/// The GPU is not used; stderr says why.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use]
+pub struct Refused;
+
 static SAID: AtomicBool = AtomicBool::new(false);
 
-/// Writes `tranche: <what>` to stderr, the first time it is called in this process.
-pub fn once(what: fmt::Arguments<'_>) {
+const LINE: usize = 640;
+
+/// Writes `tranche: ` and the parts to stderr, the first time that it is called in this process.
+#[cold]
+#[inline(never)]
+pub fn refuse(parts: &[&[Part<'_>]]) -> Refused {
     if SAID.swap(true, Ordering::Relaxed) {
-        return;
+        return Refused;
     }
     let mut line = Line {
-        text: [0; LINE],
+        bytes: [0; LINE],
         len: 0,
     };
-    // A line that is too long is cut off.
-    let _ = write!(line, "tranche: {what}");
-    line.text[line.len.min(LINE - 1)] = b'\n';
-    sys::write_stderr(&line.text[..line.len.min(LINE - 1) + 1]);
+    line.text(b"tranche: ");
+    for part in parts.iter().copied().flatten() {
+        match *part {
+            Part::Text(text) => line.text(text.as_bytes()),
+            Part::Number(number) => line.number(number),
+        }
+    }
+    line.text(b"\n");
+    sys::write_stderr(line.bytes.get(..line.len).unwrap_or(&[]));
+    Refused
 }
 
-const LINE: usize = 512;
-
 struct Line {
-    text: [u8; LINE],
+    bytes: [u8; LINE],
     len: usize,
 }
 
-impl Write for Line {
-    fn write_str(&mut self, text: &str) -> fmt::Result {
-        for &byte in text.as_bytes() {
-            let Some(place) = self.text.get_mut(self.len) else {
-                return Err(fmt::Error);
-            };
-            *place = byte;
-            self.len += 1;
+impl Line {
+    /// A line that is too long is cut off.
+    fn text(&mut self, text: &[u8]) {
+        for &byte in text {
+            if let Some(place) = self.bytes.get_mut(self.len) {
+                *place = byte;
+                self.len += 1;
+            }
         }
-        Ok(())
+    }
+
+    fn number(&mut self, mut number: u64) {
+        let mut digits = [0; 20];
+        for at in (0..digits.len()).rev() {
+            let digit = (number % 10) as u8;
+            digits[at] = b'0' + digit;
+            number /= 10;
+            if number == 0 {
+                self.text(digits.get(at..).unwrap_or(&[]));
+                return;
+            }
+        }
     }
 }

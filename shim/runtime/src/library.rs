@@ -12,31 +12,36 @@
 //! of their indices; where that did not hold, a symbol would be missing, not another one.
 
 use core::ffi::{CStr, c_void};
-use core::fmt;
 use core::ptr;
 use core::sync::atomic::{AtomicPtr, Ordering};
 
-use crate::complain;
+use tranche_shim_core::Part;
+
+use crate::complain::refuse;
 
 /// Bytes from one forwarding stub to the next: two instructions of five, aligned to four.
 pub const STRIDE: usize = 12;
+
+/// The address of one of our functions, to be compared and looked up, never read through.
+#[derive(Clone, Copy, Debug)]
+pub struct Ours(pub *const ());
+
+// SAFETY: only an address.
+unsafe impl Sync for Ours {}
 
 /// One of the driver's libraries, opened at the first use.
 #[derive(Debug)]
 pub struct Library {
     path: &'static CStr,
     /// A symbol that every version has, and that we have too.
-    witness: (&'static CStr, *const c_void),
+    witness: (&'static CStr, Ours),
     handle: AtomicPtr<c_void>,
 }
-
-// SAFETY: the witness is the address of a function, and never read through.
-unsafe impl Sync for Library {}
 
 impl Library {
     /// The library at `path`, which is not ours: its `witness` is not at our address for it.
     #[must_use]
-    pub const fn new(path: &'static CStr, witness: (&'static CStr, *const c_void)) -> Self {
+    pub const fn new(path: &'static CStr, witness: (&'static CStr, Ours)) -> Self {
         Self {
             path,
             witness,
@@ -57,26 +62,24 @@ impl Library {
         // SAFETY: `path` is a C string. Two threads that come here together get the same handle.
         let handle = unsafe { libc::dlopen(self.path.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
         if handle.is_null() {
-            self.refuse(format_args!("the driver's library cannot be opened"));
+            self.refuse(": the driver's library cannot be opened");
             return handle;
         }
         let (name, ours) = self.witness;
         // SAFETY: an open handle and a C string.
         let theirs = unsafe { libc::dlsym(handle, name.as_ptr()) };
-        if theirs.is_null() || ptr::eq(theirs, ours) {
-            self.refuse(format_args!("not the driver's library"));
+        if theirs.is_null() || ptr::eq(theirs.cast(), ours.0) {
+            self.refuse(": not the driver's library");
             return ptr::null_mut();
         }
         self.handle.store(handle, Ordering::Release);
         handle
     }
 
-    fn refuse(&self, why: fmt::Arguments<'_>) {
-        complain::once(format_args!(
-            "{}: {why}; the GPU is not used: see whether the node's NVIDIA driver is installed, \
-             then recreate the pod",
-            self.path.to_str().unwrap_or("")
-        ));
+    fn refuse(&self, why: &str) {
+        let remedy = "; the GPU is not used: see whether the node's NVIDIA driver is installed, then recreate the pod";
+        let path = self.path.to_str().unwrap_or("");
+        let _ = refuse(&[&[Part::Text(path), Part::Text(why), Part::Text(remedy)]]);
     }
 
     /// The real function with the name that our symbol at `ours` has; null where this driver has
@@ -85,7 +88,7 @@ impl Library {
     /// # Errors
     ///
     /// The library cannot be opened.
-    pub fn twin(&self, ours: *const c_void) -> Result<*mut c_void, Unavailable> {
+    pub fn twin(&self, ours: Ours) -> Result<*mut c_void, Unavailable> {
         let handle = self.handle();
         if handle.is_null() {
             return Err(Unavailable);
@@ -93,8 +96,8 @@ impl Library {
         // SAFETY: all-zero is a valid `Dl_info`.
         let mut symbol: libc::Dl_info = unsafe { core::mem::zeroed() };
         // SAFETY: `symbol` is writable; any address may be asked for.
-        let found = unsafe { libc::dladdr(ours, &raw mut symbol) };
-        if found == 0 || !ptr::eq(symbol.dli_saddr, ours) || symbol.dli_sname.is_null() {
+        let found = unsafe { libc::dladdr(ours.0.cast(), &raw mut symbol) };
+        if found == 0 || !ptr::eq(symbol.dli_saddr.cast(), ours.0) || symbol.dli_sname.is_null() {
             return Ok(ptr::null_mut());
         }
         // SAFETY: an open handle, and a name in our symbol table.
@@ -150,10 +153,13 @@ macro_rules! library {
         extern "C" fn resolve(index: usize) -> *mut core::ffi::c_void {
             let ours = match index.checked_sub(symbols::PASSING) {
                 None => {
-                    ($first as *const () as *const core::ffi::c_void)
-                        .wrapping_byte_add(index * $crate::library::STRIDE)
+                    let first = $first as *const ();
+                    $crate::library::Ours(first.wrapping_byte_add(index * $crate::library::STRIDE))
                 }
-                Some(nth) => $handled.get(nth).map_or(core::ptr::null(), |symbol| symbol.0),
+                Some(nth) => match $handled.get(nth) {
+                    Some(&ours) => ours,
+                    None => return $missing as *mut core::ffi::c_void,
+                },
             };
             let Ok(twin) = $driver.twin(ours) else {
                 // Not remembered: the driver may come.
@@ -222,10 +228,3 @@ macro_rules! library {
         }
     };
 }
-
-/// The address of one of our symbols that does more than pass.
-#[derive(Debug)]
-pub struct Handled(pub *const c_void);
-
-// SAFETY: the address of a function, never read through.
-unsafe impl Sync for Handled {}

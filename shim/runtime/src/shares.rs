@@ -1,215 +1,205 @@
 //! The container's shares: which GPUs it may use, and how much of each.
 //!
 //! Read from [`paths::SHARES`], never from the environment. Everything that is not exactly as the
-//! node writes it is an error, and an error means that no GPU is used: see [`Trouble`].
+//! node writes it refuses: no GPU is used, and stderr says why.
 
 use core::ffi::CStr;
-use core::fmt;
 
-use tranche_shim_core::layout;
-use tranche_shim_core::paths::{self, MAX_SHARES};
-use tranche_shim_core::{AccountPage, CapPage, GpuUuid, PageError, cap};
+use tranche_shim_core::paths;
+use tranche_shim_core::{AccountPage, CapPage, GpuUuid, PageError, Part, cap, layout};
 
+use crate::complain::{Refused, refuse};
 use crate::sys::{Errno, File};
 
 /// One share.
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 pub struct Share {
     /// The GPU it lies on.
     pub gpu: GpuUuid,
     /// Bytes of device memory it may hold; `None` for a GPU without a cap.
     pub limit: Option<u64>,
-    name: Name,
+    /// Its folder's name.
+    pub name: Name,
 }
 
-/// The name of a share's folder.
-#[derive(Clone, Copy)]
-pub struct Name([u8; NAME]);
-
-/// A name and its zero: what a file system allows.
-const NAME: usize = 256;
-
-/// The shares of this container.
-#[derive(Debug)]
-pub struct Shares {
-    list: [Option<Share>; MAX_SHARES],
-}
-
-/// Why this container's shares cannot be used. Its text is for the person who sees the program fail.
+/// The name of a share's folder: what a file system allows, and a zero.
 #[derive(Clone, Copy, Debug)]
-pub enum Trouble {
-    /// The folder of the shares cannot be read.
-    Folder(Errno),
-    /// There is no share.
-    NoShares,
-    /// There are more shares than this build can hold.
-    TooManyShares,
-    /// A file of a share cannot be opened, read or mapped.
-    File(Name, &'static str, Errno),
-    /// A cap page that the container could have written itself.
-    Writable(Name),
-    /// A page with the wrong content.
-    Page(Name, &'static str, PageError),
-    /// A GPU is visible that no share is for.
-    NoShareOf(GpuUuid),
-    /// Every slot of a share belongs to a living process.
-    Full(Name),
-    /// No memory for the shim's own tables.
-    Memory(Errno),
+pub struct Name([u8; 256]);
+
+/// What to do about a share that is not right, as the end of a message.
+const REMEDY: &[Part<'_>] = &[Part::Text(
+    "; the GPU is not used: recreate the pod, and if that does not help, see the log of \
+     tranche-kubelet-plugin on its node",
+)];
+
+/// Hands every share to `visit`, in no particular order. There must be one.
+pub fn each(visit: &mut dyn FnMut(&Share) -> Result<(), Refused>) -> Result<(), Refused> {
+    let unreadable = |Errno(errno)| {
+        let errno = Part::Number(u64::from(errno.unsigned_abs()));
+        let why = [
+            Part::Text(": cannot be read (errno "),
+            errno,
+            Part::Text("): this container has no share of a GPU"),
+        ];
+        refuse(&[&[Part::Text(paths::SHARES)], &why, REMEDY])
+    };
+    let mut count = 0;
+    let folder =
+        File::open(Path::new().part(paths::SHARES.as_bytes()).end(), false).map_err(unreadable)?;
+    folder
+        .names(&mut |name| {
+            count += 1;
+            visit(&Share::read(Name::new(name))?)
+        })
+        .map_err(unreadable)??;
+    if count == 0 {
+        let why = Part::Text(": empty: this container has no share of a GPU");
+        return Err(refuse(&[&[Part::Text(paths::SHARES), why], REMEDY]));
+    }
+    Ok(())
 }
 
-const REMEDY: &str = "the GPU is not used; recreate the pod, and if it persists see the log of tranche-kubelet-plugin on its node";
-
-impl fmt::Display for Trouble {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let shares = paths::SHARES;
-        match *self {
-            Self::Folder(Errno(errno)) => {
-                write!(
-                    f,
-                    "{shares}: cannot be read (errno {errno}): this container has no share of a GPU; "
-                )
-            }
-            Self::NoShares => write!(f, "{shares}: empty: this container has no share of a GPU; "),
-            Self::TooManyShares => write!(f, "{shares}: more than {MAX_SHARES} shares; "),
-            Self::File(name, file, Errno(errno)) => {
-                write!(
-                    f,
-                    "{shares}/{name}/{file}: cannot be read (errno {errno}); "
-                )
-            }
-            Self::Writable(name) => {
-                write!(
-                    f,
-                    "{shares}/{name}/cap: must be on a read-only mount of a tmpfs; "
-                )
-            }
-            Self::Page(name, file, ref error) => write!(f, "{shares}/{name}/{file}: {error}; "),
-            Self::NoShareOf(gpu) => write!(
-                f,
-                "{gpu}: visible here, but no page in {shares} is for it; "
-            ),
-            Self::Full(name) => write!(
-                f,
-                "{shares}/{name}: {} processes use this share already; ",
-                layout::SLOTS
-            ),
-            Self::Memory(Errno(errno)) => write!(
-                f,
-                "no address space for the share's tables (errno {errno}; Linux 4.14 or newer is needed); "
-            ),
-        }?;
-        f.write_str(REMEDY)
-    }
+/// A GPU is visible that no share is for.
+pub fn refuse_gpu(gpu: GpuUuid) -> Refused {
+    let text = gpu.text();
+    let name = Part::Text(core::str::from_utf8(&text).unwrap_or("a GPU"));
+    refuse(&[
+        &[
+            name,
+            Part::Text(": visible here, but no page in "),
+            Part::Text(paths::SHARES),
+            Part::Text(" is for it"),
+        ],
+        REMEDY,
+    ])
 }
 
-impl fmt::Display for Name {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let name = self.0.split(|&byte| byte == 0).next().unwrap_or(&[]);
-        f.write_str(core::str::from_utf8(name).unwrap_or("?"))
-    }
+/// The shim has no room for what this container has.
+pub fn refuse_too_many() -> Refused {
+    let most = Part::Number(paths::MAX_SHARES as u64);
+    refuse(&[
+        &[
+            Part::Text(paths::SHARES),
+            Part::Text(": more shares or GPUs than "),
+            most,
+        ],
+        REMEDY,
+    ])
 }
 
-impl fmt::Debug for Name {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Display::fmt(self, f)
-    }
-}
-
-impl Shares {
-    /// Reads all shares' cap pages.
-    pub fn read() -> Result<Self, Trouble> {
-        let mut shares = Self {
-            list: [None; MAX_SHARES],
-        };
-        let mut count = 0;
-        let folder =
-            File::open(Path::new().part(paths::SHARES).end(), false).map_err(Trouble::Folder)?;
-        folder
-            .names(|name| {
-                let share = Share::read(Name::new(name))?;
-                *shares.list.get_mut(count).ok_or(Trouble::TooManyShares)? = Some(share);
-                count += 1;
-                Ok(())
-            })
-            .map_err(Trouble::Folder)??;
-        if count == 0 {
-            Err(Trouble::NoShares)
-        } else {
-            Ok(shares)
-        }
-    }
-
-    /// The shares of one GPU.
-    pub fn of(&self, gpu: GpuUuid) -> impl Iterator<Item = Share> + '_ {
-        self.list
-            .iter()
-            .flatten()
-            .filter(move |share| share.gpu == gpu)
-            .copied()
-    }
+/// There is no memory for the shim's tables.
+pub fn refuse_memory(Errno(errno): Errno) -> Refused {
+    let errno = Part::Number(u64::from(errno.unsigned_abs()));
+    let linux = Part::Text("; Linux 4.14 or newer is needed)");
+    refuse(&[
+        &[
+            Part::Text("no address space for the tables of the GPU's share (errno "),
+            errno,
+            linux,
+        ],
+        REMEDY,
+    ])
 }
 
 impl Share {
-    fn read(name: Name) -> Result<Self, Trouble> {
-        let trouble = |errno| Trouble::File(name, paths::CAP, errno);
-        let file = File::open(name.file(paths::CAP).end(), false).map_err(trouble)?;
-        if !file.is_on_read_only_tmpfs().map_err(trouble)? {
-            return Err(Trouble::Writable(name));
+    fn read(name: Name) -> Result<Self, Refused> {
+        let unreadable = |errno| name.refuse_unreadable(paths::CAP, errno);
+        let wrong = |error| name.refuse_page(paths::CAP, error);
+        let file = File::open(name.file(paths::CAP).end(), false).map_err(unreadable)?;
+        if !file.is_on_read_only_tmpfs().map_err(unreadable)? {
+            let why = Part::Text("must be on a read-only mount of a tmpfs");
+            return Err(name.refuse(paths::CAP, &[why]));
         }
         let mut page = [0; cap::LEN];
-        let (len, read) = (
-            file.len().map_err(trouble)?,
-            file.read_at(&mut page, 0).map_err(trouble)?,
+        let (found, read) = (
+            file.size().map_err(unreadable)?,
+            file.read_at(&mut page, 0).map_err(unreadable)?,
         );
-        let wrong = |error| Trouble::Page(name, paths::CAP, error);
-        if len != page.len() || read != page.len() {
+        if found != page.len() || read != page.len() {
             return Err(wrong(PageError::Length {
                 expected: page.len(),
-                found: len,
+                found,
             }));
         }
         let page = CapPage::decode(&page).map_err(wrong)?;
-        let gpu = page.gpu().ok_or(wrong(PageError::Uuid))?;
+        let gpu = page.gpu().ok_or(PageError::Uuid).map_err(wrong)?;
         Ok(Self {
             gpu,
             limit: page.memory_limit,
             name,
         })
     }
-
-    /// The share's folder's name.
-    #[must_use]
-    pub fn name(&self) -> Name {
-        self.name
-    }
 }
 
 impl Name {
     fn new(name: &CStr) -> Self {
-        let mut bytes = [0; NAME];
-        for (place, &byte) in bytes.iter_mut().zip(name.to_bytes()).take(NAME - 1) {
+        let mut bytes = [0; 256];
+        // The last stays zero.
+        for (place, &byte) in bytes.iter_mut().take(255).zip(name.to_bytes()) {
             *place = byte;
         }
         Self(bytes)
     }
 
+    fn bytes(&self) -> &[u8] {
+        self.0.split(|&byte| byte == 0).next().unwrap_or(&[])
+    }
+
     fn file(&self, file: &str) -> Path {
         let mut path = Path::new();
-        path.part(paths::SHARES).part("/");
-        for &byte in self.0.iter().take_while(|&&byte| byte != 0) {
-            path.push(byte);
-        }
-        path.part("/").part(file);
+        path.part(paths::SHARES.as_bytes())
+            .part(b"/")
+            .part(self.bytes())
+            .part(b"/")
+            .part(file.as_bytes());
         path
     }
 
+    fn refuse(&self, file: &str, why: &[Part<'_>]) -> Refused {
+        let name = core::str::from_utf8(self.bytes()).unwrap_or("?");
+        let slash = Part::Text("/");
+        refuse(&[
+            &[
+                Part::Text(paths::SHARES),
+                slash,
+                Part::Text(name),
+                slash,
+                Part::Text(file),
+                Part::Text(": "),
+            ],
+            why,
+            REMEDY,
+        ])
+    }
+
+    /// A file of the share cannot be opened, read or mapped.
+    pub fn refuse_unreadable(&self, file: &str, Errno(errno): Errno) -> Refused {
+        let errno = Part::Number(u64::from(errno.unsigned_abs()));
+        self.refuse(
+            file,
+            &[Part::Text("cannot be read (errno "), errno, Part::Text(")")],
+        )
+    }
+
+    fn refuse_page(&self, file: &str, error: PageError) -> Refused {
+        self.refuse(file, &error.parts())
+    }
+
+    /// Every slot of the share belongs to a living process.
+    pub fn refuse_full(&self) -> Refused {
+        let most = Part::Number(layout::SLOTS as u64);
+        self.refuse(
+            paths::ACCOUNT,
+            &[most, Part::Text(" processes use the share already")],
+        )
+    }
+
     /// Opens the share's account, having checked that it is one. Read-only it is only read.
-    pub fn open_account(&self, writable: bool) -> Result<File, Trouble> {
-        let trouble = |errno| Trouble::File(*self, paths::ACCOUNT, errno);
-        let wrong = |error| Trouble::Page(*self, paths::ACCOUNT, error);
-        let file = File::open(self.file(paths::ACCOUNT).end(), writable).map_err(trouble)?;
-        let found = file.len().map_err(trouble)?;
+    pub fn open_account(&self, writable: bool) -> Result<File, Refused> {
+        let unreadable = |errno| self.refuse_unreadable(paths::ACCOUNT, errno);
+        let wrong = |error| self.refuse_page(paths::ACCOUNT, error);
+        let file = self.reopen_account(writable).map_err(unreadable)?;
+        let found = file.size().map_err(unreadable)?;
         if found != layout::LEN {
             return Err(wrong(PageError::Length {
                 expected: layout::LEN,
@@ -217,17 +207,22 @@ impl Name {
             }));
         }
         let mut header = [0; 64];
-        file.read_at(&mut header, 0).map_err(trouble)?;
+        file.read_at(&mut header, 0).map_err(unreadable)?;
         AccountPage::check_header(&header).map_err(wrong)?;
         Ok(file)
     }
 
+    /// Opens an account that was checked before; says nothing if it cannot.
+    pub fn reopen_account(&self, writable: bool) -> Result<File, Errno> {
+        File::open(self.file(paths::ACCOUNT).end(), writable)
+    }
+
     /// Bytes that the share's processes hold together.
-    pub fn used(&self) -> Result<u64, Trouble> {
+    pub fn used(&self) -> Result<u64, Refused> {
         let mut used = [0; 8];
         self.open_account(false)?
             .read_at(&mut used, layout::USED)
-            .map_err(|errno| Trouble::File(*self, paths::ACCOUNT, errno))?;
+            .map_err(|errno| self.refuse_unreadable(paths::ACCOUNT, errno))?;
         Ok(u64::from_le_bytes(used))
     }
 }
@@ -238,7 +233,7 @@ struct Path {
     len: usize,
 }
 
-const PATH: usize = paths::SHARES.len() + NAME + 16;
+const PATH: usize = paths::SHARES.len() + 256 + 16;
 
 impl Path {
     fn new() -> Self {
@@ -248,16 +243,14 @@ impl Path {
         }
     }
 
-    fn push(&mut self, byte: u8) {
-        // The last byte stays zero.
-        if self.len < PATH - 1 {
-            self.bytes[self.len] = byte;
-            self.len += 1;
+    fn part(&mut self, text: &[u8]) -> &mut Self {
+        for &byte in text {
+            // The last byte stays zero.
+            if self.len < PATH - 1 {
+                self.bytes[self.len] = byte;
+                self.len += 1;
+            }
         }
-    }
-
-    fn part(&mut self, text: &str) -> &mut Self {
-        text.bytes().for_each(|byte| self.push(byte));
         self
     }
 

@@ -38,7 +38,7 @@ impl File {
     }
 
     /// The file's length in bytes.
-    pub fn len(&self) -> Result<usize, Errno> {
+    pub fn size(&self) -> Result<usize, Errno> {
         // SAFETY: changes only this description's offset, which nobody else uses.
         let end = unsafe { libc::lseek(self.0, 0, libc::SEEK_END) };
         usize::try_from(end).map_err(|_| Errno::last())
@@ -82,10 +82,10 @@ impl File {
         map(len, libc::MAP_SHARED, self.0, libc::MADV_DONTFORK)
     }
 
-    /// Names in a folder, `.` and `..` left out. Stops with `each`'s first error.
+    /// Hands the names in a folder to `each`, `.` and `..` left out; stops at its first error.
     pub fn names<E>(
         &self,
-        mut each: impl FnMut(&CStr) -> Result<(), E>,
+        each: &mut dyn FnMut(&CStr) -> Result<(), E>,
     ) -> Result<Result<(), E>, Errno> {
         let mut buffer = Entries([0; 2048]);
         loop {
@@ -110,10 +110,11 @@ impl File {
                 let Ok(name) = CStr::from_bytes_until_nul(name) else {
                     break;
                 };
-                if name != c"." && name != c".." {
-                    if let Err(error) = each(name) {
-                        return Ok(Err(error));
-                    }
+                if name != c"."
+                    && name != c".."
+                    && let Err(error) = each(name)
+                {
+                    return Ok(Err(error));
                 }
                 rest = rest
                     .get(usize::from(u16::from_le_bytes([low, high]))..)

@@ -3,6 +3,11 @@
 //!
 //! Nothing in the shim knows that it is being tested: its paths are constants, so the tests make
 //! those paths. That takes root. A [`World`] belongs to the thread that made it; its children see it.
+#![allow(
+    clippy::unwrap_used,
+    clippy::missing_panics_doc,
+    reason = "a test that cannot be set up fails"
+)]
 
 mod mount;
 mod node;
@@ -52,10 +57,6 @@ pub fn target() -> PathBuf {
 }
 
 /// One of the shim's built libraries.
-///
-/// # Panics
-///
-/// If it is not built.
 #[must_use]
 pub fn built(library: &str) -> PathBuf {
     let path = target().join("shim").join(library);
@@ -68,10 +69,6 @@ pub fn built(library: &str) -> PathBuf {
 }
 
 /// The real drivers' libraries, brought from Debian at the first call.
-///
-/// # Panics
-///
-/// If they cannot be had.
 #[must_use]
 pub fn real_drivers() -> PathBuf {
     static FETCHED: std::sync::OnceLock<PathBuf> = std::sync::OnceLock::new();
@@ -99,10 +96,6 @@ pub fn text(bytes: &[u8]) -> String {
 impl World {
     /// A container with the shim in front of `driver`, preloaded and over the driver's own names,
     /// and no share.
-    ///
-    /// # Panics
-    ///
-    /// If the caller may not make mounts.
     #[must_use]
     pub fn new(driver: Driver) -> Self {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
@@ -204,10 +197,6 @@ impl World {
     }
 
     /// The node, where there is one.
-    ///
-    /// # Panics
-    ///
-    /// If the driver is not the simulator.
     #[must_use]
     pub fn node(&self) -> &Node {
         self.node.as_ref().expect("the simulator's")
@@ -312,30 +301,18 @@ pub struct Share {
 
 impl Share {
     /// A copy of the account page.
-    ///
-    /// # Panics
-    ///
-    /// If it cannot be read.
     #[must_use]
     pub fn account(&self) -> Vec<u8> {
         fs::read(self.pages.join("account")).unwrap()
     }
 
     /// Bytes that the account says are used.
-    ///
-    /// # Panics
-    ///
-    /// If the page is none.
     #[must_use]
     pub fn used(&self) -> u64 {
         self.look(|account| account.used())
     }
 
     /// Looks at the account.
-    ///
-    /// # Panics
-    ///
-    /// If the page is none.
     pub fn look<T>(&self, at: impl FnOnce(AccountSnapshot<'_>) -> T) -> T {
         at(AccountPage::snapshot(&self.account()).unwrap())
     }

@@ -83,10 +83,6 @@ impl Node {
     }
 
     /// The GPUs, as the node's own `nvidia-smi` reports them.
-    ///
-    /// # Panics
-    ///
-    /// If it does not.
     #[must_use]
     pub fn gpus(&self) -> Vec<Gpu> {
         let root = self.root.display();

@@ -22,10 +22,6 @@ pub struct Answer {
 
 impl Answer {
     /// The `nth` value as a number.
-    ///
-    /// # Panics
-    ///
-    /// If it is none.
     #[must_use]
     pub fn number(&self, nth: usize) -> u64 {
         self.values[nth].parse().unwrap()
@@ -56,19 +52,11 @@ impl Probe {
     }
 
     /// Sends a command without waiting for its answer.
-    ///
-    /// # Panics
-    ///
-    /// If the probe is gone.
     pub fn send(&mut self, command: &str) {
         writeln!(self.input, "{command}").unwrap();
     }
 
     /// Waits for the answer to a command.
-    ///
-    /// # Panics
-    ///
-    /// If the probe dies instead.
     pub fn receive(&mut self) -> Answer {
         let mut line = String::new();
         self.output.read_line(&mut line).unwrap();
@@ -89,10 +77,6 @@ impl Probe {
     }
 
     /// Asks, and expects success.
-    ///
-    /// # Panics
-    ///
-    /// If the driver reports an error.
     pub fn must(&mut self, command: &str) -> Answer {
         let answer = self.ask(command);
         assert_eq!(answer.code, 0, "{command}: {answer:?}");
@@ -106,20 +90,12 @@ impl Probe {
     }
 
     /// Kills it as the kernel's OOM killer would, and waits until it is gone.
-    ///
-    /// # Panics
-    ///
-    /// If it cannot be killed.
     pub fn kill(&mut self) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();
     }
 
     /// Ends it, and returns what it wrote to stderr.
-    ///
-    /// # Panics
-    ///
-    /// If that cannot be read.
     pub fn stderr(&mut self) -> String {
         let _ = self.child.kill();
         let mut text = String::new();
