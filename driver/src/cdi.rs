@@ -310,3 +310,6 @@ fn absolute(what: &'static str, path: &str) -> Result<(), CdiError> {
         })
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,357 @@
+use proptest::prelude::*;
+use serde_json::json;
+
+use super::*;
+use crate::preparation::{PreparationPlan, plan};
+use crate::testing::{UID, allocation, capped, gpu, inventory, plain, with};
+
+// Container runtimes' own library judges these files: see `cdi-oracle`.
+const GOLDEN_CLAIM: &str = include_str!("../../testdata/cdi-claim.json");
+const GOLDEN_CLAIM_DIGIT: &str = include_str!("../../testdata/cdi-claim-digit.json");
+const GOLDEN_DRIVER: &str = include_str!("../../testdata/cdi-driver.json");
+const NAMES: &str = include_str!("../../testdata/cdi-names.tsv");
+
+fn paths() -> NodePaths {
+    NodePaths {
+        shares: "/run/tranche/shares".to_owned(),
+        libraries: "/var/lib/kubelet/plugins/gpu.tranche.dev/lib".to_owned(),
+        dev_root: "/".to_owned(),
+    }
+}
+
+/// A claim with a capped share, a whole GPU and a look at a third.
+fn mixed() -> PreparationPlan {
+    let results = [
+        capped("20Gi", "25"),
+        with(plain("gpu-1"), &json!({"request": "whole"})),
+        with(
+            plain("gpu-2-timeshared"),
+            &json!({"request": "slow", "shareID": "s"}),
+        ),
+    ];
+    plan(
+        &allocation("a", &results),
+        &inventory(vec![gpu(0), gpu(1), gpu(2)]),
+        [],
+    )
+    .unwrap()
+}
+
+fn file(path: &str) -> DriverFile {
+    DriverFile {
+        host_path: path.to_owned(),
+        container_path: path.to_owned(),
+    }
+}
+
+fn library(folder: &str, stem: &str, version: &str, soname: &str) -> Library {
+    let name = format!("{stem}.so.{version}");
+    let link = |target: &str, path: &str| Link {
+        target: target.to_owned(),
+        path: format!("{folder}/{path}"),
+    };
+    Library {
+        file: file(&format!("{folder}/{name}")),
+        soname: soname.to_owned(),
+        links: vec![link(&name, soname), link(soname, &format!("{stem}.so"))],
+    }
+}
+
+fn driver_files() -> DriverFiles {
+    let folder = "/usr/lib/x86_64-linux-gnu";
+    let version = "535.261.03";
+    DriverFiles {
+        libraries: vec![
+            library(folder, "libcuda", version, "libcuda.so.1"),
+            library(folder, "libnvidia-ml", version, "libnvidia-ml.so.1"),
+            library(
+                folder,
+                "libnvidia-ptxjitcompiler",
+                version,
+                "libnvidia-ptxjitcompiler.so.1",
+            ),
+        ],
+        binaries: vec![file("/usr/bin/nvidia-smi")],
+        firmware: vec![file("/lib/firmware/nvidia/535.261.03/gsp_tu10x.bin")],
+        sockets: vec![file("/run/nvidia-persistenced/socket")],
+        config_files: vec![],
+        control_nodes: vec!["/dev/nvidiactl".to_owned(), "/dev/nvidia-uvm".to_owned()],
+    }
+}
+
+#[test]
+fn a_claims_spec() {
+    let spec = claim_spec(&mixed(), &paths()).unwrap();
+    assert_eq!(String::from_utf8(spec.encode()).unwrap(), GOLDEN_CLAIM);
+    assert_eq!(serde_json::from_str::<Spec>(GOLDEN_CLAIM).unwrap(), spec);
+}
+
+#[test]
+fn the_drivers_spec() {
+    let spec = driver_spec(&driver_files(), &paths()).unwrap();
+    assert_eq!(String::from_utf8(spec.encode()).unwrap(), GOLDEN_DRIVER);
+    assert_eq!(serde_json::from_str::<Spec>(GOLDEN_DRIVER).unwrap(), spec);
+}
+
+#[test]
+fn a_claims_spec_on_a_node_with_a_containerised_driver() {
+    let mut allocation = allocation("a", &[plain("gpu-1")]);
+    UID.clone_into(&mut allocation.uid);
+    let plan = plan(&allocation, &inventory(vec![gpu(1)]), []).unwrap();
+    let paths = NodePaths {
+        dev_root: "/run/nvidia/driver".to_owned(),
+        ..paths()
+    };
+    let spec = claim_spec(&plan, &paths).unwrap();
+    assert_eq!(
+        String::from_utf8(spec.encode()).unwrap(),
+        GOLDEN_CLAIM_DIGIT
+    );
+}
+
+#[test]
+fn the_kubelet_is_told_names_that_are_there() {
+    let plan = mixed();
+    let known: Vec<String> = [
+        claim_spec(&plan, &paths()),
+        driver_spec(&driver_files(), &paths()),
+    ]
+    .into_iter()
+    .map(Result::unwrap)
+    .flat_map(|spec| {
+        let id = |device: &Device| format!("{}={}", spec.kind, device.name);
+        spec.devices.iter().map(id).collect::<Vec<_>>()
+    })
+    .collect();
+    for id in plan.devices.iter().flat_map(|device| &device.cdi_ids) {
+        assert!(known.contains(id), "{id} is none of {known:?}");
+    }
+}
+
+#[test]
+fn names_are_checked() {
+    for line in NAMES.lines() {
+        let (name, taken) = line.split_once('\t').unwrap();
+        let device = Device {
+            name: name.to_owned(),
+            container_edits: ContainerEdits::default(),
+        };
+        let spec = Spec::new(CLAIM_CLASS, vec![device], ContainerEdits::default());
+        assert_eq!(claim_device_id(name).is_ok(), taken == "yes", "{name:?}");
+        assert_eq!(spec.is_ok(), taken == "yes", "{name:?}");
+    }
+    for class in ["", "0", "a.b", "a-", "_a", &"a".repeat(64)] {
+        assert!(
+            Spec::new(class, vec![], ContainerEdits::default()).is_err(),
+            "{class:?}"
+        );
+    }
+}
+
+#[test]
+fn the_version_is_the_lowest_that_runtimes_take() {
+    // The name of a claim's device begins with a digit of its UID, or with a letter.
+    let named = |name: &str| {
+        let device = Device {
+            name: name.to_owned(),
+            container_edits: ContainerEdits {
+                env: vec!["A=b".to_owned()],
+                ..ContainerEdits::default()
+            },
+        };
+        Spec::new(CLAIM_CLASS, vec![device], ContainerEdits::default()).unwrap()
+    };
+    let typed = {
+        let mut device = named("a").devices[0].clone();
+        device.container_edits.mounts = vec![Mount {
+            kind: "tmpfs".to_owned(),
+            ..read_only("/a".to_owned(), "/b".to_owned())
+        }];
+        Spec::new(CLAIM_CLASS, vec![device], ContainerEdits::default()).unwrap()
+    };
+    let elsewhere = claim_spec(
+        &mixed(),
+        &NodePaths {
+            dev_root: "/run/nvidia/driver".to_owned(),
+            ..paths()
+        },
+    )
+    .unwrap();
+    let common = {
+        let edits = ContainerEdits {
+            device_nodes: vec![device_node("/dev/nvidiactl", "/run/nvidia/driver")],
+            ..ContainerEdits::default()
+        };
+        Spec::new(DRIVER_CLASS, named("a").devices, edits).unwrap()
+    };
+    for (spec, version) in [
+        (named("a"), Version::V0_3),
+        (typed, Version::V0_4),
+        (named("0a"), Version::V0_5),
+        (elsewhere, Version::V0_5),
+        (common, Version::V0_5),
+    ] {
+        assert_eq!(spec.version(), version);
+    }
+}
+
+#[test]
+fn a_capped_container_sees_the_shim_and_only_the_shim_sees_the_driver() {
+    let spec = driver_spec(&driver_files(), &paths()).unwrap();
+    let edits = |device: DriverDevice| {
+        &spec
+            .devices()
+            .iter()
+            .find(|d| d.name == device.name())
+            .unwrap()
+            .container_edits
+    };
+    let source = |edits: &ContainerEdits, path: &str| {
+        let found = edits.mounts.iter().chain(&spec.container_edits().mounts);
+        found
+            .filter(|mount| mount.container_path == path)
+            .map(|mount| mount.host_path.clone())
+            .collect::<Vec<_>>()
+    };
+    let (full, capped) = (edits(DriverDevice::Full), edits(DriverDevice::Capped));
+    for soname in ["libcuda.so.1", "libnvidia-ml.so.1"] {
+        let real = format!(
+            "/usr/lib/x86_64-linux-gnu/{}.so.535.261.03",
+            soname.trim_end_matches(".so.1")
+        );
+        let shim = format!("/var/lib/kubelet/plugins/gpu.tranche.dev/lib/{soname}");
+        let covered = format!("/usr/lib/x86_64-linux-gnu/{soname}");
+        assert_eq!(source(capped, &covered), [&*shim]);
+        assert_eq!(
+            source(capped, &format!("/usr/lib/tranche/{soname}")),
+            [&*shim]
+        );
+        assert_eq!(
+            source(capped, &format!("/usr/lib/tranche/driver/{soname}")),
+            [&*real]
+        );
+        assert_eq!(source(capped, &real), Vec::<String>::new());
+        assert_eq!(source(full, &real), [&*real]);
+        // The link that a plain driver needs would replace the shim.
+        let link = format!("::{covered}");
+        let makes = |edits: &ContainerEdits| {
+            edits
+                .hooks
+                .iter()
+                .flat_map(|hook| &hook.args)
+                .any(|arg| arg.ends_with(&link))
+        };
+        assert!(makes(full) && !makes(capped));
+    }
+    assert_eq!(
+        source(capped, "/etc/ld.so.preload"),
+        ["/var/lib/kubelet/plugins/gpu.tranche.dev/lib/ld.so.preload"]
+    );
+    assert!(source(full, "/etc/ld.so.preload").is_empty());
+    // The cache is made from the links.
+    for edits in [full, capped] {
+        let order: Vec<_> = edits.hooks.iter().map(|hook| &*hook.args[1]).collect();
+        assert_eq!(order, ["create-links", "update-ldcache"]);
+    }
+}
+
+#[test]
+fn containers_write_to_their_account_and_to_nothing_else() {
+    let specs = [
+        claim_spec(&mixed(), &paths()).unwrap(),
+        driver_spec(&driver_files(), &paths()).unwrap(),
+    ];
+    let mut writable = Vec::new();
+    for spec in &specs {
+        let edits = spec.devices().iter().map(|device| &device.container_edits);
+        for mount in edits
+            .chain([spec.container_edits()])
+            .flat_map(|edits| &edits.mounts)
+        {
+            assert!(mount.options.contains(&"nosuid".to_owned()), "{mount:?}");
+            if !mount.options.contains(&"ro".to_owned()) {
+                writable.push(&*mount.container_path);
+            }
+        }
+    }
+    assert_eq!(writable, ["/usr/lib/tranche/shares/uid-of-a-gpu-0/account"]);
+}
+
+#[test]
+fn what_is_missing_or_no_path_is_refused() {
+    let refusal = |change: fn(&mut DriverFiles, &mut NodePaths)| {
+        let (mut files, mut paths) = (driver_files(), paths());
+        change(&mut files, &mut paths);
+        driver_spec(&files, &paths).unwrap_err().to_string()
+    };
+    assert_eq!(
+        refusal(|files, _| files
+            .libraries
+            .retain(|library| library.soname != "libcuda.so.1")),
+        "the driver's files have no libcuda.so.1: is the driver root complete?"
+    );
+    assert_eq!(
+        refusal(|files, _| files.libraries.clear()),
+        "the driver's files have no libcuda.so.1: is the driver root complete?"
+    );
+    assert_eq!(
+        refusal(|files, _| files.binaries[0].host_path = "nvidia-smi".to_owned()),
+        r#"the driver's file "nvidia-smi" is not an absolute path"#
+    );
+    assert_eq!(
+        refusal(|files, _| files.libraries[0].links[0].path = "libcuda.so.1".to_owned()),
+        r#"the driver's link "libcuda.so.1" is not an absolute path"#
+    );
+    assert_eq!(
+        refusal(|files, _| files.control_nodes.push(String::new())),
+        r#"the control node "" is not an absolute path"#
+    );
+    assert_eq!(
+        refusal(|_, paths| paths.libraries = "lib".to_owned()),
+        r#"the folder of libraries "lib" is not an absolute path"#
+    );
+    let error = claim_spec(
+        &mixed(),
+        &NodePaths {
+            shares: "x".to_owned(),
+            ..paths()
+        },
+    );
+    assert_eq!(
+        error.unwrap_err().to_string(),
+        r#"the folder of shares "x" is not an absolute path"#
+    );
+}
+
+#[test]
+fn files_are_found_by_claim() {
+    let name = claim_file_name("0f4a-1");
+    assert_eq!(name, "gpu.tranche.dev-claim-0f4a-1.json");
+    assert_eq!(claim_of_file_name(&name), Some("0f4a-1"));
+    for other in [
+        &*driver_file_name(),
+        "gpu.tranche.dev-claim-.json",
+        "gpu.tranche.dev-claim-a.yaml",
+        "a",
+    ] {
+        assert_eq!(claim_of_file_name(other), None, "{other}");
+    }
+}
+
+#[test]
+fn a_device_is_never_empty() {
+    // Runtimes refuse a device without edits.
+    let spec = claim_spec(&mixed(), &paths()).unwrap();
+    for device in spec.devices() {
+        assert!(!device.container_edits.device_nodes.is_empty());
+    }
+}
+
+proptest! {
+    #[test]
+    fn a_name_that_is_taken_is_safe_in_a_path(name in "[A-Za-z0-9_./:-]{0,12}|.{0,4}") {
+        if claim_device_id(&name).is_ok() {
+            prop_assert!(!name.contains('/') && name != "." && name != ".." && !name.contains('='));
+        }
+    }
+}
