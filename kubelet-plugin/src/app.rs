@@ -98,6 +98,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         &image_lib_dir,
         client.clone(),
         driver.clone(),
+        Arc::clone(&metrics),
         Arc::clone(&suspect_orphans),
     )?;
 
@@ -178,6 +179,7 @@ fn preparer(
     image: &Path,
     client: Client,
     driver: watch::Receiver<DriverState>,
+    metrics: Arc<Metrics>,
     suspect_orphans: Arc<Notify>,
 ) -> anyhow::Result<Arc<Preparer>> {
     let installation = Installation::install(Arc::clone(&fs), image, &layout.libraries());
@@ -208,6 +210,7 @@ fn preparer(
         claims: Claims::new(client),
         ledger: Arc::new(ledger),
         aftermath: Arc::new(aftermath),
+        metrics,
         suspect_orphans,
     }))
 }

@@ -5,6 +5,8 @@
 //! Nothing is written that the API server has already.
 
 mod slices;
+#[cfg(test)]
+mod tests;
 
 use std::fmt;
 use std::pin::pin;
@@ -34,6 +36,8 @@ const DEBOUNCE: Duration = Duration::from_secs(1);
 /// Pauses after a failed write: the first; it doubles up to the last.
 const FIRST_RETRY: Duration = Duration::from_millis(250);
 const LAST_RETRY: Duration = Duration::from_secs(15);
+/// How often the API server's copy is read without a reason: somebody may have changed or deleted it.
+const RESYNC: Duration = Duration::from_secs(300);
 /// How long the API server may take to answer.
 const DEADLINE: Duration = Duration::from_secs(10);
 
@@ -64,7 +68,7 @@ impl fmt::Debug for GpuNodeWriter {
 }
 
 /// What should be written.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 struct Wanted {
     /// As NVML says; `None` until the driver was seen, and what was written then stays.
     inventory: Option<Inventory>,
@@ -94,11 +98,13 @@ impl GpuNodeWriter {
         let mut events = pin!(slices::watch(self.client.clone(), &self.node));
         let mut wanted = Wanted::default();
         let mut epoch = 0;
-        let mut dirty = true;
+        let mut dirty = false;
         let mut retry = FIRST_RETRY;
         let mut next_try = pin!(tokio::time::sleep(Duration::ZERO));
         let mut check = pin!(tokio::time::sleep(Duration::ZERO));
         let mut suspicious = false;
+        let mut resync = tokio::time::interval(RESYNC);
+        resync.reset();
         loop {
             tokio::select! {
                 () = stop.cancelled() => return,
@@ -129,8 +135,9 @@ impl GpuNodeWriter {
                         dirty = true;
                     }
                 }
+                _ = resync.tick() => dirty = true,
                 () = next_try.as_mut(), if dirty => {
-                    match self.write(&wanted).await {
+                    match self.write(&wanted, epoch).await {
                         Ok(written) => {
                             epoch = written;
                             self.metrics.epoch.set(epoch);
@@ -163,15 +170,20 @@ impl GpuNodeWriter {
     }
 
     /// Brings the API server up to date, and returns the epoch that holds.
-    async fn write(&self, wanted: &Wanted) -> Result<i64, Error> {
+    ///
+    /// `known` is the epoch that held before: it never shrinks, not even when somebody deleted the
+    /// GpuNode.
+    async fn write(&self, wanted: &Wanted, known: i64) -> Result<i64, Error> {
         let node = match self.read().await? {
             Some(node) => node,
             None => self.create().await?,
         };
         let old = node.status.unwrap_or_default();
-        let old_registration = old.registration.clone().unwrap_or_default();
+        let stored = old.registration.as_ref().map_or(0, |old| old.epoch);
+        // Lost with the object, the epoch must grow for the slices to be published again.
+        let lost = stored < known;
         let registration = Registration {
-            epoch: old_registration.epoch + i64::from(wanted.bump),
+            epoch: stored.max(known) + i64::from(wanted.bump || lost),
             plugin_version: env!("CARGO_PKG_VERSION").to_owned(),
         };
         let inventory = wanted.inventory.as_ref().or(old.inventory.as_ref());

@@ -12,13 +12,15 @@ mod error;
 #[cfg(test)]
 mod tests;
 
-use std::path::Path;
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
 use k8s_openapi::api::resource::v1::ResourceClaim;
 use tokio::sync::{Notify, watch};
 use tracing::{info, warn};
+use tranche_api::names::DRIVER;
 use tranche_driver::claim::{Allocation, check_uid};
 use tranche_driver::journal::Record;
 use tranche_driver::preparation::{Cap, PreparationPlan, PreparationProblem, plan};
@@ -31,6 +33,7 @@ use crate::executor::Executor;
 use crate::install::{Installation, InstallError, Needs};
 use crate::ledger::{Ledger, claim_of};
 use crate::locks::{Held, Key, Locks};
+use crate::metrics::Metrics;
 use crate::root::{DriverRoot, Kind};
 
 /// How long one claim may take, of the 45 s that the kubelet gives a call.
@@ -52,7 +55,7 @@ pub struct Parts {
     /// This node's pool.
     pub pool: String,
     /// The driver root as this process sees it.
-    pub driver_root: std::path::PathBuf,
+    pub driver_root: PathBuf,
     /// The driver's CDI spec.
     pub spec_file: Arc<SpecFile>,
     /// Carries out plans.
@@ -67,6 +70,8 @@ pub struct Parts {
     pub ledger: Arc<Ledger>,
     /// Status and events.
     pub aftermath: Arc<dyn Aftermath>,
+    /// What is counted.
+    pub metrics: Arc<Metrics>,
     /// Wakes the search for orphans when one may be in the way.
     pub suspect_orphans: Arc<Notify>,
 }
@@ -287,31 +292,45 @@ impl Preparer {
     /// the containers of a pod deleted by force have the time to end. Returns those gone now.
     pub async fn release_orphans(
         self: &Arc<Self>,
-        missing: &std::collections::BTreeSet<String>,
-    ) -> std::collections::BTreeSet<String> {
-        let mut gone = std::collections::BTreeSet::new();
+        missing: &BTreeSet<String>,
+    ) -> BTreeSet<String> {
+        let mut gone = BTreeSet::new();
         for record in self.parts.ledger.held() {
             let claim = claim_of(&record);
-            let is_gone = match self.parts.claims.get(&claim).await {
-                Ok(None) => true,
-                Ok(Some(object)) => check_uid(&object, &claim.uid).is_err(),
+            match self.parts.claims.get(&claim).await {
+                Ok(Some(object)) if check_uid(&object, &claim.uid).is_ok() => {
+                    if !tells_devices(&object) {
+                        // An earlier life was killed between its answer and this.
+                        self.parts.aftermath.prepared(&record);
+                    }
+                    continue;
+                }
                 // Not knowing is no reason to take something away.
-                Err(_) => false,
-            };
-            if !is_gone {
-                continue;
+                Err(_) => continue,
+                Ok(_) => {}
             }
             if !missing.contains(&claim.uid) {
                 gone.insert(claim.uid);
                 continue;
             }
             info!(claim = %claim, uid = claim.uid, "the claim is gone and the kubelet did not release it; releasing it");
-            if self.unprepare(&claim).await.is_err() {
-                gone.insert(claim.uid);
+            match self.unprepare(&claim).await {
+                Ok(()) => {
+                    self.parts.metrics.orphans.inc();
+                }
+                Err(_) => {
+                    gone.insert(claim.uid);
+                }
             }
         }
         gone
     }
+}
+
+/// Whether `status.devices` has something of ours.
+fn tells_devices(claim: &ResourceClaim) -> bool {
+    let devices = claim.status.as_ref().and_then(|s| s.devices.as_deref());
+    devices.unwrap_or_default().iter().any(|d| d.driver == DRIVER)
 }
 
 fn gpus(plan: &PreparationPlan) -> impl Iterator<Item = Key> + '_ {

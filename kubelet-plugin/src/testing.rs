@@ -127,6 +127,7 @@ impl World {
             claims: Claims::new(self.api.client()),
             ledger: Arc::new(ledger),
             aftermath: Arc::clone(&told) as _,
+            metrics: Arc::default(),
             suspect_orphans: Arc::clone(&suspect_orphans),
         });
         Ok(Plugin {

@@ -329,6 +329,9 @@ async fn orphans_are_released_at_the_second_look() {
     assert!(plugin.preparer.release_orphans(&look).await.is_empty());
     let held: Vec<_> = plugin.preparer.ledger().uids();
     assert_eq!(held, ["uid-of-kept"]);
+    // An earlier life did not come to tell what it gave; this one does.
+    assert!(plugin.told.prepared.lock().unwrap().iter().all(|uid| uid == "uid-of-kept"));
+    assert!(!plugin.told.prepared.lock().unwrap().is_empty());
     assert!(world.traces().iter().all(|path| path.contains("kept")), "{:?}", world.traces());
 }
 

@@ -1,6 +1,6 @@
-//! An API server that serves claims, counts, and fails on demand.
+//! An API server that keeps what is put and applied, counts, and fails on demand.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::convert::Infallible;
 use std::sync::{Arc, Mutex};
 
@@ -8,6 +8,7 @@ use http::{Request, Response, StatusCode};
 use kube::Client;
 use kube::client::Body;
 use serde_json::{Value, json};
+use tokio::sync::Notify;
 
 /// How a request is answered.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -26,11 +27,13 @@ struct State {
     objects: BTreeMap<String, Value>,
     mood: Mood,
     requests: Vec<(String, String, Value)>,
+    /// What the next watch tells before it falls silent.
+    watch: VecDeque<Value>,
 }
 
 /// Shared with every client made from it.
 #[derive(Clone, Debug, Default)]
-pub struct FakeApi(Arc<Mutex<State>>);
+pub struct FakeApi(Arc<Mutex<State>>, Arc<Notify>);
 
 impl FakeApi {
     /// Stores a claim under its namespace and name.
@@ -44,6 +47,35 @@ impl FakeApi {
         self.0.lock().unwrap().objects.remove(&path(claim));
     }
 
+    /// Deletes the object at a path.
+    pub fn delete_at(&self, path: &str) {
+        self.0.lock().unwrap().objects.remove(path);
+    }
+
+    /// Stores any object under its path.
+    pub fn put_at(&self, path: &str, object: Value) {
+        let mut state = self.0.lock().unwrap();
+        state.objects.insert(path.to_owned(), object);
+    }
+
+    /// The object at a path.
+    pub fn at(&self, path: &str) -> Option<Value> {
+        self.0.lock().unwrap().objects.get(path).cloned()
+    }
+
+    /// What a watch that waits, or the next one, tells before it ends.
+    pub fn watch_tells(&self, events: impl IntoIterator<Item = Value>) {
+        self.0.lock().unwrap().watch = events.into_iter().collect();
+        self.1.notify_one();
+    }
+
+    /// Paths of the requests with this method so far.
+    pub fn paths(&self, method: &str) -> Vec<String> {
+        let requests = self.requests();
+        let of_method = requests.into_iter().filter(|(m, _, _)| m == method);
+        of_method.map(|(_, path, _)| path).collect()
+    }
+
     pub fn set_mood(&self, mood: Mood) {
         self.0.lock().unwrap().mood = mood;
     }
@@ -54,10 +86,10 @@ impl FakeApi {
     }
 
     pub fn client(&self) -> Client {
-        let state = Arc::clone(&self.0);
+        let this = self.clone();
         let service = tower::service_fn(move |request: Request<Body>| {
-            let state = Arc::clone(&state);
-            async move { Ok::<_, Infallible>(answer(&state, request).await) }
+            let this = this.clone();
+            async move { Ok::<_, Infallible>(this.answer(request).await) }
         });
         Client::new(service, "default")
     }
@@ -72,31 +104,64 @@ fn path(claim: &Value) -> String {
     )
 }
 
-async fn answer(state: &Mutex<State>, request: Request<Body>) -> Response<Body> {
-    let method = request.method().to_string();
-    let path = request.uri().path().to_owned();
-    let bytes = request.into_body().collect_bytes().await.unwrap_or_default();
-    let body = serde_json::from_slice(&bytes).unwrap_or(Value::Null);
-    let (mood, object) = {
-        let mut state = state.lock().unwrap();
-        state.requests.push((method.clone(), path.clone(), body.clone()));
-        let object = match method.as_str() {
-            "GET" => state.objects.get(&path).cloned(),
-            // A write is answered by what it wrote.
-            _ => Some(body),
+impl FakeApi {
+    async fn answer(&self, request: Request<Body>) -> Response<Body> {
+        let method = request.method().to_string();
+        let path = request.uri().path().to_owned();
+        let query = request.uri().query().unwrap_or_default();
+        if query.contains("watch=true") {
+            return self.watch().await;
+        }
+        let bytes = request.into_body().collect_bytes().await.unwrap_or_default();
+        let body = serde_json::from_slice(&bytes).unwrap_or(Value::Null);
+        let (mood, object) = {
+            let mut state = self.0.lock().unwrap();
+            let seen = (method.clone(), path.clone(), body.clone());
+            state.requests.push(seen);
+            let object = match method.as_str() {
+                "GET" => state.objects.get(&path).cloned(),
+                _ if state.mood == Mood::Well => Some(apply(&mut state.objects, &path, body)),
+                _ => None,
+            };
+            (state.mood, object)
         };
-        (state.mood, object)
+        let (status, body) = match (mood, object) {
+            (Mood::Silent, _) => std::future::pending().await,
+            (Mood::Failing(status), _) => (status, failure(status)),
+            (Mood::Well, Some(object)) => (200, object),
+            (Mood::Well, None) => (404, failure(404)),
+        };
+        Response::builder()
+            .status(StatusCode::from_u16(status).unwrap())
+            .body(Body::from(body.to_string().into_bytes()))
+            .unwrap()
+    }
+
+    async fn watch(&self) -> Response<Body> {
+        loop {
+            let told = std::mem::take(&mut self.0.lock().unwrap().watch);
+            if !told.is_empty() {
+                let lines: String = told.iter().map(|event| format!("{event}\n")).collect();
+                return Response::new(Body::from(lines.into_bytes()));
+            }
+            self.1.notified().await;
+        }
+    }
+}
+
+/// Server-side apply, as much of it as is asked for here: a status is merged field by field into the
+/// object that is there, an object is stored where there was none.
+fn apply(objects: &mut BTreeMap<String, Value>, path: &str, body: Value) -> Value {
+    let Some(object) = path.strip_suffix("/status") else {
+        return objects.entry(path.to_owned()).or_insert(body).clone();
     };
-    let (status, body) = match (mood, object) {
-        (Mood::Silent, _) => std::future::pending().await,
-        (Mood::Failing(status), _) => (status, failure(status)),
-        (Mood::Well, Some(object)) => (200, object),
-        (Mood::Well, None) => (404, failure(404)),
-    };
-    Response::builder()
-        .status(StatusCode::from_u16(status).unwrap())
-        .body(Body::from(body.to_string().into_bytes()))
-        .unwrap()
+    let object = objects.entry(object.to_owned()).or_insert_with(|| body.clone());
+    if let Some(status) = body["status"].as_object() {
+        for (field, value) in status {
+            object["status"][field] = value.clone();
+        }
+    }
+    object.clone()
 }
 
 fn failure(code: u16) -> Value {

@@ -1,0 +1,192 @@
+//! What is written when, against an API server that keeps what is applied.
+
+use serde_json::{Value, json};
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+
+use super::*;
+use crate::testing::api::{FakeApi, Mood};
+use crate::testing::{NODE, World};
+
+const GPU_NODE: &str = "/apis/gpu.tranche.dev/v1alpha1/gpunodes/node-a";
+const SLICES: &str = "/apis/resource.k8s.io/v1/resourceslices";
+const HOUR: Duration = Duration::from_secs(3600);
+
+struct Running {
+    world: World,
+    driver: watch::Sender<DriverState>,
+    registered: watch::Sender<Registered>,
+    stop: CancellationToken,
+    task: tokio::task::JoinHandle<()>,
+}
+
+impl Running {
+    fn start() -> Self {
+        let world = World::new();
+        let node = json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE, "uid": "node-uid"}});
+        world.api.put_at("/api/v1/nodes/node-a", node);
+        let none = json!({"kind": "PartialObjectMetadataList", "apiVersion": "meta.k8s.io/v1", "metadata": {"resourceVersion": "1"}, "items": []});
+        world.api.put_at(SLICES, none);
+        Self::start_in(world)
+    }
+
+    fn start_in(world: World) -> Self {
+        let (driver, driver_rx) = watch::channel(DriverState::Unknown);
+        let (registered, registered_rx) = watch::channel(Registered::default());
+        let stop = CancellationToken::new();
+        let writer = GpuNodeWriter::new(world.api.client(), NODE.into(), Arc::default());
+        let task = tokio::spawn(writer.run(driver_rx, registered_rx, stop.clone()));
+        Self {
+            world,
+            driver,
+            registered,
+            stop,
+            task,
+        }
+    }
+
+    fn api(&self) -> &FakeApi {
+        &self.world.api
+    }
+
+    fn driver_comes(&self) {
+        let ready = DriverState::Ready(Arc::clone(&self.world.ready));
+        self.driver.send_replace(ready);
+    }
+
+    fn kubelet_registers(&self) {
+        self.registered.send_modify(|registered| {
+            registered.count += 1;
+            registered.now = true;
+        });
+    }
+
+    /// Lets paused time run until the GpuNode says what it should.
+    async fn until(&self, what: &str, holds: impl Fn(&Value) -> bool) -> Value {
+        let wait = async {
+            loop {
+                match self.api().at(GPU_NODE) {
+                    Some(node) if holds(&node) => return node,
+                    _ => tokio::time::sleep(Duration::from_millis(10)).await,
+                }
+            }
+        };
+        let found = tokio::time::timeout(HOUR, wait).await;
+        found.unwrap_or_else(|_| panic!("no {what}: {:?}", self.api().at(GPU_NODE)))
+    }
+
+    async fn until_epoch(&self, epoch: i64) -> Value {
+        let has = |node: &Value| node["status"]["registration"]["epoch"] == epoch;
+        self.until(&format!("epoch {epoch}"), has).await
+    }
+
+    async fn end(self) -> World {
+        self.stop.cancel();
+        self.task.await.unwrap();
+        self.world
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_node_is_described_once_and_owned_by_its_node() {
+    let running = Running::start();
+    running.driver_comes();
+    running.kubelet_registers();
+    let node = running.until_epoch(1).await;
+    let has_gpus = |node: &Value| node["status"]["inventory"]["gpus"].as_array().is_some_and(|g| g.len() == 2);
+    running.until("inventory", has_gpus).await;
+    assert_eq!(node["metadata"]["ownerReferences"][0]["uid"], "node-uid");
+
+    // Quiet at steady state: an hour later nothing more was written.
+    let written = running.api().paths("PATCH").len();
+    tokio::time::sleep(HOUR).await;
+    assert_eq!(running.api().paths("PATCH").len(), written);
+    running.end().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn every_registration_is_an_epoch_across_lives() {
+    let running = Running::start();
+    running.driver_comes();
+    running.kubelet_registers();
+    running.until_epoch(1).await;
+    running.kubelet_registers();
+    running.until_epoch(2).await;
+    let running = Running::start_in(running.end().await);
+    running.kubelet_registers();
+    let node = running.until_epoch(3).await;
+    // Before the driver was looked at, what is known of it stays.
+    assert_eq!(node["status"]["inventory"]["driverVersion"], "535.261.03");
+    running.end().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_api_server_that_fails_is_tried_until_it_does_not() {
+    let running = Running::start();
+    running.api().set_mood(Mood::Failing(500));
+    running.kubelet_registers();
+    tokio::time::sleep(Duration::from_secs(60)).await;
+    let tries = running.api().paths("GET").iter().filter(|path| *path == GPU_NODE).count();
+    assert!((4..=20).contains(&tries), "{tries} tries in a minute");
+    running.api().set_mood(Mood::Well);
+    running.until_epoch(1).await;
+    running.end().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_deleted_gpu_node_comes_back_with_a_greater_epoch() {
+    let running = Running::start();
+    running.driver_comes();
+    running.kubelet_registers();
+    running.until_epoch(1).await;
+    running.api().delete_at(GPU_NODE);
+    let node = running.until_epoch(2).await;
+    assert_eq!(node["metadata"]["ownerReferences"][0]["name"], NODE);
+    running.end().await;
+}
+
+fn slice(name: &str, epoch: &str) -> Value {
+    json!({
+        "kind": "PartialObjectMetadata", "apiVersion": "meta.k8s.io/v1",
+        "metadata": {"name": name, "resourceVersion": "2", "annotations": {"gpu.tranche.dev/epoch": epoch}},
+    })
+}
+
+/// A node whose only slice of epoch 1, published as `published`, is deleted.
+async fn slice_is_deleted(published: Value) -> Running {
+    let running = Running::start();
+    running.driver_comes();
+    running.kubelet_registers();
+    running.until_epoch(1).await;
+    let world = running.end().await;
+    let mut node = world.api.at(GPU_NODE).unwrap();
+    node["status"]["registration"]["epoch"] = 0.into();
+    node["status"]["published"] = published;
+    world.api.put_at(GPU_NODE, node);
+    let running = Running::start_in(world);
+    running.kubelet_registers();
+    running.until_epoch(1).await;
+    running.api().watch_tells([
+        json!({"type": "ADDED", "object": slice("s", "1")}),
+        json!({"type": "DELETED", "object": slice("s", "1")}),
+    ]);
+    running
+}
+
+#[tokio::test(start_paused = true)]
+async fn published_slices_that_vanish_are_asked_for_anew() {
+    let running = slice_is_deleted(json!({"epoch": 1, "poolGeneration": 1, "sliceCount": 1, "slices": ["s"]})).await;
+    running.until_epoch(2).await;
+    // The controller has not answered to epoch 2 yet, so there is nothing to miss.
+    tokio::time::sleep(HOUR).await;
+    running.until_epoch(2).await;
+    running.end().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_slice_that_the_controller_withdrew_is_not_missed() {
+    let running = slice_is_deleted(json!({"epoch": 1, "poolGeneration": 1, "sliceCount": 0, "slices": []})).await;
+    tokio::time::sleep(HOUR).await;
+    running.until_epoch(1).await;
+    running.end().await;
+}
