@@ -43,6 +43,7 @@ lint: tools ## formatting, clippy, shell scripts, the chart
 
 unit: shim simulator ## unit, property and contract tests, without a cluster
 	cargo test --workspace --exclude tranche-e2e
+	simulator/test-clients
 
 e2e: image simulator ## the suite on a cluster, which goes afterwards unless it was there before
 	e2e/kind/with cargo test -p tranche-e2e

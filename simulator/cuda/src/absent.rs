@@ -1,12 +1,14 @@
 //! What cuda.h names and the simulator has no answer for.
 
 use crate::code::Code;
+use crate::export::distinct;
 
 macro_rules! absent {
     ($($name:ident)+) => {
         $(
             #[unsafe(no_mangle)]
             pub extern "C" fn $name() -> u32 {
+                distinct!($name);
                 Code::NOT_SUPPORTED.0
             }
         )+

@@ -33,11 +33,29 @@ pub struct Heap {
 }
 
 /// A block that small allocations share.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Slab {
-    /// Free places.
+    /// Places given back.
     free: Vec<u16>,
+    /// Places never given out: this one and those after it.
+    next: u16,
     live: u16,
+    /// Whether one that was freed had been written to.
+    touched: bool,
+}
+
+impl Slab {
+    fn take(&mut self) -> u16 {
+        self.live += 1;
+        self.free.pop().unwrap_or_else(|| {
+            self.next += 1;
+            self.next - 1
+        })
+    }
+
+    fn full(&self, class: usize) -> bool {
+        self.free.is_empty() && u64::from(self.next) == BLOCK / size(class)
+    }
 }
 
 /// What an allocation of some size takes.
@@ -67,36 +85,37 @@ impl Heap {
     ) -> Result<u64, Code> {
         self.reserve(total)?;
         match fit(bytes).ok_or(Code::OUT_OF_MEMORY)? {
-            Fit::Whole(length) => {
-                charge(length)?;
-                // Fragmented address space of many times the GPU's memory: only a
-                // program that frees in a pattern made for it gets there.
-                self.take(length).ok_or(Code::OUT_OF_MEMORY)
-            }
+            Fit::Whole(length) => self.take_charged(length, charge),
             Fit::Shared(class) => {
-                let block = if let Some(block) = self.room[class].last() {
-                    *block
-                } else {
-                    charge(BLOCK)?;
-                    let block = self.take(BLOCK).ok_or(Code::OUT_OF_MEMORY)?;
-                    let places = u16::try_from(BLOCK / size(class)).unwrap_or(u16::MAX);
-                    let slab = Slab {
-                        free: (0..places).rev().collect(),
-                        live: 0,
-                    };
-                    self.shared.insert(block, slab);
-                    self.room[class].push(block);
-                    block
+                let block = match self.room[class].last() {
+                    Some(block) => *block,
+                    None => {
+                        let block = self.take_charged(BLOCK, charge)?;
+                        self.shared.insert(block, Slab::default());
+                        self.room[class].push(block);
+                        block
+                    }
                 };
                 let slab = self.shared.get_mut(&block).ok_or(Code::UNKNOWN)?;
-                let place = slab.free.pop().ok_or(Code::UNKNOWN)?;
-                slab.live += 1;
-                if slab.free.is_empty() {
+                let place = slab.take();
+                if slab.full(class) {
                     self.room[class].pop();
                 }
                 Ok(block + u64::from(place) * size(class))
             }
         }
+    }
+
+    /// Addresses, and the GPU's memory for them: both or neither.
+    fn take_charged(
+        &mut self,
+        length: u64,
+        charge: impl FnOnce(u64) -> Result<(), Code>,
+    ) -> Result<u64, Code> {
+        // Addresses run out only where a program frees in a pattern made for it.
+        let address = self.take(length).ok_or(Code::OUT_OF_MEMORY)?;
+        charge(length).inspect_err(|_| self.give(address, length))?;
+        Ok(address)
     }
 
     /// Takes an address back; returns the bytes of whole blocks that it frees.
@@ -115,18 +134,22 @@ impl Heap {
                 let Some(slab) = self.shared.get_mut(&block) else {
                     return 0;
                 };
-                if slab.free.is_empty() {
+                if slab.full(class) {
                     self.room[class].push(block);
                 }
+                slab.touched |= touched;
                 slab.free
                     .push(u16::try_from((address - block) / size(class)).unwrap_or(0));
                 slab.live -= 1;
                 if slab.live > 0 {
                     return 0;
                 }
+                let touched = slab.touched;
                 self.shared.remove(&block);
                 self.room[class].retain(|b| *b != block);
-                forget(block, BLOCK);
+                if touched {
+                    forget(block, BLOCK);
+                }
                 self.give(block, BLOCK);
                 BLOCK
             }
@@ -243,6 +266,9 @@ mod tests {
         assert_eq!(heap.release(second, 512, true), BLOCK);
         assert_eq!(heap.release(big, SMALL + 1, true), BLOCK);
         assert_eq!(heap.free.len(), 1, "the address space is whole again");
+        let refused = heap.allocate(SMALL + 1, TOTAL, |_| Err(Code::OUT_OF_MEMORY));
+        assert_eq!(refused, Err(Code::OUT_OF_MEMORY));
+        assert_eq!(heap.free.len(), 1, "a refusal takes nothing");
     }
 
     #[test]

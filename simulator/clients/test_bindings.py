@@ -1,0 +1,194 @@
+"""NVIDIA's cuda-bindings, versions 12 and 13, on the simulated libcuda."""
+
+import ctypes
+import os
+import signal
+
+import numpy
+import pytest
+from cuda.bindings import driver
+
+PTX = b""".version 8.0
+.target sm_70
+.address_size 64
+.global .align 4 .b8 table[64];
+.visible .entry sim_busy_30ms(.param .u64 p) { ret; }
+\0"""
+
+
+def ok(result):
+    assert result[0] == driver.CUresult.CUDA_SUCCESS, result[0]
+    return result[1] if len(result) == 2 else result[1:]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def context():
+    ok(driver.cuInit(0))
+    device = ok(driver.cuDeviceGet(0))
+    context = ok(driver.cuDevicePrimaryCtxRetain(device))
+    ok(driver.cuCtxSetCurrent(context))
+    yield context
+    ok(driver.cuCtxSetCurrent(driver.CUcontext(0)))
+    ok(driver.cuDevicePrimaryCtxRelease(device))
+
+
+def test_the_gpu_says_that_it_is_simulated():
+    assert ok(driver.cuDeviceGetName(96, ok(driver.cuDeviceGet(0)))).startswith(b"Simulated ")
+    assert ok(driver.cuDriverGetVersion()) == 12020
+
+
+def test_memory_shows_in_nvml(own_memory):
+    before = own_memory()
+    address = ok(driver.cuMemAlloc(3 << 30))
+    assert own_memory() - before == 3 << 30
+    ok(driver.cuMemFree(address))
+    assert own_memory() == before
+    assert driver.cuMemFree(address)[0] == driver.CUresult.CUDA_ERROR_INVALID_VALUE
+    free, total = ok(driver.cuMemGetInfo())
+    assert driver.cuMemAlloc(free + 1)[0] == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+    assert total > free
+
+
+def test_copies_move_bytes():
+    data = numpy.random.default_rng(7).integers(0, 255, 5_000_000, dtype=numpy.uint8)
+    back = numpy.zeros_like(data)
+    first, second = (ok(driver.cuMemAlloc(data.nbytes)) for _ in range(2))
+    stream = ok(driver.cuStreamCreate(0))
+    ok(driver.cuMemcpyHtoDAsync(first, data.ctypes.data, data.nbytes, stream))
+    ok(driver.cuMemcpyDtoDAsync(second, first, data.nbytes, stream))
+    ok(driver.cuMemsetD8Async(second, 9, 1000, stream))
+    ok(driver.cuMemcpyDtoHAsync(back.ctypes.data, second, data.nbytes, stream))
+    ok(driver.cuStreamSynchronize(stream))
+    assert (back[:1000] == 9).all() and (back[1000:] == data[1000:]).all()
+    outside = driver.cuMemcpyHtoD(int(first) + data.nbytes - 8, data.ctypes.data, 16)
+    assert outside[0] == driver.CUresult.CUDA_ERROR_INVALID_VALUE
+    for address in (first, second):
+        ok(driver.cuMemFree(address))
+
+
+def test_pools_count_what_they_give():
+    stream = ok(driver.cuStreamCreate(0))
+    pool = ok(driver.cuDeviceGetDefaultMemPool(ok(driver.cuDeviceGet(0))))
+    used = lambda: int(ok(driver.cuMemPoolGetAttribute(pool, driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_USED_MEM_CURRENT)))
+    address = ok(driver.cuMemAllocAsync(64 << 20, stream))
+    assert used() == 64 << 20
+    ok(driver.cuMemFreeAsync(address, stream))
+    assert used() == 0
+
+
+def test_mapped_memory_is_charged_until_its_last_use(own_memory):
+    properties = driver.CUmemAllocationProp()
+    properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    properties.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    properties.location.id = 0
+    granularity = ok(driver.cuMemGetAllocationGranularity(properties, driver.CUmemAllocationGranularity_flags(0)))
+    size = 8 * granularity
+    before = own_memory()
+    handle = ok(driver.cuMemCreate(size, properties, 0))
+    assert own_memory() - before == size
+    address = ok(driver.cuMemAddressReserve(2 * size, 0, 0, 0))
+    access = driver.CUmemAccessDesc()
+    access.location = properties.location
+    access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    for offset in (0, size):  # one allocation, seen at two addresses
+        ok(driver.cuMemMap(int(address) + offset, size, 0, handle, 0))
+        ok(driver.cuMemSetAccess(int(address) + offset, size, [access], 1))
+    ok(driver.cuMemsetD8(int(address), 5, size))
+    value = ctypes.c_uint8()
+    ok(driver.cuMemcpyDtoH(ctypes.addressof(value), int(address) + size + 77, 1))
+    assert value.value == 5
+    ok(driver.cuMemRelease(handle))
+    assert own_memory() - before == size
+    ok(driver.cuMemUnmap(address, 2 * size))
+    assert own_memory() == before
+    ok(driver.cuMemAddressFree(address, 2 * size))
+
+
+def test_kernels_take_the_time_in_their_name():
+    module = ok(driver.cuModuleLoadData(PTX))
+    kernel = ok(driver.cuModuleGetFunction(module, b"sim_busy_30ms"))
+    missing = driver.cuModuleGetFunction(module, b"other")
+    assert missing[0] == driver.CUresult.CUDA_ERROR_NOT_FOUND
+    assert ok(driver.cuModuleGetGlobal(module, b"table"))[1] == 64
+    stream = ok(driver.cuStreamCreate(1))
+    start, end = (ok(driver.cuEventCreate(0)) for _ in range(2))
+    ok(driver.cuEventRecord(start, stream))
+    for _ in range(3):
+        ok(driver.cuLaunchKernel(kernel, 1, 1, 1, 32, 1, 1, 0, stream, 0, 0))
+    ok(driver.cuEventRecord(end, stream))
+    assert driver.cuEventQuery(end)[0] == driver.CUresult.CUDA_ERROR_NOT_READY
+    ok(driver.cuEventSynchronize(end))
+    assert 89 < ok(driver.cuEventElapsedTime(start, end)) < 200
+    bad = driver.cuLaunchKernel(kernel, 1, 1, 1, 2048, 1, 1, 0, stream, 0, 0)
+    assert bad[0] == driver.CUresult.CUDA_ERROR_INVALID_VALUE
+    assert driver.cuModuleLoadData(b"not an image\0")[0] == driver.CUresult.CUDA_ERROR_INVALID_IMAGE
+
+
+def test_a_captured_graph_does_what_was_captured():
+    kernel = ok(driver.cuModuleGetFunction(ok(driver.cuModuleLoadData(PTX)), b"sim_busy_30ms"))
+    stream, other = (ok(driver.cuStreamCreate(1)) for _ in range(2))
+    fork, join = (ok(driver.cuEventCreate(2)) for _ in range(2))
+    address = ok(driver.cuMemAlloc(4096))
+    ok(driver.cuMemsetD8(address, 1, 4096))
+    ok(driver.cuStreamBeginCapture(stream, driver.CUstreamCaptureMode(0)))
+    ok(driver.cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, stream, 0, 0))
+    ok(driver.cuEventRecord(fork, stream))
+    ok(driver.cuStreamWaitEvent(other, fork, 0))
+    ok(driver.cuMemsetD8Async(address, 2, 4096, other))
+    ok(driver.cuEventRecord(join, other))
+    ok(driver.cuStreamWaitEvent(stream, join, 0))
+    graph = ok(driver.cuStreamEndCapture(stream))
+    value = ctypes.c_uint8()
+    read = lambda: ok(driver.cuMemcpyDtoH(ctypes.addressof(value), address, 1)) and None or value.value
+    assert read() == 1, "capturing does nothing yet"
+    executable = ok(driver.cuGraphInstantiate(graph, 0))
+    start, end = (ok(driver.cuEventCreate(0)) for _ in range(2))
+    ok(driver.cuEventRecord(start, stream))
+    for _ in range(2):
+        ok(driver.cuGraphLaunch(executable, stream))
+    ok(driver.cuEventRecord(end, stream))
+    ok(driver.cuStreamSynchronize(stream))
+    assert read() == 2
+    assert ok(driver.cuEventElapsedTime(start, end)) > 59
+
+
+def test_host_functions_run_in_the_streams_order():
+    kernel = ok(driver.cuModuleGetFunction(ok(driver.cuModuleLoadData(PTX)), b"sim_busy_30ms"))
+    stream = ok(driver.cuStreamCreate(1))
+    source, target = (ctypes.c_uint32 * 1)(1), (ctypes.c_uint32 * 1)(0)
+    address = ok(driver.cuMemAlloc(4))
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+    def change(_):
+        source[0] = 42
+
+    ok(driver.cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, stream, 0, 0))
+    ok(driver.cuLaunchHostFunc(stream, driver.CUhostFn(ctypes.cast(change, ctypes.c_void_p).value), 0))
+    ok(driver.cuMemcpyHtoDAsync(address, ctypes.addressof(source), 4, stream))
+    ok(driver.cuMemcpyDtoHAsync(ctypes.addressof(target), address, 4, stream))
+    assert target[0] == 0 and source[0] == 1, "the kernel is not over yet"
+    ok(driver.cuStreamSynchronize(stream))
+    assert target[0] == 42
+
+
+def test_pointers_are_known(context):
+    address = ok(driver.cuMemAlloc(10_000))
+    attribute = driver.CUpointer_attribute
+    kind = ok(driver.cuPointerGetAttribute(attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, int(address) + 5))
+    assert int(kind) == 2
+    base, size = ok(driver.cuMemGetAddressRange(int(address) + 5))
+    assert (int(base), size) == (int(address), 10_000)
+    ok(driver.cuMemFree(address))
+
+
+def test_cuda_after_fork_is_refused():
+    child = os.fork()
+    if child == 0:
+        code = driver.cuMemGetInfo()[0]
+        os._exit(0 if code == driver.CUresult.CUDA_ERROR_NOT_INITIALIZED else 1)
+    try:
+        _, status = os.waitpid(child, 0)
+    except KeyboardInterrupt:
+        os.kill(child, signal.SIGKILL)
+        raise
+    assert os.waitstatus_to_exitcode(status) == 0
