@@ -53,8 +53,8 @@ def dynamic_symbols(path):
 class Library:
     """A loaded libcuda that says which symbol a pointer is."""
 
-    def __init__(self, path):
-        self.handle = ctypes.CDLL(str(path))
+    def __init__(self, path, mode=ctypes.DEFAULT_MODE):
+        self.handle = ctypes.CDLL(str(path), mode)
         self.symbols = {n: v for n, v in dynamic_symbols(path).items() if n.startswith("cu")}
         first = next(iter(self.symbols))
         base = ctypes.cast(getattr(self.handle, first), ctypes.c_void_p).value - self.symbols[first]
@@ -116,7 +116,10 @@ def headers():
 
 
 def check(path):
-    real, ours = Library(oracle()), Library(path)
+    # The driver's symbols come first in this process, as a shim's would: the
+    # simulator must not take them for its own.
+    real = Library(oracle(), ctypes.RTLD_GLOBAL)
+    ours = Library(path)
     wrong = 0
     names = sorted(base_names(real.symbols)) + ["", "cuNothing", "malloc"]
     for name in names:

@@ -87,14 +87,13 @@ impl Heap {
         match fit(bytes).ok_or(Code::OUT_OF_MEMORY)? {
             Fit::Whole(length) => self.take_charged(length, charge),
             Fit::Shared(class) => {
-                let block = match self.room[class].last() {
-                    Some(block) => *block,
-                    None => {
-                        let block = self.take_charged(BLOCK, charge)?;
-                        self.shared.insert(block, Slab::default());
-                        self.room[class].push(block);
-                        block
-                    }
+                let block = if let Some(block) = self.room[class].last() {
+                    *block
+                } else {
+                    let block = self.take_charged(BLOCK, charge)?;
+                    self.shared.insert(block, Slab::default());
+                    self.room[class].push(block);
+                    block
                 };
                 let slab = self.shared.get_mut(&block).ok_or(Code::UNKNOWN)?;
                 let place = slab.take();
