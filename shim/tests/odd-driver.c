@@ -21,6 +21,9 @@ static struct { uint64_t at; size_t size; int device; } live[MAX];
 static uint64_t next_address = 0x700000000000;
 static size_t device_size = (size_t)80 << 30;
 
+// Allocates and frees without keeping books: for timing what is in front of it.
+static int fast;
+void odd_fast(int on) { fast = on; }
 void odd_devices(int n) { devices = n; }
 void odd_fail_next(CUresult code) { fail_next = code; }
 void odd_pitch(size_t to) { pitch_to = to; }
@@ -63,6 +66,7 @@ static CUresult allocate_locked(uint64_t *pointer, size_t size) {
     return OUT_OF_MEMORY;
 }
 static CUresult allocate(uint64_t *pointer, size_t size) {
+    if (fast) { *pointer = next_address += 1 << 21; return OK; }
     pthread_mutex_lock(&lock);
     CUresult code = allocate_locked(pointer, size);
     pthread_mutex_unlock(&lock);
@@ -77,6 +81,7 @@ CUresult cuMemAllocPitch_v2(uint64_t *pointer, size_t *pitch, size_t width, size
     return allocate(pointer, *pitch * height);
 }
 CUresult cuMemFree_v2(uint64_t pointer) {
+    if (fast) return OK;
     if (fail_next) { CUresult code = fail_next; fail_next = OK; return code; }
     CUresult code = INVALID_VALUE;
     pthread_mutex_lock(&lock);
@@ -87,7 +92,7 @@ CUresult cuMemFree_v2(uint64_t pointer) {
 CUresult cuMemFreeAsync(uint64_t pointer, void *stream) { return cuMemFree_v2(pointer); }
 CUresult cuMemGetInfo_v2(size_t *free, size_t *total) {
     if (current < 0) return INVALID_CONTEXT;
-    if (free) *free = device_size - odd_held(current);
+    if (free) *free = fast ? device_size : device_size - odd_held(current);
     if (total) *total = device_size;
     return OK;
 }
@@ -98,6 +103,7 @@ CUresult cuLaunchKernel(uint64_t f, unsigned a, unsigned b, unsigned c, unsigned
     return f + 2 * a + 3 * b + 5 * c + 7 * d + 11 * e + 13 * g + 17 * shared + 19 * (int)(uintptr_t)stream + 23 * (int)(uintptr_t)params + 29 * (int)(uintptr_t)extra;
 }
 CUresult cuGetProcAddress_v2(const char *symbol, void **function, int version, uint64_t flags, int *status) {
+    if (fast) { *function = (void *)cuDriverGetVersion; if (status) *status = 0; return OK; }
     char name[128];
     void *self = dlopen("/usr/lib/tranche/driver/libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
     const char *suffixes[] = {"_v3", "_v2", ""};

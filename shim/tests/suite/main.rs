@@ -7,3 +7,4 @@ mod closed;
 mod loading;
 mod real;
 mod simulated;
+mod time;

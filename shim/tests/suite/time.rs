@@ -1,0 +1,115 @@
+//! What the shim adds to a call, in front of a driver that does next to nothing. The bounds are wide:
+//! the suite runs beside others, and SPECIFICATION.md has the figures. They catch a hot path that got
+//! a system call or a search.
+
+use std::time::{Duration, Instant};
+
+use tranche_shim_tests::{Driver, World, probe_path};
+
+use crate::cap::{CAP, GPU_0, GPU_1, one_gpu, ready};
+
+fn measure(what: &str, live: u32) -> (u64, u64) {
+    let (world, _share) = one_gpu();
+    let mut shimmed = ready(&world, 1);
+    let mut bare = world.probe("/usr/lib/tranche/driver/libcuda.so.1");
+    bare.must("init");
+    bare.must("context 0");
+    for probe in [&mut shimmed, &mut bare] {
+        probe.ask("steer fast 1");
+    }
+    let command = format!("time {what} {live}");
+    // Nanoseconds for 1,000 are picoseconds for one.
+    (
+        shimmed.must(&command).number(0),
+        bare.must(&command).number(0),
+    )
+}
+
+#[test]
+fn calls_stay_cheap() {
+    for (what, live, most_ns) in [
+        ("pass", 0, 20),
+        ("alloc-free", 0, 600),
+        ("alloc-free", 10_000, 800),
+        ("refused", 0, 300),
+        ("full", 0, 300),
+        ("info", 0, 200),
+        ("address", 0, 400),
+    ] {
+        let (with, without) = measure(what, live);
+        let added = with.saturating_sub(without) / 1000;
+        println!(
+            "{what:>10} with {live:>6} live: {:>7.1} ns, {:>6.1} ns without",
+            with as f64 / 1e3,
+            without as f64 / 1e3
+        );
+        assert!(added <= most_ns, "{what}: {added} ns added");
+    }
+}
+
+/// The tenth lowest of a hundred runs.
+fn fastest(mut run: impl FnMut()) -> Duration {
+    let mut runs: Vec<_> = (0..100)
+        .map(|_| {
+            let start = Instant::now();
+            run();
+            start.elapsed()
+        })
+        .collect();
+    runs.sort_unstable();
+    runs[10]
+}
+
+#[test]
+fn loading_stays_cheap() {
+    let world = World::new(Driver::Odd);
+    world.share("gpu-0", GPU_0, Some(CAP));
+    world.share("gpu-1", GPU_1, Some(CAP));
+    let programs = |how: &str| {
+        let nothing = fastest(|| assert!(world.run("/bin/true", &[]).status.success()));
+        let init = fastest(|| assert!(world.run(probe_path(), &[how, "init"]).status.success()));
+        (nothing, init)
+    };
+    let with = programs("name");
+    world.without_preload();
+    let without = programs("/usr/lib/tranche/driver/libcuda.so.1");
+    println!(
+        "a program without CUDA: {:?} and {:?} without the shim",
+        with.0, without.0
+    );
+    println!(
+        "load and cuInit: {:?} and {:?} without the shim",
+        with.1, without.1
+    );
+    assert!(with.0.saturating_sub(without.0) < Duration::from_millis(1));
+    assert!(with.1.saturating_sub(without.1) < Duration::from_millis(2));
+}
+
+/// Many processes at once join one share, and each gets its slot.
+#[test]
+fn three_hundred_processes_join_at_once() {
+    let (world, share) = one_gpu();
+    let start = Instant::now();
+    let mut probes: Vec<_> = (0..300).map(|_| world.probe("name")).collect();
+    for probe in &mut probes {
+        probe.send("count");
+        probe.send("steer devices 1");
+        probe.send("init");
+        probe.send("context 0");
+        probe.send("alloc 4096");
+    }
+    for probe in &mut probes {
+        probe.receive();
+        probe.receive();
+        for _ in 0..3 {
+            assert_eq!(probe.receive().code, 0);
+        }
+    }
+    println!("300 processes: {:?}", start.elapsed());
+    assert_eq!(share.used(), 300 * 4096);
+    assert_eq!(share.look(|account| account.processes().count()), 300);
+    drop(probes);
+    let mut last = ready(&world, 1);
+    last.must(&format!("alloc {CAP}"));
+    assert_eq!(share.look(|account| account.processes().count()), 1);
+}
