@@ -10,7 +10,7 @@ help: ## this list
 
 build: ## the node plugin, the controller and the container hook, in target/release
 	cargo build --release -p tranche-kubelet-plugin -p tranche-controller
-	cargo rustc --release -p tranche-cdi-hook -- -C target-feature=+crt-static
+	kubelet-plugin/hook/build
 
 shim: ## libcuda.so.1 and libnvidia-ml.so.1 for capped shares, in target/shim
 	shim/build
@@ -43,6 +43,8 @@ lint: tools ## formatting, clippy, shell scripts, the chart
 
 unit: shim simulator ## unit, property and contract tests, without a cluster
 	cargo test --workspace --exclude tranche-e2e
+	cargo test --manifest-path driver/cdi-oracle/Cargo.toml --target-dir target/cdi-oracle
+	simulator/test-clients
 	simulator/test-clients
 
 e2e: image simulator ## the suite on a cluster, which goes afterwards unless it was there before
