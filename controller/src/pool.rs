@@ -6,11 +6,17 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Duration;
 
+use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::resource::v1::{ResourceSlice, ResourceSliceSpec};
 use kube::ResourceExt;
 use kube::api::ObjectMeta;
 use tranche_driver::slices::{self, SlicePlan};
+
+/// How long what is left of a pool stays after a part of it was removed. The kubelet is quicker with a wipe,
+/// and a plugin that lives is quicker to ask.
+const LEFTOVERS: SignedDuration = SignedDuration::from_secs(5);
 
 /// One write to a ResourceSlice.
 #[derive(Clone, Debug, PartialEq)]
@@ -42,10 +48,15 @@ impl Write {
     }
 }
 
-/// What an API server made of slices that it did not store as asked, because it does not know their fields
-/// or has them switched off. Without this memory the difference would be written for ever.
+/// What is known of a node's slices and stands nowhere else. Losing it costs a few writes.
 #[derive(Clone, Debug, Default)]
-pub struct Memory(BTreeMap<String, Dropped>);
+pub struct Memory {
+    /// What an API server made of slices that it did not store as asked, because it does not know their
+    /// fields or has them switched off. Without it the difference would be written for ever.
+    dropped: BTreeMap<String, Dropped>,
+    /// Since when a recorded slice is missing.
+    waiting_since: Option<Timestamp>,
+}
 
 #[derive(Clone, Debug)]
 struct Dropped {
@@ -59,7 +70,7 @@ impl Memory {
     pub fn answered(&mut self, wanted: &ResourceSlice, stored: &ResourceSlice) -> bool {
         let name = wanted.name_any();
         if slices::same(&wanted.spec, &stored.spec) {
-            self.0.remove(&name);
+            self.dropped.remove(&name);
             return false;
         }
         let dropped = slices::dropped(&wanted.spec, &stored.spec);
@@ -69,7 +80,7 @@ impl Memory {
             let fields: Vec<_> = dropped.iter().map(ToString::to_string).collect();
             fields.join("; ")
         };
-        self.0.insert(
+        self.dropped.insert(
             name,
             Dropped {
                 wanted: wanted.spec.clone(),
@@ -80,10 +91,21 @@ impl Memory {
         true
     }
 
+    /// A recorded slice is missing: how long to leave what is left where it is.
+    pub fn waiting(&mut self, now: Timestamp) -> Duration {
+        let since = *self.waiting_since.get_or_insert(now);
+        Duration::try_from(since + LEFTOVERS - now).unwrap_or(Duration::ZERO)
+    }
+
+    /// Nothing recorded is missing, or everything is.
+    pub fn not_waiting(&mut self) {
+        self.waiting_since = None;
+    }
+
     /// What the API server dropped, each once; empty where it stored everything.
     #[must_use]
     pub fn problem(&self) -> String {
-        let mut problems: Vec<_> = self.0.values().map(|d| d.problem.as_str()).collect();
+        let mut problems: Vec<_> = self.dropped.values().map(|d| d.problem.as_str()).collect();
         problems.sort_unstable();
         problems.dedup();
         problems.join("; ")
@@ -91,7 +113,7 @@ impl Memory {
 
     /// Forgets slices that are wanted no longer.
     pub fn keep_only(&mut self, names: &[String]) {
-        self.0.retain(|name, _| names.contains(name));
+        self.dropped.retain(|name, _| names.contains(name));
     }
 
     /// Whether what is stored is what is wanted, as well as this API server can store it. The generation and
@@ -110,7 +132,7 @@ impl Memory {
         };
         same(wanted, stored)
             || self
-                .0
+                .dropped
                 .get(name)
                 .is_some_and(|d| same(wanted, &d.wanted) && same(stored, &d.stored))
     }
@@ -161,9 +183,10 @@ pub fn difference(
         changed += usize::from(!memory.as_good_as(&planned.name, &spec, &old.spec));
     }
     let generation = match current {
+        // No slice to carry a new one.
+        _ if plan.slices.is_empty() => last_generation,
         Some(current) if !removed && !created && !scattered && changed <= 1 => current,
         Some(current) => current.max(last_generation) + 1,
-        None if plan.slices.is_empty() => last_generation,
         None => last_generation + 1,
     };
 

@@ -127,8 +127,18 @@ pub fn reconcile(
     let published = status.and_then(|s| s.published.clone()).unwrap_or_default();
     let phase = phase(&view.slices, registration, &published);
     if phase == Phase::Wait && !view.slices.is_empty() {
-        return Decision::delete_all(view);
+        // Nobody allocates from a pool that is not whole, so there is time to let the plugin ask. If it does,
+        // what is left is still good.
+        let patience = memory.waiting(now);
+        if patience.is_zero() {
+            return Decision::delete_all(view);
+        }
+        return Decision {
+            again: Some(patience),
+            ..Decision::only(Step::Nothing)
+        };
     }
+    memory.not_waiting();
 
     let plan = match slices::plan(&NodeInput {
         name: &view.name,

@@ -82,7 +82,7 @@ pub fn waiting(
             // The taint is about to be written.
             None => GRACE.unsigned_abs(),
             Some(at) if now < at + GRACE => (at + GRACE).duration_since(now).unsigned_abs(),
-            Some(_) if held.is_none() => {
+            Some(at) if held.is_none_or(|held| held.at < at + GRACE) => {
                 waiting.ask_claims = true;
                 continue;
             }

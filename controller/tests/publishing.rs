@@ -129,7 +129,9 @@ async fn what_is_left_of_a_dead_plugins_pool_is_removed() {
     let (cluster, _replica) = published().await;
     let first = cluster.names("a").remove(0);
     cluster.api.remove("resourceslices", &first);
-    cluster.settle(SOON).await;
+    sleep(seconds(2)).await;
+    assert_eq!(cluster.names("a").len(), 2, "the plugin may still ask");
+    sleep(seconds(5)).await;
     assert!(cluster.names("a").is_empty());
 }
 

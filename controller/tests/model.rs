@@ -1,0 +1,420 @@
+//! The decisions against a model of a node: whatever the kubelet, the plugin, people, claims and crashes do, and
+//! in whatever order, what is promised holds after every single write.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use jiff::{SignedDuration, Timestamp};
+use k8s_openapi::api::core::v1::Node;
+use k8s_openapi::api::resource::v1::ResourceSlice;
+use kube::ResourceExt;
+use kube::core::PartialObjectMeta;
+use proptest::prelude::*;
+use serde_json::json;
+use tranche_api::gpu_node::{Gpu, Inventory, Published, Registration};
+use tranche_api::{GpuNode, GpuNodeSpec, GpuNodeStatus, SharingPolicy};
+use tranche_controller::index::NodeView;
+use tranche_controller::pool::{Memory, Write};
+use tranche_controller::reconcile::{Step, reconcile};
+use tranche_controller::withdrawn::Held;
+
+/// What may happen to a node.
+#[derive(Clone, Debug)]
+enum Happening {
+    /// The plugin registers anew; it lives from now on.
+    Register,
+    /// The plugin dies.
+    Die,
+    /// The kubelet removes every slice.
+    Wipe,
+    /// Somebody removes one slice.
+    Remove(usize),
+    /// The plugin finds these GPUs, if it lives.
+    Gpus(BTreeSet<u32>),
+    /// The policy changes.
+    Policy(usize),
+    /// A claim takes a device that the scheduler could give.
+    Allocate(usize),
+    /// A claim releases its device.
+    Release(usize),
+    /// The controller takes this many steps, each of them cut off after so many writes.
+    Steps(usize, usize),
+    /// The controller is replaced by one that remembers nothing.
+    Restart,
+    /// Seconds pass.
+    Pass(u8),
+}
+
+fn happening() -> impl Strategy<Value = Happening> {
+    prop_oneof![
+        2 => Just(Happening::Register),
+        1 => Just(Happening::Die),
+        2 => Just(Happening::Wipe),
+        2 => (0usize..4).prop_map(Happening::Remove),
+        3 => prop::collection::btree_set(0u32..3, 0..=3).prop_map(Happening::Gpus),
+        2 => (0usize..POLICIES.len()).prop_map(Happening::Policy),
+        4 => (0usize..9).prop_map(Happening::Allocate),
+        3 => (0usize..9).prop_map(Happening::Release),
+        8 => (1usize..6, 0usize..5).prop_map(|(steps, writes)| Happening::Steps(steps, writes)),
+        1 => Just(Happening::Restart),
+        3 => (1u8..70).prop_map(Happening::Pass),
+    ]
+}
+
+const POLICIES: [&str; 4] = [
+    r#"{"tiers": ["exclusive", "capped", "timeshared"]}"#,
+    r#"{"tiers": ["exclusive"]}"#,
+    r#"{"tiers": ["capped"], "capped": {"maxSharers": 4}}"#,
+    // Does not add up.
+    r#"{"tiers": ["capped"], "capped": {"memoryStep": "0"}}"#,
+];
+const BROKEN: usize = 3;
+
+struct World {
+    now: Timestamp,
+    version: u64,
+    alive: bool,
+    policy: usize,
+    gpu_node: GpuNode,
+    slices: BTreeMap<String, ResourceSlice>,
+    claims: BTreeSet<String>,
+    memory: Memory,
+    held: Option<Held>,
+    /// Devices that claims hold and that something other than the controller removed.
+    lost: BTreeSet<String>,
+}
+
+impl World {
+    fn new() -> Self {
+        let mut gpu_node = GpuNode::new("a", GpuNodeSpec::default());
+        gpu_node.status = Some(GpuNodeStatus {
+            inventory: Some(inventory(&BTreeSet::from([0, 1]))),
+            registration: Some(Registration {
+                epoch: 0,
+                plugin_version: "0.1.0".to_owned(),
+            }),
+            published: None,
+        });
+        Self {
+            now: Timestamp::UNIX_EPOCH + SignedDuration::from_hours(24),
+            version: 0,
+            alive: false,
+            policy: 0,
+            gpu_node,
+            slices: BTreeMap::new(),
+            claims: BTreeSet::new(),
+            memory: Memory::default(),
+            held: None,
+            lost: BTreeSet::new(),
+        }
+    }
+
+    fn status(&mut self) -> &mut GpuNodeStatus {
+        self.gpu_node.status.as_mut().expect("set at the start")
+    }
+
+    fn epoch(&mut self) -> &mut i64 {
+        let registration = self.status().registration.as_mut();
+        &mut registration.expect("set at the start").epoch
+    }
+
+    fn published(&self) -> Published {
+        let status = self.gpu_node.status.as_ref().expect("set at the start");
+        status.published.clone().unwrap_or_default()
+    }
+
+    fn view(&self) -> NodeView {
+        let node = json!({"metadata": {"name": "a", "uid": "node-uid"}});
+        let node: PartialObjectMeta<Node> = serde_json::from_value(node).expect("a node");
+        let spec = serde_json::from_str(POLICIES[self.policy]).expect("a policy");
+        NodeView {
+            name: "a".to_owned(),
+            node: Some(Arc::new(node)),
+            gpu_node: Some(Arc::new(self.gpu_node.clone())),
+            policies: Arc::new([SharingPolicy::new("default", spec)]),
+            slices: self.slices.values().cloned().map(Arc::new).collect(),
+        }
+    }
+
+    fn devices(&self) -> BTreeSet<String> {
+        let slices = self.slices.values();
+        slices
+            .flat_map(|s| s.spec.devices.iter().flatten())
+            .map(|d| d.name.clone())
+            .collect()
+    }
+
+    /// What the scheduler may give: from a whole pool, without a taint.
+    fn offered(&self) -> BTreeSet<String> {
+        let generation = self.slices.values().map(|s| s.spec.pool.generation).max();
+        let newest: Vec<_> = self
+            .slices
+            .values()
+            .filter(|s| Some(s.spec.pool.generation) == generation)
+            .collect();
+        let whole = |s: &&ResourceSlice| s.spec.pool.resource_slice_count as usize == newest.len();
+        if !newest.iter().all(whole) {
+            return BTreeSet::new();
+        }
+        newest
+            .iter()
+            .flat_map(|s| s.spec.devices.iter().flatten())
+            .filter(|d| d.taints.as_ref().is_none_or(Vec::is_empty))
+            .map(|d| d.name.clone())
+            .collect()
+    }
+
+    fn happen(&mut self, happening: &Happening) {
+        match happening {
+            Happening::Register => {
+                self.alive = true;
+                *self.epoch() += 1;
+            }
+            Happening::Die => self.alive = false,
+            Happening::Wipe => {
+                self.slices.clear();
+                self.note_losses();
+            }
+            Happening::Remove(nth) => {
+                let name = self.slices.keys().nth(*nth).cloned();
+                if let Some(name) = name {
+                    self.slices.remove(&name);
+                    self.note_losses();
+                }
+            }
+            Happening::Gpus(minors) => {
+                if self.alive {
+                    self.status().inventory = Some(inventory(minors));
+                }
+            }
+            Happening::Policy(policy) => self.policy = *policy,
+            Happening::Allocate(nth) => {
+                self.claims.extend(self.offered().into_iter().nth(*nth));
+            }
+            Happening::Release(nth) => {
+                if let Some(device) = self.claims.iter().nth(*nth).cloned() {
+                    self.claims.remove(&device);
+                    self.lost.remove(&device);
+                }
+            }
+            Happening::Steps(steps, writes) => {
+                for _ in 0..*steps {
+                    self.step(*writes);
+                    self.ask();
+                }
+            }
+            Happening::Restart => {
+                self.memory = Memory::default();
+                self.held = None;
+            }
+            Happening::Pass(seconds) => self.now += SignedDuration::from_secs((*seconds).into()),
+        }
+        self.ask();
+    }
+
+    fn note_losses(&mut self) {
+        let there = self.devices();
+        self.lost.extend(self.claims.difference(&there).cloned());
+    }
+
+    /// A plugin that lives asks when slices of its epoch vanished.
+    fn ask(&mut self) {
+        let published = self.published();
+        let missing = published
+            .slices
+            .iter()
+            .any(|n| !self.slices.contains_key(n));
+        if self.alive && missing && published.epoch == *self.epoch() {
+            *self.epoch() += 1;
+        }
+    }
+
+    /// One step of the controller, cut off after so many writes. Says whether there was anything to do.
+    fn step(&mut self, writes: usize) -> bool {
+        let decision = reconcile(&self.view(), &mut self.memory, self.held.as_ref(), self.now);
+        let epoch = *self.epoch();
+        let asked = self.published().epoch != epoch && epoch > 0;
+        let missing = {
+            let published = self.published();
+            published
+                .slices
+                .iter()
+                .any(|n| !self.slices.contains_key(n))
+        };
+        match decision.step {
+            Step::Nothing => {
+                self.held = None;
+                return false;
+            }
+            Step::ListClaims => {
+                self.held = Some(Held {
+                    devices: self.claims.clone(),
+                    at: self.now,
+                });
+            }
+            Step::Record(published) => self.status().published = Some(published),
+            Step::Slices(all) => {
+                for write in all.into_iter().take(writes) {
+                    if matches!(write, Write::Create(_)) {
+                        assert!(asked || !missing, "a slice of a dead plugin came back");
+                    }
+                    self.write(write);
+                    // The leftovers of a pool of which a part was removed are not ours to keep.
+                    if missing && !asked {
+                        self.note_losses();
+                    }
+                    let there = self.devices();
+                    let kept = |d: &&String| !there.contains(*d) && !self.lost.contains(*d);
+                    let dropped: Vec<_> = self.claims.iter().filter(kept).collect();
+                    assert!(
+                        dropped.is_empty(),
+                        "{dropped:?} dropped while claims hold them"
+                    );
+                }
+            }
+        }
+        true
+    }
+
+    fn write(&mut self, write: Write) {
+        self.version += 1;
+        match write {
+            Write::Create(mut slice) => {
+                assert!(!self.slices.contains_key(&slice.name_any()));
+                slice.metadata.uid = Some(format!("uid-{}", self.version));
+                self.save(slice);
+            }
+            Write::Replace(slice) => {
+                let old = &self.slices[&slice.name_any()];
+                assert_eq!(
+                    slice.metadata.resource_version,
+                    old.metadata.resource_version
+                );
+                assert!(slice.spec.pool.generation >= old.spec.pool.generation);
+                assert_ne!(slice, *old, "a write that changes nothing");
+                self.save(slice);
+            }
+            Write::Delete { name, uid, version } => {
+                let old = self.slices.remove(&name).expect("deletes what exists");
+                assert_eq!(old.uid(), Some(uid));
+                assert_eq!(old.resource_version(), Some(version));
+            }
+        }
+    }
+
+    fn save(&mut self, mut slice: ResourceSlice) {
+        slice.metadata.resource_version = Some(self.version.to_string());
+        for device in slice.spec.devices.iter_mut().flatten() {
+            for taint in device.taints.iter_mut().flatten() {
+                let now = k8s_openapi::apimachinery::pkg::apis::meta::v1::Time(self.now);
+                taint.time_added.get_or_insert(now);
+            }
+        }
+        self.slices.insert(slice.name_any(), slice);
+    }
+
+    /// Lets everything come to rest, with time passing, and says whether it did.
+    fn rests(&mut self) -> bool {
+        let mut quiet = 0;
+        for _ in 0..200 {
+            quiet = if self.step(usize::MAX) { 0 } else { quiet + 1 };
+            self.ask();
+            self.now += SignedDuration::from_secs(7);
+            // Longer than every grace.
+            if quiet == 12 {
+                return true;
+            }
+            // A held device is asked for every minute, which is reading, not writing.
+            if quiet == 0 && self.held.is_some() && self.is_waiting_for_claims() {
+                return true;
+            }
+        }
+        false
+    }
+
+    fn is_waiting_for_claims(&mut self) -> bool {
+        let decision = reconcile(&self.view(), &mut self.memory, self.held.as_ref(), self.now);
+        decision.step == Step::Nothing && decision.again.is_some()
+    }
+
+    fn assert_whole(&mut self) {
+        let published = self.published();
+        let names: Vec<_> = self.slices.keys().cloned().collect();
+        assert_eq!(published.epoch, *self.epoch());
+        assert_eq!(published.slices, names);
+        for slice in self.slices.values() {
+            assert_eq!(slice.spec.pool.generation, published.pool_generation);
+            assert_eq!(slice.spec.pool.resource_slice_count as usize, names.len());
+        }
+        let minors: Vec<u32> = {
+            let inventory = self.status().inventory.as_ref().expect("set at the start");
+            inventory.gpus.iter().map(|g| g.minor).collect()
+        };
+        let offered = self.offered();
+        for minor in minors {
+            let wanted: &[&str] = match self.policy {
+                0 => &["", "-capped", "-timeshared"],
+                1 => &[""],
+                _ => &["-capped"],
+            };
+            for tier in wanted {
+                let device = format!("gpu-{minor}{tier}");
+                assert!(
+                    offered.contains(&device),
+                    "{device} is not offered: {offered:?}"
+                );
+            }
+        }
+        let there = self.devices();
+        for device in there.difference(&offered) {
+            assert!(
+                self.claims.contains(device),
+                "{device} is withdrawn and nobody holds it"
+            );
+        }
+    }
+}
+
+fn inventory(minors: &BTreeSet<u32>) -> Inventory {
+    let gpus = minors
+        .iter()
+        .map(|minor| {
+            let gpu = json!({
+                "uuid": format!("GPU-{minor}"), "minor": minor, "productName": "H100", "brand": "Nvidia",
+                "architecture": "Hopper", "cudaComputeCapability": "9.0",
+                "pciBusID": format!("0000:0{minor}:00.0"), "memory": "80Gi", "reservedMemory": "512Mi",
+            });
+            serde_json::from_value::<Gpu>(gpu).expect("a GPU")
+        })
+        .collect();
+    Inventory::new("535.261.03".to_owned(), "12.2".to_owned(), gpus)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 200, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn promises_hold_whatever_happens(happenings in prop::collection::vec(happening(), 1..40)) {
+        let mut world = World::new();
+        for happening in &happenings {
+            world.happen(happening);
+        }
+        prop_assert!(world.rests(), "never comes to rest");
+        if world.alive && world.policy != BROKEN {
+            world.assert_whole();
+        }
+        // A dead plugin's slices stay away.
+        if !world.alive {
+            world.happen(&Happening::Wipe);
+            if world.published().epoch == *world.epoch() {
+                prop_assert!(world.rests());
+                prop_assert!(world.slices.is_empty());
+            }
+        }
+        // A broken policy that is mended.
+        world.happen(&Happening::Policy(0));
+        world.happen(&Happening::Register);
+        prop_assert!(world.rests());
+        world.assert_whole();
+    }
+}
