@@ -85,6 +85,27 @@ fn a_killed_parent_returns_its_memory_though_its_child_lives() {
 }
 
 #[test]
+fn kills_at_any_moment_lose_and_invent_nothing() {
+    let machine = Machine::start("T4", 1);
+    let mut witness = machine.program();
+    witness.ask("use 0");
+    witness.ask(&format!("alloc {GIB}"));
+    let witness_has = GIB + 102 * MIB;
+    for round in 0..15 {
+        let mut programs: Vec<_> = (0..3).map(|_| machine.program()).collect();
+        for program in &mut programs {
+            program.ask("use 0");
+            program.ask("churn");
+        }
+        // Another moment each time; what is waited for is the kill itself.
+        std::thread::sleep(std::time::Duration::from_micros(997 * round));
+        drop(programs);
+        machine.wait_for_used(0, witness_has);
+    }
+    assert_eq!(witness.ask(&format!("alloc {}", 13 * GIB)), "ok");
+}
+
+#[test]
 fn programs_outlive_the_daemon_and_the_dead_are_found_by_the_next() {
     let mut machine = Machine::start("H100-80", 1);
     let (mut stays, mut dies) = (machine.program(), machine.program());

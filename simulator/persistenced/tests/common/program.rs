@@ -78,6 +78,17 @@ impl State {
             // Launches a kernel so many times; says milliseconds by events and by
             // the wall, and of processor time.
             "launch" => self.launch(words[1], number(2)),
+            // Allocates and frees in several threads until it is killed.
+            "churn" => {
+                for seed in 0..4u64 {
+                    let context = self.contexts[&0].clone();
+                    std::thread::spawn(move || {
+                        context.bind_to_thread().unwrap();
+                        churn(seed + u64::from(std::process::id()));
+                    });
+                }
+                Ok("ok".into())
+            }
             "fork" => {
                 // SAFETY: the child only calls CUDA and leaves.
                 let child = unsafe { libc::fork() };
@@ -137,6 +148,24 @@ impl State {
             result::stream::destroy(stream)?;
             let (wall, cpu) = (wall.elapsed().as_millis(), processor_time() - cpu);
             Ok(format!("{milliseconds:.0} {wall} {cpu}"))
+        }
+    }
+}
+
+/// Never more than half of a T4 at a time, in sizes of every kind.
+fn churn(mut random: u64) {
+    let mut live = std::collections::VecDeque::new();
+    loop {
+        random = random
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1);
+        let bytes = 1 + (random >> 33) % (1 << (9 + (random >> 60)));
+        // SAFETY: each address is freed once.
+        unsafe {
+            live.push_back(result::malloc_sync(usize::try_from(bytes).unwrap()).unwrap());
+            if live.len() > 50 {
+                result::free_sync(live.pop_front().unwrap()).unwrap();
+            }
         }
     }
 }
