@@ -100,7 +100,7 @@ pub struct Gpu {
     /// `dddd:bb:dd.f`, lower case, as in sysfs.
     #[serde(rename = "pciBusID")]
     pub pci_bus_id: String,
-    /// `pci dddd:bb`, where the kernel tells it.
+    /// `pcidddd:bb`, where the kernel tells it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pcie_root: Option<String>,
     /// Where the kernel tells it.

@@ -64,7 +64,7 @@ impl ComputeMode {
 }
 
 /// What one author wrote: only the fields that were named.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Parameters {
     /// `compute.mode`.
     pub compute_mode: Option<ComputeMode>,

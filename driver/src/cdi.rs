@@ -227,10 +227,13 @@ impl Spec {
     }
 
     /// The file's content, the same for the same spec.
+    ///
+    /// # Panics
+    ///
+    /// Never: JSON in memory fails only for maps whose keys are no strings, and there are none.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
-        let mut bytes =
-            serde_json::to_vec_pretty(self).expect("a spec has no map whose keys are no strings");
+        let mut bytes = serde_json::to_vec_pretty(self).expect("a spec has only strings for keys");
         bytes.push(b'\n');
         bytes
     }

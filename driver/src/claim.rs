@@ -375,7 +375,7 @@ impl AllocatedDevice {
             .iter()
             .filter(|config| share_config::applies_to(config.requests, &result.request))
             .fold(Parameters::default(), |earlier, config| {
-                earlier.overlaid_by(config.parameters.clone())
+                earlier.overlaid_by(config.parameters)
             })
             .resolve();
         Ok(Self {

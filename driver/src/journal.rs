@@ -86,10 +86,13 @@ impl Record {
     }
 
     /// The record's bytes, with a final newline.
+    ///
+    /// # Panics
+    ///
+    /// Never: JSON in memory fails only for maps whose keys are no strings, and there are none.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
-        let mut bytes =
-            serde_json::to_vec(self).expect("a record has no map whose keys are no strings");
+        let mut bytes = serde_json::to_vec(self).expect("a record has only strings for keys");
         bytes.push(b'\n');
         bytes
     }

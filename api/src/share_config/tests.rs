@@ -7,7 +7,7 @@ fn decode(value: &Value) -> Result<Parameters, String> {
     Parameters::decode(value).map_err(|error| error.to_string())
 }
 
-fn config(fields: Value) -> Value {
+fn config(fields: &Value) -> Value {
     let mut value = json!({"apiVersion": "gpu.tranche.dev/v1alpha1", "kind": "ShareConfig"});
     for (name, field) in fields.as_object().expect("an object of fields") {
         value[name] = field.clone();
@@ -23,7 +23,7 @@ fn fields_left_out_are_open_and_resolve_to_the_defaults() {
         json!({"compute": null}),
         json!({"compute": {"mode": null}}),
     ] {
-        let parameters = decode(&config(fields)).unwrap();
+        let parameters = decode(&config(&fields)).unwrap();
         assert_eq!(parameters, Parameters::default());
         assert_eq!(parameters.resolve().compute.mode, ComputeMode::Strict);
     }
@@ -31,7 +31,7 @@ fn fields_left_out_are_open_and_resolve_to_the_defaults() {
 
 #[test]
 fn a_mode_is_read() {
-    let parameters = decode(&config(json!({"compute": {"mode": "workConserving"}}))).unwrap();
+    let parameters = decode(&config(&json!({"compute": {"mode": "workConserving"}}))).unwrap();
     assert_eq!(
         parameters.resolve().compute.mode,
         ComputeMode::WorkConserving
@@ -57,23 +57,23 @@ fn what_is_wrong_is_refused_with_its_path_and_the_way_out() {
             "apiVersion is a number, must be a string",
         ),
         (
-            config(json!({"memory": "20Gi"})),
+            config(&json!({"memory": "20Gi"})),
             "memory is unknown: the fields here are apiVersion, kind, compute",
         ),
         (
-            config(json!({"compute": {"mdoe": "strict"}})),
+            config(&json!({"compute": {"mdoe": "strict"}})),
             "compute.mdoe is unknown: the fields here are mode",
         ),
         (
-            config(json!({"compute": "strict"})),
+            config(&json!({"compute": "strict"})),
             "compute is a string, must be an object",
         ),
         (
-            config(json!({"compute": {"mode": true}})),
+            config(&json!({"compute": {"mode": true}})),
             "compute.mode is a boolean, must be a string",
         ),
         (
-            config(json!({"compute": {"mode": "Strict"}})),
+            config(&json!({"compute": {"mode": "Strict"}})),
             r#"compute.mode is "Strict", must be one of strict, workConserving"#,
         ),
     ] {
@@ -88,12 +88,9 @@ fn the_later_parameters_win_field_by_field() {
         of(Some(ComputeMode::Strict)),
         of(Some(ComputeMode::WorkConserving)),
     );
-    assert_eq!(conserving.clone().overlaid_by(strict.clone()), strict);
-    assert_eq!(
-        conserving.clone().overlaid_by(Parameters::default()),
-        conserving
-    );
-    assert_eq!(of(None).overlaid_by(conserving.clone()), conserving);
+    assert_eq!(conserving.overlaid_by(strict), strict);
+    assert_eq!(conserving.overlaid_by(Parameters::default()), conserving);
+    assert_eq!(of(None).overlaid_by(conserving), conserving);
 }
 
 #[test]
@@ -149,7 +146,7 @@ proptest! {
         prop_assume!(fields.is_object());
         let fields = fields.as_object().unwrap().clone();
         let strange = fields.keys().any(|name| !["apiVersion", "kind", "compute"].contains(&name.as_str()));
-        let mut value = config(json!({}));
+        let mut value = config(&json!({}));
         for (name, field) in fields {
             if name != "kind" && name != "apiVersion" {
                 value[name] = field;

@@ -92,119 +92,108 @@ fn a_subrequest_belongs_to_its_request() {
     assert_eq!(allocation.devices[0].main_request(), "gpu");
 }
 
+/// The refusal of a claim with this one result.
+fn refused(device: &str, problem: &str) -> String {
+    format!("claim team-a/train: request gpu, device {device}: {problem}")
+}
+
 #[test]
 fn bad_results_are_refused_by_claim_request_device_and_field() {
-    let at = |device: &str, problem: &str| {
-        format!("claim team-a/train: request gpu, device {device}: {problem}")
-    };
     let without = |field: &str| with(capped("20Gi", "25"), &json!({field: null}));
     let consuming =
         |consumed: Value| with(capped("1", "1"), &json!({"consumedCapacity": consumed}));
     for (result, expected) in [
         (
             plain("mig-0"),
-            at(
+            refused(
                 "mig-0",
                 r#""mig-0" is no device name: ours are gpu-<minor> and gpu-<minor>-<tier>"#,
             ),
         ),
         (
             plain("gpu-0-concurrent"),
-            at(
+            refused(
                 "gpu-0-concurrent",
                 r#""gpu-0-concurrent" is of the tier concurrent, which this version does not serve"#,
             ),
         ),
         (
             without("shareID"),
-            at(
+            refused(
                 "gpu-0-capped",
                 "shareID is missing, though the tier capped is shared: is the feature gate DRAConsumableCapacity off?",
             ),
         ),
         (
             with(plain("gpu-0"), &json!({"shareID": "s"})),
-            at(
+            refused(
                 "gpu-0",
                 "shareID s is set, though the tier exclusive is not shared",
             ),
         ),
         (
             without("consumedCapacity"),
-            at(
+            refused(
                 "gpu-0-capped",
                 "consumedCapacity[memory] is missing: is the feature gate DRAConsumableCapacity off?",
             ),
         ),
         (
             consuming(json!({"memory": "1Gi"})),
-            at(
+            refused(
                 "gpu-0-capped",
                 "consumedCapacity[cores] is missing: is the feature gate DRAConsumableCapacity off?",
             ),
         ),
+    ] {
+        assert_eq!(refusal(&claim(&[result], &[])), expected);
+    }
+}
+
+#[test]
+fn bad_sizes_are_refused_by_capacity() {
+    for (result, problem) in [
         (
             capped("20GB", "25"),
-            at(
-                "gpu-0-capped",
-                r#"consumedCapacity[memory] "20GB" ends in the unknown suffix "GB": use one of Ki Mi Gi Ti Pi Ei, n u m k M G T P E, or an exponent such as e3"#,
-            ),
+            r#"consumedCapacity[memory] "20GB" ends in the unknown suffix "GB": use one of Ki Mi Gi Ti Pi Ei, n u m k M G T P E, or an exponent such as e3"#,
         ),
         (
             capped("-1Gi", "25"),
-            at("gpu-0-capped", "consumedCapacity[memory] -1Gi is negative"),
+            "consumedCapacity[memory] -1Gi is negative",
         ),
         (
             capped("500m", "25"),
-            at(
-                "gpu-0-capped",
-                "consumedCapacity[memory] 500m is not a whole number",
-            ),
+            "consumedCapacity[memory] 500m is not a whole number",
         ),
         (
             capped("0", "25"),
-            at(
-                "gpu-0-capped",
-                "consumedCapacity[memory] is 0, must be at least 1 byte and less than 2^64-1",
-            ),
+            "consumedCapacity[memory] is 0, must be at least 1 byte and less than 2^64-1",
         ),
         (
             capped("18446744073709551615", "25"),
-            at(
-                "gpu-0-capped",
-                "consumedCapacity[memory] is 18446744073709551615, must be at least 1 byte and less than 2^64-1",
-            ),
+            "consumedCapacity[memory] is 18446744073709551615, must be at least 1 byte and less than 2^64-1",
         ),
         (
             capped("1Gi", "0"),
-            at(
-                "gpu-0-capped",
-                "consumedCapacity[cores] is 0, must be 1 to 100 percent",
-            ),
+            "consumedCapacity[cores] is 0, must be 1 to 100 percent",
         ),
         (
             capped("1Gi", "101"),
-            at(
-                "gpu-0-capped",
-                "consumedCapacity[cores] is 101, must be 1 to 100 percent",
-            ),
+            "consumedCapacity[cores] is 101, must be 1 to 100 percent",
         ),
         (
             capped("1Gi", "256"),
-            at(
-                "gpu-0-capped",
-                "consumedCapacity[cores] is 256, must be 1 to 100 percent",
-            ),
+            "consumedCapacity[cores] is 256, must be 1 to 100 percent",
         ),
         (
             capped("1Gi", "12500m"),
-            at(
-                "gpu-0-capped",
-                "consumedCapacity[cores] 12500m is not a whole number",
-            ),
+            "consumedCapacity[cores] 12500m is not a whole number",
         ),
     ] {
-        assert_eq!(refusal(&claim(&[result], &[])), expected);
+        assert_eq!(
+            refusal(&claim(&[result], &[])),
+            refused("gpu-0-capped", problem)
+        );
     }
 }
 

@@ -110,17 +110,17 @@ fn corrupt_records_are_refused() {
 }
 
 /// Every object of the tree, by the way to it.
-fn objects(tree: &Value, path: String, found: &mut Vec<String>) {
+fn objects(tree: &Value, path: &str, found: &mut Vec<String>) {
     match tree {
         Value::Object(fields) => {
-            found.push(path.clone());
+            found.push(path.to_owned());
             for (name, field) in fields {
-                objects(field, format!("{path}/{name}"), found);
+                objects(field, &format!("{path}/{name}"), found);
             }
         }
         Value::Array(list) => {
             for (index, item) in list.iter().enumerate() {
-                objects(item, format!("{path}/{index}"), found);
+                objects(item, &format!("{path}/{index}"), found);
             }
         }
         _ => {}
@@ -130,7 +130,7 @@ fn objects(tree: &Value, path: String, found: &mut Vec<String>) {
 #[test]
 fn unknown_fields_are_refused_everywhere() {
     let mut paths = Vec::new();
-    objects(&tree(), String::new(), &mut paths);
+    objects(&tree(), "", &mut paths);
     assert!(paths.len() > 20, "{paths:?}");
     for path in paths {
         let mut strange = tree();
