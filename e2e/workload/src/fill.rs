@@ -139,7 +139,9 @@ impl Fill {
                     if size == self.least {
                         return Ok((pieces, refused));
                     }
-                    size = Amount((size.0 / 2).max(self.least.0));
+                    // Whole multiples, so that no crumbs are left between them.
+                    let least = self.least.0;
+                    size = Amount((size.0 / 2 / least * least).max(least));
                 }
                 Err(Refusal::Other(error)) => {
                     return Err(named(error))
