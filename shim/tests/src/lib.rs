@@ -242,6 +242,12 @@ impl World {
         share
     }
 
+    /// Mounts a share's cap page anew, writable.
+    pub fn make_writable(&self, share: &Share) {
+        mount::detach(&share.mounted.join("cap"));
+        mount::bind(&share.pages.join("cap"), &share.mounted.join("cap"), false);
+    }
+
     /// A program of this container.
     #[must_use]
     pub fn command(&self, program: impl AsRef<OsStr>) -> Command {

@@ -65,6 +65,13 @@ fn without_a_page() {
 #[test]
 fn with_a_page_that_the_container_could_write() {
     let world = World::new(Driver::Odd);
+    let share = world.share("gpu-0", GPU_0, Some(CAP));
+    world.make_writable(&share);
+    refuses(&world, &["gpu-0/cap", "read-only"]);
+    drop(world);
+
+    // In the container's own file system.
+    let world = World::new(Driver::Odd);
     fs::create_dir(format!("{SHARES}/gpu-0")).unwrap();
     fs::write(format!("{SHARES}/gpu-0/cap"), page(|_| {})).unwrap();
     fs::write(format!("{SHARES}/gpu-0/account"), AccountPage::initial()).unwrap();
