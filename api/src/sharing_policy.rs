@@ -6,7 +6,7 @@
 //! The schema lets the API server refuse a policy that does not add up. They are written in
 //! CEL, where an amount that may be an integer or a string is read by `quantity(string(…))`. What the
 //! schema lets pass, the types here can hold: one object that does not decode would blind a watch to
-//! all.
+//! all. Fields that the schema does not know the server prunes, so the types need not refuse them.
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::LabelSelector;
 use kube::CustomResource;
@@ -30,7 +30,7 @@ use crate::tier::Tier;
     printcolumn = r#"{"name": "Tiers", "type": "string", "jsonPath": ".spec.tiers"}"#,
     printcolumn = r#"{"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"}"#
 )]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[serde(rename_all = "camelCase")]
 pub struct SharingPolicySpec {
     /// Of the policies that match a GPU, the highest holds; among equals the first by name.
     #[schemars(range(min = -1_000_000_000, max = 1_000_000_000))]
@@ -65,7 +65,7 @@ pub struct SharingPolicySpec {
 
 /// Limits of the tier `capped`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "camelCase", deny_unknown_fields, default)]
+#[serde(rename_all = "camelCase", default)]
 #[schemars(extend("x-kubernetes-validations" = [
     rule(
         ".expectedSharers",
@@ -120,7 +120,7 @@ pub struct CappedPolicy {
 
 /// Limits of the tier `timeshared`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "camelCase", deny_unknown_fields, default)]
+#[serde(rename_all = "camelCase", default)]
 pub struct TimesharedPolicy {
     /// The most shares of one GPU, 1-128.
     #[schemars(range(min = 1, max = 128))]

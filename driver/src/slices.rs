@@ -51,7 +51,8 @@ const MINORS: u32 = 1000;
 /// The place of the first GPU slice in the order of names: behind every counter slice, with room
 /// for other kinds between.
 const FIRST_GPU_SLICE: u32 = 10_000;
-/// The taint of a device that is offered no longer and held still.
+/// The taint of a device that is offered no longer and held still. It closes the device to new
+/// claims, but for one that tolerates it.
 pub const WITHDRAWN_TAINT: &str = "gpu.tranche.dev/withdrawn";
 
 /// What the slices of a node depend on, and nothing else.
@@ -299,11 +300,14 @@ fn withdrawn(
     let mut by_gpu: BTreeMap<u32, Vec<Device>> = BTreeMap::new();
     for (name, mut device) in kept {
         device.consumes_counters = Some(vec![device::whole_gpu(name.minor())]);
-        device.taints = Some(vec![DeviceTaint {
+        // A taint that is there keeps the time at which it was added.
+        let ours = |taint: &DeviceTaint| taint.key == WITHDRAWN_TAINT;
+        let taint = device.taints.into_iter().flatten().find(ours);
+        device.taints = Some(vec![taint.unwrap_or_else(|| DeviceTaint {
             key: WITHDRAWN_TAINT.to_owned(),
             effect: "NoSchedule".to_owned(),
             ..DeviceTaint::default()
-        }]);
+        })]);
         by_gpu.entry(name.minor()).or_default().push(device);
     }
     by_gpu
