@@ -3,8 +3,11 @@
 import ctypes
 import os
 import signal
+import subprocess
+import sys
 
 import numpy
+import pynvml
 import pytest
 from cuda.bindings import driver
 
@@ -150,6 +153,56 @@ def test_a_captured_graph_does_what_was_captured():
     ok(driver.cuStreamSynchronize(stream))
     assert read() == 2
     assert ok(driver.cuEventElapsedTime(start, end)) > 59
+
+
+def test_a_graphs_memory_lives_as_long_as_its_graphs(own_memory):
+    before = own_memory()
+    stream = ok(driver.cuStreamCreate(1))
+    ok(driver.cuStreamBeginCapture(stream, driver.CUstreamCaptureMode(0)))
+    address = ok(driver.cuMemAllocAsync(64 << 20, stream))
+    ok(driver.cuMemsetD8Async(address, 3, 64 << 20, stream))
+    ok(driver.cuMemFreeAsync(address, stream))
+    graph = ok(driver.cuStreamEndCapture(stream))
+    parameters = driver.CUDA_MEM_ALLOC_NODE_PARAMS()
+    parameters.poolProps.allocType = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    parameters.poolProps.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    parameters.bytesize = 32 << 20
+    ok(driver.cuGraphAddMemAllocNode(graph, None, 0, parameters))
+    assert int(parameters.dptr) != 0
+    executable = ok(driver.cuGraphInstantiate(graph, 0))
+    ok(driver.cuGraphDestroy(graph))
+    ok(driver.cuGraphLaunch(executable, stream))
+    ok(driver.cuStreamSynchronize(stream))
+    assert own_memory() - before == 96 << 20
+    ok(driver.cuGraphExecDestroy(executable))
+    assert own_memory() == before
+
+
+def test_arrays_and_mipmaps_are_charged(own_memory):
+    before = own_memory()
+    shape = driver.CUDA_ARRAY3D_DESCRIPTOR()
+    shape.Width, shape.Height, shape.NumChannels = 4096, 4096, 4
+    shape.Format = driver.CUarray_format.CU_AD_FORMAT_FLOAT
+    mipmap = ok(driver.cuMipmappedArrayCreate(shape, 3))
+    assert own_memory() - before == (256 + 64 + 16) << 20
+    level = ok(driver.cuMipmappedArrayGetLevel(mipmap, 1))
+    assert ok(driver.cuArray3DGetDescriptor(level)).Width == 2048
+    ok(driver.cuMipmappedArrayDestroy(mipmap))
+    assert own_memory() == before
+
+
+def test_a_gpu_in_exclusive_mode_has_one_process(gpu):
+    pynvml.nvmlDeviceSetComputeMode(gpu, pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS)
+    try:
+        second = """
+from cuda.bindings import driver
+driver.cuInit(0)
+print(driver.cuDevicePrimaryCtxRetain(0)[0].name)
+"""
+        said = subprocess.check_output([sys.executable, "-c", second], text=True).strip()
+        assert said == "CUDA_ERROR_DEVICE_UNAVAILABLE"
+    finally:
+        pynvml.nvmlDeviceSetComputeMode(gpu, pynvml.NVML_COMPUTEMODE_DEFAULT)
 
 
 def test_host_functions_run_in_the_streams_order():

@@ -38,13 +38,9 @@ absent! {
     cuCoredumpRegisterStartCallback
     cuCoredumpSetAttribute
     cuCoredumpSetAttributeGlobal
-    cuCtxCreate
-    cuCtxDestroy
     cuCtxDetach
     cuCtxFromGreenCtx
     cuCtxGetDevResource
-    cuCtxPopCurrent
-    cuCtxPushCurrent
     cuCtxRecordEvent
     cuCtxWaitEvent
     cuDestroyExternalMemory
@@ -101,23 +97,17 @@ absent! {
     cuGLUnmapBufferObjectAsync
     cuGLUnregisterBufferObject
     cuGraphAddBatchMemOpNode
-    cuGraphAddDependencies
     cuGraphAddDependencies_v2
     cuGraphAddEventRecordNode
     cuGraphAddEventWaitNode
     cuGraphAddExternalSemaphoresSignalNode
     cuGraphAddExternalSemaphoresWaitNode
-    cuGraphAddMemAllocNode
-    cuGraphAddMemFreeNode
-    cuGraphAddNode
-    cuGraphAddNode_v2
     cuGraphAddNode_v3
     cuGraphBatchMemOpNodeGetParams
     cuGraphBatchMemOpNodeSetParams
     cuGraphChildGraphNodeGetGraph
     cuGraphConditionalHandleCreate
     cuGraphDebugDotPrint
-    cuGraphDestroyNode
     cuGraphEventRecordNodeGetEvent
     cuGraphEventRecordNodeSetEvent
     cuGraphEventWaitNodeGetEvent
@@ -128,7 +118,6 @@ absent! {
     cuGraphExecEventWaitNodeSetEvent
     cuGraphExecExternalSemaphoresSignalNodeSetParams
     cuGraphExecExternalSemaphoresWaitNodeSetParams
-    cuGraphExecGetFlags
     cuGraphExecGetId
     cuGraphExecHostNodeSetParams
     cuGraphExecKernelNodeSetParams
@@ -153,7 +142,6 @@ absent! {
     cuGraphKernelNodeSetAttribute
     cuGraphKernelNodeSetParams
     cuGraphKernelNodeSetParams_v2
-    cuGraphMemAllocNodeGetParams
     cuGraphMemFreeNodeGetParams
     cuGraphMemcpyNodeGetParams
     cuGraphMemcpyNodeSetParams
@@ -242,7 +230,6 @@ absent! {
     cuLogsDumpToMemory
     cuLogsRegisterCallback
     cuLogsUnregisterCallback
-    cuMemAdvise_v2
     cuMemAlloc
     cuMemAllocHost
     cuMemAllocPitch
@@ -265,8 +252,6 @@ absent! {
     cuMemPoolExportToShareableHandle
     cuMemPoolImportFromShareableHandle
     cuMemPoolImportPointer
-    cuMemPrefetchAsync_v2
-    cuMemPrefetchAsync_v2_ptsz
     cuMemPrefetchBatchAsync
     cuMemPrefetchBatchAsync_ptsz
     cuMemRangeGetAttribute
@@ -312,9 +297,6 @@ absent! {
     cuMemsetD2D8
     cuMemsetD32
     cuMemsetD8
-    cuMipmappedArrayCreate
-    cuMipmappedArrayDestroy
-    cuMipmappedArrayGetLevel
     cuMipmappedArrayGetMemoryRequirements
     cuMipmappedArrayGetSparseProperties
     cuModuleGetGlobal

@@ -5,7 +5,7 @@ use crate::context::current;
 use crate::driver::driver;
 use crate::export::{export, get, put};
 use crate::memory;
-use crate::object::{Handle, Kind, Object};
+use crate::object::{Handle, Kept, Kind, Object};
 
 /// cuda.h's `CUDA_ARRAY3D_DESCRIPTOR`.
 #[repr(C)]
@@ -84,7 +84,74 @@ fn create(shape: Shape3) -> Result<Handle, Code> {
     .handle())
 }
 
+/// Arrays of halving sizes.
+#[derive(Debug)]
+pub struct Mipmap {
+    levels: Vec<Kept>,
+}
+
+impl Kind for Mipmap {
+    const TAG: u64 = 0x4d49_5000_0000_0001;
+}
+
+fn destroy(array: Handle) -> Result<(), Code> {
+    // SAFETY: a handle that a caller or `create` gave.
+    let array = unsafe { Object::<Array>::find(array)? };
+    let address = array.address;
+    array.destroy();
+    memory::free(address)
+}
+
+fn create_mipmap(shape: Shape3, levels: u32) -> Result<Handle, Code> {
+    if levels == 0 || levels > 32 {
+        return Err(Code::INVALID_VALUE);
+    }
+    let mut made = Vec::new();
+    for level in 0..levels {
+        let halved = |extent: usize| {
+            if extent == 0 {
+                0
+            } else {
+                (extent >> level).max(1)
+            }
+        };
+        let smaller = Shape3 {
+            width: halved(shape.width),
+            height: halved(shape.height),
+            depth: halved(shape.depth),
+            ..shape
+        };
+        match create(smaller) {
+            Ok(array) => made.push(Kept(array)),
+            Err(code) => {
+                for array in made {
+                    let _ = destroy(array.0);
+                }
+                return Err(code);
+            }
+        }
+    }
+    Ok(Object::create(Mipmap { levels: made }).handle())
+}
+
 export! {
+    fn cuMipmappedArrayCreate(to: *mut Handle, shape: *const Shape3, levels: u32) {
+        put(to, create_mipmap(get(shape)?, levels)?)
+    }
+    fn cuMipmappedArrayGetLevel(to: *mut Handle, mipmap: Handle, level: u32) {
+        driver()?;
+        let mipmap = Object::<Mipmap>::find(mipmap)?;
+        put(to, mipmap.levels.get(level as usize).ok_or(Code::INVALID_VALUE)?.0)
+    }
+    fn cuMipmappedArrayDestroy(mipmap: Handle) {
+        driver()?;
+        let mipmap = Object::<Mipmap>::find(mipmap)?;
+        for array in &mipmap.levels {
+            destroy(array.0)?;
+        }
+        mipmap.destroy();
+        Ok(())
+    }
     fn cuArrayCreate_v2(to: *mut Handle, shape: *const Shape2) {
         let shape = get(shape)?;
         put(to, create(Shape3 {
@@ -99,10 +166,7 @@ export! {
     fn cuArray3DCreate_v2(to: *mut Handle, shape: *const Shape3) { put(to, create(get(shape)?)?) }
     fn cuArrayDestroy(array: Handle) {
         driver()?;
-        let array = Object::<Array>::find(array)?;
-        let address = array.address;
-        array.destroy();
-        memory::free(address)
+        destroy(array)
     }
     fn cuArrayGetDescriptor_v2(to: *mut Shape2, array: Handle) {
         driver()?;

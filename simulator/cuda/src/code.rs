@@ -14,6 +14,7 @@ impl Code {
     pub const INVALID_VALUE: Self = Self(1);
     pub const OUT_OF_MEMORY: Self = Self(2);
     pub const NOT_INITIALIZED: Self = Self(3);
+    pub const DEVICE_UNAVAILABLE: Self = Self(46);
     pub const NO_DEVICE: Self = Self(100);
     pub const INVALID_DEVICE: Self = Self(101);
     pub const INVALID_IMAGE: Self = Self(200);
@@ -38,6 +39,7 @@ impl From<ChargeError> for Code {
     fn from(error: ChargeError) -> Self {
         match error {
             ChargeError::OutOfMemory { .. } => Self::OUT_OF_MEMORY,
+            ChargeError::Closed { .. } => Self::DEVICE_UNAVAILABLE,
             ChargeError::Stuck => Self::SYSTEM_NOT_READY,
         }
     }

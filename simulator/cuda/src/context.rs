@@ -74,7 +74,8 @@ impl Context {
     fn create(device: &'static Device, flags: u32) -> Result<&'static Object<Self>, Code> {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         // A context's own memory: code, stacks, buffers.
-        device.charge(device.state.context_bytes)?;
+        let driver = driver()?;
+        driver.shared.open_context(driver.slot, device.gpu)?;
         let context = Object::create(Self {
             device,
             id: NEXT.fetch_add(1, Ordering::Relaxed),
@@ -184,6 +185,45 @@ unsafe fn create(to: *mut Handle, flags: u32, of: i32) -> Result<(), Code> {
     unsafe { put(to, context.handle()) }
 }
 
+/// # Safety
+/// As [`Object::find`].
+unsafe fn destroy(context: Handle) -> Result<(), Code> {
+    driver()?;
+    // SAFETY: the caller's contract.
+    let context = unsafe { Object::<Context>::find(context)? };
+    if context
+        .device
+        .primary_context()
+        .is_some_and(|p| std::ptr::eq(p, context))
+    {
+        return Err(Code::INVALID_CONTEXT);
+    }
+    if current_or_none().is_some_and(|c| std::ptr::eq(c, context)) {
+        pop();
+    }
+    Context::end(context);
+    Ok(())
+}
+
+/// # Safety
+/// As [`Object::find`].
+unsafe fn enter(context: Handle) -> Result<(), Code> {
+    driver()?;
+    // SAFETY: the caller's contract.
+    push(unsafe { Object::<Context>::find(context)? });
+    Ok(())
+}
+
+/// # Safety
+/// `to` is null or valid for a write.
+unsafe fn leave(to: *mut Handle) -> Result<(), Code> {
+    driver()?;
+    let top = pop().ok_or(Code::INVALID_CONTEXT)?;
+    // SAFETY: the caller's contract.
+    unsafe { put_wanted(to, top.handle()) };
+    Ok(())
+}
+
 fn limit(which: u32) -> Result<&'static AtomicU64, Code> {
     current()?.limits_of(which)
 }
@@ -214,6 +254,7 @@ export! {
         put(active, i32::from(primary.context.is_some()))
     }
 
+    fn cuCtxCreate(to: *mut Handle, flags: u32, of: i32) { create(to, flags, of) }
     fn cuCtxCreate_v2(to: *mut Handle, flags: u32, of: i32) { create(to, flags, of) }
     fn cuCtxCreate_v3(to: *mut Handle, _affinity: *mut c_void, _count: i32, flags: u32, of: i32) {
         create(to, flags, of)
@@ -221,29 +262,12 @@ export! {
     fn cuCtxCreate_v4(to: *mut Handle, _parameters: *mut c_void, flags: u32, of: i32) {
         create(to, flags, of)
     }
-    fn cuCtxDestroy_v2(context: Handle) {
-        driver()?;
-        let context = Object::<Context>::find(context)?;
-        if context.device.primary_context().is_some_and(|p| std::ptr::eq(p, context)) {
-            return Err(Code::INVALID_CONTEXT);
-        }
-        if current_or_none().is_some_and(|c| std::ptr::eq(c, context)) {
-            pop();
-        }
-        Context::end(context);
-        Ok(())
-    }
-    fn cuCtxPushCurrent_v2(context: Handle) {
-        driver()?;
-        push(Object::<Context>::find(context)?);
-        Ok(())
-    }
-    fn cuCtxPopCurrent_v2(to: *mut Handle) {
-        driver()?;
-        let top = pop().ok_or(Code::INVALID_CONTEXT)?;
-        put_wanted(to, top.handle());
-        Ok(())
-    }
+    fn cuCtxDestroy(context: Handle) { destroy(context) }
+    fn cuCtxDestroy_v2(context: Handle) { destroy(context) }
+    fn cuCtxPushCurrent(context: Handle) { enter(context) }
+    fn cuCtxPushCurrent_v2(context: Handle) { enter(context) }
+    fn cuCtxPopCurrent(to: *mut Handle) { leave(to) }
+    fn cuCtxPopCurrent_v2(to: *mut Handle) { leave(to) }
     fn cuCtxSetCurrent(context: Handle) {
         driver()?;
         if context.is_null() {

@@ -3,22 +3,24 @@
 
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::code::Code;
-use crate::context::current;
+use crate::context::{Context, current};
 use crate::copy::{BoxMove, Copy3, Move, in_order};
 use crate::driver::driver;
 use crate::export::{export, get, put, put_wanted};
 use crate::host::{self, Token};
 use crate::launch;
+use crate::memory;
 use crate::module::Function;
 use crate::object::{Handle, Kind, Object};
+use crate::pool;
 use crate::set::Fill;
 use crate::stream::{self, Stream};
 
 /// Work in a graph.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub enum Node {
     Empty,
     Kernel {
@@ -31,18 +33,57 @@ pub enum Node {
         function: unsafe extern "C" fn(*mut c_void),
         data: Token,
     },
-    Child(&'static Object<Graph>),
+    Child(Arc<Vec<Node>>),
+    Memory(Arc<GraphMemory>),
+    Free,
+}
+
+/// Memory of a graph. It is there from the node's creation until the last graph,
+/// executable or not, that has the node is gone: a free node frees nothing, as the
+/// next launch would need it again at the same address.
+#[derive(Debug)]
+pub struct GraphMemory {
+    pub address: u64,
+    bytes: usize,
+}
+
+impl GraphMemory {
+    pub fn allocate(context: &Context, bytes: usize) -> Result<Arc<Self>, Code> {
+        let address = memory::allocate(context, bytes as u64)?;
+        Ok(Arc::new(Self { address, bytes }))
+    }
+}
+
+impl Drop for GraphMemory {
+    fn drop(&mut self) {
+        // It may be gone with its context.
+        let _ = memory::free(self.address);
+    }
 }
 
 /// A graph's node behind its handle.
 #[derive(Debug)]
 pub struct NodeObject {
-    node: Node,
+    work: Mutex<Node>,
 }
 
 impl Kind for NodeObject {
     const TAG: u64 = 0x4e4f_4400_0000_0001;
     const WRONG: Code = Code::INVALID_VALUE;
+}
+
+impl NodeObject {
+    fn work(&self) -> MutexGuard<'_, Node> {
+        self.work.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Object<NodeObject> {
+    /// Ends the node. Its memory goes now, not when its handle leaves quarantine.
+    fn end(&'static self) {
+        *self.work() = Node::Empty;
+        self.destroy();
+    }
 }
 
 /// A graph.
@@ -143,7 +184,9 @@ impl CaptureMark {
 
 impl Object<Graph> {
     fn push(&self, node: Node) -> Handle {
-        let node = Object::create(NodeObject { node });
+        let node = Object::create(NodeObject {
+            work: Mutex::new(node),
+        });
         self.nodes
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
@@ -156,17 +199,17 @@ impl Object<Graph> {
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .iter()
-            .flat_map(|node| match node.node {
-                Node::Child(graph) => graph.work(),
-                other => vec![other],
+            .flat_map(|node| match &*node.work() {
+                Node::Child(nodes) => nodes.to_vec(),
+                other => vec![other.clone()],
             })
             .collect()
     }
 }
 
-fn run(node: Node, stream: &Stream) -> Result<(), Code> {
-    match node {
-        Node::Empty | Node::Child(_) => {}
+fn run(node: &Node, stream: &Stream) -> Result<(), Code> {
+    match *node {
+        Node::Empty | Node::Child(_) | Node::Memory(_) | Node::Free => {}
         Node::Kernel { nanos } => stream.run(nanos)?,
         // SAFETY: CUDA's contract: what a graph names lives while it is launched.
         Node::Copy(copy) => in_order(stream, move || unsafe { copy.run() }),
@@ -265,6 +308,86 @@ unsafe fn kernel_node(parameters: KernelParameters) -> Result<Node, Code> {
     Ok(Node::Kernel {
         nanos: function.nanos(context),
     })
+}
+
+/// cuda.h's `CUDA_MEM_ALLOC_NODE_PARAMS`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct MemoryParameters {
+    pool: pool::Properties,
+    access: *const c_void,
+    access_count: usize,
+    bytes: usize,
+    address: u64,
+}
+
+/// cuda.h's `CUgraphNodeParams`: a kind, and a struct that depends on it.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct Parameters {
+    kind: u32,
+    reserved: [u32; 3],
+    body: [u64; 29],
+    reserved_too: u64,
+}
+
+/// Makes the memory of an allocation node and says its address.
+///
+/// # Safety
+/// `parameters` is null or valid.
+unsafe fn memory_node(parameters: *mut MemoryParameters) -> Result<Node, Code> {
+    let context = current()?;
+    // SAFETY: the caller's contract.
+    let given = unsafe { get(parameters)? };
+    let memory = GraphMemory::allocate(context, given.bytes)?;
+    // SAFETY: not null, see above.
+    unsafe { (&raw mut (*parameters).address).write_unaligned(memory.address) };
+    Ok(Node::Memory(memory))
+}
+
+/// The node of the general form.
+///
+/// # Safety
+/// `parameters` is null or valid, with the body of its kind.
+unsafe fn any_node(parameters: *mut Parameters) -> Result<Node, Code> {
+    // SAFETY: the caller's contract: the body is what the kind says, and every
+    // kind's struct is smaller than the union.
+    unsafe {
+        let kind = get(parameters)?.kind;
+        let body = (&raw mut (*parameters).body).cast::<u64>();
+        Ok(match kind {
+            0 => {
+                let second = get(body.cast::<KernelParameters2>())?;
+                let mut first = second.first;
+                if first.function.is_null() {
+                    first.function = second.kernel;
+                }
+                kernel_node(first)?
+            }
+            // Flags and a context come before the copy.
+            1 => BoxMove::new(&get(body.add(2).cast::<Copy3>())?)?.map_or(Node::Empty, Node::Box),
+            2 => {
+                let p = get(body.cast::<FillParameters>())?;
+                Node::Fill(Fill::new(
+                    p.to, p.pitch, p.value, p.element, p.width, p.height,
+                )?)
+            }
+            3 => {
+                let p = get(body.cast::<HostParameters>())?;
+                Node::Host {
+                    function: p.function.ok_or(Code::INVALID_VALUE)?,
+                    data: Token(p.data),
+                }
+            }
+            4 => Node::Child(Arc::new(
+                Object::<Graph>::find(get(body.cast::<Handle>())?)?.work(),
+            )),
+            5 => Node::Empty,
+            10 => memory_node(body.cast())?,
+            11 => Node::Free,
+            _ => return Err(Code::NOT_SUPPORTED),
+        })
+    }
 }
 
 /// # Safety
@@ -370,7 +493,7 @@ export! {
         driver()?;
         let graph = Object::<Graph>::find(graph)?;
         for node in std::mem::take(&mut *graph.nodes.lock().unwrap_or_else(PoisonError::into_inner)) {
-            node.destroy();
+            node.end();
         }
         graph.destroy();
         Ok(())
@@ -412,11 +535,50 @@ export! {
     }
     fn cuGraphAddChildGraphNode(to: *mut Handle, graph: Handle, _dependencies: Nodes, _count: usize, child: Handle) {
         driver()?;
-        let copy = Object::create(Graph::default());
-        for node in Object::<Graph>::find(child)?.work() {
-            copy.push(node);
-        }
-        add(to, graph, Node::Child(copy))
+        let nodes = Object::<Graph>::find(child)?.work();
+        add(to, graph, Node::Child(Arc::new(nodes)))
+    }
+    fn cuGraphAddMemAllocNode(to: *mut Handle, graph: Handle, _dependencies: Nodes, _count: usize, parameters: *mut MemoryParameters) {
+        let node = memory_node(parameters)?;
+        add(to, graph, node)
+    }
+    fn cuGraphMemAllocNodeGetParams(node: Handle, parameters: *mut MemoryParameters) {
+        driver()?;
+        let Node::Memory(memory) = Object::<NodeObject>::find(node)?.work().clone() else {
+            return Err(Code::INVALID_VALUE);
+        };
+        let mut said = get(parameters)?;
+        said.address = memory.address;
+        said.bytes = memory.bytes;
+        put(parameters, said)
+    }
+    fn cuGraphAddMemFreeNode(to: *mut Handle, graph: Handle, _dependencies: Nodes, _count: usize, _address: u64) {
+        add(to, graph, Node::Free)
+    }
+    fn cuGraphAddNode(to: *mut Handle, graph: Handle, _dependencies: Nodes, _count: usize, parameters: *mut Parameters) {
+        let node = any_node(parameters)?;
+        add(to, graph, node)
+    }
+    fn cuGraphAddNode_v2(to: *mut Handle, graph: Handle, _dependencies: Nodes, _edges: *const c_void, _count: usize, parameters: *mut Parameters) {
+        let node = any_node(parameters)?;
+        add(to, graph, node)
+    }
+    fn cuGraphAddDependencies(graph: Handle, _from: Nodes, _to: Nodes, _count: usize) {
+        // The order of creation keeps them, or the program adds a node before what
+        // it depends on, which a list cannot say.
+        driver()?;
+        Object::<Graph>::find(graph).map(drop)
+    }
+    fn cuGraphDestroyNode(node: Handle) {
+        driver()?;
+        // It stays in its graph's list, as nothing.
+        Object::<NodeObject>::find(node)?.end();
+        Ok(())
+    }
+    fn cuGraphExecGetFlags(executable: Handle, flags: *mut u64) {
+        driver()?;
+        Object::<Executable>::find(executable)?;
+        put(flags, 0)
     }
     fn cuGraphGetNodes(graph: Handle, to: *mut Handle, count: *mut usize) {
         driver()?;
@@ -432,13 +594,15 @@ export! {
     }
     fn cuGraphNodeGetType(node: Handle, kind: *mut u32) {
         driver()?;
-        put(kind, match Object::<NodeObject>::find(node)?.node {
+        put(kind, match &*Object::<NodeObject>::find(node)?.work() {
             Node::Kernel { .. } => 0,
             Node::Copy(_) | Node::Box(_) => 1,
             Node::Fill(_) => 2,
             Node::Host { .. } => 3,
             Node::Child(_) => 4,
             Node::Empty => 5,
+            Node::Memory(_) => 10,
+            Node::Free => 11,
         })
     }
 
@@ -472,7 +636,9 @@ export! {
     }
     fn cuGraphExecDestroy(executable: Handle) {
         driver()?;
-        Object::<Executable>::find(executable)?.destroy();
+        let executable = Object::<Executable>::find(executable)?;
+        executable.nodes.lock().unwrap_or_else(PoisonError::into_inner).clear();
+        executable.destroy();
         Ok(())
     }
     fn cuGraphUpload, cuGraphUpload_ptsz [stream] (executable: Handle, stream: Handle) {
@@ -484,8 +650,8 @@ export! {
         let executable = Object::<Executable>::find(executable)?;
         let nodes = executable.nodes.lock().unwrap_or_else(PoisonError::into_inner);
         for node in nodes.iter() {
-            if stream::captured(stream, |capture| capture.add(*node)).is_none() {
-                run(*node, stream)?;
+            if stream::captured(stream, |capture| capture.add(node.clone())).is_none() {
+                run(node, stream)?;
             }
         }
         Ok(())

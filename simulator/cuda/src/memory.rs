@@ -9,6 +9,7 @@ use crate::driver::{device, driver};
 use crate::export::{export, put, put_wanted};
 use crate::heap::{forget, map_private};
 use crate::object::Object;
+use crate::pool::Location;
 use crate::space::{Region, Regions, What, containing, regions};
 
 /// Rows of a pitched allocation start at multiples of this.
@@ -222,6 +223,14 @@ export! {
     }
     fn cuMemPrefetchAsync, cuMemPrefetchAsync_ptsz [stream] (address: u64, bytes: usize, _device: i32, stream: crate::object::Handle) {
         crate::stream::find(stream)?;
+        managed(address, bytes)
+    }
+    fn cuMemPrefetchAsync_v2, cuMemPrefetchAsync_v2_ptsz [stream] (address: u64, bytes: usize, _location: Location, _flags: u32, stream: crate::object::Handle) {
+        crate::stream::find(stream)?;
+        managed(address, bytes)
+    }
+    fn cuMemAdvise_v2(address: u64, bytes: usize, _advice: u32, _location: Location) {
+        driver()?;
         managed(address, bytes)
     }
     fn cuMemAdvise(address: u64, bytes: usize, _advice: u32, _device: i32) {

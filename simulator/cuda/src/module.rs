@@ -18,7 +18,7 @@ use crate::context::{Context, current};
 use crate::driver::driver;
 use crate::export::{export, get, put, put_wanted};
 use crate::memory;
-use crate::object::{Handle, Kind, Object};
+use crate::object::{Handle, Kept, Kind, Object};
 
 /// A loaded image: CUDA's module or library.
 #[derive(Debug)]
@@ -46,20 +46,12 @@ enum Names {
 #[derive(Debug)]
 pub struct Function {
     pub name: CString,
-    module: Handle2,
+    module: Kept,
     /// What its name says; none for the machine's.
     nanos: Option<u64>,
     dynamic_shared: AtomicI32,
     carveout: AtomicI32,
 }
-
-/// A handle kept to be given back.
-#[derive(Debug, Clone, Copy)]
-struct Handle2(Handle);
-// SAFETY: only ever given back to the program, never looked behind here.
-unsafe impl Send for Handle2 {}
-// SAFETY: as above.
-unsafe impl Sync for Handle2 {}
 
 impl Kind for Function {
     const TAG: u64 = 0x464e_4300_0000_0001;
@@ -248,7 +240,7 @@ impl Object<Module> {
         Ok(functions.entry(text.to_owned()).or_insert_with(|| {
             Object::create(Function {
                 name: name.to_owned(),
-                module: Handle2(self.handle()),
+                module: Kept(self.handle()),
                 nanos: nanos_of_name(text),
                 dynamic_shared: AtomicI32::new(0),
                 carveout: AtomicI32::new(-1),

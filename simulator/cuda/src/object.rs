@@ -16,6 +16,14 @@ use crate::code::Code;
 /// An opaque pointer of CUDA's.
 pub type Handle = *mut c_void;
 
+/// A handle kept to be given back.
+#[derive(Debug, Clone, Copy)]
+pub struct Kept(pub Handle);
+// SAFETY: a number to us: nothing looks behind it but `Object::find`.
+unsafe impl Send for Kept {}
+// SAFETY: as above.
+unsafe impl Sync for Kept {}
+
 /// What can be behind a handle.
 pub trait Kind: Any + Send + Sync {
     /// What tells it from everything else.

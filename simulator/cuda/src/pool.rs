@@ -11,10 +11,11 @@ use crate::code::Code;
 use crate::context::current;
 use crate::driver::{device, driver};
 use crate::export::{export, get, put};
+use crate::graph::{GraphMemory, Node};
 use crate::memory::{self, context_id};
 use crate::object::{Handle, Kind, Object};
 use crate::space::{What, regions};
-use crate::stream;
+use crate::stream::{self, Stream};
 
 /// A memory pool of one GPU.
 #[derive(Debug)]
@@ -91,6 +92,14 @@ fn allocate(pool: &'static Object<Pool>, bytes: usize) -> Result<u64, Code> {
     Ok(address)
 }
 
+/// Allocates in a stream that captures: the memory becomes the graph's.
+fn capture(stream: &Stream, bytes: usize) -> Result<u64, Code> {
+    let memory = GraphMemory::allocate(stream.context, bytes)?;
+    let address = memory.address;
+    stream::captured(stream, |capture| capture.add(Node::Memory(memory)));
+    Ok(address)
+}
+
 fn current_pool(ordinal: i32) -> Result<&'static Object<Pool>, Code> {
     Ok(*device(ordinal)?
         .current_pool
@@ -115,14 +124,24 @@ unsafe fn pool_at(location: *const Location) -> Result<i32, Code> {
 export! {
     fn cuMemAllocAsync, cuMemAllocAsync_ptsz [stream] (to: *mut u64, bytes: usize, stream: Handle) {
         let stream = stream::find(stream)?;
+        if stream.capturing.load(Ordering::Relaxed) {
+            return put(to, capture(stream, bytes)?);
+        }
         put(to, allocate(current_pool(stream.context.device.ordinal)?, bytes)?)
     }
     fn cuMemAllocFromPoolAsync, cuMemAllocFromPoolAsync_ptsz [stream] (to: *mut u64, bytes: usize, pool: Handle, stream: Handle) {
-        stream::find(stream)?;
-        put(to, allocate(Object::<Pool>::find(pool)?, bytes)?)
+        let stream = stream::find(stream)?;
+        let pool = Object::<Pool>::find(pool)?;
+        if stream.capturing.load(Ordering::Relaxed) {
+            return put(to, capture(stream, bytes)?);
+        }
+        put(to, allocate(pool, bytes)?)
     }
     fn cuMemFreeAsync, cuMemFreeAsync_ptsz [stream] (address: u64, stream: Handle) {
-        stream::find(stream)?;
+        let stream = stream::find(stream)?;
+        if stream::captured(stream, |capture| capture.add(Node::Free)).is_some() {
+            return Ok(());
+        }
         memory::free(address)
     }
     fn cuDeviceGetDefaultMemPool(to: *mut Handle, of: i32) {

@@ -30,6 +30,12 @@ pub enum ChargeError {
         /// Bytes free at that moment.
         free: u64,
     },
+    /// The GPU's compute mode keeps this process out.
+    #[error("the GPU is in compute mode {mode}, which leaves no context for this process")]
+    Closed {
+        /// `CUcomputemode`: 2 prohibited, 3 exclusive to a process.
+        mode: u32,
+    },
     /// A dead process holds the GPU's lock and no daemon takes it over.
     #[error(
         "the GPU's ledger is locked by a process that does not answer; is nvidia-sim-persistenced running?"
@@ -70,11 +76,34 @@ fn lock(gpu: &GpuState, owner: u32) -> Result<Guard<'_>, ChargeError> {
     }
 }
 
+/// `CU_COMPUTEMODE_PROHIBITED` and `CU_COMPUTEMODE_EXCLUSIVE_PROCESS`.
+const PROHIBITED: u32 = 2;
+const EXCLUSIVE: u32 = 3;
+
 impl Shared {
-    /// Gives `bytes` of GPU `gpu` to `slot`, all or nothing.
-    pub fn charge(&self, slot: usize, gpu: usize, bytes: u64) -> Result<(), ChargeError> {
+    /// Gives a context's memory of GPU `gpu` to `slot`, if the GPU's compute mode
+    /// allows it one.
+    pub fn open_context(&self, slot: usize, gpu: usize) -> Result<(), ChargeError> {
         let state = &self.gpus[gpu];
         let _guard = lock(state, owner(slot))?;
+        let mode = state.compute_mode.load(Ordering::Relaxed);
+        let others =
+            state.used.load(Ordering::Relaxed) > self.slots[slot].used[gpu].load(Ordering::Relaxed);
+        if mode == PROHIBITED || (mode == EXCLUSIVE && others) {
+            return Err(ChargeError::Closed { mode });
+        }
+        self.give(slot, gpu, state.context_bytes)
+    }
+
+    /// Gives `bytes` of GPU `gpu` to `slot`, all or nothing.
+    pub fn charge(&self, slot: usize, gpu: usize, bytes: u64) -> Result<(), ChargeError> {
+        let _guard = lock(&self.gpus[gpu], owner(slot))?;
+        self.give(slot, gpu, bytes)
+    }
+
+    /// The same, for who has the lock.
+    fn give(&self, slot: usize, gpu: usize, bytes: u64) -> Result<(), ChargeError> {
+        let state = &self.gpus[gpu];
         let used = state.used.load(Ordering::Relaxed);
         let free = state.usable().saturating_sub(used);
         if bytes > free {
@@ -204,6 +233,26 @@ mod tests {
         assert_eq!(page.gpus[0].used.load(Ordering::Relaxed), 3 * MIB);
         page.charge(1, 0, MIB).unwrap();
         assert_eq!(page.gpus[0].used.load(Ordering::Relaxed), 4 * MIB);
+    }
+
+    #[test]
+    fn the_compute_mode_says_who_may_have_a_context() {
+        let page = page();
+        let mode = |value| page.gpus[0].compute_mode.store(value, Ordering::Relaxed);
+        mode(EXCLUSIVE);
+        page.open_context(0, 0).unwrap();
+        page.open_context(0, 0).unwrap();
+        assert_eq!(
+            page.open_context(1, 0),
+            Err(ChargeError::Closed { mode: EXCLUSIVE })
+        );
+        mode(PROHIBITED);
+        assert_eq!(
+            page.open_context(0, 0),
+            Err(ChargeError::Closed { mode: PROHIBITED })
+        );
+        mode(0);
+        page.open_context(1, 0).unwrap();
     }
 
     #[test]
