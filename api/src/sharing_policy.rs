@@ -4,7 +4,8 @@
 //! among equals the first by name. A GPU that no policy matches is offered as exclusive only.
 //!
 //! The schema lets the API server refuse a policy that does not add up. They are written in
-//! CEL, where an amount that may be an integer or a string is read by `quantity(string(…))`. What the
+//! CEL, where an amount that may be an integer or a string is read by `quantity(string(…))`, and where
+//! `1.5Gi` does not count as an integer though it is one. What the
 //! schema lets pass, the types here can hold: one object that does not decode would blind a watch to
 //! all. Fields that the schema does not know the server prunes, so the types need not refuse them.
 
@@ -75,12 +76,12 @@ pub struct SharingPolicySpec {
     rule(
         ".contextMemory",
         "quantity(string(self.contextMemory)).isInteger() && quantity(string(self.contextMemory)).asInteger() >= 0",
-        "must be a whole number of bytes, 0 or more",
+        "must be a whole number of bytes, 0 or more, written without a decimal point",
     ),
     rule(
         ".memoryStep",
         "quantity(string(self.memoryStep)).isInteger() && quantity(string(self.memoryStep)).asInteger() > 0",
-        "must be a whole number of bytes, 1 or more",
+        "must be a whole number of bytes, 1 or more, written without a decimal point",
     ),
     rule(
         ".defaultMemory",
@@ -91,7 +92,7 @@ pub struct SharingPolicySpec {
          || (quantity(string(self.defaultMemory)).isInteger() \
          && quantity(string(self.defaultMemory)).asInteger() > 0 \
          && quantity(string(self.defaultMemory)).asInteger() % quantity(string(self.memoryStep)).asInteger() == 0)",
-        "must be a multiple of memoryStep, above 0",
+        "must be a multiple of memoryStep, above 0, written without a decimal point",
     ),
 ]))]
 pub struct CappedPolicy {

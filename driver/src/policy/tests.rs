@@ -261,3 +261,24 @@ fn a_bad_policy_is_not_replaced_by_a_weaker_one_and_hurts_no_other_gpu() {
     other.product_name = "NVIDIA L4".to_owned();
     assert!(terms(&policies, &labels(&[]), &other).is_ok());
 }
+
+/// Policies, and the field by which each is refused. The suite on the cluster gives the same ones
+/// to the API server: its rules and ours must agree.
+const SHARED: &str = include_str!("../../../api/testdata/sharing-policies.json");
+
+#[test]
+fn the_api_servers_rules_and_ours_agree() {
+    let cases: Vec<Value> = serde_json::from_str(SHARED).unwrap();
+    for case in cases {
+        let spec = serde_json::from_value::<SharingPolicySpec>(case["spec"].clone());
+        match (case["refused"].as_str(), spec) {
+            (None, spec) => assert!(Terms::try_from(&spec.unwrap()).is_ok(), "{case}"),
+            (Some(field), Ok(spec)) => {
+                let problem = Terms::try_from(&spec).expect_err("refused").to_string();
+                assert!(problem.starts_with(field), "{case}: {problem}");
+            }
+            // What the types cannot hold the schema must not let pass.
+            (Some(_), Err(_)) => {}
+        }
+    }
+}
