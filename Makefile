@@ -45,7 +45,6 @@ unit: shim simulator ## unit, property and contract tests, without a cluster
 	cargo test --workspace --exclude tranche-e2e
 	cargo test --manifest-path driver/cdi-oracle/Cargo.toml --target-dir target/cdi-oracle
 	simulator/test-clients
-	simulator/test-clients
 
 e2e: image simulator ## the suite on a cluster, which goes afterwards unless it was there before
 	e2e/kind/with cargo test -p tranche-e2e
