@@ -1,3 +1,101 @@
 //! Where SPECIFICATION.md's numbers come from.
+//!
+//! ```text
+//!  subcommand ─► measurement ─► rows (value, spread, what it is judged by) ─► JSON lines, text
+//!                                                                               └─► report
+//! ```
+//!
+//! Those that measure a cluster run on a GPU node, beside the plugin: `bench/run` puts them there.
+#![deny(unsafe_code)]
 
-fn main() {}
+mod claims;
+mod cluster;
+mod dra;
+mod pods;
+mod prepare;
+mod process;
+mod promise;
+mod row;
+mod shim;
+mod sizes;
+mod slices;
+mod stats;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::Context;
+use clap::{Parser, Subcommand};
+
+use cluster::Cluster;
+use row::Row;
+
+/// Measures what SPECIFICATION.md promises: JSON lines on stdout, text on stderr.
+#[derive(Debug, Parser)]
+#[command(version)]
+struct Cli {
+    /// The node that this runs on
+    #[arg(long, env = "HOSTNAME", default_value = "", global = true)]
+    node: String,
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Debug, Subcommand)]
+enum What {
+    /// The plugin's gRPC calls, over its socket
+    Prepare(prepare::Args),
+    /// Pods with and without a claim, to Running
+    Pods(pods::Args),
+    /// How fast slices appear
+    Slices(slices::Args),
+    /// What the shim costs, against the bare driver; on a machine with a driver at /, as root
+    Shim(shim::Args),
+    #[command(hide = true)]
+    ShimWorld(shim::WorldArgs),
+    #[command(hide = true)]
+    ShimProbe(shim::ProbeArgs),
+    /// Plugin and controller in memory
+    Memory,
+    /// The built parts on disk
+    Sizes(sizes::Args),
+    /// What files of rows say, in the order of SPECIFICATION.md; fails where a target is missed
+    Report {
+        /// Files of JSON lines
+        #[arg(required = true)]
+        files: Vec<PathBuf>,
+    },
+}
+
+fn main() -> anyhow::Result<ExitCode> {
+    let Cli { node, what } = Cli::parse();
+    let rows = match &what {
+        What::Prepare(args) => on_cluster(&node, async |c| prepare::run(args, c).await)?,
+        What::Pods(args) => on_cluster(&node, async |c| pods::run(args, c).await)?,
+        What::Slices(args) => on_cluster(&node, async |c| slices::run(args, c).await)?,
+        What::Shim(args) => shim::run(args)?,
+        // Processes of the one above; what they print is for it.
+        What::ShimWorld(args) => return shim::world(args).map(|()| ExitCode::SUCCESS),
+        What::ShimProbe(args) => return shim::probe(args).map(|()| ExitCode::SUCCESS),
+        What::Memory => sizes::in_memory()?,
+        What::Sizes(args) => sizes::on_disk(args)?,
+        What::Report { files } => {
+            let kept = row::report(files)?;
+            return Ok(if kept {
+                ExitCode::SUCCESS
+            } else {
+                ExitCode::FAILURE
+            });
+        }
+    };
+    row::emit(&rows)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn on_cluster(
+    node: &str,
+    measure: impl AsyncFnOnce(&Cluster) -> anyhow::Result<Vec<Row>>,
+) -> anyhow::Result<Vec<Row>> {
+    let runtime = tokio::runtime::Runtime::new().context("starting the runtime")?;
+    runtime.block_on(async { measure(&Cluster::connect(node).await?).await })
+}

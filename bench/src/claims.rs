@@ -1,0 +1,237 @@
+//! ResourceClaims, made through the API and allocated as the scheduler would.
+
+use std::collections::BTreeMap;
+
+use anyhow::Context;
+use futures::{StreamExt, TryStreamExt, stream};
+use k8s_openapi::api::resource::v1::{
+    AllocationResult, CapacityRequirements, DeviceAllocationResult, DeviceClaim, DeviceRequest,
+    DeviceRequestAllocationResult, ExactDeviceRequest, ResourceClaim, ResourceClaimSpec,
+    ResourceClaimStatus,
+};
+use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
+use kube::api::{ObjectMeta, PostParams};
+use kube::{Api, ResourceExt};
+use tranche_api::names::{DRIVER, capacity};
+use uuid::Uuid;
+
+use crate::cluster::{Cluster, NAMESPACE};
+use crate::dra::ClaimId;
+
+/// The one request of every claim.
+pub const REQUEST: &str = "gpu";
+/// Small, so that as many shares fit into a GPU as its percents allow.
+const MEMORY: &str = "64Mi";
+const CORES: &str = "1";
+/// API calls under way while claims are made.
+const AT_ONCE: usize = 16;
+
+/// What a claim is given.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Share {
+    /// A hundredth of the GPU of this minor number.
+    Capped(u32),
+    /// A place on the GPU of this minor number.
+    Timeshared(u32),
+}
+
+impl Share {
+    fn tier(self) -> &'static str {
+        match self {
+            Self::Capped(_) => "capped",
+            Self::Timeshared(_) => "timeshared",
+        }
+    }
+
+    fn device(self) -> String {
+        let (Self::Capped(minor) | Self::Timeshared(minor)) = self;
+        format!("gpu-{minor}-{}", self.tier())
+    }
+
+    fn requested(self) -> BTreeMap<String, Quantity> {
+        let sizes: &[_] = match self {
+            Self::Capped(_) => &[(capacity::MEMORY, MEMORY), (capacity::CORES, CORES)],
+            Self::Timeshared(_) => &[],
+        };
+        sizes
+            .iter()
+            .map(|(name, size)| ((*name).to_owned(), Quantity((*size).to_owned())))
+            .collect()
+    }
+
+    /// The requested ones, and the place that the device's request policy adds.
+    fn consumed(self) -> BTreeMap<String, Quantity> {
+        let mut consumed = self.requested();
+        consumed.insert(capacity::SHARERS.to_owned(), Quantity("1".to_owned()));
+        consumed
+    }
+}
+
+/// Where claims go, so that the node's own check of each GPU's sums accepts them all.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Placement {
+    /// For the claims that are timed.
+    pub timed: Vec<Share>,
+    /// For the claims that are held meanwhile.
+    pub held: Vec<Share>,
+}
+
+impl Placement {
+    /// On `gpus`, of which there are at least two. Timed claims are capped shares of all but the
+    /// last. Held ones are capped shares too, as long as the timed ones keep their room; a GPU has
+    /// a hundred percents, so the rest is timeshared on the last GPU.
+    #[must_use]
+    pub fn new(gpus: &[u32], timed: usize, held: usize) -> Self {
+        let (last, first) = gpus.split_last().expect("at least two GPUs");
+        let spread = |count: usize| first.iter().cycle().take(count).copied();
+        let room = first.len() * 100 - timed.next_multiple_of(first.len());
+        let capped = held.min(room);
+        Self {
+            timed: spread(timed).map(Share::Capped).collect(),
+            held: spread(capped)
+                .map(Share::Capped)
+                .chain(std::iter::repeat_n(Share::Timeshared(*last), held - capped))
+                .collect(),
+        }
+    }
+}
+
+/// Makes a claim for each share and allocates it on the cluster's node.
+pub async fn make(
+    cluster: &Cluster,
+    prefix: &str,
+    shares: &[Share],
+) -> anyhow::Result<Vec<ClaimId>> {
+    let api = Api::namespaced(cluster.client.clone(), NAMESPACE);
+    let pool = cluster.pool();
+    stream::iter(shares.iter().enumerate().map(|(index, share)| {
+        let name = format!("{prefix}-{index}");
+        let (api, pool) = (&api, &pool);
+        async move {
+            allocate(api, &name, pool, *share)
+                .await
+                .with_context(|| format!("claim {NAMESPACE}/{name}"))
+        }
+    }))
+    .buffered(AT_ONCE)
+    .try_collect()
+    .await
+}
+
+/// Nobody is named in `reservedFor`: the claim's only consumer would be a pod, the API server's
+/// controllers would release a claim whose pod does not exist, and a driver does not read it.
+async fn allocate(
+    api: &Api<ResourceClaim>,
+    name: &str,
+    pool: &str,
+    share: Share,
+) -> anyhow::Result<ClaimId> {
+    let mut claim = api
+        .create(
+            &PostParams::default(),
+            &claim(name, share.tier(), share.requested()),
+        )
+        .await?;
+    claim.status = Some(ResourceClaimStatus {
+        allocation: Some(AllocationResult {
+            devices: Some(DeviceAllocationResult {
+                results: Some(vec![DeviceRequestAllocationResult {
+                    request: REQUEST.to_owned(),
+                    driver: DRIVER.to_owned(),
+                    pool: pool.to_owned(),
+                    device: share.device(),
+                    share_id: Some(Uuid::new_v4().to_string()),
+                    consumed_capacity: Some(share.consumed()),
+                    ..DeviceRequestAllocationResult::default()
+                }]),
+                ..DeviceAllocationResult::default()
+            }),
+            ..AllocationResult::default()
+        }),
+        ..ResourceClaimStatus::default()
+    });
+    let claim = api
+        .replace_status(name, &PostParams::default(), &claim)
+        .await?;
+    Ok(ClaimId {
+        namespace: NAMESPACE.to_owned(),
+        uid: claim.uid().context("the API server gave it no UID")?,
+        name: name.to_owned(),
+    })
+}
+
+/// A claim for one device of a tier, or a share of that size.
+#[must_use]
+pub fn claim(name: &str, tier: &str, size: BTreeMap<String, Quantity>) -> ResourceClaim {
+    ResourceClaim {
+        metadata: ObjectMeta {
+            name: Some(name.to_owned()),
+            ..ObjectMeta::default()
+        },
+        spec: Some(spec(tier, size)),
+        status: None,
+    }
+}
+
+/// What such a claim asks for.
+#[must_use]
+pub fn spec(tier: &str, size: BTreeMap<String, Quantity>) -> ResourceClaimSpec {
+    ResourceClaimSpec {
+        devices: Some(DeviceClaim {
+            requests: Some(vec![DeviceRequest {
+                name: REQUEST.to_owned(),
+                exactly: Some(ExactDeviceRequest {
+                    device_class_name: format!("{tier}.{DRIVER}"),
+                    capacity: (!size.is_empty()).then_some(CapacityRequirements {
+                        requests: Some(size),
+                    }),
+                    ..ExactDeviceRequest::default()
+                }),
+                ..DeviceRequest::default()
+            }]),
+            ..DeviceClaim::default()
+        }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn percents(placement: &Placement, minor: u32) -> usize {
+        [&placement.timed, &placement.held]
+            .into_iter()
+            .flatten()
+            .filter(|share| **share == Share::Capped(minor))
+            .count()
+    }
+
+    #[test]
+    fn no_gpu_gets_more_than_it_has_and_none_serves_two_tiers() {
+        for gpus in 2..=8 {
+            let minors: Vec<u32> = (0..gpus).collect();
+            for (timed, held) in [(1, 0), (8, 0), (32, 200), (33, 700)] {
+                let placement = Placement::new(&minors, timed, held);
+                assert_eq!((placement.timed.len(), placement.held.len()), (timed, held));
+                for minor in minors.iter().copied() {
+                    let capped = percents(&placement, minor);
+                    assert!(capped <= 100, "{gpus} GPUs, {timed}, {held}: {capped}");
+                    let timeshared = placement.held.contains(&Share::Timeshared(minor));
+                    assert!(!timeshared || capped == 0);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_consumed_has_the_place_that_nobody_asks_for() {
+        let share = Share::Capped(1);
+        assert_eq!(share.device(), "gpu-1-capped");
+        assert_eq!(
+            share.consumed().keys().collect::<Vec<_>>(),
+            ["cores", "memory", "sharers"]
+        );
+        assert!(!share.requested().contains_key("sharers"));
+        assert_eq!(Share::Timeshared(0).consumed().len(), 1);
+    }
+}

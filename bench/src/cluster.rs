@@ -1,0 +1,148 @@
+//! The cluster under load: its API, and what the node of this process offers.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use k8s_openapi::api::core::v1::Namespace;
+use k8s_openapi::api::resource::v1::ResourceSlice;
+use kube::api::{DeleteParams, ListParams, ObjectMeta, PostParams};
+use kube::config::{KubeConfigOptions, Kubeconfig};
+use kube::{Api, Client, Config};
+use tranche_api::names::{DRIVER, pool};
+
+/// Everything that is measured happens in this namespace, which goes afterwards.
+pub const NAMESPACE: &str = "tranche-bench";
+const LONGEST_WAIT: Duration = Duration::from_secs(120);
+
+/// An API server and one GPU node of its cluster.
+#[derive(Clone)]
+pub struct Cluster {
+    /// As the kubeconfig of the environment says.
+    pub client: Client,
+    /// The node that this process runs on.
+    pub node: String,
+}
+
+impl std::fmt::Debug for Cluster {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Cluster({})", self.node)
+    }
+}
+
+impl Cluster {
+    /// Connects as `KUBECONFIG` says, to be judged together with the node of that name.
+    pub async fn connect(node: &str) -> anyhow::Result<Self> {
+        let kubeconfig = Kubeconfig::from_env()
+            .context("KUBECONFIG")?
+            .context("KUBECONFIG is not set: it must name a kubeconfig that works on this node")?;
+        let mut config =
+            Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await?;
+        // A retry behind our back would be measured as one slow answer.
+        config.default_retry = false;
+        Ok(Self {
+            client: Client::try_from(config)?,
+            node: node.to_owned(),
+        })
+    }
+
+    /// This node's pool.
+    #[must_use]
+    pub fn pool(&self) -> String {
+        pool(&self.node)
+    }
+
+    /// The node's slices.
+    pub async fn slices(&self) -> anyhow::Result<Vec<ResourceSlice>> {
+        let all: Api<ResourceSlice> = Api::all(self.client.clone());
+        let fields = format!("spec.driver={DRIVER}");
+        let slices = all.list(&ListParams::default().fields(&fields)).await?;
+        let pool = self.pool();
+        Ok(slices
+            .items
+            .into_iter()
+            .filter(|slice| slice.spec.pool.name == pool)
+            .collect())
+    }
+
+    /// The minor numbers of the GPUs that are offered as capped and as timeshared, in order.
+    pub async fn shareable_gpus(&self) -> anyhow::Result<Vec<u32>> {
+        let slices = self.slices().await?;
+        let devices: BTreeSet<_> = slices
+            .iter()
+            .filter_map(|slice| slice.spec.devices.as_ref())
+            .flatten()
+            .map(|device| device.name.as_str())
+            .collect();
+        let minors: BTreeSet<u32> = devices
+            .iter()
+            .filter_map(|name| {
+                name.strip_prefix("gpu-")?
+                    .strip_suffix("-capped")?
+                    .parse()
+                    .ok()
+            })
+            .filter(|minor| devices.contains(format!("gpu-{minor}-timeshared").as_str()))
+            .collect();
+        if minors.len() < 2 {
+            bail!(
+                "pool {}: {} GPUs are offered as capped and timeshared, and two are needed: one for the claims that are timed and one for those that are held",
+                self.pool(),
+                minors.len()
+            );
+        }
+        Ok(minors.into_iter().collect())
+    }
+
+    /// Makes the namespace, anew where an interrupted run left it.
+    pub async fn make_namespace(&self) -> anyhow::Result<()> {
+        self.remove_namespace().await?;
+        let namespace = Namespace {
+            metadata: ObjectMeta {
+                name: Some(NAMESPACE.to_owned()),
+                ..ObjectMeta::default()
+            },
+            ..Namespace::default()
+        };
+        self.namespaces()
+            .create(&PostParams::default(), &namespace)
+            .await
+            .with_context(|| format!("namespace {NAMESPACE}"))?;
+        Ok(())
+    }
+
+    /// Removes the namespace with all that is in it, and waits until it is gone.
+    pub async fn remove_namespace(&self) -> anyhow::Result<()> {
+        let api = self.namespaces();
+        let Some(namespace) = api.get_opt(NAMESPACE).await? else {
+            return Ok(());
+        };
+        if namespace.metadata.deletion_timestamp.is_none() {
+            api.delete(NAMESPACE, &DeleteParams::default()).await?;
+        }
+        wait_until("the namespace tranche-bench is gone", async || {
+            Ok(api.get_opt(NAMESPACE).await?.is_none())
+        })
+        .await
+    }
+
+    fn namespaces(&self) -> Api<Namespace> {
+        Api::all(self.client.clone())
+    }
+}
+
+/// Asks again until it is so.
+pub async fn wait_until(
+    what: &str,
+    is_so: impl AsyncFn() -> anyhow::Result<bool>,
+) -> anyhow::Result<()> {
+    let asked = async {
+        while !is_so().await? {
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+        anyhow::Ok(())
+    };
+    tokio::time::timeout(LONGEST_WAIT, asked)
+        .await
+        .with_context(|| format!("waited {} s until {what}", LONGEST_WAIT.as_secs()))?
+}

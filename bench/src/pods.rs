@@ -1,0 +1,344 @@
+//! Pods with and without a claim, from their creation to Running.
+//!
+//! The kinds of pod take turns within each round, so that whatever else the machine does falls on
+//! all of them alike; what a claim adds is the difference of their medians. The scheduler, the
+//! kubelet and the container runtime have their part in it, and the kubelet also its own noise.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail};
+use futures::future::try_join_all;
+use futures::stream::BoxStream;
+use futures::{StreamExt, TryStreamExt};
+use k8s_openapi::api::core::v1::{Pod, ServiceAccount};
+use k8s_openapi::api::resource::v1::{
+    ResourceClaim, ResourceClaimTemplate, ResourceClaimTemplateSpec,
+};
+use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
+use kube::api::{DeleteParams, ListParams, ObjectMeta, PostParams, WatchEvent, WatchParams};
+use kube::{Api, ResourceExt};
+use serde_json::{Value, json};
+use tranche_api::names::capacity;
+
+use crate::claims;
+use crate::cluster::{Cluster, NAMESPACE, wait_until};
+use crate::row::Row;
+use crate::stats::Spread;
+
+/// How many of each.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Args {
+    /// Rounds with one pod of each kind
+    #[arg(long, default_value_t = 20)]
+    rounds: usize,
+    /// Rounds with 8 pods of each kind at once
+    #[arg(long, default_value_t = 8)]
+    rounds_of_8: usize,
+    /// What the pods run: it must be on the node and have a shell
+    #[arg(long, default_value = "tranche/workload:dev")]
+    image: String,
+}
+
+const TOGETHER: usize = 8;
+const TEMPLATE: &str = "share";
+const LONGEST_WAIT: Duration = Duration::from_secs(90);
+
+/// How a pod comes by a GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Kind {
+    /// Not at all.
+    Plain,
+    /// By a claim that was made before it.
+    Claim,
+    /// By a claim that is made for it, after a template.
+    Template,
+}
+
+const KINDS: [Kind; 3] = [Kind::Plain, Kind::Claim, Kind::Template];
+
+impl Kind {
+    fn as_str(self) -> &'static str {
+        match self {
+            Self::Plain => "plain",
+            Self::Claim => "claim",
+            Self::Template => "template",
+        }
+    }
+}
+
+/// Measures, and leaves nothing behind, also where it fails or is interrupted.
+pub async fn run(args: &Args, cluster: &Cluster) -> anyhow::Result<Vec<Row>> {
+    cluster.make_namespace().await?;
+    let bench = Bench {
+        args,
+        cluster,
+        pods: Api::namespaced(cluster.client.clone(), NAMESPACE),
+        claims: Api::namespaced(cluster.client.clone(), NAMESPACE),
+    };
+    let measured = tokio::select! {
+        rows = bench.measure() => rows,
+        signal = tokio::signal::ctrl_c() => {
+            signal?;
+            Err(anyhow::anyhow!("interrupted"))
+        }
+    };
+    cluster.remove_namespace().await?;
+    measured
+}
+
+#[derive(Debug)]
+struct Bench<'a> {
+    args: &'a Args,
+    cluster: &'a Cluster,
+    pods: Api<Pod>,
+    claims: Api<ResourceClaim>,
+}
+
+impl Bench<'_> {
+    async fn measure(&self) -> anyhow::Result<Vec<Row>> {
+        self.make_template().await?;
+        self.wait_for_service_account().await?;
+        // Images, caches and the first use of everything.
+        for kind in KINDS {
+            self.pods_to_running(kind, "warm", 1).await?;
+        }
+        let mut rows = Vec::new();
+        for (together, rounds, suffix) in [
+            (1, self.args.rounds, ""),
+            (TOGETHER, self.args.rounds_of_8, "-8"),
+        ] {
+            rows.extend(self.compare(together, rounds, suffix).await?);
+        }
+        Ok(rows)
+    }
+
+    async fn compare(
+        &self,
+        together: usize,
+        rounds: usize,
+        suffix: &str,
+    ) -> anyhow::Result<Vec<Row>> {
+        let mut times: BTreeMap<Kind, Vec<Duration>> = BTreeMap::new();
+        for round in 0..rounds {
+            eprintln!(
+                "{together} pod(s) at once, with and without a claim, {} of {rounds}",
+                round + 1
+            );
+            for kind in KINDS {
+                let time = self
+                    .pods_to_running(kind, &format!("r{round}"), together)
+                    .await?;
+                times.entry(kind).or_default().push(time);
+            }
+        }
+        let spread = |kind| {
+            times
+                .get(&kind)
+                .and_then(|times| Spread::of_times(times))
+                .context("no round was asked for")
+        };
+        let plain = spread(Kind::Plain)?;
+        [
+            (Kind::Claim, "pod-claim-added"),
+            (Kind::Template, "pod-template-added"),
+        ]
+        .into_iter()
+        .map(|(kind, id)| {
+            let with = spread(kind)?;
+            Ok(Row::new(&format!("{id}{suffix}"), with.p50 - plain.p50)
+                .from(with)
+                .beside("median without a claim", plain.p50)
+                .beside("its 99th percentile", plain.p99)
+                .beside("ratio", with.p50 / plain.p50))
+        })
+        .collect()
+    }
+
+    /// From the first pod's creation until the last of `together` runs.
+    async fn pods_to_running(
+        &self,
+        kind: Kind,
+        round: &str,
+        together: usize,
+    ) -> anyhow::Result<Duration> {
+        let names: Vec<_> = (0..together)
+            .map(|n| format!("{}-{round}-{together}-{n}", kind.as_str()))
+            .collect();
+        if kind == Kind::Claim {
+            let claims = names.iter().map(|name| self.make_claim(name));
+            try_join_all(claims).await?;
+        }
+        let version = self
+            .pods
+            .list(&ListParams::default().limit(1))
+            .await?
+            .metadata
+            .resource_version;
+        let events = self
+            .pods
+            .watch(&WatchParams::default(), &version.unwrap_or_default())
+            .await?;
+        let mut events = events.boxed();
+
+        let start = Instant::now();
+        let pods: Vec<_> = names
+            .iter()
+            .map(|name| self.pod(name, kind))
+            .collect::<Result<_, _>>()?;
+        let params = PostParams::default();
+        try_join_all(pods.iter().map(|pod| self.pods.create(&params, pod))).await?;
+        follow(&mut events, &names, "run", runs).await?;
+        let elapsed = start.elapsed();
+
+        let delete = DeleteParams::default();
+        try_join_all(names.iter().map(|name| self.pods.delete(name, &delete))).await?;
+        follow(&mut events, &names, "are gone", is_gone).await?;
+        self.remove_claims().await?;
+        Ok(elapsed)
+    }
+
+    fn pod(&self, name: &str, kind: Kind) -> anyhow::Result<Pod> {
+        let (claims, resources) = match kind {
+            Kind::Plain => (Value::Null, Value::Null),
+            Kind::Claim => (json!([{"name": "gpu", "resourceClaimName": name}]), used()),
+            Kind::Template => (
+                json!([{"name": "gpu", "resourceClaimTemplateName": TEMPLATE}]),
+                used(),
+            ),
+        };
+        Ok(serde_json::from_value(json!({
+            "metadata": {"name": name},
+            "spec": {
+                "restartPolicy": "Never",
+                "terminationGracePeriodSeconds": 5,
+                "nodeSelector": {"kubernetes.io/hostname": self.cluster.node},
+                "containers": [{
+                    "name": "main",
+                    "image": self.args.image,
+                    "imagePullPolicy": "IfNotPresent",
+                    // Ends at once when it is asked to.
+                    "command": ["/bin/sh", "-c", "trap 'exit 0' TERM; sleep 3600 & wait"],
+                    "resources": resources
+                }],
+                "resourceClaims": claims
+            }
+        }))?)
+    }
+
+    async fn make_claim(&self, name: &str) -> anyhow::Result<()> {
+        let claim = claims::claim(name, "capped", size());
+        self.claims.create(&PostParams::default(), &claim).await?;
+        Ok(())
+    }
+
+    async fn make_template(&self) -> anyhow::Result<()> {
+        let templates: Api<ResourceClaimTemplate> =
+            Api::namespaced(self.cluster.client.clone(), NAMESPACE);
+        let template = ResourceClaimTemplate {
+            metadata: ObjectMeta {
+                name: Some(TEMPLATE.to_owned()),
+                ..ObjectMeta::default()
+            },
+            spec: Some(ResourceClaimTemplateSpec {
+                metadata: None,
+                spec: Some(claims::spec("capped", size())),
+            }),
+        };
+        templates.create(&PostParams::default(), &template).await?;
+        Ok(())
+    }
+
+    /// Pods are refused until the namespace has one.
+    async fn wait_for_service_account(&self) -> anyhow::Result<()> {
+        let accounts: Api<ServiceAccount> = Api::namespaced(self.cluster.client.clone(), NAMESPACE);
+        wait_until("the namespace has a service account", async || {
+            Ok(accounts.get_opt("default").await?.is_some())
+        })
+        .await
+    }
+
+    async fn remove_claims(&self) -> anyhow::Result<()> {
+        for claim in self.claims.list(&ListParams::default()).await? {
+            // Those of a template go with their pod.
+            match self
+                .claims
+                .delete(&claim.name_any(), &DeleteParams::default())
+                .await
+            {
+                Err(kube::Error::Api(status)) if status.is_not_found() => {}
+                other => drop(other?),
+            }
+        }
+        wait_until("the claims are gone", async || {
+            Ok(self
+                .claims
+                .list(&ListParams::default())
+                .await?
+                .items
+                .is_empty())
+        })
+        .await
+    }
+}
+
+/// Waits until each of the pods was in an event that `is_so`.
+async fn follow(
+    events: &mut BoxStream<'_, kube::Result<WatchEvent<Pod>>>,
+    names: &[String],
+    what: &str,
+    is_so: fn(&WatchEvent<Pod>) -> Option<String>,
+) -> anyhow::Result<()> {
+    let mut waiting: BTreeSet<_> = names.iter().cloned().collect();
+    let followed = async {
+        while !waiting.is_empty() {
+            let event = events
+                .try_next()
+                .await?
+                .context("the API server ended the watch")?;
+            if let WatchEvent::Error(error) = &event {
+                bail!("watch: {}", error.message);
+            }
+            if let Some(name) = is_so(&event) {
+                waiting.remove(&name);
+            }
+        }
+        anyhow::Ok(())
+    };
+    match tokio::time::timeout(LONGEST_WAIT, followed).await {
+        Ok(result) => result,
+        Err(_) => bail!(
+            "waited {} s until {waiting:?} {what}",
+            LONGEST_WAIT.as_secs()
+        ),
+    }
+}
+
+/// Eight of them fit into one GPU.
+fn size() -> BTreeMap<String, Quantity> {
+    [(capacity::MEMORY, "1Gi"), (capacity::CORES, "10")]
+        .into_iter()
+        .map(|(name, size)| (name.to_owned(), Quantity(size.to_owned())))
+        .collect()
+}
+
+fn used() -> Value {
+    json!({"claims": [{"name": "gpu"}]})
+}
+
+fn runs(event: &WatchEvent<Pod>) -> Option<String> {
+    match event {
+        WatchEvent::Added(pod) | WatchEvent::Modified(pod) => {
+            let phase = pod.status.as_ref()?.phase.as_deref()?;
+            (phase == "Running").then(|| pod.name_any())
+        }
+        _ => None,
+    }
+}
+
+fn is_gone(event: &WatchEvent<Pod>) -> Option<String> {
+    match event {
+        WatchEvent::Deleted(pod) => Some(pod.name_any()),
+        _ => None,
+    }
+}

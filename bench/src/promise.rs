@@ -1,0 +1,320 @@
+//! The promises that have a number, each once: `SPECIFICATION.md` has a row for every one of them.
+
+use std::fmt;
+
+/// What a value must not cross.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Bound {
+    /// Less is better.
+    AtMost(f64),
+    /// More is better.
+    AtLeast(f64),
+    /// Reported, not promised.
+    Open,
+}
+
+impl Bound {
+    /// Whether `value` keeps it; an open bound is always kept.
+    #[must_use]
+    pub fn is_kept_by(self, value: f64) -> bool {
+        match self {
+            Self::AtMost(bound) => value <= bound,
+            Self::AtLeast(bound) => value >= bound,
+            Self::Open => true,
+        }
+    }
+}
+
+impl fmt::Display for Bound {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::AtMost(bound) => write!(f, "≤ {bound}"),
+            Self::AtLeast(bound) => write!(f, "≥ {bound}"),
+            Self::Open => f.write_str("–"),
+        }
+    }
+}
+
+/// A measurable promise.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Promise {
+    /// Names it in results and in `SPECIFICATION.md`.
+    pub id: &'static str,
+    /// In words.
+    pub what: &'static str,
+    /// Of the value and its bound.
+    pub unit: &'static str,
+    /// The target.
+    pub bound: Bound,
+}
+
+const fn promise(
+    id: &'static str,
+    what: &'static str,
+    unit: &'static str,
+    bound: Bound,
+) -> Promise {
+    Promise {
+        id,
+        what,
+        unit,
+        bound,
+    }
+}
+
+use Bound::{AtLeast, AtMost, Open};
+
+/// All of them, in the order of `SPECIFICATION.md`.
+pub const PROMISES: &[Promise] = &[
+    promise(
+        "prepare-p50",
+        "Prepare, one after another, median",
+        "ms",
+        AtMost(2.0),
+    ),
+    promise(
+        "prepare-p99",
+        "Prepare, one after another, 99th percentile",
+        "ms",
+        AtMost(8.0),
+    ),
+    promise(
+        "prepare-held-p50",
+        "the same with 200 claims held, median",
+        "ms",
+        AtMost(2.0),
+    ),
+    promise(
+        "prepare-held-p99",
+        "the same with 200 claims held, 99th percentile",
+        "ms",
+        AtMost(8.0),
+    ),
+    promise("prepare-8", "8 Prepares at once, the last", "ms", Open),
+    promise(
+        "prepare-32",
+        "32 Prepares at once, the last",
+        "ms",
+        AtMost(100.0),
+    ),
+    promise(
+        "prepare-held-8",
+        "8 Prepares at once with 200 held, the last",
+        "ms",
+        Open,
+    ),
+    promise(
+        "prepare-held-32",
+        "32 Prepares at once with 200 held, the last",
+        "ms",
+        AtMost(100.0),
+    ),
+    promise(
+        "unprepare-p50",
+        "Unprepare, one after another, median",
+        "ms",
+        Open,
+    ),
+    promise(
+        "cycles-rate",
+        "prepare + unprepare cycles, 32 workers",
+        "/s",
+        AtLeast(500.0),
+    ),
+    promise(
+        "cycles-p99",
+        "one of these cycles, 99th percentile",
+        "ms",
+        AtMost(150.0),
+    ),
+    promise("cycles-failed", "of these, failed", "calls", AtMost(0.0)),
+    promise(
+        "prepare-left",
+        "files left after the last release",
+        "files",
+        AtMost(0.0),
+    ),
+    promise(
+        "pod-claim-added",
+        "pod to Running, added by a claim, one pod",
+        "ms",
+        AtMost(10.0),
+    ),
+    promise(
+        "pod-claim-added-8",
+        "the same, the last of 8 pods at once",
+        "ms",
+        AtMost(40.0),
+    ),
+    promise(
+        "pod-template-added",
+        "added by a claim from a template, one pod",
+        "ms",
+        Open,
+    ),
+    promise(
+        "pod-template-added-8",
+        "the same, the last of 8 pods at once",
+        "ms",
+        Open,
+    ),
+    promise(
+        "plugin-start",
+        "plugin start → slices published",
+        "ms",
+        AtMost(300.0),
+    ),
+    promise("slice-healed", "a deleted slice is back after", "ms", Open),
+    promise(
+        "kubelet-restart",
+        "slices back after the kubelet's re-registration",
+        "s",
+        AtMost(5.0),
+    ),
+    promise(
+        "plugin-memory",
+        "plugin's resident memory",
+        "MiB",
+        AtMost(20.0),
+    ),
+    promise(
+        "plugin-memory-peak",
+        "plugin's largest resident memory under this load",
+        "MiB",
+        Open,
+    ),
+    promise(
+        "controller-memory",
+        "controller's resident memory, the leader's",
+        "MiB",
+        Open,
+    ),
+    promise("plugin-size", "plugin's binary", "MB", AtMost(15.0)),
+    promise("controller-size", "controller's binary", "MB", Open),
+    promise("image-size", "image of plugin and controller", "MB", Open),
+    promise("hook-size", "container hook", "KiB", Open),
+    promise("shim-cuda-size", "shim, libcuda.so.1", "KiB", AtMost(64.0)),
+    promise(
+        "shim-nvml-size",
+        "shim, libnvidia-ml.so.1",
+        "KiB",
+        AtMost(64.0),
+    ),
+    promise(
+        "shim-load",
+        "shim's load, added to a process without CUDA",
+        "ms",
+        AtMost(1.0),
+    ),
+    promise(
+        "shim-init",
+        "shim's load + cuInit, added",
+        "ms",
+        AtMost(0.3),
+    ),
+    promise(
+        "shim-init-300",
+        "300 processes at once, load + cuInit, the last",
+        "s",
+        AtMost(2.0),
+    ),
+    promise("shim-alloc", "alloc + free, added", "ns", AtMost(150.0)),
+    promise(
+        "shim-alloc-live",
+        "alloc + free with 10,000 live, added",
+        "ns",
+        AtMost(150.0),
+    ),
+    promise(
+        "shim-alloc-4",
+        "alloc + free, 4 processes, added",
+        "ns",
+        Open,
+    ),
+    promise(
+        "shim-alloc-16",
+        "alloc + free, 16 processes, added",
+        "ns",
+        Open,
+    ),
+    promise(
+        "shim-refusal",
+        "over-limit refusal, 1 process",
+        "ns",
+        AtMost(300.0),
+    ),
+    promise(
+        "shim-refusal-16",
+        "over-limit refusal, 16 processes",
+        "ns",
+        AtMost(300.0),
+    ),
+    promise("shim-mem-info", "cuMemGetInfo, added", "ns", Open),
+    promise("shim-proc-address", "cuGetProcAddress, added", "ns", Open),
+    promise(
+        "shim-launch",
+        "launch of a kernel, added",
+        "ns",
+        AtMost(15.0),
+    ),
+];
+
+/// The promise of that name.
+#[must_use]
+pub fn find(id: &str) -> Option<&'static Promise> {
+    PROMISES.iter().find(|promise| promise.id == id)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    const SPECIFICATION: &str = include_str!("../../SPECIFICATION.md");
+
+    /// The rows of the page that name a measurement: its id, and the target as written.
+    fn rows() -> Vec<(&'static str, &'static str)> {
+        SPECIFICATION
+            .lines()
+            .filter_map(|line| {
+                let cells: Vec<_> = line.split('|').map(str::trim).collect();
+                let id = cells.last_chunk::<2>()?[0].strip_prefix("bench `")?;
+                Some((id.strip_suffix('`')?, *cells.get(2)?))
+            })
+            .collect()
+    }
+
+    #[test]
+    fn the_specification_has_a_row_for_each_with_the_same_target() {
+        for promise in PROMISES {
+            let expected = match promise.bound {
+                Bound::Open => promise.bound.to_string(),
+                _ => format!("{} {}", promise.bound, promise.unit),
+            };
+            assert!(
+                rows().contains(&(promise.id, expected.as_str())),
+                "SPECIFICATION.md has no row that ends with bench `{}` and promises {expected}: {:?}",
+                promise.id,
+                rows().iter().find(|(id, _)| *id == promise.id)
+            );
+        }
+    }
+
+    #[test]
+    fn every_row_of_the_specification_is_measured() {
+        for (id, _) in rows() {
+            assert!(find(id).is_some(), "SPECIFICATION.md: nobody measures {id}");
+        }
+        let ids: BTreeSet<_> = PROMISES.iter().map(|promise| promise.id).collect();
+        assert_eq!(ids.len(), PROMISES.len());
+    }
+
+    #[test]
+    fn a_bound_is_kept_up_to_itself() {
+        assert!(AtMost(2.0).is_kept_by(2.0));
+        assert!(!AtMost(2.0).is_kept_by(2.1));
+        assert!(AtLeast(2.0).is_kept_by(2.0));
+        assert!(!AtLeast(2.0).is_kept_by(1.9));
+    }
+}

@@ -1,0 +1,194 @@
+//! What the shim costs the programs of a capped container, against the same driver without it.
+//!
+//! ```text
+//!  run ─► unshare ─► world (bare | capped): mounts ─► probe: a fresh process that calls the driver
+//! ```
+//!
+//! Runs as root on a machine with a driver at `/`, real or simulated. Each world is a private mount
+//! namespace: in the bare one nothing is changed, in the capped one everything lies where a capped
+//! container has it. The worlds take turns. Times of calls are CPU times of the calling thread, so
+//! that processes that outnumber the cores do not measure the scheduler.
+
+mod cuda;
+mod probe;
+mod world;
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, ensure};
+use serde::de::DeserializeOwned;
+
+use crate::row::Row;
+use crate::stats::Spread;
+pub use probe::ProbeArgs;
+pub use world::WorldArgs;
+use world::{Measure, World};
+
+/// How much of each.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Args {
+    /// Where libcuda.so.1 and libnvidia-ml.so.1 of the shim are
+    #[arg(long, default_value = "/var/lib/kubelet/plugins/gpu.tranche.dev/lib")]
+    shim_dir: PathBuf,
+    /// How often the worlds take turns
+    #[arg(long, default_value_t = 10)]
+    rounds: usize,
+    /// Processes started one after another, per turn
+    #[arg(long, default_value_t = 40)]
+    starts: usize,
+    /// Processes started at once, for the last to be ready
+    #[arg(long, default_value_t = 300)]
+    crowd: usize,
+}
+
+/// Nanoseconds per call, by the name of the call.
+type Calls = BTreeMap<String, f64>;
+
+/// Measures all of it.
+pub fn run(args: &Args) -> anyhow::Result<Vec<Row>> {
+    let mut rows = starts(args)?;
+    for processes in [1, 4, 16] {
+        rows.extend(calls(args, processes)?);
+    }
+    Ok(rows)
+}
+
+/// Starts of processes: wall time, since a start is waited for.
+fn starts(args: &Args) -> anyhow::Result<Vec<Row>> {
+    let mut rows = Vec::new();
+    for (id, measure, unit) in [
+        ("shim-load", Measure::Load, 1e3),
+        ("shim-init", Measure::Init, 1e3),
+        ("shim-init-300", Measure::Crowd, 1.0),
+    ] {
+        let (rounds, count) = match measure {
+            Measure::Crowd => (3, args.crowd),
+            _ => (args.rounds, args.starts),
+        };
+        let mut times: BTreeMap<World, Vec<f64>> = BTreeMap::new();
+        for round in 1..=rounds {
+            eprintln!("{id}, {round} of {rounds}");
+            for world in [World::Bare, World::Capped] {
+                let seconds: Vec<f64> = in_world(args, world, measure, count)?;
+                times
+                    .entry(world)
+                    .or_default()
+                    .extend(seconds.into_iter().map(|seconds| seconds * unit));
+            }
+        }
+        let mut spread = |world| {
+            Spread::of(times.remove(&world).unwrap_or_default()).context("nothing was measured")
+        };
+        let (bare, capped) = (spread(World::Bare)?, spread(World::Capped)?);
+        // A crowd is judged by itself, a single process by what was added to it.
+        let value = match measure {
+            Measure::Crowd => capped.p50,
+            _ => capped.p50 - bare.p50,
+        };
+        rows.push(
+            Row::new(id, value)
+                .from(capped)
+                .beside("bare driver", bare.p50)
+                .beside("ratio", capped.p50 / bare.p50),
+        );
+    }
+    Ok(rows)
+}
+
+/// Calls, made by so many processes at once.
+fn calls(args: &Args, processes: usize) -> anyhow::Result<Vec<Row>> {
+    let mut times: BTreeMap<World, BTreeMap<String, Vec<f64>>> = BTreeMap::new();
+    for round in 1..=args.rounds {
+        eprintln!(
+            "calls by {processes} process(es), {round} of {}",
+            args.rounds
+        );
+        for world in [World::Bare, World::Capped] {
+            let by_process: Vec<Calls> = in_world(args, world, Measure::Calls, processes)?;
+            for (call, nanoseconds) in by_process.into_iter().flatten() {
+                times
+                    .entry(world)
+                    .or_default()
+                    .entry(call)
+                    .or_default()
+                    .push(nanoseconds);
+            }
+        }
+    }
+    let mut rows = Vec::new();
+    for (id, call, processes_of_row, is_added) in ROWS {
+        if *processes_of_row != processes {
+            continue;
+        }
+        let mut spread = |world| {
+            let values = times.get_mut(&world).and_then(|calls| calls.get(*call));
+            Spread::of(values.cloned().unwrap_or_default())
+                .with_context(|| format!("{call} was not measured"))
+        };
+        let (bare, capped) = (spread(World::Bare)?, spread(World::Capped)?);
+        let value = if *is_added {
+            capped.p50 - bare.p50
+        } else {
+            capped.p50
+        };
+        rows.push(
+            Row::new(id, value)
+                .from(capped)
+                .beside("bare driver", bare.p50)
+                .beside("ratio", capped.p50 / bare.p50),
+        );
+    }
+    Ok(rows)
+}
+
+/// Promise, call, processes, and whether what counts is the difference to the bare driver.
+const ROWS: &[(&str, &str, usize, bool)] = &[
+    ("shim-alloc", probe::ALLOC, 1, true),
+    ("shim-alloc-live", probe::ALLOC_LIVE, 1, true),
+    ("shim-alloc-4", probe::ALLOC, 4, true),
+    ("shim-alloc-16", probe::ALLOC, 16, true),
+    ("shim-refusal", probe::REFUSAL, 1, false),
+    ("shim-refusal-16", probe::REFUSAL, 16, false),
+    ("shim-mem-info", probe::MEM_INFO, 1, true),
+    ("shim-proc-address", probe::PROC_ADDRESS, 1, true),
+    ("shim-launch", probe::LAUNCH, 1, true),
+];
+
+/// Has a world measure something `count` times, and takes its answer.
+fn in_world<T: DeserializeOwned>(
+    args: &Args,
+    world: World,
+    measure: Measure,
+    count: usize,
+) -> anyhow::Result<T> {
+    let this = std::env::current_exe().context("this program's path")?;
+    let done = Command::new("unshare")
+        .args(["--mount", "--propagation", "private", "--"])
+        .arg(this)
+        .args(world::arguments(world, measure, count))
+        .arg("--shim-dir")
+        .arg(&args.shim_dir)
+        .stdin(Stdio::null())
+        .stderr(Stdio::inherit())
+        .output()
+        .context("unshare")?;
+    ensure!(
+        done.status.success(),
+        "{world:?} {measure:?}: {}",
+        done.status
+    );
+    serde_json::from_slice(&done.stdout)
+        .with_context(|| format!("{world:?} {measure:?}: its answer"))
+}
+
+/// The world's half: called by [`run`] in a namespace of its own.
+pub fn world(args: &WorldArgs) -> anyhow::Result<()> {
+    world::run(args)
+}
+
+/// The probe's half: called by a world.
+pub fn probe(args: &ProbeArgs) -> anyhow::Result<()> {
+    probe::run(args)
+}

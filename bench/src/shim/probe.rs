@@ -1,0 +1,129 @@
+//! A fresh process in a world: a small CUDA program that times its calls.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use anyhow::Context;
+use rustix::time::{ClockId, clock_gettime};
+
+use super::cuda::{Cuda, Pointer};
+
+/// The probe's command line; for a world alone.
+#[derive(Clone, Debug, clap::Args)]
+pub struct ProbeArgs {
+    /// What it does
+    #[arg(value_enum)]
+    what: What,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum What {
+    /// Loads the driver, initialises it, and ends.
+    Init,
+    /// Says that it is ready, waits for a line, times calls, and prints them as JSON.
+    Calls,
+}
+
+/// What a probe says before it waits.
+pub const READY: &str = "ready";
+
+/// `cuMemAlloc` of a page and `cuMemFree`.
+pub const ALLOC: &str = "alloc";
+/// The same while many others are there.
+pub const ALLOC_LIVE: &str = "alloc-live";
+/// `cuMemAlloc` of more than there is.
+pub const REFUSAL: &str = "refusal";
+/// `cuMemGetInfo`.
+pub const MEM_INFO: &str = "mem-info";
+/// `cuGetProcAddress`.
+pub const PROC_ADDRESS: &str = "proc-address";
+/// `cuLaunchKernel`.
+pub const LAUNCH: &str = "launch";
+
+const BLOCK: usize = 4096;
+const LIVE: usize = 10_000;
+/// More than any limit, less than would be refused without a look at what is left.
+const TOO_MUCH_OF_SHARE: usize = 4 << 30;
+/// Nobody has as much.
+const TOO_MUCH_OF_GPU: usize = 1 << 45;
+/// Calls per time taken: the clock's own cost is lost in them.
+const BATCH: u32 = 200;
+const BATCHES: usize = 50;
+
+/// The GPUs' UUIDs, as the driver has them.
+pub fn gpus() -> anyhow::Result<Vec<String>> {
+    let cuda = Cuda::load()?;
+    cuda.init()?;
+    (0..cuda.device_count()?)
+        .map(|ordinal| cuda.device_uuid(ordinal))
+        .collect()
+}
+
+/// Does what it is told.
+pub fn run(args: &ProbeArgs) -> anyhow::Result<()> {
+    let cuda = Cuda::load()?;
+    cuda.init()?;
+    match args.what {
+        What::Init => Ok(()),
+        What::Calls => {
+            cuda.use_first_device()?;
+            let kernel = cuda.kernel_that_does_nothing()?;
+            println!("{READY}");
+            std::io::stdin().read_line(&mut String::new())?;
+            println!("{}", serde_json::to_string(&calls(&cuda, kernel)?)?);
+            Ok(())
+        }
+    }
+}
+
+fn calls(cuda: &Cuda, kernel: Pointer) -> anyhow::Result<BTreeMap<&'static str, f64>> {
+    let alloc_and_free = || {
+        let pointer = cuda.alloc(BLOCK)?;
+        cuda.free(pointer)
+    };
+    let (_, total) = cuda.mem_info()?;
+    // One byte is in use, so all of it is too much, and only a look at what is left can tell.
+    let kept = cuda.alloc(1)?;
+    let too_much = if total <= TOO_MUCH_OF_SHARE {
+        total
+    } else {
+        TOO_MUCH_OF_GPU
+    };
+    let mut calls = BTreeMap::from([
+        (ALLOC, timed(alloc_and_free)?),
+        (REFUSAL, timed(|| cuda.refused(too_much))?),
+        (MEM_INFO, timed(|| cuda.mem_info().map(drop))?),
+        (PROC_ADDRESS, timed(|| cuda.proc_address(c"cuMemAlloc"))?),
+        (LAUNCH, timed(|| cuda.launch(kernel))?),
+    ]);
+    let live = (0..LIVE)
+        .map(|_| cuda.alloc(BLOCK))
+        .collect::<Result<Vec<_>, _>>()?;
+    calls.insert(ALLOC_LIVE, timed(alloc_and_free)?);
+    for pointer in live.into_iter().chain([kept]) {
+        cuda.free(pointer)?;
+    }
+    Ok(calls)
+}
+
+/// CPU nanoseconds of one call: the median of batches.
+fn timed(call: impl Fn() -> anyhow::Result<()>) -> anyhow::Result<f64> {
+    let mut batches = Vec::with_capacity(BATCHES);
+    for _ in 0..BATCHES {
+        let start = cpu_time();
+        for _ in 0..BATCH {
+            call()?;
+        }
+        batches.push((cpu_time() - start).as_secs_f64() * 1e9 / f64::from(BATCH));
+    }
+    batches.sort_by(f64::total_cmp);
+    batches.get(BATCHES / 2).copied().context("no batch")
+}
+
+fn cpu_time() -> Duration {
+    let now = clock_gettime(ClockId::ThreadCPUTime);
+    Duration::new(
+        now.tv_sec.unsigned_abs(),
+        u32::try_from(now.tv_nsec).unwrap_or_default(),
+    )
+}

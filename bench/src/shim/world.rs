@@ -1,0 +1,251 @@
+//! One of the two worlds, in a mount namespace of its own.
+
+use std::ffi::CString;
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Instant;
+
+use anyhow::{Context, ensure};
+use rustix::mount::{MountFlags, mount, mount_bind};
+use serde::Serialize;
+use tranche_shim_core::{AccountPage, CapPage, ComputePolicy, paths};
+
+use super::probe;
+
+/// Where programs find what.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
+pub enum World {
+    /// The driver as it is installed.
+    Bare,
+    /// As in a container with a capped share of every GPU.
+    Capped,
+}
+
+/// What is measured there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Measure {
+    /// Seconds that a program without CUDA takes, one after another.
+    Load,
+    /// Seconds that a program takes which initialises CUDA, one after another.
+    Init,
+    /// Seconds until so many of these, started at once, have ended.
+    Crowd,
+    /// Nanoseconds of calls, in so many processes at once.
+    Calls,
+}
+
+/// The world's command line; for [`super::run`] alone.
+#[derive(Clone, Debug, clap::Args)]
+pub struct WorldArgs {
+    /// Which
+    #[arg(value_enum)]
+    world: World,
+    /// What
+    #[arg(value_enum)]
+    measure: Measure,
+    /// How many
+    count: usize,
+    /// Where the shim's libraries are
+    #[arg(long)]
+    shim_dir: PathBuf,
+}
+
+/// The command line for a world.
+pub fn arguments(world: World, measure: Measure, count: usize) -> [String; 4] {
+    let name = |value: &dyn Fn() -> Option<clap::builder::PossibleValue>| {
+        value()
+            .map(|value| value.get_name().to_owned())
+            .unwrap_or_default()
+    };
+    [
+        "shim-world".to_owned(),
+        name(&|| clap::ValueEnum::to_possible_value(&world)),
+        name(&|| clap::ValueEnum::to_possible_value(&measure)),
+        count.to_string(),
+    ]
+}
+
+const LIBRARIES: [&str; 2] = ["libcuda.so.1", "libnvidia-ml.so.1"];
+const OURS: &str = "/usr/lib/tranche";
+const PRELOAD: &str = "/etc/ld.so.preload";
+/// Where Debian's driver has its libraries.
+const DRIVER: &str = "/usr/lib/x86_64-linux-gnu";
+/// More than all probes have at a time, less than two of the refused allocations.
+const LIMIT: u64 = 4 << 30;
+
+/// Makes the world, measures, and prints the answer as JSON.
+pub fn run(args: &WorldArgs) -> anyhow::Result<()> {
+    // Asked before anything stands before the driver.
+    let gpus = probe::gpus()?;
+    if args.world == World::Capped {
+        cap(&args.shim_dir, &gpus).context("making a capped container's file system")?;
+    }
+    let answer = match args.measure {
+        Measure::Load => json(&one_after_another(args.count, || {
+            Ok(Command::new("/bin/true"))
+        })?),
+        Measure::Init => json(&one_after_another(args.count, || probe_command("init"))?),
+        Measure::Crowd => json(&[crowd(args.count)?]),
+        Measure::Calls => calls(args.count),
+    }?;
+    println!("{answer}");
+    Ok(())
+}
+
+fn json(value: &impl Serialize) -> anyhow::Result<String> {
+    Ok(serde_json::to_string(value)?)
+}
+
+/// Puts everything where a capped container has it: see docs/architecture.md.
+fn cap(shim: &Path, gpus: &[String]) -> anyhow::Result<()> {
+    let folder = std::env::temp_dir();
+    mount("tmpfs", &folder, "tmpfs", MountFlags::empty(), c"mode=0755")
+        .with_context(|| format!("tmpfs on {}", folder.display()))?;
+    for (over, name) in [("/usr/lib", "lib"), ("/etc", "etc")] {
+        let (upper, work) = (folder.join(name), folder.join(format!("{name}.work")));
+        fs::create_dir(&upper)?;
+        fs::create_dir(&work)?;
+        let options = format!(
+            "lowerdir={over},upperdir={},workdir={}",
+            upper.display(),
+            work.display()
+        );
+        let options = CString::new(options)?;
+        mount(
+            "overlay",
+            over,
+            "overlay",
+            MountFlags::empty(),
+            options.as_c_str(),
+        )
+        .with_context(|| format!("overlay on {over}"))?;
+    }
+    fs::create_dir_all(format!("{OURS}/driver"))?;
+    for library in LIBRARIES {
+        let (ours, theirs) = (shim.join(library), format!("{DRIVER}/{library}"));
+        fs::copy(&theirs, format!("{OURS}/driver/{library}")).context(theirs.clone())?;
+        let installed = format!("{OURS}/{library}");
+        fs::copy(&ours, &installed).with_context(|| format!("{}", ours.display()))?;
+        fs::remove_file(&theirs)?;
+        File::create(&theirs)?;
+        mount_bind(&installed, &theirs).context(theirs.clone())?;
+    }
+    for (index, gpu) in gpus.iter().enumerate() {
+        pages(&folder, &format!("gpu-{index}"), gpu)?;
+    }
+    let list: String = LIBRARIES
+        .map(|library| format!("{OURS}/{library}\n"))
+        .concat();
+    Ok(fs::write(PRELOAD, list)?)
+}
+
+/// A share's two pages, on tmpfs.
+fn pages(folder: &Path, key: &str, gpu: &str) -> anyhow::Result<()> {
+    let cap = CapPage {
+        gpu_uuid: gpu,
+        memory_limit: Some(LIMIT),
+        cores: Some(100),
+        compute_policy: ComputePolicy::Strict,
+        claim_uid: "00000000-0000-4000-8000-000000000000",
+        device_key: key,
+    };
+    let cap = cap
+        .encode()
+        .map_err(|error| anyhow::anyhow!("cap page of {gpu}: {error}"))?;
+    let share = Path::new(paths::SHARES).join(key);
+    fs::create_dir_all(&share)?;
+    for (page, content, mode) in [
+        (paths::CAP, &cap[..], 0o444),
+        (paths::ACCOUNT, AccountPage::initial(), 0o666),
+    ] {
+        let source = folder.join(format!("{key}.{page}"));
+        fs::write(&source, content)?;
+        fs::set_permissions(&source, fs::Permissions::from_mode(mode))?;
+        let target = share.join(page);
+        File::create(&target)?;
+        mount_bind(&source, &target).with_context(|| format!("{}", target.display()))?;
+    }
+    Ok(())
+}
+
+fn probe_command(what: &str) -> anyhow::Result<Command> {
+    let mut command = Command::new(std::env::current_exe().context("this program's path")?);
+    command.args(["shim-probe", what]);
+    Ok(command)
+}
+
+/// Seconds from each one's start to its end.
+fn one_after_another(
+    count: usize,
+    command: impl Fn() -> anyhow::Result<Command>,
+) -> anyhow::Result<Vec<f64>> {
+    let mut times = Vec::with_capacity(count);
+    for _ in 0..count {
+        let mut command = command()?;
+        let start = Instant::now();
+        let status = command.status().with_context(|| format!("{command:?}"))?;
+        times.push(start.elapsed().as_secs_f64());
+        ensure!(status.success(), "{command:?}: {status}");
+    }
+    Ok(times)
+}
+
+/// Seconds from the first one's start to the last one's end.
+fn crowd(count: usize) -> anyhow::Result<f64> {
+    let start = Instant::now();
+    let children = (0..count)
+        .map(|_| Ok(probe_command("init")?.spawn()?))
+        .collect::<anyhow::Result<Vec<Child>>>()?;
+    for mut child in children {
+        let status = child.wait()?;
+        ensure!(
+            status.success(),
+            "one of {count} that initialise CUDA: {status}"
+        );
+    }
+    Ok(start.elapsed().as_secs_f64())
+}
+
+/// Starts so many probes, lets them begin together, and joins their answers to a JSON list.
+fn calls(count: usize) -> anyhow::Result<String> {
+    let mut children = (0..count)
+        .map(|_| {
+            let mut command = probe_command("calls")?;
+            Ok(command
+                .stdin(Stdio::piped())
+                .stdout(Stdio::piped())
+                .spawn()?)
+        })
+        .collect::<anyhow::Result<Vec<Child>>>()?;
+    let mut outputs = Vec::with_capacity(count);
+    for child in &mut children {
+        let output = child.stdout.take().context("a probe's output")?;
+        outputs.push(BufReader::new(output).lines());
+    }
+    let next = |output: &mut dyn Iterator<Item = std::io::Result<String>>| {
+        output
+            .next()
+            .context("a probe ended early")?
+            .context("a probe's output")
+    };
+    for output in &mut outputs {
+        let line = next(output)?;
+        ensure!(line == probe::READY, "a probe said {line}");
+    }
+    for child in &mut children {
+        let input = child.stdin.as_mut().context("a probe's input")?;
+        input.write_all(b"\n")?;
+    }
+    let answers = outputs
+        .iter_mut()
+        .map(|output| next(output))
+        .collect::<Result<Vec<_>, _>>()?;
+    for mut child in children {
+        let status = child.wait()?;
+        ensure!(status.success(), "a probe: {status}");
+    }
+    Ok(format!("[{}]", answers.join(",")))
+}

@@ -1,0 +1,75 @@
+//! What a set of measured times says.
+
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+/// Where measured values lie, in the unit of the row that carries them.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Spread {
+    /// How many values there were, at least 1.
+    pub samples: usize,
+    /// The smallest.
+    pub min: f64,
+    /// Half of them are no larger.
+    pub p50: f64,
+    /// 99 of 100 are no larger.
+    pub p99: f64,
+    /// The largest.
+    pub max: f64,
+}
+
+impl Spread {
+    /// Of the values; `None` of no values.
+    #[must_use]
+    pub fn of(mut values: Vec<f64>) -> Option<Self> {
+        values.sort_by(f64::total_cmp);
+        Some(Self {
+            samples: values.len(),
+            min: *values.first()?,
+            p50: *values.get(rank(values.len(), 50))?,
+            p99: *values.get(rank(values.len(), 99))?,
+            max: *values.last()?,
+        })
+    }
+
+    /// Of times, in milliseconds.
+    #[must_use]
+    pub fn of_times(times: &[Duration]) -> Option<Self> {
+        Self::of(times.iter().copied().map(ms).collect())
+    }
+}
+
+/// Nearest rank: the index of the smallest value that `percent` of all `count` do not exceed.
+fn rank(count: usize, percent: usize) -> usize {
+    (count * percent).div_ceil(100).saturating_sub(1)
+}
+
+/// Milliseconds.
+#[must_use]
+pub fn ms(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e3
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_are_those_of_the_definition() {
+        let spread = Spread::of((1..=200).rev().map(f64::from).collect()).unwrap();
+        assert_eq!(
+            spread,
+            Spread {
+                samples: 200,
+                min: 1.0,
+                p50: 100.0,
+                p99: 198.0,
+                max: 200.0
+            }
+        );
+        let one = Spread::of(vec![7.0]).unwrap();
+        assert_eq!((one.min, one.p50, one.p99, one.max), (7.0, 7.0, 7.0, 7.0));
+        assert_eq!(Spread::of(Vec::new()), None);
+    }
+}
