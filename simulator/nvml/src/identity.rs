@@ -66,7 +66,8 @@ fn find(matches: impl Fn(&GpuState) -> bool) -> Result<nvmlDevice_t, Code> {
         .ok_or(Code::NOT_FOUND)
 }
 
-fn by_pci(text: &str) -> Result<nvmlDevice_t, Code> {
+/// The handle of the GPU at a PCI address.
+pub fn by_pci(text: &str) -> Result<nvmlDevice_t, Code> {
     let address = PciAddress::parse(text).ok_or(Code::INVALID_ARGUMENT)?;
     find(|gpu| {
         (gpu.pci_domain, gpu.pci_bus, gpu.pci_device)

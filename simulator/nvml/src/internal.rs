@@ -12,8 +12,8 @@ use std::sync::OnceLock;
 use nvml_wrapper_sys::bindings::nvmlDevice_t;
 
 use crate::code::Code;
-use crate::export::{export, get, put};
-use crate::identity::handle_by_index;
+use crate::export::{export, get, get_text, put};
+use crate::identity::{by_pci, handle_by_index};
 use crate::processes::{NO_INSTANCE, processes};
 use crate::state::device;
 use crate::system::process_name;
@@ -96,6 +96,38 @@ unsafe extern "C" fn host_link_generation(
     answer().map_or_else(|code: Code| code.0, |()| 0)
 }
 
+/// How near two GPUs are, by their bus ids, in a scale of this table's own.
+unsafe extern "C" fn nearness(
+    first: *mut c_void,
+    second: *mut c_void,
+    to: *mut c_void,
+    _: *mut c_void,
+) -> u32 {
+    /// The same NUMA node, and the same machine.
+    const NODE: u32 = 3;
+    const SYSTEM: u32 = 4;
+    let answer = || {
+        // SAFETY: nvidia-smi passes two bus ids and the address of a number.
+        unsafe {
+            let first = device(by_pci(get_text(first.cast())?)?)?;
+            let second = device(by_pci(get_text(second.cast())?)?)?;
+            let near = first.state.numa_node == second.state.numa_node;
+            put(to.cast::<u32>(), if near { NODE } else { SYSTEM })
+        }
+    };
+    answer().map_or_else(|code: Code| code.0, |()| 0)
+}
+
+/// Whether a GPU can be monitored; `dmon` and `pmon` ask before they begin.
+unsafe extern "C" fn monitoring(
+    of: *mut c_void,
+    _: *mut c_void,
+    _: *mut c_void,
+    _: *mut c_void,
+) -> u32 {
+    device(of.cast()).map_or_else(|code| code.0, |_| 0)
+}
+
 /// # Safety
 /// `count` is null or valid, `to` is null or valid for `*count` entries.
 unsafe fn list(of: nvmlDevice_t, count: *mut u32, to: *mut Entry) -> Result<(), Code> {
@@ -126,7 +158,9 @@ fn table() -> &'static [usize; WORDS] {
     BUILT.get_or_init(|| {
         let mut words = [unsupported as Slot as usize; WORDS];
         words[0] = size_of_val(&words);
-        let known: [(usize, Slot); 5] = [
+        let known: [(usize, Slot); 7] = [
+            (23, nearness),
+            (72, monitoring),
             (81, device_by_index),
             (213, compute_processes),
             (214, no_processes),
