@@ -51,6 +51,13 @@ fn nvidia_smi_and_nvml_agree() {
         let view = machine.smi(arguments);
         assert!(view.contains("Simulated A100-SXM4-40GB"), "{view}");
     }
+    for arguments in [
+        ["topo", "-m"].as_slice(),
+        &["dmon", "-c", "1"],
+        &["pmon", "-c", "1"],
+    ] {
+        machine.smi(arguments);
+    }
     let view = machine.smi(&[]);
     assert!(
         view.contains(&program.pid().to_string()) && view.contains("5538MiB / 40960MiB"),
