@@ -3,11 +3,11 @@
 //! Cluster-scoped. Of the policies that match a GPU, the one with the highest `priority` holds;
 //! among equals the first by name. A GPU that no policy matches is offered as exclusive only.
 //!
-//! The schema lets the API server refuse a policy that does not add up. They are written in
-//! CEL, where an amount that may be an integer or a string is read by `quantity(string(…))`, and where
-//! `1.5Gi` does not count as an integer though it is one. What the
-//! schema lets pass, the types here can hold: one object that does not decode would blind a watch to
-//! all. Fields that the schema does not know the server prunes, so the types need not refuse them.
+//! The schema lets the API server refuse a policy that does not add up. Its rules are written in
+//! CEL, where an amount that may be an integer or a string is read by `quantity(string(…))`, and
+//! where `1.5Gi` does not count as an integer though it is one. What the schema lets pass, the types
+//! here can hold: one object that does not decode would blind a watch to all. Fields that the schema
+//! does not know the server prunes, so the types need not refuse them.
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::LabelSelector;
 use kube::CustomResource;

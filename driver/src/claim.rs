@@ -5,17 +5,18 @@
 //! names the claim, the request, the device and the field.
 
 mod device_name;
+mod error;
 
 use k8s_openapi::api::resource::v1::{
     DeviceAllocationConfiguration, DeviceRequestAllocationResult, ResourceClaim,
 };
 use serde::{Deserialize, Serialize};
 use tranche_api::names::{DRIVER, capacity};
-use tranche_api::quantity::{self, CountError};
 use tranche_api::share_config::{self, Parameters};
 use tranche_api::{Quantity, ShareConfig, Tier};
 
 pub use device_name::{DeviceName, DeviceNameError};
+pub use error::{ClaimError, ClaimProblem, ConfigProblem, DeviceProblem};
 
 /// The longest UID taken; the API server's are UUIDs of 36 characters.
 const LONGEST_UID: usize = 64;
@@ -100,139 +101,6 @@ impl AllocatedDevice {
             .split_once('/')
             .map_or(self.request.as_str(), |(main, _)| main)
     }
-}
-
-/// Why a claim cannot be prepared.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("claim {namespace}/{name}: {problem}")]
-pub struct ClaimError {
-    /// `metadata.namespace`.
-    pub namespace: String,
-    /// `metadata.name`.
-    pub name: String,
-    /// What is wrong with it.
-    pub problem: ClaimProblem,
-}
-
-/// What is wrong with a claim.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum ClaimProblem {
-    /// No UID, or one that cannot name a file.
-    #[error("metadata.uid {uid:?} is not a UID")]
-    Uid {
-        /// What is there.
-        uid: String,
-    },
-    /// The name belongs to another claim by now.
-    #[error(
-        "metadata.uid is {found}, not {expected}: the claim was deleted and another took its name; delete the pod that waits for the old one"
-    )]
-    Replaced {
-        /// The UID that was asked for.
-        expected: String,
-        /// The UID that was found.
-        found: String,
-    },
-    /// Nothing is allocated.
-    #[error("status.allocation is missing: the claim is not allocated, or not any more")]
-    NotAllocated,
-    /// Nothing is allocated here.
-    #[error(
-        "status.allocation.devices.results has nothing of driver {DRIVER} in pool {pool}: the claim is allocated elsewhere"
-    )]
-    NothingHere {
-        /// This node's pool.
-        pool: String,
-    },
-    /// A result is wrong.
-    #[error("request {request}, device {device}: {problem}")]
-    Device {
-        /// The request it answers.
-        request: String,
-        /// The device's name.
-        device: String,
-        /// What is wrong with it.
-        problem: DeviceProblem,
-    },
-    /// Parameters are wrong.
-    #[error("status.allocation.devices.config[{index}] ({origin}): {problem}")]
-    Config {
-        /// The position among all configs of the allocation.
-        index: usize,
-        /// `FromClass` or `FromClaim`.
-        origin: String,
-        /// What is wrong with them.
-        problem: ConfigProblem,
-    },
-}
-
-/// What is wrong with an allocation result.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum DeviceProblem {
-    /// The name is none of ours.
-    #[error(transparent)]
-    Name(#[from] DeviceNameError),
-    /// A share without an identity.
-    #[error(
-        "shareID is missing, though the tier {tier} is shared: is the feature gate DRAConsumableCapacity off?"
-    )]
-    NoShareId {
-        /// The device's tier.
-        tier: Tier,
-    },
-    /// A share of what cannot be shared.
-    #[error("shareID {share_id} is set, though the tier {tier} is not shared")]
-    UnexpectedShare {
-        /// The device's tier.
-        tier: Tier,
-        /// What is there.
-        share_id: String,
-    },
-    /// A share without a size.
-    #[error(
-        "consumedCapacity[{capacity}] is missing: is the feature gate DRAConsumableCapacity off?"
-    )]
-    NoCapacity {
-        /// The capacity's name.
-        capacity: &'static str,
-    },
-    /// A size that cannot be read.
-    #[error("consumedCapacity[{capacity}] {problem}")]
-    NoQuantity {
-        /// The capacity's name.
-        capacity: &'static str,
-        /// Why.
-        problem: quantity::ParseError,
-    },
-    /// A size that is negative, a fraction or too large.
-    #[error("consumedCapacity[{capacity}] {problem}")]
-    NoCount {
-        /// The capacity's name.
-        capacity: &'static str,
-        /// Why.
-        problem: CountError,
-    },
-    /// A size that makes no sense.
-    #[error("consumedCapacity[{capacity}] is {found}, must be {expected}")]
-    OutOfRange {
-        /// The capacity's name.
-        capacity: &'static str,
-        /// What is there.
-        found: u64,
-        /// What may be there.
-        expected: &'static str,
-    },
-}
-
-/// What is wrong with parameters.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum ConfigProblem {
-    /// They cannot be decoded.
-    #[error("opaque.parameters: {0}")]
-    Parameters(#[from] share_config::DecodeError),
-    /// The API has a source that we do not know the rank of.
-    #[error("source is unknown, must be FromClass or FromClaim")]
-    Source,
 }
 
 /// Refuses a claim that is not the one that was asked for by UID.
