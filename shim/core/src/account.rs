@@ -54,8 +54,7 @@ pub struct Account<const N: usize = SLOTS> {
     peak: AtomicU64,
     _pad0: [u64; 14],
     refused: AtomicU64,
-    looked_at: AtomicU64,
-    _pad1: [u64; 30],
+    _pad1: [u64; 31],
     taken: [AtomicU64; BITMAP_WORDS],
     _pad2: [u64; 512 - 64 - BITMAP_WORDS],
     slots: [Slot; N],
@@ -206,17 +205,6 @@ impl<const N: usize> Account<N> {
         }
     }
 
-    /// Whether it is time to look for dead slots again: at most one process per `interval` gets a
-    /// yes, so that a full share's many refusals cost no system calls. Times in nanoseconds.
-    pub fn due(&self, now: u64, interval: u64) -> bool {
-        let last = self.looked_at.load(Ordering::Relaxed);
-        now.abs_diff(last) >= interval
-            && self
-                .looked_at
-                .compare_exchange(last, now, Ordering::Relaxed, Ordering::Relaxed)
-                .is_ok()
-    }
-
     /// Returns the charges of processes that are gone. `locks` is a description that holds no
     /// slot. Returns how many slots were reclaimed.
     pub fn reclaim(&self, locks: &impl Locks) -> usize {
@@ -331,8 +319,7 @@ impl<const N: usize> Account<N> {
             peak: AtomicU64::new(0),
             _pad0: [0; 14],
             refused: AtomicU64::new(0),
-            looked_at: AtomicU64::new(0),
-            _pad1: [0; 30],
+            _pad1: [0; 31],
             taken: core::array::from_fn(|_| AtomicU64::new(0)),
             _pad2: [0; 512 - 64 - BITMAP_WORDS],
             slots: core::array::from_fn(|_| Slot {

@@ -8,7 +8,6 @@
 //! | 128 | 8 | `used`: bytes of device memory reserved by all processes together |
 //! | 136 | 8 | `peak`: the most `used` ever was |
 //! | 256 | 8 | `refused`: allocations refused to processes that have ended |
-//! | 264 | 8 | when dead slots were last looked for, coarse monotonic nanoseconds |
 //! | 512 | 128 | which slots were ever taken and not yet reclaimed, one bit each |
 //! | 4096 | 128 each | the slots |
 //!
@@ -51,8 +50,7 @@ pub(crate) const BITMAP_WORDS: usize = SLOTS / 64;
 
 const AT_ABI: usize = 8;
 const AT_SLOTS: usize = 12;
-/// Offset of `used`, for whoever reads nothing else.
-pub const USED: usize = 128;
+pub(crate) const USED: usize = 128;
 pub(crate) const AT_PEAK: usize = 136;
 pub(crate) const AT_REFUSED: usize = 256;
 pub(crate) const AT_TAKEN: usize = 512;

@@ -12,6 +12,7 @@
 //! - [`layout`]: the layout of the account page, for those who hold its bytes;
 //! - [`account`]: the account page as live memory: reserve, release, reclaim, repair. Its
 //!   documentation argues why no crash at any instruction can let a share past its cap;
+//! - [`pace`]: how often a process may look for dead ones;
 //! - [`table`]: which device pointer was charged how much, for one process.
 //!
 //! The crate is `no_std`, has no dependency and no unsafe code. Whoever maps an account page (the
@@ -26,6 +27,7 @@ pub mod account;
 pub mod cap;
 pub mod error;
 pub mod layout;
+pub mod pace;
 pub mod paths;
 mod sync;
 pub mod table;
@@ -35,5 +37,6 @@ pub use account::{Account, Full, Locks, SlotIndex};
 pub use cap::{CapPage, ComputePolicy};
 pub use error::{PageError, Part};
 pub use layout::{AccountPage, AccountSnapshot, ProcessUsage};
+pub use pace::Pace;
 pub use table::{Entry, Table};
 pub use uuid::GpuUuid;

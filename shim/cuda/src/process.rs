@@ -11,18 +11,15 @@ use core::mem::MaybeUninit;
 use core::ptr;
 use core::sync::atomic::{AtomicPtr, AtomicU32, Ordering};
 
-use tranche_shim_core::paths::{self, MAX_SHARES};
-use tranche_shim_core::{Account, GpuUuid, SlotIndex, Table};
+use tranche_shim_core::paths::MAX_SHARES;
+use tranche_shim_core::{GpuUuid, Pace, SlotIndex, Table};
+use tranche_shim_runtime::accounts::Live;
 use tranche_shim_runtime::complain::Refused;
 use tranche_shim_runtime::shares::{self, Name, Share};
 use tranche_shim_runtime::sys::{self, Errno};
 
 use crate::abi::{CUdevice, CUmemAllocationProp, CUmemLocation, CUresult, CUuuid};
 use crate::driver::{DRIVER, real};
-
-/// How often dead processes are looked for while a share is full, in nanoseconds: once in four
-/// milliseconds, whatever the number of processes and of refusals.
-const LOOK_INTERVAL: u64 = 4_000_000;
 
 /// What this process has of its shares.
 pub struct Process {
@@ -78,10 +75,12 @@ enum Kind {
 
 /// A share in whose account this process has a slot.
 struct Held {
-    account: &'static Account,
+    live: Live,
     slot: SlotIndex,
     limit: u64,
     name: Name,
+    /// When it looked for dead processes.
+    looks: Pace,
 }
 
 static PROCESS: AtomicPtr<Process> = AtomicPtr::new(ptr::null_mut());
@@ -294,43 +293,33 @@ fn identify(ordinal: i32) -> Result<(CUdevice, GpuUuid), NotJoined> {
 
 impl Held {
     fn take(name: Name, limit: u64) -> Result<Self, Refused> {
-        let file = name.open_account(true)?;
-        let mapping = file
-            .map_shared(size_of::<Account>())
-            .map_err(|errno| name.refuse_unreadable(paths::ACCOUNT, errno))?;
-        // SAFETY: the mapping is an account page, checked when it was opened, as long as an
-        // `Account`, page-aligned, and never unmapped. Others write to it, through atomics too; what
-        // they could write is valid for every field.
-        let account: &Account = unsafe { mapping.start.cast().as_ref() };
+        let (file, live) = Live::map(&name)?;
         let pid = sys::pid();
         #[expect(clippy::cast_possible_truncation, reason = "spreads the search")]
-        let slot = account
+        let slot = live
+            .account
             .join(&file, pid, pid as usize)
             .map_err(|_| name.refuse_full())?;
-        // The file is closed here. The mapping keeps the description, and with it the lock.
+        // The file is closed here. The mapping keeps its description, and with it the slot's lock.
+        live.reclaim(&name);
         Ok(Self {
-            account,
+            live,
             slot,
             limit,
             name,
+            looks: Pace::new(),
         })
     }
 
     fn reserve(&self, least: u64, most: u64) -> Option<u64> {
-        self.account.reserve(self.slot, least, most, self.limit)
+        self.live
+            .account
+            .reserve(self.slot, least, most, self.limit)
     }
 
-    /// Takes back what dead processes left. Costs system calls, so only now and then.
+    /// Takes back what dead processes left: at once, unless this process asks again and again.
     fn reclaim(&self) -> bool {
-        if !self.account.due(sys::coarse_time(), LOOK_INTERVAL) {
-            return false;
-        }
-        // By a description of its own: seen from ours, our own slot would be free. Where it cannot
-        // be opened (a sandbox), the node or another process must reclaim.
-        let Ok(file) = self.name.reopen_account(true) else {
-            return false;
-        };
-        self.account.reclaim(&file) + usize::from(self.account.repair(&file) > 0) > 0
+        self.looks.admit(sys::now()) && self.live.reclaim(&self.name)
     }
 }
 
@@ -418,7 +407,7 @@ impl Process {
             }
         }
         if let Some(share) = self.shares(device).next() {
-            share.account.note_refusal(share.slot);
+            share.live.account.note_refusal(share.slot);
         }
         Err(CUresult::OUT_OF_MEMORY)
     }
@@ -448,19 +437,20 @@ impl Process {
             if left == 0 {
                 return;
             }
-            left -= share.account.release(share.slot, left);
+            left -= share.live.account.release(share.slot, left);
         }
     }
 
     /// The sum of the device's caps and what is left of them, in bytes.
     pub fn cap(&self, device: &Device) -> Cap {
-        self.shares(device)
-            .fold(Cap { total: 0, free: 0 }, |sum, share| Cap {
-                total: sum.total.saturating_add(share.limit),
-                free: sum
-                    .free
-                    .saturating_add(share.limit.saturating_sub(share.account.used())),
-            })
+        let mut cap = Cap { total: 0, free: 0 };
+        for share in self.shares(device) {
+            share.reclaim();
+            let free = share.limit.saturating_sub(share.live.account.used());
+            cap.total = cap.total.saturating_add(share.limit);
+            cap.free = cap.free.saturating_add(free);
+        }
+        cap
     }
 }
 

@@ -15,7 +15,7 @@ use core::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use tranche_shim_core::{GpuUuid, paths};
 use tranche_shim_runtime::complain::Refused;
 use tranche_shim_runtime::library::{Library, Ours};
-use tranche_shim_runtime::shares;
+use tranche_shim_runtime::{accounts, shares};
 
 use symbols::index;
 
@@ -207,7 +207,9 @@ fn sum(gpu: GpuUuid) -> Result<Option<Sum>, Refused> {
                 None => capped = false,
                 Some(limit) => {
                     sum.total = sum.total.saturating_add(limit);
-                    sum.used = sum.used.saturating_add(share.name.used()?.min(limit));
+                    sum.used = sum
+                        .used
+                        .saturating_add(accounts::used(&share.name)?.min(limit));
                 }
             }
         }

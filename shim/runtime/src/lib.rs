@@ -3,6 +3,7 @@
 //!
 //! - [`library`]: a symbol's way to the real library, resolved at its first call;
 //! - [`shares`]: which GPUs this container may use, and how much of each;
+//! - [`accounts`]: how much of a share is held, and by dead processes;
 //! - [`sys`]: files, mappings and locks;
 //! - [`complain`]: the one line.
 //!
@@ -17,6 +18,7 @@ compile_error!(
      `forward!` and `forward_to` in shim/runtime/src/library.rs"
 );
 
+pub mod accounts;
 pub mod complain;
 pub mod library;
 pub mod shares;

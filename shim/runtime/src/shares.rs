@@ -216,15 +216,6 @@ impl Name {
     pub fn reopen_account(&self, writable: bool) -> Result<File, Errno> {
         File::open(self.file(paths::ACCOUNT).end(), writable)
     }
-
-    /// Bytes that the share's processes hold together.
-    pub fn used(&self) -> Result<u64, Refused> {
-        let mut used = [0; 8];
-        self.open_account(false)?
-            .read_at(&mut used, layout::USED)
-            .map_err(|errno| self.refuse_unreadable(paths::ACCOUNT, errno))?;
-        Ok(u64::from_le_bytes(used))
-    }
 }
 
 /// A path below [`paths::SHARES`].

@@ -221,15 +221,15 @@ pub unsafe fn unmap(mapping: Mapping) {
     unsafe { libc::munmap(mapping.start.as_ptr(), mapping.len) };
 }
 
-/// A clock for intervals of milliseconds, in nanoseconds; cheap, and as coarse as the kernel's tick.
+/// A clock for intervals, in nanoseconds.
 #[must_use]
-pub fn coarse_time() -> u64 {
+pub fn now() -> u64 {
     let mut time = libc::timespec {
         tv_sec: 0,
         tv_nsec: 0,
     };
     // SAFETY: `time` is writable.
-    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC_COARSE, &raw mut time) };
+    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut time) };
     u64::try_from(time.tv_sec * 1_000_000_000 + time.tv_nsec).unwrap_or(0)
 }
 

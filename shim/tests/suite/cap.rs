@@ -284,6 +284,23 @@ fn a_killed_process_returns_its_charge() {
     );
 }
 
+/// What a process left is not told to the next as used.
+#[test]
+fn a_process_that_ended_is_not_in_the_way_of_the_next() {
+    let (world, share) = one_gpu();
+    let mut first = ready(&world, 1);
+    let mut second = ready(&world, 1);
+    first.must("alloc 1048576");
+    first.kill();
+    assert_eq!(share.used(), 1 << 20);
+    assert_eq!(second.must("info").number(0), CAP);
+    second.must("alloc 1048576");
+    second.kill();
+    let mut third = ready(&world, 1);
+    assert_eq!(share.used(), 0, "whoever joins looks for the dead");
+    assert_eq!(third.must("info").number(0), CAP);
+}
+
 #[test]
 fn closing_all_descriptors_does_not_give_the_slot_away() {
     let (world, share) = one_gpu();

@@ -55,6 +55,10 @@ fn nvidia_smi_shows_exactly_the_share() {
         text(&ran.stdout),
         "20480 MiB, 5120 MiB, 15360 MiB\n40960 MiB, 0 MiB, 40960 MiB\n"
     );
+    // A program that has ended uses nothing.
+    probe.kill();
+    let query = ["--query-gpu=memory.used", "--format=csv,noheader"];
+    assert_eq!(text(&world.run(&smi, &query).stdout), "0 MiB\n0 MiB\n");
 }
 
 #[test]

@@ -40,8 +40,8 @@ fn calls_stay_cheap() {
         let added = with.saturating_sub(without) / 1000;
         println!(
             "{what:>10} with {live:>6} live: {:>7.1} ns, {:>6.1} ns without",
-            with as f64 / 1e3,
-            without as f64 / 1e3
+            Duration::from_nanos(with).as_secs_f64() * 1e6,
+            Duration::from_nanos(without).as_secs_f64() * 1e6
         );
         assert!(added <= most_ns, "{what}: {added} ns added");
     }

@@ -128,16 +128,6 @@ fn a_dead_process_makes_room_without_a_reclaimer() {
     assert_eq!(account.used(), 30);
 }
 
-#[test]
-fn dead_slots_are_looked_for_once_per_interval() {
-    let (account, _) = account();
-    assert!(account.due(1_000, 1_000));
-    assert!(!account.due(1_999, 1_000));
-    assert!(account.due(2_000, 1_000));
-    // Another time namespace: the clock may also be behind.
-    assert!(account.due(5, 1_000));
-}
-
 /// What a process does in its life, and how much it truly holds at each moment.
 fn life(account: &Small, process: &Description, held: &Cell<u64>) {
     let slot = account.join(process, 1, 0).unwrap();

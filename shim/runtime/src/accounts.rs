@@ -1,0 +1,64 @@
+//! A share's account as live memory.
+
+use tranche_shim_core::{Account, paths};
+
+use crate::complain::Refused;
+use crate::shares::Name;
+use crate::sys::{self, File, Mapping};
+
+/// A mapped account.
+#[derive(Clone, Copy, Debug)]
+pub struct Live {
+    /// Its memory.
+    pub account: &'static Account,
+    mapping: Mapping,
+}
+
+impl Live {
+    /// Maps a share's account. The mapping keeps the file's open description when the file is closed.
+    pub fn map(name: &Name) -> Result<(File, Self), Refused> {
+        let file = name.open_account(true)?;
+        let mapping = file
+            .map_shared(size_of::<Account>())
+            .map_err(|errno| name.refuse_unreadable(paths::ACCOUNT, errno))?;
+        // SAFETY: the mapping is an account page, checked when it was opened, as long as an
+        // `Account`, page-aligned, and unmapped by `unmap` alone. Others write to it, through atomics
+        // too; what they could write is valid for every field.
+        let account: &Account = unsafe { mapping.start.cast().as_ref() };
+        Ok((file, Self { account, mapping }))
+    }
+
+    /// Takes back what dead processes left; returns whether there was something. Some microseconds.
+    #[expect(clippy::must_use_candidate, reason = "called for what it does")]
+    pub fn reclaim(&self, name: &Name) -> bool {
+        // By a description of its own: seen from the one that holds it, our own slot would be free.
+        // Where it cannot be opened (a sandbox), the node or another process must reclaim.
+        name.reopen_account(true)
+            .is_ok_and(|file| self.reclaim_by(&file))
+    }
+
+    fn reclaim_by(&self, file: &File) -> bool {
+        let slots = self.account.reclaim(file);
+        self.account.repair(file) > 0 || slots > 0
+    }
+
+    /// Takes the mapping away, and with it the description's locks.
+    ///
+    /// # Safety
+    ///
+    /// Nobody uses `account` any more.
+    pub unsafe fn unmap(self) {
+        // SAFETY: the caller's promise.
+        unsafe { sys::unmap(self.mapping) };
+    }
+}
+
+/// Bytes that a share's living processes hold together.
+pub fn used(name: &Name) -> Result<u64, Refused> {
+    let (file, live) = Live::map(name)?;
+    live.reclaim_by(&file);
+    let used = live.account.used();
+    // SAFETY: `live` was this function's own.
+    unsafe { live.unmap() };
+    Ok(used)
+}
