@@ -7,7 +7,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use k8s_openapi::api::core::v1::ObjectReference;
+use k8s_openapi::api::core::v1::{ObjectReference, Pod};
 use k8s_openapi::api::resource::v1::{ResourceClaim, ResourceSlice};
 use kube::api::{DeleteParams, ListParams, Patch, PatchParams, PostParams, Preconditions};
 use kube::runtime::events::{Event, EventType, Recorder, Reporter};
@@ -28,6 +28,8 @@ use crate::withdrawn::Held;
 const MANAGER: &str = "tranche-controller";
 /// How long a request may take.
 const DEADLINE: Duration = Duration::from_secs(10);
+/// The node plugins' pods, as the chart labels them.
+const PLUGIN_PODS: &str = "app.kubernetes.io/name=tranche,app.kubernetes.io/component=node-plugin";
 /// Claims in one page of a list.
 const PAGE: u32 = 500;
 
@@ -104,6 +106,7 @@ pub struct Executor {
     slices: Api<ResourceSlice>,
     gpu_nodes: Api<GpuNode>,
     claims: Api<ResourceClaim>,
+    pods: Api<Pod>,
     recorder: Recorder,
     leadership: Leadership,
     clock: Clock,
@@ -117,10 +120,11 @@ impl std::fmt::Debug for Executor {
 }
 
 impl Executor {
-    /// The client must not repeat requests by itself: a repeated create looks like somebody else's.
+    /// The node plugins' pods are in `namespace`. The client must not repeat requests by itself: a repeated create looks like somebody else's.
     #[must_use]
     pub fn new(
         client: Client,
+        namespace: &str,
         instance: String,
         leadership: Leadership,
         clock: Clock,
@@ -130,6 +134,7 @@ impl Executor {
             slices: Api::all(client.clone()),
             gpu_nodes: Api::all(client.clone()),
             claims: Api::all(client.clone()),
+            pods: Api::namespaced(client.clone(), namespace),
             recorder: Recorder::new(
                 client,
                 Reporter {
@@ -257,6 +262,28 @@ impl Executor {
                 None => return Ok(Held { devices, at }),
             }
         }
+    }
+
+    /// Whether the node plugin's pod on a node says that it is registered with the kubelet.
+    pub async fn plugin_is_ready(&self, node: &str) -> Result<bool, ApplyError> {
+        let params = ListParams::default()
+            .labels(PLUGIN_PODS)
+            .fields(&format!("spec.nodeName={node}"));
+        let what = || format!("list the node plugin's pods on node {node}");
+        let pods = tokio::time::timeout(DEADLINE, self.pods.list(&params))
+            .await
+            .map_err(|_| ApplyError::Deadline { what: what() })?
+            .map_err(|source| ApplyError::Request {
+                what: what(),
+                source,
+            })?;
+        Ok(pods.iter().any(|pod| {
+            let conditions = pod.status.as_ref().and_then(|s| s.conditions.as_ref());
+            conditions
+                .into_iter()
+                .flatten()
+                .any(|c| c.type_ == "Ready" && c.status == "True")
+        }))
     }
 
     /// The clock by which decisions are made.

@@ -30,7 +30,7 @@ pub struct Args {
     #[arg(long, env = "LEASE_NAME", default_value = "tranche-controller")]
     lease_name: String,
 
-    /// The namespace of the lease.
+    /// The namespace of the lease and of the node plugins' pods.
     #[arg(long, env = "POD_NAMESPACE", default_value = "tranche-system")]
     namespace: String,
 
@@ -75,6 +75,7 @@ impl Args {
             Election::new(client.clone(), &namespace, &lease_name, &identity);
         let executor = Executor::new(
             client.clone(),
+            &namespace,
             identity,
             leadership.clone(),
             Clock::system(),

@@ -23,7 +23,7 @@ use crate::metrics::Metrics;
 use crate::mirror::{Version, version};
 use crate::pool::{Memory, Write};
 use crate::queue::Queue;
-use crate::reconcile::{Step, reconcile};
+use crate::reconcile::{Evidence, Step, reconcile};
 use crate::withdrawn::Held;
 
 /// Nodes that are worked on at once. Three slices take about 15 ms: this many publish a thousand nodes in 2 s.
@@ -49,13 +49,20 @@ struct Resting {
     until: Instant,
 }
 
+/// What a step found out.
+#[derive(Debug)]
+enum Learned {
+    Held(Held),
+    PluginReady(bool),
+}
+
 /// What a step came to.
 #[derive(Debug)]
 struct Report {
     node: String,
     memory: Memory,
     echoes: Vec<Echo>,
-    held: Option<Held>,
+    learned: Option<Learned>,
     error: Option<ApplyError>,
     began: Instant,
 }
@@ -71,9 +78,9 @@ pub struct Controller {
     index: Index,
     queue: Queue,
     memories: BTreeMap<String, Memory>,
-    /// What claims held, for nodes that asked for it and are not at rest yet. It stays true of devices that
+    /// What steps asked for, for nodes that are not at rest yet. What claims held stays true of devices that
     /// were tainted long before: nobody can allocate them since.
-    held: BTreeMap<String, Held>,
+    evidence: BTreeMap<String, Evidence>,
     working: BTreeMap<String, Mark>,
     resting: BTreeMap<String, Resting>,
     steps: JoinSet<Report>,
@@ -99,7 +106,7 @@ impl Controller {
             index: Index::default(),
             queue: Queue::default(),
             memories: BTreeMap::new(),
-            held: BTreeMap::new(),
+            evidence: BTreeMap::new(),
             working: BTreeMap::new(),
             resting: BTreeMap::new(),
             steps: JoinSet::new(),
@@ -210,15 +217,16 @@ impl Controller {
         let began = Instant::now();
         let view = self.index.view(&node);
         let mut memory = self.memories.remove(&node).unwrap_or_default();
-        let held = self.held.get(&node);
-        let decision = reconcile(&view, &mut memory, held, self.executor.clock().now());
+        let evidence = self.evidence.entry(node.clone()).or_default();
+        let now = self.executor.clock().now();
+        let decision = reconcile(&view, &mut memory, evidence, now);
         if let Some(again) = decision.again {
             self.queue.at(&node, began + again);
         }
         self.note(&view);
         if decision.step == Step::Nothing {
             self.queue.succeeded(&node);
-            self.held.remove(&node);
+            self.evidence.remove(&node);
             if view.gpu_node.is_some() {
                 self.memories.insert(node, memory);
             }
@@ -258,15 +266,19 @@ impl Controller {
             node,
             memory,
             echoes,
-            held,
+            learned,
             error,
             began,
         } = report;
         self.metrics.reconciled(began.elapsed());
         self.memories.insert(node.clone(), memory);
         let now = Instant::now();
-        if let Some(held) = held {
-            self.held.insert(node.clone(), held);
+        if let Some(learned) = learned {
+            let evidence = self.evidence.entry(node.clone()).or_default();
+            match learned {
+                Learned::Held(held) => evidence.held = Some(held),
+                Learned::PluginReady(ready) => evidence.plugin_ready = Some(ready),
+            }
             self.queue.mark(&node, now);
         }
         match error {
@@ -308,7 +320,7 @@ async fn execute(
     began: Instant,
 ) -> Report {
     let mut echoes = Vec::new();
-    let mut held = None;
+    let mut learned = None;
     let result = match step {
         Step::Nothing => Ok(()),
         Step::Slices(writes) => write_all(&executor, writes, &mut memory, &mut echoes).await,
@@ -338,19 +350,21 @@ async fn execute(
                 }
             }
         }
-        Step::ListClaims => match executor.held(&view.name).await {
-            Ok(answer) => {
-                held = Some(answer);
-                Ok(())
+        Step::ListClaims => executor.held(&view.name).await.map(|held| {
+            learned = Some(Learned::Held(held));
+        }),
+        Step::FindPlugin => executor.plugin_is_ready(&view.name).await.map(|ready| {
+            if !ready {
+                tracing::info!("an old registration, and no node plugin is ready: not published");
             }
-            Err(error) => Err(error),
-        },
+            learned = Some(Learned::PluginReady(ready));
+        }),
     };
     Report {
         node: view.name,
         memory,
         echoes,
-        held,
+        learned,
         error: result.err(),
         began,
     }

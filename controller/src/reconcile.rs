@@ -17,14 +17,18 @@
 //! plugin knows that it is alive. So slices are created for a registration that has not been
 //! published yet, and never again for the same one: once `published.epoch` equals the registration's,
 //! a missing slice means that somebody removed it, and the plugin, if it lives, asks by a new epoch.
+//! A request that is older than the kubelet's patience with a plugin that is gone (this controller was away, or
+//! the policy was broken) is taken only when the node plugin's pod is ready: the wipe that would remove
+//! a dead plugin's slices may be over already.
 //! The record follows the slices and precedes the removal of obsolete ones: whatever the record
 //! names has existed, and nothing that it names is removed by us while the pool stands.
 
 use std::time::Duration;
 
-use jiff::Timestamp;
+use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::resource::v1::ResourceSlice;
 use kube::ResourceExt;
+use tranche_api::GpuNode;
 use tranche_api::gpu_node::{Published, Registration};
 use tranche_driver::slices::{self, NodeInput, PlanError};
 
@@ -43,6 +47,17 @@ pub enum Step {
     Record(Published),
     /// List the claims, then ask again with what they hold.
     ListClaims,
+    /// Look whether the node plugin's pod is ready, then ask again.
+    FindPlugin,
+}
+
+/// What is known beside the watches, because a step asked for it.
+#[derive(Clone, Debug, Default)]
+pub struct Evidence {
+    /// What [`Step::ListClaims`] found.
+    pub held: Option<Held>,
+    /// What [`Step::FindPlugin`] found.
+    pub plugin_ready: Option<bool>,
 }
 
 /// The step, and what else is to be known.
@@ -73,6 +88,13 @@ impl Decision {
         Self::only(Step::Slices(writes))
     }
 }
+
+/// How old a registration may be to be believed by itself. The kubelet wipes 30 s after a plugin was lost.
+const FRESH: SignedDuration = SignedDuration::from_secs(20);
+/// How often a plugin that is not ready is looked for again.
+const LOOK_AGAIN: Duration = Duration::from_secs(10);
+/// The field manager of the node plugin.
+const PLUGIN: &str = "tranche-kubelet-plugin";
 
 /// What the epochs allow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -109,16 +131,30 @@ fn phase(
     }
 }
 
-/// Decides. `held` is what [`Step::ListClaims`] asked for, if it was.
+/// Whether the plugin's newest word is so old that the plugin may be dead and its slices wiped already. By the
+/// API server's clock, which stamps what a field manager writes.
+fn is_stale(gpu_node: &GpuNode, now: Timestamp) -> bool {
+    let writes = gpu_node.metadata.managed_fields.iter().flatten();
+    writes
+        .filter(|write| write.manager.as_deref() == Some(PLUGIN))
+        .filter_map(|write| write.time.as_ref())
+        .map(|time| time.0)
+        .max()
+        .is_some_and(|last| last + FRESH < now)
+}
+
+/// Decides.
 pub fn reconcile(
     view: &NodeView,
     memory: &mut Memory,
-    held: Option<&Held>,
+    evidence: &Evidence,
     now: Timestamp,
 ) -> Decision {
+    let held = evidence.held.as_ref();
     let status = view.gpu_node.as_ref().and_then(|g| g.status.as_ref());
-    let (Some(node), Some(registration), Some(inventory)) = (
+    let (Some(node), Some(gpu_node), Some(registration), Some(inventory)) = (
         &view.node,
+        &view.gpu_node,
         status.and_then(|s| s.registration.as_ref()),
         status.and_then(|s| s.inventory.as_ref()),
     ) else {
@@ -164,6 +200,19 @@ pub fn reconcile(
         writes,
         obsolete,
     } = pool::difference(&plan, &view.slices, published.pool_generation, memory);
+    let creates = writes.iter().any(|write| matches!(write, Write::Create(_)));
+    if phase == Phase::Publish && creates && is_stale(gpu_node, now) {
+        match evidence.plugin_ready {
+            Some(true) => {}
+            Some(false) => {
+                return Decision {
+                    again: Some(LOOK_AGAIN),
+                    ..Decision::only(Step::Nothing)
+                };
+            }
+            None => return Decision::only(Step::FindPlugin),
+        }
+    }
     let waiting = withdrawn::waiting(&plan, &view.slices, held, now);
     let record = Published {
         epoch: registration.epoch,

@@ -15,7 +15,7 @@ use tranche_api::gpu_node::{Gpu, Inventory, Published, Registration};
 use tranche_api::{GpuNode, GpuNodeSpec, GpuNodeStatus, SharingPolicy};
 use tranche_controller::index::NodeView;
 use tranche_controller::pool::{Memory, Write};
-use tranche_controller::reconcile::{Step, reconcile};
+use tranche_controller::reconcile::{Evidence, Step, reconcile};
 use tranche_controller::withdrawn::Held;
 
 /// What may happen to a node.
@@ -79,7 +79,9 @@ struct World {
     slices: BTreeMap<String, ResourceSlice>,
     claims: BTreeSet<String>,
     memory: Memory,
-    held: Option<Held>,
+    evidence: Evidence,
+    /// When the plugin wrote last.
+    registered: Timestamp,
     /// Devices that claims hold and that something other than the controller removed.
     lost: BTreeSet<String>,
 }
@@ -104,7 +106,8 @@ impl World {
             slices: BTreeMap::new(),
             claims: BTreeSet::new(),
             memory: Memory::default(),
-            held: None,
+            evidence: Evidence::default(),
+            registered: Timestamp::UNIX_EPOCH,
             lost: BTreeSet::new(),
         }
     }
@@ -116,6 +119,15 @@ impl World {
     fn epoch(&mut self) -> &mut i64 {
         let registration = self.status().registration.as_mut();
         &mut registration.expect("set at the start").epoch
+    }
+
+    fn bump(&mut self) {
+        *self.epoch() += 1;
+        self.registered = self.now;
+        let wrote =
+            json!([{"manager": "tranche-kubelet-plugin", "time": format!("{:.0}", self.now)}]);
+        self.gpu_node.metadata.managed_fields =
+            serde_json::from_value(wrote).expect("managed fields");
     }
 
     fn published(&self) -> Published {
@@ -168,7 +180,7 @@ impl World {
         match happening {
             Happening::Register => {
                 self.alive = true;
-                *self.epoch() += 1;
+                self.bump();
             }
             Happening::Die => self.alive = false,
             Happening::Wipe => {
@@ -205,7 +217,7 @@ impl World {
             }
             Happening::Restart => {
                 self.memory = Memory::default();
-                self.held = None;
+                self.evidence = Evidence::default();
             }
             Happening::Pass(seconds) => self.now += SignedDuration::from_secs((*seconds).into()),
         }
@@ -225,13 +237,13 @@ impl World {
             .iter()
             .any(|n| !self.slices.contains_key(n));
         if self.alive && missing && published.epoch == *self.epoch() {
-            *self.epoch() += 1;
+            self.bump();
         }
     }
 
-    /// One step of the controller, cut off after so many writes. Says whether there was anything to do.
+    /// One step of the controller, cut off after so many writes. Says whether there was anything to write.
     fn step(&mut self, writes: usize) -> bool {
-        let decision = reconcile(&self.view(), &mut self.memory, self.held.as_ref(), self.now);
+        let decision = reconcile(&self.view(), &mut self.memory, &self.evidence, self.now);
         let epoch = *self.epoch();
         let asked = self.published().epoch != epoch && epoch > 0;
         let missing = {
@@ -243,20 +255,29 @@ impl World {
         };
         match decision.step {
             Step::Nothing => {
-                self.held = None;
+                self.evidence = Evidence::default();
                 return false;
             }
             Step::ListClaims => {
-                self.held = Some(Held {
+                self.evidence.held = Some(Held {
                     devices: self.claims.clone(),
                     at: self.now,
                 });
+                return false;
+            }
+            Step::FindPlugin => {
+                self.evidence.plugin_ready = Some(self.alive);
+                return false;
             }
             Step::Record(published) => self.status().published = Some(published),
             Step::Slices(all) => {
                 for write in all.into_iter().take(writes) {
                     if matches!(write, Write::Create(_)) {
                         assert!(asked || !missing, "a slice of a dead plugin came back");
+                        let age = self.now.duration_since(self.registered);
+                        let believed =
+                            self.evidence.plugin_ready == Some(true) || age.as_secs() <= 20;
+                        assert!(!asked || believed, "an old request was taken unseen");
                     }
                     self.write(write);
                     // The leftovers of a pool of which a part was removed are not ours to keep.
@@ -320,21 +341,12 @@ impl World {
             quiet = if self.step(usize::MAX) { 0 } else { quiet + 1 };
             self.ask();
             self.now += SignedDuration::from_secs(7);
-            // Longer than every grace.
-            if quiet == 12 {
-                return true;
-            }
-            // A held device is asked for every minute, which is reading, not writing.
-            if quiet == 0 && self.held.is_some() && self.is_waiting_for_claims() {
+            // Longer than every grace, and two questions more.
+            if quiet == 20 {
                 return true;
             }
         }
         false
-    }
-
-    fn is_waiting_for_claims(&mut self) -> bool {
-        let decision = reconcile(&self.view(), &mut self.memory, self.held.as_ref(), self.now);
-        decision.step == Step::Nothing && decision.again.is_some()
     }
 
     fn assert_whole(&mut self) {

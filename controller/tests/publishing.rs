@@ -125,6 +125,27 @@ async fn slices_of_a_dead_plugin_do_not_come_back() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn an_old_request_is_taken_only_from_a_plugin_that_is_ready() {
+    let cluster = Cluster::new();
+    cluster.node("a");
+    cluster.register("a", 2);
+    cluster.plugin_pod("a", false);
+    // Nobody leads; meanwhile the plugin died, and the kubelet's wipe found nothing.
+    sleep(seconds(40)).await;
+    let _replica = cluster.replica("one");
+    sleep(seconds(600)).await;
+    assert!(cluster.names("a").is_empty());
+
+    cluster.plugin_pod("a", true);
+    sleep(seconds(15)).await;
+    cluster.assert_whole("a");
+    assert_eq!(cluster.names("a").len(), 3);
+    let before = cluster.api.writes();
+    sleep(seconds(600)).await;
+    assert_eq!(cluster.api.writes(), before);
+}
+
+#[tokio::test(start_paused = true)]
 async fn what_is_left_of_a_dead_plugins_pool_is_removed() {
     let (cluster, _replica) = published().await;
     let first = cluster.names("a").remove(0);

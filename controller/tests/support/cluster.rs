@@ -70,6 +70,7 @@ impl Cluster {
         let (election, leadership) = Election::new(client.clone(), "tranche-system", "lease", name);
         let executor = Executor::new(
             client.clone(),
+            "tranche-system",
             name.to_owned(),
             leadership.clone(),
             self.clock.clone(),
@@ -130,11 +131,15 @@ impl Cluster {
 
     /// The plugin registers anew, or asks for its slices.
     pub fn bump(&self, name: &str) {
+        let now = self.clock.now();
         self.api.edit("gpunodes", name, |object| {
             let epoch = object["status"]["registration"]["epoch"]
                 .as_i64()
                 .expect("an epoch");
             object["status"]["registration"]["epoch"] = json!(epoch + 1);
+            object["metadata"]["managedFields"] = json!([
+                {"manager": "tranche-kubelet-plugin", "operation": "Apply", "time": format!("{now:.0}")},
+            ]);
         });
     }
 
@@ -143,6 +148,19 @@ impl Cluster {
         self.api.edit("gpunodes", name, |object| {
             object["status"]["inventory"] = inventory(minors);
         });
+    }
+
+    /// The node plugin's pod, ready or not.
+    pub fn plugin_pod(&self, node: &str, ready: bool) {
+        let ready = if ready { "True" } else { "False" };
+        self.api.put(
+            "pods",
+            json!({
+                "apiVersion": "v1", "kind": "Pod", "metadata": {"name": format!("plugin-{node}")},
+                "spec": {"nodeName": node, "containers": []},
+                "status": {"conditions": [{"type": "Ready", "status": ready}]},
+            }),
+        );
     }
 
     /// The kubelet wipes the node's slices.
