@@ -72,6 +72,8 @@ fn a_claim_of_the_same_name_is_another_claim() -> anyhow::Result<()> {
                 |claim| claim.is_none().then_some(()),
             )
             .await?;
+            // While the kubelet remembers the old one it refuses the new one itself.
+            case.node.no_claim_files(wait::USUAL).await?;
         }
         Ok(())
     })
