@@ -179,7 +179,9 @@ fn an_exclusive_gpu_goes_with_nothing() {
     let shared = prepared("a", &[capped("1Gi", "1")], &[]);
     let error = refusal(&[plain("gpu-0")], &[shared]);
     assert!(
-        error.contains("held by claim team-a/a in the tier capped"),
+        error.contains(
+            "held by claim team-a/a in the tier capped, and an exclusive device goes with nothing"
+        ),
         "{error}"
     );
     prepared("b", &[plain("gpu-1")], &[exclusive]);
@@ -212,6 +214,19 @@ fn shares_add_up_to_no_more_than_the_gpu() {
     assert_eq!(
         refusal(&[capped("1Gi", "26")], &held),
         "claim team-a/new, request gpu, device gpu-0-capped: GPU GPU-00000000-0000-0000-0000-000000000000: the shares' cores would add up to 101 of 100 percent; held by team-a/a, team-a/b"
+    );
+}
+
+#[test]
+fn the_last_byte_can_be_had_and_no_more() {
+    let most = (81_559_u64 - 600) << 20;
+    let held = [prepared("a", &[capped("40Gi", "1")], &[])];
+    let rest = most - (40 << 30);
+    prepared("b", &[capped(&rest.to_string(), "99")], &held);
+    let error = refusal(&[capped(&(rest + 1).to_string(), "1")], &held);
+    assert!(
+        error.contains("would add up to 84891664385 of 80959Mi"),
+        "{error}"
     );
 }
 
