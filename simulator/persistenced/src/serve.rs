@@ -16,7 +16,7 @@ use rustix::net::{
     AddressFamily, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix,
     SocketFlags, SocketType, accept_with, bind, listen, recv, sendmsg, socket_with,
 };
-use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use rustix::process::{Pid, PidfdFlags, Resource, getrlimit, pidfd_open, setrlimit};
 use tranche_simulator_machine::wire::{PACKET, Reply, Request, Setting};
 use tranche_simulator_machine::{Description, DriverRoot, MAX_PROCESSES, identity};
 
@@ -45,6 +45,7 @@ struct Daemon {
 
 /// Serves the machine of `description` under `root` until the process is ended.
 pub fn run(root: &DriverRoot, description: &Description) -> anyhow::Result<()> {
+    allow_descriptors();
     let page = Page::open(root, description)?;
     page.shared
         .header
@@ -73,6 +74,14 @@ pub fn run(root: &DriverRoot, description: &Description) -> anyhow::Result<()> {
     loop {
         daemon.turn()?;
     }
+}
+
+/// Two descriptors for every process are more than the usual limit.
+fn allow_descriptors() {
+    let mut limit = getrlimit(Resource::Nofile);
+    limit.current = limit.maximum;
+    // As high as allowed is as good as it gets.
+    let _ = setrlimit(Resource::Nofile, limit);
 }
 
 /// The socket that systemd opened for us: it stays the same over a restart, so
@@ -214,6 +223,10 @@ impl Daemon {
         match accept_with(&self.listener, SocketFlags::CLOEXEC) {
             Ok(visitor) => self.visitors.push(visitor),
             Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => {}
+            // Out of descriptors: those who connected and said nothing go first.
+            Err(Errno::MFILE | Errno::NFILE) if !self.visitors.is_empty() => {
+                self.visitors.remove(0);
+            }
             Err(error) => return Err(error).context("accepting a client"),
         }
         Ok(())
