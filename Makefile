@@ -47,7 +47,7 @@ unit: shim simulator ## unit, property and contract tests, without a cluster
 	simulator/test-clients
 
 e2e: image simulator ## the suite on a cluster, which goes afterwards unless it was there before
-	e2e/kind/with cargo test -p tranche-e2e
+	e2e/kind/with e2e/run
 
 bench: image simulator ## the numbers of SPECIFICATION.md
 	e2e/kind/with cargo run --release -p tranche-bench

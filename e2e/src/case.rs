@@ -234,7 +234,7 @@ async fn unused(client: &Client) -> anyhow::Result<()> {
         .collect();
     ensure!(
         held.is_empty(),
-        "the suite needs the GPUs for itself, but they are claimed by {}: delete these claims and their pods",
+        "the suite needs the GPUs for itself, but they are claimed by {}: kubectl delete --recursive --filename examples, if it was the demo",
         held.join(", ")
     );
     Ok(())

@@ -31,13 +31,21 @@ impl Exit {
     }
 }
 
-/// Runs a command in the pod's only container.
-pub async fn run(pods: &Api<Pod>, name: &str, command: &[&str]) -> anyhow::Result<Exit> {
+/// Runs a command in a container of the pod, by default its first.
+pub async fn run(
+    pods: &Api<Pod>,
+    name: &str,
+    container: Option<&str>,
+    command: &[&str],
+) -> anyhow::Result<Exit> {
     let context = || format!("running {command:?} in {name}");
-    let params = AttachParams::default()
-        .stdin(false)
-        .stdout(true)
-        .stderr(true);
+    let params = AttachParams {
+        container: container.map(str::to_owned),
+        stdin: false,
+        stdout: true,
+        stderr: true,
+        ..AttachParams::default()
+    };
     let mut process = pods
         .exec(name, command.iter().copied(), &params)
         .await

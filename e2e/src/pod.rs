@@ -18,13 +18,18 @@ use crate::workload::{self, Beat, Filled, Seen};
 pub struct PodHandle {
     namespace: Namespace,
     name: String,
+    container: Option<String>,
 }
 
 impl PodHandle {
     /// The pod `name`, which may have been made by somebody else.
     #[must_use]
     pub fn new(namespace: Namespace, name: String) -> Self {
-        Self { namespace, name }
+        Self {
+            namespace,
+            name,
+            container: None,
+        }
     }
 
     /// Its name.
@@ -109,7 +114,22 @@ impl PodHandle {
 
     /// Runs a command in it.
     pub async fn exec(&self, command: &[&str]) -> anyhow::Result<Exit> {
-        exec::run(&self.namespace.pods(), &self.name, command).await
+        exec::run(
+            &self.namespace.pods(),
+            &self.name,
+            self.container.as_deref(),
+            command,
+        )
+        .await
+    }
+
+    /// The pod with `container` as the one in which commands run.
+    #[must_use]
+    pub fn container(&self, container: &str) -> Self {
+        Self {
+            container: Some(container.to_owned()),
+            ..self.clone()
+        }
     }
 
     /// Runs a command that must go well.

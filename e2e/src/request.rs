@@ -8,10 +8,16 @@ use tranche_api::tier::Tier;
 pub struct Request(Value);
 
 impl Request {
+    /// A device of a class.
+    #[must_use]
+    pub fn class(name: &str) -> Self {
+        Self(json!({"name": "gpu", "exactly": {"deviceClassName": name}}))
+    }
+
     /// A device of a tier.
     #[must_use]
     pub fn of(tier: Tier) -> Self {
-        Self(json!({"name": "gpu", "exactly": {"deviceClassName": tier.class_name()}}))
+        Self::class(&tier.class_name())
     }
 
     /// A whole GPU.

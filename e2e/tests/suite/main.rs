@@ -2,6 +2,7 @@
 #![allow(missing_docs)]
 
 mod cap;
+mod controller;
 mod examples;
 mod exclusive;
 mod kubelet;

@@ -96,6 +96,31 @@ fn tiers_exclude_each_other_on_one_gpu() -> anyhow::Result<()> {
 }
 
 #[test]
+fn a_claim_for_hardware_isolation_never_falls_back_to_software() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let namespace = case.namespace("hard").await?;
+        let hard = Request::class("hard.gpu.tranche.dev");
+        let whole = namespace.idle("whole", &hard).await?;
+        whole.started().await?;
+        let claim = serde_json::to_string(&whole.claim().await?.status)?;
+        ensure!(claim.contains(r#""device":"gpu-0""#), "{claim}");
+        namespace
+            .idle("share", &Request::capped("1Gi", "1"))
+            .await?
+            .started()
+            .await?;
+        // The other GPU has room for shares: not for this.
+        let reason = namespace
+            .idle("waits", &hard)
+            .await?
+            .unschedulable()
+            .await?;
+        ensure!(reason.contains(NO_ROOM), "{reason}");
+        Ok(())
+    })
+}
+
+#[test]
 fn tiers_mix_on_a_node_and_an_exclusive_claim_waits_for_a_free_gpu() -> anyhow::Result<()> {
     run(async |case: &Case| {
         let namespace = case.namespace("mix").await?;

@@ -2,7 +2,7 @@
 
 use anyhow::{Context, ensure};
 use k8s_openapi::api::resource::v1::AllocatedDeviceStatus;
-use tranche_e2e::namespace::{IDLE, Source};
+use tranche_e2e::namespace::{IDLE, Source, manifest};
 use tranche_e2e::request::{apart, spec};
 use tranche_e2e::{Case, PodHandle, Request, run, wait};
 
@@ -147,6 +147,72 @@ fn two_shares_of_one_gpu_in_one_container_add_up() -> anyhow::Result<()> {
         ensure!(
             filled.len() == 1 && filled[0].filled == 5 * GI,
             "{filled:?}"
+        );
+        Ok(())
+    })
+}
+
+#[test]
+fn containers_of_a_pod_get_their_own_requests() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let namespace = case.namespace("containers").await?;
+        let gpu = case.gpus[0].uuid.as_str();
+        let requests = [
+            Request::capped("2Gi", "10").named("small").on(gpu),
+            Request::capped("5Gi", "10").named("large").on(gpu),
+        ];
+        namespace.template("both", &spec(&requests)).await?;
+        let mut pod = manifest("both", &[Source::Template("both")], &IDLE);
+        let mut second = pod["spec"]["containers"][0].clone();
+        second["name"] = "second".into();
+        second["resources"]["claims"][0]["request"] = "large".into();
+        pod["spec"]["containers"][0]["resources"]["claims"][0]["request"] = "small".into();
+        pod["spec"]["containers"]
+            .as_array_mut()
+            .context("a list")?
+            .push(second);
+        let pod = namespace.pod_from(pod).await?;
+        pod.started().await?;
+        for (container, size) in [("cuda", 2 * GI), ("second", 5 * GI)] {
+            let container = pod.container(container);
+            sees_exactly(&container, &[(gpu, size)]).await?;
+            let filled = container.fill(&[]).await?;
+            ensure!(filled.len() == 1 && filled[0].filled == size, "{filled:?}");
+        }
+        Ok(())
+    })
+}
+
+#[test]
+fn a_container_with_two_tiers_is_judged_device_by_device() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let namespace = case.namespace("mixed").await?;
+        let [one, two] = [case.gpus[0].uuid.as_str(), case.gpus[1].uuid.as_str()];
+        let requests = [
+            Request::exclusive().named("whole").on(one),
+            Request::capped("4Gi", "10").named("share").on(two),
+        ];
+        namespace.template("mixed", &spec(&requests)).await?;
+        let pod = namespace
+            .pod("mixed", &[Source::Template("mixed")], &IDLE)
+            .await?;
+        pod.started().await?;
+        let seen = pod.seen().await?;
+        let of = |uuid| {
+            seen.iter()
+                .find(|seen| seen.uuid == uuid)
+                .map(|seen| seen.total)
+        };
+        ensure!(
+            of(two) == Some(4 * GI) && of(one) > Some(70 * GI),
+            "{seen:?}"
+        );
+        let whole = case.gpus[0].memory.to_count()? / MI;
+        let mut shown = pod.nvidia_smi().await?;
+        shown.sort_by_key(|(_, total)| *total);
+        ensure!(
+            shown == [(two.to_owned(), 4096), (one.to_owned(), whole)],
+            "{shown:?}"
         );
         Ok(())
     })

@@ -1,0 +1,53 @@
+//! Two replicas of the controller, one of which writes.
+
+use std::time::Duration;
+
+use anyhow::Context;
+use k8s_openapi::api::coordination::v1::Lease;
+use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::api::resource::v1::ResourceSlice;
+use kube::ResourceExt;
+use kube::api::{Api, DeleteParams};
+use tranche_e2e::{Case, SYSTEM, run, system, wait};
+
+/// The lease of a leader that is gone without a word lasts 15 s.
+const TAKEN_OVER: Duration = Duration::from_secs(30);
+
+fn holder(lease: Option<&Lease>) -> Option<String> {
+    lease?
+        .spec
+        .as_ref()?
+        .holder_identity
+        .clone()
+        .filter(|holder| !holder.is_empty())
+}
+
+#[test]
+fn another_replica_takes_over_and_heals() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let before =
+            system::slices(&case.client, "whole pools", wait::USUAL, system::complete).await?;
+        let leases: Api<Lease> = Api::namespaced(case.client.clone(), SYSTEM);
+        let leader = holder(Some(&leases.get("tranche-controller").await?)).context("a leader")?;
+        // Its pod and a slice, in one breath: the one that heals is not the one that led.
+        let pods: Api<Pod> = Api::namespaced(case.client.clone(), SYSTEM);
+        pods.delete(&leader, &DeleteParams::default().grace_period(0))
+            .await?;
+        let slices: Api<ResourceSlice> = Api::all(case.client.clone());
+        let (name, old) = before.first_key_value().context("a slice")?;
+        slices.delete(name, &DeleteParams::default()).await?;
+        wait::for_one(
+            leases,
+            "tranche-controller",
+            "another leader",
+            TAKEN_OVER,
+            |lease| (holder(lease)? != leader).then_some(()),
+        )
+        .await?;
+        system::slices(&case.client, "the slice back", TAKEN_OVER, |slices| {
+            let slices = system::complete(slices)?;
+            (slices.len() == before.len() && slices.get(name)?.uid() != old.uid()).then_some(())
+        })
+        .await
+    })
+}
