@@ -164,7 +164,8 @@ impl World {
             .values()
             .filter(|s| Some(s.spec.pool.generation) == generation)
             .collect();
-        let whole = |s: &&ResourceSlice| s.spec.pool.resource_slice_count as usize == newest.len();
+        let count = i64::try_from(newest.len()).expect("a few");
+        let whole = |s: &&ResourceSlice| s.spec.pool.resource_slice_count == count;
         if !newest.iter().all(whole) {
             return BTreeSet::new();
         }
@@ -356,7 +357,10 @@ impl World {
         assert_eq!(published.slices, names);
         for slice in self.slices.values() {
             assert_eq!(slice.spec.pool.generation, published.pool_generation);
-            assert_eq!(slice.spec.pool.resource_slice_count as usize, names.len());
+            assert_eq!(
+                usize::try_from(slice.spec.pool.resource_slice_count),
+                Ok(names.len())
+            );
         }
         let minors: Vec<u32> = {
             let inventory = self.status().inventory.as_ref().expect("set at the start");
