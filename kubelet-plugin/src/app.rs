@@ -11,9 +11,11 @@ use std::sync::Arc;
 
 use anyhow::Context;
 use kube::{Client, Config};
+use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{Notify, watch};
 use tokio::task::JoinSet;
+use tokio_stream::wrappers::UnixListenerStream;
 use tokio_util::sync::CancellationToken;
 use tonic::transport::Server;
 use tracing::{error, info};
@@ -106,7 +108,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     let (dra_socket, dra_incoming) = Socket::listen(&layout.dra_socket())?;
     let (registration_socket, registration_incoming) =
         Socket::listen(&layout.registration_socket())?;
-    let http = tokio::net::TcpListener::bind(http_endpoint)
+    let http = TcpListener::bind(http_endpoint)
         .await
         .with_context(|| format!("cannot listen on --http-endpoint {http_endpoint}"))?;
 
@@ -140,27 +142,26 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         registered,
         helpers_stop.clone(),
     ));
-    helpers.spawn(orphans::run(preparer, suspect_orphans, helpers_stop.clone()));
-    helpers.spawn({
-        let stopped = helpers_stop.clone().cancelled_owned();
-        async move {
-            let server = axum::serve(http, router(health)).with_graceful_shutdown(stopped);
-            if let Err(error) = server.await {
-                error!(%error, "HTTP server failed");
-            }
-        }
-    });
+    helpers.spawn(orphans::run(
+        preparer,
+        suspect_orphans,
+        helpers_stop.clone(),
+    ));
+    helpers.spawn(serve_http(http, health, helpers_stop.clone()));
 
-    info!(node = node_name, version = env!("CARGO_PKG_VERSION"), "serving");
-    let dra_server = Server::builder()
-        .add_service(DraPluginServer::new(dra))
-        .serve_with_incoming_shutdown(dra_incoming, stop.clone().cancelled_owned());
-    let registration_server = Server::builder()
-        .add_service(RegistrationServer::new(registration))
-        .serve_with_incoming_shutdown(registration_incoming, stop.clone().cancelled_owned());
-    // One that fails takes the other along: half a plugin would look alive to the kubelet.
-    let _on_failure = stop.clone().drop_guard();
-    let served = tokio::try_join!(dra_server, registration_server);
+    info!(
+        node = node_name,
+        version = env!("CARGO_PKG_VERSION"),
+        "serving"
+    );
+    let served = serve(
+        dra,
+        dra_incoming,
+        registration,
+        registration_incoming,
+        &stop,
+    )
+    .await;
     drop((dra_socket, registration_socket));
     helpers_stop.cancel();
     helpers.join_all().await;
@@ -169,7 +170,35 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     Ok(())
 }
 
-#[expect(clippy::too_many_arguments, reason = "the one place where the parts meet")]
+/// Serves both until asked to stop, and what was asked before to its end. One that fails ends the
+/// other too: half a plugin would look alive to the kubelet.
+async fn serve(
+    dra: DraService,
+    dra_incoming: UnixListenerStream,
+    registration: RegistrationService,
+    registration_incoming: UnixListenerStream,
+    stop: &CancellationToken,
+) -> Result<(), tonic::transport::Error> {
+    let dra = Server::builder()
+        .add_service(DraPluginServer::new(dra))
+        .serve_with_incoming_shutdown(dra_incoming, stop.clone().cancelled_owned());
+    let registration = Server::builder()
+        .add_service(RegistrationServer::new(registration))
+        .serve_with_incoming_shutdown(registration_incoming, stop.clone().cancelled_owned());
+    tokio::try_join!(dra, registration).map(drop)
+}
+
+async fn serve_http(listener: TcpListener, health: Health, stop: CancellationToken) {
+    let server = axum::serve(listener, router(health));
+    if let Err(error) = server.with_graceful_shutdown(stop.cancelled_owned()).await {
+        error!(%error, "HTTP server failed");
+    }
+}
+
+#[expect(
+    clippy::too_many_arguments,
+    reason = "the one place where the parts meet"
+)]
 fn preparer(
     fs: Arc<dyn Fs>,
     layout: &Layout,
@@ -217,9 +246,9 @@ fn preparer(
 
 /// A client that does what it is told once: a hidden retry would outlive the kubelet's deadline.
 async fn client() -> anyhow::Result<Client> {
-    let mut config = Config::infer()
-        .await
-        .context("no way to the API server: run in a pod with a service account, or set KUBECONFIG")?;
+    let mut config = Config::infer().await.context(
+        "no way to the API server: run in a pod with a service account, or set KUBECONFIG",
+    )?;
     config.default_retry = false;
     Ok(Client::try_from(config)?)
 }

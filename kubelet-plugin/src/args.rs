@@ -52,7 +52,9 @@ pub enum LogFormat {
 
 fn not_empty(value: &str) -> Result<String, String> {
     if value.is_empty() {
-        return Err("empty: give the node's name, in a pod by the downward API (spec.nodeName)".into());
+        return Err(
+            "empty: give the node's name, in a pod by the downward API (spec.nodeName)".into(),
+        );
     }
     Ok(value.to_owned())
 }
@@ -68,7 +70,8 @@ mod tests {
 
     #[test]
     fn an_empty_node_name_is_refused_with_the_way_out() {
-        let error = Args::try_parse_from(["tranche-kubelet-plugin", "--node-name", ""]).unwrap_err();
+        let error =
+            Args::try_parse_from(["tranche-kubelet-plugin", "--node-name", ""]).unwrap_err();
         assert!(error.to_string().contains("downward API"), "{error}");
     }
 }

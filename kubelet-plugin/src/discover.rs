@@ -55,8 +55,16 @@ const OWN_VERSION: [&str; 6] = [
 /// Links that programs expect and that not every package makes: in the folder of the library.
 const EXPECTED_LINKS: [(&str, &str, &str); 3] = [
     ("libcuda.so", "libcuda.so", "libcuda.so.1"),
-    ("libGLX_nvidia.so", "libGLX_indirect.so.0", "libGLX_nvidia.so.0"),
-    ("libnvidia-opticalflow.so", "libnvidia-opticalflow.so", "libnvidia-opticalflow.so.1"),
+    (
+        "libGLX_nvidia.so",
+        "libGLX_indirect.so.0",
+        "libGLX_nvidia.so.0",
+    ),
+    (
+        "libnvidia-opticalflow.so",
+        "libnvidia-opticalflow.so",
+        "libnvidia-opticalflow.so.1",
+    ),
 ];
 
 /// Sockets of the driver's daemons.
@@ -346,15 +354,16 @@ pub(crate) mod testing {
             };
             let path = root.join(path.trim_start_matches('/'));
             std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-            match target {
-                Some(target) => symlink(target, path).unwrap(),
-                None => {
-                    std::fs::write(&path, "").unwrap();
-                    let mode = if path.components().any(|c| c.as_os_str() == "lib") { 0o644 } else { 0o755 };
-                    let mode = if path.ends_with("nvidia-smi") { 0o755 } else { mode };
-                    std::fs::set_permissions(path, PermissionsExt::from_mode(mode)).unwrap();
-                }
+            if let Some(target) = target {
+                symlink(target, path).unwrap();
+                continue;
             }
+            std::fs::write(&path, "").unwrap();
+            let folder = path.parent().unwrap();
+            let is_program =
+                folder.ends_with("bin") || folder.ends_with("sbin") || path.ends_with("nvidia-smi");
+            let mode = if is_program { 0o755 } else { 0o644 };
+            std::fs::set_permissions(path, PermissionsExt::from_mode(mode)).unwrap();
         }
     }
 }
@@ -380,7 +389,9 @@ mod tests {
         // Every versioned library of the packages, each once, where it really lies.
         let listed: BTreeSet<PathBuf> = DEBIAN_535
             .lines()
-            .filter(|l| !l.contains(" -> ") && (l.ends_with(".so.535.261.03") || l.contains("egl-gbm.so")))
+            .filter(|l| {
+                !l.contains(" -> ") && (l.ends_with(".so.535.261.03") || l.contains("egl-gbm.so"))
+            })
             .map(PathBuf::from)
             .collect();
         assert_eq!(found.libraries, listed);
@@ -390,9 +401,15 @@ mod tests {
         let link = |name: &str| found.links.get(&folder.join(name)).map(String::as_str);
         assert_eq!(link("libcuda.so.1"), Some("libcuda.so.535.261.03"));
         assert_eq!(link("libcuda.so"), Some("libcuda.so.1"));
-        assert_eq!(link("libnvidia-ml.so.1"), Some("libnvidia-ml.so.535.261.03"));
+        assert_eq!(
+            link("libnvidia-ml.so.1"),
+            Some("libnvidia-ml.so.535.261.03")
+        );
         assert_eq!(link("libGLX_indirect.so.0"), Some("libGLX_nvidia.so.0"));
-        assert_eq!(link("nvidia-drm_gbm.so"), Some("libnvidia-allocator.so.535.261.03"));
+        assert_eq!(
+            link("nvidia-drm_gbm.so"),
+            Some("libnvidia-allocator.so.535.261.03")
+        );
         assert!(
             found.links.values().all(|target| !target.contains('/')),
             "no link leads to /etc/alternatives, which a container lacks: {:?}",
@@ -426,10 +443,20 @@ mod tests {
     fn a_spec_of_debian_535_names_files_on_the_host_and_links_in_the_container() {
         let (_dir, found) = found_in(DEBIAN_535);
         let files = found.driver_files(Path::new("/run/nvidia/driver"));
-        let cuda = files.libraries.iter().find(|l| l.soname == "libcuda.so.1").unwrap();
+        let cuda = files
+            .libraries
+            .iter()
+            .find(|l| l.soname == "libcuda.so.1")
+            .unwrap();
         let folder = "/usr/lib/x86_64-linux-gnu/nvidia/current";
-        assert_eq!(cuda.file.host_path, format!("/run/nvidia/driver{folder}/libcuda.so.535.261.03"));
-        assert_eq!(cuda.file.container_path, format!("{folder}/libcuda.so.535.261.03"));
+        assert_eq!(
+            cuda.file.host_path,
+            format!("/run/nvidia/driver{folder}/libcuda.so.535.261.03")
+        );
+        assert_eq!(
+            cuda.file.container_path,
+            format!("{folder}/libcuda.so.535.261.03")
+        );
         let links: Vec<_> = cuda.links.iter().map(|l| (&*l.target, &*l.path)).collect();
         assert_eq!(
             links,
@@ -440,10 +467,20 @@ mod tests {
         );
         let sonames: Vec<_> = files.libraries.iter().map(|l| &*l.soname).collect();
         assert!(sonames.contains(&"libnvidia-nvvm.so.4"), "{sonames:?}");
-        assert!(sonames.contains(&"libnvidia-eglcore.so.535.261.03"), "{sonames:?}");
+        assert!(
+            sonames.contains(&"libnvidia-eglcore.so.535.261.03"),
+            "{sonames:?}"
+        );
         assert!(sonames.contains(&"libnvidia-allocator.so.1"), "{sonames:?}");
-        let smi = files.binaries.iter().find(|b| b.container_path == "/usr/bin/nvidia-smi").unwrap();
-        assert_eq!(smi.host_path, "/run/nvidia/driver/usr/lib/nvidia/current/nvidia-smi");
+        let smi = files
+            .binaries
+            .iter()
+            .find(|b| b.container_path == "/usr/bin/nvidia-smi")
+            .unwrap();
+        assert_eq!(
+            smi.host_path,
+            "/run/nvidia/driver/usr/lib/nvidia/current/nvidia-smi"
+        );
     }
 
     #[test]
@@ -455,7 +492,8 @@ mod tests {
         }
         std::fs::create_dir_all(dir.path().join("var")).unwrap();
         symlink("/run", dir.path().join("var/run")).unwrap();
-        let _socket = UnixListener::bind(dir.path().join("run/nvidia-persistenced/socket")).unwrap();
+        let _socket =
+            UnixListener::bind(dir.path().join("run/nvidia-persistenced/socket")).unwrap();
         std::fs::write(dir.path().join("run/nvidia-fabricmanager/socket"), "").unwrap();
         let found = discover(&DriverRoot::open(dir.path()).unwrap(), "535.261.03").unwrap();
         assert_eq!(
@@ -482,7 +520,10 @@ mod tests {
         );
         assert_eq!(found.libraries.len(), 3);
         assert_eq!(
-            found.links.get(Path::new("/usr/lib64/libcuda.so")).map(String::as_str),
+            found
+                .links
+                .get(Path::new("/usr/lib64/libcuda.so"))
+                .map(String::as_str),
             Some("libcuda.so.1")
         );
     }

@@ -13,7 +13,7 @@ use tracing::{Instrument, info_span};
 use tranche_driver::journal::Record;
 
 use crate::claims::ClaimRef;
-use crate::metrics::{Metrics, Method};
+use crate::metrics::{Method, Metrics};
 use crate::preparer::Preparer;
 use crate::proto::dra::dra_plugin_server::DraPlugin;
 use crate::proto::dra::{
@@ -83,7 +83,10 @@ impl DraPlugin for DraService {
                 }
                 Err(e) => {
                     let (devices, error) = (Vec::new(), e.to_string());
-                    (NodePrepareResourceResponse { devices, error }, e.problem.outcome())
+                    (
+                        NodePrepareResourceResponse { devices, error },
+                        e.problem.outcome(),
+                    )
                 }
             }
         };

@@ -12,11 +12,11 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use tracing::{info, warn};
+use tranche_api::names::DRIVER;
+use tranche_api::share_config::ComputeMode;
 use tranche_driver::cdi::{CdiError, claim_of_file_name, claim_spec};
 use tranche_driver::journal::Record;
 use tranche_driver::preparation::{Cap, PreparationPlan, Step, Undo};
-use tranche_api::names::DRIVER;
-use tranche_api::share_config::ComputeMode;
 use tranche_shim_core::cap::{CapPage, ComputePolicy};
 use tranche_shim_core::error::PageError;
 use tranche_shim_core::layout::AccountPage;
@@ -43,7 +43,9 @@ pub enum StepError {
         source: PageError,
     },
     /// There is an account page, and it is none of ours.
-    #[error("account page {path}: {source}: its containers broke it; delete the pods that use the claim")]
+    #[error(
+        "account page {path}: {source}: its containers broke it; delete the pods that use the claim"
+    )]
     Account {
         /// The page.
         path: PathBuf,
@@ -196,16 +198,16 @@ impl Executor {
         for uid in &leftovers {
             match self.sweep(uid) {
                 Ok(()) => info!(uid, "removed what a claim without a journal left"),
-                Err(error) => warn!(%error, uid, "cannot remove what a claim without a journal left"),
+                Err(error) => {
+                    warn!(%error, uid, "cannot remove what a claim without a journal left");
+                }
             }
         }
         Ok(loaded)
     }
 
     fn run(&self, plan: &PreparationPlan) -> Result<(), StepError> {
-        plan.steps
-            .iter()
-            .try_for_each(|step| self.step(plan, step))
+        plan.steps.iter().try_for_each(|step| self.step(plan, step))
     }
 
     fn step(&self, plan: &PreparationPlan, step: &Step) -> Result<(), StepError> {
@@ -219,17 +221,14 @@ impl Executor {
             }
             Step::CreateAccountPage { key } => {
                 let share = self.layout.share(uid, key);
-                match self.fs.read(&share.account)? {
-                    Some(page) => AccountPage::check(&page).map_err(|source| {
-                        StepError::Account {
-                            path: share.account,
-                            source,
-                        }
-                    })?,
-                    None => {
-                        let page = AccountPage::initial();
-                        fs::replace(&*self.fs, &share.account, page, 0o666, Durability::Rebuilt)?;
-                    }
+                if let Some(page) = self.fs.read(&share.account)? {
+                    AccountPage::check(&page).map_err(|source| StepError::Account {
+                        path: share.account,
+                        source,
+                    })?;
+                } else {
+                    let page = AccountPage::initial();
+                    fs::replace(&*self.fs, &share.account, page, 0o666, Durability::Rebuilt)?;
                 }
             }
             Step::WriteCdiSpec {} => {

@@ -379,7 +379,10 @@ mod tests {
         let fs = FaultyFs::recording();
         replace(&fs, &dir.path().join("a"), b"x", 0o644, Durability::Disk).unwrap();
         let verbs: Vec<_> = fs.calls();
-        let verbs: Vec<_> = verbs.iter().map(|c| c.split(" /").next().unwrap()).collect();
+        let verbs: Vec<_> = verbs
+            .iter()
+            .map(|c| c.split(" /").next().unwrap())
+            .collect();
         assert_eq!(verbs, ["write", "sync", "rename to", "sync"]);
     }
 

@@ -37,7 +37,7 @@ const DEBOUNCE: Duration = Duration::from_secs(1);
 const FIRST_RETRY: Duration = Duration::from_millis(250);
 const LAST_RETRY: Duration = Duration::from_secs(15);
 /// How often the API server's copy is read without a reason: somebody may have changed or deleted it.
-const RESYNC: Duration = Duration::from_secs(300);
+const RESYNC: Duration = Duration::from_mins(5);
 /// How long the API server may take to answer.
 const DEADLINE: Duration = Duration::from_secs(10);
 
@@ -162,9 +162,9 @@ impl GpuNodeWriter {
             Ok(Some(GpuNode {
                 status: Some(status),
                 ..
-            })) => status
-                .published
-                .is_some_and(|published| published.epoch == epoch && slices.lack(&published.slices)),
+            })) => status.published.is_some_and(|published| {
+                published.epoch == epoch && slices.lack(&published.slices)
+            }),
             _ => false,
         }
     }

@@ -55,12 +55,16 @@ async fn healthz(State(health): State<Health>) -> (StatusCode, String) {
     let probe = async {
         let registration = connect(&health.registration_socket, "localhost").await;
         let channel = registration.map_err(|e| format!("registration socket: {e}"))?;
-        let info = RegistrationClient::new(channel).get_info(InfoRequest {}).await;
+        let info = RegistrationClient::new(channel)
+            .get_info(InfoRequest {})
+            .await;
         info.map_err(|e| format!("GetInfo: {e}"))?;
         let dra = connect(&health.dra_socket, "localhost").await;
         let channel = dra.map_err(|e| format!("DRA socket: {e}"))?;
         let nothing = NodePrepareResourcesRequest { claims: Vec::new() };
-        let prepared = DraPluginClient::new(channel).node_prepare_resources(nothing).await;
+        let prepared = DraPluginClient::new(channel)
+            .node_prepare_resources(nothing)
+            .await;
         prepared.map_err(|e| format!("NodePrepareResources: {e}"))?;
         Ok::<_, String>(())
     };
@@ -68,7 +72,10 @@ async fn healthz(State(health): State<Health>) -> (StatusCode, String) {
         Ok(Ok(())) => (StatusCode::OK, "ok\n".into()),
         Ok(Err(e)) => (StatusCode::SERVICE_UNAVAILABLE, format!("{e}\n")),
         Err(_) => {
-            let text = format!("no answer on its own sockets within {} s\n", DEADLINE.as_secs());
+            let text = format!(
+                "no answer on its own sockets within {} s\n",
+                DEADLINE.as_secs()
+            );
             (StatusCode::SERVICE_UNAVAILABLE, text)
         }
     }

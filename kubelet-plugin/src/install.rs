@@ -162,7 +162,10 @@ mod tests {
         let again = Installation::install(Arc::clone(&fs) as _, &image, &dir.path().join("lib"));
         again.unwrap().verify(Needs::Shim).unwrap();
         let writes: Vec<_> = fs.calls();
-        assert!(writes.iter().all(|c| c.starts_with("create folder")), "{writes:?}");
+        assert!(
+            writes.iter().all(|c| c.starts_with("create folder")),
+            "{writes:?}"
+        );
     }
 
     #[test]

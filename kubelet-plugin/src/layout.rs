@@ -143,9 +143,28 @@ mod tests {
     fn encode_authority(path: &str) -> String {
         path.bytes()
             .map(|b| match b {
-                b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'_' | b'.' | b'~' | b'!' | b'$'
-                | b'&' | b'\'' | b'(' | b')' | b'*' | b'+' | b',' | b';' | b'=' | b':' | b'['
-                | b']' | b'@' => char::from(b).to_string(),
+                b'a'..=b'z'
+                | b'A'..=b'Z'
+                | b'0'..=b'9'
+                | b'-'
+                | b'_'
+                | b'.'
+                | b'~'
+                | b'!'
+                | b'$'
+                | b'&'
+                | b'\''
+                | b'('
+                | b')'
+                | b'*'
+                | b'+'
+                | b','
+                | b';'
+                | b'='
+                | b':'
+                | b'['
+                | b']'
+                | b'@' => char::from(b).to_string(),
                 other => format!("%{other:02X}"),
             })
             .collect()
@@ -156,7 +175,10 @@ mod tests {
         let args = <Args as clap::Parser>::parse_from(["x", "--node-name", "n"]);
         let socket = Layout::of(&args).registration_socket();
         let sent = encode_authority(socket.to_str().unwrap());
-        assert!(sent.starts_with("%2Fvar%2Flib%2Fkubelet%2Fplugins_registry%2F"), "{sent}");
+        assert!(
+            sent.starts_with("%2Fvar%2Flib%2Fkubelet%2Fplugins_registry%2F"),
+            "{sent}"
+        );
         sent.parse::<http::uri::Authority>().unwrap();
         // The rule is needed: without the @ no HTTP/2 server takes it.
         let plain = encode_authority("/var/lib/kubelet/plugins_registry/gpu.tranche.dev-reg.sock");

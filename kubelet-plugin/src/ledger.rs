@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use tokio::sync::watch;
 use tranche_api::Tier;
 use tranche_driver::journal::Record;
 
@@ -13,6 +14,7 @@ use crate::journal::Loaded;
 #[derive(Debug, Default)]
 pub struct Ledger {
     claims: Mutex<BTreeMap<String, Entry>>,
+    releases: watch::Sender<()>,
 }
 
 #[derive(Clone, Debug)]
@@ -36,6 +38,7 @@ impl Ledger {
             .map(|(uid, error)| (uid, Entry::Refused(error.to_string().into())));
         Self {
             claims: Mutex::new(held.chain(refused).collect()),
+            releases: watch::Sender::default(),
         }
     }
 
@@ -97,7 +100,15 @@ impl Ledger {
 
     /// Forgets a claim.
     pub fn remove(&self, uid: &str) {
-        self.claims().remove(uid);
+        if self.claims().remove(uid).is_some() {
+            self.releases.send_replace(());
+        }
+    }
+
+    /// Changes whenever a claim is forgotten.
+    #[must_use]
+    pub fn releases(&self) -> watch::Receiver<()> {
+        self.releases.subscribe()
     }
 
     fn claims(&self) -> MutexGuard<'_, BTreeMap<String, Entry>> {

@@ -126,7 +126,11 @@ mod tests {
         let mut tasks = tokio::task::JoinSet::new();
         for n in 0..64 {
             let locks = Arc::clone(&locks);
-            let keys = if n % 2 == 0 { [gpu(0), gpu(1)] } else { [gpu(1), gpu(0)] };
+            let keys = if n % 2 == 0 {
+                [gpu(0), gpu(1)]
+            } else {
+                [gpu(1), gpu(0)]
+            };
             tasks.spawn(async move {
                 let _held = locks.lock(keys).await;
                 tokio::task::yield_now().await;

@@ -1,6 +1,5 @@
 //! What Prometheus sees.
 
-
 use std::sync::atomic::{AtomicI64, AtomicU64};
 use std::time::Duration;
 
@@ -115,7 +114,11 @@ impl Metrics {
             Unit::Seconds,
             self.durations.clone(),
         );
-        r.register("prepared_devices", "Prepared devices, by tier", self.devices.clone());
+        r.register(
+            "prepared_devices",
+            "Prepared devices, by tier",
+            self.devices.clone(),
+        );
         r.register("prepared_claims", "Prepared claims", self.claims.clone());
         r.register(
             "unreadable_journals",
@@ -160,7 +163,9 @@ impl Metrics {
         let held = ledger.devices();
         for tier in Tier::ALL {
             self.devices
-                .get_or_create(&TierLabels { tier: tier.as_str() })
+                .get_or_create(&TierLabels {
+                    tier: tier.as_str(),
+                })
                 .set(held.get(&tier).copied().unwrap_or(0));
         }
         let refused = ledger.refused();
@@ -173,5 +178,3 @@ impl Metrics {
         text
     }
 }
-
-

@@ -67,7 +67,9 @@ pub enum NvmlError {
         searched: String,
     },
     /// There is one, and it cannot be used.
-    #[error("NVML at {path} does not start: {reason}: see that the NVIDIA kernel module is loaded (`nvidia-smi` on the node)")]
+    #[error(
+        "NVML at {path} does not start: {reason}: see that the NVIDIA kernel module is loaded (`nvidia-smi` on the node)"
+    )]
     Start {
         /// The library as this process sees it.
         path: PathBuf,

@@ -10,10 +10,11 @@ use tokio_util::sync::CancellationToken;
 use crate::preparer::Preparer;
 
 /// How often.
-const INTERVAL: Duration = Duration::from_secs(60);
+const INTERVAL: Duration = Duration::from_mins(1);
 /// A claim must be gone at two looks this far apart at least: a pod that was deleted by force takes
-/// its claim along while its containers still end.
-const GRACE: Duration = Duration::from_secs(30);
+/// its claim along while its containers still end. Short enough for a claim that waits for the
+/// orphan's GPU to get it.
+const GRACE: Duration = Duration::from_secs(15);
 
 /// Looks until cancelled. `suspect` asks for a look out of turn.
 pub async fn run(preparer: Arc<Preparer>, suspect: Arc<Notify>, stop: CancellationToken) {

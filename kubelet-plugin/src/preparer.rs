@@ -2,7 +2,8 @@
 //!
 //! ```text
 //!  claim lock ─► GET ─► UID, allocation ─► GPU locks ─► plan ─► execute ─► ledger ─► answer
-//!                                                                             └─► status, later
+//!                 ▲                                       │                   └─► status, later
+//!                 └─────── another claim is released ◄────┘ the GPU is taken
 //! ```
 //!
 //! Whatever blocks runs on its own thread and owns its locks: a caller that gives up does not
@@ -19,18 +20,21 @@ use std::time::Duration;
 
 use k8s_openapi::api::resource::v1::ResourceClaim;
 use tokio::sync::{Notify, watch};
+use tokio::time::Instant;
 use tracing::{info, warn};
 use tranche_api::names::DRIVER;
 use tranche_driver::claim::{Allocation, check_uid};
 use tranche_driver::journal::Record;
-use tranche_driver::preparation::{Cap, PreparationPlan, PreparationProblem, plan};
+use tranche_driver::preparation::{
+    Cap, PreparationError, PreparationPlan, PreparationProblem, plan,
+};
 
 pub use error::{PrepareError, Problem, UnprepareError};
 
 use crate::claims::{ClaimRef, Claims};
 use crate::driver_state::{DriverState, Ready, SpecFile};
 use crate::executor::Executor;
-use crate::install::{Installation, InstallError, Needs};
+use crate::install::{InstallError, Installation, Needs};
 use crate::ledger::{Ledger, claim_of};
 use crate::locks::{Held, Key, Locks};
 use crate::metrics::Metrics;
@@ -38,6 +42,11 @@ use crate::root::{DriverRoot, Kind};
 
 /// How long one claim may take, of the 45 s that the kubelet gives a call.
 const DEADLINE: Duration = Duration::from_secs(40);
+
+/// How long a claim waits for what will pass: a GPU whose last holder is just ending, a driver that
+/// was not looked at yet. The kubelet (1.37) repeats a refused call after a minute or more only, and
+/// sends the next pod's prepare before the unprepare of one that was deleted by force.
+const PATIENCE: Duration = Duration::from_secs(25);
 
 /// What is told to the cluster after the kubelet has its answer.
 pub trait Aftermath: Send + Sync + std::fmt::Debug {
@@ -128,45 +137,67 @@ impl Preparer {
         self: &Arc<Self>,
         claim: &ClaimRef,
     ) -> (Option<ResourceClaim>, Result<Arc<Record>, Problem>) {
-        let claim_lock = self.locks.lock([Key::Claim(claim.uid.clone())]).await;
-        let object = match self.parts.claims.get(claim).await {
-            Ok(Some(object)) => object,
-            Ok(None) => return (None, Err(Problem::Gone)),
-            Err(e) => return (None, Err(e.into())),
-        };
-        if let Err(e) = check_uid(&object, &claim.uid) {
-            // The event would go to the pods of the claim that took the name.
-            return (None, Err(e.into()));
+        let patience = Instant::now() + PATIENCE;
+        let mut claim_lock = self.locks.lock([Key::Claim(claim.uid.clone())]).await;
+        let mut driver = self.parts.driver.clone();
+        let mut released = self.parts.ledger.releases();
+        loop {
+            // What happens from here on is news to the waits below.
+            driver.mark_unchanged();
+            released.mark_unchanged();
+            // Read again after a wait: the claim may be deleted or allocated anew by then.
+            let object = match self.parts.claims.get(claim).await {
+                Ok(Some(object)) => object,
+                Ok(None) => return (None, Err(Problem::Gone)),
+                Err(e) => return (None, Err(e.into())),
+            };
+            if let Err(e) = check_uid(&object, &claim.uid) {
+                // The event would go to the pods of the claim that took the name.
+                return (None, Err(e.into()));
+            }
+            let allocation = match Allocation::from_claim(&object, &self.parts.pool) {
+                Ok(allocation) => allocation,
+                Err(e) => return (Some(object), Err(e.into())),
+            };
+            let result;
+            (claim_lock, result) = self.prepare_allocation(allocation, claim_lock).await;
+            let change = async {
+                match &result {
+                    Err(Problem::Plan(e)) if is_conflict(e) => released.changed().await.is_ok(),
+                    Err(Problem::DriverUnknown) => driver.changed().await.is_ok(),
+                    _ => false,
+                }
+            };
+            if !tokio::time::timeout_at(patience, change)
+                .await
+                .unwrap_or(false)
+            {
+                return (Some(object), result);
+            }
         }
-        let allocation = match Allocation::from_claim(&object, &self.parts.pool) {
-            Ok(allocation) => allocation,
-            Err(e) => return (Some(object), Err(e.into())),
-        };
-        let result = self.prepare_allocation(allocation, claim_lock).await;
-        (Some(object), result)
     }
 
     async fn prepare_allocation(
         self: &Arc<Self>,
         allocation: Allocation,
         claim_lock: Held,
-    ) -> Result<Arc<Record>, Problem> {
-        let held = self
-            .parts
-            .ledger
-            .get(&allocation.uid)
-            .map_err(Problem::Journal)?;
+    ) -> (Held, Result<Arc<Record>, Problem>) {
+        let held = match self.parts.ledger.get(&allocation.uid) {
+            Ok(held) => held,
+            Err(why) => return (claim_lock, Err(Problem::Journal(why))),
+        };
         let minors = allocation.devices.iter().map(|d| d.device.minor());
         let of_old = held.iter().flat_map(|record| gpus(&record.plan));
         let gpu_locks = self.locks.lock(minors.map(Key::Gpu).chain(of_old)).await;
         let this = Arc::clone(self);
         let work = move || {
-            let _locks = (claim_lock, gpu_locks);
-            this.carry_out(&allocation, held)
+            let _gpus = gpu_locks;
+            (claim_lock, this.carry_out(&allocation, held))
         };
-        tokio::task::spawn_blocking(work)
-            .await
-            .map_err(|_| Problem::Stopping)?
+        match tokio::task::spawn_blocking(work).await {
+            Ok(done) => done,
+            Err(_) => (self.locks.lock([]).await, Err(Problem::Stopping)),
+        }
     }
 
     fn carry_out(
@@ -187,7 +218,7 @@ impl Preparer {
             others.iter().map(|record| &record.plan),
         )
         .inspect_err(|e| {
-            if let PreparationProblem::Conflict(_) = e.problem {
+            if is_conflict(e) {
                 parts.suspect_orphans.notify_one();
             }
         })?;
@@ -283,17 +314,16 @@ impl Preparer {
             Ok(())
         };
         let released = tokio::task::spawn_blocking(work).await;
-        released.map_err(|_| Problem::Stopping)?.inspect(|()| info!("unprepared"))
+        released
+            .map_err(|_| Problem::Stopping)?
+            .inspect(|()| info!("unprepared"))
     }
 
     /// Releases the claims that are gone from the API server, or whose name another has by now.
     ///
     /// `missing` names those that were gone at an earlier look; only these are released, so that
     /// the containers of a pod deleted by force have the time to end. Returns those gone now.
-    pub async fn release_orphans(
-        self: &Arc<Self>,
-        missing: &BTreeSet<String>,
-    ) -> BTreeSet<String> {
+    pub async fn release_orphans(self: &Arc<Self>, missing: &BTreeSet<String>) -> BTreeSet<String> {
         let mut gone = BTreeSet::new();
         for record in self.parts.ledger.held() {
             let claim = claim_of(&record);
@@ -327,10 +357,17 @@ impl Preparer {
     }
 }
 
+fn is_conflict(error: &PreparationError) -> bool {
+    matches!(error.problem, PreparationProblem::Conflict(_))
+}
+
 /// Whether `status.devices` has something of ours.
 fn tells_devices(claim: &ResourceClaim) -> bool {
     let devices = claim.status.as_ref().and_then(|s| s.devices.as_deref());
-    devices.unwrap_or_default().iter().any(|d| d.driver == DRIVER)
+    devices
+        .unwrap_or_default()
+        .iter()
+        .any(|d| d.driver == DRIVER)
 }
 
 fn gpus(plan: &PreparationPlan) -> impl Iterator<Item = Key> + '_ {

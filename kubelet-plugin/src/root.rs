@@ -214,7 +214,10 @@ mod tests {
         symlink("loop", at("usr/lib/loop")).unwrap();
 
         let root = DriverRoot::open(dir.path()).unwrap();
-        let (real, kind) = root.resolve(Path::new("/usr/lib/libx.so.1")).unwrap().unwrap();
+        let (real, kind) = root
+            .resolve(Path::new("/usr/lib/libx.so.1"))
+            .unwrap()
+            .unwrap();
         assert_eq!(real, Path::new("/usr/lib/current/libx.so.5"));
         assert_eq!(kind, Kind::File { executable: false });
         assert_eq!(
@@ -224,13 +227,24 @@ mod tests {
         assert_eq!(root.read_link(&real).unwrap(), None);
         assert_eq!(root.resolve(Path::new("/usr/lib/out")).unwrap(), None);
         assert_eq!(root.resolve(Path::new("/usr/lib/loop")).unwrap(), None);
-        assert_eq!(root.list(Path::new("/usr/lib")).unwrap(), ["current", "libx.so.1", "loop", "out"]);
-        assert_eq!(root.list(Path::new("/nowhere")).unwrap(), Vec::<String>::new());
+        assert_eq!(
+            root.list(Path::new("/usr/lib")).unwrap(),
+            ["current", "libx.so.1", "loop", "out"]
+        );
+        assert_eq!(
+            root.list(Path::new("/nowhere")).unwrap(),
+            Vec::<String>::new()
+        );
     }
 
     #[test]
     fn a_root_that_is_not_there_is_named_with_the_way_out() {
-        let error = DriverRoot::open(Path::new("/nowhere/driver")).unwrap_err().to_string();
-        assert!(error.contains("/nowhere/driver") && error.contains("driverRoot"), "{error}");
+        let error = DriverRoot::open(Path::new("/nowhere/driver"))
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.contains("/nowhere/driver") && error.contains("driverRoot"),
+            "{error}"
+        );
     }
 }

@@ -111,7 +111,8 @@ impl World {
     /// The same, on a file system that may fail.
     pub fn start_on(&self, fs: Arc<dyn Fs>) -> Result<Plugin, crate::fs::FsError> {
         let image = self.dir.path().join("image");
-        let installation = Installation::install(Arc::new(HostFs), &image, &self.layout.libraries());
+        let installation =
+            Installation::install(Arc::new(HostFs), &image, &self.layout.libraries());
         let executor = Executor::new(Arc::clone(&fs), self.layout.clone(), "boot-1".into())?;
         let ledger = Ledger::new(executor.recover()?);
         let told = Arc::new(Told::default());
@@ -142,7 +143,11 @@ impl World {
     /// spec, the plugin's own files and empty top folders are none.
     pub fn traces(&self) -> Vec<String> {
         let mut traces = Vec::new();
-        for folder in [self.layout.claims(), self.layout.shares.clone(), self.layout.cdi.clone()] {
+        for folder in [
+            self.layout.claims(),
+            self.layout.shares.clone(),
+            self.layout.cdi.clone(),
+        ] {
             collect(&folder, &mut traces);
         }
         let driver = self.layout.driver_spec();
@@ -150,7 +155,12 @@ impl World {
         let root = self.dir.path();
         let mut traces: Vec<_> = traces
             .iter()
-            .map(|path| path.strip_prefix(root).unwrap().to_string_lossy().into_owned())
+            .map(|path| {
+                path.strip_prefix(root)
+                    .unwrap()
+                    .to_string_lossy()
+                    .into_owned()
+            })
             .collect();
         traces.sort();
         traces

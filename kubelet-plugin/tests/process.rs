@@ -3,6 +3,11 @@
 //! The kubelet here speaks as the real one does: over the sockets that it finds, with the
 //! percent-encoded socket path as HTTP/2 authority on the registration socket.
 
+#![allow(
+    clippy::unwrap_used,
+    reason = "a test that cannot go on should say where"
+)]
+
 use std::collections::BTreeMap;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -34,7 +39,12 @@ impl Node {
         for folder in ["plugin", "registry", "image", "cdi", "run"] {
             std::fs::create_dir(dir.path().join(folder)).unwrap();
         }
-        for file in ["tranche-cdi-hook", "ldconfig", "libcuda.so.1", "libnvidia-ml.so.1"] {
+        for file in [
+            "tranche-cdi-hook",
+            "ldconfig",
+            "libcuda.so.1",
+            "libnvidia-ml.so.1",
+        ] {
             std::fs::write(dir.path().join("image").join(file), file).unwrap();
         }
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -68,12 +78,18 @@ impl Node {
             .env("KUBECONFIG", self.at("kubeconfig"))
             .arg("--node-name=node-a")
             .arg(format!("--http-endpoint=127.0.0.1:{}", self.http))
-            .arg("--driver-root").arg(self.at("no-driver"))
-            .arg("--plugin-dir").arg(self.at("plugin"))
-            .arg("--registry-dir").arg(self.at("registry"))
-            .arg("--run-dir").arg(self.at("run"))
-            .arg("--cdi-dir").arg(self.at("cdi"))
-            .arg("--image-lib-dir").arg(self.at("image"))
+            .arg("--driver-root")
+            .arg(self.at("no-driver"))
+            .arg("--plugin-dir")
+            .arg(self.at("plugin"))
+            .arg("--registry-dir")
+            .arg(self.at("registry"))
+            .arg("--run-dir")
+            .arg(self.at("run"))
+            .arg("--cdi-dir")
+            .arg(self.at("cdi"))
+            .arg("--image-lib-dir")
+            .arg(self.at("image"))
             .stderr(Stdio::null())
             .spawn()
             .unwrap();
@@ -83,7 +99,10 @@ impl Node {
     /// Starts, and waits until the kubelet would see it.
     async fn start(&self) -> Process {
         let process = self.spawn();
-        until("registration socket", || UnixStream::connect(self.registration_socket()).is_ok()).await;
+        until("registration socket", || {
+            UnixStream::connect(self.registration_socket()).is_ok()
+        })
+        .await;
         process
     }
 
@@ -94,13 +113,19 @@ impl Node {
     }
 
     async fn dra(&self) -> DraPluginClient<Channel> {
-        DraPluginClient::new(connect(&self.at("plugin/dra.sock"), "localhost").await.unwrap())
+        DraPluginClient::new(
+            connect(&self.at("plugin/dra.sock"), "localhost")
+                .await
+                .unwrap(),
+        )
     }
 
     /// Status and body of a GET on the plugin's HTTP endpoint.
     async fn get(&self, path: &str) -> (u16, String) {
         use tokio::io::{AsyncReadExt, AsyncWriteExt};
-        let mut stream = tokio::net::TcpStream::connect(("127.0.0.1", self.http)).await.unwrap();
+        let mut stream = tokio::net::TcpStream::connect(("127.0.0.1", self.http))
+            .await
+            .unwrap();
         let request = format!("GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n");
         stream.write_all(request.as_bytes()).await.unwrap();
         let mut answer = String::new();
@@ -148,7 +173,9 @@ async fn until(what: &str, mut holds: impl FnMut() -> bool) {
 /// As grpc-go does it in the kubelet: `@` stays as it is, `/` does not.
 fn encode_authority(path: &str) -> String {
     let escape = |b: u8| match b {
-        b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'_' | b'.' | b'~' | b'@' => char::from(b).to_string(),
+        b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'_' | b'.' | b'~' | b'@' => {
+            char::from(b).to_string()
+        }
         other => format!("%{other:02X}"),
     };
     path.bytes().map(escape).collect()
@@ -167,7 +194,11 @@ async fn the_kubelet_registers_it_and_every_claim_is_answered() {
     let node = Node::new().await;
     let _process = node.start().await;
     let mut registration = node.registration().await;
-    let info = registration.get_info(InfoRequest {}).await.unwrap().into_inner();
+    let info = registration
+        .get_info(InfoRequest {})
+        .await
+        .unwrap()
+        .into_inner();
     assert_eq!(info.r#type, "DRAPlugin");
     assert_eq!(info.name, "gpu.tranche.dev");
     assert_eq!(Path::new(&info.endpoint), node.at("plugin/dra.sock"));
@@ -179,7 +210,10 @@ async fn the_kubelet_registers_it_and_every_claim_is_answered() {
         plugin_registered: true,
         error: String::new(),
     };
-    registration.notify_registration_status(status).await.unwrap();
+    registration
+        .notify_registration_status(status)
+        .await
+        .unwrap();
     let (code, why) = node.get("/readyz").await;
     assert_eq!(code, 503, "{why}");
     assert!(why.contains("no-driver"), "{why}");
@@ -189,8 +223,15 @@ async fn the_kubelet_registers_it_and_every_claim_is_answered() {
     let claims: Vec<_> = (0..32).map(|n| claim(&format!("u{n}"))).collect();
     let uids: Vec<_> = claims.iter().map(|c| c.uid.clone()).collect();
     let mut dra = node.dra().await;
-    let request = NodePrepareResourcesRequest { claims: claims.clone() };
-    let prepared = dra.node_prepare_resources(request).await.unwrap().into_inner().claims;
+    let request = NodePrepareResourcesRequest {
+        claims: claims.clone(),
+    };
+    let prepared = dra
+        .node_prepare_resources(request)
+        .await
+        .unwrap()
+        .into_inner()
+        .claims;
     assert_eq!(prepared.len(), 32);
     for uid in &uids {
         let error = &prepared[uid].error;
@@ -198,9 +239,19 @@ async fn the_kubelet_registers_it_and_every_claim_is_answered() {
     }
     // Unknown claims are released already, and again.
     for _ in 0..2 {
-        let request = NodeUnprepareResourcesRequest { claims: claims.clone() };
-        let released = dra.node_unprepare_resources(request).await.unwrap().into_inner().claims;
-        let errors: BTreeMap<_, _> = released.iter().filter(|(_, r)| !r.error.is_empty()).collect();
+        let request = NodeUnprepareResourcesRequest {
+            claims: claims.clone(),
+        };
+        let released = dra
+            .node_unprepare_resources(request)
+            .await
+            .unwrap()
+            .into_inner()
+            .claims;
+        let errors: BTreeMap<_, _> = released
+            .iter()
+            .filter(|(_, r)| !r.error.is_empty())
+            .collect();
         assert_eq!((released.len(), errors), (32, BTreeMap::new()));
     }
 
@@ -222,10 +273,17 @@ async fn sigterm_ends_it_without_a_trace_and_sigkill_does_not_hinder_the_next() 
     let mut process = node.start().await;
     process.signal(rustix::process::Signal::KILL);
     process.ends().await;
-    assert!(node.registration_socket().exists(), "a killed process leaves its sockets");
+    assert!(
+        node.registration_socket().exists(),
+        "a killed process leaves its sockets"
+    );
 
     let mut process = node.start().await;
-    node.registration().await.get_info(InfoRequest {}).await.unwrap();
+    node.registration()
+        .await
+        .get_info(InfoRequest {})
+        .await
+        .unwrap();
     process.signal(rustix::process::Signal::TERM);
     assert!(process.ends().await.success());
     assert!(!node.registration_socket().exists());
@@ -238,14 +296,18 @@ async fn a_second_instance_waits_for_the_first_to_end() {
     let mut first = node.start().await;
     let mut second = node.spawn();
     // A second one that served would have replaced the first one's socket.
-    let identity = |path: &Path| std::os::unix::fs::MetadataExt::ino(&std::fs::metadata(path).unwrap());
+    let identity =
+        |path: &Path| std::os::unix::fs::MetadataExt::ino(&std::fs::metadata(path).unwrap());
     let before = identity(&node.registration_socket());
     let lock = node.at("plugin/lock");
     until("a waiter for the lock", || waits_for(&second, &lock)).await;
     assert_eq!(identity(&node.registration_socket()), before);
     first.signal(rustix::process::Signal::TERM);
     assert!(first.ends().await.success());
-    until("the second", || UnixStream::connect(node.registration_socket()).is_ok()).await;
+    until("the second", || {
+        UnixStream::connect(node.registration_socket()).is_ok()
+    })
+    .await;
     second.signal(rustix::process::Signal::TERM);
     assert!(second.ends().await.success());
 }
@@ -254,7 +316,9 @@ async fn a_second_instance_waits_for_the_first_to_end() {
 fn waits_for(process: &Process, lock: &Path) -> bool {
     let folder = format!("/proc/{}/fd", process.0.id());
     std::fs::read_dir(folder).is_ok_and(|mut entries| {
-        entries.any(|entry| entry.is_ok_and(|e| std::fs::read_link(e.path()).is_ok_and(|to| to == lock)))
+        entries.any(|entry| {
+            entry.is_ok_and(|e| std::fs::read_link(e.path()).is_ok_and(|to| to == lock))
+        })
     })
 }
 
@@ -263,7 +327,10 @@ async fn a_waiting_instance_ends_when_asked() {
     let node = Node::new().await;
     let _first = node.start().await;
     let mut second = node.spawn();
-    until("a waiter for the lock", || waits_for(&second, &node.at("plugin/lock"))).await;
+    until("a waiter for the lock", || {
+        waits_for(&second, &node.at("plugin/lock"))
+    })
+    .await;
     second.signal(rustix::process::Signal::TERM);
     assert!(second.ends().await.success());
     assert!(node.registration_socket().exists());

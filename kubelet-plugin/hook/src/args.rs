@@ -126,7 +126,11 @@ mod tests {
     #[test]
     fn our_specs_commands_are_read() {
         assert_eq!(
-            parse(&["create-links", "--link", "libcuda.so.1::/usr/lib/libcuda.so"]),
+            parse(&[
+                "create-links",
+                "--link",
+                "libcuda.so.1::/usr/lib/libcuda.so"
+            ]),
             Ok(Command::CreateLinks {
                 links: vec![Link {
                     target: "libcuda.so.1".into(),
@@ -135,7 +139,15 @@ mod tests {
             })
         );
         assert_eq!(
-            parse(&["update-ldcache", "--folder", "/a", "--folder", "/b", "--ldconfig", "/l"]),
+            parse(&[
+                "update-ldcache",
+                "--folder",
+                "/a",
+                "--folder",
+                "/b",
+                "--ldconfig",
+                "/l"
+            ]),
             Ok(Command::UpdateLdcache {
                 folders: vec!["/a".into(), "/b".into()],
                 ldconfig: "/l".into()
@@ -149,13 +161,34 @@ mod tests {
             (&[][..], ArgsError::Usage),
             (&["remove"], ArgsError::Usage),
             (&["update-ldcache", "--folder", "/a"], ArgsError::Usage),
-            (&["create-links", "--link"], ArgsError::Option("--link".into())),
-            (&["create-links", "--folder", "/a"], ArgsError::Option("--folder".into())),
-            (&["create-links", "--link", "a:/b"], ArgsError::Link("a:/b".into())),
-            (&["create-links", "--link", "::/b"], ArgsError::Link("::/b".into())),
-            (&["create-links", "--link", "a::/"], ArgsError::Link("a::/".into())),
-            (&["create-links", "--link", "a::b"], ArgsError::Path("b".into())),
-            (&["create-links", "--link", "a::/../b"], ArgsError::Path("/../b".into())),
+            (
+                &["create-links", "--link"],
+                ArgsError::Option("--link".into()),
+            ),
+            (
+                &["create-links", "--folder", "/a"],
+                ArgsError::Option("--folder".into()),
+            ),
+            (
+                &["create-links", "--link", "a:/b"],
+                ArgsError::Link("a:/b".into()),
+            ),
+            (
+                &["create-links", "--link", "::/b"],
+                ArgsError::Link("::/b".into()),
+            ),
+            (
+                &["create-links", "--link", "a::/"],
+                ArgsError::Link("a::/".into()),
+            ),
+            (
+                &["create-links", "--link", "a::b"],
+                ArgsError::Path("b".into()),
+            ),
+            (
+                &["create-links", "--link", "a::/../b"],
+                ArgsError::Path("/../b".into()),
+            ),
             (
                 &["update-ldcache", "--folder", "/a\n/b", "--ldconfig", "/l"],
                 ArgsError::Path("/a\n/b".into()),

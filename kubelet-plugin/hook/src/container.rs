@@ -121,7 +121,10 @@ mod tests {
     #[test]
     fn what_is_no_state_or_no_configuration_is_named() {
         assert!(matches!(root(b""), Err(ContainerError::State(_))));
-        assert!(matches!(root(b"{\"bundle\": 7}"), Err(ContainerError::State(_))));
+        assert!(matches!(
+            root(b"{\"bundle\": 7}"),
+            Err(ContainerError::State(_))
+        ));
         let error = root(b"{\"bundle\": \"/nowhere\"}").unwrap_err().to_string();
         assert!(error.contains("/nowhere/config.json"), "{error}");
         let bundle = tempfile::tempdir().unwrap();

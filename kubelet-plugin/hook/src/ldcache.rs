@@ -129,7 +129,10 @@ mod tests {
     /// The C library of this machine, as a library to be found.
     fn libc() -> PathBuf {
         let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
-        let line = maps.lines().find(|l| l.contains("/libc.so.6") || l.contains("/libc-")).unwrap();
+        let line = maps
+            .lines()
+            .find(|l| l.contains("/libc.so.6") || l.contains("/libc-"))
+            .unwrap();
         line.split_whitespace().last().unwrap().into()
     }
 
@@ -148,7 +151,11 @@ mod tests {
         let (dir, root) = image();
         for _ in 0..2 {
             update(&root, &folders(), Path::new(LDCONFIG)).unwrap();
-            assert!(cached(dir.path()).contains("/opt/driver/lib/"), "{}", cached(dir.path()));
+            assert!(
+                cached(dir.path()).contains("/opt/driver/lib/"),
+                "{}",
+                cached(dir.path())
+            );
         }
         let configuration = std::fs::read(dir.path().join("etc/ld.so.conf")).unwrap();
         assert_eq!(configuration, INCLUDE);
@@ -157,7 +164,10 @@ mod tests {
     #[test]
     fn an_images_configuration_stays_and_is_made_to_include_ours() {
         for (before, after) in [
-            ("include ld.so.conf.d/*.conf\n", "include ld.so.conf.d/*.conf\n"),
+            (
+                "include ld.so.conf.d/*.conf\n",
+                "include ld.so.conf.d/*.conf\n",
+            ),
             (
                 "include /etc/ld.so.conf.d/*.conf\n/own\n",
                 "include /etc/ld.so.conf.d/*.conf\n/own\n",
@@ -204,6 +214,9 @@ mod tests {
         let (_dir, root) = image();
         let error = update(&root, &folders(), Path::new("/nowhere/ldconfig")).unwrap_err();
         let error = error.to_string();
-        assert!(error.contains("/nowhere/ldconfig") && error.contains("restart"), "{error}");
+        assert!(
+            error.contains("/nowhere/ldconfig") && error.contains("restart"),
+            "{error}"
+        );
     }
 }

@@ -57,7 +57,9 @@ fn run() -> Result<(), Error> {
     let root = Rootfs::open(&path)?;
     match command {
         Command::CreateLinks { links } => links::create(&root, &links)?,
-        Command::UpdateLdcache { folders, ldconfig } => ldcache::update(&root, &folders, &ldconfig)?,
+        Command::UpdateLdcache { folders, ldconfig } => {
+            ldcache::update(&root, &folders, &ldconfig)?;
+        }
     }
     Ok(())
 }

@@ -67,7 +67,9 @@ impl Rootfs {
             }
         };
         let mut so_far = PathBuf::new();
-        let mut folder = self.open_in(Path::new("."), FOLDER).map_err(failed("open"))?;
+        let mut folder = self
+            .open_in(Path::new("."), FOLDER)
+            .map_err(failed("open"))?;
         for component in path.iter().filter(|c| *c != OsStr::new("/")) {
             so_far.push(component);
             folder = match self.open_in(&so_far, FOLDER) {
@@ -78,7 +80,8 @@ impl Rootfs {
                         Ok(()) | Err(Errno::EXIST) => {}
                         Err(e) => return Err(failed("make folder")(e)),
                     }
-                    self.open_in(&so_far, FOLDER).map_err(failed("open folder"))?
+                    self.open_in(&so_far, FOLDER)
+                        .map_err(failed("open folder"))?
                 }
                 other => other.map_err(failed("open folder"))?,
             };
@@ -143,11 +146,8 @@ impl Rootfs {
             Ok(()) | Err(Errno::NOENT) => {}
             Err(e) => return Err(failed(e)),
         }
-        let flags = OFlags::WRONLY
-            | OFlags::CREATE
-            | OFlags::EXCL
-            | OFlags::NOFOLLOW
-            | OFlags::CLOEXEC;
+        let flags =
+            OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let fd = rustix::fs::openat(&folder, &temporary, flags, Mode::from_raw_mode(0o644))
             .map_err(failed)?;
         let mut file = std::fs::File::from(fd);
@@ -192,7 +192,10 @@ mod tests {
     }
 
     fn untouched(host: &Path) {
-        assert_eq!(std::fs::read(host.join("precious/file")).unwrap(), b"precious");
+        assert_eq!(
+            std::fs::read(host.join("precious/file")).unwrap(),
+            b"precious"
+        );
         assert_eq!(std::fs::read_dir(host.join("precious")).unwrap().count(), 1);
     }
 
@@ -202,7 +205,11 @@ mod tests {
         std::fs::write(root.join("usr/lib/libcuda.so"), "a stub").unwrap();
         symlink("elsewhere", root.join("usr/lib/libcuda.so.1")).unwrap();
         for _ in 0..2 {
-            for (target, link) in [("libcuda.so.5", "/usr/lib/libcuda.so.1"), ("libcuda.so.1", "/usr/lib/libcuda.so"), ("x", "/new/folder/y")] {
+            for (target, link) in [
+                ("libcuda.so.5", "/usr/lib/libcuda.so.1"),
+                ("libcuda.so.1", "/usr/lib/libcuda.so"),
+                ("x", "/new/folder/y"),
+            ] {
                 rootfs.link(target, Path::new(link)).unwrap();
             }
         }
@@ -235,10 +242,19 @@ mod tests {
     fn a_hostile_link_in_the_place_of_a_file_is_replaced() {
         let (host, root, rootfs) = host();
         symlink(host.path().join("precious/file"), root.join("usr/lib/conf")).unwrap();
-        symlink(host.path().join("precious/file"), root.join("usr/lib/conf.tranche")).unwrap();
+        symlink(
+            host.path().join("precious/file"),
+            root.join("usr/lib/conf.tranche"),
+        )
+        .unwrap();
         rootfs.write(Path::new("/usr/lib/conf"), b"ours").unwrap();
         assert_eq!(std::fs::read(root.join("usr/lib/conf")).unwrap(), b"ours");
-        assert!(root.join("usr/lib/conf").symlink_metadata().unwrap().is_file());
+        assert!(
+            root.join("usr/lib/conf")
+                .symlink_metadata()
+                .unwrap()
+                .is_file()
+        );
         untouched(host.path());
     }
 
@@ -254,15 +270,30 @@ mod tests {
     fn a_folder_in_the_place_of_a_link_is_an_error_that_names_it() {
         let (_host, root, rootfs) = host();
         std::fs::create_dir(root.join("usr/lib/libcuda.so.1")).unwrap();
-        let error = rootfs.link("x", Path::new("/usr/lib/libcuda.so.1")).unwrap_err();
-        assert!(error.to_string().contains("/usr/lib/libcuda.so.1"), "{error}");
+        let error = rootfs
+            .link("x", Path::new("/usr/lib/libcuda.so.1"))
+            .unwrap_err();
+        assert!(
+            error.to_string().contains("/usr/lib/libcuda.so.1"),
+            "{error}"
+        );
     }
 
     #[test]
     fn a_pipe_does_not_hold_the_container_up() {
         let (_host, root, rootfs) = host();
         let pipe = root.join("usr/lib/pipe");
-        rustix::fs::mknodat(rustix::fs::CWD, &pipe, rustix::fs::FileType::Fifo, Mode::RUSR, 0).unwrap();
-        assert_eq!(rootfs.read(Path::new("/usr/lib/pipe")).unwrap(), Some(Vec::new()));
+        rustix::fs::mknodat(
+            rustix::fs::CWD,
+            &pipe,
+            rustix::fs::FileType::Fifo,
+            Mode::RUSR,
+            0,
+        )
+        .unwrap();
+        assert_eq!(
+            rootfs.read(Path::new("/usr/lib/pipe")).unwrap(),
+            Some(Vec::new())
+        );
     }
 }

@@ -49,10 +49,8 @@ impl OwnSlices {
                 false
             }
             Event::InitDone => {
-                let before = std::mem::replace(
-                    &mut self.there,
-                    self.listing.take().unwrap_or_default(),
-                );
+                let before =
+                    std::mem::replace(&mut self.there, self.listing.take().unwrap_or_default());
                 before
                     .iter()
                     .any(|(name, of)| *of == Some(epoch) && !self.there.contains_key(name))

@@ -10,7 +10,7 @@ use crate::testing::{NODE, World};
 
 const GPU_NODE: &str = "/apis/gpu.tranche.dev/v1alpha1/gpunodes/node-a";
 const SLICES: &str = "/apis/resource.k8s.io/v1/resourceslices";
-const HOUR: Duration = Duration::from_secs(3600);
+const HOUR: Duration = Duration::from_hours(1);
 
 struct Running {
     world: World,
@@ -25,8 +25,8 @@ impl Running {
         let world = World::new();
         let node = json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE, "uid": "node-uid"}});
         world.api.put_at("/api/v1/nodes/node-a", node);
-        let none = json!({"kind": "PartialObjectMetadataList", "apiVersion": "meta.k8s.io/v1", "metadata": {"resourceVersion": "1"}, "items": []});
-        world.api.put_at(SLICES, none);
+        let no_slices = json!({"kind": "PartialObjectMetadataList", "apiVersion": "meta.k8s.io/v1", "metadata": {"resourceVersion": "1"}, "items": []});
+        world.api.put_at(SLICES, no_slices);
         Self::start_in(world)
     }
 
@@ -93,7 +93,11 @@ async fn a_node_is_described_once_and_owned_by_its_node() {
     running.driver_comes();
     running.kubelet_registers();
     let node = running.until_epoch(1).await;
-    let has_gpus = |node: &Value| node["status"]["inventory"]["gpus"].as_array().is_some_and(|g| g.len() == 2);
+    let has_gpus = |node: &Value| {
+        node["status"]["inventory"]["gpus"]
+            .as_array()
+            .is_some_and(|g| g.len() == 2)
+    };
     running.until("inventory", has_gpus).await;
     assert_eq!(node["metadata"]["ownerReferences"][0]["uid"], "node-uid");
 
@@ -125,8 +129,13 @@ async fn an_api_server_that_fails_is_tried_until_it_does_not() {
     let running = Running::start();
     running.api().set_mood(Mood::Failing(500));
     running.kubelet_registers();
-    tokio::time::sleep(Duration::from_secs(60)).await;
-    let tries = running.api().paths("GET").iter().filter(|path| *path == GPU_NODE).count();
+    tokio::time::sleep(Duration::from_mins(1)).await;
+    let tries = running
+        .api()
+        .paths("GET")
+        .iter()
+        .filter(|path| *path == GPU_NODE)
+        .count();
     assert!((4..=20).contains(&tries), "{tries} tries in a minute");
     running.api().set_mood(Mood::Well);
     running.until_epoch(1).await;
@@ -175,7 +184,10 @@ async fn slice_is_deleted(published: Value) -> Running {
 
 #[tokio::test(start_paused = true)]
 async fn published_slices_that_vanish_are_asked_for_anew() {
-    let running = slice_is_deleted(json!({"epoch": 1, "poolGeneration": 1, "sliceCount": 1, "slices": ["s"]})).await;
+    let running = slice_is_deleted(
+        json!({"epoch": 1, "poolGeneration": 1, "sliceCount": 1, "slices": ["s"]}),
+    )
+    .await;
     running.until_epoch(2).await;
     // The controller has not answered to epoch 2 yet, so there is nothing to miss.
     tokio::time::sleep(HOUR).await;
@@ -185,7 +197,9 @@ async fn published_slices_that_vanish_are_asked_for_anew() {
 
 #[tokio::test(start_paused = true)]
 async fn a_slice_that_the_controller_withdrew_is_not_missed() {
-    let running = slice_is_deleted(json!({"epoch": 1, "poolGeneration": 1, "sliceCount": 0, "slices": []})).await;
+    let running =
+        slice_is_deleted(json!({"epoch": 1, "poolGeneration": 1, "sliceCount": 0, "slices": []}))
+            .await;
     tokio::time::sleep(HOUR).await;
     running.until_epoch(1).await;
     running.end().await;

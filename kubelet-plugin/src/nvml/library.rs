@@ -54,11 +54,7 @@ struct Library {
     nvml: nvml_wrapper::Nvml,
 }
 
-fn call<T>(
-    call: &'static str,
-    object: &str,
-    result: Result<T, Reason>,
-) -> Result<T, NvmlError> {
+fn call<T>(call: &'static str, object: &str, result: Result<T, Reason>) -> Result<T, NvmlError> {
     result.map_err(|e| NvmlError::Call {
         call,
         object: object.to_owned(),
@@ -68,7 +64,11 @@ fn call<T>(
 
 impl Nvml for Library {
     fn describe(&self) -> Result<Description, NvmlError> {
-        let driver_version = call("nvmlSystemGetDriverVersion", "", self.nvml.sys_driver_version())?;
+        let driver_version = call(
+            "nvmlSystemGetDriverVersion",
+            "",
+            self.nvml.sys_driver_version(),
+        )?;
         let cuda = call(
             "nvmlSystemGetCudaDriverVersion_v2",
             "",

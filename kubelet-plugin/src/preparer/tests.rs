@@ -51,7 +51,10 @@ async fn an_exclusive_claim_gets_its_gpu_and_an_uncapped_page() {
     let page = world.layout.share("uid-of-a", &device.key).cap;
     let page = std::fs::read(page).unwrap();
     let cap = CapPage::decode(&page).unwrap();
-    assert_eq!((cap.memory_limit, cap.gpu_uuid), (None, device.gpu_uuid.as_str()));
+    assert_eq!(
+        (cap.memory_limit, cap.gpu_uuid),
+        (None, device.gpu_uuid.as_str())
+    );
     assert!(world.layout.driver_spec().exists());
     assert_eq!(*plugin.told.prepared.lock().unwrap(), ["uid-of-a"]);
 
@@ -63,7 +66,10 @@ async fn an_exclusive_claim_gets_its_gpu_and_an_uncapped_page() {
 async fn two_shares_on_two_gpus_have_each_its_cap() {
     let world = World::new();
     let plugin = world.start();
-    world.api.put(claim("a", &[capped("x", 1, "30Gi", 30), capped("y", 0, "10Gi", 10)]));
+    world.api.put(claim(
+        "a",
+        &[capped("x", 1, "30Gi", 30), capped("y", 0, "10Gi", 10)],
+    ));
     let record = plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
     for (device, (gib, cores)) in record.plan.devices.iter().zip([(30_u64, 30), (10, 10)]) {
         let share = world.layout.share("uid-of-a", &device.key);
@@ -80,7 +86,12 @@ async fn two_shares_on_two_gpus_have_each_its_cap() {
 async fn a_replay_rebuilds_what_was_removed_and_keeps_the_account() {
     let world = World::new();
     world.api.put(claim("a", &[capped("gpu", 0, "20Gi", 25)]));
-    let first = world.start().preparer.prepare(&claim_ref("a")).await.unwrap();
+    let first = world
+        .start()
+        .preparer
+        .prepare(&claim_ref("a"))
+        .await
+        .unwrap();
     let share = world.layout.share("uid-of-a", &first.plan.devices[0].key);
     // A container counts in its account.
     let mut account = std::fs::read(&share.account).unwrap();
@@ -91,7 +102,12 @@ async fn a_replay_rebuilds_what_was_removed_and_keeps_the_account() {
     std::fs::remove_file(&share.cap).unwrap();
     std::fs::remove_file(world.layout.claim_spec("uid-of-a")).unwrap();
     std::fs::remove_file(world.layout.driver_spec()).unwrap();
-    let again = world.start().preparer.prepare(&claim_ref("a")).await.unwrap();
+    let again = world
+        .start()
+        .preparer
+        .prepare(&claim_ref("a"))
+        .await
+        .unwrap();
     assert_eq!(again.plan, first.plan);
     assert_eq!(world.contents(), before);
     assert!(world.layout.driver_spec().exists());
@@ -105,7 +121,10 @@ async fn a_broken_account_is_refused_not_renewed() {
     let record = plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
     let share = world.layout.share("uid-of-a", &record.plan.devices[0].key);
     std::fs::write(&share.account, "").unwrap();
-    has(&refusal(&plugin, "a").await, &["team/a", "account", "delete the pods"]);
+    has(
+        &refusal(&plugin, "a").await,
+        &["team/a", "account", "delete the pods"],
+    );
     plugin.preparer.unprepare(&claim_ref("a")).await.unwrap();
     assert_eq!(world.traces(), NONE);
 }
@@ -129,7 +148,12 @@ async fn unprepare_works_twice_without_driver_claim_or_knowledge() {
     let world = World::new();
     let object = claim("a", &[capped("gpu", 0, "20Gi", 25)]);
     world.api.put(object.clone());
-    world.start().preparer.prepare(&claim_ref("a")).await.unwrap();
+    world
+        .start()
+        .preparer
+        .prepare(&claim_ref("a"))
+        .await
+        .unwrap();
     world.api.delete(&object);
     world.api.set_mood(Mood::Silent);
     std::fs::remove_dir_all(world.driver_root()).unwrap();
@@ -145,18 +169,30 @@ async fn unprepare_works_twice_without_driver_claim_or_knowledge() {
 async fn claims_that_are_gone_replaced_or_not_allocated_are_refused() {
     let world = World::new();
     let plugin = world.start();
-    has(&refusal(&plugin, "gone").await, &["team/gone", "deleted", "delete the pod"]);
+    has(
+        &refusal(&plugin, "gone").await,
+        &["team/gone", "deleted", "delete the pod"],
+    );
 
     let mut other = claim("a", &[whole("gpu", 0)]);
     other["metadata"]["uid"] = "another".into();
     world.api.put(other);
-    has(&refusal(&plugin, "a").await, &["team/a", "metadata.uid", "another"]);
-    assert!(plugin.told.failed.lock().unwrap().is_empty(), "its pods are not ours to tell");
+    has(
+        &refusal(&plugin, "a").await,
+        &["team/a", "metadata.uid", "another"],
+    );
+    assert!(
+        plugin.told.failed.lock().unwrap().is_empty(),
+        "its pods are not ours to tell"
+    );
 
     let mut bare = claim("b", &[]);
     bare["status"] = serde_json::json!({});
     world.api.put(bare);
-    has(&refusal(&plugin, "b").await, &["team/b", "status.allocation"]);
+    has(
+        &refusal(&plugin, "b").await,
+        &["team/b", "status.allocation"],
+    );
     assert_eq!(world.traces(), NONE);
 }
 
@@ -174,8 +210,16 @@ async fn bad_parameters_and_sizes_are_refused_by_field_on_the_pods_events() {
         has(&refusal(&plugin, name).await, &[name, "gpu-0-capped", word]);
     }
     for (name, parameters, word) in [
-        ("unknown", r#"{"apiVersion":"gpu.tranche.dev/v1alpha1","kind":"ShareConfig","colour":1}"#, "colour"),
-        ("typed", r#"{"apiVersion":"gpu.tranche.dev/v1alpha1","kind":"ShareConfig","compute":{"mode":7}}"#, "compute.mode"),
+        (
+            "unknown",
+            r#"{"apiVersion":"gpu.tranche.dev/v1alpha1","kind":"ShareConfig","colour":1}"#,
+            "colour",
+        ),
+        (
+            "typed",
+            r#"{"apiVersion":"gpu.tranche.dev/v1alpha1","kind":"ShareConfig","compute":{"mode":7}}"#,
+            "compute.mode",
+        ),
     ] {
         let mut object = claim(name, &[capped("gpu", 0, "1Gi", 25)]);
         object["status"]["allocation"]["devices"]["config"] = serde_json::json!([{
@@ -186,12 +230,20 @@ async fn bad_parameters_and_sizes_are_refused_by_field_on_the_pods_events() {
         has(&refusal(&plugin, name).await, &[name, word]);
     }
     world.api.put(claim("lost", &[whole("gpu", 7)]));
-    has(&refusal(&plugin, "lost").await, &["minor number 7", "delete the pod"]);
+    has(
+        &refusal(&plugin, "lost").await,
+        &["minor number 7", "delete the pod"],
+    );
 
     assert_eq!(world.traces(), NONE);
     let told = plugin.told.failed.lock().unwrap();
     let names: Vec<_> = told.iter().map(|(name, _)| name.as_str()).collect();
-    assert_eq!(names, ["zero", "negative", "large", "text", "unknown", "typed", "lost"]);
+    assert_eq!(
+        names,
+        [
+            "zero", "negative", "large", "text", "unknown", "typed", "lost"
+        ]
+    );
 }
 
 #[tokio::test]
@@ -211,8 +263,15 @@ async fn a_journal_that_cannot_be_read_is_refused_named_and_left() {
         std::fs::create_dir_all(&world.layout.cdi).unwrap();
         std::fs::write(&spec, "{}").unwrap();
         let plugin = world.start();
-        has(&refusal(&plugin, "a").await, &["team/a", path.to_str().unwrap(), word, "delete"]);
-        let error = plugin.preparer.unprepare(&claim_ref("a")).await.unwrap_err();
+        has(
+            &refusal(&plugin, "a").await,
+            &["team/a", path.to_str().unwrap(), word, "delete"],
+        );
+        let error = plugin
+            .preparer
+            .unprepare(&claim_ref("a"))
+            .await
+            .unwrap_err();
         has(&error.to_string(), &[path.to_str().unwrap(), word]);
         assert_eq!(std::fs::read_to_string(&path).unwrap(), content);
         assert!(spec.exists(), "what it may have made stays too");
@@ -232,11 +291,19 @@ async fn a_journal_that_cannot_be_read_is_refused_named_and_left() {
 async fn a_journal_under_another_claims_name_is_refused() {
     let world = World::new();
     world.api.put(claim("a", &[whole("gpu", 0)]));
-    world.start().preparer.prepare(&claim_ref("a")).await.unwrap();
+    world
+        .start()
+        .preparer
+        .prepare(&claim_ref("a"))
+        .await
+        .unwrap();
     let claims = world.layout.claims();
     std::fs::copy(claims.join("uid-of-a.json"), claims.join("uid-of-b.json")).unwrap();
     world.api.put(claim("b", &[whole("gpu", 1)]));
-    has(&refusal(&world.start(), "b").await, &["uid-of-b.json", "uid-of-a"]);
+    has(
+        &refusal(&world.start(), "b").await,
+        &["uid-of-b.json", "uid-of-a"],
+    );
 }
 
 #[tokio::test]
@@ -250,11 +317,19 @@ async fn no_driver_means_an_error_with_the_way_out() {
     };
     let absent = DriverState::Absent(Arc::new(DriverError::Nvml(absent)));
     plugin.driver.send_replace(absent);
-    has(&refusal(&plugin, "a").await, &["team/a", "/driver-root", "install the NVIDIA driver"]);
+    has(
+        &refusal(&plugin, "a").await,
+        &["team/a", "/driver-root", "install the NVIDIA driver"],
+    );
 
-    plugin.driver.send_replace(DriverState::Ready(Arc::clone(&world.ready)));
+    plugin
+        .driver
+        .send_replace(DriverState::Ready(Arc::clone(&world.ready)));
     std::fs::remove_file(world.driver_root().join("dev/nvidia0")).unwrap();
-    has(&refusal(&plugin, "a").await, &["/dev/nvidia0", "nvidia-modprobe"]);
+    has(
+        &refusal(&plugin, "a").await,
+        &["/dev/nvidia0", "nvidia-modprobe"],
+    );
     std::fs::remove_dir_all(world.driver_root()).unwrap();
     has(&refusal(&plugin, "a").await, &["driver root", "driverRoot"]);
     assert_eq!(world.traces(), NONE);
@@ -266,25 +341,114 @@ async fn a_capped_claim_is_refused_where_the_shim_is_gone_and_an_exclusive_one_i
     let plugin = world.start();
     std::fs::remove_file(world.layout.libraries().join("libcuda.so.1")).unwrap();
     world.api.put(claim("a", &[capped("gpu", 0, "1Gi", 10)]));
-    has(&refusal(&plugin, "a").await, &["team/a", "libcuda.so.1", "restart"]);
+    has(
+        &refusal(&plugin, "a").await,
+        &["team/a", "libcuda.so.1", "restart"],
+    );
     assert_eq!(plugin.told.failed.lock().unwrap().len(), 1);
     world.api.put(claim("b", &[whole("gpu", 1)]));
     plugin.preparer.prepare(&claim_ref("b")).await.unwrap();
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn a_gpu_serves_one_tier_at_a_time_whatever_the_scheduler_believed() {
     let world = World::new();
     let plugin = world.start();
     world.api.put(claim("a", &[capped("gpu", 0, "40Gi", 40)]));
     plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
     world.api.put(claim("b", &[whole("gpu", 0)]));
-    has(&refusal(&plugin, "b").await, &["team/b", "team/a", "exclusive"]);
+    has(
+        &refusal(&plugin, "b").await,
+        &["team/b", "team/a", "exclusive"],
+    );
     world.api.put(claim("c", &[capped("gpu", 0, "60Gi", 10)]));
-    has(&refusal(&plugin, "c").await, &["team/c", "team/a", "memory"]);
+    has(
+        &refusal(&plugin, "c").await,
+        &["team/c", "team/a", "memory"],
+    );
     // A conflict may be an orphan's fault: the search is asked to look.
     let suspected = plugin.suspect_orphans.notified();
-    tokio::time::timeout(Duration::from_secs(5), suspected).await.unwrap();
+    tokio::time::timeout(Duration::from_secs(5), suspected)
+        .await
+        .unwrap();
+}
+
+/// The kubelet prepares the next pod's claim before it unprepares one deleted by force.
+#[tokio::test]
+async fn a_claim_waits_for_a_holder_that_is_just_ending() {
+    let world = World::new();
+    let plugin = world.start();
+    let objects = [
+        claim("old", &[whole("gpu", 0)]),
+        claim("new", &[capped("gpu", 0, "1Gi", 10)]),
+    ];
+    for object in &objects {
+        world.api.put(object.clone());
+    }
+    plugin.preparer.prepare(&claim_ref("old")).await.unwrap();
+    let new = tokio::spawn({
+        let preparer = Arc::clone(&plugin.preparer);
+        async move { preparer.prepare(&claim_ref("new")).await.map(|_| ()) }
+    });
+    // It has met the conflict.
+    tokio::time::timeout(Duration::from_secs(5), plugin.suspect_orphans.notified())
+        .await
+        .unwrap();
+    world.api.delete(&objects[0]);
+    plugin.preparer.unprepare(&claim_ref("old")).await.unwrap();
+    tokio::time::timeout(Duration::from_secs(5), new)
+        .await
+        .unwrap()
+        .unwrap()
+        .unwrap();
+    assert!(plugin.told.failed.lock().unwrap().is_empty());
+    assert_eq!(plugin.preparer.ledger().uids(), ["uid-of-new"]);
+}
+
+#[tokio::test]
+async fn a_claim_that_is_deleted_while_it_waits_gets_nothing() {
+    let world = World::new();
+    let plugin = world.start();
+    let new = claim("new", &[whole("gpu", 0)]);
+    world.api.put(claim("old", &[whole("gpu", 0)]));
+    world.api.put(new.clone());
+    plugin.preparer.prepare(&claim_ref("old")).await.unwrap();
+    let waiting = tokio::spawn({
+        let preparer = Arc::clone(&plugin.preparer);
+        async move { preparer.prepare(&claim_ref("new")).await.map(|_| ()) }
+    });
+    tokio::time::timeout(Duration::from_secs(5), plugin.suspect_orphans.notified())
+        .await
+        .unwrap();
+    world.api.delete(&new);
+    plugin.preparer.unprepare(&claim_ref("old")).await.unwrap();
+    let waited = tokio::time::timeout(Duration::from_secs(5), waiting).await;
+    has(
+        &waited.unwrap().unwrap().unwrap_err().to_string(),
+        &["deleted"],
+    );
+    assert_eq!(world.traces(), NONE);
+}
+
+#[tokio::test]
+async fn a_claim_waits_for_the_first_look_at_the_driver() {
+    let world = World::new();
+    let plugin = world.start();
+    world.api.put(claim("a", &[whole("gpu", 0)]));
+    plugin.driver.send_replace(DriverState::Unknown);
+    let claim = claim_ref("a");
+    let early = plugin.preparer.prepare(&claim);
+    let look = async {
+        // After the claim was read it waits for the driver alone.
+        while world.api.requests().is_empty() {
+            tokio::task::yield_now().await;
+        }
+        plugin
+            .driver
+            .send_replace(DriverState::Ready(Arc::clone(&world.ready)));
+    };
+    let (prepared, ()) = tokio::join!(early, look);
+    prepared.unwrap();
 }
 
 #[tokio::test(start_paused = true)]
@@ -320,30 +484,57 @@ async fn orphans_are_released_at_the_second_look() {
     // A later life finds them too.
     let plugin = world.start();
     let look = plugin.preparer.release_orphans(&BTreeSet::new()).await;
-    assert_eq!(look, BTreeSet::from(["uid-of-gone".into(), "uid-of-replaced".into()]));
+    assert_eq!(
+        look,
+        BTreeSet::from(["uid-of-gone".into(), "uid-of-replaced".into()])
+    );
     assert_eq!(plugin.preparer.ledger().held().len(), 3);
     world.api.set_mood(Mood::Failing(500));
     assert!(plugin.preparer.release_orphans(&look).await.is_empty());
-    assert_eq!(plugin.preparer.ledger().held().len(), 3, "not knowing releases nothing");
+    assert_eq!(
+        plugin.preparer.ledger().held().len(),
+        3,
+        "not knowing releases nothing"
+    );
     world.api.set_mood(Mood::Well);
     assert!(plugin.preparer.release_orphans(&look).await.is_empty());
     let held: Vec<_> = plugin.preparer.ledger().uids();
     assert_eq!(held, ["uid-of-kept"]);
     // An earlier life did not come to tell what it gave; this one does.
-    assert!(plugin.told.prepared.lock().unwrap().iter().all(|uid| uid == "uid-of-kept"));
+    assert!(
+        plugin
+            .told
+            .prepared
+            .lock()
+            .unwrap()
+            .iter()
+            .all(|uid| uid == "uid-of-kept")
+    );
     assert!(!plugin.told.prepared.lock().unwrap().is_empty());
-    assert!(world.traces().iter().all(|path| path.contains("kept")), "{:?}", world.traces());
+    assert!(
+        world.traces().iter().all(|path| path.contains("kept")),
+        "{:?}",
+        world.traces()
+    );
 }
 
 fn shares() -> serde_json::Value {
-    claim("a", &[capped("x", 0, "20Gi", 25), capped("y", 1, "10Gi", 10)])
+    claim(
+        "a",
+        &[capped("x", 0, "20Gi", 25), capped("y", 1, "10Gi", 10)],
+    )
 }
 
 /// What a claim's files are when nothing went wrong.
 async fn undisturbed() -> Vec<(String, Vec<u8>)> {
     let world = World::new();
     world.api.put(shares());
-    world.start().preparer.prepare(&claim_ref("a")).await.unwrap();
+    world
+        .start()
+        .preparer
+        .prepare(&claim_ref("a"))
+        .await
+        .unwrap();
     world.contents()
 }
 
@@ -403,7 +594,12 @@ async fn killed_at_any_step_of_unprepare_it_converges() {
         for at in 0.. {
             let world = World::new();
             world.api.put(shares());
-            world.start().preparer.prepare(&claim_ref("a")).await.unwrap();
+            world
+                .start()
+                .preparer
+                .prepare(&claim_ref("a"))
+                .await
+                .unwrap();
             let fs = Arc::new(FaultyFs::new(at, Fault::Death));
             if let Ok(plugin) = world.start_on(Arc::clone(&fs) as _) {
                 let result = plugin.preparer.unprepare(&claim_ref("a")).await;
@@ -446,7 +642,9 @@ async fn many_at_once_each_get_their_own_and_leave_nothing() {
     let names: Vec<String> = (0..64).map(|n| format!("c{n}")).collect();
     for (n, name) in names.iter().enumerate() {
         let minor = u32::try_from(n % 2).unwrap();
-        world.api.put(claim(name, &[capped("gpu", minor, "1Gi", 3)]));
+        world
+            .api
+            .put(claim(name, &[capped("gpu", minor, "1Gi", 3)]));
     }
     let all = |names: &[String]| {
         let calls = names.iter().map(|name| {

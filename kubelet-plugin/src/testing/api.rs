@@ -112,7 +112,11 @@ impl FakeApi {
         if query.contains("watch=true") {
             return self.watch().await;
         }
-        let bytes = request.into_body().collect_bytes().await.unwrap_or_default();
+        let bytes = request
+            .into_body()
+            .collect_bytes()
+            .await
+            .unwrap_or_default();
         let body = serde_json::from_slice(&bytes).unwrap_or(Value::Null);
         let (mood, object) = {
             let mut state = self.0.lock().unwrap();
@@ -141,7 +145,8 @@ impl FakeApi {
         loop {
             let told = std::mem::take(&mut self.0.lock().unwrap().watch);
             if !told.is_empty() {
-                let lines: String = told.iter().map(|event| format!("{event}\n")).collect();
+                let lines: Vec<_> = told.iter().map(ToString::to_string).collect();
+                let lines = lines.join("\n") + "\n";
                 return Response::new(Body::from(lines.into_bytes()));
             }
             self.1.notified().await;
@@ -155,7 +160,9 @@ fn apply(objects: &mut BTreeMap<String, Value>, path: &str, body: Value) -> Valu
     let Some(object) = path.strip_suffix("/status") else {
         return objects.entry(path.to_owned()).or_insert(body).clone();
     };
-    let object = objects.entry(object.to_owned()).or_insert_with(|| body.clone());
+    let object = objects
+        .entry(object.to_owned())
+        .or_insert_with(|| body.clone());
     if let Some(status) = body["status"].as_object() {
         for (field, value) in status {
             object["status"][field] = value.clone();
