@@ -107,6 +107,22 @@ fn shared_devices_come_before_the_exclusive_one_and_lower_gpus_before_higher() {
 }
 
 #[test]
+fn counters_are_split_by_eights() {
+    let plan = planned(&inventory((0..64).map(gpu).collect()), &[all_tiers()]).unwrap();
+    limits::check(&objects(&plan));
+    let counters: Vec<usize> = plan
+        .slices
+        .iter()
+        .filter_map(|slice| match &slice.content {
+            Content::Counters(sets) => Some(sets.len()),
+            Content::Devices(_) => None,
+        })
+        .collect();
+    assert_eq!(counters, [8; 8]);
+    assert_eq!(plan.slices.len(), 8 + 64);
+}
+
+#[test]
 fn a_node_without_gpus_has_no_slices() {
     assert_eq!(
         planned(&inventory(vec![]), &[all_tiers()]).unwrap().slices,
