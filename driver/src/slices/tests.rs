@@ -123,6 +123,19 @@ fn counters_are_split_by_eights() {
 }
 
 #[test]
+fn a_node_whose_name_cannot_name_a_pool_is_refused() {
+    let (inventory, labels) = (inventory(vec![gpu(0)]), BTreeMap::new());
+    let long = "a".repeat(250);
+    for name in ["", "Node", "a/b", &long] {
+        let refused = plan(&NodeInput {
+            name,
+            ..input(&inventory, &[], &labels)
+        });
+        assert!(matches!(refused, Err(PlanError::NodeName(_))), "{name:?}");
+    }
+}
+
+#[test]
 fn a_node_without_gpus_has_no_slices() {
     assert_eq!(
         planned(&inventory(vec![]), &[all_tiers()]).unwrap().slices,
