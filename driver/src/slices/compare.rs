@@ -92,12 +92,15 @@ impl Walk {
         }
     }
 
-    /// Whether strings here are quantities: below a capacity or a counter, not in an attribute.
+    /// Whether strings here are quantities: everything of a capacity, and the value of a counter.
     fn at_quantity(&self) -> bool {
-        self.path
-            .iter()
-            .any(|field| matches!(field.as_str(), "capacity" | "counters"))
-            && !self.path.iter().any(|field| field == "attributes")
+        let path: Vec<&str> = self.path.iter().map(String::as_str).collect();
+        matches!(
+            path[..],
+            ["devices", _, "capacity", ..]
+                | ["devices", _, "consumesCounters", .., "value"]
+                | ["sharedCounters", .., "value"]
+        )
     }
 }
 

@@ -45,6 +45,17 @@ fn slices_that_mean_the_same_are_the_same() {
     ] {
         assert!(!same(&spec, &change(pointer, value)), "{pointer}");
     }
+    // Not even those of an attribute that is called like one.
+    let named = |value: &str| change("/devices/0/attributes/capacity", json!({"string": value}));
+    assert!(!same(&named("1"), &named("1000m")));
+    let counters = |value: &str| {
+        let mut spec = plan.spec(&plan.slices[0], 1);
+        let sets = spec.shared_counters.as_mut().unwrap();
+        sets[0].counters.get_mut("gpu").unwrap().value.0 = value.to_owned();
+        spec
+    };
+    assert!(same(&counters("1"), &counters("1000m")));
+    assert!(!same(&counters("1"), &counters("2")));
     let mut swapped = spec.clone();
     swapped.devices.as_mut().unwrap().swap(0, 1);
     assert!(!same(&spec, &swapped));
