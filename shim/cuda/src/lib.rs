@@ -15,7 +15,8 @@
 //! - [`driver`]: the real functions, and the stubs that pass;
 //! - [`hooks`]: one row per function that does more;
 //! - [`memory`]: what the rows for memory do;
-//! - [`process`]: the shares this process joined, and how it stays itself across `fork`;
+//! - [`process`]: this process, and how it stays itself across `fork`;
+//! - [`share`]: the shares it joined, and what they leave;
 //! - [`resolve`]: what `cuGetProcAddress` hands out.
 //!
 //! What is charged: the memory that a program asks for, to the share of the GPU it will lie on, as
@@ -40,6 +41,7 @@ mod hooks;
 mod memory;
 mod process;
 mod resolve;
+mod share;
 
 #[cfg(not(test))]
 #[panic_handler]

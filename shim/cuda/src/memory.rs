@@ -9,7 +9,8 @@ use crate::abi::{
     CUresult, CUstream,
 };
 use crate::driver::real;
-use crate::process::{self, Cap, Device, Process, current_context};
+use crate::process::{self, Process, current_context};
+use crate::share::{Cap, Device};
 
 /// On which device an allocation will lie.
 #[derive(Clone, Copy)]

@@ -12,14 +12,14 @@ use core::ptr;
 use core::sync::atomic::{AtomicPtr, AtomicU32, Ordering};
 
 use tranche_shim_core::paths::MAX_SHARES;
-use tranche_shim_core::{GpuUuid, Pace, SlotIndex, Table};
-use tranche_shim_runtime::accounts::Live;
+use tranche_shim_core::{GpuUuid, Table};
 use tranche_shim_runtime::complain::Refused;
-use tranche_shim_runtime::shares::{self, Name, Share};
+use tranche_shim_runtime::shares::{self, Share};
 use tranche_shim_runtime::sys::{self, Errno};
 
-use crate::abi::{CUdevice, CUmemAllocationProp, CUmemLocation, CUresult, CUuuid};
+use crate::abi::{CUcontext, CUdevice, CUresult, CUuuid};
 use crate::driver::{DRIVER, real};
+use crate::share::{Device, Held, Kind};
 
 /// What this process has of its shares.
 pub struct Process {
@@ -45,42 +45,6 @@ struct Joined {
     device_count: usize,
     shares: [MaybeUninit<Held>; MAX_SHARES],
     share_count: usize,
-}
-
-/// A GPU that this process sees.
-pub struct Device {
-    /// The driver's name for it.
-    pub handle: CUdevice,
-    gpu: GpuUuid,
-    kind: Kind,
-    /// Its place among the process's devices.
-    pub number: u8,
-    /// Bytes of the blocks in which the driver takes its memory.
-    block: u64,
-    /// A bit for each share of the process that lies on it.
-    shares: u64,
-}
-
-/// What the shares say of a device.
-#[derive(Clone, Copy, PartialEq, Eq)]
-#[repr(u8)]
-enum Kind {
-    /// Nothing.
-    Unknown = 0,
-    /// It has a cap: the sum of theirs.
-    Capped,
-    /// One of them has no limit: so has the device none.
-    Uncapped,
-}
-
-/// A share in whose account this process has a slot.
-struct Held {
-    live: Live,
-    slot: SlotIndex,
-    limit: u64,
-    name: Name,
-    /// When it looked for dead processes.
-    looks: Pace,
 }
 
 static PROCESS: AtomicPtr<Process> = AtomicPtr::new(ptr::null_mut());
@@ -215,14 +179,8 @@ impl Joined {
             let number = to.device_count;
             *to.devices
                 .get_mut(number)
-                .ok_or_else(shares::refuse_too_many)? = Device {
-                handle,
-                gpu,
-                number: u8::try_from(number).unwrap_or(u8::MAX),
-                kind: Kind::Unknown,
-                block: block_of(handle),
-                shares: 0,
-            };
+                .ok_or_else(shares::refuse_too_many)? =
+                Device::new(handle, gpu, u8::try_from(number).unwrap_or(u8::MAX));
             to.device_count += 1;
         }
         shares::each(&mut |share| to.add(share))?;
@@ -273,56 +231,6 @@ impl Joined {
     }
 }
 
-/// The handle and UUID of the device `ordinal`. A MIG device has a UUID of its own, which only the
-/// newer function tells.
-fn identify(ordinal: i32) -> Result<(CUdevice, GpuUuid), NotJoined> {
-    let (mut handle, mut uuid) = (0, CUuuid::default());
-    // SAFETY: writes to the local handle.
-    ask(unsafe { real!(cuDeviceGet: fn(*mut CUdevice, i32))(&raw mut handle, ordinal) })?;
-    // SAFETY: writes 16 bytes to the local UUID.
-    let newer =
-        unsafe { real!(cuDeviceGetUuid_v2: fn(*mut CUuuid, CUdevice))(&raw mut uuid, handle) };
-    if newer == CUresult::NOT_FOUND {
-        // SAFETY: as above.
-        ask(unsafe { real!(cuDeviceGetUuid: fn(*mut CUuuid, CUdevice))(&raw mut uuid, handle) })?;
-    } else {
-        ask(newer)?;
-    }
-    Ok((handle, GpuUuid(uuid)))
-}
-
-impl Held {
-    fn take(name: Name, limit: u64) -> Result<Self, Refused> {
-        let (file, live) = Live::map(&name)?;
-        let pid = sys::pid();
-        #[expect(clippy::cast_possible_truncation, reason = "spreads the search")]
-        let slot = live
-            .account
-            .join(&file, pid, pid as usize)
-            .map_err(|_| name.refuse_full())?;
-        // The file is closed here. The mapping keeps its description, and with it the slot's lock.
-        live.reclaim(&name);
-        Ok(Self {
-            live,
-            slot,
-            limit,
-            name,
-            looks: Pace::new(),
-        })
-    }
-
-    fn reserve(&self, least: u64, most: u64) -> Option<u64> {
-        self.live
-            .account
-            .reserve(self.slot, least, most, self.limit)
-    }
-
-    /// Takes back what dead processes left: at once, unless this process asks again and again.
-    fn reclaim(&self) -> bool {
-        self.looks.admit(sys::now()) && self.live.reclaim(&self.name)
-    }
-}
-
 impl Process {
     #[inline]
     fn joined(&self) -> &Joined {
@@ -366,7 +274,8 @@ impl Process {
         self.joined().devices().get(usize::from(number))
     }
 
-    fn shares<'a>(&'a self, device: &Device) -> impl Iterator<Item = &'a Held> + use<'a> {
+    /// The shares that lie on a device.
+    pub fn shares<'a>(&'a self, device: &Device) -> impl Iterator<Item = &'a Held> + use<'a> {
         let mut rest = device.shares;
         core::iter::from_fn(move || {
             let next = usize::try_from(rest.trailing_zeros()).ok()?;
@@ -374,147 +283,30 @@ impl Process {
             self.joined().share(next)
         })
     }
-
-    /// Reserves `most` bytes on a capped device, or what is left of its caps if that is at least
-    /// `least`; returns how much.
-    #[inline]
-    pub fn reserve(&self, device: &Device, least: u64, most: u64) -> Result<u64, CUresult> {
-        if device.shares.is_power_of_two()
-            && let Some(only) = self.shares(device).next()
-            && let Some(granted) = only.reserve(least, most)
-        {
-            return Ok(granted);
-        }
-        self.reserve_slowly(device, least, most)
-    }
-
-    /// From several shares, or from one that is full.
-    #[inline(never)]
-    fn reserve_slowly(&self, device: &Device, least: u64, most: u64) -> Result<u64, CUresult> {
-        let whole = self
-            .shares(device)
-            .fold(0u64, |sum, share| sum.saturating_add(share.limit));
-        if least <= whole {
-            if let Some(granted) = self.reserve_in_parts(device, least, most) {
-                return Ok(granted);
-            }
-            let mut freed = false;
-            for share in self.shares(device) {
-                freed |= share.reclaim();
-            }
-            if freed && let Some(granted) = self.reserve_in_parts(device, least, most) {
-                return Ok(granted);
-            }
-        }
-        if let Some(share) = self.shares(device).next() {
-            share.live.account.note_refusal(share.slot);
-        }
-        Err(CUresult::OUT_OF_MEMORY)
-    }
-
-    /// Reserves from each share of the device what it has left, until it is enough; or nothing.
-    fn reserve_in_parts(&self, device: &Device, least: u64, most: u64) -> Option<u64> {
-        let mut granted = 0;
-        for share in self.shares(device) {
-            granted += share.reserve(0, most - granted).unwrap_or(0);
-            if granted == most {
-                break;
-            }
-        }
-        if granted >= least {
-            return Some(granted);
-        }
-        self.release(device, granted);
-        None
-    }
-
-    /// Gives `bytes` back. Which of the device's shares gets them is of no importance: their sum is
-    /// what the process may hold.
-    #[inline]
-    pub fn release(&self, device: &Device, bytes: u64) {
-        let mut left = bytes;
-        for share in self.shares(device) {
-            if left == 0 {
-                return;
-            }
-            left -= share.live.account.release(share.slot, left);
-        }
-    }
-
-    /// The sum of the device's caps and what is left of them, in bytes.
-    pub fn cap(&self, device: &Device) -> Cap {
-        let mut cap = Cap { total: 0, free: 0 };
-        for share in self.shares(device) {
-            share.reclaim();
-            let free = share.limit.saturating_sub(share.live.account.used());
-            cap.total = cap.total.saturating_add(share.limit);
-            cap.free = cap.free.saturating_add(free);
-        }
-        cap
-    }
 }
 
-/// The driver's blocks on every GPU so far, in bytes: where it cannot be asked.
-const BLOCK: u64 = 2 << 20;
-
-/// Bytes of the blocks in which the driver takes a device's memory.
-fn block_of(handle: CUdevice) -> u64 {
-    let memory = CUmemAllocationProp {
-        kind: CUmemAllocationProp::PINNED,
-        location: CUmemLocation {
-            kind: CUmemLocation::DEVICE,
-            id: handle,
-        },
-        ..CUmemAllocationProp::default()
-    };
-    let mut block = 0;
-    // SAFETY: reads the properties, writes the local number.
-    let result = unsafe {
-        real!(cuMemGetAllocationGranularity: fn(*mut usize, *const CUmemAllocationProp, u32))(
-            &raw mut block,
-            &raw const memory,
-            CUmemAllocationProp::GRANULARITY_MINIMUM,
-        )
-    };
-    match block as u64 {
-        block if result.is_ok() && block.is_power_of_two() && block <= 64 * BLOCK => block,
-        _ => BLOCK,
+/// The handle and UUID of the device `ordinal`. A MIG device has a UUID of its own, which only the
+/// newer function tells.
+fn identify(ordinal: i32) -> Result<(CUdevice, GpuUuid), NotJoined> {
+    let (mut handle, mut uuid) = (0, CUuuid::default());
+    // SAFETY: writes to the local handle.
+    ask(unsafe { real!(cuDeviceGet: fn(*mut CUdevice, i32))(&raw mut handle, ordinal) })?;
+    // SAFETY: writes 16 bytes to the local UUID.
+    let newer =
+        unsafe { real!(cuDeviceGetUuid_v2: fn(*mut CUuuid, CUdevice))(&raw mut uuid, handle) };
+    if newer == CUresult::NOT_FOUND {
+        // SAFETY: as above.
+        ask(unsafe { real!(cuDeviceGetUuid: fn(*mut CUuuid, CUdevice))(&raw mut uuid, handle) })?;
+    } else {
+        ask(newer)?;
     }
-}
-
-impl Device {
-    /// What an allocation of `bytes` takes of the device: whole blocks, but for small ones, of which
-    /// the driver puts several into a block.
-    #[inline]
-    pub fn taken_by(&self, bytes: u64) -> u64 {
-        if bytes <= self.block / 2 {
-            bytes
-        } else {
-            bytes.checked_next_multiple_of(self.block).unwrap_or(bytes)
-        }
-    }
-
-    /// Whether the device's memory is capped for this container.
-    #[inline]
-    pub fn is_capped(&self) -> bool {
-        self.kind == Kind::Capped
-    }
-}
-
-/// How much memory a device seems to have.
-#[derive(Clone, Copy)]
-pub struct Cap {
-    /// In bytes.
-    pub total: u64,
-    /// In bytes, of the total.
-    pub free: u64,
+    Ok((handle, GpuUuid(uuid)))
 }
 
 /// The context current to the calling thread; 0 for none.
 pub fn current_context() -> u64 {
     let mut context = 0;
     // SAFETY: writes to the local handle.
-    let result =
-        unsafe { real!(cuCtxGetCurrent: fn(*mut crate::abi::CUcontext))(&raw mut context) };
+    let result = unsafe { real!(cuCtxGetCurrent: fn(*mut CUcontext))(&raw mut context) };
     if result.is_ok() { context as u64 } else { 0 }
 }

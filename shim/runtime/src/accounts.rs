@@ -28,18 +28,18 @@ impl Live {
         Ok((file, Self { account, mapping }))
     }
 
-    /// Takes back what dead processes left; returns whether there was something. Some microseconds.
-    #[expect(clippy::must_use_candidate, reason = "called for what it does")]
-    pub fn reclaim(&self, name: &Name) -> bool {
+    /// Takes back what dead processes left. Some microseconds.
+    pub fn reclaim(&self, name: &Name) {
         // By a description of its own: seen from the one that holds it, our own slot would be free.
         // Where it cannot be opened (a sandbox), the node or another process must reclaim.
-        name.reopen_account(true)
-            .is_ok_and(|file| self.reclaim_by(&file))
+        if let Ok(file) = name.reopen_account(true) {
+            self.reclaim_by(&file);
+        }
     }
 
-    fn reclaim_by(&self, file: &File) -> bool {
-        let slots = self.account.reclaim(file);
-        self.account.repair(file) > 0 || slots > 0
+    fn reclaim_by(&self, file: &File) {
+        self.account.reclaim(file);
+        self.account.repair(file);
     }
 
     /// Takes the mapping away, and with it the description's locks.

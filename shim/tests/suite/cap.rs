@@ -344,6 +344,39 @@ fn a_child_has_its_own_slot_and_charges() {
     assert_eq!(share.used(), CAP - 4096);
 }
 
+/// What a program was charged goes with it when it becomes another.
+#[test]
+fn exec_gives_everything_back() {
+    let (world, share) = one_gpu();
+    let mut probe = ready(&world, 1);
+    probe.must(&format!("alloc {CAP}"));
+    probe.must("exec");
+    probe.ask("count");
+    probe.ask("steer devices 1");
+    probe.must("init");
+    probe.must("context 0");
+    assert_eq!(share.used(), 0);
+    probe.must(&format!("alloc {CAP}"));
+}
+
+/// A request that is refused takes nothing meanwhile that another's would need.
+#[test]
+fn a_refusal_does_not_refuse_others() {
+    for shares in [1, 2] {
+        let world = World::new(Driver::Odd);
+        for nth in 0..shares {
+            world.share(&format!("share-{nth}"), GPU_0, Some(CAP / shares));
+        }
+        let mut greedy = ready(&world, 1);
+        let mut modest = ready(&world, 1);
+        greedy.must(&format!("alloc {}", CAP / 2));
+        greedy.send(&format!("repeat 100000 {}", CAP / 4 * 3));
+        let answer = modest.must(&format!("repeat 20000 {}", 2 << 20));
+        assert_eq!(answer.number(0), 0, "{shares} shares: {answer:?}");
+        assert_eq!(greedy.receive().number(0), 100_000);
+    }
+}
+
 #[test]
 fn a_living_child_does_not_keep_a_dead_parents_slot() {
     let (world, share) = one_gpu();

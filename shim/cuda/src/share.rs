@@ -1,0 +1,249 @@
+//! The shares that this process joined, on the GPUs that it sees: reserving from them, giving back,
+//! and what they leave.
+
+use tranche_shim_core::{GpuUuid, Pace, SlotIndex};
+use tranche_shim_runtime::accounts::Live;
+use tranche_shim_runtime::complain::Refused;
+use tranche_shim_runtime::shares::Name;
+use tranche_shim_runtime::sys;
+
+use crate::abi::{CUdevice, CUmemAllocationProp, CUmemLocation, CUresult};
+use crate::driver::real;
+use crate::process::Process;
+
+/// A GPU that this process sees.
+pub struct Device {
+    /// The driver's name for it.
+    pub handle: CUdevice,
+    /// Its UUID.
+    pub gpu: GpuUuid,
+    /// What is known of it.
+    pub kind: Kind,
+    /// Its place among the process's devices.
+    pub number: u8,
+    /// Bytes of the blocks in which the driver takes its memory.
+    block: u64,
+    /// A bit for each share of the process that lies on it.
+    pub shares: u64,
+}
+
+/// What the shares say of a device.
+#[derive(Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Kind {
+    /// Nothing.
+    Unknown = 0,
+    /// It has a cap: the sum of theirs.
+    Capped,
+    /// One of them has no limit: so has the device none.
+    Uncapped,
+}
+
+/// A share in whose account this process has a slot.
+pub struct Held {
+    live: Live,
+    slot: SlotIndex,
+    limit: u64,
+    name: Name,
+    /// When it looked for dead processes.
+    looks: Pace,
+}
+
+impl Held {
+    /// Takes a slot in the account of a share of `limit` bytes.
+    pub fn take(name: Name, limit: u64) -> Result<Self, Refused> {
+        let (file, live) = Live::map(&name)?;
+        let pid = sys::pid();
+        #[expect(clippy::cast_possible_truncation, reason = "spreads the search")]
+        let slot = live
+            .account
+            .join(&file, pid, pid as usize)
+            .map_err(|_| name.refuse_full())?;
+        // The file is closed here. The mapping keeps its description, and with it the slot's lock.
+        live.reclaim(&name);
+        Ok(Self {
+            live,
+            slot,
+            limit,
+            name,
+            looks: Pace::new(),
+        })
+    }
+
+    fn reserve(&self, least: u64, most: u64) -> Option<u64> {
+        self.live
+            .account
+            .reserve(self.slot, least, most, self.limit)
+    }
+
+    fn free(&self) -> u64 {
+        self.limit.saturating_sub(self.live.account.used())
+    }
+
+    /// Takes back what dead processes left, unless this process asks again and again; returns
+    /// whether it looked.
+    fn reclaim(&self) -> bool {
+        let looks = self.looks.admit(sys::now());
+        if looks {
+            self.live.reclaim(&self.name);
+        }
+        looks
+    }
+}
+
+impl Process {
+    /// Reserves `most` bytes on a capped device, or what is left of its caps if that is at least
+    /// `least`; returns how much.
+    #[inline]
+    pub fn reserve(&self, device: &Device, least: u64, most: u64) -> Result<u64, CUresult> {
+        if device.shares.is_power_of_two()
+            && let Some(only) = self.shares(device).next()
+            && let Some(granted) = only.reserve(least, most)
+        {
+            return Ok(granted);
+        }
+        self.reserve_slowly(device, least, most)
+    }
+
+    /// From several shares, or from one that is full.
+    #[inline(never)]
+    fn reserve_slowly(&self, device: &Device, least: u64, most: u64) -> Result<u64, CUresult> {
+        let whole = self
+            .shares(device)
+            .fold(0u64, |sum, share| sum.saturating_add(share.limit));
+        if least <= whole {
+            if let Some(granted) = self.reserve_in_parts(device, least, most) {
+                return Ok(granted);
+            }
+            let mut looked = false;
+            for share in self.shares(device) {
+                looked |= share.reclaim();
+            }
+            // Whoever found something: this process, or another that looked at the same time.
+            if looked && let Some(granted) = self.reserve_in_parts(device, least, most) {
+                return Ok(granted);
+            }
+        }
+        if let Some(share) = self.shares(device).next() {
+            share.live.account.note_refusal(share.slot);
+        }
+        Err(CUresult::OUT_OF_MEMORY)
+    }
+
+    /// Reserves from each share of the device what it has left, until it is enough; or nothing.
+    fn reserve_in_parts(&self, device: &Device, least: u64, most: u64) -> Option<u64> {
+        let mut shares = self.shares(device);
+        if device.shares.is_power_of_two() {
+            return shares.next()?.reserve(least, most);
+        }
+        // A part that is taken and given back could refuse another's request meanwhile.
+        let free = shares.fold(0u64, |sum, share| sum.saturating_add(share.free()));
+        if free < least {
+            return None;
+        }
+        let mut granted = 0;
+        for share in self.shares(device) {
+            granted += share.reserve(0, most - granted).unwrap_or(0);
+            if granted == most {
+                break;
+            }
+        }
+        if granted >= least {
+            return Some(granted);
+        }
+        self.release(device, granted);
+        None
+    }
+
+    /// Gives `bytes` back. Which of the device's shares gets them is of no importance: their sum is
+    /// what the process may hold.
+    #[inline]
+    pub fn release(&self, device: &Device, bytes: u64) {
+        let mut left = bytes;
+        for share in self.shares(device) {
+            if left == 0 {
+                return;
+            }
+            left -= share.live.account.release(share.slot, left);
+        }
+    }
+
+    /// The sum of the device's caps and what is left of them, in bytes.
+    pub fn cap(&self, device: &Device) -> Cap {
+        let mut cap = Cap { total: 0, free: 0 };
+        for share in self.shares(device) {
+            share.reclaim();
+            cap.total = cap.total.saturating_add(share.limit);
+            cap.free = cap.free.saturating_add(share.free());
+        }
+        cap
+    }
+}
+
+/// The driver's blocks on every GPU so far, in bytes: where it cannot be asked.
+const BLOCK: u64 = 2 << 20;
+
+/// Bytes of the blocks in which the driver takes a device's memory.
+fn block_of(handle: CUdevice) -> u64 {
+    let memory = CUmemAllocationProp {
+        kind: CUmemAllocationProp::PINNED,
+        location: CUmemLocation {
+            kind: CUmemLocation::DEVICE,
+            id: handle,
+        },
+        ..CUmemAllocationProp::default()
+    };
+    let mut block = 0;
+    // SAFETY: reads the properties, writes the local number.
+    let result = unsafe {
+        real!(cuMemGetAllocationGranularity: fn(*mut usize, *const CUmemAllocationProp, u32))(
+            &raw mut block,
+            &raw const memory,
+            CUmemAllocationProp::GRANULARITY_MINIMUM,
+        )
+    };
+    match block as u64 {
+        block if result.is_ok() && block.is_power_of_two() && block <= 64 * BLOCK => block,
+        _ => BLOCK,
+    }
+}
+
+impl Device {
+    /// A device of which no share is known yet.
+    pub fn new(handle: CUdevice, gpu: GpuUuid, number: u8) -> Self {
+        Self {
+            handle,
+            gpu,
+            kind: Kind::Unknown,
+            number,
+            block: block_of(handle),
+            shares: 0,
+        }
+    }
+
+    /// What an allocation of `bytes` takes of the device: whole blocks, but for small ones, of which
+    /// the driver puts several into a block.
+    #[inline]
+    pub fn taken_by(&self, bytes: u64) -> u64 {
+        if bytes <= self.block / 2 {
+            bytes
+        } else {
+            bytes.checked_next_multiple_of(self.block).unwrap_or(bytes)
+        }
+    }
+
+    /// Whether the device's memory is capped for this container.
+    #[inline]
+    pub fn is_capped(&self) -> bool {
+        self.kind == Kind::Capped
+    }
+}
+
+/// How much memory a device seems to have.
+#[derive(Clone, Copy)]
+pub struct Cap {
+    /// In bytes.
+    pub total: u64,
+    /// In bytes, of the total.
+    pub free: u64,
+}
