@@ -79,6 +79,36 @@ def test_pools_count_what_they_give():
     assert used() == 0
 
 
+def test_a_pool_keeps_what_its_threshold_allows(own_memory):
+    attributes = driver.CUmemPool_attribute
+    properties = driver.CUmemPoolProps()
+    properties.allocType = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    properties.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    pool = ok(driver.cuMemPoolCreate(properties))
+    read = lambda which: int(ok(driver.cuMemPoolGetAttribute(pool, which)))
+    ok(driver.cuMemPoolSetAttribute(pool, attributes.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, driver.cuuint64_t(100 << 20)))
+    stream = ok(driver.cuStreamCreate(0))
+    before = own_memory()
+    blocks = [ok(driver.cuMemAllocFromPoolAsync(64 << 20, pool, stream)) for _ in range(3)]
+    assert own_memory() - before == 192 << 20
+    ok(driver.cuMemFreeAsync(blocks.pop(), stream))
+    ok(driver.cuMemFree(blocks.pop()))  # either way to free is right
+    assert own_memory() - before == 100 << 20
+    assert read(attributes.CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT) == 100 << 20
+    assert read(attributes.CU_MEMPOOL_ATTR_USED_MEM_CURRENT) == 64 << 20
+    assert read(attributes.CU_MEMPOOL_ATTR_USED_MEM_HIGH) == 192 << 20
+    # Who needs it gets it, to the last block.
+    free, _ = ok(driver.cuMemGetInfo())
+    blocks_free, kept = free // (2 << 20) * (2 << 20), 36 << 20
+    everything = ok(driver.cuMemAlloc(blocks_free + kept))
+    ok(driver.cuMemFree(everything))
+    assert driver.cuMemAlloc(blocks_free + kept + 1)[0] == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+    assert own_memory() - before == 64 << 20
+    ok(driver.cuMemPoolDestroy(pool))
+    ok(driver.cuMemFree(blocks.pop()))
+    assert own_memory() == before
+
+
 def test_mapped_memory_is_charged_until_its_last_use(own_memory):
     properties = driver.CUmemAllocationProp()
     properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED

@@ -30,7 +30,7 @@ pub struct Device {
 
 impl Device {
     pub fn new(ordinal: i32, gpu: usize, state: &'static GpuState) -> Self {
-        let default_pool = Object::create(Pool::new(ordinal));
+        let default_pool = Pool::create(ordinal);
         Self {
             ordinal,
             gpu,

@@ -1,15 +1,16 @@
 //! Allocation and freeing: device, managed and host memory.
 
 use std::ffi::c_void;
-use std::sync::PoisonError;
+use std::sync::{MutexGuard, PoisonError};
 
 use crate::code::Code;
 use crate::context::{Context, current, current_or_none};
+use crate::device::Device;
 use crate::driver::{device, driver};
 use crate::export::{export, put, put_wanted};
-use crate::heap::{forget, map_private};
+use crate::heap::{Heap, forget, map_private};
 use crate::object::Object;
-use crate::pool::Location;
+use crate::pool::{self, Location};
 use crate::space::{Region, Regions, What, containing, regions};
 
 /// Rows of a pitched allocation start at multiples of this.
@@ -27,12 +28,29 @@ pub fn place(ordinal: i32, what: What, context: u64, bytes: u64) -> Result<u64, 
         return Err(Code::INVALID_VALUE);
     }
     let device = device(ordinal)?;
-    let total = device.state.memory_total;
-    let mut heap = device.heap.lock().unwrap_or_else(PoisonError::into_inner);
-    let address = heap.allocate(bytes, total, |charge| device.charge(charge))?;
-    drop(heap);
+    let address = match take(device, what, bytes) {
+        // What the pools keep for later is there for who needs it now.
+        Err(Code::OUT_OF_MEMORY) if pool::trim_all(device) => take(device, what, bytes)?,
+        other => other?,
+    };
     regions().insert(address, Region::new(bytes, what, ordinal, context));
     Ok(address)
+}
+
+fn heap_of(device: &'static Device, what: What) -> MutexGuard<'static, Heap> {
+    let heap = match what {
+        What::Pooled(pool) => &pool.heap,
+        _ => &device.heap,
+    };
+    heap.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn take(device: &'static Device, what: What, bytes: u64) -> Result<u64, Code> {
+    let total = device.state.memory_total;
+    heap_of(device, what).allocate(bytes, total, |charge| match what {
+        What::Pooled(pool) => pool.charge(device, charge),
+        _ => device.charge(charge),
+    })
 }
 
 /// Frees what `address` begins, whatever kind of allocation it is.
@@ -50,15 +68,12 @@ fn remove(regions: &mut Regions, address: u64) -> Result<(), Code> {
     let region = regions.remove(&address).ok_or(Code::INVALID_VALUE)?;
     match region.what {
         What::Device | What::Pooled(_) => {
-            if let What::Pooled(pool) = region.what {
-                pool.gave_back(region.bytes);
-            }
             let device = device(region.device)?;
-            let mut heap = device.heap.lock().unwrap_or_else(PoisonError::into_inner);
-            let freed = heap.release(address, region.bytes, region.touched);
-            drop(heap);
-            if freed > 0 {
-                device.release(freed);
+            let freed = heap_of(device, region.what).release(address, region.bytes, region.touched);
+            match region.what {
+                What::Pooled(pool) => pool.gave_back(device, region.bytes, freed),
+                _ if freed > 0 => device.release(freed),
+                _ => {}
             }
         }
         What::Managed | What::Host => unmap(address, region.bytes),
@@ -78,6 +93,8 @@ pub fn free_all(context: &Context) {
     for address in left {
         let _ = remove(&mut regions, address);
     }
+    drop(regions);
+    pool::trim_all(context.device);
 }
 
 fn unmap(address: u64, bytes: u64) {

@@ -92,6 +92,11 @@ impl<T: Kind> Object<T> {
         self.tag.load(Ordering::Acquire) == T::TAG
     }
 
+    /// Ends the handle but not the object, which others still refer to.
+    pub fn abandon(&'static self) {
+        self.tag.store(0, Ordering::Release);
+    }
+
     /// Ends the object; false if another call has done so.
     pub fn destroy(&'static self) -> bool {
         if self

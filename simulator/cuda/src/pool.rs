@@ -1,31 +1,62 @@
 //! Stream-ordered allocation and its pools.
 //!
-//! A pool keeps nothing back: what is freed goes to the GPU at once, so what is
-//! reserved is what is used, and a release threshold is only remembered.
+//! A pool keeps freed blocks up to its release threshold, which is 0 unless the
+//! program sets it; what is above goes back to the GPU at once, where the real
+//! driver waits for the next synchronisation.
 
 use std::ffi::c_void;
-use std::sync::PoisonError;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::code::Code;
 use crate::context::current;
+use crate::device::Device;
 use crate::driver::{device, driver};
 use crate::export::{export, get, put};
 use crate::graph::{GraphMemory, Node};
+use crate::heap::Heap;
 use crate::memory::{self, context_id};
 use crate::object::{Handle, Kind, Object};
-use crate::space::{What, regions};
+use crate::space::What;
 use crate::stream::{self, Stream};
 
 /// A memory pool of one GPU.
 #[derive(Debug)]
 pub struct Pool {
     device: i32,
-    used: AtomicU64,
-    high: AtomicU64,
-    threshold: AtomicU64,
+    /// Its own addresses, so that its blocks are its own too.
+    pub heap: Mutex<Heap>,
+    books: Mutex<Books>,
     /// The three reuse switches, all on at first.
     reuse: [AtomicU64; 3],
+}
+
+/// What a pool has, in bytes.
+#[derive(Debug, Default)]
+struct Books {
+    /// Allocated, as asked.
+    used: u64,
+    used_high: u64,
+    /// Taken from the GPU, in blocks.
+    reserved: u64,
+    reserved_high: u64,
+    /// Of those, in no allocation.
+    kept: u64,
+    /// How much may stay reserved when it is not used.
+    threshold: u64,
+}
+
+impl Books {
+    /// Gives back what is kept above `limit` bytes reserved.
+    fn trim(&mut self, device: &Device, limit: u64) -> u64 {
+        let excess = self.reserved.saturating_sub(limit).min(self.kept);
+        if excess > 0 {
+            self.kept -= excess;
+            self.reserved -= excess;
+            device.release(excess);
+        }
+        excess
+    }
 }
 
 impl Kind for Pool {
@@ -33,26 +64,65 @@ impl Kind for Pool {
     const WRONG: Code = Code::INVALID_VALUE;
 }
 
+/// Every pool of this process, those that were destroyed included: allocations
+/// outlive their pool.
+static POOLS: Mutex<Vec<&'static Object<Pool>>> = Mutex::new(Vec::new());
+
 impl Pool {
-    pub fn new(device: i32) -> Self {
-        Self {
+    /// Makes a pool of the GPU `device`.
+    pub fn create(device: i32) -> &'static Object<Self> {
+        let pool = Object::create(Self {
             device,
-            used: AtomicU64::new(0),
-            high: AtomicU64::new(0),
-            threshold: AtomicU64::new(0),
+            heap: Mutex::default(),
+            books: Mutex::default(),
             reuse: [const { AtomicU64::new(1) }; 3],
-        }
+        });
+        POOLS
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push(pool);
+        pool
+    }
+
+    fn books(&self) -> MutexGuard<'_, Books> {
+        self.books.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes blocks: first those it has kept, then the GPU's.
+    pub fn charge(&self, device: &Device, bytes: u64) -> Result<(), Code> {
+        let mut books = self.books();
+        let again = bytes.min(books.kept);
+        device.charge(bytes - again)?;
+        books.kept -= again;
+        books.reserved += bytes - again;
+        books.reserved_high = books.reserved_high.max(books.reserved);
+        Ok(())
     }
 
     fn took(&self, bytes: u64) {
-        let used = self.used.fetch_add(bytes, Ordering::Relaxed) + bytes;
-        self.high.fetch_max(used, Ordering::Relaxed);
+        let mut books = self.books();
+        books.used += bytes;
+        books.used_high = books.used_high.max(books.used);
     }
 
-    /// Notes that an allocation of it was freed.
-    pub fn gave_back(&self, bytes: u64) {
-        self.used.fetch_sub(bytes, Ordering::Relaxed);
+    /// Notes that an allocation of `bytes` was freed, and with it `blocks`.
+    pub fn gave_back(&self, device: &Device, bytes: u64, blocks: u64) {
+        let mut books = self.books();
+        books.used = books.used.saturating_sub(bytes);
+        books.kept += blocks;
+        let threshold = books.threshold;
+        books.trim(device, threshold);
     }
+}
+
+/// Gives back what all pools of a GPU keep; false if that is nothing.
+pub fn trim_all(device: &Device) -> bool {
+    let pools = POOLS.lock().unwrap_or_else(PoisonError::into_inner);
+    let of_device = pools.iter().filter(|pool| pool.device == device.ordinal);
+    of_device
+        .map(|pool| pool.books().trim(device, 0))
+        .sum::<u64>()
+        > 0
 }
 
 /// cuda.h's `CUmemLocation`.
@@ -170,7 +240,7 @@ export! {
             return Err(Code::INVALID_VALUE);
         }
         device(properties.location.id)?;
-        put(to, Object::create(Pool::new(properties.location.id)).handle())
+        put(to, Pool::create(properties.location.id).handle())
     }
     fn cuMemPoolDestroy(pool: Handle) {
         driver()?;
@@ -184,50 +254,55 @@ export! {
             *current = device.default_pool;
         }
         drop(current);
-        // Allocations that live on keep their memory, as with the real driver, but
-        // no longer count in the pool.
-        for region in regions().values_mut() {
-            if matches!(region.what, What::Pooled(of) if std::ptr::eq(of, pool)) {
-                region.what = What::Device;
-            }
-        }
-        pool.destroy();
+        // Allocations live on, and what they free is not kept.
+        let mut books = pool.books();
+        books.threshold = 0;
+        books.trim(device, 0);
+        drop(books);
+        pool.abandon();
         Ok(())
     }
-    fn cuMemPoolTrimTo(pool: Handle, _keep: usize) {
+    fn cuMemPoolTrimTo(pool: Handle, keep: usize) {
         driver()?;
-        Object::<Pool>::find(pool).map(drop)
+        let pool = Object::<Pool>::find(pool)?;
+        pool.books().trim(device(pool.device)?, keep as u64);
+        Ok(())
     }
     fn cuMemPoolGetAttribute(pool: Handle, which: u32, value: *mut c_void) {
         driver()?;
         let pool = Object::<Pool>::find(pool)?;
+        let books = pool.books();
         let word = match which {
-            1..=3 => &pool.reuse[which as usize - 1],
-            THRESHOLD => &pool.threshold,
-            5 | 7 => &pool.used,
-            6 | 8 => &pool.high,
+            1..=3 => {
+                let on = pool.reuse[which as usize - 1].load(Ordering::Relaxed) != 0;
+                return put(value.cast::<u32>(), u32::from(on));
+            }
+            THRESHOLD => books.threshold,
+            5 => books.reserved,
+            6 => books.reserved_high,
+            7 => books.used,
+            8 => books.used_high,
             _ => return Err(Code::INVALID_VALUE),
         };
-        let word = word.load(Ordering::Relaxed);
-        if which < THRESHOLD {
-            put(value.cast::<u32>(), u32::from(word != 0))
-        } else {
-            put(value.cast::<u64>(), word)
-        }
+        put(value.cast::<u64>(), word)
     }
     fn cuMemPoolSetAttribute(pool: Handle, which: u32, value: *mut c_void) {
         driver()?;
         let pool = Object::<Pool>::find(pool)?;
+        let mut books = pool.books();
         match which {
             1..=3 => {
                 let word = get(value.cast::<u32>())?;
                 pool.reuse[which as usize - 1].store(u64::from(word), Ordering::Relaxed);
             }
-            THRESHOLD => pool.threshold.store(get(value.cast::<u64>())?, Ordering::Relaxed),
-            // The high-water marks can only be set back.
-            6 | 8 if get(value.cast::<u64>())? == 0 => {
-                pool.high.store(pool.used.load(Ordering::Relaxed), Ordering::Relaxed);
+            THRESHOLD => {
+                books.threshold = get(value.cast::<u64>())?;
+                let threshold = books.threshold;
+                books.trim(device(pool.device)?, threshold);
             }
+            // The high-water marks can only be set back.
+            6 if get(value.cast::<u64>())? == 0 => books.reserved_high = books.reserved,
+            8 if get(value.cast::<u64>())? == 0 => books.used_high = books.used,
             _ => return Err(Code::INVALID_VALUE),
         }
         Ok(())
