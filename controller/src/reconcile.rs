@@ -29,7 +29,8 @@ use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::resource::v1::ResourceSlice;
 use kube::ResourceExt;
 use tranche_api::GpuNode;
-use tranche_api::gpu_node::{Published, Registration};
+use tranche_api::gpu_node::{Inventory, Published, Registration};
+use tranche_driver::policy;
 use tranche_driver::slices::{self, NodeInput, PlanError};
 
 use crate::index::NodeView;
@@ -187,7 +188,7 @@ pub fn reconcile(
     }) {
         Ok(plan) => plan,
         // What stands is what claims were promised: it stays until the policy adds up again.
-        Err(error) => return refuse(&error, published),
+        Err(error) => return refuse(&error, published, view, inventory),
     };
     if phase == Phase::Wait {
         return Decision::only(Step::Nothing);
@@ -239,7 +240,13 @@ pub fn reconcile(
     }
 }
 
-fn refuse(error: &PlanError, published: Published) -> Decision {
+/// Leaves what stands and says why.
+fn refuse(
+    error: &PlanError,
+    published: Published,
+    view: &NodeView,
+    inventory: &Inventory,
+) -> Decision {
     let problem = error.to_string();
     Decision {
         step: if published.problem == problem {
@@ -251,9 +258,20 @@ fn refuse(error: &PlanError, published: Published) -> Decision {
             })
         },
         again: None,
-        policy: match error {
-            PlanError::Policy { problem, .. } => Some(problem.policy.clone()),
-            _ => None,
-        },
+        policy: to_blame(error, view, inventory),
+    }
+}
+
+/// The policy without which there would be no error.
+fn to_blame(error: &PlanError, view: &NodeView, inventory: &Inventory) -> Option<String> {
+    match error {
+        PlanError::Policy { problem, .. } => Some(problem.policy.clone()),
+        PlanError::NothingToShare { uuid, .. } | PlanError::DefaultMemory { uuid, .. } => {
+            let gpu = inventory.gpus.iter().find(|gpu| gpu.uuid == *uuid)?;
+            let labels = view.node.as_ref()?.labels();
+            let policy = policy::matching(&view.policies, labels, gpu).ok()??;
+            policy.metadata.name.clone()
+        }
+        _ => None,
     }
 }

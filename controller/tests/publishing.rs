@@ -240,17 +240,23 @@ async fn edits_by_others_are_undone_and_their_metadata_stays() {
 
 #[tokio::test(start_paused = true)]
 async fn a_broken_policy_is_reported_and_what_stands_stays() {
+    for (field, value) in [("memoryStep", "0"), ("contextMemory", "60Gi")] {
+        a_policy_is_broken_and_mended(field, value).await;
+    }
+}
+
+async fn a_policy_is_broken_and_mended(field: &str, value: &str) {
     let (cluster, _replica) = published().await;
     let slices = cluster.slices("a");
     cluster.policy(
         "default",
-        &json!({"tiers": ["capped"], "capped": {"memoryStep": "0"}}),
+        &json!({"tiers": ["capped"], "capped": {field: value}}),
     );
     cluster.settle(SOON).await;
     assert_eq!(cluster.slices("a"), slices);
     let problem = cluster.published("a")["problem"].to_string();
-    assert!(problem.contains("SharingPolicy default"), "{problem}");
-    assert!(problem.contains("memoryStep"), "{problem}");
+    assert!(problem.contains("SharingPolicy"), "{problem}");
+    assert!(problem.contains(field), "{problem}");
     let regarding: Vec<_> = cluster
         .api
         .all("events")
