@@ -41,3 +41,12 @@ app.kubernetes.io/component: {{ . }}
 : object.spec.?devices.?config.orValue([]))
 .filter(c, c.?opaque.?driver.orValue("") == "gpu.tranche.dev")
 {{- end }}
+
+{{/* CEL: what the requests for our classes, first choices or alternatives, ask of one capacity. */}}
+{{- define "tranche.cel.amounts" -}}
+(variables.requests.filter(r, r.?exactly.?deviceClassName.orValue("").endsWith(".gpu.tranche.dev"))
+.map(r, r.exactly.?capacity.?requests[?{{ . | quote }}]) +
+variables.requests.map(r, r.?firstAvailable.orValue([])
+.filter(s, s.deviceClassName.endsWith(".gpu.tranche.dev")).map(s, s.?capacity.?requests[?{{ . | quote }}])).flatten())
+.filter(o, o.hasValue()).map(o, string(o.value()))
+{{- end }}
