@@ -215,29 +215,30 @@ async fn remove(client: &Client, name: &str, until: Until) -> anyhow::Result<()>
     }
 }
 
-/// Nobody else may hold GPUs: half of the tests ask who gets the last one.
+/// Nobody else may hold GPUs: half of the tests ask who gets the last one. What is going is waited for.
 async fn unused(client: &Client) -> anyhow::Result<()> {
     let claims: Api<ResourceClaim> = Api::all(client.clone());
-    let held: Vec<_> = claims
-        .list(&ListParams::default())
+    claims
+        .list(&ListParams::default().limit(1))
         .await
-        .context("the cluster of KUBECONFIG does not answer")?
-        .iter()
-        .filter(|claim| is_ours(claim))
-        .map(|claim| {
-            format!(
-                "{}/{}",
-                claim.namespace().unwrap_or_default(),
-                claim.name_any()
-            )
-        })
-        .collect();
-    ensure!(
-        held.is_empty(),
-        "the suite needs the GPUs for itself, but they are claimed by {}: kubectl delete --recursive --filename examples, if it was the demo",
-        held.join(", ")
-    );
-    Ok(())
+        .context("the cluster of KUBECONFIG does not answer")?;
+    let any = watcher::Config::default();
+    wait::for_all(claims, any, "no claimed GPU", wait::USUAL, |claims| {
+        let held = || claims.values().filter(|claim| is_ours(claim));
+        let staying: Vec<_> = held()
+            .filter(|claim| claim.metadata.deletion_timestamp.is_none())
+            .map(|claim| format!("{}/{}", claim.namespace().unwrap_or_default(), claim.name_any()))
+            .collect();
+        if !staying.is_empty() {
+            return Some(Err(anyhow!(
+                "the suite needs the GPUs for itself, but they are claimed by {}: delete these, or, if it was \
+                 the demo, `kubectl delete --recursive --filename examples`",
+                staying.join(", ")
+            )));
+        }
+        held().next().is_none().then_some(Ok(()))
+    })
+    .await?
 }
 
 fn is_ours(claim: &ResourceClaim) -> bool {

@@ -40,17 +40,17 @@ pub async fn for_all<K: Watched, T>(
             match event {
                 Event::Init => fresh = BTreeMap::new(),
                 Event::InitApply(object) => {
-                    fresh.insert(object.name_any(), object);
+                    fresh.insert(key(&object), object);
                 }
                 Event::InitDone => {
                     known = std::mem::take(&mut fresh);
                     complete = true;
                 }
                 Event::Apply(object) => {
-                    known.insert(object.name_any(), object);
+                    known.insert(key(&object), object);
                 }
                 Event::Delete(object) => {
-                    known.remove(&object.name_any());
+                    known.remove(&key(&object));
                 }
             }
             if complete && let Some(found) = wanted(&known) {
@@ -79,7 +79,7 @@ pub async fn for_one<K: Watched, T>(
     mut wanted: impl FnMut(Option<&K>) -> Option<T>,
 ) -> anyhow::Result<T> {
     let config = watcher::Config::default().fields(&format!("metadata.name={name}"));
-    for_all(api, config, what, limit, |all| wanted(all.get(name))).await
+    for_all(api, config, what, limit, |all| wanted(all.values().next())).await
 }
 
 /// Watches until there are none.
@@ -118,6 +118,14 @@ pub async fn for_answer<T>(
             None => anyhow::anyhow!(what),
         }
     })
+}
+
+/// Names are unique within a namespace only.
+fn key<K: Watched>(object: &K) -> String {
+    match object.namespace() {
+        Some(namespace) => format!("{namespace}/{}", object.name_any()),
+        None => object.name_any(),
+    }
 }
 
 /// The objects, without what only the API server cares for, cut to a screenful.
