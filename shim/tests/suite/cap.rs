@@ -370,10 +370,10 @@ fn a_refusal_does_not_refuse_others() {
         let mut greedy = ready(&world, 1);
         let mut modest = ready(&world, 1);
         greedy.must(&format!("alloc {}", CAP / 2));
-        greedy.send(&format!("repeat 100000 {}", CAP / 4 * 3));
-        let answer = modest.must(&format!("repeat 20000 {}", 2 << 20));
+        greedy.send(&format!("repeat 500000 {}", CAP / 4 * 3));
+        let answer = modest.must(&format!("repeat 250000 {}", 2 << 20));
         assert_eq!(answer.number(0), 0, "{shares} shares: {answer:?}");
-        assert_eq!(greedy.receive().number(0), 100_000);
+        assert_eq!(greedy.receive().number(0), 500_000);
     }
 }
 
