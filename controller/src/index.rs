@@ -212,3 +212,139 @@ impl Index {
 fn node_of(slice: &ResourceSlice) -> &str {
     slice.spec.node_name.as_deref().unwrap_or(NO_NODE)
 }
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn object<K: serde::de::DeserializeOwned>(value: Value) -> K {
+        serde_json::from_value(value).expect("a well-formed object")
+    }
+
+    fn gpu_node(name: &str, epoch: i64, version: u32) -> GpuNode {
+        object(json!({
+            "apiVersion": "gpu.tranche.dev/v1alpha1", "kind": "GpuNode", "spec": {},
+            "metadata": {"name": name, "uid": name, "resourceVersion": version.to_string()},
+            "status": {"registration": {"epoch": epoch, "pluginVersion": "0.1.0"}},
+        }))
+    }
+
+    fn node(name: &str, labels: &Value, version: u32) -> PartialObjectMeta<Node> {
+        object(json!({"metadata": {
+            "name": name, "uid": name, "labels": labels, "resourceVersion": version.to_string(),
+        }}))
+    }
+
+    fn slice(name: &str, node: Option<&str>) -> ResourceSlice {
+        object(json!({
+            "metadata": {"name": name, "uid": name, "resourceVersion": "1"},
+            "spec": {
+                "driver": "gpu.tranche.dev", "nodeName": node,
+                "pool": {"name": "p", "generation": 1, "resourceSliceCount": 1},
+            },
+        }))
+    }
+
+    fn policy(tiers: &Value) -> SharingPolicy {
+        object(json!({
+            "apiVersion": "gpu.tranche.dev/v1alpha1", "kind": "SharingPolicy",
+            "metadata": {"name": "default"}, "spec": {"tiers": tiers},
+        }))
+    }
+
+    /// An index that knows two GPU nodes and one other.
+    fn index() -> Index {
+        let mut index = Index::default();
+        for observation in [
+            Observation::GpuNode(Event::Init),
+            Observation::GpuNode(Event::InitApply(gpu_node("a", 1, 1))),
+            Observation::GpuNode(Event::InitApply(gpu_node("b", 1, 1))),
+            Observation::GpuNode(Event::InitDone),
+            Observation::Node(Event::Init),
+            Observation::Node(Event::InitApply(node("a", &json!({}), 1))),
+            Observation::Node(Event::InitApply(node("other", &json!({}), 1))),
+            Observation::Node(Event::InitDone),
+            Observation::Policy(Event::Init),
+            Observation::Policy(Event::InitDone),
+        ] {
+            index.observe(observation);
+        }
+        index
+    }
+
+    fn names(set: &BTreeSet<String>) -> Vec<&str> {
+        set.iter().map(String::as_str).collect()
+    }
+
+    #[test]
+    fn it_is_synced_when_every_watch_has_delivered_its_list() {
+        let mut index = index();
+        index.observe(Observation::Slice(Event::Init));
+        assert!(!index.synced());
+        index.observe(Observation::Slice(Event::InitDone));
+        assert!(index.synced());
+    }
+
+    #[test]
+    fn a_heartbeat_makes_no_work() {
+        let mut index = index();
+        let heartbeat = node("a", &json!({}), 2);
+        assert!(
+            index
+                .observe(Observation::Node(Event::Apply(heartbeat)))
+                .is_empty()
+        );
+        let labelled = node("a", &json!({"zone": "1"}), 3);
+        let dirty = index.observe(Observation::Node(Event::Apply(labelled)));
+        assert_eq!(names(&dirty), ["a"]);
+        let without_gpus = node("other", &json!({"zone": "1"}), 4);
+        assert!(
+            index
+                .observe(Observation::Node(Event::Apply(without_gpus)))
+                .is_empty()
+        );
+    }
+
+    #[test]
+    fn a_policy_is_everybodys_work_when_it_says_something_new() {
+        let mut index = index();
+        let dirty = index.observe(Observation::Policy(Event::Apply(policy(&json!([
+            "capped"
+        ])))));
+        assert_eq!(names(&dirty), ["a", "b"]);
+        assert_eq!(index.view("a").policies.len(), 1);
+        let again = index.observe(Observation::Policy(Event::Apply(policy(&json!([
+            "capped"
+        ])))));
+        assert!(again.is_empty());
+    }
+
+    #[test]
+    fn a_gpu_node_is_its_own_nodes_work() {
+        let mut index = index();
+        let dirty = index.observe(Observation::GpuNode(Event::Apply(gpu_node("b", 2, 2))));
+        assert_eq!(names(&dirty), ["b"]);
+        let unchanged = index.observe(Observation::GpuNode(Event::Apply(gpu_node("b", 2, 3))));
+        assert!(unchanged.is_empty());
+    }
+
+    #[test]
+    fn slices_are_found_by_node_also_when_the_node_is_gone() {
+        let mut index = index();
+        index.observe(Observation::Slice(Event::Apply(slice("s", Some("gone")))));
+        index.observe(Observation::Slice(Event::Apply(slice("t", None))));
+        assert_eq!(names(&index.node_names()), [NO_NODE, "a", "b", "gone"]);
+        assert_eq!(index.view("gone").slices.len(), 1);
+        assert!(index.view("gone").node.is_none());
+
+        // The name is taken again for another node.
+        let dirty = index.observe(Observation::Slice(Event::Apply(slice("s", Some("a")))));
+        assert_eq!(names(&dirty), ["a", "gone"]);
+        assert!(index.view("gone").slices.is_empty());
+        let dirty = index.observe(Observation::Slice(Event::Delete(slice("s", Some("a")))));
+        assert_eq!(names(&dirty), ["a"]);
+        assert!(index.view("a").slices.is_empty());
+    }
+}
