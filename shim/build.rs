@@ -45,6 +45,8 @@ fn main() {
         "-Wl,--hash-style=gnu",
         "-Wl,--build-id=none",
         "-Wl,--no-undefined",
+        // Nothing unwinds; but core, where it is not optimised away, names who would help it to.
+        "-Wl,--defsym=rust_eh_personality=0",
         "-Wl,--gc-sections",
         "-Wl,--as-needed",
     ] {

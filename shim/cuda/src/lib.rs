@@ -11,13 +11,13 @@
 //!               └► resolve: cuGetProcAddress hands out our functions for the driver's
 //! ```
 //!
-//! - [`abi`]: the driver's types and error codes;
-//! - [`driver`]: the real functions, and the stubs that pass;
-//! - [`hooks`]: one row per function that does more;
-//! - [`memory`]: what the rows for memory do;
-//! - [`process`]: this process, and how it stays itself across `fork`;
-//! - [`share`]: the shares it joined, and what they leave;
-//! - [`resolve`]: what `cuGetProcAddress` hands out.
+//! - `abi`: the driver's types and error codes;
+//! - `driver`: the real functions, and the stubs that pass;
+//! - `hooks`: one row per function that does more;
+//! - `memory`: what the rows for memory do;
+//! - `process`: this process, and how it stays itself across `fork`;
+//! - `share`: the shares it joined, and what they leave;
+//! - `resolve`: what `cuGetProcAddress` hands out.
 //!
 //! What is charged: the memory that a program asks for, to the share of the GPU it will lie on, as
 //! the driver takes it: in whole blocks (2 MiB), but for allocations of at most half a block, which

@@ -1,7 +1,7 @@
 //! What both libraries of the shim stand on: the real driver's library behind each symbol, the
 //! container's cap pages, the system calls for both, and one line on stderr when they are not right.
 //!
-//! - [`library`]: a symbol's way to the real library, resolved at its first call;
+//! - [`mod@library`]: a symbol's way to the real library, resolved at its first call;
 //! - [`shares`]: which GPUs this container may use, and how much of each;
 //! - [`accounts`]: how much of a share is held, and by dead processes;
 //! - [`sys`]: files, mappings and locks;
