@@ -78,6 +78,24 @@ async fn nothing_is_written_at_steady_state() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn nothing_is_decided_on_a_copy_older_than_the_own_writes() {
+    let cluster = Cluster::new();
+    cluster.api.lag(seconds(1));
+    cluster.node("a");
+    let _replica = cluster.replica("one");
+    cluster.settle(SOON).await;
+    cluster.register("a", 2);
+    sleep(seconds(20)).await;
+    cluster.assert_whole("a");
+    // Three slices and the record, none of them tried twice.
+    assert_eq!(cluster.api.attempts(), 4);
+    cluster.gpus("a", &[0, 1, 2]);
+    sleep(seconds(20)).await;
+    cluster.assert_whole("a");
+    assert_eq!(cluster.api.attempts(), 4 + 5);
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_restart_writes_nothing() {
     let (cluster, replica) = published().await;
     replica.stop().await;

@@ -46,6 +46,10 @@ struct Store {
     history: Vec<(u64, String, Value)>,
     watches: Vec<(String, mpsc::UnboundedSender<(u64, Value)>)>,
     writes: Vec<Record>,
+    /// Writes that were asked for, stored or not.
+    attempts: usize,
+    /// How late watches deliver.
+    lag: Duration,
     /// Faults of requests whose `verb resource` begins with the text, used up one by one.
     faults: Vec<(String, VecDeque<Fault>)>,
     /// Fields of ResourceSlices that this server does not know.
@@ -120,6 +124,9 @@ impl Api {
             Method::PATCH => "patch",
             ref other => panic!("{other} is not expected"),
         };
+        if parts.method != Method::GET && path.plural != "leases" {
+            self.store().attempts += 1;
+        }
         let fault = self.store().fault(&format!("{verb} {}", path.resource()));
         match fault {
             Some(Fault::Hang) => std::future::pending().await,
@@ -176,8 +183,12 @@ impl Api {
             .get("timeoutSeconds")
             .and_then(|v| v.parse().ok())
             .unwrap_or(290);
-        let query = query.clone();
+        let (query, lag) = (query.clone(), store.lag);
         let events = lines(receiver)
+            .then(move |event| async move {
+                tokio::time::sleep(lag).await;
+                event
+            })
             .filter(move |event| {
                 let selected = selected(&event["object"], &query);
                 async move { selected }
@@ -261,6 +272,16 @@ impl Api {
             .iter()
             .filter(|(_, plural, _)| plural != "leases");
         other.count()
+    }
+
+    /// Writes that were asked for so far, stored or not, but those to leases.
+    pub fn attempts(&self) -> usize {
+        self.store().attempts
+    }
+
+    /// Watches that begin from now on deliver this late.
+    pub fn lag(&self, lag: Duration) {
+        self.store().lag = lag;
     }
 
     /// What the next requests whose `verb resource` begins with the text meet.
