@@ -4,6 +4,9 @@
 //! or that went away leaves the plugin up and not ready: what was prepared can still be
 //! unprepared, and the driver is looked for again and again.
 
+#[cfg(test)]
+mod tests;
+
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;

@@ -3,6 +3,9 @@
 //! One server-side apply per claim, by a task of its own, which tries for some minutes. Nothing is
 //! taken back at unprepare: the API server drops the entries when the claim is deallocated.
 
+#[cfg(test)]
+mod tests;
+
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};

@@ -1,0 +1,158 @@
+//! A driver that comes late, breaks and changes.
+
+use std::collections::VecDeque;
+
+use super::*;
+use crate::inventory::testing::two_h100;
+use crate::nvml::Description;
+use crate::testing::World;
+
+type Answers<T> = Arc<Mutex<VecDeque<Result<T, NvmlError>>>>;
+
+/// Opens as scripted, at last always.
+#[derive(Debug)]
+struct ScriptedDriver {
+    openings: Answers<()>,
+    descriptions: Answers<Description>,
+}
+
+/// Describes as scripted, at last two H100.
+#[derive(Debug)]
+struct ScriptedNvml(Answers<Description>);
+
+impl Driver for ScriptedDriver {
+    fn open(&self) -> Result<Box<dyn Nvml>, NvmlError> {
+        let next = self.openings.lock().unwrap().pop_front();
+        next.unwrap_or(Ok(()))?;
+        Ok(Box::new(ScriptedNvml(Arc::clone(&self.descriptions))))
+    }
+}
+
+impl Nvml for ScriptedNvml {
+    fn describe(&self) -> Result<Description, NvmlError> {
+        let next = self.0.lock().unwrap().pop_front();
+        next.unwrap_or_else(|| Ok(two_h100()))
+    }
+}
+
+fn absent() -> NvmlError {
+    NvmlError::NotFound {
+        root: "/driver-root".into(),
+        searched: "/usr/lib64".into(),
+    }
+}
+
+struct Observed {
+    world: World,
+    openings: Answers<()>,
+    descriptions: Answers<Description>,
+    state: watch::Receiver<DriverState>,
+    _stop: tokio_util::sync::DropGuard,
+}
+
+fn observe(
+    openings: impl IntoIterator<Item = Result<(), NvmlError>>,
+    descriptions: impl IntoIterator<Item = Result<Description, NvmlError>>,
+) -> Observed {
+    let world = World::new();
+    std::fs::create_dir_all(&world.layout.cdi).unwrap();
+    let openings = Arc::new(Mutex::new(openings.into_iter().collect()));
+    let descriptions = Arc::new(Mutex::new(descriptions.into_iter().collect()));
+    let observer = Observer {
+        driver: Box::new(ScriptedDriver {
+            openings: Arc::clone(&openings),
+            descriptions: Arc::clone(&descriptions),
+        }),
+        root: world.driver_root(),
+        sysfs: "/nowhere".into(),
+        spec_file: Arc::new(SpecFile::new(Arc::new(fs::HostFs), &world.layout)),
+        layout: world.layout.clone(),
+    };
+    let (sender, state) = watch::channel(DriverState::default());
+    let stop = CancellationToken::new();
+    tokio::spawn(observer.run(sender, stop.clone()));
+    Observed {
+        world,
+        openings,
+        descriptions,
+        state,
+        _stop: stop.drop_guard(),
+    }
+}
+
+impl Observed {
+    async fn until(&mut self, what: impl FnMut(&DriverState) -> bool) -> DriverState {
+        let wait = tokio::time::timeout(Duration::from_hours(1), self.state.wait_for(what));
+        wait.await.unwrap().unwrap().clone()
+    }
+
+    async fn until_gpus(&mut self, count: usize) {
+        self.until(|s| matches!(s, DriverState::Ready(r) if r.inventory.gpus.len() == count))
+            .await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_driver_that_comes_late_is_found() {
+    let mut observed = observe([Err(absent()), Err(absent()), Ok(())], []);
+    let absent = observed
+        .until(|s| matches!(s, DriverState::Absent(_)))
+        .await;
+    let DriverState::Absent(why) = absent else {
+        unreachable!()
+    };
+    assert!(why.to_string().contains("driverRoot"), "{why}");
+    observed.until_gpus(2).await;
+    assert!(observed.openings.lock().unwrap().is_empty());
+    assert!(observed.world.layout.driver_spec().exists());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_driver_that_stops_answering_is_opened_anew() {
+    let lost = NvmlError::Call {
+        call: "nvmlDeviceGetCount_v2",
+        object: String::new(),
+        reason: "GPU is lost".into(),
+    };
+    let mut observed = observe([], [Ok(two_h100()), Err(lost)]);
+    observed.until_gpus(2).await;
+    observed.openings.lock().unwrap().push_back(Err(absent()));
+    let gone = observed
+        .until(|s| matches!(s, DriverState::Absent(_)))
+        .await;
+    assert!(matches!(gone, DriverState::Absent(why) if why.to_string().contains("GPU is lost")));
+    observed
+        .until(|s| matches!(s, DriverState::Absent(why) if why.to_string().contains("driverRoot")))
+        .await;
+    observed.until_gpus(2).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_gpu_that_breaks_leaves_the_others() {
+    let mut one = two_h100();
+    one.gpus.truncate(1);
+    one.broken.push(NvmlError::Call {
+        call: "nvmlDeviceGetHandleByIndex_v2",
+        object: "index 1".into(),
+        reason: "GPU is lost".into(),
+    });
+    let mut observed = observe([], [Ok(two_h100())]);
+    observed.until_gpus(2).await;
+    observed.descriptions.lock().unwrap().push_back(Ok(one));
+    observed.until_gpus(1).await;
+    observed.until_gpus(2).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_incomplete_driver_root_is_no_driver() {
+    let mut other = two_h100();
+    other.driver_version = "550.54.15".into();
+    let mut observed = observe([], [Ok(other)]);
+    let absent = observed
+        .until(|s| matches!(s, DriverState::Absent(_)))
+        .await;
+    assert!(
+        matches!(absent, DriverState::Absent(why) if why.to_string().contains("libcuda.so.550.54.15"))
+    );
+    observed.until_gpus(2).await;
+}

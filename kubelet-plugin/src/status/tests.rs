@@ -1,0 +1,112 @@
+//! What is told, how often, and what happens when it cannot be.
+
+use std::time::Duration;
+
+use crate::testing::api::Mood;
+use crate::testing::{World, capped, claim, claim_ref};
+
+use super::*;
+
+#[derive(Debug)]
+struct Noon;
+
+impl Clock for Noon {
+    fn now(&self) -> jiff::Timestamp {
+        "2026-11-21T12:00:00.5Z".parse().unwrap()
+    }
+}
+
+async fn prepared() -> (World, Arc<Record>, StatusWriter) {
+    let world = World::new();
+    world.api.put(claim("a", &[capped("gpu", 0, "20Gi", 25)]));
+    let record = world
+        .start()
+        .preparer
+        .prepare(&claim_ref("a"))
+        .await
+        .unwrap();
+    let writer = StatusWriter::new(world.api.client(), Arc::new(Noon));
+    (world, record, writer)
+}
+
+async fn until_patched(world: &World, times: usize) {
+    let wait = async {
+        while world.api.paths("PATCH").len() < times {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_mins(10), wait)
+        .await
+        .unwrap();
+}
+
+#[tokio::test]
+async fn an_entry_says_which_gpu_and_how_much_of_it() {
+    let (world, record, writer) = prepared().await;
+    for _ in 0..3 {
+        writer.tell(&record);
+    }
+    until_patched(&world, 1).await;
+    let requests = world.api.requests();
+    let patches: Vec<_> = requests
+        .iter()
+        .filter(|(method, ..)| method == "PATCH")
+        .collect();
+    let [(_, path, body)] = patches[..] else {
+        panic!("told once: {patches:?}")
+    };
+    assert_eq!(
+        path,
+        "/apis/resource.k8s.io/v1/namespaces/team/resourceclaims/a/status"
+    );
+    assert_eq!(
+        body["metadata"]["uid"], "uid-of-a",
+        "another claim of that name is refused"
+    );
+    assert_eq!(
+        body["status"]["devices"],
+        json!([{
+            "driver": "gpu.tranche.dev",
+            "pool": "node-a/gpu",
+            "device": "gpu-0-capped",
+            "shareID": "00000000-0000-4000-8000-000000000001",
+            "data": {
+                "tier": "capped",
+                "gpuUUID": "GPU-00000000-0000-0000-0000-000000000000",
+                "pciBusID": "0000:1b:00.0",
+                "memory": "20Gi",
+                "cores": 25,
+            },
+            "conditions": [{
+                "type": "Ready",
+                "status": "True",
+                "reason": "Prepared",
+                "message": "containers get it by CDI",
+                "lastTransitionTime": "2026-11-21T12:00:00Z",
+            }],
+        }])
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn it_is_tried_again_until_it_works() {
+    let (world, record, writer) = prepared().await;
+    world.api.set_mood(Mood::Failing(500));
+    writer.tell(&record);
+    until_patched(&world, 3).await;
+    world.api.set_mood(Mood::Well);
+    until_patched(&world, 4).await;
+    tokio::time::sleep(Duration::from_hours(1)).await;
+    assert_eq!(world.api.paths("PATCH").len(), 4);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_released_claim_is_not_told_of() {
+    let (world, record, writer) = prepared().await;
+    world.api.set_mood(Mood::Failing(500));
+    writer.tell(&record);
+    until_patched(&world, 1).await;
+    writer.forget("uid-of-a");
+    tokio::time::sleep(Duration::from_hours(1)).await;
+    assert_eq!(world.api.paths("PATCH").len(), 1);
+}
