@@ -13,7 +13,7 @@ use tranche_api::names::{DRIVER, pool};
 
 /// Everything that is measured happens in this namespace, which goes afterwards.
 pub const NAMESPACE: &str = "tranche-bench";
-const LONGEST_WAIT: Duration = Duration::from_secs(120);
+const LONGEST_WAIT: Duration = Duration::from_mins(2);
 
 /// An API server and one GPU node of its cluster.
 #[derive(Clone)]

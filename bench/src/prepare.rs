@@ -230,8 +230,10 @@ impl Load<'_> {
     /// Releases every claim, removes it, and counts the files that are left.
     async fn clean_up(&self) -> anyhow::Result<usize> {
         let all: Vec<_> = self.timed.iter().chain(&self.held).collect();
+        // Anew: a plugin that was restarted meanwhile may be why the measurement failed.
+        let plugin = Plugin::connect(&self.args.plugin_dir.join("dra.sock")).await?;
         let released: anyhow::Result<Vec<()>> = stream::iter(&all)
-            .map(|claim| self.plugin.unprepare(claim))
+            .map(|claim| plugin.unprepare(claim))
             .buffer_unordered(AT_ONCE)
             .try_collect()
             .await;

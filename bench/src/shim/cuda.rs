@@ -4,7 +4,7 @@
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::mem::transmute_copy;
-use std::ptr::{null, null_mut};
+use std::ptr::null_mut;
 
 use anyhow::{bail, ensure};
 
@@ -218,7 +218,7 @@ unsafe fn find<F: Copy>(library: *mut c_void, name: &CStr) -> anyhow::Result<F> 
     // SAFETY: a handle of dlopen and a C string.
     let address: *const c_void = unsafe { libc::dlsym(library, name.as_ptr()) };
     ensure!(
-        address != null(),
+        !address.is_null(),
         "libcuda.so.1 has no {}",
         name.to_string_lossy()
     );

@@ -42,10 +42,6 @@ pub const LAUNCH: &str = "launch";
 
 const BLOCK: usize = 4096;
 const LIVE: usize = 10_000;
-/// More than any limit, less than would be refused without a look at what is left.
-const TOO_MUCH_OF_SHARE: usize = 4 << 30;
-/// Nobody has as much.
-const TOO_MUCH_OF_GPU: usize = 1 << 45;
 /// Calls per time taken: the clock's own cost is lost in them.
 const BATCH: u32 = 200;
 const BATCHES: usize = 50;
@@ -82,16 +78,11 @@ fn calls(cuda: &Cuda, kernel: Pointer) -> anyhow::Result<BTreeMap<&'static str, 
         cuda.free(pointer)
     };
     let (_, total) = cuda.mem_info()?;
-    // One byte is in use, so all of it is too much, and only a look at what is left can tell.
+    // With one byte in use all of it is too much, and only a look at what is left can tell.
     let kept = cuda.alloc(1)?;
-    let too_much = if total <= TOO_MUCH_OF_SHARE {
-        total
-    } else {
-        TOO_MUCH_OF_GPU
-    };
     let mut calls = BTreeMap::from([
         (ALLOC, timed(alloc_and_free)?),
-        (REFUSAL, timed(|| cuda.refused(too_much))?),
+        (REFUSAL, timed(|| cuda.refused(total))?),
         (MEM_INFO, timed(|| cuda.mem_info().map(drop))?),
         (PROC_ADDRESS, timed(|| cuda.proc_address(c"cuMemAlloc"))?),
         (LAUNCH, timed(|| cuda.launch(kernel))?),
@@ -114,7 +105,7 @@ fn timed(call: impl Fn() -> anyhow::Result<()>) -> anyhow::Result<f64> {
         for _ in 0..BATCH {
             call()?;
         }
-        batches.push((cpu_time() - start).as_secs_f64() * 1e9 / f64::from(BATCH));
+        batches.push(cpu_time().saturating_sub(start).as_secs_f64() * 1e9 / f64::from(BATCH));
     }
     batches.sort_by(f64::total_cmp);
     batches.get(BATCHES / 2).copied().context("no batch")

@@ -9,7 +9,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::Instant;
 
 use anyhow::{Context, ensure};
-use rustix::mount::{MountFlags, mount, mount_bind};
+use rustix::mount::{MountFlags, mount, mount_bind, mount_remount};
 use serde::Serialize;
 use tranche_shim_core::{AccountPage, CapPage, ComputePolicy, paths};
 
@@ -73,8 +73,8 @@ const OURS: &str = "/usr/lib/tranche";
 const PRELOAD: &str = "/etc/ld.so.preload";
 /// Where Debian's driver has its libraries.
 const DRIVER: &str = "/usr/lib/x86_64-linux-gnu";
-/// More than all probes have at a time, less than two of the refused allocations.
-const LIMIT: u64 = 4 << 30;
+/// More than all probes have at a time, contexts included.
+const LIMIT: u64 = 16 << 30;
 
 /// Makes the world, measures, and prints the answer as JSON.
 pub fn run(args: &WorldArgs) -> anyhow::Result<()> {
@@ -157,9 +157,19 @@ fn pages(folder: &Path, key: &str, gpu: &str) -> anyhow::Result<()> {
         .map_err(|error| anyhow::anyhow!("cap page of {gpu}: {error}"))?;
     let share = Path::new(paths::SHARES).join(key);
     fs::create_dir_all(&share)?;
-    for (page, content, mode) in [
-        (paths::CAP, &cap[..], 0o444),
-        (paths::ACCOUNT, AccountPage::initial(), 0o666),
+    for (page, content, mode, flags) in [
+        (
+            paths::CAP,
+            &cap[..],
+            0o444,
+            MountFlags::BIND | MountFlags::RDONLY,
+        ),
+        (
+            paths::ACCOUNT,
+            AccountPage::initial(),
+            0o666,
+            MountFlags::BIND,
+        ),
     ] {
         let source = folder.join(format!("{key}.{page}"));
         fs::write(&source, content)?;
@@ -167,6 +177,7 @@ fn pages(folder: &Path, key: &str, gpu: &str) -> anyhow::Result<()> {
         let target = share.join(page);
         File::create(&target)?;
         mount_bind(&source, &target).with_context(|| format!("{}", target.display()))?;
+        mount_remount(&target, flags, "").with_context(|| format!("{}", target.display()))?;
     }
     Ok(())
 }

@@ -129,7 +129,7 @@ impl PoolWatch {
     fn take(&mut self, event: Event) -> anyhow::Result<()> {
         match event {
             Event::Slice(WatchEvent::Added(slice) | WatchEvent::Modified(slice)) => {
-                self.add(&slice)
+                self.add(&slice);
             }
             Event::Slice(WatchEvent::Deleted(slice)) => {
                 self.slices.remove(&slice.name_any());
