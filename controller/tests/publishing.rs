@@ -106,6 +106,21 @@ async fn a_restart_writes_nothing() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn what_is_not_known_yet_is_not_taken_for_gone() {
+    for kind in ["gpunodes", "nodes", "sharingpolicies", "resourceslices"] {
+        let (cluster, replica) = published().await;
+        replica.stop().await;
+        let before = cluster.api.writes();
+        cluster
+            .api
+            .fault(&format!("list {kind}"), vec![Fault::Refuse(500); 4]);
+        let _replica = cluster.replica("two");
+        sleep(seconds(120)).await;
+        assert_eq!(cluster.api.writes(), before, "{kind} came late");
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_deleted_slice_comes_back_while_the_plugin_lives() {
     let (cluster, _replica) = published().await;
     let _plugin = cluster.plugin("a", FAST);
