@@ -50,7 +50,7 @@ e2e: image simulator ## the suite on a cluster, which goes afterwards unless it 
 	e2e/kind/with e2e/run
 
 bench: image simulator ## the numbers of SPECIFICATION.md
-	e2e/kind/with cargo run --release -p tranche-bench
+	e2e/kind/with bench/run
 
 tools: ## kind and helm, in target/cluster/bin
 	e2e/kind/tools
