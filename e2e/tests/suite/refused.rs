@@ -53,6 +53,35 @@ fn a_wrong_share_config_is_refused_when_it_is_written() -> anyhow::Result<()> {
     })
 }
 
+#[test]
+fn a_size_that_is_none_is_refused_when_it_is_written() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let namespace = case.namespace("sizes").await?;
+        for (memory, cores, field) in [
+            ("0", "10", "memory"),
+            ("-1Gi", "10", "memory"),
+            ("1Gi", "0", "cores"),
+            ("1Gi", "101", "cores"),
+            ("1Gi", "500m", "cores"),
+        ] {
+            let spec = Request::capped(memory, cores).spec();
+            let claim = namespace.claim("wrong", &spec).await.map(drop);
+            let template = namespace.template("wrong", &spec).await;
+            for (kind, answer) in [("claim", claim), ("template", template)] {
+                let Err(error) = answer else {
+                    anyhow::bail!("a {kind} for {memory} and {cores} was let in");
+                };
+                let error = format!("{error:#}");
+                ensure!(error.contains(field), "{kind}, {memory}, {cores}: {error}");
+            }
+        }
+        namespace
+            .claim("right", &Request::capped("1Mi", "100").spec())
+            .await?;
+        Ok(())
+    })
+}
+
 /// Takes the admission policy off until the test ends.
 async fn without_admission(case: &Case) -> anyhow::Result<()> {
     let bindings: Api<ValidatingAdmissionPolicyBinding> = Api::all(case.client.clone());

@@ -20,8 +20,8 @@ pub struct Fill {
     /// Taken at a time; halved at each refusal, down to --least
     #[arg(long, default_value = "256Mi")]
     chunk: Amount,
-    /// The smallest piece that is tried
-    #[arg(long, default_value = "1Mi")]
+    /// The smallest piece that is tried; the driver takes large ones by blocks of 2 MiB
+    #[arg(long, default_value = "2Mi")]
     least: Amount,
     /// By which call
     #[arg(long, value_enum, default_value_t = Way::Device)]
