@@ -16,7 +16,7 @@ use kube::api::{Patch, PatchParams};
 use kube::{Api, Client};
 use serde_json::{Value, json};
 use tokio::sync::Semaphore;
-use tokio::task::AbortHandle;
+use tokio_util::sync::CancellationToken;
 use tracing::{debug, warn};
 use tranche_api::Quantity;
 use tranche_api::names::DRIVER;
@@ -37,7 +37,7 @@ pub struct StatusWriter {
     client: Client,
     clock: Arc<dyn Clock>,
     slots: Arc<Semaphore>,
-    told: Mutex<HashMap<String, (Arc<Record>, AbortHandle)>>,
+    told: Mutex<HashMap<String, (Arc<Record>, CancellationToken)>>,
 }
 
 impl fmt::Debug for StatusWriter {
@@ -62,45 +62,60 @@ impl StatusWriter {
     pub fn tell(&self, record: &Arc<Record>) {
         let uid = &record.plan.allocation.uid;
         let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((old, task)) = told.get(uid) {
+        if let Some((old, stop)) = told.get(uid) {
             if old.plan == record.plan {
                 return;
             }
-            task.abort();
+            stop.cancel();
         }
         let body = body(record, self.clock.now());
         let allocation = &record.plan.allocation;
         let api = Api::<ResourceClaim>::namespaced(self.client.clone(), &allocation.namespace);
-        let task = tokio::spawn(write(
+        let stop = CancellationToken::new();
+        tokio::spawn(write(
             api,
             allocation.name.clone(),
             body,
             Arc::clone(&self.slots),
+            stop.clone(),
         ));
-        told.insert(uid.clone(), (Arc::clone(record), task.abort_handle()));
+        told.insert(uid.clone(), (Arc::clone(record), stop));
     }
 
-    /// Stops telling of a claim.
+    /// Stops telling of a claim. A request under way is let finish: giving it up would cost its
+    /// connection, and the next claim's read the making of a new one.
     pub fn forget(&self, uid: &str) {
         let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((_, task)) = told.remove(uid) {
-            task.abort();
+        if let Some((_, stop)) = told.remove(uid) {
+            stop.cancel();
         }
     }
 }
 
-async fn write(api: Api<ResourceClaim>, name: String, body: Value, slots: Arc<Semaphore>) {
+async fn write(
+    api: Api<ResourceClaim>,
+    name: String,
+    body: Value,
+    slots: Arc<Semaphore>,
+    stop: CancellationToken,
+) {
     let params = PatchParams::apply(FIELD_MANAGER).force();
     for pause in PAUSES.map(Some).into_iter().chain([None]) {
-        let attempt = async {
-            let _slot = slots.acquire().await;
-            api.patch_status(&name, &params, &Patch::Apply(&body)).await
+        let Some(slot) = stop.run_until_cancelled(slots.acquire()).await else {
+            return;
         };
-        match (attempt.await, pause) {
+        let answer = api.patch_status(&name, &params, &Patch::Apply(&body)).await;
+        drop(slot);
+        match (answer, pause) {
             (Ok(_), _) => return debug!(claim = name, "told status.devices"),
             // Released and deleted, or another claim by now: nobody to tell.
             (Err(kube::Error::Api(status)), _) if matches!(status.code, 404 | 409) => return,
-            (Err(_), Some(pause)) => tokio::time::sleep(Duration::from_secs(pause)).await,
+            (Err(_), Some(pause)) => {
+                let pause = tokio::time::sleep(Duration::from_secs(pause));
+                if stop.run_until_cancelled(pause).await.is_none() {
+                    return;
+                }
+            }
             (Err(error), None) => {
                 return warn!(
                     claim = name,

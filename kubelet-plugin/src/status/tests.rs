@@ -2,6 +2,9 @@
 
 use std::time::Duration;
 
+use kube::client::Body;
+use tokio::sync::Notify;
+
 use crate::testing::api::Mood;
 use crate::testing::{World, capped, claim, claim_ref};
 
@@ -109,4 +112,33 @@ async fn a_released_claim_is_not_told_of() {
     writer.forget("uid-of-a");
     tokio::time::sleep(Duration::from_hours(1)).await;
     assert_eq!(world.api.paths("PATCH").len(), 1);
+}
+
+/// Whoever gives up a request loses its connection, and the next one pays for a new one.
+#[tokio::test]
+async fn a_request_under_way_is_let_finish() {
+    let (_world, record, _) = prepared().await;
+    let (begun, go, finished) = (Arc::default(), Arc::default(), Arc::default());
+    let signals: [Arc<Notify>; 3] = [Arc::clone(&begun), Arc::clone(&go), Arc::clone(&finished)];
+    let service = tower::service_fn(move |_: http::Request<Body>| {
+        let [begun, go, finished] = signals.clone();
+        async move {
+            begun.notify_one();
+            go.notified().await;
+            finished.notify_one();
+            Ok::<_, std::convert::Infallible>(http::Response::new(Body::empty()))
+        }
+    });
+    let writer = StatusWriter::new(Client::new(service, "default"), Arc::new(Noon));
+    writer.tell(&record);
+    begun.notified().await;
+    writer.forget("uid-of-a");
+    // Time for the writer to give up, if it did.
+    for _ in 0..16 {
+        tokio::task::yield_now().await;
+    }
+    go.notify_one();
+    tokio::time::timeout(Duration::from_secs(10), finished.notified())
+        .await
+        .unwrap();
 }
