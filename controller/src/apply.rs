@@ -240,13 +240,7 @@ impl Executor {
         let mut params = ListParams::default().limit(PAGE);
         loop {
             let what = || format!("list ResourceClaims for node {node}");
-            let page = tokio::time::timeout(DEADLINE, self.claims.list(&params))
-                .await
-                .map_err(|_| ApplyError::Deadline { what: what() })?
-                .map_err(|source| ApplyError::Request {
-                    what: what(),
-                    source,
-                })?;
+            let page = read(what, self.claims.list(&params)).await?;
             devices.extend(
                 page.items
                     .iter()
@@ -270,13 +264,7 @@ impl Executor {
             .labels(PLUGIN_PODS)
             .fields(&format!("spec.nodeName={node}"));
         let what = || format!("list the node plugin's pods on node {node}");
-        let pods = tokio::time::timeout(DEADLINE, self.pods.list(&params))
-            .await
-            .map_err(|_| ApplyError::Deadline { what: what() })?
-            .map_err(|source| ApplyError::Request {
-                what: what(),
-                source,
-            })?;
+        let pods = read(what, self.pods.list(&params)).await?;
         Ok(pods.iter().any(|pod| {
             let conditions = pod.status.as_ref().and_then(|s| s.conditions.as_ref());
             conditions
@@ -329,4 +317,18 @@ impl Executor {
         self.metrics.written(verb, resource, outcome);
         result
     }
+}
+
+/// One read of the API server, within the deadline.
+async fn read<T>(
+    what: impl Fn() -> String,
+    request: impl Future<Output = kube::Result<T>>,
+) -> Result<T, ApplyError> {
+    tokio::time::timeout(DEADLINE, request)
+        .await
+        .map_err(|_| ApplyError::Deadline { what: what() })?
+        .map_err(|source| ApplyError::Request {
+            what: what(),
+            source,
+        })
 }
