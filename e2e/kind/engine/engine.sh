@@ -14,17 +14,22 @@ is_our_process() {
 		tr '\0' ' ' <"/proc/$1/cmdline" | grep -qF "$ENGINE_RUN"
 }
 
+# need_engine installs what an engine of our own consists of, and what its traces are looked for with.
+need_engine() {
+	need dockerd docker.io iptables
+	need docker docker-cli # a package of its own since Debian 13
+	need nft nftables
+	need ip iproute2
+	need sysctl procps
+}
+
 # use_engine leaves DOCKER_HOST pointing at the engine that everything after it uses.
 use_engine() {
 	if command -v docker >/dev/null && engine_answers; then
 		say "Using the Docker engine ${DOCKER_HOST:+at $DOCKER_HOST }that answers"
 		return
 	fi
-	need dockerd docker.io iptables
-	need docker docker-cli # a package of its own since Debian 13
-	need nft nftables
-	need ip iproute2
-	need sysctl procps
+	need_engine
 	if engine_answers; then
 		say "Using the Docker engine that its package has started"
 		return

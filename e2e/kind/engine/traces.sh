@@ -159,6 +159,9 @@ restore_sysctls() {
 	done <"$ENGINE_STATE/sysctl.before"
 }
 
+# engine_processes lists whoever names the engine's folder; the bracket keeps grep from finding itself.
+engine_processes() { grep -la "${ENGINE_RUN/tranche/[t]ranche}" /proc/[0-9]*/cmdline 2>/dev/null || true; }
+
 # machine_state prints what of the machine an engine changes: the same before our engine came and after it has gone.
 machine_state() {
 	ip -oneline link show type bridge | awk '{print "bridge", $2}'
@@ -170,6 +173,5 @@ machine_state() {
 	cgroup_folders | sed 's/^/cgroup /'
 	sysctl "${SYSCTLS[@]}" 2>/dev/null | sed 's/^/setting /'
 	find "${FOLDERS[@]}" "$ENGINE_STATE" "$ENGINE_RUN" -maxdepth 0 2>/dev/null | sed 's/^/folder /'
-	# The bracket keeps this grep from finding itself.
-	grep -la "${ENGINE_RUN/tranche/[t]ranche}" /proc/[0-9]*/cmdline 2>/dev/null | sed 's/^/process /'
+	engine_processes | sed 's/^/process /'
 }
