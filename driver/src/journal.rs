@@ -1,4 +1,4 @@
-//! The durable record of one claim's plan and how far it got, as bytes.
+//! The durable record of one claim's plan, as bytes.
 //!
 //! The kubelet-plugin keeps one such record per claim in a file; here is only what is in it. A
 //! record is JSON with a `version` at its top. A reader knows its own version and the one before,
@@ -14,19 +14,14 @@ pub const VERSION: u64 = 1;
 /// The oldest version read.
 pub const OLDEST_VERSION: u64 = 1;
 
-/// One claim's plan and how far it got.
+/// One claim's plan, of which any part may have been carried out: doing it again and undoing it both
+/// cover the whole.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Record {
     version: u64,
-    /// The kernel's boot id when the plan was last executed: what is not on disk is gone with the
-    /// boot.
-    pub boot_id: String,
     /// What to do.
     pub plan: PreparationPlan,
-    /// How many of the plan's steps are known to be done, from the first. A step beyond may have
-    /// run too: undoing covers the whole plan.
-    pub done: usize,
 }
 
 /// Why a record cannot be read.
@@ -51,14 +46,6 @@ pub enum JournalError {
         /// The version of the record.
         found: u64,
     },
-    /// More steps done than there are.
-    #[error("corrupt journal: {done} steps are done of a plan of {steps}")]
-    Progress {
-        /// As recorded.
-        done: usize,
-        /// As planned.
-        steps: usize,
-    },
 }
 
 /// The one field that every version has.
@@ -68,21 +55,13 @@ struct Envelope {
 }
 
 impl Record {
-    /// A plan of which nothing is done.
+    /// A record of this version.
     #[must_use]
-    pub fn new(boot_id: String, plan: PreparationPlan) -> Self {
+    pub fn new(plan: PreparationPlan) -> Self {
         Self {
             version: VERSION,
-            boot_id,
             plan,
-            done: 0,
         }
-    }
-
-    /// Whether every step is done.
-    #[must_use]
-    pub fn is_complete(&self) -> bool {
-        self.done == self.plan.steps.len()
     }
 
     /// The record's bytes, with a final newline.
@@ -106,14 +85,7 @@ impl Record {
         if version < OLDEST_VERSION {
             return Err(JournalError::Older { found: version });
         }
-        let record: Self = serde_json::from_slice(bytes).map_err(JournalError::Corrupt)?;
-        if record.done > record.plan.steps.len() {
-            return Err(JournalError::Progress {
-                done: record.done,
-                steps: record.plan.steps.len(),
-            });
-        }
-        Ok(record)
+        serde_json::from_slice(bytes).map_err(JournalError::Corrupt)
     }
 }
 

@@ -47,7 +47,6 @@ use crate::sockets::Socket;
 use crate::status::StatusWriter;
 
 const SYSFS: &str = "/sys";
-const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
 /// Log lines on stderr.
 pub fn start_logging(format: LogFormat) {
@@ -215,11 +214,7 @@ fn preparer(
     if let Err(error) = &installation {
         error!(%error, "claims will be refused: what their containers need is not installed");
     }
-    let boot_id = std::fs::read_to_string(BOOT_ID)
-        .with_context(|| format!("cannot read {BOOT_ID}"))?
-        .trim()
-        .to_owned();
-    let executor = Executor::new(fs, layout.clone(), boot_id)?;
+    let executor = Executor::new(fs, layout.clone())?;
     let loaded = executor.recover()?;
     for (_, error) in &loaded.refused {
         error!(%error, "a claim's journal cannot be read; the claim is refused until it can");

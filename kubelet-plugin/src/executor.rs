@@ -1,11 +1,11 @@
 //! Carries out a plan, step by step, and takes it back.
 //!
 //! ```text
-//!  journal the plan ─► step 1 ─► … ─► step n ─► journal: done         any failure: undo n … 1, forget
+//!  journal the plan ─► step 1 ─► … ─► step n         any failure: undo n … 1, forget
 //! ```
 //!
 //! Killed anywhere, the journal says what to undo or to do again; each step and each inverse may be
-//! repeated at will. Nothing here knows why a step is in a plan.
+//! repeated at will, so how far it got need not be known. Nothing here knows why a step is in a plan.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -87,12 +87,11 @@ pub struct Executor {
     fs: Arc<dyn Fs>,
     layout: Layout,
     journal: Journal,
-    boot_id: String,
 }
 
 impl Executor {
-    /// Works below `layout`; `boot_id` is the kernel's.
-    pub fn new(fs: Arc<dyn Fs>, layout: Layout, boot_id: String) -> Result<Self, FsError> {
+    /// Works below `layout`.
+    pub fn new(fs: Arc<dyn Fs>, layout: Layout) -> Result<Self, FsError> {
         let journal = Journal::open(Arc::clone(&fs), layout.claims())?;
         fs.create_dir(&layout.shares)?;
         fs.create_dir(&layout.cdi)?;
@@ -100,7 +99,6 @@ impl Executor {
             fs,
             layout,
             journal,
-            boot_id,
         })
     }
 
@@ -110,37 +108,22 @@ impl Executor {
         &self.journal
     }
 
-    /// Carries out a new plan, or nothing of it. Where even taking it back fails, the record comes
-    /// back too: its journal is still there.
-    pub fn execute(&self, plan: PreparationPlan) -> Result<Record, Box<(Record, ExecuteError)>> {
-        let mut record = Record::new(self.boot_id.clone(), plan);
-        let journalled = self.journal.write(&record, Durability::Disk);
-        let done = journalled
-            .map_err(StepError::from)
-            .and_then(|()| self.run(&record.plan))
-            .and_then(|()| {
-                record.done = record.plan.steps.len();
-                Ok(self.journal.write(&record, Durability::Ordered)?)
-            });
-        match done {
-            Ok(()) => Ok(record),
-            Err(error) => {
+    /// Carries out a new plan, or nothing of it.
+    pub fn execute(&self, record: &Record) -> Result<(), ExecuteError> {
+        let journalled = self.journal.write(record).map_err(StepError::from);
+        journalled
+            .and_then(|()| self.rebuild(&record.plan))
+            .map_err(|error| {
                 let cleanup = self.undo(&record.plan).err().map_or_else(Vec::new, |e| e.0);
-                Err(Box::new((record, ExecuteError { error, cleanup })))
-            }
-        }
+                ExecuteError { error, cleanup }
+            })
     }
 
-    /// Carries out a journalled plan again: what is there stays, what a reboot or an admin removed
-    /// comes back. Nothing is taken back when it fails, since containers may be using it.
-    pub fn rebuild(&self, record: &mut Record) -> Result<(), StepError> {
-        self.run(&record.plan)?;
-        if !record.is_complete() || record.boot_id != self.boot_id {
-            record.done = record.plan.steps.len();
-            record.boot_id.clone_from(&self.boot_id);
-            self.journal.write(record, Durability::Ordered)?;
-        }
-        Ok(())
+    /// Carries out a journalled plan, again or for the first time: what is there stays, what a reboot
+    /// or an admin removed comes back. Nothing is taken back when it fails, since containers may be
+    /// using it.
+    pub fn rebuild(&self, plan: &PreparationPlan) -> Result<(), StepError> {
+        plan.steps.iter().try_for_each(|step| self.step(plan, step))
     }
 
     /// Takes a plan back, as far as it got, and forgets it. One failure does not hold up the rest,
@@ -204,10 +187,6 @@ impl Executor {
             }
         }
         Ok(loaded)
-    }
-
-    fn run(&self, plan: &PreparationPlan) -> Result<(), StepError> {
-        plan.steps.iter().try_for_each(|step| self.step(plan, step))
     }
 
     fn step(&self, plan: &PreparationPlan, step: &Step) -> Result<(), StepError> {

@@ -147,8 +147,6 @@ impl Fs for HostFs {
 pub enum Durability {
     /// It must: it is the only record of what was done.
     Disk,
-    /// The old content would do as well, a torn one would not.
-    Ordered,
     /// It is rebuilt from the journal, or lies on tmpfs.
     Rebuilt,
 }
@@ -186,7 +184,7 @@ pub fn replace(
     let tmp = temporary(path);
     let write = || {
         fs.write(&tmp, content, mode)?;
-        if durability != Durability::Rebuilt {
+        if durability == Durability::Disk {
             fs.sync(&tmp)?;
         }
         fs.rename(&tmp, path)
@@ -227,10 +225,11 @@ pub fn remove(fs: &dyn Fs, path: &Path, durability: Durability) -> Result<(), Fs
 
 #[cfg(test)]
 pub(crate) mod testing {
-    //! A file system that fails, or dies, at a chosen call.
+    //! A file system that fails, or dies, at a chosen call, or at which writers meet.
 
-    use std::sync::Mutex;
     use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::sync::{Condvar, Mutex};
+    use std::time::Duration;
 
     use super::*;
 
@@ -250,6 +249,27 @@ pub(crate) mod testing {
         fault: Fault,
         count: AtomicUsize,
         calls: Mutex<Vec<String>>,
+        meeting: Option<Meeting>,
+    }
+
+    /// Holds every sync of a file back until so many are at it at once.
+    #[derive(Debug)]
+    struct Meeting {
+        wanted: usize,
+        present: Mutex<usize>,
+        all: Condvar,
+    }
+
+    impl Meeting {
+        fn attend(&self) -> bool {
+            let mut present = self.present.lock().unwrap();
+            *present += 1;
+            self.all.notify_all();
+            let missing = |present: &mut usize| *present < self.wanted;
+            let patience = Duration::from_secs(5);
+            let waited = self.all.wait_timeout_while(present, patience, missing);
+            !waited.unwrap().1.timed_out()
+        }
     }
 
     impl FaultyFs {
@@ -260,6 +280,19 @@ pub(crate) mod testing {
                 fault,
                 count: AtomicUsize::new(0),
                 calls: Mutex::default(),
+                meeting: None,
+            }
+        }
+
+        /// Syncs no file before `wanted` writers are at it at once; fails if they do not come.
+        pub fn meeting(wanted: usize) -> Self {
+            Self {
+                meeting: Some(Meeting {
+                    wanted,
+                    present: Mutex::new(0),
+                    all: Condvar::new(),
+                }),
+                ..Self::recording()
             }
         }
 
@@ -314,6 +347,14 @@ pub(crate) mod testing {
 
         fn sync(&self, path: &Path) -> Result<(), FsError> {
             self.pass("sync", path)?;
+            let meeting = self.meeting.as_ref().filter(|_| path.is_file());
+            if meeting.is_some_and(|meeting| !meeting.attend()) {
+                return Err(FsError {
+                    action: "sync alone",
+                    path: path.to_owned(),
+                    source: io::ErrorKind::TimedOut.into(),
+                });
+            }
             HostFs.sync(path)
         }
 

@@ -96,9 +96,9 @@ impl Journal {
     }
 
     /// Writes one claim's record.
-    pub fn write(&self, record: &Record, durability: Durability) -> Result<(), FsError> {
+    pub fn write(&self, record: &Record) -> Result<(), FsError> {
         let path = self.path(&record.plan.allocation.uid);
-        fs::replace(&*self.fs, &path, &record.encode(), 0o600, durability)
+        fs::replace(&*self.fs, &path, &record.encode(), 0o600, Durability::Disk)
     }
 
     /// Removes one claim's record; it may be gone.

@@ -1,4 +1,8 @@
 //! What this node's claims hold, in memory: the journal, read once.
+//!
+//! Here alone is decided who gets a GPU: [`Ledger::book`] plans a claim against all others and enters
+//! the result in one step, so that no two claims are planned each without the other. Carrying a plan
+//! out takes disk writes, and happens outside: claims on one GPU do not wait for each other's.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -6,6 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::sync::watch;
 use tranche_api::Tier;
 use tranche_driver::journal::Record;
+use tranche_driver::preparation::PreparationPlan;
 
 use crate::claims::ClaimRef;
 use crate::journal::Loaded;
@@ -19,9 +24,65 @@ pub struct Ledger {
 
 #[derive(Clone, Debug)]
 enum Entry {
+    /// Planned, and being carried out.
+    Reserved(Arc<Record>),
     Held(Arc<Record>),
     /// The journal cannot be read: why.
     Refused(Arc<str>),
+}
+
+impl Entry {
+    fn plan(&self) -> Option<&PreparationPlan> {
+        match self {
+            Self::Held(record) | Self::Reserved(record) => Some(&record.plan),
+            Self::Refused(_) => None,
+        }
+    }
+}
+
+/// What a claim gets.
+#[derive(Debug)]
+pub enum Booking {
+    /// What it has: the plan is the same.
+    Kept(Arc<Record>),
+    /// Nothing before it gives up what it has: it was allocated anew.
+    Moved(Arc<Record>),
+    /// What nobody else has.
+    New(Reservation),
+}
+
+/// A plan that is counted as held while it is carried out. Dropping it gives it up.
+#[derive(Debug)]
+pub struct Reservation {
+    ledger: Arc<Ledger>,
+    record: Arc<Record>,
+    held: bool,
+}
+
+impl Reservation {
+    /// What to carry out.
+    #[must_use]
+    pub fn record(&self) -> &Record {
+        &self.record
+    }
+
+    /// From now on the claim holds it.
+    #[expect(clippy::must_use_candidate)]
+    pub fn hold(mut self) -> Arc<Record> {
+        self.held = true;
+        let uid = self.record.plan.allocation.uid.clone();
+        let entry = Entry::Held(Arc::clone(&self.record));
+        self.ledger.claims().insert(uid, entry);
+        Arc::clone(&self.record)
+    }
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        if !self.held {
+            self.ledger.remove(&self.record.plan.allocation.uid);
+        }
+    }
 }
 
 impl Ledger {
@@ -45,7 +106,7 @@ impl Ledger {
     /// The record of a claim; an error where its journal cannot be read.
     pub fn get(&self, uid: &str) -> Result<Option<Arc<Record>>, Arc<str>> {
         match self.claims().get(uid) {
-            None => Ok(None),
+            None | Some(Entry::Reserved(_)) => Ok(None),
             Some(Entry::Held(record)) => Ok(Some(Arc::clone(record))),
             Some(Entry::Refused(why)) => Err(Arc::clone(why)),
         }
@@ -58,15 +119,9 @@ impl Ledger {
             .values()
             .filter_map(|entry| match entry {
                 Entry::Held(record) => Some(Arc::clone(record)),
-                Entry::Refused(_) => None,
+                Entry::Reserved(_) | Entry::Refused(_) => None,
             })
             .collect()
-    }
-
-    /// The UIDs of all claims with a journal, readable or not.
-    #[must_use]
-    pub fn uids(&self) -> Vec<String> {
-        self.claims().keys().cloned().collect()
     }
 
     /// How many journals cannot be read.
@@ -90,12 +145,30 @@ impl Ledger {
         devices
     }
 
-    /// Adds or replaces a claim's record.
-    pub fn insert(&self, record: Record) -> Arc<Record> {
-        let record = Arc::new(record);
-        let uid = record.plan.allocation.uid.clone();
-        self.claims().insert(uid, Entry::Held(Arc::clone(&record)));
-        record
+    /// Plans against everything that is held or reserved, and reserves the plan unless it is the
+    /// claim's own already. The caller holds the claim's lock.
+    pub fn book<E>(
+        self: &Arc<Self>,
+        plan: impl FnOnce(&mut dyn Iterator<Item = &PreparationPlan>) -> Result<PreparationPlan, E>,
+    ) -> Result<Booking, E> {
+        let mut claims = self.claims();
+        let plan = plan(&mut claims.values().filter_map(Entry::plan))?;
+        let uid = plan.allocation.uid.clone();
+        if let Some(Entry::Held(record)) = claims.get(&uid) {
+            let record = Arc::clone(record);
+            return Ok(if record.plan == plan {
+                Booking::Kept(record)
+            } else {
+                Booking::Moved(record)
+            });
+        }
+        let record = Arc::new(Record::new(plan));
+        claims.insert(uid, Entry::Reserved(Arc::clone(&record)));
+        Ok(Booking::New(Reservation {
+            ledger: Arc::clone(self),
+            record,
+            held: false,
+        }))
     }
 
     /// Forgets a claim.
@@ -125,5 +198,99 @@ pub fn claim_of(record: &Record) -> ClaimRef {
         uid: allocation.uid.clone(),
         namespace: allocation.namespace.clone(),
         name: allocation.name.clone(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tranche_driver::claim::Allocation;
+
+    use super::*;
+
+    fn empty_plan(uid: &str) -> PreparationPlan {
+        PreparationPlan {
+            allocation: Allocation {
+                uid: uid.into(),
+                namespace: "team".into(),
+                name: uid.into(),
+                devices: Vec::new(),
+            },
+            devices: Vec::new(),
+            steps: Vec::new(),
+        }
+    }
+
+    /// Books the whole node: a conflict names the others.
+    fn book(ledger: &Arc<Ledger>, uid: &str) -> Result<Booking, Vec<String>> {
+        ledger.book(|others| {
+            let others = others.map(|plan| plan.allocation.uid.clone());
+            match others.filter(|other| other != uid).collect::<Vec<_>>() {
+                others if others.is_empty() => Ok(empty_plan(uid)),
+                others => Err(others),
+            }
+        })
+    }
+
+    fn reserve(ledger: &Arc<Ledger>, uid: &str) -> Reservation {
+        match book(ledger, uid).unwrap() {
+            Booking::New(reservation) => reservation,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn one_of_many_at_once_gets_it() {
+        let ledger = Arc::new(Ledger::default());
+        let start = std::sync::Barrier::new(8);
+        let booked: Vec<_> = std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..8)
+                .map(|n| {
+                    let (ledger, start) = (&ledger, &start);
+                    scope.spawn(move || {
+                        start.wait();
+                        book(ledger, &format!("claim-{n}"))
+                    })
+                })
+                .collect();
+            threads.into_iter().map(|t| t.join().unwrap()).collect()
+        });
+        assert_eq!(booked.iter().filter(|b| b.is_ok()).count(), 1);
+    }
+
+    #[test]
+    fn a_reservation_is_in_the_way_but_not_held_and_ends_with_its_owner() {
+        let ledger = Arc::new(Ledger::default());
+        let mut released = ledger.releases();
+        let reservation = reserve(&ledger, "a");
+        assert_eq!(book(&ledger, "b").unwrap_err(), ["a"]);
+        assert!(ledger.held().is_empty());
+        assert!(ledger.get("a").unwrap().is_none());
+        assert!(!released.has_changed().unwrap());
+        drop(reservation);
+        assert!(released.has_changed().unwrap(), "whoever waits is woken");
+        released.mark_unchanged();
+
+        let record = reserve(&ledger, "b").hold();
+        assert_eq!(ledger.held(), [Arc::clone(&record)]);
+        assert_eq!(ledger.get("b").unwrap(), Some(record));
+        assert!(!released.has_changed().unwrap());
+        ledger.remove("b");
+        assert!(released.has_changed().unwrap());
+        assert!(ledger.held().is_empty());
+    }
+
+    #[test]
+    fn the_same_plan_is_kept_and_another_one_moves() {
+        let ledger = Arc::new(Ledger::default());
+        let record = reserve(&ledger, "a").hold();
+        let again = book(&ledger, "a").unwrap();
+        assert!(matches!(again, Booking::Kept(kept) if kept == record));
+        let anew = ledger.book(|_| {
+            let mut plan = empty_plan("a");
+            plan.allocation.name = "renamed".into();
+            Ok::<_, ()>(plan)
+        });
+        assert!(matches!(anew, Ok(Booking::Moved(old)) if old == record));
+        assert_eq!(ledger.held(), [record], "it is still held");
     }
 }

@@ -168,10 +168,9 @@ impl Metrics {
                 })
                 .set(held.get(&tier).copied().unwrap_or(0));
         }
-        let refused = ledger.refused();
         let count = |n: usize| i64::try_from(n).unwrap_or(i64::MAX);
-        self.claims.set(count(ledger.uids().len() - refused));
-        self.unreadable_journals.set(count(refused));
+        self.claims.set(count(ledger.held().len()));
+        self.unreadable_journals.set(count(ledger.refused()));
         let mut text = String::new();
         // Writing to a string cannot fail.
         let _ = encode(&mut text, &self.registry);

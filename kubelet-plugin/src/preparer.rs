@@ -1,12 +1,12 @@
 //! Prepares and unprepares claims: the order of things, the locks and the deadlines.
 //!
 //! ```text
-//!  claim lock ─► GET ─► UID, allocation ─► GPU locks ─► plan ─► execute ─► ledger ─► answer
-//!                 ▲                                       │                   └─► status, later
-//!                 └─────── another claim is released ◄────┘ the GPU is taken
+//!  claim lock ─► GET ─► UID, allocation ─► ledger: plan, reserve ─► execute ─► hold ─► answer
+//!                 ▲                                  │                         └─► status, later
+//!                 └────── another claim is released ◄┘ the GPU is taken
 //! ```
 //!
-//! Whatever blocks runs on its own thread and owns its locks: a caller that gives up does not
+//! Whatever blocks runs on its own thread and owns the claim's lock: a caller that gives up does not
 //! leave a claim half prepared, and the next caller waits for its turn.
 
 mod error;
@@ -35,8 +35,8 @@ use crate::claims::{ClaimRef, Claims};
 use crate::driver_state::{DriverState, Ready, SpecFile};
 use crate::executor::Executor;
 use crate::install::{InstallError, Installation, Needs};
-use crate::ledger::{Ledger, claim_of};
-use crate::locks::{Held, Key, Locks};
+use crate::ledger::{Booking, Ledger, claim_of};
+use crate::locks::Locks;
 use crate::metrics::Metrics;
 use crate::root::{DriverRoot, Kind};
 
@@ -138,7 +138,7 @@ impl Preparer {
         claim: &ClaimRef,
     ) -> (Option<ResourceClaim>, Result<Arc<Record>, Problem>) {
         let patience = Instant::now() + PATIENCE;
-        let mut claim_lock = self.locks.lock([Key::Claim(claim.uid.clone())]).await;
+        let mut claim_lock = self.locks.lock(&claim.uid).await;
         let mut driver = self.parts.driver.clone();
         let mut released = self.parts.ledger.releases();
         loop {
@@ -159,8 +159,13 @@ impl Preparer {
                 Ok(allocation) => allocation,
                 Err(e) => return (Some(object), Err(e.into())),
             };
+            let this = Arc::clone(self);
+            let work = move || (claim_lock, this.carry_out(&allocation));
+            let Ok(done) = tokio::task::spawn_blocking(work).await else {
+                return (Some(object), Err(Problem::Stopping));
+            };
             let result;
-            (claim_lock, result) = self.prepare_allocation(allocation, claim_lock).await;
+            (claim_lock, result) = done;
             let change = async {
                 match &result {
                     Err(Problem::Plan(e)) if is_conflict(e) => released.changed().await.is_ok(),
@@ -177,77 +182,56 @@ impl Preparer {
         }
     }
 
-    async fn prepare_allocation(
-        self: &Arc<Self>,
-        allocation: Allocation,
-        claim_lock: Held,
-    ) -> (Held, Result<Arc<Record>, Problem>) {
-        let held = match self.parts.ledger.get(&allocation.uid) {
-            Ok(held) => held,
-            Err(why) => return (claim_lock, Err(Problem::Journal(why))),
-        };
-        let minors = allocation.devices.iter().map(|d| d.device.minor());
-        let of_old = held.iter().flat_map(|record| gpus(&record.plan));
-        let gpu_locks = self.locks.lock(minors.map(Key::Gpu).chain(of_old)).await;
-        let this = Arc::clone(self);
-        let work = move || {
-            let _gpus = gpu_locks;
-            (claim_lock, this.carry_out(&allocation, held))
-        };
-        match tokio::task::spawn_blocking(work).await {
-            Ok(done) => done,
-            Err(_) => (self.locks.lock([]).await, Err(Problem::Stopping)),
-        }
-    }
-
-    fn carry_out(
-        &self,
-        allocation: &Allocation,
-        held: Option<Arc<Record>>,
-    ) -> Result<Arc<Record>, Problem> {
-        let parts = &self.parts;
-        let ready = match &*parts.driver.borrow() {
+    fn carry_out(&self, allocation: &Allocation) -> Result<Arc<Record>, Problem> {
+        let Parts {
+            ledger, executor, ..
+        } = &self.parts;
+        let ready = match &*self.parts.driver.borrow() {
             DriverState::Ready(ready) => Arc::clone(ready),
             DriverState::Unknown => return Err(Problem::DriverUnknown),
             DriverState::Absent(why) => return Err(Problem::Driver(Arc::clone(why))),
         };
-        let others = parts.ledger.held();
-        let plan = plan(
-            allocation,
-            &ready.inventory,
-            others.iter().map(|record| &record.plan),
-        )
-        .inspect_err(|e| {
-            if is_conflict(e) {
-                parts.suspect_orphans.notify_one();
-            }
-        })?;
-        self.verify(&plan, &ready)?;
-        match held {
-            Some(record) if record.plan == plan => {
-                let mut record = Record::clone(&record);
-                parts.executor.rebuild(&mut record)?;
-                Ok(parts.ledger.insert(record))
-            }
-            old => {
-                if let Some(old) = old {
-                    // The same claim, allocated anew: nothing of the old allocation is in use.
-                    parts.executor.undo(&old.plan)?;
-                    parts.ledger.remove(&allocation.uid);
+        ledger.get(&allocation.uid).map_err(Problem::Journal)?;
+        loop {
+            match ledger.book(|others| self.plan(allocation, &ready, others))? {
+                Booking::Kept(record) => {
+                    self.verify(&record.plan, &ready)?;
+                    executor.rebuild(&record.plan)?;
+                    return Ok(record);
                 }
-                match parts.executor.execute(plan) {
-                    Ok(record) => Ok(parts.ledger.insert(record)),
-                    Err(failed) => {
-                        let (record, error) = *failed;
+                // Nothing of the old allocation is in use.
+                Booking::Moved(record) => {
+                    executor.undo(&record.plan)?;
+                    ledger.remove(&allocation.uid);
+                }
+                Booking::New(reservation) => {
+                    self.verify(&reservation.record().plan, &ready)?;
+                    let executed = executor.execute(reservation.record());
+                    return match executed {
                         // What could not be taken back is still held.
-                        if !error.cleanup.is_empty() {
-                            parts.ledger.insert(record);
+                        Err(error) if !error.cleanup.is_empty() => {
+                            reservation.hold();
+                            Err(error.into())
                         }
-                        Err(error.into())
-                    }
+                        Err(error) => Err(error.into()),
+                        Ok(()) => Ok(reservation.hold()),
+                    };
                 }
             }
         }
+    }
+
+    fn plan(
+        &self,
+        allocation: &Allocation,
+        ready: &Ready,
+        others: &mut dyn Iterator<Item = &PreparationPlan>,
+    ) -> Result<PreparationPlan, PreparationError> {
+        plan(allocation, &ready.inventory, others).inspect_err(|e| {
+            if is_conflict(e) {
+                self.parts.suspect_orphans.notify_one();
+            }
+        })
     }
 
     /// Looks at everything that the containers will rely on and that the plan does not make.
@@ -294,17 +278,15 @@ impl Preparer {
     }
 
     async fn unprepare_in_turn(self: &Arc<Self>, claim: &ClaimRef) -> Result<(), Problem> {
-        let claim_lock = self.locks.lock([Key::Claim(claim.uid.clone())]).await;
+        let claim_lock = self.locks.lock(&claim.uid).await;
         let held = self
             .parts
             .ledger
             .get(&claim.uid)
             .map_err(Problem::Journal)?;
-        let keys = held.iter().flat_map(|record| gpus(&record.plan));
-        let gpu_locks = self.locks.lock(keys).await;
         let (this, uid) = (Arc::clone(self), claim.uid.clone());
         let work = move || {
-            let _locks = (claim_lock, gpu_locks);
+            let _lock = claim_lock;
             match held {
                 Some(record) => this.parts.executor.undo(&record.plan)?,
                 // Its journal may have been deleted by hand, and what it made not.
@@ -368,8 +350,4 @@ fn tells_devices(claim: &ResourceClaim) -> bool {
         .unwrap_or_default()
         .iter()
         .any(|d| d.driver == DRIVER)
-}
-
-fn gpus(plan: &PreparationPlan) -> impl Iterator<Item = Key> + '_ {
-    plan.devices.iter().map(|device| Key::Gpu(device.minor))
 }

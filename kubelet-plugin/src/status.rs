@@ -28,7 +28,7 @@ use crate::clock::Clock;
 
 /// Writes under way at a time: a burst of prepares must not keep the API server from the reads of
 /// the next.
-const CONCURRENT: usize = 4;
+const CONCURRENT: usize = 2;
 /// Pauses between attempts, in seconds.
 const PAUSES: [u64; 7] = [1, 2, 4, 8, 16, 32, 64];
 

@@ -113,7 +113,7 @@ impl World {
         let image = self.dir.path().join("image");
         let installation =
             Installation::install(Arc::new(HostFs), &image, &self.layout.libraries());
-        let executor = Executor::new(Arc::clone(&fs), self.layout.clone(), "boot-1".into())?;
+        let executor = Executor::new(Arc::clone(&fs), self.layout.clone())?;
         let ledger = Ledger::new(executor.recover()?);
         let told = Arc::new(Told::default());
         let (driver, driver_rx) = watch::channel(DriverState::Ready(Arc::clone(&self.ready)));

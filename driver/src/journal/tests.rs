@@ -23,9 +23,7 @@ fn record() -> Record {
     ];
     let inventory = inventory(vec![gpu(0), gpu(1), gpu(2)]);
     let plan = plan(&allocation("a", &results), &inventory, []).unwrap();
-    let mut record = Record::new("boot-1".to_owned(), plan);
-    record.done = 3;
-    record
+    Record::new(plan)
 }
 
 fn tree() -> Value {
@@ -47,14 +45,6 @@ fn version_1_is_read_and_written() {
         written,
         "the format changed: that takes a new version"
     );
-}
-
-#[test]
-fn a_record_is_complete_when_every_step_is_done() {
-    let mut record = record();
-    assert!(!record.is_complete());
-    record.done = record.plan.steps.len();
-    assert!(record.is_complete());
 }
 
 #[test]
@@ -93,12 +83,6 @@ fn corrupt_records_are_refused() {
         Record::decode(&doubled),
         Err(JournalError::Corrupt(_))
     ));
-    let mut beyond = tree();
-    beyond["done"] = json!(99);
-    assert_eq!(
-        refusal(&beyond),
-        "corrupt journal: 99 steps are done of a plan of 6"
-    );
     for version in [json!("1"), json!(-1), json!(1.5), Value::Null] {
         let mut strange = tree();
         strange["version"] = version;
@@ -147,12 +131,10 @@ proptest! {
     }
 
     #[test]
-    fn a_flipped_byte_is_refused_or_gives_a_sound_record(at in any::<prop::sample::Index>(), byte: u8) {
+    fn a_flipped_byte_does_not_make_it_panic(at in any::<prop::sample::Index>(), byte: u8) {
         let mut bytes = record().encode();
         let at = at.index(bytes.len());
         bytes[at] = byte;
-        if let Ok(read) = Record::decode(&bytes) {
-            prop_assert!(read.done <= read.plan.steps.len());
-        }
+        let _ = Record::decode(&bytes);
     }
 }

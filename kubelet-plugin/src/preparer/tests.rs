@@ -13,6 +13,14 @@ use crate::nvml::NvmlError;
 use crate::testing::api::Mood;
 use crate::testing::{Plugin, World, capped, claim, claim_ref, whole};
 
+/// The names of the claims that hold something.
+fn held(plugin: &Plugin) -> Vec<String> {
+    let held = plugin.preparer.ledger().held();
+    held.iter()
+        .map(|record| record.plan.allocation.name.clone())
+        .collect()
+}
+
 /// What is wrong when `name` is prepared.
 async fn refusal(plugin: &Plugin, name: &str) -> String {
     let error = plugin.preparer.prepare(&claim_ref(name)).await;
@@ -402,7 +410,7 @@ async fn a_claim_waits_for_a_holder_that_is_just_ending() {
         .unwrap()
         .unwrap();
     assert!(plugin.told.failed.lock().unwrap().is_empty());
-    assert_eq!(plugin.preparer.ledger().uids(), ["uid-of-new"]);
+    assert_eq!(held(&plugin), ["new"]);
 }
 
 #[tokio::test]
@@ -498,8 +506,7 @@ async fn orphans_are_released_at_the_second_look() {
     );
     world.api.set_mood(Mood::Well);
     assert!(plugin.preparer.release_orphans(&look).await.is_empty());
-    let held: Vec<_> = plugin.preparer.ledger().uids();
-    assert_eq!(held, ["uid-of-kept"]);
+    assert_eq!(held(&plugin), ["kept"]);
     // An earlier life did not come to tell what it gave; this one does.
     assert!(
         plugin
@@ -632,6 +639,23 @@ async fn one_failing_step_leaves_nothing_half_prepared() {
         assert_eq!(world.traces(), NONE, "{at}: {error}");
         // The same life can go on.
         plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
+    }
+}
+
+/// Eight claims of one GPU write their journals at once: the disk may sync them in one go.
+#[tokio::test]
+async fn claims_on_one_gpu_do_not_wait_for_each_others_disk_writes() {
+    let world = World::new();
+    let fs = Arc::new(FaultyFs::meeting(8));
+    let plugin = world.start_on(fs).unwrap();
+    let calls = (0..8).map(|n| {
+        let name = format!("c{n}");
+        world.api.put(claim(&name, &[capped("gpu", 0, "1Gi", 3)]));
+        let preparer = Arc::clone(&plugin.preparer);
+        async move { preparer.prepare(&claim_ref(&name)).await.map(|_| ()) }
+    });
+    for result in futures::future::join_all(calls.collect::<Vec<_>>()).await {
+        result.unwrap();
     }
 }
 
