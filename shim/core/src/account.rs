@@ -54,10 +54,24 @@ pub struct Account<const N: usize = SLOTS> {
     peak: AtomicU64,
     _pad0: [u64; 14],
     refused: AtomicU64,
-    _pad1: [u64; 31],
+    _pad1: [u64; 15],
+    position: AtomicU64,
+    spent: AtomicU64,
+    _pad2: [u64; 6],
+    past: Launches,
+    _pad3: [u64; 5],
     taken: [AtomicU64; BITMAP_WORDS],
-    _pad2: [u64; 512 - 64 - BITMAP_WORDS],
+    _pad4: [u64; 512 - 64 - BITMAP_WORDS],
     slots: [Slot; N],
+}
+
+/// What is noted of kernels: of one process in its slot, of those that have ended in the header.
+#[repr(C)]
+#[derive(Debug)]
+struct Launches {
+    count: AtomicU64,
+    throttled: AtomicU64,
+    last: AtomicU64,
 }
 
 #[repr(C)]
@@ -68,7 +82,8 @@ struct Slot {
     charged: AtomicU64,
     refused: AtomicU64,
     pid: AtomicU64,
-    _pad: [u64; 11],
+    launches: Launches,
+    _pad: [u64; 8],
 }
 
 #[cfg(not(loom))]
@@ -81,9 +96,15 @@ const _: () = {
     assert!(offset_of!(Account, used) == layout::USED);
     assert!(offset_of!(Account, peak) == layout::AT_PEAK);
     assert!(offset_of!(Account, refused) == layout::AT_REFUSED);
+    assert!(offset_of!(Account, position) == layout::AT_POSITION);
+    assert!(offset_of!(Account, spent) == layout::AT_SPENT);
+    assert!(offset_of!(Account, past) == layout::AT_PAST);
     assert!(offset_of!(Account, taken) == layout::AT_TAKEN);
     assert!(offset_of!(Account, slots) == layout::HEADER_LEN);
     assert!(offset_of!(Slot, charged) == layout::SLOT_CHARGED);
+    assert!(offset_of!(Slot, launches) == layout::SLOT_LAUNCHES);
+    assert!(offset_of!(Launches, throttled) == layout::LAUNCHES_THROTTLED);
+    assert!(offset_of!(Launches, last) == layout::LAUNCHES_LAST);
 };
 
 /// The kernel's locks on bytes of the account file, as one open file description sees them. Locks
@@ -205,6 +226,14 @@ impl<const N: usize> Account<N> {
         }
     }
 
+    /// Notes `count` launches of the slot's process, the last of them at `now`, before which it was
+    /// held back for `throttled` nanoseconds in all. `now` is `CLOCK_MONOTONIC` in nanoseconds.
+    pub fn note_launches(&self, slot: SlotIndex, count: u64, throttled: u64, now: u64) {
+        if let Some(slot) = self.slots.get(slot.0) {
+            slot.launches.add(count, throttled, now);
+        }
+    }
+
     /// Returns the charges of processes that are gone. `locks` is a description that holds no
     /// slot. Returns how many slots were reclaimed.
     pub fn reclaim(&self, locks: &impl Locks) -> usize {
@@ -279,6 +308,7 @@ impl<const N: usize> Account<N> {
         self.used.fetch_sub(charged, Ordering::AcqRel);
         self.refused
             .fetch_add(slot.refused.swap(0, Ordering::Relaxed), Ordering::Relaxed);
+        slot.launches.retire_to(&self.past);
         // Also closes a change that its owner began and never ended.
         slot.ended.store(begun, Ordering::Release);
     }
@@ -305,6 +335,31 @@ impl<const N: usize> Account<N> {
     }
 }
 
+impl Launches {
+    fn add(&self, count: u64, throttled: u64, last: u64) {
+        self.count.fetch_add(count, Ordering::Relaxed);
+        if throttled > 0 {
+            self.throttled.fetch_add(throttled, Ordering::Relaxed);
+        }
+        self.last.fetch_max(last, Ordering::Relaxed);
+    }
+
+    /// Moves what a dead process left to `past`; a kill half way loses some of a statistic.
+    fn retire_to(&self, past: &Self) {
+        let take = |word: &AtomicU64| word.swap(0, Ordering::Relaxed);
+        past.add(take(&self.count), take(&self.throttled), take(&self.last));
+    }
+
+    #[cfg(any(test, loom))]
+    fn none() -> Self {
+        Self {
+            count: AtomicU64::new(0),
+            throttled: AtomicU64::new(0),
+            last: AtomicU64::new(0),
+        }
+    }
+}
+
 /// Instants at which [`Account::repair`] looks before it gives up. A change takes some tens of
 /// nanoseconds and a look about as long per process, so that a few looks find a gap.
 const REPAIR_TRIES: usize = if cfg!(loom) { 1 } else { 64 };
@@ -319,16 +374,22 @@ impl<const N: usize> Account<N> {
             peak: AtomicU64::new(0),
             _pad0: [0; 14],
             refused: AtomicU64::new(0),
-            _pad1: [0; 31],
+            _pad1: [0; 15],
+            position: AtomicU64::new(0),
+            spent: AtomicU64::new(0),
+            _pad2: [0; 6],
+            past: Launches::none(),
+            _pad3: [0; 5],
             taken: core::array::from_fn(|_| AtomicU64::new(0)),
-            _pad2: [0; 512 - 64 - BITMAP_WORDS],
+            _pad4: [0; 512 - 64 - BITMAP_WORDS],
             slots: core::array::from_fn(|_| Slot {
                 begun: AtomicU64::new(0),
                 ended: AtomicU64::new(0),
                 charged: AtomicU64::new(0),
                 refused: AtomicU64::new(0),
                 pid: AtomicU64::new(0),
-                _pad: [0; 11],
+                launches: Launches::none(),
+                _pad: [0; 8],
             }),
         })
     }

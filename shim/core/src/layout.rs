@@ -8,6 +8,11 @@
 //! | 128 | 8 | `used`: bytes of device memory reserved by all processes together |
 //! | 136 | 8 | `peak`: the most `used` ever was |
 //! | 256 | 8 | `refused`: allocations refused to processes that have ended |
+//! | 384 | 8 | `position`: how far the share has used its grant of GPU time, in nanoseconds |
+//! | 392 | 8 | `spent`: nanoseconds of GPU time that its launches were reckoned to take, corrections included |
+//! | 448 | 8 | launches of processes that have ended |
+//! | 456 | 8 | nanoseconds for which they were held back |
+//! | 464 | 8 | when the last of these launches was, `CLOCK_MONOTONIC` in nanoseconds; 0 for never |
 //! | 512 | 128 | which slots were ever taken and not yet reclaimed, one bit each |
 //! | 4096 | 128 each | the slots |
 //!
@@ -22,7 +27,10 @@
 //! | 16 | 8 | `charged`: the process's part of `used` |
 //! | 24 | 8 | `refused`: allocations refused to it |
 //! | 32 | 8 | its PID, in its own PID namespace; for people |
-//! | 40 | 88 | zero; kept for launches and throttling |
+//! | 40 | 8 | its launches of kernels and graphs, counted in batches |
+//! | 48 | 8 | nanoseconds for which its launches were held back, summed over its threads |
+//! | 56 | 8 | when its last launch was, `CLOCK_MONOTONIC` in nanoseconds; 0 for never |
+//! | 64 | 64 | zero |
 //!
 //! Integers are little endian. The tenant can write all of it: believe nothing unchecked.
 
@@ -53,11 +61,17 @@ const AT_SLOTS: usize = 12;
 pub(crate) const USED: usize = 128;
 pub(crate) const AT_PEAK: usize = 136;
 pub(crate) const AT_REFUSED: usize = 256;
+pub(crate) const AT_POSITION: usize = 384;
+pub(crate) const AT_SPENT: usize = 392;
+pub(crate) const AT_PAST: usize = 448;
 pub(crate) const AT_TAKEN: usize = 512;
 
 pub(crate) const SLOT_CHARGED: usize = 16;
 const SLOT_REFUSED: usize = 24;
 const SLOT_PID: usize = 32;
+pub(crate) const SLOT_LAUNCHES: usize = 40;
+pub(crate) const LAUNCHES_THROTTLED: usize = 8;
+pub(crate) const LAUNCHES_LAST: usize = 16;
 
 /// The byte of the account file that the owner of slot `slot` (0 to [`SLOTS`] − 1) holds locked.
 /// Beyond the end of the page: a lock needs no content, and cannot be mistaken for one of it.
@@ -168,6 +182,44 @@ impl<'a> AccountSnapshot<'a> {
             })
     }
 
+    /// Launches of kernels and graphs in the page's life.
+    #[must_use]
+    pub fn launches(&self) -> u64 {
+        self.processes()
+            .fold(get_u64(self.page, AT_PAST), |sum, process| {
+                sum.saturating_add(process.launches)
+            })
+    }
+
+    /// Nanoseconds for which launches were held back in the page's life, summed over threads.
+    #[must_use]
+    pub fn throttled_nanos(&self) -> u64 {
+        let past = get_u64(self.page, AT_PAST + LAUNCHES_THROTTLED);
+        self.processes().fold(past, |sum, process| {
+            sum.saturating_add(process.throttled_nanos)
+        })
+    }
+
+    /// When the last launch was, `CLOCK_MONOTONIC` in nanoseconds; `None` before the first.
+    #[must_use]
+    pub fn last_launch(&self) -> Option<u64> {
+        let past = noted(get_u64(self.page, AT_PAST + LAUNCHES_LAST));
+        self.processes()
+            .fold(past, |last, process| last.max(process.last_launch))
+    }
+
+    /// Nanoseconds of GPU time that the share's launches were reckoned to take.
+    #[must_use]
+    pub fn spent_nanos(&self) -> u64 {
+        get_u64(self.page, AT_SPENT)
+    }
+
+    /// How far the share has used its grant of GPU time, in nanoseconds.
+    #[must_use]
+    pub fn position(&self) -> u64 {
+        get_u64(self.page, AT_POSITION)
+    }
+
     /// The processes in the account: the living, and the dead whose slot nobody reclaimed yet.
     pub fn processes(&self) -> impl Iterator<Item = ProcessUsage> + use<'a> {
         let page = self.page;
@@ -179,9 +231,17 @@ impl<'a> AccountSnapshot<'a> {
                 pid: get_u64(page, at + SLOT_PID),
                 charged: get_u64(page, at + SLOT_CHARGED),
                 refused: get_u64(page, at + SLOT_REFUSED),
+                launches: get_u64(page, at + SLOT_LAUNCHES),
+                throttled_nanos: get_u64(page, at + SLOT_LAUNCHES + LAUNCHES_THROTTLED),
+                last_launch: noted(get_u64(page, at + SLOT_LAUNCHES + LAUNCHES_LAST)),
             })
         })
     }
+}
+
+/// A moment, where 0 is none.
+fn noted(moment: u64) -> Option<u64> {
+    (moment != 0).then_some(moment)
 }
 
 /// One process's line in an account.
@@ -195,6 +255,12 @@ pub struct ProcessUsage {
     pub charged: u64,
     /// Allocations refused to it.
     pub refused: u64,
+    /// Its launches of kernels and graphs.
+    pub launches: u64,
+    /// Nanoseconds for which its launches were held back, summed over its threads.
+    pub throttled_nanos: u64,
+    /// When its last launch was, `CLOCK_MONOTONIC` in nanoseconds.
+    pub last_launch: Option<u64>,
 }
 
 #[cfg(test)]
@@ -203,7 +269,9 @@ mod tests {
 
     use proptest::prelude::*;
 
-    use super::{AT_ABI, AT_TAKEN, AccountPage, HEADER_LEN, LEN, ProcessUsage, SLOT_LEN, USED};
+    use super::{
+        AT_ABI, AT_PAST, AT_TAKEN, AccountPage, HEADER_LEN, LEN, ProcessUsage, SLOT_LEN, USED,
+    };
     use crate::PageError;
 
     #[test]
@@ -212,6 +280,14 @@ mod tests {
         assert_eq!(
             (snapshot.used(), snapshot.peak(), snapshot.refused()),
             (0, 0, 0)
+        );
+        assert_eq!(
+            (
+                snapshot.launches(),
+                snapshot.spent_nanos(),
+                snapshot.last_launch()
+            ),
+            (0, 0, None)
         );
         assert_eq!(snapshot.processes().count(), 0);
         assert!(
@@ -230,9 +306,17 @@ mod tests {
         page[at + 16] = 7;
         page[at + 24] = 3;
         page[at + 32] = 42;
+        page[at + 40] = 9;
+        page[at + 48] = 5;
+        page[at + 56] = 8;
+        page[AT_PAST] = 1;
+        page[AT_PAST + 8] = 2;
+        page[AT_PAST + 16] = 3;
         let snapshot = AccountPage::snapshot(&page).unwrap();
         assert_eq!(snapshot.used(), 7);
         assert_eq!(snapshot.refused(), 3);
+        assert_eq!((snapshot.launches(), snapshot.throttled_nanos()), (10, 7));
+        assert_eq!(snapshot.last_launch(), Some(8));
         let processes: Vec<_> = snapshot.processes().collect();
         assert_eq!(
             processes,
@@ -240,7 +324,10 @@ mod tests {
                 slot: 65,
                 pid: 42,
                 charged: 7,
-                refused: 3
+                refused: 3,
+                launches: 9,
+                throttled_nanos: 5,
+                last_launch: Some(8),
             }]
         );
     }
@@ -278,7 +365,7 @@ mod tests {
                 *byte = *value;
             }
             let snapshot = AccountPage::snapshot(&page).unwrap();
-            let _ = (snapshot.used(), snapshot.peak(), snapshot.refused(), snapshot.processes().count());
+            let _ = (snapshot.used(), snapshot.peak(), snapshot.refused(), snapshot.launches(), snapshot.throttled_nanos(), snapshot.last_launch(), snapshot.processes().count());
         }
     }
 }
