@@ -35,11 +35,12 @@ demo-down: cluster-down ## removes every trace of the demo
 
 test: lint unit e2e ## everything: what CI runs
 
-lint: tools ## formatting, clippy, shell scripts, the chart
+lint: tools ## formatting, clippy, shell scripts, the chart, the drivers' symbols
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets -- -D warnings
 	e2e/kind/lint
 	deploy/helm/check
+	shim/symbols check
 
 unit: shim simulator ## unit, property and contract tests, without a cluster
 	cargo test --workspace --exclude tranche-e2e

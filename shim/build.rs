@@ -11,6 +11,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::{env, fs};
 
+use tranche_shim_coverage::{Class, Coverage};
+
 fn main() {
     let package = PathBuf::from(env::var_os("CARGO_MANIFEST_DIR").expect("set by cargo"));
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("set by cargo"));
@@ -23,8 +25,12 @@ fn main() {
 
     println!("cargo::rerun-if-changed=../build.rs");
     println!("cargo::rerun-if-changed=../glibc.txt");
-    println!("cargo::rerun-if-changed=symbols.txt");
-    generate_tables(&package.join("symbols.txt"), &out.join("symbols.rs"));
+    let coverage = match soname {
+        "libcuda.so.1" => Coverage::cuda(),
+        _ => Coverage::nvml(),
+    };
+    let coverage = coverage.unwrap_or_else(|problem| panic!("{problem}"));
+    generate_tables(&coverage, &out.join("symbols.rs"));
     if arch != "x86_64" {
         // src/lib.rs says so, in a compiler's words.
         return;
@@ -56,14 +62,12 @@ fn main() {
 
 /// Writes one invocation of `forward!` for the symbols that pass, the indices of all, and the hashes
 /// of the names under which `cuGetProcAddress` knows those that do more.
-fn generate_tables(list: &Path, to: &Path) {
-    let text = fs::read_to_string(list).expect("symbols.txt is readable");
+fn generate_tables(coverage: &Coverage<'_>, to: &Path) {
     let (mut passing, mut handled) = (Vec::new(), Vec::new());
-    for line in text.lines() {
-        match line.split_once(' ') {
-            Some((name, "passes")) => passing.push(name),
-            Some((name, "accounts" | "queries" | "resolves" | "initialises")) => handled.push(name),
-            _ => panic!("symbols.txt: {line:?} is no symbol and class"),
+    for row in coverage.rows() {
+        match row.class {
+            Class::Passes => passing.push(row.symbol),
+            _ => handled.push(row.symbol),
         }
     }
     let mut code = String::new();

@@ -32,6 +32,7 @@ VERSIONS = sorted(
     | {11040, 11050, 11060, 11070, 11080, 12000, 12010, 12020}
 )
 LEGACY, PER_THREAD = 0, 2
+STT_FUNC = 2
 
 
 def dynamic_symbols(path):
@@ -43,8 +44,8 @@ def dynamic_symbols(path):
     strings = sections[dynsym[6]][4]
     found = {}
     for at in range(dynsym[4], dynsym[4] + dynsym[5], 24):
-        name, _, _, section, value, _ = struct.unpack_from("<IBBHQQ", data, at)
-        if section and value:
+        name, info, _, section, value, _ = struct.unpack_from("<IBBHQQ", data, at)
+        if section and value and info & 15 == STT_FUNC:
             end = data.index(b"\0", strings + name)
             found[data[strings + name : end].decode()] = value
     return found

@@ -68,13 +68,22 @@ pub fn built(library: &str) -> PathBuf {
     path.canonicalize().unwrap()
 }
 
+/// The project's folder for what is fetched, as its scripts have it.
+#[must_use]
+pub fn cache() -> PathBuf {
+    let home = || PathBuf::from(std::env::var_os("HOME").expect("HOME is set")).join(".cache");
+    std::env::var_os("XDG_CACHE_HOME")
+        .map_or_else(home, PathBuf::from)
+        .join("tranche")
+}
+
 /// The real drivers' libraries, brought from Debian at the first call.
 #[must_use]
 pub fn real_drivers() -> PathBuf {
     static FETCHED: std::sync::OnceLock<PathBuf> = std::sync::OnceLock::new();
     FETCHED
         .get_or_init(|| {
-            let folder = target().join("cache/drivers");
+            let folder = cache().join("drivers");
             let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("fetch-drivers");
             let done = Command::new(script).arg(&folder).output().unwrap();
             assert!(
