@@ -4,8 +4,9 @@ use std::path::Path;
 
 use anyhow::{Context, ensure};
 use k8s_openapi::api::admissionregistration::v1::ValidatingAdmissionPolicyBinding;
-use kube::api::{Api, DeleteParams, PostParams};
+use kube::api::{Api, ApiResource, DeleteParams, DynamicObject, PostParams};
 use serde_json::{Value, json};
+use tranche_api::sharing_policy::SharingPolicy;
 use tranche_e2e::namespace::{IDLE, Source};
 use tranche_e2e::node::PLUGIN_DIR;
 use tranche_e2e::request::with_parameters;
@@ -60,6 +61,7 @@ fn a_size_that_is_none_is_refused_when_it_is_written() -> anyhow::Result<()> {
         for (memory, cores, field) in [
             ("0", "10", "memory"),
             ("-1Gi", "10", "memory"),
+            ("1500m", "10", "memory"),
             ("1Gi", "0", "cores"),
             ("1Gi", "101", "cores"),
             ("1Gi", "500m", "cores"),
@@ -78,6 +80,41 @@ fn a_size_that_is_none_is_refused_when_it_is_written() -> anyhow::Result<()> {
         namespace
             .claim("right", &Request::capped("1Mi", "100").spec())
             .await?;
+        Ok(())
+    })
+}
+
+/// The driver's own rules are tested with the same policies.
+const POLICIES: &str = include_str!("../../../api/testdata/sharing-policies.json");
+
+#[test]
+fn a_policy_is_judged_when_it_is_written_as_the_driver_judges_it() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let policies: Api<DynamicObject> = Api::all_with(
+            case.client.clone(),
+            &ApiResource::erase::<SharingPolicy>(&()),
+        );
+        let dry_run = PostParams {
+            dry_run: true,
+            ..PostParams::default()
+        };
+        for shared in serde_json::from_str::<Vec<Value>>(POLICIES)? {
+            let policy = serde_json::from_value(json!({
+                "apiVersion": "gpu.tranche.dev/v1alpha1", "kind": "SharingPolicy",
+                "metadata": {"name": "judged"}, "spec": shared["spec"],
+            }))?;
+            match (
+                shared["refused"].as_str(),
+                policies.create(&dry_run, &policy).await,
+            ) {
+                (None, answer) => drop(answer.with_context(|| shared.to_string())?),
+                (Some(field), Err(error)) => {
+                    let error = error.to_string();
+                    ensure!(error.contains(field), "{shared}: {error}");
+                }
+                (Some(_), Ok(_)) => anyhow::bail!("was let in: {shared}"),
+            }
+        }
         Ok(())
     })
 }
