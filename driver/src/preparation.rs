@@ -82,6 +82,14 @@ pub enum Cap {
     },
 }
 
+impl Cap {
+    /// Whether there is something to keep, and an account of it.
+    #[must_use]
+    pub const fn is_share(self) -> bool {
+        matches!(self, Self::Share { .. })
+    }
+}
+
 /// One side effect, idempotent, with an inverse.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", tag = "step", deny_unknown_fields)]

@@ -21,6 +21,7 @@ use tonic::transport::Server;
 use tracing::{error, info};
 use tracing_subscriber::EnvFilter;
 use tranche_api::names;
+use tranche_node::nvml::library::InstalledDriver;
 
 use crate::aftermath::ClusterAftermath;
 use crate::args::{Args, LogFormat};
@@ -37,7 +38,6 @@ use crate::install::Installation;
 use crate::layout::Layout;
 use crate::ledger::Ledger;
 use crate::metrics::Metrics;
-use crate::nvml::library::InstalledDriver;
 use crate::orphans;
 use crate::preparer::{Parts, Preparer};
 use crate::proto::dra::dra_plugin_server::DraPluginServer;
@@ -45,6 +45,7 @@ use crate::proto::pluginregistration::registration_server::RegistrationServer;
 use crate::registration::{Registered, RegistrationService};
 use crate::sockets::Socket;
 use crate::status::StatusWriter;
+use crate::sweep::ShareSweeper;
 
 const SYSFS: &str = "/sys";
 
@@ -61,6 +62,7 @@ pub fn start_logging(format: LogFormat) {
 }
 
 /// Runs until SIGTERM or SIGINT, or until a server fails.
+#[expect(clippy::too_many_lines, reason = "the one place where the parts meet")]
 pub async fn run(args: Args) -> anyhow::Result<()> {
     let layout = Layout::of(&args);
     let Args {
@@ -135,6 +137,8 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     // Helpers run until the servers have drained, so that a last prepare finds them.
     let helpers_stop = CancellationToken::new();
     let mut helpers = JoinSet::new();
+    let sweeper = ShareSweeper::new(&preparer, layout, Arc::clone(&metrics));
+    helpers.spawn(sweeper.run(helpers_stop.clone()));
     helpers.spawn(observer.run(driver_tx, helpers_stop.clone()));
     helpers.spawn(GpuNodeWriter::new(client, node_name.clone(), metrics).run(
         driver,

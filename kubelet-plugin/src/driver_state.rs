@@ -17,12 +17,12 @@ use tracing::{info, warn};
 use tranche_api::gpu_node::Inventory;
 use tranche_driver::cdi::{CdiError, driver_spec};
 
-use crate::discover::{DiscoverError, discover};
 use crate::fs::{self, Fs, FsError};
-use crate::inventory::inventory;
 use crate::layout::Layout;
-use crate::nvml::{Driver, Nvml, NvmlError};
-use crate::root::{DriverRoot, RootError};
+use tranche_node::discover::{DiscoverError, discover};
+use tranche_node::inventory::inventory;
+use tranche_node::nvml::{Driver, Nvml, NvmlError};
+use tranche_node::root::{DriverRoot, RootError};
 
 /// How often a driver that is there is looked at again: GPUs and files may come and go.
 const REFRESH: Duration = Duration::from_secs(30);

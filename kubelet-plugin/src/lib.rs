@@ -3,16 +3,18 @@
 //! ```text
 //!  kubelet ── registration ──────────────────┐ epoch
 //!     │                                      ├──► gpu_node ──► GpuNode.status
-//!     │   nvml ──► inventory ──► driver_state ┘
-//!     │            discover ──────┘   │
+//!     │   tranche_node ──► driver_state ──────┘
+//!     │                           │
 //!     └─ dra ──► preparer ◄───────────┘──► driver::preparation::plan ──► executor ──► pages, CDI
 //!                  │  ▲                                                     │
 //!                  │  └── ledger ◄────────────────────────────────────── journal
 //!                  └──► aftermath ──► claim.status.devices, events on pods
 //! ```
 //!
-//! [`app`] puts the parts together; [`layout`] says where things lie; [`fs`], [`nvml`] and [`clock`]
-//! are the seams at which tests script failures, and the API server is a `kube::Client`.
+//! [`app`] puts the parts together; [`layout`] says where things lie. What a node knows of its driver
+//! and does for the shares in use is `tranche_node`'s; [`sweep`] asks it for every held share.
+//! [`fs`], [`clock`] and `tranche_node::nvml` are the seams at which tests script failures, and the API
+//! server is a `kube::Client`.
 #![forbid(unsafe_code)]
 
 pub mod aftermath;
@@ -20,7 +22,6 @@ pub mod app;
 pub mod args;
 pub mod claims;
 pub mod clock;
-pub mod discover;
 pub mod dra;
 pub mod driver_state;
 pub mod events;
@@ -29,20 +30,18 @@ pub mod fs;
 pub mod gpu_node;
 pub mod http;
 pub mod install;
-pub mod inventory;
 pub mod journal;
 pub mod layout;
 pub mod ledger;
 pub mod locks;
 pub mod metrics;
-pub mod nvml;
 pub mod orphans;
 pub mod preparer;
 pub mod proto;
 pub mod registration;
-pub mod root;
 pub mod sockets;
 pub mod status;
+pub mod sweep;
 #[cfg(test)]
 pub(crate) mod testing;
 

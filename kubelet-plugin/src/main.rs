@@ -1,13 +1,21 @@
 //! The node plugin's process; everything is in the library.
 #![forbid(unsafe_code)]
 
+use std::path::PathBuf;
+
 use clap::Parser;
-use tranche_kubelet_plugin::{app, args::Args};
+use tranche_kubelet_plugin::{app, args::Args, sweep::RECLAIM};
 
 /// Two threads: the work is waiting for disk and API server, and every thread costs memory.
 const THREADS: usize = 2;
 
 fn main() -> anyhow::Result<()> {
+    let mut arguments = std::env::args_os().skip(1);
+    if arguments.next().is_some_and(|first| first == RECLAIM) {
+        let account: PathBuf = arguments.next().unwrap_or_default().into();
+        tranche_node::sweep::reclaim(&account)?;
+        return Ok(());
+    }
     let args = Args::parse();
     app::start_logging(args.log_format);
     let runtime = tokio::runtime::Builder::new_multi_thread()

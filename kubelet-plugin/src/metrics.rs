@@ -76,6 +76,8 @@ pub struct Metrics {
     pub registrations: Counter,
     /// Claims released because they were gone.
     pub orphans: Counter,
+    /// Processes that died with memory of their share.
+    pub dead_processes: Counter,
     /// 1 while there is a driver to work with.
     pub driver_ready: Gauge,
 }
@@ -93,6 +95,7 @@ impl Default for Metrics {
             epoch: Gauge::default(),
             registrations: Counter::default(),
             orphans: Counter::default(),
+            dead_processes: Counter::default(),
             driver_ready: Gauge::default(),
         };
         metrics.register();
@@ -139,6 +142,11 @@ impl Metrics {
             "orphaned_claims_released",
             "Claims that were gone from the API server and not released by the kubelet",
             self.orphans.clone(),
+        );
+        r.register(
+            "dead_processes_swept",
+            "Processes whose place in their share was given back by the node after they died",
+            self.dead_processes.clone(),
         );
         r.register(
             "driver_ready",

@@ -38,7 +38,7 @@ use crate::install::{InstallError, Installation, Needs};
 use crate::ledger::{Booking, Ledger, claim_of};
 use crate::locks::Locks;
 use crate::metrics::Metrics;
-use crate::root::{DriverRoot, Kind};
+use tranche_node::root::{DriverRoot, Kind};
 
 /// How long one claim may take, of the 45 s that the kubelet gives a call.
 const DEADLINE: Duration = Duration::from_secs(40);
@@ -104,7 +104,7 @@ impl Preparer {
 
     /// What is held.
     #[must_use]
-    pub fn ledger(&self) -> &Ledger {
+    pub fn ledger(&self) -> &Arc<Ledger> {
         &self.parts.ledger
     }
 

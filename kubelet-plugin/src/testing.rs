@@ -13,16 +13,16 @@ use tranche_driver::journal::Record;
 
 use self::api::FakeApi;
 use crate::claims::{ClaimRef, Claims};
-use crate::discover::{discover, testing as files};
 use crate::driver_state::{DriverState, Ready, SpecFile};
 use crate::executor::Executor;
 use crate::fs::{Fs, HostFs};
 use crate::install::{Installation, testing::lay_out_image};
-use crate::inventory::{inventory, testing::two_h100};
 use crate::layout::{Layout, testing::below};
 use crate::ledger::Ledger;
 use crate::preparer::{Aftermath, Parts, Preparer, Problem};
-use crate::root::DriverRoot;
+use tranche_node::discover::{discover, testing as files};
+use tranche_node::inventory::{inventory, testing::two_h100};
+use tranche_node::root::DriverRoot;
 
 pub const NODE: &str = "node-a";
 pub const POOL: &str = "node-a/gpu";

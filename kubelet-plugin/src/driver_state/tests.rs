@@ -3,9 +3,9 @@
 use std::collections::VecDeque;
 
 use super::*;
-use crate::inventory::testing::two_h100;
-use crate::nvml::Description;
 use crate::testing::World;
+use tranche_node::inventory::testing::two_h100;
+use tranche_node::nvml::Description;
 
 type Answers<T> = Arc<Mutex<VecDeque<Result<T, NvmlError>>>>;
 

@@ -12,7 +12,7 @@ use crate::driver_state::DriverError;
 use crate::executor::{ExecuteError, StepError, UndoError};
 use crate::fs::FsError;
 use crate::install::InstallError;
-use crate::root::RootError;
+use tranche_node::root::RootError;
 
 /// A claim that was not prepared.
 #[derive(Debug, thiserror::Error)]

@@ -9,9 +9,9 @@ use tranche_shim_core::layout::AccountPage;
 
 use crate::driver_state::{DriverError, DriverState};
 use crate::fs::testing::{Fault, FaultyFs};
-use crate::nvml::NvmlError;
 use crate::testing::api::Mood;
 use crate::testing::{Plugin, World, capped, claim, claim_ref, whole};
+use tranche_node::nvml::NvmlError;
 
 /// The names of the claims that hold something.
 fn held(plugin: &Plugin) -> Vec<String> {

@@ -80,6 +80,14 @@ pub const fn slot_lock(slot: usize) -> u64 {
     (LEN + slot) as u64
 }
 
+/// The slots whose mark is set in a page's first [`HEADER_LEN`] bytes: those of the living, and of
+/// the dead whose slot nobody reclaimed yet. Of fewer bytes, none.
+pub fn taken_slots(header: &[u8]) -> impl Iterator<Item = usize> + use<'_> {
+    let whole = header.len() >= HEADER_LEN;
+    (0..if whole { SLOTS } else { 0 })
+        .filter(move |slot| get_u64(header, AT_TAKEN + slot / 64 * 8) >> (slot % 64) & 1 == 1)
+}
+
 /// The byte of the account file that is locked by whoever corrects `used`.
 pub const REPAIR_LOCK: u64 = (LEN + SLOTS) as u64;
 
@@ -223,10 +231,9 @@ impl<'a> AccountSnapshot<'a> {
     /// The processes in the account: the living, and the dead whose slot nobody reclaimed yet.
     pub fn processes(&self) -> impl Iterator<Item = ProcessUsage> + use<'a> {
         let page = self.page;
-        (0..SLOTS).filter_map(move |slot| {
-            let taken = get_u64(page, AT_TAKEN + slot / 64 * 8) >> (slot % 64) & 1 == 1;
+        taken_slots(page).map(move |slot| {
             let at = HEADER_LEN + slot * SLOT_LEN;
-            taken.then(|| ProcessUsage {
+            ProcessUsage {
                 slot,
                 pid: get_u64(page, at + SLOT_PID),
                 charged: get_u64(page, at + SLOT_CHARGED),
@@ -234,7 +241,7 @@ impl<'a> AccountSnapshot<'a> {
                 launches: get_u64(page, at + SLOT_LAUNCHES),
                 throttled_nanos: get_u64(page, at + SLOT_LAUNCHES + LAUNCHES_THROTTLED),
                 last_launch: noted(get_u64(page, at + SLOT_LAUNCHES + LAUNCHES_LAST)),
-            })
+            }
         })
     }
 }

@@ -1,10 +1,12 @@
 //! A share's account as live memory.
 
+use core::ffi::CStr;
+
 use tranche_shim_core::{Account, paths};
 
 use crate::complain::Refused;
 use crate::shares::Name;
-use crate::sys::{self, File, Mapping};
+use crate::sys::{self, Errno, File, Mapping};
 
 /// A mapped account.
 #[derive(Clone, Copy, Debug)]
@@ -18,14 +20,19 @@ impl Live {
     /// Maps a share's account. The mapping keeps the file's open description when the file is closed.
     pub fn map(name: &Name) -> Result<(File, Self), Refused> {
         let file = name.open_account(true)?;
-        let mapping = file
-            .map_shared(size_of::<Account>())
-            .map_err(|errno| name.refuse_unreadable(paths::ACCOUNT, errno))?;
+        let live =
+            Self::of(&file).map_err(|errno| name.refuse_unreadable(paths::ACCOUNT, errno))?;
+        Ok((file, live))
+    }
+
+    /// Maps a file that was checked to be an account.
+    fn of(file: &File) -> Result<Self, Errno> {
+        let mapping = file.map_shared(size_of::<Account>())?;
         // SAFETY: the mapping is an account page, checked when it was opened, as long as an
         // `Account`, page-aligned, and unmapped by `unmap` alone. Others write to it, through atomics
         // too; what they could write is valid for every field.
         let account: &Account = unsafe { mapping.start.cast().as_ref() };
-        Ok((file, Self { account, mapping }))
+        Ok(Self { account, mapping })
     }
 
     /// Takes back what dead processes left. Some microseconds.
@@ -61,4 +68,18 @@ pub fn used(name: &Name) -> Result<u64, Refused> {
     // SAFETY: `live` was this function's own.
     unsafe { live.unmap() };
     Ok(used)
+}
+
+/// For the node: returns what dead processes left in the account at `path`, and how many there were.
+///
+/// The file must have been checked to be an account. Its tenant may cut it off at any moment, and
+/// then the kernel ends the calling process with SIGBUS: call this in a process that may end.
+pub fn reclaim(path: &CStr) -> Result<usize, Errno> {
+    let file = File::open(path, true)?;
+    let live = Live::of(&file)?;
+    let reclaimed = live.account.reclaim(&file);
+    live.account.repair(&file);
+    // SAFETY: `live` was this function's own.
+    unsafe { live.unmap() };
+    Ok(reclaimed)
 }

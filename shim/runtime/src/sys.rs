@@ -62,6 +62,16 @@ impl File {
         Ok(done)
     }
 
+    /// Whether somebody else holds the lock on byte `at`; takes nothing.
+    pub fn is_locked(&self, at: u64) -> Result<bool, Errno> {
+        let mut request = request(at, libc::F_WRLCK);
+        // SAFETY: `request` is writable; the call does not wait.
+        if unsafe { libc::fcntl(self.0, libc::F_OFD_GETLK, &raw mut request) } != 0 {
+            return Err(Errno::last());
+        }
+        Ok(i32::from(request.l_type) != libc::F_UNLCK)
+    }
+
     /// Whether the file lies on a tmpfs, and is seen through a read-only mount.
     pub fn is_on_read_only_tmpfs(&self) -> Result<bool, Errno> {
         // SAFETY: all-zero is a valid value of both.
@@ -146,20 +156,24 @@ impl Locks for File {
 }
 
 fn lock(fd: c_int, at: u64, kind: c_int) -> bool {
-    #[expect(
-        clippy::cast_possible_truncation,
-        clippy::cast_possible_wrap,
-        reason = "small constants"
-    )]
-    let request = libc::flock {
+    let request = request(at, kind);
+    // SAFETY: `request` is readable; the call does not wait.
+    unsafe { libc::fcntl(fd, libc::F_OFD_SETLK, &raw const request) == 0 }
+}
+
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_possible_wrap,
+    reason = "small constants"
+)]
+fn request(at: u64, kind: c_int) -> libc::flock {
+    libc::flock {
         l_type: kind as i16,
         l_whence: libc::SEEK_SET as i16,
         l_start: at as libc::off_t,
         l_len: 1,
         l_pid: 0,
-    };
-    // SAFETY: `request` is readable; the call does not wait.
-    unsafe { libc::fcntl(fd, libc::F_OFD_SETLK, &raw const request) == 0 }
+    }
 }
 
 /// Mapped memory; stays for the life of the process unless it is given to [`unmap`].

@@ -71,11 +71,19 @@ fn numa_node(folder: &Path) -> Option<u32> {
     text.trim().parse().ok()
 }
 
-#[cfg(test)]
-pub(crate) mod testing {
-    use super::*;
+#[cfg(any(test, feature = "testing"))]
+#[allow(
+    clippy::unwrap_used,
+    clippy::missing_panics_doc,
+    reason = "a test that cannot be set up fails"
+)]
+pub mod testing {
+    //! For tests.
+
+    use super::{Description, GpuDescription};
 
     /// Two described H100, the second first.
+    #[must_use]
     pub fn two_h100() -> Description {
         let gpu = |minor: u32| GpuDescription {
             uuid: format!("GPU-00000000-0000-0000-0000-00000000000{minor}"),

@@ -336,11 +336,18 @@ fn links(
     Ok(links)
 }
 
-#[cfg(test)]
-pub(crate) mod testing {
+#[cfg(any(test, feature = "testing"))]
+#[allow(
+    clippy::unwrap_used,
+    clippy::missing_panics_doc,
+    reason = "a test that cannot be set up fails"
+)]
+pub mod testing {
+    //! For tests.
+
     use std::os::unix::fs::{PermissionsExt, symlink};
 
-    use super::*;
+    use super::Path;
 
     /// What Debian's 535.261.03 packages install, as paths and links.
     pub const DEBIAN_535: &str = include_str!("../testdata/debian-535.list");

@@ -1,0 +1,94 @@
+//! Every second: the slots of dead processes in all held shares are given back.
+
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use tokio_util::sync::CancellationToken;
+use tracing::{debug, warn};
+use tranche_node::sweep::{INTERVAL, Sweeper};
+
+use crate::layout::Layout;
+use crate::ledger::Ledger;
+use crate::metrics::Metrics;
+use crate::preparer::Preparer;
+
+/// The first argument by which this program is asked to do [`tranche_node::sweep::reclaim`]; the
+/// second is the account's path.
+pub const RECLAIM: &str = "reclaim";
+
+/// Sweeps the accounts of all held shares.
+#[derive(Debug)]
+pub struct ShareSweeper {
+    ledger: Arc<Ledger>,
+    layout: Layout,
+    sweeper: Sweeper,
+    metrics: Arc<Metrics>,
+}
+
+impl ShareSweeper {
+    /// Sweeps what `preparer` holds, with this program as the child.
+    #[must_use]
+    pub fn new(preparer: &Preparer, layout: Layout, metrics: Arc<Metrics>) -> Self {
+        Self {
+            ledger: Arc::clone(preparer.ledger()),
+            layout,
+            sweeper: Sweeper::new("/proc/self/exe", [RECLAIM]),
+            metrics,
+        }
+    }
+
+    /// Sweeps until cancelled.
+    pub async fn run(self, stop: CancellationToken) {
+        let this = Arc::new(self);
+        let mut failing = BTreeSet::new();
+        loop {
+            let sweeper = Arc::clone(&this);
+            // Reads tmpfs; but waits for a child when somebody died.
+            let round = tokio::task::spawn_blocking(move || sweeper.round(&failing)).await;
+            // Only at shutdown: the runtime takes no more blocking work.
+            let Ok(failed) = round else { return };
+            failing = failed;
+            tokio::select! {
+                () = stop.cancelled() => return,
+                () = tokio::time::sleep(INTERVAL) => {}
+            }
+        }
+    }
+
+    /// Looks at every share once. What fails is said once for each share, not at every look; returns
+    /// those that failed, of which `failing` failed before.
+    fn round(&self, failing: &BTreeSet<PathBuf>) -> BTreeSet<PathBuf> {
+        let mut failed = BTreeSet::new();
+        for account in accounts(&self.ledger, &self.layout) {
+            match self.sweeper.sweep(&account) {
+                Ok(0) => {}
+                Ok(dead) => {
+                    debug!(dead, account = %account.display(), "gave back what dead processes held");
+                    self.metrics.dead_processes.inc_by(dead as u64);
+                }
+                // Released since the ledger was read.
+                Err(_) if !account.exists() => {}
+                Err(error) => {
+                    if !failing.contains(&account) {
+                        warn!(%error, "a share's dead processes keep their memory until another process of the share asks for it");
+                    }
+                    failed.insert(account);
+                }
+            }
+        }
+        failed
+    }
+}
+
+/// The account pages of all held shares.
+fn accounts(ledger: &Ledger, layout: &Layout) -> Vec<PathBuf> {
+    let mut accounts = Vec::new();
+    for record in ledger.held() {
+        let uid = &record.plan.allocation.uid;
+        for device in record.plan.devices.iter().filter(|d| d.cap.is_share()) {
+            accounts.push(layout.share(uid, &device.key).account);
+        }
+    }
+    accounts
+}

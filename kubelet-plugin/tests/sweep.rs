@@ -1,0 +1,28 @@
+//! The real program as the sweeper's child, on a page whose owner died.
+
+#![allow(
+    clippy::unwrap_used,
+    reason = "a test that cannot go on should say where"
+)]
+
+use tranche_kubelet_plugin::sweep::RECLAIM;
+use tranche_node::page::AccountFile;
+use tranche_node::sweep::Sweeper;
+use tranche_shim_core::{AccountPage, layout};
+
+#[test]
+fn the_plugin_gives_back_what_the_dead_hold() {
+    let mut page = AccountPage::initial().to_vec();
+    // Slot 3 is marked, charged with 9 of the 9 bytes in use, and held by nobody.
+    page[128] = 9;
+    page[512] = 1 << 3;
+    page[layout::HEADER_LEN + 3 * layout::SLOT_LEN + 16] = 9;
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("account");
+    std::fs::write(&path, page).unwrap();
+    let sweeper = Sweeper::new(env!("CARGO_BIN_EXE_tranche-kubelet-plugin"), [RECLAIM]);
+    assert_eq!(sweeper.sweep(&path).unwrap(), 1);
+    assert_eq!(sweeper.sweep(&path).unwrap(), 0);
+    let account = AccountFile::open(&path).unwrap();
+    assert_eq!(account.copy().unwrap().snapshot().used(), 0);
+}

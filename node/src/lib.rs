@@ -1,0 +1,20 @@
+//! What a node knows of its driver, and what it does for the shares that are in use.
+//!
+//! ```text
+//!  driver root ──► root ──► discover ──► what containers get of the driver
+//!      └─► libnvidia-ml ──► nvml ──► inventory ──► what GPUs there are
+//!
+//!  account pages ──► page ──► snapshots for metrics
+//!       ▲              └────► sweep: slots of the dead are given back
+//! ```
+//!
+//! The node plugin and `tranche run` both stand on it. Nothing here knows of Kubernetes, and nothing
+//! believes what is in an account page: the tenant can write it.
+#![forbid(unsafe_code)]
+
+pub mod discover;
+pub mod inventory;
+pub mod nvml;
+pub mod page;
+pub mod root;
+pub mod sweep;

@@ -1,0 +1,246 @@
+//! Account pages as the node reads them: by copies, never by mapping.
+//!
+//! The tenant has the file open for writing. It may write any content, cut the file off or make it
+//! huge: a read then finds an error, where an access to a mapping would end the process (SIGBUS).
+
+use std::ffi::CString;
+use std::io;
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::{Path, PathBuf};
+
+use tranche_shim_core::{AccountPage, AccountSnapshot, PageError, layout};
+use tranche_shim_runtime::sys::{Errno, File};
+
+/// Why an account page cannot be read.
+#[derive(Debug, thiserror::Error)]
+pub enum ReadError {
+    /// The file.
+    #[error("account page {path}: {source}")]
+    File {
+        /// The page.
+        path: PathBuf,
+        /// Why not.
+        source: io::Error,
+    },
+    /// It is no account page (any more).
+    #[error("account page {path}: {source}: its programs broke it; end them")]
+    Page {
+        /// The page.
+        path: PathBuf,
+        /// Why.
+        source: PageError,
+    },
+}
+
+/// An open account page.
+#[derive(Debug)]
+pub struct AccountFile {
+    path: PathBuf,
+    file: File,
+}
+
+impl AccountFile {
+    /// Opens a page and checks its length and version.
+    pub fn open(path: &Path) -> Result<Self, ReadError> {
+        let file = c_path(path)
+            .and_then(|name| File::open(&name, true).map_err(from_errno))
+            .map_err(|source| failed(path, source))?;
+        let page = Self {
+            path: path.to_owned(),
+            file,
+        };
+        page.header()?;
+        Ok(page)
+    }
+
+    /// Where it is.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// A copy of the page.
+    pub fn copy(&self) -> Result<AccountCopy, ReadError> {
+        self.check_length()?;
+        let mut bytes = vec![0; layout::LEN];
+        self.read(&mut bytes)?;
+        AccountPage::check(&bytes).map_err(|source| self.wrong(source))?;
+        Ok(AccountCopy(bytes))
+    }
+
+    /// The slots that are marked as taken and that no process holds: their owners are dead. Or the
+    /// tenant says so; then nobody is harmed by their being given back.
+    pub fn dead_slots(&self) -> Result<usize, ReadError> {
+        self.count_slots(|held| !held)
+    }
+
+    /// Whether a living process holds a slot.
+    pub fn is_in_use(&self) -> Result<bool, ReadError> {
+        Ok(self.count_slots(|held| held)? > 0)
+    }
+
+    fn count_slots(&self, wanted: impl Fn(bool) -> bool) -> Result<usize, ReadError> {
+        let header = self.header()?;
+        let mut count = 0;
+        for slot in layout::taken_slots(&header) {
+            let held = self.file.is_locked(layout::slot_lock(slot));
+            count += usize::from(wanted(held.map_err(|e| self.failed(e))?));
+        }
+        Ok(count)
+    }
+
+    fn check_length(&self) -> Result<(), ReadError> {
+        let found = self.file.size().map_err(|e| self.failed(e))?;
+        if found == layout::LEN {
+            return Ok(());
+        }
+        Err(self.wrong(PageError::Length {
+            expected: layout::LEN,
+            found,
+        }))
+    }
+
+    fn header(&self) -> Result<Vec<u8>, ReadError> {
+        self.check_length()?;
+        let mut header = vec![0; layout::HEADER_LEN];
+        self.read(&mut header)?;
+        AccountPage::check_header(&header).map_err(|source| self.wrong(source))?;
+        Ok(header)
+    }
+
+    fn read(&self, buffer: &mut [u8]) -> Result<(), ReadError> {
+        let found = self
+            .file
+            .read_at(buffer, 0)
+            .map_err(|errno| self.failed(errno))?;
+        if found == buffer.len() {
+            Ok(())
+        } else {
+            Err(self.wrong(PageError::Length {
+                expected: layout::LEN,
+                found,
+            }))
+        }
+    }
+
+    fn failed(&self, errno: Errno) -> ReadError {
+        failed(&self.path, from_errno(errno))
+    }
+
+    fn wrong(&self, source: PageError) -> ReadError {
+        ReadError::Page {
+            path: self.path.clone(),
+            source,
+        }
+    }
+}
+
+/// A copy of an account page, checked to be one.
+#[derive(Clone, Debug)]
+pub struct AccountCopy(Vec<u8>);
+
+impl AccountCopy {
+    /// What it says. Its author is the tenant.
+    ///
+    /// # Panics
+    ///
+    /// Never: it was checked when it was made.
+    #[must_use]
+    pub fn snapshot(&self) -> AccountSnapshot<'_> {
+        AccountPage::snapshot(&self.0).expect("a copy is checked when it is made")
+    }
+}
+
+fn failed(path: &Path, source: io::Error) -> ReadError {
+    ReadError::File {
+        path: path.to_owned(),
+        source,
+    }
+}
+
+pub(crate) fn from_errno(Errno(errno): Errno) -> io::Error {
+    io::Error::from_raw_os_error(errno)
+}
+
+pub(crate) fn c_path(path: &Path) -> io::Result<CString> {
+    CString::new(path.as_os_str().as_bytes()).map_err(io::Error::other)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn page(content: &[u8]) -> (tempfile::TempDir, PathBuf) {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("account");
+        fs::write(&path, content).unwrap();
+        (folder, path)
+    }
+
+    #[test]
+    fn a_fresh_page_is_read_and_nobody_uses_it() {
+        let (_folder, path) = page(AccountPage::initial());
+        let file = AccountFile::open(&path).unwrap();
+        assert_eq!(file.copy().unwrap().snapshot().used(), 0);
+        assert_eq!(file.dead_slots().unwrap(), 0);
+        assert!(!file.is_in_use().unwrap());
+    }
+
+    #[test]
+    fn a_page_that_its_tenant_cut_off_or_blew_up_is_named() {
+        let (_folder, path) = page(AccountPage::initial());
+        let file = AccountFile::open(&path).unwrap();
+        for length in [0, 100, 4096, layout::LEN as u64 - 1, 1 << 40] {
+            fs::File::options()
+                .write(true)
+                .open(&path)
+                .unwrap()
+                .set_len(length)
+                .unwrap();
+            for error in [file.copy().err(), file.dead_slots().err()] {
+                let error = error.unwrap().to_string();
+                assert!(
+                    error.contains("account") && error.contains("bytes"),
+                    "{error}"
+                );
+            }
+            AccountFile::open(&path).unwrap_err();
+        }
+    }
+
+    #[test]
+    fn what_is_no_page_is_refused() {
+        let (folder, path) = page(&[0; layout::LEN]);
+        AccountFile::open(&path).unwrap_err();
+        let link = folder.path().join("link");
+        std::os::unix::fs::symlink(&path, &link).unwrap();
+        AccountFile::open(&link).unwrap_err();
+        let error = AccountFile::open(Path::new("/nowhere")).unwrap_err();
+        assert!(error.to_string().contains("/nowhere"), "{error}");
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+        /// Whatever the tenant writes, it is read or refused.
+        #[test]
+        fn any_content_is_survived(content: Vec<u8>, at in 0..layout::LEN, seed: u8) {
+            let mut bytes = AccountPage::initial().to_vec();
+            bytes[at..].fill(seed);
+            for (byte, value) in bytes[at..].iter_mut().zip(&content) {
+                *byte = *value;
+            }
+            let (_folder, path) = page(&bytes);
+            if let Ok(file) = AccountFile::open(&path) {
+                let copy = file.copy().unwrap();
+                let snapshot = copy.snapshot();
+                let _ = (snapshot.used(), snapshot.refused(), snapshot.launches(), snapshot.processes().count());
+                prop_assert!(file.dead_slots().unwrap() <= layout::SLOTS);
+                prop_assert!(!file.is_in_use().unwrap());
+            }
+        }
+    }
+}

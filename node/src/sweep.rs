@@ -1,0 +1,194 @@
+//! Gives back what dead processes held of their shares.
+//!
+//! A process's slot in the account is its own as long as the kernel keeps its lock; when it dies,
+//! anybody may give the slot's charge back. The programs of a share do so when they join, ask how
+//! much is free, or would be refused; the node does it for those that do none of these, within a
+//! second.
+//!
+//! ```text
+//!  every second, per share: copy of the header ─► marked slots ─► a lock on each?
+//!                                                    all held: nothing to do
+//!                                                    one is not: a process of its own maps the page and reclaims
+//! ```
+//!
+//! Reclaiming takes atomic steps on the live page, so somebody must map it; and whoever maps it can
+//! be ended by its tenant, who may cut the file off (SIGBUS). So a child does it, one for each share:
+//! this program itself, started anew with [`reclaim`] to do. Looking costs a read and a lock query
+//! per process; children are started only when somebody died, or when a tenant pretends so.
+
+use std::ffi::OsString;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use crate::page::{AccountFile, ReadError, c_path, from_errno};
+
+/// From one look to the next.
+pub const INTERVAL: Duration = Duration::from_secs(1);
+
+/// How long a child may take for what takes microseconds.
+const CHILD_DEADLINE: Duration = Duration::from_secs(5);
+
+/// Why a share's dead slots were not given back.
+#[derive(Debug, thiserror::Error)]
+pub enum SweepError {
+    /// The page.
+    #[error(transparent)]
+    Read(#[from] ReadError),
+    /// The child.
+    #[error("account page {path}: cannot reclaim dead processes' slots: {source}")]
+    Child {
+        /// The page.
+        path: PathBuf,
+        /// Why not.
+        source: io::Error,
+    },
+}
+
+/// Sweeps accounts.
+#[derive(Clone, Debug)]
+pub struct Sweeper {
+    program: PathBuf,
+    arguments: Vec<OsString>,
+}
+
+impl Sweeper {
+    /// Reclaims by `program`, which with `arguments` and the path of an account page does [`reclaim`].
+    pub fn new(
+        program: impl Into<PathBuf>,
+        arguments: impl IntoIterator<Item = impl Into<OsString>>,
+    ) -> Self {
+        Self {
+            program: program.into(),
+            arguments: arguments.into_iter().map(Into::into).collect(),
+        }
+    }
+
+    /// Looks at one account, and gives back what the dead hold. Returns how many there were. Blocks for
+    /// as long as the child runs, if there is one.
+    pub fn sweep(&self, account: &Path) -> Result<usize, SweepError> {
+        let dead = AccountFile::open(account)?.dead_slots()?;
+        if dead > 0 {
+            self.reclaim_by_child(account)
+                .map_err(|source| SweepError::Child {
+                    path: account.to_owned(),
+                    source,
+                })?;
+        }
+        Ok(dead)
+    }
+
+    fn reclaim_by_child(&self, account: &Path) -> io::Result<()> {
+        let child = Command::new(&self.program)
+            .args(&self.arguments)
+            .arg(account)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()?;
+        end_of(child)
+    }
+}
+
+/// Waits for a child that is done at once, or is stopped.
+fn end_of(mut child: Child) -> io::Result<()> {
+    let start = Instant::now();
+    loop {
+        if let Some(status) = child.try_wait()? {
+            return if status.success() {
+                Ok(())
+            } else {
+                Err(io::Error::other(format!("its child: {status}")))
+            };
+        }
+        if start.elapsed() > CHILD_DEADLINE {
+            child.kill()?;
+            child.wait()?;
+            return Err(io::Error::from(io::ErrorKind::TimedOut));
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// The child's part: maps the account and gives back what the dead hold. The page's tenant can end
+/// the process that calls this.
+pub fn reclaim(account: &Path) -> Result<usize, SweepError> {
+    AccountFile::open(account)?;
+    c_path(account)
+        .and_then(|path| tranche_shim_runtime::accounts::reclaim(&path).map_err(from_errno))
+        .map_err(|source| SweepError::Child {
+            path: account.to_owned(),
+            source,
+        })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use tranche_shim_core::{AccountPage, Locks as _, layout};
+    use tranche_shim_runtime::sys::File;
+
+    use super::*;
+
+    const USED: usize = 128;
+    const TAKEN: usize = 512;
+    const CHARGED: usize = 16;
+
+    /// A page on which a process died that held `charged` bytes in `slot`.
+    fn with_a_dead(slot: usize, charged: u64) -> (tempfile::TempDir, PathBuf) {
+        let mut page = AccountPage::initial().to_vec();
+        let at = layout::HEADER_LEN + slot * layout::SLOT_LEN + CHARGED;
+        page[USED..USED + 8].copy_from_slice(&(charged + 7).to_le_bytes());
+        page[TAKEN + slot / 8] |= 1 << (slot % 8);
+        page[at..at + 8].copy_from_slice(&charged.to_le_bytes());
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("account");
+        fs::write(&path, page).unwrap();
+        (folder, path)
+    }
+
+    #[test]
+    fn what_a_dead_process_held_is_given_back() {
+        let (_folder, path) = with_a_dead(900, 5 << 30);
+        let account = AccountFile::open(&path).unwrap();
+        assert_eq!(account.dead_slots().unwrap(), 1);
+        assert_eq!(reclaim(&path).unwrap(), 1);
+        assert_eq!(account.dead_slots().unwrap(), 0);
+        // And what it left between its two steps.
+        assert_eq!(account.copy().unwrap().snapshot().used(), 0);
+    }
+
+    #[test]
+    fn what_a_living_process_holds_stays() {
+        let (_folder, path) = with_a_dead(900, 5 << 30);
+        let owner = File::open(&c_path(&path).unwrap(), true).unwrap();
+        assert!(owner.try_lock(layout::slot_lock(900)));
+        let account = AccountFile::open(&path).unwrap();
+        assert_eq!(account.dead_slots().unwrap(), 0);
+        assert!(account.is_in_use().unwrap());
+        assert_eq!(reclaim(&path).unwrap(), 0);
+        drop(owner);
+        assert!(!account.is_in_use().unwrap());
+        assert_eq!(reclaim(&path).unwrap(), 1);
+    }
+
+    #[test]
+    fn a_child_is_started_only_for_the_dead() {
+        let none = Sweeper::new("/nowhere/child", ["reclaim"]);
+        let (_folder, path) = with_a_dead(0, 1);
+        let error = none.sweep(&path).unwrap_err().to_string();
+        assert!(error.contains(path.to_str().unwrap()), "{error}");
+        reclaim(&path).unwrap();
+        assert_eq!(none.sweep(&path).unwrap(), 0);
+    }
+
+    #[test]
+    fn a_child_that_ends_badly_or_never_is_an_error() {
+        let (_folder, path) = with_a_dead(0, 1);
+        let ended = Sweeper::new("sh", ["-c", "kill -BUS $$"]).sweep(&path);
+        let error = ended.unwrap_err().to_string();
+        assert!(error.contains("signal: 7"), "{error}");
+    }
+}
