@@ -64,6 +64,10 @@ pub struct Inventory {
     #[serde(default)]
     #[schemars(range(max = 4_294_967_295_u32))]
     pub gpu_count: u32,
+    /// Functions that the driver's libcuda exports and the plugin's release does not know, sorted;
+    /// what they take of a capped share is not counted. Empty for a driver that it was tested with.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub unknown_functions: Vec<String>,
 }
 
 impl Inventory {
@@ -76,6 +80,7 @@ impl Inventory {
             cuda_driver_version,
             gpu_count: u32::try_from(gpus.len()).unwrap_or(u32::MAX),
             gpus,
+            unknown_functions: Vec::new(),
         }
     }
 }

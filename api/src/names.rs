@@ -74,6 +74,17 @@ pub mod attribute {
         ISOLATION_LEVEL = "isolationLevel", "int", "3": "The tier's rank, 1 (weakest) to 6.";
         MEMORY_ISOLATION = "memoryIsolation", "string", "software": "What keeps the neighbours' memory use away: `hardware`, `software` or `none`.";
         COMPUTE_ISOLATION = "computeIsolation", "string", "software": "What keeps the neighbours' compute use away: `hardware`, `software` or `none`.";
+        UNTESTED_DRIVER = "untestedDriver", "bool", "false": "Whether the node's driver has functions that this release does not know (the GpuNode's `unknownFunctions`): what they take of a capped share is not counted.";
         FAULT_ISOLATION = "faultIsolation", "string", "software": "What keeps the neighbours' faults away: `hardware`, `software` (an own process on a shared GPU) or `none`.";
+    }
+}
+
+/// Taints of a device.
+pub mod taint {
+    vocabulary! {
+        /// All of them.
+        ALL;
+        WITHDRAWN = "gpu.tranche.dev/withdrawn", "NoSchedule", "": "The device is offered no longer and held still; it goes with its last claim.";
+        UNTESTED_DRIVER = "gpu.tranche.dev/untested-driver", "NoSchedule", "": "The node's driver has functions that this release does not know (`untestedDriver`), and the SharingPolicy's `capped.untestedDriver` is `Taint`.";
     }
 }

@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use crate::names::{DRIVER, Entry, attribute, capacity};
+use crate::names::{DRIVER, Entry, attribute, capacity, taint};
 use crate::tier::Tier;
 
 /// `docs/reference/attributes.md`.
@@ -61,8 +61,24 @@ Every GPU serves one tier at a time, chosen by the first allocation and freed by
 the default, one that it names is rounded up to the next step. `timeshared` devices have `sharers`
 alone: nothing keeps sizes there, so a claim that asks for memory or cores never lands on one.
 `exclusive` devices have `memory` and `cores`, and a request is a lower bound.
+
+## Taints
+
+A claim takes a device with a taint only if it tolerates it.
+
+| key | effect | meaning |
+|---|---|---|
 ",
     );
+    for Entry {
+        name,
+        kind,
+        meaning,
+        ..
+    } in taint::ALL
+    {
+        row(&mut page, &[&format!("`{name}`"), kind, meaning]);
+    }
     page
 }
 

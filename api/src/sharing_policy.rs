@@ -117,6 +117,20 @@ pub struct CappedPolicy {
     #[schemars(range(min = 1, max = 100))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub default_cores: Option<u32>,
+    /// What becomes of the tier where the driver has functions that Tranche does not know:
+    /// `Taint` closes it to new claims that do not tolerate
+    /// `gpu.tranche.dev/untested-driver`, `Allow` only tells by the attribute `untestedDriver`.
+    pub untested_driver: UntestedDriver,
+}
+
+/// What becomes of a tier that a driver's unknown functions may escape.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum UntestedDriver {
+    /// Closed to new claims that do not tolerate it.
+    #[default]
+    Taint,
+    /// Open.
+    Allow,
 }
 
 /// Limits of the tier `timeshared`.
@@ -146,6 +160,7 @@ impl Default for CappedPolicy {
             memory_step: Quantity::from_bytes(1 << 20),
             default_memory: None,
             default_cores: None,
+            untested_driver: UntestedDriver::Taint,
         }
     }
 }

@@ -12,7 +12,8 @@ use std::time::Duration;
 
 use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::resource::v1::{Device, ResourceSlice};
-use tranche_driver::slices::{Content, SlicePlan, WITHDRAWN_TAINT};
+use tranche_api::names::taint;
+use tranche_driver::slices::{Content, SlicePlan};
 
 /// How long the taint stands before the claims are asked: the scheduler's decisions take less.
 const GRACE: SignedDuration = SignedDuration::from_secs(10);
@@ -98,13 +99,13 @@ fn is_withdrawn(device: &Device) -> bool {
         .taints
         .iter()
         .flatten()
-        .any(|taint| taint.key == WITHDRAWN_TAINT)
+        .any(|there| there.key == taint::WITHDRAWN)
 }
 
 /// When the device was tainted; the API server fills the time in.
 fn withdrawn_at(device: &Device) -> Option<Timestamp> {
     let taints = device.taints.as_ref()?;
-    let taint = taints.iter().find(|taint| taint.key == WITHDRAWN_TAINT)?;
+    let taint = taints.iter().find(|there| there.key == taint::WITHDRAWN)?;
     // A server without the field is one without taints; nothing is lost by asking the claims at once.
     Some(
         taint

@@ -15,7 +15,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use tranche_api::gpu_node::Gpu;
 use tranche_api::quantity::{CountError, Quantity};
-use tranche_api::sharing_policy::{SharingPolicy, SharingPolicySpec};
+use tranche_api::sharing_policy::{SharingPolicy, SharingPolicySpec, UntestedDriver};
 use tranche_api::tier::Tier;
 
 pub use selector::SelectorError;
@@ -49,6 +49,8 @@ pub struct CappedTerms {
     pub default_memory: Option<u64>,
     /// Percent of a share that names none, 1-100.
     pub default_cores: Option<u8>,
+    /// What becomes of the tier under a driver with functions that nobody knows.
+    pub untested_driver: UntestedDriver,
 }
 
 /// How a GPU is shared in the tier `timeshared`.
@@ -178,6 +180,7 @@ impl Default for Terms {
                 memory_step: 1,
                 default_memory: None,
                 default_cores: None,
+                untested_driver: UntestedDriver::Taint,
             },
             timeshared: TimesharedTerms { max_sharers: 1 },
         }
@@ -229,6 +232,7 @@ impl TryFrom<&SharingPolicySpec> for Terms {
                     .map(|amount| default_memory(amount, memory_step))
                     .transpose()?,
                 default_cores: capped.default_cores.map(default_cores).transpose()?,
+                untested_driver: capped.untested_driver,
             },
             timeshared: TimesharedTerms {
                 max_sharers: sharers("spec.timeshared.maxSharers", spec.timeshared.max_sharers)?,

@@ -53,9 +53,6 @@ const MINORS: u32 = 1000;
 /// The place of the first GPU slice in the order of names: behind every counter slice, with room
 /// for other kinds between.
 const FIRST_GPU_SLICE: u32 = 10_000;
-/// The taint of a device that is offered no longer and held still. It closes the device to new
-/// claims, but for one that tolerates it.
-pub const WITHDRAWN_TAINT: &str = "gpu.tranche.dev/withdrawn";
 
 /// What the slices of a node depend on, and nothing else.
 #[derive(Clone, Copy, Debug)]
@@ -206,16 +203,23 @@ fn withdrawn(
     for (name, mut device) in kept {
         device.consumes_counters = Some(vec![device::whole_gpu(name.minor())]);
         // A taint that is there keeps the time at which it was added.
-        let ours = |taint: &DeviceTaint| taint.key == WITHDRAWN_TAINT;
+        let ours = |taint: &DeviceTaint| taint.key == vocabulary::taint::WITHDRAWN;
         let taint = device.taints.into_iter().flatten().find(ours);
-        device.taints = Some(vec![taint.unwrap_or_else(|| DeviceTaint {
-            key: WITHDRAWN_TAINT.to_owned(),
-            effect: "NoSchedule".to_owned(),
-            ..DeviceTaint::default()
-        })]);
+        device.taints = Some(vec![
+            taint.unwrap_or_else(|| closed(vocabulary::taint::WITHDRAWN)),
+        ]);
         by_gpu.entry(name.minor()).or_default().push(device);
     }
     by_gpu
+}
+
+/// A taint that closes a device to new claims, but for those that tolerate it.
+fn closed(key: &str) -> DeviceTaint {
+    DeviceTaint {
+        key: key.to_owned(),
+        effect: "NoSchedule".to_owned(),
+        ..DeviceTaint::default()
+    }
 }
 
 fn counter_set(minor: u32) -> CounterSet {

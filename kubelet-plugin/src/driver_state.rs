@@ -23,6 +23,7 @@ use tranche_node::discover::{DiscoverError, discover};
 use tranche_node::inventory::inventory;
 use tranche_node::nvml::{Driver, Nvml, NvmlError};
 use tranche_node::root::{DriverRoot, RootError};
+use tranche_node::untested::{UntestedError, unknown_functions};
 
 /// How often a driver that is there is looked at again: GPUs and files may come and go.
 const REFRESH: Duration = Duration::from_secs(30);
@@ -43,6 +44,9 @@ pub enum DriverError {
     /// The driver's files.
     #[error(transparent)]
     Discover(#[from] DiscoverError),
+    /// The functions of its libcuda.
+    #[error(transparent)]
+    Untested(#[from] UntestedError),
     /// The driver's CDI spec cannot be made.
     #[error("CDI spec of the driver: {0}")]
     Cdi(#[from] CdiError),
@@ -167,7 +171,8 @@ impl Observer {
         let files = found.driver_files(&self.layout.driver_root_on_host);
         let spec = driver_spec(&files, &self.layout.node_paths())?.encode();
         self.spec_file.ensure(&spec)?;
-        let inventory = inventory(&description, &self.sysfs);
+        let mut inventory = inventory(&description, &self.sysfs);
+        inventory.unknown_functions = unknown_functions(&root, &found)?;
         Ok((Ready { inventory, spec }, nvml))
     }
 }
@@ -183,6 +188,13 @@ fn publish(state: &watch::Sender<DriverState>, ready: Ready) {
             gpus = ready.inventory.gpus.len(),
             "driver ready"
         );
+        if !ready.inventory.unknown_functions.is_empty() {
+            warn!(
+                functions = ready.inventory.unknown_functions.join(" "),
+                "the driver has functions that this release does not know: what they take of a capped share is not \
+                 counted; use a release that knows the driver"
+            );
+        }
         *state = DriverState::Ready(Arc::new(ready));
         true
     });

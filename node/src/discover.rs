@@ -352,7 +352,7 @@ pub mod testing {
     /// What Debian's 535.261.03 packages install, as paths and links.
     pub const DEBIAN_535: &str = include_str!("../testdata/debian-535.list");
 
-    /// Lays out a list of paths and links as empty files.
+    /// Lays out a list of paths and links as files: a library of CUDA that has a function, the rest empty.
     pub fn lay_out(root: &Path, list: &str) {
         for line in list.lines().filter(|l| !l.starts_with('#')) {
             let (path, target) = match line.split_once(" -> ") {
@@ -365,7 +365,13 @@ pub mod testing {
                 symlink(target, path).unwrap();
                 continue;
             }
-            std::fs::write(&path, "").unwrap();
+            let name = path.file_name().unwrap().to_string_lossy();
+            let content = if name.starts_with("libcuda.so") {
+                crate::untested::testing::library(&["cuInit"])
+            } else {
+                Vec::new()
+            };
+            std::fs::write(&path, content).unwrap();
             let folder = path.parent().unwrap();
             let is_program =
                 folder.ends_with("bin") || folder.ends_with("sbin") || path.ends_with("nvidia-smi");

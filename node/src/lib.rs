@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!  driver root ──► root ──► discover ──► what containers get of the driver
+//!      ├─► libcuda ──► untested: functions that the shim has no row for
 //!      └─► libnvidia-ml ──► nvml ──► inventory ──► what GPUs there are
 //!
 //!  account pages ──► page ──► snapshots for metrics
@@ -18,3 +19,4 @@ pub mod nvml;
 pub mod page;
 pub mod root;
 pub mod sweep;
+pub mod untested;

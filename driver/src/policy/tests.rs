@@ -160,6 +160,7 @@ fn terms_are_exact_numbers() {
             "capped": {
                 "maxSharers": 10, "expectedSharers": 0, "contextMemory": 0,
                 "memoryStep": "1.5Gi", "defaultMemory": "3Gi", "defaultCores": 100,
+                "untestedDriver": "Allow",
             },
             "timeshared": {"maxSharers": 128},
         }),
@@ -176,6 +177,7 @@ fn terms_are_exact_numbers() {
                 memory_step: 3 << 29,
                 default_memory: Some(3 << 30),
                 default_cores: Some(100),
+                untested_driver: UntestedDriver::Allow,
             },
             timeshared: TimesharedTerms { max_sharers: 128 },
         })

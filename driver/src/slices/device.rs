@@ -4,11 +4,12 @@ use std::collections::BTreeMap;
 
 use k8s_openapi::api::resource::v1::{
     CapacityRequestPolicy, CapacityRequestPolicyRange, Counter, Device, DeviceAttribute,
-    DeviceCapacity, DeviceCounterConsumption,
+    DeviceCapacity, DeviceCounterConsumption, DeviceTaint,
 };
 use tranche_api::gpu_node::{Gpu, Inventory};
-use tranche_api::names::{attribute, capacity};
+use tranche_api::names::{attribute, capacity, taint};
 use tranche_api::quantity::Quantity;
+use tranche_api::sharing_policy::UntestedDriver;
 use tranche_api::tier::Tier;
 
 use super::{NodeInput, PlanError};
@@ -89,10 +90,22 @@ pub(super) fn of_gpu(
                 capacity: Some(capacities(node, gpu, tier, terms, &memory)?),
                 allow_multiple_allocations: tier.is_shared().then_some(true),
                 consumes_counters: Some(vec![whole_gpu(gpu.minor)]),
+                taints: taints(node.inventory, tier, terms),
                 ..Device::default()
             })
         })
         .collect()
+}
+
+fn is_untested(inventory: &Inventory) -> bool {
+    !inventory.unknown_functions.is_empty()
+}
+
+/// Only where the shim keeps the cap can functions that it does not know escape it.
+fn taints(inventory: &Inventory, tier: Tier, terms: &Terms) -> Option<Vec<DeviceTaint>> {
+    let escapes = is_untested(inventory) && tier == Tier::Capped;
+    (escapes && terms.capped.untested_driver == UntestedDriver::Taint)
+        .then(|| vec![super::closed(taint::UNTESTED_DRIVER)])
 }
 
 /// A GPU's memory in bytes.
@@ -286,6 +299,7 @@ fn attributes(
             attribute::PCI_BUS_ID,
             exact_text("pciBusID", &gpu.pci_bus_id)?,
         ),
+        (attribute::UNTESTED_DRIVER, flag(is_untested(inventory))),
     ]);
     if let Some(root) = &gpu.pcie_root {
         attributes.insert(attribute::PCIE_ROOT, exact_text("pcieRoot", root)?);
@@ -318,6 +332,13 @@ fn isolation(tier: Tier) -> [(String, DeviceAttribute); 5] {
         ),
     ]
     .map(|(name, value)| (name.to_owned(), value))
+}
+
+fn flag(value: bool) -> DeviceAttribute {
+    DeviceAttribute {
+        bool: Some(value),
+        ..DeviceAttribute::default()
+    }
 }
 
 fn int(value: i64) -> DeviceAttribute {

@@ -4,7 +4,7 @@ mod limits;
 mod properties;
 
 use serde_json::{Value, json};
-use tranche_api::names::{attribute, capacity};
+use tranche_api::names::{attribute, capacity, taint};
 
 use super::*;
 use crate::testing::{NODE, gpu, inventory};
@@ -374,7 +374,7 @@ fn a_held_device_stays_with_a_taint() {
         let taint = &device.taints.as_ref().unwrap()[0];
         assert_eq!(
             (&*taint.key, &*taint.effect),
-            (WITHDRAWN_TAINT, "NoSchedule")
+            (taint::WITHDRAWN, "NoSchedule")
         );
         assert_eq!(device.capacity, before.capacity);
         assert_eq!(device.consumes_counters, before.consumes_counters);
@@ -391,4 +391,35 @@ fn a_held_device_stays_with_a_taint() {
         .collect();
     assert_eq!(tainted.len(), 1);
     assert_eq!(tainted[0].name, "gpu-1");
+}
+
+#[test]
+fn a_driver_that_nobody_tested_closes_the_tier_that_it_may_escape() {
+    let mut newer = inventory(vec![gpu(0)]);
+    newer.unknown_functions = vec!["cuAskTheFuture".to_owned()];
+    let allow = policy(
+        "p",
+        &json!({"tiers": ["exclusive", "capped"], "capped": {"untestedDriver": "Allow"}}),
+    );
+    for (inventory, policies, untested, closed) in [
+        (inventory(vec![gpu(0)]), [all_tiers()], false, &[][..]),
+        (newer.clone(), [all_tiers()], true, &["gpu-0-capped"]),
+        (newer, [allow], true, &[]),
+    ] {
+        let plan = planned(&inventory, &policies).unwrap();
+        limits::check(&objects(&plan));
+        let mut tainted = Vec::new();
+        for device in devices(&plan) {
+            let attributes = device.attributes.unwrap();
+            assert_eq!(attributes[attribute::UNTESTED_DRIVER].bool, Some(untested));
+            for taint in device.taints.into_iter().flatten() {
+                assert_eq!(
+                    (&*taint.key, &*taint.effect),
+                    (taint::UNTESTED_DRIVER, "NoSchedule")
+                );
+                tainted.push(device.name.clone());
+            }
+        }
+        assert_eq!(tainted, closed);
+    }
 }

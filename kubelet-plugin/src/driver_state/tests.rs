@@ -156,3 +156,18 @@ async fn an_incomplete_driver_root_is_no_driver() {
     );
     observed.until_gpus(2).await;
 }
+
+#[tokio::test(start_paused = true)]
+async fn functions_that_nobody_knows_are_told() {
+    let mut observed = observe([], []);
+    let ready = observed
+        .until(|s| matches!(s, DriverState::Ready(r) if r.inventory.unknown_functions.is_empty()))
+        .await;
+    assert!(matches!(ready, DriverState::Ready(_)));
+    let libcuda = "usr/lib/x86_64-linux-gnu/nvidia/current/libcuda.so.535.261.03";
+    let newer = tranche_node::untested::testing::library(&["cuInit", "cuAskTheFuture"]);
+    std::fs::write(observed.world.driver_root().join(libcuda), newer).unwrap();
+    observed
+        .until(|s| matches!(s, DriverState::Ready(r) if r.inventory.unknown_functions == ["cuAskTheFuture"]))
+        .await;
+}

@@ -51,7 +51,7 @@ fn page(coverage: &Coverage<'_>, words: &Words) -> String {
         "# {library}: what is done with each function\n\n\
          Every function that a driver exports or a header declares, from CUDA 11.8 on: {all} of them. What a driver\n\
          exports and no row is for does not pass CI (`shim/symbols check`), and on a node makes the driver an\n\
-         untested one (`untestedDriver`).\n\n\
+         untested one (`untestedDriver`, [attributes](attributes.md)).\n\n\
          ## What is done\n\n| class | subject | functions | what is done |\n|---|---|---|---|\n",
         library = words.library,
         all = coverage.rows.len(),
