@@ -9,14 +9,17 @@ use_images() {
 	use_image tranche/workload:dev "$IMAGES/workload"
 }
 
-# use_image NAME TREE loads the image unless every node has one of the same content.
+# use_image NAME TREE [NODE...] loads the image unless each of the nodes, of all by default, has one of the same content.
 use_image() {
 	local name=$1 tree=$2 content node
+	shift 2
 	[[ -d $tree ]] || die "${tree#"$REPOSITORY/"} is missing: run make image"
 	content=$(tree_digest "$tree")
-	for node in $(nodes); do
+	# shellcheck disable=SC2046 # names of nodes have no blanks
+	(($# > 0)) || set -- $(nodes)
+	for node; do
 		[[ $(docker exec "$node" cat "$(image_mark "$name")" 2>/dev/null) == "$content" ]] || {
-			step "Loading $name" load_image "$name" "$tree" "$content"
+			step "Loading $name" load_image "$name" "$tree" "$content" "$@"
 			return
 		}
 	done
@@ -34,10 +37,11 @@ image_mark() { echo "/kind/image-${1//[^a-z]/-}"; }
 
 load_image() {
 	local name=$1 tree=$2 content=$3 node
+	shift 3
 	tar --create --directory "$tree" --owner 0 --group 0 --numeric-owner . |
 		docker import --change "ENV PATH=$IMAGE_PATH" --change 'CMD ["/bin/sh"]' - "$name"
-	kind load docker-image --name "$CLUSTER" "$name"
-	for node in $(nodes); do
+	kind load docker-image --name "$CLUSTER" --nodes "$(IFS=, && echo "$*")" "$name"
+	for node; do
 		docker exec "$node" sh -c "echo $content >$(image_mark "$name")"
 	done
 }

@@ -2,6 +2,7 @@
 #![allow(missing_docs)]
 
 mod cap;
+mod clients;
 mod controller;
 mod examples;
 mod exclusive;
