@@ -5,15 +5,13 @@ use std::ffi::c_void;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{OnceLock, PoisonError};
 
-use tranche_simulator_machine::timeline::sleep_until;
-
 use crate::code::Code;
 use crate::device::Device;
 use crate::driver::{device, driver};
 use crate::export::{export, get, put, put_wanted};
 use crate::memory;
 use crate::object::{Handle, Kind, Object};
-use crate::stream::Stream;
+use crate::stream::{self, Stream};
 
 /// A context.
 #[derive(Debug)]
@@ -22,9 +20,9 @@ pub struct Context {
     /// Never used twice in a process.
     pub id: u64,
     pub flags: AtomicU64,
-    /// When the last work queued in it ends.
+    /// The mark of the last work queued in it.
     pub latest: AtomicU64,
-    /// When the last work ends that the null stream waits for.
+    /// The mark of the last work that the null stream waits for.
     pub latest_blocking: AtomicU64,
     null_stream: OnceLock<&'static Object<Stream>>,
     limits: [AtomicU64; LIMITS],
@@ -108,7 +106,7 @@ impl Context {
 
     /// Waits for everything queued in this context.
     pub fn synchronize(&self) {
-        sleep_until(self.latest.load(Ordering::Relaxed));
+        stream::wait(self.device.gpu, self.latest.load(Ordering::Relaxed));
         crate::host::drain();
     }
 }

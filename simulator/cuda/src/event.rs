@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use tranche_simulator_machine::timeline::{now, sleep_until};
+use tranche_simulator_machine::timeline::{Moment, now};
 
 use crate::code::Code;
 use crate::context::current;
@@ -21,12 +21,20 @@ const NO_TIMING: u32 = 2;
 #[derive(Debug)]
 pub struct Event {
     flags: u32,
-    /// When it happens, if it was recorded; 0 if not.
-    due: AtomicU64,
+    /// What it comes after, if it was recorded.
+    recorded: Mutex<Option<Recorded>>,
     /// The last host function that it comes after.
     functions: AtomicU64,
     /// Set when it was recorded in a stream that captures.
     mark: Mutex<Option<CaptureMark>>,
+}
+
+/// A mark on a GPU, and when it is reached.
+#[derive(Debug, Clone, Copy)]
+struct Recorded {
+    gpu: usize,
+    mark: u64,
+    moment: Moment,
 }
 
 impl Kind for Event {
@@ -34,9 +42,35 @@ impl Kind for Event {
 }
 
 impl Event {
-    /// When it happens, in the clock of streams.
-    pub fn due(&self) -> u64 {
-        self.due.load(Ordering::Relaxed)
+    fn recorded(&self) -> Option<Recorded> {
+        *self.recorded.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The GPU and mark that it comes after.
+    pub fn due(&self) -> (usize, u64) {
+        self.recorded().map_or((0, 0), |r| (r.gpu, r.mark))
+    }
+
+    /// When it happened; `None` if it did not yet.
+    fn time(&self) -> Result<Option<u64>, Code> {
+        let mut recorded = self.recorded.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(recorded) = recorded.as_mut() else {
+            return Err(Code::INVALID_HANDLE);
+        };
+        if let Moment::Later(watch) = recorded.moment {
+            let driver = driver()?;
+            let at = driver
+                .shared
+                .reached_at(driver.slot, recorded.gpu, watch, now())?;
+            let Some(at) = at else {
+                return Ok(None);
+            };
+            recorded.moment = Moment::At(at);
+        }
+        match recorded.moment {
+            Moment::At(at) => Ok(Some(at)),
+            Moment::Later(_) => Ok(None),
+        }
     }
 
     /// The last host function that it comes after.
@@ -45,7 +79,8 @@ impl Event {
     }
 
     fn happened(&self) -> bool {
-        self.due() <= now() && host::done(self.functions())
+        let (gpu, mark) = self.due();
+        stream::reached(gpu, mark) && host::done(self.functions())
     }
 
     /// Lets `stream` join the capture that this event was recorded in; false if
@@ -55,16 +90,24 @@ impl Event {
         mark.as_ref().is_some_and(|mark| mark.join(stream))
     }
 
-    fn record(&self, stream: &Stream) {
+    fn record(&self, stream: &Stream) -> Result<(), Code> {
         let mark = stream::captured(stream, Capture::mark);
         let captured = mark.is_some();
         *self.mark.lock().unwrap_or_else(PoisonError::into_inner) = mark;
         if !captured {
-            self.due
-                .store(stream.earliest().max(now()), Ordering::Relaxed);
+            let driver = driver()?;
+            let (gpu, mark) = (stream.context.device.gpu, stream.earliest());
+            let moment = if self.flags & NO_TIMING == 0 {
+                driver.shared.watch(driver.slot, gpu, mark, now())?
+            } else {
+                Moment::At(0)
+            };
+            *self.recorded.lock().unwrap_or_else(PoisonError::into_inner) =
+                Some(Recorded { gpu, mark, moment });
             self.functions
                 .store(stream.functions.load(Ordering::Acquire), Ordering::Release);
         }
+        Ok(())
     }
 }
 
@@ -76,13 +119,16 @@ unsafe fn elapsed(to: *mut f32, start: Handle, end: Handle) -> Result<(), Code> 
     driver()?;
     // SAFETY: the caller's contract.
     let (start, end) = unsafe { (Object::<Event>::find(start)?, Object::<Event>::find(end)?) };
-    if (start.flags | end.flags) & NO_TIMING != 0 || start.due() == 0 || end.due() == 0 {
+    if (start.flags | end.flags) & NO_TIMING != 0 {
         return Err(Code::INVALID_HANDLE);
     }
+    let (Some(from), Some(to_time)) = (start.time()?, end.time()?) else {
+        return Err(Code::NOT_READY);
+    };
     if !start.happened() || !end.happened() {
         return Err(Code::NOT_READY);
     }
-    let nanos = i128::from(end.due()) - i128::from(start.due());
+    let nanos = i128::from(to_time) - i128::from(from);
     #[allow(
         clippy::cast_precision_loss,
         clippy::cast_possible_truncation,
@@ -101,7 +147,7 @@ export! {
         }
         let event = Event {
             flags,
-            due: AtomicU64::new(0),
+            recorded: Mutex::default(),
             functions: AtomicU64::new(0),
             mark: Mutex::new(None),
         };
@@ -119,13 +165,11 @@ export! {
     }
     fn cuEventRecord, cuEventRecord_ptsz [stream] (event: Handle, stream: Handle) {
         let stream = stream::find(stream)?;
-        Object::<Event>::find(event)?.record(stream);
-        Ok(())
+        Object::<Event>::find(event)?.record(stream)
     }
     fn cuEventRecordWithFlags, cuEventRecordWithFlags_ptsz [stream] (event: Handle, stream: Handle, _flags: u32) {
         let stream = stream::find(stream)?;
-        Object::<Event>::find(event)?.record(stream);
-        Ok(())
+        Object::<Event>::find(event)?.record(stream)
     }
     fn cuEventQuery(event: Handle) {
         driver()?;
@@ -134,7 +178,8 @@ export! {
     fn cuEventSynchronize(event: Handle) {
         driver()?;
         let event = Object::<Event>::find(event)?;
-        sleep_until(event.due());
+        let (gpu, mark) = event.due();
+        stream::wait(gpu, mark);
         host::wait(event.functions());
         Ok(())
     }

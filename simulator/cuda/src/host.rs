@@ -1,14 +1,15 @@
 //! Work that the host does in a stream's order: host functions and callbacks, and
-//! copies queued behind them. One thread does it, in the order of its due times.
+//! copies queued behind them. One thread does it, in the order of the times at which it was expected to be due.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::ffi::c_void;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
-use tranche_simulator_machine::timeline::sleep_until;
+use tranche_simulator_machine::timeline::now;
 
 use crate::code::Code;
+use crate::driver::driver;
 use crate::export::export;
 use crate::object::Handle;
 use crate::stream::{self, Stream};
@@ -16,8 +17,10 @@ use crate::stream::{self, Stream};
 type Work = Box<dyn FnOnce() + Send>;
 
 struct Job {
-    /// When it is due; then which came first.
+    /// When it was expected to be due; then which came first.
     order: (u64, u64),
+    /// What it comes after: a GPU and a mark there.
+    after: (usize, u64),
     work: Work,
 }
 
@@ -57,13 +60,23 @@ fn queue() -> MutexGuard<'static, Option<Queue>> {
 
 /// Does `work` when `stream` gets to it.
 pub fn enqueue(stream: &Stream, work: Work) {
+    let after = (stream.context.device.gpu, stream.earliest());
+    let expected = driver().map_or(0, |driver| {
+        let at = now();
+        let (gpu, mark) = after;
+        driver
+            .shared
+            .expected(driver.slot, gpu, mark, at)
+            .unwrap_or(at)
+    });
     let mut guard = queue();
     let queue = guard.get_or_insert_default();
     queue.last += 1;
     let number = queue.last;
     queue.pending.insert(number);
     queue.jobs.push(Reverse(Job {
-        order: (stream.earliest(), number),
+        order: (expected, number),
+        after,
         work,
     }));
     stream
@@ -88,7 +101,7 @@ fn worker() {
                 guard = ARRIVED.wait(guard).unwrap_or_else(PoisonError::into_inner);
             }
         };
-        sleep_until(job.order.0);
+        stream::wait(job.after.0, job.after.1);
         (job.work)();
         if let Some(queue) = queue().as_mut() {
             queue.pending.remove(&job.order.1);

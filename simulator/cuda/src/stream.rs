@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
-use tranche_simulator_machine::timeline::{now, sleep_until};
+use tranche_simulator_machine::timeline::now;
 
 use crate::code::Code;
 use crate::context::{Context, current};
@@ -33,11 +33,13 @@ pub struct Stream {
     flags: u32,
     priority: i32,
     id: u64,
-    /// When the last work queued in it ends.
+    /// The mark of the last work queued in it.
     ready: AtomicU64,
-    /// Ends of the last kernels queued.
+    /// Marks of the last kernels queued.
     queue: OnceLock<Box<[AtomicU64; DEPTH]>>,
     queued: AtomicU64,
+    /// Marks of other GPUs that the next work waits for.
+    foreign: Mutex<Vec<(usize, u64)>>,
     /// The number of the last host function queued in it.
     pub functions: AtomicU64,
     /// Fast answer to whether `capture` is something.
@@ -79,13 +81,14 @@ impl Stream {
             ready: AtomicU64::new(0),
             queue: OnceLock::new(),
             queued: AtomicU64::new(0),
+            foreign: Mutex::default(),
             functions: AtomicU64::new(0),
             capturing: AtomicBool::new(false),
             capture: Mutex::new(None),
         }
     }
 
-    /// When work queued now can start at the earliest.
+    /// The mark after which work queued now starts.
     pub fn earliest(&self) -> u64 {
         let mut earliest = self.ready.load(Ordering::Relaxed);
         if self.null {
@@ -98,7 +101,7 @@ impl Stream {
         earliest
     }
 
-    /// Notes that the last work queued ends at `end`.
+    /// Notes the mark of the last work queued.
     pub fn extend(&self, end: u64) {
         self.ready.fetch_max(end, Ordering::Relaxed);
         self.context.latest.fetch_max(end, Ordering::Relaxed);
@@ -114,36 +117,64 @@ impl Stream {
         if nanos == 0 {
             return Ok(());
         }
+        let foreign =
+            std::mem::take(&mut *self.foreign.lock().unwrap_or_else(PoisonError::into_inner));
+        for (gpu, mark) in foreign {
+            wait(gpu, mark);
+        }
         let driver = driver()?;
         let queue = self
             .queue
             .get_or_init(|| Box::new([const { AtomicU64::new(0) }; DEPTH]));
         let place = self.queued.fetch_add(1, Ordering::Relaxed);
         let place = &queue[usize::try_from(place).unwrap_or(0) % DEPTH];
-        let at = now();
-        let before = place.load(Ordering::Relaxed);
-        if before > at {
-            sleep_until(before);
-        }
-        let device = self.context.device;
-        let end = driver
-            .shared
-            .schedule(driver.slot, device.gpu, self.earliest().max(at), nanos);
-        place.store(end, Ordering::Relaxed);
-        self.extend(end);
+        let gpu = self.context.device.gpu;
+        wait(gpu, place.load(Ordering::Relaxed));
+        let mark = driver.shared.launch(driver.slot, gpu, nanos, now())?;
+        place.store(mark, Ordering::Relaxed);
+        self.extend(mark);
         Ok(())
+    }
+
+    /// Lets later work wait for a mark of any GPU. Another GPU's is waited for by whoever launches
+    /// next: how the GPUs' times lie to each other is not known before.
+    pub fn after(&self, gpu: usize, mark: u64) {
+        if gpu == self.context.device.gpu {
+            self.extend(mark);
+        } else {
+            let mut foreign = self.foreign.lock().unwrap_or_else(PoisonError::into_inner);
+            foreign.push((gpu, mark));
+        }
     }
 
     /// Waits for what is queued.
     pub fn synchronize(&self) {
-        sleep_until(self.earliest());
+        wait(self.context.device.gpu, self.earliest());
         host::wait(self.functions.load(Ordering::Acquire));
     }
 
     /// Whether nothing is queued.
     pub fn idle(&self) -> bool {
-        self.earliest() <= now() && host::done(self.functions.load(Ordering::Acquire))
+        reached(self.context.device.gpu, self.earliest())
+            && host::done(self.functions.load(Ordering::Acquire))
     }
+}
+
+/// Waits until this process has run as far as `mark` on a GPU. A machine that is gone waits for nobody.
+pub fn wait(gpu: usize, mark: u64) {
+    if let Ok(driver) = driver() {
+        let _ = driver.shared.wait(driver.slot, gpu, mark);
+    }
+}
+
+/// Whether this process has run as far as `mark` on a GPU.
+pub fn reached(gpu: usize, mark: u64) -> bool {
+    driver().map_or(true, |driver| {
+        driver
+            .shared
+            .reached(driver.slot, gpu, mark, now())
+            .unwrap_or(true)
+    })
 }
 
 thread_local! {
@@ -219,7 +250,8 @@ export! {
         if event.join_capture(stream) {
             return Ok(());
         }
-        stream.extend(event.due());
+        let (gpu, mark) = event.due();
+        stream.after(gpu, mark);
         stream.functions.fetch_max(event.functions(), Ordering::AcqRel);
         Ok(())
     }

@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, Ordering};
 
 use crate::description::{Description, GpuDescription, MIB, PciAddress};
 use crate::identity::gpu_uuid;
+use crate::timeline::{Lane, Turns};
 
 /// The most GPUs a machine has.
 pub const MAX_GPUS: usize = 16;
@@ -17,7 +18,7 @@ pub const MAX_PROCESSES: usize = 2048;
 /// First word of the page.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"TRSIMPG\0");
 /// Version of everything in this module and of [`crate::wire`].
-pub const ABI: u32 = 1;
+pub const ABI: u32 = 2;
 
 /// A fixed text, padded with zeros.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -140,10 +141,8 @@ pub struct GpuState {
     pub utilization: AtomicU32,
     /// Bytes that processes hold.
     pub used: AtomicU64,
-    /// When the last kernel queued so far ends, monotonic nanoseconds.
-    pub busy_until: AtomicU64,
-    /// Virtual nanoseconds of all kernels queued so far.
-    pub scheduled: AtomicU64,
+    /// Whose kernels run.
+    pub turns: Turns,
 }
 
 /// One process that has initialised CUDA.
@@ -156,8 +155,6 @@ pub struct ProcessSlot {
     pub started: AtomicU64,
     /// Bytes it holds on each GPU, its context included.
     pub used: [AtomicU64; MAX_GPUS],
-    /// Virtual nanoseconds of the kernels it has queued on each GPU.
-    pub scheduled: [AtomicU64; MAX_GPUS],
     /// Percent of the last sampling period that its kernels ran on each GPU.
     pub utilization: [AtomicU32; MAX_GPUS],
     /// When [`Self::utilization`] was taken, microseconds since 1970.
@@ -191,6 +188,8 @@ pub struct Shared {
     pub events: [Event; EVENT_RING],
     /// Processes.
     pub slots: [ProcessSlot; MAX_PROCESSES],
+    /// What each process has to run on each GPU. Most is never touched, and takes no memory.
+    pub lanes: [[Lane; MAX_GPUS]; MAX_PROCESSES],
 }
 
 /// Length of the page's file in bytes.
@@ -295,11 +294,20 @@ impl GpuState {
     }
 }
 
+/// A page of its own, for the rest of the process: most of it is never touched.
 #[cfg(test)]
-pub(crate) fn test_page(machine: &str) -> Box<Shared> {
-    // SAFETY: every field of Shared is an integer, an atomic integer or an array
-    // of them, for which all bytes zero is a value.
-    let mut page: Box<Shared> = unsafe { Box::new_zeroed().assume_init() };
+pub(crate) fn test_page(machine: &str) -> &'static Shared {
+    use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous};
+    let access = ProtFlags::READ | ProtFlags::WRITE;
+    let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+    // SAFETY: a new mapping at the kernel's choice, page-aligned, large enough and never unmapped.
+    // Every field of Shared is an integer, an atomic integer or an array of them, for which all bytes
+    // zero is a value. The reference is the only one until it is returned.
+    let page = unsafe {
+        &mut *mmap_anonymous(std::ptr::null_mut(), PAGE_BYTES, access, flags)
+            .unwrap()
+            .cast::<Shared>()
+    };
     page.describe(&Description::parse(machine, "test").unwrap(), b"node");
     page
 }

@@ -43,7 +43,7 @@ pub enum ChargeError {
     Stuck,
 }
 
-struct Guard<'a>(&'a GpuState);
+pub(crate) struct Guard<'a>(&'a GpuState);
 
 impl Drop for Guard<'_> {
     fn drop(&mut self) {
@@ -51,7 +51,16 @@ impl Drop for Guard<'_> {
     }
 }
 
-fn lock(gpu: &GpuState, owner: u32) -> Result<Guard<'_>, ChargeError> {
+/// Takes a GPU's lock for the daemon, if nobody has it.
+pub(crate) fn try_lock(gpu: &GpuState) -> Option<Guard<'_>> {
+    gpu.lock
+        .compare_exchange(0, DAEMON, Ordering::Acquire, Ordering::Relaxed)
+        .is_ok()
+        .then_some(Guard(gpu))
+}
+
+/// Takes a GPU's lock; `owner` is who has it then.
+pub(crate) fn lock(gpu: &GpuState, owner: u32) -> Result<Guard<'_>, ChargeError> {
     let take = || {
         gpu.lock
             .compare_exchange_weak(0, owner, Ordering::Acquire, Ordering::Relaxed)
@@ -131,7 +140,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Frees a dead process's slot and all it held. Only the daemon calls this,
+    /// Frees a dead process's slot and all it held and had queued. Only the daemon calls this,
     /// and only when the process is gone.
     pub fn reclaim(&self, slot: usize) {
         let dead = &self.slots[slot];
@@ -139,7 +148,7 @@ impl Shared {
             let _guard = self.take_over(state, owner(slot));
             dead.used[gpu].store(0, Ordering::Relaxed);
             self.add_up(gpu);
-            dead.scheduled[gpu].store(0, Ordering::Relaxed);
+            self.forget_lane(slot, gpu);
             dead.utilization[gpu].store(0, Ordering::Relaxed);
         }
         dead.sampled.store(0, Ordering::Relaxed);
@@ -154,6 +163,7 @@ impl Shared {
             // There is one daemon, and this is its start.
             let _guard = self.take_over(state, DAEMON);
             self.add_up(gpu);
+            self.order_anew(gpu);
         }
     }
 
@@ -191,7 +201,8 @@ impl Shared {
     }
 }
 
-fn owner(slot: usize) -> u32 {
+/// Lock value of a slot.
+pub(crate) fn owner(slot: usize) -> u32 {
     // MAX_PROCESSES is far below u32::MAX.
     u32::try_from(slot + 1).unwrap_or(DAEMON - 1)
 }
@@ -203,7 +214,7 @@ mod tests {
     use crate::layout::test_page;
     use proptest::prelude::*;
 
-    fn page() -> Box<Shared> {
+    fn page() -> &'static Shared {
         test_page(include_str!("../../machines/T4.toml"))
     }
 
@@ -285,7 +296,6 @@ mod tests {
         let usable = page.gpus[0].usable();
         std::thread::scope(|scope| {
             for slot in 0..4 {
-                let page = &page;
                 scope.spawn(move || {
                     let mut held = 0;
                     for step in 0..20_000u64 {

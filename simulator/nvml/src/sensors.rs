@@ -32,8 +32,7 @@ pub fn energy(gpu: &GpuState) -> u64 {
     let range = gpu
         .power_limit_milliwatts
         .saturating_sub(gpu.idle_milliwatts);
-    (u64::from(gpu.idle_milliwatts) * (at / 1_000_000)
-        + u64::from(range) * (gpu.ran(at) / 1_000_000))
+    (u64::from(gpu.idle_milliwatts) * (at / 1_000_000) + u64::from(range) * (gpu.ran() / 1_000_000))
         / 1000
 }
 

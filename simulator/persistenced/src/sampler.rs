@@ -12,89 +12,57 @@ pub const PERIOD: Duration = Duration::from_millis(100);
 /// Samples in the window that utilisation is the mean of: one second.
 const WINDOW: usize = 10;
 
-/// What the last samples were.
+/// What the last samples were. How much each process ran on each GPU is known exactly.
 #[derive(Debug, Default)]
 pub struct Sampler {
     /// Per sample: when, and what each GPU had run by then.
     history: VecDeque<(u64, [u64; MAX_GPUS])>,
-    /// Per slot and GPU: queued at the last sample, and queued but not yet run.
-    processes: Vec<Backlog>,
-}
-
-#[derive(Debug, Default, Clone)]
-struct Backlog {
-    slot: usize,
-    queued: [u64; MAX_GPUS],
-    waiting: [u64; MAX_GPUS],
+    /// Per slot: what it had run on each GPU at the last sample.
+    processes: Vec<(usize, [u64; MAX_GPUS])>,
 }
 
 impl Sampler {
     /// Takes a sample of the processes in `slots` and writes the percentages.
     pub fn sample(&mut self, shared: &Shared, slots: &[usize]) {
         let at = now();
+        shared.let_pass(at);
         let mut ran = [0; MAX_GPUS];
         for (ran, gpu) in ran.iter_mut().zip(shared.gpus()) {
-            *ran = gpu.ran(at);
+            *ran = gpu.ran();
         }
+        let last = self.history.back().map(|(at, _)| *at);
         self.history.push_back((at, ran));
         if self.history.len() > WINDOW + 1 {
             self.history.pop_front();
         }
-        self.processes.retain(|p| slots.contains(&p.slot));
-        for slot in slots {
-            if !self.processes.iter().any(|p| p.slot == *slot) {
-                self.processes.push(Backlog {
-                    slot: *slot,
-                    ..Backlog::default()
-                });
+        if let Some((first, before)) = self.history.front() {
+            for (index, gpu) in shared.gpus().iter().enumerate() {
+                let busy = percent(ran[index].saturating_sub(before[index]), at - first);
+                gpu.utilization.store(busy, Ordering::Relaxed);
             }
         }
-        let Some(&(first, before)) = self.history.front() else {
-            return;
-        };
-        let Some(&(last, previous)) = self.history.iter().rev().nth(1) else {
-            return;
-        };
-        for (index, gpu) in shared.gpus().iter().enumerate() {
-            let busy = percent(ran[index].saturating_sub(before[index]), at - first);
-            gpu.utilization.store(busy, Ordering::Relaxed);
-            self.divide(
-                shared,
-                index,
-                ran[index].saturating_sub(previous[index]),
-                at - last,
-            );
+        self.processes.retain(|(slot, _)| slots.contains(slot));
+        for &slot in slots {
+            let mut ran = [0; MAX_GPUS];
+            for (gpu, ran) in ran.iter_mut().enumerate().take(shared.gpus().len()) {
+                *ran = shared.ran(slot, gpu);
+            }
+            match (self.processes.iter_mut().find(|(s, _)| *s == slot), last) {
+                (Some((_, before)), Some(last)) => {
+                    for gpu in 0..shared.gpus().len() {
+                        let part = ran[gpu].saturating_sub(before[gpu]);
+                        shared.slots[slot].utilization[gpu]
+                            .store(percent(part, at - last), Ordering::Relaxed);
+                    }
+                    *before = ran;
+                }
+                (Some((_, before)), None) => *before = ran,
+                (None, _) => self.processes.push((slot, ran)),
+            }
         }
         let stamp = microseconds();
-        for process in &self.processes {
-            shared.slots[process.slot]
-                .sampled
-                .store(stamp, Ordering::Relaxed);
-        }
-    }
-
-    /// Divides what GPU `gpu` ran in this period by what each process had queued:
-    /// a queue of many processes' kernels runs them in turn.
-    fn divide(&mut self, shared: &Shared, gpu: usize, ran: u64, period: u64) {
-        for process in &mut self.processes {
-            let queued = shared.slots[process.slot].scheduled[gpu].load(Ordering::Relaxed);
-            process.waiting[gpu] += queued.saturating_sub(process.queued[gpu]);
-            process.queued[gpu] = queued;
-        }
-        let waiting: u64 = self.processes.iter().map(|p| p.waiting[gpu]).sum();
-        let ran = ran.min(waiting);
-        for process in &mut self.processes {
-            let part = if waiting == 0 {
-                0
-            } else {
-                u64::try_from(
-                    u128::from(ran) * u128::from(process.waiting[gpu]) / u128::from(waiting),
-                )
-                .unwrap_or(u64::MAX)
-            };
-            process.waiting[gpu] -= part.min(process.waiting[gpu]);
-            shared.slots[process.slot].utilization[gpu]
-                .store(percent(part, period), Ordering::Relaxed);
+        for (slot, _) in &self.processes {
+            shared.slots[*slot].sampled.store(stamp, Ordering::Relaxed);
         }
     }
 }
