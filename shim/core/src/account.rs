@@ -55,8 +55,8 @@ pub struct Account<const N: usize = SLOTS> {
     _pad0: [u64; 14],
     refused: AtomicU64,
     _pad1: [u64; 15],
-    position: AtomicU64,
-    spent: AtomicU64,
+    pub(crate) position: AtomicU64,
+    pub(crate) spent: AtomicU64,
     _pad2: [u64; 6],
     past: Launches,
     _pad3: [u64; 5],
@@ -350,7 +350,6 @@ impl Launches {
         past.add(take(&self.count), take(&self.throttled), take(&self.last));
     }
 
-    #[cfg(any(test, loom))]
     fn none() -> Self {
         Self {
             count: AtomicU64::new(0),
@@ -364,34 +363,41 @@ impl Launches {
 /// nanoseconds and a look about as long per process, so that a few looks find a gap.
 const REPAIR_TRIES: usize = if cfg!(loom) { 1 } else { 64 };
 
-#[cfg(any(test, loom))]
 impl<const N: usize> Account<N> {
-    /// An account in ordinary memory.
-    fn fresh() -> std::boxed::Box<Self> {
-        std::boxed::Box::new(Self {
+    /// The account of a share that nobody uses yet, in ordinary memory: for what is no share's file,
+    /// as a simulation of one.
+    #[must_use]
+    pub fn empty() -> Self {
+        let zero = || AtomicU64::new(0);
+        Self {
             identity: [0; 16],
-            used: AtomicU64::new(0),
-            peak: AtomicU64::new(0),
+            used: zero(),
+            peak: zero(),
             _pad0: [0; 14],
-            refused: AtomicU64::new(0),
+            refused: zero(),
             _pad1: [0; 15],
-            position: AtomicU64::new(0),
-            spent: AtomicU64::new(0),
+            position: zero(),
+            spent: zero(),
             _pad2: [0; 6],
             past: Launches::none(),
             _pad3: [0; 5],
-            taken: core::array::from_fn(|_| AtomicU64::new(0)),
+            taken: core::array::from_fn(|_| zero()),
             _pad4: [0; 512 - 64 - BITMAP_WORDS],
             slots: core::array::from_fn(|_| Slot {
-                begun: AtomicU64::new(0),
-                ended: AtomicU64::new(0),
-                charged: AtomicU64::new(0),
-                refused: AtomicU64::new(0),
-                pid: AtomicU64::new(0),
+                begun: zero(),
+                ended: zero(),
+                charged: zero(),
+                refused: zero(),
+                pid: zero(),
                 launches: Launches::none(),
                 _pad: [0; 8],
             }),
-        })
+        }
+    }
+
+    #[cfg(any(test, loom))]
+    fn fresh() -> std::boxed::Box<Self> {
+        std::boxed::Box::new(Self::empty())
     }
 }
 

@@ -12,6 +12,7 @@
 //! - [`layout`]: the layout of the account page, for those who hold its bytes;
 //! - [`account`]: the account page as live memory: reserve, release, reclaim, repair. Its
 //!   documentation argues why no crash at any instruction can let a share past its cap;
+//! - [`compute`]: the share's GPU time: what it was granted, what its launches take;
 //! - [`pace`]: how often a process may look for dead ones;
 //! - [`table`]: which device pointer was charged how much, for one process.
 //!
@@ -25,6 +26,7 @@ extern crate std;
 
 pub mod account;
 pub mod cap;
+pub mod compute;
 pub mod error;
 pub mod layout;
 pub mod pace;

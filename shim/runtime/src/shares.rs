@@ -5,6 +5,7 @@
 
 use core::ffi::CStr;
 
+use tranche_shim_core::compute::{RefillPage, refill};
 use tranche_shim_core::paths;
 use tranche_shim_core::{AccountPage, CapPage, GpuUuid, PageError, Part, cap, layout};
 
@@ -18,6 +19,8 @@ pub struct Share {
     pub gpu: GpuUuid,
     /// Bytes of device memory it may hold; `None` for a GPU without a cap.
     pub limit: Option<u64>,
+    /// Percent of the GPU's time that it may use; `None` for no limit.
+    pub cores: Option<u8>,
     /// Its folder's name.
     pub name: Name,
 }
@@ -126,6 +129,7 @@ impl Share {
         Ok(Self {
             gpu,
             limit: page.memory_limit,
+            cores: page.cores,
             name,
         })
     }
@@ -179,6 +183,16 @@ impl Name {
             file,
             &[Part::Text("cannot be read (errno "), errno, Part::Text(")")],
         )
+    }
+
+    /// Maps what the node says of the share's GPU time in its cap page, which was checked before.
+    pub fn map_refill(&self) -> Result<&'static RefillPage, Refused> {
+        let unreadable = |errno| self.refuse_unreadable(paths::CAP, errno);
+        let file = File::open(self.file(paths::CAP).end(), false).map_err(unreadable)?;
+        let mapping = file.map_readable(cap::LEN).map_err(unreadable)?;
+        // SAFETY: the mapping is of a whole cap page and is never unmapped; the refill's words lie
+        // within it, aligned. The node writes them meanwhile; any content is valid for them.
+        Ok(unsafe { mapping.start.byte_add(refill::OFFSET).cast().as_ref() })
     }
 
     fn refuse_page(&self, file: &str, error: PageError) -> Refused {

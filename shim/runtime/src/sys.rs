@@ -89,7 +89,13 @@ impl File {
     /// Maps the file's first `len` bytes, shared. The mapping keeps the file's open description, and
     /// with it that description's locks, also when this file is closed; children do not get it.
     pub fn map_shared(&self, len: usize) -> Result<Mapping, Errno> {
-        map(len, libc::MAP_SHARED, self.0, libc::MADV_DONTFORK)
+        map(len, libc::MAP_SHARED, WRITABLE, self.0, libc::MADV_DONTFORK)
+    }
+
+    /// Maps the file's first `len` bytes to be read, as others write them; children do not get it.
+    pub fn map_readable(&self, len: usize) -> Result<Mapping, Errno> {
+        let readable = libc::PROT_READ;
+        map(len, libc::MAP_SHARED, readable, self.0, libc::MADV_DONTFORK)
     }
 
     /// Hands the names in a folder to `each`, `.` and `..` left out; stops at its first error.
@@ -188,7 +194,7 @@ pub struct Mapping {
 /// fork. Not in core dumps.
 pub fn map_private(len: usize) -> Result<Mapping, Errno> {
     let anonymous = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-    let mapping = map(len, anonymous, -1, libc::MADV_WIPEONFORK)?;
+    let mapping = map(len, anonymous, WRITABLE, -1, libc::MADV_WIPEONFORK)?;
     for advice in [libc::MADV_DONTDUMP, libc::MADV_NOHUGEPAGE] {
         // SAFETY: the mapping is ours. Only a hint: it may fail.
         unsafe { libc::madvise(mapping.start.as_ptr(), len, advice) };
@@ -196,18 +202,17 @@ pub fn map_private(len: usize) -> Result<Mapping, Errno> {
     Ok(mapping)
 }
 
-fn map(len: usize, flags: c_int, fd: c_int, advice: c_int) -> Result<Mapping, Errno> {
+const WRITABLE: c_int = libc::PROT_READ | libc::PROT_WRITE;
+
+fn map(
+    len: usize,
+    flags: c_int,
+    access: c_int,
+    fd: c_int,
+    advice: c_int,
+) -> Result<Mapping, Errno> {
     // SAFETY: a new mapping, at an address of the kernel's choice.
-    let start = unsafe {
-        libc::mmap(
-            ptr::null_mut(),
-            len,
-            libc::PROT_READ | libc::PROT_WRITE,
-            flags,
-            fd,
-            0,
-        )
-    };
+    let start = unsafe { libc::mmap(ptr::null_mut(), len, access, flags, fd, 0) };
     if start == libc::MAP_FAILED {
         return Err(Errno::last());
     }
@@ -252,6 +257,35 @@ pub fn now() -> u64 {
 pub fn pid() -> u64 {
     // SAFETY: always succeeds.
     u64::try_from(unsafe { libc::getpid() }).unwrap_or(0)
+}
+
+/// Sleeps for `nanos`, or less: a signal ends it.
+pub fn sleep(nanos: u64) {
+    let time = libc::timespec {
+        tv_sec: libc::time_t::try_from(nanos / 1_000_000_000).unwrap_or(1),
+        tv_nsec: libc::c_long::try_from(nanos % 1_000_000_000).unwrap_or(0),
+    };
+    // SAFETY: reads the local time. Not the C library's function, in which a thread can be cancelled.
+    unsafe {
+        libc::syscall(
+            libc::SYS_nanosleep,
+            &raw const time,
+            ptr::null_mut::<libc::timespec>(),
+        )
+    };
+}
+
+/// A number of the calling thread's own: the address of what the C library keeps of it.
+#[cfg(target_arch = "x86_64")]
+#[must_use]
+#[inline]
+pub fn thread() -> u64 {
+    let own: u64;
+    // SAFETY: the ABI has a thread's own address at the start of its thread-local segment.
+    unsafe {
+        core::arch::asm!("mov {}, fs:0", out(reg) own, options(pure, readonly, nostack, preserves_flags));
+    }
+    own
 }
 
 /// Lets others run.

@@ -1,0 +1,49 @@
+//! The compute share: GPU time as a second currency, in nanoseconds.
+//!
+//! ```text
+//!  node ──Refill──► cap page ──granted(now)──┐
+//!                                            ▼ position ≤ granted ?
+//!  launch ─► price of its shape ─► batch ─► Account::take ──no──► wait for the deficit
+//!               ▲ Costs                       └──yes──► position += batch
+//!               └────── measured by events ◄── the driver
+//! ```
+//!
+//! - [`refill`]: what the node grants, as a straight line over the clock, so that time is granted by
+//!   the nanosecond, and goes on being granted if the node dies;
+//! - [`bucket`]: what the share has used of it, one number for all its processes;
+//! - [`batch`]: what a process took of it in advance, so that a launch costs a few nanoseconds;
+//! - [`costs`]: what a launch takes, as measured for its shape: kernel, grid and block, or graph.
+//!
+//! The share pays when it launches, before it knows what a launch takes; what it took more than it
+//! had is a debt that the next launches wait for, and what it left is kept for [`BURST_NANOS`].
+
+pub mod batch;
+pub mod bucket;
+pub mod costs;
+pub mod refill;
+
+pub use batch::Batch;
+pub use bucket::Bucket;
+pub use costs::{Costs, Price};
+pub use refill::{Refill, RefillPage};
+
+/// Parts of a whole: rates and scales are in millionths.
+pub const WHOLE: u64 = 1_000_000;
+
+/// The rate of one percent of a GPU's time.
+pub const PERCENT: u64 = WHOLE / 100;
+
+/// Grant that is kept when it is not used: as much as comes in so many nanoseconds.
+pub const BURST_NANOS: u64 = 100_000_000;
+
+/// The longest that a share pays off a debt, in nanoseconds. What it owes beyond is forgiven: a
+/// number that somebody broke heals.
+pub const DEBT_NANOS: u64 = 60_000_000_000;
+
+/// `nanos` × `millionths` / 1,000,000, at most `u64::MAX`.
+#[must_use]
+pub const fn part(nanos: u64, millionths: u64) -> u64 {
+    (nanos / WHOLE)
+        .saturating_mul(millionths)
+        .saturating_add((nanos % WHOLE).saturating_mul(millionths) / WHOLE)
+}

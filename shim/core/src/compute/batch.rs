@@ -1,0 +1,129 @@
+//! What a process took of its share's grant in advance, to pay single launches from.
+//!
+//! One word: nanoseconds left in the lower 40 bits, launches since the last look in the upper 24. A
+//! process has several, so that its threads do not wait for each other's cache line.
+
+use crate::sync::{AtomicU64, Ordering};
+
+/// One batch. All zeros is an empty one.
+#[repr(C, align(64))]
+#[derive(Debug)]
+pub struct Batch(AtomicU64);
+
+/// How much is taken at a time, in nanoseconds of GPU time: what a share may be ahead of what its
+/// processes launched, for each thread that launches.
+pub const BATCH_NANOS: u64 = 1_000_000;
+
+/// Launches after which a process looks at its share again, whatever they took.
+pub const BATCH_LAUNCHES: u64 = 256;
+
+const LAUNCH: u64 = 1 << 40;
+const NANOS: u64 = LAUNCH - 1;
+
+impl Batch {
+    /// An empty one.
+    #[cfg(not(any(test, loom)))]
+    #[must_use]
+    pub const fn new() -> Self {
+        Self(AtomicU64::new(0))
+    }
+
+    /// Pays for one launch if there is enough and it is not time to look.
+    #[inline]
+    pub fn pay(&self, price: u64) -> bool {
+        let mut word = self.0.load(Ordering::Relaxed);
+        loop {
+            if word & NANOS < price || word >= LAUNCH * BATCH_LAUNCHES {
+                return false;
+            }
+            let next = word + LAUNCH - price;
+            match self
+                .0
+                .compare_exchange_weak(word, next, Ordering::Relaxed, Ordering::Relaxed)
+            {
+                Ok(_) => return true,
+                Err(now) => word = now,
+            }
+        }
+    }
+
+    /// Adds what was taken; returns the launches paid since the last time.
+    pub fn fill(&self, nanos: u64) -> u64 {
+        let mut word = self.0.load(Ordering::Relaxed);
+        loop {
+            let next = (word & NANOS).saturating_add(nanos).min(NANOS);
+            match self
+                .0
+                .compare_exchange_weak(word, next, Ordering::Relaxed, Ordering::Relaxed)
+            {
+                Ok(_) => return word / LAUNCH,
+                Err(now) => word = now,
+            }
+        }
+    }
+
+    /// Gives `nanos` back that were paid.
+    pub fn give(&self, nanos: u64) {
+        let nanos = nanos.min(NANOS - (self.0.load(Ordering::Relaxed) & NANOS));
+        self.0.fetch_add(nanos, Ordering::Relaxed);
+    }
+
+    /// Takes out as much of `nanos` as there is.
+    pub fn take(&self, nanos: u64) -> u64 {
+        let mut word = self.0.load(Ordering::Relaxed);
+        loop {
+            let taken = nanos.min(word & NANOS);
+            match self.0.compare_exchange_weak(
+                word,
+                word - taken,
+                Ordering::Relaxed,
+                Ordering::Relaxed,
+            ) {
+                Ok(_) => return taken,
+                Err(now) => word = now,
+            }
+        }
+    }
+}
+
+#[cfg(not(any(test, loom)))]
+impl Default for Batch {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+#[cfg(any(test, loom))]
+impl Batch {
+    pub(crate) fn fresh() -> Self {
+        Self(AtomicU64::new(0))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{BATCH_LAUNCHES, Batch, NANOS};
+
+    #[test]
+    fn it_pays_until_it_is_empty() {
+        let batch = Batch::fresh();
+        assert!(!batch.pay(1));
+        assert!(batch.pay(0));
+        assert_eq!(batch.fill(10), 1);
+        assert!(batch.pay(4) && batch.pay(6) && !batch.pay(1));
+        assert_eq!(batch.fill(5), 2);
+        assert_eq!((batch.take(3), batch.take(3)), (3, 2));
+    }
+
+    #[test]
+    fn it_is_time_to_look_after_so_many() {
+        let batch = Batch::fresh();
+        batch.fill(u64::MAX);
+        assert_eq!(
+            (0..1000).filter(|_| batch.pay(1)).count() as u64,
+            BATCH_LAUNCHES
+        );
+        assert_eq!(batch.fill(0), BATCH_LAUNCHES);
+        assert_eq!(batch.take(u64::MAX), NANOS - BATCH_LAUNCHES);
+    }
+}
