@@ -12,7 +12,9 @@ impl CUresult {
     pub const OUT_OF_MEMORY: Self = Self(2);
     pub const SHARED_OBJECT_INIT_FAILED: Self = Self(303);
     pub const NOT_FOUND: Self = Self(500);
+    pub const NOT_READY: Self = Self(600);
     pub const NOT_PERMITTED: Self = Self(800);
+    pub const STREAM_CAPTURE_INVALIDATED: Self = Self(901);
 
     pub fn is_ok(self) -> bool {
         self == Self::SUCCESS
@@ -26,6 +28,9 @@ pub type CUdeviceptr_v1 = u32;
 /// Opaque handles; 0 is none.
 pub type CUcontext = usize;
 pub type CUstream = usize;
+pub type CUevent = usize;
+/// A `CUfunction`, a `CUkernel`, or a `CUgraphExec`: what can be launched.
+pub type CUfunction = usize;
 pub type CUmemoryPool = usize;
 pub type CUuuid = [u8; 16];
 /// The address of a driver function.
@@ -65,4 +70,24 @@ pub struct CUmemAllocationProp {
 impl CUmemAllocationProp {
     pub const PINNED: i32 = 1;
     pub const GRANULARITY_MINIMUM: u32 = 0;
+}
+
+/// How a kernel is launched, up to what is read.
+#[repr(C)]
+pub struct CUlaunchConfig {
+    pub grid: [u32; 3],
+    pub block: [u32; 3],
+    pub shared: u32,
+    pub stream: CUstream,
+}
+
+/// `CUDA_LAUNCH_PARAMS`.
+#[repr(C)]
+pub struct CUlaunchParams {
+    pub function: CUfunction,
+    pub grid: [u32; 3],
+    pub block: [u32; 3],
+    pub shared: u32,
+    pub stream: CUstream,
+    pub parameters: usize,
 }

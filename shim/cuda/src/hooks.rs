@@ -6,10 +6,11 @@ use core::ffi::{c_char, c_int};
 use tranche_shim_runtime::library::Ours;
 
 use crate::abi::{
-    CUcontext, CUdevice, CUdeviceptr, CUdeviceptr_v1, CUmemPoolProps, CUmemoryPool, CUresult,
-    CUstream, Function,
+    CUcontext, CUdevice, CUdeviceptr, CUdeviceptr_v1, CUfunction, CUlaunchConfig, CUlaunchParams,
+    CUmemPoolProps, CUmemoryPool, CUresult, CUstream, Function,
 };
 use crate::driver::real;
+use crate::launch::{self, Kernel, own};
 use crate::memory::{self, Place};
 use crate::{process, resolve};
 
@@ -42,19 +43,45 @@ macro_rules! hooks {
 }
 
 hooks! {
-    fn cuCtxDestroy(context: CUcontext) |driver| memory::end_context(context, driver);
-    fn cuCtxDestroy_v2(context: CUcontext) |driver| memory::end_context(context, driver);
-    fn cuDevicePrimaryCtxRelease(device: CUdevice) |driver| memory::end_primary_context(device, driver);
-    fn cuDevicePrimaryCtxRelease_v2(device: CUdevice) |driver| memory::end_primary_context(device, driver);
-    fn cuDevicePrimaryCtxReset(device: CUdevice) |driver| memory::end_primary_context(device, driver);
-    fn cuDevicePrimaryCtxReset_v2(device: CUdevice) |driver| memory::end_primary_context(device, driver);
+    fn cuCtxDestroy(context: CUcontext) |driver| memory::end_context(context, || { launch::forget_events(Some(context)); driver() });
+    fn cuCtxDestroy_v2(context: CUcontext) |driver| memory::end_context(context, || { launch::forget_events(Some(context)); driver() });
+    fn cuDevicePrimaryCtxRelease(device: CUdevice) |driver| memory::end_primary_context(device, || { launch::forget_events(None); driver() });
+    fn cuDevicePrimaryCtxRelease_v2(device: CUdevice) |driver| memory::end_primary_context(device, || { launch::forget_events(None); driver() });
+    fn cuDevicePrimaryCtxReset(device: CUdevice) |driver| memory::end_primary_context(device, || { launch::forget_events(None); driver() });
+    fn cuDevicePrimaryCtxReset_v2(device: CUdevice) |driver| memory::end_primary_context(device, || { launch::forget_events(None); driver() });
     fn cuDeviceTotalMem(bytes: *mut u32, device: CUdevice) |driver| memory::tell_total(bytes, device, driver);
     fn cuDeviceTotalMem_v2(bytes: *mut usize, device: CUdevice) |driver| memory::tell_total(bytes, device, driver);
     fn cuGetProcAddress(symbol: *const c_char, function: *mut Function, version: c_int, flags: u64)
         |driver| resolve::ours(symbol, function, core::ptr::null_mut(), driver);
     fn cuGetProcAddress_v2(symbol: *const c_char, function: *mut Function, version: c_int, flags: u64, status: *mut c_int)
         |driver| resolve::ours(symbol, function, status, driver);
+    fn cuGraphExecDestroy(graph: CUfunction) |driver| launch::forget_graph(graph, driver);
+    fn cuGraphExecUpdate(graph: CUfunction, from: usize, node: *mut usize, result: *mut u32) |driver| launch::forget_graph(graph, driver);
+    fn cuGraphExecUpdate_v2(graph: CUfunction, from: usize, result: *mut u32) |driver| launch::forget_graph(graph, driver);
+    fn cuGraphLaunch(graph: CUfunction, stream: CUstream) |driver| launch::launch(Kernel::of(graph), stream, driver);
+    fn cuGraphLaunch_ptsz(graph: CUfunction, stream: CUstream) |driver| launch::launch(Kernel::of(graph), own(stream), driver);
     fn cuInit(flags: u32) |driver| process::initialise(driver);
+    fn cuKernelGetFunction(function: *mut CUfunction, kernel: CUfunction) |driver| launch::find_function(function, kernel, driver);
+    fn cuLaunch(function: CUfunction) |driver| launch::launch(Kernel::of(function), 0, driver);
+    fn cuLaunchCooperativeKernel(function: CUfunction, gx: u32, gy: u32, gz: u32, bx: u32, by: u32, bz: u32, shared: u32, stream: CUstream, parameters: *mut Function)
+        |driver| launch::launch(Kernel { handle: function, grid: [gx, gy, gz], block: [bx, by, bz] }, stream, driver);
+    fn cuLaunchCooperativeKernelMultiDevice(list: *mut CUlaunchParams, count: u32, flags: u32)
+        |driver| launch::launch_on_each(list, count, driver);
+    fn cuLaunchCooperativeKernel_ptsz(function: CUfunction, gx: u32, gy: u32, gz: u32, bx: u32, by: u32, bz: u32, shared: u32, stream: CUstream, parameters: *mut Function)
+        |driver| launch::launch(Kernel { handle: function, grid: [gx, gy, gz], block: [bx, by, bz] }, own(stream), driver);
+    fn cuLaunchGrid(function: CUfunction, width: i32, height: i32)
+        |driver| launch::launch(Kernel { handle: function, grid: [width.cast_unsigned(), height.cast_unsigned(), 1], block: [0; 3] }, 0, driver);
+    fn cuLaunchGridAsync(function: CUfunction, width: i32, height: i32, stream: CUstream)
+        |driver| launch::launch(Kernel { handle: function, grid: [width.cast_unsigned(), height.cast_unsigned(), 1], block: [0; 3] }, stream, driver);
+    fn cuLaunchKernel(function: CUfunction, gx: u32, gy: u32, gz: u32, bx: u32, by: u32, bz: u32, shared: u32, stream: CUstream, parameters: *mut Function, extra: *mut Function)
+        |driver| launch::launch(Kernel { handle: function, grid: [gx, gy, gz], block: [bx, by, bz] }, stream, driver);
+    fn cuLaunchKernelEx(config: *const CUlaunchConfig, function: CUfunction, parameters: *mut Function, extra: *mut Function)
+        |driver| launch::launch_config(config, function, launch::legacy, driver);
+    fn cuLaunchKernelEx_ptsz(config: *const CUlaunchConfig, function: CUfunction, parameters: *mut Function, extra: *mut Function)
+        |driver| launch::launch_config(config, function, own, driver);
+    fn cuLaunchKernel_ptsz(function: CUfunction, gx: u32, gy: u32, gz: u32, bx: u32, by: u32, bz: u32, shared: u32, stream: CUstream, parameters: *mut Function, extra: *mut Function)
+        |driver| launch::launch(Kernel { handle: function, grid: [gx, gy, gz], block: [bx, by, bz] }, own(stream), driver);
+    fn cuLibraryGetKernel(kernel: *mut CUfunction, library: usize, name: *const c_char) |driver| launch::find_kernel(kernel, name, driver);
     fn cuMemAlloc(pointer: *mut CUdeviceptr_v1, bytes: u32)
         |driver| memory::allocate(Place::Current, u64::from(bytes), pointer, driver);
     fn cuMemAllocAsync(pointer: *mut CUdeviceptr, bytes: usize, stream: CUstream)
@@ -86,4 +113,15 @@ hooks! {
     fn cuMemPoolCreate(pool: *mut CUmemoryPool, properties: *const CUmemPoolProps)
         |driver| memory::make_pool(pool, properties, driver);
     fn cuMemPoolDestroy(pool: CUmemoryPool) |driver| memory::end_pool(pool, driver);
+    fn cuModuleGetFunction(function: *mut CUfunction, module: usize, name: *const c_char) |driver| launch::find_kernel(function, name, driver);
+    fn cuStreamBeginCapture(stream: CUstream) |driver| launch::begin_capture(driver);
+    fn cuStreamBeginCaptureToGraph(stream: CUstream, graph: usize, dependencies: *const usize, edges: *const u8, count: usize, mode: u32)
+        |driver| launch::begin_capture(driver);
+    fn cuStreamBeginCaptureToGraph_ptsz(stream: CUstream, graph: usize, dependencies: *const usize, edges: *const u8, count: usize, mode: u32)
+        |driver| launch::begin_capture(driver);
+    fn cuStreamBeginCapture_ptsz(stream: CUstream) |driver| launch::begin_capture(driver);
+    fn cuStreamBeginCapture_v2(stream: CUstream, mode: u32) |driver| launch::begin_capture(driver);
+    fn cuStreamBeginCapture_v2_ptsz(stream: CUstream, mode: u32) |driver| launch::begin_capture(driver);
+    fn cuStreamEndCapture(stream: CUstream, graph: *mut usize) |driver| launch::end_capture(driver);
+    fn cuStreamEndCapture_ptsz(stream: CUstream, graph: *mut usize) |driver| launch::end_capture(driver);
 }

@@ -7,6 +7,7 @@
 //!
 //! ```text
 //!  program ─► hooks ─► memory: reserve ─► the real driver ─► commit or roll back
+//!               │├───► launch: pay GPU time, or wait for it ─► the real driver, measured now and then
 //!               │         └► process: this process's slot in each share's account, its pointers
 //!               └► resolve: cuGetProcAddress hands out our functions for the driver's
 //! ```
@@ -15,6 +16,8 @@
 //! - `driver`: the real functions, and the stubs that pass;
 //! - `hooks`: one row per function that does more;
 //! - `memory`: what the rows for memory do;
+//! - `launch`: what the rows for launches do;
+//! - `measure`: how long launches take, by events around some of them;
 //! - `process`: this process, and how it stays itself across `fork`;
 //! - `share`: the shares it joined, and what they leave;
 //! - `resolve`: what `cuGetProcAddress` hands out.
@@ -38,6 +41,8 @@
 mod abi;
 mod driver;
 mod hooks;
+mod launch;
+mod measure;
 mod memory;
 mod process;
 mod resolve;

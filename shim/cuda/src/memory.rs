@@ -74,7 +74,7 @@ impl Reserved {
             _ => return Ok(None),
         };
         let (taken, context) = match place {
-            Place::Current => (device.taken_by(bytes), current_context()),
+            Place::Current => (device.taken_by(bytes), current_context() as u64),
             // A pool has blocks already, and goes with none of the contexts.
             Place::Stream(_) | Place::Pool(..) => (bytes, 0),
         };
@@ -338,9 +338,9 @@ impl Place {
 }
 
 /// The three streams that every context has: they are the current context's.
-const LAST_IMPLICIT_STREAM: CUstream = 2;
+pub const LAST_IMPLICIT_STREAM: CUstream = 2;
 
-fn device_of_stream(
+pub fn device_of_stream(
     process: &'static Process,
     stream: CUstream,
 ) -> Result<&'static Device, CUresult> {

@@ -19,6 +19,7 @@ use tranche_shim_runtime::sys::{self, Errno};
 
 use crate::abi::{CUcontext, CUdevice, CUresult, CUuuid};
 use crate::driver::{DRIVER, real};
+use crate::launch::Launches;
 use crate::share::{Device, Held, Kind};
 
 /// What this process has of its shares.
@@ -27,6 +28,8 @@ pub struct Process {
     joined: UnsafeCell<Joined>,
     /// Its device pointers.
     pub pointers: Table,
+    /// Its launches.
+    pub launches: Launches,
 }
 
 // The kernel's zeros, for a new mapping and after a fork.
@@ -131,7 +134,7 @@ fn map() -> Result<&'static Process, Errno> {
     let fresh = mapping.start.as_ptr().cast::<Process>();
     match PROCESS.compare_exchange(ptr::null_mut(), fresh, Ordering::AcqRel, Ordering::Acquire) {
         // SAFETY: a mapping of the right size, page-aligned, whose zeros are a `Process` that has
-        // not joined: `joined` is not read in that state, and a table of zeros is an empty one.
+        // not joined: `joined` is not read in that state, a table of zeros is an empty one, and so with launches.
         Ok(_) => Ok(unsafe { &*fresh }),
         Err(other) => {
             // SAFETY: nobody has seen this one.
@@ -209,7 +212,8 @@ impl Joined {
                     .shares
                     .get_mut(self.share_count)
                     .ok_or_else(shares::refuse_too_many)?;
-                place.write(Held::take(share.name, limit)?);
+                place.write(Held::take(share, limit)?);
+                device.add_cores(share.cores);
                 device.shares |= 1 << self.share_count;
                 self.share_count += 1;
                 if device.kind == Kind::Unknown {
@@ -304,9 +308,9 @@ fn identify(ordinal: i32) -> Result<(CUdevice, GpuUuid), NotJoined> {
 }
 
 /// The context current to the calling thread; 0 for none.
-pub fn current_context() -> u64 {
+pub fn current_context() -> CUcontext {
     let mut context = 0;
     // SAFETY: writes to the local handle.
     let result = unsafe { real!(cuCtxGetCurrent: fn(*mut CUcontext))(&raw mut context) };
-    if result.is_ok() { context as u64 } else { 0 }
+    if result.is_ok() { context } else { 0 }
 }

@@ -1,10 +1,11 @@
 //! The shares that this process joined, on the GPUs that it sees: reserving from them, giving back,
 //! and what they leave.
 
-use tranche_shim_core::{GpuUuid, Pace, SlotIndex};
+use tranche_shim_core::compute::{Bucket, RefillPage};
+use tranche_shim_core::{Account, GpuUuid, Pace, SlotIndex};
 use tranche_shim_runtime::accounts::Live;
 use tranche_shim_runtime::complain::Refused;
-use tranche_shim_runtime::shares::Name;
+use tranche_shim_runtime::shares::{Name, Share};
 use tranche_shim_runtime::sys;
 
 use crate::abi::{CUdevice, CUmemAllocationProp, CUmemLocation, CUresult};
@@ -25,6 +26,8 @@ pub struct Device {
     block: u64,
     /// A bit for each share of the process that lies on it.
     pub shares: u64,
+    /// Percent of its time that they have together; 0 for all of it.
+    pub cores: u8,
 }
 
 /// What the shares say of a device.
@@ -44,6 +47,9 @@ pub struct Held {
     live: Live,
     slot: SlotIndex,
     limit: u64,
+    /// Percent of the GPU's time, and what the node grants of it.
+    cores: u8,
+    refill: &'static RefillPage,
     name: Name,
     /// When it looked for dead processes.
     looks: Pace,
@@ -51,7 +57,8 @@ pub struct Held {
 
 impl Held {
     /// Takes a slot in the account of a share of `limit` bytes.
-    pub fn take(name: Name, limit: u64) -> Result<Self, Refused> {
+    pub fn take(share: &Share, limit: u64) -> Result<Self, Refused> {
+        let name = share.name;
         let (file, live) = Live::map(&name)?;
         let pid = sys::pid();
         #[expect(clippy::cast_possible_truncation, reason = "spreads the search")]
@@ -65,9 +72,23 @@ impl Held {
             live,
             slot,
             limit,
+            cores: share.cores.unwrap_or(100),
+            refill: name.map_refill()?,
             name,
             looks: Pace::new(),
         })
+    }
+
+    /// The account.
+    pub fn account(&self) -> &Account {
+        self.live.account
+    }
+
+    /// Notes launches that were held back for `throttled` nanoseconds together.
+    pub fn note_launches(&self, count: u64, throttled: u64) {
+        self.live
+            .account
+            .note_launches(self.slot, count, throttled, sys::now());
     }
 
     fn reserve(&self, least: u64, most: u64) -> Option<u64> {
@@ -168,6 +189,23 @@ impl Process {
         }
     }
 
+    /// The share of a device that has most of its GPU time left at `now`; `None` where none is held
+    /// back.
+    pub fn bucket(&self, device: &Device, now: u64) -> Option<(&Held, Bucket)> {
+        self.shares(device)
+            .map(|share| {
+                let refill = loop {
+                    // It writes ten times a second, some hundred nanoseconds.
+                    match share.refill.read() {
+                        Some(refill) => break refill,
+                        None => sys::give_way(),
+                    }
+                };
+                (share, Bucket::new(&refill, share.cores, now))
+            })
+            .max_by_key(|(share, bucket)| bucket.left(share.account()))
+    }
+
     /// The sum of the device's caps and what is left of them, in bytes.
     pub fn cap(&self, device: &Device) -> Cap {
         let mut cap = Cap { total: 0, free: 0 };
@@ -218,7 +256,18 @@ impl Device {
             number,
             block: block_of(handle),
             shares: 0,
+            cores: 0,
         }
+    }
+
+    /// Adds a share's cores; a share without a limit, or all of the GPU, has none.
+    pub fn add_cores(&mut self, cores: Option<u8>) {
+        let first = self.shares == 0;
+        let sum = match cores {
+            Some(cores) if first || self.cores > 0 => self.cores.saturating_add(cores),
+            _ => 0,
+        };
+        self.cores = if sum < 100 { sum } else { 0 };
     }
 
     /// What an allocation of `bytes` takes of the device: whole blocks, but for small ones, of which

@@ -16,13 +16,14 @@ mod probe_client;
 use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::io::Write as _;
-use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::fs::{FileExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 pub use node::{Gpu, Node};
 pub use probe_client::{Answer, Probe};
+use tranche_shim_core::compute::{Refill, refill};
 use tranche_shim_core::{AccountPage, AccountSnapshot, CapPage, ComputePolicy, layout};
 
 /// Where a container's shares lie.
@@ -218,11 +219,23 @@ impl World {
 
     /// Adds a share of `limit` bytes (`None`: a GPU without a cap) on a GPU.
     pub fn share(&self, key: &str, gpu_uuid: &str, limit: Option<u64>) -> Share {
+        self.share_of_time(key, gpu_uuid, limit, None, ComputePolicy::Strict)
+    }
+
+    /// Adds a share of `limit` bytes and `cores` percent of the GPU's time.
+    pub fn share_of_time(
+        &self,
+        key: &str,
+        gpu_uuid: &str,
+        limit: Option<u64>,
+        cores: Option<u8>,
+        compute_policy: ComputePolicy,
+    ) -> Share {
         let page = CapPage {
             gpu_uuid,
             memory_limit: limit,
-            cores: None,
-            compute_policy: ComputePolicy::Strict,
+            cores,
+            compute_policy,
             claim_uid: "5f0c2b9e-0000-4000-8000-000000000001",
             device_key: key,
         };
@@ -330,6 +343,23 @@ impl Share {
     /// Looks at the account.
     pub fn look<T>(&self, at: impl FnOnce(AccountSnapshot<'_>) -> T) -> T {
         at(AccountPage::snapshot(&self.account()).unwrap())
+    }
+
+    /// Grants it `rate` millionths of the GPU's time, for ever, as the node does.
+    pub fn grant(&self, rate: u64) {
+        let refill = Refill {
+            rate,
+            until: u64::MAX,
+            ..Refill::default()
+        };
+        let cap = File::options()
+            .write(true)
+            .open(self.pages.join("cap"))
+            .unwrap();
+        let at = refill::OFFSET as u64;
+        cap.write_all_at(&refill.encode(), at + refill::offset_of_turn(1) as u64)
+            .unwrap();
+        cap.write_all_at(&1u64.to_le_bytes(), at).unwrap();
     }
 
     /// Its folder in the container.

@@ -185,11 +185,14 @@ fn act(cuda: &Cuda, words: &[&str]) -> String {
             format!("{code} {status} {file} {symbol}")
         }
         "compare" => compare(cuda, words[1]),
+        "kernel" => format!("0 {}", kernel(cuda, words[1])),
+        "launch" => launch(cuda, words[1], number(2), number(3), number(4)),
         "registers" => {
             // The address of everything that a call may carry: more integers than registers, and a float.
             let sum = call!(cuda, "cuLaunchKernel", 1 => u64, 2 => u32, 3 => u32, 4 => u32, 5 => u32, 6 => u32, 7 => u32, 8 => u32, 9 => u64, 10 => u64, 11 => u64);
+            let passed = call!(cuda, "cuLinkAddData", 1 => u64, 2 => u32, 3 => u64, 4 => u64, 5 => u64, 6 => u32, 7 => u64, 8 => u64);
             let float = call!(cuda, "cuTexRefSetMipmapLevelBias", 0 => u64, 1.5 => f32);
-            format!("{sum} {float}")
+            format!("{sum} {passed} {float}")
         }
         "steer" => format!("{}", steer(cuda, words[1], number(2))),
         "time" => time(cuda, words[1], number(2)),
@@ -351,16 +354,110 @@ fn steer(_: &Cuda, name: &str, value: u64) -> u64 {
     }
 }
 
+/// A kernel of the simulator's that takes as long as its name says.
+fn kernel(cuda: &Cuda, name: &str) -> u64 {
+    let ptx = format!(
+        ".version 7.0\n.target sm_70\n.address_size 64\n.visible .entry {name}()\n{{\n\tret;\n}}\n"
+    );
+    let (ptx, name) = (CString::new(ptx).unwrap(), CString::new(name).unwrap());
+    let (mut module, mut function) = (0u64, 0u64);
+    let code = call!(cuda, "cuModuleLoadData", &raw mut module => *mut u64, ptx.as_ptr() => *const libc::c_char);
+    assert_eq!(code, 0, "cuModuleLoadData");
+    let code = call!(cuda, "cuModuleGetFunction", &raw mut function => *mut u64, module => u64, name.as_ptr() => *const libc::c_char);
+    assert_eq!(code, 0, "cuModuleGetFunction");
+    function
+}
+
+/// How a kernel is launched by `cuLaunchKernelEx`.
+#[repr(C)]
+struct Config {
+    grid: [u32; 3],
+    block: [u32; 3],
+    shared: u32,
+    stream: u64,
+    attributes: u64,
+    count: u32,
+}
+
+/// Launches `kernel` in a loop for `millis` milliseconds, each so many times before it waits for the
+/// GPU (0 for never), and answers with the launches.
+fn launch(cuda: &Cuda, how: &str, kernel: u64, millis: u64, each: u64) -> String {
+    let stream = {
+        let mut stream = 0u64;
+        call!(cuda, "cuStreamCreate", &raw mut stream => *mut u64, 1 => u32);
+        stream
+    };
+    let graph = if how.starts_with("graph") {
+        captured(cuda, kernel, stream)
+    } else {
+        0
+    };
+    let config = Config {
+        grid: [1, 2, 3],
+        block: [4, 5, 6],
+        shared: 0,
+        stream,
+        attributes: 0,
+        count: 0,
+    };
+    let once = |stream: u64| match how {
+        "plain" | "plain-ptsz" | "cooperative" | "cooperative-ptsz" => {
+            let name = match how {
+                "plain" => "cuLaunchKernel",
+                "plain-ptsz" => "cuLaunchKernel_ptsz",
+                "cooperative" => "cuLaunchCooperativeKernel",
+                _ => "cuLaunchCooperativeKernel_ptsz",
+            };
+            call!(cuda, name, kernel => u64, 1 => u32, 1 => u32, 1 => u32, 32 => u32, 1 => u32, 1 => u32, 0 => u32, stream => u64, 0 => u64, 0 => u64)
+        }
+        "ex" => {
+            call!(cuda, "cuLaunchKernelEx", &raw const config => *const Config, kernel => u64, 0 => u64, 0 => u64)
+        }
+        "ex-ptsz" => {
+            call!(cuda, "cuLaunchKernelEx_ptsz", &raw const config => *const Config, kernel => u64, 0 => u64, 0 => u64)
+        }
+        "graph" => call!(cuda, "cuGraphLaunch", graph => u64, stream => u64),
+        "graph-ptsz" => call!(cuda, "cuGraphLaunch_ptsz", graph => u64, stream => u64),
+        other => panic!("{other}: no way to launch"),
+    };
+    let start = std::time::Instant::now();
+    let mut launches = 0u64;
+    while start.elapsed().as_millis() < u128::from(millis) {
+        assert_eq!(once(stream), 0, "{how}");
+        launches += 1;
+        if each != 0 && launches.is_multiple_of(each) {
+            call!(cuda, "cuStreamSynchronize", stream => u64);
+        }
+    }
+    format!("0 {launches}")
+}
+
+/// A graph of ten launches of a kernel, captured.
+fn captured(cuda: &Cuda, kernel: u64, stream: u64) -> u64 {
+    let (mut graph, mut executable) = (0u64, 0u64);
+    call!(cuda, "cuStreamBeginCapture_v2", stream => u64, 0 => u32);
+    for _ in 0..10 {
+        call!(cuda, "cuLaunchKernel", kernel => u64, 1 => u32, 1 => u32, 1 => u32, 32 => u32, 1 => u32, 1 => u32, 0 => u32, stream => u64, 0 => u64, 0 => u64);
+    }
+    let code = call!(cuda, "cuStreamEndCapture", stream => u64, &raw mut graph => *mut u64);
+    assert_eq!(code, 0, "cuStreamEndCapture");
+    let code = call!(cuda, "cuGraphInstantiateWithFlags", &raw mut executable => *mut u64, graph => u64, 0 => u64);
+    assert_eq!(code, 0, "cuGraphInstantiate");
+    executable
+}
+
 /// Times one call, or a pair: `time WHAT LIVE`, with so many allocations live. Answers with the tenth
 /// lowest of 200 rounds of 1,000, in picoseconds per call: what it takes when nobody interferes.
 fn time(cuda: &Cuda, what: &str, live: u64) -> String {
     type Alloc = unsafe extern "C" fn(*mut u64, u64) -> u32;
     type Free = unsafe extern "C" fn(u64) -> u32;
     type Info = unsafe extern "C" fn(*mut u64, *mut u64) -> u32;
+    type Launch =
+        unsafe extern "C" fn(u64, u32, u32, u32, u32, u32, u32, u32, u64, u64, u64) -> u32;
     type Ask =
         unsafe extern "C" fn(*const libc::c_char, *mut *mut c_void, i32, u64, *mut i32) -> u32;
     // SAFETY: cuda.h's types of these functions.
-    let (alloc, free, info, ask, version) = unsafe {
+    let (alloc, free, info, ask, version, launch) = unsafe {
         (
             std::mem::transmute::<*mut c_void, Alloc>(cuda.find("cuMemAlloc_v2")),
             std::mem::transmute::<*mut c_void, Free>(cuda.find("cuMemFree_v2")),
@@ -369,6 +466,7 @@ fn time(cuda: &Cuda, what: &str, live: u64) -> String {
             std::mem::transmute::<*mut c_void, unsafe extern "C" fn(*mut i32) -> u32>(
                 cuda.find("cuDriverGetVersion"),
             ),
+            std::mem::transmute::<*mut c_void, Launch>(cuda.find("cuLaunchKernel")),
         )
     };
     let (mut pointer, mut other, mut address, mut status) =
@@ -389,6 +487,7 @@ fn time(cuda: &Cuda, what: &str, live: u64) -> String {
                 "refused" => alloc(&raw mut pointer, 1 << 50),
                 "full" => alloc(&raw mut pointer, 4 << 20),
                 "info" => info(&raw mut pointer, &raw mut other),
+                "launch" => launch(1, 1, 1, 1, 32, 1, 1, 0, 0, 0, 0),
                 "address" => ask(
                     c"cuLaunchKernel".as_ptr(),
                     &raw mut address,

@@ -4,6 +4,7 @@
 
 mod cap;
 mod closed;
+mod compute;
 mod loading;
 mod real;
 mod simulated;

@@ -145,6 +145,9 @@ fn libcudarts_look_ups_get_our_functions() {
         ("cuGetProcAddress 11030 0", "cuGetProcAddress"),
         ("cuGetProcAddress 12000 0", "cuGetProcAddress_v2"),
         ("cuMemGetInfo 12000 0", "cuMemGetInfo_v2"),
+        ("cuLaunchKernel 12000 0", "cuLaunchKernel"),
+        ("cuLaunchKernel 12000 2", "cuLaunchKernel_ptsz"),
+        ("cuGraphLaunch 12000 2", "cuGraphLaunch_ptsz"),
     ] {
         let answer = probe.must(&format!("address {request}"));
         assert_eq!(answer.values[2], expected, "{request}");
@@ -153,12 +156,9 @@ fn libcudarts_look_ups_get_our_functions() {
             "{request}: {answer:?}"
         );
     }
-    let passes = probe.must("address cuLaunchKernel 12000 2");
+    let passes = probe.must("address cuMemcpyAsync 12000 2");
     assert_eq!(
         passes.values[1..],
-        [
-            "/usr/lib/tranche/driver/libcuda.so.1",
-            "cuLaunchKernel_ptsz"
-        ]
+        ["/usr/lib/tranche/driver/libcuda.so.1", "cuMemcpyAsync_ptsz"]
     );
 }

@@ -1,0 +1,503 @@
+//! What the hooks for launches do: pay for the GPU time that a launch takes, and wait for it if the
+//! share has used up what it was granted.
+//!
+//! ```text
+//!  launch ─► price of its shape known, and left in this thread's batch ? ──yes──► the driver
+//!               └──no──► slow: price ─► account of the share ─► wait ─► measure the launch
+//! ```
+//!
+//! How prices are learned, and what is paid how: [`tranche_shim_core::compute`].
+
+use core::ffi::{CStr, c_char};
+use core::sync::atomic::{AtomicU64, Ordering};
+
+use tranche_shim_core::compute::batch::BATCH_NANOS;
+use tranche_shim_core::compute::bucket::Wait;
+use tranche_shim_core::compute::costs::key;
+use tranche_shim_core::compute::{Batch, Costs, Price};
+use tranche_shim_core::paths::MAX_SHARES;
+use tranche_shim_runtime::sys;
+
+use crate::abi::{CUcontext, CUfunction, CUlaunchConfig, CUlaunchParams, CUresult, CUstream};
+use crate::driver::real;
+use crate::measure::{Measurement, Measuring, Shape};
+use crate::memory::device_of_stream;
+use crate::process::{self, Process};
+use crate::share::Device;
+
+/// What a process knows of its launches. All zeros is nothing.
+pub struct Launches {
+    /// For each device, some: a thread uses the same one every time.
+    batches: [[Batch; BATCHES]; MAX_SHARES],
+    /// What its shapes take.
+    pub costs: Costs,
+    /// Launches that are being measured.
+    pub measuring: Measuring,
+    /// Captures of streams into graphs that are under way.
+    pub captures: AtomicU64,
+}
+
+const BATCHES: usize = 8;
+
+/// The thread's default stream, by the name that every function takes.
+const PER_THREAD: CUstream = 2;
+
+/// Which stream a function means that knows no thread's default streams.
+#[inline]
+pub fn legacy(stream: CUstream) -> CUstream {
+    stream
+}
+
+/// Which stream a function means whose default stream is the thread's.
+#[inline]
+pub fn own(stream: CUstream) -> CUstream {
+    if stream == 0 { PER_THREAD } else { stream }
+}
+
+/// A kernel and how it is launched.
+#[derive(Clone, Copy)]
+pub struct Kernel {
+    /// The function's handle, or a graph's that can be launched.
+    pub handle: CUfunction,
+    /// Blocks of the grid, threads of a block.
+    pub grid: [u32; 3],
+    pub block: [u32; 3],
+}
+
+impl Kernel {
+    /// What is launched in one way only; also, whatever the grid, a kernel.
+    pub fn of(handle: CUfunction) -> Self {
+        Self {
+            handle,
+            grid: [0; 3],
+            block: [0; 3],
+        }
+    }
+
+    #[inline]
+    fn key(&self) -> u64 {
+        let two = |high: u32, low: u32| u64::from(high) << 32 | u64::from(low);
+        key(
+            self.handle as u64,
+            [
+                two(self.grid[0], self.grid[1]),
+                two(self.grid[2], self.block[0]),
+                two(self.block[1], self.block[2]),
+            ],
+        )
+    }
+}
+
+/// A launch in a stream.
+#[inline]
+pub fn launch(kernel: Kernel, stream: CUstream, driver: impl FnOnce() -> CUresult) -> CUresult {
+    let key = kernel.key();
+    let begun = if is_paid(key) {
+        None
+    } else {
+        match begin(kernel.handle, key, stream) {
+            Ok(begun) => Some(begun),
+            Err(code) => return code,
+        }
+    };
+    let result = driver();
+    if let Some(begun) = begun {
+        begun.end(result);
+    }
+    result
+}
+
+/// Pays for a launch from the thread's batch, if its price is known and the batch has it.
+#[inline(never)]
+fn is_paid(key: u64) -> bool {
+    let Some(process) = process::joined() else {
+        return false;
+    };
+    let (Ok(device), launches) = (process.current_device(), &process.launches) else {
+        return false;
+    };
+    let price = if device.cores == 0 {
+        Some(0)
+    } else {
+        launches.costs.trusted(key)
+    };
+    launches.captures.load(Ordering::Relaxed) == 0
+        && price.is_some_and(|price| launches.batch(device).pay(price))
+}
+
+/// Pays for any other launch.
+#[cold]
+#[inline(never)]
+fn begin(handle: CUfunction, key: u64, stream: CUstream) -> Result<Begun, CUresult> {
+    let process = process::current()?;
+    let Ok(device) = process.current_device() else {
+        // The driver says what is wrong.
+        return Ok(Begun::default());
+    };
+    let launch = Launch {
+        process,
+        device,
+        shape: Shape {
+            key,
+            kernel: Kernel::of(handle).key(),
+        },
+        stream,
+    };
+    Ok(launch.begin())
+}
+
+/// `cuLaunchKernelEx`.
+pub fn launch_config(
+    config: *const CUlaunchConfig,
+    handle: CUfunction,
+    stream_of: fn(CUstream) -> CUstream,
+    driver: impl FnOnce() -> CUresult,
+) -> CUresult {
+    if config.is_null() {
+        return driver();
+    }
+    // SAFETY: not null, and the program's, for the driver to read.
+    let config = unsafe { &*config };
+    let kernel = Kernel {
+        handle,
+        grid: config.grid,
+        block: config.block,
+    };
+    launch(kernel, stream_of(config.stream), driver)
+}
+
+/// `cuLaunchCooperativeKernelMultiDevice`: a kernel in each of several streams, each on a device of
+/// its own. All pay what the first takes.
+pub fn launch_on_each(
+    list: *const CUlaunchParams,
+    count: u32,
+    driver: impl FnOnce() -> CUresult,
+) -> CUresult {
+    if list.is_null() || count == 0 {
+        return driver();
+    }
+    let process = match process::current() {
+        Ok(process) => process,
+        Err(code) => return code,
+    };
+    // SAFETY: not null, and the program's, for the driver to read.
+    let list = unsafe { core::slice::from_raw_parts(list, count as usize) };
+    let launch = |params: &CUlaunchParams| {
+        let kernel = Kernel {
+            handle: params.function,
+            grid: params.grid,
+            block: params.block,
+        };
+        Some(Launch {
+            process,
+            device: device_of_stream(process, params.stream).ok()?,
+            shape: Shape {
+                key: kernel.key(),
+                kernel: Kernel::of(kernel.handle).key(),
+            },
+            stream: params.stream,
+        })
+    };
+    let [first, others @ ..] = list else {
+        return driver();
+    };
+    let Some(first) = launch(first) else {
+        return driver();
+    };
+    for other in others.iter().filter_map(launch) {
+        Launch {
+            shape: first.shape,
+            ..other
+        }
+        .pay();
+    }
+    let begun = first.begin();
+    let result = driver();
+    begun.end(result);
+    result
+}
+
+/// A launch that is not paid from a batch at once.
+struct Launch {
+    process: &'static Process,
+    device: &'static Device,
+    shape: Shape,
+    stream: CUstream,
+}
+
+/// What was done before the driver's call.
+#[derive(Default)]
+struct Begun {
+    paid: Option<(&'static Batch, u64)>,
+    measurement: Option<Measurement>,
+}
+
+impl Begun {
+    #[cold]
+    #[inline(never)]
+    fn end(self, result: CUresult) {
+        if let Some(measurement) = self.measurement {
+            measurement.end(result);
+        }
+        if let Some((batch, paid)) = self.paid
+            && !result.is_ok()
+        {
+            // Nothing runs: the next launch has it.
+            batch.give(paid);
+        }
+    }
+}
+
+/// The longest that a launch waits for a measurement of its kind, in nanoseconds: the one that is
+/// measured may itself wait for something that this thread does next.
+const HOLD_NANOS: u64 = 5_000_000;
+
+/// Launches of a kind that may be under way unmeasured.
+const UNMEASURED: u64 = 2;
+
+/// How long to sleep between looks at a measurement, in nanoseconds.
+const LOOK_NANOS: u64 = 100_000;
+
+/// How long to sleep at most until the next look at what the node grants, in nanoseconds.
+const NAP_NANOS: u64 = 20_000_000;
+
+/// Of so many looks at a share one measures a launch whose price is trusted.
+const SELDOM: u64 = 8;
+
+impl Launch {
+    fn begin(&self) -> Begun {
+        let launches = &self.process.launches;
+        if launches.captures.load(Ordering::Relaxed) != 0 && is_capturing(self.stream) {
+            // Work for a graph, which pays when it is launched.
+            return Begun::default();
+        }
+        if self.device.cores == 0 {
+            self.note(0, 0);
+            return Begun::default();
+        }
+        let price = self.pay();
+        let measured = match price {
+            Price::Trusted(_) => (sys::now() / LOOK_NANOS).is_multiple_of(SELDOM),
+            Price::Measured(_) | Price::Provisional { .. } => true,
+        };
+        let measurement = if measured && self.may_measure() {
+            launches.measuring.begin(self.stream, self.shape)
+        } else {
+            None
+        };
+        Begun {
+            paid: Some((launches.batch(self.device), price.nanos())),
+            measurement,
+        }
+    }
+
+    /// No event is made, recorded or asked for while any stream is captured: in the strictest mode
+    /// that ends the capture.
+    fn may_measure(&self) -> bool {
+        self.process.launches.captures.load(Ordering::Relaxed) == 0
+    }
+
+    /// Pays, and waits where it must.
+    fn pay(&self) -> Price {
+        let Launches { costs, .. } = &self.process.launches;
+        let exempt = costs.is_exempt(self.shape.kernel);
+        self.look();
+        if !exempt && self.may_measure() {
+            self.hold();
+        }
+        let price = costs.price(self.shape.key, self.shape.kernel);
+        let batch = self.process.launches.batch(self.device);
+        let more = price.nanos() - batch.take(price.nanos());
+        // Not always the same, or the same launch of a loop would always be the one that is measured.
+        let ahead = if more < BATCH_NANOS {
+            BATCH_NANOS / 2 + sys::now() % (BATCH_NANOS / 2)
+        } else {
+            0
+        };
+        let throttled = self.take(more + ahead, exempt);
+        self.note(ahead, throttled);
+        price
+    }
+
+    /// Takes `nanos` from the share, as soon as it has no debt; returns how long that took.
+    fn take(&self, nanos: u64, exempt: bool) -> u64 {
+        let start = sys::now();
+        let mut now = start;
+        loop {
+            let Some((share, bucket)) = self.process.bucket(self.device, now) else {
+                return 0;
+            };
+            if exempt {
+                bucket.charge(share.account(), nanos);
+                return 0;
+            }
+            match bucket.take(share.account(), nanos) {
+                Ok(()) => return now - start,
+                Err(Wait(wait)) => sys::sleep(wait.min(NAP_NANOS)),
+            }
+            self.look();
+            now = sys::now();
+        }
+    }
+
+    /// Waits while enough launches of an unmeasured kind are under way. One that runs on and on pays
+    /// for as long as it has run, and the next of its kind wait for that.
+    fn hold(&self) {
+        let Launches {
+            costs, measuring, ..
+        } = &self.process.launches;
+        let is_unknown = || {
+            costs
+                .unmeasured(self.shape.key)
+                .is_some_and(|launched| launched >= UNMEASURED)
+        };
+        if !is_unknown() {
+            return;
+        }
+        let start = sys::now();
+        while is_unknown()
+            && measuring.is_measuring(self.shape)
+            && sys::now().saturating_sub(start) < HOLD_NANOS
+        {
+            sys::sleep(LOOK_NANOS);
+            self.look();
+        }
+    }
+
+    /// Looks for measurements that are done.
+    fn look(&self) {
+        if self.may_measure() {
+            let Launches {
+                costs, measuring, ..
+            } = &self.process.launches;
+            let more = measuring.look(costs);
+            if more != 0
+                && let Some((share, bucket)) = self.process.bucket(self.device, sys::now())
+            {
+                bucket.correct(share.account(), more);
+            }
+        }
+    }
+
+    /// Adds `nanos` to the batch, and counts its launches and this one.
+    fn note(&self, nanos: u64, throttled: u64) {
+        let launches = self.process.launches.batch(self.device).fill(nanos) + 1;
+        if let Some(share) = self.process.shares(self.device).next() {
+            share.note_launches(launches, throttled);
+        }
+    }
+}
+
+impl Launches {
+    #[inline]
+    fn batch(&self, device: &Device) -> &Batch {
+        let own = sys::thread().wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40;
+        let nth = own as usize % BATCHES;
+        &self.batches[usize::from(device.number) % MAX_SHARES][nth]
+    }
+}
+
+fn is_capturing(stream: CUstream) -> bool {
+    let mut status = 0;
+    // SAFETY: `stream` is what the program passes to the driver as a stream; writes the local number.
+    let result =
+        unsafe { real!(cuStreamIsCapturing: fn(CUstream, *mut i32))(stream, &raw mut status) };
+    // The legacy stream says that it cannot be asked while another is captured: then it is not.
+    result.is_ok() && status != 0
+}
+
+/// `cuStreamBeginCapture` in all its forms. Counted before it begins.
+pub fn begin_capture(driver: impl FnOnce() -> CUresult) -> CUresult {
+    let captures = process::joined().map(|process| &process.launches.captures);
+    if let Some(captures) = captures {
+        captures.fetch_add(1, Ordering::Relaxed);
+    }
+    let result = driver();
+    if let Some(captures) = captures
+        && !result.is_ok()
+    {
+        one_less(captures);
+    }
+    result
+}
+
+/// `cuStreamEndCapture`. Counted after it ended: also where it was invalid by then.
+pub fn end_capture(driver: impl FnOnce() -> CUresult) -> CUresult {
+    let result = driver();
+    if (result.is_ok() || result == CUresult::STREAM_CAPTURE_INVALIDATED)
+        && let Some(process) = process::joined()
+    {
+        one_less(&process.launches.captures);
+    }
+    result
+}
+
+fn one_less(captures: &AtomicU64) {
+    let _ = captures.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |count| {
+        count.checked_sub(1)
+    });
+}
+
+/// A graph that is another one from now on, or none.
+pub fn forget_graph(graph: usize, driver: impl FnOnce() -> CUresult) -> CUresult {
+    if let Some(process) = process::joined() {
+        process.launches.costs.forget(Kernel::of(graph).key());
+    }
+    driver()
+}
+
+/// The end of a context, or of any: its events are gone, and must not be asked for.
+pub fn forget_events(context: Option<CUcontext>) {
+    if let Some(process) = process::joined() {
+        process.launches.measuring.forget(context);
+    }
+}
+
+/// A look-up of a kernel by `name`, whose handle the driver writes to `handle`. NCCL's kernels wait
+/// for each other on all their GPUs: one that is held back holds all others while they work.
+pub fn find_kernel(
+    handle: *mut CUfunction,
+    name: *const c_char,
+    driver: impl FnOnce() -> CUresult,
+) -> CUresult {
+    let result = driver();
+    if result.is_ok() && !handle.is_null() && !name.is_null() {
+        // SAFETY: the driver found a kernel by this C string.
+        if is_collective(unsafe { CStr::from_ptr(name) }.to_bytes()) {
+            // SAFETY: not null, and the driver has just written to it.
+            exempt(unsafe { handle.read() });
+        }
+    }
+    result
+}
+
+/// `cuKernelGetFunction`: another handle of the same kernel.
+pub fn find_function(
+    function: *mut CUfunction,
+    kernel: CUfunction,
+    driver: impl FnOnce() -> CUresult,
+) -> CUresult {
+    let result = driver();
+    let is_exempt = process::joined()
+        .is_some_and(|process| process.launches.costs.is_exempt(Kernel::of(kernel).key()));
+    if result.is_ok() && !function.is_null() && is_exempt {
+        // SAFETY: not null, and the driver has just written to it.
+        exempt(unsafe { function.read() });
+    }
+    result
+}
+
+fn exempt(handle: CUfunction) {
+    if let Some(process) = process::joined() {
+        process.launches.costs.exempt(Kernel::of(handle).key());
+    }
+}
+
+/// Whether a kernel's name, as it is or as C++ writes it, is one of NCCL's.
+fn is_collective(name: &[u8]) -> bool {
+    let plain = name.strip_prefix(b"_Z").map_or(name, |rest| {
+        let digits = rest.iter().take_while(|byte| byte.is_ascii_digit()).count();
+        rest.get(digits..).unwrap_or(rest)
+    });
+    plain.starts_with(b"ncclDevKernel") || plain.starts_with(b"ncclKernel")
+}
