@@ -1,7 +1,7 @@
 //! The driver API: a device with its primary context, and memory on it.
 //!
 //! cudarc's safe layer zeroes what it allocates, which would touch every byte of an 80 GB GPU. So
-//! memory is taken here by the calls below it; this module is the only one with unsafe code.
+//! memory is taken here by the calls below it; this module and `kernel` are the only ones with unsafe code.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
@@ -124,6 +124,12 @@ impl Gpu {
             .map_err(named)
             .context("cuMemGetInfo")?;
         Ok((free as u64, total as u64))
+    }
+
+    /// A stream beside the default one.
+    pub fn new_stream(&self) -> anyhow::Result<Arc<CudaStream>> {
+        let stream = self.context.new_stream();
+        stream.map_err(named).context("cuStreamCreate")
     }
 
     /// Takes memory; its content is undefined.

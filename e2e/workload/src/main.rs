@@ -13,8 +13,10 @@ mod fill;
 mod gpu;
 mod hold;
 mod info;
+mod kernel;
 mod pattern;
 mod report;
+mod spin;
 
 use std::process::ExitCode;
 
@@ -41,6 +43,8 @@ enum Command {
     Hold(hold::Hold),
     /// Sends bytes to the device, across it, and back, and compares them
     Copy(copy::Copy),
+    /// Keeps the GPU busy, and says how busy it let itself be kept
+    Spin(spin::Spin),
 }
 
 fn main() -> ExitCode {
@@ -51,6 +55,7 @@ fn main() -> ExitCode {
         Command::Fill(fill) => fill.run(report),
         Command::Hold(hold) => hold.run(report),
         Command::Copy(copy) => copy.run(report),
+        Command::Spin(spin) => spin.run(report),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,
