@@ -160,6 +160,21 @@ impl<const N: usize> Account<N> {
             .map_or(0, |slot| slot.charged.load(Ordering::Relaxed))
     }
 
+    /// The processes that hold a slot, or held one that nobody reclaimed yet: PID, as each wrote it
+    /// itself, and bytes charged.
+    pub fn processes(&self) -> impl Iterator<Item = (u64, u64)> {
+        self.slots
+            .iter()
+            .enumerate()
+            .filter(|(at, _)| self.is_taken(*at))
+            .map(|(_, slot)| {
+                (
+                    slot.pid.load(Ordering::Relaxed),
+                    slot.charged.load(Ordering::Relaxed),
+                )
+            })
+    }
+
     /// Reserves as much as `limit` leaves, but no less than `least` and no more than `most` bytes;
     /// returns how much that is, or `None` if it leaves less than `least`.
     pub fn reserve(&self, slot: SlotIndex, least: u64, most: u64, limit: u64) -> Option<u64> {

@@ -1,94 +1,46 @@
 //! `libnvidia-ml.so.1` as a capped container sees it: the driver's management library, with the
-//! memory of the container's shares.
+//! container's shares in the place of the GPU.
 //!
 //! It is loaded as `libcuda.so.1` is, and exports and forwards all that any driver's does. What it
-//! changes: a GPU's memory is the sum of its shares' caps, used is what the shares' processes hold,
-//! and the rest is free. It reads the pages at each question and keeps nothing.
+//! changes, of a GPU whose memory is capped:
+//!
+//! - `memory`: total is the sum of the shares' caps, used what their processes hold, and the rest is
+//!   free; no more of it is mapped through BAR1;
+//! - `processes`: lists have the shares' own processes, with what each is charged;
+//! - `utilisation`: percent is of what the shares may have.
+//!
+//! It reads the pages at each question and keeps nothing; `share` finds the GPU behind a handle, however
+//! the program got it, and who uses it. NVIDIA's private tables, which nvidia-smi takes its list of
+//! processes from, pass: what they tell is the driver's.
 //!
 //! `nvmlInit` refuses, with one line on stderr, where the pages are missing or wrong. A GPU that is
 //! visible without a page does not stop it, so that `nvidia-smi` can be used to see what is amiss:
-//! only the question for that GPU's memory is refused, as CUDA refuses the GPU.
+//! only what is said of the share is refused, as CUDA refuses the GPU.
 #![no_std]
 
-use core::ffi::{CStr, c_char, c_int, c_uint, c_void};
+mod abi;
+mod buffer;
+mod driver;
+mod memory;
+mod processes;
+mod share;
+mod utilisation;
 
-use tranche_shim_core::{GpuUuid, paths};
+use core::ffi::{c_char, c_int, c_uint, c_ulonglong, c_void};
+
 use tranche_shim_runtime::complain::Refused;
-use tranche_shim_runtime::library::{Library, Ours};
-use tranche_shim_runtime::{accounts, shares};
+use tranche_shim_runtime::library::Ours;
+use tranche_shim_runtime::shares;
 
-use symbols::index;
-
-mod symbols {
-    #![allow(
-        missing_docs,
-        clippy::unreadable_literal,
-        reason = "generated from symbols.txt"
-    )]
-    use super::forward_to;
-    use tranche_shim_runtime::forward;
-    include!(concat!(env!("OUT_DIR"), "/symbols.rs"));
-}
-
-/// The driver's library.
-static DRIVER: Library = Library::new(
-    paths::REAL_NVML,
-    (c"nvmlInit_v2", Ours(nvmlInit_v2 as *const ())),
-);
-
-tranche_shim_runtime::library! {
-    driver: DRIVER,
-    first: symbols::nvmlComputeInstanceDestroy,
-    handled: HANDLED,
-    missing: missing,
-    unavailable: unavailable,
-}
-
-/// `nvmlReturn_t`: a number, since newer drivers return codes that we do not know.
-#[repr(transparent)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Return(c_uint);
-
-impl Return {
-    const SUCCESS: Self = Self(0);
-    const NO_PERMISSION: Self = Self(4);
-    const LIBRARY_NOT_FOUND: Self = Self(12);
-    const FUNCTION_NOT_FOUND: Self = Self(13);
-}
-
-/// What a function answers that this driver does not have.
-extern "C" fn missing() -> Return {
-    Return::FUNCTION_NOT_FOUND
-}
-
-/// What every function answers without a driver.
-extern "C" fn unavailable() -> Return {
-    Return::LIBRARY_NOT_FOUND
-}
-
-/// A GPU, to the driver's library; opaque.
-type Device = usize;
-
-/// `nvmlMemory_t`, in bytes.
-#[repr(C)]
-struct Memory {
-    total: u64,
-    free: u64,
-    used: u64,
-}
-
-/// `nvmlMemory_v2_t`, in bytes.
-#[repr(C)]
-struct MemoryV2 {
-    version: c_uint,
-    total: u64,
-    reserved: u64,
-    free: u64,
-    used: u64,
-}
+use crate::abi::{
+    AccountingStatsV2, Bar1Memory, Device, DynamicPstates, Enumeration, Memory, MemoryV2,
+    ProcessDetails, ProcessV1, ProcessV2, Return, Sample, Utilization, UtilizationInfos, Value,
+};
+use crate::driver::{DRIVER, address, index, missing, typed, unavailable};
+use crate::processes::Kind;
 
 macro_rules! hooks {
-    ($(fn $name:ident($($argument:ident: $type:ty),*) |$driver:ident| $body:expr;)*) => {
+    ($(fn $name:ident($($argument:ident: $type:ty),*) |$driver:ident| $body:expr;)* = $errors:ident) => {
         $(
             #[unsafe(no_mangle)]
             unsafe extern "C" fn $name($($argument: $type),*) -> Return {
@@ -99,62 +51,103 @@ macro_rules! hooks {
                 $body
             }
         )*
+
+        /// The functions above, and the one of the texts, which comes last in the rows, in the order of
+        /// their names: that of their indices.
+        static HANDLED: &[Ours] = {
+            const ROWS: [(usize, Ours); driver::SYMBOLS - driver::PASSING] = [
+                $((index::$name, Ours($name as *const ())),)*
+                (index::$errors, Ours($errors as *const ())),
+            ];
+            const SORTED: [Ours; ROWS.len()] = {
+                let mut sorted = [ROWS[0].1; ROWS.len()];
+                let mut nth = 0;
+                while nth < ROWS.len() {
+                    // No index twice, or one place would be left to the first row.
+                    sorted[ROWS[nth].0 - driver::PASSING] = ROWS[nth].1;
+                    nth += 1;
+                }
+                sorted
+            };
+            &SORTED
+        };
     };
 }
 
 hooks! {
-    fn nvmlInit() |driver| initialise(driver);
-    fn nvmlInitWithFlags(flags: c_uint) |driver| initialise(driver);
-    fn nvmlInit_v2() |driver| initialise(driver);
-    fn nvmlDeviceGetMemoryInfo(device: Device, memory: *mut Memory) |driver| tell(device, driver, |share| {
+    fn nvmlDeviceGetAccountingPids(device: Device, count: *mut c_uint, pids: *mut c_uint)
+        // SAFETY: the caller owes valid pointers.
+        |driver| unsafe { processes::accounting_pids(index::nvmlDeviceGetAccountingPids, device, (count, pids), driver) };
+    fn nvmlDeviceGetAccountingStats(device: Device, pid: c_uint, stats: *mut c_void)
+        |driver| processes::accounting_stats(device, pid, driver);
+    fn nvmlDeviceGetAccountingStats_v2(device: Device, stats: *mut AccountingStatsV2)
+        // SAFETY: as above.
+        |driver| unsafe { processes::accounting_stats_v2(device, stats, driver) };
+    fn nvmlDeviceGetBAR1MemoryInfo(device: Device, memory: *mut Bar1Memory) |driver| memory::tell(device, driver, |share| {
+        // SAFETY: the driver has just written to it.
+        let memory = unsafe { &mut *memory };
+        memory.total = memory.total.min(share.total);
+        memory.used = memory.used.min(share.used).min(memory.total);
+        memory.free = memory.total - memory.used;
+    });
+    fn nvmlDeviceGetComputeRunningProcesses(device: Device, count: *mut c_uint, to: *mut ProcessV1)
+        // SAFETY: as above.
+        |driver| unsafe { processes::list(index::nvmlDeviceGetComputeRunningProcesses, Kind::Compute, device, (count, to), driver) };
+    fn nvmlDeviceGetComputeRunningProcesses_v2(device: Device, count: *mut c_uint, to: *mut ProcessV2)
+        // SAFETY: as above.
+        |driver| unsafe { processes::list(index::nvmlDeviceGetComputeRunningProcesses_v2, Kind::Compute, device, (count, to), driver) };
+    fn nvmlDeviceGetComputeRunningProcesses_v3(device: Device, count: *mut c_uint, to: *mut ProcessV2)
+        // SAFETY: as above.
+        |driver| unsafe { processes::list(index::nvmlDeviceGetComputeRunningProcesses_v3, Kind::Compute, device, (count, to), driver) };
+    fn nvmlDeviceGetDynamicPstatesInfo(device: Device, to: *mut DynamicPstates)
+        |driver| utilisation::dynamic(device, to, driver);
+    fn nvmlDeviceGetGraphicsRunningProcesses(device: Device, count: *mut c_uint, to: *mut ProcessV1)
+        // SAFETY: as above.
+        |driver| unsafe { processes::list(index::nvmlDeviceGetGraphicsRunningProcesses, Kind::Other, device, (count, to), driver) };
+    fn nvmlDeviceGetGraphicsRunningProcesses_v2(device: Device, count: *mut c_uint, to: *mut ProcessV2)
+        // SAFETY: as above.
+        |driver| unsafe { processes::list(index::nvmlDeviceGetGraphicsRunningProcesses_v2, Kind::Other, device, (count, to), driver) };
+    fn nvmlDeviceGetGraphicsRunningProcesses_v3(device: Device, count: *mut c_uint, to: *mut ProcessV2)
+        // SAFETY: as above.
+        |driver| unsafe { processes::list(index::nvmlDeviceGetGraphicsRunningProcesses_v3, Kind::Other, device, (count, to), driver) };
+    fn nvmlDeviceGetMPSComputeRunningProcesses(device: Device, count: *mut c_uint, to: *mut ProcessV1)
+        // SAFETY: as above.
+        |driver| unsafe { processes::list(index::nvmlDeviceGetMPSComputeRunningProcesses, Kind::Other, device, (count, to), driver) };
+    fn nvmlDeviceGetMPSComputeRunningProcesses_v2(device: Device, count: *mut c_uint, to: *mut ProcessV2)
+        // SAFETY: as above.
+        |driver| unsafe { processes::list(index::nvmlDeviceGetMPSComputeRunningProcesses_v2, Kind::Other, device, (count, to), driver) };
+    fn nvmlDeviceGetMPSComputeRunningProcesses_v3(device: Device, count: *mut c_uint, to: *mut ProcessV2)
+        // SAFETY: as above.
+        |driver| unsafe { processes::list(index::nvmlDeviceGetMPSComputeRunningProcesses_v3, Kind::Other, device, (count, to), driver) };
+    fn nvmlDeviceGetMemoryInfo(device: Device, memory: *mut Memory) |driver| memory::tell(device, driver, |share| {
         // SAFETY: the driver has just written to it.
         let memory = unsafe { &mut *memory };
         (memory.total, memory.free, memory.used) = (share.total, share.free(), share.used);
     });
-    fn nvmlDeviceGetMemoryInfo_v2(device: Device, memory: *mut MemoryV2) |driver| tell(device, driver, |share| {
+    fn nvmlDeviceGetMemoryInfo_v2(device: Device, memory: *mut MemoryV2) |driver| memory::tell(device, driver, |share| {
         // SAFETY: the driver has just written to it, and accepted its version.
         let memory = unsafe { &mut *memory };
         (memory.total, memory.free, memory.used) = (share.total, share.free(), share.used);
         // What the driver keeps is not the share's.
         memory.reserved = 0;
     });
-}
-
-/// The functions above, and the one below, in the order of their indices: that of their names.
-static HANDLED: &[Ours] = &[
-    Ours(nvmlDeviceGetMemoryInfo as *const ()),
-    Ours(nvmlDeviceGetMemoryInfo_v2 as *const ()),
-    Ours(nvmlErrorString as *const ()),
-    Ours(nvmlInit as *const ()),
-    Ours(nvmlInitWithFlags as *const ()),
-    Ours(nvmlInit_v2 as *const ()),
-];
-
-const _: () = {
-    let handled = [
-        index::nvmlDeviceGetMemoryInfo,
-        index::nvmlDeviceGetMemoryInfo_v2,
-        index::nvmlErrorString,
-        index::nvmlInit,
-        index::nvmlInitWithFlags,
-        index::nvmlInit_v2,
-    ];
-    assert!(symbols::PASSING + handled.len() == symbols::SYMBOLS);
-    let mut nth = 0;
-    while nth < handled.len() {
-        assert!(handled[nth] == symbols::PASSING + nth);
-        nth += 1;
-    }
-    assert!(!symbols::HANDLED_NAMES.is_empty());
-};
-
-/// For the hooks: the function `index` as an `F`, the type of a C function.
-fn typed<F: Copy>(index: usize) -> F {
-    const { assert!(size_of::<F>() == size_of::<*mut c_void>()) };
-    let address = address(index);
-    // SAFETY: `F` is the type that nvml.h gives the function of this name, whose address this is, or
-    // that of one of ours, which takes no arguments: in this ABI the caller clears what it passed.
-    unsafe { core::mem::transmute_copy(&address) }
+    fn nvmlDeviceGetProcessUtilization(device: Device, to: *mut Sample, count: *mut c_uint, since: c_ulonglong)
+        // SAFETY: as above.
+        |driver| unsafe { utilisation::processes(device, (to, count), since, driver) };
+    fn nvmlDeviceGetProcessesUtilizationInfo(device: Device, to: *mut UtilizationInfos)
+        // SAFETY: as above.
+        |driver| unsafe { utilisation::infos(index::nvmlDeviceGetProcessesUtilizationInfo, device, to, driver) };
+    fn nvmlDeviceGetRunningProcessDetailList(device: Device, list: *mut ProcessDetails)
+        // SAFETY: as above.
+        |driver| unsafe { processes::details(index::nvmlDeviceGetRunningProcessDetailList, device, list, driver) };
+    fn nvmlDeviceGetSamples(device: Device, what: Enumeration, since: c_ulonglong, kind: *mut Enumeration, count: *mut c_uint, to: *mut Value)
+        |driver| utilisation::samples(device, what, (kind, count, to), driver);
+    fn nvmlDeviceGetUtilizationRates(device: Device, to: *mut Utilization)
+        |driver| utilisation::rates(device, to, driver);
+    fn nvmlInit() |driver| initialise(driver);
+    fn nvmlInitWithFlags(flags: c_uint) |driver| initialise(driver);
+    fn nvmlInit_v2() |driver| initialise(driver);
+    = nvmlErrorString
 }
 
 fn initialise(driver: impl FnOnce() -> Return) -> Return {
@@ -165,73 +158,6 @@ fn initialise(driver: impl FnOnce() -> Return) -> Return {
         Ok(()) => driver(),
         Err(Refused) => Return::NO_PERMISSION,
     }
-}
-
-/// A GPU's memory, in bytes, as this container has it.
-struct Sum {
-    total: u64,
-    used: u64,
-}
-
-impl Sum {
-    fn free(&self) -> u64 {
-        self.total.saturating_sub(self.used)
-    }
-}
-
-fn tell(device: Device, driver: impl FnOnce() -> Return, correct: impl FnOnce(Sum)) -> Return {
-    let result = driver();
-    if result != Return::SUCCESS {
-        return result;
-    }
-    let Some(gpu) = identify(device) else {
-        return Return::NO_PERMISSION;
-    };
-    match sum(gpu) {
-        Ok(None) => result,
-        Ok(Some(sum)) => {
-            correct(sum);
-            result
-        }
-        Err(Refused) => Return::NO_PERMISSION,
-    }
-}
-
-/// `None` where the GPU has no cap.
-fn sum(gpu: GpuUuid) -> Result<Option<Sum>, Refused> {
-    let (mut known, mut capped, mut sum) = (false, true, Sum { total: 0, used: 0 });
-    shares::each(&mut |share| {
-        if share.gpu == gpu {
-            known = true;
-            match share.limit {
-                None => capped = false,
-                Some(limit) => {
-                    sum.total = sum.total.saturating_add(limit);
-                    sum.used = sum
-                        .used
-                        .saturating_add(accounts::used(&share.name)?.min(limit));
-                }
-            }
-        }
-        Ok(())
-    })?;
-    if known {
-        Ok(capped.then_some(sum))
-    } else {
-        Err(shares::refuse_gpu(gpu))
-    }
-}
-
-fn identify(device: Device) -> Option<GpuUuid> {
-    let mut text = [0u8; 96];
-    let real = typed::<unsafe extern "C" fn(Device, *mut c_char, c_uint) -> Return>(
-        index::nvmlDeviceGetUUID,
-    );
-    // SAFETY: `device` is the caller's, accepted by the driver just now; `text` has that many bytes.
-    let result = unsafe { real(device, text.as_mut_ptr().cast(), 96) };
-    let text = CStr::from_bytes_until_nul(&text).ok()?;
-    (result == Return::SUCCESS).then_some(())?;
-    GpuUuid::parse(text.to_str().ok()?)
 }
 
 /// The only function that returns no code: without a driver it has texts of its own.

@@ -5,7 +5,7 @@ use core::ffi::CStr;
 use tranche_shim_core::{Account, paths};
 
 use crate::complain::Refused;
-use crate::shares::Name;
+use crate::shares::{Name, Share};
 use crate::sys::{self, Errno, File, Mapping};
 
 /// A mapped account.
@@ -61,13 +61,27 @@ impl Live {
 }
 
 /// Bytes that a share's living processes hold together.
-pub fn used(name: &Name) -> Result<u64, Refused> {
+pub fn used(share: &Share) -> Result<u64, Refused> {
+    look(&share.name, Account::used)
+}
+
+/// Hands the living processes of a share to `visit`: PID, in the process's own namespace, and bytes
+/// charged.
+pub fn processes(share: &Share, visit: &mut dyn FnMut(u64, u64)) -> Result<(), Refused> {
+    look(&share.name, |account| {
+        for (pid, charged) in account.processes() {
+            visit(pid, charged);
+        }
+    })
+}
+
+fn look<T>(name: &Name, at: impl FnOnce(&Account) -> T) -> Result<T, Refused> {
     let (file, live) = Live::map(name)?;
     live.reclaim_by(&file);
-    let used = live.account.used();
-    // SAFETY: `live` was this function's own.
+    let seen = at(live.account);
+    // SAFETY: `live` was this function's own, and `seen` is not borrowed from it.
     unsafe { live.unmap() };
-    Ok(used)
+    Ok(seen)
 }
 
 /// For the node: returns what dead processes left in the account at `path`, and how many there were.

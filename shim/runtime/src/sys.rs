@@ -288,6 +288,19 @@ pub fn thread() -> u64 {
     own
 }
 
+/// Microseconds since 1970.
+#[must_use]
+pub fn wall_clock() -> u64 {
+    let mut time = libc::timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    // SAFETY: writes to the local; this clock is always there.
+    unsafe { libc::clock_gettime(libc::CLOCK_REALTIME, &raw mut time) };
+    let [seconds, nanos] = [time.tv_sec, time.tv_nsec].map(|part| u64::try_from(part).unwrap_or(0));
+    seconds * 1_000_000 + nanos / 1000
+}
+
 /// Lets others run.
 pub fn give_way() {
     // SAFETY: always succeeds.

@@ -41,7 +41,7 @@ pub struct World {
 /// What stands behind the shim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Driver {
-    /// `odd-driver.c`: does what it is told.
+    /// `odd-driver.c` and `odd-nvml.c`: do what they are told.
     Odd,
     /// The real driver of a Debian release (`bookworm`, `trixie`), which finds no GPU.
     Real(&'static str),
@@ -163,22 +163,17 @@ impl World {
                 }
             }
             Driver::Odd => {
-                let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("odd-driver.c");
-                let done = Command::new("cc")
-                    .args([
-                        "-shared",
-                        "-fPIC",
-                        "-O1",
-                        "-w",
-                        "-Wl,-soname,libcuda.so.1",
-                        "-o",
-                    ])
-                    .arg(real("libcuda.so.1"))
-                    .arg(source)
-                    .arg("-ldl")
-                    .output()
-                    .unwrap();
-                assert!(done.status.success(), "{}", text(&done.stderr));
+                for (library, source) in [
+                    ("libcuda.so.1", "odd-driver.c"),
+                    ("libnvidia-ml.so.1", "odd-nvml.c"),
+                ] {
+                    let soname = format!("-Wl,-soname,{library}");
+                    compile(
+                        source,
+                        real(library),
+                        &["-shared", "-fPIC", "-ldl", &soname],
+                    );
+                }
             }
         }
     }
@@ -293,6 +288,19 @@ impl World {
     pub fn folder(&self) -> &Path {
         &self.folder
     }
+}
+
+/// Compiles a C file of this folder.
+pub fn compile(source: &str, to: impl AsRef<OsStr>, arguments: &[&str]) {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join(source);
+    let done = Command::new("cc")
+        .args(["-O1", "-w", "-o"])
+        .arg(to)
+        .arg(source)
+        .args(arguments)
+        .output()
+        .unwrap();
+    assert!(done.status.success(), "{}", text(&done.stderr));
 }
 
 /// The probe's executable.

@@ -6,6 +6,7 @@ mod cap;
 mod closed;
 mod compute;
 mod loading;
+mod nvml;
 mod real;
 mod simulated;
 mod time;

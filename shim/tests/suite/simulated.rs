@@ -245,3 +245,54 @@ fn a_gpu_without_a_page_is_not_used() {
     );
     fs::metadata(smi).unwrap();
 }
+
+/// Beside a neighbour that no account of this container knows.
+#[test]
+fn every_view_of_nvidia_smi_tells_the_share() {
+    let (world, _shares, [first, _]) = two_gpus();
+    let mut neighbour = world.probe("/usr/lib/tranche/driver/libcuda.so.1");
+    ready(&mut neighbour, 0);
+    neighbour.must(&format!("alloc {}", 30u64 << 30));
+    let mut probe = world.probe("name");
+    ready(&mut probe, 0);
+    probe.must(&format!("alloc {}", 5u64 << 30));
+    let smi = world.node().root().join("usr/bin/nvidia-smi");
+    let see = |arguments: &[&str]| {
+        let ran = world.run(&smi, arguments);
+        assert_eq!(text(&ran.stderr), "", "{arguments:?}");
+        // Runs of blanks are for people.
+        let words = |line: &str| line.split_whitespace().collect::<Vec<_>>().join(" ");
+        let lines: Vec<String> = text(&ran.stdout).lines().map(words).collect();
+        lines.join("\n")
+    };
+    let full = see(&["-q", "-i", &first]);
+    for section in [
+        "FB Memory Usage\nTotal : 20480 MiB\nReserved : 0 MiB\nUsed : 5120 MiB\nFree : 15360 MiB",
+        "BAR1 Memory Usage\nTotal : 20480 MiB\nUsed : 2 MiB\nFree : 20478 MiB",
+    ] {
+        assert!(full.contains(section), "{section}: {full}");
+    }
+    let xml = see(&["-q", "-x", "-i", "0"]);
+    let section = "<fb_memory_usage>\n<total>20480 MiB</total>\n<reserved>0 MiB</reserved>\n\
+                   <used>5120 MiB</used>\n<free>15360 MiB</free>";
+    assert!(xml.contains(section), "{xml}");
+    // GPU, then percent of SM, memory, encoder, decoder, JPEG and optical flow, then MB of memory and BAR1.
+    let monitor = see(&["dmon", "-c", "1", "-s", "um"]);
+    assert!(monitor.contains("\n0 0 0 0 0 0 0 5120 2 -"), "{monitor}");
+    assert!(monitor.contains("\n1 0 0 0 0 0 0 0 0 -"), "{monitor}");
+    let query = "--query-gpu=memory.total,memory.reserved,memory.used,memory.free,utilization.gpu";
+    for which in ["0", &first] {
+        let line = see(&["-i", which, query, "--format=csv,noheader"]);
+        assert_eq!(
+            line, "20480 MiB, 0 MiB, 5120 MiB, 15360 MiB, 0 %",
+            "{which}"
+        );
+    }
+    // The processes it takes from a private table of the driver's, which tells those of this PID namespace.
+    let query = [
+        "--query-compute-apps=pid,used_memory",
+        "--format=csv,noheader",
+    ];
+    let apps = see(&query);
+    assert!(apps.contains(&format!("{}, ", probe.pid())), "{apps}");
+}

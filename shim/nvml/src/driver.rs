@@ -1,0 +1,57 @@
+//! The real driver's library, and our symbols that pass straight through to it.
+
+use core::ffi::c_void;
+
+use tranche_shim_core::paths;
+use tranche_shim_runtime::library::{Library, Ours};
+
+use crate::HANDLED;
+use crate::abi::Return;
+
+pub use symbols::{PASSING, SYMBOLS, index};
+
+mod symbols {
+    #![allow(
+        missing_docs,
+        clippy::unreadable_literal,
+        reason = "generated from symbols.txt"
+    )]
+    use super::forward_to;
+    use tranche_shim_runtime::forward;
+    include!(concat!(env!("OUT_DIR"), "/symbols.rs"));
+}
+
+/// The driver's library.
+pub static DRIVER: Library = Library::new(
+    paths::REAL_NVML,
+    (c"nvmlInit_v2", Ours(crate::nvmlInit_v2 as *const ())),
+);
+
+tranche_shim_runtime::library! {
+    driver: DRIVER,
+    first: symbols::nvmlComputeInstanceDestroy,
+    handled: HANDLED,
+    missing: missing,
+    unavailable: unavailable,
+}
+
+/// What a function answers that this driver does not have.
+pub extern "C" fn missing() -> Return {
+    Return::FUNCTION_NOT_FOUND
+}
+
+/// What every function answers without a driver.
+pub extern "C" fn unavailable() -> Return {
+    Return::LIBRARY_NOT_FOUND
+}
+
+/// The function `index` as an `F`, the type of a C function.
+pub fn typed<F: Copy>(index: usize) -> F {
+    const { assert!(size_of::<F>() == size_of::<*mut c_void>()) };
+    let address = address(index);
+    // SAFETY: `F` is the type that nvml.h gives the function of this name, whose address this is, or
+    // that of one of ours, which takes no arguments: in this ABI the caller clears what it passed.
+    unsafe { core::mem::transmute_copy(&address) }
+}
+
+const _: () = assert!(!symbols::HANDLED_NAMES.is_empty());

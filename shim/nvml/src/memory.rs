@@ -1,0 +1,65 @@
+//! A GPU's memory, as this container has it.
+
+use tranche_shim_core::GpuUuid;
+use tranche_shim_runtime::complain::Refused;
+use tranche_shim_runtime::{accounts, shares};
+
+use crate::abi::{Device, Return};
+use crate::share::identify;
+
+/// Bytes, over the container's shares of one GPU.
+pub struct Sum {
+    /// The caps.
+    pub total: u64,
+    /// What the shares' processes hold.
+    pub used: u64,
+}
+
+impl Sum {
+    /// What is left.
+    pub fn free(&self) -> u64 {
+        self.total.saturating_sub(self.used)
+    }
+}
+
+/// The driver's answer, corrected where the GPU has a cap.
+pub fn tell(device: Device, driver: impl FnOnce() -> Return, correct: impl FnOnce(Sum)) -> Return {
+    let result = driver();
+    if result != Return::SUCCESS {
+        return result;
+    }
+    let Some(gpu) = identify(device) else {
+        return Return::NO_PERMISSION;
+    };
+    match sum(gpu) {
+        Ok(None) => result,
+        Ok(Some(sum)) => {
+            correct(sum);
+            result
+        }
+        Err(Refused) => Return::NO_PERMISSION,
+    }
+}
+
+/// `None` where the GPU has no cap.
+fn sum(gpu: GpuUuid) -> Result<Option<Sum>, Refused> {
+    let (mut known, mut capped, mut sum) = (false, true, Sum { total: 0, used: 0 });
+    shares::each(&mut |share| {
+        if share.gpu == gpu {
+            known = true;
+            match share.limit {
+                None => capped = false,
+                Some(limit) => {
+                    sum.total = sum.total.saturating_add(limit);
+                    sum.used = sum.used.saturating_add(accounts::used(share)?.min(limit));
+                }
+            }
+        }
+        Ok(())
+    })?;
+    if known {
+        Ok(capped.then_some(sum))
+    } else {
+        Err(shares::refuse_gpu(gpu))
+    }
+}

@@ -1,0 +1,116 @@
+//! Which GPU a handle is, and who uses this container's shares of it.
+
+use core::ffi::{CStr, c_char, c_uint};
+
+use tranche_shim_core::GpuUuid;
+use tranche_shim_core::layout::SLOTS;
+use tranche_shim_core::paths::MAX_SHARES;
+use tranche_shim_runtime::complain::Refused;
+use tranche_shim_runtime::{accounts, shares};
+
+use crate::abi::{Device, Return};
+use crate::buffer::{Buffer, Plain};
+use crate::driver::{index, typed};
+
+/// The GPU of a handle, by whatever call the program got it.
+pub fn identify(device: Device) -> Option<GpuUuid> {
+    let mut text = [0u8; 96];
+    let real = typed::<unsafe extern "C" fn(Device, *mut c_char, c_uint) -> Return>(
+        index::nvmlDeviceGetUUID,
+    );
+    // SAFETY: the driver refuses a handle that it does not know; `text` has that many bytes.
+    let result = unsafe { real(device, text.as_mut_ptr().cast(), 96) };
+    let text = CStr::from_bytes_until_nul(&text).ok()?;
+    (result == Return::SUCCESS).then_some(())?;
+    GpuUuid::parse(text.to_str().ok()?)
+}
+
+/// One process of the container's shares.
+#[derive(Clone, Copy)]
+pub struct Process {
+    /// In its own PID namespace: where the container has but one, as everybody in it sees it, and as
+    /// the driver says it there.
+    pub pid: u32,
+    /// Bytes that it holds.
+    pub charged: u64,
+}
+
+// SAFETY: two numbers.
+unsafe impl Plain for Process {}
+
+/// Who uses this container's shares of a GPU.
+pub struct Users {
+    processes: Buffer<Process>,
+    len: usize,
+    /// Percent of the GPU's time that the shares have together, 1 to 100.
+    cores: u32,
+}
+
+impl Users {
+    /// The users of a handle's GPU; `None` where its memory is not capped, and so nobody is counted.
+    pub fn of(device: Device) -> Result<Option<Self>, Return> {
+        let gpu = identify(device).ok_or(Return::NO_PERMISSION)?;
+        let (mut known, mut capped, mut cores) = (false, true, 0u32);
+        let mut users = Self {
+            processes: Buffer::new(SLOTS * MAX_SHARES)?,
+            len: 0,
+            cores: 0,
+        };
+        shares::each(&mut |share| {
+            if share.gpu == gpu {
+                known = true;
+                capped &= share.limit.is_some();
+                cores = cores.saturating_add(share.cores.map_or(100, u32::from));
+                if share.limit.is_some() {
+                    accounts::processes(share, &mut |pid, charged| users.add(pid, charged))?;
+                }
+            }
+            Ok(())
+        })
+        .map_err(|Refused| Return::NO_PERMISSION)?;
+        if !known {
+            let Refused = shares::refuse_gpu(gpu);
+            return Err(Return::NO_PERMISSION);
+        }
+        users.cores = cores.clamp(1, 100);
+        Ok(capped.then_some(users))
+    }
+
+    /// A process has a slot in each of several shares of one GPU.
+    fn add(&mut self, pid: u64, charged: u64) {
+        let Ok(pid) = u32::try_from(pid) else {
+            return;
+        };
+        let len = self.len;
+        let entries = self.processes.first(len + 1);
+        let (known, free) = entries.split_at_mut(len.min(entries.len()));
+        if let Some(process) = known.iter_mut().find(|process| process.pid == pid) {
+            process.charged = process.charged.saturating_add(charged);
+        } else if let Some(place) = free.first_mut() {
+            *place = Process { pid, charged };
+            self.len += 1;
+        }
+    }
+
+    /// The processes that hold memory of the GPU: with a context each holds some.
+    pub fn holders(&self) -> impl Iterator<Item = Process> {
+        self.processes
+            .seen(self.len)
+            .iter()
+            .filter(|process| process.charged > 0)
+            .copied()
+    }
+
+    /// Whether this is a process of the shares.
+    pub fn has(&self, pid: u32) -> bool {
+        self.processes
+            .seen(self.len)
+            .iter()
+            .any(|process| process.pid == pid)
+    }
+
+    /// Percent of the GPU as percent of the shares.
+    pub fn scaled(&self, percent: u32) -> u32 {
+        (percent.saturating_mul(100) / self.cores).min(100)
+    }
+}
