@@ -107,11 +107,12 @@ def headers():
             included = [n for n in archive.namelist() if "/include/cu" in n and n.endswith(".h")]
             text = read(n for n in included if re.search(r"/cuda(|[A-Z]\w*)\.h$", n) and "Typedefs" not in n)
             types = read(n for n in included if re.search(r"/cuda\w*Typedefs\.h$", n))
-        symbols |= set(re.findall(r"CUDAAPI\s+(cu[A-Z]\w+)\s*\(", text))
+        # WGL is Windows' own.
+        symbols |= set(re.findall(r"CUDAAPI\s+(cu(?!WGL)[A-Z]\w+)\s*\(", text))
         symbols |= set(re.findall(r"#define\s+cu\w+\s+(cu[A-Z]\w+_v\d+)", text))
         for kind, name in re.findall(r"__CUDA_API_(PTSZ|PTDS)\((cu\w+)\)", text):
             symbols |= {name, f"{name}_{kind.lower()}"}
-        for name, version in re.findall(r"\*PFN_(cu\w+?)_v(\d{4,5})(?:_ptsz|_ptds)?\)", types):
+        for name, version in re.findall(r"\*PFN_(cu(?!WGL)\w+?)_v(\d{4,5})(?:_ptsz|_ptds)?\)", types):
             typedefs[name].add(int(version))
     return symbols, typedefs
 

@@ -405,7 +405,6 @@ absent! {
     cuVDPAUCtxCreate
     cuVDPAUCtxCreate_v2
     cuVDPAUGetDevice
-    cuWGLGetDevice
     cuWaitExternalSemaphoresAsync
     cuWaitExternalSemaphoresAsync_ptsz
 }

@@ -224,8 +224,7 @@ mod symbols {
         cuTexRefSetMipmapFilterMode cuTexRefSetMipmapLevelBias cuTexRefSetMipmapLevelClamp
         cuTexRefSetMipmappedArray cuThreadExchangeStreamCaptureMode cuUserObjectCreate
         cuUserObjectRelease cuUserObjectRetain cuVDPAUCtxCreate cuVDPAUCtxCreate_v2
-        cuVDPAUGetDevice cuWGLGetDevice cuWaitExternalSemaphoresAsync
-        cuWaitExternalSemaphoresAsync_ptsz
+        cuVDPAUGetDevice cuWaitExternalSemaphoresAsync cuWaitExternalSemaphoresAsync_ptsz
     }
 }
 
@@ -765,6 +764,5 @@ table! {
     cuUserObjectRetain: 11030 cuUserObjectRetain,
     cuVDPAUCtxCreate: 3010 cuVDPAUCtxCreate 3020 cuVDPAUCtxCreate_v2,
     cuVDPAUGetDevice: 3010 cuVDPAUGetDevice,
-    cuWGLGetDevice: 2020 cuWGLGetDevice,
     cuWaitExternalSemaphoresAsync: 10000 cuWaitExternalSemaphoresAsync; 10000 cuWaitExternalSemaphoresAsync_ptsz,
 }
