@@ -253,14 +253,19 @@ fn place(address: *mut c_void) -> (String, String) {
 }
 
 /// Asks the shim and the driver behind it for every symbol, version and flag, in both forms of
-/// cuGetProcAddress. Answers how often they said the same, how often ours was the twin of theirs, and
+/// cuGetProcAddress. The file has the versions on its first line, then symbols and their classes. Answers how often they said the same, how often ours was the twin of theirs, and
 /// how often neither; and the first of those.
 fn compare(shim: &Cuda, list: &str) -> String {
     type Ask =
         unsafe extern "C" fn(*const libc::c_char, *mut *mut c_void, i32, u64, *mut i32) -> u32;
     let real = Cuda::load("/usr/lib/tranche/driver/libcuda.so.1");
     let text = std::fs::read_to_string(list).unwrap();
-    let class: std::collections::BTreeMap<&str, &str> = text
+    let (versions, rows) = text.split_once('\n').unwrap();
+    let versions: Vec<i32> = versions
+        .split(' ')
+        .map(|word| word.parse().unwrap())
+        .collect();
+    let class: std::collections::BTreeMap<&str, &str> = rows
         .lines()
         .map(|line| line.split_once(' ').unwrap())
         .collect();
@@ -271,11 +276,6 @@ fn compare(shim: &Cuda, list: &str) -> String {
         names.insert(name.rsplit_once("_v").map_or(name, |(base, _)| base));
     }
     names.extend(["", "cuNoSuchFunction"]);
-    let versions = [
-        0, 2000, 3000, 3010, 3020, 4000, 5000, 6050, 7000, 8000, 9000, 9020, 10000, 10010, 10020,
-        11000, 11010, 11020, 11030, 11040, 11060, 11080, 12000, 12010, 12020, 12030, 12040, 12050,
-        12080, 12090, 13000,
-    ];
     let (mut same, mut ours, mut different, mut first) = (0, 0, 0, String::from("-"));
     for form in ["cuGetProcAddress", "cuGetProcAddress_v2"] {
         // The four-argument form ignores the fifth: in this ABI it is in a register.
@@ -288,7 +288,7 @@ fn compare(shim: &Cuda, list: &str) -> String {
         };
         for name in &names {
             let name_c = CString::new(*name).unwrap();
-            for version in versions {
+            for &version in &versions {
                 for flags in [0, 1, 2] {
                     let (mut a, mut b, mut status_a, mut status_b) =
                         (std::ptr::null_mut(), std::ptr::null_mut(), -1, -1);

@@ -8,5 +8,6 @@ mod compute;
 mod loading;
 mod nvml;
 mod real;
+mod runtimes;
 mod simulated;
 mod time;
