@@ -62,7 +62,7 @@ impl Library {
         // SAFETY: `path` is a C string. Two threads that come here together get the same handle.
         let handle = unsafe { libc::dlopen(self.path.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
         if handle.is_null() {
-            self.refuse(": the driver's library cannot be opened");
+            self.refuse_unopened();
             return handle;
         }
         let (name, ours) = self.witness;
@@ -76,10 +76,43 @@ impl Library {
         handle
     }
 
+    fn refuse_unopened(&self) {
+        // SAFETY: a C string, looked up in all that is loaded.
+        let glibc = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"gnu_get_libc_version".as_ptr()) };
+        if glibc.is_null() {
+            let path = self.path.to_str().unwrap_or("");
+            let _ = refuse(&[&[
+                Part::Text(path),
+                Part::Text(
+                    ": NVIDIA's driver needs the GNU C library, and this program has another (musl?); the GPU is \
+                     not used: use an image with glibc, or install gcompat",
+                ),
+            ]]);
+            return;
+        }
+        // SAFETY: the loader's text of its last failure in this thread, or null.
+        let why = unsafe { libc::dlerror() };
+        if why.is_null() {
+            return self.refuse(": the driver's library cannot be opened");
+        }
+        // SAFETY: not null, so a C string, which stays until the loader's next call in this thread.
+        let why = unsafe { CStr::from_ptr(why) }.to_str().unwrap_or("");
+        self.refuse_because(": the driver's library cannot be opened: ", why);
+    }
+
     fn refuse(&self, why: &str) {
+        self.refuse_because(why, "");
+    }
+
+    fn refuse_because(&self, why: &str, more: &str) {
         let remedy = "; the GPU is not used: see whether the node's NVIDIA driver is installed, then recreate the pod";
         let path = self.path.to_str().unwrap_or("");
-        let _ = refuse(&[&[Part::Text(path), Part::Text(why), Part::Text(remedy)]]);
+        let _ = refuse(&[&[
+            Part::Text(path),
+            Part::Text(why),
+            Part::Text(more),
+            Part::Text(remedy),
+        ]]);
     }
 
     /// The real function with the name that our symbol at `ours` has; null where this driver has

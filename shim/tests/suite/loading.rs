@@ -2,10 +2,12 @@
 //! is the page's.
 
 use std::fs;
+use std::os::unix::fs::symlink;
+use std::process::Command;
 
-use tranche_shim_tests::{Driver, Probe, World, probe_path, text};
+use tranche_shim_tests::{Driver, Probe, World, cache, compile, probe_path, text};
 
-use crate::cap::{CAP, one_gpu};
+use crate::cap::{CAP, GPU_0, GPU_1, one_gpu};
 
 fn capped(probe: &mut Probe) {
     probe.ask("count");
@@ -31,7 +33,7 @@ fn by_every_way_of_the_loader() {
         let mut probe = world.probe(how);
         if how == "namespace" {
             // The odd driver is steered in the main namespace: here it shows both its GPUs.
-            world.share("gpu-1", crate::cap::GPU_1, Some(CAP));
+            world.share("gpu-1", GPU_1, Some(CAP));
             probe.must("init");
             probe.must("context 0");
             probe.must(&format!("alloc {CAP}"));
@@ -72,7 +74,7 @@ fn linked_at_build_time_and_through_ctypes() {
         .output()
         .unwrap();
     assert!(done.status.success(), "{}", text(&done.stderr));
-    world.share("gpu-1", crate::cap::GPU_1, Some(CAP));
+    world.share("gpu-1", GPU_1, Some(CAP));
     let ran = world.run(&program, &[]);
     assert_eq!(
         text(&ran.stdout).trim(),
@@ -137,5 +139,107 @@ fn programs_without_cuda_run_as_ever() {
         let ran = world.run(program, arguments);
         assert!(ran.status.success(), "{program}: {}", text(&ran.stderr));
         assert_eq!(text(&ran.stderr), "");
+    }
+}
+
+/// The odd driver has two GPUs.
+fn two_gpus() -> World {
+    let world = World::new(Driver::Odd);
+    world.share("gpu-0", GPU_0, Some(CAP));
+    world.share("gpu-1", GPU_1, Some(CAP));
+    world
+}
+
+#[test]
+fn by_every_way_to_look_up() {
+    let world = two_gpus();
+    symlink("libcuda.so.1", "/usr/lib/x86_64-linux-gnu/libcuda.so").unwrap();
+    let program = world.folder().join("ways");
+    compile("ways.c", &program, &["-ldl"]);
+    for way in [
+        "name",
+        "next",
+        "default",
+        "address",
+        "deepbind",
+        "namespace",
+        "unversioned",
+    ] {
+        let ran = world.run(&program, &[way]);
+        assert_eq!(
+            text(&ran.stdout).trim(),
+            CAP.to_string(),
+            "{way}: {}",
+            text(&ran.stderr)
+        );
+    }
+}
+
+/// NVIDIA's functions have no version, and so neither have ours: who asks for one finds nothing in either.
+#[test]
+fn no_version_of_a_function_is_found_as_in_the_drivers_own_library() {
+    let program = |world: &World| {
+        let program = world.folder().join("ways");
+        compile("ways.c", &program, &["-ldl"]);
+        world.run(program, &["version"])
+    };
+    let world = World::new(Driver::Real("bookworm"));
+    world.share("gpu-0", GPU_0, Some(CAP));
+    assert_eq!(text(&program(&world).stdout), "not found\n");
+    world.without_preload();
+    fs::copy(
+        "/usr/lib/tranche/driver/libcuda.so.1",
+        "/usr/lib/x86_64-linux-gnu/libcuda.so.1",
+    )
+    .unwrap();
+    assert_eq!(text(&program(&world).stdout), "not found\n");
+}
+
+/// A static program has no preload list and a loader of its own, which finds the file.
+#[test]
+fn from_a_static_program() {
+    let world = two_gpus();
+    let program = world.folder().join("static");
+    compile("ways.c", &program, &["-static-pie", "-ldl"]);
+    let ran = world.run(&program, &["static"]);
+    assert_eq!(
+        text(&ran.stdout).trim(),
+        CAP.to_string(),
+        "{}",
+        text(&ran.stderr)
+    );
+}
+
+/// musl's loader opens the shim, which needs nothing that musl lacks, but not the driver.
+#[test]
+fn from_a_program_of_another_c_library() {
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/fetch-musl");
+    let fetched = Command::new(script).arg(cache()).output().unwrap();
+    assert!(fetched.status.success(), "{}", text(&fetched.stderr));
+    let musl = text(&fetched.stdout).trim().to_owned();
+    let world = World::new(Driver::Real("bookworm"));
+    world.share("gpu-0", GPU_0, Some(CAP));
+    let program = world.folder().join("musl");
+    let file = |name: &str| format!("{musl}/{name}");
+    let loader = format!("-Wl,-dynamic-linker,{}", file("ld-musl-x86_64.so.1"));
+    compile(
+        "musl.c",
+        &program,
+        &[
+            "-nostdlib",
+            "-no-pie",
+            &file("crt1.o"),
+            &file("crti.o"),
+            &file("libc.so"),
+            &file("crtn.o"),
+            &loader,
+        ],
+    );
+    let ran = world.run(&program, &[]);
+    assert_eq!(text(&ran.stdout), "303\n", "{}", text(&ran.stderr));
+    let said = text(&ran.stderr);
+    assert_eq!(said.lines().count(), 1, "{said}");
+    for words in ["tranche: ", "GNU C library", "glibc, or install gcompat"] {
+        assert!(said.contains(words), "{words}: {said}");
     }
 }
