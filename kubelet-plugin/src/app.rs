@@ -27,6 +27,7 @@ use crate::aftermath::ClusterAftermath;
 use crate::args::{Args, LogFormat};
 use crate::claims::Claims;
 use crate::clock::HostClock;
+use crate::compute::ShareSampler;
 use crate::dra::DraService;
 use crate::driver_state::{DriverState, Observer, SpecFile};
 use crate::events::Events;
@@ -113,10 +114,11 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         .await
         .with_context(|| format!("cannot listen on --http-endpoint {http_endpoint}"))?;
 
+    let installed = InstalledDriver {
+        root: driver_root.clone(),
+    };
     let observer = Observer {
-        driver: Box::new(InstalledDriver {
-            root: driver_root.clone(),
-        }),
+        driver: Box::new(installed.clone()),
         root: driver_root,
         sysfs: PathBuf::from(SYSFS),
         spec_file,
@@ -137,6 +139,8 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     // Helpers run until the servers have drained, so that a last prepare finds them.
     let helpers_stop = CancellationToken::new();
     let mut helpers = JoinSet::new();
+    let sampler = ShareSampler::new(&preparer, layout.clone(), Box::new(installed));
+    helpers.spawn(sampler.run(helpers_stop.clone()));
     let sweeper = ShareSweeper::new(&preparer, layout, Arc::clone(&metrics));
     helpers.spawn(sweeper.run(helpers_stop.clone()));
     helpers.spawn(observer.run(driver_tx, helpers_stop.clone()));

@@ -8,7 +8,7 @@
 //! repeated at will, so how far it got need not be known. Nothing here knows why a step is in a plan.
 
 use std::collections::BTreeSet;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use tracing::{info, warn};
@@ -17,7 +17,7 @@ use tranche_api::share_config::ComputeMode;
 use tranche_driver::cdi::{CdiError, claim_of_file_name, claim_spec};
 use tranche_driver::journal::Record;
 use tranche_driver::preparation::{Cap, PreparationPlan, Step, Undo};
-use tranche_shim_core::cap::{CapPage, ComputePolicy};
+use tranche_shim_core::cap::{self, CapPage, ComputePolicy};
 use tranche_shim_core::error::PageError;
 use tranche_shim_core::layout::AccountPage;
 
@@ -196,7 +196,9 @@ impl Executor {
                 let page = cap_page(uid, key, gpu_uuid, *cap)?;
                 let share = self.layout.share(uid, key);
                 self.fs.create_dir(&share.device)?;
-                fs::ensure(&*self.fs, &share.cap, &page, 0o444)?;
+                if !self.has_cap(&share.cap, &page)? {
+                    fs::replace(&*self.fs, &share.cap, &page, 0o444, Durability::Rebuilt)?;
+                }
             }
             Step::CreateAccountPage { key } => {
                 let share = self.layout.share(uid, key);
@@ -219,6 +221,17 @@ impl Executor {
         Ok(())
     }
 
+    /// Whether a cap page is there that limits as `page` does. What lies behind the limits is the
+    /// sampler's, and containers have the file mounted: it must stay the same one.
+    fn has_cap(&self, path: &Path, page: &[u8; cap::LEN]) -> Result<bool, FsError> {
+        let limits = |page: &[u8]| page.get(..cap::LIMITS_LEN).map(<[u8]>::to_vec);
+        Ok(self.fs.mode(path)? == Some(0o444)
+            && self
+                .fs
+                .read(path)?
+                .is_some_and(|there| there.len() == cap::LEN && limits(&there) == limits(page)))
+    }
+
     fn take_back(&self, uid: &str, undo: &Undo) -> Result<(), StepError> {
         let page = |key, page: fn(&crate::layout::SharePaths) -> &PathBuf| {
             let share = self.layout.share(uid, key);
@@ -237,12 +250,7 @@ impl Executor {
     }
 }
 
-fn cap_page(
-    uid: &str,
-    key: &str,
-    gpu_uuid: &str,
-    cap: Cap,
-) -> Result<[u8; tranche_shim_core::cap::LEN], StepError> {
+fn cap_page(uid: &str, key: &str, gpu_uuid: &str, cap: Cap) -> Result<[u8; cap::LEN], StepError> {
     let (memory, cores, policy) = match cap {
         Cap::None {} => (None, None, ComputePolicy::Strict),
         Cap::Share {

@@ -22,6 +22,7 @@ pub mod app;
 pub mod args;
 pub mod claims;
 pub mod clock;
+pub mod compute;
 pub mod dra;
 pub mod driver_state;
 pub mod events;

@@ -6,17 +6,20 @@
 //!      └─► libnvidia-ml ──► nvml ──► inventory ──► what GPUs there are
 //!
 //!  account pages ──► page ──► snapshots for metrics
-//!       ▲              └────► sweep: slots of the dead are given back
+//!       ▲              ├────► sweep: slots of the dead are given back
+//!       │              └────► sampler ─► compute: what each share is granted of its GPU's time ─► cap pages
 //! ```
 //!
 //! The node plugin and `tranche run` both stand on it. Nothing here knows of Kubernetes, and nothing
 //! believes what is in an account page: the tenant can write it.
 #![forbid(unsafe_code)]
 
+pub mod compute;
 pub mod discover;
 pub mod inventory;
 pub mod nvml;
 pub mod page;
 pub mod root;
+pub mod sampler;
 pub mod sweep;
 pub mod untested;

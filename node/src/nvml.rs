@@ -99,6 +99,9 @@ pub trait Nvml: Send + Sync + std::fmt::Debug {
     /// Describes driver and GPUs as they are now. A GPU that cannot be described is listed as
     /// broken; the others are not held up by it.
     fn describe(&self) -> Result<Description, NvmlError>;
+
+    /// nvmlDeviceGetUtilizationRates `gpu`: percent of the last sampling period in which a kernel ran.
+    fn utilization(&self, gpu_uuid: &str) -> Result<u32, NvmlError>;
 }
 
 /// A place where NVML may be found.

@@ -68,6 +68,12 @@ impl AccountFile {
         Ok(AccountCopy(bytes))
     }
 
+    /// How far the share has used its grant of GPU time, and what its launches were reckoned to take,
+    /// both in nanoseconds. Its author is the tenant.
+    pub fn compute(&self) -> Result<(u64, u64), ReadError> {
+        Ok(layout::compute_words(&self.header()?))
+    }
+
     /// The slots that are marked as taken and that no process holds: their owners are dead. Or the
     /// tenant says so; then nobody is harmed by their being given back.
     pub fn dead_slots(&self) -> Result<usize, ReadError> {
@@ -214,7 +220,7 @@ mod tests {
 
     #[test]
     fn what_is_no_page_is_refused() {
-        let (folder, path) = page(&[0; layout::LEN]);
+        let (folder, path) = page(&vec![0; layout::LEN]);
         AccountFile::open(&path).unwrap_err();
         let link = folder.path().join("link");
         std::os::unix::fs::symlink(&path, &link).unwrap();

@@ -33,6 +33,10 @@ impl Nvml for ScriptedNvml {
         let next = self.0.lock().unwrap().pop_front();
         next.unwrap_or_else(|| Ok(two_h100()))
     }
+
+    fn utilization(&self, _: &str) -> Result<u32, NvmlError> {
+        Err(absent())
+    }
 }
 
 fn absent() -> NvmlError {

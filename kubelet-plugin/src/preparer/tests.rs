@@ -122,6 +122,31 @@ async fn a_replay_rebuilds_what_was_removed_and_keeps_the_account() {
 }
 
 #[tokio::test]
+async fn a_replay_leaves_the_page_that_containers_have_mounted() {
+    use std::os::unix::fs::{FileExt as _, MetadataExt as _};
+    let world = World::new();
+    world.api.put(claim("a", &[capped("gpu", 0, "20Gi", 25)]));
+    let plugin = world.start();
+    let record = plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
+    let share = world.layout.share("uid-of-a", &record.plan.devices[0].key);
+    let inode = || std::fs::metadata(&share.cap).unwrap().ino();
+    let before = inode();
+    // What the sampler writes.
+    let cap = std::fs::File::options()
+        .write(true)
+        .open(&share.cap)
+        .unwrap();
+    cap.write_all_at(&[1; 8], 1024).unwrap();
+    plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
+    assert_eq!(inode(), before);
+    assert_eq!(std::fs::read(&share.cap).unwrap()[1024..1032], [1; 8]);
+    // Another limit is another page.
+    cap.write_all_at(&[26], 24).unwrap();
+    plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
+    assert_ne!(inode(), before);
+}
+
+#[tokio::test]
 async fn a_broken_account_is_refused_not_renewed() {
     let world = World::new();
     let plugin = world.start();

@@ -94,9 +94,23 @@ impl Nvml for Library {
             broken,
         })
     }
+
+    fn utilization(&self, gpu_uuid: &str) -> Result<u32, NvmlError> {
+        self.device_utilization(gpu_uuid)
+    }
 }
 
 impl Library {
+    fn device_utilization(&self, gpu_uuid: &str) -> Result<u32, NvmlError> {
+        let device = call(
+            "nvmlDeviceGetHandleByUUID",
+            gpu_uuid,
+            self.nvml.device_by_uuid(gpu_uuid),
+        )?;
+        let rates = device.utilization_rates();
+        Ok(call("nvmlDeviceGetUtilizationRates", gpu_uuid, rates)?.gpu)
+    }
+
     fn describe_gpu(&self, index: u32) -> Result<GpuDescription, NvmlError> {
         let object = format!("index {index}");
         let device = call(

@@ -11,7 +11,7 @@
 //! | 128 | 64 | UID of the claim |
 //! | 192 | 256 | device key: the share's folder name |
 //! | 1016 | 8 | checksum (FNV-1a, 64 bit) of bytes 0 to 1016 |
-//! | 1024 | 3072 | zero; kept for the compute share's refill, which the checksum must not cover |
+//! | 1024 | 3072 | the compute share's refill, [`crate::compute::refill`], which the checksum does not cover; zero at first |
 //!
 //! Integers are little endian, texts UTF-8 padded with zeros, all else zero. A change of meaning
 //! takes a new version; a reader knows exactly one.
@@ -20,6 +20,10 @@ use crate::{GpuUuid, PageError};
 
 /// Bytes of a cap page.
 pub const LEN: usize = 4096;
+
+/// Bytes of a cap page that say what the limits are, their checksum included. What follows is the
+/// compute share's refill, which the node writes again and again: see [`crate::compute::refill`].
+pub const LIMITS_LEN: usize = 1024;
 
 /// The layout's version.
 pub const ABI: u32 = 1;

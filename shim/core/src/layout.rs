@@ -88,6 +88,15 @@ pub fn taken_slots(header: &[u8]) -> impl Iterator<Item = usize> + use<'_> {
         .filter(move |slot| get_u64(header, AT_TAKEN + slot / 64 * 8) >> (slot % 64) & 1 == 1)
 }
 
+/// `position` and `spent` from a page's first [`HEADER_LEN`] bytes. Of fewer bytes, zeros.
+#[must_use]
+pub fn compute_words(header: &[u8]) -> (u64, u64) {
+    if header.len() < HEADER_LEN {
+        return (0, 0);
+    }
+    (get_u64(header, AT_POSITION), get_u64(header, AT_SPENT))
+}
+
 /// The byte of the account file that is locked by whoever corrects `used`.
 pub const REPAIR_LOCK: u64 = (LEN + SLOTS) as u64;
 

@@ -1,0 +1,324 @@
+//! The sampler: once a period it reads what the shares' accounts say and how busy the GPUs are, and
+//! writes what each share is granted into its cap page.
+//!
+//! ```text
+//!  account (pread) ─► Reading ─┐
+//!  nvmlDeviceGetUtilizationRates ─┴─► compute::Controller, one per GPU ─► cap (pwrite)
+//! ```
+//!
+//! One per node. It maps nothing: see [`crate::page`]. A cap page is written in two steps, the copy
+//! that is not in use and then which is: see [`tranche_shim_core::compute::refill`].
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
+
+use tranche_shim_core::compute::{Refill, refill};
+use tranche_shim_core::{CapPage, ComputePolicy, PageError, cap, paths};
+
+use crate::compute::{Controller, Decision, Reading};
+use crate::nvml::Nvml;
+use crate::page::{AccountFile, ReadError};
+
+/// Why a share's time is not sampled. It goes on with its cores.
+#[derive(Debug, thiserror::Error)]
+pub enum SampleError {
+    /// The account.
+    #[error(transparent)]
+    Account(#[from] ReadError),
+    /// The cap page's file.
+    #[error("cap page {path}: {source}")]
+    File {
+        /// The page.
+        path: PathBuf,
+        /// Why not.
+        source: io::Error,
+    },
+    /// The cap page's content.
+    #[error("cap page {path}: {source}")]
+    Page {
+        /// The page.
+        path: PathBuf,
+        /// Why.
+        source: PageError,
+    },
+}
+
+/// How busy GPUs are.
+pub trait Utilization {
+    /// How much of the last time the GPU worked, in parts of 1; `None` where nobody knows.
+    fn busy(&mut self, gpu_uuid: &str) -> Option<f64>;
+}
+
+impl Utilization for &dyn Nvml {
+    fn busy(&mut self, gpu_uuid: &str) -> Option<f64> {
+        let percent = self.utilization(gpu_uuid).ok()?;
+        Some(f64::from(percent.min(100)) / 100.0)
+    }
+}
+
+/// The clock of [`Sampler::step`]: nanoseconds of `CLOCK_MONOTONIC`, which containers share.
+#[must_use]
+pub fn now() -> u64 {
+    tranche_shim_runtime::sys::now()
+}
+
+/// What became of a share in a step.
+#[derive(Debug)]
+pub struct Sampled {
+    /// Its folder.
+    pub share: PathBuf,
+    /// What was decided, or why nothing was.
+    pub outcome: Result<Decision, SampleError>,
+}
+
+/// The shares of a node.
+#[derive(Debug, Default)]
+pub struct Sampler {
+    shares: BTreeMap<PathBuf, Share>,
+    gpus: BTreeMap<String, Controller<PathBuf>>,
+}
+
+/// A share whose time is limited.
+#[derive(Debug)]
+struct Share {
+    gpu: String,
+    cores: u8,
+    policy: ComputePolicy,
+    cap: File,
+    account: AccountFile,
+    turn: u64,
+    written: Refill,
+}
+
+impl Sampler {
+    /// Samples once, at `now` (`CLOCK_MONOTONIC` in nanoseconds). `shares` are the folders of all
+    /// shares that are held, each with a cap page and, if that limits anything, an account. Returns
+    /// what became of those whose GPU time is limited.
+    pub fn step(
+        &mut self,
+        now: u64,
+        shares: &[PathBuf],
+        utilization: &mut dyn Utilization,
+    ) -> Vec<Sampled> {
+        let mut sampled = Vec::new();
+        self.shares.retain(|folder, _| shares.contains(folder));
+        for folder in shares {
+            if self.shares.contains_key(folder) {
+                continue;
+            }
+            match Share::open(folder) {
+                Ok(Some(share)) => {
+                    self.shares.insert(folder.clone(), share);
+                }
+                Ok(None) => {}
+                Err(error) => sampled.push(failed(folder, error)),
+            }
+        }
+        let mut by_gpu: BTreeMap<&str, Vec<(PathBuf, Reading)>> = BTreeMap::new();
+        for (folder, share) in &self.shares {
+            match share.read() {
+                Ok(reading) => by_gpu
+                    .entry(&share.gpu)
+                    .or_default()
+                    .push((folder.clone(), reading)),
+                Err(error) => sampled.push(failed(folder, error)),
+            }
+        }
+        self.gpus.retain(|gpu, _| by_gpu.contains_key(gpu.as_str()));
+        let mut decisions = Vec::new();
+        for (gpu, readings) in &by_gpu {
+            let controller = self.gpus.entry((*gpu).to_owned()).or_default();
+            let written = |folder: &PathBuf| {
+                self.shares
+                    .get(folder)
+                    .map_or_else(Refill::default, |share| share.written)
+            };
+            decisions.extend(controller.step(now, utilization.busy(gpu), readings, written));
+        }
+        for (folder, decision) in decisions {
+            let Some(share) = self.shares.get_mut(&folder) else {
+                continue;
+            };
+            let outcome = share.write(&decision).map(|()| decision);
+            let outcome = outcome.map_err(|source| SampleError::File {
+                path: folder.join(paths::CAP),
+                source,
+            });
+            sampled.push(Sampled {
+                share: folder,
+                outcome,
+            });
+        }
+        sampled
+    }
+}
+
+fn failed(folder: &Path, error: SampleError) -> Sampled {
+    Sampled {
+        share: folder.to_owned(),
+        outcome: Err(error),
+    }
+}
+
+impl Share {
+    /// `None` for a share whose time is not limited.
+    fn open(folder: &Path) -> Result<Option<Self>, SampleError> {
+        let path = folder.join(paths::CAP);
+        let file = |source| SampleError::File {
+            path: path.clone(),
+            source,
+        };
+        let open = File::options().read(true).write(true).open(&path);
+        let cap_file = open.map_err(file)?;
+        let mut bytes = [0; cap::LEN];
+        cap_file.read_exact_at(&mut bytes, 0).map_err(file)?;
+        let page = CapPage::decode(&bytes).map_err(|source| SampleError::Page {
+            path: path.clone(),
+            source,
+        })?;
+        let Some(cores @ 1..=99) = page.cores else {
+            return Ok(None);
+        };
+        let (turn, written) = Refill::decode(&bytes);
+        Ok(Some(Self {
+            gpu: page.gpu_uuid.to_owned(),
+            cores,
+            policy: page.compute_policy,
+            account: AccountFile::open(&folder.join(paths::ACCOUNT))?,
+            cap: cap_file,
+            turn,
+            written,
+        }))
+    }
+
+    fn read(&self) -> Result<Reading, SampleError> {
+        let (position, spent) = self.account.compute()?;
+        Ok(Reading {
+            cores: self.cores,
+            policy: self.policy,
+            position,
+            spent,
+        })
+    }
+
+    fn write(&mut self, decision: &Decision) -> io::Result<()> {
+        if !decision.is_news {
+            return Ok(());
+        }
+        let turn = self.turn + 1;
+        let at = |offset: usize| (refill::OFFSET + offset) as u64;
+        let copy = at(refill::offset_of_turn(turn));
+        self.cap.write_all_at(&decision.refill.encode(), copy)?;
+        self.cap.write_all_at(&turn.to_le_bytes(), at(0))?;
+        self.turn = turn;
+        self.written = decision.refill;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use tranche_shim_core::AccountPage;
+    use tranche_shim_core::compute::WHOLE;
+
+    use super::*;
+
+    const GPU: &str = "GPU-00112233-4455-6677-8899-aabbccddeeff";
+    const SECOND: u64 = 1_000_000_000;
+
+    struct Busy(f64);
+
+    impl Utilization for Busy {
+        fn busy(&mut self, _: &str) -> Option<f64> {
+            Some(self.0)
+        }
+    }
+
+    fn share(root: &Path, name: &str, cores: Option<u8>) -> PathBuf {
+        let folder = root.join(name);
+        fs::create_dir(&folder).unwrap();
+        let page = CapPage {
+            gpu_uuid: GPU,
+            memory_limit: Some(1),
+            cores,
+            compute_policy: ComputePolicy::WorkConserving,
+            claim_uid: "uid",
+            device_key: name,
+        };
+        fs::write(folder.join("cap"), page.encode().unwrap()).unwrap();
+        fs::write(folder.join("account"), AccountPage::initial()).unwrap();
+        folder
+    }
+
+    fn refill(folder: &Path) -> (u64, Refill) {
+        let page: [u8; cap::LEN] = fs::read(folder.join("cap")).unwrap().try_into().unwrap();
+        CapPage::decode(&page).unwrap();
+        Refill::decode(&page)
+    }
+
+    fn spend(folder: &Path, nanos: u64) {
+        let account = File::options()
+            .write(true)
+            .open(folder.join("account"))
+            .unwrap();
+        // Position and spent.
+        account.write_all_at(&nanos.to_le_bytes(), 384).unwrap();
+        account.write_all_at(&nanos.to_le_bytes(), 392).unwrap();
+    }
+
+    #[test]
+    fn a_share_alone_gets_it_all_and_two_their_parts() {
+        let root = tempfile::tempdir().unwrap();
+        let shares = [
+            share(root.path(), "a", Some(25)),
+            share(root.path(), "b", Some(50)),
+            share(root.path(), "c", None),
+        ];
+        let (mut sampler, mut busy) = (Sampler::default(), Busy(1.0));
+        // Nobody works: nothing is written.
+        let outcomes = sampler.step(SECOND, &shares, &mut busy);
+        assert_eq!(outcomes.len(), 2);
+        assert_eq!(refill(&shares[0]), (0, Refill::default()));
+        spend(&shares[0], SECOND);
+        sampler.step(2 * SECOND, &shares, &mut busy);
+        let (turn, alone) = refill(&shares[0]);
+        assert_eq!((turn, alone.rate), (1, 4 * WHOLE));
+        spend(&shares[0], 2 * SECOND);
+        spend(&shares[1], 2 * SECOND);
+        sampler.step(3 * SECOND, &shares, &mut busy);
+        let rates = [0, 1].map(|nth: usize| refill(&shares[nth]).1.rate);
+        assert_eq!(rates, [333_333, 666_667]);
+        // A sampler that comes later goes on where this one was.
+        let (turn, before) = refill(&shares[0]);
+        let mut later = Sampler::default();
+        later.step(4 * SECOND, &shares, &mut busy);
+        spend(&shares[0], 4 * SECOND);
+        later.step(5 * SECOND, &shares, &mut busy);
+        let (after, now) = refill(&shares[0]);
+        assert!(after > turn);
+        assert!(now.base >= before.base);
+    }
+
+    #[test]
+    fn a_page_that_its_tenant_broke_is_said_and_the_others_go_on() {
+        let root = tempfile::tempdir().unwrap();
+        let shares = [
+            share(root.path(), "a", Some(25)),
+            share(root.path(), "b", Some(50)),
+        ];
+        let mut sampler = Sampler::default();
+        sampler.step(SECOND, &shares, &mut Busy(1.0));
+        fs::write(shares[0].join("account"), "x").unwrap();
+        spend(&shares[1], SECOND);
+        let outcomes = sampler.step(2 * SECOND, &shares, &mut Busy(1.0));
+        let bad: Vec<_> = outcomes.iter().filter(|s| s.outcome.is_err()).collect();
+        assert_eq!(bad.len(), 1);
+        assert_eq!(bad[0].share, shares[0]);
+        assert_eq!(refill(&shares[1]).1.rate, 4 * WHOLE);
+    }
+}
