@@ -12,6 +12,7 @@
 mod mount;
 mod node;
 mod probe_client;
+mod steps;
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
@@ -23,6 +24,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 pub use node::{Gpu, Node};
 pub use probe_client::{Answer, Probe};
+pub use steps::Traced;
 use tranche_shim_core::compute::{Refill, refill};
 use tranche_shim_core::{AccountPage, AccountSnapshot, CapPage, ComputePolicy, layout};
 

@@ -219,6 +219,19 @@ fn act(cuda: &Cuda, words: &[&str]) -> String {
             panic!("exec: {error}")
         }
         "fork" => fork(cuda),
+        "spawn" => {
+            // By posix_spawn, which is vfork and exec.
+            let arguments = ["name", "init"];
+            let mut child = std::process::Command::new("/proc/self/exe");
+            let done = child
+                .args(arguments)
+                .stdin(std::process::Stdio::null())
+                .stderr(std::process::Stdio::null())
+                .status()
+                .unwrap();
+            format!("{}", done.code().unwrap())
+        }
+        "between-breakpoints" => between_breakpoints(cuda, words[1]),
         "threads" => threads(cuda, number(1), number(2), number(3)),
         "descriptors" => format!("0 {}", std::fs::read_dir("/proc/self/fd").unwrap().count()),
         "close-all" => {
@@ -230,6 +243,37 @@ fn act(cuda: &Cuda, words: &[&str]) -> String {
         }
         other => panic!("{other}: no such command"),
     }
+}
+
+/// Makes a call, or a pair, between two breakpoints, for a debugger. It was made before: nothing is looked up.
+fn between_breakpoints(cuda: &Cuda, what: &str) -> String {
+    type Alloc = unsafe extern "C" fn(*mut u64, u64) -> u32;
+    type Free = unsafe extern "C" fn(u64) -> u32;
+    // SAFETY: cuda.h's types of these functions.
+    let (alloc, free) = unsafe {
+        (
+            std::mem::transmute::<*mut c_void, Alloc>(cuda.find("cuMemAlloc_v2")),
+            std::mem::transmute::<*mut c_void, Free>(cuda.find("cuMemFree_v2")),
+        )
+    };
+    let once = |pointer: &mut u64| {
+        // SAFETY: all arguments are valid.
+        unsafe {
+            match what {
+                "alloc-free" => alloc(pointer, 4 << 20) + free(*pointer),
+                "refused" => alloc(pointer, 1 << 50),
+                _ => panic!("{what}: no call to stop at"),
+            }
+        }
+    };
+    let mut pointer = 0;
+    once(&mut pointer);
+    // SAFETY: stops for the debugger, and does nothing else.
+    unsafe { std::arch::asm!("int3") };
+    let code = once(&mut pointer);
+    // SAFETY: as above.
+    unsafe { std::arch::asm!("int3") };
+    format!("{code}")
 }
 
 /// The file and symbol that an address lies in.

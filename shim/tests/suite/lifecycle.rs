@@ -1,0 +1,158 @@
+//! Processes come and go, are killed at any instruction, and fill the account: what each was charged goes with it.
+
+use tranche_shim_core::layout::SLOTS;
+use tranche_shim_tests::{Driver, Probe, Traced, World, probe_path};
+
+use crate::cap::{CAP, GPU_0, one_gpu, ready};
+
+const NOT_PERMITTED: i64 = 800;
+
+/// Kills one process after another, each one instruction further into `what`, until one gets through it. The
+/// next finds an account without a trace of it.
+fn killed_at_every_instruction_of(what: &str) -> usize {
+    let (world, share) = one_gpu();
+    for steps in 0.. {
+        let mut probe = ready(&world, 1);
+        // Whoever joins looks for the dead: all that the last one left is back.
+        assert_eq!(share.used(), 0, "{what}: killed after {steps} instructions");
+        assert_eq!(share.look(|account| account.processes().count()), 1);
+        probe.ask("steer fast 1");
+        let traced = Traced::seize(probe.pid());
+        probe.send(&format!("between-breakpoints {what}"));
+        traced.to_breakpoint();
+        let through = (0..steps).any(|_| traced.step());
+        probe.kill();
+        assert!(share.used() <= CAP);
+        if through {
+            return steps;
+        }
+    }
+    unreachable!()
+}
+
+#[test]
+fn killed_at_any_instruction_of_allocate_and_free() {
+    let steps = killed_at_every_instruction_of("alloc-free");
+    println!("allocate and free: {steps} instructions");
+    assert!(steps > 100, "{steps} instructions are none of ours");
+}
+
+#[test]
+fn killed_at_any_instruction_of_a_refusal() {
+    let steps = killed_at_every_instruction_of("refused");
+    assert!(steps > 20, "{steps} instructions are none of ours");
+}
+
+/// The account has 1,024 slots: all of them are taken, one more process is refused, and one that ends makes room.
+#[test]
+fn a_thousand_processes_come_and_go() {
+    more_descriptors();
+    let (world, share) = one_gpu();
+    let start = |world: &World| {
+        let mut probe = world.probe("name");
+        for command in [
+            "count",
+            "steer devices 1",
+            "init",
+            "context 0",
+            "alloc 4096",
+        ] {
+            probe.send(command);
+        }
+        probe
+    };
+    let mut probes: Vec<Probe> = (0..SLOTS).map(|_| start(&world)).collect();
+    for probe in &mut probes {
+        let answers: Vec<i64> = (0..5).map(|_| probe.receive().code).collect();
+        assert_eq!(answers[2..], [0, 0, 0]);
+    }
+    assert_eq!(share.used(), SLOTS as u64 * 4096);
+    let mut last = world.probe("name");
+    last.ask("count");
+    last.ask("steer devices 1");
+    assert_eq!(last.ask("init").code, NOT_PERMITTED);
+    assert_eq!(share.look(|account| account.processes().count()), SLOTS);
+    // Whoever ends makes room, also for one that was refused.
+    probes.truncate(SLOTS - 1);
+    last.must("init");
+    last.must("context 0");
+    last.must("alloc 4096");
+    assert_eq!(share.used(), SLOTS as u64 * 4096);
+    drop(probes);
+    let mut other = ready(&world, 1);
+    assert_eq!(share.used(), 4096);
+    other.must(&format!("alloc {}", CAP - (2 << 20)));
+    assert_eq!(share.look(|account| account.processes().count()), 2);
+    let said = last.stderr();
+    assert!(
+        said.contains("1024 processes use the share already"),
+        "{said}"
+    );
+}
+
+/// Pipes for a thousand probes.
+fn more_descriptors() {
+    let limit = libc::rlimit {
+        rlim_cur: 8192,
+        rlim_max: 8192,
+    };
+    // SAFETY: reads the local.
+    let done = unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) };
+    assert_eq!(done, 0, "{}", std::io::Error::last_os_error());
+}
+
+/// A child that becomes another program at once, as subprocesses do (vfork, posix_spawn), takes nothing from
+/// its parent and leaves nothing.
+#[test]
+fn a_child_that_becomes_another_program_leaves_its_parent_alone() {
+    let (world, share) = one_gpu();
+    let mut parent = ready(&world, 1);
+    let whole = parent.must(&format!("alloc {CAP}")).number(0);
+    let mut other = ready(&world, 1);
+    for _ in 0..20 {
+        // The other has two GPUs and one share, so its cuInit is refused; it joins nothing.
+        assert_eq!(parent.ask("spawn").code, 1);
+        assert_eq!(other.ask("alloc 1").code, 2);
+        assert_eq!(share.used(), CAP);
+    }
+    assert_eq!(share.look(|account| account.processes().count()), 2);
+    parent.must(&format!("free {whole}"));
+    assert_eq!(share.used(), 0);
+}
+
+/// Grandchildren, and children of many forks at once, each with a slot of its own.
+#[test]
+fn children_of_children_are_counted_once_each() {
+    let (world, share) = one_gpu();
+    let mut probe = ready(&world, 1);
+    probe.must("alloc 4096");
+    for generation in 2..=5 {
+        assert_eq!(probe.ask("fork").values, ["child"]);
+        probe.must("alloc 4096");
+        assert_eq!(share.used(), generation * 4096);
+    }
+    for generation in (1..5).rev() {
+        probe.send("end");
+        assert_eq!(probe.receive().code, 0);
+        assert_eq!(probe.receive().values, ["parent"]);
+        let info = probe.must("info");
+        assert_eq!(info.number(0), CAP - generation * 4096);
+    }
+}
+
+/// A login, which drops the environment and makes its own.
+#[test]
+fn after_a_login() {
+    let world = World::new(Driver::Odd);
+    world.share("gpu-0", GPU_0, Some(CAP));
+    let probe = format!("exec {} name", probe_path().display());
+    let login = ["-", "root", "-s", "/bin/sh", "-c", &probe];
+    let mut probe = Probe::by(world.command("su").args(login).env("LD_PRELOAD", ""));
+    probe.ask("count");
+    probe.ask("steer devices 1");
+    probe.must("init");
+    probe.must("context 0");
+    assert_eq!(probe.must("info").number(1), CAP);
+    probe.must(&format!("alloc {CAP}"));
+    assert_eq!(probe.ask("alloc 1").code, 2);
+}
