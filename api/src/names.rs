@@ -50,6 +50,7 @@ pub mod capacity {
         ALL;
         MEMORY = "memory", "bytes", "78Gi": "Device memory. Of a shareable device what all shares can have together, less what the driver reserves and the policy keeps free for CUDA contexts; of an exclusive device the total.";
         CORES = "cores", "percent", "100": "Time of the streaming multiprocessors, 1 to 100.";
+        CONTEXT_MEMORY = "contextMemory", "bytes", "8Gi": "Memory for the shares' CUDA contexts; every share takes what one context does, beside its `memory`. Missing where the policy says that contexts take none.";
         SHARERS = "sharers", "count", "16": "Places for shares; every share takes one.";
     }
 }

@@ -57,7 +57,7 @@ Every GPU serves one tier at a time, chosen by the first allocation and freed by
     table(&mut page, capacity::ALL);
     page.push_str(
         "
-`capped` devices have all three, each with a request policy: an amount that a claim leaves out gets
+`capped` devices have all of them, each with a request policy: an amount that a claim leaves out gets
 the default, one that it names is rounded up to the next step. `timeshared` devices have `sharers`
 alone: nothing keeps sizes there, so a claim that asks for memory or cores never lands on one.
 `exclusive` devices have `memory` and `cores`, and a request is a lower bound.

@@ -59,7 +59,7 @@ impl Share {
             .collect()
     }
 
-    /// The requested ones, and the place that the device's request policy adds.
+    /// The requested ones, and what the device's request policies add.
     fn consumed(self) -> BTreeMap<String, Quantity> {
         let mut consumed = self.requested();
         consumed.insert(capacity::SHARERS.to_owned(), Quantity("1".to_owned()));

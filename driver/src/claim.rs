@@ -66,6 +66,8 @@ pub enum Grant {
         memory: u64,
         /// Percent of SM time, 1-100.
         cores: u8,
+        /// Bytes that one CUDA context takes: the share's, beside its memory. 0 for none.
+        context_memory: u64,
     },
     /// A share without limits.
     #[serde(rename_all = "camelCase")]
@@ -288,10 +290,16 @@ fn read_grant(result: &DeviceRequestAllocationResult, tier: Tier) -> Result<Gran
             found: cores,
             expected: "1 to 100 percent",
         })?;
+    let context_memory = match consumed(result, capacity::CONTEXT_MEMORY) {
+        // Not offered by a policy whose contexts take nothing.
+        Err(DeviceProblem::NoCapacity { .. }) => 0,
+        other => other?,
+    };
     Ok(Grant::Capped {
         share_id,
         memory,
         cores,
+        context_memory,
     })
 }
 

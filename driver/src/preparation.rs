@@ -79,6 +79,8 @@ pub enum Cap {
         cores: u8,
         /// Whether idle neighbours' time may be used.
         mode: ComputeMode,
+        /// Bytes that one CUDA context takes, 0 where that is not known.
+        context_memory: u64,
     },
 }
 
@@ -275,11 +277,17 @@ fn prepare(
         })?;
     let available = available_memory(gpu)?;
     let (cap, edits) = match &allocated.grant {
-        Grant::Capped { memory, cores, .. } => (
+        Grant::Capped {
+            memory,
+            cores,
+            context_memory,
+            ..
+        } => (
             Cap::Share {
                 memory: *memory,
                 cores: *cores,
                 mode: allocated.config.compute.mode,
+                context_memory: *context_memory,
             },
             cdi::DriverDevice::Capped,
         ),

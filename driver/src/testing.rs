@@ -42,7 +42,7 @@ pub(crate) fn capped(memory: &str, cores: &str) -> Value {
         "pool": pool(NODE),
         "device": "gpu-0-capped",
         "shareID": "5a1f3a5c-7a80-4d6f-8f2e-111111111111",
-        "consumedCapacity": {"memory": memory, "cores": cores, "sharers": "1"},
+        "consumedCapacity": {"memory": memory, "cores": cores, "sharers": "1", "contextMemory": "512Mi"},
     })
 }
 

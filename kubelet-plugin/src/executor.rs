@@ -251,23 +251,25 @@ impl Executor {
 }
 
 fn cap_page(uid: &str, key: &str, gpu_uuid: &str, cap: Cap) -> Result<[u8; cap::LEN], StepError> {
-    let (memory, cores, policy) = match cap {
-        Cap::None {} => (None, None, ComputePolicy::Strict),
+    let (memory, cores, policy, context_memory) = match cap {
+        Cap::None {} => (None, None, ComputePolicy::Strict, 0),
         Cap::Share {
             memory,
             cores,
             mode,
+            context_memory,
         } => {
             let policy = match mode {
                 ComputeMode::Strict => ComputePolicy::Strict,
                 ComputeMode::WorkConserving => ComputePolicy::WorkConserving,
             };
-            (Some(memory), Some(cores), policy)
+            (Some(memory), Some(cores), policy, context_memory)
         }
     };
     let page = CapPage {
         gpu_uuid,
         memory_limit: memory,
+        context_memory,
         cores,
         compute_policy: policy,
         claim_uid: uid,

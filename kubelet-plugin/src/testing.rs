@@ -257,7 +257,7 @@ pub fn claim(name: &str, given: &[Given]) -> serde_json::Value {
             if let Some((share, memory, cores)) = &given.share {
                 result["shareID"] = share.as_str().into();
                 result["consumedCapacity"] = serde_json::json!({
-                    "memory": memory, "cores": cores.to_string(), "sharers": "1",
+                    "memory": memory, "cores": cores.to_string(), "sharers": "1", "contextMemory": "300Mi",
                 });
             }
             result

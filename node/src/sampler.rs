@@ -245,6 +245,7 @@ mod tests {
         let page = CapPage {
             gpu_uuid: GPU,
             memory_limit: Some(1),
+            context_memory: 0,
             cores,
             compute_policy: ComputePolicy::WorkConserving,
             claim_uid: "uid",

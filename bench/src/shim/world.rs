@@ -147,6 +147,7 @@ fn pages(folder: &Path, key: &str, gpu: &str) -> anyhow::Result<()> {
     let cap = CapPage {
         gpu_uuid: gpu,
         memory_limit: Some(LIMIT),
+        context_memory: 0,
         cores: Some(100),
         compute_policy: ComputePolicy::Strict,
         claim_uid: "00000000-0000-4000-8000-000000000000",

@@ -32,6 +32,7 @@ fn a_share_is_read() {
             share_id: "5a1f3a5c-7a80-4d6f-8f2e-111111111111".to_owned(),
             memory: 20 << 30,
             cores: 25,
+            context_memory: 512 << 20,
         }
     );
     assert_eq!(device.config, ShareConfig::default());

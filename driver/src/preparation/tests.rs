@@ -38,6 +38,7 @@ fn a_share_gets_pages_and_then_its_spec() {
         memory: 20 << 30,
         cores: 25,
         mode: ComputeMode::Strict,
+        context_memory: 512 << 20,
     };
     assert_eq!(
         plan.devices,

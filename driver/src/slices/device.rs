@@ -172,7 +172,7 @@ fn capacities(
         Tier::Capped => {
             let usable = memory.usable(node, gpu, &terms.capped)?;
             let default = default_memory(node, gpu, &terms.capped, usable)?;
-            vec![
+            let mut entries = vec![
                 (
                     capacity::MEMORY,
                     ranged(
@@ -190,7 +190,11 @@ fn capacities(
                     ),
                 ),
                 (capacity::SHARERS, places(terms.capped.max_sharers)),
-            ]
+            ];
+            if terms.capped.context_memory > 0 {
+                entries.push((capacity::CONTEXT_MEMORY, contexts(&terms.capped)));
+            }
+            entries
         }
         // What nothing keeps is not offered by size: a claim that asks for memory or cores never
         // lands in a tier that would ignore it.
@@ -234,6 +238,22 @@ fn places(most: u32) -> DeviceCapacity {
     let one = Quantity::from_count(1);
     DeviceCapacity {
         value: Quantity::from_count(most.into()).into(),
+        request_policy: Some(CapacityRequestPolicy {
+            default: Some(one.into()),
+            valid_range: None,
+            valid_values: Some(vec![one.into()]),
+        }),
+    }
+}
+
+/// Of which every share takes what one context does: it learns its size from its allocation.
+fn contexts(terms: &CappedTerms) -> DeviceCapacity {
+    let one = Quantity::from_bytes(terms.context_memory);
+    let all = terms
+        .context_memory
+        .saturating_mul(u64::from(terms.max_sharers));
+    DeviceCapacity {
+        value: Quantity::from_bytes(all).into(),
         request_policy: Some(CapacityRequestPolicy {
             default: Some(one.into()),
             valid_range: None,

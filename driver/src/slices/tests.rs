@@ -184,6 +184,7 @@ fn shares_get_what_reserve_and_contexts_leave() {
                 "value": "100",
                 "requestPolicy": {"default": "14", "validRange": {"min": "1", "max": "100", "step": "1"}},
             },
+            "contextMemory": {"value": "2100Mi", "requestPolicy": {"default": "300Mi", "validValues": ["300Mi"]}},
             "sharers": {"value": "7", "requestPolicy": {"default": "1", "validValues": ["1"]}},
         })
     );

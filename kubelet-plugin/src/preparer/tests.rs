@@ -84,6 +84,7 @@ async fn two_shares_on_two_gpus_have_each_its_cap() {
         let page = std::fs::read(share.cap).unwrap();
         let cap = CapPage::decode(&page).unwrap();
         assert_eq!(cap.memory_limit, Some(gib << 30));
+        assert_eq!(cap.context_memory, 300 << 20);
         assert_eq!(cap.cores, Some(cores));
         assert_eq!(cap.gpu_uuid, device.gpu_uuid);
         AccountPage::check(&std::fs::read(share.account).unwrap()).unwrap();

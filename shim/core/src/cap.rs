@@ -7,6 +7,7 @@
 //! | 12 | 4 | compute policy: 1 strict, 2 work-conserving |
 //! | 16 | 8 | memory limit in bytes, `u64::MAX` for none |
 //! | 24 | 4 | cores in percent of the GPU's time, 0 for no limit |
+//! | 32 | 8 | bytes that one CUDA context takes on this GPU, 0 where that is not known |
 //! | 64 | 64 | GPU UUID as NVML prints it |
 //! | 128 | 64 | UID of the claim |
 //! | 192 | 256 | device key: the share's folder name |
@@ -35,6 +36,7 @@ const AT_ABI: usize = 8;
 const AT_POLICY: usize = 12;
 const AT_MEMORY: usize = 16;
 const AT_CORES: usize = 24;
+const AT_CONTEXT: usize = 32;
 const AT_UUID: usize = 64;
 const AT_CLAIM: usize = 128;
 const AT_KEY: usize = 192;
@@ -61,6 +63,9 @@ pub struct CapPage<'a> {
     /// The most device memory all processes of the share hold together, in bytes, at least 1;
     /// `None` for a device without a cap (exclusive, timeshared).
     pub memory_limit: Option<u64>,
+    /// Bytes that one CUDA context takes on this GPU, 0 where that is not known. The share has them
+    /// beside its memory: its first context costs it nothing, every further one this much.
+    pub context_memory: u64,
     /// Share of the GPU's time in percent, 1 to 100; `None` for no limit.
     pub cores: Option<u8>,
     /// How strictly the cores are meant.
@@ -101,6 +106,7 @@ impl<'a> CapPage<'a> {
         put(&mut page, AT_POLICY, &policy.to_le_bytes());
         put(&mut page, AT_MEMORY, &memory.to_le_bytes());
         put(&mut page, AT_CORES, &cores.to_le_bytes());
+        put(&mut page, AT_CONTEXT, &self.context_memory.to_le_bytes());
         put_text(
             &mut page,
             AT_UUID,
@@ -172,6 +178,7 @@ impl<'a> CapPage<'a> {
         Ok(Self {
             gpu_uuid,
             memory_limit,
+            context_memory: get_u64(page, AT_CONTEXT),
             cores,
             compute_policy,
             claim_uid: get_text(page, AT_CLAIM, CLAIM_LEN, "the claim's UID")?,
@@ -254,6 +261,7 @@ mod tests {
         CapPage {
             gpu_uuid: UUID,
             memory_limit: Some(20 << 30),
+            context_memory: 512 << 20,
             cores: Some(25),
             compute_policy: ComputePolicy::Strict,
             claim_uid: "5f0c2b9e-0000-4000-8000-000000000001",
@@ -371,6 +379,7 @@ mod tests {
         #[test]
         fn what_is_encoded_is_decoded(
             memory in prop::option::of(1..u64::MAX),
+            context_memory: u64,
             cores in prop::option::of(1u8..=100),
             strict: bool,
             claim in "[a-z0-9-]{1,64}",
@@ -379,6 +388,7 @@ mod tests {
             let page = CapPage {
                 gpu_uuid: UUID,
                 memory_limit: memory,
+                context_memory,
                 cores,
                 compute_policy: if strict { ComputePolicy::Strict } else { ComputePolicy::WorkConserving },
                 claim_uid: &claim,

@@ -30,6 +30,7 @@ use tranche_shim_core::{AccountPage, AccountSnapshot, CapPage, ComputePolicy, la
 
 /// Where a container's shares lie.
 pub const SHARES: &str = tranche_shim_core::paths::SHARES;
+const CLAIM: &str = "5f0c2b9e-0000-4000-8000-000000000001";
 const OURS: &str = "/usr/lib/tranche";
 const LIBRARIES: &str = "/usr/lib/x86_64-linux-gnu";
 
@@ -214,7 +215,8 @@ impl World {
         fs::remove_file("/etc/ld.so.preload").unwrap();
     }
 
-    /// Adds a share of `limit` bytes (`None`: a GPU without a cap) on a GPU.
+    /// Adds a share of `limit` bytes (`None`: a GPU without a cap) on a GPU whose contexts take
+    /// nothing.
     pub fn share(&self, key: &str, gpu_uuid: &str, limit: Option<u64>) -> Share {
         self.share_of_time(key, gpu_uuid, limit, None, ComputePolicy::Strict)
     }
@@ -228,14 +230,38 @@ impl World {
         cores: Option<u8>,
         compute_policy: ComputePolicy,
     ) -> Share {
-        let page = CapPage {
+        self.share_of(&CapPage {
             gpu_uuid,
             memory_limit: limit,
+            context_memory: 0,
             cores,
             compute_policy,
-            claim_uid: "5f0c2b9e-0000-4000-8000-000000000001",
+            claim_uid: CLAIM,
             device_key: key,
-        };
+        })
+    }
+
+    /// Adds a share of `limit` bytes on a GPU where a context takes so many.
+    pub fn share_beside(
+        &self,
+        key: &str,
+        gpu_uuid: &str,
+        limit: Option<u64>,
+        context_memory: u64,
+    ) -> Share {
+        self.share_of(&CapPage {
+            gpu_uuid,
+            memory_limit: limit,
+            context_memory,
+            cores: None,
+            compute_policy: ComputePolicy::Strict,
+            claim_uid: CLAIM,
+            device_key: key,
+        })
+    }
+
+    fn share_of(&self, page: &CapPage<'_>) -> Share {
+        let key = page.device_key;
         self.share_with(key, &page.encode().unwrap(), AccountPage::initial())
     }
 
@@ -259,6 +285,14 @@ impl World {
             );
         }
         share
+    }
+
+    /// Takes a share away.
+    pub fn remove(&self, share: Share) {
+        for page in ["cap", "account"] {
+            mount::detach(&share.mounted.join(page));
+        }
+        fs::remove_dir_all(&share.mounted).unwrap();
     }
 
     /// Mounts a share's cap page anew, writable.

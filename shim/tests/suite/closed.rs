@@ -35,6 +35,7 @@ fn page(change: impl FnOnce(&mut CapPage<'_>)) -> Vec<u8> {
     let mut page = CapPage {
         gpu_uuid: GPU_0,
         memory_limit: Some(CAP),
+        context_memory: 0,
         cores: None,
         compute_policy: ComputePolicy::Strict,
         claim_uid: "5f0c2b9e-0000-4000-8000-000000000001",
@@ -218,10 +219,14 @@ fn a_function_that_the_driver_lacks_is_not_found() {
     let world = World::new(Driver::Odd);
     world.share("gpu-0", GPU_0, Some(CAP));
     let mut probe = world.probe("name");
-    assert_eq!(probe.ask("primary 0").code, 500);
     // Not initialised, says the driver: it is asked before anything is charged.
-    assert_eq!(probe.ask("async-ptsz 4096").code, 3);
+    for command in ["primary 0", "async-ptsz 4096"] {
+        assert_eq!(probe.ask(command).code, 3);
+    }
     probe.ask("steer devices 1");
     probe.must("init");
-    assert_eq!(probe.ask("async-ptsz 4096").code, 500);
+    probe.must("context 0");
+    for command in ["primary 0", "async-ptsz 4096"] {
+        assert_eq!(probe.ask(command).code, 500);
+    }
 }
