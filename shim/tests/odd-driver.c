@@ -1,6 +1,6 @@
 // A driver as none is, for what no real or simulated one can be made to do: GPUs of any number, calls
-// that fail when told to, a pitch of its own, and a variant of cuMemAlloc that nobody knows. State is
-// its process's own. Tests steer it through odd_*.
+// that fail when told to, a pitch of its own, pools that grow as they like and give back late, and a
+// variant of cuMemAlloc that nobody knows. State is its process's own. Tests steer it through odd_*.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>
@@ -17,7 +17,10 @@ static int initialised, devices = 2, current = -1;
 static CUresult fail_next;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static size_t pitch_to = 512;
-static struct { uint64_t at; size_t size; int device; } live[MAX];
+static struct { uint64_t at; size_t size; int device, pooled; } live[MAX];
+// The pool of each device: what it has, what of it is allocated, and by how much it grows.
+static size_t pool_reserved[64], pool_used[64], pool_step = 2 << 20;
+static int pool_keeps;
 static uint64_t next_address = 0x700000000000;
 static size_t device_size = (size_t)80 << 30;
 
@@ -27,11 +30,13 @@ void odd_fast(int on) { fast = on; }
 void odd_devices(int n) { devices = n; }
 void odd_fail_next(CUresult code) { fail_next = code; }
 void odd_pitch(size_t to) { pitch_to = to; }
+void odd_pool_step(size_t to) { pool_step = to; }
+void odd_pool_keeps(int on) { pool_keeps = on; }
 // What the device really holds, whatever anybody counts.
 size_t odd_held(int device) {
     size_t sum = 0;
-    for (int i = 0; i < MAX; i++) if (live[i].size && live[i].device == device) sum += live[i].size;
-    return sum;
+    for (int i = 0; i < MAX; i++) if (live[i].size && live[i].device == device && !live[i].pooled) sum += live[i].size;
+    return sum + pool_reserved[device];
 }
 
 CUresult cuInit(unsigned flags) { initialised = 1; return OK; }
@@ -52,29 +57,62 @@ CUresult cuCtxGetCurrent(uint64_t *context) { *context = current < 0 ? 0 : 0x100
 CUresult cuCtxSetCurrent(uint64_t context) { current = (int)context - 0x1000; return OK; }
 CUresult cuCtxGetDevice(int *device) { if (current < 0) return INVALID_CONTEXT; *device = current; return OK; }
 
-static CUresult allocate_locked(uint64_t *pointer, size_t size) {
+static size_t up(size_t size, size_t to) { return (size + to - 1) / to * to; }
+// Up to half a block, allocations lie in a block with others; what is freed is not given out again.
+static uint64_t address_for(size_t size) {
+    static uint64_t small, end;
+    uint64_t at = next_address;
+    if (size > 1 << 20) { next_address += up(size, 2 << 20); return at; }
+    if (small + size > end) { small = at; end = next_address = at + (2 << 20); }
+    at = small;
+    small += up(size, 512);
+    return at;
+}
+static CUresult allocate_locked(uint64_t *pointer, size_t size, int pooled) {
     if (fail_next) { CUresult code = fail_next; fail_next = OK; return code; }
     if (current < 0) return INVALID_CONTEXT;
     if (!pointer || !size) return INVALID_VALUE;
-    if (odd_held(current) + size > device_size) return OUT_OF_MEMORY;
+    size_t room = pool_reserved[current] - pool_used[current];
+    size_t more = !pooled ? size : room >= size ? 0 : up(size - room, pool_step);
+    if (odd_held(current) + more > device_size) return OUT_OF_MEMORY;
     for (int i = 0; i < MAX; i++) if (!live[i].size) {
-        live[i].at = next_address; live[i].size = size; live[i].device = current;
-        *pointer = next_address;
-        next_address += 1 << 21;
+        *pointer = live[i].at = address_for(size);
+        live[i].size = size; live[i].device = current; live[i].pooled = pooled;
+        if (pooled) { pool_reserved[current] += more; pool_used[current] += size; }
         return OK;
     }
     return OUT_OF_MEMORY;
 }
-static CUresult allocate(uint64_t *pointer, size_t size) {
+static CUresult allocate_as(uint64_t *pointer, size_t size, int pooled) {
     if (fast) { *pointer = next_address += 1 << 21; return OK; }
     pthread_mutex_lock(&lock);
-    CUresult code = allocate_locked(pointer, size);
+    CUresult code = allocate_locked(pointer, size, pooled);
     pthread_mutex_unlock(&lock);
     return code;
 }
+static CUresult allocate(uint64_t *pointer, size_t size) { return allocate_as(pointer, size, 0); }
 CUresult cuMemAlloc_v2(uint64_t *pointer, size_t size) { return allocate(pointer, size); }
 CUresult cuMemAlloc_v3(uint64_t *pointer, size_t size, int how) { return allocate(pointer, size); }
-CUresult cuMemAllocAsync(uint64_t *pointer, size_t size, void *stream) { return allocate(pointer, size); }
+CUresult cuMemAllocAsync(uint64_t *pointer, size_t size, void *stream) { return allocate_as(pointer, size, 1); }
+CUresult cuStreamIsCapturing(void *stream, unsigned *status) { *status = 0; return OK; }
+// A device's only pool is the device's number + 0x2000.
+CUresult cuDeviceGetMemPool(uint64_t *pool, int device) { *pool = 0x2000 + device; return OK; }
+CUresult cuDeviceGetDefaultMemPool(uint64_t *pool, int device) { *pool = 0x2000 + device; return OK; }
+CUresult cuMemPoolGetAttribute(uint64_t pool, int which, uint64_t *value) {
+    if (which != 5) return INVALID_VALUE;
+    *value = pool_reserved[pool - 0x2000];
+    return OK;
+}
+CUresult cuMemPoolTrimTo(uint64_t pool, size_t keep) {
+    int device = pool - 0x2000;
+    pthread_mutex_lock(&lock);
+    size_t least = up(pool_used[device] > keep ? pool_used[device] : keep, pool_step);
+    if (pool_reserved[device] > least) pool_reserved[device] = least;
+    pthread_mutex_unlock(&lock);
+    return OK;
+}
+// A pool gives back when the program waits, and not before.
+CUresult cuCtxSynchronize(void) { return current < 0 ? INVALID_CONTEXT : pool_keeps ? OK : cuMemPoolTrimTo(0x2000 + current, 0); }
 CUresult cuMemAllocManaged(uint64_t *pointer, size_t size, unsigned flags) { return allocate(pointer, size); }
 CUresult cuMemAllocPitch_v2(uint64_t *pointer, size_t *pitch, size_t width, size_t height, unsigned element) {
     *pitch = (width + pitch_to - 1) / pitch_to * pitch_to;
@@ -85,7 +123,10 @@ CUresult cuMemFree_v2(uint64_t pointer) {
     if (fail_next) { CUresult code = fail_next; fail_next = OK; return code; }
     CUresult code = INVALID_VALUE;
     pthread_mutex_lock(&lock);
-    for (int i = 0; i < MAX; i++) if (live[i].size && live[i].at == pointer) { live[i].size = 0; code = OK; break; }
+    for (int i = 0; i < MAX; i++) if (live[i].size && live[i].at == pointer) {
+        if (live[i].pooled) pool_used[live[i].device] -= live[i].size;
+        live[i].size = 0; code = OK; break;
+    }
     pthread_mutex_unlock(&lock);
     return code;
 }

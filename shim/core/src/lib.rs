@@ -14,7 +14,9 @@
 //!   documentation argues why no crash at any instruction can let a share past its cap;
 //! - [`compute`]: the share's GPU time: what it was granted, what its launches take;
 //! - [`pace`]: how often a process may look for dead ones;
-//! - [`table`]: which device pointer was charged how much, for one process.
+//! - [`table`]: which device pointer was charged how much, for one process;
+//! - [`blocks`]: which of the driver's blocks hold its small allocations;
+//! - [`physical`]: its physical memory, and who holds on to it.
 //!
 //! The crate is `no_std`, has no dependency and no unsafe code. Whoever maps an account page (the
 //! shim) promises there that the memory is one; whoever reads a page's bytes promises nothing.
@@ -25,20 +27,24 @@
 extern crate std;
 
 pub mod account;
+pub mod blocks;
 pub mod cap;
 pub mod compute;
 pub mod error;
 pub mod layout;
 pub mod pace;
 pub mod paths;
+pub mod physical;
 mod sync;
 pub mod table;
 pub mod uuid;
 
 pub use account::{Account, Full, Locks, SlotIndex};
+pub use blocks::Blocks;
 pub use cap::{CapPage, ComputePolicy};
 pub use error::{PageError, Part};
 pub use layout::{AccountPage, AccountSnapshot, ProcessUsage};
 pub use pace::Pace;
+pub use physical::{Freed, Physical};
 pub use table::{Entry, Table};
 pub use uuid::GpuUuid;

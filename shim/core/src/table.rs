@@ -92,6 +92,7 @@ impl<const SMALL: usize, const LARGE: usize> Table<SMALL, LARGE> {
                     (bucket.keys[way].load(Ordering::Acquire) == pointer)
                         .then(|| bucket.take(way, |key, _| key == pointer))
                         .flatten()
+                        .map(|(_, entry)| entry)
                 })
             })
     }
@@ -114,9 +115,9 @@ impl<const SMALL: usize, const LARGE: usize> Table<SMALL, LARGE> {
             })
     }
 
-    /// Takes all entries of a context out, one by one, and hands each to `each`: the driver freed
-    /// them with the context.
-    pub fn take_context(&self, context: u64, mut each: impl FnMut(Entry)) {
+    /// Takes all entries of a context out, one by one, and hands each to `each` with its pointer: the
+    /// driver freed them with the context.
+    pub fn take_context(&self, context: u64, mut each: impl FnMut(u64, Entry)) {
         let large = if self.tiers() == 1 {
             &[][..]
         } else {
@@ -125,9 +126,9 @@ impl<const SMALL: usize, const LARGE: usize> Table<SMALL, LARGE> {
         for bucket in self.small.iter().chain(large) {
             for way in 0..WAYS {
                 if bucket.contexts[way].load(Ordering::Relaxed) == context
-                    && let Some(entry) = bucket.take(way, |_, found| found == context)
+                    && let Some((pointer, entry)) = bucket.take(way, |_, found| found == context)
                 {
-                    each(entry);
+                    each(pointer, entry);
                 }
             }
         }
@@ -158,18 +159,21 @@ impl<const SMALL: usize, const LARGE: usize> Table<SMALL, LARGE> {
 impl Bucket {
     /// Takes an entry out if it still is the one that was looked for: until its value is swapped
     /// out, another thread may take it and reuse its place.
-    fn take(&self, way: usize, is_it: impl Fn(u64, u64) -> bool) -> Option<Entry> {
+    fn take(&self, way: usize, is_it: impl Fn(u64, u64) -> bool) -> Option<(u64, Entry)> {
         let value = self.values[way].swap(0, Ordering::AcqRel);
         if value == 0 {
             return None;
         }
-        let context = self.contexts[way].load(Ordering::Relaxed);
-        if !is_it(self.keys[way].load(Ordering::Relaxed), context) {
+        let (pointer, context) = (
+            self.keys[way].load(Ordering::Relaxed),
+            self.contexts[way].load(Ordering::Relaxed),
+        );
+        if !is_it(pointer, context) {
             self.values[way].store(value, Ordering::Release);
             return None;
         }
         self.keys[way].store(0, Ordering::Release);
-        Some(Entry::of(value, context))
+        Some((pointer, Entry::of(value, context)))
     }
 }
 
@@ -297,7 +301,7 @@ mod tests {
                     }
                     _ => {
                         let mut taken = Vec::new();
-                        table.take_context(context, |entry| taken.push(entry.bytes));
+                        table.take_context(context, |_, entry| taken.push(entry.bytes));
                         let mut gone = Vec::new();
                         map.retain(|_, entry| {
                             if entry.context == context { gone.push(entry.bytes); }

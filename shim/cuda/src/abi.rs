@@ -32,6 +32,11 @@ pub type CUevent = usize;
 /// A `CUfunction`, a `CUkernel`, or a `CUgraphExec`: what can be launched.
 pub type CUfunction = usize;
 pub type CUmemoryPool = usize;
+pub type CUarray = usize;
+pub type CUgraph = usize;
+pub type CUgraphExec = usize;
+/// A handle of physical memory, or of a multicast object.
+pub type CUmemGenericAllocationHandle = u64;
 pub type CUuuid = [u8; 16];
 /// The address of a driver function.
 pub type Function = *mut c_void;
@@ -46,6 +51,24 @@ pub struct CUmemLocation {
 
 impl CUmemLocation {
     pub const DEVICE: i32 = 1;
+    const HOST: i32 = 2;
+    const HOST_NUMA_CURRENT: i32 = 4;
+    const LOCALITY_DOMAIN: i32 = 6;
+
+    /// Whether it is memory of the host.
+    pub fn is_host(self) -> bool {
+        (Self::HOST..=Self::HOST_NUMA_CURRENT).contains(&self.kind)
+    }
+
+    /// The device it names, if it names one.
+    pub fn device(self) -> Option<CUdevice> {
+        match self.kind {
+            Self::DEVICE => Some(self.id),
+            // The domain is in the bits above.
+            Self::LOCALITY_DOMAIN => Some(self.id & 0xff),
+            _ => None,
+        }
+    }
 }
 
 /// A pool's properties, up to what is read.
@@ -90,4 +113,89 @@ pub struct CUlaunchParams {
     pub shared: u32,
     pub stream: CUstream,
     pub parameters: usize,
+}
+
+/// A memory node of a graph, as it is asked for.
+#[repr(C)]
+pub struct CUDA_MEM_ALLOC_NODE_PARAMS {
+    pub pool: CUmemPoolProps,
+    /// The rest of the pool's properties: security attributes, size, usage, and room.
+    pub pool_rest: [u64; 9],
+    pub access: usize,
+    pub access_count: usize,
+    pub bytes: usize,
+    pub address: CUdeviceptr,
+}
+
+/// A node of a graph, as it is asked for: a kind, and what depends on it.
+#[repr(C)]
+pub struct CUgraphNodeParams {
+    pub kind: i32,
+    pub reserved: [i32; 3],
+    /// The first words of what depends on the kind.
+    pub body: [u64; 16],
+}
+
+impl CUgraphNodeParams {
+    pub const GRAPH: i32 = 4;
+    pub const MEM_ALLOC: i32 = 10;
+}
+
+const _: () = {
+    assert!(core::mem::offset_of!(CUDA_MEM_ALLOC_NODE_PARAMS, access) == 88);
+    assert!(core::mem::offset_of!(CUgraphNodeParams, body) == 16);
+};
+
+/// The shape of an array, in numbers of today's width or of before CUDA 3.2.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct ArrayShape2<S> {
+    pub width: S,
+    pub height: S,
+    pub format: u32,
+    pub channels: u32,
+}
+
+/// The shape of an array with a depth, or layers.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct ArrayShape3<S> {
+    pub width: S,
+    pub height: S,
+    pub depth: S,
+    pub format: u32,
+    pub channels: u32,
+    pub flags: u32,
+}
+
+pub const CUDA_ARRAY3D_SPARSE: u32 = 0x40;
+pub const CUDA_ARRAY3D_DEFERRED_MAPPING: u32 = 0x80;
+
+#[repr(C)]
+#[derive(Default)]
+pub struct CUDA_ARRAY_MEMORY_REQUIREMENTS {
+    pub size: usize,
+    pub alignment: usize,
+    pub reserved: [u32; 4],
+}
+
+/// One act of `cuMemMapArrayAsync`.
+#[repr(C)]
+pub struct CUarrayMapInfo {
+    pub resource_type: u32,
+    pub resource: usize,
+    pub subresource_type: u32,
+    /// Which tiles: level, layer, offset and extent, or layer, offset and size.
+    pub subresource: [u64; 4],
+    pub operation: u32,
+    pub handle_type: u32,
+    pub memory: CUmemGenericAllocationHandle,
+    pub offset: u64,
+    pub device_mask: u32,
+    pub flags: u32,
+    pub reserved: [u32; 2],
+}
+
+impl CUarrayMapInfo {
+    pub const MAP: u32 = 1;
 }

@@ -1,6 +1,7 @@
 //! The real driver, and our symbols that pass straight through to it.
 
 use core::ffi::c_void;
+use core::marker::PhantomData;
 
 use tranche_shim_core::paths;
 use tranche_shim_runtime::library::{Library, Ours};
@@ -29,7 +30,7 @@ pub static DRIVER: Library = Library::new(
 
 tranche_shim_runtime::library! {
     driver: DRIVER,
-    first: symbols::cuArray3DCreate,
+    first: symbols::cuArray3DGetDescriptor,
     handled: HANDLED,
     missing: missing,
     unavailable: unavailable,
@@ -72,4 +73,36 @@ pub fn typed<F: Copy>(index: usize) -> F {
     // function of this name, whose type in cuda.h that is, or of one of ours, which takes no
     // arguments and returns a result: in this ABI the caller clears what it passed.
     unsafe { core::mem::transmute_copy(&address) }
+}
+
+/// A call of the driver that is still to be made: its arguments and how, in two words. Not a generic
+/// parameter, since there are a hundred such calls and most of what is done around them is the same.
+#[derive(Clone, Copy)]
+pub struct Call<'a> {
+    run: fn(*const ()) -> CUresult,
+    closure: *const (),
+    arguments: PhantomData<&'a ()>,
+}
+
+impl<'a> Call<'a> {
+    /// The call that a closure makes.
+    #[inline]
+    pub fn of<F: Fn() -> CUresult>(closure: &'a F) -> Self {
+        fn run<F: Fn() -> CUresult>(closure: *const ()) -> CUresult {
+            // SAFETY: `of` made it of an `F` that is borrowed as long as the `Call` lives.
+            let closure = unsafe { &*closure.cast::<F>() };
+            closure()
+        }
+        Self {
+            run: run::<F>,
+            closure: core::ptr::from_ref(closure).cast(),
+            arguments: PhantomData,
+        }
+    }
+
+    /// Makes it.
+    #[inline]
+    pub fn make(self) -> CUresult {
+        (self.run)(self.closure)
+    }
 }

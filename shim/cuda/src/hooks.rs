@@ -1,18 +1,20 @@
 //! One row per driver function that does more than pass: its name and arguments as in cuda.h, and
 //! what is done around the call of the real function, here `driver`.
 
-use core::ffi::{c_char, c_int};
+use core::ffi::{c_char, c_int, c_void};
 
 use tranche_shim_runtime::library::Ours;
 
 use crate::abi::{
-    CUcontext, CUdevice, CUdeviceptr, CUdeviceptr_v1, CUfunction, CUlaunchConfig, CUlaunchParams,
-    CUmemPoolProps, CUmemoryPool, CUresult, CUstream, Function,
+    ArrayShape2, ArrayShape3, CUDA_MEM_ALLOC_NODE_PARAMS, CUarray, CUarrayMapInfo, CUcontext,
+    CUdevice, CUdeviceptr, CUdeviceptr_v1, CUfunction, CUgraph, CUgraphExec, CUgraphNodeParams,
+    CUlaunchConfig, CUlaunchParams, CUmemAllocationProp, CUmemGenericAllocationHandle,
+    CUmemLocation, CUmemPoolProps, CUmemoryPool, CUresult, CUstream, Function,
 };
-use crate::driver::real;
+use crate::driver::{Call, real};
+use crate::graph::Stream;
 use crate::launch::{self, Kernel, own};
-use crate::memory::{self, Place};
-use crate::{process, resolve};
+use crate::{array, context, graph, memory, pool, process, resolve, vmm};
 
 macro_rules! hooks {
     ($(fn $name:ident($($argument:ident: $type:ty),*) |$driver:ident| $body:expr;)*) => {
@@ -22,7 +24,8 @@ macro_rules! hooks {
                 let real = real!($name: fn($($type),*));
                 // SAFETY: the arguments are the caller's, who owes the real function what it owes
                 // this one: valid pointers, where cuda.h does not allow null.
-                let $driver = || unsafe { real($($argument),*) };
+                let driver = || unsafe { real($($argument),*) };
+                let $driver = Call::of(&driver);
                 $body
             }
         )*
@@ -43,23 +46,76 @@ macro_rules! hooks {
 }
 
 hooks! {
-    fn cuCtxDestroy(context: CUcontext) |driver| memory::end_context(context, || { launch::forget_events(Some(context)); driver() });
-    fn cuCtxDestroy_v2(context: CUcontext) |driver| memory::end_context(context, || { launch::forget_events(Some(context)); driver() });
-    fn cuDevicePrimaryCtxRelease(device: CUdevice) |driver| memory::end_primary_context(device, || { launch::forget_events(None); driver() });
-    fn cuDevicePrimaryCtxRelease_v2(device: CUdevice) |driver| memory::end_primary_context(device, || { launch::forget_events(None); driver() });
-    fn cuDevicePrimaryCtxReset(device: CUdevice) |driver| memory::end_primary_context(device, || { launch::forget_events(None); driver() });
-    fn cuDevicePrimaryCtxReset_v2(device: CUdevice) |driver| memory::end_primary_context(device, || { launch::forget_events(None); driver() });
+    fn cuArray3DCreate(array: *mut CUarray, shape: *const ArrayShape3<u32>)
+        |driver| array::make(array, shape3(shape), driver);
+    fn cuArray3DCreate_v2(array: *mut CUarray, shape: *const ArrayShape3<usize>)
+        |driver| array::make(array, shape3(shape), driver);
+    fn cuArrayCreate(array: *mut CUarray, shape: *const ArrayShape2<u32>)
+        |driver| array::make(array, shape2(shape), driver);
+    fn cuArrayCreate_v2(array: *mut CUarray, shape: *const ArrayShape2<usize>)
+        |driver| array::make(array, shape2(shape), driver);
+    fn cuArrayDestroy(array: CUarray) |driver| array::end(array, driver);
+    fn cuCtxCreate(context: *mut CUcontext, flags: u32, device: CUdevice)
+        |driver| context::make(context, device, driver);
+    fn cuCtxCreate_v2(context: *mut CUcontext, flags: u32, device: CUdevice)
+        |driver| context::make(context, device, driver);
+    fn cuCtxCreate_v3(context: *mut CUcontext, affinity: *mut c_void, count: c_int, flags: u32, device: CUdevice)
+        |driver| context::make(context, device, driver);
+    fn cuCtxCreate_v4(context: *mut CUcontext, parameters: *mut c_void, flags: u32, device: CUdevice)
+        |driver| context::make(context, device, driver);
+    fn cuCtxDestroy(context: CUcontext) |driver| { launch::forget_events(Some(context)); context::end(context, driver) };
+    fn cuCtxDestroy_v2(context: CUcontext) |driver| { launch::forget_events(Some(context)); context::end(context, driver) };
+    fn cuCtxSynchronize() |driver| pool::looked_at(driver);
+    fn cuCtxSynchronize_v2(context: CUcontext) |driver| pool::looked_at(driver);
+    fn cuDeviceGraphMemTrim(device: CUdevice) |driver| pool::looked_at(driver);
+    fn cuDevicePrimaryCtxRelease(device: CUdevice) |driver| { launch::forget_events(None); context::end_primary(driver) };
+    fn cuDevicePrimaryCtxRelease_v2(device: CUdevice) |driver| { launch::forget_events(None); context::end_primary(driver) };
+    fn cuDevicePrimaryCtxReset(device: CUdevice) |driver| { launch::forget_events(None); context::end_primary(driver) };
+    fn cuDevicePrimaryCtxReset_v2(device: CUdevice) |driver| { launch::forget_events(None); context::end_primary(driver) };
+    fn cuDevicePrimaryCtxRetain(context: *mut CUcontext, device: CUdevice)
+        |driver| context::retain_primary(device, driver);
+    fn cuDeviceSetMemPool(device: CUdevice, pool: CUmemoryPool) |driver| pool::switch(driver);
     fn cuDeviceTotalMem(bytes: *mut u32, device: CUdevice) |driver| memory::tell_total(bytes, device, driver);
     fn cuDeviceTotalMem_v2(bytes: *mut usize, device: CUdevice) |driver| memory::tell_total(bytes, device, driver);
+    fn cuEventSynchronize(event: usize) |driver| pool::looked_at(driver);
+    fn cuGLCtxCreate(context: *mut CUcontext, flags: u32, device: CUdevice)
+        |driver| context::make(context, device, driver);
+    fn cuGLCtxCreate_v2(context: *mut CUcontext, flags: u32, device: CUdevice)
+        |driver| context::make(context, device, driver);
     fn cuGetProcAddress(symbol: *const c_char, function: *mut Function, version: c_int, flags: u64)
         |driver| resolve::ours(symbol, function, core::ptr::null_mut(), driver);
     fn cuGetProcAddress_v2(symbol: *const c_char, function: *mut Function, version: c_int, flags: u64, status: *mut c_int)
         |driver| resolve::ours(symbol, function, status, driver);
-    fn cuGraphExecDestroy(graph: CUfunction) |driver| launch::forget_graph(graph, driver);
+    fn cuGraphAddChildGraphNode(node: *mut usize, graph: CUgraph, dependencies: *const usize, count: usize, child: CUgraph)
+        |driver| graph::add_child(graph, child, driver);
+    fn cuGraphAddMemAllocNode(node: *mut usize, graph: CUgraph, dependencies: *const usize, count: usize, parameters: *mut CUDA_MEM_ALLOC_NODE_PARAMS)
+        |driver| graph::add_allocation(graph, parameters, driver);
+    fn cuGraphAddNode(node: *mut usize, graph: CUgraph, dependencies: *const usize, count: usize, parameters: *mut CUgraphNodeParams)
+        |driver| graph::add(graph, parameters, driver);
+    fn cuGraphAddNode_v2(node: *mut usize, graph: CUgraph, dependencies: *const usize, edges: *const c_void, count: usize, parameters: *mut CUgraphNodeParams)
+        |driver| graph::add(graph, parameters, driver);
+    fn cuGraphAddNode_v3(node: *mut usize, graph: CUgraph, dependencies: *const usize, edges: *const c_void, count: usize, parameters: *mut CUgraphNodeParams)
+        |driver| graph::add(graph, parameters, driver);
+    fn cuGraphClone(copy: *mut CUgraph, graph: CUgraph) |driver| graph::copy(copy, graph, driver);
+    fn cuGraphDestroy(graph: CUgraph) |driver| graph::end(graph, driver);
+    fn cuGraphExecDestroy(graph: CUgraphExec) |driver| launch::forget_graph(graph, Call::of(&|| graph::end_executable(graph, driver)));
     fn cuGraphExecUpdate(graph: CUfunction, from: usize, node: *mut usize, result: *mut u32) |driver| launch::forget_graph(graph, driver);
     fn cuGraphExecUpdate_v2(graph: CUfunction, from: usize, result: *mut u32) |driver| launch::forget_graph(graph, driver);
+    fn cuGraphInstantiate(executable: *mut CUgraphExec, graph: CUgraph, node: *mut usize, log: *mut c_char, size: usize)
+        |driver| graph::instantiate(executable, graph, driver);
+    fn cuGraphInstantiateWithFlags(executable: *mut CUgraphExec, graph: CUgraph, flags: u64)
+        |driver| graph::instantiate(executable, graph, driver);
+    fn cuGraphInstantiateWithParams(executable: *mut CUgraphExec, graph: CUgraph, parameters: *mut c_void)
+        |driver| graph::instantiate(executable, graph, driver);
+    fn cuGraphInstantiateWithParams_ptsz(executable: *mut CUgraphExec, graph: CUgraph, parameters: *mut c_void)
+        |driver| graph::instantiate(executable, graph, driver);
+    fn cuGraphInstantiate_v2(executable: *mut CUgraphExec, graph: CUgraph, node: *mut usize, log: *mut c_char, size: usize)
+        |driver| graph::instantiate(executable, graph, driver);
     fn cuGraphLaunch(graph: CUfunction, stream: CUstream) |driver| launch::launch(Kernel::of(graph), stream, driver);
     fn cuGraphLaunch_ptsz(graph: CUfunction, stream: CUstream) |driver| launch::launch(Kernel::of(graph), own(stream), driver);
+    fn cuGreenCtxCreate(context: *mut usize, description: usize, device: CUdevice, flags: u32)
+        |driver| context::retain_primary(device, driver);
+    fn cuGreenCtxDestroy(context: usize) |driver| context::end_primary(driver);
     fn cuInit(flags: u32) |driver| process::initialise(driver);
     fn cuKernelGetFunction(function: *mut CUfunction, kernel: CUfunction) |driver| launch::find_function(function, kernel, driver);
     fn cuLaunch(function: CUfunction) |driver| launch::launch(Kernel::of(function), 0, driver);
@@ -83,17 +139,17 @@ hooks! {
         |driver| launch::launch(Kernel { handle: function, grid: [gx, gy, gz], block: [bx, by, bz] }, own(stream), driver);
     fn cuLibraryGetKernel(kernel: *mut CUfunction, library: usize, name: *const c_char) |driver| launch::find_kernel(kernel, name, driver);
     fn cuMemAlloc(pointer: *mut CUdeviceptr_v1, bytes: u32)
-        |driver| memory::allocate(Place::Current, u64::from(bytes), pointer, driver);
+        |driver| memory::allocate(u64::from(bytes), pointer, driver);
     fn cuMemAllocAsync(pointer: *mut CUdeviceptr, bytes: usize, stream: CUstream)
-        |driver| memory::allocate(Place::Stream(stream), bytes as u64, pointer, driver);
+        |driver| pool::allocate(None, Stream::legacy(stream), bytes, pointer, driver);
     fn cuMemAllocAsync_ptsz(pointer: *mut CUdeviceptr, bytes: usize, stream: CUstream)
-        |driver| memory::allocate(Place::Stream(stream), bytes as u64, pointer, driver);
+        |driver| pool::allocate(None, Stream::per_thread(stream), bytes, pointer, driver);
     fn cuMemAllocFromPoolAsync(pointer: *mut CUdeviceptr, bytes: usize, pool: CUmemoryPool, stream: CUstream)
-        |driver| memory::allocate(Place::Pool(pool, stream), bytes as u64, pointer, driver);
+        |driver| pool::allocate(Some(pool), Stream::legacy(stream), bytes, pointer, driver);
     fn cuMemAllocFromPoolAsync_ptsz(pointer: *mut CUdeviceptr, bytes: usize, pool: CUmemoryPool, stream: CUstream)
-        |driver| memory::allocate(Place::Pool(pool, stream), bytes as u64, pointer, driver);
+        |driver| pool::allocate(Some(pool), Stream::per_thread(stream), bytes, pointer, driver);
     fn cuMemAllocManaged(pointer: *mut CUdeviceptr, bytes: usize, flags: u32)
-        |driver| memory::allocate(Place::Current, bytes as u64, pointer, driver);
+        |driver| memory::allocate(bytes as u64, pointer, driver);
     fn cuMemAllocPitch(pointer: *mut CUdeviceptr_v1, pitch: *mut u32, width: u32, height: u32, element: u32)
         |driver| memory::allocate_pitched(pointer, pitch, (u64::from(width), u64::from(height)), driver,
             // SAFETY: frees what the driver has just allocated and nobody has seen.
@@ -103,17 +159,57 @@ hooks! {
             // SAFETY: frees what the driver has just allocated and nobody has seen.
             |pointer| unsafe { real!(cuMemFree_v2: fn(CUdeviceptr))(pointer) });
     fn cuMemAlloc_v2(pointer: *mut CUdeviceptr, bytes: usize)
-        |driver| memory::allocate(Place::Current, bytes as u64, pointer, driver);
+        |driver| memory::allocate(bytes as u64, pointer, driver);
+    fn cuMemCreate(handle: *mut CUmemGenericAllocationHandle, bytes: usize, properties: *const CUmemAllocationProp, flags: u64)
+        |driver| vmm::create(handle, bytes, properties, driver);
+    fn cuMemExportToShareableHandle(token: *mut c_void, handle: CUmemGenericAllocationHandle, kind: u32, flags: u64)
+        |driver| vmm::export(token.cast(), kind, handle, driver);
     fn cuMemFree(pointer: CUdeviceptr_v1) |driver| memory::free(u64::from(pointer), driver);
     fn cuMemFreeAsync(pointer: CUdeviceptr, stream: CUstream) |driver| memory::free(pointer, driver);
     fn cuMemFreeAsync_ptsz(pointer: CUdeviceptr, stream: CUstream) |driver| memory::free(pointer, driver);
     fn cuMemFree_v2(pointer: CUdeviceptr) |driver| memory::free(pointer, driver);
+    fn cuMemGetDefaultMemPool(pool: *mut CUmemoryPool, location: *mut CUmemLocation, kind: u32)
+        |driver| pool::get(pool, location, driver);
     fn cuMemGetInfo(free: *mut u32, total: *mut u32) |driver| memory::tell(free, total, driver);
     fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) |driver| memory::tell(free, total, driver);
+    fn cuMemGetMemPool(pool: *mut CUmemoryPool, location: *mut CUmemLocation, kind: u32)
+        |driver| pool::get(pool, location, driver);
+    fn cuMemImportFromShareableHandle(handle: *mut CUmemGenericAllocationHandle, token: usize, kind: u32)
+        |driver| vmm::import(handle, token, kind, driver);
+    fn cuMemMap(address: CUdeviceptr, bytes: usize, offset: usize, handle: CUmemGenericAllocationHandle, flags: u64)
+        |driver| vmm::map(address, bytes, handle, driver);
+    fn cuMemMapArrayAsync(list: *mut CUarrayMapInfo, count: u32, stream: CUstream)
+        |driver| vmm::map_tiles(list, count, driver);
+    fn cuMemMapArrayAsync_ptsz(list: *mut CUarrayMapInfo, count: u32, stream: CUstream)
+        |driver| vmm::map_tiles(list, count, driver);
     fn cuMemPoolCreate(pool: *mut CUmemoryPool, properties: *const CUmemPoolProps)
-        |driver| memory::make_pool(pool, properties, driver);
-    fn cuMemPoolDestroy(pool: CUmemoryPool) |driver| memory::end_pool(pool, driver);
+        |driver| pool::make(pool, properties, driver);
+    fn cuMemPoolDestroy(pool: CUmemoryPool) |driver| pool::end(pool, driver);
+    fn cuMemPoolSetAttribute(pool: CUmemoryPool, attribute: u32, value: *mut c_void)
+        |driver| pool::looked_at(driver);
+    fn cuMemPoolTrimTo(pool: CUmemoryPool, bytes: usize) |driver| pool::looked_at(driver);
+    fn cuMemRelease(handle: CUmemGenericAllocationHandle) |driver| vmm::release(handle, driver);
+    fn cuMemRetainAllocationHandle(handle: *mut CUmemGenericAllocationHandle, address: *mut c_void)
+        |driver| vmm::retain(handle, driver);
+    fn cuMemSetMemPool(location: *mut CUmemLocation, kind: u32, pool: CUmemoryPool)
+        |driver| pool::switch(driver);
+    fn cuMemUnmap(address: CUdeviceptr, bytes: usize) |driver| vmm::unmap(address, bytes, driver);
+    fn cuMipmappedArrayCreate(array: *mut CUarray, shape: *const ArrayShape3<usize>, levels: u32)
+        |driver| array::make(array, mipmap(shape, levels), driver);
+    fn cuMipmappedArrayDestroy(array: CUarray) |driver| array::end(array, driver);
     fn cuModuleGetFunction(function: *mut CUfunction, module: usize, name: *const c_char) |driver| launch::find_kernel(function, name, driver);
+    fn cuMulticastBindAddr(object: CUmemGenericAllocationHandle, offset: usize, address: CUdeviceptr, bytes: usize, flags: u64)
+        |driver| vmm::bind_address(object, offset, address, driver);
+    fn cuMulticastBindAddr_v2(object: CUmemGenericAllocationHandle, device: CUdevice, offset: usize, address: CUdeviceptr, bytes: usize, flags: u64)
+        |driver| vmm::bind_address(object, offset, address, driver);
+    fn cuMulticastBindMem(object: CUmemGenericAllocationHandle, offset: usize, memory: CUmemGenericAllocationHandle, from: usize, bytes: usize, flags: u64)
+        |driver| vmm::bind(object, offset, memory, driver);
+    fn cuMulticastBindMem_v2(object: CUmemGenericAllocationHandle, device: CUdevice, offset: usize, memory: CUmemGenericAllocationHandle, from: usize, bytes: usize, flags: u64)
+        |driver| vmm::bind(object, offset, memory, driver);
+    fn cuMulticastCreate(object: *mut CUmemGenericAllocationHandle, properties: *const c_void)
+        |driver| vmm::create_multicast(object, driver);
+    fn cuMulticastUnbind(object: CUmemGenericAllocationHandle, device: CUdevice, offset: usize, bytes: usize)
+        |driver| vmm::unbind(object, device, offset, driver);
     fn cuStreamBeginCapture(stream: CUstream) |driver| launch::begin_capture(driver);
     fn cuStreamBeginCaptureToGraph(stream: CUstream, graph: usize, dependencies: *const usize, edges: *const u8, count: usize, mode: u32)
         |driver| launch::begin_capture(driver);
@@ -124,4 +220,26 @@ hooks! {
     fn cuStreamBeginCapture_v2_ptsz(stream: CUstream, mode: u32) |driver| launch::begin_capture(driver);
     fn cuStreamEndCapture(stream: CUstream, graph: *mut usize) |driver| launch::end_capture(driver);
     fn cuStreamEndCapture_ptsz(stream: CUstream, graph: *mut usize) |driver| launch::end_capture(driver);
+    fn cuStreamSynchronize(stream: CUstream) |driver| pool::looked_at(driver);
+    fn cuStreamSynchronize_ptsz(stream: CUstream) |driver| pool::looked_at(driver);
+    fn cuVDPAUCtxCreate(context: *mut CUcontext, flags: u32, device: CUdevice, display: u32, function: *mut c_void)
+        |driver| context::make(context, device, driver);
+    fn cuVDPAUCtxCreate_v2(context: *mut CUcontext, flags: u32, device: CUdevice, display: u32, function: *mut c_void)
+        |driver| context::make(context, device, driver);
+}
+
+/// What is to be made.
+fn shape2<S: memory::Width>(shape: *const ArrayShape2<S>) -> Option<array::Shape> {
+    // SAFETY: null, or what the driver reads next.
+    unsafe { array::flat(shape) }
+}
+
+fn shape3<S: memory::Width>(shape: *const ArrayShape3<S>) -> Option<array::Shape> {
+    // SAFETY: as above.
+    unsafe { array::deep(shape) }.map(array::Shape::Array)
+}
+
+fn mipmap(shape: *const ArrayShape3<usize>, levels: u32) -> Option<array::Shape> {
+    // SAFETY: as above.
+    unsafe { array::deep(shape) }.map(|shape| array::Shape::Mipmap(shape, levels))
 }

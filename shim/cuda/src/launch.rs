@@ -19,9 +19,9 @@ use tranche_shim_core::paths::MAX_SHARES;
 use tranche_shim_runtime::sys;
 
 use crate::abi::{CUcontext, CUfunction, CUlaunchConfig, CUlaunchParams, CUresult, CUstream};
-use crate::driver::real;
+use crate::driver::{Call, real};
 use crate::measure::{Measurement, Measuring, Shape};
-use crate::memory::device_of_stream;
+use crate::pool::device_of_stream;
 use crate::process::{self, Process};
 use crate::share::Device;
 
@@ -90,7 +90,7 @@ impl Kernel {
 
 /// A launch in a stream.
 #[inline]
-pub fn launch(kernel: Kernel, stream: CUstream, driver: impl FnOnce() -> CUresult) -> CUresult {
+pub fn launch(kernel: Kernel, stream: CUstream, driver: Call<'_>) -> CUresult {
     let key = kernel.key();
     let begun = if is_paid(key) {
         None
@@ -100,7 +100,7 @@ pub fn launch(kernel: Kernel, stream: CUstream, driver: impl FnOnce() -> CUresul
             Err(code) => return code,
         }
     };
-    let result = driver();
+    let result = driver.make();
     if let Some(begun) = begun {
         begun.end(result);
     }
@@ -151,10 +151,10 @@ pub fn launch_config(
     config: *const CUlaunchConfig,
     handle: CUfunction,
     stream_of: fn(CUstream) -> CUstream,
-    driver: impl FnOnce() -> CUresult,
+    driver: Call<'_>,
 ) -> CUresult {
     if config.is_null() {
-        return driver();
+        return driver.make();
     }
     // SAFETY: not null, and the program's, for the driver to read.
     let config = unsafe { &*config };
@@ -168,13 +168,9 @@ pub fn launch_config(
 
 /// `cuLaunchCooperativeKernelMultiDevice`: a kernel in each of several streams, each on a device of
 /// its own. All pay what the first takes.
-pub fn launch_on_each(
-    list: *const CUlaunchParams,
-    count: u32,
-    driver: impl FnOnce() -> CUresult,
-) -> CUresult {
+pub fn launch_on_each(list: *const CUlaunchParams, count: u32, driver: Call<'_>) -> CUresult {
     if list.is_null() || count == 0 {
-        return driver();
+        return driver.make();
     }
     let process = match process::current() {
         Ok(process) => process,
@@ -199,10 +195,10 @@ pub fn launch_on_each(
         })
     };
     let [first, others @ ..] = list else {
-        return driver();
+        return driver.make();
     };
     let Some(first) = launch(first) else {
-        return driver();
+        return driver.make();
     };
     for other in others.iter().filter_map(launch) {
         Launch {
@@ -212,7 +208,7 @@ pub fn launch_on_each(
         .pay();
     }
     let begun = first.begin();
-    let result = driver();
+    let result = driver.make();
     begun.end(result);
     result
 }
@@ -407,12 +403,12 @@ fn is_capturing(stream: CUstream) -> bool {
 }
 
 /// `cuStreamBeginCapture` in all its forms. Counted before it begins.
-pub fn begin_capture(driver: impl FnOnce() -> CUresult) -> CUresult {
+pub fn begin_capture(driver: Call<'_>) -> CUresult {
     let captures = process::joined().map(|process| &process.launches.captures);
     if let Some(captures) = captures {
         captures.fetch_add(1, Ordering::Relaxed);
     }
-    let result = driver();
+    let result = driver.make();
     if let Some(captures) = captures
         && !result.is_ok()
     {
@@ -422,8 +418,8 @@ pub fn begin_capture(driver: impl FnOnce() -> CUresult) -> CUresult {
 }
 
 /// `cuStreamEndCapture`. Counted after it ended: also where it was invalid by then.
-pub fn end_capture(driver: impl FnOnce() -> CUresult) -> CUresult {
-    let result = driver();
+pub fn end_capture(driver: Call<'_>) -> CUresult {
+    let result = driver.make();
     if (result.is_ok() || result == CUresult::STREAM_CAPTURE_INVALIDATED)
         && let Some(process) = process::joined()
     {
@@ -439,11 +435,11 @@ fn one_less(captures: &AtomicU64) {
 }
 
 /// A graph that is another one from now on, or none.
-pub fn forget_graph(graph: usize, driver: impl FnOnce() -> CUresult) -> CUresult {
+pub fn forget_graph(graph: usize, driver: Call<'_>) -> CUresult {
     if let Some(process) = process::joined() {
         process.launches.costs.forget(Kernel::of(graph).key());
     }
-    driver()
+    driver.make()
 }
 
 /// The end of a context, or of any: its events are gone, and must not be asked for.
@@ -455,12 +451,8 @@ pub fn forget_events(context: Option<CUcontext>) {
 
 /// A look-up of a kernel by `name`, whose handle the driver writes to `handle`. NCCL's kernels wait
 /// for each other on all their GPUs: one that is held back holds all others while they work.
-pub fn find_kernel(
-    handle: *mut CUfunction,
-    name: *const c_char,
-    driver: impl FnOnce() -> CUresult,
-) -> CUresult {
-    let result = driver();
+pub fn find_kernel(handle: *mut CUfunction, name: *const c_char, driver: Call<'_>) -> CUresult {
+    let result = driver.make();
     if result.is_ok() && !handle.is_null() && !name.is_null() {
         // SAFETY: the driver found a kernel by this C string.
         if is_collective(unsafe { CStr::from_ptr(name) }.to_bytes()) {
@@ -472,12 +464,8 @@ pub fn find_kernel(
 }
 
 /// `cuKernelGetFunction`: another handle of the same kernel.
-pub fn find_function(
-    function: *mut CUfunction,
-    kernel: CUfunction,
-    driver: impl FnOnce() -> CUresult,
-) -> CUresult {
-    let result = driver();
+pub fn find_function(function: *mut CUfunction, kernel: CUfunction, driver: Call<'_>) -> CUresult {
+    let result = driver.make();
     let is_exempt = process::joined()
         .is_some_and(|process| process.launches.costs.is_exempt(Kernel::of(kernel).key()));
     if result.is_ok() && !function.is_null() && is_exempt {

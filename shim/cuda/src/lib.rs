@@ -6,16 +6,19 @@
 //! straight through (`symbols.txt`); the rest is here:
 //!
 //! ```text
-//!  program ─► hooks ─► memory: reserve ─► the real driver ─► commit or roll back
-//!               │├───► launch: pay GPU time, or wait for it ─► the real driver, measured now and then
-//!               │         └► process: this process's slot in each share's account, its pointers
+//!  program ─► hooks ─► reserve in the share's account ─► the real driver ─► charge, or give back
+//!               │         ├► memory, array: by pointer and handle       process: this process's slots,
+//!               │         ├► vmm: by who holds it                       pointers and books
+//!               │         ├► pool, graph: by what the driver keeps      share: the accounts
+//!               │         └► context: what each takes
+//!               ├───► launch: pay GPU time, or wait for it ─► the real driver, measured now and then
 //!               └► resolve: cuGetProcAddress hands out our functions for the driver's
 //! ```
 //!
 //! - `abi`: the driver's types and error codes;
 //! - `driver`: the real functions, and the stubs that pass;
 //! - `hooks`: one row per function that does more;
-//! - `memory`: what the rows for memory do;
+//! - `memory`, `array`, `vmm`, `pool`, `graph`, `context`: what the rows do, by the kind of memory;
 //! - `launch`: what the rows for launches do;
 //! - `measure`: how long launches take, by events around some of them;
 //! - `process`: this process, and how it stays itself across `fork`;
@@ -23,15 +26,16 @@
 //! - `resolve`: what `cuGetProcAddress` hands out.
 //!
 //! What is charged: the memory that a program asks for, to the share of the GPU it will lie on, as
-//! the driver takes it: in whole blocks (2 MiB), but for allocations of at most half a block, which
-//! the driver puts together. A program may always have the last byte of its cap, and byte cap + 1 is
-//! `CUDA_ERROR_OUT_OF_MEMORY`; what it cannot have is twice its cap of its neighbours' memory by
-//! asking for a block and a byte at a time. Memory from a pool counts by the byte: the pool has
-//! taken its blocks before.
+//! the driver takes it: in whole blocks (2 MiB). Of allocations of up to half a block the driver puts
+//! several into one, and each such block is charged once; of pools and graphs it keeps more than it
+//! gives out, and what it keeps is charged. So that the share never holds more than its cap, room for
+//! the most that a call may take is reserved before the driver is asked, and what it did not take is
+//! given back.
 //!
-//! Not charged are contexts and the driver's own needs. They depend on the GPU's model and the
-//! driver, so the node keeps them back before it offers memory, and a share's cap is wholly the
-//! program's: `cuMemGetInfo` says that its total is the cap, and all of it free at first.
+//! A context takes memory too, which depends on the GPU's model and the driver: the node measured it
+//! and wrote it into the page. The share has room for one beside its cap, so that the cap of a lone
+//! process is wholly its own: `cuMemGetInfo` says that its total is the cap, and all of it free at
+//! first. Every further context is charged. Code, stacks and heap of kernels are part of a context.
 #![no_std]
 #![expect(
     non_camel_case_types,
@@ -39,14 +43,19 @@
 )]
 
 mod abi;
+mod array;
+mod context;
 mod driver;
+mod graph;
 mod hooks;
 mod launch;
 mod measure;
 mod memory;
+mod pool;
 mod process;
 mod resolve;
 mod share;
+mod vmm;
 
 #[cfg(not(test))]
 #[panic_handler]

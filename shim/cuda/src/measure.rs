@@ -237,7 +237,7 @@ fn make_events() -> Option<(CUevent, CUevent)> {
 
 /// The context of a stream; of a default one the current context; 0 for none.
 fn context_of(stream: CUstream) -> CUcontext {
-    if stream <= crate::memory::LAST_IMPLICIT_STREAM {
+    if stream <= crate::pool::LAST_IMPLICIT_STREAM {
         return current_context();
     }
     let mut context = 0;

@@ -9,27 +9,58 @@
 use core::cell::UnsafeCell;
 use core::mem::MaybeUninit;
 use core::ptr;
-use core::sync::atomic::{AtomicPtr, AtomicU32, Ordering};
+use core::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, Ordering};
 
 use tranche_shim_core::paths::MAX_SHARES;
-use tranche_shim_core::{GpuUuid, Table};
+use tranche_shim_core::{Blocks, GpuUuid, Physical, Table};
 use tranche_shim_runtime::complain::Refused;
+use tranche_shim_runtime::lock::Guarded;
 use tranche_shim_runtime::shares::{self, Share};
 use tranche_shim_runtime::sys::{self, Errno};
 
 use crate::abi::{CUcontext, CUdevice, CUresult, CUuuid};
-use crate::driver::{DRIVER, real};
+use crate::driver::{Call, DRIVER, real};
 use crate::launch::Launches;
-use crate::share::{Device, Held, Kind};
+use crate::pool::Reserves;
+use crate::share::{self, Device, Held};
 
 /// What this process has of its shares.
 pub struct Process {
     state: AtomicU32,
     joined: UnsafeCell<Joined>,
-    /// Its device pointers.
+    /// Its device pointers, and the handles of what else was charged (see [`key`]).
     pub pointers: Table,
     /// Its launches.
     pub launches: Launches,
+    /// Where its small allocations lie.
+    pub blocks: Blocks,
+    /// The physical memory that it created.
+    pub physical: Guarded<Physical>,
+    /// What the driver keeps for its pools and graphs.
+    pub reserves: Guarded<Reserves>,
+    /// Whether there are any.
+    pub has_reserves: AtomicBool,
+    /// Held while contexts come and go.
+    pub contexts: Guarded<()>,
+}
+
+/// What a number in the table of pointers stands for. Device addresses and the driver's handles are
+/// addresses of user space, whose highest byte is 0.
+#[derive(Clone, Copy, PartialEq, Eq)]
+#[repr(u64)]
+pub enum Kind {
+    Pool = 1,
+    Array,
+    Context,
+    Primary,
+    Graph,
+    Executable,
+    Tile,
+}
+
+/// The key in the table of pointers under which a handle is noted.
+pub fn key(kind: Kind, handle: u64) -> u64 {
+    handle ^ (kind as u64) << 56
 }
 
 // The kernel's zeros, for a new mapping and after a fork.
@@ -53,14 +84,14 @@ struct Joined {
 static PROCESS: AtomicPtr<Process> = AtomicPtr::new(ptr::null_mut());
 
 /// `cuInit`: nothing is used before the shares are known to be right.
-pub fn initialise(driver: impl FnOnce() -> CUresult) -> CUresult {
+pub fn initialise(driver: Call<'_>) -> CUresult {
     if !DRIVER.open() {
         return CUresult::SHARED_OBJECT_INIT_FAILED;
     }
     if shares::each(&mut |_| Ok(())).is_err() {
         return CUresult::NOT_PERMITTED;
     }
-    let result = driver();
+    let result = driver.make();
     if !result.is_ok() {
         return result;
     }
@@ -134,7 +165,8 @@ fn map() -> Result<&'static Process, Errno> {
     let fresh = mapping.start.as_ptr().cast::<Process>();
     match PROCESS.compare_exchange(ptr::null_mut(), fresh, Ordering::AcqRel, Ordering::Acquire) {
         // SAFETY: a mapping of the right size, page-aligned, whose zeros are a `Process` that has
-        // not joined: `joined` is not read in that state, a table of zeros is an empty one, and so with launches.
+        // not joined: `joined` is not read in that state, and zeros are an empty table, no blocks, no
+        // physical memory, no reserves, no launches and free locks.
         Ok(_) => Ok(unsafe { &*fresh }),
         Err(other) => {
             // SAFETY: nobody has seen this one.
@@ -190,7 +222,7 @@ impl Joined {
         match to
             .devices()
             .iter()
-            .find(|device| device.kind == Kind::Unknown)
+            .find(|device| device.kind == share::Kind::Unknown)
         {
             // Fails closed: a GPU that nobody gave this container.
             Some(device) => Err(shares::refuse_gpu(device.gpu).into()),
@@ -206,7 +238,7 @@ impl Joined {
             return Ok(());
         };
         match share.limit {
-            None => device.kind = Kind::Uncapped,
+            None => device.kind = share::Kind::Uncapped,
             Some(limit) => {
                 let place = self
                     .shares
@@ -214,10 +246,11 @@ impl Joined {
                     .ok_or_else(shares::refuse_too_many)?;
                 place.write(Held::take(share, limit)?);
                 device.add_cores(share.cores);
+                device.context = device.context.max(share.context);
                 device.shares |= 1 << self.share_count;
                 self.share_count += 1;
-                if device.kind == Kind::Unknown {
-                    device.kind = Kind::Capped;
+                if device.kind == share::Kind::Unknown {
+                    device.kind = share::Kind::Capped;
                 }
             }
         }

@@ -15,7 +15,7 @@ use tranche_shim_core::Part;
 use tranche_shim_runtime::complain::refuse;
 
 use crate::abi::{CUresult, Function};
-use crate::driver::{self, HANDLED_NAMES, PASSING, SYMBOLS};
+use crate::driver::{self, Call, HANDLED_NAMES, PASSING, SYMBOLS};
 use crate::hooks::HANDLED;
 
 /// `CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND`.
@@ -26,9 +26,9 @@ pub fn ours(
     symbol: *const c_char,
     function: *mut Function,
     status: *mut c_int,
-    driver: impl FnOnce() -> CUresult,
+    driver: Call<'_>,
 ) -> CUresult {
-    let result = driver();
+    let result = driver.make();
     if !result.is_ok() || function.is_null() {
         return result;
     }

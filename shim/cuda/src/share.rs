@@ -5,11 +5,12 @@ use tranche_shim_core::compute::{Bucket, RefillPage};
 use tranche_shim_core::{Account, GpuUuid, Pace, SlotIndex};
 use tranche_shim_runtime::accounts::Live;
 use tranche_shim_runtime::complain::Refused;
-use tranche_shim_runtime::shares::{Name, Share};
+use tranche_shim_runtime::shares::{BLOCK, Name, Share};
 use tranche_shim_runtime::sys;
 
 use crate::abi::{CUdevice, CUmemAllocationProp, CUmemLocation, CUresult};
 use crate::driver::real;
+use crate::pool;
 use crate::process::Process;
 
 /// A GPU that this process sees.
@@ -23,7 +24,9 @@ pub struct Device {
     /// Its place among the process's devices.
     pub number: u8,
     /// Bytes of the blocks in which the driver takes its memory.
-    block: u64,
+    pub block: u64,
+    /// Bytes that a context takes.
+    pub context: u64,
     /// A bit for each share of the process that lies on it.
     pub shares: u64,
     /// Percent of its time that they have together; 0 for all of it.
@@ -46,19 +49,22 @@ pub enum Kind {
 pub struct Held {
     live: Live,
     slot: SlotIndex,
+    /// All that its processes may hold: its memory, and one context.
     limit: u64,
     /// Percent of the GPU's time, and what the node grants of it.
     cores: u8,
     refill: &'static RefillPage,
+    /// Bytes that one context takes.
+    context: u64,
     name: Name,
     /// When it looked for dead processes.
     looks: Pace,
 }
 
 impl Held {
-    /// Takes a slot in the account of a share of `limit` bytes.
-    pub fn take(share: &Share, limit: u64) -> Result<Self, Refused> {
-        let name = share.name;
+    /// Takes a slot in the account of a share of `memory` bytes.
+    pub fn take(share: &Share, memory: u64) -> Result<Self, Refused> {
+        let &Share { name, context, .. } = share;
         let (file, live) = Live::map(&name)?;
         let pid = sys::pid();
         #[expect(clippy::cast_possible_truncation, reason = "spreads the search")]
@@ -71,7 +77,8 @@ impl Held {
         Ok(Self {
             live,
             slot,
-            limit,
+            limit: memory.saturating_add(context),
+            context,
             cores: share.cores.unwrap_or(100),
             refill: name.map_refill()?,
             name,
@@ -99,6 +106,16 @@ impl Held {
 
     fn free(&self) -> u64 {
         self.limit.saturating_sub(self.live.account.used())
+    }
+
+    /// What programs are told of it: the first context is not theirs to see.
+    fn told(&self) -> Cap {
+        let total = self.limit - self.context;
+        let used = self.live.account.used().saturating_sub(self.context);
+        Cap {
+            total,
+            free: total.saturating_sub(used),
+        }
     }
 
     /// Takes back what dead processes left, unless this process asks again and again; returns
@@ -144,6 +161,15 @@ impl Process {
             if looked && let Some(granted) = self.reserve_in_parts(device, least, most) {
                 return Ok(granted);
             }
+            // What this process's own pools keep for later is there for who needs it now.
+            let free = self
+                .shares(device)
+                .fold(0u64, |sum, share| sum.saturating_add(share.free()));
+            if pool::trim(self, device, most.saturating_sub(free))
+                && let Some(granted) = self.reserve_in_parts(device, least, most)
+            {
+                return Ok(granted);
+            }
         }
         if let Some(share) = self.shares(device).next() {
             share.live.account.note_refusal(share.slot);
@@ -152,7 +178,7 @@ impl Process {
     }
 
     /// Reserves from each share of the device what it has left, until it is enough; or nothing.
-    fn reserve_in_parts(&self, device: &Device, least: u64, most: u64) -> Option<u64> {
+    pub fn reserve_in_parts(&self, device: &Device, least: u64, most: u64) -> Option<u64> {
         let mut shares = self.shares(device);
         if device.shares.is_power_of_two() {
             return shares.next()?.reserve(least, most);
@@ -211,15 +237,16 @@ impl Process {
         let mut cap = Cap { total: 0, free: 0 };
         for share in self.shares(device) {
             share.reclaim();
-            cap.total = cap.total.saturating_add(share.limit);
-            cap.free = cap.free.saturating_add(share.free());
+            let told = share.told();
+            cap.total = cap.total.saturating_add(told.total);
+            cap.free = cap.free.saturating_add(told.free);
         }
         cap
     }
 }
 
-/// The driver's blocks on every GPU so far, in bytes: where it cannot be asked.
-const BLOCK: u64 = 2 << 20;
+/// The smallest blocks of any driver: its small pages.
+const LEAST_BLOCK: u64 = 64 << 10;
 
 /// Bytes of the blocks in which the driver takes a device's memory.
 fn block_of(handle: CUdevice) -> u64 {
@@ -241,7 +268,14 @@ fn block_of(handle: CUdevice) -> u64 {
         )
     };
     match block as u64 {
-        block if result.is_ok() && block.is_power_of_two() && block <= 64 * BLOCK => block,
+        block
+            if result.is_ok()
+                && block.is_power_of_two()
+                && (LEAST_BLOCK..=64 * BLOCK).contains(&block) =>
+        {
+            block
+        }
+        // Where it cannot be asked.
         _ => BLOCK,
     }
 }
@@ -255,6 +289,7 @@ impl Device {
             kind: Kind::Unknown,
             number,
             block: block_of(handle),
+            context: 0,
             shares: 0,
             cores: 0,
         }
@@ -270,15 +305,16 @@ impl Device {
         self.cores = if sum < 100 { sum } else { 0 };
     }
 
-    /// What an allocation of `bytes` takes of the device: whole blocks, but for small ones, of which
-    /// the driver puts several into a block.
+    /// What an allocation of `bytes` takes of the device, at most: whole blocks.
     #[inline]
     pub fn taken_by(&self, bytes: u64) -> u64 {
-        if bytes <= self.block / 2 {
-            bytes
-        } else {
-            bytes.checked_next_multiple_of(self.block).unwrap_or(bytes)
-        }
+        bytes.checked_next_multiple_of(self.block).unwrap_or(bytes)
+    }
+
+    /// Whether the driver puts an allocation of `bytes` into a block with others.
+    #[inline]
+    pub fn is_small(&self, bytes: u64) -> bool {
+        bytes <= self.block / 2
     }
 
     /// Whether the device's memory is capped for this container.

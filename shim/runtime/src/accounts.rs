@@ -60,9 +60,11 @@ impl Live {
     }
 }
 
-/// Bytes that a share's living processes hold together.
+/// Bytes that a share's living processes hold together, as programs are told: without the one
+/// context that is beside the limit.
 pub fn used(share: &Share) -> Result<u64, Refused> {
-    look(&share.name, Account::used)
+    let used = look(&share.name, Account::used)?;
+    Ok(used.saturating_sub(share.context))
 }
 
 /// Hands the living processes of a share to `visit`: PID, in the process's own namespace, and bytes

@@ -4,7 +4,8 @@
 //! - [`mod@library`]: a symbol's way to the real library, resolved at its first call;
 //! - [`shares`]: which GPUs this container may use, and how much of each;
 //! - [`accounts`]: how much of a share is held, and by dead processes;
-//! - [`sys`]: files, mappings and locks;
+//! - [`sys`]: files, mappings and their locks;
+//! - [`lock`]: a lock between threads;
 //! - [`complain`]: the one line.
 //!
 //! Nothing here runs when the library is loaded, which it is into every process of the container:
@@ -21,5 +22,6 @@ compile_error!(
 pub mod accounts;
 pub mod complain;
 pub mod library;
+pub mod lock;
 pub mod shares;
 pub mod sys;

@@ -21,6 +21,8 @@ pub struct Share {
     pub limit: Option<u64>,
     /// Percent of the GPU's time that it may use; `None` for no limit.
     pub cores: Option<u8>,
+    /// Bytes that one context takes, in whole blocks; the share has them beside its limit.
+    pub context: u64,
     /// Its folder's name.
     pub name: Name,
 }
@@ -28,6 +30,9 @@ pub struct Share {
 /// The name of a share's folder: what a file system allows, and a zero.
 #[derive(Clone, Copy, Debug)]
 pub struct Name([u8; 256]);
+
+/// What the driver takes memory in, on every GPU so far: 2 MiB.
+pub const BLOCK: u64 = 2 << 20;
 
 /// What to do about a share that is not right, as the end of a message.
 const REMEDY: &[Part<'_>] = &[Part::Text(
@@ -130,6 +135,10 @@ impl Share {
             gpu,
             limit: page.memory_limit,
             cores: page.cores,
+            context: page
+                .context_memory
+                .checked_next_multiple_of(BLOCK)
+                .unwrap_or(page.context_memory),
             name,
         })
     }

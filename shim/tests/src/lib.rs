@@ -288,7 +288,7 @@ impl World {
     }
 
     /// Takes a share away.
-    pub fn remove(&self, share: Share) {
+    pub fn remove(&self, share: &Share) {
         for page in ["cap", "account"] {
             mount::detach(&share.mounted.join(page));
         }

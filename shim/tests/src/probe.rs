@@ -3,6 +3,8 @@
 //! usage: `tranche-shim-probe HOW [COMMAND]`, where HOW is how the driver is loaded: `name` (dlopen of
 //! libcuda.so.1), `deepbind`, `global`, `namespace` (dlmopen), `default` (RTLD_DEFAULT: preloaded), or a path.
 //!
+//! Besides the commands below it calls any function: see `probe_raw`.
+//!
 //! With a command it carries out that one alone. An answer is the driver's result code and what it wrote.
 
 #![allow(
@@ -16,6 +18,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// What `alloc` got last.
 static LAST: AtomicU64 = AtomicU64::new(0);
+
+mod probe_raw;
 
 struct Cuda(*mut c_void);
 
@@ -94,6 +98,9 @@ fn serve(cuda: &Cuda) {
 
 #[expect(clippy::too_many_lines, reason = "one line per command")]
 fn act(cuda: &Cuda, words: &[&str]) -> String {
+    if let Some(answer) = probe_raw::act(words, |name| cuda.find(name)) {
+        return answer;
+    }
     let number = |nth: usize| -> u64 { words.get(nth).map_or(0, |word| word.parse().unwrap()) };
     #[expect(clippy::cast_possible_truncation, reason = "the tests' own numbers")]
     let int = |nth: usize| number(nth) as i32;
@@ -154,6 +161,7 @@ fn act(cuda: &Cuda, words: &[&str]) -> String {
             "{}",
             call!(cuda, "cuMemFreeAsync", number(1) => u64, 0 => u64)
         ),
+        "synchronize" => format!("{}", call!(cuda, "cuCtxSynchronize",)),
         "info" => outs(call!(cuda, "cuMemGetInfo_v2", out => *mut u64, out_too => *mut u64)),
         "info-free" => {
             outs(call!(cuda, "cuMemGetInfo_v2", out => *mut u64, std::ptr::null_mut() => *mut u64))

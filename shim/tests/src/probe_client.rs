@@ -83,6 +83,17 @@ impl Probe {
         answer
     }
 
+    /// Calls a function of the driver by name: see `probe_raw.rs`.
+    pub fn call(&mut self, call: &str) -> i64 {
+        self.ask(&format!("call {call}")).code
+    }
+
+    /// Calls one that must succeed, and returns word 0.
+    pub fn get(&mut self, call: &str) -> u64 {
+        assert_eq!(self.call(call), 0, "{call}");
+        self.must("words 0 1").number(0)
+    }
+
     /// Its PID.
     #[must_use]
     pub fn pid(&self) -> u32 {

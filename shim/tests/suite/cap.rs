@@ -9,6 +9,8 @@ pub const GPU_0: &str = "GPU-11111111-1111-1111-1111-111111111100";
 pub const GPU_1: &str = "GPU-11111111-1111-1111-1111-111111111101";
 
 pub const CAP: u64 = 20 << 30;
+/// What the driver takes memory in.
+pub const BLOCK: u64 = 2 << 20;
 const OUT_OF_MEMORY: i64 = 2;
 
 /// A container with 20 GiB on the first GPU, and one GPU.
@@ -44,11 +46,12 @@ fn the_cap_is_exact_to_the_byte() {
     probe.must(&format!("alloc {}", CAP - (1 << 20)));
     assert_eq!(share.used(), CAP, "as the driver takes it: in blocks");
     probe.must("free-last");
-    probe.must(&format!("alloc {}", CAP - (2 << 20)));
-    probe.must("alloc 1048575");
-    probe.must("alloc 1048575");
-    probe.must("alloc 2");
+    probe.must(&format!("alloc {}", CAP - BLOCK));
+    let last = probe.must("alloc 1048576").number(0);
+    // What would lie in that block would need another while it is asked for.
     assert_eq!(probe.ask("alloc 1").code, OUT_OF_MEMORY);
+    probe.must(&format!("free {last}"));
+    probe.must(&format!("alloc {BLOCK}"));
     assert_eq!(share.look(|account| account.peak()), CAP);
     assert_eq!(probe.ask("steer held 0").code, i64::try_from(CAP).unwrap());
 }
@@ -82,44 +85,119 @@ fn every_family_is_charged_and_any_free_gives_back() {
     for allocate in ["alloc", "managed", "async"] {
         for free in ["free", "free-async"] {
             let pointer = probe.must(&format!("{allocate} 4096")).number(0);
-            assert_eq!(share.used(), 4096, "{allocate}");
+            assert_eq!(share.used(), BLOCK, "{allocate}");
             probe.must(&format!("{free} {pointer}"));
+            // Pools give back later.
+            probe.must("synchronize");
             assert_eq!(share.used(), 0, "{allocate}, {free}");
         }
     }
+}
+
+/// Small allocations share blocks: each block is charged once, for as long as anything lies in it.
+#[test]
+fn a_block_is_charged_while_anything_lies_in_it() {
+    let (world, share) = one_gpu();
+    let mut probe = ready(&world, 1);
+    let pointers: Vec<u64> = (0..1024)
+        .map(|_| probe.must("alloc 4096").number(0))
+        .collect();
+    assert_eq!(share.used(), 2 * BLOCK, "512 in each");
+    // One of each stays.
+    for nth in (0..1024).filter(|nth| nth % 512 != 7) {
+        probe.must(&format!("free {}", pointers[nth]));
+    }
+    assert_eq!(share.used(), 2 * BLOCK);
+    probe.must(&format!("free {}", pointers[7]));
+    assert_eq!(share.used(), BLOCK);
+    probe.must(&format!("free {}", pointers[512 + 7]));
+    assert_eq!(share.used(), 0);
+}
+
+/// What a pool keeps is charged, until it gives it back.
+#[test]
+fn a_pool_is_charged_with_what_it_keeps() {
+    let (world, share) = one_gpu();
+    let mut probe = ready(&world, 1);
+    probe.ask(&format!("steer pool_step {}", 32 << 20));
+    let first = probe.must("async 4096").number(0);
+    assert_eq!(share.used(), 32 << 20);
+    let second = probe.must(&format!("async {}", 100 << 20)).number(0);
+    assert_eq!(share.used(), 128 << 20);
+    probe.must(&format!("free-async {first}"));
+    probe.must(&format!("free {second}"));
+    assert_eq!(share.used(), 128 << 20, "it keeps it");
+    assert_eq!(probe.must("info").number(0), CAP - (128 << 20));
+    probe.must("synchronize");
+    assert_eq!(share.used(), 0);
+}
+
+/// Under pressure a pool's unused memory is there for whoever needs it, and no more than is needed.
+#[test]
+fn a_full_cap_trims_the_pools() {
+    let (world, share) = one_gpu();
+    let mut probe = ready(&world, 1);
+    probe.ask("steer pool_keeps 1");
+    let kept = probe.must(&format!("async {}", CAP / 2)).number(0);
+    let live = probe.must(&format!("async {}", CAP / 4)).number(0);
+    probe.must(&format!("free-async {kept}"));
+    assert_eq!(share.used(), CAP / 4 * 3);
+    probe.must(&format!("alloc {}", CAP / 4 + (64 << 20)));
+    assert_eq!(share.used(), CAP, "trimmed by 64 MiB");
+    probe.must(&format!("async {}", CAP / 4));
+    assert!(share.used() <= CAP);
+    assert_eq!(
+        probe.ask(&format!("alloc {}", CAP / 4)).code,
+        OUT_OF_MEMORY,
+        "what is live stays"
+    );
+    probe.must(&format!("free {live}"));
+    probe.must(&format!("alloc {}", CAP / 4));
+    assert!(probe.ask("steer held 0").code <= i64::try_from(CAP).unwrap());
+    assert_eq!(
+        probe.ask("steer held 0").code,
+        i64::try_from(share.used()).unwrap()
+    );
+}
+
+/// A pool that grows by more than any so far: what it took too much it does not keep.
+#[test]
+fn a_pool_that_takes_too_much_is_refused() {
+    let (world, share) = one_gpu();
+    let mut probe = ready(&world, 1);
+    probe.must(&format!("alloc {}", CAP - (64 << 20)));
+    probe.ask(&format!("steer pool_step {}", 128 << 20));
+    assert_eq!(probe.ask("async 4096").code, OUT_OF_MEMORY);
+    probe.must("synchronize");
+    assert_eq!(share.used(), CAP - (64 << 20));
+    probe.ask(&format!("steer pool_step {}", 32 << 20));
+    probe.must("async 4096");
+    assert_eq!(share.used(), CAP - (32 << 20));
 }
 
 #[test]
 fn a_pitched_allocation_is_charged_as_the_driver_pads_it() {
     let (world, share) = one_gpu();
     let mut probe = ready(&world, 1);
-    let pointer = probe.must("pitch 100 10").number(0);
-    assert_eq!(share.used(), 512 * 10);
+    let pointer = probe.must("pitch 100 100000").number(0);
+    assert_eq!(share.used(), (512u64 * 100_000).next_multiple_of(BLOCK));
     probe.must(&format!("free {pointer}"));
     assert_eq!(share.used(), 0);
     // A driver that pads less, and one that pads more than any so far.
     probe.ask("steer pitch 128");
-    let pointer = probe.must("pitch 100 10").number(0);
-    assert_eq!(share.used(), 128 * 10);
+    let pointer = probe.must("pitch 100 100000").number(0);
+    assert_eq!(share.used(), (128u64 * 100_000).next_multiple_of(BLOCK));
     probe.must(&format!("free {pointer}"));
     probe.ask("steer pitch 4096");
-    probe.must("pitch 100 10");
-    assert_eq!(share.used(), 4096 * 10);
+    probe.must("pitch 100 2000");
+    let padded = (4096u64 * 2000).next_multiple_of(BLOCK);
+    assert!(share.used() <= padded + BLOCK && share.used() >= 4096 * 2000);
     // And does not get past the cap by it.
-    let left = CAP - share.used();
-    let all_but_a_block = left / (2 << 20) * (2 << 20) - (2 << 20);
-    probe.must(&format!("alloc {all_but_a_block}"));
-    while CAP - share.used() >= 1 << 20 {
-        probe.must("alloc 1048576");
-    }
-    let rest = CAP - share.used();
-    probe.must(&format!("alloc {}", rest - 512 * 10));
-    assert_eq!(probe.ask("pitch 100 10").code, OUT_OF_MEMORY);
-    assert_eq!(share.used(), CAP - 512 * 10);
-    assert_eq!(
-        probe.ask("steer held 0").code,
-        i64::try_from(share.used()).unwrap()
-    );
+    probe.must(&format!("alloc {}", CAP - share.used() - BLOCK));
+    assert_eq!(probe.ask("pitch 100 2000").code, OUT_OF_MEMORY);
+    assert_eq!(share.used(), CAP - BLOCK);
+    let held = u64::try_from(probe.ask("steer held 0").code).unwrap();
+    assert!(held <= share.used(), "{held}");
 }
 
 #[test]
@@ -148,7 +226,7 @@ fn a_free_that_the_driver_refuses_stays_charged() {
     let pointer = probe.must("alloc 4096").number(0);
     probe.ask("steer fail_next 700");
     assert_eq!(probe.ask(&format!("free {pointer}")).code, 700);
-    assert_eq!(share.used(), 4096);
+    assert_eq!(share.used(), BLOCK);
     probe.must(&format!("free {pointer}"));
     assert_eq!(share.used(), 0);
     // Freed twice, and never allocated: the driver says so itself.
@@ -164,7 +242,8 @@ fn a_context_takes_its_memory_along() {
     let context = probe.must("context 0").number(0);
     probe.must("alloc 4096");
     probe.must("alloc 8192");
-    assert_eq!(share.used(), 12288);
+    probe.must("alloc 8000000");
+    assert_eq!(share.used(), 5 * BLOCK);
     probe.must(&format!("destroy {context}"));
     assert_eq!(share.used(), 0);
 }
@@ -179,15 +258,15 @@ fn total_and_free_are_the_shares() {
     // 32 bits hold no 20 GiB.
     assert_eq!(probe.must("total-legacy 0").number(0), u64::from(u32::MAX));
     probe.must("alloc 4096");
-    assert_eq!(probe.must("info").number(0), CAP - 4096);
-    assert_eq!(probe.must("info-free").number(0), CAP - 4096);
+    assert_eq!(probe.must("info").number(0), CAP - BLOCK);
+    assert_eq!(probe.must("info-free").number(0), CAP - BLOCK);
     assert_eq!(probe.must("info-total").number(1), CAP);
     probe.must("info-none");
     // A neighbour in the same share.
     let mut other = ready(&world, 1);
     other.must("alloc 1048576");
-    assert_eq!(probe.must("info").number(0), CAP - 4096 - (1 << 20));
-    assert_eq!(share.used(), 4096 + (1 << 20));
+    assert_eq!(probe.must("info").number(0), CAP - 2 * BLOCK);
+    assert_eq!(share.used(), 2 * BLOCK);
 }
 
 #[test]
@@ -275,12 +354,12 @@ fn a_killed_process_returns_its_charge() {
             "not reclaimed within a second"
         );
     }
-    assert_eq!(share.used(), 4096);
+    assert_eq!(share.used(), BLOCK);
     let processes: Vec<_> = share.look(|account| account.processes().collect());
     assert_eq!(processes.len(), 1);
     assert_eq!(
         (processes[0].pid, processes[0].charged),
-        (u64::from(other.pid()), 4096)
+        (u64::from(other.pid()), BLOCK)
     );
 }
 
@@ -292,7 +371,7 @@ fn a_process_that_ended_is_not_in_the_way_of_the_next() {
     let mut second = ready(&world, 1);
     first.must("alloc 1048576");
     first.kill();
-    assert_eq!(share.used(), 1 << 20);
+    assert_eq!(share.used(), BLOCK);
     assert_eq!(second.must("info").number(0), CAP);
     second.must("alloc 1048576");
     second.kill();
@@ -329,19 +408,19 @@ fn a_child_has_its_own_slot_and_charges() {
     // The child's driver (ours keeps its state across fork) frees what the parent is charged for:
     // the charge stays the parent's.
     probe.must("alloc 1048576");
-    assert_eq!(share.used(), 4096 + (1 << 20));
+    assert_eq!(share.used(), 2 * BLOCK);
     assert_eq!(share.look(|account| account.processes().count()), 2);
     probe.must(&format!("free {pointer}"));
-    assert_eq!(share.used(), 4096 + (1 << 20));
+    assert_eq!(share.used(), 2 * BLOCK);
     assert_eq!(probe.must("info").number(0), CAP - share.used());
     probe.send("end");
     assert_eq!(probe.receive().code, 0);
     assert_eq!(probe.receive().values, ["parent"]);
     // The dead child's charge goes when somebody needs it.
-    probe.must(&format!("alloc {}", CAP - 4096));
+    probe.must(&format!("alloc {}", CAP - BLOCK));
     assert_eq!(share.used(), CAP);
     probe.must(&format!("free {pointer}"));
-    assert_eq!(share.used(), CAP - 4096);
+    assert_eq!(share.used(), CAP - BLOCK);
 }
 
 /// What a program was charged goes with it when it becomes another.
@@ -394,7 +473,7 @@ fn a_living_child_does_not_keep_a_dead_parents_slot() {
             "the dead parent's charge stays"
         );
     }
-    assert_eq!(share.used(), 4096);
+    assert_eq!(share.used(), BLOCK);
     parent.send("end");
 }
 

@@ -112,7 +112,7 @@ fn three_hundred_processes_join_at_once() {
         }
     }
     println!("300 processes: {:?}", start.elapsed());
-    assert_eq!(share.used(), 300 * 4096);
+    assert_eq!(share.used(), 300 * crate::cap::BLOCK);
     assert_eq!(share.look(|account| account.processes().count()), 300);
     drop(probes);
     let mut last = ready(&world, 1);

@@ -20,7 +20,6 @@ absent! {
     cuArray3DGetDescriptor
     cuArrayCreate
     cuArrayGetDescriptor
-    cuArrayGetMemoryRequirements
     cuArrayGetPlane
     cuArrayGetSparseProperties
     cuCheckpointOperationComplete
@@ -57,7 +56,6 @@ absent! {
     cuDeviceGetNvSciSyncAttributes
     cuDeviceGetP2PAtomicCapabilities
     cuDeviceRegisterAsyncNotification
-    cuDeviceSetGraphMemAttribute
     cuDeviceTotalMem
     cuDeviceUnregisterAsyncNotification
     cuEGLApiInit
@@ -297,7 +295,6 @@ absent! {
     cuMemsetD2D8
     cuMemsetD32
     cuMemsetD8
-    cuMipmappedArrayGetMemoryRequirements
     cuMipmappedArrayGetSparseProperties
     cuModuleGetGlobal
     cuModuleGetSurfRef

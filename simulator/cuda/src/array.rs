@@ -1,8 +1,11 @@
 //! Arrays: device memory with a shape. Textures and surfaces are not simulated.
+//!
+//! An array with deferred mapping has no memory, and none can be mapped to it here: it tells what one
+//! of its shape would take.
 
 use crate::code::Code;
 use crate::context::current;
-use crate::driver::driver;
+use crate::driver::{device, driver};
 use crate::export::{export, get, put};
 use crate::memory;
 use crate::object::{Handle, Kept, Kind, Object};
@@ -32,7 +35,9 @@ pub struct Shape2 {
 /// An array.
 #[derive(Debug)]
 pub struct Array {
-    pub address: u64,
+    /// 0 where it has no memory.
+    address: u64,
+    bytes: u64,
     shape: Shape3,
     element: u64,
 }
@@ -42,6 +47,15 @@ impl Kind for Array {
 }
 
 impl Array {
+    /// Where its memory is.
+    pub fn address(&self) -> Result<u64, Code> {
+        if self.address == 0 {
+            Err(Code::INVALID_VALUE)
+        } else {
+            Ok(self.address)
+        }
+    }
+
     /// Bytes from a row to the next.
     pub fn pitch(&self) -> u64 {
         self.shape.width as u64 * self.element
@@ -68,6 +82,28 @@ fn element(format: u32, channels: u32) -> Result<u64, Code> {
     }
 }
 
+/// `CUDA_ARRAY3D_DEFERRED_MAPPING`.
+const DEFERRED: u32 = 0x80;
+
+/// cuda.h's `CUDA_ARRAY_MEMORY_REQUIREMENTS`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct Requirements {
+    size: usize,
+    alignment: usize,
+    reserved: [u32; 4],
+}
+
+impl Requirements {
+    fn of(bytes: u64) -> Self {
+        Self {
+            size: usize::try_from(bytes).unwrap_or(usize::MAX),
+            alignment: 64 << 10,
+            reserved: [0; 4],
+        }
+    }
+}
+
 fn create(shape: Shape3) -> Result<Handle, Code> {
     let context = current()?;
     let element = element(shape.format, shape.channels)?;
@@ -75,9 +111,14 @@ fn create(shape: Shape3) -> Result<Handle, Code> {
         .iter()
         .try_fold(element, |bytes, extent| bytes.checked_mul(*extent as u64))
         .ok_or(Code::INVALID_VALUE)?;
-    let address = memory::allocate(context, bytes)?;
+    let address = if shape.flags & DEFERRED == 0 {
+        memory::allocate(context, bytes)?
+    } else {
+        0
+    };
     Ok(Object::create(Array {
         address,
+        bytes,
         shape,
         element,
     })
@@ -99,7 +140,21 @@ fn destroy(array: Handle) -> Result<(), Code> {
     let array = unsafe { Object::<Array>::find(array)? };
     let address = array.address;
     array.destroy();
+    if address == 0 {
+        return Ok(());
+    }
     memory::free(address)
+}
+
+/// What an array without memory would take.
+fn needed(array: Handle) -> Result<u64, Code> {
+    // SAFETY: a handle that a caller or `create` gave.
+    let array = unsafe { Object::<Array>::find(array)? };
+    if array.address == 0 {
+        Ok(array.bytes)
+    } else {
+        Err(Code::INVALID_VALUE)
+    }
 }
 
 fn create_mipmap(shape: Shape3, levels: u32) -> Result<Handle, Code> {
@@ -151,6 +206,19 @@ export! {
         }
         mipmap.destroy();
         Ok(())
+    }
+    fn cuArrayGetMemoryRequirements(to: *mut Requirements, array: Handle, of: i32) {
+        device(of)?;
+        put(to, Requirements::of(needed(array)?))
+    }
+    fn cuMipmappedArrayGetMemoryRequirements(to: *mut Requirements, mipmap: Handle, of: i32) {
+        device(of)?;
+        let mipmap = Object::<Mipmap>::find(mipmap)?;
+        let mut bytes = 0;
+        for level in &mipmap.levels {
+            bytes += needed(level.0)?;
+        }
+        put(to, Requirements::of(bytes))
     }
     fn cuArrayCreate_v2(to: *mut Handle, shape: *const Shape2) {
         let shape = get(shape)?;

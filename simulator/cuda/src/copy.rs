@@ -260,7 +260,7 @@ impl End3 {
             3 => {
                 // SAFETY: the caller's contract.
                 let array = unsafe { Object::<Array>::find(self.array)? };
-                (Side::Device(array.address), array.pitch(), array.rows())
+                (Side::Device(array.address()?), array.pitch(), array.rows())
             }
             _ => return Err(Code::INVALID_VALUE),
         };
@@ -380,7 +380,7 @@ unsafe fn array_side(array: Handle, offset: usize) -> Result<Side, Code> {
     driver()?;
     // SAFETY: the caller's contract.
     let array = unsafe { Object::<Array>::find(array)? };
-    Ok(Device(array.address + offset as u64))
+    Ok(Device(array.address()? + offset as u64))
 }
 
 export! {

@@ -1,7 +1,7 @@
 //! GPUs as CUDA shows them.
 
 use std::ffi::c_char;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use tranche_simulator_machine::layout::GpuState;
@@ -26,6 +26,9 @@ pub struct Device {
     /// The pool that the driver made, and the one in use.
     pub default_pool: &'static Object<Pool>,
     pub current_pool: Mutex<&'static Object<Pool>>,
+    /// Bytes that graphs have, and the most they had since that was set back.
+    pub graph_memory: AtomicU64,
+    pub graph_memory_high: AtomicU64,
 }
 
 impl Device {
@@ -39,6 +42,8 @@ impl Device {
             heap: Mutex::new(Heap::default()),
             default_pool,
             current_pool: Mutex::new(default_pool),
+            graph_memory: AtomicU64::new(0),
+            graph_memory_high: AtomicU64::new(0),
         }
     }
 

@@ -8,8 +8,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use crate::code::Code;
 use crate::context::{Context, current};
 use crate::copy::{BoxMove, Copy3, Move, in_order};
+use crate::device::Device;
 use crate::driver::driver;
 use crate::export::{export, get, put, put_wanted};
+use crate::heap::BLOCK;
 use crate::host::{self, Token};
 use crate::launch;
 use crate::memory;
@@ -45,12 +47,24 @@ pub enum Node {
 pub struct GraphMemory {
     pub address: u64,
     bytes: usize,
+    device: &'static Device,
 }
 
 impl GraphMemory {
+    /// In blocks of its own, which it shares with nothing.
     pub fn allocate(context: &Context, bytes: usize) -> Result<Arc<Self>, Code> {
-        let address = memory::allocate(context, bytes as u64)?;
-        Ok(Arc::new(Self { address, bytes }))
+        let taken = (bytes as u64)
+            .checked_next_multiple_of(BLOCK)
+            .ok_or(Code::OUT_OF_MEMORY)?;
+        let address = memory::allocate(context, taken)?;
+        let device = context.device;
+        let now = device.graph_memory.fetch_add(taken, Ordering::Relaxed) + taken;
+        device.graph_memory_high.fetch_max(now, Ordering::Relaxed);
+        Ok(Arc::new(Self {
+            address,
+            bytes,
+            device,
+        }))
     }
 }
 
@@ -58,6 +72,8 @@ impl Drop for GraphMemory {
     fn drop(&mut self) {
         // It may be gone with its context.
         let _ = memory::free(self.address);
+        let taken = (self.bytes as u64).next_multiple_of(BLOCK);
+        self.device.graph_memory.fetch_sub(taken, Ordering::Relaxed);
     }
 }
 

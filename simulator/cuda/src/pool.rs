@@ -318,9 +318,24 @@ export! {
         // Read and write on its own GPU; GPUs here are not peers.
         put(flags, if at == (Location { kind: ON_DEVICE, id: pool.device }) { 3 } else { 0 })
     }
-    fn cuDeviceGetGraphMemAttribute(of: i32, _which: u32, value: *mut u64) {
-        device(of)?;
-        put(value, 0)
+    fn cuDeviceGetGraphMemAttribute(of: i32, which: u32, value: *mut u64) {
+        let device = device(of)?;
+        // Used and reserved are the same: nothing is kept beyond its use.
+        put(value, match which {
+            0 | 2 => device.graph_memory.load(Ordering::Relaxed),
+            1 | 3 => device.graph_memory_high.load(Ordering::Relaxed),
+            _ => return Err(Code::INVALID_VALUE),
+        })
+    }
+    fn cuDeviceSetGraphMemAttribute(of: i32, which: u32, value: *const u64) {
+        let device = device(of)?;
+        // The high-water marks can only be set back.
+        if !matches!(which, 1 | 3) || get(value)? != 0 {
+            return Err(Code::INVALID_VALUE);
+        }
+        let now = device.graph_memory.load(Ordering::Relaxed);
+        device.graph_memory_high.store(now, Ordering::Relaxed);
+        Ok(())
     }
     fn cuDeviceGraphMemTrim(of: i32) { device(of).map(drop) }
     fn cuMemPoolExportPointer(_data: *mut c_void, _address: u64) {

@@ -1,0 +1,178 @@
+//! Which of the driver's blocks hold small allocations, and how many.
+//!
+//! The driver takes a GPU's memory in blocks (2 MiB) and puts several small allocations into one. So
+//! what a small allocation costs is a block or nothing: a block is charged while anything lies in it.
+//! In which block an allocation lies, its address tells.
+//!
+//! ```text
+//!  reserve a block ─► driver ─► enter(address's block) ── first there ──► the block is charged
+//!                                                  └── not the first ──► give the reservation back
+//!                     driver frees ─► leave(block) ── last there ──► give the block's charge back
+//! ```
+//!
+//! A block whose last allocation is freed while another is put into it is charged throughout, in any
+//! order of the two: the newcomer holds a reservation of its own until it has entered.
+//!
+//! A word per block, in one of two rows of eight: no lock, no waiting, and constant time, as
+//! [`crate::table`]. Two threads that are first in a block at once may both enter it as such, in two
+//! words: then it is charged twice until one word is empty again, never less than once.
+
+use crate::sync::{AtomicU64, Ordering};
+
+const WAYS: usize = 8;
+/// Allocations in a block: the low bits of a word. The block's number is above.
+const COUNT_BITS: u32 = 20;
+const COUNT: u64 = (1 << COUNT_BITS) - 1;
+
+/// Both rows of a block are full of others, or it has a million allocations.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlocksFull;
+
+/// The blocks. All-zero memory is none.
+#[repr(C)]
+#[derive(Debug)]
+pub struct Blocks<const N: usize = 8192> {
+    rows: [[AtomicU64; WAYS]; N],
+}
+
+impl<const N: usize> Blocks<N> {
+    /// Notes an allocation in block `number`, less than 2⁴⁴; whether it is the first there.
+    pub fn enter(&self, number: u64) -> Result<bool, BlocksFull> {
+        for word in self.words(number) {
+            let mut found = word.load(Ordering::Relaxed);
+            while found >> COUNT_BITS == number && found & COUNT != 0 {
+                if found & COUNT == COUNT {
+                    return Err(BlocksFull);
+                }
+                match word.compare_exchange_weak(
+                    found,
+                    found + 1,
+                    Ordering::AcqRel,
+                    Ordering::Relaxed,
+                ) {
+                    Ok(_) => return Ok(false),
+                    Err(now) => found = now,
+                }
+            }
+        }
+        for word in self.words(number) {
+            let found = word.load(Ordering::Relaxed);
+            let first = number << COUNT_BITS | 1;
+            if found & COUNT == 0
+                && word
+                    .compare_exchange(found, first, Ordering::AcqRel, Ordering::Relaxed)
+                    .is_ok()
+            {
+                return Ok(true);
+            }
+        }
+        Err(BlocksFull)
+    }
+
+    /// Forgets an allocation in a block; whether it was the last there.
+    pub fn leave(&self, number: u64) -> bool {
+        for word in self.words(number) {
+            let mut found = word.load(Ordering::Relaxed);
+            while found >> COUNT_BITS == number && found & COUNT != 0 {
+                match word.compare_exchange_weak(
+                    found,
+                    found - 1,
+                    Ordering::AcqRel,
+                    Ordering::Relaxed,
+                ) {
+                    Ok(_) => return found & COUNT == 1,
+                    Err(now) => found = now,
+                }
+            }
+        }
+        false
+    }
+
+    fn words(&self, number: u64) -> impl Iterator<Item = &AtomicU64> {
+        let hash = number.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        let (one, two) = ((hash >> 40) as usize, (hash >> 16) as usize & 0xff_ffff);
+        self.rows[one % N].iter().chain(&self.rows[two % N])
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::boxed::Box;
+    use std::collections::BTreeMap;
+
+    use proptest::prelude::*;
+
+    use super::{Blocks, BlocksFull};
+    use crate::sync::AtomicU64;
+
+    fn fresh<const N: usize>() -> Box<Blocks<N>> {
+        let row = |_| core::array::from_fn(|_| AtomicU64::new(0));
+        Box::new(Blocks {
+            rows: core::array::from_fn(row),
+        })
+    }
+
+    #[test]
+    fn the_first_and_the_last_are_told() {
+        let blocks = fresh::<4>();
+        assert_eq!(blocks.enter(7), Ok(true));
+        assert_eq!(blocks.enter(7), Ok(false));
+        assert_eq!(blocks.enter(8), Ok(true));
+        assert!(!blocks.leave(7));
+        assert!(blocks.leave(7));
+        assert!(!blocks.leave(7), "nothing is left there");
+        assert!(blocks.leave(8));
+    }
+
+    #[test]
+    fn full_rows_say_so_and_keep_what_they_have() {
+        let blocks = fresh::<1>();
+        let entered = (0..20).filter(|&n| blocks.enter(n) == Ok(true)).count();
+        assert_eq!(entered, 8);
+        assert_eq!(blocks.enter(20), Err(BlocksFull));
+        assert!((0..8).all(|n| blocks.leave(n)));
+        assert_eq!(blocks.enter(20), Ok(true));
+    }
+
+    /// Of however many threads, as many are first in a block as are last.
+    #[test]
+    fn firsts_and_lasts_are_as_many() {
+        use core::sync::atomic::{AtomicI64, Ordering};
+        let blocks = fresh::<2>();
+        let charged = AtomicI64::new(0);
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    for nth in 0..20_000u64 {
+                        let block = nth % 3;
+                        if blocks.enter(block).unwrap() {
+                            charged.fetch_add(1, Ordering::Relaxed);
+                        }
+                        if blocks.leave(block) {
+                            charged.fetch_sub(1, Ordering::Relaxed);
+                        }
+                    }
+                });
+            }
+        });
+        assert_eq!(charged.into_inner(), 0);
+    }
+
+    proptest! {
+        #[test]
+        fn it_counts_like_a_map(acts in prop::collection::vec((any::<bool>(), 0u64..12), 0..300)) {
+            let blocks = fresh::<8>();
+            let mut map = BTreeMap::<u64, u32>::new();
+            for (enters, block) in acts {
+                let count = map.entry(block).or_default();
+                if enters {
+                    prop_assert_eq!(blocks.enter(block), Ok(*count == 0));
+                    *count += 1;
+                } else {
+                    prop_assert_eq!(blocks.leave(block), *count == 1);
+                    *count = count.saturating_sub(1);
+                }
+            }
+        }
+    }
+}

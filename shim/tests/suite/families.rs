@@ -1,0 +1,426 @@
+//! Every way to take device memory, on the simulated machine: what the account says is what the GPU
+//! holds, at the cap's edge too, and nothing is left in the end.
+
+use tranche_shim_tests::{Driver, Probe, Share, World};
+
+use crate::cap::{BLOCK, CAP};
+
+const OUT_OF_MEMORY: i64 = 2;
+const DONE: i64 = 0;
+
+/// A container with a share of the machine's GPU, where contexts are charged as the machine takes them.
+pub struct Case {
+    pub world: World,
+    pub share: Share,
+    pub context: u64,
+    pub probe: Probe,
+}
+
+impl Case {
+    pub fn new() -> Self {
+        let world = World::new(Driver::Simulator(1));
+        let gpu = world.node().gpus().remove(0);
+        let context = context_memory(&world);
+        let share = world.share_beside("gpu-0", &gpu.uuid, Some(CAP), context);
+        let mut probe = world.probe("name");
+        probe.must("init");
+        probe.must("primary 0");
+        let case = Self {
+            world,
+            share,
+            context,
+            probe,
+        };
+        case.holds(0);
+        case
+    }
+
+    /// The GPU holds what the account says, and that is so much beside the context.
+    pub fn holds(&self, bytes: u64) {
+        let (held, used) = (self.world.node().gpus()[0].used, self.share.used());
+        assert_eq!((held, used), (bytes + self.context, bytes + self.context));
+    }
+
+    /// The GPU holds no more than the account says.
+    fn covered(&self) {
+        let (held, used) = (self.world.node().gpus()[0].used, self.share.used());
+        assert!(held <= used && used <= CAP + self.context, "{held} {used}");
+    }
+}
+
+/// What a context takes on the simulated H100.
+pub fn context_memory(world: &World) -> u64 {
+    let idle = world.node().gpus().remove(0);
+    let share = world.share("measure", &idle.uuid, None);
+    let mut probe = world.probe("name");
+    probe.must("init");
+    probe.must("primary 0");
+    let context = world.node().gpus()[0].used - idle.used;
+    probe.must("unprimary 0");
+    drop(probe);
+    world.remove(&share);
+    context.next_multiple_of(BLOCK)
+}
+
+/// Words 16 to 19: the properties of device memory that can be exported.
+const ON_DEVICE: &str = "set 16 4294967297 1 0 0";
+
+fn create(probe: &mut Probe, bytes: u64) -> u64 {
+    probe.must(ON_DEVICE);
+    probe.get(&format!("cuMemCreate &0 {bytes} &16 0"))
+}
+
+fn reserve(probe: &mut Probe, bytes: u64) -> u64 {
+    probe.get(&format!("cuMemAddressReserve &0 {bytes} 0 0 0"))
+}
+
+/// PyTorch's expandable segments: one range of addresses, mapped and unmapped piece by piece.
+#[test]
+fn expandable_segments() {
+    const PIECE: u64 = 20 << 20;
+    let mut case = Case::new();
+    let probe = &mut case.probe;
+    let base = reserve(probe, CAP);
+    let handles: Vec<u64> = (0..8)
+        .map(|nth| {
+            let handle = create(probe, PIECE);
+            let at = base + nth * PIECE;
+            assert_eq!(
+                probe.call(&format!("cuMemMap {at} {PIECE} 0 {handle} 0")),
+                DONE
+            );
+            probe.must("set 24 1 3");
+            assert_eq!(
+                probe.call(&format!("cuMemSetAccess {at} {PIECE} &24 1")),
+                DONE
+            );
+            handle
+        })
+        .collect();
+    case.holds(8 * PIECE);
+    let probe = &mut case.probe;
+    // The rest of the cap, and not a byte more.
+    let left = CAP - 8 * PIECE;
+    let rest = create(probe, left);
+    probe.must(ON_DEVICE);
+    assert_eq!(
+        probe.call(&format!("cuMemCreate &0 {BLOCK} &16 0")),
+        OUT_OF_MEMORY
+    );
+    assert_eq!(probe.call(&format!("cuMemRelease {rest}")), DONE);
+    // Unmapped one, then several at once; the handles go after.
+    assert_eq!(probe.call(&format!("cuMemUnmap {base} {PIECE}")), DONE);
+    assert_eq!(
+        probe.call(&format!("cuMemUnmap {} {}", base + PIECE, 7 * PIECE)),
+        DONE
+    );
+    case.holds(8 * PIECE);
+    for handle in handles {
+        assert_eq!(case.probe.call(&format!("cuMemRelease {handle}")), DONE);
+    }
+    case.holds(0);
+}
+
+/// llama.cpp's pool: the handle is released while it is mapped.
+#[test]
+fn a_handle_that_is_released_while_mapped() {
+    let mut case = Case::new();
+    let probe = &mut case.probe;
+    let base = reserve(probe, 8 * BLOCK);
+    for at in [base, base + 4 * BLOCK] {
+        let handle = create(probe, 4 * BLOCK);
+        assert_eq!(
+            probe.call(&format!("cuMemMap {at} {} 0 {handle} 0", 4 * BLOCK)),
+            DONE
+        );
+        assert_eq!(probe.call(&format!("cuMemRelease {handle}")), DONE);
+        // Released too often the driver refuses.
+        assert_ne!(probe.call(&format!("cuMemRelease {handle}")), DONE);
+    }
+    case.holds(8 * BLOCK);
+    let probe = &mut case.probe;
+    // A part of a mapping cannot be unmapped, and stays charged.
+    assert_ne!(probe.call(&format!("cuMemUnmap {base} {BLOCK}")), DONE);
+    case.holds(8 * BLOCK);
+    let probe = &mut case.probe;
+    assert_eq!(
+        probe.call(&format!("cuMemUnmap {base} {}", 8 * BLOCK)),
+        DONE
+    );
+    case.holds(0);
+}
+
+/// vLLM's cumem: handles found again by their address.
+#[test]
+fn handles_by_address_and_by_descriptor() {
+    let mut case = Case::new();
+    let probe = &mut case.probe;
+    let base = reserve(probe, 4 * BLOCK);
+    let handle = create(probe, 4 * BLOCK);
+    assert_eq!(
+        probe.call(&format!("cuMemMap {base} {} 0 {handle} 0", 4 * BLOCK)),
+        DONE
+    );
+    let again = probe.get(&format!("cuMemRetainAllocationHandle &0 {base}"));
+    assert_eq!(
+        probe.call(&format!("cuMemUnmap {base} {}", 4 * BLOCK)),
+        DONE
+    );
+    assert_eq!(probe.call(&format!("cuMemRelease {again}")), DONE);
+    case.holds(4 * BLOCK);
+    let probe = &mut case.probe;
+    // Exported and imported again: charged once.
+    let file = probe.get(&format!("cuMemExportToShareableHandle &0 {handle} 1 0")) & 0xffff_ffff;
+    let imported = probe.get(&format!("cuMemImportFromShareableHandle &0 {file} 1"));
+    assert_ne!(imported, handle);
+    assert_eq!(case.share.used(), 4 * BLOCK + case.context);
+    let probe = &mut case.probe;
+    assert_eq!(probe.call(&format!("cuMemRelease {handle}")), DONE);
+    assert_eq!(
+        case.share.used(),
+        4 * BLOCK + case.context,
+        "the import holds it"
+    );
+    assert_eq!(case.probe.call(&format!("cuMemRelease {imported}")), DONE);
+    assert_eq!(case.share.used(), case.context);
+}
+
+#[test]
+fn pools_with_and_without_a_threshold() {
+    const PIECE: u64 = 64 << 20;
+    let mut case = Case::new();
+    for threshold in [0, 100 << 20, u64::MAX] {
+        let probe = &mut case.probe;
+        probe.must("set 16 1 1 0 0 0 0 0 0 0 0 0");
+        let pool = probe.get("cuMemPoolCreate &0 &16");
+        probe.must(&format!("set 32 {threshold}"));
+        assert_eq!(
+            probe.call(&format!("cuMemPoolSetAttribute {pool} 4 &32")),
+            DONE
+        );
+        let mut pieces: Vec<u64> = (0..3)
+            .map(|_| probe.get(&format!("cuMemAllocFromPoolAsync &0 {PIECE} {pool} 0")))
+            .collect();
+        case.holds(3 * PIECE);
+        let probe = &mut case.probe;
+        let mixed = pieces.pop().unwrap();
+        assert_eq!(probe.call(&format!("cuMemFreeAsync {mixed} 0")), DONE);
+        assert_eq!(
+            probe.call(&format!("cuMemFree_v2 {}", pieces.pop().unwrap())),
+            DONE
+        );
+        let kept = threshold.clamp(PIECE, 3 * PIECE);
+        case.holds(kept);
+        let probe = &mut case.probe;
+        // What the pool keeps is there for whoever needs it, up to the cap and not a byte further.
+        let all = probe.get(&format!("cuMemAlloc_v2 &0 {}", CAP - PIECE));
+        assert_eq!(probe.call("cuMemAlloc_v2 &0 1"), OUT_OF_MEMORY);
+        assert_eq!(
+            probe.call(&format!("cuMemAllocFromPoolAsync &0 4096 {pool} 0")),
+            OUT_OF_MEMORY
+        );
+        case.holds(CAP);
+        let probe = &mut case.probe;
+        assert_eq!(probe.call(&format!("cuMemFree_v2 {all}")), DONE);
+        // The pool goes before what was allocated from it.
+        assert_eq!(probe.call(&format!("cuMemPoolDestroy {pool}")), DONE);
+        case.holds(PIECE);
+        let last = pieces.pop().unwrap();
+        assert_eq!(case.probe.call(&format!("cuMemFreeAsync {last} 0")), DONE);
+        case.holds(0);
+    }
+}
+
+/// The default pool, the current pool, and one that becomes the current one, per-thread streams too.
+#[test]
+fn whichever_pool_is_current() {
+    let mut case = Case::new();
+    let probe = &mut case.probe;
+    let default = probe.get("cuMemAllocAsync &0 8388608 0");
+    probe.must("set 16 1 1 0 0 0 0 0 0 0 0 0");
+    let pool = probe.get("cuMemPoolCreate &0 &16");
+    assert_eq!(probe.call(&format!("cuDeviceSetMemPool 0 {pool}")), DONE);
+    let own = probe.get("cuMemAllocAsync_ptsz &0 4096 0");
+    case.holds(5 * BLOCK);
+    let probe = &mut case.probe;
+    let found = probe.get("cuDeviceGetDefaultMemPool &0 0");
+    probe.must("set 20 1");
+    assert_eq!(probe.get("cuMemGetDefaultMemPool &0 &20 1"), found);
+    let third = probe.get(&format!("cuMemAllocFromPoolAsync_ptsz &0 4096 {found} 0"));
+    case.holds(6 * BLOCK);
+    let probe = &mut case.probe;
+    for (free, pointer) in [
+        ("cuMemFreeAsync_ptsz", default),
+        ("cuMemFreeAsync_ptsz", own),
+        ("cuMemFreeAsync", third),
+    ] {
+        assert_eq!(probe.call(&format!("{free} {pointer} 0")), DONE);
+    }
+    case.holds(0);
+}
+
+#[test]
+fn arrays_and_mipmaps() {
+    let mut case = Case::new();
+    let probe = &mut case.probe;
+    // 4096 × 4096 floats: 64 MiB.
+    probe.must(&format!("set 16 4096 4096 {}", 0x20u64 | 1 << 32));
+    let flat = probe.get("cuArrayCreate_v2 &0 &16");
+    case.holds(64 << 20);
+    let probe = &mut case.probe;
+    // The same, 8 deep; and with 3 levels.
+    probe.must(&format!("set 16 4096 4096 8 {} 0", 0x20u64 | 1 << 32));
+    let deep = probe.get("cuArray3DCreate_v2 &0 &16");
+    probe.must("set 18 0");
+    let mipmap = probe.get("cuMipmappedArrayCreate &0 &16 3");
+    case.holds((64 + 512 + 64 + 16 + 4) << 20);
+    let probe = &mut case.probe;
+    // Deferred mapping takes nothing.
+    probe.must("set 20 128");
+    let deferred = probe.get("cuArray3DCreate_v2 &0 &16");
+    assert_eq!(probe.call(&format!("cuArrayDestroy {deferred}")), DONE);
+    case.holds((64 + 512 + 64 + 16 + 4) << 20);
+    let probe = &mut case.probe;
+    // 64 GiB under a cap of 20.
+    probe.must(&format!("set 16 65536 65536 4 {} 0", 0x20u64 | 1 << 32));
+    assert_eq!(probe.call("cuArray3DCreate_v2 &0 &16"), OUT_OF_MEMORY);
+    for (destroy, array) in [
+        ("cuArrayDestroy", flat),
+        ("cuArrayDestroy", deep),
+        ("cuMipmappedArrayDestroy", mipmap),
+    ] {
+        assert_eq!(probe.call(&format!("{destroy} {array}")), DONE);
+    }
+    case.holds(0);
+    // They go with their context.
+    case.probe
+        .must(&format!("set 16 4096 4096 {}", 0x20u64 | 1 << 32));
+    case.probe.get("cuArrayCreate_v2 &0 &16");
+    case.probe.must("reset 0");
+    assert_eq!(case.share.used(), 0);
+}
+
+/// Nodes made by hand, by the general function, and captured; launched, copied and destroyed.
+#[test]
+fn graphs_with_memory() {
+    const PIECE: u64 = 64 << 20;
+    let mut case = Case::new();
+    let probe = &mut case.probe;
+    let graph = probe.get("cuGraphCreate &0 0");
+    // Words 16 on: CUDA_MEM_ALLOC_NODE_PARAMS, bytes at 13.
+    probe.must(&format!("set 16 1 1 0 0 0 0 0 0 0 0 0 0 0 {PIECE} 0"));
+    probe.get(&format!("cuGraphAddMemAllocNode &0 {graph} 0 0 &16"));
+    // Words 40 on: CUgraphNodeParams of the same.
+    probe.must(&format!("set 40 10 0 1 1 0 0 0 0 0 0 0 0 0 0 0 {PIECE} 0"));
+    probe.get(&format!("cuGraphAddNode_v2 &0 {graph} 0 0 0 &40"));
+    let executable = probe.get(&format!("cuGraphInstantiateWithFlags &0 {graph} 0"));
+    for _ in 0..3 {
+        assert_eq!(probe.call(&format!("cuGraphLaunch {executable} 0")), DONE);
+    }
+    case.holds(2 * PIECE);
+    let probe = &mut case.probe;
+    assert_eq!(probe.call(&format!("cuGraphDestroy {graph}")), DONE);
+    case.holds(2 * PIECE);
+    let probe = &mut case.probe;
+    // Captured.
+    let stream = probe.get("cuStreamCreate &0 1");
+    assert_eq!(
+        probe.call(&format!("cuStreamBeginCapture_v2 {stream} 0")),
+        DONE
+    );
+    let pointer = probe.get(&format!("cuMemAllocAsync &0 {PIECE} {stream}"));
+    assert_eq!(
+        probe.call(&format!("cuMemFreeAsync {pointer} {stream}")),
+        DONE
+    );
+    let captured = probe.get(&format!("cuStreamEndCapture {stream} &0"));
+    let second = probe.get(&format!("cuGraphInstantiateWithFlags &0 {captured} 0"));
+    case.holds(3 * PIECE);
+    let probe = &mut case.probe;
+    // Not a byte past the cap, by whichever way.
+    let rest = probe.get(&format!("cuMemAlloc_v2 &0 {}", CAP - 3 * PIECE));
+    let full = probe.get("cuGraphCreate &0 0");
+    for refused in [
+        format!("cuGraphAddMemAllocNode &0 {full} 0 0 &16"),
+        format!("cuGraphAddNode &0 {full} 0 0 &40"),
+    ] {
+        assert_eq!(probe.call(&refused), OUT_OF_MEMORY, "{refused}");
+    }
+    // A launch at the cap's edge needs nothing more.
+    assert_eq!(
+        probe.call(&format!("cuGraphLaunch {executable} {stream}")),
+        DONE
+    );
+    case.holds(CAP);
+    let probe = &mut case.probe;
+    assert_eq!(probe.call(&format!("cuMemFree_v2 {rest}")), DONE);
+    for executable in [executable, second] {
+        assert_eq!(
+            probe.call(&format!("cuGraphExecDestroy {executable}")),
+            DONE
+        );
+    }
+    for graph in [captured, full] {
+        assert_eq!(probe.call(&format!("cuGraphDestroy {graph}")), DONE);
+    }
+    case.holds(0);
+}
+
+/// The first context of a share is beside its cap, every further one in it.
+#[test]
+fn contexts_are_charged_from_the_second_on() {
+    let mut case = Case::new();
+    let context = case.context;
+    let info = case.probe.must("info");
+    assert_eq!((info.number(0), info.number(1)), (CAP, CAP));
+    // Another process of the share.
+    let mut other = case.world.probe("name");
+    other.must("init");
+    other.must("primary 0");
+    case.holds(context);
+    assert_eq!(case.probe.must("info").number(0), CAP - context);
+    // And another context of it.
+    let second = other.must("context 0").number(0);
+    case.holds(2 * context);
+    other.must(&format!("destroy {second}"));
+    case.holds(context);
+    let rest = case
+        .probe
+        .must(&format!("alloc {}", CAP - context))
+        .number(0);
+    assert_eq!(case.probe.ask("alloc 1").code, OUT_OF_MEMORY);
+    assert_eq!(other.ask("context 0").code, OUT_OF_MEMORY);
+    let mut third = case.world.probe("name");
+    third.must("init");
+    assert_eq!(third.ask("primary 0").code, OUT_OF_MEMORY);
+    case.holds(CAP);
+    case.probe.must(&format!("free {rest}"));
+    other.must("unprimary 0");
+    case.holds(0);
+    // Retained twice it is one, until the last release.
+    other.must("primary 0");
+    other.must("primary 0");
+    case.holds(context);
+    other.must("unprimary 0");
+    case.holds(context);
+    other.must("reset 0");
+    case.holds(0);
+    case.covered();
+}
+
+/// What a process had in whichever way goes with it.
+#[test]
+fn a_killed_process_leaves_nothing_of_any_kind() {
+    let mut case = Case::new();
+    let probe = &mut case.probe;
+    create(probe, 4 * BLOCK);
+    probe.must("alloc 4096");
+    probe.get("cuMemAllocAsync &0 4096 0");
+    probe.must(&format!("set 16 4096 4096 {}", 0x20u64 | 1 << 32));
+    probe.get("cuArrayCreate_v2 &0 &16");
+    assert!(case.share.used() > 64 << 20);
+    case.probe.kill();
+    let mut next = case.world.probe("name");
+    next.must("init");
+    assert_eq!(case.share.used(), 0);
+}
