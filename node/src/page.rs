@@ -1,6 +1,7 @@
-//! Account pages as the node reads them: by copies, never by mapping.
+//! The pages of a share: the cap page as the node writes it, the account page as it reads it, by
+//! copies, never by mapping.
 //!
-//! The tenant has the file open for writing. It may write any content, cut the file off or make it
+//! The tenant has the account open for writing. It may write any content, cut the file off or make it
 //! huge: a read then finds an error, where an access to a mapping would end the process (SIGBUS).
 
 use std::ffi::CString;
@@ -8,8 +9,44 @@ use std::io;
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
-use tranche_shim_core::{AccountPage, AccountSnapshot, PageError, layout};
+use tranche_api::share_config::ComputeMode;
+use tranche_driver::preparation::Cap;
+use tranche_shim_core::{
+    AccountPage, AccountSnapshot, CapPage, ComputePolicy, PageError, cap, layout,
+};
 use tranche_shim_runtime::sys::{Errno, File};
+
+/// The cap page of the device `key` of the claim `uid`.
+pub fn cap_page(
+    uid: &str,
+    key: &str,
+    gpu_uuid: &str,
+    cap: Cap,
+) -> Result<[u8; cap::LEN], PageError> {
+    let (memory, cores, policy) = match cap {
+        Cap::None {} => (None, None, ComputePolicy::Strict),
+        Cap::Share {
+            memory,
+            cores,
+            mode,
+        } => {
+            let policy = match mode {
+                ComputeMode::Strict => ComputePolicy::Strict,
+                ComputeMode::WorkConserving => ComputePolicy::WorkConserving,
+            };
+            (Some(memory), Some(cores), policy)
+        }
+    };
+    let page = CapPage {
+        gpu_uuid,
+        memory_limit: memory,
+        cores,
+        compute_policy: policy,
+        claim_uid: uid,
+        device_key: key,
+    };
+    page.encode()
+}
 
 /// Why an account page cannot be read.
 #[derive(Debug, thiserror::Error)]

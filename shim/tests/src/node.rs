@@ -29,7 +29,8 @@ pub struct Gpu {
 
 impl Node {
     /// Starts a machine with H100s of 80 GB. Call it before the thread has mounts of its own.
-    pub(crate) fn start(root: PathBuf, gpus: u32) -> Self {
+    #[must_use]
+    pub fn start(root: PathBuf, gpus: u32) -> Self {
         let simulator = target().join("simulator");
         let install = simulator.join("install-root");
         assert!(

@@ -1,0 +1,68 @@
+//! `tranche run`: a capped share of a GPU for one command, without Kubernetes.
+//!
+//! ```text
+//!  tranche run ──request──► supervisor: NVML, the driver's files ─► admit: beside the user's other shares?
+//!      │                        │ pages in /run/tranche/run/<share>          │
+//!      │ ◄──────grant───────────┴────────── CDI specs, as a pod's container gets them
+//!      ├─ layout: which mounts, as a value
+//!      ├─ mounts: a namespace of its own, and the mounts in it
+//!      └─ exec COMMAND            supervisor: sweeps the share until the command and its children are gone
+//! ```
+//!
+//! The process that the user started becomes the command: exit code, signals and terminal are the
+//! command's own. The supervisor stands aside, in a session of its own.
+//!
+//! - [`args`]: the command line;
+//! - [`wire`]: what command and supervisor tell each other;
+//! - [`admit`]: whether a share may be had, as a pure decision;
+//! - [`shares`]: the user's shares on this machine: their folders, locks and pages;
+//! - [`supervisor`]: grants a share and looks after it;
+//! - [`layout`], [`mounts`]: what the command sees;
+//! - [`program`]: the command itself.
+#![forbid(unsafe_code)]
+
+mod admit;
+mod args;
+mod driver;
+mod layout;
+mod mounts;
+mod program;
+mod run;
+mod shares;
+mod supervisor;
+mod wire;
+
+use std::process::ExitCode;
+
+use clap::Parser as _;
+
+use args::{Args, Command};
+
+/// What `tranche` ends with when it fails itself, as env(1), timeout(1) and container engines do.
+const FAILED: u8 = 125;
+
+fn main() -> ExitCode {
+    let args = match Args::try_parse() {
+        Ok(args) => args,
+        Err(error) => {
+            let _ = error.print();
+            return if error.use_stderr() {
+                ExitCode::from(FAILED)
+            } else {
+                ExitCode::SUCCESS
+            };
+        }
+    };
+    match args.command {
+        Command::Run(run) => {
+            let error = run::run(&run);
+            eprintln!("tranche: {error}");
+            ExitCode::from(error.exit_code())
+        }
+        Command::Supervise(supervise) => supervisor::main(&supervise),
+        Command::Reclaim { account } => match tranche_node::sweep::reclaim(&account) {
+            Ok(_) => ExitCode::SUCCESS,
+            Err(_) => ExitCode::from(FAILED),
+        },
+    }
+}

@@ -1,0 +1,160 @@
+//! `tranche run`, from the command line to the command.
+
+use std::convert::Infallible;
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use tranche_driver::cdi::container_path;
+
+use crate::args::Run;
+use crate::layout::{ThisHost, plan};
+use crate::mounts::{self, MountError};
+use crate::program::{self, ProgramError};
+use crate::wire::{Answer, Grant, Request};
+
+/// Why the command does not run.
+#[derive(Debug, thiserror::Error)]
+pub enum RunError {
+    #[error(
+        "this is a share of a GPU already ({}): run the command as it is",
+        container_path::SHARES
+    )]
+    Nested,
+    #[error(
+        "--shim: no folder with libcuda.so.1 and libnvidia-ml.so.1 of Tranche; looked in {0}: build \
+         them by `make shim`"
+    )]
+    NoShim(String),
+    #[error("{option} {path}: {source}")]
+    Path {
+        option: &'static str,
+        path: PathBuf,
+        source: std::io::Error,
+    },
+    #[error(transparent)]
+    Program(#[from] ProgramError),
+    #[error("{0}")]
+    Refused(String),
+    #[error("the supervisor: {0}")]
+    Supervisor(String),
+    #[error(transparent)]
+    Mount(#[from] MountError),
+}
+
+impl RunError {
+    /// As a shell, env(1) and timeout(1) have them: 127 not found, 126 not runnable, 125 all else.
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Self::Program(ProgramError::NotFound(_)) => 127,
+            Self::Program(_) => 126,
+            _ => crate::FAILED,
+        }
+    }
+}
+
+/// Becomes the command in its share; returns only if that fails.
+pub fn run(args: &Run) -> RunError {
+    match try_run(args) {
+        Ok(never) => match never {},
+        Err(error) => error,
+    }
+}
+
+fn try_run(args: &Run) -> Result<Infallible, RunError> {
+    if Path::new(container_path::SHARES).exists() {
+        return Err(RunError::Nested);
+    }
+    let request = request(args)?;
+    let grant = ask_supervisor(&request)?;
+    let layout = plan(&grant, &ThisHost);
+    mounts::enter_namespace()?;
+    mounts::lay_out(&layout, &grant.stage)?;
+    // Now: it may be one of the driver's own.
+    let program = match args.command.first() {
+        Some(name) => program::find(name)?,
+        None => return Err(ProgramError::NotFound(PathBuf::new()).into()),
+    };
+    program::check(&program)?;
+    let error = program::become_command(&program, &args.command, &layout.env);
+    Err(error.into())
+}
+
+fn request(args: &Run) -> Result<Request, RunError> {
+    let pid = std::process::id();
+    let real = |option, path: &Path| {
+        path.canonicalize().map_err(|source| RunError::Path {
+            option,
+            path: path.to_owned(),
+            source,
+        })
+    };
+    Ok(Request {
+        share: args.share.clone().unwrap_or_else(|| format!("run-{pid}")),
+        joinable: args.share.is_some(),
+        memory: args.memory,
+        cores: args.cores,
+        mode: args.mode.map(Into::into),
+        context_memory: args.context_memory,
+        gpu: args.gpu.clone(),
+        driver_root: real("--driver-root", &args.driver_root)?,
+        shim: match &args.shim {
+            Some(folder) => real("--shim", folder)?,
+            None => shim()?,
+        },
+        pid: i32::try_from(pid).unwrap_or_default(),
+    })
+}
+
+/// The shim's folder: beside this program, as built or as installed.
+fn shim() -> Result<PathBuf, RunError> {
+    let program = std::env::current_exe().unwrap_or_default();
+    let folder = program.parent().unwrap_or(Path::new("/"));
+    let places = [
+        folder.to_owned(),
+        folder.join("../shim"),
+        folder.join("../lib/tranche"),
+        container_path::ROOT.into(),
+    ];
+    let whole = |place: &&PathBuf| {
+        ["libcuda.so.1", "libnvidia-ml.so.1"]
+            .iter()
+            .all(|library| place.join(library).is_file())
+    };
+    let found = places.iter().find(whole);
+    found
+        .and_then(|place| place.canonicalize().ok())
+        .ok_or_else(|| {
+            let looked: Vec<_> = places
+                .iter()
+                .map(|place| place.display().to_string())
+                .collect();
+            RunError::NoShim(looked.join(", "))
+        })
+}
+
+/// Starts a supervisor and hears what it grants.
+fn ask_supervisor(request: &Request) -> Result<Grant, RunError> {
+    let broken = |e: &dyn std::fmt::Display| RunError::Supervisor(e.to_string());
+    let mut child = Command::new("/proc/self/exe")
+        .args(["supervise", &request.share])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .map_err(|e| broken(&e))?;
+    if let Some(mut input) = child.stdin.take() {
+        let text = serde_json::to_vec(request).map_err(|e| broken(&e))?;
+        input.write_all(&text).map_err(|e| broken(&e))?;
+    }
+    let mut text = String::new();
+    if let Some(output) = child.stdout.take() {
+        let mut lines = std::io::BufReader::new(output);
+        std::io::BufRead::read_line(&mut lines, &mut text).map_err(|e| broken(&e))?;
+    }
+    // It has started the one that stays, and ended.
+    child.wait().map_err(|e| broken(&e))?;
+    let answer: Answer =
+        serde_json::from_str(&text).map_err(|_| broken(&"it ended without an answer"))?;
+    answer.map_err(RunError::Refused)
+}

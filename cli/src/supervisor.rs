@@ -1,0 +1,282 @@
+//! The supervisor: grants a share to a command, and looks after it until the command is gone.
+//!
+//! It runs beside the command, not above it: started by the process that becomes the command,
+//! detached from it, in a session of its own. If it is killed, the command keeps its cap, and the
+//! next `tranche run` of the user removes what is left.
+
+use std::io::{self, Read as _, Write as _};
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use tranche_api::gpu_node::Inventory;
+use tranche_driver::cdi::{NodePaths, claim_spec, container_path, driver_spec};
+use tranche_driver::journal::Record;
+use tranche_node::discover::discover;
+use tranche_node::inventory::inventory;
+use tranche_node::nvml::library::InstalledDriver;
+use tranche_node::nvml::{Description, Driver as _};
+use tranche_node::root::DriverRoot;
+use tranche_node::sweep::{INTERVAL, Sweeper};
+use tranche_shim_core::AccountPage;
+
+use crate::admit::admit;
+use crate::args::Supervise;
+use crate::driver::placed;
+use crate::shares::{Membership, Shares};
+use crate::wire::{Answer, Grant, Request};
+
+const SHIM: [&str; 2] = ["libcuda.so.1", "libnvidia-ml.so.1"];
+/// How long a share is waited for whose commands have ended.
+const PATIENCE: Duration = Duration::from_secs(2);
+const PRELOAD: &str = "/etc/ld.so.preload";
+
+/// Runs as the supervisor's process; says on stdout what it grants.
+pub fn main(args: &Supervise) -> ExitCode {
+    if !args.detached {
+        return detach(args);
+    }
+    // Signals of the terminal are the command's, and no folder is kept busy.
+    let _ = rustix::process::setsid();
+    let _ = std::env::set_current_dir("/");
+    match serve() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(_) => ExitCode::FAILURE,
+    }
+}
+
+/// Starts the supervisor again and ends: the command must not have a child that it does not know.
+fn detach(args: &Supervise) -> ExitCode {
+    let started = Command::new("/proc/self/exe")
+        .args(["supervise", "--detached", &args.share])
+        .spawn();
+    match started {
+        Ok(_) => ExitCode::SUCCESS,
+        Err(error) => {
+            answer(&Err(format!("cannot start the supervisor: {error}")));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn answer(answer: &Answer) {
+    let mut line = serde_json::to_vec(answer).unwrap_or_default();
+    line.push(b'\n');
+    // Whoever does not read it is gone.
+    let _ = io::stdout().write_all(&line);
+    let _ = io::stdout().flush();
+}
+
+fn serve() -> io::Result<()> {
+    let mut text = Vec::new();
+    io::stdin().read_to_end(&mut text)?;
+    let request: Request = serde_json::from_slice(&text)?;
+    let command = match Pid::from_raw(request.pid) {
+        Some(pid) => pidfd_open(pid, PidfdFlags::empty())?,
+        None => return Err(io::ErrorKind::InvalidInput.into()),
+    };
+    match grant(&request) {
+        Ok((grant, held)) => {
+            answer(&Ok(grant));
+            held.look_after(&command);
+        }
+        Err(error) => answer(&Err(error)),
+    }
+    Ok(())
+}
+
+/// A granted share.
+#[derive(Debug)]
+struct Held {
+    shares: Shares,
+    membership: Membership,
+    account: PathBuf,
+}
+
+fn grant(request: &Request) -> Result<(Grant, Held), String> {
+    let text = |e: &dyn std::error::Error| e.to_string();
+    let root = &request.driver_root;
+    let description = describe(root)?;
+    let inventory = inventory(&description, Path::new("/sys"));
+    let uuids: Vec<_> = description
+        .gpus
+        .iter()
+        .map(|gpu| gpu.uuid.clone())
+        .collect();
+
+    let shares = Shares::of_user().map_err(|e| text(&e))?;
+    let (record, membership) = enter(request, &uuids, &inventory, &shares)?;
+    let Some(device) = record.plan.devices.first() else {
+        return Err(format!("the share {} has no device", request.share));
+    };
+    let account = membership
+        .folder()
+        .join(&device.key)
+        .join(tranche_shim_core::paths::ACCOUNT);
+    let hidden = description
+        .gpus
+        .iter()
+        .filter(|gpu| gpu.uuid != device.gpu_uuid)
+        .map(|gpu| format!("/dev/nvidia{}", gpu.minor).into())
+        .collect();
+    let grant = specs(request, &record, &description, &shares, &membership, hidden)?;
+    Ok((
+        grant,
+        Held {
+            shares,
+            membership,
+            account,
+        },
+    ))
+}
+
+/// Joins the share or makes it. Waits for shares in its way that are about to go: a command that
+/// follows another in a script must not find that one's share.
+fn enter(
+    request: &Request,
+    gpus: &[String],
+    inventory: &Inventory,
+    shares: &Shares,
+) -> Result<(Record, Membership), String> {
+    let text = |e: &dyn std::error::Error| e.to_string();
+    let start = Instant::now();
+    loop {
+        let locked = shares.lock().map_err(|e| text(&e))?;
+        let in_use = locked.in_use().map_err(|e| text(&e))?;
+        let about_to_go = in_use.iter().any(|share| share.ended);
+        let (existing, others): (Vec<_>, Vec<_>) = in_use
+            .into_iter()
+            .map(|share| share.record)
+            .partition(|record| record.plan.allocation.uid == request.share);
+        let existing = existing.first();
+        if existing.is_some() && !request.joinable {
+            let name = &request.share;
+            return Err(format!(
+                "the share {name} exists: join it by --share {name}"
+            ));
+        }
+        let record = match admit(request, gpus, inventory, existing, &others) {
+            Err(refusal) if refusal.may_pass() && about_to_go && start.elapsed() < PATIENCE => {
+                drop(locked);
+                std::thread::sleep(Duration::from_millis(5));
+                continue;
+            }
+            other => other.map_err(|e| text(&e))?,
+        };
+        let membership = if existing.is_some() {
+            locked.join(&request.share, request.pid)
+        } else {
+            let files = files(request, &record)?;
+            locked.create(&request.share, request.pid, &record, &files)
+        };
+        return Ok((record, membership.map_err(|e| text(&e))?));
+    }
+}
+
+/// The driver as NVML describes it.
+fn describe(root: &Path) -> Result<Description, String> {
+    let driver = InstalledDriver {
+        root: root.to_owned(),
+    };
+    driver
+        .open()
+        .and_then(|nvml| nvml.describe())
+        .map_err(|e| format!("--driver-root {}: {e}", root.display()))
+}
+
+/// The two specs that a pod's container would get.
+fn specs(
+    request: &Request,
+    record: &Record,
+    description: &Description,
+    shares: &Shares,
+    membership: &Membership,
+    hidden: Vec<PathBuf>,
+) -> Result<Grant, String> {
+    let root = &request.driver_root;
+    let wrong = |e: &dyn std::error::Error| format!("--driver-root {}: {e}", root.display());
+    let opened = DriverRoot::open(root).map_err(|e| wrong(&e))?;
+    let found = discover(&opened, &description.driver_version).map_err(|e| wrong(&e))?;
+    let (files, links) = placed(found.driver_files(root), root);
+    let own_nodes = root.join("dev/nvidiactl").exists();
+    let paths = NodePaths {
+        shares: shares.base().to_string_lossy().into_owned(),
+        libraries: membership
+            .folder()
+            .join("lib")
+            .to_string_lossy()
+            .into_owned(),
+        dev_root: if own_nodes {
+            root.as_path()
+        } else {
+            Path::new("/")
+        }
+        .to_string_lossy()
+        .into_owned(),
+    };
+    Ok(Grant {
+        stage: membership.folder().join("stage"),
+        driver: driver_spec(&files, &paths).map_err(|e| wrong(&e))?,
+        share: claim_spec(&record.plan, &paths).map_err(|e| wrong(&e))?,
+        links,
+        hidden,
+    })
+}
+
+/// The files of a new share: its pages, our libraries, and the host's preload list after ours.
+fn files(request: &Request, record: &Record) -> Result<Vec<(PathBuf, Vec<u8>, u32)>, String> {
+    let mut files = Vec::new();
+    for device in &record.plan.devices {
+        let page = |name: &str| Path::new(&device.key).join(name);
+        let cap = tranche_node::page::cap_page(
+            &record.plan.allocation.uid,
+            &device.key,
+            &device.gpu_uuid,
+            device.cap,
+        )
+        .map_err(|e| format!("cap page: {e}"))?;
+        files.push((page(tranche_shim_core::paths::CAP), cap.to_vec(), 0o444));
+        let account = AccountPage::initial().to_vec();
+        files.push((page(tranche_shim_core::paths::ACCOUNT), account, 0o666));
+    }
+    let mut preload = String::new();
+    for name in SHIM {
+        let path = request.shim.join(name);
+        let content =
+            std::fs::read(&path).map_err(|e| format!("--shim: {}: {e}", path.display()))?;
+        files.push((Path::new("lib").join(name), content, 0o644));
+        preload += &[container_path::ROOT, "/", name, "\n"].concat();
+    }
+    preload += &std::fs::read_to_string(PRELOAD).unwrap_or_default();
+    files.push(("lib/ld.so.preload".into(), preload.into_bytes(), 0o644));
+    Ok(files)
+}
+
+impl Held {
+    /// Until the command is gone, and all that it left behind unless others of the share look after
+    /// that.
+    fn look_after(self, command: &OwnedFd) {
+        let sweeper = Sweeper::new("/proc/self/exe", ["reclaim"]);
+        // What fails is tried again; programs of the share give back what they need themselves.
+        let sweep = || drop(sweeper.sweep(&self.account));
+        while !ends_within(command, INTERVAL) {
+            sweep();
+        }
+        let mut membership = self.membership;
+        while let Ok(Ok(Some(still))) = self.shares.lock().map(|locked| locked.leave(membership)) {
+            membership = still;
+            sweep();
+            std::thread::sleep(INTERVAL);
+        }
+    }
+}
+
+/// Whether the process ends before the time is over.
+fn ends_within(process: &OwnedFd, time: Duration) -> bool {
+    let timeout = Timespec::try_from(time).ok();
+    let mut fds = [PollFd::new(process, PollFlags::IN)];
+    matches!(poll(&mut fds, timeout.as_ref()), Ok(ready) if ready > 0)
+}
