@@ -50,6 +50,9 @@ pub enum Refusal {
     Other(PreparationProblem),
 }
 
+/// Memory of a CUDA context where nobody says otherwise, bytes: as a SharingPolicy's default.
+const CONTEXT_MEMORY: u64 = 512 << 20;
+
 impl Refusal {
     /// Whether it may be another one when other shares have gone.
     pub fn may_pass(&self) -> bool {
@@ -98,6 +101,7 @@ pub fn admit(
                 share_id: request.share.clone(),
                 memory,
                 cores,
+                context_memory: request.context_memory.unwrap_or(CONTEXT_MEMORY),
             },
             config,
         }],
@@ -161,6 +165,7 @@ fn same(request: &Request, gpus: &[String], has: &PreparedDevice) -> Result<(), 
         memory,
         cores,
         mode,
+        context_memory,
     } = has.cap
     else {
         return Ok(());
@@ -177,6 +182,12 @@ fn same(request: &Request, gpus: &[String], has: &PreparedDevice) -> Result<(), 
         Request {
             mode: Some(wanted), ..
         } if *wanted != mode => different("mode", format!("{wanted:?}"), format!("{mode:?}")),
+        Request {
+            context_memory: Some(wanted),
+            ..
+        } if *wanted != context_memory => {
+            different("context-memory", bytes(*wanted), bytes(context_memory))
+        }
         _ => Ok(()),
     }
 }
@@ -292,6 +303,10 @@ mod tests {
             &["--cores 26", "team", "25"],
         );
         refused(change(|r| r.gpu = Some("1".into())), &["--gpu 1", "team"]);
+        refused(
+            change(|r| r.context_memory = Some(1)),
+            &["--context-memory 1", "512Mi"],
+        );
         refused(
             change(|r| r.mode = Some(ComputeMode::WorkConserving)),
             &["--mode", "Strict"],

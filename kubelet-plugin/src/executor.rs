@@ -13,11 +13,11 @@ use std::sync::Arc;
 
 use tracing::{info, warn};
 use tranche_api::names::DRIVER;
-use tranche_api::share_config::ComputeMode;
 use tranche_driver::cdi::{CdiError, claim_of_file_name, claim_spec};
 use tranche_driver::journal::Record;
-use tranche_driver::preparation::{Cap, PreparationPlan, Step, Undo};
-use tranche_shim_core::cap::{self, CapPage, ComputePolicy};
+use tranche_driver::preparation::{PreparationPlan, Step, Undo};
+use tranche_node::page::cap_page;
+use tranche_shim_core::cap;
 use tranche_shim_core::error::PageError;
 use tranche_shim_core::layout::AccountPage;
 
@@ -193,7 +193,10 @@ impl Executor {
         let uid = &plan.allocation.uid;
         match step {
             Step::WriteCapPage { key, gpu_uuid, cap } => {
-                let page = cap_page(uid, key, gpu_uuid, *cap)?;
+                let page = cap_page(uid, key, gpu_uuid, *cap).map_err(|source| StepError::Cap {
+                    key: key.clone(),
+                    source,
+                })?;
                 let share = self.layout.share(uid, key);
                 self.fs.create_dir(&share.device)?;
                 if !self.has_cap(&share.cap, &page)? {
@@ -248,35 +251,4 @@ impl Executor {
         }
         Ok(())
     }
-}
-
-fn cap_page(uid: &str, key: &str, gpu_uuid: &str, cap: Cap) -> Result<[u8; cap::LEN], StepError> {
-    let (memory, cores, policy, context_memory) = match cap {
-        Cap::None {} => (None, None, ComputePolicy::Strict, 0),
-        Cap::Share {
-            memory,
-            cores,
-            mode,
-            context_memory,
-        } => {
-            let policy = match mode {
-                ComputeMode::Strict => ComputePolicy::Strict,
-                ComputeMode::WorkConserving => ComputePolicy::WorkConserving,
-            };
-            (Some(memory), Some(cores), policy, context_memory)
-        }
-    };
-    let page = CapPage {
-        gpu_uuid,
-        memory_limit: memory,
-        context_memory,
-        cores,
-        compute_policy: policy,
-        claim_uid: uid,
-        device_key: key,
-    };
-    page.encode().map_err(|source| StepError::Cap {
-        key: key.to_owned(),
-        source,
-    })
 }

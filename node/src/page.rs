@@ -23,23 +23,25 @@ pub fn cap_page(
     gpu_uuid: &str,
     cap: Cap,
 ) -> Result<[u8; cap::LEN], PageError> {
-    let (memory, cores, policy) = match cap {
-        Cap::None {} => (None, None, ComputePolicy::Strict),
+    let (memory, cores, policy, context_memory) = match cap {
+        Cap::None {} => (None, None, ComputePolicy::Strict, 0),
         Cap::Share {
             memory,
             cores,
             mode,
+            context_memory,
         } => {
             let policy = match mode {
                 ComputeMode::Strict => ComputePolicy::Strict,
                 ComputeMode::WorkConserving => ComputePolicy::WorkConserving,
             };
-            (Some(memory), Some(cores), policy)
+            (Some(memory), Some(cores), policy, context_memory)
         }
     };
     let page = CapPage {
         gpu_uuid,
         memory_limit: memory,
+        context_memory,
         cores,
         compute_policy: policy,
         claim_uid: uid,
