@@ -204,6 +204,7 @@ fn act(cuda: &Cuda, words: &[&str]) -> String {
         }
         "steer" => format!("{}", steer(cuda, words[1], number(2))),
         "time" => time(cuda, words[1], number(2)),
+        "instructions" => instructions(cuda, words[1], number(2)),
         "repeat" => {
             let mut refused = 0;
             for _ in 0..number(1) {
@@ -501,6 +502,44 @@ fn captured(cuda: &Cuda, kernel: u64, stream: u64) -> u64 {
 /// Times one call, or a pair: `time WHAT LIVE`, with so many allocations live. Answers with the tenth
 /// lowest of 200 rounds of 1,000, in picoseconds per call: what it takes when nobody interferes.
 fn time(cuda: &Cuda, what: &str, live: u64) -> String {
+    let mut once = call_of(cuda, what, live);
+    let mut rounds: Vec<u128> = (0..200)
+        .map(|_| {
+            let start = std::time::Instant::now();
+            for _ in 0..1000 {
+                std::hint::black_box(once());
+            }
+            start.elapsed().as_nanos()
+        })
+        .collect();
+    rounds.sort_unstable();
+    format!("0 {}", rounds[10])
+}
+
+/// Makes the same call some times where somebody counts instructions, after some where nobody does.
+fn instructions(cuda: &Cuda, what: &str, live: u64) -> String {
+    let mut once = call_of(cuda, what, live);
+    for _ in 0..100 {
+        once();
+    }
+    counted_calls(&mut once);
+    format!("0 {CALLS}")
+}
+
+/// What the counter looks for by name.
+#[unsafe(export_name = "counted_calls")]
+#[inline(never)]
+fn counted_calls(once: &mut dyn FnMut() -> u32) {
+    for _ in 0..CALLS {
+        std::hint::black_box(once());
+    }
+}
+
+/// Calls that are counted: few, so that what is done by the clock, however slow the counter, is rare.
+const CALLS: u32 = 4;
+
+/// A call, or a pair, for `time` and `instructions`.
+fn call_of<'a>(cuda: &Cuda, what: &'a str, live: u64) -> impl FnMut() -> u32 + use<'a> {
     type Alloc = unsafe extern "C" fn(*mut u64, u64) -> u32;
     type Free = unsafe extern "C" fn(u64) -> u32;
     type Info = unsafe extern "C" fn(*mut u64, *mut u64) -> u32;
@@ -530,7 +569,7 @@ fn time(cuda: &Cuda, what: &str, live: u64) -> String {
             unsafe { alloc(&raw mut kept, 4096) };
         }
     }
-    let mut once = || {
+    move || {
         // SAFETY: all arguments are valid.
         unsafe {
             match what {
@@ -541,7 +580,7 @@ fn time(cuda: &Cuda, what: &str, live: u64) -> String {
                 "info" => info(&raw mut pointer, &raw mut other),
                 "launch" => launch(1, 1, 1, 1, 32, 1, 1, 0, 0, 0, 0),
                 "address" => ask(
-                    c"cuLaunchKernel".as_ptr(),
+                    c"cuDriverGetVersion".as_ptr(),
                     &raw mut address,
                     12000,
                     0,
@@ -550,18 +589,7 @@ fn time(cuda: &Cuda, what: &str, live: u64) -> String {
                 _ => panic!("{what}: not timed"),
             }
         }
-    };
-    let mut rounds: Vec<u128> = (0..200)
-        .map(|_| {
-            let start = std::time::Instant::now();
-            for _ in 0..1000 {
-                std::hint::black_box(once());
-            }
-            start.elapsed().as_nanos()
-        })
-        .collect();
-    rounds.sort_unstable();
-    format!("0 {}", rounds[10])
+    }
 }
 
 /// The child serves until `end`; then the parent goes on.

@@ -106,9 +106,18 @@ impl Probe {
         self.child.wait().unwrap();
     }
 
+    /// Waits until it has ended by itself, and returns what it wrote to stderr.
+    pub fn wait(&mut self) -> String {
+        self.rest()
+    }
+
     /// Ends it, and returns what it wrote to stderr.
     pub fn stderr(&mut self) -> String {
         let _ = self.child.kill();
+        self.rest()
+    }
+
+    fn rest(&mut self) -> String {
         let mut text = String::new();
         if let Some(mut stderr) = self.child.stderr.take() {
             std::io::Read::read_to_string(&mut stderr, &mut text).unwrap();

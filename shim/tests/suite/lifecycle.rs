@@ -6,6 +6,8 @@ use tranche_shim_tests::{Driver, Probe, Traced, World, probe_path};
 use crate::cap::{CAP, GPU_0, one_gpu, ready};
 
 const NOT_PERMITTED: i64 = 800;
+/// What the driver takes at once.
+const BLOCK: u64 = 2 << 20;
 
 /// Kills one process after another, each one instruction further into `what`, until one gets through it. The
 /// next finds an account without a trace of it.
@@ -55,7 +57,7 @@ fn a_thousand_processes_come_and_go() {
             "steer devices 1",
             "init",
             "context 0",
-            "alloc 4096",
+            "alloc 2097152",
         ] {
             probe.send(command);
         }
@@ -66,7 +68,7 @@ fn a_thousand_processes_come_and_go() {
         let answers: Vec<i64> = (0..5).map(|_| probe.receive().code).collect();
         assert_eq!(answers[2..], [0, 0, 0]);
     }
-    assert_eq!(share.used(), SLOTS as u64 * 4096);
+    assert_eq!(share.used(), SLOTS as u64 * BLOCK);
     let mut last = world.probe("name");
     last.ask("count");
     last.ask("steer devices 1");
@@ -76,12 +78,12 @@ fn a_thousand_processes_come_and_go() {
     probes.truncate(SLOTS - 1);
     last.must("init");
     last.must("context 0");
-    last.must("alloc 4096");
-    assert_eq!(share.used(), SLOTS as u64 * 4096);
+    last.must("alloc 2097152");
+    assert_eq!(share.used(), SLOTS as u64 * BLOCK);
     drop(probes);
     let mut other = ready(&world, 1);
-    assert_eq!(share.used(), 4096);
-    other.must(&format!("alloc {}", CAP - (2 << 20)));
+    assert_eq!(share.used(), BLOCK);
+    other.must(&format!("alloc {}", CAP - BLOCK));
     assert_eq!(share.look(|account| account.processes().count()), 2);
     let said = last.stderr();
     assert!(
@@ -125,18 +127,18 @@ fn a_child_that_becomes_another_program_leaves_its_parent_alone() {
 fn children_of_children_are_counted_once_each() {
     let (world, share) = one_gpu();
     let mut probe = ready(&world, 1);
-    probe.must("alloc 4096");
+    probe.must("alloc 2097152");
     for generation in 2..=5 {
         assert_eq!(probe.ask("fork").values, ["child"]);
-        probe.must("alloc 4096");
-        assert_eq!(share.used(), generation * 4096);
+        probe.must("alloc 2097152");
+        assert_eq!(share.used(), generation * BLOCK);
     }
     for generation in (1..5).rev() {
         probe.send("end");
         assert_eq!(probe.receive().code, 0);
         assert_eq!(probe.receive().values, ["parent"]);
         let info = probe.must("info");
-        assert_eq!(info.number(0), CAP - generation * 4096);
+        assert_eq!(info.number(0), CAP - generation * BLOCK);
     }
 }
 

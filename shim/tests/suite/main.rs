@@ -5,6 +5,7 @@
 mod cap;
 mod closed;
 mod compute;
+mod counted;
 mod families;
 mod lifecycle;
 mod loading;

@@ -1,0 +1,89 @@
+//! How many instructions the shim adds to a call: what times cannot guard on a machine that does other work too.
+//! Counted by valgrind's callgrind, in front of a driver that does next to nothing.
+
+use std::process::Command;
+
+use tranche_shim_core::ComputePolicy;
+use tranche_shim_tests::{Driver, Probe, World, probe_path};
+
+use crate::cap::{CAP, GPU_0};
+
+/// Calls, allocations that live meanwhile, instructions that were counted when this was written, and the most
+/// that may be: a tenth more, for another compiler.
+const CALLS: [(&str, u32, u64, u64); 8] = [
+    ("pass", 0, 7, 8),
+    ("alloc-free", 0, 993, 1090),
+    ("alloc-free", 10_000, 1035, 1140),
+    ("refused", 0, 180, 200),
+    ("full", 0, 497, 550),
+    ("info", 0, 211, 235),
+    ("address", 0, 281, 310),
+    ("launch", 0, 216, 240),
+];
+
+/// Instructions of one call.
+fn count(world: &World, how: &str, what: &str, live: u32) -> u64 {
+    let out = world.folder().join("callgrind");
+    let mut command = world.command("valgrind");
+    command
+        .args(["--tool=callgrind", "--toggle-collect=counted_calls"])
+        .arg(format!("--callgrind-out-file={}", out.display()))
+        .arg(probe_path())
+        .arg(how);
+    let mut probe = Probe::by(&mut command);
+    for command in [
+        "count",
+        "steer devices 1",
+        "init",
+        "context 0",
+        "steer fast 1",
+    ] {
+        probe.ask(command);
+    }
+    let calls = probe.must(&format!("instructions {what} {live}")).number(0);
+    probe.must("end");
+    let said = probe.wait();
+    let collected = said
+        .lines()
+        .find_map(|line| line.split("Collected : ").nth(1))
+        .unwrap_or_else(|| panic!("callgrind: {said}"));
+    let collected = collected.trim().parse::<u64>().unwrap();
+    assert!(collected > calls, "callgrind counted nothing: {said}");
+    collected / calls
+}
+
+#[test]
+fn calls_take_few_instructions() {
+    let version = Command::new("valgrind").arg("--version").output();
+    assert!(
+        version.is_ok_and(|ran| ran.status.success()),
+        "valgrind is missing: shim/tests/install-tools installs it"
+    );
+    let world = World::new(Driver::Odd);
+    // A share whose launches are priced; of nearly all of the time, so that none waits.
+    let strict = ComputePolicy::Strict;
+    let share = world.share_of_time("gpu-0", GPU_0, Some(CAP), Some(99), strict);
+    share.grant(1_000_000_000_000);
+    let mut over = Vec::new();
+    for (what, live, counted, most) in CALLS {
+        let without = count(&world, "/usr/lib/tranche/driver/libcuda.so.1", what, live);
+        // A look for dead processes, due by the clock, may fall into it: hardly into each of twelve.
+        let mut added = u64::MAX;
+        for _ in 0..12 {
+            let with = count(&world, "name", what, live);
+            added = added.min(with.saturating_sub(without));
+            if added <= most {
+                break;
+            }
+        }
+        println!(
+            "{what:>10} with {live:>6} live: {added:>5} instructions added, {counted} when written"
+        );
+        if added > most {
+            over.push(format!(
+                "{what} with {live} live: {added} added, more than {most}"
+            ));
+        }
+    }
+    assert!(over.is_empty(), "{}", over.join("; "));
+}
