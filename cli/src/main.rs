@@ -6,7 +6,7 @@
 //!      │ ◄──────grant───────────┴────────── CDI specs, as a pod's container gets them
 //!      ├─ layout: which mounts, as a value
 //!      ├─ mounts: a namespace of its own, and the mounts in it
-//!      └─ exec COMMAND            supervisor: sweeps the share until the command and its children are gone
+//!      └─ exec COMMAND            supervisor: sweeps and samples until command and children are gone
 //! ```
 //!
 //! The process that the user started becomes the command: exit code, signals and terminal are the
@@ -16,7 +16,8 @@
 //! - [`wire`]: what command and supervisor tell each other;
 //! - [`admit`]: whether a share may be had, as a pure decision;
 //! - [`shares`]: the user's shares on this machine: their folders, locks and pages;
-//! - [`supervisor`]: grants a share and looks after it;
+//! - [`supervisor`], [`duties`]: grant a share and look after it;
+//! - [`driver`]: where a driver's files belong on this host;
 //! - [`layout`], [`mounts`]: what the command sees;
 //! - [`program`]: the command itself.
 #![forbid(unsafe_code)]
@@ -24,6 +25,7 @@
 mod admit;
 mod args;
 mod driver;
+mod duties;
 mod layout;
 mod mounts;
 mod program;

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!  <base>/lock                     held while shares come, are joined and go
+//!  <base>/sampler                  locked by the supervisor that samples all shares
 //!  <base>/<share>/record           what it is: sizes and GPU
 //!  <base>/<share>/members          locked, shared, by the supervisor of every command in it
 //!  <base>/<share>/command-<pid>    a command in it
@@ -121,6 +122,12 @@ impl Shares {
             base: &self.base,
             _lock: lock,
         })
+    }
+
+    /// Becomes the one who samples them all, unless somebody is.
+    pub fn try_lock_sampler(&self) -> Option<File> {
+        let lock = open(&self.base.join("sampler")).ok()?;
+        lock.try_lock().ok().map(|()| lock)
     }
 
     /// Where a claim's folder would be: the shares' common one.

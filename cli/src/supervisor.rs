@@ -18,14 +18,14 @@ use tranche_driver::journal::Record;
 use tranche_node::discover::discover;
 use tranche_node::inventory::inventory;
 use tranche_node::nvml::library::InstalledDriver;
-use tranche_node::nvml::{Description, Driver as _};
+use tranche_node::nvml::{Description, Driver as _, Nvml};
 use tranche_node::root::DriverRoot;
-use tranche_node::sweep::{INTERVAL, Sweeper};
 use tranche_shim_core::AccountPage;
 
 use crate::admit::admit;
 use crate::args::Supervise;
 use crate::driver::placed;
+use crate::duties::Duties;
 use crate::shares::{Membership, Shares};
 use crate::wire::{Answer, Grant, Request};
 
@@ -93,13 +93,13 @@ fn serve() -> io::Result<()> {
 struct Held {
     shares: Shares,
     membership: Membership,
-    account: PathBuf,
+    duties: Duties,
 }
 
 fn grant(request: &Request) -> Result<(Grant, Held), String> {
     let text = |e: &dyn std::error::Error| e.to_string();
     let root = &request.driver_root;
-    let description = describe(root)?;
+    let (nvml, description) = describe(root)?;
     let inventory = inventory(&description, Path::new("/sys"));
     let uuids: Vec<_> = description
         .gpus
@@ -128,7 +128,7 @@ fn grant(request: &Request) -> Result<(Grant, Held), String> {
         Held {
             shares,
             membership,
-            account,
+            duties: Duties::new(account, nvml),
         },
     ))
 }
@@ -177,14 +177,14 @@ fn enter(
 }
 
 /// The driver as NVML describes it.
-fn describe(root: &Path) -> Result<Description, String> {
+fn describe(root: &Path) -> Result<(Box<dyn Nvml>, Description), String> {
     let driver = InstalledDriver {
         root: root.to_owned(),
     };
-    driver
-        .open()
-        .and_then(|nvml| nvml.describe())
-        .map_err(|e| format!("--driver-root {}: {e}", root.display()))
+    let wrong = |e| format!("--driver-root {}: {e}", root.display());
+    let nvml = driver.open().map_err(wrong)?;
+    let description = nvml.describe().map_err(wrong)?;
+    Ok((nvml, description))
 }
 
 /// The two specs that a pod's container would get.
@@ -238,7 +238,8 @@ fn files(request: &Request, record: &Record) -> Result<Vec<(PathBuf, Vec<u8>, u3
             device.cap,
         )
         .map_err(|e| format!("cap page: {e}"))?;
-        files.push((page(tranche_shim_core::paths::CAP), cap.to_vec(), 0o444));
+        // The command sees it through a read-only mount; the sampler, without rights, writes it.
+        files.push((page(tranche_shim_core::paths::CAP), cap.to_vec(), 0o644));
         let account = AccountPage::initial().to_vec();
         files.push((page(tranche_shim_core::paths::ACCOUNT), account, 0o666));
     }
@@ -258,18 +259,12 @@ fn files(request: &Request, record: &Record) -> Result<Vec<(PathBuf, Vec<u8>, u3
 impl Held {
     /// Until the command is gone, and all that it left behind unless others of the share look after
     /// that.
-    fn look_after(self, command: &OwnedFd) {
-        let sweeper = Sweeper::new("/proc/self/exe", ["reclaim"]);
-        // What fails is tried again; programs of the share give back what they need themselves.
-        let sweep = || drop(sweeper.sweep(&self.account));
-        while !ends_within(command, INTERVAL) {
-            sweep();
-        }
+    fn look_after(mut self, command: &OwnedFd) {
+        while !ends_within(command, self.duties.turn(&self.shares)) {}
         let mut membership = self.membership;
         while let Ok(Ok(Some(still))) = self.shares.lock().map(|locked| locked.leave(membership)) {
             membership = still;
-            sweep();
-            std::thread::sleep(INTERVAL);
+            std::thread::sleep(self.duties.turn(&self.shares));
         }
     }
 }

@@ -83,6 +83,10 @@ impl Machine {
             .unwrap()
     }
 
+    fn sleep(&self, options: &[&str]) -> Running {
+        Running(self.run(options).args(["sleep", "100"]).spawn().unwrap())
+    }
+
     fn probe(&self, options: &[&str]) -> Probe {
         Probe::by(
             self.run(options)
@@ -149,9 +153,14 @@ fn kill(pid: i32, signal: rustix::process::Signal) {
     rustix::process::kill_process(rustix::process::Pid::from_raw(pid).unwrap(), signal).unwrap();
 }
 
-fn stop(mut child: Child) {
-    child.kill().unwrap();
-    child.wait().unwrap();
+/// A command that ends with its test.
+struct Running(Child);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.0.kill().unwrap();
+        self.0.wait().unwrap();
+    }
 }
 
 #[test]
@@ -266,11 +275,7 @@ fn two_commands_share_one_cap() {
 #[test]
 fn shares_add_up_to_no_more_than_the_gpu() {
     let machine = Machine::new();
-    let child = machine
-        .run(&["--memory", "50Gi", "--cores", "60"])
-        .args(["sleep", "100"])
-        .spawn()
-        .unwrap();
+    let _first = machine.sleep(&["--memory", "50Gi", "--cores", "60"]);
     until("the first share", || !shares(0).is_empty());
     for (options, word) in [
         (["--memory", "40Gi", "--cores", "40"], "--memory 40Gi"),
@@ -281,14 +286,13 @@ fn shares_add_up_to_no_more_than_the_gpu() {
     }
     let fits = machine.shell(&["--memory", "20Gi", "--cores", "40"], "true");
     assert!(fits.status.success(), "{}", text(&fits.stderr));
-    stop(child);
 }
 
 #[test]
 fn a_dead_process_is_swept_while_others_idle() {
     let machine = Machine::new();
     let share = ["--share", "swept", "--memory", "10Gi"];
-    let idle = machine.run(&share).args(["sleep", "100"]).spawn().unwrap();
+    let _idle = machine.sleep(&share);
     let mut probe = machine.probe(&share);
     probe.must("init");
     probe.must("primary 0");
@@ -299,7 +303,39 @@ fn a_dead_process_is_swept_while_others_idle() {
     until("the dead process's memory is back", || {
         account.copy().unwrap().snapshot().used() == 0
     });
-    stop(idle);
+}
+
+/// One supervisor samples all shares; when it goes, another does.
+#[test]
+fn every_share_is_granted_its_gpu_time() {
+    let machine = Machine::new();
+    let starts = |share: &str| {
+        let sizes = ["--memory", "1Gi", "--cores", "25"];
+        let options = ["--share", share, "--mode", "work-conserving"];
+        machine.sleep(&[&options[..], &sizes].concat())
+    };
+    // Of a share that works while all others are idle, more than its cores.
+    let is_sampled = |share: &str| {
+        let pages = base(0).join(format!("{share}/{share}-gpu-0"));
+        let mut spent = 0u64;
+        until(share, || {
+            spent += 5_000_000;
+            if let Ok(account) = fs::File::options().write(true).open(pages.join("account")) {
+                let words = [spent.to_le_bytes(), spent.to_le_bytes()].concat();
+                // Position and spent.
+                std::os::unix::fs::FileExt::write_all_at(&account, &words, 384).unwrap();
+            }
+            let page = fs::read(pages.join("cap")).unwrap_or_default();
+            let grants = page.get(tranche_shim_core::cap::LIMITS_LEN..);
+            grants.is_some_and(|grants| grants.iter().any(|&byte| byte != 0))
+        });
+    };
+    let (first, _second) = (starts("first"), starts("second"));
+    is_sampled("first");
+    is_sampled("second");
+    drop(first);
+    let _third = starts("third");
+    is_sampled("third");
 }
 
 #[test]
@@ -453,7 +489,7 @@ fn with_the_hosts_own_driver() {
         "$ours/tranche" run --memory 2Gi --gpu 1 -- sh -c '
             nvidia-smi --query-gpu=pci.bus_id,memory.total --format=csv,noheader
             cat /etc/ld.so.preload
-            ls /run/tranche/run
+            cd /run/tranche/run && ls -d run-*
             printf "init\ncount\nend\n" | "$ours/tranche-shim-probe" name
             (: </dev/nvidia0) 2>&1 | grep -o "Permission denied"
         '
@@ -485,9 +521,9 @@ fn with_the_hosts_own_driver() {
             "/usr/lib/tranche/libnvidia-ml.so.1"
         ]
     );
-    assert!(lines[4] == "lock" && lines[5].starts_with("run-"), "{out}");
+    assert!(lines[4].starts_with("run-"), "{out}");
     assert_eq!(
-        lines[6..],
+        lines[5..],
         ["0", "0 1", "0", "Permission denied", "2"],
         "{out}"
     );

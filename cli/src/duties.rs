@@ -1,0 +1,87 @@
+//! What a node does for shares in use, done by supervisors.
+//!
+//! Each sweeps its own share. One of them, whoever holds the lock, samples the GPU time of all shares
+//! of the user: shares of one GPU are granted its time together.
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use tranche_node::compute::PERIOD_NANOS;
+use tranche_node::nvml::Nvml;
+use tranche_node::sampler::{Sampler, now};
+use tranche_node::sweep::{INTERVAL, Sweeper};
+
+use crate::shares::Shares;
+
+/// A supervisor's duties.
+#[derive(Debug)]
+pub struct Duties {
+    account: PathBuf,
+    sweeper: Sweeper,
+    nvml: Box<dyn Nvml>,
+    sampling: Option<Sampling>,
+    due: Instant,
+}
+
+#[derive(Debug)]
+struct Sampling {
+    sampler: Sampler,
+    folders: Vec<PathBuf>,
+    _lock: File,
+}
+
+impl Duties {
+    /// For the share with this account, on GPUs that `nvml` knows.
+    pub fn new(account: PathBuf, nvml: Box<dyn Nvml>) -> Self {
+        Self {
+            account,
+            sweeper: Sweeper::new("/proc/self/exe", ["reclaim"]),
+            nvml,
+            sampling: None,
+            due: Instant::now(),
+        }
+    }
+
+    /// Does what is due; returns when to come back. What fails is tried again: programs give back what
+    /// they need themselves, and shares that are not sampled have their cores.
+    pub fn turn(&mut self, shares: &Shares) -> Duration {
+        if self.due <= Instant::now() {
+            self.due = Instant::now() + INTERVAL;
+            let _ = self.sweeper.sweep(&self.account);
+            self.sampling = self.sampling.take().or_else(|| {
+                let lock = shares.try_lock_sampler()?;
+                Some(Sampling {
+                    sampler: Sampler::default(),
+                    folders: Vec::new(),
+                    _lock: lock,
+                })
+            });
+            if let Some(sampling) = &mut self.sampling {
+                sampling.folders = page_folders(shares.base());
+            }
+        }
+        match &mut self.sampling {
+            Some(sampling) => {
+                let mut utilization: &dyn Nvml = &*self.nvml;
+                sampling
+                    .sampler
+                    .step(now(), &sampling.folders, &mut utilization);
+                Duration::from_nanos(PERIOD_NANOS)
+            }
+            None => self.due.saturating_duration_since(Instant::now()),
+        }
+    }
+}
+
+/// The folders of all shares that have a cap page.
+fn page_folders(base: &Path) -> Vec<PathBuf> {
+    let entries = |folder: &Path| {
+        let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+        entries.map(|entry| entry.path())
+    };
+    entries(base)
+        .flat_map(|share| entries(&share).collect::<Vec<_>>())
+        .filter(|folder| folder.join(tranche_shim_core::paths::CAP).exists())
+        .collect()
+}
