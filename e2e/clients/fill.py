@@ -118,7 +118,7 @@ def graph():
         except Refused:
             ok(driver.cuGraphDestroy(whole))
             raise
-        return whole, runs, parameters.dptr
+        return whole, runs, int(parameters.dptr)
 
     def give(made):
         whole, runs, address = made

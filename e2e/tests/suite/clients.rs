@@ -62,6 +62,9 @@ fn cuda_12_bindings_and_numba() -> anyhow::Result<()> {
             "pitch",
             "stream_ordered",
             "pool",
+            "vmm",
+            "array",
+            "graph",
             "numba",
         ],
     )
@@ -77,6 +80,9 @@ fn cuda_13_bindings_and_core() -> anyhow::Result<()> {
             "pitch",
             "stream_ordered",
             "pool",
+            "vmm",
+            "array",
+            "graph",
             "core",
         ],
     )
