@@ -80,8 +80,9 @@ const POOL_RESERVED: u32 = 5;
 const GRAPHS_RESERVED: u32 = 2;
 
 impl Reserve {
-    /// Bytes that the driver has reserved; where it does not say, all that was charged so far.
-    fn reserved(&self, device: CUdevice) -> u64 {
+    /// Bytes that the driver has reserved, in whole blocks, and no less than the floor; where it does
+    /// not say, all that was charged so far.
+    fn reserved(&self, device: &Device) -> u64 {
         let mut bytes = 0u64;
         // SAFETY: each writes 64 bits to the local; the pool is one that was not destroyed.
         let result = unsafe {
@@ -92,7 +93,7 @@ impl Reserve {
                     &raw mut bytes,
                 ),
                 State::Graphs => real!(cuDeviceGetGraphMemAttribute: fn(CUdevice, u32, *mut u64))(
-                    device,
+                    device.handle,
                     GRAPHS_RESERVED,
                     &raw mut bytes,
                 ),
@@ -100,7 +101,7 @@ impl Reserve {
             }
         };
         if result.is_ok() {
-            bytes
+            device.taken_by(bytes).max(self.floor)
         } else {
             self.charged + self.pending
         }
@@ -108,7 +109,7 @@ impl Reserve {
 
     /// Brings the charge to what the driver has reserved.
     fn settle(&mut self, process: &Process, device: &Device) {
-        let reserved = self.reserved(device.handle).max(self.floor);
+        let reserved = self.reserved(device);
         if reserved < self.charged {
             process.release(device, self.charged - reserved);
             self.charged = reserved;
@@ -123,7 +124,7 @@ impl Reserve {
     /// charged from now on. Fails where it grew by more than there is room for.
     fn arrive(&mut self, mut reserved: Reserved, least: u64) -> Result<(), CUresult> {
         let device = reserved.device;
-        let now = self.reserved(device.handle).max(self.floor);
+        let now = self.reserved(device);
         self.pending -= reserved.bytes;
         let covered = self.charged + self.pending + reserved.bytes;
         let mut grown = Ok(());

@@ -5,7 +5,10 @@ use std::io::{BufRead as _, BufReader, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Mutex;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
+
+use tranche_simulator_machine::{Access, Attachment, DriverRoot};
 
 use crate::{target, text};
 
@@ -81,6 +84,13 @@ impl Node {
     #[must_use]
     pub fn root(&self) -> &Path {
         &self.root
+    }
+
+    /// The most bytes that a GPU's processes ever had together, as the machine itself counts them.
+    #[must_use]
+    pub fn peak(&self, gpu: usize) -> u64 {
+        let page = Attachment::new(&DriverRoot::new(&self.root), Access::Observe).unwrap();
+        page.shared().gpus()[gpu].peak.load(Ordering::Relaxed)
     }
 
     /// The GPUs, as the node's own `nvidia-smi` reports them.

@@ -20,6 +20,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 static LAST: AtomicU64 = AtomicU64::new(0);
 
 mod probe_raw;
+mod probe_storm;
 
 struct Cuda(*mut c_void);
 
@@ -241,6 +242,10 @@ fn act(cuda: &Cuda, words: &[&str]) -> String {
             format!("{}", done.code().unwrap())
         }
         "between-breakpoints" => between_breakpoints(cuda, words[1]),
+        "storm" => {
+            let find = |name: &str| cuda.find(name);
+            probe_storm::Storm::new(find).run(number(1), number(2), number(3))
+        }
         "threads" => threads(cuda, number(1), number(2), number(3)),
         "descriptors" => format!("0 {}", std::fs::read_dir("/proc/self/fd").unwrap().count()),
         "close-all" => {

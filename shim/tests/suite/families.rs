@@ -41,6 +41,11 @@ impl Case {
         assert_eq!((held, used), (bytes + self.context, bytes + self.context));
     }
 
+    /// The most that the GPU ever held.
+    pub fn peak(&self) -> u64 {
+        self.world.node().peak(0)
+    }
+
     /// The GPU holds no more than the account says.
     fn covered(&self) {
         let (held, used) = (self.world.node().gpus()[0].used, self.share.used());

@@ -13,4 +13,5 @@ mod nvml;
 mod real;
 mod runtimes;
 mod simulated;
+mod storm;
 mod time;

@@ -7,6 +7,7 @@ use crate::code::Code;
 use crate::context::current;
 use crate::driver::{device, driver};
 use crate::export::{export, get, put};
+use crate::heap::BLOCK;
 use crate::memory;
 use crate::object::{Handle, Kept, Kind, Object};
 
@@ -214,9 +215,10 @@ export! {
     fn cuMipmappedArrayGetMemoryRequirements(to: *mut Requirements, mipmap: Handle, of: i32) {
         device(of)?;
         let mipmap = Object::<Mipmap>::find(mipmap)?;
+        // Each level is in blocks of its own.
         let mut bytes = 0;
         for level in &mipmap.levels {
-            bytes += needed(level.0)?;
+            bytes += needed(level.0)?.next_multiple_of(BLOCK);
         }
         put(to, Requirements::of(bytes))
     }

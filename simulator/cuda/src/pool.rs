@@ -14,7 +14,7 @@ use crate::device::Device;
 use crate::driver::{device, driver};
 use crate::export::{export, get, put};
 use crate::graph::{GraphMemory, Node};
-use crate::heap::Heap;
+use crate::heap::{BLOCK, Heap};
 use crate::memory::{self, context_id};
 use crate::object::{Handle, Kind, Object};
 use crate::space::What;
@@ -47,9 +47,10 @@ struct Books {
 }
 
 impl Books {
-    /// Gives back what is kept above `limit` bytes reserved.
+    /// Gives back what is kept above `limit` bytes reserved, in whole blocks.
     fn trim(&mut self, device: &Device, limit: u64) -> u64 {
         let excess = self.reserved.saturating_sub(limit).min(self.kept);
+        let excess = excess - excess % BLOCK;
         if excess > 0 {
             self.kept -= excess;
             self.reserved -= excess;

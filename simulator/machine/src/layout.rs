@@ -141,6 +141,8 @@ pub struct GpuState {
     pub utilization: AtomicU32,
     /// Bytes that processes hold.
     pub used: AtomicU64,
+    /// The most that [`Self::used`] ever was.
+    pub peak: AtomicU64,
     /// Whose kernels run.
     pub turns: Turns,
 }

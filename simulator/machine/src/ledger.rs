@@ -121,6 +121,8 @@ impl Shared {
         let held = &self.slots[slot].used[gpu];
         held.store(held.load(Ordering::Relaxed) + bytes, Ordering::Relaxed);
         state.used.store(used + bytes, Ordering::Relaxed);
+        let peak = state.peak.load(Ordering::Relaxed);
+        state.peak.store(peak.max(used + bytes), Ordering::Relaxed);
         Ok(())
     }
 

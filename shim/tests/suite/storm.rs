@@ -1,0 +1,140 @@
+//! Processes and threads that take memory at random, in every way that there is. The machine itself
+//! says whether they ever had more than their cap, at any instant.
+//!
+//! How much is done is small, for a suite that runs often; `TRANCHE_STORM` multiplies it:
+//!
+//! ```console
+//! $ TRANCHE_STORM=10000 cargo test --release -p tranche-shim-tests storm -- --nocapture
+//! ```
+
+use std::time::{Duration, Instant};
+
+use tranche_shim_tests::{Answer, Probe};
+
+use crate::cap::{CAP, one_gpu, ready};
+use crate::families::Case;
+
+const THREADS: u64 = 4;
+
+/// Operations of each thread.
+fn operations(few: u64) -> u64 {
+    let times = std::env::var("TRANCHE_STORM").map_or(1, |times| times.parse().unwrap());
+    few * times
+}
+
+fn check(answers: &[Answer]) {
+    for answer in answers {
+        let [taken, refused, failed] = [0, 1, 2].map(|nth| answer.number(nth));
+        println!("{taken} times memory was taken, {refused} times refused");
+        assert!(
+            taken > 0 && refused > 0,
+            "the cap was never full: {answer:?}"
+        );
+        assert_eq!(failed, 0, "no other error");
+    }
+}
+
+#[test]
+fn nobody_ever_has_more_than_the_cap() {
+    let mut case = Case::new();
+    let mut probes: Vec<Probe> = (0..2).map(|_| case.world.probe("name")).collect();
+    for probe in &mut probes {
+        probe.must("init");
+        probe.must("primary 0");
+    }
+    case.probe.must("unprimary 0");
+    // Up to a sixteenth of the cap: two processes of four threads fill it.
+    for probe in &mut probes {
+        probe.send(&format!(
+            "storm {THREADS} {} {}",
+            operations(2000),
+            CAP / 16
+        ));
+    }
+    let answers: Vec<Answer> = probes.iter_mut().map(Probe::receive).collect();
+    check(&answers);
+    let limit = CAP + case.context;
+    let (peak, counted) = (case.peak(), case.share.look(|account| account.peak()));
+    println!("{peak} bytes of {limit} at most, {counted} counted");
+    assert!(
+        peak <= limit && counted <= limit,
+        "{peak} {counted} {limit}"
+    );
+    assert!(peak > limit / 4 * 3, "it was never full: {peak} of {limit}");
+    // All was given back: two contexts are left.
+    for probe in &mut probes {
+        probe.must("synchronize");
+    }
+    case.holds(case.context);
+}
+
+/// The same with processes that are killed in the middle of it: what they had is their neighbours'.
+#[test]
+fn nor_when_processes_are_killed() {
+    let mut case = Case::new();
+    let mut steady: Vec<Probe> = (0..2).map(|_| case.world.probe("name")).collect();
+    for probe in &mut steady {
+        probe.must("init");
+        probe.must("primary 0");
+        probe.send(&format!(
+            "storm {THREADS} {} {}",
+            operations(1500),
+            CAP / 16
+        ));
+    }
+    let limit = CAP + case.context;
+    let mut kills = 0;
+    let answers = std::thread::scope(|scope| {
+        let workers: Vec<_> = steady
+            .iter_mut()
+            .map(|probe| scope.spawn(|| probe.receive()))
+            .collect();
+        while workers.iter().any(|worker| !worker.is_finished()) {
+            let mut victim = case.world.probe("name");
+            victim.must("init");
+            // A full share has no room for another context.
+            if victim.ask("primary 0").code == 0 {
+                victim.send(&format!("storm {THREADS} 1000000 {}", CAP / 16));
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            assert!(case.share.used() <= limit);
+            victim.kill();
+            kills += 1;
+        }
+        workers
+            .into_iter()
+            .map(|worker| worker.join().unwrap())
+            .collect::<Vec<_>>()
+    });
+    check(&answers);
+    assert!(kills > 1, "{kills}");
+    assert!(case.share.look(|account| account.peak()) <= limit);
+    drop(steady);
+    // Whoever joins takes back what the dead had; the daemon needs a moment to see their end.
+    case.probe.kill();
+    let start = Instant::now();
+    loop {
+        let mut last = case.world.probe("name");
+        last.must("init");
+        let used = case.share.used();
+        last.must("primary 0");
+        if used == 0 && last.ask(&format!("alloc {CAP}")).code == 0 {
+            break;
+        }
+        assert!(
+            start.elapsed() < Duration::from_secs(5),
+            "{used} bytes stay charged"
+        );
+    }
+}
+
+/// The plain family, in front of the driver that does what it is told, where threads are quick.
+#[test]
+fn nor_in_front_of_a_quick_driver() {
+    let (world, share) = one_gpu();
+    let mut probe = ready(&world, 1);
+    let answer = probe.must(&format!("threads 8 {} {}", operations(20_000), CAP / 16));
+    check(&[answer]);
+    assert!(share.look(|account| account.peak()) <= CAP);
+    assert_eq!(share.used(), 0);
+}
