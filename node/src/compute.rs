@@ -12,10 +12,14 @@
 //! do not use at present. Alone on its GPU it is not held back at all.
 //!
 //! **Scale.** The prices of launches are the programs' own measurements, and may be wrong in common:
-//! contention makes them long, kernels that run side by side are each counted whole, and a tenant may
-//! write what it likes. NVML says how long the GPU really worked. The ratio of both, slowly followed,
-//! becomes the scale of the prices of the shares that were at work. NVML's figure is the GPU's, not the
-//! share's: with several at work they are corrected in common.
+//! what runs longer than the GPU's time slice is measured with the neighbours' slices in it, kernels
+//! that run side by side are each counted whole, and a tenant may write what it likes. NVML says how
+//! long the GPU really worked for each process. The ratio of both, slowly followed, becomes the scale of
+//! the share's prices. Where NVML's processes cannot be told apart by share, the shares at work are
+//! corrected in common, by what the whole GPU worked.
+//!
+//! **Debts.** A share that is in debt and got less than its cores all the while was charged for what it
+//! never had: by first measurements under contention, say. The node forgives it.
 //!
 //! Nothing in an account is believed: a share that writes too little gets a higher scale, up to
 //! [`MOST_SCALE`], and is [`Decision::suspect`]; one that writes too much holds up itself.
@@ -23,7 +27,7 @@
 use std::collections::BTreeMap;
 
 use tranche_shim_core::ComputePolicy;
-use tranche_shim_core::compute::{BURST_NANOS, PERCENT, Refill, WHOLE, part};
+use tranche_shim_core::compute::{BURST_NANOS, DEBT_NANOS, PERCENT, Refill, WHOLE, part};
 
 /// From one step to the next, in nanoseconds.
 pub const PERIOD_NANOS: u64 = 100_000_000;
@@ -35,18 +39,33 @@ const LEASE_NANOS: u64 = 3_000_000_000;
 const ALONE: u64 = 4 * WHOLE;
 
 /// The least and the most that a price is scaled by, in millionths.
-pub const LEAST_SCALE: u64 = WHOLE / 8;
+pub const LEAST_SCALE: u64 = WHOLE / 32;
 /// See [`LEAST_SCALE`].
 pub const MOST_SCALE: u64 = 8 * WHOLE;
 
-/// How much of the way to the measured scale a step goes: NVML's figure is a second old on average.
-const GAIN: f64 = 0.05;
+/// How far a scale goes in a step at most: NVML's figures are up to a second old.
+const STEP: f64 = 0.03;
 
-/// Weight of a step in the averages.
-const WEIGHT: f64 = 0.1;
+/// Weight of a step in the averages whose ratio the scale follows: some seconds, so that a launch of
+/// 100 ms now and then and NVML's word of it, later, fall together.
+const WEIGHT: f64 = 0.025;
+
+/// Weight of a step in the average of what a share uses.
+const USE_WEIGHT: f64 = 0.2;
+
+/// How long a share is at work before it is compared with what the GPU works: by then NVML says it,
+/// and what was reckoned in advance has run. In nanoseconds.
+const WATCH_NANOS: u64 = 1_000_000_000;
+
+/// A debt is forgiven when the share got so much less than its cores while it wanted more: as much as
+/// its cores are in half a second.
+const OWED_NANOS: f64 = 0.5e9;
 
 /// A share that launched nothing for so long is not at work, in nanoseconds.
 const REST_NANOS: u64 = 500_000_000;
+
+/// Steps in which a scale is not enough, after which an account is suspect: ten seconds.
+const SUSPECT_STEPS: u32 = 100;
 
 /// What an account may lose by corrections between two steps, in nanoseconds.
 const CORRECTION_NANOS: u64 = 1_000_000_000;
@@ -62,6 +81,8 @@ pub struct Reading {
     pub position: u64,
     /// What its launches were reckoned to take; the tenant's word.
     pub spent: u64,
+    /// How much of the last time the GPU worked for it, in parts of 1, if that is known.
+    pub busy: Option<f64>,
 }
 
 /// What a share gets.
@@ -99,9 +120,28 @@ pub struct Controller<K> {
     shares: BTreeMap<K, Share>,
     /// When the last step was.
     last: Option<u64>,
-    /// How busy the GPU was, and how busy the accounts say it was: averages, in parts of 1.
+    /// The GPU's, for shares whose own is not known.
+    ratio: Ratio,
+}
+
+/// How much was worked, and how much was reckoned: averages, in parts of 1.
+#[derive(Clone, Copy, Debug, Default)]
+struct Ratio {
     worked: f64,
     reckoned: f64,
+}
+
+impl Ratio {
+    fn add(&mut self, worked: f64, reckoned: f64) {
+        self.worked += (worked - self.worked) * WEIGHT;
+        self.reckoned += (reckoned - self.reckoned) * WEIGHT;
+    }
+
+    /// `None` where little work says little.
+    fn value(self) -> Option<f64> {
+        let enough = self.worked >= 0.002 && self.reckoned >= 0.0005;
+        enough.then(|| self.worked / self.reckoned)
+    }
 }
 
 #[derive(Debug)]
@@ -110,10 +150,18 @@ struct Share {
     spent: u64,
     /// When it last launched something.
     launched: u64,
-    /// What it used in the last step by its account and scale, in parts of 1, and an average.
+    /// What it used in the last step by its account, and an average by account and scale: in parts of 1.
     reckons: f64,
     uses: f64,
     scale: f64,
+    ratio: Ratio,
+    /// Since when it is at work; `None` while it rests.
+    since: Option<u64>,
+    /// Steps in which the scale could not follow.
+    wrong: u32,
+    /// How much less it got than its cores while it wanted more, in nanoseconds; negative where it
+    /// got more.
+    owed: f64,
 }
 
 impl<K: Ord + Clone> Default for Controller<K> {
@@ -121,8 +169,7 @@ impl<K: Ord + Clone> Default for Controller<K> {
         Self {
             shares: BTreeMap::new(),
             last: None,
-            worked: 0.0,
-            reckoned: 0.0,
+            ratio: Ratio::default(),
         }
     }
 }
@@ -160,47 +207,68 @@ impl<K: Ord + Clone> Controller<K> {
             });
             suspects.push(share.read(now, elapsed, reading));
         }
-        self.follow(now, busy, elapsed);
+        self.follow(now, busy, shares, elapsed);
+        // On a GPU that has no time left, who gets less than it might want cannot be seen to want.
+        let saturated = busy.is_some_and(|busy| busy >= 0.95);
         let workers: Vec<Option<Worker>> = shares
             .iter()
-            .map(|(key, reading)| self.shares.get(key)?.worker(now, reading))
+            .map(|(key, reading)| self.shares.get(key)?.worker(now, saturated, reading))
             .collect();
-        let too_little = self.is_too_little();
         shares
             .iter()
             .zip(workers.iter().zip(suspects))
             .filter_map(|((key, reading), (worker, suspect))| {
                 let rate = rate(reading, *worker, &workers);
                 let share = self.shares.get_mut(key)?;
-                let suspect =
-                    suspect.or((too_little && worker.is_some()).then_some(Suspicion::TooLittle));
+                let too_little = share.wrong > SUSPECT_STEPS;
+                let suspect = suspect.or(too_little.then_some(Suspicion::TooLittle));
                 Some((key.clone(), share.decide(now, reading, rate, suspect)))
             })
             .collect()
     }
 
-    /// Follows the ratio of what the GPU worked to what the shares at work reckoned.
-    fn follow(&mut self, now: u64, busy: Option<f64>, elapsed: u64) {
-        let (Some(busy), true) = (busy, elapsed > 0) else {
+    /// Lets the scales follow what was worked.
+    fn follow(&mut self, now: u64, busy: Option<f64>, shares: &[(K, Reading)], elapsed: u64) {
+        if elapsed == 0 {
             return;
+        }
+        let scaled: f64 = self.shares.values().map(Share::reckons_scaled).sum();
+        let settled = |share: &Share| {
+            let since = share.since.unwrap_or(now);
+            now.saturating_sub(since) >= WATCH_NANOS
         };
-        let at_work = |share: &Share| now.saturating_sub(share.launched) < REST_NANOS;
-        let reckoned: f64 = self.shares.values().map(|share| share.reckons).sum();
-        self.worked += (busy - self.worked) * WEIGHT;
-        self.reckoned += (reckoned - self.reckoned) * WEIGHT;
-        // Little work says little.
-        if self.worked < 0.02 || self.reckoned < 0.01 {
-            return;
+        if let Some(busy) = busy
+            && self.shares.values().any(settled)
+        {
+            self.ratio.add(busy, scaled);
         }
-        let step = (self.worked / self.reckoned).clamp(0.1, 10.0).powf(GAIN);
-        for share in self.shares.values_mut().filter(|share| at_work(share)) {
-            share.scale = (share.scale * step).clamp(parts(LEAST_SCALE), parts(MOST_SCALE));
+        let in_common = self.ratio.value();
+        for (key, reading) in shares {
+            let Some(share) = self.shares.get_mut(key) else {
+                continue;
+            };
+            // Of what the whole GPU worked, its part by its own account.
+            let part = if scaled > 0.0 {
+                share.reckons_scaled() / scaled
+            } else {
+                0.0
+            };
+            let worked = reading.busy.or(busy.map(|busy| busy * part));
+            share.note_worked(now, reading, worked, elapsed);
+            if !settled(share) {
+                continue;
+            }
+            // Its own ratio is the scale; the common one says how wrong the scales are.
+            let wanted = if let Some(busy) = reading.busy {
+                share.ratio.add(busy, share.reckons);
+                share.ratio.value()
+            } else {
+                in_common.map(|ratio| ratio * share.scale)
+            };
+            if let Some(wanted) = wanted {
+                share.follow(wanted);
+            }
         }
-    }
-
-    /// Even at the highest scale the accounts do not explain what the GPU does.
-    fn is_too_little(&self) -> bool {
-        self.worked > 0.1 && self.reckoned * 2.0 < self.worked
     }
 }
 
@@ -217,7 +285,18 @@ impl Share {
             reckons: 0.0,
             uses: 0.0,
             scale: parts(scale),
+            ratio: Ratio::default(),
+            since: None,
+            wrong: 0,
+            owed: 0.0,
         }
+    }
+
+    fn follow(&mut self, wanted: f64) {
+        let (least, most) = (parts(LEAST_SCALE), parts(MOST_SCALE));
+        self.wrong = if wanted > most { self.wrong + 1 } else { 0 };
+        let step = (wanted / self.scale).clamp(1.0 - STEP, 1.0 + STEP);
+        self.scale = (self.scale * step).clamp(least, most);
     }
 
     fn read(&mut self, now: u64, elapsed: u64, reading: &Reading) -> Option<Suspicion> {
@@ -230,15 +309,38 @@ impl Share {
         self.spent = reading.spent;
         if spent > 0 {
             self.launched = now;
+            self.since.get_or_insert(now);
+        } else if now.saturating_sub(self.launched) >= REST_NANOS
+            && reading.position <= self.refill.granted(reading.cores, now)
+        {
+            self.since = None;
         }
         if elapsed > 0 {
-            self.reckons = as_f64(spent) / as_f64(elapsed) * self.scale;
-            self.uses += (self.reckons - self.uses) * 2.0 * WEIGHT;
+            self.reckons = as_f64(spent) / as_f64(elapsed);
         }
         went_back.then_some(Suspicion::WentBack)
     }
 
-    fn worker(&self, now: u64, reading: &Reading) -> Option<Worker> {
+    fn reckons_scaled(&self) -> f64 {
+        self.reckons * self.scale
+    }
+
+    /// Notes how much the GPU worked for it: in parts of 1, if anybody knows.
+    fn note_worked(&mut self, now: u64, reading: &Reading, worked: Option<f64>, elapsed: u64) {
+        let worked = worked.unwrap_or(self.reckons_scaled());
+        self.uses += (worked - self.uses) * USE_WEIGHT;
+        let cores = parts(u64::from(reading.cores) * PERCENT);
+        let in_debt = reading.position > self.refill.granted(reading.cores, now);
+        let less = (cores - worked) * as_f64(elapsed);
+        // What it could have had and did not take is gone.
+        self.owed = if in_debt || less < 0.0 {
+            (self.owed + less).clamp(-as_f64(DEBT_NANOS), as_f64(DEBT_NANOS))
+        } else {
+            (self.owed + less).min(0.0)
+        };
+    }
+
+    fn worker(&self, now: u64, saturated: bool, reading: &Reading) -> Option<Worker> {
         let cores = parts(u64::from(reading.cores) * PERCENT);
         let granted = self.refill.granted(reading.cores, now);
         let rate = self.refill.rate(reading.cores, now);
@@ -252,7 +354,7 @@ impl Share {
         Some(Worker {
             cores,
             conserving: reading.policy == ComputePolicy::WorkConserving,
-            wants: hungry || self.uses >= 0.9 * cores,
+            wants: hungry || self.uses >= if saturated { 0.5 } else { 0.9 } * cores,
             uses: self.uses,
         })
     }
@@ -274,10 +376,19 @@ impl Share {
         };
         let ends = rate != u64::from(cores) * PERCENT
             && self.refill.until < now.saturating_add(LEASE_NANOS / 2);
-        let is_news = ends || differ(present, rate) || differ(scale_now, scale);
+        let debt = reading
+            .position
+            .saturating_sub(self.refill.granted(cores, now));
+        let forgives = debt > 0 && self.owed > OWED_NANOS * parts(u64::from(cores) * PERCENT);
+        let is_news = ends || forgives || differ(present, rate) || differ(scale_now, scale);
         if is_news {
             let until = now.saturating_add(LEASE_NANOS);
             self.refill = self.refill.then(cores, now, rate, until, scale);
+        }
+        if forgives {
+            // No more than the longest debt: the position is the tenant's word.
+            self.refill.base = self.refill.base.saturating_add(debt.min(DEBT_NANOS));
+            self.owed = 0.0;
         }
         Decision {
             refill: self.refill,

@@ -201,6 +201,7 @@ impl Share {
             policy: self.policy,
             position,
             spent,
+            busy: None,
         })
     }
 

@@ -241,6 +241,13 @@ impl<const N: usize> Account<N> {
         }
     }
 
+    /// How far the share has used its grant of GPU time, and what its launches were reckoned to take,
+    /// both in nanoseconds.
+    pub fn compute(&self) -> (u64, u64) {
+        let word = |word: &AtomicU64| word.load(Ordering::Relaxed);
+        (word(&self.position), word(&self.spent))
+    }
+
     /// Notes `count` launches of the slot's process, the last of them at `now`, before which it was
     /// held back for `throttled` nanoseconds in all. `now` is `CLOCK_MONOTONIC` in nanoseconds.
     pub fn note_launches(&self, slot: SlotIndex, count: u64, throttled: u64, now: u64) {

@@ -101,6 +101,24 @@ pub const fn key(object: u64, numbers: [u64; 3]) -> u64 {
 }
 
 impl<const N: usize> Costs<N> {
+    /// No shapes. The shim maps zeros instead.
+    #[must_use]
+    pub fn empty() -> Self {
+        let zero = || AtomicU64::new(0);
+        Self {
+            shapes: core::array::from_fn(|_| Shape {
+                key: zero(),
+                price: zero(),
+                measured: zero(),
+                least: zero(),
+                before: zero(),
+                provisional: zero(),
+                provisional_nanos: zero(),
+                guess: zero(),
+            }),
+        }
+    }
+
     /// The price of a shape that is known well.
     #[inline]
     pub fn trusted(&self, key: u64) -> Option<u64> {
@@ -264,23 +282,10 @@ impl Shape {
 
 #[cfg(test)]
 mod tests {
-    use super::{Costs, Price, Shape, UNKNOWN_NANOS, key};
-    use crate::sync::AtomicU64;
+    use super::{Costs, Price, UNKNOWN_NANOS, key};
 
     fn costs<const N: usize>() -> Costs<N> {
-        let zero = || AtomicU64::new(0);
-        Costs {
-            shapes: core::array::from_fn(|_| Shape {
-                key: zero(),
-                price: zero(),
-                measured: zero(),
-                least: zero(),
-                before: zero(),
-                provisional: zero(),
-                provisional_nanos: zero(),
-                guess: zero(),
-            }),
-        }
+        Costs::empty()
     }
 
     const SHAPE: u64 = key(1, [2, 3, 4]);

@@ -1,0 +1,227 @@
+//! How well a GPU's time is shared: the shim's half and the node's, against a GPU in virtual time.
+#![allow(clippy::unwrap_used, reason = "a test that cannot be set up fails")]
+
+mod world;
+
+use tranche_node::compute::Suspicion;
+use tranche_shim_core::ComputePolicy::{Strict, WorkConserving};
+use tranche_shim_core::compute::Bucket;
+use world::{MICRO, MILLI, Program, SECOND, World, jain};
+
+fn near(found: f64, wanted: f64, what: &str) {
+    println!("{what}: {found:.2} % of {wanted} %");
+    assert!(
+        (found - wanted).abs() <= 5.0,
+        "{what}: {found:.2} % instead of {wanted} %"
+    );
+}
+
+#[test]
+fn every_share_has_its_part_whatever_its_kernels_take() {
+    for cores in [5, 10, 25, 50, 75] {
+        for (kernel, seconds) in [
+            (10 * MICRO, 3),
+            (100 * MICRO, 5),
+            (MILLI, 10),
+            (10 * MILLI, 10),
+            (100 * MILLI, 20),
+        ] {
+            for depth in [1, 64] {
+                let mut world = World::new(&[(cores, Strict)]);
+                world.start(Program {
+                    depth,
+                    ..Program::new(0, &[kernel])
+                });
+                let whole = world.run(seconds * SECOND)[0];
+                near(
+                    whole,
+                    f64::from(cores),
+                    &format!("{cores} %, kernels of {kernel} ns, {depth} deep, from the start"),
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn kernels_of_all_lengths_together() {
+    let mut world = World::new(&[(25, Strict)]);
+    for _ in 0..8 {
+        world.start(Program::new(
+            0,
+            &[10 * MICRO, 3 * MILLI, 200 * MICRO, 40 * MILLI],
+        ));
+    }
+    near(
+        world.run(10 * SECOND)[0],
+        25.0,
+        "eight processes of one share",
+    );
+}
+
+#[test]
+fn thirty_and_seventy_under_contention() {
+    for policy in [Strict, WorkConserving] {
+        for (short, long) in [
+            (100 * MICRO, 100 * MICRO),
+            (20 * MICRO, 20 * MILLI),
+            (20 * MILLI, 20 * MICRO),
+            (100 * MILLI, 100 * MILLI),
+        ] {
+            let mut world = World::new(&[(30, policy), (70, policy)]);
+            world.start(Program::new(0, &[short]));
+            world.start(Program::new(1, &[long]));
+            world.run(10 * SECOND);
+            let parts = world.run(10 * SECOND);
+            for (found, wanted) in parts.iter().zip([30.0, 70.0]) {
+                near(
+                    *found,
+                    wanted,
+                    &format!("{policy:?}, kernels of {short} and {long} ns"),
+                );
+            }
+        }
+    }
+}
+
+/// Where NVML's processes belong to nobody that the node knows, the shares are corrected in common.
+#[test]
+fn thirty_and_seventy_where_only_the_whole_gpu_is_known() {
+    for (short, long) in [(100 * MICRO, 100 * MICRO), (20 * MICRO, 2 * MILLI)] {
+        let mut world = World::new(&[(30, Strict), (70, Strict)]);
+        world.by_share = false;
+        world.start(Program::new(0, &[short]));
+        world.start(Program::new(1, &[long]));
+        world.run(10 * SECOND);
+        let parts = world.run(10 * SECOND);
+        for (found, wanted) in parts.iter().zip([30.0, 70.0]) {
+            near(*found, wanted, &format!("kernels of {short} and {long} ns"));
+        }
+    }
+}
+
+#[test]
+fn four_equal_shares_are_equal() {
+    for kernels in [
+        [100 * MICRO; 4],
+        [10 * MICRO, 100 * MICRO, MILLI, 10 * MILLI],
+        [50 * MILLI; 4],
+    ] {
+        let mut world = World::new(&[(25, Strict); 4]);
+        for (share, kernel) in kernels.into_iter().enumerate() {
+            world.start(Program::new(share, &[kernel]));
+        }
+        world.run(10 * SECOND);
+        let parts = world.run(10 * SECOND);
+        println!("{parts:.1?}: {:.4}", jain(&parts));
+        assert!(jain(&parts) >= 0.99, "{parts:?}");
+        parts.iter().for_each(|part| near(*part, 25.0, "of four"));
+    }
+}
+
+#[test]
+fn wrong_prices_are_set_right_by_what_the_gpu_does() {
+    for measures in [30, 50, 200, 400] {
+        let mut world = World::new(&[(25, Strict)]);
+        world.start(Program {
+            measures,
+            ..Program::new(0, &[500 * MICRO])
+        });
+        world.run(15 * SECOND);
+        near(
+            world.run(10 * SECOND)[0],
+            25.0,
+            &format!("measurements of {measures} %"),
+        );
+    }
+}
+
+#[test]
+fn what_nobody_uses_goes_to_who_conserves_work() {
+    let mut world = World::new(&[(25, WorkConserving), (50, WorkConserving), (25, Strict)]);
+    world.start(Program::new(0, &[300 * MICRO]));
+    world.run(SECOND);
+    let alone = world.run(3 * SECOND)[0];
+    assert!(alone > 99.0, "alone: {alone}");
+    // The second comes, and has its part at once; then the strict one.
+    world.start(Program::new(1, &[300 * MICRO]));
+    world.run(2 * SECOND);
+    let parts = world.run(5 * SECOND);
+    near(parts[0], 33.3, "a third");
+    near(parts[1], 66.7, "two thirds");
+    world.start(Program::new(2, &[300 * MICRO]));
+    world.run(SECOND);
+    let parts = world.run(5 * SECOND);
+    for (part, cores) in parts.iter().zip([25.0, 50.0, 25.0]) {
+        near(*part, cores, "all three");
+    }
+}
+
+#[test]
+fn a_neighbour_that_uses_little_leaves_the_rest() {
+    let mut world = World::new(&[(50, WorkConserving), (50, WorkConserving)]);
+    world.start(Program::new(0, &[300 * MICRO]));
+    // 2 ms in every 20.
+    world.start(Program {
+        works: (2 * MILLI, 20 * MILLI),
+        depth: 1,
+        ..Program::new(1, &[500 * MICRO])
+    });
+    world.run(2 * SECOND);
+    let parts = world.run(10 * SECOND);
+    println!("{parts:.1?}");
+    assert!(parts[0] > 80.0 && parts[1] > 4.0, "{parts:?}");
+}
+
+#[test]
+fn bursts_stay_below_the_share() {
+    let mut world = World::new(&[(25, Strict)]);
+    world.start(Program {
+        works: (500 * MILLI, SECOND),
+        ..Program::new(0, &[200 * MICRO])
+    });
+    let part = world.run(20 * SECOND)[0];
+    // Half of the time, and a burst of what it did not use.
+    assert!((10.0..=17.5).contains(&part), "{part}");
+}
+
+#[test]
+fn without_a_node_everybody_has_the_cores() {
+    for policy in [Strict, WorkConserving] {
+        let mut world = World::new(&[(30, policy), (70, policy)]);
+        world.node_lives = false;
+        world.start(Program::new(0, &[300 * MICRO]));
+        near(world.run(10 * SECOND)[0], 30.0, "a node that never lived");
+    }
+    let mut world = World::new(&[(30, WorkConserving)]);
+    world.start(Program::new(0, &[300 * MICRO]));
+    world.run(2 * SECOND);
+    world.node_lives = false;
+    world.run(4 * SECOND);
+    near(world.run(10 * SECOND)[0], 30.0, "a node that died");
+}
+
+#[test]
+fn a_tenant_that_writes_too_little_is_noticed() {
+    let mut world = World::new(&[(10, Strict), (50, Strict)]);
+    world.start(Program::new(0, &[MILLI]));
+    world.start(Program::new(1, &[MILLI]));
+    world.run(3 * SECOND);
+    let suspect = |world: &World, share: usize| world.shares[share].last.unwrap().suspect;
+    assert_eq!((suspect(&world, 0), suspect(&world, 1)), (None, None));
+    let (_, spent) = world.shares[1].account.compute();
+    // Back to nothing; then next to nothing, for long.
+    world.shares[1].lie = Some(0);
+    world.run(100 * MILLI);
+    assert_eq!(suspect(&world, 1), Some(Suspicion::WentBack));
+    for step in 0..300 {
+        world.shares[1].lie = Some(spent + step * 100 * MICRO);
+        let share = &world.shares[1];
+        Bucket::new(&share.refill, share.cores, world.now).correct(&share.account, i64::MIN);
+        world.run(100 * MILLI);
+    }
+    assert_eq!(
+        (suspect(&world, 0), suspect(&world, 1)),
+        (None, Some(Suspicion::TooLittle))
+    );
+}

@@ -1,0 +1,371 @@
+//! A GPU, the programs of its shares and the node's sampler, in virtual time.
+//!
+//! The GPU runs one kernel at a time and lets processes take turns of 2 ms. Programs launch as the
+//! shim lets them: the same prices, batches and accounts, and measurements as events make them, with
+//! whatever else ran in between. The sampler steps every 100 ms, with utilisation in whole percent of
+//! the last second, as NVML has it.
+
+use std::collections::VecDeque;
+
+use tranche_node::compute::{Controller, Decision, PERIOD_NANOS, Reading};
+use tranche_shim_core::compute::batch::BATCH_NANOS;
+use tranche_shim_core::compute::bucket::Wait;
+use tranche_shim_core::compute::costs::key;
+use tranche_shim_core::compute::{Batch, Bucket, Costs, Price, Refill};
+use tranche_shim_core::{Account, ComputePolicy};
+
+pub const MICRO: u64 = 1_000;
+pub const MILLI: u64 = 1_000_000;
+pub const SECOND: u64 = 1_000_000_000;
+const SLICE: u64 = 2 * MILLI;
+
+/// A share's pages.
+pub struct Share {
+    pub cores: u8,
+    pub policy: ComputePolicy,
+    pub account: Box<Account<1>>,
+    pub refill: Refill,
+    /// What the tenant pretends to have spent, if it lies.
+    pub lie: Option<u64>,
+    pub last: Option<Decision>,
+    /// What its kernels ran, and by when it was counted from.
+    pub ran: u64,
+    busy: Option<f64>,
+    history: VecDeque<u64>,
+}
+
+/// A process that launches as much as it may.
+pub struct Program {
+    pub share: usize,
+    /// Nanoseconds of its kernels, in turn.
+    pub kernels: Vec<u64>,
+    /// Launches that may be queued before it waits for one.
+    pub depth: usize,
+    /// When it starts, and when it works: for so long of so long.
+    pub from: u64,
+    pub until: u64,
+    pub works: (u64, u64),
+    /// What its measurements are wrong by, in percent of the truth.
+    pub measures: u64,
+    // What follows is its state.
+    pub costs: Box<Costs>,
+    pub batch: Batch,
+    pub launched: usize,
+    pub looks: u64,
+    pub at: u64,
+    pub held_since: Option<u64>,
+    pub owes: Option<(u64, bool)>,
+    pub lane: VecDeque<Kernel>,
+    /// When its lane was empty last.
+    pub idle_at: u64,
+}
+
+pub struct Kernel {
+    left: u64,
+    key: u64,
+    /// When it was launched, if it is measured.
+    measured: Option<u64>,
+}
+
+impl Program {
+    pub fn new(share: usize, kernels: &[u64]) -> Self {
+        Self {
+            share,
+            kernels: kernels.to_vec(),
+            depth: 64,
+            from: 0,
+            until: u64::MAX,
+            works: (1, 1),
+            measures: 100,
+            costs: Box::new(Costs::empty()),
+            batch: Batch::new(),
+            launched: 0,
+            looks: 0,
+            at: 0,
+            held_since: None,
+            owes: None,
+            lane: VecDeque::new(),
+            idle_at: 0,
+        }
+    }
+}
+
+pub struct World {
+    pub now: u64,
+    pub shares: Vec<Share>,
+    pub programs: Vec<Program>,
+    pub node_lives: bool,
+    /// Whether NVML's processes can be told apart by share.
+    pub by_share: bool,
+    controller: Controller<usize>,
+    next_step: u64,
+    /// Whose turn it is, and what is left of it.
+    turn: usize,
+    slice: u64,
+    /// What the GPU ran in all, at each step of the last second.
+    ran: u64,
+    history: VecDeque<u64>,
+}
+
+impl World {
+    /// A GPU with shares of so many cores.
+    pub fn new(shares: &[(u8, ComputePolicy)]) -> Self {
+        let share = |&(cores, policy): &(u8, ComputePolicy)| Share {
+            cores,
+            policy,
+            account: Box::new(Account::empty()),
+            refill: Refill::default(),
+            lie: None,
+            last: None,
+            ran: 0,
+            busy: None,
+            history: VecDeque::new(),
+        };
+        Self {
+            // A machine that has been up for a while.
+            now: 1000 * SECOND,
+            shares: shares.iter().map(share).collect(),
+            programs: Vec::new(),
+            node_lives: true,
+            by_share: true,
+            controller: Controller::default(),
+            next_step: 1000 * SECOND,
+            turn: 0,
+            slice: SLICE,
+            ran: 0,
+            history: VecDeque::new(),
+        }
+    }
+
+    /// Adds a program; its times count from now.
+    pub fn start(&mut self, mut program: Program) {
+        program.from += self.now;
+        program.until = program.until.saturating_add(self.now);
+        program.at = program.from;
+        self.programs.push(program);
+    }
+
+    /// Lets `nanos` pass; returns the percent of the GPU's time that each share had.
+    pub fn run(&mut self, nanos: u64) -> Vec<f64> {
+        let end = self.now + nanos;
+        let before: Vec<u64> = self.shares.iter().map(|share| share.ran).collect();
+        while self.now < end {
+            if self.now >= self.next_step {
+                self.step();
+            }
+            for nth in 0..self.programs.len() {
+                while self.programs[nth].at <= self.now && self.attempt(nth) {}
+            }
+            let wakes = self.programs.iter().map(|p| {
+                if p.lane.len() < p.depth {
+                    p.at
+                } else {
+                    u64::MAX
+                }
+            });
+            let next = wakes.filter(|at| *at > self.now).min().unwrap_or(end);
+            self.work(next.min(self.next_step).min(end));
+        }
+        let percent = |(share, before): (&Share, u64)| {
+            #[expect(clippy::cast_precision_loss, reason = "a percentage")]
+            let part = (share.ran - before) as f64 / nanos as f64;
+            part * 100.0
+        };
+        self.shares.iter().zip(before).map(percent).collect()
+    }
+
+    /// The sampler's step.
+    fn step(&mut self) {
+        self.next_step = self.now + PERIOD_NANOS;
+        let busy = percent_of_last_second(&mut self.history, self.ran);
+        for share in &mut self.shares {
+            let busy = percent_of_last_second(&mut share.history, share.ran);
+            share.busy = busy.filter(|_| self.by_share);
+        }
+        if !self.node_lives {
+            return;
+        }
+        let readings: Vec<(usize, Reading)> = self
+            .shares
+            .iter()
+            .enumerate()
+            .map(|(nth, share)| {
+                let (position, spent) = share.account.compute();
+                (
+                    nth,
+                    Reading {
+                        cores: share.cores,
+                        policy: share.policy,
+                        position,
+                        spent: share.lie.unwrap_or(spent),
+                        busy: share.busy,
+                    },
+                )
+            })
+            .collect();
+        let written: Vec<Refill> = self.shares.iter().map(|share| share.refill).collect();
+        for (nth, decision) in self
+            .controller
+            .step(self.now, busy, &readings, |nth| written[*nth])
+        {
+            self.shares[nth].refill = decision.refill;
+            self.shares[nth].last = Some(decision);
+        }
+    }
+
+    /// A launch, as the shim lets it be; false if there is none now.
+    fn attempt(&mut self, nth: usize) -> bool {
+        let now = self.now;
+        let program = &mut self.programs[nth];
+        let share = &self.shares[program.share];
+        if program.lane.len() >= program.depth {
+            return false;
+        }
+        let (works, of) = program.works;
+        let phase = (now - program.from) % of;
+        if phase >= works {
+            program.at = now - phase + of;
+            return false;
+        }
+        if now >= program.until {
+            program.at = u64::MAX;
+            return false;
+        }
+        let which = program.launched % program.kernels.len();
+        let key = key(which as u64 + 1, [0; 3]);
+        let mut measure = false;
+        let paid = program.owes.is_none()
+            && program
+                .costs
+                .trusted(key)
+                .is_some_and(|price| program.batch.pay(price));
+        if !paid {
+            if program.owes.is_none() {
+                let under_way = program
+                    .lane
+                    .iter()
+                    .any(|kernel| kernel.key == key && kernel.measured.is_some());
+                if program
+                    .costs
+                    .unmeasured(key)
+                    .is_some_and(|launched| launched >= 2)
+                    && under_way
+                {
+                    // What runs and runs is seen to.
+                    let runs = program.lane.front().filter(|kernel| kernel.key == key);
+                    if let Some(launched) = runs.and_then(|kernel| kernel.measured) {
+                        let seen = now - program.idle_at.max(launched);
+                        program.costs.at_least(key, seen);
+                    }
+                    let since = *program.held_since.get_or_insert(now);
+                    if now < since + 5 * MILLI {
+                        program.at = now + 100 * MICRO;
+                        return false;
+                    }
+                }
+                program.held_since = None;
+                let price = program.costs.price(key, 0);
+                program.looks += 1;
+                measure = !matches!(price, Price::Trusted(_)) || program.looks.is_multiple_of(8);
+                let more = price.nanos() - program.batch.take(price.nanos());
+                let ahead = if more < BATCH_NANOS {
+                    BATCH_NANOS / 2 + now % (BATCH_NANOS / 2)
+                } else {
+                    0
+                };
+                program.batch.fill(ahead);
+                program.owes = Some((more + ahead, measure));
+            }
+            let (owes, measured) = program.owes.unwrap_or_default();
+            measure = measured;
+            let bucket = Bucket::new(&share.refill, share.cores, now);
+            if let Err(Wait(wait)) = bucket.take(&share.account, owes) {
+                program.at = now + wait.min(20 * MILLI);
+                return false;
+            }
+            program.owes = None;
+        }
+        let measured = program
+            .lane
+            .iter()
+            .filter(|kernel| kernel.measured.is_some())
+            .count();
+        if program.lane.is_empty() {
+            program.idle_at = now;
+        }
+        program.lane.push_back(Kernel {
+            left: program.kernels[which],
+            key,
+            measured: (measure && measured < 16).then_some(now),
+        });
+        program.launched += 1;
+        // The host takes two microseconds for a launch.
+        program.at = now + 2 * MICRO;
+        false
+    }
+
+    /// The GPU's work until `end`, or until a kernel ends.
+    fn work(&mut self, end: u64) {
+        while self.now < end {
+            let count = self.programs.len();
+            let Some(nth) = (0..count)
+                .map(|n| (self.turn + n) % count.max(1))
+                .find(|n| !self.programs[*n].lane.is_empty())
+            else {
+                self.now = end;
+                return;
+            };
+            if nth != self.turn {
+                (self.turn, self.slice) = (nth, SLICE);
+            }
+            let alone = self.programs.iter().filter(|p| !p.lane.is_empty()).count() == 1;
+            let program = &mut self.programs[nth];
+            let kernel = &mut program.lane[0];
+            let slice = if alone { u64::MAX } else { self.slice };
+            let runs = kernel.left.min(slice).min(end - self.now);
+            kernel.left -= runs;
+            self.now += runs;
+            self.ran += runs;
+            self.shares[program.share].ran += runs;
+            self.slice = self.slice.saturating_sub(runs);
+            let ended = kernel.left == 0;
+            if ended && let Some(kernel) = program.lane.pop_front() {
+                if let Some(launched) = kernel.measured {
+                    let took = (self.now - program.idle_at.max(launched)) * program.measures / 100;
+                    let more = program.costs.note(kernel.key, 0, took);
+                    let share = &self.shares[program.share];
+                    Bucket::new(&share.refill, share.cores, self.now).correct(&share.account, more);
+                }
+                program.idle_at = self.now;
+            }
+            if self.slice == 0 {
+                (self.turn, self.slice) = ((nth + 1) % count, SLICE);
+            }
+            if ended {
+                return;
+            }
+        }
+    }
+}
+
+/// As NVML says it: in whole percent, as a part of 1.
+fn percent_of_last_second(history: &mut VecDeque<u64>, ran: u64) -> Option<f64> {
+    history.push_back(ran);
+    if history.len() > 11 {
+        history.pop_front();
+    }
+    let steps = history.len() as u64 - 1;
+    let percent = ((ran - history[0]) * 100).checked_div(steps * PERIOD_NANOS)?;
+    #[expect(clippy::cast_precision_loss, reason = "at most 100")]
+    let busy = percent as f64 / 100.0;
+    Some(busy)
+}
+
+/// How equal parts are: 1 for all the same (Jain's index).
+pub fn jain(parts: &[f64]) -> f64 {
+    let sum: f64 = parts.iter().sum();
+    let squares: f64 = parts.iter().map(|part| part * part).sum();
+    #[expect(clippy::cast_precision_loss, reason = "a few")]
+    let count = parts.len() as f64;
+    sum * sum / (count * squares)
+}
