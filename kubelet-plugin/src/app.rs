@@ -71,6 +71,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         driver_root,
         image_lib_dir,
         http_endpoint,
+        proc,
         // What the layout is made of, and what main used.
         driver_root_on_host: _,
         plugin_dir: _,
@@ -139,7 +140,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     // Helpers run until the servers have drained, so that a last prepare finds them.
     let helpers_stop = CancellationToken::new();
     let mut helpers = JoinSet::new();
-    let sampler = ShareSampler::new(&preparer, layout.clone(), Box::new(installed));
+    let sampler = ShareSampler::new(&preparer, layout.clone(), Box::new(installed), proc);
     helpers.spawn(sampler.run(helpers_stop.clone()));
     let sweeper = ShareSweeper::new(&preparer, layout, Arc::clone(&metrics));
     helpers.spawn(sweeper.run(helpers_stop.clone()));

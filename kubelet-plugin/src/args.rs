@@ -36,6 +36,10 @@ pub struct Args {
     /// Serves /healthz, /readyz and /metrics
     #[arg(long, default_value = "0.0.0.0:8085")]
     pub http_endpoint: SocketAddr,
+    /// The host's /proc, which tells which share a process belongs to that NVML names; any other leaves
+    /// the GPU's time to be watched for all of its shares together
+    #[arg(long, default_value = "/proc")]
+    pub proc: PathBuf,
     /// How log lines look; what is logged is RUST_LOG's matter (default info)
     #[arg(long, value_enum, default_value_t = LogFormat::Text)]
     pub log_format: LogFormat,

@@ -3,53 +3,44 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, warn};
 use tranche_node::compute::PERIOD_NANOS;
-use tranche_node::nvml::{Driver, Nvml};
-use tranche_node::sampler::{Sampled, Sampler, Utilization, now};
+use tranche_node::nvml::Driver;
+use tranche_node::sampler::{Sampled, Sampler, now};
+use tranche_node::utilization::NvmlUtilization;
 
 use crate::layout::Layout;
 use crate::ledger::Ledger;
 use crate::preparer::Preparer;
-
-/// From one attempt at NVML to the next. Without it the shares have their cores all the same.
-const RETRY: Duration = Duration::from_secs(10);
 
 /// Samples the shares that are held.
 #[derive(Debug)]
 pub struct ShareSampler {
     ledger: Arc<Ledger>,
     layout: Layout,
-    nvml: LateNvml,
+    nvml: NvmlUtilization,
     sampler: Sampler,
     /// What is wrong with whom, as it was said last.
     said: BTreeMap<PathBuf, String>,
 }
 
-/// NVML as soon as there is one.
-#[derive(Debug)]
-struct LateNvml {
-    driver: Box<dyn Driver>,
-    opened: Option<Box<dyn Nvml>>,
-    tried: Option<Instant>,
-}
-
 impl ShareSampler {
-    /// Samples what `preparer` holds, and asks `driver` how busy the GPUs are.
+    /// Samples what `preparer` holds, and asks `driver` how busy the GPUs are. `proc` is the host's.
     #[must_use]
-    pub fn new(preparer: &Preparer, layout: Layout, driver: Box<dyn Driver>) -> Self {
+    pub fn new(
+        preparer: &Preparer,
+        layout: Layout,
+        driver: Box<dyn Driver>,
+        proc: PathBuf,
+    ) -> Self {
         Self {
             ledger: Arc::clone(preparer.ledger()),
             layout,
-            nvml: LateNvml {
-                driver,
-                opened: None,
-                tried: None,
-            },
-            sampler: Sampler::default(),
+            nvml: NvmlUtilization::new(driver),
+            sampler: Sampler::new(proc),
             said: BTreeMap::new(),
         }
     }
@@ -109,15 +100,5 @@ impl ShareSampler {
             }
         }
         shares
-    }
-}
-
-impl Utilization for LateNvml {
-    fn busy(&mut self, gpu_uuid: &str) -> Option<f64> {
-        if self.opened.is_none() && self.tried.is_none_or(|at| at.elapsed() > RETRY) {
-            self.tried = Some(Instant::now());
-            self.opened = self.driver.open().ok();
-        }
-        (&**self.opened.as_ref()?).busy(gpu_uuid)
     }
 }

@@ -49,6 +49,17 @@ pub struct GpuDescription {
     pub mig_capable: bool,
 }
 
+/// A sample of what a GPU worked for a process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ProcessSample {
+    /// The process, as the host counts.
+    pub pid: u32,
+    /// When: microseconds of a clock of the driver's.
+    pub at: u64,
+    /// Percent of the sampling period.
+    pub percent: u32,
+}
+
 /// Why NVML does not answer.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NvmlError {
@@ -102,6 +113,14 @@ pub trait Nvml: Send + Sync + std::fmt::Debug {
 
     /// nvmlDeviceGetUtilizationRates `gpu`: percent of the last sampling period in which a kernel ran.
     fn utilization(&self, gpu_uuid: &str) -> Result<u32, NvmlError>;
+
+    /// nvmlDeviceGetProcessUtilization: what of its time the GPU worked for which process, in all
+    /// samples after `since`.
+    fn process_utilization(
+        &self,
+        gpu_uuid: &str,
+        since: u64,
+    ) -> Result<Vec<ProcessSample>, NvmlError>;
 }
 
 /// A place where NVML may be found.

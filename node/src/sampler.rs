@@ -2,8 +2,8 @@
 //! writes what each share is granted into its cap page.
 //!
 //! ```text
-//!  account (pread) ─► Reading ─┐
-//!  nvmlDeviceGetUtilizationRates ─┴─► compute::Controller, one per GPU ─► cap (pwrite)
+//!  account (pread) ─────────────┐
+//!  NVML, by process ─► processes ┴─► Reading ─► compute::Controller, one per GPU ─► cap (pwrite)
 //! ```
 //!
 //! One per node. It maps nothing: see [`crate::page`]. A cap page is written in two steps, the copy
@@ -19,8 +19,9 @@ use tranche_shim_core::compute::{Refill, refill};
 use tranche_shim_core::{CapPage, ComputePolicy, PageError, cap, paths};
 
 use crate::compute::{Controller, Decision, Reading};
-use crate::nvml::Nvml;
 use crate::page::{AccountFile, ReadError};
+use crate::processes::{FileId, Processes};
+use crate::utilization::Utilization;
 
 /// Why a share's time is not sampled. It goes on with its cores.
 #[derive(Debug, thiserror::Error)]
@@ -28,8 +29,8 @@ pub enum SampleError {
     /// The account.
     #[error(transparent)]
     Account(#[from] ReadError),
-    /// The cap page's file.
-    #[error("cap page {path}: {source}")]
+    /// A page's file.
+    #[error("page {path}: {source}")]
     File {
         /// The page.
         path: PathBuf,
@@ -44,19 +45,6 @@ pub enum SampleError {
         /// Why.
         source: PageError,
     },
-}
-
-/// How busy GPUs are.
-pub trait Utilization {
-    /// How much of the last time the GPU worked, in parts of 1; `None` where nobody knows.
-    fn busy(&mut self, gpu_uuid: &str) -> Option<f64>;
-}
-
-impl Utilization for &dyn Nvml {
-    fn busy(&mut self, gpu_uuid: &str) -> Option<f64> {
-        let percent = self.utilization(gpu_uuid).ok()?;
-        Some(f64::from(percent.min(100)) / 100.0)
-    }
 }
 
 /// The clock of [`Sampler::step`]: nanoseconds of `CLOCK_MONOTONIC`, which containers share.
@@ -75,8 +63,9 @@ pub struct Sampled {
 }
 
 /// The shares of a node.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Sampler {
+    processes: Processes,
     shares: BTreeMap<PathBuf, Share>,
     gpus: BTreeMap<String, Controller<PathBuf>>,
 }
@@ -89,11 +78,22 @@ struct Share {
     policy: ComputePolicy,
     cap: File,
     account: AccountFile,
+    account_id: FileId,
     turn: u64,
     written: Refill,
 }
 
 impl Sampler {
+    /// With the host's `/proc` mounted at `proc`. Where it is not the host's, what the GPU works is
+    /// known for all shares together only.
+    pub fn new(proc: impl Into<PathBuf>) -> Self {
+        Self {
+            processes: Processes::new(proc),
+            shares: BTreeMap::new(),
+            gpus: BTreeMap::new(),
+        }
+    }
+
     /// Samples once, at `now` (`CLOCK_MONOTONIC` in nanoseconds). `shares` are the folders of all
     /// shares that are held, each with a cap page and, if that limits anything, an account. Returns
     /// what became of those whose GPU time is limited.
@@ -129,15 +129,21 @@ impl Sampler {
         }
         self.gpus.retain(|gpu, _| by_gpu.contains_key(gpu.as_str()));
         let mut decisions = Vec::new();
-        for (gpu, readings) in &by_gpu {
+        let mut pids = Vec::new();
+        for (gpu, readings) in &mut by_gpu {
+            let parts = utilization.by_process(gpu).unwrap_or_default();
+            pids.extend(parts.iter().map(|(pid, _)| *pid));
+            let ids = |folder: &PathBuf| self.shares.get(folder).map(|share| share.account_id);
+            set_busy(&mut self.processes, now, &parts, readings, ids);
             let controller = self.gpus.entry((*gpu).to_owned()).or_default();
             let written = |folder: &PathBuf| {
                 self.shares
                     .get(folder)
                     .map_or_else(Refill::default, |share| share.written)
             };
-            decisions.extend(controller.step(now, utilization.busy(gpu), readings, written));
+            decisions.extend(controller.step(now, utilization.whole(gpu), readings, written));
         }
+        self.processes.keep(&pids);
         for (folder, decision) in decisions {
             let Some(share) = self.shares.get_mut(&folder) else {
                 continue;
@@ -153,6 +159,35 @@ impl Sampler {
             });
         }
         sampled
+    }
+}
+
+/// Notes for each share how much of the time its GPU worked for its processes; or for none of them,
+/// where one of the GPU's processes cannot be seen here.
+fn set_busy(
+    processes: &mut Processes,
+    now: u64,
+    parts: &[(u32, f64)],
+    readings: &mut [(PathBuf, Reading)],
+    id_of: impl Fn(&PathBuf) -> Option<FileId>,
+) {
+    let ids: Vec<Option<FileId>> = readings.iter().map(|(folder, _)| id_of(folder)).collect();
+    let accounts: Vec<FileId> = ids.iter().copied().flatten().collect();
+    let mut sums: BTreeMap<FileId, f64> = BTreeMap::new();
+    for (pid, part) in parts.iter().filter(|(_, part)| *part > 0.0) {
+        match processes.account_of(*pid, now, &accounts) {
+            Ok(Some(account)) => *sums.entry(account).or_default() += part,
+            // Somebody else's.
+            Ok(None) => {}
+            Err(_) => return,
+        }
+    }
+    if sums.is_empty() {
+        return;
+    }
+    for ((_, reading), id) in readings.iter_mut().zip(ids) {
+        let sum = id.and_then(|id| sums.get(&id)).copied().unwrap_or(0.0);
+        reading.busy = Some(sum.min(1.0));
     }
 }
 
@@ -183,11 +218,17 @@ impl Share {
             return Ok(None);
         };
         let (turn, written) = Refill::decode(&bytes);
+        let account = folder.join(paths::ACCOUNT);
+        let account_id = FileId::of(&account).map_err(|source| SampleError::File {
+            path: account.clone(),
+            source,
+        })?;
         Ok(Some(Self {
+            account_id,
             gpu: page.gpu_uuid.to_owned(),
             cores,
             policy: page.compute_policy,
-            account: AccountFile::open(&folder.join(paths::ACCOUNT))?,
+            account: AccountFile::open(&account)?,
             cap: cap_file,
             turn,
             written,
@@ -235,8 +276,11 @@ mod tests {
     struct Busy(f64);
 
     impl Utilization for Busy {
-        fn busy(&mut self, _: &str) -> Option<f64> {
+        fn whole(&mut self, _: &str) -> Option<f64> {
             Some(self.0)
+        }
+        fn by_process(&mut self, _: &str) -> Option<Vec<(u32, f64)>> {
+            None
         }
     }
 
@@ -281,7 +325,7 @@ mod tests {
             share(root.path(), "b", Some(50)),
             share(root.path(), "c", None),
         ];
-        let (mut sampler, mut busy) = (Sampler::default(), Busy(1.0));
+        let (mut sampler, mut busy) = (Sampler::new("/proc"), Busy(1.0));
         // Nobody works: nothing is written.
         let outcomes = sampler.step(SECOND, &shares, &mut busy);
         assert_eq!(outcomes.len(), 2);
@@ -297,7 +341,7 @@ mod tests {
         assert_eq!(rates, [333_333, 666_667]);
         // A sampler that comes later goes on where this one was.
         let (turn, before) = refill(&shares[0]);
-        let mut later = Sampler::default();
+        let mut later = Sampler::new("/proc");
         later.step(4 * SECOND, &shares, &mut busy);
         spend(&shares[0], 4 * SECOND);
         later.step(5 * SECOND, &shares, &mut busy);
@@ -313,7 +357,7 @@ mod tests {
             share(root.path(), "a", Some(25)),
             share(root.path(), "b", Some(50)),
         ];
-        let mut sampler = Sampler::default();
+        let mut sampler = Sampler::new("/proc");
         sampler.step(SECOND, &shares, &mut Busy(1.0));
         fs::write(shares[0].join("account"), "x").unwrap();
         spend(&shares[1], SECOND);

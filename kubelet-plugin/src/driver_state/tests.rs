@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use super::*;
 use crate::testing::World;
 use tranche_node::inventory::testing::two_h100;
-use tranche_node::nvml::Description;
+use tranche_node::nvml::{Description, ProcessSample};
 
 type Answers<T> = Arc<Mutex<VecDeque<Result<T, NvmlError>>>>;
 
@@ -35,6 +35,10 @@ impl Nvml for ScriptedNvml {
     }
 
     fn utilization(&self, _: &str) -> Result<u32, NvmlError> {
+        Err(absent())
+    }
+
+    fn process_utilization(&self, _: &str, _: u64) -> Result<Vec<ProcessSample>, NvmlError> {
         Err(absent())
     }
 }

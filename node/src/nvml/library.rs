@@ -8,7 +8,7 @@ use nvml_wrapper::enums::device::DeviceArchitecture;
 use nvml_wrapper::error::NvmlError as Reason;
 use nvml_wrapper::{cuda_driver_version_major, cuda_driver_version_minor};
 
-use super::{Description, Driver, GpuDescription, Nvml, NvmlError};
+use super::{Description, Driver, GpuDescription, Nvml, NvmlError, ProcessSample};
 use crate::discover::LIBRARY_FOLDERS;
 use crate::root::{DriverRoot, Kind};
 
@@ -96,19 +96,37 @@ impl Nvml for Library {
     }
 
     fn utilization(&self, gpu_uuid: &str) -> Result<u32, NvmlError> {
-        self.device_utilization(gpu_uuid)
+        let rates = self.device(gpu_uuid)?.utilization_rates();
+        Ok(call("nvmlDeviceGetUtilizationRates", gpu_uuid, rates)?.gpu)
+    }
+
+    fn process_utilization(
+        &self,
+        gpu_uuid: &str,
+        since: u64,
+    ) -> Result<Vec<ProcessSample>, NvmlError> {
+        let samples = match self.device(gpu_uuid)?.process_utilization_stats(since) {
+            // Nothing ran since.
+            Err(Reason::NotFound) => Vec::new(),
+            other => call("nvmlDeviceGetProcessUtilization", gpu_uuid, other)?,
+        };
+        let samples = samples.into_iter().map(|sample| ProcessSample {
+            pid: sample.pid,
+            at: sample.timestamp,
+            percent: sample.sm_util,
+        });
+        // The driver rounds its buffer up with samples that are none.
+        Ok(samples.filter(|sample| sample.at > since).collect())
     }
 }
 
 impl Library {
-    fn device_utilization(&self, gpu_uuid: &str) -> Result<u32, NvmlError> {
-        let device = call(
+    fn device(&self, gpu_uuid: &str) -> Result<nvml_wrapper::Device<'_>, NvmlError> {
+        call(
             "nvmlDeviceGetHandleByUUID",
             gpu_uuid,
             self.nvml.device_by_uuid(gpu_uuid),
-        )?;
-        let rates = device.utilization_rates();
-        Ok(call("nvmlDeviceGetUtilizationRates", gpu_uuid, rates)?.gpu)
+        )
     }
 
     fn describe_gpu(&self, index: u32) -> Result<GpuDescription, NvmlError> {

@@ -115,7 +115,9 @@ fn four_equal_shares_are_equal() {
         let parts = world.run(10 * SECOND);
         println!("{parts:.1?}: {:.4}", jain(&parts));
         assert!(jain(&parts) >= 0.99, "{parts:?}");
-        parts.iter().for_each(|part| near(*part, 25.0, "of four"));
+        for part in parts {
+            near(part, 25.0, "of four");
+        }
     }
 }
 
