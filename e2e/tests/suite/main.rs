@@ -3,6 +3,7 @@
 
 mod cap;
 mod clients;
+mod compute;
 mod controller;
 mod examples;
 mod exclusive;

@@ -10,8 +10,9 @@ use crate::gpu::Gpu;
 use crate::kernel::{self, Kernel, Launch};
 use crate::report::Report;
 
-/// Kernels between two marks take about so long, and two marks are ahead of the program.
-const AHEAD: Duration = Duration::from_millis(5);
+/// Kernels between two marks take about so long, and two marks are ahead of the program: a busy CPU
+/// must not leave the GPU idle.
+const AHEAD: Duration = Duration::from_millis(20);
 
 /// What to run.
 #[derive(Args, Debug)]
