@@ -508,3 +508,46 @@ async fn two_hundred_nodes_are_published_and_quiet() {
     sleep(seconds(1800)).await;
     assert_eq!(cluster.api.write_count(), 2_000);
 }
+
+/// A driver that the node's plugin does not know closes the capped devices, until a policy allows it or the
+/// plugin knows it.
+#[tokio::test(start_paused = true)]
+async fn an_untested_driver_closes_the_capped_devices() {
+    let (cluster, _replica) = published().await;
+    let tainted = || {
+        let slices = cluster.api.all("resourceslices");
+        let devices = slices
+            .iter()
+            .flat_map(|slice| slice["spec"]["devices"].as_array().into_iter().flatten());
+        devices
+            .filter(|device| {
+                let key = &device["taints"][0]["key"];
+                let untested = &device["attributes"]["untestedDriver"]["bool"];
+                *key == json!("gpu.tranche.dev/untested-driver") && *untested == json!(true)
+            })
+            .map(|device| device["name"].as_str().unwrap().to_owned())
+            .collect::<Vec<_>>()
+    };
+    let know = |functions: serde_json::Value| {
+        cluster.api.edit("gpunodes", "a", |node| {
+            node["status"]["inventory"]["unknownFunctions"] = functions;
+        });
+    };
+    assert_eq!(tainted(), [""; 0]);
+    know(json!(["cuAskTheFuture"]));
+    cluster.settle(SOON).await;
+    assert_eq!(tainted(), ["gpu-0-capped", "gpu-1-capped"]);
+    cluster.api.edit("sharingpolicies", "default", |policy| {
+        policy["spec"]["capped"]["untestedDriver"] = json!("Allow");
+    });
+    cluster.settle(SOON).await;
+    assert_eq!(tainted(), [""; 0]);
+    cluster.api.edit("sharingpolicies", "default", |policy| {
+        policy["spec"]["capped"]["untestedDriver"] = json!("Taint");
+    });
+    cluster.settle(SOON).await;
+    assert_eq!(tainted().len(), 2);
+    know(json!([]));
+    cluster.settle(SOON).await;
+    assert_eq!(tainted(), [""; 0]);
+}

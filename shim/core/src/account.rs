@@ -428,3 +428,6 @@ mod tests;
 
 #[cfg(loom)]
 mod model;
+
+#[cfg(kani)]
+mod proofs;

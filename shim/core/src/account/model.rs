@@ -1,5 +1,4 @@
-//! Every interleaving of a few processes, by loom: `RUSTFLAGS="--cfg loom" cargo test -p
-//! tranche-shim-core --release model`.
+//! Every interleaving of a few processes, by loom: `shim/core/deep-check loom`.
 
 use std::boxed::Box;
 use std::vec::Vec;
@@ -169,5 +168,35 @@ fn a_surplus_is_subtracted_once() {
         world.account.repair(&world.open(4));
         assert_eq!(world.account.used(), 2);
         assert!(slot_lock(1) < REPAIR_LOCK);
+    });
+}
+
+/// Two who reclaim, and one who joins meanwhile and may take the dead one's slot: what it was charged is
+/// given back once.
+#[test]
+fn a_dead_slot_is_given_back_once() {
+    explore(3, || {
+        let world = World::new();
+        {
+            let dead = world.open(1);
+            let slot = world.account.join(&dead, 0, 0).unwrap();
+            world.account.reserve(slot, 4, 4, LIMIT).unwrap();
+        }
+        let reclaimers: Vec<_> = (2..=3)
+            .map(|id| {
+                let world = Arc::clone(&world);
+                thread::spawn(move || world.account.reclaim(&world.open(id)))
+            })
+            .collect();
+        let heir = world.open(4);
+        let slot = world.account.join(&heir, 0, 0).unwrap();
+        assert_eq!(world.account.reserve(slot, 6, 6, LIMIT), Some(6));
+        for reclaimer in reclaimers {
+            reclaimer.join().unwrap();
+        }
+        assert!(world.account.used() >= 6);
+        world.account.reclaim(&world.open(5));
+        world.account.repair(&world.open(5));
+        assert_eq!(world.account.used(), 6);
     });
 }

@@ -1,0 +1,32 @@
+//! The account's arithmetic for all numbers, by Kani: `shim/core/deep-check kani`. One process alone: that
+//! several do not get in each other's way is loom's to show.
+
+use super::{Account, SlotIndex};
+
+/// Two requests of any size under any limit, and any amount given back: never is more reserved than the limit,
+/// nothing is granted outside what was asked for, and what is charged is what is used.
+#[kani::proof]
+#[kani::unwind(3)]
+fn reserved_is_within_the_limit_and_charged_is_used() {
+    let account = Account::<1>::empty();
+    let slot = SlotIndex(0);
+    let limit: u64 = kani::any();
+    for _ in 0..2 {
+        let (least, most): (u64, u64) = (kani::any(), kani::any());
+        kani::assume(least <= most);
+        let before = account.used();
+        match account.reserve(slot, least, most, limit) {
+            Some(granted) => {
+                assert!(least <= granted && granted <= most);
+                assert!(account.used() == before + granted && account.used() <= limit);
+            }
+            None => assert!(account.used() == before && limit - before < least),
+        }
+        assert!(account.charged(slot) == account.used());
+    }
+    let before = account.used();
+    let bytes: u64 = kani::any();
+    let returned = account.release(slot, bytes);
+    assert!(returned == bytes.min(before) && account.used() == before - returned);
+    assert!(account.charged(slot) == account.used());
+}
