@@ -11,6 +11,7 @@ use tranche_node::compute::PERIOD_NANOS;
 use tranche_node::nvml::Nvml;
 use tranche_node::sampler::{Sampler, now};
 use tranche_node::sweep::{INTERVAL, Sweeper};
+use tranche_node::utilization::NvmlUtilization;
 
 use crate::shares::Shares;
 
@@ -19,7 +20,7 @@ use crate::shares::Shares;
 pub struct Duties {
     account: PathBuf,
     sweeper: Sweeper,
-    nvml: Box<dyn Nvml>,
+    utilization: NvmlUtilization,
     sampling: Option<Sampling>,
     due: Instant,
 }
@@ -37,7 +38,7 @@ impl Duties {
         Self {
             account,
             sweeper: Sweeper::new("/proc/self/exe", ["reclaim"]),
-            nvml,
+            utilization: NvmlUtilization::of(nvml),
             sampling: None,
             due: Instant::now(),
         }
@@ -52,7 +53,7 @@ impl Duties {
             self.sampling = self.sampling.take().or_else(|| {
                 let lock = shares.try_lock_sampler()?;
                 Some(Sampling {
-                    sampler: Sampler::default(),
+                    sampler: Sampler::new("/proc"),
                     folders: Vec::new(),
                     _lock: lock,
                 })
@@ -63,10 +64,9 @@ impl Duties {
         }
         match &mut self.sampling {
             Some(sampling) => {
-                let mut utilization: &dyn Nvml = &*self.nvml;
                 sampling
                     .sampler
-                    .step(now(), &sampling.folders, &mut utilization);
+                    .step(now(), &sampling.folders, &mut self.utilization);
                 Duration::from_nanos(PERIOD_NANOS)
             }
             None => self.due.saturating_duration_since(Instant::now()),

@@ -24,7 +24,7 @@ const HOLD: Duration = Duration::from_secs(1);
 /// What NVML says, as soon as there is one.
 #[derive(Debug)]
 pub struct NvmlUtilization {
-    driver: Box<dyn Driver>,
+    driver: Option<Box<dyn Driver>>,
     opened: Option<Box<dyn Nvml>>,
     tried: Option<Instant>,
     last: BTreeMap<String, Last>,
@@ -45,17 +45,30 @@ impl NvmlUtilization {
     #[must_use]
     pub fn new(driver: Box<dyn Driver>) -> Self {
         Self {
-            driver,
+            driver: Some(driver),
             opened: None,
             tried: None,
             last: BTreeMap::new(),
         }
     }
 
+    /// By an NVML that is open.
+    #[must_use]
+    pub fn of(nvml: Box<dyn Nvml>) -> Self {
+        Self {
+            driver: None,
+            opened: Some(nvml),
+            tried: None,
+            last: BTreeMap::new(),
+        }
+    }
+
     fn open(&mut self) -> Option<&dyn Nvml> {
-        if self.opened.is_none() && self.tried.is_none_or(|at| at.elapsed() > RETRY) {
+        if let (None, Some(driver)) = (&self.opened, &self.driver)
+            && self.tried.is_none_or(|at| at.elapsed() > RETRY)
+        {
             self.tried = Some(Instant::now());
-            self.opened = self.driver.open().ok();
+            self.opened = driver.open().ok();
         }
         self.opened.as_deref()
     }
