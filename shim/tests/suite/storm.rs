@@ -22,16 +22,18 @@ fn operations(few: u64) -> u64 {
     few * times
 }
 
+/// Which of the processes finds the cap full is chance; that one does is not.
 fn check(answers: &[Answer]) {
-    for answer in answers {
-        let [taken, refused, failed] = [0, 1, 2].map(|nth| answer.number(nth));
-        println!("{taken} times memory was taken, {refused} times refused");
-        assert!(
-            taken > 0 && refused > 0,
-            "the cap was never full: {answer:?}"
-        );
-        assert_eq!(failed, 0, "no other error");
-    }
+    let [taken, refused, failed] = [0, 1, 2].map(|nth| {
+        let each = answers.iter().map(|answer| answer.number(nth));
+        each.sum::<u64>()
+    });
+    println!("{taken} times memory was taken, {refused} times refused");
+    assert!(
+        taken > 0 && refused > 0,
+        "the cap was never full: {answers:?}"
+    );
+    assert_eq!(failed, 0, "no other error");
 }
 
 #[test]
@@ -76,11 +78,10 @@ fn nor_when_processes_are_killed() {
     for probe in &mut steady {
         probe.must("init");
         probe.must("primary 0");
-        probe.send(&format!(
-            "storm {THREADS} {} {}",
-            operations(1500),
-            CAP / 16
-        ));
+    }
+    let work = format!("storm {THREADS} {} {}", operations(3000), CAP / 16);
+    for probe in &mut steady {
+        probe.send(&work);
     }
     let limit = CAP + case.context;
     let mut kills = 0;
@@ -89,7 +90,7 @@ fn nor_when_processes_are_killed() {
             .iter_mut()
             .map(|probe| scope.spawn(|| probe.receive()))
             .collect();
-        while workers.iter().any(|worker| !worker.is_finished()) {
+        while kills < 10 || workers.iter().any(|worker| !worker.is_finished()) {
             let mut victim = case.world.probe("name");
             victim.must("init");
             // A full share has no room for another context.
@@ -107,7 +108,6 @@ fn nor_when_processes_are_killed() {
             .collect::<Vec<_>>()
     });
     check(&answers);
-    assert!(kills > 1, "{kills}");
     assert!(case.share.look(|account| account.peak()) <= limit);
     drop(steady);
     // Whoever joins takes back what the dead had; the daemon needs a moment to see their end.
@@ -117,13 +117,14 @@ fn nor_when_processes_are_killed() {
         let mut last = case.world.probe("name");
         last.must("init");
         let used = case.share.used();
-        last.must("primary 0");
-        if used == 0 && last.ask(&format!("alloc {CAP}")).code == 0 {
+        let context = last.ask("primary 0").code;
+        let all = last.ask(&format!("alloc {CAP}")).code;
+        if (used, context, all) == (0, 0, 0) {
             break;
         }
         assert!(
             start.elapsed() < Duration::from_secs(5),
-            "{used} bytes stay charged"
+            "{used} bytes stay charged; a context: {context}, all of the cap: {all}"
         );
     }
 }
