@@ -135,6 +135,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         driver: driver.clone(),
         metrics: Arc::clone(&metrics),
         preparer: Arc::clone(&preparer),
+        layout: layout.clone(),
     };
 
     // Helpers run until the servers have drained, so that a last prepare finds them.

@@ -12,6 +12,7 @@ use axum::routing::get;
 use tokio::sync::watch;
 
 use crate::driver_state::DriverState;
+use crate::layout::Layout;
 use crate::metrics::Metrics;
 use crate::preparer::Preparer;
 use crate::proto::dra::NodePrepareResourcesRequest;
@@ -39,6 +40,8 @@ pub struct Health {
     pub metrics: Arc<Metrics>,
     /// What is held.
     pub preparer: Arc<Preparer>,
+    /// Where its pages lie.
+    pub layout: Layout,
 }
 
 /// The three paths.
@@ -103,6 +106,9 @@ async fn metrics(State(health): State<Health>) -> impl IntoResponse {
     let ready = matches!(&*health.driver.borrow(), DriverState::Ready(_));
     health.metrics.driver_ready.set(i64::from(ready));
     let content_type = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-    let text = health.metrics.encode(health.preparer.ledger());
+    let (metrics, ledger) = (health.metrics, Arc::clone(health.preparer.ledger()));
+    let text = tokio::task::spawn_blocking(move || metrics.encode(&ledger, &health.layout)).await;
+    // It fails only at shutdown.
+    let text = text.unwrap_or_default();
     ([(header::CONTENT_TYPE, content_type)], text)
 }

@@ -7,6 +7,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use k8s_openapi::api::resource::v1::ResourceClaim;
 use tokio::sync::watch;
 use tranche_api::Tier;
 use tranche_driver::journal::Record;
@@ -19,6 +20,8 @@ use crate::journal::Loaded;
 #[derive(Debug, Default)]
 pub struct Ledger {
     claims: Mutex<BTreeMap<String, Entry>>,
+    /// The pods of held claims, by the claim's UID; forgotten when the plugin ends.
+    pods: Mutex<BTreeMap<String, Vec<String>>>,
     releases: watch::Sender<()>,
 }
 
@@ -99,6 +102,7 @@ impl Ledger {
             .map(|(uid, error)| (uid, Entry::Refused(error.to_string().into())));
         Self {
             claims: Mutex::new(held.chain(refused).collect()),
+            pods: Mutex::default(),
             releases: watch::Sender::default(),
         }
     }
@@ -171,8 +175,35 @@ impl Ledger {
         }))
     }
 
+    /// Notes for which pods a claim is reserved: for metrics.
+    pub fn note_pods(&self, claim: &ResourceClaim) {
+        let Some(uid) = &claim.metadata.uid else {
+            return;
+        };
+        let reserved = claim.status.as_ref().and_then(|s| s.reserved_for.as_ref());
+        let mut pods: Vec<_> = reserved
+            .into_iter()
+            .flatten()
+            .filter(|consumer| consumer.resource == "pods")
+            .map(|pod| pod.name.clone())
+            .collect();
+        pods.sort_unstable();
+        self.all_pods().insert(uid.clone(), pods);
+    }
+
+    /// The pods for which a claim is reserved, as far as the plugin saw it in this life.
+    #[must_use]
+    pub fn pods(&self, uid: &str) -> Vec<String> {
+        self.all_pods().get(uid).cloned().unwrap_or_default()
+    }
+
+    fn all_pods(&self) -> MutexGuard<'_, BTreeMap<String, Vec<String>>> {
+        self.pods.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Forgets a claim.
     pub fn remove(&self, uid: &str) {
+        self.all_pods().remove(uid);
         if self.claims().remove(uid).is_some() {
             self.releases.send_replace(());
         }

@@ -1,9 +1,11 @@
-//! What Prometheus sees.
+//! What Prometheus sees. `docs/reference/metrics.md` lists it; a test keeps that list true.
+
+mod shares;
 
 use std::sync::atomic::{AtomicI64, AtomicU64};
 use std::time::Duration;
 
-use prometheus_client::encoding::text::encode;
+use prometheus_client::encoding::text::{encode_eof, encode_registry};
 use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue, LabelValueEncoder};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -12,6 +14,7 @@ use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Registry, Unit};
 use tranche_api::Tier;
 
+use crate::layout::Layout;
 use crate::ledger::Ledger;
 
 /// What the kubelet asks.
@@ -165,9 +168,10 @@ impl Metrics {
             .observe(took.as_secs_f64());
     }
 
-    /// Everything in the text format of OpenMetrics; what is held is counted now.
+    /// Everything in the text format of OpenMetrics; what is held, and what of it is used, is counted
+    /// now. Reads the account of every held share.
     #[must_use]
-    pub fn encode(&self, ledger: &Ledger) -> String {
+    pub fn encode(&self, ledger: &Ledger, layout: &Layout) -> String {
         let held = ledger.devices();
         for tier in Tier::ALL {
             self.devices
@@ -181,7 +185,12 @@ impl Metrics {
         self.unreadable_journals.set(count(ledger.refused()));
         let mut text = String::new();
         // Writing to a string cannot fail.
-        let _ = encode(&mut text, &self.registry);
+        let _ = encode_registry(&mut text, &self.registry);
+        let _ = encode_registry(&mut text, &shares::registry(ledger, layout));
+        let _ = encode_eof(&mut text);
         text
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -114,6 +114,9 @@ impl Preparer {
         let (object, result) = within.unwrap_or_else(|_| (None, Err(Problem::Timeout(DEADLINE))));
         match result {
             Ok(record) => {
+                if let Some(object) = &object {
+                    self.parts.ledger.note_pods(object);
+                }
                 info!(devices = record.plan.devices.len(), "prepared");
                 self.parts.aftermath.prepared(&record);
                 Ok(record)
@@ -311,6 +314,8 @@ impl Preparer {
             let claim = claim_of(&record);
             match self.parts.claims.get(&claim).await {
                 Ok(Some(object)) if check_uid(&object, &claim.uid).is_ok() => {
+                    // Others may share it by now.
+                    self.parts.ledger.note_pods(&object);
                     if !tells_devices(&object) {
                         // An earlier life was killed between its answer and this.
                         self.parts.aftermath.prepared(&record);
