@@ -96,17 +96,8 @@ impl Node {
     /// The GPUs, as the node's own `nvidia-smi` reports them.
     #[must_use]
     pub fn gpus(&self) -> Vec<Gpu> {
-        let root = self.root.display();
-        let query = format!(
-            "LD_LIBRARY_PATH={root}/usr/lib/x86_64-linux-gnu {root}/usr/bin/nvidia-smi \
-             --query-gpu=uuid,memory.used --format=csv,noheader,nounits </dev/null; echo end"
-        );
-        let mut shell = self.shell.lock().unwrap();
-        writeln!(shell.stdin.as_mut().unwrap(), "{query}").unwrap();
-        BufReader::new(shell.stdout.as_mut().unwrap())
-            .lines()
-            .map(Result::unwrap)
-            .take_while(|line| line != "end")
+        self.query("uuid,memory.used")
+            .iter()
             .map(|line| {
                 let (uuid, used) = line
                     .split_once(", ")
@@ -116,6 +107,29 @@ impl Node {
                     used: used.trim().parse::<u64>().unwrap() << 20,
                 }
             })
+            .collect()
+    }
+
+    /// Percent of the last second in which kernels ran on the busiest GPU, whoever's.
+    #[must_use]
+    pub fn busiest(&self) -> u64 {
+        let answers = self.query("utilization.gpu");
+        let percents = answers.iter().map(|line| line.trim().parse().unwrap());
+        percents.max().unwrap_or(0)
+    }
+
+    fn query(&self, what: &str) -> Vec<String> {
+        let root = self.root.display();
+        let query = format!(
+            "LD_LIBRARY_PATH={root}/usr/lib/x86_64-linux-gnu {root}/usr/bin/nvidia-smi \
+             --query-gpu={what} --format=csv,noheader,nounits </dev/null; echo end"
+        );
+        let mut shell = self.shell.lock().unwrap();
+        writeln!(shell.stdin.as_mut().unwrap(), "{query}").unwrap();
+        BufReader::new(shell.stdout.as_mut().unwrap())
+            .lines()
+            .map(Result::unwrap)
+            .take_while(|line| line != "end")
             .collect()
     }
 }

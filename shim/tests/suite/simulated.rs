@@ -296,3 +296,49 @@ fn every_view_of_nvidia_smi_tells_the_share() {
     let apps = see(&query);
     assert!(apps.contains(&format!("{}, ", probe.pid())), "{apps}");
 }
+
+/// The GPU is busy with a neighbour's kernels; the share is not, and says so.
+#[test]
+fn an_idle_share_is_idle_beside_a_busy_neighbour() {
+    let (world, _shares, [first, _]) = two_gpus();
+    let mut neighbour = world.probe("/usr/lib/tranche/driver/libcuda.so.1");
+    ready(&mut neighbour, 0);
+    let kernel = neighbour.must("kernel sim_busy_1ms").number(0);
+    neighbour.send(&format!("launch plain {kernel} 20000 50"));
+    let smi = world.node().root().join("usr/bin/nvidia-smi");
+    let query = ["--query-gpu=utilization.gpu", "--format=csv,noheader"];
+    let start = Instant::now();
+    while world.node().busiest() < 90 {
+        assert!(
+            start.elapsed() < Duration::from_secs(10),
+            "the neighbour's kernels do not run"
+        );
+    }
+    assert_eq!(text(&world.run(&smi, &query).stdout), "0 %\n0 %\n");
+    let monitor = text(
+        &world
+            .run(&smi, &["dmon", "-c", "1", "-s", "u", "-i", &first])
+            .stdout,
+    );
+    let line = monitor.lines().last().unwrap().split_whitespace();
+    assert_eq!(
+        line.take(3).collect::<Vec<_>>(),
+        ["0", "0", "0"],
+        "{monitor}"
+    );
+    // A share of the whole GPU's time, which its own process takes all of.
+    neighbour.kill();
+    let mut probe = world.probe("name");
+    ready(&mut probe, 0);
+    let kernel = probe.must("kernel sim_busy_1ms").number(0);
+    probe.send(&format!("launch plain {kernel} 20000 50"));
+    let start = Instant::now();
+    loop {
+        let told = text(&world.run(&smi, &query).stdout);
+        let percent = told.split(' ').next().unwrap().parse::<u64>().unwrap();
+        if percent > 90 {
+            break;
+        }
+        assert!(start.elapsed() < Duration::from_secs(10), "{told}");
+    }
+}
