@@ -24,7 +24,15 @@ fn killed_at_every_instruction_of(what: &str) -> usize {
         traced.to_breakpoint();
         let through = (0..steps).any(|_| traced.step());
         probe.kill();
-        assert!(share.used() <= CAP);
+        // Whatever it did last: never is less used than the living and the dead are charged.
+        share.look(|account| {
+            let charged: u64 = account.processes().map(|process| process.charged).sum();
+            let used = account.used();
+            assert!(
+                charged <= used && used <= CAP,
+                "{what}: {used} used and {charged} charged, killed after {steps} instructions"
+            );
+        });
         if through {
             return steps;
         }

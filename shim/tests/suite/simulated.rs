@@ -301,6 +301,9 @@ fn every_view_of_nvidia_smi_tells_the_share() {
 #[test]
 fn an_idle_share_is_idle_beside_a_busy_neighbour() {
     let (world, _shares, [first, _]) = two_gpus();
+    let mut probe = world.probe("name");
+    ready(&mut probe, 0);
+    probe.must(&format!("alloc {}", 1 << 30));
     let mut neighbour = world.probe("/usr/lib/tranche/driver/libcuda.so.1");
     ready(&mut neighbour, 0);
     let kernel = neighbour.must("kernel sim_busy_1ms").number(0);
@@ -328,8 +331,6 @@ fn an_idle_share_is_idle_beside_a_busy_neighbour() {
     );
     // A share of the whole GPU's time, which its own process takes all of.
     neighbour.kill();
-    let mut probe = world.probe("name");
-    ready(&mut probe, 0);
     let kernel = probe.must("kernel sim_busy_1ms").number(0);
     probe.send(&format!("launch plain {kernel} 20000 50"));
     let start = Instant::now();
