@@ -263,11 +263,14 @@ fn act(cuda: &Cuda, words: &[&str]) -> String {
 fn between_breakpoints(cuda: &Cuda, what: &str) -> String {
     type Alloc = unsafe extern "C" fn(*mut u64, u64) -> u32;
     type Free = unsafe extern "C" fn(u64) -> u32;
+    type Launch =
+        unsafe extern "C" fn(u64, u32, u32, u32, u32, u32, u32, u32, u64, u64, u64) -> u32;
     // SAFETY: cuda.h's types of these functions.
-    let (alloc, free) = unsafe {
+    let (alloc, free, launch) = unsafe {
         (
             std::mem::transmute::<*mut c_void, Alloc>(cuda.find("cuMemAlloc_v2")),
             std::mem::transmute::<*mut c_void, Free>(cuda.find("cuMemFree_v2")),
+            std::mem::transmute::<*mut c_void, Launch>(cuda.find("cuLaunchKernel")),
         )
     };
     let once = |pointer: &mut u64| {
@@ -276,6 +279,7 @@ fn between_breakpoints(cuda: &Cuda, what: &str) -> String {
             match what {
                 "alloc-free" => alloc(pointer, 4 << 20) + free(*pointer),
                 "refused" => alloc(pointer, 1 << 50),
+                "launch" => launch(1, 1, 1, 1, 32, 1, 1, 0, 0, 0, 0),
                 _ => panic!("{what}: no call to stop at"),
             }
         }

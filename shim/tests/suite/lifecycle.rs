@@ -1,5 +1,6 @@
 //! Processes come and go, are killed at any instruction, and fill the account: what each was charged goes with it.
 
+use tranche_shim_core::ComputePolicy;
 use tranche_shim_core::layout::SLOTS;
 use tranche_shim_tests::{Driver, Probe, Traced, World, probe_path};
 
@@ -12,7 +13,11 @@ const BLOCK: u64 = 2 << 20;
 /// Kills one process after another, each one instruction further into `what`, until one gets through it. The
 /// next finds an account without a trace of it.
 fn killed_at_every_instruction_of(what: &str) -> usize {
-    let (world, share) = one_gpu();
+    let world = World::new(Driver::Odd);
+    // Launches are priced; of nearly all of the time, so that none waits.
+    let strict = ComputePolicy::Strict;
+    let share = world.share_of_time("gpu-0", GPU_0, Some(CAP), Some(99), strict);
+    share.grant(1_000_000_000_000);
     for steps in 0.. {
         let mut probe = ready(&world, 1);
         // Whoever joins looks for the dead: all that the last one left is back.
@@ -51,6 +56,12 @@ fn killed_at_any_instruction_of_allocate_and_free() {
 fn killed_at_any_instruction_of_a_refusal() {
     let steps = killed_at_every_instruction_of("refused");
     assert!(steps > 20, "{steps} instructions are none of ours");
+}
+
+#[test]
+fn killed_at_any_instruction_of_a_launch() {
+    let steps = killed_at_every_instruction_of("launch");
+    assert!(steps > 100, "{steps} instructions are none of ours");
 }
 
 /// The account has 1,024 slots: all of them are taken, one more process is refused, and one that ends makes room.
