@@ -105,6 +105,10 @@ mod tests {
     use super::{Blocks, BlocksFull};
     use crate::sync::AtomicU64;
 
+    #[allow(
+        clippy::unnecessary_box_returns,
+        reason = "half a megabyte in the product's size"
+    )]
     fn fresh<const N: usize>() -> Box<Blocks<N>> {
         let row = |_| core::array::from_fn(|_| AtomicU64::new(0));
         Box::new(Blocks {

@@ -16,7 +16,8 @@
 //! - [`pace`]: how often a process may look for dead ones;
 //! - [`table`]: which device pointer was charged how much, for one process;
 //! - [`blocks`]: which of the driver's blocks hold its small allocations;
-//! - [`physical`]: its physical memory, and who holds on to it.
+//! - [`physical`]: its physical memory, and who holds on to it;
+//! - [`image`]: what a module takes.
 //!
 //! The crate is `no_std`, has no dependency and no unsafe code. Whoever maps an account page (the
 //! shim) promises there that the memory is one; whoever reads a page's bytes promises nothing.
@@ -31,6 +32,7 @@ pub mod blocks;
 pub mod cap;
 pub mod compute;
 pub mod error;
+pub mod image;
 pub mod layout;
 pub mod pace;
 pub mod paths;

@@ -11,6 +11,7 @@ impl CUresult {
     pub const SUCCESS: Self = Self(0);
     pub const OUT_OF_MEMORY: Self = Self(2);
     pub const SHARED_OBJECT_INIT_FAILED: Self = Self(303);
+    pub const INVALID_CONTEXT: Self = Self(201);
     pub const NOT_FOUND: Self = Self(500);
     pub const NOT_READY: Self = Self(600);
     pub const NOT_PERMITTED: Self = Self(800);

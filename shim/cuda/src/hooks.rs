@@ -14,6 +14,7 @@ use crate::abi::{
 use crate::driver::{Call, real};
 use crate::graph::Stream;
 use crate::launch::{self, Kernel, own};
+use crate::module::{self, Within};
 use crate::{array, context, graph, memory, pool, process, resolve, vmm};
 
 macro_rules! hooks {
@@ -138,6 +139,11 @@ hooks! {
     fn cuLaunchKernel_ptsz(function: CUfunction, gx: u32, gy: u32, gz: u32, bx: u32, by: u32, bz: u32, shared: u32, stream: CUstream, parameters: *mut Function, extra: *mut Function)
         |driver| launch::launch(Kernel { handle: function, grid: [gx, gy, gz], block: [bx, by, bz] }, own(stream), driver);
     fn cuLibraryGetKernel(kernel: *mut CUfunction, library: usize, name: *const c_char) |driver| launch::find_kernel(kernel, name, driver);
+    fn cuLibraryLoadData(library: *mut usize, image: *const u8, jit: *mut c_void, jit_values: *mut c_void, jit_count: u32, options: *mut c_void, values: *mut c_void, count: u32)
+        |driver| module::load(library, image, Within::Process, driver);
+    fn cuLibraryLoadFromFile(library: *mut usize, path: *const c_char, jit: *mut c_void, jit_values: *mut c_void, jit_count: u32, options: *mut c_void, values: *mut c_void, count: u32)
+        |driver| module::load_file(library, path, Within::Process, driver);
+    fn cuLibraryUnload(library: usize) |driver| module::unload(library, driver);
     fn cuMemAlloc(pointer: *mut CUdeviceptr_v1, bytes: u32)
         |driver| memory::allocate(u64::from(bytes), pointer, driver);
     fn cuMemAllocAsync(pointer: *mut CUdeviceptr, bytes: usize, stream: CUstream)
@@ -198,6 +204,12 @@ hooks! {
         |driver| array::make(array, mipmap(shape, levels), driver);
     fn cuMipmappedArrayDestroy(array: CUarray) |driver| array::end(array, driver);
     fn cuModuleGetFunction(function: *mut CUfunction, module: usize, name: *const c_char) |driver| launch::find_kernel(function, name, driver);
+    fn cuModuleLoad(module: *mut usize, path: *const c_char) |driver| module::load_file(module, path, Within::Context, driver);
+    fn cuModuleLoadData(module: *mut usize, image: *const u8) |driver| module::load(module, image, Within::Context, driver);
+    fn cuModuleLoadDataEx(module: *mut usize, image: *const u8, count: u32, options: *mut c_void, values: *mut c_void)
+        |driver| module::load(module, image, Within::Context, driver);
+    fn cuModuleLoadFatBinary(module: *mut usize, image: *const u8) |driver| module::load(module, image, Within::Context, driver);
+    fn cuModuleUnload(module: usize) |driver| module::unload(module, driver);
     fn cuMulticastBindAddr(object: CUmemGenericAllocationHandle, offset: usize, address: CUdeviceptr, bytes: usize, flags: u64)
         |driver| vmm::bind_address(object, offset, address, driver);
     fn cuMulticastBindAddr_v2(object: CUmemGenericAllocationHandle, device: CUdevice, offset: usize, address: CUdeviceptr, bytes: usize, flags: u64)

@@ -18,7 +18,7 @@
 //! - `abi`: the driver's types and error codes;
 //! - `driver`: the real functions, and the stubs that pass;
 //! - `hooks`: one row per function that does more;
-//! - `memory`, `array`, `vmm`, `pool`, `graph`, `context`: what the rows do, by the kind of memory;
+//! - `memory`, `array`, `vmm`, `pool`, `graph`, `module`, `context`: what the rows do, by the kind of memory;
 //! - `launch`: what the rows for launches do;
 //! - `measure`: how long launches take, by events around some of them;
 //! - `process`: this process, and how it stays itself across `fork`;
@@ -35,7 +35,9 @@
 //! A context takes memory too, which depends on the GPU's model and the driver: the node measured it
 //! and wrote it into the page. The share has room for one beside its cap, so that the cap of a lone
 //! process is wholly its own: `cuMemGetInfo` says that its total is the cap, and all of it free at
-//! first. Every further context is charged. Code, stacks and heap of kernels are part of a context.
+//! first. Every further context is charged. Stacks and heap of kernels are part of a context, and so
+//! is code that is loaded when it is first used; a module's variables are charged by what its image
+//! says of them.
 #![no_std]
 #![expect(
     non_camel_case_types,
@@ -51,6 +53,7 @@ mod hooks;
 mod launch;
 mod measure;
 mod memory;
+mod module;
 mod pool;
 mod process;
 mod resolve;

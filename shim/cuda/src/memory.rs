@@ -6,6 +6,7 @@ use tranche_shim_core::Entry;
 
 use crate::abi::{CUdevice, CUdeviceptr, CUdeviceptr_v1, CUresult};
 use crate::driver::Call;
+use crate::module;
 use crate::pool;
 use crate::process::{self, Process, current_context};
 use crate::share::{Cap, Device};
@@ -150,11 +151,13 @@ pub fn note(process: &'static Process, key: u64, entry: Entry) {
 }
 
 /// Gives back what a number of the table was charged.
-pub fn give_back(process: &Process, key: u64, entry: Entry) {
+pub fn give_back(process: &'static Process, key: u64, entry: Entry) {
     let Some(device) = process.device_numbered(entry.device) else {
         return;
     };
-    if let Some(reserve) = pool::reserve_of(entry) {
+    if module::is_module(key) {
+        module::give_back(process, entry);
+    } else if let Some(reserve) = pool::reserve_of(entry) {
         pool::freed(process, reserve);
     } else if entry.bytes != IN_ITS_BLOCK {
         process.release(device, entry.bytes);

@@ -66,6 +66,8 @@ enum State {
     None = 0,
     Pool,
     Graphs,
+    /// The modules of a device: what they are charged is their floor.
+    Modules,
     /// A destroyed pool, whose allocations live on.
     Ended,
 }
@@ -97,11 +99,12 @@ impl Reserve {
                     GRAPHS_RESERVED,
                     &raw mut bytes,
                 ),
+                State::Modules => CUresult::SUCCESS,
                 State::None | State::Ended => CUresult::NOT_FOUND,
             }
         };
         if result.is_ok() {
-            device.taken_by(bytes).max(self.floor)
+            device.taken_by(bytes.max(self.floor))
         } else {
             self.charged + self.pending
         }
@@ -178,7 +181,7 @@ impl Reserves {
     /// Brings all charges to what the driver has reserved.
     fn settle(&mut self, process: &Process) {
         for reserve in self.list.iter_mut().take(self.count) {
-            if let (State::Pool | State::Graphs, Some(device)) =
+            if let (State::Pool | State::Graphs | State::Modules, Some(device)) =
                 (reserve.state, process.device_numbered(reserve.device))
             {
                 reserve.settle(process, device);
@@ -211,10 +214,23 @@ pub struct Source {
 impl Source {
     /// The graphs of a device.
     pub fn graphs(process: &'static Process, device: &'static Device) -> Result<Self, CUresult> {
+        Self::of_device(State::Graphs, process, device)
+    }
+
+    /// The modules of a device.
+    pub fn modules(process: &'static Process, device: &'static Device) -> Result<Self, CUresult> {
+        Self::of_device(State::Modules, process, device)
+    }
+
+    fn of_device(
+        state: State,
+        process: &'static Process,
+        device: &'static Device,
+    ) -> Result<Self, CUresult> {
         let place = process.reserves.with(|reserves| {
             reserves
-                .find(|found| found.state == State::Graphs && found.device == device.number)
-                .or_else(|| reserves.add(new(State::Graphs, device, 0)))
+                .find(|found| found.state == state && found.device == device.number)
+                .or_else(|| reserves.add(new(state, device, 0)))
         });
         process.has_reserves.store(true, Ordering::Relaxed);
         Ok(Self {
@@ -293,7 +309,10 @@ impl Source {
     /// Charges at least `bytes` more from now on, if the driver does what it is asked. What it has
     /// reserved already counts.
     pub fn raise_floor(self, bytes: u64, driver: Call<'_>) -> CUresult {
-        let missing = self.with(|reserve| (reserve.floor + bytes).saturating_sub(reserve.charged));
+        let missing = self.with(|reserve| {
+            let floor = self.device.taken_by(reserve.floor.saturating_add(bytes));
+            floor.saturating_sub(reserve.charged)
+        });
         let missing = missing.unwrap_or(bytes);
         let reserved = match Reserved::new(self.process, self.device, missing, missing) {
             Ok(reserved) => reserved,
@@ -303,7 +322,7 @@ impl Source {
         let result = driver.make();
         self.with(|reserve| {
             if result.is_ok() {
-                reserve.floor += bytes;
+                reserve.floor = reserve.floor.saturating_add(bytes);
             }
             let _ = reserve.arrive(reserved, missing);
         });
@@ -463,7 +482,7 @@ pub fn trim(process: &Process, device: &Device, bytes: u64) -> bool {
                     State::Graphs => {
                         real!(cuDeviceGraphMemTrim: fn(CUdevice))(device.handle);
                     }
-                    State::None | State::Ended => continue,
+                    State::None | State::Ended | State::Modules => continue,
                 }
             }
             reserve.settle(process, device);

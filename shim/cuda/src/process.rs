@@ -56,6 +56,7 @@ pub enum Kind {
     Graph,
     Executable,
     Tile,
+    Module,
 }
 
 /// The key in the table of pointers under which a handle is noted.

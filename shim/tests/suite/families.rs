@@ -413,6 +413,60 @@ fn contexts_are_charged_from_the_second_on() {
     case.covered();
 }
 
+/// Writes a text, with a zero, to the words from 100 on.
+fn write(probe: &mut Probe, text: &str) {
+    let mut bytes = text.as_bytes().to_vec();
+    bytes.resize((text.len() / 8 + 1) * 8, 0);
+    let words: Vec<String> = bytes
+        .chunks_exact(8)
+        .map(|word| u64::from_le_bytes(word.try_into().unwrap()).to_string())
+        .collect();
+    probe.must(&format!("set 100 {}", words.join(" ")));
+}
+
+fn with_variable(bytes: u64) -> String {
+    format!(
+        ".version 8.0\n.target sm_80\n.address_size 64\n.global .align 4 .b8 big[{bytes}];\n.entry f() {{ ret; }}\n"
+    )
+}
+
+/// A module's variables are memory like any.
+#[test]
+fn modules_are_charged_with_their_variables() {
+    let mut case = Case::new();
+    let context = case.context;
+    let probe = &mut case.probe;
+    write(probe, &with_variable(1 << 30));
+    let module = probe.get("cuModuleLoadData &0 &100");
+    assert_eq!(case.share.used(), context + (1 << 30));
+    let probe = &mut case.probe;
+    let library = probe.get("cuLibraryLoadData &0 &100 0 0 0 0 0 0");
+    // Small ones share a block.
+    write(probe, &with_variable(64));
+    let small = [0, 1].map(|_| probe.get("cuModuleLoadDataEx &0 &100 0 0 0"));
+    assert_eq!(case.share.used(), context + (2 << 30) + BLOCK);
+    let probe = &mut case.probe;
+    write(probe, &with_variable(CAP));
+    assert_eq!(probe.call("cuModuleLoadData &0 &100"), OUT_OF_MEMORY);
+    write(probe, "no image");
+    assert_eq!(probe.call("cuModuleLoadData &0 &100"), 200);
+    let file = case.world.folder().join("image.ptx");
+    std::fs::write(&file, with_variable(3 << 30)).unwrap();
+    let probe = &mut case.probe;
+    write(probe, &file.display().to_string());
+    let from_file = probe.get("cuModuleLoad &0 &100");
+    assert_eq!(case.share.used(), context + (5 << 30) + BLOCK);
+    let probe = &mut case.probe;
+    assert_eq!(probe.call(&format!("cuLibraryUnload {library}")), DONE);
+    for module in [module, small[0], from_file] {
+        assert_eq!(probe.call(&format!("cuModuleUnload {module}")), DONE);
+    }
+    assert_eq!(case.share.used(), context + BLOCK);
+    // The last goes with its context.
+    case.probe.must("reset 0");
+    assert_eq!(case.share.used(), 0);
+}
+
 /// What a process had in whichever way goes with it.
 #[test]
 fn a_killed_process_leaves_nothing_of_any_kind() {

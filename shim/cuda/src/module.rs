@@ -1,0 +1,190 @@
+//! Modules and libraries: their variables take device memory when they are loaded, and their code at
+//! the latest when it is used.
+//!
+//! What that is the driver does not tell, so it is charged by what the image says
+//! (`tranche_shim_core::image`): variables always, code where the program asked for all of it at once.
+//! Code that is loaded when it is first used counts as part of its context. Modules share blocks, so
+//! their sum is what is rounded up.
+
+use core::ffi::{CStr, c_char};
+
+use tranche_shim_core::Entry;
+use tranche_shim_core::image::{self, ELF_HEADER, Needs, START};
+use tranche_shim_runtime::sys::{self, File};
+
+use crate::abi::CUresult;
+use crate::driver::{Call, real};
+use crate::memory::{current_capped, note};
+use crate::pool::Source;
+use crate::process::{self, Kind, Process, current_context, key};
+
+/// Loads an image of the program's memory into the current context, or into all (a library).
+pub fn load(module: *mut usize, image: *const u8, within: Within, driver: Call<'_>) -> CUresult {
+    if module.is_null() || image.is_null() {
+        return driver.make();
+    }
+    // SAFETY: not null, and an image that the driver reads next.
+    charge(module, unsafe { needs_of(image) }, within, driver)
+}
+
+/// The same with an image in a file.
+pub fn load_file(
+    module: *mut usize,
+    path: *const c_char,
+    within: Within,
+    driver: Call<'_>,
+) -> CUresult {
+    if module.is_null() || path.is_null() {
+        return driver.make();
+    }
+    // SAFETY: not null, and a C string, which the driver reads next.
+    let needs = needs_of_file(unsafe { CStr::from_ptr(path) }).unwrap_or_default();
+    charge(module, needs, within, driver)
+}
+
+/// What goes with what.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Within {
+    /// A module goes with its context.
+    Context,
+    /// A library goes with none.
+    Process,
+}
+
+fn charge(module: *mut usize, needs: Needs, within: Within, driver: Call<'_>) -> CUresult {
+    let code = if loads_at_once() { needs.code } else { 0 };
+    let bytes = needs.data.saturating_add(code);
+    let source = process::current().and_then(|process| {
+        let device = if bytes > 0 {
+            current_capped(process)?
+        } else {
+            None
+        };
+        device
+            .map(|device| Source::modules(process, device))
+            .transpose()
+    });
+    let source = match source {
+        Ok(Some(source)) => source,
+        // Nothing to charge; or no context, which the driver says itself.
+        Ok(None) | Err(CUresult::INVALID_CONTEXT) => return driver.make(),
+        Err(code) => return code,
+    };
+    let result = source.raise_floor(bytes, driver);
+    if result.is_ok() {
+        let context = match within {
+            Within::Context => current_context() as u64,
+            Within::Process => 0,
+        };
+        let entry = Entry {
+            bytes,
+            device: source.device.number,
+            context,
+        };
+        // SAFETY: not null, and the driver has just written to it.
+        note(source.process, module_key(unsafe { module.read() }), entry);
+    }
+    result
+}
+
+/// Unloads a module or a library.
+pub fn unload(module: usize, driver: Call<'_>) -> CUresult {
+    let Some(process) = process::joined() else {
+        return driver.make();
+    };
+    let taken = process.pointers.take(module_key(module));
+    let result = driver.make();
+    if let Some(entry) = taken {
+        if result.is_ok() {
+            give_back(process, entry);
+        } else {
+            note(process, module_key(module), entry);
+        }
+    }
+    result
+}
+
+/// Whether an entry of the table is a module's.
+pub fn is_module(key: u64) -> bool {
+    key >> 56 == Kind::Module as u64
+}
+
+/// Gives back what a module was charged.
+pub fn give_back(process: &'static Process, entry: Entry) {
+    if let Some(device) = process.device_numbered(entry.device)
+        && let Ok(source) = Source::modules(process, device)
+    {
+        source.lower_floor(entry.bytes);
+    }
+}
+
+fn module_key(module: usize) -> u64 {
+    key(Kind::Module, module as u64)
+}
+
+/// Whether code is loaded with its module, and not when it is used.
+fn loads_at_once() -> bool {
+    const EAGER: u32 = 1;
+    let mut mode = 0;
+    // SAFETY: writes to the local.
+    let result = unsafe { real!(cuModuleGetLoadingMode: fn(*mut u32))(&raw mut mode) };
+    // Drivers that cannot say load all at once.
+    !result.is_ok() || mode == EAGER
+}
+
+/// # Safety
+///
+/// An image for the driver.
+unsafe fn needs_of(image: *const u8) -> Needs {
+    let mut magic = [0; 4];
+    for (at, place) in magic.iter_mut().enumerate() {
+        // SAFETY: every kind of image is longer, but for a text that ends before.
+        *place = unsafe { image.add(at).read() };
+        if *place == 0 {
+            break;
+        }
+    }
+    if !image::is_binary(magic) {
+        // SAFETY: what is none of the others is text that ends with a zero.
+        return image::of_text(unsafe { CStr::from_ptr(image.cast()) }.to_bytes());
+    }
+    // SAFETY: all of these are longer.
+    let start = unsafe { image.cast::<[u8; START]>().read() };
+    match image::kind(&start) {
+        // SAFETY: an ELF file is whole, its section table included.
+        image::Kind::Elf => unsafe {
+            let header = core::slice::from_raw_parts(image, ELF_HEADER);
+            let (at, length) = image::section_table(header);
+            image::of_sections(core::slice::from_raw_parts(image.add(at), length))
+        },
+        // SAFETY: a fat binary is as long as it says.
+        image::Kind::Fat(length) => unsafe {
+            image::of_fat_binary(core::slice::from_raw_parts(image, length))
+        },
+        // SAFETY: a wrapper holds the address of a fat binary.
+        image::Kind::Wrapper(at) if at != 0 => unsafe {
+            let inner = at as *const u8;
+            match image::kind(&inner.cast::<[u8; START]>().read()) {
+                image::Kind::Fat(length) => {
+                    image::of_fat_binary(core::slice::from_raw_parts(inner, length))
+                }
+                _ => Needs::default(),
+            }
+        },
+        image::Kind::Wrapper(_) | image::Kind::Text => Needs::default(),
+    }
+}
+
+/// `None` for a file that cannot be read: the driver says so itself.
+fn needs_of_file(path: &CStr) -> Option<Needs> {
+    let file = File::open(path, false).ok()?;
+    let length = file.size().ok()?;
+    let mapping = file.map_readable(length).ok()?;
+    // SAFETY: a mapping of so many bytes.
+    let bytes: &[u8] =
+        unsafe { core::slice::from_raw_parts(mapping.start.as_ptr().cast(), length) };
+    let needs = image::of_file(bytes);
+    // SAFETY: this function's own, and `needs` is not borrowed from it.
+    unsafe { sys::unmap(mapping) };
+    Some(needs)
+}
