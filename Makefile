@@ -43,6 +43,7 @@ lint: tools ## formatting, clippy, shell scripts, the chart, the drivers' symbol
 	shim/symbols check
 
 unit: shim simulator ## unit, property and contract tests, without a cluster
+	cargo build -p tranche-bench -p tranche-shim-tests
 	shim/tests/install-tools
 	cargo test --workspace --exclude tranche-e2e
 	cargo test --manifest-path driver/cdi-oracle/Cargo.toml --target-dir target/cdi-oracle
