@@ -10,6 +10,7 @@ mod families;
 mod lifecycle;
 mod loading;
 mod nvml;
+mod programs;
 mod real;
 mod runtimes;
 mod simulated;
