@@ -6,6 +6,7 @@
 #![allow(
     clippy::unwrap_used,
     clippy::missing_panics_doc,
+    clippy::must_use_candidate,
     reason = "a test that cannot be set up fails"
 )]
 
@@ -20,6 +21,7 @@ use std::io::Write as _;
 use std::os::unix::fs::{FileExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 pub use node::{Gpu, Node};
@@ -38,7 +40,7 @@ const LIBRARIES: &str = "/usr/lib/x86_64-linux-gnu";
 #[derive(Debug)]
 pub struct World {
     folder: PathBuf,
-    node: Option<Node>,
+    node: Option<Arc<Node>>,
 }
 
 /// What stands behind the shim.
@@ -111,15 +113,24 @@ impl World {
     /// and no share.
     #[must_use]
     pub fn new(driver: Driver) -> Self {
-        static NUMBER: AtomicU32 = AtomicU32::new(0);
-        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-        let folder =
-            std::env::temp_dir().join(format!("tranche-shim-{}-{number}", std::process::id()));
-        fs::create_dir(&folder).unwrap();
+        let folder = new_folder();
         let node = match driver {
-            Driver::Simulator(gpus) => Some(Node::start(folder.with_extension("node"), gpus)),
+            Driver::Simulator(gpus) => {
+                Some(Arc::new(Node::start(folder.with_extension("node"), gpus)))
+            }
             _ => None,
         };
+        Self::with(driver, node, folder)
+    }
+
+    /// A container on a node where others are: each in a thread of its own, started before any of them
+    /// was made.
+    #[must_use]
+    pub fn on(node: &Arc<Node>) -> Self {
+        Self::with(Driver::Simulator(0), Some(Arc::clone(node)), new_folder())
+    }
+
+    fn with(driver: Driver, node: Option<Arc<Node>>, folder: PathBuf) -> Self {
         mount::private_namespace();
         mount::tmpfs(&folder);
         for (over, name) in [("/usr/lib", "lib"), ("/etc", "etc")] {
@@ -339,6 +350,14 @@ pub fn compile(source: &str, to: impl AsRef<OsStr>, arguments: &[&str]) {
     assert!(done.status.success(), "{}", text(&done.stderr));
 }
 
+fn new_folder() -> PathBuf {
+    static NUMBER: AtomicU32 = AtomicU32::new(0);
+    let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+    let folder = std::env::temp_dir().join(format!("tranche-shim-{}-{number}", std::process::id()));
+    fs::create_dir(&folder).unwrap();
+    folder
+}
+
 /// The probe's executable.
 #[must_use]
 pub fn probe_path() -> PathBuf {
@@ -404,6 +423,15 @@ impl Share {
         cap.write_all_at(&refill.encode(), at + refill::offset_of_turn(1) as u64)
             .unwrap();
         cap.write_all_at(&1u64.to_le_bytes(), at).unwrap();
+    }
+
+    /// Its pages' folder, as a thread with other mounts reaches it, while this one lives.
+    #[must_use]
+    pub fn pages_from_outside(&self) -> PathBuf {
+        // SAFETY: always succeeds.
+        let thread = unsafe { libc::gettid() };
+        let root = format!("/proc/self/task/{thread}/root");
+        Path::new(&root).join(self.pages.strip_prefix("/").unwrap())
     }
 
     /// Its folder in the container.

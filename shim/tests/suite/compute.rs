@@ -1,8 +1,17 @@
 //! The compute share on the simulated machine: how much of the GPU's time programs get, as the GPU
 //! itself counts it.
 
+use std::path::PathBuf;
+use std::sync::{Arc, Barrier, mpsc};
+use std::thread::ScopedJoinHandle;
+use std::time::Duration;
+
+use tranche_node::compute::PERIOD_NANOS;
+use tranche_node::nvml::library::InstalledDriver;
+use tranche_node::sampler::{Sampler, now};
+use tranche_node::utilization::NvmlUtilization;
 use tranche_shim_core::ComputePolicy;
-use tranche_shim_tests::{Driver, Probe, Share, World};
+use tranche_shim_tests::{Driver, Node, Probe, Share, World};
 
 use crate::cap::CAP;
 
@@ -63,4 +72,159 @@ fn every_way_to_launch_is_held_to_the_share() {
         assert!(share.look(|account| account.launches()) > 0);
         assert!(share.look(|account| account.throttled_nanos()) > 0);
     }
+}
+
+#[test]
+fn all_of_a_gpu_is_never_held_back() {
+    for cores in [100, 99] {
+        let (world, share) = container(cores);
+        if cores == 99 {
+            share.grant(4_000_000);
+        }
+        let (mut probe, kernel) = program(&world, "sim_busy_200us");
+        let answer = probe.must(&format!("launch plain {kernel} {MILLIS} 0"));
+        let found = percent(answer.number(0), 200_000);
+        // What is queued has not run yet.
+        assert!(found >= 99.0, "{found} % of {cores}");
+        assert_eq!(share.look(|account| account.throttled_nanos()), 0);
+        let counted = share.look(|account| account.launches());
+        assert!(counted + 256 >= answer.number(0), "{counted} of {answer:?}");
+    }
+}
+
+#[test]
+fn a_collective_kernel_pays_and_never_waits() {
+    let (world, share) = container(10);
+    let name = "_Z13ncclDevKernel_sim_busy_200us";
+    let (mut probe, kernel) = program(&world, name);
+    let answer = probe.must(&format!("launch plain {kernel} 500 0"));
+    assert_eq!(share.look(|account| account.throttled_nanos()), 0);
+    let spent = share.look(|account| account.spent_nanos());
+    assert!(
+        spent + 5_000_000 >= answer.number(0) * 200_000,
+        "{spent} for {answer:?}"
+    );
+    // What is not NCCL's waits for the debt.
+    let other = probe.must("kernel sim_busy_100us").number(0);
+    probe.must(&format!("launch plain {other} 1 0"));
+    assert!(share.look(|account| account.throttled_nanos()) > 0);
+}
+
+/// What is captured into a graph takes no GPU time before the graph is launched.
+#[test]
+fn capturing_is_free() {
+    let (world, share) = container(10);
+    let (mut probe, kernel) = program(&world, "sim_busy_50ms");
+    for _ in 0..20 {
+        probe.must(&format!("launch graph {kernel} 0 0"));
+    }
+    assert_eq!(share.look(|account| account.spent_nanos()), 0);
+}
+
+/// Containers of one GPU, each a thread with a program that launches as much as it may, and the node's
+/// sampler; the percent of the GPU's time that each had, after some seconds to settle.
+fn contended(shares: &[(u8, ComputePolicy, &str)]) -> Vec<f64> {
+    const SETTLES: u64 = 6000;
+    const LOOKS: u64 = 10_000;
+    let root = std::env::temp_dir().join(format!(
+        "tranche-shim-{}-shared-{}",
+        std::process::id(),
+        now()
+    ));
+    let node = Arc::new(Node::start(root, 1));
+    let gpu = node.gpus()[0].uuid.clone();
+    let start = Barrier::new(shares.len());
+    let (to_sampler, folders) = mpsc::channel::<PathBuf>();
+    std::thread::scope(|scope| {
+        let containers: Vec<_> = shares
+            .iter()
+            .map(|&(cores, policy, kernel)| {
+                let (node, gpu, start, to_sampler) = (&node, &gpu, &start, to_sampler.clone());
+                scope.spawn(move || {
+                    let world = World::on(node);
+                    let share = world.share_of_time("gpu-0", gpu, Some(CAP), Some(cores), policy);
+                    to_sampler.send(share.pages_from_outside()).unwrap();
+                    drop(to_sampler);
+                    let (mut probe, handle) = program(&world, kernel);
+                    start.wait();
+                    probe.must(&format!("launch plain {handle} {SETTLES} 0"));
+                    let answer = probe.must(&format!("launch plain {handle} {LOOKS} 0"));
+                    let nanos = kernel_nanos(kernel);
+                    #[expect(clippy::cast_precision_loss, reason = "small numbers")]
+                    let part = (answer.number(0) * nanos) as f64 / (LOOKS * 1_000_000) as f64;
+                    // The share's pages are reached through this thread: it ends last.
+                    start.wait();
+                    part * 100.0
+                })
+            })
+            .collect();
+        drop(to_sampler);
+        let folders: Vec<PathBuf> = folders.iter().collect();
+        let driver = InstalledDriver {
+            root: node.root().to_owned(),
+        };
+        let mut utilization = NvmlUtilization::new(Box::new(driver));
+        let mut sampler = Sampler::new("/proc");
+        let is_over = || containers.iter().any(ScopedJoinHandle::is_finished);
+        while !is_over() {
+            for sampled in sampler.step(now(), &folders, &mut utilization) {
+                assert!(sampled.outcome.is_ok() || is_over(), "{sampled:?}");
+            }
+            std::thread::sleep(Duration::from_nanos(PERIOD_NANOS));
+        }
+        containers
+            .into_iter()
+            .map(|container| container.join().unwrap())
+            .collect()
+    })
+}
+
+fn kernel_nanos(kernel: &str) -> u64 {
+    let number: u64 = kernel
+        .trim_matches(|c: char| !c.is_ascii_digit())
+        .parse()
+        .unwrap();
+    if kernel.ends_with("us") {
+        number * 1000
+    } else {
+        number * 1_000_000
+    }
+}
+
+#[test]
+fn thirty_and_seventy_are_thirty_and_seventy() {
+    for (short, long) in [
+        ("sim_busy_200us", "sim_busy_200us"),
+        ("sim_busy_100us", "sim_busy_20ms"),
+    ] {
+        let found = contended(&[
+            (30, ComputePolicy::Strict, short),
+            (70, ComputePolicy::WorkConserving, long),
+        ]);
+        assert_near(short, found[0], 30.0);
+        assert_near(long, found[1], 70.0);
+    }
+}
+
+#[test]
+fn four_equal_shares_are_equal() {
+    let kernels = [
+        "sim_busy_100us",
+        "sim_busy_500us",
+        "sim_busy_3ms",
+        "sim_busy_20ms",
+    ];
+    let found = contended(&kernels.map(|kernel| (25, ComputePolicy::Strict, kernel)));
+    let (sum, squares) = found.iter().fold((0.0, 0.0), |(sum, squares), part| {
+        (sum + part, squares + part * part)
+    });
+    let jain = sum * sum / (4.0 * squares);
+    println!("{found:.1?}: Jain's index {jain:.4}");
+    assert!(jain >= 0.99, "{found:?}: {jain}");
+}
+
+#[test]
+fn who_conserves_work_has_what_is_left() {
+    let found = contended(&[(20, ComputePolicy::WorkConserving, "sim_busy_200us")]);
+    assert!(found[0] >= 95.0, "alone: {found:?}");
 }
