@@ -343,3 +343,41 @@ fn an_idle_share_is_idle_beside_a_busy_neighbour() {
         assert!(start.elapsed() < Duration::from_secs(10), "{told}");
     }
 }
+
+/// A container has a PID namespace of its own, in which the driver tells of its own processes alone, and calls
+/// them as they call themselves: as the account does.
+#[test]
+fn in_a_pid_namespace_of_its_own_a_share_sees_its_own_processes() {
+    let (world, _shares, [first, _]) = two_gpus();
+    let mut neighbour = world.probe("/usr/lib/tranche/driver/libcuda.so.1");
+    ready(&mut neighbour, 0);
+    neighbour.must(&format!("alloc {}", 30u64 << 30));
+    let mut probe = Probe::by(
+        world
+            .command("unshare")
+            .args(["--pid", "--fork", "--kill-child"])
+            .arg(tranche_shim_tests::probe_path())
+            .arg("name"),
+    );
+    ready(&mut probe, 0);
+    probe.must(&format!("alloc {}", 5u64 << 30));
+    let unshare = probe.pid();
+    let children = fs::read_to_string(format!("/proc/{unshare}/task/{unshare}/children")).unwrap();
+    let smi = world.node().root().join("usr/bin/nvidia-smi");
+    let see = |arguments: &[&str]| {
+        let inside = ["--pid", "--target", children.trim(), smi.to_str().unwrap()];
+        text(&world.run("nsenter", &[&inside, arguments].concat()).stdout)
+    };
+    let apps = see(&[
+        "--query-compute-apps=gpu_uuid,pid,used_memory",
+        "--format=csv,noheader",
+    ]);
+    assert_eq!(apps, format!("{first}, 1, 5638 MiB\n"));
+    let kernel = probe.must("kernel sim_busy_1ms").number(0);
+    probe.send(&format!("launch plain {kernel} 20000 50"));
+    let query = ["--query-gpu=utilization.gpu", "--format=csv,noheader"];
+    let start = Instant::now();
+    while !see(&query).starts_with("100 %") {
+        assert!(start.elapsed() < Duration::from_secs(10), "{}", see(&query));
+    }
+}

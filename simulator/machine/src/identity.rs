@@ -68,6 +68,24 @@ pub fn alive(slot: &ProcessSlot) -> bool {
     }
 }
 
+/// The PID namespace of a process (`self`, or its pid), by inode.
+#[must_use]
+pub fn pid_namespace(process: &str) -> Option<u64> {
+    let link = std::fs::read_link(format!("/proc/{process}/ns/pid")).ok()?;
+    let text = link.to_str()?;
+    text.strip_prefix("pid:[")?.strip_suffix(']')?.parse().ok()
+}
+
+/// The pid that process `pid` has in its own namespace.
+#[must_use]
+pub fn inner_pid(pid: i32) -> Option<i32> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    let pids = status
+        .lines()
+        .find_map(|line| line.strip_prefix("NSpid:"))?;
+    pids.split_whitespace().last()?.parse().ok()
+}
+
 /// When process `pid` started, in clock ticks since boot; none if it is gone.
 #[must_use]
 pub fn start_time(pid: i32) -> Option<u64> {
@@ -104,6 +122,15 @@ mod tests {
         assert!(start_time(pid).unwrap() > 0);
         assert_eq!(start_time(pid), start_time(pid));
         assert_eq!(start_time(-1), None);
+    }
+
+    #[test]
+    fn a_process_knows_its_namespace() {
+        let pid = i32::try_from(std::process::id()).unwrap();
+        assert!(pid_namespace("self").is_some());
+        assert_eq!(pid_namespace("self"), pid_namespace(&pid.to_string()));
+        assert!(inner_pid(pid).is_some());
+        assert_eq!((pid_namespace("0"), inner_pid(-1)), (None, None));
     }
 
     #[test]

@@ -66,6 +66,8 @@ pub struct Header {
     pub generation: AtomicU32,
     /// Writes before [`Self::events_end`] are complete.
     pub events_end: AtomicU64,
+    /// The daemon's PID namespace, by inode.
+    pub namespace: AtomicU64,
 }
 
 /// One GPU.
@@ -155,6 +157,10 @@ pub struct ProcessSlot {
     pub pid: AtomicI32,
     /// When it started, in clock ticks since boot: tells a reused pid.
     pub started: AtomicU64,
+    /// Its own PID namespace, by inode; 0 where nobody knows.
+    pub namespace: AtomicU64,
+    /// Its pid there.
+    pub inner_pid: AtomicI32,
     /// Bytes it holds on each GPU, its context included.
     pub used: [AtomicU64; MAX_GPUS],
     /// Percent of the last sampling period that its kernels ran on each GPU.

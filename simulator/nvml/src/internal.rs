@@ -137,7 +137,7 @@ unsafe fn list(of: nvmlDevice_t, count: *mut u32, to: *mut Entry) -> Result<(), 
     // SAFETY: as above.
     unsafe { put(count, u32::try_from(found.len().min(room)).unwrap_or(0)) }?;
     for (index, process) in found.iter().take(room).enumerate() {
-        // In a container the pid is another's or nobody's: then it has no name.
+        // Without a /proc of the namespace's own it has no name.
         let name = process_name(process.pid).unwrap_or_default();
         let entry = Entry {
             pid: process.pid,

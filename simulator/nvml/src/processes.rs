@@ -1,7 +1,8 @@
 //! Which processes use a GPU, and how much of it.
 //!
-//! Pids are the host's, also in containers, as with the real driver: a tool
-//! there cannot find them in its own /proc and leaves them out.
+//! As the real driver does (its open kernel modules show how), a caller is told
+//! pids of its own PID namespace: lists have that namespace's processes alone,
+//! and in samples of use the others keep the host's numbers.
 
 use std::sync::atomic::Ordering;
 
@@ -9,6 +10,7 @@ use nvml_wrapper_sys::bindings::{
     nvmlDevice_t, nvmlProcessDetail_v1_t, nvmlProcessDetailList_v1_t, nvmlProcessInfo_v1_t,
     nvmlProcessInfo_v2_t, nvmlProcessUtilizationSample_t,
 };
+use tranche_simulator_machine::identity::pid_namespace;
 
 use crate::code::Code;
 use crate::export::{export, get, put, put_list};
@@ -23,6 +25,8 @@ const DETAIL_LIST_V1: u32 = struct_version(size_of::<nvmlProcessDetailList_v1_t>
 #[derive(Debug, Clone, Copy)]
 pub struct Process {
     pub pid: u32,
+    /// Whether the caller's PID namespace has it.
+    pub here: bool,
     /// Bytes, the context's included.
     pub memory: u64,
     /// Percent of the last sampling period, and when it was: microseconds since 1970.
@@ -30,24 +34,42 @@ pub struct Process {
     pub sampled: u64,
 }
 
-/// The processes that have a context on `device`, by pid.
+/// The processes of the caller's PID namespace that have a context on `device`,
+/// by pid.
 pub fn processes(device: Device) -> Vec<Process> {
+    let mut found = all_processes(device);
+    found.retain(|process| process.here);
+    found
+}
+
+/// All processes that have a context on `device`, by pid.
+fn all_processes(device: Device) -> Vec<Process> {
+    let own = pid_namespace("self");
+    let hosts = own.is_none_or(|own| own == device.shared.header.namespace.load(Ordering::Relaxed));
     let mut found: Vec<Process> = Vec::new();
     for slot in &device.shared.slots {
-        let pid = slot.pid.load(Ordering::Acquire).cast_unsigned();
+        let hosts_pid = slot.pid.load(Ordering::Acquire).cast_unsigned();
+        let inner = !hosts && own == Some(slot.namespace.load(Ordering::Relaxed));
+        let here = hosts || inner;
+        let pid = if inner {
+            slot.inner_pid.load(Ordering::Relaxed).cast_unsigned()
+        } else {
+            hosts_pid
+        };
         let memory = slot.used[device.gpu].load(Ordering::Relaxed);
-        if pid == 0 || memory == 0 {
+        if hosts_pid == 0 || memory == 0 {
             continue;
         }
         let utilization = slot.utilization[device.gpu].load(Ordering::Relaxed);
         // A process that loaded the library twice has two slots.
-        if let Some(same) = found.iter_mut().find(|p| p.pid == pid) {
+        if let Some(same) = found.iter_mut().find(|p| (p.pid, p.here) == (pid, here)) {
             same.memory += memory;
             same.utilization = (same.utilization + utilization).min(100);
         } else {
             let sampled = slot.sampled.load(Ordering::Relaxed);
             found.push(Process {
                 pid,
+                here,
                 memory,
                 utilization,
                 sampled,
@@ -137,7 +159,7 @@ export! {
         put_list(&raw mut (*list).numProcArrayEntries, asked.procArray, &details)
     }
     fn nvmlDeviceGetProcessUtilization(of: nvmlDevice_t, to: *mut nvmlProcessUtilizationSample_t, count: *mut u32, since: u64) {
-        let samples: Vec<nvmlProcessUtilizationSample_t> = processes(device(of)?)
+        let samples: Vec<nvmlProcessUtilizationSample_t> = all_processes(device(of)?)
             .iter()
             .filter(|p| p.sampled > since)
             .map(|p| nvmlProcessUtilizationSample_t {

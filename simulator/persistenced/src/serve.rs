@@ -51,6 +51,8 @@ pub fn run(root: &DriverRoot, description: &Description) -> anyhow::Result<()> {
         .header
         .generation
         .fetch_add(1, Ordering::Relaxed);
+    let own = identity::pid_namespace("self").unwrap_or(0);
+    page.shared.header.namespace.store(own, Ordering::Relaxed);
     let count = page.shared.header.gpu_count;
     nodes::make(root.path(), count)?;
     let listener = match inherited_listener() {
@@ -310,6 +312,11 @@ impl Daemon {
         state
             .started
             .store(identity::start_time(pid).unwrap_or(0), Ordering::Relaxed);
+        let namespace = identity::pid_namespace(&pid.to_string()).unwrap_or(0);
+        state.namespace.store(namespace, Ordering::Relaxed);
+        state
+            .inner_pid
+            .store(identity::inner_pid(pid).unwrap_or(0), Ordering::Relaxed);
         state
             .pid
             .store(if pid == 0 { -1 } else { pid }, Ordering::Release);
