@@ -9,6 +9,7 @@ mod examples;
 mod exclusive;
 mod kubelet;
 mod many;
+mod metrics;
 mod plugin;
 mod published;
 mod refused;
