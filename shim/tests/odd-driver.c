@@ -21,6 +21,8 @@ static struct { uint64_t at; size_t size; int device, pooled; } live[MAX];
 // The pool of each device: what it has, what of it is allocated, and by how much it grows.
 static size_t pool_reserved[64], pool_used[64], pool_step = 2 << 20;
 static int pool_keeps;
+// What each device has for graphs: taken at a first launch, and kept until it is trimmed.
+static size_t graphs_reserved[64], graphs_used[64];
 static uint64_t next_address = 0x700000000000;
 static size_t device_size = (size_t)80 << 30;
 
@@ -36,7 +38,7 @@ void odd_pool_keeps(int on) { pool_keeps = on; }
 size_t odd_held(int device) {
     size_t sum = 0;
     for (int i = 0; i < MAX; i++) if (live[i].size && live[i].device == device && !live[i].pooled) sum += live[i].size;
-    return sum + pool_reserved[device];
+    return sum + pool_reserved[device] + graphs_reserved[device];
 }
 
 CUresult cuInit(unsigned flags) { initialised = 1; return OK; }
@@ -111,6 +113,32 @@ CUresult cuMemPoolTrimTo(uint64_t pool, size_t keep) {
     pthread_mutex_unlock(&lock);
     return OK;
 }
+// A graph has one memory node, whose size it is; an executable one is the graph's, and how much it took.
+struct graph { size_t bytes, taken; };
+CUresult cuGraphCreate(struct graph **graph, unsigned flags) { *graph = calloc(1, sizeof **graph); return OK; }
+CUresult cuGraphDestroy(struct graph *graph) { return OK; }
+CUresult cuGraphAddMemAllocNode(uint64_t *node, struct graph *graph, void *after, size_t count, uint64_t *params) {
+    graph->bytes = params[13]; params[14] = address_for(params[13]); *node = 1;
+    return OK;
+}
+CUresult cuGraphInstantiateWithFlags(struct graph **executable, struct graph *graph, uint64_t flags) {
+    *executable = malloc(sizeof *graph); **executable = *graph;
+    return OK;
+}
+CUresult cuGraphLaunch(struct graph *executable, void *stream) {
+    if (current < 0) return INVALID_CONTEXT;
+    graphs_used[current] += executable->bytes - executable->taken;
+    executable->taken = executable->bytes;
+    if (graphs_reserved[current] < graphs_used[current]) graphs_reserved[current] = graphs_used[current];
+    return OK;
+}
+CUresult cuGraphExecDestroy(struct graph *executable) { graphs_used[current] -= executable->taken; free(executable); return OK; }
+CUresult cuDeviceGetGraphMemAttribute(int device, int which, uint64_t *value) {
+    if (which != 2) return INVALID_VALUE;
+    *value = graphs_reserved[device];
+    return OK;
+}
+CUresult cuDeviceGraphMemTrim(int device) { graphs_reserved[device] = graphs_used[device]; return OK; }
 // A pool gives back when the program waits, and not before.
 CUresult cuCtxSynchronize(void) { return current < 0 ? INVALID_CONTEXT : pool_keeps ? OK : cuMemPoolTrimTo(0x2000 + current, 0); }
 CUresult cuMemAllocManaged(uint64_t *pointer, size_t size, unsigned flags) { return allocate(pointer, size); }

@@ -160,6 +160,37 @@ fn a_full_cap_trims_the_pools() {
     );
 }
 
+/// A graph that takes its memory at its first launch finds it charged already, and what the driver keeps
+/// of it afterwards stays charged.
+#[test]
+fn a_graph_is_charged_before_it_is_launched() {
+    const BYTES: u64 = 1 << 30;
+    let (world, share) = one_gpu();
+    let mut probe = ready(&world, 1);
+    let graph = probe.get("cuGraphCreate &0 0");
+    probe.must(&format!("set 16 1 1 0 0 0 0 0 0 0 0 0 0 0 {BYTES} 0"));
+    probe.get(&format!("cuGraphAddMemAllocNode &0 {graph} 0 0 &16"));
+    assert_eq!(share.used(), 0, "an address takes nothing");
+    let executable = probe.get(&format!("cuGraphInstantiateWithFlags &0 {graph} 0"));
+    assert_eq!(share.used(), BYTES);
+    let rest = probe.must(&format!("alloc {}", CAP - BYTES)).number(0);
+    assert_eq!(
+        probe.call(&format!("cuGraphInstantiateWithFlags &0 {graph} 0")),
+        OUT_OF_MEMORY
+    );
+    for _ in 0..2 {
+        assert_eq!(probe.call(&format!("cuGraphLaunch {executable} 0")), 0);
+        assert_eq!(probe.ask("steer held 0").code, i64::try_from(CAP).unwrap());
+    }
+    probe.must(&format!("free {rest}"));
+    assert_eq!(probe.call(&format!("cuGraphExecDestroy {executable}")), 0);
+    assert_eq!(share.used(), BYTES, "the driver keeps it");
+    // There for whoever needs it.
+    let all = probe.must(&format!("alloc {CAP}")).number(0);
+    probe.must(&format!("free {all}"));
+    assert_eq!(share.used(), 0);
+}
+
 /// A pool that grows by more than any so far: what it took too much it does not keep.
 #[test]
 fn a_pool_that_takes_too_much_is_refused() {

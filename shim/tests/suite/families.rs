@@ -286,6 +286,12 @@ fn arrays_and_mipmaps() {
     assert_eq!(probe.call(&format!("cuArrayDestroy {deferred}")), DONE);
     case.holds((64 + 512 + 64 + 16 + 4) << 20);
     let probe = &mut case.probe;
+    // Rows of a size that tiles would pad: the driver's word counts.
+    probe.must(&format!("set 16 1025 32768 {}", 0x20u64 | 1 << 32));
+    let uneven = probe.get("cuArrayCreate_v2 &0 &16");
+    case.holds(((64 + 512 + 64 + 16 + 4) << 20) + (1025 * 32768 * 4u64).next_multiple_of(BLOCK));
+    let probe = &mut case.probe;
+    assert_eq!(probe.call(&format!("cuArrayDestroy {uneven}")), DONE);
     // 64 GiB under a cap of 20.
     probe.must(&format!("set 16 65536 65536 4 {} 0", 0x20u64 | 1 << 32));
     assert_eq!(probe.call("cuArray3DCreate_v2 &0 &16"), OUT_OF_MEMORY);
