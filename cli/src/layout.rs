@@ -183,6 +183,7 @@ mod tests {
             serde_json::from_value(spec).unwrap()
         };
         Grant {
+            gpu_uuid: "GPU-0".into(),
             stage: "/run/stage".into(),
             driver: spec(
                 "full",

@@ -13,6 +13,9 @@ use crate::mounts::{self, MountError};
 use crate::program::{self, ProgramError};
 use crate::wire::{Answer, Grant, Request};
 
+/// Which GPUs CUDA shows to a program; batch systems set it.
+const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
+
 /// Why the command does not run.
 #[derive(Debug, thiserror::Error)]
 pub enum RunError {
@@ -67,7 +70,13 @@ fn try_run(args: &Run) -> Result<Infallible, RunError> {
     }
     let request = request(args)?;
     let grant = ask_supervisor(&request)?;
-    let layout = plan(&grant, &ThisHost);
+    let mut layout = plan(&grant, &ThisHost);
+    if std::env::var_os(VISIBLE).is_some() {
+        // An index of the host's would name none of the one that is left.
+        layout
+            .env
+            .push((VISIBLE.to_owned(), grant.gpu_uuid.clone()));
+    }
     mounts::enter_namespace()?;
     mounts::lay_out(&layout, &grant.stage)?;
     // Now: it may be one of the driver's own.

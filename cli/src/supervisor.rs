@@ -196,6 +196,7 @@ fn specs(
     membership: &Membership,
     hidden: Vec<PathBuf>,
 ) -> Result<Grant, String> {
+    let gpu_uuid = record.plan.devices.first().map_or("", |d| &d.gpu_uuid);
     let root = &request.driver_root;
     let wrong = |e: &dyn std::error::Error| format!("--driver-root {}: {e}", root.display());
     let opened = DriverRoot::open(root).map_err(|e| wrong(&e))?;
@@ -218,6 +219,7 @@ fn specs(
         .into_owned(),
     };
     Ok(Grant {
+        gpu_uuid: gpu_uuid.to_owned(),
         stage: membership.folder().join("stage"),
         driver: driver_spec(&files, &paths).map_err(|e| wrong(&e))?,
         share: claim_spec(&record.plan, &paths).map_err(|e| wrong(&e))?,

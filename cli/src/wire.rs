@@ -45,6 +45,8 @@ pub struct Link {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Grant {
+    /// The GPU.
+    pub gpu_uuid: String,
     /// An empty folder to build mounts in.
     pub stage: PathBuf,
     /// The driver's CDI spec.

@@ -195,6 +195,17 @@ fn the_cap_holds_to_the_byte() {
     probe.must(&format!("alloc {free}"));
 }
 
+/// A batch system says which GPU of the host's; in the share it is the only one.
+#[test]
+fn an_index_of_the_hosts_gpus_is_translated() {
+    let machine = Machine::new();
+    let mut command = machine.run(&["--memory", "1Gi"]);
+    command.env("CUDA_VISIBLE_DEVICES", "1");
+    let mut probe = Probe::by(command.arg(machine.ours("tranche-shim-probe")).arg("name"));
+    probe.must("init");
+    assert_eq!(probe.must("count").number(0), 1);
+}
+
 #[test]
 fn the_exit_code_is_the_commands() {
     let machine = Machine::new();
