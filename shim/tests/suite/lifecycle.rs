@@ -1,8 +1,10 @@
 //! Processes come and go, are killed at any instruction, and fill the account: what each was charged goes with it.
 
+use std::collections::BTreeSet;
+
 use tranche_shim_core::ComputePolicy;
 use tranche_shim_core::layout::SLOTS;
-use tranche_shim_tests::{Driver, Probe, Traced, World, probe_path};
+use tranche_shim_tests::{Driver, Probe, Share, Traced, World, probe_path};
 
 use crate::cap::{CAP, GPU_0, one_gpu, ready};
 
@@ -10,45 +12,73 @@ const NOT_PERMITTED: i64 = 800;
 /// What the driver takes at once.
 const BLOCK: u64 = 2 << 20;
 
-/// Kills one process after another, each one instruction further into `what`, until one gets through it. The
-/// next finds an account without a trace of it.
+/// Whatever a process is killed at, its share's page is all that it leaves, and the kernel gives its locks back. So
+/// the page is looked at after every instruction of `what`, and a process is killed before and behind each that
+/// changed it, and at every hundredth. Returns how many instructions there are.
 fn killed_at_every_instruction_of(what: &str) -> usize {
     let world = World::new(Driver::Odd);
     // Launches are priced; of nearly all of the time, so that none waits.
     let strict = ComputePolicy::Strict;
     let share = world.share_of_time("gpu-0", GPU_0, Some(CAP), Some(99), strict);
     share.grant(1_000_000_000_000);
-    for steps in 0.. {
-        let mut probe = ready(&world, 1);
-        // Whoever joins looks for the dead: all that the last one left is back.
-        assert_eq!(share.used(), 0, "{what}: killed after {steps} instructions");
-        assert_eq!(share.look(|account| account.processes().count()), 1);
-        probe.ask("steer fast 1");
-        let traced = Traced::seize(probe.pid());
-        probe.send(&format!("between-breakpoints {what}"));
-        traced.to_breakpoint();
-        let through = (0..steps).any(|_| traced.step());
-        probe.kill();
-        // Whatever it did last: never is less used than the living and the dead are charged.
-        share.look(|account| {
-            let charged: u64 = account.processes().map(|process| process.charged).sum();
-            let used = account.used();
-            assert!(
-                charged <= used && used <= CAP,
-                "{what}: {used} used and {charged} charged, killed after {steps} instructions"
-            );
-        });
-        if through {
-            return steps;
+    let (mut probe, traced) = at_breakpoint(&world, &share, what);
+    let (mut page, mut instructions) = (share.account(), 0);
+    let mut deaths = BTreeSet::new();
+    while !traced.step() {
+        instructions += 1;
+        check(&share, what, instructions);
+        let now = share.account();
+        if now != page {
+            deaths.extend([instructions - 1, instructions]);
+            page = now;
+        } else if instructions % 100 == 0 {
+            deaths.insert(instructions);
         }
     }
-    unreachable!()
+    probe.kill();
+    println!(
+        "{what}: {instructions} instructions, killed at {}",
+        deaths.len()
+    );
+    for steps in deaths {
+        let (mut probe, traced) = at_breakpoint(&world, &share, what);
+        for _ in 0..steps {
+            assert!(!traced.step());
+        }
+        probe.kill();
+        check(&share, what, steps);
+    }
+    at_breakpoint(&world, &share, what).0.kill();
+    instructions
+}
+
+/// A process that is about to do `what`. Whoever joins looks for the dead: all that the last one left is back.
+fn at_breakpoint(world: &World, share: &Share, what: &str) -> (Probe, Traced) {
+    let mut probe = ready(world, 1);
+    assert_eq!(share.used(), 0, "{what}: the one before left something");
+    assert_eq!(share.look(|account| account.processes().count()), 1);
+    probe.ask("steer fast 1");
+    let traced = Traced::seize(probe.pid());
+    probe.send(&format!("between-breakpoints {what}"));
+    traced.to_breakpoint();
+    (probe, traced)
+}
+
+/// Never is less used than the living and the dead are charged.
+fn check(share: &Share, what: &str, steps: usize) {
+    share.look(|account| {
+        let charged: u64 = account.processes().map(|process| process.charged).sum();
+        let used = account.used();
+        assert!(
+            charged <= used && used <= CAP,
+            "{what}: {used} used and {charged} charged after {steps} instructions"
+        );
+    });
 }
 
 #[test]
 fn killed_at_any_instruction_of_allocate_and_free() {
     let steps = killed_at_every_instruction_of("alloc-free");
-    println!("allocate and free: {steps} instructions");
     assert!(steps > 100, "{steps} instructions are none of ours");
 }
 
