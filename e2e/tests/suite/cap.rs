@@ -5,6 +5,8 @@ use tranche_e2e::{Case, Request, run, workload};
 
 const GI: u64 = 1 << 30;
 const LIMIT: u64 = 3 * GI;
+/// What the chart's own policy says that a CUDA context takes: every process's but the first's is the share's to pay.
+const CONTEXT: u64 = GI / 2;
 
 fn share() -> Request {
     Request::capped("3Gi", "10")
@@ -113,13 +115,13 @@ fn processes_of_a_share_have_one_account_and_the_dead_give_back() -> anyhow::Res
         let filled: Vec<workload::Filled> = workload::lines(&said)?;
         let got: Vec<_> = filled.iter().map(|filled| filled.filled).collect();
         ensure!(
-            got == [LIMIT - GI, LIMIT],
+            got == [LIMIT - GI - CONTEXT, LIMIT],
             "with and after a process that holds 1 GiB: {got:?}"
         );
         // Two at once: never more than the share together, whoever gets how much.
         let both = "
             for i in 1 2 3 4; do tranche-workload hold --bytes 1Gi --beat 100 >/tmp/$i 2>&1 & done
-            until [ $(cat /tmp/1 /tmp/2 /tmp/3 /tmp/4 | grep -c 'beat 1:') = 3 ] &&
+            until [ $(cat /tmp/1 /tmp/2 /tmp/3 /tmp/4 | grep -c 'beat 1:') -ge 1 ] &&
                 cat /tmp/[1234] | grep -q OUT_OF_MEMORY; do usleep 20000; done
             cat /tmp/[1234]; kill $(jobs -p) || true";
         pod.say(&["timeout", "30", "sh", "-c", both]).await?;

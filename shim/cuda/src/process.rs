@@ -245,7 +245,9 @@ impl Joined {
                     .shares
                     .get_mut(self.share_count)
                     .ok_or_else(shares::refuse_too_many)?;
-                place.write(Held::take(share, limit)?);
+                // Of several shares of one GPU, the first has the context that is beside their memory.
+                let context = if device.shares == 0 { share.context } else { 0 };
+                place.write(Held::take(share, limit, context)?);
                 device.add_cores(share.cores);
                 device.context = device.context.max(share.context);
                 device.shares |= 1 << self.share_count;

@@ -54,7 +54,7 @@ pub struct Held {
     /// Percent of the GPU's time, and what the node grants of it.
     cores: u8,
     refill: &'static RefillPage,
-    /// Bytes that one context takes.
+    /// Bytes of it that are for that context.
     context: u64,
     name: Name,
     /// When it looked for dead processes.
@@ -62,9 +62,10 @@ pub struct Held {
 }
 
 impl Held {
-    /// Takes a slot in the account of a share of `memory` bytes.
-    pub fn take(share: &Share, memory: u64) -> Result<Self, Refused> {
-        let &Share { name, context, .. } = share;
+    /// Takes a slot in the account of a share of `memory` bytes, and beside them `context` for a
+    /// context that costs nothing.
+    pub fn take(share: &Share, memory: u64, context: u64) -> Result<Self, Refused> {
+        let name = share.name;
         let (file, live) = Live::map(&name)?;
         let pid = sys::pid();
         #[expect(clippy::cast_possible_truncation, reason = "spreads the search")]

@@ -44,6 +44,7 @@ pub fn tell(device: Device, driver: impl FnOnce() -> Return, correct: impl FnOnc
 /// `None` where the GPU has no cap.
 fn sum(gpu: GpuUuid) -> Result<Option<Sum>, Refused> {
     let (mut known, mut capped, mut sum) = (false, true, Sum { total: 0, used: 0 });
+    let mut context = 0;
     shares::each(&mut |share| {
         if share.gpu == gpu {
             known = true;
@@ -51,12 +52,15 @@ fn sum(gpu: GpuUuid) -> Result<Option<Sum>, Refused> {
                 None => capped = false,
                 Some(limit) => {
                     sum.total = sum.total.saturating_add(limit);
-                    sum.used = sum.used.saturating_add(accounts::used(share)?.min(limit));
+                    sum.used = sum.used.saturating_add(accounts::used(share)?);
+                    context = share.context.max(context);
                 }
             }
         }
         Ok(())
     })?;
+    // One context is beside the memory, and not the program's to see.
+    sum.used = sum.used.saturating_sub(context).min(sum.total);
     if known {
         Ok(capped.then_some(sum))
     } else {

@@ -60,11 +60,9 @@ impl Live {
     }
 }
 
-/// Bytes that a share's living processes hold together, as programs are told: without the one
-/// context that is beside the limit.
+/// Bytes that a share's living processes hold together, contexts included.
 pub fn used(share: &Share) -> Result<u64, Refused> {
-    let used = look(&share.name, Account::used)?;
-    Ok(used.saturating_sub(share.context))
+    look(&share.name, Account::used)
 }
 
 /// Hands the living processes of a share to `visit`: PID, in the process's own namespace, and bytes

@@ -473,6 +473,33 @@ fn modules_are_charged_with_their_variables() {
     assert_eq!(case.share.used(), 0);
 }
 
+/// Several shares of one GPU have room for one context beside their memory, not for one each.
+#[test]
+fn shares_of_one_gpu_have_one_context_beside_them() {
+    let mut case = Case::new();
+    case.probe.kill();
+    let gpu = case.world.node().gpus().remove(0).uuid;
+    let second = case
+        .world
+        .share_beside("gpu-1", &gpu, Some(CAP), case.context);
+    let mut probe = case.world.probe("name");
+    probe.must("init");
+    probe.must("primary 0");
+    let info = probe.must("info");
+    assert_eq!((info.number(0), info.number(1)), (2 * CAP, 2 * CAP));
+    probe.must(&format!("alloc {}", 2 * CAP));
+    assert_eq!(probe.ask("alloc 1").code, OUT_OF_MEMORY);
+    assert_eq!(probe.must("info").number(0), 0);
+    assert_eq!(case.share.used() + second.used(), 2 * CAP + case.context);
+    let smi = case.world.node().root().join("usr/bin/nvidia-smi");
+    let query = [
+        "--query-gpu=memory.total,memory.used",
+        "--format=csv,noheader",
+    ];
+    let said = tranche_shim_tests::text(&case.world.run(&smi, &query).stdout);
+    assert_eq!(said, format!("{0} MiB, {0} MiB\n", (2 * CAP) >> 20));
+}
+
 /// What a process had in whichever way goes with it.
 #[test]
 fn a_killed_process_leaves_nothing_of_any_kind() {
