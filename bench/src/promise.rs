@@ -257,6 +257,24 @@ pub const PROMISES: &[Promise] = &[
         "ns",
         AtMost(15.0),
     ),
+    promise(
+        "compute-alone",
+        "GPU time of a share, 5 to 75 percent, kernels of 10 µs to 100 ms, off its cores by",
+        "points",
+        AtMost(5.0),
+    ),
+    promise(
+        "compute-contended",
+        "30 and 70 percent beside each other, off by",
+        "points",
+        AtMost(5.0),
+    ),
+    promise(
+        "compute-jain",
+        "four shares of 25 percent beside each other, Jain's index",
+        "of 1",
+        AtLeast(0.99),
+    ),
 ];
 
 /// The promise of that name.

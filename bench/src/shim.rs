@@ -11,6 +11,7 @@
 
 mod cuda;
 mod probe;
+mod time;
 mod world;
 
 use std::collections::BTreeMap;
@@ -52,6 +53,7 @@ pub fn run(args: &Args) -> anyhow::Result<Vec<Row>> {
     for processes in [1, 4, 16] {
         rows.extend(calls(args, processes)?);
     }
+    rows.extend(time::run(args)?);
     Ok(rows)
 }
 
@@ -163,24 +165,35 @@ fn in_world<T: DeserializeOwned>(
     measure: Measure,
     count: usize,
 ) -> anyhow::Result<T> {
+    let command = world_command(args, world, measure, count)?;
+    answer_of(command, &format!("{world:?} {measure:?}"))
+}
+
+/// Makes a world that measures something.
+fn world_command(
+    args: &Args,
+    world: World,
+    measure: Measure,
+    count: usize,
+) -> anyhow::Result<Command> {
     let this = std::env::current_exe().context("this program's path")?;
-    let done = Command::new("unshare")
+    let mut command = Command::new("unshare");
+    command
         .args(["--mount", "--propagation", "private", "--"])
         .arg(this)
         .args(world::arguments(world, measure, count))
         .arg("--shim-dir")
         .arg(&args.shim_dir)
         .stdin(Stdio::null())
-        .stderr(Stdio::inherit())
-        .output()
-        .context("unshare")?;
-    ensure!(
-        done.status.success(),
-        "{world:?} {measure:?}: {}",
-        done.status
-    );
-    serde_json::from_slice(&done.stdout)
-        .with_context(|| format!("{world:?} {measure:?}: its answer"))
+        .stdout(Stdio::piped())
+        .stderr(Stdio::inherit());
+    Ok(command)
+}
+
+fn answer_of<T: DeserializeOwned>(mut command: Command, what: &str) -> anyhow::Result<T> {
+    let done = command.output().context("unshare")?;
+    ensure!(done.status.success(), "{what}: {}", done.status);
+    serde_json::from_slice(&done.stdout).with_context(|| format!("{what}: its answer"))
 }
 
 /// The world's half: called by [`run`] in a namespace of its own.

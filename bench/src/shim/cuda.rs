@@ -2,7 +2,7 @@
 //! by `dlopen("libcuda.so.1")` and `dlsym`.
 #![allow(unsafe_code)]
 
-use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 use std::mem::transmute_copy;
 use std::ptr::null_mut;
 
@@ -27,6 +27,7 @@ pub struct Cuda {
     device_get_count: unsafe extern "C" fn(*mut c_int) -> Result,
     device_get_uuid: unsafe extern "C" fn(*mut [u8; 16], c_int) -> Result,
     primary_ctx_retain: unsafe extern "C" fn(*mut *mut c_void, c_int) -> Result,
+    ctx_synchronize: extern "C" fn() -> Result,
     ctx_set_current: unsafe extern "C" fn(*mut c_void) -> Result,
     mem_alloc: unsafe extern "C" fn(*mut Pointer, usize) -> Result,
     mem_free: unsafe extern "C" fn(Pointer) -> Result,
@@ -74,6 +75,7 @@ impl Cuda {
                 device_get_count: find(library, c"cuDeviceGetCount")?,
                 device_get_uuid: find(library, c"cuDeviceGetUuid")?,
                 primary_ctx_retain: find(library, c"cuDevicePrimaryCtxRetain")?,
+                ctx_synchronize: find(library, c"cuCtxSynchronize")?,
                 ctx_set_current: find(library, c"cuCtxSetCurrent")?,
                 mem_alloc: find(library, c"cuMemAlloc_v2")?,
                 mem_free: find(library, c"cuMemFree_v2")?,
@@ -84,6 +86,20 @@ impl Cuda {
                 launch_kernel: find(library, c"cuLaunchKernel")?,
             })
         }
+    }
+
+    /// A kernel that works for about so many microseconds; the simulator knows by its name.
+    pub fn kernel_that_works(&self, micros: u64) -> anyhow::Result<Pointer> {
+        let name = format!("sim_busy_{micros}us");
+        // A GPU does about a thousand and a half cycles in a microsecond.
+        let ptx = format!(
+            ".version 7.0\n.target sm_70\n.address_size 64\n.visible .entry {name}()\n{{\n\
+             .reg .u64 %rd<4>;\n.reg .pred %p<2>;\nmov.u64 %rd1, %clock64;\n\
+             AGAIN:\nmov.u64 %rd2, %clock64;\nsub.u64 %rd3, %rd2, %rd1;\n\
+             setp.lt.u64 %p1, %rd3, {};\n@%p1 bra AGAIN;\nret;\n}}\n",
+            micros * 1500
+        );
+        self.kernel(&CString::new(ptx)?, &CString::new(name)?)
     }
 
     /// `cuInit`.
@@ -173,19 +189,28 @@ impl Cuda {
 
     /// A kernel for [`launch`](Self::launch).
     pub fn kernel_that_does_nothing(&self) -> anyhow::Result<Pointer> {
+        self.kernel(PTX, KERNEL)
+    }
+
+    fn kernel(&self, ptx: &CStr, name: &CStr) -> anyhow::Result<Pointer> {
         let (mut module, mut function) = (null_mut(), null_mut());
         // SAFETY: a C string of PTX, a place for a handle, then that handle and a C string.
         unsafe {
             check(
                 "cuModuleLoadData",
-                (self.module_load_data)(&raw mut module, PTX.as_ptr().cast()),
+                (self.module_load_data)(&raw mut module, ptx.as_ptr().cast()),
             )?;
             check(
                 "cuModuleGetFunction",
-                (self.module_get_function)(&raw mut function, module, KERNEL.as_ptr()),
+                (self.module_get_function)(&raw mut function, module, name.as_ptr()),
             )?;
         }
         Ok(function as Pointer)
+    }
+
+    /// Waits for all that was launched.
+    pub fn synchronize(&self) -> anyhow::Result<()> {
+        check("cuCtxSynchronize", (self.ctx_synchronize)())
     }
 
     /// Launches it on the default stream, one thread.

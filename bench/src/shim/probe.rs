@@ -1,7 +1,7 @@
 //! A fresh process in a world: a small CUDA program that times its calls.
 
 use std::collections::BTreeMap;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use rustix::time::{ClockId, clock_gettime};
@@ -14,6 +14,33 @@ pub struct ProbeArgs {
     /// What it does
     #[arg(value_enum)]
     what: What,
+    #[command(flatten)]
+    rate: RateArgs,
+}
+
+/// What a rate is of.
+#[derive(Clone, Copy, Debug, Default, clap::Args)]
+pub struct RateArgs {
+    /// Microseconds of a kernel
+    #[arg(long, default_value_t = 0)]
+    pub micros: u64,
+    /// Milliseconds of launches before they are counted
+    #[arg(long, default_value_t = 0)]
+    pub settle: u64,
+    /// Milliseconds in which they are counted
+    #[arg(long, default_value_t = 0)]
+    pub counted: u64,
+}
+
+impl RateArgs {
+    /// As a command line.
+    pub fn arguments(self) -> [String; 3] {
+        [
+            format!("--micros={}", self.micros),
+            format!("--settle={}", self.settle),
+            format!("--counted={}", self.counted),
+        ]
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -22,6 +49,8 @@ enum What {
     Init,
     /// Says that it is ready, waits for a line, times calls, and prints them as JSON.
     Calls,
+    /// Launches as much as it may, and prints how many a second that are.
+    Rate,
 }
 
 /// What a probe says before it waits.
@@ -69,7 +98,30 @@ pub fn run(args: &ProbeArgs) -> anyhow::Result<()> {
             println!("{}", serde_json::to_string(&calls(&cuda, kernel)?)?);
             Ok(())
         }
+        What::Rate => {
+            cuda.use_first_device()?;
+            let kernel = cuda.kernel_that_works(args.rate.micros)?;
+            rate(&cuda, kernel, args.rate.micros, args.rate.settle)?;
+            let rate = rate(&cuda, kernel, args.rate.micros, args.rate.counted)?;
+            println!("{}", serde_json::to_string(&rate)?);
+            Ok(())
+        }
     }
+}
+
+/// Launches a second, for so many milliseconds. Waits for the GPU every 200 ms of its work: while it waits
+/// and wakes, the GPU idles.
+fn rate(cuda: &Cuda, kernel: Pointer, micros: u64, millis: u64) -> anyhow::Result<f64> {
+    let start = Instant::now();
+    let mut launches = 0u32;
+    while start.elapsed() < Duration::from_millis(millis) {
+        for _ in 0..(200_000 / micros.max(1)).clamp(1, 20_000) {
+            cuda.launch(kernel)?;
+            launches += 1;
+        }
+        cuda.synchronize()?;
+    }
+    Ok(f64::from(launches) / start.elapsed().as_secs_f64())
 }
 
 fn calls(cuda: &Cuda, kernel: Pointer) -> anyhow::Result<BTreeMap<&'static str, f64>> {

@@ -35,6 +35,8 @@ pub enum Measure {
     Crowd,
     /// Nanoseconds of calls, in so many processes at once.
     Calls,
+    /// Launches a second of a program that launches as much as it may.
+    Rate,
 }
 
 /// The world's command line; for [`super::run`] alone.
@@ -51,6 +53,19 @@ pub struct WorldArgs {
     /// Where the shim's libraries are
     #[arg(long)]
     shim_dir: PathBuf,
+    /// Percent of each GPU's time
+    #[arg(long, default_value_t = CORES)]
+    cores: u8,
+    #[command(flatten)]
+    rate: probe::RateArgs,
+}
+
+/// Nearly all, so that launches are priced and none waits.
+const CORES: u8 = 99;
+
+/// Where a world has the pages of the first GPU's share, below its root.
+pub fn pages_of_first_gpu() -> PathBuf {
+    std::env::temp_dir().join("gpu-0")
 }
 
 /// The command line for a world.
@@ -81,7 +96,8 @@ pub fn run(args: &WorldArgs) -> anyhow::Result<()> {
     // Asked before anything stands before the driver.
     let gpus = probe::gpus()?;
     if args.world == World::Capped {
-        cap(&args.shim_dir, &gpus).context("making a capped container's file system")?;
+        cap(&args.shim_dir, &gpus, args.cores)
+            .context("making a capped container's file system")?;
     }
     let answer = match args.measure {
         Measure::Load => json(&one_after_another(args.count, || {
@@ -90,6 +106,7 @@ pub fn run(args: &WorldArgs) -> anyhow::Result<()> {
         Measure::Init => json(&one_after_another(args.count, || probe_command("init"))?),
         Measure::Crowd => json(&[crowd(args.count)?]),
         Measure::Calls => calls(args.count),
+        Measure::Rate => rate(args.rate),
     }?;
     println!("{answer}");
     Ok(())
@@ -100,7 +117,7 @@ fn json(value: &impl Serialize) -> anyhow::Result<String> {
 }
 
 /// Puts everything where a capped container has it: see docs/architecture.md.
-fn cap(shim: &Path, gpus: &[String]) -> anyhow::Result<()> {
+fn cap(shim: &Path, gpus: &[String], cores: u8) -> anyhow::Result<()> {
     let folder = std::env::temp_dir();
     mount("tmpfs", &folder, "tmpfs", MountFlags::empty(), c"mode=0755")
         .with_context(|| format!("tmpfs on {}", folder.display()))?;
@@ -134,7 +151,7 @@ fn cap(shim: &Path, gpus: &[String]) -> anyhow::Result<()> {
         mount_bind(&installed, &theirs).context(theirs.clone())?;
     }
     for (index, gpu) in gpus.iter().enumerate() {
-        pages(&folder, &format!("gpu-{index}"), gpu)?;
+        pages(&folder, &format!("gpu-{index}"), gpu, cores)?;
     }
     let list: String = LIBRARIES
         .map(|library| format!("{OURS}/{library}\n"))
@@ -143,12 +160,12 @@ fn cap(shim: &Path, gpus: &[String]) -> anyhow::Result<()> {
 }
 
 /// A share's two pages, on tmpfs.
-fn pages(folder: &Path, key: &str, gpu: &str) -> anyhow::Result<()> {
+fn pages(folder: &Path, key: &str, gpu: &str, cores: u8) -> anyhow::Result<()> {
     let cap = CapPage {
         gpu_uuid: gpu,
         memory_limit: Some(LIMIT),
         context_memory: 0,
-        cores: Some(100),
+        cores: Some(cores),
         compute_policy: ComputePolicy::Strict,
         claim_uid: "00000000-0000-4000-8000-000000000000",
         device_key: key,
@@ -158,6 +175,7 @@ fn pages(folder: &Path, key: &str, gpu: &str) -> anyhow::Result<()> {
         .map_err(|error| anyhow::anyhow!("cap page of {gpu}: {error}"))?;
     let share = Path::new(paths::SHARES).join(key);
     fs::create_dir_all(&share)?;
+    fs::create_dir(folder.join(key))?;
     for (page, content, mode, flags) in [
         (
             paths::CAP,
@@ -172,7 +190,7 @@ fn pages(folder: &Path, key: &str, gpu: &str) -> anyhow::Result<()> {
             MountFlags::BIND,
         ),
     ] {
-        let source = folder.join(format!("{key}.{page}"));
+        let source = folder.join(key).join(page);
         fs::write(&source, content)?;
         fs::set_permissions(&source, fs::Permissions::from_mode(mode))?;
         let target = share.join(page);
@@ -181,6 +199,15 @@ fn pages(folder: &Path, key: &str, gpu: &str) -> anyhow::Result<()> {
         mount_remount(&target, flags, "").with_context(|| format!("{}", target.display()))?;
     }
     Ok(())
+}
+
+fn rate(of: probe::RateArgs) -> anyhow::Result<String> {
+    let done = probe_command("rate")?
+        .args(of.arguments())
+        .stderr(Stdio::inherit())
+        .output()?;
+    ensure!(done.status.success(), "a probe: {}", done.status);
+    Ok(String::from_utf8(done.stdout)?.trim().to_owned())
 }
 
 fn probe_command(what: &str) -> anyhow::Result<Command> {

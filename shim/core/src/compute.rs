@@ -20,6 +20,8 @@
 pub mod batch;
 pub mod bucket;
 pub mod costs;
+#[cfg(loom)]
+mod model;
 pub mod refill;
 
 pub use batch::Batch;
