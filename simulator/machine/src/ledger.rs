@@ -14,6 +14,8 @@ use crate::layout::{GpuState, Shared};
 
 /// Lock value of the daemon; slots are their index + 1.
 const DAEMON: u32 = u32::MAX;
+/// And that of its sampler, a thread beside the one that reclaims.
+const SAMPLER: u32 = DAEMON - 1;
 
 /// How long a lock may stay with another process before the caller gives up:
 /// only a holder that died while no daemon runs keeps it longer.
@@ -51,10 +53,10 @@ impl Drop for Guard<'_> {
     }
 }
 
-/// Takes a GPU's lock for the daemon, if nobody has it.
+/// Takes a GPU's lock for the daemon's sampler, if nobody has it.
 pub(crate) fn try_lock(gpu: &GpuState) -> Option<Guard<'_>> {
     gpu.lock
-        .compare_exchange(0, DAEMON, Ordering::Acquire, Ordering::Relaxed)
+        .compare_exchange(0, SAMPLER, Ordering::Acquire, Ordering::Relaxed)
         .is_ok()
         .then_some(Guard(gpu))
 }
@@ -194,7 +196,12 @@ impl Shared {
             let holder = state.lock.load(Ordering::Relaxed);
             let slot = (holder as usize).wrapping_sub(1);
             // Another one may have died with it, and be next to be reclaimed.
-            let lives = self.slots.get(slot).is_some_and(identity::alive);
+            // The sampler is of this very process, but for the one of a daemon before this.
+            let lives = if holder == SAMPLER {
+                dead != DAEMON
+            } else {
+                self.slots.get(slot).is_some_and(identity::alive)
+            };
             if holder != 0 && !lives && take(holder) {
                 return Guard(state);
             }
@@ -206,7 +213,7 @@ impl Shared {
 /// Lock value of a slot.
 pub(crate) fn owner(slot: usize) -> u32 {
     // MAX_PROCESSES is far below u32::MAX.
-    u32::try_from(slot + 1).unwrap_or(DAEMON - 1)
+    u32::try_from(slot + 1).unwrap_or(SAMPLER - 1)
 }
 
 #[cfg(test)]
@@ -218,6 +225,24 @@ mod tests {
 
     fn page() -> &'static Shared {
         test_page(include_str!("../../machines/T4.toml"))
+    }
+
+    #[test]
+    fn the_sampler_is_waited_for_and_one_of_an_earlier_life_is_not() {
+        let page = page();
+        let sampling = try_lock(&page.gpus[0]).unwrap();
+        std::thread::scope(|scope| {
+            let reclaiming = scope.spawn(|| page.reclaim(0));
+            for _ in 0..1000 {
+                std::thread::yield_now();
+                assert_eq!(page.gpus[0].lock.load(Ordering::Relaxed), SAMPLER);
+            }
+            assert!(!reclaiming.is_finished());
+            drop(sampling);
+        });
+        std::mem::forget(try_lock(&page.gpus[0]).unwrap());
+        page.recover();
+        assert_eq!(page.gpus[0].lock.load(Ordering::Relaxed), 0);
     }
 
     #[test]
