@@ -149,9 +149,14 @@ impl Shared {
     pub fn reclaim(&self, slot: usize) {
         let dead = &self.slots[slot];
         for (gpu, state) in self.gpus().iter().enumerate() {
-            let _guard = self.take_over(state, owner(slot));
-            dead.used[gpu].store(0, Ordering::Relaxed);
-            self.add_up(gpu);
+            let (_guard, whole) = self.take_over(state, owner(slot));
+            let held = dead.used[gpu].swap(0, Ordering::Relaxed);
+            if whole {
+                let used = state.used.load(Ordering::Relaxed);
+                state.used.store(used.saturating_sub(held), Ordering::Relaxed);
+            } else {
+                self.add_up(gpu);
+            }
             self.forget_lane(slot, gpu);
             dead.utilization[gpu].store(0, Ordering::Relaxed);
         }
@@ -165,7 +170,7 @@ impl Shared {
     pub fn recover(&self) {
         for (gpu, state) in self.gpus().iter().enumerate() {
             // There is one daemon, and this is its start.
-            let _guard = self.take_over(state, DAEMON);
+            let (_guard, _) = self.take_over(state, DAEMON);
             self.add_up(gpu);
             self.order_anew(gpu);
         }
@@ -180,9 +185,9 @@ impl Shared {
         self.gpus[gpu].used.store(sum, Ordering::Relaxed);
     }
 
-    /// Takes the lock from a dead holder, or waits for a living one. Whoever calls
-    /// adds up anew, so what the dead left half done does not matter.
-    fn take_over<'a>(&self, state: &'a GpuState, dead: u32) -> Guard<'a> {
+    /// Takes the lock from a dead holder, or waits for a living one. False where the holder was dead: what
+    /// it left half done is to be added up anew.
+    fn take_over<'a>(&self, state: &'a GpuState, dead: u32) -> (Guard<'a>, bool) {
         let take = |from| {
             state
                 .lock
@@ -190,8 +195,11 @@ impl Shared {
                 .is_ok()
         };
         loop {
-            if take(dead) || take(0) {
-                return Guard(state);
+            if take(0) {
+                return (Guard(state), true);
+            }
+            if take(dead) {
+                return (Guard(state), false);
             }
             let holder = state.lock.load(Ordering::Relaxed);
             let slot = (holder as usize).wrapping_sub(1);
@@ -203,7 +211,7 @@ impl Shared {
                 self.slots.get(slot).is_some_and(identity::alive)
             };
             if holder != 0 && !lives && take(holder) {
-                return Guard(state);
+                return (Guard(state), false);
             }
             std::thread::yield_now();
         }
