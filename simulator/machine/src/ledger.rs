@@ -153,7 +153,9 @@ impl Shared {
             let held = dead.used[gpu].swap(0, Ordering::Relaxed);
             if whole {
                 let used = state.used.load(Ordering::Relaxed);
-                state.used.store(used.saturating_sub(held), Ordering::Relaxed);
+                state
+                    .used
+                    .store(used.saturating_sub(held), Ordering::Relaxed);
             } else {
                 self.add_up(gpu);
             }
