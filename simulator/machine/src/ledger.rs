@@ -58,7 +58,8 @@ pub(crate) fn try_lock(gpu: &GpuState) -> Option<Guard<'_>> {
     gpu.lock
         .compare_exchange(0, SAMPLER, Ordering::Acquire, Ordering::Relaxed)
         .is_ok()
-        .then_some(Guard(gpu))
+        // Not then_some: a guard made and dropped would open the lock of whoever has it.
+        .then(|| Guard(gpu))
 }
 
 /// Takes a GPU's lock; `owner` is who has it then.
@@ -253,6 +254,16 @@ mod tests {
         std::mem::forget(try_lock(&page.gpus[0]).unwrap());
         page.recover();
         assert_eq!(page.gpus[0].lock.load(Ordering::Relaxed), 0);
+    }
+
+    #[test]
+    fn a_lock_that_is_not_had_is_left_alone() {
+        let page = page();
+        let held = lock(&page.gpus[0], owner(7)).unwrap();
+        assert!(try_lock(&page.gpus[0]).is_none());
+        assert_eq!(page.gpus[0].lock.load(Ordering::Relaxed), owner(7));
+        drop(held);
+        assert!(try_lock(&page.gpus[0]).is_some());
     }
 
     #[test]
