@@ -544,7 +544,7 @@ fn counted_calls(once: &mut dyn FnMut() -> u32) {
     }
 }
 
-/// Calls that are counted: few, so that what is done by the clock, however slow the counter, is rare.
+/// Calls that are counted; each takes the same.
 const CALLS: u32 = 4;
 
 /// A call, or a pair, for `time` and `instructions`.
