@@ -15,7 +15,8 @@
 //!
 //! A word per block, in one of two rows of eight: no lock, no waiting, and constant time, as
 //! [`crate::table`]. Two threads that are first in a block at once may both enter it as such, in two
-//! words: then it is charged twice until one word is empty again, never less than once.
+//! words: then it is charged twice until one word is empty again, never less than once. The second
+//! rows are looked at only where one of them was ever needed.
 
 use crate::sync::{AtomicU64, Ordering};
 
@@ -32,53 +33,44 @@ pub struct BlocksFull;
 #[repr(C)]
 #[derive(Debug)]
 pub struct Blocks<const N: usize = 8192> {
+    /// Not 0 once any block lies in its second row.
+    seconds: AtomicU64,
     rows: [[AtomicU64; WAYS]; N],
 }
 
 impl<const N: usize> Blocks<N> {
     /// Notes an allocation in block `number`, less than 2⁴⁴; whether it is the first there.
     pub fn enter(&self, number: u64) -> Result<bool, BlocksFull> {
-        for word in self.words(number) {
-            let mut found = word.load(Ordering::Relaxed);
-            while found >> COUNT_BITS == number && found & COUNT != 0 {
-                if found & COUNT == COUNT {
-                    return Err(BlocksFull);
-                }
-                match word.compare_exchange_weak(
-                    found,
-                    found + 1,
-                    Ordering::AcqRel,
-                    Ordering::Relaxed,
-                ) {
-                    Ok(_) => return Ok(false),
-                    Err(now) => found = now,
-                }
-            }
+        let [first, second] = self.rows(number);
+        if let Some(joined) = join(first, number) {
+            return joined;
         }
-        for word in self.words(number) {
-            let found = word.load(Ordering::Relaxed);
-            let first = number << COUNT_BITS | 1;
-            if found & COUNT == 0
-                && word
-                    .compare_exchange(found, first, Ordering::AcqRel, Ordering::Relaxed)
-                    .is_ok()
-            {
-                return Ok(true);
-            }
+        if self.seconds.load(Ordering::Acquire) != 0
+            && let Some(joined) = join(second, number)
+        {
+            return joined;
+        }
+        if begin(first, number) {
+            return Ok(true);
+        }
+        self.seconds.store(1, Ordering::Release);
+        if begin(second, number) {
+            return Ok(true);
         }
         Err(BlocksFull)
     }
 
     /// Forgets an allocation in a block; whether it was the last there.
     pub fn leave(&self, number: u64) -> bool {
-        for word in self.words(number) {
-            let mut found = word.load(Ordering::Relaxed);
+        // Both rows, whether a second one is known to be used or not: rarely is it not in the first.
+        for word in self.rows(number).into_iter().flatten() {
+            let mut found = word.load(Ordering::Acquire);
             while found >> COUNT_BITS == number && found & COUNT != 0 {
                 match word.compare_exchange_weak(
                     found,
                     found - 1,
                     Ordering::AcqRel,
-                    Ordering::Relaxed,
+                    Ordering::Acquire,
                 ) {
                     Ok(_) => return found & COUNT == 1,
                     Err(now) => found = now,
@@ -88,11 +80,45 @@ impl<const N: usize> Blocks<N> {
         false
     }
 
-    fn words(&self, number: u64) -> impl Iterator<Item = &AtomicU64> {
+    fn rows(&self, number: u64) -> [&[AtomicU64; WAYS]; 2] {
         let hash = number.wrapping_mul(0x9e37_79b9_7f4a_7c15);
         let (one, two) = ((hash >> 40) as usize, (hash >> 16) as usize & 0xff_ffff);
-        self.rows[one % N].iter().chain(&self.rows[two % N])
+        [&self.rows[one % N], &self.rows[two % N]]
     }
+}
+
+/// Counts one allocation more in a block that a row has; `None` if it has not.
+fn join(row: &[AtomicU64; WAYS], number: u64) -> Option<Result<bool, BlocksFull>> {
+    for word in row {
+        let mut found = word.load(Ordering::Relaxed);
+        while found >> COUNT_BITS == number && found & COUNT != 0 {
+            if found & COUNT == COUNT {
+                return Some(Err(BlocksFull));
+            }
+            match word.compare_exchange_weak(found, found + 1, Ordering::AcqRel, Ordering::Relaxed)
+            {
+                Ok(_) => return Some(Ok(false)),
+                Err(now) => found = now,
+            }
+        }
+    }
+    None
+}
+
+/// Gives an empty word of a row to a block with one allocation, if there is one.
+fn begin(row: &[AtomicU64; WAYS], number: u64) -> bool {
+    row.iter().any(|word| {
+        let found = word.load(Ordering::Relaxed);
+        found & COUNT == 0
+            && word
+                .compare_exchange(
+                    found,
+                    number << COUNT_BITS | 1,
+                    Ordering::AcqRel,
+                    Ordering::Relaxed,
+                )
+                .is_ok()
+    })
 }
 
 #[cfg(test)]
@@ -112,6 +138,7 @@ mod tests {
     fn fresh<const N: usize>() -> Box<Blocks<N>> {
         let row = |_| core::array::from_fn(|_| AtomicU64::new(0));
         Box::new(Blocks {
+            seconds: AtomicU64::new(0),
             rows: core::array::from_fn(row),
         })
     }

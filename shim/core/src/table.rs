@@ -10,7 +10,8 @@
 //! their own charge. A free that the driver refuses puts the entry back.
 //!
 //! A small first tier keeps the memory of ordinary processes small; the second is touched only when
-//! both buckets of the first are full.
+//! both buckets of the first are full. Nobody looks where nothing ever was: in most processes that is
+//! everywhere but in a pointer's first bucket.
 
 use crate::sync::{AtomicU64, Ordering};
 
@@ -49,8 +50,9 @@ struct Bucket {
 #[repr(C)]
 #[derive(Debug)]
 pub struct Table<const SMALL: usize = 8192, const LARGE: usize = 131_072> {
-    /// Entries that ever went to the second tier: none, mostly, and then nobody looks there.
-    spilled: AtomicU64,
+    /// Of a pointer's four buckets, in the order in which they are tried, how many beyond the first
+    /// were ever used for any. Raised before an entry is made there.
+    beyond: AtomicU64,
     small: [Bucket; SMALL],
     large: [Bucket; LARGE],
 }
@@ -63,8 +65,8 @@ impl<const SMALL: usize, const LARGE: usize> Table<SMALL, LARGE> {
             (entry.bytes.min(MAX_BYTES) + 1).min(MAX_BYTES) | u64::from(entry.device) << BYTES_BITS;
         let former = self.take(pointer);
         for (nth, bucket) in self.buckets(pointer).into_iter().enumerate() {
-            if nth == 2 {
-                self.spilled.fetch_add(1, Ordering::Release);
+            if nth >= self.depth() {
+                self.beyond.fetch_max(nth as u64, Ordering::Release);
             }
             for way in 0..WAYS {
                 let claimed = bucket.keys[way].load(Ordering::Relaxed) == 0
@@ -86,7 +88,7 @@ impl<const SMALL: usize, const LARGE: usize> Table<SMALL, LARGE> {
     pub fn take(&self, pointer: u64) -> Option<Entry> {
         self.buckets(pointer)
             .into_iter()
-            .take(self.tiers() * 2)
+            .take(self.depth())
             .find_map(|bucket| {
                 (0..WAYS).find_map(|way| {
                     (bucket.keys[way].load(Ordering::Acquire) == pointer)
@@ -101,7 +103,7 @@ impl<const SMALL: usize, const LARGE: usize> Table<SMALL, LARGE> {
     pub fn get(&self, pointer: u64) -> Option<Entry> {
         self.buckets(pointer)
             .into_iter()
-            .take(self.tiers() * 2)
+            .take(self.depth())
             .find_map(|bucket| {
                 (0..WAYS).find_map(|way| {
                     if bucket.keys[way].load(Ordering::Acquire) != pointer {
@@ -118,10 +120,10 @@ impl<const SMALL: usize, const LARGE: usize> Table<SMALL, LARGE> {
     /// Takes all entries of a context out, one by one, and hands each to `each` with its pointer: the
     /// driver freed them with the context.
     pub fn take_context(&self, context: u64, mut each: impl FnMut(u64, Entry)) {
-        let large = if self.tiers() == 1 {
-            &[][..]
-        } else {
+        let large = if self.depth() > 2 {
             &self.large[..]
+        } else {
+            &[]
         };
         for bucket in self.small.iter().chain(large) {
             for way in 0..WAYS {
@@ -134,12 +136,10 @@ impl<const SMALL: usize, const LARGE: usize> Table<SMALL, LARGE> {
         }
     }
 
-    fn tiers(&self) -> usize {
-        if self.spilled.load(Ordering::Acquire) == 0 {
-            1
-        } else {
-            2
-        }
+    /// How many of a pointer's buckets may have it.
+    #[expect(clippy::cast_possible_truncation, reason = "at most 3")]
+    fn depth(&self) -> usize {
+        1 + self.beyond.load(Ordering::Acquire) as usize
     }
 
     /// The buckets a pointer may be in, in the order in which they are tried.
@@ -202,7 +202,7 @@ impl<const SMALL: usize, const LARGE: usize> Table<SMALL, LARGE> {
             contexts: core::array::from_fn(|_| AtomicU64::new(0)),
         };
         std::boxed::Box::new(Self {
-            spilled: AtomicU64::new(0),
+            beyond: AtomicU64::new(0),
             small: core::array::from_fn(bucket),
             large: core::array::from_fn(bucket),
         })
@@ -271,7 +271,7 @@ mod tests {
             for nth in 0..1024 {
                 table.put(base + nth * stride, entry(stride)).unwrap();
             }
-            assert_eq!(table.tiers(), 1, "stride {stride}");
+            assert!(table.depth() <= 2, "stride {stride}");
             for nth in 0..1024 {
                 assert_eq!(table.take(base + nth * stride), Some(entry(stride)));
             }
