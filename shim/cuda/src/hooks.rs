@@ -1,5 +1,6 @@
 //! One row per driver function that does more than pass: its name and arguments as in cuda.h, and
-//! what is done around the call of the real function, here `driver`.
+//! what is done around the call of the real function, here `driver`; or what it launches, in which
+//! stream.
 
 use core::ffi::{c_char, c_int, c_void};
 
@@ -17,19 +18,47 @@ use crate::launch::{self, Kernel, own};
 use crate::module::{self, Within};
 use crate::{array, context, graph, memory, pool, process, resolve, vmm};
 
+macro_rules! hook {
+    ($name:ident($($argument:ident: $type:ty),*) |$driver:ident| $body:expr) => {
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $name($($argument: $type),*) -> CUresult {
+            let real = real!($name: fn($($type),*));
+            // SAFETY: the arguments are the caller's, who owes the real function what it owes this
+            // one: valid pointers, where cuda.h does not allow null.
+            let driver = || unsafe { real($($argument),*) };
+            let $driver = Call::of(&driver);
+            $body
+        }
+    };
+    // What is launched is paid for, mostly, and then the driver's function is jumped to, with the
+    // arguments where they are.
+    ($name:ident($($argument:ident: $type:ty),*) launches($kernel:expr, $stream:expr)) => {
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $name($($argument: $type),*) -> CUresult {
+            hook! { unpaid($($argument: $type),*) to $name |driver| launch::launch($kernel, $stream, driver) }
+            let kernel: Kernel = $kernel;
+            let next: unsafe extern "C" fn($($type),*) -> CUresult =
+                if kernel.is_paid() { real!($name: fn($($type),*)) } else { unpaid };
+            // SAFETY: as above.
+            unsafe { next($($argument),*) }
+        }
+    };
+    ($unpaid:ident($($argument:ident: $type:ty),*) to $name:ident |$driver:ident| $body:expr) => {
+        #[cold]
+        #[inline(never)]
+        unsafe extern "C" fn $unpaid($($argument: $type),*) -> CUresult {
+            let real = real!($name: fn($($type),*));
+            // SAFETY: as above.
+            let driver = || unsafe { real($($argument),*) };
+            let $driver = Call::of(&driver);
+            $body
+        }
+    };
+}
+
 macro_rules! hooks {
-    ($(fn $name:ident($($argument:ident: $type:ty),*) |$driver:ident| $body:expr;)*) => {
-        $(
-            #[unsafe(no_mangle)]
-            pub unsafe extern "C" fn $name($($argument: $type),*) -> CUresult {
-                let real = real!($name: fn($($type),*));
-                // SAFETY: the arguments are the caller's, who owes the real function what it owes
-                // this one: valid pointers, where cuda.h does not allow null.
-                let driver = || unsafe { real($($argument),*) };
-                let $driver = Call::of(&driver);
-                $body
-            }
-        )*
+    ($(fn $name:ident $arguments:tt $(launches $launch:tt)? $(|$driver:ident| $body:expr)?;)*) => {
+        $(hook! { $name $arguments $(launches $launch)? $(|$driver| $body)? })*
 
         /// The functions above, in the order of their indices: that of their names.
         pub static HANDLED: &[Ours] = &[$(Ours($name as *const ())),*];
@@ -112,32 +141,32 @@ hooks! {
         |driver| graph::instantiate(executable, graph, driver);
     fn cuGraphInstantiate_v2(executable: *mut CUgraphExec, graph: CUgraph, node: *mut usize, log: *mut c_char, size: usize)
         |driver| graph::instantiate(executable, graph, driver);
-    fn cuGraphLaunch(graph: CUfunction, stream: CUstream) |driver| launch::launch(Kernel::of(graph), stream, driver);
-    fn cuGraphLaunch_ptsz(graph: CUfunction, stream: CUstream) |driver| launch::launch(Kernel::of(graph), own(stream), driver);
+    fn cuGraphLaunch(graph: CUfunction, stream: CUstream) launches(Kernel::of(graph), stream);
+    fn cuGraphLaunch_ptsz(graph: CUfunction, stream: CUstream) launches(Kernel::of(graph), own(stream));
     fn cuGreenCtxCreate(context: *mut usize, description: usize, device: CUdevice, flags: u32)
         |driver| context::retain_primary(device, driver);
     fn cuGreenCtxDestroy(context: usize) |driver| context::end_primary(driver);
     fn cuInit(flags: u32) |driver| process::initialise(driver);
     fn cuKernelGetFunction(function: *mut CUfunction, kernel: CUfunction) |driver| launch::find_function(function, kernel, driver);
-    fn cuLaunch(function: CUfunction) |driver| launch::launch(Kernel::of(function), 0, driver);
+    fn cuLaunch(function: CUfunction) launches(Kernel::of(function), 0);
     fn cuLaunchCooperativeKernel(function: CUfunction, gx: u32, gy: u32, gz: u32, bx: u32, by: u32, bz: u32, shared: u32, stream: CUstream, parameters: *mut Function)
-        |driver| launch::launch(Kernel { handle: function, grid: [gx, gy, gz], block: [bx, by, bz] }, stream, driver);
+        launches(Kernel { handle: function, grid: [gx, gy, gz], block: [bx, by, bz] }, stream);
     fn cuLaunchCooperativeKernelMultiDevice(list: *mut CUlaunchParams, count: u32, flags: u32)
         |driver| launch::launch_on_each(list, count, driver);
     fn cuLaunchCooperativeKernel_ptsz(function: CUfunction, gx: u32, gy: u32, gz: u32, bx: u32, by: u32, bz: u32, shared: u32, stream: CUstream, parameters: *mut Function)
-        |driver| launch::launch(Kernel { handle: function, grid: [gx, gy, gz], block: [bx, by, bz] }, own(stream), driver);
+        launches(Kernel { handle: function, grid: [gx, gy, gz], block: [bx, by, bz] }, own(stream));
     fn cuLaunchGrid(function: CUfunction, width: i32, height: i32)
-        |driver| launch::launch(Kernel { handle: function, grid: [width.cast_unsigned(), height.cast_unsigned(), 1], block: [0; 3] }, 0, driver);
+        launches(Kernel { handle: function, grid: [width.cast_unsigned(), height.cast_unsigned(), 1], block: [0; 3] }, 0);
     fn cuLaunchGridAsync(function: CUfunction, width: i32, height: i32, stream: CUstream)
-        |driver| launch::launch(Kernel { handle: function, grid: [width.cast_unsigned(), height.cast_unsigned(), 1], block: [0; 3] }, stream, driver);
+        launches(Kernel { handle: function, grid: [width.cast_unsigned(), height.cast_unsigned(), 1], block: [0; 3] }, stream);
     fn cuLaunchKernel(function: CUfunction, gx: u32, gy: u32, gz: u32, bx: u32, by: u32, bz: u32, shared: u32, stream: CUstream, parameters: *mut Function, extra: *mut Function)
-        |driver| launch::launch(Kernel { handle: function, grid: [gx, gy, gz], block: [bx, by, bz] }, stream, driver);
+        launches(Kernel { handle: function, grid: [gx, gy, gz], block: [bx, by, bz] }, stream);
     fn cuLaunchKernelEx(config: *const CUlaunchConfig, function: CUfunction, parameters: *mut Function, extra: *mut Function)
-        |driver| launch::launch_config(config, function, launch::legacy, driver);
+        launches(Kernel::configured(config, function), launch::configured_stream(config));
     fn cuLaunchKernelEx_ptsz(config: *const CUlaunchConfig, function: CUfunction, parameters: *mut Function, extra: *mut Function)
-        |driver| launch::launch_config(config, function, own, driver);
+        launches(Kernel::configured(config, function), own(launch::configured_stream(config)));
     fn cuLaunchKernel_ptsz(function: CUfunction, gx: u32, gy: u32, gz: u32, bx: u32, by: u32, bz: u32, shared: u32, stream: CUstream, parameters: *mut Function, extra: *mut Function)
-        |driver| launch::launch(Kernel { handle: function, grid: [gx, gy, gz], block: [bx, by, bz] }, own(stream), driver);
+        launches(Kernel { handle: function, grid: [gx, gy, gz], block: [bx, by, bz] }, own(stream));
     fn cuLibraryGetKernel(kernel: *mut CUfunction, library: usize, name: *const c_char) |driver| launch::find_kernel(kernel, name, driver);
     fn cuLibraryLoadData(library: *mut usize, image: *const u8, jit: *mut c_void, jit_values: *mut c_void, jit_count: u32, options: *mut c_void, values: *mut c_void, count: u32)
         |driver| module::load(library, image, Within::Process, driver);

@@ -2,8 +2,8 @@
 //! share has used up what it was granted.
 //!
 //! ```text
-//!  launch ─► price of its shape known, and left in this thread's batch ? ──yes──► the driver
-//!               └──no──► slow: price ─► account of the share ─► wait ─► measure the launch
+//!  hook ─► price of its shape known, and left in this thread's batch ? ──yes──► the driver
+//!               └──no──► launch: price ─► account of the share ─► wait ─► measure the launch
 //! ```
 //!
 //! How prices are learned, and what is paid how: [`tranche_shim_core::compute`].
@@ -42,12 +42,6 @@ const BATCHES: usize = 8;
 /// The thread's default stream, by the name that every function takes.
 const PER_THREAD: CUstream = 2;
 
-/// Which stream a function means that knows no thread's default streams.
-#[inline]
-pub fn legacy(stream: CUstream) -> CUstream {
-    stream
-}
-
 /// Which stream a function means whose default stream is the thread's.
 #[inline]
 pub fn own(stream: CUstream) -> CUstream {
@@ -74,42 +68,45 @@ impl Kernel {
         }
     }
 
+    /// What `cuLaunchKernelEx` launches.
     #[inline]
-    fn key(&self) -> u64 {
-        let two = |high: u32, low: u32| u64::from(high) << 32 | u64::from(low);
-        key(
-            self.handle as u64,
-            [
-                two(self.grid[0], self.grid[1]),
-                two(self.grid[2], self.block[0]),
-                two(self.block[1], self.block[2]),
-            ],
-        )
-    }
-}
-
-/// A launch in a stream.
-#[inline]
-pub fn launch(kernel: Kernel, stream: CUstream, driver: Call<'_>) -> CUresult {
-    let key = kernel.key();
-    let begun = if is_paid(key) {
-        None
-    } else {
-        match begin(kernel.handle, key, stream) {
-            Ok(begun) => Some(begun),
-            Err(code) => return code,
+    pub fn configured(config: *const CUlaunchConfig, handle: CUfunction) -> Self {
+        // SAFETY: null, which the driver refuses, or the program's, for the driver to read.
+        match unsafe { config.as_ref() } {
+            Some(config) => Self {
+                handle,
+                grid: config.grid,
+                block: config.block,
+            },
+            None => Self::of(handle),
         }
-    };
-    let result = driver.make();
-    if let Some(begun) = begun {
-        begun.end(result);
     }
-    result
+
+    #[inline]
+    fn numbers(&self) -> [u64; 3] {
+        let two = |high: u32, low: u32| u64::from(high) << 32 | u64::from(low);
+        [
+            two(self.grid[0], self.grid[1]),
+            two(self.grid[2], self.block[0]),
+            two(self.block[1], self.block[2]),
+        ]
+    }
+
+    fn key(&self) -> u64 {
+        key(self.handle as u64, self.numbers())
+    }
+
+    /// Pays for a launch from the thread's batch, if its price is known and the batch has it.
+    #[inline]
+    pub fn is_paid(&self) -> bool {
+        let [one, two, three] = self.numbers();
+        is_paid(self.handle, one, two, three)
+    }
 }
 
-/// Pays for a launch from the thread's batch, if its price is known and the batch has it.
+/// Of numbers, not of a kernel: they are passed in registers.
 #[inline(never)]
-fn is_paid(key: u64) -> bool {
+fn is_paid(handle: CUfunction, one: u64, two: u64, three: u64) -> bool {
     let Some(process) = process::joined() else {
         return false;
     };
@@ -119,16 +116,35 @@ fn is_paid(key: u64) -> bool {
     let price = if device.cores == 0 {
         Some(0)
     } else {
-        launches.costs.trusted(key)
+        launches
+            .costs
+            .trusted(key(handle as u64, [one, two, three]))
     };
     launches.captures.load(Ordering::Relaxed) == 0
         && price.is_some_and(|price| launches.batch(device).pay(price))
 }
 
-/// Pays for any other launch.
+/// The stream of a `cuLaunchKernelEx`.
+#[inline]
+pub fn configured_stream(config: *const CUlaunchConfig) -> CUstream {
+    // SAFETY: as in `Kernel::configured`.
+    unsafe { config.as_ref() }.map_or(0, |config| config.stream)
+}
+
+/// A launch in a stream that is not paid from a batch at once.
 #[cold]
 #[inline(never)]
-fn begin(handle: CUfunction, key: u64, stream: CUstream) -> Result<Begun, CUresult> {
+pub fn launch(kernel: Kernel, stream: CUstream, driver: Call<'_>) -> CUresult {
+    let begun = match begin(kernel, stream) {
+        Ok(begun) => begun,
+        Err(code) => return code,
+    };
+    let result = driver.make();
+    begun.end(result);
+    result
+}
+
+fn begin(kernel: Kernel, stream: CUstream) -> Result<Begun, CUresult> {
     let process = process::current()?;
     let Ok(device) = process.current_device() else {
         // The driver says what is wrong.
@@ -138,32 +154,12 @@ fn begin(handle: CUfunction, key: u64, stream: CUstream) -> Result<Begun, CUresu
         process,
         device,
         shape: Shape {
-            key,
-            kernel: Kernel::of(handle).key(),
+            key: kernel.key(),
+            kernel: Kernel::of(kernel.handle).key(),
         },
         stream,
     };
     Ok(launch.begin())
-}
-
-/// `cuLaunchKernelEx`.
-pub fn launch_config(
-    config: *const CUlaunchConfig,
-    handle: CUfunction,
-    stream_of: fn(CUstream) -> CUstream,
-    driver: Call<'_>,
-) -> CUresult {
-    if config.is_null() {
-        return driver.make();
-    }
-    // SAFETY: not null, and the program's, for the driver to read.
-    let config = unsafe { &*config };
-    let kernel = Kernel {
-        handle,
-        grid: config.grid,
-        block: config.block,
-    };
-    launch(kernel, stream_of(config.stream), driver)
 }
 
 /// `cuLaunchCooperativeKernelMultiDevice`: a kernel in each of several streams, each on a device of
@@ -229,8 +225,6 @@ struct Begun {
 }
 
 impl Begun {
-    #[cold]
-    #[inline(never)]
     fn end(self, result: CUresult) {
         if let Some(measurement) = self.measurement {
             measurement.end(result);

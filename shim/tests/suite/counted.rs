@@ -12,13 +12,13 @@ use crate::cap::{CAP, GPU_0};
 /// that may be: a tenth more, for another compiler.
 const CALLS: [(&str, u32, u64, u64); 8] = [
     ("pass", 0, 7, 8),
-    ("alloc-free", 0, 993, 1090),
-    ("alloc-free", 10_000, 1035, 1140),
+    ("alloc-free", 0, 790, 870),
+    ("alloc-free", 10_000, 827, 910),
     ("refused", 0, 168, 185),
-    ("full", 0, 489, 540),
+    ("full", 0, 431, 475),
     ("info", 0, 198, 220),
-    ("address", 0, 286, 315),
-    ("launch", 0, 208, 230),
+    ("address", 0, 274, 300),
+    ("launch", 0, 165, 180),
 ];
 
 /// Instructions of one call.
