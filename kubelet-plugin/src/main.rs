@@ -2,12 +2,19 @@
 #![forbid(unsafe_code)]
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::Parser;
 use tranche_kubelet_plugin::{app, args::Args, sweep::RECLAIM};
 
 /// Two threads: the work is waiting for disk and API server, and every thread costs memory.
 const THREADS: usize = 2;
+
+/// As many writes as a disk makes into one, more or less.
+const BLOCKING_THREADS: usize = 16;
+
+/// Less than it takes the regular rounds to come by all of them, which would keep each from ending.
+const IDLE: Duration = Duration::from_secs(1);
 
 fn main() -> anyhow::Result<()> {
     let mut arguments = std::env::args_os().skip(1);
@@ -20,6 +27,8 @@ fn main() -> anyhow::Result<()> {
     app::start_logging(args.log_format);
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(THREADS)
+        .max_blocking_threads(BLOCKING_THREADS)
+        .thread_keep_alive(IDLE)
         .enable_all()
         .build()?;
     let result = runtime.block_on(app::run(args));
