@@ -7,6 +7,7 @@
 //! $ TRANCHE_STORM=10000 cargo test --release -p tranche-shim-tests storm -- --nocapture
 //! ```
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use tranche_shim_tests::{Answer, Probe};
@@ -73,42 +74,69 @@ fn nobody_ever_has_more_than_the_cap() {
 /// The same with processes that are killed in the middle of it: what they had is their neighbours'.
 #[test]
 fn nor_when_processes_are_killed() {
+    with_kills(2, 1, THREADS, operations(3000));
+}
+
+/// As many as a busy share has. With `TRANCHE_STORM` at 10,000 they are a hundred million operations.
+#[test]
+fn nor_by_sixteen_processes_of_eight_threads() {
+    with_kills(12, 4, 8, operations(100));
+}
+
+/// So many processes of so many threads and operations each, and beside them so many that are killed
+/// and started again until the others are done.
+fn with_kills(steady: usize, killed: usize, threads: u64, operations: u64) {
     let mut case = Case::new();
-    let mut steady: Vec<Probe> = (0..2).map(|_| case.world.probe("name")).collect();
+    let mut steady: Vec<Probe> = (0..steady).map(|_| case.world.probe("name")).collect();
     for probe in &mut steady {
         probe.must("init");
         probe.must("primary 0");
     }
-    let work = format!("storm {THREADS} {} {}", operations(3000), CAP / 16);
+    let work = format!("storm {threads} {operations} {}", CAP / 16);
     for probe in &mut steady {
         probe.send(&work);
     }
     let limit = CAP + case.context;
-    let mut kills = 0;
+    let kills = AtomicU64::new(0);
     let answers = std::thread::scope(|scope| {
         let workers: Vec<_> = steady
             .iter_mut()
             .map(|probe| scope.spawn(|| probe.receive()))
             .collect();
-        while kills < 10 || workers.iter().any(|worker| !worker.is_finished()) {
-            let mut victim = case.world.probe("name");
-            victim.must("init");
-            // A full share has no room for another context.
-            if victim.ask("primary 0").code == 0 {
-                victim.send(&format!("storm {THREADS} 1000000 {}", CAP / 16));
-                std::thread::sleep(Duration::from_millis(5));
+        let busy = || workers.iter().any(|worker| !worker.is_finished());
+        let (case, kills) = (&case, &kills);
+        std::thread::scope(|scope| {
+            for _ in 0..killed {
+                scope.spawn(|| {
+                    while kills.load(Ordering::Relaxed) < 10 || busy() {
+                        let mut victim = case.world.probe("name");
+                        victim.must("init");
+                        // A full share has no room for another context.
+                        if victim.ask("primary 0").code == 0 {
+                            victim.send(&format!("storm {threads} 1000000 {}", CAP / 16));
+                            std::thread::sleep(Duration::from_millis(5));
+                        }
+                        assert!(case.share.used() <= limit);
+                        victim.kill();
+                        kills.fetch_add(1, Ordering::Relaxed);
+                    }
+                });
             }
-            assert!(case.share.used() <= limit);
-            victim.kill();
-            kills += 1;
-        }
+        });
         workers
             .into_iter()
             .map(|worker| worker.join().unwrap())
             .collect::<Vec<_>>()
     });
+    println!(
+        "{} operations, {} kills",
+        steady.len() as u64 * threads * operations,
+        kills.into_inner()
+    );
     check(&answers);
-    assert!(case.share.look(|account| account.peak()) <= limit);
+    let (peak, counted) = (case.peak(), case.share.look(|account| account.peak()));
+    println!("{peak} bytes of {limit} at most, {counted} counted");
+    assert!(counted <= limit, "{counted} of {limit}");
     drop(steady);
     // Whoever joins takes back what the dead had; the daemon needs a moment to see their end.
     case.probe.kill();
