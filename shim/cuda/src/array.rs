@@ -10,7 +10,7 @@ use crate::abi::{
     CUDA_ARRAY3D_SPARSE, CUarray, CUdevice, CUresult,
 };
 use crate::driver::{Call, real};
-use crate::memory::{Reserved, Width, current_capped, note};
+use crate::memory::{Width, charge, current_capped, note};
 use crate::process::{self, Kind, current_context, key};
 use crate::share::Device;
 use crate::vmm;
@@ -64,29 +64,20 @@ pub fn make(array: *mut CUarray, shape: Option<Shape>, driver: Call<'_>) -> CUre
     let Some(shape) = shape.filter(|shape| !array.is_null() && shape.has_memory()) else {
         return driver.make();
     };
-    let reserved = process::current().and_then(|process| {
-        let Some(device) = current_capped(process)? else {
-            return Ok(None);
-        };
+    let bytes = |device: &'static Device| {
         let bytes = shape
             .bytes_said(device)
             .or_else(|| shape.bytes_at_most())
             .ok_or(CUresult::OUT_OF_MEMORY)?;
         let taken = device.taken_by(bytes.max(1));
-        Reserved::new(process, device, taken, taken).map(Some)
-    });
-    let reserved = match reserved {
-        Ok(Some(reserved)) => reserved,
-        Ok(None) => return driver.make(),
-        Err(code) => return code,
+        Ok((taken, taken))
     };
-    let result = driver.make();
-    if result.is_ok() {
+    charge(current_capped, bytes, driver, |reserved| {
         // SAFETY: not null, and the driver has just written to it.
         let array = unsafe { array.read() };
         reserved.note(key(Kind::Array, array as u64), current_context() as u64);
-    }
-    result
+        Ok(())
+    })
 }
 
 /// Destroys an array or a mipmap.

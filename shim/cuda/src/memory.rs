@@ -173,18 +173,23 @@ pub fn current_capped(process: &'static Process) -> Result<Option<&'static Devic
         .map(|device| Some(device).filter(|device| device.is_capped()))
 }
 
-/// An allocation of `bytes` in the current context, whose address the driver writes to `pointer`.
+/// Makes a call that takes memory: reserves, asks the driver, keeps the charge or gives it back.
+///
+/// `device` is where the memory lies, if that has a cap; `bytes` is how much it takes, at least and at
+/// most; `keep` notes what the driver has made, or says why the program cannot have it.
 #[inline]
-pub fn allocate<P: Width>(bytes: u64, pointer: *mut P, driver: Call<'_>) -> CUresult {
-    if pointer.is_null() || bytes == 0 {
-        // The driver refuses it, in its own words.
-        return driver.make();
-    }
+pub fn charge(
+    device: impl FnOnce(&'static Process) -> Result<Option<&'static Device>, CUresult>,
+    bytes: impl FnOnce(&'static Device) -> Result<(u64, u64), CUresult>,
+    driver: Call<'_>,
+    keep: impl FnOnce(Reserved) -> Result<(), CUresult>,
+) -> CUresult {
     let reserved = process::current().and_then(|process| {
-        let Some(device) = current_capped(process)? else {
+        let Some(device) = device(process)? else {
             return Ok(None);
         };
-        Reserved::new(process, device, bytes, device.taken_by(bytes)).map(Some)
+        let (least, most) = bytes(device)?;
+        Reserved::new(process, device, least, most).map(Some)
     });
     let reserved = match reserved {
         Ok(Some(reserved)) => reserved,
@@ -192,12 +197,32 @@ pub fn allocate<P: Width>(bytes: u64, pointer: *mut P, driver: Call<'_>) -> CUre
         Err(code) => return code,
     };
     let result = driver.make();
-    if result.is_ok() {
-        let small = reserved.device.is_small(bytes);
-        // SAFETY: not null, and the driver has just written to it.
-        reserved.commit(unsafe { pointer.read() }.wide(), small);
+    if result.is_ok()
+        && let Err(code) = keep(reserved)
+    {
+        return code;
     }
     result
+}
+
+/// An allocation of `bytes` in the current context, whose address the driver writes to `pointer`.
+#[inline]
+pub fn allocate<P: Width>(bytes: u64, pointer: *mut P, driver: Call<'_>) -> CUresult {
+    if pointer.is_null() || bytes == 0 {
+        // The driver refuses it, in its own words.
+        return driver.make();
+    }
+    charge(
+        current_capped,
+        |device| Ok((bytes, device.taken_by(bytes))),
+        driver,
+        |reserved| {
+            let small = reserved.device.is_small(bytes);
+            // SAFETY: not null, and the driver has just written to it.
+            reserved.commit(unsafe { pointer.read() }.wide(), small);
+            Ok(())
+        },
+    )
 }
 
 /// Rows of `width` bytes, which the driver pads: to this many bytes on all hardware so far.
@@ -215,35 +240,26 @@ pub fn allocate_pitched<P: Width, S: Width>(
     if pointer.is_null() || pitch.is_null() || width == 0 || height == 0 {
         return driver.make();
     }
-    let reserved = process::current().and_then(|process| {
-        let Some(device) = current_capped(process)? else {
-            return Ok(None);
-        };
+    let bytes = |device: &'static Device| {
         let bytes = width
             .checked_next_multiple_of(PITCH)
             .and_then(|row| row.checked_mul(height))
             .ok_or(CUresult::OUT_OF_MEMORY)?;
-        Reserved::new(process, device, bytes, device.taken_by(bytes)).map(Some)
-    });
-    let mut reserved = match reserved {
-        Ok(Some(reserved)) => reserved,
-        Ok(None) => return driver.make(),
-        Err(code) => return code,
+        Ok((bytes, device.taken_by(bytes)))
     };
-    let result = driver.make();
-    if !result.is_ok() {
-        return result;
-    }
-    // SAFETY: neither is null, and the driver has just written to both.
-    let (address, rows) = unsafe { (pointer.read(), pitch.read().wide().saturating_mul(height)) };
-    if let Err(code) = reserved.grow(rows) {
-        free(address);
-        return code;
-    }
-    let device = reserved.device;
-    reserved.shrink(device.taken_by(rows));
-    reserved.commit(address.wide(), device.is_small(rows));
-    result
+    charge(current_capped, bytes, driver, |mut reserved| {
+        // SAFETY: neither is null, and the driver has just written to both.
+        let (address, rows) =
+            unsafe { (pointer.read(), pitch.read().wide().saturating_mul(height)) };
+        if let Err(code) = reserved.grow(rows) {
+            free(address);
+            return Err(code);
+        }
+        let device = reserved.device;
+        reserved.shrink(device.taken_by(rows));
+        reserved.commit(address.wide(), device.is_small(rows));
+        Ok(())
+    })
 }
 
 /// Frees a pointer, of whatever family; one that we do not know reaches the driver as well.

@@ -10,7 +10,7 @@ use crate::abi::{
     CUmemGenericAllocationHandle as Handle, CUresult,
 };
 use crate::driver::Call;
-use crate::memory::{Reserved, current_capped};
+use crate::memory::{charge, current_capped};
 use crate::process::{self, Kind, Process, key};
 
 /// Creates physical memory.
@@ -28,37 +28,30 @@ pub fn create(
     if location.is_host() {
         return driver.make();
     }
-    let reserved = process::current().and_then(|process| {
-        let device = match location.device() {
-            Some(handle) => process.device(handle).filter(|device| device.is_capped()),
-            None => current_capped(process)?,
-        };
-        let Some(device) = device else {
-            // No cap there; or no such device, which the driver says itself.
-            return Ok(None);
-        };
-        let taken = device.taken_by(bytes as u64);
-        Reserved::new(process, device, bytes as u64, taken).map(Some)
-    });
-    let reserved = match reserved {
-        Ok(Some(reserved)) => reserved,
-        Ok(None) => return driver.make(),
-        Err(code) => return code,
+    let device = |process: &'static Process| match location.device() {
+        // None if it has no cap; or if there is no such device, which the driver says itself.
+        Some(handle) => Ok(process.device(handle).filter(|device| device.is_capped())),
+        None => current_capped(process),
     };
-    let result = driver.make();
-    if result.is_ok() {
-        // SAFETY: not null, and the driver has just written to it.
-        let handle = unsafe { handle.read() };
-        let (process, number) = (reserved.process, reserved.device.number);
-        let bytes = reserved.keep();
-        process.physical.with(|physical| {
-            // Without room to note it, it stays charged to the end of the process.
-            if let Ok(Some(former)) = physical.create(handle, bytes, number) {
-                give_back(process, former);
-            }
-        });
-    }
-    result
+    let bytes = bytes as u64;
+    charge(
+        device,
+        |device| Ok((bytes, device.taken_by(bytes))),
+        driver,
+        |reserved| {
+            // SAFETY: not null, and the driver has just written to it.
+            let handle = unsafe { handle.read() };
+            let (process, number) = (reserved.process, reserved.device.number);
+            let bytes = reserved.keep();
+            process.physical.with(|physical| {
+                // Without room to note it, it stays charged to the end of the process.
+                if let Ok(Some(former)) = physical.create(handle, bytes, number) {
+                    give_back(process, former);
+                }
+            });
+            Ok(())
+        },
+    )
 }
 
 fn give_back(process: &'static Process, freed: Freed) {
