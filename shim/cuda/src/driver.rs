@@ -11,17 +11,6 @@ use crate::hooks::HANDLED;
 
 pub use symbols::{HANDLED_NAMES, PASSING, SYMBOLS, index};
 
-mod symbols {
-    #![allow(
-        missing_docs,
-        clippy::unreadable_literal,
-        reason = "generated from symbols.txt"
-    )]
-    use super::forward_to;
-    use tranche_shim_runtime::forward;
-    include!(concat!(env!("OUT_DIR"), "/symbols.rs"));
-}
-
 /// The driver's library.
 pub static DRIVER: Library = Library::new(
     paths::REAL_CUDA,

@@ -160,8 +160,8 @@ macro_rules! forward {
     )*};
 }
 
-/// Defines the table of the real functions and the way through it, beside a module `symbols` with
-/// the generated `PASSING`, `SYMBOLS` and stubs.
+/// Defines the module `symbols`, with what the build script made of `symbols.txt`, the table of the real
+/// functions and the way through it.
 ///
 /// - `driver`: a `Library`;
 /// - `first`: the first of the stubs;
@@ -171,6 +171,17 @@ macro_rules! forward {
 #[macro_export]
 macro_rules! library {
     (driver: $driver:expr, first: $first:path, handled: $handled:expr, missing: $missing:path, unavailable: $unavailable:path $(,)?) => {
+        mod symbols {
+            #![allow(
+                missing_docs,
+                clippy::unreadable_literal,
+                reason = "generated from symbols.txt"
+            )]
+            use super::forward_to;
+            use $crate::forward;
+            include!(concat!(env!("OUT_DIR"), "/symbols.rs"));
+        }
+
         static TABLE: [core::sync::atomic::AtomicPtr<core::ffi::c_void>; symbols::SYMBOLS] =
             [const { core::sync::atomic::AtomicPtr::new(core::ptr::null_mut()) }; symbols::SYMBOLS];
 
