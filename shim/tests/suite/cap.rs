@@ -23,12 +23,17 @@ pub fn one_gpu() -> (World, Share) {
 /// A process that has initialised CUDA on so many GPUs, with a context on the first.
 pub fn ready(world: &World, devices: u32) -> Probe {
     let mut probe = world.probe("name");
+    start(&mut probe, devices);
+    probe
+}
+
+/// The same with a process that has just begun.
+pub fn start(probe: &mut Probe, devices: u32) {
     // The odd driver is opened by the first call.
     probe.ask("count");
     probe.ask(&format!("steer devices {devices}"));
     probe.must("init");
     probe.must("context 0");
-    probe
 }
 
 #[test]
@@ -461,10 +466,7 @@ fn exec_gives_everything_back() {
     let mut probe = ready(&world, 1);
     probe.must(&format!("alloc {CAP}"));
     probe.must("exec");
-    probe.ask("count");
-    probe.ask("steer devices 1");
-    probe.must("init");
-    probe.must("context 0");
+    start(&mut probe, 1);
     assert_eq!(share.used(), 0);
     probe.must(&format!("alloc {CAP}"));
 }

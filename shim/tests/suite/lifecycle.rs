@@ -6,11 +6,10 @@ use tranche_shim_core::ComputePolicy;
 use tranche_shim_core::layout::SLOTS;
 use tranche_shim_tests::{Driver, Probe, Share, Traced, World, probe_path};
 
-use crate::cap::{CAP, GPU_0, one_gpu, ready};
+use crate::cap::{BLOCK, CAP, GPU_0, one_gpu, ready};
+use crate::loading::capped;
 
 const NOT_PERMITTED: i64 = 800;
-/// What the driver takes at once.
-const BLOCK: u64 = 2 << 20;
 
 /// Whatever a process is killed at, its share's page is all that it leaves, and the kernel gives its locks back. So
 /// the page is looked at after every instruction of `what`, and a process is killed before and behind each that
@@ -197,12 +196,7 @@ fn after_a_login() {
     world.share("gpu-0", GPU_0, Some(CAP));
     let probe = format!("exec {} name", probe_path().display());
     let login = ["-", "root", "-s", "/bin/sh", "-c", &probe];
-    let mut probe = Probe::by(world.command("su").args(login).env("LD_PRELOAD", ""));
-    probe.ask("count");
-    probe.ask("steer devices 1");
-    probe.must("init");
-    probe.must("context 0");
-    assert_eq!(probe.must("info").number(1), CAP);
-    probe.must(&format!("alloc {CAP}"));
-    assert_eq!(probe.ask("alloc 1").code, 2);
+    capped(&mut Probe::by(
+        world.command("su").args(login).env("LD_PRELOAD", ""),
+    ));
 }

@@ -1,22 +1,28 @@
 //! However a program gets the driver, it gets the shim; and whatever its environment says, the cap
 //! is the page's.
 
+use std::ffi::OsStr;
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::process::Command;
 
 use tranche_shim_tests::{Driver, Probe, World, cache, compile, probe_path, text};
 
-use crate::cap::{CAP, GPU_0, GPU_1, one_gpu};
+use crate::cap::{CAP, GPU_0, GPU_1, one_gpu, start};
 
-fn capped(probe: &mut Probe) {
-    probe.ask("count");
-    probe.ask("steer devices 1");
-    probe.must("init");
-    probe.must("context 0");
+/// A process that has just begun sees the cap and gets it, and not a byte more.
+pub fn capped(probe: &mut Probe) {
+    start(probe, 1);
     assert_eq!(probe.must("info").number(1), CAP);
     probe.must(&format!("alloc {CAP}"));
     assert_eq!(probe.ask("alloc 1").code, 2);
+}
+
+/// A program prints the cap as the memory that there is.
+fn says_the_cap(world: &World, program: impl AsRef<OsStr>, arguments: &[&str]) {
+    let ran = world.run(program, arguments);
+    let (said, errors) = (text(&ran.stdout), text(&ran.stderr));
+    assert_eq!(said.trim(), CAP.to_string(), "{arguments:?}: {errors}");
 }
 
 #[test]
@@ -75,13 +81,7 @@ fn linked_at_build_time_and_through_ctypes() {
         .unwrap();
     assert!(done.status.success(), "{}", text(&done.stderr));
     world.share("gpu-1", GPU_1, Some(CAP));
-    let ran = world.run(&program, &[]);
-    assert_eq!(
-        text(&ran.stdout).trim(),
-        CAP.to_string(),
-        "{}",
-        text(&ran.stderr)
-    );
+    says_the_cap(&world, &program, &[]);
 
     let script = "import ctypes as c\n\
         cuda = c.CDLL('libcuda.so.1')\n\
@@ -90,13 +90,7 @@ fn linked_at_build_time_and_through_ctypes() {
         assert cuda.cuCtxCreate_v2(c.byref(context), 0, 0) == 0\n\
         assert cuda.cuMemGetInfo_v2(c.byref(free), c.byref(total)) == 0\n\
         print(total.value)\n";
-    let ran = world.run("python3", &["-c", script]);
-    assert_eq!(
-        text(&ran.stdout).trim(),
-        CAP.to_string(),
-        "{}",
-        text(&ran.stderr)
-    );
+    says_the_cap(&world, "python3", &["-c", script]);
 }
 
 #[test]
@@ -165,13 +159,7 @@ fn by_every_way_to_look_up() {
         "namespace",
         "unversioned",
     ] {
-        let ran = world.run(&program, &[way]);
-        assert_eq!(
-            text(&ran.stdout).trim(),
-            CAP.to_string(),
-            "{way}: {}",
-            text(&ran.stderr)
-        );
+        says_the_cap(&world, &program, &[way]);
     }
 }
 
@@ -201,13 +189,7 @@ fn from_a_static_program() {
     let world = two_gpus();
     let program = world.folder().join("static");
     compile("ways.c", &program, &["-static-pie", "-ldl"]);
-    let ran = world.run(&program, &["static"]);
-    assert_eq!(
-        text(&ran.stdout).trim(),
-        CAP.to_string(),
-        "{}",
-        text(&ran.stderr)
-    );
+    says_the_cap(&world, &program, &["static"]);
 }
 
 /// musl's loader opens the shim, which needs nothing that musl lacks, but not the driver.
