@@ -4,11 +4,13 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
+use tokio::task::JoinHandle;
 use tranche_shim_core::cap::CapPage;
 use tranche_shim_core::layout::AccountPage;
 
 use crate::driver_state::{DriverError, DriverState};
 use crate::fs::testing::{Fault, FaultyFs};
+use crate::preparer::PrepareError;
 use crate::testing::api::Mood;
 use crate::testing::{Plugin, World, capped, claim, claim_ref, whole};
 use tranche_node::nvml::NvmlError;
@@ -25,6 +27,21 @@ fn held(plugin: &Plugin) -> Vec<String> {
 async fn refusal(plugin: &Plugin, name: &str) -> String {
     let error = plugin.preparer.prepare(&claim_ref(name)).await;
     error.map(|_| ()).unwrap_err().to_string()
+}
+
+/// A conflict may be an orphan's fault: the search is asked to look.
+async fn orphans_are_suspected(plugin: &Plugin) {
+    tokio::time::timeout(Duration::from_secs(5), plugin.suspect_orphans.notified())
+        .await
+        .unwrap();
+}
+
+/// A preparation of `name` that has met a conflict.
+async fn waiting(plugin: &Plugin, name: &str) -> JoinHandle<Result<(), PrepareError>> {
+    let (preparer, claim) = (Arc::clone(&plugin.preparer), claim_ref(name));
+    let waiting = tokio::spawn(async move { preparer.prepare(&claim).await.map(|_| ()) });
+    orphans_are_suspected(plugin).await;
+    waiting
 }
 
 fn has(text: &str, words: &[&str]) {
@@ -400,11 +417,7 @@ async fn a_gpu_serves_one_tier_at_a_time_whatever_the_scheduler_believed() {
         &refusal(&plugin, "c").await,
         &["team/c", "team/a", "memory"],
     );
-    // A conflict may be an orphan's fault: the search is asked to look.
-    let suspected = plugin.suspect_orphans.notified();
-    tokio::time::timeout(Duration::from_secs(5), suspected)
-        .await
-        .unwrap();
+    orphans_are_suspected(&plugin).await;
 }
 
 /// The kubelet prepares the next pod's claim before it unprepares one deleted by force.
@@ -420,17 +433,10 @@ async fn a_claim_waits_for_a_holder_that_is_just_ending() {
         world.api.put(object.clone());
     }
     plugin.preparer.prepare(&claim_ref("old")).await.unwrap();
-    let new = tokio::spawn({
-        let preparer = Arc::clone(&plugin.preparer);
-        async move { preparer.prepare(&claim_ref("new")).await.map(|_| ()) }
-    });
-    // It has met the conflict.
-    tokio::time::timeout(Duration::from_secs(5), plugin.suspect_orphans.notified())
-        .await
-        .unwrap();
+    let prepared = waiting(&plugin, "new").await;
     world.api.delete(&objects[0]);
     plugin.preparer.unprepare(&claim_ref("old")).await.unwrap();
-    tokio::time::timeout(Duration::from_secs(5), new)
+    tokio::time::timeout(Duration::from_secs(5), prepared)
         .await
         .unwrap()
         .unwrap()
@@ -447,16 +453,10 @@ async fn a_claim_that_is_deleted_while_it_waits_gets_nothing() {
     world.api.put(claim("old", &[whole("gpu", 0)]));
     world.api.put(new.clone());
     plugin.preparer.prepare(&claim_ref("old")).await.unwrap();
-    let waiting = tokio::spawn({
-        let preparer = Arc::clone(&plugin.preparer);
-        async move { preparer.prepare(&claim_ref("new")).await.map(|_| ()) }
-    });
-    tokio::time::timeout(Duration::from_secs(5), plugin.suspect_orphans.notified())
-        .await
-        .unwrap();
+    let prepared = waiting(&plugin, "new").await;
     world.api.delete(&new);
     plugin.preparer.unprepare(&claim_ref("old")).await.unwrap();
-    let waited = tokio::time::timeout(Duration::from_secs(5), waiting).await;
+    let waited = tokio::time::timeout(Duration::from_secs(5), prepared).await;
     has(
         &waited.unwrap().unwrap().unwrap_err().to_string(),
         &["deleted"],
