@@ -66,6 +66,7 @@ fn all_of_it_that_needs_no_gpu() {
         "gate: the shim is in the program",
         "ways around the cap: 120 tried",
         "IS-001",
+        "IS-006",
         "IS-009",
         "OH-004",
         "launch, 2 process(es)",
