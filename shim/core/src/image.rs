@@ -154,24 +154,35 @@ pub fn of_fat_binary(image: &[u8]) -> Needs {
     needs
 }
 
-/// What PTX needs: its variables, `.global .align 4 .b8 name[16];`.
+/// What PTX needs: its variables, `.global .align 4 .v2 .b8 name[16];`. A size that is not a plain
+/// number, which no compiler writes, counts as more than there is.
 #[must_use]
 pub fn of_text(text: &[u8]) -> Needs {
     let mut data = 0u64;
-    let mut words = text.split(|byte| !matches!(byte, b'.' | b'_' | b'$' | b'%' | b'[' | b']' | b'0'..=b'9' | b'a'..=b'z' | b'A'..=b'Z' | b';' | b'=')).filter(|word| !word.is_empty());
+    let mut words = text.split(|byte| !matches!(byte, b'.' | b'_' | b'$' | b'%' | b'[' | b']' | b'*' | b'+' | b'-' | b'<' | b'(' | b'0'..=b'9' | b'a'..=b'z' | b'A'..=b'Z' | b';' | b'=')).filter(|word| !word.is_empty());
     while let Some(word) = words.next() {
         if word == b".global" || word == b".const" {
-            let mut bytes = 0u64;
+            let (mut bytes, mut lanes, mut open) = (0u64, 1, false);
             // To the end of the declaration, or where its value begins.
             for word in words.by_ref() {
-                bytes = match width(word) {
-                    Some(width) => width,
-                    None => word
-                        .split(|&byte| byte == b'[')
-                        .skip(1)
-                        .map(number)
-                        .fold(bytes, u64::saturating_mul),
-                };
+                if let Some(width) = width(word) {
+                    bytes = width.saturating_mul(lanes);
+                } else if let [b'.', b'v', count @ (b'2' | b'4' | b'8')] = word {
+                    lanes = u64::from(count - b'0');
+                } else {
+                    // A size may stand in one word or in several: `name[16]`, `name [ 16 ]`.
+                    for part in word.split_inclusive(|byte| matches!(byte, b'[' | b']')) {
+                        let size = part.strip_suffix(b"]").unwrap_or(part);
+                        if open && !matches!(size, [] | [b'[']) {
+                            bytes = bytes.saturating_mul(number(size));
+                        }
+                        open = match part.last() {
+                            Some(b'[') => true,
+                            Some(b']') => false,
+                            _ => open,
+                        };
+                    }
+                }
                 if word.contains(&b';') || word.contains(&b'=') {
                     break;
                 }
@@ -193,15 +204,21 @@ fn width(word: &[u8]) -> Option<u64> {
     }
 }
 
-/// The number that a word begins with; 1 where there is none.
+/// A number as PTX writes it: decimal, `0x`, `0b` or octal, maybe with a `U`. What is none is the most
+/// that there can be.
 fn number(word: &[u8]) -> u64 {
-    let digits = word.iter().take_while(|byte| byte.is_ascii_digit());
-    digits
-        .fold(None, |sum: Option<u64>, &digit| {
-            let digit = u64::from(digit - b'0');
-            Some(sum.unwrap_or(0).saturating_mul(10).saturating_add(digit))
-        })
-        .unwrap_or(1)
+    let word = word.strip_suffix(b"U").unwrap_or(word);
+    let (radix, digits) = match word {
+        [b'0', b'x' | b'X', digits @ ..] => (16, digits),
+        [b'0', b'b' | b'B', digits @ ..] => (2, digits),
+        [b'0', digits @ ..] if !digits.is_empty() => (8, digits),
+        digits => (10, digits),
+    };
+    let value = core::str::from_utf8(digits)
+        .ok()
+        .filter(|digits| !digits.starts_with('+'))
+        .and_then(|digits| u64::from_str_radix(digits, radix).ok());
+    value.unwrap_or(u64::MAX)
 }
 
 /// A little-endian number; 0 where the bytes end before it.
@@ -273,6 +290,24 @@ mod tests {
             }
         );
         assert_eq!(kind(text[..START].try_into().unwrap()), Kind::Text);
+    }
+
+    #[test]
+    fn sizes_in_every_notation() {
+        for (text, bytes) in [
+            (".global .b8 a[0x200000000];", 0x2_0000_0000),
+            (".global .b8 a[0b101U];", 5),
+            (".global .b16 a[010];", 16),
+            (".global .v4 .f32 a[3];", 48),
+            (".global .b8 a [ 7 ] [2];", 14),
+            (".extern .global .b8 a[];", 1),
+            // An expression: refused, not guessed.
+            (".global .b8 a[1024*1024];", u64::MAX),
+            (".global .b8 a[ 2 * 3 ];", u64::MAX),
+            (".global .b8 a[99999999999999999999999];", u64::MAX),
+        ] {
+            assert_eq!(of_text(text.as_bytes()).data, bytes, "{text}");
+        }
     }
 
     #[test]

@@ -177,7 +177,7 @@ unsafe fn needs_of(image: *const u8) -> Needs {
 
 /// `None` for a file that cannot be read: the driver says so itself.
 fn needs_of_file(path: &CStr) -> Option<Needs> {
-    let file = File::open(path, false).ok()?;
+    let file = File::open_anywhere(path).ok()?;
     let length = file.size().ok()?;
     let mapping = file.map_readable(length).ok()?;
     // SAFETY: a mapping of so many bytes.

@@ -144,7 +144,12 @@ fn join() -> Result<&'static Process, CUresult> {
         match state.compare_exchange(NOT_JOINED, JOINING, Ordering::Acquire, Ordering::Acquire) {
             Ok(_) => {
                 // SAFETY: this thread set JOINING, so that it alone uses `joined`.
-                let result = Joined::make(unsafe { &mut *process.joined.get() });
+                let joined = unsafe { &mut *process.joined.get() };
+                let result = Joined::make(joined);
+                if result.is_err() {
+                    // Whoever asks again takes new slots.
+                    joined.leave();
+                }
                 let (now, answer) = match result {
                     Ok(()) => (JOINED, Ok(process)),
                     Err(NotJoined::Driver(code)) => (NOT_JOINED, Err(code)),
@@ -258,6 +263,17 @@ impl Joined {
             }
         }
         Ok(())
+    }
+
+    /// Gives the slots back.
+    fn leave(&mut self) {
+        for number in 0..self.share_count {
+            if let Some(share) = self.share(number) {
+                // SAFETY: the process has not joined, so that nobody knows of it.
+                unsafe { share.leave() };
+            }
+        }
+        self.share_count = 0;
     }
 
     fn devices(&self) -> &[Device] {

@@ -73,7 +73,9 @@ impl Held {
             .account
             .join(&file, pid, pid as usize)
             .map_err(|_| name.refuse_full())?;
-        // The file is closed here. The mapping keeps its description, and with it the slot's lock.
+        // The mapping keeps its description, and with it the slot's lock; a descriptor that a child of
+        // another thread inherits now would keep it too.
+        drop(file);
         live.reclaim(&name);
         Ok(Self {
             live,
@@ -85,6 +87,16 @@ impl Held {
             name,
             looks: Pace::new(),
         })
+    }
+
+    /// Leaves the account.
+    ///
+    /// # Safety
+    ///
+    /// Nobody uses it any more.
+    pub unsafe fn leave(&self) {
+        // SAFETY: the caller's promise.
+        unsafe { self.live.unmap() };
     }
 
     /// The account.

@@ -21,15 +21,24 @@ impl Errno {
 pub struct File(c_int);
 
 impl File {
-    /// Opens a file (or folder) that exists.
+    /// Opens a file (or folder) that exists, and is no link.
     pub fn open(path: &CStr, writable: bool) -> Result<Self, Errno> {
         let mode = if writable {
             libc::O_RDWR
         } else {
             libc::O_RDONLY
         };
+        Self::open_with(path, mode | libc::O_NOFOLLOW)
+    }
+
+    /// Opens a file for reading as any program would, links followed.
+    pub fn open_anywhere(path: &CStr) -> Result<Self, Errno> {
+        Self::open_with(path, libc::O_RDONLY)
+    }
+
+    fn open_with(path: &CStr, flags: c_int) -> Result<Self, Errno> {
         // SAFETY: `path` is a C string.
-        let fd = unsafe { libc::open(path.as_ptr(), mode | libc::O_CLOEXEC | libc::O_NOFOLLOW) };
+        let fd = unsafe { libc::open(path.as_ptr(), flags | libc::O_CLOEXEC) };
         if fd < 0 {
             Err(Errno::last())
         } else {

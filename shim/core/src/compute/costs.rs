@@ -153,8 +153,7 @@ impl<const N: usize> Costs<N> {
     /// Whether a kernel is never held back.
     #[must_use]
     pub fn is_exempt(&self, kernel: u64) -> bool {
-        self.find(kernel)
-            .is_some_and(|shape| shape.measured.load(Ordering::Relaxed) & EXEMPT != 0)
+        self.find(kernel).is_some_and(Shape::is_exempt)
     }
 
     /// How many launches of a shape that was never measured there were; `None` if it was.
@@ -219,9 +218,14 @@ impl<const N: usize> Costs<N> {
         let free = (0..PROBES)
             .map(|probe| &self.shapes[place::<N>(key, probe)])
             .find(|shape| shape.key.load(Ordering::Relaxed) == 0);
-        // Full: one of its places, by other bits of the key than those that chose them.
-        let shape =
-            free.unwrap_or_else(|| &self.shapes[place::<N>(key, (key >> 60) as usize % PROBES)]);
+        // Full: one of its places, by other bits of the key than those that chose them; not one of a
+        // kernel that must never wait, whose name is looked up only once, unless all of them are.
+        let first = (key >> 60) as usize;
+        let mut others =
+            (0..PROBES).map(|probe| &self.shapes[place::<N>(key, (first + probe) % PROBES)]);
+        let shape = free
+            .or_else(|| others.find(|shape| !shape.is_exempt()))
+            .unwrap_or_else(|| &self.shapes[place::<N>(key, first % PROBES)]);
         shape.become_new(key, guess);
         shape
     }
@@ -234,6 +238,10 @@ const fn place<const N: usize>(key: u64, probe: usize) -> usize {
 }
 
 impl Shape {
+    fn is_exempt(&self) -> bool {
+        self.measured.load(Ordering::Relaxed) & EXEMPT != 0
+    }
+
     fn become_new(&self, key: u64, guess: u64) {
         for word in [
             &self.price,
@@ -256,8 +264,7 @@ impl Shape {
 
     fn learn(&self, nanos: u64) {
         let nanos = nanos.clamp(1, PRICE - 1);
-        let measured = self.measured.load(Ordering::Relaxed);
-        let nth = measured & !EXEMPT;
+        let nth = self.measured.fetch_add(1, Ordering::Relaxed) & !EXEMPT;
         if nth.is_multiple_of(WINDOW) {
             let least = self.least.swap(0, Ordering::Relaxed);
             self.before.store(least, Ordering::Relaxed);
@@ -269,7 +276,6 @@ impl Shape {
         let smaller = |a: u64, b: u64| if a == 0 || b < a { b } else { a };
         let least = smaller(least, nanos + 1);
         self.least.store(least, Ordering::Relaxed);
-        self.measured.store(measured + 1, Ordering::Relaxed);
         let price = if before == 0 {
             least
         } else {
@@ -363,6 +369,16 @@ mod tests {
         costs.forget(KERNEL);
         assert!(costs.is_exempt(KERNEL) && !costs.is_exempt(SHAPE));
         assert_eq!(costs.trusted(SHAPE), Some(7));
+    }
+
+    #[test]
+    fn no_other_shape_takes_the_place_of_an_exempt_kernel() {
+        let costs = costs::<4>();
+        costs.exempt(KERNEL);
+        for number in 0..100 {
+            costs.note(key(number, [0; 3]), 0, 10);
+        }
+        assert!(costs.is_exempt(KERNEL));
     }
 
     #[test]
