@@ -6,9 +6,10 @@ use tranche_shim_core::Entry;
 
 use crate::abi::{CUcontext, CUdevice, CUresult};
 use crate::driver::{Call, real};
-use crate::memory::{Reserved, give_back};
+use crate::memory::{Reserved, current_capped, give_back, note};
 use crate::pool;
-use crate::process::{self, Kind, Process, key};
+use crate::process::{self, Kind, Process, current_context, key};
+use crate::share::Device;
 
 /// A new context on a device.
 pub fn make(context: *mut CUcontext, device: CUdevice, driver: Call<'_>) -> CUresult {
@@ -17,12 +18,18 @@ pub fn make(context: *mut CUcontext, device: CUdevice, driver: Call<'_>) -> CUre
         Ok(_) => return driver.make(),
         Err(code) => return code,
     };
-    let result = driver.make();
-    if let (true, Some(reserved)) = (result.is_ok(), reserved) {
-        // SAFETY: not null, and the driver has just written to it.
-        reserved.note(key(Kind::Context, unsafe { context.read() } as u64), 0);
-    }
-    result
+    let Some(reserved) = reserved else {
+        return driver.make();
+    };
+    // The handle is another one's again as soon as it is free.
+    reserved.process.contexts.with(|()| {
+        let result = driver.make();
+        if result.is_ok() {
+            // SAFETY: not null, and the driver has just written to it.
+            reserved.note(key(Kind::Context, unsafe { context.read() } as u64), 0);
+        }
+        result
+    })
 }
 
 /// What a context takes of a device; `None` where nothing is charged for it.
@@ -37,8 +44,9 @@ fn reserve(device: CUdevice) -> Result<Option<Reserved>, CUresult> {
     }
 }
 
-/// Whatever retains a device's primary context, which makes it if there is none.
-pub fn retain_primary(device: CUdevice, driver: Call<'_>) -> CUresult {
+/// Whatever retains a device's primary context, which makes it if there is none; null where the driver
+/// does not tell its handle.
+pub fn retain_primary(context: *mut CUcontext, device: CUdevice, driver: Call<'_>) -> CUresult {
     let process = match process::current() {
         Ok(process) => process,
         Err(code) => return code,
@@ -56,7 +64,13 @@ pub fn retain_primary(device: CUdevice, driver: Call<'_>) -> CUresult {
         if let Some(reserved) = reserved
             && has_primary(device)
         {
-            reserved.note(primary, 0);
+            let handle = if context.is_null() {
+                0
+            } else {
+                // SAFETY: not null, and the driver has just written to it.
+                unsafe { context.read() }
+            };
+            reserved.note(primary, handle as u64);
         }
         result
     })
@@ -64,28 +78,57 @@ pub fn retain_primary(device: CUdevice, driver: Call<'_>) -> CUresult {
 
 /// The end of a context: the driver frees its memory with it.
 pub fn end(context: CUcontext, driver: Call<'_>) -> CUresult {
-    let result = driver.make();
-    if let (true, Some(process)) = (result.is_ok(), process::joined()) {
-        forget(process, context);
-        take(process, key(Kind::Context, context as u64));
-        pool::look(process);
-    }
+    let Some(process) = process::joined() else {
+        return driver.make();
+    };
+    let result = process.contexts.with(|()| {
+        let has_ended = |result: CUresult, ended| result.is_ok() && ended == context;
+        let measuring = &process.launches.measuring;
+        let result = measuring.across(|| driver.make(), has_ended);
+        if result.is_ok() {
+            forget(process, context);
+            take(process, key(Kind::Context, context as u64));
+        }
+        result
+    });
+    pool::look(process);
     result
 }
 
-/// The end, maybe, of primary contexts: at a last release, at a reset, or with a green context.
+/// The end, maybe, of primary contexts, at a last release or a reset.
 pub fn end_primary(driver: Call<'_>) -> CUresult {
+    end_with(None, driver)
+}
+
+/// The end of a green context, and maybe of its primary one.
+pub fn end_green(green: usize, driver: Call<'_>) -> CUresult {
+    let mut context = 0;
+    // SAFETY: what the program passes to the driver as a green context; writes to the local handle.
+    let result =
+        unsafe { real!(cuCtxFromGreenCtx: fn(*mut CUcontext, usize))(&raw mut context, green) };
+    end_with(result.is_ok().then_some(context), driver)
+}
+
+/// Makes a call at which the context `green` ends, and primary contexts may.
+fn end_with(green: Option<CUcontext>, driver: Call<'_>) -> CUresult {
     let Some(process) = process::joined() else {
         return driver.make();
     };
     let result = process.contexts.with(|()| {
         let mut contexts = [None; tranche_shim_core::paths::MAX_SHARES];
         for (context, device) in contexts.iter_mut().zip(process.devices()) {
-            *context = primary(device.handle);
+            *context = primary(process, device.handle);
         }
-        let result = driver.make();
-        for (context, device) in contexts.iter().zip(process.devices()) {
-            if let &Some(context) = context
+        let primaries = || contexts.iter().zip(process.devices());
+        let has_ended = |result: CUresult, ended| {
+            let is_primary = primaries()
+                .any(|(&context, device)| context == Some(ended) && !has_primary(device.handle));
+            is_primary || result.is_ok() && green == Some(ended)
+        };
+        let measuring = &process.launches.measuring;
+        let result = measuring.across(|| driver.make(), has_ended);
+        for (&context, device) in primaries() {
+            if let Some(context) = context
                 && !has_primary(device.handle)
             {
                 forget(process, context);
@@ -96,6 +139,85 @@ pub fn end_primary(driver: Call<'_>) -> CUresult {
     });
     pool::look(process);
     result
+}
+
+// Of `CUlimit`.
+const STACK_SIZE: u32 = 0;
+const PRINTF_FIFO_SIZE: u32 = 1;
+const MALLOC_HEAP_SIZE: u32 = 2;
+
+/// `cuCtxSetLimit`: the driver takes more, or less, for stacks, heap or output of the current context's
+/// kernels. What was measured of a context has its defaults.
+pub fn set_limit(which: u32, value: usize, driver: Call<'_>) -> CUresult {
+    let process = match process::current() {
+        Ok(process) => process,
+        Err(code) => return code,
+    };
+    let Ok(Some(device)) = current_capped(process) else {
+        return driver.make();
+    };
+    let value = value as u64;
+    let bytes = match which {
+        STACK_SIZE => value
+            .saturating_sub(1 << 10)
+            .saturating_mul(threads(device)),
+        PRINTF_FIFO_SIZE => value.saturating_sub(1 << 20),
+        MALLOC_HEAP_SIZE => value.saturating_sub(8 << 20),
+        _ => return driver.make(),
+    };
+    let bytes = device.taken_by(bytes);
+    let context = current_context() as u64;
+    let key = key(Kind::Limit, context | u64::from(which) << 48);
+    process.contexts.with(|()| {
+        let former = process.pointers.get(key).map_or(0, |entry| entry.bytes);
+        let more = bytes.saturating_sub(former);
+        let reserved = match Reserved::new(process, device, more, more) {
+            Ok(reserved) => reserved,
+            Err(code) => return code,
+        };
+        let result = driver.make();
+        if result.is_ok() {
+            reserved.keep();
+            process.pointers.take(key);
+            process.release(device, former.saturating_sub(bytes));
+            if bytes > 0 {
+                let device = device.number;
+                note(
+                    process,
+                    key,
+                    Entry {
+                        bytes,
+                        device,
+                        context,
+                    },
+                );
+            }
+        }
+        result
+    })
+}
+
+/// How many threads a device runs at a time: each has a stack.
+fn threads(device: &Device) -> u64 {
+    const MULTIPROCESSORS: i32 = 16;
+    const THREADS_PER_MULTIPROCESSOR: i32 = 39;
+    let ask = |attribute| {
+        let mut value = 0;
+        // SAFETY: writes to the local number.
+        let result = unsafe {
+            real!(cuDeviceGetAttribute: fn(*mut i32, i32, CUdevice))(
+                &raw mut value,
+                attribute,
+                device.handle,
+            )
+        };
+        if result.is_ok() {
+            u64::from(value.unsigned_abs())
+        } else {
+            1
+        }
+    };
+    ask(MULTIPROCESSORS) * ask(THREADS_PER_MULTIPROCESSOR)
 }
 
 fn forget(process: &'static Process, context: CUcontext) {
@@ -132,10 +254,15 @@ fn has_primary(device: CUdevice) -> bool {
     result.is_ok() && active != 0
 }
 
-/// The primary context's handle, if there is one: only retaining it tells.
-fn primary(device: CUdevice) -> Option<CUcontext> {
+/// The primary context's handle, if there is one: as it was told, or by retaining it once more, which a
+/// context after a fault may refuse.
+fn primary(process: &Process, device: CUdevice) -> Option<CUcontext> {
     if !has_primary(device) {
         return None;
+    }
+    let noted = process.pointers.get(key(Kind::Primary, device_key(device)));
+    if let Some(noted) = noted.filter(|noted| noted.context != 0) {
+        return usize::try_from(noted.context).ok();
     }
     let mut context = 0;
     // SAFETY: writes to the local handle; the reference is given back at once.

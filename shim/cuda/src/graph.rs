@@ -9,7 +9,7 @@ use crate::abi::{
     CUDA_MEM_ALLOC_NODE_PARAMS, CUgraph, CUgraphExec, CUgraphNodeParams, CUresult, CUstream,
 };
 use crate::driver::{Call, index, real, real_if_any};
-use crate::memory::current_capped;
+use crate::memory::{self, current_capped};
 use crate::pool::{self, Source, device_of_stream};
 use crate::process::{self, Kind, Process, key};
 
@@ -232,11 +232,18 @@ pub fn instantiate(executable: *mut CUgraphExec, graph: CUgraph, driver: Call<'_
 
 /// The end of an executable graph.
 pub fn end_executable(executable: CUgraphExec, driver: Call<'_>) -> CUresult {
+    let Some(process) = process::joined() else {
+        return driver.make();
+    };
+    // Before the driver may hand the handle out again.
+    let taken = process.pointers.take(executable_key(executable));
     let result = driver.make();
-    if result.is_ok()
-        && let Some(process) = process::joined()
-        && let Some(needed) = process.pointers.take(executable_key(executable))
-        && let Some(device) = process.device_numbered(needed.device)
+    let Some(needed) = taken else {
+        return result;
+    };
+    if !result.is_ok() {
+        memory::note(process, executable_key(executable), needed);
+    } else if let Some(device) = process.device_numbered(needed.device)
         && let Ok(source) = Source::graphs(process, device)
     {
         source.lower_floor(needed.bytes);
@@ -246,10 +253,14 @@ pub fn end_executable(executable: CUgraphExec, driver: Call<'_>) -> CUresult {
 
 /// The end of a graph.
 pub fn end(graph: CUgraph, driver: Call<'_>) -> CUresult {
+    let Some(process) = process::joined() else {
+        return driver.make();
+    };
+    let taken = process.pointers.take(graph_key(graph));
     let result = driver.make();
-    if let (true, Some(process)) = (result.is_ok(), process::joined()) {
-        process.pointers.take(graph_key(graph));
-        pool::look(process);
+    match taken {
+        Some(needs) if !result.is_ok() => memory::note(process, graph_key(graph), needs),
+        _ => pool::look(process),
     }
     result
 }

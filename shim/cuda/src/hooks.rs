@@ -93,17 +93,18 @@ hooks! {
         |driver| context::make(context, device, driver);
     fn cuCtxCreate_v4(context: *mut CUcontext, parameters: *mut c_void, flags: u32, device: CUdevice)
         |driver| context::make(context, device, driver);
-    fn cuCtxDestroy(context: CUcontext) |driver| { launch::forget_events(Some(context)); context::end(context, driver) };
-    fn cuCtxDestroy_v2(context: CUcontext) |driver| { launch::forget_events(Some(context)); context::end(context, driver) };
+    fn cuCtxDestroy(context: CUcontext) |driver| context::end(context, driver);
+    fn cuCtxDestroy_v2(context: CUcontext) |driver| context::end(context, driver);
+    fn cuCtxSetLimit(which: u32, value: usize) |driver| context::set_limit(which, value, driver);
     fn cuCtxSynchronize() |driver| pool::looked_at(driver);
     fn cuCtxSynchronize_v2(context: CUcontext) |driver| pool::looked_at(driver);
     fn cuDeviceGraphMemTrim(device: CUdevice) |driver| pool::looked_at(driver);
-    fn cuDevicePrimaryCtxRelease(device: CUdevice) |driver| { launch::forget_events(None); context::end_primary(driver) };
-    fn cuDevicePrimaryCtxRelease_v2(device: CUdevice) |driver| { launch::forget_events(None); context::end_primary(driver) };
-    fn cuDevicePrimaryCtxReset(device: CUdevice) |driver| { launch::forget_events(None); context::end_primary(driver) };
-    fn cuDevicePrimaryCtxReset_v2(device: CUdevice) |driver| { launch::forget_events(None); context::end_primary(driver) };
+    fn cuDevicePrimaryCtxRelease(device: CUdevice) |driver| context::end_primary(driver);
+    fn cuDevicePrimaryCtxRelease_v2(device: CUdevice) |driver| context::end_primary(driver);
+    fn cuDevicePrimaryCtxReset(device: CUdevice) |driver| context::end_primary(driver);
+    fn cuDevicePrimaryCtxReset_v2(device: CUdevice) |driver| context::end_primary(driver);
     fn cuDevicePrimaryCtxRetain(context: *mut CUcontext, device: CUdevice)
-        |driver| context::retain_primary(device, driver);
+        |driver| context::retain_primary(context, device, driver);
     fn cuDeviceSetMemPool(device: CUdevice, pool: CUmemoryPool) |driver| pool::switch(driver);
     fn cuDeviceTotalMem(bytes: *mut u32, device: CUdevice) |driver| memory::tell_total(bytes, device, driver);
     fn cuDeviceTotalMem_v2(bytes: *mut usize, device: CUdevice) |driver| memory::tell_total(bytes, device, driver);
@@ -144,8 +145,8 @@ hooks! {
     fn cuGraphLaunch(graph: CUfunction, stream: CUstream) launches(Kernel::of(graph), stream);
     fn cuGraphLaunch_ptsz(graph: CUfunction, stream: CUstream) launches(Kernel::of(graph), own(stream));
     fn cuGreenCtxCreate(context: *mut usize, description: usize, device: CUdevice, flags: u32)
-        |driver| context::retain_primary(device, driver);
-    fn cuGreenCtxDestroy(context: usize) |driver| context::end_primary(driver);
+        |driver| context::retain_primary(core::ptr::null_mut(), device, driver);
+    fn cuGreenCtxDestroy(context: usize) |driver| context::end_green(context, driver);
     fn cuInit(flags: u32) |driver| process::initialise(driver);
     fn cuKernelGetFunction(function: *mut CUfunction, kernel: CUfunction) |driver| launch::find_function(function, kernel, driver);
     fn cuLaunch(function: CUfunction) launches(Kernel::of(function), 0);
@@ -259,6 +260,10 @@ hooks! {
     fn cuStreamBeginCapture_ptsz(stream: CUstream) |driver| launch::begin_capture(driver);
     fn cuStreamBeginCapture_v2(stream: CUstream, mode: u32) |driver| launch::begin_capture(driver);
     fn cuStreamBeginCapture_v2_ptsz(stream: CUstream, mode: u32) |driver| launch::begin_capture(driver);
+    fn cuStreamBeginRecaptureToGraph(stream: CUstream, mode: u32, graph: CUgraph, callback: Function, data: *mut c_void)
+        |driver| launch::begin_capture(driver);
+    fn cuStreamBeginRecaptureToGraph_ptsz(stream: CUstream, mode: u32, graph: CUgraph, callback: Function, data: *mut c_void)
+        |driver| launch::begin_capture(driver);
     fn cuStreamEndCapture(stream: CUstream, graph: *mut usize) |driver| launch::end_capture(driver);
     fn cuStreamEndCapture_ptsz(stream: CUstream, graph: *mut usize) |driver| launch::end_capture(driver);
     fn cuStreamSynchronize(stream: CUstream) |driver| pool::looked_at(driver);

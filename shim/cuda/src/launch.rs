@@ -18,7 +18,7 @@ use tranche_shim_core::compute::{Batch, Costs, Price};
 use tranche_shim_core::paths::MAX_SHARES;
 use tranche_shim_runtime::sys;
 
-use crate::abi::{CUcontext, CUfunction, CUlaunchConfig, CUlaunchParams, CUresult, CUstream};
+use crate::abi::{CUfunction, CUlaunchConfig, CUlaunchParams, CUresult, CUstream};
 use crate::driver::{Call, real};
 use crate::measure::{Measurement, Measuring, Shape};
 use crate::pool::device_of_stream;
@@ -33,7 +33,8 @@ pub struct Launches {
     pub costs: Costs,
     /// Launches that are being measured.
     pub measuring: Measuring,
-    /// Captures of streams into graphs that are under way.
+    /// Captures of streams into graphs that are under way, at most: the end of one that its stream or
+    /// context did not survive nobody tells. While there are any, every launch asks its stream.
     pub captures: AtomicU64,
 }
 
@@ -270,7 +271,7 @@ impl Launch {
             Price::Trusted(_) => (sys::now() / LOOK_NANOS).is_multiple_of(SELDOM),
             Price::Measured(_) | Price::Provisional { .. } => true,
         };
-        let measurement = if measured && self.may_measure() {
+        let measurement = if measured {
             launches.measuring.begin(self.stream, self.shape)
         } else {
             None
@@ -281,18 +282,12 @@ impl Launch {
         }
     }
 
-    /// No event is made, recorded or asked for while any stream is captured: in the strictest mode
-    /// that ends the capture.
-    fn may_measure(&self) -> bool {
-        self.process.launches.captures.load(Ordering::Relaxed) == 0
-    }
-
     /// Pays, and waits where it must.
     fn pay(&self) -> Price {
         let Launches { costs, .. } = &self.process.launches;
         let exempt = costs.is_exempt(self.shape.kernel);
         self.look();
-        if !exempt && self.may_measure() {
+        if !exempt {
             self.hold();
         }
         let price = costs.price(self.shape.key, self.shape.kernel);
@@ -356,16 +351,14 @@ impl Launch {
 
     /// Looks for measurements that are done.
     fn look(&self) {
-        if self.may_measure() {
-            let Launches {
-                costs, measuring, ..
-            } = &self.process.launches;
-            let more = measuring.look(costs);
-            if more != 0
-                && let Some((share, bucket)) = self.process.bucket(self.device, sys::now())
-            {
-                bucket.correct(share.account(), more);
-            }
+        let Launches {
+            costs, measuring, ..
+        } = &self.process.launches;
+        let more = measuring.look(costs);
+        if more != 0
+            && let Some((share, bucket)) = self.process.bucket(self.device, sys::now())
+        {
+            bucket.correct(share.account(), more);
         }
     }
 
@@ -434,13 +427,6 @@ pub fn forget_graph(graph: usize, driver: Call<'_>) -> CUresult {
         process.launches.costs.forget(Kernel::of(graph).key());
     }
     driver.make()
-}
-
-/// The end of a context, or of any: its events are gone, and must not be asked for.
-pub fn forget_events(context: Option<CUcontext>) {
-    if let Some(process) = process::joined() {
-        process.launches.measuring.forget(context);
-    }
 }
 
 /// A look-up of a kernel by `name`, whose handle the driver writes to `handle`. NCCL's kernels wait

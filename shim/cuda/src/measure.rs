@@ -2,6 +2,9 @@
 //!
 //! Few launches are measured at a time, and nothing waits for an event: who launches looks whether
 //! any are done. An event belongs to its context, and goes with it.
+//!
+//! While a stream is captured, by whatever thread, most of what is done here would end the capture, but
+//! for a thread that says that it knows what it does: [`relaxed`].
 
 use core::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
@@ -62,7 +65,7 @@ impl Measuring {
     /// driver does not let us.
     pub fn begin(&'static self, stream: CUstream, shape: Shape) -> Option<Measurement> {
         let place = self.places.iter().find(|place| place.take(FREE))?;
-        if !place.prepare(stream) || !record(&place.start, stream) {
+        if !relaxed(|| place.prepare(stream) && record(&place.start, stream)) {
             place.give(FREE);
             return None;
         }
@@ -88,7 +91,7 @@ impl Measuring {
             let next = self.next.fetch_add(1, Ordering::Relaxed) % PLACES;
             let place = &self.places[next];
             if place.state.load(Ordering::Relaxed) == RUNNING && place.take(RUNNING) {
-                let (now, owed) = place.look(costs);
+                let (now, owed) = relaxed(|| place.look(costs));
                 more = more.saturating_add(owed);
                 place.give(now);
             }
@@ -96,24 +99,44 @@ impl Measuring {
         more
     }
 
-    /// Gives up the events of a context that ends, or of all.
-    pub fn forget(&self, context: Option<CUcontext>) {
-        for place in &self.places {
-            let theirs = place.context.load(Ordering::Relaxed);
-            let concerned = theirs != 0 && context.is_none_or(|context| context == theirs);
-            // OWNED: a thread launches in the context that ends, which is its program's mistake.
-            if concerned && (place.take(FREE) || place.take(RUNNING)) {
-                place.destroy();
+    /// Makes a call at which contexts may end, and their events with them; `has_ended` says of a
+    /// context whether it has. Nobody measures meanwhile. One thread at a time.
+    pub fn across(
+        &self,
+        call: impl FnOnce() -> CUresult,
+        has_ended: impl Fn(CUresult, CUcontext) -> bool,
+    ) -> CUresult {
+        let mut states = [FREE; PLACES];
+        for (place, state) in self.places.iter().zip(&mut states) {
+            // Another thread has it for as long as a launch takes, or a look.
+            *state = loop {
+                if place.take(FREE) {
+                    break FREE;
+                }
+                if place.take(RUNNING) {
+                    break RUNNING;
+                }
+                sys::give_way();
+            };
+        }
+        let result = call();
+        for (place, state) in self.places.iter().zip(states) {
+            let context = place.context.load(Ordering::Relaxed);
+            if context != 0 && has_ended(result, context) {
+                place.context.store(0, Ordering::Relaxed);
                 place.give(FREE);
+            } else {
+                place.give(state);
             }
         }
+        result
     }
 }
 
 impl Measurement {
     /// The launch is in its stream, or has failed.
     pub fn end(self, launched: CUresult) {
-        let runs = launched.is_ok() && record(&self.place.end, self.stream);
+        let runs = launched.is_ok() && relaxed(|| record(&self.place.end, self.stream));
         self.place.give(if runs { RUNNING } else { FREE });
     }
 }
@@ -233,6 +256,23 @@ fn make_events() -> Option<(CUevent, CUevent)> {
         return None;
     };
     Some((start, end))
+}
+
+/// Does what a capture under way would not survive, if it is another thread's, or another stream's.
+/// (cuda.h, `cuThreadExchangeStreamCaptureMode`.)
+pub fn relaxed<T>(act: impl FnOnce() -> T) -> T {
+    const RELAXED: u32 = 2;
+    let mut mode = RELAXED;
+    // SAFETY: reads and writes the local: puts this thread's mode into it.
+    let exchange = |mode: &mut u32| unsafe {
+        real!(cuThreadExchangeStreamCaptureMode: fn(*mut u32))(mode).is_ok()
+    };
+    let exchanged = exchange(&mut mode);
+    let done = act();
+    if exchanged {
+        exchange(&mut mode);
+    }
+    done
 }
 
 /// The context of a stream; of a default one the current context; 0 for none.

@@ -10,8 +10,10 @@
 //!        └─ full: trim this process's pools by as much as is missing, once ─► still full: out of memory
 //! ```
 //!
-//! A reservation on the way covers whatever its allocation makes the pool grow by, so that at every
-//! moment charged + on the way ≥ reserved by the driver. What a pool gave back to the device is noticed
+//! A reservation on the way covers whatever its allocation makes the pool grow by, so that charged + on
+//! the way ≥ reserved by the driver. By how much pools grow is known once one has grown: only the first
+//! growth of a pool, where there is room for the allocation and not for that, may exceed it, until the
+//! allocation is taken back and the pool trimmed. What a pool gave back to the device is noticed
 //! whenever the process allocates, frees, synchronises, asks, or would be refused.
 //!
 //! Graphs are alike: their memory nodes share one reserve per device. It grows at a node's making or
@@ -28,6 +30,7 @@ use crate::abi::{
 };
 use crate::driver::{Call, real};
 use crate::graph;
+use crate::measure::relaxed;
 use crate::memory::{Reserved, note};
 use crate::process::{self, Kind, Process, key};
 use crate::share::Device;
@@ -77,11 +80,42 @@ const MOST: usize = 1024;
 /// What pools of all drivers so far grow by at least, in bytes: 32 MiB.
 const STEP: u64 = 32 << 20;
 
-/// The numbers of the attributes that say how much is reserved.
+/// The numbers of the attributes that say how much is reserved, and how much of that is used.
 const POOL_RESERVED: u32 = 5;
+const POOL_USED: u32 = 7;
 const GRAPHS_RESERVED: u32 = 2;
 
 impl Reserve {
+    /// Whether so much can come from what the pool has and does not use; where the driver does not say,
+    /// it cannot.
+    fn has_unused(&self, bytes: u64) -> bool {
+        let ask = |attribute| {
+            let mut bytes = 0u64;
+            // SAFETY: writes 64 bits to the local; the pool is one that was not destroyed.
+            let result = unsafe {
+                real!(cuMemPoolGetAttribute: fn(CUmemoryPool, u32, *mut u64))(
+                    self.pool,
+                    attribute,
+                    &raw mut bytes,
+                )
+            };
+            result.is_ok().then_some(bytes)
+        };
+        self.state == State::Pool
+            && ask(POOL_RESERVED)
+                .zip(ask(POOL_USED))
+                .is_some_and(|(reserved, used)| reserved.saturating_sub(used) >= bytes)
+    }
+
+    /// Has the driver give back what a pool has reserved beyond its charge.
+    fn trim_to_charge(&self) {
+        let keep = usize::try_from(self.charged).unwrap_or(usize::MAX);
+        if self.state == State::Pool {
+            // SAFETY: the pool is one that was not destroyed.
+            unsafe { real!(cuMemPoolTrimTo: fn(CUmemoryPool, usize))(self.pool, keep) };
+        }
+    }
+
     /// Bytes that the driver has reserved, in whole blocks, and no less than the floor; where it does
     /// not say, all that was charged so far.
     fn reserved(&self, device: &Device) -> u64 {
@@ -289,10 +323,21 @@ impl Source {
     /// took more than there is room for, `undo` is called.
     pub fn grow(self, bytes: u64, driver: Call<'_>, undo: Call<'_>) -> CUresult {
         let least = self.device.taken_by(bytes);
-        let step = self.with(|reserve| reserve.step).unwrap_or(0);
-        let step = if step == 0 { STEP } else { step };
+        let seen = self.with(|reserve| reserve.step).unwrap_or(0);
+        let step = if seen == 0 { STEP } else { seen };
         let most = least.checked_next_multiple_of(step).unwrap_or(least);
-        let reserved = match Reserved::new(self.process, self.device, least, most) {
+        let reserve = |least| Reserved::new(self.process, self.device, least, most);
+        let mut reserved = reserve(least);
+        if let Ok(some) = &reserved
+            && some.bytes < most
+            && seen != 0
+            && self.with(|reserve| reserve.has_unused(bytes)) != Some(true)
+        {
+            // It would grow by a whole step, for which there is no room.
+            drop(reserved);
+            reserved = reserve(most);
+        }
+        let reserved = match reserved {
             Ok(reserved) => reserved,
             Err(code) => return code,
         };
@@ -301,6 +346,7 @@ impl Source {
         let grown = self.with(|reserve| reserve.arrive(reserved, least));
         if let (true, Some(Err(code))) = (result.is_ok(), grown) {
             undo.make();
+            self.with(|reserve| reserve.trim_to_charge());
             return code;
         }
         result
@@ -366,9 +412,10 @@ pub fn allocate(
         Ok(None) => return driver.make(),
         Err(code) => return code,
     };
-    // SAFETY: frees what the driver has just allocated and nobody has seen.
+    // SAFETY: frees what the driver has just allocated and nobody has seen, and waits for it.
     let free = || unsafe {
-        real!(cuMemFreeAsync: fn(CUdeviceptr, CUstream))(pointer.read(), stream.handle())
+        real!(cuMemFreeAsync: fn(CUdeviceptr, CUstream))(pointer.read(), stream.handle());
+        relaxed(|| real!(cuStreamSynchronize: fn(CUstream))(stream.handle()))
     };
     let result = source.grow(bytes as u64, driver, Call::of(&free));
     if result.is_ok() {

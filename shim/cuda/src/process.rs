@@ -57,6 +57,7 @@ pub enum Kind {
     Executable,
     Tile,
     Module,
+    Limit,
 }
 
 /// The key in the table of pointers under which a handle is noted.

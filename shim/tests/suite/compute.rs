@@ -121,6 +121,24 @@ fn capturing_is_free() {
     assert_eq!(share.look(|account| account.spent_nanos()), 0);
 }
 
+/// Nor does a capture elsewhere change what other launches pay, even one that nobody ever ends.
+#[test]
+fn beside_an_open_capture_launches_pay_as_ever() {
+    const PER_THREAD_STREAM: u32 = 2;
+    let (world, _share) = container(20);
+    let (mut probe, kernel) = program(&world, "sim_busy_20ms");
+    assert_eq!(
+        probe.call(&format!("cuStreamBeginCapture_v2 {PER_THREAD_STREAM} 0")),
+        0
+    );
+    let answer = probe.must(&format!("launch plain {kernel} {MILLIS} 0"));
+    assert_near(
+        "beside a capture",
+        percent(answer.number(0), 20_000_000),
+        20.0,
+    );
+}
+
 /// Containers of one GPU, each a thread with a program that launches as much as it may, and the node's
 /// sampler; the percent of the GPU's time that each had, after some seconds to settle.
 fn contended(shares: &[(u8, ComputePolicy, &str)]) -> Vec<f64> {

@@ -419,6 +419,46 @@ fn contexts_are_charged_from_the_second_on() {
     case.covered();
 }
 
+/// What a context's limits take beyond their defaults: the heap of its kernels, their output, and a stack
+/// for each thread that runs at a time (132 × 2,048 on the simulated H100).
+#[test]
+fn limits_of_a_context() {
+    let mut case = Case::new();
+    case.probe.must("init");
+    let limit = |which: u32, bytes: u64| format!("cuCtxSetLimit {which} {bytes}");
+    const HEAP: u32 = 2;
+    let heap = |bytes: u64| limit(HEAP, bytes + (8 << 20));
+    assert_eq!(case.probe.call(&heap(CAP / 2)), DONE);
+    case.holds(CAP / 2);
+    assert_eq!(case.probe.call(&heap(CAP + 1)), OUT_OF_MEMORY);
+    case.holds(CAP / 2);
+    assert_eq!(case.probe.call(&heap(CAP / 4)), DONE);
+    case.holds(CAP / 4);
+    assert_eq!(case.probe.call(&limit(1, (2 << 20) + (1 << 20))), DONE);
+    case.holds(CAP / 4 + (2 << 20));
+    let threads = 132 * 2048;
+    assert_eq!(
+        case.probe.call(&limit(0, 1024 + CAP / threads)),
+        OUT_OF_MEMORY
+    );
+    assert_eq!(case.probe.call(&limit(0, 2048)), DONE);
+    case.holds(CAP / 4 + (2 << 20) + threads * 1024);
+    // Others take nothing.
+    assert_eq!(case.probe.call(&limit(6, 1 << 40)), DONE);
+    case.holds(CAP / 4 + (2 << 20) + threads * 1024);
+    for (which, bytes) in [(0, 1024), (1, 1 << 20), (HEAP, 0)] {
+        assert_eq!(case.probe.call(&limit(which, bytes)), DONE);
+    }
+    case.holds(0);
+    // They go with their context.
+    assert_eq!(case.probe.call(&heap(CAP / 2)), DONE);
+    case.probe.must("reset 0");
+    assert_eq!(
+        (case.world.node().gpus()[0].used, case.share.used()),
+        (0, 0)
+    );
+}
+
 /// Writes a text, with a zero, to the words from 100 on.
 fn write(probe: &mut Probe, text: &str) {
     let mut bytes = text.as_bytes().to_vec();

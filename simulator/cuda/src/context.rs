@@ -3,12 +3,13 @@
 use std::cell::{Cell, RefCell};
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{OnceLock, PoisonError};
+use std::sync::{Mutex, OnceLock, PoisonError};
 
 use crate::code::Code;
 use crate::device::Device;
 use crate::driver::{device, driver};
 use crate::export::{export, get, put, put_wanted};
+use crate::heap::BLOCK;
 use crate::memory;
 use crate::object::{Handle, Kind, Object};
 use crate::stream::{self, Stream};
@@ -26,6 +27,8 @@ pub struct Context {
     pub latest_blocking: AtomicU64,
     null_stream: OnceLock<&'static Object<Stream>>,
     limits: [AtomicU64; LIMITS],
+    /// Bytes that the first limits take beyond their defaults.
+    taken: Mutex<[u64; TAKING]>,
 }
 
 impl Kind for Context {
@@ -44,6 +47,8 @@ pub struct Primary {
 /// `CUlimit` values that are kept: stack, printf, heap, sync depth, launch count,
 /// L2 granularity, L2 size.
 const LIMITS: usize = 7;
+/// Those that take memory: stack, printf, heap.
+const TAKING: usize = 3;
 const DEFAULT_LIMITS: [u64; LIMITS] = [1024, 1 << 20, 8 << 20, 2, 2048, 128, 0];
 
 thread_local! {
@@ -82,6 +87,7 @@ impl Context {
             latest_blocking: AtomicU64::new(0),
             null_stream: OnceLock::new(),
             limits: DEFAULT_LIMITS.map(AtomicU64::new),
+            taken: Mutex::default(),
         });
         let _ = context
             .null_stream
@@ -95,7 +101,12 @@ impl Context {
             stream.destroy();
         }
         memory::free_all(context);
-        context.device.release(context.device.state.context_bytes);
+        let taken = context.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        let limits: u64 = taken.iter().sum();
+        drop(taken);
+        context
+            .device
+            .release(context.device.state.context_bytes + limits);
         context.destroy();
     }
 
@@ -222,6 +233,36 @@ unsafe fn leave(to: *mut Handle) -> Result<(), Code> {
     Ok(())
 }
 
+/// Sets a limit; those of stack, output and heap take the GPU's memory at once, in whole blocks.
+fn set_limit(which: u32, value: u64) -> Result<(), Code> {
+    let context = current()?;
+    let limit = context.limits_of(which)?;
+    let which = which as usize;
+    if which < TAKING {
+        let state = context.device.state;
+        let each = if which == 0 {
+            u64::from(state.multiprocessors) * u64::from(state.threads_per_multiprocessor)
+        } else {
+            1
+        };
+        let bytes = value
+            .saturating_sub(DEFAULT_LIMITS[which])
+            .checked_mul(each)
+            .and_then(|bytes| bytes.checked_next_multiple_of(BLOCK))
+            .ok_or(Code::OUT_OF_MEMORY)?;
+        let mut taken = context.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        let former = std::mem::replace(&mut taken[which], bytes);
+        if bytes > former {
+            let charged = context.device.charge(bytes - former);
+            charged.inspect_err(|_| taken[which] = former)?;
+        } else {
+            context.device.release(former - bytes);
+        }
+    }
+    limit.store(value, Ordering::Relaxed);
+    Ok(())
+}
+
 fn limit(which: u32) -> Result<&'static AtomicU64, Code> {
     current()?.limits_of(which)
 }
@@ -313,8 +354,7 @@ export! {
         put(value, usize::try_from(limit(which)?.load(Ordering::Relaxed)).unwrap_or(0))
     }
     fn cuCtxSetLimit(which: u32, value: usize) {
-        limit(which)?.store(value as u64, Ordering::Relaxed);
-        Ok(())
+        set_limit(which, value as u64)
     }
     fn cuCtxGetStreamPriorityRange(least: *mut i32, greatest: *mut i32) {
         current()?;
