@@ -1,12 +1,14 @@
 """Fills a share by one family of calls after another, as unmodified clients of CUDA do.
 
-usage: fill.py FAMILY...
+usage: fill.py GENERATION LIMIT [FAMILY]
 
-Each family takes memory in ever smaller pieces until the smallest is refused, says in one line of JSON how much it got
-and how it was refused, and gives everything back.
+Each family of the generation's clients, in a process of its own, takes memory in ever smaller pieces until the smallest
+is refused, and gives everything back. It must get all of LIMIT bytes but what is less than two of the smallest pieces,
+and be refused for want of memory. Says in one line of JSON how each fared, and ends at the first that fared otherwise.
 """
 
 import json
+import subprocess
 import sys
 
 import pynvml
@@ -178,19 +180,38 @@ def fill(take, give):
     return held, refusal
 
 
-def main(families):
+OF_THE_DRIVER = [alloc, managed, pitch, stream_ordered, pool, vmm, array, graph]
+FAMILIES = {"cuda12": [*OF_THE_DRIVER, numba], "cuda13": [*OF_THE_DRIVER, core]}
+# numba gives back later, and cuda-core's pool keeps all for itself.
+KEEPING = {numba, core}
+
+
+def fare(family, limit):
     ok(driver.cuInit(0))
     context = ok(driver.cuDevicePrimaryCtxRetain(ok(driver.cuDeviceGet(0))))
     ok(driver.cuCtxSetCurrent(context))
     pynvml.nvmlInit()
-    told = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).total
-    for name in families:
-        take, give = globals()[name]()
-        held, refusal = fill(take, give)
-        free, total = ok(driver.cuMemGetInfo())
-        answer = {"family": name, "held": held, "refusal": refusal, "total": total, "nvml": told, "free": free}
-        print(json.dumps(answer), flush=True)
+    nvml = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).total
+    held, refusal = fill(*family())
+    free, total = ok(driver.cuMemGetInfo())
+    answer = {"family": family.__name__, "held": held, "refusal": refusal, "total": total, "nvml": nvml, "free": free}
+    print(json.dumps(answer), flush=True)
+    nearly = range(limit - 2 * SMALLEST + 1, limit + 1)
+    return (
+        total == nvml == limit
+        and held in nearly
+        and "OUT_OF_MEMORY" in str(refusal)
+        and (free in nearly or family in KEEPING and free <= limit)
+    )
+
+
+def main(generation, limit, name=None):
+    if name:
+        [family] = [family for family in FAMILIES[generation] if family.__name__ == name]
+        sys.exit(0 if fare(family, int(limit)) else f"{name}: not as with a share of {limit} bytes")
+    for family in FAMILIES[generation]:
+        subprocess.run([sys.executable, "-B", __file__, generation, limit, family.__name__], check=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(*sys.argv[1:])
