@@ -35,7 +35,7 @@ step() {
 	{
 		say "failed: $title. The last lines of $log:"
 		tail -n 25 "$log" | sed 's/^/    /'
-		[[ -z ${on_failure-} ]] || "$on_failure"
+		[[ -z ${on_failure-} ]] || "$on_failure" || true # shows what it can, beyond what does not answer
 	} >&2
 	exit 1
 }
