@@ -25,15 +25,18 @@ part() {
 build() {
 	local part=$1 title=$2
 	shift 2
-	if [[ -d $part ]]; then
-		touch "$part"
-		return
-	fi
-	mkdir -p "$TRANCHE_CACHE"
+	[[ -d $part ]] || step "$title" locked fill "$part" "$@"
+	touch "$part"
+}
+
+fill() {
+	local part=$1
+	shift
+	if [[ -d $part ]]; then return; fi # another clone did while this one waited for the lock
 	find "$TRANCHE_CACHE" -mindepth 1 -maxdepth 1 -type d -mtime +14 -exec rm -rf {} +
 	rm -rf "$part.partial"
 	mkdir "$part.partial"
-	step "$title" "$@" "$part.partial"
+	"$@" "$part.partial"
 	mv "$part.partial" "$part"
 }
 
@@ -43,4 +46,18 @@ alone() {
 	mkdir -p "$TRANCHE_CACHE"
 	export TRANCHE_KIND_ALONE=yes
 	exec flock --close "$TRANCHE_CACHE/lock" "$0" "$@"
+}
+
+# locked COMMAND... runs a command or function under the same lock, unless the script has it already. Nothing that the
+# command leaves running keeps it.
+locked() {
+	if [[ ${TRANCHE_KIND_ALONE-} ]]; then
+		"$@"
+		return
+	fi
+	mkdir -p "$TRANCHE_CACHE"
+	(
+		flock 9
+		"$@" 9>&-
+	) 9>"$TRANCHE_CACHE/lock"
 }

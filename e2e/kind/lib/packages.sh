@@ -8,7 +8,7 @@ need() {
 	PATH=$PATH:/usr/sbin:/sbin command -v "$program" >/dev/null && return
 	((EUID == 0)) || die "$program is missing: install $* or run as root"
 	command -v apt-get >/dev/null || die "$program is missing, and there is no apt-get to install $*"
-	step "Installing $* from Debian" install_packages "$@"
+	step "Installing $* from Debian" locked install_packages "$@"
 }
 
 install_packages() {
