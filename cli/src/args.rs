@@ -7,6 +7,8 @@ use clap::{Parser, Subcommand, ValueEnum};
 use tranche_api::Quantity;
 use tranche_api::share_config::ComputeMode;
 
+use crate::shares::TAKEN;
+
 /// A part of a GPU for a command, on this machine
 #[derive(Debug, Parser)]
 #[command(name = "tranche", version)]
@@ -107,6 +109,9 @@ fn bytes(text: &str) -> Result<u64, String> {
 
 /// A name that can be a folder's, a claim's UID and part of a CDI device's name.
 fn share_name(name: &str) -> Result<String, String> {
+    if TAKEN.contains(&name) {
+        return Err("tranche has a file of this name beside the shares: give another".to_owned());
+    }
     let inner = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
     let framed = !name.starts_with('-') && !name.ends_with('-');
     if (1..=48).contains(&name.len()) && framed && name.bytes().all(inner) {
@@ -153,6 +158,11 @@ mod tests {
             (["--cores", "101"], ["--cores", "101", "1..=100"]),
             (["--cores", "0"], ["--cores", "0", "1..=100"]),
             (["--share", "../x"], ["--share", "../x", "inner dashes"]),
+            (["--share", "lock"], ["--share", "lock", "give another"]),
+            (
+                ["--share", "sampler"],
+                ["--share", "sampler", "give another"],
+            ),
             (["--mode", "lazy"], ["--mode", "lazy", "work-conserving"]),
         ] {
             let error = refused(&args);

@@ -25,6 +25,13 @@ use rustix::process::geteuid;
 use tranche_driver::journal::Record;
 use tranche_node::page::AccountFile;
 
+/// The files beside the shares' folders.
+const LOCK: &str = "lock";
+const SAMPLER: &str = "sampler";
+
+/// Names that no share's folder can have. A share `sampler` would keep every share from being sampled.
+pub const TAKEN: [&str; 2] = [LOCK, SAMPLER];
+
 /// How the file of a command begins.
 const COMMAND: &str = "command-";
 
@@ -115,7 +122,7 @@ impl Shares {
 
     /// Waits until nobody else changes shares.
     pub fn lock(&self) -> Result<Locked<'_>, StateError> {
-        let path = self.base.join("lock");
+        let path = self.base.join(LOCK);
         let lock = open(&path)?;
         lock.lock().map_err(at(&path))?;
         Ok(Locked {
@@ -126,7 +133,7 @@ impl Shares {
 
     /// Becomes the one who samples them all, unless somebody is.
     pub fn try_lock_sampler(&self) -> Option<File> {
-        let lock = open(&self.base.join("sampler")).ok()?;
+        let lock = open(&self.base.join(SAMPLER)).ok()?;
         lock.try_lock().ok().map(|()| lock)
     }
 
