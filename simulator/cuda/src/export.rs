@@ -3,22 +3,6 @@
 
 use crate::code::Code;
 
-/// Makes a function's body unlike every other: the compiler would give equal
-/// bodies one address, and who resolves symbols by address (as `cuGetProcAddress`
-/// is checked, and shims do) could not tell them apart.
-macro_rules! distinct {
-    ($name:ident) => {
-        // SAFETY: a comment; no instruction comes of it.
-        unsafe {
-            std::arch::asm!(
-                concat!("/* ", stringify!($name), " */"),
-                options(nomem, nostack, preserves_flags)
-            );
-        }
-    };
-}
-pub(crate) use distinct;
-
 /// Exports functions in the shape of CUDA's: each body gives `Result<(), Code>`.
 ///
 /// A second name is the function's per-thread-default-stream variant: the same,
@@ -32,7 +16,7 @@ macro_rules! export {
     (fn $name:ident($($argument:ident: $kind:ty),* $(,)?) $body:block $($rest:tt)*) => {
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name($($argument: $kind),*) -> u32 {
-            $crate::export::distinct!($name);
+            tranche_simulator_machine::distinct!($name);
             #[allow(unused_unsafe, reason = "not every body needs it")]
             let answer = || -> Result<(), $crate::code::Code> {
                 // SAFETY: the caller keeps CUDA's contract, see above.
@@ -46,7 +30,7 @@ macro_rules! export {
         ($($argument:ident: $kind:ty),* $(,)?) $body:block $($rest:tt)*) => {
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $variant($($argument: $kind),*) -> u32 {
-            $crate::export::distinct!($variant);
+            tranche_simulator_machine::distinct!($variant);
             $(let $stream = $crate::stream::per_thread($stream);)?
             // SAFETY: the same contract.
             unsafe { $name($($argument),*) }

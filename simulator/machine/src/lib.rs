@@ -11,12 +11,14 @@
 //! - [`timeline`]: when a GPU is busy, in virtual time.
 //! - [`wire`]: the handshake between a library and the daemon.
 //! - [`attach`]: the library's side of it, and [`root`]: where the driver root is.
+//! - [`export`]: what both libraries make their functions with.
 //!
 //! The page is writable by every process that initialises CUDA, as a real GPU is
 //! programmable by it: the simulator trusts its programs.
 
 pub mod attach;
 pub mod description;
+pub mod export;
 pub mod identity;
 pub mod layout;
 pub mod ledger;

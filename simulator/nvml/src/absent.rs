@@ -1,21 +1,11 @@
 //! What driver 535 exports and the simulator has no answer for.
 
-use crate::code::Code;
-use crate::export::distinct;
+use tranche_simulator_machine::absent;
 
-macro_rules! absent {
-    ($($name:ident)+) => {
-        $(
-            #[unsafe(no_mangle)]
-            pub extern "C" fn $name() -> u32 {
-                distinct!($name);
-                Code::NOT_SUPPORTED.0
-            }
-        )+
-    };
-}
+use crate::code::Code;
 
 absent! {
+    Code::NOT_SUPPORTED.0 =>
     nvmlComputeInstanceDestroy
     nvmlComputeInstanceGetInfo
     nvmlComputeInstanceGetInfo_v2

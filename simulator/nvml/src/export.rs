@@ -5,21 +5,6 @@ use std::ffi::{CStr, c_char};
 
 use crate::code::Code;
 
-/// Makes a function's body unlike every other: the compiler would give equal
-/// bodies one address, and who resolves symbols by address (as shims do) could not tell them apart.
-macro_rules! distinct {
-    ($name:ident) => {
-        // SAFETY: a comment; no instruction comes of it.
-        unsafe {
-            std::arch::asm!(
-                concat!("/* ", stringify!($name), " */"),
-                options(nomem, nostack, preserves_flags)
-            );
-        }
-    };
-}
-pub(crate) use distinct;
-
 /// Exports functions in the shape of NVML's: each body gives `Result<(), Code>`.
 ///
 /// A body may use its pointers: NVML's contract is that each is null or valid for
@@ -30,7 +15,7 @@ macro_rules! export {
             $(#[$note])*
             #[unsafe(no_mangle)]
             pub unsafe extern "C" fn $name($($argument: $kind),*) -> u32 {
-                $crate::export::distinct!($name);
+                tranche_simulator_machine::distinct!($name);
                 #[allow(unused_unsafe, reason = "not every body needs it")]
                 let answer = || -> Result<(), $crate::code::Code> {
                     // SAFETY: the caller keeps NVML's contract, see above.
