@@ -8,6 +8,7 @@
 //! repeated at will, so how far it got need not be known. Nothing here knows why a step is in a plan.
 
 use std::collections::BTreeSet;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -16,7 +17,7 @@ use tranche_api::names::DRIVER;
 use tranche_driver::cdi::{CdiError, claim_of_file_name, claim_spec};
 use tranche_driver::journal::Record;
 use tranche_driver::preparation::{PreparationPlan, Step, Undo};
-use tranche_node::page::cap_page;
+use tranche_node::page::{AccountFile, ReadError, cap_page};
 use tranche_shim_core::cap;
 use tranche_shim_core::error::PageError;
 use tranche_shim_core::layout::AccountPage;
@@ -51,6 +52,14 @@ pub enum StepError {
         path: PathBuf,
         /// Why.
         source: PageError,
+    },
+    /// There is an account page, and its file cannot be read.
+    #[error("account page {path}: {source}")]
+    AccountFile {
+        /// The page.
+        path: PathBuf,
+        /// Why not.
+        source: io::Error,
     },
 }
 
@@ -205,14 +214,21 @@ impl Executor {
             }
             Step::CreateAccountPage { key } => {
                 let share = self.layout.share(uid, key);
-                if let Some(page) = self.fs.read(&share.account)? {
-                    AccountPage::check(&page).map_err(|source| StepError::Account {
-                        path: share.account,
-                        source,
-                    })?;
-                } else {
-                    let page = AccountPage::initial();
-                    fs::replace(&*self.fs, &share.account, page, 0o666, Durability::Rebuilt)?;
+                // Its tenant may have made it as long as it likes: no more than the header is read.
+                match AccountFile::open(&share.account) {
+                    Ok(_) => {}
+                    Err(ReadError::File { source, .. })
+                        if source.kind() == io::ErrorKind::NotFound =>
+                    {
+                        let page = AccountPage::initial();
+                        fs::replace(&*self.fs, &share.account, page, 0o666, Durability::Rebuilt)?;
+                    }
+                    Err(ReadError::File { path, source }) => {
+                        return Err(StepError::AccountFile { path, source });
+                    }
+                    Err(ReadError::Page { path, source }) => {
+                        return Err(StepError::Account { path, source });
+                    }
                 }
             }
             Step::WriteCdiSpec {} => {

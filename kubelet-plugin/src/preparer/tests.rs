@@ -171,11 +171,15 @@ async fn a_broken_account_is_refused_not_renewed() {
     world.api.put(claim("a", &[capped("gpu", 0, "20Gi", 25)]));
     let record = plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
     let share = world.layout.share("uid-of-a", &record.plan.devices[0].key);
-    std::fs::write(&share.account, "").unwrap();
-    has(
-        &refusal(&plugin, "a").await,
-        &["team/a", "account", "delete the pods"],
-    );
+    // A terabyte is not read to find that it is too long.
+    for length in [0, 1 << 40] {
+        let account = std::fs::File::options().write(true).open(&share.account);
+        account.unwrap().set_len(length).unwrap();
+        has(
+            &refusal(&plugin, "a").await,
+            &["team/a", "account", "bytes", "delete the pods"],
+        );
+    }
     plugin.preparer.unprepare(&claim_ref("a")).await.unwrap();
     assert_eq!(world.traces(), NONE);
 }
