@@ -17,7 +17,7 @@ use tranche_api::names::DRIVER;
 use tranche_driver::cdi::{CdiError, claim_of_file_name, claim_spec};
 use tranche_driver::journal::Record;
 use tranche_driver::preparation::{PreparationPlan, Step, Undo};
-use tranche_node::page::{AccountFile, ReadError, cap_page};
+use tranche_node::page::{AccountFile, ReadError, cap_page, read_cap};
 use tranche_shim_core::cap;
 use tranche_shim_core::error::PageError;
 use tranche_shim_core::layout::AccountPage;
@@ -243,12 +243,14 @@ impl Executor {
     /// Whether a cap page is there that limits as `page` does. What lies behind the limits is the
     /// sampler's, and containers have the file mounted: it must stay the same one.
     fn has_cap(&self, path: &Path, page: &[u8; cap::LEN]) -> Result<bool, FsError> {
-        let limits = |page: &[u8]| page.get(..cap::LIMITS_LEN).map(<[u8]>::to_vec);
+        let there = read_cap(path).map_err(|source| FsError {
+            action: "read",
+            path: path.to_owned(),
+            source,
+        })?;
+        let limits = |page: &[u8; cap::LEN]| page[..cap::LIMITS_LEN].to_vec();
         Ok(self.fs.mode(path)? == Some(0o444)
-            && self
-                .fs
-                .read(path)?
-                .is_some_and(|there| there.len() == cap::LEN && limits(&there) == limits(page)))
+            && there.is_some_and(|there| limits(&there) == limits(page)))
     }
 
     fn take_back(&self, uid: &str, undo: &Undo) -> Result<(), StepError> {

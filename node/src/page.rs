@@ -2,13 +2,16 @@
 //! copies, never by mapping.
 //!
 //! The tenant has the account open for writing. It may write any content, cut the file off or make it
-//! huge: a read then finds an error, where an access to a mapping would end the process (SIGBUS).
+//! huge: a read then finds an error, where an access to a mapping would end the process (SIGBUS). It
+//! may hold a lease on either page: an open then fails at once, and finds the lease broken later.
 
 use std::ffi::CString;
 use std::io;
 use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
+use rustix::fs::OFlags;
 use tranche_api::share_config::ComputeMode;
 use tranche_driver::preparation::Cap;
 use tranche_shim_core::{
@@ -50,6 +53,30 @@ pub fn cap_page(
     page.encode()
 }
 
+/// Opens a page that containers see, without waiting for the end of a lease on it.
+pub(crate) fn open_page(path: &Path, writable: bool) -> io::Result<std::fs::File> {
+    let flags = OFlags::NONBLOCK | OFlags::NOFOLLOW;
+    std::fs::File::options()
+        .read(true)
+        .write(writable)
+        .custom_flags(flags.bits().cast_signed())
+        .open(path)
+}
+
+/// The content of the cap page at `path`; `None` where there is none of that length.
+pub fn read_cap(path: &Path) -> io::Result<Option<[u8; cap::LEN]>> {
+    let file = match open_page(path, false) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        other => other?,
+    };
+    if file.metadata()?.len() != cap::LEN as u64 {
+        return Ok(None);
+    }
+    let mut page = [0; cap::LEN];
+    file.read_exact_at(&mut page, 0)?;
+    Ok(Some(page))
+}
+
 /// Why an account page cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum ReadError {
@@ -82,7 +109,7 @@ impl AccountFile {
     /// Opens a page and checks its length and version.
     pub fn open(path: &Path) -> Result<Self, ReadError> {
         let file = c_path(path)
-            .and_then(|name| File::open(&name, true).map_err(from_errno))
+            .and_then(|name| File::open_at_once(&name, true).map_err(from_errno))
             .map_err(|source| failed(path, source))?;
         let page = Self {
             path: path.to_owned(),

@@ -19,7 +19,7 @@ use tranche_shim_core::compute::{Refill, refill};
 use tranche_shim_core::{CapPage, ComputePolicy, PageError, cap, paths};
 
 use crate::compute::{Controller, Decision, Reading};
-use crate::page::{AccountFile, ReadError};
+use crate::page::{AccountFile, ReadError, open_page};
 use crate::processes::{FileId, Processes};
 use crate::utilization::Utilization;
 
@@ -66,7 +66,8 @@ pub struct Sampled {
 #[derive(Debug)]
 pub struct Sampler {
     processes: Processes,
-    shares: BTreeMap<PathBuf, Share>,
+    /// `None` for those whose time is not limited.
+    shares: BTreeMap<PathBuf, Option<Share>>,
     gpus: BTreeMap<String, Controller<PathBuf>>,
 }
 
@@ -110,15 +111,16 @@ impl Sampler {
                 continue;
             }
             match Share::open(folder) {
-                Ok(Some(share)) => {
+                Ok(share) => {
                     self.shares.insert(folder.clone(), share);
                 }
-                Ok(None) => {}
                 Err(error) => sampled.push(failed(folder, error)),
             }
         }
         let mut by_gpu: BTreeMap<&str, Vec<(PathBuf, Reading)>> = BTreeMap::new();
-        for (folder, share) in &self.shares {
+        let limited = self.shares.iter();
+        let limited = limited.filter_map(|(folder, share)| Some((folder, share.as_ref()?)));
+        for (folder, share) in limited {
             match share.read() {
                 Ok(reading) => by_gpu
                     .entry(&share.gpu)
@@ -133,19 +135,18 @@ impl Sampler {
         for (gpu, readings) in &mut by_gpu {
             let parts = utilization.by_process(gpu).unwrap_or_default();
             pids.extend(parts.iter().map(|(pid, _)| *pid));
-            let ids = |folder: &PathBuf| self.shares.get(folder).map(|share| share.account_id);
+            let share = |folder: &PathBuf| self.shares.get(folder)?.as_ref();
+            let ids = |folder: &PathBuf| share(folder).map(|share| share.account_id);
             set_busy(&mut self.processes, now, &parts, readings, ids);
             let controller = self.gpus.entry((*gpu).to_owned()).or_default();
             let written = |folder: &PathBuf| {
-                self.shares
-                    .get(folder)
-                    .map_or_else(Refill::default, |share| share.written)
+                share(folder).map_or_else(Refill::default, |share| share.written)
             };
             decisions.extend(controller.step(now, utilization.whole(gpu), readings, written));
         }
         self.processes.keep(&pids);
         for (folder, decision) in decisions {
-            let Some(share) = self.shares.get_mut(&folder) else {
+            let Some(Some(share)) = self.shares.get_mut(&folder) else {
                 continue;
             };
             let outcome = share.write(&decision).map(|()| decision);
@@ -206,8 +207,7 @@ impl Share {
             path: path.clone(),
             source,
         };
-        let open = File::options().read(true).write(true).open(&path);
-        let cap_file = open.map_err(file)?;
+        let cap_file = open_page(&path, true).map_err(file)?;
         let mut bytes = [0; cap::LEN];
         cap_file.read_exact_at(&mut bytes, 0).map_err(file)?;
         let page = CapPage::decode(&bytes).map_err(|source| SampleError::Page {
@@ -348,6 +348,18 @@ mod tests {
         let (after, now) = refill(&shares[0]);
         assert!(after > turn);
         assert!(now.base >= before.base);
+    }
+
+    /// A share without a limit of its time needs nothing of the sampler, ten times a second.
+    #[test]
+    fn a_share_without_a_limit_is_opened_once() {
+        let root = tempfile::tempdir().unwrap();
+        let shares = [share(root.path(), "a", None)];
+        let mut sampler = Sampler::new("/proc");
+        assert!(sampler.step(SECOND, &shares, &mut Busy(1.0)).is_empty());
+        fs::write(shares[0].join("cap"), "no page").unwrap();
+        let outcomes = sampler.step(SECOND + 1, &shares, &mut Busy(1.0));
+        assert!(outcomes.is_empty(), "{outcomes:?}");
     }
 
     #[test]

@@ -89,7 +89,7 @@ fn look<T>(name: &Name, at: impl FnOnce(&Account) -> T) -> Result<T, Refused> {
 /// The file must have been checked to be an account. Its tenant may cut it off at any moment, and
 /// then the kernel ends the calling process with SIGBUS: call this in a process that may end.
 pub fn reclaim(path: &CStr) -> Result<usize, Errno> {
-    let file = File::open(path, true)?;
+    let file = File::open_at_once(path, true)?;
     let live = Live::of(&file)?;
     let reclaimed = live.account.reclaim(&file);
     live.account.repair(&file);

@@ -16,6 +16,14 @@ impl Errno {
     }
 }
 
+fn mode(writable: bool) -> c_int {
+    if writable {
+        libc::O_RDWR
+    } else {
+        libc::O_RDONLY
+    }
+}
+
 /// An open file, closed when dropped.
 #[derive(Debug)]
 pub struct File(c_int);
@@ -23,17 +31,18 @@ pub struct File(c_int);
 impl File {
     /// Opens a file (or folder) that exists, and is no link.
     pub fn open(path: &CStr, writable: bool) -> Result<Self, Errno> {
-        let mode = if writable {
-            libc::O_RDWR
-        } else {
-            libc::O_RDONLY
-        };
-        Self::open_with(path, mode | libc::O_NOFOLLOW)
+        Self::open_with(path, mode(writable) | libc::O_NOFOLLOW)
+    }
+
+    /// For the node: the same, but `EAGAIN` where a lease on the file (`F_SETLEASE`), as its tenant may
+    /// hold, would let the open wait for 45 s. The lease is broken in that time all the same.
+    pub fn open_at_once(path: &CStr, writable: bool) -> Result<Self, Errno> {
+        Self::open_with(path, mode(writable) | libc::O_NOFOLLOW | libc::O_NONBLOCK)
     }
 
     /// Opens a file for reading as any program would, links followed.
     pub fn open_anywhere(path: &CStr) -> Result<Self, Errno> {
-        Self::open_with(path, libc::O_RDONLY)
+        Self::open_with(path, mode(false))
     }
 
     fn open_with(path: &CStr, flags: c_int) -> Result<Self, Errno> {
