@@ -1,4 +1,5 @@
-//! Every second: the slots of dead processes in all held shares are given back.
+//! Every second: the slots of dead processes in all held shares are given back, and pages that their
+//! tenants made longer are cut back.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -6,7 +7,7 @@ use std::sync::Arc;
 
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, warn};
-use tranche_node::sweep::{INTERVAL, Sweeper};
+use tranche_node::sweep::{INTERVAL, Sweeper, Swept};
 
 use crate::layout::Layout;
 use crate::ledger::Ledger;
@@ -41,14 +42,14 @@ impl ShareSweeper {
     /// Sweeps until cancelled.
     pub async fn run(self, stop: CancellationToken) {
         let this = Arc::new(self);
-        let mut failing = BTreeSet::new();
+        let mut said = Said::default();
         loop {
             let sweeper = Arc::clone(&this);
             // Reads tmpfs; but waits for a child when somebody died.
-            let round = tokio::task::spawn_blocking(move || sweeper.round(&failing)).await;
+            let round = tokio::task::spawn_blocking(move || sweeper.round(&said)).await;
             // Only at shutdown: the runtime takes no more blocking work.
-            let Ok(failed) = round else { return };
-            failing = failed;
+            let Ok(now) = round else { return };
+            said = now;
             tokio::select! {
                 () = stop.cancelled() => return,
                 () = tokio::time::sleep(INTERVAL) => {}
@@ -56,29 +57,46 @@ impl ShareSweeper {
         }
     }
 
-    /// Looks at every share once. What fails is said once for each share, not at every look; returns
-    /// those that failed, of which `failing` failed before.
-    fn round(&self, failing: &BTreeSet<PathBuf>) -> BTreeSet<PathBuf> {
-        let mut failed = BTreeSet::new();
+    /// Looks at every share once. What is wrong is said once for each share, not at every look; returns
+    /// of whom it was said now or `before`.
+    fn round(&self, before: &Said) -> Said {
+        let mut said = Said::default();
         for account in accounts(&self.ledger, &self.layout) {
+            // However often it is made longer from now on.
+            if before.cut.contains(&account) {
+                said.cut.insert(account.clone());
+            }
             match self.sweeper.sweep(&account) {
-                Ok(0) => {}
-                Ok(dead) => {
-                    debug!(dead, account = %account.display(), "gave back what dead processes held");
-                    self.metrics.dead_processes.inc_by(dead as u64);
+                Ok(Swept { dead, cut }) => {
+                    if dead > 0 {
+                        debug!(dead, account = %account.display(), "gave back what dead processes held");
+                        self.metrics.dead_processes.inc_by(dead as u64);
+                    }
+                    if let Some(bytes) = cut
+                        && said.cut.insert(account.clone())
+                    {
+                        warn!(bytes, account = %account.display(), "a share's programs made its account page longer; it was cut back, and will be: see which they are, and end them");
+                    }
                 }
                 // Released since the ledger was read.
                 Err(_) if !account.exists() => {}
                 Err(error) => {
-                    if !failing.contains(&account) {
+                    if !before.failing.contains(&account) {
                         warn!(%error, "a share's dead processes keep their memory until another process of the share asks for it");
                     }
-                    failed.insert(account);
+                    said.failing.insert(account);
                 }
             }
         }
-        failed
+        said
     }
+}
+
+/// The accounts of which something was said.
+#[derive(Debug, Default)]
+struct Said {
+    failing: BTreeSet<PathBuf>,
+    cut: BTreeSet<PathBuf>,
 }
 
 /// The account pages of all held shares.

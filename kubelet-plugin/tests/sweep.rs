@@ -21,8 +21,8 @@ fn the_plugin_gives_back_what_the_dead_hold() {
     let path = folder.path().join("account");
     std::fs::write(&path, page).unwrap();
     let sweeper = Sweeper::new(env!("CARGO_BIN_EXE_tranche-kubelet-plugin"), [RECLAIM]);
-    assert_eq!(sweeper.sweep(&path).unwrap(), 1);
-    assert_eq!(sweeper.sweep(&path).unwrap(), 0);
+    assert_eq!(sweeper.sweep(&path).unwrap().dead, 1);
+    assert_eq!(sweeper.sweep(&path).unwrap().dead, 0);
     let account = AccountFile::open(&path).unwrap();
     assert_eq!(account.copy().unwrap().snapshot().used(), 0);
 }

@@ -98,6 +98,23 @@ pub enum ReadError {
     },
 }
 
+/// Cuts an account page that its tenant made longer than it is back to its length, which mappings of the
+/// page do not notice. Returns how long it was, if it was too long.
+///
+/// The file lies on the node's tmpfs: what is behind the page takes the node's memory.
+pub fn cut_back(path: &Path) -> Result<Option<u64>, ReadError> {
+    let cut = || {
+        let file = open_page(path, true)?;
+        let found = file.metadata()?.len();
+        if found <= layout::LEN as u64 {
+            return Ok(None);
+        }
+        file.set_len(layout::LEN as u64)?;
+        Ok(Some(found))
+    };
+    cut().map_err(|source| failed(path, source))
+}
+
 /// An open account page.
 #[derive(Debug)]
 pub struct AccountFile {

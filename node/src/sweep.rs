@@ -1,4 +1,4 @@
-//! Gives back what dead processes held of their shares.
+//! Gives back what dead processes held of their shares, and what a tenant made its page longer by.
 //!
 //! A process's slot in the account is its own as long as the kernel keeps its lock; when it dies,
 //! anybody may give the slot's charge back. The programs of a share do so when they join, ask how
@@ -22,7 +22,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use crate::page::{AccountFile, ReadError, c_path, from_errno};
+use crate::page::{AccountFile, ReadError, c_path, cut_back, from_errno};
 
 /// From one look to the next.
 pub const INTERVAL: Duration = Duration::from_secs(1);
@@ -46,6 +46,15 @@ pub enum SweepError {
     },
 }
 
+/// What was given back.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Swept {
+    /// How many dead processes held something.
+    pub dead: usize,
+    /// How many bytes the page had, if it was too long.
+    pub cut: Option<u64>,
+}
+
 /// Sweeps accounts.
 #[derive(Clone, Debug)]
 pub struct Sweeper {
@@ -65,9 +74,10 @@ impl Sweeper {
         }
     }
 
-    /// Looks at one account, and gives back what the dead hold. Returns how many there were. Blocks for
+    /// Looks at one account, cuts it back to its length and gives back what the dead hold. Blocks for
     /// as long as the child runs, if there is one.
-    pub fn sweep(&self, account: &Path) -> Result<usize, SweepError> {
+    pub fn sweep(&self, account: &Path) -> Result<Swept, SweepError> {
+        let cut = cut_back(account)?;
         let dead = AccountFile::open(account)?.dead_slots()?;
         if dead > 0 {
             self.reclaim_by_child(account)
@@ -76,7 +86,7 @@ impl Sweeper {
                     source,
                 })?;
         }
-        Ok(dead)
+        Ok(Swept { dead, cut })
     }
 
     fn reclaim_by_child(&self, account: &Path) -> io::Result<()> {
@@ -181,7 +191,27 @@ mod tests {
         let error = none.sweep(&path).unwrap_err().to_string();
         assert!(error.contains(path.to_str().unwrap()), "{error}");
         reclaim(&path).unwrap();
-        assert_eq!(none.sweep(&path).unwrap(), 0);
+        assert_eq!(none.sweep(&path).unwrap(), Swept::default());
+    }
+
+    #[test]
+    fn a_page_that_its_tenant_made_longer_is_cut_back() {
+        let (_folder, path) = with_a_dead(900, 5 << 30);
+        let before = fs::read(&path).unwrap();
+        let file = fs::File::options().write(true).open(&path).unwrap();
+        let sweeper = Sweeper::new("true", [""; 0]);
+        file.set_len(1 << 40).unwrap();
+        let swept = Swept {
+            dead: 1,
+            cut: Some(1 << 40),
+        };
+        assert_eq!(sweeper.sweep(&path).unwrap(), swept);
+        assert_eq!(fs::read(&path).unwrap(), before);
+        assert_eq!(sweeper.sweep(&path).unwrap().cut, None);
+        // A mapping of one that is too short cannot be mended.
+        file.set_len(100).unwrap();
+        sweeper.sweep(&path).unwrap_err();
+        assert_eq!(fs::read(&path).unwrap().len(), 100);
     }
 
     #[test]

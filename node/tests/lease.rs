@@ -87,15 +87,15 @@ fn a_lease_on_a_page_is_an_error_at_once_and_passes() {
         let lease = Lease::take(&path);
         let start = Instant::now();
         let mut sampler = Sampler::new("/proc");
-        let sampled = sampler.step(1, &shares, &mut Unknown);
-        let [wrong] = &sampled
+        let outcome = sampler.step(1, &shares, &mut Unknown);
+        let [wrong] = &outcome
             .iter()
             .filter_map(|s| Some(s.outcome.as_ref().err()?.to_string()))
             .collect::<Vec<_>>()[..]
         else {
-            panic!("{sampled:?}")
+            panic!("{outcome:?}")
         };
-        assert_eq!(sampled.len(), 2, "the other share goes on");
+        assert_eq!(outcome.len(), 2, "the other share goes on");
         let mut errors = vec![wrong.clone()];
         if page == "account" {
             errors.push(error_of(AccountFile::open(&path)));
@@ -110,7 +110,7 @@ fn a_lease_on_a_page_is_an_error_at_once_and_passes() {
         }
         assert!(start.elapsed() < Duration::from_secs(20), "it waited");
         drop(lease);
-        let sampled = sampler.step(2, &shares, &mut Unknown);
-        assert!(sampled.iter().all(|s| s.outcome.is_ok()), "{sampled:?}");
+        let outcome = sampler.step(2, &shares, &mut Unknown);
+        assert!(outcome.iter().all(|s| s.outcome.is_ok()), "{outcome:?}");
     }
 }

@@ -423,10 +423,10 @@ fn contexts_are_charged_from_the_second_on() {
 /// for each thread that runs at a time (132 × 2,048 on the simulated H100).
 #[test]
 fn limits_of_a_context() {
+    const HEAP: u32 = 2;
     let mut case = Case::new();
     case.probe.must("init");
     let limit = |which: u32, bytes: u64| format!("cuCtxSetLimit {which} {bytes}");
-    const HEAP: u32 = 2;
     let heap = |bytes: u64| limit(HEAP, bytes + (8 << 20));
     assert_eq!(case.probe.call(&heap(CAP / 2)), DONE);
     case.holds(CAP / 2);
