@@ -16,7 +16,8 @@
 //! that run side by side are each counted whole, and a tenant may write what it likes. NVML says how
 //! long the GPU really worked for each process. The ratio of both, slowly followed, becomes the scale of
 //! the share's prices. Where NVML's processes cannot be told apart by share, the shares at work are
-//! corrected in common, by what the whole GPU worked.
+//! corrected in common, by what the whole GPU worked: downwards, and back up, but never above what they
+//! measured themselves, since the rest may be the work of somebody who has no share.
 //!
 //! **Debts.** A share that is in debt and got less than its cores all the while was charged for what it
 //! never had: by first measurements under contention, say. The node forgives it.
@@ -263,7 +264,7 @@ impl<K: Ord + Clone> Controller<K> {
                 share.ratio.add(busy, share.reckons);
                 share.ratio.value()
             } else {
-                in_common.map(|ratio| ratio * share.scale)
+                in_common.map(|ratio| (ratio * share.scale).min(share.scale.max(1.0)))
             };
             if let Some(wanted) = wanted {
                 share.follow(wanted);

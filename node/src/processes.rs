@@ -2,10 +2,12 @@
 //! that have its account mapped, as the shim keeps it from a process's first use of CUDA to its end.
 //!
 //! `/proc/<pid>/maps` says so by device and inode, whatever namespaces and cgroups the process is in.
-//! It is read once for each process, and again now and then for those that have none mapped yet.
+//! It is read once for each process, and again now and then for those that have none mapped yet. Its
+//! text is the tenant's: of any length, with names in no encoding.
 
 use std::collections::BTreeMap;
-use std::fs;
+use std::fs::{self, File};
+use std::io::{self, BufRead as _, BufReader, Read as _};
 use std::path::{Path, PathBuf};
 
 /// A file's device and inode.
@@ -32,6 +34,16 @@ impl FileId {
 /// How long a process without a share is taken to have none, in nanoseconds.
 const LOOK_NANOS: u64 = 1_000_000_000;
 
+/// The same for one whose maps are too long to be read to their end, which takes a while.
+const LONG_NANOS: u64 = 60 * LOOK_NANOS;
+
+/// How much is read of a process's maps: as many lines as the kernel allows a process by default, of
+/// twice their usual length.
+const MOST_BYTES: u64 = 16 << 20;
+
+/// How much of a line is looked at: what comes before the name is shorter.
+const LINE: u64 = 256;
+
 /// The host's processes.
 #[derive(Debug)]
 pub struct Processes {
@@ -42,8 +54,8 @@ pub struct Processes {
 #[derive(Clone, Copy, Debug)]
 struct Known {
     account: Option<FileId>,
-    /// When it was looked at.
-    at: u64,
+    /// When it is looked at again, if it has none.
+    again: u64,
 }
 
 impl Processes {
@@ -60,40 +72,65 @@ impl Processes {
         self.known.retain(|pid, _| pids.contains(pid));
     }
 
-    /// Which of `accounts` process `pid` has mapped, if any; `Err` where there is no such process here,
-    /// as where this `/proc` is not the host's.
-    pub fn account_of(
-        &mut self,
-        pid: u32,
-        now: u64,
-        accounts: &[FileId],
-    ) -> std::io::Result<Option<FileId>> {
+    /// Which of `accounts` process `pid` has mapped, if any. `None` also for a process whose maps cannot
+    /// be read: it ended meanwhile, or is another user's, or this `/proc` is not the host's.
+    pub fn account_of(&mut self, pid: u32, now: u64, accounts: &[FileId]) -> Option<FileId> {
         if let Some(known) = self.known.get(&pid) {
             let holds = known
                 .account
                 .is_some_and(|account| accounts.contains(&account));
-            if holds || now.saturating_sub(known.at) < LOOK_NANOS {
-                return Ok(known.account.filter(|_| holds));
+            if holds || now < known.again {
+                return known.account.filter(|_| holds);
             }
         }
-        let maps = fs::read_to_string(self.proc.join(pid.to_string()).join("maps"))?;
-        let account = maps
-            .lines()
-            .filter_map(mapped)
-            .find(|file| accounts.contains(file));
-        self.known.insert(pid, Known { account, at: now });
-        Ok(account)
+        let maps = self.proc.join(pid.to_string()).join("maps");
+        let (account, wait) = match find(&maps, accounts) {
+            Ok(Found::Account(account)) => (Some(account), LOOK_NANOS),
+            Ok(Found::None) | Err(_) => (None, LOOK_NANOS),
+            Ok(Found::TooLong) => (None, LONG_NANOS),
+        };
+        let again = now.saturating_add(wait);
+        self.known.insert(pid, Known { account, again });
+        account
+    }
+}
+
+enum Found {
+    Account(FileId),
+    None,
+    TooLong,
+}
+
+/// The first of `accounts` in the file `maps`.
+fn find(maps: &Path, accounts: &[FileId]) -> io::Result<Found> {
+    let mut maps = BufReader::new(File::open(maps)?.take(MOST_BYTES));
+    let mut line = Vec::new();
+    loop {
+        line.clear();
+        maps.by_ref().take(LINE).read_until(b'\n', &mut line)?;
+        if line.is_empty() {
+            let all = maps.get_ref().limit() > 0;
+            return Ok(if all { Found::None } else { Found::TooLong });
+        }
+        if let Some(file) = mapped(&line).filter(|file| accounts.contains(file)) {
+            return Ok(Found::Account(file));
+        }
+        if !line.ends_with(b"\n") {
+            maps.skip_until(b'\n')?;
+        }
     }
 }
 
 /// The file of a line of `maps`: `start-end rights offset major:minor inode path`.
-fn mapped(line: &str) -> Option<FileId> {
-    let mut fields = line.split_ascii_whitespace().skip(3);
-    let (major, minor) = fields.next()?.split_once(':')?;
+fn mapped(line: &[u8]) -> Option<FileId> {
+    let fields = line.split(u8::is_ascii_whitespace);
+    let mut fields = fields.filter(|field| !field.is_empty()).skip(3);
+    let mut field = || str::from_utf8(fields.next()?).ok();
+    let (major, minor) = field()?.split_once(':')?;
     let number = |hex| u32::from_str_radix(hex, 16).ok();
     Some(FileId {
         device: rustix::fs::makedev(number(major)?, number(minor)?),
-        inode: fields.next()?.parse().ok().filter(|inode| *inode != 0)?,
+        inode: field()?.parse().ok().filter(|inode| *inode != 0)?,
     })
 }
 
@@ -103,7 +140,7 @@ mod tests {
 
     #[test]
     fn a_line_of_maps_names_its_file() {
-        let line = "7f0000000000-7f0000021000 rw-s 00000000 00:2f 4711       /usr/lib/tranche/shares/gpu-0/account";
+        let line = b"7f0000000000-7f0000021000 rw-s 00000000 00:2f 4711       /usr/lib/tranche/shares/gpu-0/account";
         let device = rustix::fs::makedev(0, 0x2f);
         assert_eq!(
             mapped(line),
@@ -113,7 +150,7 @@ mod tests {
             })
         );
         for other in ["7f00-7f01 rw-p 00000000 00:00 0 [heap]", "", "a b c d e"] {
-            assert_eq!(mapped(other), None, "{other}");
+            assert_eq!(mapped(other.as_bytes()), None, "{other}");
         }
     }
 
@@ -127,19 +164,46 @@ mod tests {
         };
         let mut processes = Processes::new("/proc");
         let me = std::process::id();
-        assert_eq!(processes.account_of(me, 0, &[other]).unwrap(), None);
+        assert_eq!(processes.account_of(me, 0, &[other]), None);
         // Looked at just now; then again.
-        assert_eq!(processes.account_of(me, 1, &[program]).unwrap(), None);
+        assert_eq!(processes.account_of(me, 1, &[program]), None);
         let found = processes.account_of(me, LOOK_NANOS, &[other, program]);
-        assert_eq!(found.unwrap(), Some(program));
-        assert_eq!(
-            processes.account_of(me, 0, &[program]).unwrap(),
-            Some(program)
-        );
+        assert_eq!(found, Some(program));
+        assert_eq!(processes.account_of(me, 0, &[program]), Some(program));
         processes.keep(&[]);
         assert!(processes.known.is_empty());
-        Processes::new("/nowhere")
-            .account_of(me, 0, &[program])
-            .unwrap_err();
+        let mut elsewhere = Processes::new("/nowhere");
+        assert_eq!(elsewhere.account_of(me, 0, &[program]), None);
+    }
+
+    #[test]
+    fn maps_of_any_text_and_length_are_survived() {
+        let account = FileId {
+            device: rustix::fs::makedev(0, 0x2f),
+            inode: 4711,
+        };
+        let line = b"7f00-7f02 rw-s 00000000 00:2f 4711 /usr/lib/tranche/shares/gpu-0/account\n";
+        let not_text = b"7f00-7f02 r--p 00000000 00:2f 12 /tmp/\xff\xfe\n";
+        // A name that would be a line of its own, were it cut there.
+        let mut long = b"7f00-7f02 r--p 00000000 00:2f 12 ".to_vec();
+        long.extend(b"/tmp/ 7f00-7f02 rw-s 00000000 00:2f 4711 ".repeat(100));
+        long.push(b'\n');
+        let endless = long.repeat(20 << 20 >> 12);
+        assert!(endless.len() as u64 > MOST_BYTES);
+        let proc = tempfile::tempdir().unwrap();
+        let folder = proc.path().join("7");
+        fs::create_dir(&folder).unwrap();
+        for (before, found) in [
+            (&not_text[..], Some(account)),
+            (&long, Some(account)),
+            (&endless, None),
+        ] {
+            fs::write(folder.join("maps"), [before, line].concat()).unwrap();
+            let mut processes = Processes::new(proc.path());
+            assert_eq!(processes.account_of(7, 0, &[account]), found);
+            // What takes long is not done every second.
+            fs::write(folder.join("maps"), line).unwrap();
+            assert_eq!(processes.account_of(7, LOOK_NANOS, &[account]), found);
+        }
     }
 }

@@ -164,7 +164,8 @@ impl Sampler {
 }
 
 /// Notes for each share how much of the time its GPU worked for its processes; or for none of them,
-/// where one of the GPU's processes cannot be seen here.
+/// where no process of any share can be seen here. One that cannot is nobody's: its neighbours are not
+/// to answer for it.
 fn set_busy(
     processes: &mut Processes,
     now: u64,
@@ -176,11 +177,8 @@ fn set_busy(
     let accounts: Vec<FileId> = ids.iter().copied().flatten().collect();
     let mut sums: BTreeMap<FileId, f64> = BTreeMap::new();
     for (pid, part) in parts.iter().filter(|(_, part)| *part > 0.0) {
-        match processes.account_of(*pid, now, &accounts) {
-            Ok(Some(account)) => *sums.entry(account).or_default() += part,
-            // Somebody else's.
-            Ok(None) => {}
-            Err(_) => return,
+        if let Some(account) = processes.account_of(*pid, now, &accounts) {
+            *sums.entry(account).or_default() += part;
         }
     }
     if sums.is_empty() {
@@ -348,6 +346,58 @@ mod tests {
         let (after, now) = refill(&shares[0]);
         assert!(after > turn);
         assert!(now.base >= before.base);
+    }
+
+    /// A `/proc` in which the first process has these files mapped.
+    fn proc_of(root: &Path, pid: u32, mapped: &[&Path]) {
+        use std::fmt::Write as _;
+        let mut maps = String::new();
+        for file in mapped {
+            let FileId { device, inode } = FileId::of(file).unwrap();
+            let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
+            writeln!(
+                maps,
+                "7f00-7f21 rw-s 00000000 {major:02x}:{minor:02x} {inode} /x"
+            )
+            .unwrap();
+        }
+        let folder = root.join(pid.to_string());
+        fs::create_dir_all(&folder).unwrap();
+        fs::write(folder.join("maps"), maps).unwrap();
+    }
+
+    /// A process that ended meanwhile, or is another user's, is nobody's.
+    #[test]
+    fn a_process_that_cannot_be_seen_changes_nothing_for_the_others() {
+        let root = tempfile::tempdir().unwrap();
+        let folders = [
+            share(root.path(), "a", Some(25)),
+            share(root.path(), "b", Some(25)),
+        ];
+        let ids = folders
+            .each_ref()
+            .map(|folder| FileId::of(&folder.join("account")).unwrap());
+        proc_of(root.path(), 7, &[&folders[0].join("account")]);
+        let busy_of = |parts: &[(u32, f64)]| {
+            let reading = Reading {
+                cores: 25,
+                policy: ComputePolicy::Strict,
+                position: 0,
+                spent: 0,
+                busy: None,
+            };
+            let mut readings = folders.clone().map(|folder| (folder, reading));
+            let id_of = |folder: &PathBuf| {
+                let nth = folders.iter().position(|known| known == folder)?;
+                Some(ids[nth])
+            };
+            let mut processes = Processes::new(root.path());
+            set_busy(&mut processes, 0, parts, &mut readings, id_of);
+            readings.map(|(_, reading)| reading.busy)
+        };
+        assert_eq!(busy_of(&[(7, 0.25), (8, 0.5)]), [Some(0.25), Some(0.0)]);
+        // Where none can be seen, only the whole GPU is known.
+        assert_eq!(busy_of(&[(8, 0.5)]), [None, None]);
     }
 
     /// A share without a limit of its time needs nothing of the sampler, ten times a second.

@@ -100,6 +100,21 @@ fn thirty_and_seventy_where_only_the_whole_gpu_is_known() {
     }
 }
 
+/// Where only the whole GPU is known, what somebody without a share works on it is nobody's fault.
+#[test]
+fn work_that_no_share_accounts_for_holds_no_share_up() {
+    let mut world = World::new(&[(25, Strict), (25, Strict)]);
+    world.by_share = false;
+    world.foreign = 50;
+    for share in [0, 1] {
+        world.start(Program::new(share, &[300 * MICRO]));
+    }
+    world.run(10 * SECOND);
+    for part in world.run(10 * SECOND) {
+        near(part, 25.0, "beside work of 50 % that is nobody's");
+    }
+}
+
 #[test]
 fn four_equal_shares_are_equal() {
     for kernels in [

@@ -97,6 +97,8 @@ pub struct World {
     pub node_lives: bool,
     /// Whether NVML's processes can be told apart by share.
     pub by_share: bool,
+    /// Percent of the GPU's time that NVML sees beside what the shares ran.
+    pub foreign: u8,
     controller: Controller<usize>,
     next_step: u64,
     /// Whose turn it is, and what is left of it.
@@ -128,6 +130,7 @@ impl World {
             programs: Vec::new(),
             node_lives: true,
             by_share: true,
+            foreign: 0,
             controller: Controller::default(),
             next_step: 1000 * SECOND,
             turn: 0,
@@ -178,6 +181,7 @@ impl World {
     fn step(&mut self) {
         self.next_step = self.now + PERIOD_NANOS;
         let busy = percent_of_last_second(&mut self.history, self.ran);
+        let busy = busy.map(|busy| (busy + f64::from(self.foreign) / 100.0).min(1.0));
         for share in &mut self.shares {
             let busy = percent_of_last_second(&mut share.history, share.ran);
             share.busy = busy.filter(|_| self.by_share);
