@@ -243,7 +243,8 @@ impl<K: Ord + Clone> Controller<K> {
         {
             self.ratio.add(busy, scaled);
         }
-        let in_common = self.ratio.value();
+        // Without word of the GPU the ratio is of scales that are no more.
+        let in_common = busy.and_then(|_| self.ratio.value());
         for (key, reading) in shares {
             let Some(share) = self.shares.get_mut(key) else {
                 continue;

@@ -15,7 +15,7 @@ pub trait Utilization {
     fn by_process(&mut self, gpu_uuid: &str) -> Option<Vec<(u32, f64)>>;
 }
 
-/// From one attempt at NVML to the next. Without it shares have their cores all the same.
+/// From one attempt to open NVML to the next. Without it shares have their cores all the same.
 const RETRY: Duration = Duration::from_secs(10);
 
 /// For how long a sample is taken to hold. The driver samples every 1/6 s to 1 s.
@@ -72,11 +72,23 @@ impl NvmlUtilization {
         }
         self.opened.as_deref()
     }
+
+    /// After a call that every driver answers failed: the driver may be another one by now, which an
+    /// NVML of before does not talk to. Not at once after it was opened: a GPU that is gone fails too,
+    /// and the others' figures are wanted.
+    fn give_up(&mut self) {
+        if self.driver.is_some() && self.tried.is_none_or(|at| at.elapsed() > RETRY) {
+            self.opened = None;
+        }
+    }
 }
 
 impl Utilization for NvmlUtilization {
     fn whole(&mut self, gpu_uuid: &str) -> Option<f64> {
-        let percent = self.open()?.utilization(gpu_uuid).ok()?;
+        let Ok(percent) = self.open()?.utilization(gpu_uuid) else {
+            self.give_up();
+            return None;
+        };
         Some(f64::from(percent.min(100)) / 100.0)
     }
 
@@ -110,5 +122,73 @@ impl Utilization for NvmlUtilization {
             },
         );
         Some(parts)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    use super::*;
+    use crate::nvml::{Description, NvmlError, ProcessSample};
+
+    /// A driver that was replaced once: what was opened before fails.
+    #[derive(Clone, Debug, Default)]
+    struct Replaced {
+        opened: Arc<AtomicU32>,
+    }
+
+    #[derive(Debug)]
+    struct Handle(bool);
+
+    impl Driver for Replaced {
+        fn open(&self) -> Result<Box<dyn Nvml>, NvmlError> {
+            Ok(Box::new(Handle(
+                self.opened.fetch_add(1, Ordering::SeqCst) > 0,
+            )))
+        }
+    }
+
+    impl Nvml for Handle {
+        fn describe(&self) -> Result<Description, NvmlError> {
+            unreachable!("nobody asks")
+        }
+
+        fn utilization(&self, gpu_uuid: &str) -> Result<u32, NvmlError> {
+            match (self.0, gpu_uuid) {
+                (true, "here") => Ok(50),
+                _ => Err(NvmlError::Root("gone".into())),
+            }
+        }
+
+        fn process_utilization(&self, _: &str, _: u64) -> Result<Vec<ProcessSample>, NvmlError> {
+            Err(NvmlError::Root("not supported".into()))
+        }
+    }
+
+    #[test]
+    fn an_nvml_that_fails_is_opened_anew_but_not_all_the_time() {
+        let driver = Replaced::default();
+        let mut utilization = NvmlUtilization::new(Box::new(driver.clone()));
+        let opened = || driver.opened.load(Ordering::SeqCst);
+        let later = |utilization: &mut NvmlUtilization| {
+            utilization.tried = Instant::now().checked_sub(RETRY * 2);
+        };
+        assert_eq!((utilization.whole("here"), opened()), (None, 1));
+        later(&mut utilization);
+        assert_eq!(utilization.whole("here"), None);
+        assert_eq!((utilization.whole("here"), opened()), (Some(0.5), 2));
+        // A GPU that is gone does not take the others with it, nor does what not every driver answers.
+        for _ in 0..3 {
+            assert_eq!(utilization.whole("elsewhere"), None);
+            assert_eq!(utilization.by_process("here"), None);
+            assert_eq!((utilization.whole("here"), opened()), (Some(0.5), 2));
+        }
+        later(&mut utilization);
+        assert_eq!(utilization.by_process("here"), None);
+        assert_eq!((utilization.whole("here"), opened()), (Some(0.5), 2));
+        assert_eq!(utilization.whole("elsewhere"), None);
+        assert_eq!((utilization.whole("here"), opened()), (Some(0.5), 3));
     }
 }

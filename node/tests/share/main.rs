@@ -100,6 +100,21 @@ fn thirty_and_seventy_where_only_the_whole_gpu_is_known() {
     }
 }
 
+/// When NVML falls silent, the scales stay as they are.
+#[test]
+fn a_ratio_that_is_old_is_not_used() {
+    let mut world = World::new(&[(25, Strict)]);
+    world.by_share = false;
+    world.start(Program {
+        measures: 200,
+        ..Program::new(0, &[500 * MICRO])
+    });
+    world.run(4 * SECOND);
+    world.nvml_answers = false;
+    let part = world.run(20 * SECOND)[0];
+    assert!((10.0..=35.0).contains(&part), "{part} % of 25 %");
+}
+
 /// Where only the whole GPU is known, what somebody without a share works on it is nobody's fault.
 #[test]
 fn work_that_no_share_accounts_for_holds_no_share_up() {

@@ -97,6 +97,8 @@ pub struct World {
     pub node_lives: bool,
     /// Whether NVML's processes can be told apart by share.
     pub by_share: bool,
+    /// Whether NVML answers.
+    pub nvml_answers: bool,
     /// Percent of the GPU's time that NVML sees beside what the shares ran.
     pub foreign: u8,
     controller: Controller<usize>,
@@ -130,6 +132,7 @@ impl World {
             programs: Vec::new(),
             node_lives: true,
             by_share: true,
+            nvml_answers: true,
             foreign: 0,
             controller: Controller::default(),
             next_step: 1000 * SECOND,
@@ -182,9 +185,10 @@ impl World {
         self.next_step = self.now + PERIOD_NANOS;
         let busy = percent_of_last_second(&mut self.history, self.ran);
         let busy = busy.map(|busy| (busy + f64::from(self.foreign) / 100.0).min(1.0));
+        let busy = busy.filter(|_| self.nvml_answers);
         for share in &mut self.shares {
             let busy = percent_of_last_second(&mut share.history, share.ran);
-            share.busy = busy.filter(|_| self.by_share);
+            share.busy = busy.filter(|_| self.by_share && self.nvml_answers);
         }
         if !self.node_lives {
             return;
