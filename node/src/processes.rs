@@ -8,6 +8,7 @@
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{self, BufRead as _, BufReader, Read as _};
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 /// A file's device and inode.
@@ -22,12 +23,16 @@ pub struct FileId {
 impl FileId {
     /// That of the file at `path`.
     pub fn of(path: &Path) -> std::io::Result<Self> {
-        use std::os::unix::fs::MetadataExt as _;
-        let metadata = fs::metadata(path)?;
-        Ok(Self {
+        Ok(Self::from(&fs::metadata(path)?))
+    }
+}
+
+impl From<&fs::Metadata> for FileId {
+    fn from(metadata: &fs::Metadata) -> Self {
+        Self {
             device: metadata.dev(),
             inode: metadata.ino(),
-        })
+        }
     }
 }
 

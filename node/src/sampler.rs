@@ -66,9 +66,22 @@ pub struct Sampled {
 #[derive(Debug)]
 pub struct Sampler {
     processes: Processes,
-    /// `None` for those whose time is not limited.
-    shares: BTreeMap<PathBuf, Option<Share>>,
+    shares: BTreeMap<PathBuf, Opened>,
     gpus: BTreeMap<String, Controller<PathBuf>>,
+}
+
+/// From one look whether a share's files are still those at its path to the next, in nanoseconds.
+const LOOK_NANOS: u64 = 1_000_000_000;
+
+/// A share's files, kept open: no other file gets their inodes.
+#[derive(Debug)]
+struct Opened {
+    cap: File,
+    cap_id: FileId,
+    /// When they are looked at again.
+    again: u64,
+    /// `None` where its time is not limited.
+    share: Option<Share>,
 }
 
 /// A share whose time is limited.
@@ -77,7 +90,6 @@ struct Share {
     gpu: String,
     cores: u8,
     policy: ComputePolicy,
-    cap: File,
     account: AccountFile,
     account_id: FileId,
     turn: u64,
@@ -107,19 +119,24 @@ impl Sampler {
         let mut sampled = Vec::new();
         self.shares.retain(|folder, _| shares.contains(folder));
         for folder in shares {
-            if self.shares.contains_key(folder) {
+            if let Some(opened) = self.shares.get_mut(folder) {
+                // Another share of that name is opened in the next step, so that the controller forgets
+                // this one.
+                if opened.is_replaced(now, folder) {
+                    self.shares.remove(folder);
+                }
                 continue;
             }
-            match Share::open(folder) {
-                Ok(share) => {
-                    self.shares.insert(folder.clone(), share);
+            match Opened::open(now, folder) {
+                Ok(opened) => {
+                    self.shares.insert(folder.clone(), opened);
                 }
                 Err(error) => sampled.push(failed(folder, error)),
             }
         }
         let mut by_gpu: BTreeMap<&str, Vec<(PathBuf, Reading)>> = BTreeMap::new();
-        let limited = self.shares.iter();
-        let limited = limited.filter_map(|(folder, share)| Some((folder, share.as_ref()?)));
+        let opened = self.shares.iter();
+        let limited = opened.filter_map(|(folder, opened)| Some((folder, opened.share.as_ref()?)));
         for (folder, share) in limited {
             match share.read() {
                 Ok(reading) => by_gpu
@@ -135,7 +152,7 @@ impl Sampler {
         for (gpu, readings) in &mut by_gpu {
             let parts = utilization.by_process(gpu).unwrap_or_default();
             pids.extend(parts.iter().map(|(pid, _)| *pid));
-            let share = |folder: &PathBuf| self.shares.get(folder)?.as_ref();
+            let share = |folder: &PathBuf| self.shares.get(folder)?.share.as_ref();
             let ids = |folder: &PathBuf| share(folder).map(|share| share.account_id);
             set_busy(&mut self.processes, now, &parts, readings, ids);
             let controller = self.gpus.entry((*gpu).to_owned()).or_default();
@@ -146,10 +163,15 @@ impl Sampler {
         }
         self.processes.keep(&pids);
         for (folder, decision) in decisions {
-            let Some(Some(share)) = self.shares.get_mut(&folder) else {
+            let Some(Opened {
+                cap,
+                share: Some(share),
+                ..
+            }) = self.shares.get_mut(&folder)
+            else {
                 continue;
             };
-            let outcome = share.write(&decision).map(|()| decision);
+            let outcome = share.write(cap, &decision).map(|()| decision);
             let outcome = outcome.map_err(|source| SampleError::File {
                 path: folder.join(paths::CAP),
                 source,
@@ -197,40 +219,68 @@ fn failed(folder: &Path, error: SampleError) -> Sampled {
     }
 }
 
-impl Share {
-    /// `None` for a share whose time is not limited.
-    fn open(folder: &Path) -> Result<Option<Self>, SampleError> {
+impl Opened {
+    fn open(now: u64, folder: &Path) -> Result<Self, SampleError> {
         let path = folder.join(paths::CAP);
         let file = |source| SampleError::File {
             path: path.clone(),
             source,
         };
         let cap_file = open_page(&path, true).map_err(file)?;
+        let cap_id = cap_file.metadata().map_err(file)?;
         let mut bytes = [0; cap::LEN];
         cap_file.read_exact_at(&mut bytes, 0).map_err(file)?;
         let page = CapPage::decode(&bytes).map_err(|source| SampleError::Page {
             path: path.clone(),
             source,
         })?;
-        let Some(cores @ 1..=99) = page.cores else {
-            return Ok(None);
+        let share = match page.cores {
+            Some(cores @ 1..=99) => Some(Share::open(folder, cores, &page, &bytes)?),
+            _ => None,
         };
-        let (turn, written) = Refill::decode(&bytes);
+        Ok(Self {
+            cap: cap_file,
+            cap_id: FileId::from(&cap_id),
+            again: now.saturating_add(LOOK_NANOS),
+            share,
+        })
+    }
+
+    /// Whether other files are at the share's path by now: a share ended and another one has its name.
+    fn is_replaced(&mut self, now: u64, folder: &Path) -> bool {
+        if now < self.again {
+            return false;
+        }
+        self.again = now.saturating_add(LOOK_NANOS);
+        let is = |page: &str, id: FileId| FileId::of(&folder.join(page)).is_ok_and(|at| at == id);
+        let account = self.share.as_ref().map(|share| share.account_id);
+        !is(paths::CAP, self.cap_id) || account.is_some_and(|id| !is(paths::ACCOUNT, id))
+    }
+}
+
+impl Share {
+    fn open(
+        folder: &Path,
+        cores: u8,
+        page: &CapPage<'_>,
+        bytes: &[u8; cap::LEN],
+    ) -> Result<Self, SampleError> {
+        let (turn, written) = Refill::decode(bytes);
         let account = folder.join(paths::ACCOUNT);
+        // Before it is opened: one that comes in between is noticed later.
         let account_id = FileId::of(&account).map_err(|source| SampleError::File {
             path: account.clone(),
             source,
         })?;
-        Ok(Some(Self {
+        Ok(Self {
             account_id,
             gpu: page.gpu_uuid.to_owned(),
             cores,
             policy: page.compute_policy,
             account: AccountFile::open(&account)?,
-            cap: cap_file,
             turn,
             written,
-        }))
+        })
     }
 
     fn read(&self) -> Result<Reading, SampleError> {
@@ -244,15 +294,15 @@ impl Share {
         })
     }
 
-    fn write(&mut self, decision: &Decision) -> io::Result<()> {
+    fn write(&mut self, cap: &File, decision: &Decision) -> io::Result<()> {
         if !decision.is_news {
             return Ok(());
         }
         let turn = self.turn + 1;
         let at = |offset: usize| (refill::OFFSET + offset) as u64;
         let copy = at(refill::offset_of_turn(turn));
-        self.cap.write_all_at(&decision.refill.encode(), copy)?;
-        self.cap.write_all_at(&turn.to_le_bytes(), at(0))?;
+        cap.write_all_at(&decision.refill.encode(), copy)?;
+        cap.write_all_at(&turn.to_le_bytes(), at(0))?;
         self.turn = turn;
         self.written = decision.refill;
         Ok(())
@@ -398,6 +448,41 @@ mod tests {
         assert_eq!(busy_of(&[(7, 0.25), (8, 0.5)]), [Some(0.25), Some(0.0)]);
         // Where none can be seen, only the whole GPU is known.
         assert_eq!(busy_of(&[(8, 0.5)]), [None, None]);
+    }
+
+    /// As when a share ended and another one of its name began: `tranche run --share` does so.
+    #[test]
+    fn a_share_of_the_same_name_is_another_one() {
+        let root = tempfile::tempdir().unwrap();
+        let folders = [share(root.path(), "a", Some(25))];
+        let (mut sampler, mut busy) = (Sampler::new("/proc"), Busy(1.0));
+        sampler.step(SECOND, &folders, &mut busy);
+        spend(&folders[0], 100 * SECOND);
+        // But is not in debt.
+        let account = File::options().write(true).open(folders[0].join("account"));
+        account.unwrap().write_all_at(&[0; 8], 384).unwrap();
+        sampler.step(2 * SECOND, &folders, &mut busy);
+        assert_eq!(refill(&folders[0]).0, 1);
+        // Its account; later its cap page.
+        let mut at = 2 * SECOND;
+        for page in ["account", "cap"] {
+            let other = share(root.path(), "other", Some(25));
+            fs::rename(other.join(page), folders[0].join(page)).unwrap();
+            fs::remove_dir_all(other).unwrap();
+            // Noticed within a second; opened; read.
+            for _ in 0..3 {
+                at += SECOND;
+                for outcome in sampler.step(at, &folders, &mut busy) {
+                    assert_eq!(outcome.outcome.unwrap().suspect, None, "{page}");
+                }
+            }
+            let before = refill(&folders[0]).0;
+            at += SECOND;
+            spend(&folders[0], at);
+            sampler.step(at, &folders, &mut busy);
+            let (turn, written) = refill(&folders[0]);
+            assert_eq!((turn, written.rate), (before + 1, 4 * WHOLE), "{page}");
+        }
     }
 
     /// A share without a limit of its time needs nothing of the sampler, ten times a second.
