@@ -56,9 +56,9 @@ pub struct Processes {
     known: BTreeMap<u32, Known>,
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 struct Known {
-    account: Option<FileId>,
+    accounts: Vec<FileId>,
     /// When it is looked at again, if it has none.
     again: u64,
 }
@@ -77,37 +77,38 @@ impl Processes {
         self.known.retain(|pid, _| pids.contains(pid));
     }
 
-    /// Which of `accounts` process `pid` has mapped, if any. `None` also for a process whose maps cannot
-    /// be read: it ended meanwhile, or is another user's, or this `/proc` is not the host's.
-    pub fn account_of(&mut self, pid: u32, now: u64, accounts: &[FileId]) -> Option<FileId> {
+    /// Which of `accounts` process `pid` has mapped: none also for a process whose maps cannot be read,
+    /// since it ended meanwhile, or is another user's, or this `/proc` is not the host's.
+    pub fn accounts_of(&mut self, pid: u32, now: u64, accounts: &[FileId]) -> Vec<FileId> {
         if let Some(known) = self.known.get(&pid) {
-            let holds = known
-                .account
-                .is_some_and(|account| accounts.contains(&account));
-            if holds || now < known.again {
-                return known.account.filter(|_| holds);
+            let held = known.accounts.iter().copied();
+            let held: Vec<_> = held.filter(|held| accounts.contains(held)).collect();
+            if !held.is_empty() || now < known.again {
+                return held;
             }
         }
         let maps = self.proc.join(pid.to_string()).join("maps");
-        let (account, wait) = match find(&maps, accounts) {
-            Ok(Found::Account(account)) => (Some(account), LOOK_NANOS),
-            Ok(Found::None) | Err(_) => (None, LOOK_NANOS),
-            Ok(Found::TooLong) => (None, LONG_NANOS),
+        let mut found = Vec::new();
+        let wait = match find(&maps, accounts, &mut found) {
+            Ok(Read::TooLong) => LONG_NANOS,
+            Ok(Read::All) | Err(_) => LOOK_NANOS,
         };
-        let again = now.saturating_add(wait);
-        self.known.insert(pid, Known { account, again });
-        account
+        let known = Known {
+            accounts: found.clone(),
+            again: now.saturating_add(wait),
+        };
+        self.known.insert(pid, known);
+        found
     }
 }
 
-enum Found {
-    Account(FileId),
-    None,
+enum Read {
+    All,
     TooLong,
 }
 
-/// The first of `accounts` in the file `maps`.
-fn find(maps: &Path, accounts: &[FileId]) -> io::Result<Found> {
+/// Adds those of `accounts` that are in the file `maps` to `found`, each once.
+fn find(maps: &Path, accounts: &[FileId], found: &mut Vec<FileId>) -> io::Result<Read> {
     let mut maps = BufReader::new(File::open(maps)?.take(MOST_BYTES));
     let mut line = Vec::new();
     loop {
@@ -115,10 +116,12 @@ fn find(maps: &Path, accounts: &[FileId]) -> io::Result<Found> {
         maps.by_ref().take(LINE).read_until(b'\n', &mut line)?;
         if line.is_empty() {
             let all = maps.get_ref().limit() > 0;
-            return Ok(if all { Found::None } else { Found::TooLong });
+            return Ok(if all { Read::All } else { Read::TooLong });
         }
-        if let Some(file) = mapped(&line).filter(|file| accounts.contains(file)) {
-            return Ok(Found::Account(file));
+        if let Some(file) = mapped(&line).filter(|file| accounts.contains(file))
+            && !found.contains(&file)
+        {
+            found.push(file);
         }
         if !line.ends_with(b"\n") {
             maps.skip_until(b'\n')?;
@@ -169,16 +172,16 @@ mod tests {
         };
         let mut processes = Processes::new("/proc");
         let me = std::process::id();
-        assert_eq!(processes.account_of(me, 0, &[other]), None);
+        assert_eq!(processes.accounts_of(me, 0, &[other]), []);
         // Looked at just now; then again.
-        assert_eq!(processes.account_of(me, 1, &[program]), None);
-        let found = processes.account_of(me, LOOK_NANOS, &[other, program]);
-        assert_eq!(found, Some(program));
-        assert_eq!(processes.account_of(me, 0, &[program]), Some(program));
+        assert_eq!(processes.accounts_of(me, 1, &[program]), []);
+        let found = processes.accounts_of(me, LOOK_NANOS, &[other, program]);
+        assert_eq!(found, [program]);
+        assert_eq!(processes.accounts_of(me, 0, &[program]), [program]);
         processes.keep(&[]);
         assert!(processes.known.is_empty());
         let mut elsewhere = Processes::new("/nowhere");
-        assert_eq!(elsewhere.account_of(me, 0, &[program]), None);
+        assert_eq!(elsewhere.accounts_of(me, 0, &[program]), []);
     }
 
     #[test]
@@ -199,16 +202,16 @@ mod tests {
         let folder = proc.path().join("7");
         fs::create_dir(&folder).unwrap();
         for (before, found) in [
-            (&not_text[..], Some(account)),
-            (&long, Some(account)),
-            (&endless, None),
+            (&not_text[..], vec![account]),
+            (&long, vec![account]),
+            (&endless, vec![]),
         ] {
             fs::write(folder.join("maps"), [before, line].concat()).unwrap();
             let mut processes = Processes::new(proc.path());
-            assert_eq!(processes.account_of(7, 0, &[account]), found);
+            assert_eq!(processes.accounts_of(7, 0, &[account]), found);
             // What takes long is not done every second.
             fs::write(folder.join("maps"), line).unwrap();
-            assert_eq!(processes.account_of(7, LOOK_NANOS, &[account]), found);
+            assert_eq!(processes.accounts_of(7, LOOK_NANOS, &[account]), found);
         }
     }
 }

@@ -9,6 +9,9 @@
 //! One per node. It maps nothing: see [`crate::page`]. A cap page is written in two steps, the copy
 //! that is not in use and then which is: see [`tranche_shim_core::compute::refill`].
 
+#[cfg(test)]
+mod tests;
+
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
@@ -73,6 +76,9 @@ pub struct Sampler {
 /// From one look whether a share's files are still those at its path to the next, in nanoseconds.
 const LOOK_NANOS: u64 = 1_000_000_000;
 
+/// What an earlier step's part in [`Share::recent`] loses in each step.
+const RECENT_WEIGHT: f64 = 0.1;
+
 /// A share's files, kept open: no other file gets their inodes.
 #[derive(Debug)]
 struct Opened {
@@ -92,6 +98,10 @@ struct Share {
     policy: ComputePolicy,
     account: AccountFile,
     account_id: FileId,
+    /// What its launches were reckoned to take, and how much that was in about the last second, which
+    /// is what NVML's figures are of.
+    spent: u64,
+    recent: f64,
     turn: u64,
     written: Refill,
 }
@@ -134,28 +144,28 @@ impl Sampler {
                 Err(error) => sampled.push(failed(folder, error)),
             }
         }
-        let mut by_gpu: BTreeMap<&str, Vec<(PathBuf, Reading)>> = BTreeMap::new();
-        let opened = self.shares.iter();
-        let limited = opened.filter_map(|(folder, opened)| Some((folder, opened.share.as_ref()?)));
-        for (folder, share) in limited {
+        let mut by_gpu: BTreeMap<String, Vec<(PathBuf, Reading)>> = BTreeMap::new();
+        for (folder, opened) in &mut self.shares {
+            let Some(share) = &mut opened.share else {
+                continue;
+            };
             match share.read() {
                 Ok(reading) => by_gpu
-                    .entry(&share.gpu)
+                    .entry(share.gpu.clone())
                     .or_default()
                     .push((folder.clone(), reading)),
                 Err(error) => sampled.push(failed(folder, error)),
             }
         }
-        self.gpus.retain(|gpu, _| by_gpu.contains_key(gpu.as_str()));
+        self.gpus.retain(|gpu, _| by_gpu.contains_key(gpu));
         let mut decisions = Vec::new();
         let mut pids = Vec::new();
         for (gpu, readings) in &mut by_gpu {
             let parts = utilization.by_process(gpu).unwrap_or_default();
             pids.extend(parts.iter().map(|(pid, _)| *pid));
             let share = |folder: &PathBuf| self.shares.get(folder)?.share.as_ref();
-            let ids = |folder: &PathBuf| share(folder).map(|share| share.account_id);
-            set_busy(&mut self.processes, now, &parts, readings, ids);
-            let controller = self.gpus.entry((*gpu).to_owned()).or_default();
+            set_busy(&mut self.processes, now, &parts, readings, share);
+            let controller = self.gpus.entry(gpu.clone()).or_default();
             let written = |folder: &PathBuf| {
                 share(folder).map_or_else(Refill::default, |share| share.written)
             };
@@ -188,27 +198,38 @@ impl Sampler {
 /// Notes for each share how much of the time its GPU worked for its processes; or for none of them,
 /// where no process of any share can be seen here. One that cannot is nobody's: its neighbours are not
 /// to answer for it.
-fn set_busy(
+///
+/// A process may use several shares of a GPU: what was worked for it is divided as they reckoned.
+fn set_busy<'a>(
     processes: &mut Processes,
     now: u64,
     parts: &[(u32, f64)],
     readings: &mut [(PathBuf, Reading)],
-    id_of: impl Fn(&PathBuf) -> Option<FileId>,
+    share_of: impl Fn(&PathBuf) -> Option<&'a Share>,
 ) {
-    let ids: Vec<Option<FileId>> = readings.iter().map(|(folder, _)| id_of(folder)).collect();
-    let accounts: Vec<FileId> = ids.iter().copied().flatten().collect();
+    let shares: Vec<(FileId, f64)> = readings
+        .iter()
+        .filter_map(|(folder, _)| share_of(folder))
+        .map(|share| (share.account_id, share.recent))
+        .collect();
+    let accounts: Vec<FileId> = shares.iter().map(|(id, _)| *id).collect();
     let mut sums: BTreeMap<FileId, f64> = BTreeMap::new();
     for (pid, part) in parts.iter().filter(|(_, part)| *part > 0.0) {
-        if let Some(account) = processes.account_of(*pid, now, &accounts) {
-            *sums.entry(account).or_default() += part;
+        let mapped = processes.accounts_of(*pid, now, &accounts);
+        let mapped = shares.iter().filter(|(id, _)| mapped.contains(id));
+        let all: f64 = mapped.clone().map(|(_, recent)| recent).sum();
+        let count: f64 = mapped.clone().map(|_| 1.0).sum();
+        for (id, recent) in mapped {
+            let weight = if all > 0.0 { recent / all } else { 1.0 / count };
+            *sums.entry(*id).or_default() += part * weight;
         }
     }
     if sums.is_empty() {
         return;
     }
-    for ((_, reading), id) in readings.iter_mut().zip(ids) {
-        let sum = id.and_then(|id| sums.get(&id)).copied().unwrap_or(0.0);
-        reading.busy = Some(sum.min(1.0));
+    for (folder, reading) in readings {
+        let sum = share_of(folder).and_then(|share| sums.get(&share.account_id));
+        reading.busy = Some(sum.copied().unwrap_or(0.0).min(1.0));
     }
 }
 
@@ -278,13 +299,19 @@ impl Share {
             cores,
             policy: page.compute_policy,
             account: AccountFile::open(&account)?,
+            spent: u64::MAX,
+            recent: 0.0,
             turn,
             written,
         })
     }
 
-    fn read(&self) -> Result<Reading, SampleError> {
+    fn read(&mut self) -> Result<Reading, SampleError> {
         let (position, spent) = self.account.compute()?;
+        #[expect(clippy::cast_precision_loss, reason = "a ratio of it is wanted")]
+        let news = spent.saturating_sub(self.spent) as f64;
+        self.recent += news - self.recent * RECENT_WEIGHT;
+        self.spent = spent;
         Ok(Reading {
             cores: self.cores,
             policy: self.policy,
@@ -306,212 +333,5 @@ impl Share {
         self.turn = turn;
         self.written = decision.refill;
         Ok(())
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::fs;
-
-    use tranche_shim_core::AccountPage;
-    use tranche_shim_core::compute::WHOLE;
-
-    use super::*;
-
-    const GPU: &str = "GPU-00112233-4455-6677-8899-aabbccddeeff";
-    const SECOND: u64 = 1_000_000_000;
-
-    struct Busy(f64);
-
-    impl Utilization for Busy {
-        fn whole(&mut self, _: &str) -> Option<f64> {
-            Some(self.0)
-        }
-        fn by_process(&mut self, _: &str) -> Option<Vec<(u32, f64)>> {
-            None
-        }
-    }
-
-    fn share(root: &Path, name: &str, cores: Option<u8>) -> PathBuf {
-        let folder = root.join(name);
-        fs::create_dir(&folder).unwrap();
-        let page = CapPage {
-            gpu_uuid: GPU,
-            memory_limit: Some(1),
-            context_memory: 0,
-            cores,
-            compute_policy: ComputePolicy::WorkConserving,
-            claim_uid: "uid",
-            device_key: name,
-        };
-        fs::write(folder.join("cap"), page.encode().unwrap()).unwrap();
-        fs::write(folder.join("account"), AccountPage::initial()).unwrap();
-        folder
-    }
-
-    fn refill(folder: &Path) -> (u64, Refill) {
-        let page: [u8; cap::LEN] = fs::read(folder.join("cap")).unwrap().try_into().unwrap();
-        CapPage::decode(&page).unwrap();
-        Refill::decode(&page)
-    }
-
-    fn spend(folder: &Path, nanos: u64) {
-        let account = File::options()
-            .write(true)
-            .open(folder.join("account"))
-            .unwrap();
-        // Position and spent.
-        account.write_all_at(&nanos.to_le_bytes(), 384).unwrap();
-        account.write_all_at(&nanos.to_le_bytes(), 392).unwrap();
-    }
-
-    #[test]
-    fn a_share_alone_gets_it_all_and_two_their_parts() {
-        let root = tempfile::tempdir().unwrap();
-        let shares = [
-            share(root.path(), "a", Some(25)),
-            share(root.path(), "b", Some(50)),
-            share(root.path(), "c", None),
-        ];
-        let (mut sampler, mut busy) = (Sampler::new("/proc"), Busy(1.0));
-        // Nobody works: nothing is written.
-        let outcomes = sampler.step(SECOND, &shares, &mut busy);
-        assert_eq!(outcomes.len(), 2);
-        assert_eq!(refill(&shares[0]), (0, Refill::default()));
-        spend(&shares[0], SECOND);
-        sampler.step(2 * SECOND, &shares, &mut busy);
-        let (turn, alone) = refill(&shares[0]);
-        assert_eq!((turn, alone.rate), (1, 4 * WHOLE));
-        spend(&shares[0], 2 * SECOND);
-        spend(&shares[1], 2 * SECOND);
-        sampler.step(3 * SECOND, &shares, &mut busy);
-        let rates = [0, 1].map(|nth: usize| refill(&shares[nth]).1.rate);
-        assert_eq!(rates, [333_333, 666_667]);
-        // A sampler that comes later goes on where this one was.
-        let (turn, before) = refill(&shares[0]);
-        let mut later = Sampler::new("/proc");
-        later.step(4 * SECOND, &shares, &mut busy);
-        spend(&shares[0], 4 * SECOND);
-        later.step(5 * SECOND, &shares, &mut busy);
-        let (after, now) = refill(&shares[0]);
-        assert!(after > turn);
-        assert!(now.base >= before.base);
-    }
-
-    /// A `/proc` in which the first process has these files mapped.
-    fn proc_of(root: &Path, pid: u32, mapped: &[&Path]) {
-        use std::fmt::Write as _;
-        let mut maps = String::new();
-        for file in mapped {
-            let FileId { device, inode } = FileId::of(file).unwrap();
-            let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
-            writeln!(
-                maps,
-                "7f00-7f21 rw-s 00000000 {major:02x}:{minor:02x} {inode} /x"
-            )
-            .unwrap();
-        }
-        let folder = root.join(pid.to_string());
-        fs::create_dir_all(&folder).unwrap();
-        fs::write(folder.join("maps"), maps).unwrap();
-    }
-
-    /// A process that ended meanwhile, or is another user's, is nobody's.
-    #[test]
-    fn a_process_that_cannot_be_seen_changes_nothing_for_the_others() {
-        let root = tempfile::tempdir().unwrap();
-        let folders = [
-            share(root.path(), "a", Some(25)),
-            share(root.path(), "b", Some(25)),
-        ];
-        let ids = folders
-            .each_ref()
-            .map(|folder| FileId::of(&folder.join("account")).unwrap());
-        proc_of(root.path(), 7, &[&folders[0].join("account")]);
-        let busy_of = |parts: &[(u32, f64)]| {
-            let reading = Reading {
-                cores: 25,
-                policy: ComputePolicy::Strict,
-                position: 0,
-                spent: 0,
-                busy: None,
-            };
-            let mut readings = folders.clone().map(|folder| (folder, reading));
-            let id_of = |folder: &PathBuf| {
-                let nth = folders.iter().position(|known| known == folder)?;
-                Some(ids[nth])
-            };
-            let mut processes = Processes::new(root.path());
-            set_busy(&mut processes, 0, parts, &mut readings, id_of);
-            readings.map(|(_, reading)| reading.busy)
-        };
-        assert_eq!(busy_of(&[(7, 0.25), (8, 0.5)]), [Some(0.25), Some(0.0)]);
-        // Where none can be seen, only the whole GPU is known.
-        assert_eq!(busy_of(&[(8, 0.5)]), [None, None]);
-    }
-
-    /// As when a share ended and another one of its name began: `tranche run --share` does so.
-    #[test]
-    fn a_share_of_the_same_name_is_another_one() {
-        let root = tempfile::tempdir().unwrap();
-        let folders = [share(root.path(), "a", Some(25))];
-        let (mut sampler, mut busy) = (Sampler::new("/proc"), Busy(1.0));
-        sampler.step(SECOND, &folders, &mut busy);
-        spend(&folders[0], 100 * SECOND);
-        // But is not in debt.
-        let account = File::options().write(true).open(folders[0].join("account"));
-        account.unwrap().write_all_at(&[0; 8], 384).unwrap();
-        sampler.step(2 * SECOND, &folders, &mut busy);
-        assert_eq!(refill(&folders[0]).0, 1);
-        // Its account; later its cap page.
-        let mut at = 2 * SECOND;
-        for page in ["account", "cap"] {
-            let other = share(root.path(), "other", Some(25));
-            fs::rename(other.join(page), folders[0].join(page)).unwrap();
-            fs::remove_dir_all(other).unwrap();
-            // Noticed within a second; opened; read.
-            for _ in 0..3 {
-                at += SECOND;
-                for outcome in sampler.step(at, &folders, &mut busy) {
-                    assert_eq!(outcome.outcome.unwrap().suspect, None, "{page}");
-                }
-            }
-            let before = refill(&folders[0]).0;
-            at += SECOND;
-            spend(&folders[0], at);
-            sampler.step(at, &folders, &mut busy);
-            let (turn, written) = refill(&folders[0]);
-            assert_eq!((turn, written.rate), (before + 1, 4 * WHOLE), "{page}");
-        }
-    }
-
-    /// A share without a limit of its time needs nothing of the sampler, ten times a second.
-    #[test]
-    fn a_share_without_a_limit_is_opened_once() {
-        let root = tempfile::tempdir().unwrap();
-        let shares = [share(root.path(), "a", None)];
-        let mut sampler = Sampler::new("/proc");
-        assert!(sampler.step(SECOND, &shares, &mut Busy(1.0)).is_empty());
-        fs::write(shares[0].join("cap"), "no page").unwrap();
-        let outcomes = sampler.step(SECOND + 1, &shares, &mut Busy(1.0));
-        assert!(outcomes.is_empty(), "{outcomes:?}");
-    }
-
-    #[test]
-    fn a_page_that_its_tenant_broke_is_said_and_the_others_go_on() {
-        let root = tempfile::tempdir().unwrap();
-        let shares = [
-            share(root.path(), "a", Some(25)),
-            share(root.path(), "b", Some(50)),
-        ];
-        let mut sampler = Sampler::new("/proc");
-        sampler.step(SECOND, &shares, &mut Busy(1.0));
-        fs::write(shares[0].join("account"), "x").unwrap();
-        spend(&shares[1], SECOND);
-        let outcomes = sampler.step(2 * SECOND, &shares, &mut Busy(1.0));
-        let bad: Vec<_> = outcomes.iter().filter(|s| s.outcome.is_err()).collect();
-        assert_eq!(bad.len(), 1);
-        assert_eq!(bad[0].share, shares[0]);
-        assert_eq!(refill(&shares[1]).1.rate, 4 * WHOLE);
     }
 }

@@ -1,0 +1,226 @@
+//! What is read of shares, and what is written for them.
+
+use std::fs;
+
+use tranche_shim_core::AccountPage;
+use tranche_shim_core::compute::WHOLE;
+
+use super::*;
+
+const GPU: &str = "GPU-00112233-4455-6677-8899-aabbccddeeff";
+const SECOND: u64 = 1_000_000_000;
+
+struct Busy(f64);
+
+impl Utilization for Busy {
+    fn whole(&mut self, _: &str) -> Option<f64> {
+        Some(self.0)
+    }
+    fn by_process(&mut self, _: &str) -> Option<Vec<(u32, f64)>> {
+        None
+    }
+}
+
+fn share(root: &Path, name: &str, cores: Option<u8>) -> PathBuf {
+    let folder = root.join(name);
+    fs::create_dir(&folder).unwrap();
+    let page = CapPage {
+        gpu_uuid: GPU,
+        memory_limit: Some(1),
+        context_memory: 0,
+        cores,
+        compute_policy: ComputePolicy::WorkConserving,
+        claim_uid: "uid",
+        device_key: name,
+    };
+    fs::write(folder.join("cap"), page.encode().unwrap()).unwrap();
+    fs::write(folder.join("account"), AccountPage::initial()).unwrap();
+    folder
+}
+
+fn refill(folder: &Path) -> (u64, Refill) {
+    let page: [u8; cap::LEN] = fs::read(folder.join("cap")).unwrap().try_into().unwrap();
+    CapPage::decode(&page).unwrap();
+    Refill::decode(&page)
+}
+
+fn spend(folder: &Path, nanos: u64) {
+    let account = File::options()
+        .write(true)
+        .open(folder.join("account"))
+        .unwrap();
+    // Position and spent.
+    account.write_all_at(&nanos.to_le_bytes(), 384).unwrap();
+    account.write_all_at(&nanos.to_le_bytes(), 392).unwrap();
+}
+
+#[test]
+fn a_share_alone_gets_it_all_and_two_their_parts() {
+    let root = tempfile::tempdir().unwrap();
+    let shares = [
+        share(root.path(), "a", Some(25)),
+        share(root.path(), "b", Some(50)),
+        share(root.path(), "c", None),
+    ];
+    let (mut sampler, mut busy) = (Sampler::new("/proc"), Busy(1.0));
+    // Nobody works: nothing is written.
+    let outcomes = sampler.step(SECOND, &shares, &mut busy);
+    assert_eq!(outcomes.len(), 2);
+    assert_eq!(refill(&shares[0]), (0, Refill::default()));
+    spend(&shares[0], SECOND);
+    sampler.step(2 * SECOND, &shares, &mut busy);
+    let (turn, alone) = refill(&shares[0]);
+    assert_eq!((turn, alone.rate), (1, 4 * WHOLE));
+    spend(&shares[0], 2 * SECOND);
+    spend(&shares[1], 2 * SECOND);
+    sampler.step(3 * SECOND, &shares, &mut busy);
+    let rates = [0, 1].map(|nth: usize| refill(&shares[nth]).1.rate);
+    assert_eq!(rates, [333_333, 666_667]);
+    // A sampler that comes later goes on where this one was.
+    let (turn, before) = refill(&shares[0]);
+    let mut later = Sampler::new("/proc");
+    later.step(4 * SECOND, &shares, &mut busy);
+    spend(&shares[0], 4 * SECOND);
+    later.step(5 * SECOND, &shares, &mut busy);
+    let (after, now) = refill(&shares[0]);
+    assert!(after > turn);
+    assert!(now.base >= before.base);
+}
+
+/// A `/proc` in which the first process has these files mapped.
+fn proc_of(root: &Path, pid: u32, mapped: &[&Path]) {
+    use std::fmt::Write as _;
+    let mut maps = String::new();
+    for file in mapped {
+        let FileId { device, inode } = FileId::of(file).unwrap();
+        let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
+        writeln!(
+            maps,
+            "7f00-7f21 rw-s 00000000 {major:02x}:{minor:02x} {inode} /x"
+        )
+        .unwrap();
+    }
+    let folder = root.join(pid.to_string());
+    fs::create_dir_all(&folder).unwrap();
+    fs::write(folder.join("maps"), maps).unwrap();
+}
+
+/// What the GPU worked for each share, after the first one spent so much.
+fn busy_of(
+    proc: &Path,
+    folders: &[PathBuf; 2],
+    spent: u64,
+    parts: &[(u32, f64)],
+) -> [Option<f64>; 2] {
+    let mut shares = folders.each_ref().map(|folder| {
+        let share = Opened::open(0, folder).unwrap().share;
+        share.unwrap()
+    });
+    let mut read = || shares.each_mut().map(|share| share.read().unwrap());
+    read();
+    spend(&folders[0], spent);
+    let readings = read();
+    let mut readings = [0, 1].map(|nth: usize| (folders[nth].clone(), readings[nth]));
+    let share_of = |folder: &PathBuf| {
+        let nth = folders.iter().position(|known| known == folder)?;
+        Some(&shares[nth])
+    };
+    set_busy(&mut Processes::new(proc), 0, parts, &mut readings, share_of);
+    readings.map(|(_, reading)| reading.busy)
+}
+
+/// A container may have two shares of one GPU, and its programs use both.
+#[test]
+fn what_is_worked_for_a_process_of_two_shares_is_divided_as_they_reckoned() {
+    let root = tempfile::tempdir().unwrap();
+    let folders = [
+        share(root.path(), "a", Some(25)),
+        share(root.path(), "b", Some(25)),
+    ];
+    let accounts = folders.each_ref().map(|folder| folder.join("account"));
+    proc_of(root.path(), 7, &accounts.each_ref().map(PathBuf::as_path));
+    let busy_of = |spent| busy_of(root.path(), &folders, spent, &[(7, 0.5)]);
+    // Neither reckoned anything; then one of them did.
+    assert_eq!(busy_of(0), [Some(0.25), Some(0.25)]);
+    assert_eq!(busy_of(SECOND), [Some(0.5), Some(0.0)]);
+}
+
+/// A process that ended meanwhile, or is another user's, is nobody's.
+#[test]
+fn a_process_that_cannot_be_seen_changes_nothing_for_the_others() {
+    let root = tempfile::tempdir().unwrap();
+    let folders = [
+        share(root.path(), "a", Some(25)),
+        share(root.path(), "b", Some(25)),
+    ];
+    proc_of(root.path(), 7, &[&folders[0].join("account")]);
+    let busy_of = |parts: &[(u32, f64)]| busy_of(root.path(), &folders, 0, parts);
+    assert_eq!(busy_of(&[(7, 0.25), (8, 0.5)]), [Some(0.25), Some(0.0)]);
+    // Where none can be seen, only the whole GPU is known.
+    assert_eq!(busy_of(&[(8, 0.5)]), [None, None]);
+}
+
+/// As when a share ended and another one of its name began: `tranche run --share` does so.
+#[test]
+fn a_share_of_the_same_name_is_another_one() {
+    let root = tempfile::tempdir().unwrap();
+    let folders = [share(root.path(), "a", Some(25))];
+    let (mut sampler, mut busy) = (Sampler::new("/proc"), Busy(1.0));
+    sampler.step(SECOND, &folders, &mut busy);
+    spend(&folders[0], 100 * SECOND);
+    // But is not in debt.
+    let account = File::options().write(true).open(folders[0].join("account"));
+    account.unwrap().write_all_at(&[0; 8], 384).unwrap();
+    sampler.step(2 * SECOND, &folders, &mut busy);
+    assert_eq!(refill(&folders[0]).0, 1);
+    // Its account; later its cap page.
+    let mut at = 2 * SECOND;
+    for page in ["account", "cap"] {
+        let other = share(root.path(), "other", Some(25));
+        fs::rename(other.join(page), folders[0].join(page)).unwrap();
+        fs::remove_dir_all(other).unwrap();
+        // Noticed within a second; opened; read.
+        for _ in 0..3 {
+            at += SECOND;
+            for outcome in sampler.step(at, &folders, &mut busy) {
+                assert_eq!(outcome.outcome.unwrap().suspect, None, "{page}");
+            }
+        }
+        let before = refill(&folders[0]).0;
+        at += SECOND;
+        spend(&folders[0], at);
+        sampler.step(at, &folders, &mut busy);
+        let (turn, written) = refill(&folders[0]);
+        assert_eq!((turn, written.rate), (before + 1, 4 * WHOLE), "{page}");
+    }
+}
+
+/// A share without a limit of its time needs nothing of the sampler, ten times a second.
+#[test]
+fn a_share_without_a_limit_is_opened_once() {
+    let root = tempfile::tempdir().unwrap();
+    let shares = [share(root.path(), "a", None)];
+    let mut sampler = Sampler::new("/proc");
+    assert!(sampler.step(SECOND, &shares, &mut Busy(1.0)).is_empty());
+    fs::write(shares[0].join("cap"), "no page").unwrap();
+    let outcomes = sampler.step(SECOND + 1, &shares, &mut Busy(1.0));
+    assert!(outcomes.is_empty(), "{outcomes:?}");
+}
+
+#[test]
+fn a_page_that_its_tenant_broke_is_said_and_the_others_go_on() {
+    let root = tempfile::tempdir().unwrap();
+    let shares = [
+        share(root.path(), "a", Some(25)),
+        share(root.path(), "b", Some(50)),
+    ];
+    let mut sampler = Sampler::new("/proc");
+    sampler.step(SECOND, &shares, &mut Busy(1.0));
+    fs::write(shares[0].join("account"), "x").unwrap();
+    spend(&shares[1], SECOND);
+    let outcomes = sampler.step(2 * SECOND, &shares, &mut Busy(1.0));
+    let bad: Vec<_> = outcomes.iter().filter(|s| s.outcome.is_err()).collect();
+    assert_eq!(bad.len(), 1);
+    assert_eq!(bad[0].share, shares[0]);
+    assert_eq!(refill(&shares[1]).1.rate, 4 * WHOLE);
+}
