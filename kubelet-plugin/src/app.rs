@@ -229,6 +229,13 @@ fn preparer(
     for (_, error) in &loaded.refused {
         error!(%error, "a claim's journal cannot be read; the claim is refused until it can");
     }
+    if !loaded.refused.is_empty() {
+        let claims = loaded.refused.len();
+        error!(
+            claims,
+            "this node's bookings are incomplete: what these claims hold is not known, and their GPUs may be given to others"
+        );
+    }
     let ledger = Ledger::new(loaded);
     let aftermath = ClusterAftermath {
         status: StatusWriter::new(client.clone(), Arc::new(HostClock)),

@@ -1,7 +1,8 @@
 //! The journal on disk: one file per claim, named after its UID.
 //!
 //! A file that cannot be read is left where it is, and the claim is refused by its path: only a
-//! human can tell whether what it recorded is still in use.
+//! human can tell whether what it recorded is still in use. It is read again whenever the kubelet asks
+//! for the claim.
 
 use std::path::PathBuf;
 use std::sync::Arc;

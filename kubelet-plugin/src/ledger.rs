@@ -1,4 +1,4 @@
-//! What this node's claims hold, in memory: the journal, read once.
+//! What this node's claims hold, in memory: the journal, read once, but for files that are refused.
 //!
 //! Here alone is decided who gets a GPU: [`Ledger::book`] plans a claim against all others and enters
 //! the result in one step, so that no two claims are planned each without the other. Carrying a plan
@@ -14,7 +14,7 @@ use tranche_driver::journal::Record;
 use tranche_driver::preparation::PreparationPlan;
 
 use crate::claims::ClaimRef;
-use crate::journal::Loaded;
+use crate::journal::{Loaded, StoreError};
 
 /// The held claims by UID.
 #[derive(Debug, Default)]
@@ -113,6 +113,25 @@ impl Ledger {
             None | Some(Entry::Reserved(_)) => Ok(None),
             Some(Entry::Held(record)) => Ok(Some(Arc::clone(record))),
             Some(Entry::Refused(why)) => Err(Arc::clone(why)),
+        }
+    }
+
+    /// Looks again at a claim whose journal could not be read: somebody may have mended or deleted the
+    /// file since. The caller holds the claim's lock.
+    pub fn look_again(&self, uid: &str, load: impl FnOnce() -> Result<Option<Record>, StoreError>) {
+        if self.get(uid).is_ok() {
+            return;
+        }
+        match load() {
+            Ok(Some(record)) => {
+                let entry = Entry::Held(Arc::new(record));
+                self.claims().insert(uid.to_owned(), entry);
+            }
+            Ok(None) => self.remove(uid),
+            Err(error) => {
+                let entry = Entry::Refused(error.to_string().into());
+                self.claims().insert(uid.to_owned(), entry);
+            }
         }
     }
 

@@ -194,7 +194,7 @@ impl Preparer {
             DriverState::Unknown => return Err(Problem::DriverUnknown),
             DriverState::Absent(why) => return Err(Problem::Driver(Arc::clone(why))),
         };
-        ledger.get(&allocation.uid).map_err(Problem::Journal)?;
+        self.recorded(&allocation.uid)?;
         loop {
             match ledger.book(|others| self.plan(allocation, &ready, others))? {
                 Booking::Kept(record) => {
@@ -222,6 +222,15 @@ impl Preparer {
                 }
             }
         }
+    }
+
+    /// What the journal says of a claim, whose lock the caller holds.
+    fn recorded(&self, uid: &str) -> Result<Option<Arc<Record>>, Problem> {
+        let Parts {
+            ledger, executor, ..
+        } = &self.parts;
+        ledger.look_again(uid, || executor.journal().load(uid));
+        ledger.get(uid).map_err(Problem::Journal)
     }
 
     fn plan(
@@ -282,15 +291,10 @@ impl Preparer {
 
     async fn unprepare_in_turn(self: &Arc<Self>, claim: &ClaimRef) -> Result<(), Problem> {
         let claim_lock = self.locks.lock(&claim.uid).await;
-        let held = self
-            .parts
-            .ledger
-            .get(&claim.uid)
-            .map_err(Problem::Journal)?;
         let (this, uid) = (Arc::clone(self), claim.uid.clone());
         let work = move || {
             let _lock = claim_lock;
-            match held {
+            match this.recorded(&uid)? {
                 Some(record) => this.parts.executor.undo(&record.plan)?,
                 // Its journal may have been deleted by hand, and what it made not.
                 None => this.parts.executor.sweep(&uid)?,

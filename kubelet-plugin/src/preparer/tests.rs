@@ -333,13 +333,42 @@ async fn a_journal_that_cannot_be_read_is_refused_named_and_left() {
         // Other claims are not held up.
         plugin.preparer.prepare(&claim_ref("b")).await.unwrap();
 
-        // The way out works.
+        // The way out works, whether the claim is wanted or not.
         std::fs::remove_file(&path).unwrap();
+        plugin.preparer.unprepare(&claim_ref("a")).await.unwrap();
+        assert_eq!(plugin.preparer.ledger().refused(), 0);
+        std::fs::write(&path, content).unwrap();
         let plugin = world.start();
+        refusal(&plugin, "a").await;
+        std::fs::remove_file(&path).unwrap();
+        plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
         plugin.preparer.unprepare(&claim_ref("a")).await.unwrap();
         plugin.preparer.unprepare(&claim_ref("b")).await.unwrap();
         assert_eq!(world.traces(), NONE);
     }
+}
+
+/// A newer plugin's, say, after which this one came back; or one that was restored.
+#[tokio::test]
+async fn a_journal_that_was_mended_is_held_again() {
+    let world = World::new();
+    world.api.put(claim("a", &[whole("gpu", 0)]));
+    let record = world
+        .start()
+        .preparer
+        .prepare(&claim_ref("a"))
+        .await
+        .unwrap();
+    let path = world.layout.claims().join("uid-of-a.json");
+    let content = std::fs::read(&path).unwrap();
+    std::fs::write(&path, "").unwrap();
+    let plugin = world.start();
+    refusal(&plugin, "a").await;
+    std::fs::write(&path, content).unwrap();
+    let again = plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
+    assert_eq!(again.plan, record.plan);
+    plugin.preparer.unprepare(&claim_ref("a")).await.unwrap();
+    assert_eq!(world.traces(), NONE);
 }
 
 #[tokio::test]
