@@ -29,6 +29,9 @@ use crate::clock::Clock;
 /// Writes under way at a time: a burst of prepares must not keep the API server from the reads of
 /// the next.
 const CONCURRENT: usize = 2;
+/// How long the API server may take to answer: a connection of which only one side is left must not
+/// hold a slot for ever.
+const DEADLINE: Duration = Duration::from_secs(10);
 /// Pauses between attempts, in seconds.
 const PAUSES: [u64; 7] = [1, 2, 4, 8, 16, 32, 64];
 
@@ -104,22 +107,30 @@ async fn write(
         let Some(slot) = stop.run_until_cancelled(slots.acquire()).await else {
             return;
         };
-        let answer = api.patch_status(&name, &params, &Patch::Apply(&body)).await;
+        let patch = Patch::Apply(&body);
+        let answer = tokio::time::timeout(DEADLINE, api.patch_status(&name, &params, &patch)).await;
         drop(slot);
-        match (answer, pause) {
-            (Ok(_), _) => return debug!(claim = name, "told status.devices"),
+        let error = match answer {
+            Ok(Ok(_)) => return debug!(claim = name, "told status.devices"),
             // Released and deleted, or another claim by now: nobody to tell.
-            (Err(kube::Error::Api(status)), _) if matches!(status.code, 404 | 409) => return,
-            (Err(_), Some(pause)) => {
+            Ok(Err(kube::Error::Api(status))) if matches!(status.code, 404 | 409) => return,
+            Ok(Err(error)) => error.to_string(),
+            Err(_) => format!(
+                "the API server did not answer within {} s",
+                DEADLINE.as_secs()
+            ),
+        };
+        match pause {
+            Some(pause) => {
                 let pause = tokio::time::sleep(Duration::from_secs(pause));
                 if stop.run_until_cancelled(pause).await.is_none() {
                     return;
                 }
             }
-            (Err(error), None) => {
+            None => {
                 return warn!(
                     claim = name,
-                    %error,
+                    error,
                     "status.devices is not told; the claim works without. See that the plugin may \
                      patch resourceclaims/status and, with associated-node:patch, resourceclaims/driver"
                 );

@@ -103,6 +103,22 @@ async fn it_is_tried_again_until_it_works() {
     assert_eq!(world.api.paths("PATCH").len(), 4);
 }
 
+/// As over a connection of which the other side is gone.
+#[tokio::test(start_paused = true)]
+async fn a_silent_api_server_holds_nobody_up_for_long() {
+    let (world, record, writer) = prepared().await;
+    world.api.set_mood(Mood::Silent);
+    for n in 0..=CONCURRENT {
+        let mut other = Record::clone(&record);
+        other.plan.allocation.uid = format!("{n}");
+        writer.tell(&Arc::new(other));
+    }
+    until_patched(&world, CONCURRENT + 1).await;
+    // And it is tried again.
+    world.api.set_mood(Mood::Well);
+    until_patched(&world, CONCURRENT + 2).await;
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_released_claim_is_not_told_of() {
     let (world, record, writer) = prepared().await;
