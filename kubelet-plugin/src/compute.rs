@@ -1,9 +1,9 @@
 //! Ten times a second: the GPU time of all held shares is granted anew.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, warn};
@@ -23,8 +23,48 @@ pub struct ShareSampler {
     layout: Layout,
     nvml: NvmlUtilization,
     sampler: Sampler,
-    /// What is wrong with whom, as it was said last.
-    said: BTreeMap<PathBuf, String>,
+    said: Said,
+}
+
+/// For how long a share must be right before what is wrong with it is said again: its tenant can make it
+/// wrong and right five times a second.
+const QUIET: Duration = Duration::from_mins(1);
+
+/// What is wrong with whom, as it was said last.
+#[derive(Debug, Default)]
+struct Said(BTreeMap<PathBuf, Wrong>);
+
+#[derive(Debug)]
+struct Wrong {
+    what: String,
+    said: Instant,
+    last: Instant,
+}
+
+impl Said {
+    /// Whether it is to be said at `now` that `what` is wrong with a share.
+    fn is_news(&mut self, now: Instant, share: &Path, what: &str) -> bool {
+        if let Some(wrong) = self.0.get_mut(share) {
+            wrong.last = now;
+            // Two things in turn are as many lines.
+            if wrong.what == what || now.duration_since(wrong.said) < QUIET {
+                return false;
+            }
+        }
+        let wrong = Wrong {
+            what: what.to_owned(),
+            said: now,
+            last: now,
+        };
+        self.0.insert(share.to_owned(), wrong);
+        true
+    }
+
+    /// Whether it is to be said at `now` that a share is right again.
+    fn is_right(&mut self, now: Instant, share: &Path) -> bool {
+        let quiet = |wrong: &Wrong| now.duration_since(wrong.last) >= QUIET;
+        self.0.get(share).is_some_and(quiet) && self.0.remove(share).is_some()
+    }
 }
 
 impl ShareSampler {
@@ -41,7 +81,7 @@ impl ShareSampler {
             layout,
             nvml: NvmlUtilization::new(driver),
             sampler: Sampler::new(proc),
-            said: BTreeMap::new(),
+            said: Said::default(),
         }
     }
 
@@ -68,7 +108,8 @@ impl ShareSampler {
     fn round(&mut self) {
         let shares = self.shares();
         let sampled = self.sampler.step(now(), &shares, &mut self.nvml);
-        self.said.retain(|share, _| shares.contains(share));
+        self.said.0.retain(|share, _| shares.contains(share));
+        let now = Instant::now();
         for Sampled { share, outcome } in sampled {
             let wrong = match outcome {
                 Ok(decision) => decision.suspect.map(|suspicion| suspicion.to_string()),
@@ -77,13 +118,13 @@ impl ShareSampler {
                 Err(error) => Some(error.to_string()),
             };
             match wrong {
-                Some(wrong) if self.said.get(&share) != Some(&wrong) => {
-                    warn!(share = %share.display(), "a share's GPU time cannot be trusted to be what it was granted: {wrong}");
-                    self.said.insert(share, wrong);
+                Some(wrong) => {
+                    if self.said.is_news(now, &share, &wrong) {
+                        warn!(share = %share.display(), "a share's GPU time cannot be trusted to be what it was granted: {wrong}");
+                    }
                 }
-                Some(_) => {}
                 None => {
-                    if self.said.remove(&share).is_some() {
+                    if self.said.is_right(now, &share) {
                         debug!(share = %share.display(), "a share's account is right again");
                     }
                 }
@@ -100,5 +141,36 @@ impl ShareSampler {
             }
         }
         shares
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_wrong_by_turns_is_said_once() {
+        let (mut said, start) = (Said::default(), Instant::now());
+        let share = Path::new("/run/tranche/shares/a");
+        let at = |millis| start + Duration::from_millis(millis);
+        assert!(said.is_news(at(0), share, "it went back"));
+        // Five times a second, for an hour; and another thing now and then.
+        let mut lines = 0;
+        for step in 1..36_000 {
+            let what = match step % 20 {
+                0 => "it is cut off",
+                n if n % 2 == 0 => "it went back",
+                _ => {
+                    assert!(!said.is_right(at(step * 100), share));
+                    continue;
+                }
+            };
+            lines += u32::from(said.is_news(at(step * 100), share, what));
+        }
+        assert!(lines <= 60, "{lines} lines in an hour");
+        let later = at(36_000 * 100) + QUIET;
+        assert!(said.is_right(later, share));
+        assert!(!said.is_right(later, share));
+        assert!(said.is_news(later, share, "it went back"));
     }
 }

@@ -194,7 +194,7 @@ impl Ledger {
         }))
     }
 
-    /// Notes for which pods a claim is reserved: for metrics.
+    /// Notes for which pods a claim is reserved, if it is held: for metrics.
     pub fn note_pods(&self, claim: &ResourceClaim) {
         let Some(uid) = &claim.metadata.uid else {
             return;
@@ -207,7 +207,11 @@ impl Ledger {
             .map(|pod| pod.name.clone())
             .collect();
         pods.sort_unstable();
-        self.all_pods().insert(uid.clone(), pods);
+        // Held until it is noted: nobody forgets a claim that was released before.
+        let claims = self.claims();
+        if claims.contains_key(uid) {
+            self.all_pods().insert(uid.clone(), pods);
+        }
     }
 
     /// The pods for which a claim is reserved, as far as the plugin saw it in this life.
@@ -222,8 +226,11 @@ impl Ledger {
 
     /// Forgets a claim.
     pub fn remove(&self, uid: &str) {
+        let mut claims = self.claims();
         self.all_pods().remove(uid);
-        if self.claims().remove(uid).is_some() {
+        let known = claims.remove(uid).is_some();
+        drop(claims);
+        if known {
             self.releases.send_replace(());
         }
     }
@@ -234,6 +241,7 @@ impl Ledger {
         self.releases.subscribe()
     }
 
+    /// Before [`Self::all_pods`], where both are needed.
     fn claims(&self) -> MutexGuard<'_, BTreeMap<String, Entry>> {
         // Nothing that holds it can panic half way through a change.
         self.claims.lock().unwrap_or_else(PoisonError::into_inner)
@@ -327,6 +335,22 @@ mod tests {
         ledger.remove("b");
         assert!(released.has_changed().unwrap());
         assert!(ledger.held().is_empty());
+    }
+
+    #[test]
+    fn the_pods_of_a_released_claim_are_not_noted() {
+        let ledger = Arc::new(Ledger::default());
+        let claim: ResourceClaim = serde_json::from_value(serde_json::json!({
+            "metadata": {"uid": "a"}, "spec": {},
+            "status": {"reservedFor": [{"resource": "pods", "name": "pod", "uid": "p"}]},
+        }))
+        .unwrap();
+        reserve(&ledger, "a").hold();
+        ledger.note_pods(&claim);
+        assert_eq!(ledger.pods("a"), ["pod"]);
+        ledger.remove("a");
+        ledger.note_pods(&claim);
+        assert!(ledger.pods("a").is_empty());
     }
 
     #[test]
