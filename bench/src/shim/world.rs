@@ -11,6 +11,7 @@ use std::time::Instant;
 use anyhow::{Context, ensure};
 use rustix::mount::{MountFlags, mount, mount_bind, mount_remount};
 use serde::Serialize;
+use tranche_shim_core::compute::{Refill, refill};
 use tranche_shim_core::{AccountPage, CapPage, ComputePolicy, paths};
 
 use super::probe;
@@ -60,8 +61,17 @@ pub struct WorldArgs {
     rate: probe::RateArgs,
 }
 
-/// Nearly all, so that launches are priced and none waits.
+/// Not all, so that launches are priced.
 const CORES: u8 = 99;
+
+/// What a share is granted of its GPU's time.
+#[derive(Clone, Copy)]
+enum Grant {
+    /// Its cores.
+    Cores,
+    /// More than is ever used: what a launch costs, not how long it waits.
+    Endless,
+}
 
 /// Where a world has the pages of the first GPU's share, below its root.
 pub fn pages_of_first_gpu() -> PathBuf {
@@ -96,7 +106,11 @@ pub fn run(args: &WorldArgs) -> anyhow::Result<()> {
     // Asked before anything stands before the driver.
     let gpus = probe::gpus()?;
     if args.world == World::Capped {
-        cap(&args.shim_dir, &gpus, args.cores)
+        let grant = match args.measure {
+            Measure::Calls => Grant::Endless,
+            _ => Grant::Cores,
+        };
+        cap(&args.shim_dir, &gpus, args.cores, grant)
             .context("making a capped container's file system")?;
     }
     let answer = match args.measure {
@@ -117,7 +131,7 @@ fn json(value: &impl Serialize) -> anyhow::Result<String> {
 }
 
 /// Puts everything where a capped container has it: see docs/architecture.md.
-fn cap(shim: &Path, gpus: &[String], cores: u8) -> anyhow::Result<()> {
+fn cap(shim: &Path, gpus: &[String], cores: u8, grant: Grant) -> anyhow::Result<()> {
     let folder = std::env::temp_dir();
     mount("tmpfs", &folder, "tmpfs", MountFlags::empty(), c"mode=0755")
         .with_context(|| format!("tmpfs on {}", folder.display()))?;
@@ -151,7 +165,7 @@ fn cap(shim: &Path, gpus: &[String], cores: u8) -> anyhow::Result<()> {
         mount_bind(&installed, &theirs).context(theirs.clone())?;
     }
     for (index, gpu) in gpus.iter().enumerate() {
-        pages(&folder, &format!("gpu-{index}"), gpu, cores)?;
+        pages(&folder, &format!("gpu-{index}"), gpu, cores, grant)?;
     }
     let list: String = LIBRARIES
         .map(|library| format!("{OURS}/{library}\n"))
@@ -160,7 +174,7 @@ fn cap(shim: &Path, gpus: &[String], cores: u8) -> anyhow::Result<()> {
 }
 
 /// A share's two pages, on tmpfs.
-fn pages(folder: &Path, key: &str, gpu: &str, cores: u8) -> anyhow::Result<()> {
+fn pages(folder: &Path, key: &str, gpu: &str, cores: u8, grant: Grant) -> anyhow::Result<()> {
     let cap = CapPage {
         gpu_uuid: gpu,
         memory_limit: Some(LIMIT),
@@ -170,9 +184,20 @@ fn pages(folder: &Path, key: &str, gpu: &str, cores: u8) -> anyhow::Result<()> {
         claim_uid: "00000000-0000-4000-8000-000000000000",
         device_key: key,
     };
-    let cap = cap
+    let mut cap = cap
         .encode()
         .map_err(|error| anyhow::anyhow!("cap page of {gpu}: {error}"))?;
+    if let Grant::Endless = grant {
+        let endless = Refill {
+            rate: 1_000_000_000_000,
+            until: u64::MAX,
+            ..Refill::default()
+        };
+        let at = refill::OFFSET;
+        cap[at..at + 8].copy_from_slice(&1u64.to_le_bytes());
+        let at = at + refill::offset_of_turn(1);
+        cap[at..at + refill::COPY_LEN].copy_from_slice(&endless.encode());
+    }
     let share = Path::new(paths::SHARES).join(key);
     fs::create_dir_all(&share)?;
     fs::create_dir(folder.join(key))?;
