@@ -111,15 +111,34 @@ fn is_paid(handle: CUfunction, one: u64, two: u64, three: u64) -> bool {
     let Some(process) = process::joined() else {
         return false;
     };
-    let (Ok(device), launches) = (process.current_device(), &process.launches) else {
-        return false;
-    };
+    match process.only_device() {
+        Some(device) => is_paid_on(process, device, handle, [one, two, three]),
+        None => is_paid_on_current(handle, one, two, three),
+    }
+}
+
+/// Apart, so that what it keeps over the driver's call the way of most processes need not save.
+#[inline(never)]
+fn is_paid_on_current(handle: CUfunction, one: u64, two: u64, three: u64) -> bool {
+    process::joined().is_some_and(|process| {
+        process
+            .current_device()
+            .is_ok_and(|device| is_paid_on(process, device, handle, [one, two, three]))
+    })
+}
+
+#[inline]
+fn is_paid_on(
+    process: &'static Process,
+    device: &Device,
+    handle: CUfunction,
+    numbers: [u64; 3],
+) -> bool {
+    let launches = &process.launches;
     let price = if device.cores == 0 {
         Some(0)
     } else {
-        launches
-            .costs
-            .trusted(key(handle as u64, [one, two, three]))
+        launches.costs.trusted(key(handle as u64, numbers))
     };
     launches.captures.load(Ordering::Relaxed) == 0
         && price.is_some_and(|price| launches.batch(device).pay(price))

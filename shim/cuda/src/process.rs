@@ -298,9 +298,23 @@ impl Process {
     /// The device of the calling thread's current context.
     #[inline]
     pub fn current_device(&self) -> Result<&Device, CUresult> {
-        if let [only] = self.joined().devices() {
-            return Ok(only);
+        match self.only_device() {
+            Some(only) => Ok(only),
+            None => self.device_of_current_context(),
         }
+    }
+
+    /// The device of a process that sees no other: that of every context.
+    #[inline]
+    pub fn only_device(&self) -> Option<&Device> {
+        match self.joined().devices() {
+            [only] => Some(only),
+            _ => None,
+        }
+    }
+
+    #[inline(never)]
+    fn device_of_current_context(&self) -> Result<&Device, CUresult> {
         let mut handle = 0;
         // SAFETY: writes to the local handle.
         let result = unsafe { real!(cuCtxGetDevice: fn(*mut CUdevice))(&raw mut handle) };

@@ -12,13 +12,13 @@ use crate::cap::{CAP, GPU_0};
 /// that may be: a tenth more, for another compiler.
 const CALLS: [(&str, u32, u64, u64); 8] = [
     ("pass", 0, 7, 8),
-    ("alloc-free", 0, 790, 870),
-    ("alloc-free", 10_000, 827, 910),
-    ("refused", 0, 168, 185),
-    ("full", 0, 431, 475),
-    ("info", 0, 198, 220),
-    ("address", 0, 274, 300),
-    ("launch", 0, 165, 180),
+    ("alloc-free", 0, 796, 870),
+    ("alloc-free", 10_000, 833, 910),
+    ("refused", 0, 174, 190),
+    ("full", 0, 437, 480),
+    ("info", 0, 195, 215),
+    ("address", 0, 273, 300),
+    ("launch", 0, 135, 150),
 ];
 
 /// Instructions of one call.

@@ -89,15 +89,15 @@ impl Price {
 #[inline]
 #[must_use]
 pub const fn key(object: u64, numbers: [u64; 3]) -> u64 {
-    const ODD: u64 = 0x9e37_79b9_7f4a_7c15;
-    let mut hash = object;
-    let mut at = 0;
-    while at < 3 {
-        hash = (hash ^ numbers[at]).wrapping_mul(ODD);
-        hash ^= hash >> 32;
-        at += 1;
-    }
-    hash | 1 << 63
+    // Not a loop, which would have the numbers in memory.
+    let [one, two, three] = numbers;
+    stir(stir(stir(object, one), two), three) | 1 << 63
+}
+
+#[inline]
+const fn stir(hash: u64, number: u64) -> u64 {
+    let hash = (hash ^ number).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    hash ^ hash >> 32
 }
 
 impl<const N: usize> Costs<N> {
