@@ -10,6 +10,14 @@ use kube::{Api, Client};
 /// behind our back (`Config::default_retry` off), so this holds.
 const DEADLINE: Duration = Duration::from_secs(10);
 
+/// How long to wait before a connection that broke is tried again. The kubelet itself asks again only
+/// after a minute or more.
+const PAUSES: [Duration; 3] = [
+    Duration::from_millis(50),
+    Duration::from_millis(200),
+    Duration::from_millis(800),
+];
+
 /// A claim as the kubelet names it.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ClaimRef {
@@ -51,7 +59,7 @@ impl fmt::Debug for Claims {
 }
 
 impl Claims {
-    /// Reads with a client that does not retry.
+    /// Reads with a client that does not retry by itself.
     #[must_use]
     pub fn new(client: Client) -> Self {
         Self { client }
@@ -60,7 +68,18 @@ impl Claims {
     /// The claim that has this namespace and name now, whatever its UID; `None` where there is none.
     pub async fn get(&self, claim: &ClaimRef) -> Result<Option<ResourceClaim>, ReadError> {
         let api = Api::<ResourceClaim>::namespaced(self.client.clone(), &claim.namespace);
-        tokio::time::timeout(DEADLINE, api.get_opt(&claim.name))
+        let read = async {
+            for pause in PAUSES {
+                match api.get_opt(&claim.name).await {
+                    Err(kube::Error::Service(_) | kube::Error::HyperError(_)) => {
+                        tokio::time::sleep(pause).await;
+                    }
+                    answer => return answer,
+                }
+            }
+            api.get_opt(&claim.name).await
+        };
+        tokio::time::timeout(DEADLINE, read)
             .await
             .map_err(|_| ReadError::Timeout)?
             .map_err(|e| ReadError::Api(Box::new(e)))

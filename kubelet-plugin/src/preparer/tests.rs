@@ -518,6 +518,19 @@ async fn a_claim_waits_for_the_first_look_at_the_driver() {
     prepared.unwrap();
 }
 
+/// The kubelet asks again only after more than a minute.
+#[tokio::test(start_paused = true)]
+async fn a_connection_that_breaks_is_tried_again() {
+    let world = World::new();
+    let plugin = world.start();
+    world.api.put(claim("a", &[whole("gpu", 0)]));
+    world.api.set_mood(Mood::Breaking(3));
+    plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
+    world.api.put(claim("b", &[whole("gpu", 1)]));
+    world.api.set_mood(Mood::Breaking(4));
+    has(&refusal(&plugin, "b").await, &["team/b", "cannot read it"]);
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_silent_api_server_costs_ten_seconds_and_one_request() {
     let world = World::new();

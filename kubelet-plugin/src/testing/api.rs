@@ -1,7 +1,6 @@
 //! An API server that keeps what is put and applied, counts, and fails on demand.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::convert::Infallible;
 use std::sync::{Arc, Mutex};
 
 use http::{Request, Response, StatusCode};
@@ -20,6 +19,8 @@ pub enum Mood {
     Failing(u16),
     /// Never.
     Silent,
+    /// By breaking the connection, so many times.
+    Breaking(u32),
 }
 
 #[derive(Debug, Default)]
@@ -89,7 +90,12 @@ impl FakeApi {
         let this = self.clone();
         let service = tower::service_fn(move |request: Request<Body>| {
             let this = this.clone();
-            async move { Ok::<_, Infallible>(this.answer(request).await) }
+            async move {
+                if this.breaks() {
+                    return Err(std::io::Error::from(std::io::ErrorKind::ConnectionReset));
+                }
+                Ok(this.answer(request).await)
+            }
         });
         Client::new(service, "default")
     }
@@ -105,6 +111,19 @@ fn path(claim: &Value) -> String {
 }
 
 impl FakeApi {
+    fn breaks(&self) -> bool {
+        let mood = &mut self.0.lock().unwrap().mood;
+        let Mood::Breaking(left) = *mood else {
+            return false;
+        };
+        *mood = if left > 1 {
+            Mood::Breaking(left - 1)
+        } else {
+            Mood::Well
+        };
+        true
+    }
+
     async fn answer(&self, request: Request<Body>) -> Response<Body> {
         let method = request.method().to_string();
         let path = request.uri().path().to_owned();
@@ -131,6 +150,7 @@ impl FakeApi {
         };
         let (status, body) = match (mood, object) {
             (Mood::Silent, _) => std::future::pending().await,
+            (Mood::Breaking(_), _) => unreachable!("broken before"),
             (Mood::Failing(status), _) => (status, failure(status)),
             (Mood::Well, Some(object)) => (200, object),
             (Mood::Well, None) => (404, failure(404)),
