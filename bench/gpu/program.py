@@ -155,23 +155,22 @@ def overhead():
     return found
 
 
+def filled(cuda, size):
+    """As many allocations of a size as there are."""
+    pointers = []
+    while True:
+        code, pointer = cuda.alloc(size)
+        if code:
+            return pointers
+        pointers.append(pointer)
+
+
 def isolation():
     """GPU-Virt-Bench's IS metrics that one program can take."""
     cuda = Cuda()
     found = {}
     _, total = cuda.memory()
-    chunks = []
-    while True:
-        code, pointer = cuda.alloc(64 * MIB)
-        if code:
-            break
-        chunks.append(pointer)
-    small = []
-    while True:
-        code, pointer = cuda.alloc(2 * MIB)
-        if code:
-            break
-        small.append(pointer)
+    chunks, small = filled(cuda, 64 * MIB), filled(cuda, 2 * MIB)
     taken = len(chunks) * 64 * MIB + len(small) * 2 * MIB
     found["IS-001"] = 100 * taken / total
     found["IS-002"] = statistics.median(microseconds(50, lambda: cuda.alloc(64 * MIB)))
