@@ -89,58 +89,57 @@ impl Reserve {
     /// Whether so much can come from what the pool has and does not use; where the driver does not say,
     /// it cannot.
     fn has_unused(&self, bytes: u64) -> bool {
-        let ask = |attribute| {
-            let mut bytes = 0u64;
-            // SAFETY: writes 64 bits to the local; the pool is one that was not destroyed.
-            let result = unsafe {
-                real!(cuMemPoolGetAttribute: fn(CUmemoryPool, u32, *mut u64))(
-                    self.pool,
-                    attribute,
-                    &raw mut bytes,
-                )
-            };
-            result.is_ok().then_some(bytes)
-        };
         self.state == State::Pool
-            && ask(POOL_RESERVED)
-                .zip(ask(POOL_USED))
+            && self
+                .attribute(POOL_RESERVED)
+                .zip(self.attribute(POOL_USED))
                 .is_some_and(|(reserved, used)| reserved.saturating_sub(used) >= bytes)
     }
 
-    /// Has the driver give back what a pool has reserved beyond its charge.
-    fn trim_to_charge(&self) {
-        let keep = usize::try_from(self.charged).unwrap_or(usize::MAX);
-        if self.state == State::Pool {
-            // SAFETY: the pool is one that was not destroyed.
-            unsafe { real!(cuMemPoolTrimTo: fn(CUmemoryPool, usize))(self.pool, keep) };
-        }
+    /// What the driver says of a pool that was not destroyed.
+    fn attribute(&self, attribute: u32) -> Option<u64> {
+        let mut bytes = 0u64;
+        // SAFETY: writes 64 bits to the local; the pool is one that was not destroyed.
+        let result = unsafe {
+            real!(cuMemPoolGetAttribute: fn(CUmemoryPool, u32, *mut u64))(
+                self.pool,
+                attribute,
+                &raw mut bytes,
+            )
+        };
+        result.is_ok().then_some(bytes)
+    }
+
+    /// Has the driver give back what a pool that was not destroyed has reserved, but for `keep` bytes.
+    fn trim_pool(&self, keep: u64) {
+        let keep = usize::try_from(keep).unwrap_or(usize::MAX);
+        // SAFETY: the pool is one that was not destroyed.
+        unsafe { real!(cuMemPoolTrimTo: fn(CUmemoryPool, usize))(self.pool, keep) };
     }
 
     /// Bytes that the driver has reserved, in whole blocks, and no less than the floor; where it does
     /// not say, all that was charged so far.
     fn reserved(&self, device: &Device) -> u64 {
-        let mut bytes = 0u64;
-        // SAFETY: each writes 64 bits to the local; the pool is one that was not destroyed.
-        let result = unsafe {
-            match self.state {
-                State::Pool => real!(cuMemPoolGetAttribute: fn(CUmemoryPool, u32, *mut u64))(
-                    self.pool,
-                    POOL_RESERVED,
-                    &raw mut bytes,
-                ),
-                State::Graphs => real!(cuDeviceGetGraphMemAttribute: fn(CUdevice, u32, *mut u64))(
-                    device.handle,
-                    GRAPHS_RESERVED,
-                    &raw mut bytes,
-                ),
-                State::Modules => CUresult::SUCCESS,
-                State::None | State::Ended => CUresult::NOT_FOUND,
+        let said = match self.state {
+            State::Pool => self.attribute(POOL_RESERVED),
+            State::Graphs => {
+                let mut bytes = 0u64;
+                // SAFETY: writes 64 bits to the local.
+                let result = unsafe {
+                    real!(cuDeviceGetGraphMemAttribute: fn(CUdevice, u32, *mut u64))(
+                        device.handle,
+                        GRAPHS_RESERVED,
+                        &raw mut bytes,
+                    )
+                };
+                result.is_ok().then_some(bytes)
             }
+            State::Modules => Some(0),
+            State::None | State::Ended => None,
         };
-        if result.is_ok() {
-            device.taken_by(bytes.max(self.floor))
-        } else {
-            self.charged + self.pending
+        match said {
+            Some(bytes) => device.taken_by(bytes.max(self.floor)),
+            None => self.charged + self.pending,
         }
     }
 
@@ -346,7 +345,11 @@ impl Source {
         let grown = self.with(|reserve| reserve.arrive(reserved, least));
         if let (true, Some(Err(code))) = (result.is_ok(), grown) {
             undo.make();
-            self.with(|reserve| reserve.trim_to_charge());
+            self.with(|reserve| {
+                if reserve.state == State::Pool {
+                    reserve.trim_pool(reserve.charged);
+                }
+            });
             return code;
         }
         result
@@ -519,18 +522,14 @@ pub fn trim(process: &Process, device: &Device, bytes: u64) -> bool {
                 continue;
             }
             let before = reserve.charged;
-            let keep = usize::try_from(before.saturating_sub(left)).unwrap_or(0);
-            // SAFETY: the pool was not destroyed, which waits for this lock.
-            unsafe {
-                match reserve.state {
-                    State::Pool => {
-                        real!(cuMemPoolTrimTo: fn(CUmemoryPool, usize))(reserve.pool, keep);
-                    }
-                    State::Graphs => {
-                        real!(cuDeviceGraphMemTrim: fn(CUdevice))(device.handle);
-                    }
-                    State::None | State::Ended | State::Modules => continue,
+            match reserve.state {
+                // Its destruction waits for this lock.
+                State::Pool => reserve.trim_pool(before.saturating_sub(left)),
+                State::Graphs => {
+                    // SAFETY: only a device.
+                    unsafe { real!(cuDeviceGraphMemTrim: fn(CUdevice))(device.handle) };
                 }
+                State::None | State::Ended | State::Modules => continue,
             }
             reserve.settle(process, device);
             left = left.saturating_sub(before.saturating_sub(reserve.charged));
