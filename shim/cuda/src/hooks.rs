@@ -19,36 +19,32 @@ use crate::module::{self, Within};
 use crate::{array, context, graph, memory, pool, process, resolve, vmm};
 
 macro_rules! hook {
-    ($name:ident($($argument:ident: $type:ty),*) |$driver:ident| $body:expr) => {
-        #[unsafe(no_mangle)]
-        pub unsafe extern "C" fn $name($($argument: $type),*) -> CUresult {
-            let real = real!($name: fn($($type),*));
-            // SAFETY: the arguments are the caller's, who owes the real function what it owes this
-            // one: valid pointers, where cuda.h does not allow null.
-            let driver = || unsafe { real($($argument),*) };
-            let $driver = Call::of(&driver);
-            $body
-        }
+    ($name:ident $arguments:tt |$driver:ident| $body:expr) => {
+        hook! { #[unsafe(no_mangle)] pub $name $arguments calls $name |$driver| $body }
     };
     // What is launched is paid for, mostly, and then the driver's function is jumped to, with the
     // arguments where they are.
     ($name:ident($($argument:ident: $type:ty),*) launches($kernel:expr, $stream:expr)) => {
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name($($argument: $type),*) -> CUresult {
-            hook! { unpaid($($argument: $type),*) to $name |driver| launch::launch($kernel, $stream, driver) }
+            hook! {
+                #[cold] #[inline(never)] unpaid($($argument: $type),*) calls $name
+                    |driver| launch::launch($kernel, $stream, driver)
+            }
             let kernel: Kernel = $kernel;
             let next: unsafe extern "C" fn($($type),*) -> CUresult =
                 if kernel.is_paid() { real!($name: fn($($type),*)) } else { unpaid };
-            // SAFETY: as above.
+            // SAFETY: as below.
             unsafe { next($($argument),*) }
         }
     };
-    ($unpaid:ident($($argument:ident: $type:ty),*) to $name:ident |$driver:ident| $body:expr) => {
-        #[cold]
-        #[inline(never)]
-        unsafe extern "C" fn $unpaid($($argument: $type),*) -> CUresult {
+    ($(#[$attribute:meta])* $visibility:vis $hook:ident($($argument:ident: $type:ty),*) calls $name:ident
+        |$driver:ident| $body:expr) => {
+        $(#[$attribute])*
+        $visibility unsafe extern "C" fn $hook($($argument: $type),*) -> CUresult {
             let real = real!($name: fn($($type),*));
-            // SAFETY: as above.
+            // SAFETY: the arguments are the caller's, who owes the real function what it owes this
+            // one: valid pointers, where cuda.h does not allow null.
             let driver = || unsafe { real($($argument),*) };
             let $driver = Call::of(&driver);
             $body
