@@ -14,12 +14,9 @@ use crate::share::Device;
 /// A new context on a device.
 pub fn make(context: *mut CUcontext, device: CUdevice, driver: Call<'_>) -> CUresult {
     let reserved = match reserve(device) {
-        Ok(reserved) if !context.is_null() => reserved,
+        Ok(Some(reserved)) if !context.is_null() => reserved,
         Ok(_) => return driver.make(),
         Err(code) => return code,
-    };
-    let Some(reserved) = reserved else {
-        return driver.make();
     };
     // The handle is another one's again as soon as it is free.
     reserved.process.contexts.with(|()| {
@@ -82,16 +79,19 @@ pub fn end(context: CUcontext, driver: Call<'_>) -> CUresult {
         return driver.make();
     };
     let result = process.contexts.with(|()| {
-        let has_ended = |result: CUresult, ended| result.is_ok() && ended == context;
-        let measuring = &process.launches.measuring;
-        let result = measuring.across(|| driver.make(), has_ended);
+        let result = process.launches.measuring.across(|| {
+            let result = driver.make();
+            (result, move |ended| result.is_ok() && ended == context)
+        });
         if result.is_ok() {
             forget(process, context);
             take(process, key(Kind::Context, context as u64));
         }
         result
     });
-    pool::look(process);
+    if result.is_ok() {
+        pool::look(process);
+    }
     result
 }
 
@@ -119,18 +119,18 @@ fn end_with(green: Option<CUcontext>, driver: Call<'_>) -> CUresult {
         for (context, device) in contexts.iter_mut().zip(process.devices()) {
             *context = primary(process, device.handle);
         }
-        let primaries = || contexts.iter().zip(process.devices());
-        let has_ended = |result: CUresult, ended| {
-            let is_primary = primaries()
-                .any(|(&context, device)| context == Some(ended) && !has_primary(device.handle));
-            is_primary || result.is_ok() && green == Some(ended)
-        };
-        let measuring = &process.launches.measuring;
-        let result = measuring.across(|| driver.make(), has_ended);
-        for (&context, device) in primaries() {
-            if let Some(context) = context
-                && !has_primary(device.handle)
-            {
+        let ended = &mut contexts;
+        let result = process.launches.measuring.across(move || {
+            let result = driver.make();
+            for (context, device) in ended.iter_mut().zip(process.devices()) {
+                *context = context.filter(|_| !has_primary(device.handle));
+            }
+            let green = green.filter(|_| result.is_ok());
+            let has_ended = move |context| green == Some(context) || ended.contains(&Some(context));
+            (result, has_ended)
+        });
+        for (&context, device) in contexts.iter().zip(process.devices()) {
+            if let Some(context) = context {
                 forget(process, context);
                 take(process, key(Kind::Primary, device_key(device.handle)));
             }

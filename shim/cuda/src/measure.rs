@@ -99,12 +99,11 @@ impl Measuring {
         more
     }
 
-    /// Makes a call at which contexts may end, and their events with them; `has_ended` says of a
+    /// Makes a call at which contexts may end, and their events with them; it returns who tells of a
     /// context whether it has. Nobody measures meanwhile. One thread at a time.
-    pub fn across(
+    pub fn across<E: Fn(CUcontext) -> bool>(
         &self,
-        call: impl FnOnce() -> CUresult,
-        has_ended: impl Fn(CUresult, CUcontext) -> bool,
+        call: impl FnOnce() -> (CUresult, E),
     ) -> CUresult {
         let mut states = [FREE; PLACES];
         for (place, state) in self.places.iter().zip(&mut states) {
@@ -119,10 +118,10 @@ impl Measuring {
                 sys::give_way();
             };
         }
-        let result = call();
+        let (result, has_ended) = call();
         for (place, state) in self.places.iter().zip(states) {
             let context = place.context.load(Ordering::Relaxed);
-            if context != 0 && has_ended(result, context) {
+            if context != 0 && has_ended(context) {
                 place.context.store(0, Ordering::Relaxed);
                 place.give(FREE);
             } else {
