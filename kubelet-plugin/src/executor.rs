@@ -248,9 +248,9 @@ impl Executor {
             path: path.to_owned(),
             source,
         })?;
-        let limits = |page: &[u8; cap::LEN]| page[..cap::LIMITS_LEN].to_vec();
+        let limits = ..cap::LIMITS_LEN;
         Ok(self.fs.mode(path)? == Some(0o444)
-            && there.is_some_and(|there| limits(&there) == limits(page)))
+            && there.is_some_and(|there| there[limits] == page[limits]))
     }
 
     fn take_back(&self, uid: &str, undo: &Undo) -> Result<(), StepError> {
