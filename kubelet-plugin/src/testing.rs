@@ -108,7 +108,13 @@ impl World {
         self.start_on(Arc::new(HostFs)).unwrap()
     }
 
-    /// The same, on a file system that may fail.
+    /// Prepares a claim, in a life that ends with it.
+    pub async fn prepare(&self, claim: &str) -> Arc<Record> {
+        let plugin = self.start();
+        plugin.preparer.prepare(&claim_ref(claim)).await.unwrap()
+    }
+
+    /// A plugin on a file system that may fail.
     pub fn start_on(&self, fs: Arc<dyn Fs>) -> Result<Plugin, crate::fs::FsError> {
         let image = self.dir.path().join("image");
         let installation =

@@ -112,12 +112,7 @@ async fn two_shares_on_two_gpus_have_each_its_cap() {
 async fn a_replay_rebuilds_what_was_removed_and_keeps_the_account() {
     let world = World::new();
     world.api.put(claim("a", &[capped("gpu", 0, "20Gi", 25)]));
-    let first = world
-        .start()
-        .preparer
-        .prepare(&claim_ref("a"))
-        .await
-        .unwrap();
+    let first = world.prepare("a").await;
     let share = world.layout.share("uid-of-a", &first.plan.devices[0].key);
     // A container counts in its account.
     let mut account = std::fs::read(&share.account).unwrap();
@@ -128,12 +123,7 @@ async fn a_replay_rebuilds_what_was_removed_and_keeps_the_account() {
     std::fs::remove_file(&share.cap).unwrap();
     std::fs::remove_file(world.layout.claim_spec("uid-of-a")).unwrap();
     std::fs::remove_file(world.layout.driver_spec()).unwrap();
-    let again = world
-        .start()
-        .preparer
-        .prepare(&claim_ref("a"))
-        .await
-        .unwrap();
+    let again = world.prepare("a").await;
     assert_eq!(again.plan, first.plan);
     assert_eq!(world.contents(), before);
     assert!(world.layout.driver_spec().exists());
@@ -203,12 +193,7 @@ async fn unprepare_works_twice_without_driver_claim_or_knowledge() {
     let world = World::new();
     let object = claim("a", &[capped("gpu", 0, "20Gi", 25)]);
     world.api.put(object.clone());
-    world
-        .start()
-        .preparer
-        .prepare(&claim_ref("a"))
-        .await
-        .unwrap();
+    world.prepare("a").await;
     world.api.delete(&object);
     world.api.set_mood(Mood::Silent);
     std::fs::remove_dir_all(world.driver_root()).unwrap();
@@ -353,12 +338,7 @@ async fn a_journal_that_cannot_be_read_is_refused_named_and_left() {
 async fn a_journal_that_was_mended_is_held_again() {
     let world = World::new();
     world.api.put(claim("a", &[whole("gpu", 0)]));
-    let record = world
-        .start()
-        .preparer
-        .prepare(&claim_ref("a"))
-        .await
-        .unwrap();
+    let record = world.prepare("a").await;
     let path = world.layout.claims().join("uid-of-a.json");
     let content = std::fs::read(&path).unwrap();
     std::fs::write(&path, "").unwrap();
@@ -375,12 +355,7 @@ async fn a_journal_that_was_mended_is_held_again() {
 async fn a_journal_under_another_claims_name_is_refused() {
     let world = World::new();
     world.api.put(claim("a", &[whole("gpu", 0)]));
-    world
-        .start()
-        .preparer
-        .prepare(&claim_ref("a"))
-        .await
-        .unwrap();
+    world.prepare("a").await;
     let claims = world.layout.claims();
     std::fs::copy(claims.join("uid-of-a.json"), claims.join("uid-of-b.json")).unwrap();
     world.api.put(claim("b", &[whole("gpu", 1)]));
@@ -608,12 +583,7 @@ fn shares() -> serde_json::Value {
 async fn undisturbed() -> Vec<(String, Vec<u8>)> {
     let world = World::new();
     world.api.put(shares());
-    world
-        .start()
-        .preparer
-        .prepare(&claim_ref("a"))
-        .await
-        .unwrap();
+    world.prepare("a").await;
     world.contents()
 }
 
@@ -673,12 +643,7 @@ async fn killed_at_any_step_of_unprepare_it_converges() {
         for at in 0.. {
             let world = World::new();
             world.api.put(shares());
-            world
-                .start()
-                .preparer
-                .prepare(&claim_ref("a"))
-                .await
-                .unwrap();
+            world.prepare("a").await;
             let fs = Arc::new(FaultyFs::new(at, Fault::Death));
             if let Ok(plugin) = world.start_on(Arc::clone(&fs) as _) {
                 let result = plugin.preparer.unprepare(&claim_ref("a")).await;

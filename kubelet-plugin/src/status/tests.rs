@@ -6,7 +6,7 @@ use kube::client::Body;
 use tokio::sync::Notify;
 
 use crate::testing::api::Mood;
-use crate::testing::{World, capped, claim, claim_ref};
+use crate::testing::{World, capped, claim};
 
 use super::*;
 
@@ -22,12 +22,7 @@ impl Clock for Noon {
 async fn prepared() -> (World, Arc<Record>, StatusWriter) {
     let world = World::new();
     world.api.put(claim("a", &[capped("gpu", 0, "20Gi", 25)]));
-    let record = world
-        .start()
-        .preparer
-        .prepare(&claim_ref("a"))
-        .await
-        .unwrap();
+    let record = world.prepare("a").await;
     let writer = StatusWriter::new(world.api.client(), Arc::new(Noon));
     (world, record, writer)
 }
