@@ -6,9 +6,7 @@ use std::time::Duration;
 use k8s_openapi::api::resource::v1::ResourceClaim;
 use kube::{Api, Client};
 
-/// How long one read may take. The kubelet gives a whole call 45 s; the client must not retry
-/// behind our back (`Config::default_retry` off), so this holds.
-const DEADLINE: Duration = Duration::from_secs(10);
+use crate::api_server::{Silent, within};
 
 /// How long to wait before a connection that broke is tried again. The kubelet itself asks again only
 /// after a minute or more.
@@ -42,8 +40,8 @@ pub enum ReadError {
     #[error("cannot read it from the API server: {0}")]
     Api(#[source] Box<kube::Error>),
     /// The API server did not answer.
-    #[error("the API server did not answer within {} s", DEADLINE.as_secs())]
-    Timeout,
+    #[error(transparent)]
+    Silent(#[from] Silent),
 }
 
 /// Reads claims, one at a time.
@@ -79,9 +77,6 @@ impl Claims {
             }
             api.get_opt(&claim.name).await
         };
-        tokio::time::timeout(DEADLINE, read)
-            .await
-            .map_err(|_| ReadError::Timeout)?
-            .map_err(|e| ReadError::Api(Box::new(e)))
+        within(read).await?.map_err(|e| ReadError::Api(Box::new(e)))
     }
 }

@@ -27,6 +27,7 @@ use tranche_api::{GpuNode, GpuNodeStatus};
 
 use self::slices::OwnSlices;
 use crate::FIELD_MANAGER;
+use crate::api_server::{Silent, within};
 use crate::driver_state::DriverState;
 use crate::metrics::Metrics;
 use crate::registration::Registered;
@@ -38,16 +39,14 @@ const FIRST_RETRY: Duration = Duration::from_millis(250);
 const LAST_RETRY: Duration = Duration::from_secs(15);
 /// How often the API server's copy is read without a reason: somebody may have changed or deleted it.
 const RESYNC: Duration = Duration::from_mins(5);
-/// How long the API server may take to answer.
-const DEADLINE: Duration = Duration::from_secs(10);
 
 /// Why the GpuNode is not up to date.
 #[derive(Debug, thiserror::Error)]
 enum Error {
     #[error("{0}")]
     Api(#[from] kube::Error),
-    #[error("the API server did not answer within {} s", DEADLINE.as_secs())]
-    Timeout,
+    #[error(transparent)]
+    Silent(#[from] Silent),
     #[error("node {0} has no UID")]
     NodeWithoutUid(String),
 }
@@ -204,20 +203,19 @@ impl GpuNodeWriter {
         });
         let params = PatchParams::apply(FIELD_MANAGER).force();
         let patch = Patch::Apply(&body);
-        self.within(self.api().patch_status(&self.node, &params, &patch))
-            .await?;
+        within(self.api().patch_status(&self.node, &params, &patch)).await??;
         info!(epoch, "told the node's inventory and epoch");
         Ok(epoch)
     }
 
     async fn read(&self) -> Result<Option<GpuNode>, Error> {
-        self.within(self.api().get_opt(&self.node)).await
+        Ok(within(self.api().get_opt(&self.node)).await??)
     }
 
     /// The garbage collector removes it with its Node.
     async fn create(&self) -> Result<GpuNode, Error> {
         let nodes = Api::<Node>::all(self.client.clone());
-        let node = self.within(nodes.get(&self.node)).await?;
+        let node = within(nodes.get(&self.node)).await??;
         let uid = node
             .metadata
             .uid
@@ -233,16 +231,10 @@ impl GpuNodeWriter {
         });
         let params = PatchParams::apply(FIELD_MANAGER).force();
         let patch = Patch::Apply(&body);
-        self.within(self.api().patch(&self.node, &params, &patch))
-            .await
+        Ok(within(self.api().patch(&self.node, &params, &patch)).await??)
     }
 
     fn api(&self) -> Api<GpuNode> {
         Api::all(self.client.clone())
-    }
-
-    async fn within<T>(&self, call: impl Future<Output = kube::Result<T>>) -> Result<T, Error> {
-        let answer = tokio::time::timeout(DEADLINE, call).await;
-        Ok(answer.map_err(|_| Error::Timeout)??)
     }
 }

@@ -18,6 +18,7 @@
 #![forbid(unsafe_code)]
 
 pub mod aftermath;
+pub mod api_server;
 pub mod app;
 pub mod args;
 pub mod claims;

@@ -24,14 +24,12 @@ use tranche_driver::journal::Record;
 use tranche_driver::preparation::{Cap, PreparedDevice};
 
 use crate::FIELD_MANAGER;
+use crate::api_server::within;
 use crate::clock::Clock;
 
 /// Writes under way at a time: a burst of prepares must not keep the API server from the reads of
 /// the next.
 const CONCURRENT: usize = 2;
-/// How long the API server may take to answer: a connection of which only one side is left must not
-/// hold a slot for ever.
-const DEADLINE: Duration = Duration::from_secs(10);
 /// Pauses between attempts, in seconds.
 const PAUSES: [u64; 7] = [1, 2, 4, 8, 16, 32, 64];
 
@@ -108,17 +106,14 @@ async fn write(
             return;
         };
         let patch = Patch::Apply(&body);
-        let answer = tokio::time::timeout(DEADLINE, api.patch_status(&name, &params, &patch)).await;
+        let answer = within(api.patch_status(&name, &params, &patch)).await;
         drop(slot);
         let error = match answer {
             Ok(Ok(_)) => return debug!(claim = name, "told status.devices"),
             // Released and deleted, or another claim by now: nobody to tell.
             Ok(Err(kube::Error::Api(status))) if matches!(status.code, 404 | 409) => return,
             Ok(Err(error)) => error.to_string(),
-            Err(_) => format!(
-                "the API server did not answer within {} s",
-                DEADLINE.as_secs()
-            ),
+            Err(silent) => silent.to_string(),
         };
         match pause {
             Some(pause) => {
