@@ -79,12 +79,32 @@ def test_pools_count_what_they_give():
     assert used() == 0
 
 
-def test_a_pool_keeps_what_its_threshold_allows(own_memory):
-    attributes = driver.CUmemPool_attribute
+def new_pool():
     properties = driver.CUmemPoolProps()
     properties.allocType = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
     properties.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-    pool = ok(driver.cuMemPoolCreate(properties))
+    return ok(driver.cuMemPoolCreate(properties))
+
+
+def test_a_pool_that_is_over_leaves_no_addresses():
+    with open("/proc/self/statm") as statm:
+        pages = lambda: (statm.seek(0), int(statm.read().split()[0]))[1]
+        before = pages()
+        for destroyed_first in (True, False) * 20:
+            pool = new_pool()
+            block = ok(driver.cuMemAllocFromPoolAsync(3 << 20, pool, driver.CUstream(0)))
+            ok(driver.cuMemcpyHtoD(block, b"written", 7))
+            ends = [lambda: ok(driver.cuMemFree(block)), lambda: ok(driver.cuMemPoolDestroy(pool))]
+            for end in reversed(ends) if destroyed_first else ends:
+                end()
+            assert driver.cuMemPoolDestroy(pool)[0] == driver.CUresult.CUDA_ERROR_INVALID_VALUE
+        # One would be four times the GPU.
+        assert pages() - before < 80 << 30 >> 12
+
+
+def test_a_pool_keeps_what_its_threshold_allows(own_memory):
+    attributes = driver.CUmemPool_attribute
+    pool = new_pool()
     read = lambda which: int(ok(driver.cuMemPoolGetAttribute(pool, which)))
     ok(driver.cuMemPoolSetAttribute(pool, attributes.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, driver.cuuint64_t(100 << 20)))
     stream = ok(driver.cuStreamCreate(0))

@@ -23,7 +23,8 @@ const CLASSES: usize = 12;
 /// Address space of one GPU.
 #[derive(Debug, Default)]
 pub struct Heap {
-    base: u64,
+    /// Where its mapping begins, and its length.
+    mapping: Option<(u64, u64)>,
     /// Free stretches by address: lengths, multiples of a block.
     free: BTreeMap<u64, u64>,
     /// Shared blocks by address.
@@ -157,15 +158,28 @@ impl Heap {
 
     /// Maps the address space at its first use.
     fn reserve(&mut self, total: u64) -> Result<(), Code> {
-        if self.base != 0 {
+        if self.mapping.is_some() {
             return Ok(());
         }
         // Room for any order of frees; nothing of it is memory yet.
         let length = (total * 4).next_multiple_of(BLOCK) + BLOCK;
-        let base = map_private(length)?.next_multiple_of(BLOCK);
-        self.base = base;
-        self.free.insert(base, length - BLOCK);
+        let start = map_private(length)?;
+        self.mapping = Some((start, length));
+        self.free
+            .insert(start.next_multiple_of(BLOCK), length - BLOCK);
         Ok(())
+    }
+
+    /// Gives its addresses back.
+    ///
+    /// # Safety
+    /// Nothing of it is allocated any more.
+    pub unsafe fn unmap(&mut self) {
+        if let Some((start, length)) = std::mem::take(self).mapping {
+            let length = usize::try_from(length).unwrap_or(0);
+            // SAFETY: the mapping is ours and the program's no more, by the contract above.
+            let _ = unsafe { rustix::mm::munmap(start as *mut _, length) };
+        }
     }
 
     /// The first free stretch that fits.

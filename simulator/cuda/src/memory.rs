@@ -38,11 +38,10 @@ pub fn place(ordinal: i32, what: What, context: u64, bytes: u64) -> Result<u64, 
 }
 
 fn heap_of(device: &'static Device, what: What) -> MutexGuard<'static, Heap> {
-    let heap = match what {
-        What::Pooled(pool) => &pool.heap,
-        _ => &device.heap,
-    };
-    heap.lock().unwrap_or_else(PoisonError::into_inner)
+    match what {
+        What::Pooled(pool) => pool.heap(),
+        _ => device.heap.lock().unwrap_or_else(PoisonError::into_inner),
+    }
 }
 
 fn take(device: &'static Device, what: What, bytes: u64) -> Result<u64, Code> {

@@ -92,29 +92,36 @@ impl<T: Kind> Object<T> {
         self.tag.load(Ordering::Acquire) == T::TAG
     }
 
-    /// Ends the handle but not the object, which others still refer to.
-    pub fn abandon(&'static self) {
-        self.tag.store(0, Ordering::Release);
+    /// Ends the handle but not the object, which others still refer to; false if another call has
+    /// done so.
+    pub fn abandon(&'static self) -> bool {
+        self.tag
+            .compare_exchange(T::TAG, 0, Ordering::AcqRel, Ordering::Relaxed)
+            .is_ok()
     }
 
     /// Ends the object; false if another call has done so.
     pub fn destroy(&'static self) -> bool {
-        if self
-            .tag
-            .compare_exchange(T::TAG, 0, Ordering::AcqRel, Ordering::Relaxed)
-            .is_err()
-        {
-            return false;
+        let first = self.abandon();
+        if first {
+            // SAFETY: only the call that ended the handle comes here.
+            unsafe { self.bury() };
         }
-        // SAFETY: `create` leaked it from a Box, and only the call that took the
-        // tag comes here.
+        first
+    }
+
+    /// Ends an object that was abandoned and that nobody refers to any more.
+    ///
+    /// # Safety
+    /// Called once.
+    pub unsafe fn bury(&'static self) {
+        // SAFETY: `create` leaked it from a Box, which nobody else takes back.
         let object = unsafe { Box::from_raw(std::ptr::from_ref(self).cast_mut()) };
         let mut retired = RETIRED.lock().unwrap_or_else(PoisonError::into_inner);
         retired.push_back(object);
         let oldest = (retired.len() > QUARANTINE).then(|| retired.pop_front());
         drop(retired);
         drop(oldest);
-        true
     }
 }
 

@@ -25,7 +25,7 @@ use crate::stream::{self, Stream};
 pub struct Pool {
     device: i32,
     /// Its own addresses, so that its blocks are its own too.
-    pub heap: Mutex<Heap>,
+    heap: Mutex<Heap>,
     books: Mutex<Books>,
     /// The three reuse switches, all on at first.
     reuse: [AtomicU64; 3],
@@ -44,6 +44,9 @@ struct Books {
     kept: u64,
     /// How much may stay reserved when it is not used.
     threshold: u64,
+    /// Allocations; they outlive their pool.
+    live: u64,
+    is_destroyed: bool,
 }
 
 impl Books {
@@ -58,6 +61,10 @@ impl Books {
         }
         excess
     }
+
+    fn is_over(&self) -> bool {
+        self.is_destroyed && self.live == 0
+    }
 }
 
 impl Kind for Pool {
@@ -65,8 +72,8 @@ impl Kind for Pool {
     const WRONG: Code = Code::INVALID_VALUE;
 }
 
-/// Every pool of this process, those that were destroyed included: allocations
-/// outlive their pool.
+/// Every pool of this process, those that were destroyed included as long as they
+/// have allocations.
 static POOLS: Mutex<Vec<&'static Object<Pool>>> = Mutex::new(Vec::new());
 
 impl Pool {
@@ -83,6 +90,10 @@ impl Pool {
             .unwrap_or_else(PoisonError::into_inner)
             .push(pool);
         pool
+    }
+
+    pub fn heap(&self) -> MutexGuard<'_, Heap> {
+        self.heap.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn books(&self) -> MutexGuard<'_, Books> {
@@ -104,15 +115,53 @@ impl Pool {
         let mut books = self.books();
         books.used += bytes;
         books.used_high = books.used_high.max(books.used);
+        books.live += 1;
     }
+}
 
+impl Object<Pool> {
     /// Notes that an allocation of `bytes` was freed, and with it `blocks`.
-    pub fn gave_back(&self, device: &Device, bytes: u64, blocks: u64) {
+    pub fn gave_back(&'static self, device: &Device, bytes: u64, blocks: u64) {
         let mut books = self.books();
         books.used = books.used.saturating_sub(bytes);
         books.kept += blocks;
+        books.live = books.live.saturating_sub(1);
         let threshold = books.threshold;
         books.trim(device, threshold);
+        let is_over = books.is_over();
+        drop(books);
+        if is_over {
+            self.end();
+        }
+    }
+
+    /// Ends the handle; the pool itself ends with its last allocation, and keeps nothing until then.
+    fn give_up(&'static self, device: &Device) -> Result<(), Code> {
+        let mut books = self.books();
+        if !self.abandon() {
+            return Err(Code::INVALID_VALUE);
+        }
+        books.is_destroyed = true;
+        books.threshold = 0;
+        books.trim(device, 0);
+        let is_over = books.is_over();
+        drop(books);
+        if is_over {
+            self.end();
+        }
+        Ok(())
+    }
+
+    /// Of a pool that is over: once.
+    fn end(&'static self) {
+        // SAFETY: it was destroyed, and has no allocation.
+        unsafe { self.heap().unmap() };
+        POOLS
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .retain(|pool| !std::ptr::eq(*pool, self));
+        // SAFETY: nobody makes allocations of it any more, so only one call takes the last one away.
+        unsafe { self.bury() };
     }
 }
 
@@ -255,13 +304,7 @@ export! {
             *current = device.default_pool;
         }
         drop(current);
-        // Allocations live on, and what they free is not kept.
-        let mut books = pool.books();
-        books.threshold = 0;
-        books.trim(device, 0);
-        drop(books);
-        pool.abandon();
-        Ok(())
+        pool.give_up(device)
     }
     fn cuMemPoolTrimTo(pool: Handle, keep: usize) {
         driver()?;
