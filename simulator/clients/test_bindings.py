@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import numpy
 import pynvml
@@ -295,3 +296,36 @@ def test_cuda_after_fork_is_refused():
         os.kill(child, signal.SIGKILL)
         raise
     assert os.waitstatus_to_exitcode(status) == 0
+
+
+KEEPER = """
+import os, sys
+from cuda.bindings import driver
+driver.cuInit(0)
+_, context = driver.cuDevicePrimaryCtxRetain(driver.cuDeviceGet(0)[1])
+driver.cuCtxSetCurrent(context)
+driver.cuMemAlloc(3 << 30)
+if os.fork() == 0:
+    print("child", flush=True)
+    sys.stdin.read()
+else:
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_the_child_of_a_dead_process_keeps_its_memory(gpu):
+    # What a driver has for a process it frees when the last of its files is closed, and a child has them too.
+    used = lambda: pynvml.nvmlDeviceGetMemoryInfo(gpu).used
+    before, processes = used(), len(pynvml.nvmlDeviceGetComputeRunningProcesses(gpu))
+    parent = subprocess.Popen([sys.executable, "-c", KEEPER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert parent.stdout.readline() == b"child\n"
+    assert parent.wait() == -signal.SIGKILL
+    # Whoever wants more than was ever taken has the dead looked for.
+    free, _ = ok(driver.cuMemGetInfo())
+    assert driver.cuMemAlloc(free + 1)[0] == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+    assert used() - before >= 3 << 30
+    assert len(pynvml.nvmlDeviceGetComputeRunningProcesses(gpu)) == processes
+    parent.stdin.close()
+    deadline = time.monotonic() + 5
+    while used() != before:
+        assert time.monotonic() < deadline, "the child is gone and the memory is not free"

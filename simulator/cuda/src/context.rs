@@ -78,7 +78,9 @@ impl Context {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         // A context's own memory: code, stacks, buffers.
         let driver = driver()?;
-        driver.shared.open_context(driver.slot, device.gpu)?;
+        driver
+            .shared
+            .open_context(driver.slot, device.gpu, || driver.settle())?;
         let context = Object::create(Self {
             device,
             id: NEXT.fetch_add(1, Ordering::Relaxed),

@@ -50,7 +50,8 @@ impl Device {
     /// Takes `bytes` of this GPU for this process.
     pub fn charge(&self, bytes: u64) -> Result<(), Code> {
         let driver = driver()?;
-        Ok(driver.shared.charge(driver.slot, self.gpu, bytes)?)
+        let settle = || driver.settle();
+        Ok(driver.shared.charge(driver.slot, self.gpu, bytes, settle)?)
     }
 
     /// Gives `bytes` back.

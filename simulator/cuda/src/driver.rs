@@ -4,8 +4,10 @@ use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
+use tranche_simulator_machine::attach::request;
 use tranche_simulator_machine::identity::uuid_text;
 use tranche_simulator_machine::layout::Shared;
+use tranche_simulator_machine::wire::Request;
 use tranche_simulator_machine::{Access, AttachError, Attachment, DriverRoot};
 
 use crate::code::Code;
@@ -20,6 +22,7 @@ pub struct Driver {
     pub slot: usize,
     /// The GPUs this process can see, by ordinal.
     pub devices: Vec<Device>,
+    root: DriverRoot,
     // Its hang-up tells the daemon that this process is gone.
     _attachment: Attachment,
 }
@@ -104,8 +107,15 @@ impl Driver {
             shared,
             slot: attachment.slot(),
             devices,
+            root,
             _attachment: attachment,
         })
+    }
+
+    /// Has the daemon take back what the dead held.
+    pub fn settle(&self) {
+        // The only failure is that there is no daemon; then it stays taken.
+        let _ = request(&self.root, Request::Settle);
     }
 }
 

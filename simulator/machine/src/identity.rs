@@ -3,7 +3,7 @@
 
 use std::sync::atomic::Ordering;
 
-use crate::layout::ProcessSlot;
+use crate::layout::{ORPHANED, ProcessSlot};
 
 /// A node's identity: its machine id, or its host name where it has none.
 ///
@@ -61,7 +61,7 @@ pub fn uuid_text(uuid: &[u8; 16]) -> String {
 pub fn alive(slot: &ProcessSlot) -> bool {
     let pid = slot.pid.load(Ordering::Acquire);
     match pid {
-        0 => false,
+        0 | ORPHANED => false,
         // Out of sight: only its connection tells.
         ..0 => true,
         _ => start_time(pid) == Some(slot.started.load(Ordering::Relaxed)),

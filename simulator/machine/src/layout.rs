@@ -15,10 +15,12 @@ use crate::timeline::{Lane, Turns};
 pub const MAX_GPUS: usize = 16;
 /// The most processes that use CUDA at once.
 pub const MAX_PROCESSES: usize = 2048;
+/// The pid in the slot of a process that ended while its files are open elsewhere.
+pub const ORPHANED: i32 = -2;
 /// First word of the page.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"TRSIMPG\0");
 /// Version of everything in this module and of [`crate::wire`].
-pub const ABI: u32 = 2;
+pub const ABI: u32 = 3;
 
 /// A fixed text, padded with zeros.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -153,7 +155,8 @@ pub struct GpuState {
 #[derive(Debug)]
 #[repr(C, align(128))]
 pub struct ProcessSlot {
-    /// Its pid in the daemon's PID namespace, the host's; 0 when free.
+    /// Its pid in the daemon's PID namespace, the host's; 0 when free, -1 when out of sight, or
+    /// [`ORPHANED`].
     pub pid: AtomicI32,
     /// When it started, in clock ticks since boot: tells a reused pid.
     pub started: AtomicU64,

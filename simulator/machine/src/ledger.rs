@@ -5,12 +5,17 @@
 //! hand leaves the two sums unequal by one entry; the daemon, which knows that
 //! the holder is dead, takes the lock over and adds up again. So a SIGKILL at any
 //! instruction loses and invents nothing.
+//!
+//! A driver frees a dead process's memory in the close of its files, before the
+//! process is quite gone; this one's daemon a moment after. So that nobody can tell
+//! the difference, whoever would make a GPU hold more than ever, or is refused, while
+//! others hold some of it, first has the daemon look for the dead.
 
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::identity;
-use crate::layout::{GpuState, Shared};
+use crate::layout::{GpuState, ORPHANED, Shared};
 
 /// Lock value of the daemon; slots are their index + 1.
 const DAEMON: u32 = u32::MAX;
@@ -94,26 +99,63 @@ const EXCLUSIVE: u32 = 3;
 
 impl Shared {
     /// Gives a context's memory of GPU `gpu` to `slot`, if the GPU's compute mode
-    /// allows it one.
-    pub fn open_context(&self, slot: usize, gpu: usize) -> Result<(), ChargeError> {
+    /// allows it one. `settle` has the daemon take back what the dead held.
+    pub fn open_context(
+        &self,
+        slot: usize,
+        gpu: usize,
+        settle: impl FnOnce(),
+    ) -> Result<(), ChargeError> {
         let state = &self.gpus[gpu];
-        let _guard = lock(state, owner(slot))?;
+        let _guard = self.lock_settled(slot, gpu, state.context_bytes, settle)?;
         let mode = state.compute_mode.load(Ordering::Relaxed);
-        let others =
-            state.used.load(Ordering::Relaxed) > self.slots[slot].used[gpu].load(Ordering::Relaxed);
-        if mode == PROHIBITED || (mode == EXCLUSIVE && others) {
+        if mode == PROHIBITED || (mode == EXCLUSIVE && self.is_shared(slot, gpu)) {
             return Err(ChargeError::Closed { mode });
         }
         self.give(slot, gpu, state.context_bytes)
     }
 
-    /// Gives `bytes` of GPU `gpu` to `slot`, all or nothing.
-    pub fn charge(&self, slot: usize, gpu: usize, bytes: u64) -> Result<(), ChargeError> {
-        let _guard = lock(&self.gpus[gpu], owner(slot))?;
+    /// Gives `bytes` of GPU `gpu` to `slot`, all or nothing. `settle` has the daemon take
+    /// back what the dead held.
+    pub fn charge(
+        &self,
+        slot: usize,
+        gpu: usize,
+        bytes: u64,
+        settle: impl FnOnce(),
+    ) -> Result<(), ChargeError> {
+        let _guard = self.lock_settled(slot, gpu, bytes, settle)?;
         self.give(slot, gpu, bytes)
     }
 
-    /// The same, for who has the lock.
+    /// Takes a GPU's lock to give `bytes`; calls `settle` before, where that would be more than ever and
+    /// others than `slot` hold some.
+    fn lock_settled(
+        &self,
+        slot: usize,
+        gpu: usize,
+        bytes: u64,
+        settle: impl FnOnce(),
+    ) -> Result<Guard<'_>, ChargeError> {
+        let state = &self.gpus[gpu];
+        let guard = lock(state, owner(slot))?;
+        let sum = state.used.load(Ordering::Relaxed).saturating_add(bytes);
+        let is_record = sum > state.peak.load(Ordering::Relaxed);
+        if !is_record || !self.is_shared(slot, gpu) {
+            return Ok(guard);
+        }
+        drop(guard);
+        settle();
+        lock(state, owner(slot))
+    }
+
+    /// Whether others than `slot` hold memory.
+    fn is_shared(&self, slot: usize, gpu: usize) -> bool {
+        let held = self.slots[slot].used[gpu].load(Ordering::Relaxed);
+        self.gpus[gpu].used.load(Ordering::Relaxed) > held
+    }
+
+    /// Gives, for who has the lock.
     fn give(&self, slot: usize, gpu: usize, bytes: u64) -> Result<(), ChargeError> {
         let state = &self.gpus[gpu];
         let used = state.used.load(Ordering::Relaxed);
@@ -146,26 +188,30 @@ impl Shared {
     }
 
     /// Frees a dead process's slot and all it held and had queued. Only the daemon calls this,
-    /// and only when the process is gone.
+    /// and only when the process is gone and its files are closed.
     pub fn reclaim(&self, slot: usize) {
+        self.end(slot, 0, |held| held.store(0, Ordering::Relaxed));
+    }
+
+    /// Forgets what a process that ended had queued, and its pid. What it held stays taken: its files
+    /// are open elsewhere, as the child of a fork has them. Only the daemon calls this.
+    pub fn orphan(&self, slot: usize) {
+        self.end(slot, ORPHANED, |_| {});
+    }
+
+    fn end(&self, slot: usize, pid: i32, release: impl Fn(&AtomicU64)) {
         let dead = &self.slots[slot];
         for (gpu, state) in self.gpus().iter().enumerate() {
-            let (_guard, whole) = self.take_over(state, owner(slot));
-            let held = dead.used[gpu].swap(0, Ordering::Relaxed);
-            if whole {
-                let used = state.used.load(Ordering::Relaxed);
-                state
-                    .used
-                    .store(used.saturating_sub(held), Ordering::Relaxed);
-            } else {
-                self.add_up(gpu);
-            }
+            let _guard = self.take_over(state, owner(slot));
+            release(&dead.used[gpu]);
+            // It may have died with the lock, between its entry and the sum.
+            self.add_up(gpu);
             self.forget_lane(slot, gpu);
             dead.utilization[gpu].store(0, Ordering::Relaxed);
         }
         dead.sampled.store(0, Ordering::Relaxed);
         dead.started.store(0, Ordering::Relaxed);
-        dead.pid.store(0, Ordering::Release);
+        dead.pid.store(pid, Ordering::Release);
     }
 
     /// Puts the ledger in order for a daemon that starts: its predecessor, or a
@@ -173,7 +219,7 @@ impl Shared {
     pub fn recover(&self) {
         for (gpu, state) in self.gpus().iter().enumerate() {
             // There is one daemon, and this is its start.
-            let (_guard, _) = self.take_over(state, DAEMON);
+            let _guard = self.take_over(state, DAEMON);
             self.add_up(gpu);
             self.order_anew(gpu);
         }
@@ -188,9 +234,9 @@ impl Shared {
         self.gpus[gpu].used.store(sum, Ordering::Relaxed);
     }
 
-    /// Takes the lock from a dead holder, or waits for a living one. False where the holder was dead: what
-    /// it left half done is to be added up anew.
-    fn take_over<'a>(&self, state: &'a GpuState, dead: u32) -> (Guard<'a>, bool) {
+    /// Takes the lock from a dead holder, or waits for a living one. What a dead one left half done is to
+    /// be added up anew.
+    fn take_over<'a>(&self, state: &'a GpuState, dead: u32) -> Guard<'a> {
         let take = |from| {
             state
                 .lock
@@ -198,11 +244,8 @@ impl Shared {
                 .is_ok()
         };
         loop {
-            if take(0) {
-                return (Guard(state), true);
-            }
-            if take(dead) {
-                return (Guard(state), false);
+            if take(0) || take(dead) {
+                return Guard(state);
             }
             let holder = state.lock.load(Ordering::Relaxed);
             let slot = (holder as usize).wrapping_sub(1);
@@ -214,7 +257,7 @@ impl Shared {
                 self.slots.get(slot).is_some_and(identity::alive)
             };
             if holder != 0 && !lives && take(holder) {
-                return (Guard(state), false);
+                return Guard(state);
             }
             std::thread::yield_now();
         }
@@ -229,6 +272,8 @@ pub(crate) fn owner(slot: usize) -> u32 {
 
 #[cfg(test)]
 mod tests {
+    use std::cell::Cell;
+
     use super::*;
     use crate::description::MIB;
     use crate::layout::test_page;
@@ -270,28 +315,67 @@ mod tests {
     fn a_byte_too_much_is_refused_and_nothing_changes() {
         let page = page();
         let all = page.gpus[0].usable();
-        page.charge(0, 0, all - 1).unwrap();
+        page.charge(0, 0, all - 1, || ()).unwrap();
         assert_eq!(
-            page.charge(1, 0, 2),
+            page.charge(1, 0, 2, || ()),
             Err(ChargeError::OutOfMemory { asked: 2, free: 1 })
         );
         assert_eq!(page.slots[1].used[0].load(Ordering::Relaxed), 0);
-        page.charge(1, 0, 1).unwrap();
+        page.charge(1, 0, 1, || ()).unwrap();
         assert_eq!(page.gpus[0].free(), 0);
     }
 
     #[test]
     fn a_holder_that_died_half_way_loses_nothing() {
         let page = page();
-        page.charge(0, 0, 7 * MIB).unwrap();
-        page.charge(1, 0, 3 * MIB).unwrap();
+        page.charge(0, 0, 7 * MIB, || ()).unwrap();
+        page.charge(1, 0, 3 * MIB, || ()).unwrap();
         // Process 0 dies between its own entry and the sum.
         page.gpus[0].lock.store(1, Ordering::Relaxed);
         page.slots[0].used[0].fetch_add(5 * MIB, Ordering::Relaxed);
         page.reclaim(0);
         assert_eq!(page.gpus[0].used.load(Ordering::Relaxed), 3 * MIB);
-        page.charge(1, 0, MIB).unwrap();
+        page.charge(1, 0, MIB, || ()).unwrap();
         assert_eq!(page.gpus[0].used.load(Ordering::Relaxed), 4 * MIB);
+    }
+
+    #[test]
+    fn the_dead_are_looked_for_before_a_gpu_holds_more_than_ever() {
+        let page = page();
+        let never = || panic!("nothing to settle");
+        page.charge(0, 0, 5 * MIB, never).unwrap();
+        let asked = Cell::new(0);
+        let settle = || {
+            asked.set(asked.get() + 1);
+            page.reclaim(0);
+        };
+        // Others hold some, and it would be more than ever.
+        page.charge(1, 0, MIB, settle).unwrap();
+        assert_eq!(asked.get(), 1);
+        assert_eq!(page.gpus[0].peak.load(Ordering::Relaxed), 5 * MIB);
+        // Nobody else does; it was more before.
+        page.charge(1, 0, 5 * MIB, never).unwrap();
+        page.charge(2, 0, MIB, || ()).unwrap();
+        page.release(1, 0, MIB).unwrap();
+        page.charge(2, 0, MIB, never).unwrap();
+        let refused = page.charge(2, 0, page.gpus[0].usable(), || page.reclaim(1));
+        assert!(refused.is_err());
+        assert_eq!(page.gpus[0].used.load(Ordering::Relaxed), 2 * MIB);
+    }
+
+    #[test]
+    fn what_an_orphan_held_stays_taken() {
+        let page = page();
+        page.slots[0].pid.store(7, Ordering::Relaxed);
+        page.charge(0, 0, 5 * MIB, || ()).unwrap();
+        // It died with the lock.
+        page.gpus[0].lock.store(1, Ordering::Relaxed);
+        page.orphan(0);
+        assert_eq!(page.gpus[0].used.load(Ordering::Relaxed), 5 * MIB);
+        assert!(!identity::alive(&page.slots[0]));
+        page.charge(1, 0, MIB, || ()).unwrap();
+        page.reclaim(0);
+        assert_eq!(page.gpus[0].used.load(Ordering::Relaxed), MIB);
     }
 
     #[test]
@@ -299,26 +383,26 @@ mod tests {
         let page = page();
         let mode = |value| page.gpus[0].compute_mode.store(value, Ordering::Relaxed);
         mode(EXCLUSIVE);
-        page.open_context(0, 0).unwrap();
-        page.open_context(0, 0).unwrap();
+        page.open_context(0, 0, || ()).unwrap();
+        page.open_context(0, 0, || ()).unwrap();
         assert_eq!(
-            page.open_context(1, 0),
+            page.open_context(1, 0, || ()),
             Err(ChargeError::Closed { mode: EXCLUSIVE })
         );
         mode(PROHIBITED);
         assert_eq!(
-            page.open_context(0, 0),
+            page.open_context(0, 0, || ()),
             Err(ChargeError::Closed { mode: PROHIBITED })
         );
         mode(0);
-        page.open_context(1, 0).unwrap();
+        page.open_context(1, 0, || ()).unwrap();
     }
 
     #[test]
     fn two_that_died_together_do_not_block_each_other() {
         let page = page();
-        page.charge(0, 0, MIB).unwrap();
-        page.charge(1, 0, MIB).unwrap();
+        page.charge(0, 0, MIB, || ()).unwrap();
+        page.charge(1, 0, MIB, || ()).unwrap();
         // Process 1 has the lock; process 0 is reclaimed first.
         page.gpus[0].lock.store(2, Ordering::Relaxed);
         page.reclaim(0);
@@ -330,12 +414,12 @@ mod tests {
     #[test]
     fn a_starting_daemon_puts_the_ledger_in_order() {
         let page = page();
-        page.charge(0, 0, MIB).unwrap();
+        page.charge(0, 0, MIB, || ()).unwrap();
         page.gpus[0].used.store(9 * MIB, Ordering::Relaxed);
         page.gpus[0].lock.store(DAEMON, Ordering::Relaxed);
         page.recover();
         assert_eq!(page.gpus[0].used.load(Ordering::Relaxed), MIB);
-        page.charge(0, 0, MIB).unwrap();
+        page.charge(0, 0, MIB, || ()).unwrap();
     }
 
     #[test]
@@ -348,7 +432,7 @@ mod tests {
                     let mut held = 0;
                     for step in 0..20_000u64 {
                         let bytes = (step % 97) * 64 * MIB;
-                        if page.charge(slot, 0, bytes).is_ok() {
+                        if page.charge(slot, 0, bytes, || ()).is_ok() {
                             held += bytes;
                         }
                         assert!(page.gpus[0].used.load(Ordering::Relaxed) <= usable);
@@ -373,7 +457,7 @@ mod tests {
                 let bytes = mib * MIB;
                 if take {
                     let fits = held.iter().sum::<u64>() + bytes <= page.gpus[0].usable();
-                    prop_assert_eq!(page.charge(slot, 0, bytes).is_ok(), fits);
+                    prop_assert_eq!(page.charge(slot, 0, bytes, || ()).is_ok(), fits);
                     if fits { held[slot] += bytes; }
                 } else {
                     page.release(slot, 0, bytes).unwrap();

@@ -18,6 +18,8 @@ pub enum Request {
     Observe,
     /// The page, to write, and a slot in it (CUDA).
     Join,
+    /// Take back what the dead held, before the answer.
+    Settle,
     /// Change a GPU's setting; for root.
     Set {
         /// Index of the GPU.
@@ -97,6 +99,7 @@ impl Request {
                 value,
             } => [3, gpu, setting as u32, value],
             Self::Event { gpu, kind, data } => [4, gpu, kind, data],
+            Self::Settle => [5, 0, 0, 0],
         };
         words([MAGIC, ABI, op, a, b, c, 0])
     }
@@ -125,6 +128,7 @@ impl Request {
                 kind: b,
                 data: c,
             }),
+            5 => Some(Self::Settle),
             _ => None,
         }
     }
@@ -169,6 +173,7 @@ mod tests {
         for request in [
             Request::Observe,
             Request::Join,
+            Request::Settle,
             Request::Set {
                 gpu: 3,
                 setting: Setting::ComputeMode,

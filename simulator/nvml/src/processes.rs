@@ -11,6 +11,7 @@ use nvml_wrapper_sys::bindings::{
     nvmlProcessInfo_v2_t, nvmlProcessUtilizationSample_t,
 };
 use tranche_simulator_machine::identity::pid_namespace;
+use tranche_simulator_machine::layout::ORPHANED;
 
 use crate::code::Code;
 use crate::export::{export, get, put, put_list};
@@ -48,7 +49,13 @@ fn all_processes(device: Device) -> Vec<Process> {
     let hosts = own.is_none_or(|own| own == device.shared.header.namespace.load(Ordering::Relaxed));
     let mut found: Vec<Process> = Vec::new();
     for slot in &device.shared.slots {
-        let hosts_pid = slot.pid.load(Ordering::Acquire).cast_unsigned();
+        let pid = slot.pid.load(Ordering::Acquire);
+        let memory = slot.used[device.gpu].load(Ordering::Relaxed);
+        // What an orphan holds shows in the GPU's memory alone.
+        if pid == 0 || pid == ORPHANED || memory == 0 {
+            continue;
+        }
+        let hosts_pid = pid.cast_unsigned();
         let inner = !hosts && own == Some(slot.namespace.load(Ordering::Relaxed));
         let here = hosts || inner;
         let pid = if inner {
@@ -56,10 +63,6 @@ fn all_processes(device: Device) -> Vec<Process> {
         } else {
             hosts_pid
         };
-        let memory = slot.used[device.gpu].load(Ordering::Relaxed);
-        if hosts_pid == 0 || memory == 0 {
-            continue;
-        }
         let utilization = slot.utilization[device.gpu].load(Ordering::Relaxed);
         // A process that loaded the library twice has two slots.
         if let Some(same) = found.iter_mut().find(|p| (p.pid, p.here) == (pid, here)) {

@@ -1,8 +1,8 @@
 //! The daemon's loop: answers libraries, and takes back what the dead held.
 //!
-//! A process is gone when its pidfd says so, or when its connection hangs up:
-//! the first also sees a parent killed whose forked child keeps the connection
-//! open, the second also sees an `exec`.
+//! A process is gone when its pidfd says so, and what it held is free when its
+//! connection hangs up: at its end or its `exec`, unless a forked child keeps the
+//! connection open. A driver, too, frees with the last of a process's files.
 
 use std::io::IoSlice;
 use std::os::fd::{AsFd, BorrowedFd, FromRawFd as _, OwnedFd};
@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering;
 
 use anyhow::Context as _;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::Errno;
+use rustix::io::{Errno, retry_on_intr};
 use rustix::net::{
     AddressFamily, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix,
     SocketFlags, SocketType, accept_with, bind, listen, recv, sendmsg, socket_with,
@@ -147,16 +147,7 @@ impl Daemon {
         for visitor in &self.visitors {
             watched.push(PollFd::new(visitor, PollFlags::IN));
         }
-        // Two entries for each client; the listener stands in where one is missing
-        // and is asked for nothing.
-        for client in &self.clients {
-            for end in [&client.process, &client.connection] {
-                watched.push(match end {
-                    Some(fd) => PollFd::new(fd, PollFlags::IN),
-                    None => PollFd::new(&self.listener, PollFlags::empty()),
-                });
-            }
-        }
+        self.watch_clients(&mut watched);
         let timeout = Timespec {
             tv_sec: 0,
             tv_nsec: i64::from(PERIOD.subsec_nanos()),
@@ -167,11 +158,11 @@ impl Daemon {
             Ok(_) | Err(Errno::INTR) => {}
             Err(error) => return Err(error).context("waiting for clients"),
         }
-        let ready: Vec<bool> = watched.iter().map(|fd| !fd.revents().is_empty()).collect();
+        let ready = ready(&watched);
         drop(watched);
         let visitors = self.visitors.len();
         self.bury(&ready[1 + visitors..]);
-        self.hear(&ready[1..=visitors]);
+        self.hear(&ready[1..=visitors])?;
         if ready[0] {
             self.welcome()?;
         }
@@ -182,19 +173,50 @@ impl Daemon {
         Ok(())
     }
 
-    /// Frees the slots of processes that ended.
+    /// Two entries for each client; the listener stands in where one is missing and is
+    /// asked for nothing.
+    fn watch_clients<'a>(&'a self, watched: &mut Vec<PollFd<'a>>) {
+        for client in &self.clients {
+            for end in [&client.process, &client.connection] {
+                watched.push(match end {
+                    Some(fd) => PollFd::new(fd, PollFlags::IN),
+                    None => PollFd::new(&self.listener, PollFlags::empty()),
+                });
+            }
+        }
+    }
+
+    /// Looks for the dead now.
+    fn settle(&mut self) -> anyhow::Result<()> {
+        let mut watched = Vec::with_capacity(2 * self.clients.len());
+        self.watch_clients(&mut watched);
+        retry_on_intr(|| poll(&mut watched, Some(&Timespec::default())))
+            .context("looking for clients that ended")?;
+        let ready = ready(&watched);
+        drop(watched);
+        self.bury(&ready);
+        Ok(())
+    }
+
+    /// Frees what processes had that ended.
     fn bury(&mut self, ready: &[bool]) {
         let shared = self.page.shared;
         let mut ends = ready.chunks_exact(2);
-        self.clients.retain(|client| {
+        self.clients.retain_mut(|client| {
             let [process, connection] = ends.next().unwrap_or(&[false, false]) else {
                 return true;
             };
-            let ended = *process || (*connection && client.connection.as_ref().is_none_or(hung_up));
-            if ended {
+            let closed = match &client.connection {
+                Some(open) => *connection && hung_up(open),
+                None => *process,
+            };
+            if closed {
                 shared.reclaim(client.slot);
+            } else if *process {
+                shared.orphan(client.slot);
+                client.process = None;
             }
-            !ended
+            !closed
         });
         if self.clients.is_empty() {
             for gpu in shared.gpus() {
@@ -204,7 +226,7 @@ impl Daemon {
     }
 
     /// Answers those who asked.
-    fn hear(&mut self, ready: &[bool]) {
+    fn hear(&mut self, ready: &[bool]) -> anyhow::Result<()> {
         let visitors = std::mem::take(&mut self.visitors);
         for (index, visitor) in visitors.into_iter().enumerate() {
             if !ready.get(index).copied().unwrap_or(false) {
@@ -213,12 +235,13 @@ impl Daemon {
             }
             let mut packet = [0; PACKET];
             match recv(&visitor, &mut packet, RecvFlags::DONTWAIT) {
-                Ok((length, _)) if length > 0 => self.answer(visitor, &packet[..length]),
+                Ok((length, _)) if length > 0 => self.answer(visitor, &packet[..length])?,
                 Err(Errno::AGAIN | Errno::INTR) => self.visitors.push(visitor),
                 // Hung up, or worse: either way it is over.
                 _ => {}
             }
         }
+        Ok(())
     }
 
     fn welcome(&mut self) -> anyhow::Result<()> {
@@ -234,10 +257,10 @@ impl Daemon {
         Ok(())
     }
 
-    fn answer(&mut self, visitor: OwnedFd, packet: &[u8]) {
+    fn answer(&mut self, visitor: OwnedFd, packet: &[u8]) -> anyhow::Result<()> {
         let Some(request) = Request::decode(packet) else {
             reply(&visitor, Reply::Mismatch, None);
-            return;
+            return Ok(());
         };
         match request {
             Request::Observe => {
@@ -248,6 +271,10 @@ impl Daemon {
                 );
             }
             Request::Join => self.join(visitor),
+            Request::Settle => {
+                self.settle()?;
+                reply(&visitor, Reply::Granted { slot: 0 }, None);
+            }
             Request::Set {
                 gpu,
                 setting,
@@ -274,6 +301,7 @@ impl Daemon {
                 reply(&visitor, answer, None);
             }
         }
+        Ok(())
     }
 
     fn set(&self, gpu: u32, setting: Setting, value: u32) -> Reply {
@@ -332,6 +360,11 @@ impl Daemon {
             connection: Some(visitor),
         });
     }
+}
+
+/// Which of those that were watched have something to tell.
+fn ready(watched: &[PollFd<'_>]) -> Vec<bool> {
+    watched.iter().map(|fd| !fd.revents().is_empty()).collect()
 }
 
 fn reply(to: &OwnedFd, reply: Reply, file: Option<BorrowedFd<'_>>) {
