@@ -157,8 +157,8 @@ impl AccountFile {
         Ok(layout::compute_words(&self.header()?))
     }
 
-    /// The slots that are marked as taken and that no process holds: their owners are dead. Or the
-    /// tenant says so; then nobody is harmed by their being given back.
+    /// The slots that are marked as taken and that no process holds: their owners are dead, and so are
+    /// all who had their files. Or the tenant says so; then nobody is harmed by their being given back.
     pub fn dead_slots(&self) -> Result<usize, ReadError> {
         self.count_slots(|held| !held)
     }
@@ -172,8 +172,9 @@ impl AccountFile {
         let header = self.header()?;
         let mut count = 0;
         for slot in layout::taken_slots(&header) {
-            let held = self.file.is_locked(layout::slot_lock(slot));
-            count += usize::from(wanted(held.map_err(|e| self.failed(e))?));
+            let is_locked = |at| self.file.is_locked(at).map_err(|e| self.failed(e));
+            let held = is_locked(layout::slot_lock(slot))? || is_locked(layout::files_lock(slot))?;
+            count += usize::from(wanted(held));
         }
         Ok(count)
     }

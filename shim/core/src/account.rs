@@ -25,11 +25,14 @@
 //!
 //! - Killed between the two steps: `used` stays too high by that change. Safe, and repaired, below.
 //! - Killed elsewhere: its slot says exactly how much of `used` was its own.
-//! - Its slot is not touched while it lives: it holds a kernel lock on it, which the kernel drops
-//!   with the process, after it took the process's memory mappings. Whoever gets that lock may
-//!   [`reclaim`](Account::reclaim): `charged` is swapped with 0 first, then `used` lowered by it. A
-//!   reclaimer killed in between leaves `used` too high: safe again, and no second reclaimer can
-//!   subtract the same charge twice.
+//! - Its slot is not touched while the driver may have memory of it: the process holds two kernel
+//!   locks on it. One goes with its address space; as Linux closes what is left of a process in the
+//!   reverse of the order in which it let go of it, this is after the driver's files were closed, in
+//!   which the driver frees. The other goes with a descriptor, which children inherit as they inherit
+//!   the driver's files: what a dead parent had is not free before they are gone too. Whoever gets
+//!   both locks may [`reclaim`](Account::reclaim): `charged` is swapped with 0 first, then `used`
+//!   lowered by it. A reclaimer killed in between leaves `used` too high: safe again, and no second
+//!   reclaimer can subtract the same charge twice.
 //!
 //! What such kills leave behind, `used − Σ charged`, is constant under completed changes: they move
 //! both sides alike. [`repair`](Account::repair) measures it at an instant without a change under
@@ -42,7 +45,7 @@
 //! Nothing here waits for another process: a stopped one (SIGSTOP, a debugger) delays nobody. It
 //! can only make a repair give up.
 
-use crate::layout::{BITMAP_WORDS, REPAIR_LOCK, SLOTS, slot_lock};
+use crate::layout::{BITMAP_WORDS, REPAIR_LOCK, SLOTS, files_lock, slot_lock};
 use crate::sync::{AtomicU64, Ordering};
 
 /// The live account page. Its layout is [`crate::layout`]'s; map a checked file's memory as one.
@@ -116,6 +119,16 @@ pub trait Locks {
     fn unlock(&self, at: u64);
 }
 
+/// Locks a slot that is nobody's any more; false if it is somebody's.
+fn lock_free_slot(at: usize, locks: &impl Locks) -> bool {
+    if !locks.try_lock(slot_lock(at)) {
+        return false;
+    }
+    let is_free = locks.try_lock(files_lock(at));
+    locks.unlock(if is_free { files_lock } else { slot_lock }(at));
+    is_free
+}
+
 /// All [`SLOTS`] belong to living processes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Full;
@@ -126,13 +139,14 @@ pub struct SlotIndex(usize);
 
 impl<const N: usize> Account<N> {
     /// Takes a slot for the calling process, whose description `locks` is: the slot is its own
-    /// until the description's last reference is gone. `start` spreads the search; any number.
+    /// until the description's last reference is gone, or longer, see [`extend`](Self::extend).
+    /// `start` spreads the search; any number.
     pub fn join(&self, locks: &impl Locks, pid: u64, start: usize) -> Result<SlotIndex, Full> {
         // Slots without a mark first: those with one are mostly held. Then all.
         for marked_too in [false, true] {
             for nth in 0..N {
                 let at = (start % N + nth) % N;
-                if self.is_taken(at) != marked_too || !locks.try_lock(slot_lock(at)) {
+                if self.is_taken(at) != marked_too || !lock_free_slot(at, locks) {
                     continue;
                 }
                 let Some(slot) = self.slots.get(at) else {
@@ -146,6 +160,15 @@ impl<const N: usize> Account<N> {
             }
         }
         Err(Full)
+    }
+
+    /// Keeps a slot, whose process has just taken it, until the last reference to the description
+    /// `files` is gone too. False where that cannot be.
+    #[must_use]
+    pub fn extend(&self, slot: SlotIndex, files: &impl Locks) -> bool {
+        // Who looks for dead processes, and alone takes this lock of a slot, leaves one alone whose
+        // other lock is held.
+        files.try_lock(files_lock(slot.0))
     }
 
     /// Bytes reserved by all processes together.
@@ -261,7 +284,7 @@ impl<const N: usize> Account<N> {
     pub fn reclaim(&self, locks: &impl Locks) -> usize {
         let mut reclaimed = 0;
         for at in 0..N {
-            if !self.is_taken(at) || !locks.try_lock(slot_lock(at)) {
+            if !self.is_taken(at) || !lock_free_slot(at, locks) {
                 continue;
             }
             if let Some(slot) = self.slots.get(at) {

@@ -18,7 +18,7 @@
 //!
 //! A slot belongs to one process, from the moment it holds a write lock (an open file description
 //! lock, `F_OFD_SETLK`) on the file's byte [`slot_lock`] until the kernel drops that lock with the
-//! process:
+//! process, and the lock on the byte [`files_lock`] with the last of those that have its files:
 //!
 //! | offset | bytes | field |
 //! |---|---|---|
@@ -78,6 +78,14 @@ pub(crate) const LAUNCHES_LAST: usize = 16;
 #[must_use]
 pub const fn slot_lock(slot: usize) -> u64 {
     (LEN + slot) as u64
+}
+
+/// The byte of the account file that stays locked as long as anybody has the descriptor that the owner
+/// of slot `slot` (0 to [`SLOTS`] − 1) opened for it, its children by `fork` included: they have the
+/// driver's files too, and the driver frees a process's memory when the last of those is closed.
+#[must_use]
+pub const fn files_lock(slot: usize) -> u64 {
+    REPAIR_LOCK + 1 + slot as u64
 }
 
 /// The slots whose mark is set in a page's first [`HEADER_LEN`] bytes: those of the living, and of

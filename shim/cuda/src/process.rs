@@ -2,9 +2,10 @@
 //!
 //! All that is the process's own lies in one private mapping that the kernel wipes in the child of a
 //! fork. So a child starts as if it had never called CUDA: no slot, no charge, no pointer of its
-//! parent's; it joins anew at its first call that needs a share. Its parent's slot lives and dies
-//! with the parent alone: the child does not get the accounts' mappings, which hold the slots' locks,
-//! either. After `exec` nothing is left of both.
+//! parent's; it joins anew at its first call that needs a share. Of its parent's slots it has the
+//! descriptors, as it has the driver's: when the parent has ended, what it was charged stays charged
+//! until the child has closed them, which is when the driver frees it. After `exec` nothing is left of
+//! either.
 
 use core::cell::UnsafeCell;
 use core::mem::MaybeUninit;
@@ -268,13 +269,12 @@ impl Joined {
 
     /// Gives the slots back.
     fn leave(&mut self) {
-        for number in 0..self.share_count {
-            if let Some(share) = self.share(number) {
-                // SAFETY: the process has not joined, so that nobody knows of it.
-                unsafe { share.leave() };
-            }
+        let count = core::mem::take(&mut self.share_count);
+        for place in self.shares.iter().take(count) {
+            // SAFETY: those before `share_count` were written, and are read for the last time. The
+            // process has not joined, so that nobody knows of them.
+            unsafe { place.assume_init_read().leave() };
         }
-        self.share_count = 0;
     }
 
     fn devices(&self) -> &[Device] {

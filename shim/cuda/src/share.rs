@@ -2,11 +2,11 @@
 //! and what they leave.
 
 use tranche_shim_core::compute::{Bucket, RefillPage};
-use tranche_shim_core::{Account, GpuUuid, Pace, SlotIndex};
+use tranche_shim_core::{Account, GpuUuid, Pace, SlotIndex, paths};
 use tranche_shim_runtime::accounts::Live;
 use tranche_shim_runtime::complain::Refused;
 use tranche_shim_runtime::shares::{BLOCK, Name, Share};
-use tranche_shim_runtime::sys;
+use tranche_shim_runtime::sys::{self, File};
 
 use crate::abi::{CUdevice, CUmemAllocationProp, CUmemLocation, CUresult};
 use crate::driver::real;
@@ -49,6 +49,8 @@ pub enum Kind {
 pub struct Held {
     live: Live,
     slot: SlotIndex,
+    /// Never used again and never closed: the slot's, as long as it is open anywhere.
+    files: File,
     /// All that its processes may hold: its memory, and one context.
     limit: u64,
     /// Percent of the GPU's time, and what the node grants of it.
@@ -66,27 +68,43 @@ impl Held {
     /// context that costs nothing.
     pub fn take(share: &Share, memory: u64, context: u64) -> Result<Self, Refused> {
         let name = share.name;
+        let refill = name.map_refill()?;
         let (file, live) = Live::map(&name)?;
-        let pid = sys::pid();
-        #[expect(clippy::cast_possible_truncation, reason = "spreads the search")]
-        let slot = live
-            .account
-            .join(&file, pid, pid as usize)
-            .map_err(|_| name.refuse_full())?;
-        // The mapping keeps its description, and with it the slot's lock; a descriptor that a child of
-        // another thread inherits now would keep it too.
+        let (slot, files) = match Self::join(&name, &live, &file) {
+            Ok(joined) => joined,
+            Err(refused) => {
+                // SAFETY: nobody has seen it.
+                unsafe { live.unmap() };
+                return Err(refused);
+            }
+        };
+        // The mapping keeps its description, and with it the slot's lock.
         drop(file);
         live.reclaim(&name);
         Ok(Self {
             live,
             slot,
+            files,
             limit: memory.saturating_add(context),
             context,
             cores: share.cores.unwrap_or(100),
-            refill: name.map_refill()?,
+            refill,
             name,
             looks: Pace::new(),
         })
+    }
+
+    fn join(name: &Name, live: &Live, file: &File) -> Result<(SlotIndex, File), Refused> {
+        let pid = sys::pid();
+        #[expect(clippy::cast_possible_truncation, reason = "spreads the search")]
+        let slot = live
+            .account
+            .join(file, pid, pid as usize)
+            .map_err(|_| name.refuse_full())?;
+        let files = live
+            .extend(name, slot)
+            .map_err(|errno| name.refuse_unreadable(paths::ACCOUNT, errno))?;
+        Ok((slot, files))
     }
 
     /// Leaves the account.
@@ -94,7 +112,8 @@ impl Held {
     /// # Safety
     ///
     /// Nobody uses it any more.
-    pub unsafe fn leave(&self) {
+    pub unsafe fn leave(self) {
+        drop(self.files);
         // SAFETY: the caller's promise.
         unsafe { self.live.unmap() };
     }

@@ -10,6 +10,9 @@ use tranche_shim_core::Locks;
 pub struct Errno(pub c_int);
 
 impl Errno {
+    /// Somebody else has it.
+    pub const BUSY: Self = Self(libc::EBUSY);
+
     fn last() -> Self {
         // SAFETY: the C library returns a valid pointer to this thread's errno.
         Self(unsafe { *libc::__errno_location() })
@@ -48,6 +51,18 @@ impl File {
     fn open_with(path: &CStr, flags: c_int) -> Result<Self, Errno> {
         // SAFETY: `path` is a C string.
         let fd = unsafe { libc::open(path.as_ptr(), flags | libc::O_CLOEXEC) };
+        if fd < 0 {
+            Err(Errno::last())
+        } else {
+            Ok(Self(fd))
+        }
+    }
+
+    /// The same with a descriptor that no program takes for its standard input or output, where it has
+    /// closed those.
+    pub fn above_standard(self) -> Result<Self, Errno> {
+        // SAFETY: duplicates this file's own descriptor.
+        let fd = unsafe { libc::fcntl(self.0, libc::F_DUPFD_CLOEXEC, libc::STDERR_FILENO + 1) };
         if fd < 0 {
             Err(Errno::last())
         } else {

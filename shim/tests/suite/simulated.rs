@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use tranche_shim_tests::{Driver, Probe, Share, World, text};
 
 use crate::cap::CAP;
+use crate::families::Case;
 
 const MIB: u64 = 1 << 20;
 
@@ -87,6 +88,26 @@ fn the_gpu_holds_what_the_account_says() {
     }
     assert_eq!(world.node().gpus()[0].used - context, 400 * MIB);
     assert_eq!(share.used(), 400 * MIB);
+}
+
+/// A child by fork has the driver's files too: what its parent had is taken, and charged, as long.
+#[test]
+fn what_a_dead_parent_had_is_the_childs_to_keep() {
+    let mut case = Case::new();
+    case.probe.must(&format!("alloc {CAP}"));
+    assert_eq!(case.probe.ask("fork").values, ["child"]);
+    case.probe.kill();
+    let mut other = case.world.probe("name");
+    other.must("init");
+    assert_eq!(other.ask("primary 0").code, 2, "not even a context");
+    case.holds(CAP);
+    case.probe.send("end");
+    let start = Instant::now();
+    while other.ask("primary 0").code != 0 {
+        assert!(start.elapsed() < Duration::from_secs(2), "it stays charged");
+    }
+    other.must(&format!("alloc {CAP}"));
+    case.holds(CAP);
 }
 
 #[test]

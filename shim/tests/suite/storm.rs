@@ -136,7 +136,10 @@ fn with_kills(steady: usize, killed: usize, threads: u64, operations: u64) {
     check(&answers);
     let (peak, counted) = (case.peak(), case.share.look(|account| account.peak()));
     println!("{peak} bytes of {limit} at most, {counted} counted");
-    assert!(counted <= limit, "{counted} of {limit}");
+    assert!(
+        peak <= limit && counted <= limit,
+        "{peak} {counted} {limit}"
+    );
     drop(steady);
     // Whoever joins takes back what the dead had; the daemon needs a moment to see their end.
     case.probe.kill();

@@ -177,11 +177,11 @@ fn a_surplus_is_subtracted_once() {
 fn a_dead_slot_is_given_back_once() {
     explore(3, || {
         let world = World::new();
-        {
-            let dead = world.open(1);
-            let slot = world.account.join(&dead, 0, 0).unwrap();
-            world.account.reserve(slot, 4, 4, LIMIT).unwrap();
-        }
+        let (dead, inherited) = (world.open(1), world.open(6));
+        let slot = world.account.join(&dead, 0, 0).unwrap();
+        assert!(world.account.extend(slot, &inherited));
+        world.account.reserve(slot, 4, 4, LIMIT).unwrap();
+        drop((dead, inherited));
         let reclaimers: Vec<_> = (2..=3)
             .map(|id| {
                 let world = Arc::clone(&world);

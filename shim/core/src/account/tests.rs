@@ -73,6 +73,29 @@ fn the_last_byte_is_granted_and_the_next_refused() {
 }
 
 #[test]
+fn a_slot_is_kept_until_the_last_who_has_its_files_is_gone() {
+    let (account, file) = account();
+    let (parent, inherited) = (file.open(), file.open());
+    let slot = account.join(&parent, 1, 0).unwrap();
+    assert!(account.extend(slot, &inherited));
+    account.reserve(slot, 70, 70, 100).unwrap();
+    // The parent ends, and its child has the descriptor.
+    drop(parent);
+    assert_eq!(account.reclaim(&file.open()), 0);
+    assert_eq!(account.used(), 70);
+    // Who joins gets another slot, as long as there is one.
+    let others: Vec<_> = (2..5).map(|pid| (pid, file.open())).collect();
+    for (pid, other) in &others {
+        assert_ne!(account.join(other, *pid, 0), Ok(slot));
+    }
+    assert_eq!(account.join(&file.open(), 9, 0), Err(Full));
+    assert_eq!(account.used(), 70);
+    drop(inherited);
+    assert_eq!(account.reclaim(&file.open()), 1);
+    assert_eq!(account.used(), 0);
+}
+
+#[test]
 fn a_part_is_granted_where_a_part_will_do() {
     let (account, file) = account();
     let slot = account.join(&file.open(), 1, 0).unwrap();
