@@ -186,16 +186,12 @@ impl<const N: usize> Account<N> {
     /// The processes that hold a slot, or held one that nobody reclaimed yet: PID, as each wrote it
     /// itself, and bytes charged.
     pub fn processes(&self) -> impl Iterator<Item = (u64, u64)> {
-        self.slots
-            .iter()
-            .enumerate()
-            .filter(|(at, _)| self.is_taken(*at))
-            .map(|(_, slot)| {
-                (
-                    slot.pid.load(Ordering::Relaxed),
-                    slot.charged.load(Ordering::Relaxed),
-                )
-            })
+        self.taken_slots().map(|(_, slot)| {
+            (
+                slot.pid.load(Ordering::Relaxed),
+                slot.charged.load(Ordering::Relaxed),
+            )
+        })
     }
 
     /// Reserves as much as `limit` leaves, but no less than `least` and no more than `most` bytes;
@@ -283,13 +279,11 @@ impl<const N: usize> Account<N> {
     /// slot. Returns how many slots were reclaimed.
     pub fn reclaim(&self, locks: &impl Locks) -> usize {
         let mut reclaimed = 0;
-        for at in 0..N {
-            if !self.is_taken(at) || !lock_free_slot(at, locks) {
+        for (at, slot) in self.taken_slots() {
+            if !lock_free_slot(at, locks) {
                 continue;
             }
-            if let Some(slot) = self.slots.get(at) {
-                self.settle(slot);
-            }
+            self.settle(slot);
             self.mark(at, false);
             locks.unlock(slot_lock(at));
             reclaimed += 1;
@@ -320,15 +314,7 @@ impl<const N: usize> Account<N> {
     /// `used − Σ charged` at an instant without a change under way; `None` if there was one.
     fn surplus(&self) -> Option<u64> {
         let taken: [u64; BITMAP_WORDS] = core::array::from_fn(|word| self.taken_word(word));
-        let sum = |field: fn(&Slot) -> &AtomicU64| {
-            let mut sum = 0u64;
-            for (at, slot) in self.slots.iter().enumerate() {
-                if taken[at / 64] >> (at % 64) & 1 == 1 {
-                    sum = sum.wrapping_add(field(slot).load(Ordering::Acquire));
-                }
-            }
-            sum
-        };
+        let sum = |field| self.sum(&taken, field);
         // A slot's `begun` is never behind its `ended`, and both only grow: equal sums, in this
         // order of reading, mean that they were equal slot by slot.
         let ended = sum(|slot| &slot.ended);
@@ -346,6 +332,19 @@ impl<const N: usize> Account<N> {
         unchanged.then(|| used.wrapping_sub(charged))
     }
 
+    /// The sum of a field of some slots.
+    #[inline(never)]
+    fn sum(&self, of: &[u64; BITMAP_WORDS], field: fn(&Slot) -> &AtomicU64) -> u64 {
+        let mut sum = 0u64;
+        for (word, &bits) in of.iter().enumerate() {
+            for at in places(word, bits) {
+                let found = self.slots.get(at).map(field);
+                sum = sum.wrapping_add(found.map_or(0, |field| field.load(Ordering::Acquire)));
+            }
+        }
+        sum
+    }
+
     /// Returns the charge of a slot whose lock the caller holds and whose owner is gone.
     fn settle(&self, slot: &Slot) {
         let begun = slot.begun.fetch_add(1, Ordering::AcqRel) + 1;
@@ -356,6 +355,13 @@ impl<const N: usize> Account<N> {
         slot.launches.retire_to(&self.past);
         // Also closes a change that its owner began and never ended.
         slot.ended.store(begun, Ordering::Release);
+    }
+
+    /// The slots that are marked as taken, and their places.
+    fn taken_slots(&self) -> impl Iterator<Item = (usize, &Slot)> {
+        (0..N.div_ceil(64))
+            .flat_map(|word| places(word, self.taken_word(word)))
+            .filter_map(|at| Some((at, self.slots.get(at)?)))
     }
 
     fn is_taken(&self, at: usize) -> bool {
@@ -378,6 +384,16 @@ impl<const N: usize> Account<N> {
             }
         }
     }
+}
+
+/// The places whose bits are set in the `word`th word of 64.
+fn places(word: usize, bits: u64) -> impl Iterator<Item = usize> {
+    let mut rest = bits;
+    core::iter::from_fn(move || {
+        let next = rest.trailing_zeros() as usize;
+        rest &= rest.checked_sub(1)?;
+        Some(word * 64 + next)
+    })
 }
 
 impl Launches {

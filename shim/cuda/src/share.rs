@@ -68,7 +68,7 @@ impl Held {
     /// context that costs nothing.
     pub fn take(share: &Share, memory: u64, context: u64) -> Result<Self, Refused> {
         let name = share.name;
-        let refill = name.map_refill()?;
+        let refill = share.map_refill()?;
         let (file, live) = Live::map(&name)?;
         let (slot, files) = match Self::join(&name, &live, &file) {
             Ok(joined) => joined,
@@ -80,7 +80,7 @@ impl Held {
         };
         // The mapping keeps its description, and with it the slot's lock.
         drop(file);
-        live.reclaim(&name);
+        live.reclaim_by(&files);
         Ok(Self {
             live,
             slot,

@@ -44,7 +44,8 @@ impl Live {
         }
     }
 
-    fn reclaim_by(&self, file: &File) {
+    /// The same, by a description that was opened for it, or holds no slot's first lock.
+    pub fn reclaim_by(&self, file: &File) {
         self.account.reclaim(file);
         self.account.repair(file);
     }

@@ -25,6 +25,8 @@ pub struct Share {
     pub context: u64,
     /// Its folder's name.
     pub name: Name,
+    /// Its cap page, which was checked.
+    file: File,
 }
 
 /// The name of a share's folder: what a file system allows, and a zero.
@@ -140,7 +142,19 @@ impl Share {
                 .checked_next_multiple_of(BLOCK)
                 .unwrap_or(page.context_memory),
             name,
+            file,
         })
+    }
+
+    /// Maps what the node says of the share's GPU time in its cap page.
+    pub fn map_refill(&self) -> Result<&'static RefillPage, Refused> {
+        let mapping = self
+            .file
+            .map_readable(cap::LEN)
+            .map_err(|errno| self.name.refuse_unreadable(paths::CAP, errno))?;
+        // SAFETY: the mapping is of a whole cap page and is never unmapped; the refill's words lie
+        // within it, aligned. The node writes them meanwhile; any content is valid for them.
+        Ok(unsafe { mapping.start.byte_add(refill::OFFSET).cast().as_ref() })
     }
 }
 
@@ -192,16 +206,6 @@ impl Name {
             file,
             &[Part::Text("cannot be read (errno "), errno, Part::Text(")")],
         )
-    }
-
-    /// Maps what the node says of the share's GPU time in its cap page, which was checked before.
-    pub fn map_refill(&self) -> Result<&'static RefillPage, Refused> {
-        let unreadable = |errno| self.refuse_unreadable(paths::CAP, errno);
-        let file = File::open(self.file(paths::CAP).end(), false).map_err(unreadable)?;
-        let mapping = file.map_readable(cap::LEN).map_err(unreadable)?;
-        // SAFETY: the mapping is of a whole cap page and is never unmapped; the refill's words lie
-        // within it, aligned. The node writes them meanwhile; any content is valid for them.
-        Ok(unsafe { mapping.start.byte_add(refill::OFFSET).cast().as_ref() })
     }
 
     fn refuse_page(&self, file: &str, error: PageError) -> Refused {

@@ -61,6 +61,9 @@ impl File {
     /// The same with a descriptor that no program takes for its standard input or output, where it has
     /// closed those.
     pub fn above_standard(self) -> Result<Self, Errno> {
+        if self.0 > libc::STDERR_FILENO {
+            return Ok(self);
+        }
         // SAFETY: duplicates this file's own descriptor.
         let fd = unsafe { libc::fcntl(self.0, libc::F_DUPFD_CLOEXEC, libc::STDERR_FILENO + 1) };
         if fd < 0 {
