@@ -7,12 +7,14 @@ use anyhow::{Context, ensure};
 use futures::TryStreamExt;
 use k8s_openapi::api::resource::v1::{Device, ResourceSlice};
 use kube::ResourceExt;
-use kube::api::{Api, DeleteParams, ListParams};
+use kube::api::{Api, DeleteParams, ListParams, PostParams};
 use kube::runtime::WatchStreamExt;
 use kube::runtime::watcher::{Event, watcher};
+use serde_json::json;
 use tranche_api::gpu_node::GpuNode;
-use tranche_api::names::{EPOCH_ANNOTATION, pool};
-use tranche_e2e::{Case, run, system, wait};
+use tranche_api::names::{EPOCH_ANNOTATION, attribute, pool, taint};
+use tranche_api::sharing_policy::SharingPolicy;
+use tranche_e2e::{Case, Request, run, system, wait};
 
 /// How soon a slice that somebody deleted is there again.
 const HEALED: Duration = Duration::from_secs(10);
@@ -133,6 +135,89 @@ fn a_deleted_slice_comes_back() -> anyhow::Result<()> {
         })
         .await
     })
+}
+
+/// A driver that is one function newer, which may take memory that no cap sees.
+#[test]
+fn an_untested_driver_closes_the_capped_tier() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let namespace = case.namespace("untested").await?;
+        let put_back = newer_driver(case).await?;
+        capped_devices(case, "closed as untested", (true, true)).await?;
+        let capped = namespace
+            .idle("capped", &Request::capped("1Gi", "10"))
+            .await?;
+        capped.event("FailedScheduling").await?;
+        let exclusive = namespace.idle("exclusive", &Request::exclusive()).await?;
+        exclusive.started().await?;
+
+        let policies: Api<SharingPolicy> = Api::all(case.client.clone());
+        let name = case.unique("untested");
+        let allow = serde_json::from_value(json!({
+            "metadata": {"name": name},
+            "spec": {
+                "priority": 100,
+                "tiers": ["exclusive", "capped", "timeshared"],
+                "capped": {"untestedDriver": "Allow"},
+            },
+        }))?;
+        policies.create(&PostParams::default(), &allow).await?;
+        let (client, policy) = (policies.clone(), name.clone());
+        case.afterwards("the sharing policy", async move {
+            let deleted = client.delete(&policy, &DeleteParams::default()).await;
+            deleted.map(drop).or_else(|error| match error {
+                kube::Error::Api(status) if status.is_not_found() => Ok(()),
+                error => Err(error.into()),
+            })
+        });
+        capped_devices(case, "open though untested", (true, false)).await?;
+        capped.started().await?;
+
+        policies.delete(&name, &DeleteParams::default()).await?;
+        capped_devices(case, "closed again", (true, true)).await?;
+        case.node.shell(&put_back).await?;
+        capped_devices(case, "as before", (false, false)).await
+    })
+}
+
+/// Gives the node's libcuda an export that no row is for, in the place of one of the same length; the
+/// returned script puts the old one back.
+async fn newer_driver(case: &Case) -> anyhow::Result<String> {
+    let shell = async |script: String| case.node.shell(&script).await;
+    let library = shell("readlink -f /usr/lib/x86_64-linux-gnu/libcuda.so.1".into()).await?;
+    let library = library.trim().to_owned();
+    let put_back = format!("if [ -e {library}.old ]; then mv -f {library}.old {library}; fi");
+    let (node, script) = (case.node.clone(), put_back.clone());
+    case.afterwards(
+        "the driver",
+        async move { node.shell(&script).await.map(drop) },
+    );
+    shell(format!(
+        "cp -p {library} {library}.old; sed s/cuProfilerStop/cuProfilerWait/ {library}.old >{library}.new; \
+         mv {library}.new {library}"
+    ))
+    .await?;
+    Ok(put_back)
+}
+
+/// Waits until every capped device says whether the driver is untested, and has a taint for it.
+async fn capped_devices(case: &Case, what: &str, expected: (bool, bool)) -> anyhow::Result<()> {
+    system::slices(&case.client, what, wait::USUAL, |slices| {
+        let mut capped = system::complete(slices)?
+            .into_values()
+            .flat_map(|slice| slice.spec.devices.unwrap_or_default())
+            .filter(|device| text(device, "isolation") == Some("capped"));
+        capped
+            .all(|device| {
+                let attributes = device.attributes.as_ref();
+                let untested = attributes.and_then(|all| all.get(attribute::UNTESTED_DRIVER)?.bool);
+                let mut taints = device.taints.iter().flatten();
+                let closed = taints.any(|taint| taint.key == taint::UNTESTED_DRIVER);
+                (untested, closed) == (Some(expected.0), expected.1)
+            })
+            .then_some(())
+    })
+    .await
 }
 
 #[test]
