@@ -152,12 +152,14 @@ pub fn note(process: &'static Process, key: u64, entry: Entry) {
 
 /// Gives back what a number of the table was charged.
 pub fn give_back(process: &'static Process, key: u64, entry: Entry) {
+    if module::is_module(key) {
+        module::give_back(process, entry);
+        return;
+    }
     let Some(device) = process.device_numbered(entry.device) else {
         return;
     };
-    if module::is_module(key) {
-        module::give_back(process, entry);
-    } else if let Some(reserve) = pool::reserve_of(entry) {
+    if let Some(reserve) = pool::reserve_of(entry) {
         pool::freed(process, reserve);
     } else if entry.bytes != IN_ITS_BLOCK {
         process.release(device, entry.bytes);

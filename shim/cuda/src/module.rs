@@ -14,9 +14,10 @@ use tranche_shim_runtime::sys::{self, File};
 
 use crate::abi::CUresult;
 use crate::driver::{Call, real};
-use crate::memory::{current_capped, note};
+use crate::memory::note;
 use crate::pool::Source;
 use crate::process::{self, Kind, Process, current_context, key};
+use crate::share::Device;
 
 /// Loads an image of the program's memory into the current context, or into all (a library).
 pub fn load(module: *mut usize, image: *const u8, within: Within, driver: Call<'_>) -> CUresult {
@@ -51,40 +52,58 @@ pub enum Within {
     Process,
 }
 
+/// The entry of a library is no single device's: the driver loads it into every context, those to come
+/// included.
+const EVERY_DEVICE: u8 = u8::MAX;
+
 fn charge(module: *mut usize, needs: Needs, within: Within, driver: Call<'_>) -> CUresult {
-    let code = if loads_at_once() { needs.code } else { 0 };
-    let bytes = needs.data.saturating_add(code);
-    let source = process::current().and_then(|process| {
-        let device = if bytes > 0 {
-            current_capped(process)?
-        } else {
-            None
-        };
-        device
-            .map(|device| Source::modules(process, device))
-            .transpose()
-    });
-    let source = match source {
-        Ok(Some(source)) => source,
-        // Nothing to charge; or no context, which the driver says itself.
-        Ok(None) | Err(CUresult::INVALID_CONTEXT) => return driver.make(),
+    let process = match process::current() {
+        Ok(process) => process,
         Err(code) => return code,
     };
-    let result = source.raise_floor(bytes, driver);
+    let code = if loads_at_once() { needs.code } else { 0 };
+    let bytes = needs.data.saturating_add(code);
+    let (device, context) = match (within, process.current_device()) {
+        (Within::Process, _) => (EVERY_DEVICE, 0),
+        (Within::Context, Ok(device)) => (device.number, current_context() as u64),
+        // No context, which the driver says itself.
+        (Within::Context, Err(CUresult::INVALID_CONTEXT)) => return driver.make(),
+        (Within::Context, Err(code)) => return code,
+    };
+    if bytes == 0 {
+        return driver.make();
+    }
+    let result = raise(process, device, 0, bytes, driver);
     if result.is_ok() {
-        let context = match within {
-            Within::Context => current_context() as u64,
-            Within::Process => 0,
-        };
         let entry = Entry {
             bytes,
-            device: source.device.number,
+            device,
             context,
         };
         // SAFETY: not null, and the driver has just written to it.
-        note(source.process, module_key(unsafe { module.read() }), entry);
+        note(process, module_key(unsafe { module.read() }), entry);
     }
     result
+}
+
+/// Whether a device has a cap, and an entry is for it.
+fn is_charged(device: &Device, entry: u8) -> bool {
+    device.is_capped() && (entry == EVERY_DEVICE || entry == device.number)
+}
+
+/// Charges those devices from a number on that an entry is for, if the driver loads the module.
+fn raise(process: &'static Process, entry: u8, from: u8, bytes: u64, driver: Call<'_>) -> CUresult {
+    let mut charged = process
+        .devices()
+        .filter(|device| device.number >= from && is_charged(device, entry));
+    let Some(device) = charged.next() else {
+        return driver.make();
+    };
+    let rest = || raise(process, entry, device.number + 1, bytes, driver);
+    match Source::modules(process, device) {
+        Ok(source) => source.raise_floor(bytes, Call::of(&rest)),
+        Err(code) => code,
+    }
 }
 
 /// Unloads a module or a library.
@@ -111,10 +130,11 @@ pub fn is_module(key: u64) -> bool {
 
 /// Gives back what a module was charged.
 pub fn give_back(process: &'static Process, entry: Entry) {
-    if let Some(device) = process.device_numbered(entry.device)
-        && let Ok(source) = Source::modules(process, device)
-    {
-        source.lower_floor(entry.bytes);
+    let charged = process.devices();
+    for device in charged.filter(|device| is_charged(device, entry.device)) {
+        if let Ok(source) = Source::modules(process, device) {
+            source.lower_floor(entry.bytes);
+        }
     }
 }
 

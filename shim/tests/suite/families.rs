@@ -460,7 +460,7 @@ fn limits_of_a_context() {
 }
 
 /// Writes a text, with a zero, to the words from 100 on.
-fn write(probe: &mut Probe, text: &str) {
+pub fn write(probe: &mut Probe, text: &str) {
     let mut bytes = text.as_bytes().to_vec();
     bytes.resize((text.len() / 8 + 1) * 8, 0);
     let words: Vec<String> = bytes
@@ -470,7 +470,7 @@ fn write(probe: &mut Probe, text: &str) {
     probe.must(&format!("set 100 {}", words.join(" ")));
 }
 
-fn with_variable(bytes: u64) -> String {
+pub fn with_variable(bytes: u64) -> String {
     format!(
         ".version 8.0\n.target sm_80\n.address_size 64\n.global .align 4 .b8 big[{bytes}];\n.entry f() {{ ret; }}\n"
     )

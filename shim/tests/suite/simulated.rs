@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use tranche_shim_tests::{Driver, Probe, Share, World, text};
 
 use crate::cap::CAP;
-use crate::families::Case;
+use crate::families::{Case, with_variable, write};
 
 const MIB: u64 = 1 << 20;
 
@@ -88,6 +88,25 @@ fn the_gpu_holds_what_the_account_says() {
     }
     assert_eq!(world.node().gpus()[0].used - context, 400 * MIB);
     assert_eq!(share.used(), 400 * MIB);
+}
+
+/// The driver loads a library into every context, those to come included.
+#[test]
+fn a_library_is_charged_on_every_gpu() {
+    let (world, [first, second], _) = two_gpus();
+    let mut probe = world.probe("name");
+    probe.must("init");
+    probe.must("primary 0");
+    let before = first.used();
+    write(&mut probe, &with_variable(1 << 30));
+    let library = probe.get("cuLibraryLoadData &0 &100 0 0 0 0 0 0");
+    assert_eq!((first.used() - before, second.used()), (1 << 30, 1 << 30));
+    // More than the first has left, though not more than the second.
+    write(&mut probe, &with_variable(CAP));
+    assert_eq!(probe.call("cuLibraryLoadData &0 &100 0 0 0 0 0 0"), 2);
+    assert_eq!((first.used() - before, second.used()), (1 << 30, 1 << 30));
+    assert_eq!(probe.call(&format!("cuLibraryUnload {library}")), 0);
+    assert_eq!((first.used() - before, second.used()), (0, 0));
 }
 
 /// A child by fork has the driver's files too: what its parent had is taken, and charged, as long.
