@@ -32,6 +32,8 @@ pub trait Fs: Send + Sync + std::fmt::Debug {
     fn rename(&self, from: &Path, to: &Path) -> Result<(), FsError>;
     /// A file's content, `None` where there is no such file.
     fn read(&self, path: &Path) -> Result<Option<Vec<u8>>, FsError>;
+    /// Opens a file to be read, as long as what is returned lives.
+    fn open(&self, path: &Path) -> Result<File, FsError>;
     /// The names in a folder, sorted; none where there is no such folder.
     fn list(&self, path: &Path) -> Result<Vec<String>, FsError>;
     /// Removes a file or a link; it may be gone.
@@ -106,6 +108,10 @@ impl Fs for HostFs {
 
     fn read(&self, path: &Path) -> Result<Option<Vec<u8>>, FsError> {
         std::fs::read(path).at_if_there("read", path)
+    }
+
+    fn open(&self, path: &Path) -> Result<File, FsError> {
+        File::open(path).at("open", path)
     }
 
     fn list(&self, path: &Path) -> Result<Vec<String>, FsError> {
@@ -365,6 +371,10 @@ pub(crate) mod testing {
 
         fn read(&self, path: &Path) -> Result<Option<Vec<u8>>, FsError> {
             HostFs.read(path)
+        }
+
+        fn open(&self, path: &Path) -> Result<File, FsError> {
+            HostFs.open(path)
         }
 
         fn list(&self, path: &Path) -> Result<Vec<String>, FsError> {

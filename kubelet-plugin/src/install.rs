@@ -3,6 +3,7 @@
 //!
 //! A copy is replaced by rename, so a container that has the old file mounted keeps it.
 
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -64,6 +65,9 @@ pub struct Installation {
     fs: Arc<dyn Fs>,
     hooks: Vec<Installed>,
     shim: Vec<Installed>,
+    /// All tenants have the shim's files mounted. Where nobody else has one open, a tenant could take a
+    /// lease on it (`F_SETLEASE`), and every process of its neighbours would wait 45 s for its start.
+    _open: Vec<File>,
 }
 
 impl Installation {
@@ -96,6 +100,8 @@ impl Installation {
         for file in hooks.iter().chain(&shim) {
             fs::ensure(&*fs, &file.path, &file.content, file.mode)?;
         }
+        let open = shim.iter().map(|file| fs.open(&file.path));
+        let open = open.collect::<Result<_, _>>()?;
         // The hooks are large and need no second copy in memory: name and mode are looked at.
         let hooks = hooks
             .into_iter()
@@ -104,7 +110,12 @@ impl Installation {
                 ..file
             })
             .collect();
-        Ok(Self { fs, hooks, shim })
+        Ok(Self {
+            fs,
+            hooks,
+            shim,
+            _open: open,
+        })
     }
 
     /// Fails where something that a claim relies on is not as it was installed.
@@ -189,6 +200,25 @@ mod tests {
                 install(dir.path()).unwrap().verify(Needs::Shim).unwrap();
             }
         }
+    }
+
+    #[test]
+    fn no_tenant_gets_a_lease_on_the_shim() {
+        const F_SETLEASE: &str =
+            "open(my $file, '<', $ARGV[0]) or die; exit !fcntl($file, 1024, 1)";
+        let dir = tempfile::tempdir().unwrap();
+        lay_out_image(&dir.path().join("image"));
+        let installation = install(dir.path()).unwrap();
+        let leases = |name: &str| {
+            let mut perl = std::process::Command::new("perl");
+            let perl = perl.args(["-e", F_SETLEASE]).arg(dir.path().join(name));
+            perl.status().unwrap().success()
+        };
+        for name in ["libcuda.so.1", "libnvidia-ml.so.1", "ld.so.preload"] {
+            assert!(!leases(&format!("lib/{name}")), "{name}");
+        }
+        assert!(leases("image/libcuda.so.1"), "a file that nobody has open");
+        drop(installation);
     }
 
     #[test]
