@@ -145,6 +145,11 @@ fn end_with(green: Option<CUcontext>, driver: Call<'_>) -> CUresult {
 const STACK_SIZE: u32 = 0;
 const PRINTF_FIFO_SIZE: u32 = 1;
 const MALLOC_HEAP_SIZE: u32 = 2;
+const DEV_RUNTIME_SYNC_DEPTH: u32 = 3;
+
+/// Bytes that each level of kernels which wait for their own kernels takes, at most (CUDA C++ Programming
+/// Guide, "Memory Allocation and Lifetime" of the device runtime's first version).
+const SYNC_LEVEL: u64 = 860 << 20;
 
 /// `cuCtxSetLimit`: the driver takes more, or less, for stacks, heap or output of the current context's
 /// kernels. What was measured of a context has its defaults.
@@ -163,6 +168,7 @@ pub fn set_limit(which: u32, value: usize, driver: Call<'_>) -> CUresult {
             .saturating_mul(threads(device)),
         PRINTF_FIFO_SIZE => value.saturating_sub(1 << 20),
         MALLOC_HEAP_SIZE => value.saturating_sub(8 << 20),
+        DEV_RUNTIME_SYNC_DEPTH => value.saturating_sub(2).saturating_mul(SYNC_LEVEL),
         _ => return driver.make(),
     };
     let bytes = device.taken_by(bytes);

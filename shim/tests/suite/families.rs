@@ -443,6 +443,12 @@ fn limits_of_a_context() {
     );
     assert_eq!(case.probe.call(&limit(0, 2048)), DONE);
     case.holds(CAP / 4 + (2 << 20) + threads * 1024);
+    // Two levels are a context's own.
+    assert_eq!(case.probe.call(&limit(3, 3)), DONE);
+    let level = case.share.used() - case.context - (CAP / 4 + (2 << 20) + threads * 1024);
+    assert_eq!(level, 860 << 20);
+    assert_eq!(case.probe.call(&limit(3, 2)), DONE);
+    assert_eq!(case.probe.call(&limit(3, 64)), OUT_OF_MEMORY);
     // Others take nothing.
     assert_eq!(case.probe.call(&limit(6, 1 << 40)), DONE);
     case.holds(CAP / 4 + (2 << 20) + threads * 1024);
