@@ -128,8 +128,8 @@ impl Shared {
         self.give(slot, gpu, bytes)
     }
 
-    /// Takes a GPU's lock to give `bytes`; calls `settle` before, where that would be more than ever and
-    /// others than `slot` hold some.
+    /// Takes a GPU's lock to give `bytes`; calls `settle` before, where that would be more than ever,
+    /// others than `slot` hold some, and the GPU is that large.
     fn lock_settled(
         &self,
         slot: usize,
@@ -141,7 +141,7 @@ impl Shared {
         let guard = lock(state, owner(slot))?;
         let sum = state.used.load(Ordering::Relaxed).saturating_add(bytes);
         let is_record = sum > state.peak.load(Ordering::Relaxed);
-        if !is_record || !self.is_shared(slot, gpu) {
+        if !is_record || !self.is_shared(slot, gpu) || bytes > state.usable() {
             return Ok(guard);
         }
         drop(guard);
@@ -358,7 +358,9 @@ mod tests {
         page.charge(2, 0, MIB, || ()).unwrap();
         page.release(1, 0, MIB).unwrap();
         page.charge(2, 0, MIB, never).unwrap();
-        let refused = page.charge(2, 0, page.gpus[0].usable(), || page.reclaim(1));
+        let all = page.gpus[0].usable();
+        assert!(page.charge(2, 0, all + 1, never).is_err());
+        let refused = page.charge(2, 0, all, || page.reclaim(1));
         assert!(refused.is_err());
         assert_eq!(page.gpus[0].used.load(Ordering::Relaxed), 2 * MIB);
     }
