@@ -38,7 +38,6 @@ fn main() {
     stand_ins(&package.join("../glibc.txt"), &out);
 
     println!("cargo::rustc-link-search=native={}", out.display());
-    println!("cargo::rustc-link-lib=dylib=dl");
     for argument in [
         "-nostdlib",
         "-nostartfiles",

@@ -18,6 +18,7 @@ use core::sync::atomic::{AtomicPtr, Ordering};
 use tranche_shim_core::Part;
 
 use crate::complain::refuse;
+use crate::loader::Loader;
 
 /// Bytes from one forwarding stub to the next: two instructions of five, aligned to four.
 pub const STRIDE: usize = 12;
@@ -59,15 +60,20 @@ impl Library {
         if !handle.is_null() {
             return handle;
         }
+        let Some(loader) = Loader::find() else {
+            self.refuse(": this program's C library has no dynamic loader");
+            return ptr::null_mut();
+        };
         // SAFETY: `path` is a C string. Two threads that come here together get the same handle.
-        let handle = unsafe { libc::dlopen(self.path.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+        let handle =
+            unsafe { (loader.open)(self.path.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
         if handle.is_null() {
-            self.refuse_unopened();
+            self.refuse_unopened(loader);
             return handle;
         }
         let (name, ours) = self.witness;
         // SAFETY: an open handle and a C string.
-        let theirs = unsafe { libc::dlsym(handle, name.as_ptr()) };
+        let theirs = unsafe { (loader.symbol)(handle, name.as_ptr()) };
         if theirs.is_null() || ptr::eq(theirs.cast(), ours.0) {
             self.refuse(": not the driver's library");
             return ptr::null_mut();
@@ -76,9 +82,10 @@ impl Library {
         handle
     }
 
-    fn refuse_unopened(&self) {
+    fn refuse_unopened(&self, loader: Loader) {
         // SAFETY: a C string, looked up in all that is loaded.
-        let glibc = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"gnu_get_libc_version".as_ptr()) };
+        let glibc =
+            unsafe { (loader.symbol)(libc::RTLD_DEFAULT, c"gnu_get_libc_version".as_ptr()) };
         if glibc.is_null() {
             let path = self.path.to_str().unwrap_or("");
             let _ = refuse(&[&[
@@ -91,7 +98,7 @@ impl Library {
             return;
         }
         // SAFETY: the loader's text of its last failure in this thread, or null.
-        let why = unsafe { libc::dlerror() };
+        let why = unsafe { (loader.error)() };
         if why.is_null() {
             return self.refuse(": the driver's library cannot be opened");
         }
@@ -123,18 +130,18 @@ impl Library {
     /// The library cannot be opened.
     pub fn twin(&self, ours: Ours) -> Result<*mut c_void, Unavailable> {
         let handle = self.handle();
-        if handle.is_null() {
+        let Some(loader) = Loader::find().filter(|_| !handle.is_null()) else {
             return Err(Unavailable);
-        }
+        };
         // SAFETY: all-zero is a valid `Dl_info`.
         let mut symbol: libc::Dl_info = unsafe { core::mem::zeroed() };
         // SAFETY: `symbol` is writable; any address may be asked for.
-        let found = unsafe { libc::dladdr(ours.0.cast(), &raw mut symbol) };
+        let found = unsafe { (loader.address)(ours.0.cast(), &raw mut symbol) };
         if found == 0 || !ptr::eq(symbol.dli_saddr.cast(), ours.0) || symbol.dli_sname.is_null() {
             return Ok(ptr::null_mut());
         }
         // SAFETY: an open handle, and a name in our symbol table.
-        Ok(unsafe { libc::dlsym(handle, symbol.dli_sname) })
+        Ok(unsafe { (loader.symbol)(handle, symbol.dli_sname) })
     }
 }
 

@@ -192,6 +192,36 @@ fn from_a_static_program() {
     says_the_cap(&world, &program, &["static"]);
 }
 
+/// Where the loader's functions are in libdl.so.2, which nobody but us asks for.
+#[test]
+#[ignore = "needs Debian 11, which mirrors need not keep"]
+fn from_a_program_of_an_old_glibc() {
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/fetch-old-glibc");
+    let fetched = Command::new(script).arg(cache()).output().unwrap();
+    assert!(fetched.status.success(), "{}", text(&fetched.stderr));
+    let old = text(&fetched.stdout).trim().to_owned();
+    let world = World::new(Driver::Real("bookworm"));
+    world.share("gpu-0", GPU_0, Some(CAP));
+    let program = world.folder().join("old");
+    compile(
+        "old-glibc.c",
+        &program,
+        &[
+            "-nostartfiles",
+            "-Wl,--allow-shlib-undefined",
+            "/usr/lib/x86_64-linux-gnu/libcuda.so.1",
+        ],
+    );
+    for libraries in [old.as_str(), "/lib/x86_64-linux-gnu"] {
+        let loader = format!("{libraries}/ld-linux-x86-64.so.2");
+        let path = format!("{libraries}:/usr/lib/x86_64-linux-gnu");
+        let program = program.to_str().unwrap();
+        let ran = world.run(&loader, &["--library-path", &path, program]);
+        let expected = "0 12020 CUDA_ERROR_NO_DEVICE\n";
+        assert_eq!(text(&ran.stdout), expected, "{}", text(&ran.stderr));
+    }
+}
+
 /// musl's loader opens the shim, which needs nothing that musl lacks, but not the driver.
 #[test]
 fn from_a_program_of_another_c_library() {

@@ -1,0 +1,15 @@
+// A program that starts on any glibc: without start files, whose __libc_start_main is that of the glibc it was built on.
+// It is linked against the driver alone, and says the driver's version and what cuInit said.
+#include <stdio.h>
+#include <stdlib.h>
+extern int cuInit(unsigned), cuDriverGetVersion(int *), cuGetErrorName(int, const char **);
+__attribute__((force_align_arg_pointer)) void _start(void) {
+    int version = 0;
+    const char *name = "";
+    int asked = cuDriverGetVersion(&version);
+    cuGetErrorName(cuInit(0), &name);
+    char line[200];
+    int length = snprintf(line, sizeof line, "%d %d %s\n", asked, version, name);
+    fwrite(line, 1, length, stdout);
+    exit(0);
+}
