@@ -71,17 +71,20 @@ fn processes_together_never_exceed_the_gpu() {
     assert_eq!(machine.used(0), CONTEXT);
 }
 
+/// A child by fork has the driver's files, and the driver frees with the last of them.
 #[test]
-fn a_killed_parent_returns_its_memory_though_its_child_lives() {
+fn a_killed_parents_memory_is_taken_as_long_as_its_child_lives() {
     let machine = Machine::start("T4", 1);
     let mut program = machine.program();
     program.ask("use 0");
     program.ask(&format!("alloc {GIB}"));
     let child: i32 = program.ask("leave-child").parse().unwrap();
     program.kill();
-    machine.wait_for_used(0, 0);
+    machine.wait_for_no_process(0);
+    assert_eq!(machine.used(0), GIB + 102 * MIB);
     // SAFETY: our own child's child, alive until now.
     unsafe { libc::kill(child, libc::SIGKILL) };
+    machine.wait_for_used(0, 0);
 }
 
 #[test]

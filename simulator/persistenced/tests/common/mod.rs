@@ -148,15 +148,18 @@ impl Machine {
 
     /// Waits until a GPU has `bytes` in use.
     pub fn wait_for_used(&self, gpu: u32, bytes: u64) {
-        let deadline = Instant::now() + Duration::from_secs(10);
-        while self.used(gpu) != bytes {
-            assert!(
-                Instant::now() < deadline,
-                "{} in use, not {bytes}",
-                self.used(gpu)
-            );
-            std::thread::sleep(Duration::from_millis(2));
-        }
+        wait_until(
+            || self.used(gpu) == bytes,
+            || format!("{} in use, not {bytes}", self.used(gpu)),
+        );
+    }
+
+    /// Waits until NVML lists no process on a GPU.
+    pub fn wait_for_no_process(&self, gpu: u32) {
+        let nvml = self.nvml();
+        let device = nvml.device_by_index(gpu).unwrap();
+        let listed = || device.running_compute_processes().unwrap();
+        wait_until(|| listed().is_empty(), || format!("{:?}", listed()));
     }
 }
 
@@ -220,5 +223,13 @@ impl Drop for Program {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
+    }
+}
+
+fn wait_until(done: impl Fn() -> bool, what_is: impl Fn() -> String) {
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while !done() {
+        assert!(Instant::now() < deadline, "{}", what_is());
+        std::thread::sleep(Duration::from_millis(2));
     }
 }
