@@ -49,7 +49,7 @@ pub enum Kind {
 pub struct Held {
     live: Live,
     slot: SlotIndex,
-    /// Never used again and never closed: the slot's, as long as it is open anywhere.
+    /// Never used: the slot is this process's as long as it is open, here or in a child.
     files: File,
     /// All that its processes may hold: its memory, and one context.
     limit: u64,

@@ -27,6 +27,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 pub use node::{Gpu, Node};
 pub use probe_client::{Answer, Probe};
 pub use steps::Traced;
+use tranche_node::page::AccountFile;
 use tranche_shim_core::compute::{Refill, refill};
 use tranche_shim_core::{AccountPage, AccountSnapshot, CapPage, ComputePolicy, layout};
 
@@ -395,6 +396,12 @@ impl Share {
     #[must_use]
     pub fn account(&self) -> Vec<u8> {
         fs::read(self.pages.join("account")).unwrap()
+    }
+
+    /// The account page, as the node opens it.
+    #[must_use]
+    pub fn account_file(&self) -> AccountFile {
+        AccountFile::open(&self.pages.join("account")).unwrap()
     }
 
     /// Bytes that the account says are used.

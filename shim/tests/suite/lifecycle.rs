@@ -169,6 +169,21 @@ fn a_child_that_becomes_another_program_leaves_its_parent_alone() {
     assert_eq!(share.used(), 0);
 }
 
+/// The order in which Linux closes what a killed process had: the driver frees in the close of its files, and
+/// what is freed must be free before anybody takes it (ADR 0013).
+#[test]
+fn a_slot_is_free_when_other_files_are_closed_and_not_before() {
+    let (world, share) = one_gpu();
+    let account = share.account_file();
+    for _ in 0..100 {
+        let mut probe = ready(&world, 1);
+        assert!(account.is_in_use().unwrap());
+        probe.begin_to_kill();
+        while account.is_in_use().unwrap() {}
+        assert!(probe.has_hung_up(), "a file of it is still open");
+    }
+}
+
 /// Grandchildren, and children of many forks at once, each with a slot of its own.
 #[test]
 fn children_of_children_are_counted_once_each() {
