@@ -134,7 +134,7 @@ fn calls(cuda: &Cuda, kernel: Pointer) -> anyhow::Result<BTreeMap<&'static str, 
     let kept = cuda.alloc(1)?;
     let mut calls = BTreeMap::from([
         (ALLOC, timed(alloc_and_free)?),
-        (REFUSAL, timed(|| cuda.refused(total + 1))?),
+        (REFUSAL, timed(|| cuda.refused(total))?),
         (MEM_INFO, timed(|| cuda.mem_info().map(drop))?),
         (PROC_ADDRESS, timed(|| cuda.proc_address(c"cuMemAlloc"))?),
         (LAUNCH, timed(|| cuda.launch(kernel))?),
