@@ -46,7 +46,6 @@ struct Books {
     threshold: u64,
     /// Allocations; they outlive their pool.
     live: u64,
-    is_destroyed: bool,
 }
 
 impl Books {
@@ -60,10 +59,6 @@ impl Books {
             device.release(excess);
         }
         excess
-    }
-
-    fn is_over(&self) -> bool {
-        self.is_destroyed && self.live == 0
     }
 }
 
@@ -128,11 +123,7 @@ impl Object<Pool> {
         books.live = books.live.saturating_sub(1);
         let threshold = books.threshold;
         books.trim(device, threshold);
-        let is_over = books.is_over();
-        drop(books);
-        if is_over {
-            self.end();
-        }
+        self.end_if_over(books);
     }
 
     /// Ends the handle; the pool itself ends with its last allocation, and keeps nothing until then.
@@ -141,19 +132,20 @@ impl Object<Pool> {
         if !self.abandon() {
             return Err(Code::INVALID_VALUE);
         }
-        books.is_destroyed = true;
         books.threshold = 0;
         books.trim(device, 0);
-        let is_over = books.is_over();
-        drop(books);
-        if is_over {
-            self.end();
-        }
+        self.end_if_over(books);
         Ok(())
     }
 
-    /// Of a pool that is over: once.
-    fn end(&'static self) {
+    /// Ends a pool that was destroyed and has no allocation. The books, under whose lock both become
+    /// true, tell one caller alone.
+    fn end_if_over(&'static self, books: MutexGuard<'_, Books>) {
+        let is_over = books.live == 0 && !self.alive();
+        drop(books);
+        if !is_over {
+            return;
+        }
         // SAFETY: it was destroyed, and has no allocation.
         unsafe { self.heap().unmap() };
         POOLS
