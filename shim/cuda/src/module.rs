@@ -63,16 +63,18 @@ fn charge(module: *mut usize, needs: Needs, within: Within, driver: Call<'_>) ->
     };
     let code = if loads_at_once() { needs.code } else { 0 };
     let bytes = needs.data.saturating_add(code);
-    let (device, context) = match (within, process.current_device()) {
-        (Within::Process, _) => (EVERY_DEVICE, 0),
-        (Within::Context, Ok(device)) => (device.number, current_context() as u64),
-        // No context, which the driver says itself.
-        (Within::Context, Err(CUresult::INVALID_CONTEXT)) => return driver.make(),
-        (Within::Context, Err(code)) => return code,
-    };
     if bytes == 0 {
         return driver.make();
     }
+    let (device, context) = match within {
+        Within::Process => (EVERY_DEVICE, 0),
+        Within::Context => match process.current_device() {
+            Ok(device) => (device.number, current_context() as u64),
+            // No context, which the driver says itself.
+            Err(CUresult::INVALID_CONTEXT) => return driver.make(),
+            Err(code) => return code,
+        },
+    };
     let result = raise(process, device, 0, bytes, driver);
     if result.is_ok() {
         let entry = Entry {
