@@ -103,7 +103,7 @@ impl Probe {
 
     /// Kills it as the kernel's OOM killer would, and waits until it is gone.
     pub fn kill(&mut self) {
-        self.child.kill().unwrap();
+        self.begin_to_kill();
         self.child.wait().unwrap();
     }
 

@@ -4,6 +4,7 @@
 use std::ffi::OsStr;
 use std::fs;
 use std::os::unix::fs::symlink;
+use std::path::Path;
 use std::process::Command;
 
 use tranche_shim_tests::{Driver, Probe, World, cache, compile, probe_path, text};
@@ -192,14 +193,19 @@ fn from_a_static_program() {
     says_the_cap(&world, &program, &["static"]);
 }
 
+/// The folder with what a script of this crate brings from Debian.
+fn fetched(script: &str) -> String {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join(script);
+    let fetched = Command::new(script).arg(cache()).output().unwrap();
+    assert!(fetched.status.success(), "{}", text(&fetched.stderr));
+    text(&fetched.stdout).trim().to_owned()
+}
+
 /// Where the loader's functions are in libdl.so.2, which nobody but us asks for.
 #[test]
 #[ignore = "needs Debian 11, which mirrors need not keep"]
 fn from_a_program_of_an_old_glibc() {
-    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/fetch-old-glibc");
-    let fetched = Command::new(script).arg(cache()).output().unwrap();
-    assert!(fetched.status.success(), "{}", text(&fetched.stderr));
-    let old = text(&fetched.stdout).trim().to_owned();
+    let old = fetched("fetch-old-glibc");
     let world = World::new(Driver::Real("bookworm"));
     world.share("gpu-0", GPU_0, Some(CAP));
     let program = world.folder().join("old");
@@ -225,10 +231,7 @@ fn from_a_program_of_an_old_glibc() {
 /// musl's loader opens the shim, which needs nothing that musl lacks, but not the driver.
 #[test]
 fn from_a_program_of_another_c_library() {
-    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/fetch-musl");
-    let fetched = Command::new(script).arg(cache()).output().unwrap();
-    assert!(fetched.status.success(), "{}", text(&fetched.stderr));
-    let musl = text(&fetched.stdout).trim().to_owned();
+    let musl = fetched("fetch-musl");
     let world = World::new(Driver::Real("bookworm"));
     world.share("gpu-0", GPU_0, Some(CAP));
     let program = world.folder().join("musl");
