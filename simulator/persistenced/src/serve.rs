@@ -4,7 +4,8 @@
 //! connection hangs up: at its end or its `exec`, unless a forked child keeps the
 //! connection open. A driver, too, frees with the last of a process's files.
 
-use std::io::IoSlice;
+use std::fs;
+use std::io::{ErrorKind, IoSlice};
 use std::os::fd::{AsFd, BorrowedFd, FromRawFd as _, OwnedFd};
 use std::os::unix::fs::PermissionsExt as _;
 use std::sync::atomic::Ordering;
@@ -107,14 +108,17 @@ fn listen_on(root: &DriverRoot) -> anyhow::Result<OwnedFd> {
         SocketFlags::CLOEXEC,
         None,
     )?;
-    // The page's lock is held: what is here is a dead daemon's.
-    match std::fs::remove_file(&path) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error.into()),
+    // Under another name until it listens: whoever finds a socket here can connect to it.
+    // The page's lock is held, so what lies under either name is a dead daemon's.
+    let unready = path.with_extension("unready");
+    match fs::remove_file(&unready) {
+        Err(error) if error.kind() != ErrorKind::NotFound => return Err(error.into()),
         _ => {}
     }
-    bind(&socket, &SocketAddrUnix::new(&path)?)?;
-    std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o666))?;
+    bind(&socket, &SocketAddrUnix::new(&unready)?)?;
+    fs::set_permissions(&unready, fs::Permissions::from_mode(0o666))?;
     listen(&socket, 4096)?;
+    fs::rename(&unready, &path)?;
     Ok(socket)
 }
 

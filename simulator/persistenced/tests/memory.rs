@@ -2,7 +2,10 @@
 
 mod common;
 
+use std::io::ErrorKind;
+
 use common::{GIB, MIB, Machine};
+use tranche_simulator_machine::{Access, AttachError, Attachment, DriverRoot};
 
 /// A context of the H100-80 machine.
 const CONTEXT: u64 = 518 * MIB;
@@ -129,6 +132,28 @@ fn programs_outlive_the_daemon_and_the_dead_are_found_by_the_next() {
     assert_eq!(stays.ask("free"), "ok");
     stays.kill();
     machine.wait_for_used(0, 0);
+}
+
+/// Whoever finds the daemon's socket can connect to it, however early.
+#[test]
+fn a_socket_that_is_there_listens() {
+    let mut machine = Machine::start("H100-80", 1);
+    for _ in 0..100 {
+        machine.kill_daemon();
+        let root = DriverRoot::new(machine.path(""));
+        std::fs::remove_file(root.socket()).unwrap();
+        let early = std::thread::spawn(move || {
+            loop {
+                match Attachment::new(&root, Access::Observe) {
+                    Err(AttachError::NoDaemon { source, .. })
+                        if source.kind() == ErrorKind::NotFound => {}
+                    other => break other,
+                }
+            }
+        });
+        machine.start_daemon();
+        early.join().unwrap().unwrap();
+    }
 }
 
 #[test]
