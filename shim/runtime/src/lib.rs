@@ -2,6 +2,7 @@
 //! container's cap pages, the system calls for both, and one line on stderr when they are not right.
 //!
 //! - [`mod@library`]: a symbol's way to the real library, resolved at its first call;
+//! - [`names`]: what our own functions are called;
 //! - [`loader`]: `dlopen` and its kind, of whatever C library this program has;
 //! - [`shares`]: which GPUs this container may use, and how much of each;
 //! - [`accounts`]: how much of a share is held, and by dead processes;
@@ -24,5 +25,6 @@ pub mod complain;
 pub mod library;
 pub mod loader;
 pub mod lock;
+pub mod names;
 pub mod shares;
 pub mod sys;

@@ -7,8 +7,8 @@
 //!
 //! A forwarded call is three instructions and two jumps, and looks to the real function as if the
 //! caller had called it. The table is zero in the file: loading the library relocates nothing for it.
-//! The names are not kept twice: a symbol's name is looked up, once, in our own symbol table, by
-//! address. That is why the forwarding stubs lie in one section, [`STRIDE`] bytes apart, in the order
+//! The names are not kept twice: a symbol's name is [looked up](crate::names), once, in our own symbol
+//! table, by address. That is why the forwarding stubs lie in one section, [`STRIDE`] bytes apart, in the order
 //! of their indices; where that did not hold, a symbol would be missing, not another one.
 
 use core::ffi::{CStr, c_void};
@@ -19,6 +19,7 @@ use tranche_shim_core::Part;
 
 use crate::complain::refuse;
 use crate::loader::Loader;
+use crate::names;
 
 /// Bytes from one forwarding stub to the next: two instructions of five, aligned to four.
 pub const STRIDE: usize = 12;
@@ -122,26 +123,22 @@ impl Library {
         ]]);
     }
 
-    /// The real function with the name that our symbol at `ours` has; null where this driver has
-    /// none.
+    /// The real function with the name that our symbol at `ours` has, one of `exported`; null where
+    /// this driver has none.
     ///
     /// # Errors
     ///
     /// The library cannot be opened.
-    pub fn twin(&self, ours: Ours) -> Result<*mut c_void, Unavailable> {
+    pub fn twin(&self, ours: Ours, exported: usize) -> Result<*mut c_void, Unavailable> {
         let handle = self.handle();
         let Some(loader) = Loader::find().filter(|_| !handle.is_null()) else {
             return Err(Unavailable);
         };
-        // SAFETY: all-zero is a valid `Dl_info`.
-        let mut symbol: libc::Dl_info = unsafe { core::mem::zeroed() };
-        // SAFETY: `symbol` is writable; any address may be asked for.
-        let found = unsafe { (loader.address)(ours.0.cast(), &raw mut symbol) };
-        if found == 0 || !ptr::eq(symbol.dli_saddr.cast(), ours.0) || symbol.dli_sname.is_null() {
+        let Some(name) = names::of(ours, exported) else {
             return Ok(ptr::null_mut());
-        }
-        // SAFETY: an open handle, and a name in our symbol table.
-        Ok(unsafe { (loader.symbol)(handle, symbol.dli_sname) })
+        };
+        // SAFETY: an open handle and a C string, which stays.
+        Ok(unsafe { (loader.symbol)(handle, name) })
     }
 }
 
@@ -212,7 +209,7 @@ macro_rules! library {
                     None => return $missing as *mut core::ffi::c_void,
                 },
             };
-            let Ok(twin) = $driver.twin(ours) else {
+            let Ok(twin) = $driver.twin(ours, symbols::SYMBOLS) else {
                 // Not remembered: the driver may come.
                 return $unavailable as *mut core::ffi::c_void;
             };

@@ -10,22 +10,17 @@ use core::mem::transmute;
 use core::ptr;
 use core::sync::atomic::{AtomicPtr, Ordering};
 
-use libc::Dl_info;
-
 type Open = unsafe extern "C" fn(*const c_char, c_int) -> *mut c_void;
 type Symbol = unsafe extern "C" fn(*mut c_void, *const c_char) -> *mut c_void;
-type Address = unsafe extern "C" fn(*const c_void, *mut Dl_info) -> c_int;
 type Error = unsafe extern "C" fn() -> *mut c_char;
 
-/// The functions: `dlopen(3)`, `dlsym(3)`, `dladdr(3)`, `dlerror(3)`.
+/// The functions: `dlopen(3)`, `dlsym(3)`, `dlerror(3)`.
 #[derive(Clone, Copy, Debug)]
 pub struct Loader {
     /// `dlopen`
     pub open: Open,
     /// `dlsym`
     pub symbol: Symbol,
-    /// `dladdr`
-    pub address: Address,
     /// `dlerror`
     pub error: Error,
 }
@@ -55,23 +50,17 @@ impl Loader {
     #[must_use]
     #[inline(never)]
     pub fn find() -> Option<Self> {
-        let known = [
-            weak!("dlopen"),
-            weak!("dlsym"),
-            weak!("dladdr"),
-            weak!("dlerror"),
-        ];
-        let [open, symbol, address, error] = if known.contains(&ptr::null_mut()) {
-            from_libdl([c"dlopen", c"dlsym", c"dladdr", c"dlerror"])?
+        let known = [weak!("dlopen"), weak!("dlsym"), weak!("dlerror")];
+        let [open, symbol, error] = if known.contains(&ptr::null_mut()) {
+            from_libdl([c"dlopen", c"dlsym", c"dlerror"])?
         } else {
             known
         };
-        // SAFETY: the C library's functions of these names, not null, whose types POSIX and dladdr(3) say.
+        // SAFETY: the C library's functions of these names, not null, whose types POSIX says.
         unsafe {
             Some(Self {
                 open: transmute::<*mut c_void, Open>(open),
                 symbol: transmute::<*mut c_void, Symbol>(symbol),
-                address: transmute::<*mut c_void, Address>(address),
                 error: transmute::<*mut c_void, Error>(error),
             })
         }

@@ -1,0 +1,71 @@
+//! The names of our own functions, as our own symbol table has them.
+//!
+//! dladdr(3) knows them too, but searches all libraries, and takes ten times as long: for the names of
+//! all functions that have a twin, which a program on libcudart asks for at its start, half a millisecond.
+
+use core::ffi::c_char;
+
+use libc::Elf64_Sym;
+
+use crate::library::Ours;
+
+/// `Elf64_Dyn` of elf(5).
+#[repr(C)]
+struct Entry {
+    tag: isize,
+    value: usize,
+}
+
+/// `DT_NULL`, `DT_STRTAB`, `DT_SYMTAB` and `DT_GNU_HASH` of elf.h.
+const END: isize = 0;
+const STRINGS: isize = 5;
+const SYMBOLS: isize = 6;
+const GNU_HASH: isize = 0x6fff_fef5;
+
+unsafe extern "C" {
+    /// The linker's: where our dynamic section and our first byte are.
+    #[link_name = "_DYNAMIC"]
+    static DYNAMIC: [Entry; 0];
+    #[link_name = "__ehdr_start"]
+    static START: [u8; 0];
+}
+
+/// The name, a C string, of the exported function at an address; `exported` is how many functions this library
+/// exports, as `shim/build` made sure.
+#[must_use]
+pub fn of(ours: Ours, exported: usize) -> Option<*const c_char> {
+    let start = &raw const START as usize;
+    let [strings, symbols, hashes] = tables(start);
+    let (hashes, symbols) = (hashes as *const u32, symbols as *const Elf64_Sym);
+    // SAFETY: a library that exports has these three tables. The hash table's second word is the
+    // number of the first symbol that it has; it has the exported ones, which are the last.
+    let exports = unsafe {
+        let first = hashes.add(1).read() as usize;
+        core::slice::from_raw_parts(symbols.add(first), exported)
+    };
+    let at = (ours.0 as usize).wrapping_sub(start);
+    let symbol = exports.iter().find(|symbol| symbol.st_value == at as u64)?;
+    Some((strings + symbol.st_name as usize) as *const c_char)
+}
+
+/// Where the strings, the symbols and their hash table are.
+fn tables(start: usize) -> [usize; 3] {
+    let mut tables = [0; 3];
+    let mut entry = (&raw const DYNAMIC).cast::<Entry>();
+    loop {
+        // SAFETY: an entry of the dynamic section, of which `END` is the last.
+        let Entry { tag, value } = unsafe { entry.read() };
+        let [strings, symbols, hashes] = &mut tables;
+        let table = match tag {
+            END => return tables,
+            STRINGS => strings,
+            SYMBOLS => symbols,
+            GNU_HASH => hashes,
+            _ => &mut 0,
+        };
+        // glibc's loader has put addresses where the file has offsets, musl's has not.
+        *table = if value < start { start + value } else { value };
+        // SAFETY: not the last.
+        entry = unsafe { entry.add(1) };
+    }
+}
