@@ -119,13 +119,15 @@ pub trait Locks {
     fn unlock(&self, at: u64);
 }
 
-/// Locks a slot that is nobody's any more; false if it is somebody's.
-fn lock_free_slot(at: usize, locks: &impl Locks) -> bool {
-    if !locks.try_lock(slot_lock(at)) {
+/// Takes both locks of a slot that is nobody's, or nobody's any more; neither if it is somebody's.
+fn lock_slot(at: usize, memory: &impl Locks, files: &impl Locks) -> bool {
+    if !memory.try_lock(slot_lock(at)) {
         return false;
     }
-    let is_free = locks.try_lock(files_lock(at));
-    locks.unlock(if is_free { files_lock } else { slot_lock }(at));
+    let is_free = files.try_lock(files_lock(at));
+    if !is_free {
+        memory.unlock(slot_lock(at));
+    }
     is_free
 }
 
@@ -138,15 +140,21 @@ pub struct Full;
 pub struct SlotIndex(usize);
 
 impl<const N: usize> Account<N> {
-    /// Takes a slot for the calling process, whose description `locks` is: the slot is its own
-    /// until the description's last reference is gone, or longer, see [`extend`](Self::extend).
-    /// `start` spreads the search; any number.
-    pub fn join(&self, locks: &impl Locks, pid: u64, start: usize) -> Result<SlotIndex, Full> {
+    /// Takes a slot for the calling process: it is its own until the last reference to each of the
+    /// descriptions `memory` and `files` is gone, which may be one. `start` spreads the search; any
+    /// number.
+    pub fn join(
+        &self,
+        memory: &impl Locks,
+        files: &impl Locks,
+        pid: u64,
+        start: usize,
+    ) -> Result<SlotIndex, Full> {
         // Slots without a mark first: those with one are mostly held. Then all.
         for marked_too in [false, true] {
             for nth in 0..N {
                 let at = (start % N + nth) % N;
-                if self.is_taken(at) != marked_too || !lock_free_slot(at, locks) {
+                if self.is_taken(at) != marked_too || !lock_slot(at, memory, files) {
                     continue;
                 }
                 let Some(slot) = self.slots.get(at) else {
@@ -160,15 +168,6 @@ impl<const N: usize> Account<N> {
             }
         }
         Err(Full)
-    }
-
-    /// Keeps a slot, whose process has just taken it, until the last reference to the description
-    /// `files` is gone too. False where that cannot be.
-    #[must_use]
-    pub fn extend(&self, slot: SlotIndex, files: &impl Locks) -> bool {
-        // Who looks for dead processes, and alone takes this lock of a slot, leaves one alone whose
-        // other lock is held.
-        files.try_lock(files_lock(slot.0))
     }
 
     /// Bytes reserved by all processes together.
@@ -280,11 +279,12 @@ impl<const N: usize> Account<N> {
     pub fn reclaim(&self, locks: &impl Locks) -> usize {
         let mut reclaimed = 0;
         for (at, slot) in self.taken_slots() {
-            if !lock_free_slot(at, locks) {
+            if !lock_slot(at, locks, locks) {
                 continue;
             }
             self.settle(slot);
             self.mark(at, false);
+            locks.unlock(files_lock(at));
             locks.unlock(slot_lock(at));
             reclaimed += 1;
         }
@@ -294,7 +294,8 @@ impl<const N: usize> Account<N> {
     /// Takes out of `used` what killed processes left between their two steps; returns how much
     /// that was. Gives up, with 0, where changes are always under way or somebody else is at it.
     pub fn repair(&self, locks: &impl Locks) -> u64 {
-        if !locks.try_lock(REPAIR_LOCK) {
+        // Mostly there is nothing, which takes no lock to see.
+        if self.surplus() == Some(0) || !locks.try_lock(REPAIR_LOCK) {
             return 0;
         }
         let mut surplus = 0;
@@ -312,6 +313,7 @@ impl<const N: usize> Account<N> {
     }
 
     /// `used − Σ charged` at an instant without a change under way; `None` if there was one.
+    #[inline(never)]
     fn surplus(&self) -> Option<u64> {
         let taken: [u64; BITMAP_WORDS] = core::array::from_fn(|word| self.taken_word(word));
         let sum = |field| self.sum(&taken, field);

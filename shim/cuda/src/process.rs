@@ -20,12 +20,13 @@ use tranche_shim_runtime::shares::{self, Share};
 use tranche_shim_runtime::sys::{self, Errno};
 
 use crate::abi::{CUcontext, CUdevice, CUresult, CUuuid};
-use crate::driver::{Call, DRIVER, real};
+use crate::driver::{Call, real};
 use crate::launch::Launches;
 use crate::pool::Reserves;
 use crate::share::{self, Device, Held};
 
-/// What this process has of its shares.
+/// What this process has of its shares. In this order: what every process touches lies together.
+#[repr(C)]
 pub struct Process {
     state: AtomicU32,
     joined: UnsafeCell<Joined>,
@@ -77,23 +78,19 @@ const REFUSED: u32 = 3;
 unsafe impl Sync for Process {}
 
 /// All zeros is valid: no device and no share.
+#[repr(C)]
 struct Joined {
-    devices: [Device; MAX_SHARES],
     device_count: usize,
-    shares: [MaybeUninit<Held>; MAX_SHARES],
     share_count: usize,
+    devices: [Device; MAX_SHARES],
+    shares: [MaybeUninit<Held>; MAX_SHARES],
 }
 
 static PROCESS: AtomicPtr<Process> = AtomicPtr::new(ptr::null_mut());
 
-/// `cuInit`: nothing is used before the shares are known to be right.
+/// `cuInit`: the driver's, which takes nothing of a GPU, and then the shares, without which nothing can
+/// be taken.
 pub fn initialise(driver: Call<'_>) -> CUresult {
-    if !DRIVER.open() {
-        return CUresult::SHARED_OBJECT_INIT_FAILED;
-    }
-    if shares::each(&mut |_| Ok(())).is_err() {
-        return CUresult::NOT_PERMITTED;
-    }
     let result = driver.make();
     if !result.is_ok() {
         return result;

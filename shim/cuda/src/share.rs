@@ -95,15 +95,18 @@ impl Held {
     }
 
     fn join(name: &Name, live: &Live, file: &File) -> Result<(SlotIndex, File), Refused> {
+        // Children by fork get it, as they get the driver's files: what the driver has for this process
+        // is charged until they have closed both.
+        let files = name
+            .reopen_account(true)
+            .and_then(File::above_standard)
+            .map_err(|errno| name.refuse_unreadable(paths::ACCOUNT, errno))?;
         let pid = sys::pid();
         #[expect(clippy::cast_possible_truncation, reason = "spreads the search")]
         let slot = live
             .account
-            .join(file, pid, pid as usize)
+            .join(file, &files, pid, pid as usize)
             .map_err(|_| name.refuse_full())?;
-        let files = live
-            .extend(name, slot)
-            .map_err(|errno| name.refuse_unreadable(paths::ACCOUNT, errno))?;
         Ok((slot, files))
     }
 

@@ -2,7 +2,7 @@
 
 use core::ffi::CStr;
 
-use tranche_shim_core::{Account, SlotIndex, paths};
+use tranche_shim_core::{Account, paths};
 
 use crate::complain::Refused;
 use crate::shares::{Name, Share};
@@ -48,17 +48,6 @@ impl Live {
     pub fn reclaim_by(&self, file: &File) {
         self.account.reclaim(file);
         self.account.repair(file);
-    }
-
-    /// Keeps a slot as long as this process's children by fork have its files, the driver's among
-    /// them: they get the descriptor that is returned, unless it is closed.
-    pub fn extend(&self, name: &Name, slot: SlotIndex) -> Result<File, Errno> {
-        let files = name.reopen_account(true)?.above_standard()?;
-        if self.account.extend(slot, &files) {
-            Ok(files)
-        } else {
-            Err(Errno::BUSY)
-        }
     }
 
     /// Takes the mapping away, and with it the description's locks.

@@ -1,6 +1,6 @@
 //! System calls, as few as there are.
 
-use core::ffi::{CStr, c_int, c_void};
+use core::ffi::{CStr, c_int, c_long, c_void};
 use core::ptr::{self, NonNull};
 
 use tranche_shim_core::Locks;
@@ -10,9 +10,6 @@ use tranche_shim_core::Locks;
 pub struct Errno(pub c_int);
 
 impl Errno {
-    /// Somebody else has it.
-    pub const BUSY: Self = Self(libc::EBUSY);
-
     fn last() -> Self {
         // SAFETY: the C library returns a valid pointer to this thread's errno.
         Self(unsafe { *libc::__errno_location() })
@@ -110,16 +107,17 @@ impl File {
 
     /// Whether the file lies on a tmpfs, and is seen through a read-only mount.
     pub fn is_on_read_only_tmpfs(&self) -> Result<bool, Errno> {
-        // SAFETY: all-zero is a valid value of both.
-        let (mut kind, mut mount): (libc::statfs, libc::statvfs) = unsafe { core::mem::zeroed() };
-        // SAFETY: both are writable.
-        let failed = unsafe {
-            libc::fstatfs(self.0, &raw mut kind) != 0 || libc::fstatvfs(self.0, &raw mut mount) != 0
-        };
-        if failed {
+        let mut words = [0; FILE_SYSTEM_WORDS];
+        // SAFETY: `words` is writable, and as long as a `struct statfs`.
+        if unsafe { libc::fstatfs(self.0, (&raw mut words).cast()) } != 0 {
             return Err(Errno::last());
         }
-        Ok(kind.f_type == libc::TMPFS_MAGIC && mount.f_flag & libc::ST_RDONLY != 0)
+        // Of the kernel's struct (asm-generic/statfs.h): `f_type` and `f_flags`, for which the crate has
+        // no name, and fstatvfs(3) is a second call.
+        let [kind, _, _, _, _, _, _, _, _, _, flags, ..] = words;
+        #[expect(clippy::cast_possible_wrap, reason = "a bit")]
+        let read_only = libc::ST_RDONLY as c_long;
+        Ok(kind == libc::TMPFS_MAGIC && flags & read_only != 0)
     }
 
     /// Maps the file's first `len` bytes, shared. The mapping keeps the file's open description, and
@@ -175,6 +173,9 @@ impl File {
         }
     }
 }
+
+/// Of a `struct statfs`.
+const FILE_SYSTEM_WORDS: usize = size_of::<libc::statfs>() / size_of::<c_long>();
 
 #[repr(align(8))]
 struct Entries([u8; 2048]);

@@ -84,7 +84,10 @@ fn reservations_never_exceed_the_limit() {
                 let (world, held) = (Arc::clone(&world), Arc::clone(&held));
                 thread::spawn(move || {
                     let process = world.open(id);
-                    let slot = world.account.join(&process, 0, id as usize).unwrap();
+                    let slot = world
+                        .account
+                        .join(&process, &process, 0, id as usize)
+                        .unwrap();
                     if world.account.reserve(slot, 6, 6, LIMIT).is_some() {
                         let mut now = held.lock().unwrap();
                         *now += 6;
@@ -115,7 +118,7 @@ fn a_kill_beside_work_and_repair_is_safe() {
                 thread::spawn(move || {
                     let process = world.open(1);
                     kill_after(steps, || {
-                        let slot = world.account.join(&process, 0, 0).unwrap();
+                        let slot = world.account.join(&process, &process, 0, 0).unwrap();
                         let _ = world.account.reserve(slot, 4, 4, LIMIT);
                     });
                 })
@@ -129,7 +132,7 @@ fn a_kill_beside_work_and_repair_is_safe() {
                 })
             };
             let process = world.open(2);
-            let slot = world.account.join(&process, 0, 1).unwrap();
+            let slot = world.account.join(&process, &process, 0, 1).unwrap();
             world.account.reserve(slot, 6, 6, LIMIT).unwrap();
             assert!(world.account.used() >= 6);
             victim.join().unwrap();
@@ -150,7 +153,7 @@ fn a_surplus_is_subtracted_once() {
     explore(4, || {
         let world = World::new();
         let process = world.open(1);
-        let slot = world.account.join(&process, 0, 0).unwrap();
+        let slot = world.account.join(&process, &process, 0, 0).unwrap();
         world.account.reserve(slot, 3, 3, LIMIT).unwrap();
         // What a killed process left.
         world.account.used.fetch_add(2, super::Ordering::AcqRel);
@@ -178,8 +181,7 @@ fn a_dead_slot_is_given_back_once() {
     explore(3, || {
         let world = World::new();
         let (dead, inherited) = (world.open(1), world.open(6));
-        let slot = world.account.join(&dead, 0, 0).unwrap();
-        assert!(world.account.extend(slot, &inherited));
+        let slot = world.account.join(&dead, &inherited, 0, 0).unwrap();
         world.account.reserve(slot, 4, 4, LIMIT).unwrap();
         drop((dead, inherited));
         let reclaimers: Vec<_> = (2..=3)
@@ -189,7 +191,7 @@ fn a_dead_slot_is_given_back_once() {
             })
             .collect();
         let heir = world.open(4);
-        let slot = world.account.join(&heir, 0, 0).unwrap();
+        let slot = world.account.join(&heir, &heir, 0, 0).unwrap();
         assert_eq!(world.account.reserve(slot, 6, 6, LIMIT), Some(6));
         for reclaimer in reclaimers {
             reclaimer.join().unwrap();

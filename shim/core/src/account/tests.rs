@@ -62,7 +62,7 @@ fn account() -> (Box<Small>, Rc<File>) {
 fn the_last_byte_is_granted_and_the_next_refused() {
     let (account, file) = account();
     let process = file.open();
-    let slot = account.join(&process, 1, 0).unwrap();
+    let slot = account.join(&process, &process, 1, 0).unwrap();
     assert_eq!(account.reserve(slot, 100, 100, 100), Some(100));
     assert_eq!(account.reserve(slot, 1, 1, 100), None);
     assert_eq!(account.release(slot, 1), 1);
@@ -76,8 +76,7 @@ fn the_last_byte_is_granted_and_the_next_refused() {
 fn a_slot_is_kept_until_the_last_who_has_its_files_is_gone() {
     let (account, file) = account();
     let (parent, inherited) = (file.open(), file.open());
-    let slot = account.join(&parent, 1, 0).unwrap();
-    assert!(account.extend(slot, &inherited));
+    let slot = account.join(&parent, &inherited, 1, 0).unwrap();
     account.reserve(slot, 70, 70, 100).unwrap();
     // The parent ends, and its child has the descriptor.
     drop(parent);
@@ -86,9 +85,9 @@ fn a_slot_is_kept_until_the_last_who_has_its_files_is_gone() {
     // Who joins gets another slot, as long as there is one.
     let others: Vec<_> = (2..5).map(|pid| (pid, file.open())).collect();
     for (pid, other) in &others {
-        assert_ne!(account.join(other, *pid, 0), Ok(slot));
+        assert_ne!(account.join(other, other, *pid, 0), Ok(slot));
     }
-    assert_eq!(account.join(&file.open(), 9, 0), Err(Full));
+    assert_eq!(account.join(&file.open(), &file.open(), 9, 0), Err(Full));
     assert_eq!(account.used(), 70);
     drop(inherited);
     assert_eq!(account.reclaim(&file.open()), 1);
@@ -98,7 +97,7 @@ fn a_slot_is_kept_until_the_last_who_has_its_files_is_gone() {
 #[test]
 fn a_part_is_granted_where_a_part_will_do() {
     let (account, file) = account();
-    let slot = account.join(&file.open(), 1, 0).unwrap();
+    let slot = account.join(&file.open(), &file.open(), 1, 0).unwrap();
     assert_eq!(account.reserve(slot, 0, 60, 100), Some(60));
     assert_eq!(account.reserve(slot, 0, 60, 100), Some(40));
     assert_eq!(account.reserve(slot, 0, 60, 100), Some(0));
@@ -109,7 +108,7 @@ fn a_part_is_granted_where_a_part_will_do() {
 #[test]
 fn a_lowered_limit_refuses_and_takes_nothing_away() {
     let (account, file) = account();
-    let slot = account.join(&file.open(), 1, 0).unwrap();
+    let slot = account.join(&file.open(), &file.open(), 1, 0).unwrap();
     account.reserve(slot, 100, 100, 100).unwrap();
     assert_eq!(account.reserve(slot, 1, 1, 50), None);
     assert_eq!(account.used(), 100);
@@ -121,12 +120,12 @@ fn living_processes_keep_their_slots() {
     let living: Vec<_> = (0..4)
         .map(|pid| {
             let process = file.open();
-            let slot = account.join(&process, pid, 0).unwrap();
+            let slot = account.join(&process, &process, pid, 0).unwrap();
             account.reserve(slot, 10, 10, 100).unwrap();
             (process, slot)
         })
         .collect();
-    assert_eq!(account.join(&file.open(), 9, 0), Err(Full));
+    assert_eq!(account.join(&file.open(), &file.open(), 9, 0), Err(Full));
     assert_eq!(account.reclaim(&file.open()), 0);
     assert_eq!(account.used(), 40);
     drop(living);
@@ -140,20 +139,20 @@ fn a_dead_process_makes_room_without_a_reclaimer() {
     let mut living = Vec::new();
     for pid in 0..4 {
         let process = file.open();
-        let slot = account.join(&process, pid, 0).unwrap();
+        let slot = account.join(&process, &process, pid, 0).unwrap();
         account.reserve(slot, 10, 10, 100).unwrap();
         account.note_refusal(slot);
         living.push(process);
     }
     drop(living.remove(2));
     let process = file.open();
-    assert_eq!(account.join(&process, 9, 0), Ok(SlotIndex(2)));
+    assert_eq!(account.join(&process, &process, 9, 0), Ok(SlotIndex(2)));
     assert_eq!(account.used(), 30);
 }
 
 /// What a process does in its life, and how much it truly holds at each moment.
 fn life(account: &Small, process: &Description, held: &Cell<u64>) {
-    let slot = account.join(process, 1, 0).unwrap();
+    let slot = account.join(process, process, 1, 0).unwrap();
     account.reserve(slot, 30, 30, 100).unwrap();
     held.set(30);
     account.reserve(slot, 20, 20, 100).unwrap();
@@ -172,7 +171,7 @@ fn killed_at_any_step_it_errs_to_the_safe_side_and_is_repaired() {
     for steps in 0.. {
         let (account, file) = account();
         let neighbour = file.open();
-        let neighbours = account.join(&neighbour, 2, 3).unwrap();
+        let neighbours = account.join(&neighbour, &neighbour, 2, 3).unwrap();
         account.reserve(neighbours, 7, 7, 7).unwrap();
         account.release(neighbours, 7);
 
@@ -201,7 +200,7 @@ fn a_reclaimer_killed_at_any_step_subtracts_nothing_twice() {
         for steps in 0.. {
             let (account, file) = account();
             let neighbour = file.open();
-            let neighbours = account.join(&neighbour, 2, 3).unwrap();
+            let neighbours = account.join(&neighbour, &neighbour, 2, 3).unwrap();
             let process = file.open();
             kill_after(victim_steps, || life(&account, &process, &Cell::new(0)));
             drop(process);
@@ -233,7 +232,7 @@ fn a_reclaimer_killed_at_any_step_subtracts_nothing_twice() {
 fn nonsense_written_by_the_tenant_is_repaired() {
     let (account, file) = account();
     let process = file.open();
-    let slot = account.join(&process, 1, 0).unwrap();
+    let slot = account.join(&process, &process, 1, 0).unwrap();
     account.reserve(slot, 10, 10, 100).unwrap();
     for nonsense in [0, 3, u64::MAX] {
         account.used.store(nonsense, super::Ordering::Relaxed);
@@ -273,7 +272,7 @@ proptest! {
             match act {
                 Act::Start => {
                     let process = file.open();
-                    if let Ok(slot) = account.join(&process, 1, living.len()) {
+                    if let Ok(slot) = account.join(&process, &process, 1, living.len()) {
                         living.push((process, slot, 0));
                     } else {
                         prop_assert_eq!(living.len(), 4);
