@@ -67,14 +67,13 @@ fn neighbours_get_what_each_has_claimed() -> anyhow::Result<()> {
     run(async |case: &Case| {
         let namespace = case.namespace("neighbours").await?;
         let cores = ["30", "70"];
-        let pods = try_join_all(cores.iter().map(async |cores| {
-            let pod = namespace
-                .idle(&format!("pod-{cores}"), &Request::capped("2Gi", cores))
-                .await?;
+        let mut pods = Vec::new();
+        for cores in cores {
+            let share = Request::capped("2Gi", cores).on(&case.gpus[0].uuid);
+            let pod = namespace.idle(&format!("pod-{cores}"), &share).await?;
             pod.started().await?;
-            anyhow::Ok(pod)
-        }))
-        .await?;
+            pods.push(pod);
+        }
         let shares = try_join_all(pods.iter().map(|pod| spin(pod, "1ms", "plain", "10s"))).await?;
         for (share, cores) in shares.iter().zip(cores) {
             about(*share, cores.parse()?, &format!("{shares:?}"))?;
