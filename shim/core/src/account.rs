@@ -294,8 +294,7 @@ impl<const N: usize> Account<N> {
     /// Takes out of `used` what killed processes left between their two steps; returns how much
     /// that was. Gives up, with 0, where changes are always under way or somebody else is at it.
     pub fn repair(&self, locks: &impl Locks) -> u64 {
-        // Mostly there is nothing, which takes no lock to see.
-        if self.surplus() == Some(0) || !locks.try_lock(REPAIR_LOCK) {
+        if !locks.try_lock(REPAIR_LOCK) {
             return 0;
         }
         let mut surplus = 0;
@@ -313,7 +312,6 @@ impl<const N: usize> Account<N> {
     }
 
     /// `used − Σ charged` at an instant without a change under way; `None` if there was one.
-    #[inline(never)]
     fn surplus(&self) -> Option<u64> {
         let taken: [u64; BITMAP_WORDS] = core::array::from_fn(|word| self.taken_word(word));
         let sum = |field| self.sum(&taken, field);
