@@ -19,7 +19,7 @@ use super::probe;
 /// Where programs find what.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
 pub enum World {
-    /// The driver as it is installed.
+    /// As in a container with the driver as it is installed.
     Bare,
     /// As in a container with a capped share of every GPU.
     Capped,
@@ -105,12 +105,13 @@ const LIMIT: u64 = 16 << 30;
 pub fn run(args: &WorldArgs) -> anyhow::Result<()> {
     // Asked before anything stands before the driver.
     let gpus = probe::gpus()?;
+    let folder = layer().context("making a container's file system")?;
     if args.world == World::Capped {
         let grant = match args.measure {
             Measure::Calls => Grant::Endless,
             _ => Grant::Cores,
         };
-        cap(&args.shim_dir, &gpus, args.cores, grant)
+        cap(&folder, &args.shim_dir, &gpus, args.cores, grant)
             .context("making a capped container's file system")?;
     }
     let answer = match args.measure {
@@ -130,8 +131,9 @@ fn json(value: &impl Serialize) -> anyhow::Result<String> {
     Ok(serde_json::to_string(value)?)
 }
 
-/// Puts everything where a capped container has it: see docs/architecture.md.
-fn cap(shim: &Path, gpus: &[String], cores: u8, grant: Grant) -> anyhow::Result<()> {
+/// Lays an overlay over the node's libraries and settings, as a container's file system is one, capped or
+/// not. Returns the folder of what is written to it.
+fn layer() -> anyhow::Result<PathBuf> {
     let folder = std::env::temp_dir();
     mount("tmpfs", &folder, "tmpfs", MountFlags::empty(), c"mode=0755")
         .with_context(|| format!("tmpfs on {}", folder.display()))?;
@@ -154,6 +156,11 @@ fn cap(shim: &Path, gpus: &[String], cores: u8, grant: Grant) -> anyhow::Result<
         )
         .with_context(|| format!("overlay on {over}"))?;
     }
+    Ok(folder)
+}
+
+/// Puts everything where a capped container has it: see docs/architecture.md.
+fn cap(folder: &Path, shim: &Path, gpus: &[String], cores: u8, grant: Grant) -> anyhow::Result<()> {
     fs::create_dir_all(format!("{OURS}/driver"))?;
     for library in LIBRARIES {
         let (ours, theirs) = (shim.join(library), format!("{DRIVER}/{library}"));
@@ -165,7 +172,7 @@ fn cap(shim: &Path, gpus: &[String], cores: u8, grant: Grant) -> anyhow::Result<
         mount_bind(&installed, &theirs).context(theirs.clone())?;
     }
     for (index, gpu) in gpus.iter().enumerate() {
-        pages(&folder, &format!("gpu-{index}"), gpu, cores, grant)?;
+        pages(folder, &format!("gpu-{index}"), gpu, cores, grant)?;
     }
     let list: String = LIBRARIES
         .map(|library| format!("{OURS}/{library}\n"))
