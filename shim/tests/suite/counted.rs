@@ -9,8 +9,8 @@ use tranche_shim_tests::{Driver, Probe, World, compile, probe_path};
 use crate::cap::{CAP, GPU_0};
 
 /// Calls, allocations that live meanwhile, instructions that were counted when this was written, and the most
-/// that may be: a tenth more, for another compiler.
-const CALLS: [(&str, u32, u64, u64); 8] = [
+/// that may be: a tenth more, for another compiler, or half, where the loader's look-ups are most of it.
+const CALLS: [(&str, u32, u64, u64); 9] = [
     ("pass", 0, 7, 8),
     ("alloc-free", 0, 796, 870),
     ("alloc-free", 10_000, 833, 910),
@@ -18,6 +18,7 @@ const CALLS: [(&str, u32, u64, u64); 8] = [
     ("full", 0, 437, 480),
     ("info", 0, 198, 215),
     ("address", 0, 273, 300),
+    ("first-address", 0, 132_012, 200_000),
     ("launch", 0, 135, 150),
 ];
 
