@@ -35,6 +35,7 @@ use tranche_shim_core::{AccountPage, AccountSnapshot, CapPage, ComputePolicy, la
 pub const SHARES: &str = tranche_shim_core::paths::SHARES;
 const CLAIM: &str = "5f0c2b9e-0000-4000-8000-000000000001";
 const OURS: &str = "/usr/lib/tranche";
+const PRELOAD: &str = "/etc/ld.so.preload";
 const LIBRARIES: &str = "/usr/lib/x86_64-linux-gnu";
 
 /// A container's file system, in a mount namespace of the calling thread.
@@ -149,11 +150,7 @@ impl World {
             fs::copy(built(library), format!("{LIBRARIES}/{library}")).unwrap();
         }
         world.install(driver);
-        fs::write(
-            "/etc/ld.so.preload",
-            format!("{OURS}/libcuda.so.1\n{OURS}/libnvidia-ml.so.1\n"),
-        )
-        .unwrap();
+        world.with_preload();
         world
     }
 
@@ -222,9 +219,15 @@ impl World {
         self.node.as_ref().expect("the simulator's")
     }
 
+    /// Both libraries are loaded into every program, as they are from the start.
+    pub fn with_preload(&self) {
+        let list = format!("{OURS}/libcuda.so.1\n{OURS}/libnvidia-ml.so.1\n");
+        fs::write(PRELOAD, list).unwrap();
+    }
+
     /// No preload list: only the files at the driver's own names are the shim's.
     pub fn without_preload(&self) {
-        fs::remove_file("/etc/ld.so.preload").unwrap();
+        fs::remove_file(PRELOAD).unwrap();
     }
 
     /// Adds a share of `limit` bytes (`None`: a GPU without a cap) on a GPU whose contexts take
