@@ -15,7 +15,7 @@ use tranche_shim_core::Part;
 use tranche_shim_runtime::complain::refuse;
 
 use crate::abi::{CUresult, Function};
-use crate::driver::{self, Call, HANDLED_NAMES, PASSING, SYMBOLS};
+use crate::driver::{self, Call, HANDLED_NAMES, PASSING, SYMBOLS, index};
 use crate::hooks::HANDLED;
 
 /// `CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND`.
@@ -122,7 +122,12 @@ fn fill() {
     FILLED.store(true, Ordering::Release);
 }
 
+/// Where a function is looked for. By its place in the driver's library, not in memory, so that a look-up
+/// takes the same in every process.
 fn place(address: u64, probe: usize) -> usize {
-    let hash = (address.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40) as usize;
-    (hash + probe) % TWINS_LEN
+    let offset = address.wrapping_sub(driver::address(index::cuInit) as u64);
+    let hash = offset.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (u64::BITS - TWINS_LEN.ilog2());
+    #[expect(clippy::cast_possible_truncation, reason = "below the table's length")]
+    let first = hash as usize;
+    (first + probe) % TWINS_LEN
 }
