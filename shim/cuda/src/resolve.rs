@@ -84,8 +84,8 @@ fn twin(real: Function) -> Option<Function> {
         fill();
     }
     let real = real as u64 & ADDRESS;
-    for probe in 0..TWINS_LEN {
-        let entry = TWINS[place(real, probe)].load(Ordering::Relaxed);
+    for place in places(real) {
+        let entry = TWINS[place].load(Ordering::Relaxed);
         if entry == 0 {
             return None;
         }
@@ -106,13 +106,9 @@ fn fill() {
         };
         let real = real as u64 & ADDRESS;
         let entry = real | (number as u64) << 48;
-        for probe in 0..TWINS_LEN {
-            let free = TWINS[place(real, probe)].compare_exchange(
-                0,
-                entry,
-                Ordering::Relaxed,
-                Ordering::Relaxed,
-            );
+        for place in places(real) {
+            let free =
+                TWINS[place].compare_exchange(0, entry, Ordering::Relaxed, Ordering::Relaxed);
             // The same address under a second name (an alias in the driver) keeps its first.
             if free.is_ok() || free.is_err_and(|there| there & ADDRESS == real) {
                 break;
@@ -122,12 +118,12 @@ fn fill() {
     FILLED.store(true, Ordering::Release);
 }
 
-/// Where a function is looked for. By its place in the driver's library, not in memory, so that a look-up
-/// takes the same in every process.
-fn place(address: u64, probe: usize) -> usize {
+/// Where a function is looked for, in order. By its place in the driver's library, not in memory, so that a
+/// look-up takes the same in every process.
+fn places(address: u64) -> impl Iterator<Item = usize> {
     let offset = address.wrapping_sub(driver::address(index::cuInit) as u64);
     let hash = offset.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (u64::BITS - TWINS_LEN.ilog2());
     #[expect(clippy::cast_possible_truncation, reason = "below the table's length")]
     let first = hash as usize;
-    (first + probe) % TWINS_LEN
+    (0..TWINS_LEN).map(move |probe| (first + probe) % TWINS_LEN)
 }

@@ -1,7 +1,8 @@
 //! The names of our own functions, as our own symbol table has them.
 //!
 //! dladdr(3) knows them too, but searches all libraries, and takes ten times as long: for the names of
-//! all functions that have a twin, which a program on libcudart asks for at its start, half a millisecond.
+//! all functions that have a twin, which a program on libcudart asks for at its start, a
+//! quarter of a millisecond.
 
 use core::ffi::c_char;
 
@@ -30,8 +31,8 @@ unsafe extern "C" {
     static START: [u8; 0];
 }
 
-/// The name, a C string, of the exported function at an address; `exported` is how many functions this library
-/// exports, as `shim/build` made sure.
+/// The name, a C string, of the exported function at an address; `exported` is how many functions this
+/// library exports, as `shim/build` made sure.
 #[must_use]
 pub fn of(ours: Ours, exported: usize) -> Option<*const c_char> {
     let start = &raw const START as usize;

@@ -55,7 +55,8 @@ fn calls_stay_cheap() {
 }
 
 /// The tenth lowest of a hundred.
-fn quick(mut times: Vec<Duration>) -> Duration {
+fn quick(times: impl Iterator<Item = Duration>) -> Duration {
+    let mut times: Vec<_> = times.collect();
     times.sort_unstable();
     times[10]
 }
@@ -70,26 +71,27 @@ fn loading_stays_cheap() {
         assert!(world.run(program, arguments).status.success());
         start.elapsed()
     };
+    let programs = |driver: &str| {
+        [
+            time(Path::new("/bin/true"), &[]),
+            time(&probe_path(), &[driver, "init"]),
+        ]
+    };
     // By turns: what else the machine does meanwhile comes and goes.
-    let [mut nothing, mut init] = [const { [const { Vec::new() }; 2] }; 2];
-    for _ in 0..100 {
-        for (side, driver) in ["name", "/usr/lib/tranche/driver/libcuda.so.1"]
-            .iter()
-            .enumerate()
-        {
-            nothing[side].push(time(Path::new("/bin/true"), &[]));
-            init[side].push(time(&probe_path(), &[driver, "init"]));
-            if side == 0 {
-                world.without_preload();
-            }
-        }
-        world.with_preload();
-    }
-    for (what, times, most) in [
-        ("a program without CUDA", nothing, Duration::from_millis(1)),
-        ("load and cuInit", init, Duration::from_millis(2)),
+    let turns: Vec<_> = (0..100)
+        .map(|_| {
+            world.with_preload();
+            let with = programs("name");
+            world.without_preload();
+            (with, programs("/usr/lib/tranche/driver/libcuda.so.1"))
+        })
+        .collect();
+    for (nth, what, most) in [
+        (0, "a program without CUDA", Duration::from_millis(1)),
+        (1, "load and cuInit", Duration::from_millis(2)),
     ] {
-        let [with, without] = times.map(quick);
+        let with = quick(turns.iter().map(|(with, _)| with[nth]));
+        let without = quick(turns.iter().map(|(_, without)| without[nth]));
         println!("{what}: {with:?} and {without:?} without the shim");
         assert!(with.saturating_sub(without) < most, "{what}");
     }
