@@ -2,11 +2,12 @@
 //!
 //! Cluster-scoped, named after the node and owned by it. Two writers share the status, each with
 //! its own field manager: the plugin writes `inventory` and `registration`, the controller
-//! `published`. No policy is in it.
+//! `published`, and each its own `conditions`. No policy is in it.
 //!
 //! What the schema lets pass, the types here can hold: one object that does not decode would blind
 //! a watch to all nodes.
 
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 use kube::CustomResource;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -38,7 +39,8 @@ pub struct GpuNodeSpec {}
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct GpuNodeStatus {
-    /// The hardware and driver, written by the node's plugin.
+    /// The hardware and driver, written by the node's plugin. Missing while there is no driver to work
+    /// with: the condition `DriverReady` says why.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub inventory: Option<Inventory>,
     /// The plugin's newest registration with the kubelet, written by the node's plugin.
@@ -47,6 +49,13 @@ pub struct GpuNodeStatus {
     /// The ResourceSlices that stand for this node, written by the controller.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub published: Option<Published>,
+    /// `DriverReady`, written by the node's plugin.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(extend(
+        "x-kubernetes-list-type" = "map",
+        "x-kubernetes-list-map-keys" = ["type"],
+    ))]
+    pub conditions: Vec<Condition>,
 }
 
 /// The GPUs of a node and the driver that serves them.

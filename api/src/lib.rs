@@ -6,6 +6,7 @@
 //!  quantity ──────► exact arithmetic on Kubernetes quantities, in Go's canonical form
 //!  share_config ──► the opaque parameters of a claim or class        (user  -> node)
 //!  gpu_node ──────► what a node's hardware can do                    (node  -> controller)
+//!  conditions ────► the node's conditions in the Kubernetes style    (node, controller -> people)
 //!  sharing_policy ► what the cluster's admin offers of it            (admin -> controller)
 //!  reference ─────► the page that lists the vocabulary
 //! ```
@@ -13,6 +14,7 @@
 //! This crate knows nobody: no I/O, no clock, no client.
 #![forbid(unsafe_code)]
 
+pub mod conditions;
 pub mod gpu_node;
 pub mod names;
 pub mod quantity;

@@ -227,7 +227,7 @@ impl Controller {
         if decision.step == Step::Nothing {
             self.queue.succeeded(&node);
             self.evidence.remove(&node);
-            if view.gpu_node.is_some() {
+            if view.gpu_node.is_some() || !view.slices.is_empty() {
                 self.memories.insert(node, memory);
             }
             self.metrics.reconciled(began.elapsed());

@@ -4,14 +4,18 @@
 //! executed step needs no special case: the next call finds what is still missing.
 //!
 //! ```text
-//!            node or GpuNode gone ──────────────────────► delete what is left
+//!            the Node is gone ──────────────────────────► delete what is left
 //!            epoch not published yet ───► Publish ─┐
 //!  view ──►                                        ├──► slices differ? write them
 //!            every recorded slice exists ► Keep ───┘    record differs? write status.published
 //!                                                       something obsolete? delete it
-//!            never registered, or a
-//!            recorded slice is missing ──► Wait ────────► delete what is left
+//!            no GpuNode, never registered, or
+//!            a recorded slice is missing ► Wait ────────► delete what is left, a few seconds later
 //! ```
+//!
+//! **A node without a driver** has a registration and no inventory. It is planned as a node without GPUs: its
+//! devices are tainted at once, those that no claim holds are removed, and the others stay tainted, so that
+//! their GPUs' counters stay taken until the driver is back or the claims end.
 //!
 //! **The epoch rule** (docs/adr/0005). The kubelet removes the slices of a plugin that is gone, and only the
 //! plugin knows that it is alive. So slices are created for a registration that has not been
@@ -153,27 +157,23 @@ pub fn reconcile(
 ) -> Decision {
     let held = evidence.held.as_ref();
     let status = view.gpu_node.as_ref().and_then(|g| g.status.as_ref());
-    let (Some(node), Some(gpu_node), Some(registration), Some(inventory)) = (
-        &view.node,
-        &view.gpu_node,
-        status.and_then(|s| s.registration.as_ref()),
-        status.and_then(|s| s.inventory.as_ref()),
-    ) else {
+    let Some(node) = &view.node else {
         return Decision::delete_all(view);
     };
+    let (Some(gpu_node), Some(registration)) =
+        (&view.gpu_node, status.and_then(|s| s.registration.as_ref()))
+    else {
+        // Somebody deleted the GpuNode. A plugin that lives writes it again within a second.
+        return wait(view, memory, now);
+    };
+    let no_driver = Inventory::default();
+    let inventory = status
+        .and_then(|s| s.inventory.as_ref())
+        .unwrap_or(&no_driver);
     let published = status.and_then(|s| s.published.clone()).unwrap_or_default();
     let phase = phase(&view.slices, registration, &published);
     if phase == Phase::Wait && !view.slices.is_empty() {
-        // Nobody allocates from a pool that is not whole, so there is time to let the plugin ask. If it does,
-        // what is left is still good.
-        let patience = memory.waiting(now);
-        if patience.is_zero() {
-            return Decision::delete_all(view);
-        }
-        return Decision {
-            again: Some(patience),
-            ..Decision::only(Step::Nothing)
-        };
+        return wait(view, memory, now);
     }
     memory.not_waiting();
 
@@ -237,6 +237,22 @@ pub fn reconcile(
         step,
         again: waiting.again,
         policy: None,
+    }
+}
+
+/// Gives the plugin a few seconds to ask for the pool, and then deletes what is left of it. If the plugin asks,
+/// what is left is still good: withdrawn devices that claims hold keep their counters.
+fn wait(view: &NodeView, memory: &mut Memory, now: Timestamp) -> Decision {
+    if view.slices.is_empty() {
+        return Decision::only(Step::Nothing);
+    }
+    let patience = memory.waiting(now);
+    if patience.is_zero() {
+        return Decision::delete_all(view);
+    }
+    Decision {
+        again: Some(patience),
+        ..Decision::only(Step::Nothing)
     }
 }
 

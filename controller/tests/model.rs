@@ -31,6 +31,8 @@ enum Happening {
     Remove(usize),
     /// The plugin finds these GPUs, if it lives.
     Gpus(BTreeSet<u32>),
+    /// The driver goes, if the plugin lives.
+    NoDriver,
     /// The policy changes.
     Policy(usize),
     /// A claim takes a device that the scheduler could give.
@@ -52,6 +54,7 @@ fn happening() -> impl Strategy<Value = Happening> {
         2 => Just(Happening::Wipe),
         2 => (0usize..4).prop_map(Happening::Remove),
         3 => prop::collection::btree_set(0u32..3, 0..=3).prop_map(Happening::Gpus),
+        1 => Just(Happening::NoDriver),
         2 => (0usize..POLICIES.len()).prop_map(Happening::Policy),
         4 => (0usize..9).prop_map(Happening::Allocate),
         3 => (0usize..9).prop_map(Happening::Release),
@@ -95,7 +98,7 @@ impl World {
                 epoch: 0,
                 plugin_version: "0.1.0".to_owned(),
             }),
-            published: None,
+            ..GpuNodeStatus::default()
         });
         Self {
             now: Timestamp::UNIX_EPOCH + SignedDuration::from_hours(24),
@@ -198,6 +201,11 @@ impl World {
             Happening::Gpus(minors) => {
                 if self.alive {
                     self.status().inventory = Some(inventory(minors));
+                }
+            }
+            Happening::NoDriver => {
+                if self.alive {
+                    self.status().inventory = None;
                 }
             }
             Happening::Policy(policy) => self.policy = *policy,
@@ -363,8 +371,8 @@ impl World {
             );
         }
         let minors: Vec<u32> = {
-            let inventory = self.status().inventory.as_ref().expect("set at the start");
-            inventory.gpus.iter().map(|g| g.minor).collect()
+            let inventory = self.status().inventory.iter();
+            inventory.flat_map(|i| &i.gpus).map(|g| g.minor).collect()
         };
         let offered = self.offered();
         for minor in minors {

@@ -360,6 +360,8 @@ async fn a_node_that_is_gone_takes_its_slices_with_it() {
     for kind in ["nodes", "gpunodes"] {
         let (cluster, _replica) = published().await;
         cluster.api.remove(kind, "a");
+        // A plugin that lives writes its GpuNode again sooner.
+        sleep(seconds(6)).await;
         cluster.settle(SOON).await;
         assert!(cluster.names("a").is_empty(), "{kind}");
     }
@@ -380,34 +382,111 @@ async fn a_slice_of_our_driver_that_nobody_knows_is_removed() {
     cluster.assert_whole("a");
 }
 
+/// A claim that holds, or held, the capped device of GPU 1.
+fn claim(holds: bool) -> serde_json::Value {
+    json!({
+        "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim",
+        "metadata": {"name": "c", "namespace": "default"}, "spec": {},
+        "status": if holds {
+            json!({"allocation": {"devices": {"results": [{
+                "request": "gpu", "driver": "gpu.tranche.dev", "pool": "a/gpu", "device": "gpu-1-capped",
+            }]}}})
+        } else {
+            json!({})
+        },
+    })
+}
+
+/// The devices that are closed to new claims because they are no longer offered.
+fn withdrawn(cluster: &Cluster) -> Vec<String> {
+    cluster
+        .slices("a")
+        .iter()
+        .flat_map(|s| s["spec"]["devices"].as_array().cloned().unwrap_or_default())
+        .filter(|d| d["taints"][0]["key"] == "gpu.tranche.dev/withdrawn")
+        .map(|d| d["name"].as_str().expect("a name").to_owned())
+        .collect()
+}
+
+#[tokio::test(start_paused = true)]
+async fn without_a_driver_no_device_is_offered_and_allocated_ones_stay_tainted() {
+    let (cluster, _replica) = published().await;
+    cluster.api.put("resourceclaims", claim(true));
+    cluster.no_driver("a");
+    let took = cluster.settle(SOON).await;
+    assert_eq!(withdrawn(&cluster).len(), 6, "nothing is offered at once");
+    assert!(took < Duration::from_millis(300), "{took:?}");
+    // The plugin registers anew, still without a driver: nothing comes back.
+    cluster.bump("a");
+    sleep(seconds(30)).await;
+    cluster.assert_whole("a");
+    assert_eq!(withdrawn(&cluster), ["gpu-1-capped"]);
+    assert_eq!(cluster.devices("a"), ["gpu-1-capped"]);
+
+    cluster.gpus("a", &[0, 1]);
+    cluster.settle(SOON).await;
+    cluster.assert_whole("a");
+    assert_eq!(cluster.devices("a").len(), 6);
+    assert!(withdrawn(&cluster).is_empty());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_node_that_registers_without_a_driver_offers_nothing() {
+    let cluster = Cluster::new();
+    cluster.node("a");
+    cluster.register("a", 2);
+    cluster.no_driver("a");
+    let _replica = cluster.replica("one");
+    cluster.settle(SOON).await;
+    assert!(cluster.names("a").is_empty());
+    cluster.assert_whole("a");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_deleted_gpu_node_that_is_written_again_loses_no_allocated_device() {
+    let (cluster, _replica) = published().await;
+    cluster.api.put("resourceclaims", claim(true));
+    // The tier is no longer offered; the device stays for its claim.
+    cluster.policy("default", &json!({"tiers": ["exclusive"]}));
+    sleep(seconds(30)).await;
+    assert_eq!(withdrawn(&cluster), ["gpu-1-capped"]);
+    let uids = |cluster: &Cluster| -> Vec<String> {
+        let slices = cluster.slices("a");
+        slices
+            .iter()
+            .map(|s| s["metadata"]["uid"].to_string())
+            .collect()
+    };
+    let before = uids(&cluster);
+
+    let old = cluster.api.one("gpunodes", "a");
+    cluster.api.remove("gpunodes", "a");
+    sleep(seconds(2)).await;
+    cluster.api.put(
+        "gpunodes",
+        json!({
+            "apiVersion": "gpu.tranche.dev/v1alpha1", "kind": "GpuNode",
+            "metadata": {"name": "a"}, "spec": {},
+            "status": {
+                "inventory": old["status"]["inventory"],
+                "registration": old["status"]["registration"],
+            },
+        }),
+    );
+    cluster.bump("a");
+    let took = cluster.settle(SOON).await;
+    cluster.assert_whole("a");
+    assert!(took < seconds(1), "{took:?}");
+    assert_eq!(withdrawn(&cluster), ["gpu-1-capped"]);
+    assert_eq!(uids(&cluster), before, "no slice was removed meanwhile");
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_vanished_gpu_stays_tainted_until_no_claim_holds_it() {
     let (cluster, _replica) = published().await;
-    let claim = |holds: bool| {
-        json!({
-            "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim",
-            "metadata": {"name": "c", "namespace": "default"}, "spec": {},
-            "status": if holds {
-                json!({"allocation": {"devices": {"results": [{
-                    "request": "gpu", "driver": "gpu.tranche.dev", "pool": "a/gpu", "device": "gpu-1-capped",
-                }]}}})
-            } else {
-                json!({})
-            },
-        })
-    };
     cluster.api.put("resourceclaims", claim(true));
     cluster.gpus("a", &[0]);
     cluster.settle(SOON).await;
-    let withdrawn = |cluster: &Cluster| -> Vec<String> {
-        cluster
-            .slices("a")
-            .iter()
-            .flat_map(|s| s["spec"]["devices"].as_array().cloned().unwrap_or_default())
-            .filter(|d| d["taints"][0]["key"] == "gpu.tranche.dev/withdrawn")
-            .map(|d| d["name"].as_str().expect("a name").to_owned())
-            .collect()
-    };
     assert_eq!(withdrawn(&cluster).len(), 3, "all devices of the GPU wait");
     cluster.assert_whole("a");
 

@@ -146,11 +146,14 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     let sweeper = ShareSweeper::new(&preparer, layout, Arc::clone(&metrics));
     helpers.spawn(sweeper.run(helpers_stop.clone()));
     helpers.spawn(observer.run(driver_tx, helpers_stop.clone()));
-    helpers.spawn(GpuNodeWriter::new(client, node_name.clone(), metrics).run(
-        driver,
-        registered,
-        helpers_stop.clone(),
-    ));
+    let gpu_node = GpuNodeWriter::new(
+        client.clone(),
+        node_name.clone(),
+        Events::new(client, &node_name),
+        Arc::new(HostClock),
+        metrics,
+    );
+    helpers.spawn(gpu_node.run(driver, registered, helpers_stop.clone()));
     helpers.spawn(orphans::run(
         preparer,
         suspect_orphans,

@@ -7,6 +7,7 @@
 #[cfg(test)]
 mod tests;
 
+use std::fmt;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -55,6 +56,21 @@ pub enum DriverError {
     Fs(#[from] FsError),
 }
 
+impl DriverError {
+    /// One word for the cause, as conditions and events have it.
+    #[must_use]
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Self::Nvml(NvmlError::NotFound { .. } | NvmlError::Root(_)) | Self::Root(_) => {
+                "DriverNotFound"
+            }
+            Self::Nvml(NvmlError::Start { .. } | NvmlError::Call { .. }) => "DriverNotAnswering",
+            Self::Discover(_) | Self::Untested(_) => "DriverIncomplete",
+            Self::Cdi(_) | Self::Fs(_) => "NoContainerSpec",
+        }
+    }
+}
+
 /// A driver to work with.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Ready {
@@ -62,6 +78,17 @@ pub struct Ready {
     pub inventory: Inventory,
     /// The driver's CDI spec, as it must lie in the CDI folder.
     pub spec: Vec<u8>,
+}
+
+impl fmt::Display for Ready {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let inventory = &self.inventory;
+        write!(
+            f,
+            "driver {} with CUDA {} and {} GPUs",
+            inventory.driver_version, inventory.cuda_driver_version, inventory.gpu_count
+        )
+    }
 }
 
 /// The driver as it was when last looked at.

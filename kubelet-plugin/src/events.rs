@@ -1,4 +1,5 @@
-//! Events on the pods that wait for a claim: what is wrong, where somebody looks first.
+//! Events on the pods that wait for a claim and on the node's GpuNode: what is wrong, where somebody looks
+//! first.
 
 use std::fmt;
 
@@ -7,6 +8,8 @@ use k8s_openapi::api::resource::v1::ResourceClaim;
 use kube::runtime::events::{Event, EventType, Recorder, Reporter};
 use kube::{Client, Resource};
 use tracing::warn;
+use tranche_api::GpuNode;
+use tranche_api::conditions::State;
 
 use crate::FIELD_MANAGER;
 
@@ -48,8 +51,29 @@ impl Events {
             action: outcome.to_owned(),
             secondary: Some(claim.object_ref(&())),
         };
+        self.publish(event, regarding(claim));
+    }
+
+    /// Says on the node's GpuNode that its driver is ready, or why there is none to work with.
+    /// Returns at once.
+    pub fn driver(&self, node: &GpuNode, ready: &State) {
+        let type_ = if ready.holds {
+            EventType::Normal
+        } else {
+            EventType::Warning
+        };
+        let event = Event {
+            type_,
+            reason: ready.reason.to_owned(),
+            note: Some(shortened(&ready.message).to_owned()),
+            action: "FindDriver".to_owned(),
+            secondary: None,
+        };
+        self.publish(event, vec![node.object_ref(&())]);
+    }
+
+    fn publish(&self, event: Event, regarding: Vec<ObjectReference>) {
         let recorder = self.recorder.clone();
-        let regarding = regarding(claim);
         tokio::spawn(async move {
             for object in regarding {
                 if let Err(error) = recorder.publish(&event, &object).await {

@@ -1,9 +1,13 @@
-//! The node's GpuNode: inventory, and the epoch of its registration (ADR 0005).
+//! The node's GpuNode: inventory, the condition of its driver, and the epoch of its registration
+//! (ADR 0005).
 //!
-//! The epoch grows when the kubelet (re)registered the plugin, and when published slices of the
-//! current epoch vanished under the live plugin: the kubelet wiped them, or somebody deleted them.
-//! Nothing is written that the API server has already.
+//! The epoch grows when the kubelet (re)registered the plugin, when published slices of the current
+//! epoch vanished under the live plugin (the kubelet wiped them, or somebody deleted them), and when
+//! somebody deleted the GpuNode. Nothing is written before the driver was looked at: an inventory of
+//! an earlier life would offer GPUs that may be gone. Nothing is written that the API server has
+//! already.
 
+mod own;
 mod slices;
 #[cfg(test)]
 mod tests;
@@ -21,6 +25,7 @@ use serde_json::json;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
+use tranche_api::conditions::{DRIVER_READY, State};
 use tranche_api::gpu_node::{Inventory, Registration};
 use tranche_api::names::API_VERSION;
 use tranche_api::{GpuNode, GpuNodeStatus};
@@ -28,7 +33,9 @@ use tranche_api::{GpuNode, GpuNodeStatus};
 use self::slices::OwnSlices;
 use crate::FIELD_MANAGER;
 use crate::api_server::{Silent, within};
+use crate::clock::Clock;
 use crate::driver_state::DriverState;
+use crate::events::Events;
 use crate::metrics::Metrics;
 use crate::registration::Registered;
 
@@ -55,6 +62,8 @@ enum Error {
 pub struct GpuNodeWriter {
     client: Client,
     node: String,
+    events: Events,
+    clock: Arc<dyn Clock>,
     metrics: Arc<Metrics>,
 }
 
@@ -69,24 +78,64 @@ impl fmt::Debug for GpuNodeWriter {
 /// What should be written.
 #[derive(Clone, Debug, Default)]
 struct Wanted {
-    /// As NVML says; `None` until the driver was seen, and what was written then stays.
-    inventory: Option<Inventory>,
+    /// The driver; `None` until it was looked at, and nothing is written before.
+    driver: Option<Driver>,
     /// The epoch is to grow.
     bump: bool,
 }
 
+/// The driver as the cluster sees it.
+#[derive(Clone, Debug)]
+struct Driver {
+    /// Missing where there is no driver to work with.
+    inventory: Option<Inventory>,
+    /// `DriverReady`.
+    ready: State,
+}
+
+impl Driver {
+    fn of(state: &DriverState) -> Option<Self> {
+        let condition = |holds, reason, message| State {
+            kind: DRIVER_READY,
+            holds,
+            reason,
+            message,
+        };
+        match state {
+            DriverState::Unknown => None,
+            DriverState::Absent(why) => Some(Self {
+                inventory: None,
+                ready: condition(false, why.reason(), why.to_string()),
+            }),
+            DriverState::Ready(ready) => Some(Self {
+                inventory: Some(ready.inventory.clone()),
+                ready: condition(true, "DriverReady", ready.to_string()),
+            }),
+        }
+    }
+}
+
 impl GpuNodeWriter {
-    /// Writes the GpuNode of `node`.
+    /// Writes the GpuNode of `node`; what becomes of the driver is told as `events` too.
     #[must_use]
-    pub fn new(client: Client, node: String, metrics: Arc<Metrics>) -> Self {
+    pub fn new(
+        client: Client,
+        node: String,
+        events: Events,
+        clock: Arc<dyn Clock>,
+        metrics: Arc<Metrics>,
+    ) -> Self {
         Self {
             client,
             node,
+            events,
+            clock,
             metrics,
         }
     }
 
-    /// Writes whenever driver, registration or slices change, until cancelled.
+    /// Writes whenever driver, registration or slices change, or the GpuNode is deleted, until
+    /// cancelled.
     pub async fn run(
         self,
         mut driver: watch::Receiver<DriverState>,
@@ -95,6 +144,7 @@ impl GpuNodeWriter {
     ) {
         let mut slices = OwnSlices::default();
         let mut events = pin!(slices::watch(self.client.clone(), &self.node));
+        let mut deletions = pin!(own::deletions(self.client.clone(), &self.node));
         let mut wanted = Wanted::default();
         let mut epoch = 0;
         let mut dirty = false;
@@ -108,10 +158,8 @@ impl GpuNodeWriter {
             tokio::select! {
                 () = stop.cancelled() => return,
                 Ok(()) = driver.changed() => {
-                    if let DriverState::Ready(ready) = &*driver.borrow_and_update() {
-                        wanted.inventory = Some(ready.inventory.clone());
-                        dirty = true;
-                    }
+                    wanted.driver = Driver::of(&driver.borrow_and_update());
+                    dirty = true;
                 }
                 Ok(()) = registered.changed() => {
                     if registered.borrow_and_update().now {
@@ -134,8 +182,9 @@ impl GpuNodeWriter {
                         dirty = true;
                     }
                 }
+                Some(()) = deletions.next() => dirty = true,
                 _ = resync.tick() => dirty = true,
-                () = next_try.as_mut(), if dirty => {
+                () = next_try.as_mut(), if dirty && wanted.driver.is_some() => {
                     match self.write(&wanted, epoch).await {
                         Ok(written) => {
                             epoch = written;
@@ -173,11 +222,14 @@ impl GpuNodeWriter {
     /// `known` is the epoch that held before: it never shrinks, not even when somebody deleted the
     /// GpuNode.
     async fn write(&self, wanted: &Wanted, known: i64) -> Result<i64, Error> {
+        let Some(driver) = &wanted.driver else {
+            return Ok(known);
+        };
         let node = match self.read().await? {
             Some(node) => node,
             None => self.create().await?,
         };
-        let old = node.status.unwrap_or_default();
+        let old = node.status.clone().unwrap_or_default();
         let stored = old.registration.as_ref().map_or(0, |old| old.epoch);
         // Lost with the object, the epoch must grow for the slices to be published again.
         let lost = stored < known;
@@ -185,15 +237,20 @@ impl GpuNodeWriter {
             epoch: stored.max(known) + i64::from(wanted.bump || lost),
             plugin_version: env!("CARGO_PKG_VERSION").to_owned(),
         };
-        let inventory = wanted.inventory.as_ref().or(old.inventory.as_ref());
-        if old.registration.as_ref() == Some(&registration) && old.inventory.as_ref() == inventory {
+        let ready = driver.ready.since(&old.conditions, self.clock.now());
+        let is_news = !old.conditions.contains(&ready);
+        if old.registration.as_ref() == Some(&registration)
+            && old.inventory == driver.inventory
+            && !is_news
+        {
             return Ok(registration.epoch);
         }
         let epoch = registration.epoch;
         let status = GpuNodeStatus {
-            inventory: inventory.cloned(),
+            inventory: driver.inventory.clone(),
             registration: Some(registration),
             published: None,
+            conditions: vec![ready],
         };
         let body = json!({
             "apiVersion": API_VERSION,
@@ -204,7 +261,14 @@ impl GpuNodeWriter {
         let params = PatchParams::apply(FIELD_MANAGER).force();
         let patch = Patch::Apply(&body);
         within(self.api().patch_status(&self.node, &params, &patch)).await??;
-        info!(epoch, "told the node's inventory and epoch");
+        info!(
+            epoch,
+            driver = driver.ready.reason,
+            "wrote the GpuNode's status"
+        );
+        if is_news {
+            self.events.driver(&node, &driver.ready);
+        }
         Ok(epoch)
     }
 

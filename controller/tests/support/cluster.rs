@@ -150,6 +150,14 @@ impl Cluster {
         });
     }
 
+    /// The plugin finds no driver.
+    pub fn no_driver(&self, name: &str) {
+        self.api.edit("gpunodes", name, |object| {
+            let status = object["status"].as_object_mut().expect("a status");
+            status.remove("inventory");
+        });
+    }
+
     /// The node plugin's pod, ready or not.
     pub fn plugin_pod(&self, node: &str, ready: bool) {
         let ready = if ready { "True" } else { "False" };

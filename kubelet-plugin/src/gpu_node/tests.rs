@@ -5,11 +5,15 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use super::*;
+use crate::clock::HostClock;
+use crate::driver_state::DriverError;
 use crate::testing::api::{FakeApi, Mood};
 use crate::testing::{NODE, World};
 
 const GPU_NODE: &str = "/apis/gpu.tranche.dev/v1alpha1/gpunodes/node-a";
+const GPU_NODES: &str = "/apis/gpu.tranche.dev/v1alpha1/gpunodes";
 const SLICES: &str = "/apis/resource.k8s.io/v1/resourceslices";
+const EVENTS: &str = "/apis/events.k8s.io/v1/namespaces/default/events";
 const HOUR: Duration = Duration::from_hours(1);
 
 struct Running {
@@ -25,8 +29,9 @@ impl Running {
         let world = World::new();
         let node = json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE, "uid": "node-uid"}});
         world.api.put_at("/api/v1/nodes/node-a", node);
-        let no_slices = json!({"kind": "PartialObjectMetadataList", "apiVersion": "meta.k8s.io/v1", "metadata": {"resourceVersion": "1"}, "items": []});
-        world.api.put_at(SLICES, no_slices);
+        let none = json!({"kind": "PartialObjectMetadataList", "apiVersion": "meta.k8s.io/v1", "metadata": {"resourceVersion": "1"}, "items": []});
+        world.api.put_at(SLICES, none.clone());
+        world.api.put_at(GPU_NODES, none);
         Self::start_in(world)
     }
 
@@ -34,7 +39,13 @@ impl Running {
         let (driver, driver_rx) = watch::channel(DriverState::Unknown);
         let (registered, registered_rx) = watch::channel(Registered::default());
         let stop = CancellationToken::new();
-        let writer = GpuNodeWriter::new(world.api.client(), NODE.into(), Arc::default());
+        let writer = GpuNodeWriter::new(
+            world.api.client(),
+            NODE.into(),
+            Events::new(world.api.client(), NODE),
+            Arc::new(HostClock),
+            Arc::default(),
+        );
         let task = tokio::spawn(writer.run(driver_rx, registered_rx, stop.clone()));
         Self {
             world,
@@ -52,6 +63,15 @@ impl Running {
     fn driver_comes(&self) {
         let ready = DriverState::Ready(Arc::clone(&self.world.ready));
         self.driver.send_replace(ready);
+    }
+
+    fn driver_goes(&self) {
+        let why = tranche_node::nvml::NvmlError::NotFound {
+            root: "/driver-root".into(),
+            searched: "/usr/lib64".into(),
+        };
+        let absent = DriverState::Absent(Arc::new(DriverError::Nvml(why)));
+        self.driver.send_replace(absent);
     }
 
     fn kubelet_registers(&self) {
@@ -118,9 +138,80 @@ async fn every_registration_is_an_epoch_across_lives() {
     running.until_epoch(2).await;
     let running = Running::start_in(running.end().await);
     running.kubelet_registers();
-    let node = running.until_epoch(3).await;
-    // Before the driver was looked at, what is known of it stays.
-    assert_eq!(node["status"]["inventory"]["driverVersion"], "535.261.03");
+    running.driver_comes();
+    running.until_epoch(3).await;
+    running.end().await;
+}
+
+fn driver_ready(node: &Value) -> &Value {
+    let conditions = node["status"]["conditions"].as_array().unwrap();
+    let ready = conditions.iter().find(|c| c["type"] == "DriverReady");
+    ready.unwrap()
+}
+
+#[tokio::test(start_paused = true)]
+async fn nothing_is_registered_before_the_driver_was_looked_at() {
+    let running = Running::start();
+    running.driver_comes();
+    running.kubelet_registers();
+    running.until_epoch(1).await;
+    let world = running.end().await;
+    let written = world.api.paths("PATCH").len();
+    // The next life: its kubelet is quicker than its driver, which has gone meanwhile.
+    let running = Running::start_in(world);
+    running.kubelet_registers();
+    tokio::time::sleep(HOUR).await;
+    assert_eq!(running.api().paths("PATCH").len(), written);
+    running.driver_goes();
+    let node = running.until_epoch(2).await;
+    assert_eq!(node["status"]["inventory"], Value::Null);
+    running.end().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_driver_that_goes_takes_the_inventory_with_it_and_says_why() {
+    let running = Running::start();
+    running.driver_comes();
+    running.kubelet_registers();
+    let node = running.until_epoch(1).await;
+    assert_eq!(driver_ready(&node)["status"], "True");
+    running.driver_goes();
+    let gone = |node: &Value| node["status"]["inventory"] == Value::Null;
+    let node = running.until("end of the inventory", gone).await;
+    let ready = driver_ready(&node);
+    assert_eq!(ready["status"], "False");
+    assert_eq!(ready["reason"], "DriverNotFound");
+    let message = ready["message"].as_str().unwrap();
+    assert!(message.contains("/driver-root"), "{message}");
+    // Registered anew, it stays away; the epoch alone changes.
+    running.kubelet_registers();
+    let node = running.until_epoch(2).await;
+    assert!(gone(&node), "{node}");
+    assert_eq!(driver_ready(&node), ready);
+    running.driver_comes();
+    let back = |node: &Value| node["status"]["inventory"]["driverVersion"] == "535.261.03";
+    let node = running.until("inventory", back).await;
+    assert_eq!(driver_ready(&node)["status"], "True");
+
+    let requests = running.api().requests();
+    let events: Vec<_> = requests
+        .iter()
+        .filter(|(_, path, _)| path.starts_with(EVENTS))
+        .map(|(_, _, event)| {
+            (
+                event["reason"].as_str().unwrap(),
+                event["type"].as_str().unwrap(),
+            )
+        })
+        .collect();
+    assert_eq!(
+        events,
+        [
+            ("DriverReady", "Normal"),
+            ("DriverNotFound", "Warning"),
+            ("DriverReady", "Normal"),
+        ]
+    );
     running.end().await;
 }
 
@@ -128,6 +219,7 @@ async fn every_registration_is_an_epoch_across_lives() {
 async fn an_api_server_that_fails_is_tried_until_it_does_not() {
     let running = Running::start();
     running.api().set_mood(Mood::Failing(500));
+    running.driver_comes();
     running.kubelet_registers();
     tokio::time::sleep(Duration::from_mins(1)).await;
     let tries = running
@@ -143,14 +235,33 @@ async fn an_api_server_that_fails_is_tried_until_it_does_not() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_deleted_gpu_node_comes_back_with_a_greater_epoch() {
+async fn a_deleted_gpu_node_comes_back_at_once_with_a_greater_epoch() {
+    let running = Running::start();
+    running.driver_comes();
+    running.kubelet_registers();
+    running.until_epoch(1).await;
+    let deleted = tokio::time::Instant::now();
+    running.api().delete_at(GPU_NODE);
+    let metadata = json!({"name": NODE, "resourceVersion": "2"});
+    let object = json!({"kind": "PartialObjectMetadata", "apiVersion": "meta.k8s.io/v1", "metadata": metadata});
+    let deletion = json!({"type": "DELETED", "object": object});
+    running.api().watch_delivers(GPU_NODES, [deletion]);
+    let node = running.until_epoch(2).await;
+    assert_eq!(node["metadata"]["ownerReferences"][0]["name"], NODE);
+    assert_eq!(driver_ready(&node)["status"], "True");
+    let took = deleted.elapsed();
+    assert!(took < Duration::from_secs(1), "{took:?}");
+    running.end().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_deletion_that_no_watch_saw_is_noticed_later() {
     let running = Running::start();
     running.driver_comes();
     running.kubelet_registers();
     running.until_epoch(1).await;
     running.api().delete_at(GPU_NODE);
-    let node = running.until_epoch(2).await;
-    assert_eq!(node["metadata"]["ownerReferences"][0]["name"], NODE);
+    running.until_epoch(2).await;
     running.end().await;
 }
 
@@ -173,12 +284,16 @@ async fn slice_is_deleted(published: Value) -> Running {
     node["status"]["published"] = published;
     world.api.put_at(GPU_NODE, node);
     let running = Running::start_in(world);
+    running.driver_comes();
     running.kubelet_registers();
     running.until_epoch(1).await;
-    running.api().watch_tells([
-        json!({"type": "ADDED", "object": slice("s", "1")}),
-        json!({"type": "DELETED", "object": slice("s", "1")}),
-    ]);
+    running.api().watch_delivers(
+        SLICES,
+        [
+            json!({"type": "ADDED", "object": slice("s", "1")}),
+            json!({"type": "DELETED", "object": slice("s", "1")}),
+        ],
+    );
     running
 }
 

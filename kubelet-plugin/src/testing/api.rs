@@ -28,8 +28,8 @@ struct State {
     objects: BTreeMap<String, Value>,
     mood: Mood,
     requests: Vec<(String, String, Value)>,
-    /// What the next watch tells before it falls silent.
-    watch: VecDeque<Value>,
+    /// What the next watch of a path delivers before it falls silent.
+    watches: BTreeMap<String, VecDeque<Value>>,
 }
 
 /// Shared with every client made from it.
@@ -64,10 +64,15 @@ impl FakeApi {
         self.0.lock().unwrap().objects.get(path).cloned()
     }
 
-    /// What a watch that waits, or the next one, tells before it ends.
-    pub fn watch_tells(&self, events: impl IntoIterator<Item = Value>) {
-        self.0.lock().unwrap().watch = events.into_iter().collect();
-        self.1.notify_one();
+    /// What a watch of the path that waits, or the next one, delivers before it ends.
+    pub fn watch_delivers(&self, path: &str, events: impl IntoIterator<Item = Value>) {
+        let events = events.into_iter().collect();
+        self.0
+            .lock()
+            .unwrap()
+            .watches
+            .insert(path.to_owned(), events);
+        self.1.notify_waiters();
     }
 
     /// Paths of the requests with this method so far.
@@ -129,7 +134,7 @@ impl FakeApi {
         let path = request.uri().path().to_owned();
         let query = request.uri().query().unwrap_or_default();
         if query.contains("watch=true") {
-            return self.watch().await;
+            return self.watch(&path).await;
         }
         let bytes = request
             .into_body()
@@ -139,11 +144,18 @@ impl FakeApi {
         let body = serde_json::from_slice(&bytes).unwrap_or(Value::Null);
         let (mood, object) = {
             let mut state = self.0.lock().unwrap();
+            let before = state
+                .requests
+                .iter()
+                .rfind(|(m, p, _)| *m == method && *p == path)
+                .map(|(_, _, body)| body.clone());
             let seen = (method.clone(), path.clone(), body.clone());
             state.requests.push(seen);
             let object = match method.as_str() {
                 "GET" => state.objects.get(&path).cloned(),
-                _ if state.mood == Mood::Well => Some(apply(&mut state.objects, &path, body)),
+                _ if state.mood == Mood::Well => {
+                    Some(apply(&mut state.objects, &path, body, before.as_ref()))
+                }
                 _ => None,
             };
             (state.mood, object)
@@ -161,22 +173,29 @@ impl FakeApi {
             .unwrap()
     }
 
-    async fn watch(&self) -> Response<Body> {
+    async fn watch(&self, path: &str) -> Response<Body> {
         loop {
-            let told = std::mem::take(&mut self.0.lock().unwrap().watch);
-            if !told.is_empty() {
-                let lines: Vec<_> = told.iter().map(ToString::to_string).collect();
+            let woken = self.1.notified();
+            let events = self.0.lock().unwrap().watches.remove(path);
+            if let Some(events) = events {
+                let lines: Vec<_> = events.iter().map(ToString::to_string).collect();
                 let lines = lines.join("\n") + "\n";
                 return Response::new(Body::from(lines.into_bytes()));
             }
-            self.1.notified().await;
+            woken.await;
         }
     }
 }
 
 /// Server-side apply, as much of it as is asked for here: a status is merged field by field into the
-/// object that is there, an object is stored where there was none.
-fn apply(objects: &mut BTreeMap<String, Value>, path: &str, body: Value) -> Value {
+/// object that is there, less the fields that the last apply (`before`) had and this one lacks; an
+/// object is stored where there was none.
+fn apply(
+    objects: &mut BTreeMap<String, Value>,
+    path: &str,
+    body: Value,
+    before: Option<&Value>,
+) -> Value {
     let Some(object) = path.strip_suffix("/status") else {
         return objects.entry(path.to_owned()).or_insert(body).clone();
     };
@@ -184,6 +203,14 @@ fn apply(objects: &mut BTreeMap<String, Value>, path: &str, body: Value) -> Valu
         .entry(object.to_owned())
         .or_insert_with(|| body.clone());
     if let Some(status) = body["status"].as_object() {
+        let owned = before.and_then(|before| before["status"].as_object());
+        for field in owned.into_iter().flat_map(|owned| owned.keys()) {
+            if let (Some(stored), false) =
+                (object["status"].as_object_mut(), status.contains_key(field))
+            {
+                stored.remove(field);
+            }
+        }
         for (field, value) in status {
             object["status"][field] = value.clone();
         }

@@ -1,0 +1,77 @@
+//! Conditions of a `GpuNode`, in the Kubernetes style.
+//!
+//! The list is a map by `type`, so that plugin and controller each apply their own conditions.
+
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
+use k8s_openapi::jiff::Timestamp;
+
+/// The node's driver answers and its files are complete. Written by the plugin.
+pub const DRIVER_READY: &str = "DriverReady";
+
+/// A condition without its time.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct State {
+    /// `type`.
+    pub kind: &'static str,
+    /// Whether it holds.
+    pub holds: bool,
+    /// One word for the cause, in CamelCase.
+    pub reason: &'static str,
+    /// For people.
+    pub message: String,
+}
+
+impl State {
+    /// As it is written: the time of the last transition is that of the stored condition while
+    /// the status stays, and `now` where it changes.
+    #[must_use]
+    pub fn since(&self, stored: &[Condition], now: Timestamp) -> Condition {
+        let status = if self.holds { "True" } else { "False" };
+        let same = stored
+            .iter()
+            .find(|condition| condition.type_ == self.kind && condition.status == status);
+        Condition {
+            type_: self.kind.to_owned(),
+            status: status.to_owned(),
+            reason: self.reason.to_owned(),
+            message: self.message.clone(),
+            last_transition_time: same.map_or_else(
+                // Whole seconds, as the API server stores them.
+                || Time(Timestamp::from_second(now.as_second()).unwrap_or(now)),
+                |condition| condition.last_transition_time.clone(),
+            ),
+            observed_generation: None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_time_of_a_condition_changes_with_its_status_only() {
+        let at = |second| Timestamp::from_second(second).unwrap();
+        let state = |holds, message: &str| State {
+            kind: DRIVER_READY,
+            holds,
+            reason: "Reason",
+            message: message.to_owned(),
+        };
+        let first = state(false, "no driver").since(&[], at(10));
+        assert_eq!(
+            (&*first.status, first.last_transition_time.0),
+            ("False", at(10))
+        );
+        let other = state(false, "another message").since(std::slice::from_ref(&first), at(20));
+        assert_eq!(
+            (&*other.message, other.last_transition_time.0),
+            ("another message", at(10))
+        );
+        let changed = state(true, "").since(&[other], at(30));
+        assert_eq!(
+            (&*changed.status, changed.last_transition_time.0),
+            ("True", at(30))
+        );
+    }
+}
