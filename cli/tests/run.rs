@@ -232,7 +232,10 @@ fn the_command_is_the_process_that_was_started() {
     let machine = Machine::new();
     let mut child = machine
         .run(&["--memory", "1Gi"])
+        // A shell cannot trap a signal that its parent ignores, as shells do for commands in the background.
         .args([
+            "env",
+            "--default-signal=INT",
             "sh",
             "-c",
             "trap 'echo caught; exit 3' INT; echo $$; read line",
