@@ -156,6 +156,7 @@ impl World {
 
     fn install(&self, driver: Driver) {
         let real = |library: &str| format!("{OURS}/driver/{library}");
+        self.devices();
         match driver {
             Driver::Missing => {}
             Driver::Simulator(_) => {
@@ -167,7 +168,7 @@ impl World {
                     )
                     .unwrap();
                 }
-                self.devices(node);
+                self.daemon(node);
             }
             Driver::Real(release) => {
                 for library in ["libcuda.so.1", "libnvidia-ml.so.1"] {
@@ -190,15 +191,16 @@ impl World {
         }
     }
 
-    /// What a container gets of the node's devices: their nodes, and the daemon's socket.
-    fn devices(&self, node: &Node) {
-        let (dev, run) = (self.folder.join("dev"), self.folder.join("run"));
+    /// A /dev of the world's own, with the node's GPUs where it has some: a real driver makes its nodes there itself.
+    fn devices(&self) {
+        let dev = self.folder.join("dev");
         fs::create_dir_all(&dev).unwrap();
-        fs::create_dir_all(run.join("nvidia-persistenced")).unwrap();
         let ours = ["null", "zero", "urandom"].map(|name| Path::new("/dev").join(name));
-        let theirs = fs::read_dir(node.root().join("dev"))
-            .unwrap()
-            .map(|entry| entry.unwrap().path());
+        let theirs = self.node.iter().flat_map(|node| {
+            fs::read_dir(node.root().join("dev"))
+                .unwrap()
+                .map(|entry| entry.unwrap().path())
+        });
         for device in ours
             .into_iter()
             .chain(theirs.filter(|path| path.is_file() || !path.is_dir()))
@@ -207,9 +209,15 @@ impl World {
             File::create(&to).unwrap();
             mount::bind(&device, &to, false);
         }
-        let socket = run.join("nvidia-persistenced");
-        mount::bind(&node.root().join("run/nvidia-persistenced"), &socket, false);
         mount::move_over(&dev, Path::new("/dev"));
+    }
+
+    /// The socket of the node's daemon.
+    fn daemon(&self, node: &Node) {
+        let run = self.folder.join("run");
+        let socket = run.join("nvidia-persistenced");
+        fs::create_dir_all(&socket).unwrap();
+        mount::bind(&node.root().join("run/nvidia-persistenced"), &socket, false);
         mount::move_over(&run, Path::new("/run"));
     }
 
@@ -376,8 +384,8 @@ pub fn probe_path() -> PathBuf {
 impl Drop for World {
     fn drop(&mut self) {
         // The page mounts go with the folder they are in.
+        mount::detach("/dev".as_ref());
         if self.node.is_some() {
-            mount::detach("/dev".as_ref());
             mount::detach("/run".as_ref());
         }
         for mounted in ["/usr/lib".as_ref(), "/etc".as_ref(), self.folder.as_path()] {

@@ -94,6 +94,10 @@ fn the_real_drivers_own_errors_come_through() {
         let init = probe.ask("init").code;
         assert!(matches!(init, 100 | 999), "cuInit without a GPU: {init}");
         assert_eq!(probe.stderr(), "");
+        // A real driver that root starts makes its device nodes itself. They must not stay on the machine:
+        // the world has a /dev of its own, without what every machine's has.
+        assert!(fs::exists("/dev/nvidiactl").unwrap(), "{release}");
+        assert!(!fs::exists("/dev/full").unwrap());
     }
 }
 
