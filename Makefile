@@ -49,7 +49,8 @@ unit: shim simulator ## unit, property and contract tests, without a cluster
 	cargo test --manifest-path driver/cdi-oracle/Cargo.toml --target-dir target/cdi-oracle
 	simulator/test-clients
 
-e2e: image simulator ## the suite on a cluster, which goes afterwards unless it was there before
+e2e: export WORKERS ?= 2
+e2e: image simulator ## the suite on a cluster of two GPU nodes, which goes afterwards unless it was there before
 	e2e/kind/with e2e/run
 
 bench: image simulator ## the numbers of SPECIFICATION.md

@@ -5,12 +5,12 @@ use std::fs::File;
 use std::panic::AssertUnwindSafe;
 use std::sync::{Mutex, PoisonError};
 
-use anyhow::{Context, anyhow, bail, ensure};
+use anyhow::{Context, anyhow, ensure};
 use futures::FutureExt;
 use futures::future::BoxFuture;
-use k8s_openapi::api::core::v1::{Namespace as CoreNamespace, Pod};
+use k8s_openapi::api::core::v1::{Namespace as CoreNamespace, Node as CoreNode, Pod};
 use k8s_openapi::api::resource::v1::ResourceClaim;
-use kube::api::{Api, DeleteParams, ListParams, PostParams};
+use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams, PostParams};
 use kube::runtime::watcher;
 use kube::{Client, Config, ResourceExt};
 use tranche_api::gpu_node::{Gpu, GpuNode};
@@ -18,16 +18,18 @@ use tranche_api::names::DRIVER;
 
 use crate::namespace::Namespace;
 use crate::node::Node;
+use crate::system::NodePlugin;
 use crate::{diagnosis, wait};
 
 /// The cluster, held by one test at a time.
 pub struct Case {
     /// As the cluster's admin.
     pub client: Client,
-    /// The node with the GPUs.
+    /// The node that takes the test's pods: the first one with GPUs.
     pub node: Node,
     /// Its GPUs, by minor number.
     pub gpus: Vec<Gpu>,
+    others: Vec<GpuNode>,
     suffix: String,
     namespaces: Mutex<Vec<(String, Until)>>,
     undos: Mutex<Vec<(String, Undo)>>,
@@ -54,7 +56,7 @@ impl fmt::Debug for Case {
 }
 
 /// Runs a test with the cluster to itself. Whatever becomes of it, what it made is removed, and the
-/// node must hold no file of a claim afterwards.
+/// nodes must hold no file of a claim afterwards.
 pub fn run(test: impl AsyncFnOnce(&Case) -> anyhow::Result<()>) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
@@ -94,17 +96,53 @@ impl Case {
         let config = Config::infer().await.context("reading KUBECONFIG")?;
         let client = Client::try_from(config)?;
         unused(&client).await?;
-        let (node, gpus) = gpu_node(&client).await?;
+        let mut nodes = gpu_nodes(&client).await?.into_iter();
+        let first = nodes.next().context("the cluster has no node with GPUs")?;
+        let others: Vec<_> = nodes.collect();
+        for other in &others {
+            schedulable(&client, &other.name_any(), false).await?;
+        }
         let unique = uuid::Uuid::new_v4().simple().to_string();
         Ok(Self {
             client,
-            node,
-            gpus,
+            node: Node::new(first.name_any()),
+            gpus: gpus(&first)?,
+            others,
             suffix: unique[..6].to_owned(),
             namespaces: Mutex::default(),
             undos: Mutex::default(),
             _alone: alone,
         })
+    }
+
+    /// The plugin of the test's node.
+    #[must_use]
+    pub fn plugin(&self) -> NodePlugin {
+        NodePlugin::new(self.client.clone(), self.node.name().to_owned())
+    }
+
+    /// The plugins of all nodes with GPUs.
+    #[must_use]
+    pub fn plugins(&self) -> Vec<NodePlugin> {
+        let others = self.others.iter().map(ResourceExt::name_any);
+        std::iter::once(self.node.name().to_owned())
+            .chain(others)
+            .map(|node| NodePlugin::new(self.client.clone(), node))
+            .collect()
+    }
+
+    /// Lets pods onto a second node with GPUs until the test ends.
+    pub async fn second_node(&self) -> anyhow::Result<(Node, Vec<Gpu>)> {
+        let second = self.others.first().context(
+            "the test needs two nodes with GPUs: bring the cluster up with WORKERS=2, as `make e2e` does",
+        )?;
+        let name = second.name_any();
+        let (client, closed) = (self.client.clone(), name.clone());
+        self.afterwards("the second node", async move {
+            schedulable(&client, &closed, false).await
+        });
+        schedulable(&self.client, &name, true).await?;
+        Ok((Node::new(name), gpus(second)?))
     }
 
     /// Makes a namespace that goes with the test.
@@ -177,8 +215,11 @@ impl Case {
             }
         }
         // The kubelet releases before a pod is gone, unless it went by force.
-        if let Err(error) = self.node.no_claim_files(wait::USUAL).await {
-            problems.push(format!("{error:#}"));
+        let others = self.others.iter().map(|other| Node::new(other.name_any()));
+        for node in std::iter::once(self.node).chain(others) {
+            if let Err(error) = node.no_claim_files(wait::USUAL).await {
+                problems.push(format!("{error:#}"));
+            }
         }
         ensure!(problems.is_empty(), "{}", problems.join("; "));
         Ok(())
@@ -252,31 +293,42 @@ fn is_ours(claim: &ResourceClaim) -> bool {
         .any(|result| result.driver == DRIVER)
 }
 
-async fn gpu_node(client: &Client) -> anyhow::Result<(Node, Vec<Gpu>)> {
+/// The nodes with GPUs, by name.
+async fn gpu_nodes(client: &Client) -> anyhow::Result<Vec<GpuNode>> {
     let nodes: Api<GpuNode> = Api::all(client.clone());
-    let nodes = nodes
+    let mut nodes = nodes
         .list(&ListParams::default())
         .await
         .context("listing GpuNodes: is the chart installed?")?
         .items;
-    let [node] = nodes.as_slice() else {
-        bail!(
-            "the suite expects one node with GPUs, there are {}",
-            nodes.len()
-        );
-    };
-    let gpus = node
+    nodes.sort_by_key(ResourceExt::name_any);
+    Ok(nodes)
+}
+
+fn gpus(node: &GpuNode) -> anyhow::Result<Vec<Gpu>> {
+    let gpus: Vec<_> = node
         .status
         .iter()
         .flat_map(|status| &status.inventory)
         .flat_map(|inventory| &inventory.gpus)
         .cloned()
-        .collect::<Vec<_>>();
+        .collect();
     ensure!(
         gpus.len() == 2,
         "the suite expects two GPUs, {} has {}",
         node.name_any(),
         gpus.len()
     );
-    Ok((Node::new(node.name_any()), gpus))
+    Ok(gpus)
+}
+
+/// Whether the scheduler may use the node. Most tests ask who gets the last GPU of one node, so the others are cordoned.
+async fn schedulable(client: &Client, node: &str, may: bool) -> anyhow::Result<()> {
+    let nodes: Api<CoreNode> = Api::all(client.clone());
+    let patch = Patch::Merge(serde_json::json!({"spec": {"unschedulable": !may}}));
+    nodes
+        .patch(node, &PatchParams::default(), &patch)
+        .await
+        .with_context(|| format!("cordoning or uncordoning {node}"))?;
+    Ok(())
 }

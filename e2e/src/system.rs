@@ -1,6 +1,7 @@
 //! Tranche's own parts on the cluster.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::time::Duration;
 
 use anyhow::Context;
@@ -22,21 +23,76 @@ pub const NODE_PLUGIN: &str = "app.kubernetes.io/component=node-plugin";
 /// Name of the node plugin's `DaemonSet` and `ServiceAccount`.
 pub const NODE_PLUGIN_NAME: &str = "tranche-node-plugin";
 
-/// Our slices.
+/// Our slices, of all nodes.
 #[must_use]
 pub fn slices_config() -> watcher::Config {
     watcher::Config::default().fields(&format!("spec.driver={DRIVER}"))
 }
 
-/// Waits until `wanted` makes something of our slices.
-pub async fn slices<T>(
-    client: &Client,
-    what: &str,
-    limit: Duration,
-    wanted: impl FnMut(&BTreeMap<String, ResourceSlice>) -> Option<T>,
-) -> anyhow::Result<T> {
-    let api: Api<ResourceSlice> = Api::all(client.clone());
-    wait::for_all(api, slices_config(), what, limit, wanted).await
+/// The plugin of one node, and what the cluster is told of that node.
+#[derive(Clone)]
+pub struct NodePlugin {
+    client: Client,
+    node: String,
+}
+
+impl fmt::Debug for NodePlugin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("NodePlugin").field(&self.node).finish()
+    }
+}
+
+impl NodePlugin {
+    /// The plugin of the node with this name.
+    #[must_use]
+    pub fn new(client: Client, node: String) -> Self {
+        Self { client, node }
+    }
+
+    /// Waits until a plugin pod of the node runs and is ready, other than `not`.
+    pub async fn ready(&self, not: Option<&str>) -> anyhow::Result<Pod> {
+        let pods: Api<Pod> = Api::namespaced(self.client.clone(), SYSTEM);
+        let config = watcher::Config::default()
+            .labels(NODE_PLUGIN)
+            .fields(&format!("spec.nodeName={}", self.node));
+        let what = format!("the plugin of {} ready", self.node);
+        wait::for_all(pods, config, &what, wait::USUAL, |pods| {
+            pods.values()
+                .find(|pod| {
+                    pod.metadata.uid.as_deref() != not
+                        && pod.metadata.deletion_timestamp.is_none()
+                        && is_ready(pod)
+                })
+                .cloned()
+        })
+        .await
+    }
+
+    /// Waits until `wanted` makes something of the node's slices.
+    pub async fn slices<T>(
+        &self,
+        what: &str,
+        limit: Duration,
+        wanted: impl FnMut(&BTreeMap<String, ResourceSlice>) -> Option<T>,
+    ) -> anyhow::Result<T> {
+        let api: Api<ResourceSlice> = Api::all(self.client.clone());
+        let config = watcher::Config::default()
+            .fields(&format!("spec.driver={DRIVER},spec.nodeName={}", self.node));
+        wait::for_all(api, config, what, limit, wanted).await
+    }
+
+    /// The node's slices once they are whole pools.
+    pub async fn published(&self) -> anyhow::Result<BTreeMap<String, ResourceSlice>> {
+        self.slices("whole pools", wait::USUAL, complete).await
+    }
+
+    /// The node's `GpuNode`.
+    pub async fn gpu_node(&self) -> anyhow::Result<GpuNode> {
+        let api: Api<GpuNode> = Api::all(self.client.clone());
+        api.get(&self.node)
+            .await
+            .with_context(|| format!("GpuNode {}", self.node))
+    }
 }
 
 /// The slices, if they are whole pools.
@@ -52,30 +108,6 @@ pub fn complete(
         usize::try_from(pool.resource_slice_count) == Ok(members.count())
     });
     (whole && !slices.is_empty()).then(|| slices.clone())
-}
-
-/// The `GpuNode` of a node.
-pub async fn gpu_node(client: &Client, node: &str) -> anyhow::Result<GpuNode> {
-    let api: Api<GpuNode> = Api::all(client.clone());
-    api.get(node)
-        .await
-        .with_context(|| format!("GpuNode {node}"))
-}
-
-/// Waits until one plugin pod runs and is ready, other than `not`.
-pub async fn plugin_ready(client: &Client, not: Option<&str>) -> anyhow::Result<Pod> {
-    let pods: Api<Pod> = Api::namespaced(client.clone(), SYSTEM);
-    let config = watcher::Config::default().labels(NODE_PLUGIN);
-    wait::for_all(pods, config, "the node plugin ready", wait::USUAL, |pods| {
-        pods.values()
-            .find(|pod| {
-                pod.metadata.uid.as_deref() != not
-                    && pod.metadata.deletion_timestamp.is_none()
-                    && is_ready(pod)
-            })
-            .cloned()
-    })
-    .await
 }
 
 /// Whether the pod's condition `Ready` is true.
@@ -111,12 +143,12 @@ pub async fn offer(case: &Case, most: u32, expected: u32) -> anyhow::Result<()> 
         },
     }))?;
     policies.create(&PostParams::default(), &policy).await?;
-    let (client, default) = (case.client.clone(), most_shares(&case.client).await?);
+    let (plugin, default) = (case.plugin(), most_shares(&case.client).await?);
     case.afterwards("the sharing policy", async move {
         policies.delete(&name, &DeleteParams::default()).await?;
-        offered(&client, &default).await
+        offered(&plugin, &default).await
     });
-    offered(&case.client, &Quantity(most.to_string())).await
+    offered(&case.plugin(), &Quantity(most.to_string())).await
 }
 
 /// How many shares of a GPU the chart's own policy offers.
@@ -127,22 +159,23 @@ async fn most_shares(client: &Client) -> anyhow::Result<Quantity> {
 }
 
 /// Waits until every capped device has room for so many shares.
-async fn offered(client: &Client, most: &Quantity) -> anyhow::Result<()> {
+async fn offered(plugin: &NodePlugin, most: &Quantity) -> anyhow::Result<()> {
     let what = format!("{} shares of each GPU", most.0);
-    slices(client, &what, wait::USUAL, |slices| {
-        let mut capped = complete(slices)?
-            .into_values()
-            .flat_map(|slice| slice.spec.devices.unwrap_or_default())
-            .filter(|device| device.name.ends_with("-capped"))
-            .filter_map(|device| {
-                device
-                    .capacity
-                    .unwrap_or_default()
-                    .remove(capacity::SHARERS)
-            })
-            .peekable();
-        capped.peek()?;
-        capped.all(|sharers| sharers.value == *most).then_some(())
-    })
-    .await
+    plugin
+        .slices(&what, wait::USUAL, |slices| {
+            let mut capped = complete(slices)?
+                .into_values()
+                .flat_map(|slice| slice.spec.devices.unwrap_or_default())
+                .filter(|device| device.name.ends_with("-capped"))
+                .filter_map(|device| {
+                    device
+                        .capacity
+                        .unwrap_or_default()
+                        .remove(capacity::SHARERS)
+                })
+                .peekable();
+            capped.peek()?;
+            capped.all(|sharers| sharers.value == *most).then_some(())
+        })
+        .await
 }

@@ -25,8 +25,7 @@ fn holder(lease: Option<&Lease>) -> Option<String> {
 #[test]
 fn another_replica_takes_over_and_heals() -> anyhow::Result<()> {
     run(async |case: &Case| {
-        let before =
-            system::slices(&case.client, "whole pools", wait::USUAL, system::complete).await?;
+        let before = case.plugin().published().await?;
         let leases: Api<Lease> = Api::namespaced(case.client.clone(), SYSTEM);
         let leader = holder(Some(&leases.get("tranche-controller").await?)).context("a leader")?;
         // Its pod and a slice, in one breath: the one that heals is not the one that led.
@@ -44,10 +43,11 @@ fn another_replica_takes_over_and_heals() -> anyhow::Result<()> {
             |lease| (holder(lease)? != leader).then_some(()),
         )
         .await?;
-        system::slices(&case.client, "the slice back", TAKEN_OVER, |slices| {
-            let slices = system::complete(slices)?;
-            (slices.len() == before.len() && slices.get(name)?.uid() != old.uid()).then_some(())
-        })
-        .await
+        case.plugin()
+            .slices("the slice back", TAKEN_OVER, |slices| {
+                let slices = system::complete(slices)?;
+                (slices.len() == before.len() && slices.get(name)?.uid() != old.uid()).then_some(())
+            })
+            .await
     })
 }

@@ -30,9 +30,8 @@ fn a_kubelet_restart_leaves_pods_alone_and_slices_come_back() -> anyhow::Result<
             .await?;
         let before = holder.started().await?;
         let last = holder.next_beat().await?;
-        let old =
-            system::slices(&case.client, "whole pools", wait::USUAL, system::complete).await?;
-        let epoch = system::epoch(&system::gpu_node(&case.client, case.node.name()).await?);
+        let old = case.plugin().published().await?;
+        let epoch = system::epoch(&case.plugin().gpu_node().await?);
 
         let nodes: Api<GpuNode> = Api::all(case.client.clone());
         let registered = async {
@@ -46,14 +45,15 @@ fn a_kubelet_restart_leaves_pods_alone_and_slices_come_back() -> anyhow::Result<
             .await
         };
         let published = async {
-            system::slices(&case.client, "new slices", wait::USUAL, |slices| {
-                let slices = system::complete(slices)?;
-                let fresh = slices
-                    .iter()
-                    .all(|(name, slice)| old.get(name).is_none_or(|old| old.uid() != slice.uid()));
-                (fresh && slices.len() == old.len()).then(Instant::now)
-            })
-            .await
+            case.plugin()
+                .slices("new slices", wait::USUAL, |slices| {
+                    let slices = system::complete(slices)?;
+                    let fresh = slices.iter().all(|(name, slice)| {
+                        old.get(name).is_none_or(|old| old.uid() != slice.uid())
+                    });
+                    (fresh && slices.len() == old.len()).then(Instant::now)
+                })
+                .await
         };
         let restarted = case.node.shell("systemctl restart kubelet");
         let (_, registered, published) = tokio::try_join!(restarted, registered, published)?;

@@ -10,6 +10,7 @@ mod exclusive;
 mod kubelet;
 mod many;
 mod metrics;
+mod nodes;
 mod plugin;
 mod published;
 mod refused;

@@ -3,7 +3,6 @@
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
-use tranche_e2e::system::plugin_ready;
 use tranche_e2e::{Case, Request, run, wait};
 
 const GI: u64 = 1 << 30;
@@ -12,7 +11,7 @@ const SWEPT: Duration = Duration::from_secs(5);
 
 /// The lines of the plugin's metrics about shares of a namespace.
 async fn shares(case: &Case, namespace: &str) -> anyhow::Result<Vec<String>> {
-    let plugin = plugin_ready(&case.client, None).await?;
+    let plugin = case.plugin().ready(None).await?;
     let name = plugin
         .metadata
         .name

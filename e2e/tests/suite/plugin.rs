@@ -23,14 +23,14 @@ const STILL_AWAY: Duration = Duration::from_secs(11);
 
 /// The kubelet waits longer at each start of a container that died: the next test's gets a new pod.
 fn renew_plugin(case: &Case) {
-    let client = case.client.clone();
+    let (client, plugin) = (case.client.clone(), case.plugin());
     case.afterwards("a new plugin pod", async move {
-        let pods: Api<Pod> = Api::namespaced(client.clone(), SYSTEM);
-        let old = system::plugin_ready(&client, None).await?;
+        let pods: Api<Pod> = Api::namespaced(client, SYSTEM);
+        let old = plugin.ready(None).await?;
         pods.delete(&old.name_any(), &DeleteParams::default())
             .await?;
-        system::plugin_ready(&client, old.metadata.uid.as_deref()).await?;
-        system::slices(&client, "whole pools", wait::USUAL, system::complete).await?;
+        plugin.ready(old.metadata.uid.as_deref()).await?;
+        plugin.published().await?;
         Ok(())
     });
 }
@@ -125,7 +125,7 @@ fn killed_while_pods_run_and_end() -> anyhow::Result<()> {
             after.beat > before.beat && after.errors == 0 && after.moved == 0,
             "{before:?} {after:?}"
         );
-        system::plugin_ready(&case.client, None).await?;
+        case.plugin().ready(None).await?;
         namespace.idle("new", &share).await?.started().await?;
         let claims = case
             .node
@@ -142,21 +142,20 @@ fn killed_while_pods_run_and_end() -> anyhow::Result<()> {
 #[test]
 fn slices_of_a_plugin_that_is_gone_stay_away_until_it_is_back() -> anyhow::Result<()> {
     run(async |case: &Case| {
-        let before =
-            system::slices(&case.client, "whole pools", wait::USUAL, system::complete).await?;
+        let before = case.plugin().published().await?;
         let sets: Api<DaemonSet> = Api::namespaced(case.client.clone(), SYSTEM);
         let nowhere = |value: Option<&str>| {
             Patch::Merge(
                 json!({"spec": {"template": {"spec": {"nodeSelector": {"gpu.tranche.dev/nowhere": value}}}}}),
             )
         };
-        let (api, client) = (sets.clone(), case.client.clone());
+        let (api, plugin) = (sets.clone(), case.plugin());
         let back = nowhere(None);
         case.afterwards("the plugin's DaemonSet", async move {
             api.patch(system::NODE_PLUGIN_NAME, &PatchParams::default(), &back)
                 .await?;
-            system::plugin_ready(&client, None).await?;
-            system::slices(&client, "whole pools", wait::USUAL, system::complete).await?;
+            plugin.ready(None).await?;
+            plugin.published().await?;
             Ok(())
         });
         sets.patch(
@@ -165,14 +164,15 @@ fn slices_of_a_plugin_that_is_gone_stay_away_until_it_is_back() -> anyhow::Resul
             &nowhere(Some("yes")),
         )
         .await?;
-        system::slices(&case.client, "no slices", WIPED, |slices| {
-            slices.is_empty().then_some(())
-        })
-        .await?;
-        let came = system::slices(&case.client, "slices of nobody", STILL_AWAY, |slices| {
-            (!slices.is_empty()).then(|| slices.keys().cloned().collect::<Vec<_>>())
-        })
-        .await;
+        case.plugin()
+            .slices("no slices", WIPED, |slices| slices.is_empty().then_some(()))
+            .await?;
+        let came = case
+            .plugin()
+            .slices("slices of nobody", STILL_AWAY, |slices| {
+                (!slices.is_empty()).then(|| slices.keys().cloned().collect::<Vec<_>>())
+            })
+            .await;
         if let Ok(names) = came {
             anyhow::bail!("slices without a plugin: {names:?}");
         }
@@ -182,10 +182,11 @@ fn slices_of_a_plugin_that_is_gone_stay_away_until_it_is_back() -> anyhow::Resul
             &nowhere(None),
         )
         .await?;
-        system::plugin_ready(&case.client, None).await?;
-        system::slices(&case.client, "slices back", wait::USUAL, |slices| {
-            (system::complete(slices)?.len() == before.len()).then_some(())
-        })
-        .await
+        case.plugin().ready(None).await?;
+        case.plugin()
+            .slices("slices back", wait::USUAL, |slices| {
+                (system::complete(slices)?.len() == before.len()).then_some(())
+            })
+            .await
     })
 }

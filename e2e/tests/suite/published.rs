@@ -33,8 +33,7 @@ fn text<'a>(device: &'a Device, attribute: &str) -> Option<&'a str> {
 #[test]
 fn every_gpu_is_published_in_every_tier() -> anyhow::Result<()> {
     run(async |case: &Case| {
-        let slices =
-            system::slices(&case.client, "whole pools", wait::USUAL, system::complete).await?;
+        let slices = case.plugin().published().await?;
         let mut devices = Vec::new();
         for slice in slices.values() {
             ensure!(
@@ -108,32 +107,32 @@ fn every_gpu_is_published_in_every_tier() -> anyhow::Result<()> {
 fn a_deleted_slice_comes_back() -> anyhow::Result<()> {
     run(async |case: &Case| {
         let api: Api<ResourceSlice> = Api::all(case.client.clone());
-        let before =
-            system::slices(&case.client, "whole pools", wait::USUAL, system::complete).await?;
+        let before = case.plugin().published().await?;
         for name in before.keys() {
             let uid = before[name].uid();
             api.delete(name, &DeleteParams::default()).await?;
             let what = format!("slice {name} back");
-            system::slices(&case.client, &what, HEALED, |slices| {
-                let slices = system::complete(slices)?;
-                (slices.len() == before.len() && slices.get(name)?.uid() != uid).then_some(())
-            })
-            .await?;
+            case.plugin()
+                .slices(&what, HEALED, |slices| {
+                    let slices = system::complete(slices)?;
+                    (slices.len() == before.len() && slices.get(name)?.uid() != uid).then_some(())
+                })
+                .await?;
         }
         // And all of them at once.
-        let old =
-            system::slices(&case.client, "whole pools", wait::USUAL, system::complete).await?;
+        let old = case.plugin().published().await?;
         let ours = ListParams::default().fields("spec.driver=gpu.tranche.dev");
         api.delete_collection(&DeleteParams::default(), &ours)
             .await?;
-        system::slices(&case.client, "all slices back", HEALED, |slices| {
-            let slices = system::complete(slices)?;
-            let fresh = slices
-                .iter()
-                .all(|(name, slice)| old.get(name).is_none_or(|old| old.uid() != slice.uid()));
-            (fresh && slices.len() == before.len()).then_some(())
-        })
-        .await
+        case.plugin()
+            .slices("all slices back", HEALED, |slices| {
+                let slices = system::complete(slices)?;
+                let fresh = slices
+                    .iter()
+                    .all(|(name, slice)| old.get(name).is_none_or(|old| old.uid() != slice.uid()));
+                (fresh && slices.len() == before.len()).then_some(())
+            })
+            .await
     })
 }
 
@@ -202,28 +201,32 @@ async fn newer_driver(case: &Case) -> anyhow::Result<String> {
 
 /// Waits until every capped device says whether the driver is untested, and has a taint for it.
 async fn capped_devices(case: &Case, what: &str, expected: (bool, bool)) -> anyhow::Result<()> {
-    system::slices(&case.client, what, wait::USUAL, |slices| {
-        let mut capped = system::complete(slices)?
-            .into_values()
-            .flat_map(|slice| slice.spec.devices.unwrap_or_default())
-            .filter(|device| text(device, "isolation") == Some("capped"));
-        capped
-            .all(|device| {
-                let attributes = device.attributes.as_ref();
-                let untested = attributes.and_then(|all| all.get(attribute::UNTESTED_DRIVER)?.bool);
-                let mut taints = device.taints.iter().flatten();
-                let closed = taints.any(|taint| taint.key == taint::UNTESTED_DRIVER);
-                (untested, closed) == (Some(expected.0), expected.1)
-            })
-            .then_some(())
-    })
-    .await
+    case.plugin()
+        .slices(what, wait::USUAL, |slices| {
+            let mut capped = system::complete(slices)?
+                .into_values()
+                .flat_map(|slice| slice.spec.devices.unwrap_or_default())
+                .filter(|device| text(device, "isolation") == Some("capped"));
+            capped
+                .all(|device| {
+                    let attributes = device.attributes.as_ref();
+                    let untested =
+                        attributes.and_then(|all| all.get(attribute::UNTESTED_DRIVER)?.bool);
+                    let mut taints = device.taints.iter().flatten();
+                    let closed = taints.any(|taint| taint.key == taint::UNTESTED_DRIVER);
+                    (untested, closed) == (Some(expected.0), expected.1)
+                })
+                .then_some(())
+        })
+        .await
 }
 
 #[test]
 fn at_steady_state_nobody_writes() -> anyhow::Result<()> {
     run(async |case: &Case| {
-        system::slices(&case.client, "whole pools", wait::USUAL, system::complete).await?;
+        for plugin in case.plugins() {
+            plugin.published().await?;
+        }
         let slices: Api<ResourceSlice> = Api::all(case.client.clone());
         let nodes: Api<GpuNode> = Api::all(case.client.clone());
         let (slices, nodes) = tokio::try_join!(

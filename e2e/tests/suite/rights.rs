@@ -60,7 +60,7 @@ fn a_nodes_token_writes_only_its_own_gpu_node() -> anyhow::Result<()> {
             Ok(())
         });
 
-        let pod = system::plugin_ready(&case.client, None).await?;
+        let pod = case.plugin().ready(None).await?;
         let nodes: Api<GpuNode> = Api::all(as_plugin(case, Some(&pod)).await?);
         let apply = PatchParams::apply("tranche-kubelet-plugin").force();
         let registered = json!({"registration": {"epoch": 1_000_000, "pluginVersion": "e2e"}});
@@ -126,7 +126,7 @@ fn a_nodes_token_writes_only_its_own_gpu_node() -> anyhow::Result<()> {
 #[test]
 fn a_nodes_token_writes_no_slices_and_reads_no_secrets() -> anyhow::Result<()> {
     run(async |case: &Case| {
-        let pod = system::plugin_ready(&case.client, None).await?;
+        let pod = case.plugin().ready(None).await?;
         let plugin = as_plugin(case, Some(&pod)).await?;
         let slices: Api<ResourceSlice> = Api::all(plugin.clone());
         let all = slices

@@ -1,0 +1,106 @@
+//! Two nodes with GPUs: each offers its own, and what happens on one is of no account to the other.
+
+use anyhow::ensure;
+use kube::ResourceExt;
+use tranche_api::names::pool;
+use tranche_e2e::system::NodePlugin;
+use tranche_e2e::{Case, Request, run};
+
+/// What the scheduler says of a claim for which there is no room.
+const NO_ROOM: &str = "cannot allocate all claims";
+
+#[test]
+fn each_node_offers_its_own_gpus() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let (second, gpus) = case.second_node().await?;
+        let others = NodePlugin::new(case.client.clone(), second.name().to_owned());
+        for (plugin, node, own) in [
+            (&case.plugin(), &case.node, &case.gpus),
+            (&others, &second, &gpus),
+        ] {
+            for slice in plugin.published().await?.values() {
+                ensure!(
+                    slice.spec.pool.name == pool(node.name()),
+                    "{}: {:?}",
+                    slice.name_any(),
+                    slice.spec.pool
+                );
+                for device in slice.spec.devices.iter().flatten() {
+                    let uuid = device
+                        .attributes
+                        .as_ref()
+                        .and_then(|all| all.get("uuid")?.string.as_ref());
+                    ensure!(
+                        own.iter().any(|gpu| Some(&gpu.uuid) == uuid),
+                        "{} of {}: {uuid:?}",
+                        device.name,
+                        node.name()
+                    );
+                }
+            }
+        }
+        Ok(())
+    })
+}
+
+#[test]
+fn pods_that_do_not_fit_on_one_node_go_to_the_other() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let (second, gpus) = case.second_node().await?;
+        let namespace = case.namespace("nodes").await?;
+        let mut nodes = Vec::new();
+        let mut uuids = Vec::new();
+        for index in 0..4 {
+            let pod = namespace
+                .idle(&format!("pod-{index}"), &Request::exclusive())
+                .await?;
+            let started = pod.started().await?;
+            nodes.extend(started.spec.and_then(|spec| spec.node_name));
+            uuids.extend(pod.seen().await?.into_iter().map(|gpu| gpu.uuid));
+        }
+        for name in [case.node.name(), second.name()] {
+            let there = nodes.iter().filter(|node| *node == name).count();
+            ensure!(there == 2, "{there} of four pods on {name}: {nodes:?}");
+        }
+        let mut all: Vec<_> = case.gpus.iter().chain(&gpus).map(|gpu| &gpu.uuid).collect();
+        all.sort();
+        uuids.sort();
+        ensure!(uuids.iter().eq(all), "{uuids:?}");
+        let reason = namespace
+            .idle("fifth", &Request::exclusive())
+            .await?
+            .unschedulable()
+            .await?;
+        ensure!(reason.contains(NO_ROOM), "{reason}");
+        Ok(())
+    })
+}
+
+/// The plugin of one node dies again and again; pods of the other start and have their caps.
+#[test]
+fn a_plugin_that_dies_on_one_node_is_not_noticed_on_the_other() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let (second, gpus) = case.second_node().await?;
+        let plugin = case.plugin();
+        case.afterwards("the killed plugin", async move {
+            plugin.ready(None).await?;
+            plugin.published().await?;
+            Ok(())
+        });
+        let namespace = case.namespace("dies").await?;
+        case.node.kill_plugin().await?;
+        for gpu in &gpus {
+            let name = format!("pod-{}", gpu.minor);
+            let share = Request::capped("2Gi", "10").on(&gpu.uuid);
+            let pod = namespace.idle(&name, &share).await?;
+            pod.started().await?;
+            let seen = pod.seen().await?;
+            ensure!(
+                seen.len() == 1 && seen[0].uuid == gpu.uuid && seen[0].total == 2 << 30,
+                "on {}: {seen:?}",
+                second.name()
+            );
+        }
+        Ok(())
+    })
+}
