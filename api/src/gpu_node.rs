@@ -2,7 +2,8 @@
 //!
 //! Cluster-scoped, named after the node and owned by it. Two writers share the status, each with
 //! its own field manager: the plugin writes `inventory` and `registration`, the controller
-//! `published`, and each its own `conditions`. No policy is in it.
+//! `published`, and each its own `conditions`. The hardware's part has no policy in it; what of the
+//! policies the node itself needs comes back to it in `published.gpus`.
 //!
 //! What the schema lets pass, the types here can hold: one object that does not decode would blind
 //! a watch to all nodes.
@@ -13,6 +14,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::quantity::{Quantity, bytes_schema};
+use crate::sharing_policy::OnBypass;
 
 /// Nothing to configure: the object only reports.
 #[derive(CustomResource, Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -165,4 +167,33 @@ pub struct Published {
     /// fields), empty when it is.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub problem: String,
+    /// What the policies ask of the node itself, for each GPU of the inventory, by UUID.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub gpus: Vec<PublishedGpu>,
+}
+
+/// What the policies ask of the node itself for one GPU. The plugin reads it here and knows no
+/// SharingPolicy. For a GPU that is not listed the defaults hold.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct PublishedGpu {
+    /// `GPU-…`, as in the inventory.
+    pub uuid: String,
+    /// The SharingPolicy that holds for the GPU, absent where none matches.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub policy: Option<String>,
+    /// For shares in the tier `capped`.
+    #[serde(default)]
+    pub capped: PublishedCapped,
+}
+
+/// What a policy asks of the node for shares in the tier `capped`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct PublishedCapped {
+    /// As in the SharingPolicy. A word that the plugin's release does not know means `Report`.
+    // Any string, so that a newer controller's word does not make an older schema refuse the status.
+    #[schemars(with = "String")]
+    #[serde(default)]
+    pub on_bypass: OnBypass,
 }

@@ -121,6 +121,10 @@ pub struct CappedPolicy {
     /// `Taint` closes it to new claims that do not tolerate
     /// `gpu.tranche.dev/untested-driver`, `Allow` only tells by the attribute `untestedDriver`.
     pub untested_driver: UntestedDriver,
+    /// What the node does with a process that holds memory of the GPU which its share's account does
+    /// not have: `Report` names it by a metric, an event on its pod and a log line, `Kill` ends it
+    /// (SIGKILL) as well.
+    pub on_bypass: OnBypass,
 }
 
 /// What becomes of a tier that a driver's unknown functions may escape.
@@ -131,6 +135,17 @@ pub enum UntestedDriver {
     Taint,
     /// Open.
     Allow,
+}
+
+/// What the node does with a process that goes around its share's cap.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum OnBypass {
+    /// Names it and ends it.
+    Kill,
+    /// Names it. A word that this release does not know means this too.
+    #[default]
+    #[serde(other)]
+    Report,
 }
 
 /// Limits of the tier `timeshared`.
@@ -161,6 +176,7 @@ impl Default for CappedPolicy {
             default_memory: None,
             default_cores: None,
             untested_driver: UntestedDriver::Taint,
+            on_bypass: OnBypass::Report,
         }
     }
 }

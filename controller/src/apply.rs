@@ -20,7 +20,6 @@ use tranche_api::{GpuNode, SharingPolicy};
 use crate::clock::Clock;
 use crate::leader::Leadership;
 use crate::metrics::{Metrics, Outcome, Verb};
-use crate::mirror::{Version, version};
 use crate::pool::Write;
 use crate::withdrawn::Held;
 
@@ -192,8 +191,8 @@ impl Executor {
         }
     }
 
-    /// Writes `status.published` and says its version.
-    pub async fn record(&self, node: &str, published: &Published) -> Result<Version, ApplyError> {
+    /// Writes `status.published`; returns the object as it is stored.
+    pub async fn record(&self, node: &str, published: &Published) -> Result<GpuNode, ApplyError> {
         let patch = json!({
             "apiVersion": API_VERSION,
             "kind": "GpuNode",
@@ -203,10 +202,8 @@ impl Executor {
         let params = PatchParams::apply(MANAGER).force();
         let patch = Patch::Apply(&patch);
         let request = self.gpu_nodes.patch_status(node, &params, &patch);
-        let stored = self
-            .send(Verb::Apply, "gpunodes/status", node, request)
-            .await?;
-        Ok(version(&stored))
+        self.send(Verb::Apply, "gpunodes/status", node, request)
+            .await
     }
 
     /// Tells people of a problem, on the GpuNode and on the policy that is to blame. An event that cannot be

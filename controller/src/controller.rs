@@ -333,8 +333,10 @@ async fn execute(
             let is_news = !problem.is_empty() && known.is_none_or(|p| p.problem != problem);
             match executor.record(&view.name, &published).await {
                 Err(error) => Err(error),
-                Ok(version) => {
-                    echoes.push(Echo::GpuNode(version));
+                Ok(stored) => {
+                    echoes.push(Echo::GpuNode(version(&stored)));
+                    let status = stored.status.unwrap_or_default();
+                    memory.recorded(&published, &status.published.unwrap_or_default());
                     tracing::info!(
                         epoch = published.epoch,
                         generation = published.pool_generation,

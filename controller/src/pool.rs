@@ -12,11 +12,16 @@ use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::resource::v1::{ResourceSlice, ResourceSliceSpec};
 use kube::ResourceExt;
 use kube::api::ObjectMeta;
+use tranche_api::gpu_node::Published;
 use tranche_driver::slices::{self, SlicePlan};
 
 /// How long what is left of a pool stays after a part of it was removed. The kubelet is quicker with a wipe,
 /// and a plugin that lives is quicker to ask.
 const LEFTOVERS: SignedDuration = SignedDuration::from_secs(5);
+
+/// What is wrong where the API server stores only a part of `status.published`.
+const RECORD_DROPPED: &str = "the API server does not store all of status.published, which the node needs: \
+     apply the CustomResourceDefinition gpunodes.gpu.tranche.dev of this release";
 
 /// One write to a ResourceSlice.
 #[derive(Clone, Debug, PartialEq)]
@@ -48,12 +53,14 @@ impl Write {
     }
 }
 
-/// What is known of a node's slices and stands nowhere else. Losing it costs a few writes.
+/// What is known of a node's slices and its record and stands nowhere else. Losing it costs a few writes.
 #[derive(Clone, Debug, Default)]
 pub struct Memory {
     /// What an API server made of slices that it did not store as asked, because it does not know their
     /// fields or has them switched off. Without it the difference would be written for ever.
     dropped: BTreeMap<String, Dropped>,
+    /// The same for `status.published`: as it was asked for, and as it was stored.
+    dropped_record: Option<(Published, Published)>,
     /// Since when a recorded slice is missing.
     waiting_since: Option<Timestamp>,
 }
@@ -91,6 +98,23 @@ impl Memory {
         true
     }
 
+    /// Compares `status.published` as it was asked for with what was stored, and remembers the difference.
+    /// True if there is one.
+    pub fn recorded(&mut self, wanted: &Published, stored: &Published) -> bool {
+        self.dropped_record = (wanted != stored).then(|| (wanted.clone(), stored.clone()));
+        self.dropped_record.is_some()
+    }
+
+    /// Whether the stored `status.published` is what is wanted, as well as this API server can store it.
+    #[must_use]
+    pub fn is_recorded(&self, wanted: &Published, stored: &Published) -> bool {
+        wanted == stored
+            || self
+                .dropped_record
+                .as_ref()
+                .is_some_and(|(asked, answer)| asked == wanted && answer == stored)
+    }
+
     /// A recorded slice is missing: how long to leave what is left where it is.
     pub fn waiting(&mut self, now: Timestamp) -> Duration {
         let since = *self.waiting_since.get_or_insert(now);
@@ -108,6 +132,9 @@ impl Memory {
         let mut problems: Vec<_> = self.dropped.values().map(|d| d.problem.as_str()).collect();
         problems.sort_unstable();
         problems.dedup();
+        if self.dropped_record.is_some() {
+            problems.push(RECORD_DROPPED);
+        }
         problems.join("; ")
     }
 

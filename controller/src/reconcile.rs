@@ -27,13 +27,14 @@
 //! The record follows the slices and precedes the removal of obsolete ones: whatever the record
 //! names has existed, and nothing that it names is removed by us while the pool stands.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::resource::v1::ResourceSlice;
 use kube::ResourceExt;
 use tranche_api::GpuNode;
-use tranche_api::gpu_node::{Inventory, Published, Registration};
+use tranche_api::gpu_node::{Inventory, Published, PublishedGpu, Registration};
 use tranche_driver::policy;
 use tranche_driver::slices::{self, NodeInput, PlanError};
 
@@ -221,10 +222,11 @@ pub fn reconcile(
         slice_count: u32::try_from(names.len()).unwrap_or(u32::MAX),
         slices: names,
         problem: memory.problem(),
+        gpus: node_terms(view, node.labels(), inventory, &published),
     };
     let step = if !writes.is_empty() {
         Step::Slices(writes)
-    } else if record != published {
+    } else if !memory.is_recorded(&record, &published) {
         Step::Record(record)
     } else if !obsolete.is_empty() {
         Step::Slices(obsolete)
@@ -254,6 +256,32 @@ fn wait(view: &NodeView, memory: &mut Memory, now: Timestamp) -> Decision {
         again: Some(patience),
         ..Decision::only(Step::Nothing)
     }
+}
+
+/// What the policies ask of the node itself, GPU by GPU, by UUID. For a GPU whose policy is invalid what was
+/// asked last holds.
+fn node_terms(
+    view: &NodeView,
+    labels: &BTreeMap<String, String>,
+    inventory: &Inventory,
+    published: &Published,
+) -> Vec<PublishedGpu> {
+    let last = |uuid: &str| {
+        let known = published.gpus.iter().find(|gpu| gpu.uuid == uuid);
+        known.cloned().unwrap_or_else(|| PublishedGpu {
+            uuid: uuid.to_owned(),
+            ..PublishedGpu::default()
+        })
+    };
+    let mut gpus: Vec<_> = inventory
+        .gpus
+        .iter()
+        .map(|gpu| {
+            policy::published(&view.policies, labels, gpu).unwrap_or_else(|_| last(&gpu.uuid))
+        })
+        .collect();
+    gpus.sort_by(|a, b| a.uuid.cmp(&b.uuid));
+    gpus
 }
 
 /// Leaves what stands and says why.

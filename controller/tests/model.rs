@@ -278,7 +278,10 @@ impl World {
                 self.evidence.plugin_ready = Some(self.alive);
                 return false;
             }
-            Step::Record(published) => self.status().published = Some(published),
+            Step::Record(published) => {
+                self.memory.recorded(&published, &published);
+                self.status().published = Some(published);
+            }
             Step::Slices(all) => {
                 for write in all.into_iter().take(writes) {
                     if matches!(write, Write::Create(_)) {

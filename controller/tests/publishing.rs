@@ -356,6 +356,79 @@ async fn dropped_fields_are_reported_with_their_gate_and_not_written_again() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_node_is_told_what_the_policies_ask_of_it() {
+    let (cluster, _replica) = published().await;
+    let asked = |cluster: &Cluster| {
+        let gpus = cluster.published("a")["gpus"].clone();
+        let gpus = gpus.as_array().expect("a list").clone();
+        gpus.into_iter()
+            .map(|gpu| (gpu["policy"].clone(), gpu["capped"]["onBypass"].clone()))
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(
+        asked(&cluster),
+        vec![(json!("default"), json!("Report")); 2]
+    );
+
+    // It costs one write, and no slice.
+    let before = cluster.api.writes().len();
+    let kill = json!({
+        "priority": 1, "tiers": ["exclusive", "capped", "timeshared"], "capped": {"onBypass": "Kill"},
+    });
+    cluster.policy("strict", &kill);
+    cluster.settle(SOON).await;
+    assert_eq!(asked(&cluster), vec![(json!("strict"), json!("Kill")); 2]);
+    let writes = cluster.api.writes().split_off(before);
+    let write =
+        |(verb, resource, name): &(String, String, String)| format!("{verb} {resource} {name}");
+    assert_eq!(
+        writes.iter().map(write).collect::<Vec<_>>(),
+        ["apply gpunodes/status a"]
+    );
+
+    // What was asked stays while the policy is invalid.
+    let broken = json!({
+        "priority": 1, "tiers": ["capped"], "capped": {"onBypass": "Report", "memoryStep": "0"},
+    });
+    cluster.policy("strict", &broken);
+    cluster.settle(SOON).await;
+    assert_eq!(asked(&cluster), vec![(json!("strict"), json!("Kill")); 2]);
+
+    cluster.api.remove("sharingpolicies", "strict");
+    cluster.settle(SOON).await;
+    assert_eq!(
+        asked(&cluster),
+        vec![(json!("default"), json!("Report")); 2]
+    );
+    let before = cluster.api.writes();
+    sleep(seconds(3600)).await;
+    assert_eq!(cluster.api.writes(), before);
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_older_gpunode_schema_is_reported_and_not_written_again() {
+    let cluster = Cluster::new();
+    cluster.api.drop_fields(&["gpus"]);
+    cluster.node("a");
+    cluster.register("a", 2);
+    let replica = cluster.replica("one");
+    cluster.settle(SOON).await;
+    cluster.assert_whole("a");
+    let problem = cluster.published("a")["problem"].to_string();
+    assert!(problem.contains("gpunodes.gpu.tranche.dev"), "{problem}");
+    let before = cluster.api.writes();
+    sleep(seconds(3600)).await;
+    assert_eq!(cluster.api.writes(), before);
+
+    cluster.api.drop_fields(&[]);
+    replica.stop().await;
+    let _replica = cluster.replica("two");
+    cluster.settle(SOON).await;
+    assert_eq!(cluster.published("a")["problem"], json!(null));
+    assert_eq!(cluster.published("a")["gpus"][1]["policy"], "default");
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_node_that_is_gone_takes_its_slices_with_it() {
     for kind in ["nodes", "gpunodes"] {
         let (cluster, _replica) = published().await;

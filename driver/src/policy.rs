@@ -13,9 +13,9 @@ mod selector;
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use tranche_api::gpu_node::Gpu;
+use tranche_api::gpu_node::{Gpu, PublishedCapped, PublishedGpu};
 use tranche_api::quantity::{CountError, Quantity};
-use tranche_api::sharing_policy::{SharingPolicy, SharingPolicySpec, UntestedDriver};
+use tranche_api::sharing_policy::{OnBypass, SharingPolicy, SharingPolicySpec, UntestedDriver};
 use tranche_api::tier::Tier;
 
 pub use selector::SelectorError;
@@ -51,6 +51,8 @@ pub struct CappedTerms {
     pub default_cores: Option<u8>,
     /// What becomes of the tier under a driver with functions that nobody knows.
     pub untested_driver: UntestedDriver,
+    /// What the node does with a process that goes around its share's cap.
+    pub on_bypass: OnBypass,
 }
 
 /// How a GPU is shared in the tier `timeshared`.
@@ -128,6 +130,24 @@ pub fn terms(
     }
 }
 
+/// What the policies ask of the node itself for `gpu`: the part of its terms that the node's plugin
+/// needs, as the controller publishes it in `GpuNode.status.published.gpus`.
+pub fn published(
+    policies: &[SharingPolicy],
+    labels: &BTreeMap<String, String>,
+    gpu: &Gpu,
+) -> Result<PublishedGpu, PolicyError> {
+    let terms = terms(policies, labels, gpu)?;
+    let policy = matching(policies, labels, gpu)?;
+    Ok(PublishedGpu {
+        uuid: gpu.uuid.clone(),
+        policy: policy.and_then(|policy| policy.metadata.name.clone()),
+        capped: PublishedCapped {
+            on_bypass: terms.capped.on_bypass,
+        },
+    })
+}
+
 /// The policy that holds for `gpu` on a node with these labels.
 pub fn matching<'a>(
     policies: &'a [SharingPolicy],
@@ -181,6 +201,7 @@ impl Default for Terms {
                 default_memory: None,
                 default_cores: None,
                 untested_driver: UntestedDriver::Taint,
+                on_bypass: OnBypass::Report,
             },
             timeshared: TimesharedTerms { max_sharers: 1 },
         }
@@ -233,6 +254,7 @@ impl TryFrom<&SharingPolicySpec> for Terms {
                     .transpose()?,
                 default_cores: capped.default_cores.map(default_cores).transpose()?,
                 untested_driver: capped.untested_driver,
+                on_bypass: capped.on_bypass,
             },
             timeshared: TimesharedTerms {
                 max_sharers: sharers("spec.timeshared.maxSharers", spec.timeshared.max_sharers)?,

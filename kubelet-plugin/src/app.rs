@@ -33,7 +33,7 @@ use crate::driver_state::{DriverState, Observer, SpecFile};
 use crate::events::Events;
 use crate::executor::Executor;
 use crate::fs::{Fs, HostFs};
-use crate::gpu_node::GpuNodeWriter;
+use crate::gpu_node::{GpuNodeWriter, NodePolicy};
 use crate::http::{Health, router};
 use crate::install::Installation;
 use crate::layout::Layout;
@@ -92,6 +92,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     let metrics = Arc::new(Metrics::default());
     let (registered_tx, registered) = watch::channel(Registered::default());
     let (driver_tx, driver) = watch::channel(DriverState::default());
+    let (policy_tx, _policy) = watch::channel(NodePolicy::default());
     let suspect_orphans = Arc::new(Notify::new());
     let spec_file = Arc::new(SpecFile::new(Arc::clone(&fs), &layout));
     let preparer = preparer(
@@ -153,7 +154,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         Arc::new(HostClock),
         metrics,
     );
-    helpers.spawn(gpu_node.run(driver, registered, helpers_stop.clone()));
+    helpers.spawn(gpu_node.run(driver, registered, policy_tx, helpers_stop.clone()));
     helpers.spawn(orphans::run(
         preparer,
         suspect_orphans,

@@ -5,9 +5,10 @@
 //! epoch vanished under the live plugin (the kubelet wiped them, or somebody deleted them), and when
 //! somebody deleted the GpuNode. Nothing is written before the driver was looked at: an inventory of
 //! an earlier life would offer GPUs that may be gone. Nothing is written that the API server has
-//! already.
+//! already. What the policies ask of the node comes back in the same object, see [`NodePolicy`].
 
 mod own;
+mod policy;
 mod slices;
 #[cfg(test)]
 mod tests;
@@ -30,6 +31,8 @@ use tranche_api::gpu_node::{Inventory, Registration};
 use tranche_api::names::API_VERSION;
 use tranche_api::{GpuNode, GpuNodeStatus};
 
+use self::own::Seen;
+pub use self::policy::NodePolicy;
 use self::slices::OwnSlices;
 use crate::FIELD_MANAGER;
 use crate::api_server::{Silent, within};
@@ -134,17 +137,18 @@ impl GpuNodeWriter {
         }
     }
 
-    /// Writes whenever driver, registration or slices change, or the GpuNode is deleted, until
-    /// cancelled.
+    /// Writes whenever driver, registration or slices change, or the GpuNode is deleted, and says in
+    /// `policy` what the policies ask of the node, until cancelled.
     pub async fn run(
         self,
         mut driver: watch::Receiver<DriverState>,
         mut registered: watch::Receiver<Registered>,
+        policy: watch::Sender<NodePolicy>,
         stop: CancellationToken,
     ) {
         let mut slices = OwnSlices::default();
         let mut events = pin!(slices::watch(self.client.clone(), &self.node));
-        let mut deletions = pin!(own::deletions(self.client.clone(), &self.node));
+        let mut own = pin!(own::watch(self.client.clone(), &self.node));
         let mut wanted = Wanted::default();
         let mut epoch = 0;
         let mut dirty = false;
@@ -182,7 +186,10 @@ impl GpuNodeWriter {
                         dirty = true;
                     }
                 }
-                Some(()) = deletions.next() => dirty = true,
+                Some(seen) = own.next() => match seen {
+                    Seen::Policy(asked) => note(&policy, asked),
+                    Seen::Missing => dirty = true,
+                },
                 _ = resync.tick() => dirty = true,
                 () = next_try.as_mut(), if dirty && wanted.driver.is_some() => {
                     match self.write(&wanted, epoch).await {
@@ -301,4 +308,15 @@ impl GpuNodeWriter {
     fn api(&self) -> Api<GpuNode> {
         Api::all(self.client.clone())
     }
+}
+
+fn note(policy: &watch::Sender<NodePolicy>, asked: NodePolicy) {
+    policy.send_if_modified(|known| {
+        let is_news = *known != asked;
+        if is_news {
+            info!(?asked, "what the policies ask of this node changed");
+            *known = asked;
+        }
+        is_news
+    });
 }

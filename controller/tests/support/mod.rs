@@ -52,7 +52,7 @@ struct Store {
     lag: Duration,
     /// Faults of requests whose `verb resource` begins with the text, used up one by one.
     faults: Vec<(String, VecDeque<Fault>)>,
-    /// Fields of ResourceSlices that this server does not know.
+    /// Fields of ResourceSlices and of `status.published` that this server does not know.
     unknown_fields: Vec<String>,
 }
 
@@ -395,6 +395,9 @@ impl Store {
         self.wrote("apply", path, path.name.as_deref().unwrap_or_default());
         let old = object.clone();
         object["status"]["published"] = applied["status"]["published"].clone();
+        if let Some(published) = object["status"]["published"].as_object_mut() {
+            published.retain(|field, _| !self.unknown_fields.contains(field));
+        }
         if object == old {
             return answer(StatusCode::OK, &old);
         }

@@ -160,7 +160,7 @@ fn terms_are_exact_numbers() {
             "capped": {
                 "maxSharers": 10, "expectedSharers": 0, "contextMemory": 0,
                 "memoryStep": "1.5Gi", "defaultMemory": "3Gi", "defaultCores": 100,
-                "untestedDriver": "Allow",
+                "untestedDriver": "Allow", "onBypass": "Kill",
             },
             "timeshared": {"maxSharers": 128},
         }),
@@ -178,6 +178,7 @@ fn terms_are_exact_numbers() {
                 default_memory: Some(3 << 30),
                 default_cores: Some(100),
                 untested_driver: UntestedDriver::Allow,
+                on_bypass: OnBypass::Kill,
             },
             timeshared: TimesharedTerms { max_sharers: 128 },
         })
@@ -283,4 +284,27 @@ fn the_api_servers_rules_and_ours_agree() {
             (Some(_), Err(_)) => {}
         }
     }
+}
+
+#[test]
+fn what_is_asked_of_the_node_is_of_the_policy_that_holds() {
+    let kill = policy(
+        "strict",
+        &json!({"priority": 1, "capped": {"onBypass": "Kill"}}),
+    );
+    let default = policy("default", &json!({}));
+    let asked = |policies: &[SharingPolicy]| {
+        let gpu = published(policies, &labels(&[]), &gpu(0)).unwrap();
+        assert_eq!(gpu.uuid, crate::testing::gpu(0).uuid);
+        (gpu.policy, gpu.capped.on_bypass)
+    };
+    assert_eq!(
+        asked(&[default.clone(), kill]),
+        (Some("strict".to_owned()), OnBypass::Kill)
+    );
+    assert_eq!(
+        asked(&[default]),
+        (Some("default".to_owned()), OnBypass::Report)
+    );
+    assert_eq!(asked(&[]), (None, OnBypass::Report));
 }

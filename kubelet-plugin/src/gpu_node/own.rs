@@ -1,38 +1,48 @@
-//! Notices that somebody deleted the node's own GpuNode.
+//! The node's own GpuNode, as a watch sees it: what the policies ask of the node, and that somebody
+//! deleted it.
 
 use futures::{Stream, StreamExt, future};
-use kube::core::PartialObjectMeta;
 use kube::runtime::WatchStreamExt;
 use kube::runtime::watcher::{self, Event, watcher};
 use kube::{Api, Client};
 use tracing::warn;
 use tranche_api::GpuNode;
 
-/// An item for each time the GpuNode of `node` was seen to be missing: deleted while it was watched, or not there
-/// when the watch began anew. Errors are logged and tried again.
-pub fn deletions(client: Client, node: &str) -> impl Stream<Item = ()> + use<> {
-    let api = Api::<PartialObjectMeta<GpuNode>>::all(client);
+use super::policy::NodePolicy;
+
+/// What the watch saw.
+#[derive(Debug)]
+pub enum Seen {
+    /// What the policies ask of the node.
+    Policy(NodePolicy),
+    /// The GpuNode is missing: deleted while it was watched, or not there when the watch began anew.
+    Missing,
+}
+
+/// Watches the GpuNode of `node`. Errors are logged and tried again.
+pub fn watch(client: Client, node: &str) -> impl Stream<Item = Seen> + use<> {
+    let api = Api::<GpuNode>::all(client);
     let fields = format!("metadata.name={node}");
     watcher(api, watcher::Config::default().fields(&fields))
         .default_backoff()
         .scan(false, |listed, event| {
-            let missing = match event {
+            let seen = match event {
                 Ok(Event::Init) => {
                     *listed = false;
-                    false
+                    None
                 }
-                Ok(Event::InitApply(_) | Event::Apply(_)) => {
+                Ok(Event::InitApply(gpu_node) | Event::Apply(gpu_node)) => {
                     *listed = true;
-                    false
+                    NodePolicy::of(&gpu_node).map(Seen::Policy)
                 }
-                Ok(Event::InitDone) => !*listed,
-                Ok(Event::Delete(_)) => true,
+                Ok(Event::InitDone) => (!*listed).then_some(Seen::Missing),
+                Ok(Event::Delete(_)) => Some(Seen::Missing),
                 Err(error) => {
                     warn!(%error, "cannot watch the node's GpuNode; trying again");
-                    false
+                    None
                 }
             };
-            future::ready(Some(missing))
+            future::ready(Some(seen))
         })
-        .filter_map(async |missing| missing.then_some(()))
+        .filter_map(future::ready)
 }

@@ -20,6 +20,7 @@ struct Running {
     world: World,
     driver: watch::Sender<DriverState>,
     registered: watch::Sender<Registered>,
+    policy: watch::Receiver<NodePolicy>,
     stop: CancellationToken,
     task: tokio::task::JoinHandle<()>,
 }
@@ -30,7 +31,8 @@ impl Running {
         let node = json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE, "uid": "node-uid"}});
         world.api.put_at("/api/v1/nodes/node-a", node);
         let none = json!({"kind": "PartialObjectMetadataList", "apiVersion": "meta.k8s.io/v1", "metadata": {"resourceVersion": "1"}, "items": []});
-        world.api.put_at(SLICES, none.clone());
+        world.api.put_at(SLICES, none);
+        let none = json!({"kind": "GpuNodeList", "apiVersion": API_VERSION, "metadata": {"resourceVersion": "1"}, "items": []});
         world.api.put_at(GPU_NODES, none);
         Self::start_in(world)
     }
@@ -38,6 +40,7 @@ impl Running {
     fn start_in(world: World) -> Self {
         let (driver, driver_rx) = watch::channel(DriverState::Unknown);
         let (registered, registered_rx) = watch::channel(Registered::default());
+        let (policy_tx, policy) = watch::channel(NodePolicy::default());
         let stop = CancellationToken::new();
         let writer = GpuNodeWriter::new(
             world.api.client(),
@@ -46,11 +49,12 @@ impl Running {
             Arc::new(HostClock),
             Arc::default(),
         );
-        let task = tokio::spawn(writer.run(driver_rx, registered_rx, stop.clone()));
+        let task = tokio::spawn(writer.run(driver_rx, registered_rx, policy_tx, stop.clone()));
         Self {
             world,
             driver,
             registered,
+            policy,
             stop,
             task,
         }
@@ -240,11 +244,10 @@ async fn a_deleted_gpu_node_comes_back_at_once_with_a_greater_epoch() {
     running.driver_comes();
     running.kubelet_registers();
     running.until_epoch(1).await;
+    let object = running.api().at(GPU_NODE).unwrap();
+    let deletion = json!({"type": "DELETED", "object": stored(object)});
     let deleted = tokio::time::Instant::now();
     running.api().delete_at(GPU_NODE);
-    let metadata = json!({"name": NODE, "resourceVersion": "2"});
-    let object = json!({"kind": "PartialObjectMetadata", "apiVersion": "meta.k8s.io/v1", "metadata": metadata});
-    let deletion = json!({"type": "DELETED", "object": object});
     running.api().watch_delivers(GPU_NODES, [deletion]);
     let node = running.until_epoch(2).await;
     assert_eq!(node["metadata"]["ownerReferences"][0]["name"], NODE);
@@ -317,5 +320,45 @@ async fn a_slice_that_the_controller_withdrew_is_not_missed() {
             .await;
     tokio::time::sleep(HOUR).await;
     running.until_epoch(1).await;
+    running.end().await;
+}
+
+/// An object as a watch tells it.
+fn stored(mut object: Value) -> Value {
+    object["metadata"]["resourceVersion"] = "7".into();
+    object
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_the_policies_ask_is_read_from_the_own_gpu_node() {
+    use tranche_api::sharing_policy::OnBypass;
+    let mut running = Running::start();
+    running.driver_comes();
+    running.kubelet_registers();
+    let mut node = running.until_epoch(1).await;
+    let uuid = "GPU-00000000-0000-0000-0000-000000000001";
+    let on_bypass = |running: &Running| running.policy.borrow().capped(uuid).on_bypass;
+    assert_eq!(on_bypass(&running), OnBypass::Report);
+    let writes = running.api().paths("PATCH").len();
+    let capped = json!({"onBypass": "Kill"});
+    node["status"]["published"] = json!({
+        "epoch": 1, "poolGeneration": 1, "gpus": [{"uuid": uuid, "policy": "strict", "capped": capped}],
+    });
+    let event = |node: &Value| [json!({"type": "MODIFIED", "object": stored(node.clone())})];
+    running.api().watch_delivers(GPU_NODES, event(&node));
+    running.policy.changed().await.unwrap();
+    assert_eq!(on_bypass(&running), OnBypass::Kill);
+
+    // An object that says nothing, as a new one does, takes nothing back; an empty list does.
+    node["status"]["published"] = Value::Null;
+    running.api().watch_delivers(GPU_NODES, event(&node));
+    tokio::time::sleep(Duration::from_mins(1)).await;
+    assert!(!running.policy.has_changed().unwrap());
+    node["status"]["published"] = json!({"epoch": 1, "poolGeneration": 1});
+    running.api().watch_delivers(GPU_NODES, event(&node));
+    running.policy.changed().await.unwrap();
+    assert_eq!(on_bypass(&running), OnBypass::Report);
+    // Nothing was written for it.
+    assert_eq!(running.api().paths("PATCH").len(), writes);
     running.end().await;
 }
