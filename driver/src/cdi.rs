@@ -2,19 +2,21 @@
 //!
 //! ```text
 //!  gpu.tranche.dev/claim=<uid>-<request>-<n>   one spec per claim   device node, cap page, account
-//!  gpu.tranche.dev/driver=full|capped          one spec per node    libraries, binaries, hooks, shim
+//!  gpu.tranche.dev/driver=full|capped|…        one spec per node    libraries, binaries, hooks, shim
 //! ```
 //!
-//! Each prepared device is handed to the kubelet as two ids, one of each kind. The model is our own
+//! Each prepared device is handed to the kubelet as ids of both kinds. The model is our own
 //! and only as large as what we write; specs declare the lowest version that has what they use,
 //! since a runtime refuses a whole file for one field that is newer than its declared version.
 
+mod capability;
 mod claim_spec;
 mod driver_spec;
 mod name;
 
 use serde::{Deserialize, Serialize};
 
+pub use capability::Capability;
 pub use claim_spec::{NodePaths, claim_spec};
 pub use driver_spec::{DriverDevice, DriverFile, DriverFiles, Library, Link, driver_spec};
 pub use name::NameError;

@@ -1,12 +1,15 @@
 //! The spec of the node's driver: its files, and the shim in front of them.
 //!
-//! Two devices. `full` is the driver as a host has it. `capped` puts the shim where programs look
-//! for `libcuda.so.1` and `libnvidia-ml.so.1`, and the real ones where only the shim looks. A
-//! container may take both (claims of two tiers): then the shim is in front of both, and the cap
-//! pages say of every GPU what holds.
+//! `full` is the driver as a host has it. `capped` puts the shim where programs look for
+//! `libcuda.so.1` and `libnvidia-ml.so.1`, and the real ones where only the shim looks; beside it
+//! only the libraries of CUDA and NVML are mounted. What else a policy allows to a capped share is
+//! one more device each: `video`, `graphics`, `ngx`, `opencl`, `other`. A container may take both
+//! `full` and `capped` (claims of two tiers): then the shim is in front of both, and the cap pages
+//! say of every GPU what holds.
 
 use std::collections::BTreeSet;
 
+use super::capability::{Capability, stem};
 use super::{
     CdiError, ContainerEdits, DRIVER_CLASS, Device, Hook, HookName, Mount, NodePaths, Spec,
     absolute, bind, container_path, device_node, read_only,
@@ -16,13 +19,18 @@ use tranche_api::names::DRIVER;
 /// The libraries that the shim stands in for, by SONAME.
 const SHIMMED: [&str; 2] = ["libcuda.so.1", "libnvidia-ml.so.1"];
 
+/// Keeps NVIDIA's own runtime, where it is the default one, from adding GPUs.
+const NO_GPUS_OF_NVIDIAS: &str = "NVIDIA_VISIBLE_DEVICES=void";
+
 /// The devices of the driver's spec.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum DriverDevice {
     /// The driver as the host has it.
     Full,
-    /// The driver behind the shim.
+    /// The driver behind the shim, for CUDA and NVML.
     Capped,
+    /// Libraries that no limit holds, beside [`DriverDevice::Capped`].
+    Extra(Capability),
 }
 
 impl DriverDevice {
@@ -32,6 +40,7 @@ impl DriverDevice {
         match self {
             Self::Full => "full",
             Self::Capped => "capped",
+            Self::Extra(capability) => capability.name(),
         }
     }
 
@@ -108,30 +117,89 @@ pub fn driver_spec(files: &DriverFiles, paths: &NodePaths) -> Result<Spec, CdiEr
         .iter()
         .map(|library| folder(&library.file.container_path))
         .collect();
+    let not_capped = files
+        .libraries
+        .iter()
+        .filter(|library| !library.is_capped());
     let full = ContainerEdits {
-        mounts: shimmed.iter().map(|library| mount(&library.file)).collect(),
-        hooks: hooks(files, |_| true, &folders, paths),
+        mounts: not_capped
+            .chain(shimmed.iter().copied())
+            .map(|library| mount(&library.file))
+            .collect(),
+        hooks: link_hook(files.libraries.iter(), |_| true, paths)
+            .into_iter()
+            .chain([compat_hook(&shimmed, paths), cache_hook(&folders, paths)])
+            .collect(),
         ..ContainerEdits::default()
     };
     // A name on which the shim is mounted is no link.
     let covered: BTreeSet<String> = shimmed.iter().map(|library| covered(library)).collect();
+    let behind = files.libraries.iter().filter(|library| library.is_capped());
     let capped = ContainerEdits {
         mounts: shim_mounts(&shimmed, paths),
-        hooks: hooks(files, |link| !covered.contains(&link.path), &folders, paths),
+        hooks: link_hook(behind, |link| !covered.contains(&link.path), paths)
+            .into_iter()
+            .chain([
+                cover_hook(files, &shimmed, paths),
+                cache_hook(&folders, paths),
+            ])
+            .collect(),
         ..ContainerEdits::default()
     };
     let device = |device: DriverDevice, container_edits| Device {
         name: device.name().to_owned(),
         container_edits,
     };
-    Spec::new(
-        DRIVER_CLASS,
-        vec![
-            device(DriverDevice::Full, full),
-            device(DriverDevice::Capped, capped),
-        ],
-        common(files, paths),
-    )
+    let mut devices = vec![
+        device(DriverDevice::Full, full),
+        device(DriverDevice::Capped, capped),
+    ];
+    devices.extend(Capability::EXTRA.map(|capability| {
+        let edits = extra(files, capability, paths);
+        device(DriverDevice::Extra(capability), edits)
+    }));
+    Spec::new(DRIVER_CLASS, devices, common(files, paths))
+}
+
+/// What one more capability takes. The loader's cache is `capped`'s to make, after this.
+fn extra(files: &DriverFiles, capability: Capability, paths: &NodePaths) -> ContainerEdits {
+    let libraries = || {
+        files
+            .libraries
+            .iter()
+            .filter(move |library| library.capability() == capability)
+    };
+    ContainerEdits {
+        // A driver may have no file of this capability, and runtimes refuse a device without edits.
+        env: vec![NO_GPUS_OF_NVIDIAS.to_owned()],
+        mounts: libraries().map(|library| mount(&library.file)).collect(),
+        hooks: link_hook(libraries(), |_| true, paths)
+            .into_iter()
+            .collect(),
+        ..ContainerEdits::default()
+    }
+}
+
+impl Library {
+    /// What it is for.
+    #[must_use]
+    pub fn capability(&self) -> Capability {
+        Capability::of_library(self.file_name())
+    }
+
+    /// Whether a capped share has it, whatever policy says.
+    fn is_capped(&self) -> bool {
+        Capability::CAPPED.contains(&self.capability())
+    }
+
+    fn is_shimmed(&self) -> bool {
+        SHIMMED.contains(&self.soname.as_str())
+    }
+
+    fn file_name(&self) -> &str {
+        let path = &self.file.container_path;
+        path.rsplit_once('/').map_or(path, |(_, name)| name)
+    }
 }
 
 impl DriverFiles {
@@ -156,12 +224,12 @@ impl DriverFiles {
     }
 }
 
-/// What both devices need.
+/// What all devices need.
 fn common(files: &DriverFiles, paths: &NodePaths) -> ContainerEdits {
     let libraries = files
         .libraries
         .iter()
-        .filter(|library| !SHIMMED.contains(&library.soname.as_str()))
+        .filter(|library| library.is_capped() && !library.is_shimmed())
         .map(|library| &library.file);
     let mut mounts: Vec<Mount> = libraries
         .chain(&files.binaries)
@@ -177,8 +245,7 @@ fn common(files: &DriverFiles, paths: &NodePaths) -> ContainerEdits {
         )
     }));
     ContainerEdits {
-        // Keeps NVIDIA's own runtime, where it is the default one, from adding GPUs.
-        env: vec!["NVIDIA_VISIBLE_DEVICES=void".to_owned()],
+        env: vec![NO_GPUS_OF_NVIDIAS.to_owned()],
         device_nodes: files
             .control_nodes
             .iter()
@@ -227,14 +294,9 @@ fn folder(path: &str) -> &str {
     path.rsplit_once('/').map_or("", |(folder, _)| folder)
 }
 
-/// Links first, the loader's cache after: it is made from the links.
-fn hooks(
-    files: &DriverFiles,
-    wanted: impl Fn(&Link) -> bool,
-    folders: &BTreeSet<&str>,
-    paths: &NodePaths,
-) -> Vec<Hook> {
-    let hook = |subcommand: &str, args: Vec<String>| Hook {
+/// A command of our hook.
+fn hook(subcommand: &str, args: Vec<String>, paths: &NodePaths) -> Hook {
+    Hook {
         hook_name: HookName::CreateContainer,
         path: format!("{}/tranche-cdi-hook", paths.libraries),
         args: ["tranche-cdi-hook", subcommand]
@@ -242,31 +304,76 @@ fn hooks(
             .into_iter()
             .chain(args)
             .collect(),
-    };
-    let links: Vec<String> = files
-        .libraries
-        .iter()
+    }
+}
+
+/// An option and its value.
+fn option(name: &str, value: String) -> [String; 2] {
+    [format!("--{name}"), value]
+}
+
+/// The names under which programs look for the libraries, if there are any.
+fn link_hook<'a>(
+    libraries: impl Iterator<Item = &'a Library>,
+    wanted: impl Fn(&Link) -> bool,
+    paths: &NodePaths,
+) -> Option<Hook> {
+    let links: Vec<String> = libraries
         .flat_map(|library| &library.links)
         .filter(|link| wanted(link))
-        .flat_map(|link| {
-            [
-                "--link".to_owned(),
-                format!("{}::{}", link.target, link.path),
-            ]
-        })
+        .flat_map(|link| option("link", format!("{}::{}", link.target, link.path)))
         .collect();
-    let mut hooks = Vec::new();
-    if !links.is_empty() {
-        hooks.push(hook("create-links", links));
+    (!links.is_empty()).then(|| hook("create-links", links, paths))
+}
+
+/// The shim over an image's own copies of the libraries that it stands in for.
+fn cover_hook(files: &DriverFiles, shimmed: &[&Library], paths: &NodePaths) -> Hook {
+    let stand_in =
+        |library: &Library, path: &str| format!("{}.so::{path}", stem(library.file_name()));
+    let mut args = Vec::new();
+    for library in shimmed {
+        let shim = format!("{}/{}", container_path::ROOT, library.soname);
+        args.extend(option("shim", stand_in(library, &shim)));
     }
-    let mut cache: Vec<String> = folders
+    let companions = files
+        .libraries
         .iter()
-        .flat_map(|folder| ["--folder".to_owned(), (*folder).to_owned()])
+        .filter(|library| library.capability() == Capability::Compute && !library.is_shimmed());
+    for library in companions {
+        let value = stand_in(library, &library.file.container_path);
+        args.extend(option("companion", value));
+    }
+    args.extend(option("real-cuda", real_cuda()));
+    args.extend(option("host-driver-version", version(shimmed)));
+    hook("cover-libraries", args, paths)
+}
+
+/// An image's own libcuda for forward compatibility, as NVIDIA's container toolkit has it. In a
+/// container with capped shares too it is the other hook's.
+fn compat_hook(shimmed: &[&Library], paths: &NodePaths) -> Hook {
+    let mut args = Vec::from(option("host-driver-version", version(shimmed)));
+    args.extend(option("unless", real_cuda()));
+    hook("enable-cuda-compat", args, paths)
+}
+
+/// Where the shim opens the driver's libcuda.
+fn real_cuda() -> String {
+    format!("{}/{}", container_path::REAL_DRIVER, SHIMMED[0])
+}
+
+/// The driver's version, as its libcuda has it for a suffix.
+fn version(shimmed: &[&Library]) -> String {
+    let name = shimmed.first().map_or("", |library| library.file_name());
+    let (_, version) = name.split_once(".so.").unwrap_or_default();
+    version.to_owned()
+}
+
+/// The loader's cache. It is made from all links.
+fn cache_hook(folders: &BTreeSet<&str>, paths: &NodePaths) -> Hook {
+    let mut args: Vec<String> = folders
+        .iter()
+        .flat_map(|folder| option("folder", (*folder).to_owned()))
         .collect();
-    cache.extend([
-        "--ldconfig".to_owned(),
-        format!("{}/ldconfig", paths.libraries),
-    ]);
-    hooks.push(hook("update-ldcache", cache));
-    hooks
+    args.extend(option("ldconfig", format!("{}/ldconfig", paths.libraries)));
+    hook("update-ldcache", args, paths)
 }

@@ -251,8 +251,126 @@ fn a_capped_container_sees_the_shim_and_only_the_shim_sees_the_driver() {
     // The cache is made from the links.
     for edits in [full, capped] {
         let order: Vec<_> = edits.hooks.iter().map(|hook| &*hook.args[1]).collect();
-        assert_eq!(order, ["create-links", "update-ldcache"]);
+        let between = if edits == full {
+            "enable-cuda-compat"
+        } else {
+            "cover-libraries"
+        };
+        assert_eq!(order, ["create-links", between, "update-ldcache"]);
     }
+}
+
+#[test]
+fn a_capped_container_has_no_library_beside_the_shim_that_policy_does_not_name() {
+    let folder = "/usr/lib/x86_64-linux-gnu";
+    let other = [
+        ("libnvidia-opencl", "opencl"),
+        ("libnvidia-encode", "video"),
+        ("libnvcuvid", "video"),
+        ("libnvoptix", "graphics"),
+        ("libGLX_nvidia", "graphics"),
+        ("libnvidia-ngx", "ngx"),
+        ("libnvidia-new-in-900", "other"),
+    ];
+    let mut files = driver_files();
+    files.libraries.extend(
+        other
+            .iter()
+            .map(|(stem, _)| library(folder, stem, "535.261.03", &format!("{stem}.so.1"))),
+    );
+    let spec = driver_spec(&files, &paths()).unwrap();
+    // By mounts and by links.
+    let names = |edits: &ContainerEdits, stem: &str| {
+        let mounts = edits.mounts.iter().map(|mount| &mount.container_path);
+        let links = edits
+            .hooks
+            .iter()
+            .filter(|hook| hook.args[1] == "create-links");
+        let args = links.flat_map(|hook| &hook.args);
+        let lists: [Vec<&String>; 2] = [mounts.collect(), args.collect()];
+        lists.map(|list| {
+            list.iter()
+                .any(|path| path.contains(&format!("/{stem}.so")))
+        })
+    };
+    for (stem, capability) in other {
+        assert_eq!(
+            names(spec.container_edits(), stem),
+            [false, false],
+            "{stem}"
+        );
+        for device in spec.devices() {
+            let expected = device.name == "full" || device.name == capability;
+            let name = &device.name;
+            assert_eq!(
+                names(&device.container_edits, stem),
+                [expected; 2],
+                "{stem} {name}"
+            );
+        }
+    }
+    // CUDA's own are everybody's.
+    assert!(names(spec.container_edits(), "libnvidia-ptxjitcompiler")[0]);
+}
+
+#[test]
+fn every_library_of_a_driver_has_a_capability() {
+    use std::collections::BTreeMap;
+    let mut by_capability: BTreeMap<Capability, Vec<&str>> = BTreeMap::new();
+    for path in include_str!("../../../node/testdata/debian-535.list").lines() {
+        let name = path.rsplit('/').next().unwrap_or(path);
+        if !path.contains(" -> ") && name.contains(".so.") {
+            by_capability
+                .entry(Capability::of_library(name))
+                .or_default()
+                .push(name);
+        }
+    }
+    let counts: Vec<_> = by_capability
+        .iter()
+        .map(|(c, names)| (c.name(), names.len()))
+        .collect();
+    assert_eq!(
+        counts,
+        [
+            ("compute", 4),
+            ("utility", 2),
+            ("video", 4),
+            ("graphics", 9),
+            ("opencl", 1)
+        ],
+        "{by_capability:?}"
+    );
+}
+
+#[test]
+fn the_hooks_know_the_drivers_version_and_what_covers_what() {
+    let spec = driver_spec(&driver_files(), &paths()).unwrap();
+    let args = |device: DriverDevice, subcommand: &str| {
+        let device = spec
+            .devices()
+            .iter()
+            .find(|d| d.name == device.name())
+            .unwrap();
+        let hooks = &device.container_edits.hooks;
+        hooks
+            .iter()
+            .find(|hook| hook.args[1] == subcommand)
+            .unwrap()
+            .args[2..]
+            .join(" ")
+    };
+    assert_eq!(
+        args(DriverDevice::Capped, "cover-libraries"),
+        "--shim libcuda.so::/usr/lib/tranche/libcuda.so.1 \
+         --shim libnvidia-ml.so::/usr/lib/tranche/libnvidia-ml.so.1 \
+         --companion libnvidia-ptxjitcompiler.so::/usr/lib/x86_64-linux-gnu/libnvidia-ptxjitcompiler.so.535.261.03 \
+         --real-cuda /usr/lib/tranche/driver/libcuda.so.1 --host-driver-version 535.261.03"
+    );
+    assert_eq!(
+        args(DriverDevice::Full, "enable-cuda-compat"),
+        "--host-driver-version 535.261.03 --unless /usr/lib/tranche/driver/libcuda.so.1"
+    );
 }
 
 #[test]
@@ -344,6 +462,16 @@ fn a_device_is_never_empty() {
     let spec = claim_spec(&mixed(), &paths()).unwrap();
     for device in spec.devices() {
         assert!(!device.container_edits.device_nodes.is_empty());
+    }
+    // Nor where a driver has no file for some capability.
+    let spec = driver_spec(&driver_files(), &paths()).unwrap();
+    for device in spec.devices() {
+        assert_ne!(
+            device.container_edits,
+            ContainerEdits::default(),
+            "{}",
+            device.name
+        );
     }
 }
 

@@ -2,6 +2,9 @@
 
 use std::path::{Component, Path, PathBuf};
 
+use tranche_cdi_hook::compat::DriverVersion;
+use tranche_cdi_hook::cover::{Cover, StandIn};
+
 /// A link to make.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Link {
@@ -19,6 +22,18 @@ pub enum Command {
         /// In this order.
         links: Vec<Link>,
     },
+    /// Put the shim over every copy of the driver's libraries that the image brings.
+    CoverLibraries {
+        /// What, by what.
+        cover: Cover,
+    },
+    /// Have the loader find the image's libcuda for forward compatibility, where it is to be used.
+    EnableCudaCompat {
+        /// The version of the node's driver.
+        node: Option<DriverVersion>,
+        /// Where this is, `cover-libraries` does it.
+        unless: PathBuf,
+    },
     /// Make the loader's cache.
     UpdateLdcache {
         /// Folders with the driver's libraries, from the container's root.
@@ -33,15 +48,17 @@ pub enum Command {
 pub enum ArgsError {
     /// None or another.
     #[error(
-        "usage: tranche-cdi-hook create-links --link TARGET::PATH… | update-ldcache --folder FOLDER… --ldconfig PROGRAM"
+        "usage: tranche-cdi-hook create-links --link TARGET::PATH… | cover-libraries --shim STEM::PATH… \
+         --companion STEM::PATH… --real-cuda PATH --host-driver-version VERSION | enable-cuda-compat \
+         --host-driver-version VERSION --unless PATH | update-ldcache --folder FOLDER… --ldconfig PROGRAM"
     )]
     Usage,
     /// An option that is not known, or has no value.
     #[error("option {0:?} is unknown or has no value")]
     Option(String),
-    /// A link that is none.
-    #[error("link {0:?} is not TARGET::PATH")]
-    Link(String),
+    /// Not two parts, or no file's path.
+    #[error("{0:?} is not NAME::PATH")]
+    Pair(String),
     /// A path that may not be one.
     #[error("path {0:?} must be absolute, without `..`")]
     Path(String),
@@ -60,46 +77,95 @@ impl Command {
             }
         }
         match name.as_str() {
-            "create-links" => {
-                let links = options
-                    .into_iter()
-                    .map(|(option, value)| match option.as_str() {
-                        "--link" => link(&value),
-                        _ => Err(ArgsError::Option(option)),
-                    })
-                    .collect::<Result<_, _>>()?;
-                Ok(Self::CreateLinks { links })
-            }
-            "update-ldcache" => {
-                let (mut folders, mut ldconfig) = (Vec::new(), None);
-                for (option, value) in options {
-                    match option.as_str() {
-                        "--folder" => folders.push(absolute(&value)?),
-                        "--ldconfig" => ldconfig = Some(absolute(&value)?),
-                        _ => return Err(ArgsError::Option(option)),
-                    }
-                }
-                let ldconfig = ldconfig.ok_or(ArgsError::Usage)?;
-                Ok(Self::UpdateLdcache { folders, ldconfig })
-            }
+            "create-links" => create_links(options),
+            "cover-libraries" => cover_libraries(options),
+            "enable-cuda-compat" => enable_cuda_compat(options),
+            "update-ldcache" => update_ldcache(options),
             _ => Err(ArgsError::Usage),
         }
     }
 }
 
-fn link(value: &str) -> Result<Link, ArgsError> {
-    let (target, path) = value
+type Options = Vec<(String, String)>;
+
+fn create_links(options: Options) -> Result<Command, ArgsError> {
+    let links = options.into_iter().map(|(option, value)| {
+        if option != "--link" {
+            return Err(ArgsError::Option(option));
+        }
+        let (target, path) = pair(&value)?;
+        Ok(Link { target, path })
+    });
+    Ok(Command::CreateLinks {
+        links: links.collect::<Result<_, _>>()?,
+    })
+}
+
+fn cover_libraries(options: Options) -> Result<Command, ArgsError> {
+    let (mut shims, mut companions) = (Vec::new(), Vec::new());
+    let (mut real_cuda, mut node) = (None, None);
+    for (option, value) in options {
+        let stand_in = || pair(&value).map(|(stem, path)| StandIn { stem, path });
+        match option.as_str() {
+            "--shim" => shims.push(stand_in()?),
+            "--companion" => companions.push(stand_in()?),
+            "--real-cuda" => real_cuda = Some(absolute(&value)?),
+            "--host-driver-version" => node = Some(DriverVersion::parse(&value)),
+            _ => return Err(ArgsError::Option(option)),
+        }
+    }
+    if shims.is_empty() {
+        return Err(ArgsError::Usage);
+    }
+    Ok(Command::CoverLibraries {
+        cover: Cover {
+            shims,
+            companions,
+            real_cuda: real_cuda.ok_or(ArgsError::Usage)?,
+            node: node.ok_or(ArgsError::Usage)?,
+        },
+    })
+}
+
+fn enable_cuda_compat(options: Options) -> Result<Command, ArgsError> {
+    let (mut node, mut unless) = (None, None);
+    for (option, value) in options {
+        match option.as_str() {
+            "--host-driver-version" => node = Some(DriverVersion::parse(&value)),
+            "--unless" => unless = Some(absolute(&value)?),
+            _ => return Err(ArgsError::Option(option)),
+        }
+    }
+    Ok(Command::EnableCudaCompat {
+        node: node.ok_or(ArgsError::Usage)?,
+        unless: unless.ok_or(ArgsError::Usage)?,
+    })
+}
+
+fn update_ldcache(options: Options) -> Result<Command, ArgsError> {
+    let (mut folders, mut ldconfig) = (Vec::new(), None);
+    for (option, value) in options {
+        match option.as_str() {
+            "--folder" => folders.push(absolute(&value)?),
+            "--ldconfig" => ldconfig = Some(absolute(&value)?),
+            _ => return Err(ArgsError::Option(option)),
+        }
+    }
+    let ldconfig = ldconfig.ok_or(ArgsError::Usage)?;
+    Ok(Command::UpdateLdcache { folders, ldconfig })
+}
+
+/// A name and the path of a file.
+fn pair(value: &str) -> Result<(String, PathBuf), ArgsError> {
+    let (name, path) = value
         .split_once("::")
-        .filter(|(target, _)| !target.is_empty())
-        .ok_or_else(|| ArgsError::Link(value.to_owned()))?;
+        .filter(|(name, _)| !name.is_empty())
+        .ok_or_else(|| ArgsError::Pair(value.to_owned()))?;
     let path = absolute(path)?;
     if path.file_name().is_none() {
-        return Err(ArgsError::Link(value.to_owned()));
+        return Err(ArgsError::Pair(value.to_owned()));
     }
-    Ok(Link {
-        target: target.to_owned(),
-        path,
-    })
+    Ok((name.to_owned(), path))
 }
 
 /// A line break would become a line of the loader's configuration.
@@ -156,11 +222,71 @@ mod tests {
     }
 
     #[test]
+    fn what_covers_what_is_read() {
+        let stand_in = |stem: &str, path: &str| StandIn {
+            stem: stem.into(),
+            path: path.into(),
+        };
+        let node = DriverVersion::parse("535.261.03");
+        assert_eq!(
+            parse(&[
+                "cover-libraries",
+                "--shim",
+                "libcuda.so::/t/libcuda.so.1",
+                "--companion",
+                "libx.so::/d/libx.so.5",
+                "--real-cuda",
+                "/t/driver/libcuda.so.1",
+                "--host-driver-version",
+                "535.261.03",
+            ]),
+            Ok(Command::CoverLibraries {
+                cover: Cover {
+                    shims: vec![stand_in("libcuda.so", "/t/libcuda.so.1")],
+                    companions: vec![stand_in("libx.so", "/d/libx.so.5")],
+                    real_cuda: "/t/driver/libcuda.so.1".into(),
+                    node: node.clone(),
+                }
+            })
+        );
+        let unless = PathBuf::from("/t/x");
+        let compat = |version| {
+            let args = [
+                "enable-cuda-compat",
+                "--host-driver-version",
+                version,
+                "--unless",
+                "/t/x",
+            ];
+            parse(&args)
+        };
+        for (version, node) in [("535.261.03", node), ("unknown", None)] {
+            let unless = unless.clone();
+            assert_eq!(
+                compat(version),
+                Ok(Command::EnableCudaCompat { node, unless })
+            );
+        }
+    }
+
+    #[test]
     fn anything_else_is_refused_by_name() {
         for (args, expected) in [
             (&[][..], ArgsError::Usage),
             (&["remove"], ArgsError::Usage),
             (&["update-ldcache", "--folder", "/a"], ArgsError::Usage),
+            (&["enable-cuda-compat", "--unless", "/a"], ArgsError::Usage),
+            (&["cover-libraries", "--shim", "a::/b"], ArgsError::Usage),
+            (
+                &[
+                    "cover-libraries",
+                    "--real-cuda",
+                    "/a",
+                    "--host-driver-version",
+                    "1.1",
+                ],
+                ArgsError::Usage,
+            ),
             (
                 &["create-links", "--link"],
                 ArgsError::Option("--link".into()),
@@ -171,15 +297,15 @@ mod tests {
             ),
             (
                 &["create-links", "--link", "a:/b"],
-                ArgsError::Link("a:/b".into()),
+                ArgsError::Pair("a:/b".into()),
             ),
             (
                 &["create-links", "--link", "::/b"],
-                ArgsError::Link("::/b".into()),
+                ArgsError::Pair("::/b".into()),
             ),
             (
                 &["create-links", "--link", "a::/"],
-                ArgsError::Link("a::/".into()),
+                ArgsError::Pair("a::/".into()),
             ),
             (
                 &["create-links", "--link", "a::b"],

@@ -1,4 +1,4 @@
-//! Where the container's root is, from the state that the runtime writes to stdin.
+//! The container's root and environment, from the state that the runtime writes to stdin.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -6,8 +6,17 @@ use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 
-/// The longest state or configuration that is read, in bytes.
-pub const LONGEST: u64 = 16 << 20;
+use tranche_cdi_hook::libraries::Process;
+use tranche_cdi_hook::rootfs::LONGEST_FILE;
+
+/// A container that is being made.
+#[derive(Debug)]
+pub struct Container {
+    /// Its root on the host.
+    pub root: PathBuf,
+    /// What its first process starts with.
+    pub process: Process,
+}
 
 /// Why there is no root.
 #[derive(Debug, thiserror::Error)]
@@ -52,6 +61,16 @@ struct State {
 #[derive(Deserialize)]
 struct Config {
     root: Root,
+    // Optional in the OCI runtime specification.
+    #[serde(default)]
+    process: ProcessConfig,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct ProcessConfig {
+    cwd: PathBuf,
+    env: Vec<String>,
 }
 
 #[derive(Deserialize)]
@@ -59,13 +78,13 @@ struct Root {
     path: PathBuf,
 }
 
-/// The root of the container with this state.
-pub fn root(state: &[u8]) -> Result<PathBuf, ContainerError> {
+/// The container with this state.
+pub fn read(state: &[u8]) -> Result<Container, ContainerError> {
     let State { bundle } = serde_json::from_slice(state).map_err(ContainerError::State)?;
     let path = bundle.join("config.json");
     let mut text = Vec::new();
     File::open(&path)
-        .and_then(|file| file.take(LONGEST).read_to_end(&mut text))
+        .and_then(|file| file.take(LONGEST_FILE).read_to_end(&mut text))
         .map_err(|source| ContainerError::Read {
             path: path.clone(),
             source,
@@ -77,7 +96,15 @@ pub fn root(state: &[u8]) -> Result<PathBuf, ContainerError> {
         })?;
     let root = bundle.join(&config.root.path);
     match std::fs::canonicalize(&root) {
-        Ok(real) if real != Path::new("/") && !config.root.path.as_os_str().is_empty() => Ok(real),
+        Ok(real) if real != Path::new("/") && !config.root.path.as_os_str().is_empty() => {
+            Ok(Container {
+                root: real,
+                process: Process {
+                    cwd: config.process.cwd,
+                    env: config.process.env,
+                },
+            })
+        }
         Ok(_) => Err(ContainerError::NoRoot { path, root }),
         Err(source) => Err(ContainerError::Read { path: root, source }),
     }
@@ -95,7 +122,7 @@ mod tests {
         let state = serde_json::json!({
             "ociVersion": "1.2.0", "id": "x", "status": "creating", "bundle": bundle.path(),
         });
-        let root = root(state.to_string().as_bytes());
+        let root = read(state.to_string().as_bytes()).map(|container| container.root);
         (bundle, root)
     }
 
@@ -119,18 +146,33 @@ mod tests {
     }
 
     #[test]
+    fn the_environment_is_read() {
+        let bundle = tempfile::tempdir().unwrap();
+        std::fs::create_dir(bundle.path().join("rootfs")).unwrap();
+        let config = serde_json::json!({
+            "root": {"path": "rootfs"},
+            "process": {"cwd": "/work", "env": ["LD_LIBRARY_PATH=/a:/b", "EMPTY="], "args": ["sh"]},
+        });
+        std::fs::write(bundle.path().join("config.json"), config.to_string()).unwrap();
+        let state = serde_json::json!({"bundle": bundle.path()}).to_string();
+        let process = read(state.as_bytes()).unwrap().process;
+        assert_eq!(process.cwd, Path::new("/work"));
+        assert_eq!(process.env, ["LD_LIBRARY_PATH=/a:/b", "EMPTY="]);
+    }
+
+    #[test]
     fn what_is_no_state_or_no_configuration_is_named() {
-        assert!(matches!(root(b""), Err(ContainerError::State(_))));
+        assert!(matches!(read(b""), Err(ContainerError::State(_))));
         assert!(matches!(
-            root(b"{\"bundle\": 7}"),
+            read(b"{\"bundle\": 7}"),
             Err(ContainerError::State(_))
         ));
-        let error = root(b"{\"bundle\": \"/nowhere\"}").unwrap_err().to_string();
+        let error = read(b"{\"bundle\": \"/nowhere\"}").unwrap_err().to_string();
         assert!(error.contains("/nowhere/config.json"), "{error}");
         let bundle = tempfile::tempdir().unwrap();
         std::fs::write(bundle.path().join("config.json"), "{}").unwrap();
         let state = serde_json::json!({"bundle": bundle.path()}).to_string();
-        let error = root(state.as_bytes()).unwrap_err();
+        let error = read(state.as_bytes()).unwrap_err();
         assert!(matches!(error, ContainerError::Config { .. }), "{error}");
     }
 }

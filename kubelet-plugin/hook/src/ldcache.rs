@@ -9,10 +9,12 @@
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use crate::rootfs::{Rootfs, RootfsError};
+use tranche_cdi_hook::rootfs::{Rootfs, RootfsError};
 
 const CONFIGURATION: &str = "/etc/ld.so.conf";
 const FOLDERS: &str = "/etc/ld.so.conf.d/00-tranche.conf";
+/// Read before ours: the loader takes the first library of a name.
+const COMPAT: &str = "/etc/ld.so.conf.d/00-compat-tranche.conf";
 const CACHE: &str = "/etc/ld.so.cache";
 /// What an image without a configuration gets.
 const INCLUDE: &[u8] = b"include /etc/ld.so.conf.d/*.conf\n";
@@ -53,6 +55,19 @@ pub fn update(root: &Rootfs, folders: &[PathBuf], ldconfig: &Path) -> Result<(),
             Ok(())
         }
         Err(e) => Err(e.into()),
+    }
+}
+
+/// Has the loader look first in the folder of this library, from the next `update` on.
+pub fn prefer_folder_of(root: &Rootfs, library: &Path) -> Result<(), RootfsError> {
+    let folder = library.parent().unwrap_or(Path::new("/"));
+    let line = [folder.as_os_str().as_encoded_bytes(), b"\n"].concat();
+    match root.write(Path::new(COMPAT), &line) {
+        Err(e) if e.is_read_only() => {
+            eprintln!("tranche-cdi-hook: {e}: the image's file system is read-only, going on");
+            Ok(())
+        }
+        done => done,
     }
 }
 

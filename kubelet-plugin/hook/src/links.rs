@@ -1,7 +1,8 @@
 //! `create-links`: the names under which programs look for the driver's libraries.
 
+use tranche_cdi_hook::rootfs::{Rootfs, RootfsError};
+
 use crate::args::Link;
-use crate::rootfs::{Rootfs, RootfsError};
 
 /// Makes the links, in order.
 pub fn create(root: &Rootfs, links: &[Link]) -> Result<(), RootfsError> {

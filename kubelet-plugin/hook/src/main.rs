@@ -1,8 +1,10 @@
-//! The createContainer hook: makes the driver's links and the loader's cache in a container's root.
+//! The createContainer hook: prepares a container's root for the driver's libraries.
 //!
 //! ```text
-//!  tranche-cdi-hook create-links --link TARGET::PATH…
-//!  tranche-cdi-hook update-ldcache --folder FOLDER… --ldconfig PROGRAM
+//!  tranche-cdi-hook create-links         the driver's links
+//!  tranche-cdi-hook cover-libraries      capped: the shim over an image's own libcuda
+//!  tranche-cdi-hook enable-cuda-compat   not capped: an image's own libcuda for forward compatibility
+//!  tranche-cdi-hook update-ldcache       the loader's cache
 //! ```
 //!
 //! The runtime runs it on the host's root with the container's state on stdin (OCI runtime spec,
@@ -15,13 +17,13 @@ mod args;
 mod container;
 mod ldcache;
 mod links;
-mod rootfs;
 
 use std::io::Read;
 use std::process::ExitCode;
 
 use args::Command;
-use rootfs::Rootfs;
+use tranche_cdi_hook::rootfs::{LONGEST_FILE, Rootfs, RootfsError};
+use tranche_cdi_hook::{compat, cover};
 
 /// Any of the hook's errors. The runtime shows it in the pod's events.
 #[derive(Debug, thiserror::Error)]
@@ -31,7 +33,9 @@ enum Error {
     #[error(transparent)]
     Container(#[from] container::ContainerError),
     #[error(transparent)]
-    Rootfs(#[from] rootfs::RootfsError),
+    Rootfs(#[from] RootfsError),
+    #[error(transparent)]
+    Cover(#[from] cover::CoverError),
     #[error(transparent)]
     Ldcache(#[from] ldcache::LdcacheError),
 }
@@ -50,13 +54,26 @@ fn run() -> Result<(), Error> {
     let command = Command::parse(std::env::args().skip(1))?;
     let mut state = Vec::new();
     std::io::stdin()
-        .take(container::LONGEST)
+        .take(LONGEST_FILE)
         .read_to_end(&mut state)
         .map_err(container::ContainerError::Stdin)?;
-    let path = container::root(&state)?;
-    let root = Rootfs::open(&path)?;
+    let container = container::read(&state)?;
+    let root = Rootfs::open(&container.root)?;
     match command {
         Command::CreateLinks { links } => links::create(&root, &links)?,
+        Command::CoverLibraries { cover } => {
+            let covered = cover::cover(&root, &container.process, &cover)?;
+            if let Some(library) = covered.compat {
+                ldcache::prefer_folder_of(&root, &library)?;
+            }
+        }
+        Command::EnableCudaCompat { node, unless } => {
+            if let (Some(node), None) = (node, root.find(&unless)?)
+                && let Some(library) = compat::usable(&root, &node)?
+            {
+                ldcache::prefer_folder_of(&root, &library.path)?;
+            }
+        }
         Command::UpdateLdcache { folders, ldconfig } => {
             ldcache::update(&root, &folders, &ldconfig)?;
         }

@@ -1,10 +1,11 @@
 //! A container's root, in which every path is resolved by the kernel and none leads out.
 
-use std::ffi::OsStr;
-use std::os::fd::{AsFd, OwnedFd};
+use std::ffi::{OsStr, OsString};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{AtFlags, Mode, OFlags, ResolveFlags};
+use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags, ResolveFlags};
 use rustix::io::Errno;
 
 /// A step in the root that failed.
@@ -28,12 +29,26 @@ impl RootfsError {
     }
 }
 
+/// A regular file in the root, all links on its way followed.
+#[derive(Debug)]
+pub struct FoundFile {
+    /// Where it is, from the root, without links.
+    pub path: PathBuf,
+    /// The open file (`O_PATH`).
+    pub fd: OwnedFd,
+    /// Which file it is: device and inode.
+    pub identity: (u64, u64),
+}
+
 /// An open root.
 #[derive(Debug)]
 pub struct Rootfs {
     path: PathBuf,
     fd: OwnedFd,
 }
+
+/// The longest file that is read, in bytes.
+pub const LONGEST_FILE: u64 = 16 << 20;
 
 const FOLDER: OFlags = OFlags::PATH.union(OFlags::DIRECTORY).union(OFlags::CLOEXEC);
 
@@ -125,7 +140,7 @@ impl Rootfs {
             Err(e) => return Err(failed(e)),
         };
         let mut content = Vec::new();
-        let mut file = std::io::Read::take(std::fs::File::from(fd), crate::container::LONGEST);
+        let mut file = std::io::Read::take(std::fs::File::from(fd), LONGEST_FILE);
         match std::io::Read::read_to_end(&mut file, &mut content) {
             Ok(_) => Ok(Some(content)),
             Err(e) => Err(failed(Errno::from_io_error(&e).unwrap_or(Errno::IO))),
@@ -156,6 +171,59 @@ impl Rootfs {
         rustix::fs::renameat(&folder, &temporary, &folder, name).map_err(failed)
     }
 
+    /// The names in a folder; none where there is no folder, or one that the container's own root
+    /// user may not read.
+    pub fn list(&self, folder: &Path) -> Result<Vec<OsString>, RootfsError> {
+        let failed = |source| RootfsError {
+            action: "list",
+            path: folder.to_owned(),
+            source,
+        };
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let fd = match self.open_in(folder, flags) {
+            Ok(fd) => fd,
+            Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP | Errno::ACCESS) => {
+                return Ok(Vec::new());
+            }
+            Err(e) => return Err(failed(e)),
+        };
+        let mut names = Vec::new();
+        for entry in Dir::new(fd).map_err(failed)? {
+            let name = OsStr::from_bytes(entry.map_err(failed)?.file_name().to_bytes()).to_owned();
+            if name != "." && name != ".." {
+                names.push(name);
+            }
+        }
+        names.sort();
+        Ok(names)
+    }
+
+    /// The regular file that a path leads to; `None` where it leads to none.
+    pub fn find(&self, path: &Path) -> Result<Option<FoundFile>, RootfsError> {
+        let failed = |source| RootfsError {
+            action: "look at",
+            path: path.to_owned(),
+            source,
+        };
+        let fd = match self.open_in(path, OFlags::PATH | OFlags::CLOEXEC) {
+            Ok(fd) => fd,
+            Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP | Errno::ACCESS) => return Ok(None),
+            Err(e) => return Err(failed(e)),
+        };
+        let stat = rustix::fs::fstat(&fd).map_err(failed)?;
+        if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
+            return Ok(None);
+        }
+        let real = rustix::fs::readlink(by_descriptor(&fd), Vec::new()).map_err(failed)?;
+        let real = Path::new(OsStr::from_bytes(real.as_bytes()));
+        let inside = real.strip_prefix(&self.path).unwrap_or(real);
+        Ok(Some(FoundFile {
+            path: Path::new("/").join(inside),
+            fd,
+            identity: (stat.st_dev, stat.st_ino),
+        }))
+    }
+
     fn place<'a>(&self, path: &'a Path) -> Result<(OwnedFd, &'a OsStr), RootfsError> {
         match (path.parent(), path.file_name()) {
             (Some(folder), Some(name)) => Ok((self.folder(folder)?, name)),
@@ -172,6 +240,12 @@ impl Rootfs {
         let how = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;
         rustix::fs::openat2(self.fd.as_fd(), inside, flags, Mode::empty(), how)
     }
+}
+
+/// A path to what a descriptor has open, whatever its name leads to by now.
+#[must_use]
+pub fn by_descriptor(fd: &OwnedFd) -> String {
+    format!("/proc/thread-self/fd/{}", fd.as_raw_fd())
 }
 
 #[cfg(test)]

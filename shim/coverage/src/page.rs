@@ -17,15 +17,21 @@ pub struct Page {
 struct Words {
     library: &'static str,
     since: &'static str,
+    /// What a capped container has of the driver beside the library.
+    beside: &'static str,
 }
 
 const CUDA: Words = Words {
     library: "libcuda.so.1",
     since: "is the CUDA version from which `cuGetProcAddress` hands it out; for what is newer than the drivers that were asked, as the headers' typedefs say; for what nobody asks for, the oldest of the headers that declares it",
+    beside: "Of the driver's other libraries a capped container has those of the capabilities `compute` and `utility`\n\
+             (`NVIDIA_DRIVER_CAPABILITIES`), without OpenCL. What takes GPU memory past this library is not mounted: OpenCL, video\n\
+             encoding and decoding, OptiX, OpenGL, Vulkan, NGX.",
 };
 const NVML: Words = Words {
     library: "libnvidia-ml.so.1",
     since: "is the CUDA version of the oldest header that declares it: 11.8 or before, 12.0, 12.9, 13.0 or 13.5",
+    beside: "In a capped container it stands before the driver's own `libnvidia-ml.so.1`, as ours of CUDA does.",
 };
 
 /// Both pages.
@@ -52,9 +58,11 @@ fn page(coverage: &Coverage<'_>, words: &Words) -> String {
          Every function that a driver exports or a header declares, from CUDA 11.8 on: {all} of them. What a driver\n\
          exports and no row is for does not pass CI (`shim/symbols check`), and on a node makes the driver an\n\
          untested one (`untestedDriver`, [attributes](attributes.md)).\n\n\
+         {beside}\n\n\
          ## What is done\n\n| class | subject | functions | what is done |\n|---|---|---|---|\n",
         library = words.library,
         all = coverage.rows.len(),
+        beside = words.beside,
     );
     for ((class, subject), description) in &coverage.subjects {
         let count = coverage

@@ -27,6 +27,10 @@ use std::sync::atomic::{AtomicU32, Ordering};
 pub use node::{Gpu, Node};
 pub use probe_client::{Answer, Probe};
 pub use steps::Traced;
+use tranche_cdi_hook::compat::DriverVersion;
+use tranche_cdi_hook::cover::{Cover, CoverError, Covered, StandIn, cover};
+use tranche_cdi_hook::libraries::Process;
+use tranche_cdi_hook::rootfs::Rootfs;
 use tranche_node::page::AccountFile;
 use tranche_shim_core::compute::{Refill, refill};
 use tranche_shim_core::{AccountPage, AccountSnapshot, CapPage, ComputePolicy, layout};
@@ -37,6 +41,13 @@ const CLAIM: &str = "5f0c2b9e-0000-4000-8000-000000000001";
 const OURS: &str = "/usr/lib/tranche";
 const PRELOAD: &str = "/etc/ld.so.preload";
 const LIBRARIES: &str = "/usr/lib/x86_64-linux-gnu";
+
+/// What a container may change of the machine's file system without changing it, and a name for each.
+const OVERLAID: [(&str, &str); 3] = [
+    ("/usr/lib", "lib"),
+    ("/etc", "etc"),
+    ("/usr/local", "local"),
+];
 
 /// A container's file system, in a mount namespace of the calling thread.
 #[derive(Debug)]
@@ -135,7 +146,7 @@ impl World {
     fn with(driver: Driver, node: Option<Arc<Node>>, folder: PathBuf) -> Self {
         mount::private_namespace();
         mount::tmpfs(&folder);
-        for (over, name) in [("/usr/lib", "lib"), ("/etc", "etc")] {
+        for (over, name) in OVERLAID {
             let (upper, work) = (folder.join(name), folder.join(format!("{name}.work")));
             fs::create_dir(&upper).unwrap();
             fs::create_dir(&work).unwrap();
@@ -236,6 +247,31 @@ impl World {
     /// No preload list: only the files at the driver's own names are the shim's.
     pub fn without_preload(&self) {
         fs::remove_file(PRELOAD).unwrap();
+    }
+
+    /// Does what the container's hook does with the image's own copies of the driver's libraries, for a
+    /// process that starts with `env`, on a node with the driver `node`.
+    pub fn cover_libraries(&self, env: &[&str], node: &str) -> Result<Covered, CoverError> {
+        let shims = ["libcuda.so", "libnvidia-ml.so"].map(|stem| StandIn {
+            stem: stem.to_owned(),
+            path: format!("{OURS}/{stem}.1").into(),
+        });
+        let real_cuda = PathBuf::from(format!("{OURS}/driver/libcuda.so.1"));
+        // A runtime has them mounted.
+        for shim in shims.iter().map(|shim| &shim.path).chain([&real_cuda]) {
+            mount::bind(shim, shim, true);
+        }
+        let process = Process {
+            cwd: "/".into(),
+            env: env.iter().map(ToString::to_string).collect(),
+        };
+        let what = Cover {
+            shims: shims.into(),
+            companions: Vec::new(),
+            real_cuda,
+            node: DriverVersion::parse(node),
+        };
+        cover(&Rootfs::open(Path::new("/")).unwrap(), &process, &what)
     }
 
     /// Adds a share of `limit` bytes (`None`: a GPU without a cap) on a GPU whose contexts take
@@ -388,9 +424,10 @@ impl Drop for World {
         if self.node.is_some() {
             mount::detach("/run".as_ref());
         }
-        for mounted in ["/usr/lib".as_ref(), "/etc".as_ref(), self.folder.as_path()] {
-            mount::detach(mounted);
+        for (mounted, _) in OVERLAID {
+            mount::detach(mounted.as_ref());
         }
+        mount::detach(&self.folder);
         let _ = fs::remove_dir(&self.folder);
     }
 }

@@ -7,6 +7,7 @@ mod closed;
 mod compute;
 mod counted;
 mod families;
+mod image;
 mod lifecycle;
 mod loading;
 mod nvml;

@@ -1,0 +1,118 @@
+//! Images that bring a libcuda of their own. Here a volume brings it, filled by an init container: the
+//! container's hook sees both alike.
+
+use anyhow::ensure;
+use serde_json::json;
+use tranche_e2e::namespace::{IDLE, Source, manifest};
+use tranche_e2e::{Case, PodHandle, Request, run, workload};
+
+const LIMIT: u64 = 3 << 30;
+
+/// A pod with a volume at `folder`, in which an init container has run `fill`.
+async fn with_own_driver(
+    case: &Case,
+    request: &Request,
+    name: &str,
+    folder: &str,
+    fill: &str,
+) -> anyhow::Result<PodHandle> {
+    let namespace = case.namespace(name).await?;
+    namespace.template("gpu", &request.spec()).await?;
+    let mut pod = manifest("pod", &[Source::Template("gpu")], &IDLE);
+    let spec = &mut pod["spec"];
+    spec["volumes"] = json!([{"name": "own", "emptyDir": {}}]);
+    let container = &mut spec["containers"][0];
+    container["env"] = json!([{"name": "LD_LIBRARY_PATH", "value": folder}]);
+    container["volumeMounts"] = json!([{"name": "own", "mountPath": folder}]);
+    let mut filler = container.clone();
+    filler["name"] = json!("filler");
+    filler["volumeMounts"][0]["mountPath"] = json!("/own");
+    filler["command"] = json!(["sh", "-euc", fill]);
+    spec["initContainers"] = json!([filler]);
+    let pod = namespace.pod_from(pod).await?;
+    pod.started().await?;
+    Ok(pod)
+}
+
+#[test]
+fn a_libcuda_of_the_image_has_the_cap_by_name_and_by_path() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let fill = "cp /usr/lib/tranche/driver/libcuda.so.1 /own/libcuda.so.1; ln -s libcuda.so.1 /own/libcuda.so";
+        let share = Request::capped("3Gi", "10");
+        let pod = with_own_driver(case, &share, "own", "/opt/own", fill).await?;
+        for preload in ["", "LD_PRELOAD=/opt/own/libcuda.so.1 "] {
+            let way = format!("{preload}tranche-workload --json fill");
+            let said = pod.say(&["sh", "-c", &way]).await?;
+            let filled: Vec<workload::Filled> = workload::lines(&said)?;
+            ensure!(
+                filled.len() == 1 && filled[0].filled == LIMIT,
+                "{way}: {filled:?}"
+            );
+        }
+        let same = "cmp /opt/own/libcuda.so.1 /usr/lib/tranche/libcuda.so.1 && ! (echo x >/opt/own/libcuda.so.1)";
+        pod.say(&["sh", "-c", same]).await?;
+        Ok(())
+    })
+}
+
+/// The library of a newer release is the node's with a byte more: it works, and is told apart.
+const NEWER: &str = "
+    from=$(ls -d /usr/lib/tranche/driver/libcuda.so.1 /usr/lib/x86_64-linux-gnu/libcuda.so.1 2>/dev/null | head -n 1)
+    cp $from /own/libcuda.so.999.1; echo newer >>/own/libcuda.so.999.1; ln -s libcuda.so.999.1 /own/libcuda.so.1";
+const COMPAT: &str = "/usr/local/cuda/compat";
+
+#[test]
+fn a_newer_libcuda_of_the_image_is_used_behind_the_shim() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let share = Request::capped("3Gi", "10");
+        let pod = with_own_driver(case, &share, "compat", COMPAT, NEWER).await?;
+        let filled = pod.fill(&[]).await?;
+        ensure!(filled.len() == 1 && filled[0].filled == LIMIT, "{filled:?}");
+        let check = format!(
+            "tail -c 6 /usr/lib/tranche/driver/libcuda.so.1 | grep -q newer && \
+             cmp {COMPAT}/libcuda.so.1 /usr/lib/tranche/libcuda.so.1"
+        );
+        pod.say(&["sh", "-c", &check]).await?;
+        Ok(())
+    })
+}
+
+#[test]
+fn a_newer_libcuda_of_the_image_is_found_first_in_an_exclusive_pod() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let pod = with_own_driver(case, &Request::exclusive(), "whole", COMPAT, NEWER).await?;
+        // Without LD_LIBRARY_PATH: by the loader's cache.
+        let maps = "
+            unset LD_LIBRARY_PATH
+            tranche-workload hold --bytes 1Mi --beat 100 >/tmp/beats & pid=$!
+            until grep -q beat /tmp/beats; do usleep 20000; done
+            grep -o '/[^ ]*libcuda[^ ]*' /proc/$pid/maps | sort -u; kill $pid";
+        let maps = pod.say(&["sh", "-c", maps]).await?;
+        ensure!(
+            maps.contains(&format!("{COMPAT}/libcuda.so.999.1")),
+            "{maps}"
+        );
+        Ok(())
+    })
+}
+
+#[test]
+fn beside_the_shim_there_is_no_library_that_policy_does_not_name() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let namespace = case.namespace("libraries").await?;
+        let pod = namespace.idle("pod", &Request::capped("3Gi", "10")).await?;
+        pod.started().await?;
+        let said = pod.say(&["find", "/usr/lib", "-name", "lib*.so*"]).await?;
+        for stem in [
+            "libnvidia-opencl",
+            "libnvidia-encode",
+            "libnvcuvid",
+            "libnvoptix",
+            "libGLX_nvidia",
+        ] {
+            ensure!(!said.contains(stem), "{stem}: {said}");
+        }
+        ensure!(said.contains("/usr/lib/tranche/libcuda.so.1"), "{said}");
+        Ok(())
+    })
+}

@@ -1,0 +1,168 @@
+//! Pods of every kind that users write have their cap: without root, with a read-only root file system, in
+//! a user namespace, with init and sidecar containers, without a shell.
+
+use anyhow::ensure;
+use serde_json::{Value, json};
+use tranche_e2e::namespace::{IDLE, Source, manifest};
+use tranche_e2e::{Case, PodHandle, Request, run, workload};
+
+const GI: u64 = 1 << 30;
+const LIMIT: u64 = 3 * GI;
+/// What the chart's own policy says that a CUDA context takes.
+const CONTEXT: u64 = GI / 2;
+
+/// A running pod with a capped share, whose manifest was changed.
+async fn changed(
+    case: &Case,
+    name: &str,
+    change: impl FnOnce(&mut Value),
+) -> anyhow::Result<PodHandle> {
+    let namespace = case.namespace(name).await?;
+    let share = Request::capped("3Gi", "10").spec();
+    namespace.template("share", &share).await?;
+    let mut pod = manifest("pod", &[Source::Template("share")], &IDLE);
+    change(&mut pod["spec"]);
+    let pod = namespace.pod_from(pod).await?;
+    pod.started().await?;
+    Ok(pod)
+}
+
+async fn is_capped(pod: &PodHandle) -> anyhow::Result<()> {
+    let filled = pod.fill(&[]).await?;
+    ensure!(filled.len() == 1 && filled[0].filled == LIMIT, "{filled:?}");
+    let shown = pod.nvidia_smi().await?;
+    ensure!(shown.len() == 1 && shown[0].1 << 20 == LIMIT, "{shown:?}");
+    Ok(())
+}
+
+/// What the Pod Security Standard `restricted` asks for.
+fn restricted() -> Value {
+    json!({
+        "runAsUser": 1000,
+        "runAsGroup": 1000,
+        "runAsNonRoot": true,
+        "allowPrivilegeEscalation": false,
+        "capabilities": {"drop": ["ALL"]},
+        "seccompProfile": {"type": "RuntimeDefault"},
+    })
+}
+
+#[test]
+fn without_root_and_without_capabilities() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let pod = changed(case, "user", |spec| {
+            spec["containers"][0]["securityContext"] = restricted();
+        })
+        .await?;
+        ensure!(pod.say(&["id", "-u"]).await?.trim() == "1000");
+        is_capped(&pod).await
+    })
+}
+
+#[test]
+fn with_a_read_only_root_file_system() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let pod = changed(case, "read-only", |spec| {
+            let mut context = restricted();
+            context["readOnlyRootFilesystem"] = json!(true);
+            spec["containers"][0]["securityContext"] = context;
+        })
+        .await?;
+        let refused = pod.exec(&["touch", "/tmp/x"]).await?;
+        ensure!(refused.code != 0, "the root can be written");
+        // The image has none: the hook made it.
+        pod.say(&["grep", "-q", "libcuda.so.1", "/etc/ld.so.cache"])
+            .await?;
+        is_capped(&pod).await
+    })
+}
+
+#[test]
+fn in_a_user_namespace() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let pod = changed(case, "users", |spec| spec["hostUsers"] = json!(false)).await?;
+        let map = pod.say(&["cat", "/proc/self/uid_map"]).await?;
+        ensure!(
+            !map.split_whitespace().eq(["0", "0", "4294967295"]),
+            "no user namespace: {map}"
+        );
+        is_capped(&pod).await
+    })
+}
+
+#[test]
+fn in_a_user_namespace_without_root_and_with_a_read_only_root() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let pod = changed(case, "both", |spec| {
+            spec["hostUsers"] = json!(false);
+            let mut context = restricted();
+            context["readOnlyRootFilesystem"] = json!(true);
+            spec["containers"][0]["securityContext"] = context;
+        })
+        .await?;
+        is_capped(&pod).await
+    })
+}
+
+#[test]
+fn init_and_sidecar_containers_have_the_pods_share() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let pod = changed(case, "containers", |spec| {
+            let container = |name: &str, script: &str| {
+                let mut container = spec["containers"][0].clone();
+                container["name"] = json!(name);
+                container["command"] = json!(["sh", "-euc", script]);
+                container
+            };
+            let init = container(
+                "init",
+                &format!("tranche-workload --json fill | grep -q '\"filled\":{LIMIT}'"),
+            );
+            let mut sidecar = container(
+                "sidecar",
+                "trap exit TERM; tranche-workload hold --bytes 1Gi --beat 100 >/tmp/beats & wait",
+            );
+            sidecar["restartPolicy"] = json!("Always");
+            spec["initContainers"] = json!([init, sidecar]);
+        })
+        .await?;
+        let held = "until grep -q beat /tmp/beats; do usleep 20000; done";
+        pod.container("sidecar")
+            .say(&["timeout", "30", "sh", "-c", held])
+            .await?;
+        let said = pod
+            .container("cuda")
+            .say(&["tranche-workload", "--json", "fill"])
+            .await?;
+        let filled: Vec<workload::Filled> = workload::lines(&said)?;
+        ensure!(
+            filled.len() == 1 && filled[0].filled == LIMIT - GI - CONTEXT,
+            "beside a sidecar that holds 1 GiB: {filled:?}"
+        );
+        Ok(())
+    })
+}
+
+/// As in a distroless image: the program is the container's only process, and nobody has made a
+/// loader's cache or configuration for it.
+#[test]
+fn without_a_shell_and_without_a_loaders_cache() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let pod = changed(case, "program", |spec| {
+            let container = &mut spec["containers"][0];
+            container["command"] = json!([
+                "tranche-workload",
+                "--json",
+                "hold",
+                "--bytes",
+                "1Gi",
+                "--beat",
+                "100"
+            ]);
+        })
+        .await?;
+        let beats = pod.beats().await?;
+        ensure!(beats[0].total == LIMIT && beats[0].held == GI, "{beats:?}");
+        Ok(())
+    })
+}

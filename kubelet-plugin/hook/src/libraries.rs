@@ -1,0 +1,503 @@
+//! Libraries of an image, where the dynamic loader looks for them.
+//!
+//! The search knows what is known before a container's first process runs: the environment that it
+//! starts with, the loader's configuration and default folders, and the folders in which images and
+//! packages bring parts of NVIDIA's driver. It does not walk the whole image. What it cannot know: an
+//! RPATH, a folder that a program names itself, a file that is copied later.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::{OsStr, OsString};
+use std::path::{Path, PathBuf};
+
+use crate::rootfs::{FoundFile, Rootfs, RootfsError};
+
+/// The first process of a container.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Process {
+    /// Its working folder.
+    pub cwd: PathBuf,
+    /// `NAME=value`.
+    pub env: Vec<String>,
+}
+
+/// A library in the root.
+#[derive(Debug)]
+pub struct Library {
+    /// The beginning of its name, as it was searched for: `libcuda.so`.
+    pub stem: String,
+    /// The folder in which it was found, maybe by a link.
+    pub folder: PathBuf,
+    /// The file.
+    pub file: FoundFile,
+}
+
+/// Why the search has no result.
+#[derive(Debug, thiserror::Error)]
+pub enum SearchError {
+    /// A step in the root.
+    #[error(transparent)]
+    Rootfs(#[from] RootfsError),
+    /// More than is looked at.
+    #[error(
+        "{folder}: more than {limit} {what} to search for copies of NVIDIA's libraries: remove \
+         folders from LD_LIBRARY_PATH or /etc/ld.so.conf"
+    )]
+    TooMany {
+        /// Where the search stopped.
+        folder: PathBuf,
+        /// Of what.
+        what: &'static str,
+        /// How many are looked at.
+        limit: usize,
+    },
+}
+
+/// The most folders that are searched, and configuration files that are read.
+const MOST_FOLDERS: usize = 4096;
+/// The most names that are looked at, in all folders together.
+const MOST_NAMES: usize = 1_000_000;
+
+/// Where the loaders of distributions look without any configuration.
+const DEFAULT: [&str; 16] = [
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/lib/x86_64-linux-gnu",
+    "/lib/aarch64-linux-gnu",
+    "/lib/i386-linux-gnu",
+    "/usr/lib",
+    "/usr/lib32",
+    "/usr/lib64",
+    "/usr/lib/x86_64-linux-gnu",
+    "/usr/lib/aarch64-linux-gnu",
+    "/usr/lib/i386-linux-gnu",
+    "/usr/local/lib",
+    "/usr/local/lib64",
+    "/usr/local/lib/x86_64-linux-gnu",
+    "/usr/local/lib/aarch64-linux-gnu",
+];
+
+/// Where images and packages bring parts of NVIDIA's driver: Debian's alternatives, the folder that
+/// Kubernetes device plugins mount, conda's `cuda-compat`.
+const BROUGHT: [&str; 7] = [
+    "/usr/lib/x86_64-linux-gnu/nvidia/current",
+    "/usr/lib/aarch64-linux-gnu/nvidia/current",
+    "/usr/local/nvidia/lib",
+    "/usr/local/nvidia/lib64",
+    "/opt/conda/lib",
+    "/opt/conda/lib/stubs",
+    "/opt/conda/cuda-compat",
+];
+
+/// In a folder of a CUDA toolkit. `*` is any one folder.
+const TOOLKIT: [&str; 8] = [
+    "compat",
+    "compat/*",
+    "lib",
+    "lib/stubs",
+    "lib64",
+    "lib64/stubs",
+    "targets/*/lib",
+    "targets/*/lib/stubs",
+];
+
+/// Variables that name the folder of a CUDA toolkit or a conda environment.
+const TOOLKIT_VARIABLES: [&str; 3] = ["CUDA_HOME", "CUDA_PATH", "CUDA_ROOT"];
+
+const CONFIGURATION: &str = "/etc/ld.so.conf";
+
+/// The folders in which a container's programs may find a library without naming it by path.
+pub fn folders(root: &Rootfs, process: &Process) -> Result<Vec<PathBuf>, SearchError> {
+    let mut folders: Vec<PathBuf> = Vec::new();
+    for folder in process.library_path() {
+        folders.extend(with_library_token(&folder));
+    }
+    folders.extend(configured(root)?);
+    folders.extend(DEFAULT.iter().chain(&BROUGHT).map(PathBuf::from));
+    let mut toolkits = expand(root, Path::new("/usr/local/cuda*"))?;
+    toolkits.extend(expand(root, Path::new("/opt/cuda*"))?);
+    for variable in TOOLKIT_VARIABLES {
+        toolkits.extend(
+            process
+                .variable(variable)
+                .map(|value| process.absolute(value)),
+        );
+    }
+    for toolkit in toolkits {
+        for inside in TOOLKIT {
+            folders.extend(expand(root, &toolkit.join(inside))?);
+        }
+    }
+    if let Some(prefix) = process.variable("CONDA_PREFIX") {
+        let prefix = process.absolute(prefix);
+        folders.extend(["lib", "lib/stubs", "cuda-compat"].map(|inside| prefix.join(inside)));
+    }
+    // glibc prefers libraries for the processor at hand.
+    let mut all = Vec::new();
+    let mut seen = BTreeSet::new();
+    for folder in folders {
+        if !seen.insert(folder.clone()) {
+            continue;
+        }
+        all.extend(expand(root, &folder.join("glibc-hwcaps/*"))?);
+        all.push(folder);
+        if all.len() > MOST_FOLDERS {
+            return Err(SearchError::TooMany {
+                folder: all.pop().unwrap_or_default(),
+                what: "folders",
+                limit: MOST_FOLDERS,
+            });
+        }
+    }
+    Ok(all)
+}
+
+/// The libraries in `folders` whose names begin with one of `stems`, each file once.
+pub fn find(
+    root: &Rootfs,
+    folders: &[PathBuf],
+    stems: &[&str],
+) -> Result<Vec<Library>, SearchError> {
+    let mut found = BTreeMap::new();
+    let mut looked_at = 0;
+    for folder in folders {
+        let names = root.list(folder)?;
+        looked_at += names.len();
+        if looked_at > MOST_NAMES {
+            return Err(SearchError::TooMany {
+                folder: folder.clone(),
+                what: "files",
+                limit: MOST_NAMES,
+            });
+        }
+        for name in names {
+            let Some(stem) = stems.iter().find(|stem| is_library(&name, stem)) else {
+                continue;
+            };
+            if let Some(file) = root.find(&folder.join(&name))? {
+                found.entry(file.path.clone()).or_insert_with(|| Library {
+                    stem: (*stem).to_owned(),
+                    folder: folder.clone(),
+                    file,
+                });
+            }
+        }
+    }
+    Ok(found.into_values().collect())
+}
+
+/// Whether a file's name is the stem, or the stem and a version.
+fn is_library(name: &OsStr, stem: &str) -> bool {
+    let rest = name.as_encoded_bytes().strip_prefix(stem.as_bytes());
+    rest.is_some_and(|rest| rest.is_empty() || rest[0] == b'.')
+}
+
+impl Process {
+    fn variable(&self, name: &str) -> Option<&str> {
+        // The last one is what the C library of most programs returns; runtimes write one.
+        self.env.iter().rev().find_map(|pair| {
+            let (key, value) = pair.split_once('=')?;
+            (key == name && !value.is_empty()).then_some(value)
+        })
+    }
+
+    fn absolute(&self, path: &str) -> PathBuf {
+        Path::new("/").join(&self.cwd).join(path)
+    }
+
+    /// The folders of `LD_LIBRARY_PATH`, and those of the libraries that `LD_PRELOAD` names by path
+    /// (ld.so(8)). An empty entry is the working folder.
+    fn library_path(&self) -> Vec<PathBuf> {
+        let path = self.variable("LD_LIBRARY_PATH").unwrap_or_default();
+        let mut folders: Vec<PathBuf> = path
+            .split([':', ';'])
+            .filter(|_| !path.is_empty())
+            .map(|entry| self.absolute(entry))
+            .collect();
+        let preloaded = self.variable("LD_PRELOAD").unwrap_or_default();
+        folders.extend(
+            preloaded
+                .split([':', ' '])
+                .filter(|library| library.contains('/'))
+                .filter_map(|library| self.absolute(library).parent().map(Path::to_owned)),
+        );
+        folders
+    }
+}
+
+/// The folder with what the loader may put in the place of `$LIB`; none with a token that only the
+/// loader knows (`$ORIGIN`, `$PLATFORM`).
+fn with_library_token(folder: &Path) -> Vec<PathBuf> {
+    let text = folder.to_string_lossy();
+    if !text.contains('$') {
+        return vec![folder.to_owned()];
+    }
+    [
+        "lib64",
+        "lib/x86_64-linux-gnu",
+        "lib/aarch64-linux-gnu",
+        "lib",
+    ]
+    .iter()
+    .map(|lib| text.replace("${LIB}", lib).replace("$LIB", lib))
+    .filter(|text| !text.contains('$'))
+    .map(PathBuf::from)
+    .collect()
+}
+
+/// The folders of the loader's configuration, with all that it includes.
+fn configured(root: &Rootfs) -> Result<Vec<PathBuf>, SearchError> {
+    let mut folders = Vec::new();
+    let mut files = vec![PathBuf::from(CONFIGURATION)];
+    let mut next = 0;
+    while let Some(file) = files.get(next).cloned() {
+        next += 1;
+        let text = root.read(&file)?.unwrap_or_default();
+        for line in String::from_utf8_lossy(&text).lines() {
+            let line = line.split('#').next().unwrap_or_default();
+            let mut words = line.split_whitespace();
+            match words.next() {
+                None | Some("hwcap") => {}
+                Some("include") => {
+                    let folder = file.parent().unwrap_or(Path::new("/"));
+                    for pattern in words {
+                        for included in expand(root, &folder.join(pattern))? {
+                            if !files.contains(&included) {
+                                files.push(included);
+                            }
+                        }
+                    }
+                }
+                Some(_) => {
+                    // Folders may be separated by colons and commas too (glibc's ldconfig.c), and
+                    // may be followed by `=TYPE`.
+                    let names = line.split([':', ',', ' ', '\t']);
+                    let names = names.map(|name| name.split('=').next().unwrap_or_default());
+                    folders.extend(
+                        names
+                            .filter(|name| name.starts_with('/'))
+                            .map(PathBuf::from),
+                    );
+                }
+            }
+            if folders.len() + files.len() > MOST_FOLDERS {
+                return Err(SearchError::TooMany {
+                    folder: file,
+                    what: "folders",
+                    limit: MOST_FOLDERS,
+                });
+            }
+        }
+    }
+    Ok(folders)
+}
+
+/// The paths that a pattern names, in which `*` and `?` stand for what they do in a shell. A path
+/// without them is its own only answer, whether it exists or not.
+fn expand(root: &Rootfs, pattern: &Path) -> Result<Vec<PathBuf>, RootfsError> {
+    let mut paths = vec![PathBuf::new()];
+    for component in pattern {
+        let bytes = component.as_encoded_bytes();
+        if !bytes.iter().any(|byte| b"*?".contains(byte)) {
+            paths.iter_mut().for_each(|path| path.push(component));
+            continue;
+        }
+        let mut longer = Vec::new();
+        for path in paths {
+            let names: Vec<OsString> = root.list(&path)?;
+            let matching = names
+                .iter()
+                .filter(|name| matches(bytes, name.as_encoded_bytes()));
+            longer.extend(matching.map(|name| path.join(name)));
+        }
+        paths = longer;
+    }
+    Ok(paths)
+}
+
+fn matches(pattern: &[u8], name: &[u8]) -> bool {
+    match (pattern.split_first(), name.split_first()) {
+        (None, None) => true,
+        (Some((b'*', rest)), _) => {
+            matches(rest, name) || (!name.is_empty() && matches(pattern, &name[1..]))
+        }
+        (Some((b'?', rest)), Some((_, others))) => matches(rest, others),
+        (Some((byte, rest)), Some((other, others))) => byte == other && matches(rest, others),
+        _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    /// A root with files, and links `path -> target`.
+    fn image(list: &[&str]) -> (tempfile::TempDir, Rootfs) {
+        let dir = tempfile::tempdir().unwrap();
+        for line in list {
+            let (path, target) = line
+                .split_once(" -> ")
+                .map_or((*line, None), |(p, t)| (p, Some(t)));
+            let path = dir.path().join(path.trim_start_matches('/'));
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            match target {
+                Some(target) => symlink(target, path).unwrap(),
+                None => std::fs::write(path, line).unwrap(),
+            }
+        }
+        let root = Rootfs::open(dir.path()).unwrap();
+        (dir, root)
+    }
+
+    fn process(env: &[&str]) -> Process {
+        Process {
+            cwd: "/work".into(),
+            env: env.iter().map(ToString::to_string).collect(),
+        }
+    }
+
+    fn found(root: &Rootfs, env: &[&str]) -> Vec<String> {
+        let folders = folders(root, &process(env)).unwrap();
+        find(root, &folders, &["libcuda.so", "libnvidia-ml.so"])
+            .unwrap()
+            .iter()
+            .map(|library| library.file.path.to_str().unwrap().to_owned())
+            .collect()
+    }
+
+    #[test]
+    fn what_images_bring_is_found_once_each() {
+        let (_dir, root) = image(&[
+            "/usr/local/cuda-12.9/compat/libcuda.so.575.57.08",
+            "/usr/local/cuda-12.9/compat/libcuda.so.1 -> libcuda.so.575.57.08",
+            "/usr/local/cuda-12.9/compat/libcuda.so -> libcuda.so.1",
+            "/usr/local/cuda-12.9/compat/libnvidia-ptxjitcompiler.so.575.57.08",
+            "/usr/local/cuda -> cuda-12.9",
+            "/usr/local/cuda-12.9/lib64 -> targets/x86_64-linux/lib",
+            "/usr/local/cuda-12.9/targets/x86_64-linux/lib/stubs/libcuda.so",
+            "/usr/local/cuda-12.9/targets/x86_64-linux/lib/stubs/libnvidia-ml.so",
+            "/usr/local/cuda-12.9/targets/x86_64-linux/lib/libcudart.so.12",
+            "/usr/local/cuda-11/compat/lib.real/libcuda.so.470.82.01",
+            "/usr/lib/x86_64-linux-gnu/libcuda.so.1",
+            "/lib -> usr/lib",
+            "/usr/local/nvidia/lib64/libnvidia-ml.so.1",
+        ]);
+        assert_eq!(
+            found(&root, &[]),
+            [
+                "/usr/lib/x86_64-linux-gnu/libcuda.so.1",
+                "/usr/local/cuda-11/compat/lib.real/libcuda.so.470.82.01",
+                "/usr/local/cuda-12.9/compat/libcuda.so.575.57.08",
+                "/usr/local/cuda-12.9/targets/x86_64-linux/lib/stubs/libcuda.so",
+                "/usr/local/cuda-12.9/targets/x86_64-linux/lib/stubs/libnvidia-ml.so",
+                "/usr/local/nvidia/lib64/libnvidia-ml.so.1",
+            ]
+        );
+    }
+
+    #[test]
+    fn the_environments_folders_are_searched() {
+        let (_dir, root) = image(&[
+            "/a/libcuda.so",
+            "/work/b/libcuda.so.1",
+            "/work/libnvidia-ml.so.1",
+            "/c/glibc-hwcaps/x86-64-v3/libcuda.so.1",
+            "/d/lib64/libcuda.so.1",
+            "/home/cuda/compat/libcuda.so.1",
+            "/env/cuda-compat/libcuda.so.1",
+            "/p/libcuda.so.5",
+            "/p/libcuda.so.5.orig",
+            "/unnamed/libcuda.so",
+        ]);
+        let found = found(
+            &root,
+            &[
+                "LD_LIBRARY_PATH=/nowhere",
+                "LD_LIBRARY_PATH=/a:b;:/c:/d/$LIB:/e/$ORIGIN",
+                "LD_PRELOAD=libx.so /p/libcuda.so.5",
+                "CUDA_HOME=/home/cuda",
+                "CONDA_PREFIX=/env",
+            ],
+        );
+        assert_eq!(
+            found,
+            [
+                "/a/libcuda.so",
+                "/c/glibc-hwcaps/x86-64-v3/libcuda.so.1",
+                "/d/lib64/libcuda.so.1",
+                "/env/cuda-compat/libcuda.so.1",
+                "/home/cuda/compat/libcuda.so.1",
+                "/p/libcuda.so.5",
+                "/p/libcuda.so.5.orig",
+                "/work/b/libcuda.so.1",
+                "/work/libnvidia-ml.so.1",
+            ]
+        );
+    }
+
+    #[test]
+    fn the_loaders_configuration_is_searched_with_what_it_includes() {
+        let (dir, root) = image(&[
+            "/a/libcuda.so.1",
+            "/b/libcuda.so.1",
+            "/c/libcuda.so.1",
+            "/d/libcuda.so.1",
+        ]);
+        let write = |path: &str, text: &str| {
+            let path = dir.path().join(path);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, text).unwrap();
+        };
+        write(
+            "etc/ld.so.conf",
+            "include ld.so.conf.d/*.conf /etc/more\n/a # not /z\nhwcap 0 nosegneg\n",
+        );
+        write("etc/ld.so.conf.d/x.conf", "/b=libc6\n");
+        write("etc/ld.so.conf.d/y.not", "/nowhere\n");
+        // It includes itself, as an image may have it by mistake.
+        write("etc/more", "include /etc/more\n/c:/d\n");
+        assert_eq!(
+            found(&root, &[]),
+            ["/a", "/b", "/c", "/d"].map(|folder| format!("{folder}/libcuda.so.1"))
+        );
+    }
+
+    #[test]
+    fn links_that_lead_out_of_the_root_or_nowhere_find_nothing() {
+        let host = tempfile::tempdir().unwrap();
+        std::fs::write(host.path().join("libcuda.so.1"), "the host's").unwrap();
+        let (dir, root) = image(&["/a/libcuda.so -> gone", "/usr/local/cuda -> cuda"]);
+        symlink(host.path(), dir.path().join("b")).unwrap();
+        std::fs::create_dir(dir.path().join("a/libcuda.so.1")).unwrap();
+        let env = ["LD_LIBRARY_PATH=/a:/b:/../../../b"];
+        assert_eq!(found(&root, &env), Vec::<String>::new());
+    }
+
+    #[test]
+    fn the_search_is_bounded() {
+        let (_dir, root) = image(&[]);
+        let path: Vec<_> = (0..=MOST_FOLDERS).map(|n| format!("/{n}")).collect();
+        let env = format!("LD_LIBRARY_PATH={}", path.join(":"));
+        let error = folders(&root, &process(&[&env])).unwrap_err().to_string();
+        assert!(error.contains("LD_LIBRARY_PATH"), "{error}");
+    }
+
+    #[test]
+    fn patterns_match_as_in_a_shell() {
+        for (pattern, name, matched) in [
+            ("*", "x", true),
+            ("*.conf", "a.conf", true),
+            ("*.conf", "a.conf.bak", false),
+            ("a?c*", "abc", true),
+            ("a?c", "ac", false),
+        ] {
+            assert_eq!(
+                matches(pattern.as_bytes(), name.as_bytes()),
+                matched,
+                "{pattern} {name}"
+            );
+        }
+    }
+}
