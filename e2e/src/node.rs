@@ -85,6 +85,23 @@ impl Node {
         ))
     }
 
+    /// Kills the node plugin while it prepares a claim: its journal is there, and its CDI spec is not yet. The plugin
+    /// is stopped while the files are counted, so that the count still holds when it is killed.
+    pub async fn kill_plugin_in_a_prepare(&self) -> anyhow::Result<()> {
+        let script = format!(
+            "pid=$(pgrep -f '^/usr/bin/tranche-kubelet-plugin')
+             until kill -STOP $pid && [ $(ls {PLUGIN_DIR}/claims | wc -l) -gt \
+                     $(find /var/run/cdi -name '*-claim-*' | wc -l) ]; do
+                 kill -CONT $pid
+             done
+             kill -KILL $pid"
+        );
+        tokio::time::timeout(wait::USUAL, self.shell(&script))
+            .await
+            .context("the plugin was not seen in a Prepare")??;
+        Ok(())
+    }
+
     /// Kills the node plugin without a warning.
     pub async fn kill_plugin(&self) -> anyhow::Result<()> {
         self.shell("kill -KILL $(pgrep -f '^/usr/bin/tranche-kubelet-plugin')")

@@ -12,8 +12,6 @@ use serde_json::json;
 use tranche_e2e::{Case, Request, SYSTEM, run, system, wait};
 
 const PODS: usize = 50;
-/// Prepares seen on the node before the plugin is killed.
-const BEGUN: usize = 5;
 /// Enough for a burst on two cores, and the kubelet's pause before it starts a container again.
 const BURST: Duration = Duration::from_mins(3);
 /// When the kubelet wipes the slices of a plugin that is gone: 30 s after its connection dropped.
@@ -50,18 +48,7 @@ fn killed_in_fifty_prepares_all_pods_start_and_nothing_is_left() -> anyhow::Resu
             .buffered(10)
             .try_collect()
             .await?;
-        wait::for_answer("the first prepares", wait::USUAL, async || {
-            let journals = case
-                .node
-                .shell(&format!(
-                    "ls {}/claims | wc -l",
-                    tranche_e2e::node::PLUGIN_DIR
-                ))
-                .await?;
-            Ok((journals.trim().parse::<usize>()? >= BEGUN).then_some(()))
-        })
-        .await?;
-        case.node.kill_plugin().await?;
+        case.node.kill_plugin_in_a_prepare().await?;
         let begun = case.node.claim_files().await?;
         println!("killed with {} files of claims on the node", begun.len());
         for pod in &pods {
