@@ -46,6 +46,7 @@ unit: shim simulator ## unit, property and contract tests, without a cluster
 	cargo build -p tranche-bench -p tranche-shim-tests
 	shim/tests/install-tools
 	cargo test --workspace --exclude tranche-e2e
+	shim/core/deep-check loom
 	cargo test --manifest-path driver/cdi-oracle/Cargo.toml --target-dir target/cdi-oracle
 	simulator/test-clients
 
