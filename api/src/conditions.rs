@@ -7,6 +7,10 @@ use k8s_openapi::jiff::Timestamp;
 
 /// The node's driver answers and its files are complete. Written by the plugin.
 pub const DRIVER_READY: &str = "DriverReady";
+/// No other device plugin or DRA driver on the node offers its GPUs. Written by the plugin.
+pub const SOLE_PROVIDER: &str = "SoleProvider";
+/// Every GPU is offered in every tier of its policy. Written by the controller.
+pub const ALL_OFFERED: &str = "AllOffered";
 
 /// A condition without its time.
 #[derive(Clone, Debug, PartialEq, Eq)]

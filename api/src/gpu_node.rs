@@ -1,9 +1,9 @@
 //! `GpuNode`: what a node's hardware and driver can do, as its plugin reads it from NVML.
 //!
 //! Cluster-scoped, named after the node and owned by it. Two writers share the status, each with
-//! its own field manager: the plugin writes `inventory` and `registration`, the controller
-//! `published`, and each its own `conditions`. The hardware's part has no policy in it; what of the
-//! policies the node itself needs comes back to it in `published.gpus`.
+//! its own field manager: the plugin writes `inventory`, `withheld` and `registration`, the
+//! controller `published`, and each its own `conditions`. The hardware's part has no policy in it;
+//! what of the policies the node itself needs comes back to it in `published.gpus`.
 //!
 //! What the schema lets pass, the types here can hold: one object that does not decode would blind
 //! a watch to all nodes.
@@ -15,6 +15,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::quantity::{Quantity, bytes_schema};
 use crate::sharing_policy::OnBypass;
+use crate::withheld::WithheldGpu;
 
 /// Nothing to configure: the object only reports.
 #[derive(CustomResource, Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -31,6 +32,7 @@ use crate::sharing_policy::OnBypass;
     printcolumn = r#"{"name": "Product", "type": "string", "jsonPath": ".status.inventory.gpus[0].productName"}"#,
     printcolumn = r#"{"name": "Driver", "type": "string", "jsonPath": ".status.inventory.driverVersion"}"#,
     printcolumn = r#"{"name": "Epoch", "type": "integer", "jsonPath": ".status.registration.epoch"}"#,
+    printcolumn = r#"{"name": "Withheld", "type": "integer", "jsonPath": ".status.published.withheldCount"}"#,
     printcolumn = r#"{"name": "Slices", "type": "integer", "jsonPath": ".status.published.sliceCount"}"#,
     printcolumn = r#"{"name": "Problem", "type": "string", "jsonPath": ".status.published.problem"}"#,
     printcolumn = r#"{"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"}"#
@@ -45,13 +47,18 @@ pub struct GpuNodeStatus {
     /// with: the condition `DriverReady` says why.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub inventory: Option<Inventory>,
+    /// GPUs that the node found must not be offered, and why, written by the node's plugin.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(extend("x-kubernetes-list-type" = "atomic"))]
+    pub withheld: Vec<WithheldGpu>,
     /// The plugin's newest registration with the kubelet, written by the node's plugin.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub registration: Option<Registration>,
     /// The ResourceSlices that stand for this node, written by the controller.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub published: Option<Published>,
-    /// `DriverReady`, written by the node's plugin.
+    /// `DriverReady` and `SoleProvider`, written by the node's plugin, and `AllOffered`, written by
+    /// the controller.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(extend(
         "x-kubernetes-list-type" = "map",
@@ -136,6 +143,21 @@ pub struct Gpu {
     /// Whether the GPU can be partitioned (`nvmlDeviceGetMigMode` is supported).
     #[serde(default)]
     pub mig_capable: bool,
+    /// Whether MIG mode is on now, and whether it will be after the next reset of the GPU.
+    #[serde(default)]
+    pub mig_mode: MigMode,
+}
+
+/// `nvmlDeviceGetMigMode`. Both are false on a GPU that cannot be partitioned.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct MigMode {
+    /// The mode in which the GPU is.
+    #[serde(default)]
+    pub current: bool,
+    /// The mode in which the GPU will be after its next reset.
+    #[serde(default)]
+    pub pending: bool,
 }
 
 /// The plugin's newest registration with the kubelet.
@@ -163,13 +185,21 @@ pub struct Published {
     #[serde(default)]
     #[schemars(range(max = 4_294_967_295_u32))]
     pub slice_count: u32,
-    /// Why the pool is not published as wanted (an invalid policy, a feature gate that dropped
-    /// fields), empty when it is.
+    /// Why the pool is not published as wanted (a feature gate that dropped fields, say), empty
+    /// when it is.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub problem: String,
     /// What the policies ask of the node itself, for each GPU of the inventory, by UUID.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub gpus: Vec<PublishedGpu>,
+    /// All that the node has and that is not offered: what the node withholds, and what a
+    /// SharingPolicy or the GPU's description rules out.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub withheld: Vec<WithheldGpu>,
+    /// How many GPUs `withheld` speaks of, for people: printed columns cannot count.
+    #[serde(default)]
+    #[schemars(range(max = 4_294_967_295_u32))]
+    pub withheld_count: u32,
 }
 
 /// What the policies ask of the node itself for one GPU. The plugin reads it here and knows no

@@ -6,6 +6,7 @@
 //!  quantity ──────► exact arithmetic on Kubernetes quantities, in Go's canonical form
 //!  share_config ──► the opaque parameters of a claim or class        (user  -> node)
 //!  gpu_node ──────► what a node's hardware can do                    (node  -> controller)
+//!  withheld ──────► which GPUs are not offered, and why              (node, controller -> people)
 //!  conditions ────► the node's conditions in the Kubernetes style    (node, controller -> people)
 //!  sharing_policy ► what the cluster's admin offers of it            (admin -> controller)
 //!  reference ─────► the page that lists the vocabulary
@@ -16,15 +17,18 @@
 
 pub mod conditions;
 pub mod gpu_node;
+#[macro_use]
 pub mod names;
 pub mod quantity;
 pub mod reference;
 pub mod share_config;
 pub mod sharing_policy;
 pub mod tier;
+pub mod withheld;
 
 pub use gpu_node::{GpuNode, GpuNodeSpec, GpuNodeStatus};
 pub use quantity::Quantity;
 pub use share_config::ShareConfig;
 pub use sharing_policy::{SharingPolicy, SharingPolicySpec};
 pub use tier::Tier;
+pub use withheld::WithheldGpu;

@@ -37,8 +37,8 @@ macro_rules! vocabulary {
     ($(#[doc = $table:literal])* $ALL:ident; $($NAME:ident = $name:literal, $kind:literal, $example:literal: $meaning:literal;)*) => {
         $(#[doc = $meaning] pub const $NAME: &str = $name;)*
         $(#[doc = $table])*
-        pub const $ALL: &[super::Entry] = &[
-            $(super::Entry { name: $name, kind: $kind, example: $example, meaning: $meaning },)*
+        pub const $ALL: &[$crate::names::Entry] = &[
+            $($crate::names::Entry { name: $name, kind: $kind, example: $example, meaning: $meaning },)*
         ];
     };
 }
@@ -85,7 +85,7 @@ pub mod taint {
     vocabulary! {
         /// All of them.
         ALL;
-        WITHDRAWN = "gpu.tranche.dev/withdrawn", "NoSchedule", "": "The device is offered no longer and held still; it goes with its last claim.";
+        WITHDRAWN = "gpu.tranche.dev/withdrawn", "NoSchedule", "": "The device is no longer offered but still allocated; it is removed after its last claim.";
         UNTESTED_DRIVER = "gpu.tranche.dev/untested-driver", "NoSchedule", "": "The node's driver has functions that this release does not know (`untestedDriver`), and the SharingPolicy's `capped.untestedDriver` is `Taint`.";
     }
 }

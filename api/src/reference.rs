@@ -4,6 +4,7 @@ use std::fmt::Write as _;
 
 use crate::names::{DRIVER, Entry, attribute, capacity, taint};
 use crate::tier::Tier;
+use crate::withheld::reason;
 
 /// `docs/reference/attributes.md`.
 #[must_use]
@@ -76,6 +77,28 @@ A claim takes a device with a taint only if it tolerates it.
         meaning,
         ..
     } in taint::ALL
+    {
+        row(&mut page, &[&format!("`{name}`"), kind, meaning]);
+    }
+    page.push_str(
+        "
+## GPUs that are not offered
+
+`kubectl get gpunode NODE -o yaml` lists under `status.published.withheld` every GPU of which not all
+is offered that its SharingPolicy asks for, with the tiers (all where none is named), a reason and a
+message that says what to do. A device that a claim holds stays published with the taint
+`gpu.tranche.dev/withdrawn` until the claim is released.
+
+| reason | found by | meaning |
+|---|---|---|
+",
+    );
+    for Entry {
+        name,
+        kind,
+        meaning,
+        ..
+    } in reason::ALL
     {
         row(&mut page, &[&format!("`{name}`"), kind, meaning]);
     }

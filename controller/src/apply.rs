@@ -7,19 +7,21 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use k8s_openapi::api::core::v1::{ObjectReference, Pod};
+use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::api::resource::v1::{ResourceClaim, ResourceSlice};
 use kube::api::{DeleteParams, ListParams, Patch, PatchParams, PostParams, Preconditions};
 use kube::runtime::events::{Event, EventType, Recorder, Reporter};
 use kube::{Api, Client, ResourceExt};
 use serde_json::json;
+use tranche_api::GpuNode;
 use tranche_api::gpu_node::Published;
 use tranche_api::names::{API_VERSION, DRIVER, pool};
-use tranche_api::{GpuNode, SharingPolicy};
 
 use crate::clock::Clock;
+use crate::index::NodeView;
 use crate::leader::Leadership;
 use crate::metrics::{Metrics, Outcome, Verb};
+use crate::offered::{self, News};
 use crate::pool::Write;
 use crate::withdrawn::Held;
 
@@ -191,13 +193,22 @@ impl Executor {
         }
     }
 
-    /// Writes `status.published`; returns the object as it is stored.
-    pub async fn record(&self, node: &str, published: &Published) -> Result<GpuNode, ApplyError> {
+    /// Writes `status.published` and the condition that goes with it, and returns the object as it is
+    /// stored.
+    pub async fn record(
+        &self,
+        view: &NodeView,
+        published: &Published,
+    ) -> Result<GpuNode, ApplyError> {
+        let node = &view.name;
+        let status = view.gpu_node.as_ref().and_then(|g| g.status.as_ref());
+        let stored = status.map_or(&[][..], |status| &status.conditions);
+        let condition = offered::condition(published).since(stored, self.clock.now());
         let patch = json!({
             "apiVersion": API_VERSION,
             "kind": "GpuNode",
             "metadata": {"name": node},
-            "status": {"published": published},
+            "status": {"published": published, "conditions": [condition]},
         });
         let params = PatchParams::apply(MANAGER).force();
         let patch = Patch::Apply(&patch);
@@ -206,25 +217,32 @@ impl Executor {
             .await
     }
 
-    /// Tells people of a problem, on the GpuNode and on the policy that is to blame. An event that cannot be
-    /// written is not worth a retry: the problem stands in the GpuNode's status and in the log.
-    pub async fn report(&self, gpu_node: &GpuNode, policy: Option<&SharingPolicy>, problem: &str) {
+    /// Tells people what changed, on the GpuNode and on the policy that has to change. An event that cannot be
+    /// written is not worth a retry: the GpuNode's status and the log say the same.
+    pub async fn tell(&self, view: &NodeView, news: &News) {
         use kube::Resource;
-        let node = gpu_node.name_any();
-        let mut regarding: Vec<ObjectReference> = vec![gpu_node.object_ref(&())];
-        regarding.extend(policy.map(|policy| policy.object_ref(&())));
-        for object in regarding {
-            let event = Event {
-                type_: EventType::Warning,
-                reason: "NotPublished".to_owned(),
-                // The API's limit is 1024 bytes.
-                note: Some(problem.chars().take(900).collect()),
-                action: "Publish".to_owned(),
-                secondary: None,
-            };
+        let gpu_node = view.gpu_node.as_ref().map(|node| node.object_ref(&()));
+        let policy = view
+            .policies
+            .iter()
+            .find(|policy| policy.metadata.name.is_some() && policy.metadata.name == news.policy)
+            .map(|policy| policy.object_ref(&()));
+        let event = Event {
+            type_: if news.warning {
+                EventType::Warning
+            } else {
+                EventType::Normal
+            },
+            reason: news.reason.to_owned(),
+            // The API's limit is 1024 bytes.
+            note: Some(news.note.chars().take(900).collect()),
+            action: news.action.clone(),
+            secondary: None,
+        };
+        for object in gpu_node.into_iter().chain(policy) {
             let request = self.recorder.publish(&event, &object);
-            if let Err(error) = self.send(Verb::Create, "events", &node, request).await {
-                tracing::warn!(node, %error, "cannot write an event");
+            if let Err(error) = self.send(Verb::Create, "events", &view.name, request).await {
+                tracing::warn!(node = view.name, %error, "cannot write an event");
             }
         }
     }

@@ -12,7 +12,7 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::Instrument;
-use tranche_api::SharingPolicy;
+use tranche_api::gpu_node::Published;
 
 use crate::apply::{ApplyError, Executor, Written};
 use crate::feed::Feed;
@@ -21,6 +21,7 @@ use crate::index::{Index, Mark, NodeView};
 use crate::leader::Leadership;
 use crate::metrics::Metrics;
 use crate::mirror::{Version, version};
+use crate::offered;
 use crate::pool::{Memory, Write};
 use crate::queue::Queue;
 use crate::reconcile::{Evidence, Step, reconcile};
@@ -235,30 +236,13 @@ impl Controller {
         }
         self.working.insert(node.clone(), self.index.mark());
         let span = tracing::info_span!("step", node);
-        let policy = decision.policy.and_then(|name| {
-            view.policies
-                .iter()
-                .find(|p| p.metadata.name.as_ref() == Some(&name))
-                .cloned()
-        });
-        let step = execute(
-            self.executor.clone(),
-            view,
-            decision.step,
-            policy,
-            memory,
-            began,
-        );
+        let step = execute(self.executor.clone(), view, decision.step, memory, began);
         self.steps.spawn(step.instrument(span));
     }
 
     fn note(&self, view: &NodeView) {
-        let problem = view
-            .gpu_node
-            .as_ref()
-            .and_then(|g| g.status.as_ref()?.published.as_ref())
-            .is_some_and(|p| !p.problem.is_empty());
-        self.metrics.node(&view.name, view.slices.len(), problem);
+        self.metrics
+            .node(&view.name, view.slices.len(), published(view));
     }
 
     fn finish(&mut self, report: Report) {
@@ -310,12 +294,17 @@ impl Controller {
     }
 }
 
+/// What is recorded of a node.
+fn published(view: &NodeView) -> Option<&Published> {
+    let status = view.gpu_node.as_ref()?.status.as_ref()?;
+    status.published.as_ref()
+}
+
 /// Executes a step up to the first failure.
 async fn execute(
     executor: Executor,
     view: NodeView,
     step: Step,
-    policy: Option<SharingPolicy>,
     mut memory: Memory,
     began: Instant,
 ) -> Report {
@@ -324,34 +313,30 @@ async fn execute(
     let result = match step {
         Step::Nothing => Ok(()),
         Step::Slices(writes) => write_all(&executor, writes, &mut memory, &mut echoes).await,
-        Step::Record(published) => {
-            let known = view
-                .gpu_node
-                .as_ref()
-                .and_then(|g| g.status.as_ref()?.published.as_ref());
-            let problem = published.problem.clone();
-            let is_news = !problem.is_empty() && known.is_none_or(|p| p.problem != problem);
-            match executor.record(&view.name, &published).await {
-                Err(error) => Err(error),
-                Ok(stored) => {
-                    echoes.push(Echo::GpuNode(version(&stored)));
-                    let status = stored.status.unwrap_or_default();
-                    memory.recorded(&published, &status.published.unwrap_or_default());
-                    tracing::info!(
-                        epoch = published.epoch,
-                        generation = published.pool_generation,
-                        slices = published.slices.len(),
-                        problem,
-                        "recorded"
-                    );
-                    if let (true, Some(gpu_node)) = (is_news, &view.gpu_node) {
-                        tracing::warn!(problem, "not published as wanted");
-                        executor.report(gpu_node, policy.as_ref(), &problem).await;
+        Step::Record(record) => match executor.record(&view, &record).await {
+            Err(error) => Err(error),
+            Ok(stored) => {
+                echoes.push(Echo::GpuNode(version(&stored)));
+                let status = stored.status.unwrap_or_default();
+                memory.recorded(&record, &status.published.unwrap_or_default());
+                tracing::info!(
+                    epoch = record.epoch,
+                    generation = record.pool_generation,
+                    slices = record.slices.len(),
+                    withheld = record.withheld_count,
+                    problem = record.problem,
+                    "recorded"
+                );
+                let before = published(&view).cloned().unwrap_or_default();
+                for news in offered::news(&before, &record) {
+                    if news.warning {
+                        tracing::warn!("{}", news.note);
                     }
-                    Ok(())
+                    executor.tell(&view, &news).await;
                 }
+                Ok(())
             }
-        }
+        },
         Step::ListClaims => executor.held(&view.name).await.map(|held| {
             learned = Some(Learned::Held(held));
         }),

@@ -28,6 +28,7 @@ pub mod index;
 pub mod leader;
 pub mod metrics;
 pub mod mirror;
+pub mod offered;
 pub mod pool;
 pub mod queue;
 pub mod reconcile;

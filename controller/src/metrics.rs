@@ -11,6 +11,7 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::{Registry, Unit};
+use tranche_api::gpu_node::Published;
 
 /// The kind of a write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -100,6 +101,7 @@ pub struct Metrics {
     reconciles: Histogram,
     slices: Family<NodeLabels, Gauge>,
     problems: Family<NodeLabels, Gauge>,
+    withheld: Family<NodeLabels, Gauge>,
     lists: Family<WatchLabels, Counter>,
     watch_errors: Family<WatchLabels, Counter>,
     leader: Gauge<i64, AtomicI64>,
@@ -130,6 +132,12 @@ impl Default for Metrics {
             "1 for a node whose pool is not published as wanted",
             problems.clone(),
         );
+        let withheld = Family::default();
+        registry.register(
+            "withheld_gpus",
+            "GPUs of a node of which not everything is offered that the policy asks for",
+            withheld.clone(),
+        );
         let lists = Family::default();
         registry.register("lists", "Complete lists taken in", lists.clone());
         let watch_errors = Family::default();
@@ -142,6 +150,7 @@ impl Default for Metrics {
             reconciles,
             slices,
             problems,
+            withheld,
             lists,
             watch_errors,
             leader,
@@ -167,19 +176,23 @@ impl Metrics {
     }
 
     /// Notes how a node stands; a node that is gone leaves no series.
-    pub fn node(&self, node: &str, slices: usize, problem: bool) {
+    pub fn node(&self, node: &str, slices: usize, published: Option<&Published>) {
         let labels = NodeLabels {
             node: node.to_owned(),
         };
-        if slices == 0 && !problem {
+        let problem = published.is_some_and(|published| !published.problem.is_empty());
+        let withheld = published.map_or(0, |published| published.withheld_count);
+        if slices == 0 && !problem && withheld == 0 {
             self.slices.remove(&labels);
             self.problems.remove(&labels);
+            self.withheld.remove(&labels);
             return;
         }
         self.slices
             .get_or_create(&labels)
             .set(i64::try_from(slices).unwrap_or(i64::MAX));
         self.problems.get_or_create(&labels).set(i64::from(problem));
+        self.withheld.get_or_create(&labels).set(withheld.into());
     }
 
     /// Counts a complete list of a watch.

@@ -21,8 +21,8 @@
 //! plugin knows that it is alive. So slices are created for a registration that has not been
 //! published yet, and never again for the same one: once `published.epoch` equals the registration's,
 //! a missing slice means that somebody removed it, and the plugin, if it lives, asks by a new epoch.
-//! A request that is older than the kubelet's patience with a plugin that is gone (this controller was away, or
-//! the policy was broken) is taken only when the node plugin's pod is ready: the wipe that would remove
+//! A request that is older than the kubelet's patience with a plugin that is gone (this controller was
+//! away) is taken only when the node plugin's pod is ready: the wipe that would remove
 //! a dead plugin's slices may be over already.
 //! The record follows the slices and precedes the removal of obsolete ones: whatever the record
 //! names has existed, and nothing that it names is removed by us while the pool stands.
@@ -35,10 +35,12 @@ use k8s_openapi::api::resource::v1::ResourceSlice;
 use kube::ResourceExt;
 use tranche_api::GpuNode;
 use tranche_api::gpu_node::{Inventory, Published, PublishedGpu, Registration};
+use tranche_api::{GpuNodeStatus, withheld};
 use tranche_driver::policy;
-use tranche_driver::slices::{self, NodeInput, PlanError};
+use tranche_driver::slices::{self, NodeInput};
 
 use crate::index::NodeView;
+use crate::offered;
 use crate::pool::{self, Difference, Memory, Write};
 use crate::withdrawn::{self, Held};
 
@@ -73,17 +75,11 @@ pub struct Decision {
     pub step: Step,
     /// When to look again although nothing changed.
     pub again: Option<Duration>,
-    /// The SharingPolicy to blame for `published.problem`.
-    pub policy: Option<String>,
 }
 
 impl Decision {
     fn only(step: Step) -> Self {
-        Self {
-            step,
-            again: None,
-            policy: None,
-        }
+        Self { step, again: None }
     }
 
     fn delete_all(view: &NodeView) -> Self {
@@ -183,13 +179,24 @@ pub fn reconcile(
         uid: node.metadata.uid.as_deref().unwrap_or_default(),
         labels: node.labels(),
         inventory,
+        withheld: status.map_or(&[], |status| &status.withheld),
         policies: &view.policies,
         epoch: registration.epoch,
         retained: &withdrawn::retained(&view.slices, held),
     }) {
         Ok(plan) => plan,
-        // What stands is what claims were promised: it stays until the policy adds up again.
-        Err(error) => return refuse(&error, published, view, inventory),
+        // The node's name cannot name a pool: nothing was ever published.
+        Err(error) => {
+            let problem = error.to_string();
+            return Decision::only(if published.problem == problem {
+                Step::Nothing
+            } else {
+                Step::Record(Published {
+                    problem,
+                    ..published
+                })
+            });
+        }
     };
     if phase == Phase::Wait {
         return Decision::only(Step::Nothing);
@@ -223,10 +230,12 @@ pub fn reconcile(
         slices: names,
         problem: memory.problem(),
         gpus: node_terms(view, node.labels(), inventory, &published),
+        withheld_count: withheld::count(&plan.withheld),
+        withheld: plan.withheld,
     };
     let step = if !writes.is_empty() {
         Step::Slices(writes)
-    } else if !memory.is_recorded(&record, &published) {
+    } else if !memory.is_recorded(&record, &published) || !is_told(status, &record) {
         Step::Record(record)
     } else if !obsolete.is_empty() {
         Step::Slices(obsolete)
@@ -238,7 +247,6 @@ pub fn reconcile(
     Decision {
         step,
         again: waiting.again,
-        policy: None,
     }
 }
 
@@ -284,38 +292,13 @@ fn node_terms(
     gpus
 }
 
-/// Leaves what stands and says why.
-fn refuse(
-    error: &PlanError,
-    published: Published,
-    view: &NodeView,
-    inventory: &Inventory,
-) -> Decision {
-    let problem = error.to_string();
-    Decision {
-        step: if published.problem == problem {
-            Step::Nothing
-        } else {
-            Step::Record(Published {
-                problem,
-                ..published
-            })
-        },
-        again: None,
-        policy: to_blame(error, view, inventory),
-    }
-}
-
-/// The policy without which there would be no error.
-fn to_blame(error: &PlanError, view: &NodeView, inventory: &Inventory) -> Option<String> {
-    match error {
-        PlanError::Policy { problem, .. } => Some(problem.policy.clone()),
-        PlanError::NothingToShare { uuid, .. } | PlanError::DefaultMemory { uuid, .. } => {
-            let gpu = inventory.gpus.iter().find(|gpu| gpu.uuid == *uuid)?;
-            let labels = view.node.as_ref()?.labels();
-            let policy = policy::matching(&view.policies, labels, gpu).ok()??;
-            policy.metadata.name.clone()
-        }
-        _ => None,
-    }
+/// Whether the node's condition says what the record does. One that is missing is written with the next
+/// record: an older schema has none.
+fn is_told(status: Option<&GpuNodeStatus>, record: &Published) -> bool {
+    let state = offered::condition(record);
+    let stored = status.map_or(&[][..], |status| &status.conditions);
+    stored
+        .iter()
+        .find(|condition| condition.type_ == state.kind)
+        .is_none_or(|condition| *condition == state.since(stored, Timestamp::UNIX_EPOCH))
 }

@@ -12,8 +12,10 @@ use kube::core::PartialObjectMeta;
 use proptest::prelude::*;
 use serde_json::json;
 use tranche_api::gpu_node::{Gpu, Inventory, Published, Registration};
-use tranche_api::{GpuNode, GpuNodeSpec, GpuNodeStatus, SharingPolicy};
+use tranche_api::withheld::reason;
+use tranche_api::{GpuNode, GpuNodeSpec, GpuNodeStatus, SharingPolicy, WithheldGpu};
 use tranche_controller::index::NodeView;
+use tranche_controller::offered;
 use tranche_controller::pool::{Memory, Write};
 use tranche_controller::reconcile::{Evidence, Step, reconcile};
 use tranche_controller::withdrawn::Held;
@@ -33,6 +35,8 @@ enum Happening {
     Gpus(BTreeSet<u32>),
     /// The driver goes, if the plugin lives.
     NoDriver,
+    /// The plugin withholds these GPUs, if it lives.
+    Withhold(BTreeSet<u32>),
     /// The policy changes.
     Policy(usize),
     /// A claim takes a device that the scheduler could give.
@@ -55,6 +59,7 @@ fn happening() -> impl Strategy<Value = Happening> {
         2 => (0usize..4).prop_map(Happening::Remove),
         3 => prop::collection::btree_set(0u32..3, 0..=3).prop_map(Happening::Gpus),
         1 => Just(Happening::NoDriver),
+        2 => prop::collection::btree_set(0u32..3, 0..=2).prop_map(Happening::Withhold),
         2 => (0usize..POLICIES.len()).prop_map(Happening::Policy),
         4 => (0usize..9).prop_map(Happening::Allocate),
         3 => (0usize..9).prop_map(Happening::Release),
@@ -208,6 +213,14 @@ impl World {
                     self.status().inventory = None;
                 }
             }
+            Happening::Withhold(minors) => {
+                if self.alive {
+                    let entry = |minor: &u32| {
+                        WithheldGpu::whole(&uuid(*minor), reason::OTHER_PROVIDER, String::new())
+                    };
+                    self.status().withheld = minors.iter().map(entry).collect();
+                }
+            }
             Happening::Policy(policy) => self.policy = *policy,
             Happening::Allocate(nth) => {
                 self.claims.extend(self.offered().into_iter().nth(*nth));
@@ -280,7 +293,11 @@ impl World {
             }
             Step::Record(published) => {
                 self.memory.recorded(&published, &published);
-                self.status().published = Some(published);
+                let now = self.now;
+                let status = self.status();
+                let condition = offered::condition(&published).since(&status.conditions, now);
+                status.conditions = vec![condition];
+                status.published = Some(published);
             }
             Step::Slices(all) => {
                 for write in all.into_iter().take(writes) {
@@ -378,8 +395,11 @@ impl World {
             inventory.flat_map(|i| &i.gpus).map(|g| g.minor).collect()
         };
         let offered = self.offered();
+        let withheld = self.status().withheld.clone();
         for minor in minors {
             let wanted: &[&str] = match self.policy {
+                _ if withheld.iter().any(|entry| entry.gpu == uuid(minor)) => &[],
+                BROKEN => &[],
                 0 => &["", "-capped", "-timeshared"],
                 1 => &[""],
                 _ => &["-capped"],
@@ -392,6 +412,9 @@ impl World {
                 );
             }
         }
+        for entry in &withheld {
+            assert!(published.withheld.contains(entry), "{published:?}");
+        }
         let there = self.devices();
         for device in there.difference(&offered) {
             assert!(
@@ -402,12 +425,16 @@ impl World {
     }
 }
 
+fn uuid(minor: u32) -> String {
+    format!("GPU-{minor}")
+}
+
 fn inventory(minors: &BTreeSet<u32>) -> Inventory {
     let gpus = minors
         .iter()
         .map(|minor| {
             let gpu = json!({
-                "uuid": format!("GPU-{minor}"), "minor": minor, "productName": "H100", "brand": "Nvidia",
+                "uuid": uuid(*minor), "minor": minor, "productName": "H100", "brand": "Nvidia",
                 "architecture": "Hopper", "cudaComputeCapability": "9.0",
                 "pciBusID": format!("0000:0{minor}:00.0"), "memory": "80Gi", "reservedMemory": "512Mi",
             });
@@ -427,7 +454,7 @@ proptest! {
             world.happen(happening);
         }
         prop_assert!(world.rests(), "never comes to rest");
-        if world.alive && world.policy != BROKEN {
+        if world.alive {
             world.assert_whole();
         }
         // A dead plugin's slices stay away.
@@ -441,6 +468,7 @@ proptest! {
         // A broken policy that is mended.
         world.happen(&Happening::Policy(0));
         world.happen(&Happening::Register);
+        world.happen(&Happening::Withhold(BTreeSet::new()));
         prop_assert!(world.rests());
         world.assert_whole();
     }

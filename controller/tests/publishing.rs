@@ -271,41 +271,64 @@ async fn edits_by_others_are_undone_and_their_metadata_stays() {
     );
 }
 
-#[tokio::test(start_paused = true)]
-async fn a_broken_policy_is_reported_and_what_stands_stays() {
-    for (field, value) in [("memoryStep", "0"), ("contextMemory", "60Gi")] {
-        a_policy_is_broken_and_mended(field, value).await;
-    }
-}
-
-async fn a_policy_is_broken_and_mended(field: &str, value: &str) {
-    let (cluster, _replica) = published().await;
-    let slices = cluster.slices("a");
-    cluster.policy(
-        "default",
-        &json!({"tiers": ["capped"], "capped": {field: value}}),
-    );
-    cluster.settle(SOON).await;
-    assert_eq!(cluster.slices("a"), slices);
-    let problem = cluster.published("a")["problem"].to_string();
-    assert!(problem.contains("SharingPolicy"), "{problem}");
-    assert!(problem.contains(field), "{problem}");
-    let regarding: Vec<_> = cluster
+/// The events so far: reason, and what each is about.
+fn events(cluster: &Cluster) -> Vec<(String, String)> {
+    let text = |value: &serde_json::Value| value.as_str().unwrap_or_default().to_owned();
+    cluster
         .api
         .all("events")
         .iter()
-        .map(|event| {
-            event["regarding"]["kind"]
-                .as_str()
-                .unwrap_or_default()
-                .to_owned()
-        })
-        .collect();
-    assert_eq!(regarding.len(), 2, "{regarding:?}");
-    assert!(
-        regarding.contains(&"SharingPolicy".to_owned()),
-        "{regarding:?}"
+        .map(|event| (text(&event["reason"]), text(&event["regarding"]["kind"])))
+        .collect()
+}
+
+fn condition(cluster: &Cluster) -> (String, String) {
+    let status = cluster.api.one("gpunodes", "a")["status"].clone();
+    let all = status["conditions"].as_array().cloned().unwrap_or_default();
+    let condition = all.iter().find(|c| c["type"] == "AllOffered");
+    let condition = condition.unwrap_or_else(|| panic!("no condition AllOffered: {all:?}"));
+    let text = |field: &str| condition[field].as_str().unwrap_or_default().to_owned();
+    (text("status"), text("message"))
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_invalid_policy_costs_the_gpus_that_it_matches() {
+    for (capped, reason, tier) in [
+        (json!({"memoryStep": "0"}), "InvalidPolicy", ""),
+        (json!({"contextMemory": "60Gi"}), "TooSmall", "capped"),
+    ] {
+        a_policy_is_broken_and_mended(&capped, reason, tier).await;
+    }
+}
+
+async fn a_policy_is_broken_and_mended(capped: &serde_json::Value, reason: &str, tier: &str) {
+    let (cluster, _replica) = published().await;
+    assert_eq!(condition(&cluster).0, "True");
+    let all = cluster.devices("a");
+    cluster.policy(
+        "default",
+        &json!({"tiers": ["exclusive", "capped", "timeshared"], "capped": capped}),
     );
+    cluster.settle(SOON).await;
+    sleep(seconds(60)).await;
+    cluster.assert_whole("a");
+    let left = cluster.devices("a");
+    assert_eq!(left.len(), if tier.is_empty() { 0 } else { 4 }, "{left:?}");
+    let published = cluster.published("a");
+    assert_eq!(published["withheldCount"], 2);
+    for entry in published["withheld"].as_array().expect("a list") {
+        assert_eq!(entry["reason"], reason);
+        assert_eq!(entry["policy"], "default");
+        assert_eq!(entry["tiers"][0].as_str().unwrap_or_default(), tier);
+    }
+    let (status, message) = condition(&cluster);
+    assert_eq!(status, "False");
+    assert!(message.contains(reason), "{message}");
+    let told = events(&cluster);
+    for kind in ["GpuNode", "SharingPolicy"] {
+        let event = ("GpuWithheld".to_owned(), kind.to_owned());
+        assert_eq!(told.iter().filter(|e| **e == event).count(), 2, "{told:?}");
+    }
 
     let before = cluster.api.writes();
     sleep(seconds(3600)).await;
@@ -317,7 +340,40 @@ async fn a_policy_is_broken_and_mended(field: &str, value: &str) {
     );
     cluster.settle(SOON).await;
     cluster.assert_whole("a");
-    assert_eq!(cluster.published("a")["problem"], json!(null));
+    assert_eq!(cluster.devices("a"), all);
+    assert_eq!(cluster.published("a")["withheld"], json!(null));
+    assert_eq!(condition(&cluster), ("True".to_owned(), String::new()));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_gpu_that_the_node_withholds_is_not_offered_until_the_node_releases_it() {
+    let (cluster, _replica) = published().await;
+    let all = cluster.devices("a");
+    let uuid = cluster.api.one("gpunodes", "a")["status"]["inventory"]["gpus"][1]["uuid"].clone();
+    let entry =
+        json!({"gpu": uuid, "reason": "OtherProvider", "message": "the device plugin offers it"});
+    cluster.withhold("a", &json!([entry]));
+    cluster.settle(SOON).await;
+    sleep(seconds(60)).await;
+    cluster.assert_whole("a");
+    assert_eq!(cluster.devices("a"), all[..3]);
+    assert_eq!(cluster.published("a")["withheld"], json!([entry]));
+    assert_eq!(
+        condition(&cluster).1,
+        format!(
+            "GPU {} is not offered (OtherProvider): the device plugin offers it",
+            uuid.as_str().expect("a UUID")
+        )
+    );
+
+    cluster.withhold("a", &json!([]));
+    cluster.settle(SOON).await;
+    assert_eq!(cluster.devices("a"), all);
+    let told: Vec<_> = events(&cluster)
+        .into_iter()
+        .map(|(reason, _)| reason)
+        .collect();
+    assert_eq!(told, ["GpuWithheld", "GpuReleased"]);
 }
 
 #[tokio::test(start_paused = true)]

@@ -154,31 +154,27 @@ pub fn matching<'a>(
     labels: &BTreeMap<String, String>,
     gpu: &Gpu,
 ) -> Result<Option<&'a SharingPolicy>, PolicyError> {
-    let mut best: Option<&SharingPolicy> = None;
-    for policy in policies {
-        let spec = &policy.spec;
-        let node_matches = match &spec.node_selector {
-            Some(selector) => {
-                selector::matches(selector, labels).map_err(|problem| of(policy, problem.into()))?
-            }
-            None => true,
-        };
-        let product_matches = spec.products.is_empty() || spec.products.contains(&gpu.product_name);
-        if node_matches && product_matches && best.is_none_or(|best| outranks(policy, best)) {
-            best = Some(policy);
-        }
-    }
-    Ok(best)
-}
-
-fn outranks(policy: &SharingPolicy, other: &SharingPolicy) -> bool {
-    let rank = |policy: &SharingPolicy| {
+    let mut by_rank: Vec<&SharingPolicy> = policies.iter().collect();
+    by_rank.sort_by_key(|policy| {
         (
             -i64::from(policy.spec.priority),
             policy.metadata.name.clone(),
         )
-    };
-    rank(policy) < rank(other)
+    });
+    for policy in by_rank {
+        let spec = &policy.spec;
+        if !spec.products.is_empty() && !spec.products.contains(&gpu.product_name) {
+            continue;
+        }
+        // An invalid selector counts only where the policy could hold.
+        let matches = spec.node_selector.as_ref().map_or(Ok(true), |selector| {
+            selector::matches(selector, labels).map_err(|problem| of(policy, problem.into()))
+        })?;
+        if matches {
+            return Ok(Some(policy));
+        }
+    }
+    Ok(None)
 }
 
 fn of(policy: &SharingPolicy, problem: PolicyProblem) -> PolicyError {

@@ -17,8 +17,12 @@
 //!
 //! **Names are for ever.** Counters are charged from the slices as they are now: renaming or
 //! dropping a device that a claim holds would free its GPU under it. So names and positions depend
-//! on the minor number alone, not on which other GPUs there are, and what is offered no longer but
-//! held still ([`NodeInput::retained`]) stays, with a taint.
+//! on the minor number alone, not on which other GPUs there are, and a device that is no longer
+//! offered but still allocated ([`NodeInput::retained`]) stays, with a taint.
+//!
+//! **One GPU costs its own devices only.** A GPU that the node withholds, one that its policy does
+//! not fit, one whose description is invalid: each is listed in [`SlicePlan::withheld`], and the
+//! other GPUs of the node are offered.
 
 mod compare;
 mod device;
@@ -36,14 +40,16 @@ use tranche_api::gpu_node::{Gpu, Inventory};
 use tranche_api::names::{self as vocabulary, DRIVER, EPOCH_ANNOTATION};
 use tranche_api::quantity::Quantity;
 use tranche_api::sharing_policy::SharingPolicy;
+use tranche_api::withheld::WithheldGpu;
 
+use self::device::Offer;
+use self::error::OfferError;
 use crate::claim::DeviceName;
 use crate::policy;
 
 pub use compare::same;
 pub use device::AttributeError;
 pub use dropped::{DroppedField, FeatureGate, dropped};
-pub use error::PlanError;
 pub use names::NodeNameError;
 
 /// Counter sets in one slice, at most.
@@ -65,6 +71,8 @@ pub struct NodeInput<'a> {
     pub labels: &'a BTreeMap<String, String>,
     /// The GPUs and their driver.
     pub inventory: &'a Inventory,
+    /// What the node itself says must not be offered.
+    pub withheld: &'a [WithheldGpu],
     /// All policies of the cluster.
     pub policies: &'a [SharingPolicy],
     /// The plugin's registration for which the slices are made.
@@ -87,6 +95,8 @@ pub struct SlicePlan {
     pub epoch: i64,
     /// The slices, by name.
     pub slices: Vec<PlannedSlice>,
+    /// What is not offered and why: what the node withholds first, then by GPU.
+    pub withheld: Vec<WithheldGpu>,
 }
 
 /// One slice.
@@ -109,12 +119,16 @@ pub enum Content {
 
 /// Plans the slices of a node. The same input gives the same plan, in whatever order the inventory
 /// and the policies come. A node without GPUs has no slices.
-pub fn plan(node: &NodeInput<'_>) -> Result<SlicePlan, PlanError> {
+pub fn plan(node: &NodeInput<'_>) -> Result<SlicePlan, NodeNameError> {
     names::check_node(node.name)?;
-    let gpus = in_order(node)?;
+    let mut withheld = node.withheld.to_vec();
     let mut offered: BTreeMap<u32, Vec<Device>> = BTreeMap::new();
-    for gpu in gpus {
-        offered.insert(gpu.minor, devices(node, gpu)?);
+    for gpu in in_order(node.inventory) {
+        let mut offer = offer(node, gpu, &mut withheld);
+        offer.devices.retain(|device| is_open(node, gpu, device));
+        if !offer.devices.is_empty() {
+            offered.insert(gpu.minor, offer.devices);
+        }
     }
     for (minor, devices) in withdrawn(node, &offered) {
         offered.entry(minor).or_default().extend(devices);
@@ -139,48 +153,95 @@ pub fn plan(node: &NodeInput<'_>) -> Result<SlicePlan, PlanError> {
         node_uid: node.uid.to_owned(),
         epoch: node.epoch,
         slices: counters.chain(gpus).collect(),
+        withheld,
     })
 }
 
-/// The node's GPUs by minor number, each number and UUID once.
-fn in_order<'a>(node: &NodeInput<'a>) -> Result<Vec<&'a Gpu>, PlanError> {
-    let mut gpus: Vec<&Gpu> = node.inventory.gpus.iter().collect();
+/// The node's GPUs by minor number.
+fn in_order(inventory: &Inventory) -> Vec<&Gpu> {
+    let mut gpus: Vec<&Gpu> = inventory.gpus.iter().collect();
     gpus.sort_by(|a, b| (a.minor, &a.uuid).cmp(&(b.minor, &b.uuid)));
-    let twice = |field, value| PlanError::Twice {
-        node: node.name.to_owned(),
-        field,
-        value,
+    gpus
+}
+
+/// How `gpu` is offered by its policy; what is not offered is added to `withheld`.
+fn offer(node: &NodeInput<'_>, gpu: &Gpu, withheld: &mut Vec<WithheldGpu>) -> Offer {
+    if node.withheld.iter().any(|entry| is_whole(entry, gpu)) {
+        return Offer::default();
+    }
+    let policy = policy::matching(node.policies, node.labels, gpu);
+    let name = match &policy {
+        Ok(policy) => policy.and_then(|policy| policy.metadata.name.clone()),
+        Err(error) => Some(error.policy.clone()),
     };
-    if let Some(pair) = gpus.windows(2).find(|pair| pair[0].minor == pair[1].minor) {
-        return Err(twice("minor number", pair[0].minor.to_string()));
-    }
-    let mut uuids = BTreeSet::new();
-    for gpu in &gpus {
-        if !uuids.insert(&gpu.uuid) {
-            return Err(twice("UUID", gpu.uuid.clone()));
+    let entry = |tiers, error: &OfferError| WithheldGpu {
+        gpu: gpu.uuid.clone(),
+        tiers,
+        reason: error.reason().to_owned(),
+        message: error.to_string(),
+        policy: name.clone().filter(|_| error.is_of_policy()),
+    };
+    let planned = check_identity(node.inventory, gpu).and_then(|()| {
+        let terms = policy::terms(node.policies, node.labels, gpu)?;
+        device::of_gpu(node.inventory, gpu, &terms)
+    });
+    match planned {
+        Ok(offer) => {
+            let refused = offer.refused.iter();
+            withheld.extend(refused.map(|(tier, error)| entry(vec![*tier], error)));
+            offer
         }
-        if gpu.minor >= MINORS {
-            return Err(PlanError::Minor {
-                node: node.name.to_owned(),
-                uuid: gpu.uuid.clone(),
-                minor: gpu.minor,
-            });
+        Err(error) => {
+            withheld.push(entry(Vec::new(), &error));
+            Offer::default()
         }
     }
-    Ok(gpus)
 }
 
-fn devices(node: &NodeInput<'_>, gpu: &Gpu) -> Result<Vec<Device>, PlanError> {
-    let terms =
-        policy::terms(node.policies, node.labels, gpu).map_err(|problem| PlanError::Policy {
-            node: node.name.to_owned(),
-            uuid: gpu.uuid.clone(),
-            problem,
-        })?;
-    device::of_gpu(node, gpu, &terms)
+fn is_whole(entry: &WithheldGpu, gpu: &Gpu) -> bool {
+    entry.gpu == gpu.uuid && entry.tiers.is_empty()
 }
 
-/// Devices that are offered no longer and held still, with the minor number of their GPU.
+/// Whether the node lets the device's tier be offered.
+fn is_open(node: &NodeInput<'_>, gpu: &Gpu, device: &Device) -> bool {
+    let name = device.name.parse::<DeviceName>();
+    name.is_ok_and(|name| {
+        !node
+            .withheld
+            .iter()
+            .any(|entry| entry.covers(&gpu.uuid, name.tier()))
+    })
+}
+
+/// Whether no other GPU of the node has this one's number or UUID, and the number has a place.
+fn check_identity(inventory: &Inventory, gpu: &Gpu) -> Result<(), OfferError> {
+    let others = |same: fn(&Gpu, &Gpu) -> bool| {
+        inventory
+            .gpus
+            .iter()
+            .filter(|other| same(other, gpu))
+            .count()
+            > 1
+    };
+    if others(|a, b| a.minor == b.minor) {
+        return Err(OfferError::Duplicate {
+            field: "minor number",
+            value: gpu.minor.to_string(),
+        });
+    }
+    if others(|a, b| a.uuid == b.uuid) {
+        return Err(OfferError::Duplicate {
+            field: "UUID",
+            value: gpu.uuid.clone(),
+        });
+    }
+    if gpu.minor >= MINORS {
+        return Err(OfferError::Minor { minor: gpu.minor });
+    }
+    Ok(())
+}
+
+/// Devices that are no longer offered but still allocated, with the minor number of their GPU.
 fn withdrawn(
     node: &NodeInput<'_>,
     offered: &BTreeMap<u32, Vec<Device>>,

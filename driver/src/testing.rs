@@ -2,7 +2,7 @@
 
 use k8s_openapi::api::resource::v1::ResourceClaim;
 use serde_json::{Value, json};
-use tranche_api::gpu_node::{Gpu, Inventory};
+use tranche_api::gpu_node::{Gpu, Inventory, MigMode};
 use tranche_api::names::{DRIVER, pool};
 use tranche_api::quantity::Quantity;
 
@@ -27,6 +27,7 @@ pub(crate) fn gpu(minor: u32) -> Gpu {
         reserved_memory: Quantity::from_bytes(600 << 20),
         multiprocessors: Some(132),
         mig_capable: true,
+        mig_mode: MigMode::default(),
     }
 }
 

@@ -256,8 +256,8 @@ impl GpuNodeWriter {
         let status = GpuNodeStatus {
             inventory: driver.inventory.clone(),
             registration: Some(registration),
-            published: None,
             conditions: vec![ready],
+            ..GpuNodeStatus::default()
         };
         let body = json!({
             "apiVersion": API_VERSION,

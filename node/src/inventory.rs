@@ -42,6 +42,7 @@ fn describe(gpu: &GpuDescription, sysfs: &Path) -> Gpu {
         reserved_memory: Quantity::from_bytes(gpu.memory_reserved),
         multiprocessors: gpu.multiprocessors,
         mig_capable: gpu.mig_capable,
+        mig_mode: gpu.mig_mode,
     }
 }
 
@@ -80,6 +81,8 @@ fn numa_node(folder: &Path) -> Option<u32> {
 pub mod testing {
     //! For tests.
 
+    use tranche_api::gpu_node::MigMode;
+
     use super::{Description, GpuDescription};
 
     /// Two described H100, the second first.
@@ -97,6 +100,7 @@ pub mod testing {
             memory_reserved: 551 << 20,
             multiprocessors: Some(132),
             mig_capable: true,
+            mig_mode: MigMode::default(),
         };
         Description {
             driver_version: "535.261.03".into(),

@@ -7,6 +7,8 @@ pub mod library;
 
 use std::path::PathBuf;
 
+use tranche_api::gpu_node::MigMode;
+
 use crate::root::RootError;
 
 /// What NVML says of a node.
@@ -47,6 +49,8 @@ pub struct GpuDescription {
     pub multiprocessors: Option<u32>,
     /// nvmlDeviceGetMigMode is supported.
     pub mig_capable: bool,
+    /// nvmlDeviceGetMigMode; both off where it is not supported.
+    pub mig_mode: MigMode,
 }
 
 /// A sample of what a GPU worked for a process.

@@ -158,6 +158,13 @@ impl Cluster {
         });
     }
 
+    /// The plugin finds that these GPUs must not be offered.
+    pub fn withhold(&self, name: &str, withheld: &Value) {
+        self.api.edit("gpunodes", name, |object| {
+            object["status"]["withheld"] = withheld.clone();
+        });
+    }
+
     /// The node plugin's pod, ready or not.
     pub fn plugin_pod(&self, node: &str, ready: bool) {
         let ready = if ready { "True" } else { "False" };

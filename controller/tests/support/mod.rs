@@ -398,6 +398,19 @@ impl Store {
         if let Some(published) = object["status"]["published"].as_object_mut() {
             published.retain(|field, _| !self.unknown_fields.contains(field));
         }
+        // The list is a map by `type`.
+        for condition in applied["status"]["conditions"]
+            .as_array()
+            .expect("conditions")
+        {
+            let stored = &mut object["status"]["conditions"];
+            if stored.is_null() {
+                *stored = json!([]);
+            }
+            let stored = stored.as_array_mut().expect("a list");
+            stored.retain(|other| other["type"] != condition["type"]);
+            stored.push(condition.clone());
+        }
         if object == old {
             return answer(StatusCode::OK, &old);
         }

@@ -308,3 +308,29 @@ fn what_is_asked_of_the_node_is_of_the_policy_that_holds() {
     );
     assert_eq!(asked(&[]), (None, OnBypass::Report));
 }
+
+#[test]
+fn an_invalid_selector_counts_only_where_the_policy_could_hold() {
+    let invalid = |priority: i32, products: &[&str]| {
+        policy(
+            "invalid",
+            &json!({
+                "priority": priority,
+                "products": products,
+                "nodeSelector": {"matchExpressions": [{"key": "zone", "operator": "Near"}]},
+            }),
+        )
+    };
+    let fine = policy("fine", &json!({}));
+    let this = gpu(0).product_name;
+    for (invalid, holds) in [
+        (invalid(1, &[]), false),
+        (invalid(1, &[&this]), false),
+        (invalid(1, &["another product"]), true),
+        (invalid(-1, &[]), true),
+    ] {
+        let policies = [invalid, fine.clone()];
+        let found = matching(&policies, &labels(&[]), &gpu(0));
+        assert_eq!(found.is_ok(), holds, "{found:?}");
+    }
+}

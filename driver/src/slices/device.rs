@@ -12,7 +12,7 @@ use tranche_api::quantity::Quantity;
 use tranche_api::sharing_policy::UntestedDriver;
 use tranche_api::tier::Tier;
 
-use super::{NodeInput, PlanError};
+use super::OfferError;
 use crate::claim::DeviceName;
 use crate::policy::{CappedTerms, Terms};
 
@@ -29,7 +29,7 @@ const ALL_CORES: u64 = 100;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum AttributeError {
     /// Not a version.
-    #[error("{field} {value:?} is no version: it must begin with numbers and dots")]
+    #[error("{field} {value:?} is not a version: it must begin with numbers and dots")]
     Version {
         /// The field of the inventory.
         field: &'static str,
@@ -64,37 +64,46 @@ pub(super) fn whole_gpu(minor: u32) -> DeviceCounterConsumption {
     }
 }
 
-/// The devices under which `gpu` is offered, in order.
-pub(super) fn of_gpu(
-    node: &NodeInput<'_>,
-    gpu: &Gpu,
-    terms: &Terms,
-) -> Result<Vec<Device>, PlanError> {
-    let memory = Memory::read(node, gpu)?;
-    let common = attributes(node.inventory, gpu).map_err(|problem| PlanError::Attribute {
-        node: node.name.to_owned(),
-        uuid: gpu.uuid.clone(),
-        problem,
-    })?;
-    ORDER
+/// How one GPU is offered.
+#[derive(Debug, Default)]
+pub(super) struct Offer {
+    /// The devices, in order.
+    pub(super) devices: Vec<Device>,
+    /// Tiers of the policy in which it cannot be offered.
+    pub(super) refused: Vec<(Tier, OfferError)>,
+}
+
+/// The devices under which `gpu` is offered. An error is one of every tier.
+pub(super) fn of_gpu(inventory: &Inventory, gpu: &Gpu, terms: &Terms) -> Result<Offer, OfferError> {
+    let memory = Memory::read(gpu)?;
+    let common = attributes(inventory, gpu)?;
+    let mut offer = Offer::default();
+    let names = ORDER
         .into_iter()
         .filter(|tier| terms.tiers.contains(tier))
-        .filter_map(|tier| DeviceName::new(gpu.minor, tier))
-        .map(|name| {
-            let tier = name.tier();
-            let mut attributes = common.clone();
-            attributes.extend(isolation(tier));
-            Ok(Device {
-                name: name.to_string(),
-                attributes: Some(attributes),
-                capacity: Some(capacities(node, gpu, tier, terms, &memory)?),
-                allow_multiple_allocations: tier.is_shared().then_some(true),
-                consumes_counters: Some(vec![whole_gpu(gpu.minor)]),
-                taints: taints(node.inventory, tier, terms),
-                ..Device::default()
-            })
-        })
-        .collect()
+        .filter_map(|tier| DeviceName::new(gpu.minor, tier));
+    for name in names {
+        let tier = name.tier();
+        let capacity = match capacities(tier, terms, &memory) {
+            Ok(capacity) => capacity,
+            Err(error) => {
+                offer.refused.push((tier, error));
+                continue;
+            }
+        };
+        let mut attributes = common.clone();
+        attributes.extend(isolation(tier));
+        offer.devices.push(Device {
+            name: name.to_string(),
+            attributes: Some(attributes),
+            capacity: Some(capacity),
+            allow_multiple_allocations: tier.is_shared().then_some(true),
+            consumes_counters: Some(vec![whole_gpu(gpu.minor)]),
+            taints: taints(inventory, tier, terms),
+            ..Device::default()
+        });
+    }
+    Ok(offer)
 }
 
 fn is_untested(inventory: &Inventory) -> bool {
@@ -115,14 +124,11 @@ struct Memory {
 }
 
 impl Memory {
-    fn read(node: &NodeInput<'_>, gpu: &Gpu) -> Result<Self, PlanError> {
+    fn read(gpu: &Gpu) -> Result<Self, OfferError> {
         let count = |field, amount: Quantity| {
-            amount.to_count().map_err(|problem| PlanError::Count {
-                node: node.name.to_owned(),
-                uuid: gpu.uuid.clone(),
-                field,
-                problem,
-            })
+            amount
+                .to_count()
+                .map_err(|problem| OfferError::Count { field, problem })
         };
         Ok(Self {
             total: count("memory", gpu.memory)?,
@@ -131,12 +137,7 @@ impl Memory {
     }
 
     /// What shares can have together: a multiple of the step, and at least two.
-    fn usable(
-        &self,
-        node: &NodeInput<'_>,
-        gpu: &Gpu,
-        terms: &CappedTerms,
-    ) -> Result<u64, PlanError> {
+    fn usable(&self, terms: &CappedTerms) -> Result<u64, OfferError> {
         let contexts = terms
             .context_memory
             .saturating_mul(u64::from(terms.expected_sharers));
@@ -147,9 +148,7 @@ impl Memory {
         let usable = free - free % terms.memory_step;
         // The API wants minimum plus step, which is two steps, within the capacity.
         if usable / terms.memory_step < 2 {
-            return Err(PlanError::NothingToShare {
-                node: node.name.to_owned(),
-                uuid: gpu.uuid.clone(),
+            return Err(OfferError::NothingToShare {
                 total: self.total,
                 reserved: self.reserved,
                 contexts,
@@ -162,16 +161,14 @@ impl Memory {
 }
 
 fn capacities(
-    node: &NodeInput<'_>,
-    gpu: &Gpu,
     tier: Tier,
     terms: &Terms,
     memory: &Memory,
-) -> Result<BTreeMap<String, DeviceCapacity>, PlanError> {
+) -> Result<BTreeMap<String, DeviceCapacity>, OfferError> {
     let entries = match tier {
         Tier::Capped => {
-            let usable = memory.usable(node, gpu, &terms.capped)?;
-            let default = default_memory(node, gpu, &terms.capped, usable)?;
+            let usable = memory.usable(&terms.capped)?;
+            let default = default_memory(&terms.capped, usable)?;
             let mut entries = vec![
                 (
                     capacity::MEMORY,
@@ -263,23 +260,13 @@ fn contexts(terms: &CappedTerms) -> DeviceCapacity {
 }
 
 /// The policy's, or an equal part for every sharer.
-fn default_memory(
-    node: &NodeInput<'_>,
-    gpu: &Gpu,
-    terms: &CappedTerms,
-    usable: u64,
-) -> Result<u64, PlanError> {
+fn default_memory(terms: &CappedTerms, usable: u64) -> Result<u64, OfferError> {
     let Some(default) = terms.default_memory else {
         let part = usable / u64::from(terms.max_sharers);
         return Ok((part - part % terms.memory_step).max(terms.memory_step));
     };
     if default > usable {
-        return Err(PlanError::DefaultMemory {
-            node: node.name.to_owned(),
-            uuid: gpu.uuid.clone(),
-            default,
-            usable,
-        });
+        return Err(OfferError::DefaultMemory { default, usable });
     }
     Ok(default)
 }

@@ -5,6 +5,8 @@ mod properties;
 
 use serde_json::{Value, json};
 use tranche_api::names::{attribute, capacity, taint};
+use tranche_api::tier::Tier;
+use tranche_api::withheld::reason;
 
 use super::*;
 use crate::testing::{NODE, gpu, inventory};
@@ -40,14 +42,15 @@ fn input<'a>(
         uid: NODE_UID,
         labels,
         inventory,
+        withheld: &[],
         policies,
         epoch: 3,
         retained: &[],
     }
 }
 
-fn planned(inventory: &Inventory, policies: &[SharingPolicy]) -> Result<SlicePlan, PlanError> {
-    plan(&input(inventory, policies, &BTreeMap::new()))
+fn planned(inventory: &Inventory, policies: &[SharingPolicy]) -> SlicePlan {
+    plan(&input(inventory, policies, &BTreeMap::new())).unwrap()
 }
 
 pub(super) fn objects(plan: &SlicePlan) -> Vec<ResourceSlice> {
@@ -75,22 +78,16 @@ fn names(plan: &SlicePlan) -> Vec<String> {
         .collect()
 }
 
-fn refusal(inventory: &Inventory, spec: &Value) -> String {
-    planned(inventory, &[policy("p", spec)])
-        .expect_err("refused")
-        .to_string()
-}
-
 #[test]
 fn two_gpus_under_a_plain_policy() {
-    let plan = planned(&inventory(vec![gpu(0), gpu(1)]), &[all_tiers()]).unwrap();
+    let plan = planned(&inventory(vec![gpu(0), gpu(1)]), &[all_tiers()]);
     let golden: Value = serde_json::from_str(GOLDEN).unwrap();
     assert_eq!(serde_json::to_value(objects(&plan)).unwrap(), golden);
 }
 
 #[test]
 fn shared_devices_come_before_the_exclusive_one_and_lower_gpus_before_higher() {
-    let plan = planned(&inventory(vec![gpu(10), gpu(2)]), &[all_tiers()]).unwrap();
+    let plan = planned(&inventory(vec![gpu(10), gpu(2)]), &[all_tiers()]);
     assert_eq!(
         names(&plan),
         [
@@ -108,7 +105,7 @@ fn shared_devices_come_before_the_exclusive_one_and_lower_gpus_before_higher() {
 
 #[test]
 fn counters_are_split_by_eights() {
-    let plan = planned(&inventory((0..64).map(gpu).collect()), &[all_tiers()]).unwrap();
+    let plan = planned(&inventory((0..64).map(gpu).collect()), &[all_tiers()]);
     limits::check(&objects(&plan));
     let counters: Vec<usize> = plan
         .slices
@@ -131,16 +128,13 @@ fn a_node_whose_name_cannot_name_a_pool_is_refused() {
             name,
             ..input(&inventory, &[], &labels)
         });
-        assert!(matches!(refused, Err(PlanError::NodeName(_))), "{name:?}");
+        assert!(matches!(refused, Err(_)), "{name:?}");
     }
 }
 
 #[test]
 fn a_node_without_gpus_has_no_slices() {
-    assert_eq!(
-        planned(&inventory(vec![]), &[all_tiers()]).unwrap().slices,
-        []
-    );
+    assert_eq!(planned(&inventory(vec![]), &[all_tiers()]).slices, []);
 }
 
 #[test]
@@ -154,7 +148,7 @@ fn policies_hold_gpu_by_gpu() {
             &json!({"priority": 1, "products": ["NVIDIA L4"], "tiers": ["capped"]}),
         ),
     ];
-    let plan = planned(&inventory(vec![gpu(0), small]), &policies).unwrap();
+    let plan = planned(&inventory(vec![gpu(0), small]), &policies);
     assert_eq!(names(&plan), ["gpu-0", "gpu-1-capped"]);
 }
 
@@ -168,7 +162,7 @@ fn shares_get_what_reserve_and_contexts_leave() {
         "tiers": ["capped"],
         "capped": {"maxSharers": 7, "expectedSharers": 3, "contextMemory": "300Mi", "memoryStep": "256Mi"},
     });
-    let plan = planned(&inventory(vec![gpu(0)]), &[policy("p", &spec)]).unwrap();
+    let plan = planned(&inventory(vec![gpu(0)]), &[policy("p", &spec)]);
     // 81559 - 600 - 3 * 300 = 80059 MiB, which is 312 whole steps; a seventh of it is 44 steps.
     assert_eq!(
         capacities(&devices(&plan)[0]),
@@ -196,12 +190,12 @@ fn defaults_come_from_the_policy_where_it_names_them() {
         "tiers": ["capped"],
         "capped": {"maxSharers": 128, "defaultMemory": "2Gi", "defaultCores": 5},
     });
-    let plan = planned(&inventory(vec![gpu(0)]), &[policy("p", &spec)]).unwrap();
+    let plan = planned(&inventory(vec![gpu(0)]), &[policy("p", &spec)]);
     let found = capacities(&devices(&plan)[0]);
     assert_eq!(found["memory"]["requestPolicy"]["default"], "2Gi");
     assert_eq!(found["cores"]["requestPolicy"]["default"], "5");
     let spec = json!({"tiers": ["capped"], "capped": {"maxSharers": 128}});
-    let plan = planned(&inventory(vec![gpu(0)]), &[policy("p", &spec)]).unwrap();
+    let plan = planned(&inventory(vec![gpu(0)]), &[policy("p", &spec)]);
     assert_eq!(
         capacities(&devices(&plan)[0])["cores"]["requestPolicy"]["default"],
         "1"
@@ -210,7 +204,7 @@ fn defaults_come_from_the_policy_where_it_names_them() {
 
 #[test]
 fn what_nothing_keeps_is_not_offered_by_size() {
-    let plan = planned(&inventory(vec![gpu(0)]), &[all_tiers()]).unwrap();
+    let plan = planned(&inventory(vec![gpu(0)]), &[all_tiers()]);
     let found: Vec<Value> = devices(&plan).iter().map(capacities).collect();
     assert_eq!(
         found[1],
@@ -224,7 +218,7 @@ fn what_nothing_keeps_is_not_offered_by_size() {
 
 #[test]
 fn devices_carry_the_whole_vocabulary_and_nothing_else() {
-    let plan = planned(&inventory(vec![gpu(0)]), &[all_tiers()]).unwrap();
+    let plan = planned(&inventory(vec![gpu(0)]), &[all_tiers()]);
     let known = |entries: &[tranche_api::names::Entry]| -> BTreeSet<String> {
         entries.iter().map(|entry| entry.name.to_owned()).collect()
     };
@@ -247,7 +241,7 @@ fn versions_are_semantic_and_long_names_cut() {
     let mut inventory = inventory(vec![strange]);
     inventory.driver_version = "580.65.06.1".to_owned();
     inventory.cuda_driver_version = "13".to_owned();
-    let plan = planned(&inventory, &[]).unwrap();
+    let plan = planned(&inventory, &[]);
     let attributes = devices(&plan)[0].attributes.clone().unwrap();
     let version = |name: &str| attributes[name].version.clone().unwrap();
     assert_eq!(version(attribute::DRIVER_VERSION), "580.65.6");
@@ -261,84 +255,175 @@ fn versions_are_semantic_and_long_names_cut() {
     assert!(!attributes.contains_key(attribute::NUMA_NODE));
 }
 
-#[test]
-fn what_cannot_be_planned_is_refused_by_node_gpu_and_field() {
-    let uuid = gpu(0).uuid;
-    let at = |problem: &str| format!("node node-a, GPU {uuid}: {problem}");
-    let of = |change: fn(&mut Gpu)| {
-        let mut gpu = gpu(0);
-        change(&mut gpu);
-        inventory(vec![gpu])
+/// Everything in which one of two GPUs may be odd: the description, the policy of its product, and
+/// what is said of it.
+fn odd_gpus() -> Vec<(fn(&mut Gpu), Value, WithheldGpu)> {
+    let uuid = gpu(1).uuid;
+    let all = json!({"tiers": ["exclusive", "capped", "timeshared"]});
+    let described =
+        |message: &str| WithheldGpu::whole(&uuid, reason::INVALID_DESCRIPTION, message.to_owned());
+    let policy = |tiers: &[Tier], reason: &str, message: &str| WithheldGpu {
+        tiers: tiers.to_vec(),
+        policy: Some("odd".to_owned()),
+        ..WithheldGpu::whole(&uuid, reason, message.to_owned())
     };
-    let exclusive = json!({"tiers": ["exclusive"]});
-    for (inventory, spec, expected) in [
+    vec![
         (
-            inventory(vec![gpu(0), gpu(0)]),
-            &exclusive,
-            "node node-a: two GPUs have the minor number 0".to_owned(),
+            |gpu| gpu.minor = 1000,
+            all.clone(),
+            described("the minor number 1000 must be below 1000"),
         ),
         (
-            inventory(vec![gpu(0), Gpu { minor: 1, ..gpu(0) }]),
-            &exclusive,
-            format!("node node-a: two GPUs have the UUID {uuid}"),
+            |gpu| gpu.memory = "1500m".parse().unwrap(),
+            all.clone(),
+            described("memory 1500m is not a whole number"),
         ),
         (
-            of(|gpu| gpu.minor = 1000),
-            &exclusive,
-            at("the minor number 1000 must be below 1000"),
+            |gpu| gpu.reserved_memory = "-1".parse().unwrap(),
+            all.clone(),
+            described("reservedMemory -1 is negative"),
         ),
         (
-            of(|gpu| gpu.memory = "1500m".parse().unwrap()),
-            &exclusive,
-            at("memory 1500m is not a whole number"),
-        ),
-        (
-            of(|gpu| gpu.reserved_memory = "-1".parse().unwrap()),
-            &exclusive,
-            at("reservedMemory -1 is negative"),
-        ),
-        (
-            of(|gpu| gpu.cuda_compute_capability = "unknown".to_owned()),
-            &exclusive,
-            at(
-                r#"cudaComputeCapability "unknown" is no version: it must begin with numbers and dots"#,
+            |gpu| gpu.cuda_compute_capability = "unknown".to_owned(),
+            all.clone(),
+            described(
+                r#"cudaComputeCapability "unknown" is not a version: it must begin with numbers and dots"#,
             ),
         ),
         (
-            of(|gpu| gpu.pci_bus_id = "x".repeat(65)),
-            &exclusive,
-            at(&format!(
+            |gpu| gpu.pci_bus_id = "x".repeat(65),
+            all.clone(),
+            described(&format!(
                 r#"pciBusID "{}" is longer than 64 bytes"#,
                 "x".repeat(65)
             )),
         ),
         (
-            inventory(vec![gpu(0)]),
-            &json!({"tiers": ["capped", "partition"]}),
-            at(
-                "SharingPolicy p: spec.tiers names partition, which this version does not serve: use timeshared, capped, exclusive",
+            |_| {},
+            json!({"tiers": ["capped", "partition"]}),
+            policy(
+                &[],
+                reason::INVALID_POLICY,
+                "SharingPolicy odd: spec.tiers names partition, which this version does not serve: use timeshared, capped, exclusive",
             ),
         ),
         (
-            inventory(vec![gpu(0)]),
-            &json!({"tiers": ["capped"], "capped": {"memoryStep": "64Gi"}}),
-            at(
-                "of 81559Mi in total, 600Mi reserved by the driver and 2Gi for CUDA contexts leave 64Gi, less than two steps of 64Gi: lower contextMemory, expectedSharers or memoryStep in the SharingPolicy, or do not offer the tier capped for this GPU",
+            |gpu| gpu.memory = Quantity::from_bytes(2 << 30),
+            all,
+            policy(
+                &[Tier::Capped],
+                reason::TOO_SMALL,
+                "of 2Gi in total, 600Mi reserved by the driver and 2Gi for CUDA contexts leave 0, less than two steps of 1Mi: lower contextMemory, expectedSharers or memoryStep in the SharingPolicy, or do not offer the tier capped for this GPU",
             ),
         ),
         (
-            inventory(vec![gpu(0)]),
-            &json!({"tiers": ["capped"], "capped": {"defaultMemory": "79Gi"}}),
-            at("defaultMemory 79Gi of the SharingPolicy is more than the usable 78911Mi"),
+            |_| {},
+            json!({"tiers": ["capped", "exclusive"], "capped": {"defaultMemory": "79Gi"}}),
+            policy(
+                &[Tier::Capped],
+                reason::TOO_SMALL,
+                "defaultMemory 79Gi of the SharingPolicy is more than the usable 78911Mi: lower it, or give this product a policy of its own",
+            ),
         ),
-    ] {
-        assert_eq!(refusal(&inventory, spec), expected);
+    ]
+}
+
+#[test]
+fn one_odd_gpu_costs_its_own_devices_only() {
+    let alone = names(&planned(&inventory(vec![gpu(0)]), &[all_tiers()]));
+    for (change, spec, expected) in odd_gpus() {
+        let mut odd = gpu(1);
+        odd.product_name = "Odd".to_owned();
+        change(&mut odd);
+        let minor = odd.minor;
+        let tiers = spec["tiers"].as_array().unwrap().len();
+        let refused = if expected.tiers.is_empty() {
+            tiers
+        } else {
+            expected.tiers.len()
+        };
+        let mut spec = spec;
+        spec["priority"] = json!(1);
+        spec["products"] = json!(["Odd"]);
+        let plan = planned(
+            &inventory(vec![gpu(0), odd]),
+            &[all_tiers(), policy("odd", &spec)],
+        );
+        limits::check(&objects(&plan));
+        assert_eq!(plan.withheld, [expected.clone()]);
+        let all = names(&plan);
+        let (own, others): (Vec<_>, Vec<_>) = all
+            .into_iter()
+            .partition(|name| name.parse::<DeviceName>().unwrap().minor() == minor);
+        assert_eq!(others, alone, "{expected:?}");
+        assert_eq!(own.len(), tiers - refused, "{own:?} beside {expected:?}");
+        assert!(
+            !expected.tiers.contains(&Tier::Capped) || own.iter().all(|d| !d.contains("capped"))
+        );
     }
 }
 
 #[test]
+fn two_gpus_under_one_name_are_both_withheld_and_the_third_is_offered() {
+    let uuid = gpu(1).uuid;
+    let twin = |minor, uuid: &str| Gpu {
+        minor,
+        uuid: uuid.to_owned(),
+        ..gpu(0)
+    };
+    for (first, second, field) in [
+        (
+            twin(1, &uuid),
+            twin(1, "GPU-other"),
+            "minor number 1".to_owned(),
+        ),
+        (twin(1, &uuid), twin(2, &uuid), format!("UUID {uuid}")),
+    ] {
+        let plan = planned(&inventory(vec![gpu(0), first, second]), &[]);
+        assert_eq!(names(&plan), ["gpu-0"]);
+        assert_eq!(plan.withheld.len(), 2);
+        for entry in &plan.withheld {
+            assert_eq!(entry.reason, reason::DUPLICATE);
+            assert_eq!(
+                entry.message,
+                format!("the node describes two GPUs with the {field}: neither is offered")
+            );
+        }
+    }
+}
+
+#[test]
+fn what_the_node_withholds_is_not_offered_and_stays_tainted_where_it_is_allocated() {
+    let (inventory, labels) = (inventory(vec![gpu(0), gpu(1)]), BTreeMap::new());
+    let policies = [all_tiers()];
+    let before = devices(&planned(&inventory, &policies));
+    let retained: Vec<_> = before
+        .into_iter()
+        .filter(|device| device.name == "gpu-1-capped")
+        .collect();
+    let lost = WithheldGpu::whole("index 2", reason::GPU_LOST, "lost".to_owned());
+    let other = WithheldGpu::whole(&gpu(1).uuid, reason::OTHER_PROVIDER, "taken".to_owned());
+    let withheld = [lost, other];
+    let after = plan(&NodeInput {
+        withheld: &withheld,
+        retained: &retained,
+        ..input(&inventory, &policies, &labels)
+    })
+    .unwrap();
+    limits::check(&objects(&after));
+    assert_eq!(
+        names(&after),
+        ["gpu-0-capped", "gpu-0-timeshared", "gpu-0", "gpu-1-capped"]
+    );
+    assert_eq!(after.withheld, withheld);
+    let held = devices(&after).pop().unwrap();
+    assert_eq!(held.taints.unwrap()[0].key, taint::WITHDRAWN);
+    assert_eq!(held.consumes_counters, retained[0].consumes_counters);
+}
+
+#[test]
 fn the_node_is_owner_and_the_epoch_is_on_every_slice() {
-    let plan = planned(&inventory(vec![gpu(0)]), &[all_tiers()]).unwrap();
+    let plan = planned(&inventory(vec![gpu(0)]), &[all_tiers()]);
     for object in objects(&plan) {
         let owner = &object.metadata.owner_references.unwrap()[0];
         assert_eq!(
@@ -351,7 +436,7 @@ fn the_node_is_owner_and_the_epoch_is_on_every_slice() {
 
 #[test]
 fn a_held_device_stays_with_a_taint() {
-    let before = planned(&inventory(vec![gpu(0), gpu(1)]), &[all_tiers()]).unwrap();
+    let before = planned(&inventory(vec![gpu(0), gpu(1)]), &[all_tiers()]);
     let held: Vec<Device> = devices(&before)
         .into_iter()
         .filter(|device| ["gpu-0-capped", "gpu-1"].contains(&&*device.name))
@@ -407,7 +492,7 @@ fn a_driver_that_nobody_tested_closes_the_tier_that_it_may_escape() {
         (newer.clone(), [all_tiers()], true, &["gpu-0-capped"]),
         (newer, [allow], true, &[]),
     ] {
-        let plan = planned(&inventory, &policies).unwrap();
+        let plan = planned(&inventory, &policies);
         limits::check(&objects(&plan));
         let mut tainted = Vec::new();
         for device in devices(&plan) {

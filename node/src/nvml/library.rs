@@ -8,10 +8,14 @@ use nvml_wrapper::enums::device::DeviceArchitecture;
 use nvml_wrapper::error::NvmlError as Reason;
 use nvml_wrapper::{cuda_driver_version_major, cuda_driver_version_minor};
 
+use tranche_api::gpu_node::MigMode;
+
 use super::{Description, Driver, GpuDescription, Nvml, NvmlError, ProcessSample};
 use crate::discover::LIBRARY_FOLDERS;
 use crate::root::{DriverRoot, Kind};
 
+/// NVML_DEVICE_MIG_ENABLE.
+const MIG_ENABLED: u32 = 1;
 const SONAME: &str = "libnvidia-ml.so.1";
 
 /// The driver root whose libnvidia-ml is to be used.
@@ -144,6 +148,17 @@ impl Library {
             &uuid,
             device.cuda_compute_capability(),
         )?;
+        let mig = match device.mig_mode() {
+            Ok(mode) => Some(MigMode {
+                current: mode.current == MIG_ENABLED,
+                pending: mode.pending == MIG_ENABLED,
+            }),
+            // A model without MIG, or a driver that does not know it.
+            Err(
+                Reason::NotSupported | Reason::FunctionNotFound | Reason::FailedToLoadSymbol(_),
+            ) => None,
+            Err(e) => return call("nvmlDeviceGetMigMode", &uuid, Err(e)),
+        };
         Ok(GpuDescription {
             minor: call("nvmlDeviceGetMinorNumber", &uuid, device.minor_number())?,
             name: call("nvmlDeviceGetName", &uuid, device.name())?,
@@ -158,7 +173,8 @@ impl Library {
             memory_total: memory.total,
             memory_reserved: memory.reserved,
             multiprocessors: device.attributes().ok().map(|a| a.multiprocessor_count),
-            mig_capable: device.mig_mode().is_ok(),
+            mig_capable: mig.is_some(),
+            mig_mode: mig.unwrap_or_default(),
             uuid,
         })
     }

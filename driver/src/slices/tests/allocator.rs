@@ -146,7 +146,7 @@ proptest! {
             "tiers": Tier::SERVED,
             "capped": {"memoryStep": step, "maxSharers": max_sharers, "expectedSharers": 0},
         });
-        let slices = planned(&inventory, &[policy("p", &spec)]).unwrap();
+        let slices = planned(&inventory, &[policy("p", &spec)]);
         let devices = devices(&slices);
         let mut held = BTreeMap::new();
         let mut prepared: BTreeMap<usize, PreparationPlan> = BTreeMap::new();

@@ -8,7 +8,7 @@ use crate::testing::gpu;
 
 #[test]
 fn slices_that_mean_the_same_are_the_same() {
-    let plan = planned(&inventory(vec![gpu(0)]), &[all_tiers()]).unwrap();
+    let plan = planned(&inventory(vec![gpu(0)]), &[all_tiers()]);
     let spec = plan.spec(&plan.slices[1], 1);
     let change = |pointer: &str, value: Value| {
         let mut tree = serde_json::to_value(&spec).unwrap();
@@ -94,7 +94,6 @@ fn dropped_fields_name_their_gate() {
         &inventory(vec![gpu(0)]),
         &[policy("p", &json!({"tiers": ["capped"]}))],
     );
-    let plan = plan.unwrap();
     let without = |slice: &PlannedSlice, fields: &[&str]| {
         fn strip(value: &mut Value, fields: &[&str]) {
             match value {

@@ -1,17 +1,19 @@
 use std::collections::{BTreeMap, BTreeSet};
 
+use k8s_openapi::api::resource::v1::Device;
 use proptest::prelude::*;
 use serde_json::json;
 use tranche_api::gpu_node::Gpu;
-use tranche_api::names::capacity;
+use tranche_api::names::{attribute, capacity};
 use tranche_api::quantity::Quantity;
 use tranche_api::sharing_policy::SharingPolicy;
 use tranche_api::tier::Tier;
+use tranche_api::withheld::{WithheldGpu, reason};
 
-use super::{all_tiers, devices, inventory, limits, objects, planned, policy};
+use super::{all_tiers, devices, input, inventory, limits, objects, planned, policy};
 use crate::claim::DeviceName;
 use crate::policy::terms;
-use crate::slices::{Content, FIRST_GPU_SLICE, PlanError, PlannedSlice, SlicePlan};
+use crate::slices::{Content, FIRST_GPU_SLICE, NodeInput, PlannedSlice, SlicePlan, plan};
 use crate::testing::gpu;
 
 fn any_gpus() -> impl Strategy<Value = Vec<Gpu>> {
@@ -77,21 +79,49 @@ fn any_policies() -> impl Strategy<Value = Vec<SharingPolicy>> {
 proptest! {
     #[test]
     fn every_plan_is_within_the_apis_limits(gpus in any_gpus(), policies in any_policies()) {
-        // Where a policy's contexts leave nothing of a small GPU, that is what the error says.
-        match planned(&inventory(gpus), &policies) {
-            Ok(plan) => limits::check(&objects(&plan)),
-            Err(error) => {
-                let nothing = matches!(error, PlanError::NothingToShare { .. });
-                prop_assert!(nothing, "{}", error);
-            }
+        let plan = planned(&inventory(gpus), &policies);
+        limits::check(&objects(&plan));
+        // Where a policy's contexts leave nothing of a small GPU to share, that is what is said.
+        for entry in &plan.withheld {
+            prop_assert_eq!((&*entry.reason, &entry.tiers[..]), (reason::TOO_SMALL, &[Tier::Capped][..]));
         }
+    }
+
+    #[test]
+    fn a_gpu_that_is_withheld_changes_no_other(
+        gpus in any_gpus(),
+        policies in any_policies(),
+        which in any::<prop::sample::Index>(),
+        whole: bool,
+    ) {
+        prop_assume!(!gpus.is_empty());
+        let uuid = gpus[which.index(gpus.len())].uuid.clone();
+        let tiers = if whole { vec![] } else { vec![Tier::Capped] };
+        let mine = WithheldGpu { tiers, ..WithheldGpu::whole(&uuid, reason::MIG_MODE, String::new()) };
+        let (inventory, labels) = (inventory(gpus), BTreeMap::new());
+        let before = planned(&inventory, &policies);
+        let after = plan(&NodeInput {
+            withheld: std::slice::from_ref(&mine),
+            ..input(&inventory, &policies, &labels)
+        }).unwrap();
+        limits::check(&objects(&after));
+        prop_assert!(after.withheld.contains(&mine));
+        let is_withheld = |device: &Device| {
+            let attributes = device.attributes.as_ref().unwrap();
+            let tier = device.name.parse::<DeviceName>().unwrap().tier();
+            mine.covers(attributes[attribute::UUID].string.as_deref().unwrap(), tier)
+        };
+        let mut expected = devices(&before);
+        expected.retain(|device| !is_withheld(device));
+        prop_assert_eq!(devices(&after), expected);
     }
 
     #[test]
     fn shares_never_reach_into_reserve_or_contexts(gpus in any_gpus(), policy in any_policy()) {
         let policies = [SharingPolicy { spec: tranche_api::SharingPolicySpec { products: vec![], ..policy.spec }, ..policy }];
         let inventory = inventory(gpus);
-        if let Ok(plan) = planned(&inventory, &policies) {
+        let plan = planned(&inventory, &policies);
+        {
             let terms = terms(&policies, &BTreeMap::new(), &gpu(0)).unwrap().capped;
             let contexts = terms.context_memory * u64::from(terms.expected_sharers);
             for device in devices(&plan).iter().filter(|device| device.name.ends_with("capped")) {
@@ -123,10 +153,10 @@ proptest! {
     fn a_gpu_that_is_lost_changes_no_other(gpus in any_gpus(), lost in any::<prop::sample::Index>()) {
         prop_assume!(!gpus.is_empty());
         let policies = [all_tiers()];
-        let before = planned(&inventory(gpus.clone()), &policies).unwrap();
+        let before = planned(&inventory(gpus.clone()), &policies);
         let mut left = gpus;
         let minor = left.remove(lost.index(left.len())).minor;
-        let after = planned(&inventory(left), &policies).unwrap();
+        let after = planned(&inventory(left), &policies);
         let own = format!("{:05}-", FIRST_GPU_SLICE + minor);
         let others = |plan: &SlicePlan| -> Vec<PlannedSlice> {
             plan.slices
