@@ -19,6 +19,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// What `alloc` got last.
 static LAST: AtomicU64 = AtomicU64::new(0);
 
+mod probe_cost;
 mod probe_raw;
 mod probe_storm;
 
@@ -205,6 +206,10 @@ fn act(cuda: &Cuda, words: &[&str]) -> String {
         }
         "steer" => format!("{}", steer(cuda, words[1], number(2))),
         "time" => time(cuda, words[1], number(2)),
+        "cost" => {
+            let kernel = kernel(cuda, "sim_busy_0us");
+            probe_cost::cost(|name| cuda.find(name), kernel, number(1))
+        }
         "instructions" => instructions(cuda, words[1], number(2)),
         "repeat" => {
             let mut refused = 0;
@@ -316,7 +321,7 @@ fn place(address: *mut c_void) -> (String, String) {
 
 /// Asks the shim and the driver behind it for every symbol, version and flag, in both forms of
 /// cuGetProcAddress. The file has the versions on its first line, then symbols and their classes. Answers how often they said the same, how often ours was the twin of theirs, and
-/// how often neither; and the first of those.
+/// how often neither; the first of those, and the names (at most 50) that were answered so.
 fn compare(shim: &Cuda, list: &str) -> String {
     type Ask =
         unsafe extern "C" fn(*const libc::c_char, *mut *mut c_void, i32, u64, *mut i32) -> u32;
@@ -339,6 +344,7 @@ fn compare(shim: &Cuda, list: &str) -> String {
     }
     names.extend(["", "cuNoSuchFunction"]);
     let (mut same, mut ours, mut different, mut first) = (0, 0, 0, String::from("-"));
+    let mut answered_differently = std::collections::BTreeSet::new();
     for form in ["cuGetProcAddress", "cuGetProcAddress_v2"] {
         // The four-argument form ignores the fifth: in this ABI it is in a register.
         // SAFETY: cuda.h's type of the longer form.
@@ -388,6 +394,7 @@ fn compare(shim: &Cuda, list: &str) -> String {
                         ours += 1;
                     } else {
                         different += 1;
+                        answered_differently.insert(*name);
                         if first == "-" {
                             first = format!("{form}({name:?},{version},{flags}):{code_a},{status_a},{file},{symbol}:{code_b},{status_b},{real_symbol}").replace(' ', "_");
                         }
@@ -396,7 +403,8 @@ fn compare(shim: &Cuda, list: &str) -> String {
             }
         }
     }
-    format!("0 {same} {ours} {different} {first}")
+    let names: Vec<&str> = answered_differently.into_iter().take(50).collect();
+    format!("0 {same} {ours} {different} {first} {}", names.join(","))
 }
 
 /// Calls `odd_*` of the odd driver, past the shim.
@@ -419,7 +427,7 @@ fn steer(_: &Cuda, name: &str, value: u64) -> u64 {
 /// A kernel of the simulator's that takes as long as its name says.
 fn kernel(cuda: &Cuda, name: &str) -> u64 {
     let ptx = format!(
-        ".version 7.0\n.target sm_70\n.address_size 64\n.visible .entry {name}()\n{{\n\tret;\n}}\n"
+        ".version 7.0\n.target sm_75\n.address_size 64\n.visible .entry {name}()\n{{\n\tret;\n}}\n"
     );
     let (ptx, name) = (CString::new(ptx).unwrap(), CString::new(name).unwrap());
     let (mut module, mut function) = (0u64, 0u64);

@@ -1,0 +1,137 @@
+//! What calls of a real driver cost, in nanoseconds: `cost LIVE`.
+//!
+//! Unlike `time`, which knows the tests' own drivers, it takes nothing for granted: the kernel comes from
+//! PTX, launches never fill the driver's queue, and no more memory is taken than `LIVE` small blocks.
+
+use std::ffi::c_void;
+use std::time::Instant;
+
+/// Calls in a round.
+const CALLS: u32 = 100;
+const ROUNDS: usize = 30;
+/// Bytes of one allocation.
+const BLOCK: u64 = 4096;
+/// More than any GPU has: refused without a look at the driver's own books.
+const TOO_MUCH: u64 = 1 << 50;
+
+type Alloc = unsafe extern "C" fn(*mut u64, u64) -> u32;
+type Free = unsafe extern "C" fn(u64) -> u32;
+type Info = unsafe extern "C" fn(*mut u64, *mut u64) -> u32;
+type Launch = unsafe extern "C" fn(u64, u32, u32, u32, u32, u32, u32, u32, u64, u64, u64) -> u32;
+type Synchronize = unsafe extern "C" fn() -> u32;
+type Ask = unsafe extern "C" fn(*const libc::c_char, *mut *mut c_void, i32, u64, *mut i32) -> u32;
+
+/// The functions that are timed.
+struct Calls {
+    alloc: Alloc,
+    free: Free,
+    info: Info,
+    launch: Launch,
+    synchronize: Synchronize,
+    ask: Ask,
+    kernel: u64,
+}
+
+/// Times each call, with `live` allocations live for one of them. Answers with pairs of a call's name and
+/// the median of its rounds, in nanoseconds of wall time.
+pub fn cost(find: impl Fn(&str) -> *mut c_void, kernel: u64, live: u64) -> String {
+    // SAFETY: cuda.h's types of these functions.
+    let calls = unsafe {
+        Calls {
+            alloc: std::mem::transmute::<*mut c_void, Alloc>(find("cuMemAlloc_v2")),
+            free: std::mem::transmute::<*mut c_void, Free>(find("cuMemFree_v2")),
+            info: std::mem::transmute::<*mut c_void, Info>(find("cuMemGetInfo_v2")),
+            launch: std::mem::transmute::<*mut c_void, Launch>(find("cuLaunchKernel")),
+            synchronize: std::mem::transmute::<*mut c_void, Synchronize>(find("cuCtxSynchronize")),
+            ask: std::mem::transmute::<*mut c_void, Ask>(find("cuGetProcAddress_v2")),
+            kernel,
+        }
+    };
+    let mut found = vec![
+        ("alloc-free", calls.median(|| calls.alloc_and_free())),
+        ("refusal", calls.median(|| calls.refused())),
+        ("mem-info", calls.median(|| calls.mem_info())),
+        ("proc-address", calls.median(|| calls.proc_address())),
+        ("launch", calls.median(|| calls.launch())),
+    ];
+    let kept: Vec<u64> = (0..live).map(|_| calls.one_block()).collect();
+    found.push(("alloc-free-live", calls.median(|| calls.alloc_and_free())));
+    for pointer in kept {
+        // SAFETY: allocated above, freed once.
+        unsafe { (calls.free)(pointer) };
+    }
+    let words = found
+        .iter()
+        .map(|(name, nanoseconds)| format!(" {name} {nanoseconds:.1}"));
+    format!("0{}", words.collect::<String>())
+}
+
+impl Calls {
+    /// The median of the rounds. What was launched is waited for between rounds, outside of the time.
+    fn median(&self, once: impl Fn()) -> f64 {
+        let round = || {
+            let start = Instant::now();
+            for _ in 0..CALLS {
+                once();
+            }
+            let taken = start.elapsed().as_secs_f64() * 1e9 / f64::from(CALLS);
+            // SAFETY: takes no arguments.
+            assert_eq!(unsafe { (self.synchronize)() }, 0, "cuCtxSynchronize");
+            taken
+        };
+        // The first one finds its code and its data.
+        round();
+        let mut rounds: Vec<f64> = (0..ROUNDS).map(|_| round()).collect();
+        rounds.sort_by(f64::total_cmp);
+        rounds[ROUNDS / 2]
+    }
+
+    fn one_block(&self) -> u64 {
+        let mut pointer = 0;
+        // SAFETY: a place for a pointer.
+        let code = unsafe { (self.alloc)(&raw mut pointer, BLOCK) };
+        assert_eq!(code, 0, "cuMemAlloc of {BLOCK} bytes");
+        pointer
+    }
+
+    fn alloc_and_free(&self) {
+        let pointer = self.one_block();
+        // SAFETY: allocated just now.
+        assert_eq!(unsafe { (self.free)(pointer) }, 0, "cuMemFree");
+    }
+
+    fn refused(&self) {
+        let mut pointer = 0;
+        // SAFETY: a place for a pointer.
+        let code = unsafe { (self.alloc)(&raw mut pointer, TOO_MUCH) };
+        assert_eq!(code, 2, "cuMemAlloc of {TOO_MUCH} bytes");
+    }
+
+    fn mem_info(&self) {
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: places for two sizes.
+        let code = unsafe { (self.info)(&raw mut free, &raw mut total) };
+        assert_eq!(code, 0, "cuMemGetInfo");
+    }
+
+    fn proc_address(&self) {
+        let (mut address, mut status) = (std::ptr::null_mut(), 0);
+        // SAFETY: a C string, and places for a pointer and an int.
+        let code = unsafe {
+            (self.ask)(
+                c"cuMemAlloc".as_ptr(),
+                &raw mut address,
+                12000,
+                0,
+                &raw mut status,
+            )
+        };
+        assert_eq!(code, 0, "cuGetProcAddress");
+    }
+
+    fn launch(&self) {
+        // SAFETY: a function of a loaded module that takes no arguments.
+        let code = unsafe { (self.launch)(self.kernel, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0) };
+        assert_eq!(code, 0, "cuLaunchKernel");
+    }
+}
