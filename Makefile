@@ -3,7 +3,7 @@
 .DEFAULT_GOAL := help
 export PATH := $(CURDIR)/target/cluster/bin:$(PATH)
 .NOTPARALLEL:
-.PHONY: help build shim simulator image cluster-up cluster-down demo demo-down test lint unit e2e bench tools clean
+.PHONY: help build shim simulator gpu-kit image cluster-up cluster-down demo demo-down test lint unit e2e bench tools clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-13s %s\n", $$1, $$2}' Makefile
@@ -17,6 +17,9 @@ shim: ## libcuda.so.1 and libnvidia-ml.so.1 for capped shares, in target/shim
 
 simulator: ## a driver root without a GPU, in target/simulator
 	simulator/build
+
+gpu-kit: ## all that a machine with a GPU needs to test and measure, in target/gpu-kit
+	bench/gpu/kit
 
 image: build shim ## the images' content: tranche/tranche and tranche/workload, in target/image
 	deploy/image/assemble target/image/tranche
@@ -42,7 +45,7 @@ lint: tools ## formatting, clippy, shell scripts, the chart, the drivers' symbol
 	deploy/helm/check
 	shim/symbols check
 
-unit: shim simulator ## unit, property and contract tests, without a cluster
+unit: shim simulator gpu-kit ## unit, property and contract tests, without a cluster
 	cargo build -p tranche-bench -p tranche-shim-tests
 	shim/tests/install-tools
 	cargo test --workspace --exclude tranche-e2e

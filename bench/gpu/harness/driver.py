@@ -1,0 +1,112 @@
+"""Where the NVIDIA driver's files are on this machine."""
+
+import glob
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+
+from harness.nvml import Nvml, NvmlError
+
+# Roots that `tranche run --driver-root` understands as they are, and the folders in them where it looks.
+ROOTS = ["/", "/usr/local/nvidia", "/home/kubernetes/bin/nvidia", "/run/nvidia/driver"]
+FOLDERS = [
+    "usr/lib64",
+    "usr/lib/x86_64-linux-gnu",
+    "usr/lib/x86_64-linux-gnu/nvidia/current",
+    "lib64",
+    "lib/x86_64-linux-gnu",
+]
+# Where else a driver's libraries have been seen, beside LD_LIBRARY_PATH and the loader's cache.
+ELSEWHERE = ["/usr/local/nvidia/lib", "/usr/local/nvidia/**", "/opt/nvidia/lib64", "/usr/lib/wsl/lib"]
+PROGRAMS = ["nvidia-smi", "nvidia-debugdump", "nvidia-cuda-mps-control", "nvidia-cuda-mps-server"]
+
+
+class NoDriver(Exception):
+    """There is no NVIDIA driver that works."""
+
+
+class Driver:
+    """A driver's root, for `tranche run`, and its libraries' folder, for programs without a share."""
+
+    def __init__(self, root, folder):
+        self.root = os.path.realpath(root)
+        self.folder = str(folder)
+
+    def library(self, name):
+        return os.path.join(self.folder, name)
+
+    def open_nvml(self):
+        return Nvml(self.library("libnvidia-ml.so.1"))
+
+    @property
+    def is_hosts_own(self):
+        return self.root == "/"
+
+
+def find(root, work):
+    """The driver below `root`, or where it is found. One that lies where `tranche run` does not look is copied into
+    a root in the folder `work`."""
+    looked, problems = [], []
+    for candidate in [root] if root else ROOTS:
+        for folder in FOLDERS:
+            place = pathlib.Path(candidate, folder)
+            looked.append(str(place))
+            driver = usable(Driver(candidate, place), problems)
+            if driver:
+                return driver
+    for place in elsewhere(root):
+        looked.append(str(place))
+        if (place / "libcuda.so.1").exists() and (place / "libnvidia-ml.so.1").exists():
+            driver = usable(copied(place, pathlib.Path(work, "driver-root")), problems)
+            if driver:
+                return driver
+    why = "; ".join(problems) or f"no libcuda.so.1 and libnvidia-ml.so.1 in {', '.join(looked)}"
+    raise NoDriver(f"no NVIDIA driver that works: {why}. Give its root by --driver-root")
+
+
+def usable(driver, problems):
+    """The driver, if its libraries are there and its NVML starts."""
+    if not (os.path.exists(driver.library("libcuda.so.1")) and os.path.exists(driver.library("libnvidia-ml.so.1"))):
+        return None
+    try:
+        driver.open_nvml()
+    except NvmlError as error:
+        problems.append(str(error))
+        return None
+    return driver
+
+
+def elsewhere(root):
+    if root:
+        return [pathlib.Path(place) for place in glob.glob(f"{root}/**", recursive=True) if os.path.isdir(place)]
+    folders = os.environ.get("LD_LIBRARY_PATH", "").split(":")
+    for pattern in ELSEWHERE:
+        folders += glob.glob(pattern, recursive=True)
+    ldconfig = shutil.which("ldconfig") or "/sbin/ldconfig"
+    if os.path.exists(ldconfig):
+        cache = subprocess.run([ldconfig, "-p"], capture_output=True, text=True, check=False).stdout
+        folders += [os.path.dirname(path) for path in re.findall(r"libnvidia-ml\.so\.1 .*=> (\S+)", cache)]
+    return [pathlib.Path(folder) for folder in dict.fromkeys(folders) if folder and os.path.isdir(folder)]
+
+
+def copied(folder, root):
+    """A root with copies of the driver's libraries and programs."""
+    libraries = root / "usr/lib64"
+    programs = root / "usr/bin"
+    for place in (libraries, programs):
+        place.mkdir(parents=True, exist_ok=True)
+    for path in sorted(folder.iterdir()):
+        name = path.name
+        if ".so" in name and re.match(r"lib(cuda|nvidia|nvcuvid|nvoptix)", name) and not (libraries / name).exists():
+            if path.is_symlink() and "/" not in os.readlink(path):
+                (libraries / name).symlink_to(os.readlink(path))
+            else:
+                shutil.copy2(path, libraries / name)
+    for program in PROGRAMS:
+        for place in (folder.parent / "bin" / program, shutil.which(program)):
+            if place and os.path.exists(place):
+                shutil.copy2(place, programs / program)
+                break
+    return Driver(root, libraries)

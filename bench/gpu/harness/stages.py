@@ -1,0 +1,40 @@
+"""Programs that take memory in stages (programs/stages.py), and NVML read off after each."""
+
+import json
+import pathlib
+
+from harness.machine import Failed, python, settled, short, tell
+
+
+def measure_context(machine):
+    """Measures what a context takes on this GPU, for this run's shares."""
+    found = differences(machine, python("stages", "context"))
+    # With what the driver takes for a program's first module and launch.
+    size = sum(found[stage]["taken"] for stage in ("context", "module", "launch"))
+    pathlib.Path(machine.options.work, "context").write_text(str(size), encoding="utf8")
+    machine.context = size
+
+
+def differences(machine, command, share=None, **sizes):
+    """By the name of a stage: bytes that the GPU (`taken`), the process (`process`) and the account (`charged`) had
+    more than at the stage before; and what else the program says."""
+    last, free = settled(machine.gpu), None
+    process = machine.start(command, share, **sizes)
+    found = {}
+    try:
+        for line in process.stdout:
+            said = json.loads(line)
+            used = settled(machine.gpu, 2)
+            charged = free - said["free"] if free is not None and said["free"] is not None else None
+            mine = machine.gpu.processes().get(process.pid)
+            found[said.pop("stage")] = {**said, "taken": used - last, "process": mine, "charged": charged}
+            last, free = used, said["free"]
+            tell(process)
+        _, errors = process.communicate()
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+    if process.returncode or not found:
+        raise Failed(f"{short(command)}: ended with {process.returncode}: {errors.strip()[-400:]}")
+    return found

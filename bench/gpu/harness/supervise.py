@@ -1,0 +1,112 @@
+"""Runs each part in a process of its own, which is ended when its time is over; keeps what it has said until then."""
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+from harness.machine import die_with_parent
+from harness.result import row, worst
+
+# Seconds that a process has to end after its last word, and after each signal.
+GRACE = 0.5
+
+
+class Ended(Exception):
+    """The whole run is to end now."""
+
+
+def run_part(name, title, command, seconds, put):
+    """Runs one part; `put` gets the part anew with each of its rows."""
+    part = {"name": name, "title": title, "status": "failed", "rows": [], "seconds": 0}
+    start = time.monotonic()
+    # A session of its own: whatever it has started ends with it.
+    child = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=die_with_parent,
+    )
+    lines = queue.Queue()
+    threading.Thread(target=read, args=(child.stdout, lines), daemon=True).start()
+    why = None
+    try:
+        while True:
+            left = seconds - (time.monotonic() - start)
+            try:
+                line = lines.get(timeout=max(0.01, left))
+            except queue.Empty:
+                why = f"not ended after {seconds:.0f} s: ended by us; the rows before are its results"
+                break
+            if line is None:
+                break
+            said = json.loads(line)
+            part["rows"].append(said)
+            put(closed(part, start))
+    except Ended:
+        why = "the run was ended before the part was"
+        raise
+    finally:
+        end(child)
+        code = child.returncode
+        if why is None and code != 0:
+            why = f"the part's process ended with {code}"
+        if why:
+            part["rows"].append(row("the part", "failed", why))
+        put(closed(part, start))
+    return part
+
+
+def read(stream, lines):
+    """Every line, and None at the end."""
+    for line in stream:
+        lines.put(line)
+    lines.put(None)
+
+
+def closed(part, start):
+    part["status"] = worst(part["rows"])
+    part["seconds"] = round(time.monotonic() - start, 1)
+    return part
+
+
+def end(child):
+    """Ends the part's process and all of its session."""
+    try:
+        child.wait(GRACE)
+    except subprocess.TimeoutExpired:
+        pass
+    for wanted in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(child.pid, wanted)
+        except ProcessLookupError:
+            break
+        try:
+            child.wait(GRACE)
+        except subprocess.TimeoutExpired:
+            continue
+    child.wait()
+
+
+def speak(rows):
+    """A part's own end: each row on stdout, as it comes."""
+    for one in rows:
+        print(json.dumps(one), flush=True)
+
+
+def end_on_signals():
+    def stop(number, _):
+        raise Ended(signal.Signals(number).name)
+
+    for wanted in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(wanted, stop)
+
+
+def own_program(*arguments):
+    return [sys.executable, "-B", os.path.abspath(sys.argv[0]), *map(str, arguments)]

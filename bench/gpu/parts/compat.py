@@ -1,0 +1,43 @@
+"""A driver of the image's own, first in LD_LIBRARY_PATH: it must not be a way around the cap."""
+
+import glob
+import os
+import pathlib
+import shutil
+
+from harness.machine import MIB, Absent, module
+from harness.result import judged, row, taken
+from parts.ways import OUT_OF_MEMORY, TAKES, answers
+
+TITLE = "a libcuda of the image's own, first in LD_LIBRARY_PATH"
+# Where NVIDIA's images and packages have one.
+PLACES = ["/usr/local/cuda*/compat", "/usr/local/cuda*/compat/lib*", "/opt/cuda/compat"]
+
+
+def run(machine):
+    if machine.why_no_share():
+        raise Absent("no share can be made")
+    too_much = machine.limit + MIB
+    machine.may_take(too_much)
+    folders = [folder for pattern in PLACES for folder in glob.glob(pattern)]
+    folders = [folder for folder in folders if os.path.exists(f"{folder}/libcuda.so.1")]
+    if not folders:
+        yield row("the image's own", "absent", f"none of {', '.join(PLACES)} has a libcuda.so.1")
+    # A copy of the driver in use is what an image that was made on such a machine has.
+    copy = pathlib.Path(machine.options.work, "compat")
+    copy.mkdir(exist_ok=True)
+    for name in ("libcuda.so.1", "libcuda.so"):
+        shutil.copyfile(machine.driver.library("libcuda.so.1"), copy / name)
+    for folder, name in [*((folder, folder) for folder in folders), (str(copy), "a copy of the driver")]:
+        for load in ("name", "libcuda.so", "deepbind", "namespace"):
+            child = f"LD_LIBRARY_PATH={folder} exec"
+            codes = answers(machine, load, child, TAKES, too_much)
+            escaped = [take for take, code in codes.items() if code == 0]
+            refused = [take for take, code in codes.items() if code == OUT_OF_MEMORY]
+            what = f"{name}, loaded by {load}: ways beyond the cap"
+            yield judged(what, len(escaped), not escaped, "0", ways=escaped, refused=refused)
+    if module("torch"):
+        env = {"LD_LIBRARY_PATH": str(copy)}
+        total = machine.program("total_torch", share="compat", env=env)["total"]
+        yield judged("PyTorch's total with it", total, total == machine.limit, str(machine.limit))
+    yield taken("libraries tried", len(folders) + 1)

@@ -1,0 +1,62 @@
+"""nvidia-smi and the frameworks that are there, each filled to the cap."""
+
+from harness.machine import GIB, MIB, Failed, Watch, module, python, settled
+from harness.result import judged, row
+
+TITLE = "nvidia-smi and frameworks filled to the cap"
+# By itself JAX takes three quarters of the GPU and no more.
+JAX = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "1.0"}
+# Program, the module that it needs, what it is called, its settings.
+PROGRAMS = [
+    ("driver", "ctypes", "driver API", {}),
+    ("torch", "torch", "PyTorch, native", {}),
+    ("torch", "torch", "PyTorch, expandable_segments", {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
+    ("torch", "torch", "PyTorch, cudaMallocAsync", {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}),
+    ("cupy", "cupy", "CuPy", {}),
+    ("jax", "jax", "JAX, preallocate off", {**JAX, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}),
+    ("jax", "jax", "JAX, preallocate on", {**JAX, "XLA_PYTHON_CLIENT_PREALLOCATE": "true"}),
+    ("triton", "triton", "Triton", {}),
+    ("numba", "numba.cuda", "numba", {}),
+]
+# Of the cap, that a program must reach: the rest is its libraries' own memory.
+REACHED = 85
+
+
+def run(machine):
+    yield view(machine)
+    for program, needed, name, settings in PROGRAMS:
+        top = needed.split(".", maxsplit=1)[0]
+        if not module(top):
+            yield row(name, "absent", f"no module {top}")
+            continue
+        try:
+            yield from filled(machine, program, name, settings)
+        except Failed as error:
+            yield row(name, "failed", str(error))
+
+
+def view(machine):
+    """nvidia-smi shows one GPU, of the share's size."""
+    query = ["nvidia-smi", "--query-gpu=uuid,memory.total", "--format=csv,noheader,nounits"]
+    done = machine.run(query, "view")
+    if done.returncode == 127:
+        return row("nvidia-smi", "absent", "no nvidia-smi with this driver")
+    said, expected = done.stdout.strip(), f"{machine.gpu.uuid}, {machine.limit // MIB}"
+    return judged("nvidia-smi: one GPU of the share's size", said, said == expected, expected)
+
+
+def filled(machine, program, name, settings):
+    """What a program reaches, how it is refused, and what NVML saw meanwhile."""
+    settled(machine.gpu)
+    piece = min(GIB, machine.limit // 8)
+    with Watch(machine.gpu) as watch:
+        line = python(f"fill_{program}", piece)
+        found = machine.result(machine.run(line, "fill", env=settings, seconds=120))
+    percent = 100 * found["reached"] / machine.limit
+    expected = found.get("expected", "CUDA_ERROR_OUT_OF_MEMORY")
+    good = REACHED <= percent <= 100 and found.get("works", True)
+    about = {"bytes": found["reached"], "version": found.get("version"), "total": found["total"]}
+    yield judged(f"{name}: reached, percent of the cap", round(percent, 2), good, f"{REACHED} to 100", **about)
+    yield judged(f"{name}: refused by", found["kind"], found["kind"] == expected, expected)
+    most = machine.most(machine.limit)
+    yield judged(f"{name}: held at most, by NVML, MiB", watch.taken // MIB, watch.taken <= most, f"<= {most // MIB}")

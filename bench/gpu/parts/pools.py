@@ -1,0 +1,18 @@
+"""Stream-ordered pools close to the cap: a pool that has room is used, and trimmed before others are refused."""
+
+from harness.machine import GIB, MIB, python
+from harness.result import judged
+from harness.stages import differences
+
+TITLE = "cudaMallocAsync's pools close to the cap"
+
+
+def run(machine):
+    cap = min(4 * GIB, machine.limit)
+    most, held, highest = machine.most(cap), 0, 0
+    for what, found in differences(machine, python("pools"), "pools", memory=cap).items():
+        held += found["taken"]
+        highest = max(highest, held)
+        code, expected = found["code"], found["expected"]
+        yield judged(f"{what}: result", code, code == expected, str(expected), held=held)
+    yield judged("held at most, by NVML, MiB", highest // MIB, highest <= most, f"<= {most // MIB}")

@@ -1,0 +1,56 @@
+"""Programs of libcudart: the one in the kit, and the same built here where nvcc is."""
+
+import pathlib
+import subprocess
+
+from harness.machine import KIT, MIB, PROGRAMS, Absent, Failed, tool
+from harness.result import judged, row
+
+TITLE = "programs that nvcc built, on libcudart"
+OUT_OF_MEMORY = 2
+# The driver that the kit's own program needs: its runtime is of CUDA 13.
+CUDA_13 = 13_000
+
+
+def run(machine):
+    if machine.simulated:
+        raise Absent("libcudart runs on NVIDIA's own libcuda only")
+    # Should it not be refused, the card must have it.
+    machine.may_take(machine.limit + 1)
+    shipped = KIT / "bin/runtime"
+    if not shipped.exists():
+        yield row("the kit's own", "absent", "the kit was made without nvcc")
+    elif machine.nvml.cuda_version() < CUDA_13:
+        yield row("the kit's own", "absent", "its runtime of CUDA 13 needs driver 580")
+    else:
+        yield from checked(machine, "the kit's own, of CUDA 13, static", shipped)
+    nvcc = tool("nvcc")
+    if not nvcc:
+        yield row("built here", "absent", "no nvcc")
+        return
+    for linked in ("static", "shared"):
+        program = pathlib.Path(machine.options.work, f"runtime-{linked}")
+        source = PROGRAMS / "runtime.cu"
+        line = [nvcc, "-o", program, source, f"-cudart={linked}"]
+        done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
+        if done.returncode:
+            yield row(f"built here, {linked}", "failed", f"nvcc: {done.stderr.strip()[-300:]}")
+        else:
+            yield from checked(machine, f"built here, {linked}", program)
+
+
+def checked(machine, name, program):
+    # Without a share, of a small amount: nothing would be refused.
+    bare = machine.result(machine.run([program, MIB]))
+    try:
+        found = machine.result(machine.run([program, machine.limit], "runtime"))
+    except Failed as error:
+        yield row(name, "failed", str(error))
+        return
+    yield judged(f"{name}: cudaMemGetInfo's total", found["total"], found["total"] == machine.limit, str(machine.limit))
+    refusals = [found["plain"], found["managed"], found["ordered"]]
+    good = refusals == [OUT_OF_MEMORY] * 3
+    yield judged(f"{name}: more by cudaMalloc, Managed, Async", str(refusals), good, "all 2", bare=bare["plain"])
+    rest = {key: found[key] for key in ("info", "half", "freed", "small", "launched", "copied", "sum")}
+    good = rest == {**dict.fromkeys(rest, 0), "sum": 499_500}
+    yield judged(f"{name}: works within the share", "yes" if good else str(rest), good, "yes", version=found["version"])

@@ -1,0 +1,72 @@
+"""NVML's samples at 10 Hz while two programs of counted work run: what the node's sampler has to go by."""
+
+import threading
+import time
+
+from harness.counted import programs, whole
+from harness.result import judged, taken
+
+TITLE = "NVML's samples at 10 Hz under two counted programs"
+CORES = (30, 70)
+MICROS = 1_000
+PERIOD = 0.1
+
+
+class Sampling:
+    """What NVML says ten times a second."""
+
+    def __init__(self, gpu):
+        self.gpu, self.samples, self.memory, self.ended = gpu, [], [], threading.Event()
+        self.thread = threading.Thread(target=self._sample, daemon=True)
+
+    def _sample(self):
+        since = 0
+        while not self.ended.wait(PERIOD):
+            found = self.gpu.samples(since)
+            since = max([since, *(at for _, at, _ in found)])
+            self.samples.append(found)
+            self.memory.append(self.gpu.processes())
+
+    def __enter__(self):
+        self.thread.start()
+        self.begin = time.monotonic()
+        return self
+
+    def __exit__(self, *_):
+        self.ended.set()
+        self.thread.join()
+
+
+def run(machine):
+    seconds = 2 if machine.options.quick else 15
+    bare = whole(machine, MICROS)
+    sizes = [{"cores": cores, "memory": machine.limit // 2} for cores in CORES]
+    started = programs(machine, MICROS, sizes, settle=seconds / 3, count=seconds)
+    with Sampling(machine.gpu) as sampling:
+        counted = [100 * found["kernels"] / bare for found in machine.together(started)]
+    looks = len(sampling.samples)
+    yield taken("looks", looks, seconds=seconds, period=PERIOD)
+    for process, cores, work in zip(started, CORES, counted):
+        mine = [[(at, sm) for pid, at, sm in found if pid == process.pid] for found in sampling.samples]
+        there = [one for one in mine if one]
+        percents = [sm for one in there for _, sm in one]
+        mean = sum(percents) / len(percents) if percents else None
+        apart = distances([at for one in there for at, _ in one])
+        name = f"the program with {cores} percent"
+        yield taken(f"{name}: its work, percent of the whole", work)
+        yield taken(f"{name}: mean of NVML's percents", mean, series=[one[-1][1] if one else None for one in mine])
+        yield taken(f"{name}: looks without a sample of it", len(mine) - len(there), of=looks, micros_apart=apart)
+        memory = [found.get(process.pid) for found in sampling.memory]
+        named = [one for one in memory if one is not None]
+        whole_time = f"{len(named)} of {len(memory)}"
+        good = len(named) > len(memory) // 2
+        what = f"{name}: looks in which NVML names its memory"
+        yield judged(what, whole_time, good, "most", bytes=max(named, default=None))
+    strangers = {pid for found in sampling.samples for pid, _, _ in found} - {process.pid for process in started}
+    yield taken("PIDs in samples that are no program's of ours", len(strangers))
+
+
+def distances(times):
+    """The shortest, median and longest time between samples, microseconds."""
+    apart = sorted(b - a for a, b in zip(times, times[1:]))
+    return [apart[0], apart[len(apart) // 2], apart[-1]] if apart else []

@@ -1,0 +1,16 @@
+"""Shares of 30 and 70 percent beside each other."""
+
+from harness.counted import lengths, named, percents, whole
+from harness.result import judged
+
+TITLE = "shares of 30 and 70 percent beside each other, by counted work"
+CORES, OFF = (30, 70), 5
+
+
+def run(machine):
+    for micros in lengths(machine):
+        bare = whole(machine, micros)
+        found = percents(machine, micros, CORES, bare)
+        for cores, one in zip(CORES, found):
+            name = f"{cores} of 30/70, kernels of {named(micros)}, percent"
+            yield judged(name, round(one, 2), abs(one - cores) <= OFF, f"{cores} ± {OFF}", both=found)

@@ -1,0 +1,61 @@
+"""What the driver takes for contexts, modules, allocations, local memory and the first matrix product, by NVML."""
+
+from harness.machine import MIB, Failed, module, python, settled
+from harness.result import row, taken
+from harness.stages import differences
+
+TITLE = "sizes, read off NVML"
+KIB = 1 << 10
+# Bytes of one allocation, and how many of them are made.
+ROUNDING = [
+    (1, 4096),
+    (4 * KIB, 1024),
+    (64 * KIB, 512),
+    (MIB - 1, 64),
+    (MIB + 1, 64),
+    (2 * MIB, 32),
+    (2 * MIB + 1, 32),
+    (3 * MIB, 32),
+    (32 * MIB + 1, 8),
+    (256 * MIB + 1, 2),
+]
+LOCAL = [1 * KIB, 4 * KIB, 16 * KIB, 64 * KIB]
+
+
+def run(machine):
+    context = differences(machine, python("stages", "context"))
+    for stage, meaning in (("context", "a context"), ("module", "loading a module"), ("launch", "the first launch")):
+        yield taken(f"{meaning}, MiB", mib(context[stage]["taken"]), bytes=context[stage]["taken"])
+    listed = context["context"]["process"]
+    yield taken("a context by NVML's process list, MiB", mib(listed), bytes=listed)
+    in_share = machine.why_no_share() is None
+    for size, count in ROUNDING[3:6] if machine.options.quick else ROUNDING:
+        line = python("stages", "rounding", size, count)
+        bare = differences(machine, line)["taken"]["taken"] / count
+        numbers = {"size": size, "bare": bare}
+        if in_share:
+            # What the account was charged: what cuMemGetInfo of the share has less.
+            numbers["value"] = differences(machine, line, "sizes")["taken"]["charged"] / count
+        yield row(f"one of {count} allocations of {size} bytes; charged in a share", "held", **numbers)
+    # The larger ones take a fifth of an H100, for a moment.
+    try:
+        local = differences(machine, python("stages", "local", *LOCAL))
+        for size in LOCAL:
+            if str(size) in local:
+                found = local[str(size)]
+                name = f"added by a launch with {size} bytes of local memory per thread, MiB"
+                yield taken(name, mib(found["taken"]), code=found["code"])
+    except Failed as error:
+        yield row("local memory", "failed", str(error))
+    if not module("torch"):
+        yield row("the first matrix product", "absent", "no module torch")
+        return
+    matmul = differences(machine, python("stages", "matmul"))
+    for stage, found in matmul.items():
+        name = f"PyTorch, {stage}: added beyond tensors, MiB"
+        yield taken(name, mib(found["taken"]), allocated=found["allocated"])
+    settled(machine.gpu)
+
+
+def mib(size):
+    return None if size is None else round(size / MIB, 2)

@@ -1,0 +1,59 @@
+"""NVIDIA's tools: a program runs under them in a share as without one, and the tool says the same."""
+
+import pathlib
+import re
+
+from harness.machine import Failed, python, tool
+from harness.result import judged, row
+
+TITLE = "cuda-gdb, compute-sanitizer and ncu in a share"
+
+
+def run(machine):
+    victim = python("victim")
+    for name, line, reading in (
+        ("compute-sanitizer", ["--tool", "memcheck", *victim], sanitizer),
+        ("cuda-gdb", ["-batch", "-nx", "-ex", "run", "-ex", "info cuda kernels", "--args", *victim], debugger),
+        ("ncu", ["--clock-control", "none", "--metrics", "launch__grid_size", *victim], profiler),
+    ):
+        program = tool(name)
+        if not program:
+            yield row(name, "absent", f"no {name}")
+            continue
+        home = pathlib.Path(machine.options.work, name)
+        home.mkdir(exist_ok=True)
+        env = {"HOME": home, "TMPDIR": home}
+        try:
+            bare = reading(machine.run([program, *line], env=env, seconds=100))
+            share = reading(machine.run([program, *line], "tools", env=env, seconds=100))
+        except Failed as error:
+            yield row(name, "failed", str(error))
+            continue
+        if not bare["works"]:
+            yield row(name, "absent", f"it does not work on this machine without a share: {bare['said'][-200:]}")
+            continue
+        good = share == bare if share["works"] else False
+        yield judged(f"{name}: in a share as without", summary(share), good, summary(bare), said=share["said"])
+
+
+def summary(found):
+    return f"{found['found']}, ended with {found['code']}"
+
+
+def read(done, pattern):
+    said = done.stdout + done.stderr
+    found = [" ".join(one.split()) for one in re.findall(pattern, said)]
+    works = '"sum": 42' in said and bool(found)
+    return {"works": works, "found": ", ".join(found), "code": done.returncode, "said": "" if works else said[-600:]}
+
+
+def sanitizer(done):
+    return read(done, r"ERROR SUMMARY: \d+ errors?")
+
+
+def debugger(done):
+    return read(done, r"exited normally|exited with code \d+")
+
+
+def profiler(done):
+    return read(done, r"launch__grid_size[^\n]*")

@@ -1,0 +1,478 @@
+//! The kit for machines with a GPU (`bench/gpu`), whole, on the simulated machine: so that it works where there is a GPU.
+
+#![allow(
+    clippy::unwrap_used,
+    reason = "a test that cannot go on should say where"
+)]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+use tranche_shim_tests::{Node, target, text};
+
+const PATIENCE: Duration = Duration::from_mins(1);
+/// What travels to a machine at once, less some room for what else does.
+const MOST: u64 = 60 << 20;
+
+fn repository() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap()
+}
+
+/// The kit, as `make gpu-kit` left it.
+fn kit() -> PathBuf {
+    let kit = target().join("gpu-kit");
+    let run = kit.join("bench/gpu/run");
+    assert!(
+        run.exists(),
+        "{}: missing: run `make gpu-kit` first",
+        run.display()
+    );
+    kit.canonicalize().unwrap()
+}
+
+/// All files below a folder, by their paths in it.
+fn files(folder: &Path) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            found.extend(files(&path));
+        } else {
+            found.push(path);
+        }
+    }
+    found
+}
+
+/// A machine with two simulated GPUs, and a folder for results.
+struct Machine {
+    node: Node,
+    results: tempfile::TempDir,
+}
+
+impl Machine {
+    fn new(name: &str) -> Self {
+        let name = format!("tranche-gpu-kit-{}-{name}", std::process::id());
+        Self {
+            node: Node::start(std::env::temp_dir().join(name), 2),
+            results: tempfile::tempdir().unwrap(),
+        }
+    }
+
+    /// The kit's own arguments for these parts; all where there are none.
+    fn arguments(&self, parts: &str) -> Vec<String> {
+        let run = kit().join("bench/gpu/run");
+        let (root, results) = (self.node.root(), self.results.path());
+        let mut line = vec![
+            run.to_str().unwrap(),
+            "--quick",
+            "--gpu",
+            "1",
+            "--memory",
+            "8",
+            "--driver-root",
+            root.to_str().unwrap(),
+            "--results",
+            results.to_str().unwrap(),
+        ];
+        if !parts.is_empty() {
+            line.extend(["--only", parts]);
+        }
+        line.into_iter().map(str::to_owned).collect()
+    }
+
+    fn run(&self, parts: &str, more: &[&str]) -> Output {
+        command(&self.arguments(parts)).args(more).output().unwrap()
+    }
+
+    fn start(&self, parts: &str) -> Child {
+        let mut command = command(&self.arguments(parts));
+        let command = command.stdout(Stdio::null()).stderr(Stdio::null());
+        command.spawn().unwrap()
+    }
+
+    /// The one result; none while there is none.
+    fn result(&self) -> Option<Value> {
+        let path = files(self.results.path())
+            .into_iter()
+            .find(|path| path.extension().is_some_and(|it| it == "json"))?;
+        Some(serde_json::from_slice(&fs::read(path).unwrap()).unwrap())
+    }
+
+    fn table(&self) -> String {
+        let all = files(self.results.path());
+        let path = all
+            .iter()
+            .find(|path| path.extension().is_some_and(|it| it == "md"));
+        fs::read_to_string(path.unwrap()).unwrap()
+    }
+
+    /// A part of the result.
+    fn part(&self, name: &str) -> Value {
+        let result = self.result().unwrap();
+        let parts = result["parts"].as_array().unwrap();
+        let part = parts.iter().find(|part| part["name"] == name);
+        part.unwrap_or_else(|| panic!("{name}: {result}")).clone()
+    }
+
+    /// Waits until nobody has memory of the GPUs any more.
+    fn becomes_empty(&self, before: u64) {
+        until("the GPU is given back", || self.used() == before);
+    }
+
+    fn used(&self) -> u64 {
+        self.node.gpus().iter().map(|gpu| gpu.used).sum()
+    }
+}
+
+/// The kit with a `/run` of its own: the simulated GPUs of all machines have the same UUIDs, so that shares on them,
+/// which lie there, would add up.
+fn command(arguments: &[String]) -> Command {
+    let script = "mount -t tmpfs x /run && exec \"$@\"";
+    let mut command = Command::new("unshare");
+    command
+        .args(["-m", "sh", "-c", script, "sh"])
+        .args(arguments);
+    command
+}
+
+fn until(what: &str, mut done: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !done() {
+        assert!(
+            start.elapsed() < PATIENCE,
+            "not within {PATIENCE:?}: {what}"
+        );
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+fn rows(part: &Value) -> Vec<Value> {
+    part["rows"].as_array().unwrap().clone()
+}
+
+fn kill(process: u32, signal: rustix::process::Signal) {
+    let process = rustix::process::Pid::from_raw(process.try_into().unwrap()).unwrap();
+    rustix::process::kill_process(process, signal).unwrap();
+}
+
+/// What is judged without a look at times must hold; times are the simulator's, and may miss their targets.
+#[test]
+fn every_part_runs_and_what_can_hold_holds() {
+    let machine = Machine::new("all");
+    let ran = machine.run("", &[]);
+    let table = text(&ran.stdout);
+    assert!(ran.status.success(), "{table}{}", text(&ran.stderr));
+    let result = machine.result().unwrap();
+    let names: Vec<_> = result["parts"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|part| part["name"].as_str().unwrap().to_owned())
+        .collect();
+    let listed = Command::new(kit().join("bench/gpu/run"))
+        .arg("--list")
+        .output()
+        .unwrap();
+    let order: Vec<_> = text(&listed.stdout)
+        .lines()
+        .map(|line| line.split(' ').next().unwrap().to_owned())
+        .collect();
+    assert_eq!(names, order);
+    assert_eq!(result["machine"]["gpu"], "Simulated H100 80GB HBM3");
+    for name in [
+        "lookups",
+        "sizes",
+        "local_memory",
+        "pools",
+        "ways",
+        "closed",
+    ] {
+        assert_eq!(machine.part(name)["status"], "held", "{name}: {table}");
+    }
+    // libcudart does not run on the simulator, and the tools are not there.
+    assert_eq!(machine.part("runtime")["status"], "absent", "{table}");
+    let frameworks = machine.part("frameworks");
+    let row = |name: &str| {
+        let found = rows(&frameworks)
+            .into_iter()
+            .find(|row| row["name"] == name);
+        found.unwrap_or_else(|| panic!("{name}: {table}"))
+    };
+    assert_eq!(
+        row("driver API: reached, percent of the cap")["numbers"]["value"],
+        100.0
+    );
+    assert_eq!(row("driver API: refused by")["status"], "held");
+    for part in result["parts"].as_array().unwrap() {
+        for row in rows(part) {
+            let status = row["status"].as_str().unwrap();
+            assert!(["held", "missed", "absent"].contains(&status), "{row}");
+        }
+        assert!(table.contains(part["name"].as_str().unwrap()), "{table}");
+    }
+    assert_eq!(table, machine.table(), "what is printed is what is written");
+}
+
+/// A framework that the Python has: real numba, by the clients of the simulator.
+#[test]
+fn a_framework_that_is_there_is_filled_to_the_cap() {
+    let machine = Machine::new("numba");
+    let clients = repository().join("simulator/client-environment");
+    let folder = Command::new(clients).arg("cuda12").output().unwrap();
+    assert!(folder.status.success(), "{}", text(&folder.stderr));
+    let python = Path::new(text(&folder.stdout).trim()).join("bin/python");
+    let mut line = machine.arguments("frameworks");
+    line.insert(0, python.to_str().unwrap().to_owned());
+    let ran = command(&line)
+        .env("CUDA_PYTHON_DISABLE_MAJOR_VERSION_WARNING", "1")
+        .output()
+        .unwrap();
+    let part = machine.part("frameworks");
+    let of_numba: Vec<_> = rows(&part)
+        .into_iter()
+        .filter(|row| row["name"].as_str().unwrap().starts_with("numba: "))
+        .collect();
+    assert_eq!(of_numba.len(), 3, "{part}{}", text(&ran.stderr));
+    for row in of_numba {
+        assert_eq!(row["status"], "held", "{row}");
+    }
+}
+
+/// NVIDIA's tools, as far as the part itself goes: programs by their names that run the program and say as much.
+#[test]
+fn a_tools_word_in_a_share_is_compared_with_its_word_without() {
+    let machine = Machine::new("tools");
+    let tools = tempfile::tempdir().unwrap();
+    let tool = |name: &str, body: &str| {
+        let path = tools.path().join(name);
+        let start = "while [ ! -x \"$1\" ]; do shift; done\n\"$@\"";
+        fs::write(&path, format!("#!/bin/sh\n{start}\n{body}\n")).unwrap();
+        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+        fs::set_permissions(&path, mode).unwrap();
+    };
+    tool("compute-sanitizer", "echo ERROR SUMMARY: 0 errors");
+    // One that finds something in a share only.
+    let differs =
+        "test -e /usr/lib/tranche/shares && echo exited with code 1 || echo exited normally";
+    tool("cuda-gdb", differs);
+    let path = format!(
+        "{}:{}",
+        tools.path().display(),
+        std::env::var("PATH").unwrap()
+    );
+    let ran = command(&machine.arguments("tools"))
+        .env("PATH", path)
+        .output()
+        .unwrap();
+    assert!(ran.status.success(), "{}", text(&ran.stderr));
+    let statuses: Vec<_> = rows(&machine.part("tools"))
+        .iter()
+        .map(|row| row["status"].as_str().unwrap().to_owned())
+        .collect();
+    assert_eq!(statuses, ["held", "missed", "absent"]);
+}
+
+#[test]
+fn a_part_that_overruns_is_ended_and_is_a_result() {
+    let machine = Machine::new("overrun");
+    let before = machine.used();
+    let ran = machine.run("sizes,closed", &["--part-seconds", "4"]);
+    assert!(!ran.status.success());
+    let part = machine.part("sizes");
+    assert_eq!(part["status"], "failed");
+    let rows = rows(&part);
+    assert!(rows.len() > 1, "the rows before are kept: {part}");
+    let why = rows.last().unwrap()["why"].as_str().unwrap();
+    assert!(why.contains("not ended after 4 s"), "{why}");
+    assert_eq!(machine.part("closed")["status"], "held", "the next one ran");
+    machine.becomes_empty(before);
+}
+
+#[test]
+fn ended_or_killed_it_leaves_what_it_has_and_nothing_on_the_gpu() {
+    for signal in [rustix::process::Signal::TERM, rustix::process::Signal::KILL] {
+        let machine = Machine::new(&format!("ended-{}", signal.as_raw()));
+        let before = machine.used();
+        let mut child = machine.start("closed,sizes");
+        until("the second part has a row", || {
+            machine
+                .result()
+                .is_some_and(|it| it["parts"].as_array().unwrap().len() > 1)
+        });
+        kill(child.id(), signal);
+        child.wait().unwrap();
+        let part = machine.part("sizes");
+        assert!(!rows(&part).is_empty(), "{part}");
+        assert!(machine.table().contains("| sizes |"));
+        machine.becomes_empty(before);
+    }
+}
+
+/// Several runs of parts become one result, and the later one of a part counts.
+#[test]
+fn results_of_several_runs_are_joined() {
+    let (first, second) = (Machine::new("first"), Machine::new("second"));
+    assert!(first.run("closed", &[]).status.success());
+    assert!(second.run("pools", &[]).status.success());
+    let json = |machine: &Machine| {
+        let all = files(machine.results.path());
+        let found = all
+            .into_iter()
+            .find(|path| path.extension().unwrap() == "json");
+        found.unwrap()
+    };
+    let to = tempfile::tempdir().unwrap();
+    let ran = Command::new(kit().join("bench/gpu/run"))
+        .arg("--results")
+        .arg(to.path())
+        .arg("--join")
+        .args([json(&first), json(&second)])
+        .output()
+        .unwrap();
+    assert!(ran.status.success(), "{}", text(&ran.stderr));
+    let table = text(&ran.stdout);
+    assert!(
+        table.contains("| closed |") && table.contains("| pools |"),
+        "{table}"
+    );
+    assert_eq!(files(to.path()).len(), 2);
+}
+
+/// Without CAP_SYS_ADMIN and user namespaces nobody makes a mount: parts that need a share say why they are absent.
+#[test]
+fn without_mounts_what_needs_no_share_runs() {
+    let machine = Machine::new("mounts");
+    let script = "echo 0 >/proc/sys/user/max_user_namespaces
+        exec setpriv --bounding-set=-sys_admin --inh-caps=-sys_admin \"$@\"";
+    let ran = Command::new("unshare")
+        .args(["-U", "-r", "sh", "-c", script, "sh"])
+        .args(machine.arguments("sizes,pools,closed"))
+        .output()
+        .unwrap();
+    assert!(ran.status.success(), "{}", text(&ran.stderr));
+    let pools = machine.part("pools");
+    assert_eq!(pools["status"], "absent");
+    let why = pools["why"].as_str().unwrap();
+    assert!(why.contains("no mount namespace"), "{why}");
+    for name in ["sizes", "closed"] {
+        assert_eq!(
+            machine.part(name)["status"],
+            "held",
+            "{}",
+            machine.part(name)
+        );
+    }
+}
+
+/// A driver that is in `/usr/local/nvidia` alone, as on rented machines and on GKE: found, and capped.
+#[test]
+fn a_driver_in_usr_local_nvidia_is_found() {
+    let machine = Machine::new("elsewhere");
+    let script = r#"
+        set -e
+        mount --make-rprivate /
+        mount -t tmpfs x "$work"
+        for folder in usr etc var; do
+            mkdir "$work/$folder" "$work/$folder.work"
+            mount -t overlay x -o "lowerdir=/$folder,upperdir=$work/$folder,workdir=$work/$folder.work" "/$folder"
+        done
+        mkdir "$work/dev"
+        cp -a /dev/null /dev/zero /dev/urandom "$work/dev"
+        mount --bind "$work/dev" /dev
+        mkdir /dev/shm
+        mount -t tmpfs x /dev/shm
+        mount -t tmpfs x /run
+        "$install" / --gpu-model H100-80 --gpus 2 >&2
+        mkdir -p "/usr/local/nvidia/$folder_of_libraries" /usr/local/nvidia/bin
+        mv /usr/lib/x86_64-linux-gnu/libcuda.so* /usr/lib/x86_64-linux-gnu/libnvidia-ml.so* "/usr/local/nvidia/$folder_of_libraries"
+        mv /usr/bin/nvidia-smi /usr/local/nvidia/bin
+        /usr/bin/nvidia-sim-persistenced --root / >/dev/null 2>&1 &
+        trap "kill $!" EXIT
+        until [ -e /run/nvidia-persistenced/socket ]; do sleep 0.01; done
+        "$kit/bench/gpu/run" --quick --gpu 1 --memory 8 --results "$results" --only frameworks,ways
+    "#;
+    // The second one is where `tranche run` does not look.
+    for folder in ["lib64", "lib"] {
+        let work = tempfile::tempdir().unwrap();
+        let ran = Command::new("unshare")
+            .args(["-m", "sh", "-c", script])
+            .env("work", work.path())
+            .env("folder_of_libraries", folder)
+            .env("kit", kit())
+            .env("results", machine.results.path())
+            .env(
+                "install",
+                target()
+                    .join("simulator/install-root")
+                    .canonicalize()
+                    .unwrap(),
+            )
+            .output()
+            .unwrap();
+        let (out, errors) = (text(&ran.stdout), text(&ran.stderr));
+        assert!(ran.status.success(), "{folder}: {out}{errors}");
+        assert_eq!(machine.part("ways")["status"], "held", "{folder}: {out}");
+        let smi = &rows(&machine.part("frameworks"))[0];
+        assert_eq!(smi["status"], "held", "{folder}: {smi}");
+    }
+}
+
+#[test]
+fn without_a_gpu_it_says_so() {
+    let empty = tempfile::tempdir().unwrap();
+    let ran = Command::new(kit().join("bench/gpu/run"))
+        .arg("--driver-root")
+        .arg(empty.path())
+        .output()
+        .unwrap();
+    assert!(!ran.status.success());
+    let said = text(&ran.stderr);
+    assert!(
+        said.contains("no NVIDIA driver") && said.contains("--driver-root"),
+        "{said}"
+    );
+    let ran = Command::new(kit().join("bench/gpu/run"))
+        .args(["--only", "pool"])
+        .output()
+        .unwrap();
+    assert!(
+        text(&ran.stderr).contains("there are lookups"),
+        "{}",
+        text(&ran.stderr)
+    );
+}
+
+/// The folder travels to machines that take so much and no more, and it is the one that this tree makes.
+#[test]
+fn the_kit_is_small_and_of_this_tree() {
+    let kit = kit();
+    let size: u64 = files(&kit)
+        .iter()
+        .map(|path| path.symlink_metadata().unwrap().len())
+        .sum();
+    assert!(size < MOST, "{size} bytes in {}", kit.display());
+    let is_source = |path: &&PathBuf| !path.to_string_lossy().contains("__pycache__");
+    for folder in ["harness", "parts", "programs"] {
+        let (ours, theirs) = (
+            repository().join("bench/gpu").join(folder),
+            kit.join("bench/gpu").join(folder),
+        );
+        let sources = files(&ours);
+        for source in sources.iter().filter(is_source) {
+            let copy = theirs.join(source.strip_prefix(&ours).unwrap());
+            let same = fs::read(&copy).is_ok_and(|it| it == fs::read(source).unwrap());
+            assert!(
+                same,
+                "{}: not that of the tree: run `make gpu-kit`",
+                copy.display()
+            );
+        }
+    }
+    for program in ["tranche", "tranche-shim-probe", "runtime"] {
+        assert!(kit.join("bin").join(program).exists(), "{program}");
+    }
+}
