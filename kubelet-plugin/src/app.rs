@@ -142,7 +142,13 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     // Helpers run until the servers have drained, so that a last prepare finds them.
     let helpers_stop = CancellationToken::new();
     let mut helpers = JoinSet::new();
-    let sampler = ShareSampler::new(&preparer, layout.clone(), Box::new(installed), proc);
+    let sampler = ShareSampler::new(
+        &preparer,
+        layout.clone(),
+        Box::new(installed),
+        proc,
+        Arc::clone(&metrics),
+    );
     helpers.spawn(sampler.run(helpers_stop.clone()));
     let sweeper = ShareSweeper::new(&preparer, layout, Arc::clone(&metrics));
     helpers.spawn(sweeper.run(helpers_stop.clone()));

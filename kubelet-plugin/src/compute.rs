@@ -14,6 +14,7 @@ use tranche_node::utilization::NvmlUtilization;
 
 use crate::layout::Layout;
 use crate::ledger::Ledger;
+use crate::metrics::Metrics;
 use crate::preparer::Preparer;
 
 /// Samples the shares that are held.
@@ -23,6 +24,7 @@ pub struct ShareSampler {
     layout: Layout,
     nvml: NvmlUtilization,
     sampler: Sampler,
+    metrics: Arc<Metrics>,
     said: Said,
 }
 
@@ -75,12 +77,14 @@ impl ShareSampler {
         layout: Layout,
         driver: Box<dyn Driver>,
         proc: PathBuf,
+        metrics: Arc<Metrics>,
     ) -> Self {
         Self {
             ledger: Arc::clone(preparer.ledger()),
             layout,
             nvml: NvmlUtilization::new(driver),
             sampler: Sampler::new(proc),
+            metrics,
             said: Said::default(),
         }
     }
@@ -108,6 +112,9 @@ impl ShareSampler {
     fn round(&mut self) {
         let shares = self.shares();
         let sampled = self.sampler.step(now(), &shares, &mut self.nvml);
+        let coarse = self.sampler.gpus_without_processes();
+        let coarse = i64::try_from(coarse).unwrap_or(i64::MAX);
+        self.metrics.gpus_without_process_utilization.set(coarse);
         self.said.0.retain(|share, _| shares.contains(share));
         let now = Instant::now();
         for Sampled { share, outcome } in sampled {

@@ -83,6 +83,8 @@ pub struct Metrics {
     pub dead_processes: Counter,
     /// 1 while there is a driver to work with.
     pub driver_ready: Gauge,
+    /// GPUs with shares of which NVML does not say for which process they work.
+    pub gpus_without_process_utilization: Gauge,
 }
 
 impl Default for Metrics {
@@ -100,6 +102,7 @@ impl Default for Metrics {
             orphans: Counter::default(),
             dead_processes: Counter::default(),
             driver_ready: Gauge::default(),
+            gpus_without_process_utilization: Gauge::default(),
         };
         metrics.register();
         metrics
@@ -155,6 +158,11 @@ impl Metrics {
             "driver_ready",
             "Whether there is an NVIDIA driver to work with",
             self.driver_ready.clone(),
+        );
+        r.register(
+            "gpus_without_process_utilization",
+            "GPUs with compute shares for which NVML does not report utilization by process (MIG, vGPU): their shares' prices are corrected together",
+            self.gpus_without_process_utilization.clone(),
         );
     }
 

@@ -71,6 +71,8 @@ pub struct Sampler {
     processes: Processes,
     shares: BTreeMap<PathBuf, Opened>,
     gpus: BTreeMap<String, Controller<PathBuf>>,
+    /// GPUs with shares in the last step of which NVML did not say for which process they worked.
+    coarse: usize,
 }
 
 /// From one look whether a share's files are still those at its path to the next, in nanoseconds.
@@ -114,7 +116,15 @@ impl Sampler {
             processes: Processes::new(proc),
             shares: BTreeMap::new(),
             gpus: BTreeMap::new(),
+            coarse: 0,
         }
+    }
+
+    /// How many GPUs with limited shares there were in the last step of which nobody said for which process
+    /// they worked: their shares were corrected in common, by what the whole GPU worked.
+    #[must_use]
+    pub fn gpus_without_processes(&self) -> usize {
+        self.coarse
     }
 
     /// Samples once, at `now` (`CLOCK_MONOTONIC` in nanoseconds). `shares` are the folders of all
@@ -158,10 +168,13 @@ impl Sampler {
             }
         }
         self.gpus.retain(|gpu, _| by_gpu.contains_key(gpu));
+        self.coarse = 0;
         let mut decisions = Vec::new();
         let mut pids = Vec::new();
         for (gpu, readings) in &mut by_gpu {
-            let parts = utilization.by_process(gpu).unwrap_or_default();
+            let parts = utilization.by_process(gpu);
+            self.coarse += usize::from(parts.is_none());
+            let parts = parts.unwrap_or_default();
             pids.extend(parts.iter().map(|(pid, _)| *pid));
             let share = |folder: &PathBuf| self.shares.get(folder)?.share.as_ref();
             set_busy(&mut self.processes, now, &parts, readings, share);

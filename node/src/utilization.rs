@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use crate::nvml::{Driver, Nvml};
+use crate::nvml::{Driver, Nvml, ProcessSample};
 
 /// How busy GPUs are.
 pub trait Utilization {
@@ -11,14 +11,15 @@ pub trait Utilization {
     fn whole(&mut self, gpu_uuid: &str) -> Option<f64>;
 
     /// How much of it for which process, by PID on the host; who is not listed has none. `None` where
-    /// nobody knows.
+    /// nobody knows: without NVML, and where it does not say (MIG, vGPU).
     fn by_process(&mut self, gpu_uuid: &str) -> Option<Vec<(u32, f64)>>;
 }
 
 /// From one attempt to open NVML to the next. Without it shares have their cores all the same.
 const RETRY: Duration = Duration::from_secs(10);
 
-/// For how long a sample is taken to hold. The driver samples every 1/6 s to 1 s.
+/// For how long a process's sample is taken to hold. The driver samples every 1/6 s to 1 s, each process by
+/// itself: one that is missing from an answer was not sampled anew since the last one, not idle.
 const HOLD: Duration = Duration::from_secs(1);
 
 /// What NVML says, as soon as there is one.
@@ -31,13 +32,50 @@ pub struct NvmlUtilization {
 }
 
 /// The last samples of a GPU's processes.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Last {
     /// The newest one's time, by the driver's clock.
     stamp: u64,
+    processes: BTreeMap<u32, Sample>,
+}
+
+/// The last sample of a process.
+#[derive(Clone, Copy, Debug)]
+struct Sample {
+    /// Its time, by the driver's clock.
+    at: u64,
     /// When it was seen.
     seen: Instant,
-    parts: Vec<(u32, f64)>,
+    /// In parts of 1.
+    part: f64,
+}
+
+impl Last {
+    /// Notes what NVML says that is newer than what it said before.
+    fn note(&mut self, now: Instant, samples: Vec<ProcessSample>) {
+        for ProcessSample { pid, at, percent } in samples {
+            self.stamp = self.stamp.max(at);
+            let sample = Sample {
+                at,
+                seen: now,
+                part: f64::from(percent.min(100)) / 100.0,
+            };
+            // Of several samples of a process the newest.
+            let known = self.processes.entry(pid).or_insert(sample);
+            if known.at < at {
+                *known = sample;
+            }
+        }
+        self.processes
+            .retain(|_, sample| now.duration_since(sample.seen) < HOLD);
+    }
+
+    fn parts(&self) -> Vec<(u32, f64)> {
+        self.processes
+            .iter()
+            .map(|(pid, sample)| (*pid, sample.part))
+            .collect()
+    }
 }
 
 impl NvmlUtilization {
@@ -95,33 +133,9 @@ impl Utilization for NvmlUtilization {
     fn by_process(&mut self, gpu_uuid: &str) -> Option<Vec<(u32, f64)>> {
         let since = self.last.get(gpu_uuid).map_or(0, |last| last.stamp);
         let samples = self.open()?.process_utilization(gpu_uuid, since).ok()?;
-        let Some(newest) = samples.iter().map(|sample| sample.at).max() else {
-            let last = self.last.get(gpu_uuid);
-            let holds = last.filter(|last| last.seen.elapsed() < HOLD);
-            return Some(holds.map_or_else(Vec::new, |last| last.parts.clone()));
-        };
-        // Of several samples of a process the newest.
-        let mut parts: BTreeMap<u32, (u64, f64)> = BTreeMap::new();
-        for sample in samples {
-            let part = (sample.at, f64::from(sample.percent.min(100)) / 100.0);
-            let known = parts.entry(sample.pid).or_insert(part);
-            if known.0 < sample.at {
-                *known = part;
-            }
-        }
-        let parts: Vec<_> = parts
-            .into_iter()
-            .map(|(pid, (_, part))| (pid, part))
-            .collect();
-        self.last.insert(
-            gpu_uuid.to_owned(),
-            Last {
-                stamp: newest,
-                seen: Instant::now(),
-                parts: parts.clone(),
-            },
-        );
-        Some(parts)
+        let last = self.last.entry(gpu_uuid.to_owned()).or_default();
+        last.note(Instant::now(), samples);
+        Some(last.parts())
     }
 }
 
@@ -131,7 +145,7 @@ mod tests {
     use std::sync::atomic::{AtomicU32, Ordering};
 
     use super::*;
-    use crate::nvml::{Description, NvmlError, ProcessSample};
+    use crate::nvml::{Description, NvmlError};
 
     /// A driver that was replaced once: what was opened before fails.
     #[derive(Clone, Debug, Default)]
@@ -190,5 +204,28 @@ mod tests {
         assert_eq!((utilization.whole("here"), opened()), (Some(0.5), 2));
         assert_eq!(utilization.whole("elsewhere"), None);
         assert_eq!((utilization.whole("here"), opened()), (Some(0.5), 3));
+    }
+
+    /// The driver samples each process by itself: who is missing from one answer is not idle, but who is
+    /// missing for a second is.
+    #[test]
+    fn a_process_that_is_missing_from_one_answer_still_works() {
+        let sample = |pid, at, percent| ProcessSample { pid, at, percent };
+        let start = Instant::now();
+        let after = |millis| start + Duration::from_millis(millis);
+        let mut last = Last::default();
+        last.note(
+            start,
+            vec![sample(1, 100, 30), sample(2, 100, 60), sample(1, 90, 5)],
+        );
+        assert_eq!(last.parts(), [(1, 0.3), (2, 0.6)]);
+        last.note(after(500), vec![sample(2, 200, 70)]);
+        assert_eq!(last.parts(), [(1, 0.3), (2, 0.7)]);
+        last.note(after(900), Vec::new());
+        assert_eq!((last.parts().len(), last.stamp), (2, 200));
+        last.note(after(1100), vec![sample(2, 300, 0)]);
+        assert_eq!(last.parts(), [(2, 0.0)]);
+        last.note(after(2200), Vec::new());
+        assert_eq!(last.parts(), []);
     }
 }

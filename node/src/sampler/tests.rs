@@ -66,6 +66,8 @@ fn a_share_alone_gets_it_all_and_two_their_parts() {
     // Nobody works: nothing is written.
     let outcomes = sampler.step(SECOND, &shares, &mut busy);
     assert_eq!(outcomes.len(), 2);
+    // It goes on with what the whole GPU works, and says so.
+    assert_eq!(sampler.gpus_without_processes(), 1);
     assert_eq!(refill(&shares[0]), (0, Refill::default()));
     spend(&shares[0], SECOND);
     sampler.step(2 * SECOND, &shares, &mut busy);
