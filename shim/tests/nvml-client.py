@@ -70,6 +70,10 @@ for what in 0, 1, 2:
     kind, count, entries = c.c_int(), c.c_uint(2), (c.c_ulonglong * 4)()
     code = nvml.nvmlDeviceGetSamples(gpu, what, c.c_ulonglong(5), c.byref(kind), c.byref(count), entries)
     print(f"samples/{what}", code, f"{entries[1]},{entries[3]}")
+ask("nvmlGpmQueryDeviceSupport", struct(version="u", supported="u")(1, 7), "supported")
+sample = c.create_string_buffer(64)
+print("nvmlGpmSampleGet", nvml.nvmlGpmSampleGet(gpu, sample))
+print("nvmlGpmMigSampleGet", nvml.nvmlGpmMigSampleGet(gpu, 0, sample))
 stats = struct(pid="u", running="u", gpu="u", memory="u")
 for pid in map(int, sys.stdin.read().split()):
     old = (c.c_uint * 32)()

@@ -1,11 +1,12 @@
 // NVML as no GPU has it: two GPUs, processes of this container and of others, samples of any percent. Tests
-// steer it through the file named by ODD_NVML: lines `process PID BYTES PERCENT`.
+// steer it through the file named by ODD_NVML: lines `process PID BYTES PERCENT`. With ODD_NVML_COARSE it does not
+// say for which process a GPU works, as with MIG and vGPU.
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-enum { OK = 0, INVALID = 2, NOT_FOUND = 6, SMALL = 7, MISMATCH = 25 };
+enum { OK = 0, INVALID = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, SMALL = 7, MISMATCH = 25 };
 typedef unsigned u32;
 typedef uint64_t u64;
 static char devices[2];
@@ -66,6 +67,7 @@ int nvmlDeviceGetRunningProcessDetailList(char *device, struct details *d) {
 struct sample { u32 pid; u64 at; u32 sm, memory, encoder, decoder; };
 int nvmlDeviceGetProcessUtilization(char *device, struct sample *to, u32 *count, u64 since) {
     if (!known(device) || !count) return INVALID;
+    if (getenv("ODD_NVML_COARSE")) return NOT_SUPPORTED;
     int n = read_all(); u32 room = *count; *count = n;
     if (!n) return NOT_FOUND;
     if (!to || (u32)n > room) return SMALL;
@@ -82,6 +84,10 @@ int nvmlDeviceGetProcessesUtilizationInfo(char *device, struct infos *d) {
     for (int i = 0; i < n; i++) d->to[i] = (struct info){ d->since + 1, all[i].pid, all[i].percent, 1, 2, 3, 4, 5 };
     return OK;
 }
+struct support { u32 version, is_supported; };
+int nvmlGpmQueryDeviceSupport(char *device, struct support *to) { if (!known(device)) return INVALID; to->is_supported = 1; return OK; }
+int nvmlGpmSampleGet(char *device, void *sample) { return known(device) ? OK : INVALID; }
+int nvmlGpmMigSampleGet(char *device, u32 instance, void *sample) { return known(device) ? OK : INVALID; }
 int nvmlDeviceGetUtilizationRates(char *device, u32 *rates) { if (!known(device)) return INVALID; rates[0] = 97; rates[1] = 96; return OK; }
 struct states { u32 flags; struct { u32 present, percent, more, less; } domains[8]; };
 int nvmlDeviceGetDynamicPstatesInfo(char *device, struct states *s) {

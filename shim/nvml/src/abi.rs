@@ -11,6 +11,7 @@ pub struct Return(pub c_uint);
 
 impl Return {
     pub const SUCCESS: Self = Self(0);
+    pub const NOT_SUPPORTED: Self = Self(3);
     pub const NO_PERMISSION: Self = Self(4);
     pub const NOT_FOUND: Self = Self(6);
     pub const INSUFFICIENT_SIZE: Self = Self(7);
@@ -22,6 +23,13 @@ impl Return {
 
 /// A GPU, to the driver's library; opaque.
 pub type Device = usize;
+
+/// `nvmlGpmSupport_t`.
+#[repr(C)]
+pub struct GpmSupport {
+    version: c_uint,
+    pub is_supported: c_uint,
+}
 
 /// `nvmlMemory_t`, in bytes.
 #[repr(C)]

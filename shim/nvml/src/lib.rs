@@ -33,8 +33,9 @@ use tranche_shim_runtime::library::Ours;
 use tranche_shim_runtime::shares;
 
 use crate::abi::{
-    AccountingStatsV2, Bar1Memory, Device, DynamicPstates, Enumeration, Memory, MemoryV2,
-    ProcessDetails, ProcessV1, ProcessV2, Return, Sample, Utilization, UtilizationInfos, Value,
+    AccountingStatsV2, Bar1Memory, Device, DynamicPstates, Enumeration, GpmSupport, Memory,
+    MemoryV2, ProcessDetails, ProcessV1, ProcessV2, Return, Sample, Utilization, UtilizationInfos,
+    Value,
 };
 use crate::driver::{DRIVER, address, index, missing, typed, unavailable};
 use crate::processes::Kind;
@@ -144,6 +145,11 @@ hooks! {
         |driver| utilisation::samples(device, what, (kind, count, to), driver);
     fn nvmlDeviceGetUtilizationRates(device: Device, to: *mut Utilization)
         |driver| utilisation::rates(device, to, driver);
+    fn nvmlGpmMigSampleGet(device: Device, instance: c_uint, sample: *mut c_void)
+        |driver| utilisation::gpm_sample(device, driver);
+    fn nvmlGpmQueryDeviceSupport(device: Device, to: *mut GpmSupport)
+        |driver| utilisation::gpm_support(device, to, driver);
+    fn nvmlGpmSampleGet(device: Device, sample: *mut c_void) |driver| utilisation::gpm_sample(device, driver);
     fn nvmlInit() |driver| initialise(driver);
     fn nvmlInitWithFlags(flags: c_uint) |driver| initialise(driver);
     fn nvmlInit_v2() |driver| initialise(driver);

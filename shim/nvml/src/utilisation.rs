@@ -11,7 +11,7 @@ use core::ffi::c_uint;
 use tranche_shim_runtime::sys;
 
 use crate::abi::{
-    Device, DynamicPstates, Enumeration, Return, Sample, Utilization, UtilizationInfo,
+    Device, DynamicPstates, Enumeration, GpmSupport, Return, Sample, Utilization, UtilizationInfo,
     UtilizationInfos, Value,
 };
 use crate::buffer::{Buffer, Plain};
@@ -32,14 +32,19 @@ struct Use {
 }
 
 impl Use {
-    /// `None` where the GPU is not capped.
+    /// `None` where the GPU is not capped, or the driver does not say for which process it works (MIG,
+    /// vGPU).
     fn of(device: Device) -> Result<Option<Self>, Return> {
         let Some(users) = Users::of(device)? else {
             return Ok(None);
         };
         let since = sys::wall_clock().saturating_sub(PERIOD);
         let (mut cores, mut memory) = (0u32, 0u32);
-        let samples = &Samples::ask(device, since)?;
+        let samples = &match Samples::ask(device, since) {
+            Ok(samples) => samples,
+            Err(Return::NOT_SUPPORTED | Return::FUNCTION_NOT_FOUND) => return Ok(None),
+            Err(code) => return Err(code),
+        };
         for sample in samples.of(&users) {
             cores = cores.saturating_add(sample.sm);
             memory = memory.saturating_add(sample.memory);
@@ -86,7 +91,7 @@ impl Samples {
     }
 }
 
-/// The driver's answer, corrected where the GPU has a cap.
+/// The driver's answer, corrected where the GPU has a cap and the driver says for which process it works.
 fn tell(device: Device, driver: impl FnOnce() -> Return, correct: impl FnOnce(Use)) -> Return {
     let result = driver();
     if result != Return::SUCCESS {
@@ -161,6 +166,30 @@ pub fn samples(
             entry.value = value;
         }
     })
+}
+
+/// `nvmlGpmQueryDeviceSupport`: of a share's GPU there are none, since GPM counts the whole GPU.
+pub fn gpm_support(device: Device, to: *mut GpmSupport, driver: impl FnOnce() -> Return) -> Return {
+    let result = driver();
+    if result != Return::SUCCESS {
+        return result;
+    }
+    match Users::of(device) {
+        Ok(None) => {}
+        // SAFETY: the driver has just written to it.
+        Ok(Some(_)) => unsafe { (*to).is_supported = 0 },
+        Err(code) => return code,
+    }
+    result
+}
+
+/// `nvmlGpmSampleGet` and `nvmlGpmMigSampleGet`: as of a GPU that has none.
+pub fn gpm_sample(device: Device, driver: impl FnOnce() -> Return) -> Return {
+    match Users::of(device) {
+        Ok(None) => driver(),
+        Ok(Some(_)) => Return::NOT_SUPPORTED,
+        Err(code) => code,
+    }
 }
 
 /// `nvmlDeviceGetProcessUtilization`.

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::Write as _;
-use std::process::Stdio;
+use std::process::{Command, Stdio};
 
 use tranche_shim_core::ComputePolicy;
 use tranche_shim_tests::{Driver, World, text};
@@ -19,9 +19,12 @@ type Answers = BTreeMap<String, (i64, String)>;
 
 /// What the client is told of the GPU that it gets by this call.
 fn ask(world: &World, how: &str, which: &str, pids: &[u32]) -> Answers {
+    ask_by(world.command("python3"), world, how, which, pids)
+}
+
+fn ask_by(mut command: Command, world: &World, how: &str, which: &str, pids: &[u32]) -> Answers {
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/nvml-client.py");
-    let mut child = world
-        .command("python3")
+    let mut child = command
         .args([script, how, which])
         .env("ODD_NVML", world.folder().join("processes"))
         .stdin(Stdio::piped())
@@ -183,6 +186,48 @@ fn a_share_that_does_nothing_is_idle_beside_busy_neighbours() {
     driver_says(&world, &[]);
     let answers = ask(&world, "nvmlDeviceGetHandleByIndex_v2", "0", &[]);
     is(&answers, "nvmlDeviceGetUtilizationRates", 0, "0,0");
+}
+
+/// With MIG and vGPU: what the driver answered stays answered.
+#[test]
+fn where_the_driver_names_no_process_its_answer_stands() {
+    const NOT_SUPPORTED: i64 = 3;
+    let world = World::new(Driver::Odd);
+    world.share_of_time("gpu-0", GPU_0, Some(CAP), Some(25), ComputePolicy::Strict);
+    driver_says(&world, &[(FOREIGN[0], 40 << 30, 60)]);
+    let mut command = world.command("python3");
+    command.env("ODD_NVML_COARSE", "1");
+    let answers = ask_by(command, &world, "nvmlDeviceGetHandleByIndex_v2", "0", &[]);
+    is(&answers, "nvmlDeviceGetUtilizationRates", 0, "97,96");
+    is(&answers, "dynamic", 0, "97,96,95,0");
+    is(&answers, "samples/1", 0, "97,97");
+    assert_eq!(
+        answers["nvmlDeviceGetProcessUtilization"].0, NOT_SUPPORTED,
+        "{answers:?}"
+    );
+    is(
+        &answers,
+        "nvmlDeviceGetMemoryInfo",
+        0,
+        &format!("{CAP},{CAP},0"),
+    );
+}
+
+/// GPM's samples are of the whole GPU: a share has none.
+#[test]
+fn gpm_is_not_offered_of_a_share() {
+    let world = World::new(Driver::Odd);
+    world.share("gpu-0", GPU_0, Some(CAP));
+    world.share("gpu-1", GPU_1, None);
+    driver_says(&world, &[]);
+    let answers = ask(&world, "nvmlDeviceGetHandleByIndex_v2", "0", &[]);
+    is(&answers, "nvmlGpmQueryDeviceSupport", 0, "0");
+    is(&answers, "nvmlGpmSampleGet", 3, "");
+    is(&answers, "nvmlGpmMigSampleGet", 3, "");
+    // A GPU without a cap is the driver's.
+    let answers = ask(&world, "nvmlDeviceGetHandleByIndex_v2", "1", &[]);
+    is(&answers, "nvmlGpmQueryDeviceSupport", 0, "1");
+    is(&answers, "nvmlGpmSampleGet", 0, "");
 }
 
 #[test]
