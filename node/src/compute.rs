@@ -28,7 +28,7 @@
 use std::collections::BTreeMap;
 
 use tranche_shim_core::ComputePolicy;
-use tranche_shim_core::compute::{BURST_NANOS, DEBT_NANOS, PERCENT, Refill, WHOLE, part};
+use tranche_shim_core::compute::{BURST_NANOS, PERCENT, Refill, WHOLE, part};
 
 /// From one step to the next, in nanoseconds.
 pub const PERIOD_NANOS: u64 = 100_000_000;
@@ -61,6 +61,10 @@ const WATCH_NANOS: u64 = 1_000_000_000;
 /// A debt is forgiven when the share got so much less than its cores while it wanted more: as much as
 /// its cores are in half a second.
 const OWED_NANOS: f64 = 0.5e9;
+
+/// The longest debt that is forgiven at a time, in nanoseconds of GPU time, and how far back what a share
+/// got is remembered, in nanoseconds.
+const DEBT_NANOS: u64 = 60_000_000_000;
 
 /// A share that launched nothing for so long is not at work, in nanoseconds.
 const REST_NANOS: u64 = 500_000_000;

@@ -5,7 +5,7 @@ mod world;
 
 use tranche_node::compute::Suspicion;
 use tranche_shim_core::ComputePolicy::{Strict, WorkConserving};
-use tranche_shim_core::compute::Bucket;
+use tranche_shim_core::compute::{Bucket, WAIT_NANOS};
 use world::{MICRO, MILLI, Program, SECOND, World, jain};
 
 fn near(found: f64, wanted: f64, what: &str) {
@@ -41,6 +41,49 @@ fn every_share_has_its_part_whatever_its_kernels_take() {
             }
         }
     }
+}
+
+/// A share's kernels of seconds never put it to sleep for longer than the bound, from the first launches
+/// on, of which nothing is known and several are queued; and over time it has its cores.
+#[test]
+fn kernels_of_seconds_wait_no_longer_than_the_bound() {
+    for depth in [1, 64] {
+        let mut world = World::new(&[(20, Strict)]);
+        world.start(Program {
+            depth,
+            ..Program::new(0, &[2 * SECOND])
+        });
+        let part = world.run(1000 * SECOND)[0];
+        near(part, 20.0, &format!("20 %, kernels of 2 s, {depth} deep"));
+        let longest = world.programs[0].longest_wait;
+        println!("the longest wait: {} ms", longest / MILLI);
+        // In naps.
+        assert!(longest <= WAIT_NANOS + 20 * MILLI, "{longest}");
+    }
+}
+
+/// One kernel of half a minute among short ones: they wait no longer than the bound, go on at a lower
+/// rate, and what it took is made up for.
+#[test]
+fn a_kernel_of_half_a_minute_is_made_up_for_at_a_lower_rate() {
+    let mut world = World::new(&[(20, Strict)]);
+    world.start(Program {
+        until: SECOND,
+        depth: 1,
+        ..Program::new(0, &[30 * SECOND])
+    });
+    world.start(Program {
+        from: 31 * SECOND,
+        ..Program::new(0, &[5 * MILLI])
+    });
+    world.run(60 * SECOND);
+    let lower = world.run(30 * SECOND)[0];
+    assert!((8.0..=12.0).contains(&lower), "{lower} % while it repays");
+    world.run(600 * SECOND);
+    near(world.run(30 * SECOND)[0], 20.0, "when all is repaid");
+    let longest = world.programs[1].longest_wait;
+    println!("the longest wait: {} ms", longest / MILLI);
+    assert!(longest <= WAIT_NANOS, "{longest}");
 }
 
 #[test]

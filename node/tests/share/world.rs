@@ -11,7 +11,7 @@ use tranche_node::compute::{Controller, Decision, PERIOD_NANOS, Reading};
 use tranche_shim_core::compute::batch::BATCH_NANOS;
 use tranche_shim_core::compute::bucket::Wait;
 use tranche_shim_core::compute::costs::key;
-use tranche_shim_core::compute::{Batch, Bucket, Costs, Price, Refill};
+use tranche_shim_core::compute::{Batch, Bucket, Costs, Price, Refill, Shape, WAIT_NANOS};
 use tranche_shim_core::{Account, ComputePolicy};
 
 pub const MICRO: u64 = 1_000;
@@ -55,6 +55,9 @@ pub struct Program {
     pub at: u64,
     pub held_since: Option<u64>,
     pub owes: Option<(u64, bool)>,
+    /// Since when a launch waits for its share's debt, and the longest that one did.
+    pub waits_since: Option<u64>,
+    pub longest_wait: u64,
     pub lane: VecDeque<Kernel>,
     /// When its lane was empty last.
     pub idle_at: u64,
@@ -62,7 +65,7 @@ pub struct Program {
 
 pub struct Kernel {
     left: u64,
-    key: u64,
+    shape: Shape,
     /// When it was launched, if it is measured.
     measured: Option<u64>,
 }
@@ -84,6 +87,8 @@ impl Program {
             at: 0,
             held_since: None,
             owes: None,
+            waits_since: None,
+            longest_wait: 0,
             lane: VecDeque::new(),
             idle_at: 0,
         }
@@ -241,6 +246,11 @@ impl World {
         }
         let which = program.launched % program.kernels.len();
         let key = key(which as u64 + 1, [0; 3]);
+        let launch = Shape {
+            key,
+            kernel: key,
+            work: 1,
+        };
         let mut measure = false;
         let paid = program.owes.is_none()
             && program
@@ -252,27 +262,26 @@ impl World {
                 let under_way = program
                     .lane
                     .iter()
-                    .any(|kernel| kernel.key == key && kernel.measured.is_some());
-                if program
-                    .costs
-                    .unmeasured(key)
-                    .is_some_and(|launched| launched >= 2)
-                    && under_way
+                    .any(|kernel| kernel.shape == launch && kernel.measured.is_some());
+                // What runs and runs is seen to.
+                if let Some(runs) = program.lane.front()
+                    && let Some(launched) = runs.measured
                 {
-                    // What runs and runs is seen to.
-                    let runs = program.lane.front().filter(|kernel| kernel.key == key);
-                    if let Some(launched) = runs.and_then(|kernel| kernel.measured) {
-                        let seen = now - program.idle_at.max(launched);
-                        program.costs.at_least(key, seen);
-                    }
+                    let seen = now - program.idle_at.max(launched);
+                    program.costs.at_least(runs.shape.key, seen);
+                }
+                let hold = program.costs.hold(&launch);
+                if hold > 0 && under_way {
                     let since = *program.held_since.get_or_insert(now);
-                    if now < since + 5 * MILLI {
+                    if now < since + hold {
                         program.at = now + 100 * MICRO;
                         return false;
                     }
                 }
-                program.held_since = None;
-                let price = program.costs.price(key, 0);
+                if let Some(since) = program.held_since.take() {
+                    program.costs.note_hold(&launch, now - since);
+                }
+                let price = program.costs.price(&launch);
                 program.looks += 1;
                 measure = !matches!(price, Price::Trusted(_)) || program.looks.is_multiple_of(8);
                 let more = price.nanos() - program.batch.take(price.nanos());
@@ -288,10 +297,16 @@ impl World {
             measure = measured;
             let bucket = Bucket::new(&share.refill, share.cores, now);
             if let Err(Wait(wait)) = bucket.take(&share.account, owes) {
-                program.at = now + wait.min(20 * MILLI);
-                return false;
+                let since = *program.waits_since.get_or_insert(now);
+                if now - since < WAIT_NANOS {
+                    program.at = now + wait.min(20 * MILLI);
+                    return false;
+                }
+                bucket.charge(&share.account, owes);
             }
             program.owes = None;
+            let since = program.waits_since.take().unwrap_or(now);
+            program.longest_wait = program.longest_wait.max(now - since);
         }
         let measured = program
             .lane
@@ -303,7 +318,7 @@ impl World {
         }
         program.lane.push_back(Kernel {
             left: program.kernels[which],
-            key,
+            shape: launch,
             measured: (measure && measured < 16).then_some(now),
         });
         program.launched += 1;
@@ -340,7 +355,7 @@ impl World {
             if ended && let Some(kernel) = program.lane.pop_front() {
                 if let Some(launched) = kernel.measured {
                     let took = (self.now - program.idle_at.max(launched)) * program.measures / 100;
-                    let more = program.costs.note(kernel.key, 0, took);
+                    let more = program.costs.note(&kernel.shape, took);
                     let share = &self.shares[program.share];
                     Bucket::new(&share.refill, share.cores, self.now).correct(&share.account, more);
                 }

@@ -60,7 +60,8 @@ pub struct Account<const N: usize = SLOTS> {
     _pad1: [u64; 15],
     pub(crate) position: AtomicU64,
     pub(crate) spent: AtomicU64,
-    _pad2: [u64; 6],
+    pub(crate) carried: AtomicU64,
+    _pad2: [u64; 5],
     past: Launches,
     _pad3: [u64; 5],
     taken: [AtomicU64; BITMAP_WORDS],
@@ -101,6 +102,7 @@ const _: () = {
     assert!(offset_of!(Account, refused) == layout::AT_REFUSED);
     assert!(offset_of!(Account, position) == layout::AT_POSITION);
     assert!(offset_of!(Account, spent) == layout::AT_SPENT);
+    assert!(offset_of!(Account, carried) == layout::AT_CARRIED);
     assert!(offset_of!(Account, past) == layout::AT_PAST);
     assert!(offset_of!(Account, taken) == layout::AT_TAKEN);
     assert!(offset_of!(Account, slots) == layout::HEADER_LEN);
@@ -439,7 +441,8 @@ impl<const N: usize> Account<N> {
             _pad1: [0; 15],
             position: zero(),
             spent: zero(),
-            _pad2: [0; 6],
+            carried: zero(),
+            _pad2: [0; 5],
             past: Launches::none(),
             _pad3: [0; 5],
             taken: core::array::from_fn(|_| zero()),

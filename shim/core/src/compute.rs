@@ -12,21 +12,26 @@
 //!   the nanosecond, and goes on being granted if the node dies;
 //! - [`bucket`]: what the share has used of it, one number for all its processes;
 //! - [`batch`]: what a process took of it in advance, so that a launch costs a few nanoseconds;
-//! - [`costs`]: what a launch takes, as measured for its shape: kernel, grid and block, or graph.
+//! - [`costs`]: what a launch takes, as measured for its shape: kernel, grid and block, or graph;
+//! - [`kernels`]: what is known of a kernel whatever its grid, by which a new shape's cost is predicted;
+//! - [`collective`]: which kernels are never held back.
 //!
-//! The share pays when it launches, before it knows what a launch takes; what it took more than it
-//! had is a debt that the next launches wait for, and what it left is kept for [`BURST_NANOS`].
+//! The share pays when it launches, before it knows what a launch takes. What it took more than it had is
+//! a debt that the next launches wait for, each at most [`WAIT_NANOS`]; what is owed beyond that is
+//! carried, and repaid at half the rate. What the share left is kept for [`BURST_NANOS`].
 
 pub mod batch;
 pub mod bucket;
+pub mod collective;
 pub mod costs;
+pub mod kernels;
 #[cfg(loom)]
 mod model;
 pub mod refill;
 
 pub use batch::Batch;
 pub use bucket::Bucket;
-pub use costs::{Costs, Price};
+pub use costs::{Costs, Price, Shape};
 pub use refill::{Refill, RefillPage};
 
 /// Parts of a whole: rates and scales are in millionths.
@@ -38,9 +43,14 @@ pub const PERCENT: u64 = WHOLE / 100;
 /// Grant that is kept when it is not used: as much as comes in so many nanoseconds.
 pub const BURST_NANOS: u64 = 100_000_000;
 
-/// The longest that a share pays off a debt, in nanoseconds. What it owes beyond is forgiven: a
-/// number that somebody broke heals.
-pub const DEBT_NANOS: u64 = 60_000_000_000;
+/// The longest that one launch waits for its share's debt, in nanoseconds. A share whose rate is `r` keeps
+/// to it with kernels of up to `r / (1 - r)` of this; with longer ones, of `k`, it gets at most
+/// `k / (k + WAIT_NANOS)` of the GPU.
+pub const WAIT_NANOS: u64 = 10_000_000_000;
+
+/// The most that a share owes beyond what its next launch waits for: what comes in so many nanoseconds.
+/// More is forgiven: a number that somebody broke heals.
+pub const CARRIED_NANOS: u64 = 600_000_000_000;
 
 /// `nanos` × `millionths` / 1,000,000, at most `u64::MAX`.
 #[must_use]

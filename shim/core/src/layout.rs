@@ -10,6 +10,7 @@
 //! | 256 | 8 | `refused`: allocations refused to processes that have ended |
 //! | 384 | 8 | `position`: how far the share has used its grant of GPU time, in nanoseconds |
 //! | 392 | 8 | `spent`: nanoseconds of GPU time that its launches were reckoned to take, corrections included |
+//! | 400 | 8 | `carried`: nanoseconds of GPU time that the share owes beyond its position, and repays at half its rate |
 //! | 448 | 8 | launches of processes that have ended |
 //! | 456 | 8 | nanoseconds for which they were held back |
 //! | 464 | 8 | when the last of these launches was, `CLOCK_MONOTONIC` in nanoseconds; 0 for never |
@@ -63,6 +64,7 @@ pub(crate) const AT_PEAK: usize = 136;
 pub(crate) const AT_REFUSED: usize = 256;
 pub(crate) const AT_POSITION: usize = 384;
 pub(crate) const AT_SPENT: usize = 392;
+pub(crate) const AT_CARRIED: usize = 400;
 pub(crate) const AT_PAST: usize = 448;
 pub(crate) const AT_TAKEN: usize = 512;
 

@@ -128,6 +128,19 @@ pub struct CUDA_MEM_ALLOC_NODE_PARAMS {
     pub address: CUdeviceptr,
 }
 
+/// `CUDA_KERNEL_NODE_PARAMS` from its second version on.
+#[repr(C)]
+pub struct CUDA_KERNEL_NODE_PARAMS {
+    pub function: CUfunction,
+    pub grid: [u32; 3],
+    pub block: [u32; 3],
+    pub shared: u32,
+    pub parameters: usize,
+    pub extra: usize,
+    /// Instead of the function, where that is 0.
+    pub kernel: CUfunction,
+}
+
 /// A node of a graph, as it is asked for: a kind, and what depends on it.
 #[repr(C)]
 pub struct CUgraphNodeParams {
@@ -138,6 +151,7 @@ pub struct CUgraphNodeParams {
 }
 
 impl CUgraphNodeParams {
+    pub const KERNEL: i32 = 0;
     pub const GRAPH: i32 = 4;
     pub const MEM_ALLOC: i32 = 10;
 }
@@ -145,6 +159,7 @@ impl CUgraphNodeParams {
 const _: () = {
     assert!(core::mem::offset_of!(CUDA_MEM_ALLOC_NODE_PARAMS, access) == 88);
     assert!(core::mem::offset_of!(CUgraphNodeParams, body) == 16);
+    assert!(core::mem::offset_of!(CUDA_KERNEL_NODE_PARAMS, kernel) == 56);
 };
 
 /// The shape of an array, in numbers of today's width or of before CUDA 3.2.

@@ -6,6 +6,7 @@ use tranche_shim_core::Entry;
 
 use crate::abi::{CUcontext, CUdevice, CUresult};
 use crate::driver::{Call, real};
+use crate::local;
 use crate::memory::{Reserved, current_capped, give_back, note};
 use crate::pool;
 use crate::process::{self, Kind, Process, current_context, key};
@@ -13,6 +14,9 @@ use crate::share::Device;
 
 /// A new context on a device.
 pub fn make(context: *mut CUcontext, device: CUdevice, driver: Call<'_>) -> CUresult {
+    if let Some(process) = process::joined() {
+        process.fitting.add_context();
+    }
     let reserved = match reserve(device) {
         Ok(Some(reserved)) if !context.is_null() => reserved,
         Ok(_) => return driver.make(),
@@ -49,6 +53,9 @@ pub fn retain_primary(context: *mut CUcontext, device: CUdevice, driver: Call<'_
         Err(code) => return code,
     };
     let primary = key(Kind::Primary, device_key(device));
+    if let Some(device) = process.device(device) {
+        process.fitting.add_primary(device);
+    }
     process.contexts.with(|()| {
         if process.pointers.get(primary).is_some() {
             return driver.make();
@@ -163,9 +170,7 @@ pub fn set_limit(which: u32, value: usize, driver: Call<'_>) -> CUresult {
     };
     let value = value as u64;
     let bytes = match which {
-        STACK_SIZE => value
-            .saturating_sub(1 << 10)
-            .saturating_mul(threads(device)),
+        STACK_SIZE => return set_stack_limit(process, device, value, driver),
         PRINTF_FIFO_SIZE => value.saturating_sub(1 << 20),
         MALLOC_HEAP_SIZE => value.saturating_sub(8 << 20),
         DEV_RUNTIME_SYNC_DEPTH => value.saturating_sub(2).saturating_mul(SYNC_LEVEL),
@@ -203,30 +208,26 @@ pub fn set_limit(which: u32, value: usize, driver: Call<'_>) -> CUresult {
     })
 }
 
-/// How many threads a device runs at a time: each has a stack.
-fn threads(device: &Device) -> u64 {
-    const MULTIPROCESSORS: i32 = 16;
-    const THREADS_PER_MULTIPROCESSOR: i32 = 39;
-    let ask = |attribute| {
-        let mut value = 0;
-        // SAFETY: writes to the local number.
-        let result = unsafe {
-            real!(cuDeviceGetAttribute: fn(*mut i32, i32, CUdevice))(
-                &raw mut value,
-                attribute,
-                device.handle,
-            )
-        };
-        if result.is_ok() {
-            u64::from(value.unsigned_abs())
-        } else {
-            1
-        }
+fn set_stack_limit(
+    process: &'static Process,
+    device: &'static Device,
+    value: u64,
+    driver: Call<'_>,
+) -> CUresult {
+    let more = local::missing_for_stack(process, device, value);
+    let reserved = match Reserved::new(process, device, more, more) {
+        Ok(reserved) => reserved,
+        Err(code) => return code,
     };
-    ask(MULTIPROCESSORS) * ask(THREADS_PER_MULTIPROCESSOR)
+    let result = driver.make();
+    if result.is_ok() {
+        local::set_stack(reserved, value);
+    }
+    result
 }
 
 fn forget(process: &'static Process, context: CUcontext) {
+    process.fitting.forget();
     if context != 0 {
         process.pointers.take_context(context as u64, |key, entry| {
             give_back(process, key, entry);

@@ -6,9 +6,11 @@ use core::ptr;
 use tranche_shim_core::Entry;
 
 use crate::abi::{
-    CUDA_MEM_ALLOC_NODE_PARAMS, CUgraph, CUgraphExec, CUgraphNodeParams, CUresult, CUstream,
+    CUDA_KERNEL_NODE_PARAMS, CUDA_MEM_ALLOC_NODE_PARAMS, CUfunction, CUgraph, CUgraphExec,
+    CUgraphNodeParams, CUresult, CUstream,
 };
 use crate::driver::{Call, index, real, real_if_any};
+use crate::local;
 use crate::memory::{self, current_capped};
 use crate::pool::{self, Source, device_of_stream};
 use crate::process::{self, Kind, Process, key};
@@ -151,12 +153,52 @@ pub fn add(graph: CUgraph, parameters: *const CUgraphNodeParams, driver: Call<'_
     let (kind, body) = unsafe { ((*parameters).kind, &raw const (*parameters).body) };
     match kind {
         CUgraphNodeParams::MEM_ALLOC => add_allocation(graph, body.cast(), driver),
+        CUgraphNodeParams::KERNEL => add_kernel(body.cast(), driver),
         CUgraphNodeParams::GRAPH => {
             // SAFETY: a graph's handle comes first.
             let child = unsafe { body.cast::<CUgraph>().read() };
             add_child(graph, child, driver)
         }
         _ => driver.make(),
+    }
+}
+
+/// What a node of any kind is from now on.
+pub fn set(parameters: *const CUgraphNodeParams, driver: Call<'_>) -> CUresult {
+    // SAFETY: null, or what the driver reads next; the body is the kind's.
+    match unsafe { parameters.as_ref() } {
+        Some(set) if set.kind == CUgraphNodeParams::KERNEL => {
+            add_kernel((&raw const set.body).cast(), driver)
+        }
+        _ => driver.make(),
+    }
+}
+
+/// A kernel of a graph: it has its local memory from now on, so that the launch of the graph need not look.
+/// `parameters` are of the version that has the field `kernel`.
+pub fn add_kernel(parameters: *const CUDA_KERNEL_NODE_PARAMS, driver: Call<'_>) -> CUresult {
+    // SAFETY: null, or what the driver reads next.
+    let handle = unsafe { parameters.as_ref() }.map_or(0, |set| {
+        if set.function == 0 {
+            set.kernel
+        } else {
+            set.function
+        }
+    });
+    add_function(handle, driver)
+}
+
+/// The same of the version before, which has a function.
+pub fn add_function_of(parameters: *const CUDA_KERNEL_NODE_PARAMS, driver: Call<'_>) -> CUresult {
+    // SAFETY: null, or what the driver reads next: the function comes first in all versions.
+    let handle = unsafe { parameters.cast::<CUfunction>().as_ref() };
+    add_function(handle.copied().unwrap_or(0), driver)
+}
+
+fn add_function(handle: CUfunction, driver: Call<'_>) -> CUresult {
+    match process::joined().map_or(Ok(()), |process| local::ensure_current(process, handle)) {
+        Ok(()) => driver.make(),
+        Err(code) => code,
     }
 }
 

@@ -7,10 +7,11 @@ use core::ffi::{c_char, c_int, c_void};
 use tranche_shim_runtime::library::Ours;
 
 use crate::abi::{
-    ArrayShape2, ArrayShape3, CUDA_MEM_ALLOC_NODE_PARAMS, CUarray, CUarrayMapInfo, CUcontext,
-    CUdevice, CUdeviceptr, CUdeviceptr_v1, CUfunction, CUgraph, CUgraphExec, CUgraphNodeParams,
-    CUlaunchConfig, CUlaunchParams, CUmemAllocationProp, CUmemGenericAllocationHandle,
-    CUmemLocation, CUmemPoolProps, CUmemoryPool, CUresult, CUstream, Function,
+    ArrayShape2, ArrayShape3, CUDA_KERNEL_NODE_PARAMS, CUDA_MEM_ALLOC_NODE_PARAMS, CUarray,
+    CUarrayMapInfo, CUcontext, CUdevice, CUdeviceptr, CUdeviceptr_v1, CUfunction, CUgraph,
+    CUgraphExec, CUgraphNodeParams, CUlaunchConfig, CUlaunchParams, CUmemAllocationProp,
+    CUmemGenericAllocationHandle, CUmemLocation, CUmemPoolProps, CUmemoryPool, CUresult, CUstream,
+    Function,
 };
 use crate::driver::{Call, real};
 use crate::graph::Stream;
@@ -115,6 +116,10 @@ hooks! {
         |driver| resolve::ours(symbol, function, status, driver);
     fn cuGraphAddChildGraphNode(node: *mut usize, graph: CUgraph, dependencies: *const usize, count: usize, child: CUgraph)
         |driver| graph::add_child(graph, child, driver);
+    fn cuGraphAddKernelNode(node: *mut usize, graph: CUgraph, dependencies: *const usize, count: usize, parameters: *const CUDA_KERNEL_NODE_PARAMS)
+        |driver| graph::add_function_of(parameters, driver);
+    fn cuGraphAddKernelNode_v2(node: *mut usize, graph: CUgraph, dependencies: *const usize, count: usize, parameters: *const CUDA_KERNEL_NODE_PARAMS)
+        |driver| graph::add_kernel(parameters, driver);
     fn cuGraphAddMemAllocNode(node: *mut usize, graph: CUgraph, dependencies: *const usize, count: usize, parameters: *mut CUDA_MEM_ALLOC_NODE_PARAMS)
         |driver| graph::add_allocation(graph, parameters, driver);
     fn cuGraphAddNode(node: *mut usize, graph: CUgraph, dependencies: *const usize, count: usize, parameters: *mut CUgraphNodeParams)
@@ -126,6 +131,12 @@ hooks! {
     fn cuGraphClone(copy: *mut CUgraph, graph: CUgraph) |driver| graph::copy(copy, graph, driver);
     fn cuGraphDestroy(graph: CUgraph) |driver| graph::end(graph, driver);
     fn cuGraphExecDestroy(graph: CUgraphExec) |driver| launch::forget_graph(graph, Call::of(&|| graph::end_executable(graph, driver)));
+    fn cuGraphExecKernelNodeSetParams(graph: CUgraphExec, node: usize, parameters: *const CUDA_KERNEL_NODE_PARAMS)
+        |driver| graph::add_function_of(parameters, driver);
+    fn cuGraphExecKernelNodeSetParams_v2(graph: CUgraphExec, node: usize, parameters: *const CUDA_KERNEL_NODE_PARAMS)
+        |driver| graph::add_kernel(parameters, driver);
+    fn cuGraphExecNodeSetParams(graph: CUgraphExec, node: usize, parameters: *mut CUgraphNodeParams)
+        |driver| graph::set(parameters, driver);
     fn cuGraphExecUpdate(graph: CUfunction, from: usize, node: *mut usize, result: *mut u32) |driver| launch::forget_graph(graph, driver);
     fn cuGraphExecUpdate_v2(graph: CUfunction, from: usize, result: *mut u32) |driver| launch::forget_graph(graph, driver);
     fn cuGraphInstantiate(executable: *mut CUgraphExec, graph: CUgraph, node: *mut usize, log: *mut c_char, size: usize)
@@ -138,8 +149,12 @@ hooks! {
         |driver| graph::instantiate(executable, graph, driver);
     fn cuGraphInstantiate_v2(executable: *mut CUgraphExec, graph: CUgraph, node: *mut usize, log: *mut c_char, size: usize)
         |driver| graph::instantiate(executable, graph, driver);
-    fn cuGraphLaunch(graph: CUfunction, stream: CUstream) launches(Kernel::of(graph), stream);
-    fn cuGraphLaunch_ptsz(graph: CUfunction, stream: CUstream) launches(Kernel::of(graph), own(stream));
+    fn cuGraphKernelNodeSetParams(node: usize, parameters: *const CUDA_KERNEL_NODE_PARAMS)
+        |driver| graph::add_function_of(parameters, driver);
+    fn cuGraphKernelNodeSetParams_v2(node: usize, parameters: *const CUDA_KERNEL_NODE_PARAMS)
+        |driver| graph::add_kernel(parameters, driver);
+    fn cuGraphLaunch(graph: CUfunction, stream: CUstream) launches(Kernel::graph(graph), stream);
+    fn cuGraphLaunch_ptsz(graph: CUfunction, stream: CUstream) launches(Kernel::graph(graph), own(stream));
     fn cuGreenCtxCreate(context: *mut usize, description: usize, device: CUdevice, flags: u32)
         |driver| context::retain_primary(core::ptr::null_mut(), device, driver);
     fn cuGreenCtxDestroy(context: usize) |driver| context::end_green(context, driver);
@@ -164,7 +179,8 @@ hooks! {
         launches(Kernel::configured(config, function), own(launch::configured_stream(config)));
     fn cuLaunchKernel_ptsz(function: CUfunction, gx: u32, gy: u32, gz: u32, bx: u32, by: u32, bz: u32, shared: u32, stream: CUstream, parameters: *mut Function, extra: *mut Function)
         launches(Kernel { handle: function, grid: [gx, gy, gz], block: [bx, by, bz] }, own(stream));
-    fn cuLibraryGetKernel(kernel: *mut CUfunction, library: usize, name: *const c_char) |driver| launch::find_kernel(kernel, name, driver);
+    fn cuLibraryEnumerateKernels(kernels: *mut CUfunction, count: u32, library: usize) |driver| launch::list_kernels(kernels, count, driver);
+    fn cuLibraryGetKernel(kernel: *mut CUfunction, library: usize, name: *const c_char) |driver| launch::find_library_kernel(kernel, name, driver);
     fn cuLibraryLoadData(library: *mut usize, image: *const u8, jit: *mut c_void, jit_values: *mut c_void, jit_count: u32, options: *mut c_void, values: *mut c_void, count: u32)
         |driver| module::load(library, image, Within::Process, driver);
     fn cuLibraryLoadFromFile(library: *mut usize, path: *const c_char, jit: *mut c_void, jit_values: *mut c_void, jit_count: u32, options: *mut c_void, values: *mut c_void, count: u32)

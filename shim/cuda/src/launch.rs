@@ -11,16 +11,19 @@
 use core::ffi::{CStr, c_char};
 use core::sync::atomic::{AtomicU64, Ordering};
 
+use tranche_shim_core::Entry;
 use tranche_shim_core::compute::batch::BATCH_NANOS;
 use tranche_shim_core::compute::bucket::Wait;
+use tranche_shim_core::compute::collective::is_collective;
 use tranche_shim_core::compute::costs::key;
-use tranche_shim_core::compute::{Batch, Costs, Price};
+use tranche_shim_core::compute::{Batch, Costs, Price, Shape, WAIT_NANOS};
 use tranche_shim_core::paths::MAX_SHARES;
 use tranche_shim_runtime::sys;
 
 use crate::abi::{CUfunction, CUlaunchConfig, CUlaunchParams, CUresult, CUstream};
 use crate::driver::{Call, real};
-use crate::measure::{Measurement, Measuring, Shape};
+use crate::local;
+use crate::measure::{Measurement, Measuring, within_stream};
 use crate::pool::device_of_stream;
 use crate::process::{self, Process};
 use crate::share::Device;
@@ -36,6 +39,8 @@ pub struct Launches {
     /// Captures of streams into graphs that are under way, at most: the end of one that its stream or
     /// context did not survive nobody tells. While there are any, every launch asks its stream.
     pub captures: AtomicU64,
+    /// When a launch last went that had to ask the share.
+    went: AtomicU64,
 }
 
 const BATCHES: usize = 8;
@@ -49,10 +54,13 @@ pub fn own(stream: CUstream) -> CUstream {
     if stream == 0 { PER_THREAD } else { stream }
 }
 
+/// In a handle: a graph's, not a kernel's. Handles are addresses of user space.
+const GRAPH: CUfunction = 1 << 47;
+
 /// A kernel and how it is launched.
 #[derive(Clone, Copy)]
 pub struct Kernel {
-    /// The function's handle, or a graph's that can be launched.
+    /// The function's handle, or a graph's, with [`GRAPH`].
     pub handle: CUfunction,
     /// Blocks of the grid, threads of a block.
     pub grid: [u32; 3],
@@ -60,13 +68,23 @@ pub struct Kernel {
 }
 
 impl Kernel {
-    /// What is launched in one way only; also, whatever the grid, a kernel.
+    /// A kernel whose grid is set otherwise; also, whatever the grid, a kernel.
     pub fn of(handle: CUfunction) -> Self {
         Self {
             handle,
             grid: [0; 3],
             block: [0; 3],
         }
+    }
+
+    /// A graph that can be launched.
+    #[inline]
+    pub fn graph(handle: CUfunction) -> Self {
+        Self::of(handle | GRAPH)
+    }
+
+    fn is_graph(&self) -> bool {
+        self.handle & GRAPH != 0
     }
 
     /// What `cuLaunchKernelEx` launches.
@@ -93,8 +111,20 @@ impl Kernel {
         ]
     }
 
-    fn key(&self) -> u64 {
-        key(self.handle as u64, self.numbers())
+    fn shape(&self) -> Shape {
+        let work = self.grid.iter().chain(&self.block).fold(1, |work, extent| {
+            u64::saturating_mul(work, u64::from(*extent).max(1))
+        });
+        Shape {
+            key: key(self.handle as u64, self.numbers()),
+            kernel: self.family(),
+            work,
+        }
+    }
+
+    /// The key of the kernel, whatever its grid.
+    fn family(&self) -> u64 {
+        key(self.handle as u64, [0; 3])
     }
 
     /// Pays for a launch from the thread's batch, if its price is known and the batch has it.
@@ -135,13 +165,14 @@ fn is_paid_on(
     numbers: [u64; 3],
 ) -> bool {
     let launches = &process.launches;
-    let price = if device.cores == 0 {
-        Some(0)
-    } else {
-        launches.costs.trusted(key(handle as u64, numbers))
-    };
-    launches.captures.load(Ordering::Relaxed) == 0
-        && price.is_some_and(|price| launches.batch(device).pay(price))
+    if launches.captures.load(Ordering::Relaxed) != 0 || !process.fitting.knows(device, handle) {
+        return false;
+    }
+    if device.cores == 0 {
+        return launches.batch(device).count();
+    }
+    let price = launches.costs.trusted(key(handle as u64, numbers));
+    price.is_some_and(|price| launches.batch(device).pay(price))
 }
 
 /// The stream of a `cuLaunchKernelEx`.
@@ -170,16 +201,27 @@ fn begin(kernel: Kernel, stream: CUstream) -> Result<Begun, CUresult> {
         // The driver says what is wrong.
         return Ok(Begun::default());
     };
+    fit(process, device, kernel)?;
     let launch = Launch {
         process,
         device,
-        shape: Shape {
-            key: kernel.key(),
-            kernel: Kernel::of(kernel.handle).key(),
-        },
+        shape: kernel.shape(),
         stream,
     };
     Ok(launch.begin())
+}
+
+/// Sees that a kernel has local memory. A graph's kernels have it since they became part of it.
+fn fit(process: &'static Process, device: &'static Device, kernel: Kernel) -> Result<(), CUresult> {
+    let fitting = &process.fitting;
+    if fitting.knows(device, kernel.handle) {
+        Ok(())
+    } else if kernel.is_graph() {
+        fitting.note(device, kernel.handle);
+        Ok(())
+    } else {
+        local::ensure(process, device, kernel.handle)
+    }
 }
 
 /// `cuLaunchCooperativeKernelMultiDevice`: a kernel in each of several streams, each on a device of
@@ -203,13 +245,20 @@ pub fn launch_on_each(list: *const CUlaunchParams, count: u32, driver: Call<'_>)
         Some(Launch {
             process,
             device: device_of_stream(process, params.stream).ok()?,
-            shape: Shape {
-                key: kernel.key(),
-                kernel: Kernel::of(kernel.handle).key(),
-            },
+            shape: kernel.shape(),
             stream: params.stream,
         })
     };
+    for params in list {
+        let fits = device_of_stream(process, params.stream).map_or(Ok(()), |device| {
+            within_stream(params.stream, || {
+                fit(process, device, Kernel::of(params.function))
+            })
+        });
+        if let Err(code) = fits {
+            return code;
+        }
+    }
     let [first, others @ ..] = list else {
         return driver.make();
     };
@@ -258,13 +307,6 @@ impl Begun {
     }
 }
 
-/// The longest that a launch waits for a measurement of its kind, in nanoseconds: the one that is
-/// measured may itself wait for something that this thread does next.
-const HOLD_NANOS: u64 = 5_000_000;
-
-/// Launches of a kind that may be under way unmeasured.
-const UNMEASURED: u64 = 2;
-
 /// How long to sleep between looks at a measurement, in nanoseconds.
 const LOOK_NANOS: u64 = 100_000;
 
@@ -288,7 +330,7 @@ impl Launch {
         let price = self.pay();
         let measured = match price {
             Price::Trusted(_) => (sys::now() / LOOK_NANOS).is_multiple_of(SELDOM),
-            Price::Measured(_) | Price::Provisional { .. } => true,
+            Price::Measured(_) | Price::Provisional(_) => true,
         };
         let measurement = if measured {
             launches.measuring.begin(self.stream, self.shape)
@@ -306,10 +348,8 @@ impl Launch {
         let Launches { costs, .. } = &self.process.launches;
         let exempt = costs.is_exempt(self.shape.kernel);
         self.look();
-        if !exempt {
-            self.hold();
-        }
-        let price = costs.price(self.shape.key, self.shape.kernel);
+        let held = if exempt { 0 } else { self.hold() };
+        let price = costs.price(&self.shape);
         let batch = self.process.launches.batch(self.device);
         let more = price.nanos() - batch.take(price.nanos());
         // Not always the same, or the same launch of a loop would always be the one that is measured.
@@ -318,51 +358,55 @@ impl Launch {
         } else {
             0
         };
-        let throttled = self.take(more + ahead, exempt);
+        let throttled = held + self.take(more + ahead, exempt);
         self.note(ahead, throttled);
         price
     }
 
-    /// Takes `nanos` from the share, as soon as it has no debt; returns how long that took.
+    /// Takes `nanos` from the share, as soon as it has no debt; returns how long that took. Where what is
+    /// measured meanwhile adds to the debt, a launch of the process goes after [`WAIT_NANOS`] all the same.
     fn take(&self, nanos: u64, exempt: bool) -> u64 {
+        let went = &self.process.launches.went;
         let start = sys::now();
         let mut now = start;
         loop {
             let Some((share, bucket)) = self.process.bucket(self.device, now) else {
                 return 0;
             };
-            if exempt {
+            let waited = now.saturating_sub(start.max(went.load(Ordering::Relaxed)));
+            if exempt || waited >= WAIT_NANOS {
                 bucket.charge(share.account(), nanos);
-                return 0;
+            } else if let Err(Wait(wait)) = bucket.take(share.account(), nanos) {
+                sys::sleep(wait.min(NAP_NANOS));
+                self.look();
+                now = sys::now();
+                continue;
             }
-            match bucket.take(share.account(), nanos) {
-                Ok(()) => return now - start,
-                Err(Wait(wait)) => sys::sleep(wait.min(NAP_NANOS)),
+            if !exempt {
+                went.store(now, Ordering::Relaxed);
             }
-            self.look();
-            now = sys::now();
+            return now - start;
         }
     }
 
-    /// Waits while enough launches of an unmeasured kind are under way. One that runs on and on pays
-    /// for as long as it has run, and the next of its kind wait for that.
-    fn hold(&self) {
+    /// Waits while enough launches of a kernel that nothing is known of are under way; returns how long
+    /// that took. One that runs on and on pays for as long as it has run, and the next of its kind wait for
+    /// that.
+    fn hold(&self) -> u64 {
         let Launches {
             costs, measuring, ..
         } = &self.process.launches;
-        let is_unknown = || {
-            costs
-                .unmeasured(self.shape.key)
-                .is_some_and(|launched| launched >= UNMEASURED)
-        };
-        if !is_unknown() {
-            return;
+        let left = || costs.hold(&self.shape);
+        if left() == 0 {
+            return 0;
         }
         let start = sys::now();
-        while is_unknown()
-            && measuring.is_measuring(self.shape)
-            && sys::now().saturating_sub(start) < HOLD_NANOS
-        {
+        loop {
+            let waited = sys::now().saturating_sub(start);
+            if waited >= left() || !measuring.is_measuring(&self.shape) {
+                costs.note_hold(&self.shape, waited);
+                return waited;
+            }
             sys::sleep(LOOK_NANOS);
             self.look();
         }
@@ -443,7 +487,7 @@ fn one_less(captures: &AtomicU64) {
 /// A graph that is another one from now on, or none.
 pub fn forget_graph(graph: usize, driver: Call<'_>) -> CUresult {
     if let Some(process) = process::joined() {
-        process.launches.costs.forget(Kernel::of(graph).key());
+        process.launches.costs.forget(&Kernel::graph(graph).shape());
     }
     driver.make()
 }
@@ -462,11 +506,57 @@ pub fn find_kernel(handle: *mut CUfunction, name: *const c_char, driver: Call<'_
     result
 }
 
+/// The same in a library, whose kernels are functions of no context in particular.
+pub fn find_library_kernel(
+    handle: *mut CUfunction,
+    name: *const c_char,
+    driver: Call<'_>,
+) -> CUresult {
+    let result = find_kernel(handle, name, driver);
+    if result.is_ok() && !handle.is_null() {
+        // SAFETY: not null, and the driver has just written to it.
+        note_kernels(unsafe { core::slice::from_raw_parts(handle, 1) });
+    }
+    result
+}
+
+/// `cuLibraryEnumerateKernels`.
+pub fn list_kernels(handles: *mut CUfunction, count: u32, driver: Call<'_>) -> CUresult {
+    let result = driver.make();
+    if result.is_ok() && !handles.is_null() {
+        // SAFETY: not null, with room for so many. Where the library has fewer, the rest is what the program
+        // had there, which is noted in vain.
+        note_kernels(unsafe { core::slice::from_raw_parts(handles, count as usize) });
+    }
+    result
+}
+
+fn note_kernels(handles: &[CUfunction]) {
+    let Some(process) = process::joined() else {
+        return;
+    };
+    for &handle in handles.iter().filter(|handle| **handle != 0) {
+        let entry = Entry {
+            bytes: 0,
+            device: u8::MAX,
+            context: 0,
+        };
+        // A full table: the kernel counts as a function.
+        let _ = process
+            .pointers
+            .put(process::key(process::Kind::Kernel, handle as u64), entry);
+    }
+}
+
 /// `cuKernelGetFunction`: another handle of the same kernel.
 pub fn find_function(function: *mut CUfunction, kernel: CUfunction, driver: Call<'_>) -> CUresult {
     let result = driver.make();
-    let is_exempt = process::joined()
-        .is_some_and(|process| process.launches.costs.is_exempt(Kernel::of(kernel).key()));
+    let is_exempt = process::joined().is_some_and(|process| {
+        process
+            .launches
+            .costs
+            .is_exempt(Kernel::of(kernel).family())
+    });
     if result.is_ok() && !function.is_null() && is_exempt {
         // SAFETY: not null, and the driver has just written to it.
         exempt(unsafe { function.read() });
@@ -476,15 +566,6 @@ pub fn find_function(function: *mut CUfunction, kernel: CUfunction, driver: Call
 
 fn exempt(handle: CUfunction) {
     if let Some(process) = process::joined() {
-        process.launches.costs.exempt(Kernel::of(handle).key());
+        process.launches.costs.exempt(Kernel::of(handle).family());
     }
-}
-
-/// Whether a kernel's name, as it is or as C++ writes it, is one of NCCL's.
-fn is_collective(name: &[u8]) -> bool {
-    let plain = name.strip_prefix(b"_Z").map_or(name, |rest| {
-        let digits = rest.iter().take_while(|byte| byte.is_ascii_digit()).count();
-        rest.get(digits..).unwrap_or(rest)
-    });
-    plain.starts_with(b"ncclDevKernel") || plain.starts_with(b"ncclKernel")
 }

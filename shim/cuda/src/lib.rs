@@ -20,6 +20,7 @@
 //! - `hooks`: one row per function that does more;
 //! - `memory`, `array`, `vmm`, `pool`, `graph`, `module`, `context`: what the rows do, by the kind of memory;
 //! - `launch`: what the rows for launches do;
+//! - `local`: the local memory that kernels need, charged before they are launched;
 //! - `measure`: how long launches take, by events around some of them;
 //! - `process`: this process, and how it stays itself across `fork`;
 //! - `share`: the shares it joined, and what they leave;
@@ -35,7 +36,7 @@
 //! A context takes memory too, which depends on the GPU's model and the driver: the node measured it
 //! and wrote it into the page. The share has room for one beside its cap, so that the cap of a lone
 //! process is wholly its own: `cuMemGetInfo` says that its total is the cap, and all of it free at
-//! first. Every further context is charged. Stacks and heap of kernels are part of a context, and so
+//! first. Every further context is charged. Stacks and heap of kernels by default are part of a context, and so
 //! is code that is loaded when it is first used; a module's variables are charged by what its image
 //! says of them.
 #![no_std]
@@ -51,6 +52,7 @@ mod driver;
 mod graph;
 mod hooks;
 mod launch;
+mod local;
 mod measure;
 mod memory;
 mod module;

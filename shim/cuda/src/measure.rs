@@ -8,7 +8,7 @@
 
 use core::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
-use tranche_shim_core::compute::Costs;
+use tranche_shim_core::compute::{Costs, Shape};
 use tranche_shim_runtime::sys;
 
 use crate::abi::{CUcontext, CUevent, CUresult, CUstream};
@@ -28,15 +28,6 @@ pub struct Measuring {
     next: AtomicUsize,
 }
 
-/// A launch's kind, by the keys of [`Costs`].
-#[derive(Clone, Copy)]
-pub struct Shape {
-    /// Kernel, grid and block; or graph.
-    pub key: u64,
-    /// The kernel alone.
-    pub kernel: u64,
-}
-
 struct Place {
     state: AtomicU32,
     /// That of the events; 0 for none.
@@ -45,6 +36,7 @@ struct Place {
     end: AtomicUsize,
     key: AtomicU64,
     kernel: AtomicU64,
+    work: AtomicU64,
     /// When the launch was first seen to run; 0 for not yet.
     seen: AtomicU64,
 }
@@ -71,12 +63,13 @@ impl Measuring {
         }
         place.key.store(shape.key, Ordering::Relaxed);
         place.kernel.store(shape.kernel, Ordering::Relaxed);
+        place.work.store(shape.work, Ordering::Relaxed);
         place.seen.store(0, Ordering::Relaxed);
         Some(Measurement { place, stream })
     }
 
     /// Whether a launch of this shape is measured.
-    pub fn is_measuring(&self, shape: Shape) -> bool {
+    pub fn is_measuring(&self, shape: &Shape) -> bool {
         self.places.iter().any(|place| {
             place.state.load(Ordering::Relaxed) != FREE
                 && place.key.load(Ordering::Relaxed) == shape.key
@@ -184,19 +177,20 @@ impl Place {
             self.start.load(Ordering::Relaxed),
             self.end.load(Ordering::Relaxed),
         );
-        let (key, kernel) = (
-            self.key.load(Ordering::Relaxed),
-            self.kernel.load(Ordering::Relaxed),
-        );
+        let shape = Shape {
+            key: self.key.load(Ordering::Relaxed),
+            kernel: self.kernel.load(Ordering::Relaxed),
+            work: self.work.load(Ordering::Relaxed),
+        };
         match query(end) {
             CUresult::SUCCESS => {
-                let owed = elapsed(start, end).map_or(0, |nanos| costs.note(key, kernel, nanos));
+                let owed = elapsed(start, end).map_or(0, |nanos| costs.note(&shape, nanos));
                 (FREE, owed)
             }
             CUresult::NOT_READY => {
                 let (seen, now) = (self.seen.load(Ordering::Relaxed), sys::now());
                 if seen != 0 {
-                    costs.at_least(key, now.saturating_sub(seen));
+                    costs.at_least(shape.key, now.saturating_sub(seen));
                 } else if query(start).is_ok() {
                     self.seen.store(now, Ordering::Relaxed);
                 }
@@ -284,6 +278,11 @@ fn context_of(stream: CUstream) -> CUcontext {
     let result =
         unsafe { real!(cuStreamGetCtx: fn(CUstream, *mut CUcontext))(stream, &raw mut context) };
     if result.is_ok() { context } else { 0 }
+}
+
+/// Does `work` with a stream's context current; where it cannot be, with the one that is.
+pub fn within_stream<T>(stream: CUstream, work: impl Fn() -> T) -> T {
+    within(context_of(stream), || Some(work())).unwrap_or_else(&work)
 }
 
 /// Does `work` with `context` current.

@@ -115,6 +115,8 @@ pub fn unload(module: usize, driver: Call<'_>) -> CUresult {
     };
     let taken = process.pointers.take(module_key(module));
     let result = driver.make();
+    // Another kernel may get a handle of its kernels.
+    process.fitting.forget();
     if let Some(entry) = taken {
         if result.is_ok() {
             give_back(process, entry);

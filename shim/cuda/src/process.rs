@@ -17,11 +17,12 @@ use tranche_shim_core::{Blocks, GpuUuid, Physical, Table};
 use tranche_shim_runtime::complain::Refused;
 use tranche_shim_runtime::lock::Guarded;
 use tranche_shim_runtime::shares::{self, Share};
-use tranche_shim_runtime::sys::{self, Errno};
+use tranche_shim_runtime::sys::{self, NotMapped};
 
 use crate::abi::{CUcontext, CUdevice, CUresult, CUuuid};
 use crate::driver::{Call, real};
 use crate::launch::Launches;
+use crate::local::Fitting;
 use crate::pool::Reserves;
 use crate::share::{self, Device, Held};
 
@@ -34,6 +35,8 @@ pub struct Process {
     pub pointers: Table,
     /// Its launches.
     pub launches: Launches,
+    /// The kernels that have local memory.
+    pub fitting: Fitting,
     /// Where its small allocations lie.
     pub blocks: Blocks,
     /// The physical memory that it created.
@@ -60,6 +63,8 @@ pub enum Kind {
     Tile,
     Module,
     Limit,
+    Local,
+    Kernel,
 }
 
 /// The key in the table of pointers under which a handle is noted.
@@ -136,7 +141,7 @@ fn existing() -> Option<&'static Process> {
 fn join() -> Result<&'static Process, CUresult> {
     let process = match existing() {
         Some(process) => process,
-        None => map().map_err(|errno| code_of(shares::refuse_memory(errno)))?,
+        None => map().map_err(|why| code_of(shares::refuse_memory(why)))?,
     };
     loop {
         let state = &process.state;
@@ -165,13 +170,13 @@ fn join() -> Result<&'static Process, CUresult> {
 }
 
 /// Maps a process that has not joined.
-fn map() -> Result<&'static Process, Errno> {
+fn map() -> Result<&'static Process, NotMapped> {
     let mapping = sys::map_private(size_of::<Process>())?;
     let fresh = mapping.start.as_ptr().cast::<Process>();
     match PROCESS.compare_exchange(ptr::null_mut(), fresh, Ordering::AcqRel, Ordering::Acquire) {
         // SAFETY: a mapping of the right size, page-aligned, whose zeros are a `Process` that has
         // not joined: `joined` is not read in that state, and zeros are an empty table, no blocks, no
-        // physical memory, no reserves, no launches and free locks.
+        // physical memory, no reserves, no launches, no kernels and free locks.
         Ok(_) => Ok(unsafe { &*fresh }),
         Err(other) => {
             // SAFETY: nobody has seen this one.

@@ -6,7 +6,7 @@ use tranche_shim_core::{Account, paths};
 
 use crate::complain::Refused;
 use crate::shares::{Name, Share};
-use crate::sys::{self, Errno, File, Mapping};
+use crate::sys::{self, Errno, File, Mapping, NotMapped};
 
 /// A mapped account.
 #[derive(Clone, Copy, Debug)]
@@ -20,13 +20,12 @@ impl Live {
     /// Maps a share's account. The mapping keeps the file's open description when the file is closed.
     pub fn map(name: &Name) -> Result<(File, Self), Refused> {
         let file = name.open_account(true)?;
-        let live =
-            Self::of(&file).map_err(|errno| name.refuse_unreadable(paths::ACCOUNT, errno))?;
+        let live = Self::of(&file).map_err(|why| name.refuse_unmapped(paths::ACCOUNT, why))?;
         Ok((file, live))
     }
 
     /// Maps a file that was checked to be an account.
-    fn of(file: &File) -> Result<Self, Errno> {
+    fn of(file: &File) -> Result<Self, NotMapped> {
         let mapping = file.map_shared(size_of::<Account>())?;
         // SAFETY: the mapping is an account page, checked when it was opened, as long as an
         // `Account`, page-aligned, and unmapped by `unmap` alone. Others write to it, through atomics
@@ -91,7 +90,7 @@ fn look<T>(name: &Name, at: impl FnOnce(&Account) -> T) -> Result<T, Refused> {
 /// then the kernel ends the calling process with SIGBUS: call this in a process that may end.
 pub fn reclaim(path: &CStr) -> Result<usize, Errno> {
     let file = File::open_at_once(path, true)?;
-    let live = Live::of(&file)?;
+    let live = Live::of(&file).map_err(NotMapped::errno)?;
     let reclaimed = live.account.reclaim(&file);
     live.account.repair(&file);
     // SAFETY: `live` was this function's own.

@@ -10,7 +10,7 @@ use tranche_shim_core::paths;
 use tranche_shim_core::{AccountPage, CapPage, GpuUuid, PageError, Part, cap, layout};
 
 use crate::complain::{Refused, refuse};
-use crate::sys::{Errno, File};
+use crate::sys::{Errno, File, NotMapped};
 
 /// One share.
 #[derive(Debug)]
@@ -97,18 +97,31 @@ pub fn refuse_too_many() -> Refused {
     ])
 }
 
-/// There is no memory for the shim's tables.
-pub fn refuse_memory(Errno(errno): Errno) -> Refused {
-    let errno = Part::Number(u64::from(errno.unsigned_abs()));
-    let linux = Part::Text("; Linux 4.14 or newer is needed)");
-    refuse(&[
-        &[
-            Part::Text("no address space for the tables of the GPU's share (errno "),
-            errno,
-            linux,
-        ],
-        REMEDY,
-    ])
+/// There is no memory for the shim's tables, or none that a child process would find empty.
+pub fn refuse_memory(why: NotMapped) -> Refused {
+    match why {
+        NotMapped::Map(errno) => refuse(&[
+            &[
+                Part::Text("no address space for the tables of the GPU's share (mmap: errno "),
+                number(errno),
+                Part::Text(")"),
+            ],
+            REMEDY,
+        ]),
+        NotMapped::Advise(errno) => refuse(&[&[
+            Part::Text("this kernel refuses madvise(MADV_WIPEONFORK) (errno "),
+            number(errno),
+            Part::Text(
+                "), which keeps a child process from using its parent's GPU memory; the GPU is not \
+                 used: Linux has it since 4.14, gVisor does not, so run the pod with a runtime class \
+                 without a sandbox",
+            ),
+        ]]),
+    }
+}
+
+fn number(Errno(errno): Errno) -> Part<'static> {
+    Part::Number(u64::from(errno.unsigned_abs()))
 }
 
 impl Share {
@@ -151,7 +164,7 @@ impl Share {
         let mapping = self
             .file
             .map_readable(cap::LEN)
-            .map_err(|errno| self.name.refuse_unreadable(paths::CAP, errno))?;
+            .map_err(|why| self.name.refuse_unmapped(paths::CAP, why))?;
         // SAFETY: the mapping is of a whole cap page and is never unmapped; the refill's words lie
         // within it, aligned. The node writes them meanwhile; any content is valid for them.
         Ok(unsafe { mapping.start.byte_add(refill::OFFSET).cast().as_ref() })
@@ -199,12 +212,33 @@ impl Name {
         ])
     }
 
-    /// A file of the share cannot be opened, read or mapped.
-    pub fn refuse_unreadable(&self, file: &str, Errno(errno): Errno) -> Refused {
-        let errno = Part::Number(u64::from(errno.unsigned_abs()));
+    /// A file of the share cannot be opened or read.
+    pub fn refuse_unreadable(&self, file: &str, errno: Errno) -> Refused {
         self.refuse(
             file,
-            &[Part::Text("cannot be read (errno "), errno, Part::Text(")")],
+            &[
+                Part::Text("cannot be read (errno "),
+                number(errno),
+                Part::Text(")"),
+            ],
+        )
+    }
+
+    /// A file of the share cannot be mapped.
+    pub fn refuse_unmapped(&self, file: &str, why: NotMapped) -> Refused {
+        let (call, errno) = match why {
+            NotMapped::Map(errno) => ("mmap", errno),
+            NotMapped::Advise(errno) => ("madvise(MADV_DONTFORK)", errno),
+        };
+        self.refuse(
+            file,
+            &[
+                Part::Text("cannot be mapped ("),
+                Part::Text(call),
+                Part::Text(": errno "),
+                number(errno),
+                Part::Text(")"),
+            ],
         )
     }
 

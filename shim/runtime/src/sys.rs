@@ -16,6 +16,26 @@ impl Errno {
     }
 }
 
+/// Why memory was not mapped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NotMapped {
+    /// There is no address space for it, or the file cannot be mapped.
+    Map(Errno),
+    /// `madvise(2)` refuses what the mapping needs when the process forks. A sandbox's kernel may not
+    /// have it.
+    Advise(Errno),
+}
+
+impl NotMapped {
+    /// What the refusing call said.
+    #[must_use]
+    pub const fn errno(self) -> Errno {
+        match self {
+            Self::Map(errno) | Self::Advise(errno) => errno,
+        }
+    }
+}
+
 fn mode(writable: bool) -> c_int {
     if writable {
         libc::O_RDWR
@@ -122,12 +142,12 @@ impl File {
 
     /// Maps the file's first `len` bytes, shared. The mapping keeps the file's open description, and
     /// with it that description's locks, also when this file is closed; children do not get it.
-    pub fn map_shared(&self, len: usize) -> Result<Mapping, Errno> {
+    pub fn map_shared(&self, len: usize) -> Result<Mapping, NotMapped> {
         map(len, libc::MAP_SHARED, WRITABLE, self.0, libc::MADV_DONTFORK)
     }
 
     /// Maps the file's first `len` bytes to be read, as others write them; children do not get it.
-    pub fn map_readable(&self, len: usize) -> Result<Mapping, Errno> {
+    pub fn map_readable(&self, len: usize) -> Result<Mapping, NotMapped> {
         let readable = libc::PROT_READ;
         map(len, libc::MAP_SHARED, readable, self.0, libc::MADV_DONTFORK)
     }
@@ -229,7 +249,7 @@ pub struct Mapping {
 
 /// Maps `len` bytes of zeros that cost nothing until touched, and are zeros again in the child of a
 /// fork. Not in core dumps.
-pub fn map_private(len: usize) -> Result<Mapping, Errno> {
+pub fn map_private(len: usize) -> Result<Mapping, NotMapped> {
     let anonymous = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
     let mapping = map(len, anonymous, WRITABLE, -1, libc::MADV_WIPEONFORK)?;
     for advice in [libc::MADV_DONTDUMP, libc::MADV_NOHUGEPAGE] {
@@ -247,14 +267,14 @@ fn map(
     access: c_int,
     fd: c_int,
     advice: c_int,
-) -> Result<Mapping, Errno> {
+) -> Result<Mapping, NotMapped> {
     // SAFETY: a new mapping, at an address of the kernel's choice.
     let start = unsafe { libc::mmap(ptr::null_mut(), len, access, flags, fd, 0) };
     if start == libc::MAP_FAILED {
-        return Err(Errno::last());
+        return Err(NotMapped::Map(Errno::last()));
     }
     let Some(start) = NonNull::new(start) else {
-        return Err(Errno(libc::ENOMEM));
+        return Err(NotMapped::Map(Errno(libc::ENOMEM)));
     };
     let mapping = Mapping { start, len };
     // SAFETY: the mapping is ours.
@@ -262,7 +282,7 @@ fn map(
         let errno = Errno::last();
         // SAFETY: nobody has seen it yet.
         unsafe { unmap(mapping) };
-        return Err(errno);
+        return Err(NotMapped::Advise(errno));
     }
     Ok(mapping)
 }

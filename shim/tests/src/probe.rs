@@ -19,6 +19,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// What `alloc` got last.
 static LAST: AtomicU64 = AtomicU64::new(0);
 
+/// The module that `kernel` loaded last.
+static MODULE: AtomicU64 = AtomicU64::new(0);
+
 mod probe_cost;
 mod probe_raw;
 mod probe_storm;
@@ -196,6 +199,18 @@ fn act(cuda: &Cuda, words: &[&str]) -> String {
         }
         "compare" => compare(cuda, words[1]),
         "kernel" => format!("0 {}", kernel(cuda, words[1])),
+        "launch-grid" => {
+            let [grid, stream] = [number(2), number(3)];
+            #[expect(clippy::cast_possible_truncation, reason = "the tests' own numbers")]
+            let grid = grid as u32;
+            let code = call!(cuda, "cuLaunchKernel", number(1) => u64, grid => u32, 1 => u32, 1 => u32, 32 => u32, 1 => u32, 1 => u32, 0 => u32, stream => u64, 0 => u64, 0 => u64);
+            format!("{code}")
+        }
+        "unload-last" => format!(
+            "{}",
+            call!(cuda, "cuModuleUnload", MODULE.load(Ordering::Relaxed) => u64)
+        ),
+        "launch-growing" => launch_growing(cuda, number(1), number(2), number(3)),
         "launch" => launch(cuda, words[1], number(2), number(3), number(4)),
         "registers" => {
             // The address of everything that a call may carry: more integers than registers, and a float.
@@ -433,6 +448,7 @@ fn kernel(cuda: &Cuda, name: &str) -> u64 {
     let (mut module, mut function) = (0u64, 0u64);
     let code = call!(cuda, "cuModuleLoadData", &raw mut module => *mut u64, ptx.as_ptr() => *const libc::c_char);
     assert_eq!(code, 0, "cuModuleLoadData");
+    MODULE.store(module, Ordering::Relaxed);
     let code = call!(cuda, "cuModuleGetFunction", &raw mut function => *mut u64, module => u64, name.as_ptr() => *const libc::c_char);
     assert_eq!(code, 0, "cuModuleGetFunction");
     function
@@ -500,6 +516,25 @@ fn launch(cuda: &Cuda, how: &str, kernel: u64, millis: u64, each: u64) -> String
         }
     }
     format!("0 {launches}")
+}
+
+/// Launches `kernel` in a loop for `millis` milliseconds with grids that come again never, or only after
+/// `shapes` others, and answers with the blocks that were launched, and the launches.
+fn launch_growing(cuda: &Cuda, kernel: u64, millis: u64, shapes: u64) -> String {
+    let start = std::time::Instant::now();
+    let (mut blocks, mut launches) = (0u64, 0u64);
+    while start.elapsed().as_millis() < u128::from(millis) {
+        // All below `shapes`, each once, in no order.
+        let grid = 1 + launches * 7919 % shapes;
+        #[expect(
+            clippy::cast_possible_truncation,
+            reason = "below the number of shapes"
+        )]
+        let code = call!(cuda, "cuLaunchKernel", kernel => u64, grid as u32 => u32, 1 => u32, 1 => u32, 32 => u32, 1 => u32, 1 => u32, 0 => u32, 0 => u64, 0 => u64, 0 => u64);
+        assert_eq!(code, 0, "cuLaunchKernel");
+        (blocks, launches) = (blocks + grid, launches + 1);
+    }
+    format!("0 {blocks} {launches}")
 }
 
 /// A graph of ten launches of a kernel, captured.

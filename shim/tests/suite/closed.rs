@@ -3,7 +3,7 @@
 use std::fs;
 
 use tranche_shim_core::{AccountPage, CapPage, ComputePolicy};
-use tranche_shim_tests::{Driver, Probe, SHARES, World};
+use tranche_shim_tests::{Driver, Probe, SHARES, World, compile, probe_path};
 
 use crate::cap::{CAP, GPU_0};
 
@@ -53,6 +53,28 @@ fn without_shares() {
     refuses(
         &world,
         &[SHARES, "cannot be read (errno 2)", "recreate the pod"],
+    );
+}
+
+/// In a sandbox (gVisor) the message names what its kernel lacks, and not a cause that it is not.
+#[test]
+fn where_the_kernel_cannot_wipe_memory_on_fork() {
+    let world = World::new(Driver::Odd);
+    world.share("gpu-0", GPU_0, Some(CAP));
+    let library = world.folder().join("no-wipe.so");
+    compile("no-wipe.c", &library, &["-shared", "-fPIC"]);
+    let mut command = world.command(probe_path());
+    command.arg("name").env("LD_PRELOAD", library);
+    let mut probe = Probe::by(&mut command);
+    probe.ask("count");
+    assert_eq!(probe.ask("init").code, NOT_PERMITTED);
+    says(
+        &mut probe,
+        &[
+            "madvise(MADV_WIPEONFORK) (errno 22)",
+            "gVisor",
+            "runtime class",
+        ],
     );
 }
 

@@ -17,9 +17,9 @@ const CALLS: [(&str, u32, u64, u64); 9] = [
     ("refused", 0, 174, 190),
     ("full", 0, 437, 480),
     ("info", 0, 198, 215),
-    ("address", 0, 290, 300),
-    ("first-address", 0, 132_031, 200_000),
-    ("launch", 0, 135, 150),
+    ("address", 0, 302, 330),
+    ("first-address", 0, 141_459, 200_000),
+    ("launch", 0, 150, 165),
 ];
 
 /// Instructions of one call.

@@ -10,6 +10,7 @@ mod families;
 mod image;
 mod lifecycle;
 mod loading;
+mod local;
 mod nvml;
 mod programs;
 mod real;

@@ -29,6 +29,8 @@ pub struct Context {
     limits: [AtomicU64; LIMITS],
     /// Bytes that the first limits take beyond their defaults.
     taken: Mutex<[u64; TAKING]>,
+    /// Bytes of local memory per thread that kernels have needed so far.
+    local: AtomicU64,
 }
 
 impl Kind for Context {
@@ -49,6 +51,12 @@ pub struct Primary {
 const LIMITS: usize = 7;
 /// Those that take memory: stack, printf, heap.
 const TAKING: usize = 3;
+/// The first of them.
+const STACK: usize = 0;
+/// What a thread's stack has beside what its kernel needs, and what local memory per thread is rounded up
+/// to, in bytes.
+const SYSTEM_STACK: u64 = 512;
+const LOCAL_STEP: u64 = 256;
 const DEFAULT_LIMITS: [u64; LIMITS] = [1024, 1 << 20, 8 << 20, 2, 2048, 128, 0];
 
 thread_local! {
@@ -90,6 +98,7 @@ impl Context {
             null_stream: OnceLock::new(),
             limits: DEFAULT_LIMITS.map(AtomicU64::new),
             taken: Mutex::default(),
+            local: AtomicU64::new(0),
         });
         let _ = context
             .null_stream
@@ -115,6 +124,46 @@ impl Context {
     /// The stream 0 of this context.
     pub fn null_stream(&self) -> Result<&'static Object<Stream>, Code> {
         self.null_stream.get().copied().ok_or(Code::INVALID_CONTEXT)
+    }
+
+    /// Sees that there is local memory for a kernel that needs `bytes` of it per thread. There is one
+    /// allocation per context, for as many threads as the GPU runs at a time; it grows when a launch
+    /// needs more, and does not shrink afterwards (CUDA's documentation of `cuCtxSetLimit` and of
+    /// `CU_CTX_LMEM_RESIZE_TO_MAX`, which is the default by now).
+    pub fn grow_local(&self, bytes: u64) -> Result<(), Code> {
+        if bytes <= self.local.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+        let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        let stack = self.limits[STACK].load(Ordering::Relaxed);
+        self.take(&mut taken[STACK], self.local_bytes(stack.max(bytes))?)?;
+        self.local.fetch_max(bytes, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Bytes that `each` of local memory takes for all threads, beyond the default.
+    fn local_bytes(&self, each: u64) -> Result<u64, Code> {
+        let state = self.device.state;
+        // What the driver's own calls need on every stack.
+        let whole = |each: u64| (each + SYSTEM_STACK).next_multiple_of(LOCAL_STEP);
+        let threads =
+            u64::from(state.multiprocessors) * u64::from(state.threads_per_multiprocessor);
+        whole(each)
+            .saturating_sub(whole(DEFAULT_LIMITS[STACK]))
+            .checked_mul(threads)
+            .and_then(|bytes| bytes.checked_next_multiple_of(BLOCK))
+            .ok_or(Code::OUT_OF_MEMORY)
+    }
+
+    /// Takes as much more, or less, of the GPU as it takes to have `bytes`.
+    fn take(&self, taken: &mut u64, bytes: u64) -> Result<(), Code> {
+        if bytes > *taken {
+            self.device.charge(bytes - *taken)?;
+        } else {
+            self.device.release(*taken - bytes);
+        }
+        *taken = bytes;
+        Ok(())
     }
 
     /// Waits for everything queued in this context.
@@ -241,25 +290,16 @@ fn set_limit(which: u32, value: u64) -> Result<(), Code> {
     let limit = context.limits_of(which)?;
     let which = which as usize;
     if which < TAKING {
-        let state = context.device.state;
-        let each = if which == 0 {
-            u64::from(state.multiprocessors) * u64::from(state.threads_per_multiprocessor)
+        let bytes = if which == STACK {
+            context.local_bytes(value.max(context.local.load(Ordering::Relaxed)))?
         } else {
-            1
+            value
+                .saturating_sub(DEFAULT_LIMITS[which])
+                .checked_next_multiple_of(BLOCK)
+                .ok_or(Code::OUT_OF_MEMORY)?
         };
-        let bytes = value
-            .saturating_sub(DEFAULT_LIMITS[which])
-            .checked_mul(each)
-            .and_then(|bytes| bytes.checked_next_multiple_of(BLOCK))
-            .ok_or(Code::OUT_OF_MEMORY)?;
         let mut taken = context.taken.lock().unwrap_or_else(PoisonError::into_inner);
-        let former = std::mem::replace(&mut taken[which], bytes);
-        if bytes > former {
-            let charged = context.device.charge(bytes - former);
-            charged.inspect_err(|_| taken[which] = former)?;
-        } else {
-            context.device.release(former - bytes);
-        }
+        context.take(&mut taken[which], bytes)?;
     }
     limit.store(value, Ordering::Relaxed);
     Ok(())

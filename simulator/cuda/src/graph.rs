@@ -27,6 +27,7 @@ pub enum Node {
     Empty,
     Kernel {
         nanos: u64,
+        local: u64,
     },
     Copy(Move),
     Box(BoxMove),
@@ -226,7 +227,10 @@ impl Object<Graph> {
 fn run(node: &Node, stream: &Stream) -> Result<(), Code> {
     match *node {
         Node::Empty | Node::Child(_) | Node::Memory(_) | Node::Free => {}
-        Node::Kernel { nanos } => stream.run(nanos)?,
+        Node::Kernel { nanos, local } => {
+            stream.context.grow_local(local)?;
+            stream.run(nanos)?;
+        }
         // SAFETY: CUDA's contract: what a graph names lives while it is launched.
         Node::Copy(copy) => in_order(stream, move || unsafe { copy.run() }),
         // SAFETY: as above.
@@ -322,7 +326,8 @@ unsafe fn kernel_node(parameters: KernelParameters) -> Result<Node, Code> {
     // SAFETY: the caller's contract.
     let function = unsafe { Object::<Function>::find(parameters.function)? };
     Ok(Node::Kernel {
-        nanos: function.nanos(context),
+        nanos: function.nanos(context, parameters.grid),
+        local: function.local,
     })
 }
 

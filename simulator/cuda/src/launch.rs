@@ -48,11 +48,12 @@ unsafe fn launch(
     check(grid, block)?;
     // SAFETY: the caller's contract.
     let stream = unsafe { stream::find(stream)? };
-    let nanos = function.nanos(stream.context);
-    let node = || Node::Kernel { nanos };
+    let (nanos, local) = (function.nanos(stream.context, grid), function.local);
+    let node = || Node::Kernel { nanos, local };
     if stream::captured(stream, |capture| capture.add(node())).is_some() {
         return Ok(());
     }
+    stream.context.grow_local(local)?;
     stream.run(nanos)
 }
 

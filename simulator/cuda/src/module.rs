@@ -6,7 +6,10 @@
 //!
 //! **How long a kernel takes.** A name that contains `sim_busy_<n>ns`, `…us` or
 //! `…ms` takes that long (`sim_busy_0us` takes no time and no place in the queue);
-//! other kernels take what the machine file says (`kernel_micros`).
+//! other kernels take what the machine file says (`kernel_micros`). With `_per_block` behind that, it is what
+//! each block of its grid takes, one after another.
+//!
+//! **How much local memory.** A name that contains `sim_local_<n>` has so many bytes of it per thread.
 
 use std::collections::BTreeMap;
 use std::ffi::{CStr, CString, c_char, c_void};
@@ -49,6 +52,10 @@ pub struct Function {
     module: Kept,
     /// What its name says; none for the machine's.
     nanos: Option<u64>,
+    /// Whether that is for each block.
+    per_block: bool,
+    /// Bytes of local memory per thread.
+    pub local: u64,
     dynamic_shared: AtomicI32,
     carveout: AtomicI32,
 }
@@ -58,9 +65,15 @@ impl Kind for Function {
 }
 
 impl Function {
-    /// Virtual nanoseconds on the GPU of `context`.
-    pub fn nanos(&self, context: &Context) -> u64 {
-        self.nanos.unwrap_or(context.device.state.kernel_nanos)
+    /// Virtual nanoseconds on the GPU of `context`, with such a grid.
+    pub fn nanos(&self, context: &Context, grid: [u32; 3]) -> u64 {
+        let nanos = self.nanos.unwrap_or(context.device.state.kernel_nanos);
+        let blocks = if self.per_block {
+            grid.iter().map(|extent| u64::from(*extent)).product()
+        } else {
+            1
+        };
+        nanos.saturating_mul(blocks)
     }
 }
 
@@ -76,6 +89,16 @@ fn nanos_of_name(name: &str) -> Option<u64> {
         _ => return None,
     };
     number.checked_mul(unit)
+}
+
+/// The bytes of local memory that a kernel's name says.
+fn local_of_name(name: &str) -> u64 {
+    let digits = name.find("sim_local_").map_or("", |at| {
+        let rest = &name[at + "sim_local_".len()..];
+        let digits = rest.bytes().take_while(u8::is_ascii_digit).count();
+        &rest[..digits]
+    });
+    digits.parse().unwrap_or(0)
 }
 
 /// The names after `.entry` in PTX.
@@ -242,6 +265,8 @@ impl Object<Module> {
                 name: name.to_owned(),
                 module: Kept(self.handle()),
                 nanos: nanos_of_name(text),
+                per_block: text.contains("_per_block"),
+                local: local_of_name(text),
                 dynamic_shared: AtomicI32::new(0),
                 carveout: AtomicI32::new(-1),
             })
@@ -323,7 +348,8 @@ unsafe fn global_of(
 fn function_attribute(function: &Function, which: u32) -> Result<i32, Code> {
     Ok(match which {
         0 => 1024,
-        1..=3 | 7 | 10..=15 => 0,
+        3 => i32::try_from(function.local).unwrap_or(i32::MAX),
+        1 | 2 | 7 | 10..=15 => 0,
         4 => 32,
         // PTX and binary version, as 10 × major + minor.
         5 | 6 => {

@@ -47,6 +47,18 @@ impl Batch {
         }
     }
 
+    /// Counts one launch that costs nothing, if it is not time to look. Without a locked instruction: threads
+    /// that count at once may lose some of their launches, and what was filled in.
+    #[inline]
+    pub fn count(&self) -> bool {
+        let word = self.0.load(Ordering::Relaxed);
+        let counts = word < LAUNCH * BATCH_LAUNCHES;
+        if counts {
+            self.0.store(word + LAUNCH, Ordering::Relaxed);
+        }
+        counts
+    }
+
     /// Adds what was taken; returns the launches paid since the last time.
     pub fn fill(&self, nanos: u64) -> u64 {
         let mut word = self.0.load(Ordering::Relaxed);
@@ -113,6 +125,17 @@ mod tests {
         assert!(batch.pay(4) && batch.pay(6) && !batch.pay(1));
         assert_eq!(batch.fill(5), 2);
         assert_eq!((batch.take(3), batch.take(3)), (3, 2));
+    }
+
+    #[test]
+    fn what_costs_nothing_is_counted_too() {
+        let batch = Batch::fresh();
+        assert_eq!(
+            (0..1000).filter(|_| batch.count()).count() as u64,
+            BATCH_LAUNCHES
+        );
+        assert_eq!(batch.fill(0), BATCH_LAUNCHES);
+        assert!(batch.count());
     }
 
     #[test]

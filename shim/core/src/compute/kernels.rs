@@ -1,0 +1,301 @@
+//! What is known of a kernel, or of a graph, whatever its grid: what its smallest and its largest measured
+//! launch took, and so what one of any size takes, roughly.
+//!
+//! ```text
+//!  nanoseconds
+//!     │            ╱─ a shape that was never launched before: on the line through both,
+//!     │        ● ─      and at most BOUND times, or one BOUND-th of, what the nearer one took
+//!     │   ● ─
+//!     └────────────── threads of the grid
+//! ```
+//!
+//! A program whose shapes are always new (sequences of any length) pays what it takes that way, without
+//! a wait for each shape's first measurement.
+//!
+//! All of it is one process's, without locks: two threads that write at once lose a measurement.
+
+use crate::sync::{AtomicU64, Ordering};
+
+/// Kernels that are known at a time; beyond, a new one takes another's place.
+pub const KERNELS: usize = 1024;
+
+/// A prediction is at most so many times, and at least one so-many-th of, what was measured nearest.
+pub const BOUND: f32 = 8.0;
+
+/// Places in which a kernel may lie.
+const PROBES: usize = 4;
+
+/// What a measurement that is longer than the ones before counts: it may have been the neighbours.
+const LONGER: f32 = 1.0 / 8.0;
+
+/// The kernels. All zeros is none.
+#[repr(C)]
+#[derive(Debug)]
+pub struct Kernels<const N: usize = KERNELS> {
+    kernels: [Kernel; N],
+}
+
+#[repr(C, align(32))]
+#[derive(Debug)]
+struct Kernel {
+    /// 0 for none.
+    key: AtomicU64,
+    /// [`Point`]s; the same one where only one size was measured.
+    small: AtomicU64,
+    large: AtomicU64,
+    /// Nanoseconds that launches waited for its first measurement; or [`EXEMPT`].
+    waited: AtomicU64,
+}
+
+/// In `waited`: never held back.
+const EXEMPT: u64 = 1 << 63;
+
+/// A measured launch: one word, so that its two numbers belong together. 0 is none.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Point {
+    work: f32,
+    nanos: f32,
+}
+
+impl Point {
+    fn of(both: u64) -> Option<Self> {
+        #[expect(clippy::cast_possible_truncation, reason = "two halves")]
+        let (work, nanos) = (
+            f32::from_bits((both >> 32) as u32),
+            f32::from_bits(both as u32),
+        );
+        (both != 0).then_some(Self { work, nanos })
+    }
+
+    fn word(self) -> u64 {
+        u64::from(self.work.to_bits()) << 32 | u64::from(self.nanos.to_bits())
+    }
+
+    /// The same work, which took `nanos` this time.
+    fn again(self, nanos: f32) -> Self {
+        let longer = (nanos - self.nanos) * if nanos > self.nanos { LONGER } else { 1.0 };
+        Self {
+            nanos: self.nanos + longer,
+            ..self
+        }
+    }
+}
+
+#[expect(clippy::cast_precision_loss, reason = "a prediction")]
+fn rough(number: u64) -> f32 {
+    number.max(1) as f32
+}
+
+impl<const N: usize> Kernels<N> {
+    /// No kernels. The shim maps zeros instead.
+    #[must_use]
+    pub fn empty() -> Self {
+        let zero = || AtomicU64::new(0);
+        Self {
+            kernels: core::array::from_fn(|_| Kernel {
+                key: zero(),
+                small: zero(),
+                large: zero(),
+                waited: zero(),
+            }),
+        }
+    }
+
+    /// What a launch of `work` threads takes, in nanoseconds; `None` where none was measured of any size.
+    #[must_use]
+    pub fn predict(&self, key: u64, work: u64) -> Option<u64> {
+        let kernel = self.find(key)?;
+        let point = |word: &AtomicU64| Point::of(word.load(Ordering::Relaxed));
+        let (small, large) = (point(&kernel.small)?, point(&kernel.large)?);
+        let work = rough(work);
+        let slope = if large.work > small.work {
+            (large.nanos - small.nanos) / (large.work - small.work)
+        } else {
+            small.nanos / small.work
+        };
+        let nearest = if work - small.work < large.work - work {
+            small
+        } else {
+            large
+        };
+        let nanos = nearest.nanos + slope * (work - nearest.work);
+        let bounded = nanos.clamp(nearest.nanos / BOUND, nearest.nanos * BOUND);
+        #[expect(
+            clippy::cast_possible_truncation,
+            clippy::cast_sign_loss,
+            reason = "saturates"
+        )]
+        let nanos = bounded as u64;
+        Some(nanos.max(1))
+    }
+
+    /// Notes that a launch of `work` threads took `nanos`.
+    pub fn learn(&self, key: u64, work: u64, nanos: u64) {
+        let kernel = self.find_or_make(key);
+        let new = Point {
+            work: rough(work),
+            nanos: rough(nanos),
+        };
+        for (word, is_further) in [
+            (&kernel.small, new_is_smaller as fn(Point, Point) -> bool),
+            (&kernel.large, |new, old| new_is_smaller(old, new)),
+        ] {
+            let next = match Point::of(word.load(Ordering::Relaxed)) {
+                None => new,
+                Some(old) if is_further(new, old) => new,
+                Some(old) if old.work.to_bits() == new.work.to_bits() => old.again(new.nanos),
+                Some(_) => continue,
+            };
+            word.store(next.word(), Ordering::Relaxed);
+        }
+    }
+
+    /// Marks a kernel that must never be held back.
+    pub fn exempt(&self, key: u64) {
+        self.find_or_make(key)
+            .waited
+            .fetch_or(EXEMPT, Ordering::Relaxed);
+    }
+
+    /// Whether a kernel is never held back.
+    #[must_use]
+    pub fn is_exempt(&self, key: u64) -> bool {
+        self.find(key).is_some_and(Kernel::is_exempt)
+    }
+
+    /// Nanoseconds that launches waited for a kernel's first measurement.
+    #[must_use]
+    pub fn waited(&self, key: u64) -> u64 {
+        self.find(key)
+            .map_or(0, |kernel| kernel.waited.load(Ordering::Relaxed) & !EXEMPT)
+    }
+
+    /// Adds to that.
+    pub fn note_wait(&self, key: u64, nanos: u64) {
+        let nanos = nanos.min(EXEMPT / 4);
+        let kernel = self.find_or_make(key);
+        if kernel.waited.load(Ordering::Relaxed) & !EXEMPT < EXEMPT / 2 {
+            kernel.waited.fetch_add(nanos, Ordering::Relaxed);
+        }
+    }
+
+    fn find(&self, key: u64) -> Option<&Kernel> {
+        (0..PROBES)
+            .map(|probe| &self.kernels[place::<N>(key, probe)])
+            .find(|kernel| kernel.key.load(Ordering::Relaxed) == key)
+    }
+
+    fn find_or_make(&self, key: u64) -> &Kernel {
+        if let Some(kernel) = self.find(key) {
+            return kernel;
+        }
+        // By other bits of the key than those that chose its places.
+        let first = (key >> 60) as usize;
+        let places =
+            || (0..PROBES).map(|probe| &self.kernels[place::<N>(key, (first + probe) % PROBES)]);
+        // Not one that must never wait, whose name is looked up only once, unless all of them are.
+        let kernel = places()
+            .find(|kernel| kernel.key.load(Ordering::Relaxed) == 0)
+            .or_else(|| places().find(|kernel| !kernel.is_exempt()))
+            .unwrap_or_else(|| &self.kernels[place::<N>(key, first % PROBES)]);
+        for word in [&kernel.small, &kernel.large, &kernel.waited] {
+            word.store(0, Ordering::Relaxed);
+        }
+        kernel.key.store(key, Ordering::Relaxed);
+        kernel
+    }
+}
+
+fn new_is_smaller(new: Point, old: Point) -> bool {
+    new.work < old.work
+}
+
+#[inline]
+#[expect(clippy::cast_possible_truncation, reason = "an index")]
+const fn place<const N: usize>(key: u64, probe: usize) -> usize {
+    (key as usize).wrapping_add(probe) % N
+}
+
+impl Kernel {
+    fn is_exempt(&self) -> bool {
+        self.waited.load(Ordering::Relaxed) & EXEMPT != 0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::Kernels;
+
+    const KERNEL: u64 = 7 | 1 << 63;
+
+    #[test]
+    fn a_new_size_costs_by_the_line_through_what_was_measured() {
+        let kernels: Kernels<16> = Kernels::empty();
+        assert_eq!(kernels.predict(KERNEL, 100), None);
+        kernels.learn(KERNEL, 1000, 10_000);
+        // In proportion, as far as that is believed.
+        assert_eq!(kernels.predict(KERNEL, 2000), Some(20_000));
+        assert_eq!(kernels.predict(KERNEL, 1_000_000), Some(80_000));
+        assert_eq!(kernels.predict(KERNEL, 1), Some(1250));
+        // 5 µs for every launch, and 5 ns for each thread.
+        kernels.learn(KERNEL, 3000, 20_000);
+        for (work, nanos) in [
+            (1000, 10_000),
+            (2000, 15_000),
+            (3000, 20_000),
+            (7000, 40_000),
+        ] {
+            assert_eq!(kernels.predict(KERNEL, work), Some(nanos), "{work}");
+        }
+        assert_eq!(kernels.predict(8 | 1 << 63, 2000), None);
+    }
+
+    #[test]
+    fn a_measurement_that_is_longer_counts_little() {
+        let kernels: Kernels<16> = Kernels::empty();
+        kernels.learn(KERNEL, 1000, 10_000);
+        kernels.learn(KERNEL, 1000, 90_000);
+        assert_eq!(kernels.predict(KERNEL, 1000), Some(20_000));
+        for _ in 0..100 {
+            kernels.learn(KERNEL, 1000, 90_000);
+        }
+        assert!(kernels.predict(KERNEL, 1000).unwrap() > 89_000);
+        kernels.learn(KERNEL, 1000, 10_000);
+        assert_eq!(kernels.predict(KERNEL, 1000), Some(10_000));
+    }
+
+    #[test]
+    fn no_other_kernel_takes_the_place_of_an_exempt_one() {
+        let kernels: Kernels<4> = Kernels::empty();
+        kernels.exempt(KERNEL);
+        for number in 100..200u64 {
+            kernels.learn(number << 60 | number, 1, 10);
+            kernels.note_wait(number << 60 | number, 5);
+        }
+        assert!(kernels.is_exempt(KERNEL));
+        kernels.note_wait(KERNEL, 3);
+        assert_eq!(
+            (kernels.waited(KERNEL), kernels.is_exempt(KERNEL)),
+            (3, true)
+        );
+    }
+
+    proptest! {
+        /// Whatever was measured, a prediction is a number of nanoseconds near a measured one.
+        #[test]
+        fn a_prediction_is_bounded(
+            measured in proptest::collection::vec((1u64.., 1..1u64 << 40), 1..20), work: u64,
+        ) {
+            let kernels: Kernels<4> = Kernels::empty();
+            for (work, nanos) in &measured {
+                kernels.learn(KERNEL, *work, *nanos);
+            }
+            let least = measured.iter().map(|(_, nanos)| *nanos).min().unwrap();
+            let most = measured.iter().map(|(_, nanos)| *nanos).max().unwrap();
+            let predicted = kernels.predict(KERNEL, work).unwrap();
+            prop_assert!(predicted >= least / 9 && predicted <= most * 9, "{predicted}");
+        }
+    }
+}
