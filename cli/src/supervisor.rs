@@ -203,13 +203,12 @@ fn specs(
     let found = discover(&opened, &description.driver_version).map_err(|e| wrong(&e))?;
     let (files, links) = placed(found.driver_files(root), root);
     let own_nodes = root.join("dev/nvidiactl").exists();
+    let libraries = membership.folder().join("lib");
     let paths = NodePaths {
         shares: shares.base().to_string_lossy().into_owned(),
-        libraries: membership
-            .folder()
-            .join("lib")
-            .to_string_lossy()
-            .into_owned(),
+        libraries: libraries.to_string_lossy().into_owned(),
+        // There is no container runtime that would run them.
+        hooks: libraries.to_string_lossy().into_owned(),
         dev_root: if own_nodes {
             root.as_path()
         } else {

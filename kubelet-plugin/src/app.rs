@@ -18,7 +18,7 @@ use tokio::task::JoinSet;
 use tokio_stream::wrappers::UnixListenerStream;
 use tokio_util::sync::CancellationToken;
 use tonic::transport::Server;
-use tracing::{error, info};
+use tracing::{error, info, warn};
 use tracing_subscriber::EnvFilter;
 use tranche_api::names;
 use tranche_node::nvml::library::InstalledDriver;
@@ -35,7 +35,7 @@ use crate::executor::Executor;
 use crate::fs::{Fs, HostFs};
 use crate::gpu_node::{GpuNodeWriter, NodePolicy};
 use crate::http::{Health, router};
-use crate::install::Installation;
+use crate::install::{Installation, is_noexec};
 use crate::layout::Layout;
 use crate::ledger::Ledger;
 use crate::metrics::Metrics;
@@ -65,7 +65,7 @@ pub fn start_logging(format: LogFormat) {
 /// Runs until SIGTERM or SIGINT, or until a server fails.
 #[expect(clippy::too_many_lines, reason = "the one place where the parts meet")]
 pub async fn run(args: Args) -> anyhow::Result<()> {
-    let layout = Layout::of(&args);
+    let layout = with_usable_hooks(Layout::of(&args))?;
     let Args {
         node_name,
         driver_root,
@@ -75,6 +75,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         // What the layout is made of, and what main used.
         driver_root_on_host: _,
         plugin_dir: _,
+        hook_dir: _,
         registry_dir: _,
         run_dir: _,
         cdi_dir: _,
@@ -230,7 +231,8 @@ fn preparer(
     metrics: Arc<Metrics>,
     suspect_orphans: Arc<Notify>,
 ) -> anyhow::Result<Arc<Preparer>> {
-    let installation = Installation::install(Arc::clone(&fs), image, &layout.libraries());
+    let installation =
+        Installation::install(Arc::clone(&fs), image, &layout.libraries(), &layout.hooks);
     if let Err(error) = &installation {
         error!(%error, "claims will be refused: what their containers need is not installed");
     }
@@ -305,4 +307,25 @@ fn stop_on_signal(stop: &CancellationToken) -> anyhow::Result<()> {
         });
     }
     Ok(())
+}
+
+/// The layout, with hooks in a folder from which they can be executed.
+fn with_usable_hooks(layout: Layout) -> anyhow::Result<Layout> {
+    let folder = &layout.hooks;
+    let noexec = std::fs::create_dir_all(folder).and_then(|()| is_noexec(folder));
+    if !noexec.with_context(|| format!("--hook-dir {}", folder.display()))? {
+        return Ok(layout);
+    }
+    let instead = layout.libraries();
+    warn!(
+        folder = %folder.display(),
+        instead = %instead.display(),
+        "nothing can be executed on this file system (noexec), the container hook goes to the plugin's folder instead; \
+         pods with `hostUsers: false` cannot reach it: set the chart's value nodePlugin.hookDir to a folder that every \
+         user can reach"
+    );
+    Ok(Layout {
+        hooks: instead,
+        ..layout
+    })
 }

@@ -21,6 +21,11 @@ pub struct Args {
     /// DRA socket, journal and the files that containers get mounted; the same path as on the host
     #[arg(long, default_value = "/var/lib/kubelet/plugins/gpu.tranche.dev")]
     pub plugin_dir: PathBuf,
+    /// What container runtimes execute in containers' namespaces: the hook and its ldconfig. The same path as on
+    /// the host. Every user must be able to reach it, or pods with `hostUsers: false` do not start: the
+    /// kubelet's own folders are root's. Where it lies on a file system without execution, the plugin dir is used
+    #[arg(long, default_value = "/var/lib/tranche")]
+    pub hook_dir: PathBuf,
     /// Where the kubelet watches for registration sockets
     #[arg(long, default_value = "/var/lib/kubelet/plugins_registry")]
     pub registry_dir: PathBuf,
@@ -30,7 +35,7 @@ pub struct Args {
     /// Where the container runtime looks for CDI specs
     #[arg(long, default_value = "/var/run/cdi")]
     pub cdi_dir: PathBuf,
-    /// Shim, hook and ldconfig as the image brings them, to be installed into the plugin dir
+    /// Shim, hook and ldconfig as the image brings them, to be installed into the plugin dir and the hook dir
     #[arg(long, default_value = "/usr/lib/tranche")]
     pub image_lib_dir: PathBuf,
     /// Serves /healthz, /readyz and /metrics

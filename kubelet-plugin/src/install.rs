@@ -7,6 +7,8 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use rustix::fs::StatVfsMountFlags;
+
 use crate::fs::{self, Fs, FsError};
 
 /// Files of the image, with their modes: what every container's hooks run.
@@ -71,26 +73,34 @@ pub struct Installation {
 }
 
 impl Installation {
-    /// Installs what the image has of them into `target`, by content: what is there already stays.
-    pub fn install(fs: Arc<dyn Fs>, image: &Path, target: &Path) -> Result<Self, InstallError> {
-        fs.create_dir(target)?;
-        fs::remove_temporaries(&*fs, target, "")?;
-        let read = |(name, mode): (&str, u32)| {
+    /// Installs what the image has of them, the shim into `target` and the hooks into `hook_dir`, by
+    /// content: what is there already stays.
+    pub fn install(
+        fs: Arc<dyn Fs>,
+        image: &Path,
+        target: &Path,
+        hook_dir: &Path,
+    ) -> Result<Self, InstallError> {
+        for folder in [target, hook_dir] {
+            fs.create_dir(folder)?;
+            fs::remove_temporaries(&*fs, folder, "")?;
+        }
+        let read = |folder: &Path, (name, mode): (&str, u32)| {
             let path = image.join(name);
             let content = fs.read(&path)?.ok_or(InstallError::NotInImage { path })?;
             Ok(Installed {
-                path: target.join(name),
+                path: folder.join(name),
                 content,
                 mode,
             })
         };
         let hooks = HOOK_FILES
             .into_iter()
-            .map(read)
+            .map(|file| read(hook_dir, file))
             .collect::<Result<Vec<_>, InstallError>>()?;
         let mut shim = SHIM_FILES
             .into_iter()
-            .map(read)
+            .map(|file| read(target, file))
             .collect::<Result<Vec<_>, InstallError>>()?;
         shim.push(Installed {
             path: target.join(PRELOAD.0),
@@ -139,6 +149,13 @@ impl Installation {
     }
 }
 
+/// Whether programs cannot be executed from a folder: its file system is mounted `noexec`, as `/var` is on
+/// some container hosts.
+pub fn is_noexec(folder: &Path) -> std::io::Result<bool> {
+    let found = rustix::fs::statvfs(folder)?;
+    Ok(found.f_flag.contains(StatVfsMountFlags::NOEXEC))
+}
+
 #[cfg(test)]
 pub(crate) mod testing {
     use super::*;
@@ -160,7 +177,8 @@ mod tests {
     use crate::fs::testing::FaultyFs;
 
     fn install(root: &Path) -> Result<Installation, InstallError> {
-        Installation::install(Arc::new(HostFs), &root.join("image"), &root.join("lib"))
+        let (image, lib, hooks) = (root.join("image"), root.join("lib"), root.join("hooks"));
+        Installation::install(Arc::new(HostFs), &image, &lib, &hooks)
     }
 
     #[test]
@@ -170,7 +188,8 @@ mod tests {
         install(dir.path()).unwrap();
         let fs = Arc::new(FaultyFs::recording());
         let image = dir.path().join("image");
-        let again = Installation::install(Arc::clone(&fs) as _, &image, &dir.path().join("lib"));
+        let (lib, hooks) = (dir.path().join("lib"), dir.path().join("hooks"));
+        let again = Installation::install(Arc::clone(&fs) as _, &image, &lib, &hooks);
         again.unwrap().verify(Needs::Shim).unwrap();
         let writes: Vec<_> = fs.calls();
         assert!(
@@ -226,7 +245,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         lay_out_image(&dir.path().join("image"));
         let installation = install(dir.path()).unwrap();
-        std::fs::remove_file(dir.path().join("lib/tranche-cdi-hook")).unwrap();
+        std::fs::remove_file(dir.path().join("hooks/tranche-cdi-hook")).unwrap();
         installation.verify(Needs::Hooks).unwrap_err();
     }
 

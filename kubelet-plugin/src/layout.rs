@@ -11,6 +11,8 @@ use crate::args::Args;
 pub struct Layout {
     /// Sockets, lock, journal, what containers get mounted.
     pub plugin: PathBuf,
+    /// What container runtimes execute: the hook and its ldconfig.
+    pub hooks: PathBuf,
     /// Where the kubelet watches for registration sockets.
     pub registry: PathBuf,
     /// Share pages.
@@ -40,6 +42,7 @@ impl Layout {
     pub fn of(args: &Args) -> Self {
         Self {
             plugin: args.plugin_dir.clone(),
+            hooks: args.hook_dir.clone(),
             registry: args.registry_dir.clone(),
             shares: args.run_dir.join("shares"),
             cdi: args.cdi_dir.clone(),
@@ -113,6 +116,7 @@ impl Layout {
         NodePaths {
             shares: text(&self.shares),
             libraries: text(&self.libraries()),
+            hooks: text(&self.hooks),
             dev_root: text(&self.driver_root_on_host),
         }
     }
@@ -126,6 +130,7 @@ pub(crate) mod testing {
     pub fn below(root: &Path) -> Layout {
         Layout {
             plugin: root.join("plugin"),
+            hooks: root.join("hooks"),
             registry: root.join("registry"),
             shares: root.join("run/shares"),
             cdi: root.join("cdi"),

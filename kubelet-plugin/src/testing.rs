@@ -117,8 +117,12 @@ impl World {
     /// A plugin on a file system that may fail.
     pub fn start_on(&self, fs: Arc<dyn Fs>) -> Result<Plugin, crate::fs::FsError> {
         let image = self.dir.path().join("image");
-        let installation =
-            Installation::install(Arc::new(HostFs), &image, &self.layout.libraries());
+        let installation = Installation::install(
+            Arc::new(HostFs),
+            &image,
+            &self.layout.libraries(),
+            &self.layout.hooks,
+        );
         let executor = Executor::new(Arc::clone(&fs), self.layout.clone())?;
         let ledger = Ledger::new(executor.recover()?);
         let told = Arc::new(Told::default());

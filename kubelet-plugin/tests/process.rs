@@ -74,7 +74,12 @@ impl Node {
     }
 
     fn spawn(&self) -> Process {
-        let child = Command::new(env!("CARGO_BIN_EXE_tranche-kubelet-plugin"))
+        self.spawn_by(Command::new(env!("CARGO_BIN_EXE_tranche-kubelet-plugin")))
+    }
+
+    /// By a command to which the arguments are still to be added.
+    fn spawn_by(&self, mut command: Command) -> Process {
+        let child = command
             .env("KUBECONFIG", self.at("kubeconfig"))
             .arg("--node-name=node-a")
             .arg(format!("--http-endpoint=127.0.0.1:{}", self.http))
@@ -82,6 +87,8 @@ impl Node {
             .arg(self.at("no-driver"))
             .arg("--plugin-dir")
             .arg(self.at("plugin"))
+            .arg("--hook-dir")
+            .arg(self.at("hooks"))
             .arg("--registry-dir")
             .arg(self.at("registry"))
             .arg("--run-dir")
@@ -187,6 +194,28 @@ fn claim(uid: &str) -> Claim {
         uid: uid.into(),
         name: format!("claim-{uid}"),
     }
+}
+
+#[tokio::test]
+async fn the_hook_lies_apart_and_where_nothing_can_be_executed_in_the_plugins_folder() {
+    let node = Node::new().await;
+    {
+        let _process = node.start().await;
+        assert!(node.at("hooks/tranche-cdi-hook").exists());
+        assert!(!node.at("plugin/lib/tranche-cdi-hook").exists());
+        assert!(node.at("plugin/lib/libcuda.so.1").exists());
+    }
+    let script = "mount -t tmpfs -o noexec x \"$0\" && exec \"$@\"";
+    let mut command = Command::new("unshare");
+    command
+        .args(["--mount", "--propagation", "private", "sh", "-c", script])
+        .arg(node.at("hooks"))
+        .arg(env!("CARGO_BIN_EXE_tranche-kubelet-plugin"));
+    let _process = node.spawn_by(command);
+    until("hook in the plugin's folder", || {
+        node.at("plugin/lib/tranche-cdi-hook").exists() && node.at("plugin/lib/ldconfig").exists()
+    })
+    .await;
 }
 
 #[tokio::test]

@@ -101,6 +101,7 @@ pub struct Link {
 pub fn driver_spec(files: &DriverFiles, paths: &NodePaths) -> Result<Spec, CdiError> {
     files.check()?;
     absolute("the folder of libraries", &paths.libraries)?;
+    absolute("the folder of hooks", &paths.hooks)?;
     absolute("the root of device nodes", &paths.dev_root)?;
     let shimmed = SHIMMED
         .iter()
@@ -298,7 +299,7 @@ fn folder(path: &str) -> &str {
 fn hook(subcommand: &str, args: Vec<String>, paths: &NodePaths) -> Hook {
     Hook {
         hook_name: HookName::CreateContainer,
-        path: format!("{}/tranche-cdi-hook", paths.libraries),
+        path: format!("{}/tranche-cdi-hook", paths.hooks),
         args: ["tranche-cdi-hook", subcommand]
             .map(str::to_owned)
             .into_iter()
@@ -374,6 +375,6 @@ fn cache_hook(folders: &BTreeSet<&str>, paths: &NodePaths) -> Hook {
         .iter()
         .flat_map(|folder| option("folder", (*folder).to_owned()))
         .collect();
-    args.extend(option("ldconfig", format!("{}/ldconfig", paths.libraries)));
+    args.extend(option("ldconfig", format!("{}/ldconfig", paths.hooks)));
     hook("update-ldcache", args, paths)
 }

@@ -15,6 +15,7 @@ fn paths() -> NodePaths {
     NodePaths {
         shares: "/run/tranche/shares".to_owned(),
         libraries: "/var/lib/kubelet/plugins/gpu.tranche.dev/lib".to_owned(),
+        hooks: "/var/lib/tranche".to_owned(),
         dev_root: "/".to_owned(),
     }
 }
