@@ -25,6 +25,7 @@ use tranche_shim_core::layout::AccountPage;
 use crate::fs::{self, Durability, Fs, FsError};
 use crate::journal::{Journal, Loaded};
 use crate::layout::Layout;
+use crate::selinux::label_for_containers;
 
 /// A step or an inverse that failed.
 #[derive(Debug, thiserror::Error)]
@@ -103,6 +104,7 @@ impl Executor {
     pub fn new(fs: Arc<dyn Fs>, layout: Layout) -> Result<Self, FsError> {
         let journal = Journal::open(Arc::clone(&fs), layout.claims())?;
         fs.create_dir(&layout.shares)?;
+        label_for_containers(&layout.shares)?;
         fs.create_dir(&layout.cdi)?;
         Ok(Self {
             fs,

@@ -41,6 +41,7 @@ pub mod orphans;
 pub mod preparer;
 pub mod proto;
 pub mod registration;
+pub mod selinux;
 pub mod sockets;
 pub mod status;
 pub mod sweep;
