@@ -109,6 +109,27 @@ pub fn plan(grant: &Grant, host: &impl Host) -> Layout {
 }
 
 impl Layout {
+    /// Shows the shim's library `soname` in the place of each of these files too.
+    pub fn cover(&mut self, soname: &str, copies: &[PathBuf], host: &impl Host) {
+        let at = self.own.join(soname);
+        let Some(shim) = self.binds.iter().find(|bind| bind.to == at) else {
+            return;
+        };
+        let from = shim.from.clone();
+        for copy in copies {
+            let covered =
+                |bind: &Bind| bind.from == from && host.canonical(&bind.to).as_ref() == Some(copy);
+            if *copy == from || copy.starts_with(&self.own) || self.binds.iter().any(covered) {
+                continue;
+            }
+            self.binds.push(Bind {
+                from: from.clone(),
+                to: copy.clone(),
+                read_only: true,
+            });
+        }
+    }
+
     fn show(&mut self, from: &str, to: &str, read_only: bool, host: &impl Host) {
         let (from, to) = (PathBuf::from(from), PathBuf::from(to));
         let there = host.canonical(&to);
@@ -258,6 +279,33 @@ mod tests {
         let layout = plan(&grant(&[("/s/cuda", cuda, true)], &links, &[]), &host);
         assert_eq!(layout.links.len(), 1);
         assert!(layout.mirrors.contains(Path::new(LIB)));
+    }
+
+    #[test]
+    fn copies_of_a_library_are_covered_once_each_and_the_shim_never() {
+        let own = "/usr/lib/tranche/libcuda.so.1";
+        let (name, file) = (
+            "/usr/lib/x86_64-linux-gnu/libcuda.so.1",
+            "/usr/lib/x86_64-linux-gnu/libcuda.so.535",
+        );
+        let host = host(&[
+            (name, file),
+            (file, file),
+            ("/c/libcuda.so", "/c/libcuda.so"),
+        ]);
+        let shown = [("/s/cuda", own, true), ("/s/cuda", name, true)];
+        let mut layout = plan(&grant(&shown, &[], &[]), &host);
+        let copies = [file, "/s/cuda", "/c/libcuda.so", "/usr/lib/tranche/x"].map(PathBuf::from);
+        layout.cover("libcuda.so.1", &copies, &host);
+        layout.cover("libcuda.so.1", &copies, &host);
+        layout.cover("libother.so.1", &copies, &host);
+        let places: Vec<_> = layout
+            .binds
+            .iter()
+            .map(|bind| bind.to.to_str().unwrap())
+            .collect();
+        assert_eq!(places, [own, name, "/c/libcuda.so"]);
+        assert!(layout.binds[2].read_only && layout.binds[2].from == Path::new("/s/cuda"));
     }
 
     #[test]

@@ -5,10 +5,12 @@ use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
+use tranche_cdi_hook::libraries::{self, Process, SearchError};
+use tranche_cdi_hook::rootfs::Rootfs;
 use tranche_driver::cdi::container_path;
 
 use crate::args::Run;
-use crate::layout::{ThisHost, plan};
+use crate::layout::{Layout, ThisHost, plan};
 use crate::mounts::{self, MountError};
 use crate::program::{self, ProgramError};
 use crate::wire::{Answer, Grant, Request};
@@ -41,6 +43,8 @@ pub enum RunError {
     Refused(String),
     #[error("the supervisor: {0}")]
     Supervisor(String),
+    #[error("looking for copies of the driver's libraries: {0}")]
+    Search(#[from] SearchError),
     #[error(transparent)]
     Mount(#[from] MountError),
 }
@@ -71,6 +75,7 @@ fn try_run(args: &Run) -> Result<Infallible, RunError> {
     let request = request(args)?;
     let grant = ask_supervisor(&request)?;
     let mut layout = plan(&grant, &ThisHost);
+    cover_copies(&mut layout)?;
     if std::env::var_os(VISIBLE).is_some() {
         // An index of the host's would name none of the one that is left.
         layout
@@ -87,6 +92,25 @@ fn try_run(args: &Run) -> Result<Infallible, RunError> {
     program::check(&program)?;
     let error = program::become_command(&program, &args.command, &layout.env);
     Err(error.into())
+}
+
+/// Covers the copies of the driver's libraries that the command would find before ours: by its
+/// environment, or where packages for forward compatibility and the CUDA toolkit put them.
+fn cover_copies(layout: &mut Layout) -> Result<(), SearchError> {
+    let root = Rootfs::open(Path::new("/"))?;
+    let process = Process {
+        cwd: std::env::current_dir().unwrap_or_default(),
+        env: std::env::vars_os()
+            .map(|(name, value)| format!("{}={}", name.display(), value.display()))
+            .collect(),
+    };
+    let folders = libraries::folders(&root, &process)?;
+    for stem in ["libcuda.so", "libnvidia-ml.so"] {
+        let found = libraries::find(&root, &folders, &[stem])?;
+        let copies: Vec<PathBuf> = found.into_iter().map(|library| library.file.path).collect();
+        layout.cover(&format!("{stem}.1"), &copies, &ThisHost);
+    }
+    Ok(())
 }
 
 fn request(args: &Run) -> Result<Request, RunError> {

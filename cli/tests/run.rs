@@ -408,6 +408,42 @@ fn whatever_becomes_of_the_environment_and_the_user() {
     }
 }
 
+/// A copy of the driver in a folder of `LD_LIBRARY_PATH` is the shim, by name and by path.
+#[test]
+fn with_a_copy_of_the_driver_that_the_environment_names() {
+    let machine = Machine::new();
+    let own = tempfile::tempdir().unwrap();
+    let copy = own.path().join("libcuda.so");
+    let real = machine
+        .node
+        .root()
+        .join("usr/lib/x86_64-linux-gnu/libcuda.so.1");
+    fs::copy(real, &copy).unwrap();
+    let probe = machine.ours("tranche-shim-probe");
+    for how in ["libcuda.so", copy.to_str().unwrap()] {
+        let script = format!(
+            "printf 'init\\nprimary 0\\ntotal 0\\nend\\n' | {} {how}",
+            probe.display()
+        );
+        let mut command = machine.run(&["--memory", "5Gi"]);
+        command
+            .args(["sh", "-c", &script])
+            .env("LD_LIBRARY_PATH", own.path());
+        let ran = command.output().unwrap();
+        let answers = text(&ran.stdout);
+        let total = answers.lines().nth(2).unwrap_or_default();
+        assert!(
+            total.starts_with(&format!("0 {}", 5 * GIB)),
+            "{how}: {answers}{}",
+            text(&ran.stderr)
+        );
+    }
+    // Nothing of the host is changed.
+    assert!(
+        fs::metadata(&copy).unwrap().len() != fs::metadata(built("libcuda.so.1")).unwrap().len()
+    );
+}
+
 #[test]
 fn a_run_in_a_run_is_refused() {
     let machine = Machine::new();
