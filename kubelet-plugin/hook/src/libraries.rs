@@ -294,7 +294,7 @@ fn configured(root: &Rootfs) -> Result<Vec<PathBuf>, SearchError> {
 
 /// The paths that a pattern names, in which `*` and `?` stand for what they do in a shell. A path
 /// without them is its own only answer, whether it exists or not.
-fn expand(root: &Rootfs, pattern: &Path) -> Result<Vec<PathBuf>, RootfsError> {
+fn expand(root: &Rootfs, pattern: &Path) -> Result<Vec<PathBuf>, SearchError> {
     let mut paths = vec![PathBuf::new()];
     for component in pattern {
         let bytes = component.as_encoded_bytes();
@@ -309,22 +309,45 @@ fn expand(root: &Rootfs, pattern: &Path) -> Result<Vec<PathBuf>, RootfsError> {
                 .iter()
                 .filter(|name| matches(bytes, name.as_encoded_bytes()));
             longer.extend(matching.map(|name| path.join(name)));
+            if longer.len() > MOST_FOLDERS {
+                return Err(SearchError::TooMany {
+                    folder: pattern.to_owned(),
+                    what: "folders",
+                    limit: MOST_FOLDERS,
+                });
+            }
         }
         paths = longer;
     }
     Ok(paths)
 }
 
+/// In steps of at most the product of both lengths, and without recursion: an image writes the pattern.
 fn matches(pattern: &[u8], name: &[u8]) -> bool {
-    match (pattern.split_first(), name.split_first()) {
-        (None, None) => true,
-        (Some((b'*', rest)), _) => {
-            matches(rest, name) || (!name.is_empty() && matches(pattern, &name[1..]))
+    let (mut p, mut n) = (0, 0);
+    // The last star, and how much of the name it stands for at least.
+    let mut star = None;
+    while n < name.len() {
+        match pattern.get(p) {
+            Some(b'*') => {
+                star = Some((p, n));
+                p += 1;
+            }
+            Some(byte) if *byte == b'?' || *byte == name[n] => {
+                p += 1;
+                n += 1;
+            }
+            _ => match star {
+                Some((at, taken)) => {
+                    star = Some((at, taken + 1));
+                    p = at + 1;
+                    n = taken + 1;
+                }
+                None => return false,
+            },
         }
-        (Some((b'?', rest)), Some((_, others))) => matches(rest, others),
-        (Some((byte, rest)), Some((other, others))) => byte == other && matches(rest, others),
-        _ => false,
     }
+    pattern[p..].iter().all(|byte| *byte == b'*')
 }
 
 #[cfg(test)]
@@ -407,6 +430,7 @@ mod tests {
             "/d/lib64/libcuda.so.1",
             "/home/cuda/compat/libcuda.so.1",
             "/env/cuda-compat/libcuda.so.1",
+            "/libcuda.so.1",
             "/p/libcuda.so.5",
             "/p/libcuda.so.5.orig",
             "/unnamed/libcuda.so",
@@ -415,7 +439,7 @@ mod tests {
             &root,
             &[
                 "LD_LIBRARY_PATH=/nowhere",
-                "LD_LIBRARY_PATH=/a:b;:/c:/d/$LIB:/e/$ORIGIN",
+                "LD_LIBRARY_PATH=/a:b;:/c:/d/$LIB:/e/$ORIGIN:/",
                 "LD_PRELOAD=libx.so /p/libcuda.so.5",
                 "CUDA_HOME=/home/cuda",
                 "CONDA_PREFIX=/env",
@@ -429,6 +453,7 @@ mod tests {
                 "/d/lib64/libcuda.so.1",
                 "/env/cuda-compat/libcuda.so.1",
                 "/home/cuda/compat/libcuda.so.1",
+                "/libcuda.so.1",
                 "/p/libcuda.so.5",
                 "/p/libcuda.so.5.orig",
                 "/work/b/libcuda.so.1",
@@ -485,6 +510,20 @@ mod tests {
     }
 
     #[test]
+    fn a_pattern_of_an_image_takes_neither_time_nor_stack() {
+        let name = [b'a'; 255];
+        let pattern = [&b"*a".repeat(200)[..], b"b"].concat();
+        assert!(!matches(&pattern, &name));
+        assert!(matches(&b"*".repeat(1 << 20), &name));
+        let (dir, root) = image(&[]);
+        for n in 0..=MOST_FOLDERS {
+            std::fs::File::create(dir.path().join(n.to_string())).unwrap();
+        }
+        let error = expand(&root, Path::new("/*")).unwrap_err().to_string();
+        assert!(error.contains("/*: more than"), "{error}");
+    }
+
+    #[test]
     fn patterns_match_as_in_a_shell() {
         for (pattern, name, matched) in [
             ("*", "x", true),
@@ -492,6 +531,10 @@ mod tests {
             ("*.conf", "a.conf.bak", false),
             ("a?c*", "abc", true),
             ("a?c", "ac", false),
+            ("a*b*c", "a-b-b-c", true),
+            ("a*b*c", "a-c-b", false),
+            ("", "", true),
+            ("", "a", false),
         ] {
             assert_eq!(
                 matches(pattern.as_bytes(), name.as_bytes()),

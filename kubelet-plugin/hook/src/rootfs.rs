@@ -236,7 +236,10 @@ impl Rootfs {
     }
 
     fn open_in(&self, path: &Path, flags: OFlags) -> rustix::io::Result<OwnedFd> {
-        let inside = path.strip_prefix("/").unwrap_or(path);
+        let inside = match path.strip_prefix("/").unwrap_or(path) {
+            root if root.as_os_str().is_empty() => Path::new("."),
+            inside => inside,
+        };
         let how = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;
         rustix::fs::openat2(self.fd.as_fd(), inside, flags, Mode::empty(), how)
     }
