@@ -47,6 +47,7 @@ use crate::registration::{Registered, RegistrationService};
 use crate::sockets::Socket;
 use crate::status::StatusWriter;
 use crate::sweep::ShareSweeper;
+use crate::watchdog::{Board, Watchdog};
 
 const SYSFS: &str = "/sys";
 
@@ -93,8 +94,9 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     let metrics = Arc::new(Metrics::default());
     let (registered_tx, registered) = watch::channel(Registered::default());
     let (driver_tx, driver) = watch::channel(DriverState::default());
-    let (policy_tx, _policy) = watch::channel(NodePolicy::default());
+    let (policy_tx, policy) = watch::channel(NodePolicy::default());
     let suspect_orphans = Arc::new(Notify::new());
+    let board = Arc::new(Board::default());
     let spec_file = Arc::new(SpecFile::new(Arc::clone(&fs), &layout));
     let preparer = preparer(
         fs,
@@ -107,6 +109,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         driver.clone(),
         Arc::clone(&metrics),
         Arc::clone(&suspect_orphans),
+        Arc::clone(&board),
     )?;
 
     // The DRA service first: the kubelet may call as soon as it knows the plugin.
@@ -138,11 +141,23 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         metrics: Arc::clone(&metrics),
         preparer: Arc::clone(&preparer),
         layout: layout.clone(),
+        board: Arc::clone(&board),
     };
 
     // Helpers run until the servers have drained, so that a last prepare finds them.
     let helpers_stop = CancellationToken::new();
     let mut helpers = JoinSet::new();
+    let watchdog = Watchdog::new(
+        Arc::clone(preparer.ledger()),
+        layout.clone(),
+        Box::new(installed.clone()),
+        proc.clone(),
+        policy,
+        Events::new(client.clone(), &node_name),
+        Arc::clone(&metrics),
+        board,
+    );
+    helpers.spawn(watchdog.run(helpers_stop.clone()));
     let sampler = ShareSampler::new(
         &preparer,
         layout.clone(),
@@ -230,6 +245,7 @@ fn preparer(
     driver: watch::Receiver<DriverState>,
     metrics: Arc<Metrics>,
     suspect_orphans: Arc<Notify>,
+    board: Arc<Board>,
 ) -> anyhow::Result<Arc<Preparer>> {
     let installation =
         Installation::install(Arc::clone(&fs), image, &layout.libraries(), &layout.hooks);
@@ -264,6 +280,7 @@ fn preparer(
         ledger: Arc::new(ledger),
         aftermath: Arc::new(aftermath),
         metrics,
+        board,
         suspect_orphans,
     }))
 }

@@ -84,6 +84,25 @@ impl Events {
     }
 }
 
+impl Events {
+    /// Says that a process of `regarding`, a pod or else a claim, goes around its share's cap. Returns at once.
+    pub fn bypass(&self, regarding: ObjectReference, note: String) {
+        let event = Event {
+            type_: EventType::Warning,
+            reason: "CapBypassed".to_owned(),
+            note: Some(shortened(&note).to_owned()),
+            action: "Compare".to_owned(),
+            secondary: None,
+        };
+        let recorder = self.recorder.clone();
+        tokio::spawn(async move {
+            if let Err(error) = recorder.publish(&event, &regarding).await {
+                warn!(%error, object = regarding.name, "cannot publish an event; see that the plugin may create and patch events (events.k8s.io)");
+            }
+        });
+    }
+}
+
 fn regarding(claim: &ResourceClaim) -> Vec<ObjectReference> {
     let status = claim.status.as_ref();
     let reserved = status.and_then(|status| status.reserved_for.as_deref());

@@ -21,6 +21,7 @@ use crate::proto::pluginregistration::InfoRequest;
 use crate::proto::pluginregistration::registration_client::RegistrationClient;
 use crate::registration::Registered;
 use crate::sockets::connect;
+use crate::watchdog::Board;
 
 /// How long the plugin may take to answer itself; the kubelet allows GetInfo as much.
 const DEADLINE: Duration = Duration::from_secs(1);
@@ -42,6 +43,8 @@ pub struct Health {
     pub preparer: Arc<Preparer>,
     /// Where its pages lie.
     pub layout: Layout,
+    /// What the watchdog found.
+    pub board: Arc<Board>,
 }
 
 /// The three paths.
@@ -107,7 +110,9 @@ async fn metrics(State(health): State<Health>) -> impl IntoResponse {
     health.metrics.driver_ready.set(i64::from(ready));
     let content_type = "application/openmetrics-text; version=1.0.0; charset=utf-8";
     let (metrics, ledger) = (health.metrics, Arc::clone(health.preparer.ledger()));
-    let text = tokio::task::spawn_blocking(move || metrics.encode(&ledger, &health.layout)).await;
+    let text =
+        tokio::task::spawn_blocking(move || metrics.encode(&ledger, &health.layout, &health.board))
+            .await;
     // It fails only at shutdown.
     let text = text.unwrap_or_default();
     ([(header::CONTENT_TYPE, content_type)], text)

@@ -22,6 +22,8 @@ pub struct Ledger {
     claims: Mutex<BTreeMap<String, Entry>>,
     /// The pods of held claims, by the claim's UID; forgotten when the plugin ends.
     pods: Mutex<BTreeMap<String, Vec<String>>>,
+    /// The same pods' names, by the claim's UID and the pod's.
+    pod_uids: Mutex<BTreeMap<String, BTreeMap<String, String>>>,
     releases: watch::Sender<()>,
 }
 
@@ -103,6 +105,7 @@ impl Ledger {
         Self {
             claims: Mutex::new(held.chain(refused).collect()),
             pods: Mutex::default(),
+            pod_uids: Mutex::default(),
             releases: watch::Sender::default(),
         }
     }
@@ -200,18 +203,31 @@ impl Ledger {
             return;
         };
         let reserved = claim.status.as_ref().and_then(|s| s.reserved_for.as_ref());
-        let mut pods: Vec<_> = reserved
+        let by_uid: BTreeMap<_, _> = reserved
             .into_iter()
             .flatten()
             .filter(|consumer| consumer.resource == "pods")
-            .map(|pod| pod.name.clone())
+            .map(|pod| (pod.uid.clone(), pod.name.clone()))
             .collect();
+        let mut pods: Vec<_> = by_uid.values().cloned().collect();
         pods.sort_unstable();
         // Held until it is noted: nobody forgets a claim that was released before.
         let claims = self.claims();
         if claims.contains_key(uid) {
             self.all_pods().insert(uid.clone(), pods);
+            self.all_pod_uids().insert(uid.clone(), by_uid);
         }
+    }
+
+    /// The names of the pods for which a claim is reserved, by the pods' UIDs, as far as the plugin saw it in
+    /// this life.
+    #[must_use]
+    pub fn pod_uids(&self, uid: &str) -> BTreeMap<String, String> {
+        self.all_pod_uids().get(uid).cloned().unwrap_or_default()
+    }
+
+    fn all_pod_uids(&self) -> MutexGuard<'_, BTreeMap<String, BTreeMap<String, String>>> {
+        self.pod_uids.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The pods for which a claim is reserved, as far as the plugin saw it in this life.
@@ -228,6 +244,7 @@ impl Ledger {
     pub fn remove(&self, uid: &str) {
         let mut claims = self.claims();
         self.all_pods().remove(uid);
+        self.all_pod_uids().remove(uid);
         let known = claims.remove(uid).is_some();
         drop(claims);
         if known {

@@ -47,6 +47,7 @@ pub mod status;
 pub mod sweep;
 #[cfg(test)]
 pub(crate) mod testing;
+pub mod watchdog;
 
 /// By this name the API server knows what this plugin wrote.
 pub const FIELD_MANAGER: &str = "tranche-kubelet-plugin";

@@ -1,6 +1,7 @@
 //! What Prometheus sees. `docs/reference/metrics.md` lists it; a test keeps that list true.
 
 mod shares;
+mod watchdog;
 
 use std::sync::atomic::{AtomicI64, AtomicU64};
 use std::time::Duration;
@@ -16,6 +17,7 @@ use tranche_api::Tier;
 
 use crate::layout::Layout;
 use crate::ledger::Ledger;
+use crate::watchdog::Board;
 
 /// What the kubelet asks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -81,6 +83,8 @@ pub struct Metrics {
     pub orphans: Counter,
     /// Processes that died with memory of their share.
     pub dead_processes: Counter,
+    /// Processes ended because they went around their share's cap.
+    pub bypasses_ended: Counter,
     /// 1 while there is a driver to work with.
     pub driver_ready: Gauge,
     /// GPUs with shares of which NVML does not say for which process they work.
@@ -101,6 +105,7 @@ impl Default for Metrics {
             registrations: Counter::default(),
             orphans: Counter::default(),
             dead_processes: Counter::default(),
+            bypasses_ended: Counter::default(),
             driver_ready: Gauge::default(),
             gpus_without_process_utilization: Gauge::default(),
         };
@@ -155,6 +160,11 @@ impl Metrics {
             self.dead_processes.clone(),
         );
         r.register(
+            "bypassing_processes_ended",
+            "Processes that the node ended because they held memory which their share's account did not have",
+            self.bypasses_ended.clone(),
+        );
+        r.register(
             "driver_ready",
             "Whether there is an NVIDIA driver to work with",
             self.driver_ready.clone(),
@@ -179,7 +189,7 @@ impl Metrics {
     /// Everything in the text format of OpenMetrics; what is held, and what of it is used, is counted
     /// now. Reads the account of every held share.
     #[must_use]
-    pub fn encode(&self, ledger: &Ledger, layout: &Layout) -> String {
+    pub fn encode(&self, ledger: &Ledger, layout: &Layout, board: &Board) -> String {
         let held = ledger.devices();
         for tier in Tier::ALL {
             self.devices
@@ -195,6 +205,7 @@ impl Metrics {
         // Writing to a string cannot fail.
         let _ = encode_registry(&mut text, &self.registry);
         let _ = encode_registry(&mut text, &shares::registry(ledger, layout));
+        let _ = encode_registry(&mut text, &watchdog::registry(ledger, board));
         let _ = encode_eof(&mut text);
         text
     }

@@ -38,6 +38,7 @@ use crate::install::{InstallError, Installation, Needs};
 use crate::ledger::{Booking, Ledger, claim_of};
 use crate::locks::Locks;
 use crate::metrics::Metrics;
+use crate::watchdog::Board;
 use tranche_node::root::{DriverRoot, Kind};
 
 /// How long one claim may take, of the 45 s that the kubelet gives a call.
@@ -81,6 +82,8 @@ pub struct Parts {
     pub aftermath: Arc<dyn Aftermath>,
     /// What is counted.
     pub metrics: Arc<Metrics>,
+    /// What the watchdog found.
+    pub board: Arc<Board>,
     /// Wakes the search for orphans when one may be in the way.
     pub suspect_orphans: Arc<Notify>,
 }
@@ -144,10 +147,12 @@ impl Preparer {
         let mut claim_lock = self.locks.lock(&claim.uid).await;
         let mut driver = self.parts.driver.clone();
         let mut released = self.parts.ledger.releases();
+        let mut freed = self.parts.board.releases();
         loop {
             // What happens from here on is news to the waits below.
             driver.mark_unchanged();
             released.mark_unchanged();
+            freed.mark_unchanged();
             // Read again after a wait: the claim may be deleted or allocated anew by then.
             let object = match self.parts.claims.get(claim).await {
                 Ok(Some(object)) => object,
@@ -173,6 +178,7 @@ impl Preparer {
                 match &result {
                     Err(Problem::Plan(e)) if is_conflict(e) => released.changed().await.is_ok(),
                     Err(Problem::DriverUnknown) => driver.changed().await.is_ok(),
+                    Err(Problem::Unowned { .. }) => freed.changed().await.is_ok(),
                     _ => false,
                 }
             };
@@ -209,6 +215,7 @@ impl Preparer {
                 }
                 Booking::New(reservation) => {
                     self.verify(&reservation.record().plan, &ready)?;
+                    self.verify_freed(&reservation.record().plan)?;
                     let executed = executor.execute(reservation.record());
                     return match executed {
                         // What could not be taken back is still held.
@@ -244,6 +251,18 @@ impl Preparer {
                 self.parts.suspect_orphans.notify_one();
             }
         })
+    }
+
+    /// A GPU of whose memory some is nobody's is not handed on: it is not there for whom it is promised to.
+    fn verify_freed(&self, plan: &PreparationPlan) -> Result<(), Problem> {
+        let is_withheld = |gpu: &&str| self.parts.board.is_withheld(gpu);
+        let mut gpus = plan.devices.iter().map(|device| device.gpu_uuid.as_str());
+        match gpus.find(is_withheld) {
+            Some(gpu) => Err(Problem::Unowned {
+                gpu: gpu.to_owned(),
+            }),
+            None => Ok(()),
+        }
     }
 
     /// Looks at everything that the containers will rely on and that the plan does not make.

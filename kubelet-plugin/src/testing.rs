@@ -20,6 +20,7 @@ use crate::install::{Installation, testing::lay_out_image};
 use crate::layout::{Layout, testing::below};
 use crate::ledger::Ledger;
 use crate::preparer::{Aftermath, Parts, Preparer, Problem};
+use crate::watchdog::Board;
 use tranche_node::discover::{discover, testing as files};
 use tranche_node::inventory::{inventory, testing::two_h100};
 use tranche_node::root::DriverRoot;
@@ -40,6 +41,7 @@ pub struct World {
 pub struct Plugin {
     pub preparer: Arc<Preparer>,
     pub told: Arc<Told>,
+    pub board: Arc<Board>,
     pub driver: watch::Sender<DriverState>,
     pub suspect_orphans: Arc<Notify>,
 }
@@ -126,6 +128,7 @@ impl World {
         let executor = Executor::new(Arc::clone(&fs), self.layout.clone())?;
         let ledger = Ledger::new(executor.recover()?);
         let told = Arc::new(Told::default());
+        let board = Arc::new(Board::default());
         let (driver, driver_rx) = watch::channel(DriverState::Ready(Arc::clone(&self.ready)));
         let suspect_orphans = Arc::new(Notify::new());
         let preparer = Preparer::new(Parts {
@@ -139,11 +142,13 @@ impl World {
             ledger: Arc::new(ledger),
             aftermath: Arc::clone(&told) as _,
             metrics: Arc::default(),
+            board: Arc::clone(&board),
             suspect_orphans: Arc::clone(&suspect_orphans),
         });
         Ok(Plugin {
             preparer,
             told,
+            board,
             driver,
             suspect_orphans,
         })

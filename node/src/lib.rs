@@ -7,7 +7,8 @@
 //!
 //!  account pages ──► page ──► snapshots for metrics
 //!       ▲              ├────► sweep: slots of the dead are given back
-//!       │              └────► sampler ─► compute: what each share is granted of its GPU's time ─► cap pages
+//!       │              ├────► sampler ─► compute: what each share is granted of its GPU's time ─► cap pages
+//!       │              └────► watchdog: what NVML says and no account has
 //! ```
 //!
 //! The node plugin and `tranche run` both stand on it. Nothing here knows of Kubernetes, and nothing
@@ -25,3 +26,4 @@ pub mod sampler;
 pub mod sweep;
 pub mod untested;
 pub mod utilization;
+pub mod watchdog;

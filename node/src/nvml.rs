@@ -64,6 +64,16 @@ pub struct ProcessSample {
     pub percent: u32,
 }
 
+/// A process that uses a GPU's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ProcessMemory {
+    /// The process, as this process's PID namespace counts. NVML leaves out those that it does not have
+    /// (`_gpuConvertPid` of NVIDIA's open kernel modules), so only the host's own has all.
+    pub pid: u32,
+    /// Bytes, its contexts included; `None` where the driver cannot say (vGPU, MIG).
+    pub bytes: Option<u64>,
+}
+
 /// Why NVML does not answer.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NvmlError {
@@ -125,6 +135,13 @@ pub trait Nvml: Send + Sync + std::fmt::Debug {
         gpu_uuid: &str,
         since: u64,
     ) -> Result<Vec<ProcessSample>, NvmlError>;
+
+    /// nvmlDeviceGetComputeRunningProcesses_v3 and nvmlDeviceGetGraphicsRunningProcesses_v3: who uses
+    /// the GPU's memory, each process once.
+    fn processes(&self, gpu_uuid: &str) -> Result<Vec<ProcessMemory>, NvmlError>;
+
+    /// nvmlDeviceGetMemoryInfo_v2 `used`: bytes that are allocated, without what the driver reserves.
+    fn used_memory(&self, gpu_uuid: &str) -> Result<u64, NvmlError>;
 }
 
 /// A place where NVML may be found.

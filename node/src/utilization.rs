@@ -145,7 +145,7 @@ mod tests {
     use std::sync::atomic::{AtomicU32, Ordering};
 
     use super::*;
-    use crate::nvml::{Description, NvmlError};
+    use crate::nvml::{Description, NvmlError, ProcessMemory};
 
     /// A driver that was replaced once: what was opened before fails.
     #[derive(Clone, Debug, Default)]
@@ -178,6 +178,14 @@ mod tests {
 
         fn process_utilization(&self, _: &str, _: u64) -> Result<Vec<ProcessSample>, NvmlError> {
             Err(NvmlError::Root("not supported".into()))
+        }
+
+        fn processes(&self, _: &str) -> Result<Vec<ProcessMemory>, NvmlError> {
+            unreachable!("nobody asks")
+        }
+
+        fn used_memory(&self, _: &str) -> Result<u64, NvmlError> {
+            unreachable!("nobody asks")
         }
     }
 

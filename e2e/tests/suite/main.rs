@@ -20,3 +20,4 @@ mod release;
 mod rights;
 mod scheduling;
 mod shares;
+mod watchdog;

@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use super::*;
 use crate::testing::World;
 use tranche_node::inventory::testing::two_h100;
-use tranche_node::nvml::{Description, ProcessSample};
+use tranche_node::nvml::{Description, ProcessMemory, ProcessSample};
 
 type Answers<T> = Arc<Mutex<VecDeque<Result<T, NvmlError>>>>;
 
@@ -39,6 +39,14 @@ impl Nvml for ScriptedNvml {
     }
 
     fn process_utilization(&self, _: &str, _: u64) -> Result<Vec<ProcessSample>, NvmlError> {
+        Err(absent())
+    }
+
+    fn processes(&self, _: &str) -> Result<Vec<ProcessMemory>, NvmlError> {
+        Err(absent())
+    }
+
+    fn used_memory(&self, _: &str) -> Result<u64, NvmlError> {
         Err(absent())
     }
 }

@@ -21,7 +21,7 @@ use crate::ledger::Ledger;
 
 /// One share.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct ShareLabels {
+pub(super) struct ShareLabels {
     namespace: String,
     /// The pods that the claim is reserved for, as far as the plugin was told; joined by commas.
     pod: String,
@@ -29,6 +29,21 @@ struct ShareLabels {
     request: String,
     device: String,
     gpu_uuid: String,
+}
+
+impl ShareLabels {
+    /// Of a record's device; `pods` are the claim's, joined.
+    pub(super) fn new(record: &Record, device: &PreparedDevice, pods: &str) -> Self {
+        let allocation = &record.plan.allocation;
+        Self {
+            namespace: allocation.namespace.clone(),
+            pod: pods.to_owned(),
+            claim: allocation.name.clone(),
+            request: device.request.clone(),
+            device: device.device.clone(),
+            gpu_uuid: device.gpu_uuid.clone(),
+        }
+    }
 }
 
 type Bytes = Family<ShareLabels, Gauge<u64, AtomicU64>>;
@@ -75,14 +90,7 @@ impl Shares {
             return;
         };
         let allocation = &record.plan.allocation;
-        let labels = ShareLabels {
-            namespace: allocation.namespace.clone(),
-            pod: pods.to_owned(),
-            claim: allocation.name.clone(),
-            request: device.request.clone(),
-            device: device.device.clone(),
-            gpu_uuid: device.gpu_uuid.clone(),
-        };
+        let labels = ShareLabels::new(record, device, pods);
         self.memory_limit.get_or_create(&labels).inc_by(memory);
         let part = f64::from(cores) / 100.0;
         self.compute_limit.get_or_create(&labels).inc_by(part);
@@ -189,6 +197,6 @@ impl Shares {
     clippy::cast_precision_loss,
     reason = "a microsecond in a century does not matter"
 )]
-fn seconds(nanos: u64) -> f64 {
+pub(super) fn seconds(nanos: u64) -> f64 {
     nanos as f64 / 1e9
 }

@@ -6,6 +6,7 @@ use tranche_shim_core::layout;
 
 use super::{Method, Metrics};
 use crate::testing::{World, capped, claim, claim_ref, whole};
+use crate::watchdog::Board;
 
 const REFERENCE: &str = include_str!("../../../docs/reference/metrics.md");
 
@@ -30,7 +31,7 @@ async fn a_share_has_its_numbers_as_long_as_it_is_held() {
     let world = World::new();
     let plugin = world.start();
     let metrics = Metrics::default();
-    let encode = || metrics.encode(plugin.preparer.ledger(), &world.layout);
+    let encode = || metrics.encode(plugin.preparer.ledger(), &world.layout, &Board::default());
     world.api.put(claim(
         "a",
         &[capped("gpu", 0, "20Gi", 25), whole("whole", 1)],
@@ -100,10 +101,10 @@ async fn a_page_that_its_tenant_broke_is_shown_and_breaks_nothing() {
         128,
     )
     .unwrap();
-    let text = metrics.encode(plugin.preparer.ledger(), &world.layout);
+    let text = metrics.encode(plugin.preparer.ledger(), &world.layout, &Board::default());
     assert!(line(&text, "tranche_share_processes").ends_with(" 1024"));
     std::fs::write(&account, "").unwrap();
-    let text = metrics.encode(plugin.preparer.ledger(), &world.layout);
+    let text = metrics.encode(plugin.preparer.ledger(), &world.layout, &Board::default());
     assert!(line(&text, "tranche_share_account_readable").ends_with(" 0"));
     line(&text, "tranche_share_memory_limit_bytes");
     assert!(!text.contains("tranche_share_processes{"), "{text}");
@@ -138,7 +139,7 @@ async fn the_reference_lists_every_metric() {
     let key = &record.plan.devices[0].key;
     // A launch of a process that has ended.
     write(&world.layout.share("uid-of-a", key).account, 464, 1);
-    let table = table(&metrics.encode(plugin.preparer.ledger(), &world.layout));
+    let table = table(&metrics.encode(plugin.preparer.ledger(), &world.layout, &Board::default()));
     assert!(
         REFERENCE.contains(&table),
         "docs/reference/metrics.md must have this table:\n{table}"

@@ -80,6 +80,15 @@ pub enum Problem {
         /// As the plugin sees it.
         root: PathBuf,
     },
+    /// Memory of a GPU is in use by nobody.
+    #[error(
+        "GPU {gpu}: memory that an ended process left is still in use: the GPU is given to new claims when the driver has \
+         freed it; if it stays, reset the GPU (`nvidia-smi --gpu-reset`) or reboot the node"
+    )]
+    Unowned {
+        /// The GPU.
+        gpu: String,
+    },
     /// What containers need of ours was not installed at start.
     #[error("{0}")]
     NotInstalled(String),
@@ -119,6 +128,7 @@ impl Problem {
             Self::DriverUnknown | Self::Driver(_) | Self::Root(_) | Self::NoDeviceNode { .. } => {
                 "driver_not_ready"
             }
+            Self::Unowned { .. } => "gpu_not_free",
             Self::NotInstalled(_) | Self::Install(_) => "not_intact",
             Self::Fs(_) | Self::Execute(_) | Self::Rebuild(_) | Self::Undo(_) => "step_failed",
             Self::Timeout(_) => "timeout",

@@ -1,16 +1,17 @@
 //! The driver's own libnvidia-ml, loaded from the driver root.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use nvml_wrapper::bitmasks::InitFlags;
 use nvml_wrapper::enum_wrappers::device::Brand;
-use nvml_wrapper::enums::device::DeviceArchitecture;
+use nvml_wrapper::enums::device::{DeviceArchitecture, UsedGpuMemory};
 use nvml_wrapper::error::NvmlError as Reason;
 use nvml_wrapper::{cuda_driver_version_major, cuda_driver_version_minor};
 
 use tranche_api::gpu_node::MigMode;
 
-use super::{Description, Driver, GpuDescription, Nvml, NvmlError, ProcessSample};
+use super::{Description, Driver, GpuDescription, Nvml, NvmlError, ProcessMemory, ProcessSample};
 use crate::discover::LIBRARY_FOLDERS;
 use crate::root::{DriverRoot, Kind};
 
@@ -121,6 +122,37 @@ impl Nvml for Library {
         });
         // The driver rounds its buffer up with samples that are none.
         Ok(samples.filter(|sample| sample.at > since).collect())
+    }
+
+    fn processes(&self, gpu_uuid: &str) -> Result<Vec<ProcessMemory>, NvmlError> {
+        let device = self.device(gpu_uuid)?;
+        let compute = call(
+            "nvmlDeviceGetComputeRunningProcesses_v3",
+            gpu_uuid,
+            device.running_compute_processes(),
+        )?;
+        let graphics = call(
+            "nvmlDeviceGetGraphicsRunningProcesses_v3",
+            gpu_uuid,
+            device.running_graphics_processes(),
+        )?;
+        let mut processes: BTreeMap<u32, Option<u64>> = BTreeMap::new();
+        for process in compute.into_iter().chain(graphics) {
+            let bytes = match process.used_gpu_memory {
+                UsedGpuMemory::Used(bytes) => Some(bytes),
+                UsedGpuMemory::Unavailable => None,
+            };
+            // Both lists have all of a process's memory.
+            let known = processes.entry(process.pid).or_default();
+            *known = (*known).max(bytes);
+        }
+        let process = |(pid, bytes)| ProcessMemory { pid, bytes };
+        Ok(processes.into_iter().map(process).collect())
+    }
+
+    fn used_memory(&self, gpu_uuid: &str) -> Result<u64, NvmlError> {
+        let memory = self.device(gpu_uuid)?.memory_info();
+        Ok(call("nvmlDeviceGetMemoryInfo_v2", gpu_uuid, memory)?.used)
     }
 }
 

@@ -106,6 +106,8 @@ const _: () = {
     assert!(offset_of!(Account, past) == layout::AT_PAST);
     assert!(offset_of!(Account, taken) == layout::AT_TAKEN);
     assert!(offset_of!(Account, slots) == layout::HEADER_LEN);
+    assert!(offset_of!(Slot, begun) == layout::SLOT_BEGUN);
+    assert!(offset_of!(Slot, ended) == layout::SLOT_ENDED);
     assert!(offset_of!(Slot, charged) == layout::SLOT_CHARGED);
     assert!(offset_of!(Slot, launches) == layout::SLOT_LAUNCHES);
     assert!(offset_of!(Launches, throttled) == layout::LAUNCHES_THROTTLED);

@@ -68,6 +68,8 @@ pub(crate) const AT_CARRIED: usize = 400;
 pub(crate) const AT_PAST: usize = 448;
 pub(crate) const AT_TAKEN: usize = 512;
 
+pub(crate) const SLOT_BEGUN: usize = 0;
+pub(crate) const SLOT_ENDED: usize = 8;
 pub(crate) const SLOT_CHARGED: usize = 16;
 const SLOT_REFUSED: usize = 24;
 const SLOT_PID: usize = 32;
@@ -255,6 +257,8 @@ impl<'a> AccountSnapshot<'a> {
             ProcessUsage {
                 slot,
                 pid: get_u64(page, at + SLOT_PID),
+                begun: get_u64(page, at + SLOT_BEGUN),
+                ended: get_u64(page, at + SLOT_ENDED),
                 charged: get_u64(page, at + SLOT_CHARGED),
                 refused: get_u64(page, at + SLOT_REFUSED),
                 launches: get_u64(page, at + SLOT_LAUNCHES),
@@ -277,6 +281,10 @@ pub struct ProcessUsage {
     pub slot: usize,
     /// Its PID in its own PID namespace, as it wrote it itself.
     pub pid: u64,
+    /// Changes of `charged` that it began.
+    pub begun: u64,
+    /// Changes of `charged` that it completed: as many as it began while none is under way.
+    pub ended: u64,
     /// Bytes charged to it.
     pub charged: u64,
     /// Allocations refused to it.
@@ -329,6 +337,8 @@ mod tests {
         page[USED] = 7;
         page[AT_TAKEN + 8] = 0b10; // slot 65
         let at = HEADER_LEN + 65 * SLOT_LEN;
+        page[at] = 2;
+        page[at + 8] = 1;
         page[at + 16] = 7;
         page[at + 24] = 3;
         page[at + 32] = 42;
@@ -349,6 +359,8 @@ mod tests {
             [ProcessUsage {
                 slot: 65,
                 pid: 42,
+                begun: 2,
+                ended: 1,
                 charged: 7,
                 refused: 3,
                 launches: 9,

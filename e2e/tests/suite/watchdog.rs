@@ -1,0 +1,118 @@
+//! The second line of the cap: what a program takes around the shim is named on its pod, and by policy ended.
+
+use std::time::Duration;
+
+use anyhow::{Context as _, ensure};
+use k8s_openapi::api::events::v1::Event;
+use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams};
+use serde_json::json;
+use tranche_api::SharingPolicy;
+use tranche_api::gpu_node::GpuNode;
+use tranche_e2e::{Case, PodHandle, Request, run, wait};
+
+/// Two samples of a second each, and what a busy machine adds.
+const NAMED: Duration = Duration::from_secs(10);
+
+/// A program that takes 2 GiB by a copy of the driver's library under a name of its own, which nothing covers.
+const BYPASS: &str = "
+    mkdir -p /tmp/own && cp /usr/lib/tranche/driver/libcuda.so.1 /tmp/own/libcuda.so.1 || exit 1
+    ln -sf libcuda.so.1 /tmp/own/libcuda.so
+    LD_PRELOAD=/tmp/own/libcuda.so.1 LD_LIBRARY_PATH=/tmp/own tranche-workload hold --bytes 2Gi --beat 100 \
+        >/tmp/beats 2>&1 & echo $! >/tmp/pid
+    until grep -q beat /tmp/beats; do kill -0 $(cat /tmp/pid) || { cat /tmp/beats; exit 1; }; usleep 20000; done";
+
+/// The notes of the events `CapBypassed` on a pod.
+async fn events(case: &Case, pod: &PodHandle, namespace: &str) -> anyhow::Result<Vec<String>> {
+    let api: Api<Event> = Api::namespaced(case.client.clone(), namespace);
+    let events = api.list(&ListParams::default()).await?;
+    let of_pod = |event: &&Event| {
+        let regarding = event.regarding.as_ref().and_then(|r| r.name.as_deref());
+        event.reason.as_deref() == Some("CapBypassed") && regarding == Some(pod.name())
+    };
+    let notes = events.items.iter().filter(of_pod);
+    Ok(notes.filter_map(|event| event.note.clone()).collect())
+}
+
+#[test]
+fn a_copied_libcuda_is_named_on_its_pod_and_by_policy_ended() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let namespace = case.namespace("watchdog").await?;
+        let gpu = &case.gpus[0];
+        let share = Request::capped("4Gi", "25").on(&gpu.uuid);
+        let pod = namespace.idle("pod", &share).await?;
+        pod.started().await?;
+        pod.say(&["sh", "-c", BYPASS]).await?;
+        let notes = wait::for_answer("an event on the pod", NAMED, async || {
+            let notes = events(case, &pod, namespace.name()).await?;
+            Ok((!notes.is_empty()).then_some(notes))
+        })
+        .await?;
+        ensure!(notes[0].contains(&gpu.uuid), "{notes:?}");
+        // It runs on: the policy says Report.
+        pod.say(&["sh", "-c", "kill -0 $(cat /tmp/pid)"]).await?;
+
+        let policies: Api<SharingPolicy> = Api::all(case.client.clone());
+        let name = case.unique("kill");
+        let policy = json!({
+            "apiVersion": "gpu.tranche.dev/v1alpha1", "kind": "SharingPolicy",
+            "metadata": {"name": name},
+            "spec": {
+                "priority": 1000, "tiers": ["exclusive", "capped", "timeshared"],
+                "capped": {"onBypass": "Kill"},
+            },
+        });
+        let apply = PatchParams::apply("e2e").force();
+        policies
+            .patch(&name, &apply, &Patch::Apply(&policy))
+            .await?;
+        let (api, created) = (policies.clone(), name.clone());
+        case.afterwards("the policy", async move {
+            api.delete(&created, &DeleteParams::default()).await?;
+            Ok(())
+        });
+        let nodes: Api<GpuNode> = Api::all(case.client.clone());
+        wait::for_answer("the policy at the node", wait::USUAL, async || {
+            let node = nodes.get(case.node.name()).await?;
+            let published = node.status.and_then(|status| status.published);
+            let gpus = published.context("something is published")?.gpus;
+            let asked = gpus.iter().find(|asked| asked.uuid == gpu.uuid);
+            Ok(asked
+                .is_some_and(|asked| asked.policy.as_ref() == Some(&name))
+                .then_some(()))
+        })
+        .await?;
+        wait::for_answer("the program's end", NAMED, async || {
+            let alive = pod.say(&[
+                "sh",
+                "-c",
+                "kill -0 $(cat /tmp/pid) && echo alive || echo ended",
+            ]);
+            Ok(alive.await?.contains("ended").then_some(()))
+        })
+        .await?;
+        let notes = events(case, &pod, namespace.name()).await?;
+        ensure!(
+            notes.iter().any(|note| note.contains("was ended")),
+            "{notes:?}"
+        );
+        // The pod's own program was not touched.
+        pod.started().await?;
+        Ok(())
+    })
+}
+
+#[test]
+fn a_share_filled_to_its_cap_is_left_alone() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let namespace = case.namespace("watched").await?;
+        let share = Request::capped("4Gi", "25").on(&case.gpus[0].uuid);
+        let pod = namespace.idle("pod", &share).await?;
+        pod.started().await?;
+        // Ten seconds of taking all that there is, and giving it back.
+        let fill = "end=$(($(date +%s) + 10)); while [ $(date +%s) -lt $end ]; do tranche-workload fill >/dev/null || exit 1; done";
+        pod.say(&["sh", "-c", fill]).await?;
+        let notes = events(case, &pod, namespace.name()).await?;
+        ensure!(notes.is_empty(), "{notes:?}");
+        Ok(())
+    })
+}

@@ -1,0 +1,354 @@
+//! Every second: what NVML says that processes hold is compared with the accounts of all held shares, and
+//! what is in no account is told, and by policy ended. See [`tranche_node::watchdog`].
+
+mod board;
+#[cfg(test)]
+mod tests;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use k8s_openapi::api::core::v1::ObjectReference;
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+use tranche_api::Quantity;
+use tranche_api::sharing_policy::OnBypass;
+use tranche_driver::journal::Record;
+use tranche_driver::preparation::Cap;
+use tranche_node::nvml::Driver;
+use tranche_node::watchdog::INTERVAL;
+use tranche_node::watchdog::compare::{Basis, Bypass, Findings, GpuWatch, ProcessId};
+use tranche_node::watchdog::end::{Ended, end};
+use tranche_node::watchdog::owner::Proc;
+use tranche_node::watchdog::probe::{Held, HeldShare, Probe, Unwatchable};
+
+pub use board::{Board, Watched};
+
+use crate::events::Events;
+use crate::gpu_node::NodePolicy;
+use crate::layout::Layout;
+use crate::ledger::{Ledger, claim_of};
+use crate::metrics::Metrics;
+
+/// How long a GPU is watched after its last claim was released: what its dead processes leave must show.
+const LINGER: Duration = Duration::from_mins(1);
+
+/// Watches the GPUs that are held.
+#[derive(Debug)]
+pub struct Watchdog {
+    ledger: Arc<Ledger>,
+    layout: Layout,
+    proc: Proc,
+    probe: Probe,
+    policy: watch::Receiver<NodePolicy>,
+    events: Events,
+    metrics: Arc<Metrics>,
+    board: Arc<Board>,
+    gpus: BTreeMap<String, Gpu>,
+    /// Processes that were ended and that NVML still lists: an end takes its time.
+    ended: BTreeSet<ProcessId>,
+    start: Instant,
+}
+
+#[derive(Debug)]
+struct Gpu {
+    watch: GpuWatch,
+    /// When it was held last.
+    held: Instant,
+    /// Foreign processes that were told.
+    foreign: u32,
+    /// Why it cannot be watched, as it was told.
+    unwatchable: Option<String>,
+}
+
+/// A device that a claim holds, by its key.
+type Devices = BTreeMap<String, (Arc<Record>, usize)>;
+
+impl Watchdog {
+    /// Watches what `ledger` holds, by the NVML of `driver`; `proc` is the host's.
+    #[must_use]
+    #[expect(clippy::too_many_arguments, reason = "all that it reads and tells")]
+    pub fn new(
+        ledger: Arc<Ledger>,
+        layout: Layout,
+        driver: Box<dyn Driver>,
+        proc: PathBuf,
+        policy: watch::Receiver<NodePolicy>,
+        events: Events,
+        metrics: Arc<Metrics>,
+        board: Arc<Board>,
+    ) -> Self {
+        let proc = Proc::new(proc);
+        Self {
+            ledger,
+            layout,
+            probe: Probe::new(driver, proc.clone()),
+            proc,
+            policy,
+            events,
+            metrics,
+            board,
+            gpus: BTreeMap::new(),
+            ended: BTreeSet::new(),
+            start: Instant::now(),
+        }
+    }
+
+    /// Watches until cancelled.
+    pub async fn run(mut self, stop: CancellationToken) {
+        let mut ticks = tokio::time::interval(INTERVAL);
+        ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        loop {
+            tokio::select! {
+                () = stop.cancelled() => return,
+                _ = ticks.tick() => {}
+            }
+            // Reads tmpfs and /proc, and asks NVML, which may take its time.
+            let round = tokio::task::spawn_blocking(move || {
+                let told = self.round(Instant::now());
+                (self, told)
+            });
+            // Only at shutdown: the runtime takes no more blocking work.
+            let Ok((back, told)) = round.await else {
+                return;
+            };
+            self = back;
+            for (regarding, note) in told {
+                self.events.bypass(regarding, note);
+            }
+        }
+    }
+
+    /// Watches each GPU once. Returns the events that are to be told, with the objects that they regard.
+    fn round(&mut self, now: Instant) -> Vec<(ObjectReference, String)> {
+        let devices = devices(&self.ledger);
+        let is_key = |key: &str| devices.contains_key(key);
+        for (record, nth) in devices.values() {
+            let uuid = &record.plan.devices[*nth].gpu_uuid;
+            let gpu = self.gpus.entry(uuid.clone()).or_insert_with(|| Gpu {
+                watch: GpuWatch::default(),
+                held: now,
+                foreign: 0,
+                unwatchable: None,
+            });
+            gpu.held = now;
+        }
+        self.gpus
+            .retain(|_, gpu| gpu.watch.is_withheld() || now.duration_since(gpu.held) < LINGER);
+        if self.gpus.is_empty() {
+            self.probe.rest();
+        }
+        let mut told = Vec::new();
+        let mut pids = BTreeSet::new();
+        let mut board = BTreeMap::new();
+        for (uuid, gpu) in &mut self.gpus {
+            let held = held(&self.ledger, &self.layout, &devices, uuid);
+            let watched = match self.probe.sample(&held, is_key) {
+                Ok(sample) => {
+                    pids.extend(sample.processes.iter().map(|process| process.id.pid));
+                    let nanos = now.duration_since(self.start).as_nanos();
+                    let was_withheld = gpu.watch.is_withheld();
+                    let findings = gpu
+                        .watch
+                        .step(u64::try_from(nanos).unwrap_or(u64::MAX), &sample);
+                    gpu.say(uuid, was_withheld, &findings);
+                    for bypass in &findings.bypasses {
+                        let on_bypass = self.policy.borrow().capped(uuid).on_bypass;
+                        let Some((record, nth)) = devices.get(&bypass.share) else {
+                            continue;
+                        };
+                        let ended = on_bypass == OnBypass::Kill
+                            && kill(&self.proc, bypass)
+                            && self.ended.insert(bypass.process);
+                        if ended {
+                            self.metrics.bypasses_ended.inc();
+                        }
+                        if bypass.is_news || ended {
+                            let note = note(uuid, &record.plan.devices[*nth].device, bypass, ended);
+                            warn!(claim = %claim_of(record), pod = bypass.pod, "{note}");
+                            told.extend(
+                                regarding(&self.ledger, record, bypass)
+                                    .map(|object| (object, note.clone())),
+                            );
+                        }
+                    }
+                    Watched::Yes(findings)
+                }
+                Err(error) => {
+                    gpu.watch.skip();
+                    gpu.say_unwatchable(uuid, &error);
+                    Watched::No {
+                        is_withheld: gpu.watch.is_withheld(),
+                    }
+                }
+            };
+            board.insert(uuid.clone(), watched);
+        }
+        self.probe.keep(&pids, is_key);
+        self.ended.retain(|process| pids.contains(&process.pid));
+        let nanos = now.duration_since(self.start).as_nanos();
+        self.board
+            .set(u64::try_from(nanos).unwrap_or(u64::MAX), board);
+        told
+    }
+}
+
+impl Gpu {
+    /// Says what changed of the GPU as a whole.
+    fn say(&mut self, uuid: &str, was_withheld: bool, findings: &Findings) {
+        if self.unwatchable.take().is_some() {
+            info!(gpu = uuid, "the GPU's processes are watched again");
+        }
+        let (count, bytes) = findings.foreign;
+        if count != self.foreign {
+            self.foreign = count;
+            if count > 0 {
+                warn!(
+                    gpu = uuid,
+                    processes = count,
+                    bytes,
+                    "processes that belong to no claim of Tranche on this GPU use its memory: see on the node which they \
+                     are (`nvidia-smi`), and give the GPU to one system only"
+                );
+            } else {
+                info!(
+                    gpu = uuid,
+                    "no process without a claim is on the GPU any more"
+                );
+            }
+        }
+        match (was_withheld, findings.is_withheld) {
+            (false, true) => warn!(
+                gpu = uuid,
+                bytes = findings.unowned,
+                "memory of the GPU is in use by no process: no new claim gets the GPU until it is free; if it stays, \
+                 reset the GPU (`nvidia-smi --gpu-reset`) or reboot the node"
+            ),
+            (true, false) => info!(gpu = uuid, "the GPU's memory is free again"),
+            _ => {}
+        }
+    }
+
+    fn say_unwatchable(&mut self, uuid: &str, error: &Unwatchable) {
+        let text = error.to_string();
+        if self.unwatchable.as_ref() != Some(&text) {
+            warn!(gpu = uuid, %error, "the GPU's processes cannot be watched: memory that goes around a share's cap is not noticed");
+            self.unwatchable = Some(text);
+        }
+    }
+}
+
+/// All devices that are held, by key.
+fn devices(ledger: &Ledger) -> Devices {
+    let mut devices = BTreeMap::new();
+    for record in ledger.held() {
+        for (nth, device) in record.plan.devices.iter().enumerate() {
+            devices.insert(device.key.clone(), (Arc::clone(&record), nth));
+        }
+    }
+    devices
+}
+
+/// What is held of one GPU.
+fn held(ledger: &Ledger, layout: &Layout, devices: &Devices, gpu_uuid: &str) -> Held {
+    let mut held = Held {
+        gpu_uuid: gpu_uuid.to_owned(),
+        ..Held::default()
+    };
+    for (key, (record, nth)) in devices {
+        let device = &record.plan.devices[*nth];
+        if device.gpu_uuid != gpu_uuid {
+            continue;
+        }
+        let uid = &record.plan.allocation.uid;
+        for pod in ledger.pod_uids(uid).into_keys() {
+            held.pods.entry(pod).or_default().insert(key.clone());
+        }
+        match device.cap {
+            Cap::None {} => {
+                held.uncapped.insert(key.clone());
+            }
+            Cap::Share {
+                memory,
+                context_memory,
+                ..
+            } => held.shares.push(HeldShare {
+                key: key.clone(),
+                account: layout.share(uid, key).account,
+                memory,
+                context: context_memory,
+            }),
+        }
+    }
+    held
+}
+
+/// Ends a process; whether it was this that ended it.
+fn kill(proc: &Proc, bypass: &Bypass) -> bool {
+    match end(proc, bypass.process) {
+        Ok(ended) => ended == Ended::Killed,
+        Err(error) => {
+            warn!(pid = bypass.process.pid, %error, "a process that goes around its share's cap cannot be ended");
+            false
+        }
+    }
+}
+
+fn note(gpu: &str, device: &str, bypass: &Bypass, ended: bool) -> String {
+    let bytes = Quantity::from_bytes(bypass.bytes);
+    let pid = bypass.process.pid;
+    let what = match bypass.basis {
+        Basis::Process => format!(
+            "process {pid} of the node holds {bytes} more of GPU {gpu} than the account of its share ({device}) has"
+        ),
+        Basis::NoSlot => format!(
+            "process {pid} of the node holds {bytes} of GPU {gpu} and is not in the account of its share ({device})"
+        ),
+        Basis::Sum => format!(
+            "the processes of the share ({device}) hold {bytes} more of GPU {gpu} than its account or its limit has, process {pid} of the node most"
+        ),
+    };
+    let then = if ended {
+        "it was ended, as the SharingPolicy's capped.onBypass says"
+    } else {
+        "its programs go around the driver library that keeps the cap: end them, or use a tier that isolates by hardware"
+    };
+    format!("{what}; {then}")
+}
+
+/// The pod whose process it is; where its name is not known, the claim's pods, or the claim.
+fn regarding<'a>(
+    ledger: &Ledger,
+    record: &'a Record,
+    bypass: &Bypass,
+) -> impl Iterator<Item = ObjectReference> + use<'a> {
+    let allocation = &record.plan.allocation;
+    let pods = ledger.pod_uids(&allocation.uid);
+    let pod = |(uid, name): (String, String)| ObjectReference {
+        api_version: Some("v1".to_owned()),
+        kind: Some("Pod".to_owned()),
+        name: Some(name),
+        namespace: Some(allocation.namespace.clone()),
+        uid: Some(uid),
+        ..ObjectReference::default()
+    };
+    let its = bypass.pod.as_ref().and_then(|uid| pods.get_key_value(uid));
+    let mut objects: Vec<_> = match its {
+        Some((uid, name)) => vec![pod((uid.clone(), name.clone()))],
+        None => pods.into_iter().map(pod).collect(),
+    };
+    if objects.is_empty() {
+        objects.push(ObjectReference {
+            api_version: Some("resource.k8s.io/v1".to_owned()),
+            kind: Some("ResourceClaim".to_owned()),
+            name: Some(allocation.name.clone()),
+            namespace: Some(allocation.namespace.clone()),
+            uid: Some(allocation.uid.clone()),
+            ..ObjectReference::default()
+        });
+    }
+    objects.into_iter()
+}

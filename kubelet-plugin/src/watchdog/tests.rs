@@ -1,0 +1,331 @@
+//! Programs that go around the cap, on a node whose NVML, `/proc` and pages are files and lists.
+
+use std::fs;
+use std::os::unix::fs::{FileExt as _, symlink};
+use std::os::unix::process::ExitStatusExt as _;
+use std::path::Path;
+use std::process::Command;
+use std::sync::Mutex;
+
+use serde_json::json;
+use tranche_api::GpuNode;
+use tranche_node::nvml::{Description, Nvml, NvmlError, ProcessMemory, ProcessSample};
+use tranche_shim_core::layout;
+
+use super::*;
+use crate::testing::{NODE, Plugin, World, capped, claim, claim_ref};
+
+const POD: &str = "6b1d9c5e-3f5c-4a2b-9a5b-0d5e6f7a8b9c";
+const GIB: u64 = 1 << 30;
+const CONTEXT: u64 = 300 << 20;
+
+/// What the GPU has: processes with their bytes, and bytes in use by nobody.
+#[derive(Clone, Debug, Default)]
+struct Gpus(Arc<Mutex<(Vec<ProcessMemory>, u64)>>);
+
+impl Driver for Gpus {
+    fn open(&self) -> Result<Box<dyn Nvml>, NvmlError> {
+        Ok(Box::new(self.clone()))
+    }
+}
+
+impl Nvml for Gpus {
+    fn describe(&self) -> Result<Description, NvmlError> {
+        unreachable!("nobody asks")
+    }
+
+    fn utilization(&self, _: &str) -> Result<u32, NvmlError> {
+        unreachable!("nobody asks")
+    }
+
+    fn process_utilization(&self, _: &str, _: u64) -> Result<Vec<ProcessSample>, NvmlError> {
+        unreachable!("nobody asks")
+    }
+
+    fn processes(&self, _: &str) -> Result<Vec<ProcessMemory>, NvmlError> {
+        Ok(self.0.lock().unwrap().0.clone())
+    }
+
+    fn used_memory(&self, _: &str) -> Result<u64, NvmlError> {
+        let gpu = self.0.lock().unwrap();
+        Ok(gpu
+            .0
+            .iter()
+            .filter_map(|process| process.bytes)
+            .sum::<u64>()
+            + gpu.1)
+    }
+}
+
+/// A node with a capped share of 20 GiB, held by a pod.
+struct Node {
+    world: World,
+    plugin: Plugin,
+    gpus: Gpus,
+    policy: watch::Sender<NodePolicy>,
+    metrics: Arc<Metrics>,
+    watchdog: Watchdog,
+    now: Instant,
+    key: String,
+    gpu_uuid: String,
+}
+
+impl Node {
+    async fn new() -> Self {
+        let world = World::new();
+        let plugin = world.start();
+        let mut object = claim("a", &[capped("gpu", 0, "20Gi", 25)]);
+        object["status"]["reservedFor"][0]["uid"] = POD.into();
+        world.api.put(object);
+        let record = plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
+        let device = &record.plan.devices[0];
+        let proc = world.dir.path().join("proc");
+        fs::create_dir_all(proc.join("1/ns")).unwrap();
+        let namespace = fs::read_link("/proc/self/ns/pid").unwrap();
+        symlink(namespace, proc.join("1/ns/pid")).unwrap();
+        let gpus = Gpus::default();
+        let (policy, policy_rx) = watch::channel(NodePolicy::default());
+        let metrics = Arc::new(Metrics::default());
+        let watchdog = Watchdog::new(
+            Arc::clone(plugin.preparer.ledger()),
+            world.layout.clone(),
+            Box::new(gpus.clone()),
+            proc,
+            policy_rx,
+            Events::new(world.api.client(), NODE),
+            Arc::clone(&metrics),
+            Arc::clone(&plugin.board),
+        );
+        Self {
+            key: device.key.clone(),
+            gpu_uuid: device.gpu_uuid.clone(),
+            now: Instant::now(),
+            world,
+            plugin,
+            gpus,
+            policy,
+            metrics,
+            watchdog,
+        }
+    }
+
+    /// A process on the GPU, in the cgroup `cgroup`.
+    fn process(&self, pid: u32, bytes: u64, cgroup: &str) {
+        let started = Proc::new("/proc").started(pid).unwrap_or(4711);
+        let folder = self.world.dir.path().join("proc").join(pid.to_string());
+        fs::create_dir_all(&folder).unwrap();
+        let tail = format!("1 1 1 0 -1 4194560 1 0 0 0 0 0 0 0 20 0 1 0 {started} 0 0");
+        fs::write(folder.join("stat"), format!("{pid} (x) S {tail}")).unwrap();
+        fs::write(folder.join("status"), format!("NSpid:\t{pid}\t7\n")).unwrap();
+        fs::write(folder.join("cgroup"), format!("0::{cgroup}\n")).unwrap();
+        fs::write(
+            folder.join("mountinfo"),
+            "1 2 0:9 / / rw - tmpfs tmpfs rw\n",
+        )
+        .unwrap();
+        let bytes = Some(bytes);
+        self.gpus
+            .0
+            .lock()
+            .unwrap()
+            .0
+            .push(ProcessMemory { pid, bytes });
+    }
+
+    fn in_pod(&self, pid: u32, bytes: u64) {
+        self.process(
+            pid,
+            bytes,
+            &format!("/kubepods/burstable/pod{POD}/container"),
+        );
+    }
+
+    /// Writes the first slot of the share's account: a process by its own number, and what it is charged.
+    fn slot(&self, pid: u64, charged: u64) {
+        let account = self.world.layout.share("uid-of-a", &self.key).account;
+        let file = fs::File::options().write(true).open(account).unwrap();
+        let at = layout::HEADER_LEN as u64;
+        for (at, word) in [(128, charged), (512, 1), (at + 16, charged), (at + 32, pid)] {
+            file.write_all_at(&word.to_le_bytes(), at).unwrap();
+        }
+    }
+
+    /// So many seconds; the events that were told in them.
+    fn seconds(&mut self, count: u32) -> Vec<(ObjectReference, String)> {
+        (0..count)
+            .flat_map(|_| {
+                self.now += INTERVAL;
+                self.watchdog.round(self.now)
+            })
+            .collect()
+    }
+
+    fn metric(&self, name: &str) -> f64 {
+        let ledger = self.plugin.preparer.ledger();
+        let text = self
+            .metrics
+            .encode(ledger, &self.world.layout, &self.plugin.board);
+        let of_name = |line: &&str| {
+            line.starts_with(&format!("{name}{{")) || line.starts_with(&format!("{name} "))
+        };
+        let line = text.lines().find(of_name);
+        let line = line.unwrap_or_else(|| panic!("no {name}: {text}"));
+        line.rsplit(' ').next().unwrap().parse().unwrap()
+    }
+
+    #[expect(clippy::cast_precision_loss, reason = "whole GiB are exact")]
+    fn bypass_bytes(&self) -> u64 {
+        let bytes = self.metric("tranche_share_bypass_bytes");
+        (0..200)
+            .map(|gib| gib * GIB)
+            .find(|b| *b as f64 == bytes)
+            .unwrap_or(u64::MAX)
+    }
+
+    fn asks(&self, on_bypass: &str) {
+        let gpus = json!([{"uuid": self.gpu_uuid, "capped": {"onBypass": on_bypass}}]);
+        let gpu_node: GpuNode = serde_json::from_value(json!({
+            "metadata": {"name": NODE}, "spec": {},
+            "status": {"published": {"epoch": 1, "poolGeneration": 1, "gpus": gpus}},
+        }))
+        .unwrap();
+        self.policy.send_replace(NodePolicy::of(&gpu_node).unwrap());
+    }
+}
+
+#[tokio::test]
+async fn a_program_that_never_opened_the_account_is_named_on_its_pod_within_two_seconds() {
+    // A static program, or one with a libcuda of its own: no slot, and nothing of ours mapped or mounted.
+    let mut node = Node::new().await;
+    node.slot(3, CONTEXT);
+    node.in_pod(4_000_001, 8 * GIB);
+    let told = node.seconds(2);
+    let [(pod, note)] = &told[..] else {
+        panic!("{told:?}")
+    };
+    assert_eq!(pod.kind.as_deref(), Some("Pod"));
+    assert_eq!(pod.name.as_deref(), Some("pod-of-a"));
+    assert_eq!(pod.uid.as_deref(), Some(POD));
+    assert!(
+        note.contains("4000001") && note.contains("8Gi") && note.contains("not in the account"),
+        "{note}"
+    );
+    assert_eq!(node.bypass_bytes(), 8 * GIB);
+    assert!((node.metric("tranche_share_bypass_age_seconds") - 1.0).abs() < 0.01);
+    assert!((node.metric("tranche_gpu_watched") - 1.0).abs() < 0.01);
+    assert_eq!(node.seconds(60), [], "told once");
+    node.gpus.0.lock().unwrap().0.clear();
+    node.seconds(3);
+    assert_eq!(node.bypass_bytes(), 0);
+}
+
+#[tokio::test]
+async fn a_page_written_by_its_tenant_hides_nothing_beyond_the_share() {
+    let mut node = Node::new().await;
+    // It says less than it holds.
+    node.slot(7, GIB + CONTEXT);
+    node.in_pod(4_000_001, 4 * GIB + CONTEXT);
+    assert_eq!(node.seconds(2).len(), 1);
+    assert_eq!(node.bypass_bytes(), 3 * GIB);
+    // It says as much as it holds, and that is more than the share.
+    let mut node = Node::new().await;
+    node.slot(7, 60 * GIB);
+    node.in_pod(4_000_001, 60 * GIB + CONTEXT);
+    let told = node.seconds(2);
+    assert!(told[0].1.contains("its account or its limit"), "{told:?}");
+    assert_eq!(node.bypass_bytes(), 40 * GIB);
+    // It breaks the page.
+    let account = node.world.layout.share("uid-of-a", &node.key).account;
+    fs::write(account, b"").unwrap();
+    node.seconds(2);
+    assert_eq!(node.bypass_bytes(), 40 * GIB);
+}
+
+#[tokio::test]
+async fn an_honest_share_is_left_alone() {
+    let mut node = Node::new().await;
+    node.asks("Kill");
+    node.slot(7, 20 * GIB + CONTEXT);
+    node.in_pod(4_000_001, 20 * GIB + CONTEXT + (100 << 20));
+    assert_eq!(node.seconds(30), []);
+    assert_eq!(node.bypass_bytes(), 0);
+}
+
+#[tokio::test]
+async fn by_policy_a_process_is_ended_and_a_foreign_one_never() {
+    let mut node = Node::new().await;
+    let sleep = || Command::new("sleep").arg("600").spawn().unwrap();
+    let (mut bypassing, mut foreign) = (sleep(), sleep());
+    node.in_pod(bypassing.id(), 8 * GIB);
+    node.process(foreign.id(), 9 * GIB, "/system.slice/another.service");
+    node.seconds(5);
+    assert!(
+        bypassing.try_wait().unwrap().is_none(),
+        "the policy says Report"
+    );
+    node.asks("Kill");
+    let told = node.seconds(1);
+    assert!(
+        told.iter().any(|(_, note)| note.contains("was ended")),
+        "{told:?}"
+    );
+    assert_eq!(bypassing.wait().unwrap().signal(), Some(9));
+    assert!((node.metric("tranche_bypassing_processes_ended_total") - 1.0).abs() < 0.01);
+    node.seconds(5);
+    assert!(foreign.try_wait().unwrap().is_none());
+    assert!((node.metric("tranche_gpu_foreign_processes") - 1.0).abs() < 0.01);
+    foreign.kill().unwrap();
+    foreign.wait().unwrap();
+}
+
+#[tokio::test]
+async fn what_cannot_be_watched_is_said_and_is_not_zero() {
+    let mut node = Node::new().await;
+    node.in_pod(4_000_001, GIB);
+    node.gpus.0.lock().unwrap().0[0].bytes = None;
+    assert_eq!(node.seconds(3), []);
+    assert!(node.metric("tranche_gpu_watched").abs() < 0.01);
+    let ledger = node.plugin.preparer.ledger();
+    let text = node
+        .metrics
+        .encode(ledger, &node.world.layout, &node.plugin.board);
+    assert!(!text.contains("tranche_share_bypass_bytes{"), "{text}");
+    // Nor in a PID namespace that is not the host's.
+    let namespace = node.world.dir.path().join("proc/1/ns/pid");
+    fs::remove_file(&namespace).unwrap();
+    symlink(Path::new("pid:[1]"), &namespace).unwrap();
+    node.gpus.0.lock().unwrap().0.clear();
+    node.seconds(1);
+    assert!(node.metric("tranche_gpu_watched").abs() < 0.01);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_gpu_with_memory_that_nobody_owns_is_not_handed_on_until_it_is_free() {
+    let mut node = Node::new().await;
+    node.gpus.0.lock().unwrap().1 = 2 * GIB;
+    node.seconds(5);
+    assert!((node.metric("tranche_gpu_withheld") - 1.0).abs() < 0.01);
+    let other = claim("b", &[capped("gpu", 0, "20Gi", 25)]);
+    node.world.api.put(other);
+    let error = node
+        .plugin
+        .preparer
+        .prepare(&claim_ref("b"))
+        .await
+        .unwrap_err();
+    let text = error.to_string();
+    assert!(
+        text.contains(&node.gpu_uuid) && text.contains("reset"),
+        "{text}"
+    );
+    // What was prepared before is prepared still.
+    node.plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
+    // Freed while the claim waits.
+    let preparer = Arc::clone(&node.plugin.preparer);
+    let waits = tokio::spawn(async move { preparer.prepare(&claim_ref("b")).await.map(drop) });
+    tokio::time::sleep(Duration::from_secs(5)).await;
+    assert!(!waits.is_finished());
+    node.gpus.0.lock().unwrap().1 = 0;
+    node.seconds(2);
+    waits.await.unwrap().unwrap();
+}

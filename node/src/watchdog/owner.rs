@@ -1,0 +1,266 @@
+//! Whose a process is, by what the kubelet and the container runtime gave it: its cgroup names its pod, its
+//! mounts name the devices of its container. Neither depends on what its programs load, open or write.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::io::{self, BufRead as _, BufReader};
+use std::path::{Path, PathBuf};
+
+use super::compare::ProcessId;
+
+/// How much is read of a file whose length the tenant has in hand.
+const MOST_BYTES: u64 = 4 << 20;
+
+/// What `/proc` says of a process.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Identity {
+    /// The process.
+    pub id: ProcessId,
+    /// Its PID in its own PID namespace.
+    pub inner_pid: Option<u64>,
+    /// The UID of its pod; `None` where it is in none.
+    pub pod: Option<String>,
+    /// The keys, of those that were asked for, of the devices that its container has.
+    pub keys: Vec<String>,
+}
+
+/// The host's `/proc`.
+#[derive(Clone, Debug)]
+pub struct Proc {
+    path: PathBuf,
+}
+
+impl Proc {
+    /// The one that is mounted at `path`.
+    pub fn new(path: impl Into<PathBuf>) -> Self {
+        Self { path: path.into() }
+    }
+
+    /// Whether this process is in the PID namespace of the `/proc`'s first process, the host's. In another
+    /// one NVML leaves out most processes, and PIDs mean others.
+    #[must_use]
+    pub fn is_own_namespace(&self) -> bool {
+        let own = fs::read_link("/proc/self/ns/pid");
+        let hosts = fs::read_link(self.path.join("1/ns/pid"));
+        matches!((own, hosts), (Ok(own), Ok(hosts)) if own == hosts)
+    }
+
+    /// What is known of process `pid`; `None` where it has ended. `is_key` says which keys are asked for.
+    #[must_use]
+    pub fn identify(&self, pid: u32, is_key: impl Fn(&str) -> bool) -> Option<Identity> {
+        let folder = self.path.join(pid.to_string());
+        let started = started(&read(&folder.join("stat")).ok()?)?;
+        let status = read(&folder.join("status")).ok()?;
+        let pod = read(&folder.join("cgroup")).ok();
+        let keys = keys(&folder.join("mountinfo"), is_key).unwrap_or_default();
+        // It may have ended meanwhile, and another one may have its number.
+        let again = started_at(&folder)?;
+        (again == started).then_some(Identity {
+            id: ProcessId { pid, started },
+            inner_pid: inner_pid(&status),
+            pod: pod.and_then(|cgroup| pod_of(&cgroup)),
+            keys,
+        })
+    }
+
+    /// When process `pid` started; `None` where it has ended.
+    #[must_use]
+    pub fn started(&self, pid: u32) -> Option<u64> {
+        started_at(&self.path.join(pid.to_string()))
+    }
+}
+
+fn started_at(folder: &Path) -> Option<u64> {
+    started(&read(&folder.join("stat")).ok()?)
+}
+
+fn read(path: &Path) -> io::Result<String> {
+    use std::io::Read as _;
+    let mut bytes = Vec::new();
+    fs::File::open(path)?
+        .take(MOST_BYTES)
+        .read_to_end(&mut bytes)?;
+    // A program's name is the tenant's, in no encoding.
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
+}
+
+/// Field 22 of `stat`. The second one is the program's name in parentheses, which may be anything. `None`
+/// for a process of which only the exit code is left.
+fn started(stat: &str) -> Option<u64> {
+    let mut fields = stat.rsplit_once(')')?.1.split_ascii_whitespace();
+    let state = fields.next()?;
+    let started = fields.nth(18)?.parse().ok();
+    started.filter(|_| !matches!(state, "Z" | "X"))
+}
+
+/// The last of `NSpid` of `status`.
+fn inner_pid(status: &str) -> Option<u64> {
+    let mut lines = status.lines();
+    let pids = lines.find_map(|line| line.strip_prefix("NSpid:"))?;
+    pids.split_ascii_whitespace().next_back()?.parse().ok()
+}
+
+/// The UID of the pod whose cgroup is named in `/proc/<pid>/cgroup`, in any of the forms in which kubelets
+/// name them (`pkg/kubelet/cm/cgroup_manager_linux.go`, `pod_container_manager_linux.go`):
+///
+/// | driver | |
+/// |---|---|
+/// | systemd | `…/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod<uid, dashes as _>.slice/cri-containerd-<id>.scope` |
+/// | cgroupfs | `…/kubepods/burstable/pod<uid>/<id>` |
+///
+/// CRI-O's containers are `crio-<id>.scope`, with a folder `container` below it at times; what is below the pod's
+/// cgroup is not looked at. With cgroups v1 there is a line for each controller; the kubelet's hybrid, and a reader in
+/// another cgroup namespace (`/../..` first), make no difference. The outermost pod counts: what is below belongs to it.
+fn pod_of(cgroups: &str) -> Option<String> {
+    // Of `id:controllers:path` only the path may have colons.
+    let paths = cgroups
+        .lines()
+        .filter_map(|line| line.splitn(3, ':').nth(2));
+    paths.filter_map(pod_of_path).next()
+}
+
+fn pod_of_path(path: &str) -> Option<String> {
+    path.split('/').find_map(|component| {
+        let name = match component.strip_suffix(".slice") {
+            Some(name) => name.rsplit_once("-pod")?.1,
+            None => component.strip_prefix("pod")?,
+        };
+        let uid = name.replace('_', "-");
+        let is_uid = |c: char| c.is_ascii_hexdigit() || c == '-';
+        (uid.len() >= 32 && uid.chars().all(is_uid)).then_some(uid)
+    })
+}
+
+/// Which devices a process's container has: those of whose files one is mounted. A mount's place within its
+/// file system (the fourth field of `mountinfo`) has the device's key as a component.
+fn keys(mountinfo: &Path, is_key: impl Fn(&str) -> bool) -> io::Result<Vec<String>> {
+    use std::io::Read as _;
+    let mut mounts = BufReader::new(fs::File::open(mountinfo)?.take(MOST_BYTES));
+    let mut keys = BTreeSet::new();
+    let mut line = Vec::new();
+    while mounts.read_until(b'\n', &mut line)? > 0 {
+        let root = line.split(|byte| *byte == b' ').nth(3).unwrap_or_default();
+        let components = root.split(|byte| *byte == b'/');
+        let names = components.filter_map(|component| str::from_utf8(component).ok());
+        keys.extend(names.filter(|name| is_key(name)).map(str::to_owned));
+        line.clear();
+    }
+    Ok(keys.into_iter().collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const UID: &str = "6b1d9c5e-3f5c-4a2b-9a5b-0d5e6f7a8b9c";
+    const SYSTEMD: &str = "6b1d9c5e_3f5c_4a2b_9a5b_0d5e6f7a8b9c";
+    const ID: &str = "5f0c9b8f1a2b3c4d5e6f708192a3b4c5d6e7f8091a2b3c4d5e6f708192a3b4c5";
+
+    #[test]
+    fn a_cgroup_names_its_pod_whoever_made_it() {
+        for path in [
+            // containerd, systemd driver; guaranteed pods have no class of their own.
+            format!(
+                "/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{SYSTEMD}.slice/cri-containerd-{ID}.scope"
+            ),
+            format!("/kubepods.slice/kubepods-pod{SYSTEMD}.slice/cri-containerd-{ID}.scope"),
+            // CRI-O.
+            format!(
+                "/kubepods.slice/kubepods-besteffort.slice/kubepods-besteffort-pod{SYSTEMD}.slice/crio-{ID}.scope/container"
+            ),
+            // cgroupfs driver.
+            format!("/kubepods/burstable/pod{UID}/{ID}"),
+            format!("/kubepods/pod{UID}/crio-{ID}"),
+            // kind, and any kubelet with a cgroup root.
+            format!(
+                "/kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-burstable.slice/kubelet-kubepods-burstable-pod{SYSTEMD}.slice/cri-containerd-{ID}.scope"
+            ),
+            format!("/system.slice/docker-{ID}.scope/kubelet/kubepods/besteffort/pod{UID}/{ID}"),
+            // Seen from another container's cgroup namespace.
+            format!("/../../kubepods-burstable-pod{SYSTEMD}.slice/cri-containerd-{ID}.scope"),
+            // What a program made below its own.
+            format!("/kubepods/burstable/pod{UID}/{ID}/podfeedfeed-0000-0000-0000-000000000000/x"),
+        ] {
+            for lines in [
+                format!("0::{path}\n"),
+                format!("12:pids:{path}\n11:cpu,cpuacct:{path}\n1:name=systemd:{path}\n0::/\n"),
+            ] {
+                assert_eq!(pod_of(&lines).as_deref(), Some(UID), "{lines}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_no_pod_is_none() {
+        for path in [
+            "/",
+            "/user.slice/user-1000.slice/session-1.scope",
+            "/system.slice/kubelet.service",
+            "/system.slice/podman-6b1d9c5e.scope",
+            "/kubepods.slice/kubepods-burstable.slice",
+            "/machine.slice/libpod-5f0c9b8f1a2b3c4d5e6f708192a3b4c5d6e7f8091a2b3c4d5e6f708192a3b4c5.scope",
+            "/podcast/pod",
+        ] {
+            assert_eq!(pod_of(&format!("0::{path}\n")), None, "{path}");
+        }
+        assert_eq!(pod_of(""), None);
+        assert_eq!(pod_of("no colons"), None);
+    }
+
+    #[test]
+    fn a_process_is_its_number_and_its_start() {
+        let tail = "1 1 1 0 -1 4194560 1 0 0 0 0 0 0 0 20 0 1 0 4711 0 0";
+        assert_eq!(started(&format!("7 (a) S {tail}")), Some(4711));
+        assert_eq!(started(&format!("7 (a) b) (c d) R {tail}")), Some(4711));
+        assert_eq!(started(&format!("7 (a) Z {tail}")), None);
+        assert_eq!(started("7 (a) S 1"), None);
+        assert_eq!(started(""), None);
+        assert_eq!(inner_pid("Name:\tx\nNSpid:\t7000\t12\t3\n"), Some(3));
+        assert_eq!(inner_pid("Name:\tx\n"), None);
+    }
+
+    fn process(proc: &Path, pid: u32, mountinfo: &[u8]) {
+        let folder = proc.join(pid.to_string());
+        fs::create_dir(&folder).unwrap();
+        let tail = "1 1 1 0 -1 4194560 1 0 0 0 0 0 0 0 20 0 1 0 4711 0 0";
+        fs::write(folder.join("stat"), format!("{pid} (x) S {tail}")).unwrap();
+        fs::write(folder.join("status"), format!("NSpid:\t{pid}\t1\n")).unwrap();
+        let cgroup = format!("0::/kubepods/burstable/pod{UID}/{ID}\n");
+        fs::write(folder.join("cgroup"), cgroup).unwrap();
+        fs::write(folder.join("mountinfo"), mountinfo).unwrap();
+    }
+
+    #[test]
+    fn the_mounts_of_a_container_name_its_devices() {
+        let proc = tempfile::tempdir().unwrap();
+        let mounts = b"1 2 0:9 / /\xff rw - tmpfs tmpfs rw\n\
+            700 600 0:22 /tranche/shares/u/u-gpu-0/cap /a ro - tmpfs tmpfs rw\n\
+            701 600 0:22 /tranche/shares/u/u-gpu-0/account /b rw - tmpfs tmpfs rw\n\
+            702 600 0:23 /u-gpu-1/cap /u-gpu-2 ro - tmpfs tmpfs rw\n";
+        process(proc.path(), 7, mounts);
+        let known = ["u-gpu-0", "u-gpu-1", "u-gpu-2"];
+        let found = Proc::new(proc.path()).identify(7, |key| known.contains(&key));
+        let found = found.unwrap();
+        assert_eq!(found.keys, ["u-gpu-0", "u-gpu-1"]);
+        assert_eq!(found.pod.as_deref(), Some(UID));
+        assert_eq!(found.inner_pid, Some(1));
+        assert_eq!(
+            found.id,
+            ProcessId {
+                pid: 7,
+                started: 4711
+            }
+        );
+        assert_eq!(Proc::new(proc.path()).identify(8, |_| true), None);
+    }
+
+    #[test]
+    fn this_process_is_in_its_own_namespace_and_nowhere_is_not() {
+        let me = Proc::new("/proc")
+            .identify(std::process::id(), |_| false)
+            .unwrap();
+        assert_eq!(me.inner_pid, Some(std::process::id().into()));
+        assert_eq!(Proc::new("/proc").started(me.id.pid), Some(me.id.started));
+        assert!(!Proc::new("/nowhere").is_own_namespace());
+    }
+}

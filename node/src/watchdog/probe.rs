@@ -1,0 +1,348 @@
+//! Reads what a sample is made of: the accounts, NVML between two readings of them, and `/proc`.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use super::compare::{Owner, ProcessId, ProcessSample, Sample, ShareSample, SlotSample};
+use super::owner::{Identity, Proc};
+use crate::nvml::{Driver, Nvml, NvmlError, ProcessMemory};
+use crate::page::{AccountCopy, AccountFile};
+
+/// How often the accounts and NVML are read again where an account changed meanwhile.
+const READINGS: u32 = 4;
+
+/// From one attempt to open NVML to the next.
+const RETRY: Duration = Duration::from_secs(10);
+
+/// What is held of a GPU, as the plugin's ledger says.
+#[derive(Clone, Debug, Default)]
+pub struct Held {
+    /// The GPU.
+    pub gpu_uuid: String,
+    /// The capped shares.
+    pub shares: Vec<HeldShare>,
+    /// The keys of the devices that give it without a cap.
+    pub uncapped: BTreeSet<String>,
+    /// The keys of the devices that pods hold, by the pod's UID, as far as it is known.
+    pub pods: BTreeMap<String, BTreeSet<String>>,
+    /// Bytes of a context, where they were measured.
+    pub context: Option<u64>,
+}
+
+/// A capped share that is held.
+#[derive(Clone, Debug)]
+pub struct HeldShare {
+    /// The device's key.
+    pub key: String,
+    /// Its account page.
+    pub account: PathBuf,
+    /// Bytes that its programs may hold together.
+    pub memory: u64,
+    /// Bytes that each context is charged.
+    pub context: u64,
+}
+
+/// Why a GPU cannot be watched.
+#[derive(Debug, thiserror::Error)]
+pub enum Unwatchable {
+    /// NVML names only the processes of the caller's PID namespace.
+    #[error(
+        "the plugin is not in the host's PID namespace, whose processes alone NVML would name: set hostPID: true for \
+         its pod, and mount the host's /proc"
+    )]
+    Namespace,
+    /// NVML.
+    #[error(transparent)]
+    Nvml(#[from] NvmlError),
+    /// NVML lists a process and does not say what it holds.
+    #[error("NVML does not say how much memory each process holds (vGPU, or a GPU in MIG mode)")]
+    NoProcessMemory,
+}
+
+/// Reads samples.
+#[derive(Debug)]
+pub struct Probe {
+    proc: Proc,
+    driver: Box<dyn Driver>,
+    opened: Option<Box<dyn Nvml>>,
+    tried: Option<Instant>,
+    known: BTreeMap<u32, Identity>,
+    /// Keys that processes of pods were seen with, by the pod's UID.
+    learned: BTreeMap<String, BTreeSet<String>>,
+}
+
+impl Probe {
+    /// Reads by the NVML of `driver`, and the host's `/proc`.
+    #[must_use]
+    pub fn new(driver: Box<dyn Driver>, proc: Proc) -> Self {
+        Self {
+            proc,
+            driver,
+            opened: None,
+            tried: None,
+            known: BTreeMap::new(),
+            learned: BTreeMap::new(),
+        }
+    }
+
+    /// Nothing is held any more: NVML is closed, so that the driver can be unloaded.
+    pub fn rest(&mut self) {
+        self.opened = None;
+        self.tried = None;
+        self.known.clear();
+        self.learned.clear();
+    }
+
+    /// Reads one GPU. `is_key` says which keys there are, on this GPU or any other.
+    pub fn sample(
+        &mut self,
+        held: &Held,
+        is_key: impl Fn(&str) -> bool,
+    ) -> Result<Sample, Unwatchable> {
+        if !self.proc.is_own_namespace() {
+            return Err(Unwatchable::Namespace);
+        }
+        let (shares, processes, used) = self.read(held)?;
+        let mut listed = Vec::new();
+        for process in processes {
+            let bytes = process.bytes.ok_or(Unwatchable::NoProcessMemory)?;
+            listed.push(self.process(held, process.pid, bytes, &is_key));
+        }
+        Ok(Sample {
+            shares,
+            processes: listed,
+            used,
+            context: held.context,
+        })
+    }
+
+    /// Forgets what is known of all processes but these, and of all keys that there are no longer.
+    pub fn keep(&mut self, pids: &BTreeSet<u32>, is_key: impl Fn(&str) -> bool) {
+        self.known.retain(|pid, _| pids.contains(pid));
+        self.learned.retain(|_, keys| {
+            keys.retain(|key| is_key(key));
+            !keys.is_empty()
+        });
+    }
+
+    fn read(
+        &mut self,
+        held: &Held,
+    ) -> Result<(Vec<ShareSample>, Vec<ProcessMemory>, Option<u64>), Unwatchable> {
+        let mut readings = READINGS;
+        loop {
+            let before: Vec<_> = held.shares.iter().map(copy).collect();
+            let (processes, used) = self.ask(&held.gpu_uuid)?;
+            let shares: Vec<_> = held
+                .shares
+                .iter()
+                .zip(before)
+                .map(|(share, before)| ShareSample {
+                    key: share.key.clone(),
+                    limit: share.memory.saturating_add(share.context),
+                    context: share.context,
+                    slots: before.and_then(|before| Some(slots(&before, &copy(share)?))),
+                })
+                .collect();
+            readings -= 1;
+            let changed = |share: &ShareSample| {
+                let slots = share.slots.iter().flatten();
+                slots.into_iter().any(|slot| slot.charged.is_none())
+            };
+            if readings == 0 || !shares.iter().any(changed) {
+                return Ok((shares, processes, used));
+            }
+        }
+    }
+
+    fn ask(&mut self, gpu: &str) -> Result<(Vec<ProcessMemory>, Option<u64>), NvmlError> {
+        let nvml = match &self.opened {
+            Some(nvml) => nvml,
+            None if self.tried.is_none_or(|at| at.elapsed() >= RETRY) => {
+                self.tried = Some(Instant::now());
+                self.opened.insert(self.driver.open()?)
+            }
+            None => return Err(NvmlError::Root("NVML could not be opened just now".into())),
+        };
+        let answer = nvml
+            .processes(gpu)
+            .map(|processes| (processes, nvml.used_memory(gpu).ok()));
+        // The driver may be another one by now, which an NVML of before does not talk to.
+        if answer.is_err() && self.tried.is_none_or(|at| at.elapsed() >= RETRY) {
+            self.opened = None;
+        }
+        answer
+    }
+
+    fn process(
+        &mut self,
+        held: &Held,
+        pid: u32,
+        bytes: u64,
+        is_key: &impl Fn(&str) -> bool,
+    ) -> ProcessSample {
+        let started = self.proc.started(pid);
+        let is_known = |known: &Identity| Some(known.id.started) == started;
+        if !self.known.get(&pid).is_some_and(is_known) {
+            self.known.remove(&pid);
+            if let Some(found) = self.proc.identify(pid, is_key) {
+                if let Some(pod) = &found.pod {
+                    let learned = self.learned.entry(pod.clone()).or_default();
+                    learned.extend(found.keys.iter().cloned());
+                }
+                self.known.insert(pid, found);
+            }
+        }
+        let Some(identity) = self.known.get(&pid) else {
+            let started = started.unwrap_or(0);
+            return ProcessSample {
+                id: ProcessId { pid, started },
+                inner_pid: None,
+                bytes,
+                owner: Owner::Ended,
+            };
+        };
+        ProcessSample {
+            id: identity.id,
+            inner_pid: identity.inner_pid,
+            bytes,
+            owner: owner(held, identity, &self.learned),
+        }
+    }
+}
+
+/// Whose a process is: of the devices that its container has, or else its pod holds, those on this GPU.
+fn owner(held: &Held, process: &Identity, learned: &BTreeMap<String, BTreeSet<String>>) -> Owner {
+    let shares_of = |keys: &mut dyn Iterator<Item = &String>| {
+        let on_gpu = |key: &&String| held.shares.iter().any(|share| share.key == **key);
+        keys.filter(on_gpu).cloned().collect::<BTreeSet<_>>()
+    };
+    let pod = process.pod.as_ref();
+    let of_pod: Vec<&String> = pod
+        .into_iter()
+        .flat_map(|pod| held.pods.get(pod).into_iter().chain(learned.get(pod)))
+        .flatten()
+        .collect();
+    let mut keys = shares_of(&mut process.keys.iter());
+    let is_uncapped =
+        |mut keys: std::slice::Iter<'_, String>| keys.any(|key| held.uncapped.contains(key));
+    if keys.is_empty() && is_uncapped(process.keys.iter()) {
+        return Owner::Uncapped;
+    }
+    if keys.is_empty() {
+        keys = shares_of(&mut of_pod.iter().copied());
+    }
+    if !keys.is_empty() {
+        return Owner::Shares {
+            pod: process.pod.clone(),
+            keys: keys.into_iter().collect(),
+        };
+    }
+    if of_pod.iter().any(|key| held.uncapped.contains(*key)) {
+        Owner::Uncapped
+    } else {
+        Owner::Foreign
+    }
+}
+
+fn copy(share: &HeldShare) -> Option<AccountCopy> {
+    AccountFile::open(&share.account)
+        .and_then(|account| account.copy())
+        .ok()
+}
+
+/// The slots of an account of which two copies were made. What is the same in both, with no change under
+/// way, held all the time from the end of the first copy to the beginning of the second: every change is
+/// counted in the slot when it begins and when it ends.
+fn slots(before: &AccountCopy, after: &AccountCopy) -> Vec<SlotSample> {
+    let mut first: BTreeMap<usize, _> = before
+        .snapshot()
+        .processes()
+        .map(|slot| (slot.slot, slot))
+        .collect();
+    let mut slots: Vec<_> = after
+        .snapshot()
+        .processes()
+        .map(|now| {
+            let is_same = first.remove(&now.slot).is_some_and(|then| {
+                then.begun == then.ended
+                    && (then.pid, then.begun, then.ended, then.charged)
+                        == (now.pid, now.begun, now.ended, now.charged)
+            });
+            SlotSample {
+                pid: now.pid,
+                charged: is_same.then_some(now.charged),
+            }
+        })
+        .collect();
+    // Given back meanwhile.
+    slots.extend(first.into_values().map(|then| SlotSample {
+        pid: then.pid,
+        charged: None,
+    }));
+    slots
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn held() -> Held {
+        let share = |key: &str| HeldShare {
+            key: key.into(),
+            account: PathBuf::new(),
+            memory: 1 << 30,
+            context: 0,
+        };
+        Held {
+            gpu_uuid: "GPU-0".into(),
+            shares: vec![share("share-a"), share("share-b")],
+            uncapped: BTreeSet::from(["whole".to_owned()]),
+            pods: BTreeMap::from([("pod-a".to_owned(), BTreeSet::from(["share-a".to_owned()]))]),
+            context: None,
+        }
+    }
+
+    fn process(pod: Option<&str>, keys: &[&str]) -> Identity {
+        Identity {
+            id: ProcessId { pid: 1, started: 1 },
+            inner_pid: None,
+            pod: pod.map(str::to_owned),
+            keys: keys.iter().map(ToString::to_string).collect(),
+        }
+    }
+
+    #[test]
+    fn a_process_is_its_containers_or_its_pods_or_foreign() {
+        let learned =
+            BTreeMap::from([("pod-b".to_owned(), BTreeSet::from(["share-b".to_owned()]))]);
+        let owner_of = |pod, keys: &[&str]| owner(&held(), &process(pod, keys), &learned);
+        let shares = |pod: Option<&str>, keys: &[&str]| Owner::Shares {
+            pod: pod.map(str::to_owned),
+            keys: keys.iter().map(ToString::to_string).collect(),
+        };
+        // By its container's mounts, whether the pod is known or not.
+        assert_eq!(
+            owner_of(Some("pod-x"), &["share-b"]),
+            shares(Some("pod-x"), &["share-b"])
+        );
+        assert_eq!(
+            owner_of(None, &["share-a", "share-b"]),
+            shares(None, &["share-a", "share-b"])
+        );
+        // By its pod alone: a container without the claim, or a mount namespace of its own.
+        assert_eq!(
+            owner_of(Some("pod-a"), &[]),
+            shares(Some("pod-a"), &["share-a"])
+        );
+        assert_eq!(
+            owner_of(Some("pod-b"), &["elsewhere"]),
+            shares(Some("pod-b"), &["share-b"])
+        );
+        assert_eq!(owner_of(Some("pod-x"), &["whole"]), Owner::Uncapped);
+        // A host process, another system's pod, a pod whose claims are on another GPU.
+        assert_eq!(owner_of(None, &[]), Owner::Foreign);
+        assert_eq!(owner_of(Some("pod-x"), &["elsewhere"]), Owner::Foreign);
+    }
+}
