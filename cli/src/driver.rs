@@ -7,7 +7,7 @@
 use std::path::{Path, PathBuf};
 
 use tranche_driver::cdi::DriverFiles;
-use tranche_node::discover::LIBRARY_FOLDERS;
+use tranche_node::layouts::LIBRARY_FOLDERS;
 
 use crate::wire::Link;
 
@@ -60,15 +60,16 @@ fn move_to(folder: &Path, path: &mut String) {
 
 #[cfg(test)]
 mod tests {
-    use tranche_node::discover::{discover, testing};
+    use tranche_node::discover::discover;
     use tranche_node::root::DriverRoot;
+    use tranche_node::testing;
 
     use super::*;
 
     fn files(root: &Path) -> DriverFiles {
         testing::lay_out(root, testing::DEBIAN_535);
         let found = discover(&DriverRoot::open(root).unwrap(), "535.261.03").unwrap();
-        found.driver_files(root)
+        found.driver_files(root, &[])
     }
 
     #[test]

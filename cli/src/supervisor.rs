@@ -17,9 +17,8 @@ use tranche_driver::cdi::{NodePaths, claim_spec, container_path, driver_spec};
 use tranche_driver::journal::Record;
 use tranche_node::discover::discover;
 use tranche_node::inventory::inventory;
-use tranche_node::nvml::library::InstalledDriver;
-use tranche_node::nvml::{Description, Driver as _, Nvml};
-use tranche_node::root::DriverRoot;
+use tranche_node::nvml::search::InstalledDriver;
+use tranche_node::nvml::{Description, Driver as _, Opened};
 use tranche_shim_core::AccountPage;
 
 use crate::admit::admit;
@@ -99,7 +98,7 @@ struct Held {
 fn grant(request: &Request) -> Result<(Grant, Held), String> {
     let text = |e: &dyn std::error::Error| e.to_string();
     let root = &request.driver_root;
-    let (nvml, description) = describe(root)?;
+    let (opened, description) = describe(root)?;
     let inventory = inventory(&description, Path::new("/sys"));
     let uuids: Vec<_> = description
         .gpus
@@ -122,13 +121,21 @@ fn grant(request: &Request) -> Result<(Grant, Held), String> {
         .filter(|gpu| gpu.uuid != device.gpu_uuid)
         .map(|gpu| format!("/dev/nvidia{}", gpu.minor).into())
         .collect();
-    let grant = specs(request, &record, &description, &shares, &membership, hidden)?;
+    let grant = specs(
+        request,
+        &record,
+        &opened,
+        &description,
+        &shares,
+        &membership,
+        hidden,
+    )?;
     Ok((
         grant,
         Held {
             shares,
             membership,
-            duties: Duties::new(account, nvml),
+            duties: Duties::new(account, opened.nvml),
         },
     ))
 }
@@ -177,20 +184,19 @@ fn enter(
 }
 
 /// The driver as NVML describes it.
-fn describe(root: &Path) -> Result<(Box<dyn Nvml>, Description), String> {
-    let driver = InstalledDriver {
-        root: root.to_owned(),
-    };
+fn describe(root: &Path) -> Result<(Opened, Description), String> {
+    let driver = InstalledDriver::new(Path::new("/"), Some(root));
     let wrong = |e| format!("--driver-root {}: {e}", root.display());
-    let nvml = driver.open().map_err(wrong)?;
-    let description = nvml.describe().map_err(wrong)?;
-    Ok((nvml, description))
+    let opened = driver.open().map_err(wrong)?;
+    let description = opened.nvml.describe().map_err(wrong)?;
+    Ok((opened, description))
 }
 
 /// The two specs that a pod's container would get.
 fn specs(
     request: &Request,
     record: &Record,
+    driver: &Opened,
     description: &Description,
     shares: &Shares,
     membership: &Membership,
@@ -199,9 +205,8 @@ fn specs(
     let gpu_uuid = record.plan.devices.first().map_or("", |d| &d.gpu_uuid);
     let root = &request.driver_root;
     let wrong = |e: &dyn std::error::Error| format!("--driver-root {}: {e}", root.display());
-    let opened = DriverRoot::open(root).map_err(|e| wrong(&e))?;
-    let found = discover(&opened, &description.driver_version).map_err(|e| wrong(&e))?;
-    let (files, links) = placed(found.driver_files(root), root);
+    let found = discover(&driver.root, &description.driver_version).map_err(|e| wrong(&e))?;
+    let (files, links) = placed(found.driver_files(root, driver.nodes.control()), root);
     let own_nodes = root.join("dev/nvidiactl").exists();
     let libraries = membership.folder().join("lib");
     let paths = NodePaths {

@@ -21,7 +21,7 @@ use tonic::transport::Server;
 use tracing::{error, info, warn};
 use tracing_subscriber::EnvFilter;
 use tranche_api::names;
-use tranche_node::nvml::library::InstalledDriver;
+use tranche_node::nvml::search::InstalledDriver;
 
 use crate::aftermath::ClusterAftermath;
 use crate::args::{Args, LogFormat};
@@ -69,12 +69,12 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     let layout = with_usable_hooks(Layout::of(&args))?;
     let Args {
         node_name,
+        host_root,
         driver_root,
         image_lib_dir,
         http_endpoint,
         proc,
         // What the layout is made of, and what main used.
-        driver_root_on_host: _,
         plugin_dir: _,
         hook_dir: _,
         registry_dir: _,
@@ -103,7 +103,6 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         &layout,
         Arc::clone(&spec_file),
         &node_name,
-        &driver_root,
         &image_lib_dir,
         client.clone(),
         driver.clone(),
@@ -120,12 +119,9 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         .await
         .with_context(|| format!("cannot listen on --http-endpoint {http_endpoint}"))?;
 
-    let installed = InstalledDriver {
-        root: driver_root.clone(),
-    };
+    let installed = InstalledDriver::new(&host_root, driver_root.folder());
     let observer = Observer {
         driver: Box::new(installed.clone()),
-        root: driver_root,
         sysfs: PathBuf::from(SYSFS),
         spec_file,
         layout: layout.clone(),
@@ -239,7 +235,6 @@ fn preparer(
     layout: &Layout,
     spec_file: Arc<SpecFile>,
     node: &str,
-    driver_root: &Path,
     image: &Path,
     client: Client,
     driver: watch::Receiver<DriverState>,
@@ -271,7 +266,6 @@ fn preparer(
     };
     Ok(Preparer::new(Parts {
         pool: names::pool(node),
-        driver_root: driver_root.to_owned(),
         spec_file,
         executor,
         installation,

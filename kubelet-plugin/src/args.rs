@@ -1,7 +1,7 @@
 //! The command line.
 
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::{Parser, ValueEnum};
 
@@ -12,12 +12,13 @@ pub struct Args {
     /// The node this runs on
     #[arg(long, env = "NODE_NAME", value_parser = not_empty)]
     pub node_name: String,
-    /// Root of the NVIDIA driver's files as this process sees it
+    /// Where the host's root is mounted in this process's view
     #[arg(long, default_value = "/")]
-    pub driver_root: PathBuf,
-    /// The same root as the host sees it: the source of what containers get mounted
-    #[arg(long, default_value = "/")]
-    pub driver_root_on_host: PathBuf,
+    pub host_root: PathBuf,
+    /// The folder of the host that has the NVIDIA driver, as the host sees it; `auto` looks where drivers are
+    /// usually installed
+    #[arg(long, default_value = "auto", value_parser = driver_root)]
+    pub driver_root: DriverRootArg,
     /// DRA socket, journal and the files that containers get mounted; the same path as on the host
     #[arg(long, default_value = "/var/lib/kubelet/plugins/gpu.tranche.dev")]
     pub plugin_dir: PathBuf,
@@ -50,6 +51,34 @@ pub struct Args {
     pub log_format: LogFormat,
 }
 
+/// Where the driver is to be searched.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum DriverRootArg {
+    /// In the usual places ([`tranche_node::layouts::ROOTS`]).
+    Auto,
+    /// In this folder of the host.
+    Folder(PathBuf),
+}
+
+impl DriverRootArg {
+    /// The folder, where one is given.
+    #[must_use]
+    pub fn folder(&self) -> Option<&Path> {
+        match self {
+            Self::Auto => None,
+            Self::Folder(folder) => Some(folder),
+        }
+    }
+}
+
+fn driver_root(value: &str) -> Result<DriverRootArg, String> {
+    match value {
+        "auto" => Ok(DriverRootArg::Auto),
+        path if path.starts_with('/') => Ok(DriverRootArg::Folder(path.into())),
+        _ => Err("neither `auto` nor an absolute path".into()),
+    }
+}
+
 /// How log lines look.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum LogFormat {
@@ -75,6 +104,19 @@ mod tests {
     #[test]
     fn the_command_line_is_consistent() {
         <Args as clap::CommandFactory>::command().debug_assert();
+    }
+
+    #[test]
+    fn a_driver_root_is_a_folder_of_the_host_or_searched() {
+        let parse = |args: &[&str]| {
+            let args = ["x", "--node-name", "n"].iter().chain(args);
+            Args::try_parse_from(args).map(|args| args.driver_root)
+        };
+        assert_eq!(parse(&[]).unwrap(), DriverRootArg::Auto);
+        let given = parse(&["--driver-root=/run/nvidia/driver"]).unwrap();
+        assert_eq!(given.folder(), Some(Path::new("/run/nvidia/driver")));
+        let error = parse(&["--driver-root=driver"]).unwrap_err().to_string();
+        assert!(error.contains("absolute path"), "{error}");
     }
 
     #[test]

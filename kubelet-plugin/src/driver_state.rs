@@ -3,6 +3,10 @@
 //! One task keeps it up to date. A driver that is not there yet (its container still builds, say)
 //! or that went away leaves the plugin up and not ready: what was prepared can still be
 //! unprepared, and the driver is looked for again and again.
+//!
+//! NVML is open only while the driver is described: an open NVML has open device nodes, and the kernel
+//! module could not be unloaded. Between two descriptions only the driver's traces are compared: its
+//! files, its device nodes, and what the kernel says of it.
 
 #[cfg(test)]
 mod tests;
@@ -20,14 +24,18 @@ use tranche_driver::cdi::{CdiError, driver_spec};
 
 use crate::fs::{self, Fs, FsError};
 use crate::layout::Layout;
+use tranche_node::devices::DeviceError;
 use tranche_node::discover::{DiscoverError, discover};
 use tranche_node::inventory::inventory;
-use tranche_node::nvml::{Driver, Nvml, NvmlError};
-use tranche_node::root::{DriverRoot, RootError};
+use tranche_node::nvml::{Driver, NvmlError, Opened, Traces};
+use tranche_node::root::RootError;
 use tranche_node::untested::{UntestedError, unknown_functions};
 
-/// How often a driver that is there is looked at again: GPUs and files may come and go.
-const REFRESH: Duration = Duration::from_secs(30);
+/// How often a driver that is there is described anew although its traces are the same: a GPU may be lost. Without
+/// nvidia-persistenced each description powers idle GPUs up for about a second.
+const REFRESH: Duration = Duration::from_mins(1);
+/// How often its traces are compared.
+const CHECK: Duration = Duration::from_secs(2);
 /// The first pause before a driver that is not there is looked for again; it doubles.
 const FIRST_RETRY: Duration = Duration::from_millis(500);
 /// The longest such pause.
@@ -48,6 +56,9 @@ pub enum DriverError {
     /// The functions of its libcuda.
     #[error(transparent)]
     Untested(#[from] UntestedError),
+    /// Its device nodes.
+    #[error(transparent)]
+    Devices(#[from] DeviceError),
     /// The driver's CDI spec cannot be made.
     #[error("CDI spec of the driver: {0}")]
     Cdi(#[from] CdiError),
@@ -65,6 +76,7 @@ impl DriverError {
                 "DriverNotFound"
             }
             Self::Nvml(NvmlError::Start { .. } | NvmlError::Call { .. }) => "DriverNotAnswering",
+            Self::Nvml(NvmlError::Devices(_)) | Self::Devices(_) => "DeviceNodesMissing",
             Self::Discover(_) | Self::Untested(_) => "DriverIncomplete",
             Self::Cdi(_) | Self::Fs(_) => "NoContainerSpec",
         }
@@ -78,6 +90,10 @@ pub struct Ready {
     pub inventory: Inventory,
     /// The driver's CDI spec, as it must lie in the CDI folder.
     pub spec: Vec<u8>,
+    /// The root that has the device nodes, as this process sees it.
+    pub dev_root: PathBuf,
+    /// The same as the host sees it.
+    pub dev_root_on_host: PathBuf,
 }
 
 impl fmt::Display for Ready {
@@ -135,8 +151,6 @@ impl SpecFile {
 pub struct Observer {
     /// Where NVML is.
     pub driver: Box<dyn Driver>,
-    /// The driver root as this process sees it.
-    pub root: PathBuf,
     /// The kernel's `sys` tree.
     pub sysfs: PathBuf,
     /// What is written of it for the runtime.
@@ -149,58 +163,81 @@ impl Observer {
     /// Keeps `state` up to date until cancelled.
     pub async fn run(self, state: watch::Sender<DriverState>, stop: CancellationToken) {
         let this = Arc::new(self);
-        let mut nvml: Option<Arc<dyn Nvml>> = None;
         let mut retry = FIRST_RETRY;
         loop {
-            let (observer, known) = (Arc::clone(&this), nvml.take());
+            let observer = Arc::clone(&this);
             // NVML and the search block: the driver may be asleep or the disk slow.
-            let look = tokio::task::spawn_blocking(move || observer.look(known)).await;
+            let look = tokio::task::spawn_blocking(move || {
+                // Before the look, so that a change meanwhile is seen after it.
+                let traces = observer.driver.traces();
+                (traces, observer.look())
+            });
+            // Only at shutdown: the runtime takes no more blocking work.
+            let Ok((traces, look)) = look.await else {
+                return;
+            };
             let pause = match look {
-                Ok(Ok((ready, opened))) => {
-                    nvml = Some(opened);
+                Ok(ready) => {
                     retry = FIRST_RETRY;
                     publish(&state, ready);
                     REFRESH
                 }
-                Ok(Err(error)) => {
+                Err(error) => {
                     // Said once for each new reason, not at every look.
                     let known = matches!(&*state.borrow(), DriverState::Absent(old) if old.to_string() == error.to_string());
                     if !known {
                         warn!(%error, "no driver to work with; looking again until there is one");
+                        state.send_replace(DriverState::Absent(Arc::new(error)));
                     }
-                    state.send_replace(DriverState::Absent(Arc::new(error)));
                     let pause = retry;
                     retry = (retry * 2).min(LAST_RETRY);
                     pause
                 }
-                // Only at shutdown: the runtime takes no more blocking work.
-                Err(_) => return,
             };
             tokio::select! {
                 () = stop.cancelled() => return,
                 () = tokio::time::sleep(pause) => {}
+                () = this.changed(traces) => retry = FIRST_RETRY,
             }
         }
     }
 
-    /// One look; NVML is kept open as long as it answers.
-    fn look(&self, known: Option<Arc<dyn Nvml>>) -> Result<(Ready, Arc<dyn Nvml>), DriverError> {
-        let nvml = match known {
-            Some(nvml) => nvml,
-            None => self.driver.open()?.into(),
-        };
-        let description = nvml.describe()?;
+    /// Waits until the driver's traces are others than these.
+    async fn changed(self: &Arc<Self>, traces: Traces) {
+        loop {
+            tokio::time::sleep(CHECK).await;
+            let observer = Arc::clone(self);
+            let now = tokio::task::spawn_blocking(move || observer.driver.traces()).await;
+            if now.is_ok_and(|now| now != traces) {
+                return;
+            }
+        }
+    }
+
+    /// One look. NVML is closed before the files are searched.
+    fn look(&self) -> Result<Ready, DriverError> {
+        let Opened { nvml, root, nodes } = self.driver.open()?;
+        let description = nvml.describe();
+        drop(nvml);
+        let description = description?;
         for broken in &description.broken {
             warn!(error = %broken, "a GPU cannot be described and is left out; see the kernel log (`dmesg`) for its Xid");
         }
-        let root = DriverRoot::open(&self.root)?;
+        nodes.require()?;
         let found = discover(&root, &description.driver_version)?;
-        let files = found.driver_files(&self.layout.driver_root_on_host);
-        let spec = driver_spec(&files, &self.layout.node_paths())?.encode();
+        let dev_root = nodes.root();
+        let files = found.driver_files(root.on_host(), nodes.control());
+        let paths = self.layout.node_paths(dev_root.on_host());
+        let spec = driver_spec(&files, &paths)?.encode();
         self.spec_file.ensure(&spec)?;
         let mut inventory = inventory(&description, &self.sysfs);
         inventory.unknown_functions = unknown_functions(&root, &found)?;
-        Ok((Ready { inventory, spec }, nvml))
+        Ok(Ready {
+            inventory,
+            spec,
+            dev_root: dev_root.path().to_owned(),
+            dev_root_on_host: dev_root.on_host().to_owned(),
+        })
     }
 }
 

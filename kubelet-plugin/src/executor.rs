@@ -119,11 +119,12 @@ impl Executor {
         &self.journal
     }
 
-    /// Carries out a new plan, or nothing of it.
-    pub fn execute(&self, record: &Record) -> Result<(), ExecuteError> {
+    /// Carries out a new plan, or nothing of it. `dev_root` is the root that has the device nodes, as the host sees
+    /// it.
+    pub fn execute(&self, record: &Record, dev_root: &Path) -> Result<(), ExecuteError> {
         let journalled = self.journal.write(record).map_err(StepError::from);
         journalled
-            .and_then(|()| self.rebuild(&record.plan))
+            .and_then(|()| self.rebuild(&record.plan, dev_root))
             .map_err(|error| {
                 let cleanup = self.undo(&record.plan).err().map_or_else(Vec::new, |e| e.0);
                 ExecuteError { error, cleanup }
@@ -133,8 +134,10 @@ impl Executor {
     /// Carries out a journalled plan, again or for the first time: what is there stays, what a reboot
     /// or an admin removed comes back. Nothing is taken back when it fails, since containers may be
     /// using it.
-    pub fn rebuild(&self, plan: &PreparationPlan) -> Result<(), StepError> {
-        plan.steps.iter().try_for_each(|step| self.step(plan, step))
+    pub fn rebuild(&self, plan: &PreparationPlan, dev_root: &Path) -> Result<(), StepError> {
+        plan.steps
+            .iter()
+            .try_for_each(|step| self.step(plan, step, dev_root))
     }
 
     /// Takes a plan back, as far as it got, and forgets it. One failure does not hold up the rest,
@@ -200,7 +203,7 @@ impl Executor {
         Ok(loaded)
     }
 
-    fn step(&self, plan: &PreparationPlan, step: &Step) -> Result<(), StepError> {
+    fn step(&self, plan: &PreparationPlan, step: &Step, dev_root: &Path) -> Result<(), StepError> {
         let uid = &plan.allocation.uid;
         match step {
             Step::WriteCapPage { key, gpu_uuid, cap } => {
@@ -234,7 +237,7 @@ impl Executor {
                 }
             }
             Step::WriteCdiSpec {} => {
-                let spec = claim_spec(plan, &self.layout.node_paths())?;
+                let spec = claim_spec(plan, &self.layout.node_paths(dev_root))?;
                 let path = self.layout.claim_spec(uid);
                 fs::ensure(&*self.fs, &path, &spec.encode(), 0o644)?;
             }

@@ -19,8 +19,6 @@ pub struct Layout {
     pub shares: PathBuf,
     /// CDI specs.
     pub cdi: PathBuf,
-    /// The driver root as the host sees it.
-    pub driver_root_on_host: PathBuf,
 }
 
 /// A share's files.
@@ -46,7 +44,6 @@ impl Layout {
             registry: args.registry_dir.clone(),
             shares: args.run_dir.join("shares"),
             cdi: args.cdi_dir.clone(),
-            driver_root_on_host: args.driver_root_on_host.clone(),
         }
     }
 
@@ -109,15 +106,15 @@ impl Layout {
         }
     }
 
-    /// As the CDI specs name them.
+    /// As the CDI specs name them; `dev_root` is the root that has the device nodes, as the host sees it.
     #[must_use]
-    pub fn node_paths(&self) -> NodePaths {
+    pub fn node_paths(&self, dev_root: &Path) -> NodePaths {
         let text = |path: &Path| path.to_string_lossy().into_owned();
         NodePaths {
             shares: text(&self.shares),
             libraries: text(&self.libraries()),
             hooks: text(&self.hooks),
-            dev_root: text(&self.driver_root_on_host),
+            dev_root: text(dev_root),
         }
     }
 }
@@ -134,7 +131,6 @@ pub(crate) mod testing {
             registry: root.join("registry"),
             shares: root.join("run/shares"),
             cdi: root.join("cdi"),
-            driver_root_on_host: root.join("driver"),
         }
     }
 }

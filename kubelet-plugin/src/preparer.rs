@@ -14,7 +14,7 @@ mod error;
 mod tests;
 
 use std::collections::BTreeSet;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -64,8 +64,6 @@ pub trait Aftermath: Send + Sync + std::fmt::Debug {
 pub struct Parts {
     /// This node's pool.
     pub pool: String,
-    /// The driver root as this process sees it.
-    pub driver_root: PathBuf,
     /// The driver's CDI spec.
     pub spec_file: Arc<SpecFile>,
     /// Carries out plans.
@@ -205,7 +203,7 @@ impl Preparer {
             match ledger.book(|others| self.plan(allocation, &ready, others))? {
                 Booking::Kept(record) => {
                     self.verify(&record.plan, &ready)?;
-                    executor.rebuild(&record.plan)?;
+                    executor.rebuild(&record.plan, &ready.dev_root_on_host)?;
                     return Ok(record);
                 }
                 // Nothing of the old allocation is in use.
@@ -216,7 +214,7 @@ impl Preparer {
                 Booking::New(reservation) => {
                     self.verify(&reservation.record().plan, &ready)?;
                     self.verify_freed(&reservation.record().plan)?;
-                    let executed = executor.execute(reservation.record());
+                    let executed = executor.execute(reservation.record(), &ready.dev_root_on_host);
                     return match executed {
                         // What could not be taken back is still held.
                         Err(error) if !error.cleanup.is_empty() => {
@@ -277,7 +275,7 @@ impl Preparer {
             Ok(installation) => installation.verify(needs)?,
             Err(error) => return Err(Problem::NotInstalled(error.to_string())),
         }
-        let root = DriverRoot::open(&parts.driver_root)?;
+        let root = DriverRoot::open(&ready.dev_root)?;
         for device in &plan.devices {
             let node = format!("/dev/nvidia{}", device.minor);
             match root.resolve(Path::new(&node))? {
@@ -285,7 +283,7 @@ impl Preparer {
                 _ => {
                     return Err(Problem::NoDeviceNode {
                         node,
-                        root: parts.driver_root.clone(),
+                        root: ready.dev_root_on_host.clone(),
                     });
                 }
             }

@@ -21,9 +21,11 @@ use crate::layout::{Layout, testing::below};
 use crate::ledger::Ledger;
 use crate::preparer::{Aftermath, Parts, Preparer, Problem};
 use crate::watchdog::Board;
-use tranche_node::discover::{discover, testing as files};
+use tranche_node::devices::DeviceNodes;
+use tranche_node::discover::discover;
 use tranche_node::inventory::{inventory, testing::two_h100};
 use tranche_node::root::DriverRoot;
+use tranche_node::testing as files;
 
 pub const NODE: &str = "node-a";
 pub const POOL: &str = "node-a/gpu";
@@ -81,17 +83,16 @@ impl World {
         }
         let driver_root = dir.path().join("driver");
         files::lay_out(&driver_root, files::DEBIAN_535);
-        let world = Self {
+        std::fs::create_dir(driver_root.join("dev")).unwrap();
+        for name in ["nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"] {
+            make_node(&driver_root, name);
+        }
+        Self {
             ready: Arc::new(ready(&driver_root, &layout)),
             layout,
             api: FakeApi::default(),
             dir,
-        };
-        std::fs::create_dir(world.driver_root().join("dev")).unwrap();
-        for name in ["nvidia0", "nvidia1", "nvidiactl"] {
-            world.make_node(name);
         }
-        world
     }
 
     pub fn driver_root(&self) -> PathBuf {
@@ -99,10 +100,7 @@ impl World {
     }
 
     pub fn make_node(&self, name: &str) {
-        let path = self.driver_root().join("dev").join(name);
-        let null = makedev(1, 3);
-        mknodat(CWD, &path, FileType::CharacterDevice, Mode::RUSR, null)
-            .expect("tests make device nodes: run them with CAP_MKNOD");
+        make_node(&self.driver_root(), name);
     }
 
     /// A plugin on this node, as `app` starts it; its driver is ready.
@@ -133,7 +131,6 @@ impl World {
         let suspect_orphans = Arc::new(Notify::new());
         let preparer = Preparer::new(Parts {
             pool: POOL.into(),
-            driver_root: self.driver_root(),
             spec_file: Arc::new(SpecFile::new(fs, &self.layout)),
             executor,
             installation,
@@ -201,11 +198,22 @@ fn ready(driver_root: &Path, layout: &Layout) -> Ready {
     let description = two_h100();
     let root = DriverRoot::open(driver_root).unwrap();
     let found = discover(&root, &description.driver_version).unwrap();
-    let files = found.driver_files(&layout.driver_root_on_host);
+    let nodes = DeviceNodes::find(&root, &root).unwrap();
+    let files = found.driver_files(root.on_host(), nodes.control());
+    let paths = layout.node_paths(root.on_host());
     Ready {
         inventory: inventory(&description, Path::new("/nowhere")),
-        spec: driver_spec(&files, &layout.node_paths()).unwrap().encode(),
+        spec: driver_spec(&files, &paths).unwrap().encode(),
+        dev_root: root.path().to_owned(),
+        dev_root_on_host: root.on_host().to_owned(),
     }
+}
+
+fn make_node(driver_root: &Path, name: &str) {
+    let path = driver_root.join("dev").join(name);
+    let null = makedev(1, 3);
+    mknodat(CWD, &path, FileType::CharacterDevice, Mode::RUSR, null)
+        .expect("tests make device nodes: run them with CAP_MKNOD");
 }
 
 fn collect(folder: &Path, into: &mut Vec<PathBuf>) {

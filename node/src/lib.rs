@@ -1,9 +1,10 @@
 //! What a node knows of its driver, and what it does for the shares that are in use.
 //!
 //! ```text
-//!  driver root ──► root ──► discover ──► what containers get of the driver
-//!      ├─► libcuda ──► untested: functions that the shim has no row for
-//!      └─► libnvidia-ml ──► nvml ──► inventory ──► what GPUs there are
+//!  layouts ─► root ─┬─► devices ──► the driver's device nodes
+//!                   ├─► nvml::search ─► libnvidia-ml ──► nvml ──► inventory ──► what GPUs there are
+//!                   ├─► discover ──► what containers get of the driver
+//!                   └─► libcuda ──► untested: functions that the shim has no row for
 //!
 //!  account pages ──► page ──► snapshots for metrics
 //!       ▲              ├────► sweep: slots of the dead are given back
@@ -16,14 +17,18 @@
 #![forbid(unsafe_code)]
 
 pub mod compute;
+pub mod devices;
 pub mod discover;
 pub mod inventory;
+pub mod layouts;
 pub mod nvml;
 pub mod page;
 pub mod processes;
 pub mod root;
 pub mod sampler;
 pub mod sweep;
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;
 pub mod untested;
 pub mod utilization;
 pub mod watchdog;

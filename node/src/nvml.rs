@@ -1,15 +1,17 @@
 //! NVML, as much of it as the plugin asks: what GPUs there are.
 //!
 //! [`Nvml`] and [`Driver`] are injected, so that a test can script a driver that is missing, comes
-//! up late or fails. [`library`] is the real one.
+//! up late or fails. [`search`] finds the real one, `library` is it.
 
-pub mod library;
+mod library;
+pub mod search;
 
 use std::path::PathBuf;
 
 use tranche_api::gpu_node::MigMode;
 
-use crate::root::RootError;
+use crate::devices::DeviceNodes;
+use crate::root::{DriverRoot, RootError};
 
 /// What NVML says of a node.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -82,12 +84,12 @@ pub enum NvmlError {
     Root(String),
     /// There is no library.
     #[error(
-        "no NVML: found no libnvidia-ml.so.1 in {searched} under driver root {root}: install the \
-         NVIDIA driver on this node, or point the chart value `driverRoot` at its root"
+        "no NVML: found no libnvidia-ml.so.1 in {searched} under driver root {roots}: install the \
+         NVIDIA driver on this node, or point the chart value `nodePlugin.driverRoot` at its root"
     )]
     NotFound {
-        /// The root as this process sees it.
-        root: PathBuf,
+        /// The roots that were searched, as the host sees them, joined.
+        roots: String,
         /// The folders, joined.
         searched: String,
     },
@@ -101,6 +103,9 @@ pub enum NvmlError {
         /// In NVML's words.
         reason: String,
     },
+    /// This process has no way to the kernel driver.
+    #[error("{0}")]
+    Devices(String),
     /// A call failed.
     #[error("{call}({object}): {reason}")]
     Call {
@@ -146,6 +151,25 @@ pub trait Nvml: Send + Sync + std::fmt::Debug {
 
 /// A place where NVML may be found.
 pub trait Driver: Send + Sync + std::fmt::Debug {
-    /// Finds and starts NVML.
-    fn open(&self) -> Result<Box<dyn Nvml>, NvmlError>;
+    /// Finds and starts NVML. The kernel driver cannot be unloaded until the result is dropped.
+    fn open(&self) -> Result<Opened, NvmlError>;
+
+    /// What can be seen of the driver without opening it. Another value than before says that it came,
+    /// went or changed.
+    fn traces(&self) -> Traces;
 }
+
+/// A running NVML, and where it was found.
+#[derive(Debug)]
+pub struct Opened {
+    /// NVML.
+    pub nvml: Box<dyn Nvml>,
+    /// The root that its library lies in.
+    pub root: DriverRoot,
+    /// The driver's device nodes.
+    pub nodes: DeviceNodes,
+}
+
+/// Files by which a driver shows, and what identifies each.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Traces(pub Vec<(PathBuf, String)>);

@@ -7,6 +7,7 @@
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Component, Path, PathBuf};
+use std::sync::Arc;
 
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, ResolveFlags};
 
@@ -15,8 +16,8 @@ use rustix::fs::{AtFlags, FileType, Mode, OFlags, ResolveFlags};
 pub enum RootError {
     /// The folder itself.
     #[error(
-        "driver root {path}: {source}: mount the host's driver root there \
-         (chart value `driverRoot`), readable for this process"
+        "driver root {path}: {source}: name the folder of the host that has the NVIDIA driver (chart value \
+         `nodePlugin.driverRoot`), readable for this process"
     )]
     Unreadable {
         /// The root as this process sees it.
@@ -37,10 +38,11 @@ pub enum RootError {
 }
 
 /// An open driver root.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct DriverRoot {
     path: PathBuf,
-    dir: OwnedFd,
+    on_host: PathBuf,
+    dir: Arc<OwnedFd>,
 }
 
 /// What a path in the root leads to.
@@ -62,26 +64,53 @@ pub enum Kind {
 }
 
 impl DriverRoot {
-    /// Opens the root.
+    /// Opens a root that this process sees at the host's own path.
     pub fn open(path: &Path) -> Result<Self, RootError> {
-        let unreadable = |source: io::Error| RootError::Unreadable {
+        let real = std::fs::canonicalize(path).map_err(|source| RootError::Unreadable {
             path: path.to_owned(),
             source,
-        };
-        let real = std::fs::canonicalize(path).map_err(unreadable)?;
+        })?;
+        Self::at(real.clone(), real)
+    }
+
+    /// Opens the root that the host has at `on_host`; the host's own root is mounted at `host`. `None`
+    /// where the host has no such folder.
+    pub fn of_host(host: &Self, on_host: &Path) -> Result<Option<Self>, RootError> {
+        match host.resolve(on_host)? {
+            Some((real, Kind::Folder)) => Self::at(host.here(&real), real).map(Some),
+            _ => Ok(None),
+        }
+    }
+
+    fn at(path: PathBuf, on_host: PathBuf) -> Result<Self, RootError> {
         let dir = rustix::fs::open(
-            &real,
+            &path,
             OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC,
             Mode::empty(),
-        )
-        .map_err(|e| unreadable(e.into()))?;
-        Ok(Self { path: real, dir })
+        );
+        match dir {
+            Ok(dir) => Ok(Self {
+                path,
+                on_host,
+                dir: Arc::new(dir),
+            }),
+            Err(e) => Err(RootError::Unreadable {
+                path,
+                source: e.into(),
+            }),
+        }
     }
 
     /// The root as this process sees it.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// The root as the host sees it.
+    #[must_use]
+    pub fn on_host(&self) -> &Path {
+        &self.on_host
     }
 
     /// Where this process finds a path of the root that has no links in it any more.
@@ -156,7 +185,13 @@ impl DriverRoot {
 
     fn open_in(&self, path: &Path, flags: OFlags) -> rustix::io::Result<OwnedFd> {
         let how = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;
-        rustix::fs::openat2(self.dir.as_fd(), relative(path), flags, Mode::empty(), how)
+        rustix::fs::openat2(
+            (*self.dir).as_fd(),
+            relative(path),
+            flags,
+            Mode::empty(),
+            how,
+        )
     }
 
     fn if_there(
@@ -235,6 +270,35 @@ mod tests {
             root.list(Path::new("/nowhere")).unwrap(),
             Vec::<String>::new()
         );
+    }
+
+    #[test]
+    fn a_root_of_the_host_is_found_by_the_hosts_own_path() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |p: &str| dir.path().join(p);
+        std::fs::create_dir_all(at("run/nvidia/driver/usr/lib64")).unwrap();
+        std::fs::create_dir(at("var")).unwrap();
+        symlink("/run", at("var/run")).unwrap();
+        std::fs::write(at("run/nvidia/driver/usr/lib64/libx.so.5"), "").unwrap();
+        symlink(
+            "/usr/lib64/libx.so.5",
+            at("run/nvidia/driver/usr/lib64/libx.so"),
+        )
+        .unwrap();
+
+        let host = DriverRoot::open(dir.path()).unwrap();
+        let of_host = |path: &str| DriverRoot::of_host(&host, Path::new(path)).unwrap();
+        assert!(of_host("/home/kubernetes/bin/nvidia").is_none());
+        let root = of_host("/var/run/nvidia/driver").unwrap();
+        assert_eq!(root.on_host(), Path::new("/run/nvidia/driver"));
+        assert_eq!(root.path(), host.path().join("run/nvidia/driver"));
+        let (real, _) = root
+            .resolve(Path::new("/usr/lib64/libx.so"))
+            .unwrap()
+            .unwrap();
+        assert_eq!(real, Path::new("/usr/lib64/libx.so.5"));
+        assert_eq!(of_host("/").unwrap().path(), host.path());
+        assert_eq!(of_host("/").unwrap().on_host(), Path::new("/"));
     }
 
     #[test]

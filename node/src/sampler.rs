@@ -169,6 +169,10 @@ impl Sampler {
         }
         self.gpus.retain(|gpu, _| by_gpu.contains_key(gpu));
         self.coarse = 0;
+        if by_gpu.is_empty() {
+            // An open NVML would keep the kernel driver from being unloaded.
+            utilization.close();
+        }
         let mut decisions = Vec::new();
         let mut pids = Vec::new();
         for (gpu, readings) in &mut by_gpu {

@@ -132,7 +132,7 @@ mod tests {
     use super::testing::library;
     use super::*;
     use crate::discover::discover;
-    use crate::discover::testing::{DEBIAN_535, lay_out};
+    use crate::testing::{DEBIAN_535, lay_out};
 
     const LIBCUDA: &str = "usr/lib/x86_64-linux-gnu/nvidia/current/libcuda.so.535.261.03";
 

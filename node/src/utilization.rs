@@ -13,6 +13,9 @@ pub trait Utilization {
     /// How much of it for which process, by PID on the host; who is not listed has none. `None` where
     /// nobody knows: without NVML, and where it does not say (MIG, vGPU).
     fn by_process(&mut self, gpu_uuid: &str) -> Option<Vec<(u32, f64)>>;
+
+    /// Nobody asks for a while: what is open for the answers is closed.
+    fn close(&mut self) {}
 }
 
 /// From one attempt to open NVML to the next. Without it shares have their cores all the same.
@@ -106,7 +109,7 @@ impl NvmlUtilization {
             && self.tried.is_none_or(|at| at.elapsed() > RETRY)
         {
             self.tried = Some(Instant::now());
-            self.opened = driver.open().ok();
+            self.opened = driver.open().ok().map(|opened| opened.nvml);
         }
         self.opened.as_deref()
     }
@@ -122,6 +125,14 @@ impl NvmlUtilization {
 }
 
 impl Utilization for NvmlUtilization {
+    fn close(&mut self) {
+        if self.driver.is_some() {
+            self.opened = None;
+            self.tried = None;
+            self.last.clear();
+        }
+    }
+
     fn whole(&mut self, gpu_uuid: &str) -> Option<f64> {
         let Ok(percent) = self.open()?.utilization(gpu_uuid) else {
             self.give_up();
@@ -145,22 +156,46 @@ mod tests {
     use std::sync::atomic::{AtomicU32, Ordering};
 
     use super::*;
-    use crate::nvml::{Description, NvmlError, ProcessMemory};
+    use crate::devices::DeviceNodes;
+    use crate::nvml::{Description, NvmlError, Opened, ProcessMemory, Traces};
+    use crate::root::DriverRoot;
 
     /// A driver that was replaced once: what was opened before fails.
     #[derive(Clone, Debug, Default)]
     struct Replaced {
         opened: Arc<AtomicU32>,
+        open: Arc<AtomicU32>,
     }
 
+    /// By which opening it was opened; counted down when it is closed.
     #[derive(Debug)]
-    struct Handle(bool);
+    struct Handle {
+        works: bool,
+        open: Arc<AtomicU32>,
+    }
+
+    impl Drop for Handle {
+        fn drop(&mut self) {
+            self.open.fetch_sub(1, Ordering::SeqCst);
+        }
+    }
 
     impl Driver for Replaced {
-        fn open(&self) -> Result<Box<dyn Nvml>, NvmlError> {
-            Ok(Box::new(Handle(
-                self.opened.fetch_add(1, Ordering::SeqCst) > 0,
-            )))
+        fn open(&self) -> Result<Opened, NvmlError> {
+            let root = DriverRoot::open(std::path::Path::new("/"))?;
+            self.open.fetch_add(1, Ordering::SeqCst);
+            Ok(Opened {
+                nvml: Box::new(Handle {
+                    works: self.opened.fetch_add(1, Ordering::SeqCst) > 0,
+                    open: Arc::clone(&self.open),
+                }),
+                nodes: DeviceNodes::find(&root, &root)?,
+                root,
+            })
+        }
+
+        fn traces(&self) -> Traces {
+            Traces::default()
         }
     }
 
@@ -170,7 +205,7 @@ mod tests {
         }
 
         fn utilization(&self, gpu_uuid: &str) -> Result<u32, NvmlError> {
-            match (self.0, gpu_uuid) {
+            match (self.works, gpu_uuid) {
                 (true, "here") => Ok(50),
                 _ => Err(NvmlError::Root("gone".into())),
             }
@@ -235,5 +270,19 @@ mod tests {
         assert_eq!(last.parts(), [(2, 0.0)]);
         last.note(after(2200), Vec::new());
         assert_eq!(last.parts(), []);
+    }
+
+    #[test]
+    fn an_nvml_that_nobody_asks_is_closed_and_opened_anew_at_once() {
+        let driver = Replaced::default();
+        let mut utilization = NvmlUtilization::new(Box::new(driver.clone()));
+        let open = || driver.open.load(Ordering::SeqCst);
+        assert_eq!((utilization.whole("here"), open()), (None, 1));
+        utilization.close();
+        assert_eq!(open(), 0);
+        assert_eq!((utilization.whole("here"), open()), (Some(0.5), 1));
+        utilization.close();
+        utilization.close();
+        assert_eq!(open(), 0);
     }
 }

@@ -5,4 +5,6 @@
 fn main() {
     println!("cargo::rustc-cdylib-link-arg=-Wl,-soname,libnvidia-ml.so.1");
     println!("cargo::rustc-cdylib-link-arg=-Wl,-Bsymbolic");
+    // It maps the machine once for each process, however often it is loaded.
+    println!("cargo::rustc-cdylib-link-arg=-Wl,-z,nodelete");
 }

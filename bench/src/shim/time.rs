@@ -2,13 +2,13 @@
 //! limit and alone.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Child;
 use std::time::Duration;
 
 use anyhow::{Context, ensure};
 use tranche_node::compute::PERIOD_NANOS;
-use tranche_node::nvml::library::InstalledDriver;
+use tranche_node::nvml::search::InstalledDriver;
 use tranche_node::sampler::{Sampler, now};
 use tranche_node::utilization::NvmlUtilization;
 
@@ -96,7 +96,7 @@ fn together(args: &Args, cores: &[u8], whole: f64) -> anyhow::Result<Vec<f64>> {
         .iter()
         .map(|world| PathBuf::from(format!("/proc/{}/root", world.id())).join(below))
         .collect();
-    let driver = InstalledDriver { root: "/".into() };
+    let driver = InstalledDriver::new(Path::new("/"), Some(Path::new("/")));
     let mut utilization = NvmlUtilization::new(Box::new(driver));
     let mut sampler = Sampler::new("/proc");
     loop {

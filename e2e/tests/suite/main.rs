@@ -5,6 +5,7 @@ mod cap;
 mod clients;
 mod compute;
 mod controller;
+mod driver;
 mod examples;
 mod exclusive;
 mod image;

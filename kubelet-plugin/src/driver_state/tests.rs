@@ -1,36 +1,64 @@
 //! A driver that comes late, breaks and changes.
 
 use std::collections::VecDeque;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::*;
 use crate::testing::World;
+use tranche_node::devices::DeviceNodes;
 use tranche_node::inventory::testing::two_h100;
-use tranche_node::nvml::{Description, ProcessMemory, ProcessSample};
+use tranche_node::nvml::{Description, Nvml, ProcessMemory, ProcessSample};
+use tranche_node::root::DriverRoot;
 
 type Answers<T> = Arc<Mutex<VecDeque<Result<T, NvmlError>>>>;
 
 /// Opens as scripted, at last always.
 #[derive(Debug)]
 struct ScriptedDriver {
+    root: PathBuf,
     openings: Answers<()>,
     descriptions: Answers<Description>,
+    traces: Arc<Mutex<Traces>>,
+    open: Arc<AtomicU32>,
 }
 
 /// Describes as scripted, at last two H100.
 #[derive(Debug)]
-struct ScriptedNvml(Answers<Description>);
+struct ScriptedNvml {
+    descriptions: Answers<Description>,
+    open: Arc<AtomicU32>,
+}
+
+impl Drop for ScriptedNvml {
+    fn drop(&mut self) {
+        self.open.fetch_sub(1, Ordering::SeqCst);
+    }
+}
 
 impl Driver for ScriptedDriver {
-    fn open(&self) -> Result<Box<dyn Nvml>, NvmlError> {
+    fn open(&self) -> Result<Opened, NvmlError> {
         let next = self.openings.lock().unwrap().pop_front();
         next.unwrap_or(Ok(()))?;
-        Ok(Box::new(ScriptedNvml(Arc::clone(&self.descriptions))))
+        let root = DriverRoot::open(&self.root)?;
+        self.open.fetch_add(1, Ordering::SeqCst);
+        Ok(Opened {
+            nvml: Box::new(ScriptedNvml {
+                descriptions: Arc::clone(&self.descriptions),
+                open: Arc::clone(&self.open),
+            }),
+            nodes: DeviceNodes::find(&root, &root)?,
+            root,
+        })
+    }
+
+    fn traces(&self) -> Traces {
+        self.traces.lock().unwrap().clone()
     }
 }
 
 impl Nvml for ScriptedNvml {
     fn describe(&self) -> Result<Description, NvmlError> {
-        let next = self.0.lock().unwrap().pop_front();
+        let next = self.descriptions.lock().unwrap().pop_front();
         next.unwrap_or_else(|| Ok(two_h100()))
     }
 
@@ -53,7 +81,7 @@ impl Nvml for ScriptedNvml {
 
 fn absent() -> NvmlError {
     NvmlError::NotFound {
-        root: "/driver-root".into(),
+        roots: "/driver-root".into(),
         searched: "/usr/lib64".into(),
     }
 }
@@ -62,6 +90,8 @@ struct Observed {
     world: World,
     openings: Answers<()>,
     descriptions: Answers<Description>,
+    traces: Arc<Mutex<Traces>>,
+    open: Arc<AtomicU32>,
     state: watch::Receiver<DriverState>,
     _stop: tokio_util::sync::DropGuard,
 }
@@ -74,12 +104,15 @@ fn observe(
     std::fs::create_dir_all(&world.layout.cdi).unwrap();
     let openings = Arc::new(Mutex::new(openings.into_iter().collect()));
     let descriptions = Arc::new(Mutex::new(descriptions.into_iter().collect()));
+    let (traces, open) = <(Arc<Mutex<Traces>>, Arc<AtomicU32>)>::default();
     let observer = Observer {
         driver: Box::new(ScriptedDriver {
+            root: world.driver_root(),
             openings: Arc::clone(&openings),
             descriptions: Arc::clone(&descriptions),
+            traces: Arc::clone(&traces),
+            open: Arc::clone(&open),
         }),
-        root: world.driver_root(),
         sysfs: "/nowhere".into(),
         spec_file: Arc::new(SpecFile::new(Arc::new(fs::HostFs), &world.layout)),
         layout: world.layout.clone(),
@@ -91,6 +124,8 @@ fn observe(
         world,
         openings,
         descriptions,
+        traces,
+        open,
         state,
         _stop: stop.drop_guard(),
     }
@@ -132,10 +167,10 @@ async fn a_driver_that_stops_answering_is_opened_anew() {
     };
     let mut observed = observe([], [Ok(two_h100()), Err(lost)]);
     observed.until_gpus(2).await;
-    observed.openings.lock().unwrap().push_back(Err(absent()));
     let gone = observed
         .until(|s| matches!(s, DriverState::Absent(_)))
         .await;
+    observed.openings.lock().unwrap().push_back(Err(absent()));
     assert!(matches!(gone, DriverState::Absent(why) if why.to_string().contains("GPU is lost")));
     observed
         .until(|s| matches!(s, DriverState::Absent(why) if why.to_string().contains("driverRoot")))
@@ -186,4 +221,61 @@ async fn functions_that_nobody_knows_are_told() {
     observed
         .until(|s| matches!(s, DriverState::Ready(r) if r.inventory.unknown_functions == ["cuAskTheFuture"]))
         .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn nvml_is_closed_after_every_look() {
+    let mut observed = observe([], []);
+    observed.until_gpus(2).await;
+    assert_eq!(observed.open.load(Ordering::SeqCst), 0);
+    let mut one = two_h100();
+    one.gpus.truncate(1);
+    observed.descriptions.lock().unwrap().push_back(Ok(one));
+    observed.until_gpus(1).await;
+    assert_eq!(observed.open.load(Ordering::SeqCst), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_driver_whose_traces_change_is_looked_at_within_seconds() {
+    let mut observed = observe([], []);
+    observed.until_gpus(2).await;
+    for (version, state) in [("", false), ("550.54.15", false), ("535.261.03", true)] {
+        if version.is_empty() {
+            let gone = [Err(absent())];
+            *observed.openings.lock().unwrap() = gone.into();
+        } else {
+            let mut other = two_h100();
+            other.driver_version = version.to_owned();
+            *observed.descriptions.lock().unwrap() = [Ok(other)].into();
+        }
+        let changed = tokio::time::Instant::now();
+        let trace = (
+            PathBuf::from("/proc/driver/nvidia/version"),
+            version.to_owned(),
+        );
+        *observed.traces.lock().unwrap() = Traces(vec![trace]);
+        observed.state.mark_unchanged();
+        observed
+            .until(|s| matches!(s, DriverState::Ready(_)) == state)
+            .await;
+        assert!(changed.elapsed() < Duration::from_secs(5), "{version}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn missing_device_nodes_are_an_error_with_a_reason() {
+    let mut observed = observe([], []);
+    observed.until_gpus(2).await;
+    let uvm = observed.world.driver_root().join("dev/nvidia-uvm");
+    std::fs::remove_file(uvm).unwrap();
+    let state = observed
+        .until(|s| matches!(s, DriverState::Absent(_)))
+        .await;
+    let DriverState::Absent(why) = state else {
+        unreachable!()
+    };
+    assert_eq!(why.reason(), "DeviceNodesMissing");
+    assert!(why.to_string().contains("/dev/nvidia-uvm"), "{why}");
+    observed.world.make_node("nvidia-uvm");
+    observed.until_gpus(2).await;
 }

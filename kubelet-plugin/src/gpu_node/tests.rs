@@ -71,7 +71,7 @@ impl Running {
 
     fn driver_goes(&self) {
         let why = tranche_node::nvml::NvmlError::NotFound {
-            root: "/driver-root".into(),
+            roots: "/driver-root".into(),
             searched: "/usr/lib64".into(),
         };
         let absent = DriverState::Absent(Arc::new(DriverError::Nvml(why)));

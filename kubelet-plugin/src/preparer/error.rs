@@ -71,13 +71,13 @@ pub enum Problem {
     Root(#[from] RootError),
     /// The GPU has no device node.
     #[error(
-        "driver root {root} has no device node {node}: on the node, run `nvidia-smi` or \
+        "the host has no device node {node} below {root}: on the node, run `nvidia-smi` or \
          `nvidia-modprobe -u -c=0` to make it"
     )]
     NoDeviceNode {
         /// From the root.
         node: String,
-        /// As the plugin sees it.
+        /// As the host sees it.
         root: PathBuf,
     },
     /// Memory of a GPU is in use by nobody.

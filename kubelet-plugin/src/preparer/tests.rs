@@ -371,7 +371,7 @@ async fn no_driver_means_an_error_with_the_way_out() {
     let plugin = world.start();
     world.api.put(claim("a", &[whole("gpu", 0)]));
     let absent = NvmlError::NotFound {
-        root: "/driver-root".into(),
+        roots: "/driver-root".into(),
         searched: "/usr/lib64".into(),
     };
     let absent = DriverState::Absent(Arc::new(DriverError::Nvml(absent)));

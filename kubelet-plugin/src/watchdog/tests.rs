@@ -9,7 +9,11 @@ use std::sync::Mutex;
 
 use serde_json::json;
 use tranche_api::GpuNode;
-use tranche_node::nvml::{Description, Nvml, NvmlError, ProcessMemory, ProcessSample};
+use tranche_node::devices::DeviceNodes;
+use tranche_node::nvml::{
+    Description, Nvml, NvmlError, Opened, ProcessMemory, ProcessSample, Traces,
+};
+use tranche_node::root::DriverRoot;
 use tranche_shim_core::layout;
 
 use super::*;
@@ -24,8 +28,17 @@ const CONTEXT: u64 = 300 << 20;
 struct Gpus(Arc<Mutex<(Vec<ProcessMemory>, u64)>>);
 
 impl Driver for Gpus {
-    fn open(&self) -> Result<Box<dyn Nvml>, NvmlError> {
-        Ok(Box::new(self.clone()))
+    fn open(&self) -> Result<Opened, NvmlError> {
+        let root = DriverRoot::open(Path::new("/"))?;
+        Ok(Opened {
+            nvml: Box::new(self.clone()),
+            nodes: DeviceNodes::find(&root, &root)?,
+            root,
+        })
+    }
+
+    fn traces(&self) -> Traces {
+        Traces::default()
     }
 }
 

@@ -1,7 +1,7 @@
-//! The driver's own libnvidia-ml, loaded from the driver root.
+//! The driver's own libnvidia-ml.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::Path;
 
 use nvml_wrapper::bitmasks::InitFlags;
 use nvml_wrapper::enum_wrappers::device::Brand;
@@ -11,46 +11,25 @@ use nvml_wrapper::{cuda_driver_version_major, cuda_driver_version_minor};
 
 use tranche_api::gpu_node::MigMode;
 
-use super::{Description, Driver, GpuDescription, Nvml, NvmlError, ProcessMemory, ProcessSample};
-use crate::discover::LIBRARY_FOLDERS;
-use crate::root::{DriverRoot, Kind};
+use super::{Description, GpuDescription, Nvml, NvmlError, ProcessMemory, ProcessSample};
 
 /// NVML_DEVICE_MIG_ENABLE.
 const MIG_ENABLED: u32 = 1;
-const SONAME: &str = "libnvidia-ml.so.1";
 
-/// The driver root whose libnvidia-ml is to be used.
-#[derive(Clone, Debug)]
-pub struct InstalledDriver {
-    /// As this process sees it.
-    pub root: PathBuf,
-}
-
-impl Driver for InstalledDriver {
-    fn open(&self) -> Result<Box<dyn Nvml>, NvmlError> {
-        let root = DriverRoot::open(&self.root)?;
-        for folder in LIBRARY_FOLDERS {
-            let name = PathBuf::from(folder).join(SONAME);
-            if let Some((real, Kind::File { .. })) = root.resolve(&name)? {
-                let path = root.here(&real);
-                // NVML itself must not need a GPU: one may come up later.
-                return match nvml_wrapper::Nvml::builder()
-                    .lib_path(path.as_os_str())
-                    .flags(InitFlags::NO_GPUS)
-                    .init()
-                {
-                    Ok(nvml) => Ok(Box::new(Library { nvml })),
-                    Err(e) => Err(NvmlError::Start {
-                        path,
-                        reason: e.to_string(),
-                    }),
-                };
-            }
-        }
-        Err(NvmlError::NotFound {
-            root: self.root.clone(),
-            searched: LIBRARY_FOLDERS.join(", "),
-        })
+/// Loads the library at `path` and starts it. Its files, `/dev/nvidiactl` and those of GPUs, are open
+/// until the result is dropped.
+pub(super) fn open(path: &Path) -> Result<Box<dyn Nvml>, NvmlError> {
+    // NVML itself must not need a GPU: one may come up later.
+    let nvml = nvml_wrapper::Nvml::builder()
+        .lib_path(path.as_os_str())
+        .flags(InitFlags::NO_GPUS)
+        .init();
+    match nvml {
+        Ok(nvml) => Ok(Box::new(Library { nvml })),
+        Err(e) => Err(NvmlError::Start {
+            path: path.to_owned(),
+            reason: e.to_string(),
+        }),
     }
 }
 

@@ -226,3 +226,38 @@ fn a_page_that_its_tenant_broke_is_said_and_the_others_go_on() {
     assert_eq!(bad[0].share, shares[0]);
     assert_eq!(refill(&shares[1]).1.rate, 4 * WHOLE);
 }
+
+/// Counts how often it is asked and closed.
+#[derive(Default)]
+struct Counted {
+    asked: u32,
+    closed: u32,
+}
+
+impl Utilization for Counted {
+    fn whole(&mut self, _: &str) -> Option<f64> {
+        self.asked += 1;
+        None
+    }
+    fn by_process(&mut self, _: &str) -> Option<Vec<(u32, f64)>> {
+        None
+    }
+    fn close(&mut self) {
+        self.closed += 1;
+    }
+}
+
+/// An open NVML keeps the kernel driver from being unloaded.
+#[test]
+fn without_shares_nobody_holds_nvml() {
+    let root = tempfile::tempdir().unwrap();
+    let limited = share(root.path(), "a", Some(25));
+    let unlimited = share(root.path(), "b", None);
+    let (mut sampler, mut nvml) = (Sampler::new("/proc"), Counted::default());
+    sampler.step(SECOND, &[unlimited.clone()], &mut nvml);
+    assert_eq!((nvml.asked, nvml.closed), (0, 1));
+    sampler.step(2 * SECOND, &[unlimited.clone(), limited], &mut nvml);
+    assert_eq!((nvml.asked, nvml.closed), (1, 1));
+    sampler.step(3 * SECOND, &[unlimited], &mut nvml);
+    assert_eq!((nvml.asked, nvml.closed), (1, 2));
+}

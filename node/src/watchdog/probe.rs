@@ -161,7 +161,7 @@ impl Probe {
             Some(nvml) => nvml,
             None if self.tried.is_none_or(|at| at.elapsed() >= RETRY) => {
                 self.tried = Some(Instant::now());
-                self.opened.insert(self.driver.open()?)
+                self.opened.insert(self.driver.open()?.nvml)
             }
             None => return Err(NvmlError::Root("NVML could not be opened just now".into())),
         };

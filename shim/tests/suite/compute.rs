@@ -1,13 +1,13 @@
 //! The compute share on the simulated machine: how much of the GPU's time programs get, as the GPU
 //! itself counts it.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Barrier, mpsc};
 use std::thread::ScopedJoinHandle;
 use std::time::Duration;
 
 use tranche_node::compute::PERIOD_NANOS;
-use tranche_node::nvml::library::InstalledDriver;
+use tranche_node::nvml::search::InstalledDriver;
 use tranche_node::sampler::{Sampler, now};
 use tranche_node::utilization::NvmlUtilization;
 use tranche_shim_core::ComputePolicy;
@@ -210,9 +210,7 @@ fn contended(shares: &[(u8, ComputePolicy, &str)]) -> Vec<f64> {
             .collect();
         drop(to_sampler);
         let folders: Vec<PathBuf> = folders.iter().collect();
-        let driver = InstalledDriver {
-            root: node.root().to_owned(),
-        };
+        let driver = InstalledDriver::new(Path::new("/"), Some(node.root()));
         let mut utilization = NvmlUtilization::new(Box::new(driver));
         let mut sampler = Sampler::new("/proc");
         let is_over = || containers.iter().any(ScopedJoinHandle::is_finished);

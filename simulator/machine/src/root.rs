@@ -1,6 +1,7 @@
 //! Where the driver is installed: the library's own place says.
 
 use std::ffi::{CStr, OsStr, c_void};
+use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
@@ -11,6 +12,10 @@ use rustix::io::Errno;
 pub const LIBRARY_DIR: &str = "usr/lib/x86_64-linux-gnu";
 /// The socket under the root.
 pub const SOCKET: &str = "run/nvidia-persistenced/socket";
+/// Under the root where that is a host's `/`: also where it is mounted elsewhere, a process opens the nodes of its own
+/// `/dev`, as a real driver's libraries do. Other roots are laid out where nobody may write `/dev`, and have their nodes
+/// below them.
+pub const HOST_MARK: &str = "etc/nvidia-sim/host";
 /// The page's file under the root, on tmpfs wherever `/run` is.
 pub const PAGE_FILE: &str = "run/nvidia-persistenced/machine";
 
@@ -76,16 +81,29 @@ impl DriverRoot {
         self.0.join(SOCKET)
     }
 
-    /// Whether this process has the device node `dev/<name>`: it exists, and
-    /// neither its mode nor the device cgroup keeps it from being opened.
+    /// Opens the device node `dev/<name>`, as the driver's libraries do for as long as they are initialised; `None`
+    /// where it does not exist, or its mode or the device cgroup keeps this process from opening it.
+    #[must_use]
+    pub fn open_node(&self, name: &str) -> Option<OwnedFd> {
+        let dev = if self.0.join(HOST_MARK).exists() {
+            Path::new("/dev").to_owned()
+        } else {
+            self.0.join("dev")
+        };
+        let path = dev.join(name);
+        let open = |flags| rustix::fs::open(&path, flags | OFlags::CLOEXEC, Mode::empty());
+        match open(OFlags::RDWR) {
+            Ok(file) => Some(file),
+            // A node whose driver is not in the kernel: what the simulator has.
+            Err(Errno::NXIO | Errno::NODEV) => open(OFlags::PATH).ok(),
+            Err(_) => None,
+        }
+    }
+
+    /// Whether this process has the device node `dev/<name>`.
     #[must_use]
     pub fn has_node(&self, name: &str) -> bool {
-        let path = self.0.join("dev").join(name);
-        match rustix::fs::open(&path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()) {
-            Ok(_) => true,
-            // A node whose driver is not in the kernel: what the simulator has.
-            Err(error) => error == Errno::NXIO || error == Errno::NODEV,
-        }
+        self.open_node(name).is_some()
     }
 }
 
@@ -123,5 +141,18 @@ mod tests {
         std::fs::write(folder.path().join("dev/nvidia0"), "").unwrap();
         assert!(root.has_node("nvidia0"));
         assert!(!root.has_node("nvidia1"));
+    }
+
+    #[test]
+    fn a_hosts_root_has_its_nodes_in_the_process_own_dev() {
+        let folder = tempfile::tempdir().unwrap();
+        let root = DriverRoot::new(folder.path());
+        std::fs::create_dir(folder.path().join("dev")).unwrap();
+        std::fs::write(folder.path().join("dev/nvidia0"), "").unwrap();
+        let mark = folder.path().join(HOST_MARK);
+        std::fs::create_dir_all(mark.parent().unwrap()).unwrap();
+        std::fs::write(mark, "").unwrap();
+        // Every process has a /dev/null.
+        assert!(!root.has_node("nvidia0") && root.has_node("null"));
     }
 }

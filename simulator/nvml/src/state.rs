@@ -1,6 +1,7 @@
 //! What `nvmlInit` finds, and the handles it gives out.
 
-use std::sync::{Mutex, PoisonError, RwLock};
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use nvml_wrapper_sys::bindings::nvmlDevice_t;
 use tranche_simulator_machine::layout::{GpuState, MAX_GPUS};
@@ -16,6 +17,8 @@ pub struct Library {
     pub shared: &'static Shared,
     /// The GPUs this process can see, as indices into the page.
     pub visible: Vec<usize>,
+    /// The device nodes, open until the last shutdown.
+    _nodes: Arc<Vec<OwnedFd>>,
 }
 
 /// A GPU behind a handle.
@@ -61,21 +64,24 @@ pub fn device(handle: nvmlDevice_t) -> Result<Device, Code> {
 impl Library {
     fn open() -> Result<Self, Code> {
         let root = DriverRoot::of_library(&HANDLES);
-        if !root.has_node("nvidiactl") {
-            return Err(Code::DRIVER_NOT_LOADED);
-        }
+        let mut nodes = vec![root.open_node("nvidiactl").ok_or(Code::DRIVER_NOT_LOADED)?];
         let attachment = Attachment::new(&root, Access::Observe).map_err(|error| match error {
             AttachError::Mismatch => Code::LIB_RM_VERSION_MISMATCH,
             _ => Code::DRIVER_NOT_LOADED,
         })?;
         let shared = attachment.shared();
-        let visible = (0..shared.gpus().len())
-            .filter(|gpu| root.has_node(&format!("nvidia{}", shared.gpus[*gpu].minor)))
-            .collect();
+        let mut visible = Vec::new();
+        for gpu in 0..shared.gpus().len() {
+            if let Some(node) = root.open_node(&format!("nvidia{}", shared.gpus[gpu].minor)) {
+                nodes.push(node);
+                visible.push(gpu);
+            }
+        }
         Ok(Self {
             root,
             shared,
             visible,
+            _nodes: Arc::new(nodes),
         })
     }
 }

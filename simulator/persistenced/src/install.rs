@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, bail};
 use tranche_simulator_machine::Description;
-use tranche_simulator_machine::root::LIBRARY_DIR;
+use tranche_simulator_machine::root::{HOST_MARK, LIBRARY_DIR};
 
 use crate::nodes;
 
@@ -72,6 +72,9 @@ pub fn install(parts: &Path, root: &Path, machine: &Path, gpus: Option<u32>) -> 
         )?;
     }
     fs::create_dir_all(root.join("run/nvidia-persistenced"))?;
+    if fs::canonicalize(root)? == Path::new("/") {
+        write(&root.join(HOST_MARK), b"", 0o644)?;
+    }
     let count = u32::try_from(description.gpu_count()).unwrap_or(u32::MAX);
     nodes::make(root, count)
 }

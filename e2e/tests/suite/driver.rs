@@ -1,0 +1,233 @@
+//! The node's driver comes late, goes and comes back, and somebody deletes what the node says of itself.
+
+use std::time::Duration;
+
+use anyhow::{Context, ensure};
+use k8s_openapi::api::core::v1::{Event, Pod};
+use kube::ResourceExt;
+use kube::api::{Api, DeleteParams};
+use kube::runtime::watcher;
+use tranche_api::conditions::DRIVER_READY;
+use tranche_api::gpu_node::GpuNode;
+use tranche_api::names::taint;
+use tranche_e2e::{Case, Request, SYSTEM, run, system, wait};
+
+/// How soon a deleted GpuNode is back, and a change of the driver is known.
+const SECONDS: Duration = Duration::from_secs(10);
+/// Where the driver's libraries go while there is no driver, and its device nodes.
+const LIBRARIES: &str = "/usr/lib/x86_64-linux-gnu";
+const AWAY: &str = "/usr/lib/x86_64-linux-gnu/away";
+
+/// Whether the GpuNode says that the driver is ready, and the reason.
+fn driver_ready(node: &GpuNode) -> Option<(bool, String)> {
+    let conditions = &node.status.as_ref()?.conditions;
+    let ready = conditions.iter().find(|c| c.type_ == DRIVER_READY)?;
+    Some((ready.status == "True", ready.reason.clone()))
+}
+
+async fn until_driver(case: &Case, what: &str, ready: bool) -> anyhow::Result<GpuNode> {
+    let nodes: Api<GpuNode> = Api::all(case.client.clone());
+    wait::for_one(nodes, case.node.name(), what, wait::USUAL, |node| {
+        let node = node?;
+        (driver_ready(node)?.0 == ready).then(|| node.clone())
+    })
+    .await
+}
+
+/// Takes the driver's libraries away until the test ends; the returned script brings them back.
+async fn unload(case: &Case) -> anyhow::Result<String> {
+    let back = format!("if [ -d {AWAY} ]; then mv {AWAY}/* {LIBRARIES}/; rmdir {AWAY}; fi");
+    let (node, script, plugin) = (case.node.clone(), back.clone(), case.plugin());
+    case.afterwards("the driver", async move {
+        node.shell(&script).await?;
+        plugin.published().await.map(drop)
+    });
+    case.node
+        .shell(&format!(
+            "mkdir {AWAY}; mv {LIBRARIES}/libnvidia-ml.so* {LIBRARIES}/libcuda.so* {AWAY}/"
+        ))
+        .await?;
+    Ok(back)
+}
+
+#[test]
+fn a_driver_that_goes_takes_its_devices_with_it_and_brings_them_back() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let plugin = case.plugin();
+        let before = plugin.published().await?;
+        let namespace = case.namespace("driver").await?;
+        let hold = [
+            "tranche-workload",
+            "--json",
+            "hold",
+            "--bytes",
+            "2Gi",
+            "--beat",
+            "100",
+        ];
+        let share = Request::capped("3Gi", "10");
+        let holder = namespace.running("holder", &share, &hold).await?;
+        holder.started().await?;
+        let beat = holder.next_beat().await?;
+
+        let back = unload(case).await?;
+        let node = until_driver(case, "no driver", false).await?;
+        let inventory = node.status.as_ref().and_then(|s| s.inventory.as_ref());
+        ensure!(inventory.is_none(), "{inventory:?}");
+        ensure!(
+            driver_ready(&node) == Some((false, "DriverNotFound".into())),
+            "{:?}",
+            node.status
+        );
+        plugin
+            .slices("no device offered", SECONDS, |slices| {
+                let mut devices = slices
+                    .values()
+                    .flat_map(|slice| slice.spec.devices.iter().flatten());
+                devices
+                    .all(|device| {
+                        let mut taints = device.taints.iter().flatten();
+                        taints.any(|taint| taint.key == taint::WITHDRAWN)
+                    })
+                    .then_some(())
+            })
+            .await?;
+        let late = namespace.idle("late", &share).await?;
+        late.unschedulable().await?;
+        let events: Api<Event> = Api::namespaced(case.client.clone(), "default");
+        let about = watcher::Config::default().fields(&format!(
+            "involvedObject.kind=GpuNode,involvedObject.name={},reason=DriverNotFound",
+            case.node.name()
+        ));
+        wait::for_all(events, about, "the event", SECONDS, |events| {
+            (!events.is_empty()).then_some(())
+        })
+        .await?;
+        // The allocated device stays, so that its GPU is given to nobody else.
+        plugin
+            .slices("the allocated device alone", wait::USUAL, |slices| {
+                let slices = system::complete(slices)?;
+                let devices = slices
+                    .values()
+                    .flat_map(|slice| slice.spec.devices.iter().flatten());
+                (devices.count() == 1).then_some(())
+            })
+            .await?;
+        let after = holder.next_beat().await?;
+        ensure!(after.beat > beat.beat && after.errors == 0, "{after:?}");
+
+        // Without a driver a GpuNode that is deleted comes back without an inventory.
+        let nodes: Api<GpuNode> = Api::all(case.client.clone());
+        nodes
+            .delete(case.node.name(), &DeleteParams::default())
+            .await?;
+        let uid = node.uid();
+        let again = wait::for_one(
+            nodes,
+            case.node.name(),
+            "the GpuNode back",
+            SECONDS,
+            |node| {
+                let node = node.filter(|node| node.uid() != uid)?;
+                driver_ready(node).map(|_| node.clone())
+            },
+        )
+        .await?;
+        let inventory = again.status.as_ref().and_then(|s| s.inventory.as_ref());
+        ensure!(inventory.is_none(), "{inventory:?}");
+        // Unprepare needs no driver.
+        holder.delete().await?;
+
+        case.node.shell(&back).await?;
+        until_driver(case, "the driver back", true).await?;
+        late.started().await?;
+        let now = plugin.published().await?;
+        ensure!(
+            now.keys().eq(before.keys()),
+            "{:?} {:?}",
+            now.keys(),
+            before.keys()
+        );
+        Ok(())
+    })
+}
+
+/// The plugin's own /dev is filled when its container starts: nodes of a driver that is loaded later are not in it.
+#[test]
+fn a_driver_that_is_loaded_after_the_plugin_started_is_found() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let plugin = case.plugin();
+        plugin.published().await?;
+        let back = "if [ -d /dev/away ]; then mv /dev/away/* /dev/; rmdir /dev/away; fi";
+        let (node, restored) = (case.node.clone(), case.plugin());
+        case.afterwards("the device nodes", async move {
+            node.shell(back).await?;
+            restored.published().await.map(drop)
+        });
+        let old = plugin.ready(None).await?;
+        case.node
+            .shell("mkdir /dev/away; mv /dev/nvidia* /dev/away/")
+            .await?;
+        until_driver(case, "no device nodes", false).await?;
+        let pods: Api<Pod> = Api::namespaced(case.client.clone(), SYSTEM);
+        pods.delete(&old.name_any(), &DeleteParams::default())
+            .await?;
+        // The new plugin registers, without a driver.
+        let epoch = system::epoch(&plugin.gpu_node().await?);
+        let nodes: Api<GpuNode> = Api::all(case.client.clone());
+        wait::for_one(
+            nodes,
+            case.node.name(),
+            "a new registration",
+            wait::USUAL,
+            |node| (system::epoch(node?) > epoch).then_some(()),
+        )
+        .await?;
+        let ready = driver_ready(&plugin.gpu_node().await?).context("no condition")?;
+        ensure!(!ready.0, "{ready:?}");
+
+        case.node.shell(back).await?;
+        until_driver(case, "the driver", true).await?;
+        plugin.published().await?;
+        let namespace = case.namespace("late-driver").await?;
+        let pod = namespace.idle("pod", &Request::capped("1Gi", "10")).await?;
+        pod.started().await.map(drop)
+    })
+}
+
+#[test]
+fn a_deleted_gpu_node_is_back_within_seconds_and_its_slices_stay() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let plugin = case.plugin();
+        let before = plugin.published().await?;
+        let old = plugin.gpu_node().await?;
+        let nodes: Api<GpuNode> = Api::all(case.client.clone());
+        nodes
+            .delete(case.node.name(), &DeleteParams::default())
+            .await?;
+        let new = wait::for_one(
+            nodes,
+            case.node.name(),
+            "the GpuNode back and published",
+            SECONDS,
+            |node| {
+                let node = node.filter(|node| node.uid() != old.uid())?;
+                let status = node.status.as_ref()?;
+                let published = status.published.as_ref()?;
+                (published.epoch == system::epoch(node)).then(|| node.clone())
+            },
+        )
+        .await?;
+        ensure!(
+            system::epoch(&new) > system::epoch(&old),
+            "{:?}",
+            new.status
+        );
+        let after = plugin.published().await?;
+        let same = before
+            .iter()
+            .all(|(name, slice)| after.get(name).is_some_and(|now| now.uid() == slice.uid()));
+        ensure!(same && after.len() == before.len(), "slices were made anew");
+        Ok(())
+    })
+}

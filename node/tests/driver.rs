@@ -1,0 +1,172 @@
+//! A driver that comes, goes and comes back, by the real search and the real loading of the simulator's NVML.
+//!
+//! Needs the simulator in `target/simulator` (`make simulator`).
+
+#![allow(
+    clippy::unwrap_used,
+    reason = "a test that cannot go on should say where"
+)]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use tranche_node::nvml::search::InstalledDriver;
+use tranche_node::nvml::{Driver as _, NvmlError};
+use tranche_node::utilization::{NvmlUtilization, Utilization as _};
+
+/// A host without a driver.
+struct Host {
+    dir: tempfile::TempDir,
+    daemons: Vec<Child>,
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        for daemon in &mut self.daemons {
+            let _ = daemon.kill();
+            let _ = daemon.wait();
+        }
+    }
+}
+
+impl Host {
+    fn new() -> Self {
+        Self {
+            dir: tempfile::tempdir().unwrap(),
+            daemons: Vec::new(),
+        }
+    }
+
+    fn at(&self, path: &str) -> PathBuf {
+        self.dir.path().join(path.trim_start_matches('/'))
+    }
+
+    /// Installs a driver with two T4 in a folder of the host, and loads it.
+    fn install(&mut self, root: &str) {
+        let simulator = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/simulator");
+        let program = simulator.join("nvidia-sim-persistenced");
+        assert!(program.exists(), "run `make simulator` first");
+        let root = self.at(root);
+        let installed = Command::new(&program)
+            .arg("install-root")
+            .arg(&root)
+            .args(["--gpu-model", "T4", "--gpus", "2"])
+            .status();
+        assert!(installed.unwrap().success());
+        let daemon = Command::new(&program)
+            .arg("--root")
+            .arg(&root)
+            .stderr(Stdio::null())
+            .spawn();
+        self.daemons.push(daemon.unwrap());
+        let socket = root.join("run/nvidia-persistenced/socket");
+        let begun = Instant::now();
+        while std::os::unix::net::UnixStream::connect(&socket).is_err_and(|e| {
+            // It is no stream socket: that it is refused as such says that it listens.
+            e.raw_os_error() != Some(rustix::io::Errno::PROTOTYPE.raw_os_error())
+        }) {
+            assert!(begun.elapsed() < Duration::from_secs(30), "no daemon");
+            std::thread::yield_now();
+        }
+    }
+
+    fn driver(&self, root: Option<&str>) -> InstalledDriver {
+        InstalledDriver::new(self.dir.path(), root.map(Path::new)).with_dev(&self.at("own-dev"))
+    }
+
+    /// The device nodes of this host that this process has open.
+    fn open_nodes(&self) -> Vec<PathBuf> {
+        let files = fs::read_dir("/proc/self/fd").unwrap();
+        let mut open: Vec<_> = files
+            .filter_map(|file| fs::read_link(file.ok()?.path()).ok())
+            .filter(|path| path.starts_with(self.dir.path()))
+            .filter(|path| path.parent().is_some_and(|folder| folder.ends_with("dev")))
+            .collect();
+        open.sort();
+        open
+    }
+}
+
+#[test]
+fn a_driver_that_comes_goes_and_comes_back_is_found_each_time() {
+    let mut host = Host::new();
+    let driver = host.driver(None);
+    let none = driver.traces();
+    let error = driver.open().unwrap_err();
+    assert!(matches!(error, NvmlError::NotFound { .. }), "{error}");
+
+    // The driver container's root appears.
+    host.install("/run/nvidia/driver");
+    let there = driver.traces();
+    assert_ne!(there, none);
+    let opened = driver.open().unwrap();
+    assert_eq!(opened.root.on_host(), Path::new("/run/nvidia/driver"));
+    assert_eq!(opened.nvml.describe().unwrap().gpus.len(), 2);
+    assert_eq!(driver.traces(), there, "looking changes nothing");
+    drop(opened);
+
+    // It is renamed away as a whole, and back.
+    let away = host.at("/run/nvidia/away");
+    fs::rename(host.at("/run/nvidia/driver"), &away).unwrap();
+    assert_eq!(driver.traces(), none);
+    driver.open().unwrap_err();
+    fs::rename(&away, host.at("/run/nvidia/driver")).unwrap();
+    assert_eq!(driver.traces(), there);
+    assert_eq!(
+        driver.open().unwrap().nvml.describe().unwrap().gpus.len(),
+        2
+    );
+
+    // The same version installed anew is another driver.
+    host.install("/run/nvidia/driver");
+    assert_ne!(driver.traces(), there);
+}
+
+#[test]
+fn the_first_root_whose_library_starts_is_the_drivers() {
+    let mut host = Host::new();
+    // What is left of another driver does not start.
+    let left = host.at("/usr/lib64");
+    fs::create_dir_all(&left).unwrap();
+    fs::write(left.join("libnvidia-ml.so.1"), "").unwrap();
+    let error = host.driver(None).open().unwrap_err();
+    assert!(matches!(error, NvmlError::Start { .. }), "{error}");
+    host.install("/home/kubernetes/bin/nvidia");
+    let opened = host.driver(None).open().unwrap();
+    assert_eq!(
+        opened.root.on_host(),
+        Path::new("/home/kubernetes/bin/nvidia")
+    );
+    // One that is given is searched alone.
+    let error = host.driver(Some("/")).open().unwrap_err();
+    assert!(matches!(error, NvmlError::Start { .. }), "{error}");
+}
+
+#[test]
+fn no_device_node_is_open_when_nobody_looks() {
+    let mut host = Host::new();
+    host.install("/run/nvidia/driver");
+    let driver = host.driver(None);
+    assert_eq!(host.open_nodes(), [""; 0].map(PathBuf::from));
+    let node = |name: &str| host.at("/run/nvidia/driver/dev").join(name);
+    let all = [node("nvidia0"), node("nvidia1"), node("nvidiactl")];
+    for _ in 0..3 {
+        let opened = driver.open().unwrap();
+        opened.nvml.describe().unwrap();
+        assert_eq!(host.open_nodes(), all);
+        drop(opened);
+        assert_eq!(host.open_nodes(), [""; 0].map(PathBuf::from));
+    }
+
+    // The sampler holds NVML while it has shares to ask for.
+    let uuid = driver.open().unwrap().nvml.describe().unwrap().gpus[0]
+        .uuid
+        .clone();
+    let mut utilization = NvmlUtilization::new(Box::new(driver));
+    assert!(utilization.whole(&uuid).is_some());
+    assert_eq!(host.open_nodes(), all);
+    utilization.close();
+    assert_eq!(host.open_nodes(), [""; 0].map(PathBuf::from));
+}
