@@ -33,6 +33,11 @@ void odd_devices(int n) { devices = n; }
 void odd_fail_next(CUresult code) { fail_next = code; }
 void odd_pitch(size_t to) { pitch_to = to; }
 void odd_pool_step(size_t to) { pool_step = to; }
+// What is freed in a stream's order is in use until the program waits; how often it did.
+static int frees_wait, waits;
+static size_t freed_later[64];
+void odd_frees_wait(int on) { frees_wait = on; }
+int odd_waits(int unused) { return waits; }
 void odd_pool_keeps(int on) { pool_keeps = on; }
 // What the device really holds, whatever anybody counts.
 size_t odd_held(int device) {
@@ -101,8 +106,8 @@ CUresult cuStreamIsCapturing(void *stream, unsigned *status) { *status = 0; retu
 CUresult cuDeviceGetMemPool(uint64_t *pool, int device) { *pool = 0x2000 + device; return OK; }
 CUresult cuDeviceGetDefaultMemPool(uint64_t *pool, int device) { *pool = 0x2000 + device; return OK; }
 CUresult cuMemPoolGetAttribute(uint64_t pool, int which, uint64_t *value) {
-    if (which != 5) return INVALID_VALUE;
-    *value = pool_reserved[pool - 0x2000];
+    if (which != 5 && which != 7) return INVALID_VALUE;
+    *value = (which == 5 ? pool_reserved : pool_used)[pool - 0x2000];
     return OK;
 }
 CUresult cuMemPoolTrimTo(uint64_t pool, size_t keep) {
@@ -140,7 +145,11 @@ CUresult cuDeviceGetGraphMemAttribute(int device, int which, uint64_t *value) {
 }
 CUresult cuDeviceGraphMemTrim(int device) { graphs_reserved[device] = graphs_used[device]; return OK; }
 // A pool gives back when the program waits, and not before.
-CUresult cuCtxSynchronize(void) { return current < 0 ? INVALID_CONTEXT : pool_keeps ? OK : cuMemPoolTrimTo(0x2000 + current, 0); }
+CUresult cuCtxSynchronize(void) {
+    waits++;
+    if (current >= 0) { pool_used[current] -= freed_later[current]; freed_later[current] = 0; }
+    return current < 0 ? INVALID_CONTEXT : pool_keeps ? OK : cuMemPoolTrimTo(0x2000 + current, 0);
+}
 CUresult cuMemAllocManaged(uint64_t *pointer, size_t size, unsigned flags) { return allocate(pointer, size); }
 CUresult cuMemAllocPitch_v2(uint64_t *pointer, size_t *pitch, size_t width, size_t height, unsigned element) {
     *pitch = (width + pitch_to - 1) / pitch_to * pitch_to;
@@ -152,7 +161,7 @@ CUresult cuMemFree_v2(uint64_t pointer) {
     CUresult code = INVALID_VALUE;
     pthread_mutex_lock(&lock);
     for (int i = 0; i < MAX; i++) if (live[i].size && live[i].at == pointer) {
-        if (live[i].pooled) pool_used[live[i].device] -= live[i].size;
+        if (live[i].pooled) (frees_wait ? freed_later : pool_used)[live[i].device] += frees_wait ? live[i].size : -live[i].size;
         live[i].size = 0; code = OK; break;
     }
     pthread_mutex_unlock(&lock);

@@ -7,7 +7,8 @@
 //! ```text
 //!  reserve the allocation, rounded up ─► driver ─► what has the pool reserved now? ─► charge that,
 //!        │                                                                            give back the rest
-//!        └─ full: trim this process's pools by as much as is missing, once ─► still full: out of memory
+//!        └─ full: trim this process's pools by as much as is missing, wait for pending frees, trim once
+//!           more ─► still full: out of memory
 //! ```
 //!
 //! A reservation on the way covers whatever its allocation makes the pool grow by, so that charged + on
@@ -515,6 +516,19 @@ pub fn trim(process: &Process, device: &Device, bytes: u64) -> bool {
     if !process.has_reserves.load(Ordering::Relaxed) {
         return false;
     }
+    let missing = trim_once(process, device, bytes);
+    if missing == 0 || process.launches.captures.load(Ordering::Relaxed) != 0 {
+        return missing < bytes;
+    }
+    // What was freed in a stream's order is in use until the stream gets there. The driver, too, waits for
+    // that before it says that there is no memory.
+    // SAFETY: no arguments.
+    relaxed(|| unsafe { real!(cuCtxSynchronize: fn())() });
+    trim_once(process, device, missing) < bytes
+}
+
+/// Trims the pools of a device by `bytes`; returns how much of that is missing.
+fn trim_once(process: &Process, device: &Device, bytes: u64) -> u64 {
     process.reserves.with(|reserves| {
         let mut left = bytes;
         for reserve in reserves.list.iter_mut().take(reserves.count) {
@@ -534,7 +548,7 @@ pub fn trim(process: &Process, device: &Device, bytes: u64) -> bool {
             reserve.settle(process, device);
             left = left.saturating_sub(before.saturating_sub(reserve.charged));
         }
-        left < bytes
+        left
     })
 }
 

@@ -165,6 +165,21 @@ fn a_full_cap_trims_the_pools() {
     );
 }
 
+/// What was freed in a stream's order is waited for before anybody is refused.
+#[test]
+fn a_full_cap_waits_for_pending_frees() {
+    let (world, share) = one_gpu();
+    let mut probe = ready(&world, 1);
+    probe.ask("steer pool_keeps 1");
+    probe.ask("steer frees_wait 1");
+    let pending = probe.must(&format!("async {}", CAP / 2)).number(0);
+    probe.must(&format!("free-async {pending}"));
+    assert_eq!(share.used(), CAP / 2);
+    probe.must(&format!("alloc {CAP}"));
+    assert_eq!((share.used(), probe.ask("steer waits 0").code), (CAP, 1));
+    assert_eq!(probe.ask("steer held 0").code, i64::try_from(CAP).unwrap());
+}
+
 /// A graph that takes its memory at its first launch finds it charged already, and what the driver keeps
 /// of it afterwards stays charged.
 #[test]
