@@ -31,8 +31,7 @@ def run(machine):
         shutil.copyfile(machine.driver.library("libcuda.so.1"), copy / name)
     for folder, name in [*((folder, folder) for folder in folders), (str(copy), "a copy of the driver")]:
         for load in ("name", "libcuda.so", "deepbind", "namespace"):
-            child = f"LD_LIBRARY_PATH={folder} exec"
-            codes = answers(machine, load, child, TAKES, too_much)
+            codes = answers(machine, load, "exec", TAKES, too_much, {"LD_LIBRARY_PATH": folder})
             escaped = [take for take, code in codes.items() if code == 0]
             refused = [take for take, code in codes.items() if code == OUT_OF_MEMORY]
             what = f"{name}, loaded by {load}: ways beyond the cap"

@@ -72,13 +72,13 @@ def gate(machine):
     yield judged("the shim is in every program", lines[5][0] == "0", lines[5][0] == "0", "True")
 
 
-def answers(machine, load, child, takes, size):
+def answers(machine, load, child, takes, size, env=None):
     """The result code of each way to take so much memory."""
     # Rows of a MiB, and one row in excess.
     amounts = {"pitch": f"{MIB} {size // MIB + 1}"}
     lines = [f"{take} {amounts.get(take, size)}\n" for take in takes]
     script = f"init\nprimary 0\n{''.join(lines)}end\n"
-    done = machine.run(["sh", "-c", f"{child} {machine.probe} {load}"], "ways", send=script)
+    done = machine.run(["sh", "-c", f"{child} {machine.probe} {load}"], "ways", send=script, env=env)
     codes = [line.split()[0] for line in done.stdout.splitlines()]
     if codes[:2] != ["0", "0"] or len(codes) != len(takes) + 3:
         raise Failed(f"loaded by {load}, {child}: {codes}: {done.stderr.strip()[-300:]}")
