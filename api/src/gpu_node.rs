@@ -136,6 +136,11 @@ pub struct Gpu {
     /// Memory that the driver keeps for itself, bytes (`nvmlDeviceGetMemoryInfo_v2`, `reserved`).
     #[schemars(schema_with = "bytes_schema")]
     pub reserved_memory: Quantity,
+    /// Memory that a CUDA context takes under this driver, bytes, where the node has measured it: the
+    /// least that a process with nothing but a context held.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(schema_with = "bytes_schema")]
+    pub context_memory: Option<Quantity>,
     /// Streaming multiprocessors, where the driver tells it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(max = 4_294_967_295_u32))]

@@ -26,6 +26,7 @@ pub(crate) fn gpu(minor: u32) -> Gpu {
         memory: Quantity::from_bytes(81_559 << 20),
         reserved_memory: Quantity::from_bytes(600 << 20),
         multiprocessors: Some(132),
+        context_memory: None,
         mig_capable: true,
         mig_mode: MigMode::default(),
     }

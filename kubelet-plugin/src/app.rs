@@ -28,6 +28,7 @@ use crate::args::{Args, LogFormat};
 use crate::claims::Claims;
 use crate::clock::HostClock;
 use crate::compute::ShareSampler;
+use crate::contexts::Contexts;
 use crate::dra::DraService;
 use crate::driver_state::{DriverState, Observer, SpecFile};
 use crate::events::Events;
@@ -97,6 +98,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     let (policy_tx, policy) = watch::channel(NodePolicy::default());
     let suspect_orphans = Arc::new(Notify::new());
     let board = Arc::new(Board::default());
+    let contexts = Arc::new(Contexts::load(Arc::clone(&fs), &layout));
     let spec_file = Arc::new(SpecFile::new(Arc::clone(&fs), &layout));
     let preparer = preparer(
         fs,
@@ -125,6 +127,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         sysfs: PathBuf::from(SYSFS),
         spec_file,
         layout: layout.clone(),
+        contexts: Arc::clone(&contexts),
     };
     let dra = DraService::new(Arc::clone(&preparer), Arc::clone(&metrics));
     let endpoint = layout.dra_socket().to_string_lossy().into_owned();
@@ -149,6 +152,8 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         Box::new(installed.clone()),
         proc.clone(),
         policy,
+        driver.clone(),
+        contexts,
         Events::new(client.clone(), &node_name),
         Arc::clone(&metrics),
         board,

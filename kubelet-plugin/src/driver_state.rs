@@ -22,6 +22,7 @@ use tracing::{info, warn};
 use tranche_api::gpu_node::Inventory;
 use tranche_driver::cdi::{CdiError, driver_spec};
 
+use crate::contexts::Contexts;
 use crate::fs::{self, Fs, FsError};
 use crate::layout::Layout;
 use tranche_node::devices::DeviceError;
@@ -157,6 +158,8 @@ pub struct Observer {
     pub spec_file: Arc<SpecFile>,
     /// Where things lie.
     pub layout: Layout,
+    /// What contexts take.
+    pub contexts: Arc<Contexts>,
 }
 
 impl Observer {
@@ -232,6 +235,7 @@ impl Observer {
         self.spec_file.ensure(&spec)?;
         let mut inventory = inventory(&description, &self.sysfs);
         inventory.unknown_functions = unknown_functions(&root, &found)?;
+        self.contexts.describe(&mut inventory);
         Ok(Ready {
             inventory,
             spec,

@@ -65,6 +65,12 @@ impl Layout {
         self.plugin.join("dra.sock")
     }
 
+    /// The measured sizes of contexts.
+    #[must_use]
+    pub fn contexts(&self) -> PathBuf {
+        self.plugin.join("contexts.json")
+    }
+
     /// Held by the one instance that works on this node.
     #[must_use]
     pub fn lock(&self) -> PathBuf {

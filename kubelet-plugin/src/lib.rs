@@ -24,6 +24,7 @@ pub mod args;
 pub mod claims;
 pub mod clock;
 pub mod compute;
+pub mod contexts;
 pub mod dra;
 pub mod driver_state;
 pub mod events;

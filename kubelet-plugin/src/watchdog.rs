@@ -21,12 +21,15 @@ use tranche_driver::preparation::Cap;
 use tranche_node::nvml::Driver;
 use tranche_node::watchdog::INTERVAL;
 use tranche_node::watchdog::compare::{Basis, Bypass, Findings, GpuWatch, ProcessId};
+use tranche_node::watchdog::contexts::Model;
 use tranche_node::watchdog::end::{Ended, end};
 use tranche_node::watchdog::owner::Proc;
 use tranche_node::watchdog::probe::{Held, HeldShare, Probe, Unwatchable};
 
 pub use board::{Board, Watched};
 
+use crate::contexts::Contexts;
+use crate::driver_state::DriverState;
 use crate::events::Events;
 use crate::gpu_node::NodePolicy;
 use crate::layout::Layout;
@@ -44,6 +47,8 @@ pub struct Watchdog {
     proc: Proc,
     probe: Probe,
     policy: watch::Receiver<NodePolicy>,
+    state: watch::Receiver<DriverState>,
+    contexts: Arc<Contexts>,
     events: Events,
     metrics: Arc<Metrics>,
     board: Arc<Board>,
@@ -77,6 +82,8 @@ impl Watchdog {
         driver: Box<dyn Driver>,
         proc: PathBuf,
         policy: watch::Receiver<NodePolicy>,
+        state: watch::Receiver<DriverState>,
+        contexts: Arc<Contexts>,
         events: Events,
         metrics: Arc<Metrics>,
         board: Arc<Board>,
@@ -88,6 +95,8 @@ impl Watchdog {
             probe: Probe::new(driver, proc.clone()),
             proc,
             policy,
+            state,
+            contexts,
             events,
             metrics,
             board,
@@ -145,9 +154,14 @@ impl Watchdog {
         let mut pids = BTreeSet::new();
         let mut board = BTreeMap::new();
         for (uuid, gpu) in &mut self.gpus {
-            let held = held(&self.ledger, &self.layout, &devices, uuid);
+            let mut held = held(&self.ledger, &self.layout, &devices, uuid);
+            let model = model(&self.state.borrow(), uuid);
+            held.context = model.as_ref().and_then(|model| self.contexts.get(model));
             let watched = match self.probe.sample(&held, is_key) {
                 Ok(sample) => {
+                    if let Some(model) = &model {
+                        self.contexts.note(model, uuid, &sample);
+                    }
                     pids.extend(sample.processes.iter().map(|process| process.id.pid));
                     let nanos = now.duration_since(self.start).as_nanos();
                     let was_withheld = gpu.watch.is_withheld();
@@ -239,6 +253,19 @@ impl Gpu {
             self.unwatchable = Some(text);
         }
     }
+}
+
+/// What a GPU is and what drives it, while there is a driver.
+fn model(state: &DriverState, gpu_uuid: &str) -> Option<Model> {
+    let DriverState::Ready(ready) = state else {
+        return None;
+    };
+    let inventory = &ready.inventory;
+    let gpu = inventory.gpus.iter().find(|gpu| gpu.uuid == gpu_uuid)?;
+    Some(Model {
+        product: gpu.product_name.clone(),
+        driver: inventory.driver_version.clone(),
+    })
 }
 
 /// All devices that are held, by key.

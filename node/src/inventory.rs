@@ -40,6 +40,7 @@ fn describe(gpu: &GpuDescription, sysfs: &Path) -> Gpu {
         pci_bus_id,
         memory: Quantity::from_bytes(gpu.memory_total),
         reserved_memory: Quantity::from_bytes(gpu.memory_reserved),
+        context_memory: None,
         multiprocessors: gpu.multiprocessors,
         mig_capable: gpu.mig_capable,
         mig_mode: gpu.mig_mode,

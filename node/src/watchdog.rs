@@ -15,6 +15,7 @@
 //! interleaving; [`probe`] reads, [`end`] acts.
 
 pub mod compare;
+pub mod contexts;
 pub mod end;
 pub mod owner;
 pub mod probe;

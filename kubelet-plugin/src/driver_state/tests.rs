@@ -116,6 +116,7 @@ fn observe(
         sysfs: "/nowhere".into(),
         spec_file: Arc::new(SpecFile::new(Arc::new(fs::HostFs), &world.layout)),
         layout: world.layout.clone(),
+        contexts: Arc::new(Contexts::load(Arc::new(fs::HostFs), &world.layout)),
     };
     let (sender, state) = watch::channel(DriverState::default());
     let stop = CancellationToken::new();

@@ -105,6 +105,8 @@ impl Node {
             Box::new(gpus.clone()),
             proc,
             policy_rx,
+            watch::channel(DriverState::Ready(Arc::clone(&world.ready))).1,
+            Arc::new(Contexts::load(Arc::new(crate::fs::HostFs), &world.layout)),
             Events::new(world.api.client(), NODE),
             Arc::clone(&metrics),
             Arc::clone(&plugin.board),
@@ -341,4 +343,19 @@ async fn a_gpu_with_memory_that_nobody_owns_is_not_handed_on_until_it_is_free() 
     node.gpus.0.lock().unwrap().1 = 0;
     node.seconds(2);
     waits.await.unwrap().unwrap();
+}
+
+#[tokio::test]
+async fn the_size_of_a_context_is_measured_and_used() {
+    let mut node = Node::new().await;
+    // Nothing but its context, which is larger than the share was told.
+    node.slot(7, CONTEXT);
+    node.in_pod(4_000_001, 700 << 20);
+    node.seconds(2);
+    let mut inventory = node.world.ready.inventory.clone();
+    node.watchdog.contexts.describe(&mut inventory);
+    let measured = inventory.gpus[0].context_memory;
+    assert_eq!(measured, Some(Quantity::from_bytes(704 << 20)));
+    node.seconds(10);
+    assert_eq!(node.bypass_bytes(), 0, "what contexts take is no bypass");
 }
