@@ -10,6 +10,7 @@
 //!       ▲              ├────► sweep: slots of the dead are given back
 //!       │              ├────► sampler ─► compute: what each share is granted of its GPU's time ─► cap pages
 //!       │              └────► watchdog: what NVML says and no account has
+//!  /proc ──► containers: which processes still have a claim's devices
 //! ```
 //!
 //! The node plugin and `tranche run` both stand on it. Nothing here knows of Kubernetes, and nothing
@@ -17,6 +18,7 @@
 #![forbid(unsafe_code)]
 
 pub mod compute;
+pub mod containers;
 pub mod devices;
 pub mod discover;
 pub mod inventory;

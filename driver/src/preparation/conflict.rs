@@ -60,6 +60,19 @@ pub enum Conflict {
     },
 }
 
+impl Conflict {
+    /// The claims that hold what was asked for, `namespace/name`.
+    #[must_use]
+    pub fn holders(&self) -> &[String] {
+        match self {
+            Self::Exclusive { holder, .. } | Self::OtherTier { holder, .. } => {
+                std::slice::from_ref(holder)
+            }
+            Self::Memory { holders, .. } | Self::Cores { holders, .. } => holders,
+        }
+    }
+}
+
 /// What is held, by GPU UUID.
 #[derive(Debug, Default)]
 pub(super) struct Holdings {

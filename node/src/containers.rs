@@ -1,0 +1,157 @@
+//! Which processes run in containers that have a claim's devices.
+//!
+//! Each such container has the device's cap page mounted, whatever the tier. The file's path within its
+//! file system, the fourth field of `/proc/<pid>/mountinfo`, has the device's key as a component, and the
+//! key carries the claim's UID. On the host itself the pages' file systems are mounted by their roots, so
+//! no process of the host is taken for a container's.
+
+use std::collections::BTreeSet;
+use std::fs::{self, File};
+use std::io::{self, BufRead as _, BufReader};
+use std::path::{Path, PathBuf};
+
+/// Why it is not known which processes there are.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot read {path}: {source}")]
+pub struct ScanError {
+    /// The file.
+    pub path: PathBuf,
+    /// Why not.
+    pub source: io::Error,
+}
+
+/// The processes in the `/proc` that is mounted at `proc` in whose mount namespace a page of one of the
+/// devices `keys` is mounted, ascending. Reads one file for each mount namespace.
+pub fn processes_with(proc: &Path, keys: &[&str]) -> Result<Vec<u32>, ScanError> {
+    let failed = |path: &Path| {
+        let path = path.to_owned();
+        move |source| ScanError { path, source }
+    };
+    let mut with = BTreeSet::new();
+    let mut without = BTreeSet::new();
+    let mut processes = Vec::new();
+    for entry in fs::read_dir(proc).map_err(failed(proc))? {
+        let name = entry.map_err(failed(proc))?.file_name();
+        let Some(pid) = name.to_str().and_then(|name| name.parse().ok()) else {
+            continue;
+        };
+        let folder = proc.join(&name);
+        let Some(namespace) =
+            ended(fs::read_link(folder.join("ns/mnt"))).map_err(failed(&folder))?
+        else {
+            continue;
+        };
+        if without.contains(&namespace) {
+            continue;
+        }
+        if !with.contains(&namespace) {
+            let mounts = folder.join("mountinfo");
+            let Some(found) = ended(has_mounted(&mounts, keys)).map_err(failed(&mounts))? else {
+                continue;
+            };
+            let namespaces = if found { &mut with } else { &mut without };
+            namespaces.insert(namespace);
+            if !found {
+                continue;
+            }
+        }
+        processes.push(pid);
+    }
+    processes.sort_unstable();
+    Ok(processes)
+}
+
+/// `None` where the process has ended meanwhile, or has only its exit code left.
+fn ended<T>(result: io::Result<T>) -> io::Result<Option<T>> {
+    use rustix::io::Errno;
+    match result {
+        Err(e)
+            if [Errno::NOENT, Errno::SRCH, Errno::INVAL]
+                .map(|errno| Some(errno.raw_os_error()))
+                .contains(&e.raw_os_error()) =>
+        {
+            Ok(None)
+        }
+        other => other.map(Some),
+    }
+}
+
+fn has_mounted(mounts: &Path, keys: &[&str]) -> io::Result<bool> {
+    let mut mounts = BufReader::new(File::open(mounts)?);
+    // Mount points are the tenant's to name, in no encoding.
+    let mut line = Vec::new();
+    while mounts.read_until(b'\n', &mut line)? > 0 {
+        let root = line.split(|byte| *byte == b' ').nth(3).unwrap_or_default();
+        let mut components = root.split(|byte| *byte == b'/');
+        if components.any(|component| keys.iter().any(|key| key.as_bytes() == component)) {
+            return Ok(true);
+        }
+        line.clear();
+    }
+    Ok(false)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    const HOST: &str = "24 1 0:22 / /run rw shared:2 - tmpfs tmpfs rw\n\
+        90 24 0:50 / /run/tranche/shares/uid rw shared:9 - tmpfs tmpfs rw\n";
+
+    fn process(proc: &Path, pid: u32, namespace: &str, mounts: &[u8]) {
+        let folder = proc.join(pid.to_string());
+        fs::create_dir_all(folder.join("ns")).unwrap();
+        symlink(namespace, folder.join("ns/mnt")).unwrap();
+        fs::write(folder.join("mountinfo"), mounts).unwrap();
+    }
+
+    #[test]
+    fn a_process_is_found_by_the_pages_that_its_container_has_mounted() {
+        let proc = tempfile::tempdir().unwrap();
+        let proc = proc.path();
+        let old = b"700 600 0:22 /tranche/shares/uid/uid-gpu-0/cap /etc/tranche/0/cap ro - tmpfs tmpfs rw\n";
+        let new = b"1 2 0:9 / /\xff rw - tmpfs tmpfs rw\n\
+            3 2 0:50 /uid-gpu-0/cap//deleted /etc/tranche/0/cap ro - tmpfs tmpfs rw\n";
+        process(proc, 1, "mnt:[1]", HOST.as_bytes());
+        process(proc, 20, "mnt:[2]", old);
+        process(proc, 21, "mnt:[2]", old);
+        process(proc, 30, "mnt:[3]", new);
+        process(proc, 31, "mnt:[3]", b"unread: the namespace is known");
+        process(
+            proc,
+            40,
+            "mnt:[4]",
+            b"5 2 0:50 /uid-gpu-01/cap /x ro - tmpfs tmpfs rw\n",
+        );
+        fs::create_dir(proc.join("50")).unwrap();
+        fs::create_dir(proc.join("sys")).unwrap();
+        assert_eq!(
+            processes_with(proc, &["other", "uid-gpu-0"]).unwrap(),
+            [20, 21, 30, 31]
+        );
+        assert_eq!(processes_with(proc, &["uid"]).unwrap(), [20, 21]);
+        assert_eq!(processes_with(proc, &["shares-gpu"]).unwrap(), [0; 0]);
+    }
+
+    #[test]
+    fn what_cannot_be_read_is_an_error_and_not_nothing() {
+        let nowhere = Path::new("/nowhere/proc");
+        processes_with(nowhere, &["uid"]).unwrap_err();
+        let proc = tempfile::tempdir().unwrap();
+        process(proc.path(), 7, "mnt:[7]", b"");
+        fs::remove_file(proc.path().join("7/mountinfo")).unwrap();
+        fs::create_dir(proc.path().join("7/mountinfo")).unwrap();
+        let error = processes_with(proc.path(), &["uid"]).unwrap_err();
+        assert!(error.to_string().contains("7/mountinfo"), "{error}");
+    }
+
+    #[test]
+    fn a_real_processs_mounts_can_be_read() {
+        let own = Path::new("/proc/self/mountinfo");
+        assert!(!has_mounted(own, &["no-such-key"]).unwrap());
+        // Some mount is of a whole file system, whose path is a single slash.
+        assert!(has_mounted(own, &[""]).unwrap());
+    }
+}
