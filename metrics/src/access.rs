@@ -1,0 +1,322 @@
+//! Whether a token's owner may read the metrics: asked of the API server, and remembered for a moment.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use k8s_openapi::api::authentication::v1::{TokenReview, TokenReviewSpec, UserInfo};
+use k8s_openapi::api::authorization::v1::{
+    NonResourceAttributes, SubjectAccessReview, SubjectAccessReviewSpec,
+};
+use kube::api::PostParams;
+use kube::{Api, Client};
+use tokio::sync::Semaphore;
+use tokio::time::Instant;
+use tracing::warn;
+
+use crate::PATH;
+
+/// How long a permission is believed. Two scrapes of the usual 30 s apart ask once.
+const ALLOWED_FOR: Duration = Duration::from_mins(1);
+/// How long a refusal is believed: short, so that a new right is soon seen.
+const DENIED_FOR: Duration = Duration::from_secs(10);
+/// How many tokens are remembered.
+const REMEMBERED: usize = 128;
+/// How many tokens are asked for at once, so that a flood of invented ones does not become the API server's.
+const AT_ONCE: usize = 4;
+/// How long the API server may take for both questions.
+const DEADLINE: Duration = Duration::from_secs(10);
+/// No token is longer; a header of more is not worth a question.
+const LONGEST: usize = 16 << 10;
+
+/// Why somebody may not read the metrics.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Denied {
+    /// There is no bearer token.
+    #[error("send a ServiceAccount's token: Authorization: Bearer TOKEN")]
+    NoToken,
+    /// The API server does not know the token.
+    #[error("the API server does not accept this token")]
+    Unauthenticated,
+    /// Its owner has not got the right.
+    #[error(
+        "{user} may not get {PATH}: bind it to a ClusterRole with nonResourceURLs [{PATH}] and verbs [get], such as tranche-metrics-reader"
+    )]
+    Forbidden {
+        /// The owner's name.
+        user: String,
+    },
+    /// The API server does not tell.
+    #[error("the API server does not tell whether this token may get {PATH}; see the log")]
+    Unknown,
+}
+
+/// Asks the API server whose a token is and what its owner may do.
+pub struct Access {
+    client: Client,
+    questions: Semaphore,
+    remembered: Mutex<HashMap<String, (Instant, Result<(), Denied>)>>,
+}
+
+impl fmt::Debug for Access {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Access")
+    }
+}
+
+impl Access {
+    /// Asks by `client`, which may create TokenReviews and SubjectAccessReviews.
+    #[must_use]
+    pub fn new(client: Client) -> Self {
+        Self {
+            client,
+            questions: Semaphore::new(AT_ONCE),
+            remembered: Mutex::default(),
+        }
+    }
+
+    /// Whether the owner of `token` may read the metrics.
+    pub async fn check(&self, token: Option<&str>) -> Result<(), Denied> {
+        let token = token.ok_or(Denied::NoToken)?;
+        if token.len() > LONGEST {
+            return Err(Denied::Unauthenticated);
+        }
+        if let Some(known) = self.remembered(token) {
+            return known;
+        }
+        let asked = async {
+            // Never closed.
+            let _turn = self.questions.acquire().await;
+            if let Some(known) = self.remembered(token) {
+                return Ok(known);
+            }
+            self.ask(token).await
+        };
+        let problem = match tokio::time::timeout(DEADLINE, asked).await {
+            Ok(Ok(verdict)) => {
+                self.remember(token, &verdict);
+                return verdict;
+            }
+            Ok(Err(error)) => error.to_string(),
+            Err(_) => format!("no answer within {} s", DEADLINE.as_secs()),
+        };
+        warn!(
+            problem,
+            "cannot tell who may read the metrics; see that tokenreviews and subjectaccessreviews may be created"
+        );
+        Err(Denied::Unknown)
+    }
+
+    async fn ask(&self, token: &str) -> kube::Result<Result<(), Denied>> {
+        let review = TokenReview {
+            spec: TokenReviewSpec {
+                token: token.to_owned(),
+                ..TokenReviewSpec::default()
+            },
+            ..TokenReview::default()
+        };
+        let reviews = Api::<TokenReview>::all(self.client.clone());
+        let status = reviews
+            .create(&PostParams::default(), &review)
+            .await?
+            .status;
+        let Some(user) = status
+            .filter(|status| status.authenticated == Some(true))
+            .and_then(|status| status.user)
+        else {
+            return Ok(Err(Denied::Unauthenticated));
+        };
+        let name = user.username.clone().unwrap_or_default();
+        let reviews = Api::<SubjectAccessReview>::all(self.client.clone());
+        let review = reviews
+            .create(&PostParams::default(), &may_get(user))
+            .await?;
+        let allowed = review
+            .status
+            .is_some_and(|status| status.allowed && status.denied != Some(true));
+        Ok(if allowed {
+            Ok(())
+        } else {
+            Err(Denied::Forbidden { user: name })
+        })
+    }
+
+    fn remembered(&self, token: &str) -> Option<Result<(), Denied>> {
+        let remembered = self.all_remembered();
+        let (until, verdict) = remembered.get(token)?;
+        (Instant::now() < *until).then(|| verdict.clone())
+    }
+
+    fn remember(&self, token: &str, verdict: &Result<(), Denied>) {
+        let now = Instant::now();
+        let mut remembered = self.all_remembered();
+        remembered.retain(|_, (until, _)| now < *until);
+        if remembered.len() >= REMEMBERED {
+            // Only a flood fills it, with refusals, which are the cheap ones to forget.
+            remembered.retain(|_, (_, verdict)| verdict.is_ok());
+        }
+        if remembered.len() < REMEMBERED {
+            let time = if verdict.is_ok() {
+                ALLOWED_FOR
+            } else {
+                DENIED_FOR
+            };
+            remembered.insert(token.to_owned(), (now + time, verdict.clone()));
+        }
+    }
+
+    fn all_remembered(&self) -> MutexGuard<'_, HashMap<String, (Instant, Result<(), Denied>)>> {
+        self.remembered
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The question whether a user may `get` the metrics' path.
+fn may_get(user: UserInfo) -> SubjectAccessReview {
+    SubjectAccessReview {
+        spec: SubjectAccessReviewSpec {
+            user: user.username,
+            uid: user.uid,
+            groups: user.groups,
+            extra: user.extra,
+            non_resource_attributes: Some(NonResourceAttributes {
+                path: Some(PATH.to_owned()),
+                verb: Some("get".to_owned()),
+            }),
+            ..SubjectAccessReviewSpec::default()
+        },
+        ..SubjectAccessReview::default()
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod testing {
+    //! An API server that knows a few tokens, and counts questions.
+
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+    use http::{Request, Response};
+    use kube::client::Body;
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    #[derive(Clone, Debug, Default)]
+    pub struct Cluster {
+        down: Arc<AtomicBool>,
+        questions: Arc<AtomicUsize>,
+    }
+
+    impl Cluster {
+        pub fn is_down(&self) {
+            self.down.store(true, Ordering::SeqCst);
+        }
+
+        pub fn questions(&self) -> usize {
+            self.questions.load(Ordering::SeqCst)
+        }
+
+        pub fn client(&self) -> Client {
+            let this = self.clone();
+            let service = tower::service_fn(move |request: Request<Body>| {
+                let this = this.clone();
+                async move {
+                    this.questions.fetch_add(1, Ordering::SeqCst);
+                    let (parts, body) = request.into_parts();
+                    let body = body.collect_bytes().await.unwrap();
+                    let review = serde_json::from_slice(&body).unwrap();
+                    let down = this.down.load(Ordering::SeqCst);
+                    let answer = answer(parts.uri.path(), review).filter(|_| !down);
+                    let status = if answer.is_some() { 201 } else { 500 };
+                    let body = answer.unwrap_or_default().to_string().into_bytes();
+                    let response = Response::builder().status(status).body(Body::from(body));
+                    Ok::<_, std::io::Error>(response.unwrap())
+                }
+            });
+            Client::new(service, "default")
+        }
+    }
+
+    fn answer(path: &str, mut review: Value) -> Option<Value> {
+        let spec = &review["spec"];
+        let status = match path {
+            "/apis/authentication.k8s.io/v1/tokenreviews" => {
+                let user = match spec["token"].as_str()? {
+                    "of-prometheus" => "system:serviceaccount:monitoring:prometheus",
+                    "of-a-tenant" => "system:serviceaccount:team:tenant",
+                    _ => "",
+                };
+                json!({
+                    "authenticated": !user.is_empty(),
+                    "user": {"username": user, "uid": "7", "groups": ["g"], "extra": {"k": ["v"]}},
+                })
+            }
+            "/apis/authorization.k8s.io/v1/subjectaccessreviews" => {
+                // All that the authorizers may look at is passed on.
+                assert_eq!(spec["uid"], "7");
+                assert_eq!(spec["groups"], json!(["g"]));
+                assert_eq!(spec["extra"], json!({"k": ["v"]}));
+                let wanted = json!({"path": "/metrics", "verb": "get"});
+                assert_eq!(spec["nonResourceAttributes"], wanted);
+                json!({"allowed": spec["user"] == "system:serviceaccount:monitoring:prometheus"})
+            }
+            _ => return None,
+        };
+        review["status"] = status;
+        Some(review)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::testing::Cluster;
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn an_answer_is_believed_for_a_moment() {
+        let cluster = Cluster::default();
+        let access = Access::new(cluster.client());
+        for _ in 0..3 {
+            access.check(Some("of-prometheus")).await.unwrap();
+            access.check(Some("forged")).await.unwrap_err();
+        }
+        // Two for the first, one for the other.
+        assert_eq!(cluster.questions(), 3);
+        cluster.is_down();
+        tokio::time::advance(DENIED_FOR).await;
+        access.check(Some("of-prometheus")).await.unwrap();
+        assert_eq!(access.check(Some("forged")).await, Err(Denied::Unknown));
+        tokio::time::advance(ALLOWED_FOR).await;
+        let late = access.check(Some("of-prometheus")).await;
+        assert_eq!(
+            late,
+            Err(Denied::Unknown),
+            "nobody gets in without the API server's word"
+        );
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_flood_of_invented_tokens_is_not_remembered_and_costs_nobody_the_access() {
+        let cluster = Cluster::default();
+        let access = Access::new(cluster.client());
+        access.check(Some("of-prometheus")).await.unwrap();
+        for n in 0..2 * REMEMBERED {
+            access
+                .check(Some(&format!("forged-{n}")))
+                .await
+                .unwrap_err();
+        }
+        assert!(access.all_remembered().len() <= REMEMBERED);
+        let before = cluster.questions();
+        access.check(Some("of-prometheus")).await.unwrap();
+        let long = "x".repeat(LONGEST + 1);
+        assert_eq!(
+            access.check(Some(&long)).await,
+            Err(Denied::Unauthenticated)
+        );
+        assert_eq!(cluster.questions(), before);
+    }
+}

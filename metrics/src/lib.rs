@@ -1,0 +1,142 @@
+//! `/metrics`, for those who may read it.
+//!
+//! ```text
+//!  Prometheus ─ TLS ─► tls ─► access ─► the metrics' text
+//!                               └─ TokenReview, SubjectAccessReview ─► API server
+//! ```
+//!
+//! As with kube-rbac-proxy and controller-runtime, the reader sends the bearer token of a ServiceAccount.
+//! The API server says whose it is and whether its owner may `get` the path `/metrics`; a ClusterRole with
+//! `nonResourceURLs: [/metrics]` grants that. The certificate is self-signed and made anew at each start, so
+//! readers skip its verification: what it protects is the token, from whoever only listens.
+#![forbid(unsafe_code)]
+
+pub mod access;
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;
+pub mod tls;
+
+use std::sync::Arc;
+
+use axum::Router;
+use axum::extract::{Request, State};
+use axum::http::header::{AUTHORIZATION, WWW_AUTHENTICATE};
+use axum::http::{HeaderValue, StatusCode};
+use axum::middleware::{Next, from_fn_with_state};
+use axum::response::{IntoResponse, Response};
+use tokio::net::TcpListener;
+use tokio_util::sync::CancellationToken;
+
+use crate::access::{Access, Denied};
+use crate::tls::{TlsError, TlsListener};
+
+/// The path that is served, and for which the right is needed.
+pub const PATH: &str = "/metrics";
+
+/// Serves `metrics`, which has the route [`PATH`], on `listener` until cancelled. Every request needs a token
+/// whose owner may `get` the path.
+pub async fn serve(
+    listener: TcpListener,
+    access: Access,
+    metrics: Router,
+    stop: CancellationToken,
+) -> Result<(), ServeError> {
+    let listener = TlsListener::new(listener)?;
+    let guarded = metrics.layer(from_fn_with_state(Arc::new(access), guard));
+    axum::serve(listener, guarded)
+        .with_graceful_shutdown(stop.cancelled_owned())
+        .await?;
+    Ok(())
+}
+
+/// Why metrics are not served.
+#[derive(Debug, thiserror::Error)]
+pub enum ServeError {
+    /// No certificate.
+    #[error(transparent)]
+    Tls(#[from] TlsError),
+    /// The server ended.
+    #[error("the metrics' server: {0}")]
+    Io(#[from] std::io::Error),
+}
+
+async fn guard(State(access): State<Arc<Access>>, request: Request, next: Next) -> Response {
+    let header = request.headers().get(AUTHORIZATION);
+    let token = header.and_then(bearer).map(str::to_owned);
+    match access.check(token.as_deref()).await {
+        Ok(()) => next.run(request).await,
+        Err(denied) => refusal(&denied),
+    }
+}
+
+/// The token of `Authorization: Bearer TOKEN`; the scheme's name is in any case (RFC 7235, 2.1).
+fn bearer(header: &HeaderValue) -> Option<&str> {
+    let (scheme, token) = header.to_str().ok()?.split_once(' ')?;
+    let token = token.trim();
+    (scheme.eq_ignore_ascii_case("bearer") && !token.is_empty()).then_some(token)
+}
+
+fn refusal(denied: &Denied) -> Response {
+    let text = format!("{denied}\n");
+    match denied {
+        Denied::NoToken | Denied::Unauthenticated => (
+            StatusCode::UNAUTHORIZED,
+            [(WWW_AUTHENTICATE, "Bearer")],
+            text,
+        )
+            .into_response(),
+        Denied::Forbidden { .. } => (StatusCode::FORBIDDEN, text).into_response(),
+        Denied::Unknown => (StatusCode::SERVICE_UNAVAILABLE, text).into_response(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use axum::routing::get;
+
+    use super::*;
+    use crate::access::testing::Cluster;
+    use crate::testing::get as scrape;
+
+    #[test]
+    fn a_token_is_what_stands_behind_bearer() {
+        let token = |header: &'static str| bearer(&HeaderValue::from_static(header)).is_some();
+        assert!(token("Bearer abc") && token("bearer  abc"));
+        for other in ["Bearer", "Bearer ", "Basic abc", "abc", ""] {
+            assert!(!token(other), "{other}");
+        }
+    }
+
+    #[tokio::test]
+    async fn only_who_may_read_them_gets_the_metrics() {
+        let cluster = Cluster::default();
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let stop = CancellationToken::new();
+        let router = Router::new().route(PATH, get(async || "tranche_up 1\n"));
+        let access = Access::new(cluster.client());
+        let server = tokio::spawn(serve(listener, access, router, stop.clone()));
+        let get = async |path: &str, token: Option<&str>| {
+            let stream = tokio::net::TcpStream::connect(address).await.unwrap();
+            scrape(stream, path, token).await.unwrap()
+        };
+        assert_eq!(get(PATH, None).await.0, 401);
+        assert_eq!(get(PATH, Some("forged")).await.0, 401);
+        let (code, text) = get(PATH, Some("of-a-tenant")).await;
+        assert_eq!(code, 403);
+        assert!(text.contains("system:serviceaccount:team:tenant"), "{text}");
+        let answer = get(PATH, Some("of-prometheus")).await;
+        assert_eq!(answer, (200, "tranche_up 1\n".to_owned()));
+        // What is not there is not told to everybody either.
+        assert_eq!(get("/other", Some("of-prometheus")).await.0, 404);
+        cluster.is_down();
+        assert_eq!(get(PATH, Some("of-another")).await.0, 503);
+
+        // Whoever speaks no TLS, or says nothing, keeps nobody from being served.
+        let silent = tokio::net::TcpStream::connect(address).await.unwrap();
+        assert_eq!(get(PATH, Some("of-prometheus")).await.0, 200);
+        drop(silent);
+        stop.cancel();
+        server.await.unwrap().unwrap();
+    }
+}
