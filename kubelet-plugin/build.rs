@@ -1,12 +1,17 @@
-//! Compiles the kubelet's two protocols, with no protoc on the machine.
+//! Compiles the kubelet's protocols, with no protoc on the machine.
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    for proto in ["pluginregistration/v1/api.proto", "dra/v1/api.proto"] {
+    for proto in [
+        "pluginregistration/v1/api.proto",
+        "dra/v1/api.proto",
+        "podresources/v1/api.proto",
+    ] {
         println!("cargo::rerun-if-changed=proto/{proto}");
         let descriptors = protox::compile([proto], ["proto"])?;
         tonic_prost_build::configure()
             .btree_map(".")
-            // The client halves drive the plugin's own liveness probe and the tests' kubelet.
+            // The client halves drive the plugin's own liveness probe, its question to the kubelet, and the
+            // tests' kubelet.
             .build_client(true)
             .compile_fds(descriptors)?;
     }

@@ -12,6 +12,10 @@ pub const SOLE_PROVIDER: &str = "SoleProvider";
 /// Every GPU is offered in every tier of its policy. Written by the controller.
 pub const ALL_OFFERED: &str = "AllOffered";
 
+/// The node knows what all of its claims hold. Written by the plugin: while it is false, the GPUs of claims
+/// whose journals cannot be read count as taken, and new claims to them are refused.
+pub const CLAIMS_KNOWN: &str = "ClaimsKnown";
+
 /// A condition without its time.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct State {

@@ -57,8 +57,8 @@ pub struct GpuNodeStatus {
     /// The ResourceSlices that stand for this node, written by the controller.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub published: Option<Published>,
-    /// `DriverReady` and `SoleProvider`, written by the node's plugin, and `AllOffered`, written by
-    /// the controller.
+    /// `DriverReady`, `SoleProvider` and `ClaimsKnown`, written by the node's plugin, and `AllOffered`,
+    /// written by the controller.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(extend(
         "x-kubernetes-list-type" = "map",

@@ -9,6 +9,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::filter::LevelFilter;
+use tranche_metrics::access::Access;
 
 use crate::apply::Executor;
 use crate::clock::Clock;
@@ -22,9 +23,13 @@ use crate::metrics::Metrics;
 #[derive(Debug, Parser)]
 #[command(name = "tranche-controller", version)]
 pub struct Args {
-    /// Where /healthz, /readyz and /metrics are served.
+    /// Where /healthz and /readyz are served, to everybody.
     #[arg(long, env = "HTTP_ENDPOINT", default_value = "0.0.0.0:8086")]
     http_endpoint: SocketAddr,
+
+    /// Where /metrics is served over TLS, to those whom the API server lets get that path.
+    #[arg(long, env = "METRICS_ENDPOINT", default_value = "0.0.0.0:8443")]
+    metrics_endpoint: SocketAddr,
 
     /// The lease that decides which replica writes.
     #[arg(long, env = "LEASE_NAME", default_value = "tranche-controller")]
@@ -57,6 +62,7 @@ impl Args {
     pub async fn run(self) -> anyhow::Result<()> {
         let Self {
             http_endpoint,
+            metrics_endpoint,
             lease_name,
             namespace,
             identity,
@@ -85,7 +91,21 @@ impl Args {
         let controller =
             Controller::new(executor, feed, leadership, metrics.clone(), health.clone());
 
-        let served = tokio::spawn(http::serve(http_endpoint, health, metrics, stop.clone()));
+        let access = Access::new(client);
+        let (health_stop, metrics_stop) = (stop.clone(), stop.clone());
+        let served = tokio::spawn(async move {
+            let health = async {
+                http::serve(http_endpoint, health, health_stop)
+                    .await
+                    .with_context(|| format!("serve {http_endpoint}"))
+            };
+            let metrics = async {
+                http::serve_metrics(metrics_endpoint, access, metrics, metrics_stop)
+                    .await
+                    .with_context(|| format!("serve {metrics_endpoint}"))
+            };
+            tokio::try_join!(health, metrics).map(drop)
+        });
         let failed = stop.clone();
         let served = tokio::spawn(async move {
             let result = served.await;
@@ -98,11 +118,7 @@ impl Args {
         controller.run(stop).await;
         written.cancel();
         elected.await.context("election")?;
-        served
-            .await
-            .context("server")?
-            .context("server")?
-            .with_context(|| format!("serve {http_endpoint}"))
+        served.await.context("server")?.context("server")?
     }
 }
 

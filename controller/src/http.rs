@@ -1,4 +1,4 @@
-//! `/healthz`, `/readyz` and `/metrics`.
+//! `/healthz` and `/readyz`, for everybody, and `/metrics`, for those who may read it.
 
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -13,6 +13,8 @@ use axum::routing::get;
 use tokio::net::TcpListener;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
+use tranche_metrics::ServeError;
+use tranche_metrics::access::Access;
 
 use crate::metrics::Metrics;
 
@@ -43,32 +45,38 @@ impl Health {
     }
 }
 
-#[derive(Clone)]
-struct Answers {
-    health: Health,
-    metrics: Metrics,
-}
-
-/// Serves until told to stop.
+/// Serves health until told to stop.
 pub async fn serve(
     endpoint: SocketAddr,
     health: Health,
-    metrics: Metrics,
     stop: CancellationToken,
 ) -> std::io::Result<()> {
     let listener = TcpListener::bind(endpoint).await?;
     let router = Router::new()
         .route("/healthz", get(healthz))
         .route("/readyz", get(readyz))
-        .route("/metrics", get(text))
-        .with_state(Answers { health, metrics });
+        .with_state(health);
     axum::serve(listener, router)
         .with_graceful_shutdown(stop.cancelled_owned())
         .await
 }
 
-async fn healthz(State(answers): State<Answers>) -> impl IntoResponse {
-    match answers.health.pulse().at {
+/// Serves metrics to those whom `access` lets, until told to stop.
+pub async fn serve_metrics(
+    endpoint: SocketAddr,
+    access: Access,
+    metrics: Metrics,
+    stop: CancellationToken,
+) -> Result<(), ServeError> {
+    let listener = TcpListener::bind(endpoint).await?;
+    let router = Router::new()
+        .route(tranche_metrics::PATH, get(text))
+        .with_state(metrics);
+    tranche_metrics::serve(listener, access, router, stop).await
+}
+
+async fn healthz(State(health): State<Health>) -> impl IntoResponse {
+    match health.pulse().at {
         // A loop that has not begun is starting; the probes' own patience bounds that.
         None => (StatusCode::OK, "starting".to_owned()),
         Some(at) if at.elapsed() < SILENCE => (StatusCode::OK, "ok".to_owned()),
@@ -79,8 +87,8 @@ async fn healthz(State(answers): State<Answers>) -> impl IntoResponse {
     }
 }
 
-async fn readyz(State(answers): State<Answers>) -> impl IntoResponse {
-    if answers.health.pulse().synced {
+async fn readyz(State(health): State<Health>) -> impl IntoResponse {
+    if health.pulse().synced {
         (StatusCode::OK, "ok")
     } else {
         (
@@ -90,8 +98,8 @@ async fn readyz(State(answers): State<Answers>) -> impl IntoResponse {
     }
 }
 
-async fn text(State(answers): State<Answers>) -> impl IntoResponse {
-    match answers.metrics.text() {
+async fn text(State(metrics): State<Metrics>) -> impl IntoResponse {
+    match metrics.text() {
         Ok(text) => (
             StatusCode::OK,
             [(

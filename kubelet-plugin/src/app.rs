@@ -13,7 +13,7 @@ use anyhow::Context;
 use kube::{Client, Config};
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
-use tokio::sync::{Notify, watch};
+use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 use tokio_stream::wrappers::UnixListenerStream;
 use tokio_util::sync::CancellationToken;
@@ -21,6 +21,7 @@ use tonic::transport::Server;
 use tracing::{error, info, warn};
 use tracing_subscriber::EnvFilter;
 use tranche_api::names;
+use tranche_metrics::access::Access;
 use tranche_node::nvml::search::InstalledDriver;
 
 use crate::aftermath::ClusterAftermath;
@@ -35,13 +36,15 @@ use crate::events::Events;
 use crate::executor::Executor;
 use crate::fs::{Fs, HostFs};
 use crate::gpu_node::{GpuNodeWriter, NodePolicy};
-use crate::http::{Health, router};
+use crate::http::{Health, Scrape, metrics_router, router};
 use crate::install::{Installation, is_noexec};
+use crate::journal::MayHold;
 use crate::layout::Layout;
 use crate::ledger::Ledger;
 use crate::metrics::Metrics;
-use crate::orphans;
-use crate::preparer::{Parts, Preparer};
+use crate::orphans::{OrphanSearch, suspicions};
+use crate::pod_resources::PodResources;
+use crate::preparer::{Aftermath, Parts, Preparer};
 use crate::proto::dra::dra_plugin_server::DraPluginServer;
 use crate::proto::pluginregistration::registration_server::RegistrationServer;
 use crate::registration::{Registered, RegistrationService};
@@ -73,7 +76,9 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         host_root,
         driver_root,
         image_lib_dir,
+        pod_resources_socket,
         http_endpoint,
+        metrics_endpoint,
         proc,
         // What the layout is made of, and what main used.
         plugin_dir: _,
@@ -96,10 +101,14 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     let (registered_tx, registered) = watch::channel(Registered::default());
     let (driver_tx, driver) = watch::channel(DriverState::default());
     let (policy_tx, policy) = watch::channel(NodePolicy::default());
-    let suspect_orphans = Arc::new(Notify::new());
+    let (suspect_orphans, suspicions) = suspicions();
     let board = Arc::new(Board::default());
     let contexts = Arc::new(Contexts::load(Arc::clone(&fs), &layout));
     let spec_file = Arc::new(SpecFile::new(Arc::clone(&fs), &layout));
+    let aftermath: Arc<dyn Aftermath> = Arc::new(ClusterAftermath {
+        status: StatusWriter::new(client.clone(), Arc::new(HostClock)),
+        events: Events::new(client.clone(), &node_name),
+    });
     let preparer = preparer(
         fs,
         &layout,
@@ -109,8 +118,9 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         client.clone(),
         driver.clone(),
         Arc::clone(&metrics),
-        Arc::clone(&suspect_orphans),
+        suspect_orphans,
         Arc::clone(&board),
+        Arc::clone(&aftermath),
     )?;
 
     // The DRA service first: the kubelet may call as soon as it knows the plugin.
@@ -120,6 +130,9 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     let http = TcpListener::bind(http_endpoint)
         .await
         .with_context(|| format!("cannot listen on --http-endpoint {http_endpoint}"))?;
+    let https = TcpListener::bind(metrics_endpoint)
+        .await
+        .with_context(|| format!("cannot listen on --metrics-endpoint {metrics_endpoint}"))?;
 
     let installed = InstalledDriver::new(&host_root, driver_root.folder());
     let observer = Observer {
@@ -136,6 +149,8 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         registration_socket: layout.registration_socket(),
         dra_socket: layout.dra_socket(),
         registered: registered.clone(),
+    };
+    let scrape = Scrape {
         driver: driver.clone(),
         metrics: Arc::clone(&metrics),
         preparer: Arc::clone(&preparer),
@@ -159,6 +174,16 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         board,
     );
     helpers.spawn(watchdog.run(helpers_stop.clone()));
+    let access = Access::new(client.clone());
+    let orphans = OrphanSearch {
+        preparer: Arc::clone(&preparer),
+        claims: Claims::new(client.clone()),
+        kubelet: Box::new(PodResources::new(pod_resources_socket)),
+        aftermath,
+        metrics: Arc::clone(&metrics),
+        layout: layout.clone(),
+        proc: proc.clone(),
+    };
     let sampler = ShareSampler::new(
         &preparer,
         layout.clone(),
@@ -170,6 +195,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     let sweeper = ShareSweeper::new(&preparer, layout, Arc::clone(&metrics));
     helpers.spawn(sweeper.run(helpers_stop.clone()));
     helpers.spawn(observer.run(driver_tx, helpers_stop.clone()));
+    let refused = orphans.preparer.ledger().watch_refused();
     let gpu_node = GpuNodeWriter::new(
         client.clone(),
         node_name.clone(),
@@ -177,13 +203,10 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         Arc::new(HostClock),
         metrics,
     );
-    helpers.spawn(gpu_node.run(driver, registered, policy_tx, helpers_stop.clone()));
-    helpers.spawn(orphans::run(
-        preparer,
-        suspect_orphans,
-        helpers_stop.clone(),
-    ));
+    helpers.spawn(gpu_node.run(driver, registered, refused, policy_tx, helpers_stop.clone()));
+    helpers.spawn(orphans.run(suspicions, helpers_stop.clone()));
     helpers.spawn(serve_http(http, health, helpers_stop.clone()));
+    helpers.spawn(serve_metrics(https, access, scrape, helpers_stop.clone()));
 
     info!(
         node = node_name,
@@ -224,6 +247,18 @@ async fn serve(
     tokio::try_join!(dra, registration).map(drop)
 }
 
+async fn serve_metrics(
+    listener: TcpListener,
+    access: Access,
+    scrape: Scrape,
+    stop: CancellationToken,
+) {
+    if let Err(error) = tranche_metrics::serve(listener, access, metrics_router(scrape), stop).await
+    {
+        error!(%error, "metrics are not served");
+    }
+}
+
 async fn serve_http(listener: TcpListener, health: Health, stop: CancellationToken) {
     let server = axum::serve(listener, router(health));
     if let Err(error) = server.with_graceful_shutdown(stop.cancelled_owned()).await {
@@ -244,8 +279,9 @@ fn preparer(
     client: Client,
     driver: watch::Receiver<DriverState>,
     metrics: Arc<Metrics>,
-    suspect_orphans: Arc<Notify>,
+    suspect_orphans: mpsc::Sender<String>,
     board: Arc<Board>,
+    aftermath: Arc<dyn Aftermath>,
 ) -> anyhow::Result<Arc<Preparer>> {
     let installation =
         Installation::install(Arc::clone(&fs), image, &layout.libraries(), &layout.hooks);
@@ -254,21 +290,17 @@ fn preparer(
     }
     let executor = Executor::new(fs, layout.clone())?;
     let loaded = executor.recover()?;
-    for (_, error) in &loaded.refused {
-        error!(%error, "a claim's journal cannot be read; the claim is refused until it can");
-    }
-    if !loaded.refused.is_empty() {
-        let claims = loaded.refused.len();
-        error!(
-            claims,
-            "this node's bookings are incomplete: what these claims hold is not known, and their GPUs may be given to others"
-        );
+    for (uid, error) in &loaded.refused {
+        match error.may_hold() {
+            MayHold::Gpus(gpus) => {
+                error!(%error, uid, ?gpus, "a claim's journal cannot be read; the claim is refused, and its GPUs count as taken, until it can");
+            }
+            MayHold::Any => {
+                error!(%error, uid, "a claim's journal cannot be read; the claim is refused, and all GPUs of the node count as taken, until it can");
+            }
+        }
     }
     let ledger = Ledger::new(loaded);
-    let aftermath = ClusterAftermath {
-        status: StatusWriter::new(client.clone(), Arc::new(HostClock)),
-        events: Events::new(client.clone(), node),
-    };
     Ok(Preparer::new(Parts {
         pool: names::pool(node),
         spec_file,
@@ -277,7 +309,7 @@ fn preparer(
         driver,
         claims: Claims::new(client),
         ledger: Arc::new(ledger),
-        aftermath: Arc::new(aftermath),
+        aftermath,
         metrics,
         board,
         suspect_orphans,

@@ -30,6 +30,10 @@ pub struct Args {
     /// Where the kubelet watches for registration sockets
     #[arg(long, default_value = "/var/lib/kubelet/plugins_registry")]
     pub registry_dir: PathBuf,
+    /// The kubelet's pod resources socket, which tells which claims its pods use; where it does not, the
+    /// API server is asked every few hours
+    #[arg(long, default_value = "/var/lib/kubelet/pod-resources/kubelet.sock")]
+    pub pod_resources_socket: PathBuf,
     /// Share pages, on tmpfs; the same path as on the host
     #[arg(long, default_value = "/run/tranche")]
     pub run_dir: PathBuf,
@@ -39,9 +43,12 @@ pub struct Args {
     /// Shim, hook and ldconfig as the image brings them, to be installed into the plugin dir and the hook dir
     #[arg(long, default_value = "/usr/lib/tranche")]
     pub image_lib_dir: PathBuf,
-    /// Serves /healthz, /readyz and /metrics
+    /// Serves /healthz and /readyz, to everybody
     #[arg(long, default_value = "0.0.0.0:8085")]
     pub http_endpoint: SocketAddr,
+    /// Serves /metrics over TLS, to those whom the API server lets get that path
+    #[arg(long, default_value = "0.0.0.0:8443")]
+    pub metrics_endpoint: SocketAddr,
     /// The host's /proc, which tells which share a process belongs to that NVML names; any other leaves
     /// the GPU's time to be watched for all of its shares together
     #[arg(long, default_value = "/proc")]

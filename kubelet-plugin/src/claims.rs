@@ -3,7 +3,10 @@
 use std::fmt;
 use std::time::Duration;
 
+use k8s_openapi::Resource as _;
 use k8s_openapi::api::resource::v1::ResourceClaim;
+use kube::core::Status;
+use kube::core::response::StatusDetails;
 use kube::{Api, Client};
 
 use crate::api_server::{Silent, within};
@@ -63,20 +66,67 @@ impl Claims {
         Self { client }
     }
 
-    /// The claim that has this namespace and name now, whatever its UID; `None` where there is none.
+    /// The claim that has this namespace and name now, whatever its UID; `None` where the API server itself
+    /// said that there is none. A proxy's 404, or one without a word, is an error.
     pub async fn get(&self, claim: &ClaimRef) -> Result<Option<ResourceClaim>, ReadError> {
         let api = Api::<ResourceClaim>::namespaced(self.client.clone(), &claim.namespace);
         let read = async {
             for pause in PAUSES {
-                match api.get_opt(&claim.name).await {
+                match api.get(&claim.name).await {
                     Err(kube::Error::Service(_) | kube::Error::HyperError(_)) => {
                         tokio::time::sleep(pause).await;
                     }
                     answer => return answer,
                 }
             }
-            api.get_opt(&claim.name).await
+            api.get(&claim.name).await
         };
-        within(read).await?.map_err(|e| ReadError::Api(Box::new(e)))
+        match within(read).await? {
+            Ok(object) => Ok(Some(object)),
+            Err(kube::Error::Api(status)) if says_gone(&status, &claim.name) => Ok(None),
+            Err(error) => Err(ReadError::Api(Box::new(error))),
+        }
+    }
+}
+
+/// Whether a Status is the API server's own word that there is no claim of this name.
+fn says_gone(status: &Status, name: &str) -> bool {
+    let kind = |details: &StatusDetails| {
+        details.group == ResourceClaim::GROUP && details.kind == ResourceClaim::URL_PATH_SEGMENT
+    };
+    status.code == 404
+        && status.reason == "NotFound"
+        && (status.details.as_ref()).is_some_and(|details| kind(details) && details.name == name)
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn gone(status: Value) -> bool {
+        says_gone(&serde_json::from_value(status).unwrap(), "a")
+    }
+
+    #[test]
+    fn a_claim_is_gone_only_by_the_api_servers_own_word() {
+        let word = json!({
+            "kind": "Status", "apiVersion": "v1", "status": "Failure", "code": 404, "reason": "NotFound",
+            "details": {"group": "resource.k8s.io", "kind": "resourceclaims", "name": "a"},
+        });
+        assert!(gone(word.clone()));
+        for (field, other) in [
+            ("/code", json!(410)),
+            ("/reason", json!("Failed to parse error data")),
+            ("/details/kind", json!("namespaces")),
+            ("/details/group", json!("")),
+            ("/details/name", json!("b")),
+            ("/details", Value::Null),
+        ] {
+            let mut status = word.clone();
+            *status.pointer_mut(field).unwrap() = other;
+            assert!(!gone(status), "{field}");
+        }
     }
 }

@@ -20,9 +20,9 @@ use tranche_driver::preparation::{PreparationPlan, Step, Undo};
 use tranche_node::page::{AccountFile, ReadError, cap_page, read_cap};
 use tranche_shim_core::cap;
 use tranche_shim_core::error::PageError;
-use tranche_shim_core::layout::AccountPage;
+use tranche_shim_core::layout::{self, AccountPage};
 
-use crate::fs::{self, Durability, Fs, FsError};
+use crate::fs::{self, Durability, Fs, FsError, TmpfsSize};
 use crate::journal::{Journal, Loaded};
 use crate::layout::Layout;
 use crate::selinux::label_for_containers;
@@ -86,6 +86,21 @@ fn joined(errors: &[StepError]) -> String {
     errors.join("; ")
 }
 
+/// The unit in which a tmpfs gives room.
+const PAGE: u64 = 4096;
+
+/// What the pages of a claim with so many devices, of which so many have an account, take together.
+fn pages_size(devices: u64, accounts: u64) -> TmpfsSize {
+    let account = (layout::LEN as u64).next_multiple_of(PAGE);
+    // A cap page, and the one that replaces it.
+    let caps = 2 * PAGE;
+    TmpfsSize {
+        bytes: accounts * account + devices * caps,
+        // The folder, two pages and a temporary one; since Linux 6.6 extended attributes take some too.
+        inodes: 8 + 8 * devices,
+    }
+}
+
 /// What could not be taken back.
 #[derive(Debug, thiserror::Error)]
 #[error("{}", joined(.0))]
@@ -135,6 +150,7 @@ impl Executor {
     /// or an admin removed comes back. Nothing is taken back when it fails, since containers may be
     /// using it.
     pub fn rebuild(&self, plan: &PreparationPlan, dev_root: &Path) -> Result<(), StepError> {
+        self.mount_pages(plan)?;
         plan.steps
             .iter()
             .try_for_each(|step| self.step(plan, step, dev_root))
@@ -149,8 +165,7 @@ impl Executor {
             .iter()
             .filter_map(|undo| self.take_back(uid, undo).err())
             .collect();
-        let share = self.layout.share(uid, "");
-        failed.extend(self.fs.remove_dir(&share.claim).err().map(StepError::from));
+        failed.extend(self.remove_folder(uid).err().map(StepError::from));
         if failed.is_empty() {
             failed.extend(self.journal.remove(uid).err().map(StepError::from));
         }
@@ -175,7 +190,33 @@ impl Executor {
             }
             self.fs.remove_dir(&share.device)?;
         }
-        Ok(self.fs.remove_dir(&claim)?)
+        Ok(self.remove_folder(uid)?)
+    }
+
+    /// A claim with accounts has a tmpfs of its own for its pages, with room for them and little more: its
+    /// tenants can make an account page longer, and fill nobody else's memory by that. Pages that an earlier
+    /// release made in the plain folder stay where they are; containers have them mounted.
+    fn mount_pages(&self, plan: &PreparationPlan) -> Result<(), FsError> {
+        let accounts = plan.steps.iter();
+        let accounts = accounts.filter(|step| matches!(step, Step::CreateAccountPage { .. }));
+        let accounts = accounts.count() as u64;
+        if accounts == 0 {
+            return Ok(());
+        }
+        let folder = self.layout.share(&plan.allocation.uid, "").claim;
+        self.fs.create_dir(&folder)?;
+        let devices = plan.devices.len() as u64;
+        self.fs
+            .mount_tmpfs(&folder, pages_size(devices, accounts))?;
+        // A new file system has no label of the folder that it covers.
+        label_for_containers(&folder)
+    }
+
+    /// Removes a claim's folder if there is nothing in it.
+    fn remove_folder(&self, uid: &str) -> Result<(), FsError> {
+        let folder = self.layout.share(uid, "").claim;
+        self.fs.unmount(&folder)?;
+        self.fs.remove_dir(&folder)
     }
 
     /// What is held, and an end to what an earlier life left without a journal.
@@ -275,3 +316,6 @@ impl Executor {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests;

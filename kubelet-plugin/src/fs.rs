@@ -2,10 +2,14 @@
 //!
 //! [`Fs`] is injected, so that a test can make the n-th call fail, or let the machine die there.
 
+use std::ffi::CString;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
+
+use rustix::fs::{AtFlags, CWD, StatxAttributes, StatxFlags, statx};
+use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
 
 /// A call that failed, with its object.
 #[derive(Debug, thiserror::Error)]
@@ -42,6 +46,20 @@ pub trait Fs: Send + Sync + std::fmt::Debug {
     fn remove_dir(&self, path: &Path) -> Result<(), FsError>;
     /// Permission bits of what a path leads to, `None` where there is nothing.
     fn mode(&self, path: &Path) -> Result<Option<u32>, FsError>;
+    /// Mounts an empty tmpfs on a folder that is there. One that is mounted there already stays, and so does
+    /// a folder with something in it.
+    fn mount_tmpfs(&self, path: &Path, size: TmpfsSize) -> Result<(), FsError>;
+    /// Unmounts what is mounted on a folder if it is empty; nothing may be mounted there.
+    fn unmount(&self, path: &Path) -> Result<(), FsError>;
+}
+
+/// How much a tmpfs may hold.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TmpfsSize {
+    /// Of content.
+    pub bytes: u64,
+    /// Files and folders, the root among them.
+    pub inodes: u64,
 }
 
 /// The machine's own.
@@ -146,6 +164,40 @@ impl Fs for HostFs {
         let meta = std::fs::metadata(path).at_if_there("look at", path)?;
         Ok(meta.map(|m| m.permissions().mode() & 0o7777))
     }
+
+    fn mount_tmpfs(&self, path: &Path, size: TmpfsSize) -> Result<(), FsError> {
+        if is_mounted(path)? == Some(true) || !self.list(path)?.is_empty() {
+            return Ok(());
+        }
+        let TmpfsSize { bytes, inodes } = size;
+        let options = CString::new(format!("size={bytes},nr_inodes={inodes},mode=755"));
+        let options = options
+            .map_err(io::Error::from)
+            .at("mount a tmpfs on", path)?;
+        let flags = MountFlags::NOEXEC | MountFlags::NOSUID | MountFlags::NODEV;
+        mount("tranche", path, "tmpfs", flags, options.as_c_str())
+            .map_err(io::Error::from)
+            .at("mount a tmpfs on", path)
+    }
+
+    fn unmount(&self, path: &Path) -> Result<(), FsError> {
+        if is_mounted(path)? != Some(true) || !self.list(path)?.is_empty() {
+            return Ok(());
+        }
+        // Containers that have a file of it mounted do not hold it up.
+        unmount(path, UnmountFlags::DETACH | UnmountFlags::NOFOLLOW)
+            .map_err(io::Error::from)
+            .at("unmount", path)
+    }
+}
+
+/// Whether a path is the root of a mount, `None` where there is nothing.
+fn is_mounted(path: &Path) -> Result<Option<bool>, FsError> {
+    let found = statx(CWD, path, AtFlags::SYMLINK_NOFOLLOW, StatxFlags::TYPE);
+    let found = found
+        .map_err(io::Error::from)
+        .at_if_there("look at", path)?;
+    Ok(found.map(|found| found.stx_attributes.contains(StatxAttributes::MOUNT_ROOT)))
 }
 
 /// Whether a file must survive a power cut.
@@ -393,6 +445,16 @@ pub(crate) mod testing {
 
         fn mode(&self, path: &Path) -> Result<Option<u32>, FsError> {
             HostFs.mode(path)
+        }
+
+        fn mount_tmpfs(&self, path: &Path, size: TmpfsSize) -> Result<(), FsError> {
+            self.pass("mount a tmpfs on", path)?;
+            HostFs.mount_tmpfs(path, size)
+        }
+
+        fn unmount(&self, path: &Path) -> Result<(), FsError> {
+            self.pass("unmount", path)?;
+            HostFs.unmount(path)
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The node's GpuNode: inventory, the condition of its driver, and the epoch of its registration
+//! The node's GpuNode: inventory, the conditions of its driver and its journals, and the epoch of its registration
 //! (ADR 0005).
 //!
 //! The epoch grows when the kubelet (re)registered the plugin, when published slices of the current
@@ -26,7 +26,7 @@ use serde_json::json;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
-use tranche_api::conditions::{DRIVER_READY, State};
+use tranche_api::conditions::{CLAIMS_KNOWN, DRIVER_READY, State};
 use tranche_api::gpu_node::{Inventory, Registration};
 use tranche_api::names::API_VERSION;
 use tranche_api::{GpuNode, GpuNodeStatus};
@@ -39,6 +39,7 @@ use crate::api_server::{Silent, within};
 use crate::clock::Clock;
 use crate::driver_state::DriverState;
 use crate::events::Events;
+use crate::ledger::Refused;
 use crate::metrics::Metrics;
 use crate::registration::Registered;
 
@@ -85,6 +86,30 @@ struct Wanted {
     driver: Option<Driver>,
     /// The epoch is to grow.
     bump: bool,
+    /// The claims whose journals cannot be read.
+    refused: Refused,
+}
+
+/// `ClaimsKnown`.
+fn claims_known(refused: &Refused) -> State {
+    let message = match refused.first_key_value() {
+        None => "all journals can be read".to_owned(),
+        Some((_, why)) if refused.len() == 1 => why.to_string(),
+        Some((_, why)) => format!(
+            "{} journals cannot be read; the first: {why}",
+            refused.len()
+        ),
+    };
+    State {
+        kind: CLAIMS_KNOWN,
+        holds: refused.is_empty(),
+        reason: if refused.is_empty() {
+            "JournalsReadable"
+        } else {
+            "JournalUnreadable"
+        },
+        message,
+    }
 }
 
 /// The driver as the cluster sees it.
@@ -137,19 +162,23 @@ impl GpuNodeWriter {
         }
     }
 
-    /// Writes whenever driver, registration or slices change, or the GpuNode is deleted, and says in
-    /// `policy` what the policies ask of the node, until cancelled.
+    /// Writes whenever driver, registration, slices or journals change, or the GpuNode is deleted, and says
+    /// in `policy` what the policies ask of the node, until cancelled.
     pub async fn run(
         self,
         mut driver: watch::Receiver<DriverState>,
         mut registered: watch::Receiver<Registered>,
+        mut refused: watch::Receiver<Refused>,
         policy: watch::Sender<NodePolicy>,
         stop: CancellationToken,
     ) {
         let mut slices = OwnSlices::default();
         let mut events = pin!(slices::watch(self.client.clone(), &self.node));
         let mut own = pin!(own::watch(self.client.clone(), &self.node));
-        let mut wanted = Wanted::default();
+        let mut wanted = Wanted {
+            refused: refused.borrow_and_update().clone(),
+            ..Wanted::default()
+        };
         let mut epoch = 0;
         let mut dirty = false;
         let mut retry = FIRST_RETRY;
@@ -163,6 +192,10 @@ impl GpuNodeWriter {
                 () = stop.cancelled() => return,
                 Ok(()) = driver.changed() => {
                     wanted.driver = Driver::of(&driver.borrow_and_update());
+                    dirty = true;
+                }
+                Ok(()) = refused.changed() => {
+                    wanted.refused = refused.borrow_and_update().clone();
                     dirty = true;
                 }
                 Ok(()) = registered.changed() => {
@@ -246,9 +279,11 @@ impl GpuNodeWriter {
         };
         let ready = driver.ready.since(&old.conditions, self.clock.now());
         let is_news = !old.conditions.contains(&ready);
+        let claims = claims_known(&wanted.refused).since(&old.conditions, self.clock.now());
         if old.registration.as_ref() == Some(&registration)
             && old.inventory == driver.inventory
             && !is_news
+            && old.conditions.contains(&claims)
         {
             return Ok(registration.epoch);
         }
@@ -256,7 +291,7 @@ impl GpuNodeWriter {
         let status = GpuNodeStatus {
             inventory: driver.inventory.clone(),
             registration: Some(registration),
-            conditions: vec![ready],
+            conditions: vec![ready, claims],
             ..GpuNodeStatus::default()
         };
         let body = json!({

@@ -1,4 +1,4 @@
-//! `/healthz`, `/readyz` and `/metrics`.
+//! `/healthz` and `/readyz`, for everybody, and what is behind `/metrics`, which is for a few.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -35,24 +35,13 @@ pub struct Health {
     pub dra_socket: PathBuf,
     /// Whether the kubelet took the plugin.
     pub registered: watch::Receiver<Registered>,
-    /// Whether there is a driver.
-    pub driver: watch::Receiver<DriverState>,
-    /// What is counted.
-    pub metrics: Arc<Metrics>,
-    /// What is held.
-    pub preparer: Arc<Preparer>,
-    /// Where its pages lie.
-    pub layout: Layout,
-    /// What the watchdog found.
-    pub board: Arc<Board>,
 }
 
-/// The three paths.
+/// The two paths.
 pub fn router(health: Health) -> Router {
     Router::new()
         .route("/healthz", get(healthz))
         .route("/readyz", get(readyz))
-        .route("/metrics", get(metrics))
         .with_state(health)
 }
 
@@ -87,31 +76,49 @@ async fn healthz(State(health): State<Health>) -> (StatusCode, String) {
     }
 }
 
-/// Ready: registered with the kubelet, and a driver to work with.
-async fn readyz(State(health): State<Health>) -> (StatusCode, String) {
-    let registered = health.registered.borrow().now;
-    let driver = match &*health.driver.borrow() {
-        DriverState::Ready(_) => None,
-        DriverState::Unknown => Some("the driver was not looked at yet".to_owned()),
-        DriverState::Absent(why) => Some(why.to_string()),
-    };
-    match (registered, driver) {
-        (true, None) => (StatusCode::OK, "ok\n".into()),
-        (false, None) => (
+/// Ready: registered with the kubelet, which is all that a release can be blamed for. A node without a
+/// driver is ready too: its plugin releases claims and says on the GpuNode what is missing. Were it not, one
+/// such node would use up the DaemonSet's `maxUnavailable` for ever and keep all others from an update.
+async fn readyz(State(health): State<Health>) -> (StatusCode, &'static str) {
+    if health.registered.borrow().now {
+        (StatusCode::OK, "ok\n")
+    } else {
+        (
             StatusCode::SERVICE_UNAVAILABLE,
-            "the kubelet has not registered the plugin; see the kubelet's log\n".into(),
-        ),
-        (_, Some(why)) => (StatusCode::SERVICE_UNAVAILABLE, format!("{why}\n")),
+            "the kubelet has not registered the plugin; see the kubelet's log\n",
+        )
     }
 }
 
-async fn metrics(State(health): State<Health>) -> impl IntoResponse {
-    let ready = matches!(&*health.driver.borrow(), DriverState::Ready(_));
-    health.metrics.driver_ready.set(i64::from(ready));
+/// What Prometheus reads.
+#[derive(Clone, Debug)]
+pub struct Scrape {
+    /// Whether there is a driver.
+    pub driver: watch::Receiver<DriverState>,
+    /// What is counted.
+    pub metrics: Arc<Metrics>,
+    /// What is held.
+    pub preparer: Arc<Preparer>,
+    /// Where its pages lie.
+    pub layout: Layout,
+    /// What the watchdog found.
+    pub board: Arc<Board>,
+}
+
+/// The path `/metrics`. It names tenants' pods and claims, so not everybody may be let to it.
+pub fn metrics_router(scrape: Scrape) -> Router {
+    Router::new()
+        .route(tranche_metrics::PATH, get(metrics))
+        .with_state(scrape)
+}
+
+async fn metrics(State(scrape): State<Scrape>) -> impl IntoResponse {
+    let ready = matches!(&*scrape.driver.borrow(), DriverState::Ready(_));
+    scrape.metrics.driver_ready.set(i64::from(ready));
     let content_type = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-    let (metrics, ledger) = (health.metrics, Arc::clone(health.preparer.ledger()));
+    let (metrics, ledger) = (scrape.metrics, Arc::clone(scrape.preparer.ledger()));
     let text =
-        tokio::task::spawn_blocking(move || metrics.encode(&ledger, &health.layout, &health.board))
+        tokio::task::spawn_blocking(move || metrics.encode(&ledger, &scrape.layout, &scrape.board))
             .await;
     // It fails only at shutdown.
     let text = text.unwrap_or_default();

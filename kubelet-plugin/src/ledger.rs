@@ -14,7 +14,7 @@ use tranche_driver::journal::Record;
 use tranche_driver::preparation::PreparationPlan;
 
 use crate::claims::ClaimRef;
-use crate::journal::{Loaded, StoreError};
+use crate::journal::{Loaded, MayHold, StoreError};
 
 /// The held claims by UID.
 #[derive(Debug, Default)]
@@ -25,15 +25,46 @@ pub struct Ledger {
     /// The same pods' names, by the claim's UID and the pod's.
     pod_uids: Mutex<BTreeMap<String, BTreeMap<String, String>>>,
     releases: watch::Sender<()>,
+    refused: watch::Sender<Refused>,
 }
+
+/// The claims whose journals cannot be read, by UID, and why not.
+pub type Refused = BTreeMap<String, Arc<str>>;
 
 #[derive(Clone, Debug)]
 enum Entry {
     /// Planned, and being carried out.
     Reserved(Arc<Record>),
     Held(Arc<Record>),
-    /// The journal cannot be read: why.
-    Refused(Arc<str>),
+    /// The journal cannot be read.
+    Refused(Arc<Refusal>),
+}
+
+#[derive(Debug)]
+struct Refusal {
+    why: Arc<str>,
+    may_hold: MayHold,
+}
+
+impl From<StoreError> for Entry {
+    fn from(error: StoreError) -> Self {
+        Self::Refused(Arc::new(Refusal {
+            why: error.to_string().into(),
+            may_hold: error.may_hold(),
+        }))
+    }
+}
+
+/// A GPU counts as taken, since a claim whose journal cannot be read may hold it.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("GPU {gpu_uuid} counts as taken, since it is not known what claim {holder} holds: {why}")]
+pub struct MayBeHeld {
+    /// The GPU.
+    pub gpu_uuid: String,
+    /// The UID of the claim that may hold it.
+    pub holder: String,
+    /// What is wrong with its journal.
+    pub why: Arc<str>,
 }
 
 impl Entry {
@@ -101,13 +132,16 @@ impl Ledger {
         let refused = loaded
             .refused
             .into_iter()
-            .map(|(uid, error)| (uid, Entry::Refused(error.to_string().into())));
-        Self {
+            .map(|(uid, error)| (uid, error.into()));
+        let ledger = Self {
             claims: Mutex::new(held.chain(refused).collect()),
             pods: Mutex::default(),
             pod_uids: Mutex::default(),
             releases: watch::Sender::default(),
-        }
+            refused: watch::Sender::default(),
+        };
+        ledger.publish_refused();
+        ledger
     }
 
     /// The record of a claim; an error where its journal cannot be read.
@@ -115,7 +149,7 @@ impl Ledger {
         match self.claims().get(uid) {
             None | Some(Entry::Reserved(_)) => Ok(None),
             Some(Entry::Held(record)) => Ok(Some(Arc::clone(record))),
-            Some(Entry::Refused(why)) => Err(Arc::clone(why)),
+            Some(Entry::Refused(refusal)) => Err(Arc::clone(&refusal.why)),
         }
     }
 
@@ -132,10 +166,10 @@ impl Ledger {
             }
             Ok(None) => self.remove(uid),
             Err(error) => {
-                let entry = Entry::Refused(error.to_string().into());
-                self.claims().insert(uid.to_owned(), entry);
+                self.claims().insert(uid.to_owned(), error.into());
             }
         }
+        self.publish_refused();
     }
 
     /// Everything held.
@@ -150,13 +184,30 @@ impl Ledger {
             .collect()
     }
 
-    /// How many journals cannot be read.
+    /// The claims whose journals cannot be read, by UID, and why not.
     #[must_use]
-    pub fn refused(&self) -> usize {
-        self.claims()
-            .values()
-            .filter(|entry| matches!(entry, Entry::Refused(_)))
-            .count()
+    pub fn refused(&self) -> Refused {
+        let claims = self.claims();
+        let refused = claims.iter().filter_map(|(uid, entry)| match entry {
+            Entry::Refused(refusal) => Some((uid.clone(), Arc::clone(&refusal.why))),
+            Entry::Reserved(_) | Entry::Held(_) => None,
+        });
+        refused.collect()
+    }
+
+    /// [`Self::refused`], and when it changes.
+    #[must_use]
+    pub fn watch_refused(&self) -> watch::Receiver<Refused> {
+        self.refused.subscribe()
+    }
+
+    fn publish_refused(&self) {
+        let refused = self.refused();
+        self.refused.send_if_modified(|known| {
+            let changed = *known != refused;
+            *known = refused;
+            changed
+        });
     }
 
     /// Prepared devices by tier.
@@ -172,8 +223,9 @@ impl Ledger {
     }
 
     /// Plans against everything that is held or reserved, and reserves the plan unless it is the
-    /// claim's own already. The caller holds the claim's lock.
-    pub fn book<E>(
+    /// claim's own already, or takes a GPU that a claim whose journal cannot be read may hold. The caller
+    /// holds the claim's lock.
+    pub fn book<E: From<MayBeHeld>>(
         self: &Arc<Self>,
         plan: impl FnOnce(&mut dyn Iterator<Item = &PreparationPlan>) -> Result<PreparationPlan, E>,
     ) -> Result<Booking, E> {
@@ -187,6 +239,9 @@ impl Ledger {
             } else {
                 Booking::Moved(record)
             });
+        }
+        if let Some(taken) = claims.iter().find_map(|entry| may_be_held(&plan, entry)) {
+            return Err(taken.into());
         }
         let record = Arc::new(Record::new(plan));
         claims.insert(uid, Entry::Reserved(Arc::clone(&record)));
@@ -265,6 +320,21 @@ impl Ledger {
     }
 }
 
+/// Which GPU of a plan this other claim may hold, if it is not known what it holds.
+fn may_be_held(plan: &PreparationPlan, (holder, entry): (&String, &Entry)) -> Option<MayBeHeld> {
+    let Entry::Refused(refusal) = entry else {
+        return None;
+    };
+    // Admin access takes nothing from anybody.
+    let mut devices = plan.devices.iter().filter(|device| !device.admin_access);
+    let device = devices.find(|device| refusal.may_hold.includes(&device.gpu_uuid))?;
+    Some(MayBeHeld {
+        gpu_uuid: device.gpu_uuid.clone(),
+        holder: holder.clone(),
+        why: Arc::clone(&refusal.why),
+    })
+}
+
 /// A record's claim as the API server names it.
 #[must_use]
 pub fn claim_of(record: &Record) -> ClaimRef {
@@ -292,6 +362,12 @@ mod tests {
             },
             devices: Vec::new(),
             steps: Vec::new(),
+        }
+    }
+
+    impl From<MayBeHeld> for Vec<String> {
+        fn from(taken: MayBeHeld) -> Self {
+            vec![taken.holder]
         }
     }
 
@@ -379,7 +455,7 @@ mod tests {
         let anew = ledger.book(|_| {
             let mut plan = empty_plan("a");
             plan.allocation.name = "renamed".into();
-            Ok::<_, ()>(plan)
+            Ok::<_, Vec<String>>(plan)
         });
         assert!(matches!(anew, Ok(Booking::Moved(old)) if old == record));
         assert_eq!(ledger.held(), [record], "it is still held");

@@ -8,7 +8,8 @@
 //!     └─ dra ──► preparer ◄───────────┘──► driver::preparation::plan ──► executor ──► pages, CDI
 //!                  │  ▲                                                     │
 //!                  │  └── ledger ◄────────────────────────────────────── journal
-//!                  └──► aftermath ──► claim.status.devices, events on pods
+//!                  ├──► aftermath ──► claim.status.devices, events on pods
+//!  kubelet ◄── pod_resources ◄── orphans ──► unprepare
 //! ```
 //!
 //! [`app`] puts the parts together; [`layout`] says where things lie. What a node knows of its driver
@@ -39,6 +40,7 @@ pub mod ledger;
 pub mod locks;
 pub mod metrics;
 pub mod orphans;
+pub mod pod_resources;
 pub mod preparer;
 pub mod proto;
 pub mod registration;

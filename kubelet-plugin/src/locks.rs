@@ -40,6 +40,19 @@ impl Locks {
         held
     }
 
+    /// The claim's lock, if nobody holds it.
+    #[must_use]
+    pub fn try_lock(self: &Arc<Self>, uid: &str) -> Option<Held> {
+        let lock = Arc::clone(self.table().entry(uid.to_owned()).or_default());
+        let mut held = Held {
+            locks: Arc::clone(self),
+            uid: uid.to_owned(),
+            guard: None,
+        };
+        held.guard = Some(lock.try_lock_owned().ok()?);
+        Some(held)
+    }
+
     fn table(&self) -> std::sync::MutexGuard<'_, Table> {
         // Nothing that holds it can panic half way through a change.
         self.table.lock().unwrap_or_else(PoisonError::into_inner)

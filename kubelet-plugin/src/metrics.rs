@@ -200,7 +200,7 @@ impl Metrics {
         }
         let count = |n: usize| i64::try_from(n).unwrap_or(i64::MAX);
         self.claims.set(count(ledger.held().len()));
-        self.unreadable_journals.set(count(ledger.refused()));
+        self.unreadable_journals.set(count(ledger.refused().len()));
         let mut text = String::new();
         // Writing to a string cannot fail.
         let _ = encode_registry(&mut text, &self.registry);

@@ -1,37 +1,241 @@
-//! Finds what no claim stands behind any more, at start and every minute.
+//! Finds held claims that are gone, and releases them.
+//!
+//! The kubelet releases every claim that it prepared, so an orphan is rare: a kubelet that lost its state,
+//! or was killed at the wrong moment. Asking the API server for each claim again and again would cost it
+//! thousands of requests a second in a large cluster. So the kubelet is asked, on the node, which claims its
+//! pods use; the API server only for those that the kubelet does not know, ever more rarely, and for one
+//! that is in a new claim's way ([`schedule`]).
+//!
+//! A claim is released when all of these hold:
+//! - the API server said twice, some time apart, that it has no claim of this name or another one by now;
+//! - the kubelet does not list it;
+//! - no process runs in a container that has its devices.
 
-use std::collections::BTreeSet;
+pub mod schedule;
+#[cfg(test)]
+mod tests;
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
 
-use tokio::sync::Notify;
+use k8s_openapi::api::resource::v1::ResourceClaim;
+use tokio::sync::mpsc;
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
+use tracing::{debug, info, warn};
+use tranche_api::names::DRIVER;
+use tranche_driver::journal::Record;
+use tranche_node::containers::processes_with;
+use tranche_node::page::AccountFile;
 
-use crate::preparer::Preparer;
+use self::schedule::{Found, INTERVAL, PAUSE, Schedule};
+use crate::claims::{ClaimRef, Claims};
+use crate::layout::Layout;
+use crate::ledger::{Ledger, claim_of};
+use crate::metrics::Metrics;
+use crate::pod_resources::Kubelet;
+use crate::preparer::{Aftermath, Preparer};
 
-/// How often.
-const INTERVAL: Duration = Duration::from_mins(1);
-/// A claim must be gone at two looks this far apart at least: a pod that was deleted by force takes
-/// its claim along while its containers still end. Short enough for a claim that waits for the
-/// orphan's GPU to get it.
-const GRACE: Duration = Duration::from_secs(15);
+/// How many suspicions may wait; the next conflict repeats one that is lost.
+const WAITING: usize = 64;
 
-/// Looks until cancelled. `suspect` asks for a look out of turn.
-pub async fn run(preparer: Arc<Preparer>, suspect: Arc<Notify>, stop: CancellationToken) {
-    let mut missing = BTreeSet::new();
-    loop {
-        missing = preparer.release_orphans(&missing).await;
-        // Asked for or not, a claim that is gone gets its grace.
-        let pause = async {
-            tokio::time::sleep(GRACE).await;
-            if missing.is_empty() {
-                let rest = INTERVAL.saturating_sub(GRACE);
-                let _ = tokio::time::timeout(rest, suspect.notified()).await;
+/// The claims that are in a new claim's way, by UID: who meets a conflict sends, the search receives.
+#[must_use]
+pub fn suspicions() -> (mpsc::Sender<String>, mpsc::Receiver<String>) {
+    mpsc::channel(WAITING)
+}
+
+/// Searches for orphans.
+#[derive(Debug)]
+pub struct OrphanSearch {
+    /// Releases.
+    pub preparer: Arc<Preparer>,
+    /// The API server.
+    pub claims: Claims,
+    /// Who knows what the pods use.
+    pub kubelet: Box<dyn Kubelet>,
+    /// Tells the status of a claim whose earlier life did not.
+    pub aftermath: Arc<dyn Aftermath>,
+    /// What is counted.
+    pub metrics: Arc<Metrics>,
+    /// Where the pages lie.
+    pub layout: Layout,
+    /// The host's `/proc`.
+    pub proc: PathBuf,
+}
+
+impl OrphanSearch {
+    /// Searches until cancelled.
+    pub async fn run(self, mut suspicions: mpsc::Receiver<String>, stop: CancellationToken) {
+        let mut schedule = Schedule::default();
+        let mut kubelet_tells = true;
+        let mut refresh = Instant::now();
+        loop {
+            if refresh <= Instant::now() {
+                kubelet_tells = self.refresh(&mut schedule, kubelet_tells).await;
+                refresh = Instant::now() + INTERVAL;
             }
-        };
-        tokio::select! {
-            () = stop.cancelled() => return,
-            () = pause => {}
+            if let Some(uid) = schedule.next(Instant::now()).map(str::to_owned) {
+                self.look(&mut schedule, &uid).await;
+            }
+            let soonest = Instant::now() + PAUSE;
+            let due = schedule.due().map_or(refresh, |due| due.max(soonest));
+            tokio::select! {
+                () = stop.cancelled() => return,
+                () = tokio::time::sleep_until(due.min(refresh)) => {}
+                Some(uid) = suspicions.recv() => {
+                    // It may be held since a moment ago only.
+                    kubelet_tells = self.refresh(&mut schedule, kubelet_tells).await;
+                    schedule.suspect(Instant::now(), &uid);
+                    // Several may be in the way of one claim.
+                    while let Ok(uid) = suspicions.try_recv() {
+                        schedule.suspect(Instant::now(), &uid);
+                    }
+                }
+            }
         }
     }
+
+    /// Brings the schedule up to date with what is held and what the kubelet lists of it. Returns whether the
+    /// kubelet told; `told` says whether it did the last time.
+    async fn refresh(&self, schedule: &mut Schedule, told: bool) -> bool {
+        let preparer = Arc::clone(&self.preparer);
+        // Its claims are not held, and so not looked for, until they can be read. It fails only at shutdown.
+        let _ = tokio::task::spawn_blocking(move || preparer.read_refused_again()).await;
+        let in_use = self.kubelet.in_use().await;
+        if let Err(error) = &in_use
+            && told
+        {
+            warn!(%error, "the API server is asked for held claims instead, every few hours");
+        }
+        let mut held = BTreeMap::new();
+        let mut joined = Vec::new();
+        for record in self.ledger().held() {
+            let listed = in_use.as_ref().ok().map(|in_use| {
+                let mut pods = in_use.pods(&record);
+                let listed = !pods.is_empty();
+                for known in self.ledger().pods(uid(&record)) {
+                    pods.remove(&known);
+                }
+                if !pods.is_empty() {
+                    joined.push((uid(&record).to_owned(), pods));
+                }
+                listed
+            });
+            held.insert(uid(&record).to_owned(), listed);
+        }
+        let now = Instant::now();
+        schedule.update(now, &held);
+        // The kubelet prepares a claim once for all of its pods: which joined later, and by which UID, the
+        // claim says.
+        for (uid, pods) in joined {
+            schedule.joined(now, &uid, pods);
+        }
+        in_use.is_ok()
+    }
+
+    /// Asks for one claim, and releases it when it is gone for long enough and nobody uses it.
+    async fn look(&self, schedule: &mut Schedule, uid: &str) {
+        let Ok(Some(record)) = self.ledger().get(uid) else {
+            schedule.forget(uid);
+            return;
+        };
+        let claim = claim_of(&record);
+        let found = self.ask(&claim, &record).await;
+        if !schedule.found(Instant::now(), uid, found) {
+            return;
+        }
+        let (proc, layout) = (self.proc.clone(), self.layout.clone());
+        let users = tokio::task::spawn_blocking(move || users(&record, &proc, &layout)).await;
+        match users {
+            // Only at shutdown.
+            Err(_) => {}
+            Ok(Err(why)) => {
+                warn!(%claim, uid, why, "the claim is gone and the kubelet does not list it; it is kept, since it is not known whether its containers have ended");
+            }
+            Ok(Ok(Some(users))) => {
+                warn!(%claim, uid, users, "the claim is gone and the kubelet does not list it; it is kept until its containers have ended");
+            }
+            Ok(Ok(None)) => {
+                info!(%claim, uid, "the claim is gone and the kubelet did not release it; releasing it");
+                if self.preparer.unprepare(&claim).await.is_ok() {
+                    self.metrics.orphans.inc();
+                }
+            }
+        }
+    }
+
+    async fn ask(&self, claim: &ClaimRef, record: &Arc<Record>) -> Found {
+        match self.claims.get(claim).await {
+            Ok(None) => Found::Gone,
+            Ok(Some(object)) if is(&object, claim) => {
+                self.ledger().note_pods(&object);
+                if !tells_devices(&object) {
+                    // An earlier life was killed between its answer and this.
+                    self.aftermath.prepared(record);
+                }
+                Found::There
+            }
+            Ok(Some(object)) if is_another(&object, claim) => Found::Gone,
+            Ok(Some(_)) => Found::Unknown,
+            Err(error) => {
+                debug!(%claim, %error, "cannot tell whether the claim is gone");
+                Found::Unknown
+            }
+        }
+    }
+
+    fn ledger(&self) -> &Ledger {
+        self.preparer.ledger()
+    }
+}
+
+fn uid(record: &Record) -> &str {
+    &record.plan.allocation.uid
+}
+
+fn is(object: &ResourceClaim, claim: &ClaimRef) -> bool {
+    object.metadata.uid.as_ref() == Some(&claim.uid)
+}
+
+/// Whether the object is another claim that has taken the name. One without a UID or of another name is the
+/// answer of a broken server.
+fn is_another(object: &ResourceClaim, claim: &ClaimRef) -> bool {
+    let meta = &object.metadata;
+    meta.name.as_ref() == Some(&claim.name)
+        && meta.namespace.as_ref() == Some(&claim.namespace)
+        && (meta.uid.as_ref()).is_some_and(|uid| !uid.is_empty() && *uid != claim.uid)
+}
+
+/// Whether `status.devices` has something of ours.
+fn tells_devices(claim: &ResourceClaim) -> bool {
+    let devices = claim.status.as_ref().and_then(|s| s.devices.as_deref());
+    devices
+        .unwrap_or_default()
+        .iter()
+        .any(|d| d.driver == DRIVER)
+}
+
+/// Who still uses a claim's devices, in words; `None` for nobody. An error says why that is not known.
+fn users(record: &Record, proc: &Path, layout: &Layout) -> Result<Option<String>, String> {
+    let devices = &record.plan.devices;
+    let keys: Vec<_> = devices.iter().map(|device| device.key.as_str()).collect();
+    let processes = processes_with(proc, &keys).map_err(|e| e.to_string())?;
+    if let Some(first) = processes.first() {
+        let count = processes.len();
+        return Ok(Some(format!("{count} processes, the first is {first}")));
+    }
+    // A process that left its container's mounts still counts in the account.
+    for device in devices.iter().filter(|device| device.cap.is_share()) {
+        let account = layout.share(uid(record), &device.key).account;
+        // A page that is missing or broken is nobody's place to count.
+        if AccountFile::open(&account).is_ok_and(|file| file.is_in_use().unwrap_or(true)) {
+            return Ok(Some(format!(
+                "processes that count in {}",
+                account.display()
+            )));
+        }
+    }
+    Ok(None)
 }

@@ -13,16 +13,14 @@ mod error;
 #[cfg(test)]
 mod tests;
 
-use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use k8s_openapi::api::resource::v1::ResourceClaim;
-use tokio::sync::{Notify, watch};
+use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
 use tracing::{info, warn};
-use tranche_api::names::DRIVER;
 use tranche_driver::claim::{Allocation, check_uid};
 use tranche_driver::journal::Record;
 use tranche_driver::preparation::{
@@ -82,8 +80,8 @@ pub struct Parts {
     pub metrics: Arc<Metrics>,
     /// What the watchdog found.
     pub board: Arc<Board>,
-    /// Wakes the search for orphans when one may be in the way.
-    pub suspect_orphans: Arc<Notify>,
+    /// Names the claims that are in another's way, which may be orphans, to the search for them.
+    pub suspect_orphans: mpsc::Sender<String>,
 }
 
 /// Prepares and unprepares the claims of this node.
@@ -199,8 +197,11 @@ impl Preparer {
             DriverState::Absent(why) => return Err(Problem::Driver(Arc::clone(why))),
         };
         self.recorded(&allocation.uid)?;
+        self.read_refused_again();
         loop {
-            match ledger.book(|others| self.plan(allocation, &ready, others))? {
+            let booked = ledger
+                .book(|others| plan(allocation, &ready.inventory, others).map_err(Problem::from));
+            match booked.inspect_err(|problem| self.suspect(problem))? {
                 Booking::Kept(record) => {
                     self.verify(&record.plan, &ready)?;
                     executor.rebuild(&record.plan, &ready.dev_root_on_host)?;
@@ -238,17 +239,37 @@ impl Preparer {
         ledger.get(uid).map_err(Problem::Journal)
     }
 
-    fn plan(
-        &self,
-        allocation: &Allocation,
-        ready: &Ready,
-        others: &mut dyn Iterator<Item = &PreparationPlan>,
-    ) -> Result<PreparationPlan, PreparationError> {
-        plan(allocation, &ready.inventory, others).inspect_err(|e| {
-            if is_conflict(e) {
-                self.parts.suspect_orphans.notify_one();
+    /// Reads the journals again that could not be read: somebody may have mended or deleted them, and what
+    /// they record is in the way of others until then.
+    pub fn read_refused_again(&self) {
+        let Parts {
+            ledger, executor, ..
+        } = &self.parts;
+        for uid in ledger.refused().keys() {
+            // Whoever has the claim's lock looks again too.
+            if let Some(_lock) = self.locks.try_lock(uid) {
+                ledger.look_again(uid, || executor.journal().load(uid));
             }
-        })
+        }
+    }
+
+    /// Where a conflict is the problem, asks whether the holders are orphans.
+    fn suspect(&self, problem: &Problem) {
+        let Problem::Plan(PreparationError {
+            problem: PreparationProblem::Conflict(conflict),
+            ..
+        }) = problem
+        else {
+            return;
+        };
+        let holders = conflict.holders();
+        for record in self.parts.ledger.held() {
+            let claim = claim_of(&record);
+            if holders.contains(&claim.to_string()) {
+                // Full: a search is under way, and the next conflict says it again.
+                let _ = self.parts.suspect_orphans.try_send(claim.uid);
+            }
+        }
     }
 
     /// A GPU of whose memory some is nobody's is not handed on: it is not there for whom it is promised to.
@@ -324,56 +345,8 @@ impl Preparer {
             .map_err(|_| Problem::Stopping)?
             .inspect(|()| info!("unprepared"))
     }
-
-    /// Releases the claims that are gone from the API server, or whose name another has by now.
-    ///
-    /// `missing` names those that were gone at an earlier look; only these are released, so that
-    /// the containers of a pod deleted by force have the time to end. Returns those gone now.
-    pub async fn release_orphans(self: &Arc<Self>, missing: &BTreeSet<String>) -> BTreeSet<String> {
-        let mut gone = BTreeSet::new();
-        for record in self.parts.ledger.held() {
-            let claim = claim_of(&record);
-            match self.parts.claims.get(&claim).await {
-                Ok(Some(object)) if check_uid(&object, &claim.uid).is_ok() => {
-                    // Others may share it by now.
-                    self.parts.ledger.note_pods(&object);
-                    if !tells_devices(&object) {
-                        // An earlier life was killed between its answer and this.
-                        self.parts.aftermath.prepared(&record);
-                    }
-                    continue;
-                }
-                // Not knowing is no reason to take something away.
-                Err(_) => continue,
-                Ok(_) => {}
-            }
-            if !missing.contains(&claim.uid) {
-                gone.insert(claim.uid);
-                continue;
-            }
-            info!(claim = %claim, uid = claim.uid, "the claim is gone and the kubelet did not release it; releasing it");
-            match self.unprepare(&claim).await {
-                Ok(()) => {
-                    self.parts.metrics.orphans.inc();
-                }
-                Err(_) => {
-                    gone.insert(claim.uid);
-                }
-            }
-        }
-        gone
-    }
 }
 
 fn is_conflict(error: &PreparationError) -> bool {
     matches!(error.problem, PreparationProblem::Conflict(_))
-}
-
-/// Whether `status.devices` has something of ours.
-fn tells_devices(claim: &ResourceClaim) -> bool {
-    let devices = claim.status.as_ref().and_then(|s| s.devices.as_deref());
-    devices
-        .unwrap_or_default()
-        .iter()
-        .any(|d| d.driver == DRIVER)
 }

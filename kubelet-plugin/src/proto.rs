@@ -1,4 +1,4 @@
-//! The kubelet's two protocols, as `build.rs` compiles them from `proto/`.
+//! The kubelet's protocols, as `build.rs` compiles them from `proto/`.
 #![allow(missing_docs, clippy::pedantic, clippy::unwrap_used)]
 
 /// How a plugin makes itself known.
@@ -9,4 +9,9 @@ pub mod pluginregistration {
 /// What the kubelet asks of a DRA driver.
 pub mod dra {
     tonic::include_proto!("k8s.io.kubelet.pkg.apis.dra.v1");
+}
+
+/// What the kubelet says of the resources of its pods.
+pub mod podresources {
+    tonic::include_proto!("v1");
 }

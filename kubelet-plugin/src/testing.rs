@@ -4,10 +4,13 @@ pub mod api;
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
+use futures::future::BoxFuture;
 use k8s_openapi::api::resource::v1::ResourceClaim;
 use rustix::fs::{CWD, FileType, Mode, makedev, mknodat};
-use tokio::sync::{Notify, watch};
+use tokio::sync::{mpsc, watch};
+use tokio_util::sync::CancellationToken;
 use tranche_driver::cdi::driver_spec;
 use tranche_driver::journal::Record;
 
@@ -19,6 +22,8 @@ use crate::fs::{Fs, HostFs};
 use crate::install::{Installation, testing::lay_out_image};
 use crate::layout::{Layout, testing::below};
 use crate::ledger::Ledger;
+use crate::orphans::{OrphanSearch, suspicions};
+use crate::pod_resources::{InUse, Kubelet, NotTold};
 use crate::preparer::{Aftermath, Parts, Preparer, Problem};
 use crate::watchdog::Board;
 use tranche_node::devices::DeviceNodes;
@@ -45,7 +50,7 @@ pub struct Plugin {
     pub told: Arc<Told>,
     pub board: Arc<Board>,
     pub driver: watch::Sender<DriverState>,
-    pub suspect_orphans: Arc<Notify>,
+    pub suspicions: tokio::sync::Mutex<mpsc::Receiver<String>>,
 }
 
 /// Records what the cluster would be told.
@@ -72,6 +77,80 @@ impl Aftermath for Told {
     }
 }
 
+/// A kubelet that lists what it is told to, or says nothing.
+#[derive(Clone, Debug, Default)]
+pub struct Listing(Arc<Mutex<Option<InUse>>>);
+
+impl Listing {
+    /// One that lists all of these, each for its pod.
+    pub fn of(records: &[Arc<Record>]) -> Self {
+        let listing = Self::default();
+        listing.lists(records);
+        listing
+    }
+
+    pub fn lists(&self, records: &[Arc<Record>]) {
+        let of = |record: &Arc<Record>| {
+            let pod = format!("pod-of-{}", record.plan.allocation.name);
+            let ids = record.plan.devices.iter().map(|d| d.cdi_ids[0].clone());
+            ids.map(|id| (id, pod.clone())).collect::<Vec<_>>()
+        };
+        *self.0.lock().unwrap() = Some(records.iter().flat_map(of).collect());
+    }
+
+    /// Lists all of these for one pod.
+    pub fn lists_pod(&self, records: &[Arc<Record>], pod: &str) {
+        let devices = records.iter().flat_map(|record| &record.plan.devices);
+        let pairs = devices.map(|device| (device.cdi_ids[0].clone(), pod.to_owned()));
+        *self.0.lock().unwrap() = Some(pairs.collect());
+    }
+
+    pub fn falls_silent(&self) {
+        *self.0.lock().unwrap() = None;
+    }
+}
+
+impl Kubelet for Listing {
+    fn in_use(&self) -> BoxFuture<'_, Result<InUse, NotTold>> {
+        let told = self.0.lock().unwrap().clone().ok_or_else(|| NotTold {
+            socket: "scripted".into(),
+            problem: "it says nothing".into(),
+        });
+        Box::pin(async { told })
+    }
+}
+
+/// A search for orphans under way.
+pub struct Search(tokio::sync::Mutex<BoxFuture<'static, ()>>);
+
+impl Search {
+    /// Goes on for so long, on a clock that is paused.
+    pub async fn run_for(&self, time: Duration) {
+        let mut search = self.0.lock().await;
+        let ended = tokio::time::timeout(time, &mut *search).await;
+        assert!(ended.is_err(), "the search ended by itself");
+    }
+}
+
+impl Plugin {
+    /// A search for orphans in this life.
+    pub async fn search(&self, world: &World, kubelet: &Listing) -> Search {
+        let search = OrphanSearch {
+            preparer: Arc::clone(&self.preparer),
+            claims: Claims::new(world.api.client()),
+            kubelet: Box::new(kubelet.clone()),
+            aftermath: Arc::clone(&self.told) as _,
+            metrics: Arc::default(),
+            layout: world.layout.clone(),
+            proc: world.proc(),
+        };
+        let (_, nobody) = suspicions();
+        let suspicions = std::mem::replace(&mut *self.suspicions.lock().await, nobody);
+        let run = search.run(suspicions, CancellationToken::new());
+        Search(tokio::sync::Mutex::new(Box::pin(run)))
+    }
+}
+
 impl World {
     /// A node with two H100 and Debian's driver.
     pub fn new() -> Self {
@@ -84,6 +163,7 @@ impl World {
         let driver_root = dir.path().join("driver");
         files::lay_out(&driver_root, files::DEBIAN_535);
         std::fs::create_dir(driver_root.join("dev")).unwrap();
+        std::fs::create_dir(dir.path().join("proc")).unwrap();
         for name in ["nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"] {
             make_node(&driver_root, name);
         }
@@ -97,6 +177,11 @@ impl World {
 
     pub fn driver_root(&self) -> PathBuf {
         self.dir.path().join("driver")
+    }
+
+    /// The host's `/proc`, with no process.
+    pub fn proc(&self) -> PathBuf {
+        self.dir.path().join("proc")
     }
 
     pub fn make_node(&self, name: &str) {
@@ -128,7 +213,7 @@ impl World {
         let told = Arc::new(Told::default());
         let board = Arc::new(Board::default());
         let (driver, driver_rx) = watch::channel(DriverState::Ready(Arc::clone(&self.ready)));
-        let suspect_orphans = Arc::new(Notify::new());
+        let (suspect_orphans, suspicions) = suspicions();
         let preparer = Preparer::new(Parts {
             pool: POOL.into(),
             spec_file: Arc::new(SpecFile::new(fs, &self.layout)),
@@ -140,14 +225,14 @@ impl World {
             aftermath: Arc::clone(&told) as _,
             metrics: Arc::default(),
             board: Arc::clone(&board),
-            suspect_orphans: Arc::clone(&suspect_orphans),
+            suspect_orphans,
         });
         Ok(Plugin {
             preparer,
             told,
             board,
             driver,
-            suspect_orphans,
+            suspicions: tokio::sync::Mutex::new(suspicions),
         })
     }
 
@@ -191,6 +276,20 @@ impl World {
                 (path, content.into_bytes())
             })
             .collect()
+    }
+}
+
+impl Drop for World {
+    /// Mounts would outlive the folder, and keep it.
+    fn drop(&mut self) {
+        let mounts = std::fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+        let points = mounts.lines().filter_map(|line| line.split(' ').nth(4));
+        let points: Vec<_> = points
+            .filter(|point| Path::new(point).starts_with(self.dir.path()))
+            .collect();
+        for point in points.into_iter().rev() {
+            let _ = rustix::mount::unmount(point, rustix::mount::UnmountFlags::DETACH);
+        }
     }
 }
 

@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 
 use axum::Router;
 use axum::http::StatusCode;
+use axum::routing::post;
 use tonic::transport::Channel;
 use tranche_kubelet_plugin::proto::dra::dra_plugin_client::DraPluginClient;
 use tranche_kubelet_plugin::proto::dra::{
@@ -27,10 +28,14 @@ use tranche_kubelet_plugin::sockets::connect;
 
 const PATIENCE: Duration = Duration::from_secs(30);
 
+/// The token of somebody who may read the metrics.
+const TOKEN: &str = "of-a-reader";
+
 /// A node's folders, and an API server that has nothing.
 struct Node {
     dir: tempfile::TempDir,
     http: u16,
+    https: u16,
 }
 
 impl Node {
@@ -49,9 +54,30 @@ impl Node {
         }
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let api = listener.local_addr().unwrap();
-        let nothing = Router::new().fallback(|| async {
-            let body = r#"{"kind":"Status","apiVersion":"v1","status":"Failure","reason":"NotFound","code":404}"#;
-            (StatusCode::NOT_FOUND, body)
+        let created = |answer: serde_json::Value| (StatusCode::CREATED, answer.to_string());
+        let review = async move |body: String| {
+            let mut review: serde_json::Value = serde_json::from_str(&body).unwrap();
+            let known = review["spec"]["token"] == TOKEN;
+            review["status"] =
+                serde_json::json!({"authenticated": known, "user": {"username": "reader"}});
+            created(review)
+        };
+        let access = async move |body: String| {
+            let mut review: serde_json::Value = serde_json::from_str(&body).unwrap();
+            let allowed = review["spec"]["user"] == "reader";
+            review["status"] = serde_json::json!({"allowed": allowed});
+            created(review)
+        };
+        let nothing = Router::new()
+            .route("/apis/authentication.k8s.io/v1/tokenreviews", post(review))
+            .route("/apis/authorization.k8s.io/v1/subjectaccessreviews", post(access))
+            .fallback(|uri: axum::http::Uri| async move {
+            let name = uri.path().rsplit('/').next().unwrap_or_default();
+            let body = serde_json::json!({
+                "kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "NotFound", "code": 404,
+                "details": {"group": "resource.k8s.io", "kind": "resourceclaims", "name": name},
+            });
+            (StatusCode::NOT_FOUND, body.to_string())
         });
         tokio::spawn(async move { axum::serve(listener, nothing).await });
         let kubeconfig = format!(
@@ -60,9 +86,9 @@ impl Node {
         );
         std::fs::write(dir.path().join("kubeconfig"), kubeconfig).unwrap();
         // Freed at once; nobody else takes ephemeral ports in the moment between.
-        let http = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-        let http = http.local_addr().unwrap().port();
-        Self { dir, http }
+        let ports = [0; 2].map(|_| std::net::TcpListener::bind("127.0.0.1:0").unwrap());
+        let [http, https] = ports.map(|port| port.local_addr().unwrap().port());
+        Self { dir, http, https }
     }
 
     fn at(&self, path: &str) -> PathBuf {
@@ -83,6 +109,9 @@ impl Node {
             .env("KUBECONFIG", self.at("kubeconfig"))
             .arg("--node-name=node-a")
             .arg(format!("--http-endpoint=127.0.0.1:{}", self.http))
+            .arg(format!("--metrics-endpoint=127.0.0.1:{}", self.https))
+            .arg("--pod-resources-socket")
+            .arg(self.at("no-kubelet.sock"))
             .arg("--driver-root")
             .arg(self.at("no-driver"))
             .arg("--plugin-dir")
@@ -139,6 +168,16 @@ impl Node {
         stream.read_to_string(&mut answer).await.unwrap();
         let (head, body) = answer.split_once("\r\n\r\n").unwrap();
         (head[9..12].parse().unwrap(), body.to_owned())
+    }
+}
+
+impl Node {
+    /// Status and body of a GET of the metrics.
+    async fn metrics(&self, token: Option<&str>) -> (u16, String) {
+        let stream = tokio::net::TcpStream::connect(("127.0.0.1", self.https)).await;
+        tranche_metrics::testing::get(stream.unwrap(), "/metrics", token)
+            .await
+            .unwrap()
     }
 }
 
@@ -243,9 +282,8 @@ async fn the_kubelet_registers_it_and_every_claim_is_answered() {
         .notify_registration_status(status)
         .await
         .unwrap();
-    let (code, why) = node.get("/readyz").await;
-    assert_eq!(code, 503, "{why}");
-    assert!(why.contains("no-driver"), "{why}");
+    // There is no driver, and the plugin is ready all the same.
+    assert_eq!(node.get("/readyz").await, (200, "ok\n".into()));
     assert_eq!(node.get("/healthz").await, (200, "ok\n".into()));
 
     // Every UID is answered, each with its own error; the claims do not exist.
@@ -284,7 +322,9 @@ async fn the_kubelet_registers_it_and_every_claim_is_answered() {
         assert_eq!((released.len(), errors), (32, BTreeMap::new()));
     }
 
-    let (code, text) = node.get("/metrics").await;
+    assert_eq!(node.get("/metrics").await.0, 404, "not without a token");
+    assert_eq!(node.metrics(None).await.0, 401);
+    let (code, text) = node.metrics(Some(TOKEN)).await;
     assert_eq!(code, 200);
     for line in [
         "tranche_dra_claims_total{method=\"NodePrepareResources\",outcome=\"claim_gone\"} 32",

@@ -18,6 +18,7 @@ const HOUR: Duration = Duration::from_hours(1);
 
 struct Running {
     world: World,
+    refused: watch::Sender<Refused>,
     driver: watch::Sender<DriverState>,
     registered: watch::Sender<Registered>,
     policy: watch::Receiver<NodePolicy>,
@@ -49,9 +50,17 @@ impl Running {
             Arc::new(HostClock),
             Arc::default(),
         );
-        let task = tokio::spawn(writer.run(driver_rx, registered_rx, policy_tx, stop.clone()));
+        let (refused, refused_rx) = watch::channel(Refused::default());
+        let task = tokio::spawn(writer.run(
+            driver_rx,
+            registered_rx,
+            refused_rx,
+            policy_tx,
+            stop.clone(),
+        ));
         Self {
             world,
+            refused,
             driver,
             registered,
             policy,
@@ -360,5 +369,29 @@ async fn what_the_policies_ask_is_read_from_the_own_gpu_node() {
     assert_eq!(on_bypass(&running), OnBypass::Report);
     // Nothing was written for it.
     assert_eq!(running.api().paths("PATCH").len(), writes);
+    running.end().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_journal_that_cannot_be_read_shows_until_it_can() {
+    let running = Running::start();
+    running.driver_comes();
+    running.kubelet_registers();
+    running.until_epoch(1).await;
+    let claims_known = || {
+        let node = running.api().at(GPU_NODE)?;
+        let conditions = node["status"]["conditions"].as_array()?.clone();
+        conditions.into_iter().find(|c| c["type"] == "ClaimsKnown")
+    };
+    assert_eq!(claims_known().unwrap()["status"], "True");
+    let refused = Refused::from([("uid".to_owned(), "journal /x/uid.json: corrupt".into())]);
+    running.refused.send_replace(refused);
+    tokio::time::sleep(HOUR).await;
+    let condition = claims_known().unwrap();
+    assert_eq!(condition["status"], "False");
+    assert_eq!(condition["message"], "journal /x/uid.json: corrupt");
+    running.refused.send_replace(Refused::default());
+    tokio::time::sleep(HOUR).await;
+    assert_eq!(claims_known().unwrap()["status"], "True");
     running.end().await;
 }

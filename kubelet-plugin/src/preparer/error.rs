@@ -12,6 +12,7 @@ use crate::driver_state::DriverError;
 use crate::executor::{ExecuteError, StepError, UndoError};
 use crate::fs::FsError;
 use crate::install::InstallError;
+use crate::ledger::MayBeHeld;
 use tranche_node::root::RootError;
 
 /// A claim that was not prepared.
@@ -60,6 +61,9 @@ pub enum Problem {
     /// Its journal cannot be read.
     #[error("{0}")]
     Journal(Arc<str>),
+    /// It wants what a claim may hold whose journal cannot be read.
+    #[error(transparent)]
+    MayBeHeld(#[from] MayBeHeld),
     /// The driver was not looked at yet.
     #[error("the plugin is only starting: wait for its readiness")]
     DriverUnknown,
@@ -124,7 +128,7 @@ impl Problem {
             Self::Read(_) => "api_error",
             Self::Claim(_) => "claim_refused",
             Self::Plan(_) => "plan_refused",
-            Self::Journal(_) => "journal_unreadable",
+            Self::Journal(_) | Self::MayBeHeld(_) => "journal_unreadable",
             Self::DriverUnknown | Self::Driver(_) | Self::Root(_) | Self::NoDeviceNode { .. } => {
                 "driver_not_ready"
             }

@@ -1,6 +1,5 @@
 //! What the kubelet may ask of a claim, and what may go wrong.
 
-use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -10,9 +9,10 @@ use tranche_shim_core::layout::AccountPage;
 
 use crate::driver_state::{DriverError, DriverState};
 use crate::fs::testing::{Fault, FaultyFs};
+use crate::orphans::schedule::SPREAD;
 use crate::preparer::PrepareError;
 use crate::testing::api::Mood;
-use crate::testing::{Plugin, World, capped, claim, claim_ref, whole};
+use crate::testing::{Listing, Plugin, World, capped, claim, claim_ref, whole};
 use tranche_node::nvml::NvmlError;
 
 /// The names of the claims that hold something.
@@ -31,9 +31,9 @@ async fn refusal(plugin: &Plugin, name: &str) -> String {
 
 /// A conflict may be an orphan's fault: the search is asked to look.
 async fn orphans_are_suspected(plugin: &Plugin) {
-    tokio::time::timeout(Duration::from_secs(5), plugin.suspect_orphans.notified())
-        .await
-        .unwrap();
+    let mut suspicions = plugin.suspicions.lock().await;
+    let suspicion = tokio::time::timeout(Duration::from_secs(5), suspicions.recv()).await;
+    assert!(suspicion.unwrap().is_some());
 }
 
 /// A preparation of `name` that has met a conflict.
@@ -315,13 +315,27 @@ async fn a_journal_that_cannot_be_read_is_refused_named_and_left() {
         has(&error.to_string(), &[path.to_str().unwrap(), word]);
         assert_eq!(std::fs::read_to_string(&path).unwrap(), content);
         assert!(spec.exists(), "what it may have made stays too");
-        // Other claims are not held up.
-        plugin.preparer.prepare(&claim_ref("b")).await.unwrap();
+        // Nobody knows what it holds.
+        has(
+            &refusal(&plugin, "b").await,
+            &[
+                "team/b",
+                "counts as taken",
+                "uid-of-a",
+                path.to_str().unwrap(),
+            ],
+        );
+        assert_eq!(
+            plugin.told.failed.lock().unwrap().len(),
+            2,
+            "events on both pods"
+        );
 
-        // The way out works, whether the claim is wanted or not.
+        // The way out works, whether the claim is wanted or not, and without a restart.
         std::fs::remove_file(&path).unwrap();
+        plugin.preparer.prepare(&claim_ref("b")).await.unwrap();
         plugin.preparer.unprepare(&claim_ref("a")).await.unwrap();
-        assert_eq!(plugin.preparer.ledger().refused(), 0);
+        assert!(plugin.preparer.ledger().refused().is_empty());
         std::fs::write(&path, content).unwrap();
         let plugin = world.start();
         refusal(&plugin, "a").await;
@@ -331,6 +345,39 @@ async fn a_journal_that_cannot_be_read_is_refused_named_and_left() {
         plugin.preparer.unprepare(&claim_ref("b")).await.unwrap();
         assert_eq!(world.traces(), NONE);
     }
+}
+
+#[tokio::test]
+async fn of_a_journal_that_cannot_be_read_the_gpus_that_it_names_count_as_taken() {
+    let world = World::new();
+    world.api.put(claim("a", &[capped("gpu", 0, "1Gi", 10)]));
+    world.prepare("a").await;
+    let path = world.layout.claims().join("uid-of-a.json");
+    let record = std::fs::read_to_string(&path).unwrap();
+    let newer = record.replacen("\"version\":", "\"version\":99,\"was\":", 1);
+    assert_ne!(newer, record);
+    std::fs::write(&path, newer).unwrap();
+
+    let plugin = world.start();
+    let objects = [
+        claim("b", &[capped("gpu", 0, "1Gi", 10)]),
+        claim("c", &[whole("gpu", 1)]),
+        claim("d", &[whole("gpu", 0)]),
+    ];
+    for object in objects {
+        world.api.put(object);
+    }
+    for name in ["b", "d"] {
+        has(
+            &refusal(&plugin, name).await,
+            &["counts as taken", path.to_str().unwrap(), "version 99"],
+        );
+    }
+    plugin.preparer.prepare(&claim_ref("c")).await.unwrap();
+    // Mended, it is in the way as it was before: not at all of a share.
+    std::fs::write(&path, record).unwrap();
+    plugin.preparer.prepare(&claim_ref("b")).await.unwrap();
+    assert_eq!(held(&plugin), ["a", "b", "c"]);
 }
 
 /// A newer plugin's, say, after which this one came back; or one that was restored.
@@ -520,58 +567,6 @@ async fn a_silent_api_server_costs_ten_seconds_and_one_request() {
     assert_eq!(world.api.requests().len(), 2);
 }
 
-#[tokio::test]
-async fn orphans_are_released_at_the_second_look() {
-    let world = World::new();
-    let plugin = world.start();
-    let [gone, replaced, kept] = ["gone", "replaced", "kept"];
-    let objects = [(gone, 0), (replaced, 0), (kept, 0)]
-        .map(|(name, minor)| claim(name, &[capped("gpu", minor, "1Gi", 10)]));
-    for (name, object) in [gone, replaced, kept].iter().zip(&objects) {
-        world.api.put(object.clone());
-        plugin.preparer.prepare(&claim_ref(name)).await.unwrap();
-    }
-    world.api.delete(&objects[0]);
-    let mut other = objects[1].clone();
-    other["metadata"]["uid"] = "another".into();
-    world.api.put(other);
-
-    // A later life finds them too.
-    let plugin = world.start();
-    let look = plugin.preparer.release_orphans(&BTreeSet::new()).await;
-    assert_eq!(
-        look,
-        BTreeSet::from(["uid-of-gone".into(), "uid-of-replaced".into()])
-    );
-    assert_eq!(plugin.preparer.ledger().held().len(), 3);
-    world.api.set_mood(Mood::Failing(500));
-    assert!(plugin.preparer.release_orphans(&look).await.is_empty());
-    assert_eq!(
-        plugin.preparer.ledger().held().len(),
-        3,
-        "not knowing releases nothing"
-    );
-    world.api.set_mood(Mood::Well);
-    assert!(plugin.preparer.release_orphans(&look).await.is_empty());
-    assert_eq!(held(&plugin), ["kept"]);
-    // An earlier life did not come to tell what it gave; this one does.
-    assert!(
-        plugin
-            .told
-            .prepared
-            .lock()
-            .unwrap()
-            .iter()
-            .all(|uid| uid == "uid-of-kept")
-    );
-    assert!(!plugin.told.prepared.lock().unwrap().is_empty());
-    assert!(
-        world.traces().iter().all(|path| path.contains("kept")),
-        "{:?}",
-        world.traces()
-    );
-}
-
 fn shares() -> serde_json::Value {
     claim(
         "a",
@@ -606,14 +601,14 @@ async fn ends_well(world: &World, ending: Ending, at: usize, wanted: &[(String, 
         Ending::Released => plugin.preparer.unprepare(&claim_ref("a")).await.unwrap(),
         Ending::Orphaned => {
             world.api.delete(&shares());
-            let gone = plugin.preparer.release_orphans(&BTreeSet::new()).await;
-            plugin.preparer.release_orphans(&gone).await;
+            let search = plugin.search(world, &Listing::default()).await;
+            search.run_for(SPREAD * 2).await;
         }
     }
     assert_eq!(world.traces(), NONE, "{ending:?} {at}");
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn killed_at_any_step_of_prepare_it_converges() {
     let wanted = undisturbed().await;
     for ending in [Ending::Retried, Ending::Released, Ending::Orphaned] {
@@ -636,7 +631,7 @@ async fn killed_at_any_step_of_prepare_it_converges() {
     }
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn killed_at_any_step_of_unprepare_it_converges() {
     let wanted = undisturbed().await;
     for ending in [Ending::Retried, Ending::Released, Ending::Orphaned] {

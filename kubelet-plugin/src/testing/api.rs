@@ -165,7 +165,7 @@ impl FakeApi {
             (Mood::Breaking(_), _) => unreachable!("broken before"),
             (Mood::Failing(status), _) => (status, failure(status)),
             (Mood::Well, Some(object)) => (200, object),
-            (Mood::Well, None) => (404, failure(404)),
+            (Mood::Well, None) => (404, not_found(&path)),
         };
         Response::builder()
             .status(StatusCode::from_u16(status).unwrap())
@@ -216,6 +216,17 @@ fn apply(
         }
     }
     object.clone()
+}
+
+/// The API server's own word that nothing is at a path.
+fn not_found(path: &str) -> Value {
+    let mut parts = path.rsplit('/');
+    let (name, kind) = (parts.next(), parts.next());
+    json!({
+        "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
+        "message": "not found", "code": 404, "reason": "NotFound",
+        "details": {"group": path.split('/').nth(2), "kind": kind, "name": name},
+    })
 }
 
 fn failure(code: u16) -> Value {

@@ -1,0 +1,304 @@
+//! When the API server is asked for which held claim. A pure state machine; [`super`] does the asking.
+//!
+//! ```text
+//!                  ┌────────── the kubelet lists it ◄──────────┐
+//!                  ▼                                           │
+//!  loaded ─► asked for once ─► listed: never asked for ─► not listed: asked for, ever more rarely
+//!                                    │                         │
+//!                                    └─► in a new claim's way ─┴─► asked for at once
+//!
+//!  gone ─► GRACE ─► gone again, and the kubelet does not list it ─► released
+//! ```
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+/// How often the kubelet is asked, and how long a claim that it does not list waits for its first GET.
+pub const INTERVAL: Duration = Duration::from_mins(1);
+
+/// Over how long the first GETs of a new life are spread: nodes that start together must not ask together.
+pub const SPREAD: Duration = Duration::from_mins(5);
+
+/// The longest pause between two GETs of a claim that exists and that the kubelet does not list: one that
+/// only init containers use, say, or where the kubelet tells nothing.
+pub const LONGEST: Duration = Duration::from_hours(6);
+
+/// A claim must be gone at two GETs this far apart at least: a pod that was deleted by force takes its
+/// claim along while its containers still end. Short enough for a claim that waits for the orphan's GPU to
+/// get it.
+pub const GRACE: Duration = Duration::from_secs(15);
+
+/// The shortest pause between two GETs of the node.
+pub const PAUSE: Duration = Duration::from_secs(1);
+
+/// What a GET of a claim came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Found {
+    /// The claim is there.
+    There,
+    /// The API server said that it is not there, or has another claim of its name.
+    Gone,
+    /// The API server did not say.
+    Unknown,
+}
+
+/// What is known of one claim.
+#[derive(Clone, Copy, Debug)]
+struct Claim {
+    /// When it is asked for, if at all.
+    due: Option<Instant>,
+    /// Before the others: somebody waits.
+    urgent: bool,
+    /// Whether this life has asked for it, or need not.
+    read: bool,
+    /// Whether the kubelet lists it; `None` where it did not tell.
+    listed: Option<bool>,
+    /// Since when it is gone.
+    gone: Option<Instant>,
+    /// The pause after the next GET that finds it.
+    pause: Duration,
+    last: Option<Instant>,
+}
+
+/// The claims that are held, and when they are asked for.
+#[derive(Debug, Default)]
+pub struct Schedule {
+    claims: BTreeMap<String, Claim>,
+    /// The pods for which each was asked for.
+    joined: BTreeMap<String, BTreeSet<String>>,
+    started: bool,
+}
+
+impl Schedule {
+    /// Takes note of what is held now, and of what the kubelet lists of it: `None` where the kubelet did not
+    /// tell. What is held at the first call was loaded from the journal.
+    pub fn update(&mut self, now: Instant, held: &BTreeMap<String, Option<bool>>) {
+        self.claims.retain(|uid, _| held.contains_key(uid));
+        self.joined.retain(|uid, _| held.contains_key(uid));
+        for (uid, listed) in held {
+            let loaded = !self.started;
+            let claim = self.claims.entry(uid.clone()).or_insert_with(|| Claim {
+                due: loaded.then(|| now + part(uid, SPREAD)),
+                urgent: false,
+                read: !loaded,
+                listed: None,
+                gone: None,
+                pause: INTERVAL,
+                last: None,
+            });
+            claim.listed = *listed;
+            if !claim.read || claim.gone.is_some() || claim.urgent {
+                continue;
+            }
+            claim.due = match listed {
+                Some(true) => {
+                    claim.pause = INTERVAL;
+                    None
+                }
+                Some(false) => claim.due.or(Some(now + varied(uid, claim.pause))),
+                None => claim.due.or(Some(now + varied(uid, LONGEST))),
+            };
+        }
+        self.started = true;
+    }
+
+    /// Pods use a claim of which this life has not read that they do: it is asked for, once for each pod.
+    pub fn joined(&mut self, now: Instant, uid: &str, pods: BTreeSet<String>) {
+        if !self.claims.get(uid).is_some_and(|claim| claim.read) {
+            return;
+        }
+        let asked = self.joined.entry(uid.to_owned()).or_default();
+        if !pods.is_subset(asked) {
+            asked.extend(pods);
+            self.suspect(now, uid);
+        }
+    }
+
+    /// A claim that is no longer held.
+    pub fn forget(&mut self, uid: &str) {
+        self.claims.remove(uid);
+    }
+
+    /// A claim is in a new claim's way, or something else waits for its answer: it is asked for at once, unless it just was.
+    pub fn suspect(&mut self, now: Instant, uid: &str) {
+        let Some(claim) = self.claims.get_mut(uid) else {
+            return;
+        };
+        let soonest = claim.last.map_or(now, |last| now.max(last + GRACE));
+        claim.due = Some(claim.due.map_or(soonest, |due| due.min(soonest)));
+        claim.urgent = true;
+    }
+
+    /// The claim to ask for now, if any.
+    #[must_use]
+    pub fn next(&self, now: Instant) -> Option<&str> {
+        let due = |claim: &Claim| claim.due.filter(|due| *due <= now);
+        let claims = self.claims.iter();
+        claims
+            .filter_map(|(uid, claim)| Some(((!claim.urgent, due(claim)?), uid)))
+            .min()
+            .map(|(_, uid)| uid.as_str())
+    }
+
+    /// When the next claim is due.
+    #[must_use]
+    pub fn due(&self) -> Option<Instant> {
+        self.claims.values().filter_map(|claim| claim.due).min()
+    }
+
+    /// Takes note of an answer. `true`: the claim is gone for long enough to be released; it is due again
+    /// after a while in case it cannot be.
+    #[must_use]
+    pub fn found(&mut self, now: Instant, uid: &str, found: Found) -> bool {
+        let Some(claim) = self.claims.get_mut(uid) else {
+            return false;
+        };
+        claim.last = Some(now);
+        claim.urgent = false;
+        claim.read = true;
+        match found {
+            Found::There | Found::Unknown => {
+                claim.gone = None;
+                claim.due = match claim.listed {
+                    Some(true) if found == Found::There => None,
+                    Some(_) => Some(now + varied(uid, claim.pause)),
+                    None => Some(now + varied(uid, LONGEST)),
+                };
+                claim.pause = (claim.pause * 2).min(LONGEST);
+                false
+            }
+            Found::Gone => {
+                let since = *claim.gone.get_or_insert(now);
+                let long = now.duration_since(since) >= GRACE;
+                claim.due = Some(now + if long { INTERVAL } else { GRACE });
+                long && claim.listed != Some(true)
+            }
+        }
+    }
+}
+
+/// Three to five quarters of a duration, by a claim's UID.
+fn varied(uid: &str, duration: Duration) -> Duration {
+    duration * 3 / 4 + part(uid, duration / 2)
+}
+
+/// A part of a duration, by a claim's UID.
+fn part(uid: &str, duration: Duration) -> Duration {
+    let mut hasher = DefaultHasher::new();
+    uid.hash(&mut hasher);
+    // 1024 steps are as many as are needed.
+    let step = u32::try_from(hasher.finish() % 1024).unwrap_or_default();
+    duration * step / 1024
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn held(listed: Option<bool>) -> BTreeMap<String, Option<bool>> {
+        BTreeMap::from([("a".to_owned(), listed)])
+    }
+
+    /// GETs in so long a time, where the claim exists and the kubelet says `listed`.
+    fn gets(schedule: &mut Schedule, from: Instant, time: Duration, listed: Option<bool>) -> usize {
+        let mut gets = 0;
+        let mut now = from;
+        while now < from + time {
+            schedule.update(now, &held(listed));
+            while schedule.next(now).is_some() {
+                assert!(!schedule.found(now, "a", Found::There));
+                gets += 1;
+            }
+            now += PAUSE;
+        }
+        gets
+    }
+
+    #[test]
+    fn a_loaded_claim_is_asked_for_once_and_never_again_while_the_kubelet_lists_it() {
+        let mut schedule = Schedule::default();
+        let start = Instant::now();
+        assert_eq!(gets(&mut schedule, start, SPREAD, Some(true)), 1);
+        let day = Duration::from_hours(24);
+        assert_eq!(gets(&mut schedule, start + SPREAD, day, Some(true)), 0);
+    }
+
+    #[test]
+    fn a_claim_that_the_kubelet_does_not_list_is_asked_for_ever_more_rarely() {
+        for listed in [Some(false), None] {
+            let mut schedule = Schedule::default();
+            let start = Instant::now();
+            let day = Duration::from_hours(24);
+            let first = gets(&mut schedule, start, day, listed);
+            assert!((4..=16).contains(&first), "{listed:?}: {first}");
+            let second = gets(&mut schedule, start + day, day, listed);
+            assert!((3..=5).contains(&second), "{listed:?}: {second}");
+        }
+    }
+
+    #[test]
+    fn a_claim_is_released_at_the_second_answer_and_not_before_the_grace_is_over() {
+        let mut schedule = Schedule::default();
+        let now = Instant::now();
+        schedule.update(now, &held(Some(false)));
+        schedule.suspect(now, "a");
+        assert_eq!(schedule.next(now), Some("a"));
+        assert!(!schedule.found(now, "a", Found::Gone));
+        assert_eq!(schedule.next(now), None);
+        // Whoever waits for it does not shorten the grace.
+        schedule.suspect(now, "a");
+        assert_eq!(schedule.next(now + GRACE - PAUSE), None);
+        assert!(!schedule.found(now + PAUSE, "a", Found::Gone));
+        assert!(schedule.found(now + GRACE, "a", Found::Gone));
+    }
+
+    #[test]
+    fn one_answer_that_it_is_there_or_none_at_all_begins_anew() {
+        for other in [Found::There, Found::Unknown] {
+            let mut schedule = Schedule::default();
+            let now = Instant::now();
+            schedule.update(now, &held(Some(false)));
+            assert!(!schedule.found(now, "a", Found::Gone));
+            assert!(!schedule.found(now + GRACE, "a", other));
+            assert!(
+                !schedule.found(now + 2 * GRACE, "a", Found::Gone),
+                "{other:?}"
+            );
+            assert!(schedule.found(now + 3 * GRACE, "a", Found::Gone));
+        }
+    }
+
+    #[test]
+    fn what_the_kubelet_lists_is_never_released() {
+        let mut schedule = Schedule::default();
+        let mut now = Instant::now();
+        for _ in 0..5 {
+            schedule.update(now, &held(Some(true)));
+            assert!(!schedule.found(now, "a", Found::Gone));
+            now += INTERVAL;
+        }
+        schedule.update(now, &held(Some(false)));
+        assert!(schedule.found(now, "a", Found::Gone));
+    }
+
+    #[test]
+    fn who_is_in_the_way_goes_first_and_is_not_asked_for_again_at_once() {
+        let mut schedule = Schedule::default();
+        let start = Instant::now();
+        let both = BTreeMap::from([("a".to_owned(), None), ("b".to_owned(), None)]);
+        schedule.update(start, &both);
+        let now = start + SPREAD;
+        schedule.suspect(now, "b");
+        assert_eq!(schedule.next(now), Some("b"));
+        assert!(!schedule.found(now, "b", Found::There));
+        schedule.suspect(now, "b");
+        assert_eq!(schedule.next(now), Some("a"));
+        assert!(!schedule.found(now, "a", Found::There));
+        assert_eq!(schedule.next(now), None);
+        assert_eq!(schedule.next(now + GRACE), Some("b"));
+        schedule.suspect(now, "not-held");
+    }
+}

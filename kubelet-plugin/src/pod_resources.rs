@@ -1,0 +1,201 @@
+//! Which claims the pods of this node use, as the kubelet tells on its pod resources socket. Asking costs
+//! the API server nothing, and needs no right.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use futures::future::BoxFuture;
+use tranche_driver::journal::Record;
+
+use crate::proto::podresources::ListPodResourcesRequest;
+use crate::proto::podresources::pod_resources_lister_client::PodResourcesListerClient;
+use crate::sockets::connect;
+
+/// How long the kubelet may take.
+const DEADLINE: Duration = Duration::from_secs(10);
+
+/// The longest answer: as much as the kubelet's own client takes (`podresources.DefaultMaxMsgSize`).
+const LONGEST: usize = 16 << 20;
+
+/// What the pods of a node use: by CDI device, the pods' names.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct InUse(BTreeMap<String, BTreeSet<String>>);
+
+impl InUse {
+    /// The pods that use a claim, by the CDI devices that are the claim's own; none where the kubelet
+    /// knows of no use. CDI devices carry the claim's UID, so another claim of the same name is not meant.
+    #[must_use]
+    pub fn pods(&self, record: &Record) -> BTreeSet<String> {
+        let devices = record.plan.devices.iter();
+        devices
+            // The claim's own id is the first; the others are the driver's.
+            .filter_map(|device| self.0.get(device.cdi_ids.first()?))
+            .flatten()
+            .cloned()
+            .collect()
+    }
+}
+
+impl FromIterator<(String, String)> for InUse {
+    /// From pairs of a CDI device and a pod.
+    fn from_iter<T: IntoIterator<Item = (String, String)>>(pairs: T) -> Self {
+        let mut in_use: BTreeMap<_, BTreeSet<_>> = BTreeMap::new();
+        for (device, pod) in pairs {
+            in_use.entry(device).or_default().insert(pod);
+        }
+        Self(in_use)
+    }
+}
+
+/// The kubelet did not tell.
+#[derive(Debug, thiserror::Error)]
+#[error("the kubelet does not tell on {socket} what its pods use: {problem}")]
+pub struct NotTold {
+    /// Its socket.
+    pub socket: PathBuf,
+    /// Why not.
+    pub problem: String,
+}
+
+/// Who knows what the pods of the node use.
+pub trait Kubelet: Send + Sync + fmt::Debug {
+    /// What they use now. Pods that have ended are not among them; nor are claims that only ordinary init
+    /// containers use, or no container at all.
+    fn in_use(&self) -> BoxFuture<'_, Result<InUse, NotTold>>;
+}
+
+/// The kubelet's pod resources service.
+#[derive(Clone, Debug)]
+pub struct PodResources {
+    socket: PathBuf,
+}
+
+impl PodResources {
+    /// Asks on the socket at `socket`.
+    #[must_use]
+    pub fn new(socket: PathBuf) -> Self {
+        Self { socket }
+    }
+
+    async fn list(&self) -> Result<InUse, String> {
+        let channel = connect(&self.socket, "localhost").await;
+        let channel = channel.map_err(|e| e.to_string())?;
+        let mut client = PodResourcesListerClient::new(channel).max_decoding_message_size(LONGEST);
+        let answer = client.list(ListPodResourcesRequest {}).await;
+        let pods = answer
+            .map_err(|e| e.to_string())?
+            .into_inner()
+            .pod_resources;
+        let mut pairs = Vec::new();
+        for pod in pods {
+            let containers = pod.containers.into_iter();
+            let claims = containers.flat_map(|container| container.dynamic_resources);
+            let devices = claims.flat_map(|claim| claim.claim_resources);
+            let ids = devices.flat_map(|device| device.cdi_devices);
+            pairs.extend(ids.map(|id| (id.name, pod.name.clone())));
+        }
+        Ok(pairs.into_iter().collect())
+    }
+}
+
+impl Kubelet for PodResources {
+    fn in_use(&self) -> BoxFuture<'_, Result<InUse, NotTold>> {
+        Box::pin(async {
+            let listed = tokio::time::timeout(DEADLINE, self.list()).await;
+            listed
+                .unwrap_or_else(|_| Err(format!("no answer within {} s", DEADLINE.as_secs())))
+                .map_err(|problem| NotTold {
+                    socket: self.socket.clone(),
+                    problem,
+                })
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tonic::transport::Server;
+    use tonic::{Request, Response, Status};
+
+    use super::*;
+    use crate::proto::podresources as proto;
+    use crate::proto::podresources::pod_resources_lister_server::{
+        PodResourcesLister, PodResourcesListerServer,
+    };
+    use crate::sockets::Socket;
+    use crate::testing::{World, capped, claim};
+
+    #[derive(Debug)]
+    struct Scripted(proto::ListPodResourcesResponse);
+
+    #[tonic::async_trait]
+    impl PodResourcesLister for Scripted {
+        async fn list(
+            &self,
+            _: Request<proto::ListPodResourcesRequest>,
+        ) -> Result<Response<proto::ListPodResourcesResponse>, Status> {
+            Ok(Response::new(self.0.clone()))
+        }
+    }
+
+    fn pod(name: &str, devices: &[&str]) -> proto::PodResources {
+        let cdi_devices = devices.iter().map(|name| proto::CdiDevice {
+            name: (*name).to_owned(),
+        });
+        let resource = proto::ClaimResource {
+            cdi_devices: cdi_devices.collect(),
+            ..proto::ClaimResource::default()
+        };
+        let used = proto::DynamicResource {
+            claim_resources: vec![resource],
+            ..proto::DynamicResource::default()
+        };
+        let container = proto::ContainerResources {
+            dynamic_resources: vec![used],
+            ..proto::ContainerResources::default()
+        };
+        proto::PodResources {
+            name: name.to_owned(),
+            containers: vec![proto::ContainerResources::default(), container],
+            ..proto::PodResources::default()
+        }
+    }
+
+    #[tokio::test]
+    async fn a_claims_pods_are_those_with_its_own_cdi_devices() {
+        let world = World::new();
+        for name in ["a", "b"] {
+            world.api.put(claim(name, &[capped("gpu", 0, "1Gi", 10)]));
+        }
+        let (a, b) = (world.prepare("a").await, world.prepare("b").await);
+        let [own, driver] = &a.plan.devices[0].cdi_ids[..] else {
+            panic!("{a:?}")
+        };
+        let pods = vec![
+            pod("web-1", &[own, driver]),
+            pod("web-0", &[driver, own]),
+            pod("web-0", &[own]),
+            pod("other", &[driver, "vendor.com/gpu=0"]),
+        ];
+        let response = proto::ListPodResourcesResponse {
+            pod_resources: pods,
+        };
+        let path = world.dir.path().join("kubelet.sock");
+        let (_socket, incoming) = Socket::listen(&path).unwrap();
+        let service = PodResourcesListerServer::new(Scripted(response));
+        let server = Server::builder().add_service(service);
+        tokio::spawn(server.serve_with_incoming(incoming));
+        let in_use = PodResources::new(path).in_use().await.unwrap();
+        assert!(in_use.pods(&a).iter().eq(["web-0", "web-1"]));
+        assert!(in_use.pods(&b).is_empty());
+    }
+
+    #[tokio::test]
+    async fn a_kubelet_without_the_socket_is_named() {
+        let error = PodResources::new("/nowhere/kubelet.sock".into());
+        let error = error.in_use().await.unwrap_err().to_string();
+        assert!(error.contains("/nowhere/kubelet.sock"), "{error}");
+    }
+}
