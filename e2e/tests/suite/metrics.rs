@@ -3,23 +3,66 @@
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
-use tranche_e2e::{Case, Request, run, wait};
+use k8s_openapi::api::authentication::v1::TokenRequest;
+use k8s_openapi::api::core::v1::{Pod, ServiceAccount};
+use k8s_openapi::api::rbac::v1::ClusterRoleBinding;
+use kube::ResourceExt as _;
+use kube::api::{Api, DeleteParams, ListParams, PostParams};
+use serde_json::json;
+use tranche_e2e::{Case, Request, SYSTEM, run, wait};
 
 const GI: u64 = 1 << 30;
 /// A second until the node looks, and what a busy machine adds.
 const SWEPT: Duration = Duration::from_secs(5);
 
+/// The port on which the plugin and the controller serve their metrics.
+const PORT: u16 = 8443;
+
+/// What the pod answers to a GET of its metrics with this token.
+async fn scrape(case: &Case, pod: &Pod, token: Option<&str>) -> anyhow::Result<(u16, String)> {
+    let pods: Api<Pod> = Api::namespaced(case.client.clone(), SYSTEM);
+    let mut forwarded = pods.portforward(&pod.name_any(), &[PORT]).await?;
+    let stream = forwarded.take_stream(PORT).context("a stream")?;
+    Ok(tranche_metrics::testing::get(stream, "/metrics", token).await?)
+}
+
+/// A new ServiceAccount's token; with the right to read metrics or without.
+async fn token(case: &Case, namespace: &str, reader: bool) -> anyhow::Result<String> {
+    let name = if reader { "reader" } else { "other" };
+    let accounts: Api<ServiceAccount> = Api::namespaced(case.client.clone(), namespace);
+    let account = serde_json::from_value(json!({"metadata": {"name": name}}))?;
+    accounts.create(&PostParams::default(), &account).await?;
+    if reader {
+        let bindings: Api<ClusterRoleBinding> = Api::all(case.client.clone());
+        let binding = case.unique("metrics");
+        let object = serde_json::from_value(json!({
+            "metadata": {"name": binding},
+            "roleRef": {
+                "apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "tranche-metrics-reader",
+            },
+            "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": namespace}],
+        }))?;
+        bindings.create(&PostParams::default(), &object).await?;
+        case.afterwards("the binding", async move {
+            bindings.delete(&binding, &DeleteParams::default()).await?;
+            Ok(())
+        });
+    }
+    let request = serde_json::from_value::<TokenRequest>(
+        json!({"spec": {"audiences": [], "expirationSeconds": 600}}),
+    )?;
+    let answer = accounts
+        .create_token_request(name, &PostParams::default(), &request)
+        .await?;
+    let status = answer.status.context("a status")?;
+    status.token.context("a token")
+}
+
 /// The lines of the plugin's metrics about shares of a namespace.
-async fn shares(case: &Case, namespace: &str) -> anyhow::Result<Vec<String>> {
+async fn shares(case: &Case, token: &str, namespace: &str) -> anyhow::Result<Vec<String>> {
     let plugin = case.plugin().ready(None).await?;
-    let name = plugin
-        .metadata
-        .name
-        .context("the plugin's pod has a name")?;
-    let own = plugin.metadata.namespace.unwrap_or_default();
-    let path = format!("/api/v1/namespaces/{own}/pods/{name}:8085/proxy/metrics");
-    let request = http::Request::get(path).body(Vec::new())?;
-    let text = case.client.request_text(request).await?;
+    let (code, text) = scrape(case, &plugin, Some(token)).await?;
+    ensure!(code == 200, "{code}: {text}");
     let label = format!("namespace=\"{namespace}\"");
     let ours = |line: &&str| line.starts_with("tranche_share_") && line.contains(&label);
     Ok(text.lines().filter(ours).map(str::to_owned).collect())
@@ -37,12 +80,13 @@ fn value(lines: &[String], name: &str) -> Option<f64> {
 fn a_shares_numbers_are_its_own_and_the_dead_are_swept() -> anyhow::Result<()> {
     run(async |case: &Case| {
         let namespace = case.namespace("metrics").await?;
+        let token = token(case, namespace.name(), true).await?;
         let share = Request::capped("4Gi", "25").on(&case.gpus[0].uuid);
         let pod = namespace.idle("pod", &share).await?;
         pod.started().await?;
         let used = async |wanted: u64, limit: Duration| {
             wait::for_answer("the memory in use", limit, async || {
-                let lines = shares(case, namespace.name()).await?;
+                let lines = shares(case, &token, namespace.name()).await?;
                 let used = value(&lines, "tranche_share_memory_used_bytes");
                 #[expect(clippy::cast_precision_loss, reason = "whole GiB")]
                 Ok((used == Some(wanted as f64)).then_some(lines))
@@ -75,9 +119,56 @@ fn a_shares_numbers_are_its_own_and_the_dead_are_swept() -> anyhow::Result<()> {
         used(0, SWEPT).await?;
         pod.delete().await?;
         wait::for_answer("the share's end", wait::USUAL, async || {
-            let lines = shares(case, namespace.name()).await?;
+            let lines = shares(case, &token, namespace.name()).await?;
             Ok(lines.is_empty().then_some(()))
         })
         .await
+    })
+}
+
+/// They name tenants' pods and claims, nodes and policies.
+#[test]
+fn only_who_may_read_them_gets_the_metrics() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let namespace = case.namespace("readers").await?;
+        let reader = token(case, namespace.name(), true).await?;
+        let other = token(case, namespace.name(), false).await?;
+        let pods: Api<Pod> = Api::namespaced(case.client.clone(), SYSTEM);
+        let controllers = ListParams::default().labels("app.kubernetes.io/component=controller");
+        let controller = pods.list(&controllers).await?.items.into_iter().next();
+        let plugin = case.plugin().ready(None).await?;
+        for pod in [plugin, controller.context("a controller")?] {
+            let name = pod.name_any();
+            for (token, expected) in [
+                (None, 401),
+                (Some("forged"), 401),
+                (Some(other.as_str()), 403),
+            ] {
+                let (code, text) = scrape(case, &pod, token).await?;
+                ensure!(code == expected, "{name}: {code} for {expected}: {text}");
+                ensure!(!text.contains("tranche_"), "{name}: {text}");
+            }
+            // The authorizers take a moment to learn of a new binding.
+            wait::for_answer("the metrics", wait::USUAL, async || {
+                let (code, text) = scrape(case, &pod, Some(&reader)).await?;
+                Ok((code == 200 && text.contains("# TYPE tranche_")).then_some(()))
+            })
+            .await
+            .with_context(|| name.clone())?;
+            // Nor are they on the port of the health checks, which is for everybody.
+            let port = if name.contains("node-plugin") {
+                8085
+            } else {
+                8086
+            };
+            let path = format!("/api/v1/namespaces/{SYSTEM}/pods/{name}:{port}/proxy/metrics");
+            let request = http::Request::get(path).body(Vec::new())?;
+            let open = case.client.request_text(request).await;
+            ensure!(
+                matches!(&open, Err(kube::Error::Api(status)) if status.code == 404),
+                "{name}: {open:?}"
+            );
+        }
+        Ok(())
     })
 }

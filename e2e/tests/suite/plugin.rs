@@ -1,5 +1,6 @@
 //! The node plugin dies, in its work and for long, and is started again.
 
+use std::path::Path;
 use std::time::Duration;
 
 use anyhow::ensure;
@@ -175,5 +176,49 @@ fn slices_of_a_plugin_that_is_gone_stay_away_until_it_is_back() -> anyhow::Resul
                 (system::complete(slices)?.len() == before.len()).then_some(())
             })
             .await
+    })
+}
+
+/// The DaemonSet's update waits for ready pods: a node that can offer nothing must not be one that it waits for.
+#[test]
+fn a_node_without_a_driver_stops_no_update() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        renew_plugin(case);
+        let find = "find /usr/lib* -xdev -name libnvidia-ml.so.1";
+        let libraries = case.node.shell(find).await?;
+        for library in libraries.lines() {
+            let back = case.node.hide(Path::new(library)).await?;
+            let node = case.node.clone();
+            case.afterwards(
+                "the driver",
+                async move { node.shell(&back).await.map(drop) },
+            );
+        }
+        ensure!(!libraries.is_empty(), "no driver on the node");
+        let sets: Api<DaemonSet> = Api::namespaced(case.client.clone(), SYSTEM);
+        let stamp = json!({"spec": {"template": {"metadata": {"annotations": {"e2e": case.unique("update")}}}}});
+        let updated = sets
+            .patch(
+                system::NODE_PLUGIN_NAME,
+                &PatchParams::default(),
+                &Patch::Merge(stamp),
+            )
+            .await?;
+        let generation = updated.metadata.generation;
+        wait::for_one(
+            sets,
+            system::NODE_PLUGIN_NAME,
+            "the update done",
+            BURST,
+            |set| {
+                let status = set?.status.as_ref()?;
+                let wanted = status.desired_number_scheduled;
+                let done = status.observed_generation >= generation
+                    && status.updated_number_scheduled == Some(wanted)
+                    && status.number_available == Some(wanted);
+                done.then_some(())
+            },
+        )
+        .await
     })
 }

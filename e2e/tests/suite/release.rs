@@ -116,3 +116,38 @@ fn two_pods_of_one_claim_have_one_share() -> anyhow::Result<()> {
         Ok(())
     })
 }
+
+/// Account pages are the tenant's to write: what one makes its page longer by must not be the node's memory.
+#[test]
+fn a_tenant_that_fills_its_account_page_takes_room_from_nobody() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let namespace = case.namespace("full").await?;
+        let share = Request::capped("2Gi", "10").on(&case.gpus[0].uuid);
+        let greedy = namespace.idle("greedy", &share).await?;
+        greedy.started().await?;
+        let fill = "cd /usr/lib/tranche/shares/*/ &&
+            if head -c 4194304 /dev/zero >>account; then echo taken; else echo refused; fi";
+        let said = greedy.say(&["sh", "-c", fill]).await?;
+        ensure!(
+            said.trim() == "refused",
+            "4 MiB of the node's memory: {said}"
+        );
+        // Once more without an end, while others come, work and go.
+        let again = "cd /usr/lib/tranche/shares/*/ && while :; do head -c 4194304 /dev/zero >>account; done";
+        let again = format!("({again}) >/dev/null 2>&1 &");
+        greedy.say(&["sh", "-c", &again]).await?;
+        let neighbour = namespace.idle("neighbour", &share).await?;
+        neighbour.started().await?;
+        let filled = neighbour.fill(&[]).await?;
+        ensure!(filled[0].filled == 2 << 30, "{filled:?}");
+        neighbour.delete().await?;
+        greedy.delete().await?;
+        case.node.no_claim_files(wait::USUAL).await?;
+        let mounts = case
+            .node
+            .shell("grep -c /run/tranche/shares/ /proc/mounts || true")
+            .await?;
+        ensure!(mounts.trim() == "0", "{mounts} mounts are left");
+        Ok(())
+    })
+}
