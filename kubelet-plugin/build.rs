@@ -10,7 +10,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let descriptors = protox::compile([proto], ["proto"])?;
         tonic_prost_build::configure()
             .btree_map(".")
-            // The client halves drive the plugin's own liveness probe, its question to the kubelet, and the
+            // The client halves drive the plugin's own liveness probe, its questions to the kubelet, and the
             // tests' kubelet.
             .build_client(true)
             .compile_fds(descriptors)?;

@@ -19,6 +19,7 @@ pub mod claim;
 pub mod journal;
 pub mod policy;
 pub mod preparation;
+pub mod providers;
 pub mod slices;
 
 #[cfg(test)]

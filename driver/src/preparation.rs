@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use tranche_api::gpu_node::{Gpu, Inventory};
 use tranche_api::quantity::CountError;
 use tranche_api::share_config::ComputeMode;
-use tranche_api::{Quantity, Tier};
+use tranche_api::{Quantity, Tier, WithheldGpu};
 
 use crate::cdi;
 use crate::claim::{AllocatedDevice, Allocation, Grant};
@@ -206,9 +206,46 @@ pub enum PreparationProblem {
     /// What others hold leaves no room.
     #[error(transparent)]
     Conflict(#[from] Conflict),
+    /// The node itself says that the GPU must not be handed out.
+    #[error(
+        "GPU {uuid} is withheld ({reason}): {message}; delete the pod to have another device allocated"
+    )]
+    Withheld {
+        /// The GPU.
+        uuid: String,
+        /// One word, as in the GpuNode's status.
+        reason: String,
+        /// Why.
+        message: String,
+    },
     /// The request's name cannot become part of a CDI device's name.
     #[error(transparent)]
     Name(#[from] cdi::NameError),
+}
+
+/// Refuses a plan for a GPU that the node withholds: the scheduler may have decided before it knew.
+/// Claims that are prepared already, and admin access, go on.
+pub fn refuse_withheld<'a>(
+    plan: &PreparationPlan,
+    withheld: impl IntoIterator<Item = &'a WithheldGpu> + Clone,
+) -> Result<(), PreparationError> {
+    for device in plan.devices.iter().filter(|device| !device.admin_access) {
+        let mut entries = withheld.clone().into_iter();
+        if let Some(entry) = entries.find(|entry| entry.covers(&device.gpu_uuid, device.tier)) {
+            return Err(PreparationError {
+                namespace: plan.allocation.namespace.clone(),
+                name: plan.allocation.name.clone(),
+                request: device.request.clone(),
+                device: device.device.clone(),
+                problem: PreparationProblem::Withheld {
+                    uuid: entry.gpu.clone(),
+                    reason: entry.reason.clone(),
+                    message: entry.message.clone(),
+                },
+            });
+        }
+    }
+    Ok(())
 }
 
 fn list(minors: &[u32]) -> String {

@@ -7,7 +7,7 @@
 //! ```
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use anyhow::Context;
 use kube::{Client, Config};
@@ -21,6 +21,7 @@ use tonic::transport::Server;
 use tracing::{error, info, warn};
 use tracing_subscriber::EnvFilter;
 use tranche_api::names;
+use tranche_driver::providers::Verdict;
 use tranche_metrics::access::Access;
 use tranche_node::nvml::search::InstalledDriver;
 
@@ -47,6 +48,7 @@ use crate::pod_resources::PodResources;
 use crate::preparer::{Aftermath, Parts, Preparer};
 use crate::proto::dra::dra_plugin_server::DraPluginServer;
 use crate::proto::pluginregistration::registration_server::RegistrationServer;
+use crate::providers::{Places, ProviderSearch};
 use crate::registration::{Registered, RegistrationService};
 use crate::sockets::Socket;
 use crate::status::StatusWriter;
@@ -76,6 +78,8 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         host_root,
         driver_root,
         image_lib_dir,
+        registry_dir,
+        device_plugins_dir,
         pod_resources_socket,
         http_endpoint,
         metrics_endpoint,
@@ -83,7 +87,6 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         // What the layout is made of, and what main used.
         plugin_dir: _,
         hook_dir: _,
-        registry_dir: _,
         run_dir: _,
         cdi_dir: _,
         log_format: _,
@@ -100,6 +103,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     let metrics = Arc::new(Metrics::default());
     let (registered_tx, registered) = watch::channel(Registered::default());
     let (driver_tx, driver) = watch::channel(DriverState::default());
+    let (others_tx, others) = watch::channel(None);
     let (policy_tx, policy) = watch::channel(NodePolicy::default());
     let (suspect_orphans, suspicions) = suspicions();
     let board = Arc::new(Board::default());
@@ -117,6 +121,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         &image_lib_dir,
         client.clone(),
         driver.clone(),
+        others.clone(),
         Arc::clone(&metrics),
         suspect_orphans,
         Arc::clone(&board),
@@ -141,6 +146,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         spec_file,
         layout: layout.clone(),
         contexts: Arc::clone(&contexts),
+        known_gpus: Mutex::default(),
     };
     let dra = DraService::new(Arc::clone(&preparer), Arc::clone(&metrics));
     let endpoint = layout.dra_socket().to_string_lossy().into_owned();
@@ -178,7 +184,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     let orphans = OrphanSearch {
         preparer: Arc::clone(&preparer),
         claims: Claims::new(client.clone()),
-        kubelet: Box::new(PodResources::new(pod_resources_socket)),
+        kubelet: Box::new(PodResources::new(pod_resources_socket.clone())),
         aftermath,
         metrics: Arc::clone(&metrics),
         layout: layout.clone(),
@@ -196,6 +202,12 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     helpers.spawn(sweeper.run(helpers_stop.clone()));
     helpers.spawn(observer.run(driver_tx, helpers_stop.clone()));
     let refused = orphans.preparer.ledger().watch_refused();
+    let places = Places {
+        device_plugins: device_plugins_dir,
+        registry: registry_dir,
+        pod_resources: pod_resources_socket,
+    };
+    let search = ProviderSearch::new(places, client.clone(), node_name.clone());
     let gpu_node = GpuNodeWriter::new(
         client.clone(),
         node_name.clone(),
@@ -203,7 +215,15 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         Arc::new(HostClock),
         metrics,
     );
-    helpers.spawn(gpu_node.run(driver, registered, refused, policy_tx, helpers_stop.clone()));
+    helpers.spawn(search.run(driver.clone(), others_tx, helpers_stop.clone()));
+    helpers.spawn(gpu_node.run(
+        driver,
+        others,
+        registered,
+        refused,
+        policy_tx,
+        helpers_stop.clone(),
+    ));
     helpers.spawn(orphans.run(suspicions, helpers_stop.clone()));
     helpers.spawn(serve_http(http, health, helpers_stop.clone()));
     helpers.spawn(serve_metrics(https, access, scrape, helpers_stop.clone()));
@@ -278,6 +298,7 @@ fn preparer(
     image: &Path,
     client: Client,
     driver: watch::Receiver<DriverState>,
+    others: watch::Receiver<Option<Verdict>>,
     metrics: Arc<Metrics>,
     suspect_orphans: mpsc::Sender<String>,
     board: Arc<Board>,
@@ -307,6 +328,7 @@ fn preparer(
         executor,
         installation,
         driver,
+        others,
         claims: Claims::new(client),
         ledger: Arc::new(ledger),
         aftermath,

@@ -30,8 +30,11 @@ pub struct Args {
     /// Where the kubelet watches for registration sockets
     #[arg(long, default_value = "/var/lib/kubelet/plugins_registry")]
     pub registry_dir: PathBuf,
-    /// The kubelet's pod resources socket, which tells which claims its pods use; where it does not, the
-    /// API server is asked every few hours
+    /// Where device plugins have their sockets: another one that serves GPUs is noticed there
+    #[arg(long, default_value = "/var/lib/kubelet/device-plugins")]
+    pub device_plugins_dir: PathBuf,
+    /// The kubelet's pod resources socket, which tells which claims its pods use (where it does not, the
+    /// API server is asked every few hours), and what device plugins offer and pods hold of them
     #[arg(long, default_value = "/var/lib/kubelet/pod-resources/kubelet.sock")]
     pub pod_resources_socket: PathBuf,
     /// Share pages, on tmpfs; the same path as on the host

@@ -19,6 +19,7 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
+use tranche_api::WithheldGpu;
 use tranche_api::gpu_node::Inventory;
 use tranche_driver::cdi::{CdiError, driver_spec};
 
@@ -31,6 +32,7 @@ use tranche_node::inventory::inventory;
 use tranche_node::nvml::{Driver, NvmlError, Opened, Traces};
 use tranche_node::root::RootError;
 use tranche_node::untested::{UntestedError, unknown_functions};
+use tranche_node::withheld::KnownGpus;
 
 /// How often a driver that is there is described anew although its traces are the same: a GPU may be lost. Without
 /// nvidia-persistenced each description powers idle GPUs up for about a second.
@@ -76,7 +78,9 @@ impl DriverError {
             Self::Nvml(NvmlError::NotFound { .. } | NvmlError::Root(_)) | Self::Root(_) => {
                 "DriverNotFound"
             }
-            Self::Nvml(NvmlError::Start { .. } | NvmlError::Call { .. }) => "DriverNotAnswering",
+            Self::Nvml(
+                NvmlError::Start { .. } | NvmlError::GpuLost { .. } | NvmlError::Call { .. },
+            ) => "DriverNotAnswering",
             Self::Nvml(NvmlError::Devices(_)) | Self::Devices(_) => "DeviceNodesMissing",
             Self::Discover(_) | Self::Untested(_) => "DriverIncomplete",
             Self::Cdi(_) | Self::Fs(_) => "NoContainerSpec",
@@ -89,6 +93,8 @@ impl DriverError {
 pub struct Ready {
     /// What the cluster is told.
     pub inventory: Inventory,
+    /// GPUs that the driver itself rules out.
+    pub withheld: Vec<WithheldGpu>,
     /// The driver's CDI spec, as it must lie in the CDI folder.
     pub spec: Vec<u8>,
     /// The root that has the device nodes, as this process sees it.
@@ -160,6 +166,8 @@ pub struct Observer {
     pub layout: Layout,
     /// What contexts take.
     pub contexts: Arc<Contexts>,
+    /// The GPUs as they were when they answered.
+    pub known_gpus: Mutex<KnownGpus>,
 }
 
 impl Observer {
@@ -223,9 +231,11 @@ impl Observer {
         let description = nvml.describe();
         drop(nvml);
         let description = description?;
-        for broken in &description.broken {
-            warn!(error = %broken, "a GPU cannot be described and is left out; see the kernel log (`dmesg`) for its Xid");
-        }
+        let withheld = self
+            .known_gpus
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .withheld(&description);
         nodes.require()?;
         let found = discover(&root, &description.driver_version)?;
         let dev_root = nodes.root();
@@ -238,6 +248,7 @@ impl Observer {
         self.contexts.describe(&mut inventory);
         Ok(Ready {
             inventory,
+            withheld,
             spec,
             dev_root: dev_root.path().to_owned(),
             dev_root_on_host: dev_root.on_host().to_owned(),
@@ -262,6 +273,9 @@ fn publish(state: &watch::Sender<DriverState>, ready: Ready) {
                 "the driver has functions that this release does not know: what they take of a capped share is not \
                  counted; use a release that knows the driver"
             );
+        }
+        for gpu in &ready.withheld {
+            warn!(gpu = gpu.gpu, reason = gpu.reason, message = gpu.message, "a GPU is withheld");
         }
         *state = DriverState::Ready(Arc::new(ready));
         true

@@ -1,4 +1,5 @@
-//! The node's GpuNode: inventory, the conditions of its driver and its journals, and the epoch of its registration
+//! The node's GpuNode: inventory, what must not be offered of it, the conditions of its driver, its journals and
+//! other systems that hand out its GPUs, and the epoch of its registration
 //! (ADR 0005).
 //!
 //! The epoch grows when the kubelet (re)registered the plugin, when published slices of the current
@@ -29,7 +30,8 @@ use tracing::{info, warn};
 use tranche_api::conditions::{CLAIMS_KNOWN, DRIVER_READY, State};
 use tranche_api::gpu_node::{Inventory, Registration};
 use tranche_api::names::API_VERSION;
-use tranche_api::{GpuNode, GpuNodeStatus};
+use tranche_api::{GpuNode, GpuNodeStatus, WithheldGpu};
+use tranche_driver::providers::Verdict;
 
 use self::own::Seen;
 pub use self::policy::NodePolicy;
@@ -84,6 +86,9 @@ impl fmt::Debug for GpuNodeWriter {
 struct Wanted {
     /// The driver; `None` until it was looked at, and nothing is written before.
     driver: Option<Driver>,
+    /// Other systems that hand out the GPUs; `None` until they were looked for, and nothing is written
+    /// before.
+    others: Option<Verdict>,
     /// The epoch is to grow.
     bump: bool,
     /// The claims whose journals cannot be read.
@@ -117,8 +122,17 @@ fn claims_known(refused: &Refused) -> State {
 struct Driver {
     /// Missing where there is no driver to work with.
     inventory: Option<Inventory>,
+    /// GPUs that the driver itself rules out.
+    withheld: Vec<WithheldGpu>,
     /// `DriverReady`.
     ready: State,
+}
+
+impl Wanted {
+    /// Whether everything that decides what is offered was looked at.
+    fn is_known(&self) -> bool {
+        self.driver.is_some() && self.others.is_some()
+    }
 }
 
 impl Driver {
@@ -133,10 +147,12 @@ impl Driver {
             DriverState::Unknown => None,
             DriverState::Absent(why) => Some(Self {
                 inventory: None,
+                withheld: Vec::new(),
                 ready: condition(false, why.reason(), why.to_string()),
             }),
             DriverState::Ready(ready) => Some(Self {
                 inventory: Some(ready.inventory.clone()),
+                withheld: ready.withheld.clone(),
                 ready: condition(true, "DriverReady", ready.to_string()),
             }),
         }
@@ -167,6 +183,7 @@ impl GpuNodeWriter {
     pub async fn run(
         self,
         mut driver: watch::Receiver<DriverState>,
+        mut others: watch::Receiver<Option<Verdict>>,
         mut registered: watch::Receiver<Registered>,
         mut refused: watch::Receiver<Refused>,
         policy: watch::Sender<NodePolicy>,
@@ -177,6 +194,7 @@ impl GpuNodeWriter {
         let mut own = pin!(own::watch(self.client.clone(), &self.node));
         let mut wanted = Wanted {
             refused: refused.borrow_and_update().clone(),
+            others: others.borrow_and_update().clone(),
             ..Wanted::default()
         };
         let mut epoch = 0;
@@ -196,6 +214,10 @@ impl GpuNodeWriter {
                 }
                 Ok(()) = refused.changed() => {
                     wanted.refused = refused.borrow_and_update().clone();
+                    dirty = true;
+                }
+                Ok(()) = others.changed() => {
+                    wanted.others.clone_from(&others.borrow_and_update());
                     dirty = true;
                 }
                 Ok(()) = registered.changed() => {
@@ -224,7 +246,7 @@ impl GpuNodeWriter {
                     Seen::Missing => dirty = true,
                 },
                 _ = resync.tick() => dirty = true,
-                () = next_try.as_mut(), if dirty && wanted.driver.is_some() => {
+                () = next_try.as_mut(), if dirty && wanted.is_known() => {
                     match self.write(&wanted, epoch).await {
                         Ok(written) => {
                             epoch = written;
@@ -262,7 +284,7 @@ impl GpuNodeWriter {
     /// `known` is the epoch that held before: it never shrinks, not even when somebody deleted the
     /// GpuNode.
     async fn write(&self, wanted: &Wanted, known: i64) -> Result<i64, Error> {
-        let Some(driver) = &wanted.driver else {
+        let (Some(driver), Some(others)) = (&wanted.driver, &wanted.others) else {
             return Ok(known);
         };
         let node = match self.read().await? {
@@ -277,11 +299,16 @@ impl GpuNodeWriter {
             epoch: stored.max(known) + i64::from(wanted.bump || lost),
             plugin_version: env!("CARGO_PKG_VERSION").to_owned(),
         };
-        let ready = driver.ready.since(&old.conditions, self.clock.now());
+        let now = self.clock.now();
+        let ready = driver.ready.since(&old.conditions, now);
+        let sole = others.condition.since(&old.conditions, now);
         let is_news = !old.conditions.contains(&ready);
         let claims = claims_known(&wanted.refused).since(&old.conditions, self.clock.now());
+        let withheld = [&driver.withheld[..], &others.withheld].concat();
         if old.registration.as_ref() == Some(&registration)
             && old.inventory == driver.inventory
+            && old.withheld == withheld
+            && old.conditions.contains(&sole)
             && !is_news
             && old.conditions.contains(&claims)
         {
@@ -291,7 +318,8 @@ impl GpuNodeWriter {
         let status = GpuNodeStatus {
             inventory: driver.inventory.clone(),
             registration: Some(registration),
-            conditions: vec![ready, claims],
+            withheld,
+            conditions: vec![ready, claims, sole],
             ..GpuNodeStatus::default()
         };
         let body = json!({

@@ -43,6 +43,7 @@ pub mod orphans;
 pub mod pod_resources;
 pub mod preparer;
 pub mod proto;
+pub mod providers;
 pub mod registration;
 pub mod selinux;
 pub mod sockets;

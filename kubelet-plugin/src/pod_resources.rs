@@ -138,6 +138,13 @@ mod tests {
         ) -> Result<Response<proto::ListPodResourcesResponse>, Status> {
             Ok(Response::new(self.0.clone()))
         }
+
+        async fn get_allocatable_resources(
+            &self,
+            _: Request<proto::AllocatableResourcesRequest>,
+        ) -> Result<Response<proto::AllocatableResourcesResponse>, Status> {
+            Ok(Response::new(proto::AllocatableResourcesResponse::default()))
+        }
     }
 
     fn pod(name: &str, devices: &[&str]) -> proto::PodResources {

@@ -24,8 +24,10 @@ use tracing::{info, warn};
 use tranche_driver::claim::{Allocation, check_uid};
 use tranche_driver::journal::Record;
 use tranche_driver::preparation::{
-    Cap, PreparationError, PreparationPlan, PreparationProblem, plan,
+    Cap, PreparationError, PreparationPlan, PreparationProblem, plan, refuse_withheld,
 };
+
+use tranche_driver::providers::Verdict;
 
 pub use error::{PrepareError, Problem, UnprepareError};
 
@@ -70,6 +72,8 @@ pub struct Parts {
     pub installation: Result<Installation, InstallError>,
     /// The driver now.
     pub driver: watch::Receiver<DriverState>,
+    /// Other systems that hand out the GPUs; `None` until they were looked for.
+    pub others: watch::Receiver<Option<Verdict>>,
     /// The API server.
     pub claims: Claims,
     /// What is held.
@@ -213,6 +217,7 @@ impl Preparer {
                     ledger.remove(&allocation.uid);
                 }
                 Booking::New(reservation) => {
+                    self.refuse_withheld(&reservation.record().plan, &ready)?;
                     self.verify(&reservation.record().plan, &ready)?;
                     self.verify_freed(&reservation.record().plan)?;
                     let executed = executor.execute(reservation.record(), &ready.dev_root_on_host);
@@ -282,6 +287,14 @@ impl Preparer {
             }),
             None => Ok(()),
         }
+    }
+
+    /// The last line: what is withheld may have been allocated before anybody knew.
+    fn refuse_withheld(&self, plan: &PreparationPlan, ready: &Ready) -> Result<(), Problem> {
+        let others = self.parts.others.borrow();
+        let others = others.iter().flat_map(|verdict| &verdict.withheld);
+        refuse_withheld(plan, ready.withheld.iter().chain(others))?;
+        Ok(())
     }
 
     /// Looks at everything that the containers will rely on and that the plan does not make.

@@ -13,6 +13,7 @@ use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 use tranche_driver::cdi::driver_spec;
 use tranche_driver::journal::Record;
+use tranche_driver::providers::Verdict;
 
 use self::api::FakeApi;
 use crate::claims::{ClaimRef, Claims};
@@ -51,6 +52,7 @@ pub struct Plugin {
     pub board: Arc<Board>,
     pub driver: watch::Sender<DriverState>,
     pub suspicions: tokio::sync::Mutex<mpsc::Receiver<String>>,
+    pub others: watch::Sender<Option<Verdict>>,
 }
 
 /// Records what the cluster would be told.
@@ -212,6 +214,7 @@ impl World {
         let ledger = Ledger::new(executor.recover()?);
         let told = Arc::new(Told::default());
         let board = Arc::new(Board::default());
+        let (others, others_rx) = watch::channel(None);
         let (driver, driver_rx) = watch::channel(DriverState::Ready(Arc::clone(&self.ready)));
         let (suspect_orphans, suspicions) = suspicions();
         let preparer = Preparer::new(Parts {
@@ -220,6 +223,7 @@ impl World {
             executor,
             installation,
             driver: driver_rx,
+            others: others_rx,
             claims: Claims::new(self.api.client()),
             ledger: Arc::new(ledger),
             aftermath: Arc::clone(&told) as _,
@@ -233,6 +237,7 @@ impl World {
             board,
             driver,
             suspicions: tokio::sync::Mutex::new(suspicions),
+            others,
         })
     }
 
@@ -302,6 +307,7 @@ fn ready(driver_root: &Path, layout: &Layout) -> Ready {
     let paths = layout.node_paths(root.on_host());
     Ready {
         inventory: inventory(&description, Path::new("/nowhere")),
+        withheld: Vec::new(),
         spec: driver_spec(&files, &paths).unwrap().encode(),
         dev_root: root.path().to_owned(),
         dev_root_on_host: root.on_host().to_owned(),

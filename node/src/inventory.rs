@@ -91,6 +91,7 @@ pub mod testing {
     pub fn two_h100() -> Description {
         let gpu = |minor: u32| GpuDescription {
             uuid: format!("GPU-00000000-0000-0000-0000-00000000000{minor}"),
+            index: minor,
             minor,
             name: "NVIDIA H100 80GB HBM3".into(),
             brand: "Nvidia".into(),

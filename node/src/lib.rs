@@ -34,3 +34,4 @@ pub mod testing;
 pub mod untested;
 pub mod utilization;
 pub mod watchdog;
+pub mod withheld;

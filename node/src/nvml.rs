@@ -22,8 +22,19 @@ pub struct Description {
     pub cuda_driver_version: String,
     /// The GPUs that could be described, in NVML's order.
     pub gpus: Vec<GpuDescription>,
-    /// GPUs that NVML counts and cannot describe (fallen off the bus, say): why.
-    pub broken: Vec<NvmlError>,
+    /// GPUs that NVML counts and cannot describe (fallen off the bus, say).
+    pub broken: Vec<BrokenGpu>,
+}
+
+/// A GPU that NVML counts and cannot describe.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BrokenGpu {
+    /// Its index, as NVML counts.
+    pub index: u32,
+    /// Its UUID, where NVML told it before it failed.
+    pub uuid: Option<String>,
+    /// The call that failed.
+    pub error: NvmlError,
 }
 
 /// What NVML says of one GPU.
@@ -31,6 +42,8 @@ pub struct Description {
 pub struct GpuDescription {
     /// nvmlDeviceGetUUID.
     pub uuid: String,
+    /// The index under which NVML counts it.
+    pub index: u32,
     /// nvmlDeviceGetMinorNumber.
     pub minor: u32,
     /// nvmlDeviceGetName.
@@ -106,6 +119,14 @@ pub enum NvmlError {
     /// This process has no way to the kernel driver.
     #[error("{0}")]
     Devices(String),
+    /// `NVML_ERROR_GPU_IS_LOST`: the GPU fell off the bus or is otherwise inaccessible.
+    #[error("{call}({object}): the GPU is lost")]
+    GpuLost {
+        /// The NVML function.
+        call: &'static str,
+        /// On what.
+        object: String,
+    },
     /// A call failed.
     #[error("{call}({object}): {reason}")]
     Call {

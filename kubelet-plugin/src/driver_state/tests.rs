@@ -7,7 +7,7 @@ use super::*;
 use crate::testing::World;
 use tranche_node::devices::DeviceNodes;
 use tranche_node::inventory::testing::two_h100;
-use tranche_node::nvml::{Description, Nvml, ProcessMemory, ProcessSample};
+use tranche_node::nvml::{BrokenGpu, Description, Nvml, ProcessMemory, ProcessSample};
 use tranche_node::root::DriverRoot;
 
 type Answers<T> = Arc<Mutex<VecDeque<Result<T, NvmlError>>>>;
@@ -117,6 +117,7 @@ fn observe(
         spec_file: Arc::new(SpecFile::new(Arc::new(fs::HostFs), &world.layout)),
         layout: world.layout.clone(),
         contexts: Arc::new(Contexts::load(Arc::new(fs::HostFs), &world.layout)),
+        known_gpus: Mutex::default(),
     };
     let (sender, state) = watch::channel(DriverState::default());
     let stop = CancellationToken::new();
@@ -180,19 +181,37 @@ async fn a_driver_that_stops_answering_is_opened_anew() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_gpu_that_breaks_leaves_the_others() {
+async fn a_gpu_that_breaks_leaves_the_others_and_keeps_its_name() {
     let mut one = two_h100();
-    one.gpus.truncate(1);
-    one.broken.push(NvmlError::Call {
-        call: "nvmlDeviceGetHandleByIndex_v2",
-        object: "index 1".into(),
-        reason: "GPU is lost".into(),
+    one.gpus.retain(|gpu| gpu.index == 0);
+    one.broken.push(BrokenGpu {
+        index: 1,
+        uuid: None,
+        error: NvmlError::GpuLost {
+            call: "nvmlDeviceGetHandleByIndex_v2",
+            object: "index 1".into(),
+        },
     });
     let mut observed = observe([], [Ok(two_h100())]);
     observed.until_gpus(2).await;
     observed.descriptions.lock().unwrap().push_back(Ok(one));
     observed.until_gpus(1).await;
+    let DriverState::Ready(ready) = observed.state.borrow().clone() else {
+        panic!("the driver answers for the other GPU")
+    };
+    let withheld: Vec<_> = ready
+        .withheld
+        .iter()
+        .map(|w| (&*w.gpu, &*w.reason))
+        .collect();
+    assert_eq!(
+        withheld,
+        [("GPU-00000000-0000-0000-0000-000000000001", "GpuLost")]
+    );
     observed.until_gpus(2).await;
+    observed
+        .until(|s| matches!(s, DriverState::Ready(ready) if ready.withheld.is_empty()))
+        .await;
 }
 
 #[tokio::test(start_paused = true)]

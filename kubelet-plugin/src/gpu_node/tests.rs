@@ -4,6 +4,8 @@ use serde_json::{Value, json};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
+use tranche_driver::providers::{Kubelet, PluginDevice, Seen, verdict};
+
 use super::*;
 use crate::clock::HostClock;
 use crate::driver_state::DriverError;
@@ -16,10 +18,16 @@ const SLICES: &str = "/apis/resource.k8s.io/v1/resourceslices";
 const EVENTS: &str = "/apis/events.k8s.io/v1/namespaces/default/events";
 const HOUR: Duration = Duration::from_hours(1);
 
+/// Nobody else hands out GPUs.
+fn no_others() -> Verdict {
+    verdict(&Inventory::default(), &Seen::default())
+}
+
 struct Running {
     world: World,
     refused: watch::Sender<Refused>,
     driver: watch::Sender<DriverState>,
+    others: watch::Sender<Option<Verdict>>,
     registered: watch::Sender<Registered>,
     policy: watch::Receiver<NodePolicy>,
     stop: CancellationToken,
@@ -40,6 +48,7 @@ impl Running {
 
     fn start_in(world: World) -> Self {
         let (driver, driver_rx) = watch::channel(DriverState::Unknown);
+        let (others, others_rx) = watch::channel(Some(no_others()));
         let (registered, registered_rx) = watch::channel(Registered::default());
         let (policy_tx, policy) = watch::channel(NodePolicy::default());
         let stop = CancellationToken::new();
@@ -53,6 +62,7 @@ impl Running {
         let (refused, refused_rx) = watch::channel(Refused::default());
         let task = tokio::spawn(writer.run(
             driver_rx,
+            others_rx,
             registered_rx,
             refused_rx,
             policy_tx,
@@ -62,6 +72,7 @@ impl Running {
             world,
             refused,
             driver,
+            others,
             registered,
             policy,
             stop,
@@ -393,5 +404,95 @@ async fn a_journal_that_cannot_be_read_shows_until_it_can() {
     running.refused.send_replace(Refused::default());
     tokio::time::sleep(HOUR).await;
     assert_eq!(claims_known().unwrap()["status"], "True");
+    running.end().await;
+}
+
+/// A device plugin offers the GPU at this place of the inventory.
+fn plugin_offers(world: &World, gpu: usize) -> Verdict {
+    let inventory = &world.ready.inventory;
+    let offered = vec![PluginDevice {
+        resource: "nvidia.com/gpu".into(),
+        id: inventory.gpus[gpu].uuid.clone(),
+    }];
+    let kubelet = Kubelet {
+        offered,
+        ..Kubelet::default()
+    };
+    let seen = Seen {
+        kubelet: Some(Ok(kubelet)),
+        ..Seen::default()
+    };
+    verdict(inventory, &seen)
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_the_node_withholds_is_written_with_its_condition_and_heals() {
+    let running = Running::start();
+    let uuids: Vec<_> = running
+        .world
+        .ready
+        .inventory
+        .gpus
+        .iter()
+        .map(|g| g.uuid.clone())
+        .collect();
+    let mut ready = (*running.world.ready).clone();
+    ready.withheld = vec![WithheldGpu::whole(
+        &uuids[0],
+        "MigMode",
+        "MIG mode is on".into(),
+    )];
+    running
+        .driver
+        .send_replace(DriverState::Ready(Arc::new(ready)));
+    running
+        .others
+        .send_replace(Some(plugin_offers(&running.world, 1)));
+    running.kubelet_registers();
+    let node = running.until_epoch(1).await;
+    let withheld = node["status"]["withheld"].as_array().unwrap();
+    let found: Vec<_> = withheld
+        .iter()
+        .map(|w| (w["gpu"].as_str().unwrap(), w["reason"].as_str().unwrap()))
+        .collect();
+    assert_eq!(
+        found,
+        [(&*uuids[0], "MigMode"), (&*uuids[1], "OtherProvider")]
+    );
+    let sole = |node: &Value| {
+        let conditions = node["status"]["conditions"].as_array().unwrap();
+        let sole = conditions
+            .iter()
+            .find(|c| c["type"] == "SoleProvider")
+            .unwrap();
+        (sole["status"].clone(), sole["reason"].clone())
+    };
+    assert_eq!(sole(&node), (json!("False"), json!("NvidiaDevicePlugin")));
+
+    let written = running.api().paths("PATCH").len();
+    tokio::time::sleep(HOUR).await;
+    assert_eq!(
+        running.api().paths("PATCH").len(),
+        written,
+        "quiet while nothing changes"
+    );
+
+    running.others.send_replace(Some(no_others()));
+    running.driver_comes();
+    let healed = |node: &Value| node["status"]["withheld"].is_null() && sole(node).0 == "True";
+    running.until("sole provider", healed).await;
+    running.end().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn nothing_is_written_before_others_were_looked_for() {
+    let running = Running::start();
+    running.others.send_replace(None);
+    running.driver_comes();
+    running.kubelet_registers();
+    tokio::time::sleep(HOUR).await;
+    assert_eq!(running.api().paths("PATCH"), [""; 0]);
+    running.others.send_replace(Some(no_others()));
+    running.until_epoch(1).await;
     running.end().await;
 }

@@ -4,6 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::task::JoinHandle;
+use tranche_api::WithheldGpu;
+use tranche_driver::providers::{Seen, verdict};
 use tranche_shim_core::cap::CapPage;
 use tranche_shim_core::layout::AccountPage;
 
@@ -718,4 +720,102 @@ async fn many_at_once_each_get_their_own_and_leave_nothing() {
         plugin.preparer.unprepare(&claim_ref(name)).await.unwrap();
     }
     assert_eq!(world.traces(), NONE);
+}
+
+/// What an allocator that does not know shared counters writes: a share and the whole of one GPU.
+#[tokio::test(start_paused = true)]
+async fn a_gpu_that_an_allocator_gave_away_twice_is_prepared_once() {
+    for (first, second) in [
+        (capped("gpu", 0, "1Gi", 10), whole("gpu", 0)),
+        (whole("gpu", 0), capped("gpu", 0, "1Gi", 10)),
+        (whole("gpu", 0), whole("gpu", 0)),
+    ] {
+        let world = World::new();
+        let plugin = world.start();
+        world.api.put(claim("first", &[first]));
+        world.api.put(claim("second", &[second]));
+        plugin.preparer.prepare(&claim_ref("first")).await.unwrap();
+        let before = world.contents();
+        let text = refusal(&plugin, "second").await;
+        has(&text, &["team/second", "held by claim team/first"]);
+        assert_eq!(world.contents(), before, "the first claim's files");
+        assert_eq!(held(&plugin), ["first"]);
+        let failed = plugin.told.failed.lock().unwrap().clone();
+        assert_eq!(
+            failed,
+            [("second".to_owned(), text)],
+            "an event for its pod"
+        );
+        // The first is asked for again, as a kubelet that restarts does.
+        plugin.preparer.prepare(&claim_ref("first")).await.unwrap();
+        plugin
+            .preparer
+            .unprepare(&claim_ref("first"))
+            .await
+            .unwrap();
+        plugin.preparer.prepare(&claim_ref("second")).await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_gpu_that_is_withheld_is_refused_to_new_claims_and_kept_for_running_ones() {
+    let mut world = World::new();
+    let uuid = |gpu: usize| world.ready.inventory.gpus[gpu].uuid.clone();
+    let (mine, other) = (uuid(0), uuid(1));
+    world.api.put(claim("running", &[whole("gpu", 0)]));
+    world.api.put(claim("new", &[capped("gpu", 1, "1Gi", 10)]));
+    let plugin = world.start();
+    plugin
+        .preparer
+        .prepare(&claim_ref("running"))
+        .await
+        .unwrap();
+    // Another system turns up and offers both.
+    let seen = Seen {
+        plugin_sockets: ["nvidia-gpu.sock".to_owned()].into(),
+        ..Seen::default()
+    };
+    plugin
+        .others
+        .send_replace(Some(verdict(&world.ready.inventory, &seen)));
+    has(
+        &refusal(&plugin, "new").await,
+        &[
+            "team/new",
+            &other,
+            "OtherProvider",
+            "nvidia-gpu.sock",
+            "delete the pod",
+        ],
+    );
+    assert_eq!(
+        plugin.told.failed.lock().unwrap().len(),
+        1,
+        "an event for its pod"
+    );
+    assert_eq!(held(&plugin), ["running"]);
+    plugin
+        .preparer
+        .prepare(&claim_ref("running"))
+        .await
+        .unwrap();
+    plugin
+        .others
+        .send_replace(Some(verdict(&world.ready.inventory, &Seen::default())));
+    plugin.preparer.prepare(&claim_ref("new")).await.unwrap();
+    plugin.preparer.unprepare(&claim_ref("new")).await.unwrap();
+
+    // The same for what the driver rules out.
+    let mut ready = (*world.ready).clone();
+    ready.withheld = vec![WithheldGpu::whole(
+        &other,
+        "MigMode",
+        "MIG mode is on".into(),
+    )];
+    world.ready = Arc::new(ready);
+    plugin
+        .driver
+        .send_replace(DriverState::Ready(Arc::clone(&world.ready)));
+    has(&refusal(&plugin, "new").await, &[&other, "MigMode"]);
+    assert!(!refusal(&plugin, "new").await.contains(&mine));
 }

@@ -11,7 +11,9 @@ use nvml_wrapper::{cuda_driver_version_major, cuda_driver_version_minor};
 
 use tranche_api::gpu_node::MigMode;
 
-use super::{Description, GpuDescription, Nvml, NvmlError, ProcessMemory, ProcessSample};
+use super::{
+    BrokenGpu, Description, GpuDescription, Nvml, NvmlError, ProcessMemory, ProcessSample,
+};
 
 /// NVML_DEVICE_MIG_ENABLE.
 const MIG_ENABLED: u32 = 1;
@@ -39,10 +41,16 @@ struct Library {
 }
 
 fn call<T>(call: &'static str, object: &str, result: Result<T, Reason>) -> Result<T, NvmlError> {
-    result.map_err(|e| NvmlError::Call {
-        call,
-        object: object.to_owned(),
-        reason: e.to_string(),
+    result.map_err(|e| match e {
+        Reason::GpuLost => NvmlError::GpuLost {
+            call,
+            object: object.to_owned(),
+        },
+        e => NvmlError::Call {
+            call,
+            object: object.to_owned(),
+            reason: e.to_string(),
+        },
     })
 }
 
@@ -62,9 +70,10 @@ impl Nvml for Library {
         let mut gpus = Vec::new();
         let mut broken = Vec::new();
         for index in 0..count {
-            match self.describe_gpu(index) {
+            let mut uuid = None;
+            match self.describe_gpu(index, &mut uuid) {
                 Ok(gpu) => gpus.push(gpu),
-                Err(e) => broken.push(e),
+                Err(error) => broken.push(BrokenGpu { index, uuid, error }),
             }
         }
         Ok(Description {
@@ -137,14 +146,27 @@ impl Nvml for Library {
 
 impl Library {
     fn device(&self, gpu_uuid: &str) -> Result<nvml_wrapper::Device<'_>, NvmlError> {
-        call(
-            "nvmlDeviceGetHandleByUUID",
-            gpu_uuid,
-            self.nvml.device_by_uuid(gpu_uuid),
-        )
+        let found = match self.nvml.device_by_uuid(gpu_uuid) {
+            // "If any GPU has fallen off the bus": NVML may meet that one in its search for another.
+            Err(Reason::GpuLost) => self.search(gpu_uuid).ok_or(Reason::GpuLost),
+            found => found,
+        };
+        call("nvmlDeviceGetHandleByUUID", gpu_uuid, found)
     }
 
-    fn describe_gpu(&self, index: u32) -> Result<GpuDescription, NvmlError> {
+    fn search(&self, gpu_uuid: &str) -> Option<nvml_wrapper::Device<'_>> {
+        let count = self.nvml.device_count().ok()?;
+        (0..count)
+            .filter_map(|index| self.nvml.device_by_index(index).ok())
+            .find(|device| device.uuid().is_ok_and(|uuid| uuid == gpu_uuid))
+    }
+
+    /// Sets `known` as soon as NVML tells the UUID, whatever fails after that.
+    fn describe_gpu(
+        &self,
+        index: u32,
+        known: &mut Option<String>,
+    ) -> Result<GpuDescription, NvmlError> {
         let object = format!("index {index}");
         let device = call(
             "nvmlDeviceGetHandleByIndex_v2",
@@ -152,6 +174,7 @@ impl Library {
             self.nvml.device_by_index(index),
         )?;
         let uuid = call("nvmlDeviceGetUUID", &object, device.uuid())?;
+        *known = Some(uuid.clone());
         let pci = call("nvmlDeviceGetPciInfo_v3", &uuid, device.pci_info())?;
         let memory = call("nvmlDeviceGetMemoryInfo_v2", &uuid, device.memory_info())?;
         let capability = call(
@@ -171,6 +194,7 @@ impl Library {
             Err(e) => return call("nvmlDeviceGetMigMode", &uuid, Err(e)),
         };
         Ok(GpuDescription {
+            index,
             minor: call("nvmlDeviceGetMinorNumber", &uuid, device.minor_number())?,
             name: call("nvmlDeviceGetName", &uuid, device.name())?,
             // A newer driver's word that this build does not know is no reason to lose the GPU.

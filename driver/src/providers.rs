@@ -1,0 +1,260 @@
+//! Other systems on the node that hand out its GPUs: device plugins (NVIDIA's, HAMi's) and NVIDIA's
+//! DRA driver.
+//!
+//! ```text
+//!  kubelet: what device plugins offer, what pods hold ─┐
+//!  sockets of plugins that accept connections ─────────┼─► verdict ─► GPUs to withhold, condition
+//!  ResourceSlices of gpu.nvidia.com ───────────────────┘
+//! ```
+//!
+//! Whoever hands out a GPU that Tranche offers too gives it to two pods, and nobody notices. So a GPU
+//! that another system offers, or that one of its pods still holds, is withheld. Where it cannot be
+//! told which GPUs are meant, all of them are.
+
+#[cfg(test)]
+mod tests;
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use tranche_api::WithheldGpu;
+use tranche_api::conditions::{SOLE_PROVIDER, State};
+use tranche_api::gpu_node::Inventory;
+use tranche_api::withheld::reason;
+
+/// The name of NVIDIA's DRA driver for GPUs.
+pub const NVIDIA_DRIVER: &str = "gpu.nvidia.com";
+/// Where the way out is described.
+const HOW: &str = "see \"Taking over a node\" in deploy/README.md";
+
+/// What was seen of other systems.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Seen {
+    /// What the kubelet says of device plugins and pods; where it does not answer, why.
+    pub kubelet: Option<Result<Kubelet, String>>,
+    /// Sockets of NVIDIA's or HAMi's device plugin that accept connections, by file name.
+    pub plugin_sockets: BTreeSet<String>,
+    /// Registration sockets of NVIDIA's DRA driver that accept connections, by file name.
+    pub dra_sockets: BTreeSet<String>,
+    /// The devices in the node's ResourceSlices of NVIDIA's DRA driver, with their GPU's UUID; where
+    /// the API server does not answer, why.
+    pub slices: Option<Result<BTreeMap<String, String>, String>>,
+}
+
+/// What the kubelet says on its pod resources socket.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Kubelet {
+    /// Devices that device plugins offer (`GetAllocatableResources`).
+    pub offered: Vec<PluginDevice>,
+    /// Devices of device plugins that pods hold (`List`).
+    pub held: Vec<(Pod, PluginDevice)>,
+    /// Devices of NVIDIA's DRA driver that pods hold (`List`), by their names in its slices.
+    pub claimed: Vec<(Pod, String)>,
+}
+
+/// A device of a device plugin.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct PluginDevice {
+    /// The extended resource, for example `nvidia.com/gpu`.
+    pub resource: String,
+    /// The plugin's name for the device.
+    pub id: String,
+}
+
+/// `namespace/name`.
+pub type Pod = String;
+
+/// Who offers a GPU beside Tranche.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Provider {
+    NvidiaDevicePlugin,
+    Hami,
+    DevicePlugin,
+    NvidiaDraDriver,
+}
+
+impl Provider {
+    const fn reason(self) -> &'static str {
+        match self {
+            Self::NvidiaDevicePlugin => "NvidiaDevicePlugin",
+            Self::Hami => "Hami",
+            Self::DevicePlugin => "DevicePlugin",
+            Self::NvidiaDraDriver => "NvidiaDraDriver",
+        }
+    }
+
+    const fn words(self) -> &'static str {
+        match self {
+            Self::NvidiaDevicePlugin => "NVIDIA's device plugin",
+            Self::Hami => "HAMi's device plugin",
+            Self::DevicePlugin => "a device plugin",
+            Self::NvidiaDraDriver => "NVIDIA's DRA driver",
+        }
+    }
+}
+
+/// What follows from what was seen.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Verdict {
+    /// GPUs that another system offers or holds, in the inventory's order.
+    pub withheld: Vec<WithheldGpu>,
+    /// `SoleProvider`.
+    pub condition: State,
+}
+
+/// Says which of the GPUs of `inventory` others hand out.
+#[must_use]
+pub fn verdict(inventory: &Inventory, seen: &Seen) -> Verdict {
+    let mut found = Found::default();
+    plugins(inventory, seen, &mut found);
+    dra_driver(inventory, seen, &mut found);
+
+    let withheld = inventory.gpus.iter().filter_map(|gpu| {
+        let findings = found.gpus.get(&gpu.uuid)?;
+        let findings: Vec<_> = findings.iter().map(String::as_str).collect();
+        let message = format!("{}: {HOW}", findings.join("; "));
+        Some(WithheldGpu::whole(
+            &gpu.uuid,
+            reason::OTHER_PROVIDER,
+            message,
+        ))
+    });
+    Verdict {
+        withheld: withheld.collect(),
+        condition: found.condition(),
+    }
+}
+
+/// What was found of which GPU, and whom it was found of.
+#[derive(Debug, Default)]
+struct Found {
+    gpus: BTreeMap<String, BTreeSet<String>>,
+    providers: BTreeSet<Provider>,
+}
+
+impl Found {
+    fn of(&mut self, uuid: &str, provider: Provider, text: String) {
+        self.providers.insert(provider);
+        let findings = self.gpus.entry(uuid.to_owned()).or_default();
+        findings.insert(text);
+    }
+
+    fn of_all(&mut self, inventory: &Inventory, provider: Provider, text: &str) {
+        for gpu in &inventory.gpus {
+            self.of(&gpu.uuid, provider, text.to_owned());
+        }
+    }
+
+    fn condition(&self) -> State {
+        let words: Vec<_> = self.providers.iter().map(|p| p.words()).collect();
+        let reason = match self.providers.iter().collect::<Vec<_>>()[..] {
+            [] => "NoOtherProvider",
+            [one] => one.reason(),
+            _ => "SeveralProviders",
+        };
+        State {
+            kind: SOLE_PROVIDER,
+            holds: self.providers.is_empty(),
+            reason,
+            message: if words.is_empty() {
+                String::new()
+            } else {
+                format!(
+                    "{} of this node's GPUs are withheld, because they belong to {}: {HOW}",
+                    self.gpus.len(),
+                    words.join(" and ")
+                )
+            },
+        }
+    }
+}
+
+fn plugins(inventory: &Inventory, seen: &Seen, found: &mut Found) {
+    match &seen.kubelet {
+        Some(Ok(kubelet)) => {
+            for device in &kubelet.offered {
+                if let Some((uuid, provider)) = owner(inventory, device) {
+                    let words = provider.words();
+                    let text = format!("{words} offers it as {}", device.resource);
+                    found.of(uuid, provider, text);
+                }
+            }
+            for (pod, device) in &kubelet.held {
+                if let Some((uuid, provider)) = owner(inventory, device) {
+                    let text = format!("pod {pod} holds it as {}", device.resource);
+                    found.of(uuid, provider, text);
+                }
+            }
+        }
+        unknown => {
+            let why = match unknown {
+                Some(Err(why)) => why,
+                _ => "it was not asked yet",
+            };
+            for socket in &seen.plugin_sockets {
+                let text = format!(
+                    "a device plugin serves {socket}, and the kubelet does not say which GPUs it offers ({why})"
+                );
+                found.of_all(inventory, Provider::NvidiaDevicePlugin, &text);
+            }
+        }
+    }
+}
+
+fn dra_driver(inventory: &Inventory, seen: &Seen, found: &mut Found) {
+    let provider = Provider::NvidiaDraDriver;
+    let none = BTreeMap::new();
+    let devices = match &seen.slices {
+        Some(Ok(devices)) => devices,
+        _ => &none,
+    };
+    if !seen.dra_sockets.is_empty() {
+        if let Some(Err(why)) = &seen.slices {
+            let text = format!(
+                "NVIDIA's DRA driver runs, and the API server does not say which GPUs it offers ({why})"
+            );
+            found.of_all(inventory, provider, &text);
+        }
+        for uuid in devices.values() {
+            if inventory.gpus.iter().any(|gpu| gpu.uuid == *uuid) {
+                let text = format!("NVIDIA's DRA driver ({NVIDIA_DRIVER}) offers it");
+                found.of(uuid, provider, text);
+            }
+        }
+    }
+    if let Some(Ok(kubelet)) = &seen.kubelet {
+        for (pod, device) in &kubelet.claimed {
+            match devices.get(device) {
+                Some(uuid) => {
+                    let text = format!("pod {pod} holds it by a claim for {NVIDIA_DRIVER}");
+                    found.of(uuid, provider, text);
+                }
+                // Its slices went with the driver, and with them the only word on which GPU it is.
+                None => {
+                    let text = format!(
+                        "pod {pod} holds {device} by a claim for {NVIDIA_DRIVER}, and nothing says which GPU that is"
+                    );
+                    found.of_all(inventory, provider, &text);
+                }
+            }
+        }
+    }
+}
+
+/// The GPU that a device plugin's device stands for, and whose plugin it is. NVIDIA's plugin names a
+/// device by the UUID, a replica of it `UUID::n`; HAMi's names its parts `UUID-n`.
+fn owner<'a>(inventory: &'a Inventory, device: &PluginDevice) -> Option<(&'a str, Provider)> {
+    let number = |text: &str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
+    inventory.gpus.iter().find_map(|gpu| {
+        let rest = device.id.strip_prefix(gpu.uuid.as_str())?;
+        let is_hami = rest.strip_prefix('-').is_some_and(number);
+        let is_ours = rest.is_empty() || is_hami || rest.strip_prefix("::").is_some_and(number);
+        let provider = if is_hami {
+            Provider::Hami
+        } else if device.resource.starts_with("nvidia.com/") {
+            Provider::NvidiaDevicePlugin
+        } else {
+            Provider::DevicePlugin
+        };
+        is_ours.then_some((gpu.uuid.as_str(), provider))
+    })
+}
