@@ -13,6 +13,7 @@ use kube::CustomResource;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use crate::pci_address::PciAddress;
 use crate::quantity::{Quantity, bytes_schema};
 use crate::sharing_policy::OnBypass;
 use crate::withheld::WithheldGpu;
@@ -75,7 +76,7 @@ pub struct Inventory {
     pub driver_version: String,
     /// Newest CUDA version that the driver serves, `major.minor`.
     pub cuda_driver_version: String,
-    /// The GPUs, by minor number.
+    /// The GPUs, by PCI address.
     #[serde(default)]
     pub gpus: Vec<Gpu>,
     /// How many GPUs there are, for people: printed columns cannot count.
@@ -89,10 +90,11 @@ pub struct Inventory {
 }
 
 impl Inventory {
-    /// An inventory of `gpus`, put in order and counted.
+    /// An inventory of `gpus`, put in the order of their PCI addresses and counted.
     #[must_use]
     pub fn new(driver_version: String, cuda_driver_version: String, mut gpus: Vec<Gpu>) -> Self {
-        gpus.sort_by(|a, b| (a.minor, &a.uuid).cmp(&(b.minor, &b.uuid)));
+        let order = |gpu: &Gpu| (gpu.pci_bus_id.parse::<PciAddress>().ok(), gpu.uuid.clone());
+        gpus.sort_by_cached_key(order);
         Self {
             driver_version,
             cuda_driver_version,
@@ -107,11 +109,15 @@ impl Inventory {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Gpu {
-    /// `GPU-…` (`nvmlDeviceGetUUID`).
+    /// `GPU-…` (`nvmlDeviceGetUUID`): what the GPU is known by; all else may change.
     pub uuid: String,
-    /// The N of `/dev/nvidiaN` (`nvmlDeviceGetMinorNumber`).
+    /// The N of `/dev/nvidiaN` (`nvmlDeviceGetMinorNumber`): it may change with every boot.
     #[schemars(range(max = 4_294_967_295_u32))]
     pub minor: u32,
+    /// Its number in NVML and `nvidia-smi` (`nvmlDeviceGetIndex`): it may change with every boot.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(max = 4_294_967_295_u32))]
+    pub index: Option<u32>,
     /// `nvmlDeviceGetName`.
     pub product_name: String,
     /// `nvmlDeviceGetBrand`.
@@ -151,6 +157,12 @@ pub struct Gpu {
     /// Whether MIG mode is on now, and whether it will be after the next reset of the GPU.
     #[serde(default)]
     pub mig_mode: MigMode,
+    /// Compute slices into which MIG can divide the GPU: those of its largest GPU instance
+    /// (`sliceCount` of `nvmlDeviceGetGpuInstanceProfileInfo`). Absent where the driver does not
+    /// tell it, and where the GPU cannot be partitioned.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(max = 4_294_967_295_u32))]
+    pub mig_compute_slices: Option<u32>,
 }
 
 /// `nvmlDeviceGetMigMode`. Both are false on a GPU that cannot be partitioned.

@@ -5,6 +5,7 @@
 //!  tier ──────────► the six isolation tiers and what each of them promises
 //!  quantity ──────► exact arithmetic on Kubernetes quantities, in Go's canonical form
 //!  share_config ──► the opaque parameters of a claim or class        (user  -> node)
+//!  pci_address ───► the order of a node's GPUs
 //!  gpu_node ──────► what a node's hardware can do                    (node  -> controller)
 //!  withheld ──────► which GPUs are not offered, and why              (node, controller -> people)
 //!  conditions ────► the node's conditions in the Kubernetes style    (node, controller -> people)
@@ -19,6 +20,7 @@ pub mod conditions;
 pub mod gpu_node;
 #[macro_use]
 pub mod names;
+pub mod pci_address;
 pub mod quantity;
 pub mod reference;
 pub mod share_config;
@@ -27,6 +29,7 @@ pub mod tier;
 pub mod withheld;
 
 pub use gpu_node::{GpuNode, GpuNodeSpec, GpuNodeStatus};
+pub use pci_address::PciAddress;
 pub use quantity::Quantity;
 pub use share_config::ShareConfig;
 pub use sharing_policy::{SharingPolicy, SharingPolicySpec};

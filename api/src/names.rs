@@ -62,6 +62,8 @@ pub mod attribute {
         ALL;
         TYPE = "type", "string", "gpu": "`gpu`; for a partition `mig`.";
         UUID = "uuid", "string", "GPU-4d8c1f9e-2b4a-4f0e-9c39-0f6c1a3c5b7d": "The GPU's UUID as NVML prints it.";
+        MINOR = "minor", "int", "0": "The N of `/dev/nvidiaN` as it is now: it may change with every boot.";
+        INDEX = "index", "int", "0": "The GPU's number in NVML and `nvidia-smi` as it is now: it may change with every boot.";
         PRODUCT_NAME = "productName", "string", "NVIDIA H100 80GB HBM3": "The product's name as NVML prints it.";
         BRAND = "brand", "string", "Nvidia": "The brand as NVML names it.";
         ARCHITECTURE = "architecture", "string", "Hopper": "The architecture as NVML names it.";

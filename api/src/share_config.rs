@@ -31,7 +31,7 @@ pub const KIND: &str = "ShareConfig";
 
 /// What is in force for one device, every field decided.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[serde(rename_all = "camelCase")]
 pub struct ShareConfig {
     /// How the share's compute limit is kept.
     pub compute: Compute,
@@ -39,7 +39,7 @@ pub struct ShareConfig {
 
 /// How a share's compute limit is kept.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[serde(rename_all = "camelCase")]
 pub struct Compute {
     /// Whether idle neighbours' time may be used.
     pub mode: ComputeMode,

@@ -70,7 +70,7 @@ pub mod reason {
         NOT_DESCRIBED = "NotDescribed", "node", "": "An NVML call that describes the GPU failed.";
         MIG_MODE = "MigMode", "node", "": "The GPU is in MIG mode, or will be after its next reset: it cannot be offered whole.";
         OTHER_PROVIDER = "OtherProvider", "node", "": "NVIDIA's device plugin, NVIDIA's DRA driver or HAMi on this node offers the same GPU.";
-        DUPLICATE = "Duplicate", "controller", "": "The node describes two GPUs under one UUID or minor number.";
+        DUPLICATE = "Duplicate", "controller", "": "The node describes two GPUs under one UUID or PCI address.";
         INVALID_DESCRIPTION = "InvalidDescription", "controller", "": "A fact about the GPU has no place in a ResourceSlice.";
         INVALID_POLICY = "InvalidPolicy", "controller", "": "The SharingPolicy that matches the GPU is invalid.";
         TOO_SMALL = "TooSmall", "controller", "": "The GPU has too little memory for the tier under the SharingPolicy that matches it.";

@@ -1,6 +1,7 @@
 //! ResourceClaims, made through the API and allocated as the scheduler would.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use anyhow::Context;
 use futures::{StreamExt, TryStreamExt, stream};
@@ -27,28 +28,28 @@ const CORES: &str = "1";
 const AT_ONCE: usize = 16;
 
 /// What a claim is given.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Share {
-    /// A hundredth of the GPU of this minor number.
-    Capped(u32),
-    /// A place on the GPU of this minor number.
-    Timeshared(u32),
+    /// A hundredth of the GPU whose exclusive device has this name.
+    Capped(Arc<str>),
+    /// A place on the GPU whose exclusive device has this name.
+    Timeshared(Arc<str>),
 }
 
 impl Share {
-    fn tier(self) -> &'static str {
+    fn tier(&self) -> &'static str {
         match self {
             Self::Capped(_) => "capped",
             Self::Timeshared(_) => "timeshared",
         }
     }
 
-    fn device(self) -> String {
-        let (Self::Capped(minor) | Self::Timeshared(minor)) = self;
-        format!("gpu-{minor}-{}", self.tier())
+    fn device(&self) -> String {
+        let (Self::Capped(gpu) | Self::Timeshared(gpu)) = self;
+        format!("{gpu}-{}", self.tier())
     }
 
-    fn requested(self) -> BTreeMap<String, Quantity> {
+    fn requested(&self) -> BTreeMap<String, Quantity> {
         let sizes: &[_] = match self {
             Self::Capped(_) => &[(capacity::MEMORY, MEMORY), (capacity::CORES, CORES)],
             Self::Timeshared(_) => &[],
@@ -60,7 +61,7 @@ impl Share {
     }
 
     /// The requested ones, and what the device's request policies add.
-    fn consumed(self) -> BTreeMap<String, Quantity> {
+    fn consumed(&self) -> BTreeMap<String, Quantity> {
         let mut consumed = self.requested();
         consumed.insert(capacity::SHARERS.to_owned(), Quantity("1".to_owned()));
         consumed
@@ -81,16 +82,19 @@ impl Placement {
     /// last. Held ones are capped shares too, as long as the timed ones keep their room; a GPU has
     /// a hundred percents, so the rest is timeshared on the last GPU.
     #[must_use]
-    pub fn new(gpus: &[u32], timed: usize, held: usize) -> Self {
+    pub fn new(gpus: &[Arc<str>], timed: usize, held: usize) -> Self {
         let (last, first) = gpus.split_last().expect("at least two GPUs");
-        let spread = |count: usize| first.iter().cycle().take(count).copied();
+        let spread = |count: usize| first.iter().cycle().take(count).cloned();
         let room = first.len() * 100 - timed.next_multiple_of(first.len());
         let capped = held.min(room);
         Self {
             timed: spread(timed).map(Share::Capped).collect(),
             held: spread(capped)
                 .map(Share::Capped)
-                .chain(std::iter::repeat_n(Share::Timeshared(*last), held - capped))
+                .chain(std::iter::repeat_n(
+                    Share::Timeshared(Arc::clone(last)),
+                    held - capped,
+                ))
                 .collect(),
         }
     }
@@ -108,7 +112,7 @@ pub async fn make(
         let name = format!("{prefix}-{index}");
         let (api, pool) = (&api, &pool);
         async move {
-            allocate(api, &name, pool, *share)
+            allocate(api, &name, pool, share)
                 .await
                 .with_context(|| format!("claim {NAMESPACE}/{name}"))
         }
@@ -124,7 +128,7 @@ async fn allocate(
     api: &Api<ResourceClaim>,
     name: &str,
     pool: &str,
-    share: Share,
+    share: &Share,
 ) -> anyhow::Result<ClaimId> {
     let mut claim = api
         .create(
@@ -198,25 +202,25 @@ pub fn spec(tier: &str, size: BTreeMap<String, Quantity>) -> ResourceClaimSpec {
 mod tests {
     use super::*;
 
-    fn percents(placement: &Placement, minor: u32) -> usize {
+    fn percents(placement: &Placement, gpu: &Arc<str>) -> usize {
         [&placement.timed, &placement.held]
             .into_iter()
             .flatten()
-            .filter(|share| **share == Share::Capped(minor))
+            .filter(|share| **share == Share::Capped(Arc::clone(gpu)))
             .count()
     }
 
     #[test]
     fn no_gpu_gets_more_than_it_has_and_none_serves_two_tiers() {
         for gpus in 2..=8 {
-            let minors: Vec<u32> = (0..gpus).collect();
+            let names: Vec<Arc<str>> = (0..gpus).map(|n| format!("gpu-{n:08x}").into()).collect();
             for (timed, held) in [(1, 0), (8, 0), (32, 200), (33, 700)] {
-                let placement = Placement::new(&minors, timed, held);
+                let placement = Placement::new(&names, timed, held);
                 assert_eq!((placement.timed.len(), placement.held.len()), (timed, held));
-                for minor in minors.iter().copied() {
-                    let capped = percents(&placement, minor);
+                for gpu in &names {
+                    let capped = percents(&placement, gpu);
                     assert!(capped <= 100, "{gpus} GPUs, {timed}, {held}: {capped}");
-                    let timeshared = placement.held.contains(&Share::Timeshared(minor));
+                    let timeshared = placement.held.contains(&Share::Timeshared(Arc::clone(gpu)));
                     assert!(!timeshared || capped == 0);
                 }
             }
@@ -225,13 +229,13 @@ mod tests {
 
     #[test]
     fn what_is_consumed_has_the_place_that_nobody_asks_for() {
-        let share = Share::Capped(1);
-        assert_eq!(share.device(), "gpu-1-capped");
+        let share = Share::Capped("gpu-4d8c1f9e".into());
+        assert_eq!(share.device(), "gpu-4d8c1f9e-capped");
         assert_eq!(
             share.consumed().keys().collect::<Vec<_>>(),
             ["cores", "memory", "sharers"]
         );
         assert!(!share.requested().contains_key("sharers"));
-        assert_eq!(Share::Timeshared(0).consumed().len(), 1);
+        assert_eq!(Share::Timeshared("gpu-4d8c1f9e".into()).consumed().len(), 1);
     }
 }

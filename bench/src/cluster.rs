@@ -1,6 +1,7 @@
 //! The cluster under load: its API, and what the node of this process offers.
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
@@ -65,8 +66,8 @@ impl Cluster {
             .collect())
     }
 
-    /// The minor numbers of the GPUs that are offered as capped and as timeshared, in order.
-    pub async fn shareable_gpus(&self) -> anyhow::Result<Vec<u32>> {
+    /// The GPUs that are offered as capped and as timeshared, by the names of their exclusive devices.
+    pub async fn shareable_gpus(&self) -> anyhow::Result<Vec<Arc<str>>> {
         let slices = self.slices().await?;
         let devices: BTreeSet<_> = slices
             .iter()
@@ -74,24 +75,20 @@ impl Cluster {
             .flatten()
             .map(|device| device.name.as_str())
             .collect();
-        let minors: BTreeSet<u32> = devices
+        let gpus: Vec<Arc<str>> = devices
             .iter()
-            .filter_map(|name| {
-                name.strip_prefix("gpu-")?
-                    .strip_suffix("-capped")?
-                    .parse()
-                    .ok()
-            })
-            .filter(|minor| devices.contains(format!("gpu-{minor}-timeshared").as_str()))
+            .filter_map(|name| name.strip_suffix("-capped"))
+            .filter(|gpu| devices.contains(format!("{gpu}-timeshared").as_str()))
+            .map(Arc::from)
             .collect();
-        if minors.len() < 2 {
+        if gpus.len() < 2 {
             bail!(
                 "pool {}: {} GPUs are offered as capped and timeshared, and two are needed: one for the claims that are timed and one for those that are held",
                 self.pool(),
-                minors.len()
+                gpus.len()
             );
         }
-        Ok(minors.into_iter().collect())
+        Ok(gpus)
     }
 
     /// Makes the namespace, anew where an interrupted run left it.

@@ -5,7 +5,8 @@
 
 use tranche_api::gpu_node::Inventory;
 use tranche_api::{Quantity, ShareConfig, Tier};
-use tranche_driver::claim::{AllocatedDevice, Allocation, DeviceName, Grant};
+use tranche_driver::claim::{AllocatedDevice, Allocation, DeviceName, Grant, WholeGpuTier};
+use tranche_driver::gpu::GpuUuid;
 use tranche_driver::journal::Record;
 use tranche_driver::preparation::{Cap, Conflict, PreparationProblem, PreparedDevice, plan};
 
@@ -84,7 +85,11 @@ pub fn admit(
         .iter()
         .find(|known| known.uuid == gpu)
         .ok_or(Refusal::NoGpu)?;
-    let device = DeviceName::new(gpu.minor, Tier::Capped).ok_or(Refusal::NoGpu)?;
+    let uuid: GpuUuid = gpu.uuid.parse().map_err(|_| Refusal::NoGpu)?;
+    let device = DeviceName::Gpu {
+        gpu: uuid.all_digits(),
+        tier: WholeGpuTier::new(Tier::Capped).ok_or(Refusal::NoGpu)?,
+    };
     let memory = request.memory.ok_or(Refusal::NoMemory)?;
     let cores = request.cores.unwrap_or(100);
     let mut config = ShareConfig::default();

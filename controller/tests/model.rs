@@ -405,7 +405,7 @@ impl World {
                 _ => &["-capped"],
             };
             for tier in wanted {
-                let device = format!("gpu-{minor}{tier}");
+                let device = format!("gpu-{minor:08x}{tier}");
                 assert!(
                     offered.contains(&device),
                     "{device} is not offered: {offered:?}"
@@ -426,7 +426,7 @@ impl World {
 }
 
 fn uuid(minor: u32) -> String {
-    format!("GPU-{minor}")
+    format!("GPU-{minor:08x}-0000-0000-0000-{minor:012x}")
 }
 
 fn inventory(minors: &BTreeSet<u32>) -> Inventory {

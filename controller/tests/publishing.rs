@@ -50,12 +50,12 @@ async fn a_registered_node_is_published() {
     assert_eq!(
         cluster.devices("a"),
         [
-            "gpu-0-capped",
-            "gpu-0-timeshared",
-            "gpu-0",
-            "gpu-1-capped",
-            "gpu-1-timeshared",
-            "gpu-1"
+            "gpu-00000000-capped",
+            "gpu-00000000-timeshared",
+            "gpu-00000000",
+            "gpu-00000001-capped",
+            "gpu-00000001-timeshared",
+            "gpu-00000001"
         ]
     );
     assert_eq!(cluster.published("a")["problem"], json!(null));
@@ -518,7 +518,7 @@ fn claim(holds: bool) -> serde_json::Value {
         "metadata": {"name": "c", "namespace": "default"}, "spec": {},
         "status": if holds {
             json!({"allocation": {"devices": {"results": [{
-                "request": "gpu", "driver": "gpu.tranche.dev", "pool": "a/gpu", "device": "gpu-1-capped",
+                "request": "gpu", "driver": "gpu.tranche.dev", "pool": "a/gpu", "device": "gpu-00000001-capped",
             }]}}})
         } else {
             json!({})
@@ -549,8 +549,8 @@ async fn without_a_driver_no_device_is_offered_and_allocated_ones_stay_tainted()
     cluster.bump("a");
     sleep(seconds(30)).await;
     cluster.assert_whole("a");
-    assert_eq!(withdrawn(&cluster), ["gpu-1-capped"]);
-    assert_eq!(cluster.devices("a"), ["gpu-1-capped"]);
+    assert_eq!(withdrawn(&cluster), ["gpu-00000001-capped"]);
+    assert_eq!(cluster.devices("a"), ["gpu-00000001-capped"]);
 
     cluster.gpus("a", &[0, 1]);
     cluster.settle(SOON).await;
@@ -578,7 +578,7 @@ async fn a_deleted_gpu_node_that_is_written_again_loses_no_allocated_device() {
     // The tier is no longer offered; the device stays for its claim.
     cluster.policy("default", &json!({"tiers": ["exclusive"]}));
     sleep(seconds(30)).await;
-    assert_eq!(withdrawn(&cluster), ["gpu-1-capped"]);
+    assert_eq!(withdrawn(&cluster), ["gpu-00000001-capped"]);
     let uids = |cluster: &Cluster| -> Vec<String> {
         let slices = cluster.slices("a");
         slices
@@ -606,7 +606,7 @@ async fn a_deleted_gpu_node_that_is_written_again_loses_no_allocated_device() {
     let took = cluster.settle(SOON).await;
     cluster.assert_whole("a");
     assert!(took < seconds(1), "{took:?}");
-    assert_eq!(withdrawn(&cluster), ["gpu-1-capped"]);
+    assert_eq!(withdrawn(&cluster), ["gpu-00000001-capped"]);
     assert_eq!(uids(&cluster), before, "no slice was removed meanwhile");
 }
 
@@ -620,7 +620,7 @@ async fn a_vanished_gpu_stays_tainted_until_no_claim_holds_it() {
     cluster.assert_whole("a");
 
     sleep(seconds(30)).await;
-    assert_eq!(withdrawn(&cluster), ["gpu-1-capped"]);
+    assert_eq!(withdrawn(&cluster), ["gpu-00000001-capped"]);
     cluster.assert_whole("a");
     let before = cluster.api.writes();
     sleep(seconds(3600)).await;
@@ -744,7 +744,7 @@ async fn an_untested_driver_closes_the_capped_devices() {
     assert_eq!(tainted(), [""; 0]);
     know(json!(["cuAskTheFuture"]));
     cluster.settle(SOON).await;
-    assert_eq!(tainted(), ["gpu-0-capped", "gpu-1-capped"]);
+    assert_eq!(tainted(), ["gpu-00000000-capped", "gpu-00000001-capped"]);
     cluster.api.edit("sharingpolicies", "default", |policy| {
         policy["spec"]["capped"]["untestedDriver"] = json!("Allow");
     });

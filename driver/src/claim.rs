@@ -15,7 +15,7 @@ use tranche_api::names::{DRIVER, capacity};
 use tranche_api::share_config::{self, Parameters};
 use tranche_api::{Quantity, ShareConfig, Tier};
 
-pub use device_name::{DeviceName, DeviceNameError};
+pub use device_name::{DeviceName, DeviceNameError, WholeGpuTier};
 pub use error::{ClaimError, ClaimProblem, ConfigProblem, DeviceProblem};
 
 /// The longest UID taken; the API server's are UUIDs of 36 characters.
@@ -23,7 +23,7 @@ const LONGEST_UID: usize = 64;
 
 /// What one claim was given on this node.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[serde(rename_all = "camelCase")]
 pub struct Allocation {
     /// `metadata.uid`: letters, digits and inner dashes, so that it can name files.
     pub uid: String,
@@ -37,7 +37,7 @@ pub struct Allocation {
 
 /// One allocation result.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[serde(rename_all = "camelCase")]
 pub struct AllocatedDevice {
     /// The request it answers: `main` or `main/sub`.
     pub request: String,
@@ -53,7 +53,7 @@ pub struct AllocatedDevice {
 
 /// What of a device a claim was given.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase", tag = "kind", deny_unknown_fields)]
+#[serde(rename_all = "camelCase", tag = "kind")]
 pub enum Grant {
     /// All of it, for this claim alone.
     Whole {},
@@ -95,7 +95,48 @@ impl Grant {
     }
 }
 
+impl Allocation {
+    /// Whether both are one decision of the scheduler about one claim.
+    ///
+    /// Only what identifies the decision and its sizes is compared, not all that a release reads of a
+    /// claim: another release may read more, and the claim is still held.
+    #[must_use]
+    pub fn is_same_as(&self, other: &Self) -> bool {
+        let decision = |allocation: &Self| {
+            let devices = allocation.devices.iter().map(AllocatedDevice::decision);
+            (allocation.uid.clone(), devices.collect::<Vec<_>>())
+        };
+        decision(self) == decision(other)
+    }
+}
+
+/// What the scheduler decided of one device.
+#[derive(PartialEq)]
+struct Decision {
+    request: String,
+    pool: String,
+    device: DeviceName,
+    share_id: Option<String>,
+    admin_access: bool,
+    /// Bytes and percent, where they were asked for.
+    sizes: Option<(u64, u8)>,
+}
+
 impl AllocatedDevice {
+    fn decision(&self) -> Decision {
+        Decision {
+            request: self.request.clone(),
+            pool: self.pool.clone(),
+            device: self.device,
+            share_id: self.grant.share_id().map(str::to_owned),
+            admin_access: matches!(self.grant, Grant::Admin { .. }),
+            sizes: match self.grant {
+                Grant::Capped { memory, cores, .. } => Some((memory, cores)),
+                Grant::Whole {} | Grant::Timeshared { .. } | Grant::Admin { .. } => None,
+            },
+        }
+    }
+
     /// The request that the kubelet knows: without its subrequest.
     #[must_use]
     pub fn main_request(&self) -> &str {
@@ -234,12 +275,16 @@ impl AllocatedDevice {
         configs: &[Config<'_>],
     ) -> Result<Self, DeviceProblem> {
         let device: DeviceName = result.device.parse()?;
+        let tier = device.tier();
+        if !tier.is_served() {
+            return Err(DeviceProblem::Unserved { tier });
+        }
         let grant = if result.admin_access == Some(true) {
             Grant::Admin {
                 share_id: result.share_id.clone(),
             }
         } else {
-            read_grant(result, device.tier())?
+            read_grant(result, tier)?
         };
         let config = configs
             .iter()

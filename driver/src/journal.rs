@@ -1,27 +1,69 @@
-//! The durable record of one claim's plan, as bytes.
+//! The durable record of one claim, as bytes.
 //!
 //! The kubelet-plugin keeps one such record per claim in a file; here is only what is in it. A
-//! record is JSON with a `version` at its top. A reader knows its own version and the one before,
-//! so that a node can be upgraded with claims held; it refuses a newer one by name instead of
-//! guessing, and never overwrites it.
+//! record is JSON. `version` is the format of the release that wrote it, `minReader` the oldest
+//! format whose readers understand it (ADR 0016):
+//!
+//! - A reader refuses a record whose `minReader` is above its own version, by name, and never
+//!   overwrites it. It ignores fields that it does not know in all others. So a release that adds a
+//!   field can be rolled back; one that adds what must not be ignored (a step that must be undone)
+//!   raises `minReader` in the records that have it.
+//! - A reader knows its own version and the one before, so that a node can be upgraded with claims
+//!   held.
+
+use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
 use crate::preparation::PreparationPlan;
 
 /// The version written.
-pub const VERSION: u64 = 1;
+pub const VERSION: u64 = 2;
 /// The oldest version read.
 pub const OLDEST_VERSION: u64 = 1;
+/// The oldest version whose readers understand what this one writes. Version 1 refused every field
+/// and device name that it did not know.
+const MIN_READER: u64 = 2;
 
 /// One claim's plan, of which any part may have been carried out: doing it again and undoing it both
 /// cover the whole.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[serde(rename_all = "camelCase")]
 pub struct Record {
     version: u64,
+    /// Version 1 had none.
+    #[serde(default)]
+    min_reader: u64,
     /// What to do.
     pub plan: PreparationPlan,
+    /// What steps gave that is known only since they ran, by the step's place in the plan.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub results: BTreeMap<usize, StepResult>,
+}
+
+/// What a step gave, for its inverse and for the steps behind it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", tag = "kind")]
+pub enum StepResult {
+    /// A MIG instance was created.
+    #[serde(rename_all = "camelCase")]
+    MigInstance {
+        /// The GPU instance's id (`nvmlGpuInstanceInfo_t.id`).
+        gpu_instance: u32,
+        /// The id of the compute instance in it (`nvmlComputeInstanceInfo_t.id`).
+        compute_instance: u32,
+        /// `MIG-…`.
+        uuid: String,
+    },
+    /// A daemon was started.
+    #[serde(rename_all = "camelCase")]
+    Daemon {
+        /// Its process, as the host counts.
+        pid: u32,
+        /// When that process started, in clock ticks since boot (field 22 of `/proc/<pid>/stat`):
+        /// tells it from a later one with the same number.
+        started: u64,
+    },
 }
 
 /// Why a record cannot be read.
@@ -30,37 +72,53 @@ pub enum JournalError {
     /// Not a record, or cut short.
     #[error("corrupt journal: {0}")]
     Corrupt(#[source] serde_json::Error),
-    /// Written by a later version of this driver.
+    /// A later version of this driver wrote it, with something that must not be ignored.
     #[error(
-        "the journal has version {found}, this driver reads versions {OLDEST_VERSION} to {VERSION}: run the driver that wrote it, or a newer one"
+        "the journal has version {version} and needs a driver that reads version {min_reader}, this one reads versions {OLDEST_VERSION} to {VERSION}: run the driver that wrote it, or a newer one"
     )]
     Newer {
         /// The version of the record.
-        found: u64,
+        version: u64,
+        /// The version that a reader must know at least.
+        min_reader: u64,
     },
     /// Written by a version of this driver that is too old.
     #[error(
-        "the journal has version {found}, this driver reads versions {OLDEST_VERSION} to {VERSION}: upgrade one version at a time"
+        "the journal has version {version}, this driver reads versions {OLDEST_VERSION} to {VERSION}: upgrade one version at a time"
     )]
     Older {
         /// The version of the record.
-        found: u64,
+        version: u64,
     },
 }
 
-/// The one field that every version has.
+/// The fields that every version has.
 #[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
 struct Envelope {
     version: u64,
+    min_reader: Option<u64>,
 }
 
 impl Record {
-    /// A record of this version.
+    /// A record of this version, of a plan of which no step ran.
     #[must_use]
-    pub fn new(plan: PreparationPlan) -> Self {
+    pub const fn new(plan: PreparationPlan) -> Self {
         Self {
             version: VERSION,
+            min_reader: MIN_READER,
             plan,
+            results: BTreeMap::new(),
+        }
+    }
+
+    /// A record of this version, of `plan` in place of the one that was recorded: the same steps, by
+    /// facts as they are now.
+    #[must_use]
+    pub fn with_plan(&self, plan: PreparationPlan) -> Self {
+        Self {
+            results: self.results.clone(),
+            ..Self::new(plan)
         }
     }
 
@@ -68,7 +126,7 @@ impl Record {
     ///
     /// # Panics
     ///
-    /// Never: JSON in memory fails only for maps whose keys are no strings, and there are none.
+    /// Never: JSON in memory fails only for maps whose keys are no strings or numbers, and there are none.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
         let mut bytes = serde_json::to_vec(self).expect("a record has only strings for keys");
@@ -76,14 +134,22 @@ impl Record {
         bytes
     }
 
-    /// Reads a record of this version or the one before.
+    /// Reads a record of this version or the one before, or of a later one that says that this version
+    /// understands it.
     pub fn decode(bytes: &[u8]) -> Result<Self, JournalError> {
-        let Envelope { version } = serde_json::from_slice(bytes).map_err(JournalError::Corrupt)?;
-        if version > VERSION {
-            return Err(JournalError::Newer { found: version });
+        let Envelope {
+            version,
+            min_reader,
+        } = serde_json::from_slice(bytes).map_err(JournalError::Corrupt)?;
+        let min_reader = min_reader.unwrap_or(version);
+        if min_reader > VERSION {
+            return Err(JournalError::Newer {
+                version,
+                min_reader,
+            });
         }
         if version < OLDEST_VERSION {
-            return Err(JournalError::Older { found: version });
+            return Err(JournalError::Older { version });
         }
         serde_json::from_slice(bytes).map_err(JournalError::Corrupt)
     }

@@ -16,7 +16,9 @@
 
 pub mod cdi;
 pub mod claim;
+pub mod gpu;
 pub mod journal;
+pub mod mig;
 pub mod policy;
 pub mod preparation;
 pub mod providers;

@@ -7,6 +7,9 @@
 //! Planning is the last line of defence: the scheduler decides from slices that may be stale, so
 //! every plan is checked against the GPUs as NVML sees them now and against all that other claims
 //! hold on this node.
+//!
+//! A plan names its GPUs by UUID. Where they are, by minor number and PCI address, is looked up
+//! whenever a claim is prepared ([`PreparationPlan::located`]): a boot may change both.
 
 mod conflict;
 
@@ -17,13 +20,13 @@ use tranche_api::share_config::ComputeMode;
 use tranche_api::{Quantity, Tier, WithheldGpu};
 
 use crate::cdi;
-use crate::claim::{AllocatedDevice, Allocation, Grant};
+use crate::claim::{AllocatedDevice, Allocation, DeviceName, Grant};
 
 pub use conflict::Conflict;
 
 /// What to do for one claim.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[serde(rename_all = "camelCase")]
 pub struct PreparationPlan {
     /// The claim as it was allocated.
     pub allocation: Allocation,
@@ -35,7 +38,7 @@ pub struct PreparationPlan {
 
 /// One device as its containers will find it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[serde(rename_all = "camelCase")]
 pub struct PreparedDevice {
     /// `<claim UID>-<request>-<n>`: names the page folder and the CDI device. It carries the UID
     /// because one container may hold several claims.
@@ -54,9 +57,9 @@ pub struct PreparedDevice {
     pub admin_access: bool,
     /// The physical GPU.
     pub gpu_uuid: String,
-    /// The N of `/dev/nvidiaN`.
+    /// The N of `/dev/nvidiaN` when the claim was last prepared.
     pub minor: u32,
-    /// `dddd:bb:dd.f`.
+    /// `dddd:bb:dd.f` when the claim was last prepared.
     pub pci_bus_id: String,
     /// The enforced limits.
     pub cap: Cap,
@@ -66,7 +69,7 @@ pub struct PreparedDevice {
 
 /// The enforced upper limit of a share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase", tag = "kind", deny_unknown_fields)]
+#[serde(rename_all = "camelCase", tag = "kind")]
 pub enum Cap {
     /// Nothing is capped: the whole GPU, or a tier that caps nothing.
     None {},
@@ -94,7 +97,7 @@ impl Cap {
 
 /// One side effect, idempotent, with an inverse.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase", tag = "step", deny_unknown_fields)]
+#[serde(rename_all = "camelCase", tag = "step")]
 pub enum Step {
     /// Write the read-only page that tells a container its limits.
     #[serde(rename_all = "camelCase")]
@@ -151,6 +154,31 @@ impl PreparationPlan {
     pub fn undo(&self) -> Vec<Undo> {
         self.steps.iter().rev().map(Step::inverse).collect()
     }
+
+    /// The plan with its GPUs where they are now. A GPU that is not there is an error: no other one
+    /// takes its place.
+    pub fn located(&self, inventory: &Inventory) -> Result<Self, PreparationError> {
+        let mut plan = self.clone();
+        for device in &mut plan.devices {
+            let present = inventory
+                .gpus
+                .iter()
+                .find(|gpu| gpu.uuid == device.gpu_uuid);
+            let gpu = present.ok_or_else(|| PreparationError {
+                namespace: self.allocation.namespace.clone(),
+                name: self.allocation.name.clone(),
+                request: device.request.clone(),
+                device: device.device.clone(),
+                problem: PreparationProblem::GpuGone {
+                    gpu: device.gpu_uuid.clone(),
+                    present: uuids(&inventory.gpus),
+                },
+            })?;
+            device.minor = gpu.minor;
+            device.pci_bus_id.clone_from(&gpu.pci_bus_id);
+        }
+        Ok(plan)
+    }
 }
 
 /// Why a claim cannot be prepared on this node.
@@ -174,14 +202,37 @@ pub struct PreparationError {
 pub enum PreparationProblem {
     /// The GPU is not there (any more).
     #[error(
-        "the driver sees no GPU with minor number {minor}, only {}: the device is gone; delete the pod to have another allocated",
+        "GPU {gpu} is gone, the driver sees {}: see the kernel log (`dmesg`) for its Xid, or delete the claim's pods to have another GPU allocated",
         list(present)
     )]
     GpuGone {
-        /// The N of `/dev/nvidiaN`.
-        minor: u32,
-        /// The minor numbers that are there.
-        present: Vec<u32>,
+        /// Its UUID, or what is known of it.
+        gpu: String,
+        /// The UUIDs of the GPUs that are there.
+        present: Vec<String>,
+    },
+    /// Several GPUs fit the name.
+    #[error(
+        "the UUIDs of {} begin alike, so the name does not tell which of them was allocated: delete the claim's pods to have a device allocated by its longer name",
+        list(fitting)
+    )]
+    Ambiguous {
+        /// Their UUIDs.
+        fitting: Vec<String>,
+    },
+    /// A name by minor number, without a journal that says which GPU had that number.
+    #[error(
+        "the release before named this device, by the minor number {minor}, and no journal tells which GPU that was: delete the claim's pods to have a device allocated anew"
+    )]
+    EarlierName {
+        /// The N of `/dev/nvidiaN` at that time.
+        minor: u16,
+    },
+    /// A tier of a later version.
+    #[error("the tier {tier} is not served by this version")]
+    Unserved {
+        /// The device's tier.
+        tier: Tier,
     },
     /// The driver's description of the GPU makes no sense.
     #[error("GPU {uuid}: {field} {problem}")]
@@ -248,15 +299,15 @@ pub fn refuse_withheld<'a>(
     Ok(())
 }
 
-fn list(minors: &[u32]) -> String {
-    if minors.is_empty() {
-        return "none at all".to_owned();
+fn list(uuids: &[String]) -> String {
+    if uuids.is_empty() {
+        return "no GPU".to_owned();
     }
-    minors
-        .iter()
-        .map(ToString::to_string)
-        .collect::<Vec<_>>()
-        .join(", ")
+    uuids.join(", ")
+}
+
+fn uuids<'a>(gpus: impl IntoIterator<Item = &'a Gpu>) -> Vec<String> {
+    gpus.into_iter().map(|gpu| gpu.uuid.clone()).collect()
 }
 
 fn bytes(amount: u64) -> Quantity {
@@ -303,15 +354,7 @@ fn prepare(
     inventory: &Inventory,
     holdings: &mut conflict::Holdings,
 ) -> Result<PreparedDevice, PreparationProblem> {
-    let minor = allocated.device.minor();
-    let gpu = inventory
-        .gpus
-        .iter()
-        .find(|gpu| gpu.minor == minor)
-        .ok_or_else(|| PreparationProblem::GpuGone {
-            minor,
-            present: inventory.gpus.iter().map(|gpu| gpu.minor).collect(),
-        })?;
+    let gpu = find(allocated.device, inventory)?;
     let available = available_memory(gpu)?;
     let (cap, edits) = match &allocated.grant {
         Grant::Capped {
@@ -350,7 +393,7 @@ fn prepare(
         tier: allocated.device.tier(),
         admin_access: matches!(allocated.grant, Grant::Admin { .. }),
         gpu_uuid: gpu.uuid.clone(),
-        minor,
+        minor: gpu.minor,
         pci_bus_id: gpu.pci_bus_id.clone(),
         cap,
         cdi_ids: vec![cdi::claim_device_id(&key)?, edits.id()],
@@ -362,6 +405,29 @@ fn prepare(
         available,
     )?;
     Ok(device)
+}
+
+/// The one GPU that the device's name means.
+fn find(name: DeviceName, inventory: &Inventory) -> Result<&Gpu, PreparationProblem> {
+    let prefix = match name {
+        DeviceName::Gpu { gpu, .. } => gpu,
+        DeviceName::Partition { .. } => {
+            return Err(PreparationProblem::Unserved { tier: name.tier() });
+        }
+        DeviceName::Minor { minor, .. } => return Err(PreparationProblem::EarlierName { minor }),
+    };
+    let fits = |gpu: &&Gpu| gpu.uuid.parse().is_ok_and(|uuid| prefix.begins(uuid));
+    let fitting: Vec<&Gpu> = inventory.gpus.iter().filter(fits).collect();
+    match fitting[..] {
+        [gpu] => Ok(gpu),
+        [] => Err(PreparationProblem::GpuGone {
+            gpu: format!("with a UUID that begins with {prefix}"),
+            present: uuids(&inventory.gpus),
+        }),
+        _ => Err(PreparationProblem::Ambiguous {
+            fitting: uuids(fitting),
+        }),
+    }
 }
 
 /// Bytes that shares of the GPU can have together.

@@ -10,21 +10,25 @@
 //! them back. No flag on the node, nothing to drain.
 //!
 //! **The order is the packing policy.** The scheduler takes the first device that fits, by slice
-//! name and then by place in the slice. So slices are named by the GPU's minor number, which fills
+//! name and then by place in the slice. So slices are named by the GPU's PCI address, which fills
 //! one GPU before the next; and in a slice shared devices come before the exclusive one, so that a
 //! class that accepts both joins a GPU that is shared already and leaves whole GPUs to those who
 //! need one.
 //!
 //! **Names are for ever.** Counters are charged from the slices as they are now: renaming or
-//! dropping a device that a claim holds would free its GPU under it. So names and positions depend
-//! on the minor number alone, not on which other GPUs there are, and a device that is no longer
-//! offered but still allocated ([`NodeInput::retained`]) stays, with a taint.
+//! dropping a device that a claim holds would free its GPU under it, and a name that came to mean
+//! another GPU would move the claim there. So a device's name is made of its GPU's UUID, counter
+//! sets are named by the whole UUID, and slices by the GPU's PCI address alone. What is no longer
+//! offered but may be allocated ([`NodeInput::retained`]) stays under its name with a taint, and
+//! belongs to the GPU that its attribute `uuid` names. A GPU whose UUID begins like that of another
+//! one, present or retained, has all digits in its devices' names.
 //!
 //! **One GPU costs its own devices only.** A GPU that the node withholds, one that its policy does
 //! not fit, one whose description is invalid: each is listed in [`SlicePlan::withheld`], and the
 //! other GPUs of the node are offered.
 
 mod compare;
+mod counters;
 mod device;
 mod dropped;
 mod error;
@@ -33,18 +37,21 @@ mod names;
 use std::collections::{BTreeMap, BTreeSet};
 
 use k8s_openapi::api::resource::v1::{
-    Counter, CounterSet, Device, DeviceTaint, ResourcePool, ResourceSlice, ResourceSliceSpec,
+    CounterSet, Device, DeviceTaint, ResourcePool, ResourceSlice, ResourceSliceSpec,
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
+use tranche_api::PciAddress;
 use tranche_api::gpu_node::{Gpu, Inventory};
-use tranche_api::names::{self as vocabulary, DRIVER, EPOCH_ANNOTATION};
-use tranche_api::quantity::Quantity;
+use tranche_api::names::{self as vocabulary, DRIVER, EPOCH_ANNOTATION, attribute};
 use tranche_api::sharing_policy::SharingPolicy;
 use tranche_api::withheld::WithheldGpu;
 
+use self::counters::Counters;
 use self::device::Offer;
 use self::error::OfferError;
+use self::names::Place;
 use crate::claim::DeviceName;
+use crate::gpu::GpuUuid;
 use crate::policy;
 
 pub use compare::same;
@@ -53,12 +60,7 @@ pub use dropped::{DroppedField, FeatureGate, dropped};
 pub use names::NodeNameError;
 
 /// Counter sets in one slice, at most.
-const SETS_PER_SLICE: u32 = 8;
-/// Minor numbers that have a place in the order of names. NVIDIA's driver uses 0 to 254.
-const MINORS: u32 = 1000;
-/// The place of the first GPU slice in the order of names: behind every counter slice, with room
-/// for other kinds between.
-const FIRST_GPU_SLICE: u32 = 10_000;
+const SETS_PER_SLICE: usize = 8;
 
 /// What the slices of a node depend on, and nothing else.
 #[derive(Clone, Copy, Debug)]
@@ -102,7 +104,7 @@ pub struct SlicePlan {
 /// One slice.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PlannedSlice {
-    /// `metadata.name`: an index of five digits, the driver, the node, a hash.
+    /// `metadata.name`: its place in the order, the driver, the node, a hash.
     pub name: String,
     /// What it holds: devices or counters, never both.
     pub content: Content,
@@ -117,55 +119,134 @@ pub enum Content {
     Counters(Vec<CounterSet>),
 }
 
+/// One GPU of the inventory by what identifies it.
+#[derive(Clone, Copy, Debug)]
+struct Known<'a> {
+    gpu: &'a Gpu,
+    uuid: GpuUuid,
+    address: PciAddress,
+}
+
+/// A published device that must not be lost, by the GPU that it was published for.
+#[derive(Clone, Debug)]
+struct Retained {
+    device: Device,
+    name: DeviceName,
+    uuid: GpuUuid,
+    address: PciAddress,
+}
+
+/// What is published: devices by the address of their GPU, counters by its UUID.
+#[derive(Debug, Default)]
+struct Pool {
+    devices: BTreeMap<PciAddress, Vec<Device>>,
+    counters: BTreeMap<GpuUuid, CounterSet>,
+}
+
 /// Plans the slices of a node. The same input gives the same plan, in whatever order the inventory
 /// and the policies come. A node without GPUs has no slices.
 pub fn plan(node: &NodeInput<'_>) -> Result<SlicePlan, NodeNameError> {
     names::check_node(node.name)?;
     let mut withheld = node.withheld.to_vec();
-    let mut offered: BTreeMap<u32, Vec<Device>> = BTreeMap::new();
-    for gpu in in_order(node.inventory) {
-        let mut offer = offer(node, gpu, &mut withheld);
-        offer.devices.retain(|device| is_open(node, gpu, device));
+    let gpus = identified(node, &mut withheld);
+    let retained: Vec<Retained> = node.retained.iter().filter_map(Retained::read).collect();
+    let uuids: BTreeSet<GpuUuid> = gpus
+        .iter()
+        .map(|known| known.uuid)
+        .chain(retained.iter().map(|device| device.uuid))
+        .collect();
+
+    let mut pool = Pool::default();
+    for known in &gpus {
+        let counters = Counters::of(known.gpu, known.uuid);
+        let mut offer = offer(node, known, &uuids, &counters, &mut withheld);
+        offer
+            .devices
+            .retain(|device| is_open(node, known.gpu, device));
         if !offer.devices.is_empty() {
-            offered.insert(gpu.minor, offer.devices);
+            pool.devices.insert(known.address, offer.devices);
+            pool.counters.insert(known.uuid, counters.set());
         }
     }
-    for (minor, devices) in withdrawn(node, &offered) {
-        offered.entry(minor).or_default().extend(devices);
-    }
-    let mut sets: BTreeMap<u32, Vec<CounterSet>> = BTreeMap::new();
-    for minor in offered.keys() {
-        sets.entry(minor / SETS_PER_SLICE)
-            .or_default()
-            .push(counter_set(*minor));
-    }
-    let counters = sets.into_iter().map(|(index, sets)| PlannedSlice {
-        name: names::slice(index, node.name, node.uid),
-        content: Content::Counters(sets),
+    withdraw(retained, &gpus, &mut pool);
+
+    let sets: Vec<CounterSet> = pool.counters.into_values().collect();
+    let counters = sets.chunks(SETS_PER_SLICE).enumerate();
+    let counters = counters.map(|(number, sets)| PlannedSlice {
+        name: names::slice(Place::Counters(number), node.name, node.uid),
+        content: Content::Counters(sets.to_vec()),
     });
-    let gpus = offered.into_iter().map(|(minor, devices)| PlannedSlice {
-        name: names::slice(FIRST_GPU_SLICE + minor, node.name, node.uid),
-        content: Content::Devices(devices),
-    });
+    let devices = pool
+        .devices
+        .into_iter()
+        .map(|(address, devices)| PlannedSlice {
+            name: names::slice(Place::Gpu(address), node.name, node.uid),
+            content: Content::Devices(devices),
+        });
     Ok(SlicePlan {
         pool: vocabulary::pool(node.name),
         node: node.name.to_owned(),
         node_uid: node.uid.to_owned(),
         epoch: node.epoch,
-        slices: counters.chain(gpus).collect(),
+        slices: counters.chain(devices).collect(),
         withheld,
     })
 }
 
-/// The node's GPUs by minor number.
-fn in_order(inventory: &Inventory) -> Vec<&Gpu> {
-    let mut gpus: Vec<&Gpu> = inventory.gpus.iter().collect();
-    gpus.sort_by(|a, b| (a.minor, &a.uuid).cmp(&(b.minor, &b.uuid)));
-    gpus
+/// The node's GPUs by PCI address. One that cannot be told from others is added to `withheld`.
+fn identified<'a>(node: &NodeInput<'a>, withheld: &mut Vec<WithheldGpu>) -> Vec<Known<'a>> {
+    let mut gpus: Vec<&Gpu> = node.inventory.gpus.iter().collect();
+    gpus.sort_by(|a, b| (&a.pci_bus_id, &a.uuid).cmp(&(&b.pci_bus_id, &b.uuid)));
+    let mut known = Vec::with_capacity(gpus.len());
+    for gpu in gpus {
+        match identity(node.inventory, gpu) {
+            Ok(gpu) => known.push(gpu),
+            Err(_) if node.withheld.iter().any(|entry| is_whole(entry, gpu)) => {}
+            Err(error) => withheld.push(WithheldGpu::whole(
+                &gpu.uuid,
+                error.reason(),
+                error.to_string(),
+            )),
+        }
+    }
+    known.sort_by_key(|known| (known.address, known.uuid));
+    known
+}
+
+/// What identifies the GPU, if no other one of the node has the same UUID or PCI address.
+fn identity<'a>(inventory: &Inventory, gpu: &'a Gpu) -> Result<Known<'a>, OfferError> {
+    let twice = |same: fn(&Gpu, &Gpu) -> bool| {
+        let alike = inventory.gpus.iter().filter(|other| same(other, gpu));
+        alike.count() > 1
+    };
+    if twice(|a, b| a.uuid == b.uuid) {
+        return Err(OfferError::Duplicate {
+            field: "UUID",
+            value: gpu.uuid.clone(),
+        });
+    }
+    if twice(|a, b| a.pci_bus_id == b.pci_bus_id) {
+        return Err(OfferError::Duplicate {
+            field: "PCI address",
+            value: gpu.pci_bus_id.clone(),
+        });
+    }
+    Ok(Known {
+        gpu,
+        uuid: gpu.uuid.parse().map_err(OfferError::Uuid)?,
+        address: gpu.pci_bus_id.parse().map_err(OfferError::PciAddress)?,
+    })
 }
 
 /// How `gpu` is offered by its policy; what is not offered is added to `withheld`.
-fn offer(node: &NodeInput<'_>, gpu: &Gpu, withheld: &mut Vec<WithheldGpu>) -> Offer {
+fn offer(
+    node: &NodeInput<'_>,
+    known: &Known<'_>,
+    uuids: &BTreeSet<GpuUuid>,
+    counters: &Counters,
+    withheld: &mut Vec<WithheldGpu>,
+) -> Offer {
+    let gpu = known.gpu;
     if node.withheld.iter().any(|entry| is_whole(entry, gpu)) {
         return Offer::default();
     }
@@ -181,10 +262,12 @@ fn offer(node: &NodeInput<'_>, gpu: &Gpu, withheld: &mut Vec<WithheldGpu>) -> Of
         message: error.to_string(),
         policy: name.clone().filter(|_| error.is_of_policy()),
     };
-    let planned = check_identity(node.inventory, gpu).and_then(|()| {
-        let terms = policy::terms(node.policies, node.labels, gpu)?;
-        device::of_gpu(node.inventory, gpu, &terms)
-    });
+    let planned = policy::terms(node.policies, node.labels, gpu)
+        .map_err(OfferError::from)
+        .and_then(|terms| {
+            let prefix = known.uuid.name_prefix(uuids);
+            device::of_gpu(node.inventory, gpu, prefix, counters, &terms)
+        });
     match planned {
         Ok(offer) => {
             let refused = offer.refused.iter();
@@ -213,65 +296,62 @@ fn is_open(node: &NodeInput<'_>, gpu: &Gpu, device: &Device) -> bool {
     })
 }
 
-/// Whether no other GPU of the node has this one's number or UUID, and the number has a place.
-fn check_identity(inventory: &Inventory, gpu: &Gpu) -> Result<(), OfferError> {
-    let others = |same: fn(&Gpu, &Gpu) -> bool| {
-        inventory
-            .gpus
-            .iter()
-            .filter(|other| same(other, gpu))
-            .count()
-            > 1
-    };
-    if others(|a, b| a.minor == b.minor) {
-        return Err(OfferError::Duplicate {
-            field: "minor number",
-            value: gpu.minor.to_string(),
-        });
+impl Retained {
+    /// `None` for what is not ours: a name or a GPU that this driver never publishes.
+    fn read(device: &Device) -> Option<Self> {
+        let text = |name: &str| device.attributes.as_ref()?.get(name)?.string.as_deref();
+        Some(Self {
+            name: device.name.parse().ok()?,
+            uuid: text(attribute::UUID)?.parse().ok()?,
+            address: text(attribute::PCI_BUS_ID)?.parse().ok()?,
+            device: device.clone(),
+        })
     }
-    if others(|a, b| a.uuid == b.uuid) {
-        return Err(OfferError::Duplicate {
-            field: "UUID",
-            value: gpu.uuid.clone(),
-        });
-    }
-    if gpu.minor >= MINORS {
-        return Err(OfferError::Minor { minor: gpu.minor });
-    }
-    Ok(())
 }
 
-/// Devices that are no longer offered but still allocated, with the minor number of their GPU.
-fn withdrawn(
-    node: &NodeInput<'_>,
-    offered: &BTreeMap<u32, Vec<Device>>,
-) -> BTreeMap<u32, Vec<Device>> {
-    let planned: BTreeSet<&str> = offered
+/// Adds the devices that are no longer offered but may be allocated, each to its own GPU.
+fn withdraw(retained: Vec<Retained>, gpus: &[Known<'_>], pool: &mut Pool) {
+    let offered: BTreeSet<String> = pool
+        .devices
         .values()
         .flatten()
-        .map(|device| device.name.as_str())
+        .map(|device| device.name.clone())
         .collect();
-    let mut kept = BTreeMap::new();
-    for device in node.retained {
-        let Ok(name) = device.name.parse::<DeviceName>() else {
-            continue;
+    let kept: BTreeMap<DeviceName, Retained> = retained
+        .into_iter()
+        .filter(|retained| !offered.contains(&retained.device.name))
+        .map(|retained| (retained.name, retained))
+        .collect();
+    for retained in kept.into_values() {
+        let present = gpus.iter().find(|known| known.uuid == retained.uuid);
+        let mut device = retained.device;
+        let counters = match (present, retained.name) {
+            (Some(known), DeviceName::Gpu { .. } | DeviceName::Minor { .. }) => {
+                Counters::of(known.gpu, known.uuid)
+            }
+            // A GPU that is gone has no more than its devices say; a partition takes its part.
+            (None, _) | (Some(_), DeviceName::Partition { .. }) => {
+                Counters::published(&device, retained.uuid)
+            }
         };
-        if name.minor() < MINORS && !planned.contains(device.name.as_str()) {
-            kept.insert(name, device.clone());
-        }
-    }
-    let mut by_gpu: BTreeMap<u32, Vec<Device>> = BTreeMap::new();
-    for (name, mut device) in kept {
-        device.consumes_counters = Some(vec![device::whole_gpu(name.minor())]);
+        device.consumes_counters = Some(vec![counters.consumption()]);
         // A taint that is there keeps the time at which it was added.
         let ours = |taint: &DeviceTaint| taint.key == vocabulary::taint::WITHDRAWN;
         let taint = device.taints.into_iter().flatten().find(ours);
         device.taints = Some(vec![
             taint.unwrap_or_else(|| closed(vocabulary::taint::WITHDRAWN)),
         ]);
-        by_gpu.entry(name.minor()).or_default().push(device);
+        // Of a GPU that moved to another slot.
+        let address = present.map_or(retained.address, |known| known.address);
+        pool.devices.entry(address).or_default().push(device);
+        let set = pool.counters.entry(retained.uuid);
+        match present {
+            Some(known) => {
+                set.or_insert_with(|| Counters::of(known.gpu, known.uuid).set());
+            }
+            None => counters.add_to(set.or_default()),
+        }
     }
-    by_gpu
 }
 
 /// A taint that closes a device to new claims, but for those that tolerate it.
@@ -280,18 +360,6 @@ fn closed(key: &str) -> DeviceTaint {
         key: key.to_owned(),
         effect: "NoSchedule".to_owned(),
         ..DeviceTaint::default()
-    }
-}
-
-fn counter_set(minor: u32) -> CounterSet {
-    CounterSet {
-        name: device::counter_set_name(minor),
-        counters: BTreeMap::from([(
-            device::COUNTER.to_owned(),
-            Counter {
-                value: Quantity::from_count(1).into(),
-            },
-        )]),
     }
 }
 
@@ -323,7 +391,6 @@ impl SlicePlan {
             pool: ResourcePool {
                 name: self.pool.clone(),
                 generation,
-                // At most MINORS slices of each kind.
                 resource_slice_count: i64::try_from(self.slices.len()).unwrap_or(i64::MAX),
             },
             devices,

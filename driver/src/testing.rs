@@ -11,11 +11,12 @@ use crate::claim::Allocation;
 pub(crate) const NODE: &str = "node-a";
 pub(crate) const UID: &str = "0f4a3c1e-6f55-4b6a-9a3d-2d7f8f0b1c2d";
 
-/// An H100 with 80 GiB, of which the driver reserves 600 MiB.
+/// The H100 `gpu-<minor in 8 digits>` with 80 GiB, of which the driver reserves 600 MiB.
 pub(crate) fn gpu(minor: u32) -> Gpu {
     Gpu {
-        uuid: format!("GPU-00000000-0000-0000-0000-{minor:012x}"),
+        uuid: format!("GPU-{minor:08x}-0000-0000-0000-{minor:012x}"),
         minor,
+        index: Some(minor),
         product_name: "NVIDIA H100 80GB HBM3".to_owned(),
         brand: "Nvidia".to_owned(),
         architecture: "Hopper".to_owned(),
@@ -29,6 +30,7 @@ pub(crate) fn gpu(minor: u32) -> Gpu {
         context_memory: None,
         mig_capable: true,
         mig_mode: MigMode::default(),
+        mig_compute_slices: Some(7),
     }
 }
 
@@ -42,7 +44,7 @@ pub(crate) fn capped(memory: &str, cores: &str) -> Value {
         "request": "gpu",
         "driver": DRIVER,
         "pool": pool(NODE),
-        "device": "gpu-0-capped",
+        "device": "gpu-00000000-capped",
         "shareID": "5a1f3a5c-7a80-4d6f-8f2e-111111111111",
         "consumedCapacity": {"memory": memory, "cores": cores, "sharers": "1", "contextMemory": "512Mi"},
     })

@@ -9,12 +9,12 @@ use anyhow::{Context, anyhow, ensure};
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use k8s_openapi::api::core::v1::{Namespace as CoreNamespace, Node as CoreNode, Pod};
-use k8s_openapi::api::resource::v1::ResourceClaim;
+use k8s_openapi::api::resource::v1::{Device, ResourceClaim, ResourceSlice};
 use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams, PostParams};
 use kube::runtime::watcher;
 use kube::{Client, Config, ResourceExt};
 use tranche_api::gpu_node::{Gpu, GpuNode};
-use tranche_api::names::DRIVER;
+use tranche_api::names::{DRIVER, attribute};
 
 use crate::namespace::Namespace;
 use crate::node::Node;
@@ -27,7 +27,7 @@ pub struct Case {
     pub client: Client,
     /// The node that takes the test's pods: the first one with GPUs.
     pub node: Node,
-    /// Its GPUs, by minor number.
+    /// Its GPUs, by PCI address.
     pub gpus: Vec<Gpu>,
     others: Vec<GpuNode>,
     suffix: String,
@@ -169,6 +169,28 @@ impl Case {
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .push((name.to_owned(), until));
+    }
+
+    /// The name of the device under which `gpu` is offered in the tier `isolation`.
+    pub async fn device(&self, gpu: &Gpu, isolation: &str) -> anyhow::Result<String> {
+        let text = |device: &Device, name: &str| {
+            let attribute = device.attributes.as_ref()?.get(name)?;
+            attribute.string.clone()
+        };
+        let fields = format!("spec.driver={DRIVER}");
+        let slices: Api<ResourceSlice> = Api::all(self.client.clone());
+        let slices = slices.list(&ListParams::default().fields(&fields)).await?;
+        let mut devices = slices
+            .items
+            .iter()
+            .flat_map(|s| s.spec.devices.iter().flatten());
+        let device = devices.find(|device| {
+            text(device, attribute::UUID).as_deref() == Some(&gpu.uuid)
+                && text(device, attribute::ISOLATION).as_deref() == Some(isolation)
+        });
+        let device =
+            device.with_context(|| format!("{} is not offered as {isolation}", gpu.uuid))?;
+        Ok(device.name.clone())
     }
 
     /// A name that no other test has.

@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use k8s_openapi::api::resource::v1::ResourceClaim;
 use tokio::sync::watch;
 use tranche_api::Tier;
+use tranche_driver::claim::Allocation;
 use tranche_driver::journal::Record;
 use tranche_driver::preparation::PreparationPlan;
 
@@ -79,7 +80,7 @@ impl Entry {
 /// What a claim gets.
 #[derive(Debug)]
 pub enum Booking {
-    /// What it has: the plan is the same.
+    /// What it has: the allocation is the one that was prepared.
     Kept(Arc<Record>),
     /// Nothing before it gives up what it has: it was allocated anew.
     Moved(Arc<Record>),
@@ -222,34 +223,44 @@ impl Ledger {
         devices
     }
 
-    /// Plans against everything that is held or reserved, and reserves the plan unless it is the
-    /// claim's own already, or takes a GPU that a claim whose journal cannot be read may hold. The caller
-    /// holds the claim's lock.
+    /// What the claim has already, if it is held; else `plan`, made against everything that is held
+    /// or reserved, is reserved for it, unless it takes a GPU that a claim whose journal cannot be read
+    /// may hold. The caller holds the claim's lock.
+    ///
+    /// A held claim is told from one that was allocated anew by its allocation. How this release
+    /// would plan it does not matter: containers run by the plan that was carried out.
     pub fn book<E: From<MayBeHeld>>(
         self: &Arc<Self>,
+        allocation: &Allocation,
         plan: impl FnOnce(&mut dyn Iterator<Item = &PreparationPlan>) -> Result<PreparationPlan, E>,
     ) -> Result<Booking, E> {
         let mut claims = self.claims();
-        let plan = plan(&mut claims.values().filter_map(Entry::plan))?;
-        let uid = plan.allocation.uid.clone();
-        if let Some(Entry::Held(record)) = claims.get(&uid) {
+        if let Some(Entry::Held(record)) = claims.get(&allocation.uid) {
             let record = Arc::clone(record);
-            return Ok(if record.plan == plan {
+            return Ok(if record.plan.allocation.is_same_as(allocation) {
                 Booking::Kept(record)
             } else {
                 Booking::Moved(record)
             });
         }
+        let plan = plan(&mut claims.values().filter_map(Entry::plan))?;
         if let Some(taken) = claims.iter().find_map(|entry| may_be_held(&plan, entry)) {
             return Err(taken.into());
         }
         let record = Arc::new(Record::new(plan));
-        claims.insert(uid, Entry::Reserved(Arc::clone(&record)));
+        let entry = Entry::Reserved(Arc::clone(&record));
+        claims.insert(allocation.uid.clone(), entry);
         Ok(Booking::New(Reservation {
             ledger: Arc::clone(self),
             record,
             held: false,
         }))
+    }
+
+    /// Puts another record in the place of a held one. The caller holds the claim's lock.
+    pub fn replace(&self, record: Arc<Record>) {
+        let uid = record.plan.allocation.uid.clone();
+        self.claims().insert(uid, Entry::Held(record));
     }
 
     /// Notes for which pods a claim is reserved, if it is held: for metrics.
@@ -348,18 +359,30 @@ pub fn claim_of(record: &Record) -> ClaimRef {
 
 #[cfg(test)]
 mod tests {
-    use tranche_driver::claim::Allocation;
+    use tranche_api::ShareConfig;
+    use tranche_driver::claim::{AllocatedDevice, Grant};
+    use tranche_driver::preparation::Step;
 
     use super::*;
 
+    fn allocation(uid: &str) -> Allocation {
+        Allocation {
+            uid: uid.into(),
+            namespace: "team".into(),
+            name: uid.into(),
+            devices: vec![AllocatedDevice {
+                request: "gpu".into(),
+                pool: "node/gpu".into(),
+                device: "gpu-00000000".parse().unwrap(),
+                grant: Grant::Whole {},
+                config: ShareConfig::default(),
+            }],
+        }
+    }
+
     fn empty_plan(uid: &str) -> PreparationPlan {
         PreparationPlan {
-            allocation: Allocation {
-                uid: uid.into(),
-                namespace: "team".into(),
-                name: uid.into(),
-                devices: Vec::new(),
-            },
+            allocation: allocation(uid),
             devices: Vec::new(),
             steps: Vec::new(),
         }
@@ -373,7 +396,7 @@ mod tests {
 
     /// Books the whole node: a conflict names the others.
     fn book(ledger: &Arc<Ledger>, uid: &str) -> Result<Booking, Vec<String>> {
-        ledger.book(|others| {
+        ledger.book(&allocation(uid), |others| {
             let others = others.map(|plan| plan.allocation.uid.clone());
             match others.filter(|other| other != uid).collect::<Vec<_>>() {
                 others if others.is_empty() => Ok(empty_plan(uid)),
@@ -446,17 +469,29 @@ mod tests {
         assert!(ledger.pods("a").is_empty());
     }
 
+    /// A release that plans differently must not take away what containers use.
     #[test]
-    fn the_same_plan_is_kept_and_another_one_moves() {
+    fn a_held_claim_keeps_its_plan_however_it_would_be_planned_now() {
         let ledger = Arc::new(Ledger::default());
         let record = reserve(&ledger, "a").hold();
-        let again = book(&ledger, "a").unwrap();
-        assert!(matches!(again, Booking::Kept(kept) if kept == record));
-        let anew = ledger.book(|_| {
+        let again = ledger.book(&allocation("a"), |_| {
             let mut plan = empty_plan("a");
-            plan.allocation.name = "renamed".into();
+            plan.steps.push(Step::WriteCdiSpec {});
             Ok::<_, Vec<String>>(plan)
         });
+        assert!(matches!(again, Ok(Booking::Kept(kept)) if kept == record));
+        // Nor does it matter that it could not be planned at all.
+        let again = ledger.book(&allocation("a"), |_| Err(Vec::<String>::new()));
+        assert!(matches!(again, Ok(Booking::Kept(kept)) if kept == record));
+    }
+
+    #[test]
+    fn a_claim_that_was_allocated_anew_moves() {
+        let ledger = Arc::new(Ledger::default());
+        let record = reserve(&ledger, "a").hold();
+        let mut elsewhere = allocation("a");
+        elsewhere.devices[0].device = "gpu-00000001".parse().unwrap();
+        let anew = ledger.book(&elsewhere, |_| Ok::<_, Vec<String>>(empty_plan("a")));
         assert!(matches!(anew, Ok(Booking::Moved(old)) if old == record));
         assert_eq!(ledger.held(), [record], "it is still held");
     }

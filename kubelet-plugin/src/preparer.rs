@@ -33,7 +33,7 @@ pub use error::{PrepareError, Problem, UnprepareError};
 
 use crate::claims::{ClaimRef, Claims};
 use crate::driver_state::{DriverState, Ready, SpecFile};
-use crate::executor::Executor;
+use crate::executor::{Executor, StepError};
 use crate::install::{InstallError, Installation, Needs};
 use crate::ledger::{Booking, Ledger, claim_of};
 use crate::locks::Locks;
@@ -203,10 +203,12 @@ impl Preparer {
         self.recorded(&allocation.uid)?;
         self.read_refused_again();
         loop {
-            let booked = ledger
-                .book(|others| plan(allocation, &ready.inventory, others).map_err(Problem::from));
+            let booked = ledger.book(allocation, |others| {
+                plan(allocation, &ready.inventory, others).map_err(Problem::from)
+            });
             match booked.inspect_err(|problem| self.suspect(problem))? {
                 Booking::Kept(record) => {
+                    let record = self.located(record, &ready)?;
                     self.verify(&record.plan, &ready)?;
                     executor.rebuild(&record.plan, &ready.dev_root_on_host)?;
                     return Ok(record);
@@ -233,6 +235,24 @@ impl Preparer {
                 }
             }
         }
+    }
+
+    /// The record of a held claim with its GPUs where they are now: a boot may have given them other
+    /// minor numbers.
+    fn located(&self, record: Arc<Record>, ready: &Ready) -> Result<Arc<Record>, Problem> {
+        let plan = record.plan.located(&ready.inventory)?;
+        if plan == record.plan {
+            return Ok(record);
+        }
+        info!(
+            uid = plan.allocation.uid,
+            "a GPU of the claim is at another place than when it was last prepared"
+        );
+        let record = Arc::new(record.with_plan(plan));
+        let journal = self.parts.executor.journal();
+        journal.write(&record).map_err(StepError::from)?;
+        self.parts.ledger.replace(Arc::clone(&record));
+        Ok(record)
     }
 
     /// What the journal says of a claim, whose lock the caller holds.

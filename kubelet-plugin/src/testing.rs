@@ -346,7 +346,7 @@ pub struct Given {
 pub fn whole(request: &str, minor: u32) -> Given {
     Given {
         request: request.into(),
-        device: format!("gpu-{minor}"),
+        device: format!("gpu-{minor:08}"),
         share: None,
     }
 }
@@ -356,7 +356,7 @@ pub fn capped(request: &str, minor: u32, memory: &str, cores: u32) -> Given {
     let share = format!("00000000-0000-4000-8000-{:012}", minor + 1);
     Given {
         request: request.into(),
-        device: format!("gpu-{minor}-capped"),
+        device: format!("gpu-{minor:08}-capped"),
         share: Some((share, memory.into(), cores)),
     }
 }

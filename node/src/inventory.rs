@@ -7,7 +7,7 @@ use tranche_api::gpu_node::{Gpu, Inventory};
 
 use crate::nvml::{Description, GpuDescription};
 
-/// Merges both, GPUs by minor number.
+/// Merges both, GPUs by PCI address.
 ///
 /// `sysfs` is where the kernel's `sys` tree is mounted; what it does not tell stays out.
 #[must_use]
@@ -31,6 +31,7 @@ fn describe(gpu: &GpuDescription, sysfs: &Path) -> Gpu {
     Gpu {
         uuid: gpu.uuid.clone(),
         minor: gpu.minor,
+        index: Some(gpu.index),
         product_name: gpu.name.clone(),
         brand: gpu.brand.clone(),
         architecture: gpu.architecture.clone(),
@@ -44,6 +45,7 @@ fn describe(gpu: &GpuDescription, sysfs: &Path) -> Gpu {
         multiprocessors: gpu.multiprocessors,
         mig_capable: gpu.mig_capable,
         mig_mode: gpu.mig_mode,
+        mig_compute_slices: gpu.mig_compute_slices,
     }
 }
 
@@ -90,7 +92,7 @@ pub mod testing {
     #[must_use]
     pub fn two_h100() -> Description {
         let gpu = |minor: u32| GpuDescription {
-            uuid: format!("GPU-00000000-0000-0000-0000-00000000000{minor}"),
+            uuid: format!("GPU-{minor:08}-0000-0000-0000-00000000000{minor}"),
             index: minor,
             minor,
             name: "NVIDIA H100 80GB HBM3".into(),
@@ -103,6 +105,7 @@ pub mod testing {
             multiprocessors: Some(132),
             mig_capable: true,
             mig_mode: MigMode::default(),
+            mig_compute_slices: Some(7),
         };
         Description {
             driver_version: "535.261.03".into(),

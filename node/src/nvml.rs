@@ -66,6 +66,8 @@ pub struct GpuDescription {
     pub mig_capable: bool,
     /// nvmlDeviceGetMigMode; both off where it is not supported.
     pub mig_mode: MigMode,
+    /// The largest `sliceCount` that nvmlDeviceGetGpuInstanceProfileInfo tells, if it tells one.
+    pub mig_compute_slices: Option<u32>,
 }
 
 /// A sample of what a GPU worked for a process.

@@ -98,7 +98,7 @@ mod tests {
 
     #[test]
     fn a_lost_gpu_keeps_its_name_while_the_machine_is_the_same() {
-        let uuid = "GPU-00000000-0000-0000-0000-000000000001";
+        let uuid = "GPU-00000001-0000-0000-0000-000000000001";
         let mut known = KnownGpus::default();
         assert_eq!(known.withheld(&two_h100()), []);
         let withheld = known.withheld(&broken(None, lost()));

@@ -336,7 +336,7 @@ fn inventory(minors: &[u32]) -> Value {
         .iter()
         .map(|minor| {
             json!({
-                "uuid": format!("GPU-00000000-0000-0000-0000-{minor:012}"), "minor": minor,
+                "uuid": format!("GPU-{minor:08x}-0000-0000-0000-{minor:012x}"), "minor": minor,
                 "productName": "NVIDIA H100 80GB HBM3", "brand": "Nvidia", "architecture": "Hopper",
                 "cudaComputeCapability": "9.0", "pciBusID": format!("0000:{minor:02x}:00.0"),
                 "memory": "81559Mi", "reservedMemory": "551Mi", "migCapable": true,

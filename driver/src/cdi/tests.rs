@@ -24,9 +24,9 @@ fn paths() -> NodePaths {
 fn mixed() -> PreparationPlan {
     let results = [
         capped("20Gi", "25"),
-        with(plain("gpu-1"), &json!({"request": "whole"})),
+        with(plain("gpu-00000001"), &json!({"request": "whole"})),
         with(
-            plain("gpu-2-timeshared"),
+            plain("gpu-00000002-timeshared"),
             &json!({"request": "slow", "shareID": "s"}),
         ),
     ];
@@ -96,7 +96,7 @@ fn the_drivers_spec() {
 
 #[test]
 fn a_claims_spec_on_a_node_with_a_containerised_driver() {
-    let mut allocation = allocation("a", &[plain("gpu-1")]);
+    let mut allocation = allocation("a", &[plain("gpu-00000001")]);
     UID.clone_into(&mut allocation.uid);
     let plan = plan(&allocation, &inventory(vec![gpu(1)]), []).unwrap();
     let paths = NodePaths {

@@ -6,61 +6,106 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use tranche_api::Tier;
 
-/// A device's name in our slices: `gpu-<minor>`, or `gpu-<minor>-<tier>` where it is shared.
+use crate::gpu::UuidPrefix;
+use crate::mig::Profile;
+
+/// A device's name in our slices: a DNS label.
+///
+/// ```text
+///  gpu-4d8c1f9e                  the whole GPU, exclusive
+///  gpu-4d8c1f9e-capped           the whole GPU in another tier
+///  gpu-4d8c1f9e-mig-1g10gb-0     a partition: a MIG profile and the memory slice where it begins
+///  gpu-0-capped                  what the release before called GPUs, by minor number
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
-pub struct DeviceName {
-    minor: u32,
-    tier: Tier,
-}
-
-/// A name that is none of ours.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum DeviceNameError {
-    /// Another driver's, or a typing error.
-    #[error("{0:?} is no device name: ours are gpu-<minor> and gpu-<minor>-<tier>")]
-    Unknown(String),
-    /// The tier comes later.
-    #[error("{name:?} is of the tier {tier}, which this version does not serve")]
-    Unserved {
-        /// The name.
-        name: String,
-        /// The tier in it.
-        tier: Tier,
+pub enum DeviceName {
+    /// A whole GPU in a tier.
+    Gpu {
+        /// The first digits of its UUID.
+        gpu: UuidPrefix,
+        /// How it is offered.
+        tier: WholeGpuTier,
+    },
+    /// A MIG instance, existing or possible.
+    Partition {
+        /// The first digits of the GPU's UUID.
+        gpu: UuidPrefix,
+        /// Its profile.
+        profile: Profile,
+        /// The first of its memory slices.
+        start: u8,
+    },
+    /// A whole GPU as the release before named it. Claims that were prepared by that release still
+    /// carry such names; which GPU is meant only their journals tell. Never given to a device.
+    Minor {
+        /// The N of `/dev/nvidiaN` when it was allocated.
+        minor: u16,
+        /// How it was offered.
+        tier: WholeGpuTier,
     },
 }
 
-impl DeviceName {
-    /// The name under which the GPU `minor` is offered in `tier`.
-    ///
-    /// `None` for a tier that this version does not serve.
+/// A tier that takes a GPU as a whole: every tier but [`Tier::Partition`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct WholeGpuTier(Tier);
+
+/// A name that is not one of ours.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{0:?} is not a device name: ours are gpu-<first digits of the UUID>, gpu-<…>-<tier> and gpu-<…>-mig-<profile>-<start>"
+)]
+pub struct DeviceNameError(String);
+
+/// Minor numbers that the release before could name.
+const MINORS: u16 = 1000;
+
+impl WholeGpuTier {
+    /// `None` for [`Tier::Partition`].
     #[must_use]
-    pub const fn new(minor: u32, tier: Tier) -> Option<Self> {
-        if tier.is_served() {
-            Some(Self { minor, tier })
-        } else {
-            None
+    pub const fn new(tier: Tier) -> Option<Self> {
+        match tier {
+            Tier::Exclusive
+            | Tier::Capped
+            | Tier::Timeshared
+            | Tier::Concurrent
+            | Tier::Passthrough => Some(Self(tier)),
+            Tier::Partition => None,
         }
     }
+}
 
-    /// The N of `/dev/nvidiaN`.
-    #[must_use]
-    pub const fn minor(self) -> u32 {
-        self.minor
-    }
-
+impl DeviceName {
     /// The tier in which the GPU is offered under this name.
     #[must_use]
     pub const fn tier(self) -> Tier {
-        self.tier
+        match self {
+            Self::Gpu { tier, .. } | Self::Minor { tier, .. } => tier.0,
+            Self::Partition { .. } => Tier::Partition,
+        }
+    }
+}
+
+impl fmt::Display for WholeGpuTier {
+    /// What stands behind the GPU in the device's name.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            Tier::Exclusive => Ok(()),
+            tier => write!(f, "-{tier}"),
+        }
     }
 }
 
 impl fmt::Display for DeviceName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.tier {
-            Tier::Exclusive => write!(f, "gpu-{}", self.minor),
-            tier => write!(f, "gpu-{}-{tier}", self.minor),
+        match self {
+            Self::Gpu { gpu, tier } => write!(f, "gpu-{gpu}{tier}"),
+            Self::Partition {
+                gpu,
+                profile,
+                start,
+            } => write!(f, "gpu-{gpu}-mig-{}-{start}", profile.label()),
+            Self::Minor { minor, tier } => write!(f, "gpu-{minor}{tier}"),
         }
     }
 }
@@ -83,29 +128,34 @@ impl FromStr for DeviceName {
     type Err = DeviceNameError;
 
     fn from_str(text: &str) -> Result<Self, DeviceNameError> {
-        let unknown = || DeviceNameError::Unknown(text.to_owned());
-        let rest = text.strip_prefix("gpu-").ok_or_else(unknown)?;
-        let (minor, tier) = match rest.split_once('-') {
-            Some((minor, word)) => {
-                let tier = word.parse::<Tier>().map_err(|_| unknown())?;
-                if tier == Tier::Exclusive {
-                    return Err(unknown());
-                }
-                (minor, tier)
-            }
-            None => (rest, Tier::Exclusive),
-        };
-        let minor: u32 = minor
-            .parse()
-            .ok()
-            // One spelling per device: no sign, no leading zero.
-            .filter(|number: &u32| number.to_string() == minor)
-            .ok_or_else(unknown)?;
-        Self::new(minor, tier).ok_or_else(|| DeviceNameError::Unserved {
-            name: text.to_owned(),
-            tier,
-        })
+        read(text)
+            // One spelling per device: no sign, no leading zero, no `-exclusive`.
+            .filter(|name| name.to_string() == text)
+            .ok_or_else(|| DeviceNameError(text.to_owned()))
     }
+}
+
+fn read(text: &str) -> Option<DeviceName> {
+    let rest = text.strip_prefix("gpu-")?;
+    let (gpu, kind) = match rest.split_once('-') {
+        Some((gpu, kind)) => (gpu, Some(kind)),
+        None => (rest, None),
+    };
+    if let Some(partition) = kind.and_then(|kind| kind.strip_prefix("mig-")) {
+        let (profile, start) = partition.rsplit_once('-')?;
+        return Some(DeviceName::Partition {
+            gpu: UuidPrefix::parse(gpu)?,
+            profile: Profile::from_label(profile)?,
+            start: start.parse().ok()?,
+        });
+    }
+    let tier = kind.map_or(Some(Tier::Exclusive), |word| word.parse().ok())?;
+    let tier = WholeGpuTier::new(tier)?;
+    if let Some(gpu) = UuidPrefix::parse(gpu) {
+        return Some(DeviceName::Gpu { gpu, tier });
+    }
+    let minor = gpu.parse().ok().filter(|minor| *minor < MINORS)?;
+    Some(DeviceName::Minor { minor, tier })
 }
 
 #[cfg(test)]
@@ -113,6 +163,50 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::mig::tests::any_profile;
+
+    #[test]
+    fn names_say_what_they_mean() {
+        let gpu = UuidPrefix::parse("4d8c1f9e").unwrap();
+        let tier = |tier| WholeGpuTier::new(tier).unwrap();
+        for (text, name) in [
+            (
+                "gpu-4d8c1f9e",
+                DeviceName::Gpu {
+                    gpu,
+                    tier: tier(Tier::Exclusive),
+                },
+            ),
+            (
+                "gpu-4d8c1f9e-capped",
+                DeviceName::Gpu {
+                    gpu,
+                    tier: tier(Tier::Capped),
+                },
+            ),
+            (
+                "gpu-4d8c1f9e-mig-1g10gb-me-6",
+                DeviceName::Partition {
+                    gpu,
+                    profile: "1g.10gb+me".parse().unwrap(),
+                    start: 6,
+                },
+            ),
+            (
+                "gpu-10-timeshared",
+                DeviceName::Minor {
+                    minor: 10,
+                    tier: tier(Tier::Timeshared),
+                },
+            ),
+        ] {
+            assert_eq!(text.parse(), Ok(name));
+            assert_eq!(name.to_string(), text);
+        }
+        // Eight decimal digits are the beginning of a UUID.
+        let name: DeviceName = "gpu-10000000".parse().unwrap();
+        assert!(matches!(name, DeviceName::Gpu { .. }));
+    }
 
     #[test]
     fn names_of_others_are_refused() {
@@ -125,40 +219,60 @@ mod tests {
             "gpu-+1",
             "gpu--1",
             "gpu-1-",
-            "gpu-0-Capped",
-            "gpu-0-exclusive",
-            "gpu-0-capped-",
-            "gpu-4294967296",
+            "gpu-1000",
+            "gpu-4d8c1f9",
+            "gpu-4D8C1F9E",
+            "gpu-4d8c1f9e-Capped",
+            "gpu-4d8c1f9e-exclusive",
+            "gpu-4d8c1f9e-partition",
+            "gpu-4d8c1f9e-capped-",
+            "gpu-4d8c1f9e2b4a4f0e9c390f6c1a3c5b7d0",
+            "gpu-4d8c1f9e-mig-1g10gb",
+            "gpu-4d8c1f9e-mig-1g.10gb-0",
+            "gpu-4d8c1f9e-mig-1g10gb-00",
+            "gpu-4d8c1f9e-mig-1g10gb-256",
             "mig-0",
+            "gpu-0-mig-1g10gb-0",
             "gpu-0-mig-1g10gb-19-0",
         ] {
-            assert_eq!(
-                text.parse::<DeviceName>(),
-                Err(DeviceNameError::Unknown(text.to_owned()))
-            );
+            let refused = text.parse::<DeviceName>();
+            assert_eq!(refused, Err(DeviceNameError(text.to_owned())));
         }
     }
 
-    #[test]
-    fn tiers_that_come_later_are_named() {
-        assert_eq!(
-            "gpu-0-concurrent"
-                .parse::<DeviceName>()
-                .unwrap_err()
-                .to_string(),
-            r#""gpu-0-concurrent" is of the tier concurrent, which this version does not serve"#
-        );
+    fn any_name() -> impl Strategy<Value = DeviceName> {
+        let gpu = "[0-9a-f]{8,32}".prop_map(|digits| UuidPrefix::parse(&digits).unwrap());
+        let tiers: Vec<_> = Tier::ALL
+            .into_iter()
+            .filter_map(WholeGpuTier::new)
+            .collect();
+        let tier = prop::sample::select(tiers);
+        prop_oneof![
+            (gpu.clone(), tier.clone()).prop_map(|(gpu, tier)| DeviceName::Gpu { gpu, tier }),
+            (gpu, any_profile(), any::<u8>()).prop_map(|(gpu, profile, start)| {
+                DeviceName::Partition {
+                    gpu,
+                    profile,
+                    start,
+                }
+            }),
+            (0..MINORS, tier).prop_map(|(minor, tier)| DeviceName::Minor { minor, tier }),
+        ]
     }
 
     proptest! {
         #[test]
-        fn every_name_is_read_back(minor: u32, tier in prop::sample::select(Tier::SERVED.to_vec())) {
-            let name = DeviceName::new(minor, tier).unwrap();
-            prop_assert_eq!(name.to_string().parse(), Ok(name));
+        fn every_name_is_read_back_and_is_a_dns_label(name in any_name()) {
+            let text = name.to_string();
+            prop_assert_eq!(text.parse(), Ok(name));
+            // RFC 1123, as the API server validates names of devices.
+            prop_assert!(text.len() <= 63, "{}", text);
+            prop_assert!(text.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-'));
+            prop_assert!(!text.ends_with('-'));
         }
 
         #[test]
-        fn no_text_makes_it_panic(text in ".*", tail in "gpu-[0-9a-z-]{0,20}") {
+        fn no_text_makes_it_panic(text in ".*", tail in "gpu-([0-9a-f]{8,12}-)?(mig-[0-9]g[0-9]{1,3}gb)?[0-9a-z-]{0,20}") {
             let _ = text.parse::<DeviceName>();
             if let Ok(name) = tail.parse::<DeviceName>() {
                 prop_assert_eq!(name.to_string(), tail);

@@ -74,9 +74,15 @@ pub enum ClaimProblem {
 /// What is wrong with an allocation result.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DeviceProblem {
-    /// The name is none of ours.
+    /// The name is not one of ours.
     #[error(transparent)]
     Name(#[from] DeviceNameError),
+    /// The tier is one of a later version.
+    #[error("the tier {tier} is not served by this version")]
+    Unserved {
+        /// The device's tier.
+        tier: Tier,
+    },
     /// A share without an identity.
     #[error(
         "shareID is missing, though the tier {tier} is shared: is the feature gate DRAConsumableCapacity off?"

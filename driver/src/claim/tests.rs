@@ -25,7 +25,7 @@ fn a_share_is_read() {
     );
     let device = &allocation.devices[0];
     assert_eq!(device.request, "gpu");
-    assert_eq!(device.device.to_string(), "gpu-0-capped");
+    assert_eq!(device.device.to_string(), "gpu-00000000-capped");
     assert_eq!(
         device.grant,
         Grant::Capped {
@@ -55,15 +55,21 @@ fn other_grants_are_read() {
             .grant
             .clone()
     };
-    assert_eq!(grant(plain("gpu-1")), Grant::Whole {});
+    assert_eq!(grant(plain("gpu-00000001")), Grant::Whole {});
     assert_eq!(
-        grant(with(plain("gpu-1-timeshared"), &json!({"shareID": "s"}))),
+        grant(with(
+            plain("gpu-00000001-timeshared"),
+            &json!({"shareID": "s"})
+        )),
         Grant::Timeshared {
             share_id: "s".to_owned()
         }
     );
     assert_eq!(
-        grant(with(plain("gpu-1-capped"), &json!({"adminAccess": true}))),
+        grant(with(
+            plain("gpu-00000001-capped"),
+            &json!({"adminAccess": true})
+        )),
         Grant::Admin { share_id: None }
     );
     assert_eq!(
@@ -74,9 +80,9 @@ fn other_grants_are_read() {
 
 #[test]
 fn results_of_others_and_of_other_nodes_are_left_alone() {
-    let foreign = with(plain("gpu-0"), &json!({"driver": "gpu.nvidia.com"}));
-    let elsewhere = with(plain("gpu-0"), &json!({"pool": "node-b/gpu"}));
-    let ours = with(plain("gpu-1"), &json!({"request": "second"}));
+    let foreign = with(plain("gpu-00000000"), &json!({"driver": "gpu.nvidia.com"}));
+    let elsewhere = with(plain("gpu-00000000"), &json!({"pool": "node-b/gpu"}));
+    let ours = with(plain("gpu-00000001"), &json!({"request": "second"}));
     let allocation = read(&claim(&[foreign.clone(), elsewhere.clone(), ours], &[])).unwrap();
     assert_eq!(allocation.devices.len(), 1);
     assert_eq!(allocation.devices[0].request, "second");
@@ -88,7 +94,7 @@ fn results_of_others_and_of_other_nodes_are_left_alone() {
 
 #[test]
 fn a_subrequest_belongs_to_its_request() {
-    let result = with(plain("gpu-0"), &json!({"request": "gpu/large"}));
+    let result = with(plain("gpu-00000000"), &json!({"request": "gpu/large"}));
     let allocation = read(&claim(&[result], &[])).unwrap();
     assert_eq!(allocation.devices[0].main_request(), "gpu");
 }
@@ -108,41 +114,48 @@ fn bad_results_are_refused_by_claim_request_device_and_field() {
             plain("mig-0"),
             refused(
                 "mig-0",
-                r#""mig-0" is no device name: ours are gpu-<minor> and gpu-<minor>-<tier>"#,
+                r#""mig-0" is not a device name: ours are gpu-<first digits of the UUID>, gpu-<…>-<tier> and gpu-<…>-mig-<profile>-<start>"#,
             ),
         ),
         (
-            plain("gpu-0-concurrent"),
+            plain("gpu-00000000-concurrent"),
             refused(
-                "gpu-0-concurrent",
-                r#""gpu-0-concurrent" is of the tier concurrent, which this version does not serve"#,
+                "gpu-00000000-concurrent",
+                "the tier concurrent is not served by this version",
+            ),
+        ),
+        (
+            plain("gpu-00000000-mig-1g10gb-0"),
+            refused(
+                "gpu-00000000-mig-1g10gb-0",
+                "the tier partition is not served by this version",
             ),
         ),
         (
             without("shareID"),
             refused(
-                "gpu-0-capped",
+                "gpu-00000000-capped",
                 "shareID is missing, though the tier capped is shared: is the feature gate DRAConsumableCapacity off?",
             ),
         ),
         (
-            with(plain("gpu-0"), &json!({"shareID": "s"})),
+            with(plain("gpu-00000000"), &json!({"shareID": "s"})),
             refused(
-                "gpu-0",
+                "gpu-00000000",
                 "shareID s is set, though the tier exclusive is not shared",
             ),
         ),
         (
             without("consumedCapacity"),
             refused(
-                "gpu-0-capped",
+                "gpu-00000000-capped",
                 "consumedCapacity[memory] is missing: is the feature gate DRAConsumableCapacity off?",
             ),
         ),
         (
             consuming(json!({"memory": "1Gi"})),
             refused(
-                "gpu-0-capped",
+                "gpu-00000000-capped",
                 "consumedCapacity[cores] is missing: is the feature gate DRAConsumableCapacity off?",
             ),
         ),
@@ -193,21 +206,21 @@ fn bad_sizes_are_refused_by_capacity() {
     ] {
         assert_eq!(
             refusal(&claim(&[result], &[])),
-            refused("gpu-0-capped", problem)
+            refused("gpu-00000000-capped", problem)
         );
     }
 }
 
 #[test]
 fn a_claim_without_allocation_or_uid_is_refused() {
-    let mut unallocated = claim(&[plain("gpu-0")], &[]);
+    let mut unallocated = claim(&[plain("gpu-00000000")], &[]);
     unallocated.status = None;
     assert_eq!(
         refusal(&unallocated),
         "claim team-a/train: status.allocation is missing: the claim is not allocated, or not any more"
     );
     for uid in ["", "../../etc", "a/b", "-a", "a-", &"a".repeat(65)] {
-        let mut strange = claim(&[plain("gpu-0")], &[]);
+        let mut strange = claim(&[plain("gpu-00000000")], &[]);
         strange.metadata.uid = Some(uid.to_owned());
         assert_eq!(
             refusal(&strange),
@@ -218,7 +231,7 @@ fn a_claim_without_allocation_or_uid_is_refused() {
 
 #[test]
 fn a_claim_of_another_uid_is_refused() {
-    let claim = claim(&[plain("gpu-0")], &[]);
+    let claim = claim(&[plain("gpu-00000000")], &[]);
     assert_eq!(check_uid(&claim, UID), Ok(()));
     assert_eq!(
         check_uid(&claim, "old").unwrap_err().to_string(),
@@ -240,12 +253,12 @@ fn the_claim_has_the_last_word_whatever_the_order() {
     let class = config("FromClass", &[], &json!({"mode": "workConserving"}));
     let claim = config("FromClaim", &[], &json!({"mode": "strict"}));
     for configs in [[class.clone(), claim.clone()], [claim, class.clone()]] {
-        assert_eq!(mode(plain("gpu-0"), &configs), ComputeMode::Strict);
+        assert_eq!(mode(plain("gpu-00000000"), &configs), ComputeMode::Strict);
     }
     // A field that the claim leaves out stays as the class has it.
     let silent = config("FromClaim", &[], &json!({}));
     assert_eq!(
-        mode(plain("gpu-0"), &[class, silent]),
+        mode(plain("gpu-00000000"), &[class, silent]),
         ComputeMode::WorkConserving
     );
 }
@@ -253,8 +266,8 @@ fn the_claim_has_the_last_word_whatever_the_order() {
 #[test]
 fn a_config_holds_for_the_requests_that_it_names() {
     let named = config("FromClaim", &["gpu"], &json!({"mode": "workConserving"}));
-    let sub = with(plain("gpu-0"), &json!({"request": "gpu/large"}));
-    let other = with(plain("gpu-0"), &json!({"request": "other"}));
+    let sub = with(plain("gpu-00000000"), &json!({"request": "gpu/large"}));
+    let other = with(plain("gpu-00000000"), &json!({"request": "other"}));
     assert_eq!(
         mode(sub, std::slice::from_ref(&named)),
         ComputeMode::WorkConserving
@@ -272,26 +285,26 @@ fn bad_parameters_are_refused_by_position_source_and_path() {
     let typo = config("FromClaim", &["elsewhere"], &json!({"mdoe": "strict"}));
     assert_eq!(
         refusal(&claim(
-            &[plain("gpu-0")],
+            &[plain("gpu-00000000")],
             &[good.clone(), foreign.clone(), typo]
         )),
         "claim team-a/train: status.allocation.devices.config[2] (FromClaim): opaque.parameters: compute.mdoe is unknown: the fields here are mode"
     );
     let strange = config("FromNowhere", &[], &json!({}));
     assert_eq!(
-        refusal(&claim(&[plain("gpu-0")], &[strange])),
+        refusal(&claim(&[plain("gpu-00000000")], &[strange])),
         "claim team-a/train: status.allocation.devices.config[0] (FromNowhere): source is unknown, must be FromClass or FromClaim"
     );
-    assert!(read(&claim(&[plain("gpu-0")], &[good, foreign])).is_ok());
+    assert!(read(&claim(&[plain("gpu-00000000")], &[good, foreign])).is_ok());
 }
 
 #[test]
 fn an_allocation_survives_the_journal() {
     let results = [
         capped("20Gi", "25"),
-        plain("gpu-1"),
-        with(plain("gpu-2-timeshared"), &json!({"shareID": "s"})),
-        with(plain("gpu-3"), &json!({"adminAccess": true})),
+        plain("gpu-00000001"),
+        with(plain("gpu-00000002-timeshared"), &json!({"shareID": "s"})),
+        with(plain("gpu-00000003"), &json!({"adminAccess": true})),
     ];
     let allocation = read(&claim(&results, &[])).unwrap();
     let text = serde_json::to_string(&allocation).unwrap();
@@ -322,4 +335,38 @@ proptest! {
             prop_assert!(memory > 0 && memory < u64::MAX && (1..=100).contains(&cores));
         }
     }
+}
+
+#[test]
+fn the_scheduler_s_decision_is_compared_and_not_what_a_release_reads_of_it() {
+    let results = [
+        capped("20Gi", "25"),
+        with(plain("gpu-00000001"), &json!({"request": "whole"})),
+    ];
+    let of = |results: &[Value]| read(&claim(results, &[])).unwrap();
+    let held = of(&results);
+    let mut richer = held.clone();
+    richer.devices[0].config.compute.mode = ComputeMode::WorkConserving;
+    let Grant::Capped { context_memory, .. } = &mut richer.devices[0].grant else {
+        panic!("{richer:?}")
+    };
+    *context_memory += 1;
+    assert!(held.is_same_as(&richer));
+    for change in [
+        json!({"request": "other"}),
+        json!({"device": "gpu-00000001-capped"}),
+        json!({"shareID": "5a1f3a5c-7a80-4d6f-8f2e-222222222222"}),
+        json!({"adminAccess": true}),
+        json!({"consumedCapacity": {"memory": "21Gi", "cores": "25"}}),
+        json!({"consumedCapacity": {"memory": "20Gi", "cores": "26"}}),
+    ] {
+        let anew = of(&[with(results[0].clone(), &change), results[1].clone()]);
+        assert!(!held.is_same_as(&anew), "{change}");
+    }
+    assert!(!held.is_same_as(&of(&results[..1])));
+    let other = Allocation {
+        uid: "other".to_owned(),
+        ..held.clone()
+    };
+    assert!(!held.is_same_as(&other));
 }

@@ -1,6 +1,6 @@
 use proptest::prelude::*;
 use serde_json::{Value, json};
-use tranche_api::gpu_node::Inventory;
+use tranche_api::gpu_node::{Gpu, Inventory};
 
 use super::*;
 use crate::testing::{allocation, capped, gpu, inventory, plain, with};
@@ -21,7 +21,7 @@ fn refusal(results: &[Value], held: &[PreparationPlan]) -> String {
 
 fn timeshared(minor: u32) -> Value {
     with(
-        plain(&format!("gpu-{minor}-timeshared")),
+        plain(&format!("gpu-{minor:08x}-timeshared")),
         &json!({"shareID": "s"}),
     )
 }
@@ -46,7 +46,7 @@ fn a_share_gets_pages_and_then_its_spec() {
             key: key.clone(),
             request: "gpu".to_owned(),
             pool: "node-a/gpu".to_owned(),
-            device: "gpu-0-capped".to_owned(),
+            device: "gpu-00000000-capped".to_owned(),
             share_id: Some("5a1f3a5c-7a80-4d6f-8f2e-111111111111".to_owned()),
             tier: Tier::Capped,
             admin_access: false,
@@ -84,7 +84,11 @@ fn a_share_gets_pages_and_then_its_spec() {
 
 #[test]
 fn a_device_without_cap_gets_a_page_that_says_so_and_the_plain_driver() {
-    for result in [plain("gpu-1"), timeshared(1), admin("gpu-1-capped")] {
+    for result in [
+        plain("gpu-00000001"),
+        timeshared(1),
+        admin("gpu-00000001-capped"),
+    ] {
         let plan = prepared("a", &[result], &[]);
         assert_eq!(plan.devices[0].cap, Cap::None {});
         assert_eq!(plan.devices[0].cdi_ids[1], "gpu.tranche.dev/driver=full");
@@ -119,16 +123,65 @@ fn keys_differ_within_a_claim_and_between_claims() {
 #[test]
 fn a_gpu_that_is_gone_is_named_with_those_that_are_there() {
     assert_eq!(
-        refusal(&[plain("gpu-7")], &[]),
-        "claim team-a/new, request gpu, device gpu-7: the driver sees no GPU with minor number 7, only 0, 1: the device is gone; delete the pod to have another allocated"
+        refusal(&[plain("gpu-00000007")], &[]),
+        "claim team-a/new, request gpu, device gpu-00000007: GPU with a UUID that begins with 00000007 is gone, the driver sees GPU-00000000-0000-0000-0000-000000000000, GPU-00000001-0000-0000-0000-000000000001: see the kernel log (`dmesg`) for its Xid, or delete the claim's pods to have another GPU allocated"
     );
     let error = plan(
-        &allocation("new", &[plain("gpu-0")]),
+        &allocation("new", &[plain("gpu-00000000")]),
         &inventory(vec![]),
         [],
     )
     .unwrap_err();
-    assert!(error.to_string().contains("only none at all"), "{error}");
+    assert!(
+        error.to_string().contains("the driver sees no GPU"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_name_that_two_gpus_fit_is_refused() {
+    let twin = Gpu {
+        uuid: "GPU-00000000-0000-0000-0000-0000000000ff".to_owned(),
+        ..gpu(1)
+    };
+    let both = inventory(vec![gpu(0), twin]);
+    let error = plan(&allocation("new", &[plain("gpu-00000000")]), &both, []).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "claim team-a/new, request gpu, device gpu-00000000: the UUIDs of GPU-00000000-0000-0000-0000-000000000000, GPU-00000000-0000-0000-0000-0000000000ff begin alike, so the name does not tell which of them was allocated: delete the claim's pods to have a device allocated by its longer name"
+    );
+    let longer = plain("gpu-000000000000000000000000000000ff");
+    let plan = plan(&allocation("new", &[longer]), &both, []).unwrap();
+    assert_eq!(plan.devices[0].minor, 1);
+}
+
+#[test]
+fn a_name_of_the_release_before_means_nothing_without_a_journal() {
+    let error = refusal(&[plain("gpu-0")], &[]);
+    assert!(
+        error.contains("by the minor number 0, and no journal tells which GPU that was"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_plan_finds_its_gpus_again_by_uuid() {
+    let before = prepared("a", &[plain("gpu-00000000")], &[]);
+    let mut swapped = two_gpus();
+    let minors = (swapped.gpus[0].minor, swapped.gpus[1].minor);
+    (swapped.gpus[1].minor, swapped.gpus[0].minor) = minors;
+    swapped.gpus[0].pci_bus_id = "0000:ff:00.0".to_owned();
+    let after = before.located(&swapped).unwrap();
+    assert_eq!(after.devices[0].minor, 1);
+    assert_eq!(after.devices[0].pci_bus_id, "0000:ff:00.0");
+    assert_eq!(after.devices[0].gpu_uuid, gpu(0).uuid);
+    assert_eq!(after.steps, before.steps);
+
+    let replaced = inventory(vec![gpu(1)]);
+    assert_eq!(
+        before.located(&replaced).unwrap_err().to_string(),
+        "claim team-a/a, request gpu, device gpu-00000000: GPU GPU-00000000-0000-0000-0000-000000000000 is gone, the driver sees GPU-00000001-0000-0000-0000-000000000001: see the kernel log (`dmesg`) for its Xid, or delete the claim's pods to have another GPU allocated"
+    );
 }
 
 #[test]
@@ -138,7 +191,7 @@ fn a_share_larger_than_the_gpu_is_refused() {
     assert_eq!(prepared("a", &[fits], &[]).devices.len(), 1);
     assert_eq!(
         refusal(&[capped(&(most + 1).to_string(), "1")], &[]),
-        "claim team-a/new, request gpu, device gpu-0-capped: the share's memory is 84891664385, but GPU GPU-00000000-0000-0000-0000-000000000000 has only 80959Mi"
+        "claim team-a/new, request gpu, device gpu-00000000-capped: the share's memory is 84891664385, but GPU GPU-00000000-0000-0000-0000-000000000000 has only 80959Mi"
     );
 }
 
@@ -147,19 +200,19 @@ fn a_description_that_makes_no_sense_is_refused() {
     let mut strange = gpu(0);
     strange.reserved_memory = "-1".parse().unwrap();
     let error = plan(
-        &allocation("new", &[plain("gpu-0")]),
+        &allocation("new", &[plain("gpu-00000000")]),
         &inventory(vec![strange]),
         [],
     );
     assert_eq!(
         error.unwrap_err().to_string(),
-        "claim team-a/new, request gpu, device gpu-0: GPU GPU-00000000-0000-0000-0000-000000000000: reservedMemory -1 is negative"
+        "claim team-a/new, request gpu, device gpu-00000000: GPU GPU-00000000-0000-0000-0000-000000000000: reservedMemory -1 is negative"
     );
 }
 
 #[test]
 fn a_request_that_is_no_name_is_refused() {
-    let result = with(plain("gpu-0"), &json!({"request": "a b"}));
+    let result = with(plain("gpu-00000000"), &json!({"request": "a b"}));
     let error = refusal(&[result], &[]);
     assert!(
         error.contains(r#""uid-of-new-a b-0" is no CDI device name"#),
@@ -169,8 +222,8 @@ fn a_request_that_is_no_name_is_refused() {
 
 #[test]
 fn an_exclusive_gpu_goes_with_nothing() {
-    let exclusive = prepared("a", &[plain("gpu-0")], &[]);
-    for result in [plain("gpu-0"), capped("1Gi", "1"), timeshared(0)] {
+    let exclusive = prepared("a", &[plain("gpu-00000000")], &[]);
+    for result in [plain("gpu-00000000"), capped("1Gi", "1"), timeshared(0)] {
         let error = refusal(&[result], std::slice::from_ref(&exclusive));
         assert!(
             error.ends_with("is held by claim team-a/a in the tier exclusive, and an exclusive device goes with nothing: wait until that claim is released"),
@@ -178,14 +231,14 @@ fn an_exclusive_gpu_goes_with_nothing() {
         );
     }
     let shared = prepared("a", &[capped("1Gi", "1")], &[]);
-    let error = refusal(&[plain("gpu-0")], &[shared]);
+    let error = refusal(&[plain("gpu-00000000")], &[shared]);
     assert!(
         error.contains(
             "held by claim team-a/a in the tier capped, and an exclusive device goes with nothing"
         ),
         "{error}"
     );
-    prepared("b", &[plain("gpu-1")], &[exclusive]);
+    prepared("b", &[plain("gpu-00000001")], &[exclusive]);
 }
 
 #[test]
@@ -210,11 +263,11 @@ fn shares_add_up_to_no_more_than_the_gpu() {
     prepared("c", &[capped("19Gi", "25")], &held);
     assert_eq!(
         refusal(&[capped("20Gi", "25")], &held),
-        "claim team-a/new, request gpu, device gpu-0-capped: GPU GPU-00000000-0000-0000-0000-000000000000: the shares' memory would add up to 80Gi of 80959Mi; held by team-a/a, team-a/b"
+        "claim team-a/new, request gpu, device gpu-00000000-capped: GPU GPU-00000000-0000-0000-0000-000000000000: the shares' memory would add up to 80Gi of 80959Mi; held by team-a/a, team-a/b"
     );
     assert_eq!(
         refusal(&[capped("1Gi", "26")], &held),
-        "claim team-a/new, request gpu, device gpu-0-capped: GPU GPU-00000000-0000-0000-0000-000000000000: the shares' cores would add up to 101 of 100 percent; held by team-a/a, team-a/b"
+        "claim team-a/new, request gpu, device gpu-00000000-capped: GPU GPU-00000000-0000-0000-0000-000000000000: the shares' cores would add up to 101 of 100 percent; held by team-a/a, team-a/b"
     );
 }
 
@@ -233,7 +286,7 @@ fn the_last_byte_can_be_had_and_no_more() {
 
 #[test]
 fn the_devices_of_one_claim_are_checked_against_each_other() {
-    let error = refusal(&[plain("gpu-0"), capped("1Gi", "1")], &[]);
+    let error = refusal(&[plain("gpu-00000000"), capped("1Gi", "1")], &[]);
     assert!(
         error.contains("held by claim team-a/new in the tier exclusive"),
         "{error}"
@@ -244,17 +297,25 @@ fn the_devices_of_one_claim_are_checked_against_each_other() {
 
 #[test]
 fn admin_access_holds_nothing_and_minds_nobody() {
-    let exclusive = prepared("a", &[plain("gpu-0")], &[]);
-    let monitor = prepared("b", &[admin("gpu-0")], std::slice::from_ref(&exclusive));
-    prepared("c", &[admin("gpu-0-capped")], &[exclusive]);
-    prepared("d", &[plain("gpu-0")], &[monitor]);
+    let exclusive = prepared("a", &[plain("gpu-00000000")], &[]);
+    let monitor = prepared(
+        "b",
+        &[admin("gpu-00000000")],
+        std::slice::from_ref(&exclusive),
+    );
+    prepared("c", &[admin("gpu-00000000-capped")], &[exclusive]);
+    prepared("d", &[plain("gpu-00000000")], &[monitor]);
 }
 
 #[test]
 fn a_claims_own_earlier_plan_is_no_conflict() {
-    let earlier = prepared("a", &[plain("gpu-0")], &[]);
+    let earlier = prepared("a", &[plain("gpu-00000000")], &[]);
     assert_eq!(
-        prepared("a", &[plain("gpu-0")], std::slice::from_ref(&earlier)),
+        prepared(
+            "a",
+            &[plain("gpu-00000000")],
+            std::slice::from_ref(&earlier)
+        ),
         earlier
     );
 }
@@ -264,12 +325,12 @@ fn any_results() -> impl Strategy<Value = Vec<Value>> {
     let one =
         (0..3_u32, 0..4_u32, 1..90_u64, 1..=100_u8).prop_map(
             |(minor, kind, gib, cores)| match kind {
-                0 => plain(&format!("gpu-{minor}")),
+                0 => plain(&format!("gpu-{minor:08x}")),
                 1 => timeshared(minor),
-                2 => admin(&format!("gpu-{minor}-capped")),
+                2 => admin(&format!("gpu-{minor:08x}-capped")),
                 _ => with(
                     capped(&format!("{gib}Gi"), &cores.to_string()),
-                    &json!({"device": format!("gpu-{minor}-capped")}),
+                    &json!({"device": format!("gpu-{minor:08x}-capped")}),
                 ),
             },
         );

@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 
 use k8s_openapi::api::resource::v1::{
-    CapacityRequestPolicy, CapacityRequestPolicyRange, Counter, Device, DeviceAttribute,
-    DeviceCapacity, DeviceCounterConsumption, DeviceTaint,
+    CapacityRequestPolicy, CapacityRequestPolicyRange, Device, DeviceAttribute, DeviceCapacity,
+    DeviceTaint,
 };
 use tranche_api::gpu_node::{Gpu, Inventory};
 use tranche_api::names::{attribute, capacity, taint};
@@ -13,11 +13,11 @@ use tranche_api::sharing_policy::UntestedDriver;
 use tranche_api::tier::Tier;
 
 use super::OfferError;
-use crate::claim::DeviceName;
+use super::counters::Counters;
+use crate::claim::{DeviceName, WholeGpuTier};
+use crate::gpu::UuidPrefix;
 use crate::policy::{CappedTerms, Terms};
 
-/// The counter of a GPU's set: the GPU itself, as one piece.
-pub(super) const COUNTER: &str = "gpu";
 /// The tiers in the order in which the scheduler tries them: shared ones first.
 const ORDER: [Tier; 3] = [Tier::Capped, Tier::Timeshared, Tier::Exclusive];
 /// Bytes of an attribute's string or version, at most.
@@ -46,24 +46,6 @@ pub enum AttributeError {
     },
 }
 
-pub(super) fn counter_set_name(minor: u32) -> String {
-    format!("gpu-{minor}")
-}
-
-/// What every device of a GPU takes: all of it.
-pub(super) fn whole_gpu(minor: u32) -> DeviceCounterConsumption {
-    DeviceCounterConsumption {
-        counter_set: counter_set_name(minor),
-        counters: BTreeMap::from([(
-            COUNTER.to_owned(),
-            Counter {
-                value: Quantity::from_count(1).into(),
-            },
-        )]),
-        ..DeviceCounterConsumption::default()
-    }
-}
-
 /// How one GPU is offered.
 #[derive(Debug, Default)]
 pub(super) struct Offer {
@@ -73,17 +55,26 @@ pub(super) struct Offer {
     pub(super) refused: Vec<(Tier, OfferError)>,
 }
 
-/// The devices under which `gpu` is offered. An error is one of every tier.
-pub(super) fn of_gpu(inventory: &Inventory, gpu: &Gpu, terms: &Terms) -> Result<Offer, OfferError> {
+/// The devices under which `gpu` is offered. Their names carry `prefix`, and each takes all of
+/// `counters`. An error is one of every tier.
+pub(super) fn of_gpu(
+    inventory: &Inventory,
+    gpu: &Gpu,
+    prefix: UuidPrefix,
+    counters: &Counters,
+    terms: &Terms,
+) -> Result<Offer, OfferError> {
     let memory = Memory::read(gpu)?;
     let common = attributes(inventory, gpu)?;
     let mut offer = Offer::default();
-    let names = ORDER
-        .into_iter()
-        .filter(|tier| terms.tiers.contains(tier))
-        .filter_map(|tier| DeviceName::new(gpu.minor, tier));
-    for name in names {
-        let tier = name.tier();
+    for tier in ORDER.into_iter().filter(|tier| terms.tiers.contains(tier)) {
+        let Some(whole) = WholeGpuTier::new(tier) else {
+            continue;
+        };
+        let name = DeviceName::Gpu {
+            gpu: prefix,
+            tier: whole,
+        };
         let capacity = match capacities(tier, terms, &memory) {
             Ok(capacity) => capacity,
             Err(error) => {
@@ -98,7 +89,7 @@ pub(super) fn of_gpu(inventory: &Inventory, gpu: &Gpu, terms: &Terms) -> Result<
             attributes: Some(attributes),
             capacity: Some(capacity),
             allow_multiple_allocations: tier.is_shared().then_some(true),
-            consumes_counters: Some(vec![whole_gpu(gpu.minor)]),
+            consumes_counters: Some(vec![counters.consumption()]),
             taints: taints(inventory, tier, terms),
             ..Device::default()
         });
@@ -196,10 +187,13 @@ fn capacities(
         // What nothing keeps is not offered by size: a claim that asks for memory or cores never
         // lands in a tier that would ignore it.
         Tier::Timeshared => vec![(capacity::SHARERS, places(terms.timeshared.max_sharers))],
-        Tier::Exclusive | Tier::Concurrent | Tier::Partition | Tier::Passthrough => vec![
+        Tier::Exclusive => vec![
             (capacity::MEMORY, plain(Quantity::from_bytes(memory.total))),
             (capacity::CORES, plain(Quantity::from_count(ALL_CORES))),
         ],
+        Tier::Concurrent | Tier::Partition | Tier::Passthrough => {
+            return Err(OfferError::Unserved { tier });
+        }
     };
     Ok(entries
         .into_iter()
@@ -287,6 +281,7 @@ fn attributes(
     let mut attributes = BTreeMap::from([
         (attribute::TYPE, text("gpu")),
         (attribute::UUID, exact_text("uuid", &gpu.uuid)?),
+        (attribute::MINOR, int(i64::from(gpu.minor))),
         (attribute::PRODUCT_NAME, text(&gpu.product_name)),
         (attribute::BRAND, text(&gpu.brand)),
         (attribute::ARCHITECTURE, text(&gpu.architecture)),
@@ -308,6 +303,9 @@ fn attributes(
         ),
         (attribute::UNTESTED_DRIVER, flag(is_untested(inventory))),
     ]);
+    if let Some(index) = gpu.index {
+        attributes.insert(attribute::INDEX, int(i64::from(index)));
+    }
     if let Some(root) = &gpu.pcie_root {
         attributes.insert(attribute::PCIE_ROOT, exact_text("pcieRoot", root)?);
     }

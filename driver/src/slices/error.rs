@@ -1,15 +1,18 @@
 //! Why a GPU, or a tier of it, is not offered.
 
+use tranche_api::Tier;
+use tranche_api::pci_address::PciAddressError;
 use tranche_api::quantity::{CountError, Quantity};
 use tranche_api::withheld::reason;
 
-use super::{AttributeError, MINORS};
+use super::AttributeError;
+use crate::gpu::GpuUuidError;
 use crate::policy::PolicyError;
 
 /// Why a GPU, or a tier of it, is not offered. The others of the node are.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(super) enum OfferError {
-    /// Two GPUs under one number or UUID.
+    /// Two GPUs under one UUID or PCI address.
     #[error("the node describes two GPUs with the {field} {value}: neither is offered")]
     Duplicate {
         /// The field of the inventory.
@@ -17,11 +20,17 @@ pub(super) enum OfferError {
         /// Its value.
         value: String,
     },
-    /// A minor number that has no place in the order of names.
-    #[error("the minor number {minor} must be below {MINORS}")]
-    Minor {
-        /// The number.
-        minor: u32,
+    /// A UUID from which no names can be made.
+    #[error("uuid {0}")]
+    Uuid(GpuUuidError),
+    /// A PCI address that has no place in the order.
+    #[error("pciBusID {0}")]
+    PciAddress(PciAddressError),
+    /// A tier whose devices a later version knows how to describe.
+    #[error("the tier {tier} is not served by this version")]
+    Unserved {
+        /// The tier.
+        tier: Tier,
     },
     /// An invalid policy.
     #[error(transparent)]
@@ -73,10 +82,10 @@ impl OfferError {
     pub(super) const fn reason(&self) -> &'static str {
         match self {
             Self::Duplicate { .. } => reason::DUPLICATE,
-            Self::Minor { .. } | Self::Count { .. } | Self::Attribute(_) => {
+            Self::Uuid(_) | Self::PciAddress(_) | Self::Count { .. } | Self::Attribute(_) => {
                 reason::INVALID_DESCRIPTION
             }
-            Self::Policy(_) => reason::INVALID_POLICY,
+            Self::Policy(_) | Self::Unserved { .. } => reason::INVALID_POLICY,
             Self::NothingToShare { .. } | Self::DefaultMemory { .. } => reason::TOO_SMALL,
         }
     }
@@ -85,7 +94,10 @@ impl OfferError {
     pub(super) const fn is_of_policy(&self) -> bool {
         matches!(
             self,
-            Self::Policy(_) | Self::NothingToShare { .. } | Self::DefaultMemory { .. }
+            Self::Policy(_)
+                | Self::Unserved { .. }
+                | Self::NothingToShare { .. }
+                | Self::DefaultMemory { .. }
         )
     }
 }

@@ -1,5 +1,8 @@
 //! Names of slices, and the node names that they can be made from.
 
+use std::fmt;
+
+use tranche_api::PciAddress;
 use tranche_api::names::{DRIVER, pool};
 
 /// The longest name of an object, and of a pool.
@@ -51,19 +54,42 @@ pub(super) fn check_node(name: &str) -> Result<(), NodeNameError> {
     Ok(())
 }
 
-/// `<index>-<driver>-<node>-<hash>`, the node's name cut where that would be too long.
+/// `<place>-<driver>-<node>-<hash>`, the node's name cut where that would be too long.
 ///
 /// The hash tells nodes apart whose names begin alike, and a node from an earlier one of the same
 /// name, whose slices may still be there.
-pub(super) fn slice(index: u32, node: &str, node_uid: &str) -> String {
+pub(super) fn slice(place: Place, node: &str, node_uid: &str) -> String {
     let hash = fnv1a(&[node, node_uid]);
-    let prefix = format!("{index:05}-{DRIVER}-");
+    let prefix = format!("{place}-{DRIVER}-");
     let room = LONGEST - prefix.len() - 1 - HASH;
     let node = node
         .get(..room)
         .unwrap_or(node)
         .trim_end_matches(['-', '.']);
     format!("{prefix}{node}-{hash:016x}")
+}
+
+/// The place of a slice among those of its node: the names' order.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Place {
+    /// A slice of counters, by number; before all GPUs.
+    Counters(usize),
+    /// The devices of the GPU at an address.
+    Gpu(PciAddress),
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Counters(number) => write!(f, "0-{number:03}"),
+            Self::Gpu(PciAddress {
+                domain,
+                bus,
+                device,
+                function,
+            }) => write!(f, "1-{domain:08x}-{bus:02x}-{device:02x}-{function}"),
+        }
+    }
 }
 
 /// FNV-1a of 64 bits over the texts, each closed by a byte that is in none of them.
@@ -79,6 +105,13 @@ fn fnv1a(texts: &[&str]) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    const GPU: Place = Place::Gpu(PciAddress {
+        domain: 0,
+        bus: 0x1b,
+        device: 2,
+        function: 0,
+    });
 
     #[test]
     fn the_hash_is_fnv_1a() {
@@ -115,20 +148,24 @@ mod tests {
     fn names_fit_and_differ() {
         let node = format!("{}.{}", "a".repeat(124), "b".repeat(124));
         let other = format!("{}.{}", "a".repeat(124), "c".repeat(124));
-        let name = slice(10_007, &node, "1");
+        let name = slice(GPU, &node, "1");
         assert_eq!(name.len(), LONGEST);
-        assert_ne!(name, slice(10_007, &other, "1"));
-        assert_ne!(name, slice(10_007, &node, "2"));
+        assert_ne!(name, slice(GPU, &other, "1"));
+        assert_ne!(name, slice(GPU, &node, "2"));
         assert_eq!(
-            slice(7, "node-a", "1"),
-            "00007-gpu.tranche.dev-node-a-cd419d104ed8def8"
+            slice(Place::Counters(7), "node-a", "1"),
+            "0-007-gpu.tranche.dev-node-a-cd419d104ed8def8"
+        );
+        assert_eq!(
+            slice(GPU, "node-a", "1"),
+            "1-00000000-1b-02-0-gpu.tranche.dev-node-a-cd419d104ed8def8"
         );
     }
 
     #[test]
     fn a_cut_leaves_no_separator_before_the_hash() {
         let node = format!("{}.{}", "a".repeat(213), "b".repeat(30));
-        let name = slice(0, &node, "1");
+        let name = slice(GPU, &node, "1");
         assert!(
             name.split('.').all(|part| check_node(part).is_ok()),
             "{name}"

@@ -1,9 +1,11 @@
 mod allocator;
+mod boots;
 mod comparison;
 mod limits;
 mod properties;
 
 use serde_json::{Value, json};
+use tranche_api::Quantity;
 use tranche_api::names::{attribute, capacity, taint};
 use tranche_api::tier::Tier;
 use tranche_api::withheld::reason;
@@ -86,17 +88,17 @@ fn two_gpus_under_a_plain_policy() {
 }
 
 #[test]
-fn shared_devices_come_before_the_exclusive_one_and_lower_gpus_before_higher() {
+fn shared_devices_come_before_the_exclusive_one_and_gpus_by_pci_address() {
     let plan = planned(&inventory(vec![gpu(10), gpu(2)]), &[all_tiers()]);
     assert_eq!(
         names(&plan),
         [
-            "gpu-2-capped",
-            "gpu-2-timeshared",
-            "gpu-2",
-            "gpu-10-capped",
-            "gpu-10-timeshared",
-            "gpu-10"
+            "gpu-00000002-capped",
+            "gpu-00000002-timeshared",
+            "gpu-00000002",
+            "gpu-0000000a-capped",
+            "gpu-0000000a-timeshared",
+            "gpu-0000000a"
         ]
     );
     let slices: Vec<_> = plan.slices.iter().map(|slice| &*slice.name).collect();
@@ -149,7 +151,7 @@ fn policies_hold_gpu_by_gpu() {
         ),
     ];
     let plan = planned(&inventory(vec![gpu(0), small]), &policies);
-    assert_eq!(names(&plan), ["gpu-0", "gpu-1-capped"]);
+    assert_eq!(names(&plan), ["gpu-00000000", "gpu-00000001-capped"]);
 }
 
 fn capacities(device: &Device) -> Value {
@@ -269,9 +271,11 @@ fn odd_gpus() -> Vec<(fn(&mut Gpu), Value, WithheldGpu)> {
     };
     vec![
         (
-            |gpu| gpu.minor = 1000,
+            |gpu| gpu.pci_bus_id = "0:1b:00.0".to_owned(),
             all.clone(),
-            described("the minor number 1000 must be below 1000"),
+            described(
+                r#"pciBusID "0:1b:00.0" is not a PCI address: it must look like 0000:1b:00.0"#,
+            ),
         ),
         (
             |gpu| gpu.memory = "1500m".parse().unwrap(),
@@ -291,10 +295,10 @@ fn odd_gpus() -> Vec<(fn(&mut Gpu), Value, WithheldGpu)> {
             ),
         ),
         (
-            |gpu| gpu.pci_bus_id = "x".repeat(65),
+            |gpu| gpu.pcie_root = Some("x".repeat(65)),
             all.clone(),
             described(&format!(
-                r#"pciBusID "{}" is longer than 64 bytes"#,
+                r#"pcieRoot "{}" is longer than 64 bytes"#,
                 "x".repeat(65)
             )),
         ),
@@ -335,7 +339,6 @@ fn one_odd_gpu_costs_its_own_devices_only() {
         let mut odd = gpu(1);
         odd.product_name = "Odd".to_owned();
         change(&mut odd);
-        let minor = odd.minor;
         let tiers = spec["tiers"].as_array().unwrap().len();
         let refused = if expected.tiers.is_empty() {
             tiers
@@ -354,7 +357,7 @@ fn one_odd_gpu_costs_its_own_devices_only() {
         let all = names(&plan);
         let (own, others): (Vec<_>, Vec<_>) = all
             .into_iter()
-            .partition(|name| name.parse::<DeviceName>().unwrap().minor() == minor);
+            .partition(|name| name.starts_with("gpu-00000001"));
         assert_eq!(others, alone, "{expected:?}");
         assert_eq!(own.len(), tiers - refused, "{own:?} beside {expected:?}");
         assert!(
@@ -366,21 +369,21 @@ fn one_odd_gpu_costs_its_own_devices_only() {
 #[test]
 fn two_gpus_under_one_name_are_both_withheld_and_the_third_is_offered() {
     let uuid = gpu(1).uuid;
-    let twin = |minor, uuid: &str| Gpu {
-        minor,
-        uuid: uuid.to_owned(),
-        ..gpu(0)
+    let twin = Gpu {
+        uuid: uuid.clone(),
+        ..gpu(2)
     };
-    for (first, second, field) in [
-        (
-            twin(1, &uuid),
-            twin(1, "GPU-other"),
-            "minor number 1".to_owned(),
-        ),
-        (twin(1, &uuid), twin(2, &uuid), format!("UUID {uuid}")),
+    let neighbour = Gpu {
+        pci_bus_id: gpu(1).pci_bus_id,
+        ..gpu(2)
+    };
+    for (second, field) in [
+        (twin, format!("UUID {uuid}")),
+        (neighbour, "PCI address 0000:01:00.0".to_owned()),
     ] {
+        let first = gpu(1);
         let plan = planned(&inventory(vec![gpu(0), first, second]), &[]);
-        assert_eq!(names(&plan), ["gpu-0"]);
+        assert_eq!(names(&plan), ["gpu-00000000"]);
         assert_eq!(plan.withheld.len(), 2);
         for entry in &plan.withheld {
             assert_eq!(entry.reason, reason::DUPLICATE);
@@ -399,7 +402,7 @@ fn what_the_node_withholds_is_not_offered_and_stays_tainted_where_it_is_allocate
     let before = devices(&planned(&inventory, &policies));
     let retained: Vec<_> = before
         .into_iter()
-        .filter(|device| device.name == "gpu-1-capped")
+        .filter(|device| device.name == "gpu-00000001-capped")
         .collect();
     let lost = WithheldGpu::whole("index 2", reason::GPU_LOST, "lost".to_owned());
     let other = WithheldGpu::whole(&gpu(1).uuid, reason::OTHER_PROVIDER, "taken".to_owned());
@@ -413,7 +416,12 @@ fn what_the_node_withholds_is_not_offered_and_stays_tainted_where_it_is_allocate
     limits::check(&objects(&after));
     assert_eq!(
         names(&after),
-        ["gpu-0-capped", "gpu-0-timeshared", "gpu-0", "gpu-1-capped"]
+        [
+            "gpu-00000000-capped",
+            "gpu-00000000-timeshared",
+            "gpu-00000000",
+            "gpu-00000001-capped"
+        ]
     );
     assert_eq!(after.withheld, withheld);
     let held = devices(&after).pop().unwrap();
@@ -439,7 +447,7 @@ fn a_held_device_stays_with_a_taint() {
     let before = planned(&inventory(vec![gpu(0), gpu(1)]), &[all_tiers()]);
     let held: Vec<Device> = devices(&before)
         .into_iter()
-        .filter(|device| ["gpu-0-capped", "gpu-1"].contains(&&*device.name))
+        .filter(|device| ["gpu-00000000-capped", "gpu-00000001"].contains(&&*device.name))
         .collect();
     let foreign = Device {
         name: "mig-0".to_owned(),
@@ -455,7 +463,10 @@ fn a_held_device_stays_with_a_taint() {
     })
     .unwrap();
     limits::check(&objects(&after));
-    assert_eq!(names(&after), ["gpu-0", "gpu-0-capped", "gpu-1"]);
+    assert_eq!(
+        names(&after),
+        ["gpu-00000000", "gpu-00000000-capped", "gpu-00000001"]
+    );
     for (device, before) in devices(&after)[1..].iter().zip(&held) {
         let taint = &device.taints.as_ref().unwrap()[0];
         assert_eq!(
@@ -476,7 +487,7 @@ fn a_held_device_stays_with_a_taint() {
         .filter(|d| d.taints.is_some())
         .collect();
     assert_eq!(tainted.len(), 1);
-    assert_eq!(tainted[0].name, "gpu-1");
+    assert_eq!(tainted[0].name, "gpu-00000001");
 }
 
 #[test]
@@ -489,7 +500,7 @@ fn a_driver_that_nobody_tested_closes_the_tier_that_it_may_escape() {
     );
     for (inventory, policies, untested, closed) in [
         (inventory(vec![gpu(0)]), [all_tiers()], false, &[][..]),
-        (newer.clone(), [all_tiers()], true, &["gpu-0-capped"]),
+        (newer.clone(), [all_tiers()], true, &["gpu-00000000-capped"]),
         (newer, [allow], true, &[]),
     ] {
         let plan = planned(&inventory, &policies);

@@ -60,19 +60,15 @@ fn every_gpu_is_published_in_every_tier() -> anyhow::Result<()> {
             );
             devices.extend(slice.spec.devices.clone().unwrap_or_default());
         }
-        let names: Vec<_> = devices.iter().map(|device| device.name.as_str()).collect();
-        ensure!(
-            names
-                == [
-                    "gpu-0-capped",
-                    "gpu-0-timeshared",
-                    "gpu-0",
-                    "gpu-1-capped",
-                    "gpu-1-timeshared",
-                    "gpu-1"
-                ],
-            "{names:?}"
-        );
+        let names: Vec<_> = devices.iter().map(|device| device.name.clone()).collect();
+        let expected: Vec<_> = case
+            .gpus
+            .iter()
+            .flat_map(|gpu| ["-capped", "-timeshared", ""].map(|tier| (gpu, tier)))
+            // `GPU-` and the first eight digits.
+            .map(|(gpu, tier)| format!("gpu-{}{tier}", &gpu.uuid[4..12]))
+            .collect();
+        ensure!(names == expected, "{names:?}, not {expected:?}");
         for (device, gpu) in devices
             .iter()
             .zip(case.gpus.iter().flat_map(|gpu| [gpu; 3]))
@@ -84,6 +80,13 @@ fn every_gpu_is_published_in_every_tier() -> anyhow::Result<()> {
             );
             ensure!(
                 text(device, "resource.kubernetes.io/pciBusID") == Some(&gpu.pci_bus_id),
+                "{device:?}"
+            );
+            let attributes = device.attributes.as_ref().context("attributes")?;
+            let int = |name: &str| attributes.get(name).and_then(|value| value.int);
+            ensure!(
+                int(attribute::MINOR) == Some(gpu.minor.into())
+                    && int(attribute::INDEX) == gpu.index.map(Into::into),
                 "{device:?}"
             );
             let isolation = text(device, "isolation").context("isolation")?;

@@ -98,7 +98,11 @@ fn a_claim_for_hardware_isolation_never_falls_back_to_software() -> anyhow::Resu
         let whole = namespace.idle("whole", &hard).await?;
         whole.started().await?;
         let claim = serde_json::to_string(&whole.claim().await?.status)?;
-        ensure!(claim.contains(r#""device":"gpu-0""#), "{claim}");
+        let device = case.device(&case.gpus[0], "exclusive").await?;
+        ensure!(
+            claim.contains(&format!(r#""device":"{device}""#)),
+            "{claim}"
+        );
         namespace
             .idle("share", &Request::capped("1Gi", "1"))
             .await?

@@ -206,7 +206,7 @@ async fn a_gpu_that_breaks_leaves_the_others_and_keeps_its_name() {
         .collect();
     assert_eq!(
         withheld,
-        [("GPU-00000000-0000-0000-0000-000000000001", "GpuLost")]
+        [("GPU-00000001-0000-0000-0000-000000000001", "GpuLost")]
     );
     observed.until_gpus(2).await;
     observed

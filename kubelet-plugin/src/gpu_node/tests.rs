@@ -356,7 +356,7 @@ async fn what_the_policies_ask_is_read_from_the_own_gpu_node() {
     running.driver_comes();
     running.kubelet_registers();
     let mut node = running.until_epoch(1).await;
-    let uuid = "GPU-00000000-0000-0000-0000-000000000001";
+    let uuid = "GPU-00000001-0000-0000-0000-000000000001";
     let on_bypass = |running: &Running| running.policy.borrow().capped(uuid).on_bypass;
     assert_eq!(on_bypass(&running), OnBypass::Report);
     let writes = running.api().paths("PATCH").len();

@@ -55,7 +55,7 @@ async fn a_share_has_its_numbers_as_long_as_it_is_held() {
     }
     let text = encode();
     let labels = format!(
-        "{{namespace=\"team\",pod=\"pod-of-a\",claim=\"a\",request=\"gpu\",device=\"gpu-0-capped\",gpu_uuid=\"{}\"}}",
+        "{{namespace=\"team\",pod=\"pod-of-a\",claim=\"a\",request=\"gpu\",device=\"gpu-00000000-capped\",gpu_uuid=\"{}\"}}",
         device.gpu_uuid
     );
     for (name, value) in [

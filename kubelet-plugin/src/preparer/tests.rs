@@ -190,6 +190,96 @@ async fn the_same_claim_allocated_anew_leaves_the_old_device() {
     assert_eq!(world.traces(), NONE);
 }
 
+/// The node's driver after a boot in which the kernel probed its two GPUs in the other order.
+fn swapped(world: &World) -> DriverState {
+    let mut ready = (*world.ready).clone();
+    let [first, second] = &mut ready.inventory.gpus[..] else {
+        panic!("two GPUs")
+    };
+    std::mem::swap(&mut first.minor, &mut second.minor);
+    DriverState::Ready(Arc::new(ready))
+}
+
+/// The device nodes that the claim's containers get.
+fn device_nodes(world: &World, name: &str) -> Vec<String> {
+    let spec = world.layout.claim_spec(&format!("uid-of-{name}"));
+    let spec: serde_json::Value = serde_json::from_slice(&std::fs::read(spec).unwrap()).unwrap();
+    let devices = spec["devices"].as_array().unwrap();
+    let nodes = devices.iter().flat_map(|device| {
+        let nodes = device["containerEdits"]["deviceNodes"].as_array();
+        nodes.unwrap().iter().map(|node| &node["path"])
+    });
+    nodes
+        .map(|path| path.as_str().unwrap().to_owned())
+        .collect()
+}
+
+#[tokio::test]
+async fn a_boot_that_swaps_minor_numbers_leaves_every_claim_its_gpu() {
+    let world = World::new();
+    for (name, gpu) in [("a", 0), ("b", 1)] {
+        world.api.put(claim(name, &[whole("gpu", gpu)]));
+        let record = world.prepare(name).await;
+        assert_eq!(record.plan.devices[0].minor, gpu);
+    }
+    let plugin = world.start();
+    plugin.driver.send_replace(swapped(&world));
+    for (name, gpu) in [("a", 0), ("b", 1)] {
+        let record = plugin.preparer.prepare(&claim_ref(name)).await.unwrap();
+        let device = &record.plan.devices[0];
+        assert_eq!(device.gpu_uuid, world.ready.inventory.gpus[gpu].uuid);
+        assert_eq!(
+            device_nodes(&world, name),
+            [format!("/dev/nvidia{}", 1 - gpu)]
+        );
+    }
+    // A kubelet or plugin that starts again finds it so.
+    let plugin = world.start();
+    plugin.driver.send_replace(swapped(&world));
+    let before = world.contents();
+    for name in ["a", "b"] {
+        plugin.preparer.prepare(&claim_ref(name)).await.unwrap();
+        plugin.preparer.prepare(&claim_ref(name)).await.unwrap();
+    }
+    assert_eq!(world.contents(), before);
+    for name in ["a", "b"] {
+        plugin.preparer.unprepare(&claim_ref(name)).await.unwrap();
+    }
+    assert_eq!(world.traces(), NONE);
+}
+
+#[tokio::test]
+async fn a_claim_whose_gpu_is_gone_is_refused_and_never_moved() {
+    let world = World::new();
+    world.api.put(claim("a", &[whole("gpu", 0)]));
+    world.prepare("a").await;
+    let mut ready = (*world.ready).clone();
+    let gone = ready.inventory.gpus.remove(0).uuid;
+    // The one that is left has taken the minor number.
+    ready.inventory.gpus[0].minor = 0;
+    let plugin = world.start();
+    plugin
+        .driver
+        .send_replace(DriverState::Ready(Arc::new(ready)));
+    has(
+        &refusal(&plugin, "a").await,
+        &[
+            "team/a",
+            "gpu-00000000",
+            &gone,
+            "is gone",
+            "delete the claim's pods",
+        ],
+    );
+    assert_eq!(
+        device_nodes(&world, "a"),
+        ["/dev/nvidia0"],
+        "nothing of it was changed"
+    );
+    plugin.preparer.unprepare(&claim_ref("a")).await.unwrap();
+    assert_eq!(world.traces(), NONE);
+}
+
 #[tokio::test]
 async fn unprepare_works_twice_without_driver_claim_or_knowledge() {
     let world = World::new();
@@ -249,7 +339,10 @@ async fn bad_parameters_and_sizes_are_refused_by_field_on_the_pods_events() {
         ("text", "much", "consumedCapacity[memory]"),
     ] {
         world.api.put(claim(name, &[capped("gpu", 0, size, 25)]));
-        has(&refusal(&plugin, name).await, &[name, "gpu-0-capped", word]);
+        has(
+            &refusal(&plugin, name).await,
+            &[name, "gpu-00000000-capped", word],
+        );
     }
     for (name, parameters, word) in [
         (
@@ -274,7 +367,7 @@ async fn bad_parameters_and_sizes_are_refused_by_field_on_the_pods_events() {
     world.api.put(claim("lost", &[whole("gpu", 7)]));
     has(
         &refusal(&plugin, "lost").await,
-        &["minor number 7", "delete the pod"],
+        &["begins with 00000007 is gone", "delete the claim's pods"],
     );
 
     assert_eq!(world.traces(), NONE);
@@ -356,7 +449,7 @@ async fn of_a_journal_that_cannot_be_read_the_gpus_that_it_names_count_as_taken(
     world.prepare("a").await;
     let path = world.layout.claims().join("uid-of-a.json");
     let record = std::fs::read_to_string(&path).unwrap();
-    let newer = record.replacen("\"version\":", "\"version\":99,\"was\":", 1);
+    let newer = record.replacen("\"minReader\":", "\"minReader\":99,\"was\":", 1);
     assert_ne!(newer, record);
     std::fs::write(&path, newer).unwrap();
 
@@ -372,7 +465,11 @@ async fn of_a_journal_that_cannot_be_read_the_gpus_that_it_names_count_as_taken(
     for name in ["b", "d"] {
         has(
             &refusal(&plugin, name).await,
-            &["counts as taken", path.to_str().unwrap(), "version 99"],
+            &[
+                "counts as taken",
+                path.to_str().unwrap(),
+                "reads version 99",
+            ],
         );
     }
     plugin.preparer.prepare(&claim_ref("c")).await.unwrap();

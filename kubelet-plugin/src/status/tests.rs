@@ -66,7 +66,7 @@ async fn an_entry_says_which_gpu_and_how_much_of_it() {
         json!([{
             "driver": "gpu.tranche.dev",
             "pool": "node-a/gpu",
-            "device": "gpu-0-capped",
+            "device": "gpu-00000000-capped",
             "shareID": "00000000-0000-4000-8000-000000000001",
             "data": {
                 "tier": "capped",

@@ -18,6 +18,10 @@ use super::{
 /// NVML_DEVICE_MIG_ENABLE.
 const MIG_ENABLED: u32 = 1;
 
+/// Numbers that NVML may give to profiles of GPU instances: `NVML_GPU_INSTANCE_PROFILE_COUNT` was 17
+/// in driver 580.
+const GPU_INSTANCE_PROFILES: u32 = 32;
+
 /// Loads the library at `path` and starts it. Its files, `/dev/nvidiactl` and those of GPUs, are open
 /// until the result is dropped.
 pub(super) fn open(path: &Path) -> Result<Box<dyn Nvml>, NvmlError> {
@@ -210,9 +214,19 @@ impl Library {
             multiprocessors: device.attributes().ok().map(|a| a.multiprocessor_count),
             mig_capable: mig.is_some(),
             mig_mode: mig.unwrap_or_default(),
+            mig_compute_slices: mig.and_then(|_| mig_compute_slices(&device)),
             uuid,
         })
     }
+}
+
+/// The compute slices of the largest GPU instance; NVML tells them whether MIG is on or off.
+fn mig_compute_slices(device: &nvml_wrapper::Device<'_>) -> Option<u32> {
+    // Profiles that the driver or the model does not have are refused one by one.
+    (0..GPU_INSTANCE_PROFILES)
+        .filter_map(|profile| device.profile_info(profile).ok())
+        .map(|profile| profile.slice_count)
+        .max()
 }
 
 /// As go-nvlib spells it, and so NVIDIA's own DRA driver.

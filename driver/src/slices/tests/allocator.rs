@@ -96,9 +96,15 @@ fn allocate<'a>(
         }
         let charge = charge(device, request)?;
         let others = held.values().filter(|(other, _)| *other != device.name);
-        let counters_taken = others
-            .clone()
-            .any(|(other, _)| other.parse::<DeviceName>().unwrap().minor() == name.minor());
+        let set = |device: &Device| {
+            device.consumes_counters.as_ref().unwrap()[0]
+                .counter_set
+                .clone()
+        };
+        let counters_taken = others.clone().any(|(other, _)| {
+            let other = devices.iter().find(|device| device.name == *other);
+            other.map(set) == Some(set(device))
+        });
         if counters_taken {
             return None;
         }

@@ -24,7 +24,7 @@ fn slices_that_mean_the_same_are_the_same() {
             json!("6000m"),
         ),
         (
-            "/devices/0/consumesCounters/0/counters/gpu/value",
+            "/devices/0/consumesCounters/0/counters/memory-slice-0/value",
             json!("1000m"),
         ),
         ("/devices/0/taints", json!([])),
@@ -38,7 +38,7 @@ fn slices_that_mean_the_same_are_the_same() {
         // Attributes are words, not amounts.
         ("/devices/0/attributes/productName/string", json!("1000m")),
         ("/devices/0/allowMultipleAllocations", Value::Null),
-        ("/devices/0/name", json!("gpu-1-capped")),
+        ("/devices/0/name", json!("gpu-00000001-capped")),
         ("/pool/generation", json!(2)),
         ("/nodeName", json!("node-b")),
         ("/devices/0/bindsToNode", json!(true)),
@@ -51,7 +51,7 @@ fn slices_that_mean_the_same_are_the_same() {
     let counters = |value: &str| {
         let mut spec = plan.spec(&plan.slices[0], 1);
         let sets = spec.shared_counters.as_mut().unwrap();
-        sets[0].counters.get_mut("gpu").unwrap().value.0 = value.to_owned();
+        sets[0].counters.get_mut("memory-slice-0").unwrap().value.0 = value.to_owned();
         spec
     };
     assert!(same(&counters("1"), &counters("1000m")));
@@ -74,7 +74,7 @@ fn the_time_of_a_taint_is_the_servers() {
         serde_json::from_value(json!({
             "driver": DRIVER,
             "pool": {"name": "p", "generation": 1, "resourceSliceCount": 1},
-            "devices": [{"name": "gpu-0", "taints": [taint]}],
+            "devices": [{"name": "gpu-00000000", "taints": [taint]}],
         }))
         .unwrap()
     };

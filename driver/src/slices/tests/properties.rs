@@ -13,7 +13,7 @@ use tranche_api::withheld::{WithheldGpu, reason};
 use super::{all_tiers, devices, input, inventory, limits, objects, planned, policy};
 use crate::claim::DeviceName;
 use crate::policy::terms;
-use crate::slices::{Content, FIRST_GPU_SLICE, NodeInput, PlannedSlice, SlicePlan, plan};
+use crate::slices::{Content, NodeInput, Place, PlannedSlice, SlicePlan, plan};
 use crate::testing::gpu;
 
 fn any_gpus() -> impl Strategy<Value = Vec<Gpu>> {
@@ -125,8 +125,8 @@ proptest! {
             let terms = terms(&policies, &BTreeMap::new(), &gpu(0)).unwrap().capped;
             let contexts = terms.context_memory * u64::from(terms.expected_sharers);
             for device in devices(&plan).iter().filter(|device| device.name.ends_with("capped")) {
-                let minor = device.name.parse::<DeviceName>().unwrap().minor();
-                let gpu = inventory.gpus.iter().find(|gpu| gpu.minor == minor).unwrap();
+                let uuid = device.attributes.as_ref().unwrap()[attribute::UUID].string.as_ref().unwrap();
+                let gpu = inventory.gpus.iter().find(|gpu| gpu.uuid == *uuid).unwrap();
                 let memory = &device.capacity.as_ref().unwrap()[capacity::MEMORY];
                 let usable = Quantity::try_from(&memory.value).unwrap().to_count().unwrap();
                 let (total, reserved) = (gpu.memory.to_count().unwrap(), gpu.reserved_memory.to_count().unwrap());
@@ -155,9 +155,9 @@ proptest! {
         let policies = [all_tiers()];
         let before = planned(&inventory(gpus.clone()), &policies);
         let mut left = gpus;
-        let minor = left.remove(lost.index(left.len())).minor;
+        let address = left.remove(lost.index(left.len())).pci_bus_id.parse().unwrap();
         let after = planned(&inventory(left), &policies);
-        let own = format!("{:05}-", FIRST_GPU_SLICE + minor);
+        let own = Place::Gpu(address).to_string();
         let others = |plan: &SlicePlan| -> Vec<PlannedSlice> {
             plan.slices
                 .iter()

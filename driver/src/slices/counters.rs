@@ -1,0 +1,96 @@
+//! What of a GPU its devices take from each other.
+//!
+//! A GPU that MIG can divide has one counter for every memory slice, since a partition takes
+//! certain ones side by side, and one for its compute slices, which are alike. Any other GPU is
+//! one piece. A whole GPU, in whatever tier, takes all of it.
+
+use std::collections::BTreeMap;
+
+use k8s_openapi::api::resource::v1::{Counter, CounterSet, Device, DeviceCounterConsumption};
+use tranche_api::gpu_node::Gpu;
+use tranche_api::quantity::Quantity;
+
+use crate::gpu::GpuUuid;
+use crate::mig;
+
+/// The counter of a GPU that is one piece.
+const GPU: &str = "gpu";
+/// The counter of a GPU's compute slices.
+const COMPUTE_SLICES: &str = "compute-slices";
+
+/// An amount of the counters of one GPU.
+#[derive(Clone, Debug)]
+pub(super) struct Counters {
+    uuid: GpuUuid,
+    amounts: BTreeMap<String, Counter>,
+}
+
+impl Counters {
+    /// All that the GPU has.
+    pub(super) fn of(gpu: &Gpu, uuid: GpuUuid) -> Self {
+        let divided = gpu
+            .mig_compute_slices
+            .and_then(|compute| Some((compute, mig::memory_slices(compute)?)));
+        let amounts = match divided {
+            Some((compute, memory)) => (0..memory)
+                .map(|slice| (format!("memory-slice-{slice}"), count(1)))
+                .chain([(COMPUTE_SLICES.to_owned(), count(compute.into()))])
+                .collect(),
+            None => BTreeMap::from([(GPU.to_owned(), count(1))]),
+        };
+        Self { uuid, amounts }
+    }
+
+    /// What a device takes as it is published, of the GPU `uuid`.
+    pub(super) fn published(device: &Device, uuid: GpuUuid) -> Self {
+        let consumption = device.consumes_counters.iter().flatten();
+        let amounts = consumption.flat_map(|set| set.counters.clone()).collect();
+        Self { uuid, amounts }
+    }
+
+    /// As the GPU's counter set.
+    pub(super) fn set(&self) -> CounterSet {
+        CounterSet {
+            name: set_name(self.uuid),
+            counters: self.amounts.clone(),
+        }
+    }
+
+    /// As what a device takes.
+    pub(super) fn consumption(&self) -> DeviceCounterConsumption {
+        DeviceCounterConsumption {
+            counter_set: set_name(self.uuid),
+            counters: self.amounts.clone(),
+            ..DeviceCounterConsumption::default()
+        }
+    }
+
+    /// Makes room for this in the set of a GPU that is gone, of which no more is known than what its
+    /// devices take: a whole GPU takes all.
+    pub(super) fn add_to(&self, set: &mut CounterSet) {
+        set.name = set_name(self.uuid);
+        for (name, amount) in &self.amounts {
+            let there = set.counters.entry(name.clone()).or_insert_with(|| count(0));
+            *there = count(read(there).max(read(amount)));
+        }
+    }
+}
+
+/// One name for as long as there is the GPU, whichever others there are.
+fn set_name(uuid: GpuUuid) -> String {
+    format!("gpu-{}", uuid.all_digits())
+}
+
+fn count(amount: u64) -> Counter {
+    Counter {
+        value: Quantity::from_count(amount).into(),
+    }
+}
+
+/// What is not a count was not written by us, and counts nothing.
+fn read(counter: &Counter) -> u64 {
+    Quantity::try_from(&counter.value)
+        .ok()
+        .and_then(|amount| amount.to_count().ok())
+        .unwrap_or_default()
+}
