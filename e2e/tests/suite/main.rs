@@ -22,3 +22,4 @@ mod rights;
 mod scheduling;
 mod shares;
 mod watchdog;
+mod withheld;

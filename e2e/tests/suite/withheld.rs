@@ -1,0 +1,155 @@
+//! What the node must not hand out: GPUs that another system hands out, and devices that an allocator
+//! gave away twice.
+
+use std::time::Duration;
+
+use anyhow::{Context, ensure};
+use k8s_openapi::api::resource::v1::{Device, ResourceSlice};
+use kube::api::{Api, DeleteParams, Patch, PatchParams, PostParams};
+use serde_json::json;
+use tranche_api::conditions::SOLE_PROVIDER;
+use tranche_api::gpu_node::GpuNode;
+use tranche_api::names::{DRIVER, attribute, pool};
+use tranche_e2e::namespace::{IDLE, Source, manifest};
+use tranche_e2e::{Case, Request, run, wait};
+
+/// How soon another system is noticed, and how soon its end is.
+const NOTICED: Duration = Duration::from_secs(20);
+
+fn text<'a>(device: &'a Device, name: &str) -> Option<&'a str> {
+    let attributes = device.attributes.as_ref()?;
+    attributes.get(name)?.string.as_deref()
+}
+
+/// The name of the exclusive device of a GPU.
+async fn exclusive_device(case: &Case, uuid: &str) -> anyhow::Result<String> {
+    let slices = case.plugin().published().await?;
+    let mut devices = slices
+        .values()
+        .flat_map(|s| s.spec.devices.iter().flatten());
+    let device = devices.find(|device| {
+        text(device, attribute::UUID) == Some(uuid)
+            && text(device, attribute::ISOLATION) == Some("exclusive")
+    });
+    let device = device.with_context(|| format!("no exclusive device of {uuid}"))?;
+    Ok(device.name.clone())
+}
+
+/// A scheduler that does not know shared counters gives a share and the whole GPU to two pods.
+#[test]
+fn a_gpu_that_an_allocator_gave_away_twice_is_prepared_once() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let namespace = case.namespace("twice").await?;
+        let uuid = &case.gpus[0].uuid;
+        let share = namespace
+            .idle("share", &Request::capped("1Gi", "10").on(uuid))
+            .await?;
+        share.started().await?;
+
+        let device = exclusive_device(case, uuid).await?;
+        namespace
+            .claim("whole", &Request::exclusive().spec())
+            .await?;
+        let allocation = json!({"status": {"allocation": {"devices": {"results": [{
+            "request": "gpu", "driver": DRIVER, "pool": pool(case.node.name()), "device": device,
+        }]}}}});
+        namespace
+            .claims()
+            .patch_status("whole", &PatchParams::default(), &Patch::Merge(&allocation))
+            .await
+            .context("allocating the claim as such a scheduler would")?;
+        // Bound by hand: kube-scheduler would not place it.
+        let mut bound = manifest("whole", &[Source::Claim("whole")], &IDLE);
+        bound["spec"]["nodeName"] = case.node.name().into();
+        let whole = namespace.pod_from(bound).await?;
+
+        let event = whole.event("PrepareFailed").await?;
+        for part in [uuid.as_str(), "held by claim", "exclusive"] {
+            ensure!(event.contains(part), "{event}");
+        }
+        ensure!(share.seen().await?.len() == 1, "the first pod's GPU");
+
+        // What was refused is given once the first is gone.
+        share.delete().await?;
+        whole.started().await?;
+        Ok(())
+    })
+}
+
+/// NVIDIA's DRA driver, as far as the node sees it: a registration socket that accepts connections, and
+/// slices that name the node's first GPU.
+#[test]
+fn a_gpu_of_nvidias_dra_driver_is_withheld_until_that_driver_ends() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let node = case.node.name().to_owned();
+        let uuid = case.gpus[0].uuid.clone();
+        let api: Api<ResourceSlice> = Api::all(case.client.clone());
+        let name = case.unique("nvidia");
+        let slice = serde_json::from_value(json!({
+            "metadata": {"name": name},
+            "spec": {
+                "driver": "gpu.nvidia.com", "nodeName": node,
+                "pool": {"name": node, "generation": 1, "resourceSliceCount": 1},
+                "devices": [{"name": "gpu-0", "attributes": {"uuid": {"string": uuid}}}],
+            },
+        }))?;
+        api.create(&PostParams::default(), &slice).await?;
+        let slices = api.clone();
+        case.afterwards("the other driver's slice", async move {
+            let deleted = slices.delete(&name, &DeleteParams::default()).await;
+            deleted.map(drop).or_else(|error| match error {
+                // The kubelet may have been quicker.
+                kube::Error::Api(status) if status.is_not_found() => Ok(()),
+                error => Err(error.into()),
+            })
+        });
+
+        let stop = "if [ -e /run/other-driver.pid ]; then kill $(cat /run/other-driver.pid) || true; \
+                    rm -f /run/other-driver.pid /var/lib/kubelet/plugins_registry/gpu.nvidia.com-reg.sock; fi";
+        let undo = case.node.clone();
+        case.afterwards("the other driver", async move {
+            undo.shell(stop).await.map(drop)
+        });
+        case.node
+            .shell(
+                "perl -MIO::Socket::UNIX -e 'my $s = IO::Socket::UNIX->new(Listen => 9, \
+                 Local => \"/var/lib/kubelet/plugins_registry/gpu.nvidia.com-reg.sock\") or die $!; \
+                 while (my $c = $s->accept) { close $c }' >/dev/null 2>&1 & echo $! >/run/other-driver.pid",
+            )
+            .await?;
+
+        withheld(case, "the GPU withheld", &[&uuid]).await?;
+        let namespace = case.namespace("provider").await?;
+        let pod = namespace
+            .idle("pod", &Request::exclusive().on(&uuid))
+            .await?;
+        pod.unschedulable().await?;
+
+        // The file of its socket stays behind.
+        case.node.shell("kill $(cat /run/other-driver.pid)").await?;
+        withheld(case, "the GPU offered again", &[]).await?;
+        pod.started().await?;
+        Ok(())
+    })
+}
+
+/// Waits until the GpuNode says that exactly these GPUs are withheld for another provider.
+async fn withheld(case: &Case, what: &str, uuids: &[&str]) -> anyhow::Result<()> {
+    let api: Api<GpuNode> = Api::all(case.client.clone());
+    wait::for_one(api, case.node.name(), what, NOTICED, |node| {
+        let status = node?.status.as_ref()?;
+        let condition = status
+            .conditions
+            .iter()
+            .find(|c| c.type_ == SOLE_PROVIDER)?;
+        let published = status.published.as_ref()?;
+        let found: Vec<_> = published
+            .withheld
+            .iter()
+            .filter(|entry| entry.reason == "OtherProvider")
+            .map(|entry| entry.gpu.as_str())
+            .collect();
+        (found == uuids && (condition.status == "True") == uuids.is_empty()).then_some(())
+    })
+    .await
+}
