@@ -52,11 +52,14 @@ pub enum Denied {
     Unknown,
 }
 
+/// By token: until when an answer is believed, and the answer.
+type Remembered = HashMap<String, (Instant, Result<(), Denied>)>;
+
 /// Asks the API server whose a token is and what its owner may do.
 pub struct Access {
     client: Client,
     questions: Semaphore,
-    remembered: Mutex<HashMap<String, (Instant, Result<(), Denied>)>>,
+    remembered: Mutex<Remembered>,
 }
 
 impl fmt::Debug for Access {
@@ -166,7 +169,7 @@ impl Access {
         }
     }
 
-    fn all_remembered(&self) -> MutexGuard<'_, HashMap<String, (Instant, Result<(), Denied>)>> {
+    fn all_remembered(&self) -> MutexGuard<'_, Remembered> {
         self.remembered
             .lock()
             .unwrap_or_else(PoisonError::into_inner)

@@ -52,7 +52,7 @@ async fn a_tenant_that_makes_its_page_longer_takes_room_from_nobody() {
     let file = File::options().write(true).open(&neighbour).unwrap();
     file.write_all_at(&vec![1; layout::LEN], 0).unwrap();
     share(&world, "c").await;
-    fs::write(run.join("others"), [1; 64 << 10]).unwrap();
+    fs::write(run.join("others"), vec![1; 64 << 10]).unwrap();
 }
 
 #[tokio::test]
