@@ -126,7 +126,7 @@ mod tests {
             policy: Some("default".to_owned()),
             ..WithheldGpu::whole("GPU-a", reason::TOO_SMALL, "too small".to_owned())
         };
-        let (none, one) = (published(&[]), published(&[lost.clone()]));
+        let (none, one) = (published(&[]), published(std::slice::from_ref(&lost)));
         let both = published(&[lost, small]);
         assert_eq!(news(&none, &none), []);
         assert_eq!(news(&both, &both), []);

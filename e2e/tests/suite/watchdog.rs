@@ -70,9 +70,9 @@ fn a_copied_libcuda_is_named_on_its_pod_and_by_policy_ended() -> anyhow::Result<
             api.delete(&created, &DeleteParams::default()).await?;
             Ok(())
         });
-        let nodes: Api<GpuNode> = Api::all(case.client.clone());
+        let gpu_nodes: Api<GpuNode> = Api::all(case.client.clone());
         wait::for_answer("the policy at the node", wait::USUAL, async || {
-            let node = nodes.get(case.node.name()).await?;
+            let node = gpu_nodes.get(case.node.name()).await?;
             let published = node.status.and_then(|status| status.published);
             let gpus = published.context("something is published")?.gpus;
             let asked = gpus.iter().find(|asked| asked.uuid == gpu.uuid);

@@ -76,10 +76,10 @@ fn version_of(name: &str) -> Option<DriverVersion> {
     DriverVersion::parse(name.strip_prefix("libcuda.so.")?)
 }
 
-fn supports(note: Option<&Note>, compat: &DriverVersion, node: &DriverVersion) -> bool {
+fn supports(note: Option<&Note>, compat: &DriverVersion, installed: &DriverVersion) -> bool {
     match note {
-        Some(note) => note.branches.contains(&node.branch()) && compat > node,
-        None => compat.branch() > node.branch(),
+        Some(note) => note.branches.contains(&installed.branch()) && compat > installed,
+        None => compat.branch() > installed.branch(),
     }
 }
 

@@ -299,7 +299,9 @@ fn expand(root: &Rootfs, pattern: &Path) -> Result<Vec<PathBuf>, SearchError> {
     for component in pattern {
         let bytes = component.as_encoded_bytes();
         if !bytes.iter().any(|byte| b"*?".contains(byte)) {
-            paths.iter_mut().for_each(|path| path.push(component));
+            for path in &mut paths {
+                path.push(component);
+            }
             continue;
         }
         let mut longer = Vec::new();

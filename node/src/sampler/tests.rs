@@ -254,7 +254,7 @@ fn without_shares_nobody_holds_nvml() {
     let limited = share(root.path(), "a", Some(25));
     let unlimited = share(root.path(), "b", None);
     let (mut sampler, mut nvml) = (Sampler::new("/proc"), Counted::default());
-    sampler.step(SECOND, &[unlimited.clone()], &mut nvml);
+    sampler.step(SECOND, std::slice::from_ref(&unlimited), &mut nvml);
     assert_eq!((nvml.asked, nvml.closed), (0, 1));
     sampler.step(2 * SECOND, &[unlimited.clone(), limited], &mut nvml);
     assert_eq!((nvml.asked, nvml.closed), (1, 1));

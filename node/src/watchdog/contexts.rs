@@ -108,7 +108,7 @@ fn has_one_context(sample: &Sample, process: &ProcessSample) -> bool {
             }
         }
     }
-    matches!(&charges[..], [(Some(charged), context)] if charged == context && *context > 0)
+    matches!(&charges[..], [(Some(memory), context)] if memory == context && *context > 0)
 }
 
 #[cfg(test)]

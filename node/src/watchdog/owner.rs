@@ -113,10 +113,10 @@ fn inner_pid(status: &str) -> Option<u64> {
 /// another cgroup namespace (`/../..` first), make no difference. The outermost pod counts: what is below belongs to it.
 fn pod_of(cgroups: &str) -> Option<String> {
     // Of `id:controllers:path` only the path may have colons.
-    let paths = cgroups
+    let mut paths = cgroups
         .lines()
         .filter_map(|line| line.splitn(3, ':').nth(2));
-    paths.filter_map(pod_of_path).next()
+    paths.find_map(pod_of_path)
 }
 
 fn pod_of_path(path: &str) -> Option<String> {

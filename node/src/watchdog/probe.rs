@@ -43,6 +43,14 @@ pub struct HeldShare {
     pub context: u64,
 }
 
+/// The accounts, and what NVML said between two readings of them.
+struct Reading {
+    shares: Vec<ShareSample>,
+    processes: Vec<ProcessMemory>,
+    /// Bytes in use on the GPU, where NVML says so.
+    used: Option<u64>,
+}
+
 /// Why a GPU cannot be watched.
 #[derive(Debug, thiserror::Error)]
 pub enum Unwatchable {
@@ -103,7 +111,11 @@ impl Probe {
         if !self.proc.is_own_namespace() {
             return Err(Unwatchable::Namespace);
         }
-        let (shares, processes, used) = self.read(held)?;
+        let Reading {
+            shares,
+            processes,
+            used,
+        } = self.read(held)?;
         let mut listed = Vec::new();
         for process in processes {
             let bytes = process.bytes.ok_or(Unwatchable::NoProcessMemory)?;
@@ -126,10 +138,7 @@ impl Probe {
         });
     }
 
-    fn read(
-        &mut self,
-        held: &Held,
-    ) -> Result<(Vec<ShareSample>, Vec<ProcessMemory>, Option<u64>), Unwatchable> {
+    fn read(&mut self, held: &Held) -> Result<Reading, Unwatchable> {
         let mut readings = READINGS;
         loop {
             let before: Vec<_> = held.shares.iter().map(copy).collect();
@@ -151,7 +160,11 @@ impl Probe {
                 slots.into_iter().any(|slot| slot.charged.is_none())
             };
             if readings == 0 || !shares.iter().any(changed) {
-                return Ok((shares, processes, used));
+                return Ok(Reading {
+                    shares,
+                    processes,
+                    used,
+                });
             }
         }
     }
