@@ -278,7 +278,7 @@ pub enum PreparationProblem {
 /// Claims that are prepared already, and admin access, go on.
 pub fn refuse_withheld<'a>(
     plan: &PreparationPlan,
-    withheld: impl IntoIterator<Item = &'a WithheldGpu> + Clone,
+    withheld: &(impl IntoIterator<Item = &'a WithheldGpu> + Clone),
 ) -> Result<(), PreparationError> {
     for device in plan.devices.iter().filter(|device| !device.admin_access) {
         let mut entries = withheld.clone().into_iter();

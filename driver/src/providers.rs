@@ -223,18 +223,15 @@ fn dra_driver(inventory: &Inventory, seen: &Seen, found: &mut Found) {
     }
     if let Some(Ok(kubelet)) = &seen.kubelet {
         for (pod, device) in &kubelet.claimed {
-            match devices.get(device) {
-                Some(uuid) => {
-                    let text = format!("pod {pod} holds it by a claim for {NVIDIA_DRIVER}");
-                    found.of(uuid, provider, text);
-                }
+            if let Some(uuid) = devices.get(device) {
+                let text = format!("pod {pod} holds it by a claim for {NVIDIA_DRIVER}");
+                found.of(uuid, provider, text);
+            } else {
                 // Its slices went with the driver, and with them the only word on which GPU it is.
-                None => {
-                    let text = format!(
-                        "pod {pod} holds {device} by a claim for {NVIDIA_DRIVER}, and nothing says which GPU that is"
-                    );
-                    found.of_all(inventory, provider, &text);
-                }
+                let text = format!(
+                    "pod {pod} holds {device} by a claim for {NVIDIA_DRIVER}, and nothing says which GPU that is"
+                );
+                found.of_all(inventory, provider, &text);
             }
         }
     }

@@ -313,7 +313,7 @@ impl Preparer {
     fn refuse_withheld(&self, plan: &PreparationPlan, ready: &Ready) -> Result<(), Problem> {
         let others = self.parts.others.borrow();
         let others = others.iter().flat_map(|verdict| &verdict.withheld);
-        refuse_withheld(plan, ready.withheld.iter().chain(others))?;
+        refuse_withheld(plan, &ready.withheld.iter().chain(others))?;
         Ok(())
     }
 

@@ -51,7 +51,7 @@ fn a_gpu_that_a_device_plugin_offers_is_withheld_and_the_other_is_not() {
             offered: vec![device(resource, id)],
             ..Kubelet::default()
         });
-        assert_eq!(withheld(&seen), [uuid.clone()]);
+        assert_eq!(withheld(&seen), std::slice::from_ref(&uuid));
         let verdict = verdict(&two(), &seen);
         assert_eq!(verdict.condition.reason, reason);
         let message = &verdict.withheld[0].message;

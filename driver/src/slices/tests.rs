@@ -130,7 +130,7 @@ fn a_node_whose_name_cannot_name_a_pool_is_refused() {
             name,
             ..input(&inventory, &[], &labels)
         });
-        assert!(matches!(refused, Err(_)), "{name:?}");
+        assert!(refused.is_err(), "{name:?}");
     }
 }
 
@@ -257,9 +257,12 @@ fn versions_are_semantic_and_long_names_cut() {
     assert!(!attributes.contains_key(attribute::NUMA_NODE));
 }
 
+/// What makes a GPU odd, the spec of its policy, and what is expected to be withheld.
+type OddGpu = (fn(&mut Gpu), Value, WithheldGpu);
+
 /// Everything in which one of two GPUs may be odd: the description, the policy of its product, and
 /// what is said of it.
-fn odd_gpus() -> Vec<(fn(&mut Gpu), Value, WithheldGpu)> {
+fn odd_gpus() -> Vec<OddGpu> {
     let uuid = gpu(1).uuid;
     let all = json!({"tiers": ["exclusive", "capped", "timeshared"]});
     let described =
@@ -353,7 +356,7 @@ fn one_odd_gpu_costs_its_own_devices_only() {
             &[all_tiers(), policy("odd", &spec)],
         );
         limits::check(&objects(&plan));
-        assert_eq!(plan.withheld, [expected.clone()]);
+        assert_eq!(plan.withheld, std::slice::from_ref(&expected));
         let all = names(&plan);
         let (own, others): (Vec<_>, Vec<_>) = all
             .into_iter()
