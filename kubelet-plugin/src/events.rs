@@ -86,11 +86,11 @@ impl Events {
 
 impl Events {
     /// Says that a process of `regarding`, a pod or else a claim, goes around its share's cap. Returns at once.
-    pub fn bypass(&self, regarding: ObjectReference, note: String) {
+    pub fn bypass(&self, regarding: ObjectReference, note: &str) {
         let event = Event {
             type_: EventType::Warning,
             reason: "CapBypassed".to_owned(),
-            note: Some(shortened(&note).to_owned()),
+            note: Some(shortened(note).to_owned()),
             action: "Compare".to_owned(),
             secondary: None,
         };

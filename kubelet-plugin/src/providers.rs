@@ -51,13 +51,16 @@ pub struct Places {
     pub pod_resources: PathBuf,
 }
 
+/// The API server's answer: GPU UUIDs by device, or why there is none.
+type Answer = Result<BTreeMap<String, String>, String>;
+
 /// Looks for others.
 pub struct ProviderSearch {
     places: Places,
     slices: Api<ResourceSlice>,
     node: String,
     /// The newest answer of the API server, and when it was asked.
-    published: Option<(Instant, Result<BTreeMap<String, String>, String>)>,
+    published: Option<(Instant, Answer)>,
 }
 
 impl fmt::Debug for ProviderSearch {
@@ -132,7 +135,7 @@ impl ProviderSearch {
     }
 
     /// The devices of NVIDIA's DRA driver on this node, with the UUIDs of their GPUs.
-    async fn slices(&mut self) -> Result<BTreeMap<String, String>, String> {
+    async fn slices(&mut self) -> Answer {
         let fresh =
             |(at, answer): &(Instant, Result<_, _>)| answer.is_ok() && at.elapsed() < SLICES_EVERY;
         if let Some((_, answer)) = self.published.as_ref().filter(|known| fresh(known)) {

@@ -126,7 +126,7 @@ impl Watchdog {
             };
             self = back;
             for (regarding, note) in told {
-                self.events.bypass(regarding, note);
+                self.events.bypass(regarding, &note);
             }
         }
     }

@@ -39,10 +39,10 @@ impl Running {
         let world = World::new();
         let node = json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE, "uid": "node-uid"}});
         world.api.put_at("/api/v1/nodes/node-a", node);
-        let none = json!({"kind": "PartialObjectMetadataList", "apiVersion": "meta.k8s.io/v1", "metadata": {"resourceVersion": "1"}, "items": []});
-        world.api.put_at(SLICES, none);
-        let none = json!({"kind": "GpuNodeList", "apiVersion": API_VERSION, "metadata": {"resourceVersion": "1"}, "items": []});
-        world.api.put_at(GPU_NODES, none);
+        let no_slices = json!({"kind": "PartialObjectMetadataList", "apiVersion": "meta.k8s.io/v1", "metadata": {"resourceVersion": "1"}, "items": []});
+        world.api.put_at(SLICES, no_slices);
+        let no_gpu_nodes = json!({"kind": "GpuNodeList", "apiVersion": API_VERSION, "metadata": {"resourceVersion": "1"}, "items": []});
+        world.api.put_at(GPU_NODES, no_gpu_nodes);
         Self::start_in(world)
     }
 

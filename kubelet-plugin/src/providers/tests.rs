@@ -52,7 +52,7 @@ struct Node {
     places: Places,
     kubelet: KubeletService,
     uuids: Vec<String>,
-    _socket: Option<Socket>,
+    socket: Option<Socket>,
 }
 
 impl Node {
@@ -70,7 +70,7 @@ impl Node {
             world,
             places,
             kubelet: KubeletService::default(),
-            _socket: None,
+            socket: None,
         }
     }
 
@@ -83,7 +83,7 @@ impl Node {
                 .add_service(service)
                 .serve_with_incoming(incoming),
         );
-        node._socket = Some(socket);
+        node.socket = Some(socket);
         node
     }
 
@@ -236,7 +236,7 @@ async fn what_changes_is_noticed_within_seconds_and_heals() {
         let is =
             |verdict: &Option<Verdict>| verdict.as_ref().is_some_and(|v| v.withheld.len() == count);
         let began = tokio::time::Instant::now();
-        timeout(Duration::from_secs(60), verdicts.wait_for(is))
+        timeout(Duration::from_mins(1), verdicts.wait_for(is))
             .await
             .unwrap()
             .unwrap();

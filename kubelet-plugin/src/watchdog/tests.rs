@@ -188,7 +188,11 @@ impl Node {
         line.rsplit(' ').next().unwrap().parse().unwrap()
     }
 
-    #[expect(clippy::cast_precision_loss, reason = "whole GiB are exact")]
+    #[expect(
+        clippy::cast_precision_loss,
+        clippy::float_cmp,
+        reason = "whole GiB are exact"
+    )]
     fn bypass_bytes(&self) -> u64 {
         let bytes = self.metric("tranche_share_bypass_bytes");
         (0..200)
@@ -215,15 +219,17 @@ async fn a_program_that_never_opened_the_account_is_named_on_its_pod_within_two_
     node.slot(3, CONTEXT);
     node.in_pod(4_000_001, 8 * GIB);
     let told = node.seconds(2);
-    let [(pod, note)] = &told[..] else {
+    let [(pod, message)] = &told[..] else {
         panic!("{told:?}")
     };
     assert_eq!(pod.kind.as_deref(), Some("Pod"));
     assert_eq!(pod.name.as_deref(), Some("pod-of-a"));
     assert_eq!(pod.uid.as_deref(), Some(POD));
     assert!(
-        note.contains("4000001") && note.contains("8Gi") && note.contains("not in the account"),
-        "{note}"
+        message.contains("4000001")
+            && message.contains("8Gi")
+            && message.contains("not in the account"),
+        "{message}"
     );
     assert_eq!(node.bypass_bytes(), 8 * GIB);
     assert!((node.metric("tranche_share_bypass_age_seconds") - 1.0).abs() < 0.01);
