@@ -108,7 +108,7 @@ impl Profile {
         })
     }
 
-    fn spell(&self, dot: &str, engines: &str) -> String {
+    fn spell(self, dot: &str, engines: &str) -> String {
         let Self {
             compute_slices,
             memory_gb,

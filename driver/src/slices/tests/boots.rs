@@ -120,12 +120,11 @@ fn prepare(
 ) -> Result<PreparationPlan, PreparationProblem> {
     let claim = &claims[&name];
     let held = claims.values().filter_map(|claim| claim.journal.as_ref());
-    let prepared = match &claim.journal {
-        Some(plan) => plan.located(inventory),
-        None => {
-            let allocation = allocation(&name.to_string(), &[plain(&claim.device)]);
-            preparation::plan(&allocation, inventory, held)
-        }
+    let prepared = if let Some(plan) = &claim.journal {
+        plan.located(inventory)
+    } else {
+        let allocation = allocation(&name.to_string(), &[plain(&claim.device)]);
+        preparation::plan(&allocation, inventory, held)
     };
     prepared.map_err(|error| error.problem)
 }
