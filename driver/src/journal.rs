@@ -2,7 +2,7 @@
 //!
 //! The kubelet-plugin keeps one such record per claim in a file; here is only what is in it. A
 //! record is JSON. `version` is the format of the release that wrote it, `minReader` the oldest
-//! format whose readers understand it (ADR 0016):
+//! format whose readers understand it (ADR 0019):
 //!
 //! - A reader refuses a record whose `minReader` is above its own version, by name, and never
 //!   overwrites it. It ignores fields that it does not know in all others. So a release that adds a
