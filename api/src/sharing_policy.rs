@@ -48,11 +48,7 @@ pub struct SharingPolicySpec {
         length(min = 1, max = 6),
         extend(
             "x-kubernetes-list-type" = "set",
-            "x-kubernetes-validations" = [rule(
-                "",
-                "self.all(tier, tier in ['exclusive', 'capped', 'timeshared'])",
-                "partition, concurrent and passthrough are not served by this version: use exclusive, capped, timeshared",
-            )]
+            "x-kubernetes-validations" = [served_tiers()]
         )
     )]
     pub tiers: Vec<Tier>,
@@ -155,6 +151,25 @@ pub struct TimesharedPolicy {
     /// The most shares of one GPU, 1-128.
     #[schemars(range(min = 1, max = 128))]
     pub max_sharers: u32,
+}
+
+/// The rule that a policy names served tiers only.
+fn served_tiers() -> serde_json::Value {
+    let list = |served: bool, quote: &str| {
+        let tiers = Tier::ALL.into_iter().rev();
+        let tiers = tiers.filter(|tier| tier.is_served() == served);
+        let words: Vec<_> = tiers.map(|tier| format!("{quote}{tier}{quote}")).collect();
+        words.join(", ")
+    };
+    rule(
+        "",
+        &format!("self.all(tier, tier in [{}])", list(true, "'")),
+        &format!(
+            "{} are not served by this version: use {}",
+            list(false, ""),
+            list(true, "")
+        ),
+    )
 }
 
 /// A rule for the API server: what must hold, and what to say of which field where it does not.

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use kube::CustomResourceExt as _;
 use serde_json::Value;
-use tranche_api::SharingPolicy;
+use tranche_api::{SharingPolicy, Tier};
 
 fn fields<'a>(schema: &'a Value, tier: &str) -> &'a serde_json::Map<String, Value> {
     let fields = &schema["properties"][tier]["properties"];
@@ -36,4 +36,21 @@ fn the_values_schema_knows_every_field_of_a_tier_as_the_resource_does() {
             }
         }
     }
+}
+
+/// The list is `Tier::SERVED`; the chart's static files repeat it for people who write values.
+#[test]
+fn the_values_offer_the_served_tiers_and_no_others() {
+    let chart = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/helm/tranche");
+    let schema: Value =
+        serde_json::from_slice(&fs::read(chart.join("values.schema.json")).unwrap()).unwrap();
+    let listed = &schema["properties"]["defaultPolicy"]["properties"]["tiers"]["items"]["enum"];
+    let served: Vec<_> = Tier::SERVED.into_iter().rev().map(Tier::as_str).collect();
+    assert_eq!(*listed, serde_json::json!(served), "values.schema.json");
+    let values = fs::read_to_string(chart.join("values.yaml")).unwrap();
+    let line = format!("  tiers: [{}]", served.join(", "));
+    assert!(
+        values.lines().any(|l| l == line),
+        "values.yaml has no line {line:?}"
+    );
 }

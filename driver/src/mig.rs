@@ -87,7 +87,7 @@ pub struct ProfileError(String);
 impl Profile {
     /// The profile as part of a DNS label: `1g10gb`, `1g10gb-me`. No two profiles have the same.
     #[must_use]
-    pub fn label(&self) -> String {
+    pub fn label(self) -> String {
         self.spell("", self.engines.label())
     }
 

@@ -1,6 +1,7 @@
 //! The devices of one GPU.
 
-use std::collections::BTreeMap;
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet};
 
 use k8s_openapi::api::resource::v1::{
     CapacityRequestPolicy, CapacityRequestPolicyRange, Device, DeviceAttribute, DeviceCapacity,
@@ -18,8 +19,6 @@ use crate::claim::{DeviceName, WholeGpuTier};
 use crate::gpu::UuidPrefix;
 use crate::policy::{CappedTerms, Terms};
 
-/// The tiers in the order in which the scheduler tries them: shared ones first.
-const ORDER: [Tier; 3] = [Tier::Capped, Tier::Timeshared, Tier::Exclusive];
 /// Bytes of an attribute's string or version, at most.
 const LONGEST_VALUE: usize = 64;
 /// All of a GPU's time, percent.
@@ -55,6 +54,14 @@ pub(super) struct Offer {
     pub(super) refused: Vec<(Tier, OfferError)>,
 }
 
+/// Tiers in the order in which the scheduler is to try them: shared ones first, so that a claim that
+/// takes either joins a shared GPU; of those, and of the others, the stronger first.
+fn in_order(tiers: &BTreeSet<Tier>) -> Vec<Tier> {
+    let mut tiers: Vec<Tier> = tiers.iter().copied().collect();
+    tiers.sort_by_key(|tier| (!tier.is_shared(), Reverse(tier.level())));
+    tiers
+}
+
 /// The devices under which `gpu` is offered. Their names carry `prefix`, and each takes all of
 /// `counters`. An error is one of every tier.
 pub(super) fn of_gpu(
@@ -67,7 +74,7 @@ pub(super) fn of_gpu(
     let memory = Memory::read(gpu)?;
     let common = attributes(inventory, gpu)?;
     let mut offer = Offer::default();
-    for tier in ORDER.into_iter().filter(|tier| terms.tiers.contains(tier)) {
+    for tier in in_order(&terms.tiers) {
         let Some(whole) = WholeGpuTier::new(tier) else {
             continue;
         };
