@@ -51,7 +51,11 @@ pub struct Description {
     pub driver_version: String,
     /// The CUDA version the driver supports: 1000 × major + 10 × minor.
     pub cuda_version: u32,
-    /// The GPUs, in order of their minor numbers.
+    /// The minor numbers of the GPUs, as if the kernel had probed them in another order than that of
+    /// their PCI addresses; 0, 1, … where the file does not say. A GPU keeps its UUID and its address.
+    #[serde(default)]
+    pub minors: Vec<u32>,
+    /// The GPUs, in the order in which NVML counts them.
     #[serde(rename = "gpu")]
     pub gpus: Vec<GpuDescription>,
 }
@@ -250,6 +254,17 @@ impl Description {
             return refuse(
                 "gpu".into(),
                 format!("{count} GPUs; must be 1 to {MAX_GPUS}"),
+            );
+        }
+        let mut sorted = self.minors.clone();
+        sorted.sort_unstable();
+        if !sorted.is_empty() && !sorted.iter().map(|n| u64::from(*n)).eq(0..count) {
+            return refuse(
+                "minors".into(),
+                format!(
+                    "must be the numbers 0 to {} in any order, or none",
+                    count - 1
+                ),
             );
         }
         for (index, gpu) in self.gpus.iter().enumerate() {

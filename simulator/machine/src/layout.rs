@@ -239,9 +239,11 @@ impl Shared {
             .iter()
             .flat_map(|gpu| (0..gpu.count as usize).map(move |unit| (gpu, unit)));
         let mut count = 0;
-        for ((gpu, unit), (minor, state)) in units.zip((0u32..).zip(&mut self.gpus)) {
-            state.describe(gpu, unit, minor, identity);
-            count = minor + 1;
+        for ((gpu, unit), (index, state)) in units.zip((0u32..).zip(&mut self.gpus)) {
+            let minor = description.minors.get(index as usize).copied();
+            state.describe(gpu, unit, index, identity);
+            state.minor = minor.unwrap_or(index);
+            count = index + 1;
         }
         self.header.gpu_count = count;
         // Last: a page without it is not complete.
@@ -250,18 +252,17 @@ impl Shared {
 }
 
 impl GpuState {
-    fn describe(&mut self, gpu: &GpuDescription, unit: usize, minor: u32, identity: &[u8]) {
+    fn describe(&mut self, gpu: &GpuDescription, unit: usize, index: u32, identity: &[u8]) {
         let pci = gpu
             .pci_bus_ids
             .get(unit)
             .and_then(|id| PciAddress::parse(id))
-            .unwrap_or_else(|| PciAddress::spread(minor));
+            .unwrap_or_else(|| PciAddress::spread(index));
         self.name = Text::new(&gpu.name);
-        self.uuid = gpu_uuid(identity, minor);
+        self.uuid = gpu_uuid(identity, index);
         // A serial number is digits; SIM says whose.
         let number = u32::from_be_bytes([self.uuid[0], self.uuid[1], self.uuid[2], self.uuid[3]]);
         self.serial = Text::new(&format!("SIM{number:010}"));
-        self.minor = minor;
         self.architecture = gpu.architecture as u32;
         self.compute_capability = gpu.compute_capability;
         self.brand = gpu.brand;
@@ -341,6 +342,23 @@ mod tests {
         assert_ne!(first.uuid, second.uuid);
         assert_ne!(first.pci_bus, second.pci_bus);
         assert_eq!((first.minor, second.minor), (0, 1));
+    }
+
+    #[test]
+    fn another_probe_order_changes_minor_numbers_and_nothing_else() {
+        let text = include_str!("../../machines/H100-80.toml").replace("count = 1", "count = 3");
+        let usual = test_page(&text);
+        let other = test_page(&format!("minors = [2, 0, 1]\n{text}"));
+        let minors: Vec<_> = other.gpus().iter().map(|gpu| gpu.minor).collect();
+        assert_eq!(minors, [2, 0, 1]);
+        for (one, other) in usual.gpus().iter().zip(other.gpus()) {
+            assert_eq!((one.uuid, one.pci_bus), (other.uuid, other.pci_bus));
+        }
+        for wrong in ["[0, 1]", "[0, 1, 1]", "[1, 2, 3]"] {
+            let error = Description::parse(&format!("minors = {wrong}\n{text}"), "test");
+            let error = error.unwrap_err().to_string();
+            assert!(error.contains("must be the numbers 0 to 2"), "{error}");
+        }
     }
 
     #[test]

@@ -51,7 +51,6 @@ absent! {
     nvmlDeviceGetGpuInstanceId
     nvmlDeviceGetGpuInstancePossiblePlacements
     nvmlDeviceGetGpuInstancePossiblePlacements_v2
-    nvmlDeviceGetGpuInstanceProfileInfo
     nvmlDeviceGetGpuInstanceProfileInfoV
     nvmlDeviceGetGpuInstanceRemainingCapacity
     nvmlDeviceGetGpuInstances

@@ -17,6 +17,7 @@ mod fields;
 mod identity;
 mod internal;
 mod memory;
+mod mig;
 mod modes;
 mod processes;
 mod sensors;

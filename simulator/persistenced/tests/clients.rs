@@ -162,3 +162,14 @@ fn an_injected_xid_wakes_an_event_set() {
     let data = format!("{:?}", event.event_data);
     assert!(data.contains("79"), "{data}");
 }
+
+#[test]
+fn the_profiles_of_partitions_are_told_without_mig_mode() {
+    for (model, slices) in [("H100-80", Some(7)), ("A100-40", Some(7)), ("L4", None)] {
+        let machine = Machine::start(model, 1);
+        let nvml = machine.nvml();
+        let device = nvml.device_by_index(0).unwrap();
+        let profiles = (0..17).filter_map(|profile| device.profile_info(profile).ok());
+        assert_eq!(profiles.map(|p| p.slice_count).max(), slices, "{model}");
+    }
+}
