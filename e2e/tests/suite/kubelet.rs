@@ -6,7 +6,7 @@ use anyhow::ensure;
 use kube::ResourceExt;
 use kube::api::Api;
 use tranche_api::gpu_node::GpuNode;
-use tranche_e2e::namespace::{IDLE, Source};
+use tranche_e2e::namespace::{IDLE, Source, manifest};
 use tranche_e2e::{Case, Request, run, system, wait};
 
 /// From the plugin's registration to whole pools.
@@ -90,6 +90,100 @@ fn a_kubelet_restart_leaves_pods_alone_and_slices_come_back() -> anyhow::Result<
         let filled = second.fill(&[]).await?;
         // 2 GiB are left, and the second's context takes 512 MiB of them.
         ensure!(filled[0].filled == 1536 << 20, "{filled:?}");
+        Ok(())
+    })
+}
+
+/// What a boot changes for us: no container runs, `/run` is empty, and the kernel has probed the GPUs in
+/// the order of `minors` (for none, in the usual one). The node's own processes start again.
+fn boot(minors: &str) -> String {
+    format!(
+        "systemctl stop kubelet
+        ctr --namespace k8s.io tasks list --quiet |
+            xargs --no-run-if-empty --max-args=1 ctr --namespace k8s.io tasks kill --all --signal SIGKILL || true
+        systemctl stop nvidia-sim-persistenced.service nvidia-sim-persistenced.socket
+        findmnt --raw --noheadings --output TARGET | grep '^/run/tranche/' | sort --reverse | xargs --no-run-if-empty umount --lazy
+        rm -rf /run/tranche/shares /var/run/cdi/gpu.tranche.dev-*
+        sed -i '/^minors = /d' {MACHINE}
+        {minors}
+        systemctl start nvidia-sim-persistenced.socket nvidia-sim-persistenced.service
+        systemctl start kubelet"
+    )
+}
+
+/// The machine below the simulated GPUs.
+const MACHINE: &str = "/etc/nvidia-sim/machine.toml";
+
+#[test]
+fn a_node_whose_gpus_come_up_in_another_order_gives_every_claim_its_own() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let namespace = case.namespace("boot").await?;
+        let [first, second] = &case.gpus[..] else {
+            anyhow::bail!("two GPUs, not {:?}", case.gpus);
+        };
+        let mut pods = Vec::new();
+        for (name, gpu) in [("one", first), ("two", second)] {
+            let request = Request::exclusive().on(&gpu.uuid);
+            namespace.template(name, &request.spec()).await?;
+            let mut pod = manifest(name, &[Source::Template(name)], &IDLE);
+            pod["spec"]["restartPolicy"] = "Always".into();
+            let pod = namespace.pod_from(pod).await?;
+            pod.started().await?;
+            ensure!(pod.seen().await?[0].uuid == gpu.uuid, "{name}");
+            pods.push((pod, gpu));
+        }
+        let restarts = |pod: &k8s_openapi::api::core::v1::Pod| {
+            let status = pod.status.clone().unwrap_or_default();
+            let mut containers = status.container_statuses.unwrap_or_default();
+            containers
+                .pop()
+                .map_or(0, |container| container.restart_count)
+        };
+        let node = case.node.clone();
+        let plugin = case.plugin();
+        case.afterwards("the usual order of the GPUs", async move {
+            node.shell(&boot("")).await?;
+            plugin.ready(None).await.map(|_| ())
+        });
+        let swapped = format!(
+            "sed -i '1i minors = [{}, {}]' {MACHINE}",
+            second.minor, first.minor
+        );
+        case.node.shell(&boot(&swapped)).await?;
+
+        // The inventory tells the new minor numbers, in the order of the PCI addresses as before.
+        let (name, uuids) = (case.node.name(), [first.uuid.clone(), second.uuid.clone()]);
+        let minors = [second.minor, first.minor];
+        let nodes: Api<GpuNode> = Api::all(case.client.clone());
+        wait::for_one(nodes, name, "swapped minor numbers", wait::USUAL, |node| {
+            let inventory = node?.status.as_ref()?.inventory.as_ref()?;
+            let found: Vec<_> = inventory
+                .gpus
+                .iter()
+                .map(|g| (g.uuid.clone(), g.minor))
+                .collect();
+            let expected: Vec<_> = uuids.iter().cloned().zip(minors).collect();
+            (found == expected).then_some(())
+        })
+        .await?;
+        for (pod, gpu) in &pods {
+            let pods = namespace.pods();
+            wait::for_one(
+                pods,
+                pod.name(),
+                "its container again",
+                wait::USUAL,
+                |found| (restarts(found?) > 0).then_some(()),
+            )
+            .await?;
+            pod.started().await?;
+            let seen = pod.seen().await?;
+            ensure!(
+                seen.len() == 1 && seen[0].uuid == gpu.uuid,
+                "{}: {seen:?}",
+                pod.name()
+            );
+        }
         Ok(())
     })
 }
