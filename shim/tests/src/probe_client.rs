@@ -1,7 +1,6 @@
 //! The test's end of a probe.
 
 use std::io::{BufRead as _, BufReader, Write as _};
-use std::os::fd::AsRawFd as _;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
 /// A running probe; killed when dropped.
@@ -110,18 +109,6 @@ impl Probe {
     /// Kills it and does not wait.
     pub fn begin_to_kill(&mut self) {
         self.child.kill().unwrap();
-    }
-
-    /// Whether its end of the pipe that it answers through is closed.
-    #[must_use]
-    pub fn has_hung_up(&self) -> bool {
-        let mut watched = libc::pollfd {
-            fd: self.output.get_ref().as_raw_fd(),
-            events: 0,
-            revents: 0,
-        };
-        // SAFETY: one entry, which is writable; the call does not wait.
-        unsafe { libc::poll(&raw mut watched, 1, 0) == 1 }
     }
 
     /// Waits until it has ended by itself, and returns what it wrote to stderr.

@@ -1,6 +1,10 @@
 //! Processes come and go, are killed at any instruction, and fill the account: what each was charged goes with it.
 
 use std::collections::BTreeSet;
+use std::fs::{File, OpenOptions};
+use std::os::fd::AsRawFd as _;
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::process::Command;
 
 use tranche_shim_core::ComputePolicy;
 use tranche_shim_core::layout::SLOTS;
@@ -175,13 +179,39 @@ fn a_child_that_becomes_another_program_leaves_its_parent_alone() {
 fn a_slot_is_free_when_other_files_are_closed_and_not_before() {
     let (world, share) = one_gpu();
     let account = share.account_file();
+    let fifo = world.folder().join("fifo");
+    assert!(
+        Command::new("mkfifo")
+            .arg(&fifo)
+            .status()
+            .unwrap()
+            .success()
+    );
     for _ in 0..100 {
         let mut probe = ready(&world, 1);
-        assert!(account.is_in_use().unwrap());
+        let reader = OpenOptions::new()
+            .read(true)
+            .custom_flags(libc::O_NONBLOCK)
+            .open(&fifo)
+            .unwrap();
+        // A file that the probe opens itself: what it is started with, a child that another test is just forking may have too.
+        probe.must(&format!("open-to-write {}", fifo.display()));
+        assert!(account.is_in_use().unwrap() && !has_hung_up(&reader));
         probe.begin_to_kill();
         while account.is_in_use().unwrap() {}
-        assert!(probe.has_hung_up(), "a file of it is still open");
+        assert!(has_hung_up(&reader), "a file of it is still open");
     }
+}
+
+/// Whether nobody has the other end of a pipe open.
+fn has_hung_up(reader: &File) -> bool {
+    let mut watched = libc::pollfd {
+        fd: reader.as_raw_fd(),
+        events: 0,
+        revents: 0,
+    };
+    // SAFETY: one entry, which is writable; the call does not wait.
+    unsafe { libc::poll(&raw mut watched, 1, 0) == 1 }
 }
 
 /// Grandchildren, and children of many forks at once, each with a slot of its own.
