@@ -84,12 +84,32 @@ impl Events {
     }
 }
 
+/// What became of a process that goes around its share's cap. Each has a reason of its own: an event of the same reason
+/// within minutes would be counted with the first and keep the first one's note.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Bypass {
+    /// It was noticed.
+    Noticed,
+    /// It was ended, as the policy says.
+    Ended,
+}
+
+impl Bypass {
+    const fn reason(self) -> &'static str {
+        match self {
+            Self::Noticed => "CapBypassed",
+            Self::Ended => "CapBypassEnded",
+        }
+    }
+}
+
 impl Events {
-    /// Says that a process of `regarding`, a pod or else a claim, goes around its share's cap. Returns at once.
-    pub fn bypass(&self, regarding: ObjectReference, note: &str) {
+    /// Says what became of a process of `regarding`, a pod or else a claim, that goes around its share's cap. Returns at
+    /// once.
+    pub fn bypass(&self, regarding: ObjectReference, bypass: Bypass, note: &str) {
         let event = Event {
             type_: EventType::Warning,
-            reason: "CapBypassed".to_owned(),
+            reason: bypass.reason().to_owned(),
             note: Some(shortened(note).to_owned()),
             action: "Compare".to_owned(),
             secondary: None,

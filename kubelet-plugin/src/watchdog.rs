@@ -30,7 +30,7 @@ pub use board::{Board, Watched};
 
 use crate::contexts::Contexts;
 use crate::driver_state::DriverState;
-use crate::events::Events;
+use crate::events::{self, Events};
 use crate::gpu_node::NodePolicy;
 use crate::layout::Layout;
 use crate::ledger::{Ledger, claim_of};
@@ -125,14 +125,15 @@ impl Watchdog {
                 return;
             };
             self = back;
-            for (regarding, note) in told {
-                self.events.bypass(regarding, &note);
+            for event in told {
+                self.events
+                    .bypass(event.regarding, event.bypass, &event.note);
             }
         }
     }
 
-    /// Watches each GPU once. Returns the events that are to be told, with the objects that they regard.
-    fn round(&mut self, now: Instant) -> Vec<(ObjectReference, String)> {
+    /// Watches each GPU once. Returns the events that are to be written.
+    fn round(&mut self, now: Instant) -> Vec<BypassEvent> {
         let devices = devices(&self.ledger);
         let is_key = |key: &str| devices.contains_key(key);
         for (record, nth) in devices.values() {
@@ -183,10 +184,17 @@ impl Watchdog {
                         if bypass.is_news || ended {
                             let note = note(uuid, &record.plan.devices[*nth].device, bypass, ended);
                             warn!(claim = %claim_of(record), pod = bypass.pod, "{note}");
-                            told.extend(
-                                regarding(&self.ledger, record, bypass)
-                                    .map(|object| (object, note.clone())),
-                            );
+                            told.extend(regarding(&self.ledger, record, bypass).map(|regarding| {
+                                BypassEvent {
+                                    regarding,
+                                    bypass: if ended {
+                                        events::Bypass::Ended
+                                    } else {
+                                        events::Bypass::Noticed
+                                    },
+                                    note: note.clone(),
+                                }
+                            }));
                         }
                     }
                     Watched::Yes(findings)
@@ -208,6 +216,15 @@ impl Watchdog {
             .set(u64::try_from(nanos).unwrap_or(u64::MAX), board);
         told
     }
+}
+
+/// An event that is to be written.
+#[derive(Clone, Debug, PartialEq)]
+struct BypassEvent {
+    /// A pod, or a claim whose pods are not known.
+    regarding: ObjectReference,
+    bypass: events::Bypass,
+    note: String,
 }
 
 impl Gpu {

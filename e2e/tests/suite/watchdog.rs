@@ -21,13 +21,14 @@ const BYPASS: &str = "
         >/tmp/beats 2>&1 & echo $! >/tmp/pid
     until grep -q beat /tmp/beats; do kill -0 $(cat /tmp/pid) || { cat /tmp/beats; exit 1; }; usleep 20000; done";
 
-/// The notes of the events `CapBypassed` on a pod.
+/// The notes of the events `CapBypassed` and `CapBypassEnded` on a pod.
 async fn events(case: &Case, pod: &PodHandle, namespace: &str) -> anyhow::Result<Vec<String>> {
     let api: Api<Event> = Api::namespaced(case.client.clone(), namespace);
     let events = api.list(&ListParams::default()).await?;
     let of_pod = |event: &&Event| {
         let regarding = event.regarding.as_ref().and_then(|r| r.name.as_deref());
-        event.reason.as_deref() == Some("CapBypassed") && regarding == Some(pod.name())
+        let reason = event.reason.as_deref().unwrap_or_default();
+        reason.starts_with("CapBypass") && regarding == Some(pod.name())
     };
     let notes = events.items.iter().filter(of_pod);
     Ok(notes.filter_map(|event| event.note.clone()).collect())
@@ -90,11 +91,14 @@ fn a_copied_libcuda_is_named_on_its_pod_and_by_policy_ended() -> anyhow::Result<
             Ok(alive.await?.contains("ended").then_some(()))
         })
         .await?;
-        let notes = events(case, &pod, namespace.name()).await?;
-        ensure!(
-            notes.iter().any(|note| note.contains("was ended")),
-            "{notes:?}"
-        );
+        wait::for_answer("an event of its end", NAMED, async || {
+            let notes = events(case, &pod, namespace.name()).await?;
+            Ok(notes
+                .iter()
+                .any(|note| note.contains("was ended"))
+                .then_some(()))
+        })
+        .await?;
         // The pod's own program was not touched.
         pod.started().await?;
         Ok(())

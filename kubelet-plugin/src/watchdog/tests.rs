@@ -165,8 +165,8 @@ impl Node {
         }
     }
 
-    /// So many seconds; the events that were told in them.
-    fn seconds(&mut self, count: u32) -> Vec<(ObjectReference, String)> {
+    /// So many seconds; the events of them.
+    fn seconds(&mut self, count: u32) -> Vec<BypassEvent> {
         (0..count)
             .flat_map(|_| {
                 self.now += INTERVAL;
@@ -219,9 +219,11 @@ async fn a_program_that_never_opened_the_account_is_named_on_its_pod_within_two_
     node.slot(3, CONTEXT);
     node.in_pod(4_000_001, 8 * GIB);
     let told = node.seconds(2);
-    let [(pod, message)] = &told[..] else {
+    let [event] = &told[..] else {
         panic!("{told:?}")
     };
+    let (pod, message) = (&event.regarding, &event.note);
+    assert_eq!(event.bypass, events::Bypass::Noticed);
     assert_eq!(pod.kind.as_deref(), Some("Pod"));
     assert_eq!(pod.name.as_deref(), Some("pod-of-a"));
     assert_eq!(pod.uid.as_deref(), Some(POD));
@@ -253,7 +255,10 @@ async fn a_page_written_by_its_tenant_hides_nothing_beyond_the_share() {
     node.slot(7, 60 * GIB);
     node.in_pod(4_000_001, 60 * GIB + CONTEXT);
     let told = node.seconds(2);
-    assert!(told[0].1.contains("its account or its limit"), "{told:?}");
+    assert!(
+        told[0].note.contains("its account or its limit"),
+        "{told:?}"
+    );
     assert_eq!(node.bypass_bytes(), 40 * GIB);
     // It breaks the page.
     let account = node.world.layout.share("uid-of-a", &node.key).account;
@@ -287,7 +292,8 @@ async fn by_policy_a_process_is_ended_and_a_foreign_one_never() {
     node.asks("Kill");
     let told = node.seconds(1);
     assert!(
-        told.iter().any(|(_, note)| note.contains("was ended")),
+        told.iter()
+            .any(|event| event.bypass == events::Bypass::Ended && event.note.contains("was ended")),
         "{told:?}"
     );
     assert_eq!(bypassing.wait().unwrap().signal(), Some(9));
