@@ -5,7 +5,7 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use k8s_openapi::api::core::v1::{Event, Pod};
 use k8s_openapi::api::resource::v1::ResourceClaim;
-use kube::api::{Api, DeleteParams, LogParams};
+use kube::api::{Api, DeleteParams, LogParams, Patch, PatchParams};
 use kube::runtime::watcher;
 
 use crate::exec::{self, Exit};
@@ -200,6 +200,18 @@ impl PodHandle {
             Ok(beats.get(now + 1).cloned())
         })
         .await
+    }
+
+    /// Has the kubelet look at the pod again: after a Prepare that failed it does so only when the pod changes, or after a
+    /// minute and more.
+    pub async fn look_again(&self) -> anyhow::Result<()> {
+        let other = uuid::Uuid::new_v4().to_string();
+        let changed = serde_json::json!({"metadata": {"annotations": {"look-again": other}}});
+        self.namespace
+            .pods()
+            .patch(&self.name, &PatchParams::default(), &Patch::Merge(&changed))
+            .await?;
+        Ok(())
     }
 
     /// Deletes it and waits until it is gone.

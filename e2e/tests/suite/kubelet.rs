@@ -94,8 +94,9 @@ fn a_kubelet_restart_leaves_pods_alone_and_slices_come_back() -> anyhow::Result<
     })
 }
 
-/// What a boot changes for us: no container runs, `/run` is empty, and the kernel has probed the GPUs in
-/// the order of `minors` (for none, in the usual one). The node's own processes start again.
+/// What a boot changes for us: no container runs, `/run` is empty, kube-proxy's table is gone (1.37 loses an element of one
+/// that it finds), and the kernel has probed the GPUs in the order of `minors` (for none, in the usual one). The node's own
+/// processes start again.
 fn boot(minors: &str) -> String {
     format!(
         "systemctl stop kubelet
@@ -104,12 +105,16 @@ fn boot(minors: &str) -> String {
         systemctl stop nvidia-sim-persistenced.service nvidia-sim-persistenced.socket
         findmnt --raw --noheadings --output TARGET | grep '^/run/tranche/' | sort --reverse | xargs --no-run-if-empty umount --lazy
         rm -rf /run/tranche/shares /var/run/cdi/gpu.tranche.dev-*
+        nft delete table ip kube-proxy || true
         sed -i '/^minors = /d' {MACHINE}
         {minors}
         systemctl start nvidia-sim-persistenced.socket nvidia-sim-persistenced.service
         systemctl start kubelet"
     )
 }
+
+/// The kubelet asks before the plugin has registered, and again after a minute and more.
+const TRIED_AGAIN: Duration = Duration::from_mins(3);
 
 /// The machine below the simulated GPUs.
 const MACHINE: &str = "/etc/nvidia-sim/machine.toml";
@@ -149,21 +154,24 @@ fn a_node_whose_gpus_come_up_in_another_order_gives_every_claim_its_own() -> any
             "sed -i '1i minors = [{}, {}]' {MACHINE}",
             second.minor, first.minor
         );
+        let epoch = system::epoch(&case.plugin().gpu_node().await?);
         case.node.shell(&boot(&swapped)).await?;
 
         // The inventory tells the new minor numbers, in the order of the PCI addresses as before.
         let (name, uuids) = (case.node.name(), [first.uuid.clone(), second.uuid.clone()]);
         let minors = [second.minor, first.minor];
         let nodes: Api<GpuNode> = Api::all(case.client.clone());
-        wait::for_one(nodes, name, "swapped minor numbers", wait::USUAL, |node| {
+        let what = "swapped minor numbers of a plugin that is registered anew";
+        wait::for_one(nodes, name, what, wait::USUAL, |node| {
             let inventory = node?.status.as_ref()?.inventory.as_ref()?;
+            let registered = system::epoch(node?) > epoch;
             let found: Vec<_> = inventory
                 .gpus
                 .iter()
                 .map(|g| (g.uuid.clone(), g.minor))
                 .collect();
             let expected: Vec<_> = uuids.iter().cloned().zip(minors).collect();
-            (found == expected).then_some(())
+            (registered && found == expected).then_some(())
         })
         .await?;
         for (pod, gpu) in &pods {
@@ -172,7 +180,7 @@ fn a_node_whose_gpus_come_up_in_another_order_gives_every_claim_its_own() -> any
                 pods,
                 pod.name(),
                 "its container again",
-                wait::USUAL,
+                TRIED_AGAIN,
                 |found| (restarts(found?) > 0).then_some(()),
             )
             .await?;

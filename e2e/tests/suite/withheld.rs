@@ -69,14 +69,9 @@ fn a_gpu_that_an_allocator_gave_away_twice_is_prepared_once() -> anyhow::Result<
         }
         ensure!(share.seen().await?.len() == 1, "the first pod's GPU");
 
-        // What was refused is given once the first is gone. The kubelet looks at the pod again when it changes, and
-        // otherwise after a minute or more.
+        // What was refused is given once the first is gone.
         share.delete().await?;
-        let changed = json!({"metadata": {"annotations": {"e2e": "look again"}}});
-        namespace
-            .pods()
-            .patch("whole", &PatchParams::default(), &Patch::Merge(&changed))
-            .await?;
+        whole.look_again().await?;
         whole.started().await?;
         Ok(())
     })
