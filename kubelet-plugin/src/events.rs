@@ -16,6 +16,25 @@ use crate::FIELD_MANAGER;
 /// The API server refuses a longer note.
 const LONGEST_NOTE: usize = 1024;
 
+/// What became of a process that goes around its share's cap. Each has a reason of its own: an event of the same reason
+/// within minutes would be counted with the first and keep the first one's note.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Bypass {
+    /// It was noticed.
+    Noticed,
+    /// It was ended, as the policy says.
+    Ended,
+}
+
+impl Bypass {
+    const fn reason(self) -> &'static str {
+        match self {
+            Self::Noticed => "CapBypassed",
+            Self::Ended => "CapBypassEnded",
+        }
+    }
+}
+
 /// Publishes events.
 #[derive(Clone)]
 pub struct Events {
@@ -72,38 +91,6 @@ impl Events {
         self.publish(event, vec![node.object_ref(&())]);
     }
 
-    fn publish(&self, event: Event, regarding: Vec<ObjectReference>) {
-        let recorder = self.recorder.clone();
-        tokio::spawn(async move {
-            for object in regarding {
-                if let Err(error) = recorder.publish(&event, &object).await {
-                    warn!(%error, object = object.name, "cannot publish an event; see that the plugin may create and patch events (events.k8s.io)");
-                }
-            }
-        });
-    }
-}
-
-/// What became of a process that goes around its share's cap. Each has a reason of its own: an event of the same reason
-/// within minutes would be counted with the first and keep the first one's note.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Bypass {
-    /// It was noticed.
-    Noticed,
-    /// It was ended, as the policy says.
-    Ended,
-}
-
-impl Bypass {
-    const fn reason(self) -> &'static str {
-        match self {
-            Self::Noticed => "CapBypassed",
-            Self::Ended => "CapBypassEnded",
-        }
-    }
-}
-
-impl Events {
     /// Says what became of a process of `regarding`, a pod or else a claim, that goes around its share's cap. Returns at
     /// once.
     pub fn bypass(&self, regarding: ObjectReference, bypass: Bypass, note: &str) {
@@ -114,10 +101,16 @@ impl Events {
             action: "Compare".to_owned(),
             secondary: None,
         };
+        self.publish(event, vec![regarding]);
+    }
+
+    fn publish(&self, event: Event, regarding: Vec<ObjectReference>) {
         let recorder = self.recorder.clone();
         tokio::spawn(async move {
-            if let Err(error) = recorder.publish(&event, &regarding).await {
-                warn!(%error, object = regarding.name, "cannot publish an event; see that the plugin may create and patch events (events.k8s.io)");
+            for object in regarding {
+                if let Err(error) = recorder.publish(&event, &object).await {
+                    warn!(%error, object = object.name, "cannot publish an event; see that the plugin may create and patch events (events.k8s.io)");
+                }
             }
         });
     }
@@ -131,19 +124,28 @@ fn regarding(claim: &ResourceClaim) -> Vec<ObjectReference> {
         .iter()
         // It may name a PodGroup too.
         .filter(|consumer| consumer.resource == "pods")
-        .map(|pod| ObjectReference {
-            api_version: Some("v1".to_owned()),
-            kind: Some("Pod".to_owned()),
-            name: Some(pod.name.clone()),
-            namespace: claim.metadata.namespace.clone(),
-            uid: Some(pod.uid.clone()),
-            ..ObjectReference::default()
+        .map(|pod| {
+            let namespace = claim.metadata.namespace.clone();
+            pod_reference(namespace, pod.name.clone(), pod.uid.clone())
         })
         .collect();
     if pods.is_empty() {
         vec![claim.object_ref(&())]
     } else {
         pods
+    }
+}
+
+/// A pod as the object that an event regards.
+#[must_use]
+pub fn pod_reference(namespace: Option<String>, name: String, uid: String) -> ObjectReference {
+    ObjectReference {
+        api_version: Some("v1".to_owned()),
+        kind: Some("Pod".to_owned()),
+        name: Some(name),
+        namespace,
+        uid: Some(uid),
+        ..ObjectReference::default()
     }
 }
 

@@ -21,10 +21,8 @@ use crate::journal::{Loaded, MayHold, StoreError};
 #[derive(Debug, Default)]
 pub struct Ledger {
     claims: Mutex<BTreeMap<String, Entry>>,
-    /// The pods of held claims, by the claim's UID; forgotten when the plugin ends.
-    pods: Mutex<BTreeMap<String, Vec<String>>>,
-    /// The same pods' names, by the claim's UID and the pod's.
-    pod_uids: Mutex<BTreeMap<String, BTreeMap<String, String>>>,
+    /// The names of the pods of held claims, by the claim's UID and the pod's; forgotten when the plugin ends.
+    pods: Mutex<BTreeMap<String, BTreeMap<String, String>>>,
     releases: watch::Sender<()>,
     refused: watch::Sender<Refused>,
 }
@@ -137,7 +135,6 @@ impl Ledger {
         let ledger = Self {
             claims: Mutex::new(held.chain(refused).collect()),
             pods: Mutex::default(),
-            pod_uids: Mutex::default(),
             releases: watch::Sender::default(),
             refused: watch::Sender::default(),
         };
@@ -263,25 +260,22 @@ impl Ledger {
         self.claims().insert(uid, Entry::Held(record));
     }
 
-    /// Notes for which pods a claim is reserved, if it is held: for metrics.
+    /// Notes for which pods a claim is reserved, if it is held: for metrics and the watchdog.
     pub fn note_pods(&self, claim: &ResourceClaim) {
         let Some(uid) = &claim.metadata.uid else {
             return;
         };
         let reserved = claim.status.as_ref().and_then(|s| s.reserved_for.as_ref());
-        let by_uid: BTreeMap<_, _> = reserved
+        let pods = reserved
             .into_iter()
             .flatten()
             .filter(|consumer| consumer.resource == "pods")
             .map(|pod| (pod.uid.clone(), pod.name.clone()))
             .collect();
-        let mut pods: Vec<_> = by_uid.values().cloned().collect();
-        pods.sort_unstable();
         // Held until it is noted: nobody forgets a claim that was released before.
         let claims = self.claims();
         if claims.contains_key(uid) {
             self.all_pods().insert(uid.clone(), pods);
-            self.all_pod_uids().insert(uid.clone(), by_uid);
         }
     }
 
@@ -289,20 +283,18 @@ impl Ledger {
     /// this life.
     #[must_use]
     pub fn pod_uids(&self, uid: &str) -> BTreeMap<String, String> {
-        self.all_pod_uids().get(uid).cloned().unwrap_or_default()
-    }
-
-    fn all_pod_uids(&self) -> MutexGuard<'_, BTreeMap<String, BTreeMap<String, String>>> {
-        self.pod_uids.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// The pods for which a claim is reserved, as far as the plugin saw it in this life.
-    #[must_use]
-    pub fn pods(&self, uid: &str) -> Vec<String> {
         self.all_pods().get(uid).cloned().unwrap_or_default()
     }
 
-    fn all_pods(&self) -> MutexGuard<'_, BTreeMap<String, Vec<String>>> {
+    /// The same names alone, sorted.
+    #[must_use]
+    pub fn pods(&self, uid: &str) -> Vec<String> {
+        let mut names: Vec<_> = self.pod_uids(uid).into_values().collect();
+        names.sort_unstable();
+        names
+    }
+
+    fn all_pods(&self) -> MutexGuard<'_, BTreeMap<String, BTreeMap<String, String>>> {
         self.pods.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -310,7 +302,6 @@ impl Ledger {
     pub fn remove(&self, uid: &str) {
         let mut claims = self.claims();
         self.all_pods().remove(uid);
-        self.all_pod_uids().remove(uid);
         let known = claims.remove(uid).is_some();
         drop(claims);
         if known {

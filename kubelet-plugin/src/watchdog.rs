@@ -371,13 +371,8 @@ fn regarding<'a>(
 ) -> impl Iterator<Item = ObjectReference> + use<'a> {
     let allocation = &record.plan.allocation;
     let pods = ledger.pod_uids(&allocation.uid);
-    let pod = |(uid, name): (String, String)| ObjectReference {
-        api_version: Some("v1".to_owned()),
-        kind: Some("Pod".to_owned()),
-        name: Some(name),
-        namespace: Some(allocation.namespace.clone()),
-        uid: Some(uid),
-        ..ObjectReference::default()
+    let pod = |(uid, name): (String, String)| {
+        events::pod_reference(Some(allocation.namespace.clone()), name, uid)
     };
     let its = bypass.pod.as_ref().and_then(|uid| pods.get_key_value(uid));
     let mut objects: Vec<_> = match its {
