@@ -9,7 +9,7 @@ use anyhow::{Context, anyhow, ensure};
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use k8s_openapi::api::core::v1::{Namespace as CoreNamespace, Node as CoreNode, Pod};
-use k8s_openapi::api::resource::v1::{Device, ResourceClaim, ResourceSlice};
+use k8s_openapi::api::resource::v1::{ResourceClaim, ResourceSlice};
 use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams, PostParams};
 use kube::runtime::watcher;
 use kube::{Client, Config, ResourceExt};
@@ -18,7 +18,7 @@ use tranche_api::names::{DRIVER, attribute};
 
 use crate::namespace::Namespace;
 use crate::node::Node;
-use crate::system::NodePlugin;
+use crate::system::{NodePlugin, text};
 use crate::{diagnosis, wait};
 
 /// The cluster, held by one test at a time.
@@ -173,10 +173,6 @@ impl Case {
 
     /// The name of the device under which `gpu` is offered in the tier `isolation`.
     pub async fn device(&self, gpu: &Gpu, isolation: &str) -> anyhow::Result<String> {
-        let text = |device: &Device, name: &str| {
-            let attribute = device.attributes.as_ref()?.get(name)?;
-            attribute.string.clone()
-        };
         let fields = format!("spec.driver={DRIVER}");
         let slices: Api<ResourceSlice> = Api::all(self.client.clone());
         let slices = slices.list(&ListParams::default().fields(&fields)).await?;
@@ -185,8 +181,8 @@ impl Case {
             .iter()
             .flat_map(|s| s.spec.devices.iter().flatten());
         let device = devices.find(|device| {
-            text(device, attribute::UUID).as_deref() == Some(&gpu.uuid)
-                && text(device, attribute::ISOLATION).as_deref() == Some(isolation)
+            text(device, attribute::UUID) == Some(&gpu.uuid)
+                && text(device, attribute::ISOLATION) == Some(isolation)
         });
         let device =
             device.with_context(|| format!("{} is not offered as {isolation}", gpu.uuid))?;

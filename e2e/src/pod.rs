@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use anyhow::{Context, bail};
+use anyhow::{Context, bail, ensure};
 use k8s_openapi::api::core::v1::{Event, Pod};
 use k8s_openapi::api::resource::v1::ResourceClaim;
 use kube::api::{Api, DeleteParams, LogParams, Patch, PatchParams};
@@ -73,6 +73,17 @@ impl PodHandle {
             |pod| unschedulable(pod?),
         )
         .await
+    }
+
+    /// Waits until the scheduler has said that there is no room for the pod's claims.
+    pub async fn has_no_room(&self) -> anyhow::Result<()> {
+        let reason = self.unschedulable().await?;
+        ensure!(
+            reason.contains("cannot allocate all claims"),
+            "{}: {reason}",
+            self.name
+        );
+        Ok(())
     }
 
     /// Waits for an event of this reason about the pod, and returns its message.

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::Context;
 use k8s_openapi::api::core::v1::Pod;
-use k8s_openapi::api::resource::v1::ResourceSlice;
+use k8s_openapi::api::resource::v1::{Device, ResourceSlice};
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use kube::Client;
 use kube::api::{Api, DeleteParams, PostParams};
@@ -108,6 +108,13 @@ pub fn complete(
         usize::try_from(pool.resource_slice_count) == Ok(members.count())
     });
     (whole && !slices.is_empty()).then(|| slices.clone())
+}
+
+/// The text of a device's attribute.
+#[must_use]
+pub fn text<'a>(device: &'a Device, attribute: &str) -> Option<&'a str> {
+    let attributes = device.attributes.as_ref()?;
+    attributes.get(attribute)?.string.as_deref()
 }
 
 /// Whether the pod's condition `Ready` is true.

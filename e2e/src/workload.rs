@@ -1,8 +1,22 @@
-//! What `tranche-workload --json` says (`e2e/workload`).
+//! What pods run, and what it says: `tranche-workload --json` (`e2e/workload`).
 
 use anyhow::Context;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
+
+/// The command that holds so much memory and says ten times a second how it is.
+#[must_use]
+pub fn hold(bytes: &str) -> [&str; 7] {
+    [
+        "tranche-workload",
+        "--json",
+        "hold",
+        "--bytes",
+        bytes,
+        "--beat",
+        "100",
+    ]
+}
 
 /// A device as CUDA shows it.
 #[derive(Clone, Debug, Deserialize, PartialEq, Eq)]

@@ -10,7 +10,7 @@ use kube::runtime::watcher;
 use tranche_api::conditions::DRIVER_READY;
 use tranche_api::gpu_node::GpuNode;
 use tranche_api::names::taint;
-use tranche_e2e::{Case, Request, SYSTEM, run, system, wait};
+use tranche_e2e::{Case, Request, SYSTEM, run, system, wait, workload};
 
 /// How soon a deleted GpuNode is back, and a change of the driver is known.
 const SECONDS: Duration = Duration::from_secs(10);
@@ -56,15 +56,7 @@ fn a_driver_that_goes_takes_its_devices_with_it_and_brings_them_back() -> anyhow
         let plugin = case.plugin();
         let before = plugin.published().await?;
         let namespace = case.namespace("driver").await?;
-        let hold = [
-            "tranche-workload",
-            "--json",
-            "hold",
-            "--bytes",
-            "2Gi",
-            "--beat",
-            "100",
-        ];
+        let hold = workload::hold("2Gi");
         let share = Request::capped("3Gi", "10");
         let holder = namespace.running("holder", &share, &hold).await?;
         holder.started().await?;

@@ -7,7 +7,7 @@ use kube::ResourceExt;
 use kube::api::Api;
 use tranche_api::gpu_node::GpuNode;
 use tranche_e2e::namespace::{IDLE, Source, manifest};
-use tranche_e2e::{Case, Request, run, system, wait};
+use tranche_e2e::{Case, Request, run, system, wait, workload};
 
 /// From the plugin's registration to whole pools.
 const REPUBLISHED: Duration = Duration::from_secs(5);
@@ -16,15 +16,7 @@ const REPUBLISHED: Duration = Duration::from_secs(5);
 fn a_kubelet_restart_leaves_pods_alone_and_slices_come_back() -> anyhow::Result<()> {
     run(async |case: &Case| {
         let namespace = case.namespace("kubelet").await?;
-        let hold = [
-            "tranche-workload",
-            "--json",
-            "hold",
-            "--bytes",
-            "8Gi",
-            "--beat",
-            "100",
-        ];
+        let hold = workload::hold("8Gi");
         let holder = namespace
             .running("holder", &Request::capped("10Gi", "10"), &hold)
             .await?;

@@ -10,7 +10,7 @@ use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt;
 use kube::api::{Api, DeleteParams, Patch, PatchParams};
 use serde_json::json;
-use tranche_e2e::{Case, Request, SYSTEM, run, system, wait};
+use tranche_e2e::{Case, Request, SYSTEM, run, system, wait, workload};
 
 const PODS: usize = 50;
 /// Enough for a burst on two cores, and the kubelet's pause before it starts a container again.
@@ -90,15 +90,7 @@ fn killed_while_pods_run_and_end() -> anyhow::Result<()> {
     run(async |case: &Case| {
         renew_plugin(case);
         let namespace = case.namespace("killed").await?;
-        let hold = [
-            "tranche-workload",
-            "--json",
-            "hold",
-            "--bytes",
-            "2Gi",
-            "--beat",
-            "100",
-        ];
+        let hold = workload::hold("2Gi");
         let share = Request::capped("3Gi", "10");
         let stays = namespace.running("stays", &share, &hold).await?;
         let goes = namespace.running("goes", &share, &hold).await?;

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Context, ensure};
 use futures::TryStreamExt;
-use k8s_openapi::api::resource::v1::{Device, ResourceSlice};
+use k8s_openapi::api::resource::v1::ResourceSlice;
 use kube::ResourceExt;
 use kube::api::{Api, DeleteParams, ListParams, PostParams};
 use kube::runtime::WatchStreamExt;
@@ -20,15 +20,6 @@ use tranche_e2e::{Case, Request, run, system, wait};
 const HEALED: Duration = Duration::from_secs(10);
 /// How long nobody may write.
 const QUIET: Duration = Duration::from_secs(15);
-
-fn text<'a>(device: &'a Device, attribute: &str) -> Option<&'a str> {
-    device
-        .attributes
-        .as_ref()?
-        .get(attribute)?
-        .string
-        .as_deref()
-}
 
 #[test]
 fn every_gpu_is_published_in_every_tier() -> anyhow::Result<()> {
@@ -73,13 +64,16 @@ fn every_gpu_is_published_in_every_tier() -> anyhow::Result<()> {
             .iter()
             .zip(case.gpus.iter().flat_map(|gpu| [gpu; 3]))
         {
-            ensure!(text(device, "uuid") == Some(&gpu.uuid), "{device:?}");
             ensure!(
-                text(device, "productName") == Some(&gpu.product_name),
+                system::text(device, "uuid") == Some(&gpu.uuid),
                 "{device:?}"
             );
             ensure!(
-                text(device, "resource.kubernetes.io/pciBusID") == Some(&gpu.pci_bus_id),
+                system::text(device, "productName") == Some(&gpu.product_name),
+                "{device:?}"
+            );
+            ensure!(
+                system::text(device, "resource.kubernetes.io/pciBusID") == Some(&gpu.pci_bus_id),
                 "{device:?}"
             );
             let attributes = device.attributes.as_ref().context("attributes")?;
@@ -89,7 +83,7 @@ fn every_gpu_is_published_in_every_tier() -> anyhow::Result<()> {
                     && int(attribute::INDEX) == gpu.index.map(Into::into),
                 "{device:?}"
             );
-            let isolation = text(device, "isolation").context("isolation")?;
+            let isolation = system::text(device, "isolation").context("isolation")?;
             ensure!(
                 device.allow_multiple_allocations == (isolation != "exclusive").then_some(true),
                 "{device:?}"
@@ -209,7 +203,7 @@ async fn capped_devices(case: &Case, what: &str, expected: (bool, bool)) -> anyh
             let mut capped = system::complete(slices)?
                 .into_values()
                 .flat_map(|slice| slice.spec.devices.unwrap_or_default())
-                .filter(|device| text(device, "isolation") == Some("capped"));
+                .filter(|device| system::text(device, "isolation") == Some("capped"));
             capped
                 .all(|device| {
                     let attributes = device.attributes.as_ref();

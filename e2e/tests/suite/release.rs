@@ -5,7 +5,7 @@ use std::time::Duration;
 use anyhow::ensure;
 use kube::api::DeleteParams;
 use tranche_e2e::namespace::{IDLE, Source};
-use tranche_e2e::{Case, Request, run, wait};
+use tranche_e2e::{Case, Request, run, wait, workload};
 
 /// How soon a share that was freed by force is another's.
 const SUCCEEDED: Duration = Duration::from_secs(30);
@@ -86,15 +86,7 @@ fn two_pods_of_one_claim_have_one_share() -> anyhow::Result<()> {
         namespace
             .claim("gpu", &Request::capped("4Gi", "10").spec())
             .await?;
-        let hold = [
-            "tranche-workload",
-            "--json",
-            "hold",
-            "--bytes",
-            "3Gi",
-            "--beat",
-            "100",
-        ];
+        let hold = workload::hold("3Gi");
         let holder = namespace
             .pod("holder", &[Source::Claim("gpu")], &hold)
             .await?;

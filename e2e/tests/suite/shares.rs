@@ -4,7 +4,7 @@ use anyhow::{Context, ensure};
 use k8s_openapi::api::resource::v1::AllocatedDeviceStatus;
 use tranche_e2e::namespace::{IDLE, Source, manifest};
 use tranche_e2e::request::{apart, spec};
-use tranche_e2e::{Case, PodHandle, Request, run, wait};
+use tranche_e2e::{Case, PodHandle, Request, run, wait, workload};
 
 const GI: u64 = 1 << 30;
 const MI: u64 = 1 << 20;
@@ -49,15 +49,7 @@ fn two_namespaces_share_one_gpu() -> anyhow::Result<()> {
         let small = a.idle("small", &Request::capped("20Gi", "25")).await?;
         small.started().await?;
         let large = Request::capped("40Gi", "50");
-        let hold = [
-            "tranche-workload",
-            "--json",
-            "hold",
-            "--bytes",
-            "32Gi",
-            "--beat",
-            "100",
-        ];
+        let hold = workload::hold("32Gi");
         let large = b.running("large", &large, &hold).await?;
         large.started().await?;
         let first = case.gpus[0].uuid.as_str();

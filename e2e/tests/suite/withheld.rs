@@ -4,36 +4,17 @@
 use std::time::Duration;
 
 use anyhow::{Context, ensure};
-use k8s_openapi::api::resource::v1::{Device, ResourceSlice};
+use k8s_openapi::api::resource::v1::ResourceSlice;
 use kube::api::{Api, DeleteParams, Patch, PatchParams, PostParams};
 use serde_json::json;
 use tranche_api::conditions::SOLE_PROVIDER;
 use tranche_api::gpu_node::GpuNode;
-use tranche_api::names::{DRIVER, attribute, pool};
+use tranche_api::names::{DRIVER, pool};
 use tranche_e2e::namespace::{IDLE, Source, manifest};
 use tranche_e2e::{Case, Request, run, wait};
 
 /// How soon another system is noticed, and how soon its end is.
 const NOTICED: Duration = Duration::from_secs(20);
-
-fn text<'a>(device: &'a Device, name: &str) -> Option<&'a str> {
-    let attributes = device.attributes.as_ref()?;
-    attributes.get(name)?.string.as_deref()
-}
-
-/// The name of the exclusive device of a GPU.
-async fn exclusive_device(case: &Case, uuid: &str) -> anyhow::Result<String> {
-    let slices = case.plugin().published().await?;
-    let mut devices = slices
-        .values()
-        .flat_map(|s| s.spec.devices.iter().flatten());
-    let device = devices.find(|device| {
-        text(device, attribute::UUID) == Some(uuid)
-            && text(device, attribute::ISOLATION) == Some("exclusive")
-    });
-    let device = device.with_context(|| format!("no exclusive device of {uuid}"))?;
-    Ok(device.name.clone())
-}
 
 /// A scheduler that does not know shared counters gives a share and the whole GPU to two pods.
 #[test]
@@ -46,7 +27,7 @@ fn a_gpu_that_an_allocator_gave_away_twice_is_prepared_once() -> anyhow::Result<
             .await?;
         share.started().await?;
 
-        let device = exclusive_device(case, uuid).await?;
+        let device = case.device(&case.gpus[0], "exclusive").await?;
         namespace
             .claim("whole", &Request::exclusive().spec())
             .await?;
