@@ -10,6 +10,7 @@
 KIND_VERSION=v0.33.0
 KUBERNETES_VERSION=v1.37.1
 CONTAINERD_VERSION=v2.4.2
+RUNC_VERSION=v1.4.3
 HELM_VERSION=v4.3.1
 
 # Built parts, kept between runs and clones, named by a hash of what they are built from.

@@ -30,11 +30,15 @@ build_node_image() {
 	need_go
 	need debootstrap debootstrap
 	need cc gcc libc6-dev
+	need pkg-config pkg-config
+	pkg-config --exists libseccomp || step "Installing libseccomp-dev from Debian" locked install_packages libseccomp-dev
 	build "$(kubernetes_part)" "Building Kubernetes $KUBERNETES_VERSION (6 minutes on 2 cores)" build_kubernetes
 	build "$(containerd_part)" "Building containerd $CONTAINERD_VERSION" build_containerd
+	build "$(runc_part)" "Building runc $RUNC_VERSION" build_runc
 	build "$(debian_part)" "Unpacking Debian $(debian_suite)" build_debian
 	image=$(part node-image "$KIND_DIR"/node-image/{rootfs,images,assemble}.sh "$KIND_VERSION" \
-		"$(basename "$(kubernetes_part)")" "$(basename "$(containerd_part)")" "$(basename "$(debian_part)")")
+		"$(basename "$(kubernetes_part)")" "$(basename "$(containerd_part)")" \
+		"$(basename "$(runc_part)")" "$(basename "$(debian_part)")")
 	build "$image" "Assembling the node image" assemble_node_image
 	NODE_IMAGE=tranche/node:${image##*-}
 	have_image "$NODE_IMAGE" || step "Loading the node image" load_node_image "$image"

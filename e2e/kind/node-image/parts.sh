@@ -1,4 +1,4 @@
-# The programs of a node that come from Go modules: Kubernetes as one binary, and containerd.
+# The programs of a node that come from Go modules: Kubernetes as one binary, containerd, and runc.
 # shellcheck shell=bash
 
 need_go() {
@@ -38,6 +38,16 @@ build_containerd() {
 			-ldflags "-s -w -X $module/version.Version=$CONTAINERD_VERSION" \
 			"$module/cmd/$program@$CONTAINERD_VERSION"
 	done
+}
+
+runc_part() { part runc "$RUNC_VERSION" "$(debian_suite)"; }
+
+# Debian's runc may be too old for user namespaces (before 1.2); libseccomp is Debian's on both machines.
+build_runc() {
+	local folder=$1
+	CGO_ENABLED=1 GOBIN=$folder nice go install -v -trimpath -tags seccomp -ldflags '-s -w' \
+		"github.com/opencontainers/runc@$RUNC_VERSION"
+	"$folder/runc" features | jq --exit-status '.linux.seccomp.enabled and .linux.mountExtensions.idmap.enabled'
 }
 
 # kind_source prints where kind's module lies: the files of its base image are taken from there.

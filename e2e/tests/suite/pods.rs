@@ -78,7 +78,6 @@ fn with_a_read_only_root_file_system() -> anyhow::Result<()> {
 }
 
 #[test]
-#[ignore = "needs runc 1.2 on the nodes; the node image that is built here has Debian's 1.1"]
 fn in_a_user_namespace() -> anyhow::Result<()> {
     run(async |case: &Case| {
         let pod = changed(case, "users", |spec| spec["hostUsers"] = json!(false)).await?;
@@ -92,7 +91,6 @@ fn in_a_user_namespace() -> anyhow::Result<()> {
 }
 
 #[test]
-#[ignore = "needs runc 1.2 on the nodes; the node image that is built here has Debian's 1.1"]
 fn in_a_user_namespace_without_root_and_with_a_read_only_root() -> anyhow::Result<()> {
     run(async |case: &Case| {
         let pod = changed(case, "both", |spec| {
@@ -152,15 +150,7 @@ fn without_a_shell_and_without_a_loaders_cache() -> anyhow::Result<()> {
     run(async |case: &Case| {
         let pod = changed(case, "program", |spec| {
             let container = &mut spec["containers"][0];
-            container["command"] = json!([
-                "tranche-workload",
-                "--json",
-                "hold",
-                "--bytes",
-                "1Gi",
-                "--beat",
-                "100"
-            ]);
+            container["command"] = json!(workload::hold("1Gi"));
         })
         .await?;
         let beats = pod.beats().await?;
