@@ -9,6 +9,7 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use tranche_driver::cdi::{DriverDevice, container_path};
+use tranche_driver::preparation::PAGES;
 
 use crate::wire::{Grant, Link};
 
@@ -66,11 +67,12 @@ pub fn plan(grant: &Grant, host: &impl Host) -> Layout {
     if host.canonical(&own).as_deref() != Some(&*own) {
         layout.mount_point(&own, host);
     }
+    let capped = DriverDevice::Capped { pages: PAGES }.name();
     let capped = grant
         .driver
         .devices()
         .iter()
-        .filter(|device| device.name == DriverDevice::Capped.name());
+        .filter(|device| device.name == capped);
     let edits = capped
         .chain(grant.share.devices())
         .map(|device| &device.container_edits)

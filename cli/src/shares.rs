@@ -335,7 +335,7 @@ impl Membership {
 #[cfg(test)]
 mod tests {
     use tranche_driver::claim::Allocation;
-    use tranche_driver::preparation::PreparationPlan;
+    use tranche_driver::preparation::{PAGES, PreparationPlan};
 
     use super::*;
 
@@ -343,6 +343,7 @@ mod tests {
 
     fn record(name: &str) -> Record {
         Record::new(PreparationPlan {
+            pages: PAGES,
             allocation: Allocation {
                 uid: name.into(),
                 namespace: "run".into(),

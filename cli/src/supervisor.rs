@@ -13,8 +13,9 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use tranche_api::gpu_node::Inventory;
-use tranche_driver::cdi::{NodePaths, claim_spec, container_path, driver_spec};
+use tranche_driver::cdi::{NodePaths, Shim, claim_spec, container_path, driver_spec};
 use tranche_driver::journal::Record;
+use tranche_driver::preparation::PAGES;
 use tranche_node::discover::discover;
 use tranche_node::inventory::inventory;
 use tranche_node::nvml::search::InstalledDriver;
@@ -209,9 +210,12 @@ fn specs(
     let (files, links) = placed(found.driver_files(root, driver.nodes.control()), root);
     let own_nodes = root.join("dev/nvidiactl").exists();
     let libraries = membership.folder().join("lib");
+    let shim = Shim {
+        pages: PAGES,
+        folder: libraries.to_string_lossy().into_owned(),
+    };
     let paths = NodePaths {
         shares: shares.base().to_string_lossy().into_owned(),
-        libraries: libraries.to_string_lossy().into_owned(),
         // There is no container runtime that would run them.
         hooks: libraries.to_string_lossy().into_owned(),
         dev_root: if own_nodes {
@@ -225,7 +229,7 @@ fn specs(
     Ok(Grant {
         gpu_uuid: gpu_uuid.to_owned(),
         stage: membership.folder().join("stage"),
-        driver: driver_spec(&files, &paths).map_err(|e| wrong(&e))?,
+        driver: driver_spec(&files, &paths, &[shim]).map_err(|e| wrong(&e))?,
         share: claim_spec(&record.plan, &paths).map_err(|e| wrong(&e))?,
         links,
         hidden,

@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 
 pub use capability::Capability;
 pub use claim_spec::{NodePaths, claim_spec};
-pub use driver_spec::{DriverDevice, DriverFile, DriverFiles, Library, Link, driver_spec};
+pub use driver_spec::{DriverDevice, DriverFile, DriverFiles, Library, Link, Shim, driver_spec};
 pub use name::NameError;
 
 use tranche_api::names::DRIVER;

@@ -24,12 +24,25 @@ use crate::claim::{AllocatedDevice, Allocation, DeviceName, Grant};
 
 pub use conflict::Conflict;
 
+/// The version of the pages that a plan of this release makes, and of the shim that reads them. A release
+/// that changes the layout of the cap page or of the account page raises it.
+pub const PAGES: u32 = 1;
+
+/// Plans were written without the field before there was a second version.
+const fn first_pages() -> u32 {
+    1
+}
+
 /// What to do for one claim.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct PreparationPlan {
     /// The claim as it was allocated.
     pub allocation: Allocation,
+    /// The version of the claim's pages. Its containers have the shim of that version, whatever release
+    /// the node runs now.
+    #[serde(default = "first_pages")]
+    pub pages: u32,
     /// One entry per allocated device, in the claim's order.
     pub devices: Vec<PreparedDevice>,
     /// The steps, in the order of execution.
@@ -342,6 +355,7 @@ pub fn plan<'a>(
     }
     Ok(PreparationPlan {
         allocation: allocation.clone(),
+        pages: PAGES,
         steps: steps(&devices),
         devices,
     })
@@ -369,7 +383,7 @@ fn prepare(
                 mode: allocated.config.compute.mode,
                 context_memory: *context_memory,
             },
-            cdi::DriverDevice::Capped,
+            cdi::DriverDevice::Capped { pages: PAGES },
         ),
         Grant::Whole {} | Grant::Timeshared { .. } | Grant::Admin { .. } => {
             (Cap::None {}, cdi::DriverDevice::Full)

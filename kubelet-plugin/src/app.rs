@@ -38,7 +38,7 @@ use crate::executor::Executor;
 use crate::fs::{Fs, HostFs};
 use crate::gpu_node::{GpuNodeWriter, NodePolicy};
 use crate::http::{Health, Scrape, metrics_router, router};
-use crate::install::{Installation, is_noexec};
+use crate::install::{self, Installation, is_noexec};
 use crate::journal::MayHold;
 use crate::layout::Layout;
 use crate::ledger::Ledger;
@@ -114,7 +114,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         events: Events::new(client.clone(), &node_name),
     });
     let preparer = preparer(
-        fs,
+        Arc::clone(&fs),
         &layout,
         Arc::clone(&spec_file),
         &node_name,
@@ -127,6 +127,9 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         Arc::clone(&board),
         Arc::clone(&aftermath),
     )?;
+
+    // After the installation, which adds one and may remove others.
+    let shims = install::shims(&*fs, &layout.libraries())?;
 
     // The DRA service first: the kubelet may call as soon as it knows the plugin.
     let (dra_socket, dra_incoming) = Socket::listen(&layout.dra_socket())?;
@@ -145,6 +148,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         sysfs: PathBuf::from(SYSFS),
         spec_file,
         layout: layout.clone(),
+        shims,
         contexts: Arc::clone(&contexts),
         known_gpus: Mutex::default(),
     };
@@ -304,13 +308,17 @@ fn preparer(
     board: Arc<Board>,
     aftermath: Arc<dyn Aftermath>,
 ) -> anyhow::Result<Arc<Preparer>> {
-    let installation =
-        Installation::install(Arc::clone(&fs), image, &layout.libraries(), &layout.hooks);
+    let executor = Executor::new(Arc::clone(&fs), layout.clone())?;
+    let loaded = executor.recover()?;
+    // A journal that cannot be read may be of a claim that uses any of them.
+    if loaded.refused.is_empty() {
+        let in_use = loaded.records.iter().map(|record| record.plan.pages);
+        install::remove_unused(&*fs, &layout.libraries(), &in_use.collect())?;
+    }
+    let installation = Installation::install(fs, image, &layout.libraries(), &layout.hooks);
     if let Err(error) = &installation {
         error!(%error, "claims will be refused: what their containers need is not installed");
     }
-    let executor = Executor::new(fs, layout.clone())?;
-    let loaded = executor.recover()?;
     for (uid, error) in &loaded.refused {
         match error.may_hold() {
             MayHold::Gpus(gpus) => {

@@ -110,7 +110,8 @@ impl ShareSampler {
     }
 
     fn round(&mut self) {
-        let shares = self.shares();
+        let shares = self.ledger.shares(&self.layout);
+        let shares: Vec<_> = shares.into_iter().map(|share| share.device).collect();
         let sampled = self.sampler.step(now(), &shares, &mut self.nvml);
         let coarse = self.sampler.gpus_without_processes();
         let coarse = i64::try_from(coarse).unwrap_or(i64::MAX);
@@ -137,17 +138,6 @@ impl ShareSampler {
                 }
             }
         }
-    }
-
-    fn shares(&self) -> Vec<PathBuf> {
-        let mut shares = Vec::new();
-        for record in self.ledger.held() {
-            let uid = &record.plan.allocation.uid;
-            for device in record.plan.devices.iter().filter(|d| d.cap.is_share()) {
-                shares.push(self.layout.share(uid, &device.key).device);
-            }
-        }
-        shares
     }
 }
 

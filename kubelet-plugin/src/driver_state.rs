@@ -21,7 +21,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 use tranche_api::WithheldGpu;
 use tranche_api::gpu_node::Inventory;
-use tranche_driver::cdi::{CdiError, driver_spec};
+use tranche_driver::cdi::{CdiError, Shim, driver_spec};
 
 use crate::contexts::Contexts;
 use crate::fs::{self, Fs, FsError};
@@ -164,6 +164,8 @@ pub struct Observer {
     pub spec_file: Arc<SpecFile>,
     /// Where things lie.
     pub layout: Layout,
+    /// What stands in front of the driver for capped shares.
+    pub shims: Vec<Shim>,
     /// What contexts take.
     pub contexts: Arc<Contexts>,
     /// The GPUs as they were when they answered.
@@ -241,7 +243,7 @@ impl Observer {
         let dev_root = nodes.root();
         let files = found.driver_files(root.on_host(), nodes.control());
         let paths = self.layout.node_paths(dev_root.on_host());
-        let spec = driver_spec(&files, &paths)?.encode();
+        let spec = driver_spec(&files, &paths, &self.shims)?.encode();
         self.spec_file.ensure(&spec)?;
         let mut inventory = inventory(&description, &self.sysfs);
         inventory.unknown_functions = unknown_functions(&root, &found)?;

@@ -16,7 +16,7 @@ use tracing::{info, warn};
 use tranche_api::names::DRIVER;
 use tranche_driver::cdi::{CdiError, claim_of_file_name, claim_spec};
 use tranche_driver::journal::Record;
-use tranche_driver::preparation::{PreparationPlan, Step, Undo};
+use tranche_driver::preparation::{PAGES, PreparationPlan, Step, Undo};
 use tranche_node::page::{AccountFile, ReadError, cap_page, read_cap};
 use tranche_shim_core::cap;
 use tranche_shim_core::error::PageError;
@@ -53,6 +53,17 @@ pub enum StepError {
         path: PathBuf,
         /// Why.
         source: PageError,
+    },
+    /// The pages are of another release, and one is missing.
+    #[error(
+        "page {path} is missing, and it has version {pages}, which this release cannot make: delete the pods that use \
+         the claim to have it prepared by this release"
+    )]
+    OtherVersion {
+        /// The page.
+        path: PathBuf,
+        /// The version of the claim's pages.
+        pages: u32,
     },
     /// There is an account page, and its file cannot be read.
     #[error("account page {path}: {source}")]
@@ -150,7 +161,9 @@ impl Executor {
     /// or an admin removed comes back. Nothing is taken back when it fails, since containers may be
     /// using it.
     pub fn rebuild(&self, plan: &PreparationPlan, dev_root: &Path) -> Result<(), StepError> {
-        self.mount_pages(plan)?;
+        if plan.pages == PAGES {
+            self.mount_pages(plan)?;
+        }
         plan.steps
             .iter()
             .try_for_each(|step| self.step(plan, step, dev_root))
@@ -247,6 +260,13 @@ impl Executor {
     fn step(&self, plan: &PreparationPlan, step: &Step, dev_root: &Path) -> Result<(), StepError> {
         let uid = &plan.allocation.uid;
         match step {
+            // Containers of another release have them, and only that release can write them.
+            Step::WriteCapPage { key, .. } if plan.pages != PAGES => {
+                self.require(plan, self.layout.share(uid, key).cap)?;
+            }
+            Step::CreateAccountPage { key } if plan.pages != PAGES => {
+                self.require(plan, self.layout.share(uid, key).account)?;
+            }
             Step::WriteCapPage { key, gpu_uuid, cap } => {
                 let page = cap_page(uid, key, gpu_uuid, *cap).map_err(|source| StepError::Cap {
                     key: key.clone(),
@@ -284,6 +304,22 @@ impl Executor {
             }
         }
         Ok(())
+    }
+
+    /// Whether any page of a claim is there.
+    pub fn has_pages(&self, plan: &PreparationPlan) -> Result<bool, StepError> {
+        let folder = self.layout.share(&plan.allocation.uid, "").claim;
+        Ok(!self.fs.list(&folder)?.is_empty())
+    }
+
+    fn require(&self, plan: &PreparationPlan, path: PathBuf) -> Result<(), StepError> {
+        match self.fs.mode(&path)? {
+            Some(_) => Ok(()),
+            None => Err(StepError::OtherVersion {
+                path,
+                pages: plan.pages,
+            }),
+        }
     }
 
     /// Whether a cap page is there that limits as `page` does. What lies behind the limits is the

@@ -1,13 +1,18 @@
 //! What containers get of ours: copied from the image into the plugin folder, where the runtime on
 //! the host can mount it from, and looked at again before a claim relies on it.
 //!
-//! A copy is replaced by rename, so a container that has the old file mounted keeps it.
+//! A copy is replaced by rename, so a container that has the old file mounted keeps it. The shim lies in a folder named
+//! by the version of the pages that it reads: the shim of another version stays for the claims that have such pages.
 
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use rustix::fs::StatVfsMountFlags;
+use tracing::info;
+use tranche_driver::cdi::Shim;
+use tranche_driver::preparation::PAGES;
 
 use crate::fs::{self, Fs, FsError};
 
@@ -43,15 +48,29 @@ pub enum InstallError {
         /// Where it should be.
         path: PathBuf,
     },
+    /// The shim of the release that prepared the claim is gone.
+    #[error(
+        "{path} is missing or changed, and the claim's pages have version {pages}, which this release cannot make: \
+         delete the pods that use the claim to have it prepared by this release"
+    )]
+    OtherVersion {
+        /// Where it should be.
+        path: PathBuf,
+        /// The version of the claim's pages.
+        pages: u32,
+    },
 }
 
-/// Whether a claim's containers need the shim beside the hooks.
+/// What a claim's containers need.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Needs {
     /// Hooks only.
     Hooks,
-    /// Hooks and shim.
-    Shim,
+    /// Hooks, and the shim for pages of a version.
+    Shim {
+        /// The version.
+        pages: u32,
+    },
 }
 
 #[derive(Debug)]
@@ -65,6 +84,7 @@ struct Installed {
 #[derive(Debug)]
 pub struct Installation {
     fs: Arc<dyn Fs>,
+    libraries: PathBuf,
     hooks: Vec<Installed>,
     shim: Vec<Installed>,
     /// All tenants have the shim's files mounted. Where nobody else has one open, a tenant could take a
@@ -73,14 +93,15 @@ pub struct Installation {
 }
 
 impl Installation {
-    /// Installs what the image has of them, the shim into `target` and the hooks into `hook_dir`, by
+    /// Installs what the image has of them, the shim into a folder in `libraries` and the hooks into `hook_dir`, by
     /// content: what is there already stays.
     pub fn install(
         fs: Arc<dyn Fs>,
         image: &Path,
-        target: &Path,
+        libraries: &Path,
         hook_dir: &Path,
     ) -> Result<Self, InstallError> {
+        let target = &folder_of(libraries, PAGES);
         for folder in [target, hook_dir] {
             fs.create_dir(folder)?;
             fs::remove_temporaries(&*fs, folder, "")?;
@@ -110,8 +131,15 @@ impl Installation {
         for file in hooks.iter().chain(&shim) {
             fs::ensure(&*fs, &file.path, &file.content, file.mode)?;
         }
-        let open = shim.iter().map(|file| fs.open(&file.path));
-        let open = open.collect::<Result<_, _>>()?;
+        let mut open = Vec::new();
+        for pages in versions(&*fs, libraries)? {
+            for (name, _) in SHIM_FILES.into_iter().chain([PRELOAD]) {
+                let path = folder_of(libraries, pages).join(name);
+                if fs.mode(&path)?.is_some() {
+                    open.push(fs.open(&path)?);
+                }
+            }
+        }
         // The hooks are large and need no second copy in memory: name and mode are looked at.
         let hooks = hooks
             .into_iter()
@@ -122,6 +150,7 @@ impl Installation {
             .collect();
         Ok(Self {
             fs,
+            libraries: libraries.to_owned(),
             hooks,
             shim,
             _open: open,
@@ -138,15 +167,67 @@ impl Installation {
                 return Err(not_intact(file));
             }
         }
-        if needs == Needs::Shim {
-            for file in &self.shim {
-                if !fs::is_intact(&*self.fs, &file.path, &file.content, file.mode)? {
-                    return Err(not_intact(file));
+        match needs {
+            Needs::Hooks => {}
+            Needs::Shim { pages: PAGES } => {
+                for file in &self.shim {
+                    if !fs::is_intact(&*self.fs, &file.path, &file.content, file.mode)? {
+                        return Err(not_intact(file));
+                    }
+                }
+            }
+            // Another release installed it: what it has to contain is not known here.
+            Needs::Shim { pages } => {
+                for (name, mode) in SHIM_FILES.into_iter().chain([PRELOAD]) {
+                    let path = folder_of(&self.libraries, pages).join(name);
+                    if self.fs.mode(&path)? != Some(mode) {
+                        return Err(InstallError::OtherVersion { path, pages });
+                    }
                 }
             }
         }
         Ok(())
     }
+}
+
+/// The shims that are installed in `libraries`, for the driver's spec.
+pub fn shims(fs: &dyn Fs, libraries: &Path) -> Result<Vec<Shim>, FsError> {
+    let mut pages = versions(fs, libraries)?;
+    pages.insert(PAGES);
+    let shim = |pages| Shim {
+        pages,
+        folder: folder_of(libraries, pages).to_string_lossy().into_owned(),
+    };
+    Ok(pages.into_iter().map(shim).collect())
+}
+
+/// Removes the shims of other versions from `libraries` that are not `in_use`.
+pub fn remove_unused(fs: &dyn Fs, libraries: &Path, in_use: &BTreeSet<u32>) -> Result<(), FsError> {
+    for pages in versions(fs, libraries)? {
+        if pages == PAGES || in_use.contains(&pages) {
+            continue;
+        }
+        let folder = folder_of(libraries, pages);
+        for name in fs.list(&folder)? {
+            fs.remove_file(&folder.join(name))?;
+        }
+        fs.remove_dir(&folder)?;
+        info!(
+            pages,
+            "removed the shim of another release, which no claim uses"
+        );
+    }
+    Ok(())
+}
+
+fn folder_of(libraries: &Path, pages: u32) -> PathBuf {
+    libraries.join(pages.to_string())
+}
+
+/// The versions that have a folder. Beside them the hooks may lie.
+fn versions(fs: &dyn Fs, libraries: &Path) -> Result<BTreeSet<u32>, FsError> {
+    let names = fs.list(libraries)?;
+    Ok(names.iter().filter_map(|name| name.parse().ok()).collect())
 }
 
 /// Whether programs cannot be executed from a folder: its file system is mounted `noexec`, as `/var` is on
@@ -176,6 +257,8 @@ mod tests {
     use crate::fs::HostFs;
     use crate::fs::testing::FaultyFs;
 
+    const OWN: Needs = Needs::Shim { pages: PAGES };
+
     fn install(root: &Path) -> Result<Installation, InstallError> {
         let (image, lib, hooks) = (root.join("image"), root.join("lib"), root.join("hooks"));
         Installation::install(Arc::new(HostFs), &image, &lib, &hooks)
@@ -190,7 +273,7 @@ mod tests {
         let image = dir.path().join("image");
         let (lib, hooks) = (dir.path().join("lib"), dir.path().join("hooks"));
         let again = Installation::install(Arc::clone(&fs) as _, &image, &lib, &hooks);
-        again.unwrap().verify(Needs::Shim).unwrap();
+        again.unwrap().verify(OWN).unwrap();
         let writes: Vec<_> = fs.calls();
         assert!(
             writes.iter().all(|c| c.starts_with("create folder")),
@@ -212,11 +295,11 @@ mod tests {
                 let dir = tempfile::tempdir().unwrap();
                 lay_out_image(&dir.path().join("image"));
                 let installation = install(dir.path()).unwrap();
-                harm(&dir.path().join("lib").join(name));
+                harm(&folder_of(&dir.path().join("lib"), PAGES).join(name));
                 installation.verify(Needs::Hooks).unwrap();
-                let error = installation.verify(Needs::Shim).unwrap_err().to_string();
+                let error = installation.verify(OWN).unwrap_err().to_string();
                 assert!(error.contains(name) && error.contains("restart"), "{error}");
-                install(dir.path()).unwrap().verify(Needs::Shim).unwrap();
+                install(dir.path()).unwrap().verify(OWN).unwrap();
             }
         }
     }
@@ -234,7 +317,7 @@ mod tests {
             perl.status().unwrap().success()
         };
         for name in ["libcuda.so.1", "libnvidia-ml.so.1", "ld.so.preload"] {
-            assert!(!leases(&format!("lib/{name}")), "{name}");
+            assert!(!leases(&format!("lib/{PAGES}/{name}")), "{name}");
         }
         assert!(leases("image/libcuda.so.1"), "a file that nobody has open");
         drop(installation);
@@ -256,5 +339,39 @@ mod tests {
         std::fs::remove_file(dir.path().join("image/libcuda.so.1")).unwrap();
         let error = install(dir.path()).unwrap_err().to_string();
         assert!(error.contains("image/libcuda.so.1"), "{error}");
+    }
+
+    /// The shim as a release with other pages installed it.
+    fn other_release(libraries: &Path, pages: u32) {
+        use std::os::unix::fs::PermissionsExt;
+        let folder = folder_of(libraries, pages);
+        std::fs::create_dir_all(&folder).unwrap();
+        for (name, mode) in SHIM_FILES.into_iter().chain([PRELOAD]) {
+            std::fs::write(folder.join(name), format!("another {name}")).unwrap();
+            let mode = PermissionsExt::from_mode(mode);
+            std::fs::set_permissions(folder.join(name), mode).unwrap();
+        }
+    }
+
+    #[test]
+    fn the_shim_of_another_release_stays_while_a_claim_uses_it() {
+        let dir = tempfile::tempdir().unwrap();
+        lay_out_image(&dir.path().join("image"));
+        let libraries = dir.path().join("lib");
+        let (later, unused) = (PAGES + 1, PAGES + 2);
+        other_release(&libraries, later);
+        other_release(&libraries, unused);
+        remove_unused(&HostFs, &libraries, &BTreeSet::from([PAGES, later])).unwrap();
+        let installation = install(dir.path()).unwrap();
+
+        installation.verify(Needs::Shim { pages: later }).unwrap();
+        let found = shims(&HostFs, &libraries).unwrap();
+        let pages: Vec<_> = found.iter().map(|shim| shim.pages).collect();
+        assert_eq!(pages, [PAGES, later]);
+        let content = std::fs::read(folder_of(&libraries, later).join("libcuda.so.1")).unwrap();
+        assert_eq!(content, b"another libcuda.so.1");
+        let error = installation.verify(Needs::Shim { pages: unused });
+        let error = error.unwrap_err().to_string();
+        assert!(error.contains("delete the pods"), "{error}");
     }
 }

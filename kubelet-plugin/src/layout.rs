@@ -53,7 +53,7 @@ impl Layout {
         self.plugin.join("claims")
     }
 
-    /// What containers get mounted of ours.
+    /// What containers get mounted of ours: a folder for each version of the shim.
     #[must_use]
     pub fn libraries(&self) -> PathBuf {
         self.plugin.join("lib")
@@ -118,7 +118,6 @@ impl Layout {
         let text = |path: &Path| path.to_string_lossy().into_owned();
         NodePaths {
             shares: text(&self.shares),
-            libraries: text(&self.libraries()),
             hooks: text(&self.hooks),
             dev_root: text(dev_root),
         }

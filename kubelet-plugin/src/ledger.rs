@@ -12,10 +12,11 @@ use tokio::sync::watch;
 use tranche_api::Tier;
 use tranche_driver::claim::Allocation;
 use tranche_driver::journal::Record;
-use tranche_driver::preparation::PreparationPlan;
+use tranche_driver::preparation::{PAGES, PreparationPlan};
 
 use crate::claims::ClaimRef;
 use crate::journal::{Loaded, MayHold, StoreError};
+use crate::layout::{Layout, SharePaths};
 
 /// The held claims by UID.
 #[derive(Debug, Default)]
@@ -260,6 +261,21 @@ impl Ledger {
         self.claims().insert(uid, Entry::Held(record));
     }
 
+    /// The files of all shares whose pages have the version that this release knows. Those of another release are
+    /// left alone: nothing in them can be read or written here.
+    #[must_use]
+    pub fn shares(&self, layout: &Layout) -> Vec<SharePaths> {
+        let mut shares = Vec::new();
+        for record in self.held() {
+            let plan = &record.plan;
+            if plan.pages == PAGES {
+                let capped = plan.devices.iter().filter(|device| device.cap.is_share());
+                shares.extend(capped.map(|d| layout.share(&plan.allocation.uid, &d.key)));
+            }
+        }
+        shares
+    }
+
     /// Notes for which pods a claim is reserved, if it is held: for metrics and the watchdog.
     pub fn note_pods(&self, claim: &ResourceClaim) {
         let Some(uid) = &claim.metadata.uid else {
@@ -374,6 +390,7 @@ mod tests {
     fn empty_plan(uid: &str) -> PreparationPlan {
         PreparationPlan {
             allocation: allocation(uid),
+            pages: PAGES,
             devices: Vec::new(),
             steps: Vec::new(),
         }

@@ -24,7 +24,7 @@ use tracing::{info, warn};
 use tranche_driver::claim::{Allocation, check_uid};
 use tranche_driver::journal::Record;
 use tranche_driver::preparation::{
-    Cap, PreparationError, PreparationPlan, PreparationProblem, plan, refuse_withheld,
+    PAGES, PreparationError, PreparationPlan, PreparationProblem, plan, refuse_withheld,
 };
 
 use tranche_driver::providers::Verdict;
@@ -207,6 +207,13 @@ impl Preparer {
                 plan(allocation, &ready.inventory, others).map_err(Problem::from)
             });
             match booked.inspect_err(|problem| self.suspect(problem))? {
+                // A boot removed its pages, so no container has them: it gets those of this release.
+                Booking::Kept(record)
+                    if record.plan.pages != PAGES && !executor.has_pages(&record.plan)? =>
+                {
+                    executor.undo(&record.plan)?;
+                    ledger.remove(&allocation.uid);
+                }
                 Booking::Kept(record) => {
                     let record = self.located(record, &ready)?;
                     self.verify(&record.plan, &ready)?;
@@ -320,11 +327,11 @@ impl Preparer {
     /// Looks at everything that the containers will rely on and that the plan does not make.
     fn verify(&self, plan: &PreparationPlan, ready: &Ready) -> Result<(), Problem> {
         let parts = &self.parts;
-        let capped = plan
-            .devices
-            .iter()
-            .any(|device| matches!(device.cap, Cap::Share { .. }));
-        let needs = if capped { Needs::Shim } else { Needs::Hooks };
+        let needs = if plan.devices.iter().any(|device| device.cap.is_share()) {
+            Needs::Shim { pages: plan.pages }
+        } else {
+            Needs::Hooks
+        };
         match &parts.installation {
             Ok(installation) => installation.verify(needs)?,
             Err(error) => return Err(Problem::NotInstalled(error.to_string())),

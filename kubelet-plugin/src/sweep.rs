@@ -9,7 +9,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{debug, warn};
 use tranche_node::sweep::{INTERVAL, Sweeper, Swept};
 
-use crate::layout::Layout;
+use crate::layout::{Layout, SharePaths};
 use crate::ledger::Ledger;
 use crate::metrics::Metrics;
 use crate::preparer::Preparer;
@@ -61,7 +61,7 @@ impl ShareSweeper {
     /// of whom it was said now or `before`.
     fn round(&self, before: &Said) -> Said {
         let mut said = Said::default();
-        for account in accounts(&self.ledger, &self.layout) {
+        for SharePaths { account, .. } in self.ledger.shares(&self.layout) {
             // However often it is made longer from now on.
             if before.cut.contains(&account) {
                 said.cut.insert(account.clone());
@@ -97,16 +97,4 @@ impl ShareSweeper {
 struct Said {
     failing: BTreeSet<PathBuf>,
     cut: BTreeSet<PathBuf>,
-}
-
-/// The account pages of all held shares.
-fn accounts(ledger: &Ledger, layout: &Layout) -> Vec<PathBuf> {
-    let mut accounts = Vec::new();
-    for record in ledger.held() {
-        let uid = &record.plan.allocation.uid;
-        for device in record.plan.devices.iter().filter(|d| d.cap.is_share()) {
-            accounts.push(layout.share(uid, &device.key).account);
-        }
-    }
-    accounts
 }

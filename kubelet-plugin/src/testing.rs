@@ -20,7 +20,7 @@ use crate::claims::{ClaimRef, Claims};
 use crate::driver_state::{DriverState, Ready, SpecFile};
 use crate::executor::Executor;
 use crate::fs::{Fs, HostFs};
-use crate::install::{Installation, testing::lay_out_image};
+use crate::install::{Installation, shims, testing::lay_out_image};
 use crate::layout::{Layout, testing::below};
 use crate::ledger::Ledger;
 use crate::orphans::{OrphanSearch, suspicions};
@@ -305,10 +305,11 @@ fn ready(driver_root: &Path, layout: &Layout) -> Ready {
     let nodes = DeviceNodes::find(&root, &root).unwrap();
     let files = found.driver_files(root.on_host(), nodes.control());
     let paths = layout.node_paths(root.on_host());
+    let shims = shims(&HostFs, &layout.libraries()).unwrap();
     Ready {
         inventory: inventory(&description, Path::new("/nowhere")),
         withheld: Vec::new(),
-        spec: driver_spec(&files, &paths).unwrap().encode(),
+        spec: driver_spec(&files, &paths, &shims).unwrap().encode(),
         dev_root: root.path().to_owned(),
         dev_root_on_host: root.on_host().to_owned(),
     }

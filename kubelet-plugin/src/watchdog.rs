@@ -17,7 +17,7 @@ use tracing::{info, warn};
 use tranche_api::Quantity;
 use tranche_api::sharing_policy::OnBypass;
 use tranche_driver::journal::Record;
-use tranche_driver::preparation::Cap;
+use tranche_driver::preparation::{Cap, PAGES};
 use tranche_node::nvml::Driver;
 use tranche_node::watchdog::INTERVAL;
 use tranche_node::watchdog::compare::{Basis, Bypass, Findings, GpuWatch, ProcessId};
@@ -312,6 +312,10 @@ fn held(ledger: &Ledger, layout: &Layout, devices: &Devices, gpu_uuid: &str) -> 
             held.pods.entry(pod).or_default().insert(key.clone());
         }
         match device.cap {
+            // What another release counts in its pages cannot be compared.
+            _ if record.plan.pages != PAGES => {
+                held.uncapped.insert(key.clone());
+            }
             Cap::None {} => {
                 held.uncapped.insert(key.clone());
             }

@@ -242,7 +242,7 @@ async fn the_hook_lies_apart_and_where_nothing_can_be_executed_in_the_plugins_fo
         let _process = node.start().await;
         assert!(node.at("hooks/tranche-cdi-hook").exists());
         assert!(!node.at("plugin/lib/tranche-cdi-hook").exists());
-        assert!(node.at("plugin/lib/libcuda.so.1").exists());
+        assert!(node.at("plugin/lib/1/libcuda.so.1").exists());
     }
     let script = "mount -t tmpfs -o noexec x \"$0\" && exec \"$@\"";
     let mut command = Command::new("unshare");

@@ -13,11 +13,14 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::OFlags;
 use tranche_api::share_config::ComputeMode;
-use tranche_driver::preparation::Cap;
+use tranche_driver::preparation::{Cap, PAGES};
 use tranche_shim_core::{
     AccountPage, AccountSnapshot, CapPage, ComputePolicy, PageError, cap, layout,
 };
 use tranche_shim_runtime::sys::{Errno, File};
+
+/// A plan says by one number of which version both pages are.
+const _: () = assert!(cap::ABI == PAGES && layout::ABI == PAGES);
 
 /// The cap page of the device `key` of the claim `uid`.
 pub fn cap_page(

@@ -16,8 +16,6 @@ const MIB: u64 = 1 << 20;
 pub struct NodePaths {
     /// A folder per claim, in it a folder per device with its pages: `/run/tranche/shares`.
     pub shares: String,
-    /// What we brought to the node for containers: the shim and `ld.so.preload`.
-    pub libraries: String,
     /// The hook and its ldconfig, where users of user namespaces can execute them.
     pub hooks: String,
     /// Where the driver's device nodes lie: `/`, or the driver root if it has its own `dev`.

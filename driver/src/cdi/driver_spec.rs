@@ -5,7 +5,8 @@
 //! only the libraries of CUDA and NVML are mounted. What else a policy allows to a capped share is
 //! one more device each: `video`, `graphics`, `ngx`, `opencl`, `other`. A container may take both
 //! `full` and `capped` (claims of two tiers): then the shim is in front of both, and the cap pages
-//! say of every GPU what holds.
+//! say of every GPU what holds. Each version of the pages has a `capped` of its own, from the second on
+//! `capped-<version>`.
 
 use std::collections::BTreeSet;
 
@@ -28,19 +29,35 @@ pub enum DriverDevice {
     /// The driver as the host has it.
     Full,
     /// The driver behind the shim, for CUDA and NVML.
-    Capped,
+    Capped {
+        /// The version of the pages that the shim reads ([`PAGES`](crate::preparation::PAGES)). Each has a
+        /// device of its own: a container that starts again after an update of the node's plugin has the
+        /// pages that it had, and so must have the shim that it had.
+        pages: u32,
+    },
     /// Libraries that no limit holds, beside [`DriverDevice::Capped`].
     Extra(Capability),
+}
+
+/// The shim for pages of one version.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Shim {
+    /// The version of the pages.
+    pub pages: u32,
+    /// The folder on the host that has its libraries and `ld.so.preload`.
+    pub folder: String,
 }
 
 impl DriverDevice {
     /// The name in the spec.
     #[must_use]
-    pub const fn name(self) -> &'static str {
+    pub fn name(self) -> String {
         match self {
-            Self::Full => "full",
-            Self::Capped => "capped",
-            Self::Extra(capability) => capability.name(),
+            Self::Full => "full".to_owned(),
+            // The first version had no number.
+            Self::Capped { pages: 1 } => "capped".to_owned(),
+            Self::Capped { pages } => format!("capped-{pages}"),
+            Self::Extra(capability) => capability.name().to_owned(),
         }
     }
 
@@ -97,10 +114,16 @@ pub struct Link {
     pub path: String,
 }
 
-/// What every container that uses a GPU gets of the driver.
-pub fn driver_spec(files: &DriverFiles, paths: &NodePaths) -> Result<Spec, CdiError> {
+/// What every container that uses a GPU gets of the driver, behind each of `shims`.
+pub fn driver_spec(
+    files: &DriverFiles,
+    paths: &NodePaths,
+    shims: &[Shim],
+) -> Result<Spec, CdiError> {
     files.check()?;
-    absolute("the folder of libraries", &paths.libraries)?;
+    for shim in shims {
+        absolute("the folder of the shim", &shim.folder)?;
+    }
     absolute("the folder of hooks", &paths.hooks)?;
     absolute("the root of device nodes", &paths.dev_root)?;
     let shimmed = SHIMMED
@@ -135,10 +158,10 @@ pub fn driver_spec(files: &DriverFiles, paths: &NodePaths) -> Result<Spec, CdiEr
     };
     // A name on which the shim is mounted is no link.
     let covered: BTreeSet<String> = shimmed.iter().map(|library| covered(library)).collect();
-    let behind = files.libraries.iter().filter(|library| library.is_capped());
-    let capped = ContainerEdits {
-        mounts: shim_mounts(&shimmed, paths),
-        hooks: link_hook(behind, |link| !covered.contains(&link.path), paths)
+    let behind = || files.libraries.iter().filter(|library| library.is_capped());
+    let capped = |shim: &Shim| ContainerEdits {
+        mounts: shim_mounts(&shimmed, shim),
+        hooks: link_hook(behind(), |link| !covered.contains(&link.path), paths)
             .into_iter()
             .chain([
                 cover_hook(files, &shimmed, paths),
@@ -148,13 +171,14 @@ pub fn driver_spec(files: &DriverFiles, paths: &NodePaths) -> Result<Spec, CdiEr
         ..ContainerEdits::default()
     };
     let device = |device: DriverDevice, container_edits| Device {
-        name: device.name().to_owned(),
+        name: device.name(),
         container_edits,
     };
-    let mut devices = vec![
-        device(DriverDevice::Full, full),
-        device(DriverDevice::Capped, capped),
-    ];
+    let mut devices = vec![device(DriverDevice::Full, full)];
+    devices.extend(shims.iter().map(|shim| {
+        let name = DriverDevice::Capped { pages: shim.pages };
+        device(name, capped(shim))
+    }));
     devices.extend(Capability::EXTRA.map(|capability| {
         let edits = extra(files, capability, paths);
         device(DriverDevice::Extra(capability), edits)
@@ -258,8 +282,8 @@ fn common(files: &DriverFiles, paths: &NodePaths) -> ContainerEdits {
 }
 
 /// The shim under its own path and over the driver's names, the real libraries behind it.
-fn shim_mounts(shimmed: &[&Library], paths: &NodePaths) -> Vec<Mount> {
-    let ours = |name: &str| format!("{}/{name}", paths.libraries);
+fn shim_mounts(shimmed: &[&Library], shim: &Shim) -> Vec<Mount> {
+    let ours = |name: &str| format!("{}/{name}", shim.folder);
     let mut mounts = vec![read_only(
         ours("ld.so.preload"),
         container_path::PRELOAD.to_owned(),

@@ -14,9 +14,15 @@ const NAMES: &str = include_str!("../../testdata/cdi-names.tsv");
 fn paths() -> NodePaths {
     NodePaths {
         shares: "/run/tranche/shares".to_owned(),
-        libraries: "/var/lib/kubelet/plugins/gpu.tranche.dev/lib".to_owned(),
         hooks: "/var/lib/tranche".to_owned(),
         dev_root: "/".to_owned(),
+    }
+}
+
+fn shim(pages: u32) -> Shim {
+    Shim {
+        pages,
+        folder: format!("/var/lib/kubelet/plugins/gpu.tranche.dev/lib/{pages}"),
     }
 }
 
@@ -89,7 +95,7 @@ fn a_claims_spec() {
 
 #[test]
 fn the_drivers_spec() {
-    let spec = driver_spec(&driver_files(), &paths()).unwrap();
+    let spec = driver_spec(&driver_files(), &paths(), &[shim(1)]).unwrap();
     assert_eq!(String::from_utf8(spec.encode()).unwrap(), GOLDEN_DRIVER);
     assert_eq!(serde_json::from_str::<Spec>(GOLDEN_DRIVER).unwrap(), spec);
 }
@@ -115,7 +121,7 @@ fn the_kubelet_is_told_names_that_are_there() {
     let plan = mixed();
     let known: Vec<String> = [
         claim_spec(&plan, &paths()),
-        driver_spec(&driver_files(), &paths()),
+        driver_spec(&driver_files(), &paths(), &[shim(1)]),
     ]
     .into_iter()
     .map(Result::unwrap)
@@ -198,7 +204,7 @@ fn the_version_is_the_lowest_that_runtimes_take() {
 
 #[test]
 fn a_capped_container_sees_the_shim_and_only_the_shim_sees_the_driver() {
-    let spec = driver_spec(&driver_files(), &paths()).unwrap();
+    let spec = driver_spec(&driver_files(), &paths(), &[shim(1)]).unwrap();
     let edits = |device: DriverDevice| {
         &spec
             .devices()
@@ -214,13 +220,16 @@ fn a_capped_container_sees_the_shim_and_only_the_shim_sees_the_driver() {
             .map(|mount| mount.host_path.clone())
             .collect::<Vec<_>>()
     };
-    let (full, capped) = (edits(DriverDevice::Full), edits(DriverDevice::Capped));
+    let (full, capped) = (
+        edits(DriverDevice::Full),
+        edits(DriverDevice::Capped { pages: 1 }),
+    );
     for soname in ["libcuda.so.1", "libnvidia-ml.so.1"] {
         let real = format!(
             "/usr/lib/x86_64-linux-gnu/{}.so.535.261.03",
             soname.trim_end_matches(".so.1")
         );
-        let shim = format!("/var/lib/kubelet/plugins/gpu.tranche.dev/lib/{soname}");
+        let shim = format!("/var/lib/kubelet/plugins/gpu.tranche.dev/lib/1/{soname}");
         let covered = format!("/usr/lib/x86_64-linux-gnu/{soname}");
         assert_eq!(source(capped, &covered), [&*shim]);
         assert_eq!(
@@ -246,7 +255,7 @@ fn a_capped_container_sees_the_shim_and_only_the_shim_sees_the_driver() {
     }
     assert_eq!(
         source(capped, "/etc/ld.so.preload"),
-        ["/var/lib/kubelet/plugins/gpu.tranche.dev/lib/ld.so.preload"]
+        ["/var/lib/kubelet/plugins/gpu.tranche.dev/lib/1/ld.so.preload"]
     );
     assert!(source(full, "/etc/ld.so.preload").is_empty());
     // The cache is made from the links.
@@ -279,7 +288,7 @@ fn a_capped_container_has_no_library_beside_the_shim_that_policy_does_not_name()
             .iter()
             .map(|(stem, _)| library(folder, stem, "535.261.03", &format!("{stem}.so.1"))),
     );
-    let spec = driver_spec(&files, &paths()).unwrap();
+    let spec = driver_spec(&files, &paths(), &[shim(1)]).unwrap();
     // By mounts and by links.
     let names = |edits: &ContainerEdits, stem: &str| {
         let mounts = edits.mounts.iter().map(|mount| &mount.container_path);
@@ -346,7 +355,7 @@ fn every_library_of_a_driver_has_a_capability() {
 
 #[test]
 fn the_hooks_know_the_drivers_version_and_what_covers_what() {
-    let spec = driver_spec(&driver_files(), &paths()).unwrap();
+    let spec = driver_spec(&driver_files(), &paths(), &[shim(1)]).unwrap();
     let args = |device: DriverDevice, subcommand: &str| {
         let device = spec
             .devices()
@@ -362,7 +371,7 @@ fn the_hooks_know_the_drivers_version_and_what_covers_what() {
             .join(" ")
     };
     assert_eq!(
-        args(DriverDevice::Capped, "cover-libraries"),
+        args(DriverDevice::Capped { pages: 1 }, "cover-libraries"),
         "--shim libcuda.so::/usr/lib/tranche/libcuda.so.1 \
          --shim libnvidia-ml.so::/usr/lib/tranche/libnvidia-ml.so.1 \
          --companion libnvidia-ptxjitcompiler.so::/usr/lib/x86_64-linux-gnu/libnvidia-ptxjitcompiler.so.535.261.03 \
@@ -378,7 +387,7 @@ fn the_hooks_know_the_drivers_version_and_what_covers_what() {
 fn containers_write_to_their_account_and_to_nothing_else() {
     let specs = [
         claim_spec(&mixed(), &paths()).unwrap(),
-        driver_spec(&driver_files(), &paths()).unwrap(),
+        driver_spec(&driver_files(), &paths(), &[shim(1)]).unwrap(),
     ];
     let mut writable = Vec::new();
     for spec in &specs {
@@ -401,7 +410,9 @@ fn what_is_missing_or_no_path_is_refused() {
     let refusal = |change: fn(&mut DriverFiles, &mut NodePaths)| {
         let (mut files, mut paths) = (driver_files(), paths());
         change(&mut files, &mut paths);
-        driver_spec(&files, &paths).unwrap_err().to_string()
+        driver_spec(&files, &paths, &[shim(1)])
+            .unwrap_err()
+            .to_string()
     };
     assert_eq!(
         refusal(|files, _| files
@@ -426,8 +437,17 @@ fn what_is_missing_or_no_path_is_refused() {
         r#"the control node "" is not an absolute path"#
     );
     assert_eq!(
-        refusal(|_, paths| paths.libraries = "lib".to_owned()),
-        r#"the folder of libraries "lib" is not an absolute path"#
+        refusal(|_, paths| paths.hooks = "lib".to_owned()),
+        r#"the folder of hooks "lib" is not an absolute path"#
+    );
+    let relative = Shim {
+        pages: 1,
+        folder: "lib".to_owned(),
+    };
+    let error = driver_spec(&driver_files(), &paths(), &[relative]).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        r#"the folder of the shim "lib" is not an absolute path"#
     );
     let error = claim_spec(
         &mixed(),
@@ -465,7 +485,7 @@ fn a_device_is_never_empty() {
         assert!(!device.container_edits.device_nodes.is_empty());
     }
     // Nor where a driver has no file for some capability.
-    let spec = driver_spec(&driver_files(), &paths()).unwrap();
+    let spec = driver_spec(&driver_files(), &paths(), &[shim(1)]).unwrap();
     for device in spec.devices() {
         assert_ne!(
             device.container_edits,
@@ -482,5 +502,25 @@ proptest! {
         if claim_device_id(&name).is_ok() {
             prop_assert!(!name.contains('/') && name != "." && name != ".." && !name.contains('='));
         }
+    }
+}
+
+#[test]
+fn each_version_of_the_pages_has_a_device_with_its_own_shim() {
+    let shims = [shim(1), shim(2)];
+    let spec = driver_spec(&driver_files(), &paths(), &shims).unwrap();
+    for (name, shim) in ["capped", "capped-2"].into_iter().zip(&shims) {
+        let device = spec.devices().iter().find(|device| device.name == name);
+        let mounts = &device.unwrap().container_edits.mounts;
+        let of_shim: Vec<_> = mounts
+            .iter()
+            .filter(|mount| mount.host_path.contains("gpu.tranche.dev/lib"))
+            .collect();
+        assert_eq!(of_shim.len(), 5, "{mounts:?}");
+        for mount in of_shim {
+            assert!(mount.host_path.starts_with(&shim.folder), "{mount:?}");
+        }
+        let device = DriverDevice::Capped { pages: shim.pages };
+        assert_eq!(device.id(), format!("gpu.tranche.dev/driver={name}"));
     }
 }

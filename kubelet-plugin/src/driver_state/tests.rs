@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::*;
+use crate::install::shims;
 use crate::testing::World;
 use tranche_node::devices::DeviceNodes;
 use tranche_node::inventory::testing::two_h100;
@@ -116,6 +117,7 @@ fn observe(
         sysfs: "/nowhere".into(),
         spec_file: Arc::new(SpecFile::new(Arc::new(fs::HostFs), &world.layout)),
         layout: world.layout.clone(),
+        shims: shims(&fs::HostFs, &world.layout.libraries()).unwrap(),
         contexts: Arc::new(Contexts::load(Arc::new(fs::HostFs), &world.layout)),
         known_gpus: Mutex::default(),
     };

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use tokio::task::JoinHandle;
 use tranche_api::WithheldGpu;
+use tranche_driver::preparation::PAGES;
 use tranche_driver::providers::{Seen, verdict};
 use tranche_shim_core::cap::CapPage;
 use tranche_shim_core::layout::AccountPage;
@@ -174,6 +175,84 @@ async fn a_broken_account_is_refused_not_renewed() {
     }
     plugin.preparer.unprepare(&claim_ref("a")).await.unwrap();
     assert_eq!(world.traces(), NONE);
+}
+
+/// A claim as a release with other pages prepared it, before this one was installed instead. Returns its record.
+async fn prepared_by_another_release(world: &World) -> String {
+    const LATER: u32 = PAGES + 1;
+    world.api.put(claim("a", &[capped("gpu", 0, "20Gi", 25)]));
+    let record = world.prepare("a").await;
+    let journal = world.layout.claims().join("uid-of-a.json");
+    let text = std::fs::read_to_string(&journal).unwrap();
+    let later = text
+        .replacen(
+            &format!("\"pages\":{PAGES}"),
+            &format!("\"pages\":{LATER}"),
+            1,
+        )
+        .replacen("driver=capped", &format!("driver=capped-{LATER}"), 1);
+    std::fs::write(&journal, &later).unwrap();
+    let share = world.layout.share("uid-of-a", &record.plan.devices[0].key);
+    for page in [&share.cap, &share.account] {
+        std::fs::remove_file(page).unwrap();
+        std::fs::write(page, "of another layout").unwrap();
+    }
+    let own = world.layout.libraries().join(PAGES.to_string());
+    let folder = world.layout.libraries().join(LATER.to_string());
+    std::fs::create_dir_all(&folder).unwrap();
+    for file in std::fs::read_dir(own).unwrap() {
+        let file = file.unwrap();
+        std::fs::copy(file.path(), folder.join(file.file_name())).unwrap();
+    }
+    later
+}
+
+#[tokio::test]
+async fn pages_of_another_release_are_left_alone() {
+    let world = World::new();
+    let later = prepared_by_another_release(&world).await;
+    let before = world.contents();
+    let plugin = world.start();
+    // A second pod of the claim, say.
+    let record = plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
+    assert!(record.plan.devices[0].cdi_ids[1].ends_with("driver=capped-2"));
+    assert_eq!(world.contents(), before);
+    let journal = world.layout.claims().join("uid-of-a.json");
+    assert_eq!(std::fs::read_to_string(journal).unwrap(), later);
+    // Nobody samples, sweeps or cuts them.
+    assert_eq!(plugin.preparer.ledger().shares(&world.layout), []);
+
+    plugin.preparer.unprepare(&claim_ref("a")).await.unwrap();
+    assert_eq!(world.traces(), NONE);
+}
+
+#[tokio::test]
+async fn a_page_of_another_release_that_is_missing_is_named() {
+    let world = World::new();
+    prepared_by_another_release(&world).await;
+    let folder = world.layout.share("uid-of-a", "uid-of-a-gpu-0").device;
+    std::fs::remove_file(folder.join("account")).unwrap();
+    let plugin = world.start();
+    has(
+        &refusal(&plugin, "a").await,
+        &["team/a", "account", "version 2", "delete the pods"],
+    );
+}
+
+#[tokio::test]
+async fn after_a_boot_a_claim_of_another_release_gets_pages_of_this_one() {
+    let world = World::new();
+    prepared_by_another_release(&world).await;
+    // As a boot leaves it.
+    let folder = world.layout.share("uid-of-a", "").claim;
+    rustix::mount::unmount(&folder, rustix::mount::UnmountFlags::DETACH).unwrap();
+    std::fs::remove_dir_all(&folder).unwrap();
+    let plugin = world.start();
+    let record = plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
+    assert_eq!(record.plan.pages, PAGES);
+    assert!(record.plan.devices[0].cdi_ids[1].ends_with("driver=capped"));
+    let account = world.layout.share("uid-of-a", "uid-of-a-gpu-0").account;
+    AccountPage::check(&std::fs::read(account).unwrap()).unwrap();
 }
 
 #[tokio::test]
@@ -544,7 +623,7 @@ async fn no_driver_means_an_error_with_the_way_out() {
 async fn a_capped_claim_is_refused_where_the_shim_is_gone_and_an_exclusive_one_is_not() {
     let world = World::new();
     let plugin = world.start();
-    std::fs::remove_file(world.layout.libraries().join("libcuda.so.1")).unwrap();
+    std::fs::remove_file(world.layout.libraries().join("1/libcuda.so.1")).unwrap();
     world.api.put(claim("a", &[capped("gpu", 0, "1Gi", 10)]));
     has(
         &refusal(&plugin, "a").await,

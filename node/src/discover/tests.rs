@@ -3,7 +3,7 @@
 use std::os::unix::fs::symlink;
 use std::os::unix::net::UnixListener;
 
-use tranche_driver::cdi::{NodePaths, driver_spec};
+use tranche_driver::cdi::{NodePaths, Shim, driver_spec};
 
 use super::*;
 use crate::testing::{DEBIAN_535, lay_out};
@@ -235,13 +235,16 @@ fn every_known_layout_is_found_and_its_containers_find_libcuda() {
             .find(|b| b.container_path == smi_in_container);
         assert_eq!(smi_file.unwrap().host_path, on_host(smi), "{root_on_host}");
 
+        let shim = Shim {
+            pages: 1,
+            folder: "/var/lib/kubelet/plugins/gpu.tranche.dev/lib/1".into(),
+        };
         let paths = NodePaths {
             shares: "/run/tranche/shares".into(),
-            libraries: "/var/lib/kubelet/plugins/gpu.tranche.dev/lib".into(),
             hooks: "/var/lib/tranche".into(),
             dev_root: "/".into(),
         };
-        let spec = driver_spec(&files, &paths).unwrap();
+        let spec = driver_spec(&files, &paths, &[shim]).unwrap();
         let devices = spec.devices().iter();
         let whole: Vec<_> = devices
             .filter(|device| ["full", "capped"].contains(&&*device.name))
