@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """The symbol table of the simulated libcuda, against NVIDIA's own driver.
 
-    symbols.py check LIBCUDA   the simulator's library against the real one
-    symbols.py write           makes cuda/src/table.rs and cuda/src/absent.rs
+    symbols.py check LIBCUDA            the simulator's library as built, against the real one of driver 535
+    symbols.py check LIBCUDA DRIVER     as installed for a driver's CUDA version, against that driver's libcuda
+    symbols.py write                    makes cuda/src/table.rs and cuda/src/absent.rs
 
 The oracle is Debian's libcuda1 (fetched by ../debian-driver): it answers
 cuGetProcAddress without a GPU and before cuInit. What is newer than that driver comes
@@ -29,10 +30,12 @@ VERSIONS = sorted(
     {1, 1999, 3019, 12019, 13000, 99990}
     | {2000, 2010, 2020, 2030, 3000, 3010, 3020, 4000, 4010, 4020, 5000, 5050, 6000, 6050}
     | {7000, 7050, 8000, 9000, 9010, 9020, 10000, 10010, 10020, 11000, 11010, 11020, 11030}
-    | {11040, 11050, 11060, 11070, 11080, 12000, 12010, 12020}
+    | {11040, 11050, 11060, 11070, 11080, 12000, 12010, 12020, 12030, 12040, 12050, 12060, 12080}
 )
 LEGACY, PER_THREAD = 0, 2
 STT_FUNC = 2
+# In NVIDIA's headers and in no driver but Tegra's.
+TEGRA = {"cuEventCreateFromEGLSync"}
 
 
 def dynamic_symbols(path):
@@ -45,7 +48,7 @@ def dynamic_symbols(path):
     found = {}
     for at in range(dynsym[4], dynsym[4] + dynsym[5], 24):
         name, info, _, section, value, _ = struct.unpack_from("<IBBHQQ", data, at)
-        if section and value and info & 15 == STT_FUNC:
+        if section and value and info >> 4 and info & 15 == STT_FUNC:
             end = data.index(b"\0", strings + name)
             found[data[strings + name : end].decode()] = value
     return found
@@ -114,13 +117,13 @@ def headers():
             symbols |= {name, f"{name}_{kind.lower()}"}
         for name, version in re.findall(r"\*PFN_(cu(?!WGL)\w+?)_v(\d{4,5})(?:_ptsz|_ptds)?\)", types):
             typedefs[name].add(int(version))
-    return symbols, typedefs
+    return symbols - TEGRA, collections.defaultdict(set, {n: v for n, v in typedefs.items() if n not in TEGRA})
 
 
-def check(path):
+def check(path, driver=None):
     # The driver's symbols come first in this process, as a shim's would: the
     # simulator must not take them for its own.
-    real = Library(oracle(), ctypes.RTLD_GLOBAL)
+    real = Library(driver or oracle(), ctypes.RTLD_GLOBAL)
     ours = Library(path)
     wrong = 0
     names = sorted(base_names(real.symbols)) + ["", "cuNothing", "malloc"]
@@ -139,8 +142,12 @@ def check(path):
                 wrong += 1
     # NVIDIA's debugger interface is not CUDA's.
     missing = {s for s in real.symbols if not s.startswith("cudbg")} - set(ours.symbols)
+    if driver:
+        for symbol in sorted(set(ours.symbols) - set(real.symbols)):
+            print(f"{symbol} is exported, and the driver has no such function")
+            wrong += 1
     try:
-        missing |= headers()[0] - set(ours.symbols)
+        missing |= set() if driver else headers()[0] - set(ours.symbols)
     except subprocess.CalledProcessError:
         print("the headers could not be fetched: only the driver's own exports were checked", file=sys.stderr)
     for symbol in sorted(missing):
@@ -212,8 +219,8 @@ def write():
 
 if __name__ == "__main__":
     match sys.argv[1:]:
-        case ["check", library]:
-            sys.exit(check(library))
+        case ["check", library, *driver]:
+            sys.exit(check(library, *driver))
         case ["write"]:
             sys.exit(write())
         case _:

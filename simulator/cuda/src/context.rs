@@ -3,7 +3,7 @@
 use std::cell::{Cell, RefCell};
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use crate::code::Code;
 use crate::device::Device;
@@ -12,6 +12,7 @@ use crate::export::{export, get, put, put_wanted};
 use crate::heap::BLOCK;
 use crate::memory;
 use crate::object::{Handle, Kind, Object};
+use crate::pool;
 use crate::stream::{self, Stream};
 
 /// A context.
@@ -31,6 +32,16 @@ pub struct Context {
     taken: Mutex<[u64; TAKING]>,
     /// Bytes of local memory per thread that kernels have needed so far.
     local: AtomicU64,
+    /// The code that was loaded at its first use.
+    code: Mutex<LoadedCode>,
+}
+
+/// Code in a context beside what every context has, in bytes.
+#[derive(Debug, Default)]
+struct LoadedCode {
+    used: u64,
+    /// Whole blocks of the GPU's.
+    taken: u64,
 }
 
 impl Kind for Context {
@@ -75,6 +86,7 @@ pub fn current() -> Result<&'static Object<Context>, Code> {
     driver()?;
     let context = current_or_none().ok_or(Code::INVALID_CONTEXT)?;
     if context.alive() {
+        context.device.reach()?;
         Ok(context)
     } else {
         Err(Code::CONTEXT_IS_DESTROYED)
@@ -99,6 +111,7 @@ impl Context {
             limits: DEFAULT_LIMITS.map(AtomicU64::new),
             taken: Mutex::default(),
             local: AtomicU64::new(0),
+            code: Mutex::default(),
         });
         let _ = context
             .null_stream
@@ -115,9 +128,10 @@ impl Context {
         let taken = context.taken.lock().unwrap_or_else(PoisonError::into_inner);
         let limits: u64 = taken.iter().sum();
         drop(taken);
+        let code = std::mem::take(&mut *context.code()).taken;
         context
             .device
-            .release(context.device.state.context_bytes + limits);
+            .release(context.device.state.context_bytes + limits + code);
         context.destroy();
     }
 
@@ -139,6 +153,28 @@ impl Context {
         self.take(&mut taken[STACK], self.local_bytes(stack.max(bytes))?)?;
         self.local.fetch_max(bytes, Ordering::Relaxed);
         Ok(())
+    }
+
+    fn code(&self) -> MutexGuard<'_, LoadedCode> {
+        self.code.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes memory for `bytes` of code.
+    pub fn load_code(&self, bytes: u64) -> Result<(), Code> {
+        let mut code = self.code();
+        let used = code.used.checked_add(bytes).ok_or(Code::OUT_OF_MEMORY)?;
+        self.take(&mut code.taken, used.next_multiple_of(BLOCK))?;
+        code.used = used;
+        Ok(())
+    }
+
+    /// Gives it back.
+    pub fn unload_code(&self, bytes: u64) {
+        let mut code = self.code();
+        code.used = code.used.saturating_sub(bytes);
+        let least = code.used.next_multiple_of(BLOCK);
+        // Less is never refused.
+        let _ = self.take(&mut code.taken, least);
     }
 
     /// Bytes that `each` of local memory takes for all threads, beyond the default.
@@ -384,13 +420,17 @@ export! {
         put(version, 3020)
     }
     fn cuCtxSynchronize() {
-        current()?.synchronize();
-        Ok(())
+        let context = current()?;
+        context.synchronize();
+        pool::synchronized(context.device);
+        context.device.reach()
     }
     fn cuCtxSynchronize_v2(context: Handle) {
         driver()?;
-        Object::<Context>::find(context)?.synchronize();
-        Ok(())
+        let context = Object::<Context>::find(context)?;
+        context.synchronize();
+        pool::synchronized(context.device);
+        context.device.reach()
     }
     fn cuCtxGetLimit(value: *mut usize, which: u32) {
         put(value, usize::try_from(limit(which)?.load(Ordering::Relaxed)).unwrap_or(0))

@@ -1,7 +1,7 @@
 //! GPUs as CUDA shows them.
 
 use std::ffi::c_char;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Mutex, PoisonError};
 
 use tranche_simulator_machine::layout::GpuState;
@@ -10,7 +10,8 @@ use crate::code::Code;
 use crate::context::{Context, Primary};
 use crate::driver::{self, device, driver};
 use crate::export::{export, get, put};
-use crate::heap::Heap;
+use crate::graph::GraphBooks;
+use crate::heap::{Blocks, Heap};
 use crate::object::Object;
 use crate::pool::Pool;
 
@@ -26,24 +27,30 @@ pub struct Device {
     /// The pool that the driver made, and the one in use.
     pub default_pool: &'static Object<Pool>,
     pub current_pool: Mutex<&'static Object<Pool>>,
-    /// Bytes that graphs have, and the most they had since that was set back.
-    pub graph_memory: AtomicU64,
-    pub graph_memory_high: AtomicU64,
+    pub graph_books: Mutex<GraphBooks>,
 }
 
 impl Device {
-    pub fn new(ordinal: i32, gpu: usize, state: &'static GpuState) -> Self {
-        let default_pool = Pool::create(ordinal);
+    pub fn new(ordinal: i32, gpu: usize, state: &'static GpuState, blocks: Blocks) -> Self {
+        let default_pool = Pool::create(ordinal, blocks);
         Self {
             ordinal,
             gpu,
             state,
             primary: Mutex::new(Primary::default()),
-            heap: Mutex::new(Heap::default()),
+            heap: Mutex::new(Heap::new(blocks)),
             default_pool,
             current_pool: Mutex::new(default_pool),
-            graph_memory: AtomicU64::new(0),
-            graph_memory_high: AtomicU64::new(0),
+            graph_books: Mutex::default(),
+        }
+    }
+
+    /// Fails if the GPU has fallen off the bus.
+    pub fn reach(&self) -> Result<(), Code> {
+        if self.state.is_lost() {
+            Err(Code::UNKNOWN)
+        } else {
+            Ok(())
         }
     }
 
@@ -60,6 +67,18 @@ impl Device {
             // The only failure is a ledger that nobody serves; then the page is
             // rebuilt when a daemon comes back.
             let _ = driver.shared.release(driver.slot, self.gpu, bytes);
+        }
+    }
+
+    /// Notes that `bytes` of what this process holds became managed memory, or were.
+    pub fn note_managed(&self, bytes: u64, is_resident: bool) {
+        if let Ok(driver) = driver() {
+            let managed = &driver.shared.slots[driver.slot].managed[self.gpu];
+            if is_resident {
+                managed.fetch_add(bytes, Ordering::Relaxed);
+            } else {
+                managed.fetch_sub(bytes, Ordering::Relaxed);
+            }
         }
     }
 

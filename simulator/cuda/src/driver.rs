@@ -1,18 +1,19 @@
 //! `cuInit`: the machine, the GPUs that this process can see, and forks.
 
 use std::ffi::c_void;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
 use tranche_simulator_machine::attach::request;
 use tranche_simulator_machine::identity::uuid_text;
-use tranche_simulator_machine::layout::Shared;
+use tranche_simulator_machine::layout::{Habit, Shared};
 use tranche_simulator_machine::wire::Request;
 use tranche_simulator_machine::{Access, AttachError, Attachment, DriverRoot};
 
 use crate::code::Code;
 use crate::device::Device;
 use crate::export::{export, get, put};
+use crate::heap::Blocks;
 
 /// The initialised driver of this process.
 #[derive(Debug)]
@@ -42,10 +43,15 @@ pub fn driver() -> Result<&'static Driver, Code> {
 /// The GPU with this ordinal.
 pub fn device(ordinal: i32) -> Result<&'static Device, Code> {
     let devices = &driver()?.devices;
-    usize::try_from(ordinal)
-        .ok()
-        .and_then(|o| devices.get(o))
-        .ok_or(Code::INVALID_DEVICE)
+    let device = usize::try_from(ordinal).ok().and_then(|o| devices.get(o));
+    let device = device.ok_or(Code::INVALID_DEVICE)?;
+    device.reach()?;
+    Ok(device)
+}
+
+/// Whether the machine's driver does this as a real one.
+pub fn has(habit: Habit) -> bool {
+    driver().is_ok_and(|driver| driver.shared.header.has(habit))
 }
 
 extern "C" fn after_fork() {
@@ -84,7 +90,12 @@ impl Driver {
         })?;
         let shared = attachment.shared();
         let visible: Vec<usize> = (0..shared.gpus().len())
-            .filter(|gpu| root.has_node(&format!("nvidia{}", shared.gpus[*gpu].minor)))
+            .filter(|gpu| {
+                let gpu = &shared.gpus[*gpu];
+                // CUDA sees the partitions of a GPU in MIG mode, and this one has none.
+                let is_there = !gpu.is_lost() && !gpu.is_partitioned();
+                is_there && root.has_node(&format!("nvidia{}", gpu.minor))
+            })
             .collect();
         let chosen = match std::env::var("CUDA_VISIBLE_DEVICES") {
             Ok(list) => choose(&list, &visible, |gpu| uuid_text(&shared.gpus[gpu].uuid)),
@@ -98,10 +109,11 @@ impl Driver {
         if !root.has_node("nvidia-uvm") {
             return Err(Code::UNKNOWN);
         }
+        let blocks = Blocks::of(&shared.header);
         let devices = chosen
             .into_iter()
             .zip(0..)
-            .map(|(gpu, ordinal)| Device::new(ordinal, gpu, &shared.gpus[gpu]))
+            .map(|(gpu, ordinal)| Device::new(ordinal, gpu, &shared.gpus[gpu], blocks))
             .collect();
         Ok(Self {
             shared,
@@ -146,14 +158,17 @@ fn choose(list: &str, visible: &[usize], uuid: impl Fn(usize) -> String) -> Vec<
     chosen
 }
 
-/// CUDA's version word before cuInit: the page's is not there yet.
-const VERSION_BEFORE_INIT: i32 = 12_020;
+/// CUDA's version word before cuInit, when the page's is not there yet. `install-root` writes the machine
+/// file's into the library that it installs.
+#[unsafe(no_mangle)]
+pub static SIM_CUDA_VERSION: AtomicI32 = AtomicI32::new(12_020);
 
 /// The CUDA version to say and to resolve symbols by.
 pub fn cuda_version() -> i32 {
-    DRIVER.get().map_or(VERSION_BEFORE_INIT, |driver| {
-        driver.shared.header.cuda_version.cast_signed()
-    })
+    DRIVER.get().map_or_else(
+        || SIM_CUDA_VERSION.load(Ordering::Relaxed),
+        |driver| driver.shared.header.cuda_version.cast_signed(),
+    )
 }
 
 export! {

@@ -12,6 +12,7 @@ use crate::export::{export, put};
 use crate::graph::{Capture, CaptureMark};
 use crate::host;
 use crate::object::{Handle, Kind, Object};
+use crate::pool;
 use crate::stream::{self, Stream};
 
 /// `CU_EVENT_DISABLE_TIMING`
@@ -181,6 +182,10 @@ export! {
         let (gpu, mark) = event.due();
         stream::wait(gpu, mark);
         host::wait(event.functions());
+        for device in driver()?.devices.iter().filter(|device| device.gpu == gpu) {
+            pool::synchronized(device);
+            device.reach()?;
+        }
         Ok(())
     }
     fn cuEventElapsedTime(to: *mut f32, start: Handle, end: Handle) { elapsed(to, start, end) }

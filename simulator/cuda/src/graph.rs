@@ -1,34 +1,35 @@
 //! Graphs and stream capture, thin: a graph is a list of work in an order that
 //! keeps every dependency, and launching it does the list.
 
+use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tranche_simulator_machine::layout::Habit;
 
 use crate::code::Code;
 use crate::context::{Context, current};
 use crate::copy::{BoxMove, Copy3, Move, in_order};
 use crate::device::Device;
-use crate::driver::driver;
+use crate::driver::{driver, has};
 use crate::export::{export, get, put, put_wanted};
 use crate::heap::BLOCK;
 use crate::host::{self, Token};
-use crate::launch;
+use crate::launch::{self, Launch};
 use crate::memory;
 use crate::module::Function;
 use crate::object::{Handle, Kind, Object};
 use crate::pool;
 use crate::set::Fill;
+use crate::space::What;
 use crate::stream::{self, Stream};
 
 /// Work in a graph.
 #[derive(Debug, Clone)]
 pub enum Node {
     Empty,
-    Kernel {
-        nanos: u64,
-        local: u64,
-    },
+    Kernel(Launch),
     Copy(Move),
     Box(BoxMove),
     Fill(Fill),
@@ -41,13 +42,18 @@ pub enum Node {
     Free,
 }
 
-/// Memory of a graph. It is there from the node's creation until the last graph,
-/// executable or not, that has the node is gone: a free node frees nothing, as the
-/// next launch would need it again at the same address.
+/// Memory of a graph: its addresses from the node's creation until the last graph, executable or not, that
+/// has the node is gone. A free node frees nothing, as the next launch would need it again at the same
+/// address. Its memory is the graph pool's, taken with the addresses, or at the first launch where graph
+/// memory stays ([`Habit::GraphMemoryStays`]).
 #[derive(Debug)]
 pub struct GraphMemory {
     pub address: u64,
+    /// Tells the allocation from later ones at its address.
+    id: u64,
     bytes: usize,
+    /// Whole blocks.
+    taken: u64,
     device: &'static Device,
 }
 
@@ -57,24 +63,104 @@ impl GraphMemory {
         let taken = (bytes as u64)
             .checked_next_multiple_of(BLOCK)
             .ok_or(Code::OUT_OF_MEMORY)?;
-        let address = memory::allocate(context, taken)?;
         let device = context.device;
-        let now = device.graph_memory.fetch_add(taken, Ordering::Relaxed) + taken;
-        device.graph_memory_high.fetch_max(now, Ordering::Relaxed);
-        Ok(Arc::new(Self {
+        let address = memory::place(device.ordinal, What::Graph, context.id, taken)?;
+        let memory = Self {
             address,
+            id: memory::id_of(address),
             bytes,
+            taken,
             device,
-        }))
+        };
+        if !has(Habit::GraphMemoryStays) {
+            memory.attach()?;
+        }
+        Ok(Arc::new(memory))
+    }
+
+    /// Gives it memory of the graph pool's, if it has none.
+    fn attach(&self) -> Result<(), Code> {
+        memory::with_room(self.device, || {
+            GraphBooks::of(self.device).attach(self.device, self.id, self.taken)
+        })
     }
 }
 
 impl Drop for GraphMemory {
     fn drop(&mut self) {
         // It may be gone with its context.
-        let _ = memory::free(self.address);
-        let taken = (self.bytes as u64).next_multiple_of(BLOCK);
-        self.device.graph_memory.fetch_sub(taken, Ordering::Relaxed);
+        memory::free_exactly(self.address, self.id);
+        let mut books = GraphBooks::of(self.device);
+        books.detach(self.id);
+        if !has(Habit::GraphMemoryStays) {
+            books.trim(self.device);
+        }
+    }
+}
+
+/// A GPU's graph pool, in bytes.
+#[derive(Debug, Default)]
+pub struct GraphBooks {
+    /// What each allocation that has memory takes, by its id.
+    attached: BTreeMap<u64, u64>,
+    used: u64,
+    used_high: u64,
+    /// Taken from the GPU.
+    reserved: u64,
+    reserved_high: u64,
+}
+
+impl GraphBooks {
+    pub fn of(device: &Device) -> MutexGuard<'_, Self> {
+        device
+            .graph_books
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn attach(&mut self, device: &Device, id: u64, bytes: u64) -> Result<(), Code> {
+        if self.attached.contains_key(&id) {
+            return Ok(());
+        }
+        let more = (self.used + bytes).saturating_sub(self.reserved);
+        device.charge(more)?;
+        self.attached.insert(id, bytes);
+        self.reserved += more;
+        self.used += bytes;
+        self.reserved_high = self.reserved_high.max(self.reserved);
+        self.used_high = self.used_high.max(self.used);
+        Ok(())
+    }
+
+    /// An allocation is gone. Its memory stays in the pool.
+    pub fn detach(&mut self, id: u64) {
+        self.used -= self.attached.remove(&id).unwrap_or(0);
+    }
+
+    /// Gives back what no graph uses.
+    pub fn trim(&mut self, device: &Device) {
+        device.release(self.reserved - self.used);
+        self.reserved = self.used;
+    }
+
+    /// A `CUgraphMem_attribute`'s value.
+    pub fn attribute(&self, which: u32) -> Result<u64, Code> {
+        Ok(match which {
+            0 => self.used,
+            1 => self.used_high,
+            2 => self.reserved,
+            3 => self.reserved_high,
+            _ => return Err(Code::INVALID_VALUE),
+        })
+    }
+
+    /// Sets a high-water mark back to what is now: 1 or 3.
+    pub fn set_back(&mut self, which: u32) {
+        if which == 1 {
+            self.used_high = self.used;
+        } else {
+            self.reserved_high = self.reserved;
+        }
     }
 }
 
@@ -226,11 +312,9 @@ impl Object<Graph> {
 
 fn run(node: &Node, stream: &Stream) -> Result<(), Code> {
     match *node {
-        Node::Empty | Node::Child(_) | Node::Memory(_) | Node::Free => {}
-        Node::Kernel { nanos, local } => {
-            stream.context.grow_local(local)?;
-            stream.run(nanos)?;
-        }
+        Node::Empty | Node::Child(_) | Node::Free => {}
+        Node::Memory(ref memory) => memory.attach()?,
+        Node::Kernel(launch) => launch.run(stream)?,
         // SAFETY: CUDA's contract: what a graph names lives while it is launched.
         Node::Copy(copy) => in_order(stream, move || unsafe { copy.run() }),
         // SAFETY: as above.
@@ -325,10 +409,11 @@ unsafe fn kernel_node(parameters: KernelParameters) -> Result<Node, Code> {
     let context = current()?;
     // SAFETY: the caller's contract.
     let function = unsafe { Object::<Function>::find(parameters.function)? };
-    Ok(Node::Kernel {
-        nanos: function.nanos(context, parameters.grid),
-        local: function.local,
-    })
+    Ok(Node::Kernel(Launch::new(
+        function,
+        context,
+        parameters.grid,
+    )))
 }
 
 /// cuda.h's `CUDA_MEM_ALLOC_NODE_PARAMS`.
@@ -616,7 +701,7 @@ export! {
     fn cuGraphNodeGetType(node: Handle, kind: *mut u32) {
         driver()?;
         put(kind, match &*Object::<NodeObject>::find(node)?.work() {
-            Node::Kernel { .. } => 0,
+            Node::Kernel(_) => 0,
             Node::Copy(_) | Node::Box(_) => 1,
             Node::Fill(_) => 2,
             Node::Host { .. } => 3,
@@ -664,7 +749,12 @@ export! {
     }
     fn cuGraphUpload, cuGraphUpload_ptsz [stream] (executable: Handle, stream: Handle) {
         stream::find(stream)?;
-        Object::<Executable>::find(executable).map(drop)
+        let executable = Object::<Executable>::find(executable)?;
+        let nodes = executable.nodes.lock().unwrap_or_else(PoisonError::into_inner);
+        nodes.iter().try_for_each(|node| match node {
+            Node::Memory(memory) => memory.attach(),
+            _ => Ok(()),
+        })
     }
     fn cuGraphLaunch, cuGraphLaunch_ptsz [stream] (executable: Handle, stream: Handle) {
         let stream = stream::find(stream)?;

@@ -1,13 +1,13 @@
 //! Device addresses, and how much of the GPU they take.
 //!
-//! As the driver does, memory is taken from the GPU in blocks of 2 MiB: an
-//! allocation above 1 MiB has whole blocks of its own, smaller ones share a block
-//! with others of their size class (powers of two from 512 bytes). A block goes
-//! back to the GPU when its last allocation is freed.
+//! As the driver does, memory is taken from the GPU in blocks of 2 MiB. Small allocations share blocks, in
+//! one of two ways ([`Blocks`]); larger ones have whole blocks of their own. A block goes back to the GPU
+//! when its last allocation is freed.
 
 use std::collections::BTreeMap;
 
 use rustix::mm::{Advice, MapFlags, ProtFlags};
+use tranche_simulator_machine::layout::{Habit, Header};
 
 use crate::code::Code;
 
@@ -15,14 +15,35 @@ use crate::code::Code;
 pub const BLOCK: u64 = 2 << 20;
 /// Addresses are multiples of this.
 const ALIGNMENT: u64 = 512;
-/// The largest allocation that shares a block.
+/// The largest allocation that shares a block with others of its size class.
 const SMALL: u64 = 1 << 20;
 /// Size classes: 512 B to 1 MiB.
 const CLASSES: usize = 12;
 
+/// Which allocations share a block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Blocks {
+    /// Those of up to 1 MiB, with others of their size class (powers of two from 512 bytes).
+    BySize,
+    /// Those smaller than a block, whatever their sizes: each in the first gap that fits.
+    Mixed,
+}
+
+impl Blocks {
+    /// What the machine's driver does.
+    pub fn of(header: &Header) -> Self {
+        if header.has(Habit::MixedBlocks) {
+            Self::Mixed
+        } else {
+            Self::BySize
+        }
+    }
+}
+
 /// Address space of one GPU.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Heap {
+    blocks: Blocks,
     /// Where its mapping begins, and its length.
     mapping: Option<(u64, u64)>,
     /// Free stretches by address: lengths, multiples of a block.
@@ -31,6 +52,35 @@ pub struct Heap {
     shared: BTreeMap<u64, Slab>,
     /// Shared blocks with room, by class.
     room: [Vec<u64>; CLASSES],
+    /// Blocks with allocations of any size, by address.
+    mixed: BTreeMap<u64, MixedBlock>,
+}
+
+/// A block with allocations of any size.
+#[derive(Debug)]
+struct MixedBlock {
+    /// Lengths of the gaps by their offsets.
+    gaps: BTreeMap<u64, u64>,
+    live: u32,
+    /// Whether one that was freed had been written to.
+    touched: bool,
+}
+
+impl MixedBlock {
+    fn new() -> Self {
+        Self {
+            gaps: BTreeMap::from([(0, BLOCK)]),
+            live: 0,
+            touched: false,
+        }
+    }
+
+    /// The offset of the first gap of `length`, which is a gap no more.
+    fn take(&mut self, length: u64) -> Option<u64> {
+        let offset = take_first(&mut self.gaps, length)?;
+        self.live += 1;
+        Some(offset)
+    }
 }
 
 /// A block that small allocations share.
@@ -63,11 +113,15 @@ impl Slab {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Fit {
     Shared(usize),
+    Mixed(u64),
     Whole(u64),
 }
 
-fn fit(bytes: u64) -> Option<Fit> {
-    if bytes <= SMALL {
+fn fit(blocks: Blocks, bytes: u64) -> Option<Fit> {
+    if blocks == Blocks::Mixed && bytes < BLOCK {
+        // What rounds up to a whole block has one.
+        Some(Fit::Mixed(bytes.next_multiple_of(ALIGNMENT)))
+    } else if blocks == Blocks::BySize && bytes <= SMALL {
         let size = bytes.max(ALIGNMENT).next_power_of_two();
         Some(Fit::Shared((size / ALIGNMENT).trailing_zeros() as usize))
     } else {
@@ -76,6 +130,18 @@ fn fit(bytes: u64) -> Option<Fit> {
 }
 
 impl Heap {
+    /// An address space that nothing is mapped for yet.
+    pub fn new(blocks: Blocks) -> Self {
+        Self {
+            blocks,
+            mapping: None,
+            free: BTreeMap::new(),
+            shared: BTreeMap::new(),
+            room: [const { Vec::new() }; CLASSES],
+            mixed: BTreeMap::new(),
+        }
+    }
+
     /// Gives an address for `bytes`; `charge` takes whole blocks from the GPU.
     /// `total` is the GPU's memory, which the address space must outgrow.
     pub fn allocate(
@@ -85,8 +151,23 @@ impl Heap {
         charge: impl FnOnce(u64) -> Result<(), Code>,
     ) -> Result<u64, Code> {
         self.reserve(total)?;
-        match fit(bytes).ok_or(Code::OUT_OF_MEMORY)? {
+        match fit(self.blocks, bytes).ok_or(Code::OUT_OF_MEMORY)? {
             Fit::Whole(length) => self.take_charged(length, charge),
+            Fit::Mixed(length) => {
+                let found = self
+                    .mixed
+                    .iter_mut()
+                    .find_map(|(block, mixed)| Some(block + mixed.take(length)?));
+                if let Some(address) = found {
+                    return Ok(address);
+                }
+                let block = self.take_charged(BLOCK, charge)?;
+                let mut mixed = MixedBlock::new();
+                // The whole block is one gap.
+                let offset = mixed.take(length).unwrap_or(0);
+                self.mixed.insert(block, mixed);
+                Ok(block + offset)
+            }
             Fit::Shared(class) => {
                 let block = if let Some(block) = self.room[class].last() {
                     *block
@@ -113,20 +194,39 @@ impl Heap {
         charge: impl FnOnce(u64) -> Result<(), Code>,
     ) -> Result<u64, Code> {
         // Addresses run out only where a program frees in a pattern made for it.
-        let address = self.take(length).ok_or(Code::OUT_OF_MEMORY)?;
-        charge(length).inspect_err(|_| self.give(address, length))?;
+        let address = take_first(&mut self.free, length).ok_or(Code::OUT_OF_MEMORY)?;
+        charge(length).inspect_err(|_| give(&mut self.free, address, length))?;
         Ok(address)
     }
 
     /// Takes an address back; returns the bytes of whole blocks that it frees.
     pub fn release(&mut self, address: u64, bytes: u64, touched: bool) -> u64 {
-        match fit(bytes) {
+        match fit(self.blocks, bytes) {
             None => 0,
+            Some(Fit::Mixed(length)) => {
+                let block = address & !(BLOCK - 1);
+                let Some(mixed) = self.mixed.get_mut(&block) else {
+                    return 0;
+                };
+                give(&mut mixed.gaps, address - block, length);
+                mixed.touched |= touched;
+                mixed.live -= 1;
+                if mixed.live > 0 {
+                    return 0;
+                }
+                let touched = mixed.touched;
+                self.mixed.remove(&block);
+                if touched {
+                    forget(block, BLOCK);
+                }
+                give(&mut self.free, block, BLOCK);
+                BLOCK
+            }
             Some(Fit::Whole(length)) => {
                 if touched {
                     forget(address, length);
                 }
-                self.give(address, length);
+                give(&mut self.free, address, length);
                 length
             }
             Some(Fit::Shared(class)) => {
@@ -150,7 +250,7 @@ impl Heap {
                 if touched {
                     forget(block, BLOCK);
                 }
-                self.give(block, BLOCK);
+                give(&mut self.free, block, BLOCK);
                 BLOCK
             }
         }
@@ -175,38 +275,40 @@ impl Heap {
     /// # Safety
     /// Nothing of it is allocated any more.
     pub unsafe fn unmap(&mut self) {
-        if let Some((start, length)) = std::mem::take(self).mapping {
+        let blocks = self.blocks;
+        if let Some((start, length)) = std::mem::replace(self, Self::new(blocks)).mapping {
             let length = usize::try_from(length).unwrap_or(0);
             // SAFETY: the mapping is ours and the program's no more, by the contract above.
             let _ = unsafe { rustix::mm::munmap(start as *mut _, length) };
         }
     }
+}
 
-    /// The first free stretch that fits.
-    fn take(&mut self, length: u64) -> Option<u64> {
-        let (address, has) = self.free.iter().find(|(_, has)| **has >= length)?;
-        let (address, has) = (*address, *has);
-        self.free.remove(&address);
-        if has > length {
-            self.free.insert(address + length, has - length);
-        }
-        Some(address)
+/// Takes `length` from the start of the first stretch that has as much.
+fn take_first(stretches: &mut BTreeMap<u64, u64>, length: u64) -> Option<u64> {
+    let (start, has) = stretches.iter().find(|(_, has)| **has >= length)?;
+    let (start, has) = (*start, *has);
+    stretches.remove(&start);
+    if has > length {
+        stretches.insert(start + length, has - length);
     }
+    Some(start)
+}
 
-    fn give(&mut self, mut address: u64, mut length: u64) {
-        if let Some(after) = self.free.remove(&(address + length)) {
-            length += after;
-        }
-        if let Some((before, has)) = self.free.range(..address).next_back() {
-            let (before, has) = (*before, *has);
-            if before + has == address {
-                self.free.remove(&before);
-                address = before;
-                length += has;
-            }
-        }
-        self.free.insert(address, length);
+/// Adds a stretch, one with its neighbours.
+fn give(stretches: &mut BTreeMap<u64, u64>, mut start: u64, mut length: u64) {
+    if let Some(after) = stretches.remove(&(start + length)) {
+        length += after;
     }
+    if let Some((before, has)) = stretches.range(..start).next_back() {
+        let (before, has) = (*before, *has);
+        if before + has == start {
+            stretches.remove(&before);
+            start = before;
+            length += has;
+        }
+    }
+    stretches.insert(start, length);
 }
 
 fn size(class: usize) -> u64 {
@@ -259,8 +361,33 @@ mod tests {
     const TOTAL: u64 = 1 << 30;
 
     #[test]
+    fn whatever_is_smaller_than_a_mixed_block_shares_it() {
+        let mut heap = Heap::new(Blocks::Mixed);
+        let mut taken = 0;
+        let mut get = |heap: &mut Heap, bytes| {
+            heap.allocate(bytes, TOTAL, |charge| {
+                taken += charge;
+                Ok(())
+            })
+            .unwrap()
+        };
+        let large = get(&mut heap, 3 * BLOCK / 4);
+        let small = get(&mut heap, 1);
+        assert_eq!(small, large + 3 * BLOCK / 4, "behind it, in its block");
+        let other = get(&mut heap, BLOCK / 2);
+        let whole = get(&mut heap, BLOCK + 1);
+        assert_eq!((other % BLOCK, whole % BLOCK), (0, 0));
+        assert_eq!(taken, 4 * BLOCK);
+        // The gap that the first leaves is the next one's, and the block stays as long as the small one.
+        assert_eq!(heap.release(large, 3 * BLOCK / 4, true), 0);
+        assert_eq!(heap.allocate(BLOCK / 2, TOTAL, |_| panic!()), Ok(large));
+        assert_eq!(heap.release(large, BLOCK / 2, true), 0);
+        assert_eq!(heap.release(small, 1, true), BLOCK);
+    }
+
+    #[test]
     fn small_ones_share_a_block_and_big_ones_have_their_own() {
-        let mut heap = Heap::default();
+        let mut heap = Heap::new(Blocks::BySize);
         let mut taken = 0;
         let mut get = |heap: &mut Heap, bytes| {
             heap.allocate(bytes, TOTAL, |charge| {
@@ -286,7 +413,7 @@ mod tests {
 
     #[test]
     fn sizes_near_the_end_of_the_number_line_are_refused() {
-        let mut heap = Heap::default();
+        let mut heap = Heap::new(Blocks::BySize);
         for bytes in [u64::MAX, u64::MAX - BLOCK, 5 * TOTAL] {
             let refused = heap.allocate(bytes, TOTAL, |_| Ok(()));
             assert_eq!(refused, Err(Code::OUT_OF_MEMORY));
@@ -296,9 +423,10 @@ mod tests {
     proptest! {
         #[test]
         fn allocations_never_overlap_and_everything_comes_back(
+            blocks in prop_oneof![Just(Blocks::BySize), Just(Blocks::Mixed)],
             steps in proptest::collection::vec((1u64..6_000_000, any::<bool>(), any::<u16>()), 1..300)
         ) {
-            let mut heap = Heap::default();
+            let mut heap = Heap::new(blocks);
             let mut charged = 0;
             let mut live: BTreeMap<u64, u64> = BTreeMap::new();
             for (bytes, free, pick) in steps {

@@ -3,12 +3,14 @@
 use std::ffi::c_void;
 
 use crate::code::Code;
+use crate::context::Context;
 use crate::driver::driver;
 use crate::export::{export, get};
 use crate::graph::Node;
+use crate::memory;
 use crate::module::Function;
 use crate::object::{Handle, Object};
-use crate::stream;
+use crate::stream::{self, Stream};
 
 /// The largest block on every GPU here.
 const MAX_THREADS: u64 = 1024;
@@ -34,6 +36,35 @@ pub fn check(grid: [u32; 3], block: [u32; 3]) -> Result<(), Code> {
     Ok(())
 }
 
+/// A kernel with all that a launch of it needs.
+#[derive(Debug, Clone, Copy)]
+pub struct Launch {
+    function: &'static Object<Function>,
+    nanos: u64,
+}
+
+impl Launch {
+    pub fn new(function: &'static Object<Function>, context: &Context, grid: [u32; 3]) -> Self {
+        Self {
+            function,
+            nanos: function.nanos(context, grid),
+        }
+    }
+
+    /// Queues it in a stream, once its code and its local memory are there.
+    pub fn run(self, stream: &Stream) -> Result<(), Code> {
+        let context = stream.context;
+        if self.function.alive() {
+            self.function.load(context)?;
+        }
+        context.grow_local(self.function.local)?;
+        if self.function.touches_managed {
+            memory::touch_all(context);
+        }
+        stream.run(self.nanos)
+    }
+}
+
 /// # Safety
 /// As [`Object::find`] for both handles.
 unsafe fn launch(
@@ -48,13 +79,11 @@ unsafe fn launch(
     check(grid, block)?;
     // SAFETY: the caller's contract.
     let stream = unsafe { stream::find(stream)? };
-    let (nanos, local) = (function.nanos(stream.context, grid), function.local);
-    let node = || Node::Kernel { nanos, local };
-    if stream::captured(stream, |capture| capture.add(node())).is_some() {
+    let launch = Launch::new(function, stream.context, grid);
+    if stream::captured(stream, |capture| capture.add(Node::Kernel(launch))).is_some() {
         return Ok(());
     }
-    stream.context.grow_local(local)?;
-    stream.run(nanos)
+    launch.run(stream)
 }
 
 export! {

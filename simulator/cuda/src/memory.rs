@@ -3,14 +3,17 @@
 use std::ffi::c_void;
 use std::sync::{MutexGuard, PoisonError};
 
+use tranche_simulator_machine::layout::Habit;
+
 use crate::code::Code;
 use crate::context::{Context, current, current_or_none};
 use crate::device::Device;
-use crate::driver::{device, driver};
+use crate::driver::{device, driver, has};
 use crate::export::{export, put, put_wanted};
-use crate::heap::{Heap, forget, map_private};
+use crate::graph::GraphBooks;
+use crate::heap::{BLOCK, Heap, forget, map_private};
 use crate::object::Object;
-use crate::pool::{self, Location};
+use crate::pool::{self, Location, ON_DEVICE};
 use crate::space::{Region, Regions, What, containing, regions};
 
 /// Rows of a pitched allocation start at multiples of this.
@@ -28,13 +31,28 @@ pub fn place(ordinal: i32, what: What, context: u64, bytes: u64) -> Result<u64, 
         return Err(Code::INVALID_VALUE);
     }
     let device = device(ordinal)?;
-    let address = match take(device, what, bytes) {
-        // What the pools keep for later is there for who needs it now.
-        Err(Code::OUT_OF_MEMORY) if pool::trim_all(device) => take(device, what, bytes)?,
-        other => other?,
-    };
+    let address = with_room(device, || take(device, what, bytes))?;
     regions().insert(address, Region::new(bytes, what, ordinal, context));
     Ok(address)
+}
+
+/// Calls `take` again as long as it finds no memory and there is some to be had: what the pools keep for
+/// later, and managed memory, which the host can have.
+pub fn with_room<T>(
+    device: &'static Device,
+    take: impl Fn() -> Result<T, Code>,
+) -> Result<T, Code> {
+    loop {
+        match take() {
+            Err(Code::OUT_OF_MEMORY) if pool::trim_all(device) || evict_one(device) => {}
+            other => return other,
+        }
+    }
+}
+
+/// Takes `bytes` of a GPU that no address stands for.
+pub fn charge(device: &'static Device, bytes: u64) -> Result<(), Code> {
+    with_room(device, || device.charge(bytes))
 }
 
 fn heap_of(device: &'static Device, what: What) -> MutexGuard<'static, Heap> {
@@ -48,6 +66,8 @@ fn take(device: &'static Device, what: What, bytes: u64) -> Result<u64, Code> {
     let total = device.state.memory_total;
     heap_of(device, what).allocate(bytes, total, |charge| match what {
         What::Pooled(pool) => pool.charge(device, charge),
+        // The graph pool takes it, when the graph is launched.
+        What::Graph => Ok(()),
         _ => device.charge(charge),
     })
 }
@@ -55,11 +75,28 @@ fn take(device: &'static Device, what: What, bytes: u64) -> Result<u64, Code> {
 /// Frees what `address` begins, whatever kind of allocation it is.
 pub fn free(address: u64) -> Result<(), Code> {
     let mut regions = regions();
-    match regions.get(&address).ok_or(Code::INVALID_VALUE)?.what {
+    let region = regions.get(&address).ok_or(Code::INVALID_VALUE)?;
+    match region.what {
+        _ if region.freed => return Err(Code::INVALID_VALUE),
         What::Mapped | What::Host | What::Registered => return Err(Code::INVALID_VALUE),
+        // It is the graph's, which would need it again at this address.
+        What::Graph => return Ok(()),
         What::Device | What::Pooled(_) | What::Managed => {}
     }
     remove(&mut regions, address)
+}
+
+/// Frees the allocation `id` at `address`, if it is still there: it may have gone with its context.
+pub fn free_exactly(address: u64, id: u64) {
+    let mut regions = regions();
+    if regions.get(&address).is_some_and(|region| region.id == id) {
+        let _ = remove(&mut regions, address);
+    }
+}
+
+/// The number of the allocation at `address`, which no other has or will have.
+pub fn id_of(address: u64) -> u64 {
+    regions().get(&address).map_or(0, |region| region.id)
 }
 
 /// Removes a region and gives back what it took.
@@ -75,7 +112,17 @@ fn remove(regions: &mut Regions, address: u64) -> Result<(), Code> {
                 _ => {}
             }
         }
-        What::Managed | What::Host => unmap(address, region.bytes),
+        What::Graph => {
+            let device = device(region.device)?;
+            let _ = heap_of(device, region.what).release(address, region.bytes, region.touched);
+        }
+        What::Managed => {
+            if region.resident {
+                leave(device(region.device)?, region.bytes);
+            }
+            unmap(address, region.bytes);
+        }
+        What::Host => unmap(address, region.bytes),
         What::Registered | What::Mapped => {}
     }
     Ok(())
@@ -89,11 +136,103 @@ pub fn free_all(context: &Context) {
         .filter(|(_, region)| region.context == context.id)
         .map(|(address, _)| *address)
         .collect();
+    let mut books = GraphBooks::of(context.device);
     for address in left {
+        if let Some(region) = regions.get(&address) {
+            books.detach(region.id);
+        }
         let _ = remove(&mut regions, address);
     }
-    drop(regions);
+    books.trim(context.device);
+    drop((books, regions));
     pool::trim_all(context.device);
+}
+
+/// What managed memory takes of a GPU: whole blocks.
+fn resident_bytes(bytes: u64) -> u64 {
+    bytes.next_multiple_of(BLOCK)
+}
+
+/// Takes a managed allocation's memory from the GPU.
+fn leave(device: &Device, bytes: u64) {
+    device.note_managed(resident_bytes(bytes), false);
+    device.release(resident_bytes(bytes));
+}
+
+/// Moves a managed allocation of the GPU to the host; false if there is none.
+fn evict_one(device: &Device) -> bool {
+    let mut regions = regions();
+    let resident = regions
+        .values_mut()
+        .find(|region| region.resident && region.device == device.ordinal);
+    let Some(region) = resident else {
+        return false;
+    };
+    region.resident = false;
+    leave(device, region.bytes);
+    true
+}
+
+/// Moves the managed allocation at `address` to the GPU, where the driver has that habit. A GPU without
+/// room reads it from the host.
+fn occupy(device: &'static Device, address: u64) {
+    if !has(Habit::ManagedMemoryOccupies) {
+        return;
+    }
+    let Some(bytes) = regions()
+        .get(&address)
+        .filter(|region| !region.resident && matches!(region.what, What::Managed))
+        .map(|region| region.bytes)
+    else {
+        return;
+    };
+    let bytes_taken = resident_bytes(bytes);
+    if charge(device, bytes_taken).is_err() {
+        return;
+    }
+    match regions().get_mut(&address) {
+        Some(region) if !region.resident && region.bytes == bytes => {
+            region.resident = true;
+            region.device = device.ordinal;
+            device.note_managed(bytes_taken, true);
+        }
+        // Another thread was first, or freed it.
+        _ => device.release(bytes_taken),
+    }
+}
+
+/// Notes that the GPU of `context` uses the allocation that `address` is in.
+pub fn touch(context: &Context, address: u64) {
+    let start = containing(&mut regions(), address).map(|(start, _)| start);
+    if let Some(start) = start {
+        occupy(context.device, start);
+    }
+}
+
+/// Notes that the GPU of `context` uses all its managed memory.
+pub fn touch_all(context: &Context) {
+    let managed: Vec<u64> = regions()
+        .iter()
+        .filter(|(_, region)| region.context == context.id && matches!(region.what, What::Managed))
+        .map(|(address, _)| *address)
+        .collect();
+    for address in managed {
+        occupy(context.device, address);
+    }
+}
+
+/// Moves managed memory to where a prefetch wants it: a GPU, or the host.
+fn prefetch(address: u64, bytes: usize, to: Option<i32>) -> Result<(), Code> {
+    managed(address, bytes)?;
+    let start = containing(&mut regions(), address).map_or(address, |(start, _)| start);
+    if let Some(ordinal) = to {
+        occupy(device(ordinal)?, start);
+    } else if let Some(region) = regions().get_mut(&start)
+        && std::mem::take(&mut region.resident)
+    {
+        leave(device(region.device)?, region.bytes);
+    }
+    Ok(())
 }
 
 fn unmap(address: u64, bytes: u64) {
@@ -151,8 +290,14 @@ export! {
         put(to, allocate(context, bytes as u64)?)
     }
     fn cuMemFree_v2(address: u64) {
-        current()?;
-        if address == 0 { Ok(()) } else { free(address) }
+        let context = current()?;
+        if address == 0 {
+            return Ok(());
+        }
+        if has(Habit::FreesWait) {
+            context.synchronize();
+        }
+        free(address)
     }
     fn cuMemAllocPitch_v2(to: *mut u64, pitch: *mut usize, width: usize, height: usize, element: u32) {
         let context = current()?;
@@ -169,8 +314,7 @@ export! {
         if to.is_null() || !matches!(flags, 1 | 2) {
             return Err(Code::INVALID_VALUE);
         }
-        // Managed memory migrates: no GPU has it until a kernel touches it, and
-        // none does here.
+        // Managed memory migrates: no GPU has it until it touches it.
         let address = host_pages(bytes as u64)?;
         let region = Region::new(bytes as u64, What::Managed, context.device.ordinal, context.id);
         regions().insert(address, region);
@@ -237,13 +381,14 @@ export! {
         put_wanted(bytes, usize::try_from(region.bytes).unwrap_or(usize::MAX));
         Ok(())
     }
-    fn cuMemPrefetchAsync, cuMemPrefetchAsync_ptsz [stream] (address: u64, bytes: usize, _device: i32, stream: crate::object::Handle) {
+    fn cuMemPrefetchAsync, cuMemPrefetchAsync_ptsz [stream] (address: u64, bytes: usize, to: i32, stream: crate::object::Handle) {
         crate::stream::find(stream)?;
-        managed(address, bytes)
+        // CU_DEVICE_CPU is -1.
+        prefetch(address, bytes, (to != -1).then_some(to))
     }
-    fn cuMemPrefetchAsync_v2, cuMemPrefetchAsync_v2_ptsz [stream] (address: u64, bytes: usize, _location: Location, _flags: u32, stream: crate::object::Handle) {
+    fn cuMemPrefetchAsync_v2, cuMemPrefetchAsync_v2_ptsz [stream] (address: u64, bytes: usize, to: Location, _flags: u32, stream: crate::object::Handle) {
         crate::stream::find(stream)?;
-        managed(address, bytes)
+        prefetch(address, bytes, (to.kind == ON_DEVICE).then_some(to.id))
     }
     fn cuMemAdvise_v2(address: u64, bytes: usize, _advice: u32, _location: Location) {
         driver()?;

@@ -10,15 +10,23 @@
 //! each block of its grid takes, one after another.
 //!
 //! **How much local memory.** A name that contains `sim_local_<n>` has so many bytes of it per thread.
+//!
+//! **Managed memory.** A kernel whose name contains `sim_touch_managed` uses all managed memory of its context.
+//!
+//! **When code is loaded.** Where the driver loads lazily ([`Habit::LazyLoading`]), an image takes memory in a
+//! context when the first of its kernels is launched there or the first of its variables asked for: its own
+//! bytes for the code, and all its variables. Else code takes no memory, and a variable when it is asked for.
 
 use std::collections::BTreeMap;
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::sync::atomic::{AtomicI32, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use tranche_simulator_machine::layout::Habit;
 
 use crate::code::Code;
 use crate::context::{Context, current};
-use crate::driver::driver;
+use crate::driver::{driver, has};
 use crate::export::{export, get, put, put_wanted};
 use crate::memory;
 use crate::object::{Handle, Kept, Kind, Object};
@@ -29,8 +37,21 @@ pub struct Module {
     names: Names,
     /// Sizes of global variables by name.
     globals: BTreeMap<String, u64>,
-    placed: Mutex<BTreeMap<String, u64>>,
+    /// Bytes of the image.
+    bytes: u64,
+    /// What is loaded, by the context's id.
+    loaded: Mutex<BTreeMap<u64, Loaded>>,
     functions: Mutex<BTreeMap<String, &'static Object<Function>>>,
+}
+
+/// What of an image is in a context.
+#[derive(Debug)]
+struct Loaded {
+    context: &'static Object<Context>,
+    /// Bytes of code.
+    code: u64,
+    /// Addresses of variables, and their allocations' ids.
+    variables: BTreeMap<String, (u64, u64)>,
 }
 
 impl Kind for Module {
@@ -50,6 +71,8 @@ enum Names {
 pub struct Function {
     pub name: CString,
     module: Kept,
+    /// Whether it uses all managed memory of its context.
+    pub touches_managed: bool,
     /// What its name says; none for the machine's.
     nanos: Option<u64>,
     /// Whether that is for each block.
@@ -65,6 +88,15 @@ impl Kind for Function {
 }
 
 impl Function {
+    /// Sees that its module is loaded in `context`.
+    pub fn load(&self, context: &'static Object<Context>) -> Result<(), Code> {
+        if !has(Habit::LazyLoading) {
+            return Ok(());
+        }
+        // SAFETY: a module's handle, which was this library's; a destroyed one is found out.
+        unsafe { Object::<Module>::find(self.module.0)? }.load(context)
+    }
+
     /// Virtual nanoseconds on the GPU of `context`, with such a grid.
     pub fn nanos(&self, context: &Context, grid: [u32; 3]) -> u64 {
         let nanos = self.nanos.unwrap_or(context.device.state.kernel_nanos);
@@ -195,6 +227,34 @@ unsafe fn elf_kernels(image: *const u8) -> Option<Vec<String>> {
     Some(found)
 }
 
+/// Bytes of an ELF file: its section table is at its end.
+///
+/// # Safety
+/// `image` is a whole 64-bit ELF file.
+unsafe fn elf_bytes(image: *const u8) -> u64 {
+    // SAFETY: within the ELF header, which is 64 bytes.
+    unsafe {
+        let table = image.add(0x28).cast::<u64>().read_unaligned();
+        let entry = image.add(0x3a).cast::<u16>().read_unaligned();
+        let count = image.add(0x3c).cast::<u16>().read_unaligned();
+        table.saturating_add(u64::from(entry) * u64::from(count))
+    }
+}
+
+/// Bytes of a fat binary: a header that says its own length (two bytes at 6) and that of the rest (eight
+/// bytes at 8).
+///
+/// # Safety
+/// `image` is a whole fat binary.
+unsafe fn fatbin_bytes(image: *const u8) -> u64 {
+    // SAFETY: within the header, which is 16 bytes.
+    unsafe {
+        let header = image.add(6).cast::<u16>().read_unaligned();
+        let rest = image.add(8).cast::<u64>().read_unaligned();
+        rest.saturating_add(u64::from(header))
+    }
+}
+
 const FATBIN: [u8; 4] = 0xba55_ed50u32.to_le_bytes();
 /// What nvcc's wrapper around a fat binary begins with.
 const FATBIN_WRAPPER: [u8; 4] = 0x466b_6463u32.to_le_bytes();
@@ -207,13 +267,19 @@ unsafe fn load(image: *const c_void) -> Result<&'static Object<Module>, Code> {
     // SAFETY: every kind of image has four bytes.
     let start = unsafe { get(image.cast::<[u8; 4]>())? };
     let mut globals = BTreeMap::new();
+    let bytes;
     let names = if start == *b"\x7fELF" {
         // SAFETY: an ELF image is whole by CUDA's contract.
-        match unsafe { elf_kernels(image.cast()) } {
-            Some(kernels) => Names::Listed(kernels),
-            None => Names::Any,
-        }
-    } else if start == FATBIN || start == FATBIN_WRAPPER {
+        let (length, kernels) = unsafe { (elf_bytes(image.cast()), elf_kernels(image.cast())) };
+        bytes = length;
+        kernels.map_or(Names::Any, Names::Listed)
+    } else if start == FATBIN {
+        // SAFETY: a fat binary is whole by CUDA's contract.
+        bytes = unsafe { fatbin_bytes(image.cast()) };
+        Names::Any
+    } else if start == FATBIN_WRAPPER {
+        // SAFETY: fatbinary_section.h: magic, version, then the address of the fat binary.
+        bytes = unsafe { fatbin_bytes(image.cast::<*const u8>().add(1).read_unaligned()) };
         Names::Any
     } else {
         // SAFETY: what is none of the above is text with its final zero.
@@ -222,14 +288,47 @@ unsafe fn load(image: *const c_void) -> Result<&'static Object<Module>, Code> {
             return Err(Code::INVALID_IMAGE);
         }
         globals = ptx_globals(&text);
+        bytes = text.len() as u64;
         Names::Listed(ptx_entries(&text))
     };
     Ok(Object::create(Module {
         names,
         globals,
-        placed: Mutex::new(BTreeMap::new()),
+        bytes,
+        loaded: Mutex::default(),
         functions: Mutex::new(BTreeMap::new()),
     }))
+}
+
+/// `CUmoduleLoadingMode`
+const EAGER: u32 = 1;
+const LAZY: u32 = 2;
+
+/// Whether the program wants its modules loaded at once, where the driver would do so later.
+fn is_eager() -> bool {
+    std::env::var("CUDA_MODULE_LOADING").is_ok_and(|mode| mode == "EAGER")
+}
+
+/// Loads an image into the calling thread's context.
+///
+/// # Safety
+/// As [`load`].
+unsafe fn load_here(image: *const c_void) -> Result<Handle, Code> {
+    let context = current()?;
+    // SAFETY: the caller's contract.
+    let module = unsafe { load(image)? };
+    settle_in(module, context)
+}
+
+/// What a context gets of a module that has just been loaded.
+fn settle_in(
+    module: &'static Object<Module>,
+    context: &'static Object<Context>,
+) -> Result<Handle, Code> {
+    if has(Habit::LazyLoading) && is_eager() {
+        module.load(context).inspect_err(|_| module.unload())?;
+    }
+    Ok(module.handle())
 }
 
 /// # Safety
@@ -246,6 +345,20 @@ unsafe fn load_file(path: *const c_char) -> Result<&'static Object<Module>, Code
     image.extend([0; 8]);
     // SAFETY: the whole file, with zeros behind it.
     unsafe { load(image.as_ptr().cast()) }
+}
+
+impl Loaded {
+    /// What is loaded in `context`.
+    fn of<'a>(
+        loaded: &'a mut BTreeMap<u64, Self>,
+        context: &'static Object<Context>,
+    ) -> &'a mut Self {
+        loaded.entry(context.id).or_insert_with(|| Self {
+            context,
+            code: 0,
+            variables: BTreeMap::new(),
+        })
+    }
 }
 
 impl Object<Module> {
@@ -265,6 +378,7 @@ impl Object<Module> {
                 name: name.to_owned(),
                 module: Kept(self.handle()),
                 nanos: nanos_of_name(text),
+                touches_managed: text.contains("sim_touch_managed"),
                 per_block: text.contains("_per_block"),
                 local: local_of_name(text),
                 dynamic_shared: AtomicI32::new(0),
@@ -273,16 +387,56 @@ impl Object<Module> {
         }))
     }
 
+    fn loaded(&self) -> MutexGuard<'_, BTreeMap<u64, Loaded>> {
+        self.loaded.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Loads the code and all variables into `context`, if they are not there.
+    fn load(&self, context: &'static Object<Context>) -> Result<(), Code> {
+        let mut loaded = self.loaded();
+        if loaded
+            .get(&context.id)
+            .is_some_and(|loaded| loaded.code > 0)
+        {
+            return Ok(());
+        }
+        for name in self.globals.keys() {
+            self.variable(&mut loaded, context, name)?;
+        }
+        // No image is empty.
+        let code = self.bytes.max(1);
+        context.load_code(code)?;
+        Loaded::of(&mut loaded, context).code = code;
+        Ok(())
+    }
+
+    /// The address and size of a variable in `context`, where it has memory from now on.
+    fn variable(
+        &self,
+        loaded: &mut BTreeMap<u64, Loaded>,
+        context: &'static Object<Context>,
+        name: &str,
+    ) -> Result<(u64, u64), Code> {
+        let bytes = *self.globals.get(name).ok_or(Code::NOT_FOUND)?;
+        let variables = &mut Loaded::of(loaded, context).variables;
+        if let Some((address, _)) = variables.get(name) {
+            return Ok((*address, bytes));
+        }
+        let address = memory::allocate(context, bytes.max(1))?;
+        variables.insert(name.to_owned(), (address, memory::id_of(address)));
+        Ok((address, bytes))
+    }
+
     fn global(&self, name: &CStr) -> Result<(u64, u64), Code> {
         let text = name.to_str().map_err(|_| Code::NOT_FOUND)?;
-        let bytes = *self.globals.get(text).ok_or(Code::NOT_FOUND)?;
-        let mut placed = self.placed.lock().unwrap_or_else(PoisonError::into_inner);
-        let address = match placed.get(text) {
-            Some(address) => *address,
-            None => memory::allocate(current()?, bytes.max(1))?,
-        };
-        placed.insert(text.to_owned(), address);
-        Ok((address, bytes))
+        if !self.globals.contains_key(text) {
+            return Err(Code::NOT_FOUND);
+        }
+        let context = current()?;
+        if has(Habit::LazyLoading) {
+            self.load(context)?;
+        }
+        self.variable(&mut self.loaded(), context, text)
     }
 
     fn unload(&'static self) {
@@ -295,12 +449,13 @@ impl Object<Module> {
         for function in functions.values() {
             function.destroy();
         }
-        for address in
-            std::mem::take(&mut *self.placed.lock().unwrap_or_else(PoisonError::into_inner))
-                .values()
-        {
-            // It may be gone with its context.
-            let _ = memory::free(*address);
+        for loaded in std::mem::take(&mut *self.loaded()).into_values() {
+            for (address, id) in loaded.variables.into_values() {
+                memory::free_exactly(address, id);
+            }
+            if loaded.context.alive() {
+                loaded.context.unload_code(loaded.code);
+            }
         }
         self.destroy();
     }
@@ -389,20 +544,16 @@ unsafe fn enumerate(
 
 export! {
     fn cuModuleLoadData(to: *mut Handle, image: *const c_void) {
-        current()?;
-        put(to, load(image)?.handle())
+        put(to, load_here(image)?)
     }
     fn cuModuleLoadDataEx(to: *mut Handle, image: *const c_void, _count: u32, _options: *mut u32, _values: *mut *mut c_void) {
-        current()?;
-        put(to, load(image)?.handle())
+        put(to, load_here(image)?)
     }
     fn cuModuleLoadFatBinary(to: *mut Handle, image: *const c_void) {
-        current()?;
-        put(to, load(image)?.handle())
+        put(to, load_here(image)?)
     }
     fn cuModuleLoad(to: *mut Handle, path: *const c_char) {
-        current()?;
-        put(to, load_file(path)?.handle())
+        put(to, settle_in(load_file(path)?, current()?)?)
     }
     fn cuModuleUnload(module: Handle) {
         driver()?;
@@ -415,7 +566,9 @@ export! {
     fn cuModuleGetGlobal_v2(to: *mut u64, bytes: *mut usize, module: Handle, name: *const c_char) {
         global_of(module, name, to, bytes)
     }
-    fn cuModuleGetLoadingMode(mode: *mut u32) { put(mode, 1) }
+    fn cuModuleGetLoadingMode(mode: *mut u32) {
+        put(mode, if has(Habit::LazyLoading) && !is_eager() { LAZY } else { EAGER })
+    }
     fn cuModuleGetFunctionCount(count: *mut u32, module: Handle) {
         driver()?;
         put(count, u32::try_from(Object::<Module>::find(module)?.names().len()).unwrap_or(0))
@@ -508,13 +661,15 @@ export! {
         Object::<Function>::find(function).map(drop)
     }
     fn cuFuncIsLoaded(state: *mut u32, function: Handle) {
-        driver()?;
-        Object::<Function>::find(function)?;
-        put(state, 1)
+        let context = current()?;
+        let function = Object::<Function>::find(function)?;
+        let module = Object::<Module>::find(function.module.0)?;
+        let is_loaded = module.loaded().get(&context.id).is_some_and(|loaded| loaded.code > 0);
+        put(state, u32::from(is_loaded || !has(Habit::LazyLoading)))
     }
     fn cuFuncLoad(function: Handle) {
-        driver()?;
-        Object::<Function>::find(function).map(drop)
+        let context = current()?;
+        Object::<Function>::find(function)?.load(context)
     }
 }
 

@@ -1,23 +1,27 @@
 //! Stream-ordered allocation and its pools.
 //!
 //! A pool keeps freed blocks up to its release threshold, which is 0 unless the
-//! program sets it; what is above goes back to the GPU at once, where the real
-//! driver waits for the next synchronisation.
+//! program sets it. What is above goes back to the GPU at once, or, where frees wait
+//! ([`Habit::FreesWait`]), at the next synchronisation; and what a stream freed is in use until the
+//! stream gets there.
 
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use tranche_simulator_machine::layout::Habit;
+
 use crate::code::Code;
 use crate::context::current;
 use crate::device::Device;
-use crate::driver::{device, driver};
+use crate::driver::{device, driver, has};
 use crate::export::{export, get, put};
-use crate::graph::{GraphMemory, Node};
-use crate::heap::{BLOCK, Heap};
+use crate::graph::{GraphBooks, GraphMemory, Node};
+use crate::heap::{BLOCK, Blocks, Heap};
+use crate::host;
 use crate::memory::{self, context_id};
 use crate::object::{Handle, Kind, Object};
-use crate::space::What;
+use crate::space::{What, regions};
 use crate::stream::{self, Stream};
 
 /// A memory pool of one GPU.
@@ -27,6 +31,8 @@ pub struct Pool {
     /// Its own addresses, so that its blocks are its own too.
     heap: Mutex<Heap>,
     books: Mutex<Books>,
+    /// What streams freed that have not got there.
+    pending: Mutex<Vec<PendingFree>>,
     /// The three reuse switches, all on at first.
     reuse: [AtomicU64; 3],
 }
@@ -62,6 +68,26 @@ impl Books {
     }
 }
 
+/// An allocation that is free when a stream gets there.
+#[derive(Debug, Clone, Copy)]
+struct PendingFree {
+    address: u64,
+    /// Tells the allocation from later ones at its address.
+    id: u64,
+    /// The stream, by its address.
+    stream: usize,
+    /// What it comes after: a GPU and a mark there, and a host function.
+    after: (usize, u64),
+    function: u64,
+}
+
+impl PendingFree {
+    fn is_due(&self) -> bool {
+        let (gpu, mark) = self.after;
+        stream::reached(gpu, mark) && host::done(self.function)
+    }
+}
+
 impl Kind for Pool {
     const TAG: u64 = 0x504f_4f00_0000_0001;
     const WRONG: Code = Code::INVALID_VALUE;
@@ -73,11 +99,12 @@ static POOLS: Mutex<Vec<&'static Object<Pool>>> = Mutex::new(Vec::new());
 
 impl Pool {
     /// Makes a pool of the GPU `device`.
-    pub fn create(device: i32) -> &'static Object<Self> {
+    pub fn create(device: i32, blocks: Blocks) -> &'static Object<Self> {
         let pool = Object::create(Self {
             device,
-            heap: Mutex::default(),
+            heap: Mutex::new(Heap::new(blocks)),
             books: Mutex::default(),
+            pending: Mutex::default(),
             reuse: [const { AtomicU64::new(1) }; 3],
         });
         POOLS
@@ -106,6 +133,39 @@ impl Pool {
         Ok(())
     }
 
+    fn pending(&self) -> MutexGuard<'_, Vec<PendingFree>> {
+        self.pending.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Frees what is due, and what `stream` itself freed: it comes before whatever is queued next there.
+    fn settle(&self, stream: Option<&Stream>) {
+        let own = stream.map(|stream| std::ptr::from_ref(stream) as usize);
+        let due: Vec<PendingFree> = self
+            .pending()
+            .extract_if(.., |free| own == Some(free.stream) || free.is_due())
+            .collect();
+        for free in due {
+            memory::free_exactly(free.address, free.id);
+        }
+    }
+
+    /// Lets `stream` wait for the oldest pending free and frees that; false if there is none.
+    fn depend_on_oldest(&self, stream: &Stream) -> bool {
+        let mut pending = self.pending();
+        if pending.is_empty() {
+            return false;
+        }
+        let oldest = pending.remove(0);
+        drop(pending);
+        let (gpu, mark) = oldest.after;
+        stream.after(gpu, mark);
+        stream
+            .functions
+            .fetch_max(oldest.function, Ordering::AcqRel);
+        memory::free_exactly(oldest.address, oldest.id);
+        true
+    }
+
     fn took(&self, bytes: u64) {
         let mut books = self.books();
         books.used += bytes;
@@ -122,12 +182,16 @@ impl Object<Pool> {
         books.kept += blocks;
         books.live = books.live.saturating_sub(1);
         let threshold = books.threshold;
-        books.trim(device, threshold);
+        // A destroyed pool keeps nothing.
+        if !has(Habit::FreesWait) || !self.alive() {
+            books.trim(device, threshold);
+        }
         self.end_if_over(books);
     }
 
     /// Ends the handle; the pool itself ends with its last allocation, and keeps nothing until then.
     fn give_up(&'static self, device: &Device) -> Result<(), Code> {
+        self.settle(None);
         let mut books = self.books();
         if !self.abandon() {
             return Err(Code::INVALID_VALUE);
@@ -157,14 +221,36 @@ impl Object<Pool> {
     }
 }
 
-/// Gives back what all pools of a GPU keep; false if that is nothing.
-pub fn trim_all(device: &Device) -> bool {
+/// The pools of a GPU, settled.
+fn settled(device: &Device) -> Vec<&'static Object<Pool>> {
     let pools = POOLS.lock().unwrap_or_else(PoisonError::into_inner);
     let of_device = pools.iter().filter(|pool| pool.device == device.ordinal);
+    let of_device: Vec<_> = of_device.copied().collect();
+    drop(pools);
+    for pool in &of_device {
+        pool.settle(None);
+    }
     of_device
-        .map(|pool| pool.books().trim(device, 0))
-        .sum::<u64>()
-        > 0
+}
+
+/// Gives back what all pools of a GPU keep; false if that is nothing.
+pub fn trim_all(device: &Device) -> bool {
+    let trimmed = settled(device)
+        .into_iter()
+        .map(|pool| pool.books().trim(device, 0));
+    trimmed.sum::<u64>() > 0
+}
+
+/// The program has waited for work of a GPU: what its pools have above their thresholds goes back.
+pub fn synchronized(device: &Device) {
+    if !has(Habit::FreesWait) {
+        return;
+    }
+    for pool in settled(device) {
+        let mut books = pool.books();
+        let threshold = books.threshold;
+        books.trim(device, threshold);
+    }
 }
 
 /// cuda.h's `CUmemLocation`.
@@ -195,13 +281,45 @@ pub struct Properties {
 /// before are ints.
 const THRESHOLD: u32 = 4;
 
-fn allocate(pool: &'static Object<Pool>, bytes: usize) -> Result<u64, Code> {
+fn allocate(pool: &'static Object<Pool>, bytes: usize, stream: &Stream) -> Result<u64, Code> {
     if bytes == 0 {
         return Err(Code::INVALID_VALUE);
     }
-    let address = memory::place(pool.device, What::Pooled(pool), context_id(), bytes as u64)?;
+    pool.settle(Some(stream));
+    let place = || memory::place(pool.device, What::Pooled(pool), context_id(), bytes as u64);
+    let address = loop {
+        match place() {
+            Err(Code::OUT_OF_MEMORY) if pool.depend_on_oldest(stream) => {}
+            other => break other?,
+        }
+    };
     pool.took(bytes as u64);
     Ok(address)
+}
+
+/// Frees `address` when `stream` gets there.
+fn free_in_order(address: u64, stream: &'static Stream) -> Result<(), Code> {
+    let mut regions = regions();
+    let region = regions.get_mut(&address).ok_or(Code::INVALID_VALUE)?;
+    let What::Pooled(pool) = region.what else {
+        drop(regions);
+        // Of no pool, which could keep it until then.
+        stream.synchronize();
+        return memory::free(address);
+    };
+    if std::mem::replace(&mut region.freed, true) {
+        return Err(Code::INVALID_VALUE);
+    }
+    let free = PendingFree {
+        address,
+        id: region.id,
+        stream: std::ptr::from_ref(stream) as usize,
+        after: (stream.context.device.gpu, stream.earliest()),
+        function: stream.functions.load(Ordering::Acquire),
+    };
+    drop(regions);
+    pool.pending().push(free);
+    Ok(())
 }
 
 /// Allocates in a stream that captures: the memory becomes the graph's.
@@ -239,7 +357,7 @@ export! {
         if stream.capturing.load(Ordering::Relaxed) {
             return put(to, capture(stream, bytes)?);
         }
-        put(to, allocate(current_pool(stream.context.device.ordinal)?, bytes)?)
+        put(to, allocate(current_pool(stream.context.device.ordinal)?, bytes, stream)?)
     }
     fn cuMemAllocFromPoolAsync, cuMemAllocFromPoolAsync_ptsz [stream] (to: *mut u64, bytes: usize, pool: Handle, stream: Handle) {
         let stream = stream::find(stream)?;
@@ -247,12 +365,15 @@ export! {
         if stream.capturing.load(Ordering::Relaxed) {
             return put(to, capture(stream, bytes)?);
         }
-        put(to, allocate(pool, bytes)?)
+        put(to, allocate(pool, bytes, stream)?)
     }
     fn cuMemFreeAsync, cuMemFreeAsync_ptsz [stream] (address: u64, stream: Handle) {
         let stream = stream::find(stream)?;
         if stream::captured(stream, |capture| capture.add(Node::Free)).is_some() {
             return Ok(());
+        }
+        if has(Habit::FreesWait) {
+            return free_in_order(address, stream);
         }
         memory::free(address)
     }
@@ -282,7 +403,8 @@ export! {
             return Err(Code::INVALID_VALUE);
         }
         device(properties.location.id)?;
-        put(to, Pool::create(properties.location.id).handle())
+        let blocks = Blocks::of(&driver()?.shared.header);
+        put(to, Pool::create(properties.location.id, blocks).handle())
     }
     fn cuMemPoolDestroy(pool: Handle) {
         driver()?;
@@ -301,12 +423,14 @@ export! {
     fn cuMemPoolTrimTo(pool: Handle, keep: usize) {
         driver()?;
         let pool = Object::<Pool>::find(pool)?;
+        pool.settle(None);
         pool.books().trim(device(pool.device)?, keep as u64);
         Ok(())
     }
     fn cuMemPoolGetAttribute(pool: Handle, which: u32, value: *mut c_void) {
         driver()?;
         let pool = Object::<Pool>::find(pool)?;
+        pool.settle(None);
         let books = pool.books();
         let word = match which {
             1..=3 => {
@@ -334,7 +458,9 @@ export! {
             THRESHOLD => {
                 books.threshold = get(value.cast::<u64>())?;
                 let threshold = books.threshold;
-                books.trim(device(pool.device)?, threshold);
+                if !has(Habit::FreesWait) {
+                    books.trim(device(pool.device)?, threshold);
+                }
             }
             // The high-water marks can only be set back.
             6 if get(value.cast::<u64>())? == 0 => books.reserved_high = books.reserved,
@@ -355,13 +481,7 @@ export! {
         put(flags, if at == (Location { kind: ON_DEVICE, id: pool.device }) { 3 } else { 0 })
     }
     fn cuDeviceGetGraphMemAttribute(of: i32, which: u32, value: *mut u64) {
-        let device = device(of)?;
-        // Used and reserved are the same: nothing is kept beyond its use.
-        put(value, match which {
-            0 | 2 => device.graph_memory.load(Ordering::Relaxed),
-            1 | 3 => device.graph_memory_high.load(Ordering::Relaxed),
-            _ => return Err(Code::INVALID_VALUE),
-        })
+        put(value, GraphBooks::of(device(of)?).attribute(which)?)
     }
     fn cuDeviceSetGraphMemAttribute(of: i32, which: u32, value: *const u64) {
         let device = device(of)?;
@@ -369,11 +489,14 @@ export! {
         if !matches!(which, 1 | 3) || get(value)? != 0 {
             return Err(Code::INVALID_VALUE);
         }
-        let now = device.graph_memory.load(Ordering::Relaxed);
-        device.graph_memory_high.store(now, Ordering::Relaxed);
+        GraphBooks::of(device).set_back(which);
         Ok(())
     }
-    fn cuDeviceGraphMemTrim(of: i32) { device(of).map(drop) }
+    fn cuDeviceGraphMemTrim(of: i32) {
+        let device = device(of)?;
+        GraphBooks::of(device).trim(device);
+        Ok(())
+    }
     fn cuMemPoolExportPointer(_data: *mut c_void, _address: u64) {
         current()?;
         Err(Code::NOT_SUPPORTED)

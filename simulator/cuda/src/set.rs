@@ -5,7 +5,7 @@ use crate::context::current;
 use crate::copy::in_order;
 use crate::export::export;
 use crate::graph::Node;
-use crate::memory::zero;
+use crate::memory::{touch, zero};
 use crate::object::Handle;
 use crate::space::check;
 use crate::stream;
@@ -96,6 +96,7 @@ impl Fill {
 fn now(fill: Result<Fill, Code>) -> Result<(), Code> {
     let context = current()?;
     let fill = fill?;
+    touch(context, fill.start);
     context.null_stream()?.synchronize();
     fill.run();
     Ok(())
@@ -108,6 +109,7 @@ unsafe fn later(fill: Result<Fill, Code>, stream: Handle) -> Result<(), Code> {
     let stream = unsafe { stream::find(stream)? };
     let fill = fill?;
     if stream::captured(stream, |capture| capture.add(Node::Fill(fill))).is_none() {
+        touch(stream.context, fill.start);
         in_order(stream, move || fill.run());
     }
     Ok(())

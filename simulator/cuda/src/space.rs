@@ -15,8 +15,10 @@ pub enum What {
     Device,
     /// The same, from a pool.
     Pooled(&'static Object<Pool>),
-    /// Managed memory: both sides may touch it, no GPU is charged.
+    /// Managed memory: both sides may touch it. A GPU has it while it is `resident`.
     Managed,
+    /// A graph's memory whose physical side the graph pool has.
+    Graph,
     /// Host memory that CUDA allocated.
     Host,
     /// Host memory that the program registered.
@@ -39,6 +41,10 @@ pub struct Region {
     pub id: u64,
     /// Whether bytes were ever written: then the host memory must be given back.
     pub touched: bool,
+    /// Whether `cuMemFreeAsync` has freed it and its stream has not got there.
+    pub freed: bool,
+    /// Whether it is managed memory that the GPU has.
+    pub resident: bool,
 }
 
 impl Region {
@@ -52,12 +58,17 @@ impl Region {
             context,
             id,
             touched: false,
+            freed: false,
+            resident: false,
         }
     }
 
     /// Whether the GPU is where it lives.
     pub fn on_device(&self) -> bool {
-        matches!(self.what, What::Device | What::Pooled(_) | What::Mapped)
+        matches!(
+            self.what,
+            What::Device | What::Pooled(_) | What::Graph | What::Mapped
+        )
     }
 }
 

@@ -15,6 +15,7 @@ use crate::export::{export, put, put_wanted};
 use crate::graph::Capture;
 use crate::host;
 use crate::object::{Handle, Kind, Object};
+use crate::pool;
 
 /// `CU_STREAM_LEGACY` and `CU_STREAM_PER_THREAD`.
 const LEGACY: usize = 1;
@@ -114,6 +115,7 @@ impl Stream {
 
     /// Queues a kernel of `nanos`.
     pub fn run(&self, nanos: u64) -> Result<(), Code> {
+        work_for(driver()?.shared.header.launch_nanos);
         if nanos == 0 {
             return Ok(());
         }
@@ -157,6 +159,17 @@ impl Stream {
     pub fn idle(&self) -> bool {
         reached(self.context.device.gpu, self.earliest())
             && host::done(self.functions.load(Ordering::Acquire))
+    }
+}
+
+/// Keeps the calling thread busy for so many nanoseconds.
+fn work_for(nanos: u32) {
+    if nanos == 0 {
+        return;
+    }
+    let end = now() + u64::from(nanos);
+    while now() < end {
+        std::hint::spin_loop();
     }
 }
 
@@ -205,7 +218,9 @@ pub unsafe fn find(handle: Handle) -> Result<&'static Object<Stream>, Code> {
         _ => {
             driver()?;
             // SAFETY: the caller's contract.
-            unsafe { Object::<Stream>::find(handle) }
+            let stream = unsafe { Object::<Stream>::find(handle)? };
+            stream.context.device.reach()?;
+            Ok(stream)
         }
     }
 }
@@ -239,7 +254,8 @@ export! {
             return Err(Code::STREAM_CAPTURE_UNSUPPORTED);
         }
         stream.synchronize();
-        Ok(())
+        pool::synchronized(stream.context.device);
+        stream.context.device.reach()
     }
     fn cuStreamQuery, cuStreamQuery_ptsz [stream] (stream: Handle) {
         if find(stream)?.idle() { Ok(()) } else { Err(Code::NOT_READY) }

@@ -53,7 +53,7 @@ mod symbols {
         cuEGLStreamConsumerConnect cuEGLStreamConsumerConnectWithFlags
         cuEGLStreamConsumerDisconnect cuEGLStreamConsumerReleaseFrame cuEGLStreamProducerConnect
         cuEGLStreamProducerDisconnect cuEGLStreamProducerPresentFrame
-        cuEGLStreamProducerReturnFrame cuEventCreate cuEventCreateFromEGLSync cuEventDestroy
+        cuEGLStreamProducerReturnFrame cuEventCreate cuEventDestroy
         cuEventDestroy_v2 cuEventElapsedTime cuEventElapsedTime_v2 cuEventQuery cuEventRecord
         cuEventRecordWithFlags cuEventRecordWithFlags_ptsz cuEventRecord_ptsz cuEventSynchronize
         cuExternalMemoryGetMappedBuffer cuExternalMemoryGetMappedMipmappedArray
@@ -352,7 +352,6 @@ table! {
     cuEGLStreamProducerPresentFrame: 7000 cuEGLStreamProducerPresentFrame,
     cuEGLStreamProducerReturnFrame: 7000 cuEGLStreamProducerReturnFrame,
     cuEventCreate: 2000 cuEventCreate,
-    cuEventCreateFromEGLSync: 9000 cuEventCreateFromEGLSync,
     cuEventDestroy: 2000 cuEventDestroy 4000 cuEventDestroy_v2,
     cuEventElapsedTime: 2000 cuEventElapsedTime 12080 cuEventElapsedTime_v2,
     cuEventQuery: 2000 cuEventQuery,

@@ -17,6 +17,7 @@ use crate::code::Code;
 use crate::driver::{device, driver};
 use crate::export::{export, get, put};
 use crate::heap::BLOCK;
+use crate::memory;
 use crate::pool::{Location, ON_DEVICE};
 use crate::space::{Region, What, regions};
 
@@ -101,7 +102,7 @@ fn create(bytes: usize, properties: Properties) -> Result<u64, Code> {
         return Err(Code::NOT_SUPPORTED);
     }
     let device = device(properties.location.id)?;
-    device.charge(bytes)?;
+    memory::charge(device, bytes)?;
     let file = memfd_create(c"simulated-gpu-memory", MemfdFlags::CLOEXEC)
         .and_then(|file| ftruncate(&file, bytes).map(|()| file));
     let Ok(file) = file else {

@@ -58,6 +58,34 @@ pub struct Description {
     /// The GPUs, in the order in which NVML counts them.
     #[serde(rename = "gpu")]
     pub gpus: Vec<GpuDescription>,
+    /// What the driver does as a real one. All off where the file has no `[habits]`.
+    #[serde(default)]
+    pub habits: Habits,
+}
+
+/// Behaviour of real drivers that makes accounts of memory and time harder to keep. README.md lists the
+/// source of each and the test that shows it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+#[expect(clippy::struct_excessive_bools, reason = "independent switches")]
+pub struct Habits {
+    /// `cuMemFree` waits for all work of its context. What `cuMemFreeAsync` frees is in use until its
+    /// stream gets there, and a pool returns memory to the GPU at the next synchronisation, not before.
+    pub frees_wait: bool,
+    /// A module's code and variables take memory when the first of them is used in a context
+    /// (`CUDA_MODULE_LOADING=LAZY`, the default), or when it is loaded (`EAGER`).
+    pub lazy_loading: bool,
+    /// A graph's memory is taken at its first launch, and stays with the GPU's graph pool after the graph
+    /// is gone, until `cuDeviceGraphMemTrim`.
+    pub graph_memory_stays: bool,
+    /// Managed memory takes GPU memory when the GPU touches it, and is evicted when others need room.
+    pub managed_memory_occupies: bool,
+    /// Allocations smaller than a block of 2 MiB lie in blocks together, whatever their sizes.
+    pub mixed_blocks: bool,
+    /// What a launch takes of the calling thread's time, in nanoseconds; at most a second.
+    pub launch_nanos: u32,
+    /// For how long a GPU stands still when another process's turn comes, in microseconds; at most a second.
+    pub switch_micros: u32,
 }
 
 /// `count` equal GPUs.
@@ -267,6 +295,18 @@ impl Description {
                 ),
             );
         }
+        if self.habits.launch_nanos > 1_000_000_000 {
+            return refuse(
+                "habits.launch_nanos".into(),
+                "must be at most 1000000000".into(),
+            );
+        }
+        if self.habits.switch_micros > 1_000_000 {
+            return refuse(
+                "habits.switch_micros".into(),
+                "must be at most 1000000".into(),
+            );
+        }
         for (index, gpu) in self.gpus.iter().enumerate() {
             if let Err((field, reason)) = gpu.check() {
                 return refuse(format!("gpu[{index}].{field}"), reason);
@@ -345,6 +385,11 @@ mod tests {
             (H100.replace("count = 1", "count = 99"), "99 GPUs"),
             (H100.replace("count = 1", "colour = 1"), "colour"),
             (H100.replace("535.261.03", "five"), "driver_version"),
+            (format!("{H100}[habits]\nlaunches = 1\n"), "launches"),
+            (
+                format!("{H100}[habits]\nswitch_micros = 1000001\n"),
+                "habits.switch_micros",
+            ),
         ];
         for (text, expected) in cases {
             let message = Description::parse(&text, "m.toml").unwrap_err().to_string();

@@ -7,7 +7,7 @@
 
 use std::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, Ordering};
 
-use crate::description::{Description, GpuDescription, MIB, PciAddress};
+use crate::description::{Description, GpuDescription, Habits, MIB, PciAddress};
 use crate::identity::gpu_uuid;
 use crate::timeline::{Lane, Turns};
 
@@ -20,7 +20,7 @@ pub const ORPHANED: i32 = -2;
 /// First word of the page.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"TRSIMPG\0");
 /// Version of everything in this module and of [`crate::wire`].
-pub const ABI: u32 = 3;
+pub const ABI: u32 = 4;
 
 /// A fixed text, padded with zeros.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -70,6 +70,49 @@ pub struct Header {
     pub events_end: AtomicU64,
     /// The daemon's PID namespace, by inode.
     pub namespace: AtomicU64,
+    /// Bits of [`Habit`].
+    pub habits: u32,
+    /// What a launch takes of the calling thread's time, in nanoseconds.
+    pub launch_nanos: u32,
+    /// For how long a GPU stands still when another process's turn comes, in nanoseconds.
+    pub switch_nanos: u64,
+}
+
+/// Whether the driver does what real ones do: the switches of [`Habits`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Habit {
+    /// [`Habits::frees_wait`]
+    FreesWait = 1,
+    /// [`Habits::lazy_loading`]
+    LazyLoading = 2,
+    /// [`Habits::graph_memory_stays`]
+    GraphMemoryStays = 4,
+    /// [`Habits::managed_memory_occupies`]
+    ManagedMemoryOccupies = 8,
+    /// [`Habits::mixed_blocks`]
+    MixedBlocks = 16,
+}
+
+impl Header {
+    /// Whether the machine file has this switch on.
+    #[must_use]
+    pub fn has(&self, habit: Habit) -> bool {
+        self.habits & habit as u32 != 0
+    }
+
+    fn describe(&mut self, habits: &Habits) {
+        let switches = [
+            (Habit::FreesWait, habits.frees_wait),
+            (Habit::LazyLoading, habits.lazy_loading),
+            (Habit::GraphMemoryStays, habits.graph_memory_stays),
+            (Habit::ManagedMemoryOccupies, habits.managed_memory_occupies),
+            (Habit::MixedBlocks, habits.mixed_blocks),
+        ];
+        let on = switches.iter().filter(|(_, is_on)| *is_on);
+        self.habits = on.fold(0, |bits, (habit, _)| bits | *habit as u32);
+        self.launch_nanos = habits.launch_nanos;
+        self.switch_nanos = u64::from(habits.switch_micros) * 1000;
+    }
 }
 
 /// One GPU.
@@ -141,6 +184,12 @@ pub struct GpuState {
     pub persistence: AtomicU32,
     /// `nvmlComputeMode_t`.
     pub compute_mode: AtomicU32,
+    /// 1 when the GPU has fallen off the bus.
+    pub lost: AtomicU32,
+    /// 1 when MIG mode is on.
+    pub mig_mode: AtomicU32,
+    /// What [`Self::mig_mode`] becomes when no process has the GPU any more.
+    pub mig_pending: AtomicU32,
     /// Percent of the last second in which a kernel ran; the daemon's reading.
     pub utilization: AtomicU32,
     /// Bytes that processes hold.
@@ -166,6 +215,8 @@ pub struct ProcessSlot {
     pub inner_pid: AtomicI32,
     /// Bytes it holds on each GPU, its context included.
     pub used: [AtomicU64; MAX_GPUS],
+    /// Bytes of those that are managed memory. NVML counts them for the GPU and for no process.
+    pub managed: [AtomicU64; MAX_GPUS],
     /// Percent of the last sampling period that its kernels ran on each GPU.
     pub utilization: [AtomicU32; MAX_GPUS],
     /// When [`Self::utilization`] was taken, microseconds since 1970.
@@ -234,6 +285,7 @@ impl Shared {
         self.header.abi = ABI;
         self.header.driver_version = Text::new(&description.driver_version);
         self.header.cuda_version = description.cuda_version;
+        self.header.describe(&description.habits);
         let units = description
             .gpus
             .iter()
@@ -292,6 +344,18 @@ impl GpuState {
         self.persistence = AtomicU32::new(1);
     }
 
+    /// Whether the GPU has fallen off the bus.
+    #[must_use]
+    pub fn is_lost(&self) -> bool {
+        self.lost.load(Ordering::Relaxed) != 0
+    }
+
+    /// Whether MIG mode is on.
+    #[must_use]
+    pub fn is_partitioned(&self) -> bool {
+        self.mig_mode.load(Ordering::Relaxed) != 0
+    }
+
     /// Bytes that processes can have together: CUDA's total.
     #[must_use]
     pub fn usable(&self) -> u64 {
@@ -342,6 +406,30 @@ mod tests {
         assert_ne!(first.uuid, second.uuid);
         assert_ne!(first.pci_bus, second.pci_bus);
         assert_eq!((first.minor, second.minor), (0, 1));
+    }
+
+    #[test]
+    fn the_page_has_the_switches_of_the_file() {
+        let text = include_str!("../../machines/T4.toml");
+        let simple = test_page(text);
+        let file = format!(
+            "{text}[habits]\nlazy_loading = true\nmixed_blocks = true\nswitch_micros = 7\n"
+        );
+        let habits = test_page(&file);
+        for (habit, is_on) in [
+            (Habit::FreesWait, false),
+            (Habit::LazyLoading, true),
+            (Habit::GraphMemoryStays, false),
+            (Habit::ManagedMemoryOccupies, false),
+            (Habit::MixedBlocks, true),
+        ] {
+            assert_eq!(habits.header.has(habit), is_on, "{habit:?}");
+            assert!(!simple.header.has(habit));
+        }
+        assert_eq!(
+            (habits.header.switch_nanos, simple.header.switch_nanos),
+            (7000, 0)
+        );
     }
 
     #[test]

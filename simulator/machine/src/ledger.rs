@@ -191,6 +191,9 @@ impl Shared {
     /// and only when the process is gone and its files are closed.
     pub fn reclaim(&self, slot: usize) {
         self.end(slot, 0, |held| held.store(0, Ordering::Relaxed));
+        for managed in &self.slots[slot].managed {
+            managed.store(0, Ordering::Relaxed);
+        }
     }
 
     /// Forgets what a process that ended had queued, and its pid. What it held stays taken: its files

@@ -3,7 +3,8 @@
 //! A GPU runs one kernel at a time. The kernels of one process run in the order of their launches,
 //! whichever streams they are in. Processes take turns as on a real GPU without MPS: one runs until it
 //! has nothing left or its slice of [`SLICE`] is over, then the next that has work; a process alone
-//! runs on. Nothing computes: a launch only adds to what its process has queued, and time passes when
+//! runs on. Between two processes the GPU stands still for as long as the machine file says
+//! (`switch_micros`). Nothing computes: a launch only adds to what its process has queued, and time passes when
 //! somebody looks.
 //!
 //! So when a kernel will end depends on what others launch meanwhile. What is known of it is its
@@ -34,6 +35,12 @@ pub struct Turns {
     ran: AtomicU64,
     /// What is left of the slice of the one whose turn it is.
     slice: AtomicU64,
+    /// The process that runs or ran last: its slot + 1, or 0 for none.
+    running: AtomicU32,
+    /// What is left of the switch to it, nanoseconds.
+    switching: AtomicU64,
+    /// Nanoseconds for which the GPU stood still for switches, since the page was made.
+    stood_still: AtomicU64,
     /// Slots that have work, from `first` on, round the ring.
     first: AtomicU32,
     count: AtomicU32,
@@ -152,15 +159,20 @@ impl Shared {
         Ok(at + self.foresee(slot, gpu, left))
     }
 
-    /// Sleeps until process `slot` has run as far as `mark` on GPU `gpu`.
+    /// Sleeps until process `slot` has run as far as `mark` on GPU `gpu`, or the GPU is lost.
     pub fn wait(&self, slot: usize, gpu: usize, mark: u64) -> Result<(), ChargeError> {
+        /// A GPU that is lost meanwhile is noticed as soon.
+        const LOOK: u64 = 100_000_000;
         loop {
+            if self.gpus[gpu].is_lost() {
+                return Ok(());
+            }
             let at = now();
             let expected = self.expected(slot, gpu, mark, at)?;
             if expected <= at {
                 return Ok(());
             }
-            sleep_until(expected);
+            sleep_until(expected.min(at + LOOK));
         }
     }
 
@@ -240,6 +252,7 @@ impl Shared {
         let turns = &self.gpus[gpu].turns;
         turns.first.store(0, Ordering::Relaxed);
         turns.count.store(0, Ordering::Relaxed);
+        set(&turns.switching, 0);
         set(&turns.slice, SLICE);
         for (slot, process) in self.slots.iter().enumerate() {
             // A free slot's lane was emptied when it was freed.
@@ -264,6 +277,14 @@ impl Shared {
                 set(&turns.clock, at);
                 return;
             };
+            let switching = turns.switch_to(slot, self.header.switch_nanos);
+            if switching > 0 {
+                let stands_still = switching.min(at - clock);
+                set(&turns.switching, switching - stands_still);
+                set(&turns.stood_still, get(&turns.stood_still) + stands_still);
+                set(&turns.clock, clock + stands_still);
+                continue;
+            }
             let lane = self.lane(slot, gpu);
             let done = get(&lane.done);
             let left = get(&lane.queued).saturating_sub(done);
@@ -296,11 +317,22 @@ impl Shared {
             })
             .collect();
         let (mut time, mut slice) = (0, get(&turns.slice).max(1));
+        let mut running = turns.running.load(Ordering::Relaxed);
+        let mut switching = get(&turns.switching);
         // A bound on the work: looking again is as good.
         for _ in 0..1000 {
             let Some((next, left)) = order.pop_front() else {
                 break;
             };
+            if running != owner(next) {
+                switching = if running == 0 {
+                    0
+                } else {
+                    self.header.switch_nanos
+                };
+                running = owner(next);
+            }
+            time += std::mem::take(&mut switching);
             let runs = if order.is_empty() {
                 left
             } else {
@@ -358,6 +390,16 @@ impl Turns {
         self.order().next()
     }
 
+    /// Lets `slot` be the one that runs; returns how long the GPU still stands still before it does, where
+    /// a switch takes `cost`.
+    fn switch_to(&self, slot: usize, cost: u64) -> u64 {
+        let before = self.running.swap(owner(slot), Ordering::Relaxed);
+        if before != owner(slot) && before != 0 {
+            set(&self.switching, cost);
+        }
+        get(&self.switching)
+    }
+
     /// Puts a process at the end; the first gets a whole slice.
     fn push(&self, slot: usize) {
         let count = self.count.load(Ordering::Relaxed);
@@ -389,6 +431,13 @@ impl GpuState {
     #[must_use]
     pub fn ran(&self) -> u64 {
         get(&self.turns.ran)
+    }
+
+    /// Nanoseconds for which it stood still between two processes since the page was made, when somebody
+    /// looked last.
+    #[must_use]
+    pub fn stood_still(&self) -> u64 {
+        get(&self.turns.stood_still)
     }
 }
 
@@ -445,6 +494,40 @@ mod tests {
     }
 
     #[test]
+    fn a_switch_between_processes_takes_the_gpus_time() {
+        const SWITCH: u64 = 50_000;
+        let page = test_page(&format!("{T4}[habits]\nswitch_micros = 50\n"));
+        page.launch(0, 0, 3 * SLICE, 1000).unwrap();
+        page.launch(1, 0, SLICE, 1000).unwrap();
+        // First a slice, a switch, the other's slice, a switch, and the rest without another.
+        let expected = 1000 + 4 * SLICE + 2 * SWITCH;
+        assert_eq!(page.expected(0, 0, 3 * SLICE, 1000), Ok(expected));
+        page.let_pass(1000 + SLICE + SWITCH / 2);
+        assert_eq!([0, 1].map(|slot| page.ran(slot, 0)), [SLICE, 0]);
+        assert_eq!(
+            page.expected(0, 0, 3 * SLICE, 1000 + SLICE + SWITCH / 2),
+            Ok(expected)
+        );
+        assert_eq!(page.reached(0, 0, 3 * SLICE, expected - 1), Ok(false));
+        assert_eq!(page.reached(0, 0, 3 * SLICE, expected), Ok(true));
+        assert_eq!(
+            page.gpus[0].ran(),
+            4 * SLICE,
+            "standing still is not running"
+        );
+        assert_eq!(page.gpus[0].stood_still(), 2 * SWITCH);
+        // Whoever comes back to an idle GPU that it used last needs no switch.
+        let later = expected + SLICE;
+        page.launch(0, 0, SLICE, later).unwrap();
+        assert_eq!(page.expected(0, 0, 4 * SLICE, later), Ok(later + SLICE));
+        page.launch(1, 0, SLICE, later + 2 * SLICE).unwrap();
+        assert_eq!(
+            page.expected(1, 0, 2 * SLICE, later + 2 * SLICE),
+            Ok(later + 3 * SLICE + SWITCH)
+        );
+    }
+
+    #[test]
     fn one_that_launches_much_takes_nothing_from_the_others() {
         let page = test_page(T4);
         for _ in 0..1000 {
@@ -498,20 +581,29 @@ mod tests {
     proptest! {
         /// The GPU works whenever there is work, and no process with work is more than a slice behind.
         #[test]
-        fn time_is_divided_fairly(work in proptest::collection::vec(1..20 * SLICE, 1..6), look in 1..30 * SLICE) {
-            let page = test_page(T4);
+        fn time_is_divided_fairly(
+            work in proptest::collection::vec(1..20 * SLICE, 1..6),
+            look in 1..30 * SLICE,
+            switch in prop_oneof![Just(0), 1..500u64],
+        ) {
+            let machine = format!("{T4}[habits]\nswitch_micros = {switch}\n");
+            let page = test_page(&machine);
             for (slot, nanos) in work.iter().enumerate() {
                 page.launch(slot, 0, *nanos, 0).unwrap();
             }
             page.let_pass(look);
             let ran: Vec<u64> = (0..work.len()).map(|slot| page.ran(slot, 0)).collect();
-            prop_assert_eq!(ran.iter().sum::<u64>(), look.min(work.iter().sum()));
+            let sum = ran.iter().sum::<u64>();
+            if switch == 0 {
+                prop_assert_eq!(sum, look.min(work.iter().sum()));
+            }
+            prop_assert!(sum <= look);
             for (slot, ran_here) in ran.iter().enumerate() {
                 if *ran_here < work[slot] {
                     prop_assert!(ran.iter().all(|other| *other <= ran_here + SLICE));
                     // What was foreseen comes true.
                     let expected = page.expected(slot, 0, work[slot], look).unwrap();
-                    let whole = test_page(T4);
+                    let whole = test_page(&machine);
                     for (slot, nanos) in work.iter().enumerate() {
                         whole.launch(slot, 0, *nanos, 0).unwrap();
                     }

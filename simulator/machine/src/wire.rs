@@ -47,6 +47,10 @@ pub enum Setting {
     Persistence = 1,
     /// `nvmlComputeMode_t`.
     ComputeMode = 2,
+    /// MIG mode, 0 or 1.
+    MigMode = 3,
+    /// Whether the GPU has fallen off the bus, 0 or 1.
+    Lost = 4,
 }
 
 /// The daemon's answer.
@@ -115,6 +119,8 @@ impl Request {
                 let setting = match b {
                     1 => Setting::Persistence,
                     2 => Setting::ComputeMode,
+                    3 => Setting::MigMode,
+                    4 => Setting::Lost,
                     _ => return None,
                 };
                 Some(Self::Set {
@@ -178,6 +184,16 @@ mod tests {
                 gpu: 3,
                 setting: Setting::ComputeMode,
                 value: 2,
+            },
+            Request::Set {
+                gpu: 0,
+                setting: Setting::MigMode,
+                value: 1,
+            },
+            Request::Set {
+                gpu: 0,
+                setting: Setting::Lost,
+                value: 1,
             },
             Request::Event {
                 gpu: 1,

@@ -123,7 +123,6 @@ absent! {
     nvmlDeviceSetGpuOperationMode
     nvmlDeviceSetMemClkVfOffset
     nvmlDeviceSetMemoryLockedClocks
-    nvmlDeviceSetMigMode
     nvmlDeviceSetNvLinkDeviceLowPowerThreshold
     nvmlDeviceSetNvLinkUtilizationControl
     nvmlDeviceSetPowerManagementLimit

@@ -15,7 +15,9 @@ impl Code {
     pub const INSUFFICIENT_SIZE: Self = Self(7);
     pub const DRIVER_NOT_LOADED: Self = Self(9);
     pub const TIMEOUT: Self = Self(10);
+    pub const GPU_IS_LOST: Self = Self(15);
     pub const LIB_RM_VERSION_MISMATCH: Self = Self(18);
+    pub const IN_USE: Self = Self(19);
     pub const ARGUMENT_VERSION_MISMATCH: Self = Self(25);
     pub const UNKNOWN: Self = Self(999);
 }

@@ -58,12 +58,17 @@ fn old_pci(state: &GpuState) -> OldPciInfo {
 
 fn find(matches: impl Fn(&GpuState) -> bool) -> Result<nvmlDevice_t, Code> {
     let library = library()?;
-    library
-        .visible
-        .iter()
-        .find(|gpu| matches(&library.shared.gpus[**gpu]))
-        .map(|gpu| handle(*gpu))
-        .ok_or(Code::NOT_FOUND)
+    for gpu in &library.visible {
+        let state = &library.shared.gpus[*gpu];
+        // NVML initialises GPUs as it searches (nvml.h), and cannot ask a lost one what it is.
+        if state.is_lost() {
+            return Err(Code::GPU_IS_LOST);
+        }
+        if matches(state) {
+            return Ok(handle(*gpu));
+        }
+    }
+    Err(Code::NOT_FOUND)
 }
 
 /// The handle of the GPU at a PCI address.

@@ -1,4 +1,4 @@
-//! How a GPU could be partitioned. MIG mode itself cannot be turned on here.
+//! The profiles of a GPU's partitions. No partition can be made.
 
 use nvml_wrapper_sys::bindings::{
     NVML_GPU_INSTANCE_PROFILE_1_SLICE, NVML_GPU_INSTANCE_PROFILE_1_SLICE_REV1,
@@ -27,8 +27,19 @@ struct Profile {
     ofa: u32,
 }
 
-/// Rows of `kind, id, slices, instances, MiB, SMs, copy engines, decoders, JPEG, OFA`.
-const fn profiles<const N: usize>(rows: [(u32, [u32; 9]); N]) -> [Profile; N] {
+/// NVML's numbers for the kinds of profiles, in the order of the tables below.
+const KINDS: [u32; 7] = [
+    NVML_GPU_INSTANCE_PROFILE_1_SLICE,
+    NVML_GPU_INSTANCE_PROFILE_1_SLICE_REV1,
+    NVML_GPU_INSTANCE_PROFILE_1_SLICE_REV2,
+    NVML_GPU_INSTANCE_PROFILE_2_SLICE,
+    NVML_GPU_INSTANCE_PROFILE_3_SLICE,
+    NVML_GPU_INSTANCE_PROFILE_4_SLICE,
+    NVML_GPU_INSTANCE_PROFILE_7_SLICE,
+];
+
+/// Profiles of `id, slices, instances, SMs, copy engines, decoders, JPEG, OFA`, and their memory in MiB.
+const fn profiles(engines: [[u32; 8]; 7], memory_mib: [u64; 7]) -> [Profile; 7] {
     let mut profiles = [const {
         Profile {
             kind: 0,
@@ -42,19 +53,28 @@ const fn profiles<const N: usize>(rows: [(u32, [u32; 9]); N]) -> [Profile; N] {
             jpeg: 0,
             ofa: 0,
         }
-    }; N];
+    }; 7];
     let mut row = 0;
-    while row < N {
-        let (kind, [id, slices, instances, memory, sms, ce, dec, jpeg, ofa]) = rows[row];
-        profiles[row] = Profile {
-            kind,
+    while row < profiles.len() {
+        let [
             id,
             slices,
             instances,
-            memory_mib: memory as u64,
-            multiprocessors: sms,
-            copy_engines: ce,
-            decoders: dec,
+            multiprocessors,
+            copy_engines,
+            decoders,
+            jpeg,
+            ofa,
+        ] = engines[row];
+        profiles[row] = Profile {
+            kind: KINDS[row],
+            id,
+            slices,
+            instances,
+            memory_mib: memory_mib[row],
+            multiprocessors,
+            copy_engines,
+            decoders,
             jpeg,
             ofa,
         };
@@ -63,101 +83,32 @@ const fn profiles<const N: usize>(rows: [(u32, [u32; 9]); N]) -> [Profile; N] {
     profiles
 }
 
-/// A100-SXM4-40GB, from NVIDIA's MIG User Guide.
-static A100_40: [Profile; 7] = profiles([
-    (
-        NVML_GPU_INSTANCE_PROFILE_1_SLICE,
-        [19, 1, 7, 4864, 14, 1, 0, 0, 0],
-    ),
-    (
-        NVML_GPU_INSTANCE_PROFILE_1_SLICE_REV1,
-        [20, 1, 1, 4864, 14, 1, 1, 1, 1],
-    ),
-    (
-        NVML_GPU_INSTANCE_PROFILE_1_SLICE_REV2,
-        [15, 1, 4, 9984, 14, 1, 1, 0, 0],
-    ),
-    (
-        NVML_GPU_INSTANCE_PROFILE_2_SLICE,
-        [14, 2, 3, 9984, 28, 2, 1, 0, 0],
-    ),
-    (
-        NVML_GPU_INSTANCE_PROFILE_3_SLICE,
-        [9, 3, 2, 20_096, 42, 3, 2, 0, 0],
-    ),
-    (
-        NVML_GPU_INSTANCE_PROFILE_4_SLICE,
-        [5, 4, 1, 20_096, 56, 4, 2, 0, 0],
-    ),
-    (
-        NVML_GPU_INSTANCE_PROFILE_7_SLICE,
-        [0, 7, 1, 40_448, 98, 7, 5, 1, 1],
-    ),
-]);
-
-/// A100-SXM4-80GB, from NVIDIA's MIG User Guide.
-static A100_80: [Profile; 7] = profiles([
-    (
-        NVML_GPU_INSTANCE_PROFILE_1_SLICE,
-        [19, 1, 7, 9728, 14, 1, 0, 0, 0],
-    ),
-    (
-        NVML_GPU_INSTANCE_PROFILE_1_SLICE_REV1,
-        [20, 1, 1, 9728, 14, 1, 1, 1, 1],
-    ),
-    (
-        NVML_GPU_INSTANCE_PROFILE_1_SLICE_REV2,
-        [15, 1, 4, 19_968, 14, 1, 1, 0, 0],
-    ),
-    (
-        NVML_GPU_INSTANCE_PROFILE_2_SLICE,
-        [14, 2, 3, 19_968, 28, 2, 1, 0, 0],
-    ),
-    (
-        NVML_GPU_INSTANCE_PROFILE_3_SLICE,
-        [9, 3, 2, 40_192, 42, 3, 2, 0, 0],
-    ),
-    (
-        NVML_GPU_INSTANCE_PROFILE_4_SLICE,
-        [5, 4, 1, 40_192, 56, 4, 2, 0, 0],
-    ),
-    (
-        NVML_GPU_INSTANCE_PROFILE_7_SLICE,
-        [0, 7, 1, 80_896, 98, 7, 5, 1, 1],
-    ),
-]);
+/// A100-SXM4, from NVIDIA's MIG User Guide.
+const A100: [[u32; 8]; 7] = [
+    [19, 1, 7, 14, 1, 0, 0, 0],
+    [20, 1, 1, 14, 1, 1, 1, 1],
+    [15, 1, 4, 14, 1, 1, 0, 0],
+    [14, 2, 3, 28, 2, 1, 0, 0],
+    [9, 3, 2, 42, 3, 2, 0, 0],
+    [5, 4, 1, 56, 4, 2, 0, 0],
+    [0, 7, 1, 98, 7, 5, 1, 1],
+];
+static A100_40: [Profile; 7] = profiles(A100, [4864, 4864, 9984, 9984, 20_096, 20_096, 40_448]);
+static A100_80: [Profile; 7] = profiles(A100, [9728, 9728, 19_968, 19_968, 40_192, 40_192, 80_896]);
 
 /// H100 80GB HBM3, from NVIDIA's MIG User Guide.
-static H100_80: [Profile; 7] = profiles([
-    (
-        NVML_GPU_INSTANCE_PROFILE_1_SLICE,
-        [19, 1, 7, 9984, 16, 1, 1, 1, 0],
-    ),
-    (
-        NVML_GPU_INSTANCE_PROFILE_1_SLICE_REV1,
-        [20, 1, 1, 9984, 16, 1, 1, 1, 1],
-    ),
-    (
-        NVML_GPU_INSTANCE_PROFILE_1_SLICE_REV2,
-        [15, 1, 4, 20_096, 26, 1, 1, 1, 0],
-    ),
-    (
-        NVML_GPU_INSTANCE_PROFILE_2_SLICE,
-        [14, 2, 3, 20_096, 32, 2, 2, 2, 0],
-    ),
-    (
-        NVML_GPU_INSTANCE_PROFILE_3_SLICE,
-        [9, 3, 2, 40_448, 60, 3, 3, 3, 0],
-    ),
-    (
-        NVML_GPU_INSTANCE_PROFILE_4_SLICE,
-        [5, 4, 1, 40_448, 64, 4, 4, 4, 0],
-    ),
-    (
-        NVML_GPU_INSTANCE_PROFILE_7_SLICE,
-        [0, 7, 1, 81_152, 132, 8, 7, 7, 1],
-    ),
-]);
+static H100_80: [Profile; 7] = profiles(
+    [
+        [19, 1, 7, 16, 1, 1, 1, 0],
+        [20, 1, 1, 16, 1, 1, 1, 1],
+        [15, 1, 4, 26, 1, 1, 1, 0],
+        [14, 2, 3, 32, 2, 2, 2, 0],
+        [9, 3, 2, 60, 3, 3, 3, 0],
+        [5, 4, 1, 64, 4, 4, 4, 0],
+        [0, 7, 1, 132, 8, 7, 7, 1],
+    ],
+    [9984, 9984, 20_096, 20_096, 40_448, 40_448, 81_152],
+);
 
 /// The profiles of a model; none of one that is not in NVIDIA's list here, or cannot be partitioned.
 fn of(gpu: &GpuState) -> &'static [Profile] {

@@ -8,7 +8,7 @@ use tranche_simulator_machine::wire::{Reply, Request, Setting};
 
 use crate::code::Code;
 use crate::export::{export, put};
-use crate::state::{device, library};
+use crate::state::{Device, device, library};
 
 fn set(of: nvmlDevice_t, setting: Setting, value: u32) -> Result<(), Code> {
     let device = device(of)?;
@@ -26,13 +26,27 @@ fn set(of: nvmlDevice_t, setting: Setting, value: u32) -> Result<(), Code> {
     }
 }
 
+/// A GPU that has MIG modes.
+fn partitionable(of: nvmlDevice_t) -> Result<Device, Code> {
+    let device = device(of)?;
+    if device.state.mig_capable == 0 {
+        return Err(Code::NOT_SUPPORTED);
+    }
+    Ok(device)
+}
+
 export! {
     fn nvmlDeviceGetMigMode(of: nvmlDevice_t, current: *mut u32, pending: *mut u32) {
-        if device(of)?.state.mig_capable == 0 {
-            return Err(Code::NOT_SUPPORTED);
-        }
-        put(current, 0)?;
-        put(pending, 0)
+        let state = partitionable(of)?.state;
+        put(current, state.mig_mode.load(Ordering::Relaxed))?;
+        put(pending, state.mig_pending.load(Ordering::Relaxed))
+    }
+    // Takes effect at once where no process uses the GPU, as on GPUs that need no reset for it.
+    fn nvmlDeviceSetMigMode(of: nvmlDevice_t, mode: u32, activation: *mut u32) {
+        let state = partitionable(of)?.state;
+        set(of, Setting::MigMode, mode)?;
+        let is_active = state.mig_mode.load(Ordering::Relaxed) == mode;
+        put(activation, if is_active { 0 } else { Code::IN_USE.0 })
     }
     fn nvmlDeviceIsMigDeviceHandle(of: nvmlDevice_t, is: *mut u32) {
         device(of)?;
@@ -42,9 +56,7 @@ export! {
         put(count, if device(of)?.state.mig_capable == 0 { 0 } else { 7 })
     }
     fn nvmlDeviceGetMigDeviceHandleByIndex(of: nvmlDevice_t, _index: u32, _to: *mut nvmlDevice_t) {
-        if device(of)?.state.mig_capable == 0 {
-            return Err(Code::NOT_SUPPORTED);
-        }
+        partitionable(of)?;
         Err(Code::NOT_FOUND)
     }
     fn nvmlDeviceGetPersistenceMode(of: nvmlDevice_t, mode: *mut u32) {

@@ -50,7 +50,10 @@ fn all_processes(device: Device) -> Vec<Process> {
     let mut found: Vec<Process> = Vec::new();
     for slot in &device.shared.slots {
         let pid = slot.pid.load(Ordering::Acquire);
-        let memory = slot.used[device.gpu].load(Ordering::Relaxed);
+        // Managed memory shows in the GPU's sum alone.
+        let managed = slot.managed[device.gpu].load(Ordering::Relaxed);
+        let used = slot.used[device.gpu].load(Ordering::Relaxed);
+        let memory = used.saturating_sub(managed);
         // What an orphan holds shows in the GPU's memory alone.
         if pid == 0 || pid == ORPHANED || memory == 0 {
             continue;

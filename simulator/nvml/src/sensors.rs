@@ -60,7 +60,12 @@ fn highest_clock(gpu: &GpuState, kind: u32) -> Result<u32, Code> {
 
 export! {
     fn nvmlDeviceGetUtilizationRates(of: nvmlDevice_t, rates: *mut nvmlUtilization_t) {
-        let busy = utilization(device(of)?.state);
+        let state = device(of)?.state;
+        // nvml.h: not supported on MIG-enabled GPUs.
+        if state.is_partitioned() {
+            return Err(Code::NOT_SUPPORTED);
+        }
+        let busy = utilization(state);
         put(rates, nvmlUtilization_t { gpu: busy, memory: busy / 2 })
     }
     fn nvmlDeviceGetEncoderUtilization(of: nvmlDevice_t, percent: *mut u32, period: *mut u32) {

@@ -46,7 +46,7 @@ pub fn handle(gpu: usize) -> nvmlDevice_t {
     (&raw const HANDLES[gpu]).cast_mut().cast()
 }
 
-/// The GPU of a handle.
+/// The GPU of a handle; none where it has fallen off the bus.
 pub fn device(handle: nvmlDevice_t) -> Result<Device, Code> {
     let library = library()?;
     let offset = (handle as usize).wrapping_sub((&raw const HANDLES) as usize);
@@ -54,9 +54,13 @@ pub fn device(handle: nvmlDevice_t) -> Result<Device, Code> {
     if !offset.is_multiple_of(size_of::<u64>()) || !library.visible.contains(&gpu) {
         return Err(Code::INVALID_ARGUMENT);
     }
+    let state = &library.shared.gpus[gpu];
+    if state.is_lost() {
+        return Err(Code::GPU_IS_LOST);
+    }
     Ok(Device {
         gpu,
-        state: &library.shared.gpus[gpu],
+        state,
         shared: library.shared,
     })
 }
@@ -125,9 +129,10 @@ export! {
 /// The handle of the GPU that this process counts as `index`.
 pub fn by_index(index: u32) -> Result<nvmlDevice_t, Code> {
     let library = library()?;
-    library
-        .visible
-        .get(index as usize)
-        .map(|gpu| handle(*gpu))
-        .ok_or(Code::INVALID_ARGUMENT)
+    let gpu = library.visible.get(index as usize);
+    let gpu = *gpu.ok_or(Code::INVALID_ARGUMENT)?;
+    if library.shared.gpus[gpu].is_lost() {
+        return Err(Code::GPU_IS_LOST);
+    }
+    Ok(handle(gpu))
 }

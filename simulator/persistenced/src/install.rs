@@ -8,7 +8,7 @@ use anyhow::{Context as _, bail};
 use tranche_simulator_machine::Description;
 use tranche_simulator_machine::root::{HOST_MARK, LIBRARY_DIR};
 
-use crate::nodes;
+use crate::{api_level, nodes};
 
 /// Where a root has its machine file.
 pub const MACHINE_FILE: &str = "etc/nvidia-sim/machine.toml";
@@ -48,7 +48,13 @@ pub fn install(parts: &Path, root: &Path, machine: &Path, gpus: Option<u32>) -> 
     for name in ["libcuda.so", "libnvidia-ml.so"] {
         let soname = format!("{name}.1");
         let versioned = format!("{name}.{}", description.driver_version);
-        copy(&parts.join(&soname), &libraries.join(&versioned), 0o644)?;
+        let built = parts.join(&soname);
+        let mut image = fs::read(&built).with_context(|| format!("{}", built.display()))?;
+        if name == "libcuda.so" {
+            api_level::set(&mut image, description.cuda_version)
+                .with_context(|| format!("{}", built.display()))?;
+        }
+        write(&libraries.join(&versioned), &image, 0o644)?;
         link(&versioned, &libraries.join(&soname))?;
         link(&soname, &libraries.join(name))?;
     }
@@ -135,15 +141,15 @@ fn link(target: &str, path: &Path) -> anyhow::Result<()> {
 mod tests {
     use super::*;
 
+    fn library() -> Vec<u8> {
+        api_level::tests::library(&["SIM_CUDA_VERSION"])
+    }
+
     fn parts() -> tempfile::TempDir {
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name);
-        for name in [
-            "libcuda.so.1",
-            "libnvidia-ml.so.1",
-            "nvidia-smi",
-            "nvidia-sim-persistenced",
-        ] {
+        fs::write(at("libcuda.so.1"), library()).unwrap();
+        for name in ["libnvidia-ml.so.1", "nvidia-smi", "nvidia-sim-persistenced"] {
             fs::write(at(name), name).unwrap();
         }
         for name in ["machines", "systemd"] {
@@ -169,9 +175,16 @@ mod tests {
             install(parts.path(), root.path(), &machine, Some(3)).unwrap();
         }
         let at = |name: &str| root.path().join(name);
-        let library = at("usr/lib/x86_64-linux-gnu/libcuda.so");
-        assert_eq!(fs::read_link(&library).unwrap(), Path::new("libcuda.so.1"));
-        assert_eq!(fs::read(&library).unwrap(), b"libcuda.so.1");
+        let installed = at("usr/lib/x86_64-linux-gnu/libcuda.so");
+        assert_eq!(
+            fs::read_link(&installed).unwrap(),
+            Path::new("libcuda.so.1")
+        );
+        assert!(
+            fs::read(&installed)
+                .unwrap()
+                .ends_with(&12_020u32.to_le_bytes())
+        );
         assert_eq!(
             fs::read_link(at("usr/lib/x86_64-linux-gnu/libcuda.so.1")).unwrap(),
             Path::new("libcuda.so.535.261.03")

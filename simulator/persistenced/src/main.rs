@@ -7,8 +7,10 @@
 //!
 //! - [`page`] opens the state and decides what a restarted daemon keeps of it.
 //! - [`serve`] answers, watches processes and samples how busy the GPUs are.
-//! - [`nodes`] makes the device nodes, [`install`] lays out a driver root.
+//! - [`nodes`] makes the device nodes, [`install`] lays out a driver root, in which [`api_level`] makes
+//!   libcuda that of the machine file's CUDA version.
 
+mod api_level;
 mod install;
 mod nodes;
 mod page;
@@ -20,8 +22,9 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, bail};
 use clap::{Parser, Subcommand};
 use tranche_simulator_machine::attach;
-use tranche_simulator_machine::wire::{Reply, Request};
-use tranche_simulator_machine::{Description, DriverRoot};
+use tranche_simulator_machine::identity::uuid_text;
+use tranche_simulator_machine::wire::{Reply, Request, Setting};
+use tranche_simulator_machine::{Access, Attachment, Description, DriverRoot};
 
 /// The daemon that owns a simulated GPU machine. No GPU is involved.
 #[derive(Debug, Parser)]
@@ -55,10 +58,24 @@ enum Command {
     },
     /// Publish an Xid error of a GPU to NVML's event sets.
     InjectXid {
-        /// Minor number of the GPU.
-        gpu: u32,
+        /// The GPU, by its index or its UUID.
+        gpu: String,
         /// The Xid.
         xid: u32,
+    },
+    /// Let a GPU fall off the bus: NVML says `NVML_ERROR_GPU_IS_LOST` of it and publishes Xid 79, CUDA fails
+    /// in programs that use it, and programs that start do not see it.
+    LoseGpu {
+        /// The GPU, by its index or its UUID.
+        gpu: String,
+        /// Remove its device node too, as after a removal from the PCI bus.
+        #[arg(long)]
+        remove_node: bool,
+    },
+    /// Bring a lost GPU back, its device node too.
+    RestoreGpu {
+        /// The GPU, by its index or its UUID.
+        gpu: String,
     },
 }
 
@@ -86,22 +103,58 @@ fn main() -> anyhow::Result<()> {
             };
             install::install(&parts, &root, &machine, gpus)
         }
-        Some(Command::InjectXid { gpu, xid }) => inject(&DriverRoot::new(arguments.root), gpu, xid),
+        Some(Command::InjectXid { gpu, xid }) => {
+            let root = DriverRoot::new(arguments.root);
+            let event = Request::Event {
+                gpu: find(&root, &gpu)?.0,
+                kind: u32::try_from(serve::XID_EVENT)?,
+                data: xid,
+            };
+            ask(&root, event)
+        }
+        Some(Command::LoseGpu { gpu, remove_node }) => {
+            let root = DriverRoot::new(arguments.root);
+            let (index, minor) = find(&root, &gpu)?;
+            set_lost(&root, index, true)?;
+            if remove_node {
+                nodes::remove(root.path(), minor)?;
+            }
+            Ok(())
+        }
+        Some(Command::RestoreGpu { gpu }) => {
+            let root = DriverRoot::new(arguments.root);
+            let (index, minor) = find(&root, &gpu)?;
+            nodes::make_gpu(root.path(), minor)?;
+            set_lost(&root, index, false)
+        }
     }
 }
 
-/// NVML's `nvmlEventTypeXidCriticalError`.
-const XID_EVENT: u32 = 0x8;
-
-fn inject(root: &DriverRoot, gpu: u32, xid: u32) -> anyhow::Result<()> {
-    let event = Request::Event {
+fn set_lost(root: &DriverRoot, gpu: u32, is_lost: bool) -> anyhow::Result<()> {
+    let request = Request::Set {
         gpu,
-        kind: XID_EVENT,
-        data: xid,
+        setting: Setting::Lost,
+        value: u32::from(is_lost),
     };
-    match attach::request(root, event)? {
+    ask(root, request)
+}
+
+/// The index and minor number of the GPU that is called `gpu`: an index or a UUID.
+fn find(root: &DriverRoot, gpu: &str) -> anyhow::Result<(u32, u32)> {
+    let attachment = Attachment::new(root, Access::Observe)?;
+    let gpus = attachment.shared().gpus();
+    let found = (0..).zip(gpus).find(|(index, state): &(u32, _)| {
+        index.to_string() == gpu || uuid_text(&state.uuid).eq_ignore_ascii_case(gpu)
+    });
+    let (index, state) =
+        found.with_context(|| format!("GPU {gpu}: this machine has no such GPU"))?;
+    Ok((index, state.minor))
+}
+
+fn ask(root: &DriverRoot, request: Request) -> anyhow::Result<()> {
+    match attach::request(root, request)? {
         Reply::Granted { .. } => Ok(()),
-        Reply::Invalid => bail!("GPU {gpu}: this machine has no such GPU"),
+        Reply::Forbidden => bail!("only root may"),
         other => bail!("the daemon refuses: {other:?}"),
     }
 }

@@ -34,6 +34,23 @@ pub fn make(root: &Path, count: u32) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Makes the node of one GPU, where it does not exist.
+pub fn make_gpu(root: &Path, minor: u32) -> anyhow::Result<()> {
+    let path = root.join(format!("dev/nvidia{minor}"));
+    make_one(&path, MAJOR, minor).with_context(|| format!("{}", path.display()))
+}
+
+/// Removes the node of one GPU, where it exists.
+pub fn remove(root: &Path, minor: u32) -> anyhow::Result<()> {
+    let path = root.join(format!("dev/nvidia{minor}"));
+    match fs::remove_file(&path) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            Err(error).with_context(|| format!("{}", path.display()))
+        }
+        _ => Ok(()),
+    }
+}
+
 fn make_one(path: &Path, major: u32, minor: u32) -> std::io::Result<()> {
     let mode = Mode::from_raw_mode(0o666);
     match mknodat(

@@ -18,6 +18,7 @@ use rustix::net::{
     SocketFlags, SocketType, accept_with, bind, listen, recv, sendmsg, socket_with,
 };
 use rustix::process::{Pid, PidfdFlags, Resource, getrlimit, pidfd_open, setrlimit};
+use tranche_simulator_machine::layout::GpuState;
 use tranche_simulator_machine::wire::{PACKET, Reply, Request, Setting};
 use tranche_simulator_machine::{Description, DriverRoot, MAX_PROCESSES, identity};
 
@@ -222,8 +223,9 @@ impl Daemon {
             }
             !closed
         });
-        if self.clients.is_empty() {
-            for gpu in shared.gpus() {
+        for gpu in shared.gpus() {
+            apply_mig_mode(gpu);
+            if self.clients.is_empty() {
                 gpu.utilization.store(0, Ordering::Relaxed);
             }
         }
@@ -309,17 +311,28 @@ impl Daemon {
     }
 
     fn set(&self, gpu: u32, setting: Setting, value: u32) -> Reply {
-        let Some(gpu) = self.page.shared.gpus().get(gpu as usize) else {
+        let index = gpu as usize;
+        let Some(gpu) = self.page.shared.gpus().get(index) else {
             return Reply::Invalid;
         };
         let (word, most) = match setting {
             Setting::Persistence => (&gpu.persistence, 1),
             Setting::ComputeMode => (&gpu.compute_mode, 3),
+            Setting::MigMode => (&gpu.mig_pending, u32::from(gpu.mig_capable != 0)),
+            Setting::Lost => (&gpu.lost, 1),
         };
-        if value > most {
+        if value > most || (setting == Setting::MigMode && gpu.mig_capable == 0) {
             return Reply::Invalid;
         }
         word.store(value, Ordering::Relaxed);
+        match setting {
+            Setting::MigMode => apply_mig_mode(gpu),
+            Setting::Lost if value == 1 => {
+                let xid = FELL_OFF_THE_BUS;
+                self.page.shared.publish_event(index, XID_EVENT, xid);
+            }
+            _ => {}
+        }
         Reply::Granted { slot: 0 }
     }
 
@@ -363,6 +376,19 @@ impl Daemon {
             process,
             connection: Some(visitor),
         });
+    }
+}
+
+/// NVML's `nvmlEventTypeXidCriticalError`.
+pub const XID_EVENT: u64 = 0x8;
+/// The Xid of a GPU that has fallen off the bus.
+const FELL_OFF_THE_BUS: u64 = 79;
+
+/// Switches a GPU to the MIG mode that is pending, if no process has it.
+fn apply_mig_mode(gpu: &GpuState) {
+    if gpu.used.load(Ordering::Relaxed) == 0 {
+        let pending = gpu.mig_pending.load(Ordering::Relaxed);
+        gpu.mig_mode.store(pending, Ordering::Relaxed);
     }
 }
 

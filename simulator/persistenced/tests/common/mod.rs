@@ -226,7 +226,8 @@ impl Drop for Program {
     }
 }
 
-fn wait_until(done: impl Fn() -> bool, what_is: impl Fn() -> String) {
+/// Waits until `done`; after ten seconds it fails with `what_is`.
+pub fn wait_until(done: impl Fn() -> bool, what_is: impl Fn() -> String) {
     let deadline = Instant::now() + Duration::from_secs(10);
     while !done() {
         assert!(Instant::now() < deadline, "{}", what_is());

@@ -1,0 +1,223 @@
+//! Gives the simulated libcuda the API of the machine file's driver: what `dlsym` finds in it, and the CUDA
+//! version that it says before it is initialised.
+//!
+//! The library has every function up to the newest CUDA that it knows. Those that came after the driver's
+//! CUDA version become local symbols, which loaders do not find. Which came when says the library's own
+//! table, `cuda/src/table.rs`, made from real drivers and NVIDIA's headers.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use anyhow::{Context as _, bail};
+
+/// The table of the simulated `cuGetProcAddress`.
+const TABLE: &str = include_str!("../../cuda/src/table.rs");
+/// The library's variable that has its version.
+const VERSION_VARIABLE: &str = "SIM_CUDA_VERSION";
+
+/// `SHT_DYNSYM`, the size of a section header and of a symbol.
+const DYNSYM: u32 = 11;
+const SECTION: usize = 64;
+const SYMBOL: usize = 24;
+/// `PT_LOAD`, and the size of a program header.
+const LOAD: u32 = 1;
+const SEGMENT: usize = 56;
+
+/// The CUDA version that brought each function which `cuGetProcAddress` knows.
+fn versions() -> BTreeMap<&'static str, u32> {
+    let body = TABLE
+        .split_once("\ntable! {\n")
+        .map_or("", |(_, body)| body);
+    let mut versions = BTreeMap::new();
+    for line in body.lines() {
+        let forms = line.split_once(": ").map_or("", |(_, forms)| forms);
+        let mut words = forms.split([' ', ';', ',']).filter(|word| !word.is_empty());
+        while let (Some(since), Some(function)) = (words.next(), words.next()) {
+            if let Ok(since) = since.parse::<u32>() {
+                let oldest = versions.entry(function).or_insert(since);
+                *oldest = since.min(*oldest);
+            }
+        }
+    }
+    versions
+}
+
+/// Changes the library's image to that of a driver with `cuda_version` (1000 × major + 10 × minor).
+pub fn set(image: &mut [u8], cuda_version: u32) -> anyhow::Result<()> {
+    let versions = versions();
+    let mut version_at = None;
+    for symbol in symbols(image)? {
+        if symbol.name == VERSION_VARIABLE {
+            version_at = Some(place(image, symbol.address)?);
+        } else if versions
+            .get(&*symbol.name)
+            .is_some_and(|since| *since > cuda_version)
+        {
+            // The binding, in the upper half of `st_info`, becomes STB_LOCAL.
+            image[symbol.at + 4] &= 0x0f;
+        }
+    }
+    let at = version_at.with_context(|| format!("it has no variable {VERSION_VARIABLE}"))?;
+    let place = image.get_mut(at..at + 4).context("its data is cut off")?;
+    place.copy_from_slice(&cuda_version.to_le_bytes());
+    Ok(())
+}
+
+struct Symbol {
+    /// Its place in the file.
+    at: usize,
+    name: String,
+    address: u64,
+}
+
+/// The dynamic symbols of a 64-bit ELF file.
+fn symbols(image: &[u8]) -> anyhow::Result<Vec<Symbol>> {
+    if !image.starts_with(b"\x7fELF\x02\x01") {
+        bail!("it is not a 64-bit ELF file");
+    }
+    let table = number(image, 0x28..0x30)?;
+    let section = |index: usize| part(image, table + index * SECTION, SECTION);
+    let count = number(image, 0x3c..0x3e)?;
+    for index in 0..count {
+        let header = section(index)?;
+        if number(header, 4..8)? != DYNSYM as usize {
+            continue;
+        }
+        let (at, bytes) = (number(header, 24..32)?, number(header, 32..40)?);
+        let strings = section(number(header, 40..44)?)?;
+        let strings = part(image, number(strings, 24..32)?, number(strings, 32..40)?)?;
+        return (at..at + bytes)
+            .step_by(SYMBOL)
+            .map(|at| {
+                let symbol = part(image, at, SYMBOL)?;
+                let name = strings.get(number(symbol, 0..4)?..).unwrap_or_default();
+                let name = name.split(|byte| *byte == 0).next().unwrap_or_default();
+                Ok(Symbol {
+                    at,
+                    name: String::from_utf8_lossy(name).into_owned(),
+                    address: number(symbol, 8..16)? as u64,
+                })
+            })
+            .collect();
+    }
+    bail!("it has no dynamic symbols")
+}
+
+/// The place in the file of what is loaded at `address`.
+fn place(image: &[u8], address: u64) -> anyhow::Result<usize> {
+    let address = usize::try_from(address)?;
+    let table = number(image, 0x20..0x28)?;
+    for index in 0..number(image, 0x38..0x3a)? {
+        let segment = part(image, table + index * SEGMENT, SEGMENT)?;
+        let (offset, start) = (number(segment, 8..16)?, number(segment, 16..24)?);
+        let bytes = number(segment, 32..40)?;
+        let is_loaded = number(segment, 0..4)? == LOAD as usize;
+        if is_loaded && (start..start + bytes).contains(&address) {
+            return Ok(offset + (address - start));
+        }
+    }
+    bail!("it has no data at {address:#x}")
+}
+
+fn part(image: &[u8], at: usize, bytes: usize) -> anyhow::Result<&[u8]> {
+    let end = at.checked_add(bytes).context("a length is wrong")?;
+    image.get(at..end).context("it is cut off")
+}
+
+/// A little-endian number.
+fn number(image: &[u8], at: Range<usize>) -> anyhow::Result<usize> {
+    let mut bytes = [0; 8];
+    let found = image.get(at).context("it is cut off")?;
+    bytes[..found.len()].copy_from_slice(found);
+    Ok(usize::try_from(u64::from_le_bytes(bytes))?)
+}
+
+#[cfg(test)]
+pub mod tests {
+    use super::*;
+
+    /// An ELF file with these dynamic symbols, all global functions at the file's end, where four bytes are.
+    pub fn library(names: &[&str]) -> Vec<u8> {
+        let mut strings = vec![0];
+        let mut symbols = Vec::new();
+        for name in names {
+            let mut symbol = [0; SYMBOL];
+            symbol[..4].copy_from_slice(&u32::try_from(strings.len()).unwrap().to_le_bytes());
+            symbol[4] = 0x12;
+            symbols.push(symbol);
+            strings.extend(name.bytes().chain([0]));
+        }
+        let sections_at = 64 + SEGMENT;
+        let symbols_at = sections_at + 3 * SECTION;
+        let strings_at = symbols_at + names.len() * SYMBOL;
+        let data_at = strings_at + strings.len();
+        for symbol in &mut symbols {
+            symbol[8..16].copy_from_slice(&(data_at as u64).to_le_bytes());
+        }
+        let mut image = vec![0; sections_at];
+        image[..6].copy_from_slice(b"\x7fELF\x02\x01");
+        let mut put = |at: usize, value: usize| {
+            image[at..at + 8].copy_from_slice(&(value as u64).to_le_bytes());
+        };
+        put(0x20, 64);
+        put(0x28, sections_at);
+        put(64, LOAD as usize);
+        put(64 + 32, data_at + 4);
+        image[0x38] = 1;
+        image[0x3c] = 3;
+        for [kind, at, bytes, link] in [
+            [0; 4],
+            [DYNSYM as usize, symbols_at, names.len() * SYMBOL, 2],
+            [3, strings_at, strings.len(), 0],
+        ] {
+            let mut section = [0; SECTION];
+            section[4] = u8::try_from(kind).unwrap();
+            section[24..32].copy_from_slice(&(at as u64).to_le_bytes());
+            section[32..40].copy_from_slice(&(bytes as u64).to_le_bytes());
+            section[40] = u8::try_from(link).unwrap();
+            image.extend(section);
+        }
+        image.extend(symbols.concat());
+        image.extend(strings);
+        image.extend([0; 4]);
+        image
+    }
+
+    #[test]
+    fn newer_functions_become_local_and_the_version_is_the_drivers() {
+        // Of CUDA 2.0, 12.4 and of no version.
+        let names = [
+            "cuMemAlloc",
+            "cuGreenCtxCreate",
+            "cuGetExportTable",
+            VERSION_VARIABLE,
+        ];
+        for (version, green) in [(12_020, 0x02), (12_040, 0x12), (13_000, 0x12)] {
+            let mut image = library(&names);
+            set(&mut image, version).unwrap();
+            let found: Vec<u8> = symbols(&image)
+                .unwrap()
+                .iter()
+                .map(|s| image[s.at + 4])
+                .collect();
+            assert_eq!(found, [0x12, green, 0x12, 0x12], "{version}");
+            assert_eq!(image[image.len() - 4..], version.to_le_bytes());
+        }
+    }
+
+    #[test]
+    fn what_is_no_library_is_refused() {
+        for image in [&b""[..], b"\x7fELF\x02\x01", b"libcuda.so.1"] {
+            assert!(set(&mut image.to_vec(), 12_020).is_err());
+        }
+        let whole = library(&["cuMemAlloc", VERSION_VARIABLE]);
+        for length in 0..whole.len() {
+            assert!(
+                set(&mut whole[..length].to_vec(), 12_020).is_err(),
+                "{length}"
+            );
+        }
+        let refusal = set(&mut library(&["cuMemAlloc"]), 12_020).unwrap_err();
+        assert!(refusal.to_string().contains(VERSION_VARIABLE), "{refusal}");
+    }
+}

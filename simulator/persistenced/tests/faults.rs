@@ -1,0 +1,135 @@
+//! A GPU that falls off the bus, and one that is switched to MIG mode, while programs run.
+
+mod common;
+
+use common::{GIB, Machine};
+use nvml_wrapper::bitmasks::event::EventTypes;
+use nvml_wrapper::error::NvmlError;
+
+/// Runs a command of the daemon's program.
+#[expect(clippy::unwrap_used, reason = "what fails here fails the test")]
+fn control(machine: &Machine, arguments: &[&str]) {
+    let status = machine
+        .command(machine.path("usr/bin/nvidia-sim-persistenced"))
+        .arg("--root")
+        .arg(machine.path(""))
+        .args(arguments)
+        .status()
+        .unwrap();
+    assert!(status.success(), "{arguments:?}");
+}
+
+#[test]
+fn a_lost_gpu_fails_alone_and_can_come_back() {
+    let machine = Machine::start("H100-80", 2);
+    let (mut on_lost, mut on_other) = (machine.program(), machine.program());
+    on_lost.ask("use 0");
+    on_other.ask("use 1");
+    let nvml = machine.nvml();
+    let device = nvml.device_by_index(0).unwrap();
+    let (uuid, second) = (
+        device.uuid().unwrap(),
+        nvml.device_by_index(1).unwrap().uuid().unwrap(),
+    );
+    let events = nvml.create_event_set().unwrap();
+    let events = device
+        .register_events(EventTypes::CRITICAL_XID_ERROR, events)
+        .unwrap();
+
+    control(&machine, &["lose-gpu", &uuid]);
+    let event = events.wait(5000).unwrap();
+    let data = format!("{:?}", event.event_data);
+    assert!(data.contains("79"), "{data}");
+    assert_eq!(nvml.device_count().unwrap(), 2, "it is counted");
+    let is_lost = |error: NvmlError| matches!(error, NvmlError::GpuLost);
+    assert!(is_lost(device.memory_info().unwrap_err()));
+    assert!(is_lost(nvml.device_by_index(0).unwrap_err()));
+    // The search for the second meets the first.
+    assert!(is_lost(nvml.device_by_uuid(second.as_str()).unwrap_err()));
+    assert_eq!(nvml.device_by_index(1).unwrap().uuid().unwrap(), second);
+    let smi = machine
+        .command(machine.path("usr/bin/nvidia-smi"))
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&smi.stdout);
+    assert!(said.contains("GPU is lost"), "{said}");
+
+    for request in [&format!("alloc {GIB}"), "launch plain 1", "info"] {
+        assert_eq!(on_lost.ask(request), "CUDA_ERROR_UNKNOWN", "{request}");
+    }
+    assert_eq!(on_other.ask(&format!("alloc {GIB}")), "ok");
+    let mut starts = machine.program();
+    starts.ask("init");
+    assert_eq!(starts.ask("count"), "1");
+
+    control(&machine, &["restore-gpu", "0"]);
+    assert_eq!(device.uuid().unwrap(), uuid);
+    assert_eq!(machine.used(1), (518 << 20) + GIB);
+}
+
+#[test]
+fn a_lost_gpu_may_take_its_node_along() {
+    let machine = Machine::start("T4", 2);
+    control(&machine, &["lose-gpu", "1", "--remove-node"]);
+    assert!(!machine.path("dev/nvidia1").exists());
+    assert_eq!(machine.nvml().device_count().unwrap(), 1);
+    control(&machine, &["restore-gpu", "1"]);
+    assert!(machine.path("dev/nvidia1").exists());
+    let nvml = machine.nvml();
+    assert_eq!(nvml.device_count().unwrap(), 2);
+    assert!(nvml.device_by_index(1).unwrap().memory_info().is_ok());
+}
+
+/// A wait for work on a GPU that is lost meanwhile ends.
+#[test]
+fn nobody_waits_for_a_lost_gpu() {
+    let machine = Machine::start("T4", 1);
+    let mut program = machine.program();
+    program.ask("use 0");
+    let waits = std::thread::spawn(move || program.ask("launch sim_busy_20ms 1000"));
+    // The sampler sees it run.
+    let nvml = machine.nvml();
+    let device = nvml.device_by_index(0).unwrap();
+    while device.utilization_rates().unwrap().gpu < 10 {
+        std::thread::yield_now();
+    }
+    control(&machine, &["lose-gpu", "0"]);
+    assert_eq!(waits.join().unwrap(), "CUDA_ERROR_UNKNOWN");
+}
+
+#[test]
+fn nvidia_smi_switches_mig_mode_when_the_gpu_is_idle() {
+    let machine = Machine::start("H100-80", 2);
+    let nvml = machine.nvml();
+    let device = nvml.device_by_index(0).unwrap();
+    let modes = || {
+        let mode = device.mig_mode().unwrap();
+        (mode.current, mode.pending)
+    };
+    assert_eq!(modes(), (0, 0));
+    let mut program = machine.program();
+    program.ask("use 0");
+    machine.smi(&["-i", "0", "-mig", "1"]);
+    assert_eq!(modes(), (0, 1), "a program uses it");
+    assert_eq!(program.ask(&format!("alloc {GIB}")), "ok");
+    program.end();
+    common::wait_until(|| modes() == (1, 1), || format!("MIG mode {:?}", modes()));
+    let query = ["--query-gpu=mig.mode.current", "--format=csv,noheader"];
+    assert_eq!(machine.smi(&query), "Enabled\nDisabled\n");
+    let view = machine.smi(&[]);
+    assert!(view.contains("Enabled"), "{view}");
+    assert!(matches!(
+        device.utilization_rates(),
+        Err(NvmlError::NotSupported)
+    ));
+
+    // CUDA sees partitions, of which there are none.
+    let mut starts = machine.program();
+    starts.ask("init");
+    assert_eq!(starts.ask("count"), "1");
+    machine.smi(&["-i", "0", "-mig", "0"]);
+    assert_eq!(modes(), (0, 0));
+    let mut starts = machine.program();
+    starts.ask("init");
+    assert_eq!(starts.ask("count"), "2");
+}
