@@ -24,7 +24,7 @@ use std::process::{Command, Output};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-pub use node::{Gpu, Node};
+pub use node::{Gpu, Machine, Node, install};
 pub use probe_client::{Answer, Probe};
 pub use steps::Traced;
 use tranche_cdi_hook::compat::DriverVersion;
@@ -63,8 +63,10 @@ pub enum Driver {
     Odd,
     /// The real driver of a Debian release (`bookworm`, `trixie`), which finds no GPU.
     Real(&'static str),
-    /// The simulator, with so many H100 of 80 GB.
+    /// The simulator's realistic machine (`simulator/README.md`), with so many H100 of 80 GB.
     Simulator(u32),
+    /// A simulated machine, with so many GPUs.
+    Machine(Machine, u32),
     /// None.
     Missing,
 }
@@ -128,11 +130,14 @@ impl World {
     pub fn new(driver: Driver) -> Self {
         let folder = new_folder();
         let node = match driver {
-            Driver::Simulator(gpus) => {
-                Some(Arc::new(Node::start(folder.with_extension("node"), gpus)))
-            }
+            Driver::Simulator(gpus) => Some((Machine::Realistic, gpus)),
+            Driver::Machine(machine, gpus) => Some((machine, gpus)),
             _ => None,
         };
+        let node = node.map(|(machine, gpus)| {
+            let root = folder.with_extension("node");
+            Arc::new(Node::start(root, machine, gpus))
+        });
         Self::with(driver, node, folder)
     }
 
@@ -170,7 +175,7 @@ impl World {
         self.devices();
         match driver {
             Driver::Missing => {}
-            Driver::Simulator(_) => {
+            Driver::Simulator(_) | Driver::Machine(..) => {
                 let node = self.node();
                 for library in ["libcuda.so.1", "libnvidia-ml.so.1"] {
                     fs::copy(

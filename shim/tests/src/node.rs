@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use tranche_simulator_machine::{Access, Attachment, DriverRoot};
 
-use crate::{target, text};
+use crate::target;
 
 /// A simulated machine and its daemon; gone when dropped.
 #[derive(Debug)]
@@ -19,6 +19,28 @@ pub struct Node {
     daemon: Child,
     /// A shell with the mounts that the container does not have.
     shell: Mutex<Child>,
+}
+
+/// The simulated machines that tests run on, of H100s of 80 GB.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Machine {
+    /// Its driver has no habit that makes accounts hard to keep: what the account says can be compared with
+    /// what the GPU holds at any time, to the byte.
+    Simple,
+    /// Its driver behaves as a real one (`[habits]` of the machine file).
+    Realistic,
+}
+
+impl Machine {
+    /// Both.
+    pub const ALL: [Self; 2] = [Self::Simple, Self::Realistic];
+
+    fn model(self) -> &'static str {
+        match self {
+            Self::Simple => "H100-80",
+            Self::Realistic => "H100-80-realistic",
+        }
+    }
 }
 
 /// A GPU as the node sees it.
@@ -31,26 +53,10 @@ pub struct Gpu {
 }
 
 impl Node {
-    /// Starts a machine with H100s of 80 GB. Call it before the thread has mounts of its own.
+    /// Starts a machine. Call it before the thread has mounts of its own.
     #[must_use]
-    pub fn start(root: PathBuf, gpus: u32) -> Self {
-        let simulator = target().join("simulator");
-        let install = simulator.join("install-root");
-        assert!(
-            install.exists(),
-            "{}: missing: run `make simulator` first",
-            install.display()
-        );
-        let done = Command::new(install)
-            .arg(&root)
-            .args(["--gpu-model", "H100-80", "--gpus", &gpus.to_string()])
-            .output()
-            .unwrap();
-        assert!(
-            done.status.success(),
-            "install-root: {}",
-            text(&done.stderr)
-        );
+    pub fn start(root: PathBuf, machine: Machine, gpus: u32) -> Self {
+        install(&root, machine, gpus, NEWEST);
         let daemon = Command::new(root.join("usr/bin/nvidia-sim-persistenced"))
             .arg("--root")
             .arg(&root)
@@ -93,10 +99,17 @@ impl Node {
         page.shared().gpus()[gpu].peak.load(Ordering::Relaxed)
     }
 
+    /// Nanoseconds for which a GPU has stood still so far, because another process's turn came.
+    #[must_use]
+    pub fn stood_still(&self, gpu: usize) -> u64 {
+        let page = Attachment::new(&DriverRoot::new(&self.root), Access::Observe).unwrap();
+        page.shared().gpus()[gpu].stood_still()
+    }
+
     /// The GPUs, as the node's own `nvidia-smi` reports them.
     #[must_use]
     pub fn gpus(&self) -> Vec<Gpu> {
-        self.query("uuid,memory.used")
+        self.query("gpu=uuid,memory.used")
             .iter()
             .map(|line| {
                 let (uuid, used) = line
@@ -113,16 +126,26 @@ impl Node {
     /// Percent of the last second in which kernels ran on the busiest GPU, whoever's.
     #[must_use]
     pub fn busiest(&self) -> u64 {
-        let answers = self.query("utilization.gpu");
+        let answers = self.query("gpu=utilization.gpu");
         let percents = answers.iter().map(|line| line.trim().parse().unwrap());
         percents.max().unwrap_or(0)
+    }
+
+    /// Bytes that each process of the machine has, as the node's own `nvidia-smi` reports them.
+    #[must_use]
+    pub fn processes(&self) -> Vec<u64> {
+        let answers = self.query("compute-apps=used_memory");
+        let mebibytes = answers
+            .iter()
+            .map(|line| line.trim().parse::<u64>().unwrap());
+        mebibytes.map(|number| number << 20).collect()
     }
 
     fn query(&self, what: &str) -> Vec<String> {
         let root = self.root.display();
         let query = format!(
             "LD_LIBRARY_PATH={root}/usr/lib/x86_64-linux-gnu {root}/usr/bin/nvidia-smi \
-             --query-gpu={what} --format=csv,noheader,nounits </dev/null; echo end"
+             --query-{what} --format=csv,noheader,nounits </dev/null; echo end"
         );
         let mut shell = self.shell.lock().unwrap();
         writeln!(shell.stdin.as_mut().unwrap(), "{query}").unwrap();
@@ -132,6 +155,43 @@ impl Node {
             .take_while(|line| line != "end")
             .collect()
     }
+}
+
+/// A driver: its version, and its CUDA version as 1000 × major + 10 × minor.
+pub type Version<'a> = (&'a str, u32);
+
+/// The driver of the tests' machines: the newest that the shim knows, so that it has every function.
+const NEWEST: Version<'_> = ("580.65.06", 13_000);
+
+/// Lays out the root of a machine with a driver of that version, without a daemon.
+pub fn install(root: &Path, machine: Machine, gpus: u32, (version, cuda): Version<'_>) {
+    let simulator = target().join("simulator");
+    let install = simulator.join("install-root");
+    assert!(
+        install.exists(),
+        "{}: missing: run `make simulator` first",
+        install.display()
+    );
+    let model = simulator.join(format!("machines/{}.toml", machine.model()));
+    let text = fs::read_to_string(model).unwrap();
+    let file = root.with_extension("toml");
+    let text = text
+        .replace("\"535.261.03\"", &format!("\"{version}\""))
+        .replace("cuda_version = 12020", &format!("cuda_version = {cuda}"));
+    fs::write(&file, text).unwrap();
+    let done = Command::new(install)
+        .arg(root)
+        .arg("--machine")
+        .arg(&file)
+        .args(["--gpus", &gpus.to_string()])
+        .output()
+        .unwrap();
+    assert!(
+        done.status.success(),
+        "install-root: {}",
+        crate::text(&done.stderr)
+    );
+    fs::remove_file(file).unwrap();
 }
 
 impl Drop for Node {

@@ -1,7 +1,7 @@
 //! Every way to take device memory, on the simulated machine: what the account says is what the GPU
 //! holds, at the cap's edge too, and nothing is left in the end.
 
-use tranche_shim_tests::{Driver, Probe, Share, World};
+use tranche_shim_tests::{Driver, Machine, Probe, Share, World};
 
 use crate::cap::{BLOCK, CAP};
 
@@ -17,8 +17,13 @@ pub struct Case {
 }
 
 impl Case {
+    /// On the simple machine, where the GPU holds exactly what the account says at any time.
     pub fn new() -> Self {
-        let world = World::new(Driver::Simulator(1));
+        Self::on(Machine::Simple)
+    }
+
+    pub fn on(machine: Machine) -> Self {
+        let world = World::new(Driver::Machine(machine, 1));
         let gpu = world.node().gpus().remove(0);
         let context = context_memory(&world);
         let share = world.share_beside("gpu-0", &gpu.uuid, Some(CAP), context);

@@ -1,7 +1,7 @@
 //! Local memory: the machine's driver takes it when a kernel is launched that needs more than any before, for as
 //! many threads as the GPU runs at a time; the share is charged before.
 
-use tranche_shim_tests::{Driver, Probe, Share, World};
+use tranche_shim_tests::{Driver, Machine, Probe, Share, World};
 
 use crate::cap::{BLOCK, CAP};
 
@@ -9,8 +9,9 @@ const OUT_OF_MEMORY: i64 = 2;
 /// Of the simulated H100.
 const THREADS: u64 = 132 * 2048;
 
+/// On the simple machine, where code takes no memory of its own.
 fn container(cap: u64) -> (World, Share, Probe) {
-    let world = World::new(Driver::Simulator(1));
+    let world = World::new(Driver::Machine(Machine::Simple, 1));
     let gpu = world.node().gpus()[0].uuid.clone();
     let share = world.share("gpu-0", &gpu, Some(cap));
     let mut probe = world.probe("name");

@@ -10,9 +10,11 @@ use tranche_shim_tests::{Driver, World, built, real_drivers, text};
 
 use crate::cap::{CAP, GPU_0};
 
-const RELEASES: [&str; 2] = ["bookworm", "trixie"];
+/// Debian's releases, whose drivers are 535 and 550.
+pub const RELEASES: [&str; 2] = ["bookworm", "trixie"];
 
-fn functions(library: &std::path::Path) -> BTreeSet<String> {
+/// The functions that a library exports.
+pub fn functions(library: &std::path::Path) -> BTreeSet<String> {
     let ran = Command::new("nm")
         .args(["-D", "--defined-only"])
         .arg(library)

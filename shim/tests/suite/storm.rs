@@ -10,7 +10,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use tranche_shim_tests::{Answer, Probe};
+use tranche_shim_tests::{Answer, Machine, Probe};
 
 use crate::cap::{CAP, one_gpu, ready};
 use crate::families::Case;
@@ -39,7 +39,13 @@ fn check(answers: &[Answer]) {
 
 #[test]
 fn nobody_ever_has_more_than_the_cap() {
-    let mut case = Case::new();
+    for machine in Machine::ALL {
+        two_processes(machine);
+    }
+}
+
+fn two_processes(machine: Machine) {
+    let mut case = Case::on(machine);
     let mut probes: Vec<Probe> = (0..2).map(|_| case.world.probe("name")).collect();
     for probe in &mut probes {
         probe.must("init");
@@ -58,15 +64,19 @@ fn nobody_ever_has_more_than_the_cap() {
     check(&answers);
     let limit = CAP + case.context;
     let (peak, counted) = (case.peak(), case.share.look(|account| account.peak()));
-    println!("{peak} bytes of {limit} at most, {counted} counted");
+    println!("{machine:?}: {peak} bytes of {limit} at most, {counted} counted");
     assert!(
         peak <= limit && counted <= limit,
-        "{peak} {counted} {limit}"
+        "{machine:?}: {peak} {counted} {limit}"
     );
-    assert!(peak > limit / 4 * 3, "it was never full: {peak} of {limit}");
+    assert!(
+        peak > limit / 4 * 3,
+        "{machine:?}: it was never full: {peak} of {limit}"
+    );
     // All was given back: two contexts are left.
     for probe in &mut probes {
         probe.must("synchronize");
+        assert_eq!(probe.call("cuDeviceGraphMemTrim 0"), 0);
     }
     case.holds(case.context);
 }
@@ -74,19 +84,23 @@ fn nobody_ever_has_more_than_the_cap() {
 /// The same with processes that are killed in the middle of it: what they had is their neighbours'.
 #[test]
 fn nor_when_processes_are_killed() {
-    with_kills(2, 1, THREADS, operations(3000));
+    for machine in Machine::ALL {
+        with_kills(machine, 2, 1, THREADS, operations(3000));
+    }
 }
 
 /// As many as a busy share has. With `TRANCHE_STORM` at 10,000 they are a hundred million operations.
 #[test]
 fn nor_by_sixteen_processes_of_eight_threads() {
-    with_kills(12, 4, 8, operations(100));
+    for machine in Machine::ALL {
+        with_kills(machine, 12, 4, 8, operations(100));
+    }
 }
 
 /// So many processes of so many threads and operations each, and beside them so many that are killed
 /// and started again until the others are done.
-fn with_kills(steady: usize, killed: usize, threads: u64, operations: u64) {
-    let mut case = Case::new();
+fn with_kills(machine: Machine, steady: usize, killed: usize, threads: u64, operations: u64) {
+    let mut case = Case::on(machine);
     let mut steady: Vec<Probe> = (0..steady).map(|_| case.world.probe("name")).collect();
     for probe in &mut steady {
         probe.must("init");
@@ -135,10 +149,10 @@ fn with_kills(steady: usize, killed: usize, threads: u64, operations: u64) {
     );
     check(&answers);
     let (peak, counted) = (case.peak(), case.share.look(|account| account.peak()));
-    println!("{peak} bytes of {limit} at most, {counted} counted");
+    println!("{machine:?}: {peak} bytes of {limit} at most, {counted} counted");
     assert!(
         peak <= limit && counted <= limit,
-        "{peak} {counted} {limit}"
+        "{machine:?}: {peak} {counted} {limit}"
     );
     drop(steady);
     // Whoever joins takes back what the dead had; the daemon needs a moment to see their end.
