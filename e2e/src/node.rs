@@ -85,6 +85,21 @@ impl Node {
         ))
     }
 
+    /// Lets a GPU of the simulated machine fall off the bus; its device node stays. The returned script
+    /// brings it back.
+    pub async fn lose_gpu(&self, uuid: &str) -> anyhow::Result<String> {
+        self.shell(&format!("nvidia-sim-persistenced lose-gpu {uuid}"))
+            .await?;
+        Ok(format!("nvidia-sim-persistenced restore-gpu {uuid}"))
+    }
+
+    /// Switches a GPU to MIG mode as an administrator does, while nothing uses it; the returned script
+    /// switches it back.
+    pub async fn enable_mig_mode(&self, uuid: &str) -> anyhow::Result<String> {
+        self.shell(&format!("nvidia-smi -i {uuid} -mig 1")).await?;
+        Ok(format!("nvidia-smi -i {uuid} -mig 0"))
+    }
+
     /// Kills the node plugin while it prepares a claim: its journal is there, and its CDI spec is not yet. The plugin
     /// is stopped while the files are counted, so that the count still holds when it is killed.
     pub async fn kill_plugin_in_a_prepare(&self) -> anyhow::Result<()> {

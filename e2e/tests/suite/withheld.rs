@@ -1,16 +1,19 @@
-//! What the node must not hand out: GPUs that another system hands out, and devices that an allocator
-//! gave away twice.
+//! What the node must not hand out: GPUs that another system hands out, GPUs that are lost or in MIG mode, and
+//! devices that an allocator gave away twice.
 
 use std::time::Duration;
 
 use anyhow::{Context, ensure};
+use k8s_openapi::api::core::v1::Event;
 use k8s_openapi::api::resource::v1::ResourceSlice;
 use kube::api::{Api, DeleteParams, Patch, PatchParams, PostParams};
+use kube::runtime::watcher;
 use serde_json::json;
 use tranche_api::conditions::SOLE_PROVIDER;
 use tranche_api::gpu_node::GpuNode;
 use tranche_api::names::{DRIVER, pool};
 use tranche_e2e::namespace::{IDLE, Source, manifest};
+use tranche_e2e::node::Node;
 use tranche_e2e::{Case, Request, run, wait};
 
 /// How soon another system is noticed, and how soon its end is.
@@ -112,6 +115,101 @@ fn a_gpu_of_nvidias_dra_driver_is_withheld_until_that_driver_ends() -> anyhow::R
         withheld(case, "the GPU offered again", &[]).await?;
         pod.started().await?;
         Ok(())
+    })
+}
+
+/// The node describes its GPUs once a minute, and at once when the driver's files change.
+const DESCRIBED: Duration = Duration::from_secs(90);
+
+/// Waits until the GpuNode says that this GPU alone is withheld, for this reason; for none, that none is.
+async fn withheld_for(case: &Case, gpu: Option<(&str, &str)>) -> anyhow::Result<()> {
+    let api: Api<GpuNode> = Api::all(case.client.clone());
+    let what = gpu.map_or("no GPU withheld".to_owned(), |(uuid, reason)| {
+        format!("{uuid} withheld: {reason}")
+    });
+    wait::for_one(api, case.node.name(), &what, DESCRIBED, |node| {
+        let published = node?.status.as_ref()?.published.as_ref()?;
+        let entries = published.withheld.iter();
+        let found: Vec<_> = entries
+            .map(|entry| (entry.gpu.as_str(), entry.reason.as_str()))
+            .collect();
+        (found == Vec::from_iter(gpu)).then_some(())
+    })
+    .await
+}
+
+/// Waits for an event about the GpuNode that says that this GPU is withheld.
+async fn told(case: &Case, uuid: &str, reason: &str) -> anyhow::Result<()> {
+    let events: Api<Event> = Api::namespaced(case.client.clone(), "default");
+    let about = watcher::Config::default().fields(&format!(
+        "involvedObject.kind=GpuNode,involvedObject.name={},reason=GpuWithheld",
+        case.node.name()
+    ));
+    let what = format!("an event about {uuid}: {reason}");
+    wait::for_all(events, about, &what, NOTICED, |events| {
+        let mut messages = events.values().filter_map(|event| event.message.as_deref());
+        messages
+            .any(|message| message.contains(uuid) && message.contains(reason))
+            .then_some(())
+    })
+    .await
+}
+
+/// Takes a GPU away by `fault`, which returns the script that undoes it, and sees that its own devices alone
+/// are withheld, for `reason`, until then.
+async fn costs_its_own_devices(
+    case: &Case,
+    namespace: &str,
+    reason: &str,
+    fault: impl AsyncFnOnce(&Node, &str) -> anyhow::Result<String>,
+) -> anyhow::Result<()> {
+    let [first, second] = &case.gpus[..] else {
+        anyhow::bail!("two GPUs, not {:?}", case.gpus);
+    };
+    let namespace = case.namespace(namespace).await?;
+    let neighbour = namespace
+        .idle("neighbour", &Request::exclusive().on(&second.uuid))
+        .await?;
+    neighbour.started().await?;
+
+    let undo = fault(&case.node, &first.uuid).await?;
+    let (node, script, plugin) = (case.node.clone(), undo.clone(), case.plugin());
+    case.afterwards("the GPU", async move {
+        node.shell(&script).await?;
+        plugin.published().await.map(drop)
+    });
+    withheld_for(case, Some((&first.uuid, reason))).await?;
+    told(case, &first.uuid, reason).await?;
+    let refused = namespace
+        .idle("refused", &Request::exclusive().on(&first.uuid))
+        .await?;
+    refused.unschedulable().await?;
+    // The other GPU's pod runs on, and its devices are offered as before.
+    ensure!(neighbour.seen().await?.len() == 1, "the neighbour's GPU");
+    case.device(second, "exclusive").await?;
+
+    case.node.shell(&undo).await?;
+    withheld_for(case, None).await?;
+    refused.started().await.map(drop)
+}
+
+#[test]
+fn a_gpu_that_falls_off_the_bus_costs_its_own_devices() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        costs_its_own_devices(case, "lost", "GpuLost", async |node, uuid| {
+            node.lose_gpu(uuid).await
+        })
+        .await
+    })
+}
+
+#[test]
+fn a_gpu_that_is_switched_to_mig_mode_is_not_offered_whole() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        costs_its_own_devices(case, "mig", "MigMode", async |node, uuid| {
+            node.enable_mig_mode(uuid).await
+        })
+        .await
     })
 }
 
