@@ -17,9 +17,18 @@ async fn changed(
     name: &str,
     change: impl FnOnce(&mut Value),
 ) -> anyhow::Result<PodHandle> {
+    let share = Request::capped("3Gi", "10");
+    with_share(case, name, &share, change).await
+}
+
+async fn with_share(
+    case: &Case,
+    name: &str,
+    share: &Request,
+    change: impl FnOnce(&mut Value),
+) -> anyhow::Result<PodHandle> {
     let namespace = case.namespace(name).await?;
-    let share = Request::capped("3Gi", "10").spec();
-    namespace.template("share", &share).await?;
+    namespace.template("share", &share.spec()).await?;
     let mut pod = manifest("pod", &[Source::Template("share")], &IDLE);
     change(&mut pod["spec"]);
     let pod = namespace.pod_from(pod).await?;
@@ -77,10 +86,19 @@ fn with_a_read_only_root_file_system() -> anyhow::Result<()> {
     })
 }
 
+/// A share on the node whose driver lies on the file system of a disk: the files of an overlay cannot be mounted with
+/// mapped IDs, as container runtimes mount what CDI names (`e2e/kind/cluster/gpus.sh`).
+async fn on_a_disk(case: &Case) -> anyhow::Result<Request> {
+    let (_, gpus) = case.second_node().await?;
+    Ok(Request::capped("3Gi", "10").on(&gpus[0].uuid))
+}
+
 #[test]
 fn in_a_user_namespace() -> anyhow::Result<()> {
     run(async |case: &Case| {
-        let pod = changed(case, "users", |spec| spec["hostUsers"] = json!(false)).await?;
+        let share = on_a_disk(case).await?;
+        let own_users = |spec: &mut Value| spec["hostUsers"] = json!(false);
+        let pod = with_share(case, "users", &share, own_users).await?;
         let map = pod.say(&["cat", "/proc/self/uid_map"]).await?;
         ensure!(
             !map.split_whitespace().eq(["0", "0", "4294967295"]),
@@ -93,7 +111,8 @@ fn in_a_user_namespace() -> anyhow::Result<()> {
 #[test]
 fn in_a_user_namespace_without_root_and_with_a_read_only_root() -> anyhow::Result<()> {
     run(async |case: &Case| {
-        let pod = changed(case, "both", |spec| {
+        let share = on_a_disk(case).await?;
+        let pod = with_share(case, "both", &share, |spec| {
             spec["hostUsers"] = json!(false);
             let mut context = restricted();
             context["readOnlyRootFilesystem"] = json!(true);
