@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use anyhow::{Context, ensure};
-use k8s_openapi::api::core::v1::Event;
+use k8s_openapi::api::core::v1::{Event, Node as CoreNode};
 use k8s_openapi::api::resource::v1::ResourceSlice;
 use kube::api::{Api, DeleteParams, Patch, PatchParams, PostParams};
 use kube::runtime::watcher;
@@ -210,6 +210,46 @@ fn a_gpu_that_is_switched_to_mig_mode_is_not_offered_whole() -> anyhow::Result<(
             node.enable_mig_mode(uuid).await
         })
         .await
+    })
+}
+
+/// NVIDIA's own device plugin, as it comes: it registers with the kubelet and advertises all GPUs of the node.
+#[test]
+fn gpus_of_nvidias_device_plugin_are_withheld_until_it_ends() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let stop = "if [ -e /run/peer.pid ]; then kill $(cat /run/peer.pid) || true; rm -f /run/peer.pid; fi";
+        let undo = case.node.clone();
+        case.afterwards("NVIDIA's device plugin", async move {
+            undo.shell(stop).await.map(drop)
+        });
+        case.node
+            .shell(
+                "DEVICE_DISCOVERY_STRATEGY=nvml MIG_STRATEGY=none \
+                     setsid /opt/peers/nvidia-device-plugin >/var/log/peer.log 2>&1 </dev/null &
+                 echo $! >/run/peer.pid",
+            )
+            .await?;
+        let uuids: Vec<_> = case.gpus.iter().map(|gpu| gpu.uuid.as_str()).collect();
+        withheld(case, "all GPUs withheld", &uuids).await?;
+        let nodes: Api<CoreNode> = Api::all(case.client.clone());
+        let (node, what) = (
+            case.node.name(),
+            "NVIDIA's plugin's GPUs in the node's status",
+        );
+        wait::for_one(nodes, node, what, NOTICED, |node| {
+            let allocatable = node?.status.as_ref()?.allocatable.as_ref()?;
+            let advertised = allocatable.get("nvidia.com/gpu")?;
+            (advertised.0 == uuids.len().to_string()).then_some(())
+        })
+        .await?;
+        let namespace = case.namespace("plugin").await?;
+        let pod = namespace.idle("pod", &Request::exclusive()).await?;
+        pod.unschedulable().await?;
+
+        case.node.shell(stop).await?;
+        withheld(case, "the GPUs offered again", &[]).await?;
+        pod.started().await?;
+        Ok(())
     })
 }
 
