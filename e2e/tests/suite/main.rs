@@ -21,5 +21,6 @@ mod release;
 mod rights;
 mod scheduling;
 mod shares;
+mod upgrade;
 mod watchdog;
 mod withheld;

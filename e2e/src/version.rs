@@ -1,0 +1,91 @@
+//! Versions of Tranche on the cluster: what this tree is, and the release that users upgrade from (`e2e/upgrade`).
+
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+
+use anyhow::{Context, ensure};
+use tokio::process::Command;
+
+use crate::SYSTEM;
+
+/// A version whose images are on the nodes.
+#[derive(Clone, Debug)]
+pub struct Version {
+    /// The tag of its image.
+    pub tag: String,
+    chart: PathBuf,
+    values: PathBuf,
+}
+
+impl Version {
+    /// What this tree is.
+    #[must_use]
+    pub fn this() -> Self {
+        Self {
+            tag: "dev".to_owned(),
+            chart: repository().join("deploy/helm/tranche"),
+            values: repository().join("e2e/kind/values.yaml"),
+        }
+    }
+
+    /// The release before, as `e2e/upgrade/build` built it.
+    pub fn before() -> anyhow::Result<Self> {
+        let file = repository().join("e2e/upgrade/version");
+        let text = std::fs::read_to_string(&file).with_context(|| file.display().to_string())?;
+        let tag = text.split_whitespace().next();
+        let folder = repository().join("target/cluster/before");
+        ensure!(
+            folder.join("chart").is_dir(),
+            "{} is missing: run e2e/run, or e2e/upgrade/build",
+            folder.display()
+        );
+        Ok(Self {
+            tag: tag.context("e2e/upgrade/version is empty")?.to_owned(),
+            chart: folder.join("chart"),
+            values: folder.join("values.yaml"),
+        })
+    }
+
+    /// Installs it in place of whatever version is there, as deploy/README.md says, and waits until it runs.
+    pub async fn install(&self) -> anyhow::Result<()> {
+        let crds = self.chart.join("crds");
+        let apply = ["apply", "--server-side", "--force-conflicts", "--filename"];
+        run("kubectl", &apply, &[&crds]).await?;
+        let tag = format!("image.tag={}", self.tag);
+        let upgrade = [
+            "upgrade",
+            "tranche",
+            "--namespace",
+            SYSTEM,
+            "--wait",
+            "--timeout",
+            "180s",
+            "--set-string",
+            &tag,
+            "--values",
+        ];
+        run("helm", &upgrade, &[&self.values, &self.chart]).await
+    }
+}
+
+fn repository() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+async fn run(program: &str, options: &[&str], files: &[&Path]) -> anyhow::Result<()> {
+    let output = Command::new(program)
+        .args(options)
+        .args(files)
+        .stdin(Stdio::null())
+        .kill_on_drop(true)
+        .output()
+        .await
+        .with_context(|| format!("running {program}: source target/cluster/env"))?;
+    ensure!(
+        output.status.success(),
+        "{program} {}: {}",
+        options.join(" "),
+        String::from_utf8_lossy(&output.stderr)
+    );
+    Ok(())
+}

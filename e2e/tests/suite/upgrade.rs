@@ -1,0 +1,118 @@
+//! An update of Tranche and its rollback, with shares in use.
+
+use std::time::Duration;
+
+use anyhow::{Context, ensure};
+use k8s_openapi::api::core::v1::{ContainerStatus, Pod};
+use tranche_e2e::namespace::{IDLE, Source, manifest};
+use tranche_e2e::version::Version;
+use tranche_e2e::{Case, Namespace, PodHandle, Request, run, system, wait, workload};
+
+const GI: u64 = 1 << 30;
+/// What the chart's own policy says that a CUDA context takes.
+const CONTEXT: u64 = GI / 2;
+/// The kubelet waits for 10 s before it starts a container again, and twice as long each time after.
+const RESTARTED: Duration = Duration::from_secs(60);
+
+fn container(pod: &Pod) -> Option<&ContainerStatus> {
+    pod.status.as_ref()?.container_statuses.as_ref()?.first()
+}
+
+/// Kills the pod's container, and waits until the kubelet has started it again.
+async fn restart(case: &Case, namespace: &Namespace, pod: &PodHandle) -> anyhow::Result<()> {
+    let status = pod.started().await?;
+    let status = container(&status).context("no container")?;
+    let count = status.restart_count;
+    let id = status.container_id.as_deref().unwrap_or_default();
+    let id = id.trim_start_matches("containerd://");
+    case.node
+        .shell(&format!(
+            "ctr --namespace k8s.io tasks kill --all --signal SIGKILL {id}"
+        ))
+        .await?;
+    let (api, what) = (namespace.pods(), "the container started again");
+    wait::for_one(api, pod.name(), what, RESTARTED, |pod| {
+        let now = container(pod?)?;
+        (now.restart_count > count && now.ready).then_some(())
+    })
+    .await
+}
+
+/// What one process can allocate of a share, of which another holds `held`.
+async fn fills(pod: &PodHandle, share: u64, held: Option<u64>) -> anyhow::Result<()> {
+    let filled = pod.fill(&[]).await?;
+    let expected = held.map_or(share, |held| share - held - CONTEXT);
+    ensure!(
+        filled.len() == 1 && filled[0].filled == expected,
+        "{}: {filled:?}, not {expected}",
+        pod.name()
+    );
+    Ok(())
+}
+
+/// Caps, accounts and journals live on: a pod runs through, a second pod joins its claim and finds what is left, a container
+/// that starts again has its cap, and what the later version prepared is known to the earlier one.
+#[test]
+fn shares_in_use_outlive_an_update_and_its_rollback() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let (this, before) = (Version::this(), Version::before()?);
+        let restore = this.clone();
+        case.afterwards("this version", async move { restore.install().await });
+        before.install().await?;
+
+        let namespace = case.namespace("upgrade").await?;
+        let shared = Request::capped("8Gi", "20");
+        namespace.claim("shared", &shared.spec()).await?;
+        let hold = workload::hold("3Gi");
+        let holder = namespace
+            .pod("holder", &[Source::Claim("shared")], &hold)
+            .await?;
+        let own = Request::capped("4Gi", "10").spec();
+        namespace.template("own", &own).await?;
+        let again = async |name: &str| {
+            let mut pod = manifest(name, &[Source::Template("own")], &IDLE);
+            pod["spec"]["restartPolicy"] = "Always".into();
+            namespace.pod_from(pod).await
+        };
+        let mut restarting = vec![again("restarts").await?];
+        holder.started().await?;
+        restarting[0].started().await?;
+
+        for version in [&this, &before] {
+            let last = holder.next_beat().await?;
+            version.install().await?;
+            let beat = holder.next_beat().await?;
+            ensure!(
+                beat.beat > last.beat && beat.errors == 0 && beat.moved == last.moved,
+                "{}: {last:?} {beat:?}",
+                version.tag
+            );
+            ensure!(container(&holder.started().await?).is_some_and(|c| c.restart_count == 0));
+
+            let second = format!("second-{}", version.tag.replace('.', "-"));
+            let second = namespace
+                .pod(&second, &[Source::Claim("shared")], &IDLE)
+                .await?;
+            second.started().await?;
+            fills(&second, 8 * GI, Some(3 * GI)).await?;
+            second.delete().await?;
+
+            for pod in &restarting {
+                restart(case, &namespace, pod).await?;
+                fills(pod, 4 * GI, None).await?;
+            }
+            restarting.push(again(&format!("new-{}", version.tag.replace('.', "-"))).await?);
+            restarting[restarting.len() - 1].started().await?;
+        }
+
+        // Every share is known to the version that runs now: the claims are released, and nothing is left of them.
+        for pod in &restarting {
+            pod.delete().await?;
+        }
+        holder.delete().await?;
+        case.node.no_claim_files(wait::USUAL).await?;
+        let slices = case.plugin().published().await?;
+        ensure!(system::complete(&slices).is_some(), "{slices:?}");
+        Ok(())
+    })
+}
