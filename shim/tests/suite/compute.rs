@@ -291,13 +291,19 @@ fn four_equal_shares_are_equal() {
     ];
     for machine in Machine::ALL {
         let shares = kernels.map(|kernel| (25, ComputePolicy::Strict, kernel));
-        let (found, _) = contended(machine, &shares);
+        let (found, switching) = contended(machine, &shares);
         let (sum, squares) = found.iter().fold((0.0, 0.0), |(sum, squares), part| {
             (sum + part, squares + part * part)
         });
         let jain = sum * sum / (4.0 * squares);
         println!("{machine:?}: {found:.1?}: Jain's index {jain:.4}");
         assert!(jain >= 0.99, "{machine:?}: {found:?}: {jain}");
+        // The index alone is 1 also if all shares get equally little.
+        let together = sum + switching;
+        assert!(
+            (80.0..=105.0).contains(&together),
+            "{machine:?}: {found:?} {switching}"
+        );
     }
 }
 
