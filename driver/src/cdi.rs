@@ -30,13 +30,13 @@ pub const DRIVER_CLASS: &str = "driver";
 
 /// Paths inside containers. The shim knows the same ones.
 pub mod container_path {
-    /// What we bring into a container.
+    /// The folder of our files in a container.
     pub const ROOT: &str = "/usr/lib/tranche";
     /// A folder per share, with its pages.
     pub const SHARES: &str = "/usr/lib/tranche/shares";
-    /// The real driver's libraries, where the shim stands in for them.
+    /// The real driver's libraries, in containers with the shim.
     pub const REAL_DRIVER: &str = "/usr/lib/tranche/driver";
-    /// What the loader loads into every process.
+    /// The list of libraries that the loader loads into every process.
     pub const PRELOAD: &str = "/etc/ld.so.preload";
 }
 
@@ -80,10 +80,10 @@ pub struct Spec {
     container_edits: ContainerEdits,
 }
 
-/// The versions of CDI in which something that we use came.
+/// The versions of CDI that added something that we use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Version {
-    /// The first that runtimes take.
+    /// The first version that runtimes accept.
     #[serde(rename = "0.3.0")]
     V0_3,
     /// Mounts with a type.
@@ -94,13 +94,13 @@ pub enum Version {
     V0_5,
 }
 
-/// Something that a container can be given by name.
+/// A device that a container can be given by name.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Device {
     /// Unique in its kind over all files.
     pub name: String,
-    /// What it takes; never nothing.
+    /// Its changes to a container; never empty.
     pub container_edits: ContainerEdits,
 }
 
@@ -128,7 +128,7 @@ pub struct ContainerEdits {
 pub struct DeviceNode {
     /// In the container.
     pub path: String,
-    /// On the host, where that is another.
+    /// On the host, if it differs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub host_path: Option<String>,
     /// Of `r`, `w`, `m`.
@@ -185,7 +185,7 @@ pub enum CdiError {
         /// Its SONAME.
         soname: &'static str,
     },
-    /// A path that is none.
+    /// A path that is not absolute.
     #[error("{what} {path:?} is not an absolute path")]
     Path {
         /// Whose path.
@@ -222,7 +222,7 @@ impl Spec {
         &self.devices
     }
 
-    /// What every device takes.
+    /// The changes for every device.
     #[must_use]
     pub fn container_edits(&self) -> &ContainerEdits {
         &self.container_edits
@@ -232,7 +232,8 @@ impl Spec {
     ///
     /// # Panics
     ///
-    /// Never: JSON in memory fails only for maps whose keys are no strings, and there are none.
+    /// Never: serializing to memory fails only for maps whose keys are not strings, and there are
+    /// none.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
         let mut bytes = serde_json::to_vec_pretty(self).expect("a spec has only strings for keys");
@@ -247,7 +248,7 @@ impl ContainerEdits {
     }
 }
 
-/// The lowest version that has all that is used.
+/// The lowest version that has everything that the spec uses.
 fn lowest_version(devices: &[Device], edits: &ContainerEdits) -> Version {
     let all = || {
         devices
@@ -272,7 +273,7 @@ fn lowest_version(devices: &[Device], edits: &ContainerEdits) -> Version {
     }
 }
 
-/// A bind mount that cannot be written through.
+/// A read-only bind mount.
 fn read_only(host_path: String, container_path: String) -> Mount {
     bind(host_path, container_path, &["ro", "nosuid", "nodev"])
 }

@@ -1,8 +1,7 @@
 //! An allocated ResourceClaim, as far as it concerns this node and this driver.
 //!
-//! The API server passes on what scheduler and users wrote; nothing of it is believed here before
-//! it is checked. Reading is total: every claim gives an [`Allocation`] or a [`ClaimError`] that
-//! names the claim, the request, the device and the field.
+//! Scheduler and users wrote the claim, so everything in it is checked. Every claim gives either an
+//! [`Allocation`] or a [`ClaimError`] that names the claim, the request, the device and the field.
 
 mod device_name;
 mod error;
@@ -18,10 +17,10 @@ use tranche_api::{Quantity, ShareConfig, Tier};
 pub use device_name::{DeviceName, DeviceNameError, WholeGpuTier};
 pub use error::{ClaimError, ClaimProblem, ConfigProblem, DeviceProblem};
 
-/// The longest UID taken; the API server's are UUIDs of 36 characters.
+/// The longest accepted UID; the API server's are UUIDs of 36 characters.
 const LONGEST_UID: usize = 64;
 
-/// What one claim was given on this node.
+/// What one claim was allocated on this node.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Allocation {
@@ -39,19 +38,20 @@ pub struct Allocation {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct AllocatedDevice {
-    /// The request it answers: `main` or `main/sub`.
+    /// The request that it satisfies: `main` or `main/sub`.
     pub request: String,
     /// Pool, as in the slice.
     pub pool: String,
     /// Device, as in the slice.
     pub device: DeviceName,
-    /// What of the device was given.
+    /// What was allocated of the device.
     pub grant: Grant,
-    /// The parameters in force: class first, then claim, later ones win field by field.
+    /// The effective parameters: those of the class, then those of the claim; later ones win field
+    /// by field.
     pub config: ShareConfig,
 }
 
-/// What of a device a claim was given.
+/// What a claim was allocated of a device.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", tag = "kind")]
 pub enum Grant {
@@ -66,7 +66,7 @@ pub enum Grant {
         memory: u64,
         /// Percent of SM time, 1-100.
         cores: u8,
-        /// Bytes that one CUDA context takes: the share's, beside its memory. 0 for none.
+        /// Bytes of one CUDA context, for which the share has room beside its memory. 0 for none.
         context_memory: u64,
     },
     /// A share without limits.
@@ -75,7 +75,7 @@ pub enum Grant {
         /// The share's UUID.
         share_id: String,
     },
-    /// Admin access: a look at a device that others may hold.
+    /// Admin access: observes a device that other claims may hold.
     #[serde(rename_all = "camelCase")]
     Admin {
         /// The share's UUID, where the device is one that several claims share.
@@ -96,10 +96,10 @@ impl Grant {
 }
 
 impl Allocation {
-    /// Whether both are one decision of the scheduler about one claim.
+    /// Whether both are the same decision of the scheduler about the same claim.
     ///
-    /// Only what identifies the decision and its sizes is compared, not all that a release reads of a
-    /// claim: another release may read more, and the claim is still held.
+    /// Only the identity of the decision and its sizes are compared, not everything that a release
+    /// reads of a claim: another release may read more, and the claim is still the same.
     #[must_use]
     pub fn is_same_as(&self, other: &Self) -> bool {
         let decision = |allocation: &Self| {
@@ -110,7 +110,7 @@ impl Allocation {
     }
 }
 
-/// What the scheduler decided of one device.
+/// The scheduler's decision about one device.
 #[derive(PartialEq)]
 struct Decision {
     request: String,
@@ -146,7 +146,7 @@ impl AllocatedDevice {
     }
 }
 
-/// Refuses a claim that is not the one that was asked for by UID.
+/// Refuses a claim with another UID than the requested one.
 pub fn check_uid(claim: &ResourceClaim, expected: &str) -> Result<(), ClaimError> {
     let found = claim.metadata.uid.as_deref().unwrap_or_default();
     if found == expected {
@@ -170,7 +170,7 @@ fn error(claim: &ResourceClaim, problem: ClaimProblem) -> ClaimError {
 }
 
 impl Allocation {
-    /// Reads what `claim` was given of our driver in `pool`, which is this node's.
+    /// Reads what `claim` was allocated of our driver in `pool`, this node's pool.
     pub fn from_claim(claim: &ResourceClaim, pool: &str) -> Result<Self, ClaimError> {
         Self::read(claim, pool).map_err(|problem| error(claim, problem))
     }
@@ -233,8 +233,8 @@ struct Config<'a> {
 
 /// Our configs, those of the class before those of the claim.
 ///
-/// Every one of them is decoded, also where it names requests that this node has no part in: a
-/// claim must be good or bad on all nodes alike.
+/// All of them are decoded, also those for requests that are not allocated on this node, so that a
+/// claim is valid or invalid on all nodes alike.
 fn read_configs(
     entries: &[DeviceAllocationConfiguration],
 ) -> Result<Vec<Config<'_>>, ClaimProblem> {
@@ -336,7 +336,7 @@ fn read_grant(result: &DeviceRequestAllocationResult, tier: Tier) -> Result<Gran
             expected: "1 to 100 percent",
         })?;
     let context_memory = match consumed(result, capacity::CONTEXT_MEMORY) {
-        // Not offered by a policy whose contexts take nothing.
+        // Not offered by a policy with `contextMemory` 0.
         Err(DeviceProblem::NoCapacity { .. }) => 0,
         other => other?,
     };
@@ -348,7 +348,7 @@ fn read_grant(result: &DeviceRequestAllocationResult, tier: Tier) -> Result<Gran
     })
 }
 
-/// A capacity that the scheduler charged; whole and not negative.
+/// A capacity that the scheduler charged; an integer of 0 or more.
 fn consumed(
     result: &DeviceRequestAllocationResult,
     capacity: &'static str,

@@ -1,12 +1,13 @@
-//! What a GPU is known by: its UUID, and the first digits of it in the names of its devices.
+//! How a GPU is identified: by its UUID, of which the first digits are in the names of its devices.
 //!
-//! The minor number and NVML's index follow the order in which the kernel probes, so they change
-//! with a dead GPU, a MIG mode switch or a reboot. Nothing is stored or compared by them.
+//! The minor number and NVML's index follow the order in which the kernel probes, so they may
+//! change when a GPU dies, the MIG mode changes or the node reboots. Nothing is stored or compared
+//! by them.
 
 use std::fmt;
 use std::str::FromStr;
 
-/// Digits of the UUID in a device's name, at least.
+/// The least number of the UUID's digits in a device's name.
 const SHORTEST: u8 = 8;
 /// All digits of a UUID.
 const ALL: u8 = 32;
@@ -28,8 +29,8 @@ impl GpuUuid {
     /// The digits that stand for this GPU in the names of its devices, on a node where `others`
     /// are known: eight, or all where another GPU begins with the same eight.
     ///
-    /// There is nothing between eight and all: a name with all digits stays as it is whichever GPU
-    /// comes or goes.
+    /// There are no lengths in between: a name with all digits stays the same whichever GPUs are
+    /// added or removed.
     #[must_use]
     pub fn name_prefix<'a>(self, others: impl IntoIterator<Item = &'a Self>) -> UuidPrefix {
         let short = self.prefix(SHORTEST);
@@ -158,7 +159,7 @@ mod tests {
         }
     }
 
-    /// UUIDs of which many begin alike.
+    /// UUIDs, many of which begin with the same digits.
     fn any_uuid() -> impl Strategy<Value = GpuUuid> {
         (0..3_u128, 0..3_u128, any::<u64>())
             .prop_map(|(high, middle, low)| GpuUuid(high << 96 | middle << 64 | u128::from(low)))

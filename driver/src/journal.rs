@@ -1,11 +1,11 @@
 //! The durable record of one claim, as bytes.
 //!
-//! The kubelet-plugin keeps one such record per claim in a file; here is only what is in it. A
-//! record is JSON. `version` is the format of the release that wrote it, `minReader` the oldest
-//! format whose readers understand it (ADR 0019):
+//! The kubelet-plugin keeps one such record per claim in a file; this module defines only its
+//! content. A record is JSON. `version` is the format of the release that wrote it, `minReader` the
+//! oldest format whose readers understand it (ADR 0019):
 //!
-//! - A reader refuses a record whose `minReader` is above its own version, by name, and never
-//!   overwrites it. It ignores fields that it does not know in all others. So a release that adds a
+//! - A reader refuses a record whose `minReader` is above its own version, names both versions, and
+//!   never overwrites it. In other records it ignores unknown fields. So a release that adds a
 //!   field can be rolled back; one that adds what must not be ignored (a step that must be undone)
 //!   raises `minReader` in the records that have it.
 //! - A reader knows its own version and the one before, so that a node can be upgraded with claims
@@ -25,8 +25,8 @@ pub const OLDEST_VERSION: u64 = 1;
 /// and device name that it did not know.
 const MIN_READER: u64 = 2;
 
-/// One claim's plan, of which any part may have been carried out: doing it again and undoing it both
-/// cover the whole.
+/// One claim's plan. Any part of it may have been carried out: executing it again, or undoing it,
+/// covers all steps.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Record {
@@ -36,12 +36,12 @@ pub struct Record {
     min_reader: u64,
     /// What to do.
     pub plan: PreparationPlan,
-    /// What steps gave that is known only since they ran, by the step's place in the plan.
+    /// Results that are known only after a step has run, by the step's index in the plan.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub results: BTreeMap<usize, StepResult>,
 }
 
-/// What a step gave, for its inverse and for the steps behind it.
+/// The result of a step, for its inverse and for later steps.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", tag = "kind")]
 pub enum StepResult {
@@ -58,10 +58,10 @@ pub enum StepResult {
     /// A daemon was started.
     #[serde(rename_all = "camelCase")]
     Daemon {
-        /// Its process, as the host counts.
+        /// Its PID in the host's PID namespace.
         pid: u32,
         /// When that process started, in clock ticks since boot (field 22 of `/proc/<pid>/stat`):
-        /// tells it from a later one with the same number.
+        /// distinguishes it from a later process with the same PID.
         started: u64,
     },
 }
@@ -101,7 +101,7 @@ struct Envelope {
 }
 
 impl Record {
-    /// A record of this version, of a plan of which no step ran.
+    /// A record of this version, for a plan of which no step has run.
     #[must_use]
     pub const fn new(plan: PreparationPlan) -> Self {
         Self {
@@ -112,8 +112,8 @@ impl Record {
         }
     }
 
-    /// A record of this version, of `plan` in place of the one that was recorded: the same steps, by
-    /// facts as they are now.
+    /// A record of this version with `plan` in place of the recorded one: the same steps with
+    /// current facts.
     #[must_use]
     pub fn with_plan(&self, plan: PreparationPlan) -> Self {
         Self {
@@ -126,7 +126,8 @@ impl Record {
     ///
     /// # Panics
     ///
-    /// Never: JSON in memory fails only for maps whose keys are no strings or numbers, and there are none.
+    /// Never: serializing to memory fails only for maps whose keys are not strings or numbers, and there
+    /// are none.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
         let mut bytes = serde_json::to_vec(self).expect("a record has only strings for keys");
@@ -134,8 +135,8 @@ impl Record {
         bytes
     }
 
-    /// Reads a record of this version or the one before, or of a later one that says that this version
-    /// understands it.
+    /// Reads a record of this version, of the version before, or of a later version whose `minReader`
+    /// allows it.
     pub fn decode(bytes: &[u8]) -> Result<Self, JournalError> {
         let Envelope {
             version,

@@ -1,4 +1,5 @@
-//! The GPU domain, pure and synchronous: what there is, what is offered, what to do.
+//! All decisions about GPUs, as pure synchronous functions: what a node offers, and what to do for
+//! a claim.
 //!
 //! ```text
 //!  GpuNode.status ─► inventory ─┐

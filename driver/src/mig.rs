@@ -1,7 +1,7 @@
-//! MIG: how a GPU is divided, and how partitions are called.
+//! MIG: how a GPU is divided, and the names of partitions.
 //!
-//! A GPU instance takes whole slices: some of the GPU's compute slices, and memory slices side by
-//! side from its placement on. NVIDIA's MIG User Guide lists the profiles of every model.
+//! A GPU instance takes whole slices: some of the GPU's compute slices, and adjacent memory slices
+//! that begin at its placement. NVIDIA's MIG User Guide lists the profiles of every model.
 
 use std::fmt;
 use std::str::FromStr;
@@ -10,8 +10,8 @@ use std::str::FromStr;
 ///
 /// Source: NVIDIA's MIG User Guide, "Supported GPUs" and "Supported MIG Profiles". A100, H100, H200,
 /// B200 and their like have 7 compute and 8 memory slices, A30 and RTX PRO 6000 have 4 and 4.
-/// NVML tells the compute slices without MIG mode; it tells the memory slices only as the placements
-/// of each profile.
+/// NVML reports the compute slices also without MIG mode; it reports memory slices only as the
+/// placements of each profile.
 #[must_use]
 pub const fn memory_slices(compute_slices: u32) -> Option<u32> {
     match compute_slices {
@@ -28,11 +28,11 @@ pub struct Profile {
     pub compute_slices: u8,
     /// Memory in GB, as in the name; at least 1.
     pub memory_gb: u16,
-    /// The engines beside them.
+    /// The instance's other engines.
     pub engines: Engines,
 }
 
-/// The media and graphics engines of a GPU instance, as far as its profile's name tells them.
+/// The media and graphics engines of a GPU instance, as its profile's name shows them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Engines {
     /// Those that come with the slices.
@@ -67,7 +67,7 @@ impl Engines {
         }
     }
 
-    /// As it stands in a DNS label. NVIDIA's DRA driver, too, writes `-me` for `+me`.
+    /// As part of a DNS label. NVIDIA's DRA driver also writes `-me` for `+me`.
     const fn label(self) -> &'static str {
         match self {
             Self::Usual => "",

@@ -1,15 +1,14 @@
-//! What must be done on the node so that a claim's containers get what was claimed.
+//! The steps on the node that give a claim's containers what was claimed.
 //!
 //! A plan is a list of steps, each idempotent and each with an inverse. The kubelet-plugin journals
 //! the plan before the first step and then executes it; undoing runs the inverses backwards, and
 //! an inverse succeeds where its step never ran.
 //!
-//! Planning is the last line of defence: the scheduler decides from slices that may be stale, so
-//! every plan is checked against the GPUs as NVML sees them now and against all that other claims
-//! hold on this node.
+//! The scheduler decides from slices that may be stale, so every plan is checked against the GPUs
+//! that NVML reports now and against everything that other claims hold on this node.
 //!
-//! A plan names its GPUs by UUID. Where they are, by minor number and PCI address, is looked up
-//! whenever a claim is prepared ([`PreparationPlan::located`]): a boot may change both.
+//! A plan names its GPUs by UUID. Minor number and PCI address are looked up whenever a claim is
+//! prepared ([`PreparationPlan::located`]), because a boot may change both.
 
 mod conflict;
 
@@ -49,7 +48,7 @@ pub struct PreparationPlan {
     pub steps: Vec<Step>,
 }
 
-/// One device as its containers will find it.
+/// One device as its containers will see it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct PreparedDevice {
@@ -66,7 +65,7 @@ pub struct PreparedDevice {
     pub share_id: Option<String>,
     /// The tier it is prepared for.
     pub tier: Tier,
-    /// Admin access: looks at a device that others may hold.
+    /// Admin access: observes a device that other claims may hold.
     pub admin_access: bool,
     /// The physical GPU.
     pub gpu_uuid: String,
@@ -86,14 +85,14 @@ pub struct PreparedDevice {
 pub enum Cap {
     /// Nothing is capped: the whole GPU, or a tier that caps nothing.
     None {},
-    /// The shim keeps these.
+    /// The shim enforces these.
     #[serde(rename_all = "camelCase")]
     Share {
         /// Bytes.
         memory: u64,
         /// Percent of SM time, 1-100.
         cores: u8,
-        /// Whether idle neighbours' time may be used.
+        /// Whether the time of idle neighbours may be used.
         mode: ComputeMode,
         /// Bytes that one CUDA context takes, 0 where that is not known.
         context_memory: u64,
@@ -101,7 +100,7 @@ pub enum Cap {
 }
 
 impl Cap {
-    /// Whether there is something to keep, and an account of it.
+    /// Whether there are limits to enforce, and so an account.
     #[must_use]
     pub const fn is_share(self) -> bool {
         matches!(self, Self::Share { .. })
@@ -150,7 +149,7 @@ pub enum Undo {
 }
 
 impl Step {
-    /// What takes the step back.
+    /// The inverse of the step.
     #[must_use]
     pub fn inverse(&self) -> Undo {
         match self {
@@ -162,13 +161,13 @@ impl Step {
 }
 
 impl PreparationPlan {
-    /// What takes the whole plan back, in the order of execution.
+    /// The inverses of all steps, in the order of execution.
     #[must_use]
     pub fn undo(&self) -> Vec<Undo> {
         self.steps.iter().rev().map(Step::inverse).collect()
     }
 
-    /// The plan with its GPUs where they are now. A GPU that is not there is an error: no other one
+    /// The plan with the current location of its GPUs. A missing GPU is an error; no other GPU
     /// takes its place.
     pub fn located(&self, inventory: &Inventory) -> Result<Self, PreparationError> {
         let mut plan = self.clone();
@@ -202,29 +201,29 @@ pub struct PreparationError {
     pub namespace: String,
     /// The claim's name.
     pub name: String,
-    /// The request that the device answers.
+    /// The request that the device satisfies.
     pub request: String,
     /// The device's name.
     pub device: String,
-    /// What stands against it.
+    /// The reason.
     pub problem: PreparationProblem,
 }
 
-/// What stands against a device.
+/// Why a device cannot be prepared.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PreparationProblem {
-    /// The GPU is not there (any more).
+    /// The GPU is missing.
     #[error(
         "GPU {gpu} is gone, the driver sees {}: see the kernel log (`dmesg`) for its Xid, or delete the claim's pods to have another GPU allocated",
         list(present)
     )]
     GpuGone {
-        /// Its UUID, or what is known of it.
+        /// Its UUID, or the part of it that is known.
         gpu: String,
-        /// The UUIDs of the GPUs that are there.
+        /// The UUIDs of the GPUs that are present.
         present: Vec<String>,
     },
-    /// Several GPUs fit the name.
+    /// The name fits several GPUs.
     #[error(
         "the UUIDs of {} begin alike, so the name does not tell which of them was allocated: delete the claim's pods to have a device allocated by its longer name",
         list(fitting)
@@ -233,7 +232,7 @@ pub enum PreparationProblem {
         /// Their UUIDs.
         fitting: Vec<String>,
     },
-    /// A name by minor number, without a journal that says which GPU had that number.
+    /// A name with a minor number, without a journal that records which GPU had that number.
     #[error(
         "the release before named this device, by the minor number {minor}, and no journal tells which GPU that was: delete the claim's pods to have a device allocated anew"
     )]
@@ -247,7 +246,7 @@ pub enum PreparationProblem {
         /// The device's tier.
         tier: Tier,
     },
-    /// The driver's description of the GPU makes no sense.
+    /// The driver's description of the GPU is invalid.
     #[error("GPU {uuid}: {field} {problem}")]
     Inventory {
         /// The GPU.
@@ -267,10 +266,10 @@ pub enum PreparationProblem {
         /// Bytes: total less what the driver reserves.
         available: u64,
     },
-    /// What others hold leaves no room.
+    /// Other claims hold too much of the GPU.
     #[error(transparent)]
     Conflict(#[from] Conflict),
-    /// The node itself says that the GPU must not be handed out.
+    /// The node itself withholds the GPU.
     #[error(
         "GPU {uuid} is withheld ({reason}): {message}; delete the pod to have another device allocated"
     )]
@@ -288,7 +287,7 @@ pub enum PreparationProblem {
 }
 
 /// Refuses a plan for a GPU that the node withholds: the scheduler may have decided before it knew.
-/// Claims that are prepared already, and admin access, go on.
+/// Claims that are already prepared, and admin access, are not refused.
 pub fn refuse_withheld<'a>(
     plan: &PreparationPlan,
     withheld: &(impl IntoIterator<Item = &'a WithheldGpu> + Clone),
@@ -327,9 +326,9 @@ fn bytes(amount: u64) -> Quantity {
     Quantity::from_bytes(amount)
 }
 
-/// Plans what must be done for `allocation` on a node with the GPUs of `inventory` (as NVML sees
-/// them now), of which other claims hold what `held` says. Plans of the same claim in `held` do
-/// not count.
+/// Plans what must be done for `allocation` on a node with the GPUs of `inventory` (as NVML reports
+/// them now), where other claims hold the plans in `held`. Plans of the same claim in `held` are
+/// ignored.
 pub fn plan<'a>(
     allocation: &Allocation,
     inventory: &Inventory,
@@ -444,7 +443,7 @@ fn find(name: DeviceName, inventory: &Inventory) -> Result<&Gpu, PreparationProb
     }
 }
 
-/// Bytes that shares of the GPU can have together.
+/// Bytes that all shares of the GPU can have together.
 fn available_memory(gpu: &Gpu) -> Result<u64, PreparationProblem> {
     let read = |field, amount: Quantity| {
         amount
@@ -460,7 +459,7 @@ fn available_memory(gpu: &Gpu) -> Result<u64, PreparationProblem> {
     Ok(total.saturating_sub(reserved))
 }
 
-/// Pages first, the CDI spec last: once the spec is there, all that it mounts is.
+/// Pages first, the CDI spec last: when the spec exists, everything that it mounts exists.
 fn steps(devices: &[PreparedDevice]) -> Vec<Step> {
     let mut steps = Vec::new();
     for device in devices {

@@ -7,9 +7,9 @@
 //!  ResourceSlices of gpu.nvidia.com ───────────────────┘
 //! ```
 //!
-//! Whoever hands out a GPU that Tranche offers too gives it to two pods, and nobody notices. So a GPU
-//! that another system offers, or that one of its pods still holds, is withheld. Where it cannot be
-//! told which GPUs are meant, all of them are.
+//! If another system hands out a GPU that Tranche offers too, two pods get it without an error. So a
+//! GPU that another system offers, or that one of its pods still holds, is withheld. If it is not
+//! known which GPUs are concerned, all are withheld.
 
 #[cfg(test)]
 mod tests;
@@ -23,24 +23,24 @@ use tranche_api::withheld::reason;
 
 /// The name of NVIDIA's DRA driver for GPUs.
 pub const NVIDIA_DRIVER: &str = "gpu.nvidia.com";
-/// Where the way out is described.
+/// The documentation of the remedy.
 const HOW: &str = "see \"Taking over a node\" in deploy/README.md";
 
-/// What was seen of other systems.
+/// What was observed of other systems.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Seen {
-    /// What the kubelet says of device plugins and pods; where it does not answer, why.
+    /// What the kubelet reports about device plugins and pods, or why it does not answer.
     pub kubelet: Option<Result<Kubelet, String>>,
     /// Sockets of NVIDIA's or HAMi's device plugin that accept connections, by file name.
     pub plugin_sockets: BTreeSet<String>,
     /// Registration sockets of NVIDIA's DRA driver that accept connections, by file name.
     pub dra_sockets: BTreeSet<String>,
-    /// The devices in the node's ResourceSlices of NVIDIA's DRA driver, with their GPU's UUID; where
-    /// the API server does not answer, why.
+    /// The devices in the node's ResourceSlices of NVIDIA's DRA driver, with their GPU's UUID, or
+    /// why the API server does not answer.
     pub slices: Option<Result<BTreeMap<String, String>, String>>,
 }
 
-/// What the kubelet says on its pod resources socket.
+/// What the kubelet reports on its pod resources socket.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Kubelet {
     /// Devices that device plugins offer (`GetAllocatableResources`).
@@ -63,7 +63,7 @@ pub struct PluginDevice {
 /// `namespace/name`.
 pub type Pod = String;
 
-/// Who offers a GPU beside Tranche.
+/// The other system that offers a GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Provider {
     NvidiaDevicePlugin,
@@ -92,7 +92,7 @@ impl Provider {
     }
 }
 
-/// What follows from what was seen.
+/// The conclusion from the observations.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Verdict {
     /// GPUs that another system offers or holds, in the inventory's order.
@@ -101,7 +101,7 @@ pub struct Verdict {
     pub condition: State,
 }
 
-/// Says which of the GPUs of `inventory` others hand out.
+/// Which of the GPUs of `inventory` other systems hand out.
 #[must_use]
 pub fn verdict(inventory: &Inventory, seen: &Seen) -> Verdict {
     let mut found = Found::default();
@@ -124,7 +124,7 @@ pub fn verdict(inventory: &Inventory, seen: &Seen) -> Verdict {
     }
 }
 
-/// What was found of which GPU, and whom it was found of.
+/// The findings by GPU, and the systems that were found.
 #[derive(Debug, Default)]
 struct Found {
     gpus: BTreeMap<String, BTreeSet<String>>,
@@ -227,7 +227,7 @@ fn dra_driver(inventory: &Inventory, seen: &Seen, found: &mut Found) {
                 let text = format!("pod {pod} holds it by a claim for {NVIDIA_DRIVER}");
                 found.of(uuid, provider, text);
             } else {
-                // Its slices went with the driver, and with them the only word on which GPU it is.
+                // Its slices were deleted with the driver; only they named the GPU.
                 let text = format!(
                     "pod {pod} holds {device} by a claim for {NVIDIA_DRIVER}, and nothing says which GPU that is"
                 );
@@ -237,7 +237,7 @@ fn dra_driver(inventory: &Inventory, seen: &Seen, found: &mut Found) {
     }
 }
 
-/// The GPU that a device plugin's device stands for, and whose plugin it is. NVIDIA's plugin names a
+/// The GPU of a device plugin's device, and the plugin. NVIDIA's plugin names a
 /// device by the UUID, a replica of it `UUID::n`; HAMi's names its parts `UUID-n`.
 fn owner<'a>(inventory: &'a Inventory, device: &PluginDevice) -> Option<(&'a str, Provider)> {
     let number = |text: &str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());

@@ -5,27 +5,27 @@
 //!  GPU slices       one per GPU; each of its devices takes the whole set
 //! ```
 //!
-//! That is how a GPU serves one tier at a time: the first allocation of any of its devices takes
-//! the counters, further shares of a shared device are free of charge, and the last release gives
-//! them back. No flag on the node, nothing to drain.
+//! So a GPU serves one tier at a time: the first allocation of any of its devices takes the
+//! counters, further shares of a shared device take none, and the last release returns them. It
+//! needs no flag on the node and no drain.
 //!
 //! **The order is the packing policy.** The scheduler takes the first device that fits, by slice
 //! name and then by place in the slice. So slices are named by the GPU's PCI address, which fills
 //! one GPU before the next; and in a slice shared devices come before the exclusive one, so that a
-//! class that accepts both joins a GPU that is shared already and leaves whole GPUs to those who
-//! need one.
+//! claim that accepts both gets a part of a GPU that is already shared, and whole GPUs stay free
+//! for claims that need one.
 //!
-//! **Names are for ever.** Counters are charged from the slices as they are now: renaming or
-//! dropping a device that a claim holds would free its GPU under it, and a name that came to mean
-//! another GPU would move the claim there. So a device's name is made of its GPU's UUID, counter
-//! sets are named by the whole UUID, and slices by the GPU's PCI address alone. What is no longer
-//! offered but may be allocated ([`NodeInput::retained`]) stays under its name with a taint, and
-//! belongs to the GPU that its attribute `uuid` names. A GPU whose UUID begins like that of another
-//! one, present or retained, has all digits in its devices' names.
+//! **Names never change.** Counters are computed from the current slices: renaming or removing a
+//! device that a claim holds would free its GPU although it is in use, and a name that is reused
+//! for another GPU would move the claim there. So a device's name is made of its GPU's UUID,
+//! counter sets are named by the whole UUID, and slices by the GPU's PCI address alone. A device
+//! that is no longer offered but may be allocated ([`NodeInput::retained`]) keeps its name, gets a
+//! taint, and belongs to the GPU that its attribute `uuid` names. If another GPU, present or
+//! retained, has the same first digits, the names have all digits of the UUID.
 //!
-//! **One GPU costs its own devices only.** A GPU that the node withholds, one that its policy does
-//! not fit, one whose description is invalid: each is listed in [`SlicePlan::withheld`], and the
-//! other GPUs of the node are offered.
+//! **A problem with one GPU affects only its own devices.** A GPU that the node withholds, that
+//! does not fit its policy, or whose description is invalid is listed in [`SlicePlan::withheld`];
+//! the other GPUs of the node are offered.
 
 mod compare;
 mod counters;
@@ -59,28 +59,28 @@ pub use device::AttributeError;
 pub use dropped::{DroppedField, FeatureGate, dropped};
 pub use names::NodeNameError;
 
-/// Counter sets in one slice, at most.
+/// The most counter sets in one slice.
 const SETS_PER_SLICE: usize = 8;
 
-/// What the slices of a node depend on, and nothing else.
+/// Everything that the slices of a node depend on.
 #[derive(Clone, Copy, Debug)]
 pub struct NodeInput<'a> {
     /// The node's name.
     pub name: &'a str,
-    /// The node's UID: the slices are its property, and another node of the same name has others.
+    /// The node's UID: the node owns the slices, and a later node of the same name gets new ones.
     pub uid: &'a str,
     /// The node's labels, for the policies' selectors.
     pub labels: &'a BTreeMap<String, String>,
     /// The GPUs and their driver.
     pub inventory: &'a Inventory,
-    /// What the node itself says must not be offered.
+    /// GPUs that the node itself withholds.
     pub withheld: &'a [WithheldGpu],
     /// All policies of the cluster.
     pub policies: &'a [SharingPolicy],
     /// The plugin's registration for which the slices are made.
     pub epoch: i64,
-    /// Devices as they are published now that claims hold. Those that would not be planned any more
-    /// are kept, closed to new claims by a taint.
+    /// Published devices that claims hold. Those that are no longer offered are kept, and a taint
+    /// closes them to new claims.
     pub retained: &'a [Device],
 }
 
@@ -97,20 +97,20 @@ pub struct SlicePlan {
     pub epoch: i64,
     /// The slices, by name.
     pub slices: Vec<PlannedSlice>,
-    /// What is not offered and why: what the node withholds first, then by GPU.
+    /// What is not offered and why: first what the node withholds, then by GPU.
     pub withheld: Vec<WithheldGpu>,
 }
 
 /// One slice.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PlannedSlice {
-    /// `metadata.name`: its place in the order, the driver, the node, a hash.
+    /// `metadata.name`: its position in the order, the driver, the node, a hash.
     pub name: String,
     /// What it holds: devices or counters, never both.
     pub content: Content,
 }
 
-/// What a slice holds. The API allows one of both.
+/// The content of a slice. The API allows only one of the two kinds.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Content {
     /// Devices, in the order in which the scheduler tries them.
@@ -119,7 +119,7 @@ pub enum Content {
     Counters(Vec<CounterSet>),
 }
 
-/// One GPU of the inventory by what identifies it.
+/// One GPU of the inventory with its identifiers.
 #[derive(Clone, Copy, Debug)]
 struct Known<'a> {
     gpu: &'a Gpu,
@@ -127,7 +127,7 @@ struct Known<'a> {
     address: PciAddress,
 }
 
-/// A published device that must not be lost, by the GPU that it was published for.
+/// A published device that must be kept, with the GPU that it was published for.
 #[derive(Clone, Debug)]
 struct Retained {
     device: Device,
@@ -193,7 +193,8 @@ pub fn plan(node: &NodeInput<'_>) -> Result<SlicePlan, NodeNameError> {
     })
 }
 
-/// The node's GPUs by PCI address. One that cannot be told from others is added to `withheld`.
+/// The node's GPUs by PCI address. A GPU that cannot be distinguished from others is added to
+/// `withheld`.
 fn identified<'a>(node: &NodeInput<'a>, withheld: &mut Vec<WithheldGpu>) -> Vec<Known<'a>> {
     let mut gpus: Vec<&Gpu> = node.inventory.gpus.iter().collect();
     gpus.sort_by(|a, b| (&a.pci_bus_id, &a.uuid).cmp(&(&b.pci_bus_id, &b.uuid)));
@@ -213,7 +214,7 @@ fn identified<'a>(node: &NodeInput<'a>, withheld: &mut Vec<WithheldGpu>) -> Vec<
     known
 }
 
-/// What identifies the GPU, if no other one of the node has the same UUID or PCI address.
+/// The GPU's identifiers, if no other GPU of the node has the same UUID or PCI address.
 fn identity<'a>(inventory: &Inventory, gpu: &'a Gpu) -> Result<Known<'a>, OfferError> {
     let twice = |same: fn(&Gpu, &Gpu) -> bool| {
         let alike = inventory.gpus.iter().filter(|other| same(other, gpu));
@@ -297,7 +298,7 @@ fn is_open(node: &NodeInput<'_>, gpu: &Gpu, device: &Device) -> bool {
 }
 
 impl Retained {
-    /// `None` for what is not ours: a name or a GPU that this driver never publishes.
+    /// `None` if it is not ours: a device name or GPU that this driver never publishes.
     fn read(device: &Device) -> Option<Self> {
         let text = |name: &str| device.attributes.as_ref()?.get(name)?.string.as_deref();
         Some(Self {
@@ -329,19 +330,19 @@ fn withdraw(retained: Vec<Retained>, gpus: &[Known<'_>], pool: &mut Pool) {
             (Some(known), DeviceName::Gpu { .. } | DeviceName::Minor { .. }) => {
                 Counters::of(known.gpu, known.uuid)
             }
-            // A GPU that is gone has no more than its devices say; a partition takes its part.
+            // Of a GPU that is gone only its devices are known; a partition takes its part.
             (None, _) | (Some(_), DeviceName::Partition { .. }) => {
                 Counters::published(&device, retained.uuid)
             }
         };
         device.consumes_counters = Some(vec![counters.consumption()]);
-        // A taint that is there keeps the time at which it was added.
+        // An existing taint keeps the time at which it was added.
         let ours = |taint: &DeviceTaint| taint.key == vocabulary::taint::WITHDRAWN;
         let taint = device.taints.into_iter().flatten().find(ours);
         device.taints = Some(vec![
             taint.unwrap_or_else(|| closed(vocabulary::taint::WITHDRAWN)),
         ]);
-        // Of a GPU that moved to another slot.
+        // The GPU may have moved to another slot.
         let address = present.map_or(retained.address, |known| known.address);
         pool.devices.entry(address).or_default().push(device);
         let set = pool.counters.entry(retained.uuid);
@@ -354,7 +355,7 @@ fn withdraw(retained: Vec<Retained>, gpus: &[Known<'_>], pool: &mut Pool) {
     }
 }
 
-/// A taint that closes a device to new claims, but for those that tolerate it.
+/// A taint that closes a device to new claims that do not tolerate it.
 fn closed(key: &str) -> DeviceTaint {
     DeviceTaint {
         key: key.to_owned(),

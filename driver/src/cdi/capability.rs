@@ -1,8 +1,8 @@
-//! What a file of the driver is for, in the words of `NVIDIA_DRIVER_CAPABILITIES`.
+//! The purpose of each file of the driver, in the terms of `NVIDIA_DRIVER_CAPABILITIES`.
 //!
-//! The tables are those of libnvidia-container (`src/nvc_info.c`), with two differences that matter
-//! to a capped share: OpenCL, which NVIDIA counts among `compute`, has a word of its own, since its
-//! memory is not counted by the shim; and a library that no table knows is [`Capability::Other`].
+//! The tables are those of libnvidia-container (`src/nvc_info.c`), with two differences for capped
+//! shares: OpenCL, which NVIDIA includes in `compute`, is a capability of its own, because the shim
+//! does not count its memory; and a library that is in no table is [`Capability::Other`].
 
 use std::fmt;
 
@@ -21,15 +21,15 @@ pub enum Capability {
     Ngx,
     /// OpenCL.
     OpenCl,
-    /// What no table knows.
+    /// Libraries that are in no table.
     Other,
 }
 
 impl Capability {
-    /// What a capped share has: the shim stands before these.
+    /// The capabilities of every capped share: the shim is in front of these.
     pub const CAPPED: [Self; 2] = [Self::Compute, Self::Utility];
 
-    /// What a capped share has only where policy says so.
+    /// The capabilities that a capped share has only if the policy says so.
     pub const EXTRA: [Self; 5] = [
         Self::Video,
         Self::Graphics,
@@ -38,7 +38,7 @@ impl Capability {
         Self::Other,
     ];
 
-    /// As it is written.
+    /// Its name.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -52,7 +52,7 @@ impl Capability {
         }
     }
 
-    /// That of a library with this file name: `libcuda.so.535.261.03`.
+    /// The capability of a library with this file name: `libcuda.so.535.261.03`.
     #[must_use]
     pub fn of_library(name: &str) -> Self {
         let stem = stem(name);

@@ -1,4 +1,4 @@
-//! The spec of one claim: per device its node, its pages, and what people may read.
+//! The spec of one claim: per device its node, its pages, and variables for people.
 
 use tranche_api::quantity::Quantity;
 
@@ -11,14 +11,15 @@ use crate::preparation::{Cap, PreparationPlan, PreparedDevice};
 /// Bytes in the unit of the variable `CUDA_DEVICE_MEMORY_LIMIT_<n>`.
 const MIB: u64 = 1 << 20;
 
-/// Where things lie on the host.
+/// Folders on the host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NodePaths {
     /// A folder per claim, in it a folder per device with its pages: `/run/tranche/shares`.
     pub shares: String,
-    /// The hook and its ldconfig, where users of user namespaces can execute them.
+    /// The hook and its ldconfig, in a folder from which runtimes can execute them in user
+    /// namespaces.
     pub hooks: String,
-    /// Where the driver's device nodes lie: `/`, or the driver root if it has its own `dev`.
+    /// The root of the driver's device nodes: `/`, or the driver root if it has its own `dev`.
     pub dev_root: String,
 }
 
@@ -66,8 +67,8 @@ fn edits(uid: &str, index: usize, device: &PreparedDevice, paths: &NodePaths) ->
     }
 }
 
-/// Variables for people and tools. Nothing that enforces reads them. Two shares of one GPU in one
-/// container share their names; the last one is seen.
+/// Variables for people and tools; no limit depends on them. Two shares of one GPU in one container
+/// have the same variables, and the last one wins.
 fn environment(index: usize, device: &PreparedDevice) -> Vec<String> {
     let gpu = format!("TRANCHE_GPU_{}", device.minor);
     let mut env = vec![

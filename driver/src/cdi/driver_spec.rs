@@ -1,12 +1,12 @@
 //! The spec of the node's driver: its files, and the shim in front of them.
 //!
-//! `full` is the driver as a host has it. `capped` puts the shim where programs look for
-//! `libcuda.so.1` and `libnvidia-ml.so.1`, and the real ones where only the shim looks; beside it
-//! only the libraries of CUDA and NVML are mounted. What else a policy allows to a capped share is
-//! one more device each: `video`, `graphics`, `ngx`, `opencl`, `other`. A container may take both
-//! `full` and `capped` (claims of two tiers): then the shim is in front of both, and the cap pages
-//! say of every GPU what holds. Each version of the pages has a `capped` of its own, from the second on
-//! `capped-<version>`.
+//! `full` is the driver as on the host. `capped` puts the shim at the paths where programs search for
+//! `libcuda.so.1` and `libnvidia-ml.so.1`, and the real libraries at paths that only the shim uses;
+//! besides, only the libraries of CUDA and NVML are mounted. Each further capability that a policy
+//! allows to a capped share is a device of its own: `video`, `graphics`, `ngx`, `opencl`, `other`. A
+//! container may get both `full` and `capped` (claims of two tiers): then the shim is in front of both,
+//! and the cap page of each GPU has its limits. Each version of the pages has a `capped` of its own,
+//! from the second on `capped-<version>`.
 
 use std::collections::BTreeSet;
 
@@ -17,7 +17,7 @@ use super::{
 };
 use tranche_api::names::DRIVER;
 
-/// The libraries that the shim stands in for, by SONAME.
+/// The libraries that the shim replaces, by SONAME.
 const SHIMMED: [&str; 2] = ["libcuda.so.1", "libnvidia-ml.so.1"];
 
 /// Keeps NVIDIA's own runtime, where it is the default one, from adding GPUs.
@@ -26,7 +26,7 @@ const NO_GPUS_OF_NVIDIAS: &str = "NVIDIA_VISIBLE_DEVICES=void";
 /// The devices of the driver's spec.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum DriverDevice {
-    /// The driver as the host has it.
+    /// The driver as on the host.
     Full,
     /// The driver behind the shim, for CUDA and NVML.
     Capped {
@@ -35,7 +35,7 @@ pub enum DriverDevice {
         /// pages that it had, and so must have the shim that it had.
         pages: u32,
     },
-    /// Libraries that no limit holds, beside [`DriverDevice::Capped`].
+    /// Libraries that no limit applies to, in addition to [`DriverDevice::Capped`].
     Extra(Capability),
 }
 
@@ -81,7 +81,7 @@ pub struct DriverFiles {
     pub sockets: Vec<DriverFile>,
     /// Files such as ICDs and X configuration.
     pub config_files: Vec<DriverFile>,
-    /// Device nodes that serve all GPUs, by their path in a container: `/dev/nvidiactl`.
+    /// Device nodes for all GPUs, by their path in a container: `/dev/nvidiactl`.
     pub control_nodes: Vec<String>,
 }
 
@@ -108,9 +108,9 @@ pub struct Library {
 /// A symbolic link in a container.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Link {
-    /// What it says.
+    /// Its target.
     pub target: String,
-    /// Where it is.
+    /// Its path.
     pub path: String,
 }
 
@@ -156,7 +156,7 @@ pub fn driver_spec(
             .collect(),
         ..ContainerEdits::default()
     };
-    // A name on which the shim is mounted is no link.
+    // The shim is mounted on these names, so they are not links.
     let covered: BTreeSet<String> = shimmed.iter().map(|library| covered(library)).collect();
     let behind = || files.libraries.iter().filter(|library| library.is_capped());
     let capped = |shim: &Shim| ContainerEdits {
@@ -186,7 +186,7 @@ pub fn driver_spec(
     Spec::new(DRIVER_CLASS, devices, common(files, paths))
 }
 
-/// What one more capability takes. The loader's cache is `capped`'s to make, after this.
+/// The changes for one more capability. The hook of `capped` makes the loader's cache, after this.
 fn extra(files: &DriverFiles, capability: Capability, paths: &NodePaths) -> ContainerEdits {
     let libraries = || {
         files
@@ -206,13 +206,13 @@ fn extra(files: &DriverFiles, capability: Capability, paths: &NodePaths) -> Cont
 }
 
 impl Library {
-    /// What it is for.
+    /// Its purpose.
     #[must_use]
     pub fn capability(&self) -> Capability {
         Capability::of_library(self.file_name())
     }
 
-    /// Whether a capped share has it, whatever policy says.
+    /// Whether a capped share has it under every policy.
     fn is_capped(&self) -> bool {
         Capability::CAPPED.contains(&self.capability())
     }
@@ -249,7 +249,7 @@ impl DriverFiles {
     }
 }
 
-/// What all devices need.
+/// The changes for all devices.
 fn common(files: &DriverFiles, paths: &NodePaths) -> ContainerEdits {
     let libraries = files
         .libraries
@@ -337,7 +337,7 @@ fn option(name: &str, value: String) -> [String; 2] {
     [format!("--{name}"), value]
 }
 
-/// The names under which programs look for the libraries, if there are any.
+/// Makes the links under which programs find the libraries, if there are any.
 fn link_hook<'a>(
     libraries: impl Iterator<Item = &'a Library>,
     wanted: impl Fn(&Link) -> bool,
@@ -351,7 +351,7 @@ fn link_hook<'a>(
     (!links.is_empty()).then(|| hook("create-links", links, paths))
 }
 
-/// The shim over an image's own copies of the libraries that it stands in for.
+/// Covers an image's own copies of the libraries with the shim.
 fn cover_hook(files: &DriverFiles, shimmed: &[&Library], paths: &NodePaths) -> Hook {
     let stand_in =
         |library: &Library, path: &str| format!("{}.so::{path}", stem(library.file_name()));
@@ -373,8 +373,8 @@ fn cover_hook(files: &DriverFiles, shimmed: &[&Library], paths: &NodePaths) -> H
     hook("cover-libraries", args, paths)
 }
 
-/// An image's own libcuda for forward compatibility, as NVIDIA's container toolkit has it. In a
-/// container with capped shares too it is the other hook's.
+/// Enables an image's own libcuda for forward compatibility, as NVIDIA's container toolkit does. In
+/// a container that also has capped shares, the cover hook does it.
 fn compat_hook(shimmed: &[&Library], paths: &NodePaths) -> Hook {
     let mut args = Vec::from(option("host-driver-version", version(shimmed)));
     args.extend(option("unless", real_cuda()));
@@ -386,14 +386,14 @@ fn real_cuda() -> String {
     format!("{}/{}", container_path::REAL_DRIVER, SHIMMED[0])
 }
 
-/// The driver's version, as its libcuda has it for a suffix.
+/// The driver's version, from the suffix of its libcuda.
 fn version(shimmed: &[&Library]) -> String {
     let name = shimmed.first().map_or("", |library| library.file_name());
     let (_, version) = name.split_once(".so.").unwrap_or_default();
     version.to_owned()
 }
 
-/// The loader's cache. It is made from all links.
+/// Makes the loader's cache, from all links.
 fn cache_hook(folders: &BTreeSet<&str>, paths: &NodePaths) -> Hook {
     let mut args: Vec<String> = folders
         .iter()

@@ -1,20 +1,19 @@
 //! The names that CDI allows.
 
-/// CDI names no limit; this keeps a name, and a file named after it, within every limit of a file
-/// system.
+/// CDI has no limit; with this one a name, and a file named after it, fit every file system.
 const LONGEST: usize = 200;
 /// The longest class.
 const LONGEST_CLASS: usize = 63;
 
 /// A name that CDI does not allow.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{name:?} is no CDI {what}: {rule}")]
+#[error("{name:?} is not a valid CDI {what}: use {rule}")]
 pub struct NameError {
     /// The name.
     name: String,
-    /// What it should name.
+    /// The kind of name.
     what: &'static str,
-    /// What it must be.
+    /// The rule for it.
     rule: &'static str,
 }
 
@@ -33,7 +32,7 @@ pub(super) fn check(name: &str) -> Result<(), NameError> {
 
 /// Checks a class.
 pub(super) fn check_class(class: &str) -> Result<(), NameError> {
-    // A '.' is allowed too, but needs a later version of CDI.
+    // A '.' is also allowed, but needs a later version of CDI.
     let inner = |byte: u8| byte.is_ascii_alphanumeric() || b"_-".contains(&byte);
     if class.len() <= LONGEST_CLASS && framed(class, |first| first.is_ascii_alphabetic(), inner) {
         return Ok(());

@@ -5,7 +5,7 @@ use super::*;
 use crate::preparation::{PreparationPlan, plan};
 use crate::testing::{UID, allocation, capped, gpu, inventory, plain, with};
 
-// Container runtimes' own library judges these files: see `cdi-oracle`.
+// `cdi-oracle` checks these files with the library that container runtimes use.
 const GOLDEN_CLAIM: &str = include_str!("../../testdata/cdi-claim.json");
 const GOLDEN_CLAIM_DIGIT: &str = include_str!("../../testdata/cdi-claim-digit.json");
 const GOLDEN_DRIVER: &str = include_str!("../../testdata/cdi-driver.json");
@@ -26,7 +26,7 @@ fn shim(pages: u32) -> Shim {
     }
 }
 
-/// A claim with a capped share, a whole GPU and a look at a third.
+/// A claim with a capped share, a whole GPU and admin access to a third.
 fn mixed() -> PreparationPlan {
     let results = [
         capped("20Gi", "25"),
@@ -87,21 +87,21 @@ fn driver_files() -> DriverFiles {
 }
 
 #[test]
-fn a_claims_spec() {
+fn the_spec_of_a_claim() {
     let spec = claim_spec(&mixed(), &paths()).unwrap();
     assert_eq!(String::from_utf8(spec.encode()).unwrap(), GOLDEN_CLAIM);
     assert_eq!(serde_json::from_str::<Spec>(GOLDEN_CLAIM).unwrap(), spec);
 }
 
 #[test]
-fn the_drivers_spec() {
+fn the_spec_of_the_driver() {
     let spec = driver_spec(&driver_files(), &paths(), &[shim(1)]).unwrap();
     assert_eq!(String::from_utf8(spec.encode()).unwrap(), GOLDEN_DRIVER);
     assert_eq!(serde_json::from_str::<Spec>(GOLDEN_DRIVER).unwrap(), spec);
 }
 
 #[test]
-fn a_claims_spec_on_a_node_with_a_containerised_driver() {
+fn the_spec_of_a_claim_on_a_node_with_a_driver_container() {
     let mut allocation = allocation("a", &[plain("gpu-00000001")]);
     UID.clone_into(&mut allocation.uid);
     let plan = plan(&allocation, &inventory(vec![gpu(1)]), []).unwrap();
@@ -117,7 +117,7 @@ fn a_claims_spec_on_a_node_with_a_containerised_driver() {
 }
 
 #[test]
-fn the_kubelet_is_told_names_that_are_there() {
+fn every_id_for_the_kubelet_is_a_device_of_a_spec() {
     let plan = mixed();
     let known: Vec<String> = [
         claim_spec(&plan, &paths()),

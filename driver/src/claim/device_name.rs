@@ -15,7 +15,7 @@ use crate::mig::Profile;
 ///  gpu-4d8c1f9e                  the whole GPU, exclusive
 ///  gpu-4d8c1f9e-capped           the whole GPU in another tier
 ///  gpu-4d8c1f9e-mig-1g10gb-0     a partition: a MIG profile and the memory slice where it begins
-///  gpu-0-capped                  what the release before called GPUs, by minor number
+///  gpu-0-capped                  the previous release's names, by minor number
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
@@ -36,8 +36,8 @@ pub enum DeviceName {
         /// The first of its memory slices.
         start: u8,
     },
-    /// A whole GPU as the release before named it. Claims that were prepared by that release still
-    /// carry such names; which GPU is meant only their journals tell. Never given to a device.
+    /// A whole GPU as the previous release named it. Claims that that release prepared still have
+    /// such names; only their journals say which GPU it is. No device gets such a name.
     Minor {
         /// The N of `/dev/nvidiaN` when it was allocated.
         minor: u16,
@@ -57,7 +57,7 @@ pub struct WholeGpuTier(Tier);
 )]
 pub struct DeviceNameError(String);
 
-/// Minor numbers that the release before could name.
+/// The number of minor numbers that the previous release could name.
 const MINORS: u16 = 1000;
 
 impl WholeGpuTier {
@@ -87,7 +87,7 @@ impl DeviceName {
 }
 
 impl fmt::Display for WholeGpuTier {
-    /// What stands behind the GPU in the device's name.
+    /// The part of the device's name after the GPU.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0 {
             Tier::Exclusive => Ok(()),
@@ -203,7 +203,7 @@ mod tests {
             assert_eq!(text.parse(), Ok(name));
             assert_eq!(name.to_string(), text);
         }
-        // Eight decimal digits are the beginning of a UUID.
+        // Eight decimal digits are a prefix of a UUID.
         let name: DeviceName = "gpu-10000000".parse().unwrap();
         assert!(matches!(name, DeviceName::Gpu { .. }));
     }

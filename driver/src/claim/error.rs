@@ -22,13 +22,13 @@ pub struct ClaimError {
 /// What is wrong with a claim.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ClaimProblem {
-    /// No UID, or one that cannot name a file.
+    /// No UID, or one that cannot be a file name.
     #[error("metadata.uid {uid:?} is not a UID")]
     Uid {
         /// What is there.
         uid: String,
     },
-    /// The name belongs to another claim by now.
+    /// The name belongs to another claim now.
     #[error(
         "metadata.uid is {found}, not {expected}: the claim was deleted and another took its name; delete the pod that waits for the old one"
     )]
@@ -41,7 +41,7 @@ pub enum ClaimProblem {
     /// Nothing is allocated.
     #[error("status.allocation is missing: the claim is not allocated, or not any more")]
     NotAllocated,
-    /// Nothing is allocated here.
+    /// Nothing is allocated on this node.
     #[error(
         "status.allocation.devices.results has nothing of driver {DRIVER} in pool {pool}: the claim is allocated elsewhere"
     )]
@@ -52,7 +52,7 @@ pub enum ClaimProblem {
     /// A result is wrong.
     #[error("request {request}, device {device}: {problem}")]
     Device {
-        /// The request it answers.
+        /// The request that it satisfies.
         request: String,
         /// The device's name.
         device: String,
@@ -83,7 +83,7 @@ pub enum DeviceProblem {
         /// The device's tier.
         tier: Tier,
     },
-    /// A share without an identity.
+    /// A share without a UUID.
     #[error(
         "shareID is missing, though the tier {tier} is shared: is the feature gate DRAConsumableCapacity off?"
     )]
@@ -123,7 +123,7 @@ pub enum DeviceProblem {
         /// Why.
         problem: CountError,
     },
-    /// A size that makes no sense.
+    /// A size that is out of range.
     #[error("consumedCapacity[{capacity}] is {found}, must be {expected}")]
     OutOfRange {
         /// The capacity's name.
@@ -141,7 +141,7 @@ pub enum ConfigProblem {
     /// They cannot be decoded.
     #[error("opaque.parameters: {0}")]
     Parameters(#[from] share_config::DecodeError),
-    /// The API has a source that we do not know the rank of.
+    /// A source of configs whose precedence is not known.
     #[error("source is unknown, must be FromClass or FromClaim")]
     Source,
 }

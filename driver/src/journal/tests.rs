@@ -5,9 +5,9 @@ use super::*;
 use crate::preparation::plan;
 use crate::testing::{allocation, capped, gpu, inventory, plain, with};
 
-/// A record as version 1 writes it. Never change it: files like this lie on nodes.
+/// A record as version 1 writes it. Never change it: nodes have such files.
 const VERSION_1: &str = include_str!("../../testdata/journal-v1.json");
-/// A record as version 2 writes it. Never change it, either.
+/// A record as version 2 writes it. Never change it: nodes have such files.
 const VERSION_2: &str = include_str!("../../testdata/journal-v2.json");
 
 fn record() -> Record {
@@ -58,7 +58,7 @@ fn version_1_is_read_with_its_names_by_minor_number() {
         devices,
         ["gpu-0-capped", "gpu-1", "gpu-2-timeshared", "gpu-1-capped"]
     );
-    // The journal, not the name, says which GPU it is: all three sit elsewhere by now.
+    // The journal, not the name, says which GPU it is: all three have other minor numbers now.
     let mut moved = inventory(vec![gpu(0), gpu(1), gpu(2)]);
     for (gpu, device) in moved.gpus.iter_mut().zip(&old.plan.devices) {
         gpu.uuid.clone_from(&device.gpu_uuid);
@@ -68,7 +68,7 @@ fn version_1_is_read_with_its_names_by_minor_number() {
     let minors: Vec<_> = plan.devices.iter().map(|device| device.minor).collect();
     assert_eq!(minors, [10, 11, 12, 11]);
     assert_eq!(plan.undo(), old.plan.undo());
-    // Written again, it is a record of this version, and reads as one.
+    // When it is written again, it is a record of this version.
     let rewritten = old.with_plan(plan);
     let bytes = rewritten.encode();
     assert_eq!(Record::decode(&bytes).unwrap(), rewritten);
@@ -79,8 +79,8 @@ fn version_1_is_read_with_its_names_by_minor_number() {
     );
 }
 
-/// What a release after this one might write: of version 3, with fields in every object that this
-/// release does not know, and its word that they may be ignored.
+/// What a later release might write: version 3, with unknown fields in every object, and a
+/// `minReader` that allows to ignore them.
 #[test]
 fn what_a_later_version_added_is_ignored_where_it_says_so() {
     let mut newer = tree();
@@ -93,7 +93,7 @@ fn what_a_later_version_added_is_ignored_where_it_says_so() {
     newer["version"] = json!(3);
     let read = Record::decode(newer.to_string().as_bytes()).unwrap();
     assert_eq!(read.plan, record().plan);
-    // And it is a record of this version once this release wrote it.
+    // When this release writes it, it is a record of this version.
     assert_eq!(read.with_plan(read.plan.clone()), record());
 }
 
@@ -154,13 +154,13 @@ fn other_versions_are_refused_by_number() {
     let mut newer = tree();
     newer["version"] = json!(4);
     newer["minReader"] = json!(3);
-    // What it needs its readers to understand, this one may not even be able to parse.
+    // This version may not even be able to parse what readers must understand.
     newer["plan"] = json!({"steps": [{"step": "createMigInstance"}]});
     assert_eq!(
         refusal(&newer),
         "the journal has version 4 and needs a driver that reads version 3, this one reads versions 1 to 2: run the driver that wrote it, or a newer one"
     );
-    // A version that does not say who may read it.
+    // A version without `minReader`.
     let mut newer = tree();
     newer["version"] = json!(3);
     newer.as_object_mut().unwrap().remove("minReader");
@@ -201,7 +201,7 @@ fn corrupt_records_are_refused() {
     }
 }
 
-/// Every object of the tree, by the way to it.
+/// Every object of the tree, by its path.
 fn objects(tree: &Value, path: &str, found: &mut Vec<String>) {
     match tree {
         Value::Object(fields) => {

@@ -1,4 +1,4 @@
-//! What claims hold of each GPU, and what may not be held beside it.
+//! What claims hold of each GPU, and which other devices conflict with it.
 
 use std::collections::BTreeMap;
 
@@ -6,17 +6,17 @@ use tranche_api::{Quantity, Tier};
 
 use super::{Cap, PreparationPlan, PreparedDevice};
 
-/// Why a device cannot be held beside what is held already. Admin access never conflicts.
+/// Why a device conflicts with what is already held. Admin access never conflicts.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Conflict {
-    /// One of both wants the GPU for itself.
+    /// One of the two devices is exclusive.
     #[error(
-        "GPU {uuid} is held by claim {holder} in the tier {tier}, and an exclusive device goes with nothing: wait until that claim is released"
+        "GPU {uuid} is held by claim {holder} in the tier {tier}, and an exclusive device cannot be shared: wait until that claim is released"
     )]
     Exclusive {
         /// The GPU.
         uuid: String,
-        /// Who holds it, `namespace/name`.
+        /// The claim that holds it, `namespace/name`.
         holder: String,
         /// In which tier.
         tier: Tier,
@@ -28,7 +28,7 @@ pub enum Conflict {
     OtherTier {
         /// The GPU.
         uuid: String,
-        /// Who holds it, `namespace/name`.
+        /// The claim that holds it, `namespace/name`.
         holder: String,
         /// In which tier.
         tier: Tier,
@@ -61,7 +61,7 @@ pub enum Conflict {
 }
 
 impl Conflict {
-    /// The claims that hold what was asked for, `namespace/name`.
+    /// The claims that hold the requested GPU, `namespace/name`.
     #[must_use]
     pub fn holders(&self) -> &[String] {
         match self {
@@ -88,7 +88,7 @@ struct Held {
 }
 
 impl Holdings {
-    /// What the plans hold. They were checked when they were made; here they only add up.
+    /// The sum of what the plans hold. They were checked when they were made.
     pub(super) fn of<'a>(plans: impl Iterator<Item = &'a PreparationPlan>) -> Self {
         let mut holdings = Self::default();
         for plan in plans {
@@ -100,8 +100,8 @@ impl Holdings {
         holdings
     }
 
-    /// Adds a device if it goes with what is held of its GPU, of which shares can have
-    /// `available` bytes together.
+    /// Adds a device if it does not conflict with what is held of its GPU; all shares of the GPU
+    /// can have `available` bytes together.
     pub(super) fn add(
         &mut self,
         device: &PreparedDevice,

@@ -215,7 +215,7 @@ fn a_request_that_is_no_name_is_refused() {
     let result = with(plain("gpu-00000000"), &json!({"request": "a b"}));
     let error = refusal(&[result], &[]);
     assert!(
-        error.contains(r#""uid-of-new-a b-0" is no CDI device name"#),
+        error.contains(r#""uid-of-new-a b-0" is not a valid CDI device name"#),
         "{error}"
     );
 }
@@ -226,7 +226,7 @@ fn an_exclusive_gpu_goes_with_nothing() {
     for result in [plain("gpu-00000000"), capped("1Gi", "1"), timeshared(0)] {
         let error = refusal(&[result], std::slice::from_ref(&exclusive));
         assert!(
-            error.ends_with("is held by claim team-a/a in the tier exclusive, and an exclusive device goes with nothing: wait until that claim is released"),
+            error.ends_with("is held by claim team-a/a in the tier exclusive, and an exclusive device cannot be shared: wait until that claim is released"),
             "{error}"
         );
     }
@@ -234,7 +234,7 @@ fn an_exclusive_gpu_goes_with_nothing() {
     let error = refusal(&[plain("gpu-00000000")], &[shared]);
     assert!(
         error.contains(
-            "held by claim team-a/a in the tier capped, and an exclusive device goes with nothing"
+            "held by claim team-a/a in the tier capped, and an exclusive device cannot be shared"
         ),
         "{error}"
     );
@@ -320,7 +320,7 @@ fn a_claims_own_earlier_plan_is_no_conflict() {
     );
 }
 
-/// Results on two GPUs in all tiers, many of which do not go together.
+/// Results on two GPUs in all tiers, many of which conflict.
 fn any_results() -> impl Strategy<Value = Vec<Value>> {
     let one =
         (0..3_u32, 0..4_u32, 1..90_u64, 1..=100_u8).prop_map(
@@ -338,8 +338,8 @@ fn any_results() -> impl Strategy<Value = Vec<Value>> {
 }
 
 proptest! {
-    /// Whatever the scheduler asks for in whatever order, what is prepared at the same time goes
-    /// together.
+    /// For all requests of the scheduler in any order, the claims that are prepared at the same
+    /// time do not conflict.
     #[test]
     fn no_order_of_claims_breaks_a_gpu(claims in prop::collection::vec(any_results(), 1..12)) {
         let inventory = two_gpus();

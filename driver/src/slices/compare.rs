@@ -1,9 +1,9 @@
-//! Whether two slices mean the same, and where they do not.
+//! Compares two slices by meaning, and finds where they differ.
 //!
-//! The API server gives back what it was given in its own words: quantities in canonical form,
-//! empty lists left out, times filled in. Comparing words would find a change for ever; here
-//! meanings are compared. The comparison walks the JSON of both, so that it covers every field
-//! that there is, and fields to come.
+//! The API server returns objects in another form: quantities are canonical, empty lists are left
+//! out, times are filled in. A literal comparison would always find a change, so values are
+//! compared by meaning. The comparison walks the JSON of both, so that it covers every field, also
+//! future ones.
 
 use k8s_openapi::api::resource::v1::ResourceSliceSpec;
 use serde_json::Value;
@@ -12,15 +12,15 @@ use tranche_api::Quantity;
 /// A place at which two specs differ.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Difference {
-    /// The way to it: names of fields, keys and positions.
+    /// The path to it: names of fields, keys and positions.
     pub(super) path: Vec<String>,
-    /// Whether something is there in the first spec and nothing in the second.
+    /// Whether the first spec has a value there and the second has none.
     pub(super) lost: bool,
 }
 
-/// Whether two specs mean the same: quantities by value, what is left out equal to what is empty,
-/// the order of devices significant. The time at which a taint was added counts only where both
-/// name one.
+/// Whether two specs mean the same: quantities are compared by value, a missing field is equal to
+/// an empty one, the order of devices is significant. The time at which a taint was added is
+/// compared only where both have one.
 #[must_use]
 pub fn same(desired: &ResourceSliceSpec, stored: &ResourceSliceSpec) -> bool {
     differences(desired, stored).is_empty()
@@ -104,7 +104,7 @@ impl Walk {
     }
 }
 
-/// What a reader of the API cannot tell from a field that was left out.
+/// Whether the value means the same as a missing field.
 fn is_nothing(value: &Value) -> bool {
     match value {
         Value::Null => true,

@@ -1,8 +1,8 @@
-//! What of a GPU its devices take from each other.
+//! The counters of a GPU, which its devices consume.
 //!
-//! A GPU that MIG can divide has one counter for every memory slice, since a partition takes
-//! certain ones side by side, and one for its compute slices, which are alike. Any other GPU is
-//! one piece. A whole GPU, in whatever tier, takes all of it.
+//! A GPU that MIG can divide has one counter for every memory slice, because a partition takes
+//! certain adjacent ones, and one counter for its compute slices, which are interchangeable. Any
+//! other GPU has one counter. A whole GPU takes all counters, in every tier.
 
 use std::collections::BTreeMap;
 
@@ -13,7 +13,7 @@ use tranche_api::quantity::Quantity;
 use crate::gpu::GpuUuid;
 use crate::mig;
 
-/// The counter of a GPU that is one piece.
+/// The counter of a GPU that MIG cannot divide.
 const GPU: &str = "gpu";
 /// The counter of a GPU's compute slices.
 const COMPUTE_SLICES: &str = "compute-slices";
@@ -26,7 +26,7 @@ pub(super) struct Counters {
 }
 
 impl Counters {
-    /// All that the GPU has.
+    /// All counters of the GPU.
     pub(super) fn of(gpu: &Gpu, uuid: GpuUuid) -> Self {
         let divided = gpu
             .mig_compute_slices
@@ -41,7 +41,7 @@ impl Counters {
         Self { uuid, amounts }
     }
 
-    /// What a device takes as it is published, of the GPU `uuid`.
+    /// What a published device consumes of the GPU `uuid`.
     pub(super) fn published(device: &Device, uuid: GpuUuid) -> Self {
         let consumption = device.consumes_counters.iter().flatten();
         let amounts = consumption.flat_map(|set| set.counters.clone()).collect();
@@ -56,7 +56,7 @@ impl Counters {
         }
     }
 
-    /// As what a device takes.
+    /// As the consumption of a device.
     pub(super) fn consumption(&self) -> DeviceCounterConsumption {
         DeviceCounterConsumption {
             counter_set: set_name(self.uuid),
@@ -65,8 +65,8 @@ impl Counters {
         }
     }
 
-    /// Makes room for this in the set of a GPU that is gone, of which no more is known than what its
-    /// devices take: a whole GPU takes all.
+    /// Adds this to the set of a GPU that is gone, whose counters are known only from what its
+    /// devices consume: a whole GPU takes all.
     pub(super) fn add_to(&self, set: &mut CounterSet) {
         set.name = set_name(self.uuid);
         for (name, amount) in &self.amounts {
@@ -76,7 +76,7 @@ impl Counters {
     }
 }
 
-/// One name for as long as there is the GPU, whichever others there are.
+/// The name does not depend on the other GPUs.
 fn set_name(uuid: GpuUuid) -> String {
     format!("gpu-{}", uuid.all_digits())
 }
@@ -87,7 +87,7 @@ fn count(amount: u64) -> Counter {
     }
 }
 
-/// What is not a count was not written by us, and counts nothing.
+/// A value that is not a count was not written by us, and counts as 0.
 fn read(counter: &Counter) -> u64 {
     Quantity::try_from(&counter.value)
         .ok()

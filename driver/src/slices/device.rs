@@ -19,7 +19,7 @@ use crate::claim::{DeviceName, WholeGpuTier};
 use crate::gpu::UuidPrefix;
 use crate::policy::{CappedTerms, Terms};
 
-/// Bytes of an attribute's string or version, at most.
+/// The most bytes of an attribute's string or version.
 const LONGEST_VALUE: usize = 64;
 /// All of a GPU's time, percent.
 const ALL_CORES: u64 = 100;
@@ -35,7 +35,7 @@ pub enum AttributeError {
         /// Its value.
         value: String,
     },
-    /// Too long to be told apart from others when cut.
+    /// Too long, and two values might be the same when cut.
     #[error("{field} {value:?} is longer than {LONGEST_VALUE} bytes")]
     TooLong {
         /// The field of the inventory.
@@ -50,20 +50,20 @@ pub enum AttributeError {
 pub(super) struct Offer {
     /// The devices, in order.
     pub(super) devices: Vec<Device>,
-    /// Tiers of the policy in which it cannot be offered.
+    /// Tiers of the policy in which the GPU cannot be offered.
     pub(super) refused: Vec<(Tier, OfferError)>,
 }
 
 /// Tiers in the order in which the scheduler is to try them: shared ones first, so that a claim that
-/// takes either joins a shared GPU; of those, and of the others, the stronger first.
+/// accepts both gets a part of a shared GPU; within each group the stronger isolation first.
 fn in_order(tiers: &BTreeSet<Tier>) -> Vec<Tier> {
     let mut tiers: Vec<Tier> = tiers.iter().copied().collect();
     tiers.sort_by_key(|tier| (!tier.is_shared(), Reverse(tier.level())));
     tiers
 }
 
-/// The devices under which `gpu` is offered. Their names carry `prefix`, and each takes all of
-/// `counters`. An error is one of every tier.
+/// The devices under which `gpu` is offered. Their names contain `prefix`, and each consumes all of
+/// `counters`. An error concerns every tier.
 pub(super) fn of_gpu(
     inventory: &Inventory,
     gpu: &Gpu,
@@ -108,7 +108,7 @@ fn is_untested(inventory: &Inventory) -> bool {
     !inventory.unknown_functions.is_empty()
 }
 
-/// Only where the shim keeps the cap can functions that it does not know escape it.
+/// Only in the capped tier can functions that the shim does not know bypass the cap.
 fn taints(inventory: &Inventory, tier: Tier, terms: &Terms) -> Option<Vec<DeviceTaint>> {
     let escapes = is_untested(inventory) && tier == Tier::Capped;
     (escapes && terms.capped.untested_driver == UntestedDriver::Taint)
@@ -134,7 +134,7 @@ impl Memory {
         })
     }
 
-    /// What shares can have together: a multiple of the step, and at least two.
+    /// The memory of all shares together: a multiple of the step, at least two steps.
     fn usable(&self, terms: &CappedTerms) -> Result<u64, OfferError> {
         let contexts = terms
             .context_memory
@@ -144,7 +144,7 @@ impl Memory {
             .saturating_sub(self.reserved)
             .saturating_sub(contexts);
         let usable = free - free % terms.memory_step;
-        // The API wants minimum plus step, which is two steps, within the capacity.
+        // The API requires that minimum plus step, which is two steps, is within the capacity.
         if usable / terms.memory_step < 2 {
             return Err(OfferError::NothingToShare {
                 total: self.total,
@@ -191,8 +191,8 @@ fn capacities(
             }
             entries
         }
-        // What nothing keeps is not offered by size: a claim that asks for memory or cores never
-        // lands in a tier that would ignore it.
+        // A timeshared device has no sizes, because nothing enforces them: a claim that asks for
+        // memory or cores is never placed in a tier that would ignore it.
         Tier::Timeshared => vec![(capacity::SHARERS, places(terms.timeshared.max_sharers))],
         Tier::Exclusive => vec![
             (capacity::MEMORY, plain(Quantity::from_bytes(memory.total))),
@@ -244,7 +244,7 @@ fn places(most: u32) -> DeviceCapacity {
     }
 }
 
-/// Of which every share takes what one context does: it learns its size from its allocation.
+/// Every share consumes the size of one context; its allocation contains that size.
 fn contexts(terms: &CappedTerms) -> DeviceCapacity {
     let one = Quantity::from_bytes(terms.context_memory);
     let all = terms
@@ -280,7 +280,7 @@ fn default_cores(terms: &CappedTerms) -> u64 {
     )
 }
 
-/// What holds of the GPU in every tier.
+/// The GPU's attributes, which are the same in every tier.
 fn attributes(
     inventory: &Inventory,
     gpu: &Gpu,
@@ -325,7 +325,7 @@ fn attributes(
         .collect())
 }
 
-/// What the tier promises.
+/// The tier's isolation.
 fn isolation(tier: Tier) -> [(String, DeviceAttribute); 5] {
     [
         (attribute::ISOLATION, text(tier.as_str())),
@@ -372,7 +372,7 @@ fn text(value: &str) -> DeviceAttribute {
     }
 }
 
-/// A string that identifies; it is whole or not at all.
+/// A string that identifies something, so it is never cut.
 fn exact_text(field: &'static str, value: &str) -> Result<DeviceAttribute, AttributeError> {
     if value.len() > LONGEST_VALUE {
         return Err(AttributeError::TooLong {
@@ -383,8 +383,8 @@ fn exact_text(field: &'static str, value: &str) -> Result<DeviceAttribute, Attri
     Ok(text(value))
 }
 
-/// A semantic version made of NVIDIA's: three numbers without leading zeros, whatever follows
-/// them left out. `535.261.03` is `535.261.3`, `12.2` is `12.2.0`.
+/// A semantic version from NVIDIA's: three numbers without leading zeros; the rest is left out.
+/// `535.261.03` is `535.261.3`, `12.2` is `12.2.0`.
 fn version(field: &'static str, value: &str) -> Result<DeviceAttribute, AttributeError> {
     let refuse = || AttributeError::Version {
         field,

@@ -1,8 +1,8 @@
 //! Fields that an API server did not store.
 //!
-//! A server whose feature gate is off drops the gate's fields from what it is given and says
-//! nothing. A shared device without its request policy, or a tier without its counters, would be
-//! handed out wrongly, so the loss must be seen.
+//! A server with a disabled feature gate silently drops the gate's fields. A shared device without
+//! its request policy, or a tier without its counters, would be allocated wrongly, so the loss must
+//! be detected.
 
 use std::fmt;
 
@@ -10,12 +10,12 @@ use k8s_openapi::api::resource::v1::ResourceSliceSpec;
 
 use super::compare::differences;
 
-/// A field that was sent and is not there in what came back.
+/// A field that was sent and is missing in the stored object.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DroppedField {
     /// The field, such as `spec.devices[0].consumesCounters`.
     pub path: String,
-    /// The feature gate that the field depends on, where we know it.
+    /// The feature gate that the field depends on, if known.
     pub gate: Option<FeatureGate>,
 }
 
@@ -26,7 +26,7 @@ pub enum FeatureGate {
     ConsumableCapacity,
     /// Counters, by which one GPU serves one tier at a time.
     PartitionableDevices,
-    /// Taints, by which a device is withdrawn that is held still.
+    /// Taints, which close devices that are still allocated.
     DeviceTaints,
 }
 
@@ -67,8 +67,7 @@ impl fmt::Display for DroppedField {
     }
 }
 
-/// What of `desired` the server did not keep, as `stored` shows: fields that are gone, not fields
-/// that hold something else.
+/// The fields of `desired` that are missing in `stored`. Fields with another value are not listed.
 #[must_use]
 pub fn dropped(desired: &ResourceSliceSpec, stored: &ResourceSliceSpec) -> Vec<DroppedField> {
     differences(desired, stored)

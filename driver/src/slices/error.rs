@@ -9,7 +9,7 @@ use super::AttributeError;
 use crate::gpu::GpuUuidError;
 use crate::policy::PolicyError;
 
-/// Why a GPU, or a tier of it, is not offered. The others of the node are.
+/// Why a GPU, or a tier of it, is not offered. The other GPUs of the node are offered.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(super) enum OfferError {
     /// Two GPUs under one UUID or PCI address.
@@ -20,13 +20,13 @@ pub(super) enum OfferError {
         /// Its value.
         value: String,
     },
-    /// A UUID from which no names can be made.
+    /// An invalid UUID, from which no names can be made.
     #[error("uuid {0}")]
     Uuid(GpuUuidError),
-    /// A PCI address that has no place in the order.
+    /// An invalid PCI address, which gives no order.
     #[error("pciBusID {0}")]
     PciAddress(PciAddressError),
-    /// A tier whose devices a later version knows how to describe.
+    /// A tier that only a later version serves.
     #[error("the tier {tier} is not served by this version")]
     Unserved {
         /// The tier.
@@ -43,7 +43,7 @@ pub(super) enum OfferError {
         /// Why.
         problem: CountError,
     },
-    /// What a policy keeps free leaves nothing to share.
+    /// The policy keeps so much free that nothing is left to share.
     #[error(
         "of {} in total, {} reserved by the driver and {} for CUDA contexts leave {}, less than two steps of {}: lower contextMemory, expectedSharers or memoryStep in the SharingPolicy, or do not offer the tier capped for this GPU",
         Quantity::from_bytes(*total), Quantity::from_bytes(*reserved),
@@ -61,7 +61,7 @@ pub(super) enum OfferError {
         /// Bytes.
         step: u64,
     },
-    /// A default that is more than there is.
+    /// A default that is larger than the usable memory.
     #[error(
         "defaultMemory {} of the SharingPolicy is more than the usable {}: lower it, or give this product a policy of its own",
         Quantity::from_bytes(*default), Quantity::from_bytes(*usable)
@@ -78,7 +78,7 @@ pub(super) enum OfferError {
 }
 
 impl OfferError {
-    /// The word for it in the GpuNode's status.
+    /// The reason in the GpuNode's status.
     pub(super) const fn reason(&self) -> &'static str {
         match self {
             Self::Duplicate { .. } => reason::DUPLICATE,
@@ -90,7 +90,7 @@ impl OfferError {
         }
     }
 
-    /// Whether another SharingPolicy would make it go away.
+    /// Whether another SharingPolicy would solve it.
     pub(super) const fn is_of_policy(&self) -> bool {
         matches!(
             self,

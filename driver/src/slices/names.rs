@@ -15,7 +15,7 @@ const HASH: usize = 16;
 pub enum NodeNameError {
     /// Not the name of a node.
     #[error(
-        "node name {name:?} is no DNS subdomain: lower case letters, digits, '-' and '.', a letter or digit at both ends of every part"
+        "node name {name:?} is not a DNS subdomain: lower case letters, digits, '-' and '.', a letter or digit at both ends of every part"
     )]
     NotASubdomain {
         /// The name.
@@ -56,8 +56,8 @@ pub(super) fn check_node(name: &str) -> Result<(), NodeNameError> {
 
 /// `<place>-<driver>-<node>-<hash>`, the node's name cut where that would be too long.
 ///
-/// The hash tells nodes apart whose names begin alike, and a node from an earlier one of the same
-/// name, whose slices may still be there.
+/// The hash distinguishes nodes whose names begin with the same text, and a node from an earlier
+/// one of the same name, whose slices may still exist.
 pub(super) fn slice(place: Place, node: &str, node_uid: &str) -> String {
     let hash = fnv1a(&[node, node_uid]);
     let prefix = format!("{place}-{DRIVER}-");
@@ -69,7 +69,7 @@ pub(super) fn slice(place: Place, node: &str, node_uid: &str) -> String {
     format!("{prefix}{node}-{hash:016x}")
 }
 
-/// The place of a slice among those of its node: the names' order.
+/// The position of a slice among those of its node, which orders the names.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Place {
     /// A slice of counters, by number; before all GPUs.
@@ -92,7 +92,7 @@ impl fmt::Display for Place {
     }
 }
 
-/// FNV-1a of 64 bits over the texts, each closed by a byte that is in none of them.
+/// FNV-1a of 64 bits over the texts, each followed by a byte that is in none of them.
 fn fnv1a(texts: &[&str]) -> u64 {
     texts
         .iter()

@@ -14,7 +14,7 @@ use super::*;
 use crate::testing::{NODE, gpu, inventory};
 
 const NODE_UID: &str = "7c1b2f6e-0d5e-4a43-8a07-5c9f1a2b3c4d";
-/// The slices of a node with two GPUs under a plain policy, as the API server would be given them.
+/// The slices of a node with two GPUs under a plain policy, as sent to the API server.
 const GOLDEN: &str = include_str!("../../testdata/slices-two-h100.json");
 
 pub(super) fn policy(name: &str, spec: &Value) -> SharingPolicy {
@@ -456,7 +456,7 @@ fn a_held_device_stays_with_a_taint() {
         name: "mig-0".to_owned(),
         ..Device::default()
     };
-    // The policy offers no shares any more, and GPU 1 is gone.
+    // The policy does not offer shares any more, and GPU 1 is gone.
     let (inventory, labels) = (inventory(vec![gpu(0)]), BTreeMap::new());
     let policies = [policy("p", &json!({"tiers": ["exclusive"]}))];
     let retained = [held.clone(), vec![foreign]].concat();
@@ -479,7 +479,7 @@ fn a_held_device_stays_with_a_taint() {
         assert_eq!(device.capacity, before.capacity);
         assert_eq!(device.consumes_counters, before.consumes_counters);
     }
-    // What is offered again loses the taint.
+    // A device that is offered again loses the taint.
     let again = plan(&NodeInput {
         retained: &devices(&after),
         ..input(&inventory, &[all_tiers()], &labels)

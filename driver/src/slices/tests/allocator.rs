@@ -1,5 +1,5 @@
-//! The scheduler's rules for shared devices and counters, played through on our slices: whatever
-//! it hands out, the node can prepare.
+//! Applies the scheduler's rules for shared devices and counters to our slices: the node can
+//! prepare everything that the scheduler allocates.
 
 use std::collections::BTreeMap;
 
@@ -21,7 +21,7 @@ struct Request {
     tier: Tier,
     mib: Option<u64>,
     cores: Option<u64>,
-    /// Whether another claim goes before this one comes.
+    /// Whether another claim is released before this one is allocated.
     release: Option<prop::sample::Index>,
 }
 

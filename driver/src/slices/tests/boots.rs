@@ -1,5 +1,6 @@
 //! Boots after which the node's GPUs come up in any order, at any address, some of them gone or
-//! replaced, some with UUIDs that begin alike: every claim gets its own GPU, or hears that it is gone.
+//! replaced, some with UUIDs that begin with the same digits: every claim gets its own GPU, or the
+//! error that it is gone.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -15,8 +16,8 @@ use crate::gpu::{GpuUuid, UuidPrefix};
 use crate::preparation::{self, PreparationPlan, PreparationProblem};
 use crate::testing::{allocation, gpu, plain};
 
-/// GPUs that there are, in the node or on the shelf. Of each three two begin with the same eight
-/// digits, and two of those have but the last digit of their own.
+/// All GPUs, in the node or not. Of each three, two begin with the same eight digits, and two of
+/// those differ only in the last digit.
 const GPUS: u32 = 6;
 
 fn uuid(card: u32) -> String {
@@ -29,7 +30,7 @@ fn uuid(card: u32) -> String {
 struct Boot {
     cards: Vec<u32>,
     minors: Vec<u32>,
-    /// Claims that are made after it, and whether the kubelet comes to prepare them.
+    /// Claims that are made after it, and whether the kubelet prepares them.
     claims: Vec<bool>,
     /// Claims that end after it.
     ends: Vec<prop::sample::Index>,
@@ -88,7 +89,7 @@ fn is_open(device: &Device) -> bool {
     !taints.any(|taint| taint.key == taint::WITHDRAWN)
 }
 
-/// The first exclusive device whose counters nobody takes, as the scheduler finds it.
+/// The first exclusive device whose counters are free, as the scheduler finds it.
 fn allocate(devices: &[Device], claims: &BTreeMap<u32, Claim>) -> Option<Claim> {
     let set = |device: &Device| {
         device.consumes_counters.as_ref().unwrap()[0]
@@ -112,7 +113,7 @@ fn allocate(devices: &[Device], claims: &BTreeMap<u32, Claim>) -> Option<Claim> 
     })
 }
 
-/// Prepares a claim as the node does: by its journal, where it has one.
+/// Prepares a claim as the node does: by its journal if it has one.
 fn prepare(
     name: u32,
     claims: &BTreeMap<u32, Claim>,
@@ -129,9 +130,9 @@ fn prepare(
     prepared.map_err(|error| error.problem)
 }
 
-/// Whether a claim that was never prepared may take another GPU for its own: its GPU went before the
-/// kubelet came, and in its place is one that begins with the same eight digits. Of 2^32 such
-/// replacements one is like that, and nothing on the node could tell.
+/// Whether a claim that was never prepared may get another GPU: its GPU was removed before the
+/// kubelet prepared the claim, and was replaced by one with the same first eight digits. That is one
+/// in 2^32 replacements, and the node cannot detect it.
 fn is_indistinguishable(claim: &Claim, inventory: &Inventory) -> bool {
     let Ok(DeviceName::Gpu { gpu: prefix, .. }) = claim.device.parse() else {
         return false;
@@ -153,7 +154,7 @@ proptest! {
         let mut next = 0;
         for boot in &boots {
             let inventory = boot.inventory();
-            // The controller keeps what is not proved free: that of its last plan which claims hold.
+            // The controller keeps the devices of its last plan that claims hold.
             let retained: Vec<Device> = published
                 .iter()
                 .filter(|device| is_open(device) || claims.values().any(|c| c.device == device.name))
@@ -163,7 +164,7 @@ proptest! {
             limits::check(&objects(&slices));
             published = devices(&slices);
 
-            // The order is that of the PCI addresses, whatever minor numbers there are.
+            // The order is that of the PCI addresses, not of the minor numbers.
             let addresses: Vec<PciAddress> = published
                 .iter()
                 .map(|device| attribute_of(device, attribute::PCI_BUS_ID).parse().unwrap())
@@ -173,7 +174,7 @@ proptest! {
                 .collect();
             prop_assert!(addresses.is_sorted(), "{:?}", addresses);
 
-            // What is allocated keeps its name, and the name its GPU.
+            // An allocated device keeps its name and its GPU.
             for claim in claims.values() {
                 let named: Vec<_> = published.iter().filter(|d| d.name == claim.device).collect();
                 prop_assert_eq!(named.len(), 1, "{}", &claim.device);
@@ -195,8 +196,8 @@ proptest! {
                         claims.get_mut(&name).unwrap().journal = Some(plan);
                     }
                     (Err(PreparationProblem::GpuGone { .. }), None) => {}
-                    // Two of those that are there begin like the one that was allocated, and it was
-                    // never prepared.
+                    // Two present GPUs have the same first digits as the allocated one, and the
+                    // claim was never prepared.
                     (Err(PreparationProblem::Ambiguous { .. }), _) => {
                         prop_assert!(claims[&name].journal.is_none());
                     }
