@@ -1,9 +1,9 @@
-//! From the command line to a running plugin, and to its end.
+//! Starts, runs and stops the plugin.
 //!
 //! ```text
 //!  lock ─► install ─► journal ─► sweep ─► DRA socket ─► registration socket ─► SIGTERM
 //!                                            │                                   └─► drain, remove sockets
-//!                                            └─► driver, GpuNode, orphans, HTTP beside it
+//!                                            └─► concurrently: driver, GpuNode, orphans, HTTP
 //! ```
 
 use std::path::{Path, PathBuf};
@@ -25,7 +25,6 @@ use tranche_driver::providers::Verdict;
 use tranche_metrics::access::Access;
 use tranche_node::nvml::search::InstalledDriver;
 
-use crate::aftermath::ClusterAftermath;
 use crate::args::{Args, LogFormat};
 use crate::claims::Claims;
 use crate::clock::HostClock;
@@ -45,11 +44,12 @@ use crate::ledger::Ledger;
 use crate::metrics::Metrics;
 use crate::orphans::{OrphanSearch, suspicions};
 use crate::pod_resources::PodResources;
-use crate::preparer::{Aftermath, Parts, Preparer};
+use crate::preparer::{Parts, Preparer, Reporter};
 use crate::proto::dra::dra_plugin_server::DraPluginServer;
 use crate::proto::pluginregistration::registration_server::RegistrationServer;
 use crate::providers::{Places, ProviderSearch};
 use crate::registration::{Registered, RegistrationService};
+use crate::reporter::ClusterReporter;
 use crate::sockets::Socket;
 use crate::status::StatusWriter;
 use crate::sweep::ShareSweeper;
@@ -84,7 +84,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         http_endpoint,
         metrics_endpoint,
         proc,
-        // What the layout is made of, and what main used.
+        // Used for the layout, or by main.
         plugin_dir: _,
         hook_dir: _,
         run_dir: _,
@@ -109,7 +109,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     let board = Arc::new(Board::default());
     let contexts = Arc::new(Contexts::load(Arc::clone(&fs), &layout));
     let spec_file = Arc::new(SpecFile::new(Arc::clone(&fs), &layout));
-    let aftermath: Arc<dyn Aftermath> = Arc::new(ClusterAftermath {
+    let reporter: Arc<dyn Reporter> = Arc::new(ClusterReporter {
         status: StatusWriter::new(client.clone(), Arc::new(HostClock)),
         events: Events::new(client.clone(), &node_name),
     });
@@ -125,7 +125,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         Arc::clone(&metrics),
         suspect_orphans,
         Arc::clone(&board),
-        Arc::clone(&aftermath),
+        Arc::clone(&reporter),
     )?;
 
     // After the installation, which adds one and may remove others.
@@ -168,7 +168,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         board: Arc::clone(&board),
     };
 
-    // Helpers run until the servers have drained, so that a last prepare finds them.
+    // Helpers run until the servers have drained, because a last Prepare needs them.
     let helpers_stop = CancellationToken::new();
     let mut helpers = JoinSet::new();
     let watchdog = Watchdog::new(
@@ -189,7 +189,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         preparer: Arc::clone(&preparer),
         claims: Claims::new(client.clone()),
         kubelet: Box::new(PodResources::new(pod_resources_socket.clone())),
-        aftermath,
+        reporter,
         metrics: Arc::clone(&metrics),
         layout: layout.clone(),
         proc: proc.clone(),
@@ -253,8 +253,8 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Serves both until asked to stop, and what was asked before to its end. One that fails ends the
-/// other too: half a plugin would look alive to the kubelet.
+/// Serves both until the signal to stop, and finishes open calls. If one fails, the other ends too:
+/// half a plugin would look alive to the kubelet.
 async fn serve(
     dra: DraService,
     dra_incoming: UnixListenerStream,
@@ -306,18 +306,18 @@ fn preparer(
     metrics: Arc<Metrics>,
     suspect_orphans: mpsc::Sender<String>,
     board: Arc<Board>,
-    aftermath: Arc<dyn Aftermath>,
+    reporter: Arc<dyn Reporter>,
 ) -> anyhow::Result<Arc<Preparer>> {
     let executor = Executor::new(Arc::clone(&fs), layout.clone())?;
     let loaded = executor.recover()?;
-    // A journal that cannot be read may be of a claim that uses any of them.
+    // A claim whose journal cannot be read may use any of them.
     if loaded.refused.is_empty() {
         let in_use = loaded.records.iter().map(|record| record.plan.pages);
         install::remove_unused(&*fs, &layout.libraries(), &in_use.collect())?;
     }
     let installation = Installation::install(fs, image, &layout.libraries(), &layout.hooks);
     if let Err(error) = &installation {
-        error!(%error, "claims will be refused: what their containers need is not installed");
+        error!(%error, "claims will be refused: files that their containers need are not installed");
     }
     for (uid, error) in &loaded.refused {
         match error.may_hold() {
@@ -339,24 +339,24 @@ fn preparer(
         others,
         claims: Claims::new(client),
         ledger: Arc::new(ledger),
-        aftermath,
+        reporter,
         metrics,
         board,
         suspect_orphans,
     }))
 }
 
-/// A client that does what it is told once: a hidden retry would outlive the kubelet's deadline.
+/// A client without retries: a hidden retry would exceed the kubelet's deadline.
 async fn client() -> anyhow::Result<Client> {
     let mut config = Config::infer().await.context(
-        "no way to the API server: run in a pod with a service account, or set KUBECONFIG",
+        "no configuration for the API server: run in a pod with a service account, or set KUBECONFIG",
     )?;
     config.default_retry = false;
     Ok(Client::try_from(config)?)
 }
 
-/// Waits for the node's lock, which the previous instance holds until it has drained. `None` when
-/// asked to stop meanwhile.
+/// Waits for the node's lock, which the previous instance holds until it has drained. `None` if it
+/// is told to stop meanwhile.
 async fn lock(path: PathBuf, stop: &CancellationToken) -> anyhow::Result<Option<std::fs::File>> {
     let file = std::fs::File::create(&path)
         .with_context(|| format!("cannot open the node's lock {}", path.display()))?;
@@ -379,7 +379,7 @@ fn stop_on_signal(stop: &CancellationToken) -> anyhow::Result<()> {
         let stop = stop.clone();
         tokio::spawn(async move {
             if signals.recv().await.is_some() {
-                info!("asked to stop");
+                info!("stopping");
                 stop.cancel();
             }
         });

@@ -15,53 +15,53 @@ pub struct Args {
     /// Where the host's root is mounted in this process's view
     #[arg(long, default_value = "/")]
     pub host_root: PathBuf,
-    /// The folder of the host that has the NVIDIA driver, as the host sees it; `auto` looks where drivers are
-    /// usually installed
+    /// The folder of the host that has the NVIDIA driver, as the host sees it; `auto` searches the usual
+    /// places
     #[arg(long, default_value = "auto", value_parser = driver_root)]
     pub driver_root: DriverRootArg,
     /// DRA socket, journal and the files that containers get mounted; the same path as on the host
     #[arg(long, default_value = "/var/lib/kubelet/plugins/gpu.tranche.dev")]
     pub plugin_dir: PathBuf,
-    /// What container runtimes execute in containers' namespaces: the hook and its ldconfig. The same path as on
-    /// the host. Every user must be able to reach it, or pods with `hostUsers: false` do not start: the
-    /// kubelet's own folders are root's. Where it lies on a file system without execution, the plugin dir is used
+    /// The hook and its ldconfig, which container runtimes execute in containers' namespaces. The same path as on
+    /// the host. Every user must be able to enter it, or pods with `hostUsers: false` do not start: only root may
+    /// enter the kubelet's folders. If its file system is mounted noexec, the plugin dir is used
     #[arg(long, default_value = "/var/lib/tranche")]
     pub hook_dir: PathBuf,
     /// Where the kubelet watches for registration sockets
     #[arg(long, default_value = "/var/lib/kubelet/plugins_registry")]
     pub registry_dir: PathBuf,
-    /// Where device plugins have their sockets: another one that serves GPUs is noticed there
+    /// Where device plugins have their sockets: other plugins that serve GPUs are detected there
     #[arg(long, default_value = "/var/lib/kubelet/device-plugins")]
     pub device_plugins_dir: PathBuf,
-    /// The kubelet's pod resources socket, which tells which claims its pods use (where it does not, the
-    /// API server is asked every few hours), and what device plugins offer and pods hold of them
+    /// The kubelet's pod resources socket, which lists the claims that its pods use (without it the API
+    /// server is asked every few hours), and the devices that device plugins offer and pods hold
     #[arg(long, default_value = "/var/lib/kubelet/pod-resources/kubelet.sock")]
     pub pod_resources_socket: PathBuf,
     /// Share pages, on tmpfs; the same path as on the host
     #[arg(long, default_value = "/run/tranche")]
     pub run_dir: PathBuf,
-    /// Where the container runtime looks for CDI specs
+    /// Where the container runtime reads CDI specs
     #[arg(long, default_value = "/var/run/cdi")]
     pub cdi_dir: PathBuf,
-    /// Shim, hook and ldconfig as the image brings them, to be installed into the plugin dir and the hook dir
+    /// Shim, hook and ldconfig in the image, to be installed into the plugin dir and the hook dir
     #[arg(long, default_value = "/usr/lib/tranche")]
     pub image_lib_dir: PathBuf,
-    /// Serves /healthz and /readyz, to everybody
+    /// Serves /healthz and /readyz without authorization
     #[arg(long, default_value = "0.0.0.0:8085")]
     pub http_endpoint: SocketAddr,
-    /// Serves /metrics over TLS, to those whom the API server lets get that path
+    /// Serves /metrics over TLS, to readers whom the API server allows to get that path
     #[arg(long, default_value = "0.0.0.0:8443")]
     pub metrics_endpoint: SocketAddr,
-    /// The host's /proc, which tells which share a process belongs to that NVML names; any other leaves
-    /// the GPU's time to be watched for all of its shares together
+    /// The host's /proc, to find the share of each process that NVML reports; with another /proc the
+    /// GPU's time is known only for all of its shares together
     #[arg(long, default_value = "/proc")]
     pub proc: PathBuf,
-    /// How log lines look; what is logged is RUST_LOG's matter (default info)
+    /// The format of log lines; RUST_LOG selects what is logged (default info)
     #[arg(long, value_enum, default_value_t = LogFormat::Text)]
     pub log_format: LogFormat,
 }
 
-/// Where the driver is to be searched.
+/// Where to search the driver.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DriverRootArg {
     /// In the usual places ([`tranche_node::layouts::ROOTS`]).
@@ -71,7 +71,7 @@ pub enum DriverRootArg {
 }
 
 impl DriverRootArg {
-    /// The folder, where one is given.
+    /// The folder, if one is given.
     #[must_use]
     pub fn folder(&self) -> Option<&Path> {
         match self {
@@ -85,11 +85,11 @@ fn driver_root(value: &str) -> Result<DriverRootArg, String> {
     match value {
         "auto" => Ok(DriverRootArg::Auto),
         path if path.starts_with('/') => Ok(DriverRootArg::Folder(path.into())),
-        _ => Err("neither `auto` nor an absolute path".into()),
+        _ => Err("it must be `auto` or an absolute path".into()),
     }
 }
 
-/// How log lines look.
+/// The format of log lines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum LogFormat {
     /// For people.

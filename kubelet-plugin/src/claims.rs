@@ -1,4 +1,4 @@
-//! ResourceClaims as the API server has them now.
+//! Reads ResourceClaims from the API server.
 
 use std::fmt;
 use std::time::Duration;
@@ -9,10 +9,10 @@ use kube::core::Status;
 use kube::core::response::StatusDetails;
 use kube::{Api, Client};
 
-use crate::api_server::{Silent, within};
+use crate::api_server::{NoAnswer, within};
 
-/// How long to wait before a connection that broke is tried again. The kubelet itself asks again only
-/// after a minute or more.
+/// The pauses before a broken connection is retried. The kubelet itself repeats a call only after a
+/// minute or more.
 const PAUSES: [Duration; 3] = [
     Duration::from_millis(50),
     Duration::from_millis(200),
@@ -44,7 +44,7 @@ pub enum ReadError {
     Api(#[source] Box<kube::Error>),
     /// The API server did not answer.
     #[error(transparent)]
-    Silent(#[from] Silent),
+    NoAnswer(#[from] NoAnswer),
 }
 
 /// Reads claims, one at a time.
@@ -60,14 +60,14 @@ impl fmt::Debug for Claims {
 }
 
 impl Claims {
-    /// Reads with a client that does not retry by itself.
+    /// Uses a client that does not retry by itself.
     #[must_use]
     pub fn new(client: Client) -> Self {
         Self { client }
     }
 
-    /// The claim that has this namespace and name now, whatever its UID; `None` where the API server itself
-    /// said that there is none. A proxy's 404, or one without a word, is an error.
+    /// The claim that has this namespace and name now, whatever its UID; `None` if the API server itself
+    /// says that there is none. A 404 of a proxy, or without a Status, is an error.
     pub async fn get(&self, claim: &ClaimRef) -> Result<Option<ResourceClaim>, ReadError> {
         let api = Api::<ResourceClaim>::namespaced(self.client.clone(), &claim.namespace);
         let read = async {
@@ -89,7 +89,7 @@ impl Claims {
     }
 }
 
-/// Whether a Status is the API server's own word that there is no claim of this name.
+/// Whether a Status comes from the API server itself and says that there is no claim of this name.
 fn says_gone(status: &Status, name: &str) -> bool {
     let kind = |details: &StatusDetails| {
         details.group == ResourceClaim::GROUP && details.kind == ResourceClaim::URL_PATH_SEGMENT

@@ -8,7 +8,7 @@ pub trait Clock: Send + Sync + std::fmt::Debug {
     fn now(&self) -> Timestamp;
 }
 
-/// The machine's.
+/// The machine's clock.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct HostClock;
 

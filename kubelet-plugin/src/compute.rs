@@ -1,4 +1,4 @@
-//! Ten times a second: the GPU time of all held shares is granted anew.
+//! Grants the GPU time of all held shares, ten times a second.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -16,6 +16,7 @@ use crate::layout::Layout;
 use crate::ledger::Ledger;
 use crate::metrics::Metrics;
 use crate::preparer::Preparer;
+use crate::rounds;
 
 /// Samples the shares that are held.
 #[derive(Debug)]
@@ -25,44 +26,44 @@ pub struct ShareSampler {
     nvml: NvmlUtilization,
     sampler: Sampler,
     metrics: Arc<Metrics>,
-    said: Said,
+    reported: ReportedProblems,
 }
 
-/// For how long a share must be right before what is wrong with it is said again: its tenant can make it
-/// wrong and right five times a second.
+/// How long a share must be without a problem before the same problem is logged again: its tenant can
+/// cause and repair it five times a second.
 const QUIET: Duration = Duration::from_mins(1);
 
-/// What is wrong with whom, as it was said last.
+/// The last logged problem of each share.
 #[derive(Debug, Default)]
-struct Said(BTreeMap<PathBuf, Wrong>);
+struct ReportedProblems(BTreeMap<PathBuf, Wrong>);
 
 #[derive(Debug)]
 struct Wrong {
     what: String,
-    said: Instant,
+    reported: Instant,
     last: Instant,
 }
 
-impl Said {
-    /// Whether it is to be said at `now` that `what` is wrong with a share.
-    fn is_news(&mut self, now: Instant, share: &Path, what: &str) -> bool {
+impl ReportedProblems {
+    /// Whether the problem `what` of a share must be logged at `now`.
+    fn must_report(&mut self, now: Instant, share: &Path, what: &str) -> bool {
         if let Some(wrong) = self.0.get_mut(share) {
             wrong.last = now;
-            // Two things in turn are as many lines.
-            if wrong.what == what || now.duration_since(wrong.said) < QUIET {
+            // Two alternating problems are logged no more often than one.
+            if wrong.what == what || now.duration_since(wrong.reported) < QUIET {
                 return false;
             }
         }
         let wrong = Wrong {
             what: what.to_owned(),
-            said: now,
+            reported: now,
             last: now,
         };
         self.0.insert(share.to_owned(), wrong);
         true
     }
 
-    /// Whether it is to be said at `now` that a share is right again.
+    /// Whether it must be logged at `now` that a share has no problem any more.
     fn is_right(&mut self, now: Instant, share: &Path) -> bool {
         let quiet = |wrong: &Wrong| now.duration_since(wrong.last) >= QUIET;
         self.0.get(share).is_some_and(quiet) && self.0.remove(share).is_some()
@@ -70,7 +71,8 @@ impl Said {
 }
 
 impl ShareSampler {
-    /// Samples what `preparer` holds, and asks `driver` how busy the GPUs are. `proc` is the host's.
+    /// Samples the shares that `preparer` holds, with the utilization from the NVML of `driver`.
+    /// `proc` is the host's.
     #[must_use]
     pub fn new(
         preparer: &Preparer,
@@ -85,28 +87,15 @@ impl ShareSampler {
             nvml: NvmlUtilization::new(driver),
             sampler: Sampler::new(proc),
             metrics,
-            said: Said::default(),
+            reported: ReportedProblems::default(),
         }
     }
 
-    /// Samples until cancelled. Shares go on with their cores when nobody samples.
-    pub async fn run(mut self, stop: CancellationToken) {
-        let mut ticks = tokio::time::interval(Duration::from_nanos(PERIOD_NANOS));
-        ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-        loop {
-            tokio::select! {
-                () = stop.cancelled() => return,
-                _ = ticks.tick() => {}
-            }
-            // Reads and writes tmpfs, and asks NVML, which may take its time.
-            let round = tokio::task::spawn_blocking(move || {
-                self.round();
-                self
-            });
-            // Only at shutdown: the runtime takes no more blocking work.
-            let Ok(back) = round.await else { return };
-            self = back;
-        }
+    /// Samples until cancelled. Without sampling, shares keep their cores. A round reads and writes tmpfs and
+    /// calls NVML, which may block.
+    pub async fn run(self, stop: CancellationToken) {
+        let interval = Duration::from_nanos(PERIOD_NANOS);
+        rounds::run(self, interval, &stop, Self::round, |_, ()| {}).await;
     }
 
     fn round(&mut self) {
@@ -116,7 +105,7 @@ impl ShareSampler {
         let coarse = self.sampler.gpus_without_processes();
         let coarse = i64::try_from(coarse).unwrap_or(i64::MAX);
         self.metrics.gpus_without_process_utilization.set(coarse);
-        self.said.0.retain(|share, _| shares.contains(share));
+        self.reported.0.retain(|share, _| shares.contains(share));
         let now = Instant::now();
         for Sampled { share, outcome } in sampled {
             let wrong = match outcome {
@@ -127,13 +116,13 @@ impl ShareSampler {
             };
             match wrong {
                 Some(wrong) => {
-                    if self.said.is_news(now, &share, &wrong) {
-                        warn!(share = %share.display(), "a share's GPU time cannot be trusted to be what it was granted: {wrong}");
+                    if self.reported.must_report(now, &share, &wrong) {
+                        warn!(share = %share.display(), "a share's GPU time cannot be trusted: {wrong}");
                     }
                 }
                 None => {
-                    if self.said.is_right(now, &share) {
-                        debug!(share = %share.display(), "a share's account is right again");
+                    if self.reported.is_right(now, &share) {
+                        debug!(share = %share.display(), "a share's account is consistent again");
                     }
                 }
             }
@@ -146,28 +135,28 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_wrong_by_turns_is_said_once() {
-        let (mut said, start) = (Said::default(), Instant::now());
+    fn alternating_problems_are_logged_at_most_once_a_minute() {
+        let (mut reported, start) = (ReportedProblems::default(), Instant::now());
         let share = Path::new("/run/tranche/shares/a");
         let at = |millis| start + Duration::from_millis(millis);
-        assert!(said.is_news(at(0), share, "it went back"));
-        // Five times a second, for an hour; and another thing now and then.
+        assert!(reported.must_report(at(0), share, "it went back"));
+        // Five times a second for an hour, sometimes with another problem.
         let mut lines = 0;
         for step in 1..36_000 {
             let what = match step % 20 {
                 0 => "it is cut off",
                 n if n % 2 == 0 => "it went back",
                 _ => {
-                    assert!(!said.is_right(at(step * 100), share));
+                    assert!(!reported.is_right(at(step * 100), share));
                     continue;
                 }
             };
-            lines += u32::from(said.is_news(at(step * 100), share, what));
+            lines += u32::from(reported.must_report(at(step * 100), share, what));
         }
         assert!(lines <= 60, "{lines} lines in an hour");
         let later = at(36_000 * 100) + QUIET;
-        assert!(said.is_right(later, share));
-        assert!(!said.is_right(later, share));
-        assert!(said.is_news(later, share, "it went back"));
+        assert!(reported.is_right(later, share));
+        assert!(!reported.is_right(later, share));
+        assert!(reported.must_report(later, share, "it went back"));
     }
 }

@@ -1,5 +1,5 @@
-//! The sizes of CUDA contexts that this node measured, by model of GPU and driver. They are kept across the
-//! plugin's lives: a size is known once a process was seen that had nothing but a context.
+//! The sizes of CUDA contexts that this node measured, by GPU model and driver. They are kept across
+//! restarts, because a size becomes known only when a process has nothing but a context.
 
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -13,7 +13,7 @@ use tranche_node::watchdog::contexts::{ContextSizes, Model};
 use crate::fs::{self, Fs};
 use crate::layout::Layout;
 
-/// As it is in the file: product, driver, bytes.
+/// An entry of the file: product, driver, bytes.
 type Line = (String, String, u64);
 
 /// The measured sizes, and the file that keeps them.
@@ -25,18 +25,18 @@ pub struct Contexts {
 }
 
 impl Contexts {
-    /// As the file has them; a file that cannot be read costs that they are measured anew.
+    /// Reads the file; if that fails, the sizes are measured again.
     #[must_use]
     pub fn load(fs: Arc<dyn Fs>, layout: &Layout) -> Self {
         let path = layout.contexts();
         let lines: Vec<Line> = match fs.read(&path) {
             Ok(None) => Vec::new(),
             Ok(Some(bytes)) => serde_json::from_slice(&bytes).unwrap_or_else(|error| {
-                warn!(path = %path.display(), %error, "the measured sizes of contexts cannot be read; they are measured anew");
+                warn!(path = %path.display(), %error, "the measured sizes of contexts cannot be read; they are measured again");
                 Vec::new()
             }),
             Err(error) => {
-                warn!(%error, "the measured sizes of contexts cannot be read; they are measured anew");
+                warn!(%error, "the measured sizes of contexts cannot be read; they are measured again");
                 Vec::new()
             }
         };
@@ -48,7 +48,7 @@ impl Contexts {
         }
     }
 
-    /// Bytes of a context, where they were measured.
+    /// Bytes of a context, if they were measured.
     #[must_use]
     pub fn get(&self, model: &Model) -> Option<u64> {
         self.lock().get(model)
@@ -65,7 +65,7 @@ impl Contexts {
         }
     }
 
-    /// Takes a sample of a GPU in, and keeps what it says.
+    /// Evaluates a sample of a GPU, and saves a changed size.
     pub fn note(&self, model: &Model, gpu_uuid: &str, sample: &Sample) {
         let mut sizes = self.lock();
         if !sizes.note(model, gpu_uuid, sample) {
@@ -91,13 +91,13 @@ impl Contexts {
         if let Err(error) = written {
             warn!(
                 error,
-                "the measured sizes of contexts are not kept; the next start measures them anew"
+                "the measured sizes of contexts cannot be saved; after a restart they are measured again"
             );
         }
     }
 
     fn lock(&self) -> MutexGuard<'_, ContextSizes> {
-        // Nothing that holds it can panic half way through a change.
+        // No holder of the lock can panic in the middle of a change.
         self.sizes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -155,7 +155,7 @@ mod tests {
                 assert_eq!(gpu.context_memory, Some(Quantity::from_bytes(measured)));
             }
         }
-        // A broken file is no reason not to start.
+        // A broken file must not prevent a start.
         std::fs::write(world.layout.contexts(), b"{").unwrap();
         assert_eq!(load().get(&model), None);
         let other = Model {

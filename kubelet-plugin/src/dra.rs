@@ -1,6 +1,7 @@
-//! The DRA service: what the kubelet asks, answered claim by claim.
+//! The DRA service, which answers the kubelet's calls claim by claim.
 //!
-//! Every claim of a call gets its own answer, all at the same time; an error is that claim's alone.
+//! The claims of a call are handled concurrently and get separate answers; an error concerns only
+//! its claim.
 
 use std::collections::BTreeMap;
 use std::future::Future;
@@ -30,13 +31,13 @@ pub struct DraService {
 }
 
 impl DraService {
-    /// Answers by `preparer`.
+    /// Uses `preparer`.
     #[must_use]
     pub fn new(preparer: Arc<Preparer>, metrics: Arc<Metrics>) -> Self {
         Self { preparer, metrics }
     }
 
-    /// Runs `one` for all claims at the same time, in a span each.
+    /// Runs `one` for all claims concurrently, each in its own span.
     async fn each<A, F: Future<Output = (A, &'static str)>>(
         &self,
         method: Method,

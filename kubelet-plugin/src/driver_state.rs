@@ -1,12 +1,12 @@
-//! The node's driver as it is now: there or not, its GPUs, its files.
+//! The current state of the node's driver: whether it is installed, its GPUs, its files.
 //!
-//! One task keeps it up to date. A driver that is not there yet (its container still builds, say)
-//! or that went away leaves the plugin up and not ready: what was prepared can still be
-//! unprepared, and the driver is looked for again and again.
+//! One task keeps it up to date. Without a driver (its container may still be building, or it was
+//! removed) the plugin keeps running: prepared claims can be unprepared, and the driver is searched
+//! for repeatedly.
 //!
 //! NVML is open only while the driver is described: an open NVML has open device nodes, and the kernel
 //! module could not be unloaded. Between two descriptions only the driver's traces are compared: its
-//! files, its device nodes, and what the kernel says of it.
+//! files, its device nodes, and its entries in `/proc`.
 
 #[cfg(test)]
 mod tests;
@@ -34,17 +34,17 @@ use tranche_node::root::RootError;
 use tranche_node::untested::{UntestedError, unknown_functions};
 use tranche_node::withheld::KnownGpus;
 
-/// How often a driver that is there is described anew although its traces are the same: a GPU may be lost. Without
+/// How often a driver with unchanged traces is described again, because a GPU may be lost. Without
 /// nvidia-persistenced each description powers idle GPUs up for about a second.
 const REFRESH: Duration = Duration::from_mins(1);
 /// How often its traces are compared.
 const CHECK: Duration = Duration::from_secs(2);
-/// The first pause before a driver that is not there is looked for again; it doubles.
+/// The first pause before a missing driver is searched for again; it doubles.
 const FIRST_RETRY: Duration = Duration::from_millis(500);
 /// The longest such pause.
 const LAST_RETRY: Duration = Duration::from_secs(15);
 
-/// Why there is no driver to work with.
+/// Why there is no usable driver.
 #[derive(Debug, thiserror::Error)]
 pub enum DriverError {
     /// NVML.
@@ -71,7 +71,7 @@ pub enum DriverError {
 }
 
 impl DriverError {
-    /// One word for the cause, as conditions and events have it.
+    /// The reason for conditions and events.
     #[must_use]
     pub fn reason(&self) -> &'static str {
         match self {
@@ -88,18 +88,18 @@ impl DriverError {
     }
 }
 
-/// A driver to work with.
+/// A usable driver.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Ready {
-    /// What the cluster is told.
+    /// The inventory for the GpuNode.
     pub inventory: Inventory,
-    /// GPUs that the driver itself rules out.
+    /// GPUs that are withheld because of what NVML reports.
     pub withheld: Vec<WithheldGpu>,
-    /// The driver's CDI spec, as it must lie in the CDI folder.
+    /// The driver's CDI spec, the content of its file in the CDI folder.
     pub spec: Vec<u8>,
     /// The root that has the device nodes, as this process sees it.
     pub dev_root: PathBuf,
-    /// The same as the host sees it.
+    /// The same path as the host sees it.
     pub dev_root_on_host: PathBuf,
 }
 
@@ -114,15 +114,15 @@ impl fmt::Display for Ready {
     }
 }
 
-/// The driver as it was when last looked at.
+/// The driver at the last check.
 #[derive(Clone, Debug, Default)]
 pub enum DriverState {
-    /// Not looked at yet.
+    /// Not checked yet.
     #[default]
     Unknown,
-    /// There is none to work with: why.
+    /// There is no usable driver.
     Absent(Arc<DriverError>),
-    /// There is one.
+    /// There is a usable driver.
     Ready(Arc<Ready>),
 }
 
@@ -131,12 +131,12 @@ pub enum DriverState {
 pub struct SpecFile {
     fs: Arc<dyn Fs>,
     path: PathBuf,
-    /// One writer at a time: many claims look after it.
+    /// One writer at a time: many claims check the file.
     writer: Mutex<()>,
 }
 
 impl SpecFile {
-    /// Where the layout says.
+    /// At the path of `layout`.
     #[must_use]
     pub fn new(fs: Arc<dyn Fs>, layout: &Layout) -> Self {
         Self {
@@ -146,29 +146,29 @@ impl SpecFile {
         }
     }
 
-    /// Writes it, where it is missing or not like this.
+    /// Writes the file if it is missing or different.
     pub fn ensure(&self, spec: &[u8]) -> Result<(), FsError> {
         let _one = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
         fs::ensure(&*self.fs, &self.path, spec, 0o644)
     }
 }
 
-/// Looks at the driver.
+/// Checks the driver.
 #[derive(Debug)]
 pub struct Observer {
-    /// Where NVML is.
+    /// The source of NVML.
     pub driver: Box<dyn Driver>,
     /// The kernel's `sys` tree.
     pub sysfs: PathBuf,
-    /// What is written of it for the runtime.
+    /// The file of its CDI spec.
     pub spec_file: Arc<SpecFile>,
-    /// Where things lie.
+    /// The plugin's paths.
     pub layout: Layout,
-    /// What stands in front of the driver for capped shares.
+    /// The installed shims.
     pub shims: Vec<Shim>,
-    /// What contexts take.
+    /// The measured sizes of contexts.
     pub contexts: Arc<Contexts>,
-    /// The GPUs as they were when they answered.
+    /// The GPUs when they could be described.
     pub known_gpus: Mutex<KnownGpus>,
 }
 
@@ -179,27 +179,27 @@ impl Observer {
         let mut retry = FIRST_RETRY;
         loop {
             let observer = Arc::clone(&this);
-            // NVML and the search block: the driver may be asleep or the disk slow.
-            let look = tokio::task::spawn_blocking(move || {
-                // Before the look, so that a change meanwhile is seen after it.
+            // NVML and the search may block.
+            let check = tokio::task::spawn_blocking(move || {
+                // Read before the check, so that a change during the check is detected.
                 let traces = observer.driver.traces();
-                (traces, observer.look())
+                (traces, observer.check())
             });
-            // Only at shutdown: the runtime takes no more blocking work.
-            let Ok((traces, look)) = look.await else {
+            // Only at shutdown, when the runtime accepts no more blocking work.
+            let Ok((traces, check)) = check.await else {
                 return;
             };
-            let pause = match look {
+            let pause = match check {
                 Ok(ready) => {
                     retry = FIRST_RETRY;
                     publish(&state, ready);
                     REFRESH
                 }
                 Err(error) => {
-                    // Said once for each new reason, not at every look.
+                    // Logged once for each new reason, not at every check.
                     let known = matches!(&*state.borrow(), DriverState::Absent(old) if old.to_string() == error.to_string());
                     if !known {
-                        warn!(%error, "no driver to work with; looking again until there is one");
+                        warn!(%error, "there is no usable driver; searching until there is one");
                         state.send_replace(DriverState::Absent(Arc::new(error)));
                     }
                     let pause = retry;
@@ -215,7 +215,7 @@ impl Observer {
         }
     }
 
-    /// Waits until the driver's traces are others than these.
+    /// Waits until the driver's traces differ from these.
     async fn changed(self: &Arc<Self>, traces: Traces) {
         loop {
             tokio::time::sleep(CHECK).await;
@@ -227,8 +227,8 @@ impl Observer {
         }
     }
 
-    /// One look. NVML is closed before the files are searched.
-    fn look(&self) -> Result<Ready, DriverError> {
+    /// Checks once. NVML is closed before the files are searched.
+    fn check(&self) -> Result<Ready, DriverError> {
         let Opened { nvml, root, nodes } = self.driver.open()?;
         let description = nvml.describe();
         drop(nvml);
@@ -272,7 +272,7 @@ fn publish(state: &watch::Sender<DriverState>, ready: Ready) {
         if !ready.inventory.unknown_functions.is_empty() {
             warn!(
                 functions = ready.inventory.unknown_functions.join(" "),
-                "the driver has functions that this release does not know: what they take of a capped share is not \
+                "the driver has functions that this release does not know: memory that they allocate in a capped share is not \
                  counted; use a release that knows the driver"
             );
         }

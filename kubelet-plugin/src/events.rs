@@ -1,5 +1,4 @@
-//! Events on the pods that wait for a claim and on the node's GpuNode: what is wrong, where somebody looks
-//! first.
+//! Publishes problems as events on the pods that wait for a claim and on the node's GpuNode.
 
 use std::fmt;
 
@@ -16,13 +15,13 @@ use crate::FIELD_MANAGER;
 /// The API server refuses a longer note.
 const LONGEST_NOTE: usize = 1024;
 
-/// What became of a process that goes around its share's cap. Each has a reason of its own: an event of the same reason
-/// within minutes would be counted with the first and keep the first one's note.
+/// What happened to a process that bypasses its share's cap. Each has its own reason: an event with the same reason
+/// within minutes would be merged with the first one and keep its note.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bypass {
-    /// It was noticed.
+    /// It was detected.
     Noticed,
-    /// It was ended, as the policy says.
+    /// It was ended because of the policy.
     Ended,
 }
 
@@ -48,7 +47,7 @@ impl fmt::Debug for Events {
 }
 
 impl Events {
-    /// Publishes as this node's plugin.
+    /// Publishes in the name of this node's plugin.
     #[must_use]
     pub fn new(client: Client, node: &str) -> Self {
         let reporter = Reporter {
@@ -60,8 +59,8 @@ impl Events {
         }
     }
 
-    /// Says on every pod that reserved the claim (on the claim, where no pod did) why it is not
-    /// ready. `outcome` keeps different problems of one pod apart. Returns at once.
+    /// Publishes on every pod that reserved the claim (or on the claim, if no pod did) why it is
+    /// not ready. `outcome` distinguishes different problems of one pod. Returns at once.
     pub fn prepare_failed(&self, claim: &ResourceClaim, outcome: &str, problem: &str) {
         let event = Event {
             type_: EventType::Warning,
@@ -73,7 +72,7 @@ impl Events {
         self.publish(event, regarding(claim));
     }
 
-    /// Says on the node's GpuNode that its driver is ready, or why there is none to work with.
+    /// Publishes on the node's GpuNode that its driver is ready, or why there is no usable driver.
     /// Returns at once.
     pub fn driver(&self, node: &GpuNode, ready: &State) {
         let type_ = if ready.holds {
@@ -91,7 +90,7 @@ impl Events {
         self.publish(event, vec![node.object_ref(&())]);
     }
 
-    /// Says what became of a process of `regarding`, a pod or else a claim, that goes around its share's cap. Returns at
+    /// Publishes what happened to a process of `regarding`, a pod or a claim, that bypasses its share's cap. Returns at
     /// once.
     pub fn bypass(&self, regarding: ObjectReference, bypass: Bypass, note: &str) {
         let event = Event {
@@ -109,7 +108,7 @@ impl Events {
         tokio::spawn(async move {
             for object in regarding {
                 if let Err(error) = recorder.publish(&event, &object).await {
-                    warn!(%error, object = object.name, "cannot publish an event; see that the plugin may create and patch events (events.k8s.io)");
+                    warn!(%error, object = object.name, "cannot publish an event; check that the plugin may create and patch events (events.k8s.io)");
                 }
             }
         });
@@ -122,7 +121,7 @@ fn regarding(claim: &ResourceClaim) -> Vec<ObjectReference> {
     let pods: Vec<_> = reserved
         .unwrap_or_default()
         .iter()
-        // It may name a PodGroup too.
+        // It may also name a PodGroup.
         .filter(|consumer| consumer.resource == "pods")
         .map(|pod| {
             let namespace = claim.metadata.namespace.clone();
@@ -136,7 +135,7 @@ fn regarding(claim: &ResourceClaim) -> Vec<ObjectReference> {
     }
 }
 
-/// A pod as the object that an event regards.
+/// The reference of an event to a pod.
 #[must_use]
 pub fn pod_reference(namespace: Option<String>, name: String, uid: String) -> ObjectReference {
     ObjectReference {
@@ -171,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn pods_are_told_and_where_there_is_none_the_claim() {
+    fn events_go_to_the_pods_or_without_one_to_the_claim() {
         let claim: ResourceClaim = serde_json::from_value(serde_json::json!({
             "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim",
             "metadata": {"name": "c", "namespace": "ns", "uid": "u"},
@@ -182,10 +181,10 @@ mod tests {
             ]},
         }))
         .unwrap();
-        let told = regarding(&claim);
-        assert_eq!(told.len(), 1);
-        assert_eq!(told[0].kind.as_deref(), Some("Pod"));
-        assert_eq!(told[0].uid.as_deref(), Some("pu"));
+        let targets = regarding(&claim);
+        assert_eq!(targets.len(), 1);
+        assert_eq!(targets[0].kind.as_deref(), Some("Pod"));
+        assert_eq!(targets[0].uid.as_deref(), Some("pu"));
         let mut alone = claim;
         alone.status = None;
         assert_eq!(regarding(&alone)[0].kind.as_deref(), Some("ResourceClaim"));

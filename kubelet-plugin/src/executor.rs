@@ -1,11 +1,11 @@
-//! Carries out a plan, step by step, and takes it back.
+//! Carries out a plan step by step, and undoes it.
 //!
 //! ```text
-//!  journal the plan ─► step 1 ─► … ─► step n         any failure: undo n … 1, forget
+//!  journal the plan ─► step 1 ─► … ─► step n         any failure: undo n … 1, remove the journal
 //! ```
 //!
-//! Killed anywhere, the journal says what to undo or to do again; each step and each inverse may be
-//! repeated at will, so how far it got need not be known. Nothing here knows why a step is in a plan.
+//! After a kill at any point the journal lists what to undo or repeat. Steps and inverses are
+//! idempotent, so it need not record how far the plan got.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -44,7 +44,7 @@ pub enum StepError {
         /// Why.
         source: PageError,
     },
-    /// There is an account page, and it is none of ours.
+    /// The account page has invalid content.
     #[error(
         "account page {path}: {source}: its containers broke it; delete the pods that use the claim"
     )]
@@ -54,7 +54,7 @@ pub enum StepError {
         /// Why.
         source: PageError,
     },
-    /// The pages are of another release, and one is missing.
+    /// The pages are of another release and one is missing.
     #[error(
         "page {path} is missing, and it has version {pages}, which this release cannot make: delete the pods that use \
          the claim to have it prepared by this release"
@@ -65,7 +65,7 @@ pub enum StepError {
         /// The version of the claim's pages.
         pages: u32,
     },
-    /// There is an account page, and its file cannot be read.
+    /// The account page's file cannot be read.
     #[error("account page {path}: {source}")]
     AccountFile {
         /// The page.
@@ -81,7 +81,7 @@ pub enum StepError {
 pub struct ExecuteError {
     /// What failed.
     pub error: StepError,
-    /// What failed while it was taken back: these things are still there, and the journal with them.
+    /// The steps that could not be undone: their results still exist, and so does the journal.
     pub cleanup: Vec<StepError>,
 }
 
@@ -89,7 +89,7 @@ fn cleanup_text(cleanup: &[StepError]) -> String {
     if cleanup.is_empty() {
         return String::new();
     }
-    format!("; and taking it back failed too: {}", joined(cleanup))
+    format!("; undoing it failed too: {}", joined(cleanup))
 }
 
 fn joined(errors: &[StepError]) -> String {
@@ -97,22 +97,22 @@ fn joined(errors: &[StepError]) -> String {
     errors.join("; ")
 }
 
-/// The unit in which a tmpfs gives room.
+/// The allocation unit of a tmpfs.
 const PAGE: u64 = 4096;
 
-/// What the pages of a claim with so many devices, of which so many have an account, take together.
+/// The size of the pages of a claim with so many devices, of which so many have an account.
 fn pages_size(devices: u64, accounts: u64) -> TmpfsSize {
     let account = (layout::LEN as u64).next_multiple_of(PAGE);
-    // A cap page, and the one that replaces it.
+    // A cap page and its replacement.
     let caps = 2 * PAGE;
     TmpfsSize {
         bytes: accounts * account + devices * caps,
-        // The folder, two pages and a temporary one; since Linux 6.6 extended attributes take some too.
+        // The folder, two pages and a temporary one; since Linux 6.6 extended attributes count too.
         inodes: 8 + 8 * devices,
     }
 }
 
-/// What could not be taken back.
+/// The steps that could not be undone.
 #[derive(Debug, thiserror::Error)]
 #[error("{}", joined(.0))]
 pub struct UndoError(pub Vec<StepError>);
@@ -126,7 +126,7 @@ pub struct Executor {
 }
 
 impl Executor {
-    /// Works below `layout`.
+    /// Uses the paths of `layout`.
     pub fn new(fs: Arc<dyn Fs>, layout: Layout) -> Result<Self, FsError> {
         let journal = Journal::open(Arc::clone(&fs), layout.claims())?;
         fs.create_dir(&layout.shares)?;
@@ -139,14 +139,14 @@ impl Executor {
         })
     }
 
-    /// The journal that is kept.
+    /// The journal.
     #[must_use]
     pub fn journal(&self) -> &Journal {
         &self.journal
     }
 
-    /// Carries out a new plan, or nothing of it. `dev_root` is the root that has the device nodes, as the host sees
-    /// it.
+    /// Carries out a new plan completely, or undoes it. `dev_root` is the root of the device nodes, as the host
+    /// sees it.
     pub fn execute(&self, record: &Record, dev_root: &Path) -> Result<(), ExecuteError> {
         let journalled = self.journal.write(record).map_err(StepError::from);
         journalled
@@ -157,9 +157,9 @@ impl Executor {
             })
     }
 
-    /// Carries out a journalled plan, again or for the first time: what is there stays, what a reboot
-    /// or an admin removed comes back. Nothing is taken back when it fails, since containers may be
-    /// using it.
+    /// Carries out a journalled plan, again or for the first time: what exists stays, what a reboot
+    /// or an administrator removed is restored. If it fails, nothing is undone, because containers
+    /// may use it.
     pub fn rebuild(&self, plan: &PreparationPlan, dev_root: &Path) -> Result<(), StepError> {
         if plan.pages == PAGES {
             self.mount_pages(plan)?;
@@ -169,14 +169,14 @@ impl Executor {
             .try_for_each(|step| self.step(plan, step, dev_root))
     }
 
-    /// Takes a plan back, as far as it got, and forgets it. One failure does not hold up the rest,
-    /// but keeps the journal.
+    /// Undoes a plan as far as it got, and removes its journal. After a failure the other steps are
+    /// still undone, and the journal is kept.
     pub fn undo(&self, plan: &PreparationPlan) -> Result<(), UndoError> {
         let uid = &plan.allocation.uid;
         let mut failed: Vec<_> = plan
             .undo()
             .iter()
-            .filter_map(|undo| self.take_back(uid, undo).err())
+            .filter_map(|undo| self.undo_step(uid, undo).err())
             .collect();
         failed.extend(self.remove_folder(uid).err().map(StepError::from));
         if failed.is_empty() {
@@ -189,7 +189,8 @@ impl Executor {
         }
     }
 
-    /// Removes what a claim without a journal may have left. A UID that can name no file names none.
+    /// Removes what a claim without a journal may have left. A UID that is not a valid file name has
+    /// no files.
     pub fn sweep(&self, uid: &str) -> Result<(), StepError> {
         if uid.is_empty() || !uid.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-') {
             return Ok(());
@@ -206,9 +207,9 @@ impl Executor {
         Ok(self.remove_folder(uid)?)
     }
 
-    /// A claim with accounts has a tmpfs of its own for its pages, with room for them and little more: its
-    /// tenants can make an account page longer, and fill nobody else's memory by that. Pages that an earlier
-    /// release made in the plain folder stay where they are; containers have them mounted.
+    /// A claim with accounts gets a small tmpfs of its own for its pages, so that a tenant that makes an
+    /// account page longer fills only this tmpfs. Pages that an earlier release made in the plain folder
+    /// stay there, because containers have them mounted.
     fn mount_pages(&self, plan: &PreparationPlan) -> Result<(), FsError> {
         let accounts = plan.steps.iter();
         let accounts = accounts.filter(|step| matches!(step, Step::CreateAccountPage { .. }));
@@ -221,18 +222,18 @@ impl Executor {
         let devices = plan.devices.len() as u64;
         self.fs
             .mount_tmpfs(&folder, pages_size(devices, accounts))?;
-        // A new file system has no label of the folder that it covers.
+        // A new file system does not have the label of the folder that it covers.
         label_for_containers(&folder)
     }
 
-    /// Removes a claim's folder if there is nothing in it.
+    /// Removes a claim's folder if it is empty.
     fn remove_folder(&self, uid: &str) -> Result<(), FsError> {
         let folder = self.layout.share(uid, "").claim;
         self.fs.unmount(&folder)?;
         self.fs.remove_dir(&folder)
     }
 
-    /// What is held, and an end to what an earlier life left without a journal.
+    /// Loads the journals, and removes what an earlier run left without a journal.
     pub fn recover(&self) -> Result<Loaded, FsError> {
         let loaded = self.journal.load_all()?;
         let mut leftovers: BTreeSet<_> = self.fs.list(&self.layout.shares)?.into_iter().collect();
@@ -248,9 +249,9 @@ impl Executor {
         }
         for uid in &leftovers {
             match self.sweep(uid) {
-                Ok(()) => info!(uid, "removed what a claim without a journal left"),
+                Ok(()) => info!(uid, "removed files of a claim without a journal"),
                 Err(error) => {
-                    warn!(%error, uid, "cannot remove what a claim without a journal left");
+                    warn!(%error, uid, "cannot remove files of a claim without a journal");
                 }
             }
         }
@@ -260,7 +261,7 @@ impl Executor {
     fn step(&self, plan: &PreparationPlan, step: &Step, dev_root: &Path) -> Result<(), StepError> {
         let uid = &plan.allocation.uid;
         match step {
-            // Containers of another release have them, and only that release can write them.
+            // Only the release that made the pages can write them.
             Step::WriteCapPage { key, .. } if plan.pages != PAGES => {
                 self.require(plan, self.layout.share(uid, key).cap)?;
             }
@@ -280,7 +281,7 @@ impl Executor {
             }
             Step::CreateAccountPage { key } => {
                 let share = self.layout.share(uid, key);
-                // Its tenant may have made it as long as it likes: no more than the header is read.
+                // Its tenant may have made it very long: only the header is read.
                 match AccountFile::open(&share.account) {
                     Ok(_) => {}
                     Err(ReadError::File { source, .. })
@@ -306,7 +307,7 @@ impl Executor {
         Ok(())
     }
 
-    /// Whether any page of a claim is there.
+    /// Whether any page of a claim exists.
     pub fn has_pages(&self, plan: &PreparationPlan) -> Result<bool, StepError> {
         let folder = self.layout.share(&plan.allocation.uid, "").claim;
         Ok(!self.fs.list(&folder)?.is_empty())
@@ -322,8 +323,8 @@ impl Executor {
         }
     }
 
-    /// Whether a cap page is there that limits as `page` does. What lies behind the limits is the
-    /// sampler's, and containers have the file mounted: it must stay the same one.
+    /// Whether a cap page with the limits of `page` exists. The part behind the limits belongs to
+    /// the sampler, and containers have the file mounted, so the file must not be replaced.
     fn has_cap(&self, path: &Path, page: &[u8; cap::LEN]) -> Result<bool, FsError> {
         let there = read_cap(path).map_err(|source| FsError {
             action: "read",
@@ -335,7 +336,7 @@ impl Executor {
             && there.is_some_and(|there| there[limits] == page[limits]))
     }
 
-    fn take_back(&self, uid: &str, undo: &Undo) -> Result<(), StepError> {
+    fn undo_step(&self, uid: &str, undo: &Undo) -> Result<(), StepError> {
         let page = |key, page: fn(&crate::layout::SharePaths) -> &PathBuf| {
             let share = self.layout.share(uid, key);
             fs::remove(&*self.fs, page(&share), Durability::Rebuilt)?;

@@ -1,6 +1,6 @@
-//! The file system as the plugin uses it: few calls, each naming its path when it fails.
+//! The plugin's file system calls; each error names the path.
 //!
-//! [`Fs`] is injected, so that a test can make the n-th call fail, or let the machine die there.
+//! [`Fs`] is injected, so that a test can make the n-th call fail, or simulate a crash there.
 
 use std::ffi::CString;
 use std::fs::{File, OpenOptions};
@@ -11,58 +11,58 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{AtFlags, CWD, StatxAttributes, StatxFlags, statx};
 use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
 
-/// A call that failed, with its object.
+/// A failed call with its path.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot {action} {path}: {source}")]
 pub struct FsError {
-    /// What was tried, as a verb.
+    /// The action, as a verb.
     pub action: &'static str,
-    /// On what.
+    /// The path.
     pub path: PathBuf,
     /// Why not.
     pub source: io::Error,
 }
 
-/// What the plugin asks of the file system.
+/// The file system calls that the plugin needs.
 pub trait Fs: Send + Sync + std::fmt::Debug {
-    /// Makes a folder and its parents, mode 0755; it may be there.
+    /// Makes a folder and its parents, mode 0755; they may exist.
     fn create_dir(&self, path: &Path) -> Result<(), FsError>;
-    /// Writes a file whole, replacing what has its name, with exactly this mode. Zeros at its end
-    /// take no room.
+    /// Writes a whole file with exactly this mode; an existing file is replaced. Zeros at its end
+    /// take no space.
     fn write(&self, path: &Path, content: &[u8], mode: u32) -> Result<(), FsError>;
     /// Waits until a file's content or a folder's entries are on the disk.
     fn sync(&self, path: &Path) -> Result<(), FsError>;
     /// Renames within a folder, replacing.
     fn rename(&self, from: &Path, to: &Path) -> Result<(), FsError>;
-    /// A file's content, `None` where there is no such file.
+    /// A file's content, `None` if there is no such file.
     fn read(&self, path: &Path) -> Result<Option<Vec<u8>>, FsError>;
-    /// Opens a file to be read, as long as what is returned lives.
+    /// Opens a file for reading.
     fn open(&self, path: &Path) -> Result<File, FsError>;
-    /// The names in a folder, sorted; none where there is no such folder.
+    /// The names in a folder, sorted; none if there is no such folder.
     fn list(&self, path: &Path) -> Result<Vec<String>, FsError>;
     /// Removes a file or a link; it may be gone.
     fn remove_file(&self, path: &Path) -> Result<(), FsError>;
     /// Removes a folder if it is empty; it may be gone.
     fn remove_dir(&self, path: &Path) -> Result<(), FsError>;
-    /// Permission bits of what a path leads to, `None` where there is nothing.
+    /// Permission bits of the file at a path, `None` if there is none.
     fn mode(&self, path: &Path) -> Result<Option<u32>, FsError>;
-    /// Mounts an empty tmpfs on a folder that is there. One that is mounted there already stays, and so does
-    /// a folder with something in it.
+    /// Mounts an empty tmpfs on an existing folder. Does nothing if a file system is mounted there already
+    /// or the folder is not empty.
     fn mount_tmpfs(&self, path: &Path, size: TmpfsSize) -> Result<(), FsError>;
-    /// Unmounts what is mounted on a folder if it is empty; nothing may be mounted there.
+    /// Unmounts the file system on a folder if it is empty; there may be none.
     fn unmount(&self, path: &Path) -> Result<(), FsError>;
 }
 
-/// How much a tmpfs may hold.
+/// The limits of a tmpfs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TmpfsSize {
-    /// Of content.
+    /// The most bytes of content.
     pub bytes: u64,
-    /// Files and folders, the root among them.
+    /// The most files and folders, including the root.
     pub inodes: u64,
 }
 
-/// The machine's own.
+/// The machine's file system.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct HostFs;
 
@@ -105,7 +105,8 @@ impl Fs for HostFs {
                 .truncate(true)
                 .mode(0o600)
                 .open(path)?;
-            // Not left to the creation mode: the umask would cut it, and the file may be an old one.
+            // Set explicitly: the umask would reduce the creation mode, and the file may exist
+            // already.
             file.set_permissions(std::fs::Permissions::from_mode(mode))?;
             let zeros = content.iter().rev().take_while(|byte| **byte == 0).count();
             file.write_all(&content[..content.len() - zeros])?;
@@ -138,7 +139,7 @@ impl Fs for HostFs {
         };
         let mut names = Vec::new();
         for entry in entries {
-            // Ours are all ASCII; a name that is not UTF-8 is somebody else's.
+            // Our names are ASCII; a name that is not UTF-8 is not ours.
             if let Ok(name) = entry.at("list", path)?.file_name().into_string() {
                 names.push(name);
             }
@@ -184,14 +185,14 @@ impl Fs for HostFs {
         if is_mounted(path)? != Some(true) || !self.list(path)?.is_empty() {
             return Ok(());
         }
-        // Containers that have a file of it mounted do not hold it up.
+        // It succeeds also while containers have a file of it mounted.
         unmount(path, UnmountFlags::DETACH | UnmountFlags::NOFOLLOW)
             .map_err(io::Error::from)
             .at("unmount", path)
     }
 }
 
-/// Whether a path is the root of a mount, `None` where there is nothing.
+/// Whether a path is the root of a mount, `None` if it does not exist.
 fn is_mounted(path: &Path) -> Result<Option<bool>, FsError> {
     let found = statx(CWD, path, AtFlags::SYMLINK_NOFOLLOW, StatxFlags::TYPE);
     let found = found
@@ -200,17 +201,17 @@ fn is_mounted(path: &Path) -> Result<Option<bool>, FsError> {
     Ok(found.map(|found| found.stx_attributes.contains(StatxAttributes::MOUNT_ROOT)))
 }
 
-/// Whether a file must survive a power cut.
+/// Whether a file must survive a power failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Durability {
-    /// It must: it is the only record of what was done.
+    /// It must, because it is the only record.
     Disk,
-    /// It is rebuilt from the journal, or lies on tmpfs.
+    /// It is rebuilt from the journal, or is on a tmpfs.
     Rebuilt,
 }
 
-/// The suffix of a file that is being written. Runtimes read `*.json` in the CDI folder, so this
-/// is none that they know; being derived from the name, a leftover is overwritten or removed.
+/// The suffix of a file that is being written. Runtimes read only `*.json` in the CDI folder. The
+/// temporary name is derived from the name, so that a leftover is overwritten or removed.
 const TEMPORARY: &str = ".tmp";
 
 fn temporary(path: &Path) -> PathBuf {
@@ -248,7 +249,7 @@ pub fn replace(
         fs.rename(&tmp, path)
     };
     if let Err(e) = write() {
-        // Best effort: where this fails too, the leftover is found by `remove` or at start.
+        // If this fails too, `remove` or the next start removes the leftover.
         let _ = fs.remove_file(&tmp);
         return Err(e);
     }
@@ -258,7 +259,7 @@ pub fn replace(
     }
 }
 
-/// Like [`replace`], but leaves a file alone that is already as it should be.
+/// Like [`replace`], but does not write a file that is already correct.
 pub fn ensure(fs: &dyn Fs, path: &Path, content: &[u8], mode: u32) -> Result<(), FsError> {
     if is_intact(fs, path, content, mode)? {
         return Ok(());
@@ -266,7 +267,7 @@ pub fn ensure(fs: &dyn Fs, path: &Path, content: &[u8], mode: u32) -> Result<(),
     replace(fs, path, content, mode, Durability::Rebuilt)
 }
 
-/// Whether a file is there with exactly this content and mode.
+/// Whether a file exists with exactly this content and mode.
 pub fn is_intact(fs: &dyn Fs, path: &Path, content: &[u8], mode: u32) -> Result<bool, FsError> {
     Ok(fs.mode(path)? == Some(mode) && fs.read(path)?.is_some_and(|there| there == content))
 }
@@ -283,7 +284,8 @@ pub fn remove(fs: &dyn Fs, path: &Path, durability: Durability) -> Result<(), Fs
 
 #[cfg(test)]
 pub(crate) mod testing {
-    //! A file system that fails, or dies, at a chosen call, or at which writers meet.
+    //! A file system that fails or crashes at a chosen call, or that holds writers back until they
+    //! are concurrent.
 
     use std::sync::atomic::{AtomicUsize, Ordering};
     use std::sync::{Condvar, Mutex};
@@ -294,7 +296,7 @@ pub(crate) mod testing {
     /// What happens at the chosen call.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub enum Fault {
-        /// This call fails, the next ones work: a full disk, say.
+        /// This call fails, the next ones succeed: a full disk, for example.
         Once,
         /// This call and all later ones fail, a write after half its bytes: SIGKILL.
         Death,
@@ -310,7 +312,7 @@ pub(crate) mod testing {
         meeting: Option<Meeting>,
     }
 
-    /// Holds every sync of a file back until so many are at it at once.
+    /// Blocks every sync of a file until so many are concurrent.
     #[derive(Debug)]
     struct Meeting {
         wanted: usize,
@@ -342,7 +344,7 @@ pub(crate) mod testing {
             }
         }
 
-        /// Syncs no file before `wanted` writers are at it at once; fails if they do not come.
+        /// Syncs no file before `wanted` writers sync concurrently; fails if they do not.
         pub fn meeting(wanted: usize) -> Self {
             Self {
                 meeting: Some(Meeting {
@@ -359,7 +361,7 @@ pub(crate) mod testing {
             Self::new(usize::MAX, Fault::Once)
         }
 
-        /// Whether the fault came to pass.
+        /// Whether the fault happened.
         pub fn struck(&self) -> bool {
             self.count.load(Ordering::SeqCst) > self.at
         }
@@ -512,7 +514,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_as_it_should_be_is_not_written_again() {
+    fn a_correct_file_is_not_written_again() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("a");
         ensure(&HostFs, &path, b"x", 0o444).unwrap();

@@ -37,7 +37,7 @@ use self::own::Seen;
 pub use self::policy::NodePolicy;
 use self::slices::OwnSlices;
 use crate::FIELD_MANAGER;
-use crate::api_server::{Silent, within};
+use crate::api_server::{NoAnswer, within};
 use crate::clock::Clock;
 use crate::driver_state::DriverState;
 use crate::events::Events;
@@ -59,7 +59,7 @@ enum Error {
     #[error("{0}")]
     Api(#[from] kube::Error),
     #[error(transparent)]
-    Silent(#[from] Silent),
+    NoAnswer(#[from] NoAnswer),
     #[error("node {0} has no UID")]
     NodeWithoutUid(String),
 }

@@ -1,4 +1,4 @@
-//! `/healthz` and `/readyz`, for everybody, and what is behind `/metrics`, which is for a few.
+//! `/healthz` and `/readyz`, which are open, and the content of `/metrics`, which is not.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -23,17 +23,17 @@ use crate::registration::Registered;
 use crate::sockets::connect;
 use crate::watchdog::Board;
 
-/// How long the plugin may take to answer itself; the kubelet allows GetInfo as much.
+/// The time limit for the plugin's answer to itself; the kubelet allows GetInfo as much.
 const DEADLINE: Duration = Duration::from_secs(1);
 
-/// What is looked at.
+/// What the health checks need.
 #[derive(Clone, Debug)]
 pub struct Health {
     /// The registration socket.
     pub registration_socket: PathBuf,
     /// The DRA socket.
     pub dra_socket: PathBuf,
-    /// Whether the kubelet took the plugin.
+    /// Whether the kubelet has registered the plugin.
     pub registered: watch::Receiver<Registered>,
 }
 
@@ -45,7 +45,7 @@ pub fn router(health: Health) -> Router {
         .with_state(health)
 }
 
-/// Alive: both services answer on their sockets, as the kubelet would ask them.
+/// Alive: both services answer on their sockets, as to the kubelet.
 async fn healthz(State(health): State<Health>) -> (StatusCode, String) {
     let probe = async {
         let registration = connect(&health.registration_socket, "localhost").await;
@@ -76,9 +76,9 @@ async fn healthz(State(health): State<Health>) -> (StatusCode, String) {
     }
 }
 
-/// Ready: registered with the kubelet, which is all that a release can be blamed for. A node without a
-/// driver is ready too: its plugin releases claims and says on the GpuNode what is missing. Were it not, one
-/// such node would use up the DaemonSet's `maxUnavailable` for ever and keep all others from an update.
+/// Ready: the kubelet has registered the plugin. A node without a driver is ready too: its plugin releases
+/// claims and reports on the GpuNode what is missing. Otherwise one such node would use up the DaemonSet's
+/// `maxUnavailable` and block every rollout.
 async fn readyz(State(health): State<Health>) -> (StatusCode, &'static str) {
     if health.registered.borrow().now {
         (StatusCode::OK, "ok\n")
@@ -90,22 +90,22 @@ async fn readyz(State(health): State<Health>) -> (StatusCode, &'static str) {
     }
 }
 
-/// What Prometheus reads.
+/// What a scrape needs.
 #[derive(Clone, Debug)]
 pub struct Scrape {
     /// Whether there is a driver.
     pub driver: watch::Receiver<DriverState>,
-    /// What is counted.
+    /// The counters.
     pub metrics: Arc<Metrics>,
-    /// What is held.
+    /// The held claims.
     pub preparer: Arc<Preparer>,
-    /// Where its pages lie.
+    /// The paths of its pages.
     pub layout: Layout,
-    /// What the watchdog found.
+    /// The watchdog's findings.
     pub board: Arc<Board>,
 }
 
-/// The path `/metrics`. It names tenants' pods and claims, so not everybody may be let to it.
+/// The path `/metrics`. It names tenants' pods and claims, so it needs authorization.
 pub fn metrics_router(scrape: Scrape) -> Router {
     Router::new()
         .route(tranche_metrics::PATH, get(metrics))
@@ -120,7 +120,7 @@ async fn metrics(State(scrape): State<Scrape>) -> impl IntoResponse {
     let text =
         tokio::task::spawn_blocking(move || metrics.encode(&ledger, &scrape.layout, &scrape.board))
             .await;
-    // It fails only at shutdown.
+    // Fails only at shutdown.
     let text = text.unwrap_or_default();
     ([(header::CONTENT_TYPE, content_type)], text)
 }

@@ -1,8 +1,8 @@
-//! What containers get of ours: copied from the image into the plugin folder, where the runtime on
-//! the host can mount it from, and looked at again before a claim relies on it.
+//! Installs our files for containers: copies them from the image into the plugin folder, from which
+//! the runtime can mount them, and verifies them before a claim needs them.
 //!
-//! A copy is replaced by rename, so a container that has the old file mounted keeps it. The shim lies in a folder named
-//! by the version of the pages that it reads: the shim of another version stays for the claims that have such pages.
+//! A copy is replaced by rename, so a container that has the old file mounted keeps it. The shim's folder is named
+//! after the version of the pages that it reads: the shim of another version stays for the claims that have such pages.
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -16,36 +16,36 @@ use tranche_driver::preparation::PAGES;
 
 use crate::fs::{self, Fs, FsError};
 
-/// Files of the image, with their modes: what every container's hooks run.
+/// Files of the image, with their modes: the programs of every container's hooks.
 const HOOK_FILES: [(&str, u32); 2] = [("tranche-cdi-hook", 0o755), ("ldconfig", 0o755)];
 /// Files of the image, with their modes: the shim.
 const SHIM_FILES: [(&str, u32); 2] = [("libcuda.so.1", 0o644), ("libnvidia-ml.so.1", 0o644)];
 const PRELOAD: (&str, u32) = ("ld.so.preload", 0o644);
-/// What the loader of a capped container loads into every process.
+/// The preload list of a capped container's loader.
 const PRELOAD_CONTENT: &[u8] =
     b"/usr/lib/tranche/libcuda.so.1\n/usr/lib/tranche/libnvidia-ml.so.1\n";
 
-/// What is missing or changed.
+/// Why a file cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum InstallError {
     /// The file system.
     #[error(transparent)]
     Fs(#[from] FsError),
-    /// The image lacks it.
+    /// It is missing in the image.
     #[error(
         "{path} is missing in the image: build it with `make image`, or point --image-lib-dir at it"
     )]
     NotInImage {
-        /// Where it should be.
+        /// Its path.
         path: PathBuf,
     },
-    /// It was installed and is not as it was.
+    /// It was installed and has changed.
     #[error(
         "{path} is missing or changed since it was installed; without it a cap would not hold: \
          restart the node's plugin pod to install it anew"
     )]
     NotIntact {
-        /// Where it should be.
+        /// Its path.
         path: PathBuf,
     },
     /// The shim of the release that prepared the claim is gone.
@@ -54,14 +54,14 @@ pub enum InstallError {
          delete the pods that use the claim to have it prepared by this release"
     )]
     OtherVersion {
-        /// Where it should be.
+        /// Its path.
         path: PathBuf,
         /// The version of the claim's pages.
         pages: u32,
     },
 }
 
-/// What a claim's containers need.
+/// The files that a claim's containers need.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Needs {
     /// Hooks only.
@@ -87,14 +87,15 @@ pub struct Installation {
     libraries: PathBuf,
     hooks: Vec<Installed>,
     shim: Vec<Installed>,
-    /// All tenants have the shim's files mounted. Where nobody else has one open, a tenant could take a
-    /// lease on it (`F_SETLEASE`), and every process of its neighbours would wait 45 s for its start.
+    /// All tenants have the shim's files mounted. If no other process had them open, a tenant could
+    /// take a lease on one (`F_SETLEASE`), and every start of a process of its neighbours would block
+    /// for 45 s.
     _open: Vec<File>,
 }
 
 impl Installation {
-    /// Installs what the image has of them, the shim into a folder in `libraries` and the hooks into `hook_dir`, by
-    /// content: what is there already stays.
+    /// Installs the image's files, the shim into a folder in `libraries` and the hooks into `hook_dir`; files with
+    /// the same content are not written again.
     pub fn install(
         fs: Arc<dyn Fs>,
         image: &Path,
@@ -140,7 +141,8 @@ impl Installation {
                 }
             }
         }
-        // The hooks are large and need no second copy in memory: name and mode are looked at.
+        // The hooks are large, so their content is not kept in memory: only path and mode are
+        // verified.
         let hooks = hooks
             .into_iter()
             .map(|file| Installed {
@@ -157,7 +159,7 @@ impl Installation {
         })
     }
 
-    /// Fails where something that a claim relies on is not as it was installed.
+    /// Fails if a file that a claim needs has changed since it was installed.
     pub fn verify(&self, needs: Needs) -> Result<(), InstallError> {
         let not_intact = |file: &Installed| InstallError::NotIntact {
             path: file.path.clone(),
@@ -176,7 +178,7 @@ impl Installation {
                     }
                 }
             }
-            // Another release installed it: what it has to contain is not known here.
+            // Another release installed it: its content is not known here.
             Needs::Shim { pages } => {
                 for (name, mode) in SHIM_FILES.into_iter().chain([PRELOAD]) {
                     let path = folder_of(&self.libraries, pages).join(name);
@@ -224,14 +226,13 @@ fn folder_of(libraries: &Path, pages: u32) -> PathBuf {
     libraries.join(pages.to_string())
 }
 
-/// The versions that have a folder. Beside them the hooks may lie.
+/// The versions that have a folder. The hooks may be in the same folder.
 fn versions(fs: &dyn Fs, libraries: &Path) -> Result<BTreeSet<u32>, FsError> {
     let names = fs.list(libraries)?;
     Ok(names.iter().filter_map(|name| name.parse().ok()).collect())
 }
 
-/// Whether programs cannot be executed from a folder: its file system is mounted `noexec`, as `/var` is on
-/// some container hosts.
+/// Whether a folder's file system is mounted `noexec`, as `/var` is on some container hosts.
 pub fn is_noexec(folder: &Path) -> std::io::Result<bool> {
     let found = rustix::fs::statvfs(folder)?;
     Ok(found.f_flag.contains(StatVfsMountFlags::NOEXEC))
@@ -241,7 +242,7 @@ pub fn is_noexec(folder: &Path) -> std::io::Result<bool> {
 pub(crate) mod testing {
     use super::*;
 
-    /// An image's folder with stand-ins for the built files.
+    /// An image's folder with placeholders for the built files.
     pub fn lay_out_image(folder: &Path) {
         std::fs::create_dir_all(folder).unwrap();
         for (name, _) in HOOK_FILES.iter().chain(&SHIM_FILES) {
@@ -282,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn a_shim_that_was_removed_changed_or_opened_is_noticed_where_it_matters() {
+    fn a_shim_that_was_removed_changed_or_made_writable_is_refused() {
         use std::os::unix::fs::PermissionsExt;
         type Harm = fn(&Path);
         let harms: [Harm; 3] = [

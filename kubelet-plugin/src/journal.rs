@@ -1,9 +1,9 @@
 //! The journal on disk: one file per claim, named after its UID.
 //!
-//! A file that cannot be read is left where it is, and the claim is refused by its path: only a
-//! human can tell whether what it recorded is still in use. Until then the GPUs that it names count as
-//! taken, or all of the node where that is not known ([`MayHold`]). It is read again whenever the kubelet
-//! asks for a claim.
+//! A file that cannot be read is kept, and the claim is refused with an error that names the file: only a
+//! person can decide whether its GPUs are still in use. Until then the GPUs that it names count as taken,
+//! or all GPUs of the node if that is not known ([`MayHold`]). It is read again whenever the kubelet asks
+//! for a claim.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -13,7 +13,7 @@ use tranche_driver::journal::{JournalError, Record};
 
 use crate::fs::{self, Durability, Fs, FsError};
 
-/// A journal that is not to be used.
+/// Why a journal cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
     /// The file system.
@@ -31,20 +31,20 @@ pub enum StoreError {
         /// What the claim may hold.
         may_hold: MayHold,
     },
-    /// The content is another claim's.
+    /// The content belongs to another claim.
     #[error("journal {path} records claim {uid}: the file was renamed or copied; delete it")]
     Misnamed {
         /// The file.
         path: PathBuf,
-        /// Whose it is.
+        /// That claim's UID.
         uid: String,
-        /// What the claim may hold that the file is named after.
+        /// What the claim of the file's name may hold.
         may_hold: MayHold,
     },
 }
 
 impl StoreError {
-    /// What the claim may hold whose journal this is.
+    /// What the claim of this journal may hold.
     #[must_use]
     pub fn may_hold(&self) -> MayHold {
         match self {
@@ -54,18 +54,17 @@ impl StoreError {
     }
 }
 
-/// The GPUs that a claim may hold whose journal cannot be read.
+/// The GPUs that a claim with an unreadable journal may hold.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum MayHold {
-    /// These, by UUID, and no other.
+    /// Only these, by UUID.
     Gpus(BTreeSet<String>),
-    /// Any of the node.
+    /// Any GPU of the node.
     Any,
 }
 
 impl MayHold {
-    /// What can be saved of a file: the UUIDs in it, if it is whole. One that is not JSON from end to end
-    /// may have lost some.
+    /// The UUIDs in a file, if it is complete. A file that is not valid JSON may have lost some.
     fn of(content: &[u8]) -> Self {
         if serde_json::from_slice::<serde_json::Value>(content).is_err() {
             return Self::Any;
@@ -114,17 +113,17 @@ pub struct Journal {
     folder: PathBuf,
 }
 
-/// What the folder held at start.
+/// The content of the folder at the start.
 #[derive(Debug, Default)]
 pub struct Loaded {
     /// The readable ones.
     pub records: Vec<Record>,
-    /// The others: claim UID (as the file name says) and why.
+    /// The others: the claim UID from the file name, and the error.
     pub refused: Vec<(String, StoreError)>,
 }
 
 impl Journal {
-    /// The folder is made when it is missing.
+    /// Makes the folder if it is missing.
     pub fn open(fs: Arc<dyn Fs>, folder: PathBuf) -> Result<Self, FsError> {
         fs.create_dir(&folder)?;
         Ok(Self { fs, folder })
@@ -134,7 +133,7 @@ impl Journal {
         self.folder.join(format!("{uid}.json"))
     }
 
-    /// Reads everything, and removes what an interrupted write left.
+    /// Reads all files, and removes temporary files of interrupted writes.
     pub fn load_all(&self) -> Result<Loaded, FsError> {
         let mut loaded = Loaded::default();
         fs::remove_temporaries(&*self.fs, &self.folder, "")?;
@@ -150,7 +149,7 @@ impl Journal {
         Ok(loaded)
     }
 
-    /// Reads one claim's record, `None` where there is none.
+    /// Reads one claim's record, if there is one.
     pub fn load(&self, uid: &str) -> Result<Option<Record>, StoreError> {
         let path = self.path(uid);
         let Some(bytes) = self.fs.read(&path)? else {

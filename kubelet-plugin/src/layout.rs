@@ -1,4 +1,4 @@
-//! Where the plugin keeps what on the node.
+//! The plugin's paths on the node.
 
 use std::path::{Path, PathBuf};
 
@@ -9,9 +9,9 @@ use crate::args::Args;
 /// The folders, all with the same path in the pod and on the host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Layout {
-    /// Sockets, lock, journal, what containers get mounted.
+    /// Sockets, lock, journal, files that are mounted into containers.
     pub plugin: PathBuf,
-    /// What container runtimes execute: the hook and its ldconfig.
+    /// The hook and its ldconfig, which container runtimes execute.
     pub hooks: PathBuf,
     /// Where the kubelet watches for registration sockets.
     pub registry: PathBuf,
@@ -24,18 +24,18 @@ pub struct Layout {
 /// A share's files.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SharePaths {
-    /// Of the claim.
+    /// The claim's folder.
     pub claim: PathBuf,
-    /// Of the device.
+    /// The device's folder.
     pub device: PathBuf,
-    /// The limits.
+    /// The cap page.
     pub cap: PathBuf,
-    /// The use.
+    /// The account page.
     pub account: PathBuf,
 }
 
 impl Layout {
-    /// As the command line says.
+    /// From the command line.
     #[must_use]
     pub fn of(args: &Args) -> Self {
         Self {
@@ -53,7 +53,7 @@ impl Layout {
         self.plugin.join("claims")
     }
 
-    /// What containers get mounted of ours: a folder for each version of the shim.
+    /// Our files that are mounted into containers: a folder for each version of the shim.
     #[must_use]
     pub fn libraries(&self) -> PathBuf {
         self.plugin.join("lib")
@@ -71,7 +71,7 @@ impl Layout {
         self.plugin.join("contexts.json")
     }
 
-    /// Held by the one instance that works on this node.
+    /// The lock of the one active instance on this node.
     #[must_use]
     pub fn lock(&self) -> PathBuf {
         self.plugin.join("lock")
@@ -80,7 +80,7 @@ impl Layout {
     /// The registration socket.
     ///
     /// The kubelet's client sends the percent-encoded path as HTTP/2 `:authority`. A `%` is legal
-    /// there only in what stands before an `@`, so the name needs one (ADR 0001).
+    /// there only before an `@`, so the name contains one (ADR 0001).
     #[must_use]
     pub fn registration_socket(&self) -> PathBuf {
         self.registry
@@ -112,7 +112,7 @@ impl Layout {
         }
     }
 
-    /// As the CDI specs name them; `dev_root` is the root that has the device nodes, as the host sees it.
+    /// The paths for CDI specs; `dev_root` is the root of the device nodes, as the host sees it.
     #[must_use]
     pub fn node_paths(&self, dev_root: &Path) -> NodePaths {
         let text = |path: &Path| path.to_string_lossy().into_owned();
@@ -186,7 +186,7 @@ mod tests {
             "{sent}"
         );
         sent.parse::<http::uri::Authority>().unwrap();
-        // The rule is needed: without the @ no HTTP/2 server takes it.
+        // Without the @ no HTTP/2 server accepts it.
         let plain = encode_authority("/var/lib/kubelet/plugins_registry/gpu.tranche.dev-reg.sock");
         plain.parse::<http::uri::Authority>().unwrap_err();
     }

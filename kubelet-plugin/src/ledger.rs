@@ -1,8 +1,9 @@
-//! What this node's claims hold, in memory: the journal, read once, but for files that are refused.
+//! The claims that this node holds, in memory: the content of the journal, read once, except for
+//! unreadable files.
 //!
-//! Here alone is decided who gets a GPU: [`Ledger::book`] plans a claim against all others and enters
-//! the result in one step, so that no two claims are planned each without the other. Carrying a plan
-//! out takes disk writes, and happens outside: claims on one GPU do not wait for each other's.
+//! Only the ledger decides which claim gets a GPU: [`Ledger::book`] plans a claim against all others
+//! and records the result in one step. A plan is carried out, with its disk writes, outside of that
+//! step, so that claims on one GPU do not wait for each other's writes.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -22,7 +23,7 @@ use crate::layout::{Layout, SharePaths};
 #[derive(Debug, Default)]
 pub struct Ledger {
     claims: Mutex<BTreeMap<String, Entry>>,
-    /// The names of the pods of held claims, by the claim's UID and the pod's; forgotten when the plugin ends.
+    /// The names of the pods of held claims, by the UIDs of claim and pod; kept only while the plugin runs.
     pods: Mutex<BTreeMap<String, BTreeMap<String, String>>>,
     releases: watch::Sender<()>,
     refused: watch::Sender<Refused>,
@@ -55,7 +56,7 @@ impl From<StoreError> for Entry {
     }
 }
 
-/// A GPU counts as taken, since a claim whose journal cannot be read may hold it.
+/// A GPU counts as taken, because a claim with an unreadable journal may hold it.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("GPU {gpu_uuid} counts as taken, since it is not known what claim {holder} holds: {why}")]
 pub struct MayBeHeld {
@@ -76,18 +77,18 @@ impl Entry {
     }
 }
 
-/// What a claim gets.
+/// The result of a booking.
 #[derive(Debug)]
 pub enum Booking {
-    /// What it has: the allocation is the one that was prepared.
+    /// The record that it has: the allocation is the prepared one.
     Kept(Arc<Record>),
-    /// Nothing before it gives up what it has: it was allocated anew.
+    /// The record that must be released first: the claim was allocated again.
     Moved(Arc<Record>),
-    /// What nobody else has.
+    /// A new reservation.
     New(Reservation),
 }
 
-/// A plan that is counted as held while it is carried out. Dropping it gives it up.
+/// A plan that counts as held while it is carried out. Dropping it ends that.
 #[derive(Debug)]
 pub struct Reservation {
     ledger: Arc<Ledger>,
@@ -96,13 +97,13 @@ pub struct Reservation {
 }
 
 impl Reservation {
-    /// What to carry out.
+    /// The record to carry out.
     #[must_use]
     pub fn record(&self) -> &Record {
         &self.record
     }
 
-    /// From now on the claim holds it.
+    /// Turns the reservation into a held claim.
     #[expect(clippy::must_use_candidate)]
     pub fn hold(mut self) -> Arc<Record> {
         self.held = true;
@@ -122,7 +123,7 @@ impl Drop for Reservation {
 }
 
 impl Ledger {
-    /// Starts from what the journal held.
+    /// Starts with the content of the journal.
     #[must_use]
     pub fn new(loaded: Loaded) -> Self {
         let held = loaded.records.into_iter().map(|record| {
@@ -143,7 +144,7 @@ impl Ledger {
         ledger
     }
 
-    /// The record of a claim; an error where its journal cannot be read.
+    /// The record of a claim; an error if its journal cannot be read.
     pub fn get(&self, uid: &str) -> Result<Option<Arc<Record>>, Arc<str>> {
         match self.claims().get(uid) {
             None | Some(Entry::Reserved(_)) => Ok(None),
@@ -152,9 +153,9 @@ impl Ledger {
         }
     }
 
-    /// Looks again at a claim whose journal could not be read: somebody may have mended or deleted the
-    /// file since. The caller holds the claim's lock.
-    pub fn look_again(&self, uid: &str, load: impl FnOnce() -> Result<Option<Record>, StoreError>) {
+    /// Reads a claim's journal again if it could not be read: the file may have been repaired or
+    /// deleted since. The caller holds the claim's lock.
+    pub fn reload(&self, uid: &str, load: impl FnOnce() -> Result<Option<Record>, StoreError>) {
         if self.get(uid).is_ok() {
             return;
         }
@@ -171,7 +172,7 @@ impl Ledger {
         self.publish_refused();
     }
 
-    /// Everything held.
+    /// All held claims.
     #[must_use]
     pub fn held(&self) -> Vec<Arc<Record>> {
         self.claims()
@@ -194,7 +195,7 @@ impl Ledger {
         refused.collect()
     }
 
-    /// [`Self::refused`], and when it changes.
+    /// [`Self::refused`], with notifications of changes.
     #[must_use]
     pub fn watch_refused(&self) -> watch::Receiver<Refused> {
         self.refused.subscribe()
@@ -221,12 +222,12 @@ impl Ledger {
         devices
     }
 
-    /// What the claim has already, if it is held; else `plan`, made against everything that is held
-    /// or reserved, is reserved for it, unless it takes a GPU that a claim whose journal cannot be read
+    /// Returns the claim's record if it is held. Otherwise calls `plan` with everything that is held or
+    /// reserved, and reserves the result, unless it takes a GPU that a claim with an unreadable journal
     /// may hold. The caller holds the claim's lock.
     ///
-    /// A held claim is told from one that was allocated anew by its allocation. How this release
-    /// would plan it does not matter: containers run by the plan that was carried out.
+    /// A held claim is compared by its allocation, to detect that it was allocated again. How this
+    /// release would plan it does not matter: its containers use the plan that was carried out.
     pub fn book<E: From<MayBeHeld>>(
         self: &Arc<Self>,
         allocation: &Allocation,
@@ -255,14 +256,14 @@ impl Ledger {
         }))
     }
 
-    /// Puts another record in the place of a held one. The caller holds the claim's lock.
+    /// Replaces the record of a held claim. The caller holds the claim's lock.
     pub fn replace(&self, record: Arc<Record>) {
         let uid = record.plan.allocation.uid.clone();
         self.claims().insert(uid, Entry::Held(record));
     }
 
-    /// The files of all shares whose pages have the version that this release knows. Those of another release are
-    /// left alone: nothing in them can be read or written here.
+    /// The files of all shares whose pages have this release's version. Pages of another release are left alone,
+    /// because this release can neither read nor write them.
     #[must_use]
     pub fn shares(&self, layout: &Layout) -> Vec<SharePaths> {
         let mut shares = Vec::new();
@@ -276,7 +277,7 @@ impl Ledger {
         shares
     }
 
-    /// Notes for which pods a claim is reserved, if it is held: for metrics and the watchdog.
+    /// Records the pods for which a held claim is reserved, for metrics and the watchdog.
     pub fn note_pods(&self, claim: &ResourceClaim) {
         let Some(uid) = &claim.metadata.uid else {
             return;
@@ -288,21 +289,22 @@ impl Ledger {
             .filter(|consumer| consumer.resource == "pods")
             .map(|pod| (pod.uid.clone(), pod.name.clone()))
             .collect();
-        // Held until it is noted: nobody forgets a claim that was released before.
+        // The lock is held until the pods are recorded, so that no pods are recorded for a released
+        // claim.
         let claims = self.claims();
         if claims.contains_key(uid) {
             self.all_pods().insert(uid.clone(), pods);
         }
     }
 
-    /// The names of the pods for which a claim is reserved, by the pods' UIDs, as far as the plugin saw it in
-    /// this life.
+    /// The names of the pods for which a claim is reserved, by the pods' UIDs, as far as this process has
+    /// read them.
     #[must_use]
     pub fn pod_uids(&self, uid: &str) -> BTreeMap<String, String> {
         self.all_pods().get(uid).cloned().unwrap_or_default()
     }
 
-    /// The same names alone, sorted.
+    /// Only the names, sorted.
     #[must_use]
     pub fn pods(&self, uid: &str) -> Vec<String> {
         let mut names: Vec<_> = self.pod_uids(uid).into_values().collect();
@@ -325,25 +327,25 @@ impl Ledger {
         }
     }
 
-    /// Changes whenever a claim is forgotten.
+    /// Changes whenever a claim is removed.
     #[must_use]
     pub fn releases(&self) -> watch::Receiver<()> {
         self.releases.subscribe()
     }
 
-    /// Before [`Self::all_pods`], where both are needed.
+    /// Lock this before [`Self::all_pods`] if both are needed.
     fn claims(&self) -> MutexGuard<'_, BTreeMap<String, Entry>> {
-        // Nothing that holds it can panic half way through a change.
+        // No holder of the lock can panic in the middle of a change.
         self.claims.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Which GPU of a plan this other claim may hold, if it is not known what it holds.
+/// The GPU of a plan that another claim may hold, if that claim's journal is unreadable.
 fn may_be_held(plan: &PreparationPlan, (holder, entry): (&String, &Entry)) -> Option<MayBeHeld> {
     let Entry::Refused(refusal) = entry else {
         return None;
     };
-    // Admin access takes nothing from anybody.
+    // Admin access takes nothing from other claims.
     let mut devices = plan.devices.iter().filter(|device| !device.admin_access);
     let device = devices.find(|device| refusal.may_hold.includes(&device.gpu_uuid))?;
     Some(MayBeHeld {
@@ -353,7 +355,7 @@ fn may_be_held(plan: &PreparationPlan, (holder, entry): (&String, &Entry)) -> Op
     })
 }
 
-/// A record's claim as the API server names it.
+/// The names of a record's claim.
 #[must_use]
 pub fn claim_of(record: &Record) -> ClaimRef {
     let allocation = &record.plan.allocation;
@@ -449,7 +451,7 @@ mod tests {
         assert!(ledger.get("a").unwrap().is_none());
         assert!(!released.has_changed().unwrap());
         drop(reservation);
-        assert!(released.has_changed().unwrap(), "whoever waits is woken");
+        assert!(released.has_changed().unwrap(), "waiting claims are woken");
         released.mark_unchanged();
 
         let record = reserve(&ledger, "b").hold();
@@ -477,7 +479,7 @@ mod tests {
         assert!(ledger.pods("a").is_empty());
     }
 
-    /// A release that plans differently must not take away what containers use.
+    /// A release that plans differently must not remove what containers use.
     #[test]
     fn a_held_claim_keeps_its_plan_however_it_would_be_planned_now() {
         let ledger = Arc::new(Ledger::default());
@@ -488,7 +490,7 @@ mod tests {
             Ok::<_, Vec<String>>(plan)
         });
         assert!(matches!(again, Ok(Booking::Kept(kept)) if kept == record));
-        // Nor does it matter that it could not be planned at all.
+        // Also if it could not be planned at all.
         let again = ledger.book(&allocation("a"), |_| Err(Vec::<String>::new()));
         assert!(matches!(again, Ok(Booking::Kept(kept)) if kept == record));
     }

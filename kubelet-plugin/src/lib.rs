@@ -1,4 +1,4 @@
-//! ResourceClaim to ready device: the node's half of Tranche.
+//! The node's part of Tranche: prepares the devices of ResourceClaims.
 //!
 //! ```text
 //!  kubelet ── registration ──────────────────┐ epoch
@@ -8,17 +8,15 @@
 //!     └─ dra ──► preparer ◄───────────┘──► driver::preparation::plan ──► executor ──► pages, CDI
 //!                  │  ▲                                                     │
 //!                  │  └── ledger ◄────────────────────────────────────── journal
-//!                  ├──► aftermath ──► claim.status.devices, events on pods
+//!                  ├──► reporter ──► claim.status.devices, events on pods
 //!  kubelet ◄── pod_resources ◄── orphans ──► unprepare
 //! ```
 //!
-//! [`app`] puts the parts together; [`layout`] says where things lie. What a node knows of its driver
-//! and does for the shares in use is `tranche_node`'s; [`sweep`] asks it for every held share.
-//! [`fs`], [`clock`] and `tranche_node::nvml` are the seams at which tests script failures, and the API
-//! server is a `kube::Client`.
+//! [`app`] puts the parts together; [`layout`] has the paths. `tranche_node` has the code for the
+//! driver and for shares in use, which the CLI uses too. Tests inject failures through [`fs`],
+//! [`clock`], `tranche_node::nvml` and the `kube::Client` of the API server.
 #![forbid(unsafe_code)]
 
-pub mod aftermath;
 pub mod api_server;
 pub mod app;
 pub mod args;
@@ -45,6 +43,8 @@ pub mod preparer;
 pub mod proto;
 pub mod providers;
 pub mod registration;
+pub mod reporter;
+mod rounds;
 pub mod selinux;
 pub mod sockets;
 pub mod status;
@@ -53,5 +53,5 @@ pub mod sweep;
 pub(crate) mod testing;
 pub mod watchdog;
 
-/// By this name the API server knows what this plugin wrote.
+/// The field manager of this plugin's writes.
 pub const FIELD_MANAGER: &str = "tranche-kubelet-plugin";

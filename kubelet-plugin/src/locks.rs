@@ -1,7 +1,7 @@
 //! FIFO locks: one per claim, none for a GPU or the node.
 //!
-//! A claim's calls are served one after another, in the order of arrival. Who gets a GPU is no matter
-//! of locks: the [`ledger`](crate::ledger) decides it in one step.
+//! A claim's calls are served one after another, in the order of arrival. Locks do not decide which
+//! claim gets a GPU: the [`ledger`](crate::ledger) does that in one step.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -10,27 +10,27 @@ use tokio::sync::OwnedMutexGuard;
 
 type Table = HashMap<String, Arc<tokio::sync::Mutex<()>>>;
 
-/// The locks in use, by claim UID. An unused one takes no room.
+/// The locks in use, by claim UID. Unused locks are removed.
 #[derive(Debug, Default)]
 pub struct Locks {
     table: Mutex<Table>,
 }
 
-/// A held lock; dropping releases it. May be moved to another thread, and so be kept by work whose
-/// waiter gave up.
+/// A held lock; dropping it releases it. Work on another thread can own it, so that it stays locked
+/// after the waiting call was cancelled.
 #[derive(Debug)]
 pub struct Held {
     locks: Arc<Locks>,
     uid: String,
-    /// None: still waited for.
+    /// `None` while waiting.
     guard: Option<OwnedMutexGuard<()>>,
 }
 
 impl Locks {
-    /// Waits for the claim's turn.
+    /// Waits for the claim's lock.
     pub async fn lock(self: &Arc<Self>, uid: &str) -> Held {
         let lock = Arc::clone(self.table().entry(uid.to_owned()).or_default());
-        // Made before the wait, so that a waiter that gives up is forgotten too.
+        // Made before the wait, so that a cancelled wait is removed too.
         let mut held = Held {
             locks: Arc::clone(self),
             uid: uid.to_owned(),
@@ -40,7 +40,7 @@ impl Locks {
         held
     }
 
-    /// The claim's lock, if nobody holds it.
+    /// The claim's lock, if it is free.
     #[must_use]
     pub fn try_lock(self: &Arc<Self>, uid: &str) -> Option<Held> {
         let lock = Arc::clone(self.table().entry(uid.to_owned()).or_default());
@@ -54,7 +54,7 @@ impl Locks {
     }
 
     fn table(&self) -> std::sync::MutexGuard<'_, Table> {
-        // Nothing that holds it can panic half way through a change.
+        // No holder of the lock can panic in the middle of a change.
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -63,7 +63,7 @@ impl Drop for Held {
     fn drop(&mut self) {
         drop(self.guard.take());
         let mut table = self.locks.table();
-        // Only the table's own reference is left: nobody holds it, nobody waits for it.
+        // Only the table's own reference is left: it is neither held nor waited for.
         if table
             .get(&self.uid)
             .is_some_and(|lock| Arc::strong_count(lock) == 1)
@@ -101,7 +101,7 @@ mod tests {
             order.push(n);
         }
         assert_eq!(order, (0..20).collect::<Vec<_>>());
-        assert!(locks.table().is_empty(), "an unused lock takes no room");
+        assert!(locks.table().is_empty(), "an unused lock is removed");
     }
 
     #[tokio::test]

@@ -7,13 +7,14 @@ use std::time::Duration;
 use clap::Parser;
 use tranche_kubelet_plugin::{app, args::Args, sweep::RECLAIM};
 
-/// Two threads: the work is waiting for disk and API server, and every thread costs memory.
+/// Two threads: most of the work is waiting for disk and API server, and every thread takes memory.
 const THREADS: usize = 2;
 
-/// As many writes as a disk makes into one, more or less.
+/// About as many fsyncs as a disk merges.
 const BLOCKING_THREADS: usize = 16;
 
-/// Less than it takes the regular rounds to come by all of them, which would keep each from ending.
+/// Shorter than the time in which the periodic tasks use all threads in turn, so that idle threads
+/// end.
 const IDLE: Duration = Duration::from_secs(1);
 
 fn main() -> anyhow::Result<()> {
@@ -32,7 +33,7 @@ fn main() -> anyhow::Result<()> {
         .enable_all()
         .build()?;
     let result = runtime.block_on(app::run(args));
-    // A thread that waits for the node's lock would hold up the end.
+    // A thread that waits for the node's lock would delay the exit.
     runtime.shutdown_background();
     result
 }

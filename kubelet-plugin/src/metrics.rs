@@ -1,4 +1,4 @@
-//! What Prometheus sees. `docs/reference/metrics.md` lists it; a test keeps that list true.
+//! The plugin's metrics. `docs/reference/metrics.md` lists them; a test compares that list.
 
 mod shares;
 mod watchdog;
@@ -19,7 +19,7 @@ use crate::layout::Layout;
 use crate::ledger::Ledger;
 use crate::watchdog::Board;
 
-/// What the kubelet asks.
+/// The kubelet's calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Method {
     /// NodePrepareResources.
@@ -29,7 +29,7 @@ pub enum Method {
 }
 
 impl Method {
-    /// As gRPC names it.
+    /// The name in gRPC.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -61,7 +61,7 @@ struct TierLabels {
     tier: &'static str,
 }
 
-/// Seconds: from a tenth of the target to the kubelet's own deadline.
+/// Seconds: from a tenth of the target to the kubelet's deadline.
 const BUCKETS: [f64; 14] = [
     0.0002, 0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.1, 0.5, 1.0, 5.0, 15.0, 45.0,
 ];
@@ -75,7 +75,7 @@ pub struct Metrics {
     devices: Family<TierLabels, Gauge<i64, AtomicI64>>,
     claims: Gauge,
     unreadable_journals: Gauge,
-    /// The registration epoch last written.
+    /// The last written registration epoch.
     pub epoch: Gauge,
     /// Registrations with the kubelet in the life of this process.
     pub registrations: Counter,
@@ -83,11 +83,11 @@ pub struct Metrics {
     pub orphans: Counter,
     /// Processes that died with memory of their share.
     pub dead_processes: Counter,
-    /// Processes ended because they went around their share's cap.
+    /// Processes that were ended because they bypassed their share's cap.
     pub bypasses_ended: Counter,
-    /// 1 while there is a driver to work with.
+    /// 1 while there is a usable driver.
     pub driver_ready: Gauge,
-    /// GPUs with shares of which NVML does not say for which process they work.
+    /// GPUs with shares for which NVML does not report utilization by process.
     pub gpus_without_process_utilization: Gauge,
 }
 
@@ -124,7 +124,7 @@ impl Metrics {
         );
         r.register_with_unit(
             "dra_claim_duration",
-            "Time from a claim's request to its answer, waiting included",
+            "Time from a claim's request to its answer, including waits",
             Unit::Seconds,
             self.durations.clone(),
         );
@@ -141,7 +141,7 @@ impl Metrics {
         );
         r.register(
             "registration_epoch",
-            "Epoch of the newest registration that the cluster was told",
+            "Epoch of the newest registration in the GpuNode",
             self.epoch.clone(),
         );
         r.register(
@@ -156,22 +156,22 @@ impl Metrics {
         );
         r.register(
             "dead_processes_swept",
-            "Processes whose place in their share was given back by the node after they died",
+            "Dead processes whose slots in their shares the node reclaimed",
             self.dead_processes.clone(),
         );
         r.register(
             "bypassing_processes_ended",
-            "Processes that the node ended because they held memory which their share's account did not have",
+            "Processes that the node ended because they held memory that was not in their share's account",
             self.bypasses_ended.clone(),
         );
         r.register(
             "driver_ready",
-            "Whether there is an NVIDIA driver to work with",
+            "1 if there is a usable NVIDIA driver, else 0",
             self.driver_ready.clone(),
         );
         r.register(
             "gpus_without_process_utilization",
-            "GPUs with compute shares for which NVML does not report utilization by process (MIG, vGPU): their shares' prices are corrected together",
+            "GPUs with compute shares for which NVML does not report utilization by process (MIG, vGPU): their shares get a common correction",
             self.gpus_without_process_utilization.clone(),
         );
     }
@@ -186,8 +186,8 @@ impl Metrics {
             .observe(took.as_secs_f64());
     }
 
-    /// Everything in the text format of OpenMetrics; what is held, and what of it is used, is counted
-    /// now. Reads the account of every held share.
+    /// All metrics in the text format of OpenMetrics. Held claims and their usage are counted now,
+    /// from the account of every held share.
     #[must_use]
     pub fn encode(&self, ledger: &Ledger, layout: &Layout, board: &Board) -> String {
         let held = ledger.devices();

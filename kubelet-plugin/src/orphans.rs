@@ -1,13 +1,14 @@
 //! Finds held claims that are gone, and releases them.
 //!
-//! The kubelet releases every claim that it prepared, so an orphan is rare: a kubelet that lost its state,
-//! or was killed at the wrong moment. Asking the API server for each claim again and again would cost it
-//! thousands of requests a second in a large cluster. So the kubelet is asked, on the node, which claims its
-//! pods use; the API server only for those that the kubelet does not know, ever more rarely, and for one
-//! that is in a new claim's way ([`schedule`]).
+//! The kubelet releases every claim that it prepared, so orphans are rare: the kubelet lost its state or was
+//! killed at the wrong moment. Polling the API server for each claim would mean thousands of requests a
+//! second in a large cluster. So the plugin asks the kubelet which claims its pods use, and asks the API
+//! server only for claims that the kubelet does not list, at growing intervals, and for a claim that blocks
+//! a new one ([`schedule`]).
 //!
 //! A claim is released when all of these hold:
-//! - the API server said twice, some time apart, that it has no claim of this name or another one by now;
+//! - the API server said twice, some time apart, that it has no claim of this name or one with another
+//!   UID;
 //! - the kubelet does not list it;
 //! - no process runs in a container that has its devices.
 
@@ -35,12 +36,13 @@ use crate::layout::Layout;
 use crate::ledger::{Ledger, claim_of};
 use crate::metrics::Metrics;
 use crate::pod_resources::Kubelet;
-use crate::preparer::{Aftermath, Preparer};
+use crate::preparer::{Preparer, Reporter};
 
-/// How many suspicions may wait; the next conflict repeats one that is lost.
+/// The most waiting suspicions; the next conflict repeats one that is lost.
 const WAITING: usize = 64;
 
-/// The claims that are in a new claim's way, by UID: who meets a conflict sends, the search receives.
+/// A channel for the UIDs of claims that block a new claim: a Prepare with a conflict sends, the
+/// search receives.
 #[must_use]
 pub fn suspicions() -> (mpsc::Sender<String>, mpsc::Receiver<String>) {
     mpsc::channel(WAITING)
@@ -49,17 +51,17 @@ pub fn suspicions() -> (mpsc::Sender<String>, mpsc::Receiver<String>) {
 /// Searches for orphans.
 #[derive(Debug)]
 pub struct OrphanSearch {
-    /// Releases.
+    /// Releases claims.
     pub preparer: Arc<Preparer>,
     /// The API server.
     pub claims: Claims,
-    /// Who knows what the pods use.
+    /// Lists which claims the pods use.
     pub kubelet: Box<dyn Kubelet>,
-    /// Tells the status of a claim whose earlier life did not.
-    pub aftermath: Arc<dyn Aftermath>,
-    /// What is counted.
+    /// Reports the status of a claim that an earlier process did not report.
+    pub reporter: Arc<dyn Reporter>,
+    /// The counters.
     pub metrics: Arc<Metrics>,
-    /// Where the pages lie.
+    /// The paths of the pages.
     pub layout: Layout,
     /// The host's `/proc`.
     pub proc: PathBuf,
@@ -77,7 +79,7 @@ impl OrphanSearch {
                 refresh = Instant::now() + INTERVAL;
             }
             if let Some(uid) = schedule.next(Instant::now()).map(str::to_owned) {
-                self.look(&mut schedule, &uid).await;
+                self.check(&mut schedule, &uid).await;
             }
             let soonest = Instant::now() + PAUSE;
             let due = schedule.due().map_or(refresh, |due| due.max(soonest));
@@ -85,10 +87,10 @@ impl OrphanSearch {
                 () = stop.cancelled() => return,
                 () = tokio::time::sleep_until(due.min(refresh)) => {}
                 Some(uid) = suspicions.recv() => {
-                    // It may be held since a moment ago only.
+                    // It may have become held only a moment ago.
                     kubelet_tells = self.refresh(&mut schedule, kubelet_tells).await;
                     schedule.suspect(Instant::now(), &uid);
-                    // Several may be in the way of one claim.
+                    // Several claims may block one.
                     while let Ok(uid) = suspicions.try_recv() {
                         schedule.suspect(Instant::now(), &uid);
                     }
@@ -97,17 +99,17 @@ impl OrphanSearch {
         }
     }
 
-    /// Brings the schedule up to date with what is held and what the kubelet lists of it. Returns whether the
-    /// kubelet told; `told` says whether it did the last time.
-    async fn refresh(&self, schedule: &mut Schedule, told: bool) -> bool {
+    /// Updates the schedule with the held claims and the kubelet's list. Returns whether the kubelet
+    /// answered; `answered_before` says whether it did the last time.
+    async fn refresh(&self, schedule: &mut Schedule, answered_before: bool) -> bool {
         let preparer = Arc::clone(&self.preparer);
-        // Its claims are not held, and so not looked for, until they can be read. It fails only at shutdown.
+        // Claims with unreadable journals are not held until they can be read. It fails only at shutdown.
         let _ = tokio::task::spawn_blocking(move || preparer.read_refused_again()).await;
         let in_use = self.kubelet.in_use().await;
         if let Err(error) = &in_use
-            && told
+            && answered_before
         {
-            warn!(%error, "the API server is asked for held claims instead, every few hours");
+            warn!(%error, "the kubelet does not list its pods' claims; asking the API server instead, every few hours");
         }
         let mut held = BTreeMap::new();
         let mut joined = Vec::new();
@@ -127,22 +129,23 @@ impl OrphanSearch {
         }
         let now = Instant::now();
         schedule.update(now, &held);
-        // The kubelet prepares a claim once for all of its pods: which joined later, and by which UID, the
-        // claim says.
+        // The kubelet prepares a claim once for all of its pods. Only the claim names pods that joined
+        // later, with their UIDs.
         for (uid, pods) in joined {
             schedule.joined(now, &uid, pods);
         }
         in_use.is_ok()
     }
 
-    /// Asks for one claim, and releases it when it is gone for long enough and nobody uses it.
-    async fn look(&self, schedule: &mut Schedule, uid: &str) {
+    /// Asks the API server for one claim, and releases it if it has been gone for long enough and
+    /// is not in use.
+    async fn check(&self, schedule: &mut Schedule, uid: &str) {
         let Ok(Some(record)) = self.ledger().get(uid) else {
             schedule.forget(uid);
             return;
         };
         let claim = claim_of(&record);
-        let found = self.ask(&claim, &record).await;
+        let found = self.query(&claim, &record).await;
         if !schedule.found(Instant::now(), uid, found) {
             return;
         }
@@ -152,7 +155,7 @@ impl OrphanSearch {
             // Only at shutdown.
             Err(_) => {}
             Ok(Err(why)) => {
-                warn!(%claim, uid, why, "the claim is gone and the kubelet does not list it; it is kept, since it is not known whether its containers have ended");
+                warn!(%claim, uid, why, "the claim is gone and the kubelet does not list it; it is kept because it is not known whether its containers have ended");
             }
             Ok(Ok(Some(users))) => {
                 warn!(%claim, uid, users, "the claim is gone and the kubelet does not list it; it is kept until its containers have ended");
@@ -166,21 +169,21 @@ impl OrphanSearch {
         }
     }
 
-    async fn ask(&self, claim: &ClaimRef, record: &Arc<Record>) -> Found {
+    async fn query(&self, claim: &ClaimRef, record: &Arc<Record>) -> Found {
         match self.claims.get(claim).await {
             Ok(None) => Found::Gone,
             Ok(Some(object)) if is(&object, claim) => {
                 self.ledger().note_pods(&object);
-                if !tells_devices(&object) {
-                    // An earlier life was killed between its answer and this.
-                    self.aftermath.prepared(record);
+                if !has_devices_in_status(&object) {
+                    // An earlier process was killed after its answer and before its report.
+                    self.reporter.prepared(record);
                 }
                 Found::There
             }
             Ok(Some(object)) if is_another(&object, claim) => Found::Gone,
             Ok(Some(_)) => Found::Unknown,
             Err(error) => {
-                debug!(%claim, %error, "cannot tell whether the claim is gone");
+                debug!(%claim, %error, "cannot determine whether the claim is gone");
                 Found::Unknown
             }
         }
@@ -199,8 +202,8 @@ fn is(object: &ResourceClaim, claim: &ClaimRef) -> bool {
     object.metadata.uid.as_ref() == Some(&claim.uid)
 }
 
-/// Whether the object is another claim that has taken the name. One without a UID or of another name is the
-/// answer of a broken server.
+/// Whether the object is another claim of the same name. An object without a UID or with another name comes
+/// from a broken server.
 fn is_another(object: &ResourceClaim, claim: &ClaimRef) -> bool {
     let meta = &object.metadata;
     meta.name.as_ref() == Some(&claim.name)
@@ -208,8 +211,8 @@ fn is_another(object: &ResourceClaim, claim: &ClaimRef) -> bool {
         && (meta.uid.as_ref()).is_some_and(|uid| !uid.is_empty() && *uid != claim.uid)
 }
 
-/// Whether `status.devices` has something of ours.
-fn tells_devices(claim: &ResourceClaim) -> bool {
+/// Whether `status.devices` has an entry of ours.
+fn has_devices_in_status(claim: &ResourceClaim) -> bool {
     let devices = claim.status.as_ref().and_then(|s| s.devices.as_deref());
     devices
         .unwrap_or_default()
@@ -217,7 +220,7 @@ fn tells_devices(claim: &ResourceClaim) -> bool {
         .any(|d| d.driver == DRIVER)
 }
 
-/// Who still uses a claim's devices, in words; `None` for nobody. An error says why that is not known.
+/// The users of a claim's devices as text, if any. An error says why they are not known.
 fn users(record: &Record, proc: &Path, layout: &Layout) -> Result<Option<String>, String> {
     let devices = &record.plan.devices;
     let keys: Vec<_> = devices.iter().map(|device| device.key.as_str()).collect();
@@ -226,10 +229,10 @@ fn users(record: &Record, proc: &Path, layout: &Layout) -> Result<Option<String>
         let count = processes.len();
         return Ok(Some(format!("{count} processes, the first is {first}")));
     }
-    // A process that left its container's mounts still counts in the account.
+    // A process that left its container's mount namespace still has a slot in the account.
     for device in devices.iter().filter(|device| device.cap.is_share()) {
         let account = layout.share(uid(record), &device.key).account;
-        // A page that is missing or broken is nobody's place to count.
+        // A missing or broken page has no slots.
         if AccountFile::open(&account).is_ok_and(|file| file.is_in_use().unwrap_or(true)) {
             return Ok(Some(format!(
                 "processes that count in {}",

@@ -1,5 +1,5 @@
-//! Which claims the pods of this node use, as the kubelet tells on its pod resources socket. Asking costs
-//! the API server nothing, and needs no right.
+//! Reads from the kubelet's pod resources socket which claims the pods of this node use. That needs no
+//! request to the API server and no RBAC rule.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -13,10 +13,10 @@ use crate::proto::podresources::ListPodResourcesRequest;
 use crate::proto::podresources::pod_resources_lister_client::PodResourcesListerClient;
 use crate::sockets::connect;
 
-/// How long the kubelet may take.
+/// The time limit for the kubelet's answer.
 const DEADLINE: Duration = Duration::from_secs(10);
 
-/// The longest answer: as much as the kubelet's own client takes (`podresources.DefaultMaxMsgSize`).
+/// The longest answer: the limit of the kubelet's own client (`podresources.DefaultMaxMsgSize`).
 const LONGEST: usize = 16 << 20;
 
 /// What the pods of a node use: by CDI device, the pods' names.
@@ -24,8 +24,8 @@ const LONGEST: usize = 16 << 20;
 pub struct InUse(BTreeMap<String, BTreeSet<String>>);
 
 impl InUse {
-    /// The pods that use a claim, by the CDI devices that are the claim's own; none where the kubelet
-    /// knows of no use. CDI devices carry the claim's UID, so another claim of the same name is not meant.
+    /// The pods that use a claim, by the claim's own CDI devices; none if the kubelet lists none. CDI
+    /// device names contain the claim's UID, so another claim of the same name is not confused with it.
     #[must_use]
     pub fn pods(&self, record: &Record) -> BTreeSet<String> {
         let devices = record.plan.devices.iter();
@@ -49,21 +49,21 @@ impl FromIterator<(String, String)> for InUse {
     }
 }
 
-/// The kubelet did not tell.
+/// The kubelet did not answer.
 #[derive(Debug, thiserror::Error)]
-#[error("the kubelet does not tell on {socket} what its pods use: {problem}")]
-pub struct NotTold {
+#[error("the kubelet does not list on {socket} what its pods use: {problem}")]
+pub struct PodResourcesError {
     /// Its socket.
     pub socket: PathBuf,
     /// Why not.
     pub problem: String,
 }
 
-/// Who knows what the pods of the node use.
+/// A source of what the pods of the node use.
 pub trait Kubelet: Send + Sync + fmt::Debug {
-    /// What they use now. Pods that have ended are not among them; nor are claims that only ordinary init
+    /// What they use now, without pods that have ended and without claims that only ordinary init
     /// containers use, or no container at all.
-    fn in_use(&self) -> BoxFuture<'_, Result<InUse, NotTold>>;
+    fn in_use(&self) -> BoxFuture<'_, Result<InUse, PodResourcesError>>;
 }
 
 /// The kubelet's pod resources service.
@@ -73,7 +73,7 @@ pub struct PodResources {
 }
 
 impl PodResources {
-    /// Asks on the socket at `socket`.
+    /// Uses the socket at `socket`.
     #[must_use]
     pub fn new(socket: PathBuf) -> Self {
         Self { socket }
@@ -101,12 +101,12 @@ impl PodResources {
 }
 
 impl Kubelet for PodResources {
-    fn in_use(&self) -> BoxFuture<'_, Result<InUse, NotTold>> {
+    fn in_use(&self) -> BoxFuture<'_, Result<InUse, PodResourcesError>> {
         Box::pin(async {
             let listed = tokio::time::timeout(DEADLINE, self.list()).await;
             listed
                 .unwrap_or_else(|_| Err(format!("no answer within {} s", DEADLINE.as_secs())))
-                .map_err(|problem| NotTold {
+                .map_err(|problem| PodResourcesError {
                     socket: self.socket.clone(),
                     problem,
                 })

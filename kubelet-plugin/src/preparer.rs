@@ -6,8 +6,8 @@
 //!                 └────── another claim is released ◄┘ the GPU is taken
 //! ```
 //!
-//! Whatever blocks runs on its own thread and owns the claim's lock: a caller that gives up does not
-//! leave a claim half prepared, and the next caller waits for its turn.
+//! Blocking work runs on its own thread and owns the claim's lock: a cancelled call does not leave a
+//! claim half prepared, and the next call waits for the lock.
 
 mod error;
 #[cfg(test)]
@@ -44,22 +44,22 @@ use tranche_node::root::{DriverRoot, Kind};
 /// How long one claim may take, of the 45 s that the kubelet gives a call.
 const DEADLINE: Duration = Duration::from_secs(40);
 
-/// How long a claim waits for what will pass: a GPU whose last holder is just ending, a driver that
-/// was not looked at yet. The kubelet (1.37) repeats a refused call after a minute or more only, and
-/// sends the next pod's prepare before the unprepare of one that was deleted by force.
+/// How long a claim waits for temporary obstacles: a GPU whose last holder is just being released, a
+/// driver that was not checked yet. The kubelet (1.37) repeats a refused call only after a minute or
+/// more, and sends the next pod's Prepare before the Unprepare of a pod that was deleted by force.
 const PATIENCE: Duration = Duration::from_secs(25);
 
-/// What is told to the cluster after the kubelet has its answer.
-pub trait Aftermath: Send + Sync + std::fmt::Debug {
+/// Reports to the cluster after the kubelet has its answer.
+pub trait Reporter: Send + Sync + std::fmt::Debug {
     /// A claim is ready.
     fn prepared(&self, record: &Arc<Record>);
-    /// A claim could not be made ready; `claim` is as the API server has it, where it was read.
+    /// A claim could not be prepared; `claim` is the object that was read from the API server.
     fn failed(&self, claim: &ResourceClaim, problem: &Problem, text: &str);
     /// A claim is released.
     fn released(&self, uid: &str);
 }
 
-/// What a preparer works with.
+/// What a preparer needs.
 #[derive(Debug)]
 pub struct Parts {
     /// This node's pool.
@@ -68,23 +68,23 @@ pub struct Parts {
     pub spec_file: Arc<SpecFile>,
     /// Carries out plans.
     pub executor: Executor,
-    /// What containers get of ours.
+    /// Our files for containers.
     pub installation: Result<Installation, InstallError>,
-    /// The driver now.
+    /// The current driver.
     pub driver: watch::Receiver<DriverState>,
-    /// Other systems that hand out the GPUs; `None` until they were looked for.
+    /// Other systems that hand out the GPUs; `None` until the first search.
     pub others: watch::Receiver<Option<Verdict>>,
     /// The API server.
     pub claims: Claims,
-    /// What is held.
+    /// The held claims.
     pub ledger: Arc<Ledger>,
     /// Status and events.
-    pub aftermath: Arc<dyn Aftermath>,
-    /// What is counted.
+    pub reporter: Arc<dyn Reporter>,
+    /// The counters.
     pub metrics: Arc<Metrics>,
     /// What the watchdog found.
     pub board: Arc<Board>,
-    /// Names the claims that are in another's way, which may be orphans, to the search for them.
+    /// Sends claims that block another one to the search for orphans.
     pub suspect_orphans: mpsc::Sender<String>,
 }
 
@@ -105,13 +105,13 @@ impl Preparer {
         })
     }
 
-    /// What is held.
+    /// The held claims.
     #[must_use]
     pub fn ledger(&self) -> &Arc<Ledger> {
         &self.parts.ledger
     }
 
-    /// Makes a claim's devices ready, or nothing of them.
+    /// Prepares all of a claim's devices, or none.
     pub async fn prepare(self: &Arc<Self>, claim: &ClaimRef) -> Result<Arc<Record>, PrepareError> {
         let within = tokio::time::timeout(DEADLINE, self.prepare_in_turn(claim)).await;
         let (object, result) = within.unwrap_or_else(|_| (None, Err(Problem::Timeout(DEADLINE))));
@@ -121,7 +121,7 @@ impl Preparer {
                     self.parts.ledger.note_pods(object);
                 }
                 info!(devices = record.plan.devices.len(), "prepared");
-                self.parts.aftermath.prepared(&record);
+                self.parts.reporter.prepared(&record);
                 Ok(record)
             }
             Err(problem) => {
@@ -132,7 +132,7 @@ impl Preparer {
                 warn!(%error, outcome = error.problem.outcome(), "not prepared");
                 if let Some(object) = object {
                     let text = error.to_string();
-                    self.parts.aftermath.failed(&object, &error.problem, &text);
+                    self.parts.reporter.failed(&object, &error.problem, &text);
                 }
                 Err(error)
             }
@@ -149,18 +149,18 @@ impl Preparer {
         let mut released = self.parts.ledger.releases();
         let mut freed = self.parts.board.releases();
         loop {
-            // What happens from here on is news to the waits below.
+            // The waits below react to changes from here on.
             driver.mark_unchanged();
             released.mark_unchanged();
             freed.mark_unchanged();
-            // Read again after a wait: the claim may be deleted or allocated anew by then.
+            // Read again after a wait: the claim may be deleted or allocated again.
             let object = match self.parts.claims.get(claim).await {
                 Ok(Some(object)) => object,
                 Ok(None) => return (None, Err(Problem::Gone)),
                 Err(e) => return (None, Err(e.into())),
             };
             if let Err(e) = check_uid(&object, &claim.uid) {
-                // The event would go to the pods of the claim that took the name.
+                // The event would go to the pods of the claim that has the name now.
                 return (None, Err(e.into()));
             }
             let allocation = match Allocation::from_claim(&object, &self.parts.pool) {
@@ -207,7 +207,8 @@ impl Preparer {
                 plan(allocation, &ready.inventory, others).map_err(Problem::from)
             });
             match booked.inspect_err(|problem| self.suspect(problem))? {
-                // A boot removed its pages, so no container has them: it gets those of this release.
+                // A boot removed its pages, so no container uses them: it gets pages of this
+                // release.
                 Booking::Kept(record)
                     if record.plan.pages != PAGES && !executor.has_pages(&record.plan)? =>
                 {
@@ -231,7 +232,7 @@ impl Preparer {
                     self.verify_freed(&reservation.record().plan)?;
                     let executed = executor.execute(reservation.record(), &ready.dev_root_on_host);
                     return match executed {
-                        // What could not be taken back is still held.
+                        // What could not be undone is still held.
                         Err(error) if !error.cleanup.is_empty() => {
                             reservation.hold();
                             Err(error.into())
@@ -244,8 +245,8 @@ impl Preparer {
         }
     }
 
-    /// The record of a held claim with its GPUs where they are now: a boot may have given them other
-    /// minor numbers.
+    /// The record of a held claim with the current location of its GPUs: a boot may have changed
+    /// their minor numbers.
     fn located(&self, record: Arc<Record>, ready: &Ready) -> Result<Arc<Record>, Problem> {
         let plan = record.plan.located(&ready.inventory)?;
         if plan == record.plan {
@@ -253,7 +254,7 @@ impl Preparer {
         }
         info!(
             uid = plan.allocation.uid,
-            "a GPU of the claim is at another place than when it was last prepared"
+            "a GPU of the claim has another minor number or PCI address than when it was last prepared"
         );
         let record = Arc::new(record.with_plan(plan));
         let journal = self.parts.executor.journal();
@@ -262,30 +263,30 @@ impl Preparer {
         Ok(record)
     }
 
-    /// What the journal says of a claim, whose lock the caller holds.
+    /// The record of a claim, whose lock the caller holds.
     fn recorded(&self, uid: &str) -> Result<Option<Arc<Record>>, Problem> {
         let Parts {
             ledger, executor, ..
         } = &self.parts;
-        ledger.look_again(uid, || executor.journal().load(uid));
+        ledger.reload(uid, || executor.journal().load(uid));
         ledger.get(uid).map_err(Problem::Journal)
     }
 
-    /// Reads the journals again that could not be read: somebody may have mended or deleted them, and what
-    /// they record is in the way of others until then.
+    /// Reads unreadable journals again: they may have been repaired or deleted, and until then they block
+    /// other claims.
     pub fn read_refused_again(&self) {
         let Parts {
             ledger, executor, ..
         } = &self.parts;
         for uid in ledger.refused().keys() {
-            // Whoever has the claim's lock looks again too.
+            // A holder of the claim's lock reads it again itself.
             if let Some(_lock) = self.locks.try_lock(uid) {
-                ledger.look_again(uid, || executor.journal().load(uid));
+                ledger.reload(uid, || executor.journal().load(uid));
             }
         }
     }
 
-    /// Where a conflict is the problem, asks whether the holders are orphans.
+    /// After a conflict, asks the search whether the holders are orphans.
     fn suspect(&self, problem: &Problem) {
         let Problem::Plan(PreparationError {
             problem: PreparationProblem::Conflict(conflict),
@@ -298,13 +299,13 @@ impl Preparer {
         for record in self.parts.ledger.held() {
             let claim = claim_of(&record);
             if holders.contains(&claim.to_string()) {
-                // Full: a search is under way, and the next conflict says it again.
+                // If the channel is full, a search is running, and the next conflict repeats it.
                 let _ = self.parts.suspect_orphans.try_send(claim.uid);
             }
         }
     }
 
-    /// A GPU of whose memory some is nobody's is not handed on: it is not there for whom it is promised to.
+    /// Refuses a GPU with memory without an owner: that memory would be missing for the new claim.
     fn verify_freed(&self, plan: &PreparationPlan) -> Result<(), Problem> {
         let is_withheld = |gpu: &&str| self.parts.board.is_withheld(gpu);
         let mut gpus = plan.devices.iter().map(|device| device.gpu_uuid.as_str());
@@ -316,7 +317,7 @@ impl Preparer {
         }
     }
 
-    /// The last line: what is withheld may have been allocated before anybody knew.
+    /// A withheld GPU may have been allocated before it was known to be withheld.
     fn refuse_withheld(&self, plan: &PreparationPlan, ready: &Ready) -> Result<(), Problem> {
         let others = self.parts.others.borrow();
         let others = others.iter().flat_map(|verdict| &verdict.withheld);
@@ -324,7 +325,7 @@ impl Preparer {
         Ok(())
     }
 
-    /// Looks at everything that the containers will rely on and that the plan does not make.
+    /// Verifies everything that the containers need and that the plan does not make.
     fn verify(&self, plan: &PreparationPlan, ready: &Ready) -> Result<(), Problem> {
         let parts = &self.parts;
         let needs = if plan.devices.iter().any(|device| device.cap.is_share()) {
@@ -356,7 +357,7 @@ impl Preparer {
     pub async fn unprepare(self: &Arc<Self>, claim: &ClaimRef) -> Result<(), UnprepareError> {
         let within = tokio::time::timeout(DEADLINE, self.unprepare_in_turn(claim)).await;
         let result = within.unwrap_or(Err(Problem::Timeout(DEADLINE)));
-        self.parts.aftermath.released(&claim.uid);
+        self.parts.reporter.released(&claim.uid);
         result.map_err(|problem| {
             let error = UnprepareError {
                 claim: claim.clone(),

@@ -1,17 +1,17 @@
-//! The kubelet's protocols, as `build.rs` compiles them from `proto/`.
+//! The kubelet's protocols, which `build.rs` compiles from `proto/`.
 #![allow(missing_docs, clippy::pedantic, clippy::unwrap_used)]
 
-/// How a plugin makes itself known.
+/// The registration of plugins.
 pub mod pluginregistration {
     tonic::include_proto!("pluginregistration");
 }
 
-/// What the kubelet asks of a DRA driver.
+/// The DRA plugin service.
 pub mod dra {
     tonic::include_proto!("k8s.io.kubelet.pkg.apis.dra.v1");
 }
 
-/// What the kubelet says of the resources of its pods.
+/// The pod resources service.
 pub mod podresources {
     tonic::include_proto!("v1");
 }

@@ -1,7 +1,6 @@
-//! Looks for other systems that hand out this node's GPUs (NVIDIA's device plugin, its DRA driver,
-//! HAMi), every few seconds: which plugins accept connections, what the kubelet says of their devices,
-//! what NVIDIA's DRA driver publishes. What follows from it is decided in
-//! [`tranche_driver::providers`].
+//! Searches every few seconds for other systems that hand out this node's GPUs (NVIDIA's device
+//! plugin, its DRA driver, HAMi): plugins that accept connections, their devices in the kubelet, and
+//! the slices of NVIDIA's DRA driver. [`tranche_driver::providers`] evaluates the findings.
 
 #[cfg(test)]
 mod tests;
@@ -31,16 +30,16 @@ use crate::proto::podresources::{
 };
 use crate::sockets::connect;
 
-/// How often others are looked for: so long it takes at most to notice one, or that it is gone.
+/// How often to search: the longest time until another system, or its end, is detected.
 const EVERY: Duration = Duration::from_secs(5);
-/// How long a plugin or the kubelet may take to answer.
+/// The time limit for an answer of a plugin or the kubelet.
 const DEADLINE: Duration = Duration::from_secs(3);
 /// How often the API server is asked for the slices of NVIDIA's DRA driver while it runs.
 const SLICES_EVERY: Duration = Duration::from_secs(30);
-/// The longest answer: as much as the kubelet's own client takes (`podresources.DefaultMaxMsgSize`).
+/// The longest answer: the limit of the kubelet's own client (`podresources.DefaultMaxMsgSize`).
 const LONGEST: usize = 16 << 20;
 
-/// Where others are looked for.
+/// The places to search.
 #[derive(Clone, Debug)]
 pub struct Places {
     /// The kubelet's `device-plugins`, where device plugins have their sockets.
@@ -54,7 +53,7 @@ pub struct Places {
 /// The API server's answer: GPU UUIDs by device, or why there is none.
 type Answer = Result<BTreeMap<String, String>, String>;
 
-/// Looks for others.
+/// Searches for other systems.
 pub struct ProviderSearch {
     places: Places,
     slices: Api<ResourceSlice>,
@@ -83,7 +82,7 @@ impl ProviderSearch {
         }
     }
 
-    /// Keeps `found` up to date until cancelled. Nothing is found before the driver was looked at.
+    /// Keeps `found` up to date until cancelled; it starts when the driver was checked.
     pub async fn run(
         mut self,
         mut driver: watch::Receiver<DriverState>,
@@ -102,13 +101,13 @@ impl ProviderSearch {
                 DriverState::Absent(_) => Inventory::default(),
                 DriverState::Ready(ready) => ready.inventory.clone(),
             };
-            let seen = self.look().await;
+            let seen = self.observe().await;
             publish(&found, verdict(&inventory, &seen));
         }
     }
 
-    /// One look at everything.
-    async fn look(&mut self) -> Seen {
+    /// Observes everything once.
+    async fn observe(&mut self) -> Seen {
         let Places {
             device_plugins,
             registry,
@@ -142,7 +141,7 @@ impl ProviderSearch {
             return answer.clone();
         }
         let fields = format!("spec.nodeName={},spec.driver={NVIDIA_DRIVER}", self.node);
-        // From the API server's cache: not newer than a watch would be, and as cheap.
+        // From the API server's cache: as current and as cheap as a watch.
         let params = ListParams::default().fields(&fields).match_any();
         let answer = match within(self.slices.list(&params)).await {
             Ok(Ok(list)) => Ok(list.items.iter().flat_map(uuids).collect()),
@@ -188,13 +187,13 @@ fn has_socket_extension(name: &str) -> bool {
 }
 
 /// The sockets of a folder that accept a connection, by name. A file that a dead plugin left does not.
-/// A folder that is not there has none.
+/// A missing folder has none.
 async fn live_sockets(folder: &Path, is_meant: fn(&str) -> bool) -> BTreeSet<String> {
     let names = match socket_names(folder, is_meant) {
         Ok(names) => names,
         Err(error) => {
             if error.kind() != io::ErrorKind::NotFound {
-                warn!(%error, folder = %folder.display(), "cannot look for other device plugins and drivers");
+                warn!(%error, folder = %folder.display(), "cannot search for other device plugins and drivers");
             }
             return BTreeSet::new();
         }
@@ -202,7 +201,7 @@ async fn live_sockets(folder: &Path, is_meant: fn(&str) -> bool) -> BTreeSet<Str
     let mut live = BTreeSet::new();
     for name in names {
         let connected = timeout(DEADLINE, UnixStream::connect(folder.join(&name))).await;
-        // One that does not take the connection in time lives: its queue is full.
+        // A timeout also means that the plugin is alive: its queue is full.
         if !matches!(connected, Ok(Err(_))) {
             live.insert(name);
         }
@@ -222,7 +221,7 @@ fn socket_names(folder: &Path, is_meant: fn(&str) -> bool) -> io::Result<Vec<Str
     Ok(names)
 }
 
-/// What the kubelet says of device plugins, and of pods that hold what others hand out.
+/// Reads the kubelet's device plugins, and the pods that hold devices of other systems.
 async fn ask_kubelet(socket: &Path) -> Result<Kubelet, String> {
     let asked = timeout(DEADLINE, async {
         let channel = connect(socket, "localhost").await;
@@ -271,7 +270,7 @@ fn plugin_devices(devices: &ContainerDevices) -> impl Iterator<Item = PluginDevi
     })
 }
 
-/// The innermost cause: the transport's own words say nothing.
+/// The innermost cause, because the transport's message says nothing.
 fn reason(error: &dyn std::error::Error) -> String {
     let mut error = error;
     while let Some(source) = error.source() {
@@ -280,8 +279,8 @@ fn reason(error: &dyn std::error::Error) -> String {
     error.to_string()
 }
 
-/// The devices of a slice of NVIDIA's DRA driver, with the UUIDs of their GPUs: a MIG device's is its
-/// parent's.
+/// The devices of a slice of NVIDIA's DRA driver, with the UUIDs of their GPUs: for a MIG device that
+/// of its parent.
 fn uuids(slice: &ResourceSlice) -> Vec<(String, String)> {
     let devices = slice.spec.devices.iter().flatten();
     devices

@@ -1,4 +1,4 @@
-//! Makes the plugin known to the kubelet, and notices when the kubelet took it.
+//! Registers the plugin with the kubelet.
 
 use tokio::sync::watch;
 use tonic::{Request, Response, Status};
@@ -10,7 +10,7 @@ use crate::proto::pluginregistration::{
     InfoRequest, PluginInfo, RegistrationStatus, RegistrationStatusResponse,
 };
 
-/// How the kubelet sees the plugin.
+/// The state of the registration.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Registered {
     /// How often it was registered in the life of this process.
@@ -62,7 +62,7 @@ impl Registration for RegistrationService {
         } else {
             warn!(
                 error = status.error,
-                "the kubelet did not register the plugin and will ask again; see the kubelet's log"
+                "the kubelet did not register the plugin and will retry; see the kubelet's log"
             );
         }
         Ok(Response::new(RegistrationStatusResponse {}))

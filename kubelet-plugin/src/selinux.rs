@@ -1,10 +1,9 @@
 //! SELinux: containers may use the pages.
 //!
-//! The shim lies in the kubelet's plugin folder, which the kubelet labels for containers
-//! (`KubeletPluginsDirSELinuxLabel`). The folder of the pages lies in `/run`, whose files containers
-//! may neither read nor write; what is made in a folder gets the folder's label, so the folder is
-//! labelled before anything is made in it. The level `s0` is every container's, whatever categories
-//! its pod has.
+//! The shim is in the kubelet's plugin folder, which the kubelet labels for containers
+//! (`KubeletPluginsDirSELinuxLabel`). The folder of the pages is in `/run`, whose files containers
+//! may neither read nor write. New files get the label of their folder, so the folder is labelled
+//! before anything is made in it. Every container has access at the level `s0`, with any categories.
 
 use std::io;
 use std::path::Path;
@@ -15,11 +14,10 @@ use rustix::io::Errno;
 use crate::fs::FsError;
 
 const ATTRIBUTE: &str = "security.selinux";
-/// As the kubelet has it for what containers share with it.
+/// The label that the kubelet uses for files that it shares with containers.
 const CONTAINER_FILE: &[u8] = b"system_u:object_r:container_file_t:s0\0";
 
-/// Labels a folder, so that containers may use what is made in it. Without SELinux there are no labels,
-/// and nothing is done.
+/// Labels a folder, so that containers may use files that are made in it. Does nothing without SELinux.
 pub fn label_for_containers(folder: &Path) -> Result<(), FsError> {
     let failed = |source: Errno| FsError {
         action: "label for SELinux",
@@ -53,7 +51,7 @@ mod tests {
         Some(label[..length].to_vec())
     }
 
-    /// The kernel keeps the attribute without SELinux too, for root.
+    /// Without SELinux root can set the attribute too.
     #[test]
     fn a_folder_with_another_label_gets_that_of_containers() {
         let dir = tempfile::tempdir().unwrap();

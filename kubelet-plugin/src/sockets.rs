@@ -1,4 +1,4 @@
-//! Unix sockets that this process owns: made over a stale one, removed only if still its own.
+//! Unix sockets that this process owns: a stale socket is replaced, and only its own is removed.
 
 use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
@@ -12,23 +12,23 @@ use tonic::transport::{Channel, Endpoint, Uri};
 /// Why a socket cannot be listened on.
 #[derive(Debug, thiserror::Error)]
 pub enum SocketError {
-    /// Something else has its name.
+    /// There is another kind of file.
     #[error("{path} is not a socket: remove it")]
     NotASocket {
-        /// Where.
+        /// Its path.
         path: PathBuf,
     },
-    /// The system says no.
+    /// The system call failed.
     #[error("cannot listen on {path}: {source}")]
     Io {
-        /// Where.
+        /// Its path.
         path: PathBuf,
         /// Why not.
         source: io::Error,
     },
 }
 
-/// A socket file of this process. Dropping removes it, unless another took its place.
+/// A socket file of this process. Dropping removes the file, unless another process replaced it.
 #[derive(Debug)]
 pub struct Socket {
     path: PathBuf,
@@ -66,7 +66,7 @@ impl Socket {
 impl Drop for Socket {
     fn drop(&mut self) {
         if identity(&self.path).is_ok_and(|now| now == self.identity) {
-            // The process is ending; a stale socket is removed by the next one.
+            // The process is ending; the next one removes a stale socket.
             let _ = std::fs::remove_file(&self.path);
         }
     }
@@ -77,10 +77,10 @@ fn identity(path: &Path) -> io::Result<(u64, u64)> {
     Ok((meta.dev(), meta.ino()))
 }
 
-/// A client on a unix socket that sends `authority` as the kubelet's would.
+/// A client on a unix socket that sends `authority` as the kubelet's client does.
 pub async fn connect(path: &Path, authority: &str) -> Result<Channel, tonic::transport::Error> {
     let path = path.to_owned();
-    // The address is only a name: the connector knows the way.
+    // The address is only a name: the connector knows the socket.
     Endpoint::try_from(format!("http://{authority}"))?
         .connect_with_connector(tower::service_fn(move |_: Uri| {
             let path = path.clone();

@@ -1,7 +1,7 @@
-//! `claim.status.devices`: what a claim was really given, told after the kubelet has its answer.
+//! Writes `claim.status.devices`, what a claim actually got, after the kubelet has its answer.
 //!
-//! One server-side apply per claim, by a task of its own, which tries for some minutes. Nothing is
-//! taken back at unprepare: the API server drops the entries when the claim is deallocated.
+//! One server-side apply per claim, in its own task, which retries for some minutes. Unprepare
+//! removes nothing: the API server drops the entries when the claim is deallocated.
 
 #[cfg(test)]
 mod tests;
@@ -27,18 +27,17 @@ use crate::FIELD_MANAGER;
 use crate::api_server::within;
 use crate::clock::Clock;
 
-/// Writes under way at a time: a burst of prepares must not keep the API server from the reads of
-/// the next.
+/// The most concurrent writes: after a burst of Prepares they must not delay the reads of the next.
 const CONCURRENT: usize = 2;
 /// Pauses between attempts, in seconds.
 const PAUSES: [u64; 7] = [1, 2, 4, 8, 16, 32, 64];
 
-/// Tells the claims' status.
+/// Writes the claims' status.
 pub struct StatusWriter {
     client: Client,
     clock: Arc<dyn Clock>,
     slots: Arc<Semaphore>,
-    told: Mutex<HashMap<String, (Arc<Record>, CancellationToken)>>,
+    published: Mutex<HashMap<String, (Arc<Record>, CancellationToken)>>,
 }
 
 impl fmt::Debug for StatusWriter {
@@ -55,15 +54,18 @@ impl StatusWriter {
             client,
             clock,
             slots: Arc::new(Semaphore::new(CONCURRENT)),
-            told: Mutex::default(),
+            published: Mutex::default(),
         }
     }
 
-    /// Tells what a claim was given, unless it was told that already. Returns at once.
-    pub fn tell(&self, record: &Arc<Record>) {
+    /// Publishes what a claim got, unless that was published already. Returns at once.
+    pub fn publish(&self, record: &Arc<Record>) {
         let uid = &record.plan.allocation.uid;
-        let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((old, stop)) = told.get(uid) {
+        let mut published = self
+            .published
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        if let Some((old, stop)) = published.get(uid) {
             if old.plan == record.plan {
                 return;
             }
@@ -80,14 +82,17 @@ impl StatusWriter {
             Arc::clone(&self.slots),
             stop.clone(),
         ));
-        told.insert(uid.clone(), (Arc::clone(record), stop));
+        published.insert(uid.clone(), (Arc::clone(record), stop));
     }
 
-    /// Stops telling of a claim. A request under way is let finish: giving it up would cost its
-    /// connection, and the next claim's read the making of a new one.
+    /// Stops publishing a claim. A running request is finished: cancelling it would close its
+    /// connection, and the next claim would need a new one.
     pub fn forget(&self, uid: &str) {
-        let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((_, stop)) = told.remove(uid) {
+        let mut published = self
+            .published
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, stop)) = published.remove(uid) {
             stop.cancel();
         }
     }
@@ -109,8 +114,8 @@ async fn write(
         let answer = within(api.patch_status(&name, &params, &patch)).await;
         drop(slot);
         let error = match answer {
-            Ok(Ok(_)) => return debug!(claim = name, "told status.devices"),
-            // Released and deleted, or another claim by now: nobody to tell.
+            Ok(Ok(_)) => return debug!(claim = name, "published status.devices"),
+            // The claim was deleted or replaced by another one.
             Ok(Err(kube::Error::Api(status))) if matches!(status.code, 404 | 409) => return,
             Ok(Err(error)) => error.to_string(),
             Err(silent) => silent.to_string(),
@@ -126,7 +131,7 @@ async fn write(
                 return warn!(
                     claim = name,
                     error,
-                    "status.devices is not told; the claim works without. See that the plugin may \
+                    "cannot write status.devices; the claim works without it. Check that the plugin may \
                      patch resourceclaims/status and, with associated-node:patch, resourceclaims/driver"
                 );
             }
@@ -134,7 +139,7 @@ async fn write(
     }
 }
 
-/// The applied object. Its UID makes it fail for a claim that took the name.
+/// The applied object. With its UID the write fails for another claim of the same name.
 fn body(record: &Record, now: jiff::Timestamp) -> Value {
     let allocation = &record.plan.allocation;
     let devices: Vec<_> = record

@@ -1,5 +1,5 @@
-//! Every second: the slots of dead processes in all held shares are given back, and pages that their
-//! tenants made longer are cut back.
+//! Every second, reclaims the slots of dead processes in all held shares, and truncates pages that
+//! their tenants made longer.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -14,8 +14,8 @@ use crate::ledger::Ledger;
 use crate::metrics::Metrics;
 use crate::preparer::Preparer;
 
-/// The first argument by which this program is asked to do [`tranche_node::sweep::reclaim`]; the
-/// second is the account's path.
+/// The first argument of this program for [`tranche_node::sweep::reclaim`]; the second is the
+/// account's path.
 pub const RECLAIM: &str = "reclaim";
 
 /// Sweeps the accounts of all held shares.
@@ -28,7 +28,7 @@ pub struct ShareSweeper {
 }
 
 impl ShareSweeper {
-    /// Sweeps what `preparer` holds, with this program as the child.
+    /// Sweeps the shares that `preparer` holds, with this program as the child.
     #[must_use]
     pub fn new(preparer: &Preparer, layout: Layout, metrics: Arc<Metrics>) -> Self {
         Self {
@@ -42,14 +42,14 @@ impl ShareSweeper {
     /// Sweeps until cancelled.
     pub async fn run(self, stop: CancellationToken) {
         let this = Arc::new(self);
-        let mut said = Said::default();
+        let mut reported = Reported::default();
         loop {
             let sweeper = Arc::clone(&this);
-            // Reads tmpfs; but waits for a child when somebody died.
-            let round = tokio::task::spawn_blocking(move || sweeper.round(&said)).await;
-            // Only at shutdown: the runtime takes no more blocking work.
+            // Reads tmpfs, and waits for a child if a process died.
+            let round = tokio::task::spawn_blocking(move || sweeper.round(&reported)).await;
+            // Only at shutdown, when the runtime accepts no more blocking work.
             let Ok(now) = round else { return };
-            said = now;
+            reported = now;
             tokio::select! {
                 () = stop.cancelled() => return,
                 () = tokio::time::sleep(INTERVAL) => {}
@@ -57,25 +57,25 @@ impl ShareSweeper {
         }
     }
 
-    /// Looks at every share once. What is wrong is said once for each share, not at every look; returns
-    /// of whom it was said now or `before`.
-    fn round(&self, before: &Said) -> Said {
-        let mut said = Said::default();
+    /// Sweeps every share once. Problems are logged once for each share, not in every round; returns
+    /// the shares with a problem that was logged now or `before`.
+    fn round(&self, before: &Reported) -> Reported {
+        let mut reported = Reported::default();
         for SharePaths { account, .. } in self.ledger.shares(&self.layout) {
-            // However often it is made longer from now on.
+            // Logged once, however often it is made longer.
             if before.cut.contains(&account) {
-                said.cut.insert(account.clone());
+                reported.cut.insert(account.clone());
             }
             match self.sweeper.sweep(&account) {
                 Ok(Swept { dead, cut }) => {
                     if dead > 0 {
-                        debug!(dead, account = %account.display(), "gave back what dead processes held");
+                        debug!(dead, account = %account.display(), "reclaimed what dead processes held");
                         self.metrics.dead_processes.inc_by(dead as u64);
                     }
                     if let Some(bytes) = cut
-                        && said.cut.insert(account.clone())
+                        && reported.cut.insert(account.clone())
                     {
-                        warn!(bytes, account = %account.display(), "a share's programs made its account page longer; it was cut back, and will be: see which they are, and end them");
+                        warn!(bytes, account = %account.display(), "a share's programs made its account page longer; it is truncated each time: find these programs and end them");
                     }
                 }
                 // Released since the ledger was read.
@@ -84,17 +84,17 @@ impl ShareSweeper {
                     if !before.failing.contains(&account) {
                         warn!(%error, "a share's dead processes keep their memory until another process of the share asks for it");
                     }
-                    said.failing.insert(account);
+                    reported.failing.insert(account);
                 }
             }
         }
-        said
+        reported
     }
 }
 
-/// The accounts of which something was said.
+/// The accounts with logged problems.
 #[derive(Debug, Default)]
-struct Said {
+struct Reported {
     failing: BTreeSet<PathBuf>,
     cut: BTreeSet<PathBuf>,
 }

@@ -1,4 +1,4 @@
-//! Doubles and fixtures: an API server, a node's files, a plugin on them that can be killed.
+//! Test fixtures: an API server, a node's files, and a plugin that can be killed.
 
 pub mod api;
 
@@ -24,8 +24,8 @@ use crate::install::{Installation, shims, testing::lay_out_image};
 use crate::layout::{Layout, testing::below};
 use crate::ledger::Ledger;
 use crate::orphans::{OrphanSearch, suspicions};
-use crate::pod_resources::{InUse, Kubelet, NotTold};
-use crate::preparer::{Aftermath, Parts, Preparer, Problem};
+use crate::pod_resources::{InUse, Kubelet, PodResourcesError};
+use crate::preparer::{Parts, Preparer, Problem, Reporter};
 use crate::watchdog::Board;
 use tranche_node::devices::DeviceNodes;
 use tranche_node::discover::discover;
@@ -36,34 +36,34 @@ use tranche_node::testing as files;
 pub const NODE: &str = "node-a";
 pub const POOL: &str = "node-a/gpu";
 
-/// A node's disk and its API server: what outlives a plugin.
+/// A node's disk and its API server, which outlive a plugin.
 pub struct World {
     pub dir: tempfile::TempDir,
     pub layout: Layout,
     pub api: FakeApi,
-    /// What the driver is when it is there.
+    /// The driver when it is ready.
     pub ready: Arc<Ready>,
 }
 
-/// One life of a plugin.
+/// One plugin process.
 pub struct Plugin {
     pub preparer: Arc<Preparer>,
-    pub told: Arc<Told>,
+    pub reports: Arc<Reports>,
     pub board: Arc<Board>,
     pub driver: watch::Sender<DriverState>,
     pub suspicions: tokio::sync::Mutex<mpsc::Receiver<String>>,
     pub others: watch::Sender<Option<Verdict>>,
 }
 
-/// Records what the cluster would be told.
+/// Records the reports to the cluster.
 #[derive(Debug, Default)]
-pub struct Told {
+pub struct Reports {
     pub prepared: Mutex<Vec<String>>,
     pub failed: Mutex<Vec<(String, String)>>,
     pub released: Mutex<Vec<String>>,
 }
 
-impl Aftermath for Told {
+impl Reporter for Reports {
     fn prepared(&self, record: &Arc<Record>) {
         let uid = record.plan.allocation.uid.clone();
         self.prepared.lock().unwrap().push(uid);
@@ -79,12 +79,12 @@ impl Aftermath for Told {
     }
 }
 
-/// A kubelet that lists what it is told to, or says nothing.
+/// A kubelet that lists given claims, or does not answer.
 #[derive(Clone, Debug, Default)]
 pub struct Listing(Arc<Mutex<Option<InUse>>>);
 
 impl Listing {
-    /// One that lists all of these, each for its pod.
+    /// A kubelet that lists all of these, each for its pod.
     pub fn of(records: &[Arc<Record>]) -> Self {
         let listing = Self::default();
         listing.lists(records);
@@ -107,26 +107,31 @@ impl Listing {
         *self.0.lock().unwrap() = Some(pairs.collect());
     }
 
-    pub fn falls_silent(&self) {
+    pub fn stop_answering(&self) {
         *self.0.lock().unwrap() = None;
     }
 }
 
 impl Kubelet for Listing {
-    fn in_use(&self) -> BoxFuture<'_, Result<InUse, NotTold>> {
-        let told = self.0.lock().unwrap().clone().ok_or_else(|| NotTold {
-            socket: "scripted".into(),
-            problem: "it says nothing".into(),
-        });
+    fn in_use(&self) -> BoxFuture<'_, Result<InUse, PodResourcesError>> {
+        let told = self
+            .0
+            .lock()
+            .unwrap()
+            .clone()
+            .ok_or_else(|| PodResourcesError {
+                socket: "scripted".into(),
+                problem: "it says nothing".into(),
+            });
         Box::pin(async { told })
     }
 }
 
-/// A search for orphans under way.
+/// A running search for orphans.
 pub struct Search(tokio::sync::Mutex<BoxFuture<'static, ()>>);
 
 impl Search {
-    /// Goes on for so long, on a clock that is paused.
+    /// Runs for this time, on a paused clock.
     pub async fn run_for(&self, time: Duration) {
         let mut search = self.0.lock().await;
         let ended = tokio::time::timeout(time, &mut *search).await;
@@ -135,13 +140,13 @@ impl Search {
 }
 
 impl Plugin {
-    /// A search for orphans in this life.
+    /// A search for orphans of this process.
     pub async fn search(&self, world: &World, kubelet: &Listing) -> Search {
         let search = OrphanSearch {
             preparer: Arc::clone(&self.preparer),
             claims: Claims::new(world.api.client()),
             kubelet: Box::new(kubelet.clone()),
-            aftermath: Arc::clone(&self.told) as _,
+            reporter: Arc::clone(&self.reports) as _,
             metrics: Arc::default(),
             layout: world.layout.clone(),
             proc: world.proc(),
@@ -195,7 +200,7 @@ impl World {
         self.start_on(Arc::new(HostFs)).unwrap()
     }
 
-    /// Prepares a claim, in a life that ends with it.
+    /// Prepares a claim in a process that ends afterwards.
     pub async fn prepare(&self, claim: &str) -> Arc<Record> {
         let plugin = self.start();
         plugin.preparer.prepare(&claim_ref(claim)).await.unwrap()
@@ -212,7 +217,7 @@ impl World {
         );
         let executor = Executor::new(Arc::clone(&fs), self.layout.clone())?;
         let ledger = Ledger::new(executor.recover()?);
-        let told = Arc::new(Told::default());
+        let reports = Arc::new(Reports::default());
         let board = Arc::new(Board::default());
         let (others, others_rx) = watch::channel(None);
         let (driver, driver_rx) = watch::channel(DriverState::Ready(Arc::clone(&self.ready)));
@@ -226,14 +231,14 @@ impl World {
             others: others_rx,
             claims: Claims::new(self.api.client()),
             ledger: Arc::new(ledger),
-            aftermath: Arc::clone(&told) as _,
+            reporter: Arc::clone(&reports) as _,
             metrics: Arc::default(),
             board: Arc::clone(&board),
             suspect_orphans,
         });
         Ok(Plugin {
             preparer,
-            told,
+            reports,
             board,
             driver,
             suspicions: tokio::sync::Mutex::new(suspicions),
@@ -241,8 +246,8 @@ impl World {
         })
     }
 
-    /// Every file of claims on the node, temporary ones too, from the node's root; the driver's
-    /// spec, the plugin's own files and empty top folders are none.
+    /// Every file of claims on the node, including temporary ones, without the driver's spec, the
+    /// plugin's own files and empty top folders; paths from the node's root.
     pub fn traces(&self) -> Vec<String> {
         let mut traces = Vec::new();
         for folder in [
@@ -268,14 +273,14 @@ impl World {
         traces
     }
 
-    /// The traces with their contents, but for the journals.
+    /// The traces with their contents, without the journals.
     pub fn contents(&self) -> Vec<(String, Vec<u8>)> {
         self.traces()
             .into_iter()
             .filter(|path| !path.starts_with("plugin/claims"))
             .map(|path| {
                 let content = std::fs::read(self.dir.path().join(&path)).unwrap_or_default();
-                // CDI specs name this node's own folder.
+                // CDI specs contain the path of this node's folder.
                 let text = String::from_utf8_lossy(&content);
                 let content = text.replace(self.dir.path().to_str().unwrap(), "ROOT");
                 (path, content.into_bytes())
@@ -285,7 +290,7 @@ impl World {
 }
 
 impl Drop for World {
-    /// Mounts would outlive the folder, and keep it.
+    /// Mounts would prevent the removal of the folder.
     fn drop(&mut self) {
         let mounts = std::fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
         let points = mounts.lines().filter_map(|line| line.split(' ').nth(4));

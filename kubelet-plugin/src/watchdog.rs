@@ -1,5 +1,6 @@
-//! Every second: what NVML says that processes hold is compared with the accounts of all held shares, and
-//! what is in no account is told, and by policy ended. See [`tranche_node::watchdog`].
+//! Every second, compares the processes' memory in NVML with the accounts of all held shares, reports
+//! memory that is in no account, and ends processes if the policy says so. See
+//! [`tranche_node::watchdog`].
 
 mod board;
 #[cfg(test)]
@@ -35,11 +36,13 @@ use crate::gpu_node::NodePolicy;
 use crate::layout::Layout;
 use crate::ledger::{Ledger, claim_of};
 use crate::metrics::Metrics;
+use crate::rounds;
 
-/// How long a GPU is watched after its last claim was released: what its dead processes leave must show.
+/// How long a GPU is watched after its last claim was released, to detect memory that its dead processes
+/// leave.
 const LINGER: Duration = Duration::from_mins(1);
 
-/// Watches the GPUs that are held.
+/// Watches the held GPUs.
 #[derive(Debug)]
 pub struct Watchdog {
     ledger: Arc<Ledger>,
@@ -53,7 +56,7 @@ pub struct Watchdog {
     metrics: Arc<Metrics>,
     board: Arc<Board>,
     gpus: BTreeMap<String, Gpu>,
-    /// Processes that were ended and that NVML still lists: an end takes its time.
+    /// Processes that were ended and that NVML still lists, because an end takes time.
     ended: BTreeSet<ProcessId>,
     start: Instant,
 }
@@ -61,11 +64,11 @@ pub struct Watchdog {
 #[derive(Debug)]
 struct Gpu {
     watch: GpuWatch,
-    /// When it was held last.
+    /// When it was last held.
     held: Instant,
-    /// Foreign processes that were told.
+    /// The number of foreign processes that was logged.
     foreign: u32,
-    /// Why it cannot be watched, as it was told.
+    /// Why it cannot be watched, as logged.
     unwatchable: Option<String>,
 }
 
@@ -73,7 +76,7 @@ struct Gpu {
 type Devices = BTreeMap<String, (Arc<Record>, usize)>;
 
 impl Watchdog {
-    /// Watches what `ledger` holds, by the NVML of `driver`; `proc` is the host's.
+    /// Watches what `ledger` holds, with the NVML of `driver`; `proc` is the host's.
     #[must_use]
     #[expect(clippy::too_many_arguments, reason = "all that it reads and tells")]
     pub fn new(
@@ -106,33 +109,20 @@ impl Watchdog {
         }
     }
 
-    /// Watches until cancelled.
-    pub async fn run(mut self, stop: CancellationToken) {
-        let mut ticks = tokio::time::interval(INTERVAL);
-        ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-        loop {
-            tokio::select! {
-                () = stop.cancelled() => return,
-                _ = ticks.tick() => {}
-            }
-            // Reads tmpfs and /proc, and asks NVML, which may take its time.
-            let round = tokio::task::spawn_blocking(move || {
-                let told = self.round(Instant::now());
-                (self, told)
-            });
-            // Only at shutdown: the runtime takes no more blocking work.
-            let Ok((back, told)) = round.await else {
-                return;
-            };
-            self = back;
-            for event in told {
-                self.events
+    /// Watches until cancelled. A round reads tmpfs and /proc and calls NVML, which may block.
+    pub async fn run(self, stop: CancellationToken) {
+        let round = |watchdog: &mut Self| watchdog.round(Instant::now());
+        rounds::run(self, INTERVAL, &stop, round, |watchdog, events| {
+            for event in events {
+                watchdog
+                    .events
                     .bypass(event.regarding, event.bypass, &event.note);
             }
-        }
+        })
+        .await;
     }
 
-    /// Watches each GPU once. Returns the events that are to be written.
+    /// Watches each GPU once. Returns the events to write.
     fn round(&mut self, now: Instant) -> Vec<BypassEvent> {
         let devices = devices(&self.ledger);
         let is_key = |key: &str| devices.contains_key(key);
@@ -149,9 +139,9 @@ impl Watchdog {
         self.gpus
             .retain(|_, gpu| gpu.watch.is_withheld() || now.duration_since(gpu.held) < LINGER);
         if self.gpus.is_empty() {
-            self.probe.rest();
+            self.probe.close();
         }
-        let mut told = Vec::new();
+        let mut events = Vec::new();
         let mut pids = BTreeSet::new();
         let mut board = BTreeMap::new();
         for (uuid, gpu) in &mut self.gpus {
@@ -169,7 +159,7 @@ impl Watchdog {
                     let findings = gpu
                         .watch
                         .step(u64::try_from(nanos).unwrap_or(u64::MAX), &sample);
-                    gpu.say(uuid, was_withheld, &findings);
+                    gpu.log_findings(uuid, was_withheld, &findings);
                     for bypass in &findings.bypasses {
                         let on_bypass = self.policy.borrow().capped(uuid).on_bypass;
                         let Some((record, nth)) = devices.get(&bypass.share) else {
@@ -181,11 +171,11 @@ impl Watchdog {
                         if ended {
                             self.metrics.bypasses_ended.inc();
                         }
-                        if bypass.is_news || ended {
+                        if bypass.must_report || ended {
                             let note = note(uuid, &record.plan.devices[*nth].device, bypass, ended);
                             warn!(claim = %claim_of(record), pod = bypass.pod, "{note}");
-                            told.extend(regarding(&self.ledger, record, bypass).map(|regarding| {
-                                BypassEvent {
+                            events.extend(regarding(&self.ledger, record, bypass).map(
+                                |regarding| BypassEvent {
                                     regarding,
                                     bypass: if ended {
                                         events::Bypass::Ended
@@ -193,15 +183,15 @@ impl Watchdog {
                                         events::Bypass::Noticed
                                     },
                                     note: note.clone(),
-                                }
-                            }));
+                                },
+                            ));
                         }
                     }
                     Watched::Yes(findings)
                 }
                 Err(error) => {
                     gpu.watch.skip();
-                    gpu.say_unwatchable(uuid, &error);
+                    gpu.log_unwatchable(uuid, &error);
                     Watched::No {
                         is_withheld: gpu.watch.is_withheld(),
                     }
@@ -214,11 +204,11 @@ impl Watchdog {
         let nanos = now.duration_since(self.start).as_nanos();
         self.board
             .set(u64::try_from(nanos).unwrap_or(u64::MAX), board);
-        told
+        events
     }
 }
 
-/// An event that is to be written.
+/// An event to write.
 #[derive(Clone, Debug, PartialEq)]
 struct BypassEvent {
     /// A pod, or a claim whose pods are not known.
@@ -228,8 +218,8 @@ struct BypassEvent {
 }
 
 impl Gpu {
-    /// Says what changed of the GPU as a whole.
-    fn say(&mut self, uuid: &str, was_withheld: bool, findings: &Findings) {
+    /// Logs what changed for the GPU as a whole.
+    fn log_findings(&mut self, uuid: &str, was_withheld: bool, findings: &Findings) {
         if self.unwatchable.take().is_some() {
             info!(gpu = uuid, "the GPU's processes are watched again");
         }
@@ -263,7 +253,7 @@ impl Gpu {
         }
     }
 
-    fn say_unwatchable(&mut self, uuid: &str, error: &Unwatchable) {
+    fn log_unwatchable(&mut self, uuid: &str, error: &Unwatchable) {
         let text = error.to_string();
         if self.unwatchable.as_ref() != Some(&text) {
             warn!(gpu = uuid, %error, "the GPU's processes cannot be watched: memory that goes around a share's cap is not noticed");
@@ -272,7 +262,7 @@ impl Gpu {
     }
 }
 
-/// What a GPU is and what drives it, while there is a driver.
+/// The model of a GPU and its driver, while there is a driver.
 fn model(state: &DriverState, gpu_uuid: &str) -> Option<Model> {
     let DriverState::Ready(ready) = state else {
         return None;
@@ -296,7 +286,7 @@ fn devices(ledger: &Ledger) -> Devices {
     devices
 }
 
-/// What is held of one GPU.
+/// What claims hold of one GPU.
 fn held(ledger: &Ledger, layout: &Layout, devices: &Devices, gpu_uuid: &str) -> Held {
     let mut held = Held {
         gpu_uuid: gpu_uuid.to_owned(),
@@ -312,7 +302,7 @@ fn held(ledger: &Ledger, layout: &Layout, devices: &Devices, gpu_uuid: &str) -> 
             held.pods.entry(pod).or_default().insert(key.clone());
         }
         match device.cap {
-            // What another release counts in its pages cannot be compared.
+            // Pages of another release cannot be compared.
             _ if record.plan.pages != PAGES => {
                 held.uncapped.insert(key.clone());
             }
@@ -334,7 +324,7 @@ fn held(ledger: &Ledger, layout: &Layout, devices: &Devices, gpu_uuid: &str) -> 
     held
 }
 
-/// Ends a process; whether it was this that ended it.
+/// Ends a process; whether this call ended it.
 fn kill(proc: &Proc, bypass: &Bypass) -> bool {
     match end(proc, bypass.process) {
         Ok(ended) => ended == Ended::Killed,
@@ -367,7 +357,7 @@ fn note(gpu: &str, device: &str, bypass: &Bypass, ended: bool) -> String {
     format!("{what}; {then}")
 }
 
-/// The pod whose process it is; where its name is not known, the claim's pods, or the claim.
+/// The process's pod; if its name is not known, the claim's pods or the claim.
 fn regarding<'a>(
     ledger: &Ledger,
     record: &'a Record,

@@ -1,7 +1,7 @@
-//! The real process, with a kubelet and an API server in this one.
+//! The real plugin process; this process acts as the kubelet and the API server.
 //!
-//! The kubelet here speaks as the real one does: over the sockets that it finds, with the
-//! percent-encoded socket path as HTTP/2 authority on the registration socket.
+//! As the real kubelet it uses the sockets that it finds, with the percent-encoded socket path as
+//! HTTP/2 authority on the registration socket.
 
 #![allow(
     clippy::unwrap_used,
@@ -28,7 +28,7 @@ use tranche_kubelet_plugin::sockets::connect;
 
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// The token of somebody who may read the metrics.
+/// The token of a reader of the metrics.
 const TOKEN: &str = "of-a-reader";
 
 /// A node's folders, and an API server that has nothing.
@@ -85,7 +85,7 @@ impl Node {
              clusters: [{{name: c, cluster: {{server: 'http://{api}'}}}}], users: [{{name: u, user: {{}}}}]}}"
         );
         std::fs::write(dir.path().join("kubeconfig"), kubeconfig).unwrap();
-        // Freed at once; nobody else takes ephemeral ports in the moment between.
+        // Freed at once; it is unlikely that another process takes these ports meanwhile.
         let ports = [0; 2].map(|_| std::net::TcpListener::bind("127.0.0.1:0").unwrap());
         let [http, https] = ports.map(|port| port.local_addr().unwrap().port());
         Self { dir, http, https }
@@ -103,7 +103,7 @@ impl Node {
         self.spawn_by(Command::new(env!("CARGO_BIN_EXE_tranche-kubelet-plugin")))
     }
 
-    /// By a command to which the arguments are still to be added.
+    /// With a command that lacks the arguments.
     fn spawn_by(&self, mut command: Command) -> Process {
         let child = command
             .env("KUBECONFIG", self.at("kubeconfig"))
@@ -132,7 +132,7 @@ impl Node {
         Process(child)
     }
 
-    /// Starts, and waits until the kubelet would see it.
+    /// Starts, and waits until its registration socket exists.
     async fn start(&self) -> Process {
         let process = self.spawn();
         until("registration socket", || {
@@ -181,7 +181,7 @@ impl Node {
     }
 }
 
-/// Killed when the test is over.
+/// Killed after the test.
 struct Process(Child);
 
 impl Process {
@@ -216,7 +216,7 @@ async fn until(what: &str, mut holds: impl FnMut() -> bool) {
     }
 }
 
-/// As grpc-go does it in the kubelet: `@` stays as it is, `/` does not.
+/// As grpc-go in the kubelet: `@` is not encoded, `/` is.
 fn encode_authority(path: &str) -> String {
     let escape = |b: u8| match b {
         b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'_' | b'.' | b'~' | b'@' => {
@@ -282,7 +282,7 @@ async fn the_kubelet_registers_it_and_every_claim_is_answered() {
         .notify_registration_status(status)
         .await
         .unwrap();
-    // There is no driver, and the plugin is ready all the same.
+    // There is no driver, and the plugin is still ready.
     assert_eq!(node.get("/readyz").await, (200, "ok\n".into()));
     assert_eq!(node.get("/healthz").await, (200, "ok\n".into()));
 
@@ -364,7 +364,7 @@ async fn a_second_instance_waits_for_the_first_to_end() {
     let node = Node::new().await;
     let mut first = node.start().await;
     let mut second = node.spawn();
-    // A second one that served would have replaced the first one's socket.
+    // A second instance that served would have replaced the first one's socket.
     let identity =
         |path: &Path| std::os::unix::fs::MetadataExt::ino(&std::fs::metadata(path).unwrap());
     let before = identity(&node.registration_socket());
@@ -381,7 +381,7 @@ async fn a_second_instance_waits_for_the_first_to_end() {
     assert!(second.ends().await.success());
 }
 
-/// Whether the process has the lock's file open: it takes it, or waits for it.
+/// Whether the process has the lock's file open, because it holds the lock or waits for it.
 fn waits_for(process: &Process, lock: &Path) -> bool {
     let folder = format!("/proc/{}/fd", process.0.id());
     std::fs::read_dir(folder).is_ok_and(|mut entries| {

@@ -11,9 +11,9 @@ use tranche_node::sweep::Sweeper;
 use tranche_shim_core::{AccountPage, layout};
 
 #[test]
-fn the_plugin_gives_back_what_the_dead_hold() {
+fn the_plugin_reclaims_what_dead_processes_hold() {
     let mut page = AccountPage::initial().to_vec();
-    // Slot 3 is marked, charged with 9 of the 9 bytes in use, and held by nobody.
+    // Slot 3 is marked, has 9 of the 9 used bytes, and has no owner.
     page[128] = 9;
     page[512] = 1 << 3;
     page[layout::HEADER_LEN + 3 * layout::SLOT_LEN + 16] = 9;

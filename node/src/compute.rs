@@ -1,29 +1,29 @@
-//! How a GPU's time is granted to its shares: what the sampler writes, from what it reads.
+//! Decides how a GPU's time is granted to its shares: from what the sampler reads, what it writes.
 //!
 //! ```text
 //!  account pages: position, spent ─┐
 //!  NVML: how busy the GPU was ─────┴─► Controller::step ─► a Refill for each share ─► cap pages
 //! ```
 //!
-//! Pure: a test runs it against a simulated GPU, in virtual time.
+//! It does no I/O: tests run it with a simulated GPU, in virtual time.
 //!
-//! **Rates.** A strict share always has its cores. A work-conserving one has its cores, and while it
-//! uses them all, its part of what the others leave: of what is not anybody's, and of what the owners
-//! do not use at present. Alone on its GPU it is not held back at all.
+//! **Rates.** A strict share always gets its cores. A work-conserving one gets its cores and, while
+//! it uses them all, its part of the rest: cores that belong to no share, and cores that other shares
+//! do not use at present. If it is alone on its GPU, it is not limited.
 //!
-//! **Scale.** The prices of launches are the programs' own measurements, and may be wrong in common:
-//! what runs longer than the GPU's time slice is measured with the neighbours' slices in it, kernels
-//! that run side by side are each counted whole, and a tenant may write what it likes. NVML says how
-//! long the GPU really worked for each process. The ratio of both, slowly followed, becomes the scale of
-//! the share's prices. Where NVML's processes cannot be told apart by share, the shares at work are
-//! corrected in common, by what the whole GPU worked: downwards, and back up, but never above what they
-//! measured themselves, since the rest may be the work of somebody who has no share.
+//! **Scale.** The prices of launches are measured by the programs and may all be wrong: a kernel that
+//! runs longer than the GPU's time slice is measured with the neighbours' slices in it, concurrent
+//! kernels are each counted in full, and a tenant may write any number. NVML reports how long the GPU
+//! worked for each process. The smoothed ratio of both is the scale of the share's prices. If NVML's
+//! processes cannot be assigned to shares, all working shares get a common correction, by the
+//! utilization of the whole GPU: downwards and back up, but never above their own measurements, because
+//! the rest may be the work of a process without a share.
 //!
-//! **Debts.** A share that is in debt and got less than its cores all the while was charged for what it
-//! never had: by first measurements under contention, say. The node forgives it.
+//! **Debts.** A share that is in debt although it got less than its cores was charged too much, for
+//! example because its first measurements were made under contention. The node cancels such a debt.
 //!
-//! Nothing in an account is believed: a share that writes too little gets a higher scale, up to
-//! [`MOST_SCALE`], and is [`Decision::suspect`]; one that writes too much holds up itself.
+//! Accounts are not trusted: a share that writes too little gets a higher scale, up to
+//! [`MOST_SCALE`], and is [`Decision::suspect`]; a share that writes too much only delays itself.
 
 use std::collections::BTreeMap;
 
@@ -33,7 +33,7 @@ use tranche_shim_core::compute::{BURST_NANOS, PERCENT, Refill, WHOLE, part};
 /// From one step to the next, in nanoseconds.
 pub const PERIOD_NANOS: u64 = 100_000_000;
 
-/// How long a rate above the cores is good for without another word, in nanoseconds.
+/// How long a rate above the cores is valid unless it is renewed, in nanoseconds.
 const LEASE_NANOS: u64 = 3_000_000_000;
 
 /// The rate of a work-conserving share that is alone.
@@ -44,60 +44,60 @@ pub const LEAST_SCALE: u64 = WHOLE / 32;
 /// See [`LEAST_SCALE`].
 pub const MOST_SCALE: u64 = 8 * WHOLE;
 
-/// How far a scale goes in a step at most: NVML's figures are up to a second old.
+/// The most that a scale changes in a step: NVML's figures are up to a second old.
 const STEP: f64 = 0.03;
 
-/// Weight of a step in the averages whose ratio the scale follows: some seconds, so that a launch of
-/// 100 ms now and then and NVML's word of it, later, fall together.
+/// Weight of a step in the averages whose ratio the scale follows: some seconds, so that an
+/// occasional launch of 100 ms and NVML's later sample of it are in the same average.
 const WEIGHT: f64 = 0.025;
 
 /// Weight of a step in the average of what a share uses.
 const USE_WEIGHT: f64 = 0.2;
 
-/// How long a share is at work before it is compared with what the GPU works: by then NVML says it,
-/// and what was reckoned in advance has run. In nanoseconds.
+/// How long a share must be working before it is compared with the GPU's utilization: by then NVML
+/// has samples, and launches that were charged in advance have run. In nanoseconds.
 const WATCH_NANOS: u64 = 1_000_000_000;
 
-/// A debt is forgiven when the share got so much less than its cores while it wanted more: as much as
+/// A debt is cancelled when the share, while it wanted more, got this much less than its cores: what
 /// its cores are in half a second.
 const OWED_NANOS: f64 = 0.5e9;
 
-/// The longest debt that is forgiven at a time, in nanoseconds of GPU time, and how far back what a share
-/// got is remembered, in nanoseconds.
+/// The longest debt that is cancelled at a time, in nanoseconds of GPU time, and for how long it is
+/// remembered what a share got, in nanoseconds.
 const DEBT_NANOS: u64 = 60_000_000_000;
 
-/// A share that launched nothing for so long is not at work, in nanoseconds.
+/// A share that launched nothing for this long is not working, in nanoseconds.
 const REST_NANOS: u64 = 500_000_000;
 
-/// Steps in which a scale is not enough, after which an account is suspect: ten seconds.
+/// The number of steps in which a scale is not enough before an account is suspect: ten seconds.
 const SUSPECT_STEPS: u32 = 100;
 
-/// What an account may lose by corrections between two steps, in nanoseconds.
+/// The most that corrections may take from an account between two steps, in nanoseconds.
 const CORRECTION_NANOS: u64 = 1_000_000_000;
 
-/// What a share's pages say.
+/// What was read from a share's pages.
 #[derive(Clone, Copy, Debug)]
 pub struct Reading {
     /// Percent of the GPU's time, 1 to 99.
     pub cores: u8,
-    /// How strictly that is meant.
+    /// Strict or work-conserving.
     pub policy: ComputePolicy,
-    /// How far it has used its grant; the tenant's word.
+    /// How far it has used its grant; written by the tenant.
     pub position: u64,
-    /// What its launches were reckoned to take; the tenant's word.
+    /// The estimated GPU time of its launches; written by the tenant.
     pub spent: u64,
-    /// How much of the last time the GPU worked for it, in parts of 1, if that is known.
+    /// The part of the last period in which the GPU worked for it, 0 to 1, if that is known.
     pub busy: Option<f64>,
 }
 
-/// What a share gets.
+/// The decision for a share.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Decision {
-    /// What is to be written to its cap page.
+    /// What to write to its cap page.
     pub refill: Refill,
-    /// Whether that says more than what is there.
-    pub is_news: bool,
-    /// Why its account cannot be right, if so.
+    /// Whether it differs from what is there.
+    pub is_changed: bool,
+    /// Why its account cannot be right, if it cannot.
     pub suspect: Option<Suspicion>,
 }
 
@@ -119,17 +119,17 @@ impl std::fmt::Display for Suspicion {
     }
 }
 
-/// Grants one GPU's time to its shares, known by a `K`.
+/// Grants one GPU's time to its shares, which are identified by a `K`.
 #[derive(Debug)]
 pub struct Controller<K> {
     shares: BTreeMap<K, Share>,
-    /// When the last step was.
+    /// The time of the last step.
     last: Option<u64>,
-    /// The GPU's, for shares whose own is not known.
+    /// The GPU's ratio, for shares whose own is not known.
     ratio: Ratio,
 }
 
-/// How much was worked, and how much was reckoned: averages, in parts of 1.
+/// Averages of the measured and the estimated utilization, 0 to 1.
 #[derive(Clone, Copy, Debug, Default)]
 struct Ratio {
     worked: f64,
@@ -142,7 +142,7 @@ impl Ratio {
         self.reckoned += (reckoned - self.reckoned) * WEIGHT;
     }
 
-    /// `None` where little work says little.
+    /// `None` where there was too little work.
     fn value(self) -> Option<f64> {
         let enough = self.worked >= 0.002 && self.reckoned >= 0.0005;
         enough.then(|| self.worked / self.reckoned)
@@ -153,19 +153,20 @@ impl Ratio {
 struct Share {
     refill: Refill,
     spent: u64,
-    /// When it last launched something.
+    /// The time of its last launch.
     launched: u64,
-    /// What it used in the last step by its account, and an average by account and scale: in parts of 1.
+    /// The part of the time that it used in the last step by its account, and an average by account and
+    /// scale, 0 to 1.
     reckons: f64,
     uses: f64,
     scale: f64,
     ratio: Ratio,
-    /// Since when it is at work; `None` while it rests.
+    /// Since when it is working; `None` while it is idle.
     since: Option<u64>,
     /// Steps in which the scale could not follow.
     wrong: u32,
-    /// How much less it got than its cores while it wanted more, in nanoseconds; negative where it
-    /// got more.
+    /// How much less than its cores it got while it wanted more, in nanoseconds; negative if it got
+    /// more.
     owed: f64,
 }
 
@@ -179,20 +180,21 @@ impl<K: Ord + Clone> Default for Controller<K> {
     }
 }
 
-/// A share at work.
+/// A working share.
 #[derive(Clone, Copy)]
 struct Worker {
     cores: f64,
     conserving: bool,
-    /// It takes all that it gets.
+    /// It uses everything that it gets.
     wants: bool,
     uses: f64,
 }
 
 impl<K: Ord + Clone> Controller<K> {
-    /// Decides at `now` (`CLOCK_MONOTONIC` in nanoseconds). `busy` is how much of the time before the
-    /// GPU worked, in parts of 1, if that is known. `shares` are all of this GPU's, each with what its
-    /// pages say; `written` is what the node last wrote for a share that is new here.
+    /// Decides at `now` (`CLOCK_MONOTONIC` in nanoseconds). `busy` is the part of the last period in
+    /// which the GPU worked, 0 to 1, if that is known. `shares` are all shares of this GPU, each with
+    /// what was read from its pages; `written` is what the node last wrote for a share that is new
+    /// here.
     pub fn step(
         &mut self,
         now: u64,
@@ -213,7 +215,7 @@ impl<K: Ord + Clone> Controller<K> {
             suspects.push(share.read(now, elapsed, reading));
         }
         self.follow(now, busy, shares, elapsed);
-        // On a GPU that has no time left, who gets less than it might want cannot be seen to want.
+        // On a saturated GPU a share that gets less than it wants does not show that it wants more.
         let saturated = busy.is_some_and(|busy| busy >= 0.95);
         let workers: Vec<Option<Worker>> = shares
             .iter()
@@ -232,7 +234,7 @@ impl<K: Ord + Clone> Controller<K> {
             .collect()
     }
 
-    /// Lets the scales follow what was worked.
+    /// Adjusts the scales to the measured utilization.
     fn follow(&mut self, now: u64, busy: Option<f64>, shares: &[(K, Reading)], elapsed: u64) {
         if elapsed == 0 {
             return;
@@ -247,13 +249,13 @@ impl<K: Ord + Clone> Controller<K> {
         {
             self.ratio.add(busy, scaled);
         }
-        // Without word of the GPU the ratio is of scales that are no more.
+        // Without the GPU's utilization the ratio would be of old scales.
         let in_common = busy.and_then(|_| self.ratio.value());
         for (key, reading) in shares {
             let Some(share) = self.shares.get_mut(key) else {
                 continue;
             };
-            // Of what the whole GPU worked, its part by its own account.
+            // Its part of the whole GPU's utilization, by its own account.
             let part = if scaled > 0.0 {
                 share.reckons_scaled() / scaled
             } else {
@@ -264,7 +266,7 @@ impl<K: Ord + Clone> Controller<K> {
             if !settled(share) {
                 continue;
             }
-            // Its own ratio is the scale; the common one says how wrong the scales are.
+            // Its own ratio is the scale; the common ratio is the error of the present scales.
             let wanted = if let Some(busy) = reading.busy {
                 share.ratio.add(busy, share.reckons);
                 share.ratio.value()
@@ -307,7 +309,8 @@ impl Share {
 
     fn read(&mut self, now: u64, elapsed: u64, reading: &Reading) -> Option<Suspicion> {
         let went_back = reading.spent.saturating_add(CORRECTION_NANOS) < self.spent;
-        // A queue of long kernels is reckoned at once; more than minutes in a step is no launch's.
+        // A queue of long kernels is charged at once; more than some minutes in a step cannot come
+        // from launches.
         let spent = reading
             .spent
             .saturating_sub(self.spent)
@@ -331,14 +334,14 @@ impl Share {
         self.reckons * self.scale
     }
 
-    /// Notes how much the GPU worked for it: in parts of 1, if anybody knows.
+    /// Records the part of the time in which the GPU worked for it, 0 to 1, if it is known.
     fn note_worked(&mut self, now: u64, reading: &Reading, worked: Option<f64>, elapsed: u64) {
         let worked = worked.unwrap_or(self.reckons_scaled());
         self.uses += (worked - self.uses) * USE_WEIGHT;
         let cores = parts(u64::from(reading.cores) * PERCENT);
         let in_debt = reading.position > self.refill.granted(reading.cores, now);
         let less = (cores - worked) * as_f64(elapsed);
-        // What it could have had and did not take is gone.
+        // Time that it could have used and did not is not owed to it.
         self.owed = if in_debt || less < 0.0 {
             (self.owed + less).clamp(-as_f64(DEBT_NANOS), as_f64(DEBT_NANOS))
         } else {
@@ -354,7 +357,8 @@ impl Share {
         if !in_debt && now.saturating_sub(self.launched) >= REST_NANOS {
             return None;
         }
-        // What is granted and not used lapses after a burst: who has most of one left does not want.
+        // Granted time that is not used expires after a burst: a share with most of a burst left
+        // does not want more.
         let left = granted.saturating_sub(reading.position);
         let hungry = left < part(BURST_NANOS / 2, rate);
         Some(Worker {
@@ -386,25 +390,25 @@ impl Share {
             .position
             .saturating_sub(self.refill.granted(cores, now));
         let forgives = debt > 0 && self.owed > OWED_NANOS * parts(u64::from(cores) * PERCENT);
-        let is_news = ends || forgives || differ(present, rate) || differ(scale_now, scale);
-        if is_news {
+        let is_changed = ends || forgives || differ(present, rate) || differ(scale_now, scale);
+        if is_changed {
             let until = now.saturating_add(LEASE_NANOS);
             self.refill = self.refill.then(cores, now, rate, until, scale);
         }
         if forgives {
-            // No more than the longest debt: the position is the tenant's word.
+            // At most the longest debt, because the tenant writes the position.
             self.refill.base = self.refill.base.saturating_add(debt.min(DEBT_NANOS));
             self.owed = 0.0;
         }
         Decision {
             refill: self.refill,
-            is_news,
+            is_changed,
             suspect,
         }
     }
 }
 
-/// The rate of a share, in parts of 1.
+/// The rate of a share, where 1 is the whole GPU.
 fn rate(reading: &Reading, worker: Option<Worker>, workers: &[Option<Worker>]) -> f64 {
     let cores = parts(u64::from(reading.cores) * PERCENT);
     let Some(me) = worker else { return cores };

@@ -1,16 +1,18 @@
 //! Which processes run in containers that have a claim's devices.
 //!
-//! Each such container has the device's cap page mounted, whatever the tier. The file's path within its
+//! Each such container has the device's cap page mounted, in every tier. The file's path within its
 //! file system, the fourth field of `/proc/<pid>/mountinfo`, has the device's key as a component, and the
 //! key carries the claim's UID. On the host itself the pages' file systems are mounted by their roots, so
-//! no process of the host is taken for a container's.
+//! no process of the host is mistaken for a container's.
 
 use std::collections::BTreeSet;
-use std::fs::{self, File};
-use std::io::{self, BufRead as _, BufReader};
+use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 
-/// Why it is not known which processes there are.
+use crate::mountinfo::{MOST_BYTES, mounted};
+
+/// Why the processes could not be listed.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot read {path}: {source}")]
 pub struct ScanError {
@@ -61,7 +63,7 @@ pub fn processes_with(proc: &Path, keys: &[&str]) -> Result<Vec<u32>, ScanError>
     Ok(processes)
 }
 
-/// `None` where the process has ended meanwhile, or has only its exit code left.
+/// `None` if the process has ended meanwhile or is a zombie.
 fn ended<T>(result: io::Result<T>) -> io::Result<Option<T>> {
     use rustix::io::Errno;
     match result {
@@ -76,19 +78,17 @@ fn ended<T>(result: io::Result<T>) -> io::Result<Option<T>> {
     }
 }
 
-fn has_mounted(mounts: &Path, keys: &[&str]) -> io::Result<bool> {
-    let mut mounts = BufReader::new(File::open(mounts)?);
-    // Mount points are the tenant's to name, in no encoding.
-    let mut line = Vec::new();
-    while mounts.read_until(b'\n', &mut line)? > 0 {
-        let root = line.split(|byte| *byte == b' ').nth(3).unwrap_or_default();
-        let mut components = root.split(|byte| *byte == b'/');
-        if components.any(|component| keys.iter().any(|key| key.as_bytes() == component)) {
-            return Ok(true);
-        }
-        line.clear();
+/// Whether a page of one of the devices is mounted. A list of mounts that is too long to be read to its end
+/// is an error, so that no device is taken for unused.
+fn has_mounted(mountinfo: &Path, keys: &[&str]) -> io::Result<bool> {
+    let mounted = mounted(mountinfo, |key| keys.contains(&key))?;
+    if mounted.keys.is_empty() && !mounted.is_complete {
+        return Err(io::Error::other(format!(
+            "it is longer than {} MiB",
+            MOST_BYTES >> 20
+        )));
     }
-    Ok(false)
+    Ok(!mounted.keys.is_empty())
 }
 
 #[cfg(test)]
@@ -133,6 +133,27 @@ mod tests {
         );
         assert_eq!(processes_with(proc, &["uid"]).unwrap(), [20, 21]);
         assert_eq!(processes_with(proc, &["shares-gpu"]).unwrap(), [0; 0]);
+    }
+
+    #[test]
+    fn a_list_of_mounts_that_is_too_long_is_an_error() {
+        let proc = tempfile::tempdir().unwrap();
+        let line = b"1 2 0:9 / /x rw - tmpfs tmpfs rw\n";
+        let lines = usize::try_from(MOST_BYTES).unwrap() / line.len() + 1;
+        let mut mounts = line.repeat(lines);
+        process(proc.path(), 1, "mnt:[1]", &mounts);
+        let error = processes_with(proc.path(), &["key"]).unwrap_err();
+        assert!(
+            error
+                .to_string()
+                .ends_with("mountinfo: it is longer than 16 MiB"),
+            "{error}"
+        );
+        // A page that is found before counts.
+        let page = b"1 2 0:9 /uid/key/cap /x ro - tmpfs tmpfs rw\n";
+        mounts.splice(..0, page.iter().copied());
+        fs::write(proc.path().join("1/mountinfo"), mounts).unwrap();
+        assert_eq!(processes_with(proc.path(), &["key"]).unwrap(), [1]);
     }
 
     #[test]

@@ -1,11 +1,11 @@
-//! The driver's device nodes: which there are, and the ones that this process needs itself.
+//! The driver's device nodes, and those of them that this process needs itself.
 //!
-//! They lie in the host's `/dev`, or below the driver root where that has its own (a driver container). What
-//! containers get is told by their paths on the host.
+//! They are in the host's `/dev`, or below the driver root if that has its own (a driver container).
+//! Containers get them by their paths on the host.
 //!
-//! NVML opens `/dev/nvidiactl` and `/dev/nvidia<N>` of the process that loads it, wherever its library lies. In a
-//! container `/dev` is a file system of its own, filled when the container started: nodes of a driver that was loaded
-//! later are not in it. So [`DeviceNodes::provide`] makes them there.
+//! NVML opens `/dev/nvidiactl` and `/dev/nvidia<N>` of the process that loads it, wherever its library is. A
+//! container's `/dev` is a file system of its own that is filled when the container starts, without the nodes of a
+//! driver that is loaded later. So [`DeviceNodes::provide`] makes them there.
 
 use std::io;
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
@@ -19,7 +19,7 @@ use crate::root::{DriverRoot, Kind, RootError};
 pub const REQUIRED: [&str; 2] = ["/dev/nvidia-uvm", "/dev/nvidiactl"];
 /// For display servers, and for debuggers and profilers.
 pub const OPTIONAL: [&str; 2] = ["/dev/nvidia-modeset", "/dev/nvidia-uvm-tools"];
-/// Every driver that is loaded has made it, or its loader has.
+/// The driver or its loader makes this node whenever the driver is loaded.
 const SIGN: &str = "/dev/nvidiactl";
 /// Folders with nodes of the driver.
 const FOLDERS: [&str; 2] = ["/dev", "/dev/nvidia-caps"];
@@ -27,10 +27,10 @@ const FOLDERS: [&str; 2] = ["/dev", "/dev/nvidia-caps"];
 /// What is wrong with the device nodes.
 #[derive(Debug, thiserror::Error)]
 pub enum DeviceError {
-    /// The root that has them.
+    /// The root that contains them.
     #[error(transparent)]
     Root(#[from] RootError),
-    /// Some are not there.
+    /// Some are missing.
     #[error(
         "{missing} missing below {root} on the host: without it no CUDA program starts; load the kernel modules and \
          make the device nodes by `nvidia-modprobe -c 0 -u` on the node"
@@ -41,7 +41,7 @@ pub enum DeviceError {
         /// The root that was searched, as the host sees it.
         root: PathBuf,
     },
-    /// One cannot be made for this process.
+    /// A node cannot be made for this process.
     #[error(
         "cannot make the device node {path}, by which NVML reaches the driver: {source}: run the node plugin \
          privileged, with a writable /dev"
@@ -62,7 +62,7 @@ pub struct DeviceNodes {
 }
 
 impl DeviceNodes {
-    /// Looks below the driver root, and where that has no nodes, below the host's root.
+    /// Searches below the driver root and, if that has no nodes, below the host's root.
     pub fn find(driver: &DriverRoot, host: &DriverRoot) -> Result<Self, RootError> {
         let own = is_device(driver, SIGN)?;
         let root = if own { driver } else { host }.clone();
@@ -82,13 +82,13 @@ impl DeviceNodes {
         &self.control
     }
 
-    /// The root that has them.
+    /// The root that contains them.
     #[must_use]
     pub fn root(&self) -> &DriverRoot {
         &self.root
     }
 
-    /// Whether everything is there that every CUDA program needs.
+    /// An error unless all nodes exist that every CUDA program needs.
     pub fn require(&self) -> Result<(), DeviceError> {
         let missing: Vec<_> = REQUIRED
             .into_iter()
@@ -122,8 +122,8 @@ impl DeviceNodes {
         Ok(nodes)
     }
 
-    /// Makes every node that `dev`, this process's own `/dev`, lacks or has under another number (that of nvidia-uvm
-    /// changes from load to load).
+    /// Makes every node that is missing in `dev`, this process's own `/dev`, or has another number there (that of
+    /// nvidia-uvm changes each time it is loaded).
     pub fn provide(&self, dev: &Path) -> Result<(), DeviceError> {
         for (path, number) in self.all()? {
             let Ok(inside) = path.strip_prefix("/dev") else {
@@ -153,7 +153,7 @@ fn make(path: &Path, number: u64) -> io::Result<()> {
     }
     let mode = Mode::from_raw_mode(0o666);
     mknodat(CWD, path, FileType::CharacterDevice, mode, number)?;
-    // The umask took the write bits away.
+    // The umask has removed the write bits.
     Ok(rustix::fs::chmod(path, mode)?)
 }
 
@@ -180,7 +180,7 @@ mod tests {
         for name in ["nvidiactl", "nvidia-uvm", "nvidia-uvm-tools"] {
             node(host.path(), name, NULL());
         }
-        // A driver without a /dev of its own, and one with an empty one: as GKE's and some driver containers'.
+        // A driver without its own /dev, as GKE's, and one with an empty /dev, as some driver containers'.
         for _ in 0..2 {
             let found = DeviceNodes::find(&open(driver.path()), &open(host.path())).unwrap();
             assert_eq!(found.root().path(), host.path());
@@ -241,7 +241,7 @@ mod tests {
             assert_eq!(number("nvidia-caps/nvidia-cap1"), Some((NULL(), 0o666)));
             assert_eq!(number("sda"), None);
         }
-        // The module was loaded again under another number.
+        // The module was loaded again and has another number.
         node(host.path(), "nvidia-uvm", makedev(1, 5));
         nodes().provide(own.path()).unwrap();
         assert_eq!(number("nvidia-uvm"), Some((makedev(1, 5), 0o666)));

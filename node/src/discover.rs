@@ -1,9 +1,9 @@
-//! What of the driver a container needs, found under the driver root.
+//! Finds the driver's files that a container needs, under the driver root.
 //!
 //! The search is that of NVIDIA's `pkg/nvcdi` (nvidia-container-toolkit): libraries by the driver's
 //! version as their suffix, the links beside them, a fixed list of programs, the GSP firmware and
-//! the daemons' sockets. What is not there is left out; without `libcuda` and `libnvidia-ml` no
-//! container could use a GPU, so that is an error.
+//! the daemons' sockets. Files that are missing are left out; a missing `libcuda` or `libnvidia-ml`
+//! is an error, because no container could use a GPU without them.
 //!
 //! ```text
 //!  layouts ──► libraries ──► found ──► the CDI spec
@@ -33,13 +33,13 @@ const PROGRAMS: [&str; 5] = [
 /// Sockets of the driver's daemons.
 const SOCKETS: [&str; 2] = ["nvidia-persistenced/socket", "nvidia-fabricmanager/socket"];
 
-/// Why a container could not be given the driver.
+/// Why the driver's files could not be found.
 #[derive(Debug, thiserror::Error)]
 pub enum DiscoverError {
     /// The root or something in it.
     #[error(transparent)]
     Root(#[from] RootError),
-    /// A library without which nothing works.
+    /// A required library is missing.
     #[error(
         "driver root {root}: found no {library}.so.{version} in {searched}: NVML reports driver \
          {version}, so install that version's libraries there completely"
@@ -98,7 +98,8 @@ pub fn discover(root: &DriverRoot, version: &str) -> Result<Found, DiscoverError
     Ok(found)
 }
 
-/// Where a container gets a program: at the same place, or in `/usr/bin` where no shell looks at that.
+/// A program's path in a container: the same, or in `/usr/bin` if the folder is not in the usual
+/// `PATH`.
 fn program_in_container(folder: &str, program: &str) -> PathBuf {
     let in_path = matches!(
         folder,

@@ -7,9 +7,9 @@ use tranche_api::gpu_node::{Gpu, Inventory};
 
 use crate::nvml::{Description, GpuDescription};
 
-/// Merges both, GPUs by PCI address.
+/// Merges both by the GPUs' PCI addresses.
 ///
-/// `sysfs` is where the kernel's `sys` tree is mounted; what it does not tell stays out.
+/// `sysfs` is where the kernel's `sys` tree is mounted; facts that it does not have are left out.
 #[must_use]
 pub fn inventory(description: &Description, sysfs: &Path) -> Inventory {
     Inventory::new(
@@ -69,7 +69,7 @@ fn is_root_complex(component: &str) -> bool {
     })
 }
 
-/// The kernel says -1 on a machine without NUMA.
+/// The kernel reports -1 on a machine without NUMA.
 fn numa_node(folder: &Path) -> Option<u32> {
     let text = std::fs::read_to_string(folder.join("numa_node")).ok()?;
     text.trim().parse().ok()

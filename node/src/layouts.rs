@@ -1,8 +1,8 @@
-//! Where NVIDIA's driver lies on the systems that are known: data for the search, in the order of the search.
+//! Where NVIDIA's driver is on known systems: the data of the search, in the order of the search.
 //!
 //! A driver root is a folder of the host that holds the driver's files; for a driver from packages it is `/`. In it
-//! libraries and programs lie in one of a few folders. Any root may have any of these folders, so a layout is a root
-//! and the folders that it really has:
+//! libraries and programs are in one of a few folders. Any root may have any of these folders, so a layout is a root
+//! with the folders that exist in it:
 //!
 //! | system | root | libraries | programs | device nodes |
 //! |---|---|---|---|---|
@@ -67,7 +67,7 @@ pub const PROGRAM_FOLDERS: [&str; 11] = [
     "/usr/libexec/nvidia/tesla/bin",
 ];
 
-/// Where the firmware of a driver's version is searched, from the root, in this order; all in which it is found count
+/// Where the firmware of a driver's version is searched, from the root, in this order; links to the same folder count
 /// once.
 pub const FIRMWARE_FOLDERS: [&str; 4] = [
     "/lib/firmware/nvidia",

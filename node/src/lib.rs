@@ -1,20 +1,20 @@
-//! What a node knows of its driver, and what it does for the shares that are in use.
+//! The node's GPU driver, and the maintenance of shares in use.
 //!
 //! ```text
 //!  layouts ─► root ─┬─► devices ──► the driver's device nodes
 //!                   ├─► nvml::search ─► libnvidia-ml ──► nvml ──► inventory ──► what GPUs there are
-//!                   ├─► discover ──► what containers get of the driver
+//!                   ├─► discover ──► the driver's files for containers
 //!                   └─► libcuda ──► untested: functions that the shim has no row for
 //!
 //!  account pages ──► page ──► snapshots for metrics
-//!       ▲              ├────► sweep: slots of the dead are given back
-//!       │              ├────► sampler ─► compute: what each share is granted of its GPU's time ─► cap pages
-//!       │              └────► watchdog: what NVML says and no account has
+//!       ▲              ├────► sweep: reclaims slots of dead processes
+//!       │ ├────► sampler ─► compute: the GPU time that each share is granted ─► cap pages
+//!       │              └────► watchdog: memory that NVML reports and no account has
 //!  /proc ──► containers: which processes still have a claim's devices
 //! ```
 //!
-//! The node plugin and `tranche run` both stand on it. Nothing here knows of Kubernetes, and nothing
-//! believes what is in an account page: the tenant can write it.
+//! The node plugin and `tranche run` both use it. It does not know Kubernetes, and it does not trust
+//! account pages: the tenant can write them.
 #![forbid(unsafe_code)]
 
 pub mod compute;
@@ -23,6 +23,7 @@ pub mod devices;
 pub mod discover;
 pub mod inventory;
 pub mod layouts;
+mod mountinfo;
 pub mod nvml;
 pub mod page;
 pub mod processes;

@@ -1,7 +1,7 @@
-//! NVML, as much of it as the plugin asks: what GPUs there are.
+//! The part of NVML that the node uses.
 //!
-//! [`Nvml`] and [`Driver`] are injected, so that a test can script a driver that is missing, comes
-//! up late or fails. [`search`] finds the real one, `library` is it.
+//! [`Nvml`] and [`Driver`] are injected, so that a test can script a driver that is missing,
+//! appears late or fails. [`search`] finds the real library, `library` calls it.
 
 mod library;
 pub mod search;
@@ -13,7 +13,7 @@ use tranche_api::gpu_node::MigMode;
 use crate::devices::DeviceNodes;
 use crate::root::{DriverRoot, RootError};
 
-/// What NVML says of a node.
+/// What NVML reports about a node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Description {
     /// nvmlSystemGetDriverVersion.
@@ -31,18 +31,18 @@ pub struct Description {
 pub struct BrokenGpu {
     /// Its index, as NVML counts.
     pub index: u32,
-    /// Its UUID, where NVML told it before it failed.
+    /// Its UUID, if NVML reported it before it failed.
     pub uuid: Option<String>,
     /// The call that failed.
     pub error: NvmlError,
 }
 
-/// What NVML says of one GPU.
+/// What NVML reports about one GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GpuDescription {
     /// nvmlDeviceGetUUID.
     pub uuid: String,
-    /// The index under which NVML counts it.
+    /// NVML's index.
     pub index: u32,
     /// nvmlDeviceGetMinorNumber.
     pub minor: u32,
@@ -60,22 +60,22 @@ pub struct GpuDescription {
     pub memory_total: u64,
     /// nvmlDeviceGetMemoryInfo_v2 `reserved`, bytes.
     pub memory_reserved: u64,
-    /// nvmlDeviceGetAttributes_v2, where the driver tells it.
+    /// nvmlDeviceGetAttributes_v2, if the driver reports it.
     pub multiprocessors: Option<u32>,
     /// nvmlDeviceGetMigMode is supported.
     pub mig_capable: bool,
     /// nvmlDeviceGetMigMode; both off where it is not supported.
     pub mig_mode: MigMode,
-    /// The largest `sliceCount` that nvmlDeviceGetGpuInstanceProfileInfo tells, if it tells one.
+    /// The largest `sliceCount` that nvmlDeviceGetGpuInstanceProfileInfo reports, if any.
     pub mig_compute_slices: Option<u32>,
 }
 
-/// A sample of what a GPU worked for a process.
+/// A sample of a GPU's utilization by a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ProcessSample {
-    /// The process, as the host counts.
+    /// The PID in the host's PID namespace.
     pub pid: u32,
-    /// When: microseconds of a clock of the driver's.
+    /// Its time: microseconds of a clock of the driver.
     pub at: u64,
     /// Percent of the sampling period.
     pub percent: u32,
@@ -84,10 +84,10 @@ pub struct ProcessSample {
 /// A process that uses a GPU's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ProcessMemory {
-    /// The process, as this process's PID namespace counts. NVML leaves out those that it does not have
-    /// (`_gpuConvertPid` of NVIDIA's open kernel modules), so only the host's own has all.
+    /// The PID in this process's PID namespace. NVML leaves out processes that are not in it
+    /// (`_gpuConvertPid` of NVIDIA's open kernel modules), so only the host's PID namespace has all.
     pub pid: u32,
-    /// Bytes, its contexts included; `None` where the driver cannot say (vGPU, MIG).
+    /// Bytes, its contexts included; `None` if the driver does not report it (vGPU, MIG).
     pub bytes: Option<u64>,
 }
 
@@ -97,7 +97,7 @@ pub enum NvmlError {
     /// The root itself, or something in it.
     #[error("{0}")]
     Root(String),
-    /// There is no library.
+    /// The library was not found.
     #[error(
         "no NVML: found no libnvidia-ml.so.1 in {searched} under driver root {roots}: install the \
          NVIDIA driver on this node, or point the chart value `nodePlugin.driverRoot` at its root"
@@ -108,17 +108,17 @@ pub enum NvmlError {
         /// The folders, joined.
         searched: String,
     },
-    /// There is one, and it cannot be used.
+    /// The library was found and cannot be used.
     #[error(
-        "NVML at {path} does not start: {reason}: see that the NVIDIA kernel module is loaded (`nvidia-smi` on the node)"
+        "NVML at {path} does not start: {reason}: check that the NVIDIA kernel module is loaded (`nvidia-smi` on the node)"
     )]
     Start {
         /// The library as this process sees it.
         path: PathBuf,
-        /// In NVML's words.
+        /// NVML's error.
         reason: String,
     },
-    /// This process has no way to the kernel driver.
+    /// This process cannot reach the kernel driver.
     #[error("{0}")]
     Devices(String),
     /// `NVML_ERROR_GPU_IS_LOST`: the GPU fell off the bus or is otherwise inaccessible.
@@ -126,7 +126,7 @@ pub enum NvmlError {
     GpuLost {
         /// The NVML function.
         call: &'static str,
-        /// On what.
+        /// The object of the call.
         object: String,
     },
     /// A call failed.
@@ -134,9 +134,9 @@ pub enum NvmlError {
     Call {
         /// The NVML function.
         call: &'static str,
-        /// On what.
+        /// The object of the call.
         object: String,
-        /// In NVML's words.
+        /// NVML's error.
         reason: String,
     },
 }
@@ -150,35 +150,35 @@ impl From<RootError> for NvmlError {
 /// A running NVML.
 pub trait Nvml: Send + Sync + std::fmt::Debug {
     /// Describes driver and GPUs as they are now. A GPU that cannot be described is listed as
-    /// broken; the others are not held up by it.
+    /// broken; the others are described.
     fn describe(&self) -> Result<Description, NvmlError>;
 
     /// nvmlDeviceGetUtilizationRates `gpu`: percent of the last sampling period in which a kernel ran.
     fn utilization(&self, gpu_uuid: &str) -> Result<u32, NvmlError>;
 
-    /// nvmlDeviceGetProcessUtilization: what of its time the GPU worked for which process, in all
-    /// samples after `since`.
+    /// nvmlDeviceGetProcessUtilization: the GPU's utilization by each process, in all samples after
+    /// `since`.
     fn process_utilization(
         &self,
         gpu_uuid: &str,
         since: u64,
     ) -> Result<Vec<ProcessSample>, NvmlError>;
 
-    /// nvmlDeviceGetComputeRunningProcesses_v3 and nvmlDeviceGetGraphicsRunningProcesses_v3: who uses
-    /// the GPU's memory, each process once.
+    /// nvmlDeviceGetComputeRunningProcesses_v3 and nvmlDeviceGetGraphicsRunningProcesses_v3: the
+    /// processes that use the GPU's memory, each once.
     fn processes(&self, gpu_uuid: &str) -> Result<Vec<ProcessMemory>, NvmlError>;
 
-    /// nvmlDeviceGetMemoryInfo_v2 `used`: bytes that are allocated, without what the driver reserves.
+    /// nvmlDeviceGetMemoryInfo_v2 `used`: allocated bytes, without the driver's reserve.
     fn used_memory(&self, gpu_uuid: &str) -> Result<u64, NvmlError>;
 }
 
-/// A place where NVML may be found.
+/// A source of NVML.
 pub trait Driver: Send + Sync + std::fmt::Debug {
     /// Finds and starts NVML. The kernel driver cannot be unloaded until the result is dropped.
     fn open(&self) -> Result<Opened, NvmlError>;
 
-    /// What can be seen of the driver without opening it. Another value than before says that it came,
-    /// went or changed.
+    /// What is visible of the driver without opening it. The value changes when the driver is
+    /// installed, removed or replaced.
     fn traces(&self) -> Traces;
 }
 
@@ -187,12 +187,12 @@ pub trait Driver: Send + Sync + std::fmt::Debug {
 pub struct Opened {
     /// NVML.
     pub nvml: Box<dyn Nvml>,
-    /// The root that its library lies in.
+    /// The root that contains its library.
     pub root: DriverRoot,
     /// The driver's device nodes.
     pub nodes: DeviceNodes,
 }
 
-/// Files by which a driver shows, and what identifies each.
+/// The driver's visible files, and what identifies each.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Traces(pub Vec<(PathBuf, String)>);

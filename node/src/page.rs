@@ -1,9 +1,10 @@
-//! The pages of a share: the cap page as the node writes it, the account page as it reads it, by
-//! copies, never by mapping.
+//! The pages of a share: the cap page that the node writes, and the account page, of which the node
+//! reads copies and never a mapping.
 //!
-//! The tenant has the account open for writing. It may write any content, cut the file off or make it
-//! huge: a read then finds an error, where an access to a mapping would end the process (SIGBUS). It
-//! may hold a lease on either page: an open then fails at once, and finds the lease broken later.
+//! The tenant can write the account. It may write any content, truncate the file or make it huge:
+//! then a read returns an error, while an access to a mapping would end the process (SIGBUS). It may
+//! hold a lease on either page: then an open fails at once, and succeeds later, when the lease is
+//! broken.
 
 use std::ffi::CString;
 use std::io;
@@ -56,7 +57,7 @@ pub fn cap_page(
     page.encode()
 }
 
-/// Opens a page that containers see, without waiting for the end of a lease on it.
+/// Opens a page that containers can open, without waiting for the end of a lease on it.
 pub(crate) fn open_page(path: &Path, writable: bool) -> io::Result<std::fs::File> {
     let flags = OFlags::NONBLOCK | OFlags::NOFOLLOW;
     std::fs::File::options()
@@ -66,7 +67,7 @@ pub(crate) fn open_page(path: &Path, writable: bool) -> io::Result<std::fs::File
         .open(path)
 }
 
-/// The content of the cap page at `path`; `None` where there is none of that length.
+/// The content of the cap page at `path`; `None` if there is no page of the right length.
 pub fn read_cap(path: &Path) -> io::Result<Option<[u8; cap::LEN]>> {
     let file = match open_page(path, false) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -91,7 +92,7 @@ pub enum ReadError {
         /// Why not.
         source: io::Error,
     },
-    /// It is no account page (any more).
+    /// Its content is invalid.
     #[error("account page {path}: {source}: its programs broke it; end them")]
     Page {
         /// The page.
@@ -101,11 +102,11 @@ pub enum ReadError {
     },
 }
 
-/// Cuts an account page that its tenant made longer than it is back to its length, which mappings of the
-/// page do not notice. Returns how long it was, if it was too long.
+/// Truncates an account page that its tenant made longer to its proper length, without an effect on
+/// mappings of the page. Returns the old length if it was too long.
 ///
-/// The file lies on the node's tmpfs: what is behind the page takes the node's memory.
-pub fn cut_back(path: &Path) -> Result<Option<u64>, ReadError> {
+/// The file is on a tmpfs: a longer file uses the node's memory.
+pub fn truncate_page(path: &Path) -> Result<Option<u64>, ReadError> {
     let cut = || {
         let file = open_page(path, true)?;
         let found = file.metadata()?.len();
@@ -154,14 +155,15 @@ impl AccountFile {
         Ok(AccountCopy(bytes))
     }
 
-    /// How far the share has used its grant of GPU time, and what its launches were reckoned to take,
-    /// both in nanoseconds. Its author is the tenant.
+    /// How far the share has used its grant of GPU time, and the estimated GPU time of its launches,
+    /// both in nanoseconds. The tenant writes them.
     pub fn compute(&self) -> Result<(u64, u64), ReadError> {
         Ok(layout::compute_words(&self.header()?))
     }
 
-    /// The slots that are marked as taken and that no process holds: their owners are dead, and so are
-    /// all who had their files. Or the tenant says so; then nobody is harmed by their being given back.
+    /// The number of slots that are marked as taken and that no process holds: their owners are dead,
+    /// and so are all processes that had their files. The tenant can forge such marks; reclaiming such
+    /// a slot harms nobody else.
     pub fn dead_slots(&self) -> Result<usize, ReadError> {
         self.count_slots(|held| !held)
     }
@@ -228,12 +230,12 @@ impl AccountFile {
     }
 }
 
-/// A copy of an account page, checked to be one.
+/// A copy of an account page, which was checked.
 #[derive(Clone, Debug)]
 pub struct AccountCopy(Vec<u8>);
 
 impl AccountCopy {
-    /// What it says. Its author is the tenant.
+    /// Its content. The tenant writes it.
     ///
     /// # Panics
     ///
@@ -284,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_that_its_tenant_cut_off_or_blew_up_is_named() {
+    fn a_page_that_its_tenant_truncated_or_made_longer_is_named() {
         let (_folder, path) = page(AccountPage::initial());
         let file = AccountFile::open(&path).unwrap();
         for length in [0, 100, 4096, layout::LEN as u64 - 1, 1 << 40] {
@@ -306,7 +308,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_page_is_refused() {
+    fn a_file_that_is_not_a_page_is_refused() {
         let (folder, path) = page(&vec![0; layout::LEN]);
         AccountFile::open(&path).unwrap_err();
         let link = folder.path().join("link");
@@ -318,7 +320,7 @@ mod tests {
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
-        /// Whatever the tenant writes, it is read or refused.
+        /// Any content that a tenant writes is either read or refused.
         #[test]
         fn any_content_is_survived(content: Vec<u8>, at in 0..layout::LEN, seed: u8) {
             let mut bytes = AccountPage::initial().to_vec();

@@ -1,9 +1,9 @@
-//! Whose process is it? NVML counts processes by their PID on the host; a share's processes are those
-//! that have its account mapped, as the shim keeps it from a process's first use of CUDA to its end.
+//! Finds the shares of processes. NVML reports PIDs of the host; a share's processes are those that
+//! have its account mapped, which the shim does from a process's first use of CUDA to its end.
 //!
-//! `/proc/<pid>/maps` says so by device and inode, whatever namespaces and cgroups the process is in.
-//! It is read once for each process, and again now and then for those that have none mapped yet. Its
-//! text is the tenant's: of any length, with names in no encoding.
+//! `/proc/<pid>/maps` shows that by device and inode, in any namespaces and cgroups. It is read once
+//! for each process, and again at intervals for processes that have no account mapped yet. A tenant
+//! controls its text: it may be of any length, with names that are not UTF-8.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -21,7 +21,7 @@ pub struct FileId {
 }
 
 impl FileId {
-    /// That of the file at `path`.
+    /// The ID of the file at `path`.
     pub fn of(path: &Path) -> std::io::Result<Self> {
         Ok(Self::from(&fs::metadata(path)?))
     }
@@ -36,17 +36,18 @@ impl From<&fs::Metadata> for FileId {
     }
 }
 
-/// How long a process without a share is taken to have none, in nanoseconds.
-const LOOK_NANOS: u64 = 1_000_000_000;
+/// How long a process without a share is not read again, in nanoseconds.
+const CHECK_NANOS: u64 = 1_000_000_000;
 
-/// The same for one whose maps are too long to be read to their end, which takes a while.
-const LONG_NANOS: u64 = 60 * LOOK_NANOS;
+/// The same for a process whose maps are too long to be read to their end, because reading them
+/// takes long.
+const LONG_NANOS: u64 = 60 * CHECK_NANOS;
 
-/// How much is read of a process's maps: as many lines as the kernel allows a process by default, of
-/// twice their usual length.
+/// The most bytes that are read of a process's maps: as many lines as the kernel allows by default,
+/// at twice their usual length.
 const MOST_BYTES: u64 = 16 << 20;
 
-/// How much of a line is looked at: what comes before the name is shorter.
+/// How much of a line is parsed: the part before the name is shorter.
 const LINE: u64 = 256;
 
 /// The host's processes.
@@ -59,12 +60,12 @@ pub struct Processes {
 #[derive(Clone, Debug)]
 struct Known {
     accounts: Vec<FileId>,
-    /// When it is looked at again, if it has none.
+    /// When it is read again, if it has none.
     again: u64,
 }
 
 impl Processes {
-    /// Those of the `/proc` that is mounted at `proc`.
+    /// The processes of the `/proc` that is mounted at `proc`.
     pub fn new(proc: impl Into<PathBuf>) -> Self {
         Self {
             proc: proc.into(),
@@ -72,13 +73,13 @@ impl Processes {
         }
     }
 
-    /// Forgets all but these: a PID may be another process's when it comes back.
+    /// Forgets all other processes: their PIDs may be reused.
     pub fn keep(&mut self, pids: &[u32]) {
         self.known.retain(|pid, _| pids.contains(pid));
     }
 
-    /// Which of `accounts` process `pid` has mapped: none also for a process whose maps cannot be read,
-    /// since it ended meanwhile, or is another user's, or this `/proc` is not the host's.
+    /// Which of `accounts` process `pid` has mapped. Also none if its maps cannot be read: it has
+    /// ended, belongs to another user, or this `/proc` is not the host's.
     pub fn accounts_of(&mut self, pid: u32, now: u64, accounts: &[FileId]) -> Vec<FileId> {
         if let Some(known) = self.known.get(&pid) {
             let held = known.accounts.iter().copied();
@@ -91,7 +92,7 @@ impl Processes {
         let mut found = Vec::new();
         let wait = match find(&maps, accounts, &mut found) {
             Ok(Read::TooLong) => LONG_NANOS,
-            Ok(Read::All) | Err(_) => LOOK_NANOS,
+            Ok(Read::All) | Err(_) => CHECK_NANOS,
         };
         let known = Known {
             accounts: found.clone(),
@@ -107,7 +108,7 @@ enum Read {
     TooLong,
 }
 
-/// Adds those of `accounts` that are in the file `maps` to `found`, each once.
+/// Adds each of `accounts` that is in the file `maps` to `found`, once.
 fn find(maps: &Path, accounts: &[FileId], found: &mut Vec<FileId>) -> io::Result<Read> {
     let mut maps = BufReader::new(File::open(maps)?.take(MOST_BYTES));
     let mut line = Vec::new();
@@ -164,7 +165,7 @@ mod tests {
 
     #[test]
     fn a_process_has_what_it_has_mapped() {
-        // This test's own executable is mapped for sure.
+        // This test's own executable is always mapped.
         let program = FileId::of(Path::new("/proc/self/exe")).unwrap();
         let other = FileId {
             device: 1,
@@ -173,9 +174,9 @@ mod tests {
         let mut processes = Processes::new("/proc");
         let me = std::process::id();
         assert_eq!(processes.accounts_of(me, 0, &[other]), []);
-        // Looked at just now; then again.
+        // Not read again at once; read again later.
         assert_eq!(processes.accounts_of(me, 1, &[program]), []);
-        let found = processes.accounts_of(me, LOOK_NANOS, &[other, program]);
+        let found = processes.accounts_of(me, CHECK_NANOS, &[other, program]);
         assert_eq!(found, [program]);
         assert_eq!(processes.accounts_of(me, 0, &[program]), [program]);
         processes.keep(&[]);
@@ -192,7 +193,7 @@ mod tests {
         };
         let line = b"7f00-7f02 rw-s 00000000 00:2f 4711 /usr/lib/tranche/shares/gpu-0/account\n";
         let not_text = b"7f00-7f02 r--p 00000000 00:2f 12 /tmp/\xff\xfe\n";
-        // A name that would be a line of its own, were it cut there.
+        // A name that would look like a line of its own if it were cut there.
         let mut long = b"7f00-7f02 r--p 00000000 00:2f 12 ".to_vec();
         long.extend(b"/tmp/ 7f00-7f02 rw-s 00000000 00:2f 4711 ".repeat(100));
         long.push(b'\n');
@@ -209,9 +210,9 @@ mod tests {
             fs::write(folder.join("maps"), [before, line].concat()).unwrap();
             let mut processes = Processes::new(proc.path());
             assert_eq!(processes.accounts_of(7, 0, &[account]), found);
-            // What takes long is not done every second.
+            // Long maps are not read every second.
             fs::write(folder.join("maps"), line).unwrap();
-            assert_eq!(processes.accounts_of(7, LOOK_NANOS, &[account]), found);
+            assert_eq!(processes.accounts_of(7, CHECK_NANOS, &[account]), found);
         }
     }
 }

@@ -1,8 +1,8 @@
 //! The driver root: a tree of the driver's files, on the host or from a driver container.
 //!
-//! Links in it are to be read as if the root were `/`: `libcuda.so.1` may lead to
-//! `/etc/alternatives/…` of the host. The kernel resolves them (`openat2` with
-//! `RESOLVE_IN_ROOT`), so nothing here can walk out of the root.
+//! Links in it are resolved as if the root were `/`: `libcuda.so.1` may be a link to
+//! `/etc/alternatives/…` of the host. The kernel resolves them (`openat2` with `RESOLVE_IN_ROOT`),
+//! so no path leaves the root.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -26,11 +26,11 @@ pub enum RootError {
         source: io::Error,
     },
     /// Something in it.
-    #[error("driver root {root}: cannot look at {path} in it: {source}")]
+    #[error("driver root {root}: cannot read {path} in it: {source}")]
     Inside {
         /// The root as this process sees it.
         root: PathBuf,
-        /// What, from the root.
+        /// The path from the root.
         path: PathBuf,
         /// Why not.
         source: io::Error,
@@ -45,10 +45,10 @@ pub struct DriverRoot {
     dir: Arc<OwnedFd>,
 }
 
-/// What a path in the root leads to.
+/// The kind of file that a path in the root resolves to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// A regular file; whether anybody may execute it.
+    /// A regular file.
     File {
         /// One of the execute bits is set.
         executable: bool,
@@ -74,7 +74,7 @@ impl DriverRoot {
     }
 
     /// Opens the root that the host has at `on_host`; the host's own root is mounted at `host`. `None`
-    /// where the host has no such folder.
+    /// if the host has no such folder.
     pub fn of_host(host: &Self, on_host: &Path) -> Result<Option<Self>, RootError> {
         match host.resolve(on_host)? {
             Some((real, Kind::Folder)) => Self::at(host.here(&real), real).map(Some),
@@ -113,14 +113,13 @@ impl DriverRoot {
         &self.on_host
     }
 
-    /// Where this process finds a path of the root that has no links in it any more.
+    /// The path at which this process finds a resolved path of the root.
     #[must_use]
     pub fn here(&self, path: &Path) -> PathBuf {
         self.path.join(relative(path))
     }
 
-    /// Follows all links. `None` where there is nothing; a path that is not under the root any
-    /// more (the root was unmounted) is nothing too.
+    /// Follows all links. `None` if there is no such file, also if the root was unmounted.
     pub fn resolve(&self, path: &Path) -> Result<Option<(PathBuf, Kind)>, RootError> {
         let found = self.open_in(path, OFlags::PATH | OFlags::CLOEXEC);
         let Some(fd) = self.if_there(path, found)? else {
@@ -149,7 +148,7 @@ impl DriverRoot {
             .map(|inside| (Path::new("/").join(inside), kind)))
     }
 
-    /// The target of a link as it is written, `None` where there is no link of that name.
+    /// The unresolved target of a link, `None` if there is no link of that name.
     pub fn read_link(&self, path: &Path) -> Result<Option<PathBuf>, RootError> {
         let found = self.open_in(path, OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC);
         let Some(fd) = self.if_there(path, found)? else {
@@ -159,7 +158,7 @@ impl DriverRoot {
             Ok(target) => Ok(Some(PathBuf::from(std::ffi::OsStr::new(
                 &*target.to_string_lossy(),
             )))),
-            // "" on a descriptor of something that is no link.
+            // The descriptor is not of a link.
             Err(rustix::io::Errno::NOENT | rustix::io::Errno::INVAL) => Ok(None),
             Err(e) => Err(self.inside(path, e)),
         }
@@ -202,7 +201,7 @@ impl DriverRoot {
         use rustix::io::Errno;
         match found {
             Ok(fd) => Ok(Some(fd)),
-            // A loop of links, and a magic link, lead nowhere.
+            // A loop of links, or a magic link.
             Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP) => Ok(None),
             Err(e) => Err(self.inside(path, e)),
         }
@@ -217,7 +216,7 @@ impl DriverRoot {
     }
 }
 
-/// The path without its leading slash, `.` where nothing is left.
+/// The path without its leading slash; `.` if that is empty.
 fn relative(path: &Path) -> PathBuf {
     let inside: PathBuf = path
         .components()

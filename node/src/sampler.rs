@@ -1,13 +1,14 @@
-//! The sampler: once a period it reads what the shares' accounts say and how busy the GPUs are, and
-//! writes what each share is granted into its cap page.
+//! The sampler: once a period it reads the shares' accounts and the GPUs' utilization, and writes
+//! what each share is granted into its cap page.
 //!
 //! ```text
 //!  account (pread) ─────────────┐
 //!  NVML, by process ─► processes ┴─► Reading ─► compute::Controller, one per GPU ─► cap (pwrite)
 //! ```
 //!
-//! One per node. It maps nothing: see [`crate::page`]. A cap page is written in two steps, the copy
-//! that is not in use and then which is: see [`tranche_shim_core::compute::refill`].
+//! One per node. It maps no page: see [`crate::page`]. A cap page is written in two steps: first
+//! the copy that is not in use, then the number of the copy in use; see
+//! [`tranche_shim_core::compute::refill`].
 
 #[cfg(test)]
 mod tests;
@@ -26,7 +27,7 @@ use crate::page::{AccountFile, ReadError, open_page};
 use crate::processes::{FileId, Processes};
 use crate::utilization::Utilization;
 
-/// Why a share's time is not sampled. It goes on with its cores.
+/// Why a share's time is not sampled. It keeps its cores.
 #[derive(Debug, thiserror::Error)]
 pub enum SampleError {
     /// The account.
@@ -56,12 +57,12 @@ pub fn now() -> u64 {
     tranche_shim_runtime::sys::now()
 }
 
-/// What became of a share in a step.
+/// The result of a step for one share.
 #[derive(Debug)]
 pub struct Sampled {
     /// Its folder.
     pub share: PathBuf,
-    /// What was decided, or why nothing was.
+    /// The decision, or why there is none.
     pub outcome: Result<Decision, SampleError>,
 }
 
@@ -71,24 +72,26 @@ pub struct Sampler {
     processes: Processes,
     shares: BTreeMap<PathBuf, Opened>,
     gpus: BTreeMap<String, Controller<PathBuf>>,
-    /// GPUs with shares in the last step of which NVML did not say for which process they worked.
+    /// The number of GPUs with shares whose utilization by process NVML did not report in the last
+    /// step.
     coarse: usize,
 }
 
-/// From one look whether a share's files are still those at its path to the next, in nanoseconds.
-const LOOK_NANOS: u64 = 1_000_000_000;
+/// The interval between checks that a share's open files are still those at its path, in
+/// nanoseconds.
+const CHECK_NANOS: u64 = 1_000_000_000;
 
-/// What an earlier step's part in [`Share::recent`] loses in each step.
+/// The weight of one step in [`Share::recent`].
 const RECENT_WEIGHT: f64 = 0.1;
 
-/// A share's files, kept open: no other file gets their inodes.
+/// A share's files, kept open so that their inodes are not reused.
 #[derive(Debug)]
 struct Opened {
     cap: File,
     cap_id: FileId,
-    /// When they are looked at again.
+    /// When they are checked again.
     again: u64,
-    /// `None` where its time is not limited.
+    /// `None` if its time is not limited.
     share: Option<Share>,
 }
 
@@ -100,8 +103,8 @@ struct Share {
     policy: ComputePolicy,
     account: AccountFile,
     account_id: FileId,
-    /// What its launches were reckoned to take, and how much that was in about the last second, which
-    /// is what NVML's figures are of.
+    /// The estimated GPU time of its launches, in total and in about the last second, the period of
+    /// NVML's figures.
     spent: u64,
     recent: f64,
     turn: u64,
@@ -109,8 +112,8 @@ struct Share {
 }
 
 impl Sampler {
-    /// With the host's `/proc` mounted at `proc`. Where it is not the host's, what the GPU works is
-    /// known for all shares together only.
+    /// With the host's `/proc` mounted at `proc`. With another `/proc`, the GPU's utilization is
+    /// known only for all shares together.
     pub fn new(proc: impl Into<PathBuf>) -> Self {
         Self {
             processes: Processes::new(proc),
@@ -120,16 +123,16 @@ impl Sampler {
         }
     }
 
-    /// How many GPUs with limited shares there were in the last step of which nobody said for which process
-    /// they worked: their shares were corrected in common, by what the whole GPU worked.
+    /// The number of GPUs with limited shares in the last step whose utilization by process was not known:
+    /// their shares got a common correction, by the utilization of the whole GPU.
     #[must_use]
     pub fn gpus_without_processes(&self) -> usize {
         self.coarse
     }
 
     /// Samples once, at `now` (`CLOCK_MONOTONIC` in nanoseconds). `shares` are the folders of all
-    /// shares that are held, each with a cap page and, if that limits anything, an account. Returns
-    /// what became of those whose GPU time is limited.
+    /// held shares, each with a cap page and, if that has a limit, an account. Returns the results
+    /// of those whose GPU time is limited.
     pub fn step(
         &mut self,
         now: u64,
@@ -140,8 +143,8 @@ impl Sampler {
         self.shares.retain(|folder, _| shares.contains(folder));
         for folder in shares {
             if let Some(opened) = self.shares.get_mut(folder) {
-                // Another share of that name is opened in the next step, so that the controller forgets
-                // this one.
+                // A new share of the same name is opened in the next step, so that the controller
+                // forgets the old one.
                 if opened.is_replaced(now, folder) {
                     self.shares.remove(folder);
                 }
@@ -212,11 +215,12 @@ impl Sampler {
     }
 }
 
-/// Notes for each share how much of the time its GPU worked for its processes; or for none of them,
-/// where no process of any share can be seen here. One that cannot is nobody's: its neighbours are not
-/// to answer for it.
+/// Records for each share how much of the time its GPU worked for its processes; for no share, if no
+/// process of any share is visible here. A process that is not visible belongs to no share, and other
+/// shares are not charged for it.
 ///
-/// A process may use several shares of a GPU: what was worked for it is divided as they reckoned.
+/// A process may use several shares of a GPU: its utilization is divided in proportion to their
+/// estimates.
 fn set_busy<'a>(
     processes: &mut Processes,
     now: u64,
@@ -279,17 +283,17 @@ impl Opened {
         Ok(Self {
             cap: cap_file,
             cap_id: FileId::from(&cap_id),
-            again: now.saturating_add(LOOK_NANOS),
+            again: now.saturating_add(CHECK_NANOS),
             share,
         })
     }
 
-    /// Whether other files are at the share's path by now: a share ended and another one has its name.
+    /// Whether other files are at the share's path now: the share ended and a new one has its name.
     fn is_replaced(&mut self, now: u64, folder: &Path) -> bool {
         if now < self.again {
             return false;
         }
-        self.again = now.saturating_add(LOOK_NANOS);
+        self.again = now.saturating_add(CHECK_NANOS);
         let is = |page: &str, id: FileId| FileId::of(&folder.join(page)).is_ok_and(|at| at == id);
         let account = self.share.as_ref().map(|share| share.account_id);
         !is(paths::CAP, self.cap_id) || account.is_some_and(|id| !is(paths::ACCOUNT, id))
@@ -305,7 +309,7 @@ impl Share {
     ) -> Result<Self, SampleError> {
         let (turn, written) = Refill::decode(bytes);
         let account = folder.join(paths::ACCOUNT);
-        // Before it is opened: one that comes in between is noticed later.
+        // Read before it is opened, so that a file that replaces it in between is detected later.
         let account_id = FileId::of(&account).map_err(|source| SampleError::File {
             path: account.clone(),
             source,
@@ -339,7 +343,7 @@ impl Share {
     }
 
     fn write(&mut self, cap: &File, decision: &Decision) -> io::Result<()> {
-        if !decision.is_news {
+        if !decision.is_changed {
             return Ok(());
         }
         let turn = self.turn + 1;

@@ -1,9 +1,9 @@
-//! Gives back what dead processes held of their shares, and what a tenant made its page longer by.
+//! Reclaims what dead processes held of their shares, and truncates pages that a tenant made
+//! longer.
 //!
-//! A process's slot in the account is its own as long as the kernel keeps its lock; when it dies,
-//! anybody may give the slot's charge back. The programs of a share do so when they join, ask how
-//! much is free, or would be refused; the node does it for those that do none of these, within a
-//! second.
+//! A process owns its slot in the account as long as the kernel holds its lock; when it is dead,
+//! anyone may reclaim the slot's charge. The programs of a share do so when they join, ask how much
+//! is free, or would be refused; the node does it in all other cases, within a second.
 //!
 //! ```text
 //!  every second, per share: copy of the header ─► marked slots ─► a lock on each?
@@ -11,10 +11,10 @@
 //!                                                    one is not: a process of its own maps the page and reclaims
 //! ```
 //!
-//! Reclaiming takes atomic steps on the live page, so somebody must map it; and whoever maps it can
-//! be ended by its tenant, who may cut the file off (SIGBUS). So a child does it, one for each share:
-//! this program itself, started anew with [`reclaim`] to do. Looking costs a read and a lock query
-//! per process; children are started only when somebody died, or when a tenant pretends so.
+//! Reclaiming needs atomic operations on a mapping of the page, and a tenant can end a process that
+//! maps the page by truncating the file (SIGBUS). So a child process does it, one for each share:
+//! this program, started again to run [`reclaim`]. A check costs a read and a lock query per process;
+//! a child is started only if a process died, or if a tenant forged that.
 
 use std::ffi::OsString;
 use std::io;
@@ -22,15 +22,15 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use crate::page::{AccountFile, ReadError, c_path, cut_back, from_errno};
+use crate::page::{AccountFile, ReadError, c_path, from_errno, truncate_page};
 
-/// From one look to the next.
+/// From one sweep to the next.
 pub const INTERVAL: Duration = Duration::from_secs(1);
 
-/// How long a child may take for what takes microseconds.
+/// The time limit of a child, whose work takes microseconds.
 const CHILD_DEADLINE: Duration = Duration::from_secs(5);
 
-/// Why a share's dead slots were not given back.
+/// Why a share's dead slots were not reclaimed.
 #[derive(Debug, thiserror::Error)]
 pub enum SweepError {
     /// The page.
@@ -46,12 +46,12 @@ pub enum SweepError {
     },
 }
 
-/// What was given back.
+/// The result of a sweep.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Swept {
-    /// How many dead processes held something.
+    /// The number of reclaimed slots.
     pub dead: usize,
-    /// How many bytes the page had, if it was too long.
+    /// The length of the page in bytes before, if it was too long.
     pub cut: Option<u64>,
 }
 
@@ -63,7 +63,8 @@ pub struct Sweeper {
 }
 
 impl Sweeper {
-    /// Reclaims by `program`, which with `arguments` and the path of an account page does [`reclaim`].
+    /// A sweeper that starts `program` with `arguments` and the path of an account page, which calls
+    /// [`reclaim`].
     pub fn new(
         program: impl Into<PathBuf>,
         arguments: impl IntoIterator<Item = impl Into<OsString>>,
@@ -74,10 +75,10 @@ impl Sweeper {
         }
     }
 
-    /// Looks at one account, cuts it back to its length and gives back what the dead hold. Blocks for
-    /// as long as the child runs, if there is one.
+    /// Checks one account, truncates it to its proper length and reclaims what dead processes hold.
+    /// Blocks while a child runs, if there is one.
     pub fn sweep(&self, account: &Path) -> Result<Swept, SweepError> {
-        let cut = cut_back(account)?;
+        let cut = truncate_page(account)?;
         let dead = AccountFile::open(account)?.dead_slots()?;
         if dead > 0 {
             self.reclaim_by_child(account)
@@ -101,7 +102,7 @@ impl Sweeper {
     }
 }
 
-/// Waits for a child that is done at once, or is stopped.
+/// Waits for a child; kills it after its time limit.
 fn end_of(mut child: Child) -> io::Result<()> {
     let start = Instant::now();
     loop {
@@ -121,8 +122,8 @@ fn end_of(mut child: Child) -> io::Result<()> {
     }
 }
 
-/// The child's part: maps the account and gives back what the dead hold. The page's tenant can end
-/// the process that calls this.
+/// The child's part: maps the account and reclaims what dead processes hold. The page's tenant can
+/// end the process that calls this.
 pub fn reclaim(account: &Path) -> Result<usize, SweepError> {
     AccountFile::open(account)?;
     c_path(account)
@@ -146,7 +147,7 @@ mod tests {
     const TAKEN: usize = 512;
     const CHARGED: usize = 16;
 
-    /// A page on which a process died that held `charged` bytes in `slot`.
+    /// A page with the slot of a dead process that held `charged` bytes.
     fn with_a_dead(slot: usize, charged: u64) -> (tempfile::TempDir, PathBuf) {
         let mut page = AccountPage::initial().to_vec();
         let at = layout::HEADER_LEN + slot * layout::SLOT_LEN + CHARGED;
@@ -166,7 +167,7 @@ mod tests {
         assert_eq!(account.dead_slots().unwrap(), 1);
         assert_eq!(reclaim(&path).unwrap(), 1);
         assert_eq!(account.dead_slots().unwrap(), 0);
-        // And what it left between its two steps.
+        // Also what it left between its two steps.
         assert_eq!(account.copy().unwrap().snapshot().used(), 0);
     }
 
@@ -195,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_that_its_tenant_made_longer_is_cut_back() {
+    fn a_page_that_its_tenant_made_longer_is_truncated() {
         let (_folder, path) = with_a_dead(900, 5 << 30);
         let before = fs::read(&path).unwrap();
         let file = fs::File::options().write(true).open(&path).unwrap();
@@ -208,7 +209,7 @@ mod tests {
         assert_eq!(sweeper.sweep(&path).unwrap(), swept);
         assert_eq!(fs::read(&path).unwrap(), before);
         assert_eq!(sweeper.sweep(&path).unwrap().cut, None);
-        // A mapping of one that is too short cannot be mended.
+        // A page that is too short cannot be repaired.
         file.set_len(100).unwrap();
         sweeper.sweep(&path).unwrap_err();
         assert_eq!(fs::read(&path).unwrap().len(), 100);

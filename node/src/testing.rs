@@ -1,4 +1,4 @@
-//! A driver as files, for tests.
+//! The files of a driver, for tests.
 #![allow(
     clippy::unwrap_used,
     clippy::missing_panics_doc,

@@ -1,8 +1,8 @@
-//! Whether the shim was made with this driver in mind.
+//! Finds functions of the driver that the shim does not know.
 //!
-//! The shim has a row for every function of the drivers that it was made with. A newer driver may export
-//! more: those that take memory would go uncounted. So the functions of the node's libcuda are compared
-//! with the rows, and what is left is told to the cluster.
+//! The shim has a row for every function of the drivers that it was made for. A newer driver may export
+//! more functions, and memory that they allocate would not be counted. So the functions of the node's
+//! libcuda are compared with the rows, and unknown ones are reported to the cluster.
 
 use std::fs::File;
 use std::path::PathBuf;
@@ -17,7 +17,7 @@ use crate::root::DriverRoot;
 /// Why the driver's functions are not known.
 #[derive(Debug, thiserror::Error)]
 pub enum UntestedError {
-    /// The library is not there, or cannot be read.
+    /// The library is missing or cannot be read.
     #[error("{path}: {source}: is the driver installed completely?")]
     Unreadable {
         /// The library as this process sees it.
@@ -25,8 +25,8 @@ pub enum UntestedError {
         /// Why not.
         source: std::io::Error,
     },
-    /// It is no library.
-    #[error("{path}: {source}: no shared library: is the driver installed completely?")]
+    /// It is not a library.
+    #[error("{path}: {source}: not a shared library: is the driver installed completely?")]
     NoLibrary {
         /// The library as this process sees it.
         path: PathBuf,
@@ -75,7 +75,7 @@ pub fn unknown_functions(root: &DriverRoot, found: &Found) -> Result<Vec<String>
     reason = "a test that cannot be set up fails"
 )]
 pub mod testing {
-    //! A driver's library without a driver.
+    //! The file of a driver's library, for tests.
 
     /// A shared library that exports these functions and has nothing else.
     #[must_use]
@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_library_is_refused() {
+    fn a_file_that_is_not_a_library_is_refused() {
         for broken in [&b""[..], b"#!/bin/sh\n", &library(&["cuInit"])[..100]] {
             let error = unknown(broken).unwrap_err().to_string();
             assert!(

@@ -1,4 +1,4 @@
-//! How busy GPUs are, and for whom.
+//! The utilization of GPUs, in total and by process.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -7,25 +7,25 @@ use crate::nvml::{Driver, Nvml, ProcessSample};
 
 /// How busy GPUs are.
 pub trait Utilization {
-    /// How much of the last time the GPU worked, in parts of 1; `None` where nobody knows.
+    /// The part of the last period in which the GPU worked, 0 to 1; `None` if it is not known.
     fn whole(&mut self, gpu_uuid: &str) -> Option<f64>;
 
-    /// How much of it for which process, by PID on the host; who is not listed has none. `None` where
-    /// nobody knows: without NVML, and where it does not say (MIG, vGPU).
+    /// The same by process, with PIDs of the host; a process that is not listed has none. `None` if
+    /// it is not known: without NVML, and where NVML does not report it (MIG, vGPU).
     fn by_process(&mut self, gpu_uuid: &str) -> Option<Vec<(u32, f64)>>;
 
-    /// Nobody asks for a while: what is open for the answers is closed.
+    /// Closes what is open, because the next call is not expected soon.
     fn close(&mut self) {}
 }
 
-/// From one attempt to open NVML to the next. Without it shares have their cores all the same.
+/// The interval between attempts to open NVML. Shares have their cores also without it.
 const RETRY: Duration = Duration::from_secs(10);
 
-/// For how long a process's sample is taken to hold. The driver samples every 1/6 s to 1 s, each process by
-/// itself: one that is missing from an answer was not sampled anew since the last one, not idle.
+/// How long a process's sample is valid. The driver samples every 1/6 s to 1 s, each process separately: a
+/// process that is missing in an answer was not sampled again, but need not be idle.
 const HOLD: Duration = Duration::from_secs(1);
 
-/// What NVML says, as soon as there is one.
+/// The utilization as NVML reports it, as soon as NVML can be opened.
 #[derive(Debug)]
 pub struct NvmlUtilization {
     driver: Option<Box<dyn Driver>>,
@@ -47,14 +47,14 @@ struct Last {
 struct Sample {
     /// Its time, by the driver's clock.
     at: u64,
-    /// When it was seen.
+    /// When it was read.
     seen: Instant,
-    /// In parts of 1.
+    /// 0 to 1.
     part: f64,
 }
 
 impl Last {
-    /// Notes what NVML says that is newer than what it said before.
+    /// Records the samples that are newer than the last ones.
     fn note(&mut self, now: Instant, samples: Vec<ProcessSample>) {
         for ProcessSample { pid, at, percent } in samples {
             self.stamp = self.stamp.max(at);
@@ -63,7 +63,7 @@ impl Last {
                 seen: now,
                 part: f64::from(percent.min(100)) / 100.0,
             };
-            // Of several samples of a process the newest.
+            // The newest of several samples of a process.
             let known = self.processes.entry(pid).or_insert(sample);
             if known.at < at {
                 *known = sample;
@@ -82,7 +82,7 @@ impl Last {
 }
 
 impl NvmlUtilization {
-    /// By the NVML of `driver`, opened when it is needed first.
+    /// With the NVML of `driver`, which is opened at the first call.
     #[must_use]
     pub fn new(driver: Box<dyn Driver>) -> Self {
         Self {
@@ -93,7 +93,7 @@ impl NvmlUtilization {
         }
     }
 
-    /// By an NVML that is open.
+    /// With an open NVML.
     #[must_use]
     pub fn of(nvml: Box<dyn Nvml>) -> Self {
         Self {
@@ -114,10 +114,10 @@ impl NvmlUtilization {
         self.opened.as_deref()
     }
 
-    /// After a call that every driver answers failed: the driver may be another one by now, which an
-    /// NVML of before does not talk to. Not at once after it was opened: a GPU that is gone fails too,
-    /// and the others' figures are wanted.
-    fn give_up(&mut self) {
+    /// Closes NVML after a call failed that every driver supports: the driver may have been replaced,
+    /// and an old NVML does not work with it. Not immediately after it was opened: such a call also
+    /// fails for a GPU that is gone, and the other GPUs' figures are still needed.
+    fn close_failed(&mut self) {
         if self.driver.is_some() && self.tried.is_none_or(|at| at.elapsed() > RETRY) {
             self.opened = None;
         }
@@ -135,7 +135,7 @@ impl Utilization for NvmlUtilization {
 
     fn whole(&mut self, gpu_uuid: &str) -> Option<f64> {
         let Ok(percent) = self.open()?.utilization(gpu_uuid) else {
-            self.give_up();
+            self.close_failed();
             return None;
         };
         Some(f64::from(percent.min(100)) / 100.0)
@@ -160,14 +160,14 @@ mod tests {
     use crate::nvml::{Description, NvmlError, Opened, ProcessMemory, Traces};
     use crate::root::DriverRoot;
 
-    /// A driver that was replaced once: what was opened before fails.
+    /// A driver that was replaced once: an NVML that was opened before fails.
     #[derive(Clone, Debug, Default)]
     struct Replaced {
         opened: Arc<AtomicU32>,
         open: Arc<AtomicU32>,
     }
 
-    /// By which opening it was opened; counted down when it is closed.
+    /// The number of the opening; the count of open handles decreases when it is closed.
     #[derive(Debug)]
     struct Handle {
         works: bool,
@@ -236,7 +236,8 @@ mod tests {
         later(&mut utilization);
         assert_eq!(utilization.whole("here"), None);
         assert_eq!((utilization.whole("here"), opened()), (Some(0.5), 2));
-        // A GPU that is gone does not take the others with it, nor does what not every driver answers.
+        // A GPU that is gone does not affect the others, nor does a call that not every driver
+        // supports.
         for _ in 0..3 {
             assert_eq!(utilization.whole("elsewhere"), None);
             assert_eq!(utilization.by_process("here"), None);
@@ -249,8 +250,8 @@ mod tests {
         assert_eq!((utilization.whole("here"), opened()), (Some(0.5), 3));
     }
 
-    /// The driver samples each process by itself: who is missing from one answer is not idle, but who is
-    /// missing for a second is.
+    /// The driver samples each process separately: a process that is missing in one answer is not idle,
+    /// but one that is missing for a second is.
     #[test]
     fn a_process_that_is_missing_from_one_answer_still_works() {
         let sample = |pid, at, percent| ProcessSample { pid, at, percent };

@@ -1,5 +1,5 @@
-//! The watchdog: the second line of the cap. Once a second it compares what NVML says that each process
-//! holds of a GPU with what the accounts of the GPU's shares say.
+//! The watchdog detects memory that bypasses the cap. Once a second it compares the memory of each
+//! process as NVML reports it with the accounts of the GPU's shares.
 //!
 //! ```text
 //!  NVML, by process ─────────────────┐
@@ -7,12 +7,12 @@
 //!  account pages, before and after ──┘
 //! ```
 //!
-//! What is on a GPU and in no account went around the shim: by a static program, by an image's own copy of
-//! libcuda, by a forged page. It is attributed to a share by what the container runtime gave the process,
-//! its cgroup and its mounts, and not by anything that the process's programs write.
+//! Memory that is on a GPU and in no account bypassed the shim: by a static program, an image's own copy
+//! of libcuda, or a forged page. The process's cgroup and mounts, which the container runtime made, give
+//! its share; nothing that the process's programs write is used.
 //!
-//! Decisions are pure functions of what was read ([`compare`]), so that they can be tried against any
-//! interleaving; [`probe`] reads, [`end`] acts.
+//! Decisions are pure functions of what was read ([`compare`]), so that tests can try any
+//! interleaving; [`probe`] reads, [`end`] ends processes.
 
 pub mod compare;
 pub mod contexts;
@@ -24,5 +24,5 @@ mod tests;
 
 use std::time::Duration;
 
-/// From one sample to the next. A bypass is named after two.
+/// The interval between samples. A bypass is reported after two.
 pub const INTERVAL: Duration = Duration::from_secs(1);

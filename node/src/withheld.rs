@@ -1,4 +1,5 @@
-//! Which GPUs the driver's own words rule out: those that NVML cannot describe, and those in MIG mode.
+//! GPUs that are withheld because of what NVML reports: those that it cannot describe, and those in
+//! MIG mode.
 
 use std::collections::BTreeMap;
 
@@ -7,8 +8,8 @@ use tranche_api::withheld::reason;
 
 use crate::nvml::{BrokenGpu, Description, GpuDescription, NvmlError};
 
-/// The UUIDs of the GPUs as they were when all of them could be described: a GPU that is lost does not
-/// tell its own.
+/// The UUIDs of the GPUs when all of them could be described: NVML does not report the UUID of a lost
+/// GPU.
 #[derive(Clone, Debug, Default)]
 pub struct KnownGpus {
     by_index: BTreeMap<u32, String>,
@@ -16,11 +17,11 @@ pub struct KnownGpus {
 }
 
 impl KnownGpus {
-    /// Says what `description` rules out, and remembers what it tells.
+    /// The GPUs of `description` that are withheld; remembers their UUIDs.
     pub fn withheld(&mut self, description: &Description) -> Vec<WithheldGpu> {
         let count = description.gpus.len() + description.broken.len();
         if count != self.count {
-            // Another driver or machine: indices mean other GPUs.
+            // With another driver or machine, the indices may mean other GPUs.
             self.by_index.clear();
             self.count = count;
         }
@@ -64,7 +65,7 @@ fn in_mig_mode(gpu: &GpuDescription) -> Option<WithheldGpu> {
         &gpu.uuid,
         reason::MIG_MODE,
         format!(
-            "{when}: this release offers whole GPUs only; switch it off (`nvidia-smi -i {} -mig 0`, and reset the GPU where that says so)",
+            "{when}: this release offers whole GPUs only; switch it off (`nvidia-smi -i {} -mig 0`, and reset the GPU if the command requires it)",
             gpu.uuid
         ),
     ))
@@ -105,7 +106,7 @@ mod tests {
         assert_eq!((&*withheld[0].gpu, &*withheld[0].reason), (uuid, "GpuLost"));
         assert!(withheld[0].message.contains("dmesg"), "{withheld:?}");
 
-        // Nobody saw it well, and a machine with another number of GPUs is another machine.
+        // It was never described, or the machine has another number of GPUs.
         let never = KnownGpus::default().withheld(&broken(None, lost()));
         assert_eq!(never[0].gpu, "index 1");
         let mut fewer = broken(None, lost());

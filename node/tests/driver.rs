@@ -1,4 +1,5 @@
-//! A driver that comes, goes and comes back, by the real search and the real loading of the simulator's NVML.
+//! A driver that is installed, removed and restored, with the real search and the real loading of the
+//! simulator's NVML.
 //!
 //! Needs the simulator in `target/simulator` (`make simulator`).
 
@@ -64,7 +65,7 @@ impl Host {
         let socket = root.join("run/nvidia-persistenced/socket");
         let begun = Instant::now();
         while std::os::unix::net::UnixStream::connect(&socket).is_err_and(|e| {
-            // It is no stream socket: that it is refused as such says that it listens.
+            // It is not a stream socket: this error shows that it is listening.
             e.raw_os_error() != Some(rustix::io::Errno::PROTOTYPE.raw_os_error())
         }) {
             assert!(begun.elapsed() < Duration::from_secs(30), "no daemon");
@@ -119,7 +120,7 @@ fn a_driver_that_comes_goes_and_comes_back_is_found_each_time() {
         2
     );
 
-    // The same version installed anew is another driver.
+    // The same version installed again counts as another driver.
     host.install("/run/nvidia/driver");
     assert_ne!(driver.traces(), there);
 }
@@ -127,7 +128,7 @@ fn a_driver_that_comes_goes_and_comes_back_is_found_each_time() {
 #[test]
 fn the_first_root_whose_library_starts_is_the_drivers() {
     let mut host = Host::new();
-    // What is left of another driver does not start.
+    // The remaining files of another driver do not start.
     let left = host.at("/usr/lib64");
     fs::create_dir_all(&left).unwrap();
     fs::write(left.join("libnvidia-ml.so.1"), "").unwrap();
@@ -139,13 +140,13 @@ fn the_first_root_whose_library_starts_is_the_drivers() {
         opened.root.on_host(),
         Path::new("/home/kubernetes/bin/nvidia")
     );
-    // One that is given is searched alone.
+    // If a root is given, only that one is searched.
     let error = host.driver(Some("/")).open().unwrap_err();
     assert!(matches!(error, NvmlError::Start { .. }), "{error}");
 }
 
 #[test]
-fn no_device_node_is_open_when_nobody_looks() {
+fn no_device_node_is_open_between_checks() {
     let mut host = Host::new();
     host.install("/run/nvidia/driver");
     let driver = host.driver(None);

@@ -1,4 +1,4 @@
-//! A tenant may hold a lease on its pages (`F_SETLEASE`), which has an open wait for up to 45 s: the
+//! A tenant may hold a lease on its pages (`F_SETLEASE`), which blocks an open for up to 45 s: the
 //! node does not wait.
 #![allow(clippy::unwrap_used, reason = "a test that cannot be set up fails")]
 
@@ -17,7 +17,7 @@ use tranche_shim_core::AccountPage;
 
 const GPU: &str = "GPU-00112233-4455-6677-8899-aabbccddeeff";
 
-/// Takes a write lease, says so, and ignores that somebody wants it back.
+/// Takes a write lease, prints a line, and ignores the kernel's request to release it.
 const HOLDER: &str = r#"
     $SIG{IO} = 'IGNORE'; $| = 1;
     open(my $file, '+<', $ARGV[0]) or die $!;

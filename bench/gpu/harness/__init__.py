@@ -1,1 +1,1 @@
-"""What every part of the kit stands on: the driver, its NVML, shares, and results. Standard library only."""
+"""What every part of the kit uses: the driver, its NVML, shares, and results. Standard library only."""

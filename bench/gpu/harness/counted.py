@@ -1,4 +1,4 @@
-"""Programs of counted work (programs/spin.py), without a share and in shares beside each other."""
+"""Programs of counted work (programs/spin.py), without a share and in several shares."""
 
 import json
 import pathlib
@@ -31,7 +31,7 @@ def command(machine, micros, settle, count, graph=0):
 
 
 def whole(machine, micros, graph=0):
-    """Kernels a second that the GPU does for one program without a share."""
+    """Kernels per second of one program without a share."""
     line = command(machine, micros, *((0.3, 1) if micros < 1_000_000 or machine.options.quick else (2, 6)), graph)
     return machine.together([machine.start(line)])[0]["kernels"]
 
@@ -43,7 +43,7 @@ def programs(machine, micros, shares, settle, count, graph=0):
 
 
 def percents(machine, micros, cores, bare, graph=0):
-    """What shares of so many percent get beside each other, percent of the whole."""
+    """What shares of these percentages get at the same time, in percent of the whole."""
     memory = min(machine.limit, (machine.total - machine.total // 8) // len(cores) - (1 << 30))
     sizes = [{"cores": one, "memory": max(memory, 1 << 30)} for one in cores]
     started = programs(machine, micros, sizes, *times(machine, micros), graph=graph)
@@ -51,7 +51,7 @@ def percents(machine, micros, cores, bare, graph=0):
 
 
 def lengths(machine):
-    """Microseconds of kernels that shares are measured with."""
+    """The kernels with which shares are measured, in microseconds."""
     return [1_000, 100_000] if machine.options.quick else [10, 100, 1_000, 10_000, 100_000, 2_000_000]
 
 

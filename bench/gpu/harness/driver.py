@@ -1,4 +1,4 @@
-"""Where the NVIDIA driver's files are on this machine."""
+"""Finds the NVIDIA driver's files on this machine."""
 
 import glob
 import os
@@ -9,7 +9,7 @@ import subprocess
 
 from harness.nvml import Nvml, NvmlError
 
-# Roots that `tranche run --driver-root` understands as they are, and the folders in them where it looks.
+# Roots that `tranche run --driver-root` accepts, and the folders in them that it searches.
 ROOTS = ["/", "/usr/local/nvidia", "/home/kubernetes/bin/nvidia", "/run/nvidia/driver"]
 FOLDERS = [
     "usr/lib64",
@@ -18,13 +18,13 @@ FOLDERS = [
     "lib64",
     "lib/x86_64-linux-gnu",
 ]
-# Where else a driver's libraries have been seen, beside LD_LIBRARY_PATH and the loader's cache.
+# Other folders with a driver's libraries, besides LD_LIBRARY_PATH and the loader's cache.
 ELSEWHERE = ["/usr/local/nvidia/lib", "/usr/local/nvidia/**", "/opt/nvidia/lib64", "/usr/lib/wsl/lib"]
 PROGRAMS = ["nvidia-smi", "nvidia-debugdump", "nvidia-cuda-mps-control", "nvidia-cuda-mps-server"]
 
 
 class NoDriver(Exception):
-    """There is no NVIDIA driver that works."""
+    """There is no working NVIDIA driver."""
 
 
 class Driver:
@@ -63,7 +63,7 @@ def find(root, work):
             if driver:
                 return driver
     why = "; ".join(problems) or f"no libcuda.so.1 and libnvidia-ml.so.1 in {', '.join(looked)}"
-    raise NoDriver(f"no NVIDIA driver that works: {why}. Give its root by --driver-root")
+    raise NoDriver(f"no working NVIDIA driver: {why}. Give its root with --driver-root")
 
 
 def usable(driver, problems):

@@ -20,15 +20,15 @@ LIBC = ctypes.CDLL(None)
 
 
 class Failed(Exception):
-    """A program did not do what it should."""
+    """A program failed."""
 
 
 class Absent(Exception):
-    """What is to be measured is not on this machine."""
+    """This machine lacks what is to be measured."""
 
 
 class Machine:
-    """A GPU, its driver, and what the kit has."""
+    """A GPU, its driver, and the kit's programs."""
 
     def __init__(self, driver, options):
         self.driver, self.options = driver, options
@@ -43,12 +43,13 @@ class Machine:
         self.limit = (options.memory or max(1, self.total // 4 // GIB)) * GIB
         self.tranche, self.probe = KIT / "bin/tranche", KIT / "bin/tranche-shim-probe"
         self.shim = KIT / "shim"
-        # Bytes of a context of this GPU and driver, once they are measured: what a share has beside its memory.
+        # Bytes of a context of this GPU and driver, once measured, for which a share has room beside its
+        # memory.
         measured = pathlib.Path(options.work, "context")
         self.context = int(measured.read_text(encoding="utf8")) if measured.exists() else None
 
     def facts(self):
-        """What the results say of the machine."""
+        """The machine's description in the results."""
         return {
             "gpu": self.gpu.name,
             "capability": self.gpu.capability,
@@ -66,7 +67,7 @@ class Machine:
         }
 
     def why_no_share(self):
-        """Why `tranche run` cannot make a share here; None where it can."""
+        """Why `tranche run` cannot make a share here; None if it can."""
         done = self.run(["true"], "first", memory=GIB)
         return None if done.returncode == 0 else done.stderr.strip()[-400:] or f"it ended with {done.returncode}"
 
@@ -87,7 +88,7 @@ class Machine:
         return env
 
     def command(self, command, share, cores=100, memory=None):
-        """The command as it is, or in the share of this name."""
+        """The command without a share, or in the share of this name."""
         if share is None:
             return list(map(str, command))
         line = [self.tranche, "run", "--driver-root", self.driver.root, "--gpu", self.gpu.uuid, "--shim", self.shim]
@@ -96,7 +97,7 @@ class Machine:
         return list(map(str, [*line, "--", *command]))
 
     def start(self, command, share=None, env=None, **sizes):
-        """Starts it. It ends with the part that started it, however that ends."""
+        """Starts it. It ends when the part that started it ends."""
         pipe = subprocess.PIPE
         return subprocess.Popen(
             self.command(command, share, **sizes),
@@ -131,7 +132,7 @@ class Machine:
         return json.loads(line)
 
     def together(self, processes):
-        """Lets all start at the same moment, gathers what each found, then lets all end."""
+        """Starts all at the same moment, collects their results, then ends all."""
         try:
             for process in processes:
                 if process.stdout.readline().strip() != "ready":
@@ -140,7 +141,7 @@ class Machine:
             for process in processes:
                 tell(process)
             lines = [process.stdout.readline() for process in processes]
-            # Nobody stops before all have counted.
+            # No program stops before all have counted.
             ends = [process.communicate() for process in processes if tell(process)]
             for process, line, (_, errors) in zip(processes, lines, ends):
                 if not line:
@@ -157,14 +158,14 @@ class Machine:
         return memory + self.context + 2 * MIB
 
     def may_take(self, size):
-        """Refuses to ask for more memory than the card has free: more of managed memory can hang a server."""
+        """Refuses to allocate more memory than the GPU has free: more managed memory can hang a server."""
         free = self.gpu.memory().free
         if size > free:
             raise Absent(f"{size >> 20} MiB would be more than the {free >> 20} MiB that the GPU has free")
 
 
 class Watch:
-    """The most bytes that the GPU held while it was watched, over what it held at the start."""
+    """The most bytes that the GPU held while it was watched, beyond those at the start."""
 
     def __init__(self, gpu, period=0.005):
         self.gpu, self.period = gpu, period
@@ -190,7 +191,7 @@ class Watch:
 
 
 def settled(gpu, seconds=10):
-    """Waits until the GPU's memory in use stands still: processes that ended give back a little later."""
+    """Waits until the GPU's memory in use is constant: the memory of ended processes is freed a little later."""
     last, since = gpu.used(), time.monotonic()
     start = since
     while time.monotonic() - start < seconds and time.monotonic() - since < 0.3:
@@ -202,7 +203,7 @@ def settled(gpu, seconds=10):
 
 
 def tell(process):
-    """Sends the line that a program waits for; one that has ended does not."""
+    """Sends the line that a program waits for; ignores a program that has ended."""
     try:
         process.stdin.write("\n")
         process.stdin.flush()
@@ -216,7 +217,7 @@ def python(name, *arguments):
 
 
 def module(name):
-    """Whether the Python that is here has a module; nothing of it is run."""
+    """Whether this Python has a module; the module is not loaded."""
     code = f"import importlib.util, sys; sys.exit(not importlib.util.find_spec({name!r}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
     return done.returncode == 0

@@ -1,4 +1,4 @@
-"""The node's own NVML: what the GPU says, outside of every share."""
+"""The node's own NVML, outside of every share."""
 
 import ctypes
 
@@ -103,7 +103,7 @@ class Gpu:
         return self.memory().used
 
     def processes(self):
-        """Bytes by PID; None where the driver cannot tell."""
+        """Bytes by PID; None if the driver does not report them."""
         room = 256
         while True:
             count, found = ctypes.c_uint(room), (Process * room)()

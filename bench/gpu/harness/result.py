@@ -24,7 +24,7 @@ def judged(name, value, good, target, **numbers):
 
 
 def taken(name, value, **numbers):
-    """A row without a target: what this machine has."""
+    """A row without a target."""
     return row(name, "held", value=value, **numbers)
 
 
@@ -34,7 +34,7 @@ def worst(rows):
 
 
 class Results:
-    """The results of a machine, written anew after each row, so that a run that is cut off has results."""
+    """The results of a machine, written after each row, so that an interrupted run has results."""
 
     def __init__(self, folder, facts, date):
         self.folder = pathlib.Path(folder)
@@ -43,7 +43,7 @@ class Results:
         self.stem = f"{date}-{name}-{facts['driver']}"
         self.content = {"machine": facts, "date": date, "parts": []}
         if self.json.exists():
-            # Parts of an earlier run on the same machine and day stay, until they are run again.
+            # Parts of an earlier run on the same machine and day are kept until they are run again.
             self.content["parts"] = json.loads(self.json.read_text(encoding="utf8"))["parts"]
 
     @property
@@ -83,7 +83,7 @@ def joined(files, folder):
 
 
 def table(content):
-    """Everything in one table; the GPU and the driver above it."""
+    """All rows in one table, with the GPU and the driver above it."""
     facts = content["machine"]
     lines = [
         f"{facts['gpu']}, {facts['memory'] >> 20} MiB, driver {facts['driver']}, {content['date']}; "

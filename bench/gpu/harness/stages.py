@@ -1,4 +1,4 @@
-"""Programs that take memory in stages (programs/stages.py), and NVML read off after each."""
+"""Programs that allocate memory in stages (programs/stages.py), with NVML's values after each."""
 
 import json
 import pathlib
@@ -7,9 +7,9 @@ from harness.machine import Failed, python, settled, short, tell
 
 
 def measure_context(machine):
-    """Measures what a context takes on this GPU, for this run's shares."""
+    """Measures the size of a context on this GPU, for this run's shares."""
     found = differences(machine, python("stages", "context"))
-    # With what the driver takes for a program's first module and launch.
+    # Including what the driver allocates for a program's first module and launch.
     size = sum(found[stage]["taken"] for stage in ("context", "module", "launch"))
     pathlib.Path(machine.options.work, "context").write_text(str(size), encoding="utf8")
     machine.context = size

@@ -1,4 +1,4 @@
-"""Runs each part in a process of its own, which is ended when its time is over; keeps what it has said until then."""
+"""Runs each part in its own process, which is ended after its time limit; keeps the rows until then."""
 
 import json
 import os
@@ -12,19 +12,19 @@ import time
 from harness.machine import die_with_parent
 from harness.result import row, worst
 
-# Seconds that a process has to end after its last word, and after each signal.
+# Seconds that a process has to end after its last row, and after each signal.
 GRACE = 0.5
 
 
 class Ended(Exception):
-    """The whole run is to end now."""
+    """The whole run must end now."""
 
 
 def run_part(name, title, command, seconds, put):
-    """Runs one part; `put` gets the part anew with each of its rows."""
+    """Runs one part; `put` is called with the part after each of its rows."""
     part = {"name": name, "title": title, "status": "failed", "rows": [], "seconds": 0}
     start = time.monotonic()
-    # A session of its own: whatever it has started ends with it.
+    # In its own session, so that everything that it started ends with it.
     child = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -77,7 +77,7 @@ def closed(part, start):
 
 
 def end(child):
-    """Ends the part's process and all of its session."""
+    """Ends the part's process and its whole session."""
     try:
         child.wait(GRACE)
     except subprocess.TimeoutExpired:
@@ -95,7 +95,7 @@ def end(child):
 
 
 def speak(rows):
-    """A part's own end: each row on stdout, as it comes."""
+    """The part's process: prints each row on stdout at once."""
     for one in rows:
         print(json.dumps(one), flush=True)
 

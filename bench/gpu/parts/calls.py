@@ -1,14 +1,14 @@
-"""What the shim adds to calls, beside the bare driver in turns: with cores 99, so that launches are priced."""
+"""The time that the shim adds to calls, in turns with the bare driver; with cores 99, so that launches are priced."""
 
 import statistics
 
 from harness.machine import GIB, Failed
 from harness.result import judged
 
-TITLE = "what the shim adds to calls, with cores 99"
+TITLE = "time added to calls, with cores 99"
 CORES = 99
 LIVE = 1_000
-# What a call may take with the shim: so many times the bare driver's time, or so many nanoseconds more.
+# The limit of a call with the shim: this many times the bare driver's time, or this many nanoseconds more.
 TARGETS = {
     "launch": 15,
     "alloc-free": 150,
@@ -22,7 +22,7 @@ RATIO = 1.05
 
 def run(machine):
     rounds, most = (1, 2) if machine.options.quick else (5, 16)
-    # Each process has a context of its own, which its share is charged for.
+    # The share is charged for the context of each process.
     fits = max(1, machine.limit // (2 * GIB))
     for processes in [one for one in (1, 4, 16) if one <= min(most, fits)] + ([2] if machine.options.quick else []):
         found = {}

@@ -1,4 +1,4 @@
-"""The shim without a cap page, as LD_LIBRARY_PATH alone brings it into a program: no page, no GPU."""
+"""The shim loaded by LD_LIBRARY_PATH alone, without a cap page: no page, no GPU."""
 
 from harness.machine import python
 from harness.result import judged

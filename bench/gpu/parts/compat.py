@@ -1,4 +1,4 @@
-"""A driver of the image's own, first in LD_LIBRARY_PATH: it must not be a way around the cap."""
+"""The image's own driver, first in LD_LIBRARY_PATH: it must not bypass the cap."""
 
 import glob
 import os
@@ -9,7 +9,7 @@ from harness.machine import MIB, Absent, module
 from harness.result import judged, row, taken
 from parts.ways import OUT_OF_MEMORY, TAKES, answers
 
-TITLE = "a libcuda of the image's own, first in LD_LIBRARY_PATH"
+TITLE = "the image's own libcuda, first in LD_LIBRARY_PATH"
 # Where NVIDIA's images and packages have one.
 PLACES = ["/usr/local/cuda*/compat", "/usr/local/cuda*/compat/lib*", "/opt/cuda/compat"]
 
@@ -18,7 +18,7 @@ def run(machine):
     if machine.why_no_share():
         raise Absent("no share can be made")
     too_much = machine.limit + MIB
-    # Should they get through, the card must have what a process takes before and with managed memory.
+    # If they are not refused, the GPU must have the memory of a process and its managed memory.
     machine.may_take(2 * too_much)
     folders = [folder for pattern in PLACES for folder in glob.glob(pattern)]
     folders = [folder for folder in folders if os.path.exists(f"{folder}/libcuda.so.1")]

@@ -1,4 +1,4 @@
-"""nvidia-smi and the frameworks that are there, each filled to the cap."""
+"""nvidia-smi and the installed frameworks, each filled to the cap."""
 
 from harness.machine import GIB, MIB, Failed, Watch, module, python, settled
 from harness.result import judged, row
@@ -18,7 +18,7 @@ PROGRAMS = [
     ("triton", "triton", "Triton", {}),
     ("numba", "numba.cuda", "numba", {}),
 ]
-# Of the cap, that a program must reach: the rest is its libraries' own memory.
+# The percentage of the cap that a program must reach: the rest is its libraries' own memory.
 REACHED = 85
 
 
@@ -46,7 +46,7 @@ def view(machine):
 
 
 def filled(machine, program, name, settings):
-    """What a program reaches, how it is refused, and what NVML saw meanwhile."""
+    """How much a program reaches, how it is refused, and NVML's values meanwhile."""
     settled(machine.gpu)
     piece = min(GIB, machine.limit // 8)
     with Watch(machine.gpu) as watch:

@@ -1,4 +1,4 @@
-"""Programs whose launches never have the shape of an earlier one: how often the shim makes them stall."""
+"""Programs whose launches always have new shapes: how often the shim makes them stall."""
 
 import statistics
 

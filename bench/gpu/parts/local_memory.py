@@ -1,4 +1,4 @@
-"""Local memory, which the driver takes at a launch: charged or refused before it is taken."""
+"""Local memory, which the driver allocates at a launch: charged or refused before the launch."""
 
 from harness.machine import GIB, MIB, python
 from harness.result import judged

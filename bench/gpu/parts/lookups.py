@@ -1,4 +1,4 @@
-"""Every look-up is exact: each symbol, version and flag of cuGetProcAddress, through the shim and past it."""
+"""Every look-up is exact: each symbol, version and flag of cuGetProcAddress, with and without the shim."""
 
 import pathlib
 import sys

@@ -1,4 +1,4 @@
-"""GPU-Virt-Bench's metrics of overhead and isolation that one program can take, beside the bare driver."""
+"""GPU-Virt-Bench's metrics of overhead and isolation that one program can measure, compared with the bare driver."""
 
 from harness.counted import steps_per_micro
 from harness.machine import python

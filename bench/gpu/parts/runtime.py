@@ -1,4 +1,4 @@
-"""Programs of libcudart: the one in the kit, and the same built here where nvcc is."""
+"""Programs that use libcudart: the one in the kit, and the same built here if nvcc is installed."""
 
 import pathlib
 import subprocess
@@ -15,7 +15,7 @@ CUDA_13 = 13_000
 def run(machine):
     if machine.simulated:
         raise Absent("libcudart runs on NVIDIA's own libcuda only")
-    # Should it not be refused, the card must have it.
+    # If it is not refused, the GPU must have that much.
     machine.may_take(machine.limit + 1)
     shipped = KIT / "bin/runtime"
     if not shipped.exists():

@@ -1,4 +1,4 @@
-"""NVML's samples at 10 Hz while two programs of counted work run: what the node's sampler has to go by."""
+"""NVML's samples at 10 Hz while two programs of counted work run: the input of the node's sampler."""
 
 import threading
 import time
@@ -13,7 +13,7 @@ PERIOD = 0.1
 
 
 class Sampling:
-    """What NVML says ten times a second."""
+    """NVML's samples, ten times a second."""
 
     def __init__(self, gpu):
         self.gpu, self.samples, self.memory, self.ended = gpu, [], [], threading.Event()
@@ -55,12 +55,12 @@ def run(machine):
         name = f"the program with {cores} percent"
         yield taken(f"{name}: its work, percent of the whole", work)
         yield taken(f"{name}: mean of NVML's percents", mean, series=[one[-1][1] if one else None for one in mine])
-        yield taken(f"{name}: looks without a sample of it", len(mine) - len(there), of=looks, micros_apart=apart)
+        yield taken(f"{name}: readings without a sample of it", len(mine) - len(there), of=looks, micros_apart=apart)
         memory = [found.get(process.pid) for found in sampling.memory]
         named = [one for one in memory if one is not None]
         whole_time = f"{len(named)} of {len(memory)}"
         good = len(named) > len(memory) // 2
-        what = f"{name}: looks in which NVML names its memory"
+        what = f"{name}: readings in which NVML reports its memory"
         yield judged(what, whole_time, good, "most", bytes=max(named, default=None))
     strangers = {pid for found in sampling.samples for pid, _, _ in found} - {process.pid for process in started}
     yield taken("PIDs in samples that are no program's of ours", len(strangers))

@@ -1,9 +1,9 @@
-"""Shares of 30 and 70 percent beside each other."""
+"""Shares of 30 and 70 percent at the same time."""
 
 from harness.counted import lengths, named, percents, whole
 from harness.result import judged
 
-TITLE = "shares of 30 and 70 percent beside each other, by counted work"
+TITLE = "shares of 30 and 70 percent at the same time, by counted work"
 CORES, OFF = (30, 70), 5
 
 

@@ -1,10 +1,10 @@
-"""What the driver takes for contexts, modules, allocations, local memory and the first matrix product, by NVML."""
+"""The sizes of contexts, modules, allocations, local memory and the first matrix product, by NVML."""
 
 from harness.machine import MIB, Failed, module, python, settled
 from harness.result import row, taken
 from harness.stages import differences
 
-TITLE = "sizes, read off NVML"
+TITLE = "sizes by NVML"
 KIB = 1 << 10
 # Bytes of one allocation, and how many of them are made.
 ROUNDING = [

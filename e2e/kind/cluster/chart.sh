@@ -1,4 +1,4 @@
-# Tranche itself, as a user installs it, and what it needs to be called ready: every GPU is published.
+# Installs Tranche as a user does, and waits until every GPU is published.
 # shellcheck shell=bash
 
 CHART=$REPOSITORY/deploy/helm/tranche
@@ -19,7 +19,7 @@ install_chart() {
 		--set-string "controller.podAnnotations.image-content=$content"
 }
 
-# Every GPU has one exclusive device, whatever else it is offered as.
+# Every GPU has exactly one exclusive device.
 gpus_are_published() {
 	[[ $(kubectl get resourceslices --output json | jq '[
 		.items[].spec | select(.driver == "gpu.tranche.dev") | .devices // [] | .[] |

@@ -1,9 +1,9 @@
-# The kind cluster itself, and the file that makes it everyone's: target/cluster/env.
+# The kind cluster, and the file with its environment: target/cluster/env.
 # shellcheck shell=bash
 
 export KUBECONFIG=$CLUSTER_DIR/kubeconfig
 
-# use_cluster keeps a cluster that answers and is of the asked shape, else makes a new one.
+# use_cluster keeps a cluster that answers and has the requested size, else makes a new one.
 use_cluster() {
 	if cluster_is_as_asked; then
 		say "Using the cluster $CLUSTER, which is running"
@@ -40,7 +40,7 @@ delete_cluster() {
 	! cluster_exists || step "Deleting the cluster $CLUSTER" delete_nodes_and_network
 }
 
-# delete_nodes_and_network does what kind does, also where kind itself is not there any more.
+# delete_nodes_and_network does what kind does, also if kind itself is missing.
 delete_nodes_and_network() {
 	nodes | xargs docker rm --force --volumes
 	if no_cluster_is_left; then remove_network; fi
@@ -50,7 +50,7 @@ remove_network() {
 	docker network ls --quiet --filter "name=^$KIND_EXPERIMENTAL_DOCKER_NETWORK$" | xargs --no-run-if-empty docker network rm
 }
 
-# write_kind_config writes what differs from kind's defaults, each because of the machine or the node image.
+# write_kind_config writes the differences from kind's defaults, which the machine or the node image needs.
 write_kind_config() {
 	local worker
 	{
@@ -76,7 +76,7 @@ networking_without_images() {
 	END
 }
 
-# Without CAP_SYS_RESOURCE nobody lowers a process's oom score; containerd then must not ask for it.
+# Without CAP_SYS_RESOURCE a process's oom score cannot be lowered, so containerd must not try.
 oom_scores_stay() {
 	cat <<-END
 		containerdConfigPatches:

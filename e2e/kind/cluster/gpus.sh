@@ -1,5 +1,5 @@
-# Makes every worker a machine with GPUs: the simulator is installed in it as a driver would be, with a service of its
-# own. The node is a container, so its device nodes, driver files and GPU memory are its own.
+# Makes every worker a machine with GPUs: the simulator is installed in it like a driver, with a service of its own.
+# The node is a container, so its device nodes, driver files and GPU memory are its own.
 #
 # The node's root is an overlay, whose files cannot be mounted with mapped IDs; on a machine it is the file system of a disk.
 # In all workers but the first the driver's files are on /var, which is one: there pods with `hostUsers: false` start.

@@ -1,4 +1,4 @@
-# kind, helm and kubectl of the versions that belong together, in target/cluster/bin.
+# kind, helm and kubectl in matching versions, in target/cluster/bin.
 # shellcheck shell=bash
 
 use_tools() {

@@ -1,4 +1,4 @@
-# The Docker engine: the one that answers, else one of our own, from Debian's packages.
+# The Docker engine: a running one, else one of our own from Debian's packages.
 # Ours has its own folders, socket, containerd and cgroup, and no bridge but the one that kind makes.
 # shellcheck shell=bash
 
@@ -14,7 +14,7 @@ is_our_process() {
 		tr '\0' ' ' <"/proc/$1/cmdline" | grep -qF "$ENGINE_RUN"
 }
 
-# need_engine installs what an engine of our own consists of, and what its traces are looked for with.
+# need_engine installs our own engine and the tools that find its traces.
 need_engine() {
 	need dockerd docker.io iptables
 	need docker docker-cli # a package of its own since Debian 13
@@ -23,7 +23,7 @@ need_engine() {
 	need sysctl procps
 }
 
-# use_engine leaves DOCKER_HOST pointing at the engine that everything after it uses.
+# use_engine sets DOCKER_HOST to the engine that all later steps use.
 use_engine() {
 	if command -v docker >/dev/null && engine_answers; then
 		say "Using the Docker engine ${DOCKER_HOST:+at $DOCKER_HOST }that answers"
@@ -82,7 +82,7 @@ start_engine() {
 	wait_for 30 "containerd's socket" test -S "$ENGINE_RUN/containerd.sock"
 	in_background dockerd dockerd "${options[@]}"
 	wait_for 60 "the engine's answer" our_engine_answers
-	# Where another bridge shares the machine, the engine drops what is forwarded between nodes.
+	# With another bridge on the machine, the engine drops packets that are forwarded between nodes.
 	iptables -P FORWARD ACCEPT
 }
 

@@ -1,12 +1,12 @@
-# Takes our engine away with everything it has put on the machine, and nothing that was there before it.
-# What cannot be told apart by its name is written down before the engine starts.
+# Removes our engine with everything that it put on the machine, and nothing that was there before.
+# What cannot be recognized by its name is recorded before the engine starts.
 # shellcheck shell=bash
 
-# What dockerd and containerd set or make outside the folders that they are given.
+# What dockerd and containerd change outside of their configured folders.
 SYSCTLS=(net.ipv4.ip_forward net.ipv6.conf.all.forwarding fs.inotify.max_user_instances)
 FOLDERS=(/etc/docker /run/docker /run/containerd /opt/containerd)
 
-# remember_machine writes down the packet filter, the settings and the folders that the engine is going to change.
+# remember_machine records the packet filter, the settings and the folders that the engine will change.
 remember_machine() {
 	iptables-save >"$ENGINE_STATE/iptables.before"
 	ip6tables-save >"$ENGINE_STATE/ip6tables.before" || true
@@ -15,7 +15,7 @@ remember_machine() {
 	ls -d "${FOLDERS[@]}" >"$ENGINE_STATE/folders.before" || true
 }
 
-# remove_engine_traces works on a running engine, on what a killed one has left, and on nothing at all.
+# remove_engine_traces works for a running engine, for what a killed one left, and without an engine.
 remove_engine_traces() {
 	[[ -e $ENGINE_STATE || -e $ENGINE_RUN ]] || return 0
 	((EUID == 0)) || die "only root can remove the engine that was started in $ENGINE_STATE"
@@ -110,7 +110,7 @@ our_bridges() {
 	DOCKER_HOST=$ENGINE_HOST docker network ls --filter driver=bridge --quiet | sed 's/^/br-/'
 }
 
-# remember_bridges writes them down: a bridge cannot be told from another engine's once ours is gone.
+# remember_bridges records them: without our engine they cannot be distinguished from another engine's.
 remember_bridges() { our_bridges >"$ENGINE_STATE/bridges"; }
 
 remove_bridges() {
@@ -134,7 +134,7 @@ remove_rules() {
 	done
 }
 
-# our_rules BEFORE prints a pattern for what iptables-save says of us.
+# our_rules BEFORE prints a pattern for our rules in the output of iptables-save.
 our_rules() {
 	local patterns bridge
 	grep -q '^:DOCKER' "$1" && patterns='never, another engine has them' || patterns=DOCKER
@@ -162,7 +162,8 @@ restore_sysctls() {
 # engine_processes lists whoever names the engine's folder; the bracket keeps grep from finding itself.
 engine_processes() { grep -la "${ENGINE_RUN/tranche/[t]ranche}" /proc/[0-9]*/cmdline 2>/dev/null || true; }
 
-# machine_state prints what of the machine an engine changes: the same before our engine came and after it has gone.
+# machine_state prints the parts of the machine's state that an engine changes; it must be the same before and
+# after.
 machine_state() {
 	ip -oneline link show type bridge | awk '{print "bridge", $2}'
 	ip -oneline link show type veth | awk '{print "veth", $2}'

@@ -1,4 +1,4 @@
-# Parts that take minutes to build are kept, each in a folder named by a hash of what it was built from.
+# Parts that take minutes to build are kept, each in a folder named after a hash of its inputs.
 # shellcheck shell=bash
 
 # digest INPUT... hashes files and folders by their content, anything else as the string it is.
@@ -15,13 +15,13 @@ digest() {
 	done | sha256sum | cut -c 1-16
 }
 
-# part NAME INPUT... names the folder for what is built from the inputs.
+# part NAME INPUT... prints the folder of the part that is built from the inputs.
 part() {
 	printf '%s/%s-%s\n' "$TRANCHE_CACHE" "$1" "$(digest "${@:2}")"
 }
 
-# build PART TITLE COMMAND... fills a part that is not there yet; the command gets an empty folder as last argument.
-# A part appears under its name only when it is whole. Parts not used for two weeks go.
+# build PART TITLE COMMAND... builds a missing part; the command gets an empty folder as its last argument.
+# A part gets its name only when it is complete. Parts that were not used for two weeks are removed.
 build() {
 	local part=$1 title=$2
 	shift 2

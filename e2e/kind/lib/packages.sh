@@ -1,7 +1,7 @@
 # Debian packages, installed when a program from them is first needed.
 # shellcheck shell=bash
 
-# need PROGRAM PACKAGE... installs the packages unless the program is there.
+# need PROGRAM PACKAGE... installs the packages unless the program is installed.
 need() {
 	local program=$1
 	shift

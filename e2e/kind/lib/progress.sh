@@ -1,4 +1,4 @@
-# Says what is going on: one line when a step starts, one now and then while it lasts, and its log when it fails.
+# Prints progress: one line when a step starts, further lines while it runs, and its log when it fails.
 # shellcheck shell=bash
 
 elapsed() { printf '%d:%02d' $((SECONDS / 60)) $((SECONDS % 60)); }

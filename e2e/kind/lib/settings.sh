@@ -1,4 +1,4 @@
-# What is built, under which names, and where it goes. Every value can be set from outside.
+# What is built, the names, and the folders. Every value can be set in the environment.
 # shellcheck shell=bash disable=SC2034 # the scripts that source this file use them
 
 : "${CLUSTER:=tranche}"    # the kind cluster's name
@@ -13,20 +13,20 @@ CONTAINERD_VERSION=v2.4.2
 RUNC_VERSION=v1.4.3
 HELM_VERSION=v4.3.1
 
-# Built parts, kept between runs and clones, named by a hash of what they are built from.
+# Built parts, kept between runs and clones, named after a hash of their inputs.
 : "${TRANCHE_CACHE:=${XDG_CACHE_HOME:-$HOME/.cache}/tranche}"
 
-# The running cluster as this clone sees it: `env`, kubeconfig, tools, logs.
+# This clone's files of the running cluster: `env`, kubeconfig, tools, logs.
 : "${CLUSTER_DIR:=$REPOSITORY/target/cluster}"
 LOGS=$CLUSTER_DIR/logs
 
-# The engine of our own is one per machine, whatever clone started it: who finds it can end it.
+# There is at most one engine of our own per machine; every clone can find and end it.
 ENGINE_STATE=/var/lib/tranche-kind
 ENGINE_RUN=/run/tranche-kind
 ENGINE_CGROUP=tranche-kind
 ENGINE_HOST=unix://$ENGINE_RUN/docker.sock
 
-# The clusters' network, named so that it cannot be another's.
+# The clusters' network, with a name that nothing else uses.
 export KIND_EXPERIMENTAL_DOCKER_NETWORK=tranche-kind
 
 export PATH=$CLUSTER_DIR/bin:$PATH

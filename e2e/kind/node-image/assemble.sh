@@ -1,4 +1,4 @@
-# Puts the node image together from its parts.
+# Assembles the node image from its parts.
 # shellcheck shell=bash
 
 # assemble_node_image FOLDER leaves what `docker load` reads, as files: the root file system, its configuration, a manifest.

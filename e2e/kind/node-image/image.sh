@@ -1,4 +1,4 @@
-# The node image: the official one where it can be had, else one built here.
+# The node image: the official one if it can be pulled, else one that is built here.
 # shellcheck shell=bash
 
 OFFICIAL_NODE_IMAGE=kindest/node:$KUBERNETES_VERSION
@@ -17,7 +17,7 @@ use_node_image() {
 
 have_image() { docker image inspect "$1" >/dev/null 2>&1; }
 
-# can_be_pulled asks the registry, and takes no answer in time for a no.
+# can_be_pulled asks the registry; no answer in time counts as no.
 can_be_pulled() { timeout 20 docker manifest inspect "$1" >/dev/null 2>&1; }
 
 # node_image_is_ours tells whether the node image was built here: it has no network plug-in and no DNS of its own.

@@ -1,4 +1,4 @@
-//! A driver that comes late, breaks and changes.
+//! A driver that is installed late, fails and changes.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -13,7 +13,7 @@ use tranche_node::root::DriverRoot;
 
 type Answers<T> = Arc<Mutex<VecDeque<Result<T, NvmlError>>>>;
 
-/// Opens as scripted, at last always.
+/// Opens as scripted, and after that always.
 #[derive(Debug)]
 struct ScriptedDriver {
     root: PathBuf,
@@ -23,7 +23,7 @@ struct ScriptedDriver {
     open: Arc<AtomicU32>,
 }
 
-/// Describes as scripted, at last two H100.
+/// Describes as scripted, and after that two H100.
 #[derive(Debug)]
 struct ScriptedNvml {
     descriptions: Answers<Description>,
@@ -163,7 +163,7 @@ async fn a_driver_that_comes_late_is_found() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_driver_that_stops_answering_is_opened_anew() {
+async fn a_driver_that_stops_answering_is_opened_again() {
     let lost = NvmlError::Call {
         call: "nvmlDeviceGetCount_v2",
         object: String::new(),
@@ -231,7 +231,7 @@ async fn an_incomplete_driver_root_is_no_driver() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn functions_that_nobody_knows_are_told() {
+async fn unknown_functions_are_reported() {
     let mut observed = observe([], []);
     let ready = observed
         .until(|s| matches!(s, DriverState::Ready(r) if r.inventory.unknown_functions.is_empty()))
@@ -246,7 +246,7 @@ async fn functions_that_nobody_knows_are_told() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn nvml_is_closed_after_every_look() {
+async fn nvml_is_closed_after_every_check() {
     let mut observed = observe([], []);
     observed.until_gpus(2).await;
     assert_eq!(observed.open.load(Ordering::SeqCst), 0);
@@ -258,7 +258,7 @@ async fn nvml_is_closed_after_every_look() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_driver_whose_traces_change_is_looked_at_within_seconds() {
+async fn a_driver_whose_traces_change_is_checked_within_seconds() {
     let mut observed = observe([], []);
     observed.until_gpus(2).await;
     for (version, state) in [("", false), ("550.54.15", false), ("535.261.03", true)] {

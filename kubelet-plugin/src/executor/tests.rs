@@ -11,7 +11,7 @@ use tranche_shim_core::layout;
 
 use crate::testing::{World, capped, claim, claim_ref, whole};
 
-/// How many file systems are mounted below a folder, itself included.
+/// The file systems that are mounted below a folder, including itself.
 fn mounts(folder: &Path) -> Vec<String> {
     let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap();
     let below = |line: &&str| Path::new(line.split(' ').nth(4).unwrap()).starts_with(folder);
@@ -29,9 +29,9 @@ async fn share(world: &World, name: &str) -> PathBuf {
 }
 
 #[tokio::test]
-async fn a_tenant_that_makes_its_page_longer_takes_room_from_nobody() {
+async fn a_tenant_that_makes_its_page_longer_takes_space_from_nobody() {
     let world = World::new();
-    // As large as a few claims' pages: a node's /run that is nearly full.
+    // As large as a few claims' pages, like a node's /run that is nearly full.
     let run = world.layout.shares.parent().unwrap().to_owned();
     fs::create_dir_all(&run).unwrap();
     mount("run", &run, "tmpfs", MountFlags::empty(), c"size=256k").unwrap();
@@ -48,7 +48,7 @@ async fn a_tenant_that_makes_its_page_longer_takes_room_from_nobody() {
     };
     assert_eq!(full.kind(), ErrorKind::StorageFull);
 
-    // All of the neighbour's page can be written, and a new share made.
+    // The whole of the neighbour's page can be written, and a new share can be made.
     let file = File::options().write(true).open(&neighbour).unwrap();
     file.write_all_at(&vec![1; layout::LEN], 0).unwrap();
     share(&world, "c").await;
@@ -68,18 +68,18 @@ async fn the_pages_of_a_claim_have_a_file_system_that_lives_as_long_as_they() {
     }
     let inode = || fs::metadata(&account).unwrap().ino();
     let before = inode();
-    // Later lives and repeated calls find it.
+    // Restarts and repeated calls find it.
     let plugin = world.start();
     plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
     assert_eq!((inode(), mounts(&shares).len()), (before, 1));
 
-    // A container that has the page open holds nothing up.
+    // A container that has the page open does not prevent the release.
     let _open = File::open(&account).unwrap();
     plugin.preparer.unprepare(&claim_ref("a")).await.unwrap();
     assert_eq!(mounts(&shares), [""; 0]);
     assert!(world.traces().is_empty(), "{:?}", world.traces());
 
-    // Whose pages nobody writes needs none.
+    // A claim whose pages containers only read has none.
     world.api.put(claim("b", &[whole("gpu", 1)]));
     world.prepare("b").await;
     assert_eq!(mounts(&shares), [""; 0]);
@@ -90,7 +90,7 @@ async fn pages_in_a_plain_folder_stay_where_containers_have_mounted_them() {
     let world = World::new();
     let account = share(&world, "a").await;
     let claim = world.layout.shares.join("uid-of-a");
-    // As a release without file systems of their own left them.
+    // As an earlier release left them, without separate file systems.
     let device = account.parent().unwrap();
     let pages = ["cap", "account"].map(|page| (page, fs::read(device.join(page)).unwrap()));
     unmount(&claim, UnmountFlags::empty()).unwrap();

@@ -1,5 +1,4 @@
-//! The node's own GpuNode, as a watch sees it: what the policies ask of the node, and that somebody
-//! deleted it.
+//! Watches the node's own GpuNode: the settings of the policies for the node, and its deletion.
 
 use futures::{Stream, StreamExt, future};
 use kube::runtime::WatchStreamExt;
@@ -10,12 +9,13 @@ use tranche_api::GpuNode;
 
 use super::policy::NodePolicy;
 
-/// What the watch saw.
+/// An event of the watch.
 #[derive(Debug)]
 pub enum Seen {
-    /// What the policies ask of the node.
+    /// The settings of the policies for the node.
     Policy(NodePolicy),
-    /// The GpuNode is missing: deleted while it was watched, or not there when the watch began anew.
+    /// The GpuNode is missing: it was deleted during the watch, or was missing when the watch
+    /// restarted.
     Missing,
 }
 

@@ -1,4 +1,4 @@
-//! The node's own ResourceSlices, as far as their names and epochs go.
+//! The names and epochs of the node's own ResourceSlices.
 
 use std::collections::BTreeMap;
 
@@ -11,7 +11,7 @@ use kube::{Api, Client, ResourceExt};
 use tracing::warn;
 use tranche_api::names::{DRIVER, EPOCH_ANNOTATION};
 
-/// What happens to a slice, names and annotations only.
+/// A watch event of a slice, with names and annotations only.
 pub type SliceEvent = Event<PartialObjectMeta<ResourceSlice>>;
 
 /// Watches this node's slices of our driver; errors are logged and tried again.
@@ -27,7 +27,7 @@ pub fn watch(client: Client, node: &str) -> impl Stream<Item = SliceEvent> + use
         })
 }
 
-/// Names and epochs of the slices that are there.
+/// Names and epochs of the existing slices.
 #[derive(Debug, Default)]
 pub struct OwnSlices {
     there: BTreeMap<String, Option<i64>>,
@@ -35,7 +35,7 @@ pub struct OwnSlices {
 }
 
 impl OwnSlices {
-    /// Takes an event in; whether a slice of `epoch` went away by it.
+    /// Applies an event; whether it removed a slice of `epoch`.
     pub fn apply(&mut self, event: SliceEvent, epoch: i64) -> bool {
         match event {
             Event::Init => {
@@ -66,7 +66,7 @@ impl OwnSlices {
         }
     }
 
-    /// Whether one of these is not there.
+    /// Whether one of these is missing.
     #[must_use]
     pub fn lack(&self, names: &[String]) -> bool {
         names.iter().any(|name| !self.there.contains_key(name))

@@ -174,7 +174,7 @@ fn driver_ready(node: &Value) -> &Value {
 }
 
 #[tokio::test(start_paused = true)]
-async fn nothing_is_registered_before_the_driver_was_looked_at() {
+async fn nothing_is_registered_before_the_driver_was_checked() {
     let running = Running::start();
     running.driver_comes();
     running.kubelet_registers();
@@ -485,7 +485,7 @@ async fn what_the_node_withholds_is_written_with_its_condition_and_heals() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn nothing_is_written_before_others_were_looked_for() {
+async fn nothing_is_written_before_other_providers_were_searched() {
     let running = Running::start();
     running.others.send_replace(None);
     running.driver_comes();

@@ -1,7 +1,7 @@
-//! What the held shares use, read from their accounts when it is asked for.
+//! The usage of held shares, read from their accounts at each scrape.
 //!
-//! There is a series for each held share and no other, and it goes with the share. The numbers are
-//! the account's, which the share's tenant can write: they say what its programs do, and prove nothing.
+//! There is a series for each held share; it is removed with the share. The numbers come from the
+//! account, which the share's tenant can write: they prove nothing.
 
 use std::sync::atomic::AtomicU64;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -23,7 +23,8 @@ use crate::ledger::Ledger;
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(super) struct ShareLabels {
     namespace: String,
-    /// The pods that the claim is reserved for, as far as the plugin was told; joined by commas.
+    /// The pods that the claim is reserved for, as far as the plugin has read them; joined by
+    /// commas.
     pod: String,
     claim: String,
     request: String,
@@ -50,7 +51,7 @@ type Bytes = Family<ShareLabels, Gauge<u64, AtomicU64>>;
 type Count = Family<ShareLabels, Counter<u64, AtomicU64>>;
 type Seconds = Family<ShareLabels, Counter<f64, AtomicU64>>;
 
-/// The metrics of one look.
+/// The metrics of one scrape.
 #[derive(Debug, Default)]
 struct Shares {
     readable: Bytes,
@@ -72,14 +73,14 @@ pub fn registry(ledger: &Ledger, layout: &Layout) -> Registry {
     for record in ledger.held() {
         let pods = ledger.pods(&record.plan.allocation.uid).join(",");
         for device in &record.plan.devices {
-            shares.look_at(&record, device, &pods, layout);
+            shares.add(&record, device, &pods, layout);
         }
     }
     shares.registry()
 }
 
 impl Shares {
-    fn look_at(&self, record: &Record, device: &PreparedDevice, pods: &str, layout: &Layout) {
+    fn add(&self, record: &Record, device: &PreparedDevice, pods: &str, layout: &Layout) {
         let Cap::Share {
             memory,
             cores,
@@ -105,9 +106,10 @@ impl Shares {
     }
 
     fn count(&self, labels: &ShareLabels, account: AccountSnapshot<'_>, context_memory: u64) {
-        // One context is the share's beside its memory, as its programs see it.
+        // The share has room for one context beside its memory, which its programs do not see.
         let counted = |bytes: u64| bytes.saturating_sub(context_memory);
-        // Two shares of one GPU for one request have one series: they add up for its container too.
+        // Two shares of one GPU for one request have one series, because they also add up for the
+        // container.
         let sum = |family: &Bytes, value| {
             family.get_or_create(labels).inc_by(value);
         };
@@ -137,12 +139,12 @@ impl Shares {
         let r = &mut registry;
         r.register(
             "account_readable",
-            "1, or 0 where the share's account page is broken and the numbers of its use are missing",
+            "1, or 0 if the share's account page is broken and its usage metrics are missing",
             self.readable,
         );
         r.register_with_unit(
             "memory_limit",
-            "Memory that the share's programs may hold together",
+            "Memory limit of all programs of the share together",
             Unit::Bytes,
             self.memory_limit,
         );
@@ -154,7 +156,7 @@ impl Shares {
         );
         r.register_with_unit(
             "memory_peak",
-            "The most that the share's programs held at a time",
+            "The most memory that the share's programs held at a time",
             Unit::Bytes,
             self.memory_peak,
         );
@@ -166,26 +168,26 @@ impl Shares {
         r.register("processes", "Processes that use the share", self.processes);
         r.register_with_unit(
             "compute_limit",
-            "Part of the GPU's time that the share may use, 1 for all",
+            "Part of the GPU's time that the share may use, 1 for the whole",
             Unit::Other("ratio".to_owned()),
             self.compute_limit,
         );
         r.register_with_unit(
             "gpu_time",
-            "GPU time that the share's launches were reckoned to take",
+            "Estimated GPU time of the share's launches",
             Unit::Seconds,
             self.gpu_time,
         );
         r.register("launches", "Launches of kernels and graphs", self.launches);
         r.register_with_unit(
             "throttled",
-            "Time for which launches were held back, summed over threads",
+            "Time for which launches were delayed, summed over threads",
             Unit::Seconds,
             self.throttled,
         );
         r.register_with_unit(
             "last_launch_timestamp",
-            "When the last launch was, in Unix time; missing before the first",
+            "Unix time of the last launch; missing before the first",
             Unit::Seconds,
             self.last_launch,
         );

@@ -1,4 +1,4 @@
-//! What is written, for whom, and that the reference lists it.
+//! The metrics of shares, and that the reference lists all metrics.
 
 use std::fmt::Write as _;
 
@@ -94,7 +94,7 @@ async fn a_page_that_its_tenant_broke_is_shown_and_breaks_nothing() {
     let record = plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
     let key = &record.plan.devices[0].key;
     let account = world.layout.share("uid-of-a", key).account;
-    // Every count as large as it can be, then nothing of the page.
+    // First every count at its maximum, then an empty page.
     std::os::unix::fs::FileExt::write_all_at(
         &std::fs::File::options().write(true).open(&account).unwrap(),
         &vec![0xff; layout::LEN - 128],

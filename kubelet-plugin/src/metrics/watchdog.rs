@@ -1,4 +1,4 @@
-//! What the watchdog found last: memory in no account, by share, and what else is on the GPUs.
+//! The watchdog's last findings: memory in no account, by share, and other memory on the GPUs.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::AtomicU64;
@@ -20,8 +20,8 @@ struct GpuLabels {
 
 type OfGpu = Family<GpuLabels, Gauge<u64, AtomicU64>>;
 
-/// The metrics of the last samples. A share whose GPU could not be watched has no series, and a GPU
-/// without claims none at all.
+/// The metrics of the last samples. A share whose GPU could not be watched has no series, nor has a
+/// GPU without claims.
 pub fn registry(ledger: &Ledger, board: &Board) -> Registry {
     let (now, gpus) = board.get();
     let bytes = Family::<ShareLabels, Gauge<u64, AtomicU64>>::default();
@@ -34,7 +34,7 @@ pub fn registry(ledger: &Ledger, board: &Board) -> Registry {
             };
             let labels = ShareLabels::new(&record, device, &pods);
             let of_share = || findings.bypasses.iter().filter(|b| b.share == device.key);
-            // A process may be named by itself and with its share: it holds its memory once.
+            // A process may be reported by itself and with its share: its memory is counted once.
             let mut largest: BTreeMap<_, u64> = BTreeMap::new();
             for bypass in of_share() {
                 let known = largest.entry(bypass.process).or_default();
@@ -69,19 +69,19 @@ pub fn registry(ledger: &Ledger, board: &Board) -> Registry {
     let r = &mut registry;
     r.register_with_unit(
         "share_bypass",
-        "Memory that processes of the share hold and its account does not have",
+        "Memory that processes of the share hold and that is not in its account",
         Unit::Bytes,
         bytes,
     );
     r.register_with_unit(
         "share_bypass_age",
-        "Time since such memory was seen first, 0 where there is none",
+        "Time since such memory was first seen, 0 if there is none",
         Unit::Seconds,
         age,
     );
     r.register(
         "gpu_watched",
-        "1, or 0 where the GPU's processes cannot be watched and nobody notices what goes around a cap",
+        "1, or 0 if the GPU's processes cannot be watched, so that memory that bypasses a cap is not detected",
         watched,
     );
     r.register(
@@ -91,7 +91,7 @@ pub fn registry(ledger: &Ledger, board: &Board) -> Registry {
     );
     r.register_with_unit(
         "gpu_foreign_memory",
-        "Memory of the GPU that these hold",
+        "Memory of the GPU that these processes hold",
         Unit::Bytes,
         foreign,
     );
@@ -103,7 +103,7 @@ pub fn registry(ledger: &Ledger, board: &Board) -> Registry {
     );
     r.register(
         "gpu_withheld",
-        "1 while no new claim gets the GPU, since memory of it is nobody's",
+        "1 while no new claim gets the GPU because memory of it has no owner",
         withheld,
     );
     registry

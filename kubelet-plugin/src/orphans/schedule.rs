@@ -1,11 +1,13 @@
-//! When the API server is asked for which held claim. A pure state machine; [`super`] does the asking.
+//! Decides when the API server is asked for which held claim. A state machine without I/O; [`super`]
+//! makes the requests.
 //!
 //! ```text
 //!                  ┌────────── the kubelet lists it ◄──────────┐
 //!                  ▼                                           │
-//!  loaded ─► asked for once ─► listed: never asked for ─► not listed: asked for, ever more rarely
+//!  loaded ─► asked for once ─► listed: never asked for ─► not listed: asked for at growing
+//! intervals
 //!                                    │                         │
-//!                                    └─► in a new claim's way ─┴─► asked for at once
+//!                                    └─► blocks a new claim ───┴─► asked for at once
 //!
 //!  gone ─► GRACE ─► gone again, and the kubelet does not list it ─► released
 //! ```
@@ -19,42 +21,42 @@ use tokio::time::Instant;
 /// How often the kubelet is asked, and how long a claim that it does not list waits for its first GET.
 pub const INTERVAL: Duration = Duration::from_mins(1);
 
-/// Over how long the first GETs of a new life are spread: nodes that start together must not ask together.
+/// The time over which the first GETs after a start are spread, because nodes may start at the same time.
 pub const SPREAD: Duration = Duration::from_mins(5);
 
-/// The longest pause between two GETs of a claim that exists and that the kubelet does not list: one that
-/// only init containers use, say, or where the kubelet tells nothing.
+/// The longest pause between two GETs of a claim that exists and that the kubelet does not list: for
+/// example one that only init containers use, or if the kubelet does not answer.
 pub const LONGEST: Duration = Duration::from_hours(6);
 
-/// A claim must be gone at two GETs this far apart at least: a pod that was deleted by force takes its
-/// claim along while its containers still end. Short enough for a claim that waits for the orphan's GPU to
-/// get it.
+/// A claim must be gone at two GETs that are at least this far apart: the claim of a pod that was deleted
+/// by force is gone before its containers have ended. It is short enough for a claim that waits for the
+/// orphan's GPU.
 pub const GRACE: Duration = Duration::from_secs(15);
 
 /// The shortest pause between two GETs of the node.
 pub const PAUSE: Duration = Duration::from_secs(1);
 
-/// What a GET of a claim came to.
+/// The result of a GET of a claim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Found {
-    /// The claim is there.
+    /// The claim exists.
     There,
-    /// The API server said that it is not there, or has another claim of its name.
+    /// The API server said that it does not exist, or has another claim of its name.
     Gone,
-    /// The API server did not say.
+    /// The API server gave no valid answer.
     Unknown,
 }
 
-/// What is known of one claim.
+/// The state of one claim.
 #[derive(Clone, Copy, Debug)]
 struct Claim {
-    /// When it is asked for, if at all.
+    /// When it is asked for next, if at all.
     due: Option<Instant>,
-    /// Before the others: somebody waits.
+    /// Asked for before the others, because another claim waits.
     urgent: bool,
-    /// Whether this life has asked for it, or need not.
+    /// Whether this process has read it, or need not.
     read: bool,
-    /// Whether the kubelet lists it; `None` where it did not tell.
+    /// Whether the kubelet lists it; `None` if the kubelet did not answer.
     listed: Option<bool>,
     /// Since when it is gone.
     gone: Option<Instant>,
@@ -63,18 +65,18 @@ struct Claim {
     last: Option<Instant>,
 }
 
-/// The claims that are held, and when they are asked for.
+/// The held claims and their next requests.
 #[derive(Debug, Default)]
 pub struct Schedule {
     claims: BTreeMap<String, Claim>,
-    /// The pods for which each was asked for.
+    /// The pods because of which each claim was asked for.
     joined: BTreeMap<String, BTreeSet<String>>,
     started: bool,
 }
 
 impl Schedule {
-    /// Takes note of what is held now, and of what the kubelet lists of it: `None` where the kubelet did not
-    /// tell. What is held at the first call was loaded from the journal.
+    /// Updates the held claims, and whether the kubelet lists each: `None` if it did not answer. The claims
+    /// of the first call were loaded from the journal.
     pub fn update(&mut self, now: Instant, held: &BTreeMap<String, Option<bool>>) {
         self.claims.retain(|uid, _| held.contains_key(uid));
         self.joined.retain(|uid, _| held.contains_key(uid));
@@ -105,7 +107,8 @@ impl Schedule {
         self.started = true;
     }
 
-    /// Pods use a claim of which this life has not read that they do: it is asked for, once for each pod.
+    /// Pods use a claim that this process has not read with these pods: it is asked for once for each
+    /// pod.
     pub fn joined(&mut self, now: Instant, uid: &str, pods: BTreeSet<String>) {
         if !self.claims.get(uid).is_some_and(|claim| claim.read) {
             return;
@@ -117,12 +120,12 @@ impl Schedule {
         }
     }
 
-    /// A claim that is no longer held.
+    /// Removes a claim that is no longer held.
     pub fn forget(&mut self, uid: &str) {
         self.claims.remove(uid);
     }
 
-    /// A claim is in a new claim's way, or something else waits for its answer: it is asked for at once, unless it just was.
+    /// A claim blocks a new claim, or another request waits for it: it is asked for at once, unless it just was.
     pub fn suspect(&mut self, now: Instant, uid: &str) {
         let Some(claim) = self.claims.get_mut(uid) else {
             return;
@@ -149,8 +152,8 @@ impl Schedule {
         self.claims.values().filter_map(|claim| claim.due).min()
     }
 
-    /// Takes note of an answer. `true`: the claim is gone for long enough to be released; it is due again
-    /// after a while in case it cannot be.
+    /// Records an answer. `true`: the claim has been gone for long enough to be released; it is asked for
+    /// again later in case the release fails.
     #[must_use]
     pub fn found(&mut self, now: Instant, uid: &str, found: Found) -> bool {
         let Some(claim) = self.claims.get_mut(uid) else {
@@ -189,7 +192,7 @@ fn varied(uid: &str, duration: Duration) -> Duration {
 fn part(uid: &str, duration: Duration) -> Duration {
     let mut hasher = DefaultHasher::new();
     uid.hash(&mut hasher);
-    // 1024 steps are as many as are needed.
+    // 1024 steps are enough.
     let step = u32::try_from(hasher.finish() % 1024).unwrap_or_default();
     duration * step / 1024
 }
@@ -202,7 +205,7 @@ mod tests {
         BTreeMap::from([("a".to_owned(), listed)])
     }
 
-    /// GETs in so long a time, where the claim exists and the kubelet says `listed`.
+    /// The number of GETs in a time, while the claim exists and the kubelet says `listed`.
     fn gets(schedule: &mut Schedule, from: Instant, time: Duration, listed: Option<bool>) -> usize {
         let mut gets = 0;
         let mut now = from;
@@ -248,7 +251,7 @@ mod tests {
         assert_eq!(schedule.next(now), Some("a"));
         assert!(!schedule.found(now, "a", Found::Gone));
         assert_eq!(schedule.next(now), None);
-        // Whoever waits for it does not shorten the grace.
+        // A waiting claim does not shorten the grace period.
         schedule.suspect(now, "a");
         assert_eq!(schedule.next(now + GRACE - PAUSE), None);
         assert!(!schedule.found(now + PAUSE, "a", Found::Gone));

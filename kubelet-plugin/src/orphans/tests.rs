@@ -70,8 +70,8 @@ async fn at_steady_state_the_api_server_is_asked_for_nothing() {
         ["pod-of-claim-7"]
     );
 
-    // Without the kubelet's word: each claim about four times a day.
-    kubelet.falls_silent();
+    // Without the kubelet's list: each claim about four times a day.
+    kubelet.stop_answering();
     search.run_for(LONGEST * 4).await;
     let before = requests();
     search.run_for(24 * HOUR).await;
@@ -89,8 +89,8 @@ async fn claims_that_are_gone_or_replaced_are_released_and_others_stay() {
     other["metadata"]["uid"] = "another".into();
     world.api.put(other);
 
-    // A later life finds them too, and tells the status of the one that stays, since it cannot know whether
-    // the earlier one came to do so.
+    // After a restart they are found too, and the status of the remaining one is published again, because
+    // it is not known whether the earlier process did it.
     let plugin = world.start();
     plugin
         .search(&world, &Listing::default())
@@ -98,7 +98,7 @@ async fn claims_that_are_gone_or_replaced_are_released_and_others_stay() {
         .run_for(HOUR)
         .await;
     assert_eq!(held(&plugin), ["kept"]);
-    let prepared = plugin.told.prepared.lock().unwrap();
+    let prepared = plugin.reports.prepared.lock().unwrap();
     assert!(!prepared.is_empty() && prepared.iter().all(|uid| uid == "uid-of-kept"));
     let traces = world.traces();
     assert!(
@@ -116,7 +116,7 @@ async fn what_is_not_the_api_servers_word_releases_nothing() {
     for mood in [
         Mood::Failing(404),
         Mood::Failing(500),
-        Mood::Silent,
+        Mood::NoAnswer,
         Mood::Breaking(u32::MAX),
     ] {
         world.api.set_mood(mood);
@@ -251,7 +251,8 @@ async fn a_pod_that_joins_a_held_claim_costs_one_request() {
     assert_eq!(world.api.requests().len() - before, 1);
     let uids = plugin.preparer.ledger().pod_uids("uid-of-a");
     assert_eq!(uids["joins-uid"], "joins");
-    // One that the claim does not name, since its group is what it is reserved for, costs one too.
+    // A pod that the claim does not name, because the claim is reserved for its group, costs one
+    // too.
     kubelet.lists_pod(&plugin.preparer.ledger().held(), "of-a-group");
     search.run_for(24 * HOUR).await;
     assert_eq!(world.api.requests().len() - before, 2);

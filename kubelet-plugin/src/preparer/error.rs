@@ -1,4 +1,4 @@
-//! What can be wrong with a claim, in words for its pod's events.
+//! Why a claim cannot be prepared, as text for its pod's events.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -49,13 +49,13 @@ pub enum Problem {
     /// The API server does not have it.
     #[error("it is deleted: delete the pod that waits for it")]
     Gone,
-    /// The API server does not say.
+    /// The API server gave no valid answer.
     #[error(transparent)]
     Read(#[from] ReadError),
-    /// Another has its name, it is not allocated, or the allocation is wrong.
+    /// Another claim has its name, it is not allocated, or the allocation is invalid.
     #[error(transparent)]
     Claim(#[from] ClaimError),
-    /// This node cannot give what was allocated.
+    /// This node cannot provide what was allocated.
     #[error(transparent)]
     Plan(#[from] PreparationError),
     /// Its journal cannot be read.
@@ -64,11 +64,11 @@ pub enum Problem {
     /// It wants what a claim may hold whose journal cannot be read.
     #[error(transparent)]
     MayBeHeld(#[from] MayBeHeld),
-    /// The driver was not looked at yet.
-    #[error("the plugin is only starting: wait for its readiness")]
+    /// The driver was not checked yet.
+    #[error("the plugin is still starting: wait until it is ready")]
     DriverUnknown,
-    /// There is no driver.
-    #[error("the node has no driver to work with: {0}")]
+    /// There is no usable driver.
+    #[error("the node has no usable driver: {0}")]
     Driver(Arc<DriverError>),
     /// The driver root cannot be read now.
     #[error(transparent)]
@@ -84,7 +84,7 @@ pub enum Problem {
         /// As the host sees it.
         root: PathBuf,
     },
-    /// Memory of a GPU is in use by nobody.
+    /// Memory of a GPU is in use without an owner.
     #[error(
         "GPU {gpu}: memory that an ended process left is still in use: the GPU is given to new claims when the driver has \
          freed it; if it stays, reset the GPU (`nvidia-smi --gpu-reset`) or reboot the node"
@@ -93,10 +93,10 @@ pub enum Problem {
         /// The GPU.
         gpu: String,
     },
-    /// What containers need of ours was not installed at start.
+    /// Our files for containers were not installed at the start.
     #[error("{0}")]
     NotInstalled(String),
-    /// What containers need of ours is not intact.
+    /// Our files for containers have changed.
     #[error(transparent)]
     Install(#[from] InstallError),
     /// The driver's CDI spec.
@@ -105,22 +105,22 @@ pub enum Problem {
     /// A step failed.
     #[error(transparent)]
     Execute(#[from] ExecuteError),
-    /// A step failed that was done before.
+    /// A step of an earlier plan failed when it was repeated.
     #[error(transparent)]
     Rebuild(#[from] StepError),
     /// An inverse failed.
     #[error("cannot release it: {0}")]
     Undo(#[from] UndoError),
     /// It took too long.
-    #[error("not done within {} s, of which the kubelet allows 45; it goes on and is asked again", .0.as_secs())]
+    #[error("not done within {} s (the kubelet allows 45 s); it continues, and the kubelet asks again", .0.as_secs())]
     Timeout(Duration),
     /// The plugin stops.
-    #[error("the plugin is stopping: the next one takes over")]
+    #[error("the plugin is stopping: the next plugin takes over")]
     Stopping,
 }
 
 impl Problem {
-    /// A word for a metric's label.
+    /// The value of a metric's label.
     #[must_use]
     pub fn outcome(&self) -> &'static str {
         match self {

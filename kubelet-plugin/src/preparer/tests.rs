@@ -1,4 +1,4 @@
-//! What the kubelet may ask of a claim, and what may go wrong.
+//! The kubelet's calls, and what may go wrong in them.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,7 +18,7 @@ use crate::testing::api::Mood;
 use crate::testing::{Listing, Plugin, World, capped, claim, claim_ref, whole};
 use tranche_node::nvml::NvmlError;
 
-/// The names of the claims that hold something.
+/// The names of the held claims.
 fn held(plugin: &Plugin) -> Vec<String> {
     let held = plugin.preparer.ledger().held();
     held.iter()
@@ -26,20 +26,20 @@ fn held(plugin: &Plugin) -> Vec<String> {
         .collect()
 }
 
-/// What is wrong when `name` is prepared.
+/// The error when `name` is prepared.
 async fn refusal(plugin: &Plugin, name: &str) -> String {
     let error = plugin.preparer.prepare(&claim_ref(name)).await;
     error.map(|_| ()).unwrap_err().to_string()
 }
 
-/// A conflict may be an orphan's fault: the search is asked to look.
+/// An orphan may cause a conflict, so the search is notified.
 async fn orphans_are_suspected(plugin: &Plugin) {
     let mut suspicions = plugin.suspicions.lock().await;
     let suspicion = tokio::time::timeout(Duration::from_secs(5), suspicions.recv()).await;
     assert!(suspicion.unwrap().is_some());
 }
 
-/// A preparation of `name` that has met a conflict.
+/// A Prepare of `name` that waits because of a conflict.
 async fn waiting(plugin: &Plugin, name: &str) -> JoinHandle<Result<(), PrepareError>> {
     let (preparer, claim) = (Arc::clone(&plugin.preparer), claim_ref(name));
     let waiting = tokio::spawn(async move { preparer.prepare(&claim).await.map(|_| ()) });
@@ -84,7 +84,7 @@ async fn an_exclusive_claim_gets_its_gpu_and_an_uncapped_page() {
         (None, device.gpu_uuid.as_str())
     );
     assert!(world.layout.driver_spec().exists());
-    assert_eq!(*plugin.told.prepared.lock().unwrap(), ["uid-of-a"]);
+    assert_eq!(*plugin.reports.prepared.lock().unwrap(), ["uid-of-a"]);
 
     plugin.preparer.unprepare(&claim_ref("a")).await.unwrap();
     assert_eq!(world.traces(), NONE);
@@ -117,7 +117,7 @@ async fn a_replay_rebuilds_what_was_removed_and_keeps_the_account() {
     world.api.put(claim("a", &[capped("gpu", 0, "20Gi", 25)]));
     let first = world.prepare("a").await;
     let share = world.layout.share("uid-of-a", &first.plan.devices[0].key);
-    // A container counts in its account.
+    // A container has a charge in its account.
     let mut account = std::fs::read(&share.account).unwrap();
     *account.last_mut().unwrap() = 7;
     std::fs::write(&share.account, &account).unwrap();
@@ -151,7 +151,7 @@ async fn a_replay_leaves_the_page_that_containers_have_mounted() {
     plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
     assert_eq!(inode(), before);
     assert_eq!(std::fs::read(&share.cap).unwrap()[1024..1032], [1; 8]);
-    // Another limit is another page.
+    // A page with another limit is replaced.
     cap.write_all_at(&[26], 24).unwrap();
     plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
     assert_ne!(inode(), before);
@@ -164,7 +164,7 @@ async fn a_broken_account_is_refused_not_renewed() {
     world.api.put(claim("a", &[capped("gpu", 0, "20Gi", 25)]));
     let record = plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
     let share = world.layout.share("uid-of-a", &record.plan.devices[0].key);
-    // A terabyte is not read to find that it is too long.
+    // A file of a terabyte is refused without reading it.
     for length in [0, 1 << 40] {
         let account = std::fs::File::options().write(true).open(&share.account);
         account.unwrap().set_len(length).unwrap();
@@ -213,13 +213,13 @@ async fn pages_of_another_release_are_left_alone() {
     let later = prepared_by_another_release(&world).await;
     let before = world.contents();
     let plugin = world.start();
-    // A second pod of the claim, say.
+    // For example a second pod of the claim.
     let record = plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
     assert!(record.plan.devices[0].cdi_ids[1].ends_with("driver=capped-2"));
     assert_eq!(world.contents(), before);
     let journal = world.layout.claims().join("uid-of-a.json");
     assert_eq!(std::fs::read_to_string(journal).unwrap(), later);
-    // Nobody samples, sweeps or cuts them.
+    // They are not sampled, swept or truncated.
     assert_eq!(plugin.preparer.ledger().shares(&world.layout), []);
 
     plugin.preparer.unprepare(&claim_ref("a")).await.unwrap();
@@ -312,7 +312,7 @@ async fn a_boot_that_swaps_minor_numbers_leaves_every_claim_its_gpu() {
             [format!("/dev/nvidia{}", 1 - gpu)]
         );
     }
-    // A kubelet or plugin that starts again finds it so.
+    // A restarted kubelet or plugin finds the same.
     let plugin = world.start();
     plugin.driver.send_replace(swapped(&world));
     let before = world.contents();
@@ -334,7 +334,7 @@ async fn a_claim_whose_gpu_is_gone_is_refused_and_never_moved() {
     world.prepare("a").await;
     let mut ready = (*world.ready).clone();
     let gone = ready.inventory.gpus.remove(0).uuid;
-    // The one that is left has taken the minor number.
+    // The remaining GPU has the minor number now.
     ready.inventory.gpus[0].minor = 0;
     let plugin = world.start();
     plugin
@@ -366,7 +366,7 @@ async fn unprepare_works_twice_without_driver_claim_or_knowledge() {
     world.api.put(object.clone());
     world.prepare("a").await;
     world.api.delete(&object);
-    world.api.set_mood(Mood::Silent);
+    world.api.set_mood(Mood::NoAnswer);
     std::fs::remove_dir_all(world.driver_root()).unwrap();
     let plugin = world.start();
     plugin.driver.send_replace(DriverState::Unknown);
@@ -393,7 +393,7 @@ async fn claims_that_are_gone_replaced_or_not_allocated_are_refused() {
         &["team/a", "metadata.uid", "another"],
     );
     assert!(
-        plugin.told.failed.lock().unwrap().is_empty(),
+        plugin.reports.failed.lock().unwrap().is_empty(),
         "its pods are not ours to tell"
     );
 
@@ -450,7 +450,7 @@ async fn bad_parameters_and_sizes_are_refused_by_field_on_the_pods_events() {
     );
 
     assert_eq!(world.traces(), NONE);
-    let told = plugin.told.failed.lock().unwrap();
+    let told = plugin.reports.failed.lock().unwrap();
     let names: Vec<_> = told.iter().map(|(name, _)| name.as_str()).collect();
     assert_eq!(
         names,
@@ -489,7 +489,7 @@ async fn a_journal_that_cannot_be_read_is_refused_named_and_left() {
         has(&error.to_string(), &[path.to_str().unwrap(), word]);
         assert_eq!(std::fs::read_to_string(&path).unwrap(), content);
         assert!(spec.exists(), "what it may have made stays too");
-        // Nobody knows what it holds.
+        // It is not known what it holds.
         has(
             &refusal(&plugin, "b").await,
             &[
@@ -500,12 +500,13 @@ async fn a_journal_that_cannot_be_read_is_refused_named_and_left() {
             ],
         );
         assert_eq!(
-            plugin.told.failed.lock().unwrap().len(),
+            plugin.reports.failed.lock().unwrap().len(),
             2,
             "events on both pods"
         );
 
-        // The way out works, whether the claim is wanted or not, and without a restart.
+        // The remedy in the message works, whether the claim is still needed or not, and without a
+        // restart.
         std::fs::remove_file(&path).unwrap();
         plugin.preparer.prepare(&claim_ref("b")).await.unwrap();
         plugin.preparer.unprepare(&claim_ref("a")).await.unwrap();
@@ -552,13 +553,13 @@ async fn of_a_journal_that_cannot_be_read_the_gpus_that_it_names_count_as_taken(
         );
     }
     plugin.preparer.prepare(&claim_ref("c")).await.unwrap();
-    // Mended, it is in the way as it was before: not at all of a share.
+    // After the repair it blocks only what it blocked before: not a share.
     std::fs::write(&path, record).unwrap();
     plugin.preparer.prepare(&claim_ref("b")).await.unwrap();
     assert_eq!(held(&plugin), ["a", "b", "c"]);
 }
 
-/// A newer plugin's, say, after which this one came back; or one that was restored.
+/// For example a journal of a newer plugin before a rollback, or one from a backup.
 #[tokio::test]
 async fn a_journal_that_was_mended_is_held_again() {
     let world = World::new();
@@ -629,7 +630,7 @@ async fn a_capped_claim_is_refused_where_the_shim_is_gone_and_an_exclusive_one_i
         &refusal(&plugin, "a").await,
         &["team/a", "libcuda.so.1", "restart"],
     );
-    assert_eq!(plugin.told.failed.lock().unwrap().len(), 1);
+    assert_eq!(plugin.reports.failed.lock().unwrap().len(), 1);
     world.api.put(claim("b", &[whole("gpu", 1)]));
     plugin.preparer.prepare(&claim_ref("b")).await.unwrap();
 }
@@ -653,7 +654,8 @@ async fn a_gpu_serves_one_tier_at_a_time_whatever_the_scheduler_believed() {
     orphans_are_suspected(&plugin).await;
 }
 
-/// The kubelet prepares the next pod's claim before it unprepares one deleted by force.
+/// The kubelet prepares the next pod's claim before it unprepares one of a pod that was deleted by
+/// force.
 #[tokio::test]
 async fn a_claim_waits_for_a_holder_that_is_just_ending() {
     let world = World::new();
@@ -674,7 +676,7 @@ async fn a_claim_waits_for_a_holder_that_is_just_ending() {
         .unwrap()
         .unwrap()
         .unwrap();
-    assert!(plugin.told.failed.lock().unwrap().is_empty());
+    assert!(plugin.reports.failed.lock().unwrap().is_empty());
     assert_eq!(held(&plugin), ["new"]);
 }
 
@@ -698,7 +700,7 @@ async fn a_claim_that_is_deleted_while_it_waits_gets_nothing() {
 }
 
 #[tokio::test]
-async fn a_claim_waits_for_the_first_look_at_the_driver() {
+async fn a_claim_waits_for_the_first_check_of_the_driver() {
     let world = World::new();
     let plugin = world.start();
     world.api.put(claim("a", &[whole("gpu", 0)]));
@@ -706,7 +708,7 @@ async fn a_claim_waits_for_the_first_look_at_the_driver() {
     let claim = claim_ref("a");
     let early = plugin.preparer.prepare(&claim);
     let look = async {
-        // After the claim was read it waits for the driver alone.
+        // After the claim was read it waits only for the driver.
         while world.api.requests().is_empty() {
             tokio::task::yield_now().await;
         }
@@ -718,7 +720,7 @@ async fn a_claim_waits_for_the_first_look_at_the_driver() {
     prepared.unwrap();
 }
 
-/// The kubelet asks again only after more than a minute.
+/// The kubelet retries only after more than a minute.
 #[tokio::test(start_paused = true)]
 async fn a_connection_that_breaks_is_tried_again() {
     let world = World::new();
@@ -736,7 +738,7 @@ async fn a_silent_api_server_costs_ten_seconds_and_one_request() {
     let world = World::new();
     let plugin = world.start();
     world.api.put(claim("a", &[whole("gpu", 0)]));
-    world.api.set_mood(Mood::Silent);
+    world.api.set_mood(Mood::NoAnswer);
     let start = tokio::time::Instant::now();
     has(&refusal(&plugin, "a").await, &["team/a", "did not answer"]);
     assert_eq!(start.elapsed().as_secs(), 10);
@@ -752,7 +754,7 @@ fn shares() -> serde_json::Value {
     )
 }
 
-/// What a claim's files are when nothing went wrong.
+/// A claim's files without an error.
 async fn undisturbed() -> Vec<(String, Vec<u8>)> {
     let world = World::new();
     world.api.put(shares());
@@ -760,7 +762,7 @@ async fn undisturbed() -> Vec<(String, Vec<u8>)> {
     world.contents()
 }
 
-/// How a next life ends what a killed one began.
+/// How a new process continues after a killed one.
 #[derive(Clone, Copy, Debug)]
 enum Ending {
     Retried,
@@ -847,12 +849,12 @@ async fn one_failing_step_leaves_nothing_half_prepared() {
         let error = result.unwrap_err().to_string();
         has(&error, &["team/a", "injected fault"]);
         assert_eq!(world.traces(), NONE, "{at}: {error}");
-        // The same life can go on.
+        // The same process can continue.
         plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
     }
 }
 
-/// Eight claims of one GPU write their journals at once: the disk may sync them in one go.
+/// Eight claims of one GPU write their journals concurrently, so the disk can merge the syncs.
 #[tokio::test]
 async fn claims_on_one_gpu_do_not_wait_for_each_others_disk_writes() {
     let world = World::new();
@@ -898,7 +900,7 @@ async fn many_at_once_each_get_their_own_and_leave_nothing() {
     assert_eq!(world.traces(), NONE);
 }
 
-/// What an allocator that does not know shared counters writes: a share and the whole of one GPU.
+/// The result of an allocator that ignores shared counters: a share and the whole of one GPU.
 #[tokio::test(start_paused = true)]
 async fn a_gpu_that_an_allocator_gave_away_twice_is_prepared_once() {
     for (first, second) in [
@@ -916,13 +918,13 @@ async fn a_gpu_that_an_allocator_gave_away_twice_is_prepared_once() {
         has(&text, &["team/second", "held by claim team/first"]);
         assert_eq!(world.contents(), before, "the first claim's files");
         assert_eq!(held(&plugin), ["first"]);
-        let failed = plugin.told.failed.lock().unwrap().clone();
+        let failed = plugin.reports.failed.lock().unwrap().clone();
         assert_eq!(
             failed,
             [("second".to_owned(), text)],
             "an event for its pod"
         );
-        // The first is asked for again, as a kubelet that restarts does.
+        // The first is prepared again, as after a restart of the kubelet.
         plugin.preparer.prepare(&claim_ref("first")).await.unwrap();
         plugin
             .preparer
@@ -946,7 +948,7 @@ async fn a_gpu_that_is_withheld_is_refused_to_new_claims_and_kept_for_running_on
         .prepare(&claim_ref("running"))
         .await
         .unwrap();
-    // Another system turns up and offers both.
+    // Another system starts and offers both.
     let seen = Seen {
         plugin_sockets: ["nvidia-gpu.sock".to_owned()].into(),
         ..Seen::default()
@@ -965,7 +967,7 @@ async fn a_gpu_that_is_withheld_is_refused_to_new_claims_and_kept_for_running_on
         ],
     );
     assert_eq!(
-        plugin.told.failed.lock().unwrap().len(),
+        plugin.reports.failed.lock().unwrap().len(),
         1,
         "an event for its pod"
     );
@@ -981,7 +983,7 @@ async fn a_gpu_that_is_withheld_is_refused_to_new_claims_and_kept_for_running_on
     plugin.preparer.prepare(&claim_ref("new")).await.unwrap();
     plugin.preparer.unprepare(&claim_ref("new")).await.unwrap();
 
-    // The same for what the driver rules out.
+    // The same for GPUs that are withheld because of NVML.
     let mut ready = (*world.ready).clone();
     ready.withheld = vec![WithheldGpu::whole(
         &other,

@@ -1,4 +1,4 @@
-//! A real kubelet service on a real socket, device plugins that live and die.
+//! A gRPC service in the kubelet's place on a real socket, and device plugins that start and end.
 
 use std::os::unix::net::UnixListener;
 use std::sync::{Arc, Mutex};
@@ -96,7 +96,7 @@ impl Node {
     }
 
     async fn withheld(&self) -> Vec<String> {
-        let seen = self.search().look().await;
+        let seen = self.search().observe().await;
         let verdict = verdict(&self.world.ready.inventory, &seen);
         verdict
             .withheld
@@ -105,7 +105,8 @@ impl Node {
             .collect()
     }
 
-    /// A plugin's socket in a folder; dropped, the file stays and nobody accepts.
+    /// A plugin's socket in a folder; when it is dropped, the file stays and does not accept
+    /// connections.
     fn plugin(folder: &Path, name: &str) -> UnixListener {
         std::fs::create_dir_all(folder).unwrap();
         let path = folder.join(name);
@@ -153,7 +154,7 @@ async fn a_device_plugins_gpus_are_those_that_the_kubelet_names() {
 
 #[tokio::test]
 async fn a_socket_file_that_a_dead_plugin_left_is_no_provider() {
-    // There is no kubelet to ask, so a plugin that lives takes all GPUs.
+    // There is no kubelet, so a running plugin counts for all GPUs.
     let node = Node::new();
     let folder = node.places.device_plugins.clone();
     assert_eq!(node.withheld().await, [""; 0], "no folder, no plugin");
@@ -162,7 +163,7 @@ async fn a_socket_file_that_a_dead_plugin_left_is_no_provider() {
     drop(plugin);
     assert!(folder.join("nvidia-gpu.sock").exists());
     assert_eq!(node.withheld().await, [""; 0]);
-    // Others' plugins and the kubelet's own files are not meant.
+    // Other plugins and the kubelet's own files do not count.
     let _others = [
         Node::plugin(&folder, "kubelet.sock"),
         Node::plugin(&folder, "rdma.sock"),

@@ -1,4 +1,4 @@
-//! What is told, how often, and what happens when it cannot be.
+//! What is published, how often, and what happens if it fails.
 
 use std::time::Duration;
 
@@ -42,7 +42,7 @@ async fn until_patched(world: &World, times: usize) {
 async fn an_entry_says_which_gpu_and_how_much_of_it() {
     let (world, record, writer) = prepared().await;
     for _ in 0..3 {
-        writer.tell(&record);
+        writer.publish(&record);
     }
     until_patched(&world, 1).await;
     let requests = world.api.requests();
@@ -51,7 +51,7 @@ async fn an_entry_says_which_gpu_and_how_much_of_it() {
         .filter(|(method, ..)| method == "PATCH")
         .collect();
     let [(_, path, body)] = patches[..] else {
-        panic!("told once: {patches:?}")
+        panic!("published once: {patches:?}")
     };
     assert_eq!(
         path,
@@ -90,7 +90,7 @@ async fn an_entry_says_which_gpu_and_how_much_of_it() {
 async fn it_is_tried_again_until_it_works() {
     let (world, record, writer) = prepared().await;
     world.api.set_mood(Mood::Failing(500));
-    writer.tell(&record);
+    writer.publish(&record);
     until_patched(&world, 3).await;
     world.api.set_mood(Mood::Well);
     until_patched(&world, 4).await;
@@ -98,34 +98,34 @@ async fn it_is_tried_again_until_it_works() {
     assert_eq!(world.api.paths("PATCH").len(), 4);
 }
 
-/// As over a connection of which the other side is gone.
+/// As with a half-open connection.
 #[tokio::test(start_paused = true)]
 async fn a_silent_api_server_holds_nobody_up_for_long() {
     let (world, record, writer) = prepared().await;
-    world.api.set_mood(Mood::Silent);
+    world.api.set_mood(Mood::NoAnswer);
     for n in 0..=CONCURRENT {
         let mut other = Record::clone(&record);
         other.plan.allocation.uid = format!("{n}");
-        writer.tell(&Arc::new(other));
+        writer.publish(&Arc::new(other));
     }
     until_patched(&world, CONCURRENT + 1).await;
-    // And it is tried again.
+    // It is retried.
     world.api.set_mood(Mood::Well);
     until_patched(&world, CONCURRENT + 2).await;
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_released_claim_is_not_told_of() {
+async fn a_released_claim_is_not_published() {
     let (world, record, writer) = prepared().await;
     world.api.set_mood(Mood::Failing(500));
-    writer.tell(&record);
+    writer.publish(&record);
     until_patched(&world, 1).await;
     writer.forget("uid-of-a");
     tokio::time::sleep(Duration::from_hours(1)).await;
     assert_eq!(world.api.paths("PATCH").len(), 1);
 }
 
-/// Whoever gives up a request loses its connection, and the next one pays for a new one.
+/// A cancelled request closes its connection, and the next one must open a new one.
 #[tokio::test]
 async fn a_request_under_way_is_let_finish() {
     let (_world, record, _) = prepared().await;
@@ -141,10 +141,10 @@ async fn a_request_under_way_is_let_finish() {
         }
     });
     let writer = StatusWriter::new(Client::new(service, "default"), Arc::new(Noon));
-    writer.tell(&record);
+    writer.publish(&record);
     begun.notified().await;
     writer.forget("uid-of-a");
-    // Time for the writer to give up, if it did.
+    // Time in which the writer could cancel the request.
     for _ in 0..16 {
         tokio::task::yield_now().await;
     }

@@ -1,4 +1,4 @@
-//! An API server that keeps what is put and applied, counts, and fails on demand.
+//! An API server that stores objects, counts requests, and fails on demand.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex};
@@ -18,8 +18,8 @@ pub enum Mood {
     /// With this status.
     Failing(u16),
     /// Never.
-    Silent,
-    /// By breaking the connection, so many times.
+    NoAnswer,
+    /// Closes the connection, so many times.
     Breaking(u32),
 }
 
@@ -28,7 +28,7 @@ struct State {
     objects: BTreeMap<String, Value>,
     mood: Mood,
     requests: Vec<(String, String, Value)>,
-    /// What the next watch of a path delivers before it falls silent.
+    /// The events of the next watch of a path.
     watches: BTreeMap<String, VecDeque<Value>>,
 }
 
@@ -64,7 +64,7 @@ impl FakeApi {
         self.0.lock().unwrap().objects.get(path).cloned()
     }
 
-    /// What a watch of the path that waits, or the next one, delivers before it ends.
+    /// The events that a waiting watch of the path, or the next one, delivers before it ends.
     pub fn watch_delivers(&self, path: &str, events: impl IntoIterator<Item = Value>) {
         let events = events.into_iter().collect();
         self.0
@@ -161,7 +161,7 @@ impl FakeApi {
             (state.mood, object)
         };
         let (status, body) = match (mood, object) {
-            (Mood::Silent, _) => std::future::pending().await,
+            (Mood::NoAnswer, _) => std::future::pending().await,
             (Mood::Breaking(_), _) => unreachable!("broken before"),
             (Mood::Failing(status), _) => (status, failure(status)),
             (Mood::Well, Some(object)) => (200, object),
@@ -187,9 +187,8 @@ impl FakeApi {
     }
 }
 
-/// Server-side apply, as much of it as is asked for here: a status is merged field by field into the
-/// object that is there, less the fields that the last apply (`before`) had and this one lacks; an
-/// object is stored where there was none.
+/// The needed part of server-side apply: a status is merged field by field into the stored object,
+/// without the fields that the last apply (`before`) had and this one lacks; a new object is stored.
 fn apply(
     objects: &mut BTreeMap<String, Value>,
     path: &str,
@@ -218,7 +217,7 @@ fn apply(
     object.clone()
 }
 
-/// The API server's own word that nothing is at a path.
+/// The API server's own Status that there is nothing at a path.
 fn not_found(path: &str) -> Value {
     let mut parts = path.rsplit('/');
     let (name, kind) = (parts.next(), parts.next());

@@ -1,4 +1,4 @@
-//! What the watchdog found last, for metrics and for Prepare.
+//! The watchdog's last findings, for metrics and for Prepare.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -6,14 +6,14 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use tokio::sync::watch;
 use tranche_node::watchdog::compare::Findings;
 
-/// A GPU as it was watched last.
+/// The last result of a GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Watched {
-    /// What was found.
+    /// The findings.
     Yes(Findings),
     /// It could not be read.
     No {
-        /// Whether it is still withheld for what was found before.
+        /// Whether it is still withheld because of earlier findings.
         is_withheld: bool,
     },
 }
@@ -29,7 +29,7 @@ impl Watched {
     }
 }
 
-/// What the watchdog found last, by GPU.
+/// The watchdog's last findings, by GPU.
 #[derive(Debug, Default)]
 pub struct Board {
     gpus: Mutex<(u64, BTreeMap<String, Watched>)>,
@@ -37,7 +37,7 @@ pub struct Board {
 }
 
 impl Board {
-    /// Replaces what was found before. `now` is in nanoseconds, as in [`Findings`].
+    /// Replaces the findings. `now` is in nanoseconds, as in [`Findings`].
     pub fn set(&self, now: u64, gpus: BTreeMap<String, Watched>) {
         let mut known = self.lock();
         let is_withheld = |gpu: &str| gpus.get(gpu).is_some_and(Watched::is_withheld);
@@ -52,27 +52,27 @@ impl Board {
         }
     }
 
-    /// When it was found, and all of it.
+    /// The time of the findings, and the findings.
     #[must_use]
     pub fn get(&self) -> (u64, BTreeMap<String, Watched>) {
         self.lock().clone()
     }
 
-    /// Whether no new claim gets a GPU, because memory of it is in use by nobody.
+    /// Whether no new claim gets a GPU because memory of it has no owner.
     #[must_use]
     pub fn is_withheld(&self, gpu_uuid: &str) -> bool {
         let known = self.lock();
         known.1.get(gpu_uuid).is_some_and(Watched::is_withheld)
     }
 
-    /// Changes whenever a GPU is withheld no longer.
+    /// Changes whenever a GPU is no longer withheld.
     #[must_use]
     pub fn releases(&self) -> watch::Receiver<()> {
         self.released.subscribe()
     }
 
     fn lock(&self) -> MutexGuard<'_, (u64, BTreeMap<String, Watched>)> {
-        // Nothing that holds it can panic half way through a change.
+        // No holder of the lock can panic in the middle of a change.
         self.gpus.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

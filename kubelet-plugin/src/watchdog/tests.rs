@@ -1,4 +1,4 @@
-//! Programs that go around the cap, on a node whose NVML, `/proc` and pages are files and lists.
+//! Programs that bypass the cap, on a node with a scripted NVML, `/proc` and pages.
 
 use std::fs;
 use std::os::unix::fs::{FileExt as _, symlink};
@@ -23,7 +23,7 @@ const POD: &str = "6b1d9c5e-3f5c-4a2b-9a5b-0d5e6f7a8b9c";
 const GIB: u64 = 1 << 30;
 const CONTEXT: u64 = 300 << 20;
 
-/// What the GPU has: processes with their bytes, and bytes in use by nobody.
+/// The GPU's processes with their bytes, and bytes without an owner.
 #[derive(Clone, Debug, Default)]
 struct Gpus(Arc<Mutex<(Vec<ProcessMemory>, u64)>>);
 
@@ -155,7 +155,7 @@ impl Node {
         );
     }
 
-    /// Writes the first slot of the share's account: a process by its own number, and what it is charged.
+    /// Writes the first slot of the share's account: a process's inner PID and its charge.
     fn slot(&self, pid: u64, charged: u64) {
         let account = self.world.layout.share("uid-of-a", &self.key).account;
         let file = fs::File::options().write(true).open(account).unwrap();
@@ -165,7 +165,7 @@ impl Node {
         }
     }
 
-    /// So many seconds; the events of them.
+    /// Runs for so many seconds; returns the events.
     fn seconds(&mut self, count: u32) -> Vec<BypassEvent> {
         (0..count)
             .flat_map(|_| {
@@ -214,13 +214,13 @@ impl Node {
 
 #[tokio::test]
 async fn a_program_that_never_opened_the_account_is_named_on_its_pod_within_two_seconds() {
-    // A static program, or one with a libcuda of its own: no slot, and nothing of ours mapped or mounted.
+    // A static program, or one with its own libcuda: no slot, and nothing of ours mapped or mounted.
     let mut node = Node::new().await;
     node.slot(3, CONTEXT);
     node.in_pod(4_000_001, 8 * GIB);
-    let told = node.seconds(2);
-    let [event] = &told[..] else {
-        panic!("{told:?}")
+    let events = node.seconds(2);
+    let [event] = &events[..] else {
+        panic!("{events:?}")
     };
     let (pod, message) = (&event.regarding, &event.note);
     assert_eq!(event.bypass, events::Bypass::Noticed);
@@ -236,7 +236,7 @@ async fn a_program_that_never_opened_the_account_is_named_on_its_pod_within_two_
     assert_eq!(node.bypass_bytes(), 8 * GIB);
     assert!((node.metric("tranche_share_bypass_age_seconds") - 1.0).abs() < 0.01);
     assert!((node.metric("tranche_gpu_watched") - 1.0).abs() < 0.01);
-    assert_eq!(node.seconds(60), [], "told once");
+    assert_eq!(node.seconds(60), [], "reported once");
     node.gpus.0.lock().unwrap().0.clear();
     node.seconds(3);
     assert_eq!(node.bypass_bytes(), 0);
@@ -245,19 +245,19 @@ async fn a_program_that_never_opened_the_account_is_named_on_its_pod_within_two_
 #[tokio::test]
 async fn a_page_written_by_its_tenant_hides_nothing_beyond_the_share() {
     let mut node = Node::new().await;
-    // It says less than it holds.
+    // The page has less than it holds.
     node.slot(7, GIB + CONTEXT);
     node.in_pod(4_000_001, 4 * GIB + CONTEXT);
     assert_eq!(node.seconds(2).len(), 1);
     assert_eq!(node.bypass_bytes(), 3 * GIB);
-    // It says as much as it holds, and that is more than the share.
+    // The page has as much as it holds, which is more than the share's limit.
     let mut node = Node::new().await;
     node.slot(7, 60 * GIB);
     node.in_pod(4_000_001, 60 * GIB + CONTEXT);
-    let told = node.seconds(2);
+    let events = node.seconds(2);
     assert!(
-        told[0].note.contains("its account or its limit"),
-        "{told:?}"
+        events[0].note.contains("its account or its limit"),
+        "{events:?}"
     );
     assert_eq!(node.bypass_bytes(), 40 * GIB);
     // It breaks the page.
@@ -290,11 +290,12 @@ async fn by_policy_a_process_is_ended_and_a_foreign_one_never() {
         "the policy says Report"
     );
     node.asks("Kill");
-    let told = node.seconds(1);
+    let events = node.seconds(1);
     assert!(
-        told.iter()
+        events
+            .iter()
             .any(|event| event.bypass == events::Bypass::Ended && event.note.contains("was ended")),
-        "{told:?}"
+        "{events:?}"
     );
     assert_eq!(bypassing.wait().unwrap().signal(), Some(9));
     assert!((node.metric("tranche_bypassing_processes_ended_total") - 1.0).abs() < 0.01);
@@ -306,7 +307,7 @@ async fn by_policy_a_process_is_ended_and_a_foreign_one_never() {
 }
 
 #[tokio::test]
-async fn what_cannot_be_watched_is_said_and_is_not_zero() {
+async fn what_cannot_be_watched_is_reported_and_is_not_zero() {
     let mut node = Node::new().await;
     node.in_pod(4_000_001, GIB);
     node.gpus.0.lock().unwrap().0[0].bytes = None;
@@ -345,7 +346,7 @@ async fn a_gpu_with_memory_that_nobody_owns_is_not_handed_on_until_it_is_free() 
         text.contains(&node.gpu_uuid) && text.contains("reset"),
         "{text}"
     );
-    // What was prepared before is prepared still.
+    // A claim that was prepared before stays prepared.
     node.plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
     // Freed while the claim waits.
     let preparer = Arc::clone(&node.plugin.preparer);
@@ -360,7 +361,7 @@ async fn a_gpu_with_memory_that_nobody_owns_is_not_handed_on_until_it_is_free() 
 #[tokio::test]
 async fn the_size_of_a_context_is_measured_and_used() {
     let mut node = Node::new().await;
-    // Nothing but its context, which is larger than the share was told.
+    // Only its context, which is larger than assumed for the share.
     node.slot(7, CONTEXT);
     node.in_pod(4_000_001, 700 << 20);
     node.seconds(2);

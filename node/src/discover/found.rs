@@ -1,4 +1,4 @@
-//! What was found of a driver, and how a CDI spec names it.
+//! The files of a driver that were found, and their form for a CDI spec.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ pub struct Found {
     pub libraries: BTreeSet<PathBuf>,
     /// Links beside the libraries: name to target, the target as a bare file name.
     pub links: BTreeMap<PathBuf, String>,
-    /// Programs: where a container expects each, and the file itself.
+    /// Programs: the path in a container, and the file itself.
     pub programs: BTreeMap<PathBuf, PathBuf>,
     /// GSP firmware.
     pub firmware: BTreeSet<PathBuf>,
@@ -23,9 +23,9 @@ pub struct Found {
 }
 
 impl Found {
-    /// As a CDI spec needs it: every file with its path on the host, whose driver root is
-    /// `on_host`, and its path in a container, which is that in the root; and the device nodes that
-    /// belong to no GPU.
+    /// For a CDI spec: every file with its path on the host, where the driver root is `on_host`,
+    /// and its path in a container, which is the path in the root; and the device nodes that belong
+    /// to no GPU.
     #[must_use]
     pub fn driver_files(&self, on_host: &Path, control_nodes: &[String]) -> DriverFiles {
         let text = |path: &Path| path.to_string_lossy().into_owned();
@@ -62,8 +62,8 @@ impl Found {
         }
     }
 
-    /// The name that leads straight to the file and ends in one number, as SONAMEs of the driver
-    /// do; the file's own name where there is none.
+    /// The name of the link that points directly to the file and ends in one number, as SONAMEs of
+    /// the driver do; without one, the file's own name.
     fn soname(&self, library: &Path) -> String {
         let name = library.file_name().unwrap_or_default().to_string_lossy();
         if let Some((_, soname)) = SONAMES.iter().find(|(stem, _)| name.starts_with(stem)) {
@@ -80,7 +80,7 @@ impl Found {
             .map_or_else(|| name.clone().into_owned(), str::to_owned)
     }
 
-    /// The links of the library's folder that lead to it, the straight ones first.
+    /// The links in the library's folder that resolve to it, the direct ones first.
     fn links_to(&self, library: &Path) -> Vec<Link> {
         let mut names: Vec<String> = library
             .file_name()

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use crate::layouts::LIBRARY_FOLDERS;
 use crate::root::{DriverRoot, Kind, RootError};
 
-/// Libraries of the driver that carry a version of their own.
+/// Libraries of the driver that have their own version.
 const OWN_VERSION: [&str; 6] = [
     "libnvidia-nvvm70.so.",
     "libnvidia-egl-gbm.so.",
@@ -18,7 +18,7 @@ const OWN_VERSION: [&str; 6] = [
     "libnvidia-egl-xlib.so.",
 ];
 
-/// Links that programs expect and that not every package makes: in the folder of the library.
+/// Links that programs expect and that not every package makes, in the folder of the library.
 const EXPECTED_LINKS: [(&str, &str, &str); 3] = [
     ("libcuda.so", "libcuda.so", "libcuda.so.1"),
     (
@@ -33,7 +33,7 @@ const EXPECTED_LINKS: [(&str, &str, &str); 3] = [
     ),
 ];
 
-/// The SONAMEs that containers cannot do without, should a driver come without links.
+/// The SONAMEs that containers need, for a driver without links.
 pub(super) const SONAMES: [(&str, &str); 2] = [
     ("libcuda.so.", "libcuda.so.1"),
     ("libnvidia-ml.so.", "libnvidia-ml.so.1"),
@@ -55,8 +55,9 @@ pub(super) fn libraries(root: &DriverRoot, version: &str) -> Result<BTreeSet<Pat
                 if !name.ends_with(&suffix) && !own_version() {
                     continue;
                 }
-                // Two search folders may be one (/lib64 is often a link), and Debian's
-                // alternatives show a library in a second place: the real path is the library.
+                // Two search folders may be the same (/lib64 is often a link), and Debian's
+                // alternatives show a library in a second place: the real path identifies the
+                // library.
                 if let Some((real, Kind::File { .. })) = root.resolve(&folder.join(&name))?
                     && !is_32_bit(&root.here(&real))
                 {
@@ -68,7 +69,7 @@ pub(super) fn libraries(root: &DriverRoot, version: &str) -> Result<BTreeSet<Pat
     Ok(found)
 }
 
-/// Whether the file is an ELF file of 32 bits; one that cannot be read is none.
+/// Whether the file is a 32-bit ELF file; false if it cannot be read.
 fn is_32_bit(path: &Path) -> bool {
     let mut start = [0; 5];
     let read = File::open(path).and_then(|mut file| file.read_exact(&mut start));
@@ -76,7 +77,7 @@ fn is_32_bit(path: &Path) -> bool {
     read.is_ok() && start == *b"\x7fELF\x01"
 }
 
-/// The links beside the libraries that lead to them, name to target, and those that programs expect.
+/// The links to the libraries in their folders, by name and target, and those that programs expect.
 pub(super) fn links(
     root: &DriverRoot,
     libraries: &BTreeSet<PathBuf>,

@@ -18,7 +18,7 @@ fn found_in(list: &str) -> (tempfile::TempDir, Found) {
 #[test]
 fn debian_535_is_found_completely() {
     let (_dir, found) = found_in(DEBIAN_535);
-    // Every versioned library of the packages, each once, where it really lies.
+    // Every versioned library of the packages, each once, at its real path.
     let listed: BTreeSet<PathBuf> = DEBIAN_535
         .lines()
         .filter(|l| {
@@ -159,7 +159,7 @@ fn libraries_beside_each_other_without_links_still_get_the_expected_ones() {
     );
 }
 
-/// How the driver of a system is found and where containers get it: root, test data, libcuda and nvidia-smi in the
+/// How the driver of a system is found and its paths in containers: root, test data, libcuda and nvidia-smi in the
 /// root, nvidia-smi in a container.
 const LAYOUTS: [(&str, &str, &str, &str, &str); 6] = [
     (
@@ -207,7 +207,7 @@ const LAYOUTS: [(&str, &str, &str, &str, &str); 6] = [
 ];
 
 /// Every layout is found with its root given, and containers find `libcuda.so.1` in it: the folder of each library is
-/// told to the loader of the container, and the SONAME is a link to the file that is mounted.
+/// in the loader configuration of the container, and the SONAME is a link to the file that is mounted.
 #[test]
 fn every_known_layout_is_found_and_its_containers_find_libcuda() {
     for (root_on_host, list, libcuda, smi, smi_in_container) in LAYOUTS {

@@ -18,14 +18,14 @@ use super::{
 /// NVML_DEVICE_MIG_ENABLE.
 const MIG_ENABLED: u32 = 1;
 
-/// Numbers that NVML may give to profiles of GPU instances: `NVML_GPU_INSTANCE_PROFILE_COUNT` was 17
+/// The count of GPU instance profiles that are tried: `NVML_GPU_INSTANCE_PROFILE_COUNT` was 17
 /// in driver 580.
 const GPU_INSTANCE_PROFILES: u32 = 32;
 
 /// Loads the library at `path` and starts it. Its files, `/dev/nvidiactl` and those of GPUs, are open
 /// until the result is dropped.
 pub(super) fn open(path: &Path) -> Result<Box<dyn Nvml>, NvmlError> {
-    // NVML itself must not need a GPU: one may come up later.
+    // NVML must start without a GPU: one may appear later.
     let nvml = nvml_wrapper::Nvml::builder()
         .lib_path(path.as_os_str())
         .flags(InitFlags::NO_GPUS)
@@ -103,7 +103,7 @@ impl Nvml for Library {
         since: u64,
     ) -> Result<Vec<ProcessSample>, NvmlError> {
         let samples = match self.device(gpu_uuid)?.process_utilization_stats(since) {
-            // Nothing ran since.
+            // No process ran since then.
             Err(Reason::NotFound) => Vec::new(),
             other => call("nvmlDeviceGetProcessUtilization", gpu_uuid, other)?,
         };
@@ -112,7 +112,7 @@ impl Nvml for Library {
             at: sample.timestamp,
             percent: sample.sm_util,
         });
-        // The driver rounds its buffer up with samples that are none.
+        // The driver fills the rest of its buffer with empty samples.
         Ok(samples.filter(|sample| sample.at > since).collect())
     }
 
@@ -134,7 +134,7 @@ impl Nvml for Library {
                 UsedGpuMemory::Used(bytes) => Some(bytes),
                 UsedGpuMemory::Unavailable => None,
             };
-            // Both lists have all of a process's memory.
+            // Each list has all of a process's memory.
             let known = processes.entry(process.pid).or_default();
             *known = (*known).max(bytes);
         }
@@ -151,7 +151,7 @@ impl Nvml for Library {
 impl Library {
     fn device(&self, gpu_uuid: &str) -> Result<nvml_wrapper::Device<'_>, NvmlError> {
         let found = match self.nvml.device_by_uuid(gpu_uuid) {
-            // "If any GPU has fallen off the bus": NVML may meet that one in its search for another.
+            // "If any GPU has fallen off the bus": NVML may fail because of another GPU.
             Err(Reason::GpuLost) => self.search(gpu_uuid).ok_or(Reason::GpuLost),
             found => found,
         };
@@ -165,7 +165,7 @@ impl Library {
             .find(|device| device.uuid().is_ok_and(|uuid| uuid == gpu_uuid))
     }
 
-    /// Sets `known` as soon as NVML tells the UUID, whatever fails after that.
+    /// Sets `known` as soon as NVML reports the UUID, even if a later call fails.
     fn describe_gpu(
         &self,
         index: u32,
@@ -201,7 +201,7 @@ impl Library {
             index,
             minor: call("nvmlDeviceGetMinorNumber", &uuid, device.minor_number())?,
             name: call("nvmlDeviceGetName", &uuid, device.name())?,
-            // A newer driver's word that this build does not know is no reason to lose the GPU.
+            // An unknown value of a newer driver must not withhold the GPU.
             brand: device.brand().map_or("Unknown", brand).to_owned(),
             architecture: device
                 .architecture()
@@ -220,9 +220,9 @@ impl Library {
     }
 }
 
-/// The compute slices of the largest GPU instance; NVML tells them whether MIG is on or off.
+/// The compute slices of the largest GPU instance; NVML reports them whether MIG is on or off.
 fn mig_compute_slices(device: &nvml_wrapper::Device<'_>) -> Option<u32> {
-    // Profiles that the driver or the model does not have are refused one by one.
+    // Each profile that the driver or the model does not have is an error.
     (0..GPU_INSTANCE_PROFILES)
         .filter_map(|profile| device.profile_info(profile).ok())
         .map(|profile| profile.slice_count)

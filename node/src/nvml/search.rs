@@ -1,4 +1,4 @@
-//! Where NVML is: the driver roots are searched in order, and the first whose library starts is the driver's.
+//! Finds NVML: the driver roots are searched in order, and the first whose library starts is used.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
@@ -10,9 +10,9 @@ use crate::layouts::{LIBRARY_FOLDERS, ROOTS};
 use crate::root::{DriverRoot, Kind, RootError};
 
 const SONAME: &str = "libnvidia-ml.so.1";
-/// Libraries whose change is a change of the driver.
+/// Libraries that change with the driver.
 const LIBRARIES: [&str; 2] = [SONAME, "libcuda.so.1"];
-/// What the kernel driver says of itself, where it is loaded: its version, and a folder per GPU.
+/// What a loaded kernel driver shows: its version, and a folder per GPU.
 const VERSION: &str = "/proc/driver/nvidia/version";
 const GPUS: &str = "/proc/driver/nvidia/gpus";
 
@@ -23,14 +23,14 @@ pub struct InstalledDriver {
     host: PathBuf,
     /// The driver roots to search, as the host sees them.
     roots: Vec<PathBuf>,
-    /// This process's own `/dev`, where that is not the host's.
+    /// This process's own `/dev`, if it is not the host's.
     dev: Option<PathBuf>,
 }
 
 impl InstalledDriver {
-    /// The driver of `root`, or of the first of the usual roots, on the host whose own root is mounted at `host`.
-    /// Where that is not `/`, the process is in a container with a `/dev` of its own, and the device nodes that NVML
-    /// opens are made there.
+    /// The driver in `root`, or in the first of the usual roots, on the host whose root is mounted at `host`. If
+    /// `host` is not `/`, the process is in a container with its own `/dev`, and the device nodes that NVML opens
+    /// are made there.
     #[must_use]
     pub fn new(host: &Path, root: Option<&Path>) -> Self {
         let roots = match root {
@@ -99,7 +99,7 @@ impl InstalledDriver {
     }
 }
 
-/// Where the library lies in the root, without links in the path.
+/// The library's path in the root, without links.
 fn find(root: &DriverRoot, name: &str) -> Result<Option<PathBuf>, RootError> {
     for folder in LIBRARY_FOLDERS {
         if let Some((real, Kind::File { .. })) = root.resolve(&Path::new(folder).join(name))? {
@@ -117,7 +117,8 @@ impl Driver for InstalledDriver {
             let Some(root) = DriverRoot::of_host(&host, root)? else {
                 continue;
             };
-            // A root with an older driver's files, say, is no reason to miss the one that works.
+            // A root with an older driver's files, for example, must not hide the driver that
+            // works.
             match self.open_in(&host, root) {
                 Ok(Some(opened)) => return Ok(opened),
                 Ok(None) => {}
@@ -137,7 +138,7 @@ impl Driver for InstalledDriver {
     }
 
     fn traces(&self) -> Traces {
-        // What cannot be read is told when the driver is opened.
+        // Errors are reported when the driver is opened.
         Traces(self.trace().unwrap_or_default())
     }
 }

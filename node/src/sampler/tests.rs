@@ -1,4 +1,4 @@
-//! What is read of shares, and what is written for them.
+//! What the sampler reads of shares and writes for them.
 
 use std::fs;
 
@@ -66,7 +66,7 @@ fn a_share_alone_gets_it_all_and_two_their_parts() {
     // Nobody works: nothing is written.
     let outcomes = sampler.step(SECOND, &shares, &mut busy);
     assert_eq!(outcomes.len(), 2);
-    // It goes on with what the whole GPU works, and says so.
+    // It uses the utilization of the whole GPU, and reports that.
     assert_eq!(sampler.gpus_without_processes(), 1);
     assert_eq!(refill(&shares[0]), (0, Refill::default()));
     spend(&shares[0], SECOND);
@@ -78,7 +78,7 @@ fn a_share_alone_gets_it_all_and_two_their_parts() {
     sampler.step(3 * SECOND, &shares, &mut busy);
     let rates = [0, 1].map(|nth: usize| refill(&shares[nth]).1.rate);
     assert_eq!(rates, [333_333, 666_667]);
-    // A sampler that comes later goes on where this one was.
+    // A later sampler continues where this one stopped.
     let (turn, before) = refill(&shares[0]);
     let mut later = Sampler::new("/proc");
     later.step(4 * SECOND, &shares, &mut busy);
@@ -107,7 +107,7 @@ fn proc_of(root: &Path, pid: u32, mapped: &[&Path]) {
     fs::write(folder.join("maps"), maps).unwrap();
 }
 
-/// What the GPU worked for each share, after the first one spent so much.
+/// The GPU's utilization for each share, after the first one spent so much.
 fn busy_of(
     proc: &Path,
     folders: &[PathBuf; 2],
@@ -142,12 +142,12 @@ fn what_is_worked_for_a_process_of_two_shares_is_divided_as_they_reckoned() {
     let accounts = folders.each_ref().map(|folder| folder.join("account"));
     proc_of(root.path(), 7, &accounts.each_ref().map(PathBuf::as_path));
     let busy_of = |spent| busy_of(root.path(), &folders, spent, &[(7, 0.5)]);
-    // Neither reckoned anything; then one of them did.
+    // First neither has an estimate; then one of them has.
     assert_eq!(busy_of(0), [Some(0.25), Some(0.25)]);
     assert_eq!(busy_of(SECOND), [Some(0.5), Some(0.0)]);
 }
 
-/// A process that ended meanwhile, or is another user's, is nobody's.
+/// A process that has ended or belongs to another user belongs to no share.
 #[test]
 fn a_process_that_cannot_be_seen_changes_nothing_for_the_others() {
     let root = tempfile::tempdir().unwrap();
@@ -158,11 +158,11 @@ fn a_process_that_cannot_be_seen_changes_nothing_for_the_others() {
     proc_of(root.path(), 7, &[&folders[0].join("account")]);
     let busy_of = |parts: &[(u32, f64)]| busy_of(root.path(), &folders, 0, parts);
     assert_eq!(busy_of(&[(7, 0.25), (8, 0.5)]), [Some(0.25), Some(0.0)]);
-    // Where none can be seen, only the whole GPU is known.
+    // If no process is visible, only the whole GPU's utilization is known.
     assert_eq!(busy_of(&[(8, 0.5)]), [None, None]);
 }
 
-/// As when a share ended and another one of its name began: `tranche run --share` does so.
+/// A share ends and another one of its name begins, as with `tranche run --share`.
 #[test]
 fn a_share_of_the_same_name_is_another_one() {
     let root = tempfile::tempdir().unwrap();
@@ -170,18 +170,18 @@ fn a_share_of_the_same_name_is_another_one() {
     let (mut sampler, mut busy) = (Sampler::new("/proc"), Busy(1.0));
     sampler.step(SECOND, &folders, &mut busy);
     spend(&folders[0], 100 * SECOND);
-    // But is not in debt.
+    // But it is not in debt.
     let account = File::options().write(true).open(folders[0].join("account"));
     account.unwrap().write_all_at(&[0; 8], 384).unwrap();
     sampler.step(2 * SECOND, &folders, &mut busy);
     assert_eq!(refill(&folders[0]).0, 1);
-    // Its account; later its cap page.
+    // First its account, later its cap page.
     let mut at = 2 * SECOND;
     for page in ["account", "cap"] {
         let other = share(root.path(), "other", Some(25));
         fs::rename(other.join(page), folders[0].join(page)).unwrap();
         fs::remove_dir_all(other).unwrap();
-        // Noticed within a second; opened; read.
+        // Detected within a second, opened, read.
         for _ in 0..3 {
             at += SECOND;
             for outcome in sampler.step(at, &folders, &mut busy) {
@@ -197,7 +197,7 @@ fn a_share_of_the_same_name_is_another_one() {
     }
 }
 
-/// A share without a limit of its time needs nothing of the sampler, ten times a second.
+/// The sampler does no repeated work for a share without a time limit.
 #[test]
 fn a_share_without_a_limit_is_opened_once() {
     let root = tempfile::tempdir().unwrap();
@@ -210,7 +210,7 @@ fn a_share_without_a_limit_is_opened_once() {
 }
 
 #[test]
-fn a_page_that_its_tenant_broke_is_said_and_the_others_go_on() {
+fn a_page_that_its_tenant_broke_is_reported_and_other_shares_are_sampled() {
     let root = tempfile::tempdir().unwrap();
     let shares = [
         share(root.path(), "a", Some(25)),
@@ -247,9 +247,9 @@ impl Utilization for Counted {
     }
 }
 
-/// An open NVML keeps the kernel driver from being unloaded.
+/// With an open NVML the kernel driver cannot be unloaded.
 #[test]
-fn without_shares_nobody_holds_nvml() {
+fn without_shares_nvml_is_closed() {
     let root = tempfile::tempdir().unwrap();
     let limited = share(root.path(), "a", Some(25));
     let unlimited = share(root.path(), "b", None);

@@ -1,56 +1,59 @@
-//! What one sample of a GPU means, given those before it.
+//! Evaluates a sample of a GPU, given the samples before it.
 //!
-//! **Why an honest share is never named.** The shim charges memory before the driver gives it and returns
-//! the charge after the driver has it back, so at every instant a process holds no more than it is charged,
-//! beyond what the shim does not see: rounding, code that is loaded at first use, and what its contexts
-//! take beyond the assumed size. [`TOLERANCE`] is for these. A slot is compared only where it did not
-//! change from before NVML was read until after; where it changes all the time, the share's limit takes its
-//! place. What the driver frees late is gone by the next sample.
+//! **Why an honest share is never reported.** The shim charges memory before the driver allocates it and
+//! returns the charge after the driver has freed it, so at every instant a process holds no more than it is
+//! charged, except for what the shim does not see: rounding, code that is loaded at first use, and the size
+//! of contexts beyond the assumed size. [`TOLERANCE`] covers these. A slot is compared only if it did not
+//! change while NVML was read; if it changes constantly, the share's limit is used instead. Memory that the
+//! driver frees late is gone in the next sample.
 //!
-//! **Why a bypass is named.** Memory in no account is in NVML's figure and not in the slot's. A tenant can
-//! write its page: it may charge itself more than it allocated, but all slots together count no more than
-//! the share's limit, so what lies beyond the share is always named; and it may keep a slot changing, to
-//! the same end.
+//! **Why a bypass is reported.** Memory that is in no account is in NVML's figure and not in the slot. A
+//! tenant can write its page: it may charge itself more than it allocated, or change a slot constantly,
+//! but all slots together count no more than the share's limit, so memory beyond the share's limit is
+//! always reported.
 
 use std::collections::BTreeMap;
 
-/// Bytes by which a process's memory may be more than its charge (and its contexts, measured): a
-/// difference beyond this is named within two samples.
+/// Bytes by which a process's memory may exceed its charge (and its contexts' measured size): a
+/// larger difference is reported within two samples.
 pub const TOLERANCE: u64 = 256 << 20;
 
-/// Bytes of a context where nobody measured it: drivers since 535 take 250 to 550 MiB on data centre GPUs.
+/// Bytes of a context whose size was not measured: drivers since 535 take 250 to 550 MiB on data centre
+/// GPUs.
 pub const UNMEASURED_CONTEXT: u64 = 512 << 20;
 
-/// Bytes of a GPU that may be in use by nobody: what the driver keeps for itself beside its reserve.
+/// Bytes of a GPU that may be in use without an owner: what the driver takes in addition to its
+/// reserve.
 pub const UNOWNED_TOLERANCE: u64 = 256 << 20;
 
-/// Samples in a row after which a difference is named, or is over. One alone may be a free that the driver
-/// has not finished, or a list that NVML made while memory came and went.
+/// Consecutive samples after which a difference is reported, or is over. A single one may be a free that
+/// the driver has not finished, or an inconsistent list of NVML.
 const CONFIRM: u32 = 2;
 
-/// The same for memory that nobody owns: the driver frees a dead process's memory in some seconds.
+/// The same for memory without an owner: the driver may take some seconds to free a dead process's
+/// memory.
 const CONFIRM_UNOWNED: u32 = 5;
 
 /// A process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ProcessId {
-    /// As the host counts.
+    /// In the host's PID namespace.
     pub pid: u32,
     /// When it started, in clock ticks since the boot: field 22 of `/proc/<pid>/stat`. Together with the PID
     /// it names one process.
     pub started: u64,
 }
 
-/// What was read of a GPU.
+/// One sample of a GPU.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Sample {
     /// The capped shares that are held on it.
     pub shares: Vec<ShareSample>,
     /// The processes that NVML lists.
     pub processes: Vec<ProcessSample>,
-    /// Bytes in use (nvmlDeviceGetMemoryInfo_v2), where the driver says.
+    /// Bytes in use (nvmlDeviceGetMemoryInfo_v2), if the driver reports them.
     pub used: Option<u64>,
-    /// Bytes of a context on this GPU, where they were measured.
+    /// Bytes of a context on this GPU, if they were measured.
     pub context: Option<u64>,
 }
 
@@ -59,20 +62,20 @@ pub struct Sample {
 pub struct ShareSample {
     /// The device's key.
     pub key: String,
-    /// All that its processes may hold: its memory, and one context.
+    /// The most that its processes may hold: its memory, and one context.
     pub limit: u64,
-    /// What each context is charged.
+    /// The charge of each context.
     pub context: u64,
-    /// The slots in use; `None` where the account cannot be read now.
+    /// The slots in use; `None` if the account cannot be read now.
     pub slots: Option<Vec<SlotSample>>,
 }
 
 /// A process's slot in an account.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SlotSample {
-    /// The process, as its own PID namespace counts.
+    /// The PID in its own PID namespace.
     pub pid: u64,
-    /// Bytes charged; `None` where they changed while NVML was read.
+    /// Bytes charged; `None` if they changed while NVML was read.
     pub charged: Option<u64>,
 }
 
@@ -81,27 +84,27 @@ pub struct SlotSample {
 pub struct ProcessSample {
     /// The process.
     pub id: ProcessId,
-    /// The same as its own PID namespace counts, where `/proc` says.
+    /// The PID in its own PID namespace, if `/proc` shows it.
     pub inner_pid: Option<u64>,
-    /// Bytes that it holds, contexts included.
+    /// Bytes that it holds, including contexts.
     pub bytes: u64,
-    /// Whose it is.
+    /// The owner.
     pub owner: Owner,
 }
 
-/// Whose a process is.
+/// The owner of a process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Owner {
-    /// A container's that has capped shares of the GPU.
+    /// A container that has capped shares of the GPU.
     Shares {
         /// The UID of its pod, where its cgroup says.
         pod: Option<String>,
         /// The shares' keys, at least one.
         keys: Vec<String>,
     },
-    /// A container's that has the GPU without a cap.
+    /// A container that has the GPU without a cap.
     Uncapped,
-    /// Nobody's that holds a claim of ours on the GPU.
+    /// No claim of ours on the GPU.
     Foreign,
     /// It has ended.
     Ended,
@@ -114,16 +117,16 @@ pub struct Bypass {
     pub share: String,
     /// The UID of the process's pod, where its cgroup says.
     pub pod: Option<String>,
-    /// The process; of a share whose sum is too high, the one that holds most.
+    /// The process; if the sum of a share is too high, the process that holds most.
     pub process: ProcessId,
-    /// Bytes on the GPU that the account does not have.
+    /// Bytes on the GPU that are not in the account.
     pub bytes: u64,
     /// What was compared.
     pub basis: Basis,
-    /// When it was seen first, in the caller's nanoseconds.
+    /// When it was first seen, in the caller's nanoseconds.
     pub since: u64,
-    /// Whether it is to be told: it was not told before, or is twice as much by now.
-    pub is_news: bool,
+    /// Whether to report it: it was not reported before, or has doubled since.
+    pub must_report: bool,
 }
 
 /// What was compared.
@@ -137,16 +140,16 @@ pub enum Basis {
     Sum,
 }
 
-/// What a sample means.
+/// The result of a sample.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Findings {
     /// Confirmed bypasses, by share and process.
     pub bypasses: Vec<Bypass>,
     /// Processes that belong to no claim on the GPU, and their bytes.
     pub foreign: (u32, u64),
-    /// Bytes that nobody owns any more, from the first sample on; `None` where the driver does not say.
+    /// Bytes without an owner, from the first sample on; `None` if the driver does not report them.
     pub unowned: Option<u64>,
-    /// Whether these are more than is usual, for long enough: the GPU is not to be handed on.
+    /// Whether these were too many for long enough, so that no new claim may get the GPU.
     pub is_withheld: bool,
 }
 
@@ -154,7 +157,8 @@ pub struct Findings {
 #[derive(Clone, Debug, Default)]
 pub struct GpuWatch {
     suspects: BTreeMap<Suspect, Suspicion>,
-    /// Samples in a row in which memory was nobody's; while it is withheld, in which none was.
+    /// Consecutive samples with memory without an owner; while the GPU is withheld, those without
+    /// such memory.
     unowned: u32,
     is_withheld: bool,
 }
@@ -166,16 +170,16 @@ struct Suspicion {
     pod: Option<String>,
     bytes: u64,
     since: u64,
-    /// Samples in a row in which it was seen, at most [`CONFIRM`].
+    /// Consecutive samples in which it was seen, at most [`CONFIRM`].
     seen: u32,
-    /// Samples in a row in which it was not.
+    /// Consecutive samples in which it was not seen.
     missed: u32,
-    /// Bytes that were told; 0 for none.
-    told: u64,
+    /// Bytes that were reported; 0 for none.
+    reported: u64,
 }
 
 impl GpuWatch {
-    /// Takes a sample in at `now`, nanoseconds of any clock that does not go back.
+    /// Evaluates a sample at `now`, in nanoseconds of any monotonic clock.
     pub fn step(&mut self, now: u64, sample: &Sample) -> Findings {
         let seen = differences(sample);
         for (suspect, difference) in &seen {
@@ -188,7 +192,7 @@ impl GpuWatch {
                     since: now,
                     seen: 0,
                     missed: 0,
-                    told: 0,
+                    reported: 0,
                 });
             suspicion.bytes = difference.bytes;
             suspicion.seen = (suspicion.seen + 1).min(CONFIRM);
@@ -197,7 +201,8 @@ impl GpuWatch {
         self.suspects.retain(|suspect, suspicion| {
             if !seen.contains_key(suspect) {
                 suspicion.missed += 1;
-                // A difference must be seen twice in a row, and missed twice in a row.
+                // A difference must be seen in two consecutive samples, and be missing in two to
+                // end.
                 return suspicion.seen >= CONFIRM && suspicion.missed < CONFIRM;
             }
             true
@@ -207,9 +212,9 @@ impl GpuWatch {
             if suspicion.seen < CONFIRM {
                 continue;
             }
-            let is_news = suspicion.told == 0 || suspicion.bytes / 2 >= suspicion.told;
-            if is_news {
-                suspicion.told = suspicion.bytes.max(1);
+            let must_report = suspicion.reported == 0 || suspicion.bytes / 2 >= suspicion.reported;
+            if must_report {
+                suspicion.reported = suspicion.bytes.max(1);
             }
             bypasses.push(Bypass {
                 share: share.clone(),
@@ -218,7 +223,7 @@ impl GpuWatch {
                 bytes: suspicion.bytes,
                 basis: *basis,
                 since: suspicion.since,
-                is_news,
+                must_report,
             });
         }
         let unowned = unowned(sample);
@@ -237,9 +242,9 @@ impl GpuWatch {
         }
     }
 
-    /// Nothing could be read.
+    /// Handles a sample that could not be read.
     pub fn skip(&mut self) {
-        // What is known stays, what is only suspected does not: two samples in a row are two.
+        // Confirmed differences stay, unconfirmed ones do not: only consecutive samples confirm.
         self.suspects
             .retain(|_, suspicion| suspicion.seen >= CONFIRM);
         if !self.is_withheld {
@@ -247,7 +252,7 @@ impl GpuWatch {
         }
     }
 
-    /// Whether the GPU is withheld because some of its memory is nobody's.
+    /// Whether the GPU is withheld because some of its memory has no owner.
     #[must_use]
     pub fn is_withheld(&self) -> bool {
         self.is_withheld
@@ -279,7 +284,7 @@ struct Difference {
     bytes: u64,
 }
 
-/// Who holds more than the accounts say in this one sample.
+/// The processes and shares that hold more than their accounts in this sample.
 fn differences(sample: &Sample) -> BTreeMap<Suspect, Difference> {
     let mut found = BTreeMap::new();
     for group in groups(sample) {
@@ -289,11 +294,11 @@ fn differences(sample: &Sample) -> BTreeMap<Suspect, Difference> {
     found
 }
 
-/// Bytes of the GPU that are in use, by no process and in no account.
+/// Bytes of the GPU that are in use by no process and are in no account.
 fn unowned(sample: &Sample) -> Option<u64> {
     let alive = sample.processes.iter().filter(|p| p.owner != Owner::Ended);
     let held = sum(alive.map(|process| process.bytes));
-    // A process that ended leaves its memory to its children by fork, and NVML does not list them. It stays
+    // A process that ended leaves its memory to its forked children, which NVML does not list. It stays
     // charged as long.
     let inherited = groups(sample).into_iter().map(|group| {
         let charged = sum(group.shares.iter().map(|share| charged(share)));
@@ -307,7 +312,7 @@ fn unowned(sample: &Sample) -> Option<u64> {
     )
 }
 
-/// Shares that have processes in common, through pods that hold several, and these processes.
+/// Shares with common processes, because a pod holds several of them, and these processes.
 #[derive(Debug, Default)]
 struct Group<'a> {
     shares: Vec<&'a ShareSample>,
@@ -344,7 +349,7 @@ fn groups(sample: &Sample) -> Vec<Group<'_>> {
     groups
 }
 
-/// What a share's account says that its processes hold: no more than they may.
+/// What a share's processes hold by its account, at most its limit.
 fn charged(share: &ShareSample) -> u64 {
     let slots = share.slots.as_ref().map(|slots| {
         slots
@@ -355,7 +360,7 @@ fn charged(share: &ShareSample) -> u64 {
 }
 
 impl Group<'_> {
-    /// What a context takes beyond what it is charged.
+    /// The size of a context beyond its charge.
     fn beyond(&self, context: Option<u64>) -> u64 {
         let charged = self.shares.iter().map(|share| share.context).max();
         context
@@ -363,8 +368,8 @@ impl Group<'_> {
             .saturating_sub(charged.unwrap_or(0))
     }
 
-    /// Compares each process with its slots. Two containers of a share may each have a process of one number:
-    /// these are compared together. Returns the bytes that are named.
+    /// Compares each process with its slots. Two containers of a share may each have a process with the same
+    /// PID: these are compared together. Returns the reported bytes.
     fn compare_processes(
         &self,
         context: Option<u64>,
@@ -396,7 +401,7 @@ impl Group<'_> {
         named
     }
 
-    /// The charges of the slots of a process; `None` where they are not known well enough.
+    /// The charges of the slots of a process; `None` if one of them is not known.
     fn slots_of(&self, pid: u64) -> Option<Vec<u64>> {
         let mut charges = Vec::new();
         for share in &self.shares {
@@ -407,7 +412,8 @@ impl Group<'_> {
         Some(charges)
     }
 
-    /// Compares all processes with the account, but for the bytes that are `named` already.
+    /// Compares all processes with the account, without the bytes that are already reported
+    /// (`named`).
     fn compare_sum(
         &self,
         context: Option<u64>,
@@ -423,7 +429,7 @@ impl Group<'_> {
         }
     }
 
-    /// Names the largest of some processes, for the first of its shares.
+    /// Reports the largest of some processes, for the first of its shares.
     fn name(
         &self,
         processes: &[&ProcessSample],

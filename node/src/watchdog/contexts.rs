@@ -1,12 +1,11 @@
-//! How much memory a CUDA context takes: measured, by model of GPU and driver.
+//! Measures the memory of a CUDA context, by GPU model and driver.
 //!
-//! A process that is charged for exactly one context and nothing else holds exactly that: what NVML says of
-//! it is the context's size, if it is the same in two samples. The least of all such sizes counts: code that
-//! a program has loaded already makes its context larger, and is not every program's.
+//! A process that is charged for exactly one context and nothing else holds just that: its memory in NVML is
+//! the context's size, if it is the same in two samples. The smallest of these sizes is used, because code
+//! that a program has loaded makes its context larger.
 //!
-//! The charge is the tenant's word, so what cannot be a context is not taken for one. A size is rounded up,
-//! and only ever gets less under one driver: so it changes a few times in the life of a node, and what is
-//! published of it too.
+//! Tenants write the charges, so implausible sizes are ignored. A size is rounded up and can only decrease
+//! under one driver, so the published size changes only a few times in the life of a node.
 
 use std::collections::BTreeMap;
 
@@ -19,7 +18,7 @@ const STEP: u64 = 16 << 20;
 const LEAST: u64 = 32 << 20;
 const MOST: u64 = 4 << 30;
 
-/// What contexts are of one size for.
+/// Contexts have the same size for the same GPU model and driver.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Model {
     /// `nvmlDeviceGetName`.
@@ -37,7 +36,7 @@ pub struct ContextSizes {
 }
 
 impl ContextSizes {
-    /// With sizes that were measured before.
+    /// Starts with sizes that were measured before.
     pub fn new(known: impl IntoIterator<Item = (Model, u64)>) -> Self {
         Self {
             known: known.into_iter().collect(),
@@ -45,18 +44,18 @@ impl ContextSizes {
         }
     }
 
-    /// Bytes of a context, where they were measured.
+    /// Bytes of a context, if they were measured.
     #[must_use]
     pub fn get(&self, model: &Model) -> Option<u64> {
         self.known.get(model).copied()
     }
 
-    /// All that is known.
+    /// All known sizes.
     pub fn iter(&self) -> impl Iterator<Item = (&Model, u64)> {
         self.known.iter().map(|(model, bytes)| (model, *bytes))
     }
 
-    /// Takes a sample of the GPU `gpu_uuid` in; whether a size changed by it.
+    /// Evaluates a sample of the GPU `gpu_uuid`; whether a size changed.
     pub fn note(&mut self, model: &Model, gpu_uuid: &str, sample: &Sample) -> bool {
         let now: BTreeMap<_, _> = sample
             .processes
@@ -87,7 +86,7 @@ fn has_one_context(sample: &Sample, process: &ProcessSample) -> bool {
     let Owner::Shares { keys, .. } = &process.owner else {
         return false;
     };
-    // Two containers of a share may each have a process of that number.
+    // Two containers of a share may each have a process with that PID.
     let is_other = |other: &&ProcessSample| {
         other.id != process.id
             && other.inner_pid == process.inner_pid
@@ -126,7 +125,7 @@ mod tests {
         }
     }
 
-    /// Processes by what each is charged and what it holds.
+    /// Processes, each with its charge and its memory.
     fn sample(processes: &[(u64, u64)]) -> Sample {
         let processes = || (1u32..).zip(processes);
         Sample {
@@ -163,11 +162,11 @@ mod tests {
         let mut sizes = ContextSizes::default();
         let mut note =
             |processes: &[(u64, u64)]| sizes.note(&model("580"), "GPU-0", &sample(processes));
-        // Once is not stable; growing neither.
+        // A single sample is not stable, nor is a growing size.
         assert!(!note(&[(CHARGED, 450 * MIB)]));
         assert!(!note(&[(CHARGED, 460 * MIB)]));
         assert!(note(&[(CHARGED, 460 * MIB)]));
-        // With memory beside it, or a second one, or a size that none has.
+        // With other memory, with a second context, or with an implausible size.
         for _ in 0..3 {
             assert!(!note(&[
                 (CHARGED + 2 * MIB, 100 * MIB),
@@ -178,7 +177,7 @@ mod tests {
         }
         assert!(!note(&[(CHARGED, 430 * MIB)]));
         assert!(note(&[(CHARGED, 430 * MIB)]));
-        // In one step of another: nothing to write.
+        // Within the same step: nothing to write.
         for bytes in [431, 432, 429, 425] {
             assert!(!note(&[(CHARGED, bytes * MIB)]));
             assert!(!note(&[(CHARGED, bytes * MIB)]));

@@ -1,7 +1,8 @@
-//! Ends a process that went around its share's cap.
+//! Ends a process that bypassed its share's cap.
 //!
-//! The process was judged some milliseconds ago, by its number. So it is taken hold of first (a pidfd stays
-//! with one process, whoever gets the number later), then looked at again, and only then ended.
+//! The process was identified by its PID some milliseconds ago. So first a pidfd is opened, which keeps
+//! referring to one process even if the PID is reused; then the process is identified again; only then it
+//! is ended.
 
 use std::io;
 
@@ -10,16 +11,17 @@ use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use super::compare::ProcessId;
 use super::owner::Proc;
 
-/// What became of it.
+/// The result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ended {
     /// It got SIGKILL.
     Killed,
-    /// It had ended before, or another one has its number by now.
+    /// It had ended before, or another process has its PID now.
     Gone,
 }
 
-/// Sends SIGKILL to `process`, and to no other. `proc` is of this process's own PID namespace.
+/// Sends SIGKILL to `process` and to no other process. `proc` must be of this process's own PID
+/// namespace.
 pub fn end(proc: &Proc, process: ProcessId) -> io::Result<Ended> {
     let Some(pid) = i32::try_from(process.pid).ok().and_then(Pid::from_raw) else {
         return Ok(Ended::Gone);

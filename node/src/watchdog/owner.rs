@@ -1,26 +1,27 @@
-//! Whose a process is, by what the kubelet and the container runtime gave it: its cgroup names its pod, its
-//! mounts name the devices of its container. Neither depends on what its programs load, open or write.
+//! Finds the owner of a process by what the kubelet and the container runtime made: its cgroup names its
+//! pod, its mounts name the devices of its container. Neither depends on what its programs load, open or
+//! write.
 
-use std::collections::BTreeSet;
 use std::fs;
-use std::io::{self, BufRead as _, BufReader};
+use std::io;
 use std::path::{Path, PathBuf};
 
 use super::compare::ProcessId;
+use crate::mountinfo::mounted;
 
-/// How much is read of a file whose length the tenant has in hand.
+/// The most bytes that are read of a file whose length the tenant controls.
 const MOST_BYTES: u64 = 4 << 20;
 
-/// What `/proc` says of a process.
+/// What `/proc` shows of a process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Identity {
     /// The process.
     pub id: ProcessId,
     /// Its PID in its own PID namespace.
     pub inner_pid: Option<u64>,
-    /// The UID of its pod; `None` where it is in none.
+    /// The UID of its pod, if it is in one.
     pub pod: Option<String>,
-    /// The keys, of those that were asked for, of the devices that its container has.
+    /// The requested keys of devices that its container has.
     pub keys: Vec<String>,
 }
 
@@ -31,13 +32,13 @@ pub struct Proc {
 }
 
 impl Proc {
-    /// The one that is mounted at `path`.
+    /// The `/proc` that is mounted at `path`.
     pub fn new(path: impl Into<PathBuf>) -> Self {
         Self { path: path.into() }
     }
 
     /// Whether this process is in the PID namespace of the `/proc`'s first process, the host's. In another
-    /// one NVML leaves out most processes, and PIDs mean others.
+    /// one NVML leaves out most processes, and PIDs differ.
     #[must_use]
     pub fn is_own_namespace(&self) -> bool {
         let own = fs::read_link("/proc/self/ns/pid");
@@ -45,15 +46,17 @@ impl Proc {
         matches!((own, hosts), (Ok(own), Ok(hosts)) if own == hosts)
     }
 
-    /// What is known of process `pid`; `None` where it has ended. `is_key` says which keys are asked for.
+    /// Identifies process `pid`; `None` if it has ended. `is_key` is true for the requested keys.
     #[must_use]
     pub fn identify(&self, pid: u32, is_key: impl Fn(&str) -> bool) -> Option<Identity> {
         let folder = self.path.join(pid.to_string());
         let started = started(&read(&folder.join("stat")).ok()?)?;
         let status = read(&folder.join("status")).ok()?;
         let pod = read(&folder.join("cgroup")).ok();
-        let keys = keys(&folder.join("mountinfo"), is_key).unwrap_or_default();
-        // It may have ended meanwhile, and another one may have its number.
+        let keys = mounted(&folder.join("mountinfo"), is_key)
+            .map(|mounted| mounted.keys.into_iter().collect())
+            .unwrap_or_default();
+        // It may have ended meanwhile, and another process may have its PID.
         let again = started_at(&folder)?;
         (again == started).then_some(Identity {
             id: ProcessId { pid, started },
@@ -63,7 +66,7 @@ impl Proc {
         })
     }
 
-    /// When process `pid` started; `None` where it has ended.
+    /// When process `pid` started; `None` if it has ended.
     #[must_use]
     pub fn started(&self, pid: u32) -> Option<u64> {
         started_at(&self.path.join(pid.to_string()))
@@ -80,12 +83,12 @@ fn read(path: &Path) -> io::Result<String> {
     fs::File::open(path)?
         .take(MOST_BYTES)
         .read_to_end(&mut bytes)?;
-    // A program's name is the tenant's, in no encoding.
+    // A tenant chooses a program's name, which need not be UTF-8.
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
 /// Field 22 of `stat`. The second one is the program's name in parentheses, which may be anything. `None`
-/// for a process of which only the exit code is left.
+/// for a zombie.
 fn started(stat: &str) -> Option<u64> {
     let mut fields = stat.rsplit_once(')')?.1.split_ascii_whitespace();
     let state = fields.next()?;
@@ -108,11 +111,11 @@ fn inner_pid(status: &str) -> Option<u64> {
 /// | systemd | `…/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod<uid, dashes as _>.slice/cri-containerd-<id>.scope` |
 /// | cgroupfs | `…/kubepods/burstable/pod<uid>/<id>` |
 ///
-/// CRI-O's containers are `crio-<id>.scope`, with a folder `container` below it at times; what is below the pod's
-/// cgroup is not looked at. With cgroups v1 there is a line for each controller; the kubelet's hybrid, and a reader in
-/// another cgroup namespace (`/../..` first), make no difference. The outermost pod counts: what is below belongs to it.
+/// CRI-O's containers are `crio-<id>.scope`, sometimes with a folder `container` below; everything below the pod's
+/// cgroup is ignored. With cgroups v1 there is a line for each controller; hybrid mode, and a reader in another cgroup
+/// namespace (`/../..` first), make no difference. The outermost pod is used, because everything below belongs to it.
 fn pod_of(cgroups: &str) -> Option<String> {
-    // Of `id:controllers:path` only the path may have colons.
+    // In `id:controllers:path` only the path may contain colons.
     let mut paths = cgroups
         .lines()
         .filter_map(|line| line.splitn(3, ':').nth(2));
@@ -131,23 +134,6 @@ fn pod_of_path(path: &str) -> Option<String> {
     })
 }
 
-/// Which devices a process's container has: those of whose files one is mounted. A mount's place within its
-/// file system (the fourth field of `mountinfo`) has the device's key as a component.
-fn keys(mountinfo: &Path, is_key: impl Fn(&str) -> bool) -> io::Result<Vec<String>> {
-    use std::io::Read as _;
-    let mut mounts = BufReader::new(fs::File::open(mountinfo)?.take(MOST_BYTES));
-    let mut keys = BTreeSet::new();
-    let mut line = Vec::new();
-    while mounts.read_until(b'\n', &mut line)? > 0 {
-        let root = line.split(|byte| *byte == b' ').nth(3).unwrap_or_default();
-        let components = root.split(|byte| *byte == b'/');
-        let names = components.filter_map(|component| str::from_utf8(component).ok());
-        keys.extend(names.filter(|name| is_key(name)).map(str::to_owned));
-        line.clear();
-    }
-    Ok(keys.into_iter().collect())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -159,7 +145,7 @@ mod tests {
     #[test]
     fn a_cgroup_names_its_pod_whoever_made_it() {
         for path in [
-            // containerd, systemd driver; guaranteed pods have no class of their own.
+            // containerd, systemd driver; guaranteed pods have no folder for their class.
             format!(
                 "/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{SYSTEMD}.slice/cri-containerd-{ID}.scope"
             ),
@@ -178,7 +164,7 @@ mod tests {
             format!("/system.slice/docker-{ID}.scope/kubelet/kubepods/besteffort/pod{UID}/{ID}"),
             // Seen from another container's cgroup namespace.
             format!("/../../kubepods-burstable-pod{SYSTEMD}.slice/cri-containerd-{ID}.scope"),
-            // What a program made below its own.
+            // A cgroup that a program made below its own.
             format!("/kubepods/burstable/pod{UID}/{ID}/podfeedfeed-0000-0000-0000-000000000000/x"),
         ] {
             for lines in [
@@ -191,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_pod_is_none() {
+    fn other_cgroups_are_of_no_pod() {
         for path in [
             "/",
             "/user.slice/user-1000.slice/session-1.scope",

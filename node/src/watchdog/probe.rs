@@ -1,4 +1,4 @@
-//! Reads what a sample is made of: the accounts, NVML between two readings of them, and `/proc`.
+//! Reads a sample: the accounts, NVML between two readings of them, and `/proc`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -9,24 +9,24 @@ use super::owner::{Identity, Proc};
 use crate::nvml::{Driver, Nvml, NvmlError, ProcessMemory};
 use crate::page::{AccountCopy, AccountFile};
 
-/// How often the accounts and NVML are read again where an account changed meanwhile.
+/// How often the accounts and NVML are read if an account changes meanwhile.
 const READINGS: u32 = 4;
 
-/// From one attempt to open NVML to the next.
+/// The interval between attempts to open NVML.
 const RETRY: Duration = Duration::from_secs(10);
 
-/// What is held of a GPU, as the plugin's ledger says.
+/// What claims hold of a GPU, by the plugin's ledger.
 #[derive(Clone, Debug, Default)]
 pub struct Held {
     /// The GPU.
     pub gpu_uuid: String,
     /// The capped shares.
     pub shares: Vec<HeldShare>,
-    /// The keys of the devices that give it without a cap.
+    /// The keys of the devices without a cap.
     pub uncapped: BTreeSet<String>,
-    /// The keys of the devices that pods hold, by the pod's UID, as far as it is known.
+    /// The keys of the devices that pods hold, by the pod's UID if it is known.
     pub pods: BTreeMap<String, BTreeSet<String>>,
-    /// Bytes of a context, where they were measured.
+    /// Bytes of a context, if they were measured.
     pub context: Option<u64>,
 }
 
@@ -37,34 +37,34 @@ pub struct HeldShare {
     pub key: String,
     /// Its account page.
     pub account: PathBuf,
-    /// Bytes that its programs may hold together.
+    /// Bytes that all its programs together may hold.
     pub memory: u64,
-    /// Bytes that each context is charged.
+    /// Bytes of the charge of each context.
     pub context: u64,
 }
 
-/// The accounts, and what NVML said between two readings of them.
+/// The accounts, and NVML's answer between two readings of them.
 struct Reading {
     shares: Vec<ShareSample>,
     processes: Vec<ProcessMemory>,
-    /// Bytes in use on the GPU, where NVML says so.
+    /// Bytes in use on the GPU, if NVML reports them.
     used: Option<u64>,
 }
 
 /// Why a GPU cannot be watched.
 #[derive(Debug, thiserror::Error)]
 pub enum Unwatchable {
-    /// NVML names only the processes of the caller's PID namespace.
+    /// NVML lists only processes of the caller's PID namespace.
     #[error(
-        "the plugin is not in the host's PID namespace, whose processes alone NVML would name: set hostPID: true for \
+        "the plugin is not in the host's PID namespace, so NVML does not list all processes to it: set hostPID: true for \
          its pod, and mount the host's /proc"
     )]
     Namespace,
     /// NVML.
     #[error(transparent)]
     Nvml(#[from] NvmlError),
-    /// NVML lists a process and does not say what it holds.
-    #[error("NVML does not say how much memory each process holds (vGPU, or a GPU in MIG mode)")]
+    /// NVML lists a process without its memory.
+    #[error("NVML does not report how much memory each process holds (vGPU, or a GPU in MIG mode)")]
     NoProcessMemory,
 }
 
@@ -76,12 +76,12 @@ pub struct Probe {
     opened: Option<Box<dyn Nvml>>,
     tried: Option<Instant>,
     known: BTreeMap<u32, Identity>,
-    /// Keys that processes of pods were seen with, by the pod's UID.
+    /// The keys of the processes of each pod that were seen, by the pod's UID.
     learned: BTreeMap<String, BTreeSet<String>>,
 }
 
 impl Probe {
-    /// Reads by the NVML of `driver`, and the host's `/proc`.
+    /// A probe that uses the NVML of `driver` and the host's `/proc`.
     #[must_use]
     pub fn new(driver: Box<dyn Driver>, proc: Proc) -> Self {
         Self {
@@ -94,15 +94,15 @@ impl Probe {
         }
     }
 
-    /// Nothing is held any more: NVML is closed, so that the driver can be unloaded.
-    pub fn rest(&mut self) {
+    /// Closes NVML because no claim holds a GPU, so that the driver can be unloaded.
+    pub fn close(&mut self) {
         self.opened = None;
         self.tried = None;
         self.known.clear();
         self.learned.clear();
     }
 
-    /// Reads one GPU. `is_key` says which keys there are, on this GPU or any other.
+    /// Samples one GPU. `is_key` is true for the keys of all held devices, on any GPU.
     pub fn sample(
         &mut self,
         held: &Held,
@@ -129,7 +129,7 @@ impl Probe {
         })
     }
 
-    /// Forgets what is known of all processes but these, and of all keys that there are no longer.
+    /// Forgets all other processes, and all keys that are not held any more.
     pub fn keep(&mut self, pids: &BTreeSet<u32>, is_key: impl Fn(&str) -> bool) {
         self.known.retain(|pid, _| pids.contains(pid));
         self.learned.retain(|_, keys| {
@@ -142,7 +142,7 @@ impl Probe {
         let mut readings = READINGS;
         loop {
             let before: Vec<_> = held.shares.iter().map(copy).collect();
-            let (processes, used) = self.ask(&held.gpu_uuid)?;
+            let (processes, used) = self.query(&held.gpu_uuid)?;
             let shares: Vec<_> = held
                 .shares
                 .iter()
@@ -169,7 +169,7 @@ impl Probe {
         }
     }
 
-    fn ask(&mut self, gpu: &str) -> Result<(Vec<ProcessMemory>, Option<u64>), NvmlError> {
+    fn query(&mut self, gpu: &str) -> Result<(Vec<ProcessMemory>, Option<u64>), NvmlError> {
         let nvml = match &self.opened {
             Some(nvml) => nvml,
             None if self.tried.is_none_or(|at| at.elapsed() >= RETRY) => {
@@ -181,7 +181,7 @@ impl Probe {
         let answer = nvml
             .processes(gpu)
             .map(|processes| (processes, nvml.used_memory(gpu).ok()));
-        // The driver may be another one by now, which an NVML of before does not talk to.
+        // The driver may have been replaced, and an old NVML does not work with it.
         if answer.is_err() && self.tried.is_none_or(|at| at.elapsed() >= RETRY) {
             self.opened = None;
         }
@@ -225,7 +225,8 @@ impl Probe {
     }
 }
 
-/// Whose a process is: of the devices that its container has, or else its pod holds, those on this GPU.
+/// The owner of a process: by the devices on this GPU that its container has or, without any, that its
+/// pod holds.
 fn owner(held: &Held, process: &Identity, learned: &BTreeMap<String, BTreeSet<String>>) -> Owner {
     let shares_of = |keys: &mut dyn Iterator<Item = &String>| {
         let on_gpu = |key: &&String| held.shares.iter().any(|share| share.key == **key);
@@ -265,9 +266,9 @@ fn copy(share: &HeldShare) -> Option<AccountCopy> {
         .ok()
 }
 
-/// The slots of an account of which two copies were made. What is the same in both, with no change under
-/// way, held all the time from the end of the first copy to the beginning of the second: every change is
-/// counted in the slot when it begins and when it ends.
+/// The slots of an account, from two copies of it. A slot that is the same in both, with no change in
+/// progress, did not change between the end of the first copy and the beginning of the second: every
+/// change is counted in the slot when it begins and when it ends.
 fn slots(before: &AccountCopy, after: &AccountCopy) -> Vec<SlotSample> {
     let mut first: BTreeMap<usize, _> = before
         .snapshot()
@@ -289,7 +290,7 @@ fn slots(before: &AccountCopy, after: &AccountCopy) -> Vec<SlotSample> {
             }
         })
         .collect();
-    // Given back meanwhile.
+    // Released meanwhile.
     slots.extend(first.into_values().map(|then| SlotSample {
         pid: then.pid,
         charged: None,
@@ -335,7 +336,7 @@ mod tests {
             pod: pod.map(str::to_owned),
             keys: keys.iter().map(ToString::to_string).collect(),
         };
-        // By its container's mounts, whether the pod is known or not.
+        // By its container's mounts, with and without a known pod.
         assert_eq!(
             owner_of(Some("pod-x"), &["share-b"]),
             shares(Some("pod-x"), &["share-b"])
@@ -344,7 +345,7 @@ mod tests {
             owner_of(None, &["share-a", "share-b"]),
             shares(None, &["share-a", "share-b"])
         );
-        // By its pod alone: a container without the claim, or a mount namespace of its own.
+        // By its pod only: a container without the claim, or its own mount namespace.
         assert_eq!(
             owner_of(Some("pod-a"), &[]),
             shares(Some("pod-a"), &["share-a"])

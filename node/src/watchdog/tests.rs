@@ -1,5 +1,5 @@
-//! Programs of a share between an account and a driver, sampled at any moment: an honest share is never
-//! named, a bypass always is.
+//! Programs of a share with an account and a driver, sampled at any moment: an honest share is never
+//! reported, a bypass always is.
 
 use proptest::prelude::*;
 
@@ -9,24 +9,24 @@ use super::compare::{
 };
 
 const MIB: u64 = 1 << 20;
-/// The blocks in which a driver takes memory.
+/// The driver's allocation granularity.
 const GRANULARITY: u64 = 2 * MIB;
 const CONTEXT: u64 = 300 * MIB;
 
-/// A program: what its slot says, and what the driver has for it.
+/// A program: its slot, and its memory in the driver.
 #[derive(Clone, Debug, Default)]
 struct Program {
     charged: u64,
     changes: u64,
     held: u64,
-    /// Held still, and not charged any more: gone after the next sample.
+    /// Not charged any more but still held; freed after the next sample.
     late: u64,
     allocations: Vec<u64>,
-    /// An allocation that is charged and that the driver has not made yet.
+    /// An allocation that is charged and not made yet.
     asked: Option<u64>,
-    /// A free that the driver has made and that is charged still.
+    /// Memory that the driver has freed and that is still charged.
     returned: Option<u64>,
-    /// Bytes that it took around the shim.
+    /// Bytes that it allocated without the shim.
     hidden: u64,
     has_no_slot: bool,
 }
@@ -46,8 +46,8 @@ impl Program {
         self.changes += 1;
     }
 
-    /// One step of one call: charge, allocate, free, give back.
-    fn act(&mut self, action: &Action, left: u64) {
+    /// One step of one call: charge, allocate, free, return the charge.
+    fn step(&mut self, action: &Action, left: u64) {
         if let Some(bytes) = self.asked.take() {
             self.held += bytes;
             self.allocations.push(bytes);
@@ -56,7 +56,7 @@ impl Program {
         } else {
             match *action {
                 Action::Allocate(bytes) => {
-                    // Charged in the shim's blocks; what the driver makes of it is within its own.
+                    // Charged in the shim's blocks; the driver rounds within its granularity.
                     let bytes = (bytes * MIB).next_multiple_of(GRANULARITY);
                     if bytes <= left && self.allocations.len() < 64 {
                         self.change(self.charged + bytes);
@@ -93,7 +93,7 @@ fn action() -> impl Strategy<Value = Action> {
     ]
 }
 
-/// What happens between two readings: who acts, and how.
+/// What happens between two readings: the program and its action.
 type Steps = Vec<(usize, Action)>;
 
 /// A sample's three gaps: before the first copy of the account, before NVML, before the second copy.
@@ -109,7 +109,7 @@ struct World {
     now: u64,
     /// Samples since a program freed late.
     since_late: u32,
-    /// What the driver takes for each allocation beyond what is charged.
+    /// The driver's rounding of each allocation beyond its charge.
     rounding: u64,
 }
 
@@ -125,7 +125,7 @@ impl World {
         }
     }
 
-    fn act(&mut self, steps: &Steps) {
+    fn step(&mut self, steps: &Steps) {
         for (nth, action) in steps {
             let used: u64 = self.programs.iter().map(|p| p.charged).sum();
             let nth = nth % self.programs.len();
@@ -137,7 +137,7 @@ impl World {
                 },
                 allocate @ Action::Allocate(_) => allocate.clone(),
             };
-            self.programs[nth].act(&action, self.limit.saturating_sub(used));
+            self.programs[nth].step(&action, self.limit.saturating_sub(used));
         }
     }
 
@@ -149,16 +149,16 @@ impl World {
     }
 
     fn sample(&mut self, gaps: &[Steps; 3]) -> Findings {
-        self.act(&gaps[0]);
+        self.step(&gaps[0]);
         let before = self.copy();
-        self.act(&gaps[1]);
+        self.step(&gaps[1]);
         let rounding = self.rounding;
         let held = |p: &Program| p.held + p.hidden + p.allocations.len() as u64 * rounding;
         let processes: Vec<_> = (1u32..)
             .zip(&self.programs)
             .map(|(pid, program)| process(pid, held(program)))
             .collect();
-        self.act(&gaps[2]);
+        self.step(&gaps[2]);
         let after = self.copy();
         let slots = (1u64..).zip(before.iter().zip(&after)).zip(&self.programs);
         let slots =
@@ -220,7 +220,7 @@ proptest! {
         }
     }
 
-    /// Of 256 MiB or more, in a process whose account does not change at every reading.
+    /// A bypass of 256 MiB or more, in a process whose slot does not change during every reading.
     #[test]
     fn a_bypass_is_named_within_two_samples(
         samples in proptest::collection::vec(gaps(), 0..20),
@@ -232,11 +232,11 @@ proptest! {
         for gaps in samples {
             world.sample(&gaps);
         }
-        // The third one finishes its call, and takes what it takes around the shim.
+        // The third program finishes its call and then allocates without the shim.
         for _ in 0..2 {
             let program = &mut world.programs[2];
             if program.asked.is_some() || program.returned.is_some() {
-                program.act(&Action::Free { nth: 0, late: false }, 0);
+                program.step(&Action::Free { nth: 0, late: false }, 0);
             }
         }
         world.programs[2].hidden = hidden;
@@ -245,7 +245,7 @@ proptest! {
             steps.into_iter().map(|(nth, action)| (nth % 2, action)).collect()
         });
         let [first, second] = neighbours.map(others);
-        // After a late free, which looks the same, it may be named at once.
+        // After a late free, which looks the same, it may be reported at once.
         let at_once = world.sample(&first);
         let findings = world.sample(&second);
         let named: Vec<_> = findings.bypasses.iter().map(|b| b.process.pid).collect();
@@ -254,7 +254,7 @@ proptest! {
         let bypass = findings.bypasses.iter().find(|b| b.basis == basis).unwrap();
         prop_assert!(bypass.bytes >= hidden);
         let news = at_once.bypasses.iter().chain(&findings.bypasses).filter(|b| b.basis == basis);
-        prop_assert_eq!(news.filter(|b| b.process.pid == 3 && b.is_news).count(), 1);
+        prop_assert_eq!(news.filter(|b| b.process.pid == 3 && b.must_report).count(), 1);
     }
 
     /// Whatever its tenant writes into the page, and however often it changes it.
@@ -330,12 +330,12 @@ fn one_sample_alone_names_nobody_and_news_is_told_once() {
         findings
             .bypasses
             .iter()
-            .map(|b| (b.since, b.is_news))
+            .map(|b| (b.since, b.must_report))
             .next()
     };
     assert_eq!(news(watch.step(4, &loud)), Some((3, true)));
     assert_eq!(news(watch.step(5, &loud)), Some((3, false)));
-    // Missed once, it goes on; twice, it is over.
+    // After one sample without it, it continues; after two it is over.
     assert_eq!(news(watch.step(6, &quiet)), Some((3, false)));
     loud.processes[0].bytes += 4 << 30;
     assert_eq!(
@@ -345,7 +345,7 @@ fn one_sample_alone_names_nobody_and_news_is_told_once() {
     );
     watch.step(8, &quiet);
     assert_eq!(news(watch.step(9, &quiet)), None);
-    // Samples that could not be read are no two in a row.
+    // Samples that could not be read interrupt consecutive ones.
     watch.step(10, &loud);
     watch.skip();
     assert_eq!(news(watch.step(11, &loud)), None);
@@ -382,13 +382,13 @@ fn shares_of_one_pod_are_compared_together_and_others_apart() {
         ..process(pid, bytes)
     };
     let mut sample = Sample {
-        // What one process holds is charged to both of its shares.
+        // The process's memory is charged to both of its shares.
         shares: vec![
             share("a", &[(1, CONTEXT + (2 << 30))]),
             share("b", &[(1, 3 << 30)]),
             share("c", &[(1, CONTEXT)]),
         ],
-        // The third share's process has the first one's number, in a container of its own.
+        // The third share's process has the same PID as the first, in its own container.
         processes: vec![both(1, CONTEXT + (5 << 30)), only(1, CONTEXT, "c")],
         used: None,
         context: Some(CONTEXT),
@@ -434,7 +434,7 @@ fn memory_that_nobody_owns_withholds_the_gpu_until_it_is_gone() {
         context: None,
     };
     let mut watch = GpuWatch::default();
-    // A driver that takes some seconds to free.
+    // The driver takes some seconds to free.
     for _ in 0..4 {
         assert!(!watch.step(0, &sample(2 << 30)).is_withheld);
     }
@@ -457,7 +457,7 @@ fn memory_that_nobody_owns_withholds_the_gpu_until_it_is_gone() {
 
 #[test]
 fn what_is_charged_to_a_dead_parent_is_not_nobodys() {
-    // Its child by fork has the driver's files: NVML lists neither, or the parent's number.
+    // Its forked child has the driver's files: NVML lists no process, or the parent's PID.
     let mut sample = Sample {
         shares: vec![share("share", &[(1, 4 << 30)])],
         processes: Vec::new(),
@@ -470,7 +470,7 @@ fn what_is_charged_to_a_dead_parent_is_not_nobodys() {
         ..process(1, 4 << 30)
     }];
     assert_eq!(GpuWatch::default().step(0, &sample).unowned, Some(0));
-    // Without a charge it is.
+    // Without a charge the memory has no owner.
     sample.shares = Vec::new();
     assert_eq!(GpuWatch::default().step(0, &sample).unowned, Some(4 << 30));
 }

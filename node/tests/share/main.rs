@@ -1,4 +1,5 @@
-//! How well a GPU's time is shared: the shim's half and the node's, against a GPU in virtual time.
+//! How accurately a GPU's time is shared: the shim's part and the node's, with a simulated GPU in
+//! virtual time.
 #![allow(clippy::unwrap_used, reason = "a test that cannot be set up fails")]
 
 mod world;
@@ -43,8 +44,8 @@ fn every_share_has_its_part_whatever_its_kernels_take() {
     }
 }
 
-/// A share's kernels of seconds never put it to sleep for longer than the bound, from the first launches
-/// on, of which nothing is known and several are queued; and over time it has its cores.
+/// With kernels of seconds, no launch of a share waits longer than the bound, also not the first ones,
+/// which are not measured yet and of which several are queued; over time the share gets its cores.
 #[test]
 fn kernels_of_seconds_wait_no_longer_than_the_bound() {
     for depth in [1, 64] {
@@ -57,13 +58,13 @@ fn kernels_of_seconds_wait_no_longer_than_the_bound() {
         near(part, 20.0, &format!("20 %, kernels of 2 s, {depth} deep"));
         let longest = world.programs[0].longest_wait;
         println!("the longest wait: {} ms", longest / MILLI);
-        // In naps.
+        // It waits in sleeps of 20 ms.
         assert!(longest <= WAIT_NANOS + 20 * MILLI, "{longest}");
     }
 }
 
-/// One kernel of half a minute among short ones: they wait no longer than the bound, go on at a lower
-/// rate, and what it took is made up for.
+/// One kernel of half a minute among short ones: they wait no longer than the bound, continue at a
+/// lower rate, and repay its time.
 #[test]
 fn a_kernel_of_half_a_minute_is_made_up_for_at_a_lower_rate() {
     let mut world = World::new(&[(20, Strict)]);
@@ -127,7 +128,7 @@ fn thirty_and_seventy_under_contention() {
     }
 }
 
-/// Where NVML's processes belong to nobody that the node knows, the shares are corrected in common.
+/// If NVML's processes cannot be assigned to shares, the shares get a common correction.
 #[test]
 fn thirty_and_seventy_where_only_the_whole_gpu_is_known() {
     for (short, long) in [(100 * MICRO, 100 * MICRO), (20 * MICRO, 2 * MILLI)] {
@@ -143,7 +144,7 @@ fn thirty_and_seventy_where_only_the_whole_gpu_is_known() {
     }
 }
 
-/// When NVML falls silent, the scales stay as they are.
+/// When NVML stops answering, the scales stay as they are.
 #[test]
 fn a_ratio_that_is_old_is_not_used() {
     let mut world = World::new(&[(25, Strict)]);
@@ -158,7 +159,8 @@ fn a_ratio_that_is_old_is_not_used() {
     assert!((10.0..=35.0).contains(&part), "{part} % of 25 %");
 }
 
-/// Where only the whole GPU is known, what somebody without a share works on it is nobody's fault.
+/// If only the whole GPU's utilization is known, the work of a process without a share does not
+/// slow the shares down.
 #[test]
 fn work_that_no_share_accounts_for_holds_no_share_up() {
     let mut world = World::new(&[(25, Strict), (25, Strict)]);
@@ -218,7 +220,7 @@ fn what_nobody_uses_goes_to_who_conserves_work() {
     world.run(SECOND);
     let alone = world.run(3 * SECOND)[0];
     assert!(alone > 99.0, "alone: {alone}");
-    // The second comes, and has its part at once; then the strict one.
+    // The second share starts and gets its part at once; then the strict one.
     world.start(Program::new(1, &[300 * MICRO]));
     world.run(2 * SECOND);
     let parts = world.run(5 * SECOND);
@@ -256,7 +258,7 @@ fn bursts_stay_below_the_share() {
         ..Program::new(0, &[200 * MICRO])
     });
     let part = world.run(20 * SECOND)[0];
-    // Half of the time, and a burst of what it did not use.
+    // Half of the time, and a burst of unused time.
     assert!((10.0..=17.5).contains(&part), "{part}");
 }
 
@@ -285,7 +287,7 @@ fn a_tenant_that_writes_too_little_is_noticed() {
     let suspect = |world: &World, share: usize| world.shares[share].last.unwrap().suspect;
     assert_eq!((suspect(&world, 0), suspect(&world, 1)), (None, None));
     let (_, spent) = world.shares[1].account.compute();
-    // Back to nothing; then next to nothing, for long.
+    // First back to 0; then too little for a long time.
     world.shares[1].lie = Some(0);
     world.run(100 * MILLI);
     assert_eq!(suspect(&world, 1), Some(Suspicion::WentBack));

@@ -2,8 +2,8 @@
 //!
 //! The GPU runs one kernel at a time and lets processes take turns of 2 ms. Programs launch as the
 //! shim lets them: the same prices, batches and accounts, and measurements as events make them, with
-//! whatever else ran in between. The sampler steps every 100 ms, with utilisation in whole percent of
-//! the last second, as NVML has it.
+//! the time of everything else that ran in between. The sampler steps every 100 ms, with the
+//! utilization in whole percent of the last second, as NVML reports it.
 
 use std::collections::VecDeque;
 
@@ -25,10 +25,10 @@ pub struct Share {
     pub policy: ComputePolicy,
     pub account: Box<Account<1>>,
     pub refill: Refill,
-    /// What the tenant pretends to have spent, if it lies.
+    /// What the tenant claims to have spent, if it lies.
     pub lie: Option<u64>,
     pub last: Option<Decision>,
-    /// What its kernels ran, and by when it was counted from.
+    /// The GPU time of its kernels, and since when it is counted.
     pub ran: u64,
     busy: Option<f64>,
     history: VecDeque<u64>,
@@ -41,13 +41,13 @@ pub struct Program {
     pub kernels: Vec<u64>,
     /// Launches that may be queued before it waits for one.
     pub depth: usize,
-    /// When it starts, and when it works: for so long of so long.
+    /// When it starts, and when it works: this much of each period.
     pub from: u64,
     pub until: u64,
     pub works: (u64, u64),
-    /// What its measurements are wrong by, in percent of the truth.
+    /// Its measurements, in percent of the true time.
     pub measures: u64,
-    // What follows is its state.
+    // Its state.
     pub costs: Box<Costs>,
     pub batch: Batch,
     pub launched: usize,
@@ -55,18 +55,18 @@ pub struct Program {
     pub at: u64,
     pub held_since: Option<u64>,
     pub owes: Option<(u64, bool)>,
-    /// Since when a launch waits for its share's debt, and the longest that one did.
+    /// Since when a launch waits for its share's debt, and the longest such wait.
     pub waits_since: Option<u64>,
     pub longest_wait: u64,
     pub lane: VecDeque<Kernel>,
-    /// When its lane was empty last.
+    /// When its queue was last empty.
     pub idle_at: u64,
 }
 
 pub struct Kernel {
     left: u64,
     shape: Shape,
-    /// When it was launched, if it is measured.
+    /// The time of its launch, if it is measured.
     measured: Option<u64>,
 }
 
@@ -100,18 +100,18 @@ pub struct World {
     pub shares: Vec<Share>,
     pub programs: Vec<Program>,
     pub node_lives: bool,
-    /// Whether NVML's processes can be told apart by share.
+    /// Whether NVML's processes can be assigned to shares.
     pub by_share: bool,
     /// Whether NVML answers.
     pub nvml_answers: bool,
-    /// Percent of the GPU's time that NVML sees beside what the shares ran.
+    /// Percent of the GPU's time that processes without a share use.
     pub foreign: u8,
     controller: Controller<usize>,
     next_step: u64,
-    /// Whose turn it is, and what is left of it.
+    /// The process whose turn it is, and the rest of its time slice.
     turn: usize,
     slice: u64,
-    /// What the GPU ran in all, at each step of the last second.
+    /// The total GPU time, at each step of the last second.
     ran: u64,
     history: VecDeque<u64>,
 }
@@ -131,7 +131,7 @@ impl World {
             history: VecDeque::new(),
         };
         Self {
-            // A machine that has been up for a while.
+            // The machine has been up for some time.
             now: 1000 * SECOND,
             shares: shares.iter().map(share).collect(),
             programs: Vec::new(),
@@ -226,7 +226,7 @@ impl World {
         }
     }
 
-    /// A launch, as the shim lets it be; false if there is none now.
+    /// Tries a launch as the shim does; false if it must wait.
     fn attempt(&mut self, nth: usize) -> bool {
         let now = self.now;
         let program = &mut self.programs[nth];
@@ -263,7 +263,7 @@ impl World {
                     .lane
                     .iter()
                     .any(|kernel| kernel.shape == launch && kernel.measured.is_some());
-                // What runs and runs is seen to.
+                // A kernel that runs for long is measured while it runs.
                 if let Some(runs) = program.lane.front()
                     && let Some(launched) = runs.measured
                 {
@@ -371,7 +371,7 @@ impl World {
     }
 }
 
-/// As NVML says it: in whole percent, as a part of 1.
+/// As NVML reports it: in whole percent; as a number from 0 to 1.
 fn percent_of_last_second(history: &mut VecDeque<u64>, ran: u64) -> Option<f64> {
     history.push_back(ran);
     if history.len() > 11 {

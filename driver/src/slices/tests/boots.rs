@@ -144,7 +144,7 @@ fn is_indistinguishable(claim: &Claim, inventory: &Inventory) -> bool {
 
 proptest! {
     #[test]
-    fn every_claim_gets_its_own_gpu_or_hears_that_it_is_gone(
+    fn every_claim_gets_its_own_gpu_or_the_error_that_it_is_gone(
         boots in prop::collection::vec(any_boot(), 1..8),
     ) {
         let labels = BTreeMap::new();

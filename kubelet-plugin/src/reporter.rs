@@ -1,4 +1,4 @@
-//! What the cluster is told once the kubelet has its answer: status and events.
+//! Reports results to the cluster after the kubelet has its answer: status and events.
 
 use std::sync::Arc;
 
@@ -6,21 +6,21 @@ use k8s_openapi::api::resource::v1::ResourceClaim;
 use tranche_driver::journal::Record;
 
 use crate::events::Events;
-use crate::preparer::{Aftermath, Problem};
+use crate::preparer::{Problem, Reporter};
 use crate::status::StatusWriter;
 
-/// Tells the API server.
+/// Writes to the API server.
 #[derive(Debug)]
-pub struct ClusterAftermath {
+pub struct ClusterReporter {
     /// `claim.status.devices`.
     pub status: StatusWriter,
     /// The pods' events.
     pub events: Events,
 }
 
-impl Aftermath for ClusterAftermath {
+impl Reporter for ClusterReporter {
     fn prepared(&self, record: &Arc<Record>) {
-        self.status.tell(record);
+        self.status.publish(record);
     }
 
     fn failed(&self, claim: &ResourceClaim, problem: &Problem, text: &str) {
