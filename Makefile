@@ -3,7 +3,7 @@
 .DEFAULT_GOAL := help
 export PATH := $(CURDIR)/target/cluster/bin:$(PATH)
 .NOTPARALLEL:
-.PHONY: help build shim simulator gpu-kit image cluster-up cluster-down demo demo-down test lint unit e2e bench tools clean
+.PHONY: help build shim simulator gpu-kit image cluster-up cluster-down demo demo-down test lint unit e2e bench bench-scale tools clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-13s %s\n", $$1, $$2}' Makefile
@@ -59,6 +59,10 @@ e2e: image simulator ## the suite on a cluster of two GPU nodes, which goes afte
 
 bench: image simulator ## the numbers of SPECIFICATION.md
 	e2e/kind/with bench/run
+
+bench-scale: ## the controller at 100, 1,000 and 6,000 nodes, over a real API server; takes an hour
+	cargo build --release -p tranche-controller
+	bench/scale/run
 
 tools: ## kind and helm, in target/cluster/bin
 	e2e/kind/tools

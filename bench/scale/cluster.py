@@ -1,0 +1,101 @@
+"""A cluster of made-up GPU nodes: Nodes, GpuNodes as the plugin writes them, claims as the scheduler does."""
+
+APPLY = "application/apply-patch+yaml"
+MERGE = "application/merge-patch+json"
+GPUS = 8
+GPU_NODES = "/apis/gpu.tranche.dev/v1alpha1/gpunodes"
+POLICIES = "/apis/gpu.tranche.dev/v1alpha1/sharingpolicies"
+CLAIMS = "/apis/resource.k8s.io/v1/namespaces/default/resourceclaims"
+# As many labels as a node of a cloud has.
+LABELS = {f"cloud.example.com/label-{n:02}": f"value-{n:02}-of-a-node-of-a-cloud" for n in range(30)}
+
+
+def name(node):
+    return f"gpu-node-{node:05}.europe-west4.example.internal"
+
+
+def uuid(node, gpu):
+    return f"GPU-{node * GPUS + gpu:08x}-5d2e-4c11-9b6a-{node:06x}{gpu:06x}"
+
+
+def inventory(node):
+    gpus = [
+        {
+            "uuid": uuid(node, gpu), "minor": gpu, "index": gpu, "productName": "NVIDIA H100 80GB HBM3",
+            "brand": "Nvidia", "architecture": "Hopper", "cudaComputeCapability": "9.0",
+            "pciBusID": f"0000:{16 + gpu:02x}:00.0", "pcieRoot": f"pci0000:{15 + gpu:02x}", "numaNode": gpu // 4,
+            "memory": "81559Mi", "reservedMemory": "551Mi", "multiprocessors": 132, "migCapable": True,
+            "migComputeSlices": 7,
+        }
+        for gpu in range(GPUS)
+    ]
+    return {"driverVersion": "535.261.03", "cudaDriverVersion": "12.2", "gpus": gpus, "gpuCount": GPUS}
+
+
+def make(server, nodes):
+    """Makes the nodes and their GpuNodes, described and not registered with their kubelets yet."""
+
+    def one(node):
+        metadata = {"name": name(node), "labels": LABELS}
+        made = server.ask("POST", "/api/v1/nodes", {"apiVersion": "v1", "kind": "Node", "metadata": metadata})
+        owner = {"apiVersion": "v1", "kind": "Node", "name": name(node), "uid": made["metadata"]["uid"]}
+        body = {
+            "apiVersion": "gpu.tranche.dev/v1alpha1", "kind": "GpuNode", "spec": {},
+            "metadata": {"name": name(node), "ownerReferences": [owner]},
+        }
+        server.ask("POST", GPU_NODES, body)
+        register(server, node, 0)
+
+    server.each(range(nodes), one)
+
+
+def register(server, node, epoch):
+    """The plugin applies its part of the status, as it does at each registration."""
+    body = {
+        "apiVersion": "gpu.tranche.dev/v1alpha1", "kind": "GpuNode", "metadata": {"name": name(node)},
+        "status": {
+            "inventory": inventory(node),
+            "registration": {"epoch": epoch, "pluginVersion": "0.1.0"},
+        },
+    }
+    path = f"{GPU_NODES}/{name(node)}/status?fieldManager=tranche-kubelet-plugin&force=true"
+    server.ask("PATCH", path, body, APPLY)
+
+
+def policy(server, spec):
+    """The SharingPolicy `default`, as it is from now on."""
+    body = {
+        "apiVersion": "gpu.tranche.dev/v1alpha1", "kind": "SharingPolicy",
+        "metadata": {"name": "default"}, "spec": spec,
+    }
+    server.ask("PATCH", f"{POLICIES}/default?fieldManager=scale&force=true", body, APPLY)
+
+
+def claims(server, nodes):
+    """Two claims for each node, which hold capped shares of its first two GPUs."""
+
+    def one(number):
+        node, gpu = divmod(number, 2)
+        claim = f"claim-{number}"
+        requests = [{"name": "gpu", "exactly": {"deviceClassName": "capped.gpu.tranche.dev"}}]
+        body = {
+            "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim",
+            "metadata": {"name": claim}, "spec": {"devices": {"requests": requests}},
+        }
+        made = server.ask("POST", CLAIMS, body)
+        result = {
+            "request": "gpu", "driver": "gpu.tranche.dev", "pool": f"{name(node)}/gpu",
+            "device": f"gpu-{uuid(node, gpu)[4:12]}-capped",
+        }
+        made["status"] = {"allocation": {"devices": {"results": [result]}}}
+        server.ask("PUT", f"{CLAIMS}/{claim}/status", made)
+
+    server.each(range(2 * nodes), one)
+
+
+def published(server, nodes):
+    """Of how many of the first and last nodes the record names all slices; they are the first and last to be done."""
+    some = {0, nodes // 2, nodes - 1}
+    records = [server.ask("GET", f"{GPU_NODES}/{name(node)}") for node in some]
+    return all(it["status"].get("published", {}).get("sliceCount") == GPUS + 1 for it in records)
+

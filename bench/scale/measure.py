@@ -1,0 +1,156 @@
+"""What the controller costs at a number of nodes: memory, CPU time, writes and lists, event by event."""
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+
+import cluster
+from server import Server, free_ports
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+# Seconds without a write of the controller after which it is done; a withdrawn device waits for 10.
+QUIET = 10
+WITHDRAWN = 30
+ALL = ["exclusive", "capped", "timeshared"]
+WRITES = {"POST", "PUT", "PATCH", "APPLY", "DELETE"}
+OURS = {"resourceslices", "gpunodes/status", "events"}
+MIB = 1024
+
+
+class Controller:
+    """A running controller."""
+
+    def __init__(self, server, program):
+        http, metrics = free_ports(2)
+        command = [program, "--http-endpoint", f"127.0.0.1:{http}", "--metrics-endpoint", f"127.0.0.1:{metrics}"]
+        environment = {"KUBECONFIG": str(server.kubeconfig), "POD_NAME": "scale", "POD_NAMESPACE": "default"}
+        self.process = server.start("controller", command, **environment)
+
+    def stop(self):
+        self.process.terminate()
+        self.process.wait(60)
+
+    def memory(self):
+        """Resident now, and at most so far, MiB."""
+        if self.process.poll() is not None:
+            raise SystemExit(f"the controller ended with {self.process.returncode}")
+        text = Path(f"/proc/{self.process.pid}/status").read_text()
+        fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+        return tuple(round(int(fields[it].split()[0]) / MIB, 1) for it in ("VmRSS", "VmHWM"))
+
+    def cpu(self):
+        """Seconds of CPU time so far."""
+        stat = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def of_controller(before, after):
+    """The controller's requests between two counts: writes by resource, and lists of the claims."""
+    writes, lists = {}, 0
+    for (verb, resource), count in after.items():
+        more = count - before.get((verb, resource), 0)
+        if more and verb in WRITES and resource in OURS:
+            writes[resource] = writes.get(resource, 0) + more
+        if verb == "LIST" and resource == "resourceclaims":
+            lists += more
+    return writes, lists
+
+
+def until_quiet(server, controller, before, limit, quiet=QUIET):
+    """Waits until the controller has written nothing for a while; seconds from the call to its last write."""
+    begun = time.monotonic()
+    last, at = None, begun
+    while time.monotonic() - at < quiet:
+        writes, _ = of_controller(before, server.requests())
+        if writes != last:
+            last, at = writes, time.monotonic()
+        if time.monotonic() - begun > limit:
+            raise SystemExit(f"the controller still writes after {limit} s: {last}")
+        controller.memory()
+        time.sleep(0.5)
+    return at - begun
+
+
+def event(server, controller, what, act, limit, quiet=QUIET, own=0):
+    """One event, which writes the status of so many GpuNodes itself: what it costs until the controller is quiet."""
+    before, cpu = server.requests(), controller.cpu()
+    begun = time.monotonic()
+    act()
+    acted = time.monotonic() - begun
+    took = acted + until_quiet(server, controller, before, limit, quiet)
+    writes, lists = of_controller(before, server.requests())
+    writes["gpunodes/status"] = writes.get("gpunodes/status", 0) - own
+    now, peak = controller.memory()
+    row = {
+        "event": what, "seconds": round(took, 1), "writes": sum(writes.values()), "of": writes,
+        "claimListPages": lists, "cpuSeconds": round(controller.cpu() - cpu, 1), "memoryMiB": now, "peakMiB": peak,
+    }
+    print(json.dumps(row), flush=True)
+    return row
+
+
+def measure(program, nodes):
+    rows = []
+    limit = 600 + nodes
+    crds = REPOSITORY / "deploy/helm/tranche/crds"
+    with Server(os.environ["KUBERNETES"], crds) as server:
+        cluster.policy(server, {"tiers": ALL})
+        cluster.make(server, nodes)
+        controller = None
+
+        def start():
+            nonlocal controller
+            controller = Controller(server, program)
+
+        def register(epoch):
+            server.each(range(nodes), lambda node: cluster.register(server, node, epoch))
+
+        before = server.requests()
+        start()
+        until_quiet(server, controller, before, limit)
+        rows.append(event(server, controller, "publish", lambda: register(1), limit, own=nodes))
+        if not cluster.published(server, nodes):
+            raise SystemExit("the controller is quiet and nodes are not published")
+
+        rows.append(event(server, controller, "rollout", lambda: register(2), limit, own=nodes))
+        spec = {"tiers": ALL, "capped": {"maxSharers": 4}}
+        change = lambda: cluster.policy(server, spec)
+        rows.append(event(server, controller, "policy", change, limit))
+
+        controller.stop()
+        before = server.requests()
+        start()
+        until_quiet(server, controller, before, limit)
+        writes, _ = of_controller(before, server.requests())
+        now, peak = controller.memory()
+        rows.append({
+            "event": "restart", "writes": sum(writes.values()), "of": writes,
+            "cpuSeconds": round(controller.cpu(), 1), "memoryMiB": now, "peakMiB": peak,
+        })
+        print(json.dumps(rows[-1]), flush=True)
+
+        cluster.claims(server, nodes)
+        withdraw = lambda: cluster.policy(server, {**spec, "tiers": ["exclusive", "timeshared"]})
+        rows.append(event(server, controller, "withdraw", withdraw, 3 * limit, WITHDRAWN))
+        controller.stop()
+    return rows
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--nodes", default="100,1000,6000", help="numbers of nodes, with commas between them")
+    parser.add_argument("--controller", type=Path, default=REPOSITORY / "target/release/tranche-controller")
+    parser.add_argument("--results", type=Path, default=REPOSITORY / "target/bench")
+    options = parser.parse_args()
+    options.results.mkdir(parents=True, exist_ok=True)
+    for nodes in map(int, options.nodes.split(",")):
+        print(f"== {nodes} nodes of {cluster.GPUS} GPUs", flush=True)
+        rows = measure(options.controller, nodes)
+        result = options.results / f"scale-{nodes}.json"
+        result.write_text(json.dumps({"nodes": nodes, "gpus": cluster.GPUS, "rows": rows}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
