@@ -243,4 +243,8 @@ pub struct PublishedCapped {
     #[schemars(with = "String")]
     #[serde(default)]
     pub on_bypass: OnBypass,
+    /// Of the driver's libraries, those that containers get beside `compute` and `utility`: names of the
+    /// SharingPolicy's `driverCapabilities`. A name that the plugin's release does not know is left out.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub extra_driver_capabilities: Vec<String>,
 }

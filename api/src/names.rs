@@ -9,9 +9,6 @@ pub const VERSION: &str = "v1alpha1";
 /// `apiVersion` of everything in [`GROUP`].
 pub const API_VERSION: &str = "gpu.tranche.dev/v1alpha1";
 
-/// The annotation of a ResourceSlice that carries back the epoch for which it was published.
-pub const EPOCH_ANNOTATION: &str = "gpu.tranche.dev/epoch";
-
 /// The pool of a node. Not the bare node name: two drivers that both used it would collide in
 /// the scheduler's caches.
 #[must_use]

@@ -11,7 +11,7 @@
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::LabelSelector;
 use kube::CustomResource;
-use schemars::JsonSchema;
+use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{Deserialize, Serialize};
 
 use crate::quantity::Quantity;
@@ -71,7 +71,8 @@ pub struct SharingPolicySpec {
     ),
     rule(
         ".contextMemory",
-        "quantity(string(self.contextMemory)).isInteger() && quantity(string(self.contextMemory)).asInteger() >= 0",
+        "!has(self.contextMemory) \
+         || (quantity(string(self.contextMemory)).isInteger() && quantity(string(self.contextMemory)).asInteger() >= 0)",
         "must be a whole number of bytes, 0 or more, written without a decimal point",
     ),
     rule(
@@ -98,9 +99,11 @@ pub struct CappedPolicy {
     /// Sharers for whose CUDA contexts memory is kept free, 0 to `maxSharers`.
     #[schemars(range(min = 0, max = 128))]
     pub expected_sharers: u32,
-    /// Memory kept free for one sharer's CUDA context, bytes.
-    #[schemars(extend("nullable" = false))]
-    pub context_memory: Quantity,
+    /// Memory kept free for one sharer's CUDA context, bytes. Where absent, the size that the node measured
+    /// for its model of GPU and its driver (`contextMemory` in the GpuNode's inventory), and 512Mi until it
+    /// measured one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub context_memory: Option<Quantity>,
     /// Granularity and minimum of a share's memory, bytes.
     #[schemars(extend("nullable" = false))]
     pub memory_step: Quantity,
@@ -121,7 +124,20 @@ pub struct CappedPolicy {
     /// not have: `Report` names it by a metric, an event on its pod and a log line, `Kill` ends it
     /// (SIGKILL) as well.
     pub on_bypass: OnBypass,
+    /// Which of the driver's libraries containers get, as `NVIDIA_DRIVER_CAPABILITIES` names them; `opencl`
+    /// is a name of its own here. Always `compute` and `utility`, which the cap holds; memory that is
+    /// allocated through any other library is not counted.
+    #[schemars(schema_with = "driver_capabilities_schema")]
+    pub driver_capabilities: Vec<String>,
 }
+
+/// The names in `driverCapabilities`.
+pub const DRIVER_CAPABILITIES: [&str; 7] = [
+    "compute", "utility", "video", "graphics", "display", "ngx", "opencl",
+];
+
+/// What every capped share has of the driver.
+pub const CAPPED_CAPABILITIES: [&str; 2] = ["compute", "utility"];
 
 /// What becomes of a tier that a driver's unknown functions may escape.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -172,6 +188,21 @@ fn served_tiers() -> serde_json::Value {
     )
 }
 
+fn driver_capabilities_schema(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({
+        "type": "array",
+        "minItems": CAPPED_CAPABILITIES.len(),
+        "maxItems": DRIVER_CAPABILITIES.len(),
+        "items": {"type": "string", "enum": DRIVER_CAPABILITIES},
+        "x-kubernetes-list-type": "set",
+        "x-kubernetes-validations": [rule(
+            "",
+            "'compute' in self && 'utility' in self",
+            "must name compute and utility: a capped share always has both",
+        )],
+    })
+}
+
 /// A rule for the API server: what must hold, and what to say of which field where it does not.
 fn rule(field: &str, rule: &str, message: &str) -> serde_json::Value {
     let mut rule = serde_json::json!({"rule": rule, "message": message});
@@ -186,12 +217,13 @@ impl Default for CappedPolicy {
         Self {
             max_sharers: 16,
             expected_sharers: 4,
-            context_memory: Quantity::from_bytes(512 << 20),
+            context_memory: None,
             memory_step: Quantity::from_bytes(1 << 20),
             default_memory: None,
             default_cores: None,
             untested_driver: UntestedDriver::Taint,
             on_bypass: OnBypass::Report,
+            driver_capabilities: CAPPED_CAPABILITIES.map(str::to_owned).into(),
         }
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!  the node's plugin ─► GpuNode.status.withheld ─┐
-//!  (GPU lost, MIG mode, another provider)        ├─► GpuNode.status.published.withheld, events
+//!  (lost, MIG mode, another provider, …)         ├─► GpuNode.status.published.withheld, events
 //!  the controller: policy, sizes ────────────────┘
 //! ```
 //!
@@ -69,6 +69,7 @@ pub mod reason {
         GPU_LOST = "GpuLost", "node", "": "The driver counts the GPU and cannot reach it (`NVML_ERROR_GPU_IS_LOST`): it fell off the bus or needs a reset.";
         NOT_DESCRIBED = "NotDescribed", "node", "": "An NVML call that describes the GPU failed.";
         MIG_MODE = "MigMode", "node", "": "The GPU is in MIG mode, or will be after its next reset: it cannot be offered whole.";
+        UNOWNED_MEMORY = "UnownedMemory", "node", "": "Memory of the GPU is in use by no process, so that it is not there for a new claim.";
         OTHER_PROVIDER = "OtherProvider", "node", "": "NVIDIA's device plugin, NVIDIA's DRA driver or HAMi on this node offers the same GPU.";
         DUPLICATE = "Duplicate", "controller", "": "The node describes two GPUs under one UUID or PCI address.";
         INVALID_DESCRIPTION = "InvalidDescription", "controller", "": "A fact about the GPU has no place in a ResourceSlice.";

@@ -8,6 +8,7 @@ use tranche_api::{Quantity, ShareConfig, Tier};
 use tranche_driver::claim::{AllocatedDevice, Allocation, DeviceName, Grant, WholeGpuTier};
 use tranche_driver::gpu::GpuUuid;
 use tranche_driver::journal::Record;
+use tranche_driver::policy::UNMEASURED_CONTEXT;
 use tranche_driver::preparation::{Cap, Conflict, PreparationProblem, PreparedDevice, plan};
 
 use crate::wire::Request;
@@ -50,9 +51,6 @@ pub enum Refusal {
     #[error("{0}")]
     Other(PreparationProblem),
 }
-
-/// Memory of a CUDA context where nobody says otherwise, bytes: as a SharingPolicy's default.
-const CONTEXT_MEMORY: u64 = 512 << 20;
 
 impl Refusal {
     /// Whether it may be another one when other shares have gone.
@@ -106,7 +104,10 @@ pub fn admit(
                 share_id: request.share.clone(),
                 memory,
                 cores,
-                context_memory: request.context_memory.unwrap_or(CONTEXT_MEMORY),
+                context_memory: request
+                    .context_memory
+                    .or_else(|| gpu.context_memory?.to_count().ok())
+                    .unwrap_or(UNMEASURED_CONTEXT),
             },
             config,
         }],

@@ -46,7 +46,8 @@ pub struct Run {
     /// Joins the share of this name, or makes it: its commands hold the sizes together
     #[arg(long, value_name = "NAME", value_parser = share_name)]
     pub share: Option<String>,
-    /// Memory that one CUDA context takes, which the share has beside its memory [default: 512Mi]
+    /// Memory that one CUDA context takes, which the share has beside its memory [default: as measured on this
+    /// machine, 512Mi before]
     #[arg(long, value_name = "SIZE", value_parser = bytes_or_none)]
     pub context_memory: Option<u64>,
     /// Root of the NVIDIA driver's files, for a driver that is not installed on the host itself

@@ -1,6 +1,6 @@
 //! What a node does for shares in use, done by supervisors.
 //!
-//! Each sweeps its own share. One of them, whoever holds the lock, samples the GPU time of all shares
+//! Each sweeps its own share, and measures what its contexts take. One of them, whoever holds the lock, samples the GPU time of all shares
 //! of the user: shares of one GPU are granted its time together.
 
 use std::fs::{self, File};
@@ -13,6 +13,7 @@ use tranche_node::sampler::{Sampler, now};
 use tranche_node::sweep::{INTERVAL, Sweeper};
 use tranche_node::utilization::NvmlUtilization;
 
+use crate::contexts::Measuring;
 use crate::shares::Shares;
 
 /// A supervisor's duties.
@@ -21,6 +22,7 @@ pub struct Duties {
     account: PathBuf,
     sweeper: Sweeper,
     utilization: NvmlUtilization,
+    measuring: Option<Measuring>,
     sampling: Option<Sampling>,
     due: Instant,
 }
@@ -34,11 +36,12 @@ struct Sampling {
 
 impl Duties {
     /// For the share with this account, on GPUs that `nvml` knows.
-    pub fn new(account: PathBuf, nvml: Box<dyn Nvml>) -> Self {
+    pub fn new(account: PathBuf, nvml: Box<dyn Nvml>, measuring: Option<Measuring>) -> Self {
         Self {
             account,
             sweeper: Sweeper::new("/proc/self/exe", ["reclaim"]),
             utilization: NvmlUtilization::of(nvml),
+            measuring,
             sampling: None,
             due: Instant::now(),
         }
@@ -50,6 +53,11 @@ impl Duties {
         if self.due <= Instant::now() {
             self.due = Instant::now() + INTERVAL;
             let _ = self.sweeper.sweep(&self.account);
+            if let Some(measuring) = &mut self.measuring
+                && let Some(processes) = self.utilization.process_memory(measuring.gpu())
+            {
+                let _ = measuring.note(&self.account, &processes);
+            }
             self.sampling = self.sampling.take().or_else(|| {
                 let lock = shares.try_lock_sampler()?;
                 Some(Sampling {

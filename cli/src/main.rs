@@ -17,6 +17,7 @@
 //! - [`admit`]: whether a share may be had, as a pure decision;
 //! - [`shares`]: the user's shares on this machine: their folders, locks and pages;
 //! - [`supervisor`], [`duties`]: grant a share and look after it;
+//! - [`contexts`]: how much memory a CUDA context takes, as it was measured;
 //! - [`driver`]: where a driver's files belong on this host;
 //! - [`layout`], [`mounts`]: what the command sees;
 //! - [`program`]: the command itself.
@@ -24,6 +25,7 @@
 
 mod admit;
 mod args;
+mod contexts;
 mod driver;
 mod duties;
 mod layout;

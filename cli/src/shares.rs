@@ -3,6 +3,7 @@
 //! ```text
 //!  <base>/lock                     held while shares come, are joined and go
 //!  <base>/sampler                  locked by the supervisor that samples all shares
+//!  <base>/contexts                 the sizes of CUDA contexts that supervisors measured
 //!  <base>/<share>/record           what it is: sizes and GPU
 //!  <base>/<share>/members          locked, shared, by the supervisor of every command in it
 //!  <base>/<share>/command-<pid>    a command in it
@@ -28,9 +29,10 @@ use tranche_node::page::AccountFile;
 /// The files beside the shares' folders.
 const LOCK: &str = "lock";
 const SAMPLER: &str = "sampler";
+pub const CONTEXTS: &str = "contexts";
 
 /// Names that no share's folder can have. A share `sampler` would keep every share from being sampled.
-pub const TAKEN: [&str; 2] = [LOCK, SAMPLER];
+pub const TAKEN: [&str; 3] = [LOCK, SAMPLER, CONTEXTS];
 
 /// How the file of a command begins.
 const COMMAND: &str = "command-";

@@ -24,6 +24,7 @@ use tranche_shim_core::AccountPage;
 
 use crate::admit::admit;
 use crate::args::Supervise;
+use crate::contexts::{self, Measuring};
 use crate::driver::placed;
 use crate::duties::Duties;
 use crate::shares::{Membership, Shares};
@@ -100,14 +101,15 @@ fn grant(request: &Request) -> Result<(Grant, Held), String> {
     let text = |e: &dyn std::error::Error| e.to_string();
     let root = &request.driver_root;
     let (opened, description) = describe(root)?;
-    let inventory = inventory(&description, Path::new("/sys"));
+    let shares = Shares::of_user().map_err(|e| text(&e))?;
+    let mut inventory = inventory(&description, Path::new("/sys"));
+    contexts::describe(&mut inventory, shares.base());
     let uuids: Vec<_> = description
         .gpus
         .iter()
         .map(|gpu| gpu.uuid.clone())
         .collect();
 
-    let shares = Shares::of_user().map_err(|e| text(&e))?;
     let (record, membership) = enter(request, &uuids, &inventory, &shares)?;
     let Some(device) = record.plan.devices.first() else {
         return Err(format!("the share {} has no device", request.share));
@@ -131,12 +133,13 @@ fn grant(request: &Request) -> Result<(Grant, Held), String> {
         &membership,
         hidden,
     )?;
+    let measuring = Measuring::new(device, &inventory, shares.base());
     Ok((
         grant,
         Held {
             shares,
             membership,
-            duties: Duties::new(account, opened.nvml),
+            duties: Duties::new(account, opened.nvml, measuring),
         },
     ))
 }

@@ -4,7 +4,7 @@
 //! safe to repeat: creates have fixed names, replacements and deletes name the version that they
 //! were decided on. Whatever fails, the next reconcile starts from what is stored.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::Pod;
@@ -23,7 +23,7 @@ use crate::leader::Leadership;
 use crate::metrics::{Metrics, Outcome, Verb};
 use crate::offered::{self, News};
 use crate::pool::Write;
-use crate::withdrawn::Held;
+use crate::withdrawn::{Held, Read};
 
 /// The field manager of `status.published`, and the events' reporter.
 const MANAGER: &str = "tranche-controller";
@@ -40,7 +40,7 @@ pub enum ApplyError {
     /// Another replica may write; this one must not.
     #[error("the lease is not held any more")]
     NotLeading,
-    /// The object changed since the decision, or is there already, or is gone. The watch tells.
+    /// The object changed since the decision, exists already, or is gone. The watch delivers what happened.
     #[error("{what} changed in the meantime")]
     Changed {
         /// Verb and name.
@@ -71,6 +71,19 @@ pub enum ApplyError {
 }
 
 impl ApplyError {
+    /// Whether the API server has too much to do.
+    #[must_use]
+    pub fn is_overload(&self) -> bool {
+        match self {
+            Self::Deadline { .. } => true,
+            Self::Request {
+                source: kube::Error::Api(status),
+                ..
+            } => matches!(status.code, 429 | 503 | 504),
+            _ => false,
+        }
+    }
+
     fn outcome(&self) -> Outcome {
         match self {
             Self::NotLeading => Outcome::NotLeading,
@@ -121,7 +134,8 @@ impl std::fmt::Debug for Executor {
 }
 
 impl Executor {
-    /// The node plugins' pods are in `namespace`. The client must not repeat requests by itself: a repeated create looks like somebody else's.
+    /// The node plugins' pods are in `namespace`. The client must not repeat requests by itself: a repeated create
+    /// fails as if somebody else had created the object.
     #[must_use]
     pub fn new(
         client: Client,
@@ -217,9 +231,9 @@ impl Executor {
             .await
     }
 
-    /// Tells people what changed, on the GpuNode and on the policy that has to change. An event that cannot be
-    /// written is not worth a retry: the GpuNode's status and the log say the same.
-    pub async fn tell(&self, view: &NodeView, news: &News) {
+    /// Writes an event about a change, on the GpuNode and on the policy that has to change. An event that cannot be
+    /// written is not retried: the GpuNode's status and the log say the same.
+    pub async fn write_events(&self, view: &NodeView, news: &News) {
         use kube::Resource;
         let gpu_node = view.gpu_node.as_ref().map(|node| node.object_ref(&()));
         let policy = view
@@ -247,30 +261,57 @@ impl Executor {
         }
     }
 
-    /// Lists which devices of a node's pool claims hold.
-    pub async fn held(&self, node: &str) -> Result<Held, ApplyError> {
+    /// Reads slices, each at exactly the version that is known of it.
+    pub async fn read(&self, slices: Vec<(String, String)>) -> Result<Read, ApplyError> {
+        let mut all = Read::new();
+        for (name, version) in slices {
+            let what = || format!("read ResourceSlice {name}");
+            let slice = read(what, self.slices.get_opt(&name)).await?;
+            let slice = slice.filter(|slice| slice.resource_version().as_ref() == Some(&version));
+            let Some(slice) = slice else {
+                return Err(ApplyError::Changed { what: what() });
+            };
+            all.insert(name, (version, slice.spec.devices.unwrap_or_default()));
+        }
+        Ok(all)
+    }
+
+    /// Lists all claims once, and says of each of these nodes which devices of its pool claims hold.
+    pub async fn held(
+        &self,
+        nodes: &BTreeSet<String>,
+    ) -> Result<BTreeMap<String, Held>, ApplyError> {
         let at = self.clock.now();
-        let pool = pool(node);
-        let mut devices = BTreeSet::new();
+        let pools: BTreeMap<String, &String> =
+            nodes.iter().map(|node| (pool(node), node)).collect();
+        let mut devices: BTreeMap<&String, BTreeSet<String>> =
+            nodes.iter().map(|node| (node, BTreeSet::new())).collect();
         let mut params = ListParams::default().limit(PAGE);
         loop {
-            let what = || format!("list ResourceClaims for node {node}");
+            let what = || "list ResourceClaims".to_owned();
             let page = read(what, self.claims.list(&params)).await?;
-            devices.extend(
-                page.items
-                    .iter()
-                    .filter_map(|claim| {
-                        claim.status.as_ref()?.allocation.as_ref()?.devices.as_ref()
-                    })
-                    .flat_map(|allocation| allocation.results.iter().flatten())
-                    .filter(|result| result.driver == DRIVER && result.pool == pool)
-                    .map(|result| result.device.clone()),
-            );
+            let results = page
+                .items
+                .iter()
+                .filter_map(|claim| claim.status.as_ref()?.allocation.as_ref()?.devices.as_ref())
+                .flat_map(|allocation| allocation.results.iter().flatten())
+                .filter(|result| result.driver == DRIVER);
+            for result in results {
+                if let Some(node) = pools.get(&result.pool) {
+                    let held = devices.entry(node).or_default();
+                    held.insert(result.device.clone());
+                }
+            }
             match page.metadata.continue_.filter(|token| !token.is_empty()) {
                 Some(token) => params.continue_token = Some(token),
-                None => return Ok(Held { devices, at }),
+                None => break,
             }
         }
+        self.metrics.listed("resourceclaims");
+        Ok(devices
+            .into_iter()
+            .map(|(node, devices)| (node.clone(), Held { devices, at }))
+            .collect())
     }
 
     /// Whether the node plugin's pod on a node says that it is registered with the kubelet.

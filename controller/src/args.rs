@@ -13,7 +13,7 @@ use tranche_metrics::access::Access;
 
 use crate::apply::Executor;
 use crate::clock::Clock;
-use crate::controller::Controller;
+use crate::controller::{Controller, REQUESTS_PER_SECOND};
 use crate::feed::Feed;
 use crate::http::{self, Health};
 use crate::leader::Election;
@@ -43,12 +43,16 @@ pub struct Args {
     #[arg(long, env = "POD_NAME")]
     identity: String,
 
-    /// How log lines look; what is logged is RUST_LOG's matter (default info).
+    /// Requests a second that changes of many nodes at once, by a SharingPolicy, may make.
+    #[arg(long, env = "POLICY_REQUESTS_PER_SECOND", default_value_t = REQUESTS_PER_SECOND)]
+    policy_requests_per_second: u32,
+
+    /// Format of log lines; RUST_LOG sets what is logged (default info).
     #[arg(long, value_enum, default_value_t = LogFormat::Text)]
     log_format: LogFormat,
 }
 
-/// How log lines look.
+/// Format of log lines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum LogFormat {
     /// For people.
@@ -66,6 +70,7 @@ impl Args {
             lease_name,
             namespace,
             identity,
+            policy_requests_per_second,
             log_format,
         } = self;
         start_log(log_format)?;
@@ -88,8 +93,14 @@ impl Args {
             metrics.clone(),
         );
         let feed = Feed::start(&client, &metrics);
-        let controller =
-            Controller::new(executor, feed, leadership, metrics.clone(), health.clone());
+        let controller = Controller::new(
+            executor,
+            feed,
+            leadership,
+            metrics.clone(),
+            health.clone(),
+            policy_requests_per_second,
+        );
 
         let access = Access::new(client);
         let (health_stop, metrics_stop) = (stop.clone(), stop.clone());

@@ -1,8 +1,12 @@
 //! The loop: observations in, steps out.
 //!
+//! What a node itself did is answered at once. What concerns many nodes, a policy above all, is carried out at a
+//! pace, a few nodes at a time, in the order of their names: a change of all nodes takes minutes and leaves the API
+//! server to others. The claims are listed once for all nodes that ask for them.
+//!
 //! One task owns the index and the queue, so neither needs a lock. Steps run beside it, one per node at a
 //! time and a few nodes at once. After a step the node rests until the watches have delivered what
-//! the step wrote; only then is it looked at again. So nothing is ever decided on a copy older than our own
+//! the step wrote; only then is it reconciled again. So nothing is ever decided on a copy older than our own
 //! writes, and there is no cache of writes that could lie.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -23,12 +27,26 @@ use crate::metrics::Metrics;
 use crate::mirror::{Version, version};
 use crate::offered;
 use crate::pool::{Memory, Write};
-use crate::queue::Queue;
+use crate::queue::{Lane, Pace, Queue};
 use crate::reconcile::{Evidence, Step, reconcile};
-use crate::withdrawn::Held;
+use crate::withdrawn::{Held, Read};
 
-/// Nodes that are worked on at once. Three slices take about 15 ms: this many publish a thousand nodes in 2 s.
+/// Nodes that are worked on at once.
 const AT_ONCE: usize = 8;
+/// Nodes that are in the middle of a paced change at once.
+const PACED_AT_ONCE: usize = 4;
+/// Nodes that are reconciled before the loop handles events again. One takes about a millisecond.
+const IN_A_ROW: usize = 16;
+/// Requests a second for paced changes, where nothing else is configured.
+pub const REQUESTS_PER_SECOND: u32 = 100;
+/// How long paced changes stop when the API server has too much to do.
+const RELIEF: Duration = Duration::from_secs(1);
+/// How long nodes that ask for the claims are gathered before the claims are listed.
+const GATHER: Duration = Duration::from_secs(2);
+/// After a list of the claims none begins for this many times as long as it took.
+const LIST_REST: u32 = 20;
+/// How long a list of the claims that failed waits for the next.
+const LIST_RETRY: Duration = Duration::from_secs(2);
 /// How long a write may take to come back through the watch before the watches are begun anew.
 const ECHO: Duration = Duration::from_secs(10);
 /// How often the loop says that it lives when nothing happens.
@@ -53,8 +71,27 @@ struct Resting {
 /// What a step found out.
 #[derive(Debug)]
 enum Learned {
-    Held(Held),
+    Read(Read),
     PluginReady(bool),
+}
+
+/// What a list of the claims came to.
+#[derive(Debug)]
+struct Listed {
+    asked: BTreeSet<String>,
+    held: Result<BTreeMap<String, Held>, ApplyError>,
+    took: Duration,
+}
+
+/// The nodes that ask which of their devices claims hold, and when the claims are listed next.
+#[derive(Debug, Default)]
+struct Claims {
+    asking: BTreeSet<String>,
+    /// When a list may begin; `None` until a node asks.
+    at: Option<Instant>,
+    /// No list begins before.
+    rest_until: Option<Instant>,
+    list: JoinSet<Listed>,
 }
 
 /// What a step came to.
@@ -82,6 +119,10 @@ pub struct Controller {
     /// What steps asked for, for nodes that are not at rest yet. What claims held stays true of devices that
     /// were tainted long before: nobody can allocate them since.
     evidence: BTreeMap<String, Evidence>,
+    pace: Pace,
+    /// Nodes in the middle of a paced change.
+    paced: BTreeSet<String>,
+    claims: Claims,
     working: BTreeMap<String, Mark>,
     resting: BTreeMap<String, Resting>,
     steps: JoinSet<Report>,
@@ -89,7 +130,8 @@ pub struct Controller {
 }
 
 impl Controller {
-    /// A controller that writes by `executor` while `leadership` holds.
+    /// A controller that writes by `executor` while `leadership` holds, and makes so many requests a second for
+    /// changes that concern many nodes.
     #[must_use]
     pub fn new(
         executor: Executor,
@@ -97,6 +139,7 @@ impl Controller {
         leadership: Leadership,
         metrics: Metrics,
         health: Health,
+        requests_per_second: u32,
     ) -> Self {
         Self {
             executor,
@@ -108,6 +151,9 @@ impl Controller {
             queue: Queue::default(),
             memories: BTreeMap::new(),
             evidence: BTreeMap::new(),
+            pace: Pace::new(requests_per_second),
+            paced: BTreeSet::new(),
+            claims: Claims::default(),
             working: BTreeMap::new(),
             resting: BTreeMap::new(),
             steps: JoinSet::new(),
@@ -115,23 +161,27 @@ impl Controller {
         }
     }
 
-    /// Runs until told to stop; the steps under way are finished.
+    /// Runs until `stop`; steps in progress are finished.
     pub async fn run(mut self, stop: CancellationToken) {
         loop {
             self.health.beat(self.index.synced());
             self.lead();
             self.wake();
             self.work();
-            let next = self.next_look();
+            self.list_claims();
+            for lane in [Lane::Prompt, Lane::Paced] {
+                self.metrics.queued(lane.as_str(), self.queue.len(lane));
+            }
+            let next = self.next_wake();
             tokio::select! {
                 () = stop.cancelled() => break,
                 observation = self.feed.next() => {
-                    let now = Instant::now();
-                    for node in self.index.observe(observation) {
-                        self.queue.mark(&node, now);
-                    }
+                    let concerns_many = observation.concerns_many();
+                    let nodes = self.index.observe(observation);
+                    self.mark(nodes, concerns_many);
                 }
                 Some(Ok(report)) = self.steps.join_next() => self.finish(report),
+                Some(Ok(listed)) = self.claims.list.join_next() => self.claims_are_listed(listed),
                 () = self.leadership.changed() => {}
                 () = tokio::time::sleep_until(next) => {}
             }
@@ -141,20 +191,30 @@ impl Controller {
         }
     }
 
-    /// A replica that begins to lead looks at every node.
+    /// A replica that begins to lead reconciles every node.
     fn lead(&mut self) {
         let leads = self.leadership.holds();
         self.metrics.leading(leads);
         if leads && !self.led {
-            let now = Instant::now();
-            for node in self.index.node_names() {
-                self.queue.mark(&node, now);
-            }
+            self.mark(self.index.node_names(), true);
         }
         self.led = leads;
     }
 
-    /// Nodes whose writes came back are looked at again.
+    /// Queues nodes. Where there may be many of them, those whose plugins registered go first.
+    fn mark(&mut self, nodes: BTreeSet<String>, may_be_many: bool) {
+        let now = Instant::now();
+        for node in nodes {
+            let lane = if may_be_many && !self.index.asks(&node) {
+                Lane::Paced
+            } else {
+                Lane::Prompt
+            };
+            self.queue.mark(&node, lane, now);
+        }
+    }
+
+    /// Queues the nodes whose writes the watches delivered.
     fn wake(&mut self) {
         let now = Instant::now();
         let index = &self.index;
@@ -178,21 +238,26 @@ impl Controller {
             !due
         });
         for node in awake {
-            self.queue.mark(&node, now);
+            self.queue.mark(&node, Lane::Prompt, now);
         }
         if lost {
             self.feed.relist();
         }
     }
 
-    fn next_look(&self) -> Instant {
+    fn next_wake(&self) -> Instant {
         let beat = Instant::now() + BEAT;
         if !self.can_work() {
             return beat;
         }
-        let queued = self.queue.next().unwrap_or(beat);
+        let prompt = self.queue.next(Lane::Prompt);
+        let paced = self.queue.next(Lane::Paced);
+        let paced = paced.map(|due| self.pace.opens().map_or(due, |open| due.max(open)));
+        let paced = paced.filter(|_| self.paced.len() < PACED_AT_ONCE);
         let rested = self.resting.values().map(|r| r.until).min();
-        queued.min(rested.unwrap_or(beat)).min(beat)
+        let list = self.claims.at.filter(|_| self.claims.list.is_empty());
+        let next = [prompt, paced, rested, list].into_iter().flatten().min();
+        next.unwrap_or(beat).min(beat)
     }
 
     fn can_work(&self) -> bool {
@@ -202,13 +267,20 @@ impl Controller {
     /// Begins the steps that are due.
     fn work(&mut self) {
         let now = Instant::now();
-        while self.can_work() {
-            let Some(node) = self.queue.pop(now) else {
+        for _ in 0..IN_A_ROW {
+            if !self.can_work() {
+                return;
+            }
+            let paced_is_open = self.pace.is_open(now) && self.paced.len() < PACED_AT_ONCE;
+            let Some((node, lane)) = self.queue.pop(now, paced_is_open) else {
                 return;
             };
-            // Looked at again when its step ends or its writes come back.
+            // Queued again when its step ends or its writes come back.
             if self.working.contains_key(&node) || self.resting.contains_key(&node) {
                 continue;
+            }
+            if lane == Lane::Paced {
+                self.paced.insert(node.clone());
             }
             self.begin(node);
         }
@@ -222,17 +294,31 @@ impl Controller {
         let now = self.executor.clock().now();
         let decision = reconcile(&view, &mut memory, evidence, now);
         if let Some(again) = decision.again {
-            self.queue.at(&node, began + again);
+            self.queue.at(&node, Lane::Prompt, began + again);
         }
         self.note(&view);
+        if decision.step == Step::ListClaims {
+            self.paced.remove(&node);
+            self.memories.insert(node.clone(), memory);
+            self.claims.asking.insert(node);
+            let at = began + GATHER;
+            let rested = self.claims.rest_until.map_or(at, |rest| rest.max(at));
+            self.claims.at.get_or_insert(rested);
+            self.metrics.reconciled(began.elapsed());
+            return;
+        }
         if decision.step == Step::Nothing {
             self.queue.succeeded(&node);
             self.evidence.remove(&node);
+            self.paced.remove(&node);
             if view.gpu_node.is_some() || !view.slices.is_empty() {
                 self.memories.insert(node, memory);
             }
             self.metrics.reconciled(began.elapsed());
             return;
+        }
+        if self.paced.contains(&node) {
+            self.pace.charge(decision.step.requests(), began);
         }
         self.working.insert(node.clone(), self.index.mark());
         let span = tracing::info_span!("step", node);
@@ -260,16 +346,26 @@ impl Controller {
         if let Some(learned) = learned {
             let evidence = self.evidence.entry(node.clone()).or_default();
             match learned {
-                Learned::Held(held) => evidence.held = Some(held),
+                Learned::Read(read) => evidence.read = read,
                 Learned::PluginReady(ready) => evidence.plugin_ready = Some(ready),
             }
-            self.queue.mark(&node, now);
+            self.queue.mark(&node, Lane::Prompt, now);
         }
         match error {
             None => self.queue.succeeded(&node),
-            Some(ApplyError::NotLeading) => {}
+            Some(ApplyError::NotLeading) => {
+                self.paced.remove(&node);
+            }
             Some(error) => {
-                let failures = self.queue.failed(&node, now);
+                if error.is_overload() {
+                    self.pace.close(now + RELIEF);
+                }
+                let lane = if self.paced.remove(&node) {
+                    Lane::Paced
+                } else {
+                    Lane::Prompt
+                };
+                let failures = self.queue.failed(&node, lane, now);
                 // Once or twice is a race, and the watch brings what changed. More often is an object that the
                 // watch does not show.
                 if failures < 3 && matches!(error, ApplyError::Changed { .. }) {
@@ -292,6 +388,47 @@ impl Controller {
             );
         }
     }
+
+    /// Lists the claims for all nodes that ask, one list at a time.
+    fn list_claims(&mut self) {
+        let now = Instant::now();
+        let is_due = self.claims.at.is_some_and(|at| at <= now);
+        if !is_due || !self.claims.list.is_empty() || !self.leadership.holds() {
+            return;
+        }
+        self.claims.at = None;
+        let asked = std::mem::take(&mut self.claims.asking);
+        let executor = self.executor.clone();
+        self.claims.list.spawn(async move {
+            let held = executor.held(&asked).await;
+            let took = now.elapsed();
+            Listed { asked, held, took }
+        });
+    }
+
+    fn claims_are_listed(&mut self, listed: Listed) {
+        let now = Instant::now();
+        match listed.held {
+            Ok(held) => {
+                tracing::debug!(nodes = held.len(), took = ?listed.took, "listed the claims");
+                for (node, held) in held {
+                    self.evidence.entry(node.clone()).or_default().held = Some(held);
+                    self.queue.mark(&node, Lane::Paced, now);
+                }
+                self.claims.rest_until = Some(now + listed.took * LIST_REST);
+            }
+            Err(error) => {
+                tracing::warn!(%error, nodes = listed.asked.len(), "cannot list the claims");
+                self.claims.asking.extend(listed.asked);
+                self.claims.rest_until = Some(now + LIST_RETRY);
+            }
+        }
+        self.claims.at = if self.claims.asking.is_empty() {
+            None
+        } else {
+            self.claims.rest_until.max(Some(now + GATHER))
+        };
+    }
 }
 
 /// What is recorded of a node.
@@ -311,7 +448,8 @@ async fn execute(
     let mut echoes = Vec::new();
     let mut learned = None;
     let result = match step {
-        Step::Nothing => Ok(()),
+        // The list is one for all nodes.
+        Step::Nothing | Step::ListClaims => Ok(()),
         Step::Slices(writes) => write_all(&executor, writes, &mut memory, &mut echoes).await,
         Step::Record(record) => match executor.record(&view, &record).await {
             Err(error) => Err(error),
@@ -332,13 +470,13 @@ async fn execute(
                     if news.warning {
                         tracing::warn!("{}", news.note);
                     }
-                    executor.tell(&view, &news).await;
+                    executor.write_events(&view, &news).await;
                 }
                 Ok(())
             }
         },
-        Step::ListClaims => executor.held(&view.name).await.map(|held| {
-            learned = Some(Learned::Held(held));
+        Step::ReadSlices(slices) => executor.read(slices).await.map(|read| {
+            learned = Some(Learned::Read(read));
         }),
         Step::FindPlugin => executor.plugin_is_ready(&view.name).await.map(|ready| {
             if !ready {

@@ -45,7 +45,7 @@ impl Health {
     }
 }
 
-/// Serves health until told to stop.
+/// Serves health until `stop`.
 pub async fn serve(
     endpoint: SocketAddr,
     health: Health,
@@ -61,7 +61,7 @@ pub async fn serve(
         .await
 }
 
-/// Serves metrics to those whom `access` lets, until told to stop.
+/// Serves metrics to those whom `access` admits, until `stop`.
 pub async fn serve_metrics(
     endpoint: SocketAddr,
     access: Access,

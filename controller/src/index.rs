@@ -8,19 +8,19 @@
 //!  [ Slices ] ─────┘
 //! ```
 //!
-//! Synchronous and without a client. Every event answers with the nodes that must be looked at again;
-//! events that change nothing that a plan depends on (a node's heartbeat) answer with none.
+//! Synchronous and without a client. Every event returns the nodes that must be reconciled again;
+//! events that change nothing that a plan depends on (a node's heartbeat) return none.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use k8s_openapi::api::core::v1::Node;
-use k8s_openapi::api::resource::v1::ResourceSlice;
 use kube::ResourceExt;
 use kube::core::PartialObjectMeta;
 use kube::runtime::watcher::Event;
 use tranche_api::{GpuNode, SharingPolicy};
 
+use crate::known::KnownSlice;
 use crate::mirror::{Mirror, Version};
 
 /// The key of slices of our driver that belong to no node. Nobody of ours publishes such.
@@ -36,7 +36,21 @@ pub enum Observation {
     /// Labels and UID of a node.
     Node(Event<PartialObjectMeta<Node>>),
     /// A slice of our driver.
-    Slice(Event<ResourceSlice>),
+    Slice(Event<KnownSlice>),
+}
+
+impl Observation {
+    /// Whether it may concern many nodes at once: a policy, or the end of a list.
+    #[must_use]
+    pub fn concerns_many(&self) -> bool {
+        matches!(
+            self,
+            Self::Policy(_)
+                | Self::GpuNode(Event::InitDone)
+                | Self::Node(Event::InitDone)
+                | Self::Slice(Event::InitDone)
+        )
+    }
 }
 
 /// Everything that decides what one node publishes.
@@ -51,7 +65,7 @@ pub struct NodeView {
     /// All policies, by name.
     pub policies: Arc<[SharingPolicy]>,
     /// The slices of our driver on this node, by name.
-    pub slices: Vec<Arc<ResourceSlice>>,
+    pub slices: Vec<Arc<KnownSlice>>,
 }
 
 /// How far the watches were when writes were answered.
@@ -61,20 +75,20 @@ pub struct Mark {
     gpu_nodes: u64,
 }
 
-/// The cluster as the watches tell it.
+/// The cluster as the watches deliver it.
 #[derive(Debug, Default)]
 pub struct Index {
     gpu_nodes: Mirror<GpuNode>,
     policies: Mirror<SharingPolicy>,
     nodes: Mirror<PartialObjectMeta<Node>>,
-    slices: Mirror<ResourceSlice>,
+    slices: Mirror<KnownSlice>,
     slices_by_node: BTreeMap<String, BTreeSet<String>>,
     /// The policies as every view gets them.
     all_policies: Arc<[SharingPolicy]>,
 }
 
 impl Index {
-    /// Takes an event in; answers with the nodes to look at again.
+    /// Applies an event and returns the nodes to reconcile again.
     pub fn observe(&mut self, observation: Observation) -> BTreeSet<String> {
         match observation {
             Observation::GpuNode(event) => self
@@ -120,7 +134,7 @@ impl Index {
                     if let Some(before) = change.before {
                         let node = node_of(&before);
                         if let Some(names) = self.slices_by_node.get_mut(node) {
-                            names.remove(&before.name_any());
+                            names.remove(&*before.name);
                             if names.is_empty() {
                                 self.slices_by_node.remove(node);
                             }
@@ -132,7 +146,7 @@ impl Index {
                         self.slices_by_node
                             .entry(node.to_owned())
                             .or_default()
-                            .insert(after.name_any());
+                            .insert(after.name.to_string());
                         dirty.insert(node.to_owned());
                     }
                 }
@@ -159,6 +173,15 @@ impl Index {
             .map(|g| g.name_any())
             .chain(self.slices_by_node.keys().cloned())
             .collect()
+    }
+
+    /// Whether the node's plugin registered and nothing is recorded for that registration.
+    #[must_use]
+    pub fn asks(&self, name: &str) -> bool {
+        let status = self.gpu_nodes.get(name).and_then(|g| g.status.as_ref());
+        let registered = status.and_then(|s| s.registration.as_ref());
+        let published = status.and_then(|s| s.published.as_ref());
+        registered.map_or(0, |r| r.epoch) != published.map_or(0, |p| p.epoch)
     }
 
     /// What decides about one node.
@@ -203,18 +226,17 @@ impl Index {
     /// Whether a slice of this name and UID is still known.
     #[must_use]
     pub fn has_slice(&self, name: &str, uid: &str) -> bool {
-        self.slices
-            .get(name)
-            .is_some_and(|s| s.uid().as_deref() == Some(uid))
+        self.slices.get(name).is_some_and(|s| &*s.uid == uid)
     }
 }
 
-fn node_of(slice: &ResourceSlice) -> &str {
-    slice.spec.node_name.as_deref().unwrap_or(NO_NODE)
+fn node_of(slice: &KnownSlice) -> &str {
+    slice.node.as_deref().unwrap_or(NO_NODE)
 }
 
 #[cfg(test)]
 mod tests {
+    use k8s_openapi::api::resource::v1::ResourceSlice;
     use serde_json::{Value, json};
 
     use super::*;
@@ -237,14 +259,14 @@ mod tests {
         }}))
     }
 
-    fn slice(name: &str, node: Option<&str>) -> ResourceSlice {
-        object(json!({
+    fn slice(name: &str, node: Option<&str>) -> KnownSlice {
+        KnownSlice::from(&object::<ResourceSlice>(json!({
             "metadata": {"name": name, "uid": name, "resourceVersion": "1"},
             "spec": {
                 "driver": "gpu.tranche.dev", "nodeName": node,
                 "pool": {"name": "p", "generation": 1, "resourceSliceCount": 1},
             },
-        }))
+        })))
     }
 
     fn policy(tiers: &Value) -> SharingPolicy {

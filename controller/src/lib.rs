@@ -1,14 +1,14 @@
 //! GpuNode and SharingPolicy to ResourceSlices.
 //!
 //! ```text
-//!  watches ──► feed ──► index ──► reconcile ──► step ──► apply ──► API server
-//!                         ▲          │ pure:                          │
-//!                         │          │ phase, plan, difference        │
-//!                         └──────────┴────── the watches bring ◄──────┘
+//!  watches ──► feed ──► index ──► queue ──► reconcile ──► step ──► apply ──► API server
+//!                         ▲                    │ pure:                          │
+//!                         │                    │ phase, plan, difference        │
+//!                         └────────────────────┴────── the watches bring ◄──────┘
 //! ```
 //!
 //! * [`feed`] watches GpuNodes, SharingPolicies, Nodes and our driver's ResourceSlices.
-//! * [`index`] holds what they say, by node; [`queue`] says which node is next.
+//! * [`known`] says what is kept of each object, [`index`] holds it by node, and [`queue`] says which node is next.
 //! * [`reconcile`] decides one step for one node from everything that is known, with [`pool`] for the
 //!   difference between slices and [`withdrawn`] for devices that may not disappear yet.
 //! * [`apply`] executes the step; [`controller`] is the loop around all of it.
@@ -25,6 +25,7 @@ pub mod controller;
 pub mod feed;
 pub mod http;
 pub mod index;
+pub mod known;
 pub mod leader;
 pub mod metrics;
 pub mod mirror;

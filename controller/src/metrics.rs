@@ -89,6 +89,11 @@ struct NodeLabels {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct LaneLabels {
+    lane: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct WatchLabels {
     kind: &'static str,
 }
@@ -104,6 +109,7 @@ pub struct Metrics {
     withheld: Family<NodeLabels, Gauge>,
     lists: Family<WatchLabels, Counter>,
     watch_errors: Family<WatchLabels, Counter>,
+    queued: Family<LaneLabels, Gauge>,
     leader: Gauge<i64, AtomicI64>,
 }
 
@@ -142,6 +148,12 @@ impl Default for Metrics {
         registry.register("lists", "Complete lists taken in", lists.clone());
         let watch_errors = Family::default();
         registry.register("watch_errors", "Watches that failed", watch_errors.clone());
+        let queued = Family::default();
+        registry.register(
+            "queued_nodes",
+            "Nodes to reconcile: prompt, since something about them changed, or paced, since something changed that concerns many",
+            queued.clone(),
+        );
         let leader = Gauge::default();
         registry.register("leader", "1 on the replica that writes", leader.clone());
         Self {
@@ -153,6 +165,7 @@ impl Default for Metrics {
             withheld,
             lists,
             watch_errors,
+            queued,
             leader,
         }
     }
@@ -203,6 +216,12 @@ impl Metrics {
     /// Counts a watch that failed.
     pub fn watch_failed(&self, kind: &'static str) {
         self.watch_errors.get_or_create(&WatchLabels { kind }).inc();
+    }
+
+    /// Notes how many nodes wait in a lane.
+    pub fn queued(&self, lane: &'static str, nodes: usize) {
+        let nodes = i64::try_from(nodes).unwrap_or(i64::MAX);
+        self.queued.get_or_create(&LaneLabels { lane }).set(nodes);
     }
 
     /// Notes whether this replica leads.

@@ -6,14 +6,15 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use kube::ResourceExt;
 use kube::runtime::watcher::Event;
+
+use crate::known::Stored;
 
 /// A resourceVersion as a number: comparable within a kind since Kubernetes 1.35 (KEP-5504).
 pub type Version = u128;
 
 /// The version of an object; 0 where there is none.
-pub fn version<K: ResourceExt>(object: &K) -> Version {
+pub fn version<K: Stored>(object: &K) -> Version {
     object
         .resource_version()
         .and_then(|v| v.parse().ok())
@@ -54,7 +55,7 @@ impl<K> Default for Mirror<K> {
     }
 }
 
-impl<K: ResourceExt> Mirror<K> {
+impl<K: Stored> Mirror<K> {
     /// Takes one event of the watch in and says what changed.
     pub fn apply(&mut self, event: Event<K>) -> Vec<Change<K>> {
         match event {
@@ -67,7 +68,7 @@ impl<K: ResourceExt> Mirror<K> {
                 self.seen = self.seen.max(version(&object));
                 self.incoming
                     .get_or_insert_default()
-                    .insert(object.name_any(), Arc::new(object));
+                    .insert(object.name().to_owned(), Arc::new(object));
                 Vec::new()
             }
             Event::InitDone => {
@@ -96,7 +97,7 @@ impl<K: ResourceExt> Mirror<K> {
             Event::Apply(object) => {
                 self.seen = self.seen.max(version(&object));
                 let after = Arc::new(object);
-                let before = self.objects.insert(after.name_any(), after.clone());
+                let before = self.objects.insert(after.name().to_owned(), after.clone());
                 vec![Change {
                     before,
                     after: Some(after),
@@ -104,7 +105,7 @@ impl<K: ResourceExt> Mirror<K> {
             }
             Event::Delete(object) => {
                 self.seen = self.seen.max(version(&object));
-                let before = self.objects.remove(&object.name_any());
+                let before = self.objects.remove(object.name());
                 vec![Change {
                     before,
                     after: None,
@@ -163,7 +164,7 @@ mod tests {
     }
 
     fn names(mirror: &Mirror<ConfigMap>) -> Vec<String> {
-        mirror.iter().map(|o| o.name_any()).collect()
+        mirror.iter().map(|o| o.name().to_owned()).collect()
     }
 
     #[test]

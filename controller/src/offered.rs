@@ -1,4 +1,4 @@
-//! What people are told of what a node publishes: a condition, and events about what changed.
+//! What users see of what a node publishes: a condition, and events about changes.
 
 use std::collections::BTreeSet;
 
@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn what_did_not_change_is_not_told_again() {
+    fn what_did_not_change_is_no_news() {
         let lost = WithheldGpu::whole("index 1", reason::GPU_LOST, "it fell off".to_owned());
         let small = WithheldGpu {
             tiers: vec![Tier::Capped],

@@ -9,11 +9,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use jiff::{SignedDuration, Timestamp};
-use k8s_openapi::api::resource::v1::{ResourceSlice, ResourceSliceSpec};
+use k8s_openapi::api::resource::v1::ResourceSlice;
 use kube::ResourceExt;
-use kube::api::ObjectMeta;
 use tranche_api::gpu_node::Published;
-use tranche_driver::slices::{self, SlicePlan};
+use tranche_driver::slices::{self, Digest, SlicePlan};
+
+use crate::known::KnownSlice;
 
 /// How long what is left of a pool stays after a part of it was removed. The kubelet is quicker with a wipe,
 /// and a plugin that lives is quicker to ask.
@@ -44,11 +45,11 @@ pub enum Write {
 impl Write {
     /// Deletes the slice as it is known.
     #[must_use]
-    pub fn delete(slice: &ResourceSlice) -> Self {
+    pub fn delete(slice: &KnownSlice) -> Self {
         Self::Delete {
-            name: slice.name_any(),
-            uid: slice.uid().unwrap_or_default(),
-            version: slice.resource_version().unwrap_or_default(),
+            name: slice.name.to_string(),
+            uid: slice.uid.to_string(),
+            version: slice.version.to_string(),
         }
     }
 }
@@ -67,8 +68,8 @@ pub struct Memory {
 
 #[derive(Clone, Debug)]
 struct Dropped {
-    wanted: ResourceSliceSpec,
-    stored: ResourceSliceSpec,
+    wanted: Digest,
+    stored: Digest,
     problem: String,
 }
 
@@ -90,8 +91,8 @@ impl Memory {
         self.dropped.insert(
             name,
             Dropped {
-                wanted: wanted.spec.clone(),
-                stored: stored.spec.clone(),
+                wanted: Digest::of(&wanted.spec),
+                stored: Digest::of(&stored.spec),
                 problem,
             },
         );
@@ -143,25 +144,13 @@ impl Memory {
         self.dropped.retain(|name, _| names.contains(name));
     }
 
-    /// Whether what is stored is what is wanted, as well as this API server can store it. The generation and
-    /// the number of slices are not compared.
-    fn as_good_as(
-        &self,
-        name: &str,
-        wanted: &ResourceSliceSpec,
-        stored: &ResourceSliceSpec,
-    ) -> bool {
-        let same = |a: &ResourceSliceSpec, b: &ResourceSliceSpec| {
-            let mut a = a.clone();
-            a.pool.generation = b.pool.generation;
-            a.pool.resource_slice_count = b.pool.resource_slice_count;
-            slices::same(&a, b)
-        };
-        same(wanted, stored)
+    /// Whether what is stored is what is wanted, as well as this API server can store it.
+    fn as_good_as(&self, name: &str, wanted: Digest, stored: Digest) -> bool {
+        wanted == stored
             || self
                 .dropped
                 .get(name)
-                .is_some_and(|d| same(wanted, &d.wanted) && same(stored, &d.stored))
+                .is_some_and(|d| d.wanted == wanted && d.stored == stored)
     }
 }
 
@@ -180,34 +169,39 @@ pub struct Difference {
 #[must_use]
 pub fn difference(
     plan: &SlicePlan,
-    existing: &[Arc<ResourceSlice>],
+    existing: &[Arc<KnownSlice>],
     last_generation: i64,
     memory: &Memory,
 ) -> Difference {
-    let by_name: BTreeMap<String, &Arc<ResourceSlice>> =
-        existing.iter().map(|s| (s.name_any(), s)).collect();
-    let is_planned = |slice: &ResourceSlice| {
+    let by_name: BTreeMap<&str, &KnownSlice> = existing.iter().map(|s| (&*s.name, &**s)).collect();
+    let is_planned = |slice: &KnownSlice| {
         plan.slices
             .iter()
-            .any(|planned| Some(&planned.name) == slice.metadata.name.as_ref())
+            .any(|it| it.name.as_str() == &*slice.name)
     };
-    let of_pool = || existing.iter().filter(|s| s.spec.pool.name == plan.pool);
-    let current = of_pool().map(|s| s.spec.pool.generation).max();
+    let of_pool = || existing.iter().filter(|s| *s.pool == *plan.pool);
+    let current = of_pool().map(|s| s.generation).max();
+    let count = i64::try_from(plan.slices.len()).unwrap_or(i64::MAX);
 
     let obsolete: Vec<_> = existing.iter().filter(|s| !is_planned(s)).collect();
     // What is obsolete and of an older generation was left by an earlier change: its removal is none.
     let removed = obsolete
         .iter()
-        .any(|s| s.spec.pool.name == plan.pool && Some(s.spec.pool.generation) == current);
+        .any(|s| *s.pool == *plan.pool && Some(s.generation) == current);
     let (mut created, mut scattered, mut changed) = (false, false, 0);
+    let mut same = Vec::with_capacity(plan.slices.len());
     for planned in &plan.slices {
-        let Some(old) = by_name.get(&planned.name) else {
+        let Some(old) = by_name.get(&*planned.name) else {
             created = true;
+            same.push(false);
             continue;
         };
-        let spec = plan.spec(planned, old.spec.pool.generation);
-        scattered |= Some(old.spec.pool.generation) != current || old.spec.pool != spec.pool;
-        changed += usize::from(!memory.as_good_as(&planned.name, &spec, &old.spec));
+        scattered |=
+            Some(old.generation) != current || *old.pool != *plan.pool || old.count != count;
+        let content = Digest::of(&plan.spec(planned, old.generation));
+        let is_same = memory.as_good_as(&planned.name, content, old.content);
+        changed += usize::from(!is_same);
+        same.push(is_same);
     }
     let generation = match current {
         // No slice to carry a new one.
@@ -217,27 +211,28 @@ pub fn difference(
         None => last_generation + 1,
     };
 
+    let owners = [plan.owner()];
     let writes = plan
         .slices
         .iter()
-        .filter_map(|planned| {
-            let wanted = plan.object(planned, generation);
-            let Some(old) = by_name.get(&planned.name) else {
-                return Some(Write::Create(wanted));
+        .zip(same)
+        .filter_map(|(planned, is_same)| {
+            let Some(old) = by_name.get(&*planned.name) else {
+                return Some(Write::Create(plan.object(planned, generation)));
             };
-            let metadata = marked(&old.metadata, wanted.metadata);
-            let settled = old.spec.pool == wanted.spec.pool
-                && memory.as_good_as(&planned.name, &wanted.spec, &old.spec)
-                && metadata == old.metadata;
-            (!settled).then_some({
-                Write::Replace(ResourceSlice {
-                    metadata: ObjectMeta {
-                        managed_fields: None,
-                        ..metadata
-                    },
-                    spec: wanted.spec,
-                })
-            })
+            let is_settled = is_same
+                && old.generation == generation
+                && old.count == count
+                && *old.pool == *plan.pool
+                && old.is_owned_by(&owners);
+            if is_settled {
+                return None;
+            }
+            let wanted = plan.object(planned, generation);
+            Some(Write::Replace(ResourceSlice {
+                metadata: old.replacement(wanted.metadata),
+                spec: wanted.spec,
+            }))
         })
         .collect();
 
@@ -246,15 +241,4 @@ pub fn difference(
         writes,
         obsolete: obsolete.into_iter().map(|s| Write::delete(s)).collect(),
     }
-}
-
-/// The stored metadata with our annotations and owner. What others wrote there stays.
-fn marked(stored: &ObjectMeta, ours: ObjectMeta) -> ObjectMeta {
-    let mut metadata = stored.clone();
-    metadata
-        .annotations
-        .get_or_insert_default()
-        .extend(ours.annotations.unwrap_or_default());
-    metadata.owner_references = ours.owner_references;
-    metadata
 }

@@ -1,6 +1,6 @@
 //! What to do next for one node: a pure function of what is known.
 //!
-//! Every call looks at everything and answers with one step, so that a restart, a lost event or a half
+//! Every call considers everything and returns one step, so that a restart, a lost event or a half
 //! executed step needs no special case: the next call finds what is still missing.
 //!
 //! ```text
@@ -31,7 +31,6 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use jiff::{SignedDuration, Timestamp};
-use k8s_openapi::api::resource::v1::ResourceSlice;
 use kube::ResourceExt;
 use tranche_api::GpuNode;
 use tranche_api::gpu_node::{Inventory, Published, PublishedGpu, Registration};
@@ -40,9 +39,10 @@ use tranche_driver::policy;
 use tranche_driver::slices::{self, NodeInput};
 
 use crate::index::NodeView;
+use crate::known::{KnownSlice, PLUGIN};
 use crate::offered;
 use crate::pool::{self, Difference, Memory, Write};
-use crate::withdrawn::{self, Held};
+use crate::withdrawn::{self, Held, Read};
 
 /// What to do next.
 #[derive(Clone, Debug, PartialEq)]
@@ -53,10 +53,25 @@ pub enum Step {
     Slices(Vec<Write>),
     /// Write `status.published`.
     Record(Published),
+    /// Read these slices, by name and version, then ask again with all of their devices.
+    ReadSlices(Vec<(String, String)>),
     /// List the claims, then ask again with what they hold.
     ListClaims,
     /// Look whether the node plugin's pod is ready, then ask again.
     FindPlugin,
+}
+
+impl Step {
+    /// How many requests it makes.
+    #[must_use]
+    pub fn requests(&self) -> usize {
+        match self {
+            Self::Nothing | Self::ListClaims => 0,
+            Self::Slices(writes) => writes.len(),
+            Self::ReadSlices(slices) => slices.len(),
+            Self::Record(_) | Self::FindPlugin => 1,
+        }
+    }
 }
 
 /// What is known beside the watches, because a step asked for it.
@@ -66,6 +81,8 @@ pub struct Evidence {
     pub held: Option<Held>,
     /// What [`Step::FindPlugin`] found.
     pub plugin_ready: Option<bool>,
+    /// What [`Step::ReadSlices`] read.
+    pub read: Read,
 }
 
 /// The step, and what else is to be known.
@@ -73,7 +90,7 @@ pub struct Evidence {
 pub struct Decision {
     /// What to do next.
     pub step: Step,
-    /// When to look again although nothing changed.
+    /// When to reconcile again although nothing changed.
     pub again: Option<Duration>,
 }
 
@@ -93,10 +110,8 @@ impl Decision {
 
 /// How old a registration may be to be believed by itself. The kubelet wipes 30 s after a plugin was lost.
 const FRESH: SignedDuration = SignedDuration::from_secs(20);
-/// How often a plugin that is not ready is looked for again.
-const LOOK_AGAIN: Duration = Duration::from_secs(10);
-/// The field manager of the node plugin.
-const PLUGIN: &str = "tranche-kubelet-plugin";
+/// How often to check again for a plugin that is not ready.
+const CHECK_AGAIN: Duration = Duration::from_secs(10);
 
 /// What the epochs allow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -110,7 +125,7 @@ enum Phase {
 }
 
 fn phase(
-    slices: &[impl AsRef<ResourceSlice>],
+    slices: &[impl AsRef<KnownSlice>],
     registration: &Registration,
     published: &Published,
 ) -> Phase {
@@ -121,11 +136,7 @@ fn phase(
     if published.epoch != registration.epoch {
         return Phase::Publish;
     }
-    let exists = |name: &String| {
-        slices
-            .iter()
-            .any(|slice| slice.as_ref().metadata.name.as_ref() == Some(name))
-    };
+    let exists = |name: &String| slices.iter().any(|slice| *slice.as_ref().name == **name);
     if published.slices.iter().all(exists) {
         Phase::Keep
     } else {
@@ -133,7 +144,7 @@ fn phase(
     }
 }
 
-/// Whether the plugin's newest word is so old that the plugin may be dead and its slices wiped already. By the
+/// Whether the plugin's last write is so old that the plugin may be dead and its slices wiped already. By the
 /// API server's clock, which stamps what a field manager writes.
 fn is_stale(gpu_node: &GpuNode, now: Timestamp) -> bool {
     let writes = gpu_node.metadata.managed_fields.iter().flatten();
@@ -181,8 +192,7 @@ pub fn reconcile(
         inventory,
         withheld: status.map_or(&[], |status| &status.withheld),
         policies: &view.policies,
-        epoch: registration.epoch,
-        retained: &withdrawn::retained(&view.slices, held),
+        retained: &withdrawn::retained(&view.slices, held, &evidence.read),
     }) {
         Ok(plan) => plan,
         // The node's name cannot name a pool: nothing was ever published.
@@ -201,6 +211,12 @@ pub fn reconcile(
     if phase == Phase::Wait {
         return Decision::only(Step::Nothing);
     }
+    if !plan.lacking.is_empty() {
+        return Decision::only(Step::ReadSlices(withdrawn::unread(
+            &view.slices,
+            &plan.lacking,
+        )));
+    }
     let names: Vec<String> = plan.slices.iter().map(|s| s.name.clone()).collect();
     memory.keep_only(&names);
 
@@ -215,7 +231,7 @@ pub fn reconcile(
             Some(true) => {}
             Some(false) => {
                 return Decision {
-                    again: Some(LOOK_AGAIN),
+                    again: Some(CHECK_AGAIN),
                     ..Decision::only(Step::Nothing)
                 };
             }
@@ -235,7 +251,7 @@ pub fn reconcile(
     };
     let step = if !writes.is_empty() {
         Step::Slices(writes)
-    } else if !memory.is_recorded(&record, &published) || !is_told(status, &record) {
+    } else if !memory.is_recorded(&record, &published) || !has_condition(status, &record) {
         Step::Record(record)
     } else if !obsolete.is_empty() {
         Step::Slices(obsolete)
@@ -294,7 +310,7 @@ fn node_terms(
 
 /// Whether the node's condition says what the record does. One that is missing is written with the next
 /// record: an older schema has none.
-fn is_told(status: Option<&GpuNodeStatus>, record: &Published) -> bool {
+fn has_condition(status: Option<&GpuNodeStatus>, record: &Published) -> bool {
     let state = offered::condition(record);
     let stored = status.map_or(&[][..], |status| &status.conditions);
     stored

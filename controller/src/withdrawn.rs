@@ -3,22 +3,26 @@
 //! The scheduler computes what a GPU has left from the slices as they are. A device that disappears while a
 //! claim holds it gives its counters back, and the GPU would be handed out twice. So a device that
 //! leaves the plan (its GPU vanished, or a policy stopped offering its tier) is tainted first, which
-//! stops new allocations, and goes when a list of the claims, taken some time after the taint,
-//! names it no more. Decisions that were under way when the taint appeared have arrived by then.
+//! stops new allocations, and is removed when a list of the claims, taken some time after the taint,
+//! no longer names it. Allocations that the scheduler was writing when the taint appeared are in the list then.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
 use jiff::{SignedDuration, Timestamp};
-use k8s_openapi::api::resource::v1::{Device, ResourceSlice};
+use k8s_openapi::api::resource::v1::Device;
 use tranche_api::names::taint;
-use tranche_driver::slices::{Content, SlicePlan};
+use tranche_driver::claim::DeviceName;
+use tranche_driver::slices::{Content, PublishedDevice, SlicePlan};
+
+use crate::known::{KnownDevice, KnownSlice};
 
 /// How long the taint stands before the claims are asked: the scheduler's decisions take less.
 const GRACE: SignedDuration = SignedDuration::from_secs(10);
-/// How often the claims are asked again while one of them holds the device.
-const RECHECK: Duration = Duration::from_mins(1);
+/// How often the claims are asked again while one of them holds a device: at whole minutes, so that all nodes
+/// ask at once and one list answers all.
+const RECHECK: i64 = 60;
 
 /// The devices of a node's pool that claims hold, at some time.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -29,26 +33,64 @@ pub struct Held {
     pub at: Timestamp,
 }
 
-/// The published devices that the plan must not lose: all but those that are withdrawn and proved free.
+/// Devices that were read, by the slice's name and the version that was read.
+pub type Read = BTreeMap<String, (String, Vec<Device>)>;
+
+/// The published devices that the plan must not lose: all but those that are withdrawn and proved free. A device
+/// comes whole where it is withdrawn or was read.
 #[must_use]
-pub fn retained(existing: &[Arc<ResourceSlice>], held: Option<&Held>) -> Vec<Device> {
+pub fn retained(
+    existing: &[Arc<KnownSlice>],
+    held: Option<&Held>,
+    read: &Read,
+) -> Vec<PublishedDevice> {
+    let is_free = |device: &KnownDevice| match (&device.withdrawn, held) {
+        (Some(withdrawn), Some(held)) => {
+            let name = device.identity.name.to_string();
+            withdrawn.at + GRACE <= held.at && !held.devices.contains(&name)
+        }
+        _ => false,
+    };
     existing
         .iter()
-        .flat_map(|slice| slice.spec.devices.iter().flatten())
-        .filter(|device| match (withdrawn_at(device), held) {
-            (Some(at), Some(held)) => at + GRACE > held.at || held.devices.contains(&device.name),
-            _ => true,
-        })
-        .cloned()
+        .flat_map(|slice| slice.devices.iter().map(move |device| (slice, device)))
+        .filter(|(_, device)| !is_free(device))
+        .map(|(slice, device)| whole(slice, device, read))
+        .collect()
+}
+
+fn whole(slice: &KnownSlice, device: &KnownDevice, read: &Read) -> PublishedDevice {
+    let mut published = device.published();
+    let was_read = read
+        .get(&*slice.name)
+        .filter(|(version, _)| **version == *slice.version);
+    if let (None, Some((_, devices))) = (&published.content, was_read) {
+        let name = published.name.to_string();
+        published.content = devices.iter().find(|device| device.name == name).cloned();
+    }
+    published
+}
+
+/// The slices, with their versions, in which the devices are of which only the identity is known.
+#[must_use]
+pub fn unread(existing: &[Arc<KnownSlice>], lacking: &[DeviceName]) -> Vec<(String, String)> {
+    let lacks = |slice: &&Arc<KnownSlice>| {
+        let mut devices = slice.devices.iter();
+        devices.any(|device| lacking.contains(&device.identity.name))
+    };
+    existing
+        .iter()
+        .filter(lacks)
+        .map(|slice| (slice.name.to_string(), slice.version.to_string()))
         .collect()
 }
 
 /// What the withdrawn devices in a plan wait for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Waiting {
-    /// When to look again.
+    /// When to reconcile again.
     pub again: Option<Duration>,
-    /// Whether only the claims can tell if something may go.
+    /// Whether the claims must be listed before something can be removed.
     pub ask_claims: bool,
 }
 
@@ -56,14 +98,18 @@ pub struct Waiting {
 #[must_use]
 pub fn waiting(
     plan: &SlicePlan,
-    existing: &[Arc<ResourceSlice>],
+    existing: &[Arc<KnownSlice>],
     held: Option<&Held>,
     now: Timestamp,
 ) -> Waiting {
     let mut waiting = Waiting::default();
-    let published: Vec<&Device> = existing
+    let since: BTreeMap<String, Timestamp> = existing
         .iter()
-        .flat_map(|slice| slice.spec.devices.iter().flatten())
+        .flat_map(|slice| &slice.devices)
+        .filter_map(|device| {
+            let withdrawn = device.withdrawn.as_ref()?;
+            Some((device.identity.name.to_string(), withdrawn.at))
+        })
         .collect();
     let withdrawn = plan
         .slices
@@ -75,23 +121,24 @@ pub fn waiting(
         .flatten()
         .filter(|device| is_withdrawn(device));
     for device in withdrawn {
-        let at = published
-            .iter()
-            .filter(|p| p.name == device.name)
-            .find_map(|p| withdrawn_at(p));
-        let again = match at {
+        let again = match since.get(&device.name) {
             // The taint is about to be written.
             None => GRACE.unsigned_abs(),
-            Some(at) if now < at + GRACE => (at + GRACE).duration_since(now).unsigned_abs(),
-            Some(at) if held.is_none_or(|held| held.at < at + GRACE) => {
+            Some(at) if now < *at + GRACE => (*at + GRACE).duration_since(now).unsigned_abs(),
+            Some(at) if held.is_none_or(|held| held.at < *at + GRACE) => {
                 waiting.ask_claims = true;
                 continue;
             }
-            Some(_) => RECHECK,
+            Some(_) => next_whole_minute(now),
         };
         waiting.again = Some(waiting.again.map_or(again, |a| a.min(again)));
     }
     waiting
+}
+
+fn next_whole_minute(now: Timestamp) -> Duration {
+    let seconds = RECHECK - now.as_second().rem_euclid(RECHECK);
+    Duration::from_secs(seconds.unsigned_abs())
 }
 
 fn is_withdrawn(device: &Device) -> bool {
@@ -100,17 +147,4 @@ fn is_withdrawn(device: &Device) -> bool {
         .iter()
         .flatten()
         .any(|there| there.key == taint::WITHDRAWN)
-}
-
-/// When the device was tainted; the API server fills the time in.
-fn withdrawn_at(device: &Device) -> Option<Timestamp> {
-    let taints = device.taints.as_ref()?;
-    let taint = taints.iter().find(|there| there.key == taint::WITHDRAWN)?;
-    // A server without the field is one without taints; nothing is lost by asking the claims at once.
-    Some(
-        taint
-            .time_added
-            .as_ref()
-            .map_or(Timestamp::UNIX_EPOCH, |time| time.0),
-    )
 }

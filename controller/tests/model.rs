@@ -15,6 +15,7 @@ use tranche_api::gpu_node::{Gpu, Inventory, Published, Registration};
 use tranche_api::withheld::reason;
 use tranche_api::{GpuNode, GpuNodeSpec, GpuNodeStatus, SharingPolicy, WithheldGpu};
 use tranche_controller::index::NodeView;
+use tranche_controller::known::KnownSlice;
 use tranche_controller::offered;
 use tranche_controller::pool::{Memory, Write};
 use tranche_controller::reconcile::{Evidence, Step, reconcile};
@@ -152,7 +153,11 @@ impl World {
             node: Some(Arc::new(node)),
             gpu_node: Some(Arc::new(self.gpu_node.clone())),
             policies: Arc::new([SharingPolicy::new("default", spec)]),
-            slices: self.slices.values().cloned().map(Arc::new).collect(),
+            slices: self
+                .slices
+                .values()
+                .map(|slice| Arc::new(KnownSlice::from(slice)))
+                .collect(),
         }
     }
 
@@ -285,6 +290,16 @@ impl World {
                     devices: self.claims.clone(),
                     at: self.now,
                 });
+                return false;
+            }
+            Step::ReadSlices(slices) => {
+                assert!(!slices.is_empty(), "nothing to read, for ever");
+                for (name, version) in slices {
+                    let slice = &self.slices[&name];
+                    assert_eq!(slice.resource_version().as_ref(), Some(&version));
+                    let devices = slice.spec.devices.clone().unwrap_or_default();
+                    self.evidence.read.insert(name, (version, devices));
+                }
                 return false;
             }
             Step::FindPlugin => {

@@ -8,7 +8,7 @@ use std::time::Duration;
 use serde_json::json;
 use support::Fault;
 use support::cluster::Cluster;
-use tokio::time::sleep;
+use tokio::time::{Instant, sleep};
 
 const SOON: Duration = Duration::from_secs(30);
 /// How soon a plugin sees that its slices vanished.
@@ -211,7 +211,7 @@ async fn a_wipe_at_any_moment_of_a_publication_heals() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_quick_restart_of_the_plugin_restamps_and_keeps_the_generation() {
+async fn a_new_registration_of_a_whole_pool_is_one_write() {
     let (cluster, _replica) = published().await;
     let generation = cluster.published("a")["poolGeneration"].clone();
     let before = cluster.api.write_count();
@@ -219,8 +219,15 @@ async fn a_quick_restart_of_the_plugin_restamps_and_keeps_the_generation() {
     cluster.settle(SOON).await;
     cluster.assert_whole("a");
     assert_eq!(cluster.published("a")["poolGeneration"], generation);
-    // Three slices and the record.
-    assert_eq!(cluster.api.write_count() - before, 4);
+    let writes = cluster.api.writes().split_off(before);
+    assert_eq!(
+        writes,
+        [(
+            "apply".to_owned(),
+            "gpunodes/status".to_owned(),
+            "a".to_owned()
+        )]
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -376,20 +383,28 @@ async fn a_gpu_that_the_node_withholds_is_not_offered_until_the_node_releases_it
     assert_eq!(told, ["GpuWithheld", "GpuReleased"]);
 }
 
-#[tokio::test(start_paused = true)]
-async fn dropped_fields_are_reported_with_their_gate_and_not_written_again() {
+/// A node of two GPUs at an API server that drops a field: the problem is recorded with this word, and nothing is
+/// written again.
+async fn with_dropped_field(field: &str, word: &str) -> (Cluster, support::cluster::Replica) {
     let cluster = Cluster::new();
-    cluster.api.drop_fields(&["allowMultipleAllocations"]);
+    cluster.api.drop_fields(&[field]);
     cluster.node("a");
     cluster.register("a", 2);
     let replica = cluster.replica("one");
     cluster.settle(SOON).await;
     cluster.assert_whole("a");
     let problem = cluster.published("a")["problem"].to_string();
-    assert!(problem.contains("DRAConsumableCapacity"), "{problem}");
+    assert!(problem.contains(word), "{problem}");
     let before = cluster.api.writes();
     sleep(seconds(3600)).await;
     assert_eq!(cluster.api.writes(), before);
+    (cluster, replica)
+}
+
+#[tokio::test(start_paused = true)]
+async fn dropped_fields_are_reported_with_their_gate_and_not_written_again() {
+    let (cluster, replica) =
+        with_dropped_field("allowMultipleAllocations", "DRAConsumableCapacity").await;
 
     // A new leader learns it by writing each slice once more.
     replica.stop().await;
@@ -463,18 +478,7 @@ async fn a_node_is_told_what_the_policies_ask_of_it() {
 
 #[tokio::test(start_paused = true)]
 async fn an_older_gpunode_schema_is_reported_and_not_written_again() {
-    let cluster = Cluster::new();
-    cluster.api.drop_fields(&["gpus"]);
-    cluster.node("a");
-    cluster.register("a", 2);
-    let replica = cluster.replica("one");
-    cluster.settle(SOON).await;
-    cluster.assert_whole("a");
-    let problem = cluster.published("a")["problem"].to_string();
-    assert!(problem.contains("gpunodes.gpu.tranche.dev"), "{problem}");
-    let before = cluster.api.writes();
-    sleep(seconds(3600)).await;
-    assert_eq!(cluster.api.writes(), before);
+    let (cluster, replica) = with_dropped_field("gpus", "gpunodes.gpu.tranche.dev").await;
 
     cluster.api.drop_fields(&[]);
     replica.stop().await;
@@ -715,6 +719,143 @@ async fn two_hundred_nodes_are_published_and_quiet() {
     assert_eq!(cluster.api.write_count(), 2_000);
     sleep(seconds(1800)).await;
     assert_eq!(cluster.api.write_count(), 2_000);
+}
+
+/// Nodes `node-000` and so on, published by one replica.
+async fn many(nodes: u32, gpus: u32) -> (Cluster, support::cluster::Replica) {
+    let cluster = Cluster::new();
+    for i in 0..nodes {
+        let name = format!("node-{i:03}");
+        cluster.node(&name);
+        cluster.register(&name, gpus);
+    }
+    let replica = cluster.replica("one");
+    cluster.settle(seconds(120)).await;
+    (cluster, replica)
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_policy_change_is_bounded_ordered_and_lets_registrations_go_first() {
+    // A change of 8 slices is a new generation of all 9, and the record.
+    let (cluster, _replica) = many(60, 8).await;
+    let before = cluster.api.write_count();
+    let begun = Instant::now();
+    cluster.policy(
+        "default",
+        &json!({"tiers": ["exclusive", "capped", "timeshared"], "capped": {"maxSharers": 4}}),
+    );
+    // A plugin that registers meanwhile does not wait for its turn.
+    sleep(seconds(2)).await;
+    cluster.bump("node-059");
+    sleep(seconds(1)).await;
+    cluster.assert_whole("node-059");
+    cluster.settle(seconds(60)).await;
+
+    let writes = cluster.api.writes_in_time().split_off(before);
+    assert_eq!(writes.len(), 60 * 10);
+    for (first, window) in writes.iter().zip(writes.windows(150)) {
+        let took = window[149].0 - first.0;
+        assert!(took >= seconds(1), "150 writes in {took:?}");
+    }
+    let took = writes[writes.len() - 1].0 - begun;
+    assert!(took > seconds(5) && took < seconds(8), "{took:?}");
+    let mut order: Vec<_> = writes
+        .iter()
+        .filter(|(_, (_, resource, name))| resource == "gpunodes/status" && name != "node-059")
+        .map(|(_, (_, _, name))| name.clone())
+        .collect();
+    // Four are in the middle of it at a time.
+    let done = order.clone();
+    order.sort();
+    for (place, name) in done.iter().enumerate() {
+        let due = order.binary_search(name).expect("the same names");
+        assert!(place.abs_diff(due) < 4, "{name} is done at place {place}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_withdrawn_tier_costs_one_list_of_the_claims_for_all_nodes() {
+    let (cluster, _replica) = many(40, 2).await;
+    for node in ["node-003", "node-017"] {
+        let mut claim = claim(true);
+        claim["metadata"]["name"] = json!(node);
+        claim["status"]["allocation"]["devices"]["results"][0]["pool"] =
+            json!(format!("{node}/gpu"));
+        cluster.api.put("resourceclaims", claim);
+    }
+    let reads = cluster.api.gets("resourceslices");
+    cluster.policy("default", &json!({"tiers": ["exclusive"]}));
+    sleep(seconds(50)).await;
+    let withdrawn = || -> Vec<String> {
+        let slices = cluster.api.all("resourceslices");
+        let devices = slices.iter().flat_map(|slice| {
+            let devices = slice["spec"]["devices"].as_array().cloned();
+            let pool = slice["spec"]["pool"]["name"].clone();
+            devices
+                .into_iter()
+                .flatten()
+                .map(move |d| (pool.clone(), d))
+        });
+        devices
+            .filter(|(_, d)| d["taints"][0]["key"] == "gpu.tranche.dev/withdrawn")
+            .map(|(pool, d)| format!("{pool} {}", d["name"]))
+            .collect()
+    };
+    let held = [
+        "\"node-003/gpu\" \"gpu-00000001-capped\"",
+        "\"node-017/gpu\" \"gpu-00000001-capped\"",
+    ];
+    assert_eq!(withdrawn(), held);
+    // The changes of 40 nodes take some seconds, so two lists may be needed.
+    let lists = cluster.api.lists("resourceclaims");
+    assert!((1..=3).contains(&lists), "{lists} lists of the claims");
+    // All of a device is read where it is no longer offered, once.
+    assert_eq!(cluster.api.gets("resourceslices") - reads, 80);
+
+    // While claims hold devices, one list a minute for both nodes.
+    sleep(seconds(600)).await;
+    let more = cluster.api.lists("resourceclaims") - lists;
+    assert!((8..=11).contains(&more), "{more} lists in ten minutes");
+    assert_eq!(cluster.api.gets("resourceslices") - reads, 80);
+    assert_eq!(withdrawn(), held);
+    for node in ["node-003", "node-017"] {
+        cluster.api.remove("resourceclaims", node);
+    }
+    sleep(seconds(90)).await;
+    assert_eq!(withdrawn(), [""; 0]);
+    for i in 0..40 {
+        cluster.assert_whole(&format!("node-{i:03}"));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_list_of_the_claims_that_fails_is_tried_again_and_loses_no_device() {
+    let (cluster, _replica) = published().await;
+    cluster.api.put("resourceclaims", claim(true));
+    cluster
+        .api
+        .fault("list resourceclaims", vec![Fault::Refuse(500); 3]);
+    cluster.policy("default", &json!({"tiers": ["exclusive"]}));
+    sleep(seconds(12)).await;
+    assert_eq!(withdrawn(&cluster).len(), 4, "not known to be free");
+    sleep(seconds(30)).await;
+    assert_eq!(withdrawn(&cluster), ["gpu-00000001-capped"]);
+    cluster.assert_whole("a");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_slice_that_changes_while_it_is_read_loses_no_device() {
+    for fault in [Fault::Refuse(404), Fault::Refuse(500), Fault::Hang] {
+        let (cluster, _replica) = published().await;
+        cluster.api.put("resourceclaims", claim(true));
+        cluster
+            .api
+            .fault("get resourceslices", vec![fault.clone(); 2]);
+        cluster.policy("default", &json!({"tiers": ["exclusive"]}));
+        sleep(seconds(90)).await;
+        assert_eq!(withdrawn(&cluster), ["gpu-00000001-capped"], "{fault:?}");
+        cluster.assert_whole("a");
+    }
 }
 
 /// A driver that the node's plugin does not know closes the capped devices, until a policy allows it or the

@@ -15,13 +15,21 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use tranche_api::gpu_node::{Gpu, PublishedCapped, PublishedGpu};
 use tranche_api::quantity::{CountError, Quantity};
-use tranche_api::sharing_policy::{OnBypass, SharingPolicy, SharingPolicySpec, UntestedDriver};
+use tranche_api::sharing_policy::{
+    CAPPED_CAPABILITIES, DRIVER_CAPABILITIES, OnBypass, SharingPolicy, SharingPolicySpec,
+    UntestedDriver,
+};
 use tranche_api::tier::Tier;
+
+use crate::cdi::Capability;
 
 pub use selector::SelectorError;
 
 /// The most shares that one GPU may have.
 const MOST_SHARERS: u32 = 128;
+
+/// Bytes of a CUDA context that nobody measured: drivers since 535 take 250 to 550 MiB on data centre GPUs.
+pub const UNMEASURED_CONTEXT: u64 = 512 << 20;
 
 /// What is offered of one GPU, in exact numbers.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -35,7 +43,7 @@ pub struct Terms {
 }
 
 /// How a GPU is shared in the tier `capped`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CappedTerms {
     /// The most shares, 1-128.
     pub max_sharers: u32,
@@ -53,6 +61,8 @@ pub struct CappedTerms {
     pub untested_driver: UntestedDriver,
     /// What the node does with a process that goes around its share's cap.
     pub on_bypass: OnBypass,
+    /// Of the driver's libraries, those that containers get beside compute and utility.
+    pub extra_capabilities: BTreeSet<Capability>,
 }
 
 /// How a GPU is shared in the tier `timeshared`.
@@ -90,6 +100,21 @@ pub enum PolicyProblem {
         /// The tier.
         tier: Tier,
     },
+    /// A name that is no capability of the driver.
+    #[error(
+        "spec.capped.driverCapabilities names {name:?}: use {}",
+        DRIVER_CAPABILITIES.join(", ")
+    )]
+    UnknownCapability {
+        /// The name.
+        name: String,
+    },
+    /// A capability twice.
+    #[error("spec.capped.driverCapabilities names {0} twice")]
+    CapabilityTwice(String),
+    /// Less than the shim stands in front of.
+    #[error("spec.capped.driverCapabilities does not name {0}, which a capped share always has")]
+    NoCapability(&'static str),
     /// A number that is no count.
     #[error("{field} {problem}")]
     Count {
@@ -125,9 +150,25 @@ pub fn terms(
     gpu: &Gpu,
 ) -> Result<Terms, PolicyError> {
     match matching(policies, labels, gpu)? {
-        Some(policy) => Terms::try_from(&policy.spec).map_err(|problem| of(policy, problem)),
+        Some(policy) => {
+            let mut terms = Terms::try_from(&policy.spec).map_err(|problem| of(policy, problem))?;
+            if policy.spec.capped.context_memory.is_none()
+                && let Some(measured) = measured_context(gpu)
+            {
+                terms.capped.context_memory = measured;
+            }
+            Ok(terms)
+        }
         None => Ok(Terms::default()),
     }
+}
+
+/// Bytes of a context as the node measured them. What the inventory says may be anything: no count is no size.
+fn measured_context(gpu: &Gpu) -> Option<u64> {
+    gpu.context_memory?
+        .to_count()
+        .ok()
+        .filter(|bytes| *bytes > 0)
 }
 
 /// What the policies ask of the node itself for `gpu`: the part of its terms that the node's plugin
@@ -144,6 +185,12 @@ pub fn published(
         policy: policy.and_then(|policy| policy.metadata.name.clone()),
         capped: PublishedCapped {
             on_bypass: terms.capped.on_bypass,
+            extra_driver_capabilities: terms
+                .capped
+                .extra_capabilities
+                .iter()
+                .map(ToString::to_string)
+                .collect(),
         },
     })
 }
@@ -198,6 +245,7 @@ impl Default for Terms {
                 default_cores: None,
                 untested_driver: UntestedDriver::Taint,
                 on_bypass: OnBypass::Report,
+                extra_capabilities: BTreeSet::new(),
             },
             timeshared: TimesharedTerms { max_sharers: 1 },
         }
@@ -242,7 +290,10 @@ impl TryFrom<&SharingPolicySpec> for Terms {
             capped: CappedTerms {
                 max_sharers,
                 expected_sharers: capped.expected_sharers,
-                context_memory: count("spec.capped.contextMemory", capped.context_memory)?,
+                context_memory: match capped.context_memory {
+                    Some(bytes) => count("spec.capped.contextMemory", bytes)?,
+                    None => UNMEASURED_CONTEXT,
+                },
                 memory_step,
                 default_memory: capped
                     .default_memory
@@ -251,12 +302,35 @@ impl TryFrom<&SharingPolicySpec> for Terms {
                 default_cores: capped.default_cores.map(default_cores).transpose()?,
                 untested_driver: capped.untested_driver,
                 on_bypass: capped.on_bypass,
+                extra_capabilities: extra_capabilities(&capped.driver_capabilities)?,
             },
             timeshared: TimesharedTerms {
                 max_sharers: sharers("spec.timeshared.maxSharers", spec.timeshared.max_sharers)?,
             },
         })
     }
+}
+
+fn extra_capabilities(names: &[String]) -> Result<BTreeSet<Capability>, PolicyProblem> {
+    for always in CAPPED_CAPABILITIES {
+        if !names.iter().any(|name| name == always) {
+            return Err(PolicyProblem::NoCapability(always));
+        }
+    }
+    let mut seen = BTreeSet::new();
+    if let Some(name) = names.iter().find(|name| !seen.insert(*name)) {
+        return Err(PolicyProblem::CapabilityTwice(name.clone()));
+    }
+    let known = |name: &String| {
+        Capability::named(name)
+            .ok_or_else(|| PolicyProblem::UnknownCapability { name: name.clone() })
+    };
+    let mut all = names
+        .iter()
+        .map(known)
+        .collect::<Result<BTreeSet<_>, _>>()?;
+    all.retain(|capability| Capability::EXTRA.contains(capability));
+    Ok(all)
 }
 
 fn count(field: &'static str, amount: Quantity) -> Result<u64, PolicyProblem> {

@@ -12,6 +12,8 @@
 
 mod conflict;
 
+use std::collections::BTreeSet;
+
 use serde::{Deserialize, Serialize};
 use tranche_api::gpu_node::{Gpu, Inventory};
 use tranche_api::quantity::CountError;
@@ -161,6 +163,19 @@ impl Step {
 }
 
 impl PreparationPlan {
+    /// The plan with more of the driver's libraries in the containers of capped devices, by GPU. They come before
+    /// the shim's device, whose hook makes the loader's cache.
+    #[must_use]
+    pub fn with_capabilities(mut self, of_gpu: impl Fn(&str) -> BTreeSet<cdi::Capability>) -> Self {
+        for device in self.devices.iter_mut().filter(|it| it.cap.is_share()) {
+            let extra = of_gpu(&device.gpu_uuid).into_iter();
+            let ids = extra.map(|capability| cdi::DriverDevice::Extra(capability).id());
+            let last = device.cdi_ids.len().saturating_sub(1);
+            device.cdi_ids.splice(last..last, ids);
+        }
+        self
+    }
+
     /// The inverses of all steps, in the order of execution.
     #[must_use]
     pub fn undo(&self) -> Vec<Undo> {

@@ -42,7 +42,7 @@ use k8s_openapi::api::resource::v1::{
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
 use tranche_api::PciAddress;
 use tranche_api::gpu_node::{Gpu, Inventory};
-use tranche_api::names::{self as vocabulary, DRIVER, EPOCH_ANNOTATION, attribute};
+use tranche_api::names::{self as vocabulary, DRIVER, attribute};
 use tranche_api::sharing_policy::SharingPolicy;
 use tranche_api::withheld::WithheldGpu;
 
@@ -54,7 +54,7 @@ use crate::claim::DeviceName;
 use crate::gpu::GpuUuid;
 use crate::policy;
 
-pub use compare::same;
+pub use compare::{Digest, same};
 pub use device::AttributeError;
 pub use dropped::{DroppedField, FeatureGate, dropped};
 pub use names::NodeNameError;
@@ -77,11 +77,9 @@ pub struct NodeInput<'a> {
     pub withheld: &'a [WithheldGpu],
     /// All policies of the cluster.
     pub policies: &'a [SharingPolicy],
-    /// The plugin's registration for which the slices are made.
-    pub epoch: i64,
-    /// Published devices that claims hold. Those that are no longer offered are kept, and a taint
+    /// Published devices that claims may hold. Those that are no longer offered are kept, and a taint
     /// closes them to new claims.
-    pub retained: &'a [Device],
+    pub retained: &'a [PublishedDevice],
 }
 
 /// The slices of one node, without the pool's generation.
@@ -93,12 +91,13 @@ pub struct SlicePlan {
     pub node: String,
     /// The node's UID.
     pub node_uid: String,
-    /// The registration for which the slices are made.
-    pub epoch: i64,
     /// The slices, by name.
     pub slices: Vec<PlannedSlice>,
     /// What is not offered and why: first what the node withholds, then by GPU.
     pub withheld: Vec<WithheldGpu>,
+    /// Retained devices that are no longer offered and of which only the identity was given. The plan
+    /// is complete, and may be carried out, where there are none.
+    pub lacking: Vec<DeviceName>,
 }
 
 /// One slice.
@@ -127,6 +126,19 @@ struct Known<'a> {
     address: PciAddress,
 }
 
+/// A device as it is published: what identifies it, and all of it where that was read.
+///
+/// The identity is enough while the device is offered as before.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PublishedDevice {
+    /// Its name.
+    pub name: DeviceName,
+    /// The GPU that it was published for.
+    pub uuid: GpuUuid,
+    /// The whole device, where it was read.
+    pub content: Option<Device>,
+}
+
 /// A published device that must be kept, with the GPU that it was published for.
 #[derive(Clone, Debug)]
 struct Retained {
@@ -149,11 +161,10 @@ pub fn plan(node: &NodeInput<'_>) -> Result<SlicePlan, NodeNameError> {
     names::check_node(node.name)?;
     let mut withheld = node.withheld.to_vec();
     let gpus = identified(node, &mut withheld);
-    let retained: Vec<Retained> = node.retained.iter().filter_map(Retained::read).collect();
     let uuids: BTreeSet<GpuUuid> = gpus
         .iter()
         .map(|known| known.uuid)
-        .chain(retained.iter().map(|device| device.uuid))
+        .chain(node.retained.iter().map(|device| device.uuid))
         .collect();
 
     let mut pool = Pool::default();
@@ -168,7 +179,7 @@ pub fn plan(node: &NodeInput<'_>) -> Result<SlicePlan, NodeNameError> {
             pool.counters.insert(known.uuid, counters.set());
         }
     }
-    withdraw(retained, &gpus, &mut pool);
+    let lacking = withdraw(node.retained, &gpus, &mut pool);
 
     let sets: Vec<CounterSet> = pool.counters.into_values().collect();
     let counters = sets.chunks(SETS_PER_SLICE).enumerate();
@@ -187,9 +198,9 @@ pub fn plan(node: &NodeInput<'_>) -> Result<SlicePlan, NodeNameError> {
         pool: vocabulary::pool(node.name),
         node: node.name.to_owned(),
         node_uid: node.uid.to_owned(),
-        epoch: node.epoch,
         slices: counters.chain(devices).collect(),
         withheld,
+        lacking,
     })
 }
 
@@ -297,6 +308,19 @@ fn is_open(node: &NodeInput<'_>, gpu: &Gpu, device: &Device) -> bool {
     })
 }
 
+impl PublishedDevice {
+    /// The identity of a published device. `None` for what is not ours: a name or a GPU that this
+    /// driver never publishes.
+    #[must_use]
+    pub fn identify(device: &Device) -> Option<Self> {
+        Retained::read(device).map(|retained| Self {
+            name: retained.name,
+            uuid: retained.uuid,
+            content: None,
+        })
+    }
+}
+
 impl Retained {
     /// `None` if it is not ours: a device name or GPU that this driver never publishes.
     fn read(device: &Device) -> Option<Self> {
@@ -310,19 +334,24 @@ impl Retained {
     }
 }
 
-/// Adds the devices that are no longer offered but may be allocated, each to its own GPU.
-fn withdraw(retained: Vec<Retained>, gpus: &[Known<'_>], pool: &mut Pool) {
+/// Adds the devices that are no longer offered but may be allocated, each to its own GPU. Says of which
+/// of them only the identity is known.
+fn withdraw(published: &[PublishedDevice], gpus: &[Known<'_>], pool: &mut Pool) -> Vec<DeviceName> {
     let offered: BTreeSet<String> = pool
         .devices
         .values()
         .flatten()
         .map(|device| device.name.clone())
         .collect();
-    let kept: BTreeMap<DeviceName, Retained> = retained
-        .into_iter()
-        .filter(|retained| !offered.contains(&retained.device.name))
-        .map(|retained| (retained.name, retained))
-        .collect();
+    let mut lacking = Vec::new();
+    let mut kept = BTreeMap::new();
+    let gone = |device: &&PublishedDevice| !offered.contains(&device.name.to_string());
+    for device in published.iter().filter(gone) {
+        match &device.content {
+            Some(content) => kept.extend(Retained::read(content).map(|it| (it.name, it))),
+            None => lacking.push(device.name),
+        }
+    }
     for retained in kept.into_values() {
         let present = gpus.iter().find(|known| known.uuid == retained.uuid);
         let mut device = retained.device;
@@ -353,6 +382,7 @@ fn withdraw(retained: Vec<Retained>, gpus: &[Known<'_>], pool: &mut Pool) {
             None => counters.add_to(set.or_default()),
         }
     }
+    lacking
 }
 
 /// A taint that closes a device to new claims that do not tolerate it.
@@ -371,7 +401,6 @@ impl SlicePlan {
         ResourceSlice {
             metadata: ObjectMeta {
                 name: Some(slice.name.clone()),
-                annotations: Some(self.annotations()),
                 owner_references: Some(vec![self.owner()]),
                 ..ObjectMeta::default()
             },
@@ -398,12 +427,6 @@ impl SlicePlan {
             shared_counters,
             ..ResourceSliceSpec::default()
         }
-    }
-
-    /// The annotations of every slice of the plan.
-    #[must_use]
-    pub fn annotations(&self) -> BTreeMap<String, String> {
-        BTreeMap::from([(EPOCH_ANNOTATION.to_owned(), self.epoch.to_string())])
     }
 
     /// The owner of every slice of the plan: the node.

@@ -35,7 +35,7 @@ use crate::driver_state::{DriverState, Observer, SpecFile};
 use crate::events::Events;
 use crate::executor::Executor;
 use crate::fs::{Fs, HostFs};
-use crate::gpu_node::{GpuNodeWriter, NodePolicy};
+use crate::gpu_node::{GpuNodeWriter, NodePolicy, Sources};
 use crate::http::{Health, Scrape, metrics_router, router};
 use crate::install::{self, Installation, is_noexec};
 use crate::journal::MayHold;
@@ -122,6 +122,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         client.clone(),
         driver.clone(),
         others.clone(),
+        policy.clone(),
         Arc::clone(&metrics),
         suspect_orphans,
         Arc::clone(&board),
@@ -183,6 +184,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         Arc::clone(&metrics),
         board,
     );
+    let unowned = watchdog.unowned();
     helpers.spawn(watchdog.run(helpers_stop.clone()));
     let access = Access::new(client.clone());
     let orphans = OrphanSearch {
@@ -212,6 +214,13 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         pod_resources: pod_resources_socket,
     };
     let search = ProviderSearch::new(places, client.clone(), node_name.clone());
+    let sources = Sources {
+        driver: driver.clone(),
+        others,
+        unowned,
+        registered,
+        refused,
+    };
     let gpu_node = GpuNodeWriter::new(
         client.clone(),
         node_name.clone(),
@@ -219,15 +228,8 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         Arc::new(HostClock),
         metrics,
     );
-    helpers.spawn(search.run(driver.clone(), others_tx, helpers_stop.clone()));
-    helpers.spawn(gpu_node.run(
-        driver,
-        others,
-        registered,
-        refused,
-        policy_tx,
-        helpers_stop.clone(),
-    ));
+    helpers.spawn(search.run(driver, others_tx, helpers_stop.clone()));
+    helpers.spawn(gpu_node.run(sources, policy_tx, helpers_stop.clone()));
     helpers.spawn(orphans.run(suspicions, helpers_stop.clone()));
     helpers.spawn(serve_http(http, health, helpers_stop.clone()));
     helpers.spawn(serve_metrics(https, access, scrape, helpers_stop.clone()));
@@ -303,6 +305,7 @@ fn preparer(
     client: Client,
     driver: watch::Receiver<DriverState>,
     others: watch::Receiver<Option<Verdict>>,
+    policy: watch::Receiver<NodePolicy>,
     metrics: Arc<Metrics>,
     suspect_orphans: mpsc::Sender<String>,
     board: Arc<Board>,
@@ -337,6 +340,7 @@ fn preparer(
         installation,
         driver,
         others,
+        policy,
         claims: Claims::new(client),
         ledger: Arc::new(ledger),
         reporter,

@@ -8,13 +8,10 @@ use tracing::{info, warn};
 use tranche_api::Quantity;
 use tranche_api::gpu_node::Inventory;
 use tranche_node::watchdog::compare::Sample;
-use tranche_node::watchdog::contexts::{ContextSizes, Model};
+use tranche_node::watchdog::contexts::{ContextSizes, Line, Model};
 
 use crate::fs::{self, Fs};
 use crate::layout::Layout;
-
-/// An entry of the file: product, driver, bytes.
-type Line = (String, String, u64);
 
 /// The measured sizes, and the file that keeps them.
 #[derive(Debug)]
@@ -40,11 +37,10 @@ impl Contexts {
                 Vec::new()
             }
         };
-        let model = |(product, driver, bytes)| (Model { product, driver }, bytes);
         Self {
             fs,
             path,
-            sizes: Mutex::new(ContextSizes::new(lines.into_iter().map(model))),
+            sizes: Mutex::new(ContextSizes::from_lines(lines)),
         }
     }
 
@@ -71,10 +67,7 @@ impl Contexts {
         if !sizes.note(model, gpu_uuid, sample) {
             return;
         }
-        let lines: Vec<Line> = sizes
-            .iter()
-            .map(|(model, bytes)| (model.product.clone(), model.driver.clone(), bytes))
-            .collect();
+        let lines = sizes.lines();
         info!(
             product = model.product,
             driver = model.driver,

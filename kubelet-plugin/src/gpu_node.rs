@@ -28,7 +28,7 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 use tranche_api::conditions::{CLAIMS_KNOWN, DRIVER_READY, State};
-use tranche_api::gpu_node::{Inventory, Registration};
+use tranche_api::gpu_node::{Inventory, Published, Registration};
 use tranche_api::names::API_VERSION;
 use tranche_api::{GpuNode, GpuNodeStatus, WithheldGpu};
 use tranche_driver::providers::Verdict;
@@ -45,7 +45,8 @@ use crate::ledger::Refused;
 use crate::metrics::Metrics;
 use crate::registration::Registered;
 
-/// How long slices must be away before that counts: a controller that replaces one needs a moment.
+/// How long published slices must be missing before that counts: the watch of the slices may be behind that of
+/// the GpuNode.
 const DEBOUNCE: Duration = Duration::from_secs(1);
 /// Pauses after a failed write: the first; it doubles up to the last.
 const FIRST_RETRY: Duration = Duration::from_millis(250);
@@ -62,6 +63,21 @@ enum Error {
     NoAnswer(#[from] NoAnswer),
     #[error("node {0} has no UID")]
     NodeWithoutUid(String),
+}
+
+/// Where what the GpuNode says comes from.
+#[derive(Clone, Debug)]
+pub struct Sources {
+    /// The driver.
+    pub driver: watch::Receiver<DriverState>,
+    /// Other systems that hand out the GPUs; `None` until they were looked for.
+    pub others: watch::Receiver<Option<Verdict>>,
+    /// GPUs that are withheld because memory of them is nobody's.
+    pub unowned: watch::Receiver<Vec<WithheldGpu>>,
+    /// The kubelet.
+    pub registered: watch::Receiver<Registered>,
+    /// The claims whose journals cannot be read.
+    pub refused: watch::Receiver<Refused>,
 }
 
 /// Keeps the node's GpuNode up to date.
@@ -89,6 +105,8 @@ struct Wanted {
     /// Other systems that hand out the GPUs; `None` until they were looked for, and nothing is written
     /// before.
     others: Option<Verdict>,
+    /// GPUs of whose memory some is nobody's.
+    unowned: Vec<WithheldGpu>,
     /// The epoch is to grow.
     bump: bool,
     /// The claims whose journals cannot be read.
@@ -182,30 +200,41 @@ impl GpuNodeWriter {
     /// in `policy` what the policies ask of the node, until cancelled.
     pub async fn run(
         self,
-        mut driver: watch::Receiver<DriverState>,
-        mut others: watch::Receiver<Option<Verdict>>,
-        mut registered: watch::Receiver<Registered>,
-        mut refused: watch::Receiver<Refused>,
+        sources: Sources,
         policy: watch::Sender<NodePolicy>,
         stop: CancellationToken,
     ) {
+        let Sources {
+            mut driver,
+            mut others,
+            mut unowned,
+            mut registered,
+            mut refused,
+        } = sources;
         let mut slices = OwnSlices::default();
         let mut events = pin!(slices::watch(self.client.clone(), &self.node));
         let mut own = pin!(own::watch(self.client.clone(), &self.node));
         let mut wanted = Wanted {
             refused: refused.borrow_and_update().clone(),
             others: others.borrow_and_update().clone(),
+            unowned: unowned.borrow_and_update().clone(),
             ..Wanted::default()
         };
         let mut epoch = 0;
         let mut dirty = false;
         let mut retry = FIRST_RETRY;
         let mut next_try = pin!(tokio::time::sleep(Duration::ZERO));
+        let mut recorded = Published::default();
         let mut check = pin!(tokio::time::sleep(Duration::ZERO));
-        let mut suspicious = false;
+        let mut checking = false;
         let mut resync = tokio::time::interval(RESYNC);
         resync.reset();
         loop {
+            let lacking = recorded.epoch == epoch && slices.lack(&recorded.slices);
+            if lacking && !checking {
+                check.as_mut().reset(tokio::time::Instant::now() + DEBOUNCE);
+            }
+            checking = lacking;
             tokio::select! {
                 () = stop.cancelled() => return,
                 Ok(()) = driver.changed() => {
@@ -220,6 +249,10 @@ impl GpuNodeWriter {
                     wanted.others.clone_from(&others.borrow_and_update());
                     dirty = true;
                 }
+                Ok(()) = unowned.changed() => {
+                    wanted.unowned.clone_from(&unowned.borrow_and_update());
+                    dirty = true;
+                }
                 Ok(()) = registered.changed() => {
                     if registered.borrow_and_update().now {
                         self.metrics.registrations.inc();
@@ -227,22 +260,21 @@ impl GpuNodeWriter {
                         dirty = true;
                     }
                 }
-                Some(event) = events.next() => {
-                    if slices.apply(event, epoch) {
-                        suspicious = true;
-                        check.as_mut().reset(tokio::time::Instant::now() + DEBOUNCE);
-                    }
-                }
-                () = check.as_mut(), if suspicious => {
-                    suspicious = false;
-                    if registered.borrow().now && self.slices_vanished(&slices, epoch).await {
+                Some(event) = events.next() => slices.apply(event),
+                () = check.as_mut(), if checking => {
+                    check.as_mut().reset(tokio::time::Instant::now() + DEBOUNCE);
+                    let asked = wanted.bump;
+                    if !asked && registered.borrow().now && self.slices_vanished(&slices, epoch).await {
                         info!(epoch, "published slices of this epoch are gone; asking for them anew");
                         wanted.bump = true;
                         dirty = true;
                     }
                 }
                 Some(seen) = own.next() => match seen {
-                    Seen::Policy(asked) => note(&policy, asked),
+                    Seen::Published(published) => {
+                        note(&policy, NodePolicy::of(&published));
+                        recorded = *published;
+                    }
                     Seen::Missing => dirty = true,
                 },
                 _ = resync.tick() => dirty = true,
@@ -304,7 +336,7 @@ impl GpuNodeWriter {
         let sole = others.condition.since(&old.conditions, now);
         let is_news = !old.conditions.contains(&ready);
         let claims = claims_known(&wanted.refused).since(&old.conditions, self.clock.now());
-        let withheld = [&driver.withheld[..], &others.withheld].concat();
+        let withheld = [&driver.withheld[..], &others.withheld, &wanted.unowned].concat();
         if old.registration.as_ref() == Some(&registration)
             && old.inventory == driver.inventory
             && old.withheld == withheld

@@ -34,6 +34,7 @@ pub use error::{PrepareError, Problem, UnprepareError};
 use crate::claims::{ClaimRef, Claims};
 use crate::driver_state::{DriverState, Ready, SpecFile};
 use crate::executor::{Executor, StepError};
+use crate::gpu_node::NodePolicy;
 use crate::install::{InstallError, Installation, Needs};
 use crate::ledger::{Booking, Ledger, claim_of};
 use crate::locks::Locks;
@@ -74,6 +75,8 @@ pub struct Parts {
     pub driver: watch::Receiver<DriverState>,
     /// Other systems that hand out the GPUs; `None` until the first search.
     pub others: watch::Receiver<Option<Verdict>>,
+    /// What the policies ask of this node.
+    pub policy: watch::Receiver<NodePolicy>,
     /// The API server.
     pub claims: Claims,
     /// The held claims.
@@ -204,7 +207,9 @@ impl Preparer {
         self.read_refused_again();
         loop {
             let booked = ledger.book(allocation, |others| {
-                plan(allocation, &ready.inventory, others).map_err(Problem::from)
+                let policy = self.parts.policy.borrow();
+                let plan = plan(allocation, &ready.inventory, others)?;
+                Ok(plan.with_capabilities(|gpu| policy.capabilities(gpu)))
             });
             match booked.inspect_err(|problem| self.suspect(problem))? {
                 // A boot removed its pages, so no container uses them: it gets pages of this

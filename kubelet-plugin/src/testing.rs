@@ -20,6 +20,7 @@ use crate::claims::{ClaimRef, Claims};
 use crate::driver_state::{DriverState, Ready, SpecFile};
 use crate::executor::Executor;
 use crate::fs::{Fs, HostFs};
+use crate::gpu_node::NodePolicy;
 use crate::install::{Installation, shims, testing::lay_out_image};
 use crate::layout::{Layout, testing::below};
 use crate::ledger::Ledger;
@@ -53,6 +54,7 @@ pub struct Plugin {
     pub driver: watch::Sender<DriverState>,
     pub suspicions: tokio::sync::Mutex<mpsc::Receiver<String>>,
     pub others: watch::Sender<Option<Verdict>>,
+    pub policy: watch::Sender<NodePolicy>,
 }
 
 /// Records the reports to the cluster.
@@ -220,6 +222,7 @@ impl World {
         let reports = Arc::new(Reports::default());
         let board = Arc::new(Board::default());
         let (others, others_rx) = watch::channel(None);
+        let (policy, policy_rx) = watch::channel(NodePolicy::default());
         let (driver, driver_rx) = watch::channel(DriverState::Ready(Arc::clone(&self.ready)));
         let (suspect_orphans, suspicions) = suspicions();
         let preparer = Preparer::new(Parts {
@@ -229,6 +232,7 @@ impl World {
             installation,
             driver: driver_rx,
             others: others_rx,
+            policy: policy_rx,
             claims: Claims::new(self.api.client()),
             ledger: Arc::new(ledger),
             reporter: Arc::clone(&reports) as _,
@@ -243,6 +247,7 @@ impl World {
             driver,
             suspicions: tokio::sync::Mutex::new(suspicions),
             others,
+            policy,
         })
     }
 

@@ -15,8 +15,9 @@ use k8s_openapi::api::core::v1::ObjectReference;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
-use tranche_api::Quantity;
 use tranche_api::sharing_policy::OnBypass;
+use tranche_api::withheld::reason;
+use tranche_api::{Quantity, WithheldGpu};
 use tranche_driver::journal::Record;
 use tranche_driver::preparation::{Cap, PAGES};
 use tranche_node::nvml::Driver;
@@ -42,6 +43,14 @@ use crate::rounds;
 /// leave.
 const LINGER: Duration = Duration::from_mins(1);
 
+/// How long a GPU must have been withheld for memory without an owner before the GpuNode says so. A Prepare waits
+/// 25 s for such memory; if it is freed by then, the slices need no change.
+const STAYS: Duration = Duration::from_secs(30);
+
+/// The message about such a GPU. The amount of memory changes; a metric has it.
+const UNOWNED: &str = "memory of the GPU is in use by no process, so no new claim gets the GPU until it is free \
+     (tranche_gpu_unowned_memory_bytes); if it stays, reset the GPU (`nvidia-smi --gpu-reset`) or reboot the node";
+
 /// Watches the held GPUs.
 #[derive(Debug)]
 pub struct Watchdog {
@@ -55,6 +64,7 @@ pub struct Watchdog {
     events: Events,
     metrics: Arc<Metrics>,
     board: Arc<Board>,
+    unowned: watch::Sender<Vec<WithheldGpu>>,
     gpus: BTreeMap<String, Gpu>,
     /// Processes that were ended and that NVML still lists, because an end takes time.
     ended: BTreeSet<ProcessId>,
@@ -70,6 +80,8 @@ struct Gpu {
     foreign: u32,
     /// Why it cannot be watched, as logged.
     unwatchable: Option<String>,
+    /// Since when it has been withheld.
+    withheld_since: Option<Instant>,
 }
 
 /// A device that a claim holds, by its key.
@@ -103,10 +115,17 @@ impl Watchdog {
             events,
             metrics,
             board,
+            unowned: watch::Sender::default(),
             gpus: BTreeMap::new(),
             ended: BTreeSet::new(),
             start: Instant::now(),
         }
+    }
+
+    /// The GPUs that have been withheld for a while because memory of them is in use by no process.
+    #[must_use]
+    pub fn unowned(&self) -> watch::Receiver<Vec<WithheldGpu>> {
+        self.unowned.subscribe()
     }
 
     /// Watches until cancelled. A round reads tmpfs and /proc and calls NVML, which may block.
@@ -133,6 +152,7 @@ impl Watchdog {
                 held: now,
                 foreign: 0,
                 unwatchable: None,
+                withheld_since: None,
             });
             gpu.held = now;
         }
@@ -199,6 +219,23 @@ impl Watchdog {
             };
             board.insert(uuid.clone(), watched);
         }
+        let mut unowned = Vec::new();
+        for (uuid, gpu) in &mut self.gpus {
+            gpu.withheld_since = gpu
+                .watch
+                .is_withheld()
+                .then(|| gpu.withheld_since.unwrap_or(now));
+            let stays = |since: Instant| now.duration_since(since) >= STAYS;
+            if gpu.withheld_since.is_some_and(stays) {
+                let message = UNOWNED.to_owned();
+                unowned.push(WithheldGpu::whole(uuid, reason::UNOWNED_MEMORY, message));
+            }
+        }
+        self.unowned.send_if_modified(|known| {
+            let is_news = *known != unowned;
+            *known = unowned;
+            is_news
+        });
         self.probe.keep(&pids, is_key);
         self.ended.retain(|process| pids.contains(&process.pid));
         let nanos = now.duration_since(self.start).as_nanos();

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use crate::nvml::{Driver, Nvml, ProcessSample};
+use crate::nvml::{Driver, Nvml, ProcessMemory, ProcessSample};
 
 /// How busy GPUs are.
 pub trait Utilization {
@@ -104,6 +104,11 @@ impl NvmlUtilization {
         }
     }
 
+    /// How much memory each process holds on a GPU; `None` where nobody knows.
+    pub fn process_memory(&mut self, gpu_uuid: &str) -> Option<Vec<ProcessMemory>> {
+        self.open()?.processes(gpu_uuid).ok()
+    }
+
     fn open(&mut self) -> Option<&dyn Nvml> {
         if let (None, Some(driver)) = (&self.opened, &self.driver)
             && self.tried.is_none_or(|at| at.elapsed() > RETRY)
@@ -157,7 +162,7 @@ mod tests {
 
     use super::*;
     use crate::devices::DeviceNodes;
-    use crate::nvml::{Description, NvmlError, Opened, ProcessMemory, Traces};
+    use crate::nvml::{Description, NvmlError, Opened, Traces};
     use crate::root::DriverRoot;
 
     /// A driver that was replaced once: an NVML that was opened before fails.

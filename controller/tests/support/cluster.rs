@@ -10,7 +10,7 @@ use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 use tranche_controller::apply::Executor;
 use tranche_controller::clock::Clock;
-use tranche_controller::controller::Controller;
+use tranche_controller::controller::{Controller, REQUESTS_PER_SECOND};
 use tranche_controller::feed::Feed;
 use tranche_controller::http::Health;
 use tranche_controller::leader::Election;
@@ -77,7 +77,14 @@ impl Cluster {
             metrics.clone(),
         );
         let feed = Feed::start(&client, &metrics);
-        let controller = Controller::new(executor, feed, leadership, metrics, Health::default());
+        let controller = Controller::new(
+            executor,
+            feed,
+            leadership,
+            metrics,
+            Health::default(),
+            REQUESTS_PER_SECOND,
+        );
         let token = stop.clone();
         let task = tokio::spawn(async move {
             let written = CancellationToken::new();
@@ -275,11 +282,6 @@ impl Cluster {
                 "the generation",
                 &pool["generation"],
                 published["poolGeneration"].clone(),
-            )?;
-            same(
-                "the slice's epoch",
-                &metadata["annotations"]["gpu.tranche.dev/epoch"],
-                json!(published["epoch"].to_string()),
             )?;
             same(
                 "the owner",

@@ -21,6 +21,7 @@ use kube::Client;
 use kube::client::Body;
 use serde_json::{Value, json};
 use tokio::sync::mpsc;
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tranche_controller::clock::Clock;
 
@@ -46,6 +47,12 @@ struct Store {
     history: Vec<(u64, String, Value)>,
     watches: Vec<(String, mpsc::UnboundedSender<(u64, Value)>)>,
     writes: Vec<Record>,
+    /// When each of these was stored.
+    written_at: Vec<Instant>,
+    /// Lists that were answered, by resource.
+    lists: BTreeMap<String, usize>,
+    /// Reads of single objects that were answered, by resource.
+    gets: BTreeMap<String, usize>,
     /// Writes that were asked for, stored or not.
     attempts: usize,
     /// How late watches deliver.
@@ -136,7 +143,11 @@ impl Api {
         let answer = match verb {
             "watch" => self.watch(&path, &query),
             "list" => self.list(&path, &query),
-            "get" => self.store().get(&path),
+            "get" => {
+                let mut store = self.store();
+                *store.gets.entry(path.resource()).or_default() += 1;
+                store.get(&path)
+            }
             "create" => self.store().create(&path, body, self.clock.now()),
             "update" => self.store().update(&path, body, self.clock.now()),
             "delete" => self.store().delete(&path, &body["preconditions"]),
@@ -149,7 +160,8 @@ impl Api {
     }
 
     fn list(&self, path: &Path, query: &BTreeMap<String, String>) -> Answer {
-        let store = self.store();
+        let mut store = self.store();
+        *store.lists.entry(path.resource()).or_default() += 1;
         let items: Vec<_> = store
             .objects
             .iter()
@@ -274,6 +286,25 @@ impl Api {
         other.count()
     }
 
+    /// Writes so far with the times at which they were stored, but those to leases.
+    pub fn writes_in_time(&self) -> Vec<(Instant, Record)> {
+        let store = self.store();
+        let all = store.written_at.iter().zip(&store.writes);
+        all.filter(|(_, (_, plural, _))| plural != "leases")
+            .map(|(at, record)| (*at, record.clone()))
+            .collect()
+    }
+
+    /// Lists of a resource that were answered.
+    pub fn lists(&self, resource: &str) -> usize {
+        self.store().lists.get(resource).copied().unwrap_or(0)
+    }
+
+    /// Reads of single objects of a resource that were answered.
+    pub fn gets(&self, resource: &str) -> usize {
+        self.store().gets.get(resource).copied().unwrap_or(0)
+    }
+
     /// Writes that were asked for so far, stored or not, but those to leases.
     pub fn attempts(&self) -> usize {
         self.store().attempts
@@ -332,6 +363,7 @@ impl Store {
     fn wrote(&mut self, verb: &str, path: &Path, name: &str) {
         self.writes
             .push((verb.to_owned(), path.resource(), name.to_owned()));
+        self.written_at.push(Instant::now());
     }
 
     fn get(&self, path: &Path) -> Answer {

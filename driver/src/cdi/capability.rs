@@ -52,6 +52,21 @@ impl Capability {
         }
     }
 
+    /// The one that a SharingPolicy, or a GpuNode, means by this name.
+    #[must_use]
+    pub fn named(name: &str) -> Option<Self> {
+        match name {
+            // X11 and Wayland need the files of OpenGL.
+            "display" => Some(Self::Graphics),
+            // Nobody asks for what no table knows.
+            "other" => None,
+            _ => Self::CAPPED
+                .into_iter()
+                .chain(Self::EXTRA)
+                .find(|capability| capability.name() == name),
+        }
+    }
+
     /// The capability of a library with this file name: `libcuda.so.535.261.03`.
     #[must_use]
     pub fn of_library(name: &str) -> Self {

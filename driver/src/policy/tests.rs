@@ -179,6 +179,7 @@ fn terms_are_exact_numbers() {
                 default_cores: Some(100),
                 untested_driver: UntestedDriver::Allow,
                 on_bypass: OnBypass::Kill,
+                extra_capabilities: BTreeSet::new(),
             },
             timeshared: TimesharedTerms { max_sharers: 128 },
         })
@@ -333,4 +334,50 @@ fn an_invalid_selector_counts_only_where_the_policy_could_hold() {
         let found = matching(&policies, &labels(&[]), &gpu(0));
         assert_eq!(found.is_ok(), holds, "{found:?}");
     }
+}
+
+#[test]
+fn a_context_is_as_large_as_the_policy_says_else_as_measured_else_assumed() {
+    let context = |capped: &Value, measured: Option<&str>| {
+        let mut gpu = gpu(0);
+        gpu.context_memory = measured.map(|text| text.parse().unwrap());
+        let spec = json!({"tiers": ["capped"], "capped": capped});
+        let terms = terms(&[policy("p", &spec)], &labels(&[]), &gpu).unwrap();
+        terms.capped.context_memory
+    };
+    let explicit = json!({"contextMemory": "300Mi"});
+    assert_eq!(context(&explicit, Some("464Mi")), 300 << 20);
+    assert_eq!(context(&json!({"contextMemory": 0}), Some("464Mi")), 0);
+    assert_eq!(context(&json!({}), Some("464Mi")), 464 << 20);
+    assert_eq!(context(&json!({}), None), 512 << 20);
+    for nonsense in ["0", "-1", "500m"] {
+        assert_eq!(context(&json!({}), Some(nonsense)), 512 << 20);
+    }
+}
+
+#[test]
+fn every_name_of_a_capability_has_its_libraries_and_others_are_refused() {
+    let extra = |names: &[&str]| {
+        let spec = json!({"tiers": ["capped"], "capped": {"driverCapabilities": names}});
+        let published = published(&[policy("p", &spec)], &labels(&[]), &gpu(0));
+        published.map(|gpu| gpu.capped.extra_driver_capabilities)
+    };
+    assert_eq!(extra(&["utility", "compute"]).unwrap(), [""; 0]);
+    assert_eq!(
+        extra(&DRIVER_CAPABILITIES).unwrap(),
+        ["video", "graphics", "ngx", "opencl"]
+    );
+    let spec = |names: &[&str]| json!({"capped": {"driverCapabilities": names}});
+    for unknown in ["all", "compat32", "other", "Video", ""] {
+        assert_eq!(
+            refusal(&spec(&["compute", "utility", unknown])),
+            format!(
+                "SharingPolicy p: spec.capped.driverCapabilities names {unknown:?}: use compute, utility, video, graphics, display, ngx, opencl"
+            )
+        );
+    }
+    assert_eq!(
+        refusal(&spec(&["compute", "video"])),
+        "SharingPolicy p: spec.capped.driverCapabilities does not name utility, which a capped share always has"
+    );
 }

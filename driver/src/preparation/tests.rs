@@ -3,6 +3,7 @@ use serde_json::{Value, json};
 use tranche_api::gpu_node::{Gpu, Inventory};
 
 use super::*;
+use crate::cdi::Capability;
 use crate::testing::{allocation, capped, gpu, inventory, plain, with};
 
 fn two_gpus() -> Inventory {
@@ -372,4 +373,32 @@ proptest! {
         let unique: std::collections::BTreeSet<_> = keys.iter().collect();
         prop_assert_eq!(unique.len(), keys.len());
     }
+}
+
+#[test]
+fn libraries_that_a_policy_names_come_before_the_shim_and_only_to_capped_devices() {
+    let allocation = allocation("a", &[capped("1Gi", "10"), plain("gpu-00000001")]);
+    let inventory = inventory(vec![gpu(0), gpu(1)]);
+    let before = plan(&allocation, &inventory, []).unwrap();
+    let video = BTreeSet::from([Capability::Video, Capability::OpenCl]);
+    let own = gpu(0).uuid;
+    let after = before.clone().with_capabilities(|gpu| {
+        if gpu == own {
+            video.clone()
+        } else {
+            BTreeSet::from([Capability::Ngx])
+        }
+    });
+    let ids = |plan: &PreparationPlan, nth: usize| plan.devices[nth].cdi_ids.clone();
+    let (claim, shim) = (&ids(&before, 0)[0], &ids(&before, 0)[1]);
+    assert_eq!(
+        ids(&after, 0),
+        [
+            claim,
+            "gpu.tranche.dev/driver=video",
+            "gpu.tranche.dev/driver=opencl",
+            shim
+        ]
+    );
+    assert_eq!(ids(&after, 1), ids(&before, 1));
 }

@@ -5,6 +5,9 @@
 //! compared by meaning. The comparison walks the JSON of both, so that it covers every field, also
 //! future ones.
 
+use std::collections::hash_map::DefaultHasher;
+use std::hash::{Hash, Hasher};
+
 use k8s_openapi::api::resource::v1::ResourceSliceSpec;
 use serde_json::Value;
 use tranche_api::Quantity;
@@ -31,10 +34,14 @@ pub(super) fn differences(
     desired: &ResourceSliceSpec,
     stored: &ResourceSliceSpec,
 ) -> Vec<Difference> {
-    let json = |spec| serde_json::to_value(spec).expect("a spec has only strings for keys");
     let mut walk = Walk::default();
-    walk.compare(&json(desired), &json(stored));
+    walk.compare(&tree(desired), &tree(stored));
     walk.found
+}
+
+/// The spec as JSON.
+fn tree(spec: &ResourceSliceSpec) -> Value {
+    serde_json::to_value(spec).expect("a spec has only strings for keys")
 }
 
 #[derive(Default)]
@@ -92,15 +99,75 @@ impl Walk {
         }
     }
 
-    /// Whether strings here are quantities: everything of a capacity, and the value of a counter.
     fn at_quantity(&self) -> bool {
         let path: Vec<&str> = self.path.iter().map(String::as_str).collect();
-        matches!(
-            path[..],
-            ["devices", _, "capacity", ..]
-                | ["devices", _, "consumesCounters", .., "value"]
-                | ["sharedCounters", .., "value"]
-        )
+        is_quantity(&path)
+    }
+}
+
+/// Whether strings at this path are quantities: everything of a capacity, and the value of a counter.
+fn is_quantity(path: &[&str]) -> bool {
+    matches!(
+        path,
+        ["devices", _, "capacity", ..]
+            | ["devices", _, "consumesCounters", .., "value"]
+            | ["sharedCounters", .., "value"]
+    )
+}
+
+/// A 64-bit hash of what a slice's spec means, without its pool: equal for two specs that are
+/// [`same`] but for the pool and for the times at which taints were added.
+///
+/// It stands for a stored slice where many are to be compared and none is to be kept. It holds
+/// within one process: it is never stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Digest(u64);
+
+impl Digest {
+    /// The digest of a spec.
+    #[must_use]
+    pub fn of(spec: &ResourceSliceSpec) -> Self {
+        let mut json = tree(spec);
+        if let Some(fields) = json.as_object_mut() {
+            fields.remove("pool");
+        }
+        let mut hasher = DefaultHasher::new();
+        digest(&json, &mut Vec::new(), &mut hasher);
+        Self(hasher.finish())
+    }
+}
+
+/// Feeds the meaning of a value into the hash; what means nothing leaves no trace.
+fn digest<'a>(value: &'a Value, path: &mut Vec<&'a str>, hasher: &mut DefaultHasher) {
+    match value {
+        Value::Null => {}
+        Value::Bool(value) => (1_u8, value).hash(hasher),
+        Value::Number(number) => (2_u8, number).hash(hasher),
+        Value::String(text) => match text.parse::<Quantity>() {
+            Ok(amount) if is_quantity(path) => (3_u8, amount).hash(hasher),
+            _ => (4_u8, text).hash(hasher),
+        },
+        Value::Array(list) => {
+            for (index, value) in list.iter().enumerate().filter(|(_, it)| !is_nothing(it)) {
+                (5_u8, index).hash(hasher);
+                path.push("");
+                digest(value, path, hasher);
+                path.pop();
+            }
+            6_u8.hash(hasher);
+        }
+        Value::Object(map) => {
+            let fields = map
+                .iter()
+                .filter(|(key, value)| !is_nothing(value) && *key != "timeAdded");
+            for (key, value) in fields {
+                (7_u8, key).hash(hasher);
+                path.push(key);
+                digest(value, path, hasher);
+                path.pop();
+            }
+            8_u8.hash(hasher);
+        }
     }
 }
 

@@ -17,7 +17,7 @@ use super::OfferError;
 use super::counters::Counters;
 use crate::claim::{DeviceName, WholeGpuTier};
 use crate::gpu::UuidPrefix;
-use crate::policy::{CappedTerms, Terms};
+use crate::policy::{CappedTerms, Terms, UNMEASURED_CONTEXT};
 
 /// The most bytes of an attribute's string or version.
 const LONGEST_VALUE: usize = 64;
@@ -247,8 +247,11 @@ fn places(most: u32) -> DeviceCapacity {
 /// Every share consumes the size of one context; its allocation contains that size.
 fn contexts(terms: &CappedTerms) -> DeviceCapacity {
     let one = Quantity::from_bytes(terms.context_memory);
+    // `sharers` is the limit. Shares that were allocated before the node measured the size still count
+    // with the size of that time, and must not take the place of others.
     let all = terms
         .context_memory
+        .max(UNMEASURED_CONTEXT)
         .saturating_mul(u64::from(terms.max_sharers));
     DeviceCapacity {
         value: Quantity::from_bytes(all).into(),

@@ -2,6 +2,7 @@
 #![allow(missing_docs)]
 
 mod cap;
+mod capabilities;
 mod clients;
 mod compute;
 mod controller;

@@ -12,7 +12,7 @@ use kube::runtime::WatchStreamExt;
 use kube::runtime::watcher::{Event, watcher};
 use serde_json::json;
 use tranche_api::gpu_node::GpuNode;
-use tranche_api::names::{EPOCH_ANNOTATION, attribute, pool, taint};
+use tranche_api::names::{attribute, pool, taint};
 use tranche_api::sharing_policy::SharingPolicy;
 use tranche_e2e::{Case, Request, run, system, wait};
 
@@ -36,11 +36,6 @@ fn every_gpu_is_published_in_every_tier() -> anyhow::Result<()> {
                 slice.spec.node_name.as_deref() == Some(case.node.name()),
                 "{:?}",
                 slice.spec.node_name
-            );
-            ensure!(
-                slice.annotations().contains_key(EPOCH_ANNOTATION),
-                "{:?}",
-                slice.annotations()
             );
             let owners = slice.owner_references();
             ensure!(

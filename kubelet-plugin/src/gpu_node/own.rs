@@ -1,4 +1,4 @@
-//! Watches the node's own GpuNode: the settings of the policies for the node, and its deletion.
+//! Watches the node's own GpuNode: what the controller published, and its deletion.
 
 use futures::{Stream, StreamExt, future};
 use kube::runtime::WatchStreamExt;
@@ -6,14 +6,13 @@ use kube::runtime::watcher::{self, Event, watcher};
 use kube::{Api, Client};
 use tracing::warn;
 use tranche_api::GpuNode;
-
-use super::policy::NodePolicy;
+use tranche_api::gpu_node::Published;
 
 /// An event of the watch.
 #[derive(Debug)]
 pub enum Seen {
-    /// The settings of the policies for the node.
-    Policy(NodePolicy),
+    /// What the controller published.
+    Published(Box<Published>),
     /// The GpuNode is missing: it was deleted during the watch, or was missing when the watch
     /// restarted.
     Missing,
@@ -33,7 +32,8 @@ pub fn watch(client: Client, node: &str) -> impl Stream<Item = Seen> + use<> {
                 }
                 Ok(Event::InitApply(gpu_node) | Event::Apply(gpu_node)) => {
                     *listed = true;
-                    NodePolicy::of(&gpu_node).map(Seen::Policy)
+                    let published = gpu_node.status.and_then(|status| status.published);
+                    published.map(|published| Seen::Published(Box::new(published)))
                 }
                 Ok(Event::InitDone) => (!*listed).then_some(Seen::Missing),
                 Ok(Event::Delete(_)) => Some(Seen::Missing),

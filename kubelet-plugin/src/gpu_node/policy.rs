@@ -1,10 +1,10 @@
 //! What the cluster's policies ask of this node, as the controller publishes it in the node's own
 //! GpuNode (`status.published.gpus`). The plugin reads no SharingPolicy.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
-use tranche_api::GpuNode;
-use tranche_api::gpu_node::PublishedCapped;
+use tranche_api::gpu_node::{Published, PublishedCapped};
+use tranche_driver::cdi::Capability;
 
 /// What the policies ask of this node. Until the controller has published anything the defaults hold.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -13,16 +13,27 @@ pub struct NodePolicy {
 }
 
 impl NodePolicy {
-    /// As published; `None` where nothing is.
+    /// As published.
     #[must_use]
-    pub fn of(gpu_node: &GpuNode) -> Option<Self> {
-        let published = gpu_node.status.as_ref()?.published.as_ref()?;
+    pub fn of(published: &Published) -> Self {
         let gpus = published.gpus.iter();
-        Some(Self {
+        Self {
             capped: gpus
                 .map(|gpu| (gpu.uuid.clone(), gpu.capped.clone()))
                 .collect(),
-        })
+        }
+    }
+
+    /// Of the driver's libraries, those that containers with capped shares of a GPU get beside compute and
+    /// utility.
+    #[must_use]
+    pub fn capabilities(&self, gpu_uuid: &str) -> BTreeSet<Capability> {
+        let capped = self.capped.get(gpu_uuid).into_iter();
+        let names = capped.flat_map(|capped| &capped.extra_driver_capabilities);
+        names
+            .filter_map(|name| Capability::named(name))
+            .filter(|capability| Capability::EXTRA.contains(capability))
+            .collect()
     }
 
     /// What is asked for capped shares of a GPU; the defaults for one that is not listed.
@@ -39,32 +50,34 @@ mod tests {
 
     use super::*;
 
-    fn published(published: &Value) -> Option<NodePolicy> {
-        let gpu_node = json!({
-            "apiVersion": "gpu.tranche.dev/v1alpha1", "kind": "GpuNode",
-            "metadata": {"name": "n"}, "spec": {}, "status": {"published": published},
-        });
-        NodePolicy::of(&serde_json::from_value(gpu_node).expect("what the schema lets pass"))
+    fn published(published: Value) -> NodePolicy {
+        NodePolicy::of(&serde_json::from_value(published).expect("what the schema lets pass"))
     }
 
     #[test]
     fn what_is_absent_or_unknown_means_the_default() {
-        let policy = published(&json!({
+        let policy = published(json!({
             "epoch": 1, "poolGeneration": 1,
             "gpus": [
                 {"uuid": "kill", "policy": "p", "capped": {"onBypass": "Kill"}},
                 {"uuid": "report", "capped": {"onBypass": "Report"}},
-                {"uuid": "newer", "capped": {"onBypass": "Migrate", "another": 1}},
+                {"uuid": "newer", "capped": {
+                    "onBypass": "Migrate", "another": 1,
+                    "extraDriverCapabilities": ["video", "holograms", "compute", "other"],
+                }},
                 {"uuid": "empty", "capped": {}},
                 {"uuid": "bare"},
             ],
-        }))
-        .expect("published");
+        }));
         assert_eq!(policy.capped("kill").on_bypass, OnBypass::Kill);
+        assert_eq!(
+            policy.capabilities("newer"),
+            BTreeSet::from([Capability::Video])
+        );
+        assert_eq!(policy.capabilities("kill"), BTreeSet::new());
         for uuid in ["report", "newer", "empty", "bare", "not listed"] {
             assert_eq!(policy.capped(uuid).on_bypass, OnBypass::Report, "{uuid}");
         }
-        assert_eq!(published(&Value::Null), None);
         assert_eq!(
             NodePolicy::default().capped("kill").on_bypass,
             OnBypass::Report

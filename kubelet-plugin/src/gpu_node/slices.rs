@@ -1,6 +1,6 @@
-//! The names and epochs of the node's own ResourceSlices.
+//! The names of the node's own ResourceSlices.
 
-use std::collections::BTreeMap;
+use std::collections::BTreeSet;
 
 use futures::{Stream, StreamExt};
 use k8s_openapi::api::resource::v1::ResourceSlice;
@@ -9,9 +9,9 @@ use kube::runtime::WatchStreamExt;
 use kube::runtime::watcher::{self, Event, watcher};
 use kube::{Api, Client, ResourceExt};
 use tracing::warn;
-use tranche_api::names::{DRIVER, EPOCH_ANNOTATION};
+use tranche_api::names::DRIVER;
 
-/// A watch event of a slice, with names and annotations only.
+/// A watch event of a slice, with metadata only.
 pub type SliceEvent = Event<PartialObjectMeta<ResourceSlice>>;
 
 /// Watches this node's slices of our driver; errors are logged and tried again.
@@ -27,94 +27,77 @@ pub fn watch(client: Client, node: &str) -> impl Stream<Item = SliceEvent> + use
         })
 }
 
-/// Names and epochs of the existing slices.
+/// Names of the existing slices.
 #[derive(Debug, Default)]
 pub struct OwnSlices {
-    there: BTreeMap<String, Option<i64>>,
-    listing: Option<BTreeMap<String, Option<i64>>>,
+    there: BTreeSet<String>,
+    listing: Option<BTreeSet<String>>,
+    listed: bool,
 }
 
 impl OwnSlices {
-    /// Applies an event; whether it removed a slice of `epoch`.
-    pub fn apply(&mut self, event: SliceEvent, epoch: i64) -> bool {
+    /// Applies an event.
+    pub fn apply(&mut self, event: SliceEvent) {
         match event {
-            Event::Init => {
-                self.listing = Some(BTreeMap::new());
-                false
-            }
+            Event::Init => self.listing = Some(BTreeSet::new()),
             Event::InitApply(slice) => {
-                let epoch = epoch_of(&slice);
                 let listing = self.listing.get_or_insert_default();
-                listing.insert(slice.name_any(), epoch);
-                false
+                listing.insert(slice.name_any());
             }
             Event::InitDone => {
-                let before =
-                    std::mem::replace(&mut self.there, self.listing.take().unwrap_or_default());
-                before
-                    .iter()
-                    .any(|(name, of)| *of == Some(epoch) && !self.there.contains_key(name))
+                self.there = self.listing.take().unwrap_or_default();
+                self.listed = true;
             }
             Event::Apply(slice) => {
-                self.there.insert(slice.name_any(), epoch_of(&slice));
-                false
+                self.there.insert(slice.name_any());
             }
             Event::Delete(slice) => {
                 self.there.remove(&slice.name_any());
-                epoch_of(&slice) == Some(epoch)
             }
         }
     }
 
-    /// Whether one of these is missing.
+    /// Whether one of these is missing. False before the first list.
     #[must_use]
     pub fn lack(&self, names: &[String]) -> bool {
-        names.iter().any(|name| !self.there.contains_key(name))
+        self.listed && names.iter().any(|name| !self.there.contains(name))
     }
-}
-
-fn epoch_of(slice: &PartialObjectMeta<ResourceSlice>) -> Option<i64> {
-    slice.annotations().get(EPOCH_ANNOTATION)?.parse().ok()
 }
 
 #[cfg(test)]
 mod tests {
-    use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+    use kube::api::ObjectMeta;
     use kube::core::PartialObjectMetaExt;
 
     use super::*;
 
-    fn slice(name: &str, epoch: i64) -> PartialObjectMeta<ResourceSlice> {
+    fn slice(name: &str) -> PartialObjectMeta<ResourceSlice> {
         ObjectMeta {
             name: Some(name.to_owned()),
-            annotations: Some(BTreeMap::from([(
-                EPOCH_ANNOTATION.to_owned(),
-                epoch.to_string(),
-            )])),
             ..ObjectMeta::default()
         }
         .into_response_partial()
     }
 
     #[test]
-    fn only_a_slice_of_the_current_epoch_is_missed() {
+    fn a_slice_is_lacking_when_a_list_or_a_watch_says_so() {
+        let (a, b) = (["a".to_owned()], ["b".to_owned()]);
         let mut slices = OwnSlices::default();
-        assert!(!slices.apply(Event::Init, 2));
-        assert!(!slices.apply(Event::InitApply(slice("a", 2)), 2));
-        assert!(!slices.apply(Event::InitApply(slice("b", 1)), 2));
-        assert!(!slices.apply(Event::InitDone, 2));
-        assert!(!slices.lack(&["a".into(), "b".into()]));
-        assert!(!slices.apply(Event::Delete(slice("b", 1)), 2));
-        assert!(slices.apply(Event::Delete(slice("a", 2)), 2));
-        assert!(slices.lack(&["a".into()]));
-    }
+        slices.apply(Event::Init);
+        slices.apply(Event::InitApply(slice("a")));
+        assert!(!slices.lack(&b), "nothing is known before the first list");
+        slices.apply(Event::InitDone);
+        assert!(!slices.lack(&a));
+        assert!(slices.lack(&b));
+        slices.apply(Event::Apply(slice("b")));
+        assert!(!slices.lack(&b));
+        slices.apply(Event::Delete(slice("b")));
+        assert!(slices.lack(&b));
 
-    #[test]
-    fn a_slice_deleted_while_the_watch_was_down_is_missed_too() {
-        let mut slices = OwnSlices::default();
-        slices.apply(Event::Apply(slice("a", 2)), 2);
-        slices.apply(Event::Init, 2);
-        assert!(slices.apply(Event::InitDone, 2));
-        assert!(slices.lack(&["a".into()]));
+        // While a new list comes in, the one before holds.
+        slices.apply(Event::Init);
+        assert!(!slices.lack(&a));
+        slices.apply(Event::InitDone);
+        assert!(slices.lack(&a), "deleted while the watch was down");
     }
 }

@@ -28,6 +28,7 @@ struct Running {
     refused: watch::Sender<Refused>,
     driver: watch::Sender<DriverState>,
     others: watch::Sender<Option<Verdict>>,
+    unowned: watch::Sender<Vec<WithheldGpu>>,
     registered: watch::Sender<Registered>,
     policy: watch::Receiver<NodePolicy>,
     stop: CancellationToken,
@@ -60,19 +61,21 @@ impl Running {
             Arc::default(),
         );
         let (refused, refused_rx) = watch::channel(Refused::default());
-        let task = tokio::spawn(writer.run(
-            driver_rx,
-            others_rx,
-            registered_rx,
-            refused_rx,
-            policy_tx,
-            stop.clone(),
-        ));
+        let (unowned, unowned_rx) = watch::channel(Vec::new());
+        let sources = Sources {
+            driver: driver_rx,
+            others: others_rx,
+            unowned: unowned_rx,
+            registered: registered_rx,
+            refused: refused_rx,
+        };
+        let task = tokio::spawn(writer.run(sources, policy_tx, stop.clone()));
         Self {
             world,
             refused,
             driver,
             others,
+            unowned,
             registered,
             policy,
             stop,
@@ -288,15 +291,15 @@ async fn a_deletion_that_no_watch_saw_is_noticed_later() {
     running.end().await;
 }
 
-fn slice(name: &str, epoch: &str) -> Value {
+fn slice(name: &str) -> Value {
     json!({
         "kind": "PartialObjectMetadata", "apiVersion": "meta.k8s.io/v1",
-        "metadata": {"name": name, "resourceVersion": "2", "annotations": {"gpu.tranche.dev/epoch": epoch}},
+        "metadata": {"name": name, "resourceVersion": "2"},
     })
 }
 
-/// A node whose only slice of epoch 1, published as `published`, is deleted.
-async fn slice_is_deleted(published: Value) -> Running {
+/// A node whose only slice is deleted before or after the controller records `published` for epoch 1.
+async fn slice_is_deleted(published: Value, before: bool) -> Running {
     let running = Running::start();
     running.driver_comes();
     running.kubelet_registers();
@@ -304,40 +307,55 @@ async fn slice_is_deleted(published: Value) -> Running {
     let world = running.end().await;
     let mut node = world.api.at(GPU_NODE).unwrap();
     node["status"]["registration"]["epoch"] = 0.into();
-    node["status"]["published"] = published;
     world.api.put_at(GPU_NODE, node);
     let running = Running::start_in(world);
     running.driver_comes();
     running.kubelet_registers();
-    running.until_epoch(1).await;
-    running.api().watch_delivers(
-        SLICES,
-        [
-            json!({"type": "ADDED", "object": slice("s", "1")}),
-            json!({"type": "DELETED", "object": slice("s", "1")}),
-        ],
-    );
+    let mut node = running.until_epoch(1).await;
+    node["status"]["published"] = published;
+    let record = || async {
+        running.api().put_at(GPU_NODE, node.clone());
+        let event = json!({"type": "MODIFIED", "object": stored(node.clone())});
+        running.api().watch_delivers(GPU_NODES, [event]);
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    };
+    let happens = |what: &'static str| {
+        let event = json!({"type": what, "object": slice("s")});
+        running.api().watch_delivers(SLICES, [event]);
+        tokio::time::sleep(Duration::from_secs(5))
+    };
+    happens("ADDED").await;
+    if !before {
+        record().await;
+    }
+    happens("DELETED").await;
+    if before {
+        record().await;
+    }
     running
 }
 
 #[tokio::test(start_paused = true)]
 async fn published_slices_that_vanish_are_asked_for_anew() {
-    let running = slice_is_deleted(
-        json!({"epoch": 1, "poolGeneration": 1, "sliceCount": 1, "slices": ["s"]}),
-    )
-    .await;
-    running.until_epoch(2).await;
-    // The controller has not answered to epoch 2 yet, so there is nothing to miss.
-    tokio::time::sleep(HOUR).await;
-    running.until_epoch(2).await;
-    running.end().await;
+    // A wipe may come before the controller records the slices, since a record needs no write to them.
+    for before in [false, true] {
+        let published = json!({"epoch": 1, "poolGeneration": 1, "sliceCount": 1, "slices": ["s"]});
+        let running = slice_is_deleted(published, before).await;
+        running.until_epoch(2).await;
+        // The controller has not answered to epoch 2 yet, so there is nothing to miss.
+        tokio::time::sleep(HOUR).await;
+        running.until_epoch(2).await;
+        running.end().await;
+    }
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_slice_that_the_controller_withdrew_is_not_missed() {
-    let running =
-        slice_is_deleted(json!({"epoch": 1, "poolGeneration": 1, "sliceCount": 0, "slices": []}))
-            .await;
+    let running = slice_is_deleted(
+        json!({"epoch": 1, "poolGeneration": 1, "sliceCount": 0, "slices": []}),
+        false,
+    )
+    .await;
     tokio::time::sleep(HOUR).await;
     running.until_epoch(1).await;
     running.end().await;
@@ -476,6 +494,13 @@ async fn what_the_node_withholds_is_written_with_its_condition_and_heals() {
         written,
         "quiet while nothing changes"
     );
+
+    // Memory of it that is nobody's is one reason more.
+    let unowned = WithheldGpu::whole(&uuids[0], "UnownedMemory", "in use by no process".into());
+    running.unowned.send_replace(vec![unowned]);
+    let third = |node: &Value| node["status"]["withheld"][2]["reason"] == "UnownedMemory";
+    running.until("unowned memory", third).await;
+    running.unowned.send_replace(Vec::new());
 
     running.others.send_replace(Some(no_others()));
     running.driver_comes();

@@ -12,6 +12,7 @@ use tranche_shim_core::layout::AccountPage;
 
 use crate::driver_state::{DriverError, DriverState};
 use crate::fs::testing::{Fault, FaultyFs};
+use crate::gpu_node::NodePolicy;
 use crate::orphans::schedule::SPREAD;
 use crate::preparer::PrepareError;
 use crate::testing::api::Mood;
@@ -88,6 +89,36 @@ async fn an_exclusive_claim_gets_its_gpu_and_an_uncapped_page() {
 
     plugin.preparer.unprepare(&claim_ref("a")).await.unwrap();
     assert_eq!(world.traces(), NONE);
+}
+
+#[tokio::test]
+async fn libraries_that_a_policy_names_go_to_new_claims_only() {
+    let world = World::new();
+    let plugin = world.start();
+    world.api.put(claim("a", &[capped("gpu", 0, "20Gi", 25)]));
+    let before = plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
+    assert_eq!(before.plan.devices[0].cdi_ids.len(), 2);
+
+    let gpu = &before.plan.devices[0].gpu_uuid;
+    let capped_by = serde_json::json!({"extraDriverCapabilities": ["video", "unknown"]});
+    let published = serde_json::json!({
+        "epoch": 1, "poolGeneration": 1, "gpus": [{"uuid": gpu, "capped": capped_by}],
+    });
+    let published = serde_json::from_value(published).unwrap();
+    plugin.policy.send_replace(NodePolicy::of(&published));
+    // A container of a held claim that starts again has what it had.
+    let again = plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
+    assert_eq!(again.plan, before.plan);
+    world.api.put(claim("b", &[capped("gpu", 0, "20Gi", 25)]));
+    let new = plugin.preparer.prepare(&claim_ref("b")).await.unwrap();
+    let ids = &new.plan.devices[0].cdi_ids;
+    assert_eq!(ids.len(), 3);
+    assert_eq!(ids[1], "gpu.tranche.dev/driver=video");
+    assert!(ids[2].ends_with("/driver=capped"), "{ids:?}");
+    // By the journal too.
+    plugin.policy.send_replace(NodePolicy::default());
+    let kept = world.prepare("b").await;
+    assert_eq!(kept.plan, new.plan);
 }
 
 #[tokio::test]

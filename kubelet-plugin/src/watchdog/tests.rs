@@ -8,7 +8,6 @@ use std::process::Command;
 use std::sync::Mutex;
 
 use serde_json::json;
-use tranche_api::GpuNode;
 use tranche_node::devices::DeviceNodes;
 use tranche_node::nvml::{
     Description, Nvml, NvmlError, Opened, ProcessMemory, ProcessSample, Traces,
@@ -203,12 +202,10 @@ impl Node {
 
     fn asks(&self, on_bypass: &str) {
         let gpus = json!([{"uuid": self.gpu_uuid, "capped": {"onBypass": on_bypass}}]);
-        let gpu_node: GpuNode = serde_json::from_value(json!({
-            "metadata": {"name": NODE}, "spec": {},
-            "status": {"published": {"epoch": 1, "poolGeneration": 1, "gpus": gpus}},
-        }))
-        .unwrap();
-        self.policy.send_replace(NodePolicy::of(&gpu_node).unwrap());
+        let published =
+            serde_json::from_value(json!({"epoch": 1, "poolGeneration": 1, "gpus": gpus}));
+        self.policy
+            .send_replace(NodePolicy::of(&published.unwrap()));
     }
 }
 
@@ -356,6 +353,35 @@ async fn a_gpu_with_memory_that_nobody_owns_is_not_handed_on_until_it_is_free() 
     node.gpus.0.lock().unwrap().1 = 0;
     node.seconds(2);
     waits.await.unwrap().unwrap();
+}
+
+#[tokio::test]
+async fn memory_that_nobody_owns_for_half_a_minute_withholds_the_gpu_until_it_is_free() {
+    let mut node = Node::new().await;
+    let mut unowned = node.watchdog.unowned();
+    node.gpus.0.lock().unwrap().1 = 2 * GIB;
+    // Confirmed after five samples; a Prepare waits for it meanwhile.
+    node.seconds(30);
+    assert!(!unowned.has_changed().unwrap());
+    node.seconds(10);
+    let withheld = unowned.borrow_and_update().clone();
+    assert_eq!(withheld.len(), 1);
+    assert_eq!(
+        (&*withheld[0].gpu, &*withheld[0].reason),
+        (&*node.gpu_uuid, "UnownedMemory")
+    );
+    assert!(
+        withheld[0].message.contains("reset"),
+        "{}",
+        withheld[0].message
+    );
+    // Another amount is no news.
+    node.gpus.0.lock().unwrap().1 = 3 * GIB;
+    node.seconds(10);
+    assert!(!unowned.has_changed().unwrap());
+    node.gpus.0.lock().unwrap().1 = 0;
+    node.seconds(2);
+    assert_eq!(*unowned.borrow_and_update(), []);
 }
 
 #[tokio::test]

@@ -14,13 +14,11 @@
 
 use std::collections::BTreeMap;
 
+use tranche_driver::policy::UNMEASURED_CONTEXT;
+
 /// Bytes by which a process's memory may exceed its charge (and its contexts' measured size): a
 /// larger difference is reported within two samples.
 pub const TOLERANCE: u64 = 256 << 20;
-
-/// Bytes of a context whose size was not measured: drivers since 535 take 250 to 550 MiB on data centre
-/// GPUs.
-pub const UNMEASURED_CONTEXT: u64 = 512 << 20;
 
 /// Bytes of a GPU that may be in use without an owner: what the driver takes in addition to its
 /// reserve.

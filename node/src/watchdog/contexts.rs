@@ -27,6 +27,9 @@ pub struct Model {
     pub driver: String,
 }
 
+/// A size as files keep it: product, driver, bytes.
+pub type Line = (String, String, u64);
+
 /// The sizes that were measured.
 #[derive(Clone, Debug, Default)]
 pub struct ContextSizes {
@@ -44,15 +47,25 @@ impl ContextSizes {
         }
     }
 
+    /// With sizes that a file kept.
+    #[must_use]
+    pub fn from_lines(lines: Vec<Line>) -> Self {
+        let model = |(product, driver, bytes)| (Model { product, driver }, bytes);
+        Self::new(lines.into_iter().map(model))
+    }
+
+    /// All that is known, as files keep it.
+    #[must_use]
+    pub fn lines(&self) -> Vec<Line> {
+        let line =
+            |(model, bytes): (&Model, &u64)| (model.product.clone(), model.driver.clone(), *bytes);
+        self.known.iter().map(line).collect()
+    }
+
     /// Bytes of a context, if they were measured.
     #[must_use]
     pub fn get(&self, model: &Model) -> Option<u64> {
         self.known.get(model).copied()
-    }
-
-    /// All known sizes.
-    pub fn iter(&self) -> impl Iterator<Item = (&Model, u64)> {
-        self.known.iter().map(|(model, bytes)| (model, *bytes))
     }
 
     /// Evaluates a sample of the GPU `gpu_uuid`; whether a size changed.
@@ -184,8 +197,8 @@ mod tests {
         }
         assert_eq!(sizes.get(&model("580")), Some(432 * MIB));
         assert_eq!(sizes.get(&model("535")), None);
-        let known: Vec<_> = sizes.iter().map(|(m, bytes)| (m.clone(), bytes)).collect();
-        assert_eq!(ContextSizes::new(known).get(&model("580")), Some(432 * MIB));
+        let kept = ContextSizes::from_lines(sizes.lines());
+        assert_eq!(kept.get(&model("580")), Some(432 * MIB));
     }
 
     #[test]

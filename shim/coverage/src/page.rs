@@ -25,8 +25,9 @@ const CUDA: Words = Words {
     library: "libcuda.so.1",
     since: "is the CUDA version from which `cuGetProcAddress` hands it out; for what is newer than the drivers that were asked, as the headers' typedefs say; for what nobody asks for, the oldest of the headers that declares it",
     beside: "Of the driver's other libraries a capped container has those of the capabilities `compute` and `utility`\n\
-             (`NVIDIA_DRIVER_CAPABILITIES`), without OpenCL. What takes GPU memory past this library is not mounted: OpenCL, video\n\
-             encoding and decoding, OptiX, OpenGL, Vulkan, NGX.",
+             (`NVIDIA_DRIVER_CAPABILITIES`), without OpenCL. What takes GPU memory past this library is mounted only where the\n\
+             SharingPolicy names it in `capped.driverCapabilities`, and its memory is not counted: `opencl`, `video` (encoding and\n\
+             decoding), `graphics` or `display` (OptiX, OpenGL, Vulkan), `ngx`.",
 };
 const NVML: Words = Words {
     library: "libnvidia-ml.so.1",

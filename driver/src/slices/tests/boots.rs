@@ -160,7 +160,7 @@ proptest! {
                 .filter(|device| is_open(device) || claims.values().any(|c| c.device == device.name))
                 .cloned()
                 .collect();
-            let slices = plan(&super::NodeInput { retained: &retained, ..input(&inventory, &policies, &labels) }).unwrap();
+            let slices = plan(&super::NodeInput { retained: &super::whole(&retained), ..input(&inventory, &policies, &labels) }).unwrap();
             limits::check(&objects(&slices));
             published = devices(&slices);
 
@@ -240,7 +240,7 @@ fn exclusive(cards: &[u32], retained: &[Device]) -> Vec<Device> {
     let (inventory, labels) = (boot.inventory(), BTreeMap::new());
     let policies = [all_tiers()];
     let node = super::NodeInput {
-        retained,
+        retained: &super::whole(retained),
         ..input(&inventory, &policies, &labels)
     };
     let mut devices = devices(&plan(&node).unwrap());

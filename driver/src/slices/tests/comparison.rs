@@ -3,8 +3,19 @@ use serde_json::{Value, json};
 use tranche_api::names::DRIVER;
 
 use super::{all_tiers, inventory, planned, policy};
-use crate::slices::{PlannedSlice, dropped, same};
+use crate::slices::{Digest, PlannedSlice, dropped, same};
 use crate::testing::gpu;
+
+/// Whether two specs are the same, which their digests must say too: without the pool.
+fn same_twice(one: &ResourceSliceSpec, other: &ResourceSliceSpec) -> bool {
+    let same_but_for_pool = {
+        let mut other = other.clone();
+        other.pool = one.pool.clone();
+        same(one, &other)
+    };
+    assert_eq!(Digest::of(one) == Digest::of(other), same_but_for_pool);
+    same(one, other)
+}
 
 #[test]
 fn slices_that_mean_the_same_are_the_same() {
@@ -30,7 +41,7 @@ fn slices_that_mean_the_same_are_the_same() {
         ("/devices/0/taints", json!([])),
         ("/sharedCounters", json!([])),
     ] {
-        assert!(same(&spec, &change(pointer, value)), "{pointer}");
+        assert!(same_twice(&spec, &change(pointer, value)), "{pointer}");
     }
     for (pointer, value) in [
         ("/devices/0/capacity/memory/value", json!("82744180735")),
@@ -43,25 +54,25 @@ fn slices_that_mean_the_same_are_the_same() {
         ("/nodeName", json!("node-b")),
         ("/devices/0/bindsToNode", json!(true)),
     ] {
-        assert!(!same(&spec, &change(pointer, value)), "{pointer}");
+        assert!(!same_twice(&spec, &change(pointer, value)), "{pointer}");
     }
     // Not even those of an attribute that is called like one.
     let named = |value: &str| change("/devices/0/attributes/capacity", json!({"string": value}));
-    assert!(!same(&named("1"), &named("1000m")));
+    assert!(!same_twice(&named("1"), &named("1000m")));
     let counters = |value: &str| {
         let mut spec = plan.spec(&plan.slices[0], 1);
         let sets = spec.shared_counters.as_mut().unwrap();
         sets[0].counters.get_mut("memory-slice-0").unwrap().value.0 = value.to_owned();
         spec
     };
-    assert!(same(&counters("1"), &counters("1000m")));
-    assert!(!same(&counters("1"), &counters("2")));
+    assert!(same_twice(&counters("1"), &counters("1000m")));
+    assert!(!same_twice(&counters("1"), &counters("2")));
     let mut swapped = spec.clone();
     swapped.devices.as_mut().unwrap().swap(0, 1);
-    assert!(!same(&spec, &swapped));
+    assert!(!same_twice(&spec, &swapped));
     let mut fewer = spec.clone();
     fewer.devices.as_mut().unwrap().pop();
-    assert!(!same(&spec, &fewer) && !same(&fewer, &spec));
+    assert!(!same_twice(&spec, &fewer) && !same_twice(&fewer, &spec));
 }
 
 #[test]
@@ -85,6 +96,9 @@ fn the_time_of_a_taint_is_the_servers() {
     );
     assert!(same(&none, &one) && same(&one, &none));
     assert!(!same(&one, &other));
+    // The digest leaves the time out.
+    assert_eq!(Digest::of(&none), Digest::of(&one));
+    assert_eq!(Digest::of(&one), Digest::of(&other));
     assert_eq!(dropped(&one, &none), []);
 }
 

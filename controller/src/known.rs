@@ -1,0 +1,315 @@
+//! What the controller keeps of the objects that it watches: what decisions need, and no more.
+//!
+//! A node of 8 GPUs has 9 ResourceSlices, some 200 KB as typed objects. The controller compares what
+//! is stored with what is planned, for which a digest is enough, and identifies devices; all of a
+//! device is needed only where it is no longer offered, and is read again then.
+
+use std::hash::{DefaultHasher, Hash, Hasher};
+
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::Node;
+use k8s_openapi::api::resource::v1::{Device, ResourceSlice};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
+use kube::ResourceExt;
+use kube::api::ObjectMeta;
+use kube::core::PartialObjectMeta;
+use tranche_api::names::taint;
+use tranche_api::{GpuNode, SharingPolicy};
+use tranche_driver::slices::{Digest, PublishedDevice};
+
+/// The field manager of the node plugin.
+pub const PLUGIN: &str = "tranche-kubelet-plugin";
+
+/// A stored ResourceSlice of our driver.
+#[derive(Clone, Debug)]
+pub struct KnownSlice {
+    /// `metadata.name`.
+    pub name: Box<str>,
+    /// `metadata.uid`.
+    pub uid: Box<str>,
+    /// `metadata.resourceVersion`.
+    pub version: Box<str>,
+    /// `spec.nodeName`.
+    pub node: Option<Box<str>>,
+    /// `spec.pool.name`.
+    pub pool: Box<str>,
+    /// `spec.pool.generation`.
+    pub generation: i64,
+    /// `spec.pool.resourceSliceCount`.
+    pub count: i64,
+    /// The rest of the spec.
+    pub content: Digest,
+    /// Its devices that are ours.
+    pub devices: Box<[KnownDevice]>,
+    owners: u64,
+    /// Labels, annotations and finalizers, which are others'; kept when the slice is replaced.
+    others: Option<Box<ObjectMeta>>,
+}
+
+/// A published device.
+#[derive(Clone, Debug)]
+pub struct KnownDevice {
+    /// What identifies it.
+    pub identity: PublishedDevice,
+    /// Where it is closed to new claims because it is no longer offered.
+    pub withdrawn: Option<Box<Withdrawn>>,
+}
+
+/// A device that is no longer offered. There are few of these, so that all of it is kept.
+#[derive(Clone, Debug)]
+pub struct Withdrawn {
+    /// When it was tainted; the API server fills the time in.
+    pub at: Timestamp,
+    /// The device as JSON: a tenth of what the typed one takes.
+    json: Box<str>,
+}
+
+impl KnownDevice {
+    /// The device with all of it where that is known.
+    #[must_use]
+    pub fn published(&self) -> PublishedDevice {
+        let content = self
+            .withdrawn
+            .as_ref()
+            .and_then(|device| serde_json::from_str(&device.json).ok());
+        PublishedDevice {
+            content,
+            ..self.identity.clone()
+        }
+    }
+}
+
+impl KnownSlice {
+    /// Whether its owners are exactly these.
+    #[must_use]
+    pub fn is_owned_by(&self, owners: &[OwnerReference]) -> bool {
+        self.owners == hash(owners)
+    }
+
+    /// The metadata of a slice that replaces this one: of this UID and version, with `ours` for owner.
+    /// What others wrote there stays.
+    #[must_use]
+    pub fn replacement(&self, ours: ObjectMeta) -> ObjectMeta {
+        ObjectMeta {
+            name: Some(self.name.to_string()),
+            uid: Some(self.uid.to_string()),
+            resource_version: Some(self.version.to_string()),
+            owner_references: ours.owner_references,
+            ..self.others.as_deref().cloned().unwrap_or_default()
+        }
+    }
+}
+
+impl From<&ResourceSlice> for KnownSlice {
+    fn from(slice: &ResourceSlice) -> Self {
+        let (metadata, spec) = (&slice.metadata, &slice.spec);
+        let text = |text: Option<String>| text.unwrap_or_default().into_boxed_str();
+        let others = ObjectMeta {
+            labels: metadata.labels.clone(),
+            annotations: metadata.annotations.clone(),
+            finalizers: metadata.finalizers.clone(),
+            ..ObjectMeta::default()
+        };
+        Self {
+            name: text(metadata.name.clone()),
+            uid: text(metadata.uid.clone()),
+            version: text(metadata.resource_version.clone()),
+            node: spec.node_name.clone().map(String::into_boxed_str),
+            pool: spec.pool.name.clone().into_boxed_str(),
+            generation: spec.pool.generation,
+            count: spec.pool.resource_slice_count,
+            content: Digest::of(spec),
+            devices: spec
+                .devices
+                .iter()
+                .flatten()
+                .filter_map(known_device)
+                .collect(),
+            owners: hash(metadata.owner_references.as_deref().unwrap_or_default()),
+            others: (others != ObjectMeta::default()).then(|| Box::new(others)),
+        }
+    }
+}
+
+/// `None` for a device that this driver never publishes.
+fn known_device(device: &Device) -> Option<KnownDevice> {
+    let identity = PublishedDevice::identify(device)?;
+    let taints = device.taints.iter().flatten();
+    let taint = taints
+        .into_iter()
+        .find(|taint| taint.key == taint::WITHDRAWN);
+    let withdrawn = taint.and_then(|taint| {
+        Some(Box::new(Withdrawn {
+            // A server without the field is one without taints; nothing is lost by asking the claims at once.
+            at: taint
+                .time_added
+                .as_ref()
+                .map_or(Timestamp::UNIX_EPOCH, |time| time.0),
+            json: serde_json::to_string(device).ok()?.into_boxed_str(),
+        }))
+    });
+    Some(KnownDevice {
+        identity,
+        withdrawn,
+    })
+}
+
+fn hash(owners: &[OwnerReference]) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    for owner in owners {
+        (&owner.api_version, &owner.kind, &owner.name, &owner.uid).hash(&mut hasher);
+        (owner.controller, owner.block_owner_deletion).hash(&mut hasher);
+    }
+    hasher.finish()
+}
+
+/// A GpuNode without what nobody here reads: of its managed fields, when its plugin wrote last.
+#[must_use]
+pub fn trimmed_gpu_node(mut node: GpuNode) -> GpuNode {
+    if let Some(fields) = &mut node.metadata.managed_fields {
+        fields.retain(|entry| entry.manager.as_deref() == Some(PLUGIN));
+        for entry in &mut *fields {
+            entry.fields_v1 = None;
+        }
+        fields.shrink_to_fit();
+    }
+    node.metadata.annotations = None;
+    node.metadata.labels = None;
+    node
+}
+
+/// A Node's name, UID, version and labels.
+#[must_use]
+pub fn trimmed_node(mut node: PartialObjectMeta<Node>) -> PartialObjectMeta<Node> {
+    let metadata = std::mem::take(&mut node.metadata);
+    node.metadata = ObjectMeta {
+        name: metadata.name,
+        uid: metadata.uid,
+        resource_version: metadata.resource_version,
+        labels: metadata.labels,
+        ..ObjectMeta::default()
+    };
+    node
+}
+
+/// A SharingPolicy without its managed fields.
+#[must_use]
+pub fn trimmed_policy(mut policy: SharingPolicy) -> SharingPolicy {
+    policy.metadata.managed_fields = None;
+    policy
+}
+
+/// What a local copy is ordered and compared by.
+pub trait Stored {
+    /// `metadata.name`.
+    fn name(&self) -> &str;
+    /// `metadata.resourceVersion`, if there is one.
+    fn resource_version(&self) -> Option<&str>;
+}
+
+impl<K: ResourceExt> Stored for K {
+    fn name(&self) -> &str {
+        self.meta().name.as_deref().unwrap_or_default()
+    }
+
+    fn resource_version(&self) -> Option<&str> {
+        self.meta().resource_version.as_deref()
+    }
+}
+
+impl Stored for KnownSlice {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn resource_version(&self) -> Option<&str> {
+        Some(&self.version)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn slice(change: impl FnOnce(&mut serde_json::Value)) -> KnownSlice {
+        let mut slice = json!({
+            "metadata": {
+                "name": "s", "uid": "u", "resourceVersion": "7",
+                "managedFields": [{"manager": "tranche-controller", "fieldsV1": {"f:spec": {}}}],
+            },
+            "spec": {
+                "driver": "gpu.tranche.dev", "nodeName": "a",
+                "pool": {"name": "a/gpu", "generation": 3, "resourceSliceCount": 1},
+                "devices": [{
+                    "name": "gpu-00000001",
+                    "attributes": {
+                        "uuid": {"string": "GPU-00000001-0000-0000-0000-000000000001"},
+                        "resource.kubernetes.io/pciBusID": {"string": "0000:01:00.0"},
+                    },
+                }, {"name": "mine"}],
+            },
+        });
+        change(&mut slice);
+        KnownSlice::from(&serde_json::from_value::<ResourceSlice>(slice).expect("a slice"))
+    }
+
+    #[test]
+    fn a_device_is_kept_whole_only_where_it_is_withdrawn() {
+        let offered = slice(|_| {});
+        assert_eq!(offered.devices.len(), 1, "one is ours");
+        assert_eq!(offered.devices[0].published().content, None);
+        let taint = json!([{
+            "key": taint::WITHDRAWN, "effect": "NoSchedule", "timeAdded": "2026-11-22T08:00:00Z",
+        }]);
+        let withdrawn = slice(|slice| slice["spec"]["devices"][0]["taints"] = taint);
+        let content = withdrawn.devices[0].published().content.expect("all of it");
+        assert_eq!(content.name, "gpu-00000001");
+        assert_eq!(content.attributes.expect("attributes").len(), 2);
+        let at = withdrawn.devices[0].withdrawn.as_ref().expect("since").at;
+        assert_eq!(at.to_string(), "2026-11-22T08:00:00Z");
+    }
+
+    #[test]
+    fn a_replacement_keeps_what_others_wrote_and_nothing_of_the_server() {
+        let known = slice(|slice| {
+            slice["metadata"]["labels"] = json!({"team": "a"});
+            slice["metadata"]["creationTimestamp"] = json!("2026-11-22T08:00:00Z");
+        });
+        let metadata = known.replacement(ObjectMeta::default());
+        assert_eq!(metadata.labels.expect("labels")["team"], "a");
+        assert_eq!(metadata.resource_version.as_deref(), Some("7"));
+        assert_eq!(metadata.uid.as_deref(), Some("u"));
+        assert_eq!(metadata.managed_fields, None);
+        assert!(slice(|_| {}).others.is_none());
+    }
+
+    #[test]
+    fn owners_are_compared_whole() {
+        let owner = json!({"apiVersion": "v1", "kind": "Node", "name": "a", "uid": "1", "controller": true});
+        let known = slice(|slice| slice["metadata"]["ownerReferences"] = json!([owner]));
+        let mut ours: OwnerReference = serde_json::from_value(owner).expect("an owner");
+        assert!(known.is_owned_by(std::slice::from_ref(&ours)));
+        assert!(!known.is_owned_by(&[]));
+        ours.uid = "2".to_owned();
+        assert!(!known.is_owned_by(&[ours]));
+    }
+
+    #[test]
+    fn of_managed_fields_only_the_plugins_time_is_kept() {
+        let node: GpuNode = serde_json::from_value(json!({
+            "apiVersion": "gpu.tranche.dev/v1alpha1", "kind": "GpuNode", "spec": {},
+            "metadata": {"name": "a", "annotations": {"x": "y"}, "managedFields": [
+                {"manager": PLUGIN, "time": "2026-11-22T08:00:00Z", "fieldsV1": {"f:status": {}}},
+                {"manager": "tranche-controller", "fieldsV1": {"f:status": {}}},
+            ]},
+        }))
+        .expect("a GpuNode");
+        let fields = trimmed_gpu_node(node).metadata.managed_fields;
+        let fields = fields.expect("the plugin's");
+        assert_eq!(fields.len(), 1);
+        assert_eq!(fields[0].fields_v1, None);
+        assert!(fields[0].time.is_some());
+    }
+}
