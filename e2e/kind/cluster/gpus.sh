@@ -20,7 +20,7 @@ use_gpus() {
 
 install_gpus() {
 	local node=$1 wanted=$2
-	docker exec "$node" sh -c 'findmnt --fstab --raw --noheadings --output TARGET | xargs --no-run-if-empty umount
+	docker exec "$node" sh -c 'findmnt --fstab --raw --noheadings --output TARGET | xargs --no-run-if-empty umount --lazy
 		: >/etc/fstab
 		rm -rf /opt/simulator /dev/nvidia*
 		touch /run/before-simulator'
