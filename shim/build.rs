@@ -31,6 +31,7 @@ fn main() {
     };
     let coverage = coverage.unwrap_or_else(|problem| panic!("{problem}"));
     generate_tables(&coverage, &out.join("symbols.rs"));
+    generate_addresses(&coverage, &out.join("handled.s"));
     if arch != "x86_64" {
         // src/lib.rs says so, in a compiler's words.
         return;
@@ -105,6 +106,21 @@ fn generate_tables(coverage: &Coverage<'_>, to: &Path) {
         );
     }
     writeln!(code, "/// FNV-1a of the names without version and stream suffix, sorted.\npub static HANDLED_NAMES: [u32; {}] = {:?};", hashes.len(), hashes.keys().collect::<Vec<_>>()).expect("to memory");
+    fs::write(to, code).expect("OUT_DIR is writable");
+}
+
+/// Writes a table of where our symbols are that do more than pass: their distances from the table itself, which need
+/// no relocation. So the file with the driver's functions, which all others use, need not know those that use it.
+fn generate_addresses(coverage: &Coverage<'_>, to: &Path) {
+    let mut code = String::from(
+        ".pushsection .rodata.handled,\"a\",@progbits\n.balign 4\n.globl tranche_handled\n.hidden tranche_handled\n\
+         tranche_handled:\n",
+    );
+    let handled = |row: &&tranche_shim_coverage::Row<'_>| row.class != Class::Passes;
+    for row in coverage.rows().iter().filter(handled) {
+        writeln!(code, ".long {} - tranche_handled", row.symbol).expect("to memory");
+    }
+    code.push_str(".popsection\n");
     fs::write(to, code).expect("OUT_DIR is writable");
 }
 

@@ -150,6 +150,44 @@ CUresult cuCtxSynchronize(void) {
     if (current >= 0) { pool_used[current] -= freed_later[current]; freed_later[current] = 0; }
     return current < 0 ? INVALID_CONTEXT : pool_keeps ? OK : cuMemPoolTrimTo(0x2000 + current, 0);
 }
+// Bytes of local memory that each thread of a kernel needs.
+static int local_size;
+void odd_local_size(int bytes) { local_size = bytes; }
+CUresult cuFuncGetAttribute(int *value, int which, void *function) { *value = local_size; return which == 3 ? OK : INVALID_VALUE; }
+CUresult cuGraphNodeSetParams(uint64_t node, void *params) { return OK; }
+CUresult cuGraphKernelNodeSetParams_v2(uint64_t node, void *params) { return OK; }
+// What an executable graph runs from now on nobody looks at.
+CUresult cuGraphExecKernelNodeSetParams_v2(void *executable, uint64_t node, void *params) { return OK; }
+CUresult cuGraphExecNodeSetParams(void *executable, uint64_t node, void *params) { return OK; }
+CUresult cuGraphNodeSetEnabled(void *executable, uint64_t node, unsigned enabled) { return OK; }
+// Memory of so many bytes that another process exported: by IPC handle, from a pool, and by descriptor.
+static size_t foreign = 2 << 20;
+void odd_foreign(size_t bytes) { foreign = bytes; }
+enum { FOREIGN = 0x500000000000, FOREIGN_HANDLE = 0x5000 };
+struct ipc { char bytes[64]; };
+CUresult cuIpcOpenMemHandle_v2(uint64_t *pointer, struct ipc handle, unsigned flags) { *pointer = FOREIGN; return OK; }
+CUresult cuIpcCloseMemHandle(uint64_t pointer) { return OK; }
+CUresult cuMemPoolImportPointer(uint64_t *pointer, uint64_t pool, void *data) {
+    static int made;
+    for (int i = 0; i < MAX; i++) if (!live[i].size) {
+        *pointer = live[i].at = FOREIGN + ((uint64_t)++made << 32);
+        live[i].size = 1; live[i].device = MAX; live[i].pooled = 0;
+        return OK;
+    }
+    return OUT_OF_MEMORY;
+}
+CUresult cuMemGetAddressRange_v2(uint64_t *start, size_t *bytes, uint64_t pointer) { *start = pointer; *bytes = foreign; return OK; }
+CUresult cuMemImportFromShareableHandle(uint64_t *handle, void *token, unsigned kind) { static int made; *handle = FOREIGN_HANDLE + ++made; return OK; }
+CUresult cuMemGetAllocationPropertiesFromHandle(int *properties, uint64_t handle) {
+    memset(properties, 0, 32);
+    properties[0] = 1; properties[2] = 1;
+    return OK;
+}
+CUresult cuMemAddressReserve(uint64_t *at, size_t bytes, size_t align, uint64_t hint, uint64_t flags) { *at = 0x600000000000; return OK; }
+CUresult cuMemAddressFree(uint64_t at, size_t bytes) { return OK; }
+CUresult cuMemMap(uint64_t at, size_t bytes, size_t offset, uint64_t handle, uint64_t flags) { return bytes > foreign ? INVALID_VALUE : OK; }
+CUresult cuMemUnmap(uint64_t at, size_t bytes) { return OK; }
+CUresult cuMemRelease(uint64_t handle) { return OK; }
 CUresult cuMemAllocManaged(uint64_t *pointer, size_t size, unsigned flags) { return allocate(pointer, size); }
 CUresult cuMemAllocPitch_v2(uint64_t *pointer, size_t *pitch, size_t width, size_t height, unsigned element) {
     *pitch = (width + pitch_to - 1) / pitch_to * pitch_to;
@@ -174,11 +212,13 @@ CUresult cuMemGetInfo_v2(size_t *free, size_t *total) {
     if (total) *total = device_size;
     return OK;
 }
-// Whatever is launched takes a microsecond.
+// Whatever is launched takes a microsecond, unless it is told otherwise.
 CUresult cuEventCreate(uint64_t *event, unsigned flags) { *event = 1; return OK; }
 CUresult cuEventRecord(uint64_t event, void *stream) { return OK; }
 CUresult cuEventQuery(uint64_t event) { return OK; }
-CUresult cuEventElapsedTime(float *millis, uint64_t start, uint64_t end) { *millis = 0.001f; return OK; }
+static float event_millis = 0.001f;
+void odd_event_nanos(uint64_t nanos) { event_millis = nanos / 1e6f; }
+CUresult cuEventElapsedTime(float *millis, uint64_t start, uint64_t end) { *millis = event_millis; return OK; }
 CUresult cuEventDestroy_v2(uint64_t event) { return OK; }
 // Has a float and a seventh argument: both must come through untouched.
 CUresult cuLaunchGridAsync(int f, int width, int height, void *stream) { return f + width + height + (int)(uintptr_t)stream; }

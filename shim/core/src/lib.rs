@@ -16,7 +16,9 @@
 //! - [`pace`]: how often a process may look for dead ones;
 //! - [`table`]: which device pointer was charged how much, for one process;
 //! - [`blocks`]: which of the driver's blocks hold its small allocations;
-//! - [`physical`]: its physical memory, and who holds on to it;
+//! - [`physical`]: its physical memory, and what uses it;
+//! - [`kept`]: what the driver keeps for a pool, and what of that is charged;
+//! - [`underway`]: whether a call was alone of its kind;
 //! - [`image`]: what a module takes.
 //!
 //! The crate is `no_std`, has no dependency and no unsafe code. Whoever maps an account page (the
@@ -33,20 +35,24 @@ pub mod cap;
 pub mod compute;
 pub mod error;
 pub mod image;
+pub mod kept;
 pub mod layout;
 pub mod pace;
 pub mod paths;
 pub mod physical;
 mod sync;
 pub mod table;
+pub mod underway;
 pub mod uuid;
 
 pub use account::{Account, Full, Locks, SlotIndex};
 pub use blocks::Blocks;
 pub use cap::{CapPage, ComputePolicy};
 pub use error::{PageError, Part};
+pub use kept::Kept;
 pub use layout::{AccountPage, AccountSnapshot, ProcessUsage};
 pub use pace::Pace;
 pub use physical::{Freed, Physical};
 pub use table::{Entry, Table};
+pub use underway::Underway;
 pub use uuid::GpuUuid;

@@ -22,8 +22,37 @@ pub struct Entry {
     pub bytes: u64,
     /// Which of the process's devices was charged.
     pub device: u8,
-    /// The context the memory goes with.
+    /// The context that the memory goes with: its handle, and above it ([`stamped`]) how many contexts had ended.
     pub context: u64,
+}
+
+/// Below it lies a context's handle, an address of user space.
+const STAMP_SHIFT: u32 = 48;
+
+/// A context's handle with the number of contexts that had ended when something was allocated in it.
+///
+/// A driver hands the handle of a context that has ended out again. What was allocated in the former one is told from
+/// what is in the new one by this number.
+#[must_use]
+pub const fn stamped(context: u64, ended: u64) -> u64 {
+    context | ended << STAMP_SHIFT
+}
+
+/// The context's handle of a stamped one.
+#[must_use]
+pub const fn unstamped(context: u64) -> u64 {
+    context & ((1 << STAMP_SHIFT) - 1)
+}
+
+/// Numbers of ended contexts that a stamp tells apart, in either direction.
+const STAMPS: u64 = 1 << (u64::BITS - STAMP_SHIFT - 1);
+
+/// After so many ended contexts [`Table::keep_stamps`] is due.
+pub const STAMPS_KEPT: u64 = STAMPS / 4;
+
+/// How many contexts ended between two stamps; more than [`STAMPS`] where the first is the younger.
+const fn age(stamp: u64, ended: u64) -> u64 {
+    ended.wrapping_sub(stamp) & (2 * STAMPS - 1)
 }
 
 /// Both buckets of both tiers are full.
@@ -117,23 +146,35 @@ impl<const SMALL: usize, const LARGE: usize> Table<SMALL, LARGE> {
             })
     }
 
-    /// Takes all entries of a context out, one by one, and hands each to `each` with its pointer: the
-    /// driver freed them with the context.
-    pub fn take_context(&self, context: u64, mut each: impl FnMut(u64, Entry)) {
+    /// Takes all entries of a context out that were made before `ended` contexts had ended and one more began to, one
+    /// by one, and hands each to `each` with its pointer: the driver freed them with the context.
+    pub fn take_context(&self, context: u64, ended: u64, each: &mut dyn FnMut(u64, Entry)) {
         let large = if self.depth() > 2 {
             &self.large[..]
         } else {
             &[]
         };
+        let goes =
+            |found: u64| unstamped(found) == context && age(found >> STAMP_SHIFT, ended) < STAMPS;
         for bucket in self.small.iter().chain(large) {
             for way in 0..WAYS {
-                if bucket.contexts[way].load(Ordering::Relaxed) == context
-                    && let Some((pointer, entry)) = bucket.take(way, |_, found| found == context)
-                {
-                    each(pointer, entry);
+                let found = bucket.contexts[way].load(Ordering::Relaxed);
+                if goes(found) {
+                    if let Some((pointer, entry)) = bucket.take(way, |_, found| goes(found)) {
+                        each(pointer, entry);
+                    }
+                } else {
+                    bucket.keep_stamp(way, found, ended);
                 }
             }
         }
+    }
+
+    /// Makes old stamps younger: to be done each time that [`STAMPS_KEPT`] contexts more have ended.
+    #[cold]
+    pub fn keep_stamps(&self, ended: u64) {
+        // No context's handle.
+        self.take_context(1 << (STAMP_SHIFT - 1), ended, &mut |_, _| ());
     }
 
     /// How many of a pointer's buckets may have it.
@@ -157,6 +198,21 @@ impl<const SMALL: usize, const LARGE: usize> Table<SMALL, LARGE> {
 }
 
 impl Bucket {
+    /// Makes an old stamp a younger one, so that it is never taken for one that is yet to come.
+    fn keep_stamp(&self, way: usize, found: u64, ended: u64) {
+        let old = age(found >> STAMP_SHIFT, ended);
+        if (STAMPS / 2..STAMPS).contains(&old) && unstamped(found) > u64::from(u16::MAX) {
+            let younger = stamped(unstamped(found), ended.wrapping_sub(STAMPS / 4));
+            // Another entry took its place, with a stamp of its own.
+            let _ = self.contexts[way].compare_exchange(
+                found,
+                younger,
+                Ordering::Relaxed,
+                Ordering::Relaxed,
+            );
+        }
+    }
+
     /// Takes an entry out if it still is the one that was looked for: until its value is swapped
     /// out, another thread may take it and reuse its place.
     fn take(&self, way: usize, is_it: impl Fn(u64, u64) -> bool) -> Option<(u64, Entry)> {
@@ -216,7 +272,7 @@ mod tests {
 
     use proptest::prelude::*;
 
-    use super::{Entry, Table, TableFull};
+    use super::{Entry, Table, TableFull, stamped};
 
     type Small = Table<2, 4>;
 
@@ -278,6 +334,39 @@ mod tests {
         }
     }
 
+    /// The driver hands a context's handle out again before what was in the former one is taken out.
+    #[test]
+    fn what_a_later_context_has_stays_its_own() {
+        const CONTEXT: u64 = 0x7f00_1234_5000;
+        let table = Small::fresh();
+        let mut ended = 0u64;
+        // More contexts than there are stamps; one context lives through all of them.
+        let old = Entry {
+            context: stamped(0x7f00_0000_1000, 0),
+            ..entry(1)
+        };
+        table.put(0x1000, old).unwrap();
+        for nth in 0..70_000u64 {
+            let make = |bytes, ended| Entry {
+                context: stamped(CONTEXT, ended),
+                ..entry(bytes)
+            };
+            table.put(0x2000, make(2, ended)).unwrap();
+            let before = ended;
+            ended += 1;
+            table.put(0x3000, make(3, ended)).unwrap();
+            let mut taken = Vec::new();
+            table.take_context(CONTEXT, before, &mut |pointer, _| taken.push(pointer));
+            assert_eq!(taken, [0x2000], "the {nth}th");
+            assert!(table.take(0x3000).is_some());
+        }
+        let mut taken = Vec::new();
+        table.take_context(0x7f00_0000_1000, ended, &mut |pointer, _| {
+            taken.push(pointer);
+        });
+        assert_eq!(taken, [0x1000]);
+    }
+
     proptest! {
         #[test]
         fn it_remembers_like_a_map(
@@ -301,7 +390,7 @@ mod tests {
                     }
                     _ => {
                         let mut taken = Vec::new();
-                        table.take_context(context, |_, entry| taken.push(entry.bytes));
+                        table.take_context(context, 0, &mut |_, entry| taken.push(entry.bytes));
                         let mut gone = Vec::new();
                         map.retain(|_, entry| {
                             if entry.context == context { gone.push(entry.bytes); }

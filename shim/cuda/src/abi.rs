@@ -39,6 +39,10 @@ pub type CUgraphExec = usize;
 /// A handle of physical memory, or of a multicast object.
 pub type CUmemGenericAllocationHandle = u64;
 pub type CUuuid = [u8; 16];
+/// `CUipcMemHandle`, which is passed by value.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct CUipcMemHandle(pub [u8; 64]);
 /// The address of a driver function.
 pub type Function = *mut c_void;
 
@@ -139,6 +143,8 @@ pub struct CUDA_KERNEL_NODE_PARAMS {
     pub extra: usize,
     /// Instead of the function, where that is 0.
     pub kernel: CUfunction,
+    /// Where the kernel runs; 0 for the context that is current.
+    pub context: CUcontext,
 }
 
 /// A node of a graph, as it is asked for: a kind, and what depends on it.

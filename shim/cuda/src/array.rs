@@ -9,9 +9,10 @@ use crate::abi::{
     ArrayShape2, ArrayShape3, CUDA_ARRAY_MEMORY_REQUIREMENTS, CUDA_ARRAY3D_DEFERRED_MAPPING,
     CUDA_ARRAY3D_SPARSE, CUarray, CUdevice, CUresult,
 };
+use crate::charge::{charge, note};
 use crate::driver::{Call, real};
-use crate::memory::{Width, charge, current_capped, note};
-use crate::process::{self, Kind, current_context, key};
+use crate::memory::Width;
+use crate::process::{self, Kind, Process, key};
 use crate::share::Device;
 use crate::vmm;
 
@@ -72,10 +73,11 @@ pub fn make(array: *mut CUarray, shape: Option<Shape>, driver: Call<'_>) -> CUre
         let taken = device.taken_by(bytes.max(1));
         Ok((taken, taken))
     };
-    charge(current_capped, bytes, driver, |reserved| {
+    charge(Process::current_capped, bytes, driver, |reserved| {
         // SAFETY: not null, and the driver has just written to it.
         let array = unsafe { array.read() };
-        reserved.note(key(Kind::Array, array as u64), current_context() as u64);
+        let context = reserved.process.contexts.current();
+        reserved.note(key(Kind::Array, array as u64), context);
         Ok(())
     })
 }
@@ -87,10 +89,7 @@ pub fn end(array: CUarray, driver: Call<'_>) -> CUresult {
     };
     let number = key(Kind::Array, array as u64);
     let taken = process.pointers.take(number);
-    let result = driver.make();
-    if result.is_ok() {
-        vmm::end_array(process, array);
-    }
+    let result = vmm::end_array(process, array, driver);
     if let Some(entry) = taken {
         if !result.is_ok() {
             note(process, number, entry);

@@ -1,16 +1,24 @@
-//! Contexts: each takes memory of its own, which the node measured once per model of GPU and wrote
-//! into the cap page. The share has room for one beside its memory, so that a lone process has all of
-//! that; every further one is charged like any memory.
+//! Contexts: each takes memory of its own, which the node measured once per model of GPU and wrote into the cap page.
+//! The share has room for one beside its memory, so that a lone process has all of that; every further one is charged
+//! like any memory.
+//!
+//! A driver hands out the handle of a context that has ended again. So what is noted under a handle is taken out before
+//! the driver ends the context, and put back where it did not; and what is allocated in one is stamped with the number
+//! of those that have ended ([`tranche_shim_core::table::stamped`]). A primary context is retained and released by many:
+//! the last of the calls under way asks the driver whether it is still there.
 
 use tranche_shim_core::Entry;
+use tranche_shim_core::paths::MAX_SHARES;
+use tranche_shim_core::table::{STAMPS_KEPT, unstamped};
 
 use crate::abi::{CUcontext, CUdevice, CUresult};
+use crate::charge::{Reserved, give_back, note};
 use crate::driver::{Call, real};
+use crate::kept;
 use crate::local;
-use crate::memory::{Reserved, current_capped, give_back, note};
-use crate::pool;
-use crate::process::{self, Kind, Process, current_context, key};
+use crate::process::{self, Kind, Process, key};
 use crate::share::Device;
+use crate::stream::current_context;
 
 /// A new context on a device.
 pub fn make(context: *mut CUcontext, device: CUdevice, driver: Call<'_>) -> CUresult {
@@ -22,15 +30,12 @@ pub fn make(context: *mut CUcontext, device: CUdevice, driver: Call<'_>) -> CUre
         Ok(_) => return driver.make(),
         Err(code) => return code,
     };
-    // The handle is another one's again as soon as it is free.
-    reserved.process.contexts.with(|()| {
-        let result = driver.make();
-        if result.is_ok() {
-            // SAFETY: not null, and the driver has just written to it.
-            reserved.note(key(Kind::Context, unsafe { context.read() } as u64), 0);
-        }
-        result
-    })
+    let result = driver.make();
+    if result.is_ok() {
+        // SAFETY: not null, and the driver has just written to it.
+        reserved.note(key(Kind::Context, unsafe { context.read() } as u64), 0);
+    }
+    result
 }
 
 /// What a context takes of a device; `None` where nothing is charged for it.
@@ -47,37 +52,92 @@ fn reserve(device: CUdevice) -> Result<Option<Reserved>, CUresult> {
 
 /// Whatever retains a device's primary context, which makes it if there is none; null where the driver
 /// does not tell its handle.
-pub fn retain_primary(context: *mut CUcontext, device: CUdevice, driver: Call<'_>) -> CUresult {
+pub fn retain_primary(context: *mut CUcontext, handle: CUdevice, driver: Call<'_>) -> CUresult {
     let process = match process::current() {
         Ok(process) => process,
         Err(code) => return code,
     };
-    let primary = key(Kind::Primary, device_key(device));
-    if let Some(device) = process.device(device) {
-        process.fitting.add_primary(device);
+    let Some(device) = process.device(handle) else {
+        // The driver refuses it.
+        return driver.make();
+    };
+    process.fitting.add_primary(device);
+    let primary = key(Kind::Primary, device_key(handle));
+    let is_charged = process.contexts.noting.with(|()| {
+        let _ = process.contexts.primary(device).begin();
+        process.pointers.get(primary).is_some()
+    });
+    let reserved = if is_charged {
+        Ok(None)
+    } else {
+        reserve(handle)
+    };
+    let result = match reserved {
+        Ok(reserved) => {
+            let result = driver.make();
+            if let Some(reserved) = reserved
+                && has_primary(handle)
+            {
+                let context = if context.is_null() || !result.is_ok() {
+                    0
+                } else {
+                    // SAFETY: not null, and the driver has just written to it.
+                    unsafe { context.read() }
+                };
+                let context = process.contexts.stamp(context);
+                reserved.note(primary, context);
+            }
+            result
+        }
+        Err(code) => code,
+    };
+    leave_primary(process, device, None, process.contexts.ended_before());
+    result
+}
+
+/// How often a call asks anew whether a primary context is there, where others came or went meanwhile.
+const ASKS: usize = 16;
+
+/// A call that concerns a device's primary context is over: where it is the last, and the context is gone, what that
+/// had is given back. `ended` is of before the call; `context` is the handle, where it is known.
+fn leave_primary(
+    process: &'static Process,
+    device: &Device,
+    context: Option<CUcontext>,
+    ended: u64,
+) {
+    let calls = process.contexts.primary(device);
+    let primary = key(Kind::Primary, device_key(device.handle));
+    for _ in 0..ASKS {
+        let seen = calls.look();
+        let is_gone = !has_primary(device.handle);
+        let taken = process.contexts.noting.with(|()| {
+            calls
+                .end_if_unchanged(seen)
+                .then(|| (seen.is_last() && is_gone).then(|| process.pointers.take(primary)))
+        });
+        let Some(left) = taken else { continue };
+        if let Some(taken) = left {
+            let noted = taken.map(|entry| unstamped(entry.context));
+            let handle = context.map(|context| context as u64).or(noted);
+            forget(process, handle.unwrap_or(0), ended);
+            if let Some(entry) = taken {
+                give_back(process, primary, entry);
+            }
+        }
+        return;
     }
-    process.contexts.with(|()| {
-        if process.pointers.get(primary).is_some() {
-            return driver.make();
-        }
-        let reserved = match reserve(device) {
-            Ok(reserved) => reserved,
-            Err(code) => return code,
-        };
-        let result = driver.make();
-        if let Some(reserved) = reserved
-            && has_primary(device)
-        {
-            let handle = if context.is_null() {
-                0
-            } else {
-                // SAFETY: not null, and the driver has just written to it.
-                unsafe { context.read() }
-            };
-            reserved.note(primary, handle as u64);
-        }
-        result
-    })
+    // It stays charged until another call looks.
+    calls.leave();
+}
+
+/// Before a call at which contexts may end.
+fn begin_end(process: &Process) -> u64 {
+    let ended = process.contexts.begin_end();
+    if ended.is_multiple_of(STAMPS_KEPT) {
+        process.pointers.keep_stamps(ended);
+    }
+    ended
 }
 
 /// The end of a context: the driver frees its memory with it.
@@ -85,26 +145,31 @@ pub fn end(context: CUcontext, driver: Call<'_>) -> CUresult {
     let Some(process) = process::joined() else {
         return driver.make();
     };
-    let result = process.contexts.with(|()| {
-        let result = process.launches.measuring.across(|| {
-            let result = driver.make();
-            (result, move |ended| result.is_ok() && ended == context)
-        });
-        if result.is_ok() {
-            forget(process, context);
-            take(process, key(Kind::Context, context as u64));
-        }
-        result
-    });
+    let number = key(Kind::Context, context as u64);
+    let ended = begin_end(process);
+    let taken = process.pointers.take(number);
+    let unmeasured = process.launches.measuring.leave(&[context]);
+    let result = driver.make();
+    drop(unmeasured);
     if result.is_ok() {
-        pool::look(process);
+        forget(process, context as u64, ended);
+    }
+    if let Some(entry) = taken {
+        if result.is_ok() {
+            give_back(process, number, entry);
+        } else {
+            note(process, number, entry);
+        }
+    }
+    if result.is_ok() {
+        kept::settle_some(process);
     }
     result
 }
 
-/// The end, maybe, of primary contexts, at a last release or a reset.
-pub fn end_primary(driver: Call<'_>) -> CUresult {
-    end_with(None, driver)
+/// The end, maybe, of a device's primary context, at a last release or a reset.
+pub fn end_primary(device: CUdevice, driver: Call<'_>) -> CUresult {
+    end_with(None, Some(device), driver)
 }
 
 /// The end of a green context, and maybe of its primary one.
@@ -113,42 +178,45 @@ pub fn end_green(green: usize, driver: Call<'_>) -> CUresult {
     // SAFETY: what the program passes to the driver as a green context; writes to the local handle.
     let result =
         unsafe { real!(cuCtxFromGreenCtx: fn(*mut CUcontext, usize))(&raw mut context, green) };
-    end_with(result.is_ok().then_some(context), driver)
+    end_with(result.is_ok().then_some(context), None, driver)
 }
 
-/// Makes a call at which the context `green` ends, and primary contexts may.
-fn end_with(green: Option<CUcontext>, driver: Call<'_>) -> CUresult {
+/// Makes a call at which the context `green` ends, and the primary context of one device, or of any, may.
+fn end_with(green: Option<CUcontext>, only: Option<CUdevice>, driver: Call<'_>) -> CUresult {
     let Some(process) = process::joined() else {
         return driver.make();
     };
-    let result = process.contexts.with(|()| {
-        let mut contexts = [None; tranche_shim_core::paths::MAX_SHARES];
-        for (context, device) in contexts.iter_mut().zip(process.devices()) {
-            *context = primary(process, device.handle);
-        }
-        let ended = &mut contexts;
-        let result = process.launches.measuring.across(move || {
-            let result = driver.make();
-            for (context, device) in ended.iter_mut().zip(process.devices()) {
-                *context = context.filter(|_| !has_primary(device.handle));
-            }
-            let green = green.filter(|_| result.is_ok());
-            let has_ended = move |context| green == Some(context) || ended.contains(&Some(context));
-            (result, has_ended)
+    let devices = || {
+        process
+            .devices()
+            .filter(move |device| only.is_none_or(|only| only == device.handle))
+    };
+    for device in devices() {
+        process.contexts.noting.with(|()| {
+            let _ = process.contexts.primary(device).begin();
         });
-        for (&context, device) in contexts.iter().zip(process.devices()) {
-            if let Some(context) = context {
-                forget(process, context);
-                take(process, key(Kind::Primary, device_key(device.handle)));
-            }
-        }
-        result
-    });
-    pool::look(process);
+    }
+    let mut contexts = [0; MAX_SHARES + 1];
+    for (context, device) in contexts.iter_mut().zip(devices()) {
+        *context = primary(process, device.handle).unwrap_or(0);
+    }
+    contexts[MAX_SHARES] = green.unwrap_or(0);
+    let ended = begin_end(process);
+    let unmeasured = process.launches.measuring.leave(&contexts);
+    let result = driver.make();
+    drop(unmeasured);
+    for (&context, device) in contexts.iter().zip(devices()) {
+        leave_primary(process, device, Some(context).filter(|it| *it != 0), ended);
+    }
+    if let Some(green) = green.filter(|_| result.is_ok()) {
+        forget(process, green as u64, ended);
+    }
+    if result.is_ok() {
+        kept::settle_some(process);
+    }
     result
 }
 
-// Of `CUlimit`.
 const STACK_SIZE: u32 = 0;
 const PRINTF_FIFO_SIZE: u32 = 1;
 const MALLOC_HEAP_SIZE: u32 = 2;
@@ -165,81 +233,72 @@ pub fn set_limit(which: u32, value: usize, driver: Call<'_>) -> CUresult {
         Ok(process) => process,
         Err(code) => return code,
     };
-    let Ok(Some(device)) = current_capped(process) else {
+    let Ok(Some(device)) = process.current_capped() else {
         return driver.make();
     };
     let value = value as u64;
     let bytes = match which {
-        STACK_SIZE => return set_stack_limit(process, device, value, driver),
+        STACK_SIZE => return local::set_stack_limit(process, device, value, driver),
         PRINTF_FIFO_SIZE => value.saturating_sub(1 << 20),
         MALLOC_HEAP_SIZE => value.saturating_sub(8 << 20),
         DEV_RUNTIME_SYNC_DEPTH => value.saturating_sub(2).saturating_mul(SYNC_LEVEL),
         _ => return driver.make(),
     };
-    let bytes = device.taken_by(bytes);
-    let context = current_context() as u64;
-    let key = key(Kind::Limit, context | u64::from(which) << 48);
-    process.contexts.with(|()| {
-        let former = process.pointers.get(key).map_or(0, |entry| entry.bytes);
-        let more = bytes.saturating_sub(former);
-        let reserved = match Reserved::new(process, device, more, more) {
-            Ok(reserved) => reserved,
-            Err(code) => return code,
-        };
-        let result = driver.make();
-        if result.is_ok() {
-            reserved.keep();
-            process.pointers.take(key);
-            process.release(device, former.saturating_sub(bytes));
-            if bytes > 0 {
-                let device = device.number;
-                note(
-                    process,
-                    key,
-                    Entry {
-                        bytes,
-                        device,
-                        context,
-                    },
-                );
-            }
-        }
-        result
-    })
+    set_charged_limit(process, device, which, device.taken_by(bytes), driver)
 }
 
-fn set_stack_limit(
+/// Of calls at once nobody knows which one the driver did last: then the higher limit counts.
+fn set_charged_limit(
     process: &'static Process,
     device: &'static Device,
-    value: u64,
+    which: u32,
+    bytes: u64,
     driver: Call<'_>,
 ) -> CUresult {
-    let more = local::missing_for_stack(process, device, value);
-    let reserved = match Reserved::new(process, device, more, more) {
+    let contexts = &process.contexts;
+    let context = current_context();
+    let key = key(Kind::Limit, context as u64 | u64::from(which) << 48);
+    let begun = contexts.limits.begin();
+    let former = process.pointers.get(key).map_or(0, |entry| entry.bytes);
+    let missing = bytes.saturating_sub(former);
+    let reserved = match Reserved::new(process, device, missing, missing) {
         Ok(reserved) => reserved,
-        Err(code) => return code,
+        Err(code) => {
+            contexts.limits.end(&begun);
+            return code;
+        }
     };
     let result = driver.make();
-    if result.is_ok() {
-        local::set_stack(reserved, value);
-    }
+    contexts.noting.with(|()| {
+        let was_alone = contexts.limits.end(&begun);
+        if !result.is_ok() {
+            return;
+        }
+        let noted = process.pointers.take(key).map_or(0, |entry| entry.bytes);
+        let charged = noted + reserved.keep();
+        let bytes = if was_alone { bytes } else { bytes.max(noted) };
+        process.release(device, charged.saturating_sub(bytes));
+        if bytes > 0 {
+            let entry = Entry {
+                bytes,
+                device: device.number,
+                context: contexts.stamp(context),
+            };
+            note(process, key, entry);
+        }
+    });
     result
 }
 
-fn forget(process: &'static Process, context: CUcontext) {
+/// Gives back what was allocated in a context that ended.
+fn forget(process: &'static Process, context: u64, ended: u64) {
     process.fitting.forget();
     if context != 0 {
-        process.pointers.take_context(context as u64, |key, entry| {
-            give_back(process, key, entry);
-        });
-    }
-}
-
-fn take(process: &'static Process, key: u64) {
-    if let Some(Entry { bytes, device, .. }) = process.pointers.take(key)
-        && let Some(device) = process.device_numbered(device)
-    {
-        process.release(device, bytes);
+        process
+            .pointers
+            .take_context(context, ended, &mut |key, entry| {
+                give_back(process, key, entry);
+            });
     }
 }
 
@@ -269,7 +328,7 @@ fn primary(process: &Process, device: CUdevice) -> Option<CUcontext> {
     }
     let noted = process.pointers.get(key(Kind::Primary, device_key(device)));
     if let Some(noted) = noted.filter(|noted| noted.context != 0) {
-        return usize::try_from(noted.context).ok();
+        return usize::try_from(unstamped(noted.context)).ok();
     }
     let mut context = 0;
     // SAFETY: writes to the local handle; the reference is given back at once.

@@ -1,92 +1,21 @@
-//! Memory nodes of graphs: what they allocate is charged as their device's reserve for graphs is
-//! ([`crate::pool`]), and at least with the sizes of the nodes of every executable graph.
-
-use core::ptr;
+//! Nodes of graphs. What memory nodes allocate is charged as their device's reserve for graphs is ([`crate::source`]), and
+//! at least with the sizes of the nodes of every executable graph. A kernel's local memory is charged when it becomes part
+//! of a graph.
 
 use tranche_shim_core::Entry;
 
 use crate::abi::{
-    CUDA_KERNEL_NODE_PARAMS, CUDA_MEM_ALLOC_NODE_PARAMS, CUfunction, CUgraph, CUgraphExec,
-    CUgraphNodeParams, CUresult, CUstream,
+    CUDA_KERNEL_NODE_PARAMS, CUDA_MEM_ALLOC_NODE_PARAMS, CUcontext, CUfunction, CUgraph,
+    CUgraphExec, CUgraphNodeParams, CUresult,
 };
-use crate::driver::{Call, index, real, real_if_any};
+use crate::charge;
+use crate::driver::Call;
+use crate::kept::{lower_floor, settle_some};
 use crate::local;
-use crate::memory::{self, current_capped};
-use crate::pool::{self, Source, device_of_stream};
 use crate::process::{self, Kind, Process, key};
-
-/// A stream, and whether 0 means the calling thread's.
-#[derive(Clone, Copy)]
-pub struct Stream {
-    pub handle: CUstream,
-    pub per_thread: bool,
-}
-
-impl Stream {
-    pub fn legacy(handle: CUstream) -> Self {
-        Self {
-            handle,
-            per_thread: false,
-        }
-    }
-
-    pub fn per_thread(handle: CUstream) -> Self {
-        Self {
-            handle,
-            per_thread: true,
-        }
-    }
-
-    /// The handle that means this stream to the functions without suffix.
-    pub fn handle(self) -> CUstream {
-        const PER_THREAD: CUstream = 2;
-        if self.per_thread && self.handle == 0 {
-            PER_THREAD
-        } else {
-            self.handle
-        }
-    }
-
-    /// Whether what is put into the stream becomes part of a graph.
-    pub fn captures(self) -> bool {
-        let mut status = 0;
-        // SAFETY: `stream` is what the program passes to the driver as a stream; writes to the local.
-        let result = unsafe {
-            real!(cuStreamIsCapturing: fn(CUstream, *mut u32))(self.handle(), &raw mut status)
-        };
-        result.is_ok() && status == 1
-    }
-
-    /// The graph that is captured.
-    fn graph(self) -> Option<CUgraph> {
-        let (mut status, mut id, mut graph, none) = (0, 0, 0, ptr::null_mut::<usize>());
-        // SAFETY: as above; null where nothing is asked for. Either version is there, and writes the
-        // graph as its fourth.
-        let result = unsafe {
-            if real_if_any(index::cuStreamGetCaptureInfo_v2).is_some() {
-                real!(cuStreamGetCaptureInfo_v2: fn(CUstream, *mut u32, *mut u64, *mut CUgraph, *mut usize, *mut usize))(
-                    self.handle(),
-                    &raw mut status,
-                    &raw mut id,
-                    &raw mut graph,
-                    none,
-                    none,
-                )
-            } else {
-                real!(cuStreamGetCaptureInfo_v3: fn(CUstream, *mut u32, *mut u64, *mut CUgraph, *mut usize, *mut usize, *mut usize))(
-                    self.handle(),
-                    &raw mut status,
-                    &raw mut id,
-                    &raw mut graph,
-                    none,
-                    none,
-                    none,
-                )
-            }
-        };
-        (result.is_ok() && graph != 0).then_some(graph)
-    }
-}
+use crate::reserves::State;
+use crate::source::Source;
+use crate::stream::Stream;
 
 /// An allocation that becomes a node of the graph that its stream captures.
 pub fn capture(
@@ -95,7 +24,7 @@ pub fn capture(
     bytes: u64,
     driver: Call<'_>,
 ) -> CUresult {
-    let source = match device_of_stream(process, stream.handle()) {
+    let source = match process.device_of_stream(stream.handle()) {
         Ok(device) if device.is_capped() => Source::graphs(process, device),
         Ok(_) => return driver.make(),
         Err(code) => Err(code),
@@ -126,7 +55,7 @@ pub fn add_allocation(
         let device = match location.device() {
             Some(handle) => process.device(handle).filter(|device| device.is_capped()),
             None if location.is_host() => None,
-            None => current_capped(process)?,
+            None => process.current_capped()?,
         };
         device
             .map(|device| Source::graphs(process, device))
@@ -174,29 +103,30 @@ pub fn set(parameters: *const CUgraphNodeParams, driver: Call<'_>) -> CUresult {
     }
 }
 
-/// A kernel of a graph: it has its local memory from now on, so that the launch of the graph need not look.
-/// `parameters` are of the version that has the field `kernel`.
+/// A kernel of a graph: its context has its local memory from now on, so that the launch of the graph need not look.
+/// `parameters` are of the version that has the fields `kernel` and `context`.
 pub fn add_kernel(parameters: *const CUDA_KERNEL_NODE_PARAMS, driver: Call<'_>) -> CUresult {
     // SAFETY: null, or what the driver reads next.
-    let handle = unsafe { parameters.as_ref() }.map_or(0, |set| {
+    let (context, handle) = unsafe { parameters.as_ref() }.map_or((0, 0), |set| {
         if set.function == 0 {
-            set.kernel
+            (set.context, set.kernel)
         } else {
-            set.function
+            (0, set.function)
         }
     });
-    add_function(handle, driver)
+    add_function(context, handle, driver)
 }
 
 /// The same of the version before, which has a function.
 pub fn add_function_of(parameters: *const CUDA_KERNEL_NODE_PARAMS, driver: Call<'_>) -> CUresult {
     // SAFETY: null, or what the driver reads next: the function comes first in all versions.
     let handle = unsafe { parameters.cast::<CUfunction>().as_ref() };
-    add_function(handle.copied().unwrap_or(0), driver)
+    add_function(0, handle.copied().unwrap_or(0), driver)
 }
 
-fn add_function(handle: CUfunction, driver: Call<'_>) -> CUresult {
-    match process::joined().map_or(Ok(()), |process| local::ensure_current(process, handle)) {
+/// `context` is where the kernel will run; 0 for the current one.
+fn add_function(context: CUcontext, handle: CUfunction, driver: Call<'_>) -> CUresult {
+    match process::joined().map_or(Ok(()), |process| local::ensure_in(process, context, handle)) {
         Ok(()) => driver.make(),
         Err(code) => code,
     }
@@ -284,11 +214,9 @@ pub fn end_executable(executable: CUgraphExec, driver: Call<'_>) -> CUresult {
         return result;
     };
     if !result.is_ok() {
-        memory::note(process, executable_key(executable), needed);
-    } else if let Some(device) = process.device_numbered(needed.device)
-        && let Ok(source) = Source::graphs(process, device)
-    {
-        source.lower_floor(needed.bytes);
+        charge::note(process, executable_key(executable), needed);
+    } else if let Some(device) = process.device_numbered(needed.device) {
+        lower_floor(process, State::Graphs, device, needed.bytes);
     }
     result
 }
@@ -301,8 +229,8 @@ pub fn end(graph: CUgraph, driver: Call<'_>) -> CUresult {
     let taken = process.pointers.take(graph_key(graph));
     let result = driver.make();
     match taken {
-        Some(needs) if !result.is_ok() => memory::note(process, graph_key(graph), needs),
-        _ => pool::look(process),
+        Some(needs) if !result.is_ok() => charge::note(process, graph_key(graph), needs),
+        _ => settle_some(process),
     }
     result
 }

@@ -4,20 +4,19 @@
 
 use core::ffi::{c_char, c_int, c_void};
 
-use tranche_shim_runtime::library::Ours;
-
 use crate::abi::{
     ArrayShape2, ArrayShape3, CUDA_KERNEL_NODE_PARAMS, CUDA_MEM_ALLOC_NODE_PARAMS, CUarray,
     CUarrayMapInfo, CUcontext, CUdevice, CUdeviceptr, CUdeviceptr_v1, CUfunction, CUgraph,
-    CUgraphExec, CUgraphNodeParams, CUlaunchConfig, CUlaunchParams, CUmemAllocationProp,
-    CUmemGenericAllocationHandle, CUmemLocation, CUmemPoolProps, CUmemoryPool, CUresult, CUstream,
-    Function,
+    CUgraphExec, CUgraphNodeParams, CUipcMemHandle, CUlaunchConfig, CUlaunchParams,
+    CUmemAllocationProp, CUmemGenericAllocationHandle, CUmemLocation, CUmemPoolProps, CUmemoryPool,
+    CUresult, CUstream, Function,
 };
 use crate::driver::{Call, real};
-use crate::graph::Stream;
-use crate::launch::{self, Kernel, own};
+use crate::kept::looked_at;
+use crate::launch::{self, Kernel};
 use crate::module::{self, Within};
-use crate::{array, context, graph, memory, pool, process, resolve, vmm};
+use crate::stream::{Stream, own};
+use crate::{array, context, graph, ipc, memory, pool, process, resolve, vmm};
 
 macro_rules! hook {
     ($name:ident $arguments:tt |$driver:ident| $body:expr) => {
@@ -57,10 +56,7 @@ macro_rules! hooks {
     ($(fn $name:ident $arguments:tt $(launches $launch:tt)? $(|$driver:ident| $body:expr)?;)*) => {
         $(hook! { $name $arguments $(launches $launch)? $(|$driver| $body)? })*
 
-        /// The functions above, in the order of their indices: that of their names.
-        pub static HANDLED: &[Ours] = &[$(Ours($name as *const ())),*];
-
-        /// The order of the table above is that of the generated list.
+        /// The rows are those of the generated list of addresses, in its order.
         const _: () = {
             let mut nth = $crate::driver::PASSING;
             $(
@@ -93,19 +89,19 @@ hooks! {
     fn cuCtxDestroy(context: CUcontext) |driver| context::end(context, driver);
     fn cuCtxDestroy_v2(context: CUcontext) |driver| context::end(context, driver);
     fn cuCtxSetLimit(which: u32, value: usize) |driver| context::set_limit(which, value, driver);
-    fn cuCtxSynchronize() |driver| pool::looked_at(driver);
-    fn cuCtxSynchronize_v2(context: CUcontext) |driver| pool::looked_at(driver);
-    fn cuDeviceGraphMemTrim(device: CUdevice) |driver| pool::looked_at(driver);
-    fn cuDevicePrimaryCtxRelease(device: CUdevice) |driver| context::end_primary(driver);
-    fn cuDevicePrimaryCtxRelease_v2(device: CUdevice) |driver| context::end_primary(driver);
-    fn cuDevicePrimaryCtxReset(device: CUdevice) |driver| context::end_primary(driver);
-    fn cuDevicePrimaryCtxReset_v2(device: CUdevice) |driver| context::end_primary(driver);
+    fn cuCtxSynchronize() |driver| looked_at(driver);
+    fn cuCtxSynchronize_v2(context: CUcontext) |driver| looked_at(driver);
+    fn cuDeviceGraphMemTrim(device: CUdevice) |driver| looked_at(driver);
+    fn cuDevicePrimaryCtxRelease(device: CUdevice) |driver| context::end_primary(device, driver);
+    fn cuDevicePrimaryCtxRelease_v2(device: CUdevice) |driver| context::end_primary(device, driver);
+    fn cuDevicePrimaryCtxReset(device: CUdevice) |driver| context::end_primary(device, driver);
+    fn cuDevicePrimaryCtxReset_v2(device: CUdevice) |driver| context::end_primary(device, driver);
     fn cuDevicePrimaryCtxRetain(context: *mut CUcontext, device: CUdevice)
         |driver| context::retain_primary(context, device, driver);
     fn cuDeviceSetMemPool(device: CUdevice, pool: CUmemoryPool) |driver| pool::switch(driver);
-    fn cuDeviceTotalMem(bytes: *mut u32, device: CUdevice) |driver| memory::tell_total(bytes, device, driver);
-    fn cuDeviceTotalMem_v2(bytes: *mut usize, device: CUdevice) |driver| memory::tell_total(bytes, device, driver);
-    fn cuEventSynchronize(event: usize) |driver| pool::looked_at(driver);
+    fn cuDeviceTotalMem(bytes: *mut u32, device: CUdevice) |driver| memory::correct_total(bytes, device, driver);
+    fn cuDeviceTotalMem_v2(bytes: *mut usize, device: CUdevice) |driver| memory::correct_total(bytes, device, driver);
+    fn cuEventSynchronize(event: usize) |driver| looked_at(driver);
     fn cuGLCtxCreate(context: *mut CUcontext, flags: u32, device: CUdevice)
         |driver| context::make(context, device, driver);
     fn cuGLCtxCreate_v2(context: *mut CUcontext, flags: u32, device: CUdevice)
@@ -130,15 +126,16 @@ hooks! {
         |driver| graph::add(graph, parameters, driver);
     fn cuGraphClone(copy: *mut CUgraph, graph: CUgraph) |driver| graph::copy(copy, graph, driver);
     fn cuGraphDestroy(graph: CUgraph) |driver| graph::end(graph, driver);
-    fn cuGraphExecDestroy(graph: CUgraphExec) |driver| launch::forget_graph(graph, Call::of(&|| graph::end_executable(graph, driver)));
+    fn cuGraphExecChildGraphNodeSetParams(graph: CUgraphExec, node: usize, child: CUgraph) |driver| launch::change_graph(graph, driver);
+    fn cuGraphExecDestroy(graph: CUgraphExec) |driver| launch::end_graph(graph, Call::of(&|| graph::end_executable(graph, driver)));
     fn cuGraphExecKernelNodeSetParams(graph: CUgraphExec, node: usize, parameters: *const CUDA_KERNEL_NODE_PARAMS)
-        |driver| graph::add_function_of(parameters, driver);
+        |driver| launch::change_graph(graph, Call::of(&|| graph::add_function_of(parameters, driver)));
     fn cuGraphExecKernelNodeSetParams_v2(graph: CUgraphExec, node: usize, parameters: *const CUDA_KERNEL_NODE_PARAMS)
-        |driver| graph::add_kernel(parameters, driver);
+        |driver| launch::change_graph(graph, Call::of(&|| graph::add_kernel(parameters, driver)));
     fn cuGraphExecNodeSetParams(graph: CUgraphExec, node: usize, parameters: *mut CUgraphNodeParams)
-        |driver| graph::set(parameters, driver);
-    fn cuGraphExecUpdate(graph: CUfunction, from: usize, node: *mut usize, result: *mut u32) |driver| launch::forget_graph(graph, driver);
-    fn cuGraphExecUpdate_v2(graph: CUfunction, from: usize, result: *mut u32) |driver| launch::forget_graph(graph, driver);
+        |driver| launch::change_graph(graph, Call::of(&|| graph::set(parameters, driver)));
+    fn cuGraphExecUpdate(graph: CUfunction, from: usize, node: *mut usize, result: *mut u32) |driver| launch::change_graph(graph, driver);
+    fn cuGraphExecUpdate_v2(graph: CUfunction, from: usize, result: *mut u32) |driver| launch::change_graph(graph, driver);
     fn cuGraphInstantiate(executable: *mut CUgraphExec, graph: CUgraph, node: *mut usize, log: *mut c_char, size: usize)
         |driver| graph::instantiate(executable, graph, driver);
     fn cuGraphInstantiateWithFlags(executable: *mut CUgraphExec, graph: CUgraph, flags: u64)
@@ -155,10 +152,16 @@ hooks! {
         |driver| graph::add_kernel(parameters, driver);
     fn cuGraphLaunch(graph: CUfunction, stream: CUstream) launches(Kernel::graph(graph), stream);
     fn cuGraphLaunch_ptsz(graph: CUfunction, stream: CUstream) launches(Kernel::graph(graph), own(stream));
+    fn cuGraphNodeSetEnabled(graph: CUgraphExec, node: usize, enabled: u32) |driver| launch::change_graph(graph, driver);
+    fn cuGraphNodeSetParams(node: usize, parameters: *mut CUgraphNodeParams) |driver| graph::set(parameters, driver);
+    fn cuGraphNodeSetParams_v2(node: usize, parameters: *mut CUgraphNodeParams) |driver| graph::set(parameters, driver);
     fn cuGreenCtxCreate(context: *mut usize, description: usize, device: CUdevice, flags: u32)
         |driver| context::retain_primary(core::ptr::null_mut(), device, driver);
     fn cuGreenCtxDestroy(context: usize) |driver| context::end_green(context, driver);
     fn cuInit(flags: u32) |driver| process::initialise(driver);
+    fn cuIpcCloseMemHandle(pointer: CUdeviceptr) |driver| ipc::close(pointer, driver);
+    fn cuIpcOpenMemHandle(pointer: *mut CUdeviceptr, handle: CUipcMemHandle, flags: u32) |driver| ipc::open(pointer, driver);
+    fn cuIpcOpenMemHandle_v2(pointer: *mut CUdeviceptr, handle: CUipcMemHandle, flags: u32) |driver| ipc::open(pointer, driver);
     fn cuKernelGetFunction(function: *mut CUfunction, kernel: CUfunction) |driver| launch::find_function(function, kernel, driver);
     fn cuLaunch(function: CUfunction) launches(Kernel::of(function), 0);
     fn cuLaunchCooperativeKernel(function: CUfunction, gx: u32, gy: u32, gz: u32, bx: u32, by: u32, bz: u32, shared: u32, stream: CUstream, parameters: *mut Function)
@@ -218,8 +221,8 @@ hooks! {
     fn cuMemFree_v2(pointer: CUdeviceptr) |driver| memory::free(pointer, driver);
     fn cuMemGetDefaultMemPool(pool: *mut CUmemoryPool, location: *mut CUmemLocation, kind: u32)
         |driver| pool::get(pool, location, driver);
-    fn cuMemGetInfo(free: *mut u32, total: *mut u32) |driver| memory::tell(free, total, driver);
-    fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) |driver| memory::tell(free, total, driver);
+    fn cuMemGetInfo(free: *mut u32, total: *mut u32) |driver| memory::correct_info(free, total, driver);
+    fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) |driver| memory::correct_info(free, total, driver);
     fn cuMemGetMemPool(pool: *mut CUmemoryPool, location: *mut CUmemLocation, kind: u32)
         |driver| pool::get(pool, location, driver);
     fn cuMemImportFromShareableHandle(handle: *mut CUmemGenericAllocationHandle, token: usize, kind: u32)
@@ -233,12 +236,14 @@ hooks! {
     fn cuMemPoolCreate(pool: *mut CUmemoryPool, properties: *const CUmemPoolProps)
         |driver| pool::make(pool, properties, driver);
     fn cuMemPoolDestroy(pool: CUmemoryPool) |driver| pool::end(pool, driver);
+    fn cuMemPoolImportPointer(pointer: *mut CUdeviceptr, pool: CUmemoryPool, data: *const c_void)
+        |driver| ipc::import_from_pool(pointer, driver);
     fn cuMemPoolSetAttribute(pool: CUmemoryPool, attribute: u32, value: *mut c_void)
-        |driver| pool::looked_at(driver);
-    fn cuMemPoolTrimTo(pool: CUmemoryPool, bytes: usize) |driver| pool::looked_at(driver);
+        |driver| looked_at(driver);
+    fn cuMemPoolTrimTo(pool: CUmemoryPool, bytes: usize) |driver| looked_at(driver);
     fn cuMemRelease(handle: CUmemGenericAllocationHandle) |driver| vmm::release(handle, driver);
     fn cuMemRetainAllocationHandle(handle: *mut CUmemGenericAllocationHandle, address: *mut c_void)
-        |driver| vmm::retain(handle, driver);
+        |driver| vmm::retain(handle, address as CUdeviceptr, driver);
     fn cuMemSetMemPool(location: *mut CUmemLocation, kind: u32, pool: CUmemoryPool)
         |driver| pool::switch(driver);
     fn cuMemUnmap(address: CUdeviceptr, bytes: usize) |driver| vmm::unmap(address, bytes, driver);
@@ -278,8 +283,8 @@ hooks! {
         |driver| launch::begin_capture(driver);
     fn cuStreamEndCapture(stream: CUstream, graph: *mut usize) |driver| launch::end_capture(driver);
     fn cuStreamEndCapture_ptsz(stream: CUstream, graph: *mut usize) |driver| launch::end_capture(driver);
-    fn cuStreamSynchronize(stream: CUstream) |driver| pool::looked_at(driver);
-    fn cuStreamSynchronize_ptsz(stream: CUstream) |driver| pool::looked_at(driver);
+    fn cuStreamSynchronize(stream: CUstream) |driver| looked_at(driver);
+    fn cuStreamSynchronize_ptsz(stream: CUstream) |driver| looked_at(driver);
     fn cuVDPAUCtxCreate(context: *mut CUcontext, flags: u32, device: CUdevice, display: u32, function: *mut c_void)
         |driver| context::make(context, device, driver);
     fn cuVDPAUCtxCreate_v2(context: *mut CUcontext, flags: u32, device: CUdevice, display: u32, function: *mut c_void)

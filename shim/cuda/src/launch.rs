@@ -16,43 +16,17 @@ use tranche_shim_core::compute::batch::BATCH_NANOS;
 use tranche_shim_core::compute::bucket::Wait;
 use tranche_shim_core::compute::collective::is_collective;
 use tranche_shim_core::compute::costs::key;
-use tranche_shim_core::compute::{Batch, Costs, Price, Shape, WAIT_NANOS};
-use tranche_shim_core::paths::MAX_SHARES;
+use tranche_shim_core::compute::{Batch, Price, Shape, WAIT_NANOS};
 use tranche_shim_runtime::sys;
 
 use crate::abi::{CUfunction, CUlaunchConfig, CUlaunchParams, CUresult, CUstream};
-use crate::driver::{Call, real};
+use crate::driver::Call;
+use crate::launches::Launches;
 use crate::local;
-use crate::measure::{Measurement, Measuring, within_stream};
-use crate::pool::device_of_stream;
+use crate::measure::Measurement;
 use crate::process::{self, Process};
 use crate::share::Device;
-
-/// What a process knows of its launches. All zeros is nothing.
-pub struct Launches {
-    /// For each device, some: a thread uses the same one every time.
-    batches: [[Batch; BATCHES]; MAX_SHARES],
-    /// What its shapes take.
-    pub costs: Costs,
-    /// Launches that are being measured.
-    pub measuring: Measuring,
-    /// Captures of streams into graphs that are under way, at most: the end of one that its stream or
-    /// context did not survive nobody tells. While there are any, every launch asks its stream.
-    pub captures: AtomicU64,
-    /// When a launch last went that had to ask the share.
-    went: AtomicU64,
-}
-
-const BATCHES: usize = 8;
-
-/// The thread's default stream, by the name that every function takes.
-const PER_THREAD: CUstream = 2;
-
-/// Which stream a function means whose default stream is the thread's.
-#[inline]
-pub fn own(stream: CUstream) -> CUstream {
-    if stream == 0 { PER_THREAD } else { stream }
-}
+use crate::stream::{is_capturing, within_stream};
 
 /// In a handle: a graph's, not a kernel's. Handles are addresses of user space.
 const GRAPH: CUfunction = 1 << 47;
@@ -244,17 +218,19 @@ pub fn launch_on_each(list: *const CUlaunchParams, count: u32, driver: Call<'_>)
         };
         Some(Launch {
             process,
-            device: device_of_stream(process, params.stream).ok()?,
+            device: process.device_of_stream(params.stream).ok()?,
             shape: kernel.shape(),
             stream: params.stream,
         })
     };
     for params in list {
-        let fits = device_of_stream(process, params.stream).map_or(Ok(()), |device| {
-            within_stream(params.stream, || {
-                fit(process, device, Kernel::of(params.function))
-            })
-        });
+        let fits = process
+            .device_of_stream(params.stream)
+            .map_or(Ok(()), |device| {
+                within_stream(params.stream, || {
+                    fit(process, device, Kernel::of(params.function))
+                })
+            });
         if let Err(code) = fits {
             return code;
         }
@@ -366,14 +342,14 @@ impl Launch {
     /// Takes `nanos` from the share, as soon as it has no debt; returns how long that took. Where what is
     /// measured meanwhile adds to the debt, a launch of the process goes after [`WAIT_NANOS`] all the same.
     fn take(&self, nanos: u64, exempt: bool) -> u64 {
-        let went = &self.process.launches.went;
+        let begun = &self.process.launches.begun;
         let start = sys::now();
         let mut now = start;
         loop {
             let Some((share, bucket)) = self.process.bucket(self.device, now) else {
                 return 0;
             };
-            let waited = now.saturating_sub(start.max(went.load(Ordering::Relaxed)));
+            let waited = now.saturating_sub(start.max(begun.load(Ordering::Relaxed)));
             if exempt || waited >= WAIT_NANOS {
                 bucket.charge(share.account(), nanos);
             } else if let Err(Wait(wait)) = bucket.take(share.account(), nanos) {
@@ -383,7 +359,7 @@ impl Launch {
                 continue;
             }
             if !exempt {
-                went.store(now, Ordering::Relaxed);
+                begun.store(now, Ordering::Relaxed);
             }
             return now - start;
         }
@@ -434,24 +410,6 @@ impl Launch {
     }
 }
 
-impl Launches {
-    #[inline]
-    fn batch(&self, device: &Device) -> &Batch {
-        let own = sys::thread().wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40;
-        let nth = own as usize % BATCHES;
-        &self.batches[usize::from(device.number) % MAX_SHARES][nth]
-    }
-}
-
-fn is_capturing(stream: CUstream) -> bool {
-    let mut status = 0;
-    // SAFETY: `stream` is what the program passes to the driver as a stream; writes the local number.
-    let result =
-        unsafe { real!(cuStreamIsCapturing: fn(CUstream, *mut i32))(stream, &raw mut status) };
-    // The legacy stream says that it cannot be asked while another is captured: then it is not.
-    result.is_ok() && status != 0
-}
-
 /// `cuStreamBeginCapture` in all its forms. Counted before it begins.
 pub fn begin_capture(driver: Call<'_>) -> CUresult {
     let captures = process::joined().map(|process| &process.launches.captures);
@@ -484,12 +442,25 @@ fn one_less(captures: &AtomicU64) {
     });
 }
 
-/// A graph that is another one from now on, or none.
-pub fn forget_graph(graph: usize, driver: Call<'_>) -> CUresult {
-    if let Some(process) = process::joined() {
-        process.launches.costs.forget(&Kernel::graph(graph).shape());
-    }
+/// The end of an executable graph: another may get its handle.
+pub fn end_graph(graph: usize, driver: Call<'_>) -> CUresult {
+    forget_graph(graph);
     driver.make()
+}
+
+/// An executable graph runs something else from now on: what it took is not what it takes.
+pub fn change_graph(graph: usize, driver: Call<'_>) -> CUresult {
+    let result = driver.make();
+    forget_graph(graph);
+    result
+}
+
+fn forget_graph(graph: usize) {
+    if let Some(process) = process::joined() {
+        let (launches, shape) = (&process.launches, Kernel::graph(graph).shape());
+        launches.measuring.discard(shape.key);
+        launches.costs.forget(&shape);
+    }
 }
 
 /// A look-up of a kernel by `name`, whose handle the driver writes to `handle`. NCCL's kernels wait

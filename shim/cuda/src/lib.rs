@@ -7,7 +7,7 @@
 //!
 //! ```text
 //!  program ─► hooks ─► reserve in the share's account ─► the real driver ─► charge, or give back
-//!               │         ├► memory, array: by pointer and handle       process: this process's slots,
+//!               │         ├► memory, array, ipc: by pointer and handle  process: this process's slots,
 //!               │         ├► vmm: by who holds it                       pointers and books
 //!               │         ├► pool, graph: by what the driver keeps      share: the accounts
 //!               │         └► context: what each takes
@@ -15,16 +15,21 @@
 //!               └► resolve: cuGetProcAddress hands out our functions for the driver's
 //! ```
 //!
-//! - `abi`: the driver's types and error codes;
-//! - `driver`: the real functions, and the stubs that pass;
-//! - `hooks`: one row per function that does more;
-//! - `memory`, `array`, `vmm`, `pool`, `graph`, `module`, `context`: what the rows do, by the kind of memory;
-//! - `launch`: what the rows for launches do;
-//! - `local`: the local memory that kernels need, charged before they are launched;
-//! - `measure`: how long launches take, by events around some of them;
-//! - `process`: this process, and how it stays itself across `fork`;
-//! - `share`: the shares it joined, and what they leave;
-//! - `resolve`: what `cuGetProcAddress` hands out.
+//! The files, from the driver up. Each uses only those that stand before it (`shim/tests/suite/layers.rs`):
+//!
+//! 1. the real driver: `abi` (its types and error codes), `driver` (its functions, and the stubs that pass), `stream`
+//!    (streams, and what is current to a thread);
+//! 2. shares and the process: `share` (GPUs, and places in accounts), `measure` (how long launches take), `launches`,
+//!    `fitting` (kernels whose local memory is charged), `reserves` (what the driver keeps), `contexts`, `process`
+//!    (this process, and how it stays itself across a fork);
+//! 3. charging: `account` (reserving from shares), `kept` (asking the driver what it keeps), `charge` (reserve, ask,
+//!    keep or give back), `source` (allocating from what the driver keeps);
+//! 4. one file per family: `memory`, `local` (the local memory that kernels need), `vmm`, `ipc`, `array`, `graph`,
+//!    `pool`, `module`, `context`, `launch`;
+//! 5. `resolve` (what look-ups hand out), `hooks` (one row per function that does more than pass).
+//!
+//! No lock is held while the driver is called: a tool's callback (CUPTI, compute-sanitizer) may run inside the call and
+//! come back in. What must not come apart is noted in two halves, before the call and after it.
 //!
 //! What is charged: the memory that a program asks for, to the share of the GPU it will lie on, as
 //! the driver takes it: in whole blocks (2 MiB). Of allocations of up to half a block the driver puts
@@ -46,20 +51,30 @@
 )]
 
 mod abi;
+mod account;
 mod array;
+mod charge;
 mod context;
+mod contexts;
 mod driver;
+mod fitting;
 mod graph;
 mod hooks;
+mod ipc;
+mod kept;
 mod launch;
+mod launches;
 mod local;
 mod measure;
 mod memory;
 mod module;
 mod pool;
 mod process;
+mod reserves;
 mod resolve;
 mod share;
+mod source;
+mod stream;
 mod vmm;
 
 #[cfg(not(test))]

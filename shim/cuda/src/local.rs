@@ -13,37 +13,16 @@
 //! Forgotten is what is known when a module is unloaded (another kernel may get the handle), when a
 //! context is made or ends, and when the limit of stacks changes.
 
-use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use core::sync::atomic::Ordering;
 
 use tranche_shim_core::Entry;
-use tranche_shim_runtime::lock::Guarded;
 
 use crate::abi::{CUcontext, CUdevice, CUfunction, CUresult};
-use crate::driver::real;
-use crate::measure::relaxed;
-use crate::memory::{Reserved, note};
-use crate::process::{Kind, Process, current_context, key};
+use crate::charge::{Reserved, note};
+use crate::driver::{Call, real};
+use crate::process::{Kind, Process, key};
 use crate::share::Device;
-
-/// The kernels that are known to fit. All zeros is none.
-pub struct Fitting {
-    /// Handles, each with the device and the epoch in which it was found to fit.
-    known: [AtomicU64; KNOWN],
-    /// The epoch, at its place in them.
-    epoch: AtomicU64,
-    /// Contexts that were made so far, a device's primary one once; and of which devices that was.
-    contexts: AtomicU32,
-    primaries: AtomicU64,
-    /// Held while what a context is charged changes.
-    charges: Guarded<()>,
-}
-
-const KNOWN: usize = 4096;
-
-/// Above the addresses of user space: the epoch, then the device's number.
-const EPOCH: u64 = 1 << 48;
-const DEVICE_SHIFT: u32 = 58;
-const EPOCHS: u64 = 1 << DEVICE_SHIFT;
+use crate::stream::{current_context, relaxed, within};
 
 /// `CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES`.
 const LOCAL_SIZE: i32 = 3;
@@ -55,60 +34,6 @@ pub const DEFAULT_STACK: u64 = 1 << 10;
 /// (NVIDIA's developer forum, "Memory required for kernel launch").
 const SYSTEM_STACK: u64 = 512;
 const STEP: u64 = 512;
-
-impl Fitting {
-    /// Whether a kernel is known to fit on a device.
-    #[inline]
-    pub fn knows(&self, device: &Device, handle: CUfunction) -> bool {
-        let (place, value) = self.place(device, handle);
-        place.load(Ordering::Relaxed) == value
-    }
-
-    #[inline]
-    fn place(&self, device: &Device, handle: CUfunction) -> (&AtomicU64, u64) {
-        let handle = handle as u64;
-        // An entry that was never written is 0, which no handle is, in no epoch.
-        let epoch = self.epoch.load(Ordering::Relaxed);
-        let value = handle ^ epoch ^ u64::from(device.number) << DEVICE_SHIFT;
-        let hash = handle.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (u64::BITS - KNOWN.ilog2());
-        #[expect(clippy::cast_possible_truncation, reason = "below the table's length")]
-        let place = &self.known[hash as usize % KNOWN];
-        (place, value)
-    }
-
-    /// Notes that one fits.
-    pub fn note(&self, device: &Device, handle: CUfunction) {
-        let (place, value) = self.place(device, handle);
-        place.store(value, Ordering::Relaxed);
-    }
-
-    /// Forgets all.
-    pub fn forget(&self) {
-        let next = |epoch: u64| Some((epoch + EPOCH) % EPOCHS);
-        let former = self
-            .epoch
-            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, next);
-        if former.is_ok_and(|former| next(former) == Some(0)) {
-            for place in &self.known {
-                place.store(0, Ordering::Relaxed);
-            }
-        }
-    }
-
-    /// A device's primary context was retained.
-    pub fn add_primary(&self, device: &Device) {
-        let bit = 1 << (device.number % 64);
-        if self.primaries.fetch_or(bit, Ordering::Relaxed) & bit == 0 {
-            self.add_context();
-        }
-    }
-
-    /// A context was made.
-    pub fn add_context(&self) {
-        self.contexts.fetch_add(1, Ordering::Relaxed);
-        self.forget();
-    }
-}
 
 /// Sees that the current context has, and its share is charged, the local memory of a kernel.
 #[cold]
@@ -146,8 +71,20 @@ pub fn ensure(
     Ok(())
 }
 
-/// The same in the current context, for what a graph will launch. 0 is no kernel.
-pub fn ensure_current(process: &'static Process, handle: CUfunction) -> Result<(), CUresult> {
+/// The same in `context`, or the current one (0), for what a graph will launch. A handle of 0 is no kernel.
+pub fn ensure_in(
+    process: &'static Process,
+    context: CUcontext,
+    handle: CUfunction,
+) -> Result<(), CUresult> {
+    if context == 0 {
+        return ensure_current(process, handle);
+    }
+    // Where it cannot become current, the driver says what is wrong with it.
+    within(context, || Some(ensure_current(process, handle))).unwrap_or(Ok(()))
+}
+
+fn ensure_current(process: &'static Process, handle: CUfunction) -> Result<(), CUresult> {
     match process.current_device() {
         Ok(device) if handle != 0 && !process.fitting.knows(device, handle) => {
             ensure(process, device, handle)
@@ -230,34 +167,54 @@ fn set(process: &'static Process, device: &Device, context: CUcontext, kind: Kin
         let entry = Entry {
             bytes,
             device: device.number,
-            context: context as u64,
+            context: process.contexts.stamp(context),
         };
         note(process, key, entry);
     }
 }
 
-/// The limit of the current context's stacks was set to `each` bytes, for which `reserved` was reserved:
-/// what it takes from now on is charged, and what its kernels needed so far still is.
-pub fn set_stack(reserved: Reserved, each: u64) {
-    let (process, device, context) = (reserved.process, reserved.device, current_context());
+/// The limit of the current context's stacks is set to `each` bytes: what it takes from then on is charged, and what its
+/// kernels needed so far still is.
+pub fn set_stack_limit(
+    process: &'static Process,
+    device: &'static Device,
+    each: u64,
+    driver: Call<'_>,
+) -> CUresult {
+    let (context, limit) = (current_context(), bytes_for(device, each));
+    let begun = process.contexts.limits.begin();
+    let (stack, local) = charged(process, context);
+    let missing = limit.saturating_sub(stack + local);
+    let reserved = match Reserved::new(process, device, missing, missing) {
+        Ok(reserved) => reserved,
+        Err(code) => {
+            process.contexts.limits.end(&begun);
+            return code;
+        }
+    };
+    let result = driver.make();
     process.fitting.charges.with(|()| {
-        let (stack, local) = charged(process, context);
-        let limit = bytes_for(device, each);
-        let highest = if local > 0 { stack + local } else { 0 };
-        let beyond = highest.saturating_sub(limit);
-        let (before, after) = (stack + local + reserved.keep(), limit + beyond);
-        set(process, device, context, Kind::Limit, limit);
-        set(process, device, context, Kind::Local, beyond);
-        process.release(device, before.saturating_sub(after));
+        let was_alone = process.contexts.limits.end(&begun);
+        if result.is_ok() {
+            note_stack(reserved, context, limit, was_alone);
+        }
     });
     // Kernels that fitted below the former limit.
     process.fitting.forget();
+    result
 }
 
-/// What more there is to reserve before the limit of the current context's stacks is set.
-pub fn missing_for_stack(process: &Process, device: &Device, each: u64) -> u64 {
-    let (stack, local) = charged(process, current_context());
-    bytes_for(device, each).saturating_sub(stack + local)
+/// Of calls at once, nobody knows which one the driver did last: then the higher limit counts.
+fn note_stack(reserved: Reserved, context: CUcontext, limit: u64, was_alone: bool) {
+    let (process, device) = (reserved.process, reserved.device);
+    let (stack, local) = charged(process, context);
+    let limit = if was_alone { limit } else { limit.max(stack) };
+    let highest = if local > 0 { stack + local } else { 0 };
+    let beyond = highest.saturating_sub(limit);
+    let (before, after) = (stack + local + reserved.keep(), limit + beyond);
+    set(process, device, context, Kind::Limit, limit);
+    set(process, device, context, Kind::Local, beyond);
+    process.release(device, before.saturating_sub(after));
 }
 
 /// Bytes that `each` bytes per thread take of a device, beyond the default, in whole blocks.

@@ -1,10 +1,10 @@
 //! What launches take on the GPU: by events of our own before and after them, in their stream.
 //!
-//! Few launches are measured at a time, and nothing waits for an event: who launches looks whether
-//! any are done. An event belongs to its context, and goes with it.
+//! Few launches are measured at a time, and nothing waits for an event: who launches looks whether any are done. An
+//! event belongs to its context, and is destroyed before that ends.
 //!
-//! While a stream is captured, by whatever thread, most of what is done here would end the capture, but
-//! for a thread that says that it knows what it does: [`relaxed`].
+//! While a stream is captured, by whatever thread, most of what is done here would end the capture, but for a thread
+//! that says that it knows what it does: [`relaxed`].
 
 use core::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
@@ -13,7 +13,7 @@ use tranche_shim_runtime::sys;
 
 use crate::abi::{CUcontext, CUevent, CUresult, CUstream};
 use crate::driver::real;
-use crate::process::current_context;
+use crate::stream::{context_of, relaxed, within};
 
 /// Launches that are measured at a time.
 const PLACES: usize = 16;
@@ -26,10 +26,14 @@ pub struct Measuring {
     places: [Place; PLACES],
     /// The next to look at.
     next: AtomicUsize,
+    /// Calls under way at which contexts may end: nothing is measured meanwhile.
+    ending: AtomicU32,
 }
 
 struct Place {
     state: AtomicU32,
+    /// The thread that has it, while it is OWNED.
+    owner: AtomicU64,
     /// That of the events; 0 for none.
     context: AtomicUsize,
     start: AtomicUsize,
@@ -41,10 +45,16 @@ struct Place {
     seen: AtomicU64,
 }
 
-// States of a place. Who has it OWNED alone uses the rest.
+// States of a place. The thread that has it OWNED alone uses the rest. ABANDONED it still has it, but its context ends.
 const FREE: u32 = 0;
 const OWNED: u32 = 1;
 const RUNNING: u32 = 2;
+const ABANDONED: u32 = 3;
+
+/// How long the end of a context waits for other threads to be done with its events, in nanoseconds. They need as long
+/// as a call of the driver takes; but a tool's callback in it may wait for the thread that waits here.
+const WAIT_NANOS: u64 = 100_000_000;
+const NAP_NANOS: u64 = 20_000;
 
 /// A measurement that has begun; ended by [`end`](Self::end).
 pub struct Measurement {
@@ -56,6 +66,9 @@ impl Measuring {
     /// Begins to measure what is launched next in `stream`; `None` if all places are taken, or the
     /// driver does not let us.
     pub fn begin(&'static self, stream: CUstream, shape: Shape) -> Option<Measurement> {
+        if self.ending.load(Ordering::Acquire) != 0 {
+            return None;
+        }
         let place = self.places.iter().find(|place| place.take(FREE))?;
         if !relaxed(|| place.prepare(stream) && record(&place.start, stream)) {
             place.give(FREE);
@@ -92,56 +105,103 @@ impl Measuring {
         more
     }
 
-    /// Makes a call at which contexts may end, and their events with them; it returns who tells of a
-    /// context whether it has. Nobody measures meanwhile. One thread at a time.
-    pub fn across<E: Fn(CUcontext) -> bool>(
-        &self,
-        call: impl FnOnce() -> (CUresult, E),
-    ) -> CUresult {
-        let mut states = [FREE; PLACES];
-        for (place, state) in self.places.iter().zip(&mut states) {
-            // Another thread has it for as long as a launch takes, or a look.
-            *state = loop {
-                if place.take(FREE) {
-                    break FREE;
-                }
-                if place.take(RUNNING) {
-                    break RUNNING;
-                }
-                sys::give_way();
-            };
-        }
-        let (result, has_ended) = call();
-        for (place, state) in self.places.iter().zip(states) {
-            let context = place.context.load(Ordering::Relaxed);
-            if context != 0 && has_ended(context) {
-                place.context.store(0, Ordering::Relaxed);
-                place.give(FREE);
-            } else {
-                place.give(state);
+    /// Forgets what is measured of a shape, which stands for something else from now on.
+    pub fn discard(&self, key: u64) {
+        for place in &self.places {
+            if place.key.load(Ordering::Relaxed) == key && place.take(RUNNING) {
+                let is_it = place.key.load(Ordering::Relaxed) == key;
+                place.give(if is_it { FREE } else { RUNNING });
             }
         }
-        result
+    }
+
+    /// Before a call at which contexts may end: ends what is measured in them. Until the answer is dropped, nothing else
+    /// is.
+    pub fn leave(&self, contexts: &[CUcontext]) -> impl Drop + use<'_> {
+        self.ending.fetch_add(1, Ordering::AcqRel);
+        let start = sys::now();
+        for place in &self.places {
+            while !place.leave(contexts) {
+                let is_own = place.owner.load(Ordering::Relaxed) == sys::thread();
+                if (is_own || sys::now().saturating_sub(start) > WAIT_NANOS)
+                    && place.abandon(contexts)
+                {
+                    break;
+                }
+                sys::sleep(NAP_NANOS);
+            }
+        }
+        Ending(&self.ending)
+    }
+}
+
+struct Ending<'a>(&'a AtomicU32);
+
+impl Drop for Ending<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::AcqRel);
     }
 }
 
 impl Measurement {
     /// The launch is in its stream, or has failed.
     pub fn end(self, launched: CUresult) {
-        let runs = launched.is_ok() && relaxed(|| record(&self.place.end, self.stream));
+        let runs = launched.is_ok()
+            && self.place.state.load(Ordering::Acquire) == OWNED
+            && relaxed(|| record(&self.place.end, self.stream));
         self.place.give(if runs { RUNNING } else { FREE });
     }
 }
 
 impl Place {
     fn take(&self, from: u32) -> bool {
-        self.state
+        let taken = self
+            .state
             .compare_exchange(from, OWNED, Ordering::Acquire, Ordering::Relaxed)
-            .is_ok()
+            .is_ok();
+        if taken {
+            self.owner.store(sys::thread(), Ordering::Relaxed);
+        }
+        taken
     }
 
     fn give(&self, state: u32) {
-        self.state.store(state, Ordering::Release);
+        let given = self
+            .state
+            .compare_exchange(OWNED, state, Ordering::AcqRel, Ordering::Relaxed);
+        if given.is_err() {
+            // Abandoned: its events went with their context.
+            self.context.store(0, Ordering::Relaxed);
+            self.state.store(FREE, Ordering::Release);
+        }
+    }
+
+    /// Ends what is measured here in one of these contexts; false where a thread has the place.
+    fn leave(&self, contexts: &[CUcontext]) -> bool {
+        for state in [FREE, RUNNING] {
+            if self.take(state) {
+                let is_one = contexts.contains(&self.context.load(Ordering::Relaxed));
+                if is_one {
+                    relaxed(|| self.destroy());
+                }
+                self.give(if is_one { FREE } else { state });
+                return true;
+            }
+        }
+        false
+    }
+
+    /// Leaves the place to the thread that has it, which must not use events of these contexts any more; false where
+    /// it has just given it back.
+    fn abandon(&self, contexts: &[CUcontext]) -> bool {
+        let context = self.context.load(Ordering::Relaxed);
+        if context != 0 && !contexts.contains(&context) {
+            return true;
+        }
+        let abandoned =
+            self.state
+                .compare_exchange(OWNED, ABANDONED, Ordering::AcqRel, Ordering::Acquire);
+        abandoned.is_ok() || self.state.load(Ordering::Acquire) == ABANDONED
     }
 
     /// Sees that the events are those of the stream's context.
@@ -249,55 +309,4 @@ fn make_events() -> Option<(CUevent, CUevent)> {
         return None;
     };
     Some((start, end))
-}
-
-/// Does what a capture under way would not survive, if it is another thread's, or another stream's.
-/// (cuda.h, `cuThreadExchangeStreamCaptureMode`.)
-pub fn relaxed<T>(act: impl FnOnce() -> T) -> T {
-    const RELAXED: u32 = 2;
-    let mut mode = RELAXED;
-    // SAFETY: reads and writes the local: puts this thread's mode into it.
-    let exchange = |mode: &mut u32| unsafe {
-        real!(cuThreadExchangeStreamCaptureMode: fn(*mut u32))(mode).is_ok()
-    };
-    let exchanged = exchange(&mut mode);
-    let done = act();
-    if exchanged {
-        exchange(&mut mode);
-    }
-    done
-}
-
-/// The context of a stream; of a default one the current context; 0 for none.
-fn context_of(stream: CUstream) -> CUcontext {
-    if stream <= crate::pool::LAST_IMPLICIT_STREAM {
-        return current_context();
-    }
-    let mut context = 0;
-    // SAFETY: `stream` is what the program passes to the driver as a stream; writes the local handle.
-    let result =
-        unsafe { real!(cuStreamGetCtx: fn(CUstream, *mut CUcontext))(stream, &raw mut context) };
-    if result.is_ok() { context } else { 0 }
-}
-
-/// Does `work` with a stream's context current; where it cannot be, with the one that is.
-pub fn within_stream<T>(stream: CUstream, work: impl Fn() -> T) -> T {
-    within(context_of(stream), || Some(work())).unwrap_or_else(&work)
-}
-
-/// Does `work` with `context` current.
-fn within<T>(context: CUcontext, work: impl FnOnce() -> Option<T>) -> Option<T> {
-    if current_context() == context {
-        return work();
-    }
-    // SAFETY: a context that the driver named; what was current becomes so again.
-    unsafe {
-        if !real!(cuCtxPushCurrent_v2: fn(CUcontext))(context).is_ok() {
-            return None;
-        }
-        let done = work();
-        let mut former = 0;
-        real!(cuCtxPopCurrent_v2: fn(*mut CUcontext))(&raw mut former);
-        done
-    }
 }

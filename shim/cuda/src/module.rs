@@ -13,11 +13,11 @@ use tranche_shim_core::image::{self, ELF_HEADER, Needs, START};
 use tranche_shim_runtime::sys::{self, File};
 
 use crate::abi::CUresult;
+use crate::charge::{EVERY_DEVICE, give_back_module, note};
 use crate::driver::{Call, real};
-use crate::memory::note;
-use crate::pool::Source;
-use crate::process::{self, Kind, Process, current_context, key};
+use crate::process::{self, Kind, Process, key};
 use crate::share::Device;
+use crate::source::Source;
 
 /// Loads an image of the program's memory into the current context, or into all (a library).
 pub fn load(module: *mut usize, image: *const u8, within: Within, driver: Call<'_>) -> CUresult {
@@ -52,10 +52,6 @@ pub enum Within {
     Process,
 }
 
-/// The entry of a library is no single device's: the driver loads it into every context, those to come
-/// included.
-const EVERY_DEVICE: u8 = u8::MAX;
-
 fn charge(module: *mut usize, needs: Needs, within: Within, driver: Call<'_>) -> CUresult {
     let process = match process::current() {
         Ok(process) => process,
@@ -69,7 +65,7 @@ fn charge(module: *mut usize, needs: Needs, within: Within, driver: Call<'_>) ->
     let (device, context) = match within {
         Within::Process => (EVERY_DEVICE, 0),
         Within::Context => match process.current_device() {
-            Ok(device) => (device.number, current_context() as u64),
+            Ok(device) => (device.number, process.contexts.current()),
             // No context, which the driver says itself.
             Err(CUresult::INVALID_CONTEXT) => return driver.make(),
             Err(code) => return code,
@@ -119,27 +115,12 @@ pub fn unload(module: usize, driver: Call<'_>) -> CUresult {
     process.fitting.forget();
     if let Some(entry) = taken {
         if result.is_ok() {
-            give_back(process, entry);
+            give_back_module(process, entry);
         } else {
             note(process, module_key(module), entry);
         }
     }
     result
-}
-
-/// Whether an entry of the table is a module's.
-pub fn is_module(key: u64) -> bool {
-    key >> 56 == Kind::Module as u64
-}
-
-/// Gives back what a module was charged.
-pub fn give_back(process: &'static Process, entry: Entry) {
-    let charged = process.devices();
-    for device in charged.filter(|device| is_charged(device, entry.device)) {
-        if let Ok(source) = Source::modules(process, device) {
-            source.lower_floor(entry.bytes);
-        }
-    }
 }
 
 fn module_key(module: usize) -> u64 {

@@ -19,12 +19,14 @@ use tranche_shim_runtime::lock::Guarded;
 use tranche_shim_runtime::shares::{self, Share};
 use tranche_shim_runtime::sys::{self, NotMapped};
 
-use crate::abi::{CUcontext, CUdevice, CUresult, CUuuid};
+use crate::abi::{CUdevice, CUresult, CUstream, CUuuid};
+use crate::contexts::Contexts;
 use crate::driver::{Call, real};
-use crate::launch::Launches;
-use crate::local::Fitting;
-use crate::pool::Reserves;
+use crate::fitting::Fitting;
+use crate::launches::Launches;
+use crate::reserves::Reserves;
 use crate::share::{self, Device, Held};
+use crate::stream::{LAST_IMPLICIT_STREAM, context_of, within};
 
 /// What this process has of its shares. In this order: what every process touches lies together.
 #[repr(C)]
@@ -45,8 +47,8 @@ pub struct Process {
     pub reserves: Guarded<Reserves>,
     /// Whether there are any.
     pub has_reserves: AtomicBool,
-    /// Held while contexts come and go.
-    pub contexts: Guarded<()>,
+    /// Its contexts.
+    pub contexts: Contexts,
 }
 
 /// What a number in the table of pointers stands for. Device addresses and the driver's handles are
@@ -65,6 +67,7 @@ pub enum Kind {
     Limit,
     Local,
     Kernel,
+    Import,
 }
 
 /// The key in the table of pointers under which a handle is noted.
@@ -143,21 +146,26 @@ fn join() -> Result<&'static Process, CUresult> {
         Some(process) => process,
         None => map().map_err(|why| code_of(shares::refuse_memory(why)))?,
     };
+    let state = &process.state;
+    if state.load(Ordering::Acquire) == REFUSED {
+        return Err(CUresult::NOT_PERMITTED);
+    }
+    // First, and by every thread that comes: while others wait for this one, the driver is not called, since a tool's
+    // callback in it may come back to here.
+    let visible = Visible::ask()?;
     loop {
-        let state = &process.state;
         match state.compare_exchange(NOT_JOINED, JOINING, Ordering::Acquire, Ordering::Acquire) {
             Ok(_) => {
                 // SAFETY: this thread set JOINING, so that it alone uses `joined`.
                 let joined = unsafe { &mut *process.joined.get() };
-                let result = Joined::make(joined);
+                let result = joined.make(&visible);
                 if result.is_err() {
                     // Whoever asks again takes new slots.
                     joined.leave();
                 }
                 let (now, answer) = match result {
                     Ok(()) => (JOINED, Ok(process)),
-                    Err(NotJoined::Driver(code)) => (NOT_JOINED, Err(code)),
-                    Err(NotJoined::Refused) => (REFUSED, Err(CUresult::NOT_PERMITTED)),
+                    Err(Refused) => (REFUSED, Err(CUresult::NOT_PERMITTED)),
                 };
                 state.store(now, Ordering::Release);
                 return answer;
@@ -191,51 +199,64 @@ fn code_of(_: Refused) -> CUresult {
     CUresult::NOT_PERMITTED
 }
 
-enum NotJoined {
-    /// The driver's answer, of which this function's caller gets to know.
-    Driver(CUresult),
-    /// For our reasons.
-    Refused,
+/// The GPUs that the driver shows.
+struct Visible {
+    count: usize,
+    devices: [MaybeUninit<Device>; MAX_SHARES],
 }
 
-impl From<Refused> for NotJoined {
-    fn from(_: Refused) -> Self {
-        Self::Refused
-    }
+fn ask(result: CUresult) -> Result<(), CUresult> {
+    if result.is_ok() { Ok(()) } else { Err(result) }
 }
 
-fn ask(result: CUresult) -> Result<(), NotJoined> {
-    if result.is_ok() {
-        Ok(())
-    } else {
-        Err(NotJoined::Driver(result))
-    }
-}
-
-impl Joined {
-    /// Finds the shares of every GPU that the driver shows, and takes a slot in each share's account.
-    fn make(to: &mut Self) -> Result<(), NotJoined> {
-        (to.device_count, to.share_count) = (0, 0);
+impl Visible {
+    fn ask() -> Result<Self, CUresult> {
+        let mut visible = Self {
+            count: 0,
+            devices: [const { MaybeUninit::uninit() }; MAX_SHARES],
+        };
         let mut count = 0;
         // SAFETY: writes to the local number.
         ask(unsafe { real!(cuDeviceGetCount: fn(*mut i32))(&raw mut count) })?;
         for ordinal in 0..count {
             let (handle, gpu) = identify(ordinal)?;
-            let number = to.device_count;
-            *to.devices
+            let number = visible.count;
+            let place = visible
+                .devices
                 .get_mut(number)
-                .ok_or_else(shares::refuse_too_many)? =
-                Device::new(handle, gpu, u8::try_from(number).unwrap_or(u8::MAX));
-            to.device_count += 1;
+                .ok_or_else(|| code_of(shares::refuse_too_many()))?;
+            place.write(Device::new(
+                handle,
+                gpu,
+                u8::try_from(number).unwrap_or(u8::MAX),
+            ));
+            visible.count += 1;
         }
-        shares::each(&mut |share| to.add(share))?;
-        match to
+        Ok(visible)
+    }
+
+    fn devices(&self) -> impl Iterator<Item = &Device> {
+        // SAFETY: those before `count` are written.
+        let read = |place: &'_ MaybeUninit<Device>| unsafe { &*place.as_ptr() };
+        self.devices.iter().take(self.count).map(read)
+    }
+}
+
+impl Joined {
+    /// Finds the share of every GPU that the driver shows, and takes a slot in each share's account.
+    fn make(&mut self, visible: &Visible) -> Result<(), Refused> {
+        (self.device_count, self.share_count) = (visible.count, 0);
+        for (place, device) in self.devices.iter_mut().zip(visible.devices()) {
+            *place = *device;
+        }
+        shares::each(&mut |share| self.add(share))?;
+        match self
             .devices()
             .iter()
             .find(|device| device.kind == share::Kind::Unknown)
         {
             // Fails closed: a GPU that nobody gave this container.
-            Some(device) => Err(shares::refuse_gpu(device.gpu).into()),
+            Some(device) => Err(shares::refuse_gpu(device.gpu)),
             None => Ok(()),
         }
     }
@@ -332,6 +353,21 @@ impl Process {
         self.joined().device_count == 1
     }
 
+    /// The device of a stream.
+    pub fn device_of_stream(&self, stream: CUstream) -> Result<&Device, CUresult> {
+        if self.has_one_device() || stream <= LAST_IMPLICIT_STREAM {
+            return self.current_device();
+        }
+        let context = context_of(stream);
+        within(context, || Some(self.current_device())).unwrap_or(Err(CUresult::INVALID_CONTEXT))
+    }
+
+    /// The current context's device, if it has a cap.
+    pub fn current_capped(&self) -> Result<Option<&Device>, CUresult> {
+        self.current_device()
+            .map(|device| Some(device).filter(|device| device.is_capped()))
+    }
+
     /// The device with a handle.
     pub fn device(&self, handle: CUdevice) -> Option<&Device> {
         self.devices().find(|device| device.handle == handle)
@@ -360,7 +396,8 @@ impl Process {
 
 /// The handle and UUID of the device `ordinal`. A MIG device has a UUID of its own, which only the
 /// newer function tells.
-fn identify(ordinal: i32) -> Result<(CUdevice, GpuUuid), NotJoined> {
+#[inline(never)]
+fn identify(ordinal: i32) -> Result<(CUdevice, GpuUuid), CUresult> {
     let (mut handle, mut uuid) = (0, CUuuid::default());
     // SAFETY: writes to the local handle.
     ask(unsafe { real!(cuDeviceGet: fn(*mut CUdevice, i32))(&raw mut handle, ordinal) })?;
@@ -374,12 +411,4 @@ fn identify(ordinal: i32) -> Result<(CUdevice, GpuUuid), NotJoined> {
         ask(newer)?;
     }
     Ok((handle, GpuUuid(uuid)))
-}
-
-/// The context current to the calling thread; 0 for none.
-pub fn current_context() -> CUcontext {
-    let mut context = 0;
-    // SAFETY: writes to the local handle.
-    let result = unsafe { real!(cuCtxGetCurrent: fn(*mut CUcontext))(&raw mut context) };
-    if result.is_ok() { context } else { 0 }
 }

@@ -16,7 +16,6 @@ use tranche_shim_runtime::complain::refuse;
 
 use crate::abi::{CUresult, Function};
 use crate::driver::{self, Call, HANDLED_NAMES, PASSING, SYMBOLS, index};
-use crate::hooks::HANDLED;
 
 /// `CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND`.
 const SYMBOL_NOT_FOUND: c_int = 1;
@@ -91,7 +90,7 @@ fn twin(real: Function) -> Option<Function> {
         }
         if entry & ADDRESS == real {
             let number = usize::try_from(entry >> 48).ok()?;
-            return HANDLED.get(number).map(|symbol| symbol.0.cast_mut().cast());
+            return driver::handled(number).map(|symbol| symbol.0.cast_mut().cast());
         }
     }
     None

@@ -1,5 +1,4 @@
-//! The shares that this process joined, on the GPUs that it sees: reserving from them, giving back,
-//! and what they leave.
+//! The GPUs that this process sees, and its places in the accounts of the shares that lie on them.
 
 use tranche_shim_core::compute::{Bucket, RefillPage};
 use tranche_shim_core::{Account, GpuUuid, Pace, SlotIndex, paths};
@@ -8,12 +7,11 @@ use tranche_shim_runtime::complain::Refused;
 use tranche_shim_runtime::shares::{BLOCK, Name, Share};
 use tranche_shim_runtime::sys::{self, File};
 
-use crate::abi::{CUdevice, CUmemAllocationProp, CUmemLocation, CUresult};
+use crate::abi::{CUdevice, CUmemAllocationProp, CUmemLocation};
 use crate::driver::real;
-use crate::pool;
-use crate::process::Process;
 
 /// A GPU that this process sees.
+#[derive(Clone, Copy)]
 pub struct Device {
     /// The driver's name for it.
     pub handle: CUdevice,
@@ -80,7 +78,6 @@ impl Held {
         };
         // The mapping keeps its description, and with it the slot's lock.
         drop(file);
-        live.reclaim_by(&files);
         Ok(Self {
             live,
             slot,
@@ -133,18 +130,49 @@ impl Held {
             .note_launches(self.slot, count, throttled, sys::now());
     }
 
-    fn reserve(&self, least: u64, most: u64) -> Option<u64> {
+    /// Reserves as much as the share has left, but no less than `least` and no more than `most` bytes.
+    #[inline(never)]
+    pub fn reserve(&self, least: u64, most: u64) -> Option<u64> {
         self.live
             .account
             .reserve(self.slot, least, most, self.limit)
     }
 
-    fn free(&self) -> u64 {
+    /// Gives `bytes` back, or as much of them as the process is charged; returns how much that was.
+    #[inline(never)]
+    pub fn release(&self, bytes: u64) -> u64 {
+        self.live.account.release(self.slot, bytes)
+    }
+
+    /// Notes that the cap refused something.
+    pub fn note_refusal(&self) {
+        self.live.account.note_refusal(self.slot);
+    }
+
+    /// All that its processes may hold, in bytes.
+    pub fn limit(&self) -> u64 {
+        self.limit
+    }
+
+    /// What is granted of its GPU time, at `now`.
+    #[inline(never)]
+    pub fn bucket(&self, now: u64) -> Bucket {
+        loop {
+            // The node writes it ten times a second, some hundred nanoseconds.
+            match self.refill.read() {
+                Some(refill) => return Bucket::new(&refill, self.cores, now),
+                None => sys::give_way(),
+            }
+        }
+    }
+
+    /// Bytes that it has left.
+    pub fn free(&self) -> u64 {
         self.limit.saturating_sub(self.live.account.used())
     }
 
-    /// What programs are told of it: the first context is not theirs to see.
-    fn told(&self) -> Cap {
+    /// What programs see of it: without the first context.
+    pub fn visible(&self) -> Cap {
         let total = self.limit - self.context;
         let used = self.live.account.used().saturating_sub(self.context);
         Cap {
@@ -155,128 +183,12 @@ impl Held {
 
     /// Takes back what dead processes left, unless this process asks again and again; returns
     /// whether it looked.
-    fn reclaim(&self) -> bool {
+    pub fn reclaim(&self) -> bool {
         let looks = self.looks.admit(sys::now());
         if looks {
             self.live.reclaim(&self.name);
         }
         looks
-    }
-}
-
-impl Process {
-    /// Reserves `most` bytes on a capped device, or what is left of its caps if that is at least
-    /// `least`; returns how much.
-    #[inline]
-    pub fn reserve(&self, device: &Device, least: u64, most: u64) -> Result<u64, CUresult> {
-        if device.shares.is_power_of_two()
-            && let Some(only) = self.shares(device).next()
-            && let Some(granted) = only.reserve(least, most)
-        {
-            return Ok(granted);
-        }
-        self.reserve_slowly(device, least, most)
-    }
-
-    /// From several shares, or from one that is full.
-    #[inline(never)]
-    fn reserve_slowly(&self, device: &Device, least: u64, most: u64) -> Result<u64, CUresult> {
-        let whole = self
-            .shares(device)
-            .fold(0u64, |sum, share| sum.saturating_add(share.limit));
-        if least <= whole {
-            if let Some(granted) = self.reserve_in_parts(device, least, most) {
-                return Ok(granted);
-            }
-            let mut looked = false;
-            for share in self.shares(device) {
-                looked |= share.reclaim();
-            }
-            // Whoever found something: this process, or another that looked at the same time.
-            if looked && let Some(granted) = self.reserve_in_parts(device, least, most) {
-                return Ok(granted);
-            }
-            // What this process's own pools keep for later is there for who needs it now.
-            let free = self
-                .shares(device)
-                .fold(0u64, |sum, share| sum.saturating_add(share.free()));
-            if pool::trim(self, device, most.saturating_sub(free))
-                && let Some(granted) = self.reserve_in_parts(device, least, most)
-            {
-                return Ok(granted);
-            }
-        }
-        if let Some(share) = self.shares(device).next() {
-            share.live.account.note_refusal(share.slot);
-        }
-        Err(CUresult::OUT_OF_MEMORY)
-    }
-
-    /// Reserves from each share of the device what it has left, until it is enough; or nothing.
-    pub fn reserve_in_parts(&self, device: &Device, least: u64, most: u64) -> Option<u64> {
-        let mut shares = self.shares(device);
-        if device.shares.is_power_of_two() {
-            return shares.next()?.reserve(least, most);
-        }
-        // A part that is taken and given back could refuse another's request meanwhile.
-        let free = shares.fold(0u64, |sum, share| sum.saturating_add(share.free()));
-        if free < least {
-            return None;
-        }
-        let mut granted = 0;
-        for share in self.shares(device) {
-            granted += share.reserve(0, most - granted).unwrap_or(0);
-            if granted == most {
-                break;
-            }
-        }
-        if granted >= least {
-            return Some(granted);
-        }
-        self.release(device, granted);
-        None
-    }
-
-    /// Gives `bytes` back. Which of the device's shares gets them is of no importance: their sum is
-    /// what the process may hold.
-    #[inline]
-    pub fn release(&self, device: &Device, bytes: u64) {
-        let mut left = bytes;
-        for share in self.shares(device) {
-            if left == 0 {
-                return;
-            }
-            left -= share.live.account.release(share.slot, left);
-        }
-    }
-
-    /// The share of a device that has most of its GPU time left at `now`; `None` where none is held
-    /// back.
-    pub fn bucket(&self, device: &Device, now: u64) -> Option<(&Held, Bucket)> {
-        self.shares(device)
-            .map(|share| {
-                let refill = loop {
-                    // It writes ten times a second, some hundred nanoseconds.
-                    match share.refill.read() {
-                        Some(refill) => break refill,
-                        None => sys::give_way(),
-                    }
-                };
-                (share, Bucket::new(&refill, share.cores, now))
-            })
-            .max_by_key(|(share, bucket)| bucket.left(share.account()))
-    }
-
-    /// The sum of the device's caps and what is left of them, in bytes.
-    pub fn cap(&self, device: &Device) -> Cap {
-        let mut cap = Cap { total: 0, free: 0 };
-        for share in self.shares(device) {
-            share.reclaim();
-            let told = share.told();
-            cap.total = cap.total.saturating_add(told.total);
-            cap.free = cap.free.saturating_add(told.free);
-        }
-        cap
     }
 }
 

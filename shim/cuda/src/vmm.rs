@@ -1,17 +1,21 @@
-//! Physical memory by handle. It is charged when it is created, and given back when neither a handle
-//! nor a mapping holds it any more; `tranche_shim_core::physical` keeps the books, and argues.
+//! Physical memory by handle. It is charged when it is created, and given back when neither a handle nor a mapping holds
+//! it any more; `tranche_shim_core::physical` keeps the books, and argues.
 //!
-//! What another process exported is that process's to be charged for: importing it takes nothing.
+//! What another process exported is charged to this one as well, for as long as it holds it: the exporter may end first,
+//! and the memory is there until its last holder has let go. How much it is the driver does not say of a handle, so it
+//! is mapped to find out.
 
-use tranche_shim_core::{Freed, Physical};
+use tranche_shim_core::Freed;
+use tranche_shim_core::physical::{Mark, Physical};
 
 use crate::abi::{
     CUarrayMapInfo, CUdevice, CUdeviceptr, CUmemAllocationProp,
     CUmemGenericAllocationHandle as Handle, CUresult,
 };
-use crate::driver::Call;
-use crate::memory::{charge, current_capped};
+use crate::charge::{Reserved, charge};
+use crate::driver::{Call, real};
 use crate::process::{self, Kind, Process, key};
+use crate::share::Device;
 
 /// Creates physical memory.
 pub fn create(
@@ -31,7 +35,7 @@ pub fn create(
     let device = |process: &'static Process| match location.device() {
         // None if it has no cap; or if there is no such device, which the driver says itself.
         Some(handle) => Ok(process.device(handle).filter(|device| device.is_capped())),
-        None => current_capped(process),
+        None => process.current_capped(),
     };
     let bytes = bytes as u64;
     charge(
@@ -40,57 +44,100 @@ pub fn create(
         driver,
         |reserved| {
             // SAFETY: not null, and the driver has just written to it.
-            let handle = unsafe { handle.read() };
-            let (process, number) = (reserved.process, reserved.device.number);
-            let bytes = reserved.keep();
-            process.physical.with(|physical| {
-                // Without room to note it, it stays charged to the end of the process.
-                if let Ok(Some(former)) = physical.create(handle, bytes, number) {
-                    give_back(process, former);
-                }
-            });
+            note_created(unsafe { handle.read() }, reserved);
             Ok(())
         },
     )
 }
 
-fn give_back(process: &'static Process, freed: Freed) {
-    if let Some(device) = process.device_numbered(freed.device) {
-        process.release(device, freed.bytes);
-    }
+/// Without room to note it, it stays charged to the end of the process.
+fn note_created(handle: Handle, reserved: Reserved) {
+    let (process, number) = (reserved.process, reserved.device.number);
+    let bytes = reserved.keep();
+    note(process, |physical, freed| {
+        let _ = physical.create(handle, bytes, number, freed);
+    });
 }
 
-/// Asks the driver and then notes what that changed, as one act.
-fn with(driver: Call<'_>, note: impl FnOnce(&mut Physical, &mut dyn FnMut(Freed))) -> CUresult {
+/// Notes something, and gives back what has no use left.
+fn note<R>(
+    process: &'static Process,
+    note: impl FnOnce(&mut Physical, &mut dyn FnMut(Freed)) -> R,
+) -> R {
+    process.physical.with(|physical| {
+        note(physical, &mut |freed| {
+            if let Some(device) = process.device_numbered(freed.device) {
+                process.release(device, freed.bytes);
+            }
+        })
+    })
+}
+
+/// Notes the beginning of a call, makes it, and notes what came of it. `begin` and `end` have the books, and no driver
+/// is called meanwhile.
+fn with<T>(
+    driver: Call<'_>,
+    begin: impl FnOnce(&mut Physical) -> T,
+    end: impl FnOnce(&mut Physical, T, bool, &mut dyn FnMut(Freed)),
+) -> CUresult {
     let Some(process) = process::joined() else {
         return driver.make();
     };
-    process.physical.with(|physical| {
-        let result = driver.make();
-        if result.is_ok() {
-            note(physical, &mut |freed| give_back(process, freed));
-        }
-        result
-    })
+    let noted = process.physical.with(begin);
+    let result = driver.make();
+    note(process, |physical, freed| {
+        end(physical, noted, result.is_ok(), freed);
+    });
+    result
 }
 
 /// Releases a handle.
 pub fn release(handle: Handle, driver: Call<'_>) -> CUresult {
-    with(driver, |physical, freed| physical.release(handle, freed))
+    with(
+        driver,
+        |physical| physical.begin_release(handle),
+        |physical, release, done, freed| physical.end_release(&release, done, freed),
+    )
+}
+
+/// Makes a call that has a place show a handle's memory, both of which `find` finds.
+fn bind_at(
+    find: &dyn Fn(&Physical) -> Option<(Handle, u64)>,
+    (length, owner): (u64, u64),
+    driver: Call<'_>,
+) -> CUresult {
+    with(
+        driver,
+        |physical| {
+            let (memory, place) = find(physical)?;
+            Some((memory, place, physical.hold(memory)))
+        },
+        |physical, begun, done, freed| match begun {
+            // What cannot be noted holds its memory to the end of the process.
+            Some((memory, place, true)) if done => {
+                let _ = physical.bind(place, memory, length, owner, freed);
+            }
+            Some((memory, _, true)) => physical.let_go(memory, freed),
+            // Memory that is not noted here.
+            Some((_, place, false)) if done => {
+                physical.unbind(place, freed);
+            }
+            _ => {}
+        },
+    )
 }
 
 /// Maps memory at an address.
 pub fn map(address: CUdeviceptr, bytes: usize, handle: Handle, driver: Call<'_>) -> CUresult {
-    with(driver, |physical, freed| {
-        // What cannot be noted holds its memory to the end of the process.
-        let _ = physical.bind(address, handle, bytes as u64, 0, freed);
-    })
+    bind_at(&|_| Some((handle, address)), (bytes as u64, 0), driver)
 }
 
 /// Unmaps whatever is mapped at a range of addresses.
 pub fn unmap(address: CUdeviceptr, bytes: usize, driver: Call<'_>) -> CUresult {
-    with(driver, |physical, freed| {
-        physical.unbind_range(address, bytes as u64, STEP, freed);
+    with(driver, Physical::mark, |physical, mark, done, freed| {
+        if done {
+            physical.unbind_range(address, bytes as u64, STEP, mark, freed);
+        }
     })
 }
 
@@ -98,37 +145,174 @@ pub fn unmap(address: CUdeviceptr, bytes: usize, driver: Call<'_>) -> CUresult {
 const STEP: u64 = 64 << 10;
 
 /// Another handle, of the memory at an address.
-pub fn retain(handle: *mut Handle, driver: Call<'_>) -> CUresult {
-    with(driver, |physical, _| {
-        // SAFETY: the driver has just written to it, which it does not to null.
-        physical.retain(unsafe { handle.read() });
-    })
+pub fn retain(handle: *mut Handle, address: CUdeviceptr, driver: Call<'_>) -> CUresult {
+    with(
+        driver,
+        |physical| hold(physical, |physical| physical.shown_at(address)),
+        |physical, held, done, freed| end_hold(physical, held, done, handle, freed),
+    )
+}
+
+/// Holds the memory that a call gives another handle of.
+fn hold(physical: &mut Physical, find: impl FnOnce(&Physical) -> Option<Handle>) -> Option<Handle> {
+    let found = find(physical)?;
+    physical.hold(found).then_some(found)
+}
+
+/// The driver has written that handle, or refused.
+fn end_hold(
+    physical: &mut Physical,
+    held: Option<Handle>,
+    done: bool,
+    handle: *const Handle,
+    freed: &mut dyn FnMut(Freed),
+) {
+    match held {
+        Some(held) if done => {
+            // SAFETY: the driver has just written to it, which it does not to null. Without room for the name, its use
+            // never ends.
+            let _ = physical.name(unsafe { handle.read() }, held, freed);
+        }
+        Some(held) => physical.let_go(held, freed),
+        None => {}
+    }
 }
 
 /// A token by which the handle's memory can be imported, here or elsewhere.
 pub fn export(token: *const u8, kind: u32, handle: Handle, driver: Call<'_>) -> CUresult {
-    with(driver, |physical, _| {
-        // SAFETY: the driver has just written a token of this kind.
-        if let Some(token) = unsafe { token_at(token, kind) } {
-            physical.export(token, handle);
-        }
-    })
+    with(
+        driver,
+        |_| (),
+        |physical, (), done, _| {
+            // SAFETY: the driver has just written a token of this kind.
+            if done && let Some(token) = unsafe { token_at(token, kind) } {
+                physical.export(token, handle);
+            }
+        },
+    )
 }
 
 /// A handle of memory that was exported, here or elsewhere.
 pub fn import(handle: *mut Handle, token: usize, kind: u32, driver: Call<'_>) -> CUresult {
-    with(driver, |physical, _| {
-        let token = if kind == FILE {
-            Some(file_token(token as u64))
-        } else {
-            // SAFETY: the driver has just read a token of this kind there.
-            unsafe { token_at(token as *const u8, kind) }
-        };
-        if let Some(token) = token {
-            // SAFETY: the driver has just written to it.
-            let _ = physical.import(token, unsafe { handle.read() });
+    let process = match process::current() {
+        Ok(process) => process,
+        Err(code) => return code,
+    };
+    if handle.is_null() {
+        return driver.make();
+    }
+    let token = if kind == FILE {
+        Some(file_token(token as u64))
+    } else {
+        // SAFETY: the driver reads a token of this kind there next.
+        unsafe { token_at(token as *const u8, kind) }
+    };
+    let held = process
+        .physical
+        .with(|physical| physical.hold_exported(token?));
+    let result = driver.make();
+    if held.is_some() {
+        note(process, |physical, freed| {
+            end_hold(physical, held, result.is_ok(), handle, freed);
+        });
+    } else if result.is_ok() {
+        // SAFETY: not null, and the driver has just written to it.
+        return charge_imported(process, unsafe { handle.read() });
+    }
+    result
+}
+
+/// Charges memory that another process exported; gives the handle up where the share has no room for it.
+fn charge_imported(process: &'static Process, handle: Handle) -> CUresult {
+    let Some(device) = device_of(process, handle).filter(|device| device.is_capped()) else {
+        return CUresult::SUCCESS;
+    };
+    let again = process.physical.with(|physical| physical.hold(handle));
+    if again {
+        // Imported before, under the same handle.
+        return CUresult::SUCCESS;
+    }
+    let bytes = size_of_imported(device, handle);
+    match Reserved::new(process, device, bytes, bytes) {
+        Ok(reserved) => {
+            note_created(handle, reserved);
+            CUresult::SUCCESS
         }
-    })
+        Err(code) => {
+            // SAFETY: the driver has just given this handle out, and nobody has seen it.
+            unsafe { real!(cuMemRelease: fn(Handle))(handle) };
+            code
+        }
+    }
+}
+
+/// The device that a handle's memory lies on.
+fn device_of(process: &'static Process, handle: Handle) -> Option<&'static Device> {
+    let mut properties = CUmemAllocationProp::default();
+    // SAFETY: writes the local properties.
+    let result = unsafe {
+        real!(cuMemGetAllocationPropertiesFromHandle: fn(*mut CUmemAllocationProp, Handle))(
+            &raw mut properties,
+            handle,
+        )
+    };
+    if !result.is_ok() || properties.location.is_host() {
+        return None;
+    }
+    process.device(properties.location.device()?)
+}
+
+/// Bytes of memory that another process made: the most that can be mapped of it. Where that cannot be found, all that
+/// the device has.
+fn size_of_imported(device: &Device, handle: Handle) -> u64 {
+    let mut total = 0usize;
+    let mut range = 0;
+    // SAFETY: writes the local numbers.
+    let result = unsafe {
+        real!(cuDeviceTotalMem_v2: fn(*mut usize, CUdevice))(&raw mut total, device.handle);
+        real!(cuMemAddressReserve: fn(*mut CUdeviceptr, usize, usize, CUdeviceptr, u64))(
+            &raw mut range,
+            total,
+            0,
+            0,
+            0,
+        )
+    };
+    let total = total as u64;
+    if !result.is_ok() {
+        return total;
+    }
+    let can_map = |bytes: u64| {
+        let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
+        // SAFETY: maps the handle's memory to a range of our own, and unmaps it.
+        unsafe {
+            let map = real!(cuMemMap: fn(CUdeviceptr, usize, usize, Handle, u64));
+            let mapped = map(range, bytes, 0, handle, 0).is_ok();
+            if mapped {
+                real!(cuMemUnmap: fn(CUdeviceptr, usize))(range, bytes);
+            }
+            mapped
+        }
+    };
+    // Blocks that can be mapped, and that cannot.
+    let (mut most, mut too_many) = (0, total / device.block + 1);
+    while too_many - most > 1 {
+        let middle = most + (too_many - most) / 2;
+        if can_map(middle * device.block) {
+            most = middle;
+        } else {
+            too_many = middle;
+        }
+    }
+    // SAFETY: our own range, of which nothing is mapped.
+    unsafe {
+        real!(cuMemAddressFree: fn(CUdeviceptr, usize))(range, usize::try_from(total).unwrap_or(0));
+    }
+    if most == 0 {
+        total
+    } else {
+        most * device.block
+    }
 }
 
 /// Kinds of tokens: a file descriptor, and 64 bytes that other nodes of a fabric understand.
@@ -163,25 +347,53 @@ fn mix(bytes: &[u8]) -> u64 {
 
 /// Maps memory to tiles of sparse arrays, and unmaps it.
 pub fn map_tiles(list: *const CUarrayMapInfo, count: u32, driver: Call<'_>) -> CUresult {
-    with(driver, |physical, freed| {
-        if list.is_null() {
-            return;
-        }
-        // SAFETY: the driver has just read so many.
-        let list = unsafe { core::slice::from_raw_parts(list, count as usize) };
-        for act in list {
-            let owner = array_key(act.resource);
-            let tile = act.subresource.iter().fold(owner, |sum, &word| {
-                (sum.rotate_left(7) ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15)
-            });
-            let place = place_of(tile ^ u64::from(act.subresource_type));
-            if act.operation == CUarrayMapInfo::MAP {
-                let _ = physical.bind(place, act.memory, 0, owner, freed);
-            } else {
-                physical.unbind(place, freed);
+    if list.is_null() {
+        return driver.make();
+    }
+    // SAFETY: not null, and the driver reads so many next.
+    let list = unsafe { core::slice::from_raw_parts(list, count as usize) };
+    let is_map = |tile: &&CUarrayMapInfo| tile.operation == CUarrayMapInfo::MAP;
+    // Which of them are noted here must not change meanwhile: held are those that were known at first.
+    let held = |physical: &mut Physical| {
+        let held = list
+            .iter()
+            .filter(is_map)
+            .filter(|tile| physical.hold(tile.memory))
+            .count();
+        (held, physical.mark())
+    };
+    with(driver, held, |physical, (held, mark), done, freed| {
+        let since = physical.mark();
+        let mut left = held;
+        for tile in list {
+            let place = place_of_tile(tile);
+            if !is_map(&tile) {
+                if done {
+                    physical.unbind_older(place, mark, since, freed);
+                }
+            } else if left > 0 && physical.knows(tile.memory) {
+                left -= 1;
+                if done {
+                    let owner = array_key(tile.resource);
+                    let _ = physical.bind(place, tile.memory, 0, owner, freed);
+                } else {
+                    physical.let_go(tile.memory, freed);
+                }
+            } else if done {
+                physical.unbind_older(place, mark, since, freed);
             }
         }
     })
+}
+
+fn place_of_tile(tile: &CUarrayMapInfo) -> u64 {
+    let mixed = tile
+        .subresource
+        .iter()
+        .fold(array_key(tile.resource), |sum, &word| {
+            (sum.rotate_left(7) ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+        });
+    place_of(mixed ^ u64::from(tile.subresource_type))
 }
 
 fn array_key(array: usize) -> u64 {
@@ -193,11 +405,16 @@ fn place_of(mixed: u64) -> u64 {
     key(Kind::Tile, mixed & ((1 << 56) - 1) | 1)
 }
 
-/// An array is gone, and what its tiles showed is shown no more.
-pub fn end_array(process: &'static Process, array: usize) {
-    process.physical.with(|physical| {
-        physical.end_owner(array_key(array), &mut |freed| give_back(process, freed));
-    });
+/// Destroys an array: what its tiles showed is shown no more.
+pub fn end_array(process: &'static Process, array: usize, driver: Call<'_>) -> CUresult {
+    let mark: Mark = process.physical.with(Physical::mark);
+    let result = driver.make();
+    if result.is_ok() {
+        note(process, |physical, freed| {
+            physical.end_owner(array_key(array), mark, freed);
+        });
+    }
+    result
 }
 
 /// A multicast object: no memory of its own, but it holds what is bound to it.
@@ -206,19 +423,25 @@ pub fn create_multicast(handle: *mut Handle, driver: Call<'_>) -> CUresult {
     if let Err(code) = process::current() {
         return code;
     }
-    with(driver, |physical, freed| {
-        // SAFETY: the driver has just written to it.
-        if let Ok(Some(former)) = physical.create(unsafe { handle.read() }, 0, 0) {
-            freed(former);
-        }
-    })
+    with(
+        driver,
+        |_| (),
+        |physical, (), done, freed| {
+            if done {
+                // SAFETY: the driver has just written to it.
+                let _ = physical.create(unsafe { handle.read() }, 0, 0, freed);
+            }
+        },
+    )
 }
 
 /// Binds memory to a multicast object, at an offset.
 pub fn bind(object: Handle, offset: usize, memory: Handle, driver: Call<'_>) -> CUresult {
-    with(driver, |physical, freed| {
-        bind_noted(physical, object, offset, memory, freed);
-    })
+    let find = |physical: &Physical| {
+        let device = physical.device_of(memory)?;
+        Some((memory, bound_at(object, device, offset)))
+    };
+    bind_at(&find, (0, object), driver)
 }
 
 /// The same, with the memory that is mapped at an address.
@@ -228,24 +451,12 @@ pub fn bind_address(
     address: CUdeviceptr,
     driver: Call<'_>,
 ) -> CUresult {
-    with(driver, |physical, freed| {
-        if let Some(memory) = physical.shown_at(address) {
-            bind_noted(physical, object, offset, memory, freed);
-        }
-    })
-}
-
-fn bind_noted(
-    physical: &mut Physical,
-    object: Handle,
-    offset: usize,
-    memory: Handle,
-    freed: &mut dyn FnMut(Freed),
-) {
-    if let Some(device) = physical.device_of(memory) {
-        let place = bound_at(object, device, offset);
-        let _ = physical.bind(place, memory, 0, object, freed);
-    }
+    let find = |physical: &Physical| {
+        let memory = physical.shown_at(address)?;
+        let device = physical.device_of(memory)?;
+        Some((memory, bound_at(object, device, offset)))
+    };
+    bind_at(&find, (0, object), driver)
 }
 
 /// Undoes a binding of a device's memory.
@@ -253,8 +464,11 @@ pub fn unbind(object: Handle, device: CUdevice, offset: usize, driver: Call<'_>)
     let number = process::joined()
         .and_then(|process| process.device(device))
         .map_or(u8::MAX, |device| device.number);
-    with(driver, |physical, freed| {
-        physical.unbind(bound_at(object, number, offset), freed);
+    with(driver, Physical::mark, |physical, mark, done, freed| {
+        if done {
+            let none_since = physical.mark();
+            physical.unbind_older(bound_at(object, number, offset), mark, none_since, freed);
+        }
     })
 }
 

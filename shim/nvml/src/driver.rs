@@ -13,15 +13,21 @@ pub use symbols::{PASSING, SYMBOLS, index};
 /// The driver's library.
 pub static DRIVER: Library = Library::new(
     paths::REAL_NVML,
-    (c"nvmlInit_v2", Ours(crate::nvmlInit_v2 as *const ())),
+    (c"nvmlInit_v2", || {
+        Some(Ours(crate::nvmlInit_v2 as *const ()))
+    }),
 );
 
 tranche_shim_runtime::library! {
     driver: DRIVER,
     first: symbols::nvmlComputeInstanceDestroy,
-    handled: HANDLED,
+    handled: handled,
     missing: missing,
     unavailable: unavailable,
+}
+
+fn handled(nth: usize) -> Option<Ours> {
+    HANDLED.get(nth).copied()
 }
 
 /// What a function answers that this driver does not have.

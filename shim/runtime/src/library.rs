@@ -35,15 +35,15 @@ unsafe impl Sync for Ours {}
 #[derive(Debug)]
 pub struct Library {
     path: &'static CStr,
-    /// A symbol that every version has, and that we have too.
-    witness: (&'static CStr, Ours),
+    /// A symbol that every version has, and where ours is.
+    witness: (&'static CStr, fn() -> Option<Ours>),
     handle: AtomicPtr<c_void>,
 }
 
 impl Library {
     /// The library at `path`, which is not ours: its `witness` is not at our address for it.
     #[must_use]
-    pub const fn new(path: &'static CStr, witness: (&'static CStr, Ours)) -> Self {
+    pub const fn new(path: &'static CStr, witness: (&'static CStr, fn() -> Option<Ours>)) -> Self {
         Self {
             path,
             witness,
@@ -75,7 +75,7 @@ impl Library {
         let (name, ours) = self.witness;
         // SAFETY: an open handle and a C string.
         let theirs = unsafe { (loader.symbol)(handle, name.as_ptr()) };
-        if theirs.is_null() || ptr::eq(theirs.cast(), ours.0) {
+        if theirs.is_null() || ours().is_none_or(|ours| ptr::eq(theirs.cast(), ours.0)) {
             self.refuse(": not the driver's library");
             return ptr::null_mut();
         }
@@ -169,12 +169,12 @@ macro_rules! forward {
 ///
 /// - `driver`: a `Library`;
 /// - `first`: the first of the stubs;
-/// - `handled`: addresses of our symbols that do more than pass, in the order of their indices;
+/// - `handled`: a function that gives the addresses of our symbols that do more than pass, by their order;
 /// - `missing`, `unavailable`: what is called instead of a function that this driver does not have,
 ///   or when there is no driver.
 #[macro_export]
 macro_rules! library {
-    (driver: $driver:expr, first: $first:path, handled: $handled:expr, missing: $missing:path, unavailable: $unavailable:path $(,)?) => {
+    (driver: $driver:expr, first: $first:path, handled: $handled:path, missing: $missing:path, unavailable: $unavailable:path $(,)?) => {
         mod symbols {
             #![allow(
                 missing_docs,
@@ -204,8 +204,8 @@ macro_rules! library {
                     let first = $first as *const ();
                     $crate::library::Ours(first.wrapping_byte_add(index * $crate::library::STRIDE))
                 }
-                Some(nth) => match $handled.get(nth) {
-                    Some(&ours) => ours,
+                Some(nth) => match $handled(nth) {
+                    Some(ours) => ours,
                     None => return $missing as *mut core::ffi::c_void,
                 },
             };

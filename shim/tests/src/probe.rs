@@ -270,13 +270,12 @@ fn act(cuda: &Cuda, words: &[&str]) -> String {
         "descriptors" => format!("0 {}", std::fs::read_dir("/proc/self/fd").unwrap().count()),
         "open-to-write" => {
             // Open until the process ends.
-            std::mem::forget(
-                std::fs::OpenOptions::new()
-                    .write(true)
-                    .open(words[1])
-                    .unwrap(),
-            );
-            "0".into()
+            let file = std::fs::OpenOptions::new()
+                .read(true)
+                .write(true)
+                .open(words[1])
+                .unwrap();
+            format!("0 {}", std::os::fd::IntoRawFd::into_raw_fd(file))
         }
         "close-all" => {
             for fd in 3..1024 {

@@ -180,6 +180,70 @@ fn a_full_cap_waits_for_pending_frees() {
     assert_eq!(probe.ask("steer held 0").code, i64::try_from(CAP).unwrap());
 }
 
+/// Where nothing of the cap is left, what a pool has and does not use is still there for its allocations.
+#[test]
+fn a_pool_with_room_is_used_where_the_cap_is_full() {
+    let (world, share) = one_gpu();
+    let mut probe = ready(&world, 1);
+    probe.ask("steer pool_keeps 1");
+    probe.ask(&format!("steer pool_step {}", 32 << 20));
+    probe.must("async 4096");
+    assert_eq!(share.used(), 32 << 20);
+    probe.must(&format!("alloc {}", CAP - (32 << 20)));
+    assert_eq!(share.used(), CAP);
+    for nth in 1..16 {
+        assert_eq!(probe.ask("async 4096").code, 0, "the {nth}th");
+    }
+    assert_eq!(share.used(), CAP);
+    assert_eq!(
+        probe.ask(&format!("async {}", 32 << 20)).code,
+        OUT_OF_MEMORY
+    );
+    assert_eq!(probe.ask("steer held 0").code, i64::try_from(CAP).unwrap());
+}
+
+/// Memory that another process exported is charged to who imports it, by every way, until it is let go.
+#[test]
+fn an_import_is_charged_for_as_long_as_it_is_held() {
+    const BYTES: u64 = 10 * BLOCK;
+    let (world, share) = one_gpu();
+    let mut probe = ready(&world, 1);
+    probe.ask(&format!("steer foreign {BYTES}"));
+    // The handle is passed by value: on the stack, behind the words of registers.
+    let ipc = "cuIpcOpenMemHandle_v2 &0 0 0 0 0 0";
+    let pool = "cuMemPoolImportPointer &0 8192 &8";
+    let vmm = "cuMemImportFromShareableHandle &0 7 1";
+    let pointer = probe.get(ipc);
+    assert_eq!(share.used(), BYTES);
+    assert_eq!(probe.get(ipc), pointer);
+    assert_eq!(share.used(), BYTES, "opened twice, and there once");
+    for left in [BYTES, 0] {
+        assert_eq!(probe.call(&format!("cuIpcCloseMemHandle {pointer}")), 0);
+        assert_eq!(share.used(), left);
+    }
+    let pointer = probe.get(pool);
+    assert_eq!(share.used(), BYTES);
+    assert_eq!(probe.call(&format!("cuMemFree_v2 {pointer}")), 0);
+    assert_eq!(share.used(), 0);
+    let handle = probe.get(vmm);
+    assert_eq!(share.used(), BYTES, "found by mapping it");
+    assert_eq!(
+        probe.call(&format!("cuMemMap 4096 {BYTES} 0 {handle} 0")),
+        0
+    );
+    assert_eq!(probe.call(&format!("cuMemRelease {handle}")), 0);
+    assert_eq!(share.used(), BYTES, "it is mapped");
+    assert_eq!(probe.call(&format!("cuMemUnmap 4096 {BYTES}")), 0);
+    assert_eq!(share.used(), 0);
+    // Without room for it, it is let go again.
+    let all = probe.must(&format!("alloc {}", CAP - BLOCK)).number(0);
+    for import in [ipc, pool, vmm] {
+        assert_eq!(probe.call(import), OUT_OF_MEMORY, "{import}");
+    }
+    probe.must(&format!("free {all}"));
+    assert_eq!(share.used(), 0);
+}
+
 /// A graph that takes its memory at its first launch finds it charged already, and what the driver keeps
 /// of it afterwards stays charged.
 #[test]
@@ -427,8 +491,8 @@ fn a_process_that_ended_is_not_in_the_way_of_the_next() {
     second.must("alloc 1048576");
     second.kill();
     let mut third = ready(&world, 1);
-    assert_eq!(share.used(), 0, "whoever joins looks for the dead");
     assert_eq!(third.must("info").number(0), CAP);
+    assert_eq!(share.used(), 0, "who asks looks for the dead");
 }
 
 #[test]
@@ -483,8 +547,8 @@ fn exec_gives_everything_back() {
     probe.must(&format!("alloc {CAP}"));
     probe.must("exec");
     start(&mut probe, 1);
-    assert_eq!(share.used(), 0);
     probe.must(&format!("alloc {CAP}"));
+    assert_eq!(share.used(), CAP);
 }
 
 /// A request that is refused takes nothing meanwhile that another's would need.

@@ -14,7 +14,7 @@ use tranche_shim_core::ComputePolicy;
 use tranche_shim_core::compute::costs::HOLDS_NANOS;
 use tranche_shim_tests::{Driver, Machine, Node, Probe, Share, World};
 
-use crate::cap::CAP;
+use crate::cap::{CAP, GPU_0, ready};
 
 /// A container with a share of `cores` percent of the only GPU.
 fn container(cores: u8) -> (World, Share) {
@@ -160,6 +160,39 @@ fn capturing_is_free() {
         probe.must(&format!("launch graph {kernel} 0 0"));
     }
     assert_eq!(share.look(|account| account.spent_nanos()), 0);
+}
+
+/// A node of an executable graph gets another kernel: the graph pays what that takes.
+#[test]
+fn a_graph_whose_kernel_was_changed_pays_for_the_new_one() {
+    const LAUNCHES: u64 = 1000;
+    for change in [
+        "cuGraphExecKernelNodeSetParams_v2 $0 1 0",
+        "cuGraphExecNodeSetParams $0 1 0",
+        "cuGraphNodeSetEnabled $0 1 1",
+    ] {
+        let world = World::new(Driver::Odd);
+        let strict = ComputePolicy::Strict;
+        let share = world.share_of_time("gpu-0", GPU_0, Some(CAP), Some(99), strict);
+        share.grant(1_000_000_000_000);
+        let mut probe = ready(&world, 1);
+        probe.get("cuGraphCreate &8 0");
+        assert_eq!(probe.call("cuGraphInstantiateWithFlags &0 $8 0"), 0);
+        let spent = || share.look(|account| account.spent_nanos());
+        let launches = |probe: &mut Probe| {
+            let before = spent();
+            for _ in 0..LAUNCHES {
+                assert_eq!(probe.call("cuGraphLaunch $0 0"), 0);
+            }
+            spent() - before
+        };
+        let cheap = launches(&mut probe);
+        assert!(cheap < LAUNCHES * 100_000, "{change}: {cheap}");
+        probe.ask("steer event_nanos 1000000");
+        assert_eq!(probe.call(change), 0, "{change}");
+        let dear = launches(&mut probe);
+        assert!(dear > LAUNCHES * 900_000, "{change}: {dear}");
+    }
 }
 
 /// Nor does a capture elsewhere change what other launches pay, even one that nobody ever ends.

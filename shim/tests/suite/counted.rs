@@ -12,14 +12,14 @@ use crate::cap::{CAP, GPU_0};
 /// that may be: a tenth more, for another compiler, or half, where the loader's look-ups are most of it.
 const CALLS: [(&str, u32, u64, u64); 9] = [
     ("pass", 0, 7, 8),
-    ("alloc-free", 0, 796, 870),
-    ("alloc-free", 10_000, 833, 910),
-    ("refused", 0, 174, 190),
-    ("full", 0, 437, 480),
-    ("info", 0, 198, 215),
-    ("address", 0, 302, 330),
-    ("first-address", 0, 141_459, 200_000),
-    ("launch", 0, 150, 165),
+    ("alloc-free", 0, 832, 870),
+    ("alloc-free", 10_000, 869, 910),
+    ("refused", 0, 171, 190),
+    ("full", 0, 459, 480),
+    ("info", 0, 197, 215),
+    ("address", 0, 290, 320),
+    ("first-address", 0, 148_702, 200_000),
+    ("launch", 0, 149, 165),
 ];
 
 /// Instructions of one call.

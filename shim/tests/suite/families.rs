@@ -195,6 +195,37 @@ fn handles_by_address_and_by_descriptor() {
     assert_eq!(case.share.used(), case.context);
 }
 
+/// The exporter ends, of whatever share it is: what it had is given back, and the importer is charged.
+#[test]
+fn an_import_outlives_its_exporter() {
+    const BYTES: u64 = 64 << 20;
+    let mut case = Case::new();
+    let mut exporter = case.world.probe("name");
+    exporter.must("init");
+    exporter.must("primary 0");
+    let handle = create(&mut exporter, BYTES);
+    let export = format!("cuMemExportToShareableHandle &0 {handle} 1 0");
+    let file = exporter.get(&export) & 0xffff_ffff;
+    let before = case.share.used();
+    assert_eq!(before, BYTES + 2 * case.context);
+    let path = format!("/proc/{}/fd/{file}", exporter.pid());
+    let file = case.probe.must(&format!("open-to-write {path}")).number(0);
+    let imported = case
+        .probe
+        .get(&format!("cuMemImportFromShareableHandle &0 {file} 1"));
+    exporter.kill();
+    // Who would be refused takes back what the dead had.
+    assert_eq!(
+        case.probe.ask(&format!("alloc {}", CAP - BYTES + 1)).code,
+        OUT_OF_MEMORY
+    );
+    let rest = case.probe.must(&format!("alloc {}", CAP - BYTES)).number(0);
+    case.probe.must(&format!("free {rest}"));
+    assert_eq!(case.share.used(), BYTES + case.context);
+    assert_eq!(case.probe.call(&format!("cuMemRelease {imported}")), DONE);
+    assert_eq!(case.share.used(), case.context);
+}
+
 #[test]
 fn pools_with_and_without_a_threshold() {
     const PIECE: u64 = 64 << 20;
@@ -565,5 +596,7 @@ fn a_killed_process_leaves_nothing_of_any_kind() {
     case.probe.kill();
     let mut next = case.world.probe("name");
     next.must("init");
-    assert_eq!(case.share.used(), 0);
+    next.must("primary 0");
+    assert_eq!(next.must("info").number(0), CAP);
+    assert_eq!(case.share.used(), case.context);
 }

@@ -54,9 +54,10 @@ fn killed_at_every_instruction_of(what: &str) -> usize {
     instructions
 }
 
-/// A process that is about to do `what`. Whoever joins looks for the dead: all that the last one left is back.
+/// A process that is about to do `what`. Who asks looks for the dead: all that the last one left is back.
 fn at_breakpoint(world: &World, share: &Share, what: &str) -> (Probe, Traced) {
     let mut probe = ready(world, 1);
+    probe.must("info");
     assert_eq!(share.used(), 0, "{what}: the one before left something");
     assert_eq!(share.look(|account| account.processes().count()), 1);
     probe.ask("steer fast 1");
@@ -133,6 +134,7 @@ fn a_thousand_processes_come_and_go() {
     assert_eq!(share.used(), SLOTS as u64 * BLOCK);
     drop(probes);
     let mut other = ready(&world, 1);
+    assert_eq!(other.must("info").number(0), CAP - BLOCK);
     assert_eq!(share.used(), BLOCK);
     other.must(&format!("alloc {}", CAP - BLOCK));
     assert_eq!(share.look(|account| account.processes().count()), 2);

@@ -3,7 +3,7 @@
 
 use tranche_shim_tests::{Driver, Machine, Probe, Share, World};
 
-use crate::cap::{BLOCK, CAP};
+use crate::cap::{BLOCK, CAP, one_gpu, ready};
 
 const OUT_OF_MEMORY: i64 = 2;
 /// Of the simulated H100.
@@ -124,6 +124,25 @@ fn a_graphs_kernel_node_is_charged() {
     assert_eq!(probe.call(&format!("cuGraphLaunch {executable} 0")), 0);
     probe.must("synchronize");
     assert_eq!(held(&world), taken(16_384));
+}
+
+/// A node of a graph, executable or not, gets another kernel: that has its local memory before it can run.
+#[test]
+fn a_kernel_that_a_node_gets_later_is_charged() {
+    for set in [
+        "cuGraphNodeSetParams 1 &16",
+        "cuGraphKernelNodeSetParams_v2 1 &18",
+        "cuGraphExecNodeSetParams 0 1 &16",
+        "cuGraphExecKernelNodeSetParams_v2 0 1 &18",
+    ] {
+        let (world, share) = one_gpu();
+        let mut probe = ready(&world, 1);
+        probe.ask("steer local_size 65536");
+        // A node's kind, and a kernel's parameters behind it.
+        probe.must("set 16 0 0 77 0 0 0 0 0 0 0 0");
+        assert_eq!(probe.call(set), 0, "{set}");
+        assert_eq!(share.used(), BLOCK, "{set}");
+    }
 }
 
 /// The limit of stacks and what kernels need are one memory.

@@ -2,6 +2,7 @@
 //! and Debian's archive (for the real drivers).
 #![allow(clippy::unwrap_used, reason = "a test that cannot be set up fails")]
 
+mod callbacks;
 mod cap;
 mod closed;
 mod compute;
@@ -10,6 +11,7 @@ mod escape;
 mod families;
 mod habits;
 mod image;
+mod layers;
 mod lifecycle;
 mod loading;
 mod local;

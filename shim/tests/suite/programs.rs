@@ -42,7 +42,9 @@ fn fill(generation: &str) {
     assert!(case.peak() <= limit, "{} of {limit}: {said}", case.peak());
     let mut last = case.world.probe("name");
     last.must("init");
-    assert_eq!(case.share.used(), 0);
+    last.must("primary 0");
+    assert_eq!(last.must("info").number(0), CAP);
+    assert_eq!(case.share.used(), case.context);
 }
 
 #[test]

@@ -155,16 +155,16 @@ fn with_kills(machine: Machine, steady: usize, killed: usize, threads: u64, oper
         "{machine:?}: {peak} {counted} {limit}"
     );
     drop(steady);
-    // Whoever joins takes back what the dead had; the daemon needs a moment to see their end.
+    // Who needs it takes back what the dead had; the daemon needs a moment to see their end.
     case.probe.kill();
     let start = Instant::now();
     loop {
         let mut last = case.world.probe("name");
         last.must("init");
-        let used = case.share.used();
         let context = last.ask("primary 0").code;
         let all = last.ask(&format!("alloc {CAP}")).code;
-        if (used, context, all) == (0, 0, 0) {
+        let used = case.share.used();
+        if (used, context, all) == (limit, 0, 0) {
             break;
         }
         assert!(

@@ -1,0 +1,88 @@
+//! Reserving memory and GPU time from the shares of a device, without asking the driver.
+
+use tranche_shim_core::compute::Bucket;
+
+use crate::process::Process;
+use crate::share::{Cap, Device, Held};
+
+impl Process {
+    /// Reserves from each share of the device what it has left, until it is enough; or nothing.
+    pub fn reserve_in_parts(&self, device: &Device, least: u64, most: u64) -> Option<u64> {
+        let mut shares = self.shares(device);
+        if device.shares.is_power_of_two() {
+            return shares.next()?.reserve(least, most);
+        }
+        // A part that is taken and given back could refuse another's request meanwhile.
+        let free = shares.fold(0u64, |sum, share| sum.saturating_add(share.free()));
+        if free < least {
+            return None;
+        }
+        let mut granted = 0;
+        for share in self.shares(device) {
+            granted += share.reserve(0, most - granted).unwrap_or(0);
+            if granted == most {
+                break;
+            }
+        }
+        if granted >= least {
+            return Some(granted);
+        }
+        self.release(device, granted);
+        None
+    }
+
+    /// Bytes that the shares of a device have left.
+    pub fn free(&self, device: &Device) -> u64 {
+        self.shares(device)
+            .fold(0u64, |sum, share| sum.saturating_add(share.free()))
+    }
+
+    /// Bytes that the processes of the shares of a device may hold.
+    #[inline]
+    pub fn limit(&self, device: &Device) -> u64 {
+        self.shares(device)
+            .fold(0u64, |sum, share| sum.saturating_add(share.limit()))
+    }
+
+    /// Takes back what dead processes left in the shares of a device; whether it looked.
+    pub fn reclaim(&self, device: &Device) -> bool {
+        let mut looked = false;
+        for share in self.shares(device) {
+            looked |= share.reclaim();
+        }
+        looked
+    }
+
+    /// Gives `bytes` back. Which of the device's shares gets them is of no importance: their sum is
+    /// what the process may hold.
+    #[inline(never)]
+    pub fn release(&self, device: &Device, bytes: u64) {
+        let mut left = bytes;
+        for share in self.shares(device) {
+            if left == 0 {
+                return;
+            }
+            left -= share.release(left);
+        }
+    }
+
+    /// The share of a device that has most of its GPU time left at `now`; `None` where none is held
+    /// back.
+    pub fn bucket(&self, device: &Device, now: u64) -> Option<(&Held, Bucket)> {
+        self.shares(device)
+            .map(|share| (share, share.bucket(now)))
+            .max_by_key(|(share, bucket)| bucket.left(share.account()))
+    }
+
+    /// The sum of the device's caps and what is left of them, in bytes.
+    pub fn cap(&self, device: &Device) -> Cap {
+        let mut cap = Cap { total: 0, free: 0 };
+        for share in self.shares(device) {
+            share.reclaim();
+            let visible = share.visible();
+            cap.total = cap.total.saturating_add(visible.total);
+            cap.free = cap.free.saturating_add(visible.free);
+        }
+        cap
+    }
+}

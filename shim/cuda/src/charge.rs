@@ -1,0 +1,234 @@
+//! Charging a share: reserve, ask the driver, keep the charge or give it back.
+
+use core::mem;
+
+use tranche_shim_core::Entry;
+
+use crate::abi::CUresult;
+use crate::driver::Call;
+use crate::kept;
+use crate::process::{self, Kind, Process};
+use crate::reserves::State;
+use crate::share::Device;
+
+impl Process {
+    /// Reserves `most` bytes on a capped device, or what is left of its caps if that is at least
+    /// `least`; returns how much.
+    #[inline]
+    pub fn reserve(&self, device: &Device, least: u64, most: u64) -> Result<u64, CUresult> {
+        if device.shares.is_power_of_two()
+            && let Some(only) = self.shares(device).next()
+            && let Some(granted) = only.reserve(least, most)
+        {
+            return Ok(granted);
+        }
+        self.reserve_slowly(device, least, most)
+    }
+
+    /// From several shares, or from one that is full.
+    #[inline(never)]
+    fn reserve_slowly(&self, device: &Device, least: u64, most: u64) -> Result<u64, CUresult> {
+        if least > self.limit(device) {
+            return Err(self.refuse(device));
+        }
+        let granted = self
+            .reserve_what_is_free(device, least, most)
+            .or_else(|| self.reserve_by_trimming(device, least, most));
+        granted.ok_or_else(|| self.refuse(device))
+    }
+
+    /// Reserves what is left of the caps, what dead processes left included, and what was freed in a stream's order.
+    pub fn reserve_what_is_free(&self, device: &Device, least: u64, most: u64) -> Option<u64> {
+        let reserve = || self.reserve_in_parts(device, least, most);
+        // Whoever found something: this process, or another that looked at the same time.
+        reserve()
+            .or_else(|| self.reclaim(device).then(reserve)?)
+            .or_else(|| kept::wait_for_frees(self).then(reserve)?)
+    }
+
+    /// The same with what this process's pools keep and do not use: it is there for who needs it now.
+    pub fn reserve_by_trimming(&self, device: &Device, least: u64, most: u64) -> Option<u64> {
+        let missing = most.saturating_sub(self.free(device));
+        kept::trim(self, device, missing).then(|| self.reserve_in_parts(device, least, most))?
+    }
+
+    /// The cap refuses: notes it.
+    pub fn refuse(&self, device: &Device) -> CUresult {
+        if let Some(share) = self.shares(device).next() {
+            share.note_refusal();
+        }
+        CUresult::OUT_OF_MEMORY
+    }
+}
+
+/// Bytes of a device that are charged to this process and nobody's yet: given back when dropped.
+pub struct Reserved {
+    pub process: &'static Process,
+    pub device: &'static Device,
+    pub bytes: u64,
+}
+
+impl Reserved {
+    /// Reserves `most` bytes, or what the cap leaves if that is at least `least`.
+    #[inline(never)]
+    pub fn new(
+        process: &'static Process,
+        device: &'static Device,
+        least: u64,
+        most: u64,
+    ) -> Result<Self, CUresult> {
+        Ok(Self {
+            process,
+            device,
+            bytes: process.reserve(device, least, most)?,
+        })
+    }
+
+    /// Gives all but `bytes` back.
+    pub fn shrink(&mut self, bytes: u64) {
+        let surplus = self.bytes.saturating_sub(bytes);
+        self.process.release(self.device, surplus);
+        self.bytes -= surplus;
+    }
+
+    /// Reserves more, to `bytes` in all, and better to whole blocks.
+    pub fn grow(&mut self, bytes: u64) -> Result<(), CUresult> {
+        let (least, most) = (
+            bytes.saturating_sub(self.bytes),
+            self.device.taken_by(bytes).saturating_sub(self.bytes),
+        );
+        if least > 0 {
+            self.bytes += self.process.reserve(self.device, least, most)?;
+        }
+        Ok(())
+    }
+
+    /// The charge is its caller's from now on.
+    pub fn keep(self) -> u64 {
+        let bytes = self.bytes;
+        mem::forget(self);
+        bytes
+    }
+
+    /// Notes what was allocated under a number of the table, which goes with a context or none (0).
+    pub fn note(self, key: u64, context: u64) {
+        let (process, device) = (self.process, self.device.number);
+        let entry = Entry {
+            bytes: self.keep(),
+            device,
+            context,
+        };
+        note(process, key, entry);
+    }
+
+    /// Notes a pointer: with a charge of its own, or with its block's.
+    pub fn commit(self, pointer: u64, small: bool) {
+        let (process, device) = (self.process, self.device);
+        let context = process.contexts.current();
+        let entered = if small && self.bytes == device.block {
+            process.blocks.enter(pointer / device.block).ok()
+        } else {
+            None
+        };
+        let bytes = match entered {
+            None => self.keep(),
+            Some(first) => {
+                if first {
+                    self.keep();
+                }
+                // Else the block is charged already, and the reservation goes.
+                IN_ITS_BLOCK
+            }
+        };
+        let entry = Entry {
+            bytes,
+            device: device.number,
+            context,
+        };
+        note(process, pointer, entry);
+    }
+}
+
+impl Drop for Reserved {
+    fn drop(&mut self) {
+        self.process.release(self.device, self.bytes);
+    }
+}
+
+/// The bytes of a pointer whose block is charged.
+const IN_ITS_BLOCK: u64 = 0;
+
+/// Notes a charge. A table full of a million: it stays to the end of the process.
+pub fn note(process: &'static Process, key: u64, entry: Entry) {
+    if let Ok(Some(former)) = process.pointers.put(key, entry) {
+        // Freed behind our back: the driver would not have given the number out again.
+        give_back(process, key, former);
+    }
+}
+
+/// Gives back what a number of the table was charged.
+pub fn give_back(process: &'static Process, key: u64, entry: Entry) {
+    if key >> 56 == Kind::Module as u64 {
+        give_back_module(process, entry);
+        return;
+    }
+    let Some(device) = process.device_numbered(entry.device) else {
+        return;
+    };
+    if let Some(reserve) = kept::reserve_of(entry) {
+        kept::freed(process, reserve, entry.bytes);
+    } else if entry.bytes != IN_ITS_BLOCK {
+        process.release(device, entry.bytes);
+    } else if process.blocks.leave(key / device.block) {
+        process.release(device, device.block);
+    }
+}
+
+/// The device of a library's entry: the driver loads it into every context, those to come included.
+pub const EVERY_DEVICE: u8 = u8::MAX;
+
+/// Gives back what a module or a library was charged.
+pub fn give_back_module(process: &Process, entry: Entry) {
+    let is_charged = |device: &&Device| {
+        device.is_capped() && (entry.device == EVERY_DEVICE || entry.device == device.number)
+    };
+    for device in process.devices().filter(is_charged) {
+        kept::lower_floor(process, State::Modules, device, entry.bytes);
+    }
+}
+
+/// Makes a call that takes memory: reserves, asks the driver, keeps the charge or gives it back.
+///
+/// `device` is where the memory lies, if that has a cap; `bytes` is how much it takes, at least and at
+/// most; `keep` notes what the driver has made, or says why the program cannot have it.
+#[inline]
+pub fn charge(
+    device: impl FnOnce(&'static Process) -> Result<Option<&'static Device>, CUresult>,
+    bytes: impl FnOnce(&'static Device) -> Result<(u64, u64), CUresult>,
+    driver: Call<'_>,
+    keep: impl FnOnce(Reserved) -> Result<(), CUresult>,
+) -> CUresult {
+    let reserved = process::current().and_then(|process| {
+        let Some(device) = device(process)? else {
+            return Ok(None);
+        };
+        let (least, most) = bytes(device)?;
+        Ok(Some(Reserved {
+            process,
+            device,
+            bytes: process.reserve(device, least, most)?,
+        }))
+    });
+    let reserved = match reserved {
+        Ok(Some(reserved)) => reserved,
+        Ok(None) => return driver.make(),
+        Err(code) => return code,
+    };
+    let result = driver.make();
+    if result.is_ok()
+        && let Err(code) = keep(reserved)
+    {
+        return code;
+    }
+    result
+}

@@ -1,0 +1,57 @@
+//! Calls that make, end or change contexts, as far as they must know of each other.
+
+use core::sync::atomic::{AtomicU64, Ordering};
+
+use tranche_shim_core::Underway;
+use tranche_shim_core::paths::MAX_SHARES;
+use tranche_shim_core::table::stamped;
+use tranche_shim_runtime::lock::Guarded;
+
+use crate::abi::CUcontext;
+use crate::share::Device;
+use crate::stream::current_context;
+
+/// A process's contexts. All zeros is none.
+pub struct Contexts {
+    /// Held while it is noted what became of a call; never while the driver is called.
+    pub noting: Guarded<()>,
+    /// Calls that set a limit.
+    pub limits: Underway,
+    /// For each device, calls after which its primary context may be there, or gone.
+    primaries: [Underway; MAX_SHARES],
+    /// Calls so far at which contexts may have ended.
+    ended: AtomicU64,
+}
+
+impl Contexts {
+    /// Calls that concern a device's primary context.
+    pub fn primary(&self, device: &Device) -> &Underway {
+        &self.primaries[usize::from(device.number) % MAX_SHARES]
+    }
+
+    /// Before a call at which contexts may end: what is allocated in them until now is stamped with this number or
+    /// less, and what is allocated in contexts that get their handles is stamped with more.
+    pub fn begin_end(&self) -> u64 {
+        self.ended.fetch_add(1, Ordering::AcqRel)
+    }
+
+    /// The number that all have who allocated before the last such call.
+    pub fn ended_before(&self) -> u64 {
+        self.ended.load(Ordering::Acquire).wrapping_sub(1)
+    }
+
+    /// A context for an entry of the table.
+    #[inline]
+    pub fn stamp(&self, context: CUcontext) -> u64 {
+        if context == 0 {
+            return 0;
+        }
+        stamped(context as u64, self.ended.load(Ordering::Acquire))
+    }
+
+    /// The calling thread's, for an entry of the table.
+    #[inline]
+    pub fn current(&self) -> u64 {
+        self.stamp(current_context())
+    }
+}

@@ -1,0 +1,142 @@
+//! Memory that another process exported by an IPC handle, or from a memory pool: pointers.
+//!
+//! It is charged to this process as well, for as long as it holds it: the exporter may end first, and the memory is
+//! there until its last holder has let go. How much it is the driver says when it is there, so it is charged then, and
+//! let go again where the share has no room for it.
+
+use tranche_shim_core::Entry;
+
+use crate::abi::{CUdevice, CUdeviceptr, CUresult};
+use crate::charge::{Reserved, note};
+use crate::driver::{Call, real};
+use crate::process::{self, Kind, Process, key};
+use crate::share::Device;
+
+/// `cuIpcOpenMemHandle`. A handle may be opened several times, for the same pointer.
+pub fn open(pointer: *mut CUdeviceptr, driver: Call<'_>) -> CUresult {
+    let imported = |process: &'static Process, pointer: CUdeviceptr| {
+        let number = key(Kind::Import, pointer);
+        if process.physical.with(|physical| physical.hold(number)) {
+            return Ok(());
+        }
+        let Some(reserved) = reserve(process, pointer)? else {
+            return Ok(());
+        };
+        let device = reserved.device.number;
+        let bytes = reserved.keep();
+        // It was not there. Without room to note it, it stays charged to the end of the process.
+        let _ = process
+            .physical
+            .with(|physical| physical.create(number, bytes, device, &mut |_| ()));
+        Ok(())
+    };
+    // SAFETY: closes what was opened a moment ago, and nobody has seen.
+    let close = |pointer| unsafe { real!(cuIpcCloseMemHandle: fn(CUdeviceptr))(pointer) };
+    import(pointer, driver, imported, close)
+}
+
+/// `cuIpcCloseMemHandle`.
+pub fn close(pointer: CUdeviceptr, driver: Call<'_>) -> CUresult {
+    let Some(process) = process::joined() else {
+        return driver.make();
+    };
+    let number = key(Kind::Import, pointer);
+    let release = process
+        .physical
+        .with(|physical| physical.begin_release(number));
+    let result = driver.make();
+    process.physical.with(|physical| {
+        physical.end_release(&release, result.is_ok(), &mut |freed| {
+            if let Some(device) = process.device_numbered(freed.device) {
+                process.release(device, freed.bytes);
+            }
+        });
+    });
+    result
+}
+
+/// `cuMemPoolImportPointer`: freed as any pointer is.
+pub fn import_from_pool(pointer: *mut CUdeviceptr, driver: Call<'_>) -> CUresult {
+    let imported = |process: &'static Process, pointer: CUdeviceptr| {
+        if let Some(reserved) = reserve(process, pointer)? {
+            let entry = Entry {
+                device: reserved.device.number,
+                bytes: reserved.keep(),
+                context: process.contexts.current(),
+            };
+            note(process, pointer, entry);
+        }
+        Ok(())
+    };
+    // SAFETY: frees what was imported a moment ago, and nobody has seen.
+    let free = |pointer| unsafe { real!(cuMemFree_v2: fn(CUdeviceptr))(pointer) };
+    import(pointer, driver, imported, free)
+}
+
+fn import(
+    pointer: *mut CUdeviceptr,
+    driver: Call<'_>,
+    imported: impl FnOnce(&'static Process, CUdeviceptr) -> Result<(), CUresult>,
+    let_go: impl FnOnce(CUdeviceptr) -> CUresult,
+) -> CUresult {
+    let process = match process::current() {
+        Ok(process) => process,
+        Err(code) => return code,
+    };
+    let result = driver.make();
+    if !result.is_ok() || pointer.is_null() {
+        return result;
+    }
+    // SAFETY: not null, and the driver has just written to it.
+    let pointer = unsafe { pointer.read() };
+    match imported(process, pointer) {
+        Ok(()) => result,
+        Err(code) => {
+            let_go(pointer);
+            code
+        }
+    }
+}
+
+/// Reserves as much as lies at a pointer, if it lies on a device with a cap.
+fn reserve(process: &'static Process, pointer: CUdeviceptr) -> Result<Option<Reserved>, CUresult> {
+    let Some(device) = device_of(process, pointer).filter(|device| device.is_capped()) else {
+        return Ok(None);
+    };
+    let (mut start, mut bytes) = (0, 0);
+    // SAFETY: writes to the local numbers.
+    let result = unsafe {
+        real!(cuMemGetAddressRange_v2: fn(*mut CUdeviceptr, *mut usize, CUdeviceptr))(
+            &raw mut start,
+            &raw mut bytes,
+            pointer,
+        )
+    };
+    if !result.is_ok() {
+        return Err(result);
+    }
+    let bytes = device.taken_by(bytes as u64);
+    Reserved::new(process, device, bytes, bytes).map(Some)
+}
+
+/// The device that a pointer's memory lies on.
+fn device_of(process: &'static Process, pointer: CUdeviceptr) -> Option<&'static Device> {
+    const DEVICE_ORDINAL: u32 = 9;
+    if let Some(only) = process.only_device() {
+        return Some(only);
+    }
+    let mut ordinal: CUdevice = 0;
+    // SAFETY: writes an int to the local.
+    let result = unsafe {
+        real!(cuPointerGetAttribute: fn(*mut CUdevice, u32, CUdeviceptr))(
+            &raw mut ordinal,
+            DEVICE_ORDINAL,
+            pointer,
+        )
+    };
+    if result.is_ok() {
+        process.device_numbered(u8::try_from(ordinal).ok()?)
+    } else {
+        process.current_device().ok()
+    }
+}

@@ -1,0 +1,379 @@
+//! Asking the driver what it keeps for pools, graphs and modules, and bringing their charges to that.
+//!
+//! The list is locked to read and to note, never while the driver is called: [`tranche_shim_core::kept`] says how what
+//! the driver said is noted all the same. What a pool gave back to the device is noticed whenever the process
+//! allocates, frees, synchronises, asks, or would be refused.
+
+use core::sync::atomic::Ordering;
+
+use tranche_shim_core::kept::{Outdated, Version};
+use tranche_shim_core::{Entry, Kept};
+use tranche_shim_runtime::sys;
+
+use crate::abi::{CUdevice, CUmemoryPool, CUresult};
+use crate::driver::{Call, real};
+use crate::process::{self, Process};
+use crate::reserves::{MOST, Reserve, State};
+use crate::share::Device;
+use crate::stream::relaxed;
+
+/// The numbers of the attributes that say how much is reserved, and how much of that is used.
+const POOL_RESERVED: u32 = 5;
+const POOL_USED: u32 = 7;
+const GRAPHS_RESERVED: u32 = 2;
+
+/// Looks at the driver until one is not outdated when it is noted.
+const LOOKS: usize = 64;
+
+/// Reserves that a call settles at which the driver may give memory back; so that it takes no longer where there are
+/// more of them.
+const IN_TURN: usize = 4;
+
+/// How long the end of a pool waits for other threads to be done with calls that name it, in nanoseconds.
+const WAIT_NANOS: u64 = 1_000_000_000;
+const NAP_NANOS: u64 = 20_000;
+
+/// A reserve, while the driver is asked about it: its pool is not destroyed meanwhile.
+pub struct Look<'a> {
+    process: &'a Process,
+    pub device: &'a Device,
+    place: usize,
+    state: State,
+    pool: CUmemoryPool,
+    pub version: Version,
+}
+
+impl<'a> Look<'a> {
+    pub fn begin(process: &'a Process, place: usize) -> Option<Self> {
+        process.reserves.with(|reserves| {
+            let reserve = reserves.get(place)?;
+            if !matches!(reserve.state, State::Pool | State::Graphs | State::Modules) {
+                return None;
+            }
+            let device = process.device_numbered(reserve.device)?;
+            reserve.calls += 1;
+            Some(Self {
+                process,
+                device,
+                place,
+                state: reserve.state,
+                pool: reserve.pool,
+                version: reserve.kept.version(),
+            })
+        })
+    }
+
+    /// Bytes that the driver has for it; `None` where it does not say.
+    pub fn ask(&self) -> Option<u64> {
+        match self.state {
+            State::Pool => pool_attribute(self.pool, POOL_RESERVED),
+            State::Graphs => graphs_reserved(self.device.handle),
+            _ => Some(0),
+        }
+    }
+
+    /// Whether a pool has so many bytes that it does not use, as the driver says.
+    pub fn has_unused(&self, bytes: u64) -> bool {
+        self.state == State::Pool
+            && pool_attribute(self.pool, POOL_RESERVED)
+                .zip(pool_attribute(self.pool, POOL_USED))
+                .is_some_and(|(reserved, used)| reserved.saturating_sub(used) >= bytes)
+    }
+
+    /// Has the driver give back what it does not use, but for `keep` bytes.
+    fn trim(&self, keep: u64) {
+        if self.state == State::Graphs {
+            // SAFETY: only a device.
+            unsafe { real!(cuDeviceGraphMemTrim: fn(CUdevice))(self.device.handle) };
+        } else if self.state == State::Pool {
+            trim_pool(self.pool, keep);
+        }
+    }
+
+    /// Ends it with a note in the books.
+    pub fn end<R>(self, note: impl FnOnce(&mut Kept) -> R) -> Option<R> {
+        self.process.reserves.with(|reserves| {
+            let reserve = reserves.get(self.place)?;
+            if reserve.pool != self.pool {
+                return None;
+            }
+            reserve.calls = reserve.calls.saturating_sub(1);
+            Some(note(&mut reserve.kept))
+        })
+    }
+}
+
+fn pool_attribute(pool: CUmemoryPool, attribute: u32) -> Option<u64> {
+    let mut bytes = 0u64;
+    // SAFETY: writes 64 bits to the local; the pool is one that was not destroyed.
+    let result = unsafe {
+        real!(cuMemPoolGetAttribute: fn(CUmemoryPool, u32, *mut u64))(
+            pool,
+            attribute,
+            &raw mut bytes,
+        )
+    };
+    result.is_ok().then_some(bytes)
+}
+
+fn graphs_reserved(device: CUdevice) -> Option<u64> {
+    let mut bytes = 0u64;
+    // SAFETY: writes 64 bits to the local.
+    let result = unsafe {
+        real!(cuDeviceGetGraphMemAttribute: fn(CUdevice, u32, *mut u64))(
+            device,
+            GRAPHS_RESERVED,
+            &raw mut bytes,
+        )
+    };
+    result.is_ok().then_some(bytes)
+}
+
+fn trim_pool(pool: CUmemoryPool, keep: u64) {
+    let keep = usize::try_from(keep).unwrap_or(usize::MAX);
+    // SAFETY: the pool is one that was not destroyed.
+    unsafe { real!(cuMemPoolTrimTo: fn(CUmemoryPool, usize))(pool, keep) };
+}
+
+/// Asks the driver what a reserve has and notes it, again where the answer is outdated; `None` where that never ends, or
+/// there is no such reserve.
+pub fn look_until<R>(
+    process: &Process,
+    place: usize,
+    mut note: impl FnMut(&mut Kept, &Device, (Version, u64)) -> Result<R, Outdated>,
+) -> Option<R> {
+    for _ in 0..LOOKS {
+        let look = Look::begin(process, place)?;
+        let (device, version) = (look.device, look.version);
+        let asked = look.ask();
+        let noted = look.end(|kept| {
+            // Where the driver does not say, it has all that was charged.
+            let now = asked.unwrap_or(kept.covered()).max(kept.floor());
+            note(kept, device, (version, device.taken_by(now)))
+        })?;
+        if let Ok(done) = noted {
+            return Some(done);
+        }
+    }
+    None
+}
+
+/// Brings a charge to what the driver has.
+pub fn settle(process: &Process, place: usize) {
+    let settled = look_until(process, place, |kept, device, (seen, now)| {
+        let reserve = |more| process.reserve_in_parts(device, 0, more).unwrap_or(0);
+        kept.settle(seen, now, reserve)
+            .map(|surplus| (device.number, surplus))
+    });
+    if let Some((device, surplus)) = settled {
+        release(process, device, surplus);
+    }
+}
+
+fn release(process: &Process, device: u8, bytes: u64) {
+    if bytes > 0
+        && let Some(device) = process.device_numbered(device)
+    {
+        process.release(device, bytes);
+    }
+}
+
+/// Makes a call at which the driver may give back what pools kept, and looks at some of them.
+pub fn looked_at(driver: Call<'_>) -> CUresult {
+    let result = driver.make();
+    if let Some(process) = process::joined() {
+        settle_some(process);
+    }
+    result
+}
+
+/// Settles those whose turn it is.
+pub fn settle_some(process: &Process) {
+    if !process.has_reserves.load(Ordering::Relaxed) {
+        return;
+    }
+    let mut first = None;
+    for _ in 0..IN_TURN {
+        let next = process.reserves.with(|reserves| {
+            let next = reserves.next_in_turn()?;
+            (first != Some(next)).then_some(next)
+        });
+        let Some(place) = next else {
+            return;
+        };
+        first = first.or(next);
+        settle(process, place);
+    }
+}
+
+/// Settles all.
+pub fn settle_all(process: &Process) {
+    if process.has_reserves.load(Ordering::Relaxed) {
+        for place in process.reserves.with(|reserves| reserves.places()) {
+            settle(process, place);
+        }
+    }
+}
+
+/// Waits for what was freed in a stream's order and is in use until the stream gets there, as the driver does before it
+/// says that there is no memory; whether it did.
+#[cold]
+#[inline(never)]
+pub fn wait_for_frees(process: &Process) -> bool {
+    if !process.has_reserves.load(Ordering::Relaxed)
+        || process.launches.captures.load(Ordering::Relaxed) != 0
+    {
+        return false;
+    }
+    // SAFETY: no arguments.
+    relaxed(|| unsafe { real!(cuCtxSynchronize: fn())() });
+    settle_all(process);
+    true
+}
+
+/// Makes room of `bytes` on a device with what this process's pools keep and do not use; whether there was any.
+#[cold]
+#[inline(never)]
+pub fn trim(process: &Process, device: &Device, bytes: u64) -> bool {
+    if !process.has_reserves.load(Ordering::Relaxed) {
+        return false;
+    }
+    let mut missing = bytes;
+    for place in process.reserves.with(|reserves| reserves.places()) {
+        if missing == 0 {
+            break;
+        }
+        let Some(look) = Look::begin(process, place) else {
+            continue;
+        };
+        if look.device.number == device.number {
+            missing = missing.saturating_sub(trim_one(process, place, look, missing));
+        } else {
+            look.end(|_| ());
+        }
+    }
+    missing < bytes
+}
+
+/// Trims a reserve by `bytes`; returns by how much less it is charged.
+pub fn trim_one(process: &Process, place: usize, look: Look<'_>, bytes: u64) -> u64 {
+    let begun = process.reserves.with(|reserves| {
+        let kept = &mut reserves.get(place)?.kept;
+        let before = kept.charged();
+        (before > 0).then(|| (before, kept.begin_trim(bytes)))
+    });
+    let Some((before, keep)) = begun else {
+        look.end(|_| ());
+        return 0;
+    };
+    look.trim(keep);
+    look.end(Kept::end_trim);
+    settle(process, place);
+    let after = process
+        .reserves
+        .with(|reserves| reserves.get(place).map_or(0, |found| found.kept.charged()));
+    before.saturating_sub(after)
+}
+
+/// A table's entry for an allocation of `bytes` (whole blocks) of a reserve: where in the list that is, instead of a
+/// context.
+pub fn entry(device: u8, place: usize, bytes: u64) -> Entry {
+    Entry {
+        bytes,
+        device,
+        context: place as u64 + 1,
+    }
+}
+
+/// The reserve that an entry is of. No context's handle is that small.
+pub fn reserve_of(entry: Entry) -> Option<usize> {
+    let place = usize::try_from(entry.context).ok()?.checked_sub(1)?;
+    (place < MOST).then_some(place)
+}
+
+/// An allocation of a reserve was freed.
+#[cold]
+#[inline(never)]
+pub fn freed(process: &Process, place: usize, bytes: u64) {
+    let ended = process.reserves.with(|reserves| {
+        let reserve = reserves.get(place)?;
+        reserve.kept.free(bytes);
+        let is_over = reserve.state == State::Ended && reserve.kept.live() == 0;
+        let over = is_over.then_some((reserve.device, reserve.kept.covered()));
+        if is_over {
+            reserves.remove(place);
+        }
+        over
+    });
+    match ended {
+        Some((device, charged)) => release(process, device, charged),
+        None => settle(process, place),
+    }
+}
+
+/// A device's modules, or its graphs, need `bytes` less from now on.
+pub fn lower_floor(process: &Process, state: State, device: &Device, bytes: u64) {
+    let place = process
+        .reserves
+        .with(|reserves| reserves.of_device(state, device.number));
+    if let Some(place) = place {
+        lower_floor_at(process, place, bytes);
+    }
+}
+
+/// The same of the reserve at a place.
+pub fn lower_floor_at(process: &Process, place: usize, bytes: u64) {
+    process.reserves.with(|reserves| {
+        if let Some(reserve) = reserves.get(place) {
+            reserve.kept.lower_floor(bytes);
+        }
+    });
+    settle(process, place);
+}
+
+/// Destroys a pool, if `driver` does. What was allocated from it lives on, and with it its charge.
+pub fn end_pool(process: &Process, place: usize, driver: Call<'_>) -> CUresult {
+    if let Some(look) = Look::begin(process, place) {
+        // What is unused would be gone in any case.
+        trim_one(process, place, look, u64::MAX);
+    }
+    set_state(process, place, State::Ending);
+    let start = sys::now();
+    // A tool's callback in one of these calls may wait for this thread.
+    while calls(process, place) > 0 && sys::now().saturating_sub(start) < WAIT_NANOS {
+        sys::sleep(NAP_NANOS);
+    }
+    let result = driver.make();
+    if !result.is_ok() {
+        set_state(process, place, State::Pool);
+        return result;
+    }
+    let ended = process.reserves.with(|reserves| {
+        let reserve = reserves.get(place)?;
+        let Reserve { device, kept, .. } = *reserve;
+        if kept.live() > 0 {
+            reserve.state = State::Ended;
+            return None;
+        }
+        reserves.remove(place);
+        Some((device, kept.covered()))
+    });
+    if let Some((device, charged)) = ended {
+        release(process, device, charged);
+    }
+    result
+}
+
+fn set_state(process: &Process, place: usize, state: State) {
+    process.reserves.with(|reserves| {
+        if let Some(reserve) = reserves.get(place) {
+            reserve.state = state;
+        }
+    });
+}
+
+fn calls(process: &Process, place: usize) -> u32 {
+    process
+        .reserves
+        .with(|reserves| reserves.get(place).map_or(0, |reserve| reserve.calls))
+}

@@ -1,0 +1,154 @@
+//! The list of what the driver keeps: pools, each device's graphs, and each device's modules.
+
+use tranche_shim_core::Kept;
+use tranche_shim_core::paths::MAX_SHARES;
+
+use crate::abi::CUmemoryPool;
+
+/// The list of a process. All zeros is an empty one.
+pub struct Reserves {
+    list: [Reserve; MOST],
+    /// Places that were ever used.
+    count: usize,
+    /// Odd while a device's current pool changes; grows with every change.
+    pub switches: u64,
+    /// One of those that the driver is asked about in turn, which form a ring; its place and 1, 0 for none.
+    next: u32,
+}
+
+/// One that the driver keeps. All zeros is none.
+#[derive(Clone, Copy)]
+pub struct Reserve {
+    pub state: State,
+    /// Which of the process's devices it lies on.
+    pub device: u8,
+    /// The pool's handle.
+    pub pool: CUmemoryPool,
+    pub kept: Kept,
+    /// Calls of the driver under way that name the pool.
+    pub calls: u32,
+    /// Its neighbours in the ring.
+    before: u32,
+    after: u32,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub enum State {
+    None = 0,
+    Pool,
+    Graphs,
+    /// The modules of a device: what they are charged is their floor.
+    Modules,
+    /// A pool that is being destroyed.
+    Ending,
+    /// A destroyed pool, whose allocations live on.
+    Ended,
+}
+
+/// Reserves of a process: more pools than that are refused.
+pub const MOST: usize = 1024;
+
+/// The first places are those of the devices' graphs and modules.
+const FIRST_POOL: usize = 2 * MAX_SHARES;
+
+impl Reserves {
+    pub fn get(&mut self, place: usize) -> Option<&mut Reserve> {
+        self.list
+            .get_mut(place)
+            .filter(|reserve| reserve.state != State::None)
+    }
+
+    /// The place of a device's graphs, or modules.
+    pub fn of_device(&mut self, state: State, device: u8) -> Option<usize> {
+        let place = 2 * usize::from(device) + usize::from(state == State::Modules);
+        let free = self.list.get_mut(place).filter(|_| place < FIRST_POOL)?;
+        if free.state == State::None {
+            self.set(place, state, device, 0);
+        }
+        Some(place)
+    }
+
+    /// The place of a pool; makes one for a pool that has none.
+    pub fn of_pool(&mut self, pool: CUmemoryPool, device: u8) -> Option<usize> {
+        let used = self.count.max(FIRST_POOL);
+        let pools = self.list.get(FIRST_POOL..used)?;
+        let is_it = |found: &Reserve| found.state == State::Pool && found.pool == pool;
+        if let Some(nth) = pools.iter().position(is_it) {
+            return Some(FIRST_POOL + nth);
+        }
+        let is_free = |found: &Reserve| found.state == State::None;
+        let place = match pools.iter().position(is_free) {
+            Some(nth) => FIRST_POOL + nth,
+            None if used < MOST => used,
+            None => return None,
+        };
+        self.set(place, State::Pool, device, pool);
+        Some(place)
+    }
+
+    fn set(&mut self, place: usize, state: State, device: u8, pool: CUmemoryPool) {
+        self.count = self.count.max(place + 1);
+        self.list[place] = Reserve {
+            state,
+            device,
+            pool,
+            kept: Kept::default(),
+            calls: 0,
+            before: 0,
+            after: 0,
+        };
+        if state != State::Modules {
+            self.link(place);
+        }
+    }
+
+    /// Puts a place into the ring, as the last in turn.
+    fn link(&mut self, place: usize) {
+        let own = number(place);
+        if self.next == 0 {
+            (self.next, self.list[place].before, self.list[place].after) = (own, own, own);
+            return;
+        }
+        let first = self.next;
+        let last = self.at(first).before;
+        (self.list[place].before, self.list[place].after) = (last, first);
+        self.at(first).before = own;
+        self.at(last).after = own;
+    }
+
+    fn at(&mut self, number: u32) -> &mut Reserve {
+        &mut self.list[number as usize - 1]
+    }
+
+    /// Takes a reserve away that is no more.
+    pub fn remove(&mut self, place: usize) {
+        let Reserve { before, after, .. } = self.list[place];
+        if before != 0 {
+            self.at(before).after = after;
+            self.at(after).before = before;
+            if self.next == number(place) {
+                self.next = if after == number(place) { 0 } else { after };
+            }
+        }
+        (self.list[place].before, self.list[place].after) = (0, 0);
+        self.list[place].state = State::None;
+    }
+
+    /// The next whose memory the driver is asked about.
+    pub fn next_in_turn(&mut self) -> Option<usize> {
+        let place = (self.next as usize).checked_sub(1)?;
+        self.next = self.list[place].after;
+        Some(place)
+    }
+
+    /// All places.
+    pub fn places(&self) -> core::ops::Range<usize> {
+        0..self.count
+    }
+}
+
+#[expect(clippy::cast_possible_truncation, reason = "at most MOST")]
+fn number(place: usize) -> u32 {
+    place as u32 + 1
+}

@@ -1,0 +1,223 @@
+//! Allocating from what the driver keeps: reserve what that may grow by, ask the driver, charge what it grew by.
+//!
+//! ```text
+//!  reserve the allocation, rounded up ─► driver ─► what has the pool now? ─► charge that, give back the rest
+//!        └─ full: wait for pending frees ─► claim what the pool has and does not use
+//!             └─ nothing: trim this process's pools by as much as is missing ─► still full: out of memory
+//! ```
+//!
+//! By how much pools grow is known once one has grown: only the first growth of a pool, where there is room for the
+//! allocation and not for that, may exceed the charge, until the allocation is taken back and the pool trimmed.
+//!
+//! Graphs are alike: their memory nodes share one reserve per device. It grows at a node's making or at the first
+//! launch, as the driver likes, so it is charged with at least the sizes of all memory nodes of all executable graphs,
+//! and then a launch needs no look.
+
+use core::sync::atomic::Ordering;
+
+use tranche_shim_core::Kept;
+use tranche_shim_core::kept::{MOST_STEP, OnItsWay};
+
+use crate::abi::{CUmemoryPool, CUresult};
+use crate::charge::Reserved;
+use crate::driver::Call;
+use crate::kept::{self, Look, entry};
+use crate::process::Process;
+use crate::reserves::State;
+use crate::share::Device;
+
+/// A reserve that something is allocated from.
+#[derive(Clone, Copy)]
+pub struct Source {
+    pub process: &'static Process,
+    pub device: &'static Device,
+    place: usize,
+}
+
+impl Source {
+    /// The graphs of a device.
+    pub fn graphs(process: &'static Process, device: &'static Device) -> Result<Self, CUresult> {
+        Self::of_device(State::Graphs, process, device)
+    }
+
+    /// The modules of a device.
+    pub fn modules(process: &'static Process, device: &'static Device) -> Result<Self, CUresult> {
+        Self::of_device(State::Modules, process, device)
+    }
+
+    fn of_device(
+        state: State,
+        process: &'static Process,
+        device: &'static Device,
+    ) -> Result<Self, CUresult> {
+        let place = process
+            .reserves
+            .with(|reserves| reserves.of_device(state, device.number));
+        Self::at(process, device, place)
+    }
+
+    /// A pool of a device.
+    pub fn pool(
+        process: &'static Process,
+        device: &'static Device,
+        pool: CUmemoryPool,
+    ) -> Result<Self, CUresult> {
+        let place = process
+            .reserves
+            .with(|reserves| reserves.of_pool(pool, device.number));
+        Self::at(process, device, place)
+    }
+
+    /// The reserve at a place.
+    pub fn at(
+        process: &'static Process,
+        device: &'static Device,
+        place: Option<usize>,
+    ) -> Result<Self, CUresult> {
+        process.has_reserves.store(true, Ordering::Relaxed);
+        Ok(Self {
+            process,
+            device,
+            place: place.ok_or(CUresult::OUT_OF_MEMORY)?,
+        })
+    }
+
+    /// A table's entry for an allocation of `bytes` of it.
+    pub fn entry(self, bytes: u64) -> tranche_shim_core::Entry {
+        entry(self.device.number, self.place, self.device.taken_by(bytes))
+    }
+
+    /// A table's entry for the reserve itself.
+    pub fn own_entry(self) -> tranche_shim_core::Entry {
+        entry(self.device.number, self.place, 0)
+    }
+
+    fn with<R>(self, note: impl FnOnce(&mut Kept) -> R) -> Option<R> {
+        self.process
+            .reserves
+            .with(|reserves| reserves.get(self.place).map(|found| note(&mut found.kept)))
+    }
+
+    /// Reserves for `bytes` more, asks the driver, and charges what became of it. Where the driver
+    /// took more than there is room for, `undo` is called.
+    pub fn grow(self, bytes: u64, driver: Call<'_>, undo: Call<'_>) -> CUresult {
+        let way = match self.begin(self.device.taken_by(bytes)) {
+            Ok(way) => way,
+            Err(code) => return code,
+        };
+        let result = driver.make();
+        let is_covered = self.arrive(way);
+        if result.is_ok() && is_covered {
+            return result;
+        }
+        if result.is_ok() {
+            undo.make();
+        }
+        self.with(|kept| kept.undo(way));
+        if !is_covered && let Some(look) = Look::begin(self.process, self.place) {
+            kept::trim_one(self.process, self.place, look, 0);
+        }
+        if result.is_ok() {
+            self.process.refuse(self.device)
+        } else {
+            result
+        }
+    }
+
+    /// Reserves for an allocation of so many bytes (whole blocks), or claims what the reserve has.
+    fn begin(self, bytes: u64) -> Result<OnItsWay, CUresult> {
+        let (process, device) = (self.process, self.device);
+        let unknown = |kept: &mut Kept| (kept.growth_of(bytes, MOST_STEP), kept.has_grown());
+        let (most, has_grown) = self.with(unknown).ok_or(CUresult::OUT_OF_MEMORY)?;
+        // Of a reserve that was not seen to grow nobody knows by how much it will.
+        let least = if has_grown { most } else { bytes };
+        if bytes > process.limit(device) {
+            return Err(process.refuse(device));
+        }
+        if let Some(reserved) = process.reserve_what_is_free(device, least, most) {
+            return self.begin_with(bytes, reserved);
+        }
+        if let Some(way) = self.claim(bytes) {
+            return Ok(way);
+        }
+        let granted = process
+            .reserve_by_trimming(device, least, most)
+            .or_else(|| self.reserve_beside_unused(bytes));
+        match granted {
+            Some(reserved) => self.begin_with(bytes, reserved),
+            None => Err(process.refuse(device)),
+        }
+    }
+
+    fn begin_with(self, bytes: u64, reserved: u64) -> Result<OnItsWay, CUresult> {
+        self.with(|kept| kept.begin(bytes, reserved))
+            .ok_or_else(|| {
+                self.process.release(self.device, reserved);
+                CUresult::OUT_OF_MEMORY
+            })
+    }
+
+    /// What the pool has and does not use, whatever lies beside it in the same blocks.
+    fn claim(self, bytes: u64) -> Option<OnItsWay> {
+        let look = Look::begin(self.process, self.place)?;
+        let (seen, asked) = (look.version, look.ask());
+        look.end(|kept| kept.claim(seen, asked?, bytes)).flatten()
+    }
+
+    /// The allocation alone, for which the pool has room by the driver's own word.
+    fn reserve_beside_unused(self, bytes: u64) -> Option<u64> {
+        let look = Look::begin(self.process, self.place)?;
+        let has_unused = look.has_unused(bytes);
+        look.end(|_| ());
+        has_unused.then(|| self.process.reserve_in_parts(self.device, bytes, bytes))?
+    }
+
+    /// Charges what became of an allocation; whether there was room for it.
+    fn arrive(self, way: OnItsWay) -> bool {
+        let (process, device) = (self.process, self.device);
+        let arrived = kept::look_until(process, self.place, |kept, _, look| {
+            kept.arrive(way, look, device.block, |more| {
+                // Without looking for room in pools: their list is locked.
+                process.reserve_in_parts(device, more, more).is_some()
+            })
+        });
+        if let Some(arrived) = arrived {
+            process.release(device, arrived.surplus);
+            arrived.is_covered
+        } else {
+            self.with(|kept| kept.arrive_unseen(way));
+            true
+        }
+    }
+
+    /// Charges at least `bytes` more from now on, if the driver does what it is asked. What it has
+    /// reserved already counts.
+    pub fn raise_floor(self, bytes: u64, driver: Call<'_>) -> CUresult {
+        let to_blocks = |bytes| self.device.taken_by(bytes);
+        let missing = self.with(|kept| {
+            let missing = kept.missing_for_floor(bytes, to_blocks);
+            // Before the driver is asked, so that another that raises it meanwhile counts on nothing that this one
+            // needs.
+            kept.raise_floor(bytes);
+            missing
+        });
+        let missing = missing.unwrap_or(bytes);
+        let reserved = Reserved::new(self.process, self.device, missing, missing);
+        let result = match reserved {
+            Ok(reserved) => {
+                let bytes = reserved.keep();
+                let way = self.with(|kept| kept.begin(bytes, bytes));
+                let result = driver.make();
+                if let Some(way) = way {
+                    self.arrive(way);
+                }
+                result
+            }
+            Err(code) => code,
+        };
+        if !result.is_ok() {
+            kept::lower_floor_at(self.process, self.place, bytes);
+        }
+        result
+    }
+}

@@ -1,0 +1,158 @@
+//! Streams, and what is current to the calling thread: its context and how it bears captures.
+
+use core::ptr;
+
+use crate::abi::{CUcontext, CUgraph, CUstream};
+use crate::driver::{index, real, real_if_any};
+
+/// The three streams that every context has: they are the current context's.
+pub const LAST_IMPLICIT_STREAM: CUstream = 2;
+
+/// The thread's default stream, by the name that every function takes.
+pub const PER_THREAD: CUstream = 2;
+
+/// Which stream a function means whose default stream is the thread's.
+#[inline]
+pub fn own(stream: CUstream) -> CUstream {
+    if stream == 0 { PER_THREAD } else { stream }
+}
+
+/// A stream, and whether 0 means the calling thread's.
+#[derive(Clone, Copy)]
+pub struct Stream {
+    pub handle: CUstream,
+    pub per_thread: bool,
+}
+
+impl Stream {
+    pub fn legacy(handle: CUstream) -> Self {
+        Self {
+            handle,
+            per_thread: false,
+        }
+    }
+
+    pub fn per_thread(handle: CUstream) -> Self {
+        Self {
+            handle,
+            per_thread: true,
+        }
+    }
+
+    /// The handle that means this stream to the functions without suffix.
+    pub fn handle(self) -> CUstream {
+        if self.per_thread {
+            own(self.handle)
+        } else {
+            self.handle
+        }
+    }
+
+    /// Whether what is put into the stream becomes part of a graph.
+    pub fn captures(self) -> bool {
+        capture_status(self.handle()) == 1
+    }
+
+    /// The graph that is captured.
+    pub fn graph(self) -> Option<CUgraph> {
+        let (mut status, mut id, mut graph, none) = (0, 0, 0, ptr::null_mut::<usize>());
+        // SAFETY: the handle is what the program passes to the driver as a stream; null where nothing is asked for.
+        // Either version is there, and writes the graph as its fourth.
+        let result = unsafe {
+            if real_if_any(index::cuStreamGetCaptureInfo_v2).is_some() {
+                real!(cuStreamGetCaptureInfo_v2: fn(CUstream, *mut u32, *mut u64, *mut CUgraph, *mut usize, *mut usize))(
+                    self.handle(),
+                    &raw mut status,
+                    &raw mut id,
+                    &raw mut graph,
+                    none,
+                    none,
+                )
+            } else {
+                real!(cuStreamGetCaptureInfo_v3: fn(CUstream, *mut u32, *mut u64, *mut CUgraph, *mut usize, *mut usize, *mut usize))(
+                    self.handle(),
+                    &raw mut status,
+                    &raw mut id,
+                    &raw mut graph,
+                    none,
+                    none,
+                    none,
+                )
+            }
+        };
+        (result.is_ok() && graph != 0).then_some(graph)
+    }
+}
+
+/// Whether a stream is captured, in whatever state. The legacy stream says that it cannot be asked while another is
+/// captured: then it is not.
+pub fn is_capturing(stream: CUstream) -> bool {
+    capture_status(stream) != 0
+}
+
+fn capture_status(stream: CUstream) -> u32 {
+    let mut status = 0;
+    // SAFETY: `stream` is what the program passes to the driver as a stream; writes the local number.
+    let result =
+        unsafe { real!(cuStreamIsCapturing: fn(CUstream, *mut u32))(stream, &raw mut status) };
+    if result.is_ok() { status } else { 0 }
+}
+
+/// The context current to the calling thread; 0 for none.
+pub fn current_context() -> CUcontext {
+    let mut context = 0;
+    // SAFETY: writes to the local handle.
+    let result = unsafe { real!(cuCtxGetCurrent: fn(*mut CUcontext))(&raw mut context) };
+    if result.is_ok() { context } else { 0 }
+}
+
+/// The context of a stream; of a default one the current context; 0 for none.
+pub fn context_of(stream: CUstream) -> CUcontext {
+    if stream <= LAST_IMPLICIT_STREAM {
+        return current_context();
+    }
+    let mut context = 0;
+    // SAFETY: `stream` is what the program passes to the driver as a stream; writes the local handle.
+    let result =
+        unsafe { real!(cuStreamGetCtx: fn(CUstream, *mut CUcontext))(stream, &raw mut context) };
+    if result.is_ok() { context } else { 0 }
+}
+
+/// Does `work` with a stream's context current; where it cannot be, with the one that is.
+pub fn within_stream<T>(stream: CUstream, work: impl Fn() -> T) -> T {
+    within(context_of(stream), || Some(work())).unwrap_or_else(&work)
+}
+
+/// Does `work` with `context` current; `None` where it cannot be.
+pub fn within<T>(context: CUcontext, work: impl FnOnce() -> Option<T>) -> Option<T> {
+    if current_context() == context {
+        return work();
+    }
+    // SAFETY: a context that the driver or the program named; what was current becomes so again.
+    unsafe {
+        if !real!(cuCtxPushCurrent_v2: fn(CUcontext))(context).is_ok() {
+            return None;
+        }
+        let done = work();
+        let mut former = 0;
+        real!(cuCtxPopCurrent_v2: fn(*mut CUcontext))(&raw mut former);
+        done
+    }
+}
+
+/// Does what would end a capture under way that is another thread's, or another stream's.
+/// (cuda.h, `cuThreadExchangeStreamCaptureMode`.)
+pub fn relaxed<T>(work: impl FnOnce() -> T) -> T {
+    const RELAXED: u32 = 2;
+    let mut mode = RELAXED;
+    // SAFETY: reads and writes the local: puts this thread's mode into it.
+    let exchange = |mode: &mut u32| unsafe {
+        real!(cuThreadExchangeStreamCaptureMode: fn(*mut u32))(mode).is_ok()
+    };
+    let exchanged = exchange(&mut mode);
+    let done = work();
+    if exchanged {
+        exchange(&mut mode);
+    }
+    done
+}
