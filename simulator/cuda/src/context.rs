@@ -7,13 +7,13 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use crate::code::Code;
 use crate::device::Device;
-use crate::driver::{device, driver};
+use crate::driver::{self, device, driver};
 use crate::export::{export, get, put, put_wanted};
 use crate::heap::BLOCK;
 use crate::memory;
 use crate::object::{Handle, Kind, Object};
 use crate::pool;
-use crate::stream::{self, Stream};
+use crate::stream::Stream;
 
 /// A context.
 #[derive(Debug)]
@@ -204,7 +204,7 @@ impl Context {
 
     /// Waits for everything queued in this context.
     pub fn synchronize(&self) {
-        stream::wait(self.device.gpu, self.latest.load(Ordering::Relaxed));
+        driver::wait(self.device.gpu, self.latest.load(Ordering::Relaxed));
         crate::host::drain();
     }
 }

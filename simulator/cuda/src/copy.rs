@@ -82,7 +82,7 @@ pub fn in_order(stream: &Stream, work: impl FnOnce() + Send + 'static) {
     if host::done(last) {
         work();
     } else {
-        host::enqueue(stream, Box::new(work));
+        stream.enqueue(Box::new(work));
     }
 }
 

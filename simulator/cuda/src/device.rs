@@ -2,7 +2,7 @@
 
 use std::ffi::c_char;
 use std::sync::atomic::Ordering;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use tranche_simulator_machine::layout::GpuState;
 
@@ -10,7 +10,7 @@ use crate::code::Code;
 use crate::context::{Context, Primary};
 use crate::driver::{self, device, driver};
 use crate::export::{export, get, put};
-use crate::graph::GraphBooks;
+use crate::graph_pool::GraphBooks;
 use crate::heap::{Blocks, Heap};
 use crate::object::Object;
 use crate::pool::Pool;
@@ -27,7 +27,7 @@ pub struct Device {
     /// The pool that the driver made, and the one in use.
     pub default_pool: &'static Object<Pool>,
     pub current_pool: Mutex<&'static Object<Pool>>,
-    pub graph_books: Mutex<GraphBooks>,
+    graph_books: Mutex<GraphBooks>,
 }
 
 impl Device {
@@ -80,6 +80,13 @@ impl Device {
                 managed.fetch_sub(bytes, Ordering::Relaxed);
             }
         }
+    }
+
+    /// Its graph pool.
+    pub fn graph_books(&self) -> MutexGuard<'_, GraphBooks> {
+        self.graph_books
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The primary context, if it is active.

@@ -7,6 +7,7 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 use tranche_simulator_machine::attach::request;
 use tranche_simulator_machine::identity::uuid_text;
 use tranche_simulator_machine::layout::{Habit, Shared};
+use tranche_simulator_machine::timeline::now;
 use tranche_simulator_machine::wire::Request;
 use tranche_simulator_machine::{Access, AttachError, Attachment, DriverRoot};
 
@@ -52,6 +53,23 @@ pub fn device(ordinal: i32) -> Result<&'static Device, Code> {
 /// Whether the machine's driver does this as a real one.
 pub fn has(habit: Habit) -> bool {
     driver().is_ok_and(|driver| driver.shared.header.has(habit))
+}
+
+/// Waits until this process has run as far as `mark` on a GPU. A machine that is gone waits for nobody.
+pub fn wait(gpu: usize, mark: u64) {
+    if let Ok(driver) = driver() {
+        let _ = driver.shared.wait(driver.slot, gpu, mark);
+    }
+}
+
+/// Whether this process has run as far as `mark` on a GPU.
+pub fn reached(gpu: usize, mark: u64) -> bool {
+    driver().map_or(true, |driver| {
+        driver
+            .shared
+            .reached(driver.slot, gpu, mark, now())
+            .unwrap_or(true)
+    })
 }
 
 extern "C" fn after_fork() {

@@ -7,7 +7,7 @@ use tranche_simulator_machine::timeline::{Moment, now};
 
 use crate::code::Code;
 use crate::context::current;
-use crate::driver::driver;
+use crate::driver::{self, driver};
 use crate::export::{export, put};
 use crate::graph::{Capture, CaptureMark};
 use crate::host;
@@ -81,7 +81,7 @@ impl Event {
 
     fn happened(&self) -> bool {
         let (gpu, mark) = self.due();
-        stream::reached(gpu, mark) && host::done(self.functions())
+        driver::reached(gpu, mark) && host::done(self.functions())
     }
 
     /// Lets `stream` join the capture that this event was recorded in; false if
@@ -180,12 +180,23 @@ export! {
         driver()?;
         let event = Object::<Event>::find(event)?;
         let (gpu, mark) = event.due();
-        stream::wait(gpu, mark);
+        driver::wait(gpu, mark);
         host::wait(event.functions());
         for device in driver()?.devices.iter().filter(|device| device.gpu == gpu) {
             pool::synchronized(device);
             device.reach()?;
         }
+        Ok(())
+    }
+    fn cuStreamWaitEvent, cuStreamWaitEvent_ptsz [stream] (stream: Handle, event: Handle, _flags: u32) {
+        let stream = stream::find(stream)?;
+        let event = Object::<Event>::find(event)?;
+        if event.join_capture(stream) {
+            return Ok(());
+        }
+        let (gpu, mark) = event.due();
+        stream.after(gpu, mark);
+        stream.functions.fetch_max(event.functions(), Ordering::AcqRel);
         Ok(())
     }
     fn cuEventElapsedTime(to: *mut f32, start: Handle, end: Handle) { elapsed(to, start, end) }

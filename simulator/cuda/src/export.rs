@@ -31,7 +31,7 @@ macro_rules! export {
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $variant($($argument: $kind),*) -> u32 {
             tranche_simulator_machine::distinct!($variant);
-            $(let $stream = $crate::stream::per_thread($stream);)?
+            $(let $stream = $crate::object::per_thread($stream);)?
             // SAFETY: the same contract.
             unsafe { $name($($argument),*) }
         }

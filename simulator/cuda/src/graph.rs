@@ -1,28 +1,22 @@
 //! Graphs and stream capture, thin: a graph is a list of work in an order that
 //! keeps every dependency, and launching it does the list.
 
-use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use tranche_simulator_machine::layout::Habit;
-
+use crate::callback;
 use crate::code::Code;
-use crate::context::{Context, current};
+use crate::context::current;
 use crate::copy::{BoxMove, Copy3, Move, in_order};
-use crate::device::Device;
-use crate::driver::{driver, has};
+use crate::driver::driver;
 use crate::export::{export, get, put, put_wanted};
-use crate::heap::BLOCK;
-use crate::host::{self, Token};
+use crate::graph_memory::GraphMemory;
 use crate::launch::{self, Launch};
-use crate::memory;
 use crate::module::Function;
-use crate::object::{Handle, Kind, Object};
+use crate::object::{Handle, Kind, Object, Token};
 use crate::pool;
 use crate::set::Fill;
-use crate::space::What;
 use crate::stream::{self, Stream};
 
 /// Work in a graph.
@@ -40,128 +34,6 @@ pub enum Node {
     Child(Arc<Vec<Node>>),
     Memory(Arc<GraphMemory>),
     Free,
-}
-
-/// Memory of a graph: its addresses from the node's creation until the last graph, executable or not, that
-/// has the node is gone. A free node frees nothing, as the next launch would need it again at the same
-/// address. Its memory is the graph pool's, taken with the addresses, or at the first launch where graph
-/// memory stays ([`Habit::GraphMemoryStays`]).
-#[derive(Debug)]
-pub struct GraphMemory {
-    pub address: u64,
-    /// Tells the allocation from later ones at its address.
-    id: u64,
-    bytes: usize,
-    /// Whole blocks.
-    taken: u64,
-    device: &'static Device,
-}
-
-impl GraphMemory {
-    /// In blocks of its own, which it shares with nothing.
-    pub fn allocate(context: &Context, bytes: usize) -> Result<Arc<Self>, Code> {
-        let taken = (bytes as u64)
-            .checked_next_multiple_of(BLOCK)
-            .ok_or(Code::OUT_OF_MEMORY)?;
-        let device = context.device;
-        let address = memory::place(device.ordinal, What::Graph, context.id, taken)?;
-        let memory = Self {
-            address,
-            id: memory::id_of(address),
-            bytes,
-            taken,
-            device,
-        };
-        if !has(Habit::GraphMemoryStays) {
-            memory.attach()?;
-        }
-        Ok(Arc::new(memory))
-    }
-
-    /// Gives it memory of the graph pool's, if it has none.
-    fn attach(&self) -> Result<(), Code> {
-        memory::with_room(self.device, || {
-            GraphBooks::of(self.device).attach(self.device, self.id, self.taken)
-        })
-    }
-}
-
-impl Drop for GraphMemory {
-    fn drop(&mut self) {
-        // It may be gone with its context.
-        memory::free_exactly(self.address, self.id);
-        let mut books = GraphBooks::of(self.device);
-        books.detach(self.id);
-        if !has(Habit::GraphMemoryStays) {
-            books.trim(self.device);
-        }
-    }
-}
-
-/// A GPU's graph pool, in bytes.
-#[derive(Debug, Default)]
-pub struct GraphBooks {
-    /// What each allocation that has memory takes, by its id.
-    attached: BTreeMap<u64, u64>,
-    used: u64,
-    used_high: u64,
-    /// Taken from the GPU.
-    reserved: u64,
-    reserved_high: u64,
-}
-
-impl GraphBooks {
-    pub fn of(device: &Device) -> MutexGuard<'_, Self> {
-        device
-            .graph_books
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn attach(&mut self, device: &Device, id: u64, bytes: u64) -> Result<(), Code> {
-        if self.attached.contains_key(&id) {
-            return Ok(());
-        }
-        let more = (self.used + bytes).saturating_sub(self.reserved);
-        device.charge(more)?;
-        self.attached.insert(id, bytes);
-        self.reserved += more;
-        self.used += bytes;
-        self.reserved_high = self.reserved_high.max(self.reserved);
-        self.used_high = self.used_high.max(self.used);
-        Ok(())
-    }
-
-    /// An allocation is gone. Its memory stays in the pool.
-    pub fn detach(&mut self, id: u64) {
-        self.used -= self.attached.remove(&id).unwrap_or(0);
-    }
-
-    /// Gives back what no graph uses.
-    pub fn trim(&mut self, device: &Device) {
-        device.release(self.reserved - self.used);
-        self.reserved = self.used;
-    }
-
-    /// A `CUgraphMem_attribute`'s value.
-    pub fn attribute(&self, which: u32) -> Result<u64, Code> {
-        Ok(match which {
-            0 => self.used,
-            1 => self.used_high,
-            2 => self.reserved,
-            3 => self.reserved_high,
-            _ => return Err(Code::INVALID_VALUE),
-        })
-    }
-
-    /// Sets a high-water mark back to what is now: 1 or 3.
-    pub fn set_back(&mut self, which: u32) {
-        if which == 1 {
-            self.used_high = self.used;
-        } else {
-            self.reserved_high = self.reserved;
-        }
-    }
 }
 
 /// A graph's node behind its handle.
@@ -320,7 +192,7 @@ fn run(node: &Node, stream: &Stream) -> Result<(), Code> {
         // SAFETY: as above.
         Node::Box(copy) => in_order(stream, move || unsafe { copy.run() }),
         Node::Fill(fill) => in_order(stream, move || fill.run()),
-        Node::Host { function, data } => host::launch(stream, function, data),
+        Node::Host { function, data } => callback::launch(stream, function, data),
     }
     Ok(())
 }

@@ -1,20 +1,16 @@
-//! Work that the host does in a stream's order: host functions and callbacks, and
-//! copies queued behind them. One thread does it, in the order of the times at which it was expected to be due.
+//! Work that the host does when a GPU gets to it: host functions and callbacks, and copies queued behind them.
+//! One thread does it, in the order of the times at which it was expected to be due.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
-use std::ffi::c_void;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 use tranche_simulator_machine::timeline::now;
 
-use crate::code::Code;
-use crate::driver::driver;
-use crate::export::export;
-use crate::object::Handle;
-use crate::stream::{self, Stream};
+use crate::driver::{self, driver};
 
-type Work = Box<dyn FnOnce() + Send>;
+/// A job.
+pub type Work = Box<dyn FnOnce() + Send>;
 
 struct Job {
     /// When it was expected to be due; then which came first.
@@ -58,9 +54,8 @@ fn queue() -> MutexGuard<'static, Option<Queue>> {
     QUEUE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Does `work` when `stream` gets to it.
-pub fn enqueue(stream: &Stream, work: Work) {
-    let after = (stream.context.device.gpu, stream.earliest());
+/// Does `work` after a GPU has got to a mark; returns the job's number.
+pub fn enqueue(after: (usize, u64), work: Work) -> u64 {
     let expected = driver().map_or(0, |driver| {
         let at = now();
         let (gpu, mark) = after;
@@ -79,15 +74,13 @@ pub fn enqueue(stream: &Stream, work: Work) {
         after,
         work,
     }));
-    stream
-        .functions
-        .store(number, std::sync::atomic::Ordering::Release);
     if !queue.working {
         queue.working = true;
         std::thread::spawn(worker);
     }
     drop(guard);
     ARRIVED.notify_one();
+    number
 }
 
 fn worker() {
@@ -101,7 +94,7 @@ fn worker() {
                 guard = ARRIVED.wait(guard).unwrap_or_else(PoisonError::into_inner);
             }
         };
-        stream::wait(job.after.0, job.after.1);
+        driver::wait(job.after.0, job.after.1);
         (job.work)();
         if let Some(queue) = queue().as_mut() {
             queue.pending.remove(&job.order.1);
@@ -140,53 +133,5 @@ pub fn drain() {
         .is_some_and(|q| q.pending.first().is_some_and(|first| *first <= last))
     {
         guard = FINISHED.wait(guard).unwrap_or_else(PoisonError::into_inner);
-    }
-}
-
-type HostFunction = unsafe extern "C" fn(*mut c_void);
-type Callback = unsafe extern "C" fn(Handle, u32, *mut c_void);
-
-/// A pointer that the program wants back on another thread.
-#[derive(Debug, Clone, Copy)]
-pub struct Token(pub *mut c_void);
-// SAFETY: CUDA's contract for user data of host functions and graphs: the program
-// knows that another thread gets it. Nothing here looks behind it.
-unsafe impl Send for Token {}
-// SAFETY: as above.
-unsafe impl Sync for Token {}
-
-/// Queues a host function.
-pub fn launch(stream: &Stream, function: HostFunction, data: Token) {
-    enqueue(
-        stream,
-        Box::new(move || {
-            let data = data;
-            // SAFETY: the program's function with the program's argument.
-            unsafe { function(data.0) };
-        }),
-    );
-}
-
-export! {
-    fn cuLaunchHostFunc, cuLaunchHostFunc_ptsz [stream] (stream: Handle, function: Option<HostFunction>, data: *mut c_void) {
-        let stream = stream::find(stream)?;
-        let function = function.ok_or(Code::INVALID_VALUE)?;
-        let node = crate::graph::Node::Host { function, data: Token(data) };
-        if stream::captured(stream, |capture| capture.add(node)).is_none() {
-            launch(stream, function, Token(data));
-        }
-        Ok(())
-    }
-    fn cuStreamAddCallback, cuStreamAddCallback_ptsz [stream] (stream: Handle, function: Option<Callback>, data: *mut c_void, _flags: u32) {
-        let given = Token(stream);
-        let stream = stream::find(stream)?;
-        let function = function.ok_or(Code::INVALID_VALUE)?;
-        let data = Token(data);
-        enqueue(stream, Box::new(move || {
-            let (given, data) = (given, data);
-            // SAFETY: the program's function with the program's arguments.
-            unsafe { function(given.0, 0, data.0) };
-        }));
-        Ok(())
     }
 }

@@ -9,7 +9,7 @@ use crate::export::{export, get};
 use crate::graph::Node;
 use crate::memory;
 use crate::module::Function;
-use crate::object::{Handle, Object};
+use crate::object::{self, Handle, Object};
 use crate::stream::{self, Stream};
 
 /// The largest block on every GPU here.
@@ -99,6 +99,6 @@ export! {
     }
     fn cuLaunchKernelEx_ptsz(config: *const Config, function: Handle, _parameters: *mut *mut c_void, _extra: *mut *mut c_void) {
         let config = get(config)?;
-        launch(function, config.grid, config.block, stream::per_thread(config.stream))
+        launch(function, config.grid, config.block, object::per_thread(config.stream))
     }
 }

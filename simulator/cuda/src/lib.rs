@@ -18,6 +18,7 @@
 
 mod absent;
 mod array;
+mod callback;
 mod code;
 mod context;
 mod copy;
@@ -26,6 +27,8 @@ mod driver;
 mod event;
 mod export;
 mod graph;
+mod graph_memory;
+mod graph_pool;
 mod heap;
 mod host;
 mod launch;

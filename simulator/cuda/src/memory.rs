@@ -10,7 +10,6 @@ use crate::context::{Context, current, current_or_none};
 use crate::device::Device;
 use crate::driver::{device, driver, has};
 use crate::export::{export, put, put_wanted};
-use crate::graph::GraphBooks;
 use crate::heap::{BLOCK, Heap, forget, map_private};
 use crate::object::Object;
 use crate::pool::{self, Location, ON_DEVICE};
@@ -136,14 +135,14 @@ pub fn free_all(context: &Context) {
         .filter(|(_, region)| region.context == context.id)
         .map(|(address, _)| *address)
         .collect();
-    let mut books = GraphBooks::of(context.device);
+    let mut books = context.device.graph_books();
     for address in left {
         if let Some(region) = regions.get(&address) {
             books.detach(region.id);
         }
         let _ = remove(&mut regions, address);
     }
-    books.trim(context.device);
+    context.device.release(books.trim());
     drop((books, regions));
     pool::trim_all(context.device);
 }

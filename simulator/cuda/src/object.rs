@@ -24,6 +24,27 @@ unsafe impl Send for Kept {}
 // SAFETY: as above.
 unsafe impl Sync for Kept {}
 
+/// A pointer that the program wants back on another thread.
+#[derive(Debug, Clone, Copy)]
+pub struct Token(pub *mut c_void);
+// SAFETY: CUDA's contract for user data of host functions and graphs: the program
+// knows that another thread gets it. Nothing here looks behind it.
+unsafe impl Send for Token {}
+// SAFETY: as above.
+unsafe impl Sync for Token {}
+
+/// `CU_STREAM_PER_THREAD`, the handle of the calling thread's default stream.
+pub const PER_THREAD: usize = 2;
+
+/// The handle that a per-thread-default-stream function means.
+pub fn per_thread(stream: Handle) -> Handle {
+    if stream.is_null() {
+        PER_THREAD as Handle
+    } else {
+        stream
+    }
+}
+
 /// What can be behind a handle.
 pub trait Kind: Any + Send + Sync {
     /// What tells it from everything else.

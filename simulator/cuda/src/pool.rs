@@ -14,9 +14,10 @@ use tranche_simulator_machine::layout::Habit;
 use crate::code::Code;
 use crate::context::current;
 use crate::device::Device;
-use crate::driver::{device, driver, has};
+use crate::driver::{self, device, driver, has};
 use crate::export::{export, get, put};
-use crate::graph::{GraphBooks, GraphMemory, Node};
+use crate::graph::Node;
+use crate::graph_memory::GraphMemory;
 use crate::heap::{BLOCK, Blocks, Heap};
 use crate::host;
 use crate::memory::{self, context_id};
@@ -84,7 +85,7 @@ struct PendingFree {
 impl PendingFree {
     fn is_due(&self) -> bool {
         let (gpu, mark) = self.after;
-        stream::reached(gpu, mark) && host::done(self.function)
+        driver::reached(gpu, mark) && host::done(self.function)
     }
 }
 
@@ -481,7 +482,7 @@ export! {
         put(flags, if at == (Location { kind: ON_DEVICE, id: pool.device }) { 3 } else { 0 })
     }
     fn cuDeviceGetGraphMemAttribute(of: i32, which: u32, value: *mut u64) {
-        put(value, GraphBooks::of(device(of)?).attribute(which)?)
+        put(value, device(of)?.graph_books().attribute(which)?)
     }
     fn cuDeviceSetGraphMemAttribute(of: i32, which: u32, value: *const u64) {
         let device = device(of)?;
@@ -489,12 +490,13 @@ export! {
         if !matches!(which, 1 | 3) || get(value)? != 0 {
             return Err(Code::INVALID_VALUE);
         }
-        GraphBooks::of(device).set_back(which);
+        device.graph_books().set_back(which);
         Ok(())
     }
     fn cuDeviceGraphMemTrim(of: i32) {
         let device = device(of)?;
-        GraphBooks::of(device).trim(device);
+        let unused = device.graph_books().trim();
+        device.release(unused);
         Ok(())
     }
     fn cuMemPoolExportPointer(_data: *mut c_void, _address: u64) {

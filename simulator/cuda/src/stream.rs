@@ -9,17 +9,15 @@ use tranche_simulator_machine::timeline::now;
 
 use crate::code::Code;
 use crate::context::{Context, current};
-use crate::driver::driver;
-use crate::event::Event;
+use crate::driver::{self, driver};
 use crate::export::{export, put, put_wanted};
 use crate::graph::Capture;
 use crate::host;
-use crate::object::{Handle, Kind, Object};
+use crate::object::{Handle, Kind, Object, PER_THREAD};
 use crate::pool;
 
-/// `CU_STREAM_LEGACY` and `CU_STREAM_PER_THREAD`.
+/// `CU_STREAM_LEGACY`
 const LEGACY: usize = 1;
-const PER_THREAD: usize = 2;
 
 /// Kernels that a stream queues before a launch waits, as in the real driver.
 const DEPTH: usize = 1024;
@@ -50,15 +48,6 @@ pub struct Stream {
 
 impl Kind for Stream {
     const TAG: u64 = 0x5354_5200_0000_0001;
-}
-
-/// The handle that a per-thread-default-stream function means.
-pub fn per_thread(stream: Handle) -> Handle {
-    if stream.is_null() {
-        PER_THREAD as Handle
-    } else {
-        stream
-    }
 }
 
 impl Stream {
@@ -122,7 +111,7 @@ impl Stream {
         let foreign =
             std::mem::take(&mut *self.foreign.lock().unwrap_or_else(PoisonError::into_inner));
         for (gpu, mark) in foreign {
-            wait(gpu, mark);
+            driver::wait(gpu, mark);
         }
         let driver = driver()?;
         let queue = self
@@ -131,7 +120,7 @@ impl Stream {
         let place = self.queued.fetch_add(1, Ordering::Relaxed);
         let place = &queue[usize::try_from(place).unwrap_or(0) % DEPTH];
         let gpu = self.context.device.gpu;
-        wait(gpu, place.load(Ordering::Relaxed));
+        driver::wait(gpu, place.load(Ordering::Relaxed));
         let mark = driver.shared.launch(driver.slot, gpu, nanos, now())?;
         place.store(mark, Ordering::Relaxed);
         self.extend(mark);
@@ -149,15 +138,21 @@ impl Stream {
         }
     }
 
+    /// Has the host do `work` when the stream gets there.
+    pub fn enqueue(&self, work: host::Work) {
+        let number = host::enqueue((self.context.device.gpu, self.earliest()), work);
+        self.functions.store(number, Ordering::Release);
+    }
+
     /// Waits for what is queued.
     pub fn synchronize(&self) {
-        wait(self.context.device.gpu, self.earliest());
+        driver::wait(self.context.device.gpu, self.earliest());
         host::wait(self.functions.load(Ordering::Acquire));
     }
 
     /// Whether nothing is queued.
     pub fn idle(&self) -> bool {
-        reached(self.context.device.gpu, self.earliest())
+        driver::reached(self.context.device.gpu, self.earliest())
             && host::done(self.functions.load(Ordering::Acquire))
     }
 }
@@ -171,23 +166,6 @@ fn work_for(nanos: u32) {
     while now() < end {
         std::hint::spin_loop();
     }
-}
-
-/// Waits until this process has run as far as `mark` on a GPU. A machine that is gone waits for nobody.
-pub fn wait(gpu: usize, mark: u64) {
-    if let Ok(driver) = driver() {
-        let _ = driver.shared.wait(driver.slot, gpu, mark);
-    }
-}
-
-/// Whether this process has run as far as `mark` on a GPU.
-pub fn reached(gpu: usize, mark: u64) -> bool {
-    driver().map_or(true, |driver| {
-        driver
-            .shared
-            .reached(driver.slot, gpu, mark, now())
-            .unwrap_or(true)
-    })
 }
 
 thread_local! {
@@ -259,17 +237,6 @@ export! {
     }
     fn cuStreamQuery, cuStreamQuery_ptsz [stream] (stream: Handle) {
         if find(stream)?.idle() { Ok(()) } else { Err(Code::NOT_READY) }
-    }
-    fn cuStreamWaitEvent, cuStreamWaitEvent_ptsz [stream] (stream: Handle, event: Handle, _flags: u32) {
-        let stream = find(stream)?;
-        let event = Object::<Event>::find(event)?;
-        if event.join_capture(stream) {
-            return Ok(());
-        }
-        let (gpu, mark) = event.due();
-        stream.after(gpu, mark);
-        stream.functions.fetch_max(event.functions(), Ordering::AcqRel);
-        Ok(())
     }
     fn cuStreamGetPriority, cuStreamGetPriority_ptsz [stream] (stream: Handle, priority: *mut i32) {
         put(priority, find(stream)?.priority)

@@ -1,0 +1,71 @@
+//! A GPU's graph pool: how much memory graphs have, and keep.
+
+use std::collections::BTreeMap;
+
+use crate::code::Code;
+
+/// A GPU's graph pool, in bytes.
+#[derive(Debug, Default)]
+pub struct GraphBooks {
+    /// What each allocation that has memory takes, by its id.
+    attached: BTreeMap<u64, u64>,
+    used: u64,
+    used_high: u64,
+    /// Taken from the GPU.
+    reserved: u64,
+    reserved_high: u64,
+}
+
+impl GraphBooks {
+    /// Gives memory to the allocation `id`, if it has none; `charge` takes from the GPU what the pool lacks.
+    pub fn attach(
+        &mut self,
+        id: u64,
+        bytes: u64,
+        charge: impl FnOnce(u64) -> Result<(), Code>,
+    ) -> Result<(), Code> {
+        if self.attached.contains_key(&id) {
+            return Ok(());
+        }
+        let more = (self.used + bytes).saturating_sub(self.reserved);
+        charge(more)?;
+        self.attached.insert(id, bytes);
+        self.reserved += more;
+        self.used += bytes;
+        self.reserved_high = self.reserved_high.max(self.reserved);
+        self.used_high = self.used_high.max(self.used);
+        Ok(())
+    }
+
+    /// An allocation is gone. Its memory stays in the pool.
+    pub fn detach(&mut self, id: u64) {
+        self.used -= self.attached.remove(&id).unwrap_or(0);
+    }
+
+    /// Keeps only what graphs use; returns the bytes that the GPU has back.
+    pub fn trim(&mut self) -> u64 {
+        let unused = self.reserved - self.used;
+        self.reserved = self.used;
+        unused
+    }
+
+    /// A `CUgraphMem_attribute`'s value.
+    pub fn attribute(&self, which: u32) -> Result<u64, Code> {
+        Ok(match which {
+            0 => self.used,
+            1 => self.used_high,
+            2 => self.reserved,
+            3 => self.reserved_high,
+            _ => return Err(Code::INVALID_VALUE),
+        })
+    }
+
+    /// Sets a high-water mark back to what is now: 1 or 3.
+    pub fn set_back(&mut self, which: u32) {
+        if which == 1 {
+            self.used_high = self.used;
+        } else {
+            self.reserved_high = self.reserved;
+        }
+    }
+}
