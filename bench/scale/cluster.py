@@ -1,10 +1,11 @@
 """A cluster of made-up GPU nodes: Nodes, GpuNodes as the plugin writes them, claims as the scheduler does."""
 
 APPLY = "application/apply-patch+yaml"
-MERGE = "application/merge-patch+json"
+STRATEGIC = "application/strategic-merge-patch+json"
 GPUS = 8
 GPU_NODES = "/apis/gpu.tranche.dev/v1alpha1/gpunodes"
 POLICIES = "/apis/gpu.tranche.dev/v1alpha1/sharingpolicies"
+PODS = "/api/v1/namespaces/default/pods"
 CLAIMS = "/apis/resource.k8s.io/v1/namespaces/default/resourceclaims"
 # As many labels as a node of a cloud has.
 LABELS = {f"cloud.example.com/label-{n:02}": f"value-{n:02}-of-a-node-of-a-cloud" for n in range(30)}
@@ -33,7 +34,7 @@ def inventory(node):
 
 
 def make(server, nodes):
-    """Makes the nodes and their GpuNodes, described and not registered with their kubelets yet."""
+    """Makes the nodes, their plugins' pods, and their GpuNodes, not registered with their kubelets yet."""
 
     def one(node):
         metadata = {"name": name(node), "labels": LABELS}
@@ -45,8 +46,22 @@ def make(server, nodes):
         }
         server.ask("POST", GPU_NODES, body)
         register(server, node, 0)
+        plugin_pod(server, node)
 
     server.each(range(nodes), one)
+
+
+def plugin_pod(server, node):
+    """The node plugin's pod, ready: the controller asks for it where a registration is older than some seconds."""
+    labels = {"app.kubernetes.io/name": "tranche", "app.kubernetes.io/component": "node-plugin"}
+    pod = f"plugin-{node}"
+    body = {
+        "apiVersion": "v1", "kind": "Pod", "metadata": {"name": pod, "labels": labels},
+        "spec": {"nodeName": name(node), "containers": [{"name": "plugin", "image": "tranche/tranche"}]},
+    }
+    server.ask("POST", PODS, body)
+    ready = {"status": {"conditions": [{"type": "Ready", "status": "True"}]}}
+    server.ask("PATCH", f"{PODS}/{pod}/status", ready, STRATEGIC)
 
 
 def register(server, node, epoch):

@@ -57,7 +57,11 @@ impl Machine {
     fn new(name: &str) -> Self {
         let name = format!("tranche-gpu-kit-{}-{name}", std::process::id());
         Self {
-            node: Node::start(std::env::temp_dir().join(name), 2),
+            node: Node::start(
+                std::env::temp_dir().join(name),
+                tranche_shim_tests::Machine::Simple,
+                2,
+            ),
             results: tempfile::tempdir().unwrap(),
         }
     }

@@ -37,7 +37,11 @@ impl Machine {
         let one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         let name = format!("tranche-cli-{}-{number}", std::process::id());
-        let node = Node::start(std::env::temp_dir().join(name), 2);
+        let node = Node::start(
+            std::env::temp_dir().join(name),
+            tranche_shim_tests::Machine::Simple,
+            2,
+        );
         let ours = tempfile::tempdir().unwrap();
         let mode = |path: &Path| {
             let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);

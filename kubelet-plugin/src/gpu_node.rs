@@ -72,7 +72,7 @@ pub struct Sources {
     pub driver: watch::Receiver<DriverState>,
     /// Other systems that hand out the GPUs; `None` until they were looked for.
     pub others: watch::Receiver<Option<Verdict>>,
-    /// GPUs that are withheld because memory of them is nobody's.
+    /// GPUs that are withheld because memory of them has no owner.
     pub unowned: watch::Receiver<Vec<WithheldGpu>>,
     /// The kubelet.
     pub registered: watch::Receiver<Registered>,
@@ -105,7 +105,7 @@ struct Wanted {
     /// Other systems that hand out the GPUs; `None` until they were looked for, and nothing is written
     /// before.
     others: Option<Verdict>,
-    /// GPUs of whose memory some is nobody's.
+    /// GPUs with memory that has no owner.
     unowned: Vec<WithheldGpu>,
     /// The epoch is to grow.
     bump: bool,

@@ -52,13 +52,13 @@ impl Capability {
         }
     }
 
-    /// The one that a SharingPolicy, or a GpuNode, means by this name.
+    /// The capability of this name in a SharingPolicy or a GpuNode.
     #[must_use]
     pub fn named(name: &str) -> Option<Self> {
         match name {
             // X11 and Wayland need the files of OpenGL.
             "display" => Some(Self::Graphics),
-            // Nobody asks for what no table knows.
+            // A policy cannot name libraries that no table knows.
             "other" => None,
             _ => Self::CAPPED
                 .into_iter()

@@ -15,7 +15,8 @@ async fn has_encoder(pod: &PodHandle) -> anyhow::Result<bool> {
     Ok(pod.say(&["sh", "-c", &look]).await?.contains("yes"))
 }
 
-/// Gives the node's driver a library for video encoding; the plugin looks again since libcuda is another file.
+/// Adds a library for video encoding to the node's driver. The plugin checks the driver again because libcuda is
+/// another file.
 async fn add_encoder(case: &Case) -> anyhow::Result<()> {
     let find = format!(
         "cuda=$(readlink -f {FOLDER}/libcuda.so.1); encoder={FOLDER}/libnvidia-encode.so.${{cuda##*.so.}}"

@@ -12,7 +12,7 @@ const GI: u64 = 1 << 30;
 /// What the chart's own policy says that a CUDA context takes.
 const CONTEXT: u64 = GI / 2;
 /// The kubelet waits for 10 s before it starts a container again, and twice as long each time after.
-const RESTARTED: Duration = Duration::from_secs(60);
+const RESTARTED: Duration = Duration::from_mins(1);
 
 fn container(pod: &Pod) -> Option<&ContainerStatus> {
     pod.status.as_ref()?.container_statuses.as_ref()?.first()
