@@ -1,4 +1,4 @@
-//! Compiles the kubelet's half of the DRA protocol from the plugin's own copy of it.
+//! Compiles the kubelet's side of the DRA protocol from the plugin's copy of it.
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let proto = "../kubelet-plugin/proto/dra/v1/api.proto";

@@ -21,17 +21,17 @@ pub const CLAIMS_KNOWN: &str = "ClaimsKnown";
 pub struct State {
     /// `type`.
     pub kind: &'static str,
-    /// Whether it holds.
+    /// Whether it is true.
     pub holds: bool,
-    /// One word for the cause, in CamelCase.
+    /// The reason, one word in CamelCase.
     pub reason: &'static str,
-    /// For people.
+    /// The message for people.
     pub message: String,
 }
 
 impl State {
-    /// As it is written: the time of the last transition is that of the stored condition while
-    /// the status stays, and `now` where it changes.
+    /// The condition to write: with the stored transition time if the status is unchanged, else
+    /// with `now`.
     #[must_use]
     pub fn since(&self, stored: &[Condition], now: Timestamp) -> Condition {
         let status = if self.holds { "True" } else { "False" };

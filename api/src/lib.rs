@@ -1,19 +1,18 @@
-//! What the cluster sees of Tranche: the words, the numbers and the objects.
+//! The API of Tranche: names, quantities and objects.
 //!
 //! ```text
-//!  names ─────────► spelled once: driver, classes, attributes, capacities, annotations
-//!  tier ──────────► the six isolation tiers and what each of them promises
+//!  names ─────────► driver, classes, attributes, capacities, annotations
+//!  tier ──────────► the six isolation tiers and their properties
 //!  quantity ──────► exact arithmetic on Kubernetes quantities, in Go's canonical form
 //!  share_config ──► the opaque parameters of a claim or class        (user  -> node)
 //!  pci_address ───► the order of a node's GPUs
 //!  gpu_node ──────► what a node's hardware can do                    (node  -> controller)
 //!  withheld ──────► which GPUs are not offered, and why              (node, controller -> people)
 //!  conditions ────► the node's conditions in the Kubernetes style    (node, controller -> people)
-//!  sharing_policy ► what the cluster's admin offers of it            (admin -> controller)
+//!  sharing_policy ► what the cluster's administrator offers of it    (admin -> controller)
 //!  reference ─────► the page that lists the vocabulary
 //! ```
-//!
-//! This crate knows nobody: no I/O, no clock, no client.
+//! This crate has no I/O, no clock, no client, and depends on no other crate of ours.
 #![forbid(unsafe_code)]
 
 pub mod conditions;

@@ -1,4 +1,4 @@
-//! The address of a PCI function, as an order and as text.
+//! Addresses of PCI functions, which order GPUs.
 
 use std::fmt;
 use std::str::FromStr;

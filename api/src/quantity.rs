@@ -4,9 +4,9 @@
 //! round. Two quantities are equal when their values are, however they are written; printing gives
 //! the form that `k8s.io/apimachinery/pkg/api/resource` gives: the suffix family of the text is
 //! kept, the number has no fraction, and the suffix is the largest that allows it.
-//!
-//! Where Go alters an amount in silence (rounds beyond nine decimal places, cuts binary amounts
-//! off at 2^63-1), parsing here fails: a limit must not differ from what its author wrote.
+//! Where Go silently changes an amount (it rounds beyond nine decimal places and cuts binary
+//!amounts off at 2^63-1), parsing here fails, because a limit must not differ from what its author
+//!wrote.
 
 use std::cmp::Ordering;
 use std::fmt;
@@ -29,7 +29,7 @@ const BINARY: [&str; 6] = ["Ki", "Mi", "Gi", "Ti", "Pi", "Ei"];
 const PATTERN: &str =
     r"^(\+|-)?(([0-9]+(\.[0-9]*)?)|(\.[0-9]+))(([KMGTPE]i)|[numkMGTPE]|([eE](\+|-)?[0-9]+))?$";
 
-/// Bytes as we write them: canonical and below 2^63, so that every match can be held.
+/// Bytes as we write them: canonical and below 2^63, so that every match can be represented.
 const BYTES_PATTERN: &str =
     "^([0-9]{1,19}|[0-9]{1,16}Ki|[0-9]{1,13}Mi|[0-9]{1,10}Gi|[0-9]{1,7}Ti|[0-9]{1,4}Pi|[0-9]Ei)$";
 
@@ -54,21 +54,21 @@ pub struct Quantity {
     format: Format,
 }
 
-/// A text that is no quantity, or none that can be held exactly.
+/// A text that is not a quantity, or cannot be represented exactly.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ParseError {
     /// No digits, or something other than digits before the suffix.
     #[error("{text:?} is not a quantity: write a number with an optional suffix, such as 20Gi")]
     Syntax {
-        /// What was read.
+        /// The text.
         text: String,
     },
-    /// The number ends in something that is no suffix.
+    /// The number ends in an unknown suffix.
     #[error(
         "{text:?} ends in the unknown suffix {suffix:?}: use one of Ki Mi Gi Ti Pi Ei, n u m k M G T P E, or an exponent such as e3"
     )]
     Suffix {
-        /// What was read.
+        /// The text.
         text: String,
         /// Its end.
         suffix: String,
@@ -76,23 +76,23 @@ pub enum ParseError {
     /// Not a multiple of a billionth.
     #[error("{text:?} is finer than a billionth: write at most nine decimal places")]
     TooPrecise {
-        /// What was read.
+        /// The text.
         text: String,
     },
-    /// Beyond what a quantity can hold.
+    /// Outside of the range of a quantity.
     #[error("{text:?} is out of range: its magnitude must stay below 1.7e29")]
     OutOfRange {
-        /// What was read.
+        /// The text.
         text: String,
     },
 }
 
-/// A sum, difference or product that no quantity can hold.
+/// A sum, difference or product outside of the range of a quantity.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the result is out of range: its magnitude must stay below 1.7e29")]
 pub struct Overflow;
 
-/// An amount that is no number of bytes (or of anything else that is counted).
+/// An amount that is not a count of bytes or of anything else.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CountError {
     /// Below zero.
@@ -298,7 +298,7 @@ fn nanos(whole: &str, fraction: &str, twos: i64, fives: i64) -> Result<i128, Ine
         }
         Ok(())
     };
-    // Divisions first, so that no intermediate value is larger than it must be.
+    // Divides first, to keep intermediate values small.
     let (twos, fives) = (twos + 9 - places, fives + 9 - places);
     if twos < fives {
         power(2, twos)?;
@@ -448,7 +448,7 @@ impl schemars::JsonSchema for Quantity {
     }
 }
 
-/// The schema of bytes that a machine wrote: narrower than what people may write.
+/// The schema of bytes that we write: narrower than what users may write.
 pub(crate) fn bytes_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
     schemars::json_schema!({
         "pattern": BYTES_PATTERN,

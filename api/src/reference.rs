@@ -1,4 +1,4 @@
-//! The reference page of what devices carry, made from the vocabulary itself.
+//! Makes the reference page of devices' attributes and capacities from the names.
 
 use std::fmt::Write as _;
 

@@ -1,4 +1,5 @@
-//! `ShareConfig`: the opaque parameters of a claim or a DeviceClass, for what capacities cannot say.
+//! `ShareConfig`: the opaque parameters of a claim or a DeviceClass, for settings that are not
+//! capacities.
 //!
 //! ```yaml
 //! apiVersion: gpu.tranche.dev/v1alpha1
@@ -11,11 +12,11 @@
 //!  parameters of the claim ─► decode ─► Parameters ─┴─ overlaid_by ─► resolve ─► ShareConfig
 //! ```
 //!
-//! Decoding is strict and total: unknown fields, wrong kinds and wrong types are refused with the
-//! field's path, in admission and again in Prepare, since the API server passes opaque
-//! parameters through unread. Several parameters for one request are merged field by field; a
-//! field that the later one leaves out keeps the earlier one's value. The class comes before the
-//! claim, so the claim's author has the last word on every field that the class allows at all.
+//! Decoding is strict: unknown fields, wrong kinds and wrong types are refused with the field's
+//! path, in admission and again in Prepare, because the API server does not validate opaque
+//! parameters. Several parameters for one request are merged field by field; a field that the later
+//! one leaves out keeps the earlier one's value. The class comes before the claim, so the claim's
+//! author decides every field that the claim sets.
 
 mod decode;
 
@@ -29,7 +30,7 @@ use crate::names::API_VERSION;
 /// The kind of the parameters.
 pub const KIND: &str = "ShareConfig";
 
-/// What is in force for one device, every field decided.
+/// The effective parameters of one device, with every field set.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ShareConfig {
@@ -63,7 +64,7 @@ impl ComputeMode {
     ];
 }
 
-/// What one author wrote: only the fields that were named.
+/// The parameters of one author: only the fields that were set.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Parameters {
     /// `compute.mode`.
@@ -71,10 +72,10 @@ pub struct Parameters {
 }
 
 impl Parameters {
-    /// Reads the parameters of one `opaque` entry. Total: any JSON gives parameters or an error.
+    /// Reads the parameters of one `opaque` entry. Any JSON gives either parameters or an error.
     pub fn decode(parameters: &serde_json::Value) -> Result<Self, DecodeError> {
         let root = Object::root(parameters)?;
-        // What it is comes first: the fields of another kind are not unknown, they are foreign.
+        // The kind is checked first: the fields of another kind should not be reported as unknown.
         root.constant("kind", KIND)?;
         root.constant("apiVersion", API_VERSION)?;
         let root = root.only(&["apiVersion", "kind", "compute"])?;
@@ -85,7 +86,7 @@ impl Parameters {
         Ok(Self { compute_mode })
     }
 
-    /// These parameters with the fields of `later` put over them.
+    /// These parameters, overwritten by the fields of `later`.
     #[must_use]
     pub fn overlaid_by(self, later: Self) -> Self {
         Self {
@@ -93,7 +94,7 @@ impl Parameters {
         }
     }
 
-    /// Decides what is still open by the defaults.
+    /// Sets the missing fields to the defaults.
     #[must_use]
     pub fn resolve(self) -> ShareConfig {
         ShareConfig {

@@ -107,7 +107,7 @@ impl Tier {
         }
     }
 
-    /// By what it isolates, for the reference page.
+    /// The mechanism, for the reference page.
     #[must_use]
     pub const fn mechanism(self) -> &'static str {
         match self {
@@ -159,7 +159,7 @@ impl fmt::Display for Tier {
     }
 }
 
-/// A word that names no tier.
+/// A name that is not a tier's.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "unknown tier {0:?}: use one of passthrough, exclusive, partition, capped, concurrent, timeshared"

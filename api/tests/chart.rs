@@ -1,4 +1,4 @@
-//! The chart's values can say of the default SharingPolicy what the resource itself can.
+//! The chart's values have every field of the default SharingPolicy.
 
 use std::fs;
 use std::path::Path;

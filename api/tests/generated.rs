@@ -1,4 +1,4 @@
-//! The generated files in the repository are those that this crate makes.
+//! The generated files in the repository are up to date.
 
 #[path = "../examples/generate/files.rs"]
 mod files;

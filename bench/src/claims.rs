@@ -24,13 +24,13 @@ pub const REQUEST: &str = "gpu";
 /// Small, so that as many shares fit into a GPU as its percents allow.
 const MEMORY: &str = "64Mi";
 const CORES: &str = "1";
-/// API calls under way while claims are made.
+/// The most concurrent API calls while claims are made.
 const AT_ONCE: usize = 16;
 
-/// What a claim is given.
+/// What a claim is allocated.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Share {
-    /// A hundredth of the GPU whose exclusive device has this name.
+    /// One percent of the GPU whose exclusive device has this name.
     Capped(Arc<str>),
     /// A place on the GPU whose exclusive device has this name.
     Timeshared(Arc<str>),
@@ -68,7 +68,7 @@ impl Share {
     }
 }
 
-/// Where claims go, so that the node's own check of each GPU's sums accepts them all.
+/// The GPUs of the claims, chosen so that the node's check of each GPU's sums accepts all of them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Placement {
     /// For the claims that are timed.
@@ -78,9 +78,9 @@ pub struct Placement {
 }
 
 impl Placement {
-    /// On `gpus`, of which there are at least two. Timed claims are capped shares of all but the
-    /// last. Held ones are capped shares too, as long as the timed ones keep their room; a GPU has
-    /// a hundred percents, so the rest is timeshared on the last GPU.
+    /// Uses `gpus`, at least two. Timed claims are capped shares of all GPUs but the last. Held
+    /// ones are capped shares too as far as they fit beside the timed ones (a GPU has 100 percent);
+    /// the rest is timeshared on the last GPU.
     #[must_use]
     pub fn new(gpus: &[Arc<str>], timed: usize, held: usize) -> Self {
         let (last, first) = gpus.split_last().expect("at least two GPUs");
@@ -122,8 +122,8 @@ pub async fn make(
     .await
 }
 
-/// Nobody is named in `reservedFor`: the claim's only consumer would be a pod, the API server's
-/// controllers would release a claim whose pod does not exist, and a driver does not read it.
+/// `reservedFor` stays empty: it would have to name a pod, the API server's controllers release a
+/// claim whose pod does not exist, and a driver does not read it.
 async fn allocate(
     api: &Api<ResourceClaim>,
     name: &str,

@@ -1,4 +1,4 @@
-//! The cluster under load: its API, and what the node of this process offers.
+//! The cluster that is measured: its API, and the devices of this process's node.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -12,14 +12,14 @@ use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::{Api, Client, Config};
 use tranche_api::names::{DRIVER, pool};
 
-/// Everything that is measured happens in this namespace, which goes afterwards.
+/// The namespace of all measurements, which is removed afterwards.
 pub const NAMESPACE: &str = "tranche-bench";
 const LONGEST_WAIT: Duration = Duration::from_mins(2);
 
 /// An API server and one GPU node of its cluster.
 #[derive(Clone)]
 pub struct Cluster {
-    /// As the kubeconfig of the environment says.
+    /// By the kubeconfig of the environment.
     pub client: Client,
     /// The node that this process runs on.
     pub node: String,
@@ -32,14 +32,14 @@ impl std::fmt::Debug for Cluster {
 }
 
 impl Cluster {
-    /// Connects as `KUBECONFIG` says, to be judged together with the node of that name.
+    /// Connects by `KUBECONFIG`, for measurements on the node of that name.
     pub async fn connect(node: &str) -> anyhow::Result<Self> {
         let kubeconfig = Kubeconfig::from_env()
             .context("KUBECONFIG")?
             .context("KUBECONFIG is not set: it must name a kubeconfig that works on this node")?;
         let mut config =
             Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await?;
-        // A retry behind our back would be measured as one slow answer.
+        // A hidden retry would be measured as one slow answer.
         config.default_retry = false;
         Ok(Self {
             client: Client::try_from(config)?,
@@ -91,7 +91,7 @@ impl Cluster {
         Ok(gpus)
     }
 
-    /// Makes the namespace, anew where an interrupted run left it.
+    /// Makes the namespace; one that an interrupted run left is removed first.
     pub async fn make_namespace(&self) -> anyhow::Result<()> {
         self.remove_namespace().await?;
         let namespace = Namespace {
@@ -128,7 +128,7 @@ impl Cluster {
     }
 }
 
-/// Asks again until it is so.
+/// Polls until the condition is true.
 pub async fn wait_until(
     what: &str,
     is_so: impl AsyncFn() -> anyhow::Result<bool>,

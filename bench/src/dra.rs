@@ -1,4 +1,4 @@
-//! The kubelet's place at the plugin's DRA socket.
+//! Calls the plugin on its DRA socket, as the kubelet does.
 
 use std::path::{Path, PathBuf};
 
@@ -51,7 +51,7 @@ impl Plugin {
             let path = path.clone();
             async move { UnixStream::connect(path).await.map(TokioIo::new) }
         });
-        // The address is of no use: the connector knows the socket.
+        // The address is not used: the connector knows the socket.
         let channel = Endpoint::from_static("http://plugin")
             .connect_with_connector(connector)
             .await

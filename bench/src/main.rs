@@ -1,7 +1,7 @@
-//! Where SPECIFICATION.md's numbers come from.
+//! Measures the numbers of SPECIFICATION.md.
 //!
 //! ```text
-//!  subcommand ─► measurement ─► rows (value, spread, what it is judged by) ─► JSON lines, text
+//!  subcommand ─► measurement ─► rows (value, spread, comparison) ─► JSON lines, text
 //!                                                                               └─► report
 //! ```
 //!
@@ -49,17 +49,18 @@ enum What {
     Pods(pods::Args),
     /// How fast slices appear
     Slices(slices::Args),
-    /// What the shim costs, against the bare driver; on a machine with a driver at /, as root
+    /// The cost of the shim, compared with the bare driver; on a machine with a driver at /, as
+    /// root
     Shim(shim::Args),
     #[command(hide = true)]
     ShimWorld(shim::WorldArgs),
     #[command(hide = true)]
     ShimProbe(shim::ProbeArgs),
-    /// Plugin and controller in memory
+    /// Memory of plugin and controller
     Memory,
-    /// The built parts on disk
+    /// Sizes of the built files
     Sizes(sizes::Args),
-    /// What files of rows say, in the order of SPECIFICATION.md; fails where a target is missed
+    /// Prints files of rows, in the order of SPECIFICATION.md; fails where a target is missed
     Report {
         /// Files of JSON lines
         #[arg(required = true)]
@@ -74,7 +75,7 @@ fn main() -> anyhow::Result<ExitCode> {
         What::Pods(args) => on_cluster(&node, async |c| pods::run(args, c).await)?,
         What::Slices(args) => on_cluster(&node, async |c| slices::run(args, c).await)?,
         What::Shim(args) => shim::run(args)?,
-        // Processes of the one above; what they print is for it.
+        // Child processes of the measurement above, which reads their output.
         What::ShimWorld(args) => return shim::world(args).map(|()| ExitCode::SUCCESS),
         What::ShimProbe(args) => return shim::probe(args).map(|()| ExitCode::SUCCESS),
         What::Memory => sizes::in_memory()?,

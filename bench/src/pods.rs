@@ -1,8 +1,8 @@
 //! Pods with and without a claim, from their creation to Running.
 //!
-//! The kinds of pod take turns within each round, so that whatever else the machine does falls on
-//! all of them alike; what a claim adds is the difference of their medians. The scheduler, the
-//! kubelet and the container runtime have their part in it, and the kubelet also its own noise.
+//! The kinds of pod take turns within each round, so that other work of the machine affects all of
+//! them alike; the time that a claim adds is the difference of their medians. It includes the
+//! scheduler, the kubelet and the container runtime, and the kubelet's variation.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
@@ -26,7 +26,7 @@ use crate::cluster::{Cluster, NAMESPACE, wait_until};
 use crate::row::Row;
 use crate::stats::Spread;
 
-/// How many of each.
+/// How much to measure.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Args {
     /// Rounds with one pod of each kind
@@ -35,7 +35,7 @@ pub struct Args {
     /// Rounds with 8 pods of each kind at once
     #[arg(long, default_value_t = 8)]
     rounds_of_8: usize,
-    /// What the pods run: it must be on the node and have a shell
+    /// The pods' image: it must be on the node and have a shell
     #[arg(long, default_value = "tranche/workload:dev")]
     image: String,
 }
@@ -44,7 +44,7 @@ const TOGETHER: usize = 8;
 const TEMPLATE: &str = "share";
 const LONGEST_WAIT: Duration = Duration::from_secs(90);
 
-/// How a pod comes by a GPU.
+/// How a pod gets a GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Kind {
     /// Not at all.
@@ -67,7 +67,7 @@ impl Kind {
     }
 }
 
-/// Measures, and leaves nothing behind, also where it fails or is interrupted.
+/// Measures, and removes everything afterwards, also if it fails or is interrupted.
 pub async fn run(args: &Args, cluster: &Cluster) -> anyhow::Result<Vec<Row>> {
     cluster.make_namespace().await?;
     let bench = Bench {
@@ -99,7 +99,7 @@ impl Bench<'_> {
     async fn measure(&self) -> anyhow::Result<Vec<Row>> {
         self.make_template().await?;
         self.wait_for_service_account().await?;
-        // Images, caches and the first use of everything.
+        // Warms up images and caches.
         for kind in KINDS {
             self.pods_to_running(kind, "warm", 1).await?;
         }
@@ -217,7 +217,7 @@ impl Bench<'_> {
                     "name": "main",
                     "image": self.args.image,
                     "imagePullPolicy": "IfNotPresent",
-                    // Ends at once when it is asked to.
+                    // Ends at once on SIGTERM.
                     "command": ["/bin/sh", "-c", "trap 'exit 0' TERM; sleep 3600 & wait"],
                     "resources": resources
                 }],
@@ -260,7 +260,7 @@ impl Bench<'_> {
 
     async fn remove_claims(&self) -> anyhow::Result<()> {
         for claim in self.claims.list(&ListParams::default()).await? {
-            // Those of a template go with their pod.
+            // Those of a template are deleted with their pod.
             match self
                 .claims
                 .delete(&claim.name_any(), &DeleteParams::default())

@@ -1,7 +1,7 @@
 //! The plugin's gRPC calls, timed over its socket as the kubelet would make them.
 //!
-//! Beside every Prepare, in turn, one GET of the same claim and one durable write of a file of a
-//! journal's size are timed: the two things that no Prepare can do without.
+//! In turn with every Prepare, one GET of the same claim and one durable write of a file of a
+//! journal's size are timed: the two necessary steps of every Prepare.
 
 mod left;
 mod probe;
@@ -21,7 +21,7 @@ use crate::stats::{Spread, ms};
 use left::Folders;
 use probe::Probe;
 
-/// How much of each.
+/// How much to measure.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Args {
     /// The plugin's folder, with its socket and its journal
@@ -39,21 +39,21 @@ pub struct Args {
     /// Prepares one after another, in each half
     #[arg(long, default_value_t = 400)]
     samples: usize,
-    /// How often a number of Prepares is made at once
+    /// Rounds with several Prepares at once
     #[arg(long, default_value_t = 20)]
     rounds: usize,
-    /// How long the workers go on, seconds
+    /// How long the workers run, seconds
     #[arg(long, default_value_t = 10)]
     seconds: u64,
 }
 
-/// So many callers at most, and so many claims that are timed.
+/// The most concurrent callers, and the number of timed claims.
 const WORKERS: usize = 32;
 const FEW: usize = 8;
-/// Held claims are prepared and released by so many callers.
+/// The number of callers that prepare and release the held claims.
 const AT_ONCE: usize = 8;
 
-/// Measures, and leaves nothing behind, also where it fails or is interrupted.
+/// Measures, and removes everything afterwards, also if it fails or is interrupted.
 pub async fn run(args: &Args, cluster: &Cluster) -> anyhow::Result<Vec<Row>> {
     let plugin = Plugin::connect(&args.plugin_dir.join("dra.sock")).await?;
     let gpus = cluster.shareable_gpus().await?;
@@ -98,7 +98,7 @@ impl Load<'_> {
         self.timed = claims::make(self.cluster, "timed", &placement.timed).await?;
         self.held = claims::make(self.cluster, "held", &placement.held).await?;
         let probe = Probe::new(self.cluster, &self.args.plugin_dir)?;
-        // Connections are made, libraries paged in.
+        // Warms up connections and libraries.
         self.at_once(WORKERS, 1).await?;
 
         let mut rows = Vec::new();
@@ -230,7 +230,7 @@ impl Load<'_> {
     /// Releases every claim, removes it, and counts the files that are left.
     async fn clean_up(&self) -> anyhow::Result<usize> {
         let all: Vec<_> = self.timed.iter().chain(&self.held).collect();
-        // Anew: a plugin that was restarted meanwhile may be why the measurement failed.
+        // With a new connection: the measurement may have failed because the plugin was restarted.
         let plugin = Plugin::connect(&self.args.plugin_dir.join("dra.sock")).await?;
         let released: anyhow::Result<Vec<()>> = stream::iter(&all)
             .map(|claim| plugin.unprepare(claim))

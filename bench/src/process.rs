@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::Context;
 use rustix::time::{ClockId, clock_gettime};
 
-/// A process, as long as it lives.
+/// A running process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Process {
     /// In this PID namespace.
@@ -46,7 +46,7 @@ pub fn running(program: &str) -> anyhow::Result<Vec<Process>> {
         else {
             continue;
         };
-        // Those that end while they are looked at are not running.
+        // The process has ended meanwhile.
         let Ok(command) = std::fs::read(format!("/proc/{pid}/cmdline")) else {
             continue;
         };
@@ -88,7 +88,7 @@ impl Process {
         started(self.pid) == Some(self.started)
     }
 
-    /// What it has of the machine's memory.
+    /// Its memory.
     pub fn memory(self) -> anyhow::Result<Memory> {
         let path = format!("/proc/{}/status", self.pid);
         let status = std::fs::read_to_string(&path).context(path.clone())?;

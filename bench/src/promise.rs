@@ -1,20 +1,20 @@
-//! The promises that have a number, each once: `SPECIFICATION.md` has a row for every one of them.
+//! The promises that have a number: `SPECIFICATION.md` has a row for each of them.
 
 use std::fmt;
 
-/// What a value must not cross.
+/// The limit of a value.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Bound {
     /// Less is better.
     AtMost(f64),
     /// More is better.
     AtLeast(f64),
-    /// Reported, not promised.
+    /// Without a target.
     Open,
 }
 
 impl Bound {
-    /// Whether `value` keeps it; an open bound is always kept.
+    /// Whether `value` is within it; always true for an open bound.
     #[must_use]
     pub fn is_kept_by(self, value: f64) -> bool {
         match self {
@@ -38,11 +38,11 @@ impl fmt::Display for Bound {
 /// A measurable promise.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Promise {
-    /// Names it in results and in `SPECIFICATION.md`.
+    /// Its name in results and in `SPECIFICATION.md`.
     pub id: &'static str,
     /// In words.
     pub what: &'static str,
-    /// Of the value and its bound.
+    /// The unit of the value and its bound.
     pub unit: &'static str,
     /// The target.
     pub bound: Bound,

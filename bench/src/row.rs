@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use crate::promise::{self, Bound, Promise};
 use crate::stats::Spread;
 
-/// Something else that was measured in the same run, to judge a value by on a noisy machine.
+/// A comparison value from the same run, because machines vary.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Against {
     /// What it is.
@@ -25,10 +25,10 @@ pub struct Row {
     pub id: String,
     /// In the promise's unit.
     pub value: f64,
-    /// All values that it was taken from.
+    /// The distribution of the values that it was taken from.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub spread: Option<Spread>,
-    /// What else was measured beside it.
+    /// Comparison values.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub against: Vec<Against>,
 }
@@ -45,14 +45,14 @@ impl Row {
         }
     }
 
-    /// With the values that it was taken from.
+    /// With the distribution of the values that it was taken from.
     #[must_use]
     pub fn from(mut self, spread: Spread) -> Self {
         self.spread = Some(spread);
         self
     }
 
-    /// With something to judge it by.
+    /// With a comparison value.
     #[must_use]
     pub fn beside(mut self, what: &str, value: f64) -> Self {
         self.against.push(Against {
@@ -97,7 +97,7 @@ impl Row {
     }
 }
 
-/// What stands beside the value.
+/// The text beside the value.
 impl fmt::Display for Row {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut parts = Vec::new();
@@ -119,7 +119,7 @@ impl fmt::Display for Row {
     }
 }
 
-/// Three digits, as far as they mean something.
+/// At most three significant digits.
 fn short(value: f64) -> String {
     match value.abs() {
         0.0 => "0".to_owned(),
@@ -139,7 +139,7 @@ pub fn emit(rows: &[Row]) -> anyhow::Result<()> {
     Ok(out.flush()?)
 }
 
-/// Prints what the files of rows say, in the order of the promises. Returns whether all are kept.
+/// Prints the files of rows, in the order of the promises. Returns whether all targets are met.
 pub fn report(files: &[std::path::PathBuf]) -> anyhow::Result<bool> {
     let mut rows = Vec::new();
     for file in files {

@@ -1,13 +1,14 @@
-//! What the shim costs the programs of a capped container, against the same driver without it.
+//! The cost of the shim for programs of a capped container, compared with the same driver without
+//! it.
 //!
 //! ```text
 //!  run ─► unshare ─► world (bare | capped): mounts ─► probe: a fresh process that calls the driver
 //! ```
 //!
 //! Runs as root on a machine with a driver at `/`, real or simulated. Each world is a private mount
-//! namespace: in the bare one nothing is changed, in the capped one everything lies where a capped
-//! container has it. The worlds take turns. Times of calls are CPU times of the calling thread, so
-//! that processes that outnumber the cores do not measure the scheduler.
+//! namespace: the bare one is unchanged, the capped one has the layout of a capped container. The
+//! worlds take turns. Times of calls are CPU times of the calling thread, so that more processes
+//! than cores do not measure the scheduler.
 
 mod cuda;
 mod probe;
@@ -27,10 +28,10 @@ pub use probe::ProbeArgs;
 pub use world::WorldArgs;
 use world::{Measure, World};
 
-/// How much of each.
+/// How much to measure.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Args {
-    /// Where libcuda.so.1 and libnvidia-ml.so.1 of the shim are
+    /// The folder of the shim's libcuda.so.1 and libnvidia-ml.so.1
     #[arg(long, default_value = "/var/lib/kubelet/plugins/gpu.tranche.dev/lib")]
     shim_dir: PathBuf,
     /// How often the worlds take turns
@@ -57,7 +58,7 @@ pub fn run(args: &Args) -> anyhow::Result<Vec<Row>> {
     Ok(rows)
 }
 
-/// Starts of processes: wall time, since a start is waited for.
+/// Starts of processes: wall time, because users wait for a start.
 fn starts(args: &Args) -> anyhow::Result<Vec<Row>> {
     let mut rows = Vec::new();
     for (id, measure, unit) in [
@@ -84,7 +85,7 @@ fn starts(args: &Args) -> anyhow::Result<Vec<Row>> {
             Spread::of(times.remove(&world).unwrap_or_default()).context("nothing was measured")
         };
         let (bare, capped) = (spread(World::Bare)?, spread(World::Capped)?);
-        // A crowd is judged by itself, a single process by what was added to it.
+        // For a crowd the time itself is the value, for a single process the added time.
         let value = match measure {
             Measure::Crowd => capped.p50,
             _ => capped.p50 - bare.p50,
@@ -99,7 +100,7 @@ fn starts(args: &Args) -> anyhow::Result<Vec<Row>> {
     Ok(rows)
 }
 
-/// Calls, made by so many processes at once.
+/// Calls, made by `processes` processes at once.
 fn calls(args: &Args, processes: usize) -> anyhow::Result<Vec<Row>> {
     let mut times: BTreeMap<World, BTreeMap<String, Vec<f64>>> = BTreeMap::new();
     for round in 1..=args.rounds {
@@ -145,11 +146,11 @@ fn calls(args: &Args, processes: usize) -> anyhow::Result<Vec<Row>> {
 /// How many processes call at once.
 const PROCESSES: [usize; 4] = [1, 4, 16, 64];
 
-/// What of a call's time a promise is about.
+/// Which part of a call's time a promise is about.
 enum Counts {
     /// The difference to the bare driver.
     Added,
-    /// All of it: the driver is not asked.
+    /// All of it, because the driver is not called.
     All,
 }
 
@@ -171,7 +172,7 @@ fn id(name: &str, processes: usize) -> String {
     }
 }
 
-/// Has a world measure something `count` times, and takes its answer.
+/// Lets a world measure something `count` times, and returns its answer.
 fn in_world<T: DeserializeOwned>(
     args: &Args,
     world: World,
@@ -197,7 +198,8 @@ fn world_command(
         .args(world::arguments(world, measure, count))
         .arg("--shim-dir")
         .arg(&args.shim_dir)
-        // A container with one share, as most: which of several GPUs is current costs a call of the driver.
+        // A container with one share, as most have: with several GPUs the shim asks the driver which one is
+        // current.
         .env("CUDA_VISIBLE_DEVICES", "0")
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
@@ -211,12 +213,12 @@ fn answer_of<T: DeserializeOwned>(mut command: Command, what: &str) -> anyhow::R
     serde_json::from_slice(&done.stdout).with_context(|| format!("{what}: its answer"))
 }
 
-/// The world's half: called by [`run`] in a namespace of its own.
+/// The world's part: called by [`run`] in its own namespace.
 pub fn world(args: &WorldArgs) -> anyhow::Result<()> {
     world::run(args)
 }
 
-/// The probe's half: called by a world.
+/// The probe's part: called by a world.
 pub fn probe(args: &ProbeArgs) -> anyhow::Result<()> {
     probe::run(args)
 }

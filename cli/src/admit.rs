@@ -1,4 +1,4 @@
-//! Whether a share may be had, decided from what is wanted, the GPUs, and the user's other shares.
+//! Decides whether a share is granted, from the request, the GPUs, and the user's other shares.
 //!
 //! The decision about sizes is the node plugin's own, `driver::preparation::plan`: the shares of a
 //! GPU add up to no more than the GPU.
@@ -13,10 +13,10 @@ use tranche_driver::preparation::{Cap, Conflict, PreparationProblem, PreparedDev
 
 use crate::wire::Request;
 
-/// What stands in a record where a claim has its namespace.
+/// The namespace in a share's record.
 const NAMESPACE: &str = "run";
 
-/// Why a share may not be had, with the option to change.
+/// Why a share is refused, with the option to change.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
     #[error("the driver sees no GPU: run nvidia-smi on this machine to see why")]
@@ -25,7 +25,7 @@ pub enum Refusal {
     UnknownGpu { wanted: String, present: String },
     #[error("there are several GPUs: choose one by --gpu: {present}")]
     SeveralGpus { present: String },
-    #[error("--memory is missing: say how much the command gets, as in --memory 20Gi")]
+    #[error("--memory is missing: give the memory of the command, for example --memory 20Gi")]
     NoMemory,
     #[error(
         "--{option} {wanted}: the share {share} has {has}: leave the option out to join it, or use another --share"
@@ -53,7 +53,7 @@ pub enum Refusal {
 }
 
 impl Refusal {
-    /// Whether it may be another one when other shares have gone.
+    /// Whether the answer may change when other shares have ended.
     pub fn may_pass(&self) -> bool {
         let (Self::Memory { problem, .. } | Self::Cores { problem, .. }) = self else {
             return matches!(self, Self::Different { .. });
@@ -62,7 +62,7 @@ impl Refusal {
     }
 }
 
-/// The record of the share that `request` is to have.
+/// The record of the share for `request`.
 ///
 /// `gpus` are the UUIDs in the driver's order; `existing` is the share of that name, `others` are the
 /// user's other shares in use.
@@ -126,7 +126,7 @@ pub fn admit(
         })
 }
 
-/// The UUID of the GPU that is wanted.
+/// The UUID of the requested GPU.
 fn choose<'a>(wanted: Option<&str>, gpus: &'a [String]) -> Result<&'a str, Refusal> {
     let present = || {
         let listed = gpus.iter().enumerate();
@@ -151,7 +151,7 @@ fn choose<'a>(wanted: Option<&str>, gpus: &'a [String]) -> Result<&'a str, Refus
     }
 }
 
-/// Whether what is wanted is what the share has.
+/// An error if the requested sizes are not those of the share.
 fn same(request: &Request, gpus: &[String], has: &PreparedDevice) -> Result<(), Refusal> {
     let different = |option, wanted: String, has: String| {
         Err(Refusal::Different {

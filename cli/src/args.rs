@@ -19,41 +19,42 @@ pub struct Args {
 
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    /// Runs a command that sees and gets so much of one GPU and no more
+    /// Runs a command in a capped share of a GPU
     Run(Run),
     #[command(hide = true)]
     Supervise(Supervise),
-    /// Gives back what dead processes hold in an account page
+    /// Reclaims what dead processes hold in an account page
     #[command(hide = true)]
     Reclaim { account: PathBuf },
 }
 
-/// What `tranche run` is told.
+/// The options of `tranche run`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Run {
-    /// GPU memory that all processes of the share hold together, such as 20Gi
+    /// GPU memory of all processes of the share together, such as 20Gi
     #[arg(long, value_name = "SIZE", value_parser = bytes)]
     pub memory: Option<u64>,
     /// Percent of the GPU's time, 1 to 100 [default: 100]
     #[arg(long, value_name = "PERCENT", value_parser = clap::value_parser!(u8).range(1..=100))]
     pub cores: Option<u8>,
-    /// Whether time that others leave may be used beyond the cores [default: strict]
+    /// Whether idle GPU time may be used beyond the cores [default: strict]
     #[arg(long, value_enum)]
     pub mode: Option<Mode>,
-    /// The GPU, by UUID or by its index in nvidia-smi; needed where there are several
+    /// The GPU, by UUID or by its index in nvidia-smi; required if there are several
     #[arg(long, value_name = "UUID|INDEX")]
     pub gpu: Option<String>,
-    /// Joins the share of this name, or makes it: its commands hold the sizes together
+    /// Joins the share of this name, or creates it: all its commands share its memory and cores
     #[arg(long, value_name = "NAME", value_parser = share_name)]
     pub share: Option<String>,
-    /// Memory that one CUDA context takes, which the share has beside its memory [default: as measured on this
-    /// machine, 512Mi before]
+    /// Memory of one CUDA context, for which the share has room beside its memory [default: as
+    /// measured on this machine; 512Mi before the first measurement]
     #[arg(long, value_name = "SIZE", value_parser = bytes_or_none)]
     pub context_memory: Option<u64>,
     /// Root of the NVIDIA driver's files, for a driver that is not installed on the host itself
     #[arg(long, value_name = "DIR", default_value = "/")]
     pub driver_root: PathBuf,
-    /// Folder of Tranche's libcuda.so.1 and libnvidia-ml.so.1 [default: found beside this program]
+    /// Folder of Tranche's libcuda.so.1 and libnvidia-ml.so.1 [default: searched beside this
+    /// program]
     #[arg(long, value_name = "DIR")]
     pub shim: Option<PathBuf>,
     /// The command and its arguments
@@ -66,12 +67,12 @@ pub struct Run {
     pub command: Vec<OsString>,
 }
 
-/// How the cores are meant.
+/// How the limit on cores is applied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Mode {
     /// Never more than the cores, even on an idle GPU
     Strict,
-    /// More than the cores while others leave the GPU idle
+    /// More than the cores while the GPU is idle
     WorkConserving,
 }
 
@@ -84,17 +85,17 @@ impl From<Mode> for ComputeMode {
     }
 }
 
-/// What the supervisor is told; the rest comes by its stdin.
+/// The supervisor's options; the request comes from its stdin.
 #[derive(Debug, clap::Args)]
 pub struct Supervise {
-    /// The share, for people who look at a list of processes.
+    /// The share's name, for lists of processes.
     pub share: String,
-    /// It has no parent to wait for it.
+    /// It runs without a parent that waits for it.
     #[arg(long)]
     pub detached: bool,
 }
 
-/// Bytes, as Kubernetes writes them.
+/// Bytes, as a Kubernetes quantity.
 fn bytes_or_none(text: &str) -> Result<u64, String> {
     let way_out = "give it in bytes or as 20Gi, 512Mi";
     let amount: Quantity = text.parse().map_err(|e| format!("{e}; {way_out}"))?;
@@ -108,10 +109,10 @@ fn bytes(text: &str) -> Result<u64, String> {
     }
 }
 
-/// A name that can be a folder's, a claim's UID and part of a CDI device's name.
+/// A name that is valid as a folder, as a claim's UID and as a part of a CDI device's name.
 fn share_name(name: &str) -> Result<String, String> {
     if TAKEN.contains(&name) {
-        return Err("tranche has a file of this name beside the shares: give another".to_owned());
+        return Err("this name is reserved: give another".to_owned());
     }
     let inner = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
     let framed = !name.starts_with('-') && !name.ends_with('-');

@@ -1,8 +1,8 @@
-//! The driver's files, as a command on this host needs them.
+//! The paths of the driver's files for a command on this host.
 //!
-//! A host's own driver is where programs look for it. One from elsewhere (a driver container, a
-//! simulator) is shown where the host's would be: its libraries in the folder of the C library, its
-//! programs in `/usr/local/bin`.
+//! The host's own driver is where programs search for it. Another driver (of a driver container, a
+//! simulator) is mounted where the host's would be: its libraries in the folder of the C library,
+//! its programs in `/usr/local/bin`.
 
 use std::path::{Path, PathBuf};
 
@@ -13,9 +13,9 @@ use crate::wire::Link;
 
 const PROGRAMS: &str = "/usr/local/bin";
 
-/// The files of a driver below `root`, with their places for a command, and the links to make.
+/// The files of a driver below `root`, with their paths for a command, and the links to make.
 pub fn placed(mut files: DriverFiles, root: &Path) -> (DriverFiles, Vec<Link>) {
-    // The kernel loads it, not the command.
+    // The kernel loads the firmware, not the command.
     files.firmware.clear();
     if root == Path::new("/") {
         return (files, Vec::new());
@@ -43,7 +43,7 @@ pub fn placed(mut files: DriverFiles, root: &Path) -> (DriverFiles, Vec<Link>) {
     (files, links)
 }
 
-/// Where this host has its C library, and so looks for others.
+/// The folder of this host's C library, where the loader searches for libraries.
 fn host_libraries() -> Option<PathBuf> {
     LIBRARY_FOLDERS
         .iter()

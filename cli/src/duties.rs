@@ -1,7 +1,8 @@
-//! What a node does for shares in use, done by supervisors.
+//! The maintenance of shares in use, which supervisors do here and the plugin on a node.
 //!
-//! Each sweeps its own share, and measures what its contexts take. One of them, whoever holds the lock, samples the GPU time of all shares
-//! of the user: shares of one GPU are granted its time together.
+//! Each supervisor sweeps its own share and measures the memory of its contexts. The one that holds
+//! the lock samples the GPU time of all shares of the user, because the shares of one GPU are
+//! granted its time together.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -35,7 +36,7 @@ struct Sampling {
 }
 
 impl Duties {
-    /// For the share with this account, on GPUs that `nvml` knows.
+    /// For the share with this account, on GPUs of `nvml`.
     pub fn new(account: PathBuf, nvml: Box<dyn Nvml>, measuring: Option<Measuring>) -> Self {
         Self {
             account,
@@ -47,8 +48,9 @@ impl Duties {
         }
     }
 
-    /// Does what is due; returns when to come back. What fails is tried again: programs give back what
-    /// they need themselves, and shares that are not sampled have their cores.
+    /// Does what is due; returns the time until the next call. A step that fails is repeated at the
+    /// next call: programs can reclaim memory themselves, and shares that are not sampled have their
+    /// cores.
     pub fn turn(&mut self, shares: &Shares) -> Duration {
         if self.due <= Instant::now() {
             self.due = Instant::now() + INTERVAL;

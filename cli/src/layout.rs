@@ -1,9 +1,9 @@
-//! What the command sees of the file system, planned from the CDI specs of its share.
+//! Plans the command's view of the file system from the CDI specs of its share.
 //!
-//! A container runtime makes a mount point where an image has none; the host's file system must stay
-//! as it is. So a folder in which a mount point is missing is *mirrored*: a tmpfs takes its place, with
-//! every entry of the folder bound into it, and there the mount point can be made. The mirrors are
-//! sealed (read-only) at the end; what is bound in them is as writable as it was.
+//! A container runtime makes missing mount points in an image; the host's file system must not change.
+//! So a folder in which a mount point is missing is *mirrored*: it is covered by a tmpfs with a bind
+//! mount of every entry of the folder, in which the mount point can be made. At the end the mirrors are
+//! made read-only; the entries stay as writable as they were.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ use tranche_driver::preparation::PAGES;
 
 use crate::wire::{Grant, Link};
 
-/// A file shown at another place.
+/// A file that is mounted at another path.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Bind {
     /// On the host.
@@ -33,7 +33,7 @@ pub struct Layout {
     pub own: PathBuf,
     /// Links to make in mirrors.
     pub links: Vec<Link>,
-    /// Files to show.
+    /// Files to mount.
     pub binds: Vec<Bind>,
     /// Device nodes that cannot be opened.
     pub hidden: Vec<PathBuf>,
@@ -41,9 +41,9 @@ pub struct Layout {
     pub env: Vec<(String, String)>,
 }
 
-/// What the host has.
+/// The host's file system.
 pub trait Host {
-    /// Where a path leads, all links followed; `None` where it leads nowhere.
+    /// The path with all links resolved; `None` if there is no such file.
     fn canonical(&self, path: &Path) -> Option<PathBuf>;
 }
 
@@ -57,7 +57,7 @@ impl Host for ThisHost {
     }
 }
 
-/// Plans what `grant` takes on `host`.
+/// Plans the mounts for `grant` on `host`.
 pub fn plan(grant: &Grant, host: &impl Host) -> Layout {
     let own = PathBuf::from(container_path::ROOT);
     let mut layout = Layout {
@@ -95,7 +95,7 @@ pub fn plan(grant: &Grant, host: &impl Host) -> Layout {
             .extend(pairs.map(|(name, value)| (name.to_owned(), value.to_owned())));
     }
     for link in &grant.links {
-        // A name on which something is shown is no link.
+        // A path on which a file is mounted is not made a link.
         if layout.binds.iter().all(|bind| bind.to != link.path) {
             layout.mount_point(&link.path, host);
             layout.links.push(link.clone());
@@ -111,7 +111,7 @@ pub fn plan(grant: &Grant, host: &impl Host) -> Layout {
 }
 
 impl Layout {
-    /// Shows the shim's library `soname` in the place of each of these files too.
+    /// Also mounts the shim's library `soname` over each of these files.
     pub fn cover(&mut self, soname: &str, copies: &[PathBuf], host: &impl Host) {
         let at = self.own.join(soname);
         let Some(shim) = self.binds.iter().find(|bind| bind.to == at) else {
@@ -148,7 +148,7 @@ impl Layout {
         });
     }
 
-    /// Mirrors the folder in which the path's first missing part would be.
+    /// Mirrors the folder that lacks the first missing part of the path.
     fn mount_point(&mut self, path: &Path, host: &impl Host) {
         let folder = path.ancestors().skip(1).find_map(|f| host.canonical(f));
         self.mirrors.extend(folder);
@@ -161,7 +161,7 @@ mod tests {
 
     use super::*;
 
-    /// A host's paths: where each leads.
+    /// The paths of a host and what they resolve to.
     struct Paths(BTreeMap<&'static str, &'static str>);
 
     impl Host for Paths {

@@ -1,7 +1,8 @@
 //! `tranche run`: a capped share of a GPU for one command, without Kubernetes.
 //!
 //! ```text
-//!  tranche run ──request──► supervisor: NVML, the driver's files ─► admit: beside the user's other shares?
+//!  tranche run ──request──► supervisor: NVML, the driver's files ─► admit: does it fit the user's other
+//! shares?
 //!      │                        │ pages in /run/tranche/run/<share>          │
 //!      │ ◄──────grant───────────┴────────── CDI specs, as a pod's container gets them
 //!      ├─ layout: which mounts, as a value
@@ -10,16 +11,16 @@
 //! ```
 //!
 //! The process that the user started becomes the command: exit code, signals and terminal are the
-//! command's own. The supervisor stands aside, in a session of its own.
+//! command's own. The supervisor runs in a session of its own.
 //!
 //! - [`args`]: the command line;
-//! - [`wire`]: what command and supervisor tell each other;
-//! - [`admit`]: whether a share may be had, as a pure decision;
+//! - [`wire`]: the messages between command and supervisor;
+//! - [`admit`]: decides whether a share is granted, without I/O;
 //! - [`shares`]: the user's shares on this machine: their folders, locks and pages;
-//! - [`supervisor`], [`duties`]: grant a share and look after it;
-//! - [`contexts`]: how much memory a CUDA context takes, as it was measured;
-//! - [`driver`]: where a driver's files belong on this host;
-//! - [`layout`], [`mounts`]: what the command sees;
+//! - [`supervisor`], [`duties`]: grant a share and maintain it;
+//! - [`contexts`]: the measured memory of a CUDA context;
+//! - [`driver`]: the paths of a driver's files on this host;
+//! - [`layout`], [`mounts`]: the command's file system;
 //! - [`program`]: the command itself.
 #![forbid(unsafe_code)]
 
@@ -42,7 +43,7 @@ use clap::Parser as _;
 
 use args::{Args, Command};
 
-/// What `tranche` ends with when it fails itself, as env(1), timeout(1) and container engines do.
+/// The exit code if `tranche` itself fails, as with env(1), timeout(1) and container engines.
 const FAILED: u8 = 125;
 
 fn main() -> ExitCode {

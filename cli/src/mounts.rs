@@ -1,7 +1,7 @@
 //! A mount namespace for the command, laid out as planned.
 //!
-//! As root, or in a user namespace of the user's own in which nothing but the mounts is new: the user
-//! is who they were. Nothing outside of the namespace changes, and it ends with its last process.
+//! It is made as root, or in a new user namespace in which the user keeps their user ID. Nothing
+//! outside of the namespace changes, and it ends with its last process.
 
 use std::ffi::CStr;
 use std::fs::{self, DirBuilder, File};
@@ -46,7 +46,7 @@ fn failed<E: Into<io::Error>>(action: &'static str, path: &Path) -> impl FnOnce(
     }
 }
 
-/// Gives the calling process, which has one thread, mounts of its own.
+/// Gives the calling process, which must have one thread, its own mount namespace.
 pub fn enter_namespace() -> Result<(), MountError> {
     let (user, group) = (geteuid().as_raw(), getegid().as_raw());
     match unshare(UnshareFlags::NEWNS) {
@@ -63,7 +63,7 @@ pub fn enter_namespace() -> Result<(), MountError> {
         }
         Err(error) => return Err(MountError::Namespace(error)),
     }
-    // What the host mounts later comes here too; what is mounted here does not go there.
+    // Later mounts of the host appear here too; mounts made here do not appear on the host.
     let propagation = MountPropagationFlags::REC | MountPropagationFlags::DOWNSTREAM;
     let root = Path::new("/");
     mount_change(root, propagation).map_err(failed("make a slave of", root))
@@ -77,9 +77,9 @@ fn unshare(flags: UnshareFlags) -> Result<(), Errno> {
     rustix::thread::unshare(flags)
 }
 
-/// Makes the mounts, on `stage`, an empty folder.
+/// Makes the mounts, with the empty folder `stage`.
 pub fn lay_out(layout: &Layout, stage: &Path) -> Result<(), MountError> {
-    // Before anything is covered.
+    // The sources are opened before anything is covered.
     let sources = layout
         .binds
         .iter()
@@ -104,7 +104,7 @@ pub fn lay_out(layout: &Layout, stage: &Path) -> Result<(), MountError> {
     for folder in layout.mirrors.iter().chain([&layout.own]) {
         remount(folder, MountFlags::RDONLY)?;
     }
-    // The folder that we are in may have been mirrored.
+    // The current folder may have been mirrored.
     if let Ok(here) = std::env::current_dir() {
         let _ = std::env::set_current_dir(here);
     }
@@ -116,7 +116,7 @@ fn open(path: &Path) -> Result<OwnedFd, MountError> {
     rustix::fs::open(path, flags, Mode::empty()).map_err(failed("open", path))
 }
 
-/// Puts a tmpfs with the same entries in the place of a folder.
+/// Covers a folder with a tmpfs that has the same entries.
 fn mirror(folder: &Path, stage: &Path) -> Result<(), MountError> {
     let looking = |source| failed("mirror", folder)(source);
     tmpfs(stage)?;
@@ -137,7 +137,7 @@ fn mirror(folder: &Path, stage: &Path) -> Result<(), MountError> {
             Ok(mount_bind_recursive(&from, &to)?)
         });
         match copied {
-            // It went while we looked.
+            // It was removed meanwhile.
             Err(e) if e.kind() == io::ErrorKind::NotFound => {}
             other => other.map_err(failed("mirror", &from))?,
         }
@@ -163,19 +163,19 @@ fn show(bind: &Bind, source: &OwnedFd) -> Result<(), MountError> {
         if let Some(folder) = to.parent() {
             make_folder(folder)?;
         }
-        // A link that leads nowhere.
+        // It may be a dangling link.
         let _ = fs::remove_file(to);
         File::create(to).map_err(failed("make", to))?;
     }
     let from = format!("/proc/self/fd/{}", source.as_raw_fd());
-    mount_bind(from, to).map_err(failed("show something at", to))?;
+    mount_bind(from, to).map_err(failed("mount a file at", to))?;
     if bind.read_only {
         remount(to, MountFlags::RDONLY)?;
     }
     Ok(())
 }
 
-/// Adds a flag to a mount. A user namespace may take none away.
+/// Adds a flag to a mount. In a user namespace no flag may be removed.
 fn remount(path: &Path, flag: MountFlags) -> Result<(), MountError> {
     let found = rustix::fs::statvfs(path).map_err(failed("look at", path))?;
     let mut flags = MountFlags::BIND | flag;

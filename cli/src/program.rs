@@ -1,4 +1,4 @@
-//! The command: found, looked at, and become.
+//! Finds the command, checks it, and executes it.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
@@ -9,7 +9,7 @@ use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// How many scripts' interpreters are followed.
+/// The most interpreters of scripts that are followed.
 const DEPTH: usize = 4;
 
 /// Why a command is not run.
@@ -49,8 +49,8 @@ fn is_program(path: &Path) -> bool {
         .is_ok_and(|found| found.is_file() && found.permissions().mode() & 0o111 != 0)
 }
 
-/// Refuses a command, or a script's interpreter, that is linked against musl. What cannot be read
-/// or is none of this is execve's to judge.
+/// Refuses a command, or a script's interpreter, that is linked against musl. Files that cannot be
+/// read or are of another kind are left to execve.
 pub fn check(program: &Path) -> Result<(), ProgramError> {
     let mut path = program.to_owned();
     for _ in 0..DEPTH {
@@ -69,7 +69,7 @@ pub fn check(program: &Path) -> Result<(), ProgramError> {
     Ok(())
 }
 
-/// The loader that an ELF file of this machine's word size asks for (`PT_INTERP`).
+/// The loader of a 64-bit ELF file (`PT_INTERP`).
 fn elf_interpreter(file: &File) -> Option<String> {
     let mut header = [0; 64];
     file.read_exact_at(&mut header, 0).ok()?;
@@ -96,7 +96,7 @@ fn elf_interpreter(file: &File) -> Option<String> {
     None
 }
 
-/// The program in a script's first line; env(1)'s argument in its place.
+/// The program in a script's first line; for env(1), its argument.
 fn script_interpreter(mut file: &File) -> Option<PathBuf> {
     let mut start = Vec::new();
     file.by_ref().take(256).read_to_end(&mut start).ok()?;
@@ -114,7 +114,7 @@ fn script_interpreter(mut file: &File) -> Option<PathBuf> {
     Some(program)
 }
 
-/// Becomes the command; returns only if that fails.
+/// Executes the command in this process; returns only if that fails.
 pub fn become_command(
     program: &Path,
     command: &[OsString],
@@ -137,7 +137,7 @@ pub fn become_command(
 mod tests {
     use super::*;
 
-    /// A program that asks for a loader; no more of it than is read.
+    /// The beginning of an ELF file that requests a loader.
     fn elf(loader: &str) -> Vec<u8> {
         let mut file = vec![0; 64 + 56];
         file[..6].copy_from_slice(b"\x7fELF\x02\x01");

@@ -22,12 +22,12 @@ const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
 #[derive(Debug, thiserror::Error)]
 pub enum RunError {
     #[error(
-        "this is a share of a GPU already ({}): run the command as it is",
+        "this process is already in a share of a GPU ({}): run the command without `tranche run`",
         container_path::SHARES
     )]
     Nested,
     #[error(
-        "--shim: no folder with libcuda.so.1 and libnvidia-ml.so.1 of Tranche; looked in {0}: build \
+        "--shim: found no folder with libcuda.so.1 and libnvidia-ml.so.1 of Tranche in {0}: build \
          them by `make shim`"
     )]
     NoShim(String),
@@ -43,14 +43,15 @@ pub enum RunError {
     Refused(String),
     #[error("the supervisor: {0}")]
     Supervisor(String),
-    #[error("looking for copies of the driver's libraries: {0}")]
+    #[error("the search for copies of the driver's libraries failed: {0}")]
     Search(#[from] SearchError),
     #[error(transparent)]
     Mount(#[from] MountError),
 }
 
 impl RunError {
-    /// As a shell, env(1) and timeout(1) have them: 127 not found, 126 not runnable, 125 all else.
+    /// The same as of a shell, env(1) and timeout(1): 127 not found, 126 not executable, 125
+    /// otherwise.
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Program(ProgramError::NotFound(_)) => 127,
@@ -60,7 +61,7 @@ impl RunError {
     }
 }
 
-/// Becomes the command in its share; returns only if that fails.
+/// Executes the command in its share; returns only if that fails.
 pub fn run(args: &Run) -> RunError {
     match try_run(args) {
         Ok(never) => match never {},
@@ -77,14 +78,14 @@ fn try_run(args: &Run) -> Result<Infallible, RunError> {
     let mut layout = plan(&grant, &ThisHost);
     cover_copies(&mut layout)?;
     if std::env::var_os(VISIBLE).is_some() {
-        // An index of the host's would name none of the one that is left.
+        // The command sees one GPU, so an index of the host is not valid there.
         layout
             .env
             .push((VISIBLE.to_owned(), grant.gpu_uuid.clone()));
     }
     mounts::enter_namespace()?;
     mounts::lay_out(&layout, &grant.stage)?;
-    // Now: it may be one of the driver's own.
+    // Only now, because it may be one of the driver's programs.
     let program = match args.command.first() {
         Some(name) => program::find(name)?,
         None => return Err(ProgramError::NotFound(PathBuf::new()).into()),
@@ -94,8 +95,8 @@ fn try_run(args: &Run) -> Result<Infallible, RunError> {
     Err(error.into())
 }
 
-/// Covers the copies of the driver's libraries that the command would find before ours: by its
-/// environment, or where packages for forward compatibility and the CUDA toolkit put them.
+/// Covers the copies of the driver's libraries that the command would find before ours: in folders
+/// of its environment, of forward compatibility packages and of the CUDA toolkit.
 fn cover_copies(layout: &mut Layout) -> Result<(), SearchError> {
     let root = Rootfs::open(Path::new("/"))?;
     let process = Process {
@@ -139,7 +140,7 @@ fn request(args: &Run) -> Result<Request, RunError> {
     })
 }
 
-/// The shim's folder: beside this program, as built or as installed.
+/// The shim's folder, beside this program as built, or as installed.
 fn shim() -> Result<PathBuf, RunError> {
     let program = std::env::current_exe().unwrap_or_default();
     let folder = program.parent().unwrap_or(Path::new("/"));
@@ -166,7 +167,7 @@ fn shim() -> Result<PathBuf, RunError> {
         })
 }
 
-/// Starts a supervisor and hears what it grants.
+/// Starts a supervisor and reads its answer.
 fn ask_supervisor(request: &Request) -> Result<Grant, RunError> {
     let broken = |e: &dyn std::fmt::Display| RunError::Supervisor(e.to_string());
     let mut child = Command::new("/proc/self/exe")
@@ -185,7 +186,7 @@ fn ask_supervisor(request: &Request) -> Result<Grant, RunError> {
         let mut lines = std::io::BufReader::new(output);
         std::io::BufRead::read_line(&mut lines, &mut text).map_err(|e| broken(&e))?;
     }
-    // It has started the one that stays, and ended.
+    // It has started the detached supervisor and ended.
     child.wait().map_err(|e| broken(&e))?;
     let answer: Answer =
         serde_json::from_str(&text).map_err(|_| broken(&"it ended without an answer"))?;

@@ -1,10 +1,10 @@
-//! A user's shares on this machine: one folder each, below a folder of the user's own on tmpfs.
+//! A user's shares on this machine: one folder each, below a folder of the user on tmpfs.
 //!
 //! ```text
-//!  <base>/lock                     held while shares come, are joined and go
+//!  <base>/lock                     held while shares are created, joined and removed
 //!  <base>/sampler                  locked by the supervisor that samples all shares
 //!  <base>/contexts                 the sizes of CUDA contexts that supervisors measured
-//!  <base>/<share>/record           what it is: sizes and GPU
+//!  <base>/<share>/record           its sizes and GPU
 //!  <base>/<share>/members          locked, shared, by the supervisor of every command in it
 //!  <base>/<share>/command-<pid>    a command in it
 //!  <base>/<share>/<key>/cap        the pages, as in a claim's folder
@@ -13,8 +13,8 @@
 //!  <base>/<share>/stage/           empty; commands build their mounts on it
 //! ```
 //!
-//! A lock ends with its process, however that ends. So a share is in use while somebody has its
-//! members' lock or a slot of its account, and what is not in use is removed by whoever comes next.
+//! A lock ends with its process. So a share is in use while a process holds its members' lock or a
+//! slot of its account, and the next `tranche run` removes shares that are not in use.
 
 use std::fs::{self, DirBuilder, File, TryLockError};
 use std::io;
@@ -31,26 +31,26 @@ const LOCK: &str = "lock";
 const SAMPLER: &str = "sampler";
 pub const CONTEXTS: &str = "contexts";
 
-/// Names that no share's folder can have. A share `sampler` would keep every share from being sampled.
+/// Reserved names. A share called `sampler` would prevent the sampling of every share.
 pub const TAKEN: [&str; 3] = [LOCK, SAMPLER, CONTEXTS];
 
-/// How the file of a command begins.
+/// The prefix of a command's file.
 const COMMAND: &str = "command-";
 
 /// File system magic of tmpfs, as statfs(2) has it.
 const TMPFS: i64 = 0x0102_1994;
 
-/// What failed with which path.
+/// An error with a path.
 #[derive(Debug, thiserror::Error)]
 pub enum StateError {
     #[error("{path}: {source}")]
     Io { path: PathBuf, source: io::Error },
     #[error(
-        "no place for the pages of shares: none of {0} is on a tmpfs: set XDG_RUNTIME_DIR to a folder that is"
+        "no folder for the pages of shares: none of {0} is on a tmpfs: set XDG_RUNTIME_DIR to a folder on a tmpfs"
     )]
     NoTmpfs(String),
     #[error(
-        "{path}: it is not a folder of user {user} alone: remove it, somebody else may have made it"
+        "{path}: it is not a private folder of user {user}: remove it, another user may have made it"
     )]
     NotOurs { path: PathBuf, user: u32 },
     #[error("{path}: {source}: remove the folder if no command of the share runs any more")]
@@ -71,7 +71,7 @@ pub struct Shares {
     base: PathBuf,
 }
 
-/// The shares, while nobody else changes them.
+/// The shares, locked so that no other process changes them.
 #[derive(Debug)]
 pub struct Locked<'a> {
     base: &'a Path,
@@ -89,14 +89,14 @@ pub struct Membership {
 /// A share in use.
 #[derive(Debug)]
 pub struct InUse {
-    /// What it is.
+    /// Its record.
     pub record: Record,
-    /// Whether its commands have ended, and it is about to go, unless they left processes behind.
+    /// Whether its commands have ended, so that it ends soon unless they left processes behind.
     pub ended: bool,
 }
 
 impl Shares {
-    /// Those of the calling user.
+    /// The shares of the calling user.
     pub fn of_user() -> Result<Self, StateError> {
         let user = geteuid().as_raw();
         let candidates = candidates(user);
@@ -112,7 +112,7 @@ impl Shares {
         Err(StateError::NoTmpfs(tried.join(", ")))
     }
 
-    /// Those in a folder of the user's own below `parent`.
+    /// The shares in a folder of the user below `parent`.
     fn below(parent: &Path, below: &[String]) -> Result<Self, StateError> {
         let mut base = parent.to_owned();
         for folder in below {
@@ -122,7 +122,7 @@ impl Shares {
         Ok(Self { base })
     }
 
-    /// Waits until nobody else changes shares.
+    /// Locks the shares; waits while another process has locked them.
     pub fn lock(&self) -> Result<Locked<'_>, StateError> {
         let path = self.base.join(LOCK);
         let lock = open(&path)?;
@@ -133,19 +133,20 @@ impl Shares {
         })
     }
 
-    /// Becomes the one who samples them all, unless somebody is.
+    /// Takes the lock of the process that samples all shares, if it is free.
     pub fn try_lock_sampler(&self) -> Option<File> {
         let lock = open(&self.base.join(SAMPLER)).ok()?;
         lock.try_lock().ok().map(|()| lock)
     }
 
-    /// Where a claim's folder would be: the shares' common one.
+    /// The common folder of the shares, which corresponds to a claim's folder.
     pub fn base(&self) -> &Path {
         &self.base
     }
 }
 
-/// Where the shares may lie: a folder that should be on a tmpfs, and the user's own below it.
+/// Possible places of the shares: a folder that should be on a tmpfs, and the user's folder below
+/// it.
 fn candidates(user: u32) -> Vec<(PathBuf, Vec<String>)> {
     let ours = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect();
     let mut candidates = Vec::new();
@@ -156,7 +157,7 @@ fn candidates(user: u32) -> Vec<(PathBuf, Vec<String>)> {
             .map_or_else(|| format!("/run/user/{user}").into(), PathBuf::from);
         candidates.push((runtime, ours(&["tranche", "run"])));
     }
-    // Without a session, as in many batch jobs; and where /run is no tmpfs.
+    // Without a login session, as in many batch jobs, or if /run is not a tmpfs.
     candidates.push(("/dev/shm".into(), vec![format!("tranche-run-{user}")]));
     candidates
 }
@@ -165,7 +166,7 @@ fn is_tmpfs(path: &Path) -> bool {
     rustix::fs::statfs(path).is_ok_and(|found| found.f_type == TMPFS)
 }
 
-/// Makes a folder for the user alone, or finds it.
+/// Makes a private folder of the user, or checks an existing one.
 fn own_folder(path: &Path) -> Result<(), StateError> {
     match DirBuilder::new().mode(0o711).create(path) {
         Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(at(path)(e)),
@@ -194,7 +195,7 @@ fn open(path: &Path) -> Result<File, StateError> {
 }
 
 impl Locked<'_> {
-    /// The records of all shares in use, by name. What is not in use any more is removed.
+    /// The records of all shares in use, by name. Shares that are not in use are removed.
     pub fn in_use(&self) -> Result<Vec<InUse>, StateError> {
         let mut records = Vec::new();
         for entry in fs::read_dir(self.base).map_err(at(self.base))? {
@@ -216,7 +217,7 @@ impl Locked<'_> {
         Ok(records)
     }
 
-    /// Makes the folder of a new share, with what `files` says, and becomes its first member.
+    /// Makes the folder of a new share with `files`, and becomes its first member.
     pub fn create(
         &self,
         name: &str,
@@ -238,7 +239,7 @@ impl Locked<'_> {
                 }
                 write(&path, content, *mode)?;
             }
-            // Last: with it the share is whole.
+            // Written last: it makes the share complete.
             write(&folder.join("record"), &record.encode(), 0o600)?;
             Ok(membership)
         };
@@ -262,12 +263,12 @@ impl Locked<'_> {
         })
     }
 
-    /// Ends a membership, and the share with the last one. The last member gets its membership back
-    /// while processes of the share live: somebody must look after them.
+    /// Ends a membership, and with the last one the share. The last member gets its membership back
+    /// while processes of the share live, because it must maintain the share for them.
     #[expect(clippy::unused_self, reason = "the shares are locked meanwhile")]
     pub fn leave(&self, membership: Membership) -> Result<Option<Membership>, StateError> {
         let folder = &membership.folder;
-        // At the second time it is gone already.
+        // At a second call it is gone already.
         let _ = fs::remove_file(&membership.command);
         membership.members.unlock().map_err(at(folder))?;
         if membership.members.try_lock().is_err() {
@@ -288,8 +289,8 @@ fn write(path: &Path, content: &[u8], mode: u32) -> Result<(), StateError> {
     fs::set_permissions(path, mode).map_err(at(path))
 }
 
-/// Whether somebody is a member, or holds a slot of its account: a command whose supervisor was
-/// killed, or a child that outlived both.
+/// Whether the share has a member or a process with a slot in its account: a command whose
+/// supervisor was killed, or a child that outlived both.
 fn is_in_use(folder: &Path) -> Result<bool, StateError> {
     let path = folder.join("members");
     let members = open(&path)?;
@@ -396,7 +397,7 @@ mod tests {
             .unwrap()
             .create("a", OUR_PID, &record("a"), &[])
             .unwrap();
-        // Its locks go with it, its folder stays.
+        // Its locks end with it, its folder stays.
         let folder = member.folder().to_owned();
         drop(member);
         assert!(folder.exists());

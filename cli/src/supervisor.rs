@@ -1,8 +1,8 @@
-//! The supervisor: grants a share to a command, and looks after it until the command is gone.
+//! The supervisor: grants a share to a command, and maintains it until the command has ended.
 //!
-//! It runs beside the command, not above it: started by the process that becomes the command,
-//! detached from it, in a session of its own. If it is killed, the command keeps its cap, and the
-//! next `tranche run` of the user removes what is left.
+//! It is not the command's parent: the process that becomes the command starts it, and it detaches
+//! into a session of its own. If it is killed, the command keeps its cap, and the next `tranche
+//! run` of the user removes what is left.
 
 use std::io::{self, Read as _, Write as _};
 use std::os::fd::OwnedFd;
@@ -31,16 +31,16 @@ use crate::shares::{Membership, Shares};
 use crate::wire::{Answer, Grant, Request};
 
 const SHIM: [&str; 2] = ["libcuda.so.1", "libnvidia-ml.so.1"];
-/// How long a share is waited for whose commands have ended.
+/// How long to wait for the end of a share whose commands have ended.
 const PATIENCE: Duration = Duration::from_secs(2);
 const PRELOAD: &str = "/etc/ld.so.preload";
 
-/// Runs as the supervisor's process; says on stdout what it grants.
+/// The supervisor's process; writes its answer to stdout.
 pub fn main(args: &Supervise) -> ExitCode {
     if !args.detached {
         return detach(args);
     }
-    // Signals of the terminal are the command's, and no folder is kept busy.
+    // The terminal's signals are for the command, and no folder may be kept busy.
     let _ = rustix::process::setsid();
     let _ = std::env::set_current_dir("/");
     match serve() {
@@ -49,7 +49,7 @@ pub fn main(args: &Supervise) -> ExitCode {
     }
 }
 
-/// Starts the supervisor again and ends: the command must not have a child that it does not know.
+/// Starts the supervisor again and ends, because the command must not have an unexpected child.
 fn detach(args: &Supervise) -> ExitCode {
     let started = Command::new("/proc/self/exe")
         .args(["supervise", "--detached", &args.share])
@@ -66,7 +66,7 @@ fn detach(args: &Supervise) -> ExitCode {
 fn answer(answer: &Answer) {
     let mut line = serde_json::to_vec(answer).unwrap_or_default();
     line.push(b'\n');
-    // Whoever does not read it is gone.
+    // If it cannot be written, the reader is gone.
     let _ = io::stdout().write_all(&line);
     let _ = io::stdout().flush();
 }
@@ -144,8 +144,8 @@ fn grant(request: &Request) -> Result<(Grant, Held), String> {
     ))
 }
 
-/// Joins the share or makes it. Waits for shares in its way that are about to go: a command that
-/// follows another in a script must not find that one's share.
+/// Joins the share or creates it. Waits for blocking shares that end soon: a command that follows
+/// another in a script must not be refused because of that one's share.
 fn enter(
     request: &Request,
     gpus: &[String],
@@ -219,7 +219,7 @@ fn specs(
     };
     let paths = NodePaths {
         shares: shares.base().to_string_lossy().into_owned(),
-        // There is no container runtime that would run them.
+        // No container runtime runs the hooks.
         hooks: libraries.to_string_lossy().into_owned(),
         dev_root: if own_nodes {
             root.as_path()
@@ -251,7 +251,7 @@ fn files(request: &Request, record: &Record) -> Result<Vec<(PathBuf, Vec<u8>, u3
             device.cap,
         )
         .map_err(|e| format!("cap page: {e}"))?;
-        // The command sees it through a read-only mount; the sampler, without rights, writes it.
+        // The command sees it through a read-only mount; the sampler writes it without root.
         files.push((page(tranche_shim_core::paths::CAP), cap.to_vec(), 0o644));
         let account = AccountPage::initial().to_vec();
         files.push((page(tranche_shim_core::paths::ACCOUNT), account, 0o666));
@@ -270,8 +270,8 @@ fn files(request: &Request, record: &Record) -> Result<Vec<(PathBuf, Vec<u8>, u3
 }
 
 impl Held {
-    /// Until the command is gone, and all that it left behind unless others of the share look after
-    /// that.
+    /// Maintains the share until the command and its remaining processes have ended, or other
+    /// members of the share do so.
     fn look_after(mut self, command: &OwnedFd) {
         while !ends_within(command, self.duties.turn(&self.shares)) {}
         let mut membership = self.membership;

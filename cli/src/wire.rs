@@ -1,4 +1,4 @@
-//! What `tranche run` and its supervisor tell each other, one line of JSON each way.
+//! The messages between `tranche run` and its supervisor: one line of JSON in each direction.
 
 use std::path::PathBuf;
 
@@ -6,19 +6,19 @@ use serde::{Deserialize, Serialize};
 use tranche_api::share_config::ComputeMode;
 use tranche_driver::cdi::Spec;
 
-/// What is wanted. What is left out is the share's, if it exists.
+/// The request. Missing values are taken from the share if it exists.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Request {
     /// The share's name.
     pub share: String,
-    /// Whether others may be in it already.
+    /// Whether the share may exist already.
     pub joinable: bool,
     /// Bytes.
     pub memory: Option<u64>,
     /// Percent.
     pub cores: Option<u8>,
-    /// How the cores are meant.
+    /// How the limit on cores is applied.
     pub mode: Option<ComputeMode>,
     /// Bytes.
     pub context_memory: Option<u64>,
@@ -28,7 +28,7 @@ pub struct Request {
     pub driver_root: PathBuf,
     /// The folder of our libraries.
     pub shim: PathBuf,
-    /// Who will be the command.
+    /// The process that will become the command.
     pub pid: i32,
 }
 
@@ -37,11 +37,11 @@ pub struct Request {
 pub struct Link {
     /// Where.
     pub path: PathBuf,
-    /// What it says.
+    /// Its target.
     pub target: PathBuf,
 }
 
-/// What the command gets.
+/// The command's share.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Grant {
@@ -53,11 +53,11 @@ pub struct Grant {
     pub driver: Spec,
     /// The share's CDI spec.
     pub share: Spec,
-    /// The driver's links, where the host has none.
+    /// The driver's links that the host lacks.
     pub links: Vec<Link>,
     /// Device nodes of GPUs that are not the command's.
     pub hidden: Vec<PathBuf>,
 }
 
-/// The supervisor's answer: a grant, or the reason why not.
+/// The supervisor's answer: a grant or the reason of the refusal.
 pub type Answer = Result<Grant, String>;

@@ -1,20 +1,21 @@
-//! The kit for machines with a GPU (`bench/gpu`), whole, on the simulated machine: so that it works where there is a GPU.
+//! Runs all parts of the kit for machines with a GPU (`bench/gpu`) on the simulated machine.
 
 #![allow(
     clippy::unwrap_used,
     reason = "a test that cannot go on should say where"
 )]
 
+mod common;
+
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
-use std::time::{Duration, Instant};
 
+use common::{kill, until};
 use serde_json::Value;
 use tranche_shim_tests::{Node, target, text};
 
-const PATIENCE: Duration = Duration::from_mins(1);
-/// What travels to a machine at once, less some room for what else does.
+/// The largest size of the kit, in bytes.
 const MOST: u64 = 60 << 20;
 
 fn repository() -> &'static Path {
@@ -98,7 +99,7 @@ impl Machine {
         command.spawn().unwrap()
     }
 
-    /// The one result; none while there is none.
+    /// The only result, if there is one yet.
     fn result(&self) -> Option<Value> {
         let path = files(self.results.path())
             .into_iter()
@@ -122,7 +123,7 @@ impl Machine {
         part.unwrap_or_else(|| panic!("{name}: {result}")).clone()
     }
 
-    /// Waits until nobody has memory of the GPUs any more.
+    /// Waits until the GPUs' memory is free.
     fn becomes_empty(&self, before: u64) {
         until("the GPU is given back", || self.used() == before);
     }
@@ -132,8 +133,8 @@ impl Machine {
     }
 }
 
-/// The kit with a `/run` of its own: the simulated GPUs of all machines have the same UUIDs, so that shares on them,
-/// which lie there, would add up.
+/// The kit with its own `/run`: the simulated GPUs of all machines have the same UUIDs, so that shares on them,
+/// which are in `/run`, would add up.
 fn command(arguments: &[String]) -> Command {
     let script = "mount -t tmpfs x /run && exec \"$@\"";
     let mut command = Command::new("unshare");
@@ -143,27 +144,11 @@ fn command(arguments: &[String]) -> Command {
     command
 }
 
-fn until(what: &str, mut done: impl FnMut() -> bool) {
-    let start = Instant::now();
-    while !done() {
-        assert!(
-            start.elapsed() < PATIENCE,
-            "not within {PATIENCE:?}: {what}"
-        );
-        std::thread::sleep(Duration::from_millis(10));
-    }
-}
-
 fn rows(part: &Value) -> Vec<Value> {
     part["rows"].as_array().unwrap().clone()
 }
 
-fn kill(process: u32, signal: rustix::process::Signal) {
-    let process = rustix::process::Pid::from_raw(process.try_into().unwrap()).unwrap();
-    rustix::process::kill_process(process, signal).unwrap();
-}
-
-/// What is judged without a look at times must hold; times are the simulator's, and may miss their targets.
+/// All rows that do not depend on time must hold; times on the simulator may miss their targets.
 #[test]
 fn every_part_runs_and_what_can_hold_holds() {
     let machine = Machine::new("all");
@@ -221,7 +206,7 @@ fn every_part_runs_and_what_can_hold_holds() {
     assert_eq!(table, machine.table(), "what is printed is what is written");
 }
 
-/// A framework that the Python has: real numba, by the clients of the simulator.
+/// A framework that the Python has: real numba, from the simulator's client environment.
 #[test]
 fn a_framework_that_is_there_is_filled_to_the_cap() {
     let machine = Machine::new("numba");
@@ -246,7 +231,7 @@ fn a_framework_that_is_there_is_filled_to_the_cap() {
     }
 }
 
-/// NVIDIA's tools, as far as the part itself goes: programs by their names that run the program and say as much.
+/// Scripts with the names of NVIDIA's tools, which run the program and print a result.
 #[test]
 fn a_tools_word_in_a_share_is_compared_with_its_word_without() {
     let machine = Machine::new("tools");
@@ -259,7 +244,7 @@ fn a_tools_word_in_a_share_is_compared_with_its_word_without() {
         fs::set_permissions(&path, mode).unwrap();
     };
     tool("compute-sanitizer", "echo ERROR SUMMARY: 0 errors");
-    // One that finds something in a share only.
+    // A tool that finds an error only in a share.
     let differs =
         "test -e /usr/lib/tranche/shares && echo exited with code 1 || echo exited normally";
     tool("cuda-gdb", differs);
@@ -316,7 +301,7 @@ fn ended_or_killed_it_leaves_what_it_has_and_nothing_on_the_gpu() {
     }
 }
 
-/// Several runs of parts become one result, and the later one of a part counts.
+/// Several runs are joined into one result; of a part that ran twice, the later result is kept.
 #[test]
 fn results_of_several_runs_are_joined() {
     let (first, second) = (Machine::new("first"), Machine::new("second"));
@@ -346,7 +331,8 @@ fn results_of_several_runs_are_joined() {
     assert_eq!(files(to.path()).len(), 2);
 }
 
-/// Without CAP_SYS_ADMIN and user namespaces nobody makes a mount: parts that need a share say why they are absent.
+/// Without CAP_SYS_ADMIN and user namespaces no mount can be made: parts that need a share report why they are
+/// absent.
 #[test]
 fn without_mounts_what_needs_no_share_runs() {
     let machine = Machine::new("mounts");
@@ -399,7 +385,7 @@ fn a_driver_in_usr_local_nvidia_is_found() {
         until [ -e /run/nvidia-persistenced/socket ]; do sleep 0.01; done
         "$kit/bench/gpu/run" --quick --gpu 1 --memory 8 --results "$results" --only frameworks,ways
     "#;
-    // The second one is where `tranche run` does not look.
+    // `tranche run` does not search the second one.
     for folder in ["lib64", "lib"] {
         let work = tempfile::tempdir().unwrap();
         let ran = Command::new("unshare")
@@ -450,7 +436,7 @@ fn without_a_gpu_it_says_so() {
     );
 }
 
-/// The folder travels to machines that take so much and no more, and it is the one that this tree makes.
+/// The kit is below its largest size, and was made from this tree.
 #[test]
 fn the_kit_is_small_and_of_this_tree() {
     let kit = kit();

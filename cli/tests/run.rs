@@ -1,9 +1,11 @@
-//! `tranche run` as it is, on simulated GPUs: as root and as a user who is nobody.
+//! The built `tranche run`, on simulated GPUs: as root and as an unprivileged user.
 
 #![allow(
     clippy::unwrap_used,
     reason = "a test that cannot go on should say where"
 )]
+
+mod common;
 
 use std::ffi::OsStr;
 use std::fs;
@@ -12,16 +14,15 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
 
+use common::{kill, until};
 use tranche_node::page::AccountFile;
 use tranche_shim_tests::{Node, Probe, built, text};
 
 const GIB: u64 = 1 << 30;
 const NOBODY: u32 = 65_534;
-const PATIENCE: Duration = Duration::from_secs(20);
 
-/// A machine with two GPUs, and what a user needs of us on it.
+/// A machine with two GPUs and the installed programs.
 struct Machine {
     node: Node,
     /// Programs and shim, where every user can read them.
@@ -111,7 +112,7 @@ fn probe() -> PathBuf {
     path
 }
 
-/// Where the shares of a user lie.
+/// The folder of a user's shares.
 fn base(user: u32) -> PathBuf {
     let run = Path::new("/run/tranche/run");
     if user == 0 && run.exists() {
@@ -131,18 +132,7 @@ fn shares(user: u32) -> Vec<String> {
         .collect()
 }
 
-fn until(what: &str, mut done: impl FnMut() -> bool) {
-    let start = Instant::now();
-    while !done() {
-        assert!(
-            start.elapsed() < PATIENCE,
-            "not within {PATIENCE:?}: {what}"
-        );
-        std::thread::sleep(Duration::from_millis(5));
-    }
-}
-
-/// The process that looks after a share.
+/// The supervisor of a share.
 fn supervisor(share: &str) -> Option<i32> {
     fs::read_dir("/proc").unwrap().find_map(|entry| {
         let path = entry.unwrap().path();
@@ -151,10 +141,6 @@ fn supervisor(share: &str) -> Option<i32> {
         let ours = words.contains(&&b"supervise"[..]) && words.contains(&share.as_bytes());
         path.file_name()?.to_str()?.parse().ok().filter(|_| ours)
     })
-}
-
-fn kill(pid: i32, signal: rustix::process::Signal) {
-    rustix::process::kill_process(rustix::process::Pid::from_raw(pid).unwrap(), signal).unwrap();
 }
 
 /// A command that ends with its test.
@@ -199,7 +185,7 @@ fn the_cap_holds_to_the_byte() {
     probe.must(&format!("alloc {free}"));
 }
 
-/// A batch system says which GPU of the host's; in the share it is the only one.
+/// A batch system sets the host's index of the GPU; in the share it is the only GPU.
 #[test]
 fn an_index_of_the_hosts_gpus_is_translated() {
     let machine = Machine::new();
@@ -230,13 +216,13 @@ fn the_exit_code_is_the_commands() {
     assert!(text(&refused.stderr).contains("--memory 900Gi"));
 }
 
-/// The process that was started is the command: its signals, its terminal, its parent.
+/// The process that was started becomes the command: it gets its signals, its terminal, its parent.
 #[test]
 fn the_command_is_the_process_that_was_started() {
     let machine = Machine::new();
     let mut child = machine
         .run(&["--memory", "1Gi"])
-        // A shell cannot trap a signal that its parent ignores, as shells do for commands in the background.
+        // A shell cannot trap a signal that its parent ignores, as for commands in the background.
         .args([
             "env",
             "--default-signal=INT",
@@ -253,7 +239,7 @@ fn the_command_is_the_process_that_was_started() {
     let mut line = String::new();
     std::io::BufRead::read_line(&mut output, &mut line).unwrap();
     assert_eq!(line.trim(), child.id().to_string());
-    kill(child.id().try_into().unwrap(), rustix::process::Signal::INT);
+    kill(child.id(), rustix::process::Signal::INT);
     drop(input);
     line.clear();
     // To the end of the pipe: the supervisor does not hold it.
@@ -281,7 +267,7 @@ fn two_commands_share_one_cap() {
         error.contains("--memory 11Gi") && error.contains("10Gi"),
         "{error}"
     );
-    // What one leaves is the other's.
+    // The other can use what the first released.
     first.kill();
     second.must(&format!("alloc {}", 6 * GIB));
     second.kill();
@@ -323,7 +309,7 @@ fn a_dead_process_is_swept_while_others_idle() {
     });
 }
 
-/// One supervisor samples all shares; when it goes, another does.
+/// One supervisor samples all shares; when it ends, another does.
 #[test]
 fn every_share_is_granted_its_gpu_time() {
     let machine = Machine::new();
@@ -332,7 +318,7 @@ fn every_share_is_granted_its_gpu_time() {
         let options = ["--share", share, "--mode", "work-conserving"];
         machine.sleep(&[&options[..], &sizes].concat())
     };
-    // Of a share that works while all others are idle, more than its cores.
+    // A share that works while all others are idle gets more than its cores.
     let is_sampled = |share: &str| {
         let pages = base(0).join(format!("{share}/{share}-gpu-0"));
         let mut spent = 0u64;
@@ -363,13 +349,13 @@ fn a_killed_supervisor_leaves_the_cap_and_nothing_else() {
     probe.must("init");
     probe.must("primary 0");
     let watcher = supervisor("orphan").unwrap();
-    kill(watcher, rustix::process::Signal::KILL);
+    kill(watcher.try_into().unwrap(), rustix::process::Signal::KILL);
     until("the supervisor's end", || {
         supervisor("orphan") != Some(watcher)
     });
     assert_eq!(probe.ask(&format!("alloc {}", 11 * GIB)).code, 2);
     probe.must(&format!("alloc {}", 6 * GIB));
-    // The share is known to be in use, by the process in it.
+    // The share counts as in use, because of the process in it.
     let error = machine.shell(&["--memory", "75Gi"], "true");
     assert!(
         text(&error.stderr).contains("orphan"),
@@ -412,7 +398,8 @@ fn whatever_becomes_of_the_environment_and_the_user() {
     }
 }
 
-/// A copy of the driver in a folder of `LD_LIBRARY_PATH` is the shim, by name and by path.
+/// A copy of the driver in a folder of `LD_LIBRARY_PATH` is covered by the shim, by name and by
+/// path.
 #[test]
 fn with_a_copy_of_the_driver_that_the_environment_names() {
     let machine = Machine::new();
@@ -457,10 +444,10 @@ fn a_run_in_a_run_is_refused() {
     );
     let ran = machine.shell(&["--memory", "5Gi"], &script);
     assert_eq!(ran.status.code(), Some(125));
-    assert!(text(&ran.stderr).contains("share of a GPU already"));
+    assert!(text(&ran.stderr).contains("already in a share of a GPU"));
 }
 
-/// As a user without rights, in a user namespace: the same cap, and still the same user.
+/// As an unprivileged user, in a user namespace: the same cap, and still the same user.
 #[test]
 fn a_user_without_rights_has_shares_too() {
     let machine = Machine::new();

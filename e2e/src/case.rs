@@ -1,4 +1,4 @@
-//! One test: the cluster to itself, and everything as it was afterwards.
+//! Runs one test alone on the cluster, and restores everything afterwards.
 
 use std::fmt;
 use std::fs::File;
@@ -21,11 +21,11 @@ use crate::node::Node;
 use crate::system::{NodePlugin, text};
 use crate::{diagnosis, wait};
 
-/// The cluster, held by one test at a time.
+/// The cluster, used by one test at a time.
 pub struct Case {
-    /// As the cluster's admin.
+    /// A client with the administrator's rights.
     pub client: Client,
-    /// The node that takes the test's pods: the first one with GPUs.
+    /// The node of the test's pods: the first one with GPUs.
     pub node: Node,
     /// Its GPUs, by PCI address.
     pub gpus: Vec<Gpu>,
@@ -36,12 +36,12 @@ pub struct Case {
     _alone: File,
 }
 
-/// How far a namespace is removed before the test ends.
+/// How much of a namespace must be removed before the test ends.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Until {
-    /// Its pods and claims are gone: its name is used once.
+    /// Its pods and claims: its name is used only once.
     Emptied,
-    /// Nothing of it is left: its name is used again.
+    /// All of it: its name is used again.
     Gone,
 }
 
@@ -55,8 +55,8 @@ impl fmt::Debug for Case {
     }
 }
 
-/// Runs a test with the cluster to itself. Whatever becomes of it, what it made is removed, and the
-/// nodes must hold no file of a claim afterwards.
+/// Runs a test alone on the cluster. Whether it passes or fails, its objects are removed, and
+/// afterwards the nodes must have no file of a claim.
 pub fn run(test: impl AsyncFnOnce(&Case) -> anyhow::Result<()>) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
@@ -145,7 +145,7 @@ impl Case {
         Ok((Node::new(name), gpus(second)?))
     }
 
-    /// Makes a namespace that goes with the test.
+    /// Makes a namespace that is removed after the test.
     pub async fn namespace(&self, name: &str) -> anyhow::Result<Namespace> {
         let name = format!("e2e-{name}-{}", self.suffix);
         let namespace: CoreNamespace =
@@ -158,7 +158,7 @@ impl Case {
         Ok(Namespace::new(self.client.clone(), name))
     }
 
-    /// Removes the namespace `name`, which somebody else makes, with the test.
+    /// Removes the namespace `name`, which is made elsewhere, after the test.
     pub fn adopt(&self, name: &str) -> Namespace {
         self.remember(name, Until::Gone);
         Namespace::new(self.client.clone(), name.to_owned())
@@ -189,13 +189,13 @@ impl Case {
         Ok(device.name.clone())
     }
 
-    /// A name that no other test has.
+    /// A unique name.
     #[must_use]
     pub fn unique(&self, name: &str) -> String {
         format!("e2e-{name}-{}", self.suffix)
     }
 
-    /// Puts something back when the test has ended, the last first.
+    /// Runs a step after the test, the last one first.
     pub fn afterwards(
         &self,
         what: &str,
@@ -232,7 +232,7 @@ impl Case {
                 problems.push(format!("namespace {name}: {error:#}"));
             }
         }
-        // The kubelet releases before a pod is gone, unless it went by force.
+        // The kubelet releases claims before a pod is gone, unless it was deleted by force.
         let others = self.others.iter().map(|other| Node::new(other.name_any()));
         for node in std::iter::once(self.node).chain(others) {
             if let Err(error) = node.no_claim_files(wait::USUAL).await {
@@ -274,7 +274,8 @@ async fn remove(client: &Client, name: &str, until: Until) -> anyhow::Result<()>
     }
 }
 
-/// Nobody else may hold GPUs: half of the tests ask who gets the last one. What is going is waited for.
+/// Nothing else may hold GPUs, because many tests depend on the last free one. Waits for claims that
+/// are being deleted.
 async fn unused(client: &Client) -> anyhow::Result<()> {
     let claims: Api<ResourceClaim> = Api::all(client.clone());
     claims
@@ -340,7 +341,7 @@ fn gpus(node: &GpuNode) -> anyhow::Result<Vec<Gpu>> {
     Ok(gpus)
 }
 
-/// Whether the scheduler may use the node. Most tests ask who gets the last GPU of one node, so the others are cordoned.
+/// Whether the scheduler may use the node. Most tests depend on the last GPU of one node, so the others are cordoned.
 async fn schedulable(client: &Client, node: &str, may: bool) -> anyhow::Result<()> {
     let nodes: Api<CoreNode> = Api::all(client.clone());
     let patch = Patch::Merge(serde_json::json!({"spec": {"unschedulable": !may}}));

@@ -1,4 +1,4 @@
-//! What somebody wants to see of a test that failed.
+//! Prints the state of the cluster after a failed test.
 
 use std::fmt::Write;
 
@@ -82,11 +82,11 @@ async fn logs(client: &Client, text: &mut String) -> anyhow::Result<()> {
     };
     for pod in pods.list(&ListParams::default()).await? {
         let name = pod.name_any();
-        let said = pods
+        let output = pods
             .logs(&name, &tail)
             .await
             .unwrap_or_else(|error| error.to_string());
-        writeln!(text, "log of {name}:\n{said}")?;
+        writeln!(text, "log of {name}:\n{output}")?;
     }
     Ok(())
 }

@@ -6,19 +6,19 @@ use k8s_openapi::api::core::v1::Pod;
 use kube::api::{Api, AttachParams};
 use tokio::io::{AsyncRead, AsyncReadExt};
 
-/// What became of a command.
+/// The result of a command.
 #[derive(Clone, Debug)]
 pub struct Exit {
     /// Its exit status.
     pub code: i32,
-    /// What it said.
+    /// Its standard output.
     pub stdout: String,
-    /// What it complained of.
+    /// Its standard error.
     pub stderr: String,
 }
 
 impl Exit {
-    /// What it said, if it went well.
+    /// Its standard output, if it succeeded.
     pub fn ok(self) -> anyhow::Result<String> {
         ensure!(
             self.code == 0,

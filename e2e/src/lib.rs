@@ -1,14 +1,14 @@
-//! What the end-to-end suite is written with.
+//! The library of the end-to-end suite.
 //!
 //! ```text
-//!  case::run ─► Case: the cluster to itself ─► Namespace ─► claims, Pods ─► exec, workload
-//!      │                      └─► Node: what is on the machine, by the container engine
-//!      └─ afterwards, whatever happened: diagnosis if it failed, everything removed, nothing left
+//!  case::run ─► Case: alone on the cluster ─► Namespace ─► claims, Pods ─► exec, workload
+//!      │                      └─► Node: the machine, through the container engine
+//!      └─ afterwards: diagnosis if it failed, everything removed, a check that nothing is left
 //! ```
 //!
-//! The tests are in `tests/suite/`, a file for each subject. They need a cluster as `make cluster-up`
-//! leaves it, by `KUBECONFIG`, and its GPUs for themselves: one test at a time holds them. What a
-//! test waits for it watches; nothing sleeps.
+//! The tests are in `tests/suite/`, a file for each subject. They need the cluster of `make
+//! cluster-up`, by `KUBECONFIG`, and exclusive use of its GPUs: one test runs at a time. Tests wait
+//! by watches and do not sleep.
 #![forbid(unsafe_code)]
 
 pub mod case;

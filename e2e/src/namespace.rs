@@ -12,10 +12,10 @@ use serde_json::{Value, json};
 use crate::pod::PodHandle;
 use crate::request::Request;
 
-/// Idle until told to end.
+/// Idle until SIGTERM.
 pub const IDLE: [&str; 3] = ["sh", "-c", "trap exit TERM; sleep infinity & wait"];
 
-/// A namespace that goes with its test.
+/// A namespace that is removed after its test.
 #[derive(Clone)]
 pub struct Namespace {
     client: Client,
@@ -28,7 +28,7 @@ impl fmt::Debug for Namespace {
     }
 }
 
-/// What a pod names to get its devices.
+/// The source of a pod's claim.
 #[derive(Clone, Copy, Debug)]
 pub enum Source<'a> {
     /// A claim that exists.

@@ -1,4 +1,4 @@
-//! The machine below the cluster: a kind node is a container, and the engine lets us in.
+//! The machine of a node: a kind node is a container, in which the engine runs commands.
 
 use std::path::Path;
 use std::process::Output;
@@ -9,7 +9,7 @@ use tokio::process::Command;
 
 use crate::wait;
 
-/// The kubelet's folder for us: sockets, journals, what containers get mounted.
+/// Our folder below the kubelet's: sockets, journals, files that are mounted into containers.
 pub const PLUGIN_DIR: &str = "/var/lib/kubelet/plugins/gpu.tranche.dev";
 
 /// A kind node.
@@ -31,7 +31,7 @@ impl Node {
         &self.name
     }
 
-    /// Runs a shell script as root on the node, and returns what it says.
+    /// Runs a shell script as root on the node, and returns its output.
     pub async fn shell(&self, script: &str) -> anyhow::Result<String> {
         let Output {
             status,
@@ -54,8 +54,7 @@ impl Node {
         Ok(String::from_utf8_lossy(&stdout).into_owned())
     }
 
-    /// Everything that is on the node for the sake of a claim: journals, CDI specs, share pages, and
-    /// temporary files of them.
+    /// All files of claims on the node: journals, CDI specs, share pages, and their temporary files.
     pub async fn claim_files(&self) -> anyhow::Result<Vec<String>> {
         let found = self
             .shell(&format!(
@@ -66,7 +65,7 @@ impl Node {
         Ok(found.lines().map(str::to_owned).collect())
     }
 
-    /// Waits until nothing is left of any claim.
+    /// Waits until there is no file of any claim.
     pub async fn no_claim_files(&self, limit: Duration) -> anyhow::Result<()> {
         wait::for_answer("no file of a claim on the node", limit, async || {
             let left = self.claim_files().await?;
@@ -100,8 +99,8 @@ impl Node {
         Ok(format!("nvidia-smi -i {uuid} -mig 0"))
     }
 
-    /// Kills the node plugin while it prepares a claim: its journal is there, and its CDI spec is not yet. The plugin
-    /// is stopped while the files are counted, so that the count still holds when it is killed.
+    /// Kills the node plugin while it prepares a claim: its journal exists and its CDI spec does not. The plugin is
+    /// stopped while the files are counted, so that the count is still right when it is killed.
     pub async fn kill_plugin_in_a_prepare(&self) -> anyhow::Result<()> {
         let script = format!(
             "pid=$(pgrep -f '^/usr/bin/tranche-kubelet-plugin')
@@ -117,7 +116,7 @@ impl Node {
         Ok(())
     }
 
-    /// Kills the node plugin without a warning.
+    /// Kills the node plugin with SIGKILL.
     pub async fn kill_plugin(&self) -> anyhow::Result<()> {
         self.shell("kill -KILL $(pgrep -f '^/usr/bin/tranche-kubelet-plugin')")
             .await?;

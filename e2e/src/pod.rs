@@ -22,7 +22,7 @@ pub struct PodHandle {
 }
 
 impl PodHandle {
-    /// The pod `name`, which may have been made by somebody else.
+    /// The pod `name`, which may have been made elsewhere.
     #[must_use]
     pub fn new(namespace: Namespace, name: String) -> Self {
         Self {
@@ -43,7 +43,7 @@ impl PodHandle {
         self.started_within(wait::USUAL).await
     }
 
-    /// Waits, for so long, until its container runs.
+    /// Waits up to a time limit until its container runs.
     pub async fn started_within(&self, limit: Duration) -> anyhow::Result<Pod> {
         let what = format!("pod {} running", self.name);
         let pod = wait::for_one(self.namespace.pods(), &self.name, &what, limit, |pod| {
@@ -62,7 +62,7 @@ impl PodHandle {
         }
     }
 
-    /// Waits until the scheduler has said that it finds no place, and returns its reason.
+    /// Waits until the scheduler reports that it cannot place the pod, and returns its reason.
     pub async fn unschedulable(&self) -> anyhow::Result<String> {
         let what = format!("pod {} unschedulable", self.name);
         wait::for_one(
@@ -75,7 +75,7 @@ impl PodHandle {
         .await
     }
 
-    /// Waits until the scheduler has said that there is no room for the pod's claims.
+    /// Waits until the scheduler reports that it cannot allocate the pod's claims.
     pub async fn has_no_room(&self) -> anyhow::Result<()> {
         let reason = self.unschedulable().await?;
         ensure!(
@@ -101,7 +101,7 @@ impl PodHandle {
         .await
     }
 
-    /// The claim that was made for it of a template.
+    /// The claim that was made for it from a template.
     pub async fn claim(&self) -> anyhow::Result<ResourceClaim> {
         let what = format!("the claim of the pod {}", self.name);
         let name = wait::for_one(
@@ -143,35 +143,36 @@ impl PodHandle {
         }
     }
 
-    /// Runs a command that must go well.
-    pub async fn say(&self, command: &[&str]) -> anyhow::Result<String> {
+    /// Runs a command that must succeed, and returns its standard output.
+    pub async fn stdout(&self, command: &[&str]) -> anyhow::Result<String> {
         self.exec(command)
             .await?
             .ok()
             .with_context(|| format!("{command:?} in {}", self.name))
     }
 
-    /// What CUDA sees in it.
+    /// The GPUs that CUDA shows in it.
     pub async fn seen(&self) -> anyhow::Result<Vec<Seen>> {
-        workload::lines(&self.say(&["tranche-workload", "--json", "info"]).await?)
+        workload::lines(&self.stdout(&["tranche-workload", "--json", "info"]).await?)
     }
 
-    /// Fills every device of it, by further `options`.
+    /// Fills each of its devices, with further `options`.
     pub async fn fill(&self, options: &[&str]) -> anyhow::Result<Vec<Filled>> {
         let command = [&["tranche-workload", "--json", "fill"], options].concat();
-        workload::lines(&self.say(&command).await?)
+        workload::lines(&self.stdout(&command).await?)
     }
 
-    /// What the real nvidia-smi says of the memory of each GPU: UUID and MiB, in its order.
+    /// The memory of each GPU that the real nvidia-smi shows: UUID and MiB, in its order.
     pub async fn nvidia_smi(&self) -> anyhow::Result<Vec<(String, u64)>> {
-        let said = self
-            .say(&[
+        let output = self
+            .stdout(&[
                 "nvidia-smi",
                 "--query-gpu=uuid,memory.total",
                 "--format=csv,noheader,nounits",
             ])
             .await?;
-        said.lines()
+        output
+            .lines()
             .map(|line| {
                 let (uuid, total) = line.split_once(", ").with_context(|| line.to_owned())?;
                 Ok((
@@ -182,7 +183,7 @@ impl PodHandle {
             .collect()
     }
 
-    /// What it has logged.
+    /// Its log.
     pub async fn logs(&self) -> anyhow::Result<String> {
         Ok(self
             .namespace
@@ -201,23 +202,23 @@ impl PodHandle {
         .await
     }
 
-    /// Waits for a heartbeat after now and returns it: the holder has worked since.
+    /// Waits for a new heartbeat and returns it: the holder still works.
     pub async fn next_beat(&self) -> anyhow::Result<Beat> {
         let now = self.beats().await?.len();
         let what = format!("the next heartbeats of {}", self.name);
         wait::for_answer(&what, wait::USUAL, async || {
             let beats: Vec<Beat> = workload::lines(&self.logs().await?)?;
-            // One may have begun before now.
+            // One heartbeat may have begun before this call.
             Ok(beats.get(now + 1).cloned())
         })
         .await
     }
 
-    /// Has the kubelet look at the pod again: after a Prepare that failed it does so only when the pod changes, or after a
-    /// minute and more.
-    pub async fn look_again(&self) -> anyhow::Result<()> {
+    /// Makes the kubelet sync the pod: after a failed Prepare it does so only when the pod changes, or after more than a
+    /// minute.
+    pub async fn sync(&self) -> anyhow::Result<()> {
         let other = uuid::Uuid::new_v4().to_string();
-        let changed = serde_json::json!({"metadata": {"annotations": {"look-again": other}}});
+        let changed = serde_json::json!({"metadata": {"annotations": {"sync": other}}});
         self.namespace
             .pods()
             .patch(&self.name, &PatchParams::default(), &Patch::Merge(&changed))
@@ -242,7 +243,7 @@ impl PodHandle {
     }
 }
 
-/// Why the scheduler finds no place for a pod.
+/// Why the scheduler cannot place a pod.
 fn unschedulable(pod: &Pod) -> Option<String> {
     pod.status
         .as_ref()?

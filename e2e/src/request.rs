@@ -1,4 +1,4 @@
-//! What a claim asks for.
+//! The requests of a claim.
 
 use serde_json::{Value, json};
 use tranche_api::tier::Tier;
@@ -26,13 +26,13 @@ impl Request {
         Self::of(Tier::Exclusive)
     }
 
-    /// A share that nothing caps.
+    /// A share without limits.
     #[must_use]
     pub fn timeshared() -> Self {
         Self::of(Tier::Timeshared)
     }
 
-    /// A share with so much memory and compute.
+    /// A share with this memory and compute.
     #[must_use]
     pub fn capped(memory: &str, cores: &str) -> Self {
         let mut request = Self::of(Tier::Capped);
@@ -55,7 +55,7 @@ impl Request {
         self
     }
 
-    /// A claim's spec of this request alone.
+    /// A claim's spec with only this request.
     #[must_use]
     pub fn spec(&self) -> Value {
         spec([self])
@@ -68,7 +68,7 @@ pub fn spec<'a>(requests: impl IntoIterator<Item = &'a Request>) -> Value {
     json!({"devices": {"requests": requests}})
 }
 
-/// The spec with its requests on GPUs of their own.
+/// The spec with its requests on different GPUs.
 #[must_use]
 pub fn apart(mut spec: Value) -> Value {
     spec["devices"]["constraints"] = json!([{"distinctAttribute": "gpu.tranche.dev/uuid"}]);

@@ -1,4 +1,4 @@
-//! Tranche's own parts on the cluster.
+//! Tranche's own components on the cluster.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -29,7 +29,7 @@ pub fn slices_config() -> watcher::Config {
     watcher::Config::default().fields(&format!("spec.driver={DRIVER}"))
 }
 
-/// The plugin of one node, and what the cluster is told of that node.
+/// The plugin of one node, and the node's objects.
 #[derive(Clone)]
 pub struct NodePlugin {
     client: Client,
@@ -68,7 +68,7 @@ impl NodePlugin {
         .await
     }
 
-    /// Waits until `wanted` makes something of the node's slices.
+    /// Waits until `wanted` returns a value for the node's slices.
     pub async fn slices<T>(
         &self,
         what: &str,
@@ -81,7 +81,7 @@ impl NodePlugin {
         wait::for_all(api, config, what, limit, wanted).await
     }
 
-    /// The node's slices once they are whole pools.
+    /// The node's slices once their pools are complete.
     pub async fn published(&self) -> anyhow::Result<BTreeMap<String, ResourceSlice>> {
         self.slices("whole pools", wait::USUAL, complete).await
     }
@@ -95,7 +95,7 @@ impl NodePlugin {
     }
 }
 
-/// The slices, if they are whole pools.
+/// The slices, if their pools are complete.
 #[must_use]
 pub fn complete(
     slices: &BTreeMap<String, ResourceSlice>,
@@ -136,8 +136,8 @@ pub fn epoch(node: &GpuNode) -> i64 {
         .sum()
 }
 
-/// Offers more shares of each GPU than the chart's own policy, until the test ends: so many at most,
-/// with memory kept free for the contexts of `expected`.
+/// Offers up to `most` shares of each GPU until the test ends, more than the chart's own policy,
+/// with memory for the contexts of `expected` shares.
 pub async fn offer(case: &Case, most: u32, expected: u32) -> anyhow::Result<()> {
     let policies: Api<SharingPolicy> = Api::all(case.client.clone());
     let name = case.unique("offer");
@@ -158,7 +158,7 @@ pub async fn offer(case: &Case, most: u32, expected: u32) -> anyhow::Result<()> 
     offered(&case.plugin(), &Quantity(most.to_string())).await
 }
 
-/// How many shares of a GPU the chart's own policy offers.
+/// The number of shares of a GPU in the chart's own policy.
 async fn most_shares(client: &Client) -> anyhow::Result<Quantity> {
     let policies: Api<SharingPolicy> = Api::all(client.clone());
     let default = policies.get("default").await?;

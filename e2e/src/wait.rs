@@ -1,4 +1,4 @@
-//! Waiting: by a watch, for so long, and saying what there was instead.
+//! Waits by watches with a time limit; errors show the state instead.
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
@@ -13,7 +13,7 @@ use kube::{Resource, ResourceExt};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-/// Enough for anything that a healthy cluster does to one pod.
+/// Enough for every change of one pod on a healthy cluster.
 pub const USUAL: Duration = Duration::from_mins(1);
 
 /// A kind that can be watched and shown.
@@ -23,7 +23,7 @@ pub trait Watched:
 }
 impl<K: Resource + Clone + DeserializeOwned + Serialize + Debug + Send + 'static> Watched for K {}
 
-/// Watches all objects of `api` until `wanted` makes something of them.
+/// Watches all objects of `api` until `wanted` returns a value for them.
 pub async fn for_all<K: Watched, T>(
     api: Api<K>,
     config: watcher::Config,
@@ -70,7 +70,7 @@ pub async fn for_all<K: Watched, T>(
     }
 }
 
-/// Watches one object, which need not exist, until `wanted` makes something of it.
+/// Watches one object, which need not exist, until `wanted` returns a value for it.
 pub async fn for_one<K: Watched, T>(
     api: Api<K>,
     name: &str,
@@ -92,7 +92,7 @@ pub async fn for_none<K: Watched>(
     for_all(api, config, what, limit, |all| all.is_empty().then_some(())).await
 }
 
-/// Asks again and again for what cannot be watched: files on a node, a program's answer.
+/// Polls what cannot be watched: files on a node, a program's answer.
 pub async fn for_answer<T>(
     what: &str,
     limit: Duration,
@@ -120,7 +120,7 @@ pub async fn for_answer<T>(
     })
 }
 
-/// Names are unique within a namespace only.
+/// Names are unique only within a namespace.
 fn key<K: Watched>(object: &K) -> String {
     match object.namespace() {
         Some(namespace) => format!("{namespace}/{}", object.name_any()),
@@ -128,7 +128,7 @@ fn key<K: Watched>(object: &K) -> String {
     }
 }
 
-/// The objects, without what only the API server cares for, cut to a screenful.
+/// The objects without managed fields, shortened.
 fn shown<K: Watched>(objects: &BTreeMap<String, K>) -> String {
     const SCREENFUL: usize = 3000;
     let objects: Vec<_> = objects

@@ -1,10 +1,10 @@
-//! What pods run, and what it says: `tranche-workload --json` (`e2e/workload`).
+//! The program in the pods, `tranche-workload --json` (`e2e/workload`), and its output.
 
 use anyhow::Context;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 
-/// The command that holds so much memory and says ten times a second how it is.
+/// The command that holds this much memory and prints a heartbeat ten times a second.
 #[must_use]
 pub fn hold(bytes: &str) -> [&str; 7] {
     [
@@ -31,7 +31,7 @@ pub struct Seen {
     pub free: u64,
 }
 
-/// What `fill` got.
+/// The result of `fill`.
 #[derive(Clone, Debug, Deserialize)]
 pub struct Filled {
     /// `GPU-…`
@@ -40,9 +40,9 @@ pub struct Filled {
     pub total: u64,
     /// Bytes held at the last refusal.
     pub filled: u64,
-    /// How often memory was refused.
+    /// The number of refusals.
     pub refused: u32,
-    /// Bytes free after everything was given back.
+    /// Bytes free after everything was freed.
     pub free_after: u64,
     /// Bytes that were not as written.
     pub errors: u64,
@@ -61,9 +61,9 @@ pub struct Beat {
     pub free: u64,
     /// Bytes.
     pub total: u64,
-    /// Everything that went wrong so far.
+    /// The number of errors so far.
     pub errors: u64,
-    /// How often somebody else moved the free or the total amount.
+    /// How often the free or the total memory was changed by others.
     pub moved: u64,
 }
 

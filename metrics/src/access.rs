@@ -1,4 +1,4 @@
-//! Whether a token's owner may read the metrics: asked of the API server, and remembered for a moment.
+//! Asks the API server whether a token's owner may read the metrics, and caches the answer.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -17,29 +17,29 @@ use tracing::warn;
 
 use crate::PATH;
 
-/// How long a permission is believed. Two scrapes of the usual 30 s apart ask once.
+/// How long a permission is cached. Two scrapes 30 s apart, as usual, need one request.
 const ALLOWED_FOR: Duration = Duration::from_mins(1);
-/// How long a refusal is believed: short, so that a new right is soon seen.
+/// How long a refusal is cached: short, so that a new right takes effect soon.
 const DENIED_FOR: Duration = Duration::from_secs(10);
-/// How many tokens are remembered.
+/// The most tokens in the cache.
 const REMEMBERED: usize = 128;
-/// How many tokens are asked for at once, so that a flood of invented ones does not become the API server's.
+/// The most concurrent requests, so that a flood of invalid tokens does not reach the API server.
 const AT_ONCE: usize = 4;
-/// How long the API server may take for both questions.
+/// The time limit for both requests.
 const DEADLINE: Duration = Duration::from_secs(10);
-/// No token is longer; a header of more is not worth a question.
+/// The longest token that is checked.
 const LONGEST: usize = 16 << 10;
 
-/// Why somebody may not read the metrics.
+/// Why a reader may not read the metrics.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Denied {
-    /// There is no bearer token.
+    /// The request has no bearer token.
     #[error("send a ServiceAccount's token: Authorization: Bearer TOKEN")]
     NoToken,
     /// The API server does not know the token.
     #[error("the API server does not accept this token")]
     Unauthenticated,
-    /// Its owner has not got the right.
+    /// Its owner does not have the right.
     #[error(
         "{user} may not get {PATH}: bind it to a ClusterRole with nonResourceURLs [{PATH}] and verbs [get], such as tranche-metrics-reader"
     )]
@@ -47,12 +47,12 @@ pub enum Denied {
         /// The owner's name.
         user: String,
     },
-    /// The API server does not tell.
-    #[error("the API server does not tell whether this token may get {PATH}; see the log")]
+    /// The API server did not answer.
+    #[error("the API server did not answer whether this token may get {PATH}; see the log")]
     Unknown,
 }
 
-/// By token: until when an answer is believed, and the answer.
+/// By token: until when the answer is valid, and the answer.
 type Remembered = HashMap<String, (Instant, Result<(), Denied>)>;
 
 /// Asks the API server whose a token is and what its owner may do.
@@ -69,7 +69,7 @@ impl fmt::Debug for Access {
 }
 
 impl Access {
-    /// Asks by `client`, which may create TokenReviews and SubjectAccessReviews.
+    /// Uses `client`, which may create TokenReviews and SubjectAccessReviews.
     #[must_use]
     pub fn new(client: Client) -> Self {
         Self {
@@ -89,7 +89,7 @@ impl Access {
             return known;
         }
         let asked = async {
-            // Never closed.
+            // The semaphore is never closed.
             let _turn = self.questions.acquire().await;
             if let Some(known) = self.remembered(token) {
                 return Ok(known);
@@ -106,7 +106,7 @@ impl Access {
         };
         warn!(
             problem,
-            "cannot tell who may read the metrics; see that tokenreviews and subjectaccessreviews may be created"
+            "cannot check who may read the metrics; check that the service account may create tokenreviews and subjectaccessreviews"
         );
         Err(Denied::Unknown)
     }
@@ -156,7 +156,7 @@ impl Access {
         let mut remembered = self.all_remembered();
         remembered.retain(|_, (until, _)| now < *until);
         if remembered.len() >= REMEMBERED {
-            // Only a flood fills it, with refusals, which are the cheap ones to forget.
+            // Only a flood of refused tokens fills the cache; refusals may be dropped.
             remembered.retain(|_, (_, verdict)| verdict.is_ok());
         }
         if remembered.len() < REMEMBERED {
@@ -176,7 +176,7 @@ impl Access {
     }
 }
 
-/// The question whether a user may `get` the metrics' path.
+/// Asks whether a user may `get` the metrics' path.
 fn may_get(user: UserInfo) -> SubjectAccessReview {
     SubjectAccessReview {
         spec: SubjectAccessReviewSpec {
@@ -258,7 +258,7 @@ pub(crate) mod testing {
                 })
             }
             "/apis/authorization.k8s.io/v1/subjectaccessreviews" => {
-                // All that the authorizers may look at is passed on.
+                // Everything that authorizers may use is passed on.
                 assert_eq!(spec["uid"], "7");
                 assert_eq!(spec["groups"], json!(["g"]));
                 assert_eq!(spec["extra"], json!({"k": ["v"]}));
@@ -279,14 +279,14 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn an_answer_is_believed_for_a_moment() {
+    async fn an_answer_is_cached_for_a_limited_time() {
         let cluster = Cluster::default();
         let access = Access::new(cluster.client());
         for _ in 0..3 {
             access.check(Some("of-prometheus")).await.unwrap();
             access.check(Some("forged")).await.unwrap_err();
         }
-        // Two for the first, one for the other.
+        // Two requests for the first token, one for the other.
         assert_eq!(cluster.questions(), 3);
         cluster.is_down();
         tokio::time::advance(DENIED_FOR).await;
@@ -297,12 +297,12 @@ mod tests {
         assert_eq!(
             late,
             Err(Denied::Unknown),
-            "nobody gets in without the API server's word"
+            "without an answer of the API server nobody has access"
         );
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_flood_of_invented_tokens_is_not_remembered_and_costs_nobody_the_access() {
+    async fn a_flood_of_invalid_tokens_is_not_cached_and_takes_access_from_nobody() {
         let cluster = Cluster::default();
         let access = Access::new(cluster.client());
         access.check(Some("of-prometheus")).await.unwrap();

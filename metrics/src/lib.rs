@@ -1,4 +1,4 @@
-//! `/metrics`, for those who may read it.
+//! Serves `/metrics` to authorized readers.
 //!
 //! ```text
 //!  Prometheus ─ TLS ─► tls ─► access ─► the metrics' text
@@ -7,8 +7,8 @@
 //!
 //! As with kube-rbac-proxy and controller-runtime, the reader sends the bearer token of a ServiceAccount.
 //! The API server says whose it is and whether its owner may `get` the path `/metrics`; a ClusterRole with
-//! `nonResourceURLs: [/metrics]` grants that. The certificate is self-signed and made anew at each start, so
-//! readers skip its verification: what it protects is the token, from whoever only listens.
+//! `nonResourceURLs: [/metrics]` grants that. The certificate is self-signed and new at each start, so
+//! readers skip its verification: it protects the token from passive listeners.
 #![forbid(unsafe_code)]
 
 pub mod access;
@@ -52,7 +52,7 @@ pub async fn serve(
 /// Why metrics are not served.
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
-    /// No certificate.
+    /// TLS could not be set up.
     #[error(transparent)]
     Tls(#[from] TlsError),
     /// The server ended.
@@ -99,7 +99,7 @@ mod tests {
     use crate::testing::get as scrape;
 
     #[test]
-    fn a_token_is_what_stands_behind_bearer() {
+    fn the_token_is_the_text_after_bearer() {
         let token = |header: &'static str| bearer(&HeaderValue::from_static(header)).is_some();
         assert!(token("Bearer abc") && token("bearer  abc"));
         for other in ["Bearer", "Bearer ", "Basic abc", "abc", ""] {
@@ -127,12 +127,12 @@ mod tests {
         assert!(text.contains("system:serviceaccount:team:tenant"), "{text}");
         let answer = get(PATH, Some("of-prometheus")).await;
         assert_eq!(answer, (200, "tranche_up 1\n".to_owned()));
-        // What is not there is not told to everybody either.
+        // Unauthorized readers do not learn which paths exist either.
         assert_eq!(get("/other", Some("of-prometheus")).await.0, 404);
         cluster.is_down();
         assert_eq!(get(PATH, Some("of-another")).await.0, 503);
 
-        // Whoever speaks no TLS, or says nothing, keeps nobody from being served.
+        // A client that does not speak TLS or sends nothing does not block others.
         let silent = tokio::net::TcpStream::connect(address).await.unwrap();
         assert_eq!(get(PATH, Some("of-prometheus")).await.0, 200);
         drop(silent);

@@ -1,4 +1,4 @@
-//! A client that takes any certificate: for tests.
+//! A client that accepts any certificate, for tests.
 
 use std::io;
 use std::sync::Arc;
@@ -50,7 +50,7 @@ impl ServerCertVerifier for AnyCertificate {
     }
 }
 
-/// Status and body of a GET over TLS on `stream`, with a bearer token where there is one.
+/// Status and body of a GET over TLS on `stream`, with a bearer token if given.
 pub async fn get(
     stream: impl AsyncRead + AsyncWrite + Unpin,
     path: &str,
@@ -76,7 +76,7 @@ pub async fn get(
     stream.write_all(request.as_bytes()).await?;
     let mut answer = Vec::new();
     match stream.read_to_end(&mut answer).await {
-        // A server that closes without a word of TLS has still said everything.
+        // A server may close the connection without a TLS close_notify.
         Err(error) if error.kind() != io::ErrorKind::UnexpectedEof => return Err(error),
         _ => {}
     }

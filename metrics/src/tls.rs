@@ -1,4 +1,4 @@
-//! TLS with a certificate that the process makes for itself.
+//! TLS with a self-signed certificate.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -14,25 +14,25 @@ use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
 use tracing::{debug, warn};
 
-/// How long a client may take to begin; the kernel queues those that come meanwhile.
+/// The time limit of a handshake.
 const HANDSHAKE: Duration = Duration::from_secs(5);
-/// How many begin at once.
+/// The most concurrent handshakes; the kernel queues further clients.
 const AT_ONCE: usize = 32;
-/// The pause after an accept that failed: descriptors may be short.
+/// The pause after a failed accept: the process may lack descriptors.
 const PAUSE: Duration = Duration::from_millis(200);
 
-/// Why there is no TLS.
+/// Why TLS could not be set up.
 #[derive(Debug, thiserror::Error)]
 pub enum TlsError {
-    /// The certificate was not made.
+    /// The certificate could not be made.
     #[error("cannot make a certificate: {0}")]
     Certificate(#[from] rcgen::Error),
-    /// It is not taken.
+    /// The certificate is not accepted.
     #[error("cannot use the certificate: {0}")]
     Config(#[from] rustls::Error),
 }
 
-/// Listens for TLS connections. Handshakes run beside each other: a client that says nothing holds up nobody.
+/// Listens for TLS connections. Handshakes run concurrently: a silent client does not block others.
 #[derive(Debug)]
 pub struct TlsListener {
     address: std::io::Result<SocketAddr>,
@@ -68,7 +68,7 @@ async fn accept(
 ) {
     let turns = Arc::new(Semaphore::new(AT_ONCE));
     loop {
-        // Never closed.
+        // The semaphore is never closed.
         let Ok(turn) = Arc::clone(&turns).acquire_owned().await else {
             return;
         };
@@ -84,7 +84,7 @@ async fn accept(
         tokio::spawn(async move {
             let _turn = turn;
             match tokio::time::timeout(HANDSHAKE, acceptor.accept(stream)).await {
-                // Its receiver is gone when the server has ended.
+                // The receiver is gone when the server has ended.
                 Ok(Ok(stream)) => drop(ready.send((stream, peer)).await),
                 Ok(Err(error)) => debug!(%peer, %error, "no TLS"),
                 Err(_) => debug!(%peer, "no TLS in time"),

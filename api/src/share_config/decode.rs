@@ -1,14 +1,14 @@
-//! A strict reader of JSON objects that knows where it is.
+//! A strict reader of JSON objects with paths in its errors.
 //!
-//! serde's own errors name a line and a column of a text that nobody sees: the API server hands
-//! parameters over as a tree. Here every error carries the field's path.
+//! serde's own errors name a line and a column, but the API server gives parameters as a tree
+//! without text. Here every error contains the field's path.
 
 use serde_json::{Map, Value};
 
 /// Why parameters were refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DecodeError {
-    /// The parameters, or a field that holds fields, are something else.
+    /// The parameters, or a nested field, are not an object.
     #[error("{path} is {found}, must be an object")]
     NotAnObject {
         /// Where.
@@ -16,7 +16,7 @@ pub enum DecodeError {
         /// What is there, by JSON type.
         found: &'static str,
     },
-    /// A field that must be there is not.
+    /// A required field is missing.
     #[error("{path} is missing, must be {expected:?}")]
     Missing {
         /// Where.
@@ -52,7 +52,7 @@ pub enum DecodeError {
         /// What must be there.
         expected: &'static str,
     },
-    /// A word that is none of the words allowed.
+    /// A value that is not allowed.
     #[error("{path} is {found:?}, must be one of {}", allowed.join(", "))]
     UnknownWord {
         /// Where.
@@ -64,7 +64,7 @@ pub enum DecodeError {
     },
 }
 
-/// An object and where it stands.
+/// An object and its path.
 pub(super) struct Object<'a> {
     path: String,
     fields: &'a Map<String, Value>,
@@ -113,7 +113,7 @@ impl<'a> Object<'a> {
         }
     }
 
-    /// A field's value; `null` counts as left out, as everywhere in Kubernetes.
+    /// A field's value; `null` counts as missing, as everywhere in Kubernetes.
     fn value(&self, field: &str) -> Option<&'a Value> {
         self.fields.get(field).filter(|value| !value.is_null())
     }
@@ -130,7 +130,7 @@ impl<'a> Object<'a> {
         }
     }
 
-    /// A field that must be there and can hold one value only.
+    /// A required field with only one allowed value.
     pub(super) fn constant(&self, field: &str, expected: &'static str) -> Result<(), DecodeError> {
         match self.text(field)? {
             Some(found) if found == expected => Ok(()),
@@ -146,7 +146,7 @@ impl<'a> Object<'a> {
         }
     }
 
-    /// A field that holds fields.
+    /// A nested object.
     pub(super) fn object(
         &self,
         field: &str,
@@ -157,7 +157,7 @@ impl<'a> Object<'a> {
             .transpose()
     }
 
-    /// A field that holds one of some words.
+    /// A field with one of several allowed values.
     pub(super) fn word<T: Copy>(
         &self,
         field: &str,

@@ -1,4 +1,4 @@
-//! What claims have left on the node after their release.
+//! Finds files of claims that are left on the node after their release.
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};

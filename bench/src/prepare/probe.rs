@@ -1,4 +1,4 @@
-//! What a Prepare cannot do without, timed by itself.
+//! Times the necessary steps of a Prepare separately.
 
 use std::fs::File;
 use std::io::Write;
@@ -17,7 +17,7 @@ use crate::dra::ClaimId;
 /// About the size of a claim's journal.
 const JOURNAL: [u8; 1500] = [b' '; 1500];
 
-/// Reads claims and writes files. The folder goes with it.
+/// Reads claims and writes files. Its folder is removed when it is dropped.
 #[derive(Debug)]
 pub struct Probe {
     claims: Api<ResourceClaim>,

@@ -1,11 +1,11 @@
-//! The cap holds, whatever a tenant's program does with the driver API and its surroundings.
+//! The cap holds for every way in which a tenant's program uses the driver API.
 
 use anyhow::ensure;
 use tranche_e2e::{Case, Request, run, workload};
 
 const GI: u64 = 1 << 30;
 const LIMIT: u64 = 3 * GI;
-/// What the chart's own policy says that a CUDA context takes: every process's but the first's is the share's to pay.
+/// The `contextMemory` of the chart's own policy: the share pays for the context of every process but the first.
 const CONTEXT: u64 = GI / 2;
 
 fn share() -> Request {
@@ -29,7 +29,7 @@ fn plain_async_and_managed_memory_are_refused_at_the_cap() -> anyhow::Result<()>
             );
         }
         let copied = pod
-            .say(&["tranche-workload", "copy", "--bytes", "32Mi"])
+            .stdout(&["tranche-workload", "copy", "--bytes", "32Mi"])
             .await?;
         ensure!(copied.contains(" 0 wrong bytes"), "{copied}");
         Ok(())
@@ -41,13 +41,13 @@ fn no_environment_changes_the_cap() -> anyhow::Result<()> {
     run(async |case: &Case| {
         let pod = case.namespace("env").await?.idle("pod", &share()).await?;
         pod.started().await?;
-        let environment = pod.say(&["env"]).await?;
+        let environment = pod.stdout(&["env"]).await?;
         ensure!(
             environment.contains("CUDA_DEVICE_MEMORY_LIMIT_0=3072m"),
             "{environment}"
         );
-        // Everything that a container was given, set to something else.
-        let lies: Vec<_> = environment
+        // Every variable that the container got, with another value.
+        let changed: Vec<_> = environment
             .lines()
             .filter_map(|line| line.split_once('='))
             .filter(|(name, _)| {
@@ -59,14 +59,14 @@ fn no_environment_changes_the_cap() -> anyhow::Result<()> {
             .collect();
         for way in [
             "env -i /usr/bin/tranche-workload --json fill".to_owned(),
-            format!("env {} tranche-workload --json fill", lies.join(" ")),
+            format!("env {} tranche-workload --json fill", changed.join(" ")),
             "env LD_PRELOAD= LD_LIBRARY_PATH=/usr/lib/tranche/driver tranche-workload --json fill"
                 .to_owned(),
             "env LD_PRELOAD=/usr/lib/tranche/driver/libcuda.so.1 tranche-workload --json fill"
                 .to_owned(),
         ] {
-            let said = pod.say(&["sh", "-c", &way]).await?;
-            let filled: Vec<workload::Filled> = workload::lines(&said)?;
+            let output = pod.stdout(&["sh", "-c", &way]).await?;
+            let filled: Vec<workload::Filled> = workload::lines(&output)?;
             ensure!(
                 filled.len() == 1 && filled[0].filled == LIMIT,
                 "{way}: {filled:?}"
@@ -88,7 +88,7 @@ fn the_pages_cannot_be_changed_from_inside() -> anyhow::Result<()> {
                     echo changed $file
                 fi
             done";
-        let changed = pod.say(&["sh", "-c", attempt]).await?;
+        let changed = pod.stdout(&["sh", "-c", attempt]).await?;
         ensure!(changed.is_empty(), "{changed}");
         let filled = pod.fill(&[]).await?;
         ensure!(filled[0].filled == LIMIT, "{filled:?}");
@@ -111,20 +111,20 @@ fn processes_of_a_share_have_one_account_and_the_dead_give_back() -> anyhow::Res
             tranche-workload --json fill
             kill -KILL $pid; wait $pid || true
             tranche-workload --json fill";
-        let said = pod.say(&["sh", "-c", hold]).await?;
-        let filled: Vec<workload::Filled> = workload::lines(&said)?;
+        let output = pod.stdout(&["sh", "-c", hold]).await?;
+        let filled: Vec<workload::Filled> = workload::lines(&output)?;
         let got: Vec<_> = filled.iter().map(|filled| filled.filled).collect();
         ensure!(
             got == [LIMIT - GI - CONTEXT, LIMIT],
             "with and after a process that holds 1 GiB: {got:?}"
         );
-        // Four at once: never more than the share together, whoever gets how much.
+        // Four at once: together never more than the share.
         let four = "
             for i in 1 2 3 4; do tranche-workload hold --bytes 1Gi --beat 100 >/tmp/$i 2>&1 & done
             until [ $(grep -l -e 'beat 1:' -e OUT_OF_MEMORY /tmp/[1234] | wc -l) = 4 ]; do usleep 20000; done
             grep -l 'beat 1:' /tmp/[1234] | wc -l
             kill $(jobs -p) || true";
-        let holders = pod.say(&["timeout", "30", "sh", "-c", four]).await?;
+        let holders = pod.stdout(&["timeout", "30", "sh", "-c", four]).await?;
         let holders: u64 = holders.trim().parse()?;
         ensure!(
             holders >= 1 && holders * GI + (holders - 1) * CONTEXT <= LIMIT,

@@ -12,7 +12,7 @@ const FOLDER: &str = "/usr/lib/x86_64-linux-gnu";
 /// Whether the container has the library for video encoding.
 async fn has_encoder(pod: &PodHandle) -> anyhow::Result<bool> {
     let look = format!("ls {FOLDER}/libnvidia-encode.so.* >/dev/null 2>&1 && echo yes || echo no");
-    Ok(pod.say(&["sh", "-c", &look]).await?.contains("yes"))
+    Ok(pod.stdout(&["sh", "-c", &look]).await?.contains("yes"))
 }
 
 /// Adds a library for video encoding to the node's driver. The plugin checks the driver again because libcuda is

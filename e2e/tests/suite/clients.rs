@@ -1,4 +1,4 @@
-//! NVIDIA's clients of CUDA, unmodified, in capped pods: each way of theirs to take memory ends at the cap.
+//! NVIDIA's unmodified CUDA clients in capped pods: each of their ways to allocate ends at the cap.
 
 use serde_json::json;
 use tranche_e2e::namespace::{IDLE, Source, manifest};
@@ -6,7 +6,7 @@ use tranche_e2e::{Case, Request, run};
 
 const LIMIT: u64 = 3 << 30;
 
-/// Every family of one generation of the clients fills the share: `fill.py` says what that is.
+/// Each way to allocate of one generation of the clients fills the share; `fill.py` lists them.
 fn fills(generation: &'static str) -> anyhow::Result<()> {
     run(async |case: &Case| {
         let namespace = case.namespace(generation).await?;
@@ -20,7 +20,7 @@ fn fills(generation: &'static str) -> anyhow::Result<()> {
         let pod = namespace.pod_from(pod).await?;
         pod.started().await?;
         let limit = LIMIT.to_string();
-        pod.say(&["python3", "-B", "/opt/fill.py", generation, &limit])
+        pod.stdout(&["python3", "-B", "/opt/fill.py", generation, &limit])
             .await?;
         Ok(())
     })

@@ -1,4 +1,4 @@
-//! The compute share: what a pod gets of a GPU's time, alone and beside others.
+//! The compute share: a pod's part of a GPU's time, alone and with others.
 
 use anyhow::ensure;
 use futures::future::try_join_all;
@@ -11,7 +11,7 @@ use tranche_e2e::{Case, PodHandle, Request, run};
 /// Points of the GPU's time by which a share may miss its cores.
 const POINTS: f64 = 5.0;
 
-/// What `tranche-workload spin` got, in percent of the GPU's time.
+/// The result of `tranche-workload spin`, in percent of the GPU's time.
 #[derive(Debug, Deserialize)]
 struct Spun {
     share: f64,
@@ -29,7 +29,7 @@ async fn spin(pod: &PodHandle, kernel: &str, launch: &str, time: &str) -> anyhow
         "--time",
         time,
     ];
-    let spun: Spun = serde_json::from_str(&pod.say(&command).await?)?;
+    let spun: Spun = serde_json::from_str(&pod.stdout(&command).await?)?;
     Ok(spun.share)
 }
 

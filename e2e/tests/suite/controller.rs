@@ -10,7 +10,7 @@ use kube::ResourceExt;
 use kube::api::{Api, DeleteParams};
 use tranche_e2e::{Case, SYSTEM, run, system, wait};
 
-/// The lease of a leader that is gone without a word lasts 15 s.
+/// The lease of a leader that was killed lasts 15 s.
 const TAKEN_OVER: Duration = Duration::from_secs(30);
 
 fn holder(lease: Option<&Lease>) -> Option<String> {
@@ -28,7 +28,7 @@ fn another_replica_takes_over_and_heals() -> anyhow::Result<()> {
         let before = case.plugin().published().await?;
         let leases: Api<Lease> = Api::namespaced(case.client.clone(), SYSTEM);
         let leader = holder(Some(&leases.get("tranche-controller").await?)).context("a leader")?;
-        // Its pod and a slice, in one breath: the one that heals is not the one that led.
+        // Its pod and a slice are deleted together, so that another replica repairs the slice.
         let pods: Api<Pod> = Api::namespaced(case.client.clone(), SYSTEM);
         pods.delete(&leader, &DeleteParams::default().grace_period(0))
             .await?;

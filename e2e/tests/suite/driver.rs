@@ -1,4 +1,4 @@
-//! The node's driver comes late, goes and comes back, and somebody deletes what the node says of itself.
+//! The node's driver is installed late, removed and restored; the node's GpuNode is deleted.
 
 use std::time::Duration;
 
@@ -12,13 +12,13 @@ use tranche_api::gpu_node::GpuNode;
 use tranche_api::names::taint;
 use tranche_e2e::{Case, Request, SYSTEM, run, system, wait, workload};
 
-/// How soon a deleted GpuNode is back, and a change of the driver is known.
+/// The time limit for a deleted GpuNode to return, and for a change of the driver to be detected.
 const SECONDS: Duration = Duration::from_secs(10);
-/// Where the driver's libraries go while there is no driver, and its device nodes.
+/// Where the driver's libraries and device nodes are moved while there is no driver.
 const LIBRARIES: &str = "/usr/lib/x86_64-linux-gnu";
 const AWAY: &str = "/usr/lib/x86_64-linux-gnu/away";
 
-/// Whether the GpuNode says that the driver is ready, and the reason.
+/// Whether the driver is ready by the GpuNode's condition, and the reason.
 fn driver_ready(node: &GpuNode) -> Option<(bool, String)> {
     let conditions = &node.status.as_ref()?.conditions;
     let ready = conditions.iter().find(|c| c.type_ == DRIVER_READY)?;
@@ -34,7 +34,7 @@ async fn until_driver(case: &Case, what: &str, ready: bool) -> anyhow::Result<Gp
     .await
 }
 
-/// Takes the driver's libraries away until the test ends; the returned script brings them back.
+/// Moves the driver's libraries away until the test ends; the returned script restores them.
 async fn unload(case: &Case) -> anyhow::Result<String> {
     let back = format!("if [ -d {AWAY} ]; then mv {AWAY}/* {LIBRARIES}/; rmdir {AWAY}; fi");
     let (node, script, plugin) = (case.node.clone(), back.clone(), case.plugin());
@@ -95,7 +95,7 @@ fn a_driver_that_goes_takes_its_devices_with_it_and_brings_them_back() -> anyhow
             (!events.is_empty()).then_some(())
         })
         .await?;
-        // The allocated device stays, so that its GPU is given to nobody else.
+        // The allocated device stays, so that its GPU is not allocated to others.
         plugin
             .slices("the allocated device alone", wait::USUAL, |slices| {
                 let slices = system::complete(slices)?;
@@ -108,7 +108,7 @@ fn a_driver_that_goes_takes_its_devices_with_it_and_brings_them_back() -> anyhow
         let after = holder.next_beat().await?;
         ensure!(after.beat > beat.beat && after.errors == 0, "{after:?}");
 
-        // Without a driver a GpuNode that is deleted comes back without an inventory.
+        // Without a driver, a deleted GpuNode returns without an inventory.
         let nodes: Api<GpuNode> = Api::all(case.client.clone());
         nodes
             .delete(case.node.name(), &DeleteParams::default())
@@ -144,7 +144,7 @@ fn a_driver_that_goes_takes_its_devices_with_it_and_brings_them_back() -> anyhow
     })
 }
 
-/// The plugin's own /dev is filled when its container starts: nodes of a driver that is loaded later are not in it.
+/// The plugin's own /dev is filled when its container starts and lacks the nodes of a driver that is loaded later.
 #[test]
 fn a_driver_that_is_loaded_after_the_plugin_started_is_found() -> anyhow::Result<()> {
     run(async |case: &Case| {

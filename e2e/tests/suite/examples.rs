@@ -1,4 +1,4 @@
-//! What the examples' READMEs say happens.
+//! Checks what the examples' READMEs say.
 
 use std::path::PathBuf;
 use std::process::Stdio;
@@ -13,7 +13,7 @@ fn folder() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../examples")
 }
 
-/// Applies an example as its reader does.
+/// Applies an example as its README says.
 async fn apply(name: &str) -> anyhow::Result<()> {
     let output = Command::new("kubectl")
         .arg("apply")

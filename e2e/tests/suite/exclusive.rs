@@ -1,4 +1,4 @@
-//! Tiers without a cap: whole GPUs, and none of our code in the tenant's processes.
+//! Tiers without a cap: whole GPUs, and no code of ours in the tenant's processes.
 
 use anyhow::ensure;
 use tranche_e2e::{Case, PodHandle, Request, run};
@@ -11,8 +11,8 @@ async fn has_no_shim(pod: &PodHandle) -> anyhow::Result<()> {
         until grep -q beat /tmp/beats; do usleep 20000; done
         echo maps; grep -o '/[^ ]*lib\\(cuda\\|nvidia-ml\\)[^ ]*' /proc/$pid/maps | sort -u
         kill $pid";
-    let said = pod.say(&["sh", "-c", script]).await?;
-    let (files, maps) = said.split_once("maps\n").unwrap_or((&said, ""));
+    let output = pod.stdout(&["sh", "-c", script]).await?;
+    let (files, maps) = output.split_once("maps\n").unwrap_or((&output, ""));
     ensure!(files.is_empty(), "{} has {files}", pod.name());
     ensure!(
         !maps.contains("tranche") && maps.contains("libcuda.so"),

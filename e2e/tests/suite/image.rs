@@ -1,5 +1,5 @@
-//! Images that bring a libcuda of their own. Here a volume brings it, filled by an init container: the
-//! container's hook sees both alike.
+//! Images with their own libcuda. In these tests it is on a volume that an init container filled; for
+//! the container's hook there is no difference.
 
 use anyhow::ensure;
 use serde_json::json;
@@ -42,20 +42,21 @@ fn a_libcuda_of_the_image_has_the_cap_by_name_and_by_path() -> anyhow::Result<()
         let pod = with_own_driver(case, &share, "own", "/opt/own", fill).await?;
         for preload in ["", "LD_PRELOAD=/opt/own/libcuda.so.1 "] {
             let way = format!("{preload}tranche-workload --json fill");
-            let said = pod.say(&["sh", "-c", &way]).await?;
-            let filled: Vec<workload::Filled> = workload::lines(&said)?;
+            let output = pod.stdout(&["sh", "-c", &way]).await?;
+            let filled: Vec<workload::Filled> = workload::lines(&output)?;
             ensure!(
                 filled.len() == 1 && filled[0].filled == LIMIT,
                 "{way}: {filled:?}"
             );
         }
         let same = "cmp /opt/own/libcuda.so.1 /usr/lib/tranche/libcuda.so.1 && ! (echo x >/opt/own/libcuda.so.1)";
-        pod.say(&["sh", "-c", same]).await?;
+        pod.stdout(&["sh", "-c", same]).await?;
         Ok(())
     })
 }
 
-/// The library of a newer release is the node's with a byte more: it works, and is told apart.
+/// The library of a newer release is the node's with one more byte: it works and can be
+/// distinguished.
 const NEWER: &str = "
     from=$(ls -d /usr/lib/tranche/driver/libcuda.so.1 /usr/lib/x86_64-linux-gnu/libcuda.so.1 2>/dev/null | head -n 1)
     cp $from /own/libcuda.so.999.1; echo newer >>/own/libcuda.so.999.1; ln -s libcuda.so.999.1 /own/libcuda.so.1
@@ -73,7 +74,7 @@ fn a_newer_libcuda_of_the_image_is_used_behind_the_shim() -> anyhow::Result<()> 
             "tail -c 6 /usr/lib/tranche/driver/libcuda.so.1 | grep -q newer && \
              cmp {COMPAT}/libcuda.so.1 /usr/lib/tranche/libcuda.so.1"
         );
-        pod.say(&["sh", "-c", &check]).await?;
+        pod.stdout(&["sh", "-c", &check]).await?;
         Ok(())
     })
 }
@@ -82,13 +83,13 @@ fn a_newer_libcuda_of_the_image_is_used_behind_the_shim() -> anyhow::Result<()> 
 fn a_newer_libcuda_of_the_image_is_found_first_in_an_exclusive_pod() -> anyhow::Result<()> {
     run(async |case: &Case| {
         let pod = with_own_driver(case, &Request::exclusive(), "whole", COMPAT, NEWER).await?;
-        // Without LD_LIBRARY_PATH: by the loader's cache.
+        // Without LD_LIBRARY_PATH it is found in the loader's cache.
         let maps = "
             unset LD_LIBRARY_PATH
             tranche-workload hold --bytes 1Mi --beat 100 >/tmp/beats & pid=$!
             until grep -q beat /tmp/beats; do usleep 20000; done
             grep -o '/[^ ]*libcuda[^ ]*' /proc/$pid/maps | sort -u; kill $pid";
-        let maps = pod.say(&["sh", "-c", maps]).await?;
+        let maps = pod.stdout(&["sh", "-c", maps]).await?;
         ensure!(
             maps.contains(&format!("{COMPAT}/libcuda.so.999.1")),
             "{maps}"

@@ -1,4 +1,4 @@
-//! The kubelet starts again: it forgets what it did not write down, and wipes the slices.
+//! The kubelet restarts: it loses its state in memory and deletes the slices.
 
 use std::time::{Duration, Instant};
 
@@ -9,7 +9,7 @@ use tranche_api::gpu_node::GpuNode;
 use tranche_e2e::namespace::{IDLE, Source, manifest};
 use tranche_e2e::{Case, Request, run, system, wait, workload};
 
-/// From the plugin's registration to whole pools.
+/// The time limit from the plugin's registration to complete pools.
 const REPUBLISHED: Duration = Duration::from_secs(5);
 
 #[test]
@@ -73,7 +73,7 @@ fn a_kubelet_restart_leaves_pods_alone_and_slices_come_back() -> anyhow::Result<
             after.status
         );
 
-        // The claim that runs on is still charged, and a new pod may still join it.
+        // The claim of the running pod is still charged, and a new pod may join it.
         let claim = holder.claim().await?.name_any();
         let second = namespace
             .pod("second", &[Source::Claim(&claim)], &IDLE)
@@ -105,10 +105,10 @@ fn boot(minors: &str) -> String {
     )
 }
 
-/// The kubelet asks before the plugin has registered, and again after a minute and more.
+/// The kubelet asks before the plugin has registered, and retries after more than a minute.
 const TRIED_AGAIN: Duration = Duration::from_mins(3);
 
-/// The machine below the simulated GPUs.
+/// The machine file of the simulated GPUs.
 const MACHINE: &str = "/etc/nvidia-sim/machine.toml";
 
 #[test]
@@ -149,7 +149,7 @@ fn a_node_whose_gpus_come_up_in_another_order_gives_every_claim_its_own() -> any
         let epoch = system::epoch(&case.plugin().gpu_node().await?);
         case.node.shell(&boot(&swapped)).await?;
 
-        // The inventory tells the new minor numbers, in the order of the PCI addresses as before.
+        // The inventory has the new minor numbers, in the order of the PCI addresses as before.
         let (name, uuids) = (case.node.name(), [first.uuid.clone(), second.uuid.clone()]);
         let minors = [second.minor, first.minor];
         let nodes: Api<GpuNode> = Api::all(case.client.clone());

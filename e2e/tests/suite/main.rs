@@ -1,4 +1,4 @@
-//! The end-to-end suite: a file for each subject. `tranche_e2e` says what it needs.
+//! The end-to-end suite, one file per subject. `tranche_e2e` describes what it needs.
 #![allow(missing_docs)]
 
 mod cap;

@@ -8,10 +8,10 @@ use tranche_e2e::{Case, Request, run, system};
 
 const PODS: usize = 40;
 const MI: u64 = 1 << 20;
-/// Pods that are created, and asked, at a time.
+/// The number of pods that are created, and queried, concurrently.
 const AT_ONCE: usize = 8;
-/// Pods that come one after another: the last that the GPUs have room for, of which a scheduler that is
-/// busy binding could refuse one (docs/architecture.md, what the scheduler counts twice).
+/// The number of last pods, which are created one after another: while the scheduler binds a pod, it
+/// could refuse one that just fits (docs/architecture.md, what the scheduler counts twice).
 const LAST: usize = AT_ONCE;
 
 #[test]

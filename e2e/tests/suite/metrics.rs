@@ -1,4 +1,4 @@
-//! What operators see of the shares in use.
+//! The metrics of shares in use.
 
 use std::time::Duration;
 
@@ -12,13 +12,13 @@ use serde_json::json;
 use tranche_e2e::{Case, Request, SYSTEM, run, wait};
 
 const GI: u64 = 1 << 30;
-/// A second until the node looks, and what a busy machine adds.
+/// The node sweeps every second; the rest is for a busy machine.
 const SWEPT: Duration = Duration::from_secs(5);
 
 /// The port on which the plugin and the controller serve their metrics.
 const PORT: u16 = 8443;
 
-/// What the pod answers to a GET of its metrics with this token.
+/// The pod's answer to a GET of its metrics with this token.
 async fn scrape(case: &Case, pod: &Pod, token: Option<&str>) -> anyhow::Result<(u16, String)> {
     let pods: Api<Pod> = Api::namespaced(case.client.clone(), SYSTEM);
     let mut forwarded = pods.portforward(&pod.name_any(), &[PORT]).await?;
@@ -26,7 +26,7 @@ async fn scrape(case: &Case, pod: &Pod, token: Option<&str>) -> anyhow::Result<(
     Ok(tranche_metrics::testing::get(stream, "/metrics", token).await?)
 }
 
-/// A new ServiceAccount's token; with the right to read metrics or without.
+/// The token of a new ServiceAccount, with or without the right to read metrics.
 async fn token(case: &Case, namespace: &str, reader: bool) -> anyhow::Result<String> {
     let name = if reader { "reader" } else { "other" };
     let accounts: Api<ServiceAccount> = Api::namespaced(case.client.clone(), namespace);
@@ -96,7 +96,7 @@ fn a_shares_numbers_are_its_own_and_the_dead_are_swept() -> anyhow::Result<()> {
         let hold =
             "tranche-workload hold --bytes 1Gi --beat 100 >/tmp/beats 2>&1 & echo $! >/tmp/pid
             until grep -q beat /tmp/beats; do usleep 20000; done";
-        pod.say(&["sh", "-c", hold]).await?;
+        pod.stdout(&["sh", "-c", hold]).await?;
         let lines = used(GI, wait::USUAL).await?;
         for (name, expected) in [
             ("tranche_share_memory_limit_bytes", 4.0 * 1_073_741_824.0),
@@ -114,8 +114,9 @@ fn a_shares_numbers_are_its_own_and_the_dead_are_swept() -> anyhow::Result<()> {
                 .all(|line| line.contains(&labels) && line.contains(&gpu)),
             "{lines:#?}"
         );
-        // Nobody else of the share asks for anything: the node notices.
-        pod.say(&["sh", "-c", "kill -KILL $(cat /tmp/pid)"]).await?;
+        // No other process of the share runs, so the node must reclaim the memory.
+        pod.stdout(&["sh", "-c", "kill -KILL $(cat /tmp/pid)"])
+            .await?;
         used(0, SWEPT).await?;
         pod.delete().await?;
         wait::for_answer("the share's end", wait::USUAL, async || {
@@ -148,14 +149,14 @@ fn only_who_may_read_them_gets_the_metrics() -> anyhow::Result<()> {
                 ensure!(code == expected, "{name}: {code} for {expected}: {text}");
                 ensure!(!text.contains("tranche_"), "{name}: {text}");
             }
-            // The authorizers take a moment to learn of a new binding.
+            // A new binding takes effect after a moment.
             wait::for_answer("the metrics", wait::USUAL, async || {
                 let (code, text) = scrape(case, &pod, Some(&reader)).await?;
                 Ok((code == 200 && text.contains("# TYPE tranche_")).then_some(()))
             })
             .await
             .with_context(|| name.clone())?;
-            // Nor are they on the port of the health checks, which is for everybody.
+            // They are not on the port of the health checks, which is open.
             let port = if name.contains("node-plugin") {
                 8085
             } else {

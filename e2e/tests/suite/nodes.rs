@@ -1,4 +1,4 @@
-//! Two nodes with GPUs: each offers its own, and what happens on one is of no account to the other.
+//! Two nodes with GPUs: each offers its own, and failures of one do not affect the other.
 
 use anyhow::ensure;
 use kube::ResourceExt;
@@ -69,9 +69,9 @@ fn pods_that_do_not_fit_on_one_node_go_to_the_other() -> anyhow::Result<()> {
     })
 }
 
-/// The plugin of one node dies again and again; pods of the other start and have their caps.
+/// The plugin of one node dies repeatedly; pods of the other node start and have their caps.
 #[test]
-fn a_plugin_that_dies_on_one_node_is_not_noticed_on_the_other() -> anyhow::Result<()> {
+fn a_plugin_that_dies_on_one_node_does_not_affect_the_other() -> anyhow::Result<()> {
     run(async |case: &Case| {
         let (second, gpus) = case.second_node().await?;
         let plugin = case.plugin();

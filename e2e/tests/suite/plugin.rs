@@ -1,4 +1,4 @@
-//! The node plugin dies, in its work and for long, and is started again.
+//! The node plugin is killed during its work, and is removed for some time.
 
 use std::path::Path;
 use std::time::Duration;
@@ -13,14 +13,17 @@ use serde_json::json;
 use tranche_e2e::{Case, Request, SYSTEM, run, system, wait, workload};
 
 const PODS: usize = 50;
-/// Enough for a burst on two cores, and the kubelet's pause before it starts a container again.
+/// Enough for a burst on two cores, and for the kubelet's pause before it restarts a container.
 const BURST: Duration = Duration::from_mins(3);
-/// When the kubelet wipes the slices of a plugin that is gone: 30 s after its connection dropped.
+/// The time limit for the kubelet to delete the slices of a plugin that is gone: 30 s after its
+/// connection closed, and some more.
 const WIPED: Duration = Duration::from_secs(45);
-/// With the wipe's 30 s more than 40 s without a plugin.
+/// How long the slices must stay away: together with the 30 s before, the node has no plugin for
+/// more than 40 s.
 const STILL_AWAY: Duration = Duration::from_secs(11);
 
-/// The kubelet waits longer at each start of a container that died: the next test's gets a new pod.
+/// The kubelet's restart delay grows with each failure of a container, so the next test gets a new
+/// pod.
 fn renew_plugin(case: &Case) {
     let (client, plugin) = (case.client.clone(), case.plugin());
     case.afterwards("a new plugin pod", async move {
@@ -98,7 +101,7 @@ fn killed_while_pods_run_and_end() -> anyhow::Result<()> {
         goes.started().await?;
         let before = stays.next_beat().await?;
         case.node.kill_plugin().await?;
-        // Deleted while nobody is there to release it: done when the plugin is back.
+        // Deleted while the plugin is down: released when the plugin is back.
         goes.delete().await?;
         let after = stays.next_beat().await?;
         ensure!(
@@ -171,7 +174,7 @@ fn slices_of_a_plugin_that_is_gone_stay_away_until_it_is_back() -> anyhow::Resul
     })
 }
 
-/// The DaemonSet's update waits for ready pods: a node that can offer nothing must not be one that it waits for.
+/// A rollout of the DaemonSet waits for ready pods: a node without devices must not block it.
 #[test]
 fn a_node_without_a_driver_stops_no_update() -> anyhow::Result<()> {
     run(async |case: &Case| {

@@ -8,10 +8,10 @@ use tranche_e2e::{Case, PodHandle, Request, run, workload};
 
 const GI: u64 = 1 << 30;
 const LIMIT: u64 = 3 * GI;
-/// What the chart's own policy says that a CUDA context takes.
+/// The `contextMemory` of the chart's own policy.
 const CONTEXT: u64 = GI / 2;
 
-/// A running pod with a capped share, whose manifest was changed.
+/// A running pod with a capped share and a changed manifest.
 async fn changed(
     case: &Case,
     name: &str,
@@ -44,7 +44,7 @@ async fn is_capped(pod: &PodHandle) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What the Pod Security Standard `restricted` asks for.
+/// The securityContext that the Pod Security Standard `restricted` requires.
 fn restricted() -> Value {
     json!({
         "runAsUser": 1000,
@@ -63,7 +63,7 @@ fn without_root_and_without_capabilities() -> anyhow::Result<()> {
             spec["containers"][0]["securityContext"] = restricted();
         })
         .await?;
-        ensure!(pod.say(&["id", "-u"]).await?.trim() == "1000");
+        ensure!(pod.stdout(&["id", "-u"]).await?.trim() == "1000");
         is_capped(&pod).await
     })
 }
@@ -79,8 +79,8 @@ fn with_a_read_only_root_file_system() -> anyhow::Result<()> {
         .await?;
         let refused = pod.exec(&["touch", "/tmp/x"]).await?;
         ensure!(refused.code != 0, "the root can be written");
-        // The image has none: the hook made it.
-        pod.say(&["grep", "-q", "libcuda.so.1", "/etc/ld.so.cache"])
+        // The image has no cache: the hook made it.
+        pod.stdout(&["grep", "-q", "libcuda.so.1", "/etc/ld.so.cache"])
             .await?;
         is_capped(&pod).await
     })
@@ -99,7 +99,7 @@ fn in_a_user_namespace() -> anyhow::Result<()> {
         let share = on_a_disk(case).await?;
         let own_users = |spec: &mut Value| spec["hostUsers"] = json!(false);
         let pod = with_share(case, "users", &share, own_users).await?;
-        let map = pod.say(&["cat", "/proc/self/uid_map"]).await?;
+        let map = pod.stdout(&["cat", "/proc/self/uid_map"]).await?;
         ensure!(
             !map.split_whitespace().eq(["0", "0", "4294967295"]),
             "no user namespace: {map}"
@@ -147,11 +147,11 @@ fn init_and_sidecar_containers_have_the_pods_share() -> anyhow::Result<()> {
         .await?;
         let held = "until grep -q beat /tmp/beats; do usleep 20000; done";
         pod.container("sidecar")
-            .say(&["timeout", "30", "sh", "-c", held])
+            .stdout(&["timeout", "30", "sh", "-c", held])
             .await?;
         let said = pod
             .container("cuda")
-            .say(&["tranche-workload", "--json", "fill"])
+            .stdout(&["tranche-workload", "--json", "fill"])
             .await?;
         let filled: Vec<workload::Filled> = workload::lines(&said)?;
         ensure!(
@@ -162,8 +162,8 @@ fn init_and_sidecar_containers_have_the_pods_share() -> anyhow::Result<()> {
     })
 }
 
-/// As in a distroless image: the program is the container's only process, and nobody has made a
-/// loader's cache or configuration for it.
+/// As in a distroless image: the program is the container's only process, and there is no loader's
+/// cache or configuration for it.
 #[test]
 fn without_a_shell_and_without_a_loaders_cache() -> anyhow::Result<()> {
     run(async |case: &Case| {

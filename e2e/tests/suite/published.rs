@@ -1,4 +1,4 @@
-//! What the cluster is told of the GPUs, and that it stays told.
+//! The published devices, and that they stay published.
 
 use std::pin::pin;
 use std::time::Duration;
@@ -16,9 +16,9 @@ use tranche_api::names::{attribute, pool, taint};
 use tranche_api::sharing_policy::SharingPolicy;
 use tranche_e2e::{Case, Request, run, system, wait};
 
-/// How soon a slice that somebody deleted is there again.
+/// The time limit for a deleted slice to be published again.
 const HEALED: Duration = Duration::from_secs(10);
-/// How long nobody may write.
+/// How long there must be no write.
 const QUIET: Duration = Duration::from_secs(15);
 
 #[test]
@@ -128,7 +128,7 @@ fn a_deleted_slice_comes_back() -> anyhow::Result<()> {
     })
 }
 
-/// A driver that is one function newer, which may take memory that no cap sees.
+/// A driver with one unknown function, which might allocate memory that the cap does not count.
 #[test]
 fn an_untested_driver_closes_the_capped_tier() -> anyhow::Result<()> {
     run(async |case: &Case| {
@@ -171,8 +171,8 @@ fn an_untested_driver_closes_the_capped_tier() -> anyhow::Result<()> {
     })
 }
 
-/// Gives the node's libcuda an export that no row is for, in the place of one of the same length; the
-/// returned script puts the old one back.
+/// Renames an export of the node's libcuda to an unknown name of the same length; the returned script
+/// restores the old file.
 async fn newer_driver(case: &Case) -> anyhow::Result<String> {
     let shell = async |script: String| case.node.shell(&script).await;
     let library = shell("readlink -f /usr/lib/x86_64-linux-gnu/libcuda.so.1".into()).await?;
@@ -191,7 +191,7 @@ async fn newer_driver(case: &Case) -> anyhow::Result<String> {
     Ok(put_back)
 }
 
-/// Waits until every capped device says whether the driver is untested, and has a taint for it.
+/// Waits until every capped device has this value of `untestedDriver`, and the taint or not.
 async fn capped_devices(case: &Case, what: &str, expected: (bool, bool)) -> anyhow::Result<()> {
     case.plugin()
         .slices(what, wait::USUAL, |slices| {
@@ -233,7 +233,7 @@ fn at_steady_state_nobody_writes() -> anyhow::Result<()> {
     })
 }
 
-/// What is written while nothing happens.
+/// The objects that are written without a reason.
 async fn written<K: wait::Watched>(
     api: Api<K>,
     config: kube::runtime::watcher::Config,

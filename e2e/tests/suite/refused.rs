@@ -1,4 +1,4 @@
-//! Bad input and broken nodes: an error where somebody looks, and no pod that runs without its cap.
+//! Bad input and broken nodes: a visible error, and no pod that runs without its cap.
 
 use std::path::Path;
 
@@ -20,7 +20,7 @@ fn parameters(rest: &Value) -> Value {
     with_parameters(Request::capped("1Gi", "10").spec(), &all)
 }
 
-/// Parameters that are wrong, and what a message about them must name.
+/// Invalid parameters, and what the error message must name.
 fn wrong() -> [(&'static str, Value, &'static str); 3] {
     [
         ("field", json!({"compute": {"mod": "strict"}}), "compute"),
@@ -55,7 +55,7 @@ fn a_wrong_share_config_is_refused_when_it_is_written() -> anyhow::Result<()> {
 }
 
 #[test]
-fn a_size_that_is_none_is_refused_when_it_is_written() -> anyhow::Result<()> {
+fn an_invalid_size_is_refused_when_it_is_written() -> anyhow::Result<()> {
     run(async |case: &Case| {
         let namespace = case.namespace("sizes").await?;
         for (memory, cores, field) in [
@@ -84,11 +84,11 @@ fn a_size_that_is_none_is_refused_when_it_is_written() -> anyhow::Result<()> {
     })
 }
 
-/// The driver's own rules are tested with the same policies.
+/// The driver's own validation is tested with the same policies.
 const POLICIES: &str = include_str!("../../../api/testdata/sharing-policies.json");
 
 #[test]
-fn a_policy_is_judged_when_it_is_written_as_the_driver_judges_it() -> anyhow::Result<()> {
+fn admission_and_driver_accept_the_same_policies() -> anyhow::Result<()> {
     run(async |case: &Case| {
         let policies: Api<DynamicObject> = Api::all_with(
             case.client.clone(),
@@ -119,7 +119,7 @@ fn a_policy_is_judged_when_it_is_written_as_the_driver_judges_it() -> anyhow::Re
     })
 }
 
-/// Takes the admission policy off until the test ends.
+/// Removes the admission policy until the test ends.
 async fn without_admission(case: &Case) -> anyhow::Result<()> {
     let bindings: Api<ValidatingAdmissionPolicyBinding> = Api::all(case.client.clone());
     let name = "shareconfig.gpu.tranche.dev";
@@ -137,7 +137,7 @@ async fn without_admission(case: &Case) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The API server notices a policy's end after a moment.
+/// The removal of a policy takes effect after a moment.
 async fn let_in(namespace: &Namespace, name: &str, spec: &Value) -> anyhow::Result<()> {
     tranche_e2e::wait::for_answer(
         "a claim past admission",
@@ -187,7 +187,7 @@ fn without_the_shim_no_capped_pod_starts() -> anyhow::Result<()> {
             .status
             .and_then(|status| status.phase);
         ensure!(phase.as_deref() == Some("Pending"), "{phase:?}");
-        // A whole GPU needs no shim.
+        // An exclusive pod needs no shim.
         let exclusive = namespace.idle("exclusive", &Request::exclusive()).await?;
         exclusive.started().await?;
         case.node.shell(&back).await?;
@@ -212,7 +212,7 @@ fn without_its_page_a_container_gets_no_gpu() -> anyhow::Result<()> {
             .await?;
         pod.started().await?;
         pod.seen().await?;
-        // What the node's admin can break: the page itself, with rubbish.
+        // Overwrites the page with random bytes.
         case.node
             .shell("for cap in /run/tranche/shares/*/*/cap; do chmod u+w $cap; head -c 4096 /dev/urandom >$cap; done")
             .await?;

@@ -1,4 +1,4 @@
-//! A pod that goes leaves nothing and frees what it had.
+//! A pod that ends leaves no files, and its share becomes free.
 
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ use kube::api::DeleteParams;
 use tranche_e2e::namespace::{IDLE, Source};
 use tranche_e2e::{Case, Request, run, wait, workload};
 
-/// How soon a share that was freed by force is another's.
+/// The time limit until another pod gets the share of a pod that was deleted by force.
 const SUCCEEDED: Duration = Duration::from_secs(30);
 
 #[test]
@@ -15,7 +15,7 @@ fn a_pod_deleted_by_force_frees_its_share() -> anyhow::Result<()> {
     run(async |case: &Case| {
         let namespace = case.namespace("force").await?;
         let gpu = case.gpus[0].uuid.as_str();
-        // Holds memory and ignores SIGTERM: gone only when killed.
+        // Holds memory and ignores SIGTERM, so it ends only when killed.
         let stubborn = [
             "sh",
             "-c",
@@ -31,8 +31,8 @@ fn a_pod_deleted_by_force_frees_its_share() -> anyhow::Result<()> {
         );
         pod.delete_with(&DeleteParams::default().grace_period(0))
             .await?;
-        // Its successor is prepared while the kubelet still ends it: a refusal would cost a minute, since
-        // the kubelet asks again only at its next resync.
+        // Its successor is prepared while the kubelet still ends it. A refusal would cost a minute,
+        // because the kubelet retries only at its next resync.
         let next = namespace.idle("next", &share).await?;
         next.started_within(SUCCEEDED).await?;
         let filled = next.fill(&["--chunk", "1Gi"]).await?;
@@ -72,7 +72,7 @@ fn a_claim_of_the_same_name_is_another_claim() -> anyhow::Result<()> {
                 |claim| claim.is_none().then_some(()),
             )
             .await?;
-            // While the kubelet remembers the old one it refuses the new one itself.
+            // As long as the kubelet knows the old claim, it refuses the new one itself.
             case.node.no_claim_files(wait::USUAL).await?;
         }
         Ok(())
@@ -101,7 +101,7 @@ fn two_pods_of_one_claim_have_one_share() -> anyhow::Result<()> {
             filled[0].filled == 512 << 20,
             "what the first pod left is 1 GiB, of which 512 MiB are the second's context: {filled:?}"
         );
-        // The share lives as long as one of its pods.
+        // The share exists as long as one of its pods.
         holder.delete().await?;
         let filled = other.fill(&[]).await?;
         ensure!(filled[0].filled == 4 << 30, "{filled:?}");
@@ -109,7 +109,7 @@ fn two_pods_of_one_claim_have_one_share() -> anyhow::Result<()> {
     })
 }
 
-/// Account pages are the tenant's to write: what one makes its page longer by must not be the node's memory.
+/// A tenant can write its account page: making it longer must not use up the node's memory.
 #[test]
 fn a_tenant_that_fills_its_account_page_takes_room_from_nobody() -> anyhow::Result<()> {
     run(async |case: &Case| {
@@ -119,15 +119,15 @@ fn a_tenant_that_fills_its_account_page_takes_room_from_nobody() -> anyhow::Resu
         greedy.started().await?;
         let fill = "cd /usr/lib/tranche/shares/*/ &&
             if head -c 4194304 /dev/zero >>account; then echo taken; else echo refused; fi";
-        let said = greedy.say(&["sh", "-c", fill]).await?;
+        let output = greedy.stdout(&["sh", "-c", fill]).await?;
         ensure!(
-            said.trim() == "refused",
-            "4 MiB of the node's memory: {said}"
+            output.trim() == "refused",
+            "4 MiB of the node's memory: {output}"
         );
-        // Once more without an end, while others come, work and go.
+        // Again in an endless loop, while other pods start, work and end.
         let again = "cd /usr/lib/tranche/shares/*/ && while :; do head -c 4194304 /dev/zero >>account; done";
         let again = format!("({again}) >/dev/null 2>&1 &");
-        greedy.say(&["sh", "-c", &again]).await?;
+        greedy.stdout(&["sh", "-c", &again]).await?;
         let neighbour = namespace.idle("neighbour", &share).await?;
         neighbour.started().await?;
         let filled = neighbour.fill(&[]).await?;

@@ -1,4 +1,4 @@
-//! A node's token speaks for that node only.
+//! A node's token can write only that node's objects.
 
 use anyhow::{Context, bail, ensure};
 use k8s_openapi::api::authentication::v1::TokenRequest;
@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use tranche_api::gpu_node::GpuNode;
 use tranche_e2e::{Case, SYSTEM, run, system};
 
-/// A client that has the node plugin's rights, with a token that is bound to `pod`, or to none.
+/// A client with the node plugin's rights, with a token that is bound to `pod`, or to no pod.
 async fn as_plugin(case: &Case, pod: Option<&Pod>) -> anyhow::Result<Client> {
     let mut request = json!({"spec": {"audiences": [], "expirationSeconds": 600}});
     if let Some(pod) = pod {
@@ -39,7 +39,7 @@ fn status(name: &str, status: &Value) -> Patch<Value> {
     }))
 }
 
-/// The API server's message to somebody who may not.
+/// The API server's message for a forbidden request.
 fn forbidden<T: std::fmt::Debug>(what: &str, answer: kube::Result<T>) -> anyhow::Result<String> {
     match answer {
         Err(kube::Error::Api(status)) if status.code == 403 => Ok(status.message.clone()),
@@ -97,7 +97,7 @@ fn a_nodes_token_writes_only_its_own_gpu_node() -> anyhow::Result<()> {
                 )
                 .await,
         )?;
-        // What it is there for is allowed.
+        // The plugin's normal write is allowed.
         nodes
             .patch_status(
                 case.node.name(),
@@ -107,7 +107,7 @@ fn a_nodes_token_writes_only_its_own_gpu_node() -> anyhow::Result<()> {
             .await
             .context("its own GpuNode")?;
 
-        // The same rights without a node speak for none.
+        // A token without a node can write no GpuNode.
         let nodes: Api<GpuNode> = Api::all(as_plugin(case, None).await?);
         forbidden(
             "a token of no pod",

@@ -1,10 +1,10 @@
-//! Who gets a GPU, who waits, and until when.
+//! Which claims get a GPU, and which wait until when.
 
 use anyhow::ensure;
 use tranche_e2e::{Case, Request, run};
 
 #[test]
-fn a_full_gpu_lets_wait_and_a_release_lets_start() -> anyhow::Result<()> {
+fn a_claim_for_a_full_gpu_waits_and_starts_after_a_release() -> anyhow::Result<()> {
     run(async |case: &Case| {
         let namespace = case.namespace("full").await?;
         let gpu = case.gpus[0].uuid.as_str();
@@ -102,7 +102,7 @@ fn a_claim_for_hardware_isolation_never_falls_back_to_software() -> anyhow::Resu
             .await?
             .started()
             .await?;
-        // The other GPU has room for shares: not for this.
+        // The other GPU has room for shares, but not for this claim.
         namespace.idle("waits", &hard).await?.has_no_room().await?;
         Ok(())
     })

@@ -56,7 +56,7 @@ fn two_namespaces_share_one_gpu() -> anyhow::Result<()> {
         sees_exactly(&small, &[(first, 20 * GI)]).await?;
         sees_exactly(&large, &[(first, 40 * GI)]).await?;
 
-        // The neighbour works before, while and after the other runs into its cap.
+        // The neighbour works before, during and after the other reaches its cap.
         let before = large.next_beat().await?;
         let filled = small.fill(&[]).await?;
         ensure!(
@@ -85,7 +85,8 @@ fn two_shares_on_two_gpus_keep_their_own_caps_in_any_order() -> anyhow::Result<(
         let namespace = case.namespace("two").await?;
         let [one, two] = [&case.gpus[0].uuid, &case.gpus[1].uuid];
         let (small, large) = (Request::capped("5Gi", "10"), Request::capped("9Gi", "20"));
-        // Pinned both ways, so that neither the order of requests nor that of GPUs decides.
+        // In both orders, so that the result depends neither on the order of requests nor on that
+        // of GPUs.
         for (name, first, second) in [("straight", one, two), ("crossed", two, one)] {
             let requests = [
                 small.clone().named("small").on(first),
@@ -107,7 +108,7 @@ fn two_shares_on_two_gpus_keep_their_own_caps_in_any_order() -> anyhow::Result<(
             }
             pod.delete().await?;
         }
-        // Left to the scheduler: different GPUs because the claim says so.
+        // The scheduler chooses: different GPUs because of the claim's constraint.
         let requests = [small.named("small"), large.named("large")];
         namespace.template("apart", &apart(spec(&requests))).await?;
         let pod = namespace
@@ -176,7 +177,7 @@ fn containers_of_a_pod_get_their_own_requests() -> anyhow::Result<()> {
 }
 
 #[test]
-fn a_container_with_two_tiers_is_judged_device_by_device() -> anyhow::Result<()> {
+fn in_a_container_with_two_tiers_each_device_has_its_own_limit() -> anyhow::Result<()> {
     run(async |case: &Case| {
         let namespace = case.namespace("mixed").await?;
         let [one, two] = [case.gpus[0].uuid.as_str(), case.gpus[1].uuid.as_str()];
@@ -211,7 +212,7 @@ fn a_container_with_two_tiers_is_judged_device_by_device() -> anyhow::Result<()>
 }
 
 #[test]
-fn the_claim_says_what_it_was_given() -> anyhow::Result<()> {
+fn the_claims_status_shows_what_it_got() -> anyhow::Result<()> {
     run(async |case: &Case| {
         let namespace = case.namespace("status").await?;
         let pod = namespace.idle("pod", &Request::capped("7Gi", "30")).await?;

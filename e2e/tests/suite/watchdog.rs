@@ -1,4 +1,4 @@
-//! The second line of the cap: what a program takes around the shim is named on its pod, and by policy ended.
+//! The watchdog: a program that bypasses the shim is reported on its pod, and is ended if the policy says so.
 
 use std::time::Duration;
 
@@ -10,10 +10,11 @@ use tranche_api::SharingPolicy;
 use tranche_api::gpu_node::GpuNode;
 use tranche_e2e::{Case, PodHandle, Request, run, wait};
 
-/// Two samples of a second each, and what a busy machine adds.
+/// Two samples of a second each; the rest is for a busy machine.
 const NAMED: Duration = Duration::from_secs(10);
 
-/// A program that takes 2 GiB by a copy of the driver's library under a name of its own, which nothing covers.
+/// A program that allocates 2 GiB with a copy of the driver's library under another name, which is not
+/// covered.
 const BYPASS: &str = "
     mkdir -p /tmp/own && cp /usr/lib/tranche/driver/libcuda.so.1 /tmp/own/libcuda.so.1 || exit 1
     ln -sf libcuda.so.1 /tmp/own/libcuda.so
@@ -42,15 +43,15 @@ fn a_copied_libcuda_is_named_on_its_pod_and_by_policy_ended() -> anyhow::Result<
         let share = Request::capped("4Gi", "25").on(&gpu.uuid);
         let pod = namespace.idle("pod", &share).await?;
         pod.started().await?;
-        pod.say(&["sh", "-c", BYPASS]).await?;
+        pod.stdout(&["sh", "-c", BYPASS]).await?;
         let notes = wait::for_answer("an event on the pod", NAMED, async || {
             let notes = events(case, &pod, namespace.name()).await?;
             Ok((!notes.is_empty()).then_some(notes))
         })
         .await?;
         ensure!(notes[0].contains(&gpu.uuid), "{notes:?}");
-        // It runs on: the policy says Report.
-        pod.say(&["sh", "-c", "kill -0 $(cat /tmp/pid)"]).await?;
+        // It continues: the policy says Report.
+        pod.stdout(&["sh", "-c", "kill -0 $(cat /tmp/pid)"]).await?;
 
         let policies: Api<SharingPolicy> = Api::all(case.client.clone());
         let name = case.unique("kill");
@@ -83,7 +84,7 @@ fn a_copied_libcuda_is_named_on_its_pod_and_by_policy_ended() -> anyhow::Result<
         })
         .await?;
         wait::for_answer("the program's end", NAMED, async || {
-            let alive = pod.say(&[
+            let alive = pod.stdout(&[
                 "sh",
                 "-c",
                 "kill -0 $(cat /tmp/pid) && echo alive || echo ended",
@@ -99,7 +100,7 @@ fn a_copied_libcuda_is_named_on_its_pod_and_by_policy_ended() -> anyhow::Result<
                 .then_some(()))
         })
         .await?;
-        // The pod's own program was not touched.
+        // The pod's own program still runs.
         pod.started().await?;
         Ok(())
     })
@@ -112,9 +113,9 @@ fn a_share_filled_to_its_cap_is_left_alone() -> anyhow::Result<()> {
         let share = Request::capped("4Gi", "25").on(&case.gpus[0].uuid);
         let pod = namespace.idle("pod", &share).await?;
         pod.started().await?;
-        // Ten seconds of taking all that there is, and giving it back.
+        // Ten seconds of allocating everything and freeing it.
         let fill = "end=$(($(date +%s) + 10)); while [ $(date +%s) -lt $end ]; do tranche-workload fill >/dev/null || exit 1; done";
-        pod.say(&["sh", "-c", fill]).await?;
+        pod.stdout(&["sh", "-c", fill]).await?;
         let notes = events(case, &pod, namespace.name()).await?;
         ensure!(notes.is_empty(), "{notes:?}");
         Ok(())

@@ -16,10 +16,10 @@ use tranche_e2e::namespace::{IDLE, Source, manifest};
 use tranche_e2e::node::Node;
 use tranche_e2e::{Case, Request, run, wait};
 
-/// How soon another system is noticed, and how soon its end is.
+/// The time limit until another system, and its end, is detected.
 const NOTICED: Duration = Duration::from_secs(20);
 
-/// A scheduler that does not know shared counters gives a share and the whole GPU to two pods.
+/// A scheduler that ignores shared counters allocates a share and the whole of one GPU to two pods.
 #[test]
 fn a_gpu_that_an_allocator_gave_away_twice_is_prepared_once() -> anyhow::Result<()> {
     run(async |case: &Case| {
@@ -53,15 +53,15 @@ fn a_gpu_that_an_allocator_gave_away_twice_is_prepared_once() -> anyhow::Result<
         }
         ensure!(share.seen().await?.len() == 1, "the first pod's GPU");
 
-        // What was refused is given once the first is gone.
+        // The refused claim is prepared when the first one is released.
         share.delete().await?;
-        whole.look_again().await?;
+        whole.sync().await?;
         whole.started().await?;
         Ok(())
     })
 }
 
-/// NVIDIA's DRA driver, as far as the node sees it: a registration socket that accepts connections, and
+/// What the node sees of NVIDIA's DRA driver: a registration socket that accepts connections, and
 /// slices that name the node's first GPU.
 #[test]
 fn a_gpu_of_nvidias_dra_driver_is_withheld_until_that_driver_ends() -> anyhow::Result<()> {
@@ -83,7 +83,7 @@ fn a_gpu_of_nvidias_dra_driver_is_withheld_until_that_driver_ends() -> anyhow::R
         case.afterwards("the other driver's slice", async move {
             let deleted = slices.delete(&name, &DeleteParams::default()).await;
             deleted.map(drop).or_else(|error| match error {
-                // The kubelet may have been quicker.
+                // The kubelet may have deleted it already.
                 kube::Error::Api(status) if status.is_not_found() => Ok(()),
                 error => Err(error.into()),
             })
@@ -110,7 +110,7 @@ fn a_gpu_of_nvidias_dra_driver_is_withheld_until_that_driver_ends() -> anyhow::R
             .await?;
         pod.unschedulable().await?;
 
-        // The file of its socket stays behind.
+        // The file of its socket stays.
         case.node.shell("kill $(cat /run/other-driver.pid)").await?;
         withheld(case, "the GPU offered again", &[]).await?;
         pod.started().await?;
@@ -253,7 +253,7 @@ fn gpus_of_nvidias_device_plugin_are_withheld_until_it_ends() -> anyhow::Result<
     })
 }
 
-/// Waits until the GpuNode says that exactly these GPUs are withheld for another provider.
+/// Waits until the GpuNode has exactly these GPUs withheld because of another provider.
 async fn withheld(case: &Case, what: &str, uuids: &[&str]) -> anyhow::Result<()> {
     let api: Api<GpuNode> = Api::all(case.client.clone());
     wait::for_one(api, case.node.name(), what, NOTICED, |node| {

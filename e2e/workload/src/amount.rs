@@ -1,4 +1,4 @@
-//! Amounts of memory as Kubernetes writes them.
+//! Amounts of memory in Kubernetes' notation.
 
 use std::fmt;
 use std::str::FromStr;
@@ -26,7 +26,9 @@ impl FromStr for Amount {
             .filter(|bytes| *bytes > 0)
             .map(Self)
             .ok_or_else(|| {
-                format!("{text:?} is no amount: write it like 512Ki, 256Mi, 20Gi or 4096")
+                format!(
+                    "{text:?} is not an amount of memory: write it like 512Ki, 256Mi, 20Gi or 4096"
+                )
             })
     }
 }

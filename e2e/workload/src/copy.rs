@@ -1,4 +1,4 @@
-//! `copy`: bytes to the device, across it, and back.
+//! `copy`: copies bytes to the device, on the device, and back.
 
 use std::fmt;
 use std::time::Instant;
@@ -23,14 +23,14 @@ pub struct Copy {
     device: Option<usize>,
 }
 
-/// What came back.
+/// The result.
 #[derive(Debug, Serialize)]
 struct Copied {
     device: usize,
     uuid: String,
     bytes: u64,
     milliseconds: u64,
-    /// Bytes that are not as sent.
+    /// Bytes that differ from those sent.
     errors: u64,
 }
 
@@ -65,7 +65,7 @@ impl Copy {
             let errors = pattern::differences(&sent, &across.read(0, len)?);
             there.free()?;
             across.free()?;
-            report.say(&Copied {
+            report.print(&Copied {
                 device: gpu.ordinal(),
                 uuid: gpu.uuid()?,
                 bytes: self.bytes.0,

@@ -1,4 +1,4 @@
-//! `fill`: takes memory until the driver refuses, gives it back, and goes on.
+//! `fill`: allocates memory until the driver refuses, frees it, and continues.
 
 use std::fmt;
 
@@ -11,19 +11,19 @@ use crate::gpu::{Gpu, Memory, Refusal, Way, named};
 use crate::pattern;
 use crate::report::Report;
 
-/// Bytes that are really written into a piece of memory.
+/// Bytes that are written into a piece of memory.
 const TOUCHED: usize = 4096;
 
-/// What to take, and how.
+/// The options.
 #[derive(Args, Debug)]
 pub struct Fill {
-    /// Taken at a time; halved at each refusal, down to --least
+    /// Size of a piece; halved at each refusal, down to --least
     #[arg(long, default_value = "256Mi")]
     chunk: Amount,
     /// The smallest piece that is tried; the driver takes large ones by blocks of 2 MiB
     #[arg(long, default_value = "2Mi")]
     least: Amount,
-    /// By which call
+    /// The call
     #[arg(long, value_enum, default_value_t = Way::Device)]
     way: Way,
     /// The device; all of them, one after another, where absent
@@ -31,7 +31,7 @@ pub struct Fill {
     device: Option<usize>,
 }
 
-/// What came of it.
+/// The result.
 #[derive(Debug, Serialize)]
 struct Outcome {
     device: usize,
@@ -41,13 +41,13 @@ struct Outcome {
     total: u64,
     /// Bytes held when the smallest piece was refused.
     filled: u64,
-    /// In how many pieces.
+    /// The number of pieces.
     pieces: usize,
-    /// How often the driver said `CUDA_ERROR_OUT_OF_MEMORY`.
+    /// How often the driver returned `CUDA_ERROR_OUT_OF_MEMORY`.
     refused: u32,
-    /// Free when everything had been given back, bytes.
+    /// Bytes free after everything was freed.
     free_after: u64,
-    /// Bytes that were not as written, before or after the refusal.
+    /// Wrong bytes, before or after the refusal.
     errors: u64,
 }
 
@@ -80,7 +80,7 @@ impl Fill {
             let filled = self
                 .fill(&gpu)
                 .with_context(|| format!("device {}", gpu.ordinal()))?;
-            report.say(&filled)?;
+            report.print(&filled)?;
             ensure!(
                 filled.errors == 0,
                 "{} bytes are not as written",
@@ -102,7 +102,7 @@ impl Fill {
             piece.free()?;
         }
         let (free_after, _) = gpu.memory()?;
-        // A refusal leaves no trace: the program goes on as if it had never asked.
+        // A refusal has no effect: the program continues.
         let mut again = gpu
             .take(self.least, self.way)
             .map_err(Refusal::into_error)
@@ -123,7 +123,8 @@ impl Fill {
         })
     }
 
-    /// Everything that the driver gives, down to the smallest piece, and how often it refused.
+    /// Allocates everything that the driver gives, down to the smallest piece; also returns the
+    /// number of refusals.
     fn take_all(&self, gpu: &Gpu) -> anyhow::Result<(Vec<Memory>, u32)> {
         let mut pieces = Vec::new();
         let mut refused = 0;
@@ -139,7 +140,7 @@ impl Fill {
                     if size == self.least {
                         return Ok((pieces, refused));
                     }
-                    // Whole multiples, so that no crumbs are left between them.
+                    // Whole multiples, so that no gaps are left.
                     let least = self.least.0;
                     size = Amount((size.0 / 2 / least * least).max(least));
                 }
@@ -160,11 +161,11 @@ fn write(piece: &mut Memory, seed: u64) -> anyhow::Result<()> {
     piece.write(piece.len() - len, &bytes)
 }
 
-/// How many bytes of the pattern are not as written.
+/// The number of wrong bytes of the pattern.
 fn check(piece: &Memory, seed: u64) -> anyhow::Result<u64> {
     let len = piece.len().min(TOUCHED);
     let expected = pattern::bytes(seed, len);
-    // Where both ends overlap, the last one written stands.
+    // Where both ends overlap, the last write counts.
     let last = piece.read(piece.len() - len, len)?;
     let mut errors = pattern::differences(&expected, &last);
     if piece.len() >= 2 * len {

@@ -1,4 +1,4 @@
-//! `hold`: a tenant that works on and notices what its neighbours do to it, if they can.
+//! `hold`: a tenant that works continuously and detects effects of its neighbours.
 
 use std::fmt;
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -19,10 +19,10 @@ use crate::report::Report;
 /// Bytes written into the memory, spread over it, and compared at every heartbeat.
 const BLOCK: usize = 64 << 10;
 const BLOCKS: usize = 16;
-/// Taken and given back at every heartbeat.
+/// Allocated and freed at every heartbeat.
 const WORK: Amount = Amount(1 << 20);
 
-/// What to keep.
+/// The options.
 #[derive(Args, Debug)]
 pub struct Hold {
     /// How much
@@ -47,11 +47,10 @@ struct Heartbeat {
     total: u64,
     /// How long the heartbeat's own work took.
     milliseconds: u64,
-    /// What went wrong since the start: bytes that changed, memory that was refused, calls that
-    /// failed.
+    /// Errors since the start: bytes that changed, memory that was refused, calls that failed.
     errors: u64,
-    /// At how many heartbeats the total or free amount was not the first one's: somebody else
-    /// uses the same memory.
+    /// The number of heartbeats at which the total or free memory differed from the first one,
+    /// because others use the same memory.
     moved: u64,
 }
 
@@ -92,7 +91,7 @@ impl Hold {
             errors += work(&gpu, &memory, &spots);
             let now = gpu.memory()?;
             moved += u64::from(now != before);
-            report.say(&Heartbeat {
+            report.print(&Heartbeat {
                 beat,
                 uuid: uuid.clone(),
                 held: memory.len() as u64,
@@ -113,7 +112,7 @@ impl Hold {
     }
 }
 
-/// Compares what is held and takes a little more for a moment; counts what goes wrong and says it.
+/// Compares the held memory and allocates a little more for a moment; counts and prints errors.
 fn work(gpu: &Gpu, memory: &Memory, spots: &[usize]) -> u64 {
     let mut errors = 0;
     for (seed, at) in spots.iter().enumerate() {
@@ -126,7 +125,7 @@ fn work(gpu: &Gpu, memory: &Memory, spots: &[usize]) -> u64 {
             }
         }
     }
-    // A share that is held whole has no room for more, which is no fault of a neighbour's.
+    // A share that is completely held has no room for more, which is not caused by a neighbour.
     let room = gpu.memory().is_ok_and(|(free, _)| free >= WORK.0);
     if room && let Err(refusal) = gpu.take(WORK, Way::Device) {
         errors += 1;
@@ -158,7 +157,7 @@ fn stop_signal() -> anyhow::Result<mpsc::Receiver<()>> {
     let (told, stop) = mpsc::channel();
     thread::spawn(move || {
         if signals.forever().next().is_some() {
-            // Nobody listens any more where the program has ended meanwhile.
+            // The receiver is gone if the program has ended meanwhile.
             let _ = told.send(());
         }
     });

@@ -1,4 +1,4 @@
-//! `info`: what the driver says there is.
+//! `info`: the devices that the driver reports.
 
 use std::fmt;
 
@@ -51,7 +51,7 @@ pub fn run(report: Report) -> anyhow::Result<()> {
             seen.device,
             seen.total
         );
-        report.say(&seen)?;
+        report.print(&seen)?;
     }
     Ok(())
 }

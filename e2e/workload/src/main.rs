@@ -1,10 +1,10 @@
-//! The CUDA program that the suite's pods run: it asks the driver what there is, and takes it.
+//! The CUDA program that the suite's pods run.
 //!
 //! ```text
 //!  command line ─► a command ─► gpu (the driver API, through cudarc) ─► report: a line to read, or JSON
 //! ```
 //!
-//! It knows nothing of Tranche: it is any CUDA program, and what it finds is what one finds.
+//! It knows nothing of Tranche, so it sees what every CUDA program sees.
 #![deny(unsafe_code)]
 
 mod amount;
@@ -22,7 +22,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-/// Asks the CUDA driver what there is, and takes it.
+/// Queries and uses the GPUs of a container
 #[derive(Debug, Parser)]
 #[command(version)]
 struct Args {
@@ -37,13 +37,13 @@ struct Args {
 enum Command {
     /// Every device: UUID, name, total and free memory
     Info,
-    /// Takes memory until the driver refuses, gives it back, and goes on
+    /// Allocates memory until the driver refuses, frees it, and continues
     Fill(fill::Fill),
-    /// Takes memory and keeps it, checking it at every heartbeat, until SIGTERM
+    /// Allocates memory and keeps it, checking it at every heartbeat, until SIGTERM
     Hold(hold::Hold),
-    /// Sends bytes to the device, across it, and back, and compares them
+    /// Copies bytes to the device, on the device, and back, and compares them
     Copy(copy::Copy),
-    /// Keeps the GPU busy, and says how busy it let itself be kept
+    /// Keeps the GPU busy, and prints how busy it was
     Spin(spin::Spin),
 }
 

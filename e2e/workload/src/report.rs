@@ -1,4 +1,4 @@
-//! What the program says: for people a line, for the suite the same as JSON.
+//! The program's output: a line of text for people, or JSON for the suite.
 
 use std::fmt::Display;
 use std::io::Write;
@@ -6,7 +6,7 @@ use std::io::Write;
 use anyhow::Context;
 use serde::Serialize;
 
-/// How to say it.
+/// The output format.
 #[derive(Clone, Copy, Debug)]
 pub struct Report {
     json: bool,
@@ -18,8 +18,8 @@ impl Report {
         Self { json }
     }
 
-    /// Says one thing, on one line, at once: a pipe's reader waits for it.
-    pub fn say(self, what: &(impl Serialize + Display)) -> anyhow::Result<()> {
+    /// Prints one line and flushes it, because the reader of a pipe waits for it.
+    pub fn print(self, what: &(impl Serialize + Display)) -> anyhow::Result<()> {
         let line = if self.json {
             serde_json::to_string(what)?
         } else {

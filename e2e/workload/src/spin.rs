@@ -1,4 +1,4 @@
-//! `spin`: keeps the GPU as busy as it lets itself be kept, and says how busy that was.
+//! `spin`: keeps the GPU as busy as possible, and prints how busy it was.
 
 use std::fmt;
 use std::time::{Duration, Instant};
@@ -10,8 +10,8 @@ use crate::gpu::Gpu;
 use crate::kernel::{self, Kernel, Launch};
 use crate::report::Report;
 
-/// Kernels between two marks take about so long, and two marks are ahead of the program: a busy CPU
-/// must not leave the GPU idle.
+/// The time of the kernels between two marks; two marks are queued ahead, so that a busy CPU does
+/// not leave the GPU idle.
 const AHEAD: Duration = Duration::from_millis(20);
 
 /// What to run.
@@ -31,14 +31,14 @@ pub struct Spin {
     device: usize,
 }
 
-/// What it got.
+/// The result.
 #[derive(Debug, Serialize)]
 struct Spun {
     device: usize,
     uuid: String,
     kernels: u64,
     seconds: f64,
-    /// The time of the kernels that ran, of the whole, in percent.
+    /// The time of the kernels that ran, in percent of the whole time.
     share: f64,
 }
 
@@ -57,7 +57,7 @@ impl Spin {
     pub fn run(&self, report: Report) -> anyhow::Result<()> {
         let gpu = Gpu::open(self.device)?;
         let kernel = Kernel::new(&gpu, self.kernel, self.launch)?;
-        // The first launch loads what the driver loads late.
+        // The first launch makes the driver load its lazy parts.
         kernel.launch()?;
         kernel::pass(&kernel.mark()?)?;
 
@@ -83,7 +83,7 @@ impl Spin {
         let seconds = start.elapsed().as_secs_f64();
         #[expect(clippy::cast_precision_loss, reason = "fewer than 2^52 kernels")]
         let busy = ran as f64 * self.kernel.as_secs_f64();
-        report.say(&Spun {
+        report.print(&Spun {
             device: gpu.ordinal(),
             uuid: gpu.uuid()?,
             kernels: ran,

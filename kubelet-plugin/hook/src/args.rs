@@ -1,4 +1,4 @@
-//! The command line, as our CDI specs write it.
+//! The hook's command line, as in our CDI specs.
 
 use std::path::{Component, Path, PathBuf};
 
@@ -8,30 +8,30 @@ use tranche_cdi_hook::cover::{Cover, StandIn};
 /// A link to make.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Link {
-    /// What it says.
+    /// Its target.
     pub target: String,
-    /// Where it is, from the container's root.
+    /// Its path, from the container's root.
     pub path: PathBuf,
 }
 
-/// What to do.
+/// The hook's command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Command {
     /// Make links.
     CreateLinks {
-        /// In this order.
+        /// The links, in the order in which they are made.
         links: Vec<Link>,
     },
-    /// Put the shim over every copy of the driver's libraries that the image brings.
+    /// Cover every copy of the driver's libraries in the image with the shim.
     CoverLibraries {
-        /// What, by what.
+        /// What to cover with what.
         cover: Cover,
     },
-    /// Have the loader find the image's libcuda for forward compatibility, where it is to be used.
+    /// Make the loader find the image's libcuda for forward compatibility, if it is to be used.
     EnableCudaCompat {
         /// The version of the node's driver.
         node: Option<DriverVersion>,
-        /// Where this is, `cover-libraries` does it.
+        /// If this file exists, `cover-libraries` does it.
         unless: PathBuf,
     },
     /// Make the loader's cache.
@@ -43,10 +43,10 @@ pub enum Command {
     },
 }
 
-/// Why the command line is not one.
+/// Why the command line is invalid.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ArgsError {
-    /// None or another.
+    /// No command, or an unknown one.
     #[error(
         "usage: tranche-cdi-hook create-links --link TARGET::PATH… | cover-libraries --shim STEM::PATH… \
          --companion STEM::PATH… --real-cuda PATH --host-driver-version VERSION | enable-cuda-compat \
@@ -56,10 +56,10 @@ pub enum ArgsError {
     /// An option that is not known, or has no value.
     #[error("option {0:?} is unknown or has no value")]
     Option(String),
-    /// Not two parts, or no file's path.
+    /// Not of the form NAME::PATH.
     #[error("{0:?} is not NAME::PATH")]
     Pair(String),
-    /// A path that may not be one.
+    /// An invalid path.
     #[error("path {0:?} must be absolute, without `..`")]
     Path(String),
 }

@@ -1,9 +1,10 @@
 //! CUDA forward compatibility: whether an image's libcuda is to be used in the place of the node's.
 //!
 //! The package `cuda-compat` puts the user-mode driver of a newer release into an image, which the
-//! kernel-mode drivers of some older branches support. The decision is that of NVIDIA's container
-//! toolkit (`nvidia-cdi-hook enable-cuda-compat`): the library says in an ELF note which branches it
-//! supports, and must be newer than the node's; one without the note must be of a newer branch.
+//! kernel-mode drivers of some older branches support. The rules are those of NVIDIA's container
+//! toolkit (`nvidia-cdi-hook enable-cuda-compat`): an ELF note of the library lists the branches
+//! that it supports, and it must be newer than the node's; a library without the note must be of a
+//! newer branch.
 
 use std::fs::File;
 use std::path::Path;
@@ -14,12 +15,12 @@ use serde::Deserialize;
 
 use crate::rootfs::{FoundFile, Rootfs, RootfsError, by_descriptor};
 
-/// The folders in which an image's libcuda is one for forward compatibility: that of NVIDIA's
-/// packages, and that of the NGC images, whose start-up script makes a link to it.
+/// The folders with an image's libcuda for forward compatibility: that of NVIDIA's packages, and
+/// that of the NGC images, whose start-up script makes a link to it.
 pub const FOLDERS: [&str; 2] = ["/usr/local/cuda/compat", "/usr/local/cuda/compat/lib.real"];
 
 const NOTE_SECTION: &str = ".note.cuda.fwd_compatibility";
-/// In bytes; NVIDIA's take about a hundred.
+/// In bytes; NVIDIA's have about a hundred.
 const LONGEST_NOTE: u64 = 64 << 10;
 const NOTE_OWNER: &[u8] = b"NVIDIA Corporation";
 
@@ -41,7 +42,7 @@ impl DriverVersion {
     }
 }
 
-/// What a library for forward compatibility says of itself.
+/// The note of a library for forward compatibility.
 #[derive(Debug, Deserialize, PartialEq, Eq)]
 struct Note {
     /// The branches of the kernel-mode driver that support it.
@@ -49,7 +50,8 @@ struct Note {
     branches: Vec<u32>,
 }
 
-/// The image's libcuda that is to be used with the node's driver; `None` where the node's own is.
+/// The image's libcuda that is to be used with the node's driver; `None` if the node's own is to be
+/// used.
 pub fn usable(root: &Rootfs, node: &DriverVersion) -> Result<Option<FoundFile>, RootfsError> {
     for folder in FOLDERS.map(Path::new) {
         let mut candidates = Vec::new();
@@ -61,7 +63,7 @@ pub fn usable(root: &Rootfs, node: &DriverVersion) -> Result<Option<FoundFile>, 
                 candidates.push((version, file));
             }
         }
-        // Of two, nobody knows which one is meant.
+        // With two it is not clear which one is meant.
         if candidates.len() == 1
             && let Some((version, file)) = candidates.pop()
             && supports(note(&file).as_ref(), &version, node)
@@ -83,7 +85,7 @@ fn supports(note: Option<&Note>, compat: &DriverVersion, installed: &DriverVersi
     }
 }
 
-/// The library's note. One that cannot be read is none, as the toolkit has it.
+/// The library's note; `None` also if it cannot be read, as in the toolkit.
 fn note(library: &FoundFile) -> Option<Note> {
     let file = File::open(by_descriptor(&library.fd)).ok()?;
     let cache = ReadCache::new(file);
@@ -144,7 +146,7 @@ mod tests {
         let path = Some("/usr/local/cuda-12.9/compat/libcuda.so.575.57.08".into());
         assert_eq!(used(folder, library, "535.261.03"), path);
         assert_eq!(used(folder, library, "575.57.07"), path);
-        // The same, a newer one, and a branch that the note does not name.
+        // The same version, a newer one, and a branch that the note does not name.
         for node in ["575.57.08", "580.65.06", "555.42.02", "525.60.13"] {
             assert_eq!(used(folder, library, node), None, "{node}");
         }

@@ -9,22 +9,22 @@ use serde::Deserialize;
 use tranche_cdi_hook::libraries::Process;
 use tranche_cdi_hook::rootfs::LONGEST_FILE;
 
-/// A container that is being made.
+/// A container that is being created.
 #[derive(Debug)]
 pub struct Container {
     /// Its root on the host.
     pub root: PathBuf,
-    /// What its first process starts with.
+    /// Its first process.
     pub process: Process,
 }
 
-/// Why there is no root.
+/// Why the container could not be read.
 #[derive(Debug, thiserror::Error)]
 pub enum ContainerError {
     /// The state cannot be read.
     #[error("cannot read the container's state from stdin: {0}")]
     Stdin(#[source] io::Error),
-    /// The state is none.
+    /// The state is invalid.
     #[error("stdin is not an OCI state: {0}: run it as an OCI hook")]
     State(#[source] serde_json::Error),
     /// The configuration cannot be read.
@@ -35,7 +35,7 @@ pub enum ContainerError {
         /// Why not.
         source: io::Error,
     },
-    /// The configuration is none.
+    /// The configuration is invalid.
     #[error("{path} is not an OCI configuration: {source}")]
     Config {
         /// The configuration.
@@ -44,7 +44,7 @@ pub enum ContainerError {
         source: serde_json::Error,
     },
     /// The root would be the host's.
-    #[error("{path}: root.path is {root:?}, which is no container's root")]
+    #[error("{path}: root.path is {root:?}, which is not the root of a container")]
     NoRoot {
         /// The configuration.
         path: PathBuf,
@@ -141,7 +141,10 @@ mod tests {
         for path in ["/", "/..", "../../../../../../../..", ""] {
             let (_bundle, root) = root_with(path);
             let error = root.unwrap_err().to_string();
-            assert!(error.contains("no container's root"), "{path}: {error}");
+            assert!(
+                error.contains("not the root of a container"),
+                "{path}: {error}"
+            );
         }
     }
 

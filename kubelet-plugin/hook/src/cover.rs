@@ -1,9 +1,9 @@
-//! `cover-libraries`: puts the shim over every libcuda and libnvidia-ml that an image brings.
+//! `cover-libraries`: covers every libcuda and libnvidia-ml of an image with the shim.
 //!
 //! A program that opens `libcuda.so` through `LD_LIBRARY_PATH`, or `/usr/local/cuda/compat/libcuda.so.1`
-//! by its path, would get a driver that knows no limit. Each such file is covered by a bind mount of the
-//! shim, in the container's mount namespace only. Where one of them is there for forward
-//! compatibility and the node's kernel-mode driver supports it, it becomes the driver behind the shim.
+//! by its path, would use a driver without a limit. Each such file is covered by a bind mount of the
+//! shim, in the container's mount namespace only. If one of them is for forward compatibility and the
+//! node's kernel-mode driver supports it, it becomes the driver behind the shim.
 //!
 //! The sources of the mounts are the files that the runtime mounted read-only for the container, so
 //! the new mounts are read-only too, in a user namespace as well.
@@ -19,22 +19,22 @@ use crate::compat::{self, DriverVersion};
 use crate::libraries::{self, Process, SearchError};
 use crate::rootfs::{FoundFile, Rootfs, RootfsError, by_descriptor};
 
-/// A library of the container, and the names that it stands for.
+/// A library in the container, and the names that it covers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StandIn {
-    /// The beginning of the names that it covers: `libcuda.so`.
+    /// The prefix of the names that it covers: `libcuda.so`.
     pub stem: String,
-    /// Where the runtime has mounted it, from the container's root.
+    /// The path at which the runtime has mounted it, from the container's root.
     pub path: PathBuf,
 }
 
-/// What to cover, by what.
+/// What to cover with what.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Cover {
     /// The shim's libraries.
     pub shims: Vec<StandIn>,
-    /// The node's libraries that its libcuda loads. An image's own of the same names are covered too
-    /// where the node's libcuda is used: they belong to another version.
+    /// The node's libraries that its libcuda loads. If the node's libcuda is used, an image's own
+    /// libraries of the same names are covered too, because they belong to another version.
     pub companions: Vec<StandIn>,
     /// Where the shim opens the driver's libcuda, from the container's root.
     pub real_cuda: PathBuf,
@@ -42,12 +42,12 @@ pub struct Cover {
     pub node: Option<DriverVersion>,
 }
 
-/// What was done.
+/// The result.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Covered {
-    /// The files over which something lies now, from the root.
+    /// The files that are covered now, from the root.
     pub files: BTreeSet<PathBuf>,
-    /// The image's libcuda that the shim uses in the place of the node's.
+    /// The image's libcuda that the shim uses instead of the node's.
     pub compat: Option<PathBuf>,
 }
 
@@ -60,7 +60,7 @@ pub enum CoverError {
     /// A step in the root.
     #[error(transparent)]
     Rootfs(#[from] RootfsError),
-    /// The runtime has not mounted what the CDI spec says.
+    /// The runtime has not made the mounts of the CDI spec.
     #[error(
         "{path} is not mounted read-only in the container: its runtime must make the mounts of the CDI \
          spec before it runs createContainer hooks, in the container's mount namespace (runc and crun do)"
@@ -69,9 +69,9 @@ pub enum CoverError {
         /// From the root.
         path: PathBuf,
     },
-    /// A mount on it would be seen elsewhere.
+    /// A mount on it would be visible outside of the container.
     #[error(
-        "{path} is the image's own copy of a library of NVIDIA's driver and must be covered, but it lies on a \
+        "{path} is the image's own copy of a library of NVIDIA's driver and must be covered, but it is on a \
          volume whose mounts the host shares (mountPropagation: Bidirectional): remove that, or the folder from \
          LD_LIBRARY_PATH"
     )]
@@ -90,7 +90,7 @@ pub enum CoverError {
         /// Why not.
         source: rustix::io::Errno,
     },
-    /// What lies there now is not what was mounted.
+    /// The path does not show the mounted file.
     #[error(
         "{path} was covered and shows another file: something changes it while the container starts"
     )]
@@ -108,11 +108,11 @@ pub enum CoverError {
     },
 }
 
-/// Covers what is found.
+/// Covers the libraries that are found.
 pub fn cover(root: &Rootfs, process: &Process, cover: &Cover) -> Result<Covered, CoverError> {
     let folders = libraries::folders(root, process)?;
     let mut covered = Covered::default();
-    // Before anything is covered: the search reads what the image brings.
+    // Before anything is covered, because the search reads the image's own files.
     let compat = match &cover.node {
         Some(node) => compat::usable(root, node)?,
         None => None,
@@ -149,7 +149,7 @@ pub fn cover(root: &Rootfs, process: &Process, cover: &Cover) -> Result<Covered,
     Ok(covered)
 }
 
-/// In folders where the image's libcuda was covered, covers what came with it.
+/// Covers the libraries that belong to the image's libcuda, in the folders where that was covered.
 fn cover_companions(
     root: &Rootfs,
     folders: &[PathBuf],
@@ -185,7 +185,7 @@ fn mounted(root: &Rootfs, path: &Path) -> Result<FoundFile, CoverError> {
     }
 }
 
-/// Shows `source` in the place of a file, to this mount namespace.
+/// Mounts `source` over a file, in this mount namespace.
 fn bind(root: &Rootfs, source: &OwnedFd, place: &FoundFile) -> Result<(), CoverError> {
     let path = || place.path.clone();
     if is_shared(&place.fd)? {
@@ -210,7 +210,7 @@ fn bind(root: &Rootfs, source: &OwnedFd, place: &FoundFile) -> Result<(), CoverE
     }
 }
 
-/// Whether a mount on this file would be seen in other mount namespaces.
+/// Whether a mount on this file would be visible in other mount namespaces.
 fn is_shared(fd: &OwnedFd) -> Result<bool, CoverError> {
     let read = |path: String| match fs::read_to_string(&path) {
         Ok(text) => Ok(text),

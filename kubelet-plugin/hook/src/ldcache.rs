@@ -1,10 +1,9 @@
 //! `update-ldcache`: makes the container's loader find the driver's libraries.
 //!
-//! The folders are written into the loader's configuration, so that an ldconfig that runs later in
-//! the container (a package's, say) finds them too, and the cache is made from it. The program is
-//! the host's own, linked statically; the first thing it does is `chroot` into the container's
-//! root, so what it reads and writes there cannot lead out. A musl image has no use for the cache
-//! and takes no harm.
+//! The folders are written into the loader's configuration, so that a later ldconfig in the
+//! container (of a package, for example) finds them too, and the cache is made from it. The program
+//! is the host's, linked statically; it first calls `chroot` into the container's root, so that it
+//! reads and writes only there. A musl image does not use the cache and is not harmed by it.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -13,20 +12,20 @@ use tranche_cdi_hook::rootfs::{Rootfs, RootfsError};
 
 const CONFIGURATION: &str = "/etc/ld.so.conf";
 const FOLDERS: &str = "/etc/ld.so.conf.d/00-tranche.conf";
-/// Read before ours: the loader takes the first library of a name.
+/// Sorted before our other file, because the loader uses the first library of a name.
 const COMPAT: &str = "/etc/ld.so.conf.d/00-compat-tranche.conf";
 const CACHE: &str = "/etc/ld.so.cache";
-/// What an image without a configuration gets.
+/// The configuration for an image without one.
 const INCLUDE: &[u8] = b"include /etc/ld.so.conf.d/*.conf\n";
 
-/// Why there is no cache.
+/// Why the cache could not be made.
 #[derive(Debug, thiserror::Error)]
 pub enum LdcacheError {
     /// The configuration.
     #[error(transparent)]
     Rootfs(#[from] RootfsError),
-    /// The program does not run.
-    #[error("cannot run {path}: {source}: restart the node's plugin pod to install it anew")]
+    /// The program could not be started.
+    #[error("cannot run {path}: {source}: restart the node's plugin pod to install it again")]
     Run {
         /// The program.
         path: PathBuf,
@@ -40,7 +39,7 @@ pub enum LdcacheError {
         path: PathBuf,
         /// How it ended.
         status: std::process::ExitStatus,
-        /// What it said.
+        /// Its output.
         stderr: String,
     },
 }
@@ -49,22 +48,22 @@ pub enum LdcacheError {
 pub fn update(root: &Rootfs, folders: &[PathBuf], ldconfig: &Path) -> Result<(), LdcacheError> {
     match configure(root, folders) {
         Ok(()) => run(root, ldconfig),
-        // The container starts, and finds libraries in the loader's own folders.
+        // The container starts anyway, and finds libraries in the loader's default folders.
         Err(e) if e.is_read_only() => {
-            eprintln!("tranche-cdi-hook: {e}: the image's file system is read-only, going on");
+            eprintln!("tranche-cdi-hook: {e}: the image's file system is read-only, continuing");
             Ok(())
         }
         Err(e) => Err(e.into()),
     }
 }
 
-/// Has the loader look first in the folder of this library, from the next `update` on.
+/// Makes the loader search the folder of this library first, from the next `update` on.
 pub fn prefer_folder_of(root: &Rootfs, library: &Path) -> Result<(), RootfsError> {
     let folder = library.parent().unwrap_or(Path::new("/"));
     let line = [folder.as_os_str().as_encoded_bytes(), b"\n"].concat();
     match root.write(Path::new(COMPAT), &line) {
         Err(e) if e.is_read_only() => {
-            eprintln!("tranche-cdi-hook: {e}: the image's file system is read-only, going on");
+            eprintln!("tranche-cdi-hook: {e}: the image's file system is read-only, continuing");
             Ok(())
         }
         done => done,
@@ -88,7 +87,7 @@ fn configure(root: &Rootfs, folders: &[PathBuf]) -> Result<(), RootfsError> {
     Ok(())
 }
 
-/// Whether the configuration reads ours: distributions write it with and without `/etc`.
+/// Whether the configuration includes ours: distributions write it with and without `/etc`.
 fn includes_folders(configuration: &[u8]) -> bool {
     String::from_utf8_lossy(configuration).lines().any(|line| {
         let mut words = line.split_whitespace();
@@ -106,7 +105,7 @@ fn run(root: &Rootfs, ldconfig: &Path) -> Result<(), LdcacheError> {
         .stdin(Stdio::null())
         .arg("-r")
         .arg(root.path())
-        // No links: create-links made them, and an image's own are its own.
+        // Without making links: create-links makes them, and the image's own stay unchanged.
         .args(["-X", "-f", CONFIGURATION, "-C", CACHE])
         .output()
         .map_err(|source| LdcacheError::Run {
@@ -131,7 +130,8 @@ mod tests {
 
     const LDCONFIG: &str = "/sbin/ldconfig";
 
-    /// A root with a real shared library where no loader looks, and its name in `lib`.
+    /// A root with a real shared library in a folder that no loader searches, and its name in
+    /// `lib`.
     fn image() -> (tempfile::TempDir, Rootfs) {
         let dir = tempfile::tempdir().unwrap();
         let lib = dir.path().join("opt/driver/lib");
@@ -213,7 +213,7 @@ mod tests {
             let etc = dir.path().join("etc");
             std::fs::create_dir_all(&etc).unwrap();
             symlink(&precious, etc.join(name)).unwrap();
-            // Whether it fails or replaces the link, the host is not touched.
+            // It may fail or replace the link; the host is not changed.
             let _ = update(&root, &folders(), Path::new(LDCONFIG));
             assert_eq!(std::fs::read(&precious).unwrap(), b"precious", "{name}");
         }

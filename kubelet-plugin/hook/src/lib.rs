@@ -1,4 +1,4 @@
-//! What the createContainer hook does in a container's root, for the hook and for `tranche run`.
+//! The createContainer hook's work in a container's root, for the hook and for `tranche run`.
 //!
 //! ```text
 //!  main ──► cover ──► libraries, compat ──► rootfs

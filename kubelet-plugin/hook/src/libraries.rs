@@ -1,9 +1,9 @@
-//! Libraries of an image, where the dynamic loader looks for them.
+//! Finds libraries of an image in the folders that the dynamic loader searches.
 //!
-//! The search knows what is known before a container's first process runs: the environment that it
-//! starts with, the loader's configuration and default folders, and the folders in which images and
-//! packages bring parts of NVIDIA's driver. It does not walk the whole image. What it cannot know: an
-//! RPATH, a folder that a program names itself, a file that is copied later.
+//! The search uses what is known before a container's first process runs: its environment, the
+//! loader's configuration and default folders, and the folders in which images and packages have
+//! parts of NVIDIA's driver. It does not walk the whole image. It does not find libraries through an
+//! RPATH, in a folder that only a program knows, or that are copied later.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{OsStr, OsString};
@@ -23,9 +23,9 @@ pub struct Process {
 /// A library in the root.
 #[derive(Debug)]
 pub struct Library {
-    /// The beginning of its name, as it was searched for: `libcuda.so`.
+    /// The prefix of its name that was searched: `libcuda.so`.
     pub stem: String,
-    /// The folder in which it was found, maybe by a link.
+    /// The folder in which it was found, possibly as a link.
     pub folder: PathBuf,
     /// The file.
     pub file: FoundFile,
@@ -37,27 +37,27 @@ pub enum SearchError {
     /// A step in the root.
     #[error(transparent)]
     Rootfs(#[from] RootfsError),
-    /// More than is looked at.
+    /// There are more than the limit.
     #[error(
         "{folder}: more than {limit} {what} to search for copies of NVIDIA's libraries: remove \
          folders from LD_LIBRARY_PATH or /etc/ld.so.conf"
     )]
     TooMany {
-        /// Where the search stopped.
+        /// The folder at which the search stopped.
         folder: PathBuf,
-        /// Of what.
+        /// What there are too many of.
         what: &'static str,
-        /// How many are looked at.
+        /// The limit.
         limit: usize,
     },
 }
 
 /// The most folders that are searched, and configuration files that are read.
 const MOST_FOLDERS: usize = 4096;
-/// The most names that are looked at, in all folders together.
+/// The most names that are read, in all folders together.
 const MOST_NAMES: usize = 1_000_000;
 
-/// Where the loaders of distributions look without any configuration.
+/// The folders that the loaders of distributions search without any configuration.
 const DEFAULT: [&str; 16] = [
     "/lib",
     "/lib32",
@@ -77,8 +77,8 @@ const DEFAULT: [&str; 16] = [
     "/usr/local/lib/aarch64-linux-gnu",
 ];
 
-/// Where images and packages bring parts of NVIDIA's driver: Debian's alternatives, the folder that
-/// Kubernetes device plugins mount, conda's `cuda-compat`.
+/// Folders of images and packages with parts of NVIDIA's driver: Debian's alternatives, the folder
+/// that Kubernetes device plugins mount, conda's `cuda-compat`.
 const BROUGHT: [&str; 7] = [
     "/usr/lib/x86_64-linux-gnu/nvidia/current",
     "/usr/lib/aarch64-linux-gnu/nvidia/current",
@@ -89,7 +89,7 @@ const BROUGHT: [&str; 7] = [
     "/opt/conda/cuda-compat",
 ];
 
-/// In a folder of a CUDA toolkit. `*` is any one folder.
+/// Folders of a CUDA toolkit. `*` is any one folder.
 const TOOLKIT: [&str; 8] = [
     "compat",
     "compat/*",
@@ -132,7 +132,7 @@ pub fn folders(root: &Rootfs, process: &Process) -> Result<Vec<PathBuf>, SearchE
         let prefix = process.absolute(prefix);
         folders.extend(["lib", "lib/stubs", "cuda-compat"].map(|inside| prefix.join(inside)));
     }
-    // glibc prefers libraries for the processor at hand.
+    // glibc prefers libraries for the processor that it runs on.
     let mut all = Vec::new();
     let mut seen = BTreeSet::new();
     for folder in folders {
@@ -194,7 +194,7 @@ fn is_library(name: &OsStr, stem: &str) -> bool {
 
 impl Process {
     fn variable(&self, name: &str) -> Option<&str> {
-        // The last one is what the C library of most programs returns; runtimes write one.
+        // Most C libraries return the last one; runtimes write only one.
         self.env.iter().rev().find_map(|pair| {
             let (key, value) = pair.split_once('=')?;
             (key == name && !value.is_empty()).then_some(value)
@@ -225,7 +225,7 @@ impl Process {
     }
 }
 
-/// The folder with what the loader may put in the place of `$LIB`; none with a token that only the
+/// The folder with the values that the loader may use for `$LIB`; none with a token that only the
 /// loader knows (`$ORIGIN`, `$PLATFORM`).
 fn with_library_token(folder: &Path) -> Vec<PathBuf> {
     let text = folder.to_string_lossy();
@@ -292,8 +292,8 @@ fn configured(root: &Rootfs) -> Result<Vec<PathBuf>, SearchError> {
     Ok(folders)
 }
 
-/// The paths that a pattern names, in which `*` and `?` stand for what they do in a shell. A path
-/// without them is its own only answer, whether it exists or not.
+/// The paths that match a pattern with `*` and `?` as in a shell. A path without these is returned
+/// itself, whether it exists or not.
 fn expand(root: &Rootfs, pattern: &Path) -> Result<Vec<PathBuf>, SearchError> {
     let mut paths = vec![PathBuf::new()];
     for component in pattern {
@@ -324,10 +324,11 @@ fn expand(root: &Rootfs, pattern: &Path) -> Result<Vec<PathBuf>, SearchError> {
     Ok(paths)
 }
 
-/// In steps of at most the product of both lengths, and without recursion: an image writes the pattern.
+/// Takes at most as many steps as the product of both lengths, without recursion, because the pattern
+/// comes from an image.
 fn matches(pattern: &[u8], name: &[u8]) -> bool {
     let (mut p, mut n) = (0, 0);
-    // The last star, and how much of the name it stands for at least.
+    // The last star, and the least part of the name that it matches.
     let mut star = None;
     while n < name.len() {
         match pattern.get(p) {
@@ -483,7 +484,7 @@ mod tests {
         );
         write("etc/ld.so.conf.d/x.conf", "/b=libc6\n");
         write("etc/ld.so.conf.d/y.not", "/nowhere\n");
-        // It includes itself, as an image may have it by mistake.
+        // It includes itself, as a faulty image may.
         write("etc/more", "include /etc/more\n/c:/d\n");
         assert_eq!(
             found(&root, &[]),

@@ -8,9 +8,9 @@
 //! ```
 //!
 //! The runtime runs it on the host's root with the container's state on stdin (OCI runtime spec,
-//! "POSIX-platform Hooks"), after the container's mounts and before its first process. The image
-//! is somebody else's: every path in it is resolved by the kernel inside the root
-//! (`openat2`, `RESOLVE_IN_ROOT`), and ldconfig runs in a chroot.
+//! "POSIX-platform Hooks"), after the container's mounts and before its first process. The image is
+//! not trusted: the kernel resolves every path in it inside the root (`openat2`,
+//! `RESOLVE_IN_ROOT`), and ldconfig runs in a chroot.
 #![forbid(unsafe_code)]
 
 mod args;

@@ -1,4 +1,4 @@
-//! A container's root, in which every path is resolved by the kernel and none leads out.
+//! A container's root, inside which the kernel resolves every path.
 
 use std::ffi::{OsStr, OsString};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -12,7 +12,7 @@ use rustix::io::Errno;
 #[derive(Debug, thiserror::Error)]
 #[error("cannot {action} {path} in the container's root: {source}")]
 pub struct RootfsError {
-    /// What was tried.
+    /// The failed action.
     pub action: &'static str,
     /// From the root.
     pub path: PathBuf,
@@ -22,21 +22,21 @@ pub struct RootfsError {
 }
 
 impl RootfsError {
-    /// The root cannot be written: an image on a read-only file system.
+    /// Whether the root cannot be written: an image on a read-only file system.
     #[must_use]
     pub fn is_read_only(&self) -> bool {
         self.source == Errno::ROFS
     }
 }
 
-/// A regular file in the root, all links on its way followed.
+/// A regular file in the root, with all links followed.
 #[derive(Debug)]
 pub struct FoundFile {
-    /// Where it is, from the root, without links.
+    /// Its path from the root, without links.
     pub path: PathBuf,
     /// The open file (`O_PATH`).
     pub fd: OwnedFd,
-    /// Which file it is: device and inode.
+    /// Its device and inode.
     pub identity: (u64, u64),
 }
 
@@ -72,7 +72,7 @@ impl Rootfs {
         &self.path
     }
 
-    /// Opens a folder of the root, making what is missing of it.
+    /// Opens a folder of the root; missing folders are made.
     pub fn folder(&self, path: &Path) -> Result<OwnedFd, RootfsError> {
         let failed = |action| {
             move |source| RootfsError {
@@ -91,7 +91,7 @@ impl Rootfs {
                 Err(Errno::NOENT) => {
                     let mode = Mode::from_raw_mode(0o755);
                     match rustix::fs::mkdirat(&folder, component, mode) {
-                        // Somebody was faster; a link that leads nowhere fails just below.
+                        // Another process was faster, or it is a dangling link, which fails below.
                         Ok(()) | Err(Errno::EXIST) => {}
                         Err(e) => return Err(failed("make folder")(e)),
                     }
@@ -104,8 +104,8 @@ impl Rootfs {
         Ok(folder)
     }
 
-    /// Makes a link, in the place of a file or another link. A mount in that place stays: what it
-    /// shows is what should be seen there.
+    /// Makes a link, which replaces a file or another link. A mount at that path stays, because it
+    /// is the intended file.
     pub fn link(&self, target: &str, path: &Path) -> Result<(), RootfsError> {
         let failed = |source| RootfsError {
             action: "make link",
@@ -125,14 +125,14 @@ impl Rootfs {
         rustix::fs::symlinkat(target, &folder, name).map_err(failed)
     }
 
-    /// A file's content, `None` where there is no file.
+    /// A file's content, `None` if there is no file.
     pub fn read(&self, path: &Path) -> Result<Option<Vec<u8>>, RootfsError> {
         let failed = |source| RootfsError {
             action: "read",
             path: path.to_owned(),
             source,
         };
-        // A pipe must not hold the container up.
+        // A pipe must not block the container.
         let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
         let fd = match self.open_in(path, flags) {
             Ok(fd) => fd,
@@ -147,7 +147,7 @@ impl Rootfs {
         }
     }
 
-    /// Writes a file whole, in the place of another or of a link, never through a link.
+    /// Writes a whole file, which replaces a file or a link; it never writes through a link.
     pub fn write(&self, path: &Path, content: &[u8]) -> Result<(), RootfsError> {
         let failed = |source| RootfsError {
             action: "write",
@@ -171,8 +171,8 @@ impl Rootfs {
         rustix::fs::renameat(&folder, &temporary, &folder, name).map_err(failed)
     }
 
-    /// The names in a folder; none where there is no folder, or one that the container's own root
-    /// user may not read.
+    /// The names in a folder; none if there is no folder, or one that the container's root user may
+    /// not read.
     pub fn list(&self, folder: &Path) -> Result<Vec<OsString>, RootfsError> {
         let failed = |source| RootfsError {
             action: "list",
@@ -198,7 +198,7 @@ impl Rootfs {
         Ok(names)
     }
 
-    /// The regular file that a path leads to; `None` where it leads to none.
+    /// The regular file that a path resolves to, if any.
     pub fn find(&self, path: &Path) -> Result<Option<FoundFile>, RootfsError> {
         let failed = |source| RootfsError {
             action: "look at",
@@ -245,7 +245,7 @@ impl Rootfs {
     }
 }
 
-/// A path to what a descriptor has open, whatever its name leads to by now.
+/// A path to the file of a descriptor, which does not depend on the file's name.
 #[must_use]
 pub fn by_descriptor(fd: &OwnedFd) -> String {
     format!("/proc/thread-self/fd/{}", fd.as_raw_fd())
@@ -299,13 +299,13 @@ mod tests {
     #[test]
     fn a_hostile_link_to_the_host_is_followed_inside_the_root_only() {
         let (host, root, rootfs) = host();
-        // Each leads out of the root if it is followed on the host.
+        // Each would leave the root if it were followed on the host.
         symlink(host.path().join("precious"), root.join("absolute")).unwrap();
         symlink("../../precious", root.join("usr/lib/relative")).unwrap();
         symlink("/proc/self/root", root.join("magic")).unwrap();
         for folder in ["/absolute", "/usr/lib/relative"] {
             let path = Path::new(folder).join("file");
-            // The target does not exist in the root, so it leads nowhere.
+            // The target does not exist in the root.
             rootfs.link("evil", &path).unwrap_err();
             rootfs.write(&path, b"evil").unwrap_err();
             assert_eq!(rootfs.read(&path).unwrap(), None);

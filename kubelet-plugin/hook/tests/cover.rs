@@ -114,7 +114,7 @@ fn every_copy_that_is_found_shows_the_shim() {
     ];
     let bundle = Bundle::new(&image, &["LD_LIBRARY_PATH=/a"]);
     std::os::unix::fs::symlink("/opt/real.so", bundle.in_image("/a/libcuda.so")).unwrap();
-    // Another name of a file that is covered is another file to cover.
+    // A hard link of a covered file must be covered too.
     let linked = bundle.in_image("/a/libcuda.so.1");
     std::fs::hard_link(bundle.in_image(image[0]), linked).unwrap();
     assert_eq!(
@@ -125,7 +125,7 @@ fn every_copy_that_is_found_shows_the_shim() {
             "/opt/real.so",
             "/a/libcuda.so.1",
             "/usr/local/cuda/lib64/stubs/libnvidia-ml.so",
-            // Neither of the driver, nor found.
+            // Not a library of the driver, or not in a searched folder.
             "/a/libcudart.so.12",
             "/other/libcuda.so.1",
             // Older than the node's.
@@ -208,7 +208,7 @@ fn in_a_user_namespace_too() {
     assert_eq!(shown, [&node(SHIM), compat]);
 }
 
-/// The hook's last words, with which the container does not start.
+/// The hook's error, because of which the container does not start.
 fn refusal(ran: &Output) -> String {
     assert!(!ran.status.success(), "{}", text(&ran.stdout));
     text(&ran.stderr)
@@ -222,7 +222,7 @@ fn without_the_shims_mount_the_container_does_not_start() {
         refused.contains(SHIM) && refused.contains("not mounted read-only"),
         "{refused}"
     );
-    // Not even where nothing is to be covered: the cap would not hold either.
+    // Also if nothing is to be covered, because the cap would not hold.
     let refused = refusal(&Bundle::new(&[], &[]).run_without_mounts("$hook <$bundle/state.json"));
     assert!(refused.contains(SHIM), "{refused}");
 }
@@ -241,7 +241,7 @@ fn a_library_on_a_volume_that_the_host_shares_is_not_covered_and_the_container_d
 fn a_library_that_cannot_be_covered_is_named_and_the_container_does_not_start() {
     let file = "/usr/local/cuda/compat/libcuda.so.1";
     let bundle = Bundle::new(&[file], &[]);
-    // Without the right to mount.
+    // Without CAP_SYS_ADMIN.
     let refused = refusal(
         &bundle.run("setpriv --bounding-set -sys_admin --inh-caps -sys_admin $hook <state.json"),
     );
