@@ -1,7 +1,7 @@
 //! The account page as live memory, shared by all processes of a share.
 //!
-//! There is one number that decides, `used`. A process reserves before it asks the driver, and
-//! gives back when the driver refuses or after it freed:
+//! One number decides, `used`. A process reserves before it calls the driver, and returns the
+//! reservation when the driver refuses or after it freed:
 //!
 //! ```text
 //!            reserve                    driver call                    release
@@ -9,13 +9,13 @@
 //!          └──no──► out of memory
 //! ```
 //!
-//! So at no interleaving of any processes is more allocated than was reserved, and never is more
-//! reserved than the limit.
+//! So in every interleaving of any processes, no more is allocated than was reserved, and no more
+//! is reserved than the limit.
 //!
-//! # Why a crash anywhere errs to the safe side
+//! # Why a crash at any point is safe
 //!
-//! A process may be killed between any two instructions. `used` must then never be *less* than what
-//! the living hold. Each process counts its part of `used` in its slot as `charged`, and
+//! A process may be killed between any two instructions. Then `used` must never be *less* than what
+//! living processes hold. Each process counts its part of `used` in its slot as `charged`, and
 //!
 //! > **used ≥ the sum of `charged` over all slots, at every instant**
 //!
@@ -24,26 +24,27 @@
 //! raised before the driver call that allocates and lowered after the one that frees.
 //!
 //! - Killed between the two steps: `used` stays too high by that change. Safe, and repaired, below.
-//! - Killed elsewhere: its slot says exactly how much of `used` was its own.
-//! - Its slot is not touched while the driver may have memory of it: the process holds two kernel
-//!   locks on it. One goes with its address space; as Linux closes what is left of a process in the
-//!   reverse of the order in which it let go of it, this is after the driver's files were closed, in
-//!   which the driver frees. The other goes with a descriptor, which children inherit as they inherit
-//!   the driver's files: what a dead parent had is not free before they are gone too. Whoever gets
-//!   both locks may [`reclaim`](Account::reclaim): `charged` is swapped with 0 first, then `used`
-//!   lowered by it. A reclaimer killed in between leaves `used` too high: safe again, and no second
-//!   reclaimer can subtract the same charge twice.
+//! - Killed elsewhere: its slot records exactly its part of `used`.
+//! - Its slot is not changed while the driver may still have its memory: the process holds two kernel
+//!   locks on it. The first is dropped with its address space; Linux closes the files of a dead
+//!   process in the reverse of the order in which the process released them, so this is after the
+//!   driver's files were closed, which is when the driver frees. The second is dropped with a
+//!   descriptor, which children inherit as they inherit the driver's files: the memory of a dead
+//!   parent is not free before they have ended too. A process that gets both locks may
+//!   [`reclaim`](Account::reclaim): `charged` is swapped with 0 first, then `used` lowered by it. A
+//!   reclaimer killed in between leaves `used` too high: safe again, and no second reclaimer can
+//!   subtract the same charge twice.
 //!
-//! What such kills leave behind, `used − Σ charged`, is constant under completed changes: they move
-//! both sides alike. [`repair`](Account::repair) measures it at an instant without a change under
-//! way and subtracts it, in one atomic step. It sees such an instant from `begun` and `ended`, which
-//! enclose every change of a slot: `ended` read first and equal to `begun` for all slots, and
-//! `begun` and the set of slots unchanged after all was read, means that no change overlapped the
-//! reading. Two repairers would subtract the same surplus twice: a kernel lock admits one. One that
-//! is killed has either subtracted or not.
+//! The surplus that such kills leave, `used − Σ charged`, does not change by completed changes,
+//! which change both sides alike. [`repair`](Account::repair) measures it at an instant without a
+//! change in progress and subtracts it, in one atomic step. It recognizes such an instant by `begun`
+//! and `ended`, which enclose every change of a slot: `ended` read first and equal to `begun` for
+//! all slots, and `begun` and the set of slots unchanged after all was read, means that no change
+//! overlapped the reading. Two repairers would subtract the same surplus twice: a kernel lock admits
+//! one. One that is killed has either subtracted or not.
 //!
-//! Nothing here waits for another process: a stopped one (SIGSTOP, a debugger) delays nobody. It
-//! can only make a repair give up.
+//! Nothing here waits for another process: a stopped process (SIGSTOP, a debugger) delays no other
+//! one. It can only prevent a repair.
 
 use crate::layout::{BITMAP_WORDS, REPAIR_LOCK, SLOTS, files_lock, slot_lock};
 use crate::sync::{AtomicU64, Ordering};
@@ -69,7 +70,7 @@ pub struct Account<const N: usize = SLOTS> {
     slots: [Slot; N],
 }
 
-/// What is noted of kernels: of one process in its slot, of those that have ended in the header.
+/// Statistics of launches: of one process in its slot, of ended processes in the header.
 #[repr(C)]
 #[derive(Debug)]
 struct Launches {
@@ -117,13 +118,13 @@ const _: () = {
 /// The kernel's locks on bytes of the account file, as one open file description sees them. Locks
 /// of the same process through another description count as foreign.
 pub trait Locks {
-    /// Takes the write lock on byte `at` if nobody else holds it; never waits.
+    /// Takes the write lock on byte `at` if it is free; never waits.
     fn try_lock(&self, at: u64) -> bool;
-    /// Gives the lock on byte `at` back.
+    /// Releases the lock on byte `at`.
     fn unlock(&self, at: u64);
 }
 
-/// Takes both locks of a slot that is nobody's, or nobody's any more; neither if it is somebody's.
+/// Takes both locks of a slot without a living owner; neither if it has one.
 fn lock_slot(at: usize, memory: &impl Locks, files: &impl Locks) -> bool {
     if !memory.try_lock(slot_lock(at)) {
         return false;
@@ -144,9 +145,9 @@ pub struct Full;
 pub struct SlotIndex(usize);
 
 impl<const N: usize> Account<N> {
-    /// Takes a slot for the calling process: it is its own until the last reference to each of the
-    /// descriptions `memory` and `files` is gone, which may be one. `start` spreads the search; any
-    /// number.
+    /// Takes a slot for the calling process, which owns it until the last reference to each of the
+    /// descriptions `memory` and `files` (which may be the same) is gone. `start` spreads the
+    /// search; any number.
     pub fn join(
         &self,
         memory: &impl Locks,
@@ -164,7 +165,7 @@ impl<const N: usize> Account<N> {
                 let Some(slot) = self.slots.get(at) else {
                     continue;
                 };
-                // Its last owner may have died without anybody noticing.
+                // Its last owner may have died, and the slot was not reclaimed yet.
                 self.settle(slot);
                 slot.pid.store(pid, Ordering::Relaxed);
                 self.mark(at, true);
@@ -186,8 +187,8 @@ impl<const N: usize> Account<N> {
             .map_or(0, |slot| slot.charged.load(Ordering::Relaxed))
     }
 
-    /// The processes that hold a slot, or held one that nobody reclaimed yet: PID, as each wrote it
-    /// itself, and bytes charged.
+    /// The processes that hold a slot, and dead ones whose slot was not reclaimed yet: PID, as each
+    /// process wrote it, and bytes charged.
     pub fn processes(&self) -> impl Iterator<Item = (u64, u64)> {
         self.taken_slots().map(|(_, slot)| {
             (
@@ -232,7 +233,7 @@ impl<const N: usize> Account<N> {
         granted
     }
 
-    /// Gives `bytes` back, or as much of them as the slot is charged; returns how much that was.
+    /// Releases `bytes`, at most what the slot is charged; returns how much that was.
     pub fn release(&self, slot: SlotIndex, bytes: u64) -> u64 {
         let Some(slot) = self.slots.get(slot.0) else {
             return 0;
@@ -256,22 +257,22 @@ impl<const N: usize> Account<N> {
         returned
     }
 
-    /// Notes that the cap refused an allocation to the slot's process.
+    /// Counts an allocation that the cap refused to the slot's process.
     pub fn note_refusal(&self, slot: SlotIndex) {
         if let Some(slot) = self.slots.get(slot.0) {
             slot.refused.fetch_add(1, Ordering::Relaxed);
         }
     }
 
-    /// How far the share has used its grant of GPU time, and what its launches were reckoned to take,
+    /// How far the share has used its grant of GPU time, and the estimated GPU time of its launches,
     /// both in nanoseconds.
     pub fn compute(&self) -> (u64, u64) {
         let word = |word: &AtomicU64| word.load(Ordering::Relaxed);
         (word(&self.position), word(&self.spent))
     }
 
-    /// Notes `count` launches of the slot's process, the last of them at `now`, before which it was
-    /// held back for `throttled` nanoseconds in all. `now` is `CLOCK_MONOTONIC` in nanoseconds.
+    /// Counts `count` launches of the slot's process, the last of them at `now`, which were delayed
+    /// for `throttled` nanoseconds in all. `now` is `CLOCK_MONOTONIC` in nanoseconds.
     pub fn note_launches(&self, slot: SlotIndex, count: u64, throttled: u64, now: u64) {
         if let Some(slot) = self.slots.get(slot.0) {
             slot.launches.add(count, throttled, now);
@@ -295,8 +296,8 @@ impl<const N: usize> Account<N> {
         reclaimed
     }
 
-    /// Takes out of `used` what killed processes left between their two steps; returns how much
-    /// that was. Gives up, with 0, where changes are always under way or somebody else is at it.
+    /// Subtracts from `used` what killed processes left between their two steps; returns how much
+    /// that was. Returns 0 if there is always a change in progress or another process repairs.
     pub fn repair(&self, locks: &impl Locks) -> u64 {
         if !locks.try_lock(REPAIR_LOCK) {
             return 0;
@@ -409,7 +410,7 @@ impl Launches {
         self.last.fetch_max(last, Ordering::Relaxed);
     }
 
-    /// Moves what a dead process left to `past`; a kill half way loses some of a statistic.
+    /// Adds a dead process's statistics to `past`; a kill in between loses some of them.
     fn retire_to(&self, past: &Self) {
         let take = |word: &AtomicU64| word.swap(0, Ordering::Relaxed);
         past.add(take(&self.count), take(&self.throttled), take(&self.last));
@@ -424,13 +425,12 @@ impl Launches {
     }
 }
 
-/// Instants at which [`Account::repair`] looks before it gives up. A change takes some tens of
-/// nanoseconds and a look about as long per process, so that a few looks find a gap.
+/// The number of attempts of [`Account::repair`]. A change takes some tens of nanoseconds, and an
+/// attempt about as long per process, so that a few attempts find a gap.
 const REPAIR_TRIES: usize = if cfg!(loom) { 1 } else { 64 };
 
 impl<const N: usize> Account<N> {
-    /// The account of a share that nobody uses yet, in ordinary memory: for what is no share's file,
-    /// as a simulation of one.
+    /// A new account in ordinary memory, for simulations.
     #[must_use]
     pub fn empty() -> Self {
         let zero = || AtomicU64::new(0);

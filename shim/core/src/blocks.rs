@@ -1,8 +1,8 @@
 //! Which of the driver's blocks hold small allocations, and how many.
 //!
-//! The driver takes a GPU's memory in blocks (2 MiB) and puts several small allocations into one. So
-//! what a small allocation costs is a block or nothing: a block is charged while anything lies in it.
-//! In which block an allocation lies, its address tells.
+//! The driver allocates a GPU's memory in blocks (2 MiB) and puts several small allocations into one.
+//! So a small allocation costs a block or nothing: a block is charged while it contains an
+//! allocation. The address of an allocation gives its block.
 //!
 //! ```text
 //!  reserve a block ─► driver ─► enter(address's block) ── first there ──► the block is charged
@@ -10,13 +10,13 @@
 //!                     driver frees ─► leave(block) ── last there ──► give the block's charge back
 //! ```
 //!
-//! A block whose last allocation is freed while another is put into it is charged throughout, in any
-//! order of the two: the newcomer holds a reservation of its own until it has entered.
+//! A block whose last allocation is freed while another one is made in it stays charged, in any
+//! order of the two: the new allocation has its own reservation until it has entered.
 //!
 //! A word per block, in one of two rows of eight: no lock, no waiting, and constant time, as
-//! [`crate::table`]. Two threads that are first in a block at once may both enter it as such, in two
-//! words: then it is charged twice until one word is empty again, never less than once. The second
-//! rows are looked at only where one of them was ever needed.
+//! [`crate::table`]. Two threads may both be the first in a block, in two words: then the block is
+//! charged twice until one word is empty again, never less than once. The second rows are read only
+//! if one of them was ever needed.
 
 use crate::sync::{AtomicU64, Ordering};
 
@@ -25,7 +25,7 @@ const WAYS: usize = 8;
 const COUNT_BITS: u32 = 20;
 const COUNT: u64 = (1 << COUNT_BITS) - 1;
 
-/// Both rows of a block are full of others, or it has a million allocations.
+/// Both rows of a block are full, or it has a million allocations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlocksFull;
 
@@ -33,13 +33,13 @@ pub struct BlocksFull;
 #[repr(C)]
 #[derive(Debug)]
 pub struct Blocks<const N: usize = 8192> {
-    /// Not 0 once any block lies in its second row.
+    /// Not 0 once any block is in its second row.
     seconds: AtomicU64,
     rows: [[AtomicU64; WAYS]; N],
 }
 
 impl<const N: usize> Blocks<N> {
-    /// Notes an allocation in block `number`, less than 2⁴⁴; whether it is the first there.
+    /// Adds an allocation in block `number`, less than 2⁴⁴; whether it is the first there.
     pub fn enter(&self, number: u64) -> Result<bool, BlocksFull> {
         let [first, second] = self.rows(number);
         if let Some(joined) = join(first, number) {
@@ -60,9 +60,9 @@ impl<const N: usize> Blocks<N> {
         Err(BlocksFull)
     }
 
-    /// Forgets an allocation in a block; whether it was the last there.
+    /// Removes an allocation in a block; whether it was the last there.
     pub fn leave(&self, number: u64) -> bool {
-        // Both rows, whether a second one is known to be used or not: rarely is it not in the first.
+        // Both rows, because it is rarely not in the first.
         for word in self.rows(number).into_iter().flatten() {
             let mut found = word.load(Ordering::Acquire);
             while found >> COUNT_BITS == number && found & COUNT != 0 {
@@ -165,7 +165,7 @@ mod tests {
         assert_eq!(blocks.enter(20), Ok(true));
     }
 
-    /// Of however many threads, as many are first in a block as are last.
+    /// With any number of threads, as many are first in a block as are last.
     #[test]
     fn firsts_and_lasts_are_as_many() {
         use core::sync::atomic::{AtomicI64, Ordering};

@@ -14,16 +14,16 @@
 //! | 1016 | 8 | checksum (FNV-1a, 64 bit) of bytes 0 to 1016 |
 //! | 1024 | 3072 | the compute share's refill, [`crate::compute::refill`], which the checksum does not cover; zero at first |
 //!
-//! Integers are little endian, texts UTF-8 padded with zeros, all else zero. A change of meaning
-//! takes a new version; a reader knows exactly one.
+//! Integers are little endian, texts UTF-8 padded with zeros, all else zero. Every change of
+//! meaning needs a new version; a reader knows exactly one.
 
 use crate::{GpuUuid, PageError};
 
 /// Bytes of a cap page.
 pub const LEN: usize = 4096;
 
-/// Bytes of a cap page that say what the limits are, their checksum included. What follows is the
-/// compute share's refill, which the node writes again and again: see [`crate::compute::refill`].
+/// Bytes of a cap page that say what the limits are, their checksum included. The compute share's
+/// refill follows, which the node writes repeatedly: see [`crate::compute::refill`].
 pub const LIMITS_LEN: usize = 1024;
 
 /// The layout's version.
@@ -51,24 +51,25 @@ const KEY_LEN: usize = 256;
 pub enum ComputePolicy {
     /// Never more than the cores, even on an idle GPU.
     Strict,
-    /// At least the cores under contention, more where others leave time unused.
+    /// At least the cores under contention, more if others leave time unused.
     WorkConserving,
 }
 
 /// The content of a cap page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CapPage<'a> {
-    /// The GPU the share lies on, as NVML prints its UUID (`GPU-…`).
+    /// The GPU of the share, with the UUID as NVML prints it (`GPU-…`).
     pub gpu_uuid: &'a str,
     /// The most device memory all processes of the share hold together, in bytes, at least 1;
     /// `None` for a device without a cap (exclusive, timeshared).
     pub memory_limit: Option<u64>,
-    /// Bytes that one CUDA context takes on this GPU, 0 where that is not known. The share has them
-    /// beside its memory: its first context costs it nothing, every further one this much.
+    /// Bytes that one CUDA context takes on this GPU, 0 where that is not known. The share has room
+    /// for one context beside its memory: its first context is free, every further one is charged
+    /// this much.
     pub context_memory: u64,
     /// Share of the GPU's time in percent, 1 to 100; `None` for no limit.
     pub cores: Option<u8>,
-    /// How strictly the cores are meant.
+    /// Strict or work-conserving.
     pub compute_policy: ComputePolicy,
     /// UID of the `ResourceClaim`.
     pub claim_uid: &'a str,
@@ -238,8 +239,8 @@ pub(crate) fn get_u64(page: &[u8], at: usize) -> u64 {
     u64::from_le_bytes(bytes)
 }
 
-/// FNV-1a: guards against accidents (a file cut off, a wrong file), not against forgers: those the
-/// read-only mount keeps out.
+/// FNV-1a, against accidents (a truncated file, a wrong file). The read-only mount protects against
+/// forgery.
 fn checksum(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |sum, &byte| {
         (sum ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)

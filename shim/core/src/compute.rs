@@ -8,17 +8,17 @@
 //!               └────── measured by events ◄── the driver
 //! ```
 //!
-//! - [`refill`]: what the node grants, as a straight line over the clock, so that time is granted by
-//!   the nanosecond, and goes on being granted if the node dies;
+//! - [`refill`]: what the node grants, as a straight line over the clock, so that every nanosecond
+//!   is granted, and the grant continues if the node dies;
 //! - [`bucket`]: what the share has used of it, one number for all its processes;
 //! - [`batch`]: what a process took of it in advance, so that a launch costs a few nanoseconds;
-//! - [`costs`]: what a launch takes, as measured for its shape: kernel, grid and block, or graph;
-//! - [`kernels`]: what is known of a kernel whatever its grid, by which a new shape's cost is predicted;
-//! - [`collective`]: which kernels are never held back.
+//! - [`costs`]: the measured GPU time of a launch by its shape: kernel, grid and block, or graph;
+//! - [`kernels`]: measurements of a kernel with any grid, from which a new shape's cost is predicted;
+//! - [`collective`]: the kernels that never wait.
 //!
-//! The share pays when it launches, before it knows what a launch takes. What it took more than it had is
-//! a debt that the next launches wait for, each at most [`WAIT_NANOS`]; what is owed beyond that is
-//! carried, and repaid at half the rate. What the share left is kept for [`BURST_NANOS`].
+//! The share pays when it launches, before the launch's time is known. What it took beyond its grant is a
+//! debt that the next launches wait for, each at most [`WAIT_NANOS`]; a larger debt is carried, and
+//! repaid at half the rate. Of unused grant, [`BURST_NANOS`] are kept.
 
 pub mod batch;
 pub mod bucket;
@@ -40,7 +40,7 @@ pub const WHOLE: u64 = 1_000_000;
 /// The rate of one percent of a GPU's time.
 pub const PERCENT: u64 = WHOLE / 100;
 
-/// Grant that is kept when it is not used: as much as comes in so many nanoseconds.
+/// How much unused grant is kept: what is granted in so many nanoseconds.
 pub const BURST_NANOS: u64 = 100_000_000;
 
 /// The longest that one launch waits for its share's debt, in nanoseconds. A share whose rate is `r` keeps
@@ -48,8 +48,8 @@ pub const BURST_NANOS: u64 = 100_000_000;
 /// `k / (k + WAIT_NANOS)` of the GPU.
 pub const WAIT_NANOS: u64 = 10_000_000_000;
 
-/// The most that a share owes beyond what its next launch waits for: what comes in so many nanoseconds.
-/// More is forgiven: a number that somebody broke heals.
+/// The largest carried debt: what is granted in so many nanoseconds. The rest is cancelled, so that a
+/// corrupted number does not persist.
 pub const CARRIED_NANOS: u64 = 600_000_000_000;
 
 /// `nanos` × `millionths` / 1,000,000, at most `u64::MAX`.

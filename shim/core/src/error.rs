@@ -2,18 +2,18 @@
 
 use core::fmt;
 
-/// Why bytes are not a page this build can use, or a value does not fit into one.
+/// Why bytes are not a page that this build can use, or why a value does not fit into one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum PageError {
-    /// The bytes have another length than the layout's.
+    /// The bytes have a wrong length.
     Length {
         /// What this build reads and writes, in bytes.
         expected: usize,
         /// What was given, in bytes.
         found: usize,
     },
-    /// The first eight bytes name no page of this kind.
+    /// The first eight bytes are not the magic of this kind of page.
     Magic,
     /// The page was written for another version of the layout.
     Abi {
@@ -22,7 +22,7 @@ pub enum PageError {
         /// The version in the page.
         found: u32,
     },
-    /// The page's checksum is not that of its content: it was cut off or changed.
+    /// The page's checksum does not match its content: it was truncated or changed.
     Checksum,
     /// A text field is too long, empty where it must not be, or not UTF-8 padded with zeros.
     Text {
@@ -73,7 +73,7 @@ impl PageError {
                 Number(expected as u64),
                 Text(""),
             ],
-            Self::Magic => words("the file is no page of Tranche"),
+            Self::Magic => words("the file is not a page of Tranche"),
             Self::Abi { supported, found } => [
                 Text("the page has layout version "),
                 number(found),

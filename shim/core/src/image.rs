@@ -1,16 +1,16 @@
-//! How much device memory a module takes, as far as its image says so.
+//! How much device memory a module needs, as far as its image shows it.
 //!
-//! An image is PTX, an ELF file for one architecture, or a fat binary of several of either. It says
-//! how large its variables are, and its code; how the driver lays them out it does not. Code is
-//! loaded when it is first used, unless the program asked for all at once (`CUDA_MODULE_LOADING`).
-//! Entries of a fat binary that are compressed say their size alone.
+//! An image is PTX, an ELF file for one architecture, or a fat binary of several of either. It
+//! contains the sizes of its variables and its code, but not how the driver lays them out. Code is
+//! loaded at its first use, unless the program loads everything at once (`CUDA_MODULE_LOADING`).
+//! Compressed entries of a fat binary show only their total size.
 
-/// What an image asks for, in bytes.
+/// The needs of an image, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Needs {
-    /// Variables and constants: there as soon as the module is.
+    /// Variables and constants: allocated with the module.
     pub data: u64,
-    /// Code, and what cannot be looked into: there when it is used.
+    /// Code, and what cannot be read: allocated at its first use.
     pub code: u64,
 }
 
@@ -23,10 +23,10 @@ impl Needs {
     }
 }
 
-/// Bytes that must be readable of any image to tell what it is.
+/// Bytes that must be readable to recognize the kind of an image.
 pub const START: usize = 16;
 
-/// What the first bytes of an image say of it.
+/// The kind of an image by its first bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// An ELF file: its header is [`ELF_HEADER`] bytes.
@@ -39,7 +39,7 @@ pub enum Kind {
     Text,
 }
 
-/// Whether an image that begins so is none of text.
+/// Whether an image with this beginning is binary.
 #[must_use]
 pub fn is_binary(magic: [u8; 4]) -> bool {
     let mut start = [0; START];
@@ -47,7 +47,7 @@ pub fn is_binary(magic: [u8; 4]) -> bool {
     kind(&start) != Kind::Text
 }
 
-/// What an image in a file needs.
+/// The needs of an image in a file.
 #[must_use]
 pub fn of_file(image: &[u8]) -> Needs {
     match image.first_chunk().map(kind) {
@@ -65,7 +65,7 @@ pub fn of_file(image: &[u8]) -> Needs {
 /// Bytes of an ELF header.
 pub const ELF_HEADER: usize = 64;
 
-/// What an image is.
+/// The kind of an image.
 #[must_use]
 pub fn kind(start: &[u8; START]) -> Kind {
     match start {
@@ -97,7 +97,7 @@ pub fn section_table(header: &[u8]) -> (usize, usize) {
 /// Bytes of an entry in the section table.
 const SECTION: usize = 64;
 
-/// What an ELF file needs, by its section table.
+/// The needs of an ELF file, by its section table.
 #[must_use]
 pub fn of_sections(table: &[u8]) -> Needs {
     const ALLOCATED: u64 = 2;
@@ -115,7 +115,7 @@ pub fn of_sections(table: &[u8]) -> Needs {
     needs
 }
 
-/// What a fat binary needs: its largest entry, since one of them is loaded.
+/// The needs of a fat binary: those of its largest entry, because one entry is loaded.
 #[must_use]
 pub fn of_fat_binary(image: &[u8]) -> Needs {
     const TEXT: u64 = 1;
@@ -154,8 +154,8 @@ pub fn of_fat_binary(image: &[u8]) -> Needs {
     needs
 }
 
-/// What PTX needs: its variables, `.global .align 4 .v2 .b8 name[16];`. A size that is not a plain
-/// number, which no compiler writes, counts as more than there is.
+/// The needs of PTX: its variables, `.global .align 4 .v2 .b8 name[16];`. A size that is not a
+/// plain number, which compilers do not write, counts as the largest number.
 #[must_use]
 pub fn of_text(text: &[u8]) -> Needs {
     let mut data = 0u64;
@@ -163,14 +163,14 @@ pub fn of_text(text: &[u8]) -> Needs {
     while let Some(word) = words.next() {
         if word == b".global" || word == b".const" {
             let (mut bytes, mut lanes, mut open) = (0u64, 1, false);
-            // To the end of the declaration, or where its value begins.
+            // To the end of the declaration, or to the beginning of its value.
             for word in words.by_ref() {
                 if let Some(width) = width(word) {
                     bytes = width.saturating_mul(lanes);
                 } else if let [b'.', b'v', count @ (b'2' | b'4' | b'8')] = word {
                     lanes = u64::from(count - b'0');
                 } else {
-                    // A size may stand in one word or in several: `name[16]`, `name [ 16 ]`.
+                    // A size may be in one word or in several: `name[16]`, `name [ 16 ]`.
                     for part in word.split_inclusive(|byte| matches!(byte, b'[' | b']')) {
                         let size = part.strip_suffix(b"]").unwrap_or(part);
                         if open && !matches!(size, [] | [b'[']) {
@@ -204,8 +204,8 @@ fn width(word: &[u8]) -> Option<u64> {
     }
 }
 
-/// A number as PTX writes it: decimal, `0x`, `0b` or octal, maybe with a `U`. What is none is the most
-/// that there can be.
+/// A number in PTX: decimal, `0x`, `0b` or octal, possibly with a `U`. Any other text is the largest
+/// number.
 fn number(word: &[u8]) -> u64 {
     let word = word.strip_suffix(b"U").unwrap_or(word);
     let (radix, digits) = match word {
@@ -301,7 +301,7 @@ mod tests {
             (".global .v4 .f32 a[3];", 48),
             (".global .b8 a [ 7 ] [2];", 14),
             (".extern .global .b8 a[];", 1),
-            // An expression: refused, not guessed.
+            // An expression counts as the largest number.
             (".global .b8 a[1024*1024];", u64::MAX),
             (".global .b8 a[ 2 * 3 ];", u64::MAX),
             (".global .b8 a[99999999999999999999999];", u64::MAX),

@@ -1,4 +1,4 @@
-//! The account page as bytes: what the node writes at first, and reads for its metrics.
+//! The account page as bytes: the node writes the first content, and reads it for its metrics.
 //!
 //! | offset | bytes | field |
 //! |---|---|---|
@@ -9,10 +9,10 @@
 //! | 136 | 8 | `peak`: the most `used` ever was |
 //! | 256 | 8 | `refused`: allocations refused to processes that have ended |
 //! | 384 | 8 | `position`: how far the share has used its grant of GPU time, in nanoseconds |
-//! | 392 | 8 | `spent`: nanoseconds of GPU time that its launches were reckoned to take, corrections included |
-//! | 400 | 8 | `carried`: nanoseconds of GPU time that the share owes beyond its position, and repays at half its rate |
+//! | 392 | 8 | `spent`: estimated nanoseconds of GPU time of its launches, with corrections |
+//! | 400 | 8 | `carried`: nanoseconds of GPU time of debt beyond its position, repaid at half its rate |
 //! | 448 | 8 | launches of processes that have ended |
-//! | 456 | 8 | nanoseconds for which they were held back |
+//! | 456 | 8 | nanoseconds for which they were delayed |
 //! | 464 | 8 | when the last of these launches was, `CLOCK_MONOTONIC` in nanoseconds; 0 for never |
 //! | 512 | 128 | which slots were ever taken and not yet reclaimed, one bit each |
 //! | 4096 | 128 each | the slots |
@@ -29,11 +29,11 @@
 //! | 24 | 8 | `refused`: allocations refused to it |
 //! | 32 | 8 | its PID, in its own PID namespace; for people |
 //! | 40 | 8 | its launches of kernels and graphs, counted in batches |
-//! | 48 | 8 | nanoseconds for which its launches were held back, summed over its threads |
+//! | 48 | 8 | nanoseconds for which its launches were delayed, summed over its threads |
 //! | 56 | 8 | when its last launch was, `CLOCK_MONOTONIC` in nanoseconds; 0 for never |
 //! | 64 | 64 | zero |
 //!
-//! Integers are little endian. The tenant can write all of it: believe nothing unchecked.
+//! Integers are little endian. The tenant can write all of it, so every value must be checked.
 
 use crate::PageError;
 use crate::cap::{get_u32, get_u64};
@@ -47,8 +47,8 @@ pub const SLOTS: usize = 1024;
 /// Bytes before the first slot.
 pub const HEADER_LEN: usize = 4096;
 
-/// Bytes of a slot: two cache lines, so that neither neighbours nor the prefetcher of adjacent
-/// lines make processes wait for each other.
+/// Bytes of a slot: two cache lines, so that neither neighbouring slots nor the adjacent-line
+/// prefetcher cause contention between processes.
 pub const SLOT_LEN: usize = 128;
 
 /// Bytes of an account page.
@@ -78,29 +78,30 @@ pub(crate) const LAUNCHES_THROTTLED: usize = 8;
 pub(crate) const LAUNCHES_LAST: usize = 16;
 
 /// The byte of the account file that the owner of slot `slot` (0 to [`SLOTS`] − 1) holds locked.
-/// Beyond the end of the page: a lock needs no content, and cannot be mistaken for one of it.
+/// It is beyond the end of the page, because a lock needs no content and cannot be confused with
+/// one of the content.
 #[must_use]
 pub const fn slot_lock(slot: usize) -> u64 {
     (LEN + slot) as u64
 }
 
-/// The byte of the account file that stays locked as long as anybody has the descriptor that the owner
-/// of slot `slot` (0 to [`SLOTS`] − 1) opened for it, its children by `fork` included: they have the
-/// driver's files too, and the driver frees a process's memory when the last of those is closed.
+/// The byte of the account file that stays locked as long as any process has the descriptor that the
+/// owner of slot `slot` (0 to [`SLOTS`] − 1) opened for it, including its forked children: they have
+/// the driver's files too, and the driver frees a process's memory when the last of those is closed.
 #[must_use]
 pub const fn files_lock(slot: usize) -> u64 {
     REPAIR_LOCK + 1 + slot as u64
 }
 
-/// The slots whose mark is set in a page's first [`HEADER_LEN`] bytes: those of the living, and of
-/// the dead whose slot nobody reclaimed yet. Of fewer bytes, none.
+/// The slots whose mark is set in a page's first [`HEADER_LEN`] bytes: those of living processes,
+/// and of dead ones whose slot was not reclaimed yet. None for fewer bytes.
 pub fn taken_slots(header: &[u8]) -> impl Iterator<Item = usize> + use<'_> {
     let whole = header.len() >= HEADER_LEN;
     (0..if whole { SLOTS } else { 0 })
         .filter(move |slot| get_u64(header, AT_TAKEN + slot / 64 * 8) >> (slot % 64) & 1 == 1)
 }
 
-/// `position` and `spent` from a page's first [`HEADER_LEN`] bytes. Of fewer bytes, zeros.
+/// `position` and `spent` from a page's first [`HEADER_LEN`] bytes. Zeros for fewer bytes.
 #[must_use]
 pub fn compute_words(header: &[u8]) -> (u64, u64) {
     if header.len() < HEADER_LEN {
@@ -109,7 +110,7 @@ pub fn compute_words(header: &[u8]) -> (u64, u64) {
     (get_u64(header, AT_POSITION), get_u64(header, AT_SPENT))
 }
 
-/// The byte of the account file that is locked by whoever corrects `used`.
+/// The byte of the account file that a process locks to correct `used`.
 pub const REPAIR_LOCK: u64 = (LEN + SLOTS) as u64;
 
 /// An account page as bytes.
@@ -136,7 +137,7 @@ static INITIAL: [u8; LEN] = {
 };
 
 impl AccountPage {
-    /// The page of a share that nobody uses yet. From [`HEADER_LEN`] on it is zero, so a writer
+    /// The page of a new share. From [`HEADER_LEN`] on it is zero, so a writer
     /// may leave the rest of the file sparse, but the file has exactly [`LEN`] bytes.
     #[must_use]
     pub fn initial() -> &'static [u8; LEN] {
@@ -175,28 +176,28 @@ impl AccountPage {
         Ok(())
     }
 
-    /// Reads a copy of a page, for metrics. The copy need not be of one instant: the processes of
-    /// the share go on meanwhile.
+    /// Reads a copy of a page, for metrics. The copy need not be consistent: the processes of the
+    /// share run meanwhile.
     pub fn snapshot(page: &[u8]) -> Result<AccountSnapshot<'_>, PageError> {
         Self::check(page)?;
         Ok(AccountSnapshot { page })
     }
 }
 
-/// What a copy of an account page says. Its author is the tenant.
+/// The content of a copy of an account page. The tenant can write it.
 #[derive(Clone, Copy, Debug)]
 pub struct AccountSnapshot<'a> {
     page: &'a [u8],
 }
 
 impl<'a> AccountSnapshot<'a> {
-    /// Bytes of device memory that the share's processes hold, or are just asking for.
+    /// Bytes of device memory that the share's processes hold or just reserve.
     #[must_use]
     pub fn used(&self) -> u64 {
         get_u64(self.page, USED)
     }
 
-    /// The most that [`used`](Self::used) was in the page's life, in bytes.
+    /// The largest [`used`](Self::used) in the page's life, in bytes.
     #[must_use]
     pub fn peak(&self) -> u64 {
         get_u64(self.page, AT_PEAK)
@@ -220,7 +221,7 @@ impl<'a> AccountSnapshot<'a> {
             })
     }
 
-    /// Nanoseconds for which launches were held back in the page's life, summed over threads.
+    /// Nanoseconds for which launches were delayed in the page's life, summed over threads.
     #[must_use]
     pub fn throttled_nanos(&self) -> u64 {
         let past = get_u64(self.page, AT_PAST + LAUNCHES_THROTTLED);
@@ -237,7 +238,7 @@ impl<'a> AccountSnapshot<'a> {
             .fold(past, |last, process| last.max(process.last_launch))
     }
 
-    /// Nanoseconds of GPU time that the share's launches were reckoned to take.
+    /// The estimated GPU time of the share's launches, in nanoseconds.
     #[must_use]
     pub fn spent_nanos(&self) -> u64 {
         get_u64(self.page, AT_SPENT)
@@ -249,7 +250,7 @@ impl<'a> AccountSnapshot<'a> {
         get_u64(self.page, AT_POSITION)
     }
 
-    /// The processes in the account: the living, and the dead whose slot nobody reclaimed yet.
+    /// The processes in the account: living ones, and dead ones whose slot was not reclaimed yet.
     pub fn processes(&self) -> impl Iterator<Item = ProcessUsage> + use<'a> {
         let page = self.page;
         taken_slots(page).map(move |slot| {
@@ -279,11 +280,11 @@ fn noted(moment: u64) -> Option<u64> {
 pub struct ProcessUsage {
     /// Its slot, 0 to [`SLOTS`] − 1.
     pub slot: usize,
-    /// Its PID in its own PID namespace, as it wrote it itself.
+    /// Its PID in its own PID namespace, written by itself.
     pub pid: u64,
     /// Changes of `charged` that it began.
     pub begun: u64,
-    /// Changes of `charged` that it completed: as many as it began while none is under way.
+    /// Changes of `charged` that it completed; equal to the ones it began if none is in progress.
     pub ended: u64,
     /// Bytes charged to it.
     pub charged: u64,
@@ -291,7 +292,7 @@ pub struct ProcessUsage {
     pub refused: u64,
     /// Its launches of kernels and graphs.
     pub launches: u64,
-    /// Nanoseconds for which its launches were held back, summed over its threads.
+    /// Nanoseconds for which its launches were delayed, summed over its threads.
     pub throttled_nanos: u64,
     /// When its last launch was, `CLOCK_MONOTONIC` in nanoseconds.
     pub last_launch: Option<u64>,
@@ -395,7 +396,7 @@ mod tests {
     }
 
     proptest! {
-        /// The tenant writes what it likes; the reader neither panics nor overflows.
+        /// For any content the reader neither panics nor overflows.
         #[test]
         fn any_content_is_read(content: Vec<u8>, seed: u8) {
             let mut page: Vec<u8> = Vec::from(*AccountPage::initial());

@@ -1,4 +1,4 @@
-//! How often something dear may be done: at once while it is rare, now and then while it is not.
+//! Limits the rate of an expensive action: bursts are allowed, a sustained rate is limited.
 
 use crate::sync::{AtomicU64, Ordering};
 
@@ -7,7 +7,7 @@ use crate::sync::{AtomicU64, Ordering};
 #[repr(transparent)]
 #[derive(Debug)]
 pub struct Pace {
-    /// When the next one would be due if all so far had come one per interval, in nanoseconds.
+    /// When the next action would be due if all had been one per interval, in nanoseconds.
     due: AtomicU64,
 }
 
@@ -18,7 +18,7 @@ impl Pace {
     /// How many are admitted at once.
     pub const BURST: u64 = 16;
 
-    /// One to which nobody has come.
+    /// A fresh limiter.
     #[must_use]
     #[cfg(not(any(test, loom)))]
     pub const fn new() -> Self {
@@ -27,14 +27,14 @@ impl Pace {
         }
     }
 
-    /// Whether one may be done now, by a clock in nanoseconds that does not go back.
+    /// Whether an action is allowed now, by a monotonic clock in nanoseconds.
     pub fn admit(&self, now: u64) -> bool {
         let due = self.due.load(Ordering::Relaxed);
         if due > now.saturating_add((Self::BURST - 1) * Self::INTERVAL) {
             return false;
         }
         let next = due.max(now).saturating_add(Self::INTERVAL);
-        // Whoever comes at the same moment may go without: the other does it.
+        // Of two concurrent callers one may be refused: the other does the action.
         self.due
             .compare_exchange(due, next, Ordering::Relaxed, Ordering::Relaxed)
             .is_ok()
@@ -65,7 +65,7 @@ mod tests {
         assert!(!pace.admit(start + Pace::INTERVAL - 1));
         assert!(pace.admit(start + Pace::INTERVAL));
         assert!(!pace.admit(start + Pace::INTERVAL));
-        // After a rest, a burst again, and no more than one.
+        // After a pause, one burst again.
         let later = start + 1000 * Pace::INTERVAL;
         let admitted = (0..100).filter(|_| pace.admit(later)).count();
         assert_eq!(admitted as u64, Pace::BURST);

@@ -1,5 +1,5 @@
-//! Where a capped container finds its pages and the real driver. Constants, so that nothing in the
-//! container (an environment variable, a configuration file) can point the shim elsewhere.
+//! The paths of the pages and the real driver in a capped container. They are constants, so that
+//! nothing in the container (an environment variable, a configuration file) can redirect the shim.
 
 /// One folder per share, named after the device key, with the files [`CAP`] and [`ACCOUNT`].
 pub const SHARES: &str = "/usr/lib/tranche/shares";
@@ -7,7 +7,7 @@ pub const SHARES: &str = "/usr/lib/tranche/shares";
 /// The cap page's file name in a share's folder. On a read-only mount of a tmpfs.
 pub const CAP: &str = "cap";
 
-/// The account page's file name in a share's folder; absent where the cap page sets no limit.
+/// The account page's file name in a share's folder; missing if the cap page has no limit.
 pub const ACCOUNT: &str = "account";
 
 /// The node's own `libcuda.so.1`, which the shim stands before.
@@ -16,5 +16,5 @@ pub const REAL_CUDA: &core::ffi::CStr = c"/usr/lib/tranche/driver/libcuda.so.1";
 /// The node's own `libnvidia-ml.so.1`, which the shim stands before.
 pub const REAL_NVML: &core::ffi::CStr = c"/usr/lib/tranche/driver/libnvidia-ml.so.1";
 
-/// Most shares that one container can hold; more are refused.
+/// The most shares of one container; more are refused.
 pub const MAX_SHARES: usize = 64;

@@ -1,5 +1,5 @@
-//! The atomics: the machine's own in the product; in tests, ones that can kill the thread that uses
-//! them, so that "a crash at any instruction" is a loop over a number; under loom, loom's.
+//! The atomics: the standard ones in the product; in tests, ones that can kill the thread at a
+//! chosen access, to test a crash at every step; under loom, loom's.
 
 pub(crate) use core::sync::atomic::Ordering;
 
@@ -31,12 +31,12 @@ mod killable {
         static LEFT: Cell<Option<u32>> = Cell::new(None);
     }
 
-    /// What a killed thread unwinds with.
+    /// The panic payload of a killed thread.
     #[derive(Debug)]
     pub(crate) struct Killed;
 
     /// Lets `run` do `steps` writes to shared memory and unwinds with [`Killed`] at the next.
-    /// Returns whether it got to its end.
+    /// Returns whether it finished.
     pub(crate) fn kill_after(steps: u32, run: impl FnOnce()) -> bool {
         LEFT.with(|left| left.set(Some(steps)));
         let end = std::panic::catch_unwind(std::panic::AssertUnwindSafe(run));

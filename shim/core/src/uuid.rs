@@ -1,4 +1,4 @@
-//! A GPU's identity, as NVML writes it and as CUDA returns it.
+//! A GPU's UUID, as NVML prints it and as CUDA returns it.
 
 use core::fmt;
 

@@ -1,5 +1,5 @@
-//! What the shim does with each function of the driver's libraries: the rows of `cuda/symbols.txt` and
-//! `nvml/symbols.txt`, and what `subjects.txt` beside them says of each.
+//! How the shim handles each function of the driver's libraries: the rows of `cuda/symbols.txt` and
+//! `nvml/symbols.txt`, with the descriptions of `subjects.txt`.
 //!
 //! ```text
 //!  headers, drivers ──► shim/symbols ──► symbols.txt ┐              ┌─► build.rs of both libraries
@@ -7,9 +7,9 @@
 //!                                                                    └─► kubelet-plugin: does the node's driver have more?
 //! ```
 //!
-//! A row is `NAME CLASS SINCE SUBJECT`: a [`Class`], the CUDA version that brought the function, and a word
-//! for what is done, which `subjects.txt` spells out. A function without a class does not get past
-//! [`Coverage::parse`], so nothing passes because nobody thought of it.
+//! A row is `NAME CLASS SINCE SUBJECT`: a [`Class`], the CUDA version that added the function, and a
+//! subject, which `subjects.txt` describes. [`Coverage::parse`] refuses a function without a class, so that
+//! no function is passed on by mistake.
 #![forbid(unsafe_code)]
 
 mod page;
@@ -20,20 +20,20 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::str::FromStr;
 
-/// What the shim does with a function.
+/// How the shim handles a function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Class {
-    /// Takes or gives back device memory, and is charged.
+    /// Allocates or frees device memory, and is charged.
     Accounts,
-    /// Takes GPU time, and is held back.
+    /// Takes GPU time, and may have to wait.
     Launches,
-    /// Is answered for the share.
+    /// Is answered with the share's values.
     Queries,
-    /// Comes before all others: refuses where the share is not right.
+    /// Initializes: refuses if the share's pages are invalid.
     Initialises,
-    /// Hands out other functions.
+    /// Returns pointers to other functions.
     Resolves,
-    /// Goes to the driver as it is.
+    /// Is passed to the driver.
     Passes,
 }
 
@@ -48,7 +48,7 @@ impl Class {
         Self::Passes,
     ];
 
-    /// As it is written in a row.
+    /// Its name in a row.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -84,12 +84,12 @@ impl FromStr for Class {
 pub struct Release {
     /// The number before the dot.
     pub major: u32,
-    /// The number behind it.
+    /// The number after it.
     pub minor: u32,
 }
 
 impl Release {
-    /// As `cuGetProcAddress` takes it: 12.4 is 12040.
+    /// In the form of `cuGetProcAddress`: 12.4 is 12040.
     #[must_use]
     pub const fn number(self) -> u32 {
         self.major * 1000 + self.minor * 10
@@ -122,9 +122,9 @@ pub struct Row<'a> {
     pub symbol: &'a str,
     /// What is done with it.
     pub class: Class,
-    /// The CUDA version that brought it, where a header declares it.
+    /// The CUDA version that added it, if a header declares it.
     pub since: Option<Release>,
-    /// What is done with it, in a word; with the class it names an entry of `subjects.txt`.
+    /// Its subject; together with the class it is the key of an entry of `subjects.txt`.
     pub subject: &'a str,
 }
 
@@ -135,7 +135,7 @@ pub struct Coverage<'a> {
     subjects: BTreeMap<(Class, &'a str), &'a str>,
 }
 
-/// A line that cannot stand.
+/// An invalid line.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CoverageError {
     /// Not four words, or an unknown class or version.
@@ -147,10 +147,10 @@ pub enum CoverageError {
     /// Out of order, or twice.
     #[error("symbols.txt: {0}: rows must be sorted by name, each name once")]
     Order(String),
-    /// No class, subject and text.
+    /// Not a class, a subject and a text.
     #[error("subjects.txt: {0:?}: must be CLASS SUBJECT and a sentence, each pair once")]
     Subject(String),
-    /// Nobody said what is done.
+    /// A class and subject without a description.
     #[error(
         "{symbol}: subjects.txt does not say what is done with `{class} {subject}`: add a line"
     )]
@@ -162,7 +162,7 @@ pub enum CoverageError {
         /// Its subject.
         subject: String,
     },
-    /// Said of nothing.
+    /// A description that no symbol uses.
     #[error("subjects.txt: no symbol is `{class} {subject}`: remove the line")]
     Unused {
         /// The class.
@@ -251,7 +251,7 @@ impl<'a> Coverage<'a> {
             .is_ok()
     }
 
-    /// What is done with a function of this class and subject.
+    /// The description of a class and subject.
     #[must_use]
     pub fn description(&self, row: &Row<'_>) -> &'a str {
         self.subjects

@@ -7,17 +7,17 @@ use crate::{Class, Coverage, CoverageError};
 /// A generated file, by its path from the root of the repository.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Page {
-    /// Where it lies.
+    /// Its path.
     pub path: &'static str,
-    /// What is in it.
+    /// Its content.
     pub content: String,
 }
 
-/// What sets one page apart from the other.
+/// The differences between the two pages.
 struct Words {
     library: &'static str,
     since: &'static str,
-    /// What a capped container has of the driver beside the library.
+    /// The other libraries of the driver in a capped container.
     beside: &'static str,
 }
 

@@ -4,7 +4,7 @@ use core::ffi::{c_int, c_uint, c_ulonglong};
 
 use crate::buffer::Plain;
 
-/// `nvmlReturn_t`: a number, since newer drivers return codes that we do not know.
+/// `nvmlReturn_t`: a number, because newer drivers return codes that we do not know.
 #[repr(transparent)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Return(pub c_uint);
@@ -162,7 +162,7 @@ pub struct Value {
     pub value: [u8; 8],
 }
 
-/// `nvmlAccountingStats_v2_t`, as far as it says whose they are.
+/// The beginning of `nvmlAccountingStats_v2_t`, with the PID.
 #[repr(C)]
 pub struct AccountingStatsV2 {
     pub pid: c_uint,

@@ -1,18 +1,18 @@
-//! Room for lists of a length that nobody knows before: a mapping of its own for as long as a call takes.
+//! Buffers for lists of unknown length: a mapping that lives as long as a call.
 
 use tranche_shim_runtime::shares;
 use tranche_shim_runtime::sys::{self, Mapping};
 
 use crate::abi::Return;
 
-/// Room for `len` entries of a type of NVML's.
+/// A buffer for `len` entries of an NVML type.
 pub struct Buffer<T> {
     mapping: Mapping,
     len: usize,
     entries: core::marker::PhantomData<T>,
 }
 
-/// A type of which zeros are a value: NVML's structs of numbers.
+/// A type for which zeros are a valid value: NVML's structs of numbers.
 ///
 /// # Safety
 ///
@@ -23,7 +23,7 @@ pub unsafe trait Plain: Copy {}
 unsafe impl Plain for u32 {}
 
 impl<T: Plain> Buffer<T> {
-    /// Room for `len` entries, all zeros.
+    /// A buffer for `len` entries, all zeros.
     pub fn new(len: usize) -> Result<Self, Return> {
         let len = len.max(1);
         match len.checked_mul(size_of::<T>()).map(sys::map_private) {
@@ -40,7 +40,7 @@ impl<T: Plain> Buffer<T> {
         }
     }
 
-    /// The room, for the driver to write to.
+    /// The buffer's address, for the driver.
     pub fn room(&mut self) -> *mut T {
         self.mapping.start.as_ptr().cast()
     }
@@ -52,7 +52,7 @@ impl<T: Plain> Buffer<T> {
         unsafe { core::slice::from_raw_parts(start, len.min(self.len)) }
     }
 
-    /// The first `len` entries, to be changed.
+    /// The first `len` entries, mutable.
     pub fn first(&mut self, len: usize) -> &mut [T] {
         let len = len.min(self.len);
         // SAFETY: the mapping holds that many, page-aligned, of a type of which zeros and whatever the

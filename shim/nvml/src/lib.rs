@@ -1,21 +1,20 @@
-//! `libnvidia-ml.so.1` as a capped container sees it: the driver's management library, with the
-//! container's shares in the place of the GPU.
+//! `libnvidia-ml.so.1` of a capped container: it shows the container's shares in place of the GPU.
 //!
-//! It is loaded as `libcuda.so.1` is, and exports and forwards all that any driver's does. What it
-//! changes, of a GPU whose memory is capped:
+//! It is loaded like `libcuda.so.1`, and exports and forwards every function of any driver. For a
+//! GPU with capped memory it changes:
 //!
-//! - `memory`: total is the sum of the shares' caps, used what their processes hold, and the rest is
-//!   free; no more of it is mapped through BAR1;
-//! - `processes`: lists have the shares' own processes, with what each is charged;
-//! - `utilisation`: percent is of what the shares may have.
+//! - `memory`: total is the sum of the shares' caps, used is what their processes hold, and the rest
+//!   is free; BAR1 memory is no larger;
+//! - `processes`: lists have only the shares' processes, with the charge of each;
+//! - `utilization`: percentages are of the shares' cores.
 //!
-//! It reads the pages at each question and keeps nothing; `share` finds the GPU behind a handle, however
-//! the program got it, and who uses it. NVIDIA's private tables, which nvidia-smi takes its list of
-//! processes from, pass: what they tell is the driver's.
+//! It reads the pages at each call and caches nothing; `share` finds the GPU of a handle, from whichever
+//! function the program got it, and the share's processes. NVIDIA's private tables, from which
+//! nvidia-smi gets its list of processes, are passed on with the driver's values.
 //!
-//! `nvmlInit` refuses, with one line on stderr, where the pages are missing or wrong. A GPU that is
-//! visible without a page does not stop it, so that `nvidia-smi` can be used to see what is amiss:
-//! only what is said of the share is refused, as CUDA refuses the GPU.
+//! `nvmlInit` refuses, with one line on stderr, if the pages are missing or invalid. For a visible
+//! GPU without a page it succeeds, so that `nvidia-smi` can be used to find the problem: only
+//! queries about the share's values are refused; CUDA refuses the whole GPU.
 #![no_std]
 
 mod abi;
@@ -24,7 +23,7 @@ mod driver;
 mod memory;
 mod processes;
 mod share;
-mod utilisation;
+mod utilization;
 
 use core::ffi::{c_char, c_int, c_uint, c_ulonglong, c_void};
 
@@ -84,7 +83,7 @@ hooks! {
     fn nvmlDeviceGetAccountingStats_v2(device: Device, stats: *mut AccountingStatsV2)
         // SAFETY: as above.
         |driver| unsafe { processes::accounting_stats_v2(device, stats, driver) };
-    fn nvmlDeviceGetBAR1MemoryInfo(device: Device, memory: *mut Bar1Memory) |driver| memory::tell(device, driver, |share| {
+    fn nvmlDeviceGetBAR1MemoryInfo(device: Device, memory: *mut Bar1Memory) |driver| memory::answer(device, driver, |share| {
         // SAFETY: the driver has just written to it.
         let memory = unsafe { &mut *memory };
         memory.total = memory.total.min(share.total);
@@ -101,7 +100,7 @@ hooks! {
         // SAFETY: as above.
         |driver| unsafe { processes::list(index::nvmlDeviceGetComputeRunningProcesses_v3, Kind::Compute, device, (count, to), driver) };
     fn nvmlDeviceGetDynamicPstatesInfo(device: Device, to: *mut DynamicPstates)
-        |driver| utilisation::dynamic(device, to, driver);
+        |driver| utilization::dynamic(device, to, driver);
     fn nvmlDeviceGetGraphicsRunningProcesses(device: Device, count: *mut c_uint, to: *mut ProcessV1)
         // SAFETY: as above.
         |driver| unsafe { processes::list(index::nvmlDeviceGetGraphicsRunningProcesses, Kind::Other, device, (count, to), driver) };
@@ -120,36 +119,36 @@ hooks! {
     fn nvmlDeviceGetMPSComputeRunningProcesses_v3(device: Device, count: *mut c_uint, to: *mut ProcessV2)
         // SAFETY: as above.
         |driver| unsafe { processes::list(index::nvmlDeviceGetMPSComputeRunningProcesses_v3, Kind::Other, device, (count, to), driver) };
-    fn nvmlDeviceGetMemoryInfo(device: Device, memory: *mut Memory) |driver| memory::tell(device, driver, |share| {
+    fn nvmlDeviceGetMemoryInfo(device: Device, memory: *mut Memory) |driver| memory::answer(device, driver, |share| {
         // SAFETY: the driver has just written to it.
         let memory = unsafe { &mut *memory };
         (memory.total, memory.free, memory.used) = (share.total, share.free(), share.used);
     });
-    fn nvmlDeviceGetMemoryInfo_v2(device: Device, memory: *mut MemoryV2) |driver| memory::tell(device, driver, |share| {
+    fn nvmlDeviceGetMemoryInfo_v2(device: Device, memory: *mut MemoryV2) |driver| memory::answer(device, driver, |share| {
         // SAFETY: the driver has just written to it, and accepted its version.
         let memory = unsafe { &mut *memory };
         (memory.total, memory.free, memory.used) = (share.total, share.free(), share.used);
-        // What the driver keeps is not the share's.
+        // The driver's reserve does not belong to the share.
         memory.reserved = 0;
     });
     fn nvmlDeviceGetProcessUtilization(device: Device, to: *mut Sample, count: *mut c_uint, since: c_ulonglong)
         // SAFETY: as above.
-        |driver| unsafe { utilisation::processes(device, (to, count), since, driver) };
+        |driver| unsafe { utilization::processes(device, (to, count), since, driver) };
     fn nvmlDeviceGetProcessesUtilizationInfo(device: Device, to: *mut UtilizationInfos)
         // SAFETY: as above.
-        |driver| unsafe { utilisation::infos(index::nvmlDeviceGetProcessesUtilizationInfo, device, to, driver) };
+        |driver| unsafe { utilization::infos(index::nvmlDeviceGetProcessesUtilizationInfo, device, to, driver) };
     fn nvmlDeviceGetRunningProcessDetailList(device: Device, list: *mut ProcessDetails)
         // SAFETY: as above.
         |driver| unsafe { processes::details(index::nvmlDeviceGetRunningProcessDetailList, device, list, driver) };
     fn nvmlDeviceGetSamples(device: Device, what: Enumeration, since: c_ulonglong, kind: *mut Enumeration, count: *mut c_uint, to: *mut Value)
-        |driver| utilisation::samples(device, what, (kind, count, to), driver);
+        |driver| utilization::samples(device, what, (kind, count, to), driver);
     fn nvmlDeviceGetUtilizationRates(device: Device, to: *mut Utilization)
-        |driver| utilisation::rates(device, to, driver);
+        |driver| utilization::rates(device, to, driver);
     fn nvmlGpmMigSampleGet(device: Device, instance: c_uint, sample: *mut c_void)
-        |driver| utilisation::gpm_sample(device, driver);
+        |driver| utilization::gpm_sample(device, driver);
     fn nvmlGpmQueryDeviceSupport(device: Device, to: *mut GpmSupport)
-        |driver| utilisation::gpm_support(device, to, driver);
-    fn nvmlGpmSampleGet(device: Device, sample: *mut c_void) |driver| utilisation::gpm_sample(device, driver);
+        |driver| utilization::gpm_support(device, to, driver);
+    fn nvmlGpmSampleGet(device: Device, sample: *mut c_void) |driver| utilization::gpm_sample(device, driver);
     fn nvmlInit() |driver| initialise(driver);
     fn nvmlInitWithFlags(flags: c_uint) |driver| initialise(driver);
     fn nvmlInit_v2() |driver| initialise(driver);
@@ -166,7 +165,7 @@ fn initialise(driver: impl FnOnce() -> Return) -> Return {
     }
 }
 
-/// The only function that returns no code: without a driver it has texts of its own.
+/// The only function without a return code: without a driver it has its own texts.
 #[unsafe(no_mangle)]
 extern "C" fn nvmlErrorString(result: Return) -> *const c_char {
     let real = address(index::nvmlErrorString);

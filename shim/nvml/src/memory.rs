@@ -1,4 +1,4 @@
-//! A GPU's memory, as this container has it.
+//! The memory of a GPU in this container.
 
 use tranche_shim_core::GpuUuid;
 use tranche_shim_runtime::complain::Refused;
@@ -11,19 +11,23 @@ use crate::share::identify;
 pub struct Sum {
     /// The caps.
     pub total: u64,
-    /// What the shares' processes hold.
+    /// Memory that the shares' processes hold.
     pub used: u64,
 }
 
 impl Sum {
-    /// What is left.
+    /// The rest.
     pub fn free(&self) -> u64 {
         self.total.saturating_sub(self.used)
     }
 }
 
-/// The driver's answer, corrected where the GPU has a cap.
-pub fn tell(device: Device, driver: impl FnOnce() -> Return, correct: impl FnOnce(Sum)) -> Return {
+/// The driver's answer, corrected if the GPU has a cap.
+pub fn answer(
+    device: Device,
+    driver: impl FnOnce() -> Return,
+    correct: impl FnOnce(Sum),
+) -> Return {
     let result = driver();
     if result != Return::SUCCESS {
         return result;
@@ -41,7 +45,7 @@ pub fn tell(device: Device, driver: impl FnOnce() -> Return, correct: impl FnOnc
     }
 }
 
-/// `None` where the GPU has no cap.
+/// `None` if the GPU has no cap.
 fn sum(gpu: GpuUuid) -> Result<Option<Sum>, Refused> {
     let (mut known, mut capped, mut sum) = (false, true, Sum { total: 0, used: 0 });
     let mut context = 0;
@@ -59,7 +63,7 @@ fn sum(gpu: GpuUuid) -> Result<Option<Sum>, Refused> {
         }
         Ok(())
     })?;
-    // One context is beside the memory, and not the program's to see.
+    // One context is not part of the memory and is not shown to programs.
     sum.used = sum.used.saturating_sub(context).min(sum.total);
     if known {
         Ok(capped.then_some(sum))

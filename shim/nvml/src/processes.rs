@@ -1,9 +1,9 @@
-//! Lists of processes: the share's own, by its account.
+//! Lists of processes: only the share's, from its account.
 //!
-//! The driver knows every process on the GPU. In a container it names only those of the caller's PID
-//! namespace, if it is new enough, and calls the others by the host's numbers if it is not. The account
-//! has exactly the processes of the share, with what each is charged, so the list is made from it; the
-//! driver is asked for its errors.
+//! The driver knows every process on the GPU. In a container a new driver lists only those of the
+//! caller's PID namespace; an old one lists all, with PIDs of the host. The account has exactly the
+//! processes of the share, with the charge of each, so the list is made from it; the driver is called
+//! only for its errors.
 
 use core::ffi::c_uint;
 use core::ptr;
@@ -15,7 +15,7 @@ use crate::buffer::Buffer;
 use crate::driver::typed;
 use crate::share::{Process, Users};
 
-/// Where a process list says in which partition a process is: in none.
+/// The partition of a process in a list: none.
 const NO_INSTANCE: c_uint = c_uint::MAX;
 
 impl From<Process> for ProcessV1 {
@@ -50,12 +50,12 @@ impl From<Process> for ProcessDetail {
     }
 }
 
-/// What a list is of.
+/// The kind of a list.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// Compute: what every process of a share does.
+    /// Compute: every process of a share.
     Compute,
-    /// Graphics, and clients of an MPS server: what none does.
+    /// Graphics, and clients of an MPS server: no process of a share.
     Other,
 }
 

@@ -1,4 +1,4 @@
-//! Which GPU a handle is, and who uses this container's shares of it.
+//! The GPU of a handle, and the processes that use this container's shares of it.
 
 use core::ffi::{CStr, c_char, c_uint};
 
@@ -12,7 +12,7 @@ use crate::abi::{Device, Return};
 use crate::buffer::{Buffer, Plain};
 use crate::driver::{index, typed};
 
-/// The GPU of a handle, by whatever call the program got it.
+/// The GPU of a handle, from whichever call the program got it.
 pub fn identify(device: Device) -> Option<GpuUuid> {
     let mut text = [0u8; 96];
     let real = typed::<unsafe extern "C" fn(Device, *mut c_char, c_uint) -> Return>(
@@ -28,8 +28,7 @@ pub fn identify(device: Device) -> Option<GpuUuid> {
 /// One process of the container's shares.
 #[derive(Clone, Copy)]
 pub struct Process {
-    /// In its own PID namespace: where the container has but one, as everybody in it sees it, and as
-    /// the driver says it there.
+    /// In its own PID namespace: usually the container's, in which the driver reports it too.
     pub pid: u32,
     /// Bytes that it holds.
     pub charged: u64,
@@ -38,16 +37,16 @@ pub struct Process {
 // SAFETY: two numbers.
 unsafe impl Plain for Process {}
 
-/// Who uses this container's shares of a GPU.
+/// The users of this container's shares of a GPU.
 pub struct Users {
     processes: Buffer<Process>,
     len: usize,
-    /// Percent of the GPU's time that the shares have together, 1 to 100.
+    /// The sum of the shares' cores in percent, 1 to 100.
     cores: u32,
 }
 
 impl Users {
-    /// The users of a handle's GPU; `None` where its memory is not capped, and so nobody is counted.
+    /// The users of a handle's GPU; `None` if its memory is not capped, so that there is no account.
     pub fn of(device: Device) -> Result<Option<Self>, Return> {
         let gpu = identify(device).ok_or(Return::NO_PERMISSION)?;
         let (mut known, mut capped, mut cores) = (false, true, 0u32);
@@ -76,7 +75,7 @@ impl Users {
         Ok(capped.then_some(users))
     }
 
-    /// A process has a slot in each of several shares of one GPU.
+    /// A process has one slot in each share of the GPU.
     fn add(&mut self, pid: u64, charged: u64) {
         let Ok(pid) = u32::try_from(pid) else {
             return;
@@ -92,7 +91,7 @@ impl Users {
         }
     }
 
-    /// The processes that hold memory of the GPU: with a context each holds some.
+    /// The processes that hold memory of the GPU: each process with a context does.
     pub fn holders(&self) -> impl Iterator<Item = Process> {
         self.processes
             .seen(self.len)
@@ -101,7 +100,7 @@ impl Users {
             .copied()
     }
 
-    /// Whether this is a process of the shares.
+    /// Whether this process belongs to the shares.
     pub fn has(&self, pid: u32) -> bool {
         self.processes
             .seen(self.len)

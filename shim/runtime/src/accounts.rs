@@ -34,10 +34,11 @@ impl Live {
         Ok(Self { account, mapping })
     }
 
-    /// Takes back what dead processes left. Some microseconds.
+    /// Reclaims what dead processes left. Takes some microseconds.
     pub fn reclaim(&self, name: &Name) {
-        // By a description of its own: seen from the one that holds it, our own slot would be free.
-        // Where it cannot be opened (a sandbox), the node or another process must reclaim.
+        // With a separate description: to the description that holds its lock, our own slot would
+        // look free. If it cannot be opened (in a sandbox), the node or another process must
+        // reclaim.
         if let Ok(file) = name.reopen_account(true) {
             self.reclaim_by(&file);
         }
@@ -49,7 +50,7 @@ impl Live {
         self.account.repair(file);
     }
 
-    /// Takes the mapping away, and with it the description's locks.
+    /// Unmaps the account, which drops the description's locks.
     ///
     /// # Safety
     ///
@@ -60,22 +61,22 @@ impl Live {
     }
 }
 
-/// Bytes that a share's living processes hold together, contexts included.
+/// Bytes that a share's living processes hold together, including contexts.
 pub fn used(share: &Share) -> Result<u64, Refused> {
-    look(&share.name, Account::used)
+    with_account(&share.name, Account::used)
 }
 
-/// Hands the living processes of a share to `visit`: PID, in the process's own namespace, and bytes
-/// charged.
+/// Calls `visit` with the living processes of a share: PID, in the process's own namespace, and
+/// bytes charged.
 pub fn processes(share: &Share, visit: &mut dyn FnMut(u64, u64)) -> Result<(), Refused> {
-    look(&share.name, |account| {
+    with_account(&share.name, |account| {
         for (pid, charged) in account.processes() {
             visit(pid, charged);
         }
     })
 }
 
-fn look<T>(name: &Name, at: impl FnOnce(&Account) -> T) -> Result<T, Refused> {
+fn with_account<T>(name: &Name, at: impl FnOnce(&Account) -> T) -> Result<T, Refused> {
     let (file, live) = Live::map(name)?;
     live.reclaim_by(&file);
     let seen = at(live.account);
@@ -84,10 +85,11 @@ fn look<T>(name: &Name, at: impl FnOnce(&Account) -> T) -> Result<T, Refused> {
     Ok(seen)
 }
 
-/// For the node: returns what dead processes left in the account at `path`, and how many there were.
+/// For the node: reclaims what dead processes left in the account at `path`; returns the number of
+/// reclaimed slots.
 ///
-/// The file must have been checked to be an account. Its tenant may cut it off at any moment, and
-/// then the kernel ends the calling process with SIGBUS: call this in a process that may end.
+/// The file must have been checked to be an account. Its tenant may truncate it at any moment, and
+/// then the kernel ends the calling process with SIGBUS: call this only in a process that may end.
 pub fn reclaim(path: &CStr) -> Result<usize, Errno> {
     let file = File::open_at_once(path, true)?;
     let live = Live::of(&file).map_err(NotMapped::errno)?;

@@ -1,4 +1,4 @@
-//! One line on stderr, once per process, when a share is not as it must be.
+//! One line on stderr, once per process, when a share's pages are invalid.
 
 use core::sync::atomic::{AtomicBool, Ordering};
 
@@ -44,7 +44,7 @@ struct Line {
 }
 
 impl Line {
-    /// A line that is too long is cut off.
+    /// A line that is too long is truncated.
     fn text(&mut self, text: &[u8]) {
         for &byte in text {
             if let Some(place) = self.bytes.get_mut(self.len) {

@@ -1,17 +1,17 @@
-//! What both libraries of the shim stand on: the real driver's library behind each symbol, the
-//! container's cap pages, the system calls for both, and one line on stderr when they are not right.
+//! What both libraries of the shim need: forwarding to the real driver's library, the container's
+//! cap pages, the system calls for both, and one line on stderr when something is wrong.
 //!
-//! - [`mod@library`]: a symbol's way to the real library, resolved at its first call;
-//! - [`names`]: what our own functions are called;
-//! - [`loader`]: `dlopen` and its kind, of whatever C library this program has;
+//! - [`mod@library`]: forwards a symbol to the real library, resolved at its first call;
+//! - [`names`]: the names of our own functions;
+//! - [`loader`]: `dlopen` and related functions of this program's C library;
 //! - [`shares`]: which GPUs this container may use, and how much of each;
 //! - [`accounts`]: how much of a share is held, and by dead processes;
 //! - [`sys`]: files, mappings and their locks;
 //! - [`lock`]: a lock between threads;
 //! - [`complain`]: the one line.
 //!
-//! Nothing here runs when the library is loaded, which it is into every process of the container:
-//! all begins with the first call of a driver function. No thread, no allocator, no signal handler.
+//! The library is loaded into every process of the container, so nothing runs at load: everything
+//! starts with the first call of a driver function. No thread, no allocator, no signal handler.
 #![no_std]
 
 #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]

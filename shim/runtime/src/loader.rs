@@ -1,9 +1,9 @@
-//! The dynamic loader's functions, wherever this program's C library has them.
+//! Finds the dynamic loader's functions in this program's C library.
 //!
 //! Since glibc 2.34 they are in libc.so.6, before that in libdl.so.2; musl has them in its only library.
-//! To need libdl.so.2 would load it into every process of a container, where next to none is so old. So
-//! they are asked for weakly, and where they are not there, libdl.so.2 is opened by the functions that
-//! the libc.so.6 of that time had for its own use (`__libc_dlopen_mode`, `__libc_dlsym`).
+//! A dependency on libdl.so.2 would load it into every process of a container, although few are that
+//! old. So the functions are weak symbols, and if they are missing, libdl.so.2 is opened with internal
+//! functions of old versions of libc.so.6 (`__libc_dlopen_mode`, `__libc_dlsym`).
 
 use core::ffi::{CStr, c_char, c_int, c_void};
 use core::mem::transmute;
@@ -25,10 +25,10 @@ pub struct Loader {
     pub error: Error,
 }
 
-/// What every caller of glibc's own `dlopen` passes to its inner one.
+/// The flag that glibc's `dlopen` passes to its internal function.
 const RTLD_DLOPEN: c_int = c_int::MIN;
 
-/// Where a function is that may be nowhere: then null.
+/// The address of a weak function; null if it is missing.
 macro_rules! weak {
     ($name:literal) => {{
         let at: *mut c_void;
@@ -46,7 +46,7 @@ macro_rules! weak {
 }
 
 impl Loader {
-    /// The loader of this program; `None` where its C library has none.
+    /// The loader of this program; `None` if its C library has none.
     #[must_use]
     #[inline(never)]
     pub fn find() -> Option<Self> {

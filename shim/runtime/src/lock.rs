@@ -1,5 +1,5 @@
-//! A lock for what cannot be done without one: the driver's calls whose effect and whose accounting
-//! must not come apart. All zeros is a free one, so that the child of a fork finds it free.
+//! A lock between threads, for driver calls that must be atomic with their accounting. All zeros is
+//! a free lock, so that it is free in a forked child.
 
 use core::cell::UnsafeCell;
 use core::sync::atomic::{AtomicU32, Ordering};
@@ -8,7 +8,7 @@ const FREE: u32 = 0;
 const HELD: u32 = 1;
 const WAITED_FOR: u32 = 2;
 
-/// A value behind a lock. Not to be taken again by whoever holds it.
+/// A value behind a lock, which is not recursive.
 #[derive(Debug)]
 pub struct Guarded<T> {
     state: AtomicU32,
@@ -19,7 +19,7 @@ pub struct Guarded<T> {
 unsafe impl<T: Send> Sync for Guarded<T> {}
 
 impl<T> Guarded<T> {
-    /// Does something with the value; waits for whoever is at it.
+    /// Calls a function with the value; waits while another thread holds the lock.
     pub fn with<R>(&self, act: impl FnOnce(&mut T) -> R) -> R {
         if self
             .state

@@ -1,8 +1,8 @@
-//! The names of our own functions, as our own symbol table has them.
+//! The names of our own functions, from our symbol table.
 //!
-//! dladdr(3) knows them too, but searches all libraries, and takes ten times as long: for the names of
-//! all functions that have a twin, which a program on libcudart asks for at its start, a
-//! quarter of a millisecond.
+//! dladdr(3) finds them too, but it searches all libraries and takes ten times as long: for all
+//! functions with variants, which a program that uses libcudart looks up at its start, a quarter of a
+//! millisecond.
 
 use core::ffi::c_char;
 
@@ -49,7 +49,7 @@ pub fn of(ours: Ours, exported: usize) -> Option<*const c_char> {
     Some((strings + symbol.st_name as usize) as *const c_char)
 }
 
-/// Where the strings, the symbols and their hash table are.
+/// The addresses of the strings, the symbols and their hash table.
 fn tables(start: usize) -> [usize; 3] {
     let mut tables = [0; 3];
     let mut entry = (&raw const DYNAMIC).cast::<Entry>();

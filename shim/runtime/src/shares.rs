@@ -1,7 +1,7 @@
-//! The container's shares: which GPUs it may use, and how much of each.
+//! The container's shares: the GPUs that it may use, and its limits on each.
 //!
-//! Read from [`paths::SHARES`], never from the environment. Everything that is not exactly as the
-//! node writes it refuses: no GPU is used, and stderr says why.
+//! Read from [`paths::SHARES`], never from the environment. If anything is not exactly as the node
+//! writes it, no GPU is used, and a line on stderr says why.
 
 use core::ffi::CStr;
 
@@ -15,13 +15,13 @@ use crate::sys::{Errno, File, NotMapped};
 /// One share.
 #[derive(Debug)]
 pub struct Share {
-    /// The GPU it lies on.
+    /// Its GPU.
     pub gpu: GpuUuid,
     /// Bytes of device memory it may hold; `None` for a GPU without a cap.
     pub limit: Option<u64>,
     /// Percent of the GPU's time that it may use; `None` for no limit.
     pub cores: Option<u8>,
-    /// Bytes that one context takes, in whole blocks; the share has them beside its limit.
+    /// Bytes of one context, in whole blocks; the share has room for one beside its limit.
     pub context: u64,
     /// Its folder's name.
     pub name: Name,
@@ -29,20 +29,20 @@ pub struct Share {
     file: File,
 }
 
-/// The name of a share's folder: what a file system allows, and a zero.
+/// The name of a share's folder, of any valid length, and a zero.
 #[derive(Clone, Copy, Debug)]
 pub struct Name([u8; 256]);
 
-/// What the driver takes memory in, on every GPU so far: 2 MiB.
+/// The driver's allocation granularity, on every GPU so far: 2 MiB.
 pub const BLOCK: u64 = 2 << 20;
 
-/// What to do about a share that is not right, as the end of a message.
+/// The remedy for an invalid share, as the end of a message.
 const REMEDY: &[Part<'_>] = &[Part::Text(
     "; the GPU is not used: recreate the pod, and if that does not help, see the log of \
      tranche-kubelet-plugin on its node",
 )];
 
-/// Hands every share to `visit`, in no particular order. There must be one.
+/// Calls `visit` with every share, in no particular order. There must be at least one.
 pub fn each(visit: &mut dyn FnMut(&Share) -> Result<(), Refused>) -> Result<(), Refused> {
     let unreadable = |Errno(errno)| {
         let errno = Part::Number(u64::from(errno.unsigned_abs()));
@@ -69,14 +69,14 @@ pub fn each(visit: &mut dyn FnMut(&Share) -> Result<(), Refused>) -> Result<(), 
     Ok(())
 }
 
-/// A GPU is visible that no share is for.
+/// A GPU is visible without a share.
 pub fn refuse_gpu(gpu: GpuUuid) -> Refused {
     let text = gpu.text();
     let name = Part::Text(core::str::from_utf8(&text).unwrap_or("a GPU"));
     refuse(&[
         &[
             name,
-            Part::Text(": visible here, but no page in "),
+            Part::Text(": visible here, but without a page in "),
             Part::Text(paths::SHARES),
             Part::Text(" is for it"),
         ],
@@ -84,7 +84,7 @@ pub fn refuse_gpu(gpu: GpuUuid) -> Refused {
     ])
 }
 
-/// The shim has no room for what this container has.
+/// The container has more than the shim supports.
 pub fn refuse_too_many() -> Refused {
     let most = Part::Number(paths::MAX_SHARES as u64);
     refuse(&[
@@ -97,7 +97,7 @@ pub fn refuse_too_many() -> Refused {
     ])
 }
 
-/// There is no memory for the shim's tables, or none that a child process would find empty.
+/// The shim's tables cannot be mapped, or not so that a child process finds them empty.
 pub fn refuse_memory(why: NotMapped) -> Refused {
     match why {
         NotMapped::Map(errno) => refuse(&[
@@ -159,7 +159,7 @@ impl Share {
         })
     }
 
-    /// Maps what the node says of the share's GPU time in its cap page.
+    /// Maps the share's grant of GPU time in its cap page.
     pub fn map_refill(&self) -> Result<&'static RefillPage, Refused> {
         let mapping = self
             .file
@@ -273,7 +273,7 @@ impl Name {
         Ok(file)
     }
 
-    /// Opens an account that was checked before; says nothing if it cannot.
+    /// Opens an account that was checked before; without a message if it fails.
     pub fn reopen_account(&self, writable: bool) -> Result<File, Errno> {
         File::open(self.file(paths::ACCOUNT).end(), writable)
     }

@@ -1,4 +1,4 @@
-//! System calls, as few as there are.
+//! The system calls that the shim uses.
 
 use core::ffi::{CStr, c_int, c_long, c_void};
 use core::ptr::{self, NonNull};
@@ -27,7 +27,7 @@ pub enum NotMapped {
 }
 
 impl NotMapped {
-    /// What the refusing call said.
+    /// The error of the failed call.
     #[must_use]
     pub const fn errno(self) -> Errno {
         match self {
@@ -49,18 +49,18 @@ fn mode(writable: bool) -> c_int {
 pub struct File(c_int);
 
 impl File {
-    /// Opens a file (or folder) that exists, and is no link.
+    /// Opens an existing file or folder that is not a link.
     pub fn open(path: &CStr, writable: bool) -> Result<Self, Errno> {
         Self::open_with(path, mode(writable) | libc::O_NOFOLLOW)
     }
 
-    /// For the node: the same, but `EAGAIN` where a lease on the file (`F_SETLEASE`), as its tenant may
-    /// hold, would let the open wait for 45 s. The lease is broken in that time all the same.
+    /// For the node: the same, but returns `EAGAIN` if a tenant's lease on the file (`F_SETLEASE`)
+    /// would block the open for up to 45 s. The lease is broken in that time nevertheless.
     pub fn open_at_once(path: &CStr, writable: bool) -> Result<Self, Errno> {
         Self::open_with(path, mode(writable) | libc::O_NOFOLLOW | libc::O_NONBLOCK)
     }
 
-    /// Opens a file for reading as any program would, links followed.
+    /// Opens a file for reading, following links.
     pub fn open_anywhere(path: &CStr) -> Result<Self, Errno> {
         Self::open_with(path, mode(false))
     }
@@ -115,7 +115,7 @@ impl File {
         Ok(done)
     }
 
-    /// Whether somebody else holds the lock on byte `at`; takes nothing.
+    /// Whether another description holds the lock on byte `at`; does not take it.
     pub fn is_locked(&self, at: u64) -> Result<bool, Errno> {
         let mut request = request(at, libc::F_WRLCK);
         // SAFETY: `request` is writable; the call does not wait.
@@ -125,7 +125,7 @@ impl File {
         Ok(i32::from(request.l_type) != libc::F_UNLCK)
     }
 
-    /// Whether the file lies on a tmpfs, and is seen through a read-only mount.
+    /// Whether the file is on a tmpfs with a read-only mount.
     pub fn is_on_read_only_tmpfs(&self) -> Result<bool, Errno> {
         let mut words = [0; FILE_SYSTEM_WORDS];
         // SAFETY: `words` is writable, and as long as a `struct statfs`.
@@ -146,13 +146,14 @@ impl File {
         map(len, libc::MAP_SHARED, WRITABLE, self.0, libc::MADV_DONTFORK)
     }
 
-    /// Maps the file's first `len` bytes to be read, as others write them; children do not get it.
+    /// Maps the file's first `len` bytes for reading, while others write them; children do not get
+    /// it.
     pub fn map_readable(&self, len: usize) -> Result<Mapping, NotMapped> {
         let readable = libc::PROT_READ;
         map(len, libc::MAP_SHARED, readable, self.0, libc::MADV_DONTFORK)
     }
 
-    /// Hands the names in a folder to `each`, `.` and `..` left out; stops at its first error.
+    /// Calls `each` with the names in a folder, without `.` and `..`; stops at the first error.
     pub fn names<E>(
         &self,
         each: &mut dyn FnMut(&CStr) -> Result<(), E>,
@@ -207,8 +208,8 @@ impl Drop for File {
     }
 }
 
-/// Open file description locks: whatever the PID namespace, the kernel drops them when the
-/// description's last reference, here a mapping, is gone.
+/// Open file description locks: in all PID namespaces, the kernel drops them when the description's
+/// last reference, here a mapping, is gone.
 impl Locks for File {
     fn try_lock(&self, at: u64) -> bool {
         lock(self.0, at, libc::F_WRLCK)
@@ -287,7 +288,7 @@ fn map(
     Ok(mapping)
 }
 
-/// Gives a mapping back.
+/// Unmaps a mapping.
 ///
 /// # Safety
 ///
@@ -332,7 +333,8 @@ pub fn sleep(nanos: u64) {
     };
 }
 
-/// A number of the calling thread's own: the address of what the C library keeps of it.
+/// A number that is unique to the calling thread: the address of the C library's data of the
+/// thread.
 #[cfg(target_arch = "x86_64")]
 #[must_use]
 #[inline]
@@ -358,13 +360,13 @@ pub fn wall_clock() -> u64 {
     seconds * 1_000_000 + nanos / 1000
 }
 
-/// Lets others run.
+/// Yields to other threads.
 pub fn give_way() {
     // SAFETY: always succeeds.
     unsafe { libc::sched_yield() };
 }
 
-/// Ends the process: for what cannot happen.
+/// Ends the process, for states that cannot occur.
 pub fn abort() -> ! {
     // SAFETY: does not return.
     unsafe { libc::abort() }

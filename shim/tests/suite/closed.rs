@@ -1,4 +1,4 @@
-//! Where anything about a share is wrong, the GPU is not used, and a line says why.
+//! If anything about a share is wrong, the GPU is not used, and a line on stderr says why.
 
 use std::fs;
 
@@ -56,7 +56,7 @@ fn without_shares() {
     );
 }
 
-/// In a sandbox (gVisor) the message names what its kernel lacks, and not a cause that it is not.
+/// In a sandbox (gVisor) the message names what its kernel lacks, not another cause.
 #[test]
 fn where_the_kernel_cannot_wipe_memory_on_fork() {
     let world = World::new(Driver::Odd);
@@ -215,7 +215,7 @@ fn mended_it_works_in_the_same_process() {
     assert_eq!(probe.must("info").number(1), CAP);
 }
 
-/// A newer driver's variant that would escape is not handed out; the known ones still are.
+/// A newer driver's unknown variant, which would bypass the cap, is not handed out; known ones are.
 #[test]
 fn with_a_variant_that_nobody_knows() {
     let world = World::new(Driver::Odd);
@@ -235,13 +235,14 @@ fn with_a_variant_that_nobody_knows() {
     says(&mut probe, &["cuMemAlloc", "newer release"]);
 }
 
-/// A driver that lacks a function says so, as every symbol of every driver is there.
+/// A function that the driver lacks returns "not found", although the shim exports every symbol of
+/// every driver.
 #[test]
 fn a_function_that_the_driver_lacks_is_not_found() {
     let world = World::new(Driver::Odd);
     world.share("gpu-0", GPU_0, Some(CAP));
     let mut probe = world.probe("name");
-    // Not initialised, says the driver: it is asked before anything is charged.
+    // The driver answers "not initialized" before anything is charged.
     for command in ["primary 0", "async-ptsz 4096"] {
         assert_eq!(probe.ask(command).code, 3);
     }

@@ -1,5 +1,5 @@
-//! How many instructions the shim adds to a call: what times cannot guard on a machine that does other work too.
-//! Counted by valgrind's callgrind, in front of a driver that does next to nothing.
+//! The number of instructions that the shim adds to a call, because times vary on a machine with other work.
+//! Counted by valgrind's callgrind, with a driver that does almost nothing.
 
 use std::process::Command;
 
@@ -62,7 +62,7 @@ fn calls_take_few_instructions() {
         "valgrind is missing: shim/tests/install-tools installs it"
     );
     let world = World::new(Driver::Odd);
-    // A share whose launches are priced; of nearly all of the time, so that none waits.
+    // A share of almost all of the GPU's time: its launches are priced, and none waits.
     let strict = ComputePolicy::Strict;
     let share = world.share_of_time("gpu-0", GPU_0, Some(CAP), Some(99), strict);
     share.grant(1_000_000_000_000);

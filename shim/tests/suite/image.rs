@@ -1,4 +1,4 @@
-//! An image that brings a libcuda of its own gets its cap all the same, once the hook has covered it.
+//! An image with its own libcuda has the cap too, after the hook has covered the library.
 
 use std::fs;
 use std::path::Path;
@@ -7,7 +7,7 @@ use tranche_shim_tests::{Driver, Probe, World};
 
 use crate::cap::CAP;
 
-/// The driver of a node, as the simulator has it.
+/// The simulator's driver version.
 const NODE: &str = "535.261.03";
 const REAL: &str = "/usr/lib/tranche/driver/libcuda.so.1";
 const COMPAT: &str = "/usr/local/cuda/compat";
@@ -24,7 +24,7 @@ fn with_copies(copies: &[&str]) -> World {
     world
 }
 
-/// The memory that a program sees which gets libcuda by `how`.
+/// The memory that a program sees if it loads libcuda by `how`.
 fn total(probe: &mut Probe) -> u64 {
     probe.must("init");
     probe.must("primary 0");
@@ -38,7 +38,7 @@ fn is_capped(probe: &mut Probe, how: &str) {
 }
 
 #[test]
-fn a_libcuda_of_the_image_is_the_shim_by_whatever_way_it_is_found() {
+fn a_libcuda_of_the_image_is_the_shim_however_it_is_found() {
     let copies = [
         "/usr/local/cuda/compat/libcuda.so.470.82.01",
         "/usr/local/cuda/compat/lib.real/libcuda.so.1",
@@ -52,7 +52,7 @@ fn a_libcuda_of_the_image_is_the_shim_by_whatever_way_it_is_found() {
         command.arg("libcuda.so").env("LD_LIBRARY_PATH", folder);
         Probe::by(&mut command)
     };
-    // The escape: a driver that knows no cap.
+    // Without the hook the program uses a driver without a cap.
     for copy in copies {
         assert!(total(&mut world.probe(copy)) > CAP, "{copy}");
     }
@@ -74,7 +74,7 @@ fn a_libcuda_of_the_image_is_the_shim_by_whatever_way_it_is_found() {
 fn a_newer_libcuda_of_the_image_is_used_behind_the_shim() {
     let copy = format!("{COMPAT}/libcuda.so.999.1");
     let world = with_copies(&[&copy]);
-    // The node's own would not do: what works is the image's.
+    // The node's own library does not work, so a working one is the image's.
     fs::write(REAL, "too old").unwrap();
     let covered = world.cover_libraries(&[], NODE).unwrap();
     assert_eq!(covered.compat.as_deref(), Some(Path::new(&copy)));

@@ -1,4 +1,4 @@
-//! Processes come and go, are killed at any instruction, and fill the account: what each was charged goes with it.
+//! Processes start, end, are killed at any instruction, and fill the account: the charge of each ends with it.
 
 use std::collections::BTreeSet;
 use std::fs::{File, OpenOptions};
@@ -15,12 +15,12 @@ use crate::loading::capped;
 
 const NOT_PERMITTED: i64 = 800;
 
-/// Whatever a process is killed at, its share's page is all that it leaves, and the kernel gives its locks back. So
-/// the page is looked at after every instruction of `what`, and a process is killed before and behind each that
-/// changed it, and at every hundredth. Returns how many instructions there are.
+/// A killed process leaves only its share's page, and the kernel drops its locks. So the page is checked after
+/// every instruction of `what`, and a process is killed before and after each instruction that changed the page,
+/// and at every hundredth. Returns the number of instructions.
 fn killed_at_every_instruction_of(what: &str) -> usize {
     let world = World::new(Driver::Odd);
-    // Launches are priced; of nearly all of the time, so that none waits.
+    // A share of almost all of the GPU's time: launches are priced, and none waits.
     let strict = ComputePolicy::Strict;
     let share = world.share_of_time("gpu-0", GPU_0, Some(CAP), Some(99), strict);
     share.grant(1_000_000_000_000);
@@ -45,7 +45,7 @@ fn killed_at_every_instruction_of(what: &str) -> usize {
     );
     for steps in deaths {
         let (mut probe, traced) = at_breakpoint(&world, &share, what);
-        // What looks at the clock need not take the same way twice; at its end it is killed there.
+        // Code that reads the clock may take another path; if it ends earlier, it is killed there.
         let _ = (0..steps).any(|_| traced.step());
         probe.kill();
         check(&share, what, steps);
@@ -54,7 +54,8 @@ fn killed_at_every_instruction_of(what: &str) -> usize {
     instructions
 }
 
-/// A process that is about to do `what`. Who asks looks for the dead: all that the last one left is back.
+/// A process that is about to do `what`. Its query reclaims the slots of dead processes, so everything that
+/// the last one left is returned.
 fn at_breakpoint(world: &World, share: &Share, what: &str) -> (Probe, Traced) {
     let mut probe = ready(world, 1);
     probe.must("info");
@@ -67,7 +68,7 @@ fn at_breakpoint(world: &World, share: &Share, what: &str) -> (Probe, Traced) {
     (probe, traced)
 }
 
-/// Never is less used than the living and the dead are charged.
+/// `used` is never less than the charges of living and dead processes.
 fn check(share: &Share, what: &str, steps: usize) {
     share.look(|account| {
         let charged: u64 = account.processes().map(|process| process.charged).sum();
@@ -126,7 +127,7 @@ fn a_thousand_processes_come_and_go() {
     last.ask("steer devices 1");
     assert_eq!(last.ask("init").code, NOT_PERMITTED);
     assert_eq!(share.look(|account| account.processes().count()), SLOTS);
-    // Whoever ends makes room, also for one that was refused.
+    // A process that ends makes room, also for one that was refused.
     probes.truncate(SLOTS - 1);
     last.must("init");
     last.must("context 0");
@@ -156,8 +157,8 @@ fn more_descriptors() {
     assert_eq!(done, 0, "{}", std::io::Error::last_os_error());
 }
 
-/// A child that becomes another program at once, as subprocesses do (vfork, posix_spawn), takes nothing from
-/// its parent and leaves nothing.
+/// A child that calls exec at once, as subprocesses do (vfork, posix_spawn), takes nothing from its parent
+/// and leaves nothing.
 #[test]
 fn a_child_that_becomes_another_program_leaves_its_parent_alone() {
     let (world, share) = one_gpu();
@@ -175,8 +176,8 @@ fn a_child_that_becomes_another_program_leaves_its_parent_alone() {
     assert_eq!(share.used(), 0);
 }
 
-/// The order in which Linux closes what a killed process had: the driver frees in the close of its files, and
-/// what is freed must be free before anybody takes it (ADR 0013).
+/// The order in which Linux closes a killed process's files: the driver frees memory when its files are
+/// closed, which must happen before the slot is reclaimed (ADR 0013).
 #[test]
 fn a_slot_is_free_when_other_files_are_closed_and_not_before() {
     let (world, share) = one_gpu();
@@ -196,7 +197,8 @@ fn a_slot_is_free_when_other_files_are_closed_and_not_before() {
             .custom_flags(libc::O_NONBLOCK)
             .open(&fifo)
             .unwrap();
-        // A file that the probe opens itself: what it is started with, a child that another test is just forking may have too.
+        // A file that the probe opens itself, because a child that another test is just forking may inherit files with which
+        // the probe is started.
         probe.must(&format!("open-to-write {}", fifo.display()));
         assert!(account.is_in_use().unwrap() && !has_hung_up(&reader));
         probe.begin_to_kill();
@@ -205,7 +207,7 @@ fn a_slot_is_free_when_other_files_are_closed_and_not_before() {
     }
 }
 
-/// Whether nobody has the other end of a pipe open.
+/// Whether the other end of a pipe is closed.
 fn has_hung_up(reader: &File) -> bool {
     let mut watched = libc::pollfd {
         fd: reader.as_raw_fd(),
@@ -216,7 +218,7 @@ fn has_hung_up(reader: &File) -> bool {
     unsafe { libc::poll(&raw mut watched, 1, 0) == 1 }
 }
 
-/// Grandchildren, and children of many forks at once, each with a slot of its own.
+/// Grandchildren, and children of many concurrent forks, each with its own slot.
 #[test]
 fn children_of_children_are_counted_once_each() {
     let (world, share) = one_gpu();
@@ -236,7 +238,7 @@ fn children_of_children_are_counted_once_each() {
     }
 }
 
-/// A login, which drops the environment and makes its own.
+/// A login, which replaces the environment.
 #[test]
 fn after_a_login() {
     let world = World::new(Driver::Odd);

@@ -1,5 +1,5 @@
-//! However a program gets the driver, it gets the shim; and whatever its environment says, the cap
-//! is the page's.
+//! A program gets the shim in every way in which it can load the driver, and no environment changes
+//! the cap.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -11,7 +11,7 @@ use tranche_shim_tests::{Driver, Probe, World, cache, compile, probe_path, text}
 
 use crate::cap::{CAP, GPU_0, GPU_1, one_gpu, start};
 
-/// A process that has just begun sees the cap and gets it, and not a byte more.
+/// A new process sees the cap and can allocate exactly the cap.
 pub fn capped(probe: &mut Probe) {
     start(probe, 1);
     assert_eq!(probe.must("info").number(1), CAP);
@@ -122,7 +122,7 @@ fn whatever_the_environment_says() {
     ));
 }
 
-/// The list is read by every program: none may notice.
+/// Every program reads the preload list, and none may be affected.
 #[test]
 fn programs_without_cuda_run_as_ever() {
     let world = World::new(Driver::Missing);
@@ -164,7 +164,8 @@ fn by_every_way_to_look_up() {
     }
 }
 
-/// NVIDIA's functions have no version, and so neither have ours: who asks for one finds nothing in either.
+/// NVIDIA's functions have no symbol version, and so neither have ours: a look-up with a version fails in
+/// both.
 #[test]
 fn no_version_of_a_function_is_found_as_in_the_drivers_own_library() {
     let program = |world: &World| {
@@ -193,7 +194,7 @@ fn from_a_static_program() {
     says_the_cap(&world, &program, &["static"]);
 }
 
-/// The folder with what a script of this crate brings from Debian.
+/// The folder that a script of this crate fills from Debian.
 fn fetched(script: &str) -> String {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join(script);
     let fetched = Command::new(script).arg(cache()).output().unwrap();
@@ -201,7 +202,7 @@ fn fetched(script: &str) -> String {
     text(&fetched.stdout).trim().to_owned()
 }
 
-/// Where the loader's functions are in libdl.so.2, which nobody but us asks for.
+/// With an old glibc, whose loader functions are in libdl.so.2.
 #[test]
 #[ignore = "needs Debian 11, which mirrors need not keep"]
 fn from_a_program_of_an_old_glibc() {

@@ -1,4 +1,4 @@
-//! What NVML says of a share, in front of a driver whose processes are the tests' own.
+//! NVML's answers for a share, with a driver whose processes the tests script.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -11,13 +11,13 @@ use tranche_shim_tests::{Driver, World, text};
 use crate::cap::{CAP, GPU_0, GPU_1, ready};
 
 const MIB: u64 = 1 << 20;
-/// A process of another container, and one that the driver calls by a number of the host's.
+/// A process of another container, and one with a PID of the host.
 const FOREIGN: [u32; 2] = [4_000_001, 4_000_002];
 
 /// Answers by function: its code, and the rest of its line.
 type Answers = BTreeMap<String, (i64, String)>;
 
-/// What the client is told of the GPU that it gets by this call.
+/// The client's answers for the GPU that it gets by this call.
 fn ask(world: &World, how: &str, which: &str, pids: &[u32]) -> Answers {
     ask_by(world.command("python3"), world, how, which, pids)
 }
@@ -49,7 +49,7 @@ fn ask_by(mut command: Command, world: &World, how: &str, which: &str, pids: &[u
         .collect()
 }
 
-/// What the driver says: processes with their bytes and percent of the GPU.
+/// Scripts the driver's processes with their bytes and percentages of the GPU.
 fn driver_says(world: &World, processes: &[(u32, u64, u32)]) {
     let lines: Vec<String> = processes
         .iter()
@@ -110,7 +110,7 @@ fn the_shares_own_processes_and_what_they_take() {
         0,
         &format!("{CAP},{},{used}", CAP - used),
     );
-    // In the order of their slots, which is that of no one.
+    // They are in the order of their slots, which is arbitrary.
     let holders: Vec<String> = charged
         .iter()
         .filter(|(_, bytes)| **bytes > 0)
@@ -182,13 +182,13 @@ fn a_share_that_does_nothing_is_idle_beside_busy_neighbours() {
     is(&answers, "infos/1", 6, "0");
     is(&answers, "nvmlDeviceGetComputeRunningProcesses_v3", 0, "0");
     is(&answers, "nvmlDeviceGetAccountingPids", 0, "0");
-    // Nobody does anything at all.
+    // No process does any work.
     driver_says(&world, &[]);
     let answers = ask(&world, "nvmlDeviceGetHandleByIndex_v2", "0", &[]);
     is(&answers, "nvmlDeviceGetUtilizationRates", 0, "0,0");
 }
 
-/// With MIG and vGPU: what the driver answered stays answered.
+/// With MIG and vGPU the driver's answer is passed on.
 #[test]
 fn where_the_driver_names_no_process_its_answer_stands() {
     const NOT_SUPPORTED: i64 = 3;
@@ -236,13 +236,13 @@ fn more_than_its_cores_is_all_of_them() {
     world.share_of_time("gpu-0", GPU_0, Some(CAP), Some(25), ComputePolicy::Strict);
     let mut probe = ready(&world, 1);
     probe.must("alloc 4096");
-    // Work-conserving, say: twice its cores.
+    // For example a work-conserving share: twice its cores.
     driver_says(&world, &[(probe.pid(), 4096, 50)]);
     let answers = ask(&world, "nvmlDeviceGetHandleByIndex_v2", "0", &[]);
     is(&answers, "nvmlDeviceGetUtilizationRates", 0, "100,25");
 }
 
-/// By whatever call the program got its handle, it is the same GPU, and each GPU its own share.
+/// For each call that returns a handle, it is the same GPU with its own share.
 #[test]
 fn by_every_handle() {
     let world = World::new(Driver::Odd);

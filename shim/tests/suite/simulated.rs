@@ -1,4 +1,4 @@
-//! On the simulated machine: what the shim says and what the GPU holds, seen from outside.
+//! On the simulated machine: compares the shim's answers with what the GPU holds.
 
 use std::fs;
 use std::sync::Arc;
@@ -91,7 +91,7 @@ fn the_gpu_holds_what_the_account_says() {
     assert_eq!(share.used(), 400 * MIB);
 }
 
-/// The driver loads a library into every context, those to come included.
+/// The driver loads a library into every context, including future ones.
 #[test]
 fn a_library_is_charged_on_every_gpu() {
     let (world, [first, second], _) = two_gpus();
@@ -102,7 +102,7 @@ fn a_library_is_charged_on_every_gpu() {
     write(&mut probe, &with_variable(1 << 30));
     let library = probe.get("cuLibraryLoadData &0 &100 0 0 0 0 0 0");
     assert_eq!((first.used() - before, second.used()), (1 << 30, 1 << 30));
-    // More than the first has left, though not more than the second.
+    // More than the first GPU's share has left, but not more than the second one's.
     write(&mut probe, &with_variable(CAP));
     assert_eq!(probe.call("cuLibraryLoadData &0 &100 0 0 0 0 0 0"), 2);
     assert_eq!((first.used() - before, second.used()), (1 << 30, 1 << 30));
@@ -110,7 +110,8 @@ fn a_library_is_charged_on_every_gpu() {
     assert_eq!((first.used() - before, second.used()), (0, 0));
 }
 
-/// A child by fork has the driver's files too: what its parent had is taken, and charged, as long.
+/// A forked child has the driver's files too: its parent's memory stays allocated, and charged, as
+/// long.
 #[test]
 fn what_a_dead_parent_had_is_the_childs_to_keep() {
     let mut case = Case::new();
@@ -177,7 +178,7 @@ fn a_reset_returns_what_the_context_held() {
         probe.must(end);
         assert_eq!(share.used(), 0, "{end}");
     }
-    // One of two references: the context stays, and its memory.
+    // One of two references is released: the context and its memory stay.
     let mut probe = world.probe("name");
     ready(&mut probe, 0);
     probe.must("primary 0");
@@ -229,7 +230,7 @@ fn two_shares_of_one_gpu_never_exceed_their_caps() {
     });
 }
 
-/// At whatever instruction a process is killed, its memory is its neighbour's afterwards.
+/// After a process was killed at any moment, another process can use its memory.
 #[test]
 fn a_kill_in_the_middle_of_work_leaves_nothing() {
     let (world, [share, _], _) = two_gpus();
@@ -242,7 +243,7 @@ fn a_kill_in_the_middle_of_work_leaves_nothing() {
         victim.send(&format!("threads 4 1000000 {}", CAP / 8));
         std::thread::sleep(Duration::from_millis(millis));
         victim.kill();
-        // The account is right at once; the daemon needs a moment to see the end.
+        // The account is correct at once; the daemon detects the end after a moment.
         let start = Instant::now();
         let whole = loop {
             let answer = neighbour.ask(&format!("alloc {CAP}"));
@@ -267,7 +268,7 @@ fn a_kill_in_the_middle_of_work_leaves_nothing() {
     }
 }
 
-/// NVML tells the memory of a GPU without a page to nobody; CUDA does not use it at all.
+/// NVML refuses memory queries for a GPU without a page; CUDA does not use the GPU at all.
 #[test]
 fn a_gpu_without_a_page_is_not_used() {
     let world = World::new(Driver::Simulator(2));
@@ -287,7 +288,7 @@ fn a_gpu_without_a_page_is_not_used() {
     fs::metadata(smi).unwrap();
 }
 
-/// Beside a neighbour that no account of this container knows.
+/// With a neighbour outside of this container's accounts.
 #[test]
 fn every_view_of_nvidia_smi_tells_the_share() {
     let (world, _shares, [first, _]) = two_gpus();
@@ -301,7 +302,7 @@ fn every_view_of_nvidia_smi_tells_the_share() {
     let see = |arguments: &[&str]| {
         let ran = world.run(&smi, arguments);
         assert_eq!(text(&ran.stderr), "", "{arguments:?}");
-        // Runs of blanks are for people.
+        // Collapses runs of blanks.
         let words = |line: &str| line.split_whitespace().collect::<Vec<_>>().join(" ");
         let lines: Vec<String> = text(&ran.stdout).lines().map(words).collect();
         lines.join("\n")
@@ -329,7 +330,7 @@ fn every_view_of_nvidia_smi_tells_the_share() {
             "{which}"
         );
     }
-    // The processes it takes from a private table of the driver's, which tells those of this PID namespace.
+    // It gets the processes from a private table of the driver, which has those of this PID namespace.
     let query = [
         "--query-compute-apps=pid,used_memory",
         "--format=csv,noheader",
@@ -338,7 +339,7 @@ fn every_view_of_nvidia_smi_tells_the_share() {
     assert!(apps.contains(&format!("{}, ", probe.pid())), "{apps}");
 }
 
-/// The GPU is busy with a neighbour's kernels; the share is not, and says so.
+/// The GPU is busy with a neighbour's kernels; the share's utilization is 0.
 #[test]
 fn an_idle_share_is_idle_beside_a_busy_neighbour() {
     let (world, _shares, [first, _]) = two_gpus();
@@ -370,7 +371,7 @@ fn an_idle_share_is_idle_beside_a_busy_neighbour() {
         ["0", "0", "0"],
         "{monitor}"
     );
-    // A share of the whole GPU's time, which its own process takes all of.
+    // A share of the whole GPU's time, which its own process uses completely.
     neighbour.kill();
     let kernel = probe.must("kernel sim_busy_1ms").number(0);
     probe.send(&format!("launch plain {kernel} 20000 50"));
@@ -385,8 +386,8 @@ fn an_idle_share_is_idle_beside_a_busy_neighbour() {
     }
 }
 
-/// A container has a PID namespace of its own, in which the driver tells of its own processes alone, and calls
-/// them as they call themselves: as the account does.
+/// In a container's own PID namespace the driver lists only its own processes, with the same PIDs as the
+/// account.
 #[test]
 fn in_a_pid_namespace_of_its_own_a_share_sees_its_own_processes() {
     let (world, _shares, [first, _]) = two_gpus();

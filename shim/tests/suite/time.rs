@@ -1,6 +1,6 @@
-//! What the shim adds to a call, in front of a driver that does next to nothing. The bounds are wide:
-//! the suite runs beside others, and SPECIFICATION.md has the figures. They catch a hot path that got
-//! a system call or a search.
+//! The time that the shim adds to a call, with a driver that does almost nothing. The bounds are
+//! wide, because other tests run at the same time; SPECIFICATION.md has the figures. They detect a
+//! system call or a search on a hot path.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -12,7 +12,7 @@ use crate::cap::{CAP, GPU_0, GPU_1, one_gpu, ready};
 
 fn measure(what: &str, live: u32) -> (u64, u64) {
     let world = World::new(Driver::Odd);
-    // A share whose launches are priced; of nearly all of the time, so that none waits.
+    // A share of almost all of the GPU's time: its launches are priced, and none waits.
     let all = ComputePolicy::Strict;
     let share = world.share_of_time("gpu-0", GPU_0, Some(CAP), Some(99), all);
     share.grant(1_000_000_000);
@@ -77,7 +77,7 @@ fn loading_stays_cheap() {
             time(&probe_path(), &[driver, "init"]),
         ]
     };
-    // By turns: what else the machine does meanwhile comes and goes.
+    // In turns, because other work on the machine varies.
     let turns: Vec<_> = (0..100)
         .map(|_| {
             world.with_preload();
@@ -97,7 +97,7 @@ fn loading_stays_cheap() {
     }
 }
 
-/// Many processes at once join one share, and each gets its slot.
+/// Many processes join one share concurrently, and each gets its slot.
 #[test]
 fn three_hundred_processes_join_at_once() {
     let (world, share) = one_gpu();

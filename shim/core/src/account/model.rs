@@ -73,7 +73,7 @@ fn explore(preemptions: usize, scene: impl Fn() + Sync + Send + 'static) {
     builder.check(scene);
 }
 
-/// Two processes want more than there is: together they never hold more than the limit.
+/// Two processes request more than the limit: together they never hold more than it.
 #[test]
 fn reservations_never_exceed_the_limit() {
     explore(4, || {
@@ -147,7 +147,7 @@ fn a_kill_beside_work_and_repair_is_safe() {
     }
 }
 
-/// Two who repair at once subtract a surplus once.
+/// Two concurrent repairs subtract a surplus once.
 #[test]
 fn a_surplus_is_subtracted_once() {
     explore(4, || {
@@ -174,8 +174,8 @@ fn a_surplus_is_subtracted_once() {
     });
 }
 
-/// Two who reclaim, and one who joins meanwhile and may take the dead one's slot: what it was charged is
-/// given back once.
+/// Two processes reclaim, and one joins meanwhile and may take the dead one's slot: its charge is
+/// returned once.
 #[test]
 fn a_dead_slot_is_given_back_once() {
     explore(3, || {

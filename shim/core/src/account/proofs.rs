@@ -1,10 +1,10 @@
-//! The account's arithmetic for all numbers, by Kani: `shim/core/deep-check kani`. One process alone: that
-//! several do not get in each other's way is loom's to show.
+//! The account's arithmetic for all numbers, by Kani: `shim/core/deep-check kani`. One process alone; loom
+//! checks several.
 
 use super::{Account, SlotIndex};
 
-/// Two requests of any size under any limit, and any amount given back: never is more reserved than the limit,
-/// nothing is granted outside what was asked for, and what is charged is what is used.
+/// Two requests of any size under any limit, and any amount released: no more is reserved than the limit,
+/// every grant is within the request, and `charged` is equal to `used`.
 #[kani::proof]
 #[kani::unwind(3)]
 fn reserved_is_within_the_limit_and_charged_is_used() {

@@ -82,7 +82,7 @@ fn a_slot_is_kept_until_the_last_who_has_its_files_is_gone() {
     drop(parent);
     assert_eq!(account.reclaim(&file.open()), 0);
     assert_eq!(account.used(), 70);
-    // Who joins gets another slot, as long as there is one.
+    // A process that joins gets another slot, if there is one.
     let others: Vec<_> = (2..5).map(|pid| (pid, file.open())).collect();
     for (pid, other) in &others {
         assert_ne!(account.join(other, other, *pid, 0), Ok(slot));
@@ -150,7 +150,7 @@ fn a_dead_process_makes_room_without_a_reclaimer() {
     assert_eq!(account.used(), 30);
 }
 
-/// What a process does in its life, and how much it truly holds at each moment.
+/// The actions of a process, and how much it really holds at each moment.
 fn life(account: &Small, process: &Description, held: &Cell<u64>) {
     let slot = account.join(process, process, 1, 0).unwrap();
     account.reserve(slot, 30, 30, 100).unwrap();

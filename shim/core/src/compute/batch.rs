@@ -1,7 +1,8 @@
-//! What a process took of its share's grant in advance, to pay single launches from.
+//! The part of a share's grant that a process took in advance, to pay launches from.
 //!
-//! One word: nanoseconds left in the lower 40 bits, launches since the last look in the upper 24. A
-//! process has several, so that its threads do not wait for each other's cache line.
+//! One word: nanoseconds left in the lower 40 bits, launches since the last check of the share in
+//! the upper 24. A process has several, so that its threads do not wait for each other's cache
+//! line.
 
 use crate::sync::{AtomicU64, Ordering};
 
@@ -10,11 +11,11 @@ use crate::sync::{AtomicU64, Ordering};
 #[derive(Debug)]
 pub struct Batch(AtomicU64);
 
-/// How much is taken at a time, in nanoseconds of GPU time: what a share may be ahead of what its
-/// processes launched, for each thread that launches.
+/// How much is taken at a time, in nanoseconds of GPU time: so far a share may be ahead of what its
+/// processes launched, for each launching thread.
 pub const BATCH_NANOS: u64 = 1_000_000;
 
-/// Launches after which a process looks at its share again, whatever they took.
+/// The number of launches after which a process checks its share again, in any case.
 pub const BATCH_LAUNCHES: u64 = 256;
 
 const LAUNCH: u64 = 1 << 40;
@@ -28,7 +29,7 @@ impl Batch {
         Self(AtomicU64::new(0))
     }
 
-    /// Pays for one launch if there is enough and it is not time to look.
+    /// Pays for one launch if there is enough and no check is due.
     #[inline]
     pub fn pay(&self, price: u64) -> bool {
         let mut word = self.0.load(Ordering::Relaxed);
@@ -47,8 +48,8 @@ impl Batch {
         }
     }
 
-    /// Counts one launch that costs nothing, if it is not time to look. Without a locked instruction: threads
-    /// that count at once may lose some of their launches, and what was filled in.
+    /// Counts one launch that costs nothing, if no check is due. Uses no locked instruction: concurrent
+    /// threads may lose some of their launches, and an amount that was added meanwhile.
     #[inline]
     pub fn count(&self) -> bool {
         let word = self.0.load(Ordering::Relaxed);
@@ -74,13 +75,13 @@ impl Batch {
         }
     }
 
-    /// Gives `nanos` back that were paid.
+    /// Returns `nanos` that were paid.
     pub fn give(&self, nanos: u64) {
         let nanos = nanos.min(NANOS - (self.0.load(Ordering::Relaxed) & NANOS));
         self.0.fetch_add(nanos, Ordering::Relaxed);
     }
 
-    /// Takes out as much of `nanos` as there is.
+    /// Takes at most `nanos`; returns how much there was.
     pub fn take(&self, nanos: u64) -> u64 {
         let mut word = self.0.load(Ordering::Relaxed);
         loop {
@@ -139,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn it_is_time_to_look_after_so_many() {
+    fn a_check_is_due_after_so_many_launches() {
         let batch = Batch::fresh();
         batch.fill(u64::MAX);
         assert_eq!(

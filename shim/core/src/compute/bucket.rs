@@ -1,15 +1,15 @@
-//! What a share has used of its grant: three words of its account.
+//! How much of its grant a share has used: three words of its account.
 //!
-//! `position` is how far the share has got on the line that its grant draws. It may launch while it
-//! is not ahead of the line, and pays by moving on; how far it is ahead then is its debt. It never
-//! falls further behind than the burst: grant that is not used lapses. It never gets further ahead than
-//! what comes in [`WAIT_NANOS`], so that no launch waits longer.
+//! `position` is the share's position on the line of its grant. The share may launch while it is not
+//! ahead of the line, and pays by moving forward; the distance ahead of the line is its debt. It is
+//! never further behind than the burst: unused grant expires. It is never further ahead than what is
+//! granted in [`WAIT_NANOS`], so that no launch waits longer.
 //!
-//! `carried` is what the share owes beyond that. While it owes, its launches pay double: half of its
-//! rate repays.
+//! `carried` is the debt beyond that. While there is one, launches pay double, so half of the rate
+//! repays it.
 //!
-//! `spent` is the sum of the prices alone, without the node's scale and without what lapsed: what
-//! the node compares with the time that the GPU really worked.
+//! `spent` is the sum of the prices, without the node's scale and without expired grant. The node
+//! compares it with the measured GPU time.
 
 use super::{BURST_NANOS, CARRIED_NANOS, Refill, WAIT_NANOS, part};
 use crate::Account;
@@ -23,7 +23,8 @@ pub struct Bucket {
     refill: Refill,
 }
 
-/// How long to wait, in nanoseconds, until the share has no debt. At the present rate: it may change.
+/// How long to wait, in nanoseconds, until the share has no debt at the present rate, which may
+/// change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Wait(pub u64);
 
@@ -55,7 +56,7 @@ impl Bucket {
         self.granted.saturating_sub(position.max(self.lapsed()))
     }
 
-    /// Corrects what was paid: by `more`, or, where it is negative, back: first of what is carried.
+    /// Corrects what was paid by `more`; a negative correction first reduces what is carried.
     pub fn correct<const N: usize>(&self, account: &Account<N>, more: i64) {
         let (price, scaled) = (more.unsigned_abs(), self.refill.scaled(more.unsigned_abs()));
         if more < 0 {
@@ -68,7 +69,7 @@ impl Bucket {
             let ahead = |position: u64| position.saturating_add(scaled);
             let most = self.most();
             let former = change(&account.position, |position| {
-                // One that is ahead already, by another grant, stays so.
+                // A position that is ahead already, by another grant, stays.
                 ahead(position).min(most.max(position))
             });
             let beyond = ahead(former).saturating_sub(most.max(former));
@@ -80,12 +81,12 @@ impl Bucket {
         self.granted.saturating_sub(part(BURST_NANOS, self.rate))
     }
 
-    /// As far ahead as the share gets.
+    /// The furthest position.
     fn most(&self) -> u64 {
         self.granted.saturating_add(part(WAIT_NANOS, self.rate))
     }
 
-    /// Takes `repaid` off what is carried, and adds `beyond`.
+    /// Subtracts `repaid` from what is carried, and adds `beyond`.
     fn carry<const N: usize>(&self, account: &Account<N>, repaid: u64, beyond: u64) {
         if repaid > 0 || beyond > 0 {
             let most = part(CARRIED_NANOS, self.rate);
@@ -150,7 +151,7 @@ fn change(word: &AtomicU64, to: impl Fn(u64) -> u64) -> u64 {
     }
 }
 
-/// How long `nanos` of GPU time take to come at `rate`; at least a nanosecond.
+/// The time in which `nanos` of GPU time are granted at `rate`; at least a nanosecond.
 fn time_for(nanos: u64, rate: u64) -> u64 {
     (nanos / rate)
         .saturating_mul(super::WHOLE)
@@ -177,11 +178,11 @@ mod tests {
     fn a_debt_is_waited_for_and_a_rest_kept() {
         let account: Account<1> = Account::empty();
         let start = 1000 * SECOND;
-        // A burst is there, and no more than a burst.
+        // A burst is available, and no more than a burst.
         assert_eq!(at(start).left(&account), BURST_NANOS / 4);
         at(start).take(&account, BURST_NANOS / 4).unwrap();
         assert_eq!(at(start).left(&account), 0);
-        // Not ahead yet: one more goes, whatever it takes.
+        // Not ahead yet: one more launch passes, at any price.
         at(start).take(&account, SECOND).unwrap();
         assert_eq!(at(start).take(&account, 1), Err(Wait(4 * SECOND)));
         assert_eq!(at(start + SECOND).take(&account, 1), Err(Wait(3 * SECOND)));
@@ -204,8 +205,8 @@ mod tests {
         assert_eq!(wait, 8 * SECOND - BURST_NANOS);
     }
 
-    /// Launches whose sum is known only after they ran (a first measurement settles them): no launch
-    /// waits longer than the bound, the rest is repaid at half the rate, and nothing is forgotten.
+    /// Launches whose time is known only after they ran: no launch waits longer than the bound, the
+    /// rest is repaid at half the rate, and nothing is lost.
     #[test]
     fn a_debt_of_a_minute_is_repaid_without_a_minutes_wait() {
         let account: Account<1> = Account::empty();
@@ -276,7 +277,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever is launched whenever: never more than the grant, a burst and the last launch.
+        /// For any launches at any times: never more than the grant, a burst and the last launch.
         #[test]
         fn no_more_than_was_granted(
             cores in 1u8..100,
@@ -295,7 +296,8 @@ mod tests {
             prop_assert!(ran <= part(now - start + BURST_NANOS, rate) + last + 2);
         }
 
-        /// Who always wants gets all that is granted but the last launch.
+        /// A share that always wants more gets everything that is granted, except for the last
+        /// launch.
         #[test]
         fn no_less_than_was_granted(cores in 1u8..100, price in 1_000..100_000_000u64) {
             let account: Account<1> = Account::empty();
@@ -311,7 +313,7 @@ mod tests {
             prop_assert!(ran + 2 >= part(now - start, rate));
         }
 
-        /// No content of the account panics, or makes anybody wait longer than the longest debt.
+        /// No content of the account causes a panic or a longer wait than the longest debt.
         #[test]
         fn any_content_is_lived_with(words: [u64; 3], cores in 1u8..=100, now: u64, price: u64, more: i64, refill: [u64; 5]) {
             let account: Account<1> = Account::empty();

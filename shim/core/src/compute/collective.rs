@@ -1,8 +1,8 @@
-//! Which kernels are collective: those of NCCL, each of which waits on its GPU for the same kernel on all
-//! other GPUs of its communicator. One that is held back holds up all others while they work, so they
-//! pay and are never held back.
+//! Recognizes NCCL's collective kernels. Each of them waits on its GPU for the same kernel on all other
+//! GPUs of its communicator. A delayed one would block all others while they occupy their GPUs, so these
+//! kernels pay and never wait.
 
-/// What the names of NCCL's collective kernels begin with: up to 2.19, from then on (`src/device/common.h`),
+/// The prefixes of the names of NCCL's collective kernels: up to 2.19, from then on (`src/device/common.h`),
 /// and those on symmetric memory of 2.27 and from 2.28 on (`src/device/symmetric/generate.py`).
 const COLLECTIVE: [&[u8]; 4] = [
     b"ncclKernel",
@@ -61,7 +61,7 @@ mod tests {
             "nccl",
             "_Z13my_ncclKernelPf",
             "ampere_sgemm_128x64_nn",
-            // A single GPU's reduction, which waits for nobody.
+            // A single GPU's reduction, which does not wait for other GPUs.
             "_ZN43_GLOBAL__N__13oneRankReduceI7FuncSumIfEEEvPvS2_mmb",
         ] {
             assert!(!is_collective(name.as_bytes()), "{name}");

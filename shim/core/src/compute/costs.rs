@@ -1,41 +1,41 @@
-//! What launches take, by their shape: learned from those that were measured.
+//! The GPU time of launches by their shape, from measured launches.
 //!
 //! A shape is a kernel with its grid and block, or a graph that can be launched; a hash of both is
-//! its key. Its price is the least that it took in the last [`WINDOW`] to twice as many measurements:
-//! a single measurement can only be too long, by what other processes ran in between.
+//! its key. Its price is the smallest of the last [`WINDOW`] to twice as many measurements: a
+//! measurement can only be too long, because of other processes' work in between.
 //!
 //! A launch of a shape that was never measured pays a provisional price: what its kernel is predicted to
-//! take with that grid ([`Kernels`]), or [`UNKNOWN_NANOS`]. The shape keeps count of these, and its first
-//! measurement says how much was wrong with all of them together.
+//! take with that grid ([`Kernels`]), or [`UNKNOWN_NANOS`]. The shape counts these, and its first
+//! measurement corrects all of them together.
 //!
-//! All of it is one process's, without locks: two threads that write at once lose a measurement.
+//! It belongs to one process and has no locks: two threads that write at once lose a measurement.
 
 use super::kernels::{KERNELS, Kernels};
 use crate::sync::{AtomicU64, Ordering};
 
-/// Shapes that are known at a time; beyond, a new one takes another's place.
+/// The number of known shapes; when it is full, a new one replaces another.
 pub const SHAPES: usize = 2048;
 
-/// The price of what nothing is known of, in nanoseconds.
+/// The price of an unknown kernel, in nanoseconds.
 pub const UNKNOWN_NANOS: u64 = 50_000;
 
 /// Measurements after which the older ones are forgotten.
 pub const WINDOW: u64 = 8;
 
-/// The longest that a launch waits for its kernel's first measurement, in nanoseconds: the launch that is
-/// measured may itself wait for something that this thread does next.
+/// The longest that a launch waits for its kernel's first measurement, in nanoseconds: the measured
+/// launch may wait for something that this thread does next.
 pub const HOLD_NANOS: u64 = 5_000_000;
 
 /// The longest that all launches of a kernel wait for it, in nanoseconds.
 pub const HOLDS_NANOS: u64 = 50_000_000;
 
-/// Launches of a shape that may be under way while nothing is known of its kernel.
+/// The launches of a shape that may be in progress while its kernel has no measurement.
 const UNMEASURED: u64 = 2;
 
-/// Measurements that a price needs to be trusted.
+/// The measurements that a trusted price needs.
 const ENOUGH: u64 = 4;
 
-/// Places in which a shape may lie.
+/// The places where a shape can be stored.
 const PROBES: usize = 4;
 
 const TRUSTED: u64 = 1 << 63;
@@ -49,7 +49,7 @@ pub struct Costs<const N: usize = SHAPES, const M: usize = KERNELS> {
     kernels: Kernels<M>,
 }
 
-/// What is launched, as far as its price depends on it.
+/// The properties of a launch on which its price depends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
     /// Of the kernel with its grid and block; or of the graph.
@@ -60,7 +60,7 @@ pub struct Shape {
     pub work: u64,
 }
 
-/// What is known of a shape.
+/// The data of a shape.
 #[repr(C, align(64))]
 #[derive(Debug)]
 struct Known {
@@ -70,26 +70,26 @@ struct Known {
     price: AtomicU64,
     /// Measurements so far.
     measured: AtomicU64,
-    /// The least of this window, + 1; 0 for none.
+    /// The smallest measurement of this window, + 1; 0 for none.
     least: AtomicU64,
-    /// The least of the window before, + 1; 0 for none.
+    /// The smallest measurement of the window before, + 1; 0 for none.
     before: AtomicU64,
-    /// Launches that paid a provisional price, and what they paid.
+    /// Launches that paid a provisional price, and the sum that they paid.
     provisional: AtomicU64,
     provisional_nanos: AtomicU64,
-    /// What such a launch pays.
+    /// The provisional price.
     guess: AtomicU64,
 }
 
-/// What a launch pays.
+/// The price of a launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Price {
-    /// This, known well.
+    /// A trusted price.
     Trusted(u64),
-    /// This, but measure it.
+    /// A price; measure this launch.
     Measured(u64),
-    /// This, as its kernel took with other grids or as anything is assumed to: the first measurement
-    /// settles it.
+    /// A provisional price, from the kernel's other grids or the default; the first measurement
+    /// corrects it.
     Provisional(u64),
 }
 
@@ -107,7 +107,7 @@ impl Price {
 #[inline]
 #[must_use]
 pub const fn key(object: u64, numbers: [u64; 3]) -> u64 {
-    // Not a loop, which would have the numbers in memory.
+    // Not a loop, so that the numbers stay in registers.
     let [one, two, three] = numbers;
     stir(stir(stir(object, one), two), three) | 1 << 63
 }
@@ -138,7 +138,7 @@ impl<const N: usize, const M: usize> Costs<N, M> {
         }
     }
 
-    /// The price of a shape that is known well.
+    /// The trusted price of a shape.
     #[inline]
     pub fn trusted(&self, key: u64) -> Option<u64> {
         let price = self.find(key)?.price.load(Ordering::Relaxed);
@@ -161,12 +161,12 @@ impl<const N: usize, const M: usize> Costs<N, M> {
         Price::Provisional(nanos)
     }
 
-    /// Marks a kernel that must never be held back.
+    /// Marks a kernel that must never wait.
     pub fn exempt(&self, kernel: u64) {
         self.kernels.exempt(kernel);
     }
 
-    /// Whether a kernel is never held back.
+    /// Whether a kernel never waits.
     #[must_use]
     pub fn is_exempt(&self, kernel: u64) -> bool {
         self.kernels.is_exempt(kernel)
@@ -189,20 +189,21 @@ impl<const N: usize, const M: usize> Costs<N, M> {
             .min(HOLD_NANOS)
     }
 
-    /// Notes that a launch waited so.
+    /// Records such a wait.
     pub fn note_hold(&self, shape: &Shape, nanos: u64) {
         self.kernels.note_wait(shape.kernel, nanos);
     }
 
-    /// Raises what launches of an unmeasured shape pay: one of them has run for so long already.
+    /// Raises the provisional price of a shape, because one of its launches has already run for so
+    /// long.
     pub fn at_least(&self, key: u64, nanos: u64) {
         if let Some(known) = self.find(key) {
             known.guess.fetch_max(nanos, Ordering::Relaxed);
         }
     }
 
-    /// Notes that a launch took `nanos`. Returns how much more (or less) the launches of its shape with
-    /// a provisional price should have paid.
+    /// Records a measurement. Returns how much more (or less) the launches of the shape with a
+    /// provisional price should have paid.
     pub fn note(&self, shape: &Shape, nanos: u64) -> i64 {
         self.kernels.learn(shape.kernel, shape.work, nanos);
         let known = self.find_or_make(shape);
@@ -216,8 +217,8 @@ impl<const N: usize, const M: usize> Costs<N, M> {
             .saturating_sub(i64::try_from(paid).unwrap_or(i64::MAX))
     }
 
-    /// Forgets what a graph takes: it is another one now, and assumed to take what it took. Launches
-    /// that were not settled are settled by its next measurement.
+    /// Makes a graph's price provisional because the graph was updated; it is assumed to take as
+    /// long as before. Its next measurement corrects the launches until then.
     pub fn forget(&self, shape: &Shape) {
         if let Some(known) = self.find(shape.key) {
             known.begin_anew(self.guess(shape));
@@ -245,7 +246,7 @@ impl<const N: usize, const M: usize> Costs<N, M> {
         let free = (0..PROBES)
             .map(|probe| &self.shapes[place::<N>(key, probe)])
             .find(|known| known.key.load(Ordering::Relaxed) == 0);
-        // Full: one of its places, by other bits of the key than those that chose them.
+        // Full: replaces one of its places, chosen by other bits of the key.
         let known =
             free.unwrap_or_else(|| &self.shapes[place::<N>(key, (key >> 60) as usize % PROBES)]);
         known.become_new(key, self.guess(shape));
@@ -327,14 +328,14 @@ mod tests {
         assert_eq!(costs.note(&SHAPE, 60_000), 30_000);
         assert_eq!(costs.price(&SHAPE), Price::Measured(60_000));
         assert_eq!(costs.note(&SHAPE, 70_000), 0);
-        // Another grid of the kernel starts with what is predicted of it.
+        // Another grid of the kernel starts with its prediction.
         let larger = shape(200);
         assert!(costs.price(&larger).nanos() > 110_000);
         let paid = costs.note(&larger, 100_000);
         assert!((-30_000..-10_000).contains(&paid), "{paid}");
     }
 
-    /// Only a kernel of which nothing is known is held back, and not for ever.
+    /// Only a kernel without a measurement waits, and only for a limited time.
     #[test]
     fn a_known_kernel_with_a_new_grid_is_not_held_back() {
         let costs = costs::<64>();
@@ -351,7 +352,7 @@ mod tests {
         assert_eq!(costs.hold(&other), 200, "of the kernel, not of the shape");
         costs.note_hold(&other, 300);
         assert_eq!(costs.hold(&SHAPE), 0);
-        // Another kernel, measured with one grid, is never held back with any.
+        // Another kernel, measured with one grid, never waits with any grid.
         let of = |kernel: u64, threads| Shape {
             key: key(kernel, [threads, 0, 0]),
             kernel: key(kernel, [0; 3]),
@@ -376,7 +377,7 @@ mod tests {
             costs.note(&SHAPE, nanos);
         }
         assert_eq!(costs.trusted(SHAPE.key), Some(100));
-        // It takes longer from now on: forgotten after two windows at most.
+        // It takes longer from now on: the old price is dropped after at most two windows.
         for _ in 0..16 {
             costs.note(&SHAPE, 1000);
         }
@@ -394,7 +395,7 @@ mod tests {
         assert_eq!(costs.note(&SHAPE, 6_000_000), 12_000_000 - 5_050_000);
     }
 
-    /// A graph that is updated before each of its launches is charged what it takes all the same.
+    /// A graph that is updated before each launch is also charged its real time.
     #[test]
     fn a_graph_that_is_updated_is_assumed_to_take_what_it_took() {
         let costs = costs::<64>();

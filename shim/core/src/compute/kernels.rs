@@ -1,5 +1,5 @@
-//! What is known of a kernel, or of a graph, whatever its grid: what its smallest and its largest measured
-//! launch took, and so what one of any size takes, roughly.
+//! Measurements of a kernel, or of a graph, with any grid: the time of its smallest and of its largest
+//! measured launch, from which the time of other sizes is estimated.
 //!
 //! ```text
 //!  nanoseconds
@@ -9,23 +9,24 @@
 //!     └────────────── threads of the grid
 //! ```
 //!
-//! A program whose shapes are always new (sequences of any length) pays what it takes that way, without
-//! a wait for each shape's first measurement.
+//! So a program whose shapes are always new (sequences of any length) pays about the right price,
+//! without a wait for each shape's first measurement.
 //!
-//! All of it is one process's, without locks: two threads that write at once lose a measurement.
+//! It belongs to one process and has no locks: two threads that write at once lose a measurement.
 
 use crate::sync::{AtomicU64, Ordering};
 
-/// Kernels that are known at a time; beyond, a new one takes another's place.
+/// The number of known kernels; when it is full, a new one replaces another.
 pub const KERNELS: usize = 1024;
 
-/// A prediction is at most so many times, and at least one so-many-th of, what was measured nearest.
+/// A prediction is at most this factor above or below the nearest measurement.
 pub const BOUND: f32 = 8.0;
 
-/// Places in which a kernel may lie.
+/// The places where a kernel can be stored.
 const PROBES: usize = 4;
 
-/// What a measurement that is longer than the ones before counts: it may have been the neighbours.
+/// The weight of a measurement that is longer than earlier ones, because neighbours may have caused
+/// it.
 const LONGER: f32 = 1.0 / 8.0;
 
 /// The kernels. All zeros is none.
@@ -47,7 +48,7 @@ struct Kernel {
     waited: AtomicU64,
 }
 
-/// In `waited`: never held back.
+/// In `waited`: never waits.
 const EXEMPT: u64 = 1 << 63;
 
 /// A measured launch: one word, so that its two numbers belong together. 0 is none.
@@ -71,7 +72,7 @@ impl Point {
         u64::from(self.work.to_bits()) << 32 | u64::from(self.nanos.to_bits())
     }
 
-    /// The same work, which took `nanos` this time.
+    /// The same work with the measurement `nanos`.
     fn again(self, nanos: f32) -> Self {
         let longer = (nanos - self.nanos) * if nanos > self.nanos { LONGER } else { 1.0 };
         Self {
@@ -101,7 +102,7 @@ impl<const N: usize> Kernels<N> {
         }
     }
 
-    /// What a launch of `work` threads takes, in nanoseconds; `None` where none was measured of any size.
+    /// The estimated time of a launch of `work` threads, in nanoseconds; `None` without any measurement.
     #[must_use]
     pub fn predict(&self, key: u64, work: u64) -> Option<u64> {
         let kernel = self.find(key)?;
@@ -129,7 +130,7 @@ impl<const N: usize> Kernels<N> {
         Some(nanos.max(1))
     }
 
-    /// Notes that a launch of `work` threads took `nanos`.
+    /// Records that a launch of `work` threads took `nanos`.
     pub fn learn(&self, key: u64, work: u64, nanos: u64) {
         let kernel = self.find_or_make(key);
         let new = Point {
@@ -150,14 +151,14 @@ impl<const N: usize> Kernels<N> {
         }
     }
 
-    /// Marks a kernel that must never be held back.
+    /// Marks a kernel that must never wait.
     pub fn exempt(&self, key: u64) {
         self.find_or_make(key)
             .waited
             .fetch_or(EXEMPT, Ordering::Relaxed);
     }
 
-    /// Whether a kernel is never held back.
+    /// Whether a kernel never waits.
     #[must_use]
     pub fn is_exempt(&self, key: u64) -> bool {
         self.find(key).is_some_and(Kernel::is_exempt)
@@ -189,11 +190,12 @@ impl<const N: usize> Kernels<N> {
         if let Some(kernel) = self.find(key) {
             return kernel;
         }
-        // By other bits of the key than those that chose its places.
+        // Chosen by other bits of the key than its places.
         let first = (key >> 60) as usize;
         let places =
             || (0..PROBES).map(|probe| &self.kernels[place::<N>(key, (first + probe) % PROBES)]);
-        // Not one that must never wait, whose name is looked up only once, unless all of them are.
+        // Does not replace a kernel that must never wait, because its name is looked up only once,
+        // unless all are such kernels.
         let kernel = places()
             .find(|kernel| kernel.key.load(Ordering::Relaxed) == 0)
             .or_else(|| places().find(|kernel| !kernel.is_exempt()))
@@ -235,7 +237,7 @@ mod tests {
         let kernels: Kernels<16> = Kernels::empty();
         assert_eq!(kernels.predict(KERNEL, 100), None);
         kernels.learn(KERNEL, 1000, 10_000);
-        // In proportion, as far as that is believed.
+        // In proportion, within the bound.
         assert_eq!(kernels.predict(KERNEL, 2000), Some(20_000));
         assert_eq!(kernels.predict(KERNEL, 1_000_000), Some(80_000));
         assert_eq!(kernels.predict(KERNEL, 1), Some(1250));

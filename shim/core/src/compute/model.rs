@@ -18,8 +18,8 @@ fn explore(preemptions: usize, scene: impl Fn() + Sync + Send + 'static) {
     builder.check(scene);
 }
 
-/// Two processes launch at once while a third corrects: nothing paid is lost, and a debt made by one is
-/// seen by the other.
+/// Two processes launch at once while a third corrects: no payment is lost, and a debt of one is
+/// visible to the other.
 #[test]
 fn payments_add_up() {
     explore(3, || {
@@ -35,10 +35,10 @@ fn payments_add_up() {
             .collect();
         bucket.correct(&account, 7);
         let paid: u64 = payers.into_iter().map(|payer| payer.join().unwrap()).sum();
-        // Whoever came second was in debt.
+        // The second process was in debt.
         assert!(paid == 3 * SECOND || paid == 5 * SECOND);
         let position = account.position.load(Ordering::Relaxed);
-        // The correction counts, or lapsed with what was not used before.
+        // The correction counts, or expired with unused grant.
         assert!(position == start + paid || position == start + paid + 7);
         assert_eq!(account.spent.load(Ordering::Relaxed), paid + 7);
         assert!(matches!(bucket.take(&account, 1), Err(Wait(_))));

@@ -1,4 +1,4 @@
-//! What the node grants a share of its GPU's time, and how it says so in the cap page.
+//! The node's grant of GPU time to a share, and its layout in the cap page.
 //!
 //! From byte [`OFFSET`] of the cap page on, outside of its checksum:
 //!
@@ -9,31 +9,31 @@
 //! | 128 | 40 | the same, when it became odd |
 //!
 //! The node writes the copy that is not in use, then `turn`. A reader that finds `turn` unchanged
-//! after it read a copy has read it whole; a node that dies in between has changed nothing. No
-//! reader ever waits for it.
+//! after it read a copy has read it completely; a node that dies in between has changed nothing.
+//! Readers never wait.
 
 use super::{PERCENT, WHOLE, part};
 use crate::sync::{AtomicU64, Ordering};
 
-/// Where the refill lies in the cap page.
+/// The offset of the refill in the cap page.
 pub const OFFSET: usize = 1024;
 
 /// Bytes of one copy.
 pub const COPY_LEN: usize = 40;
 
-/// A grant of GPU time over time. All zeros is the one of a node that has said nothing: the share's
-/// cores, and prices as they are.
+/// A grant of GPU time over time. All zeros is the grant before the node's first write: the share's
+/// cores, and unscaled prices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct Refill {
     /// When it begins, `CLOCK_MONOTONIC` in nanoseconds.
     pub since: u64,
     /// Nanoseconds of GPU time granted until then, in the share's life.
     pub base: u64,
-    /// What comes from then on: millionths of the GPU's time.
+    /// The rate from then on, in millionths of the GPU's time.
     pub rate: u64,
-    /// When `rate` ends and the share's cores are the rate: a node that dies leaves nobody more.
+    /// When `rate` ends, so that a share has only its cores if the node dies.
     pub until: u64,
-    /// What a nanosecond of a launch's price really takes, in millionths; 0 for 1,000,000.
+    /// The scale of prices, in millionths; 0 for 1,000,000.
     pub scale: u64,
 }
 
@@ -63,7 +63,7 @@ impl Refill {
         }
     }
 
-    /// What a price of `nanos` really takes.
+    /// The scaled price of `nanos`.
     #[must_use]
     pub fn scaled(&self, nanos: u64) -> u64 {
         match self.scale {
@@ -116,7 +116,7 @@ impl Refill {
     }
 }
 
-/// Where the copy of a `turn` lies, from [`OFFSET`] on.
+/// The position of the copy of a `turn`, from [`OFFSET`] on.
 #[must_use]
 pub const fn offset_of_turn(turn: u64) -> usize {
     if turn.is_multiple_of(2) { 64 } else { 128 }
@@ -145,11 +145,11 @@ struct Written {
 #[cfg(not(loom))]
 const _: () = assert!(size_of::<RefillPage>() == 192);
 
-/// How often a reader looks again when the node has just written. It writes ten times a second.
+/// How often a reader retries when the node has just written. The node writes ten times a second.
 const TRIES: usize = 4;
 
 impl RefillPage {
-    /// What the node grants now; `None` if it was always just writing.
+    /// The current grant; `None` if every attempt met a write.
     pub fn read(&self) -> Option<Refill> {
         for _ in 0..TRIES {
             let turn = self.turn.load(Ordering::Acquire);
@@ -266,7 +266,7 @@ mod tests {
     }
 
     proptest! {
-        /// Grants only grow, whatever the words, and do not jump when the node writes anew.
+        /// Grants only grow, for any words, and do not jump at a new write.
         #[test]
         fn grants_grow_without_jumps(
             since: u64, base in 0..u64::MAX / 4, rate in 0..100 * WHOLE, until: u64,

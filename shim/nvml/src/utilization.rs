@@ -1,10 +1,9 @@
-//! How busy the GPU is with the share's work, as percent of what the share may have.
+//! The GPU's utilization by the share, in percent of the share's cores.
 //!
-//! The driver says per process how much of the GPU's time it took. What the share's own processes took,
-//! together, over the share's cores: a share of 25 % that uses all of it is 100 % busy, whatever its
-//! neighbours do. Processes are told apart by PID, which the driver gives in the caller's namespace.
-//! Memory, encoder and decoder are not shared out by cores: of those it is the GPU's percent that the
-//! share took.
+//! The driver reports the utilization by each process. The sum of the share's processes is divided by
+//! the share's cores: a share of 25 % that uses all of it has a utilization of 100 %, whatever its
+//! neighbours do. Processes are identified by PID, which the driver gives in the caller's namespace.
+//! Memory, encoder and decoder are not divided by cores: they are in percent of the GPU.
 
 use core::ffi::c_uint;
 
@@ -19,20 +18,21 @@ use crate::driver::{index, typed};
 use crate::processes::put;
 use crate::share::Users;
 
-/// How far back the driver is asked, in microseconds: as long as it looks itself for its percentages.
+/// The period of the driver's samples that are read, in microseconds: the same as for the driver's
+/// own percentages.
 const PERIOD: u64 = 1_000_000;
-/// Samples that are asked for at most: as many as there are processes on a GPU, many times over.
+/// The most samples that are read: far more than the number of processes on a GPU.
 const MOST: c_uint = 1 << 14;
 
-/// What the shares of this container took of a GPU's last second, in percent: of the shares' cores, and
-/// of the GPU's memory interface.
+/// The utilization of a GPU's last second by the shares of this container, in percent of the shares'
+/// cores and of the GPU's memory interface.
 struct Use {
     cores: u32,
     memory: u32,
 }
 
 impl Use {
-    /// `None` where the GPU is not capped, or the driver does not say for which process it works (MIG,
+    /// `None` if the GPU is not capped, or the driver does not report utilization by process (MIG,
     /// vGPU).
     fn of(device: Device) -> Result<Option<Self>, Return> {
         let Some(users) = Users::of(device)? else {
@@ -40,7 +40,7 @@ impl Use {
         };
         let since = sys::wall_clock().saturating_sub(PERIOD);
         let (mut cores, mut memory) = (0u32, 0u32);
-        let samples = &match Samples::ask(device, since) {
+        let samples = &match Samples::query(device, since) {
             Ok(samples) => samples,
             Err(Return::NOT_SUPPORTED | Return::FUNCTION_NOT_FOUND) => return Ok(None),
             Err(code) => return Err(code),
@@ -56,14 +56,14 @@ impl Use {
     }
 }
 
-/// What the driver says of each process, or nothing.
+/// The driver's samples of each process.
 struct Samples {
     entries: Buffer<Sample>,
     len: usize,
 }
 
 impl Samples {
-    fn ask(device: Device, since: u64) -> Result<Self, Return> {
+    fn query(device: Device, since: u64) -> Result<Self, Return> {
         let mut entries = Buffer::new(MOST as usize)?;
         let real = typed::<unsafe extern "C" fn(Device, *mut Sample, *mut c_uint, u64) -> Return>(
             index::nvmlDeviceGetProcessUtilization,
@@ -75,13 +75,13 @@ impl Samples {
                 entries,
                 len: len as usize,
             }),
-            // Nobody did anything.
+            // No process did any work.
             Return::NOT_FOUND => Ok(Self { entries, len: 0 }),
             other => Err(other),
         }
     }
 
-    /// Those of the share's own processes.
+    /// The samples of the share's processes.
     fn of<'a>(&'a self, users: &'a Users) -> impl Iterator<Item = Sample> + 'a {
         self.entries
             .seen(self.len)
@@ -91,8 +91,8 @@ impl Samples {
     }
 }
 
-/// The driver's answer, corrected where the GPU has a cap and the driver says for which process it works.
-fn tell(device: Device, driver: impl FnOnce() -> Return, correct: impl FnOnce(Use)) -> Return {
+/// The driver's answer, corrected if the GPU has a cap and the driver reports utilization by process.
+fn answer(device: Device, driver: impl FnOnce() -> Return, correct: impl FnOnce(Use)) -> Return {
     let result = driver();
     if result != Return::SUCCESS {
         return result;
@@ -109,7 +109,7 @@ fn tell(device: Device, driver: impl FnOnce() -> Return, correct: impl FnOnce(Us
 
 /// `nvmlDeviceGetUtilizationRates`.
 pub fn rates(device: Device, to: *mut Utilization, driver: impl FnOnce() -> Return) -> Return {
-    tell(device, driver, |share| {
+    answer(device, driver, |share| {
         // SAFETY: the driver has just written to it.
         let rates = unsafe { &mut *to };
         (rates.gpu, rates.memory) = (share.cores, share.memory);
@@ -118,7 +118,7 @@ pub fn rates(device: Device, to: *mut Utilization, driver: impl FnOnce() -> Retu
 
 /// `nvmlDeviceGetDynamicPstatesInfo`.
 pub fn dynamic(device: Device, to: *mut DynamicPstates, driver: impl FnOnce() -> Return) -> Return {
-    tell(device, driver, |share| {
+    answer(device, driver, |share| {
         // SAFETY: the driver has just written to it.
         let states = unsafe { &mut *to };
         let [gpu, memory, ..] = &mut states.domains;
@@ -130,8 +130,8 @@ pub fn dynamic(device: Device, to: *mut DynamicPstates, driver: impl FnOnce() ->
     })
 }
 
-/// `nvmlDeviceGetSamples`: of a share there is no history, so each sample of GPU or memory is what the
-/// share takes now.
+/// `nvmlDeviceGetSamples`: a share has no history, so each sample of GPU or memory is the share's
+/// present value.
 pub fn samples(
     device: Device,
     what: Enumeration,
@@ -146,7 +146,7 @@ pub fn samples(
     if !matches!(what, GPU | MEMORY) || to.is_null() {
         return driver();
     }
-    tell(device, driver, |share| {
+    answer(device, driver, |share| {
         let percent = if what == GPU {
             share.cores
         } else {
@@ -168,7 +168,7 @@ pub fn samples(
     })
 }
 
-/// `nvmlGpmQueryDeviceSupport`: of a share's GPU there are none, since GPM counts the whole GPU.
+/// `nvmlGpmQueryDeviceSupport`: not supported for a share's GPU, because GPM counts the whole GPU.
 pub fn gpm_support(device: Device, to: *mut GpmSupport, driver: impl FnOnce() -> Return) -> Return {
     let result = driver();
     if result != Return::SUCCESS {
@@ -183,7 +183,7 @@ pub fn gpm_support(device: Device, to: *mut GpmSupport, driver: impl FnOnce() ->
     result
 }
 
-/// `nvmlGpmSampleGet` and `nvmlGpmMigSampleGet`: as of a GPU that has none.
+/// `nvmlGpmSampleGet` and `nvmlGpmMigSampleGet`: as for a GPU without GPM.
 pub fn gpm_sample(device: Device, driver: impl FnOnce() -> Return) -> Return {
     match Users::of(device) {
         Ok(None) => driver(),
@@ -210,7 +210,7 @@ pub unsafe fn processes(
         let Some(users) = Users::of(device)? else {
             return Ok(driver());
         };
-        let mut theirs = Samples::ask(device, since)?;
+        let mut theirs = Samples::query(device, since)?;
         let mut len = 0;
         let all = theirs.entries.first(theirs.len);
         for at in 0..all.len() {
@@ -224,7 +224,7 @@ pub unsafe fn processes(
             }
         }
         // SAFETY: the caller's promise.
-        Ok(unsafe { give(count, to, &all[..len]) })
+        Ok(unsafe { fill(count, to, &all[..len]) })
     };
     answer().unwrap_or_else(|code| code)
 }
@@ -279,17 +279,17 @@ pub unsafe fn infos(
             }
         }
         // SAFETY: the caller's promise.
-        Ok(unsafe { give(&raw mut (*to).count, (*to).to, &all[..len]) })
+        Ok(unsafe { fill(&raw mut (*to).count, (*to).to, &all[..len]) })
     };
     answer().unwrap_or_else(|code| code)
 }
 
-/// As the driver gives samples: none is not found.
+/// As the driver returns samples: without any the result is "not found".
 ///
 /// # Safety
 ///
 /// `count` is valid, and `to` null or valid for `*count` entries.
-unsafe fn give<T: Plain>(count: *mut c_uint, to: *mut T, list: &[T]) -> Return {
+unsafe fn fill<T: Plain>(count: *mut c_uint, to: *mut T, list: &[T]) -> Return {
     // SAFETY: the caller's promise.
     let result = unsafe { put(count, to, || list.iter().copied()) };
     if list.is_empty() {
