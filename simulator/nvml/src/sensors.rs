@@ -1,4 +1,4 @@
-//! Utilisation, clocks, power and temperature: read from how busy the GPU is.
+//! Utilization, clocks, power and temperature: read from how busy the GPU is.
 
 use std::sync::atomic::Ordering;
 

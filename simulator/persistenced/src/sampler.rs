@@ -9,7 +9,7 @@ use tranche_simulator_machine::timeline::now;
 
 /// Time between samples. The real driver takes one every 1/6 s to 1 s.
 pub const PERIOD: Duration = Duration::from_millis(100);
-/// Samples in the window that utilisation is the mean of: one second.
+/// Samples in the window that utilization is the mean of: one second.
 const WINDOW: usize = 10;
 
 /// What the last samples were. How much each process ran on each GPU is known exactly.
