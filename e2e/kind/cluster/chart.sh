@@ -13,6 +13,8 @@ use_chart() {
 install_chart() {
 	local content
 	content=$(tree_digest "$IMAGES/tranche")
+	# Helm never updates them.
+	kubectl apply --server-side --force-conflicts --filename "$CHART/crds"
 	helm upgrade --install tranche "$CHART" --namespace tranche-system --create-namespace \
 		--values "$KIND_DIR/values.yaml" --wait --timeout 120s \
 		--set-string "nodePlugin.podAnnotations.image-content=$content" \

@@ -2,7 +2,8 @@
 # The node is a container, so its device nodes, driver files and GPU memory are its own.
 #
 # The node's root is an overlay, whose files cannot be mounted with mapped IDs; on a machine it is the file system of a disk.
-# In all workers but the first the driver's files are on /var, which is one: there pods with `hostUsers: false` start.
+# In all workers but the first the driver's files are on /var, which is one, and runc is new: there pods with
+# `hostUsers: false` start.
 # shellcheck shell=bash
 
 SIMULATOR=$REPOSITORY/target/simulator
@@ -11,7 +12,7 @@ INSTALLED=/etc/nvidia-sim/installed
 use_gpus() {
 	local wanted node
 	[[ -x $SIMULATOR/install-root ]] || die "target/simulator is empty: run make simulator"
-	wanted=$(digest "$SIMULATOR" "$GPU_MODEL" "$GPUS" "$(declare -f install_gpus files_on_disk)")
+	wanted=$(digest "$SIMULATOR" "$GPU_MODEL" "$GPUS" "$(declare -f install_gpus files_on_disk use_new_runc)")
 	for node in $(workers); do
 		[[ $(docker exec "$node" cat "$INSTALLED" 2>/dev/null) == "$wanted" ]] ||
 			step "Installing $GPUS simulated $GPU_MODEL in $node" install_gpus "$node" "$wanted"
@@ -26,7 +27,10 @@ install_gpus() {
 		touch /run/before-simulator'
 	docker cp "$SIMULATOR" "$node:/opt/simulator"
 	docker exec "$node" /opt/simulator/install-root / --gpu-model "$GPU_MODEL" --gpus "$GPUS"
-	[[ $node == "$(workers | head -n 1)" ]] || files_on_disk "$node"
+	if [[ $node != "$(workers | head -n 1)" ]]; then
+		files_on_disk "$node"
+		use_new_runc "$node"
+	fi
 	docker exec "$node" sh -euc "
 		rm -rf /opt/simulator
 		ldconfig
@@ -47,4 +51,13 @@ files_on_disk() {
 		done
 		mount --all
 		findmnt --types ext4,xfs,btrfs --target /usr/bin/nvidia-smi'
+}
+
+# use_new_runc NODE makes containerd use the runc of our node image; other images have a new one.
+use_new_runc() {
+	docker exec "$1" sh -euc '
+		if [ -e /usr/local/lib/runc/runc ]; then
+			ln -sfn /usr/local/lib/runc/runc /usr/local/sbin/runc
+			systemctl restart containerd
+		fi'
 }

@@ -42,7 +42,9 @@ build_containerd() {
 
 runc_part() { part runc "$RUNC_VERSION" "$(debian_suite)"; }
 
-# Debian's runc may be too old for user namespaces (before 1.2); libseccomp is Debian's on both machines.
+# Debian's runc may be too old for user namespaces (before 1.2), and stays the one that nodes use: since 1.1.6 runc gives up
+# where it cannot freeze a container on cgroup v1, which happens when many containers start at once. `cluster/gpus.sh` uses
+# this one where user namespaces are tested. libseccomp is Debian's on both machines.
 build_runc() {
 	local folder=$1
 	CGO_ENABLED=1 GOBIN=$folder nice go install -v -trimpath -tags seccomp -ldflags '-s -w' \

@@ -10,7 +10,7 @@ build_debian() {
 	local folder=$1 packages=(
 		systemd systemd-sysv dbus                                   # to run services
 		conntrack iptables nftables iproute2 ethtool util-linux mount kmod socat rsync # for Kubernetes
-		libseccomp2 pigz containernetworking-plugins                # for containers
+		runc libseccomp2 pigz containernetworking-plugins           # for containers
 		e2fsprogs bash ca-certificates curl jq procps hostname      # for kind
 	)
 	debootstrap --variant=minbase --include="$(IFS=, && echo "${packages[*]}")" \
@@ -33,7 +33,8 @@ lay_out_rootfs() {
 	cp "$(containerd_part)"/* "$rootfs/usr/local/bin/"
 	mkdir -p "$rootfs/opt/cni/bin" "$rootfs/usr/local/sbin" "$rootfs/etc/kubernetes/manifests" "$rootfs/etc/cni/net.d"
 	cp "$rootfs"/usr/lib/cni/{host-local,loopback,portmap,ptp} "$rootfs/opt/cni/bin/"
-	cp "$(runc_part)/runc" "$rootfs/usr/local/sbin/runc"
+	ln -s /usr/sbin/runc "$rootfs/usr/local/sbin/runc"
+	install -D "$(runc_part)/runc" "$rootfs/usr/local/lib/runc/runc"
 	echo "$KUBERNETES_VERSION" >"$rootfs/kind/version"
 
 	configure_services "$rootfs"
