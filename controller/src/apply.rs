@@ -1,8 +1,8 @@
-//! Executes steps: the only place that writes to the API server.
+//! Executes steps; the only module that writes to the API server.
 //!
 //! Every write is checked against the lease just before it is sent, has a deadline, is sent once, and is
 //! safe to repeat: creates have fixed names, replacements and deletes name the version that they
-//! were decided on. Whatever fails, the next reconcile starts from what is stored.
+//! were decided on. After a failure the next reconcile starts from what is stored.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -37,7 +37,7 @@ const PAGE: u32 = 500;
 /// Why a request was not executed.
 #[derive(Debug, thiserror::Error)]
 pub enum ApplyError {
-    /// Another replica may write; this one must not.
+    /// This replica no longer leads, so it must not write.
     #[error("the lease is not held any more")]
     NotLeading,
     /// The object changed since the decision, exists already, or is gone. The watch delivers what happened.
@@ -51,7 +51,7 @@ pub enum ApplyError {
     Refused {
         /// Verb and name.
         what: String,
-        /// What the API server says.
+        /// The API server's message.
         message: String,
     },
     /// No answer in time.
@@ -95,10 +95,10 @@ impl ApplyError {
     }
 }
 
-/// What a slice's write was answered with.
+/// The result of a write of a slice.
 #[derive(Debug)]
 pub enum Written {
-    /// What was sent and what is stored now.
+    /// What was sent, and what is stored now.
     Stored {
         /// As it was sent.
         sent: Box<ResourceSlice>,
@@ -114,7 +114,7 @@ pub enum Written {
     },
 }
 
-/// Writes what was decided.
+/// Executes decisions.
 #[derive(Clone)]
 pub struct Executor {
     slices: Api<ResourceSlice>,
@@ -314,7 +314,8 @@ impl Executor {
             .collect())
     }
 
-    /// Whether the node plugin's pod on a node says that it is registered with the kubelet.
+    /// Whether the node plugin's pod on a node is ready, which means that it is registered with the
+    /// kubelet.
     pub async fn plugin_is_ready(&self, node: &str) -> Result<bool, ApplyError> {
         let params = ListParams::default()
             .labels(PLUGIN_PODS)
@@ -330,7 +331,7 @@ impl Executor {
         }))
     }
 
-    /// The clock by which decisions are made.
+    /// The clock for decisions.
     #[must_use]
     pub fn clock(&self) -> &Clock {
         &self.clock

@@ -23,11 +23,11 @@ use crate::metrics::Metrics;
 #[derive(Debug, Parser)]
 #[command(name = "tranche-controller", version)]
 pub struct Args {
-    /// Where /healthz and /readyz are served, to everybody.
+    /// Where /healthz and /readyz are served, without authorization.
     #[arg(long, env = "HTTP_ENDPOINT", default_value = "0.0.0.0:8086")]
     http_endpoint: SocketAddr,
 
-    /// Where /metrics is served over TLS, to those whom the API server lets get that path.
+    /// Where /metrics is served over TLS, to readers whom the API server allows to get that path.
     #[arg(long, env = "METRICS_ENDPOINT", default_value = "0.0.0.0:8443")]
     metrics_endpoint: SocketAddr,
 
@@ -39,7 +39,7 @@ pub struct Args {
     #[arg(long, env = "POD_NAMESPACE", default_value = "tranche-system")]
     namespace: String,
 
-    /// This replica's name in the lease; no two may have the same.
+    /// This replica's unique name in the lease.
     #[arg(long, env = "POD_NAME")]
     identity: String,
 
@@ -76,7 +76,8 @@ impl Args {
         start_log(log_format)?;
 
         let mut config = Config::infer().await.context("find the API server")?;
-        // A repeated create looks like somebody else's, and its back-off outlives every deadline here.
+        // A repeated create looks like one of another writer, and the client's back-off exceeds every
+        // deadline here.
         config.default_retry = false;
         let client = Client::try_from(config).context("connect to the API server")?;
 
@@ -123,7 +124,7 @@ impl Args {
             failed.cancel();
             result
         });
-        // The lease is given back when nothing is being written any more.
+        // The lease is released when no write is in progress.
         let written = CancellationToken::new();
         let elected = tokio::spawn(election.run(written.clone()));
         controller.run(stop).await;

@@ -1,4 +1,4 @@
-//! The wall clock, as something that tests can hold still.
+//! The wall clock, which tests can replace.
 
 use std::fmt;
 use std::sync::Arc;

@@ -47,9 +47,9 @@ const GATHER: Duration = Duration::from_secs(2);
 const LIST_REST: u32 = 20;
 /// How long a list of the claims that failed waits for the next.
 const LIST_RETRY: Duration = Duration::from_secs(2);
-/// How long a write may take to come back through the watch before the watches are begun anew.
+/// How long a write may take to return through the watch before the watches are restarted.
 const ECHO: Duration = Duration::from_secs(10);
-/// How often the loop says that it lives when nothing happens.
+/// How often the idle loop reports that it is alive.
 const BEAT: Duration = Duration::from_secs(5);
 
 /// A write that the watches have not delivered yet.
@@ -60,7 +60,7 @@ enum Echo {
     GpuNode(Version),
 }
 
-/// A node that rests.
+/// A node that waits for its writes.
 #[derive(Debug)]
 struct Resting {
     echoes: Vec<Echo>,
@@ -68,7 +68,7 @@ struct Resting {
     until: Instant,
 }
 
-/// What a step found out.
+/// What a step learned.
 #[derive(Debug)]
 enum Learned {
     Read(Read),
@@ -94,7 +94,7 @@ struct Claims {
     list: JoinSet<Listed>,
 }
 
-/// What a step came to.
+/// The result of a step.
 #[derive(Debug)]
 struct Report {
     node: String,
@@ -228,7 +228,7 @@ impl Controller {
             });
             let due = resting.echoes.is_empty();
             if !due && now >= resting.until {
-                tracing::warn!(node, "a write did not come back through the watches");
+                tracing::warn!(node, "a write did not return through the watches");
                 resting.until = now + ECHO;
                 lost = true;
             }
@@ -264,7 +264,7 @@ impl Controller {
         self.index.synced() && self.leadership.holds() && self.working.len() < AT_ONCE
     }
 
-    /// Begins the steps that are due.
+    /// Starts the steps that are due.
     fn work(&mut self) {
         let now = Instant::now();
         for _ in 0..IN_A_ROW {
@@ -366,8 +366,8 @@ impl Controller {
                     Lane::Prompt
                 };
                 let failures = self.queue.failed(&node, lane, now);
-                // Once or twice is a race, and the watch brings what changed. More often is an object that the
-                // watch does not show.
+                // Once or twice is a race, and the watch delivers the change. More often means that the watch
+                // does not show an object.
                 if failures < 3 && matches!(error, ApplyError::Changed { .. }) {
                     tracing::debug!(node, %error, "step not finished");
                 } else {
@@ -431,7 +431,7 @@ impl Controller {
     }
 }
 
-/// What is recorded of a node.
+/// The metrics of a node.
 fn published(view: &NodeView) -> Option<&Published> {
     let status = view.gpu_node.as_ref()?.status.as_ref()?;
     status.published.as_ref()

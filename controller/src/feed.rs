@@ -33,7 +33,7 @@ use crate::metrics::Metrics;
 const RELIST: Duration = Duration::from_mins(30);
 /// Objects in one page of a list; a page is held whole while it is read.
 const PAGE: u32 = 100;
-/// Observations that wait for the index. A full queue slows the watches down, which is what it is for.
+/// The most observations that wait for the index. A full queue slows the watches down, as intended.
 const QUEUE: usize = 256;
 
 /// Running watches.
@@ -92,7 +92,7 @@ impl Feed {
         }
     }
 
-    /// Begins all watches anew.
+    /// Restarts all watches.
     pub fn relist(&self) {
         self.relist.notify_waiters();
     }
@@ -153,7 +153,7 @@ fn spawn<K, S>(
                     }
                     Some(Err(error)) => {
                         metrics.watch_failed(kind);
-                        tracing::warn!(%error, "the watch failed and is tried again");
+                        tracing::warn!(%error, "the watch failed and is retried");
                     }
                     None => break,
                 }
@@ -165,7 +165,7 @@ fn spawn<K, S>(
 
 /// A random time below `limit`.
 fn jitter(limit: Duration) -> Duration {
-    // The standard library's only source of randomness; spread is all that is asked of it.
+    // The standard library's only source of randomness, which is good enough for a spread.
     let random = RandomState::new().hash_one(0u8);
     let seconds = limit.as_secs().max(1);
     Duration::from_secs(random % seconds)

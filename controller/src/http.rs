@@ -1,4 +1,4 @@
-//! `/healthz` and `/readyz`, for everybody, and `/metrics`, for those who may read it.
+//! `/healthz` and `/readyz`, which are open, and `/metrics`, which needs authorization.
 
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -18,10 +18,10 @@ use tranche_metrics::access::Access;
 
 use crate::metrics::Metrics;
 
-/// How long the controller's loop may be silent. It says that it lives every few seconds.
+/// How long the controller's loop may be silent. It reports that it is alive every few seconds.
 const SILENCE: Duration = Duration::from_mins(1);
 
-/// How the controller is, as its loop last said.
+/// The controller's health, as its loop last reported.
 #[derive(Clone, Debug, Default)]
 pub struct Health(Arc<Mutex<Pulse>>);
 
@@ -32,7 +32,7 @@ struct Pulse {
 }
 
 impl Health {
-    /// The loop lives; `synced` says whether its index is complete.
+    /// Reports that the loop is alive; `synced` says whether its index is complete.
     pub fn beat(&self, synced: bool) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Pulse {
             at: Some(Instant::now()),
@@ -77,7 +77,7 @@ pub async fn serve_metrics(
 
 async fn healthz(State(health): State<Health>) -> impl IntoResponse {
     match health.pulse().at {
-        // A loop that has not begun is starting; the probes' own patience bounds that.
+        // A loop that has not reported yet is starting; the probes' settings limit that time.
         None => (StatusCode::OK, "starting".to_owned()),
         Some(at) if at.elapsed() < SILENCE => (StatusCode::OK, "ok".to_owned()),
         Some(at) => (

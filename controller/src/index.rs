@@ -1,4 +1,4 @@
-//! What the controller knows of the cluster, by node.
+//! The controller's copy of the cluster, by node.
 //!
 //! ```text
 //!  [ GpuNode ] ────┐
@@ -23,7 +23,7 @@ use tranche_api::{GpuNode, SharingPolicy};
 use crate::known::KnownSlice;
 use crate::mirror::{Mirror, Version};
 
-/// The key of slices of our driver that belong to no node. Nobody of ours publishes such.
+/// The key of slices of our driver without a node. We never publish such slices.
 pub const NO_NODE: &str = "";
 
 /// One event of one of the watches.
@@ -155,8 +155,8 @@ impl Index {
         }
     }
 
-    /// Whether every watch delivered its first list. Before that nothing may be written: what is not known
-    /// yet looks like what is gone.
+    /// Whether every watch has delivered its first list. Before that nothing may be written, because
+    /// unknown objects look like deleted ones.
     #[must_use]
     pub fn synced(&self) -> bool {
         self.gpu_nodes.synced()
@@ -202,7 +202,7 @@ impl Index {
         }
     }
 
-    /// Where the watches are now. Taken before a write, compared after it.
+    /// The present position of the watches. Read before a write, compared after it.
     #[must_use]
     pub fn mark(&self) -> Mark {
         Mark {

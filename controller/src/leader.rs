@@ -1,4 +1,4 @@
-//! Which replica writes: a Lease, taken and renewed by compare-and-swap.
+//! Leader election: a Lease, taken and renewed by compare-and-swap.
 //!
 //! `kube-lease-manager` was tried first. Its followers look at the lease again only when the copy they hold has
 //! expired, so that a lease given back is taken up to a whole duration later; it compares the
@@ -7,10 +7,10 @@
 //!
 //! * writes with the resourceVersion it read, so that of two contenders one gets a conflict,
 //! * measures expiry on its own monotonic clock, from when it saw the lease change, as client-go does,
-//! * watches the lease, so that one given back at SIGTERM is taken at once.
+//! * watches the lease, so that a lease released at SIGTERM is taken at once.
 //!
-//! The lease keeps two replicas from doing the same work. It is no fence: what keeps a late write harmless is
-//! that every write names the version that it was decided on.
+//! The lease prevents two replicas from doing the same work. It is not a fence: what keeps a late write
+//! harmless is that every write names the version that it was decided on.
 
 use std::time::Duration;
 
@@ -203,7 +203,7 @@ impl Election {
         }
     }
 
-    /// Lets the other replica begin at once.
+    /// Lets the other replica lead at once.
     async fn give_back(&self, seen: &Seen) {
         self.lost();
         let Some(lease) = &seen.lease else { return };
@@ -222,9 +222,9 @@ impl Election {
         let params = PostParams::default();
         let request = self.api.replace(&self.name, &params, &lease);
         match tokio::time::timeout(DEADLINE, request).await {
-            Ok(Ok(_)) => tracing::info!(lease = self.name, "gave the lease back"),
-            Ok(Err(error)) => tracing::warn!(%error, "cannot give the lease back; it expires"),
-            Err(_) => tracing::warn!("cannot give the lease back in time; it expires"),
+            Ok(Ok(_)) => tracing::info!(lease = self.name, "released the lease"),
+            Ok(Err(error)) => tracing::warn!(%error, "cannot release the lease; it expires"),
+            Err(_) => tracing::warn!("cannot release the lease in time; it expires"),
         }
     }
 

@@ -1,4 +1,4 @@
-//! What the controller counts, in Prometheus' text format.
+//! The controller's metrics, in Prometheus' text format.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicI64;
@@ -27,7 +27,7 @@ pub enum Verb {
 }
 
 impl Verb {
-    /// As it is in logs and labels.
+    /// Its name in logs and labels.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -46,9 +46,9 @@ pub enum Outcome {
     Done,
     /// Not sent: another replica leads.
     NotLeading,
-    /// The object was not as it was when the write was decided.
+    /// The object changed after the write was decided.
     Changed,
-    /// The API server does not take it.
+    /// The API server refused it.
     Refused,
     /// No answer in time.
     Deadline,
@@ -98,7 +98,7 @@ struct WatchLabels {
     kind: &'static str,
 }
 
-/// All metrics; clones count into the same numbers.
+/// All metrics; clones share the same counters.
 #[derive(Clone, Debug)]
 pub struct Metrics {
     registry: Arc<Registry>,
@@ -188,7 +188,7 @@ impl Metrics {
         self.reconciles.observe(took.as_secs_f64());
     }
 
-    /// Notes how a node stands; a node that is gone leaves no series.
+    /// Records the state of a node; a node that is gone has no series.
     pub fn node(&self, node: &str, slices: usize, published: Option<&Published>) {
         let labels = NodeLabels {
             node: node.to_owned(),
@@ -224,12 +224,12 @@ impl Metrics {
         self.queued.get_or_create(&LaneLabels { lane }).set(nodes);
     }
 
-    /// Notes whether this replica leads.
+    /// Records whether this replica leads.
     pub fn leading(&self, leading: bool) {
         self.leader.set(i64::from(leading));
     }
 
-    /// The text that Prometheus reads.
+    /// The text for Prometheus.
     pub fn text(&self) -> Result<String, std::fmt::Error> {
         let mut text = String::new();
         encode(&mut text, &self.registry)?;

@@ -1,7 +1,7 @@
 //! A local copy of one kind of object, fed by a watch.
 //!
-//! A watch starts with a list. Until the list is complete the previous copy stays in force, so that a
-//! re-list never looks as if everything had been deleted for a moment.
+//! A watch starts with a list. Until the list is complete the previous copy is used, so that a
+//! re-list never looks like a deletion of everything.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -24,9 +24,9 @@ pub fn version<K: Stored>(object: &K) -> Version {
 /// One object before and after an event.
 #[derive(Debug)]
 pub struct Change<K> {
-    /// What was known before, if it was.
+    /// The object before, if it was known.
     pub before: Option<Arc<K>>,
-    /// What is known now, unless it is gone.
+    /// The object now, unless it is gone.
     pub after: Option<Arc<K>>,
 }
 
@@ -56,7 +56,7 @@ impl<K> Default for Mirror<K> {
 }
 
 impl<K: Stored> Mirror<K> {
-    /// Takes one event of the watch in and says what changed.
+    /// Applies one event of the watch and returns what changed.
     pub fn apply(&mut self, event: Event<K>) -> Vec<Change<K>> {
         match event {
             Event::Init => {
@@ -137,8 +137,8 @@ impl<K: Stored> Mirror<K> {
         self.lists_begun
     }
 
-    /// Whether the copy holds everything that a write answered with `version` did: the watch delivers in
-    /// the order of versions, and a list that began after the write holds it too.
+    /// Whether the copy includes a write that was answered with `version`: the watch delivers in the
+    /// order of versions, and a list that began after the write includes it too.
     #[must_use]
     pub fn caught_up(&self, version: Version, lists_begun: u64) -> bool {
         self.seen >= version || self.lists_done > lists_begun
@@ -204,7 +204,8 @@ mod tests {
         mirror.apply(Event::InitDone);
         let mark = mirror.lists_begun();
         assert!(!mirror.caught_up(7, mark));
-        // Written, then wiped by somebody before the answer was processed: the delete has a higher version.
+        // Written, then deleted by another client before the answer was processed: the deletion has a
+        // higher version.
         mirror.apply(Event::Delete(object("a", 8)));
         assert!(mirror.caught_up(7, mark));
 

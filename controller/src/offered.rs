@@ -6,7 +6,7 @@ use tranche_api::WithheldGpu;
 use tranche_api::conditions::{ALL_OFFERED, State};
 use tranche_api::gpu_node::Published;
 
-/// Bytes of an event's action, at most.
+/// The most bytes of an event's action.
 const LONGEST_ACTION: usize = 128;
 
 /// The condition `AllOffered` of a node for which this is published.
@@ -31,12 +31,12 @@ pub fn condition(published: &Published) -> State {
 /// One event to publish on the GpuNode, and on the policy that has to change.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct News {
-    /// Something got worse.
+    /// Whether something got worse.
     pub warning: bool,
     /// In CamelCase.
     pub reason: &'static str,
-    /// Keeps different problems of one node apart: an event that differs in its note alone counts
-    /// as the same event again.
+    /// Distinguishes different problems of one node: an event that differs only in its note counts
+    /// as a repetition.
     pub action: String,
     /// For people.
     pub note: String,
@@ -44,7 +44,7 @@ pub struct News {
     pub policy: Option<String>,
 }
 
-/// What changed from one record to the next that somebody should know.
+/// The relevant changes from one record to the next.
 #[must_use]
 pub fn news(before: &Published, after: &Published) -> Vec<News> {
     let mut news = Vec::new();

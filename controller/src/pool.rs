@@ -16,8 +16,8 @@ use tranche_driver::slices::{self, Digest, SlicePlan};
 
 use crate::known::KnownSlice;
 
-/// How long what is left of a pool stays after a part of it was removed. The kubelet is quicker with a wipe,
-/// and a plugin that lives is quicker to ask.
+/// How long the rest of a pool stays after a part of it was removed. The kubelet deletes a pool faster, and
+/// a running plugin requests the slices faster.
 const LEFTOVERS: SignedDuration = SignedDuration::from_secs(5);
 
 /// What is wrong where the API server stores only a part of `status.published`.
@@ -54,7 +54,8 @@ impl Write {
     }
 }
 
-/// What is known of a node's slices and its record and stands nowhere else. Losing it costs a few writes.
+/// Knowledge about a node's slices and its record that is stored nowhere else. Losing it costs a few
+/// writes.
 #[derive(Clone, Debug, Default)]
 pub struct Memory {
     /// What an API server made of slices that it did not store as asked, because it does not know their
@@ -74,7 +75,7 @@ struct Dropped {
 }
 
 impl Memory {
-    /// Compares what was asked for with what was stored, and remembers the difference. True if there is one.
+    /// Compares what was sent with what was stored, and remembers the difference. True if there is one.
     pub fn answered(&mut self, wanted: &ResourceSlice, stored: &ResourceSlice) -> bool {
         let name = wanted.name_any();
         if slices::same(&wanted.spec, &stored.spec) {
@@ -122,7 +123,7 @@ impl Memory {
         Duration::try_from(since + LEFTOVERS - now).unwrap_or(Duration::ZERO)
     }
 
-    /// Nothing recorded is missing, or everything is.
+    /// No recorded slice is missing, or all are.
     pub fn not_waiting(&mut self) {
         self.waiting_since = None;
     }
@@ -139,7 +140,7 @@ impl Memory {
         problems.join("; ")
     }
 
-    /// Forgets slices that are wanted no longer.
+    /// Forgets slices that are no longer wanted.
     pub fn keep_only(&mut self, names: &[String]) {
         self.dropped.retain(|name, _| names.contains(name));
     }
@@ -161,7 +162,7 @@ pub struct Difference {
     pub generation: i64,
     /// Creates and replacements.
     pub writes: Vec<Write>,
-    /// What goes when the writes are done.
+    /// What to delete after the writes.
     pub obsolete: Vec<Write>,
 }
 

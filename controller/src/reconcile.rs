@@ -1,4 +1,4 @@
-//! What to do next for one node: a pure function of what is known.
+//! Decides the next step for one node, as a pure function.
 //!
 //! Every call considers everything and returns one step, so that a restart, a lost event or a half
 //! executed step needs no special case: the next call finds what is still missing.
@@ -20,12 +20,12 @@
 //! **The epoch rule** (docs/adr/0005). The kubelet removes the slices of a plugin that is gone, and only the
 //! plugin knows that it is alive. So slices are created for a registration that has not been
 //! published yet, and never again for the same one: once `published.epoch` equals the registration's,
-//! a missing slice means that somebody removed it, and the plugin, if it lives, asks by a new epoch.
+//! a missing slice means that it was removed, and a running plugin requests it with a new epoch.
 //! A request that is older than the kubelet's patience with a plugin that is gone (this controller was
-//! away) is taken only when the node plugin's pod is ready: the wipe that would remove
-//! a dead plugin's slices may be over already.
-//! The record follows the slices and precedes the removal of obsolete ones: whatever the record
-//! names has existed, and nothing that it names is removed by us while the pool stands.
+//! away) is accepted only when the node plugin's pod is ready, because the kubelet may already have
+//! deleted the slices of a dead plugin and will not do so again. The record follows the slices and
+//! precedes the removal of obsolete ones: whatever the record names has existed, and nothing that
+//! it names is removed by us while the pool stands.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -47,7 +47,7 @@ use crate::withdrawn::{self, Held, Read};
 /// What to do next.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Step {
-    /// Everything is as it should be.
+    /// Nothing is to be done.
     Nothing,
     /// Write these slices, in this order.
     Slices(Vec<Write>),
@@ -74,7 +74,7 @@ impl Step {
     }
 }
 
-/// What is known beside the watches, because a step asked for it.
+/// Information that steps requested in addition to the watches.
 #[derive(Clone, Debug, Default)]
 pub struct Evidence {
     /// What [`Step::ListClaims`] found.
@@ -108,7 +108,8 @@ impl Decision {
     }
 }
 
-/// How old a registration may be to be believed by itself. The kubelet wipes 30 s after a plugin was lost.
+/// The oldest registration that is accepted without a check. The kubelet deletes the slices 30 s after a
+/// plugin was lost.
 const FRESH: SignedDuration = SignedDuration::from_secs(20);
 /// How often to check again for a plugin that is not ready.
 const CHECK_AGAIN: Duration = Duration::from_secs(10);
@@ -171,7 +172,7 @@ pub fn reconcile(
     let (Some(gpu_node), Some(registration)) =
         (&view.gpu_node, status.and_then(|s| s.registration.as_ref()))
     else {
-        // Somebody deleted the GpuNode. A plugin that lives writes it again within a second.
+        // The GpuNode was deleted. A running plugin writes it again within a second.
         return wait(view, memory, now);
     };
     let no_driver = Inventory::default();
@@ -282,8 +283,8 @@ fn wait(view: &NodeView, memory: &mut Memory, now: Timestamp) -> Decision {
     }
 }
 
-/// What the policies ask of the node itself, GPU by GPU, by UUID. For a GPU whose policy is invalid what was
-/// asked last holds.
+/// What the policies ask of the node itself, GPU by GPU, by UUID. For a GPU with an invalid policy the last
+/// settings stay.
 fn node_terms(
     view: &NodeView,
     labels: &BTreeMap<String, String>,
