@@ -3,16 +3,14 @@
 use std::net::SocketAddr;
 
 use anyhow::Context;
-use clap::{Parser, ValueEnum};
+use clap::Parser;
 use kube::{Client, Config};
-use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
-use tracing_subscriber::EnvFilter;
-use tracing_subscriber::filter::LevelFilter;
 use tranche_metrics::access::Access;
+use tranche_service::stop::on_signal;
+use tranche_service::{Clock, LogFormat, log};
 
 use crate::apply::Executor;
-use crate::clock::Clock;
 use crate::controller::{Controller, REQUESTS_PER_SECOND};
 use crate::feed::Feed;
 use crate::http::{self, Health};
@@ -52,15 +50,6 @@ pub struct Args {
     log_format: LogFormat,
 }
 
-/// Format of log lines.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum LogFormat {
-    /// For people.
-    Text,
-    /// One object a line.
-    Json,
-}
-
 impl Args {
     /// Runs the controller until SIGTERM or SIGINT.
     pub async fn run(self) -> anyhow::Result<()> {
@@ -73,7 +62,7 @@ impl Args {
             policy_requests_per_second,
             log_format,
         } = self;
-        start_log(log_format)?;
+        log::start(log_format).context("RUST_LOG")?;
 
         let mut config = Config::infer().await.context("find the API server")?;
         // A repeated create looks like one of another writer, and the client's back-off exceeds every
@@ -81,7 +70,7 @@ impl Args {
         config.default_retry = false;
         let client = Client::try_from(config).context("connect to the API server")?;
 
-        let stop = stop_on_signal()?;
+        let stop = on_signal().context("wait for SIGTERM and SIGINT")?;
         let (metrics, health) = (Metrics::default(), Health::default());
         let (election, leadership) =
             Election::new(client.clone(), &namespace, &lease_name, &identity);
@@ -132,34 +121,4 @@ impl Args {
         elected.await.context("election")?;
         served.await.context("server")?.context("server")?
     }
-}
-
-fn start_log(format: LogFormat) -> anyhow::Result<()> {
-    let filter = EnvFilter::builder()
-        .with_default_directive(LevelFilter::INFO.into())
-        .from_env()
-        .context("RUST_LOG")?;
-    let log = tracing_subscriber::fmt().with_env_filter(filter);
-    match format {
-        LogFormat::Text => log.init(),
-        LogFormat::Json => log.json().flatten_event(true).init(),
-    }
-    Ok(())
-}
-
-/// A token that is cancelled by the first SIGTERM or SIGINT.
-fn stop_on_signal() -> anyhow::Result<CancellationToken> {
-    let mut terminate = signal(SignalKind::terminate()).context("wait for SIGTERM")?;
-    let mut interrupt = signal(SignalKind::interrupt()).context("wait for SIGINT")?;
-    let stop = CancellationToken::new();
-    let stopped = stop.clone();
-    tokio::spawn(async move {
-        tokio::select! {
-            _ = terminate.recv() => {}
-            _ = interrupt.recv() => {}
-        }
-        tracing::info!("stopping");
-        stopped.cancel();
-    });
-    Ok(stop)
 }

@@ -20,7 +20,6 @@
 
 pub mod apply;
 pub mod args;
-pub mod clock;
 pub mod controller;
 pub mod feed;
 pub mod http;

@@ -12,22 +12,21 @@ use std::sync::{Arc, Mutex};
 use anyhow::Context;
 use kube::{Client, Config};
 use tokio::net::TcpListener;
-use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 use tokio_stream::wrappers::UnixListenerStream;
 use tokio_util::sync::CancellationToken;
 use tonic::transport::Server;
 use tracing::{error, info, warn};
-use tracing_subscriber::EnvFilter;
 use tranche_api::names;
 use tranche_driver::providers::Verdict;
 use tranche_metrics::access::Access;
 use tranche_node::nvml::search::InstalledDriver;
+use tranche_service::Clock;
+use tranche_service::stop::on_signal;
 
-use crate::args::{Args, LogFormat};
+use crate::args::Args;
 use crate::claims::Claims;
-use crate::clock::HostClock;
 use crate::compute::ShareSampler;
 use crate::contexts::Contexts;
 use crate::dra::DraService;
@@ -57,18 +56,6 @@ use crate::watchdog::{Board, Watchdog};
 
 const SYSFS: &str = "/sys";
 
-/// Log lines on stderr.
-pub fn start_logging(format: LogFormat) {
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
-    let lines = tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(std::io::stderr);
-    match format {
-        LogFormat::Text => lines.with_ansi(false).init(),
-        LogFormat::Json => lines.json().init(),
-    }
-}
-
 /// Runs until SIGTERM or SIGINT, or until a server fails.
 #[expect(clippy::too_many_lines, reason = "the one place where the parts meet")]
 pub async fn run(args: Args) -> anyhow::Result<()> {
@@ -91,8 +78,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         cdi_dir: _,
         log_format: _,
     } = args;
-    let stop = CancellationToken::new();
-    stop_on_signal(&stop)?;
+    let stop = on_signal().context("cannot wait for SIGTERM and SIGINT")?;
     let fs: Arc<dyn Fs> = Arc::new(HostFs);
     fs.create_dir(&layout.plugin)?;
     let Some(_lock) = lock(layout.lock(), &stop).await? else {
@@ -110,7 +96,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     let contexts = Arc::new(Contexts::load(Arc::clone(&fs), &layout));
     let spec_file = Arc::new(SpecFile::new(Arc::clone(&fs), &layout));
     let reporter: Arc<dyn Reporter> = Arc::new(ClusterReporter {
-        status: StatusWriter::new(client.clone(), Arc::new(HostClock)),
+        status: StatusWriter::new(client.clone(), Clock::system()),
         events: Events::new(client.clone(), &node_name),
     });
     let preparer = preparer(
@@ -225,7 +211,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         client.clone(),
         node_name.clone(),
         Events::new(client, &node_name),
-        Arc::new(HostClock),
+        Clock::system(),
         metrics,
     );
     helpers.spawn(search.run(driver, others_tx, helpers_stop.clone()));
@@ -375,20 +361,6 @@ async fn lock(path: PathBuf, stop: &CancellationToken) -> anyhow::Result<Option<
         file = locked => Ok(Some(file?.context("cannot lock the node")?)),
         () = stop.cancelled() => Ok(None),
     }
-}
-
-fn stop_on_signal(stop: &CancellationToken) -> anyhow::Result<()> {
-    for kind in [SignalKind::terminate(), SignalKind::interrupt()] {
-        let mut signals = signal(kind)?;
-        let stop = stop.clone();
-        tokio::spawn(async move {
-            if signals.recv().await.is_some() {
-                info!("stopping");
-                stop.cancel();
-            }
-        });
-    }
-    Ok(())
 }
 
 /// The layout, with hooks in a folder from which they can be executed.

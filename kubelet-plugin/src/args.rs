@@ -3,7 +3,8 @@
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
-use clap::{Parser, ValueEnum};
+use clap::Parser;
+use tranche_service::LogFormat;
 
 /// Makes the GPUs of one node ready for the ResourceClaims that were allocated there.
 #[derive(Clone, Debug, Parser)]
@@ -87,15 +88,6 @@ fn driver_root(value: &str) -> Result<DriverRootArg, String> {
         path if path.starts_with('/') => Ok(DriverRootArg::Folder(path.into())),
         _ => Err("it must be `auto` or an absolute path".into()),
     }
-}
-
-/// The format of log lines.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum LogFormat {
-    /// For people.
-    Text,
-    /// One object a line.
-    Json,
 }
 
 fn not_empty(value: &str) -> Result<String, String> {

@@ -32,13 +32,13 @@ use tranche_api::gpu_node::{Inventory, Published, Registration};
 use tranche_api::names::API_VERSION;
 use tranche_api::{GpuNode, GpuNodeStatus, WithheldGpu};
 use tranche_driver::providers::Verdict;
+use tranche_service::Clock;
 
 use self::own::Seen;
 pub use self::policy::NodePolicy;
 use self::slices::OwnSlices;
 use crate::FIELD_MANAGER;
 use crate::api_server::{NoAnswer, within};
-use crate::clock::Clock;
 use crate::driver_state::DriverState;
 use crate::events::Events;
 use crate::ledger::Refused;
@@ -85,7 +85,7 @@ pub struct GpuNodeWriter {
     client: Client,
     node: String,
     events: Events,
-    clock: Arc<dyn Clock>,
+    clock: Clock,
     metrics: Arc<Metrics>,
 }
 
@@ -184,7 +184,7 @@ impl GpuNodeWriter {
         client: Client,
         node: String,
         events: Events,
-        clock: Arc<dyn Clock>,
+        clock: Clock,
         metrics: Arc<Metrics>,
     ) -> Self {
         Self {

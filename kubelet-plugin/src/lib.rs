@@ -14,14 +14,13 @@
 //!
 //! [`app`] puts the parts together; [`layout`] has the paths. `tranche_node` has the code for the
 //! driver and for shares in use, which the CLI uses too. Tests inject failures through [`fs`],
-//! [`clock`], `tranche_node::nvml` and the `kube::Client` of the API server.
+//! `tranche_service::Clock`, `tranche_node::nvml` and the `kube::Client` of the API server.
 #![forbid(unsafe_code)]
 
 pub mod api_server;
 pub mod app;
 pub mod args;
 pub mod claims;
-pub mod clock;
 pub mod compute;
 pub mod contexts;
 pub mod dra;

@@ -1,6 +1,7 @@
 //! The node plugin's process; everything is in the library.
 #![forbid(unsafe_code)]
 
+use anyhow::Context as _;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -25,7 +26,7 @@ fn main() -> anyhow::Result<()> {
         return Ok(());
     }
     let args = Args::parse();
-    app::start_logging(args.log_format);
+    tranche_service::log::start(args.log_format).context("RUST_LOG")?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(THREADS)
         .max_blocking_threads(BLOCKING_THREADS)

@@ -22,10 +22,10 @@ use tranche_api::Quantity;
 use tranche_api::names::DRIVER;
 use tranche_driver::journal::Record;
 use tranche_driver::preparation::{Cap, PreparedDevice};
+use tranche_service::Clock;
 
 use crate::FIELD_MANAGER;
 use crate::api_server::within;
-use crate::clock::Clock;
 
 /// The most concurrent writes: after a burst of Prepares they must not delay the reads of the next.
 const CONCURRENT: usize = 2;
@@ -35,7 +35,7 @@ const PAUSES: [u64; 7] = [1, 2, 4, 8, 16, 32, 64];
 /// Writes the claims' status.
 pub struct StatusWriter {
     client: Client,
-    clock: Arc<dyn Clock>,
+    clock: Clock,
     slots: Arc<Semaphore>,
     published: Mutex<HashMap<String, (Arc<Record>, CancellationToken)>>,
 }
@@ -49,7 +49,7 @@ impl fmt::Debug for StatusWriter {
 impl StatusWriter {
     /// Writes with `client`; conditions carry the time of `clock`.
     #[must_use]
-    pub fn new(client: Client, clock: Arc<dyn Clock>) -> Self {
+    pub fn new(client: Client, clock: Clock) -> Self {
         Self {
             client,
             clock,

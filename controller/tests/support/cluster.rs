@@ -9,12 +9,12 @@ use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 use tranche_controller::apply::Executor;
-use tranche_controller::clock::Clock;
 use tranche_controller::controller::{Controller, REQUESTS_PER_SECOND};
 use tranche_controller::feed::Feed;
 use tranche_controller::http::Health;
 use tranche_controller::leader::Election;
 use tranche_controller::metrics::Metrics;
+use tranche_service::Clock;
 
 use super::Api;
 

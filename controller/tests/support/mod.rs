@@ -23,7 +23,7 @@ use serde_json::{Value, json};
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
-use tranche_controller::clock::Clock;
+use tranche_service::Clock;
 
 /// A write that was asked for and stored: verb, resource, name.
 pub type Record = (String, String, String);

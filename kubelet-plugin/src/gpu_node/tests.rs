@@ -7,10 +7,10 @@ use tokio_util::sync::CancellationToken;
 use tranche_driver::providers::{Kubelet, PluginDevice, Seen, verdict};
 
 use super::*;
-use crate::clock::HostClock;
 use crate::driver_state::DriverError;
 use crate::testing::api::{FakeApi, Mood};
 use crate::testing::{NODE, World};
+use tranche_service::Clock;
 
 const GPU_NODE: &str = "/apis/gpu.tranche.dev/v1alpha1/gpunodes/node-a";
 const GPU_NODES: &str = "/apis/gpu.tranche.dev/v1alpha1/gpunodes";
@@ -57,7 +57,7 @@ impl Running {
             world.api.client(),
             NODE.into(),
             Events::new(world.api.client(), NODE),
-            Arc::new(HostClock),
+            Clock::system(),
             Arc::default(),
         );
         let (refused, refused_rx) = watch::channel(Refused::default());

@@ -10,20 +10,15 @@ use crate::testing::{World, capped, claim};
 
 use super::*;
 
-#[derive(Debug)]
-struct Noon;
-
-impl Clock for Noon {
-    fn now(&self) -> jiff::Timestamp {
-        "2026-11-21T12:00:00.5Z".parse().unwrap()
-    }
+fn noon() -> Clock {
+    Clock::new(|| "2026-11-21T12:00:00.5Z".parse().unwrap())
 }
 
 async fn prepared() -> (World, Arc<Record>, StatusWriter) {
     let world = World::new();
     world.api.put(claim("a", &[capped("gpu", 0, "20Gi", 25)]));
     let record = world.prepare("a").await;
-    let writer = StatusWriter::new(world.api.client(), Arc::new(Noon));
+    let writer = StatusWriter::new(world.api.client(), noon());
     (world, record, writer)
 }
 
@@ -140,7 +135,7 @@ async fn a_request_under_way_is_let_finish() {
             Ok::<_, std::convert::Infallible>(http::Response::new(Body::empty()))
         }
     });
-    let writer = StatusWriter::new(Client::new(service, "default"), Arc::new(Noon));
+    let writer = StatusWriter::new(Client::new(service, "default"), noon());
     writer.publish(&record);
     begun.notified().await;
     writer.forget("uid-of-a");

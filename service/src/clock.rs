@@ -1,4 +1,4 @@
-//! The wall clock, which tests can replace.
+//! The time of day, which tests can set. (Durations and deadlines are tokio's, which tests can pause.)
 
 use std::fmt;
 use std::sync::Arc;

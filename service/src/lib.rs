@@ -1,0 +1,10 @@
+//! What the processes of the node plugin and of the controller have in common: their log, their end on a signal, and
+//! the time of day.
+#![forbid(unsafe_code)]
+
+pub mod clock;
+pub mod log;
+pub mod stop;
+
+pub use clock::Clock;
+pub use log::LogFormat;
