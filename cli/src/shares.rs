@@ -440,7 +440,7 @@ mod tests {
         let mode = std::os::unix::fs::PermissionsExt::from_mode(0o777);
         fs::set_permissions(&path, mode).unwrap();
         let error = Shares::below(folder.path(), &["open".to_owned()]).unwrap_err();
-        assert!(error.to_string().contains("alone"), "{error}");
+        assert!(error.to_string().contains("private folder"), "{error}");
         std::os::unix::fs::symlink("/tmp", folder.path().join("link")).unwrap();
         Shares::below(folder.path(), &["link".to_owned()]).unwrap_err();
     }
