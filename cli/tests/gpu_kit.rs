@@ -422,7 +422,7 @@ fn without_a_gpu_it_says_so() {
     assert!(!ran.status.success());
     let said = text(&ran.stderr);
     assert!(
-        said.contains("no NVIDIA driver") && said.contains("--driver-root"),
+        said.contains("no working NVIDIA driver") && said.contains("--driver-root"),
         "{said}"
     );
     let ran = Command::new(kit().join("bench/gpu/run"))

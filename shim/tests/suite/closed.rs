@@ -104,7 +104,7 @@ fn with_a_page_that_the_container_could_write() {
 #[test]
 fn with_a_corrupt_page() {
     for (at, words) in [
-        (0, "no page of Tranche"),
+        (0, "not a page of Tranche"),
         (16, "checksum"),
         (200, "checksum"),
     ] {
@@ -167,7 +167,7 @@ fn with_a_gpu_that_no_page_is_for() {
         &world,
         &[
             "GPU-11111111-1111-1111-1111-111111111101",
-            "no page",
+            "without a page",
             "recreate the pod",
         ],
     );

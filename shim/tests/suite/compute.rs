@@ -331,10 +331,10 @@ fn four_equal_shares_are_equal() {
         let jain = sum * sum / (4.0 * squares);
         println!("{machine:?}: {found:.1?}: Jain's index {jain:.4}");
         assert!(jain >= 0.99, "{machine:?}: {found:?}: {jain}");
-        // The index alone is 1 also if all shares get equally little.
-        let together = sum + switching;
+        // The index alone is 1 also if all shares get equally little. Together they have the GPU, but for the
+        // time that goes to switching, and never more than the GPU.
         assert!(
-            (80.0..=105.0).contains(&together),
+            sum + switching >= 80.0 && sum <= 105.0,
             "{machine:?}: {found:?} {switching}"
         );
     }
