@@ -71,7 +71,13 @@ fn calls_take_few_instructions() {
     let mut over = Vec::new();
     for (what, live, counted, most) in CALLS {
         let without = count(&world, "/usr/lib/tranche/driver/libcuda.so.1", what, live);
-        let added = count(&world, "name", what, live).saturating_sub(without);
+        let mut added = count(&world, "name", what, live).saturating_sub(without);
+        if added > most {
+            // Once in many runs of the whole suite every call took some instructions more, for a reason outside of the
+            // library: a call that takes too many does so twice.
+            let again = count(&world, "name", what, live).saturating_sub(without);
+            added = added.min(again);
+        }
         println!(
             "{what:>10} with {live:>6} live: {added:>5} instructions added, {counted} when written"
         );
