@@ -196,6 +196,8 @@ impl Controller {
         let leads = self.leadership.holds();
         self.metrics.leading(leads);
         if leads && !self.led {
+            // What a standby queued while it watched would all be prompt.
+            self.queue = Queue::default();
             self.mark(self.index.node_names(), true);
         }
         self.led = leads;
@@ -346,7 +348,8 @@ impl Controller {
         if let Some(learned) = learned {
             let evidence = self.evidence.entry(node.clone()).or_default();
             match learned {
-                Learned::Read(read) => evidence.read = read,
+                // With what was read before: only what is missing is asked for.
+                Learned::Read(read) => evidence.read.extend(read),
                 Learned::PluginReady(ready) => evidence.plugin_ready = Some(ready),
             }
             self.queue.mark(&node, Lane::Prompt, now);

@@ -163,12 +163,14 @@ pub fn terms(
     }
 }
 
+/// The least size that a measurement can give a context, in bytes: a tenant can make a process look as if its context
+/// were smaller, and the watchdog tolerates 256 MiB beyond it, where contexts take up to 550 MiB.
+const LEAST_CONTEXT: u64 = 256 << 20;
+
 /// Bytes of a context as the node measured them. What the inventory says may be anything: no count is no size.
 fn measured_context(gpu: &Gpu) -> Option<u64> {
-    gpu.context_memory?
-        .to_count()
-        .ok()
-        .filter(|bytes| *bytes > 0)
+    let bytes = gpu.context_memory?.to_count().ok()?;
+    (bytes > 0).then(|| bytes.max(LEAST_CONTEXT))
 }
 
 /// What the policies ask of the node itself for `gpu`: the part of its terms that the node's plugin

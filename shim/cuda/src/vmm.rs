@@ -201,12 +201,8 @@ pub fn import(handle: *mut Handle, token: usize, kind: u32, driver: Call<'_>) ->
     if handle.is_null() {
         return driver.make();
     }
-    let token = if kind == FILE {
-        Some(file_token(token as u64))
-    } else {
-        // SAFETY: the driver reads a token of this kind there next.
-        unsafe { token_at(token as *const u8, kind) }
-    };
+    // SAFETY: the driver reads a token of this kind there next.
+    let token = unsafe { token_at(token as *const u8, kind) };
     let held = process
         .physical
         .with(|physical| physical.hold_exported(token?));
@@ -315,23 +311,17 @@ fn size_of_imported(device: &Device, handle: Handle) -> u64 {
     }
 }
 
-/// Kinds of tokens: a file descriptor, and 64 bytes that other nodes of a fabric understand.
-const FILE: u32 = 1;
+/// The kind of tokens of 64 bytes that other nodes of a fabric understand.
 const FABRIC: u32 = 8;
 
-fn file_token(descriptor: u64) -> u64 {
-    descriptor.wrapping_add(1)
-}
-
+/// What identifies the memory of a token, where that can be told. The number of a file descriptor does not: it may have
+/// been closed and be another's now, and what another process exported must not be taken for our own.
+///
 /// # Safety
 ///
 /// A token of this kind is readable there.
 unsafe fn token_at(token: *const u8, kind: u32) -> Option<u64> {
     match kind {
-        // SAFETY: the caller's promise.
-        FILE => Some(file_token(u64::from(unsafe {
-            token.cast::<u32>().read_unaligned()
-        }))),
         // SAFETY: the caller's promise.
         FABRIC => Some(mix(unsafe { core::slice::from_raw_parts(token, 64) })),
         _ => None,
