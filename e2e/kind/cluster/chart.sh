@@ -13,8 +13,10 @@ use_chart() {
 install_chart() {
 	local content
 	content=$(tree_digest "$IMAGES/tranche")
-	# Helm never updates them.
-	kubectl apply --server-side --force-conflicts --filename "$CHART/crds"
+	# Helm installs them, and never updates them.
+	if helm status tranche --namespace tranche-system >/dev/null 2>&1; then
+		kubectl apply --server-side --force-conflicts --filename "$CHART/crds"
+	fi
 	helm upgrade --install tranche "$CHART" --namespace tranche-system --create-namespace \
 		--values "$KIND_DIR/values.yaml" --wait --timeout 120s \
 		--set-string "nodePlugin.podAnnotations.image-content=$content" \
