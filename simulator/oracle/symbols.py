@@ -3,7 +3,7 @@
 
     symbols.py check LIBCUDA            the simulator's library as built, against the real one of driver 535
     symbols.py check LIBCUDA DRIVER     as installed for a driver's CUDA version, against that driver's libcuda
-    symbols.py write                    makes cuda/src/table.rs and cuda/src/absent.rs
+    symbols.py write                    makes cuda/src/table.rs and cuda/src/api/absent.rs
 
 The oracle is Debian's libcuda1 (fetched by ../debian-driver): it answers
 cuGetProcAddress without a GPU and before cuInit. What is newer than that driver comes
@@ -206,13 +206,13 @@ def write():
     fill(SOURCES / "table.rs", "\ntable! {\n", "}\n", body)
 
     present = set()
-    for source in SOURCES.glob("*.rs"):
+    for source in SOURCES.rglob("*.rs"):
         if source.name not in ("absent.rs", "table.rs"):
             text = source.read_text()
             present |= set(re.findall(r"\bfn (cu[A-Z]\w+)\s*[(,]", text))
             present |= set(re.findall(r"\bfn cu[A-Z]\w+, (cu\w+) \[", text))
     absent = sorted(s for s in (every | set(symbols)) - present if not s.startswith("cudbg"))
-    fill(SOURCES / "absent.rs", "\nabsent! {\n", "}\n", [f"    {name}" for name in absent])
+    fill(SOURCES / "api" / "absent.rs", "\nabsent! {\n", "}\n", [f"    {name}" for name in absent])
     print(f"{len(rows)} names; {len(present)} functions with an answer, {len(absent)} without")
     return 0
 

@@ -1,10 +1,8 @@
-//! Error codes, with the names and sentences of driver 535.
+//! Error codes, with the names and texts of driver 535.
 
-use std::ffi::{CStr, c_char};
+use std::ffi::CStr;
 
 use tranche_simulator_machine::ledger::ChargeError;
-
-use crate::export::put;
 
 /// A failure: a `CUresult` other than `CUDA_SUCCESS`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -45,34 +43,14 @@ impl From<ChargeError> for Code {
     }
 }
 
-/// Code, name and sentence.
-type Row = (u32, &'static CStr, &'static CStr);
+/// Code, name and text.
+pub type Row = (u32, &'static CStr, &'static CStr);
 
-fn row(code: u32) -> Option<&'static Row> {
+/// The row of a code; `None` where the driver has no such code.
+pub fn row(code: u32) -> Option<&'static Row> {
     ROWS.binary_search_by_key(&code, |row| row.0)
         .ok()
         .map(|index| &ROWS[index])
-}
-
-/// Answers with one column of a code's row, or null where there is no such code.
-fn answer(code: u32, to: *mut *const c_char, column: fn(&Row) -> &'static CStr) -> u32 {
-    let found = row(code);
-    let text = found.map_or(std::ptr::null(), |row| column(row).as_ptr());
-    // SAFETY: the caller's contract: null or valid for a write.
-    match unsafe { put(to, text) } {
-        Ok(()) if found.is_some() => 0,
-        _ => Code::INVALID_VALUE.0,
-    }
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn cuGetErrorName(code: u32, name: *mut *const c_char) -> u32 {
-    answer(code, name, |row| row.1)
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn cuGetErrorString(code: u32, text: *mut *const c_char) -> u32 {
-    answer(code, text, |row| row.2)
 }
 
 #[rustfmt::skip]

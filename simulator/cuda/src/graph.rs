@@ -5,13 +5,13 @@ use std::ffi::c_void;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::callback;
 use crate::code::Code;
 use crate::context::current;
 use crate::copy::{BoxMove, Copy3, Move, in_order};
 use crate::driver::driver;
 use crate::export::{export, get, put, put_wanted};
 use crate::graph_memory::GraphMemory;
+use crate::host::HostFunction;
 use crate::launch::{self, Launch};
 use crate::module::Function;
 use crate::object::{Handle, Kind, Object, Token};
@@ -27,10 +27,7 @@ pub enum Node {
     Copy(Move),
     Box(BoxMove),
     Fill(Fill),
-    Host {
-        function: unsafe extern "C" fn(*mut c_void),
-        data: Token,
-    },
+    Host { function: HostFunction, data: Token },
     Child(Arc<Vec<Node>>),
     Memory(Arc<GraphMemory>),
     Free,
@@ -192,7 +189,7 @@ fn run(node: &Node, stream: &Stream) -> Result<(), Code> {
         // SAFETY: as above.
         Node::Box(copy) => in_order(stream, move || unsafe { copy.run() }),
         Node::Fill(fill) => in_order(stream, move || fill.run()),
-        Node::Host { function, data } => callback::launch(stream, function, data),
+        Node::Host { function, data } => stream.enqueue_function(function, data),
     }
     Ok(())
 }
@@ -270,7 +267,7 @@ pub struct FillParameters {
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct HostParameters {
-    function: Option<unsafe extern "C" fn(*mut c_void)>,
+    function: Option<HostFunction>,
     data: *mut c_void,
 }
 

@@ -3,12 +3,15 @@
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
+use std::ffi::c_void;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 use tranche_simulator_machine::timeline::now;
 
 use crate::driver::{self, driver};
 
+/// A host function of `cuLaunchHostFunc`.
+pub type HostFunction = unsafe extern "C" fn(*mut c_void);
 /// A job.
 pub type Work = Box<dyn FnOnce() + Send>;
 

@@ -13,12 +13,11 @@
 //!
 //! Names, signatures and error codes are cuda.h's and driver 535's; see there for
 //! what they mean. Functions that exist in cuda.h and have no answer here say
-//! `CUDA_ERROR_NOT_SUPPORTED` ([`absent`]).
+//! `CUDA_ERROR_NOT_SUPPORTED` (`api/absent.rs`).
 #![allow(non_snake_case, reason = "cuda.h spells these names")]
 
-mod absent;
+mod api;
 mod array;
-mod callback;
 mod code;
 mod context;
 mod copy;
@@ -35,8 +34,6 @@ mod launch;
 mod memory;
 mod module;
 mod object;
-mod occupancy;
-mod pointer;
 mod pool;
 mod procaddress;
 mod set;

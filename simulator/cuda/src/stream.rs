@@ -12,8 +12,8 @@ use crate::context::{Context, current};
 use crate::driver::{self, driver};
 use crate::export::{export, put, put_wanted};
 use crate::graph::Capture;
-use crate::host;
-use crate::object::{Handle, Kind, Object, PER_THREAD};
+use crate::host::{self, HostFunction};
+use crate::object::{Handle, Kind, Object, PER_THREAD, Token};
 use crate::pool;
 
 /// `CU_STREAM_LEGACY`
@@ -142,6 +142,15 @@ impl Stream {
     pub fn enqueue(&self, work: host::Work) {
         let number = host::enqueue((self.context.device.gpu, self.earliest()), work);
         self.functions.store(number, Ordering::Release);
+    }
+
+    /// Has the host call `function` when the stream gets there.
+    pub fn enqueue_function(&self, function: HostFunction, data: Token) {
+        self.enqueue(Box::new(move || {
+            let data = data;
+            // SAFETY: the program's function with the program's argument.
+            unsafe { function(data.0) };
+        }));
     }
 
     /// Waits for what is queued.

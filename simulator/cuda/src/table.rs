@@ -1,15 +1,37 @@
-//! Which function a name means since which CUDA version.
+//! The exported functions that each name of `cuGetProcAddress` stands for, by CUDA version.
 //!
-//! Up to 12.2 as driver 535's own `cuGetProcAddress` answers; what is newer as the
-//! typedefs of CUDA 13's headers say. `simulator/oracle` makes this file and
-//! checks it against the driver.
+//! Up to 12.2 the rows are the answers of driver 535's own `cuGetProcAddress`; newer rows follow the typedefs of
+//! CUDA 13's headers. `simulator/oracle` generates the two lists of this file and checks them against drivers.
 
 use std::ffi::c_void;
 
-use crate::procaddress::{Address, Entry, Version};
+/// A function, and the CUDA version from which a name stands for it (1000 × major + 10 × minor).
+#[derive(Debug, Clone, Copy)]
+pub struct Version {
+    pub since: i32,
+    pub function: Address,
+}
 
-/// Functions of this library by their exported names, whichever module has them.
-/// Types do not matter here: only addresses are taken.
+/// The address of an exported function.
+#[derive(Debug, Clone, Copy)]
+pub struct Address(pub *const c_void);
+// SAFETY: the address of code, never written through.
+unsafe impl Send for Address {}
+// SAFETY: as above.
+unsafe impl Sync for Address {}
+
+/// A name and its functions, oldest first.
+#[derive(Debug, Clone, Copy)]
+pub struct Entry {
+    pub name: &'static str,
+    /// For the legacy default stream.
+    pub legacy: &'static [Version],
+    /// For the per-thread default stream; empty where it makes no difference.
+    pub per_thread: &'static [Version],
+}
+
+/// Functions of this library by their exported names, whichever module defines them. Only addresses are taken, so
+/// their types do not matter.
 mod symbols {
     macro_rules! symbols {
         ($($name:ident)+) => {

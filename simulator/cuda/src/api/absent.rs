@@ -1,4 +1,4 @@
-//! What cuda.h names and the simulator has no answer for.
+//! Functions of cuda.h that are not simulated. `simulator/oracle` generates the list.
 
 use tranche_simulator_machine::absent;
 

@@ -1,24 +1,15 @@
-//! Host functions and callbacks in a stream's order.
+//! Host functions and callbacks of streams.
 
 use std::ffi::c_void;
 
 use crate::code::Code;
 use crate::export::export;
 use crate::graph::Node;
+use crate::host::HostFunction;
 use crate::object::{Handle, Token};
-use crate::stream::{self, Stream};
+use crate::stream;
 
-type HostFunction = unsafe extern "C" fn(*mut c_void);
 type Callback = unsafe extern "C" fn(Handle, u32, *mut c_void);
-
-/// Queues a host function.
-pub fn launch(stream: &Stream, function: HostFunction, data: Token) {
-    stream.enqueue(Box::new(move || {
-        let data = data;
-        // SAFETY: the program's function with the program's argument.
-        unsafe { function(data.0) };
-    }));
-}
 
 export! {
     fn cuLaunchHostFunc, cuLaunchHostFunc_ptsz [stream] (stream: Handle, function: Option<HostFunction>, data: *mut c_void) {
@@ -26,7 +17,7 @@ export! {
         let function = function.ok_or(Code::INVALID_VALUE)?;
         let node = Node::Host { function, data: Token(data) };
         if stream::captured(stream, |capture| capture.add(node)).is_none() {
-            launch(stream, function, Token(data));
+            stream.enqueue_function(function, Token(data));
         }
         Ok(())
     }

@@ -1,0 +1,9 @@
+//! The exported functions, a file for each family. Names, signatures and error codes are those of cuda.h and of driver
+//! 535, where each function is documented. No file here uses another of them.
+
+mod absent;
+mod callback;
+mod error;
+mod occupancy;
+mod pointer;
+mod procaddress;
