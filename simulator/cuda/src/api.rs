@@ -3,6 +3,8 @@
 
 mod absent;
 mod callback;
+mod device;
+mod driver;
 mod error;
 mod occupancy;
 mod pointer;

@@ -5,7 +5,8 @@
 
 use crate::code::Code;
 use crate::context::current;
-use crate::driver::{device, driver};
+use crate::device::device;
+use crate::driver::driver;
 use crate::export::{export, get, put};
 use crate::heap::BLOCK;
 use crate::memory;

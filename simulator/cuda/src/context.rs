@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use crate::code::Code;
-use crate::device::Device;
-use crate::driver::{self, device, driver};
+use crate::device::{Device, device};
+use crate::driver::{self, driver};
 use crate::export::{export, get, put, put_wanted};
 use crate::heap::BLOCK;
 use crate::memory;
@@ -86,7 +86,7 @@ pub fn current() -> Result<&'static Object<Context>, Code> {
     driver()?;
     let context = current_or_none().ok_or(Code::INVALID_CONTEXT)?;
     if context.alive() {
-        context.device.reach()?;
+        context.device.check_present()?;
         Ok(context)
     } else {
         Err(Code::CONTEXT_IS_DESTROYED)
@@ -423,14 +423,14 @@ export! {
         let context = current()?;
         context.synchronize();
         pool::synchronized(context.device);
-        context.device.reach()
+        context.device.check_present()
     }
     fn cuCtxSynchronize_v2(context: Handle) {
         driver()?;
         let context = Object::<Context>::find(context)?;
         context.synchronize();
         pool::synchronized(context.device);
-        context.device.reach()
+        context.device.check_present()
     }
     fn cuCtxGetLimit(value: *mut usize, which: u32) {
         put(value, usize::try_from(limit(which)?.load(Ordering::Relaxed)).unwrap_or(0))

@@ -1,15 +1,13 @@
 //! GPUs as CUDA shows them.
 
-use std::ffi::c_char;
 use std::sync::atomic::Ordering;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use tranche_simulator_machine::layout::GpuState;
 
 use crate::code::Code;
 use crate::context::{Context, Primary};
-use crate::driver::{self, device, driver};
-use crate::export::{export, get, put};
+use crate::driver::driver;
 use crate::graph_pool::GraphBooks;
 use crate::heap::{Blocks, Heap};
 use crate::object::Object;
@@ -30,8 +28,29 @@ pub struct Device {
     graph_books: Mutex<GraphBooks>,
 }
 
+/// The GPUs of this process, by ordinal.
+pub fn devices() -> Result<&'static [Device], Code> {
+    static DEVICES: OnceLock<Vec<Device>> = OnceLock::new();
+    let driver = driver()?;
+    Ok(DEVICES.get_or_init(|| {
+        let blocks = Blocks::of(&driver.shared.header);
+        let gpus = driver.gpus.iter().zip(0..);
+        gpus.map(|(gpu, ordinal)| Device::new(ordinal, *gpu, &driver.shared.gpus[*gpu], blocks))
+            .collect()
+    }))
+}
+
+/// The GPU with this ordinal.
+pub fn device(ordinal: i32) -> Result<&'static Device, Code> {
+    let devices = devices()?;
+    let device = usize::try_from(ordinal).ok().and_then(|o| devices.get(o));
+    let device = device.ok_or(Code::INVALID_DEVICE)?;
+    device.check_present()?;
+    Ok(device)
+}
+
 impl Device {
-    pub fn new(ordinal: i32, gpu: usize, state: &'static GpuState, blocks: Blocks) -> Self {
+    fn new(ordinal: i32, gpu: usize, state: &'static GpuState, blocks: Blocks) -> Self {
         let default_pool = Pool::create(ordinal, blocks);
         Self {
             ordinal,
@@ -46,7 +65,7 @@ impl Device {
     }
 
     /// Fails if the GPU has fallen off the bus.
-    pub fn reach(&self) -> Result<(), Code> {
+    pub fn check_present(&self) -> Result<(), Code> {
         if self.state.is_lost() {
             Err(Code::UNKNOWN)
         } else {
@@ -54,23 +73,22 @@ impl Device {
         }
     }
 
-    /// Takes `bytes` of this GPU for this process.
+    /// Charges `bytes` of this GPU's memory to this process.
     pub fn charge(&self, bytes: u64) -> Result<(), Code> {
         let driver = driver()?;
         let settle = || driver.settle();
         Ok(driver.shared.charge(driver.slot, self.gpu, bytes, settle)?)
     }
 
-    /// Gives `bytes` back.
+    /// Returns `bytes` of this GPU's memory.
     pub fn release(&self, bytes: u64) {
         if let Ok(driver) = driver() {
-            // The only failure is a ledger that nobody serves; then the page is
-            // rebuilt when a daemon comes back.
+            // It fails only where a lock stays taken and no daemon runs. A daemon that starts adds the page up again.
             let _ = driver.shared.release(driver.slot, self.gpu, bytes);
         }
     }
 
-    /// Notes that `bytes` of what this process holds became managed memory, or were.
+    /// Records `bytes` of this process's memory as managed memory that is resident on this GPU, or no longer.
     pub fn note_managed(&self, bytes: u64, is_resident: bool) {
         if let Ok(driver) = driver() {
             let managed = &driver.shared.slots[driver.slot].managed[self.gpu];
@@ -98,22 +116,6 @@ impl Device {
     }
 }
 
-/// cuda.h's `CUdevprop`.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
-pub struct Properties {
-    max_threads_per_block: i32,
-    max_threads_dim: [i32; 3],
-    max_grid_size: [i32; 3],
-    shared_memory_per_block: i32,
-    total_constant_memory: i32,
-    warp_size: i32,
-    memory_pitch: i32,
-    registers_per_block: i32,
-    clock_rate: i32,
-    texture_alignment: i32,
-}
-
 /// Shared memory of a block without opting in to more: 48 KiB on all GPUs.
 pub const SHARED_MEMORY_PER_BLOCK: i32 = 48 << 10;
 /// Blocks that one multiprocessor holds.
@@ -126,7 +128,8 @@ fn blocks_per_multiprocessor(gpu: &GpuState) -> i32 {
     }
 }
 
-fn int(value: u32) -> i32 {
+/// `value` as CUDA's `int`, at most its largest value.
+pub fn int(value: u32) -> i32 {
     i32::try_from(value).unwrap_or(i32::MAX)
 }
 
@@ -232,84 +235,4 @@ pub fn attribute(device: &Device, attribute: u32) -> Result<i32, Code> {
         | 141..=150 => 0,
         _ => return Err(Code::INVALID_VALUE),
     })
-}
-
-export! {
-    fn cuDeviceGetName(name: *mut c_char, length: i32, of: i32) {
-        let text = device(of)?.state.name.as_str();
-        let room = usize::try_from(length).map_err(|_| Code::INVALID_VALUE)?;
-        if name.is_null() || room == 0 {
-            return Err(Code::INVALID_VALUE);
-        }
-        let count = text.len().min(room - 1);
-        name.cast::<u8>().copy_from_nonoverlapping(text.as_ptr(), count);
-        put(name.add(count), 0)
-    }
-    fn cuDeviceGetUuid(uuid: *mut [u8; 16], of: i32) { put(uuid, device(of)?.state.uuid) }
-    fn cuDeviceGetUuid_v2(uuid: *mut [u8; 16], of: i32) { put(uuid, device(of)?.state.uuid) }
-    fn cuDeviceGetAttribute(value: *mut i32, which: u32, of: i32) {
-        let device = device(of)?;
-        put(value, attribute(device, which)?)
-    }
-    fn cuDeviceTotalMem_v2(bytes: *mut usize, of: i32) {
-        put(bytes, usize::try_from(device(of)?.state.usable()).unwrap_or(usize::MAX))
-    }
-    fn cuDeviceComputeCapability(major: *mut i32, minor: *mut i32, of: i32) {
-        let [a, b] = device(of)?.state.compute_capability;
-        put(major, int(a))?;
-        put(minor, int(b))
-    }
-    fn cuDeviceGetProperties(properties: *mut Properties, of: i32) {
-        let gpu = device(of)?.state;
-        put(properties, Properties {
-            max_threads_per_block: 1024,
-            max_threads_dim: [1024, 1024, 64],
-            max_grid_size: [i32::MAX, 65_535, 65_535],
-            shared_memory_per_block: SHARED_MEMORY_PER_BLOCK,
-            total_constant_memory: 65_536,
-            warp_size: 32,
-            memory_pitch: i32::MAX,
-            registers_per_block: 65_536,
-            clock_rate: int(gpu.sm_clock_mhz * 1000),
-            texture_alignment: 512,
-        })
-    }
-    fn cuDeviceGetPCIBusId(id: *mut c_char, length: i32, of: i32) {
-        let gpu = device(of)?.state;
-        let text = format!("{:04x}:{:02x}:{:02x}.0", gpu.pci_domain, gpu.pci_bus, gpu.pci_device);
-        if id.is_null() || usize::try_from(length).unwrap_or(0) <= text.len() {
-            return Err(Code::INVALID_VALUE);
-        }
-        id.cast::<u8>().copy_from_nonoverlapping(text.as_ptr(), text.len());
-        put(id.add(text.len()), 0)
-    }
-    fn cuDeviceGetByPCIBusId(to: *mut i32, id: *const c_char) {
-        use tranche_simulator_machine::description::PciAddress;
-        get(id)?;
-        let text = std::ffi::CStr::from_ptr(id).to_str().map_err(|_| Code::INVALID_VALUE)?;
-        let wanted = PciAddress::parse(text).ok_or(Code::INVALID_VALUE)?;
-        let found = driver()?.devices.iter().find(|device| {
-            let gpu = device.state;
-            (gpu.pci_domain, gpu.pci_bus, gpu.pci_device) == (wanted.domain, wanted.bus, wanted.device)
-        });
-        put(to, found.ok_or(Code::INVALID_DEVICE)?.ordinal)
-    }
-    fn cuDeviceCanAccessPeer(can: *mut i32, of: i32, peer: i32) {
-        driver::device(of)?;
-        driver::device(peer)?;
-        put(can, 0)
-    }
-    fn cuDeviceGetP2PAttribute(value: *mut i32, _attribute: u32, of: i32, peer: i32) {
-        driver::device(of)?;
-        driver::device(peer)?;
-        put(value, 0)
-    }
-    fn cuDeviceGetTexture1DLinearMaxWidth(width: *mut usize, _format: u32, _channels: u32, of: i32) {
-        driver::device(of)?;
-        put(width, 1 << 28)
-    }
-    fn cuDeviceGetExecAffinitySupport(supported: *mut i32, _kind: u32, of: i32) {
-        driver::device(of)?;
-        put(supported, 0)
-    }
 }

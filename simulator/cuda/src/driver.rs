@@ -1,6 +1,5 @@
-//! `cuInit`: the machine, the GPUs that this process can see, and forks.
+//! The initialised driver: this process's part of the simulated machine, and the GPUs that it can see.
 
-use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
@@ -12,9 +11,6 @@ use tranche_simulator_machine::wire::Request;
 use tranche_simulator_machine::{Access, AttachError, Attachment, DriverRoot};
 
 use crate::code::Code;
-use crate::device::Device;
-use crate::export::{export, get, put};
-use crate::heap::Blocks;
 
 /// The initialised driver of this process.
 #[derive(Debug)]
@@ -22,15 +18,15 @@ pub struct Driver {
     pub shared: &'static Shared,
     /// This process's slot in the page.
     pub slot: usize,
-    /// The GPUs this process can see, by ordinal.
-    pub devices: Vec<Device>,
+    /// The GPUs that this process can see, by ordinal: their indices in the page.
+    pub gpus: Vec<usize>,
     root: DriverRoot,
-    // Its hang-up tells the daemon that this process is gone.
+    // When it closes, the daemon knows that this process has ended.
     _attachment: Attachment,
 }
 
 static DRIVER: OnceLock<Driver> = OnceLock::new();
-/// Set in the child of a fork: CUDA is of no use there, as with the real driver.
+/// Set in the child of a fork, where CUDA does not work, as with the real driver.
 static FORKED: AtomicBool = AtomicBool::new(false);
 
 /// The driver, if this process has initialised it.
@@ -41,28 +37,19 @@ pub fn driver() -> Result<&'static Driver, Code> {
     }
 }
 
-/// The GPU with this ordinal.
-pub fn device(ordinal: i32) -> Result<&'static Device, Code> {
-    let devices = &driver()?.devices;
-    let device = usize::try_from(ordinal).ok().and_then(|o| devices.get(o));
-    let device = device.ok_or(Code::INVALID_DEVICE)?;
-    device.reach()?;
-    Ok(device)
-}
-
-/// Whether the machine's driver does this as a real one.
+/// Whether the machine file has this habit of real drivers on.
 pub fn has(habit: Habit) -> bool {
     driver().is_ok_and(|driver| driver.shared.header.has(habit))
 }
 
-/// Waits until this process has run as far as `mark` on a GPU. A machine that is gone waits for nobody.
+/// Waits until this process's work on a GPU has reached `mark`. Returns at once without an initialised driver.
 pub fn wait(gpu: usize, mark: u64) {
     if let Ok(driver) = driver() {
         let _ = driver.shared.wait(driver.slot, gpu, mark);
     }
 }
 
-/// Whether this process has run as far as `mark` on a GPU.
+/// Whether this process's work on a GPU has reached `mark`.
 pub fn reached(gpu: usize, mark: u64) -> bool {
     driver().map_or(true, |driver| {
         driver
@@ -76,7 +63,8 @@ extern "C" fn after_fork() {
     FORKED.store(true, Ordering::Relaxed);
 }
 
-fn initialise() -> Result<(), Code> {
+/// Initialises the driver for this process, once.
+pub fn initialise() -> Result<(), Code> {
     static ONE: Mutex<()> = Mutex::new(());
     if FORKED.load(Ordering::Relaxed) {
         return Err(Code::NOT_INITIALIZED);
@@ -110,7 +98,7 @@ impl Driver {
         let visible: Vec<usize> = (0..shared.gpus().len())
             .filter(|gpu| {
                 let gpu = &shared.gpus[*gpu];
-                // CUDA sees the partitions of a GPU in MIG mode, and this one has none.
+                // Of a GPU in MIG mode CUDA sees the partitions, and simulated GPUs have none.
                 let is_there = !gpu.is_lost() && !gpu.is_partitioned();
                 is_there && root.has_node(&format!("nvidia{}", gpu.minor))
             })
@@ -122,35 +110,28 @@ impl Driver {
         if chosen.is_empty() {
             return Err(Code::NO_DEVICE);
         }
-        // Without the memory module's node a context cannot be made; the real
-        // driver finds out here.
+        // Without the node of nvidia-uvm no context can be created; the real driver fails here too.
         if !root.has_node("nvidia-uvm") {
             return Err(Code::UNKNOWN);
         }
-        let blocks = Blocks::of(&shared.header);
-        let devices = chosen
-            .into_iter()
-            .zip(0..)
-            .map(|(gpu, ordinal)| Device::new(ordinal, gpu, &shared.gpus[gpu], blocks))
-            .collect();
         Ok(Self {
             shared,
             slot: attachment.slot(),
-            devices,
+            gpus: chosen,
             root,
             _attachment: attachment,
         })
     }
 
-    /// Has the daemon take back what the dead held.
+    /// Has the daemon free the memory of processes that have ended.
     pub fn settle(&self) {
-        // The only failure is that there is no daemon; then it stays taken.
+        // It fails only where no daemon runs; then the memory stays allocated.
         let _ = request(&self.root, Request::Settle);
     }
 }
 
-/// What `CUDA_VISIBLE_DEVICES` leaves of `visible`: indices or UUIDs, whole or
-/// their beginnings, up to the first that is neither.
+/// The GPUs of `visible` that `CUDA_VISIBLE_DEVICES` selects: by index, UUID or the beginning of a UUID, up to the
+/// first entry that is none of these.
 fn choose(list: &str, visible: &[usize], uuid: impl Fn(usize) -> String) -> Vec<usize> {
     let mut chosen = Vec::new();
     for entry in list.split(',').map(str::trim) {
@@ -168,7 +149,7 @@ fn choose(list: &str, visible: &[usize], uuid: impl Fn(usize) -> String) -> Vec<
         };
         match gpu {
             Some(gpu) if !chosen.contains(gpu) => chosen.push(*gpu),
-            // A GPU named twice leaves none, as in the real driver.
+            // As in the real driver, a GPU that is named twice hides all GPUs.
             Some(_) => return Vec::new(),
             None => break,
         }
@@ -176,40 +157,17 @@ fn choose(list: &str, visible: &[usize], uuid: impl Fn(usize) -> String) -> Vec<
     chosen
 }
 
-/// CUDA's version word before cuInit, when the page's is not there yet. `install-root` writes the machine
-/// file's into the library that it installs.
+/// The CUDA version before cuInit, when this process has no page yet. `install-root` writes the machine file's version
+/// into the library that it installs.
 #[unsafe(no_mangle)]
 pub static SIM_CUDA_VERSION: AtomicI32 = AtomicI32::new(12_020);
 
-/// The CUDA version to say and to resolve symbols by.
+/// The driver's CUDA version, 1000 × major + 10 × minor.
 pub fn cuda_version() -> i32 {
     DRIVER.get().map_or_else(
         || SIM_CUDA_VERSION.load(Ordering::Relaxed),
         |driver| driver.shared.header.cuda_version.cast_signed(),
     )
-}
-
-export! {
-    fn cuInit(flags: u32) {
-        if flags != 0 {
-            return Err(Code::INVALID_VALUE);
-        }
-        initialise()
-    }
-    fn cuDriverGetVersion(version: *mut i32) { put(version, cuda_version()) }
-    fn cuDeviceGetCount(count: *mut i32) {
-        put(count, i32::try_from(driver()?.devices.len()).unwrap_or(0))
-    }
-    fn cuDeviceGet(to: *mut i32, ordinal: i32) {
-        device(ordinal)?;
-        put(to, ordinal)
-    }
-    fn cuGetExportTable(table: *mut *const c_void, id: *const [u8; 16]) {
-        // NVIDIA's private interfaces; libcudart's check of them is not imitated.
-        get(id)?;
-        put(table, std::ptr::null())?;
-        Err(Code::NOT_FOUND)
-    }
 }
 
 #[cfg(test)]

@@ -7,6 +7,7 @@ use tranche_simulator_machine::timeline::{Moment, now};
 
 use crate::code::Code;
 use crate::context::current;
+use crate::device::devices;
 use crate::driver::{self, driver};
 use crate::export::{export, put};
 use crate::graph::{Capture, CaptureMark};
@@ -182,9 +183,9 @@ export! {
         let (gpu, mark) = event.due();
         driver::wait(gpu, mark);
         host::wait(event.functions());
-        for device in driver()?.devices.iter().filter(|device| device.gpu == gpu) {
+        for device in devices()?.iter().filter(|device| device.gpu == gpu) {
             pool::synchronized(device);
-            device.reach()?;
+            device.check_present()?;
         }
         Ok(())
     }

@@ -7,8 +7,8 @@ use tranche_simulator_machine::layout::Habit;
 
 use crate::code::Code;
 use crate::context::{Context, current, current_or_none};
-use crate::device::Device;
-use crate::driver::{device, driver, has};
+use crate::device::{Device, device};
+use crate::driver::{driver, has};
 use crate::export::{export, put, put_wanted};
 use crate::heap::{BLOCK, Heap, forget, map_private};
 use crate::object::Object;

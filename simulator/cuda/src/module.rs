@@ -26,6 +26,7 @@ use tranche_simulator_machine::layout::Habit;
 
 use crate::code::Code;
 use crate::context::{Context, current};
+use crate::device::devices;
 use crate::driver::{driver, has};
 use crate::export::{export, get, put, put_wanted};
 use crate::memory;
@@ -508,7 +509,7 @@ fn function_attribute(function: &Function, which: u32) -> Result<i32, Code> {
         4 => 32,
         // PTX and binary version, as 10 × major + minor.
         5 | 6 => {
-            let [major, minor] = driver()?.devices[0].state.compute_capability;
+            let [major, minor] = devices()?[0].state.compute_capability;
             i32::try_from(major * 10 + minor).unwrap_or(0)
         }
         8 => function.dynamic_shared.load(Ordering::Relaxed),

@@ -13,8 +13,8 @@ use tranche_simulator_machine::layout::Habit;
 
 use crate::code::Code;
 use crate::context::current;
-use crate::device::Device;
-use crate::driver::{self, device, driver, has};
+use crate::device::{Device, device};
+use crate::driver::{self, driver, has};
 use crate::export::{export, get, put};
 use crate::graph::Node;
 use crate::graph_memory::GraphMemory;

@@ -206,7 +206,7 @@ pub unsafe fn find(handle: Handle) -> Result<&'static Object<Stream>, Code> {
             driver()?;
             // SAFETY: the caller's contract.
             let stream = unsafe { Object::<Stream>::find(handle)? };
-            stream.context.device.reach()?;
+            stream.context.device.check_present()?;
             Ok(stream)
         }
     }
@@ -242,7 +242,7 @@ export! {
         }
         stream.synchronize();
         pool::synchronized(stream.context.device);
-        stream.context.device.reach()
+        stream.context.device.check_present()
     }
     fn cuStreamQuery, cuStreamQuery_ptsz [stream] (stream: Handle) {
         if find(stream)?.idle() { Ok(()) } else { Err(Code::NOT_READY) }

@@ -14,7 +14,8 @@ use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::mm::{MapFlags, MprotectFlags, ProtFlags};
 
 use crate::code::Code;
-use crate::driver::{device, driver};
+use crate::device::{device, devices};
+use crate::driver::driver;
 use crate::export::{export, get, put};
 use crate::heap::BLOCK;
 use crate::memory;
@@ -402,7 +403,7 @@ export! {
         put(to, copy.into_raw_fd())
     }
     fn cuMemImportFromShareableHandle(to: *mut u64, given: *mut c_void, kind: u32) {
-        let driver = driver()?;
+        driver()?;
         let number = i32::try_from(given as usize).map_err(|_| Code::INVALID_VALUE)?;
         if kind != FILE_DESCRIPTOR || number < 0 || to.is_null() {
             return Err(Code::INVALID_VALUE);
@@ -419,7 +420,7 @@ export! {
         let physical = Physical {
             file,
             bytes,
-            device: driver.devices[0].ordinal,
+            device: devices()?[0].ordinal,
             handle_kinds: FILE_DESCRIPTOR,
             handles: 1,
             mappings: 0,

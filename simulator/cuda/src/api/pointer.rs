@@ -4,8 +4,8 @@ use std::ffi::c_void;
 
 use crate::code::Code;
 use crate::context::Context;
-use crate::device::Device;
-use crate::driver::{device, driver};
+use crate::device::{Device, device};
+use crate::driver::driver;
 use crate::export::{export, get, put};
 use crate::object::{Handle, Object};
 use crate::space::{Region, What, containing, regions};
