@@ -6,6 +6,8 @@ mod callback;
 mod device;
 mod driver;
 mod error;
+mod graph_pool;
 mod occupancy;
 mod pointer;
+mod pool;
 mod procaddress;

@@ -12,7 +12,6 @@ use crate::export::{export, get, put, put_wanted};
 use crate::heap::BLOCK;
 use crate::memory;
 use crate::object::{Handle, Kind, Object};
-use crate::pool;
 use crate::stream::Stream;
 
 /// A context.
@@ -91,6 +90,13 @@ pub fn current() -> Result<&'static Object<Context>, Code> {
     } else {
         Err(Code::CONTEXT_IS_DESTROYED)
     }
+}
+
+/// The id of the calling thread's context, or 0 where it has none that is alive.
+pub fn context_id() -> u64 {
+    current_or_none()
+        .filter(|c| Object::alive(c))
+        .map_or(0, |context| context.id)
 }
 
 impl Context {
@@ -422,14 +428,14 @@ export! {
     fn cuCtxSynchronize() {
         let context = current()?;
         context.synchronize();
-        pool::synchronized(context.device);
+        memory::trim_pools_after_wait(context.device);
         context.device.check_present()
     }
     fn cuCtxSynchronize_v2(context: Handle) {
         driver()?;
         let context = Object::<Context>::find(context)?;
         context.synchronize();
-        pool::synchronized(context.device);
+        memory::trim_pools_after_wait(context.device);
         context.device.check_present()
     }
     fn cuCtxGetLimit(value: *mut usize, which: u32) {

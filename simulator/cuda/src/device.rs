@@ -11,7 +11,6 @@ use crate::driver::driver;
 use crate::graph_pool::GraphBooks;
 use crate::heap::{Blocks, Heap};
 use crate::object::Object;
-use crate::pool::Pool;
 
 /// One GPU of this process.
 #[derive(Debug)]
@@ -22,9 +21,6 @@ pub struct Device {
     pub state: &'static GpuState,
     pub primary: Mutex<Primary>,
     pub heap: Mutex<Heap>,
-    /// The pool that the driver made, and the one in use.
-    pub default_pool: &'static Object<Pool>,
-    pub current_pool: Mutex<&'static Object<Pool>>,
     graph_books: Mutex<GraphBooks>,
 }
 
@@ -51,15 +47,12 @@ pub fn device(ordinal: i32) -> Result<&'static Device, Code> {
 
 impl Device {
     fn new(ordinal: i32, gpu: usize, state: &'static GpuState, blocks: Blocks) -> Self {
-        let default_pool = Pool::create(ordinal, blocks);
         Self {
             ordinal,
             gpu,
             state,
             primary: Mutex::new(Primary::default()),
             heap: Mutex::new(Heap::new(blocks)),
-            default_pool,
-            current_pool: Mutex::new(default_pool),
             graph_books: Mutex::default(),
         }
     }

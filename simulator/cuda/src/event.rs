@@ -12,8 +12,8 @@ use crate::driver::{self, driver};
 use crate::export::{export, put};
 use crate::graph::{Capture, CaptureMark};
 use crate::host;
+use crate::memory;
 use crate::object::{Handle, Kind, Object};
-use crate::pool;
 use crate::stream::{self, Stream};
 
 /// `CU_EVENT_DISABLE_TIMING`
@@ -184,7 +184,7 @@ export! {
         driver::wait(gpu, mark);
         host::wait(event.functions());
         for device in devices()?.iter().filter(|device| device.gpu == gpu) {
-            pool::synchronized(device);
+            memory::trim_pools_after_wait(device);
             device.check_present()?;
         }
         Ok(())

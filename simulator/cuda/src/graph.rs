@@ -5,6 +5,7 @@ use std::ffi::c_void;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use crate::abi::PoolProperties;
 use crate::code::Code;
 use crate::context::current;
 use crate::copy::{BoxMove, Copy3, Move, in_order};
@@ -15,7 +16,6 @@ use crate::host::HostFunction;
 use crate::launch::{self, Launch};
 use crate::module::Function;
 use crate::object::{Handle, Kind, Object, Token};
-use crate::pool;
 use crate::set::Fill;
 use crate::stream::{self, Stream};
 
@@ -289,7 +289,7 @@ unsafe fn kernel_node(parameters: KernelParameters) -> Result<Node, Code> {
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct MemoryParameters {
-    pool: pool::Properties,
+    pool: PoolProperties,
     access: *const c_void,
     access_count: usize,
     bytes: usize,

@@ -61,7 +61,7 @@ impl GraphBooks {
     }
 
     /// Sets a high-water mark back to what is now: 1 or 3.
-    pub fn set_back(&mut self, which: u32) {
+    pub fn reset_high(&mut self, which: u32) {
         if which == 1 {
             self.used_high = self.used;
         } else {

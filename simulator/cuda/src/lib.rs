@@ -16,6 +16,7 @@
 //! `CUDA_ERROR_NOT_SUPPORTED` (`api/absent.rs`).
 #![allow(non_snake_case, reason = "cuda.h spells these names")]
 
+mod abi;
 mod api;
 mod array;
 mod code;
@@ -34,6 +35,7 @@ mod launch;
 mod memory;
 mod module;
 mod object;
+mod ordered;
 mod pool;
 mod procaddress;
 mod set;

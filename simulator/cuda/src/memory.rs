@@ -5,14 +5,15 @@ use std::sync::{MutexGuard, PoisonError};
 
 use tranche_simulator_machine::layout::Habit;
 
+use crate::abi::{Location, ON_DEVICE};
 use crate::code::Code;
-use crate::context::{Context, current, current_or_none};
+use crate::context::{Context, current};
 use crate::device::{Device, device};
 use crate::driver::{driver, has};
 use crate::export::{export, put, put_wanted};
 use crate::heap::{BLOCK, Heap, forget, map_private};
 use crate::object::Object;
-use crate::pool::{self, Location, ON_DEVICE};
+use crate::pool::{self, Pool};
 use crate::space::{Region, Regions, What, containing, regions};
 
 /// Rows of a pitched allocation start at multiples of this.
@@ -43,7 +44,7 @@ pub fn with_room<T>(
 ) -> Result<T, Code> {
     loop {
         match take() {
-            Err(Code::OUT_OF_MEMORY) if pool::trim_all(device) || evict_one(device) => {}
+            Err(Code::OUT_OF_MEMORY) if trim_pools(device) || evict_one(device) => {}
             other => return other,
         }
     }
@@ -52,6 +53,41 @@ pub fn with_room<T>(
 /// Takes `bytes` of a GPU that no address stands for.
 pub fn charge(device: &'static Device, bytes: u64) -> Result<(), Code> {
     with_room(device, || device.charge(bytes))
+}
+
+/// Frees what is due of a pool's pending frees, and all that the stream `own` (its address) has freed.
+pub fn settle(pool: &Pool, own: Option<usize>) {
+    for free in pool.take_due_frees(own) {
+        free_exactly(free.address, free.id);
+    }
+}
+
+/// The pools of a GPU, after their pending frees that are due.
+fn settled_pools(device: &Device) -> Vec<&'static Object<Pool>> {
+    let pools = pool::pools_of(device);
+    for pool in &pools {
+        settle(pool, None);
+    }
+    pools
+}
+
+/// Returns to a GPU all that its pools keep; false if they keep nothing.
+fn trim_pools(device: &Device) -> bool {
+    let trimmed = settled_pools(device)
+        .into_iter()
+        .map(|pool| pool.trim(device, 0));
+    trimmed.sum::<u64>() > 0
+}
+
+/// Returns to a GPU what its pools keep above their release thresholds, now that the program has waited for work of
+/// that GPU.
+pub fn trim_pools_after_wait(device: &Device) {
+    if !has(Habit::FreesWait) {
+        return;
+    }
+    for pool in settled_pools(device) {
+        pool.trim_to_threshold(device);
+    }
 }
 
 fn heap_of(device: &'static Device, what: What) -> MutexGuard<'static, Heap> {
@@ -106,7 +142,7 @@ fn remove(regions: &mut Regions, address: u64) -> Result<(), Code> {
             let device = device(region.device)?;
             let freed = heap_of(device, region.what).release(address, region.bytes, region.touched);
             match region.what {
-                What::Pooled(pool) => pool.gave_back(device, region.bytes, freed),
+                What::Pooled(pool) => pool.record_free(device, region.bytes, freed),
                 _ if freed > 0 => device.release(freed),
                 _ => {}
             }
@@ -144,7 +180,7 @@ pub fn free_all(context: &Context) {
     }
     context.device.release(books.trim());
     drop((books, regions));
-    pool::trim_all(context.device);
+    trim_pools(context.device);
 }
 
 /// What managed memory takes of a GPU: whole blocks.
@@ -411,13 +447,6 @@ fn managed(address: u64, bytes: usize) -> Result<(), Code> {
         }
         _ => Err(Code::INVALID_VALUE),
     }
-}
-
-/// The context to book an allocation to that may come without one.
-pub fn context_id() -> u64 {
-    current_or_none()
-        .filter(|c| Object::alive(c))
-        .map_or(0, |context| context.id)
 }
 
 /// Writes zeros the cheap way where whole pages of device memory become zero.

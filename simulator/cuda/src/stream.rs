@@ -13,8 +13,8 @@ use crate::driver::{self, driver};
 use crate::export::{export, put, put_wanted};
 use crate::graph::Capture;
 use crate::host::{self, HostFunction};
+use crate::memory;
 use crate::object::{Handle, Kind, Object, PER_THREAD, Token};
-use crate::pool;
 
 /// `CU_STREAM_LEGACY`
 const LEGACY: usize = 1;
@@ -241,7 +241,7 @@ export! {
             return Err(Code::STREAM_CAPTURE_UNSUPPORTED);
         }
         stream.synchronize();
-        pool::synchronized(stream.context.device);
+        memory::trim_pools_after_wait(stream.context.device);
         stream.context.device.check_present()
     }
     fn cuStreamQuery, cuStreamQuery_ptsz [stream] (stream: Handle) {

@@ -13,13 +13,13 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::mm::{MapFlags, MprotectFlags, ProtFlags};
 
+use crate::abi::{Location, ON_DEVICE};
 use crate::code::Code;
 use crate::device::{device, devices};
 use crate::driver::driver;
 use crate::export::{export, get, put};
 use crate::heap::BLOCK;
 use crate::memory;
-use crate::pool::{Location, ON_DEVICE};
 use crate::space::{Region, What, regions};
 
 /// cuda.h's `CUmemAllocationProp`.
