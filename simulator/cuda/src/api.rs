@@ -3,6 +3,7 @@
 
 mod absent;
 mod callback;
+mod context;
 mod device;
 mod driver;
 mod error;
@@ -10,4 +11,6 @@ mod graph_pool;
 mod occupancy;
 mod pointer;
 mod pool;
+mod primary;
 mod procaddress;
+mod stream;

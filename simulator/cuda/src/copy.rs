@@ -91,7 +91,7 @@ pub fn in_order(stream: &Stream, work: impl FnOnce() + Send + 'static) {
 unsafe fn now(to: Side, from: Side, bytes: usize) -> Result<(), Code> {
     let context = current()?;
     let copy = Move::new(to, from, bytes)?;
-    let stream = context.null_stream()?;
+    let stream = stream::null(context)?;
     if stream.capturing.load(std::sync::atomic::Ordering::Relaxed) {
         return Err(Code::STREAM_CAPTURE_UNSUPPORTED);
     }
@@ -351,7 +351,7 @@ unsafe fn box_now(copy: &Copy3) -> Result<(), Code> {
     let context = current()?;
     // SAFETY: the caller's contract.
     let moves = unsafe { BoxMove::new(copy)? };
-    context.null_stream()?.synchronize();
+    stream::null(context)?.synchronize();
     if let Some(moves) = moves {
         // SAFETY: as above.
         unsafe { moves.run() };

@@ -6,11 +6,9 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use tranche_simulator_machine::layout::GpuState;
 
 use crate::code::Code;
-use crate::context::{Context, Primary};
 use crate::driver::driver;
 use crate::graph_pool::GraphBooks;
 use crate::heap::{Blocks, Heap};
-use crate::object::Object;
 
 /// One GPU of this process.
 #[derive(Debug)]
@@ -19,7 +17,6 @@ pub struct Device {
     /// Its index in the page.
     pub gpu: usize,
     pub state: &'static GpuState,
-    pub primary: Mutex<Primary>,
     pub heap: Mutex<Heap>,
     graph_books: Mutex<GraphBooks>,
 }
@@ -51,7 +48,6 @@ impl Device {
             ordinal,
             gpu,
             state,
-            primary: Mutex::new(Primary::default()),
             heap: Mutex::new(Heap::new(blocks)),
             graph_books: Mutex::default(),
         }
@@ -98,14 +94,6 @@ impl Device {
         self.graph_books
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// The primary context, if it is active.
-    pub fn primary_context(&self) -> Option<&'static Object<Context>> {
-        self.primary
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .context
     }
 }
 

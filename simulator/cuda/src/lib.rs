@@ -32,6 +32,7 @@ mod graph_pool;
 mod heap;
 mod host;
 mod launch;
+mod lifecycle;
 mod memory;
 mod module;
 mod object;

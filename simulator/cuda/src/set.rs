@@ -97,7 +97,7 @@ fn now(fill: Result<Fill, Code>) -> Result<(), Code> {
     let context = current()?;
     let fill = fill?;
     touch(context, fill.start);
-    context.null_stream()?.synchronize();
+    stream::null(context)?.synchronize();
     fill.run();
     Ok(())
 }

@@ -10,11 +10,9 @@ use tranche_simulator_machine::timeline::now;
 use crate::code::Code;
 use crate::context::{Context, current};
 use crate::driver::{self, driver};
-use crate::export::{export, put, put_wanted};
 use crate::graph::Capture;
 use crate::host::{self, HostFunction};
-use crate::memory;
-use crate::object::{Handle, Kind, Object, PER_THREAD, Token};
+use crate::object::{Handle, Kept, Kind, Object, PER_THREAD, Token};
 
 /// `CU_STREAM_LEGACY`
 const LEGACY: usize = 1;
@@ -29,9 +27,9 @@ pub struct Stream {
     /// Whether it and the null stream wait for each other.
     blocking: bool,
     null: bool,
-    flags: u32,
-    priority: i32,
-    id: u64,
+    pub flags: u32,
+    pub priority: i32,
+    pub id: u64,
     /// The mark of the last work queued in it.
     ready: AtomicU64,
     /// Marks of the last kernels queued.
@@ -51,20 +49,12 @@ impl Kind for Stream {
 }
 
 impl Stream {
-    /// The null stream of a context.
-    pub fn null(context: &'static Object<Context>) -> Self {
-        Self {
-            null: true,
-            ..Self::new(context, 0, 0)
-        }
-    }
-
-    fn new(context: &'static Object<Context>, flags: u32, priority: i32) -> Self {
+    fn new(context: &'static Object<Context>, null: bool, flags: u32, priority: i32) -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         Self {
             context,
             blocking: flags & 1 == 0,
-            null: false,
+            null,
             flags,
             priority: priority.clamp(-5, 0),
             id: NEXT.fetch_add(1, Ordering::Relaxed),
@@ -84,7 +74,7 @@ impl Stream {
         if self.null {
             earliest = earliest.max(self.context.latest_blocking.load(Ordering::Relaxed));
         } else if self.blocking
-            && let Ok(null) = self.context.null_stream()
+            && let Ok(null) = null(self.context)
         {
             earliest = earliest.max(null.ready.load(Ordering::Relaxed));
         }
@@ -189,9 +179,23 @@ fn thread_stream() -> Result<&'static Object<Stream>, Code> {
             *streams
                 .borrow_mut()
                 .entry(context.id)
-                .or_insert_with(|| Object::create(Stream::new(context, 0, 0)))
+                .or_insert_with(|| Object::create(Stream::new(context, false, 0, 0)))
         })
         .map_err(|_| Code::INVALID_CONTEXT)
+}
+
+/// Makes the null stream of a new context.
+pub fn create_null(context: &'static Object<Context>) {
+    context
+        .null_stream
+        .get_or_init(|| Kept(Object::create(Stream::new(context, true, 0, 0)).handle()));
+}
+
+/// The null stream of a context.
+pub fn null(context: &Context) -> Result<&'static Object<Stream>, Code> {
+    let handle = context.null_stream.get().ok_or(Code::INVALID_CONTEXT)?;
+    // SAFETY: a handle that `create_null` made.
+    unsafe { Object::find(handle.0) }
 }
 
 /// The stream behind a handle, special ones included.
@@ -200,7 +204,7 @@ fn thread_stream() -> Result<&'static Object<Stream>, Code> {
 /// As [`Object::find`].
 pub unsafe fn find(handle: Handle) -> Result<&'static Object<Stream>, Code> {
     match handle as usize {
-        0 | LEGACY => current()?.null_stream(),
+        0 | LEGACY => null(current()?),
         PER_THREAD => thread_stream(),
         _ => {
             driver()?;
@@ -212,75 +216,13 @@ pub unsafe fn find(handle: Handle) -> Result<&'static Object<Stream>, Code> {
     }
 }
 
-fn create(flags: u32, priority: i32) -> Result<Handle, Code> {
+/// Creates a stream of the calling thread's context.
+pub fn create(flags: u32, priority: i32) -> Result<Handle, Code> {
     let context = current()?;
     if flags > 1 {
         return Err(Code::INVALID_VALUE);
     }
-    Ok(Object::create(Stream::new(context, flags, priority)).handle())
-}
-
-export! {
-    fn cuStreamCreate(to: *mut Handle, flags: u32) { put(to, create(flags, 0)?) }
-    fn cuStreamCreateWithPriority(to: *mut Handle, flags: u32, priority: i32) {
-        put(to, create(flags, priority)?)
-    }
-    fn cuStreamDestroy(stream: Handle) {
-        driver()?;
-        Object::<Stream>::find(stream)?.destroy();
-        Ok(())
-    }
-    fn cuStreamDestroy_v2(stream: Handle) {
-        driver()?;
-        Object::<Stream>::find(stream)?.destroy();
-        Ok(())
-    }
-    fn cuStreamSynchronize, cuStreamSynchronize_ptsz [stream] (stream: Handle) {
-        let stream = find(stream)?;
-        if stream.capturing.load(Ordering::Relaxed) {
-            return Err(Code::STREAM_CAPTURE_UNSUPPORTED);
-        }
-        stream.synchronize();
-        memory::trim_pools_after_wait(stream.context.device);
-        stream.context.device.check_present()
-    }
-    fn cuStreamQuery, cuStreamQuery_ptsz [stream] (stream: Handle) {
-        if find(stream)?.idle() { Ok(()) } else { Err(Code::NOT_READY) }
-    }
-    fn cuStreamGetPriority, cuStreamGetPriority_ptsz [stream] (stream: Handle, priority: *mut i32) {
-        put(priority, find(stream)?.priority)
-    }
-    fn cuStreamGetFlags, cuStreamGetFlags_ptsz [stream] (stream: Handle, flags: *mut u32) {
-        put(flags, find(stream)?.flags)
-    }
-    fn cuStreamGetId, cuStreamGetId_ptsz [stream] (stream: Handle, id: *mut u64) {
-        put(id, find(stream)?.id)
-    }
-    fn cuStreamGetCtx, cuStreamGetCtx_ptsz [stream] (stream: Handle, to: *mut Handle) {
-        put(to, find(stream)?.context.handle())
-    }
-    fn cuStreamGetCtx_v2, cuStreamGetCtx_v2_ptsz [stream] (stream: Handle, to: *mut Handle, green: *mut Handle) {
-        put(to, find(stream)?.context.handle())?;
-        put_wanted(green, std::ptr::null_mut());
-        Ok(())
-    }
-    fn cuStreamGetDevice, cuStreamGetDevice_ptsz [stream] (stream: Handle, to: *mut i32) {
-        put(to, find(stream)?.context.device.ordinal)
-    }
-    fn cuStreamAttachMemAsync, cuStreamAttachMemAsync_ptsz [stream] (stream: Handle, _address: u64, _bytes: usize, _flags: u32) {
-        find(stream).map(drop)
-    }
-    fn cuStreamCopyAttributes, cuStreamCopyAttributes_ptsz [to] (to: Handle, from: Handle) {
-        find(to)?;
-        find(from).map(drop)
-    }
-    fn cuStreamGetAttribute, cuStreamGetAttribute_ptsz [stream] (stream: Handle, _which: u32, value: *mut [u8; 64]) {
-        find(stream)?;
-        put(value, [0; 64])
-    }
-    fn cuStreamSetAttribute, cuStreamSetAttribute_ptsz [stream] (stream: Handle, _which: u32, _value: *const [u8; 64]) {
-        find(stream).map(drop)
-    }
+    Ok(Object::create(Stream::new(context, false, flags, priority)).handle())
 }
 
 /// Takes the capture out of a stream that captures.

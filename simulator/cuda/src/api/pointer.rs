@@ -1,21 +1,23 @@
-//! What CUDA knows of a pointer.
+//! Attributes of pointers.
 
 use std::ffi::c_void;
 
 use crate::code::Code;
-use crate::context::Context;
-use crate::device::{Device, device};
+use crate::device::device;
 use crate::driver::driver;
 use crate::export::{export, get, put};
+use crate::lifecycle;
 use crate::object::{Handle, Object};
 use crate::space::{Region, What, containing, regions};
 
-/// The context of a region, if it is a GPU's primary one: others keep no list.
+/// The context of a region where that is the GPU's primary context; null for other contexts.
 fn context_of(region: &Region) -> Handle {
-    device(region.device)
+    let primary = device(region.device)
+        .and_then(lifecycle::primary)
         .ok()
-        .and_then(Device::primary_context)
-        .filter(|context: &&'static Object<Context>| context.id == region.context)
+        .and_then(|primary| primary.context);
+    primary
+        .filter(|context| context.id == region.context)
         .map_or(std::ptr::null_mut(), Object::handle)
 }
 
@@ -78,8 +80,7 @@ export! {
         driver()?;
         for index in 0..count as usize {
             let (which, to) = (get(which.wrapping_add(index))?, get(to.wrapping_add(index))?);
-            // Unlike the single question, this one answers zero for what it
-            // does not know.
+            // Unlike cuPointerGetAttribute, this function returns zero for an unknown pointer.
             if attribute(to, which, address).is_err() && !to.is_null() {
                 to.cast::<u8>().write_bytes(0, width(which));
                 if which == 9 {
