@@ -2,15 +2,20 @@
 //! 535, where each function is documented. No file here uses another of them.
 
 mod absent;
+mod array;
 mod callback;
 mod context;
 mod device;
 mod driver;
 mod error;
 mod graph_pool;
+mod host_memory;
+mod managed;
+mod memory;
 mod occupancy;
 mod pointer;
 mod pool;
 mod primary;
 mod procaddress;
 mod stream;
+mod vmm;

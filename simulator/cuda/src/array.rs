@@ -1,14 +1,10 @@
 //! Arrays: device memory with a shape. Textures and surfaces are not simulated.
 //!
-//! An array with deferred mapping has no memory, and none can be mapped to it here: it tells what one
-//! of its shape would take.
+//! An array with deferred mapping has no memory, and none can be mapped to it here. It has the memory requirements of
+//! its shape.
 
 use crate::code::Code;
 use crate::context::current;
-use crate::device::device;
-use crate::driver::driver;
-use crate::export::{export, get, put};
-use crate::heap::BLOCK;
 use crate::memory;
 use crate::object::{Handle, Kept, Kind, Object};
 
@@ -16,31 +12,31 @@ use crate::object::{Handle, Kept, Kind, Object};
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct Shape3 {
-    width: usize,
-    height: usize,
-    depth: usize,
-    format: u32,
-    channels: u32,
-    flags: u32,
+    pub width: usize,
+    pub height: usize,
+    pub depth: usize,
+    pub format: u32,
+    pub channels: u32,
+    pub flags: u32,
 }
 
 /// cuda.h's `CUDA_ARRAY_DESCRIPTOR`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct Shape2 {
-    width: usize,
-    height: usize,
-    format: u32,
-    channels: u32,
+    pub width: usize,
+    pub height: usize,
+    pub format: u32,
+    pub channels: u32,
 }
 
 /// An array.
 #[derive(Debug)]
 pub struct Array {
-    /// 0 where it has no memory.
+    /// 0 for an array without memory.
     address: u64,
     bytes: u64,
-    shape: Shape3,
+    pub shape: Shape3,
     element: u64,
 }
 
@@ -49,7 +45,7 @@ impl Kind for Array {
 }
 
 impl Array {
-    /// Where its memory is.
+    /// The address of its memory.
     pub fn address(&self) -> Result<u64, Code> {
         if self.address == 0 {
             Err(Code::INVALID_VALUE)
@@ -69,7 +65,7 @@ impl Array {
     }
 }
 
-/// Bytes of an element: its format's times its channels.
+/// Bytes of an element of so many channels.
 fn element(format: u32, channels: u32) -> Result<u64, Code> {
     let bytes = match format {
         0x01 | 0x08 => 1,
@@ -97,7 +93,7 @@ pub struct Requirements {
 }
 
 impl Requirements {
-    fn of(bytes: u64) -> Self {
+    pub fn of(bytes: u64) -> Self {
         Self {
             size: usize::try_from(bytes).unwrap_or(usize::MAX),
             alignment: 64 << 10,
@@ -106,7 +102,8 @@ impl Requirements {
     }
 }
 
-fn create(shape: Shape3) -> Result<Handle, Code> {
+/// Creates an array.
+pub fn create(shape: Shape3) -> Result<Handle, Code> {
     let context = current()?;
     let element = element(shape.format, shape.channels)?;
     let bytes = [shape.width, shape.height.max(1), shape.depth.max(1)]
@@ -130,14 +127,15 @@ fn create(shape: Shape3) -> Result<Handle, Code> {
 /// Arrays of halving sizes.
 #[derive(Debug)]
 pub struct Mipmap {
-    levels: Vec<Kept>,
+    pub levels: Vec<Kept>,
 }
 
 impl Kind for Mipmap {
     const TAG: u64 = 0x4d49_5000_0000_0001;
 }
 
-fn destroy(array: Handle) -> Result<(), Code> {
+/// Frees an array.
+pub fn destroy(array: Handle) -> Result<(), Code> {
     // SAFETY: a handle that a caller or `create` gave.
     let array = unsafe { Object::<Array>::find(array)? };
     let address = array.address;
@@ -148,8 +146,8 @@ fn destroy(array: Handle) -> Result<(), Code> {
     memory::free(address)
 }
 
-/// What an array without memory would take.
-fn needed(array: Handle) -> Result<u64, Code> {
+/// Bytes that an array without memory would take.
+pub fn required_bytes(array: Handle) -> Result<u64, Code> {
     // SAFETY: a handle that a caller or `create` gave.
     let array = unsafe { Object::<Array>::find(array)? };
     if array.address == 0 {
@@ -159,7 +157,8 @@ fn needed(array: Handle) -> Result<u64, Code> {
     }
 }
 
-fn create_mipmap(shape: Shape3, levels: u32) -> Result<Handle, Code> {
+/// Creates a mipmapped array.
+pub fn create_mipmap(shape: Shape3, levels: u32) -> Result<Handle, Code> {
     if levels == 0 || levels > 32 {
         return Err(Code::INVALID_VALUE);
     }
@@ -189,68 +188,4 @@ fn create_mipmap(shape: Shape3, levels: u32) -> Result<Handle, Code> {
         }
     }
     Ok(Object::create(Mipmap { levels: made }).handle())
-}
-
-export! {
-    fn cuMipmappedArrayCreate(to: *mut Handle, shape: *const Shape3, levels: u32) {
-        put(to, create_mipmap(get(shape)?, levels)?)
-    }
-    fn cuMipmappedArrayGetLevel(to: *mut Handle, mipmap: Handle, level: u32) {
-        driver()?;
-        let mipmap = Object::<Mipmap>::find(mipmap)?;
-        put(to, mipmap.levels.get(level as usize).ok_or(Code::INVALID_VALUE)?.0)
-    }
-    fn cuMipmappedArrayDestroy(mipmap: Handle) {
-        driver()?;
-        let mipmap = Object::<Mipmap>::find(mipmap)?;
-        for array in &mipmap.levels {
-            destroy(array.0)?;
-        }
-        mipmap.destroy();
-        Ok(())
-    }
-    fn cuArrayGetMemoryRequirements(to: *mut Requirements, array: Handle, of: i32) {
-        device(of)?;
-        put(to, Requirements::of(needed(array)?))
-    }
-    fn cuMipmappedArrayGetMemoryRequirements(to: *mut Requirements, mipmap: Handle, of: i32) {
-        device(of)?;
-        let mipmap = Object::<Mipmap>::find(mipmap)?;
-        // Each level is in blocks of its own.
-        let mut bytes = 0;
-        for level in &mipmap.levels {
-            bytes += needed(level.0)?.next_multiple_of(BLOCK);
-        }
-        put(to, Requirements::of(bytes))
-    }
-    fn cuArrayCreate_v2(to: *mut Handle, shape: *const Shape2) {
-        let shape = get(shape)?;
-        put(to, create(Shape3 {
-            width: shape.width,
-            height: shape.height,
-            depth: 0,
-            format: shape.format,
-            channels: shape.channels,
-            flags: 0,
-        })?)
-    }
-    fn cuArray3DCreate_v2(to: *mut Handle, shape: *const Shape3) { put(to, create(get(shape)?)?) }
-    fn cuArrayDestroy(array: Handle) {
-        driver()?;
-        destroy(array)
-    }
-    fn cuArrayGetDescriptor_v2(to: *mut Shape2, array: Handle) {
-        driver()?;
-        let shape = Object::<Array>::find(array)?.shape;
-        put(to, Shape2 {
-            width: shape.width,
-            height: shape.height,
-            format: shape.format,
-            channels: shape.channels,
-        })
-    }
-    fn cuArray3DGetDescriptor_v2(to: *mut Shape3, array: Handle) {
-        driver()?;
-        put(to, Object::<Array>::find(array)?.shape)
-    }
 }

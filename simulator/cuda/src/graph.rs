@@ -11,12 +11,12 @@ use crate::context::current;
 use crate::copy::{BoxMove, Copy3, Move, in_order};
 use crate::driver::driver;
 use crate::export::{export, get, put, put_wanted};
+use crate::fill::Fill;
 use crate::graph_memory::GraphMemory;
 use crate::host::HostFunction;
 use crate::launch::{self, Launch};
 use crate::module::Function;
 use crate::object::{Handle, Kind, Object, Token};
-use crate::set::Fill;
 use crate::stream::{self, Stream};
 
 /// Work in a graph.

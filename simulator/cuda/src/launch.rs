@@ -7,7 +7,7 @@ use crate::context::Context;
 use crate::driver::driver;
 use crate::export::{export, get};
 use crate::graph::Node;
-use crate::memory;
+use crate::managed;
 use crate::module::Function;
 use crate::object::{self, Handle, Object};
 use crate::stream::{self, Stream};
@@ -59,7 +59,7 @@ impl Launch {
         }
         context.grow_local(self.function.local)?;
         if self.function.touches_managed {
-            memory::touch_all(context);
+            managed::touch_all(context);
         }
         stream.run(self.nanos)
     }

@@ -1,23 +1,18 @@
-//! Allocation and freeing: device, managed and host memory.
+//! Allocation and freeing of memory of all kinds.
 
-use std::ffi::c_void;
 use std::sync::{MutexGuard, PoisonError};
 
 use tranche_simulator_machine::layout::Habit;
 
-use crate::abi::{Location, ON_DEVICE};
 use crate::code::Code;
-use crate::context::{Context, current};
+use crate::context::Context;
 use crate::device::{Device, device};
-use crate::driver::{driver, has};
-use crate::export::{export, put, put_wanted};
+use crate::driver::has;
 use crate::heap::{BLOCK, Heap, forget, map_private};
 use crate::object::Object;
 use crate::pool::{self, Pool};
-use crate::space::{Region, Regions, What, containing, regions};
+use crate::space::{Region, Regions, What, regions};
 
-/// Rows of a pitched allocation start at multiples of this.
-const PITCH: u64 = 512;
 const PAGE: u64 = 4096;
 
 /// Allocates memory of the context's GPU.
@@ -36,8 +31,8 @@ pub fn place(ordinal: i32, what: What, context: u64, bytes: u64) -> Result<u64, 
     Ok(address)
 }
 
-/// Calls `take` again as long as it finds no memory and there is some to be had: what the pools keep for
-/// later, and managed memory, which the host can have.
+/// Calls `take` again as long as it finds no memory and some can be made free: what pools keep, and managed memory, which
+/// can move to the host.
 pub fn with_room<T>(
     device: &'static Device,
     take: impl Fn() -> Result<T, Code>,
@@ -50,7 +45,7 @@ pub fn with_room<T>(
     }
 }
 
-/// Takes `bytes` of a GPU that no address stands for.
+/// Charges `bytes` of a GPU's memory that has no address in its heap.
 pub fn charge(device: &'static Device, bytes: u64) -> Result<(), Code> {
     with_room(device, || device.charge(bytes))
 }
@@ -101,27 +96,27 @@ fn take(device: &'static Device, what: What, bytes: u64) -> Result<u64, Code> {
     let total = device.state.memory_total;
     heap_of(device, what).allocate(bytes, total, |charge| match what {
         What::Pooled(pool) => pool.charge(device, charge),
-        // The graph pool takes it, when the graph is launched.
+        // The graph pool charges it when the graph is launched.
         What::Graph => Ok(()),
         _ => device.charge(charge),
     })
 }
 
-/// Frees what `address` begins, whatever kind of allocation it is.
+/// Frees the allocation of device or managed memory that begins at `address`.
 pub fn free(address: u64) -> Result<(), Code> {
     let mut regions = regions();
     let region = regions.get(&address).ok_or(Code::INVALID_VALUE)?;
     match region.what {
         _ if region.freed => return Err(Code::INVALID_VALUE),
         What::Mapped | What::Host | What::Registered => return Err(Code::INVALID_VALUE),
-        // It is the graph's, which would need it again at this address.
+        // It belongs to the graph, whose next launch needs it at this address.
         What::Graph => return Ok(()),
         What::Device | What::Pooled(_) | What::Managed => {}
     }
     remove(&mut regions, address)
 }
 
-/// Frees the allocation `id` at `address`, if it is still there: it may have gone with its context.
+/// Frees the allocation `id` at `address`, if it is still there: it may have been freed with its context.
 pub fn free_exactly(address: u64, id: u64) {
     let mut regions = regions();
     if regions.get(&address).is_some_and(|region| region.id == id) {
@@ -129,13 +124,13 @@ pub fn free_exactly(address: u64, id: u64) {
     }
 }
 
-/// The number of the allocation at `address`, which no other has or will have.
+/// The id of the allocation at `address`; 0 if there is none.
 pub fn id_of(address: u64) -> u64 {
     regions().get(&address).map_or(0, |region| region.id)
 }
 
-/// Removes a region and gives back what it took.
-fn remove(regions: &mut Regions, address: u64) -> Result<(), Code> {
+/// Removes a region and returns its memory.
+pub fn remove(regions: &mut Regions, address: u64) -> Result<(), Code> {
     let region = regions.remove(&address).ok_or(Code::INVALID_VALUE)?;
     match region.what {
         What::Device | What::Pooled(_) => {
@@ -153,7 +148,7 @@ fn remove(regions: &mut Regions, address: u64) -> Result<(), Code> {
         }
         What::Managed => {
             if region.resident {
-                leave(device(region.device)?, region.bytes);
+                free_resident(device(region.device)?, region.bytes);
             }
             unmap(address, region.bytes);
         }
@@ -163,7 +158,7 @@ fn remove(regions: &mut Regions, address: u64) -> Result<(), Code> {
     Ok(())
 }
 
-/// Frees what a context that ends still has.
+/// Frees all that a context which ends still has.
 pub fn free_all(context: &Context) {
     let mut regions = regions();
     let left: Vec<u64> = regions
@@ -183,18 +178,18 @@ pub fn free_all(context: &Context) {
     trim_pools(context.device);
 }
 
-/// What managed memory takes of a GPU: whole blocks.
-fn resident_bytes(bytes: u64) -> u64 {
+/// Bytes that managed memory takes of a GPU: whole blocks.
+pub fn resident_bytes(bytes: u64) -> u64 {
     bytes.next_multiple_of(BLOCK)
 }
 
-/// Takes a managed allocation's memory from the GPU.
-fn leave(device: &Device, bytes: u64) {
+/// Returns the GPU memory of a managed allocation.
+pub fn free_resident(device: &Device, bytes: u64) {
     device.note_managed(resident_bytes(bytes), false);
     device.release(resident_bytes(bytes));
 }
 
-/// Moves a managed allocation of the GPU to the host; false if there is none.
+/// Moves one managed allocation from the GPU to the host; false if none is on the GPU.
 fn evict_one(device: &Device) -> bool {
     let mut regions = regions();
     let resident = regions
@@ -204,81 +199,19 @@ fn evict_one(device: &Device) -> bool {
         return false;
     };
     region.resident = false;
-    leave(device, region.bytes);
+    free_resident(device, region.bytes);
     true
-}
-
-/// Moves the managed allocation at `address` to the GPU, where the driver has that habit. A GPU without
-/// room reads it from the host.
-fn occupy(device: &'static Device, address: u64) {
-    if !has(Habit::ManagedMemoryOccupies) {
-        return;
-    }
-    let Some(bytes) = regions()
-        .get(&address)
-        .filter(|region| !region.resident && matches!(region.what, What::Managed))
-        .map(|region| region.bytes)
-    else {
-        return;
-    };
-    let bytes_taken = resident_bytes(bytes);
-    if charge(device, bytes_taken).is_err() {
-        return;
-    }
-    match regions().get_mut(&address) {
-        Some(region) if !region.resident && region.bytes == bytes => {
-            region.resident = true;
-            region.device = device.ordinal;
-            device.note_managed(bytes_taken, true);
-        }
-        // Another thread was first, or freed it.
-        _ => device.release(bytes_taken),
-    }
-}
-
-/// Notes that the GPU of `context` uses the allocation that `address` is in.
-pub fn touch(context: &Context, address: u64) {
-    let start = containing(&mut regions(), address).map(|(start, _)| start);
-    if let Some(start) = start {
-        occupy(context.device, start);
-    }
-}
-
-/// Notes that the GPU of `context` uses all its managed memory.
-pub fn touch_all(context: &Context) {
-    let managed: Vec<u64> = regions()
-        .iter()
-        .filter(|(_, region)| region.context == context.id && matches!(region.what, What::Managed))
-        .map(|(address, _)| *address)
-        .collect();
-    for address in managed {
-        occupy(context.device, address);
-    }
-}
-
-/// Moves managed memory to where a prefetch wants it: a GPU, or the host.
-fn prefetch(address: u64, bytes: usize, to: Option<i32>) -> Result<(), Code> {
-    managed(address, bytes)?;
-    let start = containing(&mut regions(), address).map_or(address, |(start, _)| start);
-    if let Some(ordinal) = to {
-        occupy(device(ordinal)?, start);
-    } else if let Some(region) = regions().get_mut(&start)
-        && std::mem::take(&mut region.resident)
-    {
-        leave(device(region.device)?, region.bytes);
-    }
-    Ok(())
 }
 
 fn unmap(address: u64, bytes: u64) {
     let length = usize::try_from(bytes.next_multiple_of(PAGE)).unwrap_or(0);
-    // SAFETY: `address` and the length are those of `host_pages`; its region is
-    // gone from the table, so nobody else unmaps it.
+    // SAFETY: `address` and the length are those of `map_host`. The region is no longer in the table, so nobody else
+    // unmaps it.
     let _ = unsafe { rustix::mm::munmap(address as *mut _, length) };
 }
 
-/// Pages that the program itself will touch.
-fn host_pages(bytes: u64) -> Result<u64, Code> {
+/// Maps host memory for the program: whole pages.
+pub fn map_host(bytes: u64) -> Result<u64, Code> {
     if bytes == 0 {
         return Err(Code::INVALID_VALUE);
     }
@@ -289,167 +222,7 @@ fn host_pages(bytes: u64) -> Result<u64, Code> {
     )
 }
 
-fn host(bytes: usize) -> Result<u64, Code> {
-    let context = current()?;
-    let address = host_pages(bytes as u64)?;
-    let region = Region::new(bytes as u64, What::Host, context.device.ordinal, context.id);
-    regions().insert(address, region);
-    Ok(address)
-}
-
-fn register(address: u64, bytes: usize) -> Result<(), Code> {
-    let context = current()?;
-    if address == 0 || bytes == 0 {
-        return Err(Code::INVALID_VALUE);
-    }
-    let mut regions = regions();
-    if containing(&mut regions, address).is_some() {
-        return Err(Code::HOST_MEMORY_ALREADY_REGISTERED);
-    }
-    let region = Region::new(
-        bytes as u64,
-        What::Registered,
-        context.device.ordinal,
-        context.id,
-    );
-    regions.insert(address, region);
-    Ok(())
-}
-
-export! {
-    fn cuMemAlloc_v2(to: *mut u64, bytes: usize) {
-        let context = current()?;
-        if to.is_null() {
-            return Err(Code::INVALID_VALUE);
-        }
-        put(to, allocate(context, bytes as u64)?)
-    }
-    fn cuMemFree_v2(address: u64) {
-        let context = current()?;
-        if address == 0 {
-            return Ok(());
-        }
-        if has(Habit::FreesWait) {
-            context.synchronize();
-        }
-        free(address)
-    }
-    fn cuMemAllocPitch_v2(to: *mut u64, pitch: *mut usize, width: usize, height: usize, element: u32) {
-        let context = current()?;
-        if to.is_null() || pitch.is_null() || width == 0 || height == 0 || !matches!(element, 4 | 8 | 16) {
-            return Err(Code::INVALID_VALUE);
-        }
-        let row = (width as u64).checked_next_multiple_of(PITCH).ok_or(Code::OUT_OF_MEMORY)?;
-        let bytes = row.checked_mul(height as u64).ok_or(Code::OUT_OF_MEMORY)?;
-        put(to, allocate(context, bytes)?)?;
-        put(pitch, usize::try_from(row).unwrap_or(usize::MAX))
-    }
-    fn cuMemAllocManaged(to: *mut u64, bytes: usize, flags: u32) {
-        let context = current()?;
-        if to.is_null() || !matches!(flags, 1 | 2) {
-            return Err(Code::INVALID_VALUE);
-        }
-        // Managed memory migrates: no GPU has it until it touches it.
-        let address = host_pages(bytes as u64)?;
-        let region = Region::new(bytes as u64, What::Managed, context.device.ordinal, context.id);
-        regions().insert(address, region);
-        put(to, address)
-    }
-    fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) {
-        let gpu = current()?.device.state;
-        put_wanted(free, usize::try_from(gpu.free()).unwrap_or(usize::MAX));
-        put_wanted(total, usize::try_from(gpu.usable()).unwrap_or(usize::MAX));
-        Ok(())
-    }
-    fn cuMemAllocHost_v2(to: *mut *mut c_void, bytes: usize) {
-        put(to, host(bytes)? as *mut c_void)
-    }
-    fn cuMemHostAlloc(to: *mut *mut c_void, bytes: usize, flags: u32) {
-        if flags > 7 {
-            return Err(Code::INVALID_VALUE);
-        }
-        put(to, host(bytes)? as *mut c_void)
-    }
-    fn cuMemFreeHost(address: *mut c_void) {
-        driver()?;
-        let mut regions = regions();
-        match regions.get(&(address as u64)) {
-            Some(Region { what: What::Host, .. }) => remove(&mut regions, address as u64),
-            _ => Err(Code::INVALID_VALUE),
-        }
-    }
-    fn cuMemHostGetDevicePointer_v2(to: *mut u64, address: *mut c_void, _flags: u32) {
-        driver()?;
-        let mut regions = regions();
-        match containing(&mut regions, address as u64) {
-            Some((_, Region { what: What::Host | What::Registered | What::Managed, .. })) => put(to, address as u64),
-            _ => Err(Code::INVALID_VALUE),
-        }
-    }
-    fn cuMemHostGetFlags(flags: *mut u32, address: *mut c_void) {
-        driver()?;
-        let mut regions = regions();
-        match containing(&mut regions, address as u64) {
-            Some((_, Region { what: What::Host | What::Registered, .. })) => put(flags, 2),
-            _ => Err(Code::INVALID_VALUE),
-        }
-    }
-    fn cuMemHostRegister(address: *mut c_void, bytes: usize, _flags: u32) {
-        register(address as u64, bytes)
-    }
-    fn cuMemHostRegister_v2(address: *mut c_void, bytes: usize, _flags: u32) {
-        register(address as u64, bytes)
-    }
-    fn cuMemHostUnregister(address: *mut c_void) {
-        driver()?;
-        let mut regions = regions();
-        match regions.get(&(address as u64)) {
-            Some(Region { what: What::Registered, .. }) => remove(&mut regions, address as u64),
-            _ => Err(Code::HOST_MEMORY_NOT_REGISTERED),
-        }
-    }
-    fn cuMemGetAddressRange_v2(start: *mut u64, bytes: *mut usize, address: u64) {
-        current()?;
-        let mut regions = regions();
-        let (base, region) = containing(&mut regions, address).ok_or(Code::NOT_FOUND)?;
-        put_wanted(start, base);
-        put_wanted(bytes, usize::try_from(region.bytes).unwrap_or(usize::MAX));
-        Ok(())
-    }
-    fn cuMemPrefetchAsync, cuMemPrefetchAsync_ptsz [stream] (address: u64, bytes: usize, to: i32, stream: crate::object::Handle) {
-        crate::stream::find(stream)?;
-        // CU_DEVICE_CPU is -1.
-        prefetch(address, bytes, (to != -1).then_some(to))
-    }
-    fn cuMemPrefetchAsync_v2, cuMemPrefetchAsync_v2_ptsz [stream] (address: u64, bytes: usize, to: Location, _flags: u32, stream: crate::object::Handle) {
-        crate::stream::find(stream)?;
-        prefetch(address, bytes, (to.kind == ON_DEVICE).then_some(to.id))
-    }
-    fn cuMemAdvise_v2(address: u64, bytes: usize, _advice: u32, _location: Location) {
-        driver()?;
-        managed(address, bytes)
-    }
-    fn cuMemAdvise(address: u64, bytes: usize, _advice: u32, _device: i32) {
-        driver()?;
-        managed(address, bytes)
-    }
-}
-
-/// Checks that a range is managed memory.
-fn managed(address: u64, bytes: usize) -> Result<(), Code> {
-    let mut regions = regions();
-    match containing(&mut regions, address) {
-        Some((start, region))
-            if matches!(region.what, What::Managed)
-                && address - start + bytes as u64 <= region.bytes =>
-        {
-            Ok(())
-        }
-        _ => Err(Code::INVALID_VALUE),
-    }
-}
-
-/// Writes zeros the cheap way where whole pages of device memory become zero.
+/// Writes zeros. Whole pages are returned to the host, which makes them zero at less cost.
 pub fn zero(address: u64, bytes: u64) {
     let start = address.next_multiple_of(PAGE);
     let end = (address + bytes) & !(PAGE - 1);

@@ -1,12 +1,11 @@
 //! Virtual memory management: physical allocations, reserved addresses, mappings.
 //!
-//! A physical allocation is an anonymous file, so that several mappings of it, in
-//! several processes too, see the same bytes. It belongs to the GPU's books until
-//! its handle is released and its last mapping is gone.
+//! A physical allocation is an anonymous file, so that all its mappings, those of other processes too, have the same
+//! bytes. It is charged to the GPU until its handles are released and its last mapping is removed.
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
-use std::os::fd::{BorrowedFd, IntoRawFd as _, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -16,8 +15,6 @@ use rustix::mm::{MapFlags, MprotectFlags, ProtFlags};
 use crate::abi::{Location, ON_DEVICE};
 use crate::code::Code;
 use crate::device::{device, devices};
-use crate::driver::driver;
-use crate::export::{export, get, put};
 use crate::heap::BLOCK;
 use crate::memory;
 use crate::space::{Region, What, regions};
@@ -28,7 +25,7 @@ use crate::space::{Region, What, regions};
 pub struct Properties {
     kind: u32,
     handle_kinds: u32,
-    location: Location,
+    pub location: Location,
     windows: *mut c_void,
     compression: u8,
     rdma: u8,
@@ -40,13 +37,14 @@ pub struct Properties {
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct Access {
-    location: Location,
-    flags: u32,
+    pub location: Location,
+    pub flags: u32,
 }
 
-/// `CU_MEM_ALLOCATION_TYPE_PINNED` and `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`.
+/// `CU_MEM_ALLOCATION_TYPE_PINNED`
 const PINNED: u32 = 1;
-const FILE_DESCRIPTOR: u32 = 1;
+/// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`
+pub const FILE_DESCRIPTOR: u32 = 1;
 
 /// A physical allocation.
 struct Physical {
@@ -57,8 +55,8 @@ struct Physical {
     /// Handles not yet released, and mappings.
     handles: u32,
     mappings: u32,
-    /// Whether this process's books carry it; an imported one is its exporter's.
-    ours: bool,
+    /// Whether it is charged to this process. An imported one is charged to its exporter.
+    is_charged: bool,
 }
 
 /// A mapping of a physical allocation.
@@ -86,7 +84,7 @@ fn vmm() -> MutexGuard<'static, Vmm> {
 
 fn next_handle() -> u64 {
     static NEXT: AtomicU64 = AtomicU64::new(1);
-    // Not small: 0 is no handle, and small numbers hide mistakes.
+    // 0 is no handle; small numbers would hide programs' mistakes.
     NEXT.fetch_add(1, Ordering::Relaxed) << 12
 }
 
@@ -94,7 +92,8 @@ fn whole_blocks(bytes: u64) -> bool {
     bytes != 0 && bytes.is_multiple_of(BLOCK)
 }
 
-fn create(bytes: usize, properties: Properties) -> Result<u64, Code> {
+/// Creates a physical allocation; its handle.
+pub fn create(bytes: usize, properties: Properties) -> Result<u64, Code> {
     let bytes = bytes as u64;
     if properties.kind != PINNED || properties.location.kind != ON_DEVICE || !whole_blocks(bytes) {
         return Err(Code::INVALID_VALUE);
@@ -118,22 +117,37 @@ fn create(bytes: usize, properties: Properties) -> Result<u64, Code> {
         handle_kinds: properties.handle_kinds,
         handles: 1,
         mappings: 0,
-        ours: true,
+        is_charged: true,
     };
     vmm().physical.insert(handle, physical);
     Ok(handle)
 }
 
 impl Vmm {
-    /// Drops an allocation that nothing refers to any more.
-    fn settle(&mut self, handle: u64) {
+    fn get(&mut self, handle: u64) -> Result<&mut Physical, Code> {
+        self.physical.get_mut(&handle).ok_or(Code::INVALID_VALUE)
+    }
+
+    /// The mapping that `address` is in.
+    fn mapping(&self, address: u64) -> Result<&Mapping, Code> {
+        let before = self.mappings.range(..=address).next_back();
+        let (start, mapping) = before.ok_or(Code::INVALID_VALUE)?;
+        if address - start < mapping.bytes {
+            Ok(mapping)
+        } else {
+            Err(Code::INVALID_VALUE)
+        }
+    }
+
+    /// Frees an allocation that nothing refers to any more.
+    fn free_unused(&mut self, handle: u64) {
         let gone = self
             .physical
             .get(&handle)
             .is_some_and(|p| p.handles == 0 && p.mappings == 0);
         if gone
             && let Some(physical) = self.physical.remove(&handle)
-            && physical.ours
+            && physical.is_charged
             && let Ok(device) = device(physical.device)
         {
             device.release(physical.bytes);
@@ -147,10 +161,9 @@ impl Vmm {
     }
 }
 
-/// Maps addresses again as reserved ones: nothing there.
+/// Replaces what is mapped at reserved addresses by a mapping without access.
 fn vacate(address: u64, bytes: u64) -> Result<(), Code> {
-    // SAFETY: the stretch is in a reservation of ours; whatever was mapped there
-    // is what the caller gives up.
+    // SAFETY: the stretch is in a reservation of ours, and the caller no longer uses what is mapped there.
     unsafe {
         rustix::mm::mmap_anonymous(
             address as *mut _,
@@ -163,7 +176,8 @@ fn vacate(address: u64, bytes: u64) -> Result<(), Code> {
     .map_err(|_| Code::UNKNOWN)
 }
 
-fn reserve(bytes: usize, alignment: usize) -> Result<u64, Code> {
+/// Reserves addresses; the first of them.
+pub fn reserve(bytes: usize, alignment: usize) -> Result<u64, Code> {
     let alignment = (alignment as u64).max(BLOCK);
     let bytes = bytes as u64;
     if !whole_blocks(bytes) || !alignment.is_power_of_two() {
@@ -186,7 +200,7 @@ fn reserve(bytes: usize, alignment: usize) -> Result<u64, Code> {
         (aligned + bytes, start + room - aligned - bytes),
     ] {
         if length > 0 {
-            // SAFETY: the ends of the mapping just made, which nobody knows.
+            // SAFETY: the two ends of the new mapping, which nobody else knows.
             let _ =
                 unsafe { rustix::mm::munmap(from as *mut _, usize::try_from(length).unwrap_or(0)) };
         }
@@ -195,7 +209,8 @@ fn reserve(bytes: usize, alignment: usize) -> Result<u64, Code> {
     Ok(aligned)
 }
 
-fn map(address: u64, bytes: u64, offset: usize, handle: u64) -> Result<(), Code> {
+/// Maps a physical allocation at reserved addresses.
+pub fn map(address: u64, bytes: u64, offset: usize, handle: u64) -> Result<(), Code> {
     if offset != 0 || !whole_blocks(bytes) || !address.is_multiple_of(BLOCK) {
         return Err(Code::INVALID_VALUE);
     }
@@ -205,12 +220,12 @@ fn map(address: u64, bytes: u64, offset: usize, handle: u64) -> Result<(), Code>
     if taken.is_some_and(|(start, mapping)| start + mapping.bytes > address) {
         return Err(Code::INVALID_VALUE);
     }
-    let physical = vmm.physical.get_mut(&handle).ok_or(Code::INVALID_VALUE)?;
+    let physical = vmm.get(handle)?;
     if bytes > physical.bytes {
         return Err(Code::INVALID_VALUE);
     }
-    // SAFETY: the stretch is reserved for this and free, both checked; the file
-    // is as long. No access until it is given.
+    // SAFETY: the stretch is reserved and free, and the file is as long, all checked above. There is no access before
+    // `set_access`.
     unsafe {
         rustix::mm::mmap(
             address as *mut _,
@@ -237,14 +252,15 @@ fn map(address: u64, bytes: u64, offset: usize, handle: u64) -> Result<(), Code>
     Ok(())
 }
 
-fn unmap(address: u64, bytes: u64) -> Result<(), Code> {
+/// Removes the mappings of a range.
+pub fn unmap(address: u64, bytes: u64) -> Result<(), Code> {
     let mut vmm = vmm();
     let inside: Vec<(u64, u64)> = vmm
         .mappings
         .range(address..address.saturating_add(bytes))
         .map(|(start, mapping)| (*start, mapping.bytes))
         .collect();
-    // Whole mappings, and nothing but mappings.
+    // The range must consist of whole mappings.
     if inside.is_empty() || inside.iter().map(|(_, length)| length).sum::<u64>() != bytes {
         return Err(Code::INVALID_VALUE);
     }
@@ -255,13 +271,14 @@ fn unmap(address: u64, bytes: u64) -> Result<(), Code> {
             if let Some(physical) = vmm.physical.get_mut(&mapping.handle) {
                 physical.mappings -= 1;
             }
-            vmm.settle(mapping.handle);
+            vmm.free_unused(mapping.handle);
         }
     }
     Ok(())
 }
 
-fn give_access(address: u64, bytes: u64, flags: u32) -> Result<(), Code> {
+/// Sets the access to the mappings of a range: `CU_MEM_ACCESS_FLAGS_*`.
+pub fn set_access(address: u64, bytes: u64, flags: u32) -> Result<(), Code> {
     let protection = match flags {
         0 => MprotectFlags::empty(),
         1 => MprotectFlags::READ,
@@ -293,140 +310,94 @@ fn give_access(address: u64, bytes: u64, flags: u32) -> Result<(), Code> {
     }
 }
 
-export! {
-    fn cuMemGetAllocationGranularity(bytes: *mut usize, properties: *const Properties, _option: u32) {
-        driver()?;
-        device(get(properties)?.location.id)?;
-        put(bytes, usize::try_from(BLOCK).unwrap_or(0))
+/// The access to the mapping that `address` is in: `CU_MEM_ACCESS_FLAGS_*`.
+pub fn access(address: u64) -> Result<u32, Code> {
+    Ok(vmm().mapping(address)?.flags)
+}
+
+/// Ends one handle of a physical allocation.
+pub fn release(handle: u64) -> Result<(), Code> {
+    let mut vmm = vmm();
+    let physical = vmm.get(handle)?;
+    physical.handles = physical.handles.checked_sub(1).ok_or(Code::INVALID_VALUE)?;
+    vmm.free_unused(handle);
+    Ok(())
+}
+
+/// Another handle of the physical allocation that is mapped at `address`.
+pub fn retain(address: u64) -> Result<u64, Code> {
+    let mut vmm = vmm();
+    let handle = vmm.mapping(address)?.handle;
+    vmm.get(handle)?.handles += 1;
+    Ok(handle)
+}
+
+/// Ends a reservation in which nothing is mapped.
+pub fn free_reserved(address: u64, bytes: usize) -> Result<(), Code> {
+    let mut vmm = vmm();
+    let length = bytes as u64;
+    if vmm.reserved.get(&address) != Some(&length)
+        || vmm
+            .mappings
+            .range(address..address + length)
+            .next()
+            .is_some()
+    {
+        return Err(Code::INVALID_VALUE);
     }
-    fn cuMemCreate(to: *mut u64, bytes: usize, properties: *const Properties, flags: u64) {
-        driver()?;
-        if flags != 0 || to.is_null() {
-            return Err(Code::INVALID_VALUE);
-        }
-        put(to, create(bytes, get(properties)?)?)
+    vmm.reserved.remove(&address);
+    // SAFETY: the reservation is ours and nothing is mapped in it.
+    unsafe { rustix::mm::munmap(address as *mut _, bytes) }.map_err(|_| Code::UNKNOWN)
+}
+
+/// The properties with which a physical allocation was created.
+pub fn properties(handle: u64) -> Result<Properties, Code> {
+    let mut vmm = vmm();
+    let physical = vmm.get(handle)?;
+    Ok(Properties {
+        kind: PINNED,
+        handle_kinds: physical.handle_kinds,
+        location: Location {
+            kind: ON_DEVICE,
+            id: physical.device,
+        },
+        windows: std::ptr::null_mut(),
+        compression: 0,
+        rdma: 0,
+        usage: 0,
+        reserved: [0; 4],
+    })
+}
+
+/// A file descriptor of a physical allocation, for another process.
+pub fn export_file(handle: u64) -> Result<OwnedFd, Code> {
+    let mut vmm = vmm();
+    let physical = vmm.get(handle)?;
+    if physical.handle_kinds & FILE_DESCRIPTOR == 0 {
+        return Err(Code::INVALID_VALUE);
     }
-    fn cuMemRelease(handle: u64) {
-        driver()?;
-        let mut vmm = vmm();
-        let physical = vmm.physical.get_mut(&handle).ok_or(Code::INVALID_VALUE)?;
-        physical.handles = physical.handles.checked_sub(1).ok_or(Code::INVALID_VALUE)?;
-        vmm.settle(handle);
-        Ok(())
+    physical.file.try_clone().map_err(|_| Code::OUT_OF_MEMORY)
+}
+
+/// A handle of the physical allocation behind another process's file descriptor.
+pub fn import_file(file: OwnedFd) -> Result<u64, Code> {
+    let length = rustix::fs::fstat(&file)
+        .map_err(|_| Code::INVALID_VALUE)?
+        .st_size;
+    let bytes = u64::try_from(length).unwrap_or(0);
+    if !whole_blocks(bytes) {
+        return Err(Code::INVALID_VALUE);
     }
-    fn cuMemAddressReserve(to: *mut u64, bytes: usize, alignment: usize, _address: u64, flags: u64) {
-        driver()?;
-        if flags != 0 || to.is_null() {
-            return Err(Code::INVALID_VALUE);
-        }
-        put(to, reserve(bytes, alignment)?)
-    }
-    fn cuMemAddressFree(address: u64, bytes: usize) {
-        driver()?;
-        let mut vmm = vmm();
-        if vmm.reserved.get(&address) != Some(&(bytes as u64))
-            || vmm.mappings.range(address..address + bytes as u64).next().is_some()
-        {
-            return Err(Code::INVALID_VALUE);
-        }
-        vmm.reserved.remove(&address);
-        // The reservation is ours and nothing is mapped in it.
-        rustix::mm::munmap(address as *mut _, bytes).map_err(|_| Code::UNKNOWN)
-    }
-    fn cuMemMap(address: u64, bytes: usize, offset: usize, handle: u64, flags: u64) {
-        driver()?;
-        if flags != 0 {
-            return Err(Code::INVALID_VALUE);
-        }
-        map(address, bytes as u64, offset, handle)
-    }
-    fn cuMemUnmap(address: u64, bytes: usize) {
-        driver()?;
-        unmap(address, bytes as u64)
-    }
-    fn cuMemSetAccess(address: u64, bytes: usize, list: *const Access, count: usize) {
-        driver()?;
-        for index in 0..count {
-            let access = get(list.wrapping_add(index))?;
-            if access.location.kind != ON_DEVICE {
-                return Err(Code::INVALID_VALUE);
-            }
-            device(access.location.id)?;
-            give_access(address, bytes as u64, access.flags)?;
-        }
-        Ok(())
-    }
-    fn cuMemGetAccess(flags: *mut u64, _location: *const Location, address: u64) {
-        driver()?;
-        let vmm = vmm();
-        let (start, mapping) = vmm.mappings.range(..=address).next_back().ok_or(Code::INVALID_VALUE)?;
-        if address - start >= mapping.bytes {
-            return Err(Code::INVALID_VALUE);
-        }
-        put(flags, u64::from(mapping.flags))
-    }
-    fn cuMemGetAllocationPropertiesFromHandle(to: *mut Properties, handle: u64) {
-        driver()?;
-        let vmm = vmm();
-        let physical = vmm.physical.get(&handle).ok_or(Code::INVALID_VALUE)?;
-        put(to, Properties {
-            kind: PINNED,
-            handle_kinds: physical.handle_kinds,
-            location: Location { kind: ON_DEVICE, id: physical.device },
-            windows: std::ptr::null_mut(),
-            compression: 0,
-            rdma: 0,
-            usage: 0,
-            reserved: [0; 4],
-        })
-    }
-    fn cuMemRetainAllocationHandle(to: *mut u64, address: *mut c_void) {
-        driver()?;
-        let address = address as u64;
-        let mut vmm = vmm();
-        let (start, mapping) = vmm.mappings.range(..=address).next_back().ok_or(Code::INVALID_VALUE)?;
-        if address - start >= mapping.bytes {
-            return Err(Code::INVALID_VALUE);
-        }
-        let handle = mapping.handle;
-        vmm.physical.get_mut(&handle).ok_or(Code::INVALID_VALUE)?.handles += 1;
-        put(to, handle)
-    }
-    fn cuMemExportToShareableHandle(to: *mut i32, handle: u64, kind: u32, flags: u64) {
-        driver()?;
-        let vmm = vmm();
-        let physical = vmm.physical.get(&handle).ok_or(Code::INVALID_VALUE)?;
-        if kind != FILE_DESCRIPTOR || physical.handle_kinds & FILE_DESCRIPTOR == 0 || flags != 0 || to.is_null() {
-            return Err(Code::INVALID_VALUE);
-        }
-        let copy = physical.file.try_clone().map_err(|_| Code::OUT_OF_MEMORY)?;
-        put(to, copy.into_raw_fd())
-    }
-    fn cuMemImportFromShareableHandle(to: *mut u64, given: *mut c_void, kind: u32) {
-        driver()?;
-        let number = i32::try_from(given as usize).map_err(|_| Code::INVALID_VALUE)?;
-        if kind != FILE_DESCRIPTOR || number < 0 || to.is_null() {
-            return Err(Code::INVALID_VALUE);
-        }
-        let file = BorrowedFd::borrow_raw(number)
-            .try_clone_to_owned()
-            .map_err(|_| Code::INVALID_VALUE)?;
-        let length = rustix::fs::fstat(&file).map_err(|_| Code::INVALID_VALUE)?.st_size;
-        let bytes = u64::try_from(length).unwrap_or(0);
-        if !whole_blocks(bytes) {
-            return Err(Code::INVALID_VALUE);
-        }
-        let handle = next_handle();
-        let physical = Physical {
-            file,
-            bytes,
-            device: devices()?[0].ordinal,
-            handle_kinds: FILE_DESCRIPTOR,
-            handles: 1,
-            mappings: 0,
-            ours: false,
-        };
-        vmm().physical.insert(handle, physical);
-        put(to, handle)
-    }
+    let handle = next_handle();
+    let physical = Physical {
+        file,
+        bytes,
+        device: devices()?[0].ordinal,
+        handle_kinds: FILE_DESCRIPTOR,
+        handles: 1,
+        mappings: 0,
+        is_charged: false,
+    };
+    vmm().physical.insert(handle, physical);
+    Ok(handle)
 }

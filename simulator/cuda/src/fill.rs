@@ -1,11 +1,12 @@
-//! Fills.
+//! Fills of device memory (memset).
 
 use crate::code::Code;
 use crate::context::current;
 use crate::copy::in_order;
 use crate::export::export;
 use crate::graph::Node;
-use crate::memory::{touch, zero};
+use crate::managed::touch;
+use crate::memory::zero;
 use crate::object::Handle;
 use crate::space::check;
 use crate::stream;

@@ -1,0 +1,86 @@
+//! Managed memory: what moves it between the host and GPUs.
+
+use tranche_simulator_machine::layout::Habit;
+
+use crate::code::Code;
+use crate::context::Context;
+use crate::device::{Device, device};
+use crate::driver::has;
+use crate::memory::{self, free_resident, resident_bytes};
+use crate::space::{What, containing, regions};
+
+/// Moves the managed allocation at `address` to the GPU, with [`Habit::ManagedMemoryOccupies`]. A GPU without room reads
+/// it from the host.
+fn occupy(device: &'static Device, address: u64) {
+    if !has(Habit::ManagedMemoryOccupies) {
+        return;
+    }
+    let Some(bytes) = regions()
+        .get(&address)
+        .filter(|region| !region.resident && matches!(region.what, What::Managed))
+        .map(|region| region.bytes)
+    else {
+        return;
+    };
+    let bytes_taken = resident_bytes(bytes);
+    if memory::charge(device, bytes_taken).is_err() {
+        return;
+    }
+    match regions().get_mut(&address) {
+        Some(region) if !region.resident && region.bytes == bytes => {
+            region.resident = true;
+            region.device = device.ordinal;
+            device.note_managed(bytes_taken, true);
+        }
+        // Another thread has moved it first, or freed it.
+        _ => device.release(bytes_taken),
+    }
+}
+
+/// Records that the GPU of `context` uses the allocation that `address` is in.
+pub fn touch(context: &Context, address: u64) {
+    let start = containing(&mut regions(), address).map(|(start, _)| start);
+    if let Some(start) = start {
+        occupy(context.device, start);
+    }
+}
+
+/// Records that the GPU of `context` uses all managed memory of the context.
+pub fn touch_all(context: &Context) {
+    let managed: Vec<u64> = regions()
+        .iter()
+        .filter(|(_, region)| region.context == context.id && matches!(region.what, What::Managed))
+        .map(|(address, _)| *address)
+        .collect();
+    for address in managed {
+        occupy(context.device, address);
+    }
+}
+
+/// Moves managed memory to the GPU `to`, or to the host.
+pub fn prefetch(address: u64, bytes: usize, to: Option<i32>) -> Result<(), Code> {
+    check(address, bytes)?;
+    let start = containing(&mut regions(), address).map_or(address, |(start, _)| start);
+    if let Some(ordinal) = to {
+        occupy(device(ordinal)?, start);
+    } else if let Some(region) = regions().get_mut(&start)
+        && std::mem::take(&mut region.resident)
+    {
+        free_resident(device(region.device)?, region.bytes);
+    }
+    Ok(())
+}
+
+/// Checks that a range is managed memory.
+pub fn check(address: u64, bytes: usize) -> Result<(), Code> {
+    let mut regions = regions();
+    match containing(&mut regions, address) {
+        Some((start, region))
+            if matches!(region.what, What::Managed)
+                && address - start + bytes as u64 <= region.bytes =>
+        {
+            Ok(())
+        }
+        _ => Err(Code::INVALID_VALUE),
+    }
+}
