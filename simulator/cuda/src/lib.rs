@@ -32,6 +32,7 @@ mod graph_memory;
 mod graph_pool;
 mod heap;
 mod host;
+mod image;
 mod launch;
 mod lifecycle;
 mod managed;

@@ -1,51 +1,42 @@
 //! Modules, libraries and kernels.
 //!
-//! Nothing is compiled: an image is looked at for the names it defines. PTX says
-//! them in its text, a cubin in its section names; a fat binary is not opened, and
-//! any name is found in it.
+//! **Time.** A kernel whose name contains `sim_busy_<n>ns`, `…us` or `…ms` takes that time (`sim_busy_0us` takes no time
+//! and no place in the queue). Other kernels take the time of the machine file (`kernel_micros`). Where the name also
+//! contains `_per_block`, each block of the grid takes that time, one after another.
 //!
-//! **How long a kernel takes.** A name that contains `sim_busy_<n>ns`, `…us` or
-//! `…ms` takes that long (`sim_busy_0us` takes no time and no place in the queue);
-//! other kernels take what the machine file says (`kernel_micros`). With `_per_block` behind that, it is what
-//! each block of its grid takes, one after another.
-//!
-//! **How much local memory.** A name that contains `sim_local_<n>` has so many bytes of it per thread.
+//! **Local memory.** A kernel whose name contains `sim_local_<n>` has `n` bytes of it per thread.
 //!
 //! **Managed memory.** A kernel whose name contains `sim_touch_managed` uses all managed memory of its context.
 //!
-//! **When code is loaded.** Where the driver loads lazily ([`Habit::LazyLoading`]), an image takes memory in a
-//! context when the first of its kernels is launched there or the first of its variables asked for: its own
-//! bytes for the code, and all its variables. Else code takes no memory, and a variable when it is asked for.
+//! **Loading.** With [`Habit::LazyLoading`] an image takes memory in a context when the first of its kernels is launched
+//! there or the address of the first of its variables is asked for: the image's length for the code, and all its
+//! variables. Without that habit code takes no memory, and a variable takes memory when its address is asked for.
 
 use std::collections::BTreeMap;
 use std::ffi::{CStr, CString, c_char, c_void};
-use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::atomic::AtomicI32;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use tranche_simulator_machine::layout::Habit;
 
 use crate::code::Code;
 use crate::context::{Context, current};
-use crate::device::devices;
 use crate::driver::{driver, has};
-use crate::export::{export, get, put, put_wanted};
+use crate::export::{get, put, put_wanted};
+use crate::image::{self, Image, Names};
 use crate::memory;
 use crate::object::{Handle, Kept, Kind, Object};
 
 /// A loaded image: CUDA's module or library.
 #[derive(Debug)]
 pub struct Module {
-    names: Names,
-    /// Sizes of global variables by name.
-    globals: BTreeMap<String, u64>,
-    /// Bytes of the image.
-    bytes: u64,
+    image: Image,
     /// What is loaded, by the context's id.
     loaded: Mutex<BTreeMap<u64, Loaded>>,
     functions: Mutex<BTreeMap<String, &'static Object<Function>>>,
 }
 
-/// What of an image is in a context.
+/// The part of an image that is loaded in a context.
 #[derive(Debug)]
 struct Loaded {
     context: &'static Object<Context>,
@@ -59,29 +50,21 @@ impl Kind for Module {
     const TAG: u64 = 0x4d4f_4400_0000_0001;
 }
 
-/// Which kernels an image has.
-#[derive(Debug, Clone, PartialEq, Eq)]
-enum Names {
-    Listed(Vec<String>),
-    /// The image was not opened.
-    Any,
-}
-
 /// A kernel: CUDA's function and kernel.
 #[derive(Debug)]
 pub struct Function {
     pub name: CString,
-    module: Kept,
+    pub module: Kept,
     /// Whether it uses all managed memory of its context.
     pub touches_managed: bool,
-    /// What its name says; none for the machine's.
+    /// Nanoseconds of the kernel; `None` where the machine file's apply.
     nanos: Option<u64>,
-    /// Whether that is for each block.
+    /// Whether each block takes that time.
     per_block: bool,
     /// Bytes of local memory per thread.
     pub local: u64,
-    dynamic_shared: AtomicI32,
-    carveout: AtomicI32,
+    pub dynamic_shared: AtomicI32,
+    pub carveout: AtomicI32,
 }
 
 impl Kind for Function {
@@ -89,16 +72,16 @@ impl Kind for Function {
 }
 
 impl Function {
-    /// Sees that its module is loaded in `context`.
+    /// Loads its module in `context`, if it is not loaded there.
     pub fn load(&self, context: &'static Object<Context>) -> Result<(), Code> {
         if !has(Habit::LazyLoading) {
             return Ok(());
         }
-        // SAFETY: a module's handle, which was this library's; a destroyed one is found out.
+        // SAFETY: a handle that this library made. `find` refuses a destroyed module.
         unsafe { Object::<Module>::find(self.module.0)? }.load(context)
     }
 
-    /// Virtual nanoseconds on the GPU of `context`, with such a grid.
+    /// Virtual nanoseconds on the GPU of `context`, for a grid.
     pub fn nanos(&self, context: &Context, grid: [u32; 3]) -> u64 {
         let nanos = self.nanos.unwrap_or(context.device.state.kernel_nanos);
         let blocks = if self.per_block {
@@ -110,7 +93,7 @@ impl Function {
     }
 }
 
-/// The time that a kernel's name says.
+/// The nanoseconds in a kernel's name.
 fn nanos_of_name(name: &str) -> Option<u64> {
     let rest = &name[name.find("sim_busy_")? + "sim_busy_".len()..];
     let digits = rest.bytes().take_while(u8::is_ascii_digit).count();
@@ -124,7 +107,7 @@ fn nanos_of_name(name: &str) -> Option<u64> {
     number.checked_mul(unit)
 }
 
-/// The bytes of local memory that a kernel's name says.
+/// The bytes of local memory per thread in a kernel's name; 0 if it contains none.
 fn local_of_name(name: &str) -> u64 {
     let digits = name.find("sim_local_").map_or("", |at| {
         let rest = &name[at + "sim_local_".len()..];
@@ -134,195 +117,38 @@ fn local_of_name(name: &str) -> u64 {
     digits.parse().unwrap_or(0)
 }
 
-/// The names after `.entry` in PTX.
-fn ptx_entries(text: &str) -> Vec<String> {
-    text.split(".entry")
-        .skip(1)
-        .filter_map(|rest| {
-            let name: String = rest
-                .trim_start()
-                .chars()
-                .take_while(|c| c.is_ascii_alphanumeric() || matches!(c, '_' | '$' | '%'))
-                .collect();
-            (!name.is_empty()).then_some(name)
-        })
-        .collect()
-}
-
-/// Global variables in PTX, with their sizes: `.global .align 4 .b8 name[16];`
-fn ptx_globals(text: &str) -> BTreeMap<String, u64> {
-    let mut found = BTreeMap::new();
-    for line in text.lines() {
-        let Some((_, rest)) = line
-            .split_once(".global ")
-            .or_else(|| line.split_once(".const "))
-        else {
-            continue;
-        };
-        // Instructions (ld.global …) have no type word of their own.
-        let mut width = 0;
-        for word in rest.split_ascii_whitespace() {
-            if let Some(kind) = word.strip_prefix('.') {
-                let bits = kind.trim_start_matches(|c: char| c.is_ascii_alphabetic());
-                if kind != "align" && bits.len() < kind.len() {
-                    width = bits.parse::<u64>().unwrap_or(0) / 8;
-                }
-            } else if width > 0 && !word.starts_with(|c: char| c.is_ascii_digit()) {
-                let name = word.trim_end_matches(';');
-                let (name, count) = match name.split_once('[') {
-                    Some((name, count)) => (name, count.trim_end_matches(']').parse().unwrap_or(1)),
-                    None => (name, 1),
-                };
-                found.insert(name.to_owned(), width * count);
-                break;
-            }
-        }
-    }
-    found
-}
-
-/// Kernel names in a cubin: its sections `.text.<name>`.
-///
-/// # Safety
-/// `image` is a whole 64-bit ELF file.
-unsafe fn elf_kernels(image: *const u8) -> Option<Vec<String>> {
-    // SAFETY: within the ELF header, which is 64 bytes.
-    let (table, entry, count, names) = unsafe {
-        (
-            image.add(0x28).cast::<u64>().read_unaligned(),
-            image.add(0x3a).cast::<u16>().read_unaligned(),
-            image.add(0x3c).cast::<u16>().read_unaligned(),
-            image.add(0x3e).cast::<u16>().read_unaligned(),
-        )
-    };
-    let section = |index: u16| {
-        usize::try_from(table)
-            .ok()
-            .map(|t| t + usize::from(index) * usize::from(entry))
-    };
-    if names >= count || entry < 64 {
-        return None;
-    }
-    // SAFETY: the header says that the section table has `count` entries.
-    let strings = unsafe {
-        image
-            .add(section(names)? + 0x18)
-            .cast::<u64>()
-            .read_unaligned()
-    };
-    let mut found = Vec::new();
-    for index in 0..count {
-        // SAFETY: as above; names are zero-terminated in the string section.
-        let name = unsafe {
-            let offset = image.add(section(index)?).cast::<u32>().read_unaligned();
-            CStr::from_ptr(
-                image
-                    .add(usize::try_from(strings).ok()? + offset as usize)
-                    .cast(),
-            )
-        };
-        if let Some(kernel) = name.to_str().ok().and_then(|n| n.strip_prefix(".text.")) {
-            found.push(kernel.to_owned());
-        }
-    }
-    Some(found)
-}
-
-/// Bytes of an ELF file: its section table is at its end.
-///
-/// # Safety
-/// `image` is a whole 64-bit ELF file.
-unsafe fn elf_bytes(image: *const u8) -> u64 {
-    // SAFETY: within the ELF header, which is 64 bytes.
-    unsafe {
-        let table = image.add(0x28).cast::<u64>().read_unaligned();
-        let entry = image.add(0x3a).cast::<u16>().read_unaligned();
-        let count = image.add(0x3c).cast::<u16>().read_unaligned();
-        table.saturating_add(u64::from(entry) * u64::from(count))
-    }
-}
-
-/// Bytes of a fat binary: a header that says its own length (two bytes at 6) and that of the rest (eight
-/// bytes at 8).
-///
-/// # Safety
-/// `image` is a whole fat binary.
-unsafe fn fatbin_bytes(image: *const u8) -> u64 {
-    // SAFETY: within the header, which is 16 bytes.
-    unsafe {
-        let header = image.add(6).cast::<u16>().read_unaligned();
-        let rest = image.add(8).cast::<u64>().read_unaligned();
-        rest.saturating_add(u64::from(header))
-    }
-}
-
-const FATBIN: [u8; 4] = 0xba55_ed50u32.to_le_bytes();
-/// What nvcc's wrapper around a fat binary begins with.
-const FATBIN_WRAPPER: [u8; 4] = 0x466b_6463u32.to_le_bytes();
-
-/// Loads an image.
-///
-/// # Safety
-/// `image` is null, or PTX with its final zero, or a cubin, or a fat binary.
-unsafe fn load(image: *const c_void) -> Result<&'static Object<Module>, Code> {
-    // SAFETY: every kind of image has four bytes.
-    let start = unsafe { get(image.cast::<[u8; 4]>())? };
-    let mut globals = BTreeMap::new();
-    let bytes;
-    let names = if start == *b"\x7fELF" {
-        // SAFETY: an ELF image is whole by CUDA's contract.
-        let (length, kernels) = unsafe { (elf_bytes(image.cast()), elf_kernels(image.cast())) };
-        bytes = length;
-        kernels.map_or(Names::Any, Names::Listed)
-    } else if start == FATBIN {
-        // SAFETY: a fat binary is whole by CUDA's contract.
-        bytes = unsafe { fatbin_bytes(image.cast()) };
-        Names::Any
-    } else if start == FATBIN_WRAPPER {
-        // SAFETY: fatbinary_section.h: magic, version, then the address of the fat binary.
-        bytes = unsafe { fatbin_bytes(image.cast::<*const u8>().add(1).read_unaligned()) };
-        Names::Any
-    } else {
-        // SAFETY: what is none of the above is text with its final zero.
-        let text = unsafe { CStr::from_ptr(image.cast()) }.to_string_lossy();
-        if !text.contains(".version") || !text.contains(".target") {
-            return Err(Code::INVALID_IMAGE);
-        }
-        globals = ptx_globals(&text);
-        bytes = text.len() as u64;
-        Names::Listed(ptx_entries(&text))
-    };
-    Ok(Object::create(Module {
-        names,
-        globals,
-        bytes,
-        loaded: Mutex::default(),
-        functions: Mutex::new(BTreeMap::new()),
-    }))
-}
-
-/// `CUmoduleLoadingMode`
-const EAGER: u32 = 1;
-const LAZY: u32 = 2;
-
-/// Whether the program wants its modules loaded at once, where the driver would do so later.
-fn is_eager() -> bool {
+/// Whether the program has chosen that modules are loaded at once.
+pub fn is_eager() -> bool {
     std::env::var("CUDA_MODULE_LOADING").is_ok_and(|mode| mode == "EAGER")
+}
+
+/// Makes a module of an image.
+///
+/// # Safety
+/// As [`image::read`].
+pub unsafe fn create(image: *const c_void) -> Result<&'static Object<Module>, Code> {
+    // SAFETY: the caller's contract.
+    let image = unsafe { image::read(image)? };
+    Ok(Object::create(Module {
+        image,
+        loaded: Mutex::default(),
+        functions: Mutex::default(),
+    }))
 }
 
 /// Loads an image into the calling thread's context.
 ///
 /// # Safety
-/// As [`load`].
-unsafe fn load_here(image: *const c_void) -> Result<Handle, Code> {
+/// As [`image::read`].
+pub unsafe fn load_here(image: *const c_void) -> Result<Handle, Code> {
     let context = current()?;
     // SAFETY: the caller's contract.
-    let module = unsafe { load(image)? };
-    settle_in(module, context)
+    let module = unsafe { create(image)? };
+    load_if_eager(module, context)
 }
 
-/// What a context gets of a module that has just been loaded.
-fn settle_in(
+/// Loads a new module into a context, if the program has chosen eager loading; its handle.
+pub fn load_if_eager(
     module: &'static Object<Module>,
     context: &'static Object<Context>,
 ) -> Result<Handle, Code> {
@@ -332,9 +158,11 @@ fn settle_in(
     Ok(module.handle())
 }
 
+/// Makes a module of the image in a file.
+///
 /// # Safety
 /// `path` is null or a C string.
-unsafe fn load_file(path: *const c_char) -> Result<&'static Object<Module>, Code> {
+pub unsafe fn create_from_file(path: *const c_char) -> Result<&'static Object<Module>, Code> {
     use std::os::unix::ffi::OsStrExt as _;
     // SAFETY: the caller's contract.
     let path = unsafe {
@@ -345,7 +173,7 @@ unsafe fn load_file(path: *const c_char) -> Result<&'static Object<Module>, Code
         .map_err(|_| Code::FILE_NOT_FOUND)?;
     image.extend([0; 8]);
     // SAFETY: the whole file, with zeros behind it.
-    unsafe { load(image.as_ptr().cast()) }
+    unsafe { create(image.as_ptr().cast()) }
 }
 
 impl Loaded {
@@ -363,9 +191,10 @@ impl Loaded {
 }
 
 impl Object<Module> {
-    fn function(&'static self, name: &CStr) -> Result<&'static Object<Function>, Code> {
+    /// A kernel by its name.
+    pub fn function(&'static self, name: &CStr) -> Result<&'static Object<Function>, Code> {
         let text = name.to_str().map_err(|_| Code::NOT_FOUND)?;
-        if let Names::Listed(names) = &self.names
+        if let Names::Listed(names) = &self.image.names
             && !names.iter().any(|n| n == text)
         {
             return Err(Code::NOT_FOUND);
@@ -392,6 +221,14 @@ impl Object<Module> {
         self.loaded.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Whether its code takes memory in a context.
+    pub fn is_loaded(&self, context: &Context) -> bool {
+        let loaded = self.loaded();
+        loaded
+            .get(&context.id)
+            .is_some_and(|loaded| loaded.code > 0)
+    }
+
     /// Loads the code and all variables into `context`, if they are not there.
     fn load(&self, context: &'static Object<Context>) -> Result<(), Code> {
         let mut loaded = self.loaded();
@@ -401,24 +238,23 @@ impl Object<Module> {
         {
             return Ok(());
         }
-        for name in self.globals.keys() {
+        for name in self.image.globals.keys() {
             self.variable(&mut loaded, context, name)?;
         }
-        // No image is empty.
-        let code = self.bytes.max(1);
+        let code = self.image.bytes.max(1);
         context.load_code(code)?;
         Loaded::of(&mut loaded, context).code = code;
         Ok(())
     }
 
-    /// The address and size of a variable in `context`, where it has memory from now on.
+    /// The address and size of a variable in `context`. Allocates its memory there, if it has none.
     fn variable(
         &self,
         loaded: &mut BTreeMap<u64, Loaded>,
         context: &'static Object<Context>,
         name: &str,
     ) -> Result<(u64, u64), Code> {
-        let bytes = *self.globals.get(name).ok_or(Code::NOT_FOUND)?;
+        let bytes = *self.image.globals.get(name).ok_or(Code::NOT_FOUND)?;
         let variables = &mut Loaded::of(loaded, context).variables;
         if let Some((address, _)) = variables.get(name) {
             return Ok((*address, bytes));
@@ -428,9 +264,10 @@ impl Object<Module> {
         Ok((address, bytes))
     }
 
-    fn global(&self, name: &CStr) -> Result<(u64, u64), Code> {
+    /// The address and size of a variable in the calling thread's context.
+    pub fn global(&self, name: &CStr) -> Result<(u64, u64), Code> {
         let text = name.to_str().map_err(|_| Code::NOT_FOUND)?;
-        if !self.globals.contains_key(text) {
+        if !self.image.globals.contains_key(text) {
             return Err(Code::NOT_FOUND);
         }
         let context = current()?;
@@ -440,7 +277,8 @@ impl Object<Module> {
         self.variable(&mut self.loaded(), context, text)
     }
 
-    fn unload(&'static self) {
+    /// Unloads the module from all contexts and ends it.
+    pub fn unload(&'static self) {
         let functions = std::mem::take(
             &mut *self
                 .functions
@@ -461,17 +299,20 @@ impl Object<Module> {
         self.destroy();
     }
 
-    fn names(&self) -> Vec<String> {
-        match &self.names {
+    /// The names of its kernels; none for an image that was not opened.
+    pub fn names(&self) -> Vec<String> {
+        match &self.image.names {
             Names::Listed(names) => names.clone(),
             Names::Any => Vec::new(),
         }
     }
 }
 
+/// The handle of a module's kernel, by name.
+///
 /// # Safety
-/// As [`Object::find`] and a C string.
-unsafe fn function_of(module: Handle, name: *const c_char) -> Result<Handle, Code> {
+/// As [`Object::find`]; `name` is null or a C string.
+pub unsafe fn function_of(module: Handle, name: *const c_char) -> Result<Handle, Code> {
     driver()?;
     // SAFETY: the caller's contract.
     unsafe {
@@ -482,9 +323,11 @@ unsafe fn function_of(module: Handle, name: *const c_char) -> Result<Handle, Cod
     }
 }
 
+/// Writes the address and size of a module's variable, by name.
+///
 /// # Safety
-/// As [`Object::find`] and a C string.
-unsafe fn global_of(
+/// As [`Object::find`]; `name` is null or a C string; `to` and `bytes` are null or valid.
+pub unsafe fn global_of(
     module: Handle,
     name: *const c_char,
     to: *mut u64,
@@ -501,36 +344,11 @@ unsafe fn global_of(
     Ok(())
 }
 
-fn function_attribute(function: &Function, which: u32) -> Result<i32, Code> {
-    Ok(match which {
-        0 => 1024,
-        3 => i32::try_from(function.local).unwrap_or(i32::MAX),
-        1 | 2 | 7 | 10..=15 => 0,
-        4 => 32,
-        // PTX and binary version, as 10 × major + minor.
-        5 | 6 => {
-            let [major, minor] = devices()?[0].state.compute_capability;
-            i32::try_from(major * 10 + minor).unwrap_or(0)
-        }
-        8 => function.dynamic_shared.load(Ordering::Relaxed),
-        9 => function.carveout.load(Ordering::Relaxed),
-        _ => return Err(Code::INVALID_VALUE),
-    })
-}
-
-fn set_function_attribute(function: &Function, which: u32, value: i32) -> Result<(), Code> {
-    match which {
-        8 => function.dynamic_shared.store(value, Ordering::Relaxed),
-        9 => function.carveout.store(value, Ordering::Relaxed),
-        10..=15 => {}
-        _ => return Err(Code::INVALID_VALUE),
-    }
-    Ok(())
-}
-
+/// Writes the handles of a module's kernels, at most `room`.
+///
 /// # Safety
 /// `to` has room for `room` handles.
-unsafe fn enumerate(
+pub unsafe fn enumerate(
     module: &'static Object<Module>,
     to: *mut Handle,
     room: u32,
@@ -543,143 +361,12 @@ unsafe fn enumerate(
     Ok(())
 }
 
-export! {
-    fn cuModuleLoadData(to: *mut Handle, image: *const c_void) {
-        put(to, load_here(image)?)
-    }
-    fn cuModuleLoadDataEx(to: *mut Handle, image: *const c_void, _count: u32, _options: *mut u32, _values: *mut *mut c_void) {
-        put(to, load_here(image)?)
-    }
-    fn cuModuleLoadFatBinary(to: *mut Handle, image: *const c_void) {
-        put(to, load_here(image)?)
-    }
-    fn cuModuleLoad(to: *mut Handle, path: *const c_char) {
-        put(to, settle_in(load_file(path)?, current()?)?)
-    }
-    fn cuModuleUnload(module: Handle) {
-        driver()?;
-        Object::<Module>::find(module)?.unload();
-        Ok(())
-    }
-    fn cuModuleGetFunction(to: *mut Handle, module: Handle, name: *const c_char) {
-        put(to, function_of(module, name)?)
-    }
-    fn cuModuleGetGlobal_v2(to: *mut u64, bytes: *mut usize, module: Handle, name: *const c_char) {
-        global_of(module, name, to, bytes)
-    }
-    fn cuModuleGetLoadingMode(mode: *mut u32) {
-        put(mode, if has(Habit::LazyLoading) && !is_eager() { LAZY } else { EAGER })
-    }
-    fn cuModuleGetFunctionCount(count: *mut u32, module: Handle) {
-        driver()?;
-        put(count, u32::try_from(Object::<Module>::find(module)?.names().len()).unwrap_or(0))
-    }
-    fn cuModuleEnumerateFunctions(to: *mut Handle, room: u32, module: Handle) {
-        driver()?;
-        enumerate(Object::<Module>::find(module)?, to, room)
-    }
-
-    fn cuLibraryLoadData(to: *mut Handle, image: *const c_void, _jit: *mut u32, _jit_values: *mut *mut c_void, _jit_count: u32, _options: *mut u32, _values: *mut *mut c_void, _count: u32) {
-        driver()?;
-        put(to, load(image)?.handle())
-    }
-    fn cuLibraryLoadFromFile(to: *mut Handle, path: *const c_char, _jit: *mut u32, _jit_values: *mut *mut c_void, _jit_count: u32, _options: *mut u32, _values: *mut *mut c_void, _count: u32) {
-        driver()?;
-        put(to, load_file(path)?.handle())
-    }
-    fn cuLibraryUnload(library: Handle) {
-        driver()?;
-        Object::<Module>::find(library)?.unload();
-        Ok(())
-    }
-    fn cuLibraryGetModule(to: *mut Handle, library: Handle) {
-        driver()?;
-        put(to, Object::<Module>::find(library)?.handle())
-    }
-    fn cuLibraryGetKernel(to: *mut Handle, library: Handle, name: *const c_char) {
-        put(to, function_of(library, name)?)
-    }
-    fn cuLibraryGetGlobal(to: *mut u64, bytes: *mut usize, library: Handle, name: *const c_char) {
-        global_of(library, name, to, bytes)
-    }
-    fn cuLibraryGetManaged(to: *mut u64, bytes: *mut usize, library: Handle, name: *const c_char) {
-        global_of(library, name, to, bytes)
-    }
-    fn cuLibraryGetKernelCount(count: *mut u32, library: Handle) {
-        driver()?;
-        put(count, u32::try_from(Object::<Module>::find(library)?.names().len()).unwrap_or(0))
-    }
-    fn cuLibraryEnumerateKernels(to: *mut Handle, room: u32, library: Handle) {
-        driver()?;
-        enumerate(Object::<Module>::find(library)?, to, room)
-    }
-    fn cuKernelGetFunction(to: *mut Handle, kernel: Handle) {
-        current()?;
-        put(to, Object::<Function>::find(kernel)?.handle())
-    }
-    fn cuKernelGetLibrary(to: *mut Handle, kernel: Handle) {
-        driver()?;
-        put(to, Object::<Function>::find(kernel)?.module.0)
-    }
-    fn cuKernelGetName(to: *mut *const c_char, kernel: Handle) {
-        driver()?;
-        put(to, Object::<Function>::find(kernel)?.name.as_ptr())
-    }
-    fn cuKernelGetAttribute(value: *mut i32, which: u32, kernel: Handle, _device: i32) {
-        driver()?;
-        put(value, function_attribute(Object::<Function>::find(kernel)?, which)?)
-    }
-    fn cuKernelSetAttribute(which: u32, value: i32, kernel: Handle, _device: i32) {
-        driver()?;
-        set_function_attribute(Object::<Function>::find(kernel)?, which, value)
-    }
-    fn cuKernelSetCacheConfig(kernel: Handle, _config: u32, _device: i32) {
-        driver()?;
-        Object::<Function>::find(kernel).map(drop)
-    }
-    fn cuFuncGetModule(to: *mut Handle, function: Handle) {
-        driver()?;
-        put(to, Object::<Function>::find(function)?.module.0)
-    }
-    fn cuFuncGetName(to: *mut *const c_char, function: Handle) {
-        driver()?;
-        put(to, Object::<Function>::find(function)?.name.as_ptr())
-    }
-    fn cuFuncGetAttribute(value: *mut i32, which: u32, function: Handle) {
-        driver()?;
-        put(value, function_attribute(Object::<Function>::find(function)?, which)?)
-    }
-    fn cuFuncSetAttribute(function: Handle, which: u32, value: i32) {
-        driver()?;
-        set_function_attribute(Object::<Function>::find(function)?, which, value)
-    }
-    fn cuFuncSetCacheConfig(function: Handle, _config: u32) {
-        driver()?;
-        Object::<Function>::find(function).map(drop)
-    }
-    fn cuFuncSetSharedMemConfig(function: Handle, _config: u32) {
-        driver()?;
-        Object::<Function>::find(function).map(drop)
-    }
-    fn cuFuncIsLoaded(state: *mut u32, function: Handle) {
-        let context = current()?;
-        let function = Object::<Function>::find(function)?;
-        let module = Object::<Module>::find(function.module.0)?;
-        let is_loaded = module.loaded().get(&context.id).is_some_and(|loaded| loaded.code > 0);
-        put(state, u32::from(is_loaded || !has(Habit::LazyLoading)))
-    }
-    fn cuFuncLoad(function: Handle) {
-        let context = current()?;
-        Object::<Function>::find(function)?.load(context)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn a_kernels_name_can_say_how_long_it_takes() {
+    fn a_kernels_name_can_contain_its_time() {
         assert_eq!(nanos_of_name("sim_busy_250us"), Some(250_000));
         assert_eq!(nanos_of_name("_Z13sim_busy_3msPf"), Some(3_000_000));
         assert_eq!(nanos_of_name("sim_busy_0ns"), Some(0));
@@ -693,18 +380,5 @@ mod tests {
         ] {
             assert_eq!(nanos_of_name(name), None, "{name}");
         }
-    }
-
-    #[test]
-    fn ptx_says_its_kernels_and_globals() {
-        let text = ".version 8.0\n.target sm_80\n.address_size 64\n\
-            .visible .global .align 4 .b8 table[64];\n.global .u32 counter;\n\
-            .visible .entry add(\n .param .u64 p\n)\n{ ld.global.u32 %r1, [p]; ret; }\n\
-            .entry sim_busy_5us() { ret; }\n";
-        assert_eq!(ptx_entries(text), ["add", "sim_busy_5us"]);
-        let globals = ptx_globals(text);
-        assert_eq!(globals.get("table"), Some(&64));
-        assert_eq!(globals.get("counter"), Some(&4));
-        assert_eq!(globals.len(), 2);
     }
 }
