@@ -1,8 +1,9 @@
-//! The files of `shim/cuda` use only those that its `lib.rs` lists before them.
+//! The files of `shim/cuda` and of `simulator/cuda` use only those that their `lib.rs` lists before them. The files of a
+//! folder have the place of the folder, and do not use each other.
 
 use std::collections::BTreeSet;
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// The files' names in the numbered list of `lib.rs`: what stands in backticks, from "1." to the end of the list.
 fn listed(lib: &str) -> Vec<String> {
@@ -40,32 +41,63 @@ fn used(source: &str) -> BTreeSet<String> {
     found
 }
 
-#[test]
-fn no_file_uses_one_that_stands_above_it() {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../cuda/src");
+/// Every source below `folder` but `lib.rs`, with the name of its place in the list.
+fn sources(folder: &Path) -> Vec<(String, PathBuf)> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_stem().unwrap().to_str().unwrap().to_owned();
+        if path.is_dir() {
+            let nested = sources(&path).into_iter();
+            found.extend(nested.map(|(_, file)| (name.clone(), file)));
+        } else if name != "lib" {
+            found.push((name, path));
+        }
+    }
+    found
+}
+
+/// What is wrong with the uses in a crate whose sources are in `folder`, and how many uses there are.
+fn check(folder: &Path) -> (Vec<String>, usize) {
     let order = listed(&fs::read_to_string(folder.join("lib.rs")).unwrap());
     let place = |name: &str| order.iter().position(|listed| listed == name);
-    let (mut wrong, mut edges) = (Vec::new(), 0);
-    for entry in fs::read_dir(&folder).unwrap() {
-        let path = entry.unwrap().path();
-        let name = path.file_stem().unwrap().to_str().unwrap();
-        if name == "lib" {
-            continue;
-        }
-        let Some(own) = place(name) else {
+    let (mut wrong, mut uses) = (Vec::new(), 0);
+    for (name, path) in sources(folder) {
+        let file = path.strip_prefix(folder).unwrap().display().to_string();
+        let Some(own) = place(&name) else {
             wrong.push(format!("{name} is not listed in lib.rs"));
             continue;
         };
-        for used in used(&fs::read_to_string(&path).unwrap()) {
-            edges += 1;
-            // Its own macros name a file by its path.
-            if used != name && place(&used).is_none_or(|used| used >= own) {
+        let source = fs::read_to_string(&path).unwrap();
+        let is_nested = path.parent() != Some(folder);
+        if is_nested && source.contains("super::") {
+            wrong.push(format!("{file} uses another file of its folder"));
+        }
+        for used in used(&source) {
+            uses += 1;
+            // A macro names its own file by its path.
+            let is_own = used == name && !is_nested;
+            if !is_own && place(&used).is_none_or(|used| used >= own) {
                 wrong.push(format!(
-                    "{name} uses {used}, which does not stand before it"
+                    "{file} uses {used}, which does not stand before it"
                 ));
             }
         }
     }
-    assert!(edges > 50, "{edges} uses were found");
-    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    (wrong, uses)
+}
+
+#[test]
+fn no_file_uses_one_that_stands_above_it() {
+    for folder in ["../cuda/src", "../../simulator/cuda/src"] {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join(folder);
+        let (wrong, uses) = check(&folder);
+        assert!(uses > 50, "{}: {uses} uses were found", folder.display());
+        assert!(
+            wrong.is_empty(),
+            "{}:\n{}",
+            folder.display(),
+            wrong.join("\n")
+        );
+    }
 }

@@ -1,24 +1,18 @@
-//! Copies. Bytes really move; none takes virtual time.
+//! Copies of bytes. They take no virtual time.
 
 use crate::array::Array;
 use crate::code::Code;
-use crate::context::current;
-use crate::driver::driver;
-use crate::export::{export, get};
-use crate::graph::Node;
-use crate::host;
 use crate::object::{Handle, Object};
 use crate::space::{check, check_unified};
-use crate::stream::{self, Stream};
 
 /// One end of a copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Side {
-    /// The program's memory.
+    /// Host memory.
     Host(u64),
     /// Device memory.
     Device(u64),
-    /// Whichever the address says.
+    /// Host or device memory, as the address is.
     Either(u64),
 }
 
@@ -34,7 +28,7 @@ impl Side {
             return Err(Code::INVALID_VALUE);
         }
         match self {
-            // Pinned memory is known; other host memory is the program's business.
+            // CUDA does not check host memory.
             Self::Host(_) => Ok(()),
             Self::Device(address) => check(address, bytes, write),
             Self::Either(address) => check_unified(address, bytes, write),
@@ -61,8 +55,7 @@ impl Move {
     /// Moves the bytes now.
     ///
     /// # Safety
-    /// Host sides are the program's and valid, by CUDA's contract; device sides
-    /// were checked.
+    /// Host memory is valid, by CUDA's contract; device memory was checked.
     pub unsafe fn run(self) {
         // SAFETY: the caller's contract. The two may overlap.
         unsafe {
@@ -75,79 +68,7 @@ impl Move {
     }
 }
 
-/// Does `work` in `stream`'s order: now, as nothing that is queued changes bytes
-/// but the host's own functions; behind them if there are any.
-pub fn in_order(stream: &Stream, work: impl FnOnce() + Send + 'static) {
-    let last = stream.functions.load(std::sync::atomic::Ordering::Acquire);
-    if host::done(last) {
-        work();
-    } else {
-        stream.enqueue(Box::new(work));
-    }
-}
-
-/// # Safety
-/// As [`Move::run`].
-unsafe fn now(to: Side, from: Side, bytes: usize) -> Result<(), Code> {
-    let context = current()?;
-    let copy = Move::new(to, from, bytes)?;
-    let stream = stream::null(context)?;
-    if stream.capturing.load(std::sync::atomic::Ordering::Relaxed) {
-        return Err(Code::STREAM_CAPTURE_UNSUPPORTED);
-    }
-    stream.synchronize();
-    // SAFETY: the caller's contract.
-    unsafe { copy.run() };
-    Ok(())
-}
-
-/// # Safety
-/// As [`Move::run`], until the stream gets there.
-unsafe fn later(to: Side, from: Side, bytes: usize, stream: Handle) -> Result<(), Code> {
-    // SAFETY: the caller's contract.
-    let stream = unsafe { stream::find(stream)? };
-    let copy = Move::new(to, from, bytes)?;
-    if stream::captured(stream, |capture| capture.add(Node::Copy(copy))).is_none() {
-        // SAFETY: the caller's contract.
-        in_order(stream, move || unsafe { copy.run() });
-    }
-    Ok(())
-}
-
-use Side::{Device, Either, Host};
-
-export! {
-    fn cuMemcpy, cuMemcpy_ptds [] (to: u64, from: u64, bytes: usize) { now(Either(to), Either(from), bytes) }
-    fn cuMemcpyHtoD_v2, cuMemcpyHtoD_v2_ptds [] (to: u64, from: *const u8, bytes: usize) {
-        now(Device(to), Host(from as u64), bytes)
-    }
-    fn cuMemcpyDtoH_v2, cuMemcpyDtoH_v2_ptds [] (to: *mut u8, from: u64, bytes: usize) {
-        now(Host(to as u64), Device(from), bytes)
-    }
-    fn cuMemcpyDtoD_v2, cuMemcpyDtoD_v2_ptds [] (to: u64, from: u64, bytes: usize) {
-        now(Device(to), Device(from), bytes)
-    }
-    fn cuMemcpyPeer, cuMemcpyPeer_ptds [] (to: u64, _to_context: Handle, from: u64, _from_context: Handle, bytes: usize) {
-        now(Device(to), Device(from), bytes)
-    }
-    fn cuMemcpyAsync, cuMemcpyAsync_ptsz [stream] (to: u64, from: u64, bytes: usize, stream: Handle) {
-        later(Either(to), Either(from), bytes, stream)
-    }
-    fn cuMemcpyHtoDAsync_v2, cuMemcpyHtoDAsync_v2_ptsz [stream] (to: u64, from: *const u8, bytes: usize, stream: Handle) {
-        later(Device(to), Host(from as u64), bytes, stream)
-    }
-    fn cuMemcpyDtoHAsync_v2, cuMemcpyDtoHAsync_v2_ptsz [stream] (to: *mut u8, from: u64, bytes: usize, stream: Handle) {
-        later(Host(to as u64), Device(from), bytes, stream)
-    }
-    fn cuMemcpyDtoDAsync_v2, cuMemcpyDtoDAsync_v2_ptsz [stream] (to: u64, from: u64, bytes: usize, stream: Handle) {
-        later(Device(to), Device(from), bytes, stream)
-    }
-    fn cuMemcpyPeerAsync, cuMemcpyPeerAsync_ptsz [stream] (to: u64, _to_context: Handle, from: u64, _from_context: Handle, bytes: usize, stream: Handle) {
-        later(Device(to), Device(from), bytes, stream)
-    }
-}
-
-/// A box of bytes somewhere: rows of a pitch, layers of a height.
+/// One side of a copy of a box of bytes: rows of a pitch, layers of a height.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 struct End3 {
@@ -227,7 +148,7 @@ impl From<Copy2> for Copy3 {
     }
 }
 
-/// Rows to move: where the first is, and how far it is to the next row and layer.
+/// Rows to copy: the address of the first, and the bytes from a row and a layer to the next.
 #[derive(Debug, Clone, Copy)]
 struct Rows {
     start: u64,
@@ -251,7 +172,7 @@ impl End3 {
                 self.pitch as u64,
                 self.height as u64,
             ),
-            // Unified: the address stands where the device's does.
+            // Unified memory has its address in the same field as device memory.
             4 => (
                 Side::Either(self.device),
                 self.pitch as u64,
@@ -345,74 +266,4 @@ impl BoxMove {
     }
 }
 
-/// # Safety
-/// As [`BoxMove::run`].
-unsafe fn box_now(copy: &Copy3) -> Result<(), Code> {
-    let context = current()?;
-    // SAFETY: the caller's contract.
-    let moves = unsafe { BoxMove::new(copy)? };
-    stream::null(context)?.synchronize();
-    if let Some(moves) = moves {
-        // SAFETY: as above.
-        unsafe { moves.run() };
-    }
-    Ok(())
-}
-
-/// # Safety
-/// As [`BoxMove::run`].
-unsafe fn box_later(copy: &Copy3, stream: Handle) -> Result<(), Code> {
-    // SAFETY: the caller's contract.
-    let stream = unsafe { stream::find(stream)? };
-    // SAFETY: as above.
-    if let Some(moves) = unsafe { BoxMove::new(copy)? }
-        && stream::captured(stream, |capture| capture.add(Node::Box(moves))).is_none()
-    {
-        // SAFETY: as above.
-        in_order(stream, move || unsafe { moves.run() });
-    }
-    Ok(())
-}
-
-/// # Safety
-/// `array` is an array's handle; the host side is valid.
-unsafe fn array_side(array: Handle, offset: usize) -> Result<Side, Code> {
-    driver()?;
-    // SAFETY: the caller's contract.
-    let array = unsafe { Object::<Array>::find(array)? };
-    Ok(Device(array.address()? + offset as u64))
-}
-
-export! {
-    fn cuMemcpy2D_v2, cuMemcpy2D_v2_ptds [] (copy: *const Copy2) { box_now(&get(copy)?.into()) }
-    fn cuMemcpy2DUnaligned_v2, cuMemcpy2DUnaligned_v2_ptds [] (copy: *const Copy2) { box_now(&get(copy)?.into()) }
-    fn cuMemcpy3D_v2, cuMemcpy3D_v2_ptds [] (copy: *const Copy3) { box_now(&get(copy)?) }
-    fn cuMemcpy2DAsync_v2, cuMemcpy2DAsync_v2_ptsz [stream] (copy: *const Copy2, stream: Handle) {
-        box_later(&get(copy)?.into(), stream)
-    }
-    fn cuMemcpy3DAsync_v2, cuMemcpy3DAsync_v2_ptsz [stream] (copy: *const Copy3, stream: Handle) {
-        box_later(&get(copy)?, stream)
-    }
-    fn cuMemcpyHtoA_v2, cuMemcpyHtoA_v2_ptds [] (array: Handle, offset: usize, from: *const u8, bytes: usize) {
-        now(array_side(array, offset)?, Host(from as u64), bytes)
-    }
-    fn cuMemcpyAtoH_v2, cuMemcpyAtoH_v2_ptds [] (to: *mut u8, array: Handle, offset: usize, bytes: usize) {
-        now(Host(to as u64), array_side(array, offset)?, bytes)
-    }
-    fn cuMemcpyDtoA_v2, cuMemcpyDtoA_v2_ptds [] (array: Handle, offset: usize, from: u64, bytes: usize) {
-        now(array_side(array, offset)?, Device(from), bytes)
-    }
-    fn cuMemcpyAtoD_v2, cuMemcpyAtoD_v2_ptds [] (to: u64, array: Handle, offset: usize, bytes: usize) {
-        now(Device(to), array_side(array, offset)?, bytes)
-    }
-    fn cuMemcpyAtoA_v2, cuMemcpyAtoA_v2_ptds [] (to: Handle, to_offset: usize, from: Handle, from_offset: usize, bytes: usize) {
-        now(array_side(to, to_offset)?, array_side(from, from_offset)?, bytes)
-    }
-    fn cuMemcpyHtoAAsync_v2, cuMemcpyHtoAAsync_v2_ptsz [stream] (array: Handle, offset: usize, from: *const u8, bytes: usize, stream: Handle) {
-        later(array_side(array, offset)?, Host(from as u64), bytes, stream)
-    }
-    fn cuMemcpyAtoHAsync_v2, cuMemcpyAtoHAsync_v2_ptsz [stream] (to: *mut u8, array: Handle, offset: usize, bytes: usize, stream: Handle) {
-        later(Host(to as u64), array_side(array, offset)?, bytes, stream)
-    }
-}
 const _: () = assert!(size_of::<Copy2>() == 128 && size_of::<Copy3>() == 200);

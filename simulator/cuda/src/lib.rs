@@ -2,23 +2,37 @@
 //!
 //! ```text
 //! exported function ─► driver() ─► Context ─► Device ─┬─► heap + ledger   (memory)
-//!   (export!)          (cuInit)                       └─► stream + timeline (time)
+//!      (api)           (cuInit)                       └─► stream + timeline (time)
 //! ```
 //!
-//! Memory is real: a device pointer is the address of a private mapping that
-//! takes host memory only where it is written, and every copy moves bytes. Time is
-//! virtual: a kernel computes nothing, it moves the end of its stream's and its
-//! GPU's queue, and who waits sleeps. How long a kernel takes is in its name
-//! (`sim_busy_250us`) or in the machine file; see [`module`].
+//! Memory is real: a device pointer is the address of a private mapping that takes host memory only where it is written,
+//! and every copy moves bytes. Time is virtual: a kernel computes nothing but takes time of its GPU in the order of its
+//! stream, and a thread that waits for it sleeps. A kernel's time is in its name (`sim_busy_250us`) or in the machine
+//! file; see [`module`].
 //!
-//! Names, signatures and error codes are cuda.h's and driver 535's; see there for
-//! what they mean. Functions that exist in cuda.h and have no answer here say
-//! `CUDA_ERROR_NOT_SUPPORTED` (`api/absent.rs`).
+//! The files, from the bottom up. Each uses only those that stand before it (`shim/tests/suite/layers.rs`):
+//!
+//! 1. CUDA's terms: `code` (error codes), `object` (handles), `abi` (structs of cuda.h that several families use), `export`
+//!    (how functions are exported);
+//! 2. the process and its GPUs: `driver` (the page, and what this process sees of it), `host` (work that the host does
+//!    in a GPU's order), `heap` (addresses, and blocks of GPU memory), `graph_pool`, `device`;
+//! 3. memory: `context`, `pool`, `space` (all known addresses), `memory` (allocation of all kinds), `managed`, `vmm`,
+//!    `array`, `graph_memory`;
+//! 4. work: `image` (which kernels an image has), `module` (modules and kernels), `launch`, `copy`, `fill`, `graph`,
+//!    `capture`;
+//! 5. time: `stream`, `event`, `work` (what a graph's node does in a stream), `ordered` (allocation in a stream's order),
+//!    `lifecycle` (how contexts begin and end);
+//! 6. `table` (names and versions of functions), `procaddress` (look-up in it), `api` (the exported functions, one file
+//!    for each family).
+//!
+//! Names, signatures and error codes are those of cuda.h and of driver 535, where they are documented. Functions of cuda.h
+//! that are not simulated return `CUDA_ERROR_NOT_SUPPORTED` (`api/absent.rs`).
 #![allow(non_snake_case, reason = "cuda.h spells these names")]
 
 mod abi;
 mod api;
 mod array;
+mod capture;
 mod code;
 mod context;
 mod copy;
@@ -46,3 +60,4 @@ mod space;
 mod stream;
 mod table;
 mod vmm;
+mod work;

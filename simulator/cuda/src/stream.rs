@@ -1,16 +1,17 @@
-//! Streams: queues in virtual time.
+//! Streams: queues of work in virtual time.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use tranche_simulator_machine::timeline::now;
 
+use crate::capture::{Capture, CaptureMark};
 use crate::code::Code;
 use crate::context::{Context, current};
 use crate::driver::{self, driver};
-use crate::graph::Capture;
+use crate::graph::Graph;
 use crate::host::{self, HostFunction};
 use crate::object::{Handle, Kept, Kind, Object, PER_THREAD, Token};
 
@@ -32,16 +33,16 @@ pub struct Stream {
     pub id: u64,
     /// The mark of the last work queued in it.
     ready: AtomicU64,
-    /// Marks of the last kernels queued.
+    /// Marks of the last kernels queued, as a ring.
     queue: OnceLock<Box<[AtomicU64; DEPTH]>>,
     queued: AtomicU64,
     /// Marks of other GPUs that the next work waits for.
     foreign: Mutex<Vec<(usize, u64)>>,
     /// The number of the last host function queued in it.
     pub functions: AtomicU64,
-    /// Fast answer to whether `capture` is something.
-    pub capturing: AtomicBool,
-    pub capture: Mutex<Option<Capture>>,
+    /// Whether `capture` is something, to be read without its lock.
+    capturing: AtomicBool,
+    capture: Mutex<Option<Capture>>,
 }
 
 impl Kind for Stream {
@@ -117,14 +118,47 @@ impl Stream {
         Ok(())
     }
 
-    /// Lets later work wait for a mark of any GPU. Another GPU's is waited for by whoever launches
-    /// next: how the GPUs' times lie to each other is not known before.
+    /// Makes later work wait for a mark of any GPU. For a mark of another GPU the thread that launches next waits: how
+    /// far the two GPUs are apart is not known before.
     pub fn after(&self, gpu: usize, mark: u64) {
         if gpu == self.context.device.gpu {
             self.extend(mark);
         } else {
             let mut foreign = self.foreign.lock().unwrap_or_else(PoisonError::into_inner);
             foreign.push((gpu, mark));
+        }
+    }
+
+    /// Calls `work` with the stream's capture; `None` if the stream does not capture.
+    pub fn with_capture<T>(&self, work: impl FnOnce(&mut Capture) -> T) -> Option<T> {
+        if !self.is_capturing() {
+            return None;
+        }
+        self.capture().as_mut().map(work)
+    }
+
+    /// Whether the stream captures.
+    pub fn is_capturing(&self) -> bool {
+        self.capturing.load(Ordering::Acquire)
+    }
+
+    /// The stream's capture.
+    pub fn capture(&self) -> MutexGuard<'_, Option<Capture>> {
+        self.capture.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn leave_capture(&self) {
+        *self.capture() = None;
+        self.capturing.store(false, Ordering::Release);
+    }
+
+    /// Does `work` in the stream's order. That is now, unless host functions are queued: nothing else in a queue changes
+    /// bytes.
+    pub fn in_order(&self, work: impl FnOnce() + Send + 'static) {
+        if host::done(self.functions.load(Ordering::Acquire)) {
+            work();
+        } else {
+            self.enqueue(Box::new(work));
         }
     }
 
@@ -143,7 +177,7 @@ impl Stream {
         }));
     }
 
-    /// Waits for what is queued.
+    /// Waits for all that is queued.
     pub fn synchronize(&self) {
         driver::wait(self.context.device.gpu, self.earliest());
         host::wait(self.functions.load(Ordering::Acquire));
@@ -153,6 +187,60 @@ impl Stream {
     pub fn idle(&self) -> bool {
         driver::reached(self.context.device.gpu, self.earliest())
             && host::done(self.functions.load(Ordering::Acquire))
+    }
+}
+
+impl Object<Stream> {
+    /// Begins a capture into `graph`.
+    pub fn begin_capture(&self, graph: &'static Object<Graph>) -> Result<(), Code> {
+        let mut capture = self.capture();
+        if capture.is_some() {
+            return Err(Code::ILLEGAL_STATE);
+        }
+        *capture = Some(Capture::new(graph, std::ptr::from_ref(self) as usize));
+        self.capturing.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    /// Makes the stream take part in a capture; false if that has ended or the stream takes part in another one.
+    pub fn join_capture(&self, mark: &CaptureMark) -> bool {
+        let CaptureMark(joined) = mark;
+        if joined.has_ended() {
+            return false;
+        }
+        let mut capture = self.capture();
+        if let Some(present) = capture.as_ref() {
+            return present.id == joined.id;
+        }
+        *capture = Some(joined.clone());
+        self.capturing.store(true, Ordering::Release);
+        joined.members().push(std::ptr::from_ref(self) as usize);
+        true
+    }
+
+    /// Ends the capture that this stream began; its graph.
+    pub fn end_capture(&self) -> Result<&'static Object<Graph>, Code> {
+        let capture = {
+            let mut place = self.capture();
+            let capture = place.take().ok_or(Code::ILLEGAL_STATE)?;
+            if capture.origin != std::ptr::from_ref(self) as usize {
+                *place = Some(capture);
+                // CUDA_ERROR_STREAM_CAPTURE_UNMATCHED
+                return Err(Code(903));
+            }
+            self.capturing.store(false, Ordering::Release);
+            capture
+        };
+        capture.end();
+        let members = std::mem::take(&mut *capture.members());
+        for member in members {
+            // SAFETY: the handle of a stream that joined. Should the program have destroyed it since, quarantine keeps it
+            // readable.
+            if let Ok(member) = unsafe { Object::<Stream>::find(member as Handle) } {
+                member.leave_capture();
+            }
+        }
+        Ok(capture.graph)
     }
 }
 
@@ -223,16 +311,4 @@ pub fn create(flags: u32, priority: i32) -> Result<Handle, Code> {
         return Err(Code::INVALID_VALUE);
     }
     Ok(Object::create(Stream::new(context, false, flags, priority)).handle())
-}
-
-/// Takes the capture out of a stream that captures.
-pub fn captured<T>(stream: &Stream, call: impl FnOnce(&mut Capture) -> T) -> Option<T> {
-    if !stream.capturing.load(Ordering::Relaxed) {
-        return None;
-    }
-    let mut capture = stream
-        .capture
-        .lock()
-        .unwrap_or_else(PoisonError::into_inner);
-    capture.as_mut().map(call)
 }

@@ -8,6 +8,7 @@ use crate::graph::Node;
 use crate::host::HostFunction;
 use crate::object::{Handle, Token};
 use crate::stream;
+use crate::work;
 
 type Callback = unsafe extern "C" fn(Handle, u32, *mut c_void);
 
@@ -16,10 +17,7 @@ export! {
         let stream = stream::find(stream)?;
         let function = function.ok_or(Code::INVALID_VALUE)?;
         let node = Node::Host { function, data: Token(data) };
-        if stream::captured(stream, |capture| capture.add(node)).is_none() {
-            stream.enqueue_function(function, Token(data));
-        }
-        Ok(())
+        work::submit(&node, stream)
     }
     fn cuStreamAddCallback, cuStreamAddCallback_ptsz [stream] (stream: Handle, function: Option<Callback>, data: *mut c_void, _flags: u32) {
         let given = Token(stream);

@@ -27,7 +27,7 @@ const THRESHOLD: u32 = 4;
 fn capture(stream: &Stream, bytes: usize) -> Result<u64, Code> {
     let memory = GraphMemory::allocate(stream.context, bytes)?;
     let address = memory.address;
-    stream::captured(stream, |capture| capture.add(Node::Memory(memory)));
+    stream.with_capture(|capture| capture.add(Node::Memory(memory)));
     Ok(address)
 }
 
@@ -52,7 +52,7 @@ unsafe fn ordinal_at(location: *const Location) -> Result<i32, Code> {
 export! {
     fn cuMemAllocAsync, cuMemAllocAsync_ptsz [stream] (to: *mut u64, bytes: usize, stream: Handle) {
         let stream = stream::find(stream)?;
-        if stream.capturing.load(Ordering::Relaxed) {
+        if stream.is_capturing() {
             return put(to, capture(stream, bytes)?);
         }
         put(to, ordered::allocate(current_pool(stream.context.device.ordinal)?, bytes, stream)?)
@@ -60,14 +60,14 @@ export! {
     fn cuMemAllocFromPoolAsync, cuMemAllocFromPoolAsync_ptsz [stream] (to: *mut u64, bytes: usize, pool: Handle, stream: Handle) {
         let stream = stream::find(stream)?;
         let pool = Object::<Pool>::find(pool)?;
-        if stream.capturing.load(Ordering::Relaxed) {
+        if stream.is_capturing() {
             return put(to, capture(stream, bytes)?);
         }
         put(to, ordered::allocate(pool, bytes, stream)?)
     }
     fn cuMemFreeAsync, cuMemFreeAsync_ptsz [stream] (address: u64, stream: Handle) {
         let stream = stream::find(stream)?;
-        if stream::captured(stream, |capture| capture.add(Node::Free)).is_some() {
+        if stream.with_capture(|capture| capture.add(Node::Free)).is_some() {
             return Ok(());
         }
         if has(Habit::FreesWait) {

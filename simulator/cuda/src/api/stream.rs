@@ -1,7 +1,5 @@
 //! Streams.
 
-use std::sync::atomic::Ordering;
-
 use crate::code::Code;
 use crate::driver::driver;
 use crate::export::{export, put, put_wanted};
@@ -26,7 +24,7 @@ export! {
     }
     fn cuStreamSynchronize, cuStreamSynchronize_ptsz [stream] (stream: Handle) {
         let stream = stream::find(stream)?;
-        if stream.capturing.load(Ordering::Relaxed) {
+        if stream.is_capturing() {
             return Err(Code::STREAM_CAPTURE_UNSUPPORTED);
         }
         stream.synchronize();
