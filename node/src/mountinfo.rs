@@ -3,39 +3,159 @@
 //! Each container that has a device has pages of that device mounted. The path of such a mount within its
 //! file system, the fourth field of a line of `/proc/<pid>/mountinfo` (proc_pid_mountinfo(5)), has the
 //! device's key as a component.
+//!
+//! A tenant that may mount controls how long the file and each of its lines are. So no more than a component is kept in
+//! memory.
 
 use std::collections::BTreeSet;
 use std::fs::File;
-use std::io::{self, BufRead as _, BufReader, Read as _};
+use std::io::{self, Read};
+use std::ops::ControlFlow;
 use std::path::Path;
 
-/// The most bytes that are read: the lines of as many mounts as the kernel allows in a mount namespace by
-/// default (`fs.mount-max`, 100,000). A tenant that may mount controls the length.
-pub(crate) const MOST_BYTES: u64 = 16 << 20;
+/// The most bytes that the watchdog reads, because it has other processes to look at every second: the lines of as many
+/// mounts as the kernel allows in a mount namespace by default (`fs.mount-max`, 100,000).
+const MOST_BYTES: u64 = 16 << 20;
 
-/// The devices that were found.
-pub(crate) struct Mounted {
-    /// Their keys.
-    pub(crate) keys: BTreeSet<String>,
-    /// Whether the file was read to its end.
-    pub(crate) is_complete: bool,
+/// The field of a line that has the path within the file system, counted from 0.
+const ROOT: u32 = 3;
+
+/// The longest name of a file, in bytes (`NAME_MAX`). A longer component has escaped characters, and no key has any.
+const LONGEST_NAME: usize = 255;
+
+/// The keys, of those for which `is_key` is true, that the mounts in the file `mountinfo` contain. Mounts behind the first
+/// 16 MiB are left out.
+pub(crate) fn mounted(
+    mountinfo: &Path,
+    is_key: impl Fn(&str) -> bool,
+) -> io::Result<BTreeSet<String>> {
+    let mut keys = BTreeSet::new();
+    scan(File::open(mountinfo)?.take(MOST_BYTES), |name| {
+        if is_key(name) {
+            keys.insert(name.to_owned());
+        }
+        ControlFlow::Continue(())
+    })?;
+    Ok(keys)
 }
 
-/// The keys, of those for which `is_key` is true, that the mounts in the file `mountinfo` contain.
-pub(crate) fn mounted(mountinfo: &Path, is_key: impl Fn(&str) -> bool) -> io::Result<Mounted> {
-    let mut mounts = BufReader::new(File::open(mountinfo)?.take(MOST_BYTES));
-    let mut keys = BTreeSet::new();
-    // Mount points are named by tenants and need not be UTF-8.
-    let mut line = Vec::new();
-    while mounts.read_until(b'\n', &mut line)? > 0 {
-        let root = line.split(|byte| *byte == b' ').nth(3).unwrap_or_default();
-        let components = root.split(|byte| *byte == b'/');
-        let names = components.filter_map(|component| str::from_utf8(component).ok());
-        keys.extend(names.filter(|name| is_key(name)).map(str::to_owned));
-        line.clear();
+/// Whether a mount in the file `mountinfo` contains one of the keys. However long the file is, it is read to its end or to
+/// the first such mount, because the answer decides whether a device is free.
+pub(crate) fn has_mounted(mountinfo: &Path, keys: &[&str]) -> io::Result<bool> {
+    let mut found = false;
+    scan(File::open(mountinfo)?, |name| {
+        found = keys.contains(&name);
+        if found {
+            ControlFlow::Break(())
+        } else {
+            ControlFlow::Continue(())
+        }
+    })?;
+    Ok(found)
+}
+
+/// Passes each component of the mounts' paths to `visit`.
+fn scan(mut mounts: impl Read, mut visit: impl FnMut(&str) -> ControlFlow<()>) -> io::Result<()> {
+    let mut chunk = [0; 8 << 10];
+    let mut field = 0;
+    let mut name = Vec::with_capacity(LONGEST_NAME + 1);
+    loop {
+        let length = match mounts.read(&mut chunk) {
+            Ok(length) => length,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            Err(error) => return Err(error),
+        };
+        // The end of the file ends the last line.
+        let bytes = if length == 0 { b"\n" } else { &chunk[..length] };
+        for byte in bytes {
+            if !matches!(byte, b'/' | b' ' | b'\n') {
+                // One byte more than the longest name is enough to know that it is too long.
+                if field == ROOT && name.len() <= LONGEST_NAME {
+                    name.push(*byte);
+                }
+                continue;
+            }
+            // Mount points are named by tenants and need not be UTF-8.
+            if field == ROOT
+                && name.len() <= LONGEST_NAME
+                && let Ok(name) = str::from_utf8(&name)
+                && visit(name).is_break()
+            {
+                return Ok(());
+            }
+            name.clear();
+            match byte {
+                b' ' => field = field.saturating_add(1),
+                b'\n' => field = 0,
+                _ => {}
+            }
+        }
+        if length == 0 {
+            return Ok(());
+        }
     }
-    Ok(Mounted {
-        keys,
-        is_complete: mounts.into_inner().limit() > 0,
-    })
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// A file that is read in pieces of these lengths.
+    struct Pieces<'a>(&'a [u8], std::iter::Cycle<std::slice::Iter<'a, usize>>);
+
+    impl Read for Pieces<'_> {
+        fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+            let most = *self.1.next().expect("a length");
+            let length = most.min(buffer.len());
+            self.0.read(&mut buffer[..length])
+        }
+    }
+
+    fn names(file: impl Read) -> Vec<String> {
+        let mut names = Vec::new();
+        scan(file, |name| {
+            names.push(name.to_owned());
+            ControlFlow::Continue(())
+        })
+        .expect("no error");
+        names
+    }
+
+    /// The same as [`scan`], with the whole file in memory.
+    fn expected(file: &[u8]) -> Vec<String> {
+        let lines = file.split(|byte| *byte == b'\n');
+        let roots = lines.filter_map(|line| line.split(|byte| *byte == b' ').nth(3));
+        let components = roots.flat_map(|root| root.split(|byte| *byte == b'/'));
+        components
+            .filter(|name| name.len() <= LONGEST_NAME)
+            .filter_map(|name| String::from_utf8(name.to_vec()).ok())
+            .collect()
+    }
+
+    proptest! {
+        #[test]
+        fn the_pieces_in_which_a_file_is_read_make_no_difference(
+            file in vec(prop_oneof![Just(b' '), Just(b'/'), Just(b'\n'), Just(b'a'), Just(0xff)], 0..300),
+            pieces in vec(1_usize..9, 1..9),
+        ) {
+            prop_assert_eq!(names(Pieces(&file, pieces.iter().cycle())), expected(&file));
+        }
+    }
+
+    #[test]
+    fn a_long_name_is_no_key_and_takes_no_memory() {
+        for (length, is_found) in [
+            (LONGEST_NAME, true),
+            (LONGEST_NAME + 1, false),
+            (9 << 20, false),
+        ] {
+            let name = "k".repeat(length);
+            let line = format!("1 2 0:9 /uid/{name}/cap /x rw\n");
+            let found = names(line.as_bytes()).contains(&name);
+            assert_eq!(found, is_found, "{length}");
+        }
+    }
 }

@@ -53,16 +53,14 @@ impl Proc {
         let started = started(&read(&folder.join("stat")).ok()?)?;
         let status = read(&folder.join("status")).ok()?;
         let pod = read(&folder.join("cgroup")).ok();
-        let keys = mounted(&folder.join("mountinfo"), is_key)
-            .map(|mounted| mounted.keys.into_iter().collect())
-            .unwrap_or_default();
+        let keys = mounted(&folder.join("mountinfo"), is_key).unwrap_or_default();
         // It may have ended meanwhile, and another process may have its PID.
         let again = started_at(&folder)?;
         (again == started).then_some(Identity {
             id: ProcessId { pid, started },
             inner_pid: inner_pid(&status),
             pod: pod.and_then(|cgroup| pod_of(&cgroup)),
-            keys,
+            keys: keys.into_iter().collect(),
         })
     }
 
