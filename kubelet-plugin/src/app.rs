@@ -159,6 +159,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     let helpers_stop = CancellationToken::new();
     let mut helpers = JoinSet::new();
     let watchdog = Watchdog::new(
+        Arc::clone(&fs),
         Arc::clone(preparer.ledger()),
         layout.clone(),
         Box::new(installed.clone()),

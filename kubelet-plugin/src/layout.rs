@@ -71,6 +71,13 @@ impl Layout {
         self.plugin.join("contexts.json")
     }
 
+    /// The GPUs that the watchdog watches. The file lies beside the pages, on a file system that a boot empties, because a
+    /// boot frees the memory of all GPUs.
+    #[must_use]
+    pub fn watched(&self) -> PathBuf {
+        self.shares.with_file_name("watched.json")
+    }
+
     /// The lock of the one active instance on this node.
     #[must_use]
     pub fn lock(&self) -> PathBuf {

@@ -5,6 +5,7 @@
 mod board;
 #[cfg(test)]
 mod tests;
+mod watched;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -29,10 +30,12 @@ use tranche_node::watchdog::owner::Proc;
 use tranche_node::watchdog::probe::{Held, HeldShare, Probe, Unwatchable};
 
 pub use board::{Board, Watched};
+use watched::WatchedFile;
 
 use crate::contexts::Contexts;
 use crate::driver_state::DriverState;
 use crate::events::{self, Events};
+use crate::fs::Fs;
 use crate::gpu_node::NodePolicy;
 use crate::layout::Layout;
 use crate::ledger::{Ledger, claim_of};
@@ -65,7 +68,10 @@ pub struct Watchdog {
     metrics: Arc<Metrics>,
     board: Arc<Board>,
     unowned: watch::Sender<Vec<WithheldGpu>>,
+    watched: WatchedFile,
     gpus: BTreeMap<String, Gpu>,
+    /// The list of the last process could not be read: all GPUs are to be watched as soon as they are known.
+    watch_all: bool,
     /// Processes that were ended and that NVML still lists, because an end takes time.
     ended: BTreeSet<ProcessId>,
     start: Instant,
@@ -80,18 +86,41 @@ struct Gpu {
     foreign: u32,
     /// Why it cannot be watched, as logged.
     unwatchable: Option<String>,
-    /// Since when it has been withheld.
-    withheld_since: Option<Instant>,
+    /// When the GpuNode says that it is withheld, while it is.
+    publish_at: Option<Instant>,
+}
+
+impl Gpu {
+    fn new(now: Instant) -> Self {
+        Self {
+            watch: GpuWatch::default(),
+            held: now,
+            foreign: 0,
+            unwatchable: None,
+            publish_at: None,
+        }
+    }
+
+    /// An earlier process has withheld it, or nothing is known.
+    fn withheld(now: Instant) -> Self {
+        Self {
+            watch: GpuWatch::withheld(),
+            publish_at: Some(now),
+            ..Self::new(now)
+        }
+    }
 }
 
 /// A device that a claim holds, by its key.
 type Devices = BTreeMap<String, (Arc<Record>, usize)>;
 
 impl Watchdog {
-    /// Watches what `ledger` holds, with the NVML of `driver`; `proc` is the host's.
+    /// Watches what `ledger` holds, and what an earlier process watched, with the NVML of `driver`; `proc` is the host's.
+    /// From here on `board` has the GPUs that an earlier process withheld.
     #[must_use]
     #[expect(clippy::too_many_arguments, reason = "all that it reads and tells")]
     pub fn new(
+        fs: Arc<dyn Fs>,
         ledger: Arc<Ledger>,
         layout: Layout,
         driver: Box<dyn Driver>,
@@ -104,7 +133,20 @@ impl Watchdog {
         board: Arc<Board>,
     ) -> Self {
         let proc = Proc::new(proc);
-        Self {
+        let now = Instant::now();
+        let (watched, known) = WatchedFile::load(fs, &layout);
+        let watch_all = known.is_none();
+        let gpus = known.unwrap_or_default().into_iter();
+        let gpus = gpus.map(|(uuid, is_withheld)| {
+            let gpu = if is_withheld {
+                warn!(gpu = uuid, "{UNOWNED}");
+                Gpu::withheld(now)
+            } else {
+                Gpu::new(now)
+            };
+            (uuid, gpu)
+        });
+        let this = Self {
             ledger,
             layout,
             probe: Probe::new(driver, proc.clone()),
@@ -116,10 +158,25 @@ impl Watchdog {
             metrics,
             board,
             unowned: watch::Sender::default(),
-            gpus: BTreeMap::new(),
+            watched,
+            gpus: gpus.collect(),
+            watch_all,
             ended: BTreeSet::new(),
-            start: Instant::now(),
-        }
+            start: now,
+        };
+        this.board.set(0, this.unread(), this.watch_all);
+        this.publish_unowned(now);
+        this
+    }
+
+    /// The GPUs before they were read.
+    fn unread(&self) -> BTreeMap<String, Watched> {
+        let unread = |gpu: &Gpu| Watched::No {
+            is_withheld: gpu.watch.is_withheld(),
+        };
+        let gpus = self.gpus.iter();
+        gpus.map(|(uuid, gpu)| (uuid.clone(), unread(gpu)))
+            .collect()
     }
 
     /// The GPUs that have been withheld for a while because memory of them is in use by no process.
@@ -147,15 +204,10 @@ impl Watchdog {
         let is_key = |key: &str| devices.contains_key(key);
         for (record, nth) in devices.values() {
             let uuid = &record.plan.devices[*nth].gpu_uuid;
-            let gpu = self.gpus.entry(uuid.clone()).or_insert_with(|| Gpu {
-                watch: GpuWatch::default(),
-                held: now,
-                foreign: 0,
-                unwatchable: None,
-                withheld_since: None,
-            });
-            gpu.held = now;
+            let gpu = self.gpus.entry(uuid.clone());
+            gpu.or_insert_with(|| Gpu::new(now)).held = now;
         }
+        self.watch_all(now);
         self.gpus
             .retain(|_, gpu| gpu.watch.is_withheld() || now.duration_since(gpu.held) < LINGER);
         if self.gpus.is_empty() {
@@ -219,29 +271,49 @@ impl Watchdog {
             };
             board.insert(uuid.clone(), watched);
         }
-        let mut unowned = Vec::new();
-        for (uuid, gpu) in &mut self.gpus {
-            gpu.withheld_since = gpu
-                .watch
-                .is_withheld()
-                .then(|| gpu.withheld_since.unwrap_or(now));
-            let stays = |since: Instant| now.duration_since(since) >= STAYS;
-            if gpu.withheld_since.is_some_and(stays) {
-                let message = UNOWNED.to_owned();
-                unowned.push(WithheldGpu::whole(uuid, reason::UNOWNED_MEMORY, message));
-            }
+        for gpu in self.gpus.values_mut() {
+            let is_withheld = gpu.watch.is_withheld();
+            gpu.publish_at = is_withheld.then(|| gpu.publish_at.unwrap_or(now + STAYS));
         }
+        self.publish_unowned(now);
+        self.probe.keep(&pids, is_key);
+        self.ended.retain(|process| pids.contains(&process.pid));
+        // Saved before a Prepare can be refused because of it.
+        if !self.watch_all {
+            let is_withheld = |gpu: &Gpu| gpu.watch.is_withheld();
+            let gpus = self.gpus.iter();
+            let watched = gpus.map(|(uuid, gpu)| (uuid.clone(), is_withheld(gpu)));
+            self.watched.save(&watched.collect());
+        }
+        let nanos = now.duration_since(self.start).as_nanos();
+        let nanos = u64::try_from(nanos).unwrap_or(u64::MAX);
+        self.board.set(nanos, board, self.watch_all);
+        events
+    }
+
+    /// If it is not known which GPUs were withheld, watches all of them as withheld, once they are known.
+    fn watch_all(&mut self, now: Instant) {
+        let state = self.state.borrow();
+        let (true, DriverState::Ready(ready)) = (self.watch_all, &*state) else {
+            return;
+        };
+        for gpu in &ready.inventory.gpus {
+            self.gpus.insert(gpu.uuid.clone(), Gpu::withheld(now));
+        }
+        self.watch_all = false;
+    }
+
+    fn publish_unowned(&self, now: Instant) {
+        let is_due = |gpu: &Gpu| gpu.publish_at.is_some_and(|at| at <= now);
+        let due = self.gpus.iter().filter(|(_, gpu)| is_due(gpu));
+        let withheld =
+            |uuid: &String| WithheldGpu::whole(uuid, reason::UNOWNED_MEMORY, UNOWNED.to_owned());
+        let unowned: Vec<_> = due.map(|(uuid, _)| withheld(uuid)).collect();
         self.unowned.send_if_modified(|known| {
             let is_news = *known != unowned;
             *known = unowned;
             is_news
         });
-        self.probe.keep(&pids, is_key);
-        self.ended.retain(|process| pids.contains(&process.pid));
-        let nanos = now.duration_since(self.start).as_nanos();
-        self.board
-            .set(u64::try_from(nanos).unwrap_or(u64::MAX), board);
-        events
     }
 }
 

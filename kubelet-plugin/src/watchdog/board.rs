@@ -32,20 +32,40 @@ impl Watched {
 /// The watchdog's last findings, by GPU.
 #[derive(Debug, Default)]
 pub struct Board {
-    gpus: Mutex<(u64, BTreeMap<String, Watched>)>,
+    known: Mutex<Known>,
     released: watch::Sender<()>,
 }
 
+#[derive(Debug, Default)]
+struct Known {
+    /// When, in nanoseconds, as in [`Findings`].
+    at: u64,
+    gpus: BTreeMap<String, Watched>,
+    /// Whether a GPU without findings is withheld.
+    withholds_others: bool,
+}
+
+impl Known {
+    fn is_withheld(&self, gpu_uuid: &str) -> bool {
+        let found = self.gpus.get(gpu_uuid).map(Watched::is_withheld);
+        found.unwrap_or(self.withholds_others)
+    }
+}
+
 impl Board {
-    /// Replaces the findings. `now` is in nanoseconds, as in [`Findings`].
-    pub fn set(&self, now: u64, gpus: BTreeMap<String, Watched>) {
+    /// Replaces the findings. `now` is in nanoseconds, as in [`Findings`]; `withholds_others` says whether a GPU without
+    /// findings is withheld.
+    pub fn set(&self, now: u64, gpus: BTreeMap<String, Watched>, withholds_others: bool) {
         let mut known = self.lock();
-        let is_withheld = |gpu: &str| gpus.get(gpu).is_some_and(Watched::is_withheld);
-        let released = known
-            .1
-            .iter()
-            .any(|(gpu, watched)| watched.is_withheld() && !is_withheld(gpu));
-        *known = (now, gpus);
+        let new = Known {
+            at: now,
+            gpus,
+            withholds_others,
+        };
+        let mut watched = known.gpus.keys();
+        let released = (known.withholds_others && !withholds_others)
+            || watched.any(|gpu| known.is_withheld(gpu) && !new.is_withheld(gpu));
+        *known = new;
         drop(known);
         if released {
             self.released.send_replace(());
@@ -55,14 +75,14 @@ impl Board {
     /// The time of the findings, and the findings.
     #[must_use]
     pub fn get(&self) -> (u64, BTreeMap<String, Watched>) {
-        self.lock().clone()
+        let known = self.lock();
+        (known.at, known.gpus.clone())
     }
 
     /// Whether no new claim gets a GPU because memory of it has no owner.
     #[must_use]
     pub fn is_withheld(&self, gpu_uuid: &str) -> bool {
-        let known = self.lock();
-        known.1.get(gpu_uuid).is_some_and(Watched::is_withheld)
+        self.lock().is_withheld(gpu_uuid)
     }
 
     /// Changes whenever a GPU is no longer withheld.
@@ -71,8 +91,8 @@ impl Board {
         self.released.subscribe()
     }
 
-    fn lock(&self) -> MutexGuard<'_, (u64, BTreeMap<String, Watched>)> {
+    fn lock(&self) -> MutexGuard<'_, Known> {
         // No holder of the lock can panic in the middle of a change.
-        self.gpus.lock().unwrap_or_else(PoisonError::into_inner)
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

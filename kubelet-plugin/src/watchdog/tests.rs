@@ -98,18 +98,7 @@ impl Node {
         let gpus = Gpus::default();
         let (policy, policy_rx) = watch::channel(NodePolicy::default());
         let metrics = Arc::new(Metrics::default());
-        let watchdog = Watchdog::new(
-            Arc::clone(plugin.preparer.ledger()),
-            world.layout.clone(),
-            Box::new(gpus.clone()),
-            proc,
-            policy_rx,
-            watch::channel(DriverState::Ready(Arc::clone(&world.ready))).1,
-            Arc::new(Contexts::load(Arc::new(crate::fs::HostFs), &world.layout)),
-            Events::new(world.api.client(), NODE),
-            Arc::clone(&metrics),
-            Arc::clone(&plugin.board),
-        );
+        let watchdog = watchdog(&world, &plugin, &gpus, policy_rx, &metrics);
         Self {
             key: device.key.clone(),
             gpu_uuid: device.gpu_uuid.clone(),
@@ -121,6 +110,32 @@ impl Node {
             metrics,
             watchdog,
         }
+    }
+
+    /// Ends the plugin, and starts another one on the same node.
+    fn restart(&mut self) {
+        self.plugin = self.world.start();
+        let policy = self.policy.subscribe();
+        self.watchdog = watchdog(&self.world, &self.plugin, &self.gpus, policy, &self.metrics);
+        self.now = Instant::now();
+    }
+
+    /// Releases the share, so that no claim holds the GPU.
+    async fn release(&self) {
+        let preparer = &self.plugin.preparer;
+        preparer.unprepare(&claim_ref("a")).await.unwrap();
+    }
+
+    /// Whether a new claim gets no share of the GPU.
+    async fn refuses(&self) -> bool {
+        let claim = claim("b", &[capped("gpu", 0, "20Gi", 25)]);
+        self.world.api.put(claim);
+        let preparer = &self.plugin.preparer;
+        let result = preparer.prepare(&claim_ref("b")).await;
+        if result.is_ok() {
+            preparer.unprepare(&claim_ref("b")).await.unwrap();
+        }
+        result.is_err()
     }
 
     /// A process on the GPU, in the cgroup `cgroup`.
@@ -207,6 +222,28 @@ impl Node {
         self.policy
             .send_replace(NodePolicy::of(&published.unwrap()));
     }
+}
+
+fn watchdog(
+    world: &World,
+    plugin: &Plugin,
+    gpus: &Gpus,
+    policy: watch::Receiver<NodePolicy>,
+    metrics: &Arc<Metrics>,
+) -> Watchdog {
+    Watchdog::new(
+        Arc::new(crate::fs::HostFs),
+        Arc::clone(plugin.preparer.ledger()),
+        world.layout.clone(),
+        Box::new(gpus.clone()),
+        world.proc(),
+        policy,
+        watch::channel(DriverState::Ready(Arc::clone(&world.ready))).1,
+        Arc::new(Contexts::load(Arc::new(crate::fs::HostFs), &world.layout)),
+        Events::new(world.api.client(), NODE),
+        Arc::clone(metrics),
+        Arc::clone(&plugin.board),
+    )
 }
 
 #[tokio::test]
@@ -382,6 +419,56 @@ async fn memory_that_nobody_owns_for_half_a_minute_withholds_the_gpu_until_it_is
     node.gpus.0.lock().unwrap().1 = 0;
     node.seconds(2);
     assert_eq!(*unowned.borrow_and_update(), []);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_gpu_that_is_withheld_stays_withheld_when_the_plugin_restarts() {
+    let mut node = Node::new().await;
+    node.gpus.0.lock().unwrap().1 = 2 * GIB;
+    node.seconds(5);
+    node.release().await;
+    // No claim holds the GPU now.
+    for _ in 0..2 {
+        node.restart();
+        assert!(node.refuses().await, "before the first sample");
+        let unowned = node.watchdog.unowned();
+        assert_eq!(unowned.borrow()[0].gpu, node.gpu_uuid);
+        node.seconds(3);
+        assert_eq!(unowned.borrow().len(), 1);
+        assert!(node.refuses().await);
+    }
+    node.gpus.0.lock().unwrap().1 = 0;
+    node.seconds(2);
+    assert_eq!(*node.watchdog.unowned().borrow(), []);
+    assert!(!node.refuses().await);
+    node.restart();
+    assert!(!node.refuses().await);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_gpu_whose_last_claim_was_just_released_is_watched_after_a_restart() {
+    let mut node = Node::new().await;
+    node.seconds(1);
+    // Its processes have left memory, and the plugin ends before that is confirmed.
+    node.release().await;
+    node.gpus.0.lock().unwrap().1 = 2 * GIB;
+    node.seconds(1);
+    node.restart();
+    node.seconds(5);
+    assert!(node.refuses().await);
+}
+
+#[tokio::test(start_paused = true)]
+async fn if_the_list_of_watched_gpus_is_broken_every_gpu_is_withheld_until_it_is_seen_free() {
+    let mut node = Node::new().await;
+    node.release().await;
+    fs::write(node.world.layout.watched(), b"{").unwrap();
+    node.restart();
+    assert!(node.refuses().await);
+    node.seconds(1);
+    assert!(node.refuses().await);
+    node.seconds(1);
+    assert!(!node.refuses().await);
 }
 
 #[tokio::test]

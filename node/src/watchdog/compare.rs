@@ -177,6 +177,16 @@ struct Suspicion {
 }
 
 impl GpuWatch {
+    /// A GPU that is withheld until samples show that its memory is free: an earlier process found memory without an
+    /// owner.
+    #[must_use]
+    pub fn withheld() -> Self {
+        Self {
+            is_withheld: true,
+            ..Self::default()
+        }
+    }
+
     /// Evaluates a sample at `now`, in nanoseconds of any monotonic clock.
     pub fn step(&mut self, now: u64, sample: &Sample) -> Findings {
         let seen = differences(sample);
