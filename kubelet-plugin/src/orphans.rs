@@ -79,7 +79,7 @@ impl OrphanSearch {
                 refresh = Instant::now() + INTERVAL;
             }
             if let Some(uid) = schedule.next(Instant::now()).map(str::to_owned) {
-                self.check(&mut schedule, &uid).await;
+                kubelet_tells = self.check(&mut schedule, &uid, kubelet_tells).await;
             }
             let soonest = Instant::now() + PAUSE;
             let due = schedule.due().map_or(refresh, |due| due.max(soonest));
@@ -137,36 +137,29 @@ impl OrphanSearch {
         in_use.is_ok()
     }
 
-    /// Asks the API server for one claim, and releases it if it has been gone for long enough and
-    /// is not in use.
-    async fn check(&self, schedule: &mut Schedule, uid: &str) {
+    /// Asks the API server for one claim, and releases it if it has been gone for long enough and is not in use. Returns whether
+    /// the kubelet answered the last time.
+    async fn check(&self, schedule: &mut Schedule, uid: &str, mut kubelet_tells: bool) -> bool {
         let Ok(Some(record)) = self.ledger().get(uid) else {
             schedule.forget(uid);
-            return;
+            return kubelet_tells;
         };
         let claim = claim_of(&record);
         let found = self.query(&claim, &record).await;
+        if found == Found::Gone {
+            // The last list may be a minute old.
+            kubelet_tells = self.refresh(schedule, kubelet_tells).await;
+        }
         if !schedule.found(Instant::now(), uid, found) {
-            return;
+            return kubelet_tells;
         }
+        info!(%claim, uid, "the claim is gone and the kubelet did not release it; releasing it");
         let (proc, layout) = (self.proc.clone(), self.layout.clone());
-        let users = tokio::task::spawn_blocking(move || users(&record, &proc, &layout)).await;
-        match users {
-            // Only at shutdown.
-            Err(_) => {}
-            Ok(Err(why)) => {
-                warn!(%claim, uid, why, "the claim is gone and the kubelet does not list it; it is kept because it is not known whether its containers have ended");
-            }
-            Ok(Ok(Some(users))) => {
-                warn!(%claim, uid, users, "the claim is gone and the kubelet does not list it; it is kept until its containers have ended");
-            }
-            Ok(Ok(None)) => {
-                info!(%claim, uid, "the claim is gone and the kubelet did not release it; releasing it");
-                if self.preparer.unprepare(&claim).await.is_ok() {
-                    self.metrics.orphans.inc();
-                }
-            }
+        let users = move |record: &Record| users(record, &proc, &layout);
+        if self.preparer.release_unused(&claim, users).await.is_ok() {
+            self.metrics.orphans.inc();
         }
+        kubelet_tells
     }
 
     async fn query(&self, claim: &ClaimRef, record: &Arc<Record>) -> Found {

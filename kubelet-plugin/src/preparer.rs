@@ -50,6 +50,10 @@ const DEADLINE: Duration = Duration::from_secs(40);
 /// more, and sends the next pod's Prepare before the Unprepare of a pod that was deleted by force.
 const PATIENCE: Duration = Duration::from_secs(25);
 
+/// How long a claim waits for the policy of its GPUs. The plugin reads it when it starts, and the controller publishes
+/// it a moment after the slices of a new node. If it is still missing, the controller or the API server has a problem.
+const POLICY_PATIENCE: Duration = Duration::from_secs(5);
+
 /// Reports to the cluster after the kubelet has its answer.
 pub trait Reporter: Send + Sync + std::fmt::Debug {
     /// A claim is ready.
@@ -146,14 +150,16 @@ impl Preparer {
         self: &Arc<Self>,
         claim: &ClaimRef,
     ) -> (Option<ResourceClaim>, Result<Arc<Record>, Problem>) {
-        let patience = Instant::now() + PATIENCE;
+        let start = Instant::now();
         let mut claim_lock = self.locks.lock(&claim.uid).await;
         let mut driver = self.parts.driver.clone();
+        let mut policy = self.parts.policy.clone();
         let mut released = self.parts.ledger.releases();
         let mut freed = self.parts.board.releases();
         loop {
             // The waits below react to changes from here on.
             driver.mark_unchanged();
+            policy.mark_unchanged();
             released.mark_unchanged();
             freed.mark_unchanged();
             // Read again after a wait: the claim may be deleted or allocated again.
@@ -181,11 +187,16 @@ impl Preparer {
                 match &result {
                     Err(Problem::Plan(e)) if is_conflict(e) => released.changed().await.is_ok(),
                     Err(Problem::DriverUnknown) => driver.changed().await.is_ok(),
+                    Err(Problem::PolicyUnknown { .. }) => policy.changed().await.is_ok(),
                     Err(Problem::Unowned { .. }) => freed.changed().await.is_ok(),
                     _ => false,
                 }
             };
-            if !tokio::time::timeout_at(patience, change)
+            let patience = match &result {
+                Err(Problem::PolicyUnknown { .. }) => POLICY_PATIENCE,
+                _ => PATIENCE,
+            };
+            if !tokio::time::timeout_at(start + patience, change)
                 .await
                 .unwrap_or(false)
             {
@@ -209,6 +220,7 @@ impl Preparer {
             let booked = ledger.book(allocation, |others| {
                 let policy = self.parts.policy.borrow();
                 let plan = plan(allocation, &ready.inventory, others)?;
+                refuse_unknown_policy(&plan, &policy)?;
                 Ok(plan.with_capabilities(|gpu| policy.capabilities(gpu)))
             });
             match booked.inspect_err(|problem| self.suspect(problem))? {
@@ -360,7 +372,31 @@ impl Preparer {
 
     /// Releases a claim; one that is not held is released already.
     pub async fn unprepare(self: &Arc<Self>, claim: &ClaimRef) -> Result<(), UnprepareError> {
-        let within = tokio::time::timeout(DEADLINE, self.unprepare_in_turn(claim)).await;
+        self.release(claim, |_| Ok(())).await
+    }
+
+    /// Releases a claim that is gone if nobody uses its devices. `users` says who does; it is called while nobody else works
+    /// on the claim, just before its steps are undone.
+    pub async fn release_unused(
+        self: &Arc<Self>,
+        claim: &ClaimRef,
+        users: impl FnOnce(&Record) -> Result<Option<String>, String> + Send + 'static,
+    ) -> Result<(), UnprepareError> {
+        let is_unused = |record: &Record| match users(record) {
+            Ok(None) => Ok(()),
+            Ok(Some(users)) => Err(Problem::InUse(users)),
+            Err(why) => Err(Problem::UsersUnknown(why)),
+        };
+        self.release(claim, is_unused).await
+    }
+
+    async fn release(
+        self: &Arc<Self>,
+        claim: &ClaimRef,
+        is_unused: impl FnOnce(&Record) -> Result<(), Problem> + Send + 'static,
+    ) -> Result<(), UnprepareError> {
+        let release = self.release_in_turn(claim, is_unused);
+        let within = tokio::time::timeout(DEADLINE, release).await;
         let result = within.unwrap_or(Err(Problem::Timeout(DEADLINE)));
         self.parts.reporter.released(&claim.uid);
         result.map_err(|problem| {
@@ -373,13 +409,20 @@ impl Preparer {
         })
     }
 
-    async fn unprepare_in_turn(self: &Arc<Self>, claim: &ClaimRef) -> Result<(), Problem> {
+    async fn release_in_turn(
+        self: &Arc<Self>,
+        claim: &ClaimRef,
+        is_unused: impl FnOnce(&Record) -> Result<(), Problem> + Send + 'static,
+    ) -> Result<(), Problem> {
         let claim_lock = self.locks.lock(&claim.uid).await;
         let (this, uid) = (Arc::clone(self), claim.uid.clone());
         let work = move || {
             let _lock = claim_lock;
             match this.recorded(&uid)? {
-                Some(record) => this.parts.executor.undo(&record.plan)?,
+                Some(record) => {
+                    is_unused(&record)?;
+                    this.parts.executor.undo(&record.plan)?;
+                }
                 // Its journal may have been deleted by hand, and what it made not.
                 None => this.parts.executor.sweep(&uid)?,
             }
@@ -390,6 +433,16 @@ impl Preparer {
         released
             .map_err(|_| Problem::Stopping)?
             .inspect(|()| info!("unprepared"))
+    }
+}
+
+/// Refuses shares of a GPU whose policy is not known: a container keeps the libraries that it was started with.
+fn refuse_unknown_policy(plan: &PreparationPlan, policy: &NodePolicy) -> Result<(), Problem> {
+    let shares = plan.devices.iter().filter(|device| device.cap.is_share());
+    let mut gpus = shares.map(|device| &device.gpu_uuid);
+    match gpus.find(|gpu| !policy.is_known(gpu)) {
+        Some(gpu) => Err(Problem::PolicyUnknown { gpu: gpu.clone() }),
+        None => Ok(()),
     }
 }
 

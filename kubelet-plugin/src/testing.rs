@@ -11,6 +11,7 @@ use k8s_openapi::api::resource::v1::ResourceClaim;
 use rustix::fs::{CWD, FileType, Mode, makedev, mknodat};
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
+use tranche_api::gpu_node::{Published, PublishedGpu};
 use tranche_driver::cdi::driver_spec;
 use tranche_driver::journal::Record;
 use tranche_driver::providers::Verdict;
@@ -222,7 +223,7 @@ impl World {
         let reports = Arc::new(Reports::default());
         let board = Arc::new(Board::default());
         let (others, others_rx) = watch::channel(None);
-        let (policy, policy_rx) = watch::channel(NodePolicy::default());
+        let (policy, policy_rx) = watch::channel(self.no_policy());
         let (driver, driver_rx) = watch::channel(DriverState::Ready(Arc::clone(&self.ready)));
         let (suspect_orphans, suspicions) = suspicions();
         let preparer = Preparer::new(Parts {
@@ -248,6 +249,19 @@ impl World {
             suspicions: tokio::sync::Mutex::new(suspicions),
             others,
             policy,
+        })
+    }
+
+    /// What the controller publishes for this node without any SharingPolicy.
+    pub fn no_policy(&self) -> NodePolicy {
+        let gpus = self.ready.inventory.gpus.iter();
+        let gpu = |gpu: &tranche_api::gpu_node::Gpu| PublishedGpu {
+            uuid: gpu.uuid.clone(),
+            ..PublishedGpu::default()
+        };
+        NodePolicy::of(&Published {
+            gpus: gpus.map(gpu).collect(),
+            ..Published::default()
         })
     }
 

@@ -6,7 +6,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use tranche_api::gpu_node::{Published, PublishedCapped};
 use tranche_driver::cdi::Capability;
 
-/// What the policies ask of this node. Until the controller has published anything the defaults hold.
+/// What the policies ask of this node. Nothing is known before the controller has published anything and the plugin has
+/// read it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NodePolicy {
     capped: BTreeMap<String, PublishedCapped>,
@@ -22,6 +23,13 @@ impl NodePolicy {
                 .map(|gpu| (gpu.uuid.clone(), gpu.capped.clone()))
                 .collect(),
         }
+    }
+
+    /// Whether it is known what is asked for a GPU. The controller publishes it for every GPU of the inventory, just after
+    /// the GPU's slices.
+    #[must_use]
+    pub fn is_known(&self, gpu_uuid: &str) -> bool {
+        self.capped.contains_key(gpu_uuid)
     }
 
     /// Of the driver's libraries, those that containers with capped shares of a GPU get beside compute and
@@ -69,6 +77,7 @@ mod tests {
                 {"uuid": "bare"},
             ],
         }));
+        assert!(policy.is_known("bare") && !policy.is_known("not listed"));
         assert_eq!(policy.capped("kill").on_bypass, OnBypass::Kill);
         assert_eq!(
             policy.capabilities("newer"),

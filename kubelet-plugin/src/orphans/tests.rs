@@ -215,6 +215,29 @@ async fn what_the_kubelet_lists_is_never_released() {
     assert!(held(&plugin).is_empty());
 }
 
+#[tokio::test(start_paused = true)]
+async fn what_the_kubelet_lists_at_the_last_moment_is_not_released() {
+    let world = World::new();
+    let objects = prepare(&world, &world.start(), &["a"]).await;
+    world.api.delete(&objects[0]);
+    let plugin = world.start();
+    let kubelet = Listing::default();
+    let search = plugin.search(&world, &kubelet).await;
+    kubelet.lists(&[]);
+    let gets = world.api.requests().len();
+    while world.api.requests().len() == gets {
+        search.run_for(Duration::from_millis(100)).await;
+    }
+    // It is gone, and would be released at the next answer.
+    kubelet.lists(&plugin.preparer.ledger().held());
+    search.run_for(GRACE + Duration::from_secs(1)).await;
+    assert_eq!(world.api.requests().len(), gets + 2);
+    assert_eq!(held(&plugin), ["a"]);
+    kubelet.lists(&[]);
+    search.run_for(HOUR).await;
+    assert!(held(&plugin).is_empty());
+}
+
 /// The new claim's Prepare waits for less than half a minute.
 #[tokio::test(start_paused = true)]
 async fn an_orphan_in_the_way_is_released_while_the_new_claim_waits() {

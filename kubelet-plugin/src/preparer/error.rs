@@ -84,6 +84,15 @@ pub enum Problem {
         /// As the host sees it.
         root: PathBuf,
     },
+    /// It is not known what the policies ask for shares of a GPU, for example which of the driver's libraries they get.
+    #[error(
+        "GPU {gpu}: the controller has not published yet what the SharingPolicy asks of the node (status.published.gpus of \
+         the node's GpuNode): see that the controller runs; the kubelet asks again"
+    )]
+    PolicyUnknown {
+        /// The GPU.
+        gpu: String,
+    },
     /// Memory of a GPU is in use without an owner.
     #[error(
         "GPU {gpu}: memory that an ended process left is still in use: the GPU is given to new claims when the driver has \
@@ -108,6 +117,17 @@ pub enum Problem {
     /// A step of an earlier plan failed when it was repeated.
     #[error(transparent)]
     Rebuild(#[from] StepError),
+    /// It is gone, and its containers have not ended.
+    #[error(
+        "it is gone and the kubelet does not list it; it is kept until its containers have ended: {0}"
+    )]
+    InUse(String),
+    /// It is gone, and it cannot be found out whether its containers have ended.
+    #[error(
+        "it is gone and the kubelet does not list it; it is kept because it is not known whether its containers have ended: \
+         {0}"
+    )]
+    UsersUnknown(String),
     /// An inverse failed.
     #[error("cannot release it: {0}")]
     Undo(#[from] UndoError),
@@ -132,6 +152,8 @@ impl Problem {
             Self::DriverUnknown | Self::Driver(_) | Self::Root(_) | Self::NoDeviceNode { .. } => {
                 "driver_not_ready"
             }
+            Self::InUse(_) | Self::UsersUnknown(_) => "in_use",
+            Self::PolicyUnknown { .. } => "policy_unknown",
             Self::Unowned { .. } => "gpu_not_free",
             Self::NotInstalled(_) | Self::Install(_) => "not_intact",
             Self::Fs(_) | Self::Execute(_) | Self::Rebuild(_) | Self::Undo(_) => "step_failed",

@@ -121,6 +121,35 @@ async fn libraries_that_a_policy_names_go_to_new_claims_only() {
     assert_eq!(kept.plan, new.plan);
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_share_waits_for_the_policy_of_its_gpu() {
+    let world = World::new();
+    let plugin = world.start();
+    let known = world.no_policy();
+    plugin.policy.send_replace(NodePolicy::default());
+    // It matters to shares only.
+    world.api.put(claim("whole", &[whole("gpu", 1)]));
+    plugin.preparer.prepare(&claim_ref("whole")).await.unwrap();
+    world.api.put(claim("a", &[capped("gpu", 0, "20Gi", 25)]));
+    let start = tokio::time::Instant::now();
+    let error = plugin.preparer.prepare(&claim_ref("a")).await.unwrap_err();
+    assert_eq!(error.problem.outcome(), "policy_unknown");
+    assert_eq!(start.elapsed().as_secs(), 5);
+    let text = error.to_string();
+    assert!(text.contains("status.published.gpus"), "{text}");
+
+    let preparer = Arc::clone(&plugin.preparer);
+    let waits = tokio::spawn(async move { preparer.prepare(&claim_ref("a")).await.map(drop) });
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    assert!(!waits.is_finished());
+    plugin.policy.send_replace(known);
+    waits.await.unwrap().unwrap();
+    // What it got stays, whatever the next process knows.
+    let plugin = world.start();
+    plugin.policy.send_replace(NodePolicy::default());
+    plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
+}
+
 #[tokio::test]
 async fn two_shares_on_two_gpus_have_each_its_cap() {
     let world = World::new();
