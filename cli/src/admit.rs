@@ -8,7 +8,7 @@ use tranche_api::{Quantity, ShareConfig, Tier};
 use tranche_driver::claim::{AllocatedDevice, Allocation, DeviceName, Grant, WholeGpuTier};
 use tranche_driver::gpu::GpuUuid;
 use tranche_driver::journal::Record;
-use tranche_driver::policy::UNMEASURED_CONTEXT;
+use tranche_driver::policy::context_memory;
 use tranche_driver::preparation::{Cap, Conflict, PreparationProblem, PreparedDevice, plan};
 
 use crate::wire::Request;
@@ -106,8 +106,7 @@ pub fn admit(
                 cores,
                 context_memory: request
                     .context_memory
-                    .or_else(|| gpu.context_memory?.to_count().ok())
-                    .unwrap_or(UNMEASURED_CONTEXT),
+                    .unwrap_or_else(|| context_memory(gpu)),
             },
             config,
         }],
@@ -229,14 +228,39 @@ mod tests {
         existing: Option<&Record>,
         others: &[Record],
     ) -> Result<Record, String> {
+        ask_where(None, request, existing, others)
+    }
+
+    /// On a machine where a context takes `context` bytes, if that was measured.
+    fn ask_where(
+        context: Option<u64>,
+        request: &Request,
+        existing: Option<&Record>,
+        others: &[Record],
+    ) -> Result<Record, String> {
         let description = two_h100();
-        let gpus: Vec<_> = description
-            .gpus
-            .iter()
-            .map(|gpu| gpu.uuid.clone())
-            .collect();
-        let inventory = inventory(&description, Path::new("/nowhere"));
+        let gpus = description.gpus.iter();
+        let gpus: Vec<_> = gpus.map(|gpu| gpu.uuid.clone()).collect();
+        let mut inventory = inventory(&description, Path::new("/nowhere"));
+        for gpu in &mut inventory.gpus {
+            gpu.context_memory = context.map(Quantity::from_bytes);
+        }
         admit(request, &gpus, &inventory, existing, others).map_err(|e| e.to_string())
+    }
+
+    #[test]
+    fn a_share_has_room_for_a_context_of_the_size_that_the_controller_would_give_it() {
+        let context_of = |measured| {
+            let record = ask_where(measured, &request("a", 20, 25), None, &[]).unwrap();
+            match record.plan.devices[0].cap {
+                Cap::Share { context_memory, .. } => context_memory >> 20,
+                Cap::None {} => panic!("a share"),
+            }
+        };
+        assert_eq!(context_of(None), 512);
+        assert_eq!(context_of(Some(464 << 20)), 464);
+        // A tenant can make a context look smaller than it is.
+        assert_eq!(context_of(Some(32 << 20)), 256);
     }
 
     fn refused(result: Result<Record, String>, words: &[&str]) {

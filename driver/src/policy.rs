@@ -152,10 +152,8 @@ pub fn terms(
     match matching(policies, labels, gpu)? {
         Some(policy) => {
             let mut terms = Terms::try_from(&policy.spec).map_err(|problem| of(policy, problem))?;
-            if policy.spec.capped.context_memory.is_none()
-                && let Some(measured) = measured_context(gpu)
-            {
-                terms.capped.context_memory = measured;
+            if policy.spec.capped.context_memory.is_none() {
+                terms.capped.context_memory = context_memory(gpu);
             }
             Ok(terms)
         }
@@ -167,10 +165,15 @@ pub fn terms(
 /// were smaller, and the watchdog tolerates 256 MiB beyond it, where contexts take up to 550 MiB.
 const LEAST_CONTEXT: u64 = 256 << 20;
 
-/// Bytes of a context as the node measured them. What the inventory says may be anything: no count is no size.
-fn measured_context(gpu: &Gpu) -> Option<u64> {
-    let bytes = gpu.context_memory?.to_count().ok()?;
-    (bytes > 0).then(|| bytes.max(LEAST_CONTEXT))
+/// Bytes of a context on `gpu` where nobody says how many: as the node measured them, and [`UNMEASURED_CONTEXT`] before
+/// that. The inventory may say anything: no count is no size.
+#[must_use]
+pub fn context_memory(gpu: &Gpu) -> u64 {
+    let measured = gpu.context_memory.and_then(|bytes| bytes.to_count().ok());
+    match measured {
+        None | Some(0) => UNMEASURED_CONTEXT,
+        Some(bytes) => bytes.max(LEAST_CONTEXT),
+    }
 }
 
 /// What the policies ask of the node itself for `gpu`: the part of its terms that the node's plugin

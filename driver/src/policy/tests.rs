@@ -349,6 +349,7 @@ fn a_context_is_as_large_as_the_policy_says_else_as_measured_else_assumed() {
     assert_eq!(context(&explicit, Some("464Mi")), 300 << 20);
     assert_eq!(context(&json!({"contextMemory": 0}), Some("464Mi")), 0);
     assert_eq!(context(&json!({}), Some("464Mi")), 464 << 20);
+    assert_eq!(context(&json!({}), Some("32Mi")), 256 << 20);
     assert_eq!(context(&json!({}), None), 512 << 20);
     for nonsense in ["0", "-1", "500m"] {
         assert_eq!(context(&json!({}), Some(nonsense)), 512 << 20);
