@@ -23,7 +23,7 @@ use crate::leader::Leadership;
 use crate::metrics::{Metrics, Outcome, Verb};
 use crate::offered::{self, News};
 use crate::pool::Write;
-use crate::withdrawn::{Held, Read};
+use crate::withdrawn::{Held, Read, USABLE};
 
 /// The field manager of `status.published`, and the events' reporter.
 const MANAGER: &str = "tranche-controller";
@@ -308,9 +308,12 @@ impl Executor {
             }
         }
         self.metrics.listed("resourceclaims");
+        // From the end of the list, so that one that takes long can be used at all.
+        let until = self.clock.now() + USABLE;
+        let held = |devices| Held { devices, at, until };
         Ok(devices
             .into_iter()
-            .map(|(node, devices)| (node.clone(), Held { devices, at }))
+            .map(|(node, devices)| (node.clone(), held(devices)))
             .collect())
     }
 

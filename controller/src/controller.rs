@@ -116,8 +116,7 @@ pub struct Controller {
     index: Index,
     queue: Queue,
     memories: BTreeMap<String, Memory>,
-    /// What steps asked for, for nodes that are not at rest yet. What claims held stays true of devices that
-    /// were tainted long before: nobody can allocate them since.
+    /// What steps asked for, for nodes that are not at rest yet. It is used only while it is new enough.
     evidence: BTreeMap<String, Evidence>,
     pace: Pace,
     /// Nodes in the middle of a paced change.
@@ -350,7 +349,9 @@ impl Controller {
             match learned {
                 // With what was read before: only what is missing is asked for.
                 Learned::Read(read) => evidence.read.extend(read),
-                Learned::PluginReady(ready) => evidence.plugin_ready = Some(ready),
+                Learned::PluginReady(ready) => {
+                    evidence.plugin_ready = Some((ready, self.executor.clock().now()));
+                }
             }
             self.queue.mark(&node, Lane::Prompt, now);
         }

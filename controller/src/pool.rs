@@ -14,7 +14,7 @@ use kube::ResourceExt;
 use tranche_api::gpu_node::Published;
 use tranche_driver::slices::{self, Digest, SlicePlan};
 
-use crate::known::KnownSlice;
+use crate::known::{EPOCH_ANNOTATION, KnownSlice};
 
 /// How long the rest of a pool stays after a part of it was removed. The kubelet deletes a pool faster, and
 /// a running plugin requests the slices faster.
@@ -166,14 +166,16 @@ pub struct Difference {
     pub obsolete: Vec<Write>,
 }
 
-/// Compares. `last_generation` is that of the last publication, for a pool of which nothing is left.
+/// Compares. `published` is the last publication, for a pool of which nothing is left; `epoch` is that of the registration.
 #[must_use]
 pub fn difference(
     plan: &SlicePlan,
     existing: &[Arc<KnownSlice>],
-    last_generation: i64,
+    published: &Published,
+    epoch: i64,
     memory: &Memory,
 ) -> Difference {
+    let last_generation = published.pool_generation;
     let by_name: BTreeMap<&str, &KnownSlice> = existing.iter().map(|s| (&*s.name, &**s)).collect();
     let is_planned = |slice: &KnownSlice| {
         plan.slices
@@ -213,13 +215,19 @@ pub fn difference(
     };
 
     let owners = [plan.owner()];
+    let object = |planned| {
+        let mut object = plan.object(planned, generation);
+        let annotation = (EPOCH_ANNOTATION.to_owned(), epoch.to_string());
+        object.metadata.annotations = Some(BTreeMap::from([annotation]));
+        object
+    };
     let writes = plan
         .slices
         .iter()
         .zip(same)
         .filter_map(|(planned, is_same)| {
             let Some(old) = by_name.get(&*planned.name) else {
-                return Some(Write::Create(plan.object(planned, generation)));
+                return Some(Write::Create(object(planned)));
             };
             let is_settled = is_same
                 && old.generation == generation
@@ -229,7 +237,7 @@ pub fn difference(
             if is_settled {
                 return None;
             }
-            let wanted = plan.object(planned, generation);
+            let wanted = object(planned);
             Some(Write::Replace(ResourceSlice {
                 metadata: old.replacement(wanted.metadata),
                 spec: wanted.spec,

@@ -79,10 +79,22 @@ impl Step {
 pub struct Evidence {
     /// What [`Step::ListClaims`] found.
     pub held: Option<Held>,
-    /// What [`Step::FindPlugin`] found.
-    pub plugin_ready: Option<bool>,
+    /// What [`Step::FindPlugin`] found, and when.
+    pub plugin_ready: Option<(bool, Timestamp)>,
     /// What [`Step::ReadSlices`] read.
     pub read: Read,
+}
+
+/// What was true when it was asked for may be wrong when the node's turn comes.
+impl Evidence {
+    fn held(&self, now: Timestamp) -> Option<&Held> {
+        self.held.as_ref().filter(|held| now <= held.until)
+    }
+
+    fn plugin_ready(&self, now: Timestamp) -> Option<bool> {
+        let (ready, at) = self.plugin_ready?;
+        (now <= at + FRESH).then_some(ready)
+    }
 }
 
 /// The step, and what else is to be known.
@@ -164,7 +176,7 @@ pub fn reconcile(
     evidence: &Evidence,
     now: Timestamp,
 ) -> Decision {
-    let held = evidence.held.as_ref();
+    let held = evidence.held(now);
     let status = view.gpu_node.as_ref().and_then(|g| g.status.as_ref());
     let Some(node) = &view.node else {
         return Decision::delete_all(view);
@@ -225,10 +237,10 @@ pub fn reconcile(
         generation,
         writes,
         obsolete,
-    } = pool::difference(&plan, &view.slices, published.pool_generation, memory);
+    } = pool::difference(&plan, &view.slices, &published, registration.epoch, memory);
     let creates = writes.iter().any(|write| matches!(write, Write::Create(_)));
     if phase == Phase::Publish && creates && is_stale(gpu_node, now) {
-        match evidence.plugin_ready {
+        match evidence.plugin_ready(now) {
             Some(true) => {}
             Some(false) => {
                 return Decision {

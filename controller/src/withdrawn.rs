@@ -20,6 +20,8 @@ use crate::known::{KnownDevice, KnownSlice};
 
 /// How long the taint stands before the claims are asked: the scheduler's decisions take less.
 const GRACE: SignedDuration = SignedDuration::from_secs(10);
+/// How long after a list of the claims it may be used.
+pub const USABLE: SignedDuration = SignedDuration::from_secs(60);
 /// How often the claims are asked again while one of them holds a device: at whole minutes, so that all nodes
 /// ask at once and one list answers all.
 const RECHECK: i64 = 60;
@@ -31,6 +33,9 @@ pub struct Held {
     pub devices: BTreeSet<String>,
     /// Not later than the moment at which the claims were listed.
     pub at: Timestamp,
+    /// Until when it may be used. A claim that tolerates all taints can still get a withdrawn device, and the node may wait
+    /// long for its turn. A node whose list is too old asks again.
+    pub until: Timestamp,
 }
 
 /// Devices that were read, by the slice's name and the version that was read.
@@ -122,8 +127,9 @@ pub fn waiting(
         .filter(|device| is_withdrawn(device));
     for device in withdrawn {
         let again = match since.get(&device.name) {
-            // The taint is about to be written.
-            None => GRACE.unsigned_abs(),
+            // The taint is about to be written, which is seen. An API server without taints drops it: then there is nothing
+            // to wait for.
+            None => continue,
             Some(at) if now < *at + GRACE => (*at + GRACE).duration_since(now).unsigned_abs(),
             Some(at) if held.is_none_or(|held| held.at < *at + GRACE) => {
                 waiting.ask_claims = true;

@@ -19,7 +19,7 @@ use tranche_controller::known::KnownSlice;
 use tranche_controller::offered;
 use tranche_controller::pool::{Memory, Write};
 use tranche_controller::reconcile::{Evidence, Step, reconcile};
-use tranche_controller::withdrawn::Held;
+use tranche_controller::withdrawn::{Held, USABLE};
 
 /// What may happen to a node.
 #[derive(Clone, Debug)]
@@ -42,6 +42,8 @@ enum Happening {
     Policy(usize),
     /// A claim takes a device that the scheduler could give.
     Allocate(usize),
+    /// A claim that tolerates all taints takes any device, a minute and more before anything else happens.
+    Tolerate(usize),
     /// A claim releases its device.
     Release(usize),
     /// The controller takes this many steps, each of them cut off after so many writes.
@@ -63,6 +65,7 @@ fn happening() -> impl Strategy<Value = Happening> {
         2 => prop::collection::btree_set(0u32..3, 0..=2).prop_map(Happening::Withhold),
         2 => (0usize..POLICIES.len()).prop_map(Happening::Policy),
         4 => (0usize..9).prop_map(Happening::Allocate),
+        1 => (0usize..9).prop_map(Happening::Tolerate),
         3 => (0usize..9).prop_map(Happening::Release),
         8 => (1usize..6, 0usize..5).prop_map(|(steps, writes)| Happening::Steps(steps, writes)),
         1 => Just(Happening::Restart),
@@ -230,6 +233,10 @@ impl World {
             Happening::Allocate(nth) => {
                 self.claims.extend(self.offered().into_iter().nth(*nth));
             }
+            Happening::Tolerate(nth) => {
+                self.claims.extend(self.devices().into_iter().nth(*nth));
+                self.now += SignedDuration::from_secs(61);
+            }
             Happening::Release(nth) => {
                 if let Some(device) = self.claims.iter().nth(*nth).cloned() {
                     self.claims.remove(&device);
@@ -289,6 +296,7 @@ impl World {
                 self.evidence.held = Some(Held {
                     devices: self.claims.clone(),
                     at: self.now,
+                    until: self.now + USABLE,
                 });
                 return false;
             }
@@ -303,7 +311,7 @@ impl World {
                 return false;
             }
             Step::FindPlugin => {
-                self.evidence.plugin_ready = Some(self.alive);
+                self.evidence.plugin_ready = Some((self.alive, self.now));
                 return false;
             }
             Step::Record(published) => {
@@ -319,8 +327,10 @@ impl World {
                     if matches!(write, Write::Create(_)) {
                         assert!(asked || !missing, "a slice of a dead plugin came back");
                         let age = self.now.duration_since(self.registered);
-                        let believed =
-                            self.evidence.plugin_ready == Some(true) || age.as_secs() <= 20;
+                        let ready = self.evidence.plugin_ready;
+                        let believed = ready.is_some_and(|(ready, at)| {
+                            ready && self.now.duration_since(at).as_secs() <= 20
+                        }) || age.as_secs() <= 20;
                         assert!(!asked || believed, "an old request was taken unseen");
                     }
                     self.write(write);
@@ -457,6 +467,26 @@ fn inventory(minors: &BTreeSet<u32>) -> Inventory {
         })
         .collect();
     Inventory::new("535.261.03".to_owned(), "12.2".to_owned(), gpus)
+}
+
+#[test]
+fn a_list_of_the_claims_that_is_too_old_removes_nothing() {
+    let mut world = World::new();
+    world.happen(&Happening::Register);
+    assert!(world.rests());
+    // The tier is withdrawn, and no claim holds a device of it when the claims are listed.
+    world.happen(&Happening::Policy(1));
+    while world.evidence.held.is_none() {
+        world.step(usize::MAX);
+        world.now += SignedDuration::from_secs(7);
+    }
+    // The node's turn comes late, and a claim that tolerates the taint is faster.
+    let capped = "gpu-00000000-capped".to_owned();
+    let nth = world.devices().iter().position(|device| *device == capped);
+    world.happen(&Happening::Tolerate(nth.expect("withdrawn")));
+    assert!(world.claims.contains(&capped));
+    assert!(world.rests());
+    assert!(world.devices().contains(&capped));
 }
 
 proptest! {

@@ -427,6 +427,50 @@ async fn dropped_fields_are_reported_with_their_gate_and_not_written_again() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn without_taints_a_withdrawn_tier_costs_no_requests() {
+    let (cluster, _replica) = published().await;
+    cluster.api.drop_fields(&["taints"]);
+    cluster.policy("default", &json!({"tiers": ["exclusive"]}));
+    cluster.settle(SOON).await;
+    let problem = cluster.published("a")["problem"].to_string();
+    assert!(problem.contains("DRADeviceTaints"), "{problem}");
+    let requests = |cluster: &Cluster| {
+        let reads = cluster.api.gets("resourceslices") + cluster.api.lists("resourceclaims");
+        (reads, cluster.api.write_count())
+    };
+    let before = requests(&cluster);
+    sleep(seconds(3600)).await;
+    assert_eq!(requests(&cluster), before);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_slice_has_the_epoch_for_which_it_was_written_for_plugins_of_the_last_release() {
+    let (cluster, _replica) = published().await;
+    let epochs = |cluster: &Cluster| {
+        let slices = cluster.slices("a");
+        let of = |slice: &serde_json::Value| {
+            let epoch = slice["metadata"]["annotations"]["gpu.tranche.dev/epoch"].as_str();
+            epoch.map(str::to_owned)
+        };
+        slices.iter().map(of).collect::<Option<Vec<_>>>()
+    };
+    let all = |epoch: i64| Some(vec![epoch.to_string(); 3]);
+    let epoch = cluster.published("a")["epoch"].as_i64().expect("an epoch");
+    assert_eq!(epochs(&cluster), all(epoch));
+    // The kubelet wiped them, and the plugin asks.
+    cluster.wipe("a");
+    cluster.bump("a");
+    cluster.settle(SOON).await;
+    cluster.assert_whole("a");
+    assert_eq!(epochs(&cluster), all(epoch + 1));
+    // An epoch alone costs one write.
+    let before = cluster.api.write_count();
+    cluster.bump("a");
+    cluster.settle(SOON).await;
+    assert_eq!(cluster.api.write_count(), before + 1);
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_node_is_told_what_the_policies_ask_of_it() {
     let (cluster, _replica) = published().await;
     let asked = |cluster: &Cluster| {
