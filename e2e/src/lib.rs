@@ -19,6 +19,7 @@ pub mod node;
 pub mod pod;
 pub mod request;
 pub mod system;
+pub mod tool;
 pub mod version;
 pub mod wait;
 pub mod workload;

@@ -1,12 +1,11 @@
 //! Versions of Tranche on the cluster: what this tree is, and the release that users upgrade from (`e2e/upgrade`).
 
-use std::path::{Path, PathBuf};
-use std::process::Stdio;
+use std::path::PathBuf;
 
 use anyhow::{Context, ensure};
-use tokio::process::Command;
 
 use crate::SYSTEM;
+use crate::tool::run;
 
 /// A version whose images are on the nodes.
 #[derive(Clone, Debug)]
@@ -70,22 +69,4 @@ impl Version {
 
 fn repository() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("..")
-}
-
-async fn run(program: &str, options: &[&str], files: &[&Path]) -> anyhow::Result<()> {
-    let output = Command::new(program)
-        .args(options)
-        .args(files)
-        .stdin(Stdio::null())
-        .kill_on_drop(true)
-        .output()
-        .await
-        .with_context(|| format!("running {program}: source target/cluster/env"))?;
-    ensure!(
-        output.status.success(),
-        "{program} {}: {}",
-        options.join(" "),
-        String::from_utf8_lossy(&output.stderr)
-    );
-    Ok(())
 }

@@ -1,11 +1,9 @@
 //! Checks what the examples' READMEs say.
 
 use std::path::PathBuf;
-use std::process::Stdio;
 
-use anyhow::{Context, ensure};
-use tokio::process::Command;
-use tranche_e2e::{Case, Namespace, PodHandle, run};
+use anyhow::ensure;
+use tranche_e2e::{Case, Namespace, PodHandle, run, tool};
 
 const GI: u64 = 1 << 30;
 
@@ -15,20 +13,8 @@ fn folder() -> PathBuf {
 
 /// Applies an example as its README says.
 async fn apply(name: &str) -> anyhow::Result<()> {
-    let output = Command::new("kubectl")
-        .arg("apply")
-        .arg("--filename")
-        .arg(folder().join(name))
-        .stdin(Stdio::null())
-        .output()
-        .await
-        .context("running kubectl: source target/cluster/env")?;
-    ensure!(
-        output.status.success(),
-        "kubectl apply: {}",
-        String::from_utf8_lossy(&output.stderr)
-    );
-    Ok(())
+    let options = ["apply", "--filename"];
+    tool::run("kubectl", &options, &[&folder().join(name)]).await
 }
 
 fn pod(namespace: &Namespace, name: &str) -> PodHandle {

@@ -1,0 +1,26 @@
+//! The tools of the cluster: `kubectl`, `helm`.
+
+use std::path::Path;
+use std::process::Stdio;
+
+use anyhow::{Context, ensure};
+use tokio::process::Command;
+
+/// Runs a tool with `options`, and `files` behind them. An error has what it wrote to stderr.
+pub async fn run(program: &str, options: &[&str], files: &[&Path]) -> anyhow::Result<()> {
+    let output = Command::new(program)
+        .args(options)
+        .args(files)
+        .stdin(Stdio::null())
+        .kill_on_drop(true)
+        .output()
+        .await
+        .with_context(|| format!("running {program}: source target/cluster/env"))?;
+    ensure!(
+        output.status.success(),
+        "{program} {}: {}",
+        options.join(" "),
+        String::from_utf8_lossy(&output.stderr)
+    );
+    Ok(())
+}
