@@ -17,6 +17,7 @@ pub mod exec;
 pub mod namespace;
 pub mod node;
 pub mod pod;
+pub mod policy;
 pub mod request;
 pub mod system;
 pub mod tool;

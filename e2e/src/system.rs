@@ -7,16 +7,13 @@ use std::time::Duration;
 use anyhow::Context;
 use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::api::resource::v1::{Device, ResourceSlice};
-use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use kube::Client;
-use kube::api::{Api, DeleteParams, PostParams};
+use kube::api::Api;
 use kube::runtime::watcher;
-use serde_json::json;
 use tranche_api::gpu_node::GpuNode;
-use tranche_api::names::{DRIVER, capacity};
-use tranche_api::sharing_policy::SharingPolicy;
+use tranche_api::names::DRIVER;
 
-use crate::{Case, SYSTEM, wait};
+use crate::{SYSTEM, wait};
 
 /// Label selector of the node plugin's pods.
 pub const NODE_PLUGIN: &str = "app.kubernetes.io/component=node-plugin";
@@ -134,55 +131,4 @@ pub fn epoch(node: &GpuNode) -> i64 {
         .flat_map(|status| &status.registration)
         .map(|registration| registration.epoch)
         .sum()
-}
-
-/// Offers up to `most` shares of each GPU until the test ends, more than the chart's own policy,
-/// with memory for the contexts of `expected` shares.
-pub async fn offer(case: &Case, most: u32, expected: u32) -> anyhow::Result<()> {
-    let policies: Api<SharingPolicy> = Api::all(case.client.clone());
-    let name = case.unique("offer");
-    let policy = serde_json::from_value(json!({
-        "metadata": {"name": name},
-        "spec": {
-            "priority": 100,
-            "tiers": ["exclusive", "capped", "timeshared"],
-            "capped": {"maxSharers": most, "expectedSharers": expected},
-        },
-    }))?;
-    policies.create(&PostParams::default(), &policy).await?;
-    let (plugin, default) = (case.plugin(), most_shares(&case.client).await?);
-    case.afterwards("the sharing policy", async move {
-        policies.delete(&name, &DeleteParams::default()).await?;
-        offered(&plugin, &default).await
-    });
-    offered(&case.plugin(), &Quantity(most.to_string())).await
-}
-
-/// The number of shares of a GPU in the chart's own policy.
-async fn most_shares(client: &Client) -> anyhow::Result<Quantity> {
-    let policies: Api<SharingPolicy> = Api::all(client.clone());
-    let default = policies.get("default").await?;
-    Ok(Quantity(default.spec.capped.max_sharers.to_string()))
-}
-
-/// Waits until every capped device has room for so many shares.
-async fn offered(plugin: &NodePlugin, most: &Quantity) -> anyhow::Result<()> {
-    let what = format!("{} shares of each GPU", most.0);
-    plugin
-        .slices(&what, wait::USUAL, |slices| {
-            let mut capped = complete(slices)?
-                .into_values()
-                .flat_map(|slice| slice.spec.devices.unwrap_or_default())
-                .filter(|device| device.name.ends_with("-capped"))
-                .filter_map(|device| {
-                    device
-                        .capacity
-                        .unwrap_or_default()
-                        .remove(capacity::SHARERS)
-                })
-                .peekable();
-            capped.peek()?;
-            capped.all(|sharers| sharers.value == *most).then_some(())
-        })
-        .await
 }

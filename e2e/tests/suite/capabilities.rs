@@ -1,11 +1,8 @@
 //! Which of the driver's libraries a capped container has beside those of CUDA and NVML.
 
-use anyhow::{Context as _, ensure};
-use kube::api::{Api, DeleteParams, Patch, PatchParams};
+use anyhow::ensure;
 use serde_json::json;
-use tranche_api::SharingPolicy;
-use tranche_api::gpu_node::GpuNode;
-use tranche_e2e::{Case, PodHandle, Request, run, wait};
+use tranche_e2e::{Case, PodHandle, Request, policy, run, wait};
 
 const FOLDER: &str = "/usr/lib/x86_64-linux-gnu";
 
@@ -55,49 +52,22 @@ fn a_policy_names_the_libraries_of_new_capped_claims() -> anyhow::Result<()> {
         before.started().await?;
         ensure!(!has_encoder(&before).await?, "without a policy");
 
-        let policies: Api<SharingPolicy> = Api::all(case.client.clone());
-        let name = case.unique("video");
-        let policy = |capabilities: &[&str]| {
-            json!({
-                "apiVersion": "gpu.tranche.dev/v1alpha1", "kind": "SharingPolicy",
-                "metadata": {"name": name},
-                "spec": {
-                    "priority": 1000, "tiers": ["exclusive", "capped", "timeshared"],
-                    "capped": {"driverCapabilities": capabilities},
-                },
-            })
-        };
-        let apply = PatchParams::apply("e2e").force();
         for (wrong, word) in [
             (&["compute", "utility", "all"][..], "all"),
             (&["compute", "video"], "utility"),
         ] {
-            let refused = policies
-                .patch(&name, &apply, &Patch::Apply(&policy(wrong)))
-                .await;
-            let text = refused
-                .map(drop)
-                .map_or_else(|e| e.to_string(), |()| String::new());
+            let capped = json!({"driverCapabilities": wrong});
+            let refused = policy::apply(case, "video", &capped).await;
+            let text = refused.map_or_else(|e| e.to_string(), |name| format!("{name} was created"));
             ensure!(
                 text.contains("spec.capped.driverCapabilities") && text.contains(word),
                 "{wrong:?}: {text:?}"
             );
         }
-        let video = policy(&["compute", "utility", "video"]);
-        policies.patch(&name, &apply, &Patch::Apply(&video)).await?;
-        let (api, created) = (policies.clone(), name.clone());
-        case.afterwards("the policy", async move {
-            api.delete(&created, &DeleteParams::default()).await?;
-            Ok(())
-        });
-        let gpu_nodes: Api<GpuNode> = Api::all(case.client.clone());
-        wait::for_answer("the policy at the node", wait::USUAL, async || {
-            let node = gpu_nodes.get(case.node.name()).await?;
-            let published = node.status.and_then(|status| status.published);
-            let gpus = published.context("something is published")?.gpus;
-            let asked = gpus.iter().find(|asked| asked.uuid == gpu.uuid);
-            let extra = asked.map(|asked| asked.capped.extra_driver_capabilities.clone());
-            Ok((extra == Some(vec!["video".to_owned()])).then_some(()))
+        let video = json!({"driverCapabilities": ["compute", "utility", "video"]});
+        policy::apply(case, "video", &video).await?;
+        policy::asked(case, gpu, |asked| {
+            asked.capped.extra_driver_capabilities == ["video"]
         })
         .await?;
         let after = namespace.idle("after", &share).await?;

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use anyhow::ensure;
 use futures::{StreamExt, TryStreamExt, stream};
-use tranche_e2e::{Case, Request, run, system};
+use tranche_e2e::{Case, Request, policy, run};
 
 const PODS: usize = 40;
 const MI: u64 = 1 << 20;
@@ -17,7 +17,7 @@ const LAST: usize = AT_ONCE;
 #[test]
 fn forty_pods_of_random_sizes_each_see_their_own() -> anyhow::Result<()> {
     run(async |case: &Case| {
-        system::offer(case, 20, 20).await?;
+        policy::offer(case, 20, 20).await?;
         let namespaces = [case.namespace("even").await?, case.namespace("odd").await?];
         let seed = uuid::Uuid::new_v4().as_u128();
         println!("sizes by seed {seed:#x}");

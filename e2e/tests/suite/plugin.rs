@@ -10,7 +10,7 @@ use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt;
 use kube::api::{Api, DeleteParams, Patch, PatchParams};
 use serde_json::json;
-use tranche_e2e::{Case, Request, SYSTEM, run, system, wait, workload};
+use tranche_e2e::{Case, Request, SYSTEM, policy, run, system, wait, workload};
 
 const PODS: usize = 50;
 /// Enough for a burst on two cores, and for the kubelet's pause before it restarts a container.
@@ -41,7 +41,7 @@ fn renew_plugin(case: &Case) {
 fn killed_in_fifty_prepares_all_pods_start_and_nothing_is_left() -> anyhow::Result<()> {
     run(async |case: &Case| {
         renew_plugin(case);
-        system::offer(case, 32, 4).await?;
+        policy::offer(case, 32, 4).await?;
         let namespace = case.namespace("kill").await?;
         let pods: Vec<_> = stream::iter(0..PODS)
             .map(|index| {

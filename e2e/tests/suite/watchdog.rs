@@ -2,13 +2,11 @@
 
 use std::time::Duration;
 
-use anyhow::{Context as _, ensure};
+use anyhow::ensure;
 use k8s_openapi::api::events::v1::Event;
-use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams};
+use kube::api::{Api, ListParams};
 use serde_json::json;
-use tranche_api::SharingPolicy;
-use tranche_api::gpu_node::GpuNode;
-use tranche_e2e::{Case, PodHandle, Request, run, wait};
+use tranche_e2e::{Case, PodHandle, Request, policy, run, wait};
 
 /// Two samples of a second each; the rest is for a busy machine.
 const NAMED: Duration = Duration::from_secs(10);
@@ -53,36 +51,8 @@ fn a_copied_libcuda_is_named_on_its_pod_and_by_policy_ended() -> anyhow::Result<
         // It continues: the policy says Report.
         pod.stdout(&["sh", "-c", "kill -0 $(cat /tmp/pid)"]).await?;
 
-        let policies: Api<SharingPolicy> = Api::all(case.client.clone());
-        let name = case.unique("kill");
-        let policy = json!({
-            "apiVersion": "gpu.tranche.dev/v1alpha1", "kind": "SharingPolicy",
-            "metadata": {"name": name},
-            "spec": {
-                "priority": 1000, "tiers": ["exclusive", "capped", "timeshared"],
-                "capped": {"onBypass": "Kill"},
-            },
-        });
-        let apply = PatchParams::apply("e2e").force();
-        policies
-            .patch(&name, &apply, &Patch::Apply(&policy))
-            .await?;
-        let (api, created) = (policies.clone(), name.clone());
-        case.afterwards("the policy", async move {
-            api.delete(&created, &DeleteParams::default()).await?;
-            Ok(())
-        });
-        let gpu_nodes: Api<GpuNode> = Api::all(case.client.clone());
-        wait::for_answer("the policy at the node", wait::USUAL, async || {
-            let node = gpu_nodes.get(case.node.name()).await?;
-            let published = node.status.and_then(|status| status.published);
-            let gpus = published.context("something is published")?.gpus;
-            let asked = gpus.iter().find(|asked| asked.uuid == gpu.uuid);
-            Ok(asked
-                .is_some_and(|asked| asked.policy.as_ref() == Some(&name))
-                .then_some(()))
-        })
-        .await?;
+        let name = policy::apply(case, "kill", &json!({"onBypass": "Kill"})).await?;
+        policy::asked(case, gpu, |asked| asked.policy.as_ref() == Some(&name)).await?;
         wait::for_answer("the program's end", NAMED, async || {
             let alive = pod.stdout(&[
                 "sh",

@@ -1,0 +1,106 @@
+//! SharingPolicies of tests, beside the chart's own.
+
+use anyhow::Context;
+use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
+use kube::Client;
+use kube::api::{Api, DeleteParams, Patch, PatchParams};
+use serde_json::{Value, json};
+use tranche_api::SharingPolicy;
+use tranche_api::gpu_node::{Gpu, GpuNode, PublishedGpu};
+use tranche_api::names::capacity;
+
+use crate::system::{NodePlugin, complete};
+use crate::{Case, wait};
+
+/// A policy for all GPUs that comes before the chart's own, with these terms for capped shares.
+fn manifest(name: &str, capped: &Value) -> Value {
+    json!({
+        "apiVersion": "gpu.tranche.dev/v1alpha1", "kind": "SharingPolicy",
+        "metadata": {"name": name},
+        "spec": {
+            "priority": 1000,
+            "tiers": ["exclusive", "capped", "timeshared"],
+            "capped": capped,
+        },
+    })
+}
+
+async fn create(client: &Client, name: &str, capped: &Value) -> anyhow::Result<Api<SharingPolicy>> {
+    let policies: Api<SharingPolicy> = Api::all(client.clone());
+    let apply = PatchParams::apply("e2e").force();
+    let manifest = Patch::Apply(manifest(name, capped));
+    policies.patch(name, &apply, &manifest).await?;
+    Ok(policies)
+}
+
+/// Applies a policy for all GPUs with these terms for capped shares until the test ends; returns its name.
+pub async fn apply(case: &Case, name: &str, capped: &Value) -> anyhow::Result<String> {
+    let name = case.unique(name);
+    let policies = create(&case.client, &name, capped).await?;
+    let created = name.clone();
+    case.afterwards("the sharing policy", async move {
+        policies.delete(&created, &DeleteParams::default()).await?;
+        Ok(())
+    });
+    Ok(name)
+}
+
+/// Waits until what the test's node was asked for a GPU is as `is` wants it.
+pub async fn asked(
+    case: &Case,
+    gpu: &Gpu,
+    is: impl Fn(&PublishedGpu) -> bool,
+) -> anyhow::Result<()> {
+    let nodes: Api<GpuNode> = Api::all(case.client.clone());
+    wait::for_answer("the policy at the node", wait::USUAL, async || {
+        let node = nodes.get(case.node.name()).await?;
+        let published = node.status.and_then(|status| status.published);
+        let gpus = published.context("something is published")?.gpus;
+        let asked = gpus.iter().find(|asked| asked.uuid == gpu.uuid);
+        Ok(asked.is_some_and(&is).then_some(()))
+    })
+    .await
+}
+
+/// Offers up to `most` shares of each GPU until the test ends, more than the chart's own policy,
+/// with memory for the contexts of `expected` shares.
+pub async fn offer(case: &Case, most: u32, expected: u32) -> anyhow::Result<()> {
+    let name = case.unique("offer");
+    let capped = json!({"maxSharers": most, "expectedSharers": expected});
+    let policies = create(&case.client, &name, &capped).await?;
+    let (plugin, default) = (case.plugin(), most_shares(&case.client).await?);
+    case.afterwards("the sharing policy", async move {
+        policies.delete(&name, &DeleteParams::default()).await?;
+        offered(&plugin, &default).await
+    });
+    offered(&case.plugin(), &Quantity(most.to_string())).await
+}
+
+/// The number of shares of a GPU in the chart's own policy.
+async fn most_shares(client: &Client) -> anyhow::Result<Quantity> {
+    let policies: Api<SharingPolicy> = Api::all(client.clone());
+    let default = policies.get("default").await?;
+    Ok(Quantity(default.spec.capped.max_sharers.to_string()))
+}
+
+/// Waits until every capped device has room for so many shares.
+async fn offered(plugin: &NodePlugin, most: &Quantity) -> anyhow::Result<()> {
+    let what = format!("{} shares of each GPU", most.0);
+    plugin
+        .slices(&what, wait::USUAL, |slices| {
+            let mut capped = complete(slices)?
+                .into_values()
+                .flat_map(|slice| slice.spec.devices.unwrap_or_default())
+                .filter(|device| device.name.ends_with("-capped"))
+                .filter_map(|device| {
+                    device
+                        .capacity
+                        .unwrap_or_default()
+                        .remove(capacity::SHARERS)
+                })
+                .peekable();
+            capped.peek()?;
+            capped.all(|sharers| sharers.value == *most).then_some(())
+        })
+        .await
+}
