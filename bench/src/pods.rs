@@ -2,7 +2,10 @@
 //!
 //! The kinds of pod take turns within each round, so that other work of the machine affects all of
 //! them alike; the time that a claim adds is the difference of their medians. It includes the
-//! scheduler, the kubelet and the container runtime, and the kubelet's variation.
+//! scheduler, the kubelet and the container runtime, and the kubelet's variation. For one pod at a time
+//! [`steps`] says who took it.
+
+mod steps;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
@@ -24,7 +27,8 @@ use tranche_api::names::capacity;
 use crate::claims;
 use crate::cluster::{Cluster, NAMESPACE, wait_until};
 use crate::row::Row;
-use crate::stats::Spread;
+use crate::stats::{Spread, ms};
+use steps::{Counted, STEPS, Step};
 
 /// How much to measure.
 #[derive(Clone, Debug, clap::Args)]
@@ -41,6 +45,8 @@ pub struct Args {
 }
 
 const TOGETHER: usize = 8;
+/// Eight whole GPUs are more than a node has.
+const TOGETHER_KINDS: [Kind; 3] = [Kind::Plain, Kind::Claim, Kind::Template];
 const TEMPLATE: &str = "share";
 const LONGEST_WAIT: Duration = Duration::from_secs(90);
 
@@ -49,19 +55,22 @@ const LONGEST_WAIT: Duration = Duration::from_secs(90);
 enum Kind {
     /// Not at all.
     Plain,
-    /// By a claim that was made before it.
+    /// By a claim for a capped share, which was made before it.
     Claim,
+    /// By a claim for a whole GPU, which was made before it.
+    Exclusive,
     /// By a claim that is made for it, after a template.
     Template,
 }
 
-const KINDS: [Kind; 3] = [Kind::Plain, Kind::Claim, Kind::Template];
+const KINDS: [Kind; 4] = [Kind::Plain, Kind::Claim, Kind::Exclusive, Kind::Template];
 
 impl Kind {
     fn as_str(self) -> &'static str {
         match self {
             Self::Plain => "plain",
             Self::Claim => "claim",
+            Self::Exclusive => "exclusive",
             Self::Template => "template",
         }
     }
@@ -103,56 +112,98 @@ impl Bench<'_> {
         for kind in KINDS {
             self.pods_to_running(kind, "warm", 1).await?;
         }
-        let mut rows = Vec::new();
-        for (together, rounds, suffix) in [
-            (1, self.args.rounds, ""),
-            (TOGETHER, self.args.rounds_of_8, "-8"),
-        ] {
-            rows.extend(self.compare(together, rounds, suffix).await?);
-        }
+        let mut rows = self.one_by_one().await?;
+        rows.extend(self.together().await?);
         Ok(rows)
     }
 
-    async fn compare(
-        &self,
-        together: usize,
-        rounds: usize,
-        suffix: &str,
-    ) -> anyhow::Result<Vec<Row>> {
+    /// One pod of each kind after the other: what a claim adds, and to which steps.
+    async fn one_by_one(&self) -> anyhow::Result<Vec<Row>> {
+        let mut times: BTreeMap<Kind, Vec<Duration>> = BTreeMap::new();
+        let mut steps: BTreeMap<(Kind, Step), Vec<f64>> = BTreeMap::new();
+        for round in 0..self.args.rounds {
+            eprintln!(
+                "a pod with and without a claim, {} of {}",
+                round + 1,
+                self.args.rounds
+            );
+            for kind in KINDS {
+                let (time, its_steps) = self.one_pod(kind, &format!("r{round}")).await?;
+                times.entry(kind).or_default().push(time);
+                for (step, taken) in its_steps {
+                    steps.entry((kind, step)).or_default().push(taken);
+                }
+            }
+        }
+        let mut rows = vec![
+            added(&times, Kind::Claim, "pod-claim-added")?,
+            added(&times, Kind::Exclusive, "pod-exclusive-added")?,
+            added(&times, Kind::Template, "pod-template-added")?,
+        ];
+        let median = |kind, step| {
+            let taken = steps.get(&(kind, step)).cloned().unwrap_or_default();
+            Spread::of(taken)
+                .map(|spread| spread.p50)
+                .context("no round was asked for")
+        };
+        let mut ours = 0.0;
+        for step in STEPS {
+            let plain = median(Kind::Plain, step)?;
+            let claim = median(Kind::Claim, step)? - plain;
+            if matches!(step, Step::Prepare | Step::Create | Step::Start) {
+                ours += claim;
+            }
+            rows.push(
+                Row::new(&format!("pod-step-{}", step.as_str()), claim)
+                    .beside("a whole GPU", median(Kind::Exclusive, step)? - plain)
+                    .beside("median without a claim", plain),
+            );
+        }
+        rows.push(Row::new("pod-step-ours", ours));
+        Ok(rows)
+    }
+
+    /// Several pods of each kind at once: what a claim adds to the last of them.
+    async fn together(&self) -> anyhow::Result<Vec<Row>> {
+        let rounds = self.args.rounds_of_8;
         let mut times: BTreeMap<Kind, Vec<Duration>> = BTreeMap::new();
         for round in 0..rounds {
             eprintln!(
-                "{together} pod(s) at once, with and without a claim, {} of {rounds}",
+                "{TOGETHER} pods at once, with and without a claim, {} of {rounds}",
                 round + 1
             );
-            for kind in KINDS {
+            for kind in TOGETHER_KINDS {
                 let time = self
-                    .pods_to_running(kind, &format!("r{round}"), together)
+                    .pods_to_running(kind, &format!("r{round}"), TOGETHER)
                     .await?;
                 times.entry(kind).or_default().push(time);
             }
         }
-        let spread = |kind| {
-            times
-                .get(&kind)
-                .and_then(|times| Spread::of_times(times))
-                .context("no round was asked for")
-        };
-        let plain = spread(Kind::Plain)?;
-        [
-            (Kind::Claim, "pod-claim-added"),
-            (Kind::Template, "pod-template-added"),
-        ]
-        .into_iter()
-        .map(|(kind, id)| {
-            let with = spread(kind)?;
-            Ok(Row::new(&format!("{id}{suffix}"), with.p50 - plain.p50)
-                .from(with)
-                .beside("median without a claim", plain.p50)
-                .beside("its 99th percentile", plain.p99)
-                .beside("ratio", with.p50 / plain.p50))
-        })
-        .collect()
+        Ok(vec![
+            added(&times, Kind::Claim, "pod-claim-added-8")?,
+            added(&times, Kind::Template, "pod-template-added-8")?,
+        ])
+    }
+
+    /// One pod: from its creation until it runs, and the steps of that.
+    async fn one_pod(
+        &self,
+        kind: Kind,
+        round: &str,
+    ) -> anyhow::Result<(Duration, [(Step, f64); STEPS.len()])> {
+        let names = names(kind, round, 1);
+        let mut events = self.prepare(kind, &names).await?;
+        let (client, node) = (&self.cluster.client, &self.cluster.node);
+        let before = Counted::read(client, node).await?;
+        let start = Instant::now();
+        self.create(kind, &names).await?;
+        follow(&mut events, &names, "have a node", is_scheduled).await?;
+        let scheduled = start.elapsed();
+        follow(&mut events, &names, "run", runs).await?;
+        let running = start.elapsed();
+        let after = Counted::read(client, node).await?;
+        self.remove(&mut events, &names).await?;
+        Ok((running, after.steps(&before, ms(scheduled), ms(running))))
     }
 
     /// From the first pod's creation until the last of `together` runs.
@@ -162,46 +213,65 @@ impl Bench<'_> {
         round: &str,
         together: usize,
     ) -> anyhow::Result<Duration> {
-        let names: Vec<_> = (0..together)
-            .map(|n| format!("{}-{round}-{together}-{n}", kind.as_str()))
-            .collect();
-        if kind == Kind::Claim {
-            let claims = names.iter().map(|name| self.make_claim(name));
-            try_join_all(claims).await?;
-        }
-        let version = self
-            .pods
-            .list(&ListParams::default().limit(1))
-            .await?
-            .metadata
-            .resource_version;
-        let events = self
-            .pods
-            .watch(&WatchParams::default(), &version.unwrap_or_default())
-            .await?;
-        let mut events = events.boxed();
-
+        let names = names(kind, round, together);
+        let mut events = self.prepare(kind, &names).await?;
         let start = Instant::now();
+        self.create(kind, &names).await?;
+        follow(&mut events, &names, "run", runs).await?;
+        let elapsed = start.elapsed();
+        self.remove(&mut events, &names).await?;
+        Ok(elapsed)
+    }
+
+    /// Makes the claims that the pods name, and watches the pods.
+    async fn prepare(&self, kind: Kind, names: &[String]) -> anyhow::Result<Events<'_>> {
+        let (tier, size) = match kind {
+            Kind::Claim => ("capped", size()),
+            Kind::Exclusive => ("exclusive", BTreeMap::new()),
+            Kind::Plain | Kind::Template => ("", BTreeMap::new()),
+        };
+        if !tier.is_empty() {
+            let params = PostParams::default();
+            let claims: Vec<_> = names
+                .iter()
+                .map(|name| claims::claim(name, tier, size.clone()))
+                .collect();
+            try_join_all(
+                claims
+                    .iter()
+                    .map(|claim| self.claims.create(&params, claim)),
+            )
+            .await?;
+        }
+        let pods = self.pods.list(&ListParams::default().limit(1)).await?;
+        let version = pods.metadata.resource_version.unwrap_or_default();
+        let events = self.pods.watch(&WatchParams::default(), &version).await?;
+        Ok(events.boxed())
+    }
+
+    async fn create(&self, kind: Kind, names: &[String]) -> anyhow::Result<()> {
         let pods: Vec<_> = names
             .iter()
             .map(|name| self.pod(name, kind))
             .collect::<Result<_, _>>()?;
         let params = PostParams::default();
         try_join_all(pods.iter().map(|pod| self.pods.create(&params, pod))).await?;
-        follow(&mut events, &names, "run", runs).await?;
-        let elapsed = start.elapsed();
+        Ok(())
+    }
 
+    async fn remove(&self, events: &mut Events<'_>, names: &[String]) -> anyhow::Result<()> {
         let delete = DeleteParams::default();
         try_join_all(names.iter().map(|name| self.pods.delete(name, &delete))).await?;
-        follow(&mut events, &names, "are gone", is_gone).await?;
-        self.remove_claims().await?;
-        Ok(elapsed)
+        follow(events, names, "are gone", is_gone).await?;
+        self.remove_claims().await
     }
 
     fn pod(&self, name: &str, kind: Kind) -> anyhow::Result<Pod> {
         let (claims, resources) = match kind {
             Kind::Plain => (Value::Null, Value::Null),
-            Kind::Claim => (json!([{"name": "gpu", "resourceClaimName": name}]), used()),
+            Kind::Claim | Kind::Exclusive => {
+                (json!([{"name": "gpu", "resourceClaimName": name}]), used())
+            }
             Kind::Template => (
                 json!([{"name": "gpu", "resourceClaimTemplateName": TEMPLATE}]),
                 used(),
@@ -224,12 +294,6 @@ impl Bench<'_> {
                 "resourceClaims": claims
             }
         }))?)
-    }
-
-    async fn make_claim(&self, name: &str) -> anyhow::Result<()> {
-        let claim = claims::claim(name, "capped", size());
-        self.claims.create(&PostParams::default(), &claim).await?;
-        Ok(())
     }
 
     async fn make_template(&self) -> anyhow::Result<()> {
@@ -282,9 +346,33 @@ impl Bench<'_> {
     }
 }
 
+type Events<'a> = BoxStream<'a, kube::Result<WatchEvent<Pod>>>;
+
+fn names(kind: Kind, round: &str, together: usize) -> Vec<String> {
+    (0..together)
+        .map(|n| format!("{}-{round}-{together}-{n}", kind.as_str()))
+        .collect()
+}
+
+/// How much later the pods of a kind ran than those without a claim, by their medians.
+fn added(times: &BTreeMap<Kind, Vec<Duration>>, kind: Kind, id: &str) -> anyhow::Result<Row> {
+    let spread = |kind| {
+        times
+            .get(&kind)
+            .and_then(|times| Spread::of_times(times))
+            .context("no round was asked for")
+    };
+    let (plain, with) = (spread(Kind::Plain)?, spread(kind)?);
+    Ok(Row::new(id, with.p50 - plain.p50)
+        .from(with)
+        .beside("median without a claim", plain.p50)
+        .beside("its 99th percentile", plain.p99)
+        .beside("ratio", with.p50 / plain.p50))
+}
+
 /// Waits until each of the pods was in an event that `is_so`.
 async fn follow(
-    events: &mut BoxStream<'_, kube::Result<WatchEvent<Pod>>>,
+    events: &mut Events<'_>,
     names: &[String],
     what: &str,
     is_so: fn(&WatchEvent<Pod>) -> Option<String>,
@@ -324,6 +412,16 @@ fn size() -> BTreeMap<String, Quantity> {
 
 fn used() -> Value {
     json!({"claims": [{"name": "gpu"}]})
+}
+
+fn is_scheduled(event: &WatchEvent<Pod>) -> Option<String> {
+    match event {
+        WatchEvent::Added(pod) | WatchEvent::Modified(pod) => {
+            let spec = pod.spec.as_ref()?;
+            spec.node_name.as_ref().map(|_| pod.name_any())
+        }
+        _ => None,
+    }
 }
 
 fn runs(event: &WatchEvent<Pod>) -> Option<String> {

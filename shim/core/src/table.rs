@@ -60,6 +60,8 @@ const fn age(stamp: u64, ended: u64) -> u64 {
 pub struct TableFull;
 
 const WAYS: usize = 8;
+/// Buckets that a pointer may be in.
+const BUCKETS: usize = 4;
 const BYTES_BITS: u32 = 48;
 
 /// Most bytes an entry can hold.
@@ -93,10 +95,12 @@ impl<const SMALL: usize, const LARGE: usize> Table<SMALL, LARGE> {
         let value =
             (entry.bytes.min(MAX_BYTES) + 1).min(MAX_BYTES) | u64::from(entry.device) << BYTES_BITS;
         let former = self.take(pointer);
-        for (nth, bucket) in self.buckets(pointer).into_iter().enumerate() {
+        let hash = hash(pointer);
+        for nth in 0..BUCKETS {
             if nth >= self.depth() {
                 self.beyond.fetch_max(nth as u64, Ordering::Release);
             }
+            let bucket = self.bucket(hash, nth);
             for way in 0..WAYS {
                 let claimed = bucket.keys[way].load(Ordering::Relaxed) == 0
                     && bucket.keys[way]
@@ -115,35 +119,36 @@ impl<const SMALL: usize, const LARGE: usize> Table<SMALL, LARGE> {
     /// Takes a pointer's entry out; `None` for a pointer that was never entered, or that another
     /// thread is taking out.
     pub fn take(&self, pointer: u64) -> Option<Entry> {
-        self.buckets(pointer)
-            .into_iter()
-            .take(self.depth())
-            .find_map(|bucket| {
-                (0..WAYS).find_map(|way| {
-                    (bucket.keys[way].load(Ordering::Acquire) == pointer)
-                        .then(|| bucket.take(way, |key, _| key == pointer))
-                        .flatten()
-                        .map(|(_, entry)| entry)
-                })
-            })
+        self.find(pointer, |bucket, way| {
+            let (_, entry) = bucket.take(way, |key, _| key == pointer)?;
+            Some(entry)
+        })
     }
 
     /// A pointer's entry, which stays.
     pub fn get(&self, pointer: u64) -> Option<Entry> {
-        self.buckets(pointer)
-            .into_iter()
-            .take(self.depth())
-            .find_map(|bucket| {
-                (0..WAYS).find_map(|way| {
-                    if bucket.keys[way].load(Ordering::Acquire) != pointer {
-                        return None;
-                    }
-                    let value = bucket.values[way].load(Ordering::Acquire);
-                    let entry = Entry::of(value, bucket.contexts[way].load(Ordering::Relaxed));
-                    (value != 0 && bucket.keys[way].load(Ordering::Acquire) == pointer)
-                        .then_some(entry)
-                })
-            })
+        self.find(pointer, |bucket, way| {
+            let value = bucket.values[way].load(Ordering::Acquire);
+            let entry = Entry::of(value, bucket.contexts[way].load(Ordering::Relaxed));
+            (value != 0 && bucket.keys[way].load(Ordering::Acquire) == pointer).then_some(entry)
+        })
+    }
+
+    /// What `read` makes of the first place that has a pointer.
+    #[inline]
+    fn find(&self, pointer: u64, read: impl Fn(&Bucket, usize) -> Option<Entry>) -> Option<Entry> {
+        let hash = hash(pointer);
+        for nth in 0..self.depth() {
+            let bucket = self.bucket(hash, nth);
+            for way in 0..WAYS {
+                if bucket.keys[way].load(Ordering::Acquire) == pointer
+                    && let Some(entry) = read(bucket, way)
+                {
+                    return Some(entry);
+                }
+            }
+        }
+        None
     }
 
     /// Takes all entries of a context out that were made before `ended` contexts had ended and one more began to, one
@@ -177,24 +182,33 @@ impl<const SMALL: usize, const LARGE: usize> Table<SMALL, LARGE> {
         self.take_context(1 << (STAMP_SHIFT - 1), ended, &mut |_, _| ());
     }
 
-    /// How many of a pointer's buckets may have it.
+    /// How many of a pointer's buckets may have it, 1 to [`BUCKETS`].
     #[expect(clippy::cast_possible_truncation, reason = "at most 3")]
+    #[inline]
     fn depth(&self) -> usize {
         1 + self.beyond.load(Ordering::Acquire) as usize
     }
 
-    /// The buckets a pointer may be in, in the order in which they are tried.
-    fn buckets(&self, pointer: u64) -> [&Bucket; 4] {
-        // Fibonacci hashing; allocations are aligned, so that the low bits alone say little.
-        let hash = pointer.wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        let (one, two) = ((hash >> 40) as usize, (hash >> 16) as usize & 0xff_ffff);
-        [
-            &self.small[one % SMALL],
-            &self.small[two % SMALL],
-            &self.large[one % LARGE],
-            &self.large[two % LARGE],
-        ]
+    /// The `nth` of the buckets that a pointer may be in, in the order in which they are tried.
+    #[inline]
+    fn bucket(&self, hash: u64, nth: usize) -> &Bucket {
+        let bits = if nth.is_multiple_of(2) {
+            (hash >> 40) as usize
+        } else {
+            (hash >> 16) as usize & 0xff_ffff
+        };
+        if nth < 2 {
+            &self.small[bits % SMALL]
+        } else {
+            &self.large[bits % LARGE]
+        }
     }
+}
+
+/// Fibonacci hashing; allocations are aligned, so that the low bits alone say little.
+#[inline]
+fn hash(pointer: u64) -> u64 {
+    pointer.wrapping_mul(0x9e37_79b9_7f4a_7c15)
 }
 
 impl Bucket {
