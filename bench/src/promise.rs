@@ -392,6 +392,30 @@ pub const PROMISES: &[Promise] = &[
         AtMost(15.0),
     ),
     promise(
+        "shim-launch-whole-time",
+        "launch by a share of all of the GPU's time, added",
+        "ns",
+        AtMost(3.0),
+    ),
+    promise(
+        "shim-launch-whole-time-4",
+        "launch by a share of all of the GPU's time, added, 4 processes",
+        "ns",
+        AtMost(3.0),
+    ),
+    promise(
+        "shim-launch-whole-time-16",
+        "launch by a share of all of the GPU's time, added, 16 processes",
+        "ns",
+        AtMost(3.0),
+    ),
+    promise(
+        "shim-launch-whole-time-64",
+        "launch by a share of all of the GPU's time, added, 64 processes",
+        "ns",
+        AtMost(3.0),
+    ),
+    promise(
         "compute-alone",
         "GPU time of a share, 5 to 75 percent, kernels of 10 µs to 100 ms, off its cores by",
         "points",

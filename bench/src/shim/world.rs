@@ -1,4 +1,4 @@
-//! One of the two worlds, in a mount namespace of its own.
+//! One of the worlds, in a mount namespace of its own.
 
 use std::ffi::CString;
 use std::fs::{self, File};
@@ -23,6 +23,8 @@ pub enum World {
     Bare,
     /// As in a container with a capped share of every GPU.
     Capped,
+    /// The same, and the shares have all of the GPUs' time: launches are counted, not priced.
+    WholeTime,
 }
 
 /// What is measured there.
@@ -106,12 +108,16 @@ pub fn run(args: &WorldArgs) -> anyhow::Result<()> {
     // Asked before anything stands before the driver.
     let gpus = probe::gpus()?;
     let folder = layer().context("making a container's file system")?;
-    if args.world == World::Capped {
+    if args.world != World::Bare {
         let grant = match args.measure {
             Measure::Calls => Grant::Endless,
             _ => Grant::Cores,
         };
-        cap(&folder, &args.shim_dir, &gpus, args.cores, grant)
+        let cores = match args.world {
+            World::WholeTime => 100,
+            World::Bare | World::Capped => args.cores,
+        };
+        cap(&folder, &args.shim_dir, &gpus, cores, grant)
             .context("making a capped container's file system")?;
     }
     let answer = match args.measure {
