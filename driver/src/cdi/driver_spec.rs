@@ -150,10 +150,14 @@ pub fn driver_spec(
             .chain(shimmed.iter().copied())
             .map(|library| mount(&library.file))
             .collect(),
-        hooks: link_hook(files.libraries.iter(), |_| true, paths)
-            .into_iter()
-            .chain([compat_hook(&shimmed, paths), cache_hook(&folders, paths)])
-            .collect(),
+        hooks: hook(
+            [
+                create_links(files.libraries.iter(), |_| true),
+                enable_compat(&shimmed),
+                update_cache(&folders, paths),
+            ],
+            paths,
+        ),
         ..ContainerEdits::default()
     };
     // The shim is mounted on these names, so they are not links.
@@ -161,13 +165,14 @@ pub fn driver_spec(
     let behind = || files.libraries.iter().filter(|library| library.is_capped());
     let capped = |shim: &Shim| ContainerEdits {
         mounts: shim_mounts(&shimmed, shim),
-        hooks: link_hook(behind(), |link| !covered.contains(&link.path), paths)
-            .into_iter()
-            .chain([
-                cover_hook(files, &shimmed, paths),
-                cache_hook(&folders, paths),
-            ])
-            .collect(),
+        hooks: hook(
+            [
+                create_links(behind(), |link| !covered.contains(&link.path)),
+                cover_libraries(files, &shimmed),
+                update_cache(&folders, paths),
+            ],
+            paths,
+        ),
         ..ContainerEdits::default()
     };
     let device = |device: DriverDevice, container_edits| Device {
@@ -198,9 +203,7 @@ fn extra(files: &DriverFiles, capability: Capability, paths: &NodePaths) -> Cont
         // A driver may have no file of this capability, and runtimes refuse a device without edits.
         env: vec![NO_GPUS_OF_NVIDIAS.to_owned()],
         mounts: libraries().map(|library| mount(&library.file)).collect(),
-        hooks: link_hook(libraries(), |_| true, paths)
-            .into_iter()
-            .collect(),
+        hooks: hook([create_links(libraries(), |_| true)], paths),
         ..ContainerEdits::default()
     }
 }
@@ -319,17 +322,28 @@ fn folder(path: &str) -> &str {
     path.rsplit_once('/').map_or("", |(folder, _)| folder)
 }
 
-/// A command of our hook.
-fn hook(subcommand: &str, args: Vec<String>, paths: &NodePaths) -> Hook {
-    Hook {
+/// A command of our hook with its options, or nothing.
+type Command = Vec<String>;
+
+/// Our hook with all its commands, in their order: one process, not one for each. None without a command.
+fn hook<const N: usize>(commands: [Command; N], paths: &NodePaths) -> Vec<Hook> {
+    let commands = commands.concat();
+    if commands.is_empty() {
+        return Vec::new();
+    }
+    let mut args = vec!["tranche-cdi-hook".to_owned()];
+    args.extend(commands);
+    vec![Hook {
         hook_name: HookName::CreateContainer,
         path: format!("{}/tranche-cdi-hook", paths.hooks),
-        args: ["tranche-cdi-hook", subcommand]
-            .map(str::to_owned)
-            .into_iter()
-            .chain(args)
-            .collect(),
-    }
+        args,
+    }]
+}
+
+fn command(name: &str, options: Vec<String>) -> Command {
+    let mut command = vec![name.to_owned()];
+    command.extend(options);
+    command
 }
 
 /// An option and its value.
@@ -338,21 +352,23 @@ fn option(name: &str, value: String) -> [String; 2] {
 }
 
 /// Makes the links under which programs find the libraries, if there are any.
-fn link_hook<'a>(
+fn create_links<'a>(
     libraries: impl Iterator<Item = &'a Library>,
     wanted: impl Fn(&Link) -> bool,
-    paths: &NodePaths,
-) -> Option<Hook> {
+) -> Command {
     let links: Vec<String> = libraries
         .flat_map(|library| &library.links)
         .filter(|link| wanted(link))
         .flat_map(|link| option("link", format!("{}::{}", link.target, link.path)))
         .collect();
-    (!links.is_empty()).then(|| hook("create-links", links, paths))
+    if links.is_empty() {
+        return Vec::new();
+    }
+    command("create-links", links)
 }
 
 /// Covers an image's own copies of the libraries with the shim.
-fn cover_hook(files: &DriverFiles, shimmed: &[&Library], paths: &NodePaths) -> Hook {
+fn cover_libraries(files: &DriverFiles, shimmed: &[&Library]) -> Command {
     let stand_in =
         |library: &Library, path: &str| format!("{}.so::{path}", stem(library.file_name()));
     let mut args = Vec::new();
@@ -370,15 +386,15 @@ fn cover_hook(files: &DriverFiles, shimmed: &[&Library], paths: &NodePaths) -> H
     }
     args.extend(option("real-cuda", real_cuda()));
     args.extend(option("host-driver-version", version(shimmed)));
-    hook("cover-libraries", args, paths)
+    command("cover-libraries", args)
 }
 
 /// Enables an image's own libcuda for forward compatibility, as NVIDIA's container toolkit does. In
-/// a container that also has capped shares, the cover hook does it.
-fn compat_hook(shimmed: &[&Library], paths: &NodePaths) -> Hook {
+/// a container that also has capped shares, `cover-libraries` does it.
+fn enable_compat(shimmed: &[&Library]) -> Command {
     let mut args = Vec::from(option("host-driver-version", version(shimmed)));
     args.extend(option("unless", real_cuda()));
-    hook("enable-cuda-compat", args, paths)
+    command("enable-cuda-compat", args)
 }
 
 /// Where the shim opens the driver's libcuda.
@@ -394,11 +410,11 @@ fn version(shimmed: &[&Library]) -> String {
 }
 
 /// Makes the loader's cache, from all links.
-fn cache_hook(folders: &BTreeSet<&str>, paths: &NodePaths) -> Hook {
+fn update_cache(folders: &BTreeSet<&str>, paths: &NodePaths) -> Command {
     let mut args: Vec<String> = folders
         .iter()
         .flat_map(|folder| option("folder", (*folder).to_owned()))
         .collect();
     args.extend(option("ldconfig", format!("{}/ldconfig", paths.hooks)));
-    hook("update-ldcache", args, paths)
+    command("update-ldcache", args)
 }

@@ -260,7 +260,13 @@ fn a_capped_container_sees_the_shim_and_only_the_shim_sees_the_driver() {
     assert!(source(full, "/etc/ld.so.preload").is_empty());
     // The cache is made from the links.
     for edits in [full, capped] {
-        let order: Vec<_> = edits.hooks.iter().map(|hook| &*hook.args[1]).collect();
+        let [hook] = &edits.hooks[..] else {
+            panic!("one process for all commands: {:?}", edits.hooks);
+        };
+        let order: Vec<_> = hook.args[1..]
+            .iter()
+            .filter(|arg| COMMANDS.contains(&arg.as_str()))
+            .collect();
         let between = if edits == full {
             "enable-cuda-compat"
         } else {
@@ -268,6 +274,23 @@ fn a_capped_container_sees_the_shim_and_only_the_shim_sees_the_driver() {
         };
         assert_eq!(order, ["create-links", between, "update-ldcache"]);
     }
+}
+
+const COMMANDS: [&str; 4] = [
+    "create-links",
+    "cover-libraries",
+    "enable-cuda-compat",
+    "update-ldcache",
+];
+
+/// The options of a command of the hook.
+fn command<'a>(edits: &'a ContainerEdits, name: &str) -> Option<&'a [String]> {
+    let args = &edits.hooks.first()?.args;
+    let options = &args[args.iter().position(|arg| arg == name)? + 1..];
+    let end = options
+        .iter()
+        .position(|arg| COMMANDS.contains(&arg.as_str()));
+    Some(&options[..end.unwrap_or(options.len())])
 }
 
 #[test]
@@ -292,12 +315,8 @@ fn a_capped_container_has_no_library_beside_the_shim_that_policy_does_not_name()
     // By mounts and by links.
     let names = |edits: &ContainerEdits, stem: &str| {
         let mounts = edits.mounts.iter().map(|mount| &mount.container_path);
-        let links = edits
-            .hooks
-            .iter()
-            .filter(|hook| hook.args[1] == "create-links");
-        let args = links.flat_map(|hook| &hook.args);
-        let lists: [Vec<&String>; 2] = [mounts.collect(), args.collect()];
+        let args = command(edits, "create-links").unwrap_or_default();
+        let lists: [Vec<&String>; 2] = [mounts.collect(), args.iter().collect()];
         lists.map(|list| {
             list.iter()
                 .any(|path| path.contains(&format!("/{stem}.so")))
@@ -356,19 +375,13 @@ fn every_library_of_a_driver_has_a_capability() {
 #[test]
 fn the_hooks_know_the_drivers_version_and_what_covers_what() {
     let spec = driver_spec(&driver_files(), &paths(), &[shim(1)]).unwrap();
-    let args = |device: DriverDevice, subcommand: &str| {
+    let args = |device: DriverDevice, name: &str| {
         let device = spec
             .devices()
             .iter()
             .find(|d| d.name == device.name())
             .unwrap();
-        let hooks = &device.container_edits.hooks;
-        hooks
-            .iter()
-            .find(|hook| hook.args[1] == subcommand)
-            .unwrap()
-            .args[2..]
-            .join(" ")
+        command(&device.container_edits, name).unwrap().join(" ")
     };
     assert_eq!(
         args(DriverDevice::Capped { pages: 1 }, "cover-libraries"),

@@ -48,9 +48,10 @@ pub enum Command {
 pub enum ArgsError {
     /// No command, or an unknown one.
     #[error(
-        "usage: tranche-cdi-hook create-links --link TARGET::PATH… | cover-libraries --shim STEM::PATH… \
-         --companion STEM::PATH… --real-cuda PATH --host-driver-version VERSION | enable-cuda-compat \
-         --host-driver-version VERSION --unless PATH | update-ldcache --folder FOLDER… --ldconfig PROGRAM"
+        "usage: tranche-cdi-hook COMMAND…, where COMMAND is create-links --link TARGET::PATH… | cover-libraries \
+         --shim STEM::PATH… --companion STEM::PATH… --real-cuda PATH --host-driver-version VERSION | \
+         enable-cuda-compat --host-driver-version VERSION --unless PATH | update-ldcache --folder FOLDER… \
+         --ldconfig PROGRAM"
     )]
     Usage,
     /// An option that is not known, or has no value.
@@ -65,18 +66,32 @@ pub enum ArgsError {
 }
 
 impl Command {
-    /// Reads the arguments after the program's name.
-    pub fn parse(args: impl IntoIterator<Item = String>) -> Result<Self, ArgsError> {
+    /// Reads the arguments after the program's name: commands, each with its options.
+    pub fn parse(args: impl IntoIterator<Item = String>) -> Result<Vec<Self>, ArgsError> {
+        let mut commands: Vec<(String, Options)> = Vec::new();
         let mut args = args.into_iter();
-        let name = args.next().ok_or(ArgsError::Usage)?;
-        let mut options = Vec::new();
-        while let Some(option) = args.next() {
+        while let Some(arg) = args.next() {
+            if !arg.starts_with("--") {
+                commands.push((arg, Vec::new()));
+                continue;
+            }
+            let (_, options) = commands.last_mut().ok_or(ArgsError::Usage)?;
             match args.next() {
-                Some(value) => options.push((option, value)),
-                None => return Err(ArgsError::Option(option)),
+                Some(value) => options.push((arg, value)),
+                None => return Err(ArgsError::Option(arg)),
             }
         }
-        match name.as_str() {
+        if commands.is_empty() {
+            return Err(ArgsError::Usage);
+        }
+        commands
+            .into_iter()
+            .map(|(name, options)| Self::of(&name, options))
+            .collect()
+    }
+
+    fn of(name: &str, options: Options) -> Result<Self, ArgsError> {
+        match name {
             "create-links" => create_links(options),
             "cover-libraries" => cover_libraries(options),
             "enable-cuda-compat" => enable_cuda_compat(options),
@@ -185,8 +200,42 @@ fn absolute(value: &str) -> Result<PathBuf, ArgsError> {
 mod tests {
     use super::*;
 
-    fn parse(args: &[&str]) -> Result<Command, ArgsError> {
+    fn parse_all(args: &[&str]) -> Result<Vec<Command>, ArgsError> {
         Command::parse(args.iter().map(ToString::to_string))
+    }
+
+    fn parse(args: &[&str]) -> Result<Command, ArgsError> {
+        parse_all(args).map(|commands| {
+            let [command] = <[_; 1]>::try_from(commands).expect("one command");
+            command
+        })
+    }
+
+    #[test]
+    fn commands_are_read_in_their_order() {
+        let links = Command::CreateLinks {
+            links: vec![Link {
+                target: "a".into(),
+                path: "/b".into(),
+            }],
+        };
+        let cache = Command::UpdateLdcache {
+            folders: vec!["/a".into()],
+            ldconfig: "/l".into(),
+        };
+        let args = [
+            "create-links",
+            "--link",
+            "a::/b",
+            "update-ldcache",
+            "--folder",
+            "/a",
+            "--ldconfig",
+            "/l",
+        ];
+        assert_eq!(parse_all(&args), Ok(vec![links, cache]));
+        let wrong = ["create-links", "--link", "a::/b", "remove"];
+        assert_eq!(parse_all(&wrong), Err(ArgsError::Usage));
     }
 
     #[test]
@@ -274,6 +323,7 @@ mod tests {
         for (args, expected) in [
             (&[][..], ArgsError::Usage),
             (&["remove"], ArgsError::Usage),
+            (&["--link", "a::/b"], ArgsError::Usage),
             (&["update-ldcache", "--folder", "/a"], ArgsError::Usage),
             (&["enable-cuda-compat", "--unless", "/a"], ArgsError::Usage),
             (&["cover-libraries", "--shim", "a::/b"], ArgsError::Usage),

@@ -1,11 +1,14 @@
 //! The createContainer hook: prepares a container's root for the driver's libraries.
 //!
 //! ```text
-//!  tranche-cdi-hook create-links         the driver's links
-//!  tranche-cdi-hook cover-libraries      capped: the shim over an image's own libcuda
-//!  tranche-cdi-hook enable-cuda-compat   not capped: an image's own libcuda for forward compatibility
-//!  tranche-cdi-hook update-ldcache       the loader's cache
+//!  tranche-cdi-hook COMMAND…
+//!    create-links         the driver's links
+//!    cover-libraries      capped: the shim over an image's own libcuda
+//!    enable-cuda-compat   not capped: an image's own libcuda for forward compatibility
+//!    update-ldcache       the loader's cache
 //! ```
+//!
+//! Each command has its options. One process runs them all, in the order in which they are given.
 //!
 //! The runtime runs it on the host's root with the container's state on stdin (OCI runtime spec,
 //! "POSIX-platform Hooks"), after the container's mounts and before its first process. The image is
@@ -22,6 +25,7 @@ use std::io::Read;
 use std::process::ExitCode;
 
 use args::Command;
+use tranche_cdi_hook::libraries::Process;
 use tranche_cdi_hook::rootfs::{LONGEST_FILE, Rootfs, RootfsError};
 use tranche_cdi_hook::{compat, cover};
 
@@ -51,7 +55,7 @@ fn main() -> ExitCode {
 }
 
 fn run() -> Result<(), Error> {
-    let command = Command::parse(std::env::args().skip(1))?;
+    let commands = Command::parse(std::env::args().skip(1))?;
     let mut state = Vec::new();
     std::io::stdin()
         .take(LONGEST_FILE)
@@ -59,23 +63,30 @@ fn run() -> Result<(), Error> {
         .map_err(container::ContainerError::Stdin)?;
     let container = container::read(&state)?;
     let root = Rootfs::open(&container.root)?;
+    for command in commands {
+        run_in(&root, &container.process, command)?;
+    }
+    Ok(())
+}
+
+fn run_in(root: &Rootfs, process: &Process, command: Command) -> Result<(), Error> {
     match command {
-        Command::CreateLinks { links } => links::create(&root, &links)?,
+        Command::CreateLinks { links } => links::create(root, &links)?,
         Command::CoverLibraries { cover } => {
-            let covered = cover::cover(&root, &container.process, &cover)?;
+            let covered = cover::cover(root, process, &cover)?;
             if let Some(library) = covered.compat {
-                ldcache::prefer_folder_of(&root, &library)?;
+                ldcache::prefer_folder_of(root, &library)?;
             }
         }
         Command::EnableCudaCompat { node, unless } => {
             if let (Some(node), None) = (node, root.find(&unless)?)
-                && let Some(library) = compat::usable(&root, &node)?
+                && let Some(library) = compat::usable(root, &node)?
             {
-                ldcache::prefer_folder_of(&root, &library.path)?;
+                ldcache::prefer_folder_of(root, &library.path)?;
             }
         }
         Command::UpdateLdcache { folders, ldconfig } => {
-            ldcache::update(&root, &folders, &ldconfig)?;
+            ldcache::update(root, &folders, &ldconfig)?;
         }
     }
     Ok(())
