@@ -4,6 +4,7 @@
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdint.h>
+#include <string.h>
 #include <unistd.h>
 
 static const char *const names[] = {
@@ -20,6 +21,9 @@ static __thread int inside;
 
 // A lock that is held while a callback needs it would keep the process waiting for ever: then it ends.
 void odd_callback(uint64_t to) { families = to; if (to) alarm(60); }
+// Once: the next release of a primary context finds it reset, with what was allocated in it meanwhile.
+static int reset_at_release;
+void odd_reset_at_release(uint64_t to) { reset_at_release = to; }
 void odd_callback_kernel(uint64_t handle) { kernel = handle; }
 unsigned long odd_callbacks(int unused) { return __atomic_load_n(&callbacks, __ATOMIC_RELAXED); }
 
@@ -60,6 +64,12 @@ static void callback(void) {
 
 __attribute__((used, visibility("hidden"))) void *enter(int number) {
     if (!table[number]) table[number] = dlsym(dlopen(REAL, RTLD_NOW | RTLD_LOCAL), names[number]);
+    if (reset_at_release && !strcmp(names[number], "cuDevicePrimaryCtxRelease_v2")) {
+        uint64_t out;
+        reset_at_release = 0;
+        CALL(cuMemAlloc_v2, (uint64_t)&out, 8 << 20, 0, 0, 0, 0);
+        CALL(cuDevicePrimaryCtxReset_v2, 0, 0, 0, 0, 0, 0);
+    }
     if (families && !inside) {
         inside = 1;
         __atomic_fetch_add(&callbacks, 1, __ATOMIC_RELAXED);

@@ -8,6 +8,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 typedef int CUresult;
 enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, INVALID_CONTEXT = 201, NOT_FOUND = 500 };
@@ -118,6 +119,19 @@ CUresult cuMemPoolTrimTo(uint64_t pool, size_t keep) {
     pthread_mutex_unlock(&lock);
     return OK;
 }
+// A pool that is made is its device's. What descriptors keep of it nobody sees here.
+CUresult cuMemPoolCreate(uint64_t *pool, void *properties) { *pool = 0x2000 + current; return OK; }
+CUresult cuMemPoolDestroy(uint64_t pool) { return OK; }
+CUresult cuMemAllocFromPoolAsync(uint64_t *pointer, size_t size, uint64_t pool, void *stream) { return allocate_as(pointer, size, 1); }
+CUresult cuMemPoolExportToShareableHandle(int *descriptor, uint64_t pool, unsigned kind, uint64_t flags) {
+    *descriptor = memfd_create("pool", 1);
+    return kind == 1 ? OK : INVALID_VALUE;
+}
+// A sparse array is its number, and may have the handle of one before; memory is mapped to it piece by piece.
+CUresult cuArray3DCreate_v2(uint64_t *array, void *shape) { *array = 0x6000; return OK; }
+CUresult cuArrayDestroy(uint64_t array) { return OK; }
+CUresult cuMemMapArrayAsync(void *list, unsigned count, void *stream) { return OK; }
+CUresult cuMemCreate(uint64_t *handle, size_t size, void *properties, uint64_t flags) { static int made; *handle = 0x700000 + ++made; return OK; }
 // A graph has one memory node, whose size it is; an executable one is the graph's, and how much it took.
 struct graph { size_t bytes, taken; };
 CUresult cuGraphCreate(struct graph **graph, unsigned flags) { *graph = calloc(1, sizeof **graph); return OK; }

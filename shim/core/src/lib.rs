@@ -37,6 +37,7 @@ pub mod error;
 pub mod image;
 pub mod kept;
 pub mod layout;
+mod map;
 pub mod pace;
 pub mod paths;
 pub mod physical;

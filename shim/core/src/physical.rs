@@ -1,15 +1,23 @@
 //! Physical memory by handle (`cuMemCreate`, imports), and what uses it.
 //!
 //! Such memory exists until its last use has ended: a handle that was not released, a mapping, a binding to a
-//! sparse array or to a multicast object. Only then is its charge given back.
+//! sparse array or to a multicast object, an open descriptor by which it can be imported. Only then is its charge
+//! given back.
 //!
 //! ```text
 //!  create ─► handle ── retain, import ──► more handles ── release ──┐
-//!               └── bind ──► places that show it ──────── unbind ──┴─► no use left: freed
+//!               ├── bind ──► places that show it ──────── unbind ───┼─► no use left: freed
+//!               └── export ──► descriptors ──── close, by anybody ──┘
 //! ```
 //!
 //! Handles, places and tokens are numbers other than 0, of unrelated kinds: the caller keeps the kinds of places
 //! apart.
+//!
+//! # An allocation is known by its birth
+//!
+//! The driver hands a handle out again as soon as it is free, and who freed it may note that later. So an allocation
+//! has a number of its own ([`Id`]), which a handle stands for until it is released, or is seen to stand for other
+//! memory. What ends a use ends one of the allocation that its handle stood for when it began.
 //!
 //! # No lock is held while the driver is called
 //!
@@ -19,10 +27,16 @@
 //! - What adds a use begins with [`hold`](Physical::hold), before the driver is asked: the memory stays charged
 //!   whatever others release meanwhile. Its second half notes what the use is for, or ends it.
 //! - What ends a use begins with [`begin_release`](Physical::begin_release) or [`mark`](Physical::mark) and
-//!   frees nothing before the driver has done it. What others make under the same number meanwhile, which the
-//!   driver hands out again as soon as it is free, is younger than the mark, and is left alone.
+//!   frees nothing before the driver has done it. Every release ends one use, whichever the driver does last. What
+//!   others make under the same number meanwhile is younger than the mark, and is left alone.
 //!
 //! So at no instant is memory without a charge that the driver still has.
+
+use core::num::NonZeroU64;
+
+use crate::map::Map;
+
+pub use crate::map::Full;
 
 /// Memory that has no use left.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,39 +47,109 @@ pub struct Freed {
     pub device: u8,
 }
 
-/// There is no room to note another: what was asked about stays charged to the end of the process.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Full;
-
 /// An instant: what was noted later is younger.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Mark(u64);
+
+/// An allocation, by the number of its birth. No other has or had that number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(transparent)]
+pub struct Id(NonZeroU64);
+
+impl Id {
+    const fn of(number: u64) -> Option<Self> {
+        match NonZeroU64::new(number) {
+            Some(number) => Some(Self(number)),
+            None => None,
+        }
+    }
+
+    /// Its number.
+    #[must_use]
+    pub const fn number(self) -> u64 {
+        self.0.get()
+    }
+}
 
 /// A release that the driver is asked for.
 #[derive(Debug)]
 #[must_use = "end it when the driver has answered"]
 pub struct Release {
     handle: u64,
-    /// Which one of a handle's memory it is, where it ends the last use; 0 where others are left.
-    last: u64,
+    /// The allocation that the handle stood for; 0 for one that is not noted here.
+    of: u64,
+}
+
+/// What the driver has imported.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Imported {
+    /// Memory that is charged from now on.
+    New,
+    /// One more use of memory that is charged already.
+    Again,
+}
+
+/// A descriptor by which memory can be imported, in this process or in another.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Export {
+    /// The allocation that it keeps.
+    of: u64,
+    /// The byte of its file that is locked as long as it is open anywhere.
+    pub byte: u64,
+    /// This process's descriptor of the same file by which that is found out.
+    pub witness: i32,
+    /// The file's device and inode.
+    pub file: (u64, u64),
+}
+
+impl Export {
+    /// One whose file's `byte` is locked as long as it is open, as `witness` sees.
+    #[must_use]
+    pub const fn new(byte: u64, witness: i32, file: (u64, u64)) -> Self {
+        Self {
+            of: 0,
+            byte,
+            witness,
+            file,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Handle {
+    /// The allocation that it stands for.
+    of: u64,
+    /// How often it was given out and not released.
+    uses: u64,
+    /// Releases of it that the driver was asked for.
+    releasing: u64,
+    /// The context that it ends with; 0 for none.
+    context: u64,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Allocation {
     bytes: u64,
-    /// The allocation that this one is another name of; 0 for none.
-    of: u64,
-    uses: u32,
+    /// Those of its handles, places that show it, exports, and calls under way.
+    uses: u64,
+    /// How many of them are exports.
+    exports: u64,
     device: u8,
     /// Whether a token exists by which it can be imported.
-    exported: bool,
-    /// The release under way that ends its last use; 0 for none.
-    ending: u64,
+    has_token: bool,
+}
+
+impl Allocation {
+    /// Whether only descriptors keep it.
+    const fn is_left(&self) -> bool {
+        self.exports > 0 && self.exports == self.uses
+    }
 }
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Binding {
-    handle: u64,
+    /// The allocation that it shows.
+    of: u64,
     /// Bytes of addresses that it covers.
     length: u64,
     /// What it goes with; 0 for nothing.
@@ -81,19 +165,28 @@ struct Binding {
 #[repr(C)]
 #[derive(Debug)]
 pub struct Physical<const N: usize = 131_072, const FEW: usize = 4096> {
+    handles: Map<Handle, N>,
     allocations: Map<Allocation, N>,
     bindings: Map<Binding, N>,
-    /// Of a token, the handle that was exported.
+    /// Of a token, the allocation that was exported.
     tokens: Map<u64, FEW>,
+    /// Exports by their byte.
+    exports: Map<Export, FEW>,
     /// Of an owner, its first place.
     owners: Map<u64, FEW>,
-    /// Counts marks, bindings and releases.
+    /// Counts marks, bindings and allocations.
     clock: u64,
+    /// Allocations that only descriptors keep.
+    left: usize,
+    /// Handles that end with a context.
+    in_contexts: usize,
+    /// Where the next look for closed descriptors begins.
+    next_export: usize,
 }
 
 impl<const N: usize, const FEW: usize> Physical<N, FEW> {
-    /// Notes memory that the driver has made, with one use. `freed` gets what was noted under this handle
-    /// before, where that has no use left.
+    /// Notes memory that the driver has made, with one use. `freed` gets what the handle stood for before, where
+    /// that has no use left.
     pub fn create(
         &mut self,
         handle: u64,
@@ -101,181 +194,314 @@ impl<const N: usize, const FEW: usize> Physical<N, FEW> {
         device: u8,
         freed: &mut dyn FnMut(Freed),
     ) -> Result<(), Full> {
-        if self.allocations.get(handle).is_some() {
-            self.end_former(handle, freed);
-        }
-        self.allocations.put(
+        self.create_in(0, handle, bytes, device, freed)
+    }
+
+    /// The same of memory whose handle ends with `context`, if that is not 0.
+    fn create_in(
+        &mut self,
+        context: u64,
+        handle: u64,
+        bytes: u64,
+        device: u8,
+        freed: &mut dyn FnMut(Freed),
+    ) -> Result<(), Full> {
+        self.replace_handle(handle, freed);
+        let of = self.create_without_handle(bytes, device)?.number();
+        let noted = self.handles.put(
             handle,
-            Allocation {
-                bytes,
-                device,
+            Handle {
+                of,
                 uses: 1,
-                ..Allocation::default()
+                releasing: 0,
+                context,
             },
-        )
+        );
+        if noted.is_ok() {
+            self.in_contexts += usize::from(context != 0);
+        } else {
+            self.allocations.remove(of);
+        }
+        noted
     }
 
-    /// The driver has handed a handle out again: what it stood for is gone, unless it has other names.
-    fn end_former(&mut self, handle: u64, freed: &mut dyn FnMut(Freed)) {
-        let other_name = |found: &Allocation| found.of == handle;
-        if self.allocations.key_of(other_name).is_none() {
-            self.finish(handle, freed);
-            return;
+    /// Notes memory that no handle stands for, with one use, which [`let_go`](Self::let_go) ends.
+    pub fn create_without_handle(&mut self, bytes: u64, device: u8) -> Result<Id, Full> {
+        let id = Id(self.next());
+        let allocation = Allocation {
+            bytes,
+            device,
+            uses: 1,
+            ..Allocation::default()
+        };
+        self.allocations.put(id.number(), allocation)?;
+        Ok(id)
+    }
+
+    /// An allocation is charged `bytes` from now on.
+    pub fn set_bytes(&mut self, id: Id, bytes: u64) {
+        if let Some(allocation) = self.allocations.get_mut(id.number()) {
+            allocation.bytes = bytes;
         }
-        // A number that is no handle: those are addresses, or small.
-        let hidden = self.tick() | 1 << 63;
-        self.forget_tokens(handle);
-        while let Some(name) = self.allocations.key_of(other_name) {
-            if let Some(name) = self.allocations.get_mut(name) {
-                name.of = hidden;
+    }
+
+    /// A handle was handed out again, maybe for other memory: it stands for what it stood for no more. Uses that are
+    /// being released end with their releases: nobody knows whether the driver has done those.
+    fn replace_handle(&mut self, handle: u64, freed: &mut dyn FnMut(Freed)) {
+        if let Some(gone) = self.remove_handle(handle) {
+            let uses = gone.uses.saturating_sub(gone.releasing);
+            self.end_uses(gone.of, uses, freed);
+        }
+    }
+
+    fn remove_handle(&mut self, handle: u64) -> Option<Handle> {
+        let gone = self.handles.remove(handle)?;
+        self.in_contexts -= usize::from(gone.context != 0);
+        Some(gone)
+    }
+
+    /// The driver has given a handle out once more, for what it stood for: whether that is so. It may be other memory
+    /// where all of its uses are being released.
+    pub fn use_again(&mut self, handle: u64) -> bool {
+        match self.handles.get_mut(handle) {
+            Some(found) if found.uses > found.releasing => {
+                found.uses += 1;
+                let of = found.of;
+                self.add_use(of);
+                true
             }
-        }
-        if let Some(mut former) = self.allocations.remove(handle) {
-            (former.exported, former.ending) = (false, 0);
-            // It had room until now.
-            let _ = self.allocations.put(hidden, former);
+            _ => false,
         }
     }
 
-    /// Whether a handle stands for memory that is noted here.
+    /// Notes memory that the driver has imported under a handle, which ends with `context`, if that is not 0. Nothing
+    /// is charged where the handle is one more of memory that is noted here.
+    pub fn import(
+        &mut self,
+        (handle, context): (u64, u64),
+        bytes: u64,
+        device: u8,
+        freed: &mut dyn FnMut(Freed),
+    ) -> Result<Imported, Full> {
+        if self.use_again(handle) {
+            return Ok(Imported::Again);
+        }
+        self.create_in(context, handle, bytes, device, freed)
+            .map(|()| Imported::New)
+    }
+
+    /// The allocation that a handle stands for.
     #[must_use]
-    pub fn knows(&self, handle: u64) -> bool {
-        self.allocations.get(handle).is_some()
+    pub fn id_of(&self, handle: u64) -> Option<Id> {
+        Id::of(self.handles.get(handle)?.of)
     }
 
-    /// Which device was charged for a handle's memory.
+    /// Which device was charged for an allocation.
     #[must_use]
-    pub fn device_of(&self, handle: u64) -> Option<u8> {
-        self.allocations.get(handle).map(|found| found.device)
+    pub fn device_of(&self, id: Id) -> Option<u8> {
+        self.allocations.get(id.number()).map(|found| found.device)
     }
 
-    /// Adds a use to a handle's memory; whether that is noted here.
-    pub fn hold(&mut self, handle: u64) -> bool {
-        let found = self.allocations.get_mut(handle);
-        if let Some(allocation) = found {
-            allocation.uses = allocation.uses.saturating_add(1);
-            return true;
-        }
-        false
+    /// Adds a use to a handle's memory; `None` where that is not noted here.
+    pub fn hold(&mut self, handle: u64) -> Option<Id> {
+        let id = self.id_of(handle)?;
+        self.hold_id(id)
     }
 
-    /// Ends a use that [`hold`](Self::hold) added, or that a handle or place had that is gone.
-    pub fn let_go(&mut self, handle: u64, freed: &mut dyn FnMut(Freed)) {
-        if let Some(allocation) = self.allocations.get_mut(handle) {
-            // Uses that were not counted any more never end.
-            if allocation.uses != u32::MAX {
-                allocation.uses = allocation.uses.saturating_sub(1);
+    /// The same of an allocation.
+    pub fn hold_id(&mut self, id: Id) -> Option<Id> {
+        self.add_use(id.number()).then_some(id)
+    }
+
+    fn add_use(&mut self, of: u64) -> bool {
+        let Some(allocation) = self.allocations.get_mut(of) else {
+            return false;
+        };
+        self.left -= usize::from(allocation.is_left());
+        allocation.uses += 1;
+        true
+    }
+
+    /// Ends a use that [`hold`](Self::hold) added.
+    pub fn let_go(&mut self, held: Id, freed: &mut dyn FnMut(Freed)) {
+        self.end_uses(held.number(), 1, freed);
+    }
+
+    fn end_uses(&mut self, of: u64, uses: u64, freed: &mut dyn FnMut(Freed)) {
+        if let Some(allocation) = self.allocations.get_mut(of)
+            && uses > 0
+        {
+            self.left -= usize::from(allocation.is_left());
+            allocation.uses = allocation.uses.saturating_sub(uses);
+            self.left += usize::from(allocation.is_left());
+            if allocation.uses == 0 {
+                self.finish(of, freed);
             }
-            if allocation.uses == 0 && allocation.ending == 0 {
-                self.finish(handle, freed);
-            }
         }
     }
 
-    /// Forgets memory without a use. `freed` gets it, and what it was another name of where that has none left.
-    fn finish(&mut self, handle: u64, freed: &mut dyn FnMut(Freed)) {
-        let Some(gone) = self.allocations.remove(handle) else {
+    /// Forgets memory without a use, and what goes with it.
+    fn finish(&mut self, of: u64, freed: &mut dyn FnMut(Freed)) {
+        let Some(gone) = self.allocations.remove(of) else {
             return;
         };
-        if gone.exported {
-            self.forget_tokens(handle);
+        if gone.has_token {
+            while let Some(token) = self.tokens.key_of(|exported| *exported == of) {
+                self.tokens.remove(token);
+            }
         }
         let all = self.mark();
-        self.end_owner(handle, all, freed);
+        self.end_owner(of, all, freed);
         if gone.bytes > 0 {
             freed(Freed {
                 bytes: gone.bytes,
                 device: gone.device,
             });
         }
-        if gone.of != 0 {
-            self.let_go(gone.of, freed);
-        }
     }
 
     /// Begins to release a handle, before the driver is asked.
     pub fn begin_release(&mut self, handle: u64) -> Release {
-        let last = self.tick();
-        match self.allocations.get_mut(handle) {
-            Some(found) if found.uses > 0 && found.uses != u32::MAX => {
-                found.uses -= 1;
-                let is_last = found.uses == 0;
-                if is_last {
-                    found.ending = last;
-                }
-                Release {
-                    handle,
-                    last: if is_last { last } else { 0 },
-                }
-            }
-            // Not noted here; or released more often than it can be, which the driver refuses.
-            _ => Release { handle: 0, last: 0 },
-        }
+        let of = self.handles.get_mut(handle).map_or(0, |found| {
+            found.releasing += 1;
+            found.of
+        });
+        Release { handle, of }
     }
 
     /// The driver has released it, or refused to.
     pub fn end_release(&mut self, release: &Release, done: bool, freed: &mut dyn FnMut(Freed)) {
-        let Release { handle, last } = *release;
-        let Some(found) = self.allocations.get_mut(handle) else {
-            return;
-        };
-        if last != 0 {
-            if found.ending != last {
-                // Other memory, under the same handle.
-                return;
+        let Release { handle, of } = *release;
+        // It stands for other memory where it was handed out again meanwhile.
+        if let Some(found) = self.handles.get_mut(handle).filter(|found| found.of == of) {
+            found.releasing = found.releasing.saturating_sub(1);
+            found.uses -= u64::from(done);
+            if found.uses == 0 {
+                self.remove_handle(handle);
             }
-            found.ending = 0;
         }
-        if !done {
-            found.uses = found.uses.saturating_add(1);
-        } else if found.uses == 0 && found.ending == 0 {
-            self.finish(handle, freed);
-        }
+        self.end_uses(of, u64::from(done), freed);
     }
 
     /// A token exists by which the handle's memory can be imported. A token that cannot be noted is one whose
     /// import is taken for another process's.
-    pub fn export(&mut self, token: u64, handle: u64) {
-        if let Some(allocation) = self.allocations.get_mut(handle)
-            && self.tokens.put(token, handle).is_ok()
+    pub fn add_token(&mut self, token: u64, handle: u64) {
+        if let Some(id) = self.id_of(handle)
+            && self.tokens.put(token, id.number()).is_ok()
+            && let Some(allocation) = self.allocations.get_mut(id.number())
         {
-            allocation.exported = true;
+            allocation.has_token = true;
         }
     }
 
-    /// The handle that was exported as `token`, held; `None` for another process's memory.
-    pub fn hold_exported(&mut self, token: u64) -> Option<u64> {
-        let handle = *self.tokens.get(token)?;
-        self.hold(handle).then_some(handle)
+    /// The memory that was exported as `token`, held; `None` for another process's memory.
+    pub fn hold_exported(&mut self, token: u64) -> Option<Id> {
+        let of = *self.tokens.get(token)?;
+        self.hold_id(Id::of(of)?)
     }
 
-    /// `name` is a handle, too, of the memory of `held`, whose use it has from now on.
-    pub fn name(&mut self, name: u64, held: u64, freed: &mut dyn FnMut(Freed)) -> Result<(), Full> {
-        if name == held {
+    /// A descriptor keeps the memory of `held`, whose use it has from now on. Returns the witness that is used for
+    /// it: another's, where that is of the same file.
+    pub fn add_export(&mut self, held: Id, export: Export) -> Result<i32, Full> {
+        let same_file = |other: &Export| other.file == export.file;
+        let other = self.exports.next(0, same_file);
+        let witness = other.map_or(export.witness, |(_, _, other)| other.witness);
+        let noted = Export {
+            of: held.number(),
+            witness,
+            ..export
+        };
+        self.exports.put(export.byte, noted)?;
+        if let Some(allocation) = self.allocations.get_mut(held.number()) {
+            self.left -= usize::from(allocation.is_left());
+            allocation.exports += 1;
+            self.left += usize::from(allocation.is_left());
+        }
+        Ok(witness)
+    }
+
+    /// Whether there is memory that only descriptors keep.
+    #[must_use]
+    pub fn has_left(&self) -> bool {
+        self.left > 0
+    }
+
+    /// Whether there is any descriptor.
+    #[must_use]
+    pub fn has_exports(&self) -> bool {
+        self.exports.len() > 0
+    }
+
+    /// The next in turn whose descriptor may have been closed: of those that alone keep their memory, or of all.
+    pub fn next_export(&mut self, of_all: bool) -> Option<Export> {
+        if !of_all && self.left == 0 {
+            return None;
+        }
+        let allocations = &self.allocations;
+        let is_it =
+            |export: &Export| of_all || allocations.get(export.of).is_some_and(Allocation::is_left);
+        let found = self
+            .exports
+            .next(self.next_export, is_it)
+            .or_else(|| self.exports.next(0, is_it));
+        let (next, _, export) = found?;
+        self.next_export = next;
+        Some(export)
+    }
+
+    /// A descriptor is closed everywhere. Returns its witness, if no other export needs that.
+    pub fn end_export(&mut self, export: &Export, freed: &mut dyn FnMut(Freed)) -> Option<i32> {
+        let is_it = |found: &&Export| **found == *export;
+        self.exports.get(export.byte).filter(is_it)?;
+        self.exports.remove(export.byte);
+        if let Some(allocation) = self.allocations.get_mut(export.of) {
+            self.left -= usize::from(allocation.is_left());
+            allocation.exports -= 1;
+            self.left += usize::from(allocation.is_left());
+        }
+        self.end_uses(export.of, 1, freed);
+        let same = |other: &Export| other.witness == export.witness;
+        self.exports
+            .next(0, same)
+            .is_none()
+            .then_some(export.witness)
+    }
+
+    /// `handle` is a handle, too, of the memory of `held`, whose use it has from now on.
+    pub fn name(
+        &mut self,
+        handle: u64,
+        held: Id,
+        freed: &mut dyn FnMut(Freed),
+    ) -> Result<(), Full> {
+        if let Some(found) = self.handles.get_mut(handle)
+            && found.of == held.number()
+        {
+            found.uses += 1;
             return Ok(());
         }
-        if self.hold(name) {
+        if self.use_again(handle) {
+            // Noted as other memory, when nobody could tell.
             self.let_go(held, freed);
             return Ok(());
         }
-        let device = self.device_of(held).unwrap_or(0);
-        self.allocations.put(
-            name,
-            Allocation {
-                of: held,
+        self.replace_handle(handle, freed);
+        self.handles.put(
+            handle,
+            Handle {
+                of: held.number(),
                 uses: 1,
-                device,
-                ..Allocation::default()
+                ..Handle::default()
             },
         )
     }
 
-    /// `place` shows the memory of `handle`, which is held for it, for `length` bytes of addresses, and goes with
+    /// `place` shows the memory of `held`, whose use it has from now on, for `length` bytes of addresses, and goes with
     /// `owner`, if that is not 0. What it showed before it shows no more.
     pub fn bind(
         &mut self,
         place: u64,
-        handle: u64,
+        held: Id,
         length: u64,
         owner: u64,
         freed: &mut dyn FnMut(Freed),
@@ -290,7 +516,7 @@ impl<const N: usize, const FEW: usize> Physical<N, FEW> {
         };
         let born = self.tick();
         let binding = Binding {
-            handle,
+            of: held.number(),
             length,
             owner,
             before: 0,
@@ -322,8 +548,13 @@ impl<const N: usize, const FEW: usize> Physical<N, FEW> {
     }
 
     fn tick(&mut self) -> u64 {
+        self.next().get()
+    }
+
+    fn next(&mut self) -> NonZeroU64 {
+        let now = NonZeroU64::MIN.saturating_add(self.clock);
         self.clock += 1;
-        self.clock
+        now
     }
 
     /// `place` shows nothing any more. Returns the bytes of addresses that it covered, 0 if it was not noted.
@@ -339,7 +570,7 @@ impl<const N: usize, const FEW: usize> Physical<N, FEW> {
         if let Some(after) = self.bindings.get_mut(binding.after) {
             after.before = binding.before;
         }
-        self.let_go(binding.handle, freed);
+        self.end_uses(binding.of, 1, freed);
         binding.length
     }
 
@@ -370,7 +601,7 @@ impl<const N: usize, const FEW: usize> Physical<N, FEW> {
     ) {
         let end = start.saturating_add(length);
         let mut at = start;
-        while at < end && self.bindings.len > 0 {
+        while at < end && self.bindings.len() > 0 {
             let covered = match self.bindings.get(at) {
                 Some(found) if found.born < mark.0 => self.unbind(at, freed),
                 Some(found) => found.length,
@@ -380,9 +611,9 @@ impl<const N: usize, const FEW: usize> Physical<N, FEW> {
         }
     }
 
-    /// The handle whose memory an address shows; `None` if that is not noted here.
+    /// The allocation that an address shows; `None` if that is not noted here.
     #[must_use]
-    pub fn shown_at(&self, address: u64) -> Option<u64> {
+    pub fn shown_at(&self, address: u64) -> Option<Id> {
         // Mostly the address of a mapping.
         let found = self.bindings.get(address).or_else(|| {
             self.bindings
@@ -390,7 +621,7 @@ impl<const N: usize, const FEW: usize> Physical<N, FEW> {
                 .find(|(start, binding)| address.wrapping_sub(*start) < binding.length)
                 .map(|(_, binding)| binding)
         });
-        found.map(|binding| binding.handle)
+        Id::of(found?.of)
     }
 
     /// All places that went with `owner` at `mark` are gone.
@@ -404,115 +635,21 @@ impl<const N: usize, const FEW: usize> Physical<N, FEW> {
         }
     }
 
-    fn forget_tokens(&mut self, handle: u64) {
-        while let Some(token) = self.tokens.key_of(|of| *of == handle) {
-            self.tokens.remove(token);
+    /// All handles that ended with `context` and were there at `mark` are gone.
+    pub fn end_context(&mut self, context: u64, mark: Mark, freed: &mut dyn FnMut(Freed)) {
+        if self.in_contexts == 0 || context == 0 {
+            return;
+        }
+        let is_gone = |found: &Handle| found.context == context && found.of < mark.0;
+        while let Some(handle) = self.handles.key_of(is_gone) {
+            if let Some(gone) = self.remove_handle(handle) {
+                self.end_uses(gone.of, gone.uses, freed);
+            }
         }
     }
 }
 
-/// Values by number, in open addressing: no allocation, and nothing but memory.
-#[repr(C)]
-#[derive(Debug)]
-struct Map<V, const N: usize> {
-    len: usize,
-    keys: [u64; N],
-    values: [V; N],
-}
-
-impl<V: Copy, const N: usize> Map<V, N> {
-    const MOST: usize = N / 8 * 7;
-
-    fn home(key: u64) -> usize {
-        // Fibonacci hashing.
-        (key.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32) as usize % N
-    }
-
-    /// Where a key is, or the free place where it would be.
-    fn find(&self, key: u64) -> (usize, bool) {
-        let mut at = Self::home(key);
-        // There is always a free place.
-        while self.keys[at] != 0 {
-            if self.keys[at] == key {
-                return (at, true);
-            }
-            at = (at + 1) % N;
-        }
-        (at, false)
-    }
-
-    fn get(&self, key: u64) -> Option<&V> {
-        match self.find(key) {
-            (at, true) if key != 0 => Some(&self.values[at]),
-            _ => None,
-        }
-    }
-
-    fn get_mut(&mut self, key: u64) -> Option<&mut V> {
-        match self.find(key) {
-            (at, true) if key != 0 => Some(&mut self.values[at]),
-            _ => None,
-        }
-    }
-
-    fn put(&mut self, key: u64, value: V) -> Result<(), Full> {
-        if key == 0 {
-            return Err(Full);
-        }
-        let (at, there) = self.find(key);
-        if !there {
-            if self.len >= Self::MOST {
-                return Err(Full);
-            }
-            self.len += 1;
-            self.keys[at] = key;
-        }
-        self.values[at] = value;
-        Ok(())
-    }
-
-    fn remove(&mut self, key: u64) -> Option<V> {
-        let (mut hole, there) = self.find(key);
-        if !there || key == 0 {
-            return None;
-        }
-        let value = self.values[hole];
-        self.len -= 1;
-        // Those behind it move up, so that nobody's search ends at the hole.
-        let mut at = hole;
-        loop {
-            at = (at + 1) % N;
-            if self.keys[at] == 0 {
-                break;
-            }
-            let ideal = Self::home(self.keys[at]);
-            // Whether its own place is not behind the hole, going round.
-            if (at + N - ideal) % N >= (at + N - hole) % N {
-                self.keys[hole] = self.keys[at];
-                self.values[hole] = self.values[at];
-                hole = at;
-            }
-        }
-        self.keys[hole] = 0;
-        Some(value)
-    }
-
-    fn iter(&self) -> impl Iterator<Item = (u64, &V)> {
-        let all = if self.len == 0 { 0 } else { N };
-        self.keys
-            .iter()
-            .zip(&self.values)
-            .take(all)
-            .filter(|(key, _)| **key != 0)
-            .map(|(key, value)| (*key, value))
-    }
-
-    /// The key of a value that is sought.
-    fn key_of(&self, is_it: impl Fn(&V) -> bool) -> Option<u64> {
-        let mut all = self.iter();
-        all.find(|(_, value)| is_it(value)).map(|(key, _)| key)
-    }
-}
-
+#[cfg(test)]
+mod model;
 #[cfg(test)]
 mod tests;

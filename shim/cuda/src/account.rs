@@ -1,6 +1,7 @@
 //! Reserving memory and GPU time from the shares of a device, without asking the driver.
 
 use tranche_shim_core::compute::Bucket;
+use tranche_shim_core::{Freed, Physical};
 
 use crate::process::Process;
 use crate::share::{Cap, Device, Held};
@@ -64,6 +65,20 @@ impl Process {
             }
             left -= share.release(left);
         }
+    }
+
+    /// Notes something of the process's physical memory, and gives back what has no use left.
+    pub fn note_physical<R>(
+        &self,
+        note: impl FnOnce(&mut Physical, &mut dyn FnMut(Freed)) -> R,
+    ) -> R {
+        self.physical.with(|physical| {
+            note(physical, &mut |freed| {
+                if let Some(device) = self.device_numbered(freed.device) {
+                    self.release(device, freed.bytes);
+                }
+            })
+        })
     }
 
     /// The share of a device that has most of its GPU time left at `now`; `None` where none is held

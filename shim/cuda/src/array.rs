@@ -5,6 +5,9 @@
 //! charged by a formula that assumes the largest tiles of any hardware. Arrays are charged in whole
 //! blocks: nothing tells in which block a small one lies.
 
+use tranche_shim_core::Entry;
+use tranche_shim_core::physical::Mark;
+
 use crate::abi::{
     ArrayShape2, ArrayShape3, CUDA_ARRAY_MEMORY_REQUIREMENTS, CUDA_ARRAY3D_DEFERRED_MAPPING,
     CUDA_ARRAY3D_SPARSE, CUarray, CUdevice, CUresult,
@@ -62,9 +65,12 @@ pub unsafe fn deep<S: Width>(shape: *const ArrayShape3<S>) -> Option<ArrayShape3
 
 /// Makes an array or a mipmap.
 pub fn make(array: *mut CUarray, shape: Option<Shape>, driver: Call<'_>) -> CUresult {
-    let Some(shape) = shape.filter(|shape| !array.is_null() && shape.has_memory()) else {
+    let Some(shape) = shape.filter(|_| !array.is_null()) else {
         return driver.make();
     };
+    if !shape.has_memory() {
+        return make_empty(array, shape, driver);
+    }
     let bytes = |device: &'static Device| {
         let bytes = shape
             .bytes_said(device)
@@ -80,6 +86,31 @@ pub fn make(array: *mut CUarray, shape: Option<Shape>, driver: Call<'_>) -> CUre
         reserved.note(key(Kind::Array, array as u64), context);
         Ok(())
     })
+}
+
+/// Makes an array without memory. What is mapped to a sparse one later is shown until it or its context ends.
+fn make_empty(array: *mut CUarray, shape: Shape, driver: Call<'_>) -> CUresult {
+    let result = driver.make();
+    if result.is_ok()
+        && shape.is_sparse()
+        && let Some(process) = process::joined()
+    {
+        let entry = Entry {
+            bytes: 0,
+            device: 0,
+            context: process.contexts.current(),
+        };
+        // SAFETY: not null, and the driver has just written to it.
+        note(process, vmm::array_key(unsafe { array.read() }), entry);
+    }
+    result
+}
+
+/// An entry of the table that went with a context: an array shows nothing any more that it showed at `mark`.
+pub fn forget(process: &Process, number: u64, mark: Mark) {
+    if process::is_of(number, Kind::Array) {
+        process.note_physical(|physical, freed| physical.end_owner(number, mark, freed));
+    }
 }
 
 /// Destroys an array or a mipmap.
@@ -105,6 +136,11 @@ impl Shape {
         match self {
             Self::Array(shape) | Self::Mipmap(shape, _) => shape,
         }
+    }
+
+    /// Whether memory can be mapped to it piece by piece.
+    fn is_sparse(&self) -> bool {
+        self.base().flags & CUDA_ARRAY3D_SPARSE != 0
     }
 
     /// Whether it has memory of its own, and not what is mapped to it later.

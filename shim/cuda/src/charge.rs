@@ -3,9 +3,11 @@
 use core::mem;
 
 use tranche_shim_core::Entry;
+use tranche_shim_core::physical::Imported;
 
-use crate::abi::CUresult;
+use crate::abi::{CUcontext, CUresult};
 use crate::driver::Call;
+use crate::exports;
 use crate::kept;
 use crate::process::{self, Kind, Process};
 use crate::reserves::State;
@@ -37,13 +39,15 @@ impl Process {
         granted.ok_or_else(|| self.refuse(device))
     }
 
-    /// Reserves what is left of the caps, what dead processes left included, and what was freed in a stream's order.
+    /// Reserves what is left of the caps, what dead processes left included, what was freed in a stream's order, and what
+    /// descriptors kept that are closed.
     pub fn reserve_what_is_free(&self, device: &Device, least: u64, most: u64) -> Option<u64> {
         let reserve = || self.reserve_in_parts(device, least, most);
         // Whoever found something: this process, or another that looked at the same time.
         reserve()
             .or_else(|| self.reclaim(device).then(reserve)?)
             .or_else(|| kept::wait_for_frees(self).then(reserve)?)
+            .or_else(|| exports::settle_all(self).then(reserve)?)
     }
 
     /// The same with what this process's pools keep and do not use: it is there for who needs it now.
@@ -119,6 +123,19 @@ impl Reserved {
             context,
         };
         note(process, key, entry);
+    }
+
+    /// Charges what another process exported and the driver has imported under a handle, which ends with `context`, if
+    /// that is not 0. Another thread may have imported the same at the same time.
+    pub fn import(self, handle: u64, context: CUcontext) {
+        let (process, device, bytes) = (self.process, self.device.number, self.bytes);
+        let noted = process.note_physical(|physical, freed| {
+            physical.import((handle, context as u64), bytes, device, freed)
+        });
+        // Without room to note it, it stays charged to the end of the process.
+        if noted != Ok(Imported::Again) {
+            self.keep();
+        }
     }
 
     /// Notes a pointer: with a charge of its own, or with its block's.

@@ -7,12 +7,14 @@
 //! of those that have ended ([`tranche_shim_core::table::stamped`]). A primary context is retained and released by many:
 //! the last of the calls under way asks the driver whether it is still there.
 
-use tranche_shim_core::Entry;
 use tranche_shim_core::paths::MAX_SHARES;
 use tranche_shim_core::table::{STAMPS_KEPT, unstamped};
+use tranche_shim_core::{Entry, Physical};
 
 use crate::abi::{CUcontext, CUdevice, CUresult};
+use crate::array;
 use crate::charge::{Reserved, give_back, note};
+use crate::contexts::{Ending, Endings};
 use crate::driver::{Call, real};
 use crate::kept;
 use crate::local;
@@ -63,7 +65,7 @@ pub fn retain_primary(context: *mut CUcontext, handle: CUdevice, driver: Call<'_
     };
     process.fitting.add_primary(device);
     let primary = key(Kind::Primary, device_key(handle));
-    let is_charged = process.contexts.noting.with(|()| {
+    let is_charged = process.contexts.noting.with(|_| {
         let _ = process.contexts.primary(device).begin();
         process.pointers.get(primary).is_some()
     });
@@ -91,7 +93,7 @@ pub fn retain_primary(context: *mut CUcontext, handle: CUdevice, driver: Call<'_
         }
         Err(code) => code,
     };
-    leave_primary(process, device, None, process.contexts.ended_before());
+    leave_primary(process, device, None);
     result
 }
 
@@ -99,28 +101,27 @@ pub fn retain_primary(context: *mut CUcontext, handle: CUdevice, driver: Call<'_
 const ASKS: usize = 16;
 
 /// A call that concerns a device's primary context is over: where it is the last, and the context is gone, what that
-/// had is given back. `ended` is of before the call; `context` is the handle, where it is known.
-fn leave_primary(
-    process: &'static Process,
-    device: &Device,
-    context: Option<CUcontext>,
-    ended: u64,
-) {
+/// had is given back. `context` is the handle, where it is known.
+fn leave_primary(process: &'static Process, device: &Device, context: Option<CUcontext>) {
     let calls = process.contexts.primary(device);
     let primary = key(Kind::Primary, device_key(device.handle));
     for _ in 0..ASKS {
         let seen = calls.look();
         let is_gone = !has_primary(device.handle);
-        let taken = process.contexts.noting.with(|()| {
-            calls
-                .end_if_unchanged(seen)
-                .then(|| (seen.is_last() && is_gone).then(|| process.pointers.take(primary)))
+        let taken = process.contexts.noting.with(|endings| {
+            calls.end_if_unchanged(seen).then(|| {
+                let is_over = seen.is_last() && is_gone;
+                is_over.then(|| (process.pointers.take(primary), endings.last(device)))
+            })
         });
         let Some(left) = taken else { continue };
-        if let Some(taken) = left {
+        if let Some((taken, ending)) = left {
             let noted = taken.map(|entry| unstamped(entry.context));
             let handle = context.map(|context| context as u64).or(noted);
-            forget(process, handle.unwrap_or(0), ended);
+            // Whichever of the calls ended it.
+            if let Some(ending) = ending {
+                forget(process, handle.unwrap_or(0), ending);
+            }
             if let Some(entry) = taken {
                 give_back(process, primary, entry);
             }
@@ -132,12 +133,13 @@ fn leave_primary(
 }
 
 /// Before a call at which contexts may end.
-fn begin_end(process: &Process) -> u64 {
+fn begin_end(process: &Process) -> Ending {
     let ended = process.contexts.begin_end();
     if ended.is_multiple_of(STAMPS_KEPT) {
         process.pointers.keep_stamps(ended);
     }
-    ended
+    let mark = process.physical.with(Physical::mark);
+    Ending { ended, mark }
 }
 
 /// The end of a context: the driver frees its memory with it.
@@ -146,13 +148,13 @@ pub fn end(context: CUcontext, driver: Call<'_>) -> CUresult {
         return driver.make();
     };
     let number = key(Kind::Context, context as u64);
-    let ended = begin_end(process);
+    let ending = begin_end(process);
     let taken = process.pointers.take(number);
     let unmeasured = process.launches.measuring.leave(&[context]);
     let result = driver.make();
     drop(unmeasured);
     if result.is_ok() {
-        forget(process, context as u64, ended);
+        forget(process, context as u64, ending);
     }
     if let Some(entry) = taken {
         if result.is_ok() {
@@ -192,24 +194,30 @@ fn end_with(green: Option<CUcontext>, only: Option<CUdevice>, driver: Call<'_>) 
             .filter(move |device| only.is_none_or(|only| only == device.handle))
     };
     for device in devices() {
-        process.contexts.noting.with(|()| {
+        process.contexts.noting.with(|_| {
             let _ = process.contexts.primary(device).begin();
         });
     }
+    let ending = begin_end(process);
     let mut contexts = [0; MAX_SHARES + 1];
     for (context, device) in contexts.iter_mut().zip(devices()) {
-        *context = primary(process, device.handle).unwrap_or(0);
+        // Whether it is there is asked after the instant: a context that gets its handle is younger.
+        let found = primary(process, device.handle);
+        if found.is_some() {
+            let note = |endings: &mut Endings| endings.note(device, ending);
+            process.contexts.noting.with(note);
+        }
+        *context = found.unwrap_or(0);
     }
     contexts[MAX_SHARES] = green.unwrap_or(0);
-    let ended = begin_end(process);
     let unmeasured = process.launches.measuring.leave(&contexts);
     let result = driver.make();
     drop(unmeasured);
     for (&context, device) in contexts.iter().zip(devices()) {
-        leave_primary(process, device, Some(context).filter(|it| *it != 0), ended);
+        leave_primary(process, device, Some(context).filter(|it| *it != 0));
     }
     if let Some(green) = green.filter(|_| result.is_ok()) {
-        forget(process, green as u64, ended);
+        forget(process, green as u64, ending);
     }
     if result.is_ok() {
         kept::settle_some(process);
@@ -269,7 +277,7 @@ fn set_charged_limit(
         }
     };
     let result = driver.make();
-    contexts.noting.with(|()| {
+    contexts.noting.with(|_| {
         let was_alone = contexts.limits.end(&begun);
         if !result.is_ok() {
             return;
@@ -290,16 +298,20 @@ fn set_charged_limit(
     result
 }
 
-/// Gives back what was allocated in a context that ended.
-fn forget(process: &'static Process, context: u64, ended: u64) {
+/// Gives back what was allocated in a context that ended, what was imported into it, and what its arrays showed.
+fn forget(process: &'static Process, context: u64, ending: Ending) {
     process.fitting.forget();
-    if context != 0 {
-        process
-            .pointers
-            .take_context(context, ended, &mut |key, entry| {
-                give_back(process, key, entry);
-            });
+    if context == 0 {
+        return;
     }
+    let Ending { ended, mark } = ending;
+    process
+        .pointers
+        .take_context(context, ended, &mut |key, entry| {
+            array::forget(process, key, mark);
+            give_back(process, key, entry);
+        });
+    process.note_physical(|physical, freed| physical.end_context(context, mark, freed));
 }
 
 /// A device's handle may be 0, which is no key.

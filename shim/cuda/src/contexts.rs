@@ -4,6 +4,7 @@ use core::sync::atomic::{AtomicU64, Ordering};
 
 use tranche_shim_core::Underway;
 use tranche_shim_core::paths::MAX_SHARES;
+use tranche_shim_core::physical::Mark;
 use tranche_shim_core::table::stamped;
 use tranche_shim_runtime::lock::Guarded;
 
@@ -14,13 +15,43 @@ use crate::stream::current_context;
 /// A process's contexts. All zeros is none.
 pub struct Contexts {
     /// Held while it is noted what became of a call; never while the driver is called.
-    pub noting: Guarded<()>,
+    pub noting: Guarded<Endings>,
     /// Calls that set a limit.
     pub limits: Underway,
     /// For each device, calls after which its primary context may be there, or gone.
     primaries: [Underway; MAX_SHARES],
     /// Calls so far at which contexts may have ended.
     ended: AtomicU64,
+}
+
+/// An instant before a context ended.
+#[derive(Clone, Copy, Default)]
+pub struct Ending {
+    /// What was allocated in it is stamped with this number or less ([`Contexts::stamp`]).
+    pub ended: u64,
+    /// What it showed was noted before.
+    pub mark: Mark,
+}
+
+/// For each device, the last instant at which a call began to end its primary context, which was there.
+pub struct Endings([(bool, Ending); MAX_SHARES]);
+
+impl Endings {
+    /// What is allocated in contexts that get the handle of the primary one is younger than that.
+    pub fn note(&mut self, device: &Device, ending: Ending) {
+        let (known, last) = &mut self.0[usize::from(device.number) % MAX_SHARES];
+        *last = Ending {
+            ended: last.ended.max(ending.ended),
+            mark: last.mark.max(ending.mark),
+        };
+        *known = true;
+    }
+
+    /// `None` where no call ended it.
+    pub fn last(&self, device: &Device) -> Option<Ending> {
+        let (known, last) = self.0[usize::from(device.number) % MAX_SHARES];
+        known.then_some(last)
+    }
 }
 
 impl Contexts {
@@ -33,11 +64,6 @@ impl Contexts {
     /// less, and what is allocated in contexts that get their handles is stamped with more.
     pub fn begin_end(&self) -> u64 {
         self.ended.fetch_add(1, Ordering::AcqRel)
-    }
-
-    /// The number that all have who allocated before the last such call.
-    pub fn ended_before(&self) -> u64 {
-        self.ended.load(Ordering::Acquire).wrapping_sub(1)
     }
 
     /// A context for an entry of the table.

@@ -236,6 +236,8 @@ hooks! {
     fn cuMemPoolCreate(pool: *mut CUmemoryPool, properties: *const CUmemPoolProps)
         |driver| pool::make(pool, properties, driver);
     fn cuMemPoolDestroy(pool: CUmemoryPool) |driver| pool::end(pool, driver);
+    fn cuMemPoolExportToShareableHandle(descriptor: *mut c_void, pool: CUmemoryPool, kind: u32, flags: u64)
+        |driver| pool::export(descriptor.cast(), pool, kind, driver);
     fn cuMemPoolImportPointer(pointer: *mut CUdeviceptr, pool: CUmemoryPool, data: *const c_void)
         |driver| ipc::import_from_pool(pointer, driver);
     fn cuMemPoolSetAttribute(pool: CUmemoryPool, attribute: u32, value: *mut c_void)

@@ -11,23 +11,18 @@ use crate::charge::{Reserved, note};
 use crate::driver::{Call, real};
 use crate::process::{self, Kind, Process, key};
 use crate::share::Device;
+use crate::stream::current_context;
 
 /// `cuIpcOpenMemHandle`. A handle may be opened several times, for the same pointer.
 pub fn open(pointer: *mut CUdeviceptr, driver: Call<'_>) -> CUresult {
     let imported = |process: &'static Process, pointer: CUdeviceptr| {
         let number = key(Kind::Import, pointer);
-        if process.physical.with(|physical| physical.hold(number)) {
+        if process.physical.with(|physical| physical.use_again(number)) {
             return Ok(());
         }
-        let Some(reserved) = reserve(process, pointer)? else {
-            return Ok(());
-        };
-        let device = reserved.device.number;
-        let bytes = reserved.keep();
-        // It was not there. Without room to note it, it stays charged to the end of the process.
-        let _ = process
-            .physical
-            .with(|physical| physical.create(number, bytes, device, &mut |_| ()));
+        if let Some(reserved) = reserve(process, pointer)? {
+            reserved.import(number, current_context());
+        }
         Ok(())
     };
     // SAFETY: closes what was opened a moment ago, and nobody has seen.
@@ -45,12 +40,8 @@ pub fn close(pointer: CUdeviceptr, driver: Call<'_>) -> CUresult {
         .physical
         .with(|physical| physical.begin_release(number));
     let result = driver.make();
-    process.physical.with(|physical| {
-        physical.end_release(&release, result.is_ok(), &mut |freed| {
-            if let Some(device) = process.device_numbered(freed.device) {
-                process.release(device, freed.bytes);
-            }
-        });
+    process.note_physical(|physical, freed| {
+        physical.end_release(&release, result.is_ok(), freed);
     });
     result
 }

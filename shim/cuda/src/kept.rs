@@ -7,11 +7,13 @@
 use core::sync::atomic::Ordering;
 
 use tranche_shim_core::kept::{Outdated, Version};
+use tranche_shim_core::physical::Id;
 use tranche_shim_core::{Entry, Kept};
 use tranche_shim_runtime::sys;
 
 use crate::abi::{CUdevice, CUmemoryPool, CUresult};
 use crate::driver::{Call, real};
+use crate::exports;
 use crate::process::{self, Process};
 use crate::reserves::{MOST, Reserve, State};
 use crate::share::Device;
@@ -299,14 +301,14 @@ pub fn freed(process: &Process, place: usize, bytes: u64) {
         let reserve = reserves.get(place)?;
         reserve.kept.free(bytes);
         let is_over = reserve.state == State::Ended && reserve.kept.live() == 0;
-        let over = is_over.then_some((reserve.device, reserve.kept.covered()));
+        let over = is_over.then_some(*reserve);
         if is_over {
             reserves.remove(place);
         }
         over
     });
     match ended {
-        Some((device, charged)) => release(process, device, charged),
+        Some(ended) => give_up(process, &ended),
         None => settle(process, place),
     }
 }
@@ -350,18 +352,47 @@ pub fn end_pool(process: &Process, place: usize, driver: Call<'_>) -> CUresult {
     }
     let ended = process.reserves.with(|reserves| {
         let reserve = reserves.get(place)?;
-        let Reserve { device, kept, .. } = *reserve;
-        if kept.live() > 0 {
+        let ended = *reserve;
+        if ended.kept.live() > 0 {
             reserve.state = State::Ended;
             return None;
         }
         reserves.remove(place);
-        Some((device, kept.covered()))
+        Some(ended)
     });
-    if let Some((device, charged)) = ended {
-        release(process, device, charged);
+    if let Some(ended) = ended {
+        give_up(process, &ended);
     }
     result
+}
+
+/// Gives back what a pool was charged that is no more; what its descriptors keep, when they are closed.
+fn give_up(process: &Process, ended: &Reserve) {
+    let charged = ended.kept.covered();
+    let Some(exported) = ended.exported else {
+        release(process, ended.device, charged);
+        return;
+    };
+    process.note_physical(|physical, freed| {
+        physical.set_bytes(exported, charged);
+        physical.let_go(exported, freed);
+    });
+    exports::settle_some(process, false);
+}
+
+/// Holds what a pool's descriptors keep of it, for one more of them.
+pub fn hold_exported(process: &Process, place: usize) -> Option<Id> {
+    process.reserves.with(|reserves| {
+        let reserve = reserves.get(place)?;
+        process.physical.with(|physical| {
+            let known = match reserve.exported {
+                Some(known) => known,
+                None => physical.create_without_handle(0, reserve.device).ok()?,
+            };
+            reserve.exported = Some(known);
+            physical.hold_id(known)
+        })
+    })
 }
 
 fn set_state(process: &Process, place: usize, state: State) {

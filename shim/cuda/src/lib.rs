@@ -22,8 +22,8 @@
 //! 2. shares and the process: `share` (GPUs, and places in accounts), `measure` (how long launches take), `launches`,
 //!    `fitting` (kernels whose local memory is charged), `reserves` (what the driver keeps), `contexts`, `process`
 //!    (this process, and how it stays itself across a fork);
-//! 3. charging: `account` (reserving from shares), `kept` (asking the driver what it keeps), `charge` (reserve, ask,
-//!    keep or give back), `source` (allocating from what the driver keeps);
+//! 3. charging: `account` (reserving from shares), `exports` (descriptors that keep memory), `kept` (asking the driver
+//!    what it keeps), `charge` (reserve, ask, keep or give back), `source` (allocating from what the driver keeps);
 //! 4. one file per family: `memory`, `local` (the local memory that kernels need), `vmm`, `ipc`, `array`, `graph`,
 //!    `pool`, `module`, `context`, `launch`;
 //! 5. `resolve` (what look-ups hand out), `hooks` (one row per function that does more than pass).
@@ -57,6 +57,7 @@ mod charge;
 mod context;
 mod contexts;
 mod driver;
+mod exports;
 mod fitting;
 mod graph;
 mod hooks;

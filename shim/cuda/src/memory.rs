@@ -3,6 +3,7 @@
 use crate::abi::{CUdevice, CUdeviceptr, CUdeviceptr_v1, CUresult};
 use crate::charge::{charge, give_back, note};
 use crate::driver::Call;
+use crate::exports;
 use crate::kept;
 use crate::process::{self, Process};
 use crate::share::{Cap, Device};
@@ -148,6 +149,7 @@ pub fn correct_info<S: Width>(free: *mut S, total: *mut S, driver: Call<'_>) -> 
     }
     let corrected = process::current().and_then(|process| {
         kept::settle_all(process);
+        exports::settle_all(process);
         if let Some(device) = process.current_capped()? {
             correct(process.cap(device), free, total);
         }

@@ -11,6 +11,7 @@ use crate::abi::{
 };
 use crate::charge::note;
 use crate::driver::{Call, real};
+use crate::exports::{self, FILE_DESCRIPTOR};
 use crate::graph;
 use crate::kept::{self, reserve_of};
 use crate::process::{self, Kind, Process, key};
@@ -160,6 +161,31 @@ fn locate(pool: CUmemoryPool, location: CUmemLocation) {
             context: 0,
         },
     );
+}
+
+/// A descriptor by which other processes open a pool. What the pool has when it is destroyed stays charged until that
+/// is closed.
+pub fn export(descriptor: *const i32, pool: CUmemoryPool, kind: u32, driver: Call<'_>) -> CUresult {
+    let process = match process::current() {
+        Ok(process) => process,
+        Err(code) => return code,
+    };
+    let source = match source_of(process, pool, 0) {
+        Ok(Some(source)) if kind == FILE_DESCRIPTOR => source,
+        Ok(_) => return driver.make(),
+        Err(code) => return code,
+    };
+    let Some(held) = source.hold_exported() else {
+        return CUresult::OUT_OF_MEMORY;
+    };
+    let result = driver.make();
+    if result.is_ok() {
+        // SAFETY: the driver has just written a descriptor, which it does not to null.
+        exports::add(process, unsafe { descriptor.read_unaligned() }, held);
+    } else {
+        process.note_physical(|physical, freed| physical.let_go(held, freed));
+    }
+    result
 }
 
 /// The end of a pool. What was allocated from it lives on, and with it its charge.

@@ -43,6 +43,8 @@ pub struct Process {
     pub blocks: Blocks,
     /// The physical memory that it created.
     pub physical: Guarded<Physical>,
+    /// Whether any of it was exported by a descriptor.
+    pub has_exports: AtomicBool,
     /// What the driver keeps for its pools and graphs.
     pub reserves: Guarded<Reserves>,
     /// Whether there are any.
@@ -73,6 +75,11 @@ pub enum Kind {
 /// The key in the table of pointers under which a handle is noted.
 pub fn key(kind: Kind, handle: u64) -> u64 {
     handle ^ (kind as u64) << 56
+}
+
+/// Whether a key is of a handle of this kind.
+pub const fn is_of(key: u64, kind: Kind) -> bool {
+    key >> 56 == kind as u64
 }
 
 // The kernel's zeros, for a new mapping and after a fork.

@@ -2,6 +2,7 @@
 
 use tranche_shim_core::Kept;
 use tranche_shim_core::paths::MAX_SHARES;
+use tranche_shim_core::physical::Id;
 
 use crate::abi::CUmemoryPool;
 
@@ -25,6 +26,8 @@ pub struct Reserve {
     /// The pool's handle.
     pub pool: CUmemoryPool,
     pub kept: Kept,
+    /// What descriptors of the pool keep, when it is no more.
+    pub exported: Option<Id>,
     /// Calls of the driver under way that name the pool.
     pub calls: u32,
     /// Its neighbours in the ring.
@@ -94,6 +97,7 @@ impl Reserves {
             device,
             pool,
             kept: Kept::default(),
+            exported: None,
             calls: 0,
             before: 0,
             after: 0,

@@ -17,6 +17,7 @@ use core::sync::atomic::Ordering;
 
 use tranche_shim_core::Kept;
 use tranche_shim_core::kept::{MOST_STEP, OnItsWay};
+use tranche_shim_core::physical::Id;
 
 use crate::abi::{CUmemoryPool, CUresult};
 use crate::charge::Reserved;
@@ -90,6 +91,11 @@ impl Source {
     /// A table's entry for the reserve itself.
     pub fn own_entry(self) -> tranche_shim_core::Entry {
         entry(self.device.number, self.place, 0)
+    }
+
+    /// Holds what a pool's descriptors keep of it, for one more of them.
+    pub fn hold_exported(self) -> Option<Id> {
+        kept::hold_exported(self.process, self.place)
     }
 
     fn with<R>(self, note: impl FnOnce(&mut Kept) -> R) -> Option<R> {

@@ -1,12 +1,15 @@
 //! Physical memory by handle. It is charged when it is created, and given back when neither a handle nor a mapping holds
-//! it any more; `tranche_shim_core::physical` keeps the books, and argues.
+//! it any more, nor a descriptor; `tranche_shim_core::physical` keeps the books, and argues.
 //!
 //! What another process exported is charged to this one as well, for as long as it holds it: the exporter may end first,
 //! and the memory is there until its last holder has let go. How much it is the driver does not say of a handle, so it
 //! is mapped to find out.
 
+use core::cell::Cell;
+
 use tranche_shim_core::Freed;
-use tranche_shim_core::physical::{Mark, Physical};
+use tranche_shim_core::physical::{Id, Mark, Physical};
+use tranche_shim_runtime::sys;
 
 use crate::abi::{
     CUarrayMapInfo, CUdevice, CUdeviceptr, CUmemAllocationProp,
@@ -14,6 +17,7 @@ use crate::abi::{
 };
 use crate::charge::{Reserved, charge};
 use crate::driver::{Call, real};
+use crate::exports::{self, FILE_DESCRIPTOR};
 use crate::process::{self, Kind, Process, key};
 use crate::share::Device;
 
@@ -54,23 +58,9 @@ pub fn create(
 fn note_created(handle: Handle, reserved: Reserved) {
     let (process, number) = (reserved.process, reserved.device.number);
     let bytes = reserved.keep();
-    note(process, |physical, freed| {
+    process.note_physical(|physical, freed| {
         let _ = physical.create(handle, bytes, number, freed);
     });
-}
-
-/// Notes something, and gives back what has no use left.
-fn note<R>(
-    process: &'static Process,
-    note: impl FnOnce(&mut Physical, &mut dyn FnMut(Freed)) -> R,
-) -> R {
-    process.physical.with(|physical| {
-        note(physical, &mut |freed| {
-            if let Some(device) = process.device_numbered(freed.device) {
-                process.release(device, freed.bytes);
-            }
-        })
-    })
 }
 
 /// Notes the beginning of a call, makes it, and notes what came of it. `begin` and `end` have the books, and no driver
@@ -85,9 +75,13 @@ fn with<T>(
     };
     let noted = process.physical.with(begin);
     let result = driver.make();
-    note(process, |physical, freed| {
+    let has_left = process.note_physical(|physical, freed| {
         end(physical, noted, result.is_ok(), freed);
+        physical.has_left()
     });
+    if has_left {
+        exports::settle_some(process, false);
+    }
     result
 }
 
@@ -100,26 +94,37 @@ pub fn release(handle: Handle, driver: Call<'_>) -> CUresult {
     )
 }
 
-/// Makes a call that has a place show a handle's memory, both of which `find` finds.
-fn bind_at(
-    find: &dyn Fn(&Physical) -> Option<(Handle, u64)>,
-    (length, owner): (u64, u64),
-    driver: Call<'_>,
-) -> CUresult {
+/// Memory that a place is to show, the place, and what that goes with.
+struct Target {
+    memory: Option<Id>,
+    place: u64,
+    owner: u64,
+}
+
+/// Makes a call that has a place show a handle's memory, which `find` finds.
+fn bind_at(find: &dyn Fn(&Physical) -> Option<Target>, length: u64, driver: Call<'_>) -> CUresult {
     with(
         driver,
         |physical| {
-            let (memory, place) = find(physical)?;
-            Some((memory, place, physical.hold(memory)))
+            let mut found = find(physical)?;
+            found.memory = physical.hold_id(found.memory?);
+            Some(found)
         },
         |physical, begun, done, freed| match begun {
             // What cannot be noted holds its memory to the end of the process.
-            Some((memory, place, true)) if done => {
+            Some(Target {
+                memory: Some(memory),
+                place,
+                owner,
+            }) if done => {
                 let _ = physical.bind(place, memory, length, owner, freed);
             }
-            Some((memory, _, true)) => physical.let_go(memory, freed),
+            Some(Target {
+                memory: Some(memory),
+                ..
+            }) => physical.let_go(memory, freed),
             // Memory that is not noted here.
-            Some((_, place, false)) if done => {
+            Some(Target { place, .. }) if done => {
                 physical.unbind(place, freed);
             }
             _ => {}
@@ -129,7 +134,14 @@ fn bind_at(
 
 /// Maps memory at an address.
 pub fn map(address: CUdeviceptr, bytes: usize, handle: Handle, driver: Call<'_>) -> CUresult {
-    bind_at(&|_| Some((handle, address)), (bytes as u64, 0), driver)
+    let find = |physical: &Physical| {
+        Some(Target {
+            memory: physical.id_of(handle),
+            place: address,
+            owner: 0,
+        })
+    };
+    bind_at(&find, bytes as u64, driver)
 }
 
 /// Unmaps whatever is mapped at a range of addresses.
@@ -148,21 +160,18 @@ const STEP: u64 = 64 << 10;
 pub fn retain(handle: *mut Handle, address: CUdeviceptr, driver: Call<'_>) -> CUresult {
     with(
         driver,
-        |physical| hold(physical, |physical| physical.shown_at(address)),
+        |physical| {
+            let shown = physical.shown_at(address)?;
+            physical.hold_id(shown)
+        },
         |physical, held, done, freed| end_hold(physical, held, done, handle, freed),
     )
-}
-
-/// Holds the memory that a call gives another handle of.
-fn hold(physical: &mut Physical, find: impl FnOnce(&Physical) -> Option<Handle>) -> Option<Handle> {
-    let found = find(physical)?;
-    physical.hold(found).then_some(found)
 }
 
 /// The driver has written that handle, or refused.
 fn end_hold(
     physical: &mut Physical,
-    held: Option<Handle>,
+    held: Option<Id>,
     done: bool,
     handle: *const Handle,
     freed: &mut dyn FnMut(Freed),
@@ -178,18 +187,36 @@ fn end_hold(
     }
 }
 
-/// A token by which the handle's memory can be imported, here or elsewhere.
+/// A token or a descriptor by which the handle's memory can be imported, here or elsewhere. A descriptor keeps it.
 pub fn export(token: *const u8, kind: u32, handle: Handle, driver: Call<'_>) -> CUresult {
-    with(
-        driver,
-        |_| (),
-        |physical, (), done, _| {
+    let Some(process) = process::joined() else {
+        return driver.make();
+    };
+    let held = process.physical.with(|physical| physical.hold(handle));
+    let result = driver.make();
+    let Some(held) = held else {
+        return result;
+    };
+    if result.is_ok() && kind == FILE_DESCRIPTOR {
+        // SAFETY: the driver has just written a descriptor, which it does not to null.
+        exports::add(
+            process,
+            unsafe { token.cast::<i32>().read_unaligned() },
+            held,
+        );
+        return result;
+    }
+    process.note_physical(|physical, freed| {
+        if result.is_ok() {
             // SAFETY: the driver has just written a token of this kind.
-            if done && let Some(token) = unsafe { token_at(token, kind) } {
-                physical.export(token, handle);
+            let token = unsafe { token_at(token, kind) };
+            if let Some(token) = token {
+                physical.add_token(token, handle);
             }
-        },
-    )
+        }
+        physical.let_go(held, freed);
+    });
+    result
 }
 
 /// A handle of memory that was exported, here or elsewhere.
@@ -208,7 +235,7 @@ pub fn import(handle: *mut Handle, token: usize, kind: u32, driver: Call<'_>) ->
         .with(|physical| physical.hold_exported(token?));
     let result = driver.make();
     if held.is_some() {
-        note(process, |physical, freed| {
+        process.note_physical(|physical, freed| {
             end_hold(physical, held, result.is_ok(), handle, freed);
         });
     } else if result.is_ok() {
@@ -223,15 +250,14 @@ fn charge_imported(process: &'static Process, handle: Handle) -> CUresult {
     let Some(device) = device_of(process, handle).filter(|device| device.is_capped()) else {
         return CUresult::SUCCESS;
     };
-    let again = process.physical.with(|physical| physical.hold(handle));
-    if again {
+    if process.physical.with(|physical| physical.use_again(handle)) {
         // Imported before, under the same handle.
         return CUresult::SUCCESS;
     }
     let bytes = size_of_imported(device, handle);
     match Reserved::new(process, device, bytes, bytes) {
         Ok(reserved) => {
-            note_created(handle, reserved);
+            reserved.import(handle, 0);
             CUresult::SUCCESS
         }
         Err(code) => {
@@ -343,37 +369,36 @@ pub fn map_tiles(list: *const CUarrayMapInfo, count: u32, driver: Call<'_>) -> C
     // SAFETY: not null, and the driver reads so many next.
     let list = unsafe { core::slice::from_raw_parts(list, count as usize) };
     let is_map = |tile: &&CUarrayMapInfo| tile.operation == CUarrayMapInfo::MAP;
-    // Which of them are noted here must not change meanwhile: held are those that were known at first.
-    let held = |physical: &mut Physical| {
-        let held = list
-            .iter()
-            .filter(is_map)
-            .filter(|tile| physical.hold(tile.memory))
-            .count();
-        (held, physical.mark())
+    let Ok(scratch) = sys::map_private(size_of_val(list)) else {
+        return CUresult::OUT_OF_MEMORY;
     };
-    with(driver, held, |physical, (held, mark), done, freed| {
+    // SAFETY: a mapping of this function's own, longer than this; zeros are no allocation.
+    let held: &[Cell<Option<Id>>] =
+        unsafe { core::slice::from_raw_parts(scratch.start.as_ptr().cast(), list.len()) };
+    let begin = |physical: &mut Physical| {
+        for (held, tile) in held.iter().zip(list).filter(|(_, tile)| is_map(tile)) {
+            held.set(physical.hold(tile.memory));
+        }
+        physical.mark()
+    };
+    let result = with(driver, begin, |physical, mark, done, freed| {
         let since = physical.mark();
-        let mut left = held;
-        for tile in list {
+        for (held, tile) in held.iter().zip(list) {
             let place = place_of_tile(tile);
-            if !is_map(&tile) {
-                if done {
-                    physical.unbind_older(place, mark, since, freed);
-                }
-            } else if left > 0 && physical.knows(tile.memory) {
-                left -= 1;
-                if done {
+            match held.get() {
+                Some(memory) if done => {
                     let owner = array_key(tile.resource);
-                    let _ = physical.bind(place, tile.memory, 0, owner, freed);
-                } else {
-                    physical.let_go(tile.memory, freed);
+                    let _ = physical.bind(place, memory, 0, owner, freed);
                 }
-            } else if done {
-                physical.unbind_older(place, mark, since, freed);
+                Some(memory) => physical.let_go(memory, freed),
+                None if done => physical.unbind_older(place, mark, since, freed),
+                None => {}
             }
         }
-    })
+    });
+    // SAFETY: this function's own, and used no more.
+    unsafe { sys::unmap(scratch) };
+    result
 }
 
 fn place_of_tile(tile: &CUarrayMapInfo) -> u64 {
@@ -386,7 +411,8 @@ fn place_of_tile(tile: &CUarrayMapInfo) -> u64 {
     place_of(mixed ^ u64::from(tile.subresource_type))
 }
 
-fn array_key(array: usize) -> u64 {
+/// The number under which an array is noted, in the table as well.
+pub fn array_key(array: usize) -> u64 {
     key(Kind::Array, array as u64)
 }
 
@@ -400,7 +426,7 @@ pub fn end_array(process: &'static Process, array: usize, driver: Call<'_>) -> C
     let mark: Mark = process.physical.with(Physical::mark);
     let result = driver.make();
     if result.is_ok() {
-        note(process, |physical, freed| {
+        process.note_physical(|physical, freed| {
             physical.end_owner(array_key(array), mark, freed);
         });
     }
@@ -427,11 +453,8 @@ pub fn create_multicast(handle: *mut Handle, driver: Call<'_>) -> CUresult {
 
 /// Binds memory to a multicast object, at an offset.
 pub fn bind(object: Handle, offset: usize, memory: Handle, driver: Call<'_>) -> CUresult {
-    let find = |physical: &Physical| {
-        let device = physical.device_of(memory)?;
-        Some((memory, bound_at(object, device, offset)))
-    };
-    bind_at(&find, (0, object), driver)
+    let find = |physical: &Physical| bound(physical, object, offset, physical.id_of(memory)?);
+    bind_at(&find, 0, driver)
 }
 
 /// The same, with the memory that is mapped at an address.
@@ -441,12 +464,17 @@ pub fn bind_address(
     address: CUdeviceptr,
     driver: Call<'_>,
 ) -> CUresult {
-    let find = |physical: &Physical| {
-        let memory = physical.shown_at(address)?;
-        let device = physical.device_of(memory)?;
-        Some((memory, bound_at(object, device, offset)))
-    };
-    bind_at(&find, (0, object), driver)
+    let find = |physical: &Physical| bound(physical, object, offset, physical.shown_at(address)?);
+    bind_at(&find, 0, driver)
+}
+
+/// Memory goes with the object that it is bound to.
+fn bound(physical: &Physical, object: Handle, offset: usize, memory: Id) -> Option<Target> {
+    Some(Target {
+        memory: Some(memory),
+        place: bound_at(object, physical.device_of(memory)?, offset),
+        owner: physical.id_of(object).map_or(0, Id::number),
+    })
 }
 
 /// Undoes a binding of a device's memory.

@@ -117,12 +117,15 @@ impl File {
 
     /// Whether another description holds the lock on byte `at`; does not take it.
     pub fn is_locked(&self, at: u64) -> Result<bool, Errno> {
-        let mut request = request(at, libc::F_WRLCK);
-        // SAFETY: `request` is writable; the call does not wait.
-        if unsafe { libc::fcntl(self.0, libc::F_OFD_GETLK, &raw mut request) } != 0 {
-            return Err(Errno::last());
-        }
-        Ok(i32::from(request.l_type) != libc::F_UNLCK)
+        Descriptor(self.0).is_locked(at)
+    }
+
+    /// Its descriptor, which stays open.
+    #[must_use]
+    pub fn leave_open(self) -> Descriptor {
+        let descriptor = Descriptor(self.0);
+        core::mem::forget(self);
+        descriptor
     }
 
     /// Whether the file is on a tmpfs with a read-only mount.
@@ -193,6 +196,81 @@ impl File {
             }
         }
     }
+}
+
+/// The number of a descriptor, which is open or not: the program's, or one that it may have closed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Descriptor(pub c_int);
+
+impl Descriptor {
+    /// Opens the same file anew: another description.
+    pub fn reopen(self) -> Result<File, Errno> {
+        let mut path = *b"/proc/self/fd/\0\0\0\0\0\0\0\0\0\0\0\0";
+        let number = u32::try_from(self.0).map_err(|_| Errno(libc::EBADF))?;
+        let digits = number.checked_ilog10().unwrap_or(0) as usize + 1;
+        let (mut rest, places) = (number, &mut path[b"/proc/self/fd/".len()..]);
+        for place in places.iter_mut().take(digits).rev() {
+            *place = b'0' + u8::try_from(rest % 10).unwrap_or(0);
+            rest /= 10;
+        }
+        let path = CStr::from_bytes_until_nul(&path).map_err(|_| Errno(libc::EBADF))?;
+        File::open_with(path, mode(true))?.above_standard()
+    }
+
+    /// The device and inode of its file.
+    pub fn file(self) -> Result<(u64, u64), Errno> {
+        // SAFETY: zeros are a valid `struct stat`.
+        let mut found: libc::stat = unsafe { core::mem::zeroed() };
+        // SAFETY: `found` is writable, and is what the kernel writes on this architecture. The C library's function is
+        // younger than glibc 2.17.
+        if unsafe { libc::syscall(libc::SYS_fstat, self.0, &raw mut found) } != 0 {
+            return Err(Errno::last());
+        }
+        Ok((found.st_dev, found.st_ino))
+    }
+
+    /// Takes a lock on byte `at` for its description: it is dropped when the last descriptor of that is closed, in
+    /// whichever process. Returns whether it has it.
+    #[must_use]
+    pub fn lock(self, at: u64) -> bool {
+        lock(self.0, at, libc::F_WRLCK)
+    }
+
+    /// Whether another description holds the lock on byte `at`; does not take it.
+    pub fn is_locked(self, at: u64) -> Result<bool, Errno> {
+        let mut request = request(at, libc::F_WRLCK);
+        // SAFETY: `request` is writable; the call does not wait.
+        if unsafe { libc::fcntl(self.0, libc::F_OFD_GETLK, &raw mut request) } != 0 {
+            return Err(Errno::last());
+        }
+        Ok(i32::from(request.l_type) != libc::F_UNLCK)
+    }
+
+    /// Closes it.
+    ///
+    /// # Safety
+    ///
+    /// It is one that [`File::leave_open`] left open, and nobody uses it any more.
+    pub unsafe fn close(self) {
+        // SAFETY: the caller's promise.
+        unsafe { libc::close(self.0) };
+    }
+}
+
+/// A number that no other process has drawn, below 2⁶²; `None` where the kernel has none.
+#[must_use]
+pub fn unique() -> Option<u64> {
+    let mut bytes = [0u8; 8];
+    // SAFETY: `bytes` is writable for its length.
+    let got = unsafe {
+        libc::syscall(
+            libc::SYS_getrandom,
+            bytes.as_mut_ptr(),
+            bytes.len(),
+            libc::GRND_NONBLOCK,
+        )
+    };
+    (usize::try_from(got) == Ok(bytes.len())).then(|| u64::from_le_bytes(bytes) >> 2 | 1)
 }
 
 /// Of a `struct statfs`.

@@ -277,6 +277,11 @@ fn act(cuda: &Cuda, words: &[&str]) -> String {
                 .unwrap();
             format!("0 {}", std::os::fd::IntoRawFd::into_raw_fd(file))
         }
+        "take-descriptor" => format!("0 {}", take_descriptor(int(1), int(2))),
+        "close" => {
+            // SAFETY: a descriptor that the test names.
+            format!("{}", unsafe { libc::close(int(1)) })
+        }
         "close-all" => {
             for fd in 3..1024 {
                 // SAFETY: what a daemon does at its start.
@@ -285,6 +290,18 @@ fn act(cuda: &Cuda, words: &[&str]) -> String {
             "0".into()
         }
         other => panic!("{other}: no such command"),
+    }
+}
+
+/// Another process's descriptor, as it would have sent it.
+fn take_descriptor(pid: i32, number: i32) -> i64 {
+    // SAFETY: both calls take and return numbers.
+    unsafe {
+        let process = libc::syscall(libc::SYS_pidfd_open, pid, 0);
+        assert!(process >= 0, "pidfd_open: {pid}");
+        let taken = libc::syscall(libc::SYS_pidfd_getfd, process, number, 0);
+        assert!(taken >= 0, "pidfd_getfd: {number} of {pid}");
+        taken
     }
 }
 

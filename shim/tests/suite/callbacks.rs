@@ -103,3 +103,22 @@ fn a_callback_may_use_each_family_alone() {
         run(1 << family, 150);
     }
 }
+
+/// A primary context is reset, with what was allocated in it meanwhile, within a call that releases it: who notes its
+/// end is not who ended it.
+#[test]
+fn a_context_that_ends_within_another_call_leaves_no_charge() {
+    let mut case = Case::new();
+    case.probe.must("unprimary 0");
+    install(&case.world);
+    let mut probe = case.world.probe("name");
+    probe.ask("count");
+    for command in ["init", "primary 0", "primary 0"] {
+        probe.must(command);
+    }
+    probe.ask("steer reset_at_release 1");
+    // The driver finds it reset.
+    assert_ne!(probe.ask("unprimary 0").code, 0);
+    let held = case.world.node().gpus()[0].used;
+    assert_eq!((held, case.share.used()), (0, 0));
+}

@@ -244,6 +244,62 @@ fn an_import_is_charged_for_as_long_as_it_is_held() {
     assert_eq!(share.used(), 0);
 }
 
+/// What was imported into a context, and what its sparse arrays show, ends with it.
+#[test]
+fn what_a_context_holds_of_others_ends_with_it() {
+    const BYTES: u64 = 10 * BLOCK;
+    const CONTEXT: u64 = 0x1000;
+    let (world, share) = one_gpu();
+    let mut probe = ready(&world, 1);
+    probe.ask(&format!("steer foreign {BYTES}"));
+    let open = "cuIpcOpenMemHandle_v2 &0 0 0 0 0 0";
+    probe.get(open);
+    probe.get(open);
+    assert_eq!(share.used(), BYTES);
+    probe.must(&format!("destroy {CONTEXT}"));
+    assert_eq!(share.used(), 0);
+    // Another context has its handle.
+    probe.must("context 0");
+    let pointer = probe.get(open);
+    assert_eq!(share.used(), BYTES);
+    assert_eq!(probe.call(&format!("cuIpcCloseMemHandle {pointer}")), 0);
+    assert_eq!(share.used(), 0);
+    // A sparse array of 64 × 64 floats, and memory that only it shows.
+    probe.must(&format!("set 16 64 64 0 {} 64", 0x20u64 | 1 << 32));
+    let array = probe.get("cuArray3DCreate_v2 &0 &16");
+    probe.must("set 24 4294967297 1 0 0");
+    let handle = probe.get(&format!("cuMemCreate &0 {BYTES} &24 0"));
+    probe.must(&format!("set 32 0 {array} 0 0 0 0 0 1 {handle} 0 1 0"));
+    assert_eq!(probe.call("cuMemMapArrayAsync &32 1 0"), 0);
+    assert_eq!(probe.call(&format!("cuMemRelease {handle}")), 0);
+    assert_eq!(share.used(), BYTES, "the array shows it");
+    probe.must(&format!("destroy {CONTEXT}"));
+    assert_eq!(share.used(), 0);
+}
+
+/// What a destroyed pool had is there until the descriptors by which others open it are closed.
+#[test]
+fn an_open_descriptor_keeps_what_a_pool_had() {
+    const BYTES: u64 = 64 << 20;
+    let (world, share) = one_gpu();
+    let mut probe = ready(&world, 1);
+    probe.ask("steer pool_keeps 1");
+    probe.must("set 16 4294967297 1 0 0 0 0 0 0 0 0");
+    let pool = probe.get("cuMemPoolCreate &0 &16");
+    let pointer = probe.get(&format!("cuMemAllocFromPoolAsync &0 {BYTES} {pool} 0"));
+    let export = format!("cuMemPoolExportToShareableHandle &0 {pool} 1 0");
+    let files = [(); 2].map(|()| probe.get(&export) & 0xffff_ffff);
+    assert_eq!(probe.call(&format!("cuMemPoolDestroy {pool}")), 0);
+    probe.must(&format!("close {}", files[0]));
+    probe.must(&format!("free {pointer}"));
+    assert_eq!(share.used(), BYTES);
+    let all = format!("alloc {CAP}");
+    assert_eq!(probe.ask(&all).code, OUT_OF_MEMORY);
+    probe.must(&format!("close {}", files[1]));
+    probe.must(&all);
+    assert_eq!(share.used(), CAP);
+}
+
 /// A graph that takes its memory at its first launch finds it charged already, and what the driver keeps
 /// of it afterwards stays charged.
 #[test]

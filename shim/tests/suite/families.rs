@@ -1,6 +1,8 @@
 //! Every way to take device memory, on the simulated machine: what the account says is what the GPU
 //! holds, at the cap's edge too, and nothing is left in the end.
 
+use std::time::{Duration, Instant};
+
 use tranche_shim_tests::{Driver, Machine, Probe, Share, World};
 
 use crate::cap::{BLOCK, CAP};
@@ -44,6 +46,15 @@ impl Case {
     pub fn holds(&self, bytes: u64) {
         let (held, used) = (self.world.node().gpus()[0].used, self.share.used());
         assert_eq!((held, used), (bytes + self.context, bytes + self.context));
+    }
+
+    /// Waits until the GPU holds so much beside the context: what the last descriptor kept is freed a little later.
+    fn wait_until_held(&self, bytes: u64) {
+        let start = Instant::now();
+        while self.world.node().gpus()[0].used != bytes + self.context {
+            assert!(start.elapsed() < Duration::from_secs(20), "still held");
+            std::thread::yield_now();
+        }
     }
 
     /// The most that the GPU ever held.
@@ -180,11 +191,12 @@ fn handles_by_address_and_by_descriptor() {
     case.holds(4 * BLOCK);
     let probe = &mut case.probe;
     // Exported and imported again: charged as if it were another's, since the number of a descriptor does not tell.
-    let file = probe.get(&format!("cuMemExportToShareableHandle &0 {handle} 1 0")) & 0xffff_ffff;
+    let file = export(probe, handle);
     let imported = probe.get(&format!("cuMemImportFromShareableHandle &0 {file} 1"));
     assert_ne!(imported, handle);
     assert_eq!(case.share.used(), 8 * BLOCK + case.context);
     let probe = &mut case.probe;
+    probe.must(&format!("close {file}"));
     assert_eq!(probe.call(&format!("cuMemRelease {handle}")), DONE);
     assert_eq!(
         case.share.used(),
@@ -193,6 +205,95 @@ fn handles_by_address_and_by_descriptor() {
     );
     assert_eq!(case.probe.call(&format!("cuMemRelease {imported}")), DONE);
     assert_eq!(case.share.used(), case.context);
+}
+
+/// A descriptor by which a handle's memory can be imported.
+fn export(probe: &mut Probe, handle: u64) -> u64 {
+    probe.get(&format!("cuMemExportToShareableHandle &0 {handle} 1 0")) & 0xffff_ffff
+}
+
+/// Memory of so many bytes that only a descriptor keeps.
+fn left_by_descriptor(probe: &mut Probe, bytes: u64) -> u64 {
+    let handle = create(probe, bytes);
+    let file = export(probe, handle);
+    assert_eq!(probe.call(&format!("cuMemRelease {handle}")), DONE);
+    file
+}
+
+/// The driver has memory until its last descriptor is closed, in whichever process: so long it is charged.
+#[test]
+fn an_open_descriptor_keeps_its_memory_charged() {
+    const BYTES: u64 = 64 << 20;
+    let mut case = Case::new();
+    let file = left_by_descriptor(&mut case.probe, BYTES);
+    case.holds(BYTES);
+    let rest = case.probe.must(&format!("alloc {}", CAP - BYTES)).number(0);
+    assert_eq!(case.probe.ask("alloc 1").code, OUT_OF_MEMORY);
+    case.holds(CAP);
+    case.probe.must(&format!("free {rest}"));
+    // It goes to another process, and is closed here.
+    let mut other = case.world.probe("name");
+    let take = format!("take-descriptor {} {file}", case.probe.pid());
+    let taken = other.must(&take).number(0);
+    case.probe.must(&format!("close {file}"));
+    let all = format!("alloc {CAP}");
+    assert_eq!(case.probe.ask(&all).code, OUT_OF_MEMORY);
+    other.must(&format!("close {taken}"));
+    case.wait_until_held(0);
+    case.probe.must(&all);
+    case.holds(CAP);
+}
+
+/// NCCL and PyTorch export again and again: what is closed in time leaves nothing, and what is closed late is noticed.
+#[test]
+fn descriptors_that_are_closed_leave_no_charge() {
+    let mut case = Case::new();
+    let mut late = Vec::new();
+    for nth in 0..300 {
+        let probe = &mut case.probe;
+        let handle = create(probe, BLOCK);
+        for _ in 0..3 {
+            let file = export(probe, handle);
+            probe.must(&format!("close {file}"));
+        }
+        if nth % 2 == 0 {
+            late.push(export(probe, handle));
+        }
+        assert_eq!(probe.call(&format!("cuMemRelease {handle}")), DONE);
+    }
+    // Who asks what is free has all of them looked at.
+    case.probe.must("info");
+    case.holds(late.len() as u64 * BLOCK);
+    let probe = &mut case.probe;
+    let before = probe.must("descriptors").number(0);
+    for file in late {
+        probe.must(&format!("close {file}"));
+    }
+    case.wait_until_held(0);
+    assert_eq!(case.probe.must("info").number(0), CAP);
+    case.holds(0);
+    let left = case.probe.must("descriptors").number(0);
+    assert!(left < before - 150, "{left} descriptors of {before}");
+}
+
+/// A program that closes all that it does not know closes the shim's descriptors too, and may use their numbers: then
+/// nobody knows, and the memory stays charged.
+#[test]
+fn a_descriptor_that_nobody_can_see_stays_charged() {
+    const BYTES: u64 = 64 << 20;
+    let mut case = Case::new();
+    let file = left_by_descriptor(&mut case.probe, BYTES);
+    let mut other = case.world.probe("name");
+    let take = format!("take-descriptor {} {file}", case.probe.pid());
+    other.must(&take);
+    // The shim's is the next that was free.
+    let witness = file + 1;
+    for number in [file, witness] {
+        case.probe.must(&format!("close {number}"));
+    }
+    while case.probe.must("open-to-write /dev/null").number(0) < witness {}
+    assert_eq!(case.probe.ask(&format!("alloc {CAP}")).code, OUT_OF_MEMORY);
+    case.holds(BYTES);
 }
 
 /// The exporter ends, of whatever share it is: what it had is given back, and the importer is charged.
@@ -208,11 +309,12 @@ fn an_import_outlives_its_exporter() {
     let file = exporter.get(&export) & 0xffff_ffff;
     let before = case.share.used();
     assert_eq!(before, BYTES + 2 * case.context);
-    let path = format!("/proc/{}/fd/{file}", exporter.pid());
-    let file = case.probe.must(&format!("open-to-write {path}")).number(0);
+    let take = format!("take-descriptor {} {file}", exporter.pid());
+    let file = case.probe.must(&take).number(0);
     let imported = case
         .probe
         .get(&format!("cuMemImportFromShareableHandle &0 {file} 1"));
+    case.probe.must(&format!("close {file}"));
     exporter.kill();
     // Who would be refused takes back what the dead had.
     assert_eq!(

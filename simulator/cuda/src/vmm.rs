@@ -1,15 +1,17 @@
 //! Virtual memory management: physical allocations, reserved addresses, mappings.
 //!
 //! A physical allocation is an anonymous file, so that all its mappings, those of other processes too, have the same
-//! bytes. It is charged to the GPU until its handles are released and its last mapping is removed.
+//! bytes. It is charged to the GPU until its handles are released, its last mapping is removed, every descriptor that was
+//! exported is closed, and every process that imported it has released it: each of these has the file open once more, with
+//! a shared lock (`flock`), which the kernel drops with the last of its descriptors in any process.
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use rustix::fs::{FlockOperation, MemfdFlags, Mode, OFlags, flock, ftruncate, memfd_create};
 use rustix::mm::{MapFlags, MprotectFlags, ProtFlags};
 
 use crate::abi::{Location, ON_DEVICE};
@@ -55,6 +57,8 @@ struct Physical {
     /// Handles not yet released, and mappings.
     handles: u32,
     mappings: u32,
+    /// Whether descriptors of it were exported.
+    is_exported: bool,
     /// Whether it is charged to this process. An imported one is charged to its exporter.
     is_charged: bool,
 }
@@ -80,6 +84,20 @@ fn vmm() -> MutexGuard<'static, Vmm> {
         mappings: BTreeMap::new(),
     });
     VMM.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Opens an allocation's file once more.
+fn open_again(file: BorrowedFd<'_>) -> Result<OwnedFd, Code> {
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+    rustix::fs::open(path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
+        .map_err(|_| Code::OUT_OF_MEMORY)
+}
+
+/// The same; the allocation is kept as long as that is open.
+fn keep(file: BorrowedFd<'_>) -> Result<OwnedFd, Code> {
+    let again = open_again(file)?;
+    flock(&again, FlockOperation::LockShared).map_err(|_| Code::OUT_OF_MEMORY)?;
+    Ok(again)
 }
 
 fn next_handle() -> u64 {
@@ -117,6 +135,7 @@ pub fn create(bytes: usize, properties: Properties) -> Result<u64, Code> {
         handle_kinds: properties.handle_kinds,
         handles: 1,
         mappings: 0,
+        is_exported: false,
         is_charged: true,
     };
     vmm().physical.insert(handle, physical);
@@ -150,7 +169,24 @@ impl Vmm {
             && physical.is_charged
             && let Ok(device) = device(physical.device)
         {
-            device.release(physical.bytes);
+            let free = move || device.release(physical.bytes);
+            let exported = physical
+                .is_exported
+                .then(|| open_again(physical.file.as_fd()));
+            match exported {
+                Some(Ok(file))
+                    if flock(&file, FlockOperation::NonBlockingLockExclusive).is_err() =>
+                {
+                    // Until the kernel has closed the last of them.
+                    std::thread::spawn(move || {
+                        let wait = || flock(&file, FlockOperation::LockExclusive);
+                        if rustix::io::retry_on_intr(wait).is_ok() {
+                            free();
+                        }
+                    });
+                }
+                _ => free(),
+            }
         }
     }
 
@@ -376,11 +412,13 @@ pub fn export_file(handle: u64) -> Result<OwnedFd, Code> {
     if physical.handle_kinds & FILE_DESCRIPTOR == 0 {
         return Err(Code::INVALID_VALUE);
     }
-    physical.file.try_clone().map_err(|_| Code::OUT_OF_MEMORY)
+    physical.is_exported = true;
+    keep(physical.file.as_fd())
 }
 
 /// A handle of the physical allocation behind another process's file descriptor.
-pub fn import_file(file: OwnedFd) -> Result<u64, Code> {
+pub fn import_file(file: BorrowedFd<'_>) -> Result<u64, Code> {
+    let file = keep(file).map_err(|_| Code::INVALID_VALUE)?;
     let length = rustix::fs::fstat(&file)
         .map_err(|_| Code::INVALID_VALUE)?
         .st_size;
@@ -396,6 +434,7 @@ pub fn import_file(file: OwnedFd) -> Result<u64, Code> {
         handle_kinds: FILE_DESCRIPTOR,
         handles: 1,
         mappings: 0,
+        is_exported: false,
         is_charged: false,
     };
     vmm().physical.insert(handle, physical);

@@ -1,32 +1,27 @@
 use std::boxed::Box;
-use std::collections::BTreeMap;
 use std::vec::Vec;
 
-use proptest::prelude::*;
+use super::{Export, Freed, Full, Imported, Physical};
+use crate::map;
 
-use super::{Allocation, Binding, Freed, Full, Map, Physical};
+pub type Small = Physical<64, 8>;
 
-type Small = Physical<64, 8>;
-
-fn map<V: Copy + Default, const N: usize>() -> Map<V, N> {
-    Map {
-        len: 0,
-        keys: [0; N],
-        values: [V::default(); N],
-    }
-}
-
-fn fresh() -> Box<Small> {
+pub fn fresh() -> Box<Small> {
     Box::new(Physical {
-        allocations: map::<Allocation, 64>(),
-        bindings: map::<Binding, 64>(),
-        tokens: map::<u64, 8>(),
-        owners: map::<u64, 8>(),
+        handles: map::fresh(),
+        allocations: map::fresh(),
+        bindings: map::fresh(),
+        tokens: map::fresh(),
+        exports: map::fresh(),
+        owners: map::fresh(),
         clock: 0,
+        left: 0,
+        in_contexts: 0,
+        next_export: 0,
     })
 }
 
-const MIB: u64 = 1 << 20;
+pub const MIB: u64 = 1 << 20;
 
 /// What an act frees, in bytes.
 fn freed(memory: &mut Small, act: impl FnOnce(&mut Small, &mut dyn FnMut(Freed))) -> u64 {
@@ -58,8 +53,8 @@ fn bind_to(
     owner: u64,
     freed: &mut dyn FnMut(Freed),
 ) -> Result<(), Full> {
-    if memory.hold(handle) {
-        memory.bind(place, handle, 2 * MIB, owner, freed)
+    if let Some(held) = memory.hold(handle) {
+        memory.bind(place, held, 2 * MIB, owner, freed)
     } else {
         memory.unbind(place, freed);
         Ok(())
@@ -91,7 +86,9 @@ fn memory_lives_as_long_as_its_last_use() {
     // The mapping goes first; and a handle retained by its address.
     create(&mut memory, 7, 4 * MIB);
     bind(&mut memory, 0x1000, 7);
-    assert!(memory.hold(7));
+    let held = memory.shown_at(0x1000).unwrap();
+    memory.hold_id(held).unwrap();
+    memory.name(7, held, &mut |_| ()).unwrap();
     assert_eq!(unbind(&mut memory, 0x1000), 0);
     assert_eq!(release(&mut memory, 7), 0);
     assert_eq!(release(&mut memory, 7), 4 * MIB);
@@ -114,20 +111,20 @@ fn a_range_of_several_mappings_goes_at_once() {
         memory.unbind_range(start, 8 * MIB, 2 * MIB, now, freed);
     });
     assert_eq!(sum, 6 * MIB);
-    assert_eq!((memory.bindings.len, memory.allocations.len), (0, 0));
+    assert_eq!((memory.bindings.len(), memory.allocations.len()), (0, 0));
 }
 
 #[test]
 fn an_import_of_ones_own_is_one_more_use() {
     let mut memory = fresh();
     create(&mut memory, 7, MIB);
-    memory.export(42, 7);
+    memory.add_token(42, 7);
     for name in [8, 7] {
         let held = memory.hold_exported(42).unwrap();
         memory.name(name, held, &mut |_| ()).unwrap();
     }
     assert_eq!(memory.hold_exported(43), None);
-    assert!(!memory.knows(9), "another process's");
+    assert_eq!(memory.id_of(9), None, "another process's");
     assert_eq!(release(&mut memory, 7), 0);
     assert_eq!(release(&mut memory, 7), 0, "handle 8 holds it");
     bind(&mut memory, 0x1000, 8);
@@ -136,7 +133,11 @@ fn an_import_of_ones_own_is_one_more_use() {
         memory.unbind(0x1000, freed);
     });
     assert_eq!(sum, MIB);
-    assert_eq!(memory.tokens.len, 0, "the token is worth nothing any more");
+    assert_eq!(
+        memory.tokens.len(),
+        0,
+        "the token is worth nothing any more"
+    );
 }
 
 #[test]
@@ -151,11 +152,12 @@ fn what_goes_with_an_owner_goes() {
         let now = memory.mark();
         memory.end_owner(500, now, freed);
     });
-    assert_eq!((sum, memory.owners.len), (MIB, 0));
+    assert_eq!((sum, memory.owners.len()), (MIB, 0));
     // The owner is memory itself, as a multicast object's handle is.
     create(&mut memory, 8, 0);
     create(&mut memory, 7, MIB);
-    bind_to(&mut memory, 1, 7, 8, &mut |_| ()).unwrap();
+    let owner = memory.id_of(8).unwrap().number();
+    bind_to(&mut memory, 1, 7, owner, &mut |_| ()).unwrap();
     assert_eq!(release(&mut memory, 7), 0);
     assert_eq!(release(&mut memory, 8), MIB);
 }
@@ -170,9 +172,10 @@ fn a_place_that_shows_something_else_lets_go() {
     release(&mut memory, 7);
     assert_eq!(bind(&mut memory, 1, 8), MIB);
     // The same again is not its end.
-    release(&mut memory, 8);
     assert_eq!(bind(&mut memory, 1, 8), 0);
-    assert_eq!(memory.shown_at(1 + MIB), Some(8));
+    release(&mut memory, 8);
+    let shown = memory.shown_at(1 + MIB).unwrap();
+    assert_eq!(memory.device_of(shown), Some(3));
     assert_eq!(memory.shown_at(1 + 2 * MIB), None);
     assert_eq!(bind(&mut memory, 1, 99), MIB, "unknown memory");
 }
@@ -208,9 +211,9 @@ fn what_others_do_during_a_release_is_their_own() {
     // Mapped in time, and unmapped later.
     create(&mut memory, 7, MIB);
     let release_7 = memory.begin_release(7);
-    assert!(memory.hold(7));
+    let held = memory.hold(7).unwrap();
     memory.end_release(&release_7, true, &mut none);
-    memory.bind(1, 7, MIB, 0, &mut none).unwrap();
+    memory.bind(1, held, MIB, 0, &mut none).unwrap();
     let sum = freed(&mut memory, |memory, freed| {
         memory.unbind(1, freed);
     });
@@ -218,8 +221,8 @@ fn what_others_do_during_a_release_is_their_own() {
     // Mapped too late: the driver refused.
     create(&mut memory, 7, MIB);
     let release_7 = memory.begin_release(7);
-    assert!(memory.hold(7));
-    memory.let_go(7, &mut none);
+    let held = memory.hold(7).unwrap();
+    memory.let_go(held, &mut none);
     let sum = freed(&mut memory, |memory, freed| {
         memory.end_release(&release_7, true, freed);
     });
@@ -227,15 +230,126 @@ fn what_others_do_during_a_release_is_their_own() {
     // Handed out again before the release is noted.
     create(&mut memory, 7, MIB);
     let release_7 = memory.begin_release(7);
+    memory.create(7, 2 * MIB, 3, &mut none).unwrap();
     let sum = freed(&mut memory, |memory, freed| {
-        memory.create(7, 2 * MIB, 3, freed).unwrap();
+        memory.end_release(&release_7, true, freed);
     });
     assert_eq!(sum, MIB, "the former");
-    memory.end_release(&release_7, true, &mut none);
     // Refused by the driver: nothing has changed.
     let release_7 = memory.begin_release(7);
     memory.end_release(&release_7, false, &mut none);
     assert_eq!(release(&mut memory, 7), 2 * MIB);
+}
+
+/// Of two releases of two uses, the driver does one later than the other's end is noted.
+#[test]
+fn memory_is_charged_until_its_last_release_is_done() {
+    let mut memory = fresh();
+    create(&mut memory, 7, MIB);
+    assert!(memory.use_again(7));
+    let (first, second) = (memory.begin_release(7), memory.begin_release(7));
+    let sum = freed(&mut memory, |memory, freed| {
+        memory.end_release(&second, true, freed);
+    });
+    assert_eq!(sum, 0, "the first is in the driver");
+    let sum = freed(&mut memory, |memory, freed| {
+        memory.end_release(&first, true, freed);
+    });
+    assert_eq!(sum, MIB);
+}
+
+/// What another process exported is imported by two threads at once, under one handle.
+#[test]
+fn two_imports_at_once_are_two_uses() {
+    let mut memory = fresh();
+    let mut none = |freed| panic!("{freed:?}");
+    // Both found that the handle was not known.
+    for noted in [Imported::New, Imported::Again] {
+        let imported = memory.import((7, 0), MIB, 3, &mut none);
+        assert_eq!(imported, Ok(noted));
+    }
+    assert_eq!(release(&mut memory, 7), 0);
+    assert_eq!(release(&mut memory, 7), MIB);
+    // Imported while the last use is released: it may be other memory.
+    memory.import((7, 0), MIB, 3, &mut none).unwrap();
+    let release_7 = memory.begin_release(7);
+    assert!(!memory.use_again(7));
+    let imported = memory.import((7, 0), 4 * MIB, 3, &mut none);
+    assert_eq!(imported, Ok(Imported::New));
+    let sum = freed(&mut memory, |memory, freed| {
+        memory.end_release(&release_7, true, freed);
+    });
+    assert_eq!(sum, MIB);
+    assert_eq!(release(&mut memory, 7), 4 * MIB);
+}
+
+/// The driver hands a handle out while what it stood for before is still mapped.
+#[test]
+fn a_mapping_outlives_its_handle() {
+    let mut memory = fresh();
+    create(&mut memory, 7, MIB);
+    bind(&mut memory, 0x1000, 7);
+    let release_7 = memory.begin_release(7);
+    create(&mut memory, 7, 4 * MIB);
+    memory.end_release(&release_7, true, &mut |freed| panic!("{freed:?}"));
+    assert_eq!(release(&mut memory, 7), 4 * MIB);
+    let sum = freed(&mut memory, |memory, freed| {
+        memory.unbind(0x1000, freed);
+    });
+    assert_eq!(sum, MIB);
+}
+
+#[test]
+fn an_import_ends_with_its_context() {
+    const CONTEXT: u64 = 0x7f00_0000_1000;
+    let mut memory = fresh();
+    let mut none = |freed| panic!("{freed:?}");
+    for (handle, context) in [(7, CONTEXT), (8, CONTEXT + 64)] {
+        memory.import((handle, context), MIB, 3, &mut none).unwrap();
+    }
+    assert!(memory.use_again(7));
+    let before = memory.mark();
+    // In a context that got the same handle.
+    memory.import((9, CONTEXT), 4 * MIB, 3, &mut none).unwrap();
+    let sum = freed(&mut memory, |memory, freed| {
+        memory.end_context(CONTEXT, before, freed);
+    });
+    assert_eq!(sum, MIB);
+    assert_eq!(release(&mut memory, 7), 0);
+    assert_eq!(release(&mut memory, 8), MIB);
+    assert_eq!(release(&mut memory, 9), 4 * MIB);
+}
+
+pub fn export(byte: u64, file: u64, witness: i32) -> Export {
+    Export::new(byte, witness, (1, file))
+}
+
+#[test]
+fn an_open_descriptor_keeps_memory() {
+    let mut memory = fresh();
+    create(&mut memory, 7, MIB);
+    for (byte, file, witness, used) in [(100, 1, 10, 10), (101, 1, 11, 10), (102, 2, 12, 12)] {
+        let held = memory.hold(7).unwrap();
+        let noted = memory.add_export(held, export(byte, file, witness));
+        assert_eq!(noted, Ok(used), "one witness for each file");
+    }
+    assert_eq!(
+        (memory.has_left(), memory.next_export(false)),
+        (false, None)
+    );
+    assert_eq!(release(&mut memory, 7), 0);
+    assert!(memory.has_left());
+    let mut witnesses = Vec::new();
+    let sum = freed(&mut memory, |memory, freed| {
+        while let Some(export) = memory.next_export(false) {
+            witnesses.extend(memory.end_export(&export, freed));
+            // Ended already.
+            assert_eq!(memory.end_export(&export, freed), None);
+        }
+    });
+    witnesses.sort_unstable();
+    assert_eq!((sum, witnesses), (MIB, std::vec![10, 12]));
+    assert!(!memory.has_left() && !memory.has_exports());
 }
 
 /// A range of addresses is unmapped and mapped anew before it is noted.
@@ -255,7 +369,7 @@ fn what_is_mapped_after_an_unmap_stays() {
     let sum = freed(&mut memory, |memory, freed| {
         memory.unbind_range(0x20_0000, 2 * MIB, MIB, unmap, freed);
     });
-    assert_eq!((sum, memory.shown_at(0x20_0000)), (0, Some(8)));
+    assert_eq!((sum, memory.shown_at(0x20_0000)), (0, memory.id_of(8)));
 }
 
 /// A handle is released while another name of its memory lives, and handed out again for other memory.
@@ -263,99 +377,15 @@ fn what_is_mapped_after_an_unmap_stays() {
 fn memory_with_another_name_outlives_its_handle() {
     let mut memory = fresh();
     create(&mut memory, 7, MIB);
-    memory.export(42, 7);
+    memory.add_token(42, 7);
     let held = memory.hold_exported(42).unwrap();
     memory.name(8, held, &mut |_| ()).unwrap();
     assert_eq!(release(&mut memory, 7), 0);
     create(&mut memory, 7, 4 * MIB);
-    assert_eq!(
-        memory.hold_exported(42),
-        None,
-        "the token was of the former"
-    );
+    let held = memory.hold_exported(42);
+    assert_eq!(held, memory.id_of(8), "the token is of the former");
+    memory.let_go(held.unwrap(), &mut |_| ());
     assert_eq!(release(&mut memory, 8), MIB);
     assert_eq!(release(&mut memory, 7), 4 * MIB);
-    assert_eq!(memory.allocations.len, 0);
-}
-
-proptest! {
-    /// Whatever is done in whatever order: freed is exactly what has no use left.
-    #[test]
-    fn it_holds_like_counted_references(
-        acts in prop::collection::vec((0u8..6, 1u64..6, 1u64..12), 0..300),
-    ) {
-        let mut memory = fresh();
-        // Handles to (bytes, not released, places that show it), and places to handles.
-        let mut uses = BTreeMap::<u64, (u64, u32, u32)>::new();
-        let mut places = BTreeMap::<u64, u64>::new();
-        for (act, handle, place) in acts {
-            let mut found = Vec::new();
-            let mut expected = Vec::new();
-            let mut end = |uses: &mut BTreeMap<u64, (u64, u32, u32)>, handle: u64| {
-                if let Some((bytes, 0, 0)) = uses.get(&handle) {
-                    expected.push(*bytes);
-                    uses.remove(&handle);
-                }
-            };
-            let known = uses.get(&handle).copied();
-            match (act, known) {
-                // A driver gives no handle out that is in use.
-                (0, None) => {
-                    create(&mut memory, handle, handle * MIB);
-                    uses.insert(handle, (handle * MIB, 1, 0));
-                }
-                // And refuses to release what was released.
-                (1 | 2, Some((_, 1.., _))) => {
-                    let release = memory.begin_release(handle);
-                    memory.end_release(&release, true, &mut |freed| found.push(freed.bytes));
-                    uses.get_mut(&handle).unwrap().1 -= 1;
-                    end(&mut uses, handle);
-                }
-                (3, Some(_)) => {
-                    bind_to(&mut memory, place, handle, 0, &mut |freed| found.push(freed.bytes)).unwrap();
-                    uses.get_mut(&handle).unwrap().2 += 1;
-                    if let Some(former) = places.insert(place, handle) {
-                        uses.get_mut(&former).unwrap().2 -= 1;
-                        end(&mut uses, former);
-                    }
-                }
-                (4, _) => {
-                    memory.unbind(place, &mut |freed| found.push(freed.bytes));
-                    if let Some(former) = places.remove(&place) {
-                        uses.get_mut(&former).unwrap().2 -= 1;
-                        end(&mut uses, former);
-                    }
-                }
-                (5, Some(_)) => {
-                    prop_assert!(memory.hold(handle));
-                    uses.get_mut(&handle).unwrap().1 += 1;
-                }
-                _ => {}
-            }
-            prop_assert_eq!(found, expected);
-            prop_assert_eq!(memory.allocations.len, uses.len());
-            prop_assert_eq!(memory.bindings.len, places.len());
-        }
-    }
-
-    #[test]
-    fn the_map_is_one(acts in prop::collection::vec((any::<bool>(), 1u64..100, any::<u64>()), 0..300)) {
-        let mut ours = map::<u64, 64>();
-        let mut theirs = BTreeMap::new();
-        for (put, key, value) in acts {
-            if put {
-                if ours.put(key, value).is_ok() {
-                    theirs.insert(key, value);
-                } else {
-                    prop_assert_eq!(theirs.len(), 56);
-                }
-            } else {
-                prop_assert_eq!(ours.remove(key), theirs.remove(&key));
-            }
-            prop_assert_eq!(ours.len, theirs.len());
-            for (key, value) in &theirs {
-                prop_assert_eq!(ours.get(*key), Some(value));
-            }
-        }
-    }
+    assert_eq!(memory.allocations.len(), 0);
 }

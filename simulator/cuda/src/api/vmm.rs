@@ -87,9 +87,6 @@ export! {
         if kind != FILE_DESCRIPTOR || number < 0 || to.is_null() {
             return Err(Code::INVALID_VALUE);
         }
-        let file = BorrowedFd::borrow_raw(number)
-            .try_clone_to_owned()
-            .map_err(|_| Code::INVALID_VALUE)?;
-        put(to, vmm::import_file(file)?)
+        put(to, vmm::import_file(BorrowedFd::borrow_raw(number))?)
     }
 }
