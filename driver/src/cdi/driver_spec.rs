@@ -151,25 +151,28 @@ pub fn driver_spec(
             .map(|library| mount(&library.file))
             .collect(),
         hooks: hook(
-            [
+            &[
                 create_links(files.libraries.iter(), |_| true),
                 enable_compat(&shimmed),
-                update_cache(&folders, paths),
+                update_cache(files, &folders, paths),
             ],
             paths,
         ),
         ..ContainerEdits::default()
     };
     // The shim is mounted on these names, so they are not links.
-    let covered: BTreeSet<String> = shimmed.iter().map(|library| covered(library)).collect();
+    let covered: BTreeSet<String> = shimmed
+        .iter()
+        .map(|library| in_its_folder(library))
+        .collect();
     let behind = || files.libraries.iter().filter(|library| library.is_capped());
     let capped = |shim: &Shim| ContainerEdits {
         mounts: shim_mounts(&shimmed, shim),
         hooks: hook(
-            [
+            &[
                 create_links(behind(), |link| !covered.contains(&link.path)),
                 cover_libraries(files, &shimmed),
-                update_cache(&folders, paths),
+                update_cache(files, &folders, paths),
             ],
             paths,
         ),
@@ -203,7 +206,7 @@ fn extra(files: &DriverFiles, capability: Capability, paths: &NodePaths) -> Cont
         // A driver may have no file of this capability, and runtimes refuse a device without edits.
         env: vec![NO_GPUS_OF_NVIDIAS.to_owned()],
         mounts: libraries().map(|library| mount(&library.file)).collect(),
-        hooks: hook([create_links(libraries(), |_| true)], paths),
+        hooks: hook(&[create_links(libraries(), |_| true)], paths),
         ..ContainerEdits::default()
     }
 }
@@ -295,7 +298,7 @@ fn shim_mounts(shimmed: &[&Library], shim: &Shim) -> Vec<Mount> {
         let soname = &library.soname;
         mounts.extend([
             read_only(ours(soname), format!("{}/{soname}", container_path::ROOT)),
-            read_only(ours(soname), covered(library)),
+            read_only(ours(soname), in_its_folder(library)),
             read_only(
                 library.file.host_path.clone(),
                 format!("{}/{soname}", container_path::REAL_DRIVER),
@@ -305,8 +308,8 @@ fn shim_mounts(shimmed: &[&Library], shim: &Shim) -> Vec<Mount> {
     mounts
 }
 
-/// The driver's own name for the library, which the shim covers.
-fn covered(library: &Library) -> String {
+/// The library under the name by which programs ask for it; the shim's libraries cover two of these.
+fn in_its_folder(library: &Library) -> String {
     format!(
         "{}/{}",
         folder(&library.file.container_path),
@@ -326,7 +329,7 @@ fn folder(path: &str) -> &str {
 type Command = Vec<String>;
 
 /// Our hook with all its commands, in their order: one process, not one for each. None without a command.
-fn hook<const N: usize>(commands: [Command; N], paths: &NodePaths) -> Vec<Hook> {
+fn hook(commands: &[Command], paths: &NodePaths) -> Vec<Hook> {
     let commands = commands.concat();
     if commands.is_empty() {
         return Vec::new();
@@ -409,12 +412,24 @@ fn version(shimmed: &[&Library]) -> String {
     version.to_owned()
 }
 
-/// Makes the loader's cache, from all links.
-fn update_cache(folders: &BTreeSet<&str>, paths: &NodePaths) -> Command {
+/// Adds the libraries that the container has to the loader's cache, by all names under which programs find them.
+fn update_cache(files: &DriverFiles, folders: &BTreeSet<&str>, paths: &NodePaths) -> Command {
     let mut args: Vec<String> = folders
         .iter()
         .flat_map(|folder| option("folder", (*folder).to_owned()))
         .collect();
+    let found: BTreeSet<String> = files
+        .libraries
+        .iter()
+        .flat_map(|library| {
+            let links = library.links.iter().map(|link| link.path.clone());
+            links.chain([in_its_folder(library)])
+        })
+        .collect();
+    args.extend(found.into_iter().flat_map(|path| {
+        let name = path.rsplit_once('/').map_or(&*path, |(_, name)| name);
+        option("library", format!("{name}::{path}"))
+    }));
     args.extend(option("ldconfig", format!("{}/ldconfig", paths.hooks)));
     command("update-ldcache", args)
 }

@@ -245,11 +245,8 @@ fn a_capped_container_sees_the_shim_and_only_the_shim_sees_the_driver() {
         // The link that a plain driver needs would replace the shim.
         let link = format!("::{covered}");
         let makes = |edits: &ContainerEdits| {
-            edits
-                .hooks
-                .iter()
-                .flat_map(|hook| &hook.args)
-                .any(|arg| arg.ends_with(&link))
+            let links = command(edits, "create-links").unwrap_or_default();
+            links.iter().any(|arg| arg.ends_with(&link))
         };
         assert!(makes(full) && !makes(capped));
     }

@@ -14,6 +14,15 @@ pub struct Link {
     pub path: PathBuf,
 }
 
+/// A library for the loader's cache.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Library {
+    /// What programs ask for.
+    pub name: String,
+    /// Its path, from the container's root.
+    pub path: PathBuf,
+}
+
 /// The hook's command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Command {
@@ -38,6 +47,8 @@ pub enum Command {
     UpdateLdcache {
         /// Folders with the driver's libraries, from the container's root.
         folders: Vec<PathBuf>,
+        /// The driver's libraries, of which the container may have a part.
+        libraries: Vec<Library>,
         /// The host's ldconfig, linked statically.
         ldconfig: PathBuf,
     },
@@ -51,7 +62,7 @@ pub enum ArgsError {
         "usage: tranche-cdi-hook COMMAND…, where COMMAND is create-links --link TARGET::PATH… | cover-libraries \
          --shim STEM::PATH… --companion STEM::PATH… --real-cuda PATH --host-driver-version VERSION | \
          enable-cuda-compat --host-driver-version VERSION --unless PATH | update-ldcache --folder FOLDER… \
-         --ldconfig PROGRAM"
+         --library NAME::PATH… --ldconfig PROGRAM"
     )]
     Usage,
     /// An option that is not known, or has no value.
@@ -158,16 +169,24 @@ fn enable_cuda_compat(options: Options) -> Result<Command, ArgsError> {
 }
 
 fn update_ldcache(options: Options) -> Result<Command, ArgsError> {
-    let (mut folders, mut ldconfig) = (Vec::new(), None);
+    let (mut folders, mut libraries, mut ldconfig) = (Vec::new(), Vec::new(), None);
     for (option, value) in options {
         match option.as_str() {
             "--folder" => folders.push(absolute(&value)?),
+            "--library" => {
+                let (name, path) = pair(&value)?;
+                libraries.push(Library { name, path });
+            }
             "--ldconfig" => ldconfig = Some(absolute(&value)?),
             _ => return Err(ArgsError::Option(option)),
         }
     }
     let ldconfig = ldconfig.ok_or(ArgsError::Usage)?;
-    Ok(Command::UpdateLdcache { folders, ldconfig })
+    Ok(Command::UpdateLdcache {
+        folders,
+        libraries,
+        ldconfig,
+    })
 }
 
 /// A name and the path of a file.
@@ -221,6 +240,7 @@ mod tests {
         };
         let cache = Command::UpdateLdcache {
             folders: vec!["/a".into()],
+            libraries: Vec::new(),
             ldconfig: "/l".into(),
         };
         let args = [
@@ -260,11 +280,17 @@ mod tests {
                 "/a",
                 "--folder",
                 "/b",
+                "--library",
+                "libx.so.1::/b/libx.so.1",
                 "--ldconfig",
                 "/l"
             ]),
             Ok(Command::UpdateLdcache {
                 folders: vec!["/a".into(), "/b".into()],
+                libraries: vec![Library {
+                    name: "libx.so.1".into(),
+                    path: "/b/libx.so.1".into()
+                }],
                 ldconfig: "/l".into()
             })
         );

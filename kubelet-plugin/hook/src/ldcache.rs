@@ -1,14 +1,18 @@
 //! `update-ldcache`: makes the container's loader find the driver's libraries.
 //!
 //! The folders are written into the loader's configuration, so that a later ldconfig in the
-//! container (of a package, for example) finds them too, and the cache is made from it. The program
-//! is the host's, linked statically; it first calls `chroot` into the container's root, so that it
-//! reads and writes only there. A musl image does not use the cache and is not harmed by it.
+//! container (of a package, for example) finds them too. The driver's libraries are added to the image's
+//! own cache; where it has none that is known, or another library of such a name, ldconfig makes it from the
+//! configuration. The program is the host's, linked statically; it first calls `chroot` into the container's
+//! root, so that it reads and writes only there. A musl image does not use the cache and is not harmed by it.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use tranche_cdi_hook::rootfs::{Rootfs, RootfsError};
+
+use crate::args::Library;
+use crate::loader_cache::LoaderCache;
 
 const CONFIGURATION: &str = "/etc/ld.so.conf";
 const FOLDERS: &str = "/etc/ld.so.conf.d/00-tranche.conf";
@@ -45,9 +49,15 @@ pub enum LdcacheError {
 }
 
 /// Makes the cache.
-pub fn update(root: &Rootfs, folders: &[PathBuf], ldconfig: &Path) -> Result<(), LdcacheError> {
-    match configure(root, folders) {
-        Ok(()) => run(root, ldconfig),
+pub fn update(
+    root: &Rootfs,
+    folders: &[PathBuf],
+    libraries: &[Library],
+    ldconfig: &Path,
+) -> Result<(), LdcacheError> {
+    match configure(root, folders).and_then(|()| add(root, libraries)) {
+        Ok(true) => Ok(()),
+        Ok(false) => run(root, ldconfig),
         // The container starts anyway, and finds libraries in the loader's default folders.
         Err(e) if e.is_read_only() => {
             eprintln!("tranche-cdi-hook: {e}: the image's file system is read-only, continuing");
@@ -85,6 +95,34 @@ fn configure(root: &Rootfs, folders: &[PathBuf]) -> Result<(), RootfsError> {
         root.write(Path::new(CONFIGURATION), &both)?;
     }
     Ok(())
+}
+
+/// Adds the libraries to the image's own cache; whether that could be done.
+fn add(root: &Rootfs, libraries: &[Library]) -> Result<bool, RootfsError> {
+    if root.read(Path::new(COMPAT))?.is_some() {
+        // An image's own libcuda comes before the driver's.
+        return Ok(false);
+    }
+    let Some(bytes) = root.read(Path::new(CACHE))? else {
+        return Ok(false);
+    };
+    let Some(mut cache) = LoaderCache::parse(&bytes) else {
+        return Ok(false);
+    };
+    for library in libraries {
+        // Not there: of a capability that this container has not.
+        if root.find(&library.path)?.is_some() {
+            let path = library.path.as_os_str().as_encoded_bytes();
+            if cache.add(library.name.as_bytes(), path).is_err() {
+                return Ok(false);
+            }
+        }
+    }
+    let Some(bytes) = cache.encode() else {
+        return Ok(false);
+    };
+    root.write(Path::new(CACHE), &bytes)?;
+    Ok(true)
 }
 
 /// Whether the configuration includes ours: distributions write it with and without `/etc`.
@@ -165,7 +203,7 @@ mod tests {
     fn an_image_with_nothing_gets_a_cache_that_names_the_library() {
         let (dir, root) = image();
         for _ in 0..2 {
-            update(&root, &folders(), Path::new(LDCONFIG)).unwrap();
+            update(&root, &folders(), &[], Path::new(LDCONFIG)).unwrap();
             assert!(
                 cached(dir.path()).contains("/opt/driver/lib/"),
                 "{}",
@@ -196,7 +234,7 @@ mod tests {
             let (dir, root) = image();
             std::fs::create_dir_all(dir.path().join("etc")).unwrap();
             std::fs::write(dir.path().join("etc/ld.so.conf"), before).unwrap();
-            update(&root, &folders(), Path::new(LDCONFIG)).unwrap();
+            update(&root, &folders(), &[], Path::new(LDCONFIG)).unwrap();
             let now = std::fs::read_to_string(dir.path().join("etc/ld.so.conf")).unwrap();
             assert_eq!(now, after);
             assert!(cached(dir.path()).contains("/opt/driver/lib/"));
@@ -214,20 +252,83 @@ mod tests {
             std::fs::create_dir_all(&etc).unwrap();
             symlink(&precious, etc.join(name)).unwrap();
             // It may fail or replace the link; the host is not changed.
-            let _ = update(&root, &folders(), Path::new(LDCONFIG));
+            let _ = update(&root, &folders(), &[], Path::new(LDCONFIG));
             assert_eq!(std::fs::read(&precious).unwrap(), b"precious", "{name}");
         }
         let (dir, root) = image();
         symlink(outside.path(), dir.path().join("etc")).unwrap();
-        let _ = update(&root, &folders(), Path::new(LDCONFIG));
+        let _ = update(&root, &folders(), &[], Path::new(LDCONFIG));
         let names: Vec<_> = std::fs::read_dir(outside.path()).unwrap().collect();
         assert_eq!(names.len(), 1, "{names:?}");
+    }
+
+    /// Where ldconfig would have to run, this says so.
+    const NOWHERE: &str = "/nowhere/ldconfig";
+
+    fn library() -> [Library; 1] {
+        [Library {
+            name: "libtranche-test.so.6".into(),
+            path: "/opt/driver/lib/libtranche-test.so.6".into(),
+        }]
+    }
+
+    #[test]
+    fn a_cache_that_is_known_is_added_to_without_ldconfig() {
+        let (dir, root) = image();
+        let has_it = || cached(dir.path()).contains("/opt/driver/lib/libtranche-test.so.6");
+        let without = Path::new(NOWHERE);
+        assert!(
+            update(&root, &folders(), &library(), without).is_err(),
+            "no cache yet"
+        );
+        let ran = Command::new(LDCONFIG)
+            .arg("-r")
+            .arg(dir.path())
+            .args(["-X", "-f", "/nothing"])
+            .status();
+        assert!(ran.unwrap().success() && !has_it());
+        let absent = Library {
+            name: "libabsent.so.1".into(),
+            path: "/opt/driver/lib/libabsent.so.1".into(),
+        };
+        let libraries = [&library()[..], &[absent]].concat();
+        // The second device of a container does it once more.
+        for _ in 0..2 {
+            update(&root, &folders(), &libraries, without).unwrap();
+            assert!(has_it() && !cached(dir.path()).contains("libabsent"));
+        }
+    }
+
+    #[test]
+    fn what_has_an_order_is_left_to_ldconfig() {
+        // Another library of that name; an image's libcuda that comes first; a file that is no cache.
+        type Harm = fn(&Rootfs);
+        let harms: [Harm; 3] = [
+            |root| {
+                let mut cache =
+                    LoaderCache::parse(&root.read(Path::new(CACHE)).unwrap().unwrap()).unwrap();
+                cache
+                    .add(b"libtranche-test.so.6", b"/other/libtranche-test.so.6")
+                    .unwrap();
+                root.write(Path::new(CACHE), &cache.encode().unwrap())
+                    .unwrap();
+            },
+            |root| prefer_folder_of(root, Path::new("/compat/libcuda.so.1")).unwrap(),
+            |root| root.write(Path::new(CACHE), b"ld.so-1.7.0").unwrap(),
+        ];
+        for harm in harms {
+            let (_dir, root) = image();
+            update(&root, &folders(), &[], Path::new(LDCONFIG)).unwrap();
+            harm(&root);
+            let done = update(&root, &folders(), &library(), Path::new(NOWHERE));
+            assert!(matches!(done, Err(LdcacheError::Run { .. })), "{done:?}");
+        }
     }
 
     #[test]
     fn a_missing_program_is_named_with_the_way_out() {
         let (_dir, root) = image();
-        let error = update(&root, &folders(), Path::new("/nowhere/ldconfig")).unwrap_err();
+        let error = update(&root, &folders(), &[], Path::new(NOWHERE)).unwrap_err();
         let error = error.to_string();
         assert!(
             error.contains("/nowhere/ldconfig") && error.contains("restart"),

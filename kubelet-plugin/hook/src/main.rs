@@ -20,6 +20,7 @@ mod args;
 mod container;
 mod ldcache;
 mod links;
+mod loader_cache;
 
 use std::io::Read;
 use std::process::ExitCode;
@@ -85,9 +86,11 @@ fn run_in(root: &Rootfs, process: &Process, command: Command) -> Result<(), Erro
                 ldcache::prefer_folder_of(root, &library.path)?;
             }
         }
-        Command::UpdateLdcache { folders, ldconfig } => {
-            ldcache::update(root, &folders, &ldconfig)?;
-        }
+        Command::UpdateLdcache {
+            folders,
+            libraries,
+            ldconfig,
+        } => ldcache::update(root, &folders, &libraries, &ldconfig)?,
     }
     Ok(())
 }
