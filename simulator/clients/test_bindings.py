@@ -192,6 +192,8 @@ def test_a_captured_graph_does_what_was_captured():
     ok(driver.cuEventRecord(join, other))
     ok(driver.cuStreamWaitEvent(stream, join, 0))
     graph = ok(driver.cuStreamEndCapture(stream))
+    none = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
+    assert [ok(driver.cuStreamIsCapturing(each)) for each in (stream, other)] == [none, none]
     value = ctypes.c_uint8()
     read = lambda: ok(driver.cuMemcpyDtoH(ctypes.addressof(value), address, 1)) and None or value.value
     assert read() == 1, "capturing does nothing yet"

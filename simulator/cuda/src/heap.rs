@@ -360,24 +360,26 @@ mod tests {
 
     const TOTAL: u64 = 1 << 30;
 
+    /// Allocates, and adds what the heap charges to `charged`.
+    fn allocate(heap: &mut Heap, bytes: u64, charged: &mut u64) -> u64 {
+        let charge = |bytes| {
+            *charged += bytes;
+            Ok(())
+        };
+        heap.allocate(bytes, TOTAL, charge).unwrap()
+    }
+
     #[test]
     fn whatever_is_smaller_than_a_mixed_block_shares_it() {
         let mut heap = Heap::new(Blocks::Mixed);
-        let mut taken = 0;
-        let mut get = |heap: &mut Heap, bytes| {
-            heap.allocate(bytes, TOTAL, |charge| {
-                taken += charge;
-                Ok(())
-            })
-            .unwrap()
-        };
-        let large = get(&mut heap, 3 * BLOCK / 4);
-        let small = get(&mut heap, 1);
+        let mut charged = 0;
+        let large = allocate(&mut heap, 3 * BLOCK / 4, &mut charged);
+        let small = allocate(&mut heap, 1, &mut charged);
         assert_eq!(small, large + 3 * BLOCK / 4, "behind it, in its block");
-        let other = get(&mut heap, BLOCK / 2);
-        let whole = get(&mut heap, BLOCK + 1);
+        let other = allocate(&mut heap, BLOCK / 2, &mut charged);
+        let whole = allocate(&mut heap, BLOCK + 1, &mut charged);
         assert_eq!((other % BLOCK, whole % BLOCK), (0, 0));
-        assert_eq!(taken, 4 * BLOCK);
+        assert_eq!(charged, 4 * BLOCK);
         // The gap that the first leaves is the next one's, and the block stays as long as the small one.
         assert_eq!(heap.release(large, 3 * BLOCK / 4, true), 0);
         assert_eq!(heap.allocate(BLOCK / 2, TOTAL, |_| panic!()), Ok(large));
@@ -388,20 +390,13 @@ mod tests {
     #[test]
     fn small_ones_share_a_block_and_big_ones_have_their_own() {
         let mut heap = Heap::new(Blocks::BySize);
-        let mut taken = 0;
-        let mut get = |heap: &mut Heap, bytes| {
-            heap.allocate(bytes, TOTAL, |charge| {
-                taken += charge;
-                Ok(())
-            })
-            .unwrap()
-        };
-        let first = get(&mut heap, 1);
-        let second = get(&mut heap, 512);
+        let mut charged = 0;
+        let first = allocate(&mut heap, 1, &mut charged);
+        let second = allocate(&mut heap, 512, &mut charged);
         assert_eq!(first + 512, second);
-        let big = get(&mut heap, SMALL + 1);
+        let big = allocate(&mut heap, SMALL + 1, &mut charged);
         assert_eq!(big % BLOCK, 0);
-        assert_eq!(taken, 2 * BLOCK);
+        assert_eq!(charged, 2 * BLOCK);
         assert_eq!(heap.release(first, 1, true), 0);
         assert_eq!(heap.release(second, 512, true), BLOCK);
         assert_eq!(heap.release(big, SMALL + 1, true), BLOCK);

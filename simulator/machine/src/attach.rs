@@ -141,16 +141,17 @@ pub fn request(root: &DriverRoot, request: Request) -> Result<Reply, AttachError
     Ok(ask(&dial(root)?, request)?.0)
 }
 
+/// A socket of the handshake, neither bound nor connected.
+pub fn new_socket() -> rustix::io::Result<OwnedFd> {
+    let (kind, flags) = (SocketType::SEQPACKET, SocketFlags::CLOEXEC);
+    socket_with(AddressFamily::UNIX, kind, flags, None)
+}
+
 fn dial(root: &DriverRoot) -> Result<OwnedFd, AttachError> {
     let path = root.socket();
     let dialled = || -> rustix::io::Result<OwnedFd> {
         let address = SocketAddrUnix::new(&path)?;
-        let socket = socket_with(
-            AddressFamily::UNIX,
-            SocketType::SEQPACKET,
-            SocketFlags::CLOEXEC,
-            None,
-        )?;
+        let socket = new_socket()?;
         rustix::io::retry_on_intr(|| connect(&socket, &address))?;
         Ok(socket)
     };

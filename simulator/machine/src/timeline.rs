@@ -17,7 +17,7 @@
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use crate::layout::{GpuState, MAX_PROCESSES, Shared};
-use crate::ledger::{ChargeError, lock, owner};
+use crate::ledger::{ChargeError, Guard, lock, owner};
 
 /// How long a process runs while others have work too, in nanoseconds: NVIDIA's default is about that.
 pub const SLICE: u64 = 2_000_000;
@@ -110,11 +110,21 @@ impl Shared {
         &self.lanes[slot][gpu]
     }
 
+    /// Runs what is queued on GPU `gpu` up to `at`; the kernels of process `slot` there, with the GPU's lock.
+    fn pass_locked(
+        &self,
+        slot: usize,
+        gpu: usize,
+        at: u64,
+    ) -> Result<(Guard<'_>, &Lane), ChargeError> {
+        let guard = lock(&self.gpus[gpu], owner(slot))?;
+        self.pass(gpu, at);
+        Ok((guard, self.lane(slot, gpu)))
+    }
+
     /// Queues a kernel of `nanos` of process `slot` on GPU `gpu` at `at`; returns its mark.
     pub fn launch(&self, slot: usize, gpu: usize, nanos: u64, at: u64) -> Result<u64, ChargeError> {
-        let _guard = lock(&self.gpus[gpu], owner(slot))?;
-        self.pass(gpu, at);
-        let lane = self.lane(slot, gpu);
+        let (_guard, lane) = self.pass_locked(slot, gpu, at)?;
         let mark = get(&lane.queued) + nanos;
         set(&lane.queued, mark);
         if nanos > 0 && lane.waits.swap(1, Ordering::Relaxed) == 0 {
@@ -131,12 +141,10 @@ impl Shared {
         mark: u64,
         at: u64,
     ) -> Result<bool, ChargeError> {
-        let lane = self.lane(slot, gpu);
-        if get(&lane.done) >= mark {
+        if self.ran(slot, gpu) >= mark {
             return Ok(true);
         }
-        let _guard = lock(&self.gpus[gpu], owner(slot))?;
-        self.pass(gpu, at);
+        let (_guard, lane) = self.pass_locked(slot, gpu, at)?;
         Ok(get(&lane.done) >= mark)
     }
 
@@ -149,12 +157,10 @@ impl Shared {
         mark: u64,
         at: u64,
     ) -> Result<u64, ChargeError> {
-        let lane = self.lane(slot, gpu);
-        if get(&lane.done) >= mark {
+        if self.ran(slot, gpu) >= mark {
             return Ok(at);
         }
-        let _guard = lock(&self.gpus[gpu], owner(slot))?;
-        self.pass(gpu, at);
+        let (_guard, lane) = self.pass_locked(slot, gpu, at)?;
         let left = mark.saturating_sub(get(&lane.done));
         Ok(at + self.foresee(slot, gpu, left))
     }
@@ -184,12 +190,10 @@ impl Shared {
         mark: u64,
         at: u64,
     ) -> Result<Moment, ChargeError> {
-        let lane = self.lane(slot, gpu);
-        if get(&lane.done) >= mark {
+        if self.ran(slot, gpu) >= mark {
             return Ok(Moment::At(at));
         }
-        let _guard = lock(&self.gpus[gpu], owner(slot))?;
-        self.pass(gpu, at);
+        let (_guard, lane) = self.pass_locked(slot, gpu, at)?;
         if get(&lane.done) >= mark {
             return Ok(Moment::At(at));
         }
@@ -211,9 +215,7 @@ impl Shared {
         number: u64,
         at: u64,
     ) -> Result<Option<u64>, ChargeError> {
-        let lane = self.lane(slot, gpu);
-        let _guard = lock(&self.gpus[gpu], owner(slot))?;
-        self.pass(gpu, at);
+        let (_guard, lane) = self.pass_locked(slot, gpu, at)?;
         if number + (WATCHES as u64) < get(&lane.watched) {
             return Ok(Some(at));
         }

@@ -53,6 +53,19 @@ pub enum Setting {
     Lost = 4,
 }
 
+impl Setting {
+    fn from_number(number: u32) -> Option<Self> {
+        [
+            Self::Persistence,
+            Self::ComputeMode,
+            Self::MigMode,
+            Self::Lost,
+        ]
+        .into_iter()
+        .find(|setting| *setting as u32 == number)
+    }
+}
+
 /// The daemon's answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reply {
@@ -115,20 +128,11 @@ impl Request {
         match op {
             1 => Some(Self::Observe),
             2 => Some(Self::Join),
-            3 => {
-                let setting = match b {
-                    1 => Setting::Persistence,
-                    2 => Setting::ComputeMode,
-                    3 => Setting::MigMode,
-                    4 => Setting::Lost,
-                    _ => return None,
-                };
-                Some(Self::Set {
-                    gpu: a,
-                    setting,
-                    value: c,
-                })
-            }
+            3 => Some(Self::Set {
+                gpu: a,
+                setting: Setting::from_number(b)?,
+                value: c,
+            }),
             4 => Some(Self::Event {
                 gpu: a,
                 kind: b,

@@ -1,45 +1,43 @@
-//! How functions are exported: one macro, so that each is its signature and its
-//! answer.
+//! The macros that export functions, and how they read and write their arguments.
 
 use std::ffi::{CStr, c_char};
 
+use tranche_simulator_machine::export::{get_or, put_or};
+
 use crate::code::Code;
 
-/// Exports functions in the shape of NVML's: each body gives `Result<(), Code>`.
-///
-/// A body may use its pointers: NVML's contract is that each is null or valid for
-/// what its type says, and the helpers below refuse null.
+/// Exports NVML functions: each body gives `Result<(), Code>`.
 macro_rules! export {
-    ($($(#[$note:meta])* fn $name:ident($($argument:ident: $kind:ty),* $(,)?) $body:block)+) => {
+    ($(fn $name:ident($($argument:ident: $kind:ty),* $(,)?) $body:block)+) => {
         $(
-            $(#[$note])*
-            #[unsafe(no_mangle)]
-            pub unsafe extern "C" fn $name($($argument: $kind),*) -> u32 {
-                tranche_simulator_machine::distinct!($name);
-                #[allow(unused_unsafe, reason = "not every body needs it")]
-                let answer = || -> Result<(), $crate::code::Code> {
-                    // SAFETY: the caller keeps NVML's contract, see above.
-                    unsafe { $body }
-                };
-                answer().map_or_else(|code| code.0, |()| 0)
-            }
+            tranche_simulator_machine::exported! { $crate::code::Code, fn $name($($argument: $kind),*) $body }
         )+
     };
 }
 pub(crate) use export;
 
-/// Writes `value` where the caller wants it.
+/// Exports NVML functions that have one answer for every GPU.
+macro_rules! export_constants {
+    ($($name:ident = $value:expr;)+) => {
+        $crate::export::export! {
+            $(
+                fn $name(of: nvmlDevice_t, to: *mut u32) {
+                    device(of)?;
+                    put(to, $value)
+                }
+            )+
+        }
+    };
+}
+pub(crate) use export_constants;
+
+/// Writes `value` to the caller's place.
 ///
 /// # Safety
 /// `to` is null or valid for a write.
 pub unsafe fn put<T>(to: *mut T, value: T) -> Result<(), Code> {
-    if to.is_null() {
-        return Err(Code::INVALID_ARGUMENT);
-    }
-    // SAFETY: not null, so valid by the contract above. C callers' alignment is
-    // the type's, but a packed struct of another language may not be.
-    unsafe { to.write_unaligned(value) };
-    Ok(())
+    // SAFETY: the caller's contract.
+    unsafe { put_or(to, value, Code::INVALID_ARGUMENT) }
 }
 
 /// Reads what the caller passes by reference.
@@ -47,11 +45,8 @@ pub unsafe fn put<T>(to: *mut T, value: T) -> Result<(), Code> {
 /// # Safety
 /// `from` is null or valid for a read.
 pub unsafe fn get<T: Copy>(from: *const T) -> Result<T, Code> {
-    if from.is_null() {
-        return Err(Code::INVALID_ARGUMENT);
-    }
-    // SAFETY: not null, so valid by the contract above.
-    Ok(unsafe { from.read_unaligned() })
+    // SAFETY: the caller's contract.
+    unsafe { get_or(from, Code::INVALID_ARGUMENT) }
 }
 
 /// Writes `text` and its final zero into a buffer of `length` bytes.

@@ -1,4 +1,4 @@
-//! The profiles of a GPU's partitions. No partition can be made.
+//! The profiles of MIG partitions. Partitions cannot be made.
 
 use nvml_wrapper_sys::bindings::{
     NVML_GPU_INSTANCE_PROFILE_1_SLICE, NVML_GPU_INSTANCE_PROFILE_1_SLICE_REV1,
@@ -12,22 +12,7 @@ use crate::code::Code;
 use crate::export::{export, put};
 use crate::state::device;
 
-/// A profile of GPU instances, as `nvidia-smi mig -lgip` lists it.
-struct Profile {
-    /// NVML's number for the kind of profile.
-    kind: u32,
-    id: u32,
-    slices: u32,
-    instances: u32,
-    memory_mib: u64,
-    multiprocessors: u32,
-    copy_engines: u32,
-    decoders: u32,
-    jpeg: u32,
-    ofa: u32,
-}
-
-/// NVML's numbers for the kinds of profiles, in the order of the tables below.
+/// NVML's numbers for the kinds of profiles.
 const KINDS: [u32; 7] = [
     NVML_GPU_INSTANCE_PROFILE_1_SLICE,
     NVML_GPU_INSTANCE_PROFILE_1_SLICE_REV1,
@@ -38,49 +23,11 @@ const KINDS: [u32; 7] = [
     NVML_GPU_INSTANCE_PROFILE_7_SLICE,
 ];
 
-/// Profiles of `id, slices, instances, SMs, copy engines, decoders, JPEG, OFA`, and their memory in MiB.
-const fn profiles(engines: [[u32; 8]; 7], memory_mib: [u64; 7]) -> [Profile; 7] {
-    let mut profiles = [const {
-        Profile {
-            kind: 0,
-            id: 0,
-            slices: 0,
-            instances: 0,
-            memory_mib: 0,
-            multiprocessors: 0,
-            copy_engines: 0,
-            decoders: 0,
-            jpeg: 0,
-            ofa: 0,
-        }
-    }; 7];
-    let mut row = 0;
-    while row < profiles.len() {
-        let [
-            id,
-            slices,
-            instances,
-            multiprocessors,
-            copy_engines,
-            decoders,
-            jpeg,
-            ofa,
-        ] = engines[row];
-        profiles[row] = Profile {
-            kind: KINDS[row],
-            id,
-            slices,
-            instances,
-            memory_mib: memory_mib[row],
-            multiprocessors,
-            copy_engines,
-            decoders,
-            jpeg,
-            ofa,
-        };
-        row += 1;
-    }
-    profiles
+/// The GPU instance profiles of a model, as `nvidia-smi mig -lgip` lists them, in the order of [`KINDS`].
+struct Profiles {
+    /// Id, slices, instances, multiprocessors, copy engines, decoders, JPEG and OFA engines.
+    engines: [[u32; 8]; 7],
+    memory_mib: [u64; 7],
 }
 
 /// A100-SXM4, from NVIDIA's MIG User Guide.
@@ -93,12 +40,18 @@ const A100: [[u32; 8]; 7] = [
     [5, 4, 1, 56, 4, 2, 0, 0],
     [0, 7, 1, 98, 7, 5, 1, 1],
 ];
-static A100_40: [Profile; 7] = profiles(A100, [4864, 4864, 9984, 9984, 20_096, 20_096, 40_448]);
-static A100_80: [Profile; 7] = profiles(A100, [9728, 9728, 19_968, 19_968, 40_192, 40_192, 80_896]);
+static A100_40: Profiles = Profiles {
+    engines: A100,
+    memory_mib: [4864, 4864, 9984, 9984, 20_096, 20_096, 40_448],
+};
+static A100_80: Profiles = Profiles {
+    engines: A100,
+    memory_mib: [9728, 9728, 19_968, 19_968, 40_192, 40_192, 80_896],
+};
 
 /// H100 80GB HBM3, from NVIDIA's MIG User Guide.
-static H100_80: [Profile; 7] = profiles(
-    [
+static H100_80: Profiles = Profiles {
+    engines: [
         [19, 1, 7, 16, 1, 1, 1, 0],
         [20, 1, 1, 16, 1, 1, 1, 1],
         [15, 1, 4, 26, 1, 1, 1, 0],
@@ -107,44 +60,44 @@ static H100_80: [Profile; 7] = profiles(
         [5, 4, 1, 64, 4, 4, 4, 0],
         [0, 7, 1, 132, 8, 7, 7, 1],
     ],
-    [9984, 9984, 20_096, 20_096, 40_448, 40_448, 81_152],
-);
+    memory_mib: [9984, 9984, 20_096, 20_096, 40_448, 40_448, 81_152],
+};
 
-/// The profiles of a model; none of one that is not in NVIDIA's list here, or cannot be partitioned.
-fn of(gpu: &GpuState) -> &'static [Profile] {
+/// The profiles of a model; `None` for one that has no MIG modes or whose profiles are not known here.
+fn profiles_of(gpu: &GpuState) -> Option<&'static Profiles> {
     if gpu.mig_capable == 0 {
-        return &[];
+        return None;
     }
     match (gpu.compute_capability, gpu.memory_total >> 30) {
-        ([8, 0], 0..=40) => &A100_40,
-        ([8, 0], _) => &A100_80,
-        ([9, 0], 0..=80) => &H100_80,
-        _ => &[],
+        ([8, 0], 0..=40) => Some(&A100_40),
+        ([8, 0], _) => Some(&A100_80),
+        ([9, 0], 0..=80) => Some(&H100_80),
+        _ => None,
     }
 }
 
 export! {
-    // Answers whether MIG mode is on or off, as NVIDIA's does.
+    // As NVIDIA's, it answers in both MIG modes.
     fn nvmlDeviceGetGpuInstanceProfileInfo(
-        of_device: nvmlDevice_t,
+        of: nvmlDevice_t,
         profile: u32,
         to: *mut nvmlGpuInstanceProfileInfo_t,
     ) {
-        let profiles = of(device(of_device)?.state);
-        let found = profiles.iter().find(|known| known.kind == profile);
-        let known = found.ok_or(Code::NOT_SUPPORTED)?;
+        let profiles = profiles_of(device(of)?.state).ok_or(Code::NOT_SUPPORTED)?;
+        let row = KINDS.iter().position(|kind| *kind == profile).ok_or(Code::NOT_SUPPORTED)?;
+        let [id, slices, instances, multiprocessors, copy_engines, decoders, jpeg, ofa] = profiles.engines[row];
         put(to, nvmlGpuInstanceProfileInfo_t {
-            id: known.id,
+            id,
             isP2pSupported: 0,
-            sliceCount: known.slices,
-            instanceCount: known.instances,
-            multiprocessorCount: known.multiprocessors,
-            copyEngineCount: known.copy_engines,
-            decoderCount: known.decoders,
+            sliceCount: slices,
+            instanceCount: instances,
+            multiprocessorCount: multiprocessors,
+            copyEngineCount: copy_engines,
+            decoderCount: decoders,
             encoderCount: 0,
-            jpegCount: known.jpeg,
-            ofaCount: known.ofa,
-            memorySizeMB: known.memory_mib,
+            jpegCount: jpeg,
+            ofaCount: ofa,
+            memorySizeMB: profiles.memory_mib[row],
         })
     }
 }

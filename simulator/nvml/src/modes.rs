@@ -7,7 +7,7 @@ use tranche_simulator_machine::attach;
 use tranche_simulator_machine::wire::{Reply, Request, Setting};
 
 use crate::code::Code;
-use crate::export::{export, put};
+use crate::export::{export, export_constants, put};
 use crate::state::{Device, device, library};
 
 fn set(of: nvmlDevice_t, setting: Setting, value: u32) -> Result<(), Code> {
@@ -48,10 +48,6 @@ export! {
         let is_active = state.mig_mode.load(Ordering::Relaxed) == mode;
         put(activation, if is_active { 0 } else { Code::IN_USE.0 })
     }
-    fn nvmlDeviceIsMigDeviceHandle(of: nvmlDevice_t, is: *mut u32) {
-        device(of)?;
-        put(is, 0)
-    }
     fn nvmlDeviceGetMaxMigDeviceCount(of: nvmlDevice_t, count: *mut u32) {
         put(count, if device(of)?.state.mig_capable == 0 { 0 } else { 7 })
     }
@@ -71,18 +67,6 @@ export! {
     fn nvmlDeviceSetComputeMode(of: nvmlDevice_t, mode: u32) {
         set(of, Setting::ComputeMode, mode)
     }
-    fn nvmlDeviceGetDisplayMode(of: nvmlDevice_t, mode: *mut u32) {
-        device(of)?;
-        put(mode, 0)
-    }
-    fn nvmlDeviceGetDisplayActive(of: nvmlDevice_t, active: *mut u32) {
-        device(of)?;
-        put(active, 0)
-    }
-    fn nvmlDeviceGetVirtualizationMode(of: nvmlDevice_t, mode: *mut u32) {
-        device(of)?;
-        put(mode, 0)
-    }
     fn nvmlDeviceGetGspFirmwareMode(of: nvmlDevice_t, enabled: *mut u32, default: *mut u32) {
         device(of)?;
         put(enabled, 1)?;
@@ -97,4 +81,11 @@ export! {
         device(of)?;
         put(restricted, 1)
     }
+}
+
+export_constants! {
+    nvmlDeviceIsMigDeviceHandle = 0;
+    nvmlDeviceGetDisplayMode = 0;
+    nvmlDeviceGetDisplayActive = 0;
+    nvmlDeviceGetVirtualizationMode = 0;
 }

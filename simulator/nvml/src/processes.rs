@@ -14,7 +14,7 @@ use tranche_simulator_machine::identity::pid_namespace;
 use tranche_simulator_machine::layout::ORPHANED;
 
 use crate::code::Code;
-use crate::export::{export, get, put, put_list};
+use crate::export::{export, export_constants, get, put, put_list};
 use crate::memory::struct_version;
 use crate::state::{Device, device};
 
@@ -120,30 +120,6 @@ export! {
     fn nvmlDeviceGetComputeRunningProcesses_v3(of: nvmlDevice_t, count: *mut u32, to: *mut nvmlProcessInfo_v2_t) {
         put_list(count, to, &list_v2(of)?)
     }
-    fn nvmlDeviceGetGraphicsRunningProcesses(of: nvmlDevice_t, count: *mut u32, _to: *mut nvmlProcessInfo_v1_t) {
-        device(of)?;
-        put(count, 0)
-    }
-    fn nvmlDeviceGetGraphicsRunningProcesses_v2(of: nvmlDevice_t, count: *mut u32, _to: *mut nvmlProcessInfo_v2_t) {
-        device(of)?;
-        put(count, 0)
-    }
-    fn nvmlDeviceGetGraphicsRunningProcesses_v3(of: nvmlDevice_t, count: *mut u32, _to: *mut nvmlProcessInfo_v2_t) {
-        device(of)?;
-        put(count, 0)
-    }
-    fn nvmlDeviceGetMPSComputeRunningProcesses(of: nvmlDevice_t, count: *mut u32, _to: *mut nvmlProcessInfo_v1_t) {
-        device(of)?;
-        put(count, 0)
-    }
-    fn nvmlDeviceGetMPSComputeRunningProcesses_v2(of: nvmlDevice_t, count: *mut u32, _to: *mut nvmlProcessInfo_v2_t) {
-        device(of)?;
-        put(count, 0)
-    }
-    fn nvmlDeviceGetMPSComputeRunningProcesses_v3(of: nvmlDevice_t, count: *mut u32, _to: *mut nvmlProcessInfo_v2_t) {
-        device(of)?;
-        put(count, 0)
-    }
     fn nvmlDeviceGetRunningProcessDetailList(of: nvmlDevice_t, list: *mut nvmlProcessDetailList_v1_t) {
         let device = device(of)?;
         let asked = get(list)?;
@@ -183,12 +159,16 @@ export! {
         }
         put_list(count, to, &samples)
     }
-    fn nvmlDeviceGetAccountingMode(of: nvmlDevice_t, mode: *mut u32) {
-        device(of)?;
-        put(mode, 0)
-    }
-    fn nvmlDeviceGetAccountingBufferSize(of: nvmlDevice_t, size: *mut u32) {
-        device(of)?;
-        put(size, 4000)
-    }
+}
+
+export_constants! {
+    nvmlDeviceGetAccountingMode = 0;
+    nvmlDeviceGetAccountingBufferSize = 4000;
+    // Lists, whose entries are never written: no process runs graphics or MPS.
+    nvmlDeviceGetGraphicsRunningProcesses = 0;
+    nvmlDeviceGetGraphicsRunningProcesses_v2 = 0;
+    nvmlDeviceGetGraphicsRunningProcesses_v3 = 0;
+    nvmlDeviceGetMPSComputeRunningProcesses = 0;
+    nvmlDeviceGetMPSComputeRunningProcesses_v2 = 0;
+    nvmlDeviceGetMPSComputeRunningProcesses_v3 = 0;
 }

@@ -7,7 +7,7 @@ use tranche_simulator_machine::layout::GpuState;
 use tranche_simulator_machine::timeline::now;
 
 use crate::code::Code;
-use crate::export::{export, get, put, put_list};
+use crate::export::{export, export_constants, get, put, put_list};
 use crate::state::device;
 
 /// Clock of an idle GPU in MHz.
@@ -58,6 +58,28 @@ fn highest_clock(gpu: &GpuState, kind: u32) -> Result<u32, Code> {
     }
 }
 
+/// Exports the utilization of engines that no kernel uses: 0 % of a sampling period in microseconds.
+macro_rules! export_idle_engines {
+    ($($name:ident)+) => {
+        export! {
+            $(
+                fn $name(of: nvmlDevice_t, percent: *mut u32, period: *mut u32) {
+                    device(of)?;
+                    put(percent, 0)?;
+                    put(period, 167_000)
+                }
+            )+
+        }
+    };
+}
+
+export_idle_engines! {
+    nvmlDeviceGetEncoderUtilization
+    nvmlDeviceGetDecoderUtilization
+    nvmlDeviceGetJpgUtilization
+    nvmlDeviceGetOfaUtilization
+}
+
 export! {
     fn nvmlDeviceGetUtilizationRates(of: nvmlDevice_t, rates: *mut nvmlUtilization_t) {
         let state = device(of)?.state;
@@ -67,26 +89,6 @@ export! {
         }
         let busy = utilization(state);
         put(rates, nvmlUtilization_t { gpu: busy, memory: busy / 2 })
-    }
-    fn nvmlDeviceGetEncoderUtilization(of: nvmlDevice_t, percent: *mut u32, period: *mut u32) {
-        device(of)?;
-        put(percent, 0)?;
-        put(period, 167_000)
-    }
-    fn nvmlDeviceGetDecoderUtilization(of: nvmlDevice_t, percent: *mut u32, period: *mut u32) {
-        device(of)?;
-        put(percent, 0)?;
-        put(period, 167_000)
-    }
-    fn nvmlDeviceGetJpgUtilization(of: nvmlDevice_t, percent: *mut u32, period: *mut u32) {
-        device(of)?;
-        put(percent, 0)?;
-        put(period, 167_000)
-    }
-    fn nvmlDeviceGetOfaUtilization(of: nvmlDevice_t, percent: *mut u32, period: *mut u32) {
-        device(of)?;
-        put(percent, 0)?;
-        put(period, 167_000)
     }
     fn nvmlDeviceGetTemperature(of: nvmlDevice_t, sensor: u32, degrees: *mut u32) {
         let state = device(of)?.state;
@@ -105,16 +107,8 @@ export! {
         device(of)?;
         Err(Code::NOT_SUPPORTED)
     }
-    fn nvmlDeviceGetNumFans(of: nvmlDevice_t, count: *mut u32) {
-        device(of)?;
-        put(count, 0)
-    }
     fn nvmlDeviceGetPowerUsage(of: nvmlDevice_t, milliwatts: *mut u32) {
         put(milliwatts, power(device(of)?.state))
-    }
-    fn nvmlDeviceGetPowerManagementMode(of: nvmlDevice_t, mode: *mut u32) {
-        device(of)?;
-        put(mode, 1)
     }
     fn nvmlDeviceGetPowerManagementLimit(of: nvmlDevice_t, milliwatts: *mut u32) {
         put(milliwatts, device(of)?.state.power_limit_milliwatts)
@@ -129,14 +123,6 @@ export! {
         let limit = device(of)?.state.power_limit_milliwatts;
         put(least, limit / 2)?;
         put(most, limit)
-    }
-    fn nvmlDeviceGetPowerState(of: nvmlDevice_t, state: *mut u32) {
-        device(of)?;
-        put(state, 0)
-    }
-    fn nvmlDeviceGetPerformanceState(of: nvmlDevice_t, state: *mut u32) {
-        device(of)?;
-        put(state, 0)
     }
     fn nvmlDeviceGetClockInfo(of: nvmlDevice_t, kind: u32, mhz: *mut u32) {
         put(mhz, clock(device(of)?.state, kind)?)
@@ -182,11 +168,15 @@ export! {
         device(of)?;
         put(kib_per_second, 0)
     }
-    fn nvmlDeviceGetPcieReplayCounter(of: nvmlDevice_t, count: *mut u32) {
-        device(of)?;
-        put(count, 0)
-    }
     fn nvmlDeviceGetTotalEnergyConsumption(of: nvmlDevice_t, millijoules: *mut u64) {
         put(millijoules, energy(device(of)?.state))
     }
+}
+
+export_constants! {
+    nvmlDeviceGetNumFans = 0;
+    nvmlDeviceGetPowerManagementMode = 1;
+    nvmlDeviceGetPowerState = 0;
+    nvmlDeviceGetPerformanceState = 0;
+    nvmlDeviceGetPcieReplayCounter = 0;
 }

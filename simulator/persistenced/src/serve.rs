@@ -14,10 +14,11 @@ use anyhow::Context as _;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::{Errno, retry_on_intr};
 use rustix::net::{
-    AddressFamily, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix,
-    SocketFlags, SocketType, accept_with, bind, listen, recv, sendmsg, socket_with,
+    RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags,
+    accept_with, bind, listen, recv, sendmsg,
 };
 use rustix::process::{Pid, PidfdFlags, Resource, getrlimit, pidfd_open, setrlimit};
+use tranche_simulator_machine::attach::new_socket;
 use tranche_simulator_machine::layout::GpuState;
 use tranche_simulator_machine::wire::{PACKET, Reply, Request, Setting};
 use tranche_simulator_machine::{Description, DriverRoot, MAX_PROCESSES, identity};
@@ -103,12 +104,7 @@ fn inherited_listener() -> Option<OwnedFd> {
 
 fn listen_on(root: &DriverRoot) -> anyhow::Result<OwnedFd> {
     let path = root.socket();
-    let socket = socket_with(
-        AddressFamily::UNIX,
-        SocketType::SEQPACKET,
-        SocketFlags::CLOEXEC,
-        None,
-    )?;
+    let socket = new_socket()?;
     // Under another name until it listens: whoever finds a socket here can connect to it.
     // The page's lock is held, so what lies under either name is a dead daemon's.
     let unready = path.with_extension("unready");

@@ -2,8 +2,6 @@
 
 mod common;
 
-use std::process::Command;
-
 use common::{GIB, MIB, Machine};
 use nvml_wrapper::bitmasks::event::EventTypes;
 use nvml_wrapper::enum_wrappers::device::TemperatureSensor;
@@ -145,13 +143,7 @@ fn an_injected_xid_wakes_an_event_set() {
         .unwrap();
     assert!(set.wait(20).is_err(), "nothing has happened");
     for gpu in ["0", "1"] {
-        let status = Command::new(machine.path("usr/bin/nvidia-sim-persistenced"))
-            .arg("--root")
-            .arg(machine.path(""))
-            .args(["inject-xid", gpu, "79"])
-            .status()
-            .unwrap();
-        assert!(status.success());
+        machine.control(&["inject-xid", gpu, "79"]);
     }
     let event = set.wait(5000).unwrap();
     assert_eq!(

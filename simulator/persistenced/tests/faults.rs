@@ -6,19 +6,6 @@ use common::{GIB, Machine};
 use nvml_wrapper::bitmasks::event::EventTypes;
 use nvml_wrapper::error::NvmlError;
 
-/// Runs a command of the daemon's program.
-#[expect(clippy::unwrap_used, reason = "what fails here fails the test")]
-fn control(machine: &Machine, arguments: &[&str]) {
-    let status = machine
-        .command(machine.path("usr/bin/nvidia-sim-persistenced"))
-        .arg("--root")
-        .arg(machine.path(""))
-        .args(arguments)
-        .status()
-        .unwrap();
-    assert!(status.success(), "{arguments:?}");
-}
-
 #[test]
 fn a_lost_gpu_fails_alone_and_can_come_back() {
     let machine = Machine::start("H100-80", 2);
@@ -36,7 +23,7 @@ fn a_lost_gpu_fails_alone_and_can_come_back() {
         .register_events(EventTypes::CRITICAL_XID_ERROR, events)
         .unwrap();
 
-    control(&machine, &["lose-gpu", &uuid]);
+    machine.control(&["lose-gpu", &uuid]);
     let event = events.wait(5000).unwrap();
     let data = format!("{:?}", event.event_data);
     assert!(data.contains("79"), "{data}");
@@ -62,7 +49,7 @@ fn a_lost_gpu_fails_alone_and_can_come_back() {
     starts.ask("init");
     assert_eq!(starts.ask("count"), "1");
 
-    control(&machine, &["restore-gpu", "0"]);
+    machine.control(&["restore-gpu", "0"]);
     assert_eq!(device.uuid().unwrap(), uuid);
     assert_eq!(machine.used(1), (518 << 20) + GIB);
 }
@@ -70,10 +57,10 @@ fn a_lost_gpu_fails_alone_and_can_come_back() {
 #[test]
 fn a_lost_gpu_may_take_its_node_along() {
     let machine = Machine::start("T4", 2);
-    control(&machine, &["lose-gpu", "1", "--remove-node"]);
+    machine.control(&["lose-gpu", "1", "--remove-node"]);
     assert!(!machine.path("dev/nvidia1").exists());
     assert_eq!(machine.nvml().device_count().unwrap(), 1);
-    control(&machine, &["restore-gpu", "1"]);
+    machine.control(&["restore-gpu", "1"]);
     assert!(machine.path("dev/nvidia1").exists());
     let nvml = machine.nvml();
     assert_eq!(nvml.device_count().unwrap(), 2);
@@ -93,7 +80,7 @@ fn nobody_waits_for_a_lost_gpu() {
     while device.utilization_rates().unwrap().gpu < 10 {
         std::thread::yield_now();
     }
-    control(&machine, &["lose-gpu", "0"]);
+    machine.control(&["lose-gpu", "0"]);
     assert_eq!(waits.join().unwrap(), "CUDA_ERROR_UNKNOWN");
 }
 

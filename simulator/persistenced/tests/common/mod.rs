@@ -97,6 +97,18 @@ impl Machine {
         command
     }
 
+    /// Runs a command of the daemon's program.
+    pub fn control(&self, arguments: &[&str]) {
+        let status = self
+            .command(self.path("usr/bin/nvidia-sim-persistenced"))
+            .arg("--root")
+            .arg(self.root.path())
+            .args(arguments)
+            .status()
+            .unwrap();
+        assert!(status.success(), "{arguments:?}");
+    }
+
     /// Runs the real nvidia-smi.
     pub fn smi(&self, arguments: &[&str]) -> String {
         let output = self
