@@ -1,4 +1,4 @@
-"""What the tests of unmodified Python clients share."""
+"""Fixtures of the tests of unmodified Python clients."""
 
 import os
 
@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def gpu():
-    """NVML's handle of GPU 0, which must see what CUDA does."""
+    """NVML's handle of GPU 0, on which the tests use CUDA."""
     pynvml.nvmlInit()
     yield pynvml.nvmlDeviceGetHandleByIndex(0)
     pynvml.nvmlShutdown()
@@ -16,7 +16,7 @@ def gpu():
 
 @pytest.fixture
 def own_memory(gpu):
-    """Bytes that NVML says this process has on GPU 0."""
+    """Reads the bytes that this process has on GPU 0 by NVML."""
 
     def read():
         processes = pynvml.nvmlDeviceGetComputeRunningProcesses(gpu)

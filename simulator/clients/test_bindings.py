@@ -36,7 +36,7 @@ def context():
     ok(driver.cuDevicePrimaryCtxRelease(device))
 
 
-def test_the_gpu_says_that_it_is_simulated():
+def test_the_gpus_name_shows_that_it_is_simulated():
     assert ok(driver.cuDeviceGetName(96, ok(driver.cuDeviceGet(0)))).startswith(b"Simulated ")
     assert ok(driver.cuDriverGetVersion()) == 12020
 
@@ -70,7 +70,7 @@ def test_copies_move_bytes():
         ok(driver.cuMemFree(address))
 
 
-def test_pools_count_what_they_give():
+def test_pools_count_the_bytes_of_allocations():
     stream = ok(driver.cuStreamCreate(0))
     pool = ok(driver.cuDeviceGetDefaultMemPool(ok(driver.cuDeviceGet(0))))
     used = lambda: int(ok(driver.cuMemPoolGetAttribute(pool, driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_USED_MEM_CURRENT)))
@@ -87,7 +87,7 @@ def new_pool():
     return ok(driver.cuMemPoolCreate(properties))
 
 
-def test_a_pool_that_is_over_leaves_no_addresses():
+def test_a_destroyed_pool_frees_its_addresses():
     with open("/proc/self/statm") as statm:
         pages = lambda: (statm.seek(0), int(statm.read().split()[0]))[1]
         before = pages()
@@ -99,11 +99,11 @@ def test_a_pool_that_is_over_leaves_no_addresses():
             for end in reversed(ends) if destroyed_first else ends:
                 end()
             assert driver.cuMemPoolDestroy(pool)[0] == driver.CUresult.CUDA_ERROR_INVALID_VALUE
-        # One would be four times the GPU.
+        # The address space of one pool is four times the GPU's memory.
         assert pages() - before < 80 << 30 >> 12
 
 
-def test_a_pool_keeps_what_its_threshold_allows(own_memory):
+def test_a_pool_keeps_memory_up_to_its_threshold(own_memory):
     attributes = driver.CUmemPool_attribute
     pool = new_pool()
     read = lambda which: int(ok(driver.cuMemPoolGetAttribute(pool, which)))
@@ -113,12 +113,12 @@ def test_a_pool_keeps_what_its_threshold_allows(own_memory):
     blocks = [ok(driver.cuMemAllocFromPoolAsync(64 << 20, pool, stream)) for _ in range(3)]
     assert own_memory() - before == 192 << 20
     ok(driver.cuMemFreeAsync(blocks.pop(), stream))
-    ok(driver.cuMemFree(blocks.pop()))  # either way to free is right
+    ok(driver.cuMemFree(blocks.pop()))  # both functions may free it
     assert own_memory() - before == 100 << 20
     assert read(attributes.CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT) == 100 << 20
     assert read(attributes.CU_MEMPOOL_ATTR_USED_MEM_CURRENT) == 64 << 20
     assert read(attributes.CU_MEMPOOL_ATTR_USED_MEM_HIGH) == 192 << 20
-    # Who needs it gets it, to the last block.
+    # An allocation that needs the kept memory gets it, to the last block.
     free, _ = ok(driver.cuMemGetInfo())
     blocks_free, kept = free // (2 << 20) * (2 << 20), 36 << 20
     everything = ok(driver.cuMemAlloc(blocks_free + kept))
@@ -130,7 +130,7 @@ def test_a_pool_keeps_what_its_threshold_allows(own_memory):
     assert own_memory() == before
 
 
-def test_mapped_memory_is_charged_until_its_last_use(own_memory):
+def test_mapped_memory_is_charged_until_its_last_mapping_ends(own_memory):
     properties = driver.CUmemAllocationProp()
     properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
     properties.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
@@ -144,7 +144,7 @@ def test_mapped_memory_is_charged_until_its_last_use(own_memory):
     access = driver.CUmemAccessDesc()
     access.location = properties.location
     access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-    for offset in (0, size):  # one allocation, seen at two addresses
+    for offset in (0, size):  # one allocation at two addresses
         ok(driver.cuMemMap(int(address) + offset, size, 0, handle, 0))
         ok(driver.cuMemSetAccess(int(address) + offset, size, [access], 1))
     ok(driver.cuMemsetD8(int(address), 5, size))
@@ -178,7 +178,7 @@ def test_kernels_take_the_time_in_their_name():
     assert driver.cuModuleLoadData(b"not an image\0")[0] == driver.CUresult.CUDA_ERROR_INVALID_IMAGE
 
 
-def test_a_captured_graph_does_what_was_captured():
+def test_a_captured_graph_runs_the_captured_work():
     kernel = ok(driver.cuModuleGetFunction(ok(driver.cuModuleLoadData(PTX)), b"sim_busy_30ms"))
     stream, other = (ok(driver.cuStreamCreate(1)) for _ in range(2))
     fork, join = (ok(driver.cuEventCreate(2)) for _ in range(2))
@@ -196,7 +196,7 @@ def test_a_captured_graph_does_what_was_captured():
     assert [ok(driver.cuStreamIsCapturing(each)) for each in (stream, other)] == [none, none]
     value = ctypes.c_uint8()
     read = lambda: ok(driver.cuMemcpyDtoH(ctypes.addressof(value), address, 1)) and None or value.value
-    assert read() == 1, "capturing does nothing yet"
+    assert read() == 1, "captured work runs only when the graph is launched"
     executable = ok(driver.cuGraphInstantiate(graph, 0))
     start, end = (ok(driver.cuEventCreate(0)) for _ in range(2))
     ok(driver.cuEventRecord(start, stream))
@@ -208,7 +208,7 @@ def test_a_captured_graph_does_what_was_captured():
     assert ok(driver.cuEventElapsedTime(start, end)) > 59
 
 
-def test_a_graphs_memory_lives_as_long_as_its_graphs(own_memory):
+def test_a_graphs_memory_is_freed_with_the_last_graph(own_memory):
     before = own_memory()
     stream = ok(driver.cuStreamCreate(1))
     ok(driver.cuStreamBeginCapture(stream, driver.CUstreamCaptureMode(0)))
@@ -244,7 +244,7 @@ def test_arrays_and_mipmaps_are_charged(own_memory):
     assert own_memory() == before
 
 
-def test_a_gpu_in_exclusive_mode_has_one_process(gpu):
+def test_a_gpu_in_exclusive_mode_has_contexts_of_one_process(gpu):
     pynvml.nvmlDeviceSetComputeMode(gpu, pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS)
     try:
         second = """
@@ -252,8 +252,8 @@ from cuda.bindings import driver
 driver.cuInit(0)
 print(driver.cuDevicePrimaryCtxRetain(0)[0].name)
 """
-        said = subprocess.check_output([sys.executable, "-c", second], text=True).strip()
-        assert said == "CUDA_ERROR_DEVICE_UNAVAILABLE"
+        result = subprocess.check_output([sys.executable, "-c", second], text=True).strip()
+        assert result == "CUDA_ERROR_DEVICE_UNAVAILABLE"
     finally:
         pynvml.nvmlDeviceSetComputeMode(gpu, pynvml.NVML_COMPUTEMODE_DEFAULT)
 
@@ -272,12 +272,12 @@ def test_host_functions_run_in_the_streams_order():
     ok(driver.cuLaunchHostFunc(stream, driver.CUhostFn(ctypes.cast(change, ctypes.c_void_p).value), 0))
     ok(driver.cuMemcpyHtoDAsync(address, ctypes.addressof(source), 4, stream))
     ok(driver.cuMemcpyDtoHAsync(ctypes.addressof(target), address, 4, stream))
-    assert target[0] == 0 and source[0] == 1, "the kernel is not over yet"
+    assert target[0] == 0 and source[0] == 1, "the kernel still runs"
     ok(driver.cuStreamSynchronize(stream))
     assert target[0] == 42
 
 
-def test_pointers_are_known(context):
+def test_pointers_have_attributes(context):
     address = ok(driver.cuMemAlloc(10_000))
     attribute = driver.CUpointer_attribute
     kind = ok(driver.cuPointerGetAttribute(attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, int(address) + 5))
@@ -316,13 +316,13 @@ else:
 
 
 def test_the_child_of_a_dead_process_keeps_its_memory(gpu):
-    # What a driver has for a process it frees when the last of its files is closed, and a child has them too.
+    # A driver frees a process's memory when the last of its files is closed, and a child has them open too.
     used = lambda: pynvml.nvmlDeviceGetMemoryInfo(gpu).used
     before, processes = used(), len(pynvml.nvmlDeviceGetComputeRunningProcesses(gpu))
     parent = subprocess.Popen([sys.executable, "-c", KEEPER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert parent.stdout.readline() == b"child\n"
     assert parent.wait() == -signal.SIGKILL
-    # Whoever wants more than was ever taken has the dead looked for.
+    # A charge above the peak has the daemon free the memory of ended processes first.
     free, _ = ok(driver.cuMemGetInfo())
     assert driver.cuMemAlloc(free + 1)[0] == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY
     assert used() - before >= 3 << 30
@@ -330,4 +330,4 @@ def test_the_child_of_a_dead_process_keeps_its_memory(gpu):
     parent.stdin.close()
     deadline = time.monotonic() + 5
     while used() != before:
-        assert time.monotonic() < deadline, "the child is gone and the memory is not free"
+        assert time.monotonic() < deadline, "the child has ended and the memory is not free"

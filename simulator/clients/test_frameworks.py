@@ -1,4 +1,4 @@
-"""What is built on cuda-bindings: numba-cuda and cuda-core."""
+"""Libraries on cuda-bindings: numba-cuda and cuda-core."""
 
 import numpy
 import pytest

@@ -6,12 +6,12 @@ import pynvml
 import pytest
 
 
-def test_it_agrees_with_nvidia_smi(gpu):
+def test_nvml_agrees_with_nvidia_smi(gpu):
     fields = "name,uuid,serial,memory.total,memory.used,driver_version,pcie.link.gen.max,power.limit"
     command = ["nvidia-smi", "-i", "0", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
-    said = subprocess.check_output(command, text=True).strip().split(", ")
+    values = subprocess.check_output(command, text=True).strip().split(", ")
     memory = pynvml.nvmlDeviceGetMemoryInfo(gpu, version=pynvml.nvmlMemory_v2)
-    assert said == [
+    assert values == [
         pynvml.nvmlDeviceGetName(gpu),
         pynvml.nvmlDeviceGetUUID(gpu),
         pynvml.nvmlDeviceGetSerial(gpu),

@@ -1,6 +1,5 @@
-//! Gives the library the driver's SONAME, and its own functions to itself: with
-//! another library of the same symbols loaded before it, as a shim is, its calls
-//! and `cuGetProcAddress` must not lead there. The real driver is linked so too.
+//! Gives the library the driver's SONAME and binds its own symbols to itself. Where another library with the same symbols
+//! is loaded before it, as a shim is, its calls and `cuGetProcAddress` must not lead to that one. The real driver is linked in this way.
 
 fn main() {
     println!("cargo::rustc-cdylib-link-arg=-Wl,-soname,libcuda.so.1");

@@ -5,9 +5,8 @@
     symbols.py check LIBCUDA DRIVER     as installed for a driver's CUDA version, against that driver's libcuda
     symbols.py write                    makes cuda/src/table.rs and cuda/src/api/absent.rs
 
-The oracle is Debian's libcuda1 (fetched by ../debian-driver): it answers
-cuGetProcAddress without a GPU and before cuInit. What is newer than that driver comes
-from the headers of NVIDIA's wheels on PyPI.
+The reference is Debian's libcuda1 (fetched by ../debian-driver), whose cuGetProcAddress works without a GPU and before
+cuInit. Functions that are newer than that driver come from the headers of NVIDIA's wheels on PyPI.
 """
 
 import collections
@@ -25,7 +24,7 @@ SOURCES = HERE.parent / "cuda" / "src"
 CACHE = pathlib.Path(os.environ.get("XDG_CACHE_HOME", pathlib.Path.home() / ".cache")) / "tranche"
 WHEELS = ["nvidia-cuda-runtime-cu12==12.9.79", "nvidia-cuda-runtime==13.5.37"]
 
-# Every CUDA version that has brought a new form of some function, and neighbours.
+# Every CUDA version with a new form of some function, and neighbours.
 VERSIONS = sorted(
     {1, 1999, 3019, 12019, 13000, 99990}
     | {2000, 2010, 2020, 2030, 3000, 3010, 3020, 4000, 4010, 4020, 5000, 5050, 6000, 6050}
@@ -34,7 +33,7 @@ VERSIONS = sorted(
 )
 LEGACY, PER_THREAD = 0, 2
 STT_FUNC = 2
-# In NVIDIA's headers and in no driver but Tegra's.
+# Declared in NVIDIA's headers, and exported by Tegra's driver only.
 TEGRA = {"cuEventCreateFromEGLSync"}
 
 
@@ -55,7 +54,7 @@ def dynamic_symbols(path):
 
 
 class Library:
-    """A loaded libcuda that says which symbol a pointer is."""
+    """A loaded libcuda that knows the symbol of each pointer."""
 
     def __init__(self, path, mode=ctypes.DEFAULT_MODE):
         self.handle = ctypes.CDLL(str(path), mode)
@@ -121,14 +120,14 @@ def headers():
 
 
 def check(path, driver=None):
-    # The driver's symbols come first in this process, as a shim's would: the
-    # simulator must not take them for its own.
+    # The driver's symbols come first in this process, as a shim's would. The simulator must not use them in place of its
+    # own.
     real = Library(driver or oracle(), ctypes.RTLD_GLOBAL)
     ours = Library(path)
     wrong = 0
     names = sorted(base_names(real.symbols)) + ["", "cuNothing", "malloc"]
     for name in names:
-        # Flags above 3 are refused before the name is looked at.
+        # Flags above 3 are refused whatever the name is.
         for flags in range(5):
             for version in VERSIONS:
                 expected, got = real.ask(name, version, flags), ours.ask(name, version, flags)
@@ -144,7 +143,7 @@ def check(path, driver=None):
     missing = {s for s in real.symbols if not s.startswith("cudbg")} - set(ours.symbols)
     if driver:
         for symbol in sorted(set(ours.symbols) - set(real.symbols)):
-            print(f"{symbol} is exported, and the driver has no such function")
+            print(f"{symbol} is exported, and the driver does not export it")
             wrong += 1
     try:
         missing |= set() if driver else headers()[0] - set(ours.symbols)
@@ -213,7 +212,7 @@ def write():
             present |= set(re.findall(r"\bfn cu[A-Z]\w+, (cu\w+) \[", text))
     absent = sorted(s for s in (every | set(symbols)) - present if not s.startswith("cudbg"))
     fill(SOURCES / "api" / "absent.rs", "\nabsent! {\n", "}\n", [f"    {name}" for name in absent])
-    print(f"{len(rows)} names; {len(present)} functions with an answer, {len(absent)} without")
+    print(f"{len(rows)} names; {len(present)} functions simulated, {len(absent)} not simulated")
     return 0
 
 

@@ -124,7 +124,7 @@ pub fn create(shape: Shape3) -> Result<Handle, Code> {
     .handle())
 }
 
-/// Arrays of halving sizes.
+/// A mipmapped array: arrays, each of half the size of the one before.
 #[derive(Debug)]
 pub struct Mipmap {
     pub levels: Vec<Kept>,

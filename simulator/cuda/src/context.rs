@@ -73,7 +73,7 @@ pub fn current_or_none() -> Option<&'static Object<Context>> {
 pub fn current() -> Result<&'static Object<Context>, Code> {
     driver()?;
     let context = current_or_none().ok_or(Code::INVALID_CONTEXT)?;
-    if context.alive() {
+    if context.is_alive() {
         context.device.check_present()?;
         Ok(context)
     } else {
@@ -84,7 +84,7 @@ pub fn current() -> Result<&'static Object<Context>, Code> {
 /// The id of the calling thread's context, or 0 where it has none that is alive.
 pub fn context_id() -> u64 {
     current_or_none()
-        .filter(|c| Object::alive(c))
+        .filter(|c| Object::is_alive(c))
         .map_or(0, |context| context.id)
 }
 

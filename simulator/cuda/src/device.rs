@@ -7,18 +7,18 @@ use tranche_simulator_machine::layout::GpuState;
 
 use crate::code::Code;
 use crate::driver::driver;
-use crate::graph_pool::GraphBooks;
+use crate::graph_pool::GraphPool;
 use crate::heap::{Blocks, Heap};
 
 /// One GPU of this process.
 #[derive(Debug)]
 pub struct Device {
     pub ordinal: i32,
-    /// Its index in the page.
+    /// The GPU's index in the page.
     pub gpu: usize,
     pub state: &'static GpuState,
     pub heap: Mutex<Heap>,
-    graph_books: Mutex<GraphBooks>,
+    graph_pool: Mutex<GraphPool>,
 }
 
 /// The GPUs of this process, by ordinal.
@@ -49,7 +49,7 @@ impl Device {
             gpu,
             state,
             heap: Mutex::new(Heap::new(blocks)),
-            graph_books: Mutex::default(),
+            graph_pool: Mutex::default(),
         }
     }
 
@@ -65,8 +65,10 @@ impl Device {
     /// Charges `bytes` of this GPU's memory to this process.
     pub fn charge(&self, bytes: u64) -> Result<(), Code> {
         let driver = driver()?;
-        let settle = || driver.settle();
-        Ok(driver.shared.charge(driver.slot, self.gpu, bytes, settle)?)
+        let reclaim = || driver.reclaim();
+        Ok(driver
+            .shared
+            .charge(driver.slot, self.gpu, bytes, reclaim)?)
     }
 
     /// Returns `bytes` of this GPU's memory.
@@ -89,17 +91,17 @@ impl Device {
         }
     }
 
-    /// Its graph pool.
-    pub fn graph_books(&self) -> MutexGuard<'_, GraphBooks> {
-        self.graph_books
+    /// The GPU's graph pool.
+    pub fn graph_pool(&self) -> MutexGuard<'_, GraphPool> {
+        self.graph_pool
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Shared memory of a block without opting in to more: 48 KiB on all GPUs.
+/// Shared memory of a block that does not opt in to more: 48 KiB on all GPUs.
 pub const SHARED_MEMORY_PER_BLOCK: i32 = 48 << 10;
-/// Blocks that one multiprocessor holds.
+/// Resident blocks of one multiprocessor.
 fn blocks_per_multiprocessor(gpu: &GpuState) -> i32 {
     match gpu.compute_capability {
         [7, 5] => 16,
@@ -114,7 +116,7 @@ pub fn int(value: u32) -> i32 {
     i32::try_from(value).unwrap_or(i32::MAX)
 }
 
-/// A `CUdevice_attribute`'s value.
+/// The value of a `CUdevice_attribute`.
 pub fn attribute(device: &Device, attribute: u32) -> Result<i32, Code> {
     let gpu = device.state;
     let [major, minor] = gpu.compute_capability;
@@ -163,7 +165,7 @@ pub fn attribute(device: &Device, attribute: u32) -> Result<i32, Code> {
         75 => int(major),
         76 => int(minor),
         81 => int(gpu.shared_memory_bytes),
-        // A block can opt in to all of it but the driver's 1 KiB.
+        // A block can opt in to all but 1 KiB, which the driver uses.
         97 => int(gpu.shared_memory_bytes) - 1024,
         87 => 2,
         106 => blocks_per_multiprocessor(gpu),
@@ -177,18 +179,17 @@ pub fn attribute(device: &Device, attribute: u32) -> Result<i32, Code> {
                 1
             }
         }
-        // Yes: copies beside kernels, mapped host memory, concurrent kernels, ECC,
-        // unified addressing, stream priorities, caches, managed memory,
-        // preemption, registered memory, cooperative launches, virtual memory
+        // Supported: copies beside kernels, mapped host memory, concurrent kernels, ECC, unified addressing, stream
+        // priorities, caches, managed memory, preemption, registered memory, cooperative launches, virtual memory
         // management and its file descriptors, pools.
         15 | 19 | 31 | 32 | 41 | 44 | 78 | 79 | 80 | 83 | 89 | 90 | 91 | 95 | 99 | 102 | 103
         | 113 | 115 | 119 => 1,
-        // Clusters came with Hopper.
+        // Clusters exist since Hopper.
         120 => i32::from(major >= 9),
         131 | 134 => gpu.numa_node,
         139 => (gpu.pci_device_id).cast_signed(),
         140 => (gpu.pci_subsystem_id).cast_signed(),
-        // No: everything else that cuda.h names.
+        // Not supported: all other attributes of cuda.h.
         17
         | 18
         | 35

@@ -50,7 +50,7 @@ pub fn wait(gpu: usize, mark: u64) {
 }
 
 /// Whether this process's work on a GPU has reached `mark`.
-pub fn reached(gpu: usize, mark: u64) -> bool {
+pub fn has_reached(gpu: usize, mark: u64) -> bool {
     driver().map_or(true, |driver| {
         driver
             .shared
@@ -124,9 +124,9 @@ impl Driver {
     }
 
     /// Has the daemon free the memory of processes that have ended.
-    pub fn settle(&self) {
+    pub fn reclaim(&self) {
         // It fails only where no daemon runs; then the memory stays allocated.
-        let _ = request(&self.root, Request::Settle);
+        let _ = request(&self.root, Request::Reclaim);
     }
 }
 

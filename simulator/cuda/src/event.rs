@@ -1,4 +1,4 @@
-//! Events: marks in a stream's virtual time.
+//! Events: marks in the virtual time of a stream.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -23,11 +23,11 @@ pub struct Event {
     recorded: Mutex<Option<Recorded>>,
     /// The last host function that it comes after.
     functions: AtomicU64,
-    /// Set when it was recorded in a stream that captures.
+    /// Its place in a capture, if it was recorded in a stream that captures.
     mark: Mutex<Option<CaptureMark>>,
 }
 
-/// A mark on a GPU, and when it is reached.
+/// A mark on a GPU, and its time.
 #[derive(Debug, Clone, Copy)]
 struct Recorded {
     gpu: usize,
@@ -92,9 +92,9 @@ impl Event {
     }
 
     /// Whether the work before it is done.
-    pub fn happened(&self) -> bool {
+    pub fn has_happened(&self) -> bool {
         let (gpu, mark) = self.due();
-        driver::reached(gpu, mark) && host::done(self.functions())
+        driver::has_reached(gpu, mark) && host::is_done(self.functions())
     }
 
     /// Makes `stream` join the capture that this event was recorded in; false if it was recorded in none.

@@ -10,16 +10,15 @@ use crate::device::Device;
 use crate::driver::has;
 use crate::heap::BLOCK;
 use crate::memory;
-use crate::space::What;
+use crate::space::MemoryKind;
 
-/// Memory of a graph: its addresses from the node's creation until the last graph, executable or not, that
-/// has the node is gone. A free node frees nothing, as the next launch would need it again at the same
-/// address. Its memory is the graph pool's, taken with the addresses, or at the first launch where graph
-/// memory stays ([`Habit::GraphMemoryStays`]).
+/// Memory of a graph. Its addresses are allocated from the node's creation until the last graph with the node, executable or
+/// not, is destroyed. A free node frees nothing, as the next launch needs the memory at the same address. The memory is in
+/// the graph pool. It is charged with the addresses, or at the first launch with [`Habit::GraphMemoryStays`].
 #[derive(Debug)]
 pub struct GraphMemory {
     pub address: u64,
-    /// Tells the allocation from later ones at its address.
+    /// The allocation's id, which no later one at the address has.
     id: u64,
     pub bytes: usize,
     /// Whole blocks.
@@ -28,13 +27,13 @@ pub struct GraphMemory {
 }
 
 impl GraphMemory {
-    /// In blocks of its own, which it shares with nothing.
+    /// Allocates whole blocks.
     pub fn allocate(context: &Context, bytes: usize) -> Result<Arc<Self>, Code> {
         let taken = (bytes as u64)
             .checked_next_multiple_of(BLOCK)
             .ok_or(Code::OUT_OF_MEMORY)?;
         let device = context.device;
-        let address = memory::place(device.ordinal, What::Graph, context.id, taken)?;
+        let address = memory::place(device.ordinal, MemoryKind::Graph, context.id, taken)?;
         let memory = Self {
             address,
             id: memory::id_of(address),
@@ -48,11 +47,11 @@ impl GraphMemory {
         Ok(Arc::new(memory))
     }
 
-    /// Gives it memory of the graph pool's, if it has none.
+    /// Gives it memory of the graph pool, if it has none.
     pub fn attach(&self) -> Result<(), Code> {
         memory::with_room(self.device, || {
             self.device
-                .graph_books()
+                .graph_pool()
                 .attach(self.id, self.taken, |more| self.device.charge(more))
         })
     }
@@ -60,12 +59,12 @@ impl GraphMemory {
 
 impl Drop for GraphMemory {
     fn drop(&mut self) {
-        // It may be gone with its context.
+        // It may have been freed with its context.
         memory::free_exactly(self.address, self.id);
-        let mut books = self.device.graph_books();
-        books.detach(self.id);
+        let mut graph_pool = self.device.graph_pool();
+        graph_pool.detach(self.id);
         if !has(Habit::GraphMemoryStays) {
-            self.device.release(books.trim());
+            self.device.release(graph_pool.trim());
         }
     }
 }

@@ -1,4 +1,4 @@
-//! A GPU's graph pool: how much memory graphs have, and keep.
+//! A GPU's graph pool: the memory that graphs use and keep.
 
 use std::collections::BTreeMap;
 
@@ -6,18 +6,18 @@ use crate::code::Code;
 
 /// A GPU's graph pool, in bytes.
 #[derive(Debug, Default)]
-pub struct GraphBooks {
-    /// What each allocation that has memory takes, by its id.
+pub struct GraphPool {
+    /// Bytes of each allocation that has memory, by its id.
     attached: BTreeMap<u64, u64>,
     used: u64,
     used_high: u64,
-    /// Taken from the GPU.
+    /// Charged to the GPU.
     reserved: u64,
     reserved_high: u64,
 }
 
-impl GraphBooks {
-    /// Gives memory to the allocation `id`, if it has none; `charge` takes from the GPU what the pool lacks.
+impl GraphPool {
+    /// Gives memory to the allocation `id`, if it has none. `charge` charges to the GPU what the pool lacks.
     pub fn attach(
         &mut self,
         id: u64,
@@ -37,12 +37,12 @@ impl GraphBooks {
         Ok(())
     }
 
-    /// An allocation is gone. Its memory stays in the pool.
+    /// Removes an allocation. Its memory stays in the pool.
     pub fn detach(&mut self, id: u64) {
         self.used -= self.attached.remove(&id).unwrap_or(0);
     }
 
-    /// Keeps only what graphs use; returns the bytes that the GPU has back.
+    /// Removes all memory that no graph uses from the pool; its bytes, which the caller returns to the GPU.
     pub fn trim(&mut self) -> u64 {
         let unused = self.reserved - self.used;
         self.reserved = self.used;

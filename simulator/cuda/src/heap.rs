@@ -1,8 +1,7 @@
-//! Device addresses, and how much of the GPU they take.
+//! Device addresses, and the GPU memory that they take.
 //!
-//! As the driver does, memory is taken from the GPU in blocks of 2 MiB. Small allocations share blocks, in
-//! one of two ways ([`Blocks`]); larger ones have whole blocks of their own. A block goes back to the GPU
-//! when its last allocation is freed.
+//! As in the driver, GPU memory is charged in blocks of 2 MiB. Small allocations share blocks in one of two ways
+//! ([`Blocks`]); larger ones have whole blocks of their own. A block returns to the GPU when its last allocation is freed.
 
 use std::collections::BTreeMap;
 
@@ -11,7 +10,7 @@ use tranche_simulator_machine::layout::{Habit, Header};
 
 use crate::code::Code;
 
-/// What memory is taken in.
+/// The unit in which GPU memory is charged, in bytes.
 pub const BLOCK: u64 = 2 << 20;
 /// Addresses are multiples of this.
 const ALIGNMENT: u64 = 512;
@@ -23,14 +22,14 @@ const CLASSES: usize = 12;
 /// Which allocations share a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Blocks {
-    /// Those of up to 1 MiB, with others of their size class (powers of two from 512 bytes).
+    /// Allocations of up to 1 MiB share blocks with others of their size class (powers of two from 512 bytes).
     BySize,
-    /// Those smaller than a block, whatever their sizes: each in the first gap that fits.
+    /// Allocations smaller than a block share blocks, whatever their sizes: each is in the first gap that fits.
     Mixed,
 }
 
 impl Blocks {
-    /// What the machine's driver does.
+    /// The rule of the machine's driver.
     pub fn of(header: &Header) -> Self {
         if header.has(Habit::MixedBlocks) {
             Self::Mixed
@@ -44,13 +43,13 @@ impl Blocks {
 #[derive(Debug)]
 pub struct Heap {
     blocks: Blocks,
-    /// Where its mapping begins, and its length.
+    /// The address and length of its mapping.
     mapping: Option<(u64, u64)>,
-    /// Free stretches by address: lengths, multiples of a block.
+    /// Free stretches: lengths in whole blocks, by address.
     free: BTreeMap<u64, u64>,
     /// Shared blocks by address.
     shared: BTreeMap<u64, Slab>,
-    /// Shared blocks with room, by class.
+    /// Shared blocks with free places, by class.
     room: [Vec<u64>; CLASSES],
     /// Blocks with allocations of any size, by address.
     mixed: BTreeMap<u64, MixedBlock>,
@@ -59,10 +58,10 @@ pub struct Heap {
 /// A block with allocations of any size.
 #[derive(Debug)]
 struct MixedBlock {
-    /// Lengths of the gaps by their offsets.
+    /// Gaps: lengths by offset.
     gaps: BTreeMap<u64, u64>,
     live: u32,
-    /// Whether one that was freed had been written to.
+    /// Whether a freed allocation had been written.
     touched: bool,
 }
 
@@ -75,7 +74,7 @@ impl MixedBlock {
         }
     }
 
-    /// The offset of the first gap of `length`, which is a gap no more.
+    /// Takes `length` bytes of the first gap that has as many; their offset.
     fn take(&mut self, length: u64) -> Option<u64> {
         let offset = take_first(&mut self.gaps, length)?;
         self.live += 1;
@@ -86,12 +85,12 @@ impl MixedBlock {
 /// A block that small allocations share.
 #[derive(Debug, Default)]
 struct Slab {
-    /// Places given back.
+    /// Places that were freed.
     free: Vec<u16>,
-    /// Places never given out: this one and those after it.
+    /// The first place that was never used; those after it were not used either.
     next: u16,
     live: u16,
-    /// Whether one that was freed had been written to.
+    /// Whether a freed allocation had been written.
     touched: bool,
 }
 
@@ -104,12 +103,12 @@ impl Slab {
         })
     }
 
-    fn full(&self, class: usize) -> bool {
+    fn is_full(&self, class: usize) -> bool {
         self.free.is_empty() && u64::from(self.next) == BLOCK / size(class)
     }
 }
 
-/// What an allocation of some size takes.
+/// The memory that an allocation takes: a place of a shared block (its class), a part of a mixed block or whole blocks (bytes).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Fit {
     Shared(usize),
@@ -119,7 +118,7 @@ enum Fit {
 
 fn fit(blocks: Blocks, bytes: u64) -> Option<Fit> {
     if blocks == Blocks::Mixed && bytes < BLOCK {
-        // What rounds up to a whole block has one.
+        // A size that rounds up to a whole block takes one.
         Some(Fit::Mixed(bytes.next_multiple_of(ALIGNMENT)))
     } else if blocks == Blocks::BySize && bytes <= SMALL {
         let size = bytes.max(ALIGNMENT).next_power_of_two();
@@ -130,7 +129,7 @@ fn fit(blocks: Blocks, bytes: u64) -> Option<Fit> {
 }
 
 impl Heap {
-    /// An address space that nothing is mapped for yet.
+    /// An empty heap, without a mapping.
     pub fn new(blocks: Blocks) -> Self {
         Self {
             blocks,
@@ -142,8 +141,8 @@ impl Heap {
         }
     }
 
-    /// Gives an address for `bytes`; `charge` takes whole blocks from the GPU.
-    /// `total` is the GPU's memory, which the address space must outgrow.
+    /// Allocates `bytes`; the address. `charge` charges whole blocks to the GPU. `total` is the GPU's memory; the address
+    /// space is a multiple of it.
     pub fn allocate(
         &mut self,
         bytes: u64,
@@ -179,7 +178,7 @@ impl Heap {
                 };
                 let slab = self.shared.get_mut(&block).ok_or(Code::UNKNOWN)?;
                 let place = slab.take();
-                if slab.full(class) {
+                if slab.is_full(class) {
                     self.room[class].pop();
                 }
                 Ok(block + u64::from(place) * size(class))
@@ -187,19 +186,19 @@ impl Heap {
         }
     }
 
-    /// Addresses, and the GPU's memory for them: both or neither.
+    /// Takes addresses and charges GPU memory for them: both or neither.
     fn take_charged(
         &mut self,
         length: u64,
         charge: impl FnOnce(u64) -> Result<(), Code>,
     ) -> Result<u64, Code> {
-        // Addresses run out only where a program frees in a pattern made for it.
+        // Addresses are exhausted only by a pattern of frees that is made for it.
         let address = take_first(&mut self.free, length).ok_or(Code::OUT_OF_MEMORY)?;
-        charge(length).inspect_err(|_| give(&mut self.free, address, length))?;
+        charge(length).inspect_err(|_| insert_free(&mut self.free, address, length))?;
         Ok(address)
     }
 
-    /// Takes an address back; returns the bytes of whole blocks that it frees.
+    /// Frees an address; the bytes of whole blocks that this frees.
     pub fn release(&mut self, address: u64, bytes: u64, touched: bool) -> u64 {
         match fit(self.blocks, bytes) {
             None => 0,
@@ -208,7 +207,7 @@ impl Heap {
                 let Some(mixed) = self.mixed.get_mut(&block) else {
                     return 0;
                 };
-                give(&mut mixed.gaps, address - block, length);
+                insert_free(&mut mixed.gaps, address - block, length);
                 mixed.touched |= touched;
                 mixed.live -= 1;
                 if mixed.live > 0 {
@@ -216,25 +215,15 @@ impl Heap {
                 }
                 let touched = mixed.touched;
                 self.mixed.remove(&block);
-                if touched {
-                    forget(block, BLOCK);
-                }
-                give(&mut self.free, block, BLOCK);
-                BLOCK
+                self.free_blocks(block, BLOCK, touched)
             }
-            Some(Fit::Whole(length)) => {
-                if touched {
-                    forget(address, length);
-                }
-                give(&mut self.free, address, length);
-                length
-            }
+            Some(Fit::Whole(length)) => self.free_blocks(address, length, touched),
             Some(Fit::Shared(class)) => {
                 let block = address & !(BLOCK - 1);
                 let Some(slab) = self.shared.get_mut(&block) else {
                     return 0;
                 };
-                if slab.full(class) {
+                if slab.is_full(class) {
                     self.room[class].push(block);
                 }
                 slab.touched |= touched;
@@ -247,13 +236,18 @@ impl Heap {
                 let touched = slab.touched;
                 self.shared.remove(&block);
                 self.room[class].retain(|b| *b != block);
-                if touched {
-                    forget(block, BLOCK);
-                }
-                give(&mut self.free, block, BLOCK);
-                BLOCK
+                self.free_blocks(block, BLOCK, touched)
             }
         }
+    }
+
+    /// Makes whole blocks free, which were `touched` if bytes of them were written; their length.
+    fn free_blocks(&mut self, address: u64, length: u64, touched: bool) -> u64 {
+        if touched {
+            return_pages(address, length);
+        }
+        insert_free(&mut self.free, address, length);
+        length
     }
 
     /// Maps the address space at its first use.
@@ -261,7 +255,7 @@ impl Heap {
         if self.mapping.is_some() {
             return Ok(());
         }
-        // Room for any order of frees; nothing of it is memory yet.
+        // Large enough for any usual order of frees. It takes no memory yet.
         let length = (total * 4).next_multiple_of(BLOCK) + BLOCK;
         let start = map_private(length)?;
         self.mapping = Some((start, length));
@@ -270,21 +264,21 @@ impl Heap {
         Ok(())
     }
 
-    /// Gives its addresses back.
+    /// Removes the mapping.
     ///
     /// # Safety
-    /// Nothing of it is allocated any more.
+    /// The heap has no allocation.
     pub unsafe fn unmap(&mut self) {
         let blocks = self.blocks;
         if let Some((start, length)) = std::mem::replace(self, Self::new(blocks)).mapping {
             let length = usize::try_from(length).unwrap_or(0);
-            // SAFETY: the mapping is ours and the program's no more, by the contract above.
+            // SAFETY: the mapping is ours, and the program no longer uses it, by the contract above.
             let _ = unsafe { rustix::mm::munmap(start as *mut _, length) };
         }
     }
 }
 
-/// Takes `length` from the start of the first stretch that has as much.
+/// Takes `length` bytes from the start of the first stretch that has as many.
 fn take_first(stretches: &mut BTreeMap<u64, u64>, length: u64) -> Option<u64> {
     let (start, has) = stretches.iter().find(|(_, has)| **has >= length)?;
     let (start, has) = (*start, *has);
@@ -295,8 +289,8 @@ fn take_first(stretches: &mut BTreeMap<u64, u64>, length: u64) -> Option<u64> {
     Some(start)
 }
 
-/// Adds a stretch, one with its neighbours.
-fn give(stretches: &mut BTreeMap<u64, u64>, mut start: u64, mut length: u64) {
+/// Adds a free stretch and joins it with its neighbours.
+fn insert_free(stretches: &mut BTreeMap<u64, u64>, mut start: u64, mut length: u64) {
     if let Some(after) = stretches.remove(&(start + length)) {
         length += after;
     }
@@ -315,11 +309,11 @@ fn size(class: usize) -> u64 {
     ALIGNMENT << class
 }
 
-/// Maps `length` bytes that take memory only where they are written, are not
-/// inherited by a forked child and are not dumped.
+/// Maps `length` bytes that take host memory only where they are written. A forked child does not inherit them, and core
+/// dumps do not contain them.
 pub fn map_private(length: u64) -> Result<u64, Code> {
     let length = usize::try_from(length).map_err(|_| Code::OUT_OF_MEMORY)?;
-    // SAFETY: a new mapping at a place of the kernel's choice.
+    // SAFETY: a new mapping at an address of the kernel's choice.
     let address = unsafe {
         rustix::mm::mmap_anonymous(
             std::ptr::null_mut(),
@@ -334,16 +328,15 @@ pub fn map_private(length: u64) -> Result<u64, Code> {
         Advice::LinuxDontDump,
         Advice::LinuxNoHugepage,
     ] {
-        // SAFETY: the mapping just made; none of these changes its content.
+        // SAFETY: the new mapping. None of these changes its content.
         let _ = unsafe { rustix::mm::madvise(address, length, advice) };
     }
     Ok(address as u64)
 }
 
-/// Gives the host memory behind whole pages back; they read as zeros again.
-pub fn forget(address: u64, length: u64) {
-    // SAFETY: only called on stretches of `map_private`'s mappings that no
-    // allocation of the program covers.
+/// Returns whole pages to the host. They read as zeros afterwards.
+pub fn return_pages(address: u64, length: u64) {
+    // SAFETY: the pages are in a mapping of `map_private`, and the program needs no byte of them.
     let _ = unsafe {
         rustix::mm::madvise(
             address as *mut _,
@@ -370,17 +363,21 @@ mod tests {
     }
 
     #[test]
-    fn whatever_is_smaller_than_a_mixed_block_shares_it() {
+    fn allocations_smaller_than_a_block_share_mixed_blocks() {
         let mut heap = Heap::new(Blocks::Mixed);
         let mut charged = 0;
         let large = allocate(&mut heap, 3 * BLOCK / 4, &mut charged);
         let small = allocate(&mut heap, 1, &mut charged);
-        assert_eq!(small, large + 3 * BLOCK / 4, "behind it, in its block");
+        assert_eq!(
+            small,
+            large + 3 * BLOCK / 4,
+            "in the same block, behind the first"
+        );
         let other = allocate(&mut heap, BLOCK / 2, &mut charged);
         let whole = allocate(&mut heap, BLOCK + 1, &mut charged);
         assert_eq!((other % BLOCK, whole % BLOCK), (0, 0));
         assert_eq!(charged, 4 * BLOCK);
-        // The gap that the first leaves is the next one's, and the block stays as long as the small one.
+        // The next allocation gets the first one's gap. The block stays allocated as long as the small one.
         assert_eq!(heap.release(large, 3 * BLOCK / 4, true), 0);
         assert_eq!(heap.allocate(BLOCK / 2, TOTAL, |_| panic!()), Ok(large));
         assert_eq!(heap.release(large, BLOCK / 2, true), 0);
@@ -388,7 +385,7 @@ mod tests {
     }
 
     #[test]
-    fn small_ones_share_a_block_and_big_ones_have_their_own() {
+    fn small_allocations_share_a_block_and_large_ones_have_their_own() {
         let mut heap = Heap::new(Blocks::BySize);
         let mut charged = 0;
         let first = allocate(&mut heap, 1, &mut charged);
@@ -400,14 +397,18 @@ mod tests {
         assert_eq!(heap.release(first, 1, true), 0);
         assert_eq!(heap.release(second, 512, true), BLOCK);
         assert_eq!(heap.release(big, SMALL + 1, true), BLOCK);
-        assert_eq!(heap.free.len(), 1, "the address space is whole again");
+        assert_eq!(heap.free.len(), 1, "the free stretches are joined again");
         let refused = heap.allocate(SMALL + 1, TOTAL, |_| Err(Code::OUT_OF_MEMORY));
         assert_eq!(refused, Err(Code::OUT_OF_MEMORY));
-        assert_eq!(heap.free.len(), 1, "a refusal takes nothing");
+        assert_eq!(
+            heap.free.len(),
+            1,
+            "a refused allocation takes no addresses"
+        );
     }
 
     #[test]
-    fn sizes_near_the_end_of_the_number_line_are_refused() {
+    fn sizes_near_the_largest_number_are_refused() {
         let mut heap = Heap::new(Blocks::BySize);
         for bytes in [u64::MAX, u64::MAX - BLOCK, 5 * TOTAL] {
             let refused = heap.allocate(bytes, TOTAL, |_| Ok(()));
@@ -417,7 +418,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn allocations_never_overlap_and_everything_comes_back(
+        fn allocations_never_overlap_and_all_blocks_are_freed(
             blocks in prop_oneof![Just(Blocks::BySize), Just(Blocks::Mixed)],
             steps in proptest::collection::vec((1u64..6_000_000, any::<bool>(), any::<u16>()), 1..300)
         ) {

@@ -1,5 +1,5 @@
-//! Work that the host does when a GPU gets to it: host functions and callbacks, and copies queued behind them.
-//! One thread does it, in the order of the times at which it was expected to be due.
+//! Work of the host in the order of a GPU's work: host functions, callbacks, and copies queued behind them. One thread does
+//! it, in the order of the times at which it was expected to be due.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -16,9 +16,9 @@ pub type HostFunction = unsafe extern "C" fn(*mut c_void);
 pub type Work = Box<dyn FnOnce() + Send>;
 
 struct Job {
-    /// When it was expected to be due; then which came first.
+    /// When it was expected to be due, and its number.
     order: (u64, u64),
-    /// What it comes after: a GPU and a mark there.
+    /// The work that it comes after: a mark of a GPU.
     after: (usize, u64),
     work: Work,
 }
@@ -43,10 +43,10 @@ impl Ord for Job {
 #[derive(Default)]
 struct Queue {
     jobs: BinaryHeap<Reverse<Job>>,
-    /// Numbers given out; jobs that wait or run.
+    /// The number of the last job, and the jobs that wait or run.
     last: u64,
     pending: std::collections::BTreeSet<u64>,
-    working: bool,
+    has_worker: bool,
 }
 
 static QUEUE: Mutex<Option<Queue>> = Mutex::new(None);
@@ -57,7 +57,7 @@ fn queue() -> MutexGuard<'static, Option<Queue>> {
     QUEUE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Does `work` after a GPU has got to a mark; returns the job's number.
+/// Queues `work` for after a GPU has reached a mark; the job's number.
 pub fn enqueue(after: (usize, u64), work: Work) -> u64 {
     let expected = driver().map_or(0, |driver| {
         let at = now();
@@ -77,8 +77,8 @@ pub fn enqueue(after: (usize, u64), work: Work) -> u64 {
         after,
         work,
     }));
-    if !queue.working {
-        queue.working = true;
+    if !queue.has_worker {
+        queue.has_worker = true;
         std::thread::spawn(worker);
     }
     drop(guard);
@@ -106,15 +106,15 @@ fn worker() {
     }
 }
 
-/// Whether job `number` has been done; 0 is no job.
-pub fn done(number: u64) -> bool {
+/// Whether job `number` is done. 0 is no job.
+pub fn is_done(number: u64) -> bool {
     number == 0
         || !queue()
             .as_ref()
             .is_some_and(|q| q.pending.contains(&number))
 }
 
-/// Waits until job `number` has been done.
+/// Waits until job `number` is done.
 pub fn wait(number: u64) {
     if number == 0 {
         return;
@@ -125,7 +125,7 @@ pub fn wait(number: u64) {
     }
 }
 
-/// Waits until every job queued so far has been done.
+/// Waits until all jobs that are queued now are done.
 pub fn drain() {
     let mut guard = queue();
     let Some(last) = guard.as_ref().map(|q| q.last) else {

@@ -36,7 +36,7 @@ impl Launch {
 
     /// Loads the kernel's code and takes the memory that it uses.
     pub fn prepare(self, context: &'static Object<Context>) -> Result<(), Code> {
-        if self.function.alive() {
+        if self.function.is_alive() {
             self.function.load(context)?;
         }
         context.grow_local(self.function.local)?;

@@ -25,7 +25,7 @@ pub fn create(device: &'static Device, flags: u32) -> Result<&'static Object<Con
     let driver = driver()?;
     driver
         .shared
-        .open_context(driver.slot, device.gpu, || driver.settle())?;
+        .open_context(driver.slot, device.gpu, || driver.reclaim())?;
     let context = Object::create(Context::new(device, flags));
     stream::create_null(context);
     Ok(context)

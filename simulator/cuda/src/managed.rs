@@ -1,4 +1,4 @@
-//! Managed memory: what moves it between the host and GPUs.
+//! Managed memory: moves between the host and GPUs.
 
 use tranche_simulator_machine::layout::Habit;
 
@@ -7,7 +7,7 @@ use crate::context::Context;
 use crate::device::{Device, device};
 use crate::driver::has;
 use crate::memory::{self, free_resident, resident_bytes};
-use crate::space::{What, containing, regions};
+use crate::space::{MemoryKind, containing, regions};
 
 /// Moves the managed allocation at `address` to the GPU, with [`Habit::ManagedMemoryOccupies`]. A GPU without room reads
 /// it from the host.
@@ -17,7 +17,7 @@ fn occupy(device: &'static Device, address: u64) {
     }
     let Some(bytes) = regions()
         .get(&address)
-        .filter(|region| !region.resident && matches!(region.what, What::Managed))
+        .filter(|region| !region.resident && matches!(region.kind, MemoryKind::Managed))
         .map(|region| region.bytes)
     else {
         return;
@@ -49,7 +49,9 @@ pub fn touch(context: &Context, address: u64) {
 pub fn touch_all(context: &Context) {
     let managed: Vec<u64> = regions()
         .iter()
-        .filter(|(_, region)| region.context == context.id && matches!(region.what, What::Managed))
+        .filter(|(_, region)| {
+            region.context == context.id && matches!(region.kind, MemoryKind::Managed)
+        })
         .map(|(address, _)| *address)
         .collect();
     for address in managed {
@@ -76,7 +78,7 @@ pub fn check(address: u64, bytes: usize) -> Result<(), Code> {
     let mut regions = regions();
     match containing(&mut regions, address) {
         Some((start, region))
-            if matches!(region.what, What::Managed)
+            if matches!(region.kind, MemoryKind::Managed)
                 && address - start + bytes as u64 <= region.bytes =>
         {
             Ok(())

@@ -8,26 +8,31 @@ use crate::code::Code;
 use crate::context::Context;
 use crate::device::{Device, device};
 use crate::driver::has;
-use crate::heap::{BLOCK, Heap, forget, map_private};
+use crate::heap::{BLOCK, Heap, map_private, return_pages};
 use crate::object::Object;
 use crate::pool::{self, Pool};
-use crate::space::{Region, Regions, What, regions};
+use crate::space::{MemoryKind, Region, Regions, regions};
 
 const PAGE: u64 = 4096;
 
 /// Allocates memory of the context's GPU.
 pub fn allocate(context: &Context, bytes: u64) -> Result<u64, Code> {
-    place(context.device.ordinal, What::Device, context.id, bytes)
+    place(
+        context.device.ordinal,
+        MemoryKind::Device,
+        context.id,
+        bytes,
+    )
 }
 
-/// Allocates memory of a GPU as `what`.
-pub fn place(ordinal: i32, what: What, context: u64, bytes: u64) -> Result<u64, Code> {
+/// Allocates memory of a GPU as `kind`.
+pub fn place(ordinal: i32, kind: MemoryKind, context: u64, bytes: u64) -> Result<u64, Code> {
     if bytes == 0 {
         return Err(Code::INVALID_VALUE);
     }
     let device = device(ordinal)?;
-    let address = with_room(device, || take(device, what, bytes))?;
-    regions().insert(address, Region::new(bytes, what, ordinal, context));
+    let address = with_room(device, || take(device, kind, bytes))?;
+    regions().insert(address, Region::new(bytes, kind, ordinal, context));
     Ok(address)
 }
 
@@ -50,14 +55,14 @@ pub fn charge(device: &'static Device, bytes: u64) -> Result<(), Code> {
     with_room(device, || device.charge(bytes))
 }
 
-/// Frees what is due of a pool's pending frees, and all that the stream `own` (its address) has freed.
+/// Carries out a pool's pending frees that are due, and all of the stream `own` (its address).
 pub fn settle(pool: &Pool, own: Option<usize>) {
     for free in pool.take_due_frees(own) {
         free_exactly(free.address, free.id);
     }
 }
 
-/// The pools of a GPU, after their pending frees that are due.
+/// The pools of a GPU, after their due frees are carried out.
 fn settled_pools(device: &Device) -> Vec<&'static Object<Pool>> {
     let pools = pool::pools_of(device);
     for pool in &pools {
@@ -74,8 +79,8 @@ fn trim_pools(device: &Device) -> bool {
     trimmed.sum::<u64>() > 0
 }
 
-/// Returns to a GPU what its pools keep above their release thresholds, now that the program has waited for work of
-/// that GPU.
+/// Returns to a GPU what its pools keep above their release thresholds. Called after the program has waited for work of that
+/// GPU.
 pub fn trim_pools_after_wait(device: &Device) {
     if !has(Habit::FreesWait) {
         return;
@@ -85,19 +90,19 @@ pub fn trim_pools_after_wait(device: &Device) {
     }
 }
 
-fn heap_of(device: &'static Device, what: What) -> MutexGuard<'static, Heap> {
-    match what {
-        What::Pooled(pool) => pool.heap(),
+fn heap_of(device: &'static Device, kind: MemoryKind) -> MutexGuard<'static, Heap> {
+    match kind {
+        MemoryKind::Pooled(pool) => pool.heap(),
         _ => device.heap.lock().unwrap_or_else(PoisonError::into_inner),
     }
 }
 
-fn take(device: &'static Device, what: What, bytes: u64) -> Result<u64, Code> {
+fn take(device: &'static Device, kind: MemoryKind, bytes: u64) -> Result<u64, Code> {
     let total = device.state.memory_total;
-    heap_of(device, what).allocate(bytes, total, |charge| match what {
-        What::Pooled(pool) => pool.charge(device, charge),
+    heap_of(device, kind).allocate(bytes, total, |charge| match kind {
+        MemoryKind::Pooled(pool) => pool.charge(device, charge),
         // The graph pool charges it when the graph is launched.
-        What::Graph => Ok(()),
+        MemoryKind::Graph => Ok(()),
         _ => device.charge(charge),
     })
 }
@@ -106,12 +111,14 @@ fn take(device: &'static Device, what: What, bytes: u64) -> Result<u64, Code> {
 pub fn free(address: u64) -> Result<(), Code> {
     let mut regions = regions();
     let region = regions.get(&address).ok_or(Code::INVALID_VALUE)?;
-    match region.what {
+    match region.kind {
         _ if region.freed => return Err(Code::INVALID_VALUE),
-        What::Mapped | What::Host | What::Registered => return Err(Code::INVALID_VALUE),
+        MemoryKind::Mapped | MemoryKind::Host | MemoryKind::Registered => {
+            return Err(Code::INVALID_VALUE);
+        }
         // It belongs to the graph, whose next launch needs it at this address.
-        What::Graph => return Ok(()),
-        What::Device | What::Pooled(_) | What::Managed => {}
+        MemoryKind::Graph => return Ok(()),
+        MemoryKind::Device | MemoryKind::Pooled(_) | MemoryKind::Managed => {}
     }
     remove(&mut regions, address)
 }
@@ -132,33 +139,33 @@ pub fn id_of(address: u64) -> u64 {
 /// Removes a region and returns its memory.
 pub fn remove(regions: &mut Regions, address: u64) -> Result<(), Code> {
     let region = regions.remove(&address).ok_or(Code::INVALID_VALUE)?;
-    match region.what {
-        What::Device | What::Pooled(_) => {
+    match region.kind {
+        MemoryKind::Device | MemoryKind::Pooled(_) => {
             let device = device(region.device)?;
-            let freed = heap_of(device, region.what).release(address, region.bytes, region.touched);
-            match region.what {
-                What::Pooled(pool) => pool.record_free(device, region.bytes, freed),
+            let freed = heap_of(device, region.kind).release(address, region.bytes, region.touched);
+            match region.kind {
+                MemoryKind::Pooled(pool) => pool.record_free(device, region.bytes, freed),
                 _ if freed > 0 => device.release(freed),
                 _ => {}
             }
         }
-        What::Graph => {
+        MemoryKind::Graph => {
             let device = device(region.device)?;
-            let _ = heap_of(device, region.what).release(address, region.bytes, region.touched);
+            let _ = heap_of(device, region.kind).release(address, region.bytes, region.touched);
         }
-        What::Managed => {
+        MemoryKind::Managed => {
             if region.resident {
                 free_resident(device(region.device)?, region.bytes);
             }
             unmap(address, region.bytes);
         }
-        What::Host => unmap(address, region.bytes),
-        What::Registered | What::Mapped => {}
+        MemoryKind::Host => unmap(address, region.bytes),
+        MemoryKind::Registered | MemoryKind::Mapped => {}
     }
     Ok(())
 }
 
-/// Frees all that a context which ends still has.
+/// Frees all memory of a context that ends.
 pub fn free_all(context: &Context) {
     let mut regions = regions();
     let left: Vec<u64> = regions
@@ -166,15 +173,15 @@ pub fn free_all(context: &Context) {
         .filter(|(_, region)| region.context == context.id)
         .map(|(address, _)| *address)
         .collect();
-    let mut books = context.device.graph_books();
+    let mut graph_pool = context.device.graph_pool();
     for address in left {
         if let Some(region) = regions.get(&address) {
-            books.detach(region.id);
+            graph_pool.detach(region.id);
         }
         let _ = remove(&mut regions, address);
     }
-    context.device.release(books.trim());
-    drop((books, regions));
+    context.device.release(graph_pool.trim());
+    drop((graph_pool, regions));
     trim_pools(context.device);
 }
 
@@ -235,6 +242,6 @@ pub fn zero(address: u64, bytes: u64) {
         return;
     }
     clear(address, start - address);
-    forget(start, end - start);
+    return_pages(start, end - start);
     clear(end, address + bytes - end);
 }

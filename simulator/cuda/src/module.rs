@@ -31,7 +31,7 @@ use crate::object::{Handle, Kept, Kind, Object};
 #[derive(Debug)]
 pub struct Module {
     image: Image,
-    /// What is loaded, by the context's id.
+    /// The loaded parts, by the context's id.
     loaded: Mutex<BTreeMap<u64, Loaded>>,
     functions: Mutex<BTreeMap<String, &'static Object<Function>>>,
 }
@@ -177,7 +177,7 @@ pub unsafe fn create_from_file(path: *const c_char) -> Result<&'static Object<Mo
 }
 
 impl Loaded {
-    /// What is loaded in `context`.
+    /// The part that is loaded in `context`.
     fn of<'a>(
         loaded: &'a mut BTreeMap<u64, Self>,
         context: &'static Object<Context>,
@@ -292,7 +292,7 @@ impl Object<Module> {
             for (address, id) in loaded.variables.into_values() {
                 memory::free_exactly(address, id);
             }
-            if loaded.context.alive() {
+            if loaded.context.is_alive() {
                 loaded.context.unload_code(loaded.code);
             }
         }

@@ -1,8 +1,7 @@
-//! Handles: contexts, streams, events and the like behind CUDA's opaque pointers.
+//! Handles: the objects (contexts, streams, events and others) behind CUDA's opaque pointers.
 //!
-//! A handle is the object's address, so that using one costs nothing. A destroyed
-//! object stays in quarantine for a while: a handle used after its end is an error
-//! with a name, not a crash, as long as the program notices soon.
+//! A handle is the object's address, so that its use costs nothing. A destroyed object stays in quarantine for a while. In
+//! that time the use of its handle is an error, not a crash.
 
 use std::any::Any;
 use std::collections::VecDeque;
@@ -13,22 +12,22 @@ use std::sync::{Mutex, PoisonError};
 
 use crate::code::Code;
 
-/// An opaque pointer of CUDA's.
+/// An opaque pointer of CUDA.
 pub type Handle = *mut c_void;
 
-/// A handle kept to be given back.
+/// A handle that is kept, to be returned to the program.
 #[derive(Debug, Clone, Copy)]
 pub struct Kept(pub Handle);
-// SAFETY: a number to us: nothing looks behind it but `Object::find`.
+// SAFETY: a number. Only `Object::find` dereferences it.
 unsafe impl Send for Kept {}
 // SAFETY: as above.
 unsafe impl Sync for Kept {}
 
-/// A pointer that the program wants back on another thread.
+/// A pointer that the program gets back on another thread.
 #[derive(Debug, Clone, Copy)]
 pub struct Token(pub *mut c_void);
-// SAFETY: CUDA's contract for user data of host functions and graphs: the program
-// knows that another thread gets it. Nothing here looks behind it.
+// SAFETY: CUDA's contract for user data of host functions and graphs: the program knows that another thread gets it. It is
+// not dereferenced here.
 unsafe impl Send for Token {}
 // SAFETY: as above.
 unsafe impl Sync for Token {}
@@ -36,7 +35,7 @@ unsafe impl Sync for Token {}
 /// `CU_STREAM_PER_THREAD`, the handle of the calling thread's default stream.
 pub const PER_THREAD: usize = 2;
 
-/// The handle that a per-thread-default-stream function means.
+/// The handle that `stream` means in functions for per-thread default streams.
 pub fn per_thread(stream: Handle) -> Handle {
     if stream.is_null() {
         PER_THREAD as Handle
@@ -45,15 +44,15 @@ pub fn per_thread(stream: Handle) -> Handle {
     }
 }
 
-/// What can be behind a handle.
+/// A type that can be behind a handle.
 pub trait Kind: Any + Send + Sync {
-    /// What tells it from everything else.
+    /// A number that no other type has.
     const TAG: u64;
-    /// What a handle of something else, or of something destroyed, is.
+    /// The error for a handle of another type, or of a destroyed object.
     const WRONG: Code = Code::INVALID_HANDLE;
 }
 
-/// An object with its tag; the tag is gone when it is destroyed.
+/// An object with its tag, which is 0 after the object is destroyed.
 #[derive(Debug)]
 #[repr(C)]
 pub struct Object<T> {
@@ -68,7 +67,7 @@ impl<T> Deref for Object<T> {
     }
 }
 
-/// Destroyed objects that keep their memory.
+/// The number of destroyed objects that keep their memory.
 const QUARANTINE: usize = 4096;
 static RETIRED: Mutex<VecDeque<Box<dyn Any + Send>>> = Mutex::new(VecDeque::new());
 
@@ -81,7 +80,7 @@ impl<T: Kind> Object<T> {
         }))
     }
 
-    /// The handle to give out.
+    /// The object's handle.
     pub fn handle(&self) -> Handle {
         std::ptr::from_ref(self).cast_mut().cast()
     }
@@ -97,9 +96,8 @@ impl<T: Kind> Object<T> {
         if (object as usize) < 4096 || !object.is_aligned() {
             return Err(T::WRONG);
         }
-        // SAFETY: readable by the contract above. 'static holds for objects that
-        // are not destroyed; those that are stay in quarantine for long enough
-        // for calls already under way.
+        // SAFETY: readable by the contract above. 'static holds for objects that are not destroyed. Destroyed ones stay in
+        // quarantine longer than the calls that have begun before.
         let object = unsafe { &*object };
         if object.tag.load(Ordering::Acquire) == T::TAG {
             Ok(object)
@@ -109,13 +107,12 @@ impl<T: Kind> Object<T> {
     }
 
     /// Whether it has not been destroyed.
-    pub fn alive(&self) -> bool {
+    pub fn is_alive(&self) -> bool {
         self.tag.load(Ordering::Acquire) == T::TAG
     }
 
-    /// Ends the handle but not the object, which others still refer to; false if another call has
-    /// done so.
-    pub fn abandon(&'static self) -> bool {
+    /// Ends the handle but not the object, to which others still refer; false if another call has done so.
+    pub fn end_handle(&'static self) -> bool {
         self.tag
             .compare_exchange(T::TAG, 0, Ordering::AcqRel, Ordering::Relaxed)
             .is_ok()
@@ -123,20 +120,20 @@ impl<T: Kind> Object<T> {
 
     /// Ends the object; false if another call has done so.
     pub fn destroy(&'static self) -> bool {
-        let first = self.abandon();
+        let first = self.end_handle();
         if first {
-            // SAFETY: only the call that ended the handle comes here.
-            unsafe { self.bury() };
+            // SAFETY: only the call that ended the handle gets here.
+            unsafe { self.quarantine() };
         }
         first
     }
 
-    /// Ends an object that was abandoned and that nobody refers to any more.
+    /// Ends an object whose handle has ended and to which nothing refers.
     ///
     /// # Safety
     /// Called once.
-    pub unsafe fn bury(&'static self) {
-        // SAFETY: `create` leaked it from a Box, which nobody else takes back.
+    pub unsafe fn quarantine(&'static self) {
+        // SAFETY: `create` leaked it from a Box, which nobody else takes.
         let object = unsafe { Box::from_raw(std::ptr::from_ref(self).cast_mut()) };
         let mut retired = RETIRED.lock().unwrap_or_else(PoisonError::into_inner);
         retired.push_back(object);

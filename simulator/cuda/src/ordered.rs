@@ -7,7 +7,7 @@ use crate::context::context_id;
 use crate::memory;
 use crate::object::Object;
 use crate::pool::{PendingFree, Pool};
-use crate::space::{What, regions};
+use crate::space::{MemoryKind, regions};
 use crate::stream::Stream;
 
 fn address_of(stream: &Stream) -> usize {
@@ -20,7 +20,14 @@ pub fn allocate(pool: &'static Object<Pool>, bytes: usize, stream: &Stream) -> R
         return Err(Code::INVALID_VALUE);
     }
     memory::settle(pool, Some(address_of(stream)));
-    let place = || memory::place(pool.device, What::Pooled(pool), context_id(), bytes as u64);
+    let place = || {
+        memory::place(
+            pool.device,
+            MemoryKind::Pooled(pool),
+            context_id(),
+            bytes as u64,
+        )
+    };
     let address = loop {
         match place() {
             Err(Code::OUT_OF_MEMORY) if depend_on_oldest(pool, stream) => {}
@@ -37,7 +44,7 @@ fn depend_on_oldest(pool: &Pool, stream: &Stream) -> bool {
         return false;
     };
     let (gpu, mark) = oldest.after;
-    stream.after(gpu, mark);
+    stream.wait_for(gpu, mark);
     stream
         .functions
         .fetch_max(oldest.function, Ordering::AcqRel);
@@ -49,7 +56,7 @@ fn depend_on_oldest(pool: &Pool, stream: &Stream) -> bool {
 pub fn free(address: u64, stream: &'static Stream) -> Result<(), Code> {
     let mut regions = regions();
     let region = regions.get_mut(&address).ok_or(Code::INVALID_VALUE)?;
-    let What::Pooled(pool) = region.what else {
+    let MemoryKind::Pooled(pool) = region.kind else {
         drop(regions);
         // No pool can keep it until then.
         stream.synchronize();

@@ -22,16 +22,16 @@ pub struct Pool {
     pub device: i32,
     /// Addresses of its own, so that it shares no block with others.
     heap: Mutex<Heap>,
-    books: Mutex<Books>,
-    /// What streams have freed and have not reached yet.
+    usage: Mutex<Usage>,
+    /// Frees whose streams have not reached them yet.
     pending: Mutex<Vec<PendingFree>>,
     /// `CU_MEMPOOL_ATTR_REUSE_*`: three switches, all on at first.
     pub reuse: [AtomicU64; 3],
 }
 
-/// What a pool has, in bytes.
+/// The use of a pool, in bytes.
 #[derive(Debug, Default)]
-pub struct Books {
+pub struct Usage {
     /// Allocated, as the program asked.
     pub used: u64,
     pub used_high: u64,
@@ -46,7 +46,7 @@ pub struct Books {
     live: u64,
 }
 
-impl Books {
+impl Usage {
     /// Returns what is kept above `limit` reserved bytes, in whole blocks; how many bytes that is.
     pub fn trim(&mut self, device: &Device, limit: u64) -> u64 {
         let excess = self.reserved.saturating_sub(limit).min(self.kept);
@@ -68,7 +68,7 @@ pub struct PendingFree {
     pub id: u64,
     /// The stream, by its address.
     pub stream: usize,
-    /// What it comes after: a GPU and a mark there, and a host function.
+    /// The work that it comes after: a mark of a GPU, and a host function.
     pub after: (usize, u64),
     pub function: u64,
 }
@@ -76,7 +76,7 @@ pub struct PendingFree {
 impl PendingFree {
     fn is_due(&self) -> bool {
         let (gpu, mark) = self.after;
-        driver::reached(gpu, mark) && host::done(self.function)
+        driver::has_reached(gpu, mark) && host::is_done(self.function)
     }
 }
 
@@ -94,7 +94,7 @@ impl Pool {
         let pool = Object::create(Self {
             device,
             heap: Mutex::new(Heap::new(blocks)),
-            books: Mutex::default(),
+            usage: Mutex::default(),
             pending: Mutex::default(),
             reuse: [const { AtomicU64::new(1) }; 3],
         });
@@ -109,18 +109,18 @@ impl Pool {
         self.heap.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub fn books(&self) -> MutexGuard<'_, Books> {
-        self.books.lock().unwrap_or_else(PoisonError::into_inner)
+    pub fn usage(&self) -> MutexGuard<'_, Usage> {
+        self.usage.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Takes `bytes` of blocks: those that it keeps, then more of the GPU.
     pub fn charge(&self, device: &Device, bytes: u64) -> Result<(), Code> {
-        let mut books = self.books();
-        let again = bytes.min(books.kept);
+        let mut usage = self.usage();
+        let again = bytes.min(usage.kept);
         device.charge(bytes - again)?;
-        books.kept -= again;
-        books.reserved += bytes - again;
-        books.reserved_high = books.reserved_high.max(books.reserved);
+        usage.kept -= again;
+        usage.reserved += bytes - again;
+        usage.reserved_high = usage.reserved_high.max(usage.reserved);
         Ok(())
     }
 
@@ -149,58 +149,57 @@ impl Pool {
 
     /// Returns what the pool keeps above `limit` reserved bytes; how many bytes that is.
     pub fn trim(&self, device: &Device, limit: u64) -> u64 {
-        self.books().trim(device, limit)
+        self.usage().trim(device, limit)
     }
 
     /// Returns what the pool keeps above its release threshold.
     pub fn trim_to_threshold(&self, device: &Device) {
-        let mut books = self.books();
-        let threshold = books.threshold;
-        books.trim(device, threshold);
+        let mut usage = self.usage();
+        let threshold = usage.threshold;
+        usage.trim(device, threshold);
     }
 
     /// Records an allocation of `bytes`.
     pub fn record_allocation(&self, bytes: u64) {
-        let mut books = self.books();
-        books.used += bytes;
-        books.used_high = books.used_high.max(books.used);
-        books.live += 1;
+        let mut usage = self.usage();
+        usage.used += bytes;
+        usage.used_high = usage.used_high.max(usage.used);
+        usage.live += 1;
     }
 }
 
 impl Object<Pool> {
-    /// Records that an allocation of `bytes` was freed, and that the pool has `blocks` bytes in whole blocks more
-    /// to give out.
+    /// Records that an allocation of `bytes` was freed, and with it `blocks` bytes of whole blocks, which the pool keeps.
     pub fn record_free(&'static self, device: &Device, bytes: u64, blocks: u64) {
-        let mut books = self.books();
-        books.used = books.used.saturating_sub(bytes);
-        books.kept += blocks;
-        books.live = books.live.saturating_sub(1);
-        let threshold = books.threshold;
+        let mut usage = self.usage();
+        usage.used = usage.used.saturating_sub(bytes);
+        usage.kept += blocks;
+        usage.live = usage.live.saturating_sub(1);
+        let threshold = usage.threshold;
         // A destroyed pool keeps nothing.
-        if !has(Habit::FreesWait) || !self.alive() {
-            books.trim(device, threshold);
+        if !has(Habit::FreesWait) || !self.is_alive() {
+            usage.trim(device, threshold);
         }
-        self.end_if_unused(books);
+        self.end_if_unused(usage);
     }
 
     /// Ends the handle. The pool itself ends with its last allocation, and keeps nothing until then.
     pub fn retire(&'static self, device: &Device) -> Result<(), Code> {
-        let mut books = self.books();
-        if !self.abandon() {
+        let mut usage = self.usage();
+        if !self.end_handle() {
             return Err(Code::INVALID_VALUE);
         }
-        books.threshold = 0;
-        books.trim(device, 0);
-        self.end_if_unused(books);
+        usage.threshold = 0;
+        usage.trim(device, 0);
+        self.end_if_unused(usage);
         Ok(())
     }
 
-    /// Ends a pool that was destroyed and has no allocation. Both become true under the lock of the books, so one caller
+    /// Ends a pool that was destroyed and has no allocation. Both become true under the lock of `usage`, so one caller
     /// sees them.
-    fn end_if_unused(&'static self, books: MutexGuard<'_, Books>) {
-        let is_unused = books.live == 0 && !self.alive();
-        drop(books);
+    fn end_if_unused(&'static self, usage: MutexGuard<'_, Usage>) {
+        let is_unused = usage.live == 0 && !self.is_alive();
+        drop(usage);
         if !is_unused {
             return;
         }
@@ -211,7 +210,7 @@ impl Object<Pool> {
             .unwrap_or_else(PoisonError::into_inner)
             .retain(|pool| !std::ptr::eq(*pool, self));
         // SAFETY: nobody allocates from it any more, so only one call frees the last allocation.
-        unsafe { self.bury() };
+        unsafe { self.quarantine() };
     }
 }
 

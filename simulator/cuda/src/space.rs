@@ -1,4 +1,4 @@
-//! Every address that CUDA knows in this process, and what it is.
+//! All addresses that CUDA knows in this process.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -8,16 +8,16 @@ use crate::code::Code;
 use crate::object::Object;
 use crate::pool::Pool;
 
-/// What an address is.
+/// The kind of memory at an address.
 #[derive(Debug, Clone, Copy)]
-pub enum What {
-    /// Memory of a GPU from its heap.
+pub enum MemoryKind {
+    /// Memory of a GPU, from its heap.
     Device,
-    /// The same, from a pool.
+    /// Memory of a GPU, from a pool.
     Pooled(&'static Object<Pool>),
-    /// Managed memory: both sides may touch it. A GPU has it while it is `resident`.
+    /// Managed memory, for host and GPUs. It takes GPU memory while it is `resident`.
     Managed,
-    /// A graph's memory whose physical side the graph pool has.
+    /// Memory of a graph, charged by the graph pool.
     Graph,
     /// Host memory that CUDA allocated.
     Host,
@@ -30,30 +30,30 @@ pub enum What {
 /// A stretch of addresses.
 #[derive(Debug, Clone, Copy)]
 pub struct Region {
-    /// Length in bytes, as the program asked.
+    /// The length in bytes, as the program asked.
     pub bytes: u64,
-    pub what: What,
-    /// Ordinal of its GPU.
+    pub kind: MemoryKind,
+    /// The ordinal of its GPU.
     pub device: i32,
     /// The id of its context; 0 for memory without one.
     pub context: u64,
-    /// Tells it from earlier regions at the same address.
+    /// A number that no other region has.
     pub id: u64,
-    /// Whether bytes were ever written: then the host memory must be given back.
+    /// Whether bytes were written: then host memory must be returned.
     pub touched: bool,
-    /// Whether `cuMemFreeAsync` has freed it and its stream has not got there.
+    /// Whether `cuMemFreeAsync` has freed it in a stream that has not got there yet.
     pub freed: bool,
-    /// Whether it is managed memory that the GPU has.
+    /// Whether it is managed memory on the GPU.
     pub resident: bool,
 }
 
 impl Region {
-    pub fn new(bytes: u64, what: What, device: i32, context: u64) -> Self {
+    pub fn new(bytes: u64, kind: MemoryKind, device: i32, context: u64) -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
         Self {
             bytes,
-            what,
+            kind,
             device,
             context,
             id,
@@ -63,11 +63,11 @@ impl Region {
         }
     }
 
-    /// Whether the GPU is where it lives.
+    /// Whether it is memory of a GPU.
     pub fn on_device(&self) -> bool {
         matches!(
-            self.what,
-            What::Device | What::Pooled(_) | What::Graph | What::Mapped
+            self.kind,
+            MemoryKind::Device | MemoryKind::Pooled(_) | MemoryKind::Graph | MemoryKind::Mapped
         )
     }
 }
@@ -87,8 +87,7 @@ pub fn containing(regions: &mut Regions, address: u64) -> Option<(u64, &mut Regi
     (address - start < region.bytes).then_some((*start, region))
 }
 
-/// Checks that `bytes` from `address` may be used as device memory; `write` also
-/// marks them as written.
+/// Checks that `bytes` from `address` are device memory. `write` also marks them as written.
 pub fn check(address: u64, bytes: u64, write: bool) -> Result<(), Code> {
     if bytes == 0 {
         return Ok(());
@@ -101,15 +100,14 @@ pub fn check(address: u64, bytes: u64, write: bool) -> Result<(), Code> {
         let (start, region) = containing(&mut regions, at).ok_or(Code::INVALID_VALUE)?;
         region.touched |= write;
         at = start + region.bytes;
-        if at < end && !matches!(region.what, What::Mapped) {
+        if at < end && !matches!(region.kind, MemoryKind::Mapped) {
             return Err(Code::INVALID_VALUE);
         }
     }
     Ok(())
 }
 
-/// The same for a pointer that may also be plain host memory, of which CUDA knows
-/// nothing.
+/// As [`check`], for a pointer that may also be host memory that CUDA does not know.
 pub fn check_unified(address: u64, bytes: u64, write: bool) -> Result<(), Code> {
     let known = containing(&mut regions(), address).is_some();
     if known {

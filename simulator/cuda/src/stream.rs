@@ -18,7 +18,7 @@ use crate::object::{Handle, Kept, Kind, Object, PER_THREAD, Token};
 /// `CU_STREAM_LEGACY`
 const LEGACY: usize = 1;
 
-/// Kernels that a stream queues before a launch waits, as in the real driver.
+/// The number of kernels in a stream's queue at which a launch waits, as in the real driver.
 const DEPTH: usize = 1024;
 
 /// A stream.
@@ -26,8 +26,8 @@ const DEPTH: usize = 1024;
 pub struct Stream {
     pub context: &'static Object<Context>,
     /// Whether it and the null stream wait for each other.
-    blocking: bool,
-    null: bool,
+    is_blocking: bool,
+    is_null: bool,
     pub flags: u32,
     pub priority: i32,
     pub id: u64,
@@ -40,7 +40,7 @@ pub struct Stream {
     foreign: Mutex<Vec<(usize, u64)>>,
     /// The number of the last host function queued in it.
     pub functions: AtomicU64,
-    /// Whether `capture` is something, to be read without its lock.
+    /// Whether `capture` is `Some`, to be read without its lock.
     capturing: AtomicBool,
     capture: Mutex<Option<Capture>>,
 }
@@ -50,12 +50,12 @@ impl Kind for Stream {
 }
 
 impl Stream {
-    fn new(context: &'static Object<Context>, null: bool, flags: u32, priority: i32) -> Self {
+    fn new(context: &'static Object<Context>, is_null: bool, flags: u32, priority: i32) -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         Self {
             context,
-            blocking: flags & 1 == 0,
-            null,
+            is_blocking: flags & 1 == 0,
+            is_null,
             flags,
             priority: priority.clamp(-5, 0),
             id: NEXT.fetch_add(1, Ordering::Relaxed),
@@ -72,9 +72,9 @@ impl Stream {
     /// The mark after which work queued now starts.
     pub fn earliest(&self) -> u64 {
         let mut earliest = self.ready.load(Ordering::Relaxed);
-        if self.null {
+        if self.is_null {
             earliest = earliest.max(self.context.latest_blocking.load(Ordering::Relaxed));
-        } else if self.blocking
+        } else if self.is_blocking
             && let Ok(null) = null(self.context)
         {
             earliest = earliest.max(null.ready.load(Ordering::Relaxed));
@@ -82,11 +82,11 @@ impl Stream {
         earliest
     }
 
-    /// Notes the mark of the last work queued.
-    pub fn extend(&self, end: u64) {
+    /// Records the mark of the last work queued.
+    pub fn record_queued(&self, end: u64) {
         self.ready.fetch_max(end, Ordering::Relaxed);
         self.context.latest.fetch_max(end, Ordering::Relaxed);
-        if self.blocking {
+        if self.is_blocking {
             self.context
                 .latest_blocking
                 .fetch_max(end, Ordering::Relaxed);
@@ -95,7 +95,7 @@ impl Stream {
 
     /// Queues a kernel of `nanos`.
     pub fn run(&self, nanos: u64) -> Result<(), Code> {
-        work_for(driver()?.shared.header.launch_nanos);
+        spin_for(driver()?.shared.header.launch_nanos);
         if nanos == 0 {
             return Ok(());
         }
@@ -114,15 +114,15 @@ impl Stream {
         driver::wait(gpu, place.load(Ordering::Relaxed));
         let mark = driver.shared.launch(driver.slot, gpu, nanos, now())?;
         place.store(mark, Ordering::Relaxed);
-        self.extend(mark);
+        self.record_queued(mark);
         Ok(())
     }
 
     /// Makes later work wait for a mark of any GPU. For a mark of another GPU the thread that launches next waits: how
     /// far the two GPUs are apart is not known before.
-    pub fn after(&self, gpu: usize, mark: u64) {
+    pub fn wait_for(&self, gpu: usize, mark: u64) {
         if gpu == self.context.device.gpu {
-            self.extend(mark);
+            self.record_queued(mark);
         } else {
             let mut foreign = self.foreign.lock().unwrap_or_else(PoisonError::into_inner);
             foreign.push((gpu, mark));
@@ -155,7 +155,7 @@ impl Stream {
     /// Does `work` in the stream's order. That is now, unless host functions are queued: nothing else in a queue changes
     /// bytes.
     pub fn in_order(&self, work: impl FnOnce() + Send + 'static) {
-        if host::done(self.functions.load(Ordering::Acquire)) {
+        if host::is_done(self.functions.load(Ordering::Acquire)) {
             work();
         } else {
             self.enqueue(Box::new(work));
@@ -184,9 +184,9 @@ impl Stream {
     }
 
     /// Whether nothing is queued.
-    pub fn idle(&self) -> bool {
-        driver::reached(self.context.device.gpu, self.earliest())
-            && host::done(self.functions.load(Ordering::Acquire))
+    pub fn is_idle(&self) -> bool {
+        driver::has_reached(self.context.device.gpu, self.earliest())
+            && host::is_done(self.functions.load(Ordering::Acquire))
     }
 }
 
@@ -244,8 +244,8 @@ impl Object<Stream> {
     }
 }
 
-/// Keeps the calling thread busy for so many nanoseconds.
-fn work_for(nanos: u32) {
+/// Keeps the calling thread busy for `nanos` nanoseconds.
+fn spin_for(nanos: u32) {
     if nanos == 0 {
         return;
     }

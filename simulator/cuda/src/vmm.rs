@@ -19,7 +19,7 @@ use crate::code::Code;
 use crate::device::{device, devices};
 use crate::heap::BLOCK;
 use crate::memory;
-use crate::space::{Region, What, regions};
+use crate::space::{MemoryKind, Region, regions};
 
 /// cuda.h's `CUmemAllocationProp`.
 #[repr(C)]
@@ -160,11 +160,11 @@ impl Vmm {
 
     /// Frees an allocation that nothing refers to any more.
     fn free_unused(&mut self, handle: u64) {
-        let gone = self
+        let is_unused = self
             .physical
             .get(&handle)
             .is_some_and(|p| p.handles == 0 && p.mappings == 0);
-        if gone
+        if is_unused
             && let Some(physical) = self.physical.remove(&handle)
             && physical.is_charged
             && let Ok(device) = device(physical.device)
@@ -220,7 +220,7 @@ pub fn reserve(bytes: usize, alignment: usize) -> Result<u64, Code> {
         return Err(Code::INVALID_VALUE);
     }
     let room = bytes.checked_add(alignment).ok_or(Code::OUT_OF_MEMORY)?;
-    // SAFETY: a new mapping at a place of the kernel's choice.
+    // SAFETY: a new mapping at an address of the kernel's choice.
     let start = unsafe {
         rustix::mm::mmap_anonymous(
             std::ptr::null_mut(),
@@ -274,7 +274,7 @@ pub fn map(address: u64, bytes: u64, offset: usize, handle: u64) -> Result<(), C
     }
     .map_err(|_| Code::OUT_OF_MEMORY)?;
     physical.mappings += 1;
-    let region = Region::new(bytes, What::Mapped, physical.device, 0);
+    let region = Region::new(bytes, MemoryKind::Mapped, physical.device, 0);
     vmm.mappings.insert(
         address,
         Mapping {

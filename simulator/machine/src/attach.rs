@@ -1,4 +1,4 @@
-//! A library's way to the shared page.
+//! How a library gets the shared page.
 
 use std::io::IoSliceMut;
 use std::os::fd::OwnedFd;
@@ -15,27 +15,27 @@ use crate::layout::{MAX_PROCESSES, PAGE_BYTES, Shared};
 use crate::root::DriverRoot;
 use crate::wire::{PACKET, Reply, Request};
 
-/// What a library needs the page for.
+/// How a library uses the page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Access {
-    /// To read it (NVML).
+    /// It reads the page (NVML).
     Observe,
-    /// To take memory and time of its GPUs (CUDA).
+    /// It takes memory and time of GPUs (CUDA).
     Join,
 }
 
-/// Why there is no page.
+/// Why a library gets no page.
 #[derive(Debug, thiserror::Error)]
 pub enum AttachError {
-    /// No daemon listens: no driver, as far as this process can see.
+    /// No daemon listens.
     #[error("{path}: {source}; nvidia-sim-persistenced does not run or its socket is not mounted")]
     NoDaemon {
         /// The socket.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: std::io::Error,
     },
-    /// The daemon broke off.
+    /// The connection to the daemon failed.
     #[error("nvidia-sim-persistenced: {0}")]
     Connection(#[from] std::io::Error),
     /// The daemon is of another version of the simulator.
@@ -46,8 +46,7 @@ pub enum AttachError {
     Refused(Reply),
 }
 
-/// The files that are mapped for reading, by device and inode; a mapping is for good, so no other file gets the inode
-/// meanwhile.
+/// The files that are mapped for reading, by device and inode. Mappings stay, so no other file gets the inode.
 static MAPPED: Mutex<Vec<((u64, u64), &'static Shared)>> = Mutex::new(Vec::new());
 
 /// A mapped page, and this process's place in it.
@@ -55,14 +54,14 @@ static MAPPED: Mutex<Vec<((u64, u64), &'static Shared)>> = Mutex::new(Vec::new()
 pub struct Attachment {
     shared: &'static Shared,
     slot: usize,
-    // The daemon frees the slot when this closes.
+    // When it closes, the daemon frees the slot.
     _connection: Option<OwnedFd>,
 }
 
 impl Attachment {
-    /// Asks the daemon of `root` for the page and maps it, for good.
+    /// Asks the daemon of `root` for the page and maps it for the rest of the process.
     pub fn new(root: &DriverRoot, access: Access) -> Result<Self, AttachError> {
-        let connection = dial(root)?;
+        let connection = connect_to(root)?;
         let request = match access {
             Access::Observe => Request::Observe,
             Access::Join => Request::Join,
@@ -78,7 +77,7 @@ impl Attachment {
         if usize::try_from(file.st_size) != Ok(PAGE_BYTES) || slot >= MAX_PROCESSES {
             return Err(AttachError::Mismatch);
         }
-        // Whoever initialises NVML again and again maps it once.
+        // A program that initialises NVML repeatedly maps the page once.
         let mut mapped = MAPPED.lock().unwrap_or_else(PoisonError::into_inner);
         let key = (file.st_dev, file.st_ino);
         let known = mapped.iter().find(|(known, _)| *known == key);
@@ -93,8 +92,8 @@ impl Attachment {
             Access::Observe => ProtFlags::READ,
             Access::Join => ProtFlags::READ | ProtFlags::WRITE,
         };
-        // SAFETY: a new mapping at a place of the kernel's choice; the file is as
-        // long as the mapping (checked above) and the daemon never shortens it.
+        // SAFETY: a new mapping at an address of the kernel's choice. The file is as long as the mapping (checked above) and
+        // the daemon never shortens it.
         let address = unsafe {
             rustix::mm::mmap(
                 std::ptr::null_mut(),
@@ -106,9 +105,8 @@ impl Attachment {
             )
         }
         .map_err(std::io::Error::from)?;
-        // SAFETY: mapped above with the size of Shared, page-aligned, never
-        // unmapped. All bit patterns are values of its fields; those that change
-        // after the daemon published the page are atomics.
+        // SAFETY: mapped above with the size of Shared, page-aligned, never unmapped. All bit patterns are values of its
+        // fields. Those that change after the daemon has published the page are atomics.
         let shared = unsafe { &*address.cast::<Shared>() };
         if !shared.is_ours() {
             return Err(AttachError::Mismatch);
@@ -136,9 +134,9 @@ impl Attachment {
     }
 }
 
-/// Asks for a change that needs no page.
+/// Sends a request whose answer has no page.
 pub fn request(root: &DriverRoot, request: Request) -> Result<Reply, AttachError> {
-    Ok(ask(&dial(root)?, request)?.0)
+    Ok(ask(&connect_to(root)?, request)?.0)
 }
 
 /// A socket of the handshake, neither bound nor connected.
@@ -147,20 +145,22 @@ pub fn new_socket() -> rustix::io::Result<OwnedFd> {
     socket_with(AddressFamily::UNIX, kind, flags, None)
 }
 
-fn dial(root: &DriverRoot) -> Result<OwnedFd, AttachError> {
+/// Connects to the daemon of `root`.
+fn connect_to(root: &DriverRoot) -> Result<OwnedFd, AttachError> {
     let path = root.socket();
-    let dialled = || -> rustix::io::Result<OwnedFd> {
+    let connected = || -> rustix::io::Result<OwnedFd> {
         let address = SocketAddrUnix::new(&path)?;
         let socket = new_socket()?;
         rustix::io::retry_on_intr(|| connect(&socket, &address))?;
         Ok(socket)
     };
-    dialled().map_err(|source| AttachError::NoDaemon {
+    connected().map_err(|source| AttachError::NoDaemon {
         path: path.clone(),
         source: source.into(),
     })
 }
 
+/// Sends a request; the answer, and the file that came with it.
 fn ask(connection: &OwnedFd, request: Request) -> Result<(Reply, Option<OwnedFd>), AttachError> {
     let packet = request.encode();
     rustix::io::retry_on_intr(|| send(connection, &packet, SendFlags::NOSIGNAL))

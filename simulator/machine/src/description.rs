@@ -1,4 +1,4 @@
-//! The machine file: which GPUs a simulated machine has, in TOML.
+//! The machine file: the GPUs of a simulated machine, in TOML.
 
 use std::path::Path;
 
@@ -6,7 +6,7 @@ use serde::Deserialize;
 
 use crate::layout::MAX_GPUS;
 
-/// What every product name of a simulated GPU begins with.
+/// The beginning of every product name of a simulated GPU.
 pub const NAME_PREFIX: &str = "Simulated ";
 
 /// Bytes in a MiB, the unit of memory in machine files.
@@ -20,10 +20,10 @@ pub enum DescriptionError {
     Read {
         /// The file.
         path: String,
-        /// What the system said.
+        /// The system's error.
         source: std::io::Error,
     },
-    /// The file is not what this program reads.
+    /// The file is not valid TOML, or has fields that do not exist.
     #[error("machine file {path}: {message}")]
     Parse {
         /// The file.
@@ -38,7 +38,7 @@ pub enum DescriptionError {
         path: String,
         /// The field's path.
         field: String,
-        /// What it must be.
+        /// The valid values.
         reason: String,
     },
 }
@@ -47,44 +47,44 @@ pub enum DescriptionError {
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Description {
-    /// The kernel driver's version, as `/proc/driver/nvidia/version` has it.
+    /// The kernel driver's version, as in `/proc/driver/nvidia/version`.
     pub driver_version: String,
     /// The CUDA version the driver supports: 1000 × major + 10 × minor.
     pub cuda_version: u32,
-    /// The minor numbers of the GPUs, as if the kernel had probed them in another order than that of
-    /// their PCI addresses; 0, 1, … where the file does not say. A GPU keeps its UUID and its address.
+    /// The minor numbers of the GPUs, for a kernel that has probed them in another order than that of their PCI
+    /// addresses; 0, 1, … by default. A GPU keeps its UUID and its address.
     #[serde(default)]
     pub minors: Vec<u32>,
     /// The GPUs, in the order in which NVML counts them.
     #[serde(rename = "gpu")]
     pub gpus: Vec<GpuDescription>,
-    /// What the driver does as a real one. All off where the file has no `[habits]`.
+    /// Habits of real drivers. All are off without `[habits]`.
     #[serde(default)]
     pub habits: Habits,
 }
 
-/// Behaviour of real drivers that makes accounts of memory and time harder to keep. README.md lists the
-/// source of each and the test that shows it.
+/// Habits of real drivers that make accounting of memory and time harder. README.md lists the source of each and the
+/// test that shows it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 #[expect(clippy::struct_excessive_bools, reason = "independent switches")]
 pub struct Habits {
-    /// `cuMemFree` waits for all work of its context. What `cuMemFreeAsync` frees is in use until its
-    /// stream gets there, and a pool returns memory to the GPU at the next synchronisation, not before.
+    /// `cuMemFree` waits for all work of its context. Memory that `cuMemFreeAsync` frees is in use until its stream gets
+    /// there, and a pool returns memory to the GPU at the next synchronisation.
     pub frees_wait: bool,
     /// A module's code and variables take memory when the first of them is used in a context
     /// (`CUDA_MODULE_LOADING=LAZY`, the default), or when it is loaded (`EAGER`).
     pub lazy_loading: bool,
-    /// A graph's memory is taken at its first launch, and stays with the GPU's graph pool after the graph
-    /// is gone, until `cuDeviceGraphMemTrim`.
+    /// A graph's memory is allocated at its first launch and stays in the GPU's graph pool after the graph is destroyed,
+    /// until `cuDeviceGraphMemTrim`.
     pub graph_memory_stays: bool,
-    /// Managed memory takes GPU memory when the GPU touches it, and is evicted when others need room.
+    /// Managed memory takes GPU memory when the GPU uses it, and is evicted when other allocations need room.
     pub managed_memory_occupies: bool,
-    /// Allocations smaller than a block of 2 MiB lie in blocks together, whatever their sizes.
+    /// Allocations smaller than a block of 2 MiB share blocks, whatever their sizes.
     pub mixed_blocks: bool,
-    /// What a launch takes of the calling thread's time, in nanoseconds; at most a second.
+    /// Time that a launch takes of the calling thread, in nanoseconds; at most a second.
     pub launch_nanos: u32,
-    /// For how long a GPU stands still when another process's turn comes, in microseconds; at most a second.
+    /// Time for which a GPU is idle when it switches to another process, in microseconds; at most a second.
     pub switch_micros: u32,
 }
 
@@ -92,7 +92,7 @@ pub struct Habits {
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct GpuDescription {
-    /// How many of them; 1 where the file does not say.
+    /// Their number; 1 by default.
     #[serde(default = "one")]
     pub count: u32,
     /// Product name; begins with [`NAME_PREFIX`].
@@ -104,11 +104,11 @@ pub struct GpuDescription {
     /// `nvmlBrandType_t`: 14 is the data-centre brand, plain "NVIDIA".
     #[serde(default = "nvidia_brand")]
     pub brand: u32,
-    /// Total memory in MiB, as NVML reports it: the driver's reserve included.
+    /// Total memory in MiB as NVML reports it, with the driver's reserve.
     pub memory_mib: u64,
-    /// What the driver keeps for itself, in MiB. CUDA's total is the rest.
+    /// The driver's reserve in MiB. CUDA's total is the rest.
     pub reserved_mib: u64,
-    /// What one process's context takes, in MiB.
+    /// Memory of one process's context in MiB.
     pub context_mib: u64,
     /// BAR1 aperture in MiB.
     pub bar1_mib: u64,
@@ -136,16 +136,15 @@ pub struct GpuDescription {
     pub pci_subsystem_id: u32,
     /// PCI express generation and lanes.
     pub pcie: [u32; 2],
-    /// PCI addresses of the `count` GPUs (`0000:1b:00.0`); spread over the bus
-    /// where the file does not say.
+    /// PCI addresses of the `count` GPUs (`0000:1b:00.0`); spread over the bus by default.
     #[serde(default)]
     pub pci_bus_ids: Vec<String>,
-    /// NUMA nodes of the `count` GPUs; node 0 where the file does not say.
+    /// NUMA nodes of the `count` GPUs; node 0 by default.
     #[serde(default)]
     pub numa_nodes: Vec<i32>,
-    /// Whether the GPU can be partitioned (MIG).
+    /// Whether the GPU has MIG modes.
     pub mig_capable: bool,
-    /// Virtual time of a kernel whose name does not say its own, in microseconds.
+    /// Virtual time of a kernel whose name contains no time, in microseconds.
     #[serde(default = "ten")]
     pub kernel_micros: u32,
 }
@@ -205,8 +204,7 @@ impl PciAddress {
         })
     }
 
-    /// Where GPU `index` sits when its file does not say: one GPU behind each
-    /// root port, as in an eight-GPU server.
+    /// The default address of GPU `index`: one GPU behind each root port, as in a server with eight GPUs.
     #[must_use]
     pub fn spread(index: u32) -> Self {
         Self {
@@ -218,7 +216,7 @@ impl PciAddress {
 }
 
 fn hexadecimal(digits: &str, max: u32) -> Option<u32> {
-    // from_str_radix accepts a sign; an address has none.
+    // from_str_radix accepts a sign, which an address does not have.
     if digits.is_empty() || !digits.bytes().all(|b| b.is_ascii_hexdigit()) {
         return None;
     }

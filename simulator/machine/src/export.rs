@@ -1,4 +1,4 @@
-//! What both libraries export functions with.
+//! Macros and functions with which both libraries export functions.
 
 /// Makes a function's body differ from all others. The compiler gives equal bodies one address, and programs that
 /// compare addresses (tests of `cuGetProcAddress`, and shims) could not tell such functions apart.

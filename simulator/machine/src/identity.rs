@@ -1,32 +1,29 @@
-//! Who is who: UUIDs that are stable on a node and differ between nodes, and
-//! processes told from later ones with the same pid.
+//! Identities: UUIDs that are stable on a node and differ between nodes, and processes apart from later ones with the
+//! same pid.
 
 use std::sync::atomic::Ordering;
 
 use crate::layout::{ORPHANED, ProcessSlot};
 
-/// A node's identity: its machine id, or its host name where it has none.
-///
-/// Both go in: nodes cloned from one image may share the machine id, and host
+/// A node's identity: its machine id and its host name. Nodes cloned from one image may share the machine id, and host
 /// names may repeat.
 #[must_use]
 pub fn node_identity(machine_id: &str, host_name: &str) -> Vec<u8> {
     format!("{}\n{}", machine_id.trim(), host_name.trim()).into_bytes()
 }
 
-/// The UUID of GPU `index` on the node: a hash in the form of a random UUID
-/// (version 4, variant 1), as a driver's UUIDs look.
+/// The UUID of GPU `index` on the node: a hash in the form of a random UUID (version 4, variant 1), as drivers' UUIDs.
 #[must_use]
 pub fn gpu_uuid(node: &[u8], index: u32) -> [u8; 16] {
     let mut state: u128 = 0x6c62_272e_07bb_0142_62b8_2175_6295_c58d;
     let mut feed = |byte: u8| {
-        // FNV-1a over 128 bits: no secrecy is needed, only spread.
+        // FNV-1a over 128 bits: the values must differ and need not be secret.
         state ^= u128::from(byte);
         state = state.wrapping_mul(0x0000_0000_0100_0000_0000_0000_0000_013b);
     };
     node.iter().copied().for_each(&mut feed);
     index.to_le_bytes().into_iter().for_each(&mut feed);
-    // The last bytes reach the upper half only by multiplication; stir once more.
+    // The last bytes change the upper half only in later rounds.
     for round in 0..16 {
         feed(round);
     }
@@ -56,13 +53,13 @@ pub fn uuid_text(uuid: &[u8; 16]) -> String {
     )
 }
 
-/// Whether the process of a slot still runs, seen from the daemon's namespace.
+/// Whether the process of a slot still runs. For a caller in the daemon's PID namespace.
 #[must_use]
-pub fn alive(slot: &ProcessSlot) -> bool {
+pub fn is_alive(slot: &ProcessSlot) -> bool {
     let pid = slot.pid.load(Ordering::Acquire);
     match pid {
         0 | ORPHANED => false,
-        // Out of sight: only its connection tells.
+        // Outside the PID namespace: only its connection shows its end.
         ..0 => true,
         _ => start_time(pid) == Some(slot.started.load(Ordering::Relaxed)),
     }
@@ -86,11 +83,11 @@ pub fn inner_pid(pid: i32) -> Option<i32> {
     pids.split_whitespace().last()?.parse().ok()
 }
 
-/// When process `pid` started, in clock ticks since boot; none if it is gone.
+/// When process `pid` started, in clock ticks since boot; `None` if it has ended.
 #[must_use]
 pub fn start_time(pid: i32) -> Option<u64> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name, in parentheses, may hold anything: fields count from behind it.
+    // The name, in parentheses, may contain anything: the fields behind it are counted.
     let mut fields = stat.rsplit_once(')')?.1.split_ascii_whitespace();
     if matches!(fields.next()?, "Z" | "X") {
         return None;
@@ -105,7 +102,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn stable_here_and_different_elsewhere() {
+    fn uuids_are_stable_on_a_node_and_differ_between_nodes() {
         let mut seen = BTreeSet::new();
         for node in 0..50 {
             let node = node_identity("d3adbeef", &format!("worker-{node}"));
@@ -117,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn this_process_started_once() {
+    fn a_process_has_one_start_time() {
         let pid = i32::try_from(std::process::id()).unwrap();
         assert!(start_time(pid).unwrap() > 0);
         assert_eq!(start_time(pid), start_time(pid));
@@ -134,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn looks_like_a_random_uuid() {
+    fn a_uuid_has_the_form_of_a_random_one() {
         let text = uuid_text(&gpu_uuid(b"node", 3));
         assert_eq!(text.len(), 40);
         assert!(text.starts_with("GPU-"));

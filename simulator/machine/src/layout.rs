@@ -1,9 +1,7 @@
-//! The shared page: what the daemon writes once and everybody then reads, and
-//! the few words that processes change.
+//! The shared page: fields that the daemon writes once, and words that processes change.
 //!
-//! Plain words and fixed arrays only, so that the page means the same in every
-//! process. Fields that are not atomic are written before the page is handed
-//! out and never after.
+//! It has plain words and fixed arrays only, so that it is the same in every process. Fields that are not atomic are
+//! written before any process gets the page, and never after.
 
 use std::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, Ordering};
 
@@ -11,24 +9,24 @@ use crate::description::{Description, GpuDescription, Habits, MIB, PciAddress};
 use crate::identity::gpu_uuid;
 use crate::timeline::{Lane, Turns};
 
-/// The most GPUs a machine has.
+/// The most GPUs of a machine.
 pub const MAX_GPUS: usize = 16;
-/// The most processes that use CUDA at once.
+/// The most processes that use CUDA at a time.
 pub const MAX_PROCESSES: usize = 2048;
-/// The pid in the slot of a process that ended while its files are open elsewhere.
+/// The pid in the slot of a process that has ended while another process has its files open.
 pub const ORPHANED: i32 = -2;
-/// First word of the page.
+/// The first word of the page.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"TRSIMPG\0");
-/// Version of everything in this module and of [`crate::wire`].
+/// The version of this module and of [`crate::wire`].
 pub const ABI: u32 = 4;
 
-/// A fixed text, padded with zeros.
+/// A text of fixed size, padded with zeros.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C)]
 pub struct Text<const N: usize>([u8; N]);
 
 impl<const N: usize> Text<N> {
-    /// `text`, cut to fit with its final zero.
+    /// `text`, cut so that a final zero fits.
     #[must_use]
     pub fn new(text: &str) -> Self {
         let mut bytes = [0; N];
@@ -48,7 +46,7 @@ impl<const N: usize> Text<N> {
     }
 }
 
-/// What identifies the page and the driver.
+/// The page's own fields, and those of the driver.
 #[derive(Debug)]
 #[repr(C)]
 pub struct Header {
@@ -56,29 +54,29 @@ pub struct Header {
     pub magic: u64,
     /// [`ABI`].
     pub abi: u32,
-    /// How many of [`Shared::gpus`] exist.
+    /// The number of [`Shared::gpus`] that exist.
     pub gpu_count: u32,
     /// The driver's version.
     pub driver_version: Text<32>,
     /// The driver's CUDA version, 1000 × major + 10 × minor.
     pub cuda_version: u32,
-    /// Tells the machine file and node that the page was made from.
+    /// A hash of the machine file and the node that the page was made from.
     pub fingerprint: u64,
-    /// How often a daemon has taken over this page.
+    /// The number of daemons that have served this page.
     pub generation: AtomicU32,
-    /// Writes before [`Self::events_end`] are complete.
+    /// The number of the next event; all before it are written.
     pub events_end: AtomicU64,
     /// The daemon's PID namespace, by inode.
     pub namespace: AtomicU64,
     /// Bits of [`Habit`].
     pub habits: u32,
-    /// What a launch takes of the calling thread's time, in nanoseconds.
+    /// Time that a launch takes of the calling thread, in nanoseconds.
     pub launch_nanos: u32,
-    /// For how long a GPU stands still when another process's turn comes, in nanoseconds.
+    /// Time for which a GPU is idle when it switches to another process, in nanoseconds.
     pub switch_nanos: u64,
 }
 
-/// Whether the driver does what real ones do: the switches of [`Habits`].
+/// A habit of real drivers that is on or off: the switches of [`Habits`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Habit {
     /// [`Habits::frees_wait`]
@@ -94,7 +92,7 @@ pub enum Habit {
 }
 
 impl Header {
-    /// Whether the machine file has this switch on.
+    /// Whether the machine file has this habit on.
     #[must_use]
     pub fn has(&self, habit: Habit) -> bool {
         self.habits & habit as u32 != 0
@@ -127,11 +125,11 @@ pub struct GpuState {
     pub serial: Text<32>,
     /// Minor number of the device node.
     pub minor: u32,
-    /// NVML's number for the architecture.
+    /// `NVML_DEVICE_ARCH_*`.
     pub architecture: u32,
     /// Compute capability.
     pub compute_capability: [u32; 2],
-    /// NVML's number for the brand.
+    /// `nvmlBrandType_t`.
     pub brand: u32,
     /// PCI address.
     pub pci_domain: u32,
@@ -139,7 +137,7 @@ pub struct GpuState {
     pub pci_bus: u32,
     /// PCI device.
     pub pci_device: u32,
-    /// Device id (upper half) and vendor id (lower half).
+    /// PCI device id (upper half) and vendor id (lower half).
     pub pci_device_id: u32,
     /// Subsystem id.
     pub pci_subsystem_id: u32,
@@ -147,13 +145,13 @@ pub struct GpuState {
     pub pcie: [u32; 2],
     /// NUMA node.
     pub numa_node: i32,
-    /// Whether MIG is possible: 1 or 0.
+    /// 1 if the GPU has MIG modes.
     pub mig_capable: u32,
-    /// Total memory in bytes, the driver's reserve included.
+    /// Total memory in bytes, with the driver's reserve.
     pub memory_total: u64,
     /// The driver's reserve in bytes.
     pub memory_reserved: u64,
-    /// Bytes that one context takes.
+    /// Memory of one context in bytes.
     pub context_bytes: u64,
     /// BAR1 aperture in bytes.
     pub bar1_bytes: u64,
@@ -175,10 +173,10 @@ pub struct GpuState {
     pub power_limit_milliwatts: u32,
     /// Idle board power in milliwatts.
     pub idle_milliwatts: u32,
-    /// Virtual nanoseconds of a kernel that does not say its own.
+    /// Virtual time of a kernel whose name contains no time, in nanoseconds.
     pub kernel_nanos: u64,
 
-    /// Who changes [`Self::used`]: 0 nobody, a slot's index + 1, or the daemon.
+    /// The holder of the lock on the fields that change: 0 for nobody, a slot's index + 1, or the daemon.
     pub lock: AtomicU32,
     /// 1 when persistence mode is on.
     pub persistence: AtomicU32,
@@ -188,15 +186,15 @@ pub struct GpuState {
     pub lost: AtomicU32,
     /// 1 when MIG mode is on.
     pub mig_mode: AtomicU32,
-    /// What [`Self::mig_mode`] becomes when no process has the GPU any more.
+    /// The value of [`Self::mig_mode`] from when no process uses the GPU.
     pub mig_pending: AtomicU32,
-    /// Percent of the last second in which a kernel ran; the daemon's reading.
+    /// Percent of the last second in which a kernel ran, as sampled by the daemon.
     pub utilization: AtomicU32,
     /// Bytes that processes hold.
     pub used: AtomicU64,
-    /// The most that [`Self::used`] ever was.
+    /// The highest value that [`Self::used`] has had.
     pub peak: AtomicU64,
-    /// Whose kernels run.
+    /// The order in which processes run.
     pub turns: Turns,
 }
 
@@ -204,18 +202,18 @@ pub struct GpuState {
 #[derive(Debug)]
 #[repr(C, align(128))]
 pub struct ProcessSlot {
-    /// Its pid in the daemon's PID namespace, the host's; 0 when free, -1 when out of sight, or
-    /// [`ORPHANED`].
+    /// Its pid in the daemon's PID namespace, which is the host's; 0 for a free slot, -1 for a process outside that
+    /// namespace, or [`ORPHANED`].
     pub pid: AtomicI32,
-    /// When it started, in clock ticks since boot: tells a reused pid.
+    /// When it started, in clock ticks since boot: a reused pid has another time.
     pub started: AtomicU64,
-    /// Its own PID namespace, by inode; 0 where nobody knows.
+    /// Its own PID namespace, by inode; 0 where that is unknown.
     pub namespace: AtomicU64,
-    /// Its pid there.
+    /// Its pid in that namespace.
     pub inner_pid: AtomicI32,
-    /// Bytes it holds on each GPU, its context included.
+    /// Bytes that it holds on each GPU, with its context.
     pub used: [AtomicU64; MAX_GPUS],
-    /// Bytes of those that are managed memory. NVML counts them for the GPU and for no process.
+    /// The part of those bytes that is managed memory. NVML counts it for the GPU and for no process.
     pub managed: [AtomicU64; MAX_GPUS],
     /// Percent of the last sampling period that its kernels ran on each GPU.
     pub utilization: [AtomicU32; MAX_GPUS],
@@ -223,7 +221,7 @@ pub struct ProcessSlot {
     pub sampled: AtomicU64,
 }
 
-/// Events kept for NVML's event sets.
+/// The number of events that are kept for NVML's event sets.
 pub const EVENT_RING: usize = 64;
 
 /// One event: a GPU, its NVML type and its data (the Xid).
@@ -250,7 +248,7 @@ pub struct Shared {
     pub events: [Event; EVENT_RING],
     /// Processes.
     pub slots: [ProcessSlot; MAX_PROCESSES],
-    /// What each process has to run on each GPU. Most is never touched, and takes no memory.
+    /// The kernels of each process on each GPU. Most lanes are never written, and take no memory.
     pub lanes: [[Lane; MAX_GPUS]; MAX_PROCESSES],
 }
 
@@ -264,7 +262,7 @@ impl Shared {
         &self.gpus[..(self.header.gpu_count as usize).min(MAX_GPUS)]
     }
 
-    /// Whether this is a page that this build understands.
+    /// Whether the page is of this build's version.
     #[must_use]
     pub fn is_ours(&self) -> bool {
         self.header.magic == MAGIC && self.header.abi == ABI
@@ -298,7 +296,7 @@ impl Shared {
             count = index + 1;
         }
         self.header.gpu_count = count;
-        // Last: a page without it is not complete.
+        // Last: it marks the page as complete.
         self.header.magic = MAGIC;
     }
 }
@@ -312,7 +310,7 @@ impl GpuState {
             .unwrap_or_else(|| PciAddress::spread(index));
         self.name = Text::new(&gpu.name);
         self.uuid = gpu_uuid(identity, index);
-        // A serial number is digits; SIM says whose.
+        // Real serial numbers have digits only.
         let number = u32::from_be_bytes([self.uuid[0], self.uuid[1], self.uuid[2], self.uuid[3]]);
         self.serial = Text::new(&format!("SIM{number:010}"));
         self.architecture = gpu.architecture as u32;
@@ -340,7 +338,7 @@ impl GpuState {
         self.power_limit_milliwatts = gpu.power_limit_watts * 1000;
         self.idle_milliwatts = gpu.idle_watts * 1000;
         self.kernel_nanos = u64::from(gpu.kernel_micros) * 1000;
-        // nvidia-persistenced is what this daemon stands in for.
+        // The daemon takes the place of nvidia-persistenced, which turns the mode on.
         self.persistence = AtomicU32::new(1);
     }
 
@@ -356,7 +354,7 @@ impl GpuState {
         self.mig_mode.load(Ordering::Relaxed) != 0
     }
 
-    /// Bytes that processes can have together: CUDA's total.
+    /// Bytes that processes together can have: CUDA's total.
     #[must_use]
     pub fn usable(&self) -> u64 {
         self.memory_total - self.memory_reserved
@@ -370,7 +368,7 @@ impl GpuState {
     }
 }
 
-/// A page of its own, for the rest of the process: most of it is never touched.
+/// A new page, mapped for the rest of the process.
 #[cfg(test)]
 pub(crate) fn test_page(machine: &str) -> &'static Shared {
     use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous};
@@ -393,7 +391,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_page_says_what_the_file_says() {
+    fn the_page_has_the_gpus_of_the_file() {
         let text = include_str!("../../machines/H100-80.toml").replace("count = 1", "count = 2");
         let page = test_page(&text);
         assert!(page.is_ours());
@@ -409,7 +407,7 @@ mod tests {
     }
 
     #[test]
-    fn the_page_has_the_switches_of_the_file() {
+    fn the_page_has_the_habits_of_the_file() {
         let text = include_str!("../../machines/T4.toml");
         let simple = test_page(text);
         let file = format!(
@@ -433,7 +431,7 @@ mod tests {
     }
 
     #[test]
-    fn another_probe_order_changes_minor_numbers_and_nothing_else() {
+    fn another_probe_order_changes_minor_numbers_only() {
         let text = include_str!("../../machines/H100-80.toml").replace("count = 1", "count = 3");
         let usual = test_page(&text);
         let other = test_page(&format!("minors = [2, 0, 1]\n{text}"));
@@ -450,7 +448,7 @@ mod tests {
     }
 
     #[test]
-    fn texts_keep_their_final_zero() {
+    fn texts_are_cut_before_their_final_zero() {
         assert_eq!(Text::<4>::new("abcdef").as_str(), "abc");
         assert_eq!(Text::<4>::new("aé€").as_str(), "aé");
         assert_eq!(Text::<4>::new("").as_str(), "");

@@ -1,15 +1,12 @@
-//! Who holds how much device memory.
+//! How much device memory each process holds.
 //!
-//! `gpu.used` is the sum of all `slot.used[gpu]`, and both change under the
-//! GPU's lock, a word that names its holder. A process killed with the lock in
-//! hand leaves the two sums unequal by one entry; the daemon, which knows that
-//! the holder is dead, takes the lock over and adds up again. So a SIGKILL at any
-//! instruction loses and invents nothing.
+//! `gpu.used` is the sum of all `slot.used[gpu]`. Both change under the GPU's lock, a word that names its holder. A process
+//! that is killed while it holds the lock may leave a sum that is wrong by one entry. The daemon knows that the holder has
+//! ended, takes the lock over and recomputes the sum. So a SIGKILL at any instruction neither loses nor creates memory.
 //!
-//! A driver frees a dead process's memory in the close of its files, before the
-//! process is quite gone; this one's daemon a moment after. So that nobody can tell
-//! the difference, whoever would make a GPU hold more than ever, or is refused, while
-//! others hold some of it, first has the daemon look for the dead.
+//! A real driver frees a process's memory while it closes the process's files, before the process has ended. This daemon
+//! does so a moment later. Programs must not see the difference. So a charge that would raise `gpu.used` to a new peak,
+//! while other processes hold memory, first has the daemon free the memory of processes that have ended.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -17,19 +14,18 @@ use std::time::{Duration, Instant};
 use crate::identity;
 use crate::layout::{GpuState, ORPHANED, Shared};
 
-/// Lock value of the daemon; slots are their index + 1.
+/// The daemon's lock value. A slot's is its index + 1.
 const DAEMON: u32 = u32::MAX;
-/// And that of its sampler, a thread beside the one that reclaims.
+/// The lock value of the daemon's sampler.
 const SAMPLER: u32 = DAEMON - 1;
 
-/// How long a lock may stay with another process before the caller gives up:
-/// only a holder that died while no daemon runs keeps it longer.
+/// How long a caller waits for a lock. Only a holder that ended while no daemon runs keeps it longer.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// Why memory is not given.
+/// Why a charge fails.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum ChargeError {
-    /// The GPU has less.
+    /// The GPU has less free memory.
     #[error("out of memory: {asked} bytes asked, {free} free")]
     OutOfMemory {
         /// Bytes asked for.
@@ -37,13 +33,13 @@ pub enum ChargeError {
         /// Bytes free at that moment.
         free: u64,
     },
-    /// The GPU's compute mode keeps this process out.
-    #[error("the GPU is in compute mode {mode}, which leaves no context for this process")]
+    /// The GPU's compute mode allows this process no context.
+    #[error("the GPU's compute mode {mode} allows this process no context")]
     Closed {
         /// `CUcomputemode`: 2 prohibited, 3 exclusive to a process.
         mode: u32,
     },
-    /// A dead process holds the GPU's lock and no daemon takes it over.
+    /// A process that has ended holds the GPU's lock, and no daemon takes it over.
     #[error(
         "the GPU's ledger is locked by a process that does not answer; is nvidia-sim-persistenced running?"
     )]
@@ -63,11 +59,11 @@ pub(crate) fn try_lock(gpu: &GpuState) -> Option<Guard<'_>> {
     gpu.lock
         .compare_exchange(0, SAMPLER, Ordering::Acquire, Ordering::Relaxed)
         .is_ok()
-        // Not then_some: a guard made and dropped would open the lock of whoever has it.
+        // `then_some` would make a guard in any case, and dropping that would open another holder's lock.
         .then(|| Guard(gpu))
 }
 
-/// Takes a GPU's lock; `owner` is who has it then.
+/// Takes a GPU's lock for `owner`.
 pub(crate) fn lock(gpu: &GpuState, owner: u32) -> Result<Guard<'_>, ChargeError> {
     let take = || {
         gpu.lock
@@ -82,7 +78,7 @@ pub(crate) fn lock(gpu: &GpuState, owner: u32) -> Result<Guard<'_>, ChargeError>
     }
     let asked = Instant::now();
     loop {
-        // The holder may have been put aside by the scheduler: let it run.
+        // The scheduler may have stopped the holder: let it run.
         std::thread::yield_now();
         if take() {
             return Ok(Guard(gpu));
@@ -98,44 +94,44 @@ const PROHIBITED: u32 = 2;
 const EXCLUSIVE: u32 = 3;
 
 impl Shared {
-    /// Gives a context's memory of GPU `gpu` to `slot`, if the GPU's compute mode
-    /// allows it one. `settle` has the daemon take back what the dead held.
+    /// Charges a context's memory on GPU `gpu` to `slot`, if the GPU's compute mode allows it a context. `reclaim` has the
+    /// daemon free the memory of processes that have ended.
     pub fn open_context(
         &self,
         slot: usize,
         gpu: usize,
-        settle: impl FnOnce(),
+        reclaim: impl FnOnce(),
     ) -> Result<(), ChargeError> {
         let state = &self.gpus[gpu];
-        let _guard = self.lock_settled(slot, gpu, state.context_bytes, settle)?;
+        let _guard = self.lock_reclaimed(slot, gpu, state.context_bytes, reclaim)?;
         let mode = state.compute_mode.load(Ordering::Relaxed);
         if mode == PROHIBITED || (mode == EXCLUSIVE && self.is_shared(slot, gpu)) {
             return Err(ChargeError::Closed { mode });
         }
-        self.give(slot, gpu, state.context_bytes)
+        self.add_charge(slot, gpu, state.context_bytes)
     }
 
-    /// Gives `bytes` of GPU `gpu` to `slot`, all or nothing. `settle` has the daemon take
-    /// back what the dead held.
+    /// Charges `bytes` of GPU `gpu` to `slot`, all or nothing. `reclaim` has the daemon free the memory of processes that
+    /// have ended.
     pub fn charge(
         &self,
         slot: usize,
         gpu: usize,
         bytes: u64,
-        settle: impl FnOnce(),
+        reclaim: impl FnOnce(),
     ) -> Result<(), ChargeError> {
-        let _guard = self.lock_settled(slot, gpu, bytes, settle)?;
-        self.give(slot, gpu, bytes)
+        let _guard = self.lock_reclaimed(slot, gpu, bytes, reclaim)?;
+        self.add_charge(slot, gpu, bytes)
     }
 
-    /// Takes a GPU's lock to give `bytes`; calls `settle` before, where that would be more than ever,
-    /// others than `slot` hold some, and the GPU is that large.
-    fn lock_settled(
+    /// Takes a GPU's lock to charge `bytes`. Calls `reclaim` first where that would be a new peak, other slots hold memory,
+    /// and the GPU is large enough.
+    fn lock_reclaimed(
         &self,
         slot: usize,
         gpu: usize,
         bytes: u64,
-        settle: impl FnOnce(),
+        reclaim: impl FnOnce(),
     ) -> Result<Guard<'_>, ChargeError> {
         let state = &self.gpus[gpu];
         let guard = lock(state, owner(slot))?;
@@ -145,18 +141,18 @@ impl Shared {
             return Ok(guard);
         }
         drop(guard);
-        settle();
+        reclaim();
         lock(state, owner(slot))
     }
 
-    /// Whether others than `slot` hold memory.
+    /// Whether other slots than `slot` hold memory.
     fn is_shared(&self, slot: usize, gpu: usize) -> bool {
         let held = self.slots[slot].used[gpu].load(Ordering::Relaxed);
         self.gpus[gpu].used.load(Ordering::Relaxed) > held
     }
 
-    /// Gives, for who has the lock.
-    fn give(&self, slot: usize, gpu: usize, bytes: u64) -> Result<(), ChargeError> {
+    /// Adds a charge. The caller has the GPU's lock.
+    fn add_charge(&self, slot: usize, gpu: usize, bytes: u64) -> Result<(), ChargeError> {
         let state = &self.gpus[gpu];
         let used = state.used.load(Ordering::Relaxed);
         let free = state.usable().saturating_sub(used);
@@ -171,12 +167,12 @@ impl Shared {
         Ok(())
     }
 
-    /// Takes back `bytes` that `slot` was given.
+    /// Ends a charge of `bytes` to `slot`.
     pub fn release(&self, slot: usize, gpu: usize, bytes: u64) -> Result<(), ChargeError> {
         let state = &self.gpus[gpu];
         let _guard = lock(state, owner(slot))?;
         let held = &self.slots[slot].used[gpu];
-        // Saturating: the daemon may have reclaimed a process that lost its connection.
+        // Saturating: the daemon may have reclaimed a process whose connection has ended.
         let before = held.load(Ordering::Relaxed);
         let returned = bytes.min(before);
         held.store(before - returned, Ordering::Relaxed);
@@ -187,8 +183,8 @@ impl Shared {
         Ok(())
     }
 
-    /// Frees a dead process's slot and all it held and had queued. Only the daemon calls this,
-    /// and only when the process is gone and its files are closed.
+    /// Frees the slot of a process that has ended, with its memory and its queued kernels. Only the daemon calls this, after
+    /// the process has ended and its files are closed.
     pub fn reclaim(&self, slot: usize) {
         self.end(slot, 0, |held| held.store(0, Ordering::Relaxed));
         for managed in &self.slots[slot].managed {
@@ -196,8 +192,8 @@ impl Shared {
         }
     }
 
-    /// Forgets what a process that ended had queued, and its pid. What it held stays taken: its files
-    /// are open elsewhere, as the child of a fork has them. Only the daemon calls this.
+    /// Removes the queued kernels and the pid of a process that has ended. Its memory stays charged: another process, such as
+    /// the child of a fork, has its files open. Only the daemon calls this.
     pub fn orphan(&self, slot: usize) {
         self.end(slot, ORPHANED, |_| {});
     }
@@ -207,9 +203,9 @@ impl Shared {
         for (gpu, state) in self.gpus().iter().enumerate() {
             let _guard = self.take_over(state, owner(slot));
             release(&dead.used[gpu]);
-            // It may have died with the lock, between its entry and the sum.
-            self.add_up(gpu);
-            self.forget_lane(slot, gpu);
+            // It may have ended with the lock, between the write of its entry and that of the sum.
+            self.recompute_used(gpu);
+            self.reset_lane(slot, gpu);
             dead.utilization[gpu].store(0, Ordering::Relaxed);
         }
         dead.sampled.store(0, Ordering::Relaxed);
@@ -217,18 +213,18 @@ impl Shared {
         dead.pid.store(pid, Ordering::Release);
     }
 
-    /// Puts the ledger in order for a daemon that starts: its predecessor, or a
-    /// process that died without one, may have left a lock.
+    /// Repairs the ledger for a daemon that starts: an earlier daemon, or a process that ended while no daemon ran, may have
+    /// left a lock.
     pub fn recover(&self) {
         for (gpu, state) in self.gpus().iter().enumerate() {
-            // There is one daemon, and this is its start.
+            // There is one daemon, and it starts now: no other holds the lock.
             let _guard = self.take_over(state, DAEMON);
-            self.add_up(gpu);
-            self.order_anew(gpu);
+            self.recompute_used(gpu);
+            self.rebuild_ring(gpu);
         }
     }
 
-    fn add_up(&self, gpu: usize) {
+    fn recompute_used(&self, gpu: usize) {
         let sum = self
             .slots
             .iter()
@@ -237,8 +233,8 @@ impl Shared {
         self.gpus[gpu].used.store(sum, Ordering::Relaxed);
     }
 
-    /// Takes the lock from a dead holder, or waits for a living one. What a dead one left half done is to
-    /// be added up anew.
+    /// Takes the lock from a holder that has ended, or waits for one that runs. The caller then recomputes the sum, which the
+    /// holder may have left incomplete.
     fn take_over<'a>(&self, state: &'a GpuState, dead: u32) -> Guard<'a> {
         let take = |from| {
             state
@@ -252,12 +248,12 @@ impl Shared {
             }
             let holder = state.lock.load(Ordering::Relaxed);
             let slot = (holder as usize).wrapping_sub(1);
-            // Another one may have died with it, and be next to be reclaimed.
-            // The sampler is of this very process, but for the one of a daemon before this.
+            // The holder may be another process that has ended and is reclaimed next. A sampler is of this process, except
+            // at the start of a daemon, when it was an earlier daemon's.
             let lives = if holder == SAMPLER {
                 dead != DAEMON
             } else {
-                self.slots.get(slot).is_some_and(identity::alive)
+                self.slots.get(slot).is_some_and(identity::is_alive)
             };
             if holder != 0 && !lives && take(holder) {
                 return Guard(state);
@@ -267,7 +263,7 @@ impl Shared {
     }
 }
 
-/// Lock value of a slot.
+/// The lock value of a slot.
 pub(crate) fn owner(slot: usize) -> u32 {
     // MAX_PROCESSES is far below u32::MAX.
     u32::try_from(slot + 1).unwrap_or(SAMPLER - 1)
@@ -287,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn the_sampler_is_waited_for_and_one_of_an_earlier_life_is_not() {
+    fn the_daemon_waits_for_its_sampler_and_not_for_an_earlier_daemons() {
         let page = page();
         let sampling = try_lock(&page.gpus[0]).unwrap();
         std::thread::scope(|scope| {
@@ -305,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lock_that_is_not_had_is_left_alone() {
+    fn a_failed_try_lock_leaves_the_lock_alone() {
         let page = page();
         let held = lock(&page.gpus[0], owner(7)).unwrap();
         assert!(try_lock(&page.gpus[0]).is_none());
@@ -315,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn a_byte_too_much_is_refused_and_nothing_changes() {
+    fn a_charge_of_a_byte_too_much_changes_nothing() {
         let page = page();
         let all = page.gpus[0].usable();
         page.charge(0, 0, all - 1, || ()).unwrap();
@@ -329,11 +325,11 @@ mod tests {
     }
 
     #[test]
-    fn a_holder_that_died_half_way_loses_nothing() {
+    fn a_process_that_ends_with_the_lock_loses_no_memory() {
         let page = page();
         page.charge(0, 0, 7 * MIB, || ()).unwrap();
         page.charge(1, 0, 3 * MIB, || ()).unwrap();
-        // Process 0 dies between its own entry and the sum.
+        // Process 0 ends between the write of its entry and that of the sum.
         page.gpus[0].lock.store(1, Ordering::Relaxed);
         page.slots[0].used[0].fetch_add(5 * MIB, Ordering::Relaxed);
         page.reclaim(0);
@@ -343,20 +339,20 @@ mod tests {
     }
 
     #[test]
-    fn the_dead_are_looked_for_before_a_gpu_holds_more_than_ever() {
+    fn ended_processes_are_reclaimed_before_a_new_peak() {
         let page = page();
-        let never = || panic!("nothing to settle");
+        let never = || panic!("there is nothing to reclaim");
         page.charge(0, 0, 5 * MIB, never).unwrap();
         let asked = Cell::new(0);
-        let settle = || {
+        let reclaim = || {
             asked.set(asked.get() + 1);
             page.reclaim(0);
         };
-        // Others hold some, and it would be more than ever.
-        page.charge(1, 0, MIB, settle).unwrap();
+        // Another process holds memory, and it would be a new peak.
+        page.charge(1, 0, MIB, reclaim).unwrap();
         assert_eq!(asked.get(), 1);
         assert_eq!(page.gpus[0].peak.load(Ordering::Relaxed), 5 * MIB);
-        // Nobody else does; it was more before.
+        // No other process holds memory; the peak was higher.
         page.charge(1, 0, 5 * MIB, never).unwrap();
         page.charge(2, 0, MIB, || ()).unwrap();
         page.release(1, 0, MIB).unwrap();
@@ -369,22 +365,22 @@ mod tests {
     }
 
     #[test]
-    fn what_an_orphan_held_stays_taken() {
+    fn an_orphans_memory_stays_charged() {
         let page = page();
         page.slots[0].pid.store(7, Ordering::Relaxed);
         page.charge(0, 0, 5 * MIB, || ()).unwrap();
-        // It died with the lock.
+        // It ended with the lock.
         page.gpus[0].lock.store(1, Ordering::Relaxed);
         page.orphan(0);
         assert_eq!(page.gpus[0].used.load(Ordering::Relaxed), 5 * MIB);
-        assert!(!identity::alive(&page.slots[0]));
+        assert!(!identity::is_alive(&page.slots[0]));
         page.charge(1, 0, MIB, || ()).unwrap();
         page.reclaim(0);
         assert_eq!(page.gpus[0].used.load(Ordering::Relaxed), MIB);
     }
 
     #[test]
-    fn the_compute_mode_says_who_may_have_a_context() {
+    fn the_compute_mode_decides_which_process_may_have_a_context() {
         let page = page();
         let mode = |value| page.gpus[0].compute_mode.store(value, Ordering::Relaxed);
         mode(EXCLUSIVE);
@@ -404,7 +400,7 @@ mod tests {
     }
 
     #[test]
-    fn two_that_died_together_do_not_block_each_other() {
+    fn two_processes_that_ended_do_not_block_each_other() {
         let page = page();
         page.charge(0, 0, MIB, || ()).unwrap();
         page.charge(1, 0, MIB, || ()).unwrap();
@@ -417,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn a_starting_daemon_puts_the_ledger_in_order() {
+    fn a_starting_daemon_repairs_the_ledger() {
         let page = page();
         page.charge(0, 0, MIB, || ()).unwrap();
         page.gpus[0].used.store(9 * MIB, Ordering::Relaxed);
@@ -428,7 +424,7 @@ mod tests {
     }
 
     #[test]
-    fn threads_never_exceed_the_gpu() {
+    fn threads_together_never_exceed_the_gpu() {
         let page = page();
         let usable = page.gpus[0].usable();
         std::thread::scope(|scope| {
@@ -455,7 +451,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_sum_is_the_sum(steps in proptest::collection::vec((0usize..4, 0u64..9000, any::<bool>()), 0..200)) {
+        fn used_is_the_sum_of_the_slots(steps in proptest::collection::vec((0usize..4, 0u64..9000, any::<bool>()), 0..200)) {
             let page = page();
             let mut held = [0u64; 4];
             for (slot, mib, take) in steps {

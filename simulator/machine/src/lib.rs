@@ -1,20 +1,19 @@
-//! The simulated machine: one state that every process and container of a host shares.
+//! The simulated machine: one state that all processes and containers of a host share.
 //!
 //! ```text
 //! machine file ──► Description ──► daemon writes Shared ──► fd over the socket ──► Attachment
 //!   (TOML)          (checked)       (file on tmpfs)          (SCM_RIGHTS)          (mmap)
 //! ```
 //!
-//! - [`description`]: what the machine file says.
-//! - [`layout`]: the shared page, plain words and atomics only.
-//! - [`ledger`]: who holds how much device memory; never more than the GPU has.
-//! - [`timeline`]: when a GPU is busy, in virtual time.
+//! - [`description`]: the machine file.
+//! - [`layout`]: the shared page, which has plain words and atomics only.
+//! - [`ledger`]: how much device memory each process holds; together never more than the GPU has.
+//! - [`timeline`]: when kernels run, in virtual time.
 //! - [`wire`]: the handshake between a library and the daemon.
-//! - [`attach`]: the library's side of it, and [`root`]: where the driver root is.
-//! - [`export`]: what both libraries make their functions with.
+//! - [`attach`]: the library's side of the handshake; [`root`]: the driver root.
+//! - [`export`]: how both libraries export functions.
 //!
-//! The page is writable by every process that initialises CUDA, as a real GPU is
-//! programmable by it: the simulator trusts its programs.
+//! Every process that initialises CUDA can write the page: the simulator trusts its programs.
 
 pub mod attach;
 pub mod description;

@@ -1,4 +1,4 @@
-//! Where the driver is installed: the library's own place says.
+//! The driver root: where the driver is installed, found from the library's own path.
 
 use std::ffi::{CStr, OsStr, c_void};
 use std::os::fd::OwnedFd;
@@ -8,18 +8,17 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
-/// Where a driver root has its libraries, on every Debian-like system.
+/// The folder of libraries below a driver root, as on Debian.
 pub const LIBRARY_DIR: &str = "usr/lib/x86_64-linux-gnu";
-/// The socket under the root.
+/// The socket below the root.
 pub const SOCKET: &str = "run/nvidia-persistenced/socket";
-/// Under the root where that is a host's `/`: also where it is mounted elsewhere, a process opens the nodes of its own
-/// `/dev`, as a real driver's libraries do. Other roots are laid out where nobody may write `/dev`, and have their nodes
-/// below them.
+/// A file that marks a root which is a host's `/`. Also where such a root is mounted elsewhere, a process opens the nodes
+/// of its own `/dev`, as a real driver's libraries do. All other roots have device nodes below them.
 pub const HOST_MARK: &str = "etc/nvidia-sim/host";
-/// The page's file under the root, on tmpfs wherever `/run` is.
+/// The page's file below the root, on tmpfs where `/run` is.
 pub const PAGE_FILE: &str = "run/nvidia-persistenced/machine";
 
-/// A directory with `dev/nvidia*` and the daemon's socket under it.
+/// A directory with `dev/nvidia*` and the daemon's socket below it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DriverRoot(PathBuf);
 
@@ -30,9 +29,8 @@ impl DriverRoot {
         Self(path.into())
     }
 
-    /// The root of a library file: `<ROOT>` where the file is
-    /// `<ROOT>/usr/lib/x86_64-linux-gnu/<name>`, `/` elsewhere, as for a driver
-    /// that is found by the loader's cache or mounted at a place of its own.
+    /// The root of a library file: `<ROOT>` for `<ROOT>/usr/lib/x86_64-linux-gnu/<name>`, and `/` for all other paths, as
+    /// where the loader's cache names the library or it is mounted elsewhere.
     #[must_use]
     pub fn of_file(file: &Path) -> Self {
         let root = file
@@ -47,7 +45,7 @@ impl DriverRoot {
         Self(root.to_owned())
     }
 
-    /// The root of the loaded library that contains `place`, one of its statics.
+    /// The root of the loaded library that contains the static `place`.
     #[must_use]
     pub fn of_library<T>(place: &'static T) -> Self {
         let address: *const c_void = std::ptr::from_ref(place).cast();
@@ -59,8 +57,7 @@ impl DriverRoot {
         if found == 0 || info.dli_fname.is_null() {
             return Self::new("/");
         }
-        // SAFETY: the loader's name of a loaded object, alive while it is loaded,
-        // and this code is in it.
+        // SAFETY: the loader's name of a loaded object is valid as long as that is loaded, and this code is in it.
         let name = unsafe { CStr::from_ptr(info.dli_fname) };
         let name = Path::new(OsStr::from_bytes(name.to_bytes()));
         match std::path::absolute(name) {
@@ -94,7 +91,7 @@ impl DriverRoot {
         let open = |flags| rustix::fs::open(&path, flags | OFlags::CLOEXEC, Mode::empty());
         match open(OFlags::RDWR) {
             Ok(file) => Some(file),
-            // A node whose driver is not in the kernel: what the simulator has.
+            // A node without a kernel driver, as the simulator's are.
             Err(Errno::NXIO | Errno::NODEV) => open(OFlags::PATH).ok(),
             Err(_) => None,
         }
@@ -112,7 +109,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_librarys_place_says_the_root() {
+    fn the_root_is_found_from_the_librarys_path() {
         for (file, root) in [
             ("/usr/lib/x86_64-linux-gnu/libcuda.so.1", "/"),
             (
@@ -133,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn a_node_must_exist_and_be_openable() {
+    fn a_node_must_exist() {
         let folder = tempfile::tempdir().unwrap();
         let root = DriverRoot::new(folder.path());
         assert!(!root.has_node("nvidia0"));
@@ -144,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn a_hosts_root_has_its_nodes_in_the_process_own_dev() {
+    fn the_nodes_of_a_hosts_root_are_those_of_the_process() {
         let folder = tempfile::tempdir().unwrap();
         let root = DriverRoot::new(folder.path());
         std::fs::create_dir(folder.path().join("dev")).unwrap();

@@ -1,63 +1,62 @@
 //! When kernels run, in virtual time.
 //!
-//! A GPU runs one kernel at a time. The kernels of one process run in the order of their launches,
-//! whichever streams they are in. Processes take turns as on a real GPU without MPS: one runs until it
-//! has nothing left or its slice of [`SLICE`] is over, then the next that has work; a process alone
-//! runs on. Between two processes the GPU stands still for as long as the machine file says
-//! (`switch_micros`). Nothing computes: a launch only adds to what its process has queued, and time passes when
-//! somebody looks.
+//! A GPU runs one kernel at a time. The kernels of a process run in the order of their launches, whichever streams they are
+//! in. Processes take turns as on a real GPU without MPS: a process runs until it has no work left or its slice of
+//! [`SLICE`] ends, then the next process with work runs. A process alone is not interrupted. Between two processes the GPU
+//! stands still for the machine file's `switch_micros`. Nothing is computed: a launch adds to the queue of its process, and
+//! every call that reads the state first advances it to the present.
 //!
-//! So when a kernel will end depends on what others launch meanwhile. What is known of it is its
-//! *mark*: how much its process will have run on that GPU when it ends, in nanoseconds. Who waits for
-//! a mark sleeps until it would be reached if nobody launched anything more, and looks again. Who wants
-//! to know *when* a mark was reached has it watched from before.
+//! When a kernel will end depends on later launches of other processes. Known is its *mark*: the nanoseconds that its
+//! process will have run on that GPU when the kernel ends. A thread that waits for a mark sleeps until the time at which the
+//! mark is reached without further launches, and then checks again. To learn *when* a mark was reached, a caller registers
+//! a watch before.
 //!
-//! All of it changes under the GPU's lock, as the ledger does.
+//! All fields change under the GPU's lock, as those of the ledger do.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use crate::layout::{GpuState, MAX_PROCESSES, Shared};
 use crate::ledger::{ChargeError, Guard, lock, owner};
 
-/// How long a process runs while others have work too, in nanoseconds: NVIDIA's default is about that.
+/// How long a process runs while others have work too, in nanoseconds: about NVIDIA's default.
 pub const SLICE: u64 = 2_000_000;
 
-/// Marks of a process on a GPU that can be watched at a time; more, and the oldest are lost.
+/// Watches of a process on a GPU at a time. A further watch replaces the oldest.
 pub const WATCHES: usize = 128;
 
-/// The order in which processes run on a GPU. All zeros is none.
+/// The order in which processes run on a GPU. All zeros is a valid value: no process has work.
 #[derive(Debug)]
 #[repr(C)]
 pub struct Turns {
-    /// Up to when all is decided, monotonic nanoseconds.
+    /// The time up to which the state is advanced, in monotonic nanoseconds.
     clock: AtomicU64,
-    /// Nanoseconds of kernels that have run by then, since the page was made.
+    /// Nanoseconds of kernels that have run by then since the page was made.
     ran: AtomicU64,
-    /// What is left of the slice of the one whose turn it is.
+    /// The rest of the slice of the process whose turn it is.
     slice: AtomicU64,
-    /// The process that runs or ran last: its slot + 1, or 0 for none.
+    /// The process that runs or ran last: its slot + 1; 0 for none.
     running: AtomicU32,
-    /// What is left of the switch to it, nanoseconds.
+    /// The rest of the switch to that process, in nanoseconds.
     switching: AtomicU64,
-    /// Nanoseconds for which the GPU stood still for switches, since the page was made.
+    /// Nanoseconds for which the GPU stood still for switches since the page was made.
     stood_still: AtomicU64,
-    /// Slots that have work, from `first` on, round the ring.
+    /// The ring of slots that have work: `count` places from `first` on.
     first: AtomicU32,
     count: AtomicU32,
     ring: [AtomicU32; MAX_PROCESSES],
 }
 
-/// A process's kernels on a GPU. All zeros is none.
+/// The kernels of a process on a GPU. All zeros is a valid value: no kernel.
 #[derive(Debug)]
 #[repr(C, align(128))]
 pub struct Lane {
-    /// Nanoseconds of kernels launched so far: the mark of the last one.
+    /// Nanoseconds of all launched kernels: the mark of the last one.
     queued: AtomicU64,
-    /// Nanoseconds of them that have run.
+    /// The part of those nanoseconds that has run.
     done: AtomicU64,
-    /// Whether it is in the ring.
+    /// 1 if the process is in the ring.
     waits: AtomicU32,
-    /// Marks watched so far, and those of them before the first that is not reached.
+    /// The number of watches so far, and the number of those before the first whose mark is not reached.
     watched: AtomicU64,
     settled: AtomicU64,
     watches: [Watch; WATCHES],
@@ -67,16 +66,16 @@ pub struct Lane {
 #[repr(C)]
 struct Watch {
     mark: AtomicU64,
-    /// When it was reached; 0 for not yet.
+    /// When the mark was reached; 0 if it is not reached.
     at: AtomicU64,
 }
 
-/// When a mark is reached.
+/// The time of a mark.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Moment {
-    /// It was, then (monotonic nanoseconds).
+    /// When it was reached, in monotonic nanoseconds.
     At(u64),
-    /// It will be: the number of its watch says when.
+    /// The number of the watch of a mark that is not reached.
     Later(u64),
 }
 
@@ -110,21 +109,21 @@ impl Shared {
         &self.lanes[slot][gpu]
     }
 
-    /// Runs what is queued on GPU `gpu` up to `at`; the kernels of process `slot` there, with the GPU's lock.
-    fn pass_locked(
+    /// Takes the lock of GPU `gpu` and runs its kernels up to the time `at`; the lock, and the lane of process `slot`.
+    fn advance_locked(
         &self,
         slot: usize,
         gpu: usize,
         at: u64,
     ) -> Result<(Guard<'_>, &Lane), ChargeError> {
         let guard = lock(&self.gpus[gpu], owner(slot))?;
-        self.pass(gpu, at);
+        self.advance(gpu, at);
         Ok((guard, self.lane(slot, gpu)))
     }
 
     /// Queues a kernel of `nanos` of process `slot` on GPU `gpu` at `at`; returns its mark.
     pub fn launch(&self, slot: usize, gpu: usize, nanos: u64, at: u64) -> Result<u64, ChargeError> {
-        let (_guard, lane) = self.pass_locked(slot, gpu, at)?;
+        let (_guard, lane) = self.advance_locked(slot, gpu, at)?;
         let mark = get(&lane.queued) + nanos;
         set(&lane.queued, mark);
         if nanos > 0 && lane.waits.swap(1, Ordering::Relaxed) == 0 {
@@ -133,7 +132,7 @@ impl Shared {
         Ok(mark)
     }
 
-    /// Whether process `slot` has run as far as `mark` on GPU `gpu` at `at`.
+    /// Whether process `slot` has reached `mark` on GPU `gpu` at the time `at`.
     pub fn reached(
         &self,
         slot: usize,
@@ -144,12 +143,12 @@ impl Shared {
         if self.ran(slot, gpu) >= mark {
             return Ok(true);
         }
-        let (_guard, lane) = self.pass_locked(slot, gpu, at)?;
+        let (_guard, lane) = self.advance_locked(slot, gpu, at)?;
         Ok(get(&lane.done) >= mark)
     }
 
-    /// When process `slot` will have run as far as `mark`, if nobody launches anything after `at`;
-    /// no later than that in any case. `at` or before for a mark that is reached.
+    /// The time at which process `slot` will reach `mark` if no process launches anything after `at`. With further launches
+    /// it is never reached earlier. At most `at` for a mark that is reached.
     pub fn expected(
         &self,
         slot: usize,
@@ -160,15 +159,15 @@ impl Shared {
         if self.ran(slot, gpu) >= mark {
             return Ok(at);
         }
-        let (_guard, lane) = self.pass_locked(slot, gpu, at)?;
+        let (_guard, lane) = self.advance_locked(slot, gpu, at)?;
         let left = mark.saturating_sub(get(&lane.done));
-        Ok(at + self.foresee(slot, gpu, left))
+        Ok(at + self.time_until(slot, gpu, left))
     }
 
-    /// Sleeps until process `slot` has run as far as `mark` on GPU `gpu`, or the GPU is lost.
+    /// Sleeps until process `slot` has reached `mark` on GPU `gpu`, or the GPU is lost.
     pub fn wait(&self, slot: usize, gpu: usize, mark: u64) -> Result<(), ChargeError> {
-        /// A GPU that is lost meanwhile is noticed as soon.
-        const LOOK: u64 = 100_000_000;
+        /// How often a waiting thread checks whether the GPU is lost, in nanoseconds.
+        const POLL: u64 = 100_000_000;
         loop {
             if self.gpus[gpu].is_lost() {
                 return Ok(());
@@ -178,11 +177,11 @@ impl Shared {
             if expected <= at {
                 return Ok(());
             }
-            sleep_until(expected.min(at + LOOK));
+            sleep_until(expected.min(at + POLL));
         }
     }
 
-    /// Has a mark watched from `at` on.
+    /// Registers a watch of a mark at the time `at`.
     pub fn watch(
         &self,
         slot: usize,
@@ -193,7 +192,7 @@ impl Shared {
         if self.ran(slot, gpu) >= mark {
             return Ok(Moment::At(at));
         }
-        let (_guard, lane) = self.pass_locked(slot, gpu, at)?;
+        let (_guard, lane) = self.advance_locked(slot, gpu, at)?;
         if get(&lane.done) >= mark {
             return Ok(Moment::At(at));
         }
@@ -207,7 +206,7 @@ impl Shared {
         Ok(Moment::Later(number))
     }
 
-    /// When the mark of a watch was reached; `None` for not yet. A watch that was lost says `at`.
+    /// When the mark of a watch was reached; `None` if it is not reached, and `at` for a watch that was replaced.
     pub fn reached_at(
         &self,
         slot: usize,
@@ -215,7 +214,7 @@ impl Shared {
         number: u64,
         at: u64,
     ) -> Result<Option<u64>, ChargeError> {
-        let (_guard, lane) = self.pass_locked(slot, gpu, at)?;
+        let (_guard, lane) = self.advance_locked(slot, gpu, at)?;
         if number + (WATCHES as u64) < get(&lane.watched) {
             return Ok(Some(at));
         }
@@ -223,11 +222,11 @@ impl Shared {
         Ok((then != 0).then_some(then))
     }
 
-    /// Lets time pass up to `at` on every GPU whose lock is free. For the daemon.
-    pub fn let_pass(&self, at: u64) {
+    /// Advances every GPU whose lock is free to the time `at`. For the daemon.
+    pub fn advance_all(&self, at: u64) {
         for (gpu, state) in self.gpus().iter().enumerate() {
             if let Some(_guard) = crate::ledger::try_lock(state) {
-                self.pass(gpu, at);
+                self.advance(gpu, at);
             }
         }
     }
@@ -238,26 +237,26 @@ impl Shared {
         get(&self.lane(slot, gpu).done)
     }
 
-    /// Forgets what a dead process has queued, and puts the order right that it may have left half
-    /// changed. Whoever calls has the GPU's lock.
-    pub(crate) fn forget_lane(&self, slot: usize, gpu: usize) {
+    /// Removes the kernels of a process that has ended, and repairs the ring, which it may have left incomplete. The caller
+    /// has the GPU's lock.
+    pub(crate) fn reset_lane(&self, slot: usize, gpu: usize) {
         let lane = self.lane(slot, gpu);
         set(&lane.queued, 0);
         set(&lane.done, 0);
         set(&lane.watched, 0);
         set(&lane.settled, 0);
-        self.order_anew(gpu);
+        self.rebuild_ring(gpu);
     }
 
-    /// Makes the ring from the lanes.
-    pub(crate) fn order_anew(&self, gpu: usize) {
+    /// Makes the ring again from the lanes.
+    pub(crate) fn rebuild_ring(&self, gpu: usize) {
         let turns = &self.gpus[gpu].turns;
         turns.first.store(0, Ordering::Relaxed);
         turns.count.store(0, Ordering::Relaxed);
         set(&turns.switching, 0);
         set(&turns.slice, SLICE);
         for (slot, process) in self.slots.iter().enumerate() {
-            // A free slot's lane was emptied when it was freed.
+            // The lane of a free slot is empty.
             if process.pid.load(Ordering::Relaxed) == 0 {
                 continue;
             }
@@ -270,8 +269,8 @@ impl Shared {
         }
     }
 
-    /// Runs what is queued on GPU `gpu` up to `at`.
-    fn pass(&self, gpu: usize, at: u64) {
+    /// Runs the kernels of GPU `gpu` up to the time `at`. The caller has the GPU's lock.
+    fn advance(&self, gpu: usize, at: u64) {
         let turns = &self.gpus[gpu].turns;
         while get(&turns.clock) < at {
             let clock = get(&turns.clock);
@@ -307,8 +306,8 @@ impl Shared {
         }
     }
 
-    /// How long it will take until process `slot` has run for `left` more, as things are.
-    fn foresee(&self, slot: usize, gpu: usize, left: u64) -> u64 {
+    /// Nanoseconds until process `slot` has run for `left` more, if no process launches anything.
+    fn time_until(&self, slot: usize, gpu: usize, left: u64) -> u64 {
         let turns = &self.gpus[gpu].turns;
         let mut order: std::collections::VecDeque<(usize, u64)> = turns
             .order()
@@ -321,7 +320,7 @@ impl Shared {
         let (mut time, mut slice) = (0, get(&turns.slice).max(1));
         let mut running = turns.running.load(Ordering::Relaxed);
         let mut switching = get(&turns.switching);
-        // A bound on the work: looking again is as good.
+        // The number of rounds is bounded: the caller checks again after the returned time.
         for _ in 0..1000 {
             let Some((next, left)) = order.pop_front() else {
                 break;
@@ -357,7 +356,7 @@ impl Lane {
         &self.watches[usize::try_from(number).unwrap_or(0) % WATCHES]
     }
 
-    /// Runs for `runs` after `done`, from `clock` on.
+    /// Runs kernels for `runs` nanoseconds from the time `clock` on, after `done` nanoseconds.
     fn run(&self, done: u64, runs: u64, clock: u64) {
         let now = done + runs;
         let (first, end) = (get(&self.settled), get(&self.watched));
@@ -384,7 +383,7 @@ impl Turns {
     }
 
     fn order(&self) -> impl Iterator<Item = usize> + '_ {
-        (0..self.count.load(Ordering::Relaxed).min(ENOUGH))
+        (0..self.count.load(Ordering::Relaxed).min(RING_PLACES))
             .map(|nth| self.place(nth).load(Ordering::Relaxed) as usize % MAX_PROCESSES)
     }
 
@@ -392,8 +391,7 @@ impl Turns {
         self.order().next()
     }
 
-    /// Lets `slot` be the one that runs; returns how long the GPU still stands still before it does, where
-    /// a switch takes `cost`.
+    /// Makes `slot` the process that runs. Returns how long the GPU still stands still before, where a switch takes `cost`.
     fn switch_to(&self, slot: usize, cost: u64) -> u64 {
         let before = self.running.swap(owner(slot), Ordering::Relaxed);
         if before != owner(slot) && before != 0 {
@@ -402,19 +400,20 @@ impl Turns {
         get(&self.switching)
     }
 
-    /// Puts a process at the end; the first gets a whole slice.
+    /// Adds a process at the end. The first one gets a whole slice.
     fn push(&self, slot: usize) {
         let count = self.count.load(Ordering::Relaxed);
         if count == 0 {
             set(&self.slice, SLICE);
         }
-        // A slot's number is small.
+        // At most MAX_PROCESSES.
         let slot = u32::try_from(slot).unwrap_or(0);
         self.place(count).store(slot, Ordering::Relaxed);
-        self.count.store((count + 1).min(ENOUGH), Ordering::Relaxed);
+        self.count
+            .store((count + 1).min(RING_PLACES), Ordering::Relaxed);
     }
 
-    /// Takes the first away; the next gets a whole slice.
+    /// Removes the first process. The next one gets a whole slice.
     fn pop(&self) {
         let count = self.count.load(Ordering::Relaxed);
         self.count.store(count.saturating_sub(1), Ordering::Relaxed);
@@ -424,19 +423,18 @@ impl Turns {
     }
 }
 
-/// As many as the ring has places: a slot is in it once.
+/// The places of the ring. A slot is in it once at most.
 #[expect(clippy::cast_possible_truncation, reason = "2048")]
-const ENOUGH: u32 = MAX_PROCESSES as u32;
+const RING_PLACES: u32 = MAX_PROCESSES as u32;
 
 impl GpuState {
-    /// Nanoseconds of kernels that have run since the page was made, when somebody looked last.
+    /// Nanoseconds of kernels that have run since the page was made, up to the last advance.
     #[must_use]
     pub fn ran(&self) -> u64 {
         get(&self.turns.ran)
     }
 
-    /// Nanoseconds for which it stood still between two processes since the page was made, when somebody
-    /// looked last.
+    /// Nanoseconds for which it stood still between two processes since the page was made, up to the last advance.
     #[must_use]
     pub fn stood_still(&self) -> u64 {
         get(&self.turns.stood_still)
@@ -464,7 +462,7 @@ mod tests {
         assert_eq!(page.expected(0, 1, 50, 1010), Ok(1060));
         assert_eq!(page.launch(0, 0, 50, 2000), Ok(150), "after idling");
         assert_eq!(page.expected(0, 0, 150, 2000), Ok(2050));
-        page.let_pass(2010);
+        page.advance_all(2010);
         assert_eq!((page.gpus[0].ran(), page.ran(0, 0)), (110, 110));
     }
 
@@ -473,7 +471,7 @@ mod tests {
         let page = test_page(T4);
         page.launch(0, 0, 10 * SLICE, 1000).unwrap();
         page.launch(1, 0, SLICE / 2, 1000).unwrap();
-        // The first has its slice, then the second all it has.
+        // The first runs for a slice, then the second until its end.
         assert_eq!(
             page.expected(1, 0, SLICE / 2, 1000),
             Ok(1000 + 3 * SLICE / 2)
@@ -486,7 +484,7 @@ mod tests {
             panic!("not yet reached");
         };
         assert_eq!(page.reached_at(1, 0, watch, 2000), Ok(None));
-        page.let_pass(1000 + 4 * SLICE);
+        page.advance_all(1000 + 4 * SLICE);
         assert_eq!(
             page.reached_at(1, 0, watch, 0),
             Ok(Some(1000 + 3 * SLICE / 2))
@@ -501,10 +499,10 @@ mod tests {
         let page = test_page(&format!("{T4}[habits]\nswitch_micros = 50\n"));
         page.launch(0, 0, 3 * SLICE, 1000).unwrap();
         page.launch(1, 0, SLICE, 1000).unwrap();
-        // First a slice, a switch, the other's slice, a switch, and the rest without another.
+        // A slice, a switch, the other's slice, a switch, and the rest without a switch.
         let expected = 1000 + 4 * SLICE + 2 * SWITCH;
         assert_eq!(page.expected(0, 0, 3 * SLICE, 1000), Ok(expected));
-        page.let_pass(1000 + SLICE + SWITCH / 2);
+        page.advance_all(1000 + SLICE + SWITCH / 2);
         assert_eq!([0, 1].map(|slot| page.ran(slot, 0)), [SLICE, 0]);
         assert_eq!(
             page.expected(0, 0, 3 * SLICE, 1000 + SLICE + SWITCH / 2),
@@ -515,10 +513,10 @@ mod tests {
         assert_eq!(
             page.gpus[0].ran(),
             4 * SLICE,
-            "standing still is not running"
+            "a switch does not count as running"
         );
         assert_eq!(page.gpus[0].stood_still(), 2 * SWITCH);
-        // Whoever comes back to an idle GPU that it used last needs no switch.
+        // The process that used the idle GPU last needs no switch.
         let later = expected + SLICE;
         page.launch(0, 0, SLICE, later).unwrap();
         assert_eq!(page.expected(0, 0, 4 * SLICE, later), Ok(later + SLICE));
@@ -530,40 +528,40 @@ mod tests {
     }
 
     #[test]
-    fn one_that_launches_much_takes_nothing_from_the_others() {
+    fn a_process_that_launches_much_takes_no_time_from_others() {
         let page = test_page(T4);
         for _ in 0..1000 {
             page.launch(0, 0, SLICE, 0).unwrap();
         }
         page.launch(1, 0, 100 * SLICE, 0).unwrap();
         page.launch(2, 0, 100 * SLICE, 0).unwrap();
-        page.let_pass(90 * SLICE);
+        page.advance_all(90 * SLICE);
         assert_eq!([0, 1, 2].map(|slot| page.ran(slot, 0)), [30 * SLICE; 3]);
     }
 
     #[test]
-    fn the_dead_leave_the_ring() {
+    fn a_reclaimed_process_leaves_the_ring() {
         let page = test_page(T4);
         for slot in [0, 1] {
             page.slots[slot].pid.store(1, Ordering::Relaxed);
             page.launch(slot, 0, 100 * SLICE, 0).unwrap();
         }
-        page.let_pass(SLICE / 2);
+        page.advance_all(SLICE / 2);
         page.slots[0].pid.store(-1, Ordering::Relaxed);
         page.reclaim(0);
         assert_eq!(
             page.expected(1, 0, 100 * SLICE, SLICE / 2),
             Ok(SLICE / 2 + 100 * SLICE)
         );
-        // The slot is as new.
+        // The slot can be used again.
         page.slots[0].pid.store(1, Ordering::Relaxed);
         assert_eq!(page.launch(0, 0, 7, SLICE), Ok(7));
-        page.let_pass(10 * SLICE);
+        page.advance_all(10 * SLICE);
         assert_eq!(page.ran(0, 0), 7);
     }
 
     #[test]
-    fn lost_watches_and_kernels_without_duration_are_lived_with() {
+    fn replaced_watches_and_kernels_without_duration_work() {
         let page = test_page(T4);
         assert_eq!(page.launch(0, 0, 0, 1000), Ok(0));
         assert_eq!(page.watch(0, 0, 0, 1000), Ok(Moment::At(1000)));
@@ -581,11 +579,11 @@ mod tests {
     }
 
     proptest! {
-        /// The GPU works whenever there is work, and no process with work is more than a slice behind.
+        /// The GPU runs whenever there is work, and no process with work is more than a slice behind another.
         #[test]
         fn time_is_divided_fairly(
             work in proptest::collection::vec(1..20 * SLICE, 1..6),
-            look in 1..30 * SLICE,
+            at in 1..30 * SLICE,
             switch in prop_oneof![Just(0), 1..500u64],
         ) {
             let machine = format!("{T4}[habits]\nswitch_micros = {switch}\n");
@@ -593,18 +591,18 @@ mod tests {
             for (slot, nanos) in work.iter().enumerate() {
                 page.launch(slot, 0, *nanos, 0).unwrap();
             }
-            page.let_pass(look);
+            page.advance_all(at);
             let ran: Vec<u64> = (0..work.len()).map(|slot| page.ran(slot, 0)).collect();
             let sum = ran.iter().sum::<u64>();
             if switch == 0 {
-                prop_assert_eq!(sum, look.min(work.iter().sum()));
+                prop_assert_eq!(sum, at.min(work.iter().sum()));
             }
-            prop_assert!(sum <= look);
+            prop_assert!(sum <= at);
             for (slot, ran_here) in ran.iter().enumerate() {
                 if *ran_here < work[slot] {
                     prop_assert!(ran.iter().all(|other| *other <= ran_here + SLICE));
-                    // What was foreseen comes true.
-                    let expected = page.expected(slot, 0, work[slot], look).unwrap();
+                    // The mark is reached at the expected time.
+                    let expected = page.expected(slot, 0, work[slot], at).unwrap();
                     let whole = test_page(&machine);
                     for (slot, nanos) in work.iter().enumerate() {
                         whole.launch(slot, 0, *nanos, 0).unwrap();

@@ -1,9 +1,8 @@
 //! The handshake over `<ROOT>/run/nvidia-persistenced/socket`.
 //!
-//! Sequenced packets of 64 bytes, little endian. The library asks, the daemon
-//! answers once; the answer to [`Request::Observe`] and [`Request::Join`] carries
-//! the page's file. A connection that has joined stays open until the process
-//! ends: its hang-up is how the daemon learns of that.
+//! Sequenced packets of 64 bytes, little endian. The library sends a request and the daemon answers once. The answer to
+//! [`Request::Observe`] and [`Request::Join`] has the page's file with it. A connection that has joined stays open until
+//! the process ends, which the daemon notices by the end of the connection.
 
 use crate::layout::ABI;
 
@@ -11,25 +10,25 @@ use crate::layout::ABI;
 pub const PACKET: usize = 64;
 const MAGIC: u32 = u32::from_le_bytes(*b"TRSM");
 
-/// What a library or a tool asks.
+/// A request of a library or a tool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Request {
-    /// The page, to read (NVML).
+    /// Get the page for reading (NVML).
     Observe,
-    /// The page, to write, and a slot in it (CUDA).
+    /// Get the page for writing, and a slot in it (CUDA).
     Join,
-    /// Take back what the dead held, before the answer.
-    Settle,
-    /// Change a GPU's setting; for root.
+    /// Free the memory of processes that have ended, before the answer.
+    Reclaim,
+    /// Change a GPU's setting. For root.
     Set {
         /// Index of the GPU.
         gpu: u32,
-        /// What to change.
+        /// The setting to change.
         setting: Setting,
         /// Its new value.
         value: u32,
     },
-    /// Publish an event of a GPU; for root.
+    /// Publish an event of a GPU. For root.
     Event {
         /// Index of the GPU.
         gpu: u32,
@@ -40,7 +39,7 @@ pub enum Request {
     },
 }
 
-/// What [`Request::Set`] changes.
+/// A setting that [`Request::Set`] changes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Setting {
     /// Persistence mode, 0 or 1.
@@ -69,16 +68,16 @@ impl Setting {
 /// The daemon's answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reply {
-    /// Done; the slot after a join.
+    /// The request was carried out.
     Granted {
-        /// Index into the page's slots.
+        /// The index of the new slot, after a join; otherwise 0.
         slot: u32,
     },
     /// The request is of another version of the simulator.
     Mismatch,
     /// No slot is free.
     Full,
-    /// Only root may.
+    /// The request is for root only.
     Forbidden,
     /// There is no such GPU, setting or value.
     Invalid,
@@ -116,12 +115,12 @@ impl Request {
                 value,
             } => [3, gpu, setting as u32, value],
             Self::Event { gpu, kind, data } => [4, gpu, kind, data],
-            Self::Settle => [5, 0, 0, 0],
+            Self::Reclaim => [5, 0, 0, 0],
         };
         words([MAGIC, ABI, op, a, b, c, 0])
     }
 
-    /// Reads a packet; none if it is not of this version.
+    /// Reads a packet; `None` if it is of another version or invalid.
     #[must_use]
     pub fn decode(packet: &[u8]) -> Option<Self> {
         let [_, _, op, a, b, c, _] = read(packet)?;
@@ -138,7 +137,7 @@ impl Request {
                 kind: b,
                 data: c,
             }),
-            5 => Some(Self::Settle),
+            5 => Some(Self::Reclaim),
             _ => None,
         }
     }
@@ -158,7 +157,7 @@ impl Reply {
         words([MAGIC, ABI, status, slot, 0, 0, 0])
     }
 
-    /// Reads a packet; none if it is not of this version.
+    /// Reads a packet; `None` if it is of another version or invalid.
     #[must_use]
     pub fn decode(packet: &[u8]) -> Option<Self> {
         let [_, _, status, slot, ..] = read(packet)?;
@@ -179,11 +178,11 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn what_goes_in_comes_out() {
+    fn packets_are_decoded_as_they_were_encoded() {
         for request in [
             Request::Observe,
             Request::Join,
-            Request::Settle,
+            Request::Reclaim,
             Request::Set {
                 gpu: 3,
                 setting: Setting::ComputeMode,
@@ -220,7 +219,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_packet_panics(packet in proptest::collection::vec(any::<u8>(), 0..80)) {
+        fn decoding_never_panics(packet in proptest::collection::vec(any::<u8>(), 0..80)) {
             let _ = Request::decode(&packet);
             let _ = Reply::decode(&packet);
         }

@@ -1,4 +1,4 @@
-//! What driver 535 exports and the simulator has no answer for.
+//! Functions of driver 535 that are not simulated.
 
 use tranche_simulator_machine::absent;
 

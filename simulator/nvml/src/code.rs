@@ -22,7 +22,7 @@ impl Code {
     pub const UNKNOWN: Self = Self(999);
 }
 
-/// Says a code in words.
+/// The text of a code.
 pub fn message(code: u32) -> &'static CStr {
     match code {
         0 => c"The operation was successful",

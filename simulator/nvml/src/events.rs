@@ -1,4 +1,4 @@
-//! Event sets: waiting for what the daemon publishes in the page.
+//! Event sets: they wait for events that the daemon publishes in the page.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -15,14 +15,14 @@ use crate::state::{device, handle, library};
 
 /// Single and double bit ECC, performance state, Xid, and clock changes.
 const SUPPORTED: u64 = 0x1f;
-/// How often a waiting set looks; events are rare and nobody is in a hurry.
-const LOOK: Duration = Duration::from_millis(10);
+/// How often a waiting set reads the page. Events are rare, and a short delay does no harm.
+const POLL: Duration = Duration::from_millis(10);
 
 #[derive(Debug, Default)]
 struct Set {
-    /// GPU and the events of it that are wanted.
-    wanted: BTreeMap<usize, u64>,
-    /// The number of the next event to look at.
+    /// The registered events (`nvmlEventType*` bits) of each GPU.
+    registered: BTreeMap<usize, u64>,
+    /// The number of the next event to read.
     next: u64,
 }
 
@@ -33,13 +33,13 @@ fn sets() -> std::sync::MutexGuard<'static, BTreeMap<usize, Set>> {
     SETS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The next event that set `id` wants, if there is one.
+/// The next event that is registered in set `id`, if there is one.
 fn take(id: usize) -> Result<Option<nvmlEventData_t>, Code> {
     let shared = library()?.shared;
     let mut sets = sets();
     let set = sets.get_mut(&id).ok_or(Code::INVALID_ARGUMENT)?;
     let end = shared.header.events_end.load(Ordering::Acquire);
-    // What the ring has lost is lost.
+    // Events that the ring no longer has are skipped.
     set.next = set.next.max(end.saturating_sub(EVENT_RING as u64));
     while set.next < end {
         let event = &shared.events[usize::try_from(set.next).unwrap_or(0) % EVENT_RING];
@@ -47,9 +47,9 @@ fn take(id: usize) -> Result<Option<nvmlEventData_t>, Code> {
         let gpu = usize::try_from(event.gpu.load(Ordering::Relaxed)).unwrap_or(usize::MAX);
         let kind = event.kind.load(Ordering::Relaxed);
         if set
-            .wanted
+            .registered
             .get(&gpu)
-            .is_some_and(|wanted| wanted & kind != 0)
+            .is_some_and(|registered| registered & kind != 0)
         {
             return Ok(Some(nvmlEventData_t {
                 device: handle(gpu),
@@ -81,7 +81,7 @@ unsafe fn wait(set: nvmlEventSet_t, data: *mut nvmlEventData_t, timeout: u32) ->
         if left.is_zero() {
             return Err(Code::TIMEOUT);
         }
-        std::thread::sleep(left.min(LOOK));
+        std::thread::sleep(left.min(POLL));
     }
 }
 
@@ -107,10 +107,10 @@ export! {
         }
         let mut sets = sets();
         let set = sets.get_mut(&(set as usize)).ok_or(Code::INVALID_ARGUMENT)?;
-        if set.wanted.is_empty() {
+        if set.registered.is_empty() {
             set.next = device.shared.header.events_end.load(Ordering::Acquire);
         }
-        *set.wanted.entry(device.gpu).or_default() |= kinds;
+        *set.registered.entry(device.gpu).or_default() |= kinds;
         Ok(())
     }
     fn nvmlEventSetWait(set: nvmlEventSet_t, data: *mut nvmlEventData_t, timeout: u32) {

@@ -83,7 +83,7 @@ pub unsafe fn get_text<'a>(from: *const c_char) -> Result<&'a str, Code> {
         .map_err(|_| Code::INVALID_ARGUMENT)
 }
 
-/// A fixed array of characters in one of NVML's structs.
+/// `text` as an array of characters in one of NVML's structs.
 pub fn characters<const N: usize>(text: &str) -> [c_char; N] {
     let mut array = [0; N];
     for (to, from) in array[..N - 1].iter_mut().zip(text.bytes()) {
@@ -92,8 +92,8 @@ pub fn characters<const N: usize>(text: &str) -> [c_char; N] {
     array
 }
 
-/// NVML's way to answer with a list: the caller says how much room there is, and
-/// gets the length; too little room is `NVML_ERROR_INSUFFICIENT_SIZE`.
+/// Writes a list as NVML does: `count` has the caller's room and gets the list's length. Too little room is
+/// `NVML_ERROR_INSUFFICIENT_SIZE`.
 ///
 /// # Safety
 /// `count` is null or valid; `to` is null or valid for `*count` entries.

@@ -1,4 +1,4 @@
-//! `nvmlDeviceGetFieldValues`: the fields that have an answer here.
+//! `nvmlDeviceGetFieldValues`: the fields that are simulated.
 
 use std::time::SystemTime;
 
@@ -13,7 +13,8 @@ use crate::state::{Device, device};
 const UNSIGNED_INT: u32 = 1;
 const UNSIGNED_LONG_LONG: u32 = 3;
 
-fn answer(device: Device, field: u32) -> Result<(u32, nvmlValue_t), Code> {
+/// The type and value of a field.
+fn field_value(device: Device, field: u32) -> Result<(u32, nvmlValue_t), Code> {
     let int = |value: u32| Ok((UNSIGNED_INT, nvmlValue_t { uiVal: value }));
     let long = |value: u64| Ok((UNSIGNED_LONG_LONG, nvmlValue_t { ullVal: value }));
     match field {
@@ -45,7 +46,7 @@ export! {
             let entry = values.add(index);
             (*entry).timestamp = now;
             (*entry).latencyUsec = 0;
-            match answer(device, (*entry).fieldId) {
+            match field_value(device, (*entry).fieldId) {
                 Ok((kind, value)) => {
                     (*entry).valueType = kind;
                     (*entry).value = value;

@@ -1,4 +1,4 @@
-//! What a GPU is: names, numbers and places.
+//! Names, numbers and addresses of GPUs.
 
 use std::ffi::c_char;
 
@@ -11,7 +11,7 @@ use crate::code::Code;
 use crate::export::{characters, export, get_text, put, put_text};
 use crate::state::{by_index, device, handle, library};
 
-/// What the board's text fields say that have no simulated meaning.
+/// The text of fields without a simulated meaning.
 const SIMULATED: &str = "SIMULATED";
 
 fn pci(state: &GpuState) -> nvmlPciInfo_t {
@@ -30,7 +30,7 @@ fn pci(state: &GpuState) -> nvmlPciInfo_t {
     }
 }
 
-/// `nvmlPciInfo_t` before its third version: without the long bus id.
+/// `nvmlPciInfo_t` before its third version, without the long bus id.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct OldPciInfo {
@@ -60,7 +60,7 @@ fn find(matches: impl Fn(&GpuState) -> bool) -> Result<nvmlDevice_t, Code> {
     let library = library()?;
     for gpu in &library.visible {
         let state = &library.shared.gpus[*gpu];
-        // NVML initialises GPUs as it searches (nvml.h), and cannot ask a lost one what it is.
+        // NVML initialises GPUs during the search (nvml.h), which fails at a lost one.
         if state.is_lost() {
             return Err(Code::GPU_IS_LOST);
         }
@@ -156,7 +156,7 @@ export! {
     }
     fn nvmlDeviceGetNumGpuCores(of: nvmlDevice_t, cores: *mut u32) {
         let state = device(of)?.state;
-        // FP32 cores of one multiprocessor: 128 since 8.6 and on 9.0, 64 before.
+        // FP32 cores of one multiprocessor: 128 for 8.6 and later, 64 for earlier ones.
         let [major, minor] = state.compute_capability;
         let each = if major >= 9 || (major == 8 && minor >= 6) { 128 } else { 64 };
         put(cores, state.multiprocessors * each)
@@ -186,7 +186,7 @@ export! {
     }
 }
 
-/// The handle that nvidia-smi's private table gives for an index.
+/// Writes the handle of a GPU by its index, for nvidia-smi's private table.
 pub fn handle_by_index(index: u32, to: *mut nvmlDevice_t) -> Result<(), Code> {
     // SAFETY: nvidia-smi passes the address of its handle.
     unsafe { put(to, by_index(index)?) }

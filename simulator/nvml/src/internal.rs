@@ -1,10 +1,8 @@
-//! The private table that nvidia-smi asks for.
+//! The private table of nvidia-smi.
 //!
-//! `nvmlInternalGetExportTable` gives it a table of unnamed functions. Which slot
-//! does what was found by watching which slots nvidia-smi 535 calls in each of
-//! its views, and agrees with what NVIDIA's own mock (k8s-test-infra) records for
-//! 580. Slots that nvidia-smi calls and that are not listed here say "not
-//! supported", as the table's functions do on GPUs without the feature.
+//! `nvmlInternalGetExportTable` returns a table of unnamed functions. Their meaning was found by watching which slots
+//! nvidia-smi 535 calls in each of its views. It agrees with the records for 580 in NVIDIA's own mock (k8s-test-infra).
+//! Slots that are not listed here return "not supported", as the table's functions do on GPUs without the feature.
 
 use std::ffi::{c_char, c_void};
 use std::sync::OnceLock;
@@ -18,14 +16,14 @@ use crate::processes::{NO_INSTANCE, processes};
 use crate::state::device;
 use crate::system::process_name;
 
-/// The table's name, as its 16 bytes lie in memory.
+/// The 16 bytes of the table's name.
 const TABLE: [u8; 16] = [
     0xc4, 0xfe, 0x3e, 0x6c, 0xc9, 0x8f, 0x6c, 0x4e, 0xa3, 0x27, 0xee, 0x69, 0x6e, 0x12, 0xf7, 0xc4,
 ];
-/// Words in driver 535's table: the first is its size in bytes.
+/// The number of words in driver 535's table. The first word is the table's size in bytes.
 const WORDS: usize = 245;
 
-/// One process in the table's lists: NVML's entry, then the name in place.
+/// One process in the table's lists: NVML's entry, followed by the name.
 #[repr(C)]
 struct Entry {
     pid: u32,
@@ -88,16 +86,16 @@ unsafe extern "C" fn host_link_generation(
     _: *mut c_void,
     _: *mut c_void,
 ) -> u32 {
-    let answer = || {
+    let call = || {
         let generation = device(of.cast())?.state.pcie[0];
         // SAFETY: nvidia-smi passes the address of a number.
         unsafe { put(to.cast::<u32>(), generation) }
     };
-    answer().map_or_else(|code: Code| code.0, |()| 0)
+    call().map_or_else(|code: Code| code.0, |()| 0)
 }
 
 /// How near two GPUs are, by their bus ids, in a scale of this table's own.
-unsafe extern "C" fn nearness(
+unsafe extern "C" fn common_ancestor(
     first: *mut c_void,
     second: *mut c_void,
     to: *mut c_void,
@@ -106,7 +104,7 @@ unsafe extern "C" fn nearness(
     /// The same NUMA node, and the same machine.
     const NODE: u32 = 3;
     const SYSTEM: u32 = 4;
-    let answer = || {
+    let call = || {
         // SAFETY: nvidia-smi passes two bus ids and the address of a number.
         unsafe {
             let first = device(by_pci(get_text(first.cast())?)?)?;
@@ -115,10 +113,10 @@ unsafe extern "C" fn nearness(
             put(to.cast::<u32>(), if near { NODE } else { SYSTEM })
         }
     };
-    answer().map_or_else(|code: Code| code.0, |()| 0)
+    call().map_or_else(|code: Code| code.0, |()| 0)
 }
 
-/// Whether a GPU can be monitored; `dmon` and `pmon` ask before they begin.
+/// Whether a GPU can be monitored. `dmon` and `pmon` call it first.
 unsafe extern "C" fn monitoring(
     of: *mut c_void,
     _: *mut c_void,
@@ -137,7 +135,7 @@ unsafe fn list(of: nvmlDevice_t, count: *mut u32, to: *mut Entry) -> Result<(), 
     // SAFETY: as above.
     unsafe { put(count, u32::try_from(found.len().min(room)).unwrap_or(0)) }?;
     for (index, process) in found.iter().take(room).enumerate() {
-        // Without a /proc of the namespace's own it has no name.
+        // Where the namespace has no /proc, the process has no name.
         let name = process_name(process.pid).unwrap_or_default();
         let entry = Entry {
             pid: process.pid,
@@ -159,7 +157,7 @@ fn table() -> &'static [usize; WORDS] {
         let mut words = [unsupported as Slot as usize; WORDS];
         words[0] = size_of_val(&words);
         let known: [(usize, Slot); 7] = [
-            (23, nearness),
+            (23, common_ancestor),
             (72, monitoring),
             (81, device_by_index),
             (213, compute_processes),

@@ -1,12 +1,10 @@
 //! A simulated `libnvidia-ml.so.1`: NVML over the simulated machine's shared page.
 //!
-//! A real client calls an exported function; [`state`] finds the page and the GPU
-//! behind the handle; the function reads the page and answers as driver 535 does.
-//! Nothing is kept here but which GPUs this process can see.
+//! A client calls an exported function. [`state`] finds the page and the GPU of the handle. The function reads the page and
+//! answers as driver 535 does. The only state here is which GPUs this process can see.
 //!
-//! Functions that driver 535 exports and the simulator has no answer for say
-//! `NVML_ERROR_NOT_SUPPORTED` ([`absent`]), which is what a GPU without the
-//! feature says. Names and signatures are nvml.h's; see there for what they mean.
+//! Functions of driver 535 that are not simulated return `NVML_ERROR_NOT_SUPPORTED` ([`absent`]), as for a GPU without the
+//! feature. Names and signatures are those of nvml.h, where they are documented.
 #![allow(non_snake_case, reason = "nvml.h spells these names")]
 
 mod absent;

@@ -10,19 +10,18 @@ use crate::code::Code;
 use crate::export::{export, get, put};
 use crate::state::device;
 
-/// `nvmlMemory_v2`: the struct's size and its version, as nvml.h's
-/// `NVML_STRUCT_VERSION` packs them.
+/// `nvmlMemory_v2`
 const MEMORY_V2: u32 = struct_version(size_of::<nvmlMemory_v2_t>(), 2);
 
-/// nvml.h's `NVML_STRUCT_VERSION`.
+/// nvml.h's `NVML_STRUCT_VERSION`: a struct's size and its version.
 pub const fn struct_version(bytes: usize, version: u32) -> u32 {
     #[allow(clippy::cast_possible_truncation, reason = "structs are small")]
     let bytes = bytes as u32;
     bytes | (version << 24)
 }
 
-/// Refuses GPUs that remap rows instead of retiring pages: Ampere and later.
-fn retires_pages(of: nvmlDevice_t) -> Result<(), Code> {
+/// Refuses GPUs that remap rows and do not retire pages: Ampere and later.
+fn check_retires_pages(of: nvmlDevice_t) -> Result<(), Code> {
     if device(of)?.state.architecture < 7 {
         Ok(())
     } else {
@@ -39,7 +38,7 @@ export! {
     }
     fn nvmlDeviceGetMemoryInfo_v2(of: nvmlDevice_t, memory: *mut nvmlMemory_v2_t) {
         let state = device(of)?.state;
-        // By field: the rest of a caller's struct is not ours to read.
+        // Only this field: the caller may have set no other.
         if get((&raw const (*memory).version).cast::<u32>())? != MEMORY_V2 {
             return Err(Code::ARGUMENT_VERSION_MISMATCH);
         }
@@ -54,7 +53,7 @@ export! {
     }
     fn nvmlDeviceGetBAR1MemoryInfo(of: nvmlDevice_t, memory: *mut nvmlBAR1Memory_t) {
         let state = device(of)?.state;
-        // The driver maps a few MiB of each GPU in use; one is enough to see it.
+        // A real driver maps a few MiB of each GPU, and more while it is used.
         let used = if state.used.load(Ordering::Relaxed) > 0 { 2 << 20 } else { 1 << 20 };
         put(memory, nvmlBAR1Memory_t {
             bar1Total: state.bar1_bytes,
@@ -84,7 +83,7 @@ export! {
         put(count, 0)
     }
     fn nvmlDeviceGetRemappedRows(of: nvmlDevice_t, corrected: *mut u32, uncorrected: *mut u32, pending: *mut u32, failed: *mut u32) {
-        if retires_pages(of).is_ok() {
+        if check_retires_pages(of).is_ok() {
             return Err(Code::NOT_SUPPORTED);
         }
         for count in [corrected, uncorrected, pending, failed] {
@@ -93,15 +92,15 @@ export! {
         Ok(())
     }
     fn nvmlDeviceGetRetiredPages(of: nvmlDevice_t, _cause: u32, count: *mut u32, _pages: *mut u64) {
-        retires_pages(of)?;
+        check_retires_pages(of)?;
         put(count, 0)
     }
     fn nvmlDeviceGetRetiredPages_v2(of: nvmlDevice_t, _cause: u32, count: *mut u32, _pages: *mut u64, _stamps: *mut u64) {
-        retires_pages(of)?;
+        check_retires_pages(of)?;
         put(count, 0)
     }
     fn nvmlDeviceGetRetiredPagesPendingStatus(of: nvmlDevice_t, pending: *mut u32) {
-        retires_pages(of)?;
+        check_retires_pages(of)?;
         put(pending, 0)
     }
 }

@@ -1,5 +1,6 @@
-//! Settings: MIG, compute mode, persistence and the like.
+//! Settings: MIG mode, compute mode, persistence mode and others.
 
+use std::ffi::c_char;
 use std::sync::atomic::Ordering;
 
 use nvml_wrapper_sys::bindings::nvmlDevice_t;
@@ -7,7 +8,7 @@ use tranche_simulator_machine::attach;
 use tranche_simulator_machine::wire::{Reply, Request, Setting};
 
 use crate::code::Code;
-use crate::export::{export, export_constants, put};
+use crate::export::{export, export_constants, put, put_text};
 use crate::state::{Device, device, library};
 
 fn set(of: nvmlDevice_t, setting: Setting, value: u32) -> Result<(), Code> {
@@ -26,8 +27,8 @@ fn set(of: nvmlDevice_t, setting: Setting, value: u32) -> Result<(), Code> {
     }
 }
 
-/// A GPU that has MIG modes.
-fn partitionable(of: nvmlDevice_t) -> Result<Device, Code> {
+/// The GPU, if it has MIG modes.
+fn mig_capable(of: nvmlDevice_t) -> Result<Device, Code> {
     let device = device(of)?;
     if device.state.mig_capable == 0 {
         return Err(Code::NOT_SUPPORTED);
@@ -37,13 +38,13 @@ fn partitionable(of: nvmlDevice_t) -> Result<Device, Code> {
 
 export! {
     fn nvmlDeviceGetMigMode(of: nvmlDevice_t, current: *mut u32, pending: *mut u32) {
-        let state = partitionable(of)?.state;
+        let state = mig_capable(of)?.state;
         put(current, state.mig_mode.load(Ordering::Relaxed))?;
         put(pending, state.mig_pending.load(Ordering::Relaxed))
     }
-    // Takes effect at once where no process uses the GPU, as on GPUs that need no reset for it.
+    // Changes the mode at once where no process uses the GPU, as on GPUs that need no reset for it.
     fn nvmlDeviceSetMigMode(of: nvmlDevice_t, mode: u32, activation: *mut u32) {
-        let state = partitionable(of)?.state;
+        let state = mig_capable(of)?.state;
         set(of, Setting::MigMode, mode)?;
         let is_active = state.mig_mode.load(Ordering::Relaxed) == mode;
         put(activation, if is_active { 0 } else { Code::IN_USE.0 })
@@ -52,7 +53,7 @@ export! {
         put(count, if device(of)?.state.mig_capable == 0 { 0 } else { 7 })
     }
     fn nvmlDeviceGetMigDeviceHandleByIndex(of: nvmlDevice_t, _index: u32, _to: *mut nvmlDevice_t) {
-        partitionable(of)?;
+        mig_capable(of)?;
         Err(Code::NOT_FOUND)
     }
     fn nvmlDeviceGetPersistenceMode(of: nvmlDevice_t, mode: *mut u32) {
@@ -72,10 +73,10 @@ export! {
         put(enabled, 1)?;
         put(default, 1)
     }
-    fn nvmlDeviceGetGspFirmwareVersion(of: nvmlDevice_t, version: *mut std::ffi::c_char) {
+    fn nvmlDeviceGetGspFirmwareVersion(of: nvmlDevice_t, version: *mut c_char) {
         let device = device(of)?;
         // The caller's buffer has NVML_GSP_FIRMWARE_VERSION_BUF_SIZE bytes.
-        crate::export::put_text(version, 64, device.shared.header.driver_version.as_str())
+        put_text(version, 64, device.shared.header.driver_version.as_str())
     }
     fn nvmlDeviceGetAPIRestriction(of: nvmlDevice_t, _api: u32, restricted: *mut u32) {
         device(of)?;

@@ -1,8 +1,8 @@
-//! Which processes use a GPU, and how much of it.
+//! The processes that use a GPU, with their memory and utilization.
 //!
-//! As the real driver does (its open kernel modules show how), a caller is told
-//! pids of its own PID namespace: lists have that namespace's processes alone,
-//! and in samples of use the others keep the host's numbers.
+//! As in the real driver (see its open kernel modules), lists have the processes of the caller's PID namespace only, with
+//! their pids of that namespace. Samples of utilization have all processes; those of other namespaces have the host's
+//! pids.
 
 use std::sync::atomic::Ordering;
 
@@ -18,7 +18,7 @@ use crate::export::{export, export_constants, get, put, put_list};
 use crate::memory::struct_version;
 use crate::state::{Device, device};
 
-/// "Not in a partition", where a process list says in which.
+/// The instance ids of a process that is in no MIG partition.
 pub const NO_INSTANCE: u32 = u32::MAX;
 const DETAIL_LIST_V1: u32 = struct_version(size_of::<nvmlProcessDetailList_v1_t>(), 1);
 
@@ -26,12 +26,13 @@ const DETAIL_LIST_V1: u32 = struct_version(size_of::<nvmlProcessDetailList_v1_t>
 #[derive(Debug, Clone, Copy)]
 pub struct Process {
     pub pid: u32,
-    /// Whether the caller's PID namespace has it.
-    pub here: bool,
-    /// Bytes, the context's included.
+    /// Whether it is in the caller's PID namespace.
+    pub is_in_namespace: bool,
+    /// Bytes, with those of its context.
     pub memory: u64,
-    /// Percent of the last sampling period, and when it was: microseconds since 1970.
+    /// Percent of the last sampling period.
     pub utilization: u32,
+    /// When that was sampled, in microseconds since 1970.
     pub sampled: u64,
 }
 
@@ -39,43 +40,47 @@ pub struct Process {
 /// by pid.
 pub fn processes(device: Device) -> Vec<Process> {
     let mut found = all_processes(device);
-    found.retain(|process| process.here);
+    found.retain(|process| process.is_in_namespace);
     found
 }
 
 /// All processes that have a context on `device`, by pid.
 fn all_processes(device: Device) -> Vec<Process> {
     let own = pid_namespace("self");
-    let hosts = own.is_none_or(|own| own == device.shared.header.namespace.load(Ordering::Relaxed));
+    let is_host =
+        own.is_none_or(|own| own == device.shared.header.namespace.load(Ordering::Relaxed));
     let mut found: Vec<Process> = Vec::new();
     for slot in &device.shared.slots {
         let pid = slot.pid.load(Ordering::Acquire);
-        // Managed memory shows in the GPU's sum alone.
+        // Managed memory counts in the GPU's sum only.
         let managed = slot.managed[device.gpu].load(Ordering::Relaxed);
         let used = slot.used[device.gpu].load(Ordering::Relaxed);
         let memory = used.saturating_sub(managed);
-        // What an orphan holds shows in the GPU's memory alone.
+        // An orphan's memory counts in the GPU's sum only.
         if pid == 0 || pid == ORPHANED || memory == 0 {
             continue;
         }
-        let hosts_pid = pid.cast_unsigned();
-        let inner = !hosts && own == Some(slot.namespace.load(Ordering::Relaxed));
-        let here = hosts || inner;
-        let pid = if inner {
+        let host_pid = pid.cast_unsigned();
+        let is_inner = !is_host && own == Some(slot.namespace.load(Ordering::Relaxed));
+        let is_in_namespace = is_host || is_inner;
+        let pid = if is_inner {
             slot.inner_pid.load(Ordering::Relaxed).cast_unsigned()
         } else {
-            hosts_pid
+            host_pid
         };
         let utilization = slot.utilization[device.gpu].load(Ordering::Relaxed);
         // A process that loaded the library twice has two slots.
-        if let Some(same) = found.iter_mut().find(|p| (p.pid, p.here) == (pid, here)) {
+        if let Some(same) = found
+            .iter_mut()
+            .find(|p| (p.pid, p.is_in_namespace) == (pid, is_in_namespace))
+        {
             same.memory += memory;
             same.utilization = (same.utilization + utilization).min(100);
         } else {
             let sampled = slot.sampled.load(Ordering::Relaxed);
             found.push(Process {
                 pid,
-                here,
+                is_in_namespace,
                 memory,
                 utilization,
                 sampled,
@@ -126,7 +131,7 @@ export! {
         if asked.version != DETAIL_LIST_V1 {
             return Err(Code::ARGUMENT_VERSION_MISMATCH);
         }
-        // Mode 0 is compute; nothing here runs graphics or MPS.
+        // Mode 0 is compute; no process runs graphics or MPS.
         let found = if asked.mode == 0 { processes(device) } else { Vec::new() };
         let details: Vec<nvmlProcessDetail_v1_t> = found
             .iter()

@@ -1,4 +1,4 @@
-//! Utilization, clocks, power and temperature: read from how busy the GPU is.
+//! Utilization, clocks, power and temperature. All follow from how much the GPU runs.
 
 use std::sync::atomic::Ordering;
 
@@ -10,7 +10,7 @@ use crate::code::Code;
 use crate::export::{export, export_constants, get, put, put_list};
 use crate::state::device;
 
-/// Clock of an idle GPU in MHz.
+/// The clock of an idle GPU in MHz.
 const IDLE_CLOCK: u32 = 345;
 
 /// Percent of the last second in which a kernel ran.
@@ -18,7 +18,7 @@ pub fn utilization(gpu: &GpuState) -> u32 {
     gpu.utilization.load(Ordering::Relaxed)
 }
 
-/// Milliwatts: between idle and the limit, in proportion.
+/// Milliwatts: between idle power and the limit, in proportion to utilization.
 pub fn power(gpu: &GpuState) -> u32 {
     let range = gpu
         .power_limit_milliwatts
@@ -26,7 +26,7 @@ pub fn power(gpu: &GpuState) -> u32 {
     gpu.idle_milliwatts + range / 100 * utilization(gpu)
 }
 
-/// Millijoules since the host started: what idling takes, and what running took.
+/// Millijoules since the host started: idle power all the time, and the rest while kernels ran.
 pub fn energy(gpu: &GpuState) -> u64 {
     let at = now();
     let range = gpu
@@ -36,7 +36,7 @@ pub fn energy(gpu: &GpuState) -> u64 {
         / 1000
 }
 
-/// Degrees Celsius: 30 idle, 70 when busy.
+/// Degrees Celsius: 30 at no utilization, 70 at full.
 pub fn temperature(gpu: &GpuState) -> u32 {
     30 + utilization(gpu) * 4 / 10
 }
@@ -103,7 +103,7 @@ export! {
         put(degrees, *[92, 89, 95, 87].get(kind as usize).ok_or(Code::NOT_SUPPORTED)?)
     }
     fn nvmlDeviceGetFanSpeed(of: nvmlDevice_t, _percent: *mut u32) {
-        // Cooled by the server, as these boards are.
+        // These boards have no fan.
         device(of)?;
         Err(Code::NOT_SUPPORTED)
     }
@@ -157,7 +157,7 @@ export! {
         put_list(count, mhz, &[state.sm_clock_mhz, IDLE_CLOCK])
     }
     fn nvmlDeviceGetCurrentClocksThrottleReasons(of: nvmlDevice_t, reasons: *mut u64) {
-        // Idle is a reason; load is not.
+        // An idle GPU has a reason, a busy one has none.
         put(reasons, u64::from(utilization(device(of)?.state) == 0))
     }
     fn nvmlDeviceGetSupportedClocksThrottleReasons(of: nvmlDevice_t, reasons: *mut u64) {

@@ -1,4 +1,4 @@
-//! What `nvmlInit` finds, and the handles it gives out.
+//! The initialised library, and the handles of GPUs.
 
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
@@ -15,7 +15,7 @@ use crate::export::{export, put};
 pub struct Library {
     pub root: DriverRoot,
     pub shared: &'static Shared,
-    /// The GPUs this process can see, as indices into the page.
+    /// The GPUs that this process can see, as indices into the page.
     pub visible: Vec<usize>,
     /// The device nodes, open until the last shutdown.
     _nodes: Arc<Vec<OwnedFd>>,
@@ -32,7 +32,7 @@ pub struct Device {
 static LIBRARY: RwLock<Option<Library>> = RwLock::new(None);
 static USERS: Mutex<u32> = Mutex::new(0);
 
-/// What handles point at: nothing but places that differ.
+/// Handles are addresses in this array. Its values have no meaning.
 static HANDLES: [u64; MAX_GPUS] = [0; MAX_GPUS];
 
 /// The initialised library.
@@ -46,7 +46,7 @@ pub fn handle(gpu: usize) -> nvmlDevice_t {
     (&raw const HANDLES[gpu]).cast_mut().cast()
 }
 
-/// The GPU of a handle; none where it has fallen off the bus.
+/// The GPU of a handle; an error if it has fallen off the bus.
 pub fn device(handle: nvmlDevice_t) -> Result<Device, Code> {
     let library = library()?;
     let offset = (handle as usize).wrapping_sub((&raw const HANDLES) as usize);
@@ -126,7 +126,7 @@ export! {
     }
 }
 
-/// The handle of the GPU that this process counts as `index`.
+/// The handle of the GPU with this process's index `index`.
 pub fn by_index(index: u32) -> Result<nvmlDevice_t, Code> {
     let library = library()?;
     let gpu = library.visible.get(index as usize);

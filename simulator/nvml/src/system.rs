@@ -6,7 +6,7 @@ use crate::code::Code;
 use crate::export::{export, put, put_text};
 use crate::state::library;
 
-/// CUDA's version word.
+/// Writes the driver's CUDA version.
 fn cuda_version(version: *mut i32) -> Result<(), Code> {
     let value = library()?.shared.header.cuda_version;
     // SAFETY: the caller's contract, passed on by the exported functions.
@@ -18,7 +18,7 @@ export! {
         put_text(version, length, library()?.shared.header.driver_version.as_str())
     }
     fn nvmlSystemGetNVMLVersion(version: *mut c_char, length: u32) {
-        // NVML's version is CUDA's major number before the driver's version.
+        // NVML's version is CUDA's major version followed by the driver's version.
         let header = &library()?.shared.header;
         let text = format!("{}.{}", header.cuda_version / 1000, header.driver_version.as_str());
         put_text(version, length, &text)
@@ -28,7 +28,7 @@ export! {
     fn nvmlSystemGetProcessName(pid: u32, name: *mut c_char, length: u32) {
         library()?;
         let text = process_name(pid).ok_or(Code::NOT_FOUND)?;
-        // NVML cuts what does not fit, unlike everywhere else.
+        // Unlike other functions, this one cuts a text that does not fit.
         let mut end = text.len().min((length as usize).saturating_sub(1));
         while !text.is_char_boundary(end) {
             end -= 1;
@@ -51,7 +51,7 @@ export! {
     }
 }
 
-/// The program of a process that this namespace can see.
+/// The program of a process, if this PID namespace has it.
 pub fn process_name(pid: u32) -> Option<String> {
     let line = std::fs::read(format!("/proc/{pid}/cmdline")).ok()?;
     let program = line.split(|b| *b == 0).next()?;

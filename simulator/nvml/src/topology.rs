@@ -1,4 +1,4 @@
-//! Where GPUs sit: NUMA nodes, processors, and each other.
+//! The places of GPUs: NUMA nodes, processors, and their distances.
 
 use nvml_wrapper_sys::bindings::nvmlDevice_t;
 
@@ -59,8 +59,7 @@ export! {
         let (first, second) = (device(first)?, device(second)?);
         put(level, match () {
             () if first.gpu == second.gpu => 0,
-            // Each GPU is behind a root port of its own: 40 is a NUMA node in
-            // common, 50 the system.
+            // Each GPU is behind its own root port. NVML_TOPOLOGY_NODE is 40, NVML_TOPOLOGY_SYSTEM 50.
             () if first.state.numa_node == second.state.numa_node => 40,
             () => 50,
         })

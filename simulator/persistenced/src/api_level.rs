@@ -1,9 +1,9 @@
-//! Gives the simulated libcuda the API of the machine file's driver: what `dlsym` finds in it, and the CUDA
-//! version that it says before it is initialised.
+//! Gives the simulated libcuda the API of the machine file's driver: the functions that `dlsym` finds, and the CUDA version
+//! before initialisation.
 //!
-//! The library has every function up to the newest CUDA that it knows. Those that came after the driver's
-//! CUDA version become local symbols, which loaders do not find. Which came when says the library's own
-//! table, `cuda/src/table.rs`, made from real drivers and NVIDIA's headers.
+//! The library has all functions up to the newest CUDA version that it knows. Functions that are newer than the driver's
+//! CUDA version become local symbols, which loaders do not find. Their versions are in the library's own table,
+//! `cuda/src/table.rs`, which is made from real drivers and NVIDIA's headers.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -12,7 +12,7 @@ use anyhow::{Context as _, bail};
 
 /// The table of the simulated `cuGetProcAddress`.
 const TABLE: &str = include_str!("../../cuda/src/table.rs");
-/// The library's variable that has its version.
+/// The library's variable that has its CUDA version.
 const VERSION_VARIABLE: &str = "SIM_CUDA_VERSION";
 
 /// `SHT_DYNSYM`, the size of a section header and of a symbol.
@@ -23,7 +23,7 @@ const SYMBOL: usize = 24;
 const LOAD: u32 = 1;
 const SEGMENT: usize = 56;
 
-/// The CUDA version that brought each function which `cuGetProcAddress` knows.
+/// The CUDA version since which each function of `cuGetProcAddress` exists.
 fn versions() -> BTreeMap<&'static str, u32> {
     let body = TABLE
         .split_once("\ntable! {\n")
@@ -42,7 +42,7 @@ fn versions() -> BTreeMap<&'static str, u32> {
     versions
 }
 
-/// Changes the library's image to that of a driver with `cuda_version` (1000 × major + 10 × minor).
+/// Changes the library's image to that for a driver with `cuda_version` (1000 × major + 10 × minor).
 pub fn set(image: &mut [u8], cuda_version: u32) -> anyhow::Result<()> {
     let versions = versions();
     let mut version_at = None;
@@ -57,14 +57,14 @@ pub fn set(image: &mut [u8], cuda_version: u32) -> anyhow::Result<()> {
             image[symbol.at + 4] &= 0x0f;
         }
     }
-    let at = version_at.with_context(|| format!("it has no variable {VERSION_VARIABLE}"))?;
-    let place = image.get_mut(at..at + 4).context("its data is cut off")?;
+    let at = version_at.with_context(|| format!("the file has no variable {VERSION_VARIABLE}"))?;
+    let place = image.get_mut(at..at + 4).context("the file is truncated")?;
     place.copy_from_slice(&cuda_version.to_le_bytes());
     Ok(())
 }
 
 struct Symbol {
-    /// Its place in the file.
+    /// Its offset in the file.
     at: usize,
     name: String,
     address: u64,
@@ -73,7 +73,7 @@ struct Symbol {
 /// The dynamic symbols of a 64-bit ELF file.
 fn symbols(image: &[u8]) -> anyhow::Result<Vec<Symbol>> {
     if !image.starts_with(b"\x7fELF\x02\x01") {
-        bail!("it is not a 64-bit ELF file");
+        bail!("the file is not a 64-bit ELF file");
     }
     let table = number(image, 0x28..0x30)?;
     let section = |index: usize| part(image, table + index * SECTION, SECTION);
@@ -100,10 +100,10 @@ fn symbols(image: &[u8]) -> anyhow::Result<Vec<Symbol>> {
             })
             .collect();
     }
-    bail!("it has no dynamic symbols")
+    bail!("the file has no dynamic symbols")
 }
 
-/// The place in the file of what is loaded at `address`.
+/// The offset in the file of the data that is loaded at `address`.
 fn place(image: &[u8], address: u64) -> anyhow::Result<usize> {
     let address = usize::try_from(address)?;
     let table = number(image, 0x20..0x28)?;
@@ -116,18 +116,20 @@ fn place(image: &[u8], address: u64) -> anyhow::Result<usize> {
             return Ok(offset + (address - start));
         }
     }
-    bail!("it has no data at {address:#x}")
+    bail!("the file has no data at {address:#x}")
 }
 
 fn part(image: &[u8], at: usize, bytes: usize) -> anyhow::Result<&[u8]> {
-    let end = at.checked_add(bytes).context("a length is wrong")?;
-    image.get(at..end).context("it is cut off")
+    let end = at
+        .checked_add(bytes)
+        .context("a length in the file is too large")?;
+    image.get(at..end).context("the file is truncated")
 }
 
 /// A little-endian number.
 fn number(image: &[u8], at: Range<usize>) -> anyhow::Result<usize> {
     let mut bytes = [0; 8];
-    let found = image.get(at).context("it is cut off")?;
+    let found = image.get(at).context("the file is truncated")?;
     bytes[..found.len()].copy_from_slice(found);
     Ok(usize::try_from(u64::from_le_bytes(bytes))?)
 }
@@ -136,7 +138,7 @@ fn number(image: &[u8], at: Range<usize>) -> anyhow::Result<usize> {
 pub mod tests {
     use super::*;
 
-    /// An ELF file with these dynamic symbols, all global functions at the file's end, where four bytes are.
+    /// An ELF file with these dynamic symbols. All are global functions, and have the address of the file's last four bytes.
     pub fn library(names: &[&str]) -> Vec<u8> {
         let mut strings = vec![0];
         let mut symbols = Vec::new();
@@ -185,7 +187,7 @@ pub mod tests {
 
     #[test]
     fn newer_functions_become_local_and_the_version_is_the_drivers() {
-        // Of CUDA 2.0, 12.4 and of no version.
+        // Functions of CUDA 2.0, of 12.4, and without a version.
         let names = [
             "cuMemAlloc",
             "cuGreenCtxCreate",
@@ -206,7 +208,7 @@ pub mod tests {
     }
 
     #[test]
-    fn what_is_no_library_is_refused() {
+    fn files_that_are_no_library_are_refused() {
         for image in [&b""[..], b"\x7fELF\x02\x01", b"libcuda.so.1"] {
             assert!(set(&mut image.to_vec(), 12_020).is_err());
         }

@@ -1,4 +1,4 @@
-//! Lays out a driver root as a host's package manager would.
+//! Lays out a driver root, as a host's package manager does.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt as _, symlink};
@@ -10,14 +10,14 @@ use tranche_simulator_machine::root::{HOST_MARK, LIBRARY_DIR};
 
 use crate::{api_level, nodes};
 
-/// Where a root has its machine file.
+/// The machine file below a root.
 pub const MACHINE_FILE: &str = "etc/nvidia-sim/machine.toml";
 const UNITS: [&str; 2] = [
     "nvidia-sim-persistenced.service",
     "nvidia-sim-persistenced.socket",
 ];
 
-/// The machine file that came with the simulator for `model`.
+/// The simulator's machine file for `model`.
 pub fn shipped_machine(parts: &Path, model: &str) -> anyhow::Result<PathBuf> {
     let folder = parts.join("machines");
     let file = folder.join(format!("{model}.toml"));
@@ -30,13 +30,13 @@ pub fn shipped_machine(parts: &Path, model: &str) -> anyhow::Result<PathBuf> {
         .collect();
     known.sort();
     bail!(
-        "--gpu-model {model}: there is no such machine file; there are {}",
+        "--gpu-model {model}: no such machine file; choose one of {}",
         known.join(", ")
     )
 }
 
-/// Installs the simulator in `parts` below `root`, with the machine of
-/// `machine` and, where given, another number of its GPUs.
+/// Installs the simulator of the folder `parts` below `root`, with the machine file `machine` and, if `gpus` is given,
+/// another number of its GPUs.
 pub fn install(parts: &Path, root: &Path, machine: &Path, gpus: Option<u32>) -> anyhow::Result<()> {
     let text = fs::read_to_string(machine).with_context(|| format!("{}", machine.display()))?;
     let text = with_count(&text, gpus).with_context(|| format!("{}", machine.display()))?;
@@ -69,7 +69,7 @@ pub fn install(parts: &Path, root: &Path, machine: &Path, gpus: Option<u32>) -> 
     for unit in UNITS {
         copy(&parts.join("systemd").join(unit), &units.join(unit), 0o644)?;
     }
-    // What `systemctl enable` would do, also where no systemd runs yet.
+    // As `systemctl enable`, also where no systemd runs yet.
     let wants = root.join("etc/systemd/system/multi-user.target.wants");
     for unit in UNITS {
         link(
@@ -98,7 +98,7 @@ fn with_count(text: &str, gpus: Option<u32>) -> anyhow::Result<String> {
         .collect();
     let [line] = counts[..] else {
         bail!(
-            "--gpus needs a machine file with one [[gpu]] that says its count; this one has {}",
+            "--gpus needs a machine file with one [[gpu]] that has a count; this one has {}",
             counts.len()
         );
     };
@@ -112,7 +112,7 @@ fn copy(from: &Path, to: &Path, mode: u32) -> anyhow::Result<()> {
     write(to, &content, mode)
 }
 
-/// Writes a file by renaming: what has the old one open or mapped keeps it.
+/// Replaces a file by renaming a new one. Processes that have the old one open or mapped keep it.
 fn write(path: &Path, content: &[u8], mode: u32) -> anyhow::Result<()> {
     let put = || -> std::io::Result<()> {
         fs::create_dir_all(path.parent().unwrap_or(Path::new("/")))?;
@@ -197,7 +197,7 @@ mod tests {
     fn an_unknown_model_names_the_known_ones() {
         let parts = parts();
         let refusal = shipped_machine(parts.path(), "T5").unwrap_err().to_string();
-        assert!(refusal.contains("there are T4"), "{refusal}");
+        assert!(refusal.contains("choose one of T4"), "{refusal}");
     }
 
     #[test]

@@ -1,14 +1,13 @@
-//! `nvidia-sim-persistenced`: the daemon that owns a simulated GPU machine.
+//! `nvidia-sim-persistenced`: the daemon of a simulated GPU machine.
 //!
-//! It stands where `nvidia-persistenced` and the kernel driver stand on a real
-//! machine: it makes the device nodes, keeps the machine's state in a file on
-//! tmpfs, hands that file to every libcuda and libnvidia-ml that asks over
-//! `<ROOT>/run/nvidia-persistenced/socket`, and gives back what dead processes held.
+//! It takes the place of `nvidia-persistenced` and of the kernel driver. It makes the device nodes, keeps the machine's
+//! state in a file on tmpfs, passes that file to every libcuda and libnvidia-ml over
+//! `<ROOT>/run/nvidia-persistenced/socket`, and frees the memory of processes that have ended.
 //!
-//! - [`page`] opens the state and decides what a restarted daemon keeps of it.
-//! - [`serve`] answers, watches processes and samples how busy the GPUs are.
-//! - [`nodes`] makes the device nodes, [`install`] lays out a driver root, in which [`api_level`] makes
-//!   libcuda that of the machine file's CUDA version.
+//! - [`page`] opens the state that an earlier daemon left, or makes a new one.
+//! - [`serve`] answers requests, watches processes and has utilization sampled ([`sampler`]).
+//! - [`nodes`] makes the device nodes.
+//! - [`install`] lays out a driver root; [`api_level`] gives its libcuda the API of the machine file's CUDA version.
 
 mod api_level;
 mod install;
@@ -44,15 +43,15 @@ struct Arguments {
 enum Command {
     /// Lay out a driver root with the simulator in it.
     InstallRoot {
-        /// Where; made if it does not exist.
+        /// The root's folder; made if it does not exist.
         root: PathBuf,
-        /// One of the machine files that came with the simulator, such as H100-80.
+        /// One of the simulator's machine files, such as H100-80.
         #[arg(long, conflicts_with = "machine")]
         gpu_model: Option<String>,
         /// A machine file.
         #[arg(long, required_unless_present = "gpu_model")]
         machine: Option<PathBuf>,
-        /// How many GPUs of the machine file's only model.
+        /// The number of GPUs, for a machine file with one model.
         #[arg(long)]
         gpus: Option<u32>,
     },
@@ -63,8 +62,8 @@ enum Command {
         /// The Xid.
         xid: u32,
     },
-    /// Let a GPU fall off the bus: NVML says `NVML_ERROR_GPU_IS_LOST` of it and publishes Xid 79, CUDA fails
-    /// in programs that use it, and programs that start do not see it.
+    /// Let a GPU fall off the bus: NVML returns `NVML_ERROR_GPU_IS_LOST` for it and publishes Xid 79, CUDA fails in
+    /// programs that use it, and programs that start later do not see it.
     LoseGpu {
         /// The GPU, by its index or its UUID.
         gpu: String,
@@ -72,7 +71,7 @@ enum Command {
         #[arg(long)]
         remove_node: bool,
     },
-    /// Bring a lost GPU back, its device node too.
+    /// Bring a lost GPU back, with its device node.
     RestoreGpu {
         /// The GPU, by its index or its UUID.
         gpu: String,
@@ -110,7 +109,7 @@ fn main() -> anyhow::Result<()> {
                 kind: u32::try_from(serve::XID_EVENT)?,
                 data: xid,
             };
-            ask(&root, event)
+            send(&root, event)
         }
         Some(Command::LoseGpu { gpu, remove_node }) => {
             let root = DriverRoot::new(arguments.root);
@@ -136,10 +135,10 @@ fn set_lost(root: &DriverRoot, gpu: u32, is_lost: bool) -> anyhow::Result<()> {
         setting: Setting::Lost,
         value: u32::from(is_lost),
     };
-    ask(root, request)
+    send(root, request)
 }
 
-/// The index and minor number of the GPU that is called `gpu`: an index or a UUID.
+/// The index and minor number of the GPU with the index or UUID `gpu`.
 fn find(root: &DriverRoot, gpu: &str) -> anyhow::Result<(u32, u32)> {
     let attachment = Attachment::new(root, Access::Observe)?;
     let gpus = attachment.shared().gpus();
@@ -151,15 +150,18 @@ fn find(root: &DriverRoot, gpu: &str) -> anyhow::Result<(u32, u32)> {
     Ok((index, state.minor))
 }
 
-fn ask(root: &DriverRoot, request: Request) -> anyhow::Result<()> {
+/// Sends a request to the daemon.
+fn send(root: &DriverRoot, request: Request) -> anyhow::Result<()> {
     match attach::request(root, request)? {
         Reply::Granted { .. } => Ok(()),
-        Reply::Forbidden => bail!("only root may"),
-        other => bail!("the daemon refuses: {other:?}"),
+        Reply::Forbidden => {
+            bail!("nvidia-sim-persistenced refuses the request: run this command as root")
+        }
+        other => bail!("nvidia-sim-persistenced refuses the request: {other:?}"),
     }
 }
 
-/// The folder this program was started from: the simulator's other parts are beside it.
+/// The folder of this program, which has the simulator's other parts too.
 fn own_folder() -> anyhow::Result<PathBuf> {
     let program = std::env::current_exe().context("the path of this program")?;
     Ok(program.parent().unwrap_or(Path::new("/")).to_owned())

@@ -9,13 +9,11 @@ use rustix::io::Errno;
 
 /// The character device major that the kernel keeps for NVIDIA.
 const MAJOR: u32 = 195;
-/// nvidia-uvm's major is given at load time; this is a usual one.
+/// A usual major of nvidia-uvm, which the kernel chooses at load time.
 const UVM_MAJOR: u32 = 510;
 
-/// Makes `dev/nvidia0` to `dev/nvidia<count-1>` and the control nodes under
-/// `root`, where they do not exist. Without the right to make devices (in a
-/// container, say) they become regular files: the simulator only looks whether
-/// they can be opened.
+/// Makes `dev/nvidia0` to `dev/nvidia<count-1>` and the control nodes below `root`, where they do not exist. Without the
+/// right to make devices, as in a container, it makes regular files: the simulator only tests whether they can be opened.
 pub fn make(root: &Path, count: u32) -> anyhow::Result<()> {
     let folder = root.join("dev");
     fs::create_dir_all(&folder).with_context(|| format!("{}", folder.display()))?;
@@ -67,7 +65,7 @@ fn make_one(path: &Path, major: u32, minor: u32) -> std::io::Result<()> {
         }
         Err(error) => return Err(error.into()),
     }
-    // The umask took the write bits away.
+    // The umask may have removed the write bits.
     rustix::fs::chmod(path, mode)?;
     Ok(())
 }
@@ -78,7 +76,7 @@ mod tests {
     use tranche_simulator_machine::DriverRoot;
 
     #[test]
-    fn nodes_can_be_seen_and_making_them_twice_is_fine() {
+    fn nodes_can_be_opened_and_made_twice() {
         let folder = tempfile::tempdir().unwrap();
         let root = DriverRoot::new(folder.path());
         for _ in 0..2 {

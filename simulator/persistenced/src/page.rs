@@ -1,8 +1,7 @@
 //! The machine's state: a file on tmpfs that outlives the daemon.
 //!
-//! A restarted daemon finds the file, frees what processes held that died
-//! meanwhile, and goes on: running programs notice nothing. A file of another
-//! machine or another build is replaced, unless a program still uses it.
+//! A restarted daemon opens the file, frees the memory of processes that have ended since, and continues. Running programs
+//! are not affected. A file of another machine or of another build is replaced, unless a program still uses it.
 
 use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::OpenOptionsExt as _;
@@ -15,20 +14,20 @@ use tranche_simulator_machine::layout::{PAGE_BYTES, Shared};
 use tranche_simulator_machine::root::PAGE_FILE;
 use tranche_simulator_machine::{Description, DriverRoot, identity};
 
-/// The opened state. The lock that keeps a second daemon away lives as long.
+/// The opened state, with the lock that keeps a second daemon away.
 #[derive(Debug)]
 pub struct Page {
     /// The state.
     pub shared: &'static Shared,
-    /// The file to hand to those who may write.
+    /// The file for processes that write.
     pub writable: File,
-    /// The same file, to hand to those who only read.
+    /// The same file for processes that only read.
     pub readable: File,
     _lock: File,
 }
 
 impl Page {
-    /// Opens or makes the state of the machine under `root`.
+    /// Opens or makes the state of the machine below `root`.
     pub fn open(root: &DriverRoot, description: &Description) -> anyhow::Result<Self> {
         let path = root.path().join(PAGE_FILE);
         let folder = path.parent().unwrap_or(Path::new("/"));
@@ -50,7 +49,7 @@ impl Page {
         if writable.metadata()?.len() != PAGE_BYTES as u64 {
             return Ok(None);
         }
-        // SAFETY: see `map`; all that is written before the checks below are atomics.
+        // SAFETY: see `map`. Before the checks below, only atomics of it are written.
         let shared: &'static Shared = unsafe { &*map(&writable)? };
         if !shared.is_ours() {
             return Ok(None);
@@ -59,11 +58,11 @@ impl Page {
             let users = shared
                 .slots
                 .iter()
-                .filter(|slot| identity::alive(slot))
+                .filter(|slot| identity::is_alive(slot))
                 .count();
             if users > 0 {
                 bail!(
-                    "{}: the machine file has changed, but {users} processes still use the old machine; end them or restore the file",
+                    "{}: the machine file has changed, but {users} processes still use the old machine; end them, or restore the file",
                     path.display()
                 );
             }
@@ -84,8 +83,7 @@ impl Page {
         fingerprint: u64,
         lock: File,
     ) -> anyhow::Result<Self> {
-        // A new file rather than the old one overwritten: readers of the old
-        // state keep what they have mapped.
+        // A new file, so that readers of the old state keep what they have mapped.
         let fresh = path.with_extension("new");
         let make = || -> anyhow::Result<(File, File)> {
             let writable = OpenOptions::new()
@@ -100,8 +98,7 @@ impl Page {
         };
         let (writable, readable) = make().with_context(|| format!("{}", fresh.display()))?;
         let address = map(&writable)?;
-        // SAFETY: a fresh mapping of a zeroed file that nobody else knows yet:
-        // the reference is unique until the rename below.
+        // SAFETY: a new mapping of a zeroed file that nobody else knows: the reference is unique until the rename below.
         let shared = unsafe { &mut *address };
         shared.header.fingerprint = fingerprint;
         shared.describe(description, identity);
@@ -135,8 +132,8 @@ fn lock(page: &Path) -> anyhow::Result<File> {
 }
 
 fn map(file: &File) -> anyhow::Result<*mut Shared> {
-    // SAFETY: a new mapping at a place of the kernel's choice, of a file that is
-    // PAGE_BYTES long and is never shortened; it is never unmapped.
+    // SAFETY: a new mapping at an address of the kernel's choice, of a file that is PAGE_BYTES long and is never shortened.
+    // It is never unmapped.
     let address = unsafe {
         rustix::mm::mmap(
             std::ptr::null_mut(),
@@ -156,7 +153,7 @@ fn node_identity() -> Vec<u8> {
     identity::node_identity(&read("/etc/machine-id"), &read("/proc/sys/kernel/hostname"))
 }
 
-/// Tells one machine from another: what was described, and for which node.
+/// A hash of the description and the node: another machine has another one.
 fn fingerprint(description: &Description, node: &[u8]) -> u64 {
     use std::hash::{DefaultHasher, Hasher as _};
     let mut hasher = DefaultHasher::new();
@@ -177,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn a_second_daemon_is_refused() {
+    fn a_second_daemon_of_a_root_is_refused() {
         let folder = tempfile::tempdir().unwrap();
         let root = DriverRoot::new(folder.path());
         let first = Page::open(&root, &machine(1)).unwrap();

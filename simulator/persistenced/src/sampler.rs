@@ -1,4 +1,4 @@
-//! How busy GPUs and processes are, sampled a few times a second.
+//! Utilization of GPUs and processes, sampled ten times a second.
 
 use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
@@ -9,15 +9,15 @@ use tranche_simulator_machine::timeline::now;
 
 /// Time between samples. The real driver takes one every 1/6 s to 1 s.
 pub const PERIOD: Duration = Duration::from_millis(100);
-/// Samples in the window that utilization is the mean of: one second.
+/// The number of samples over which a GPU's utilization is the mean: one second.
 const WINDOW: usize = 10;
 
-/// What the last samples were. How much each process ran on each GPU is known exactly.
+/// The last samples.
 #[derive(Debug, Default)]
 pub struct Sampler {
-    /// Per sample: when, and what each GPU had run by then.
+    /// Per sample: its time, and the nanoseconds that each GPU had run by then.
     history: VecDeque<(u64, [u64; MAX_GPUS])>,
-    /// Per slot: what it had run on each GPU at the last sample.
+    /// Per slot: the nanoseconds that it had run on each GPU at the last sample.
     processes: Vec<(usize, [u64; MAX_GPUS])>,
 }
 
@@ -25,7 +25,7 @@ impl Sampler {
     /// Takes a sample of the processes in `slots` and writes the percentages.
     pub fn sample(&mut self, shared: &Shared, slots: &[usize]) {
         let at = now();
-        shared.let_pass(at);
+        shared.advance_all(at);
         let mut ran = [0; MAX_GPUS];
         for (ran, gpu) in ran.iter_mut().zip(shared.gpus()) {
             *ran = gpu.ran();
@@ -71,7 +71,7 @@ fn percent(part: u64, whole: u64) -> u32 {
     if whole == 0 {
         return 0;
     }
-    // Rounded to the nearest: a GPU kept busy reads 100, not 99.
+    // Rounded to the nearest number: a GPU that runs all the time has 100, not 99.
     u32::try_from((part.saturating_mul(100) + whole / 2) / whole)
         .unwrap_or(100)
         .min(100)
@@ -90,7 +90,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn percents_are_percents() {
+    fn percentages_are_rounded_and_at_most_100() {
         assert_eq!(percent(0, 0), 0);
         assert_eq!(percent(995, 1000), 100);
         assert_eq!(percent(30, 100), 30);

@@ -1,8 +1,8 @@
-//! The daemon's loop: answers libraries, and takes back what the dead held.
+//! The daemon's loop: it answers libraries and frees the memory of processes that have ended.
 //!
-//! A process is gone when its pidfd says so, and what it held is free when its
-//! connection hangs up: at its end or its `exec`, unless a forked child keeps the
-//! connection open. A driver, too, frees with the last of a process's files.
+//! The pidfd of a process shows its end. Its memory is freed at the end of its connection: when the process ends or calls
+//! `exec`, unless a forked child keeps the connection open. A real driver also frees memory when the last of a process's
+//! files is closed.
 
 use std::fs;
 use std::io::{ErrorKind, IoSlice};
@@ -31,9 +31,9 @@ use crate::sampler::{PERIOD, Sampler};
 #[derive(Debug)]
 struct Client {
     slot: usize,
-    /// None where the process is in a PID namespace that this one cannot see.
+    /// `None` for a process outside this PID namespace.
     process: Option<OwnedFd>,
-    /// None for a process that a predecessor of this daemon served.
+    /// `None` for a process that joined with an earlier daemon.
     connection: Option<OwnedFd>,
 }
 
@@ -41,14 +41,14 @@ struct Daemon {
     page: Page,
     listener: OwnedFd,
     /// Connections that have not joined.
-    visitors: Vec<OwnedFd>,
+    unjoined: Vec<OwnedFd>,
     clients: Vec<Client>,
     sampler: Sampler,
 }
 
-/// Serves the machine of `description` under `root` until the process is ended.
+/// Serves the machine of `description` below `root` until the process ends.
 pub fn run(root: &DriverRoot, description: &Description) -> anyhow::Result<()> {
-    allow_descriptors();
+    raise_descriptor_limit();
     let page = Page::open(root, description)?;
     page.shared
         .header
@@ -65,7 +65,7 @@ pub fn run(root: &DriverRoot, description: &Description) -> anyhow::Result<()> {
     let mut daemon = Daemon {
         page,
         listener,
-        visitors: Vec::new(),
+        unjoined: Vec::new(),
         clients: Vec::new(),
         sampler: Sampler::default(),
     };
@@ -77,36 +77,35 @@ pub fn run(root: &DriverRoot, description: &Description) -> anyhow::Result<()> {
         daemon.clients.len()
     );
     loop {
-        daemon.turn()?;
+        daemon.serve_once()?;
     }
 }
 
-/// Two descriptors for every process are more than the usual limit.
-fn allow_descriptors() {
+/// Raises the limit of descriptors: the daemon needs two for every process.
+fn raise_descriptor_limit() {
     let mut limit = getrlimit(Resource::Nofile);
     limit.current = limit.maximum;
-    // As high as allowed is as good as it gets.
+    // Without the raise the daemon serves fewer processes.
     let _ = setrlimit(Resource::Nofile, limit);
 }
 
-/// The socket that systemd opened for us: it stays the same over a restart, so
-/// containers that have it mounted reach the next daemon too.
+/// The socket that systemd has opened. It stays the same over a restart, so containers that have it mounted reach the next
+/// daemon.
 fn inherited_listener() -> Option<OwnedFd> {
     let pid: u32 = std::env::var("LISTEN_PID").ok()?.parse().ok()?;
     let count: u32 = std::env::var("LISTEN_FDS").ok()?.parse().ok()?;
     if pid != std::process::id() || count != 1 {
         return None;
     }
-    // SAFETY: systemd's protocol (sd_listen_fds(3)) gives descriptor 3 to this
-    // process alone, and nothing else here takes it.
+    // SAFETY: by systemd's protocol (sd_listen_fds(3)) descriptor 3 is this process's, and nothing else here takes it.
     Some(unsafe { OwnedFd::from_raw_fd(3) })
 }
 
 fn listen_on(root: &DriverRoot) -> anyhow::Result<OwnedFd> {
     let path = root.socket();
     let socket = new_socket()?;
-    // Under another name until it listens: whoever finds a socket here can connect to it.
-    // The page's lock is held, so what lies under either name is a dead daemon's.
+    // It has another name until it listens, so that a socket with the right name can always be connected to. This daemon
+    // holds the page's lock, so a file of either name is an earlier daemon's.
     let unready = path.with_extension("unready");
     match fs::remove_file(&unready) {
         Err(error) if error.kind() != ErrorKind::NotFound => return Err(error.into()),
@@ -120,7 +119,7 @@ fn listen_on(root: &DriverRoot) -> anyhow::Result<OwnedFd> {
 }
 
 impl Daemon {
-    /// Takes over the slots that a predecessor gave out.
+    /// Takes over the slots of an earlier daemon.
     fn adopt(&mut self) {
         for slot in 0..MAX_PROCESSES {
             let state = &self.page.shared.slots[slot];
@@ -128,8 +127,8 @@ impl Daemon {
                 continue;
             }
             let process = open_process(state.pid.load(Ordering::Acquire));
-            // Opened before the check: a pid reused after it does not matter.
-            if process.is_some() && identity::alive(state) {
+            // Opened before the check, so that a pid which is reused later does no harm.
+            if process.is_some() && identity::is_alive(state) {
                 self.clients.push(Client {
                     slot,
                     process,
@@ -141,19 +140,19 @@ impl Daemon {
         }
     }
 
-    /// Waits for something to happen and deals with it.
-    fn turn(&mut self) -> anyhow::Result<()> {
+    /// Waits until a client needs something, or for a sampling period, and serves it.
+    fn serve_once(&mut self) -> anyhow::Result<()> {
         let mut watched: Vec<PollFd<'_>> = Vec::with_capacity(2 * self.clients.len() + 8);
         watched.push(PollFd::new(&self.listener, PollFlags::IN));
-        for visitor in &self.visitors {
-            watched.push(PollFd::new(visitor, PollFlags::IN));
+        for connection in &self.unjoined {
+            watched.push(PollFd::new(connection, PollFlags::IN));
         }
         self.watch_clients(&mut watched);
         let timeout = Timespec {
             tv_sec: 0,
             tv_nsec: i64::from(PERIOD.subsec_nanos()),
         };
-        // Quiet when nobody uses a GPU.
+        // Without clients there is nothing to sample.
         let timeout = (!self.clients.is_empty()).then_some(&timeout);
         match poll(&mut watched, timeout) {
             Ok(_) | Err(Errno::INTR) => {}
@@ -161,11 +160,11 @@ impl Daemon {
         }
         let ready = ready(&watched);
         drop(watched);
-        let visitors = self.visitors.len();
-        self.bury(&ready[1 + visitors..]);
-        self.hear(&ready[1..=visitors])?;
+        let unjoined = self.unjoined.len();
+        self.free_ended(&ready[1 + unjoined..]);
+        self.answer_unjoined(&ready[1..=unjoined])?;
         if ready[0] {
-            self.welcome()?;
+            self.accept()?;
         }
         if !self.clients.is_empty() {
             let slots: Vec<usize> = self.clients.iter().map(|c| c.slot).collect();
@@ -174,12 +173,11 @@ impl Daemon {
         Ok(())
     }
 
-    /// Two entries for each client; the listener stands in where one is missing and is
-    /// asked for nothing.
+    /// Adds two entries for each client. Where a client lacks one, the entry is the listener, polled for nothing.
     fn watch_clients<'a>(&'a self, watched: &mut Vec<PollFd<'a>>) {
         for client in &self.clients {
-            for end in [&client.process, &client.connection] {
-                watched.push(match end {
+            for watched_fd in [&client.process, &client.connection] {
+                watched.push(match watched_fd {
                     Some(fd) => PollFd::new(fd, PollFlags::IN),
                     None => PollFd::new(&self.listener, PollFlags::empty()),
                 });
@@ -187,20 +185,20 @@ impl Daemon {
         }
     }
 
-    /// Looks for the dead now.
-    fn settle(&mut self) -> anyhow::Result<()> {
+    /// Frees at once the memory of processes that have ended.
+    fn reclaim(&mut self) -> anyhow::Result<()> {
         let mut watched = Vec::with_capacity(2 * self.clients.len());
         self.watch_clients(&mut watched);
         retry_on_intr(|| poll(&mut watched, Some(&Timespec::default())))
-            .context("looking for clients that ended")?;
+            .context("finding clients that have ended")?;
         let ready = ready(&watched);
         drop(watched);
-        self.bury(&ready);
+        self.free_ended(&ready);
         Ok(())
     }
 
-    /// Frees what processes had that ended.
-    fn bury(&mut self, ready: &[bool]) {
+    /// Frees the memory of the processes that have ended. `ready` has the state of two descriptors per client.
+    fn free_ended(&mut self, ready: &[bool]) {
         let shared = self.page.shared;
         let mut ends = ready.chunks_exact(2);
         self.clients.retain_mut(|client| {
@@ -208,7 +206,7 @@ impl Daemon {
                 return true;
             };
             let closed = match &client.connection {
-                Some(open) => *connection && hung_up(open),
+                Some(open) => *connection && has_ended(open),
                 None => *process,
             };
             if closed {
@@ -227,70 +225,70 @@ impl Daemon {
         }
     }
 
-    /// Answers those who asked.
-    fn hear(&mut self, ready: &[bool]) -> anyhow::Result<()> {
-        let visitors = std::mem::take(&mut self.visitors);
-        for (index, visitor) in visitors.into_iter().enumerate() {
+    /// Answers the connections that have sent a request.
+    fn answer_unjoined(&mut self, ready: &[bool]) -> anyhow::Result<()> {
+        let unjoined = std::mem::take(&mut self.unjoined);
+        for (index, connection) in unjoined.into_iter().enumerate() {
             if !ready.get(index).copied().unwrap_or(false) {
-                self.visitors.push(visitor);
+                self.unjoined.push(connection);
                 continue;
             }
             let mut packet = [0; PACKET];
-            match recv(&visitor, &mut packet, RecvFlags::DONTWAIT) {
-                Ok((length, _)) if length > 0 => self.answer(visitor, &packet[..length])?,
-                Err(Errno::AGAIN | Errno::INTR) => self.visitors.push(visitor),
-                // Hung up, or worse: either way it is over.
+            match recv(&connection, &mut packet, RecvFlags::DONTWAIT) {
+                Ok((length, _)) if length > 0 => self.answer(connection, &packet[..length])?,
+                Err(Errno::AGAIN | Errno::INTR) => self.unjoined.push(connection),
+                // The connection has ended or failed.
                 _ => {}
             }
         }
         Ok(())
     }
 
-    fn welcome(&mut self) -> anyhow::Result<()> {
+    fn accept(&mut self) -> anyhow::Result<()> {
         match accept_with(&self.listener, SocketFlags::CLOEXEC) {
-            Ok(visitor) => self.visitors.push(visitor),
+            Ok(connection) => self.unjoined.push(connection),
             Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => {}
-            // Out of descriptors: those who connected and said nothing go first.
-            Err(Errno::MFILE | Errno::NFILE) if !self.visitors.is_empty() => {
-                self.visitors.remove(0);
+            // Out of descriptors: closes the oldest connection that has not joined.
+            Err(Errno::MFILE | Errno::NFILE) if !self.unjoined.is_empty() => {
+                self.unjoined.remove(0);
             }
             Err(error) => return Err(error).context("accepting a client"),
         }
         Ok(())
     }
 
-    fn answer(&mut self, visitor: OwnedFd, packet: &[u8]) -> anyhow::Result<()> {
+    fn answer(&mut self, connection: OwnedFd, packet: &[u8]) -> anyhow::Result<()> {
         let Some(request) = Request::decode(packet) else {
-            reply(&visitor, Reply::Mismatch, None);
+            reply(&connection, Reply::Mismatch, None);
             return Ok(());
         };
         match request {
             Request::Observe => {
                 reply(
-                    &visitor,
+                    &connection,
                     Reply::Granted { slot: 0 },
                     Some(self.page.readable.as_fd()),
                 );
             }
-            Request::Join => self.join(visitor),
-            Request::Settle => {
-                self.settle()?;
-                reply(&visitor, Reply::Granted { slot: 0 }, None);
+            Request::Join => self.join(connection),
+            Request::Reclaim => {
+                self.reclaim()?;
+                reply(&connection, Reply::Granted { slot: 0 }, None);
             }
             Request::Set {
                 gpu,
                 setting,
                 value,
             } => {
-                let answer = if peer(&visitor).is_some_and(|p| p.uid == 0) {
+                let answer = if peer(&connection).is_some_and(|p| p.uid == 0) {
                     self.set(gpu, setting, value)
                 } else {
                     Reply::Forbidden
                 };
-                reply(&visitor, answer, None);
+                reply(&connection, answer, None);
             }
             Request::Event { gpu, kind, data } => {
-                let answer = if peer(&visitor).is_none_or(|p| p.uid != 0) {
+                let answer = if peer(&connection).is_none_or(|p| p.uid != 0) {
                     Reply::Forbidden
                 } else if gpu as usize >= self.page.shared.gpus().len() {
                     Reply::Invalid
@@ -300,7 +298,7 @@ impl Daemon {
                         .publish_event(gpu as usize, u64::from(kind), u64::from(data));
                     Reply::Granted { slot: 0 }
                 };
-                reply(&visitor, answer, None);
+                reply(&connection, answer, None);
             }
         }
         Ok(())
@@ -332,19 +330,18 @@ impl Daemon {
         Reply::Granted { slot: 0 }
     }
 
-    fn join(&mut self, visitor: OwnedFd) {
+    fn join(&mut self, connection: OwnedFd) {
         let shared = self.page.shared;
         let free = shared
             .slots
             .iter()
             .position(|s| s.pid.load(Ordering::Acquire) == 0);
         let Some(slot) = free else {
-            reply(&visitor, Reply::Full, None);
+            reply(&connection, Reply::Full, None);
             return;
         };
-        // A peer outside this PID namespace has pid 0 here: only its connection
-        // tells of its end, and NVML shows it as -1.
-        let pid = peer(&visitor).map_or(0, |p| p.pid);
+        // A peer outside this PID namespace has pid 0. Only its connection shows its end, and its slot has pid -1.
+        let pid = peer(&connection).map_or(0, |p| p.pid);
         let process = open_process(pid);
         if pid != 0 && process.is_none() {
             return;
@@ -363,14 +360,14 @@ impl Daemon {
             .store(if pid == 0 { -1 } else { pid }, Ordering::Release);
         let index = u32::try_from(slot).unwrap_or(u32::MAX);
         reply(
-            &visitor,
+            &connection,
             Reply::Granted { slot: index },
             Some(self.page.writable.as_fd()),
         );
         self.clients.push(Client {
             slot,
             process,
-            connection: Some(visitor),
+            connection: Some(connection),
         });
     }
 }
@@ -380,7 +377,7 @@ pub const XID_EVENT: u64 = 0x8;
 /// The Xid of a GPU that has fallen off the bus.
 const FELL_OFF_THE_BUS: u64 = 79;
 
-/// Switches a GPU to the MIG mode that is pending, if no process has it.
+/// Switches a GPU to its pending MIG mode, if no process uses it.
 fn apply_mig_mode(gpu: &GpuState) {
     if gpu.used.load(Ordering::Relaxed) == 0 {
         let pending = gpu.mig_pending.load(Ordering::Relaxed);
@@ -388,7 +385,7 @@ fn apply_mig_mode(gpu: &GpuState) {
     }
 }
 
-/// Which of those that were watched have something to tell.
+/// Which of the polled descriptors have an event.
 fn ready(watched: &[PollFd<'_>]) -> Vec<bool> {
     watched.iter().map(|fd| !fd.revents().is_empty()).collect()
 }
@@ -400,7 +397,7 @@ fn reply(to: &OwnedFd, reply: Reply, file: Option<BorrowedFd<'_>>) {
     if let Some(files) = &files {
         ancillary.push(SendAncillaryMessage::ScmRights(files));
     }
-    // A client that is gone does not need its answer; its end is seen elsewhere.
+    // A client that has ended needs no answer.
     let _ = sendmsg(
         to,
         &[IoSlice::new(&reply.encode())],
@@ -409,8 +406,8 @@ fn reply(to: &OwnedFd, reply: Reply, file: Option<BorrowedFd<'_>>) {
     );
 }
 
-/// Whether a connection that has something to tell tells its end.
-fn hung_up(connection: &OwnedFd) -> bool {
+/// Whether a connection that has an event has ended.
+fn has_ended(connection: &OwnedFd) -> bool {
     let mut packet = [0; PACKET];
     match recv(connection, &mut packet, RecvFlags::DONTWAIT) {
         Ok((0, _)) => true,
@@ -423,8 +420,8 @@ fn open_process(pid: i32) -> Option<OwnedFd> {
     pidfd_open(Pid::from_raw(pid).filter(|_| pid > 0)?, PidfdFlags::empty()).ok()
 }
 
-/// Who is at the other end. Not rustix's, whose pid cannot be 0, which the kernel
-/// gives for a process of a namespace out of sight.
+/// The process at the other end. rustix's function is not used: its pid cannot be 0, which the kernel returns for a process
+/// outside this PID namespace.
 fn peer(connection: &OwnedFd) -> Option<libc::ucred> {
     use std::os::fd::AsRawFd as _;
     let mut credentials = libc::ucred {

@@ -1,4 +1,4 @@
-//! NVML's clients and virtual time: what one says, the others say too.
+//! NVML's clients agree with each other, and kernels take virtual time.
 
 mod common;
 
@@ -44,7 +44,7 @@ fn nvidia_smi_and_nvml_agree() {
         apps.trim(),
         format!("{}, {}", program.pid(), 5 * 1024 + 418)
     );
-    // Every view works, and says that it is a simulator.
+    // Every view works and shows the name of a simulated GPU.
     for arguments in [&[][..], &["-L"], &["-q"], &["-q", "-x"]] {
         let view = machine.smi(arguments);
         assert!(view.contains("Simulated A100-SXM4-40GB"), "{view}");
@@ -64,7 +64,7 @@ fn nvidia_smi_and_nvml_agree() {
 }
 
 #[test]
-fn handles_by_every_name_are_the_same_gpu() {
+fn handles_by_index_uuid_and_address_are_the_same_gpu() {
     let machine = Machine::start("L4", 2);
     let nvml = machine.nvml();
     let device = nvml.device_by_index(1).unwrap();
@@ -87,7 +87,7 @@ fn handles_by_every_name_are_the_same_gpu() {
 }
 
 #[test]
-fn kernels_take_virtual_time_and_nvml_sees_it() {
+fn kernels_take_virtual_time_that_nvml_shows() {
     let machine = Machine::start("T4", 1);
     let mut program = machine.program();
     program.ask("use 0");
@@ -109,7 +109,7 @@ fn kernels_take_virtual_time_and_nvml_sees_it() {
     let samples = device.process_utilization_stats(0).unwrap();
     assert_eq!(samples[0].pid, program.pid());
     assert!(device.temperature(TemperatureSensor::Gpu).unwrap() > 30);
-    // A kernel without duration costs nothing, however many there are.
+    // Kernels without duration take no time, however many are launched.
     let answer = program.ask("launch sim_busy_0us 100000");
     let wall: u64 = answer.split(' ').nth(1).unwrap().parse().unwrap();
     assert!(wall < 1000, "{answer}");
@@ -124,7 +124,7 @@ fn two_processes_share_a_gpus_time() {
     let other = std::thread::spawn(move || second.ask("launch sim_busy_20ms 20"));
     let own = first.ask("launch sim_busy_20ms 20");
     let took = |answer: &str| answer.split(' ').nth(1).unwrap().parse::<u64>().unwrap();
-    // 40 kernels of 20 ms on one GPU: alone each would have had 400 ms.
+    // 40 kernels of 20 ms on one GPU: each process alone would take 400 ms.
     let longest = took(&own).max(took(&other.join().unwrap()));
     assert!(longest >= 700, "{longest}");
     let again = took(&first.ask("launch sim_busy_20ms 1"));
@@ -149,14 +149,14 @@ fn an_injected_xid_wakes_an_event_set() {
     assert_eq!(
         event.device.index().unwrap(),
         1,
-        "the other GPU was not asked about"
+        "the other GPU is not registered"
     );
     let data = format!("{:?}", event.event_data);
     assert!(data.contains("79"), "{data}");
 }
 
 #[test]
-fn the_profiles_of_partitions_are_told_without_mig_mode() {
+fn partition_profiles_are_listed_without_mig_mode() {
     for (model, slices) in [("H100-80", Some(7)), ("A100-40", Some(7)), ("L4", None)] {
         let machine = Machine::start(model, 1);
         let nvml = machine.nvml();

@@ -7,7 +7,7 @@ use nvml_wrapper::bitmasks::event::EventTypes;
 use nvml_wrapper::error::NvmlError;
 
 #[test]
-fn a_lost_gpu_fails_alone_and_can_come_back() {
+fn a_lost_gpu_does_not_affect_others_and_can_be_restored() {
     let machine = Machine::start("H100-80", 2);
     let (mut on_lost, mut on_other) = (machine.program(), machine.program());
     on_lost.ask("use 0");
@@ -27,19 +27,19 @@ fn a_lost_gpu_fails_alone_and_can_come_back() {
     let event = events.wait(5000).unwrap();
     let data = format!("{:?}", event.event_data);
     assert!(data.contains("79"), "{data}");
-    assert_eq!(nvml.device_count().unwrap(), 2, "it is counted");
+    assert_eq!(nvml.device_count().unwrap(), 2, "a lost GPU is counted");
     let is_lost = |error: NvmlError| matches!(error, NvmlError::GpuLost);
     assert!(is_lost(device.memory_info().unwrap_err()));
     assert!(is_lost(nvml.device_by_index(0).unwrap_err()));
-    // The search for the second meets the first.
+    // The search for the second GPU fails at the first.
     assert!(is_lost(nvml.device_by_uuid(second.as_str()).unwrap_err()));
     assert_eq!(nvml.device_by_index(1).unwrap().uuid().unwrap(), second);
     let smi = machine
         .command(machine.path("usr/bin/nvidia-smi"))
         .output()
         .unwrap();
-    let said = String::from_utf8_lossy(&smi.stdout);
-    assert!(said.contains("GPU is lost"), "{said}");
+    let text = String::from_utf8_lossy(&smi.stdout);
+    assert!(text.contains("GPU is lost"), "{text}");
 
     for request in [&format!("alloc {GIB}"), "launch plain 1", "info"] {
         assert_eq!(on_lost.ask(request), "CUDA_ERROR_UNKNOWN", "{request}");
@@ -55,7 +55,7 @@ fn a_lost_gpu_fails_alone_and_can_come_back() {
 }
 
 #[test]
-fn a_lost_gpu_may_take_its_node_along() {
+fn a_lost_gpus_node_can_be_removed() {
     let machine = Machine::start("T4", 2);
     machine.control(&["lose-gpu", "1", "--remove-node"]);
     assert!(!machine.path("dev/nvidia1").exists());
@@ -67,14 +67,14 @@ fn a_lost_gpu_may_take_its_node_along() {
     assert!(nvml.device_by_index(1).unwrap().memory_info().is_ok());
 }
 
-/// A wait for work on a GPU that is lost meanwhile ends.
+/// A wait for work ends when the GPU is lost.
 #[test]
-fn nobody_waits_for_a_lost_gpu() {
+fn a_wait_ends_when_the_gpu_is_lost() {
     let machine = Machine::start("T4", 1);
     let mut program = machine.program();
     program.ask("use 0");
     let waits = std::thread::spawn(move || program.ask("launch sim_busy_20ms 1000"));
-    // The sampler sees it run.
+    // The kernels run.
     let nvml = machine.nvml();
     let device = nvml.device_by_index(0).unwrap();
     while device.utilization_rates().unwrap().gpu < 10 {
@@ -110,7 +110,7 @@ fn nvidia_smi_switches_mig_mode_when_the_gpu_is_idle() {
         Err(NvmlError::NotSupported)
     ));
 
-    // CUDA sees partitions, of which there are none.
+    // Of a GPU in MIG mode CUDA sees partitions, and there are none.
     let mut starts = machine.program();
     starts.ask("init");
     assert_eq!(starts.ask("count"), "1");

@@ -1,4 +1,4 @@
-//! Device memory: one ledger for all processes, returned by every kind of death.
+//! Device memory: one ledger for all processes. The memory of a process is freed however it ends.
 
 mod common;
 
@@ -12,7 +12,7 @@ const CONTEXT: u64 = 518 * MIB;
 const OUT_OF_MEMORY: &str = "CUDA_ERROR_OUT_OF_MEMORY";
 
 #[test]
-fn another_process_sees_it_and_a_kill_returns_it() {
+fn memory_shows_in_nvml_and_is_freed_by_a_kill() {
     let machine = Machine::start("H100-80", 2);
     let mut program = machine.program();
     assert_eq!(program.ask("use 1"), "Simulated H100 80GB HBM3");
@@ -59,14 +59,14 @@ fn processes_together_never_exceed_the_gpu() {
     second.ask("use 0");
     assert_eq!(first.ask(&format!("alloc {}", 50 * GIB)), "ok");
     assert_eq!(second.ask(&format!("alloc {}", 50 * GIB)), OUT_OF_MEMORY);
-    // To the last block: what is free is what can be had.
+    // All free memory can be allocated, to the last block.
     let info = second.ask("info");
     let free: u64 = info.split(' ').next().unwrap().parse().unwrap();
     assert_eq!(free, 81008 * MIB - 2 * CONTEXT - 50 * GIB);
     assert_eq!(second.ask(&format!("alloc {}", free + 1)), OUT_OF_MEMORY);
     assert_eq!(second.ask(&format!("alloc {free}")), "ok");
     assert_eq!(first.ask("alloc 1"), OUT_OF_MEMORY);
-    // The neighbour's memory is its own again.
+    // The memory of a process that ended can be allocated.
     first.end();
     machine.wait_for_used(0, free + CONTEXT);
     assert_eq!(second.ask(&format!("alloc {}", 50 * GIB)), "ok");
@@ -74,9 +74,9 @@ fn processes_together_never_exceed_the_gpu() {
     assert_eq!(machine.used(0), CONTEXT);
 }
 
-/// A child by fork has the driver's files, and the driver frees with the last of them.
+/// A forked child has the driver's files, and the driver frees memory when the last of them is closed.
 #[test]
-fn a_killed_parents_memory_is_taken_as_long_as_its_child_lives() {
+fn a_killed_parents_memory_stays_charged_until_its_child_ends() {
     let machine = Machine::start("T4", 1);
     let mut program = machine.program();
     program.ask("use 0");
@@ -85,58 +85,58 @@ fn a_killed_parents_memory_is_taken_as_long_as_its_child_lives() {
     program.kill();
     machine.wait_for_no_process(0);
     assert_eq!(machine.used(0), GIB + 102 * MIB);
-    // SAFETY: our own child's child, alive until now.
+    // SAFETY: a process of this test, which runs until now.
     unsafe { libc::kill(child, libc::SIGKILL) };
     machine.wait_for_used(0, 0);
 }
 
 #[test]
-fn kills_at_any_moment_lose_and_invent_nothing() {
+fn kills_at_any_moment_leave_the_ledger_exact() {
     let machine = Machine::start("T4", 1);
-    let mut witness = machine.program();
-    witness.ask("use 0");
-    witness.ask(&format!("alloc {GIB}"));
-    let witness_has = GIB + 102 * MIB;
+    let mut bystander = machine.program();
+    bystander.ask("use 0");
+    bystander.ask(&format!("alloc {GIB}"));
+    let expected = GIB + 102 * MIB;
     for round in 0..15 {
         let mut programs: Vec<_> = (0..3).map(|_| machine.program()).collect();
         for program in &mut programs {
             program.ask("use 0");
             program.ask("churn");
         }
-        // Another moment each time; what is waited for is the kill itself.
+        // Each round kills at another moment.
         std::thread::sleep(std::time::Duration::from_micros(997 * round));
         drop(programs);
-        machine.wait_for_used(0, witness_has);
+        machine.wait_for_used(0, expected);
     }
-    assert_eq!(witness.ask(&format!("alloc {}", 13 * GIB)), "ok");
+    assert_eq!(bystander.ask(&format!("alloc {}", 13 * GIB)), "ok");
 }
 
 #[test]
-fn programs_outlive_the_daemon_and_the_dead_are_found_by_the_next() {
+fn programs_outlive_the_daemon_and_the_next_one_frees_ended_processes() {
     let mut machine = Machine::start("H100-80", 1);
-    let (mut stays, mut dies) = (machine.program(), machine.program());
-    stays.ask("use 0");
-    dies.ask("use 0");
-    stays.ask(&format!("alloc {}", 10 * GIB));
-    dies.ask(&format!("alloc {}", 20 * GIB));
+    let (mut survivor, mut victim) = (machine.program(), machine.program());
+    survivor.ask("use 0");
+    victim.ask("use 0");
+    survivor.ask(&format!("alloc {}", 10 * GIB));
+    victim.ask(&format!("alloc {}", 20 * GIB));
     machine.kill_daemon();
-    dies.kill();
+    victim.kill();
     assert_eq!(
-        stays.ask(&format!("alloc {GIB}")),
+        survivor.ask(&format!("alloc {GIB}")),
         "ok",
-        "no daemon is needed to go on"
+        "a running program needs no daemon"
     );
     assert_eq!(machine.program().ask("init"), "CUDA_ERROR_NO_DEVICE");
     machine.start_daemon();
     machine.wait_for_used(0, CONTEXT + 11 * GIB);
-    assert_eq!(stays.ask("free"), "ok");
-    stays.kill();
+    assert_eq!(survivor.ask("free"), "ok");
+    survivor.kill();
     machine.wait_for_used(0, 0);
 }
 
-/// Whoever finds the daemon's socket can connect to it, however early.
+/// A process that finds the daemon's socket can connect to it, however early.
 #[test]
-fn a_socket_that_is_there_listens() {
+fn a_socket_that_exists_listens() {
     let mut machine = Machine::start("H100-80", 1);
     for _ in 0..100 {
         machine.kill_daemon();
@@ -157,17 +157,17 @@ fn a_socket_that_is_there_listens() {
 }
 
 #[test]
-fn cuda_is_of_no_use_in_a_forked_child() {
+fn cuda_does_not_work_in_a_forked_child() {
     let machine = Machine::start("T4", 1);
     let mut program = machine.program();
     program.ask("use 0");
-    // CUDA_ERROR_NOT_INITIALIZED, as from the real driver.
+    // CUDA_ERROR_NOT_INITIALIZED, as with the real driver.
     assert_eq!(program.ask("fork"), "3");
-    assert_eq!(program.ask("alloc 1"), "ok", "the parent goes on");
+    assert_eq!(program.ask("alloc 1"), "ok", "CUDA works in the parent");
 }
 
 #[test]
-fn what_cannot_be_opened_is_not_there() {
+fn gpus_without_a_device_node_are_not_visible() {
     let machine = Machine::start("T4", 3);
     std::fs::remove_file(machine.path("dev/nvidia1")).unwrap();
     assert_eq!(machine.nvml().device_count().unwrap(), 2);

@@ -16,8 +16,6 @@ use crate::work;
 
 /// Copies after all work of the null stream.
 ///
-/// Copies after all work of the null stream.
-///
 /// # Safety
 /// As [`Move::run`].
 unsafe fn now(to: Side, from: Side, bytes: usize) -> Result<(), Code> {
@@ -35,8 +33,6 @@ unsafe fn now(to: Side, from: Side, bytes: usize) -> Result<(), Code> {
 
 /// Copies in the order of a stream.
 ///
-/// Copies in the order of a stream.
-///
 /// # Safety
 /// As [`Move::run`], until the stream gets there.
 unsafe fn later(to: Side, from: Side, bytes: usize, stream: Handle) -> Result<(), Code> {
@@ -46,6 +42,8 @@ unsafe fn later(to: Side, from: Side, bytes: usize, stream: Handle) -> Result<()
     work::submit(&Node::Copy(copy), stream)
 }
 
+/// Copies a box after all work of the null stream.
+///
 /// # Safety
 /// As [`BoxMove::run`].
 unsafe fn box_now(copy: &Copy3) -> Result<(), Code> {
@@ -60,8 +58,10 @@ unsafe fn box_now(copy: &Copy3) -> Result<(), Code> {
     Ok(())
 }
 
+/// Copies a box in the order of a stream.
+///
 /// # Safety
-/// As [`BoxMove::run`].
+/// As [`BoxMove::run`], until the stream gets there.
 unsafe fn box_later(copy: &Copy3, stream: Handle) -> Result<(), Code> {
     // SAFETY: the caller's contract.
     let stream = unsafe { stream::find(stream)? };
@@ -72,8 +72,10 @@ unsafe fn box_later(copy: &Copy3, stream: Handle) -> Result<(), Code> {
     }
 }
 
+/// The memory of an array from `offset` bytes on.
+///
 /// # Safety
-/// `array` is an array's handle; the host side is valid.
+/// As [`Object::find`].
 unsafe fn array_side(array: Handle, offset: usize) -> Result<Side, Code> {
     driver()?;
     // SAFETY: the caller's contract.

@@ -27,7 +27,7 @@ unsafe fn elapsed(to: *mut f32, start: Handle, end: Handle) -> Result<(), Code> 
     let (Some(from), Some(to_time)) = (start.time()?, end.time()?) else {
         return Err(Code::NOT_READY);
     };
-    if !start.happened() || !end.happened() {
+    if !start.has_happened() || !end.has_happened() {
         return Err(Code::NOT_READY);
     }
     let nanos = i128::from(to_time) - i128::from(from);
@@ -69,7 +69,7 @@ export! {
     }
     fn cuEventQuery(event: Handle) {
         driver()?;
-        if Object::<Event>::find(event)?.happened() { Ok(()) } else { Err(Code::NOT_READY) }
+        if Object::<Event>::find(event)?.has_happened() { Ok(()) } else { Err(Code::NOT_READY) }
     }
     fn cuEventSynchronize(event: Handle) {
         driver()?;
@@ -90,7 +90,7 @@ export! {
             return Ok(());
         }
         let (gpu, mark) = event.due();
-        stream.after(gpu, mark);
+        stream.wait_for(gpu, mark);
         stream.functions.fetch_max(event.functions(), Ordering::AcqRel);
         Ok(())
     }

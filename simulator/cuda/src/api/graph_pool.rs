@@ -6,7 +6,7 @@ use crate::export::{export, get, put};
 
 export! {
     fn cuDeviceGetGraphMemAttribute(of: i32, which: u32, value: *mut u64) {
-        put(value, device(of)?.graph_books().attribute(which)?)
+        put(value, device(of)?.graph_pool().attribute(which)?)
     }
     fn cuDeviceSetGraphMemAttribute(of: i32, which: u32, value: *const u64) {
         let device = device(of)?;
@@ -14,12 +14,12 @@ export! {
         if !matches!(which, 1 | 3) || get(value)? != 0 {
             return Err(Code::INVALID_VALUE);
         }
-        device.graph_books().reset_high(which);
+        device.graph_pool().reset_high(which);
         Ok(())
     }
     fn cuDeviceGraphMemTrim(of: i32) {
         let device = device(of)?;
-        let unused = device.graph_books().trim();
+        let unused = device.graph_pool().trim();
         device.release(unused);
         Ok(())
     }

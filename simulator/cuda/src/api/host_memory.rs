@@ -7,12 +7,17 @@ use crate::context::current;
 use crate::driver::driver;
 use crate::export::{export, put};
 use crate::memory::{map_host, remove};
-use crate::space::{Region, What, containing, regions};
+use crate::space::{MemoryKind, Region, containing, regions};
 
 fn allocate(bytes: usize) -> Result<u64, Code> {
     let context = current()?;
     let address = map_host(bytes as u64)?;
-    let region = Region::new(bytes as u64, What::Host, context.device.ordinal, context.id);
+    let region = Region::new(
+        bytes as u64,
+        MemoryKind::Host,
+        context.device.ordinal,
+        context.id,
+    );
     regions().insert(address, region);
     Ok(address)
 }
@@ -28,7 +33,7 @@ fn register(address: u64, bytes: usize) -> Result<(), Code> {
     }
     let region = Region::new(
         bytes as u64,
-        What::Registered,
+        MemoryKind::Registered,
         context.device.ordinal,
         context.id,
     );
@@ -50,7 +55,7 @@ export! {
         driver()?;
         let mut regions = regions();
         match regions.get(&(address as u64)) {
-            Some(Region { what: What::Host, .. }) => remove(&mut regions, address as u64),
+            Some(Region { kind: MemoryKind::Host, .. }) => remove(&mut regions, address as u64),
             _ => Err(Code::INVALID_VALUE),
         }
     }
@@ -58,7 +63,7 @@ export! {
         driver()?;
         let mut regions = regions();
         match containing(&mut regions, address as u64) {
-            Some((_, Region { what: What::Host | What::Registered | What::Managed, .. })) => put(to, address as u64),
+            Some((_, Region { kind: MemoryKind::Host | MemoryKind::Registered | MemoryKind::Managed, .. })) => put(to, address as u64),
             _ => Err(Code::INVALID_VALUE),
         }
     }
@@ -66,7 +71,7 @@ export! {
         driver()?;
         let mut regions = regions();
         match containing(&mut regions, address as u64) {
-            Some((_, Region { what: What::Host | What::Registered, .. })) => put(flags, 2),
+            Some((_, Region { kind: MemoryKind::Host | MemoryKind::Registered, .. })) => put(flags, 2),
             _ => Err(Code::INVALID_VALUE),
         }
     }
@@ -80,7 +85,7 @@ export! {
         driver()?;
         let mut regions = regions();
         match regions.get(&(address as u64)) {
-            Some(Region { what: What::Registered, .. }) => remove(&mut regions, address as u64),
+            Some(Region { kind: MemoryKind::Registered, .. }) => remove(&mut regions, address as u64),
             _ => Err(Code::HOST_MEMORY_NOT_REGISTERED),
         }
     }

@@ -8,7 +8,7 @@ use crate::export::{export, put};
 use crate::managed::{check, prefetch};
 use crate::memory::map_host;
 use crate::object::Handle;
-use crate::space::{Region, What, regions};
+use crate::space::{MemoryKind, Region, regions};
 use crate::stream;
 
 export! {
@@ -19,7 +19,7 @@ export! {
         }
         // No GPU has managed memory before it uses it.
         let address = map_host(bytes as u64)?;
-        let region = Region::new(bytes as u64, What::Managed, context.device.ordinal, context.id);
+        let region = Region::new(bytes as u64, MemoryKind::Managed, context.device.ordinal, context.id);
         regions().insert(address, region);
         put(to, address)
     }

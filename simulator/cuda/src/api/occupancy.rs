@@ -1,4 +1,4 @@
-//! How many blocks fit on a multiprocessor.
+//! Occupancy: the blocks that fit on a multiprocessor.
 
 use std::ffi::c_void;
 
@@ -18,7 +18,7 @@ fn blocks(device: &Device, threads: i32, shared: usize) -> Result<i32, Code> {
         return Err(Code::INVALID_VALUE);
     }
     let resident = i32::try_from(device.state.threads_per_multiprocessor).unwrap_or(i32::MAX);
-    // Warps are allotted whole.
+    // A block takes whole warps.
     let by_threads = resident / ((threads + 31) / 32 * 32);
     let by_shared = if shared == 0 {
         i32::MAX
@@ -31,7 +31,7 @@ fn blocks(device: &Device, threads: i32, shared: usize) -> Result<i32, Code> {
         .min(attribute(device, MAX_BLOCKS)?))
 }
 
-/// The size of block that fills a multiprocessor, and the grid that fills the GPU.
+/// Writes the block size that fills a multiprocessor, and the grid size that fills the GPU.
 ///
 /// # Safety
 /// As [`Object::find`]; both outputs are null or valid.

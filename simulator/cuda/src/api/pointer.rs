@@ -8,7 +8,7 @@ use crate::driver::driver;
 use crate::export::{export, get, put};
 use crate::lifecycle;
 use crate::object::{Handle, Object};
-use crate::space::{Region, What, containing, regions};
+use crate::space::{MemoryKind, Region, containing, regions};
 
 /// The context of a region where that is the GPU's primary context; null for other contexts.
 fn context_of(region: &Region) -> Handle {
@@ -29,7 +29,7 @@ unsafe fn attribute(to: *mut c_void, which: u32, address: u64) -> Result<(), Cod
     let mut regions = regions();
     let (start, region) = containing(&mut regions, address).ok_or(Code::INVALID_VALUE)?;
     let on_device = region.on_device();
-    let managed = matches!(region.what, What::Managed);
+    let managed = matches!(region.kind, MemoryKind::Managed);
     // SAFETY: the caller's contract: each attribute has the type written here.
     unsafe {
         match which {
@@ -43,7 +43,7 @@ unsafe fn attribute(to: *mut c_void, which: u32, address: u64) -> Result<(), Cod
             9 => put(to.cast::<i32>(), region.device),
             10 => put(
                 to.cast::<u32>(),
-                u32::from(matches!(region.what, What::Device)),
+                u32::from(matches!(region.kind, MemoryKind::Device)),
             ),
             11 | 19 => put(to.cast::<u64>(), start),
             12 | 18 => put(to.cast::<u64>(), region.bytes),
@@ -53,8 +53,8 @@ unsafe fn attribute(to: *mut c_void, which: u32, address: u64) -> Result<(), Cod
             16 => put(to.cast::<u32>(), 3),
             17 => put(
                 to.cast::<Handle>(),
-                match region.what {
-                    What::Pooled(pool) => pool.handle(),
+                match region.kind {
+                    MemoryKind::Pooled(pool) => pool.handle(),
                     _ => std::ptr::null_mut(),
                 },
             ),

@@ -131,17 +131,17 @@ export! {
         driver()?;
         let pool = Object::<Pool>::find(pool)?;
         memory::settle(pool, None);
-        let books = pool.books();
+        let usage = pool.usage();
         let word = match which {
             1..=3 => {
                 let on = pool.reuse[which as usize - 1].load(Ordering::Relaxed) != 0;
                 return put(value.cast::<u32>(), u32::from(on));
             }
-            THRESHOLD => books.threshold,
-            5 => books.reserved,
-            6 => books.reserved_high,
-            7 => books.used,
-            8 => books.used_high,
+            THRESHOLD => usage.threshold,
+            5 => usage.reserved,
+            6 => usage.reserved_high,
+            7 => usage.used,
+            8 => usage.used_high,
             _ => return Err(Code::INVALID_VALUE),
         };
         put(value.cast::<u64>(), word)
@@ -149,22 +149,22 @@ export! {
     fn cuMemPoolSetAttribute(pool: Handle, which: u32, value: *mut c_void) {
         driver()?;
         let pool = Object::<Pool>::find(pool)?;
-        let mut books = pool.books();
+        let mut usage = pool.usage();
         match which {
             1..=3 => {
                 let word = get(value.cast::<u32>())?;
                 pool.reuse[which as usize - 1].store(u64::from(word), Ordering::Relaxed);
             }
             THRESHOLD => {
-                books.threshold = get(value.cast::<u64>())?;
-                let threshold = books.threshold;
+                usage.threshold = get(value.cast::<u64>())?;
+                let threshold = usage.threshold;
                 if !has(Habit::FreesWait) {
-                    books.trim(device(pool.device)?, threshold);
+                    usage.trim(device(pool.device)?, threshold);
                 }
             }
             // The high-water marks can only be reset.
-            6 if get(value.cast::<u64>())? == 0 => books.reserved_high = books.reserved,
-            8 if get(value.cast::<u64>())? == 0 => books.used_high = books.used,
+            6 if get(value.cast::<u64>())? == 0 => usage.reserved_high = usage.reserved,
+            8 if get(value.cast::<u64>())? == 0 => usage.used_high = usage.used,
             _ => return Err(Code::INVALID_VALUE),
         }
         Ok(())

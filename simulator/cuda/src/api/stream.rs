@@ -32,7 +32,7 @@ export! {
         stream.context.device.check_present()
     }
     fn cuStreamQuery, cuStreamQuery_ptsz [stream] (stream: Handle) {
-        if stream::find(stream)?.idle() { Ok(()) } else { Err(Code::NOT_READY) }
+        if stream::find(stream)?.is_idle() { Ok(()) } else { Err(Code::NOT_READY) }
     }
     fn cuStreamGetPriority, cuStreamGetPriority_ptsz [stream] (stream: Handle, priority: *mut i32) {
         put(priority, stream::find(stream)?.priority)

@@ -1,9 +1,8 @@
 //! A simulated machine for a test, and CUDA programs on it.
 //!
-//! The machine is what `make simulator` left in target/simulator, laid out below a
-//! temporary root with a daemon of its own. A CUDA program is this test program
-//! once more, as [`program`], with the root's libraries in its loader's path:
-//! unmodified cudarc on the simulated libcuda.
+//! The machine is a temporary root with its own daemon, laid out from target/simulator, which `make simulator` builds. A
+//! CUDA program is this test program started again as [`program`], with the root's libraries in the loader's path: unmodified
+//! cudarc on the simulated libcuda.
 #![allow(dead_code, reason = "each test file uses its part")]
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
@@ -25,12 +24,12 @@ pub struct Machine {
     daemon: Option<Child>,
 }
 
-/// What `make simulator` built.
+/// The folder that `make simulator` fills.
 pub fn parts() -> PathBuf {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/simulator");
     assert!(
         folder.join("nvidia-smi").is_file(),
-        "{} is not there: run `make simulator` first",
+        "{} is not complete: run `make simulator` first",
         folder.display()
     );
     folder
@@ -65,7 +64,7 @@ impl Machine {
             .stderr(Stdio::piped())
             .spawn()
             .unwrap();
-        // It says so when it listens.
+        // The daemon writes this line when it listens.
         let mut line = String::new();
         BufReader::new(daemon.stderr.take().unwrap())
             .read_line(&mut line)
@@ -151,7 +150,7 @@ impl Machine {
         }
     }
 
-    /// Bytes in use on a GPU, by NVML's second count: without the driver's reserve.
+    /// Bytes in use on a GPU without the driver's reserve, from NVML.
     pub fn used(&self, gpu: u32) -> u64 {
         let nvml = self.nvml();
         let memory = nvml.device_by_index(gpu).unwrap().memory_info().unwrap();
@@ -184,7 +183,7 @@ impl Drop for Machine {
     }
 }
 
-/// A running CUDA program that does what it is told, a line at a time.
+/// A running CUDA program that carries out commands, one per line.
 pub struct Program {
     pub child: Child,
     input: Option<ChildStdin>,
@@ -192,21 +191,21 @@ pub struct Program {
 }
 
 impl Program {
-    /// Tells it to do something, and returns its answer.
+    /// Sends a command; its answer.
     pub fn ask(&mut self, line: &str) -> String {
         writeln!(self.input.as_mut().unwrap(), "{line}").unwrap();
         self.answer()
     }
 
     pub fn answer(&mut self) -> String {
-        // The test harness has its own lines; the program's begin with an arrow.
+        // The test harness writes lines too; the program's begin with an arrow.
         loop {
             let mut line = String::new();
             assert!(
                 self.output.read_line(&mut line).unwrap() > 0,
                 "the program ended"
             );
-            // The harness may have begun the line.
+            // The harness may have written the beginning of the line.
             if let Some((_, answer)) = line.split_once("=> ") {
                 return answer.trim().to_owned();
             }
@@ -217,12 +216,12 @@ impl Program {
         self.child.id()
     }
 
-    /// SIGKILL.
+    /// Ends it by SIGKILL.
     pub fn kill(self) {
         drop(self);
     }
 
-    /// Lets it end of itself.
+    /// Closes its input, at which it ends.
     pub fn end(mut self) {
         drop(self.input.take());
         let mut rest = String::new();
@@ -238,11 +237,11 @@ impl Drop for Program {
     }
 }
 
-/// Waits until `done`; after ten seconds it fails with `what_is`.
-pub fn wait_until(done: impl Fn() -> bool, what_is: impl Fn() -> String) {
+/// Waits until `done`; fails after ten seconds with the text of `state`.
+pub fn wait_until(done: impl Fn() -> bool, state: impl Fn() -> String) {
     let deadline = Instant::now() + Duration::from_secs(10);
     while !done() {
-        assert!(Instant::now() < deadline, "{}", what_is());
+        assert!(Instant::now() < deadline, "{}", state());
         std::thread::sleep(Duration::from_millis(2));
     }
 }

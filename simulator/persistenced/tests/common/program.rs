@@ -1,5 +1,4 @@
-//! The CUDA program: reads commands from its input, does them through cudarc, says
-//! `=> ` and the result.
+//! The CUDA program: reads commands from its input, carries them out through cudarc, and writes `=> ` and the result.
 
 use std::collections::BTreeMap;
 use std::ffi::{CStr, CString};
@@ -57,8 +56,7 @@ impl State {
                 }
                 Ok("ok".into())
             }
-            // Writes a pattern at the start and the end of the last allocation, of
-            // the size given, and reads it back.
+            // Writes a pattern at the start and the end of the last allocation, whose size is given, and reads it back.
             "check" => {
                 let address = *self.allocations.last().unwrap();
                 let pattern: Vec<u32> = (0..1000).collect();
@@ -75,8 +73,7 @@ impl State {
                 }
                 Ok("ok".into())
             }
-            // Launches a kernel so many times; says milliseconds by events and by
-            // the wall, and of processor time.
+            // Launches a kernel so many times; milliseconds by events, of wall time and of processor time.
             "launch" => self.launch(words[1], number(2)),
             // Allocates and frees in several threads until it is killed.
             "churn" => {
@@ -90,7 +87,7 @@ impl State {
                 Ok("ok".into())
             }
             "fork" => {
-                // SAFETY: the child only calls CUDA and leaves.
+                // SAFETY: the child only calls CUDA and ends.
                 let child = unsafe { libc::fork() };
                 if child == 0 {
                     let failed = result::init().unwrap_err().0 as i32;
@@ -102,12 +99,12 @@ impl State {
                 unsafe { libc::waitpid(child, &raw mut status, 0) };
                 Ok(libc::WEXITSTATUS(status).to_string())
             }
-            // Leaves a child that lives on and holds what it has inherited.
+            // Forks a child that keeps the inherited files open.
             "leave-child" => {
                 // SAFETY: the child only sleeps.
                 let child = unsafe { libc::fork() };
                 if child == 0 {
-                    // SAFETY: as above; it goes with its parent's test at the latest.
+                    // SAFETY: as above.
                     unsafe {
                         libc::close(0);
                         libc::close(1);
@@ -118,7 +115,7 @@ impl State {
                 }
                 Ok(child.to_string())
             }
-            other => panic!("{other}?"),
+            other => panic!("unknown command {other}"),
         }
     }
 
@@ -152,7 +149,7 @@ impl State {
     }
 }
 
-/// Never more than half of a T4 at a time, in sizes of every kind.
+/// Allocates and frees blocks of all sizes, at most half of a T4 at a time.
 fn churn(mut random: u64) {
     let mut live = std::collections::VecDeque::new();
     loop {
