@@ -1,4 +1,4 @@
-//! ResourceClaims, made through the API and allocated as the scheduler would.
+//! ResourceClaims, made through the API and allocated as the scheduler does.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -21,13 +21,13 @@ use crate::dra::ClaimId;
 
 /// The one request of every claim.
 pub const REQUEST: &str = "gpu";
-/// Small, so that as many shares fit into a GPU as its percents allow.
+/// A small size, so that as many shares fit into a GPU as its percents allow.
 const MEMORY: &str = "64Mi";
 const CORES: &str = "1";
 /// The most concurrent API calls while claims are made.
 const AT_ONCE: usize = 16;
 
-/// What a claim is allocated.
+/// The device that a claim is allocated.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Share {
     /// One percent of the GPU whose exclusive device has this name.
@@ -60,7 +60,7 @@ impl Share {
             .collect()
     }
 
-    /// The requested ones, and what the device's request policies add.
+    /// The requested capacities, with those that the device's request policies add.
     fn consumed(&self) -> BTreeMap<String, Quantity> {
         let mut consumed = self.requested();
         consumed.insert(capacity::SHARERS.to_owned(), Quantity("1".to_owned()));
@@ -71,9 +71,9 @@ impl Share {
 /// The GPUs of the claims, chosen so that the node's check of each GPU's sums accepts all of them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Placement {
-    /// For the claims that are timed.
+    /// GPUs of the claims that are timed.
     pub timed: Vec<Share>,
-    /// For the claims that are held meanwhile.
+    /// GPUs of the claims that are held meanwhile.
     pub held: Vec<Share>,
 }
 
@@ -177,7 +177,7 @@ pub fn claim(name: &str, tier: &str, size: BTreeMap<String, Quantity>) -> Resour
     }
 }
 
-/// What such a claim asks for.
+/// The request of such a claim.
 #[must_use]
 pub fn spec(tier: &str, size: BTreeMap<String, Quantity>) -> ResourceClaimSpec {
     ResourceClaimSpec {

@@ -19,7 +19,7 @@ const LONGEST_WAIT: Duration = Duration::from_mins(2);
 /// An API server and one GPU node of its cluster.
 #[derive(Clone)]
 pub struct Cluster {
-    /// By the kubeconfig of the environment.
+    /// The API, by the kubeconfig of the environment.
     pub client: Client,
     /// The node that this process runs on.
     pub node: String,
@@ -39,7 +39,7 @@ impl Cluster {
             .context("KUBECONFIG is not set: it must name a kubeconfig that works on this node")?;
         let mut config =
             Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await?;
-        // A hidden retry would be measured as one slow answer.
+        // A retry inside the client would be measured as one slow answer.
         config.default_retry = false;
         Ok(Self {
             client: Client::try_from(config)?,

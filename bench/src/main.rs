@@ -5,7 +5,7 @@
 //!                                                                               └─► report
 //! ```
 //!
-//! Those that measure a cluster run on a GPU node, beside the plugin: `bench/run` puts them there.
+//! Measurements of a cluster run on a GPU node, beside the plugin; `bench/run` starts them there.
 #![deny(unsafe_code)]
 
 mod claims;
@@ -30,7 +30,7 @@ use clap::{Parser, Subcommand};
 use cluster::Cluster;
 use row::Row;
 
-/// Measures what SPECIFICATION.md promises: JSON lines on stdout, text on stderr.
+/// Measures the promises of SPECIFICATION.md: JSON lines on stdout, text on stderr.
 #[derive(Debug, Parser)]
 #[command(version)]
 struct Cli {
@@ -47,7 +47,7 @@ enum What {
     Prepare(prepare::Args),
     /// Pods with and without a claim, to Running
     Pods(pods::Args),
-    /// How fast slices appear
+    /// The time until slices appear
     Slices(slices::Args),
     /// The cost of the shim, compared with the bare driver; on a machine with a driver at /, as
     /// root

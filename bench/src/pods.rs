@@ -53,13 +53,13 @@ const LONGEST_WAIT: Duration = Duration::from_secs(90);
 /// How a pod gets a GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Kind {
-    /// Not at all.
+    /// It gets none.
     Plain,
-    /// By a claim for a capped share, which was made before it.
+    /// By a claim for a capped share that is made before the pod.
     Claim,
-    /// By a claim for a whole GPU, which was made before it.
+    /// By a claim for a whole GPU that is made before the pod.
     Exclusive,
-    /// By a claim that is made for it, after a template.
+    /// By a claim that the control plane makes for the pod from a template.
     Template,
 }
 
@@ -76,7 +76,7 @@ impl Kind {
     }
 }
 
-/// Measures, and removes everything afterwards, also if it fails or is interrupted.
+/// Measures, and then removes all objects, also if it fails or is interrupted.
 pub async fn run(args: &Args, cluster: &Cluster) -> anyhow::Result<Vec<Row>> {
     cluster.make_namespace().await?;
     let bench = Bench {
@@ -206,7 +206,7 @@ impl Bench<'_> {
         Ok((running, after.steps(&before, ms(scheduled), ms(running))))
     }
 
-    /// From the first pod's creation until the last of `together` runs.
+    /// The time from the first pod's creation until the last of `together` pods runs.
     async fn pods_to_running(
         &self,
         kind: Kind,
@@ -313,7 +313,7 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// Pods are refused until the namespace has one.
+    /// Waits for the namespace's service account, without which pods are refused.
     async fn wait_for_service_account(&self) -> anyhow::Result<()> {
         let accounts: Api<ServiceAccount> = Api::namespaced(self.cluster.client.clone(), NAMESPACE);
         wait_until("the namespace has a service account", async || {
@@ -324,7 +324,7 @@ impl Bench<'_> {
 
     async fn remove_claims(&self) -> anyhow::Result<()> {
         for claim in self.claims.list(&ListParams::default()).await? {
-            // Those of a template are deleted with their pod.
+            // Claims from a template are deleted with their pod.
             match self
                 .claims
                 .delete(&claim.name_any(), &DeleteParams::default())
@@ -370,7 +370,7 @@ fn added(times: &BTreeMap<Kind, Vec<Duration>>, kind: Kind, id: &str) -> anyhow:
         .beside("ratio", with.p50 / plain.p50))
 }
 
-/// Waits until each of the pods was in an event that `is_so`.
+/// Waits until each of the pods was in an event for which `is_so` is true.
 async fn follow(
     events: &mut Events<'_>,
     names: &[String],
@@ -402,7 +402,7 @@ async fn follow(
     }
 }
 
-/// Eight of them fit into one GPU.
+/// A size of which eight shares fit into one GPU.
 fn size() -> BTreeMap<String, Quantity> {
     [(capacity::MEMORY, "1Gi"), (capacity::CORES, "10")]
         .into_iter()

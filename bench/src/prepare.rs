@@ -1,4 +1,4 @@
-//! The plugin's gRPC calls, timed over its socket as the kubelet would make them.
+//! The plugin's gRPC calls, timed over its socket as the kubelet makes them.
 //!
 //! In turn with every Prepare, one GET of the same claim and one durable write of a file of a
 //! journal's size are timed: the two necessary steps of every Prepare.
@@ -53,7 +53,7 @@ const FEW: usize = 8;
 /// The number of callers that prepare and release the held claims.
 const AT_ONCE: usize = 8;
 
-/// Measures, and removes everything afterwards, also if it fails or is interrupted.
+/// Measures, and then removes all objects, also if it fails or is interrupted.
 pub async fn run(args: &Args, cluster: &Cluster) -> anyhow::Result<Vec<Row>> {
     let plugin = Plugin::connect(&args.plugin_dir.join("dra.sock")).await?;
     let gpus = cluster.shareable_gpus().await?;
@@ -167,7 +167,7 @@ impl Load<'_> {
         Ok(times)
     }
 
-    /// How long until the last of `together` Prepares is answered, in each round.
+    /// The time until the last of `together` Prepares is answered, in each round.
     async fn at_once(&self, together: usize, rounds: usize) -> anyhow::Result<Vec<Duration>> {
         let claims = &self.timed[..together];
         let mut last = Vec::with_capacity(rounds);
@@ -183,7 +183,7 @@ impl Load<'_> {
         Ok(last)
     }
 
-    /// Every worker prepares and unprepares its own claim over and over.
+    /// Every worker repeatedly prepares and unprepares its own claim.
     async fn cycles(&self, probe: &Probe, rows: &mut Vec<Row>) -> anyhow::Result<()> {
         let duration = Duration::from_secs(self.args.seconds);
         let start = Instant::now();

@@ -9,7 +9,7 @@ use rustix::time::{ClockId, clock_gettime};
 /// A running process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Process {
-    /// In this PID namespace.
+    /// Its pid in this PID namespace.
     pub pid: u32,
     /// Time from the machine's boot to its start, to a hundredth of a second, rounded down.
     pub started: Duration,
@@ -18,9 +18,9 @@ pub struct Process {
 /// Resident memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Memory {
-    /// Now, KiB.
+    /// The present value in KiB.
     pub resident: u64,
-    /// The most so far, KiB.
+    /// The highest value so far in KiB.
     pub peak: u64,
 }
 
@@ -28,7 +28,7 @@ pub struct Memory {
 #[must_use]
 pub fn since_boot() -> Duration {
     let now = clock_gettime(ClockId::Boottime);
-    // The clock starts at zero and its nanoseconds are below a second.
+    // The clock starts at zero, and its nanoseconds are less than a second.
     Duration::new(
         now.tv_sec.unsigned_abs(),
         u32::try_from(now.tv_nsec).unwrap_or_default(),
@@ -46,7 +46,7 @@ pub fn running(program: &str) -> anyhow::Result<Vec<Process>> {
         else {
             continue;
         };
-        // The process has ended meanwhile.
+        // The process has ended.
         let Ok(command) = std::fs::read(format!("/proc/{pid}/cmdline")) else {
             continue;
         };

@@ -9,7 +9,7 @@ pub enum Bound {
     AtMost(f64),
     /// More is better.
     AtLeast(f64),
-    /// Without a target.
+    /// There is no target.
     Open,
 }
 
@@ -40,7 +40,7 @@ impl fmt::Display for Bound {
 pub struct Promise {
     /// Its name in results and in `SPECIFICATION.md`.
     pub id: &'static str,
-    /// In words.
+    /// Its description.
     pub what: &'static str,
     /// The unit of the value and its bound.
     pub unit: &'static str,
@@ -64,7 +64,7 @@ const fn promise(
 
 use Bound::{AtLeast, AtMost, Open};
 
-/// All of them, in the order of `SPECIFICATION.md`.
+/// All promises, in the order of `SPECIFICATION.md`.
 pub const PROMISES: &[Promise] = &[
     promise(
         "prepare-p50",
@@ -435,7 +435,7 @@ pub const PROMISES: &[Promise] = &[
     ),
 ];
 
-/// The promise of that name.
+/// The promise with that name.
 #[must_use]
 pub fn find(id: &str) -> Option<&'static Promise> {
     PROMISES.iter().find(|promise| promise.id == id)

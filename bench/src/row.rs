@@ -12,9 +12,9 @@ use crate::stats::Spread;
 /// A comparison value from the same run, because machines vary.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Against {
-    /// What it is.
+    /// Its description.
     pub what: String,
-    /// In the row's unit.
+    /// The value in the row's unit.
     pub value: f64,
 }
 
@@ -23,7 +23,7 @@ pub struct Against {
 pub struct Row {
     /// A promise's id.
     pub id: String,
-    /// In the promise's unit.
+    /// The value in the promise's unit.
     pub value: f64,
     /// The distribution of the values that it was taken from.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -45,14 +45,14 @@ impl Row {
         }
     }
 
-    /// With the distribution of the values that it was taken from.
+    /// Adds the distribution of the values that it was taken from.
     #[must_use]
     pub fn from(mut self, spread: Spread) -> Self {
         self.spread = Some(spread);
         self
     }
 
-    /// With a comparison value.
+    /// Adds a comparison value.
     #[must_use]
     pub fn beside(mut self, what: &str, value: f64) -> Self {
         self.against.push(Against {
@@ -129,7 +129,7 @@ fn short(value: f64) -> String {
     }
 }
 
-/// Where rows go: JSON on stdout, one a line, and the same for people on stderr.
+/// The outputs of rows: JSON on stdout, one per line, and text on stderr.
 pub fn emit(rows: &[Row]) -> anyhow::Result<()> {
     let mut out = std::io::stdout().lock();
     for row in rows {

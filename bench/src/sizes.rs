@@ -1,4 +1,4 @@
-//! How large the parts are, on disk and in memory.
+//! Sizes of the parts, on disk and in memory.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -8,7 +8,7 @@ use anyhow::Context;
 use crate::process::{self, Process};
 use crate::row::Row;
 
-/// Where the built parts are.
+/// The folders of the built parts.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Args {
     /// Cargo's target folder, after `make image`
@@ -19,7 +19,7 @@ pub struct Args {
 const KIB: f64 = 1024.0;
 const MB: f64 = 1e6;
 
-/// Of the files that were built.
+/// Sizes of the built files.
 pub fn on_disk(args: &Args) -> anyhow::Result<Vec<Row>> {
     let image = args.target.join("image/tranche");
     let of = |id: &str, path: &str, unit: f64| {
@@ -50,7 +50,7 @@ fn size_of(path: &Path) -> anyhow::Result<f64> {
     Ok(bytes as f64)
 }
 
-/// Of the processes that run on this node: now, and at most since they were started.
+/// Memory of the processes on this node: now, and at most since their start.
 pub fn in_memory() -> anyhow::Result<Vec<Row>> {
     let plugin = largest("tranche-kubelet-plugin")?.context("no plugin runs on this node")?;
     let mut rows = vec![
@@ -71,7 +71,7 @@ struct Resident {
     peak: f64,
 }
 
-/// Of all processes with this name, the one that has most.
+/// Of all processes with this name, the one with the most memory.
 #[allow(clippy::cast_precision_loss)] // far below 2^52
 fn largest(program: &str) -> anyhow::Result<Option<Resident>> {
     let memories = process::running(program)?

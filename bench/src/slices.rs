@@ -1,6 +1,6 @@
-//! How fast a node's slices appear: after the plugin's start, a deletion, a restart of the kubelet.
+//! The time until a node's slices appear: after the plugin's start, a deletion, and a restart of the kubelet.
 //!
-//! Times of the API are those at which a watch of this process brought the change.
+//! A change in the API has the time at which a watch of this process receives it.
 
 mod pool_watch;
 
@@ -19,7 +19,7 @@ use crate::row::Row;
 use crate::stats::Spread;
 use pool_watch::PoolWatch;
 
-/// How often each.
+/// The number of measurements of each kind.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Args {
     /// Starts of the plugin
@@ -38,7 +38,7 @@ pub struct Args {
 
 const PROGRAM: &str = "tranche-kubelet-plugin";
 const LONGEST_WAIT: Duration = Duration::from_secs(90);
-/// What follows a kubelet's restart has settled when nothing has changed for so long.
+/// The effects of a kubelet's restart are complete when nothing has changed for this time.
 const SETTLED: Duration = Duration::from_secs(6);
 
 /// Measures all three, and leaves the slices as they were.
@@ -87,10 +87,10 @@ fn row(id: &str, times: &[Duration]) -> Option<Row> {
     Some(Row::new(id, spread.p50).from(spread))
 }
 
-/// From the new process's start until its slices are complete.
+/// The time from the new process's start until its slices are complete.
 ///
-/// The pod is replaced, and between the two plugins the slices are deleted: the kubelet would do
-/// that after 30 s, and nobody may bring them back before a plugin has registered.
+/// The pod is replaced, and between the two plugins the slices are deleted. The kubelet does that after 30 s, and nobody may
+/// create them again before a plugin has registered.
 async fn plugin_start(args: &Args, cluster: &Cluster) -> anyhow::Result<Duration> {
     let mut watch = PoolWatch::start(cluster).await?;
     let old = plugin()?;
@@ -167,7 +167,7 @@ fn is_ready(pod: &Pod) -> bool {
             .any(|condition| condition.type_ == "Ready" && condition.status == "True")
 }
 
-/// From the deletion of one slice until the pool is complete again.
+/// The time from the deletion of one slice until the pool is complete again.
 async fn heal(cluster: &Cluster) -> anyhow::Result<Duration> {
     let mut watch = PoolWatch::start(cluster).await?;
     let slices: Api<ResourceSlice> = Api::all(cluster.client.clone());
@@ -189,7 +189,7 @@ struct Restart {
     after_command: Duration,
 }
 
-/// From the new kubelet's first registration of the plugin until the slices stay complete.
+/// The time from the new kubelet's first registration of the plugin until the slices stay complete.
 async fn kubelet_restart(cluster: &Cluster) -> anyhow::Result<Restart> {
     let mut watch = PoolWatch::start(cluster).await?;
     let epoch = watch.epoch();
@@ -208,8 +208,8 @@ async fn kubelet_restart(cluster: &Cluster) -> anyhow::Result<Restart> {
     let registered = Instant::now();
     watch.until(LONGEST_WAIT, PoolWatch::is_complete).await?;
     let mut complete = Instant::now();
-    // The kubelet wipes the slices some time after it has registered the plugin: the pool may go
-    // once more, or several times.
+    // The kubelet deletes the slices some time after it has registered the plugin: the pool may be incomplete once more, or
+    // several times.
     while watch
         .until(SETTLED, |pool| !pool.is_complete())
         .await

@@ -1,26 +1,26 @@
-//! What a set of measured times says.
+//! The distribution of measured values.
 
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// Where measured values lie, in the unit of the row that carries them.
+/// The distribution of measured values, in the unit of their row.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Spread {
-    /// How many values there were, at least 1.
+    /// The number of values, at least 1.
     pub samples: usize,
-    /// The smallest.
+    /// The smallest value.
     pub min: f64,
-    /// Half of them are no larger.
+    /// The median: half of the values are no larger.
     pub p50: f64,
-    /// 99 of 100 are no larger.
+    /// 99 of 100 values are no larger.
     pub p99: f64,
-    /// The largest.
+    /// The largest value.
     pub max: f64,
 }
 
 impl Spread {
-    /// Of the values; `None` of no values.
+    /// The distribution of `values`; `None` without values.
     #[must_use]
     pub fn of(mut values: Vec<f64>) -> Option<Self> {
         values.sort_by(f64::total_cmp);
@@ -33,14 +33,14 @@ impl Spread {
         })
     }
 
-    /// Of times, in milliseconds.
+    /// The distribution of times, in milliseconds.
     #[must_use]
     pub fn of_times(times: &[Duration]) -> Option<Self> {
         Self::of(times.iter().copied().map(ms).collect())
     }
 }
 
-/// Nearest rank: the index of the smallest value that `percent` of all `count` do not exceed.
+/// The nearest rank: the index of the smallest value that `percent` of all `count` values do not exceed.
 fn rank(count: usize, percent: usize) -> usize {
     (count * percent).div_ceil(100).saturating_sub(1)
 }

@@ -8,16 +8,16 @@ use anyhow::Context;
 /// The folders in which a prepared claim has files.
 #[derive(Debug)]
 pub struct Folders {
-    /// Journals.
+    /// The folder of journals.
     pub journal: PathBuf,
-    /// Share pages.
+    /// The folder of share pages.
     pub shares: PathBuf,
-    /// CDI specs.
+    /// The folder of CDI specs.
     pub cdi: PathBuf,
 }
 
 impl Folders {
-    /// Everything whose name contains one of the UIDs, temporary files included.
+    /// All files whose name contains one of the UIDs, temporary files included.
     pub fn left<'a>(&self, uids: impl Iterator<Item = &'a str>) -> anyhow::Result<Vec<PathBuf>> {
         let uids: Vec<_> = uids.collect();
         let mut left = Vec::new();

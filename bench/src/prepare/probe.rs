@@ -25,7 +25,7 @@ pub struct Probe {
 }
 
 impl Probe {
-    /// Writes beside the plugin's folder, so on the same file system.
+    /// Writes beside the plugin's folder, on the same file system.
     pub fn new(cluster: &Cluster, plugin_dir: &Path) -> anyhow::Result<Self> {
         let parent = plugin_dir
             .parent()
@@ -38,12 +38,12 @@ impl Probe {
         })
     }
 
-    /// One GET.
+    /// The time of one GET.
     pub async fn get(&self, claim: &ClaimId) -> anyhow::Result<Duration> {
         timed(async { Ok(self.claims.get(&claim.name).await?) }).await
     }
 
-    /// As many GETs at once as there are claims, until the last; in each round.
+    /// The time of as many concurrent GETs as there are claims, until the last answer, in each round.
     pub async fn gets_at_once(
         &self,
         claims: &[ClaimId],
@@ -56,7 +56,7 @@ impl Probe {
         Ok(last)
     }
 
-    /// One caller per claim, over and over.
+    /// Repeated GETs by one caller per claim.
     pub async fn gets_per_second(
         &self,
         claims: &[ClaimId],
@@ -81,7 +81,7 @@ impl Probe {
         Ok(f64::from(answers) / start.elapsed().as_secs_f64())
     }
 
-    /// One file, written so that it survives a power cut: fsync, rename, fsync of the folder.
+    /// The time to write one file durably: fsync, rename, fsync of the folder.
     pub fn write(&self) -> anyhow::Result<Duration> {
         let (temporary, path) = (self.folder.join("journal.tmp"), self.folder.join("journal"));
         let start = Instant::now();

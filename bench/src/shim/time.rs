@@ -1,5 +1,5 @@
-//! How much of a GPU's time a share gets: the rate of its launches, by that of the same program without a
-//! limit and alone.
+//! The part of a GPU's time that a share gets: the rate of its launches, divided by that of the same program alone and
+//! without a limit.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -22,7 +22,7 @@ const CORES: [u8; 5] = [5, 10, 25, 50, 75];
 /// Microseconds of kernels.
 const KERNELS: [u64; 3] = [10, 1_000, 100_000];
 
-/// How far shares are from their cores, alone and beside each other.
+/// The difference between shares' GPU time and their cores, alone and beside each other.
 pub fn run(args: &Args) -> anyhow::Result<Vec<Row>> {
     let mut whole = BTreeMap::new();
     for micros in KERNELS {
@@ -33,7 +33,7 @@ pub fn run(args: &Args) -> anyhow::Result<Vec<Row>> {
     for micros in KERNELS {
         for cores in CORES {
             eprintln!("a share of {cores} percent, kernels of {micros} µs");
-            // A launch in two seconds takes its time to count.
+            // Long kernels need a longer measurement.
             let of = rate_of(micros, 2_000, if micros > 10_000 { 20_000 } else { 5_000 });
             let cores_flag = [format!("--cores={cores}")];
             let rate = alone(args, World::Capped, &cores_flag, of)?;
@@ -69,7 +69,7 @@ const fn rate_of(micros: u64, settle: u64, counted: u64) -> RateArgs {
     }
 }
 
-/// Launches a second of a program alone.
+/// Launches per second of a program alone.
 fn alone(args: &Args, world: World, flags: &[String], of: RateArgs) -> anyhow::Result<f64> {
     let mut command = world_command(args, world, Measure::Rate, 1)?;
     command.args(flags).args(of.arguments());
@@ -107,7 +107,7 @@ fn together(args: &Args, cores: &[u8], whole: f64) -> anyhow::Result<Vec<f64>> {
         if !running {
             break;
         }
-        // Of a world that is not made yet, or has ended, there is nothing to sample.
+        // A world that is not made yet or has ended has nothing to sample.
         let made = |folder: &&PathBuf| folder.join("account").exists();
         let folders: Vec<PathBuf> = folders.iter().filter(made).cloned().collect();
         sampler.step(now(), &folders, &mut utilization);

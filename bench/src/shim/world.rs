@@ -1,4 +1,4 @@
-//! One of the worlds, in a mount namespace of its own.
+//! One of the environments of a program, in its own mount namespace.
 
 use std::ffi::CString;
 use std::fs::{self, File};
@@ -16,10 +16,10 @@ use tranche_shim_core::{AccountPage, CapPage, ComputePolicy, paths};
 
 use super::probe;
 
-/// Where programs find what.
+/// The files that programs find.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
 pub enum World {
-    /// As in a container with the driver as it is installed.
+    /// As in a container with the installed driver.
     Bare,
     /// As in a container with a capped share of every GPU.
     Capped,
@@ -27,33 +27,33 @@ pub enum World {
     WholeTime,
 }
 
-/// What is measured there.
+/// The measurement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Measure {
-    /// Seconds that a program without CUDA takes, one after another.
+    /// Seconds that a program without CUDA takes, for programs one after another.
     Load,
-    /// Seconds that a program takes which initialises CUDA, one after another.
+    /// Seconds that a program takes that initialises CUDA, for programs one after another.
     Init,
-    /// Seconds until so many of these, started at once, have ended.
+    /// Seconds until so many of these programs, started at once, have ended.
     Crowd,
-    /// Nanoseconds of calls, in so many processes at once.
+    /// Nanoseconds of calls, in so many concurrent processes.
     Calls,
-    /// Launches a second of a program that launches as much as it may.
+    /// Launches per second of a program that launches as fast as it can.
     Rate,
 }
 
 /// The world's command line; for [`super::run`] alone.
 #[derive(Clone, Debug, clap::Args)]
 pub struct WorldArgs {
-    /// Which
+    /// The environment
     #[arg(value_enum)]
     world: World,
-    /// What
+    /// The measurement
     #[arg(value_enum)]
     measure: Measure,
-    /// How many
+    /// The number of programs or processes
     count: usize,
-    /// Where the shim's libraries are
+    /// The folder of the shim's libraries
     #[arg(long)]
     shim_dir: PathBuf,
     /// Percent of each GPU's time
@@ -63,19 +63,19 @@ pub struct WorldArgs {
     rate: probe::RateArgs,
 }
 
-/// Not all, so that launches are priced.
+/// Less than 100, so that launches are priced.
 const CORES: u8 = 99;
 
-/// What a share is granted of its GPU's time.
+/// The GPU time that a share is granted.
 #[derive(Clone, Copy)]
 enum Grant {
     /// Its cores.
     Cores,
-    /// More than is ever used: what a launch costs, not how long it waits.
+    /// More than is ever used, for measurements of a launch's cost and not of its wait.
     Endless,
 }
 
-/// Where a world has the pages of the first GPU's share, below its root.
+/// The folder of the pages of the first GPU's share, below a world's root.
 pub fn pages_of_first_gpu() -> PathBuf {
     std::env::temp_dir().join("gpu-0")
 }
@@ -98,14 +98,14 @@ pub fn arguments(world: World, measure: Measure, count: usize) -> [String; 4] {
 const LIBRARIES: [&str; 2] = ["libcuda.so.1", "libnvidia-ml.so.1"];
 const OURS: &str = "/usr/lib/tranche";
 const PRELOAD: &str = "/etc/ld.so.preload";
-/// Where Debian's driver has its libraries.
+/// The library folder of Debian's driver.
 const DRIVER: &str = "/usr/lib/x86_64-linux-gnu";
-/// More than all probes have at a time, contexts included.
+/// More than all probes have at a time, with their contexts.
 const LIMIT: u64 = 16 << 30;
 
 /// Makes the world, measures, and prints the answer as JSON.
 pub fn run(args: &WorldArgs) -> anyhow::Result<()> {
-    // Asked before anything stands before the driver.
+    // Read before the shim stands before the driver.
     let gpus = probe::gpus()?;
     let folder = layer().context("making a container's file system")?;
     if args.world != World::Bare {
@@ -137,8 +137,8 @@ fn json(value: &impl Serialize) -> anyhow::Result<String> {
     Ok(serde_json::to_string(value)?)
 }
 
-/// Lays an overlay over the node's libraries and settings, as a container's file system is one, capped or
-/// not. Returns the folder of what is written to it.
+/// Mounts an overlay over the node's libraries and settings, as a container's file system has one. Returns the folder of
+/// the files that are written to it.
 fn layer() -> anyhow::Result<PathBuf> {
     let folder = std::env::temp_dir();
     mount("tmpfs", &folder, "tmpfs", MountFlags::empty(), c"mode=0755")
@@ -165,7 +165,7 @@ fn layer() -> anyhow::Result<PathBuf> {
     Ok(folder)
 }
 
-/// Puts everything where a capped container has it: see docs/architecture.md.
+/// Puts all files where a capped container has them: see docs/architecture.md.
 fn cap(folder: &Path, shim: &Path, gpus: &[String], cores: u8, grant: Grant) -> anyhow::Result<()> {
     fs::create_dir_all(format!("{OURS}/driver"))?;
     for library in LIBRARIES {
@@ -254,7 +254,7 @@ fn probe_command(what: &str) -> anyhow::Result<Command> {
     Ok(command)
 }
 
-/// Seconds from each one's start to its end.
+/// Seconds from each program's start to its end.
 fn one_after_another(
     count: usize,
     command: impl Fn() -> anyhow::Result<Command>,
@@ -270,7 +270,7 @@ fn one_after_another(
     Ok(times)
 }
 
-/// Seconds from the first one's start to the last one's end.
+/// Seconds from the first program's start to the last one's end.
 fn crowd(count: usize) -> anyhow::Result<f64> {
     let start = Instant::now();
     let children = (0..count)
@@ -286,7 +286,7 @@ fn crowd(count: usize) -> anyhow::Result<f64> {
     Ok(start.elapsed().as_secs_f64())
 }
 
-/// Starts so many probes, lets them begin together, and joins their answers to a JSON list.
+/// Starts so many probes, makes them begin together, and joins their answers to a JSON list.
 fn calls(count: usize) -> anyhow::Result<String> {
     let mut children = (0..count)
         .map(|_| {

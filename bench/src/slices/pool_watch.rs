@@ -14,7 +14,7 @@ use tranche_api::names::DRIVER;
 
 use crate::cluster::Cluster;
 
-/// The node's slices and epoch as the last event left them.
+/// The node's slices and epoch after the last event.
 pub struct PoolWatch {
     pool: String,
     slices: BTreeMap<String, Slice>,
@@ -46,8 +46,7 @@ impl std::fmt::Debug for PoolWatch {
 }
 
 impl PoolWatch {
-    /// Begins with what is there now. The API server ends a watch after some minutes: one is for one
-    /// measurement.
+    /// Begins with the present objects. The API server ends a watch after some minutes, so each measurement has its own.
     pub async fn start(cluster: &Cluster) -> anyhow::Result<Self> {
         let slices: Api<ResourceSlice> = Api::all(cluster.client.clone());
         let nodes: Api<GpuNode> = Api::all(cluster.client.clone());
@@ -79,7 +78,7 @@ impl PoolWatch {
         Ok(watch)
     }
 
-    /// How many slices there are.
+    /// The number of slices.
     #[must_use]
     pub fn slices(&self) -> usize {
         self.slices.len()
@@ -94,7 +93,7 @@ impl PoolWatch {
             .map_or(0, |registration| registration.epoch)
     }
 
-    /// Whether the scheduler would use the pool: all slices of one generation are there.
+    /// Whether the scheduler uses the pool: it has all slices of one generation.
     #[must_use]
     pub fn is_complete(&self) -> bool {
         self.slices.values().next().is_some_and(|first| {
@@ -103,7 +102,7 @@ impl PoolWatch {
         })
     }
 
-    /// Follows the events until it is so, or fails after `at_most`.
+    /// Follows the events until `is_so` is true; fails after `at_most`.
     pub async fn until(
         &mut self,
         at_most: Duration,
