@@ -22,13 +22,13 @@ const ALLOWED_FOR: Duration = Duration::from_mins(1);
 /// How long a refusal is cached: short, so that a new right takes effect soon.
 const DENIED_FOR: Duration = Duration::from_secs(10);
 /// The most tokens in the cache.
-const REMEMBERED: usize = 128;
+const MAX_CACHED: usize = 128;
 /// The most concurrent requests, so that a flood of invalid tokens does not reach the API server.
-const AT_ONCE: usize = 4;
+const MAX_CONCURRENT: usize = 4;
 /// The time limit for both requests.
 const DEADLINE: Duration = Duration::from_secs(10);
 /// The longest token that is checked.
-const LONGEST: usize = 16 << 10;
+const MAX_TOKEN_BYTES: usize = 16 << 10;
 
 /// Why a reader may not read the metrics.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -53,13 +53,13 @@ pub enum Denied {
 }
 
 /// By token: until when the answer is valid, and the answer.
-type Remembered = HashMap<String, (Instant, Result<(), Denied>)>;
+type Cache = HashMap<String, (Instant, Result<(), Denied>)>;
 
 /// Asks the API server whose a token is and what its owner may do.
 pub struct Access {
     client: Client,
     questions: Semaphore,
-    remembered: Mutex<Remembered>,
+    cache: Mutex<Cache>,
 }
 
 impl fmt::Debug for Access {
@@ -74,31 +74,31 @@ impl Access {
     pub fn new(client: Client) -> Self {
         Self {
             client,
-            questions: Semaphore::new(AT_ONCE),
-            remembered: Mutex::default(),
+            questions: Semaphore::new(MAX_CONCURRENT),
+            cache: Mutex::default(),
         }
     }
 
     /// Whether the owner of `token` may read the metrics.
     pub async fn check(&self, token: Option<&str>) -> Result<(), Denied> {
         let token = token.ok_or(Denied::NoToken)?;
-        if token.len() > LONGEST {
+        if token.len() > MAX_TOKEN_BYTES {
             return Err(Denied::Unauthenticated);
         }
-        if let Some(known) = self.remembered(token) {
+        if let Some(known) = self.cached(token) {
             return known;
         }
         let asked = async {
             // The semaphore is never closed.
             let _turn = self.questions.acquire().await;
-            if let Some(known) = self.remembered(token) {
+            if let Some(known) = self.cached(token) {
                 return Ok(known);
             }
             self.ask(token).await
         };
         let problem = match tokio::time::timeout(DEADLINE, asked).await {
             Ok(Ok(verdict)) => {
-                self.remember(token, &verdict);
+                self.store(token, &verdict);
                 return verdict;
             }
             Ok(Err(error)) => error.to_string(),
@@ -145,34 +145,32 @@ impl Access {
         })
     }
 
-    fn remembered(&self, token: &str) -> Option<Result<(), Denied>> {
-        let remembered = self.all_remembered();
-        let (until, verdict) = remembered.get(token)?;
+    fn cached(&self, token: &str) -> Option<Result<(), Denied>> {
+        let cache = self.cache();
+        let (until, verdict) = cache.get(token)?;
         (Instant::now() < *until).then(|| verdict.clone())
     }
 
-    fn remember(&self, token: &str, verdict: &Result<(), Denied>) {
+    fn store(&self, token: &str, verdict: &Result<(), Denied>) {
         let now = Instant::now();
-        let mut remembered = self.all_remembered();
-        remembered.retain(|_, (until, _)| now < *until);
-        if remembered.len() >= REMEMBERED {
+        let mut cache = self.cache();
+        cache.retain(|_, (until, _)| now < *until);
+        if cache.len() >= MAX_CACHED {
             // Only a flood of refused tokens fills the cache; refusals may be dropped.
-            remembered.retain(|_, (_, verdict)| verdict.is_ok());
+            cache.retain(|_, (_, verdict)| verdict.is_ok());
         }
-        if remembered.len() < REMEMBERED {
+        if cache.len() < MAX_CACHED {
             let time = if verdict.is_ok() {
                 ALLOWED_FOR
             } else {
                 DENIED_FOR
             };
-            remembered.insert(token.to_owned(), (now + time, verdict.clone()));
+            cache.insert(token.to_owned(), (now + time, verdict.clone()));
         }
     }
 
-    fn all_remembered(&self) -> MutexGuard<'_, Remembered> {
-        self.remembered
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+    fn cache(&self) -> MutexGuard<'_, Cache> {
+        self.cache.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -302,20 +300,20 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_flood_of_invalid_tokens_is_not_cached_and_takes_access_from_nobody() {
+    async fn a_flood_of_invalid_tokens_does_not_fill_the_cache_or_affect_others() {
         let cluster = Cluster::default();
         let access = Access::new(cluster.client());
         access.check(Some("of-prometheus")).await.unwrap();
-        for n in 0..2 * REMEMBERED {
+        for n in 0..2 * MAX_CACHED {
             access
                 .check(Some(&format!("forged-{n}")))
                 .await
                 .unwrap_err();
         }
-        assert!(access.all_remembered().len() <= REMEMBERED);
+        assert!(access.cache().len() <= MAX_CACHED);
         let before = cluster.questions();
         access.check(Some("of-prometheus")).await.unwrap();
-        let long = "x".repeat(LONGEST + 1);
+        let long = "x".repeat(MAX_TOKEN_BYTES + 1);
         assert_eq!(
             access.check(Some(&long)).await,
             Err(Denied::Unauthenticated)

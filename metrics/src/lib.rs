@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn only_who_may_read_them_gets_the_metrics() {
+    async fn only_authorized_readers_get_the_metrics() {
         let cluster = Cluster::default();
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use jiff::Timestamp;
 
-/// Tells the time.
+/// A source of the time.
 #[derive(Clone)]
 pub struct Clock(Arc<dyn Fn() -> Timestamp + Send + Sync>);
 
@@ -16,7 +16,7 @@ impl Clock {
         Self::new(Timestamp::now)
     }
 
-    /// A clock that asks `now`.
+    /// A clock that calls `now`.
     pub fn new(now: impl Fn() -> Timestamp + Send + Sync + 'static) -> Self {
         Self(Arc::new(now))
     }

@@ -1,5 +1,5 @@
-//! What the processes of the node plugin and of the controller have in common: their log, their end on a signal, and
-//! the time of day.
+//! Code that the processes of the node plugin and of the controller share: the log, the stop on a signal, and the time
+//! of day.
 #![forbid(unsafe_code)]
 
 pub mod clock;

@@ -7,13 +7,13 @@ use tracing_subscriber::filter::{FromEnvError, LevelFilter};
 /// Format of log lines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum LogFormat {
-    /// For people.
+    /// Plain text.
     Text,
-    /// One object a line.
+    /// One JSON object per line.
     Json,
 }
 
-/// Starts the log of the process. `RUST_LOG` says what is logged, `info` where it is not set; one that is invalid is an
+/// Starts the log of the process. `RUST_LOG` selects what is logged; the default is `info`. An invalid value is an
 /// error.
 pub fn start(format: LogFormat) -> Result<(), FromEnvError> {
     let filter = EnvFilter::builder()

@@ -1,4 +1,4 @@
-//! The end of a process.
+//! How a process stops on a signal.
 
 use std::io;
 
