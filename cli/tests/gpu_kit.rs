@@ -420,10 +420,10 @@ fn without_a_gpu_it_says_so() {
         .output()
         .unwrap();
     assert!(!ran.status.success());
-    let said = text(&ran.stderr);
+    let errors = text(&ran.stderr);
     assert!(
-        said.contains("no working NVIDIA driver") && said.contains("--driver-root"),
-        "{said}"
+        errors.contains("no working NVIDIA driver") && errors.contains("--driver-root"),
+        "{errors}"
     );
     let ran = Command::new(kit().join("bench/gpu/run"))
         .args(["--only", "pool"])

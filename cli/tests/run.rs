@@ -493,15 +493,15 @@ fn nothing_of_the_host_is_changed() {
         names.sort();
         names
     };
-    let look = || ["/etc", "/usr/lib", "/usr/local/bin", "/run", "/dev"].map(listing);
+    let listings = || ["/etc", "/usr/lib", "/usr/local/bin", "/run", "/dev"].map(listing);
     let mounts = || fs::read_to_string("/proc/self/mountinfo").unwrap();
-    let (before, mounted) = (look(), mounts());
+    let (before, mounted) = (listings(), mounts());
     let ran = machine.shell(
         &["--memory", "1Gi"],
         "ls /usr/lib/tranche /etc/ld.so.preload",
     );
     assert!(ran.status.success(), "{}", text(&ran.stderr));
-    assert_eq!(look(), before);
+    assert_eq!(listings(), before);
     assert_eq!(mounts(), mounted);
 }
 

@@ -122,7 +122,7 @@ impl Election {
             let now = Instant::now();
             let wake = match seen.holder(now) {
                 // Nothing was read yet.
-                _ if seen.at.is_none() => self.look(&mut seen).await,
+                _ if seen.at.is_none() => self.observe(&mut seen).await,
                 Some(holder) if holder == self.identity => {
                     // Ours from before a restart of this process: taken again at once.
                     let due = match (*self.tenure.borrow(), seen.at) {
@@ -155,11 +155,11 @@ impl Election {
                 },
             }
         }
-        self.give_back(&seen).await;
+        self.release(&seen).await;
     }
 
     /// Reads the lease.
-    async fn look(&self, seen: &mut Seen) -> Instant {
+    async fn observe(&self, seen: &mut Seen) -> Instant {
         match tokio::time::timeout(DEADLINE, self.api.get_opt(&self.name)).await {
             Ok(Ok(lease)) => {
                 seen.update(lease);
@@ -196,7 +196,7 @@ impl Election {
                     at: None,
                     lease: None,
                 };
-                self.look(seen).await
+                self.observe(seen).await
             }
             Ok(Err(error)) => self.failed("write", &error),
             Err(_) => self.failed("write", &"no answer in time"),
@@ -204,7 +204,7 @@ impl Election {
     }
 
     /// Lets the other replica lead at once.
-    async fn give_back(&self, seen: &Seen) {
+    async fn release(&self, seen: &Seen) {
         self.lost();
         let Some(lease) = &seen.lease else { return };
         let Some(spec) = &lease.spec else { return };

@@ -130,13 +130,13 @@ mod tests {
         let both = published(&[lost, small]);
         assert_eq!(news(&none, &none), []);
         assert_eq!(news(&both, &both), []);
-        let told = news(&one, &both);
-        assert_eq!(told.len(), 1);
+        let written = news(&one, &both);
+        assert_eq!(written.len(), 1);
         assert_eq!(
-            told[0].note,
+            written[0].note,
             "GPU GPU-a is not offered in the tier capped (TooSmall): too small"
         );
-        assert_eq!(told[0].policy.as_deref(), Some("default"));
+        assert_eq!(written[0].policy.as_deref(), Some("default"));
         let healed = news(&both, &one);
         assert_eq!(
             (healed.len(), healed[0].warning, healed[0].reason),

@@ -331,10 +331,10 @@ async fn a_policy_is_broken_and_mended(capped: &serde_json::Value, reason: &str,
     let (status, message) = condition(&cluster);
     assert_eq!(status, "False");
     assert!(message.contains(reason), "{message}");
-    let told = events(&cluster);
+    let seen = events(&cluster);
     for kind in ["GpuNode", "SharingPolicy"] {
         let event = ("GpuWithheld".to_owned(), kind.to_owned());
-        assert_eq!(told.iter().filter(|e| **e == event).count(), 2, "{told:?}");
+        assert_eq!(seen.iter().filter(|e| **e == event).count(), 2, "{seen:?}");
     }
 
     let before = cluster.api.writes();
@@ -376,11 +376,11 @@ async fn a_gpu_that_the_node_withholds_is_not_offered_until_the_node_releases_it
     cluster.withhold("a", &json!([]));
     cluster.settle(SOON).await;
     assert_eq!(cluster.devices("a"), all);
-    let told: Vec<_> = events(&cluster)
+    let seen: Vec<_> = events(&cluster)
         .into_iter()
         .map(|(reason, _)| reason)
         .collect();
-    assert_eq!(told, ["GpuWithheld", "GpuReleased"]);
+    assert_eq!(seen, ["GpuWithheld", "GpuReleased"]);
 }
 
 /// A node of two GPUs at an API server that drops a field: the problem is recorded with this word, and nothing is

@@ -339,7 +339,7 @@ impl Store {
     fn save(&mut self, event: &str, key: (String, String), mut object: Value) -> Value {
         self.version += 1;
         object["metadata"]["resourceVersion"] = json!(self.version.to_string());
-        self.tell(event, &key.0, &object);
+        self.send_event(event, &key.0, &object);
         self.objects.insert(key, object.clone());
         object
     }
@@ -348,11 +348,11 @@ impl Store {
         let mut object = self.objects.remove(key)?;
         self.version += 1;
         object["metadata"]["resourceVersion"] = json!(self.version.to_string());
-        self.tell("DELETED", &key.0, &object);
+        self.send_event("DELETED", &key.0, &object);
         Some(object)
     }
 
-    fn tell(&mut self, event: &str, plural: &str, object: &Value) {
+    fn send_event(&mut self, event: &str, plural: &str, object: &Value) {
         let event = json!({"type": event, "object": object});
         let version = self.version;
         self.watches

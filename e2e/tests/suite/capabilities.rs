@@ -8,8 +8,8 @@ const FOLDER: &str = "/usr/lib/x86_64-linux-gnu";
 
 /// Whether the container has the library for video encoding.
 async fn has_encoder(pod: &PodHandle) -> anyhow::Result<bool> {
-    let look = format!("ls {FOLDER}/libnvidia-encode.so.* >/dev/null 2>&1 && echo yes || echo no");
-    Ok(pod.stdout(&["sh", "-c", &look]).await?.contains("yes"))
+    let list = format!("ls {FOLDER}/libnvidia-encode.so.* >/dev/null 2>&1 && echo yes || echo no");
+    Ok(pod.stdout(&["sh", "-c", &list]).await?.contains("yes"))
 }
 
 /// Adds a library for video encoding to the node's driver. The plugin checks the driver again because libcuda is
@@ -34,8 +34,8 @@ async fn add_encoder(case: &Case) -> anyhow::Result<()> {
         "the library in the driver's CDI spec",
         wait::USUAL,
         async || {
-            let said = case.node.shell(spec).await?;
-            Ok(said.contains("yes").then_some(()))
+            let output = case.node.shell(spec).await?;
+            Ok(output.contains("yes").then_some(()))
         },
     )
     .await

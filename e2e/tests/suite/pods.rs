@@ -149,11 +149,11 @@ fn init_and_sidecar_containers_have_the_pods_share() -> anyhow::Result<()> {
         pod.container("sidecar")
             .stdout(&["timeout", "30", "sh", "-c", held])
             .await?;
-        let said = pod
+        let output = pod
             .container("cuda")
             .stdout(&["tranche-workload", "--json", "fill"])
             .await?;
-        let filled: Vec<workload::Filled> = workload::lines(&said)?;
+        let filled: Vec<workload::Filled> = workload::lines(&output)?;
         ensure!(
             filled.len() == 1 && filled[0].filled == LIMIT - GI - CONTEXT,
             "beside a sidecar that holds 1 GiB: {filled:?}"

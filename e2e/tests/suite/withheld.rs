@@ -139,7 +139,7 @@ async fn withheld_for(case: &Case, gpu: Option<(&str, &str)>) -> anyhow::Result<
 }
 
 /// Waits for an event about the GpuNode that says that this GPU is withheld.
-async fn told(case: &Case, uuid: &str, reason: &str) -> anyhow::Result<()> {
+async fn reported(case: &Case, uuid: &str, reason: &str) -> anyhow::Result<()> {
     let events: Api<Event> = Api::namespaced(case.client.clone(), "default");
     let about = watcher::Config::default().fields(&format!(
         "involvedObject.kind=GpuNode,involvedObject.name={},reason=GpuWithheld",
@@ -179,7 +179,7 @@ async fn costs_its_own_devices(
         plugin.published().await.map(drop)
     });
     withheld_for(case, Some((&first.uuid, reason))).await?;
-    told(case, &first.uuid, reason).await?;
+    reported(case, &first.uuid, reason).await?;
     let refused = namespace
         .idle("refused", &Request::exclusive().on(&first.uuid))
         .await?;

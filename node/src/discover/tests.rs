@@ -259,10 +259,13 @@ fn every_known_layout_is_found_and_its_containers_find_libcuda() {
             for library in &files.libraries {
                 let folder = Path::new(&library.file.container_path).parent().unwrap();
                 let folder = folder.to_string_lossy().into_owned();
-                let told = args
+                let is_passed = args
                     .windows(2)
                     .any(|a| a[0] == "--folder" && a[1] == folder);
-                assert!(told, "{folder} is not told to the loader: {args:?}");
+                assert!(
+                    is_passed,
+                    "{folder} is not among the loader\'s folders: {args:?}"
+                );
             }
         }
     }

@@ -460,11 +460,11 @@ impl Share {
     /// Bytes that the account says are used.
     #[must_use]
     pub fn used(&self) -> u64 {
-        self.look(|account| account.used())
+        self.read(|account| account.used())
     }
 
-    /// Looks at the account.
-    pub fn look<T>(&self, at: impl FnOnce(AccountSnapshot<'_>) -> T) -> T {
+    /// Reads the account.
+    pub fn read<T>(&self, at: impl FnOnce(AccountSnapshot<'_>) -> T) -> T {
         at(AccountPage::snapshot(&self.account()).unwrap())
     }
 

@@ -78,7 +78,7 @@ fn main() {
         .expect("usage: tranche-shim-probe HOW");
     let cuda = Cuda::load(&how);
     if let Some(command) = std::env::args().nth(2) {
-        let answer = act(&cuda, &[&command]);
+        let answer = answer_to(&cuda, &[&command]);
         std::process::exit(i32::from(answer != "0"));
     }
     serve(&cuda);
@@ -94,7 +94,7 @@ fn serve(cuda: &Cuda) {
             println!("0");
             return;
         }
-        let answer = act(cuda, &words);
+        let answer = answer_to(cuda, &words);
         println!("{answer}");
         std::io::stdout().flush().unwrap();
         line.clear();
@@ -102,8 +102,8 @@ fn serve(cuda: &Cuda) {
 }
 
 #[expect(clippy::too_many_lines, reason = "one line per command")]
-fn act(cuda: &Cuda, words: &[&str]) -> String {
-    if let Some(answer) = probe_raw::act(words, |name| cuda.find(name)) {
+fn answer_to(cuda: &Cuda, words: &[&str]) -> String {
+    if let Some(answer) = probe_raw::answer_to(words, |name| cuda.find(name)) {
         return answer;
     }
     let number = |nth: usize| -> u64 { words.get(nth).map_or(0, |word| word.parse().unwrap()) };

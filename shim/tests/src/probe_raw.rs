@@ -13,7 +13,7 @@ type Call = unsafe extern "C" fn(u64, u64, u64, u64, u64, u64, u64, u64) -> u32;
 static PAD: Mutex<[u64; WORDS]> = Mutex::new([0; WORDS]);
 
 /// Carries out one of the commands above.
-pub fn act(words: &[&str], find: impl Fn(&str) -> *mut c_void) -> Option<String> {
+pub fn answer_to(words: &[&str], find: impl Fn(&str) -> *mut c_void) -> Option<String> {
     let mut pad = PAD.lock().unwrap();
     let number = |word: &str| -> usize { word.parse().unwrap() };
     match *words {

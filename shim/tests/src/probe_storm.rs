@@ -80,11 +80,11 @@ impl<F: Fn(&str) -> *mut c_void + Sync> Storm<F> {
             } else {
                 let nth = usize::try_from(random.below(held.len() as u64)).unwrap();
                 let one = held.swap_remove(nth);
-                self.give_back(random, one);
+                self.free_again(random, one);
             }
         }
         for one in held {
-            self.give_back(random, one);
+            self.free_again(random, one);
         }
     }
 
@@ -282,7 +282,7 @@ impl<F: Fn(&str) -> *mut c_void + Sync> Storm<F> {
         Held::Graph { graph, executable }
     }
 
-    fn give_back(&self, random: &mut Random, held: Held) {
+    fn free_again(&self, random: &mut Random, held: Held) {
         let one = |number| [number, 0, 0, 0, 0, 0];
         match held {
             // Any pointer by any call.

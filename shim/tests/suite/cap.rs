@@ -43,7 +43,7 @@ fn the_cap_is_exact_to_the_byte() {
     let whole = probe.must(&format!("alloc {CAP}"));
     assert_eq!(share.used(), CAP);
     assert_eq!(probe.ask("alloc 1").code, OUT_OF_MEMORY);
-    assert_eq!(share.look(|account| account.refused()), 1);
+    assert_eq!(share.read(|account| account.refused()), 1);
     probe.must(&format!("free {}", whole.number(0)));
     assert_eq!(share.used(), 0);
     assert_eq!(probe.ask(&format!("alloc {}", CAP + 1)).code, OUT_OF_MEMORY);
@@ -57,7 +57,7 @@ fn the_cap_is_exact_to_the_byte() {
     assert_eq!(probe.ask("alloc 1").code, OUT_OF_MEMORY);
     probe.must(&format!("free {last}"));
     probe.must(&format!("alloc {BLOCK}"));
-    assert_eq!(share.look(|account| account.peak()), CAP);
+    assert_eq!(share.read(|account| account.peak()), CAP);
     assert_eq!(probe.ask("steer held 0").code, i64::try_from(CAP).unwrap());
 }
 
@@ -526,7 +526,7 @@ fn a_killed_process_returns_its_charge() {
         );
     }
     assert_eq!(share.used(), BLOCK);
-    let processes: Vec<_> = share.look(|account| account.processes().collect());
+    let processes: Vec<_> = share.read(|account| account.processes().collect());
     assert_eq!(processes.len(), 1);
     assert_eq!(
         (processes[0].pid, processes[0].charged),
@@ -581,7 +581,7 @@ fn a_child_has_its_own_slot_and_charges() {
     // the charge stays the parent's.
     probe.must("alloc 1048576");
     assert_eq!(share.used(), 2 * BLOCK);
-    assert_eq!(share.look(|account| account.processes().count()), 2);
+    assert_eq!(share.read(|account| account.processes().count()), 2);
     probe.must(&format!("free {pointer}"));
     assert_eq!(share.used(), 2 * BLOCK);
     assert_eq!(probe.must("info").number(0), CAP - share.used());
@@ -687,8 +687,8 @@ fn threads_and_processes_never_exceed_the_cap() {
         assert_eq!(answer.number(2), 0, "{answer:?}");
     }
     assert!(kills > 1, "{kills}");
-    assert!(share.look(|account| account.peak()) <= CAP);
-    assert!(share.look(|account| account.peak()) > CAP / 8 * 7);
+    assert!(share.read(|account| account.peak()) <= CAP);
+    assert!(share.read(|account| account.peak()) > CAP / 8 * 7);
     // All is given back, also what the killed held at whatever instruction they were.
     let start = Instant::now();
     while victim.ask(&format!("alloc {CAP}")).code != 0 {

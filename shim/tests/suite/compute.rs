@@ -79,8 +79,8 @@ fn every_way_to_launch_is_held_to_the_share() {
             let what = format!("{how}, {cores}, {machine:?}");
             assert_near(&what, found, f64::from(cores));
         }
-        assert!(share.look(|account| account.launches()) > 0);
-        assert!(share.look(|account| account.throttled_nanos()) > 0);
+        assert!(share.read(|account| account.launches()) > 0);
+        assert!(share.read(|account| account.throttled_nanos()) > 0);
     }
 }
 
@@ -98,9 +98,9 @@ fn all_of_a_gpu_is_never_held_back() {
         assert!(found >= 99.0, "{found} % of {cores}");
         // Of 99 percent, the kernel's first measurement is waited for.
         let most = if cores == 100 { 0 } else { HOLDS_NANOS };
-        let throttled = share.look(|account| account.throttled_nanos());
+        let throttled = share.read(|account| account.throttled_nanos());
         assert!(throttled <= most, "{throttled} ns with {cores}");
-        let counted = share.look(|account| account.launches());
+        let counted = share.read(|account| account.launches());
         assert!(counted + 256 >= answer.number(0), "{counted} of {answer:?}");
     }
 }
@@ -111,8 +111,8 @@ fn a_collective_kernel_pays_and_never_waits() {
     let name = "_Z13ncclDevKernel_sim_busy_200us";
     let (mut probe, kernel) = program(&world, name);
     let answer = probe.must(&format!("launch plain {kernel} 500 0"));
-    assert_eq!(share.look(|account| account.throttled_nanos()), 0);
-    let spent = share.look(|account| account.spent_nanos());
+    assert_eq!(share.read(|account| account.throttled_nanos()), 0);
+    let spent = share.read(|account| account.spent_nanos());
     assert!(
         spent + 5_000_000 >= answer.number(0) * 200_000,
         "{spent} for {answer:?}"
@@ -120,7 +120,7 @@ fn a_collective_kernel_pays_and_never_waits() {
     // What is not NCCL's waits for the debt.
     let other = probe.must("kernel sim_busy_100us").number(0);
     probe.must(&format!("launch plain {other} 1 0"));
-    assert!(share.look(|account| account.throttled_nanos()) > 0);
+    assert!(share.read(|account| account.throttled_nanos()) > 0);
 }
 
 /// Sequences of any length: a shape that was never launched is priced by what its kernel took with others, and
@@ -131,7 +131,7 @@ fn a_known_kernel_with_a_new_grid_is_not_held_back() {
     // Far more than the GPU has, so that only a first measurement could be waited for.
     share.grant(1_000_000_000);
     let (mut probe, kernel) = program(&world, "sim_busy_1us_per_block");
-    let throttled = || share.look(|account| account.throttled_nanos());
+    let throttled = || share.read(|account| account.throttled_nanos());
     // The first launches, of which nothing is known.
     probe.must(&format!("launch-growing {kernel} 100 3"));
     probe.must("synchronize");
@@ -159,7 +159,7 @@ fn capturing_is_free() {
     for _ in 0..20 {
         probe.must(&format!("launch graph {kernel} 0 0"));
     }
-    assert_eq!(share.look(|account| account.spent_nanos()), 0);
+    assert_eq!(share.read(|account| account.spent_nanos()), 0);
 }
 
 /// A node of an executable graph gets another kernel: the graph pays what that takes.
@@ -178,7 +178,7 @@ fn a_graph_whose_kernel_was_changed_pays_for_the_new_one() {
         let mut probe = ready(&world, 1);
         probe.get("cuGraphCreate &8 0");
         assert_eq!(probe.call("cuGraphInstantiateWithFlags &0 $8 0"), 0);
-        let spent = || share.look(|account| account.spent_nanos());
+        let spent = || share.read(|account| account.spent_nanos());
         let launches = |probe: &mut Probe| {
             let before = spent();
             for _ in 0..LAUNCHES {

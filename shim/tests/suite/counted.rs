@@ -44,13 +44,13 @@ fn count(world: &World, how: &str, what: &str, live: u32) -> u64 {
     }
     let calls = probe.must(&format!("instructions {what} {live}")).number(0);
     probe.must("end");
-    let said = probe.wait();
-    let collected = said
+    let output = probe.wait();
+    let collected = output
         .lines()
         .find_map(|line| line.split("Collected : ").nth(1))
-        .unwrap_or_else(|| panic!("callgrind: {said}"));
+        .unwrap_or_else(|| panic!("callgrind: {output}"));
     let collected = collected.trim().parse::<u64>().unwrap();
-    assert!(collected > calls, "callgrind counted nothing: {said}");
+    assert!(collected > calls, "callgrind counted nothing: {output}");
     collected / calls
 }
 

@@ -179,7 +179,7 @@ fn no_way_leads_past_the_cap() {
                     }
                 }
             }
-            let (peak, counted) = (case.peak(), case.share.look(|account| account.peak()));
+            let (peak, counted) = (case.peak(), case.share.read(|account| account.peak()));
             assert!(
                 peak <= limit && counted <= limit,
                 "{how}, {machine:?}: {peak} bytes at most, {counted} counted, of {limit}"

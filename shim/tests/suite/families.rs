@@ -680,8 +680,8 @@ fn shares_of_one_gpu_have_one_context_beside_them() {
         "--query-gpu=memory.total,memory.used",
         "--format=csv,noheader",
     ];
-    let said = tranche_shim_tests::text(&case.world.run(&smi, &query).stdout);
-    assert_eq!(said, format!("{0} MiB, {0} MiB\n", (2 * CAP) >> 20));
+    let output = tranche_shim_tests::text(&case.world.run(&smi, &query).stdout);
+    assert_eq!(output, format!("{0} MiB, {0} MiB\n", (2 * CAP) >> 20));
 }
 
 /// What a process had in whichever way goes with it.

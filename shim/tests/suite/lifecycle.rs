@@ -60,7 +60,7 @@ fn at_breakpoint(world: &World, share: &Share, what: &str) -> (Probe, Traced) {
     let mut probe = ready(world, 1);
     probe.must("info");
     assert_eq!(share.used(), 0, "{what}: the one before left something");
-    assert_eq!(share.look(|account| account.processes().count()), 1);
+    assert_eq!(share.read(|account| account.processes().count()), 1);
     probe.ask("steer fast 1");
     let traced = Traced::seize(probe.pid());
     probe.send(&format!("between-breakpoints {what}"));
@@ -70,7 +70,7 @@ fn at_breakpoint(world: &World, share: &Share, what: &str) -> (Probe, Traced) {
 
 /// `used` is never less than the charges of living and dead processes.
 fn check(share: &Share, what: &str, steps: usize) {
-    share.look(|account| {
+    share.read(|account| {
         let charged: u64 = account.processes().map(|process| process.charged).sum();
         let used = account.used();
         assert!(
@@ -126,7 +126,7 @@ fn a_thousand_processes_come_and_go() {
     last.ask("count");
     last.ask("steer devices 1");
     assert_eq!(last.ask("init").code, NOT_PERMITTED);
-    assert_eq!(share.look(|account| account.processes().count()), SLOTS);
+    assert_eq!(share.read(|account| account.processes().count()), SLOTS);
     // A process that ends makes room, also for one that was refused.
     probes.truncate(SLOTS - 1);
     last.must("init");
@@ -138,11 +138,11 @@ fn a_thousand_processes_come_and_go() {
     assert_eq!(other.must("info").number(0), CAP - BLOCK);
     assert_eq!(share.used(), BLOCK);
     other.must(&format!("alloc {}", CAP - BLOCK));
-    assert_eq!(share.look(|account| account.processes().count()), 2);
-    let said = last.stderr();
+    assert_eq!(share.read(|account| account.processes().count()), 2);
+    let errors = last.stderr();
     assert!(
-        said.contains("1024 processes use the share already"),
-        "{said}"
+        errors.contains("1024 processes use the share already"),
+        "{errors}"
     );
 }
 
@@ -171,7 +171,7 @@ fn a_child_that_becomes_another_program_leaves_its_parent_alone() {
         assert_eq!(other.ask("alloc 1").code, 2);
         assert_eq!(share.used(), CAP);
     }
-    assert_eq!(share.look(|account| account.processes().count()), 2);
+    assert_eq!(share.read(|account| account.processes().count()), 2);
     parent.must(&format!("free {whole}"));
     assert_eq!(share.used(), 0);
 }

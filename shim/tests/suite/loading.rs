@@ -22,8 +22,8 @@ pub fn capped(probe: &mut Probe) {
 /// A program prints the cap as the memory that there is.
 fn says_the_cap(world: &World, program: impl AsRef<OsStr>, arguments: &[&str]) {
     let ran = world.run(program, arguments);
-    let (said, errors) = (text(&ran.stdout), text(&ran.stderr));
-    assert_eq!(said.trim(), CAP.to_string(), "{arguments:?}: {errors}");
+    let (output, errors) = (text(&ran.stdout), text(&ran.stderr));
+    assert_eq!(output.trim(), CAP.to_string(), "{arguments:?}: {errors}");
 }
 
 #[test]
@@ -253,9 +253,9 @@ fn from_a_program_of_another_c_library() {
     );
     let ran = world.run(&program, &[]);
     assert_eq!(text(&ran.stdout), "303\n", "{}", text(&ran.stderr));
-    let said = text(&ran.stderr);
-    assert_eq!(said.lines().count(), 1, "{said}");
+    let errors = text(&ran.stderr);
+    assert_eq!(errors.lines().count(), 1, "{errors}");
     for words in ["tranche: ", "GNU C library", "glibc, or install gcompat"] {
-        assert!(said.contains(words), "{words}: {said}");
+        assert!(errors.contains(words), "{words}: {errors}");
     }
 }

@@ -73,7 +73,7 @@ fn a_launch_that_does_not_fit_is_refused() {
         );
     }
     assert_eq!((share.used(), held(&world)), (0, 0));
-    assert!(share.look(|account| account.refused()) >= 3);
+    assert!(share.read(|account| account.refused()) >= 3);
     // What fits goes, and then there is less for others.
     let medium = kernel(&mut probe, 4096);
     probe.must(&format!("launch-grid {medium} 1 0"));

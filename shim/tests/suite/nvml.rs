@@ -75,7 +75,7 @@ fn the_shares_own_processes_and_what_they_take() {
     second.must(&format!("alloc {}", 8 * MIB));
     // Has joined, and holds nothing.
     let _idle = ready(&world, 1);
-    let charged: BTreeMap<u64, u64> = share.look(|account| {
+    let charged: BTreeMap<u64, u64> = share.read(|account| {
         account
             .processes()
             .map(|process| (process.pid, process.charged))

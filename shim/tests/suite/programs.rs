@@ -36,10 +36,10 @@ fn fill(generation: &str) {
         .args([generation, &CAP.to_string()])
         .output()
         .unwrap();
-    let said = text(&ran.stdout);
-    assert!(ran.status.success(), "{said}{}", text(&ran.stderr));
+    let output = text(&ran.stdout);
+    assert!(ran.status.success(), "{output}{}", text(&ran.stderr));
     let limit = CAP + case.context;
-    assert!(case.peak() <= limit, "{} of {limit}: {said}", case.peak());
+    assert!(case.peak() <= limit, "{} of {limit}: {output}", case.peak());
     let mut last = case.world.probe("name");
     last.must("init");
     last.must("primary 0");

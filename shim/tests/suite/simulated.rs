@@ -211,7 +211,7 @@ fn two_shares_of_one_gpu_never_exceed_their_caps() {
                     assert!(answer.number(0) > 0 && answer.number(1) > 0, "{answer:?}");
                     assert_eq!(answer.number(2), 0, "no other error: {answer:?}");
                 }
-                let peak = share.look(|account| account.peak());
+                let peak = share.read(|account| account.peak());
                 assert!(peak <= cap && peak > cap / 4 * 3, "{peak} of {cap}");
                 assert_eq!(share.used(), 0);
             })
@@ -377,12 +377,12 @@ fn an_idle_share_is_idle_beside_a_busy_neighbour() {
     probe.send(&format!("launch plain {kernel} 20000 50"));
     let start = Instant::now();
     loop {
-        let told = text(&world.run(&smi, &query).stdout);
-        let percent = told.split(' ').next().unwrap().parse::<u64>().unwrap();
+        let output = text(&world.run(&smi, &query).stdout);
+        let percent = output.split(' ').next().unwrap().parse::<u64>().unwrap();
         if percent > 90 {
             break;
         }
-        assert!(start.elapsed() < Duration::from_secs(10), "{told}");
+        assert!(start.elapsed() < Duration::from_secs(10), "{output}");
     }
 }
 

@@ -63,7 +63,7 @@ fn two_processes(machine: Machine) {
     let answers: Vec<Answer> = probes.iter_mut().map(Probe::receive).collect();
     check(&answers);
     let limit = CAP + case.context;
-    let (peak, counted) = (case.peak(), case.share.look(|account| account.peak()));
+    let (peak, counted) = (case.peak(), case.share.read(|account| account.peak()));
     println!("{machine:?}: {peak} bytes of {limit} at most, {counted} counted");
     assert!(
         peak <= limit && counted <= limit,
@@ -148,7 +148,7 @@ fn with_kills(machine: Machine, steady: usize, killed: usize, threads: u64, oper
         kills.into_inner()
     );
     check(&answers);
-    let (peak, counted) = (case.peak(), case.share.look(|account| account.peak()));
+    let (peak, counted) = (case.peak(), case.share.read(|account| account.peak()));
     println!("{machine:?}: {peak} bytes of {limit} at most, {counted} counted");
     assert!(
         peak <= limit && counted <= limit,
@@ -181,6 +181,6 @@ fn nor_in_front_of_a_quick_driver() {
     let mut probe = ready(&world, 1);
     let answer = probe.must(&format!("threads 8 {} {}", operations(20_000), CAP / 16));
     check(&[answer]);
-    assert!(share.look(|account| account.peak()) <= CAP);
+    assert!(share.read(|account| account.peak()) <= CAP);
     assert_eq!(share.used(), 0);
 }

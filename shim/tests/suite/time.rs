@@ -119,9 +119,9 @@ fn three_hundred_processes_join_at_once() {
     }
     println!("300 processes: {:?}", start.elapsed());
     assert_eq!(share.used(), 300 * crate::cap::BLOCK);
-    assert_eq!(share.look(|account| account.processes().count()), 300);
+    assert_eq!(share.read(|account| account.processes().count()), 300);
     drop(probes);
     let mut last = ready(&world, 1);
     last.must(&format!("alloc {CAP}"));
-    assert_eq!(share.look(|account| account.processes().count()), 1);
+    assert_eq!(share.read(|account| account.processes().count()), 1);
 }
