@@ -40,6 +40,9 @@ static size_t freed_later[64];
 void odd_frees_wait(int on) { frees_wait = on; }
 int odd_waits(int unused) { return waits; }
 void odd_pool_keeps(int on) { pool_keeps = on; }
+// The most that any device held at an allocation.
+static size_t peak;
+size_t odd_peak(int unused) { return peak; }
 // What the device really holds, whatever anybody counts.
 size_t odd_held(int device) {
     size_t sum = 0;
@@ -87,6 +90,7 @@ static CUresult allocate_locked(uint64_t *pointer, size_t size, int pooled) {
         *pointer = live[i].at = address_for(size);
         live[i].size = size; live[i].device = current; live[i].pooled = pooled;
         if (pooled) { pool_reserved[current] += more; pool_used[current] += size; }
+        if (odd_held(current) > peak) peak = odd_held(current);
         return OK;
     }
     return OUT_OF_MEMORY;
@@ -132,6 +136,12 @@ CUresult cuArray3DCreate_v2(uint64_t *array, void *shape) { *array = 0x6000; ret
 CUresult cuArrayDestroy(uint64_t array) { return OK; }
 CUresult cuMemMapArrayAsync(void *list, unsigned count, void *stream) { return OK; }
 CUresult cuMemCreate(uint64_t *handle, size_t size, void *properties, uint64_t flags) { static int made; *handle = 0x700000 + ++made; return OK; }
+// What a stream captures nobody looks at; an image is its module.
+CUresult cuStreamBeginCapture_v2(void *stream, int mode) { return OK; }
+CUresult cuStreamEndCapture(void *stream, void **graph) { *graph = NULL; return OK; }
+CUresult cuModuleLoadData(uint64_t *module, uint64_t image) { *module = image; return OK; }
+CUresult cuModuleUnload(uint64_t module) { return OK; }
+CUresult cuModuleGetLoadingMode(unsigned *mode) { *mode = 2; return OK; }
 // A graph has one memory node, whose size it is; an executable one is the graph's, and how much it took.
 struct graph { size_t bytes, taken; };
 CUresult cuGraphCreate(struct graph **graph, unsigned flags) { *graph = calloc(1, sizeof **graph); return OK; }
@@ -153,8 +163,8 @@ CUresult cuGraphLaunch(struct graph *executable, void *stream) {
 }
 CUresult cuGraphExecDestroy(struct graph *executable) { graphs_used[current] -= executable->taken; free(executable); return OK; }
 CUresult cuDeviceGetGraphMemAttribute(int device, int which, uint64_t *value) {
-    if (which != 2) return INVALID_VALUE;
-    *value = graphs_reserved[device];
+    if (which != 0 && which != 2) return INVALID_VALUE;
+    *value = (which ? graphs_reserved : graphs_used)[device];
     return OK;
 }
 CUresult cuDeviceGraphMemTrim(int device) { graphs_reserved[device] = graphs_used[device]; return OK; }

@@ -30,8 +30,12 @@ pub struct Kept {
     pending: u64,
     /// Bytes of the charge that allocations on their way have claimed.
     claimed: u64,
+    /// Bytes of these allocations themselves.
+    claiming: u64,
     /// Bytes that it is charged at least.
     floor: u64,
+    /// Bytes that are still being reserved for a higher floor.
+    awaited: u64,
     /// Bytes of its allocations, those on their way included, each in whole blocks.
     live: u64,
     /// What it grows by, as far as it was seen to; 0 before.
@@ -47,6 +51,17 @@ pub struct Kept {
 /// The state of the books at the beginning of a look.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Version(u64);
+
+/// What a look at the driver found, in whole blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Look {
+    /// When it began.
+    pub seen: Version,
+    /// Bytes that the driver has for the pool, or the [`floor`](Kept::floor) where that is more.
+    pub now: u64,
+    /// Bytes below which the charge does not go: [`least`](Kept::least).
+    pub least: u64,
+}
 
 /// An allocation on its way, and what covers it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -89,6 +104,13 @@ impl Kept {
     #[must_use]
     pub const fn floor(&self) -> u64 {
         self.floor
+    }
+
+    /// The same with what is still being reserved for a higher floor: whoever raises it counts on what was charged when
+    /// it began.
+    #[must_use]
+    pub const fn least(&self) -> u64 {
+        self.floor.saturating_add(self.awaited)
     }
 
     /// Bytes of allocations, those on their way included.
@@ -136,10 +158,17 @@ impl Kept {
         }
     }
 
-    /// The same without a reservation: from what the pool has and does not use. `now` is what the driver said, asked
-    /// at `seen`. `None` where there is not enough, or where this driver's pools grow all the same.
-    pub fn claim(&mut self, seen: Version, now: u64, bytes: u64) -> Option<OnItsWay> {
-        let room = now.min(self.charged).saturating_sub(self.live);
+    /// The same without a reservation: from what the pool has and does not use. `now` and `used` are what the driver
+    /// said of both, asked at `seen`: what was freed may be in use until a stream gets there, or a graph is launched.
+    /// `None` where there is not enough, or where this driver's pools grow all the same.
+    pub fn claim(
+        &mut self,
+        seen: Version,
+        (now, used): (u64, u64),
+        bytes: u64,
+    ) -> Option<OnItsWay> {
+        let taken = self.live.max(used.saturating_add(self.claiming));
+        let room = now.min(self.charged).saturating_sub(taken);
         if self.check(seen).is_err()
             || self.trims > 0
             || self.grows_anyway != 0
@@ -151,6 +180,7 @@ impl Kept {
         self.live = self.live.saturating_add(bytes);
         let claimed = self.growth_of(bytes, bytes);
         self.claimed += claimed;
+        self.claiming += bytes;
         Some(OnItsWay {
             bytes,
             reserved: 0,
@@ -158,12 +188,12 @@ impl Kept {
         })
     }
 
-    /// Ends an allocation after the driver was asked: `now` is what the pool has, asked at `seen`, or the
-    /// [`floor`](Self::floor) where that is more, in whole blocks; `block` is the least step. `reserve` gets more from the share, all or nothing.
+    /// Ends an allocation after the driver was asked. `block` is the least step; `reserve` gets more from the share, all
+    /// or nothing.
     pub fn arrive(
         &mut self,
         way: OnItsWay,
-        (seen, now): (Version, u64),
+        Look { seen, now, least }: Look,
         block: u64,
         reserve: impl FnOnce(u64) -> bool,
     ) -> Result<Arrived, Outdated> {
@@ -171,6 +201,9 @@ impl Kept {
         self.version += 1;
         self.pending -= way.reserved;
         self.claimed -= way.claimed;
+        if way.claimed > 0 {
+            self.claiming -= way.bytes;
+        }
         let mut own = way.reserved;
         let missing = now.saturating_sub(self.charged + self.pending + own);
         let is_covered = missing == 0 || reserve(missing);
@@ -199,7 +232,7 @@ impl Kept {
             self.charged += taken;
             own - taken
         } else {
-            own + self.lower(now)
+            own + self.lower(now.max(least))
         };
         Ok(Arrived {
             surplus,
@@ -223,12 +256,11 @@ impl Kept {
         surplus
     }
 
-    /// Brings the charge to what the pool has, `now`, asked at `seen`, as for [`arrive`](Self::arrive). Returns what is given back to the share.
-    /// `reserve` gets as much as there is of what it asks for.
+    /// Brings the charge to what the pool has. Returns what is given back to the share. `reserve` gets as much as there
+    /// is of what it asks for.
     pub fn settle(
         &mut self,
-        seen: Version,
-        now: u64,
+        Look { seen, now, least }: Look,
         reserve: impl FnOnce(u64) -> u64,
     ) -> Result<u64, Outdated> {
         self.check(seen)?;
@@ -238,7 +270,7 @@ impl Kept {
             self.charged += reserve(missing);
             0
         } else {
-            self.lower(now)
+            self.lower(now.max(least))
         };
         if surplus > 0 || missing > 0 {
             self.version += 1;
@@ -269,15 +301,25 @@ impl Kept {
         self.version += 1;
     }
 
-    /// What is missing to charge at least `bytes` more, where `to_blocks` rounds.
-    pub fn missing_for_floor(&self, bytes: u64, to_blocks: impl Fn(u64) -> u64) -> u64 {
-        to_blocks(self.floor.saturating_add(bytes)).saturating_sub(self.charged)
+    /// The floor is to be `bytes` higher: returns what is missing for that and for others that are on their way, where
+    /// `to_blocks` rounds. It is not higher yet, so that nobody who settles takes what is left in the share for it.
+    pub fn await_floor(&mut self, bytes: u64, to_blocks: impl Fn(u64) -> u64) -> u64 {
+        self.version += 1;
+        self.awaited = self.awaited.saturating_add(bytes);
+        to_blocks(self.least()).saturating_sub(self.charged)
     }
 
-    /// It is charged at least `bytes` more from now on.
-    pub fn raise_floor(&mut self, bytes: u64) {
+    /// It is not to be higher after all.
+    pub fn abandon_floor(&mut self, bytes: u64) {
         self.version += 1;
+        self.awaited = self.awaited.saturating_sub(bytes);
+    }
+
+    /// The floor is `bytes` higher from now on, for which `reserved` bytes were reserved.
+    pub fn begin_floor(&mut self, bytes: u64, reserved: u64) -> OnItsWay {
+        self.abandon_floor(bytes);
         self.floor = self.floor.saturating_add(bytes);
+        self.begin(reserved, reserved)
     }
 
     /// It is charged at least `bytes` less from now on.
@@ -297,12 +339,20 @@ mod tests {
 
     use proptest::prelude::*;
 
-    use super::{Kept, OnItsWay, Version};
+    use super::{Kept, Look, OnItsWay, Version};
 
     const MIB: u64 = 1 << 20;
     const BLOCK: u64 = 2 * MIB;
     /// More than a pool can have in these tests without a trim.
     const LIMIT: u64 = 40 * BLOCK;
+
+    fn look(seen: Version, now: u64) -> Look {
+        Look {
+            seen,
+            now,
+            least: 0,
+        }
+    }
 
     /// A pool as a driver has it, its share, and the books of it.
     #[derive(Default)]
@@ -311,6 +361,8 @@ mod tests {
         step: u64,
         reserved: u64,
         used: u64,
+        /// What was freed and is in use until a stream gets there.
+        freed: u64,
         /// Of the share.
         counted: u64,
     }
@@ -319,7 +371,7 @@ mod tests {
     #[derive(Clone, Copy)]
     enum Thread {
         Idle,
-        Looked(Version, u64, u64),
+        Looked(Version, (u64, u64), u64),
         Begun(OnItsWay, u64),
         Allocated(OnItsWay, u64),
         Asked(OnItsWay, u64, Version, Option<u64>),
@@ -364,16 +416,20 @@ mod tests {
             let bytes = (choice % 5 + 1) * BLOCK;
             match thread {
                 Thread::Idle => match choice % 7 {
-                    0..=2 => Thread::Looked(self.kept.version(), self.reserved, bytes),
+                    0..=2 => Thread::Looked(self.kept.version(), (self.reserved, self.used), bytes),
                     3 => Thread::Settling(self.kept.version(), None),
                     4 => Thread::Trimming(self.kept.begin_trim(bytes)),
                     5 => {
+                        self.used -= std::mem::take(&mut self.freed);
                         self.trim(0);
                         Thread::Idle
                     }
                     _ => {
                         if let Some(bytes) = live.pop() {
-                            self.used -= bytes;
+                            self.freed += bytes;
+                            if choice.is_multiple_of(2) {
+                                self.used -= std::mem::take(&mut self.freed);
+                            }
                             self.kept.free(bytes);
                         }
                         Thread::Idle
@@ -402,7 +458,7 @@ mod tests {
                 Thread::Asked(way, bytes, seen, Some(now)) => {
                     let counted = &mut self.counted;
                     let reserve = |more| Self::reserve(counted, more, more).is_some();
-                    match self.kept.arrive(way, (seen, now), BLOCK, reserve) {
+                    match self.kept.arrive(way, look(seen, now), BLOCK, reserve) {
                         Ok(arrived) => {
                             assert!(arrived.is_covered);
                             self.counted -= arrived.surplus;
@@ -417,7 +473,10 @@ mod tests {
                 }
                 Thread::Settling(seen, None) => Thread::Settling(seen, Some(self.reserved)),
                 Thread::Settling(seen, Some(now)) => {
-                    if let Ok(surplus) = self.kept.settle(seen, now, |_| unreachable!("covered")) {
+                    if let Ok(surplus) = self
+                        .kept
+                        .settle(look(seen, now), |_| unreachable!("covered"))
+                    {
                         self.counted -= surplus;
                     }
                     Thread::Idle
@@ -459,17 +518,17 @@ mod tests {
         let mut kept = Kept::default();
         let way = kept.begin(BLOCK, 32 * MIB);
         let seen = kept.version();
-        let arrived = kept.arrive(way, (seen, 32 * MIB), BLOCK, |_| false);
+        let arrived = kept.arrive(way, look(seen, 32 * MIB), BLOCK, |_| false);
         assert_eq!(arrived.map(|arrived| arrived.surplus), Ok(0));
         let seen = kept.version();
         let ways: Vec<_> = (0..16)
-            .map_while(|_| kept.claim(seen, 32 * MIB, BLOCK))
+            .map_while(|_| kept.claim(seen, (32 * MIB, BLOCK), BLOCK))
             .collect();
         assert_eq!(ways.len(), 15, "one block is used");
         // Meanwhile the pool gave all back that it does not use: it is charged all the same.
-        assert_eq!(kept.settle(kept.version(), BLOCK, |_| 0), Ok(0));
+        assert_eq!(kept.settle(look(kept.version(), BLOCK), |_| 0), Ok(0));
         for way in ways {
-            let arrived = kept.arrive(way, (kept.version(), 32 * MIB), BLOCK, |_| false);
+            let arrived = kept.arrive(way, look(kept.version(), 32 * MIB), BLOCK, |_| false);
             assert!(arrived.is_ok_and(|arrived| arrived.is_covered));
         }
         assert_eq!(kept.charged(), 32 * MIB);
@@ -480,14 +539,16 @@ mod tests {
     fn who_uses_what_another_has_claimed_leaves_its_reservation() {
         let mut kept = Kept::default();
         let way = kept.begin(BLOCK, 32 * MIB);
-        kept.arrive(way, (kept.version(), 32 * MIB), BLOCK, |_| false)
+        kept.arrive(way, look(kept.version(), 32 * MIB), BLOCK, |_| false)
             .unwrap();
-        let claim = kept.claim(kept.version(), 32 * MIB, 15 * BLOCK).unwrap();
+        let claim = kept
+            .claim(kept.version(), (32 * MIB, BLOCK), 15 * BLOCK)
+            .unwrap();
         let other = kept.begin(BLOCK, 32 * MIB);
-        kept.arrive(other, (kept.version(), 32 * MIB), BLOCK, |_| false)
+        kept.arrive(other, look(kept.version(), 32 * MIB), BLOCK, |_| false)
             .unwrap();
         assert_eq!(kept.covered(), 64 * MIB);
-        let arrived = kept.arrive(claim, (kept.version(), 64 * MIB), BLOCK, |_| false);
+        let arrived = kept.arrive(claim, look(kept.version(), 64 * MIB), BLOCK, |_| false);
         assert!(arrived.is_ok_and(|arrived| arrived.is_covered));
     }
 
@@ -495,14 +556,64 @@ mod tests {
     fn a_pool_that_grows_although_it_has_room_is_not_trusted_again() {
         let mut kept = Kept::default();
         let way = kept.begin(BLOCK, 32 * MIB);
-        kept.arrive(way, (kept.version(), 32 * MIB), BLOCK, |_| false)
+        kept.arrive(way, look(kept.version(), 32 * MIB), BLOCK, |_| false)
             .unwrap();
-        let way = kept.claim(kept.version(), 32 * MIB, BLOCK).unwrap();
+        let way = kept
+            .claim(kept.version(), (32 * MIB, BLOCK), BLOCK)
+            .unwrap();
         let arrived = kept
-            .arrive(way, (kept.version(), 64 * MIB), BLOCK, |_| false)
+            .arrive(way, look(kept.version(), 64 * MIB), BLOCK, |_| false)
             .unwrap();
         assert!(!arrived.is_covered);
         kept.undo(way);
-        assert_eq!(kept.claim(kept.version(), 32 * MIB, BLOCK), None);
+        assert_eq!(kept.claim(kept.version(), (32 * MIB, BLOCK), BLOCK), None);
+    }
+
+    /// Freed in a stream's order, or by a graph that is still to be launched.
+    #[test]
+    fn what_the_driver_says_is_used_is_not_claimed() {
+        let mut kept = Kept::default();
+        let way = kept.begin(32 * MIB, 32 * MIB);
+        kept.arrive(way, look(kept.version(), 32 * MIB), BLOCK, |_| false)
+            .unwrap();
+        kept.free(32 * MIB);
+        let seen = kept.version();
+        assert_eq!(kept.claim(seen, (32 * MIB, 32 * MIB), BLOCK), None);
+        assert!(kept.claim(seen, (32 * MIB, 28 * MIB), BLOCK).is_some());
+        // The driver may have served that one already, or not.
+        assert_eq!(kept.claim(seen, (32 * MIB, 28 * MIB), 2 * BLOCK), None);
+        assert!(kept.claim(seen, (32 * MIB, 28 * MIB), BLOCK).is_some());
+    }
+
+    /// Whoever settles while a higher floor is reserved for neither takes that from the share nor gives back what the
+    /// raise counts on.
+    #[test]
+    fn a_floor_is_not_charged_before_it_is_reserved_for() {
+        let to_blocks = |bytes: u64| bytes.next_multiple_of(BLOCK);
+        let look = |kept: &Kept, now: u64| Look {
+            seen: kept.version(),
+            now: to_blocks(now.max(kept.floor())),
+            least: to_blocks(kept.least()),
+        };
+        let mut kept = Kept::default();
+        assert_eq!(kept.await_floor(3 * MIB, to_blocks), 2 * BLOCK);
+        // Another counts on nothing that the first needs, but on the rest of its block.
+        assert_eq!(kept.await_floor(MIB, to_blocks), 2 * BLOCK);
+        kept.abandon_floor(MIB);
+        let settled = kept.settle(look(&kept, 0), |_| unreachable!("not reserved for"));
+        assert_eq!(settled, Ok(0));
+        let way = kept.begin_floor(3 * MIB, 2 * BLOCK);
+        kept.arrive(way, look(&kept, 0), BLOCK, |_| false).unwrap();
+        assert_eq!(kept.charged(), 2 * BLOCK);
+        // What the driver has for graphs is charged; part of it is a floor, soon, and is not given back.
+        assert_eq!(kept.settle(look(&kept, 6 * BLOCK), |more| more), Ok(0));
+        assert_eq!(kept.await_floor(5 * MIB, to_blocks), 0);
+        assert_eq!(kept.settle(look(&kept, 0), |_| 0), Ok(2 * BLOCK));
+        let way = kept.begin_floor(5 * MIB, 0);
+        let arrived = kept.arrive(way, look(&kept, 0), BLOCK, |_| false);
+        assert!(arrived.is_ok_and(|arrived| arrived.is_covered));
+        assert_eq!(kept.charged(), 4 * BLOCK);
+        kept.lower_floor(8 * MIB);
+        assert_eq!(kept.settle(look(&kept, 0), |_| 0), Ok(4 * BLOCK));
     }
 }

@@ -6,7 +6,7 @@
 
 use core::sync::atomic::Ordering;
 
-use tranche_shim_core::kept::{Outdated, Version};
+use tranche_shim_core::kept::{Look as Found, Outdated, Version};
 use tranche_shim_core::physical::Id;
 use tranche_shim_core::{Entry, Kept};
 use tranche_shim_runtime::sys;
@@ -22,6 +22,7 @@ use crate::stream::relaxed;
 /// The numbers of the attributes that say how much is reserved, and how much of that is used.
 const POOL_RESERVED: u32 = 5;
 const POOL_USED: u32 = 7;
+const GRAPHS_USED: u32 = 0;
 const GRAPHS_RESERVED: u32 = 2;
 
 /// Looks at the driver until one is not outdated when it is noted.
@@ -69,17 +70,25 @@ impl<'a> Look<'a> {
     pub fn ask(&self) -> Option<u64> {
         match self.state {
             State::Pool => pool_attribute(self.pool, POOL_RESERVED),
-            State::Graphs => graphs_reserved(self.device.handle),
+            State::Graphs => graphs_attribute(self.device.handle, GRAPHS_RESERVED),
             _ => Some(0),
         }
     }
 
+    /// Bytes that the driver has for it, and how many of them are in use; `None` where it does not say.
+    pub fn ask_both(&self) -> Option<(u64, u64)> {
+        let used = match self.state {
+            State::Pool => pool_attribute(self.pool, POOL_USED),
+            State::Graphs => graphs_attribute(self.device.handle, GRAPHS_USED),
+            _ => None,
+        };
+        self.ask().zip(used)
+    }
+
     /// Whether a pool has so many bytes that it does not use, as the driver says.
     pub fn has_unused(&self, bytes: u64) -> bool {
-        self.state == State::Pool
-            && pool_attribute(self.pool, POOL_RESERVED)
-                .zip(pool_attribute(self.pool, POOL_USED))
-                .is_some_and(|(reserved, used)| reserved.saturating_sub(used) >= bytes)
+        let unused = |(reserved, used): (u64, u64)| reserved.saturating_sub(used) >= bytes;
+        self.state == State::Pool && self.ask_both().is_some_and(unused)
     }
 
     /// Has the driver give back what it does not use, but for `keep` bytes.
@@ -118,13 +127,13 @@ fn pool_attribute(pool: CUmemoryPool, attribute: u32) -> Option<u64> {
     result.is_ok().then_some(bytes)
 }
 
-fn graphs_reserved(device: CUdevice) -> Option<u64> {
+fn graphs_attribute(device: CUdevice, attribute: u32) -> Option<u64> {
     let mut bytes = 0u64;
     // SAFETY: writes 64 bits to the local.
     let result = unsafe {
         real!(cuDeviceGetGraphMemAttribute: fn(CUdevice, u32, *mut u64))(
             device,
-            GRAPHS_RESERVED,
+            attribute,
             &raw mut bytes,
         )
     };
@@ -142,16 +151,21 @@ fn trim_pool(pool: CUmemoryPool, keep: u64) {
 pub fn look_until<R>(
     process: &Process,
     place: usize,
-    mut note: impl FnMut(&mut Kept, &Device, (Version, u64)) -> Result<R, Outdated>,
+    mut note: impl FnMut(&mut Kept, &Device, Found) -> Result<R, Outdated>,
 ) -> Option<R> {
     for _ in 0..LOOKS {
         let look = Look::begin(process, place)?;
-        let (device, version) = (look.device, look.version);
+        let (device, seen) = (look.device, look.version);
         let asked = look.ask();
         let noted = look.end(|kept| {
             // Where the driver does not say, it has all that was charged.
             let now = asked.unwrap_or(kept.covered()).max(kept.floor());
-            note(kept, device, (version, device.taken_by(now)))
+            let found = Found {
+                seen,
+                now: device.taken_by(now),
+                least: device.taken_by(kept.least()),
+            };
+            note(kept, device, found)
         })?;
         if let Ok(done) = noted {
             return Some(done);
@@ -162,9 +176,9 @@ pub fn look_until<R>(
 
 /// Brings a charge to what the driver has.
 pub fn settle(process: &Process, place: usize) {
-    let settled = look_until(process, place, |kept, device, (seen, now)| {
+    let settled = look_until(process, place, |kept, device, found| {
         let reserve = |more| process.reserve_in_parts(device, 0, more).unwrap_or(0);
-        kept.settle(seen, now, reserve)
+        kept.settle(found, reserve)
             .map(|surplus| (device.number, surplus))
     });
     if let Some((device, surplus)) = settled {

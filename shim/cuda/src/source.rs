@@ -166,7 +166,7 @@ impl Source {
     /// What the pool has and does not use, whatever lies beside it in the same blocks.
     fn claim(self, bytes: u64) -> Option<OnItsWay> {
         let look = Look::begin(self.process, self.place)?;
-        let (seen, asked) = (look.version, look.ask());
+        let (seen, asked) = (look.version, look.ask_both());
         look.end(|kept| kept.claim(seen, asked?, bytes)).flatten()
     }
 
@@ -200,27 +200,22 @@ impl Source {
     /// reserved already counts.
     pub fn raise_floor(self, bytes: u64, driver: Call<'_>) -> CUresult {
         let to_blocks = |bytes| self.device.taken_by(bytes);
-        let missing = self.with(|kept| {
-            let missing = kept.missing_for_floor(bytes, to_blocks);
-            // Before the driver is asked, so that another that raises it meanwhile counts on nothing that this one
-            // needs.
-            kept.raise_floor(bytes);
-            missing
-        });
+        // Before the driver is asked, so that another that raises it meanwhile counts on nothing that this one needs.
+        let missing = self.with(|kept| kept.await_floor(bytes, to_blocks));
         let missing = missing.unwrap_or(bytes);
-        let reserved = Reserved::new(self.process, self.device, missing, missing);
-        let result = match reserved {
-            Ok(reserved) => {
-                let bytes = reserved.keep();
-                let way = self.with(|kept| kept.begin(bytes, bytes));
-                let result = driver.make();
-                if let Some(way) = way {
-                    self.arrive(way);
-                }
-                result
+        let reserved = match Reserved::new(self.process, self.device, missing, missing) {
+            Ok(reserved) => reserved.keep(),
+            Err(code) => {
+                self.with(|kept| kept.abandon_floor(bytes));
+                kept::settle(self.process, self.place);
+                return code;
             }
-            Err(code) => code,
         };
+        let way = self.with(|kept| kept.begin_floor(bytes, reserved));
+        let result = driver.make();
+        if let Some(way) = way {
+            self.arrive(way);
+        }
         if !result.is_ok() {
             kept::lower_floor_at(self.process, self.place, bytes);
         }

@@ -4,6 +4,8 @@ use std::time::{Duration, Instant};
 
 use tranche_shim_tests::{Driver, Probe, Share, World};
 
+use crate::families::{with_variable, write};
+
 /// The odd driver's first and second GPU.
 pub const GPU_0: &str = "GPU-11111111-1111-1111-1111-111111111100";
 pub const GPU_1: &str = "GPU-11111111-1111-1111-1111-111111111101";
@@ -200,6 +202,41 @@ fn a_pool_with_room_is_used_where_the_cap_is_full() {
         OUT_OF_MEMORY
     );
     assert_eq!(probe.ask("steer held 0").code, i64::try_from(CAP).unwrap());
+}
+
+/// What is freed in a capture is in use until the graph is launched, and nobody waits for that: a pool without any other
+/// room is not used.
+#[test]
+fn what_a_pool_has_in_use_is_not_room() {
+    let (world, share) = one_gpu();
+    let mut probe = ready(&world, 1);
+    probe.ask("steer pool_keeps 1");
+    probe.ask("steer frees_wait 1");
+    let half = format!("async {}", CAP / 2);
+    let pending = probe.must(&half).number(0);
+    probe.must(&format!("alloc {}", CAP / 2));
+    assert_eq!(probe.call("cuStreamBeginCapture_v2 9 0"), 0);
+    probe.must(&format!("free-async {pending}"));
+    assert_eq!(probe.ask(&half).code, OUT_OF_MEMORY);
+    assert_eq!(probe.call("cuStreamEndCapture 9 &0"), 0);
+    probe.must(&half);
+    let peak = probe.ask("steer peak 0").code;
+    assert_eq!((peak, share.used()), (i64::try_from(CAP).unwrap(), CAP));
+}
+
+/// What is left in the share is not taken twice for a module's variables.
+#[test]
+fn a_module_is_loaded_into_what_a_pool_has_freed() {
+    let (world, share) = one_gpu();
+    let mut probe = ready(&world, 1);
+    probe.ask("steer frees_wait 1");
+    let pending = probe.must(&format!("async {}", CAP - 4 * BLOCK)).number(0);
+    probe.must(&format!("free-async {pending}"));
+    write(&mut probe, &with_variable(CAP - 2 * BLOCK));
+    let module = probe.get("cuModuleLoadData &0 &100");
+    assert!((CAP - 2 * BLOCK..=CAP).contains(&share.used()));
+    assert_eq!(probe.call(&format!("cuModuleUnload {module}")), 0);
+    assert_eq!(share.used(), 0);
 }
 
 /// Memory that another process exported is charged to who imports it, by every way, until it is let go.
