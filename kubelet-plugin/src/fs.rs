@@ -5,7 +5,7 @@
 use std::ffi::CString;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{AtFlags, CWD, StatxAttributes, StatxFlags, statx};
@@ -103,14 +103,19 @@ impl Fs for HostFs {
                 .write(true)
                 .create(true)
                 .truncate(true)
-                .mode(0o600)
+                .mode(mode)
                 .open(path)?;
-            // Set explicitly: the umask would reduce the creation mode, and the file may exist
-            // already.
-            file.set_permissions(std::fs::Permissions::from_mode(mode))?;
+            // The umask may have reduced it, and the file may exist already. Every change of an inode may wait for the
+            // disk, so that none is made in vain.
+            if file.metadata()?.mode() & 0o7777 != mode {
+                file.set_permissions(std::fs::Permissions::from_mode(mode))?;
+            }
             let zeros = content.iter().rev().take_while(|byte| **byte == 0).count();
             file.write_all(&content[..content.len() - zeros])?;
-            file.set_len(content.len() as u64)
+            if zeros > 0 {
+                file.set_len(content.len() as u64)?;
+            }
+            Ok(())
         };
         write().at("write", path)
     }
@@ -163,7 +168,7 @@ impl Fs for HostFs {
 
     fn mode(&self, path: &Path) -> Result<Option<u32>, FsError> {
         let meta = std::fs::metadata(path).at_if_there("look at", path)?;
-        Ok(meta.map(|m| m.permissions().mode() & 0o7777))
+        Ok(meta.map(|meta| meta.mode() & 0o7777))
     }
 
     fn mount_tmpfs(&self, path: &Path, size: TmpfsSize) -> Result<(), FsError> {
@@ -201,10 +206,11 @@ fn is_mounted(path: &Path) -> Result<Option<bool>, FsError> {
     Ok(found.map(|found| found.stx_attributes.contains(StatxAttributes::MOUNT_ROOT)))
 }
 
-/// Whether a file must survive a power failure.
+/// What is left of a file after a power failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Durability {
-    /// It must, because it is the only record.
+    /// Its old content or its new one, whole: the content is waited for, its name is not. A file that was removed does not
+    /// come back.
     Disk,
     /// It is rebuilt from the journal, or is on a tmpfs.
     Rebuilt,
@@ -253,10 +259,7 @@ pub fn replace(
         let _ = fs.remove_file(&tmp);
         return Err(e);
     }
-    match (durability, path.parent()) {
-        (Durability::Disk, Some(folder)) => fs.sync(folder),
-        _ => Ok(()),
-    }
+    Ok(())
 }
 
 /// Like [`replace`], but does not write a file that is already correct.
@@ -489,16 +492,15 @@ mod tests {
     }
 
     #[test]
-    fn a_file_is_on_the_disk_before_its_name_is() {
+    fn a_file_is_on_the_disk_before_its_name_is_and_a_removed_one_does_not_come_back() {
         let dir = tempfile::tempdir().unwrap();
-        let fs = FaultyFs::recording();
-        replace(&fs, &dir.path().join("a"), b"x", 0o644, Durability::Disk).unwrap();
-        let verbs: Vec<_> = fs.calls();
-        let verbs: Vec<_> = verbs
-            .iter()
-            .map(|c| c.split(" /").next().unwrap())
-            .collect();
-        assert_eq!(verbs, ["write", "sync", "rename to", "sync"]);
+        let (fs, path) = (FaultyFs::recording(), dir.path().join("a"));
+        replace(&fs, &path, b"x", 0o644, Durability::Disk).unwrap();
+        remove(&fs, &path, Durability::Disk).unwrap();
+        let calls = fs.calls();
+        let verbs = calls.iter().map(|call| call.split(" /").next().unwrap());
+        let expected = ["write", "sync", "rename to", "remove", "remove", "sync"];
+        assert_eq!(verbs.collect::<Vec<_>>(), expected);
     }
 
     #[test]

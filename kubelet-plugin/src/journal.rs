@@ -170,13 +170,14 @@ impl Journal {
         }
     }
 
-    /// Writes one claim's record.
+    /// Writes one claim's record. After a power failure the old one or none may be there, but no part of one: no container
+    /// and no page outlives a power failure, so that the claim is prepared anew (docs/adr/0006).
     pub fn write(&self, record: &Record) -> Result<(), FsError> {
         let path = self.path(&record.plan.allocation.uid);
         fs::replace(&*self.fs, &path, &record.encode(), 0o600, Durability::Disk)
     }
 
-    /// Removes one claim's record; it may be gone.
+    /// Removes one claim's record; it may be gone. It must not come back, because then the claim would hold its GPU again.
     pub fn remove(&self, uid: &str) -> Result<(), FsError> {
         fs::remove(&*self.fs, &self.path(uid), Durability::Disk)
     }
