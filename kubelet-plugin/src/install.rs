@@ -18,9 +18,10 @@ use crate::fs::{self, Fs, FsError};
 
 /// Files of the image, with their modes: the programs of every container's hooks.
 const HOOK_FILES: [(&str, u32); 2] = [("tranche-cdi-hook", 0o755), ("ldconfig", 0o755)];
-/// Files of the image, with their modes: the shim.
-const SHIM_FILES: [(&str, u32); 2] = [("libcuda.so.1", 0o644), ("libnvidia-ml.so.1", 0o644)];
-const PRELOAD: (&str, u32) = ("ld.so.preload", 0o644);
+/// The shim: files of the image, and the preload list.
+const SHIM_FILES: [&str; 3] = ["libcuda.so.1", "libnvidia-ml.so.1", PRELOAD];
+const SHIM_MODE: u32 = 0o644;
+const PRELOAD: &str = "ld.so.preload";
 /// The preload list of a capped container's loader.
 const PRELOAD_CONTENT: &[u8] =
     b"/usr/lib/tranche/libcuda.so.1\n/usr/lib/tranche/libnvidia-ml.so.1\n";
@@ -73,20 +74,15 @@ pub enum Needs {
     },
 }
 
-#[derive(Debug)]
-struct Installed {
-    path: PathBuf,
-    content: Vec<u8>,
-    mode: u32,
-}
-
 /// The installed files.
 #[derive(Debug)]
 pub struct Installation {
     fs: Arc<dyn Fs>,
     libraries: PathBuf,
-    hooks: Vec<Installed>,
-    shim: Vec<Installed>,
+    /// With their modes. They are large, so that their content is not kept.
+    hooks: Vec<(PathBuf, u32)>,
+    /// With their contents.
+    shim: Vec<(PathBuf, Vec<u8>)>,
     /// All tenants have the shim's files mounted. If no other process had them open, a tenant could
     /// take a lease on one (`F_SETLEASE`), and every start of a process of its neighbours would block
     /// for 45 s.
@@ -107,49 +103,34 @@ impl Installation {
             fs.create_dir(folder)?;
             fs::remove_temporaries(&*fs, folder, "")?;
         }
-        let read = |folder: &Path, (name, mode): (&str, u32)| {
+        let read = |name: &str| {
             let path = image.join(name);
-            let content = fs.read(&path)?.ok_or(InstallError::NotInImage { path })?;
-            Ok(Installed {
-                path: folder.join(name),
-                content,
-                mode,
-            })
+            fs.read(&path)?.ok_or(InstallError::NotInImage { path })
         };
-        let hooks = HOOK_FILES
-            .into_iter()
-            .map(|file| read(hook_dir, file))
-            .collect::<Result<Vec<_>, InstallError>>()?;
-        let mut shim = SHIM_FILES
-            .into_iter()
-            .map(|file| read(target, file))
-            .collect::<Result<Vec<_>, InstallError>>()?;
-        shim.push(Installed {
-            path: target.join(PRELOAD.0),
-            content: PRELOAD_CONTENT.to_vec(),
-            mode: PRELOAD.1,
-        });
-        for file in hooks.iter().chain(&shim) {
-            fs::ensure(&*fs, &file.path, &file.content, file.mode)?;
+        let mut hooks = Vec::new();
+        for (name, mode) in HOOK_FILES {
+            let path = hook_dir.join(name);
+            fs::ensure(&*fs, &path, &read(name)?, mode)?;
+            hooks.push((path, mode));
+        }
+        let mut shim = Vec::new();
+        for name in SHIM_FILES {
+            let content = match name {
+                PRELOAD => PRELOAD_CONTENT.to_vec(),
+                _ => read(name)?,
+            };
+            let path = target.join(name);
+            fs::ensure(&*fs, &path, &content, SHIM_MODE)?;
+            shim.push((path, content));
         }
         let mut open = Vec::new();
         for pages in versions(&*fs, libraries)? {
-            for (name, _) in SHIM_FILES.into_iter().chain([PRELOAD]) {
-                let path = folder_of(libraries, pages).join(name);
+            for path in shim_files(libraries, pages) {
                 if fs.mode(&path)?.is_some() {
                     open.push(fs.open(&path)?);
                 }
             }
         }
-        // The hooks are large, so their content is not kept in memory: only path and mode are
-        // verified.
-        let hooks = hooks
-            .into_iter()
-            .map(|file| Installed {
-                content: Vec::new(),
-                ..file
-            })
-            .collect();
         Ok(Self {
             fs,
             libraries: libraries.to_owned(),
@@ -161,28 +142,27 @@ impl Installation {
 
     /// Fails if a file that a claim needs has changed since it was installed.
     pub fn verify(&self, needs: Needs) -> Result<(), InstallError> {
-        let not_intact = |file: &Installed| InstallError::NotIntact {
-            path: file.path.clone(),
+        let not_intact = |path: &Path| InstallError::NotIntact {
+            path: path.to_owned(),
         };
-        for file in &self.hooks {
-            if self.fs.mode(&file.path)? != Some(file.mode) {
-                return Err(not_intact(file));
+        for (path, mode) in &self.hooks {
+            if self.fs.mode(path)? != Some(*mode) {
+                return Err(not_intact(path));
             }
         }
         match needs {
             Needs::Hooks => {}
             Needs::Shim { pages: PAGES } => {
-                for file in &self.shim {
-                    if !fs::is_intact(&*self.fs, &file.path, &file.content, file.mode)? {
-                        return Err(not_intact(file));
+                for (path, content) in &self.shim {
+                    if !fs::is_intact(&*self.fs, path, content, SHIM_MODE)? {
+                        return Err(not_intact(path));
                     }
                 }
             }
             // Another release installed it: its content is not known here.
             Needs::Shim { pages } => {
-                for (name, mode) in SHIM_FILES.into_iter().chain([PRELOAD]) {
-                    let path = folder_of(&self.libraries, pages).join(name);
-                    if self.fs.mode(&path)? != Some(mode) {
+                for path in shim_files(&self.libraries, pages) {
+                    if self.fs.mode(&path)? != Some(SHIM_MODE) {
                         return Err(InstallError::OtherVersion { path, pages });
                     }
                 }
@@ -226,6 +206,12 @@ fn folder_of(libraries: &Path, pages: u32) -> PathBuf {
     libraries.join(pages.to_string())
 }
 
+/// The files of the shim for pages of a version.
+fn shim_files(libraries: &Path, pages: u32) -> impl Iterator<Item = PathBuf> {
+    let folder = folder_of(libraries, pages);
+    SHIM_FILES.into_iter().map(move |name| folder.join(name))
+}
+
 /// The versions that have a folder. The hooks may be in the same folder.
 fn versions(fs: &dyn Fs, libraries: &Path) -> Result<BTreeSet<u32>, FsError> {
     let names = fs.list(libraries)?;
@@ -245,7 +231,8 @@ pub(crate) mod testing {
     /// An image's folder with placeholders for the built files.
     pub fn lay_out_image(folder: &Path) {
         std::fs::create_dir_all(folder).unwrap();
-        for (name, _) in HOOK_FILES.iter().chain(&SHIM_FILES) {
+        let hooks = HOOK_FILES.iter().map(|(name, _)| name);
+        for name in hooks.chain(&SHIM_FILES).filter(|name| **name != PRELOAD) {
             std::fs::write(folder.join(name), format!("content of {name}")).unwrap();
         }
     }
@@ -291,7 +278,7 @@ mod tests {
             |path| std::fs::write(path, "other").unwrap(),
             |path| std::fs::set_permissions(path, PermissionsExt::from_mode(0o666)).unwrap(),
         ];
-        for name in ["libcuda.so.1", "libnvidia-ml.so.1", "ld.so.preload"] {
+        for name in SHIM_FILES {
             for harm in harms {
                 let dir = tempfile::tempdir().unwrap();
                 lay_out_image(&dir.path().join("image"));
@@ -317,7 +304,7 @@ mod tests {
             let perl = perl.args(["-e", F_SETLEASE]).arg(dir.path().join(name));
             perl.status().unwrap().success()
         };
-        for name in ["libcuda.so.1", "libnvidia-ml.so.1", "ld.so.preload"] {
+        for name in SHIM_FILES {
             assert!(!leases(&format!("lib/{PAGES}/{name}")), "{name}");
         }
         assert!(leases("image/libcuda.so.1"), "a file that nobody has open");
@@ -347,10 +334,9 @@ mod tests {
         use std::os::unix::fs::PermissionsExt;
         let folder = folder_of(libraries, pages);
         std::fs::create_dir_all(&folder).unwrap();
-        for (name, mode) in SHIM_FILES.into_iter().chain([PRELOAD]) {
-            std::fs::write(folder.join(name), format!("another {name}")).unwrap();
-            let mode = PermissionsExt::from_mode(mode);
-            std::fs::set_permissions(folder.join(name), mode).unwrap();
+        for (path, name) in shim_files(libraries, pages).zip(SHIM_FILES) {
+            std::fs::write(&path, format!("another {name}")).unwrap();
+            std::fs::set_permissions(&path, PermissionsExt::from_mode(SHIM_MODE)).unwrap();
         }
     }
 
