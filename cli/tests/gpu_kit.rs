@@ -363,20 +363,8 @@ fn without_mounts_what_needs_no_share_runs() {
 fn a_driver_in_usr_local_nvidia_is_found() {
     let machine = Machine::new("elsewhere");
     let script = r#"
-        set -e
-        mount --make-rprivate /
-        mount -t tmpfs x "$work"
-        for folder in usr etc var; do
-            mkdir "$work/$folder" "$work/$folder.work"
-            mount -t overlay x -o "lowerdir=/$folder,upperdir=$work/$folder,workdir=$work/$folder.work" "/$folder"
-        done
-        mkdir "$work/dev"
-        cp -a /dev/null /dev/zero /dev/urandom "$work/dev"
-        mount --bind "$work/dev" /dev
         mkdir /dev/shm
         mount -t tmpfs x /dev/shm
-        mount -t tmpfs x /run
-        "$install" / --gpu-model H100-80 --gpus 2 >&2
         mkdir -p "/usr/local/nvidia/$folder_of_libraries" /usr/local/nvidia/bin
         mv /usr/lib/x86_64-linux-gnu/libcuda.so* /usr/lib/x86_64-linux-gnu/libnvidia-ml.so* "/usr/local/nvidia/$folder_of_libraries"
         mv /usr/bin/nvidia-smi /usr/local/nvidia/bin
@@ -388,19 +376,10 @@ fn a_driver_in_usr_local_nvidia_is_found() {
     // `tranche run` does not search the second one.
     for folder in ["lib64", "lib"] {
         let work = tempfile::tempdir().unwrap();
-        let ran = Command::new("unshare")
-            .args(["-m", "sh", "-c", script])
-            .env("work", work.path())
+        let ran = common::on_a_machine_of_its_own(work.path(), script)
             .env("folder_of_libraries", folder)
             .env("kit", kit())
             .env("results", machine.results.path())
-            .env(
-                "install",
-                target()
-                    .join("simulator/install-root")
-                    .canonicalize()
-                    .unwrap(),
-            )
             .output()
             .unwrap();
         let (out, errors) = (text(&ran.stdout), text(&ran.stderr));

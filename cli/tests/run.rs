@@ -511,18 +511,6 @@ fn nothing_of_the_host_is_changed() {
 fn with_the_hosts_own_driver() {
     let machine = Machine::new();
     let script = r#"
-        set -e
-        mount --make-rprivate /
-        mount -t tmpfs x "$work"
-        for folder in usr etc var; do
-            mkdir "$work/$folder" "$work/$folder.work"
-            mount -t overlay x -o "lowerdir=/$folder,upperdir=$work/$folder,workdir=$work/$folder.work" "/$folder"
-        done
-        mkdir "$work/dev"
-        cp -a /dev/null /dev/zero /dev/urandom "$work/dev"
-        mount --bind "$work/dev" /dev
-        mount -t tmpfs x /run
-        "$install" / --gpu-model H100-80 --gpus 2 >&2
         /usr/bin/nvidia-sim-persistenced --root / >/dev/null 2>&1 &
         trap "kill $!" EXIT
         until [ -e /run/nvidia-persistenced/socket ]; do sleep 0.01; done
@@ -538,17 +526,8 @@ fn with_the_hosts_own_driver() {
         ls /usr/lib/tranche /etc/ld.so.preload 2>&1 | grep -c "No such file"
     "#;
     let work = tempfile::tempdir().unwrap();
-    let ran = Command::new("unshare")
-        .args(["-m", "sh", "-c", script])
-        .env("work", work.path())
+    let ran = common::on_a_machine_of_its_own(work.path(), script)
         .env("ours", machine.ours.path())
-        .env(
-            "install",
-            tranche_shim_tests::target()
-                .canonicalize()
-                .unwrap()
-                .join("simulator/install-root"),
-        )
         .output()
         .unwrap();
     let out = text(&ran.stdout);

@@ -5,8 +5,20 @@ use serde_json::{Value, json};
 use tranche_api::gpu_node::{Gpu, Inventory, MigMode};
 use tranche_api::names::{DRIVER, pool};
 use tranche_api::quantity::Quantity;
+use tranche_api::sharing_policy::SharingPolicy;
 
 use crate::claim::Allocation;
+
+/// A policy with this spec.
+pub(crate) fn policy(name: &str, spec: &Value) -> SharingPolicy {
+    serde_json::from_value(json!({
+        "apiVersion": "gpu.tranche.dev/v1alpha1",
+        "kind": "SharingPolicy",
+        "metadata": {"name": name},
+        "spec": spec,
+    }))
+    .expect("a policy")
+}
 
 pub(crate) const NODE: &str = "node-a";
 pub(crate) const UID: &str = "0f4a3c1e-6f55-4b6a-9a3d-2d7f8f0b1c2d";

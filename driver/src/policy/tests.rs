@@ -1,20 +1,15 @@
 use serde_json::{Value, json};
 
 use super::*;
-use crate::testing::gpu;
+use crate::testing::{self, gpu};
 
+/// A policy with this spec, that offers whole GPUs unless the spec says otherwise.
 fn policy(name: &str, spec: &Value) -> SharingPolicy {
     let mut spec = spec.clone();
     if spec.get("tiers").is_none() {
         spec["tiers"] = json!(["exclusive"]);
     }
-    serde_json::from_value(json!({
-        "apiVersion": "gpu.tranche.dev/v1alpha1",
-        "kind": "SharingPolicy",
-        "metadata": {"name": name},
-        "spec": spec,
-    }))
-    .expect("a policy")
+    testing::policy(name, &spec)
 }
 
 fn labels(pairs: &[(&str, &str)]) -> BTreeMap<String, String> {

@@ -11,21 +11,11 @@ use tranche_api::tier::Tier;
 use tranche_api::withheld::reason;
 
 use super::*;
-use crate::testing::{NODE, gpu, inventory};
+use crate::testing::{NODE, gpu, inventory, policy};
 
 const NODE_UID: &str = "7c1b2f6e-0d5e-4a43-8a07-5c9f1a2b3c4d";
 /// The slices of a node with two GPUs under a plain policy, as sent to the API server.
 const GOLDEN: &str = include_str!("../../testdata/slices-two-h100.json");
-
-pub(super) fn policy(name: &str, spec: &Value) -> SharingPolicy {
-    serde_json::from_value(json!({
-        "apiVersion": "gpu.tranche.dev/v1alpha1",
-        "kind": "SharingPolicy",
-        "metadata": {"name": name},
-        "spec": spec,
-    }))
-    .expect("a policy")
-}
 
 fn all_tiers() -> SharingPolicy {
     policy(
@@ -52,6 +42,23 @@ fn input<'a>(
 
 fn planned(inventory: &Inventory, policies: &[SharingPolicy]) -> SlicePlan {
     plan(&input(inventory, policies, &BTreeMap::new())).unwrap()
+}
+
+/// The plan where these devices are published, of which the API server would store everything.
+fn replanned(
+    inventory: &Inventory,
+    policies: &[SharingPolicy],
+    withheld: &[WithheldGpu],
+    published: &[Device],
+) -> SlicePlan {
+    let plan = plan(&NodeInput {
+        withheld,
+        retained: &whole(published),
+        ..input(inventory, policies, &BTreeMap::new())
+    });
+    let plan = plan.unwrap();
+    limits::check(&objects(&plan));
+    plan
 }
 
 pub(super) fn objects(plan: &SlicePlan) -> Vec<ResourceSlice> {
@@ -413,8 +420,7 @@ fn two_gpus_under_one_name_are_both_withheld_and_the_third_is_offered() {
 
 #[test]
 fn what_the_node_withholds_is_not_offered_and_stays_tainted_where_it_is_allocated() {
-    let (inventory, labels) = (inventory(vec![gpu(0), gpu(1)]), BTreeMap::new());
-    let policies = [all_tiers()];
+    let (inventory, policies) = (inventory(vec![gpu(0), gpu(1)]), [all_tiers()]);
     let before = devices(&planned(&inventory, &policies));
     let retained: Vec<_> = before
         .into_iter()
@@ -423,13 +429,7 @@ fn what_the_node_withholds_is_not_offered_and_stays_tainted_where_it_is_allocate
     let lost = WithheldGpu::whole("index 2", reason::GPU_LOST, "lost".to_owned());
     let other = WithheldGpu::whole(&gpu(1).uuid, reason::OTHER_PROVIDER, "taken".to_owned());
     let withheld = [lost, other];
-    let after = plan(&NodeInput {
-        withheld: &withheld,
-        retained: &whole(&retained),
-        ..input(&inventory, &policies, &labels)
-    })
-    .unwrap();
-    limits::check(&objects(&after));
+    let after = replanned(&inventory, &policies, &withheld, &retained);
     assert_eq!(
         names(&after),
         [
@@ -469,15 +469,10 @@ fn a_held_device_stays_with_a_taint() {
         ..Device::default()
     };
     // The policy does not offer shares any more, and GPU 1 is gone.
-    let (inventory, labels) = (inventory(vec![gpu(0)]), BTreeMap::new());
+    let inventory = inventory(vec![gpu(0)]);
     let policies = [policy("p", &json!({"tiers": ["exclusive"]}))];
     let retained = [held.clone(), vec![foreign]].concat();
-    let after = plan(&NodeInput {
-        retained: &whole(&retained),
-        ..input(&inventory, &policies, &labels)
-    })
-    .unwrap();
-    limits::check(&objects(&after));
+    let after = replanned(&inventory, &policies, &[], &retained);
     assert_eq!(
         names(&after),
         ["gpu-00000000", "gpu-00000000-capped", "gpu-00000001"]
@@ -492,11 +487,7 @@ fn a_held_device_stays_with_a_taint() {
         assert_eq!(device.consumes_counters, before.consumes_counters);
     }
     // A device that is offered again loses the taint.
-    let again = plan(&NodeInput {
-        retained: &whole(&devices(&after)),
-        ..input(&inventory, &[all_tiers()], &labels)
-    })
-    .unwrap();
+    let again = replanned(&inventory, &[all_tiers()], &[], &devices(&after));
     let tainted: Vec<_> = devices(&again)
         .into_iter()
         .filter(|d| d.taints.is_some())
