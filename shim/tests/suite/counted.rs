@@ -12,11 +12,11 @@ use crate::cap::{CAP, GPU_0};
 /// that may be: a tenth more, for another compiler, or half, where the loader's look-ups are most of it.
 const CALLS: [(&str, u32, u64, u64); 9] = [
     ("pass", 0, 7, 8),
-    ("alloc-free", 0, 832, 870),
-    ("alloc-free", 10_000, 869, 910),
+    ("alloc-free", 0, 789, 830),
+    ("alloc-free", 10_000, 826, 870),
     ("refused", 0, 171, 190),
-    ("full", 0, 459, 480),
-    ("info", 0, 197, 215),
+    ("full", 0, 437, 460),
+    ("info", 0, 209, 215),
     ("address", 0, 290, 320),
     ("first-address", 0, 148_702, 200_000),
     ("launch", 0, 149, 165),
