@@ -52,7 +52,7 @@ use crate::reporter::ClusterReporter;
 use crate::sockets::Socket;
 use crate::status::StatusWriter;
 use crate::sweep::ShareSweeper;
-use crate::watchdog::{Board, Watchdog};
+use crate::watchdog::{self, Board, Watchdog};
 
 const SYSFS: &str = "/sys";
 
@@ -158,19 +158,18 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     // Helpers run until the servers have drained, because a last Prepare needs them.
     let helpers_stop = CancellationToken::new();
     let mut helpers = JoinSet::new();
-    let watchdog = Watchdog::new(
-        Arc::clone(&fs),
-        Arc::clone(preparer.ledger()),
-        layout.clone(),
-        Box::new(installed.clone()),
-        proc.clone(),
+    let watched = watchdog::Parts {
+        ledger: Arc::clone(preparer.ledger()),
+        layout: layout.clone(),
         policy,
-        driver.clone(),
+        state: driver.clone(),
         contexts,
-        Events::new(client.clone(), &node_name),
-        Arc::clone(&metrics),
+        events: Events::new(client.clone(), &node_name),
+        metrics: Arc::clone(&metrics),
         board,
-    );
+    };
+    let nvml = Box::new(installed.clone());
+    let watchdog = Watchdog::new(watched, Arc::clone(&fs), nvml, proc.clone());
     let unowned = watchdog.unowned();
     helpers.spawn(watchdog.run(helpers_stop.clone()));
     let access = Access::new(client.clone());

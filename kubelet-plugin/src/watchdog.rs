@@ -54,19 +54,33 @@ const STAYS: Duration = Duration::from_secs(30);
 const UNOWNED: &str = "memory of the GPU is in use by no process, so no new claim gets the GPU until it is free \
      (tranche_gpu_unowned_memory_bytes); if it stays, reset the GPU (`nvidia-smi --gpu-reset`) or reboot the node";
 
+/// What a watchdog reads and writes.
+#[derive(Debug)]
+pub struct Parts {
+    /// The held claims.
+    pub ledger: Arc<Ledger>,
+    /// The paths of the pages.
+    pub layout: Layout,
+    /// What the policies ask of this node.
+    pub policy: watch::Receiver<NodePolicy>,
+    /// The current driver.
+    pub state: watch::Receiver<DriverState>,
+    /// The measured sizes of contexts.
+    pub contexts: Arc<Contexts>,
+    /// Events on pods.
+    pub events: Events,
+    /// The counters.
+    pub metrics: Arc<Metrics>,
+    /// Where the findings go.
+    pub board: Arc<Board>,
+}
+
 /// Watches the held GPUs.
 #[derive(Debug)]
 pub struct Watchdog {
-    ledger: Arc<Ledger>,
-    layout: Layout,
+    parts: Parts,
     proc: Proc,
     probe: Probe,
-    policy: watch::Receiver<NodePolicy>,
-    state: watch::Receiver<DriverState>,
-    contexts: Arc<Contexts>,
-    events: Events,
-    metrics: Arc<Metrics>,
-    board: Arc<Board>,
     unowned: watch::Sender<Vec<WithheldGpu>>,
     watched: WatchedFile,
     gpus: BTreeMap<String, Gpu>,
@@ -115,26 +129,13 @@ impl Gpu {
 type Devices = BTreeMap<String, (Arc<Record>, usize)>;
 
 impl Watchdog {
-    /// Watches what `ledger` holds, and what an earlier process watched, with the NVML of `driver`; `proc` is the host's.
-    /// From here on `board` has the GPUs that an earlier process withheld.
+    /// Watches what the ledger holds, and what an earlier process watched, with the NVML of `driver`; `proc` is the host's.
+    /// From here on the board has the GPUs that an earlier process withheld.
     #[must_use]
-    #[expect(clippy::too_many_arguments, reason = "all that it reads and tells")]
-    pub fn new(
-        fs: Arc<dyn Fs>,
-        ledger: Arc<Ledger>,
-        layout: Layout,
-        driver: Box<dyn Driver>,
-        proc: PathBuf,
-        policy: watch::Receiver<NodePolicy>,
-        state: watch::Receiver<DriverState>,
-        contexts: Arc<Contexts>,
-        events: Events,
-        metrics: Arc<Metrics>,
-        board: Arc<Board>,
-    ) -> Self {
+    pub fn new(parts: Parts, fs: Arc<dyn Fs>, driver: Box<dyn Driver>, proc: PathBuf) -> Self {
         let proc = Proc::new(proc);
         let now = Instant::now();
-        let (watched, known) = WatchedFile::load(fs, &layout);
+        let (watched, known) = WatchedFile::load(fs, &parts.layout);
         let watch_all = known.is_none();
         let gpus = known.unwrap_or_default().into_iter();
         let gpus = gpus.map(|(uuid, is_withheld)| {
@@ -147,16 +148,9 @@ impl Watchdog {
             (uuid, gpu)
         });
         let this = Self {
-            ledger,
-            layout,
+            parts,
             probe: Probe::new(driver, proc.clone()),
             proc,
-            policy,
-            state,
-            contexts,
-            events,
-            metrics,
-            board,
             unowned: watch::Sender::default(),
             watched,
             gpus: gpus.collect(),
@@ -164,7 +158,7 @@ impl Watchdog {
             ended: BTreeSet::new(),
             start: now,
         };
-        this.board.set(0, this.unread(), this.watch_all);
+        this.parts.board.set(0, this.unread(), this.watch_all);
         this.publish_unowned(now);
         this
     }
@@ -191,6 +185,7 @@ impl Watchdog {
         rounds::run(self, INTERVAL, &stop, round, |watchdog, events| {
             for event in events {
                 watchdog
+                    .parts
                     .events
                     .bypass(event.regarding, event.bypass, &event.note);
             }
@@ -200,7 +195,7 @@ impl Watchdog {
 
     /// Watches each GPU once. Returns the events to write.
     fn round(&mut self, now: Instant) -> Vec<BypassEvent> {
-        let devices = devices(&self.ledger);
+        let devices = devices(&self.parts.ledger);
         let is_key = |key: &str| devices.contains_key(key);
         for (record, nth) in devices.values() {
             let uuid = &record.plan.devices[*nth].gpu_uuid;
@@ -217,13 +212,15 @@ impl Watchdog {
         let mut pids = BTreeSet::new();
         let mut board = BTreeMap::new();
         for (uuid, gpu) in &mut self.gpus {
-            let mut held = held(&self.ledger, &self.layout, &devices, uuid);
-            let model = model(&self.state.borrow(), uuid);
-            held.context = model.as_ref().and_then(|model| self.contexts.get(model));
+            let mut held = held(&self.parts.ledger, &self.parts.layout, &devices, uuid);
+            let model = model(&self.parts.state.borrow(), uuid);
+            held.context = model
+                .as_ref()
+                .and_then(|model| self.parts.contexts.get(model));
             let watched = match self.probe.sample(&held, is_key) {
                 Ok(sample) => {
                     if let Some(model) = &model {
-                        self.contexts.note(model, uuid, &sample);
+                        self.parts.contexts.note(model, uuid, &sample);
                     }
                     pids.extend(sample.processes.iter().map(|process| process.id.pid));
                     let nanos = now.duration_since(self.start).as_nanos();
@@ -233,7 +230,7 @@ impl Watchdog {
                         .step(u64::try_from(nanos).unwrap_or(u64::MAX), &sample);
                     gpu.log_findings(uuid, was_withheld, &findings);
                     for bypass in &findings.bypasses {
-                        let on_bypass = self.policy.borrow().capped(uuid).on_bypass;
+                        let on_bypass = self.parts.policy.borrow().capped(uuid).on_bypass;
                         let Some((record, nth)) = devices.get(&bypass.share) else {
                             continue;
                         };
@@ -241,12 +238,12 @@ impl Watchdog {
                             && kill(&self.proc, bypass)
                             && self.ended.insert(bypass.process);
                         if ended {
-                            self.metrics.bypasses_ended.inc();
+                            self.parts.metrics.bypasses_ended.inc();
                         }
                         if bypass.must_report || ended {
                             let note = note(uuid, &record.plan.devices[*nth].device, bypass, ended);
                             warn!(claim = %claim_of(record), pod = bypass.pod, "{note}");
-                            events.extend(regarding(&self.ledger, record, bypass).map(
+                            events.extend(regarding(&self.parts.ledger, record, bypass).map(
                                 |regarding| BypassEvent {
                                     regarding,
                                     bypass: if ended {
@@ -287,13 +284,13 @@ impl Watchdog {
         }
         let nanos = now.duration_since(self.start).as_nanos();
         let nanos = u64::try_from(nanos).unwrap_or(u64::MAX);
-        self.board.set(nanos, board, self.watch_all);
+        self.parts.board.set(nanos, board, self.watch_all);
         events
     }
 
     /// If it is not known which GPUs were withheld, watches all of them as withheld, once they are known.
     fn watch_all(&mut self, now: Instant) {
-        let state = self.state.borrow();
+        let state = self.parts.state.borrow();
         let (true, DriverState::Ready(ready)) = (self.watch_all, &*state) else {
             return;
         };

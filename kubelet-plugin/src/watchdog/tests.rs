@@ -231,19 +231,18 @@ fn watchdog(
     policy: watch::Receiver<NodePolicy>,
     metrics: &Arc<Metrics>,
 ) -> Watchdog {
-    Watchdog::new(
-        Arc::new(crate::fs::HostFs),
-        Arc::clone(plugin.preparer.ledger()),
-        world.layout.clone(),
-        Box::new(gpus.clone()),
-        world.proc(),
+    let fs = Arc::new(crate::fs::HostFs);
+    let parts = Parts {
+        ledger: Arc::clone(plugin.preparer.ledger()),
+        layout: world.layout.clone(),
         policy,
-        watch::channel(DriverState::Ready(Arc::clone(&world.ready))).1,
-        Arc::new(Contexts::load(Arc::new(crate::fs::HostFs), &world.layout)),
-        Events::new(world.api.client(), NODE),
-        Arc::clone(metrics),
-        Arc::clone(&plugin.board),
-    )
+        state: watch::channel(DriverState::Ready(Arc::clone(&world.ready))).1,
+        contexts: Arc::new(Contexts::load(Arc::clone(&fs) as _, &world.layout)),
+        events: Events::new(world.api.client(), NODE),
+        metrics: Arc::clone(metrics),
+        board: Arc::clone(&plugin.board),
+    };
+    Watchdog::new(parts, fs, Box::new(gpus.clone()), world.proc())
 }
 
 #[tokio::test]
@@ -479,7 +478,7 @@ async fn the_size_of_a_context_is_measured_and_used() {
     node.in_pod(4_000_001, 700 << 20);
     node.seconds(2);
     let mut inventory = node.world.ready.inventory.clone();
-    node.watchdog.contexts.describe(&mut inventory);
+    node.watchdog.parts.contexts.describe(&mut inventory);
     let measured = inventory.gpus[0].context_memory;
     assert_eq!(measured, Some(Quantity::from_bytes(704 << 20)));
     node.seconds(10);
