@@ -30,6 +30,11 @@ use crate::names::API_VERSION;
 /// The kind of the parameters.
 pub const KIND: &str = "ShareConfig";
 
+/// The fields of the parameters.
+pub const FIELDS: [&str; 3] = ["apiVersion", "kind", "compute"];
+/// The fields of `compute`.
+pub const COMPUTE_FIELDS: [&str; 1] = ["mode"];
+
 /// The effective parameters of one device, with every field set.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
@@ -58,7 +63,8 @@ pub enum ComputeMode {
 }
 
 impl ComputeMode {
-    const WORDS: [(&'static str, Self); 2] = [
+    /// All modes, by their names in the parameters.
+    pub const WORDS: [(&'static str, Self); 2] = [
         ("strict", Self::Strict),
         ("workConserving", Self::WorkConserving),
     ];
@@ -78,8 +84,8 @@ impl Parameters {
         // The kind is checked first: the fields of another kind should not be reported as unknown.
         root.constant("kind", KIND)?;
         root.constant("apiVersion", API_VERSION)?;
-        let root = root.only(&["apiVersion", "kind", "compute"])?;
-        let compute_mode = match root.object("compute", &["mode"])? {
+        let root = root.only(&FIELDS)?;
+        let compute_mode = match root.object("compute", &COMPUTE_FIELDS)? {
             Some(compute) => compute.word("mode", &ComputeMode::WORDS)?,
             None => None,
         };

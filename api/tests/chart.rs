@@ -5,6 +5,8 @@ use std::path::Path;
 
 use kube::CustomResourceExt as _;
 use serde_json::Value;
+use tranche_api::names::API_VERSION;
+use tranche_api::share_config::{COMPUTE_FIELDS, ComputeMode, FIELDS, KIND};
 use tranche_api::{SharingPolicy, Tier};
 
 fn fields<'a>(schema: &'a Value, tier: &str) -> &'a serde_json::Map<String, Value> {
@@ -35,6 +37,26 @@ fn the_values_schema_knows_every_field_of_a_tier_as_the_resource_does() {
                 }
             }
         }
+    }
+}
+
+/// The chart's admission policy refuses a mistyped ShareConfig before the plugin does: it repeats the fields and names in CEL.
+#[test]
+fn the_admission_of_a_share_config_knows_what_the_plugin_knows() {
+    let template = "../deploy/helm/tranche/templates/admission-shareconfig.yaml";
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(template);
+    let template = fs::read_to_string(path).unwrap();
+    let list = |names: &[&str]| serde_json::to_string(names).unwrap().replace(',', ", ");
+    let modes = ComputeMode::WORDS.map(|(name, _)| name);
+    let [mode] = COMPUTE_FIELDS;
+    for expression in [
+        format!("p.?apiVersion.orValue(\"\") == \"{API_VERSION}\""),
+        format!("p.?kind.orValue(\"\") == \"{KIND}\""),
+        format!("p.all(k, k in {})", list(&FIELDS)),
+        format!("c.all(k, k == \"{mode}\")"),
+        format!("c.?{mode}.orValue(\"{}\") in {}", modes[0], list(&modes)),
+    ] {
+        assert!(template.contains(&expression), "there is no {expression}");
     }
 }
 

@@ -39,6 +39,13 @@ fn a_mode_is_read() {
 }
 
 #[test]
+fn a_mode_has_one_name_in_parameters_and_journals() {
+    for (name, mode) in ComputeMode::WORDS {
+        assert_eq!(serde_json::to_value(mode).unwrap(), json!(name));
+    }
+}
+
+#[test]
 fn what_is_wrong_is_refused_with_its_path_and_the_way_out() {
     for (parameters, expected) in [
         (json!(null), "parameters is null, must be an object"),
