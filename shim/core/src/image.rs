@@ -2,15 +2,16 @@
 //!
 //! An image is PTX, an ELF file for one architecture, or a fat binary of several of either. It
 //! contains the sizes of its variables and its code, but not how the driver lays them out. Code is
-//! loaded at its first use, unless the program loads everything at once (`CUDA_MODULE_LOADING`).
-//! Compressed entries of a fat binary show only their total size.
+//! loaded at its first use, unless the program loads everything at once (`CUDA_MODULE_LOADING`): what
+//! is said here is the most that it can take. PTX is compiled by the driver: an instruction of 16
+//! bytes has more of text. Compressed entries of a fat binary show only their total size.
 
 /// The needs of an image, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Needs {
     /// Variables and constants: allocated with the module.
     pub data: u64,
-    /// Code, and what cannot be read: allocated at its first use.
+    /// Code, and what cannot be read, at most: allocated at its first use.
     pub code: u64,
 }
 
@@ -154,7 +155,7 @@ pub fn of_fat_binary(image: &[u8]) -> Needs {
     needs
 }
 
-/// The needs of PTX: its variables, `.global .align 4 .v2 .b8 name[16];`. A size that is not a
+/// The needs of PTX: its length as code, and its variables, `.global .align 4 .v2 .b8 name[16];`. A size that is not a
 /// plain number, which compilers do not write, counts as the largest number.
 #[must_use]
 pub fn of_text(text: &[u8]) -> Needs {
@@ -190,7 +191,8 @@ pub fn of_text(text: &[u8]) -> Needs {
             data = data.saturating_add(bytes);
         }
     }
-    Needs { data, code: 0 }
+    let code = text.len() as u64;
+    Needs { data, code }
 }
 
 /// Bytes of a type: `.b8`, `.u32`, `.f64` and so on.
@@ -286,7 +288,7 @@ mod tests {
             of_text(text),
             Needs {
                 data: expected,
-                code: 0
+                code: text.len() as u64
             }
         );
         assert_eq!(kind(text[..START].try_into().unwrap()), Kind::Text);

@@ -185,8 +185,11 @@ pub fn note(process: &'static Process, key: u64, entry: Entry) {
 
 /// Gives back what a number of the table was charged.
 pub fn give_back(process: &'static Process, key: u64, entry: Entry) {
-    if key >> 56 == Kind::Module as u64 {
-        give_back_module(process, entry);
+    // Pointers have no kind.
+    if key >> 56 != 0
+        && let Some(state) = state_of(key)
+    {
+        give_back_module(process, state, entry);
         return;
     }
     let Some(device) = process.device_numbered(entry.device) else {
@@ -204,13 +207,26 @@ pub fn give_back(process: &'static Process, key: u64, entry: Entry) {
 /// The device of a library's entry: the driver loads it into every context, those to come included.
 pub const EVERY_DEVICE: u8 = u8::MAX;
 
-/// Gives back what a module or a library was charged.
-pub fn give_back_module(process: &Process, entry: Entry) {
+/// The reserve that a module's or library's entry is of.
+#[cold]
+#[inline(never)]
+fn state_of(key: u64) -> Option<State> {
+    if process::is_of(key, Kind::Module) {
+        Some(State::Modules)
+    } else if process::is_of(key, Kind::Code) {
+        Some(State::Code)
+    } else {
+        None
+    }
+}
+
+/// Gives back what a module or a library was charged for its variables, or its code.
+fn give_back_module(process: &Process, state: State, entry: Entry) {
     let is_charged = |device: &&Device| {
         device.is_capped() && (entry.device == EVERY_DEVICE || entry.device == device.number)
     };
     for device in process.devices().filter(is_charged) {
-        kept::lower_floor(process, State::Modules, device, entry.bytes);
+        kept::lower_floor(process, state, device, entry.bytes);
     }
 }
 

@@ -50,7 +50,7 @@ impl<'a> Look<'a> {
     pub fn begin(process: &'a Process, place: usize) -> Option<Self> {
         process.reserves.with(|reserves| {
             let reserve = reserves.get(place)?;
-            if !matches!(reserve.state, State::Pool | State::Graphs | State::Modules) {
+            if matches!(reserve.state, State::None | State::Ending | State::Ended) {
                 return None;
             }
             let device = process.device_numbered(reserve.device)?;

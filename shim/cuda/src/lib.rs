@@ -41,9 +41,8 @@
 //! A context takes memory too, which depends on the GPU's model and the driver: the node measured it
 //! and wrote it into the page. The share has room for one beside its cap, so that the cap of a lone
 //! process is wholly its own: `cuMemGetInfo` says that its total is the cap, and all of it free at
-//! first. Every further context is charged. Stacks and heap of kernels by default are part of a context, and so
-//! is code that is loaded when it is first used; a module's variables are charged by what its image
-//! says of them.
+//! first. Every further context is charged. Stacks and heap of kernels by default are part of a context; a module's
+//! variables and code are charged when it is loaded, by what its image says of them.
 #![no_std]
 #![expect(
     non_camel_case_types,

@@ -2,9 +2,9 @@
 //! the latest when it is used.
 //!
 //! What that is the driver does not tell, so it is charged by what the image says
-//! (`tranche_shim_core::image`): variables always, code where the program asked for all of it at once.
-//! Code that is loaded when it is first used counts as part of its context. Modules share blocks, so
-//! their sum is what is rounded up.
+//! (`tranche_shim_core::image`), when the module is loaded: variables, and all code that it has. Most
+//! drivers load a kernel's code when that is first used, at any of many calls; then there may be no room
+//! any more. Modules share blocks, variables and code apart, so it is their sums that are rounded up.
 
 use core::ffi::{CStr, c_char};
 
@@ -13,9 +13,10 @@ use tranche_shim_core::image::{self, ELF_HEADER, Needs, START};
 use tranche_shim_runtime::sys::{self, File};
 
 use crate::abi::CUresult;
-use crate::charge::{EVERY_DEVICE, give_back_module, note};
-use crate::driver::{Call, real};
+use crate::charge::{EVERY_DEVICE, give_back, note};
+use crate::driver::Call;
 use crate::process::{self, Kind, Process, key};
+use crate::reserves::State;
 use crate::share::Device;
 use crate::source::Source;
 
@@ -57,9 +58,7 @@ fn charge(module: *mut usize, needs: Needs, within: Within, driver: Call<'_>) ->
         Ok(process) => process,
         Err(code) => return code,
     };
-    let code = if loads_at_once() { needs.code } else { 0 };
-    let bytes = needs.data.saturating_add(code);
-    if bytes == 0 {
+    if needs == Needs::default() {
         return driver.make();
     }
     let (device, context) = match within {
@@ -71,35 +70,59 @@ fn charge(module: *mut usize, needs: Needs, within: Within, driver: Call<'_>) ->
             Err(code) => return code,
         },
     };
-    let result = raise(process, device, 0, bytes, driver);
+    let charges = [
+        (State::Modules, Kind::Module, needs.data),
+        (State::Code, Kind::Code, needs.code),
+    ];
+    let [of_data, of_code] = charges.map(|(state, _, bytes)| Floor {
+        state,
+        entry: device,
+        bytes,
+    });
+    let with_code = || raise(process, of_code, 0, driver);
+    let result = raise(process, of_data, 0, Call::of(&with_code));
     if result.is_ok() {
-        let entry = Entry {
-            bytes,
-            device,
-            context,
-        };
         // SAFETY: not null, and the driver has just written to it.
-        note(process, module_key(unsafe { module.read() }), entry);
+        let module = unsafe { module.read() };
+        for (_, kind, bytes) in charges.into_iter().filter(|(_, _, bytes)| *bytes > 0) {
+            let entry = Entry {
+                bytes,
+                device,
+                context,
+            };
+            note(process, key(kind, module as u64), entry);
+        }
     }
     result
 }
 
-/// Whether a device has a cap, and an entry is for it.
-fn is_charged(device: &Device, entry: u8) -> bool {
-    device.is_capped() && (entry == EVERY_DEVICE || entry == device.number)
+/// What a module needs of each of some devices.
+#[derive(Clone, Copy)]
+struct Floor {
+    state: State,
+    /// A device's number, or [`EVERY_DEVICE`].
+    entry: u8,
+    bytes: u64,
 }
 
-/// Charges those devices from a number on that an entry is for, if the driver loads the module.
-fn raise(process: &'static Process, entry: u8, from: u8, bytes: u64, driver: Call<'_>) -> CUresult {
+impl Floor {
+    /// Whether a device has a cap, and this is for it.
+    fn is_of(&self, device: &Device) -> bool {
+        device.is_capped() && (self.entry == EVERY_DEVICE || self.entry == device.number)
+    }
+}
+
+/// Charges the devices from a number on, if the driver loads the module.
+fn raise(process: &'static Process, floor: Floor, from: u8, driver: Call<'_>) -> CUresult {
     let mut charged = process
         .devices()
-        .filter(|device| device.number >= from && is_charged(device, entry));
+        .filter(|device| floor.bytes > 0 && device.number >= from && floor.is_of(device));
     let Some(device) = charged.next() else {
         return driver.make();
     };
-    let rest = || raise(process, entry, device.number + 1, bytes, driver);
-    match Source::modules(process, device) {
-        Ok(source) => source.raise_floor(bytes, Call::of(&rest)),
+    let rest = || raise(process, floor, device.number + 1, driver);
+    match Source::of_device(floor.state, process, device) {
+        Ok(source) => source.raise_floor(floor.bytes, Call::of(&rest)),
         Err(code) => code,
     }
 }
@@ -109,32 +132,19 @@ pub fn unload(module: usize, driver: Call<'_>) -> CUresult {
     let Some(process) = process::joined() else {
         return driver.make();
     };
-    let taken = process.pointers.take(module_key(module));
+    let keys = [Kind::Module, Kind::Code].map(|kind| key(kind, module as u64));
+    let taken = keys.map(|key| process.pointers.take(key));
     let result = driver.make();
     // Another kernel may get a handle of its kernels.
     process.fitting.forget();
-    if let Some(entry) = taken {
-        if result.is_ok() {
-            give_back_module(process, entry);
-        } else {
-            note(process, module_key(module), entry);
+    for (key, entry) in keys.into_iter().zip(taken) {
+        match entry {
+            Some(entry) if result.is_ok() => give_back(process, key, entry),
+            Some(entry) => note(process, key, entry),
+            None => {}
         }
     }
     result
-}
-
-fn module_key(module: usize) -> u64 {
-    key(Kind::Module, module as u64)
-}
-
-/// Whether code is loaded with its module, and not when it is used.
-fn loads_at_once() -> bool {
-    const EAGER: u32 = 1;
-    let mut mode = 0;
-    // SAFETY: writes to the local.
-    let result = unsafe { real!(cuModuleGetLoadingMode: fn(*mut u32))(&raw mut mode) };
-    // Drivers that cannot say load all at once.
-    !result.is_ok() || mode == EAGER
 }
 
 /// # Safety

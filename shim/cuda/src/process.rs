@@ -66,6 +66,7 @@ pub enum Kind {
     Executable,
     Tile,
     Module,
+    Code,
     Limit,
     Local,
     Kernel,

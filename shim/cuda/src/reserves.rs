@@ -1,4 +1,4 @@
-//! The list of what the driver keeps: pools, each device's graphs, and each device's modules.
+//! The list of what the driver keeps: pools, and each device's graphs, modules' variables and modules' code.
 
 use tranche_shim_core::Kept;
 use tranche_shim_core::paths::MAX_SHARES;
@@ -41,8 +41,10 @@ pub enum State {
     None = 0,
     Pool,
     Graphs,
-    /// The modules of a device: what they are charged is their floor.
+    /// The variables of a device's modules: what they are charged is their floor.
     Modules,
+    /// The code of a device's modules, alike. The driver has it in blocks of its own.
+    Code,
     /// A pool that is being destroyed.
     Ending,
     /// A destroyed pool, whose allocations live on.
@@ -52,8 +54,9 @@ pub enum State {
 /// Reserves of a process: more pools than that are refused.
 pub const MOST: usize = 1024;
 
-/// The first places are those of the devices' graphs and modules.
-const FIRST_POOL: usize = 2 * MAX_SHARES;
+/// The first places are those of the devices' graphs, variables and code.
+const FIRST_POOL: usize = OF_DEVICE * MAX_SHARES;
+const OF_DEVICE: usize = 3;
 
 impl Reserves {
     pub fn get(&mut self, place: usize) -> Option<&mut Reserve> {
@@ -62,9 +65,14 @@ impl Reserves {
             .filter(|reserve| reserve.state != State::None)
     }
 
-    /// The place of a device's graphs, or modules.
+    /// The place of a device's graphs, variables or code.
     pub fn of_device(&mut self, state: State, device: u8) -> Option<usize> {
-        let place = 2 * usize::from(device) + usize::from(state == State::Modules);
+        let nth = match state {
+            State::Modules => 1,
+            State::Code => 2,
+            _ => 0,
+        };
+        let place = OF_DEVICE * usize::from(device) + nth;
         let free = self.list.get_mut(place).filter(|_| place < FIRST_POOL)?;
         if free.state == State::None {
             self.set(place, state, device, 0);
@@ -102,7 +110,7 @@ impl Reserves {
             before: 0,
             after: 0,
         };
-        if state != State::Modules {
+        if !matches!(state, State::Modules | State::Code) {
             self.link(place);
         }
     }

@@ -41,12 +41,8 @@ impl Source {
         Self::of_device(State::Graphs, process, device)
     }
 
-    /// The modules of a device.
-    pub fn modules(process: &'static Process, device: &'static Device) -> Result<Self, CUresult> {
-        Self::of_device(State::Modules, process, device)
-    }
-
-    fn of_device(
+    /// What the driver keeps for a device beside its pools.
+    pub fn of_device(
         state: State,
         process: &'static Process,
         device: &'static Device,

@@ -134,16 +134,32 @@ fn launch_graph(probe: &mut Probe, bytes: u64) -> (i64, u64) {
     (code, executable)
 }
 
-/// A kernel's code, at a full cap.
+/// A kernel's code is charged with its module: its first launch at a full cap takes nothing more.
 #[test]
-#[ignore = "code that is loaded at its first use is charged with nothing but the context: shim/README.md"]
 fn code_that_is_loaded_late_stays_within_the_cap() {
     let mut case = Case::on(Machine::Realistic);
     let kernel = case.probe.must("kernel sim_busy_1us").number(0);
-    case.probe.must(&format!("alloc {CAP}"));
-    case.probe.ask(&format!("launch-grid {kernel} 1 0"));
+    assert_eq!(case.probe.ask(&format!("alloc {CAP}")).code, OUT_OF_MEMORY);
+    case.probe.must(&format!("alloc {}", CAP - BLOCK));
+    case.probe.must(&format!("launch-grid {kernel} 1 0"));
+    // Code in the blocks of other code takes nothing more.
+    let another = case.probe.must("kernel sim_busy_2us").number(0);
+    case.probe.must(&format!("launch-grid {another} 1 0"));
+    let text = with_variable(8) + &" ".repeat(3 << 20);
+    for (load, rest) in [
+        ("cuModuleLoad", ""),
+        ("cuLibraryLoadFromFile", "0 0 0 0 0 0"),
+    ] {
+        let file = case.world.folder().join("image.ptx");
+        std::fs::write(&file, &text).unwrap();
+        write(&mut case.probe, &file.display().to_string());
+        let code = case.probe.call(&format!("{load} &0 &100 {rest}"));
+        assert_eq!(code, OUT_OF_MEMORY, "{load}");
+    }
     let (peak, limit) = (case.peak(), CAP + case.context);
     assert!(peak <= limit, "{peak} bytes of {limit}");
+    case.probe.must("reset 0");
+    assert_eq!(case.share.used(), 0);
 }
 
 /// Fills the cap by one way, then tries every way again, in this process and in another of the share.

@@ -623,11 +623,12 @@ pub fn with_variable(bytes: u64) -> String {
     )
 }
 
-/// A module's variables are memory like any.
+/// A module's variables are memory like any, and so is its code.
 #[test]
 fn modules_are_charged_with_their_variables() {
     let mut case = Case::new();
-    let context = case.context;
+    // All of their code shares a block.
+    let context = case.context + BLOCK;
     let probe = &mut case.probe;
     write(probe, &with_variable(1 << 30));
     let module = probe.get("cuModuleLoadData &0 &100");

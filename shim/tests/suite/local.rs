@@ -9,6 +9,14 @@ const OUT_OF_MEMORY: i64 = 2;
 /// Of the simulated H100.
 const THREADS: u64 = 132 * 2048;
 
+/// What the kernels' code is charged.
+const CODE: u64 = BLOCK;
+
+/// What a share is charged beside the code of its kernels.
+fn charged(share: &Share) -> u64 {
+    share.used() - CODE
+}
+
 /// On the simple machine, where code takes no memory of its own.
 fn container(cap: u64) -> (World, Share, Probe) {
     let world = World::new(Driver::Machine(Machine::Simple, 1));
@@ -42,20 +50,24 @@ fn it_is_charged_before_the_launch_that_needs_it() {
     let (world, share, mut probe) = container(CAP);
     let small = kernel(&mut probe, 512);
     probe.must(&format!("launch-grid {small} 1 0"));
-    assert_eq!((share.used(), held(&world)), (0, 0), "part of the context");
+    assert_eq!(
+        (charged(&share), held(&world)),
+        (0, 0),
+        "part of the context"
+    );
     let large = kernel(&mut probe, 65_536);
-    assert_eq!(share.used(), 0, "not for a look-up");
+    assert_eq!(charged(&share), 0, "not for a look-up");
     for grid in 1..10 {
         probe.must(&format!("launch-grid {large} {grid} 0"));
     }
     let whole = taken(65_536);
-    assert_eq!((share.used(), held(&world)), (whole, whole));
+    assert_eq!((charged(&share), held(&world)), (whole, whole));
     // What others need less of is there, and it stays.
     let medium = kernel(&mut probe, 32_768);
     for kernel in [medium, small, large] {
         probe.must(&format!("launch-grid {kernel} 1 0"));
     }
-    assert_eq!((share.used(), held(&world)), (whole, whole));
+    assert_eq!((charged(&share), held(&world)), (whole, whole));
     probe.must("unprimary 0");
     assert_eq!(share.used(), 0);
 }
@@ -64,7 +76,7 @@ fn it_is_charged_before_the_launch_that_needs_it() {
 #[test]
 fn a_launch_that_does_not_fit_is_refused() {
     let cap = taken(65_536) - BLOCK;
-    let (world, share, mut probe) = container(cap);
+    let (world, share, mut probe) = container(cap + CODE);
     let large = kernel(&mut probe, 65_536);
     for _ in 0..3 {
         assert_eq!(
@@ -72,12 +84,12 @@ fn a_launch_that_does_not_fit_is_refused() {
             OUT_OF_MEMORY
         );
     }
-    assert_eq!((share.used(), held(&world)), (0, 0));
+    assert_eq!((charged(&share), held(&world)), (0, 0));
     assert!(share.read(|account| account.refused()) >= 3);
     // What fits goes, and then there is less for others.
     let medium = kernel(&mut probe, 4096);
     probe.must(&format!("launch-grid {medium} 1 0"));
-    assert_eq!((share.used(), held(&world)), (taken(4096), taken(4096)));
+    assert_eq!((charged(&share), held(&world)), (taken(4096), taken(4096)));
     assert_eq!(
         probe.ask(&format!("alloc {}", cap - taken(4096) + 1)).code,
         OUT_OF_MEMORY
@@ -100,14 +112,14 @@ fn by_every_way_to_launch() {
         let large = kernel(&mut probe, 16_384);
         probe.must(&format!("launch {how} {large} 10 0"));
         let whole = taken(16_384);
-        assert_eq!((share.used(), held(&world)), (whole, whole), "{how}");
+        assert_eq!((charged(&share), held(&world)), (whole, whole), "{how}");
     }
 }
 
 /// A graph that is not captured but built: its node is refused where its kernel would not fit.
 #[test]
 fn a_graphs_kernel_node_is_charged() {
-    let (world, share, mut probe) = container(taken(16_384));
+    let (world, share, mut probe) = container(taken(16_384) + CODE);
     let (fits, large) = (kernel(&mut probe, 16_384), kernel(&mut probe, 20_000));
     let graph = probe.get("cuGraphCreate &0 0");
     let mut add = |kernel: u64| {
@@ -119,7 +131,7 @@ fn a_graphs_kernel_node_is_charged() {
     };
     assert_eq!(add(large), OUT_OF_MEMORY);
     assert_eq!(add(fits), 0);
-    assert_eq!(share.used(), taken(16_384));
+    assert_eq!(charged(&share), taken(16_384));
     let executable = probe.get(&format!("cuGraphInstantiateWithFlags &0 {graph} 0"));
     assert_eq!(probe.call(&format!("cuGraphLaunch {executable} 0")), 0);
     probe.must("synchronize");
@@ -153,15 +165,27 @@ fn it_is_the_stacks_memory() {
     assert_eq!((share.used(), held(&world)), (taken(16_384), taken(16_384)));
     let less = kernel(&mut probe, 8192);
     probe.must(&format!("launch-grid {less} 1 0"));
-    assert_eq!((share.used(), held(&world)), (taken(16_384), taken(16_384)));
+    assert_eq!(
+        (charged(&share), held(&world)),
+        (taken(16_384), taken(16_384))
+    );
     let more = kernel(&mut probe, 32_768);
     probe.must(&format!("launch-grid {more} 1 0"));
-    assert_eq!((share.used(), held(&world)), (taken(32_768), taken(32_768)));
+    assert_eq!(
+        (charged(&share), held(&world)),
+        (taken(32_768), taken(32_768))
+    );
     // A lower limit takes away nothing that a kernel needed.
     assert_eq!(probe.call("cuCtxSetLimit 0 1024"), 0);
-    assert_eq!((share.used(), held(&world)), (taken(32_768), taken(32_768)));
+    assert_eq!(
+        (charged(&share), held(&world)),
+        (taken(32_768), taken(32_768))
+    );
     probe.must(&format!("launch-grid {more} 1 0"));
-    assert_eq!((share.used(), held(&world)), (taken(32_768), taken(32_768)));
+    assert_eq!(
+        (charged(&share), held(&world)),
+        (taken(32_768), taken(32_768))
+    );
     probe.must("reset 0");
     assert_eq!(share.used(), 0);
 }

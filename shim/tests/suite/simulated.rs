@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use tranche_shim_tests::{Driver, Machine, Node, Probe, Share, World, text};
 
-use crate::cap::CAP;
+use crate::cap::{BLOCK, CAP};
 use crate::families::{Case, with_variable, write};
 
 const MIB: u64 = 1 << 20;
@@ -94,6 +94,8 @@ fn the_gpu_holds_what_the_account_says() {
 /// The driver loads a library into every context, including future ones.
 #[test]
 fn a_library_is_charged_on_every_gpu() {
+    // Its variable, and its code.
+    const LIBRARY: u64 = (1 << 30) + BLOCK;
     let (world, [first, second], _) = two_gpus();
     let mut probe = world.probe("name");
     probe.must("init");
@@ -101,11 +103,11 @@ fn a_library_is_charged_on_every_gpu() {
     let before = first.used();
     write(&mut probe, &with_variable(1 << 30));
     let library = probe.get("cuLibraryLoadData &0 &100 0 0 0 0 0 0");
-    assert_eq!((first.used() - before, second.used()), (1 << 30, 1 << 30));
+    assert_eq!((first.used() - before, second.used()), (LIBRARY, LIBRARY));
     // More than the first GPU's share has left, but not more than the second one's.
     write(&mut probe, &with_variable(CAP));
     assert_eq!(probe.call("cuLibraryLoadData &0 &100 0 0 0 0 0 0"), 2);
-    assert_eq!((first.used() - before, second.used()), (1 << 30, 1 << 30));
+    assert_eq!((first.used() - before, second.used()), (LIBRARY, LIBRARY));
     assert_eq!(probe.call(&format!("cuLibraryUnload {library}")), 0);
     assert_eq!((first.used() - before, second.used()), (0, 0));
 }
