@@ -125,7 +125,7 @@ impl Machine {
 
     /// Waits until the GPUs' memory is free.
     fn becomes_empty(&self, before: u64) {
-        until("the GPU is given back", || self.used() == before);
+        until("the GPU is free", || self.used() == before);
     }
 
     fn used(&self) -> u64 {
@@ -150,7 +150,7 @@ fn rows(part: &Value) -> Vec<Value> {
 
 /// All rows that do not depend on time must hold; times on the simulator may miss their targets.
 #[test]
-fn every_part_runs_and_what_can_hold_holds() {
+fn every_part_runs_on_the_simulated_machine() {
     let machine = Machine::new("all");
     let ran = machine.run("", &[]);
     let table = text(&ran.stdout);
@@ -208,7 +208,7 @@ fn every_part_runs_and_what_can_hold_holds() {
 
 /// A framework that the Python has: real numba, from the simulator's client environment.
 #[test]
-fn a_framework_that_is_there_is_filled_to_the_cap() {
+fn an_installed_framework_is_filled_to_the_cap() {
     let machine = Machine::new("numba");
     let clients = repository().join("simulator/client-environment");
     let folder = Command::new(clients).arg("cuda12").output().unwrap();
@@ -233,7 +233,7 @@ fn a_framework_that_is_there_is_filled_to_the_cap() {
 
 /// Scripts with the names of NVIDIA's tools, which run the program and print a result.
 #[test]
-fn a_tools_word_in_a_share_is_compared_with_its_word_without() {
+fn a_tools_output_in_a_share_is_compared_with_that_without() {
     let machine = Machine::new("tools");
     let tools = tempfile::tempdir().unwrap();
     let tool = |name: &str, body: &str| {
@@ -266,7 +266,7 @@ fn a_tools_word_in_a_share_is_compared_with_its_word_without() {
 }
 
 #[test]
-fn a_part_that_overruns_is_ended_and_is_a_result() {
+fn a_part_that_exceeds_its_time_is_ended_and_keeps_its_rows() {
     let machine = Machine::new("overrun");
     let before = machine.used();
     let ran = machine.run("sizes,closed", &["--part-seconds", "4"]);
@@ -282,7 +282,7 @@ fn a_part_that_overruns_is_ended_and_is_a_result() {
 }
 
 #[test]
-fn ended_or_killed_it_leaves_what_it_has_and_nothing_on_the_gpu() {
+fn an_ended_or_killed_run_keeps_its_results_and_frees_the_gpu() {
     for signal in [rustix::process::Signal::TERM, rustix::process::Signal::KILL] {
         let machine = Machine::new(&format!("ended-{}", signal.as_raw()));
         let before = machine.used();
@@ -334,7 +334,7 @@ fn results_of_several_runs_are_joined() {
 /// Without CAP_SYS_ADMIN and user namespaces no mount can be made: parts that need a share report why they are
 /// absent.
 #[test]
-fn without_mounts_what_needs_no_share_runs() {
+fn without_mounts_the_parts_without_a_share_run() {
     let machine = Machine::new("mounts");
     let script = "echo 0 >/proc/sys/user/max_user_namespaces
         exec setpriv --bounding-set=-sys_admin --inh-caps=-sys_admin \"$@\"";
@@ -391,7 +391,7 @@ fn a_driver_in_usr_local_nvidia_is_found() {
 }
 
 #[test]
-fn without_a_gpu_it_says_so() {
+fn errors_name_the_missing_driver_and_the_unknown_part() {
     let empty = tempfile::tempdir().unwrap();
     let ran = Command::new(kit().join("bench/gpu/run"))
         .arg("--driver-root")
@@ -409,7 +409,7 @@ fn without_a_gpu_it_says_so() {
         .output()
         .unwrap();
     assert!(
-        text(&ran.stderr).contains("there are lookups"),
+        text(&ran.stderr).contains("choose from lookups"),
         "{}",
         text(&ran.stderr)
     );

@@ -1,1 +1,1 @@
-"""What every part of the kit uses: the driver, its NVML, shares, and results. Standard library only."""
+"""Modules that all parts of the kit use: the driver, its NVML, shares, and results. Standard library only."""

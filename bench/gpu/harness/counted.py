@@ -12,7 +12,7 @@ QUICK = (0.3, 1)
 
 
 def steps_per_micro(machine):
-    """Steps of the spin kernel in a microsecond; measured once on a machine."""
+    """Steps of the spin kernel in a microsecond, measured once on a machine."""
     kept = pathlib.Path(machine.options.work, "steps")
     if not kept.exists():
         kept.write_text(json.dumps(machine.program("calibrate")["steps"]), encoding="utf8")
@@ -43,7 +43,7 @@ def programs(machine, micros, shares, settle, count, graph=0):
 
 
 def percents(machine, micros, cores, bare, graph=0):
-    """What shares of these percentages get at the same time, in percent of the whole."""
+    """The GPU time that shares of these percentages get at the same time, in percent of the whole."""
     memory = min(machine.limit, (machine.total - machine.total // 8) // len(cores) - (1 << 30))
     sizes = [{"cores": one, "memory": max(memory, 1 << 30)} for one in cores]
     started = programs(machine, micros, sizes, *times(machine, micros), graph=graph)

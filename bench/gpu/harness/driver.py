@@ -46,28 +46,28 @@ class Driver:
 
 
 def find(root, work):
-    """The driver below `root`, or where it is found. One that lies where `tranche run` does not look is copied into
-    a root in the folder `work`."""
-    looked, problems = [], []
+    """The driver below `root`, or in one of the usual places. A driver in a place that `tranche run` does not search is
+    copied into a root in the folder `work`."""
+    searched, problems = [], []
     for candidate in [root] if root else ROOTS:
         for folder in FOLDERS:
             place = pathlib.Path(candidate, folder)
-            looked.append(str(place))
+            searched.append(str(place))
             driver = usable(Driver(candidate, place), problems)
             if driver:
                 return driver
     for place in elsewhere(root):
-        looked.append(str(place))
+        searched.append(str(place))
         if (place / "libcuda.so.1").exists() and (place / "libnvidia-ml.so.1").exists():
             driver = usable(copied(place, pathlib.Path(work, "driver-root")), problems)
             if driver:
                 return driver
-    why = "; ".join(problems) or f"no libcuda.so.1 and libnvidia-ml.so.1 in {', '.join(looked)}"
+    why = "; ".join(problems) or f"no libcuda.so.1 and libnvidia-ml.so.1 in {', '.join(searched)}"
     raise NoDriver(f"no working NVIDIA driver: {why}. Give its root with --driver-root")
 
 
 def usable(driver, problems):
-    """The driver, if its libraries are there and its NVML starts."""
+    """The driver, if its libraries exist and its NVML starts; otherwise None."""
     if not (os.path.exists(driver.library("libcuda.so.1")) and os.path.exists(driver.library("libnvidia-ml.so.1"))):
         return None
     try:

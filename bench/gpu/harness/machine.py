@@ -24,7 +24,7 @@ class Failed(Exception):
 
 
 class Absent(Exception):
-    """This machine lacks what is to be measured."""
+    """This machine lacks what a part needs."""
 
 
 class Machine:
@@ -39,7 +39,7 @@ class Machine:
         self.gpu = gpus[options.gpu]
         self.simulated = self.gpu.name.startswith("Simulated")
         self.total = self.gpu.memory().total
-        # Whole GiB, so that `nvidia-smi` has nothing to round.
+        # Whole GiB, which `nvidia-smi` shows without rounding.
         self.limit = (options.memory or max(1, self.total // 4 // GIB)) * GIB
         self.tranche, self.probe = KIT / "bin/tranche", KIT / "bin/tranche-shim-probe"
         self.shim = KIT / "shim"
@@ -80,7 +80,7 @@ class Machine:
         else:
             env["CUDA_VISIBLE_DEVICES"] = self.gpu.uuid
             if not self.driver.is_hosts_own:
-                # After what the caller names.
+                # After the folders that the caller names.
                 folders.append(self.driver.folder)
         env["LD_LIBRARY_PATH"] = ":".join(folders)
         if not folders:
@@ -127,22 +127,22 @@ class Machine:
     def result(self, done):
         line = (done.stdout.strip().splitlines() or [""])[-1]
         if done.returncode != 0 or not line.startswith("{"):
-            said = (done.stderr.strip() or done.stdout.strip())[-600:]
-            raise Failed(f"{short(done.args)}: ended with {done.returncode}: {said}")
+            output = (done.stderr.strip() or done.stdout.strip())[-600:]
+            raise Failed(f"{short(done.args)}: ended with {done.returncode}: {output}")
         return json.loads(line)
 
     def together(self, processes):
-        """Starts all at the same moment, collects their results, then ends all."""
+        """Makes all programs begin at the same moment, collects their results, and then ends all."""
         try:
             for process in processes:
                 if process.stdout.readline().strip() != "ready":
                     process.kill()
                     raise Failed(f"{short(process.args)}: {process.communicate()[1].strip()[-600:]}")
             for process in processes:
-                tell(process)
+                send_line(process)
             lines = [process.stdout.readline() for process in processes]
-            # No program stops before all have counted.
-            ends = [process.communicate() for process in processes if tell(process)]
+            # All programs run until each has counted.
+            ends = [process.communicate() for process in processes if send_line(process)]
             for process, line, (_, errors) in zip(processes, lines, ends):
                 if not line:
                     raise Failed(f"{short(process.args)}: ended with {process.returncode}: {errors.strip()[-600:]}")
@@ -165,7 +165,7 @@ class Machine:
 
 
 class Watch:
-    """The most bytes that the GPU held while it was watched, beyond those at the start."""
+    """The largest number of bytes that the GPU held while it was watched, beyond those at the start."""
 
     def __init__(self, gpu, period=0.005):
         self.gpu, self.period = gpu, period
@@ -202,7 +202,7 @@ def settled(gpu, seconds=10):
     return last
 
 
-def tell(process):
+def send_line(process):
     """Sends the line that a program waits for; ignores a program that has ended."""
     try:
         process.stdin.write("\n")

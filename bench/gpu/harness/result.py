@@ -3,8 +3,8 @@
 A row is {name, status, numbers, why}. Status is one of
 - held: the promise holds, or the value was taken and has no target;
 - missed: measured, and off its target;
-- absent: what it is about is not on this machine, and `why` says what;
-- failed: a program ended badly, or the part did not end in its time.
+- absent: this machine lacks what the row needs, and `why` names it;
+- failed: a program failed, or the part did not end in its time.
 """
 
 import json
@@ -18,7 +18,7 @@ def row(name, status, why="", **numbers):
     return {"name": name, "status": status, "why": why, "numbers": numbers}
 
 
-def judged(name, value, good, target, **numbers):
+def with_target(name, value, good, target, **numbers):
     """A row with a target."""
     return row(name, "held" if good else "missed", value=value, target=target, **numbers)
 
@@ -29,7 +29,7 @@ def taken(name, value, **numbers):
 
 
 def worst(rows):
-    """A part's status: that of its worst row."""
+    """A part's status, which is that of its worst row."""
     return max((one["status"] for one in rows), key=STATUSES.index, default="failed")
 
 
@@ -67,7 +67,8 @@ class Results:
 
 
 def joined(files, folder):
-    """Writes the parts of several files of one machine and day as one result; later files' parts count."""
+    """Writes the parts of several files of one machine and day as one result. Of a part that several files have, the last
+    one counts."""
     contents = [json.loads(pathlib.Path(path).read_text(encoding="utf8")) for path in files]
     first = contents[0]
     for path, content in zip(files, contents):

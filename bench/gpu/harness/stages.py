@@ -3,7 +3,7 @@
 import json
 import pathlib
 
-from harness.machine import Failed, python, settled, short, tell
+from harness.machine import Failed, python, send_line, settled, short
 
 
 def measure_context(machine):
@@ -16,20 +16,20 @@ def measure_context(machine):
 
 
 def differences(machine, command, share=None, **sizes):
-    """By the name of a stage: bytes that the GPU (`taken`), the process (`process`) and the account (`charged`) had
-    more than at the stage before; and what else the program says."""
+    """By the name of a stage: the bytes that the GPU (`taken`), the process (`process`) and the account (`charged`) have
+    more than at the stage before, and the program's other values."""
     last, free = settled(machine.gpu), None
     process = machine.start(command, share, **sizes)
     found = {}
     try:
         for line in process.stdout:
-            said = json.loads(line)
+            values = json.loads(line)
             used = settled(machine.gpu, 2)
-            charged = free - said["free"] if free is not None and said["free"] is not None else None
+            charged = free - values["free"] if free is not None and values["free"] is not None else None
             mine = machine.gpu.processes().get(process.pid)
-            found[said.pop("stage")] = {**said, "taken": used - last, "process": mine, "charged": charged}
-            last, free = used, said["free"]
-            tell(process)
+            found[values.pop("stage")] = {**values, "taken": used - last, "process": mine, "charged": charged}
+            last, free = used, values["free"]
+            send_line(process)
         _, errors = process.communicate()
     finally:
         if process.poll() is None:

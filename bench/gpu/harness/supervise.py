@@ -1,4 +1,4 @@
-"""Runs each part in its own process, which is ended after its time limit; keeps the rows until then."""
+"""Runs each part in its own process. A process that exceeds its time limit is ended; its rows until then are kept."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def run_part(name, title, command, seconds, put):
     """Runs one part; `put` is called with the part after each of its rows."""
     part = {"name": name, "title": title, "status": "failed", "rows": [], "seconds": 0}
     start = time.monotonic()
-    # In its own session, so that everything that it started ends with it.
+    # In its own session, so that all processes that it starts can be ended with it.
     child = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -42,15 +42,14 @@ def run_part(name, title, command, seconds, put):
             try:
                 line = lines.get(timeout=max(0.01, left))
             except queue.Empty:
-                why = f"not ended after {seconds:.0f} s: ended by us; the rows before are its results"
+                why = f"not ended after {seconds:.0f} s, and so stopped; the rows before this one are its results"
                 break
             if line is None:
                 break
-            said = json.loads(line)
-            part["rows"].append(said)
+            part["rows"].append(json.loads(line))
             put(closed(part, start))
     except Ended:
-        why = "the run was ended before the part was"
+        why = "the run was stopped before the part ended"
         raise
     finally:
         end(child)
@@ -64,7 +63,7 @@ def run_part(name, title, command, seconds, put):
 
 
 def read(stream, lines):
-    """Every line, and None at the end."""
+    """Puts every line into the queue, and None at the end."""
     for line in stream:
         lines.put(line)
     lines.put(None)
@@ -94,7 +93,7 @@ def end(child):
     child.wait()
 
 
-def speak(rows):
+def print_rows(rows):
     """The part's process: prints each row on stdout at once."""
     for one in rows:
         print(json.dumps(one), flush=True)

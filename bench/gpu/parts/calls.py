@@ -3,7 +3,7 @@
 import statistics
 
 from harness.machine import GIB, Failed
-from harness.result import judged
+from harness.result import with_target
 
 TITLE = "time added to calls, with cores 99"
 CORES = 99
@@ -35,11 +35,11 @@ def run(machine):
             good = share - bare <= target or share <= RATIO * bare
             name = f"{call}, {processes} process(es), ns"
             numbers = {"bare": bare, "added": share - bare, "ratio": share / bare}
-            yield judged(name, share, good, f"bare + {target} or x {RATIO}", **numbers)
+            yield with_target(name, share, good, f"bare + {target} or x {RATIO}", **numbers)
 
 
 def together(machine, processes, share):
-    """(call, nanoseconds) of all processes, which start timing when all are there."""
+    """(call, nanoseconds) of all processes. They start timing when all are ready."""
     line = [machine.probe, "name"]
     started = [machine.start(line, share, cores=CORES) for _ in range(processes)]
     try:

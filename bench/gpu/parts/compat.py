@@ -6,11 +6,11 @@ import pathlib
 import shutil
 
 from harness.machine import MIB, Absent, module
-from harness.result import judged, row, taken
+from harness.result import row, taken, with_target
 from parts.ways import OUT_OF_MEMORY, TAKES, answers
 
 TITLE = "the image's own libcuda, first in LD_LIBRARY_PATH"
-# Where NVIDIA's images and packages have one.
+# Folders of it in NVIDIA's images and packages.
 PLACES = ["/usr/local/cuda*/compat", "/usr/local/cuda*/compat/lib*", "/opt/cuda/compat"]
 
 
@@ -18,13 +18,13 @@ def run(machine):
     if machine.why_no_share():
         raise Absent("no share can be made")
     too_much = machine.limit + MIB
-    # If they are not refused, the GPU must have the memory of a process and its managed memory.
+    # If the driver does not refuse it, the GPU must have room for a process's memory and its managed memory.
     machine.may_take(2 * too_much)
     folders = [folder for pattern in PLACES for folder in glob.glob(pattern)]
     folders = [folder for folder in folders if os.path.exists(f"{folder}/libcuda.so.1")]
     if not folders:
         yield row("the image's own", "absent", f"none of {', '.join(PLACES)} has a libcuda.so.1")
-    # A copy of the driver in use is what an image that was made on such a machine has.
+    # An image that was made on such a machine has a copy of the driver.
     copy = pathlib.Path(machine.options.work, "compat")
     copy.mkdir(exist_ok=True)
     for name in ("libcuda.so.1", "libcuda.so"):
@@ -35,9 +35,9 @@ def run(machine):
             escaped = [take for take, code in codes.items() if code == 0]
             refused = [take for take, code in codes.items() if code == OUT_OF_MEMORY]
             what = f"{name}, loaded by {load}: ways beyond the cap"
-            yield judged(what, len(escaped), not escaped, "0", ways=escaped, refused=refused)
+            yield with_target(what, len(escaped), not escaped, "0", ways=escaped, refused=refused)
     if module("torch"):
         env = {"LD_LIBRARY_PATH": str(copy)}
         total = machine.program("total_torch", share="compat", env=env)["total"]
-        yield judged("PyTorch's total with it", total, total == machine.limit, str(machine.limit))
+        yield with_target("PyTorch's total with it", total, total == machine.limit, str(machine.limit))
     yield taken("libraries tried", len(folders) + 1)

@@ -1,12 +1,12 @@
 """nvidia-smi and the installed frameworks, each filled to the cap."""
 
 from harness.machine import GIB, MIB, Failed, Watch, module, python, settled
-from harness.result import judged, row
+from harness.result import row, with_target
 
 TITLE = "nvidia-smi and frameworks filled to the cap"
-# By itself JAX takes three quarters of the GPU and no more.
+# By default JAX takes three quarters of the GPU.
 JAX = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "1.0"}
-# Program, the module that it needs, what it is called, its settings.
+# A program, the module that it needs, its name in the results, its settings.
 PROGRAMS = [
     ("driver", "ctypes", "driver API", {}),
     ("torch", "torch", "PyTorch, native", {}),
@@ -41,12 +41,12 @@ def view(machine):
     done = machine.run(query, "view")
     if done.returncode == 127:
         return row("nvidia-smi", "absent", "no nvidia-smi with this driver")
-    said, expected = done.stdout.strip(), f"{machine.gpu.uuid}, {machine.limit // MIB}"
-    return judged("nvidia-smi: one GPU of the share's size", said, said == expected, expected)
+    shown, expected = done.stdout.strip(), f"{machine.gpu.uuid}, {machine.limit // MIB}"
+    return with_target("nvidia-smi: one GPU of the share's size", shown, shown == expected, expected)
 
 
 def filled(machine, program, name, settings):
-    """How much a program reaches, how it is refused, and NVML's values meanwhile."""
+    """The memory that a program reaches, the error that refuses more, and NVML's highest value meanwhile."""
     settled(machine.gpu)
     piece = min(GIB, machine.limit // 8)
     with Watch(machine.gpu) as watch:
@@ -56,7 +56,7 @@ def filled(machine, program, name, settings):
     expected = found.get("expected", "CUDA_ERROR_OUT_OF_MEMORY")
     good = REACHED <= percent <= 100 and found.get("works", True)
     about = {"bytes": found["reached"], "version": found.get("version"), "total": found["total"]}
-    yield judged(f"{name}: reached, percent of the cap", round(percent, 2), good, f"{REACHED} to 100", **about)
-    yield judged(f"{name}: refused by", found["kind"], found["kind"] == expected, expected)
+    yield with_target(f"{name}: reached, percent of the cap", round(percent, 2), good, f"{REACHED} to 100", **about)
+    yield with_target(f"{name}: refused by", found["kind"], found["kind"] == expected, expected)
     most = machine.most(machine.limit)
-    yield judged(f"{name}: held at most, by NVML, MiB", watch.taken // MIB, watch.taken <= most, f"<= {most // MIB}")
+    yield with_target(f"{name}: held at most, by NVML, MiB", watch.taken // MIB, watch.taken <= most, f"<= {most // MIB}")

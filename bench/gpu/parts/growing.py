@@ -1,15 +1,15 @@
-"""Programs whose launches always have new shapes: how often the shim makes them stall."""
+"""Programs whose launches always have new shapes: the number of stalls that the shim causes."""
 
 import statistics
 
 from harness.counted import steps_per_micro
 from harness.machine import module, python
-from harness.result import judged, row, taken
+from harness.result import row, taken, with_target
 
 TITLE = "growing lengths: a transformer, and a kernel with a new grid each step"
-# The share has all but a hundredth of the GPU, so that its launches are priced and it has no need to wait.
+# The share has 99 percent of the GPU: its launches are priced, and it does not have to wait.
 CORES = 99
-# A step is a stall if it takes so many times what steps around it take without a share, and so many milliseconds more.
+# A step is a stall if it takes TIMES the median without a share and MORE milliseconds above it.
 TIMES, MORE = 3, 5
 
 
@@ -31,6 +31,6 @@ def compared(machine, name, line):
     stalls, alone = ([one for one in times if one > allowed] for times in (share, bare))
     good = len(stalls) <= len(alone)
     numbers = {"bare": len(alone), "steps": len(share), "longest": max(share), "longest_bare": max(bare)}
-    yield judged(f"{name}: steps that stalled", len(stalls), good, "no more than bare", **numbers)
+    yield with_target(f"{name}: steps that stalled", len(stalls), good, "no more than bare", **numbers)
     yield taken(f"{name}: median of a step, ms", statistics.median(share), bare=typical)
     yield taken(f"{name}: all steps, ms", sum(share), bare=sum(bare))

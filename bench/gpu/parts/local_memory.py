@@ -1,7 +1,7 @@
 """Local memory, which the driver allocates at a launch: charged or refused before the launch."""
 
 from harness.machine import GIB, MIB, python
-from harness.result import judged
+from harness.result import with_target
 from harness.stages import differences
 
 TITLE = "local memory in a share"
@@ -21,6 +21,6 @@ def run(machine):
         before += one["taken"]
         name = f"a launch with {size} bytes per thread in a share of {cap // MIB} MiB"
         code = one["code"]
-        yield judged(f"{name}: result", code, code in (0, OUT_OF_MEMORY), "0 or 2", charged=one["charged"])
+        yield with_target(f"{name}: result", code, code in (0, OUT_OF_MEMORY), "0 or 2", charged=one["charged"])
         held, most = found["before"]["taken"] + before, machine.most(cap)
-        yield judged(f"{name}: held on the GPU, MiB", held // MIB, held <= most, f"<= {most // MIB}")
+        yield with_target(f"{name}: held on the GPU, MiB", held // MIB, held <= most, f"<= {most // MIB}")

@@ -1,7 +1,7 @@
-"""Stream-ordered pools close to the cap: a pool that has room is used, and trimmed before others are refused."""
+"""Stream-ordered pools close to the cap: a pool with free memory is used, and trimmed before other allocations fail."""
 
 from harness.machine import GIB, MIB, python
-from harness.result import judged
+from harness.result import with_target
 from harness.stages import differences
 
 TITLE = "cudaMallocAsync's pools close to the cap"
@@ -14,5 +14,5 @@ def run(machine):
         held += found["taken"]
         highest = max(highest, held)
         code, expected = found["code"], found["expected"]
-        yield judged(f"{what}: result", code, code == expected, str(expected), held=held)
-    yield judged("held at most, by NVML, MiB", highest // MIB, highest <= most, f"<= {most // MIB}")
+        yield with_target(f"{what}: result", code, code == expected, str(expected), held=held)
+    yield with_target("held at most, by NVML, MiB", highest // MIB, highest <= most, f"<= {most // MIB}")

@@ -4,7 +4,7 @@ import pathlib
 import subprocess
 
 from harness.machine import KIT, MIB, PROGRAMS, Absent, Failed, tool
-from harness.result import judged, row
+from harness.result import row, with_target
 
 TITLE = "programs that nvcc built, on libcudart"
 OUT_OF_MEMORY = 2
@@ -15,7 +15,7 @@ CUDA_13 = 13_000
 def run(machine):
     if machine.simulated:
         raise Absent("libcudart runs on NVIDIA's own libcuda only")
-    # If it is not refused, the GPU must have that much.
+    # If the driver does not refuse it, the GPU must have that much.
     machine.may_take(machine.limit + 1)
     shipped = KIT / "bin/runtime"
     if not shipped.exists():
@@ -40,17 +40,19 @@ def run(machine):
 
 
 def checked(machine, name, program):
-    # Without a share, of a small amount: nothing would be refused.
+    # Without a share, with a small amount, because nothing is refused.
     bare = machine.result(machine.run([program, MIB]))
     try:
         found = machine.result(machine.run([program, machine.limit], "runtime"))
     except Failed as error:
         yield row(name, "failed", str(error))
         return
-    yield judged(f"{name}: cudaMemGetInfo's total", found["total"], found["total"] == machine.limit, str(machine.limit))
+    total = found["total"]
+    yield with_target(f"{name}: cudaMemGetInfo's total", total, total == machine.limit, str(machine.limit))
     refusals = [found["plain"], found["managed"], found["ordered"]]
     good = refusals == [OUT_OF_MEMORY] * 3
-    yield judged(f"{name}: more by cudaMalloc, Managed, Async", str(refusals), good, "all 2", bare=bare["plain"])
+    yield with_target(f"{name}: more by cudaMalloc, Managed, Async", str(refusals), good, "all 2", bare=bare["plain"])
     rest = {key: found[key] for key in ("info", "half", "freed", "small", "launched", "copied", "sum")}
     good = rest == {**dict.fromkeys(rest, 0), "sum": 499_500}
-    yield judged(f"{name}: works within the share", "yes" if good else str(rest), good, "yes", version=found["version"])
+    works = "yes" if good else str(rest)
+    yield with_target(f"{name}: works within the share", works, good, "yes", version=found["version"])

@@ -4,7 +4,7 @@ import threading
 import time
 
 from harness.counted import programs, whole
-from harness.result import judged, taken
+from harness.result import taken, with_target
 
 TITLE = "NVML's samples at 10 Hz under two counted programs"
 CORES = (30, 70)
@@ -44,8 +44,8 @@ def run(machine):
     started = programs(machine, MICROS, sizes, settle=seconds / 3, count=seconds)
     with Sampling(machine.gpu) as sampling:
         counted = [100 * found["kernels"] / bare for found in machine.together(started)]
-    looks = len(sampling.samples)
-    yield taken("looks", looks, seconds=seconds, period=PERIOD)
+    readings = len(sampling.samples)
+    yield taken("readings", readings, seconds=seconds, period=PERIOD)
     for process, cores, work in zip(started, CORES, counted):
         mine = [[(at, sm) for pid, at, sm in found if pid == process.pid] for found in sampling.samples]
         there = [one for one in mine if one]
@@ -55,15 +55,15 @@ def run(machine):
         name = f"the program with {cores} percent"
         yield taken(f"{name}: its work, percent of the whole", work)
         yield taken(f"{name}: mean of NVML's percents", mean, series=[one[-1][1] if one else None for one in mine])
-        yield taken(f"{name}: readings without a sample of it", len(mine) - len(there), of=looks, micros_apart=apart)
+        yield taken(f"{name}: readings without a sample of it", len(mine) - len(there), of=readings, micros_apart=apart)
         memory = [found.get(process.pid) for found in sampling.memory]
         named = [one for one in memory if one is not None]
         whole_time = f"{len(named)} of {len(memory)}"
         good = len(named) > len(memory) // 2
         what = f"{name}: readings in which NVML reports its memory"
-        yield judged(what, whole_time, good, "most", bytes=max(named, default=None))
+        yield with_target(what, whole_time, good, "most", bytes=max(named, default=None))
     strangers = {pid for found in sampling.samples for pid, _, _ in found} - {process.pid for process in started}
-    yield taken("PIDs in samples that are no program's of ours", len(strangers))
+    yield taken("PIDs in samples that belong to no program of this part", len(strangers))
 
 
 def distances(times):

@@ -1,7 +1,7 @@
 """Four shares of 25 percent beside each other: equal, and all of the GPU together."""
 
 from harness.counted import lengths, named, percents, whole
-from harness.result import judged
+from harness.result import with_target
 
 TITLE = "four shares of 25 percent beside each other, by counted work"
 CORES = [25] * 4
@@ -16,8 +16,8 @@ def run(machine):
         jain = total**2 / (len(found) * squares)
         each = [round(one, 2) for one in found]
         name = f"4 x 25, kernels of {named(micros)}"
-        yield judged(f"{name}: Jain's index", jain, jain >= JAIN, f">= {JAIN}", each=each)
+        yield with_target(f"{name}: Jain's index", jain, jain >= JAIN, f">= {JAIN}", each=each)
         good = abs(total - 100) <= OFF
-        yield judged(f"{name}: their sum, percent", round(total, 2), good, f"100 ± {OFF}", each=each)
+        yield with_target(f"{name}: their sum, percent", round(total, 2), good, f"100 ± {OFF}", each=each)
         farthest = round(max(abs(one - 25) for one in found), 2)
-        yield judged(f"{name}: the farthest from 25, points", farthest, farthest <= OFF, f"<= {OFF}", each=each)
+        yield with_target(f"{name}: the farthest from 25, points", farthest, farthest <= OFF, f"<= {OFF}", each=each)

@@ -1,7 +1,7 @@
 """Shares whose programs launch graphs."""
 
 from harness.counted import named, percents, whole
-from harness.result import judged
+from harness.result import with_target
 
 TITLE = "shares that launch graphs, by counted work"
 LAUNCHES = 10
@@ -16,4 +16,4 @@ def run(machine):
             for wanted, one in zip(cores, found):
                 beside = "alone" if len(cores) == 1 else "of 30/70"
                 name = f"{wanted} {beside}, graphs of {LAUNCHES} kernels of {named(micros)}, percent"
-                yield judged(name, round(one, 2), abs(one - wanted) <= OFF, f"{wanted} ± {OFF}")
+                yield with_target(name, round(one, 2), abs(one - wanted) <= OFF, f"{wanted} ± {OFF}")

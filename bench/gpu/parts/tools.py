@@ -1,10 +1,10 @@
-"""NVIDIA's tools: a program runs under them in a share as without one, and the tool says the same."""
+"""NVIDIA's tools: a program under them runs in a share as without one, and the tool has the same output."""
 
 import pathlib
 import re
 
 from harness.machine import Failed, python, tool
-from harness.result import judged, row
+from harness.result import row, with_target
 
 TITLE = "cuda-gdb, compute-sanitizer and ncu in a share"
 
@@ -30,10 +30,10 @@ def run(machine):
             yield row(name, "failed", str(error))
             continue
         if not bare["works"]:
-            yield row(name, "absent", f"it does not work on this machine without a share: {bare['said'][-200:]}")
+            yield row(name, "absent", f"it does not work on this machine without a share: {bare['output'][-200:]}")
             continue
         good = share == bare if share["works"] else False
-        yield judged(f"{name}: in a share as without", summary(share), good, summary(bare), said=share["said"])
+        yield with_target(f"{name}: in a share as without", summary(share), good, summary(bare), output=share["output"])
 
 
 def summary(found):
@@ -41,10 +41,10 @@ def summary(found):
 
 
 def read(done, pattern):
-    said = done.stdout + done.stderr
-    found = [" ".join(one.split()) for one in re.findall(pattern, said)]
-    works = '"sum": 42' in said and bool(found)
-    return {"works": works, "found": ", ".join(found), "code": done.returncode, "said": "" if works else said[-600:]}
+    output = done.stdout + done.stderr
+    found = [" ".join(one.split()) for one in re.findall(pattern, output)]
+    works = '"sum": 42' in output and bool(found)
+    return {"works": works, "found": ", ".join(found), "code": done.returncode, "output": "" if works else output[-600:]}
 
 
 def sanitizer(done):

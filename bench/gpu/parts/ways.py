@@ -1,11 +1,12 @@
-"""By every way to load the driver, to start a program and to take memory: refused beyond the share, with error 2."""
+"""All combinations of ways to load the driver, to start a program and to allocate memory: beyond the share each is
+refused with error 2."""
 
 from harness.machine import MIB, Failed
-from harness.result import judged, row, worst
+from harness.result import row, with_target, worst
 
 TITLE = "ways around the cap"
 OUT_OF_MEMORY, NOT_SUPPORTED = 2, 801
-# How programs get the driver, and how they take memory: see shim/tests/src/probe.rs.
+# Ways to load the driver and to allocate memory: see shim/tests/src/probe.rs.
 LOADS = ["name", "deepbind", "global", "namespace", "default", "libcuda.so"]
 TAKES = ["alloc", "managed", "async", "async-ptsz", "pitch"]
 UNSET = "unset CUDA_VISIBLE_DEVICES; CUDA_DEVICE_MEMORY_LIMIT=999g LD_PRELOAD= LD_LIBRARY_PATH=/nowhere"
@@ -14,7 +15,7 @@ CHILDREN = {"as it is": "exec", "env -i": "exec env -i", "forged": UNSET, "new s
 
 def run(machine):
     too_much = machine.limit + MIB
-    # Should they get through, the card must have what a process takes before and with managed memory.
+    # If they are not refused, the GPU must have room for a process's memory and its managed memory.
     machine.may_take(2 * too_much)
     opened = list(gate(machine))
     yield from opened
@@ -27,12 +28,13 @@ def run(machine):
             for take, code in answers(machine, load, child, TAKES, too_much).items():
                 found[f"{take}, loaded by {load}, started {name}"] = code
     escaped = [way for way, code in found.items() if code == 0]
-    # What a driver does not have takes nothing; every other answer than "out of memory" is none of ours.
+    # A function that the driver lacks allocates nothing. Every other error than "out of memory" is not the shim's.
     strange = {way: code for way, code in found.items() if code not in (0, OUT_OF_MEMORY, NOT_SUPPORTED)}
-    yield judged(f"memory beyond the share, of {len(found)} ways tried", len(escaped), not escaped, "0", ways=escaped)
-    yield judged("refused by another error than 2", len(strange), not strange, "0", ways=strange)
+    name = f"memory beyond the share, of {len(found)} ways tried"
+    yield with_target(name, len(escaped), not escaped, "0", ways=escaped)
+    yield with_target("refused by another error than 2", len(strange), not strange, "0", ways=strange)
     code = stranger_reads(machine)
-    yield judged("another process's pointer is read with error", code, code > 0, "not 0")
+    yield with_target("another process's pointer is read with error", code, code > 0, "not 0")
 
 
 def stranger_reads(machine):
@@ -58,7 +60,7 @@ def stranger_reads(machine):
 
 
 def gate(machine):
-    """Without these nothing else means anything."""
+    """The conditions without which the other rows mean nothing."""
     script = f"init\nprimary 0\ninfo-total\nalloc {machine.limit + 1}\nend\n"
     loaded = "grep -q /usr/lib/tranche/libcuda.so.1 /proc/self/maps; echo $?"
     done = machine.run(["sh", "-c", f"{machine.probe} name; {loaded}"], "ways", send=script)
@@ -66,15 +68,15 @@ def gate(machine):
     if len(lines) != 6 or [line[0] for line in lines[:3]] != ["0"] * 3:
         raise Failed(f"the probe in a share: {lines}: {done.stderr.strip()[-300:]}")
     total = int(lines[2][2])
-    yield judged("the total that is reported is the share", total, total == machine.limit, str(machine.limit))
+    yield with_target("the total that is reported is the share", total, total == machine.limit, str(machine.limit))
     refusal = int(lines[3][0])
-    yield judged("a byte more is refused with", refusal, refusal == OUT_OF_MEMORY, str(OUT_OF_MEMORY))
-    yield judged("the shim is in every program", lines[5][0] == "0", lines[5][0] == "0", "True")
+    yield with_target("a byte more is refused with", refusal, refusal == OUT_OF_MEMORY, str(OUT_OF_MEMORY))
+    yield with_target("the shim is in every program", lines[5][0] == "0", lines[5][0] == "0", "True")
 
 
 def answers(machine, load, child, takes, size, env=None):
-    """The result code of each way to take so much memory."""
-    # Rows of a MiB, and one row in excess.
+    """The result code of each way to allocate so much memory."""
+    # Rows of a MiB, one more than the share has.
     amounts = {"pitch": f"{MIB} {size // MIB + 1}"}
     lines = [f"{take} {amounts.get(take, size)}\n" for take in takes]
     script = f"init\nprimary 0\n{''.join(lines)}end\n"

@@ -1,4 +1,4 @@
-"""How many steps of the spin kernel take a microsecond, without a share: from the difference of two lengths."""
+"""The number of steps of the spin kernel per microsecond without a share, from the difference of two lengths."""
 
 import time
 
@@ -20,7 +20,7 @@ def seconds(cuda, micros, steps):
 
 def main():
     cuda = Cuda()
-    # About 2 and 20 milliseconds on any GPU of these years; on the simulator the names say it.
+    # About 2 and 20 milliseconds on present GPUs, and exactly that on the simulator, by the kernels' names.
     few, many = 200_000, 2_000_000
     longer = seconds(cuda, 20_000, many) - seconds(cuda, 2_000, few)
     answer({"steps": (many - few) / (longer * 1e6)})

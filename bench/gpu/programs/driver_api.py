@@ -1,6 +1,6 @@
-"""The driver API by ctypes: what the programs of the kit need of it. Kernels are PTX that the driver compiles.
+"""The part of the driver API that the programs of the kit use, by ctypes. Kernels are PTX that the driver compiles.
 
-Not named `cuda`: NVIDIA's Python packages have that name before any program's own folder is searched.
+It is not named `cuda`, because Python would find NVIDIA's packages of that name first.
 """
 
 import ctypes
@@ -14,8 +14,8 @@ NOT_SUPPORTED = 801
 FOREVER = 2**64 - 1
 POOL_RELEASE_THRESHOLD = 4
 
-# Turing and newer, drivers 535 and newer. The simulator takes a kernel's time from its name; a real GPU works through
-# as many steps as it is told: work that is counted, and that no clock and no preemption changes.
+# For Turing and newer, and drivers 535 and newer. The simulator takes a kernel's time from its name. A real GPU runs the
+# given number of steps: counted work, which does not depend on clocks or preemption.
 HEADER = ".version 7.0\n.target sm_75\n.address_size 64\n"
 SPIN = """
 .visible .entry {name}(.param .u64 steps, .param .u64 result)
@@ -43,7 +43,7 @@ NOTHING = """
     ret;
 }
 """
-# Writes and reads local memory at a place that the compiler cannot know, so that it stays in memory.
+# Writes and reads local memory at an offset that the compiler does not know, so that the memory is really used.
 LOCAL = """
 .visible .entry local_{size}(.param .u64 at, .param .u64 result)
 {{
@@ -175,7 +175,7 @@ class Spin:
 
 
 def ready():
-    """Says that the program is ready, and waits until it is told to go on."""
+    """Prints that the program is ready, and waits for a line."""
     print("ready", flush=True)
     sys.stdin.readline()
 
@@ -184,6 +184,6 @@ def answer(found):
     print(json.dumps(found), flush=True)
 
 
-def is_told():
-    """Whether a line (or the end) is there to be read."""
+def has_input():
+    """Whether stdin has a line or has ended."""
     return bool(select.select([sys.stdin], [], [], 0)[0])

@@ -13,7 +13,7 @@ def main(piece):
     while size >= 2 << 20:
         try:
             kept.append(cupy.empty(size, dtype="u1"))
-        except Exception as error:  # whatever it is, it is the result
+        except Exception as error:  # any error is a result
             kind, size = type(error).__name__, size // 2
     found = {"total": total, "reached": sum(one.nbytes for one in kept), "kind": kind, "works": works}
     print(json.dumps({**found, "expected": "OutOfMemoryError", "version": cupy.__version__}))

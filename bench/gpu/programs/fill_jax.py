@@ -1,4 +1,4 @@
-"""Fills a share by JAX until it is refused: fill_jax.py PIECE. XLA_PYTHON_CLIENT_PREALLOCATE says how it allocates."""
+"""Fills a share by JAX until it is refused: fill_jax.py PIECE. XLA_PYTHON_CLIENT_PREALLOCATE selects how it allocates."""
 
 import json
 import sys
@@ -15,7 +15,7 @@ def main(piece):
         try:
             one = jnp.zeros(size, dtype=jnp.uint8, device=device)
             kept.append(one.block_until_ready())
-        except Exception as error:  # whatever it is, it is the result
+        except Exception as error:  # any error is a result
             kind, message, size = type(error).__name__, str(error), size // 2
     refused = "RESOURCE_EXHAUSTED" if "RESOURCE_EXHAUSTED" in message else kind
     stats = device.memory_stats() or {}

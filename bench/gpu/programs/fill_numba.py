@@ -16,7 +16,7 @@ def main(piece):
     while size >= 2 << 20:
         try:
             kept.append(cuda.device_array(size, dtype=numpy.uint8))
-        except Exception as error:  # whatever it is, it is the result
+        except Exception as error:  # any error is a result
             words = f"{type(error).__name__} {error}"
             kind = "CUDA_ERROR_OUT_OF_MEMORY" if "OUT_OF_MEMORY" in words else words
             size //= 2

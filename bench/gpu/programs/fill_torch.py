@@ -13,7 +13,7 @@ def main(piece):
     while size >= 2 << 20:
         try:
             kept.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
-        except Exception as error:  # whatever it is, it is the result
+        except Exception as error:  # any error is a result
             kind, size = type(error).__name__, size // 2
     reached = sum(one.numel() for one in kept)
     kept.clear()

@@ -2,7 +2,7 @@
 
 usage: growing.py STEPS-OF-WORK COUNT
 
-Answers with the time of each step, milliseconds of wall time, after all were taken twice.
+Prints the wall time of each step in milliseconds, of the second of two rounds.
 """
 
 import sys
@@ -15,7 +15,7 @@ def main(steps, count):
     cuda = Cuda()
     spin = Spin(cuda, 500, int(steps))
     times = []
-    # The second round has other grids again: none is ever met twice.
+    # The second round has other grids: none is used twice.
     for offset in (0, int(count)):
         times = []
         for grid in range(1 + offset, int(count) + 1 + offset):

@@ -9,11 +9,11 @@ import time
 from driver_api import MIB, NOTHING, OUT_OF_MEMORY, Cuda, Spin, answer
 
 
-def microseconds(count, act):
+def microseconds(count, call):
     times = []
     for _ in range(count):
         start = time.perf_counter_ns()
-        act()
+        call()
         times.append((time.perf_counter_ns() - start) / 1000)
     return times
 
@@ -69,7 +69,7 @@ def overhead(steps):
 
     cpu = time.process_time()
     time.sleep(1)
-    # Nothing of ours works in a program that does not.
+    # The shim does no work in an idle program.
     found["OH-009"] = (time.process_time() - cpu) * 100
 
     def twenty():
@@ -89,7 +89,7 @@ def overhead(steps):
 
 
 def filled(cuda, size):
-    """As many allocations of a size as there are."""
+    """As many allocations of a size as fit."""
     pointers = []
     while True:
         code, pointer = cuda.alloc(size)

@@ -1,6 +1,6 @@
-"""Stream-ordered memory close to the cap: pools.py. Waits after each step, so that NVML can be read from outside.
+"""Stream-ordered memory close to the cap: pools.py. Waits after each step, so that another process can read NVML.
 
-Prints a line of JSON per step: its name, the call's result code, and the one that a program may expect.
+Prints a line of JSON per step: its name, the call's result code, and the expected one.
 """
 
 import ctypes
@@ -8,7 +8,7 @@ import sys
 
 from driver_api import FOREVER, MIB, OUT_OF_MEMORY, POOL_RELEASE_THRESHOLD, Cuda, answer
 
-# Bytes that the last step takes and gives back in turns.
+# Bytes that the last step allocates and frees in turns.
 SIZES = [1 * MIB, 24 * MIB, 3 * MIB, 100 * MIB]
 
 
@@ -32,7 +32,7 @@ class Pool:
         code = self.cuda.call("cuMemAllocAsync", ctypes.byref(pointer), ctypes.c_size_t(size), self.stream)
         return code, pointer
 
-    def give(self, pointer):
+    def free_async(self, pointer):
         self.cuda.must("cuMemFreeAsync", pointer, self.stream)
 
     def wait(self):
@@ -45,31 +45,31 @@ class Pool:
 
 
 def freed_in_the_streams_order(pool):
-    """What is freed in the stream's order, and not waited for, leaves room in the pool."""
+    """Memory that is freed in the stream's order can be allocated again without a wait."""
     for percent, after in ((60, ""), (60, " again, the first freed and not waited for"), (90, ", the second likewise")):
         code, pointer = pool.allocate(pool.percent(percent))
         pool.step(f"{percent} percent{after}", code)
         if code == 0:
-            pool.give(pointer)
+            pool.free_async(pointer)
     pool.wait()
 
 
 def kept_by_the_pool(pool):
-    """A pool that keeps what it has gives it back when something else needs it."""
+    """A pool that keeps its memory returns it when another allocation needs it."""
     pool.keep_everything()
     code, kept = pool.allocate(pool.percent(70))
     pool.step("70 percent in a pool that keeps it", code)
     if code == 0:
-        pool.give(kept)
+        pool.free_async(kept)
         pool.wait()
     code, plain = pool.cuda.alloc(pool.percent(60))
-    pool.step("60 percent by cuMemAlloc, while the pool keeps 70 percent that nobody uses", code)
+    pool.step("60 percent by cuMemAlloc, while the pool keeps 70 percent without use", code)
     if code == 0:
         pool.cuda.free(plain)
 
 
 def all_sizes(pool):
-    """Many of all sizes, half of them freed whenever no more is to be had."""
+    """Many allocations of all sizes. Half of them are freed whenever one is refused."""
     pieces, code = [], 0
     for turn in range(400):
         code, pointer = pool.allocate(SIZES[turn % len(SIZES)])
@@ -77,13 +77,13 @@ def all_sizes(pool):
             pieces.append(pointer)
         elif code == OUT_OF_MEMORY:
             for one in pieces[::2]:
-                pool.give(one)
+                pool.free_async(one)
             pieces, code = pieces[1::2], 0
         else:
             break
     pool.step("many of all sizes", code)
     for one in pieces:
-        pool.give(one)
+        pool.free_async(one)
     pool.wait()
 
 

@@ -1,5 +1,5 @@
-// A program on NVIDIA's runtime, as nvcc builds it: takes memory by three calls up to and beyond LIMIT bytes, and
-// computes. usage: runtime LIMIT. Says in one line of JSON what it got; ends with 0 whatever that was.
+// A program on NVIDIA's runtime, built by nvcc: allocates up to and beyond LIMIT bytes by three calls, and computes.
+// usage: runtime LIMIT. Prints the results as one line of JSON. Its exit code is 0 whatever they are.
 
 #include <cstdio>
 
@@ -21,7 +21,7 @@ int main(int argc, char **argv) {
     int version = 0;
     cudaRuntimeGetVersion(&version);
     const int info = cudaMemGetInfo(&free_bytes, &total);
-    // A share has LIMIT bytes; no card is asked for more of managed memory than it can be without one.
+    // LIMIT is a share's memory; without a share it is small, so that the GPU has that much managed memory.
     const int plain = cudaMalloc(&pointer, limit + 1);
     const int managed = cudaMallocManaged(&pointer, limit + 1);
     const int ordered = cudaMallocAsync(&pointer, limit + 1, 0);

@@ -3,22 +3,22 @@
 usage: spin.py MICROS STEPS SETTLE COUNT [LAUNCHES-PER-GRAPH]
 
 Launches a kernel of STEPS steps (about MICROS microseconds) again and again, two batches ahead of the GPU, so that it
-never idles for want of work. After SETTLE seconds, for COUNT seconds and at least three completions, counts what is
-completed: from one completion to another, so that nothing is counted in part. Goes on until it is told to end.
+always has work. After SETTLE seconds it counts completed launches, for COUNT seconds and at least three completions: from
+one completion to another, so that no launch is counted in part. It continues until stdin has a line.
 """
 
 import sys
 import time
 
-from driver_api import Cuda, Spin, answer, is_told, ready
+from driver_api import Cuda, Spin, answer, has_input, ready
 
-# Microseconds of work after which completion is looked at.
+# Microseconds of work between two checks of completion.
 BATCH = 20_000
 LEAST = 3
 
 
 def batches(cuda, spin, stream, micros, graph):
-    """Completions, for ever: (when, launches that are complete)."""
+    """Yields completions without end: (time, launches that are complete)."""
     count = max(1, BATCH // micros)
     executable = cuda.captured(stream, lambda: spin.launch(stream), graph) if graph else None
     events, done, issued = [cuda.event(), cuda.event()], 0, 0
@@ -63,7 +63,7 @@ def main(micros, steps, settle, count, graph=0):
     rate = kernels / (last - first)
     counted = {"counted": kernels, "seconds": last - first, "longest": longest}
     answer({"steps": rate * int(steps), "kernels": rate, **counted})
-    while not is_told():
+    while not has_input():
         next(completions)
     cuda.wait()
 

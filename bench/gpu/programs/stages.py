@@ -1,8 +1,8 @@
-"""Takes memory in stages, and waits after each, so that NVML can be read from outside.
+"""Allocates memory in stages, and waits after each, so that another process can read NVML.
 
 usage: stages.py context | rounding SIZE COUNT | local BYTES... | matmul
 
-Prints a line of JSON per stage: its name, and what cuMemGetInfo says is free, where there is a context.
+Prints a line of JSON per stage: its name, and free memory by cuMemGetInfo where a context exists.
 """
 
 import sys
@@ -39,7 +39,7 @@ def rounding(size, count):
 
 
 def local(*sizes):
-    """What the driver takes for a launch's local memory, by bytes per thread; in a share it may be refused."""
+    """Launches with so many bytes of local memory per thread. In a share they may be refused."""
     cuda = Cuda()
     result = cuda.must_alloc(8).value
     stage("before", cuda)

@@ -1,4 +1,4 @@
-"""What PyTorch takes for the GPU's memory."""
+"""The GPU's total memory as PyTorch reads it."""
 
 import json
 

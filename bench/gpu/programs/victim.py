@@ -1,4 +1,4 @@
-"""What tools look at: takes memory, launches kernels, copies, and frees; says `"sum": 42` where all of it worked."""
+"""The program that tools run: allocates memory, launches kernels, copies, and frees. Prints `"sum": 42` if all worked."""
 
 import ctypes
 
