@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn wrong_values_are_named_with_option_and_way_out() {
+    fn errors_name_the_option_the_value_and_the_valid_values() {
         for (args, words) in [
             (["--memory", "20G1"], ["--memory", "20G1", "20Gi"]),
             (["--memory", "0"], ["--memory", "0", "1Mi"]),

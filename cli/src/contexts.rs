@@ -152,7 +152,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_least_size_that_is_known_is_used() {
+    fn measured_sizes_are_read_and_a_broken_file_is_ignored() {
         let folder = tempfile::tempdir().unwrap();
         let mut inventory = inventory(&two_h100(), Path::new("/nowhere"));
         describe(&mut inventory, folder.path());
@@ -167,7 +167,7 @@ mod tests {
         describe(&mut inventory, folder.path());
         let measured = Some(Quantity::from_bytes(464 << 20));
         assert_eq!(inventory.gpus[0].context_memory, measured);
-        // A broken file is no reason not to run.
+        // A broken file does not prevent a run.
         fs::write(&file, b"{").unwrap();
         describe(&mut inventory, folder.path());
         assert_eq!(inventory.gpus[0].context_memory, None);

@@ -82,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn another_driver_is_shown_where_the_host_looks() {
+    fn another_driver_is_mounted_where_programs_search() {
         let dir = tempfile::tempdir().unwrap();
         let (placed, links) = placed(files(dir.path()), dir.path());
         let folder = host_libraries().unwrap();

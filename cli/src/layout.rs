@@ -257,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_in_its_place_already_is_left_alone() {
+    fn files_at_their_place_are_not_mounted_again() {
         let lib = "/usr/lib/x86_64-linux-gnu/libnvidia-nvvm.so.535";
         let host = host(&[(lib, lib), ("/usr/lib/tranche", "/usr/lib/tranche")]);
         let layout = plan(&grant(&[(lib, lib, true)], &[], &[]), &host);
@@ -268,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn links_replace_the_hosts_and_never_what_is_shown() {
+    fn links_replace_links_of_the_host_and_never_mounted_files() {
         let host = host(&[(
             "/usr/lib/x86_64-linux-gnu/libx.so",
             "/usr/lib/x86_64-linux-gnu/libx.so.1",

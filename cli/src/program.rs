@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn cut_off_and_senseless_files_are_not_judged() {
+    fn truncated_and_invalid_files_are_not_refused() {
         let whole = elf("/lib/ld-musl-x86_64.so.1");
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("x");

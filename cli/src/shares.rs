@@ -390,7 +390,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_killed_supervisor_left_is_removed_by_the_next() {
+    fn the_next_run_removes_the_share_of_a_killed_supervisor() {
         let (_folder, shares) = shares();
         let member = shares
             .lock()
@@ -406,21 +406,21 @@ mod tests {
     }
 
     #[test]
-    fn a_share_whose_commands_have_ended_is_known_to_be_about_to_go() {
+    fn a_share_whose_commands_have_ended_is_marked_as_ending() {
         let (_folder, shares) = shares();
         let mut command = std::process::Command::new("true").spawn().unwrap();
         let pid = i32::try_from(command.id()).unwrap();
         let create = |locked: Locked<'_>| locked.create("a", pid, &record("a"), &[]).unwrap();
         let member = create(shares.lock().unwrap());
         let ended = || shares.lock().unwrap().in_use().unwrap()[0].ended;
-        assert!(!ended(), "a zombie's end nobody has seen yet");
+        assert!(!ended(), "a zombie has not been waited for");
         command.wait().unwrap();
         assert!(ended());
         drop(member);
     }
 
     #[test]
-    fn half_a_share_is_none() {
+    fn a_share_that_cannot_be_created_whole_is_removed() {
         let (_folder, shares) = shares();
         let blocked = [("members/x".into(), vec![], 0o444)];
         let error = shares

@@ -343,7 +343,7 @@ fn every_share_is_granted_its_gpu_time() {
 }
 
 #[test]
-fn a_killed_supervisor_leaves_the_cap_and_nothing_else() {
+fn the_cap_outlives_a_killed_supervisor() {
     let machine = Machine::new();
     let mut probe = machine.probe(&["--share", "orphan", "--memory", "10Gi", "--cores", "50"]);
     probe.must("init");
@@ -370,7 +370,7 @@ fn a_killed_supervisor_leaves_the_cap_and_nothing_else() {
 }
 
 #[test]
-fn whatever_becomes_of_the_environment_and_the_user() {
+fn the_cap_holds_in_every_environment_and_for_every_user() {
     let machine = Machine::new();
     let probe = machine.ours("tranche-shim-probe");
     let too_much = format!("{} name", probe.display());
@@ -401,7 +401,7 @@ fn whatever_becomes_of_the_environment_and_the_user() {
 /// A copy of the driver in a folder of `LD_LIBRARY_PATH` is covered by the shim, by name and by
 /// path.
 #[test]
-fn with_a_copy_of_the_driver_that_the_environment_names() {
+fn the_cap_holds_for_a_copy_of_the_driver_in_the_environment() {
     let machine = Machine::new();
     let own = tempfile::tempdir().unwrap();
     let copy = own.path().join("libcuda.so");
@@ -449,7 +449,7 @@ fn a_run_in_a_run_is_refused() {
 
 /// As an unprivileged user, in a user namespace: the same cap, and still the same user.
 #[test]
-fn a_user_without_rights_has_shares_too() {
+fn a_user_without_rights_can_have_shares() {
     let machine = Machine::new();
     let as_nobody = |mut command: Command| {
         command
@@ -485,7 +485,7 @@ fn a_user_without_rights_has_shares_too() {
 }
 
 #[test]
-fn nothing_of_the_host_is_changed() {
+fn a_run_changes_nothing_on_the_host() {
     let machine = Machine::new();
     let listing = |folder: &str| {
         let entries = fs::read_dir(folder).unwrap();
@@ -508,7 +508,7 @@ fn nothing_of_the_host_is_changed() {
 /// A driver that is installed on the host itself: its files stay, the shim covers them, and the node
 /// of the other GPU cannot be opened.
 #[test]
-fn with_the_hosts_own_driver() {
+fn the_cap_holds_with_the_hosts_own_driver() {
     let machine = Machine::new();
     let script = r#"
         /usr/bin/nvidia-sim-persistenced --root / >/dev/null 2>&1 &
