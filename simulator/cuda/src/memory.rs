@@ -56,24 +56,24 @@ pub fn charge(device: &'static Device, bytes: u64) -> Result<(), Code> {
 }
 
 /// Carries out a pool's pending frees that are due, and all of the stream `own` (its address).
-pub fn settle(pool: &Pool, own: Option<usize>) {
+pub fn carry_out_frees(pool: &Pool, own: Option<usize>) {
     for free in pool.take_due_frees(own) {
         free_exactly(free.address, free.id);
     }
 }
 
 /// The pools of a GPU, after their due frees are carried out.
-fn settled_pools(device: &Device) -> Vec<&'static Object<Pool>> {
+fn pools_after_frees(device: &Device) -> Vec<&'static Object<Pool>> {
     let pools = pool::pools_of(device);
     for pool in &pools {
-        settle(pool, None);
+        carry_out_frees(pool, None);
     }
     pools
 }
 
 /// Returns to a GPU all that its pools keep; false if they keep nothing.
 fn trim_pools(device: &Device) -> bool {
-    let trimmed = settled_pools(device)
+    let trimmed = pools_after_frees(device)
         .into_iter()
         .map(|pool| pool.trim(device, 0));
     trimmed.sum::<u64>() > 0
@@ -85,7 +85,7 @@ pub fn trim_pools_after_wait(device: &Device) {
     if !has(Habit::FreesWait) {
         return;
     }
-    for pool in settled_pools(device) {
+    for pool in pools_after_frees(device) {
         pool.trim_to_threshold(device);
     }
 }

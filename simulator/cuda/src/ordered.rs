@@ -19,7 +19,7 @@ pub fn allocate(pool: &'static Object<Pool>, bytes: usize, stream: &Stream) -> R
     if bytes == 0 {
         return Err(Code::INVALID_VALUE);
     }
-    memory::settle(pool, Some(address_of(stream)));
+    memory::carry_out_frees(pool, Some(address_of(stream)));
     let place = || {
         memory::place(
             pool.device,

@@ -93,7 +93,7 @@ fn open_again(file: BorrowedFd<'_>) -> Result<OwnedFd, Code> {
         .map_err(|_| Code::OUT_OF_MEMORY)
 }
 
-/// The same; the allocation is kept as long as that is open.
+/// Opens an allocation's file once more, with a lock that keeps the allocation as long as that descriptor is open.
 fn keep(file: BorrowedFd<'_>) -> Result<OwnedFd, Code> {
     let again = open_again(file)?;
     flock(&again, FlockOperation::LockShared).map_err(|_| Code::OUT_OF_MEMORY)?;
@@ -177,7 +177,7 @@ impl Vmm {
                 Some(Ok(file))
                     if flock(&file, FlockOperation::NonBlockingLockExclusive).is_err() =>
                 {
-                    // Until the kernel has closed the last of them.
+                    // Waits until the kernel has closed the last descriptor.
                     std::thread::spawn(move || {
                         let wait = || flock(&file, FlockOperation::LockExclusive);
                         if rustix::io::retry_on_intr(wait).is_ok() {

@@ -117,20 +117,20 @@ export! {
             *current = pools.default;
         }
         drop(current);
-        memory::settle(pool, None);
+        memory::carry_out_frees(pool, None);
         pool.retire(device)
     }
     fn cuMemPoolTrimTo(pool: Handle, keep: usize) {
         driver()?;
         let pool = Object::<Pool>::find(pool)?;
-        memory::settle(pool, None);
+        memory::carry_out_frees(pool, None);
         pool.trim(device(pool.device)?, keep as u64);
         Ok(())
     }
     fn cuMemPoolGetAttribute(pool: Handle, which: u32, value: *mut c_void) {
         driver()?;
         let pool = Object::<Pool>::find(pool)?;
-        memory::settle(pool, None);
+        memory::carry_out_frees(pool, None);
         let usage = pool.usage();
         let word = match which {
             1..=3 => {
