@@ -3,6 +3,7 @@
 // variant of cuMemAlloc that nobody knows. State is its process's own. Tests steer it through odd_*.
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <fcntl.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -136,6 +137,11 @@ CUresult cuArray3DCreate_v2(uint64_t *array, void *shape) { *array = 0x6000; ret
 CUresult cuArrayDestroy(uint64_t array) { return OK; }
 CUresult cuMemMapArrayAsync(void *list, unsigned count, void *stream) { return OK; }
 CUresult cuMemCreate(uint64_t *handle, size_t size, void *properties, uint64_t flags) { static int made; *handle = 0x700000 + ++made; return OK; }
+// All descriptors are of one file, as a real driver's are of /dev/nvidiactl.
+CUresult cuMemExportToShareableHandle(int *descriptor, uint64_t handle, unsigned kind, uint64_t flags) {
+    *descriptor = open("/usr/lib/tranche/driver/control", O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+    return *descriptor < 0 ? INVALID_VALUE : OK;
+}
 // What a stream captures nobody looks at; an image is its module.
 CUresult cuStreamBeginCapture_v2(void *stream, int mode) { return OK; }
 CUresult cuStreamEndCapture(void *stream, void **graph) { *graph = NULL; return OK; }

@@ -432,6 +432,21 @@ impl<const N: usize, const FEW: usize> Physical<N, FEW> {
         self.exports.len() > 0
     }
 
+    /// The first descriptor of a file from a place in the list on, and the place after it.
+    #[must_use]
+    pub fn export_of_file(&self, file: (u64, u64), from: usize) -> Option<(usize, Export)> {
+        let found = self.exports.next(from, |export| export.file == file)?;
+        Some((found.0, found.2))
+    }
+
+    /// Holds the memory that a descriptor keeps; `None` where it was found closed meanwhile.
+    pub fn hold_export(&mut self, export: &Export) -> Option<Id> {
+        self.exports
+            .get(export.byte)
+            .filter(|found| *found == export)?;
+        self.hold_id(Id::of(export.of)?)
+    }
+
     /// The next in turn whose descriptor may have been closed: of those that alone keep their memory, or of all.
     pub fn next_export(&mut self, of_all: bool) -> Option<Export> {
         if !of_all && self.left == 0 {

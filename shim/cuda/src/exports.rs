@@ -11,7 +11,7 @@
 
 use core::sync::atomic::Ordering;
 
-use tranche_shim_core::physical::{Export, Id};
+use tranche_shim_core::physical::{Export, Id, Physical};
 use tranche_shim_runtime::sys::{self, Descriptor};
 
 use crate::process::Process;
@@ -55,6 +55,28 @@ fn lock(descriptor: Descriptor) -> Option<Export> {
     }
     let file = descriptor.file().ok()?;
     Some(Export::new(byte, witness.leave_open().0, file))
+}
+
+/// Holds the memory that a descriptor keeps which this process has exported, under whatever number; `None` for another
+/// process's. A lock is not in the way of its own description.
+pub fn hold(process: &Process, descriptor: i32) -> Option<Id> {
+    if !process.has_exports.load(Ordering::Relaxed) {
+        return None;
+    }
+    let descriptor = Descriptor(descriptor);
+    let file = descriptor.file().ok()?;
+    let mut from = 0;
+    loop {
+        let find = |physical: &mut Physical| physical.export_of_file(file, from);
+        let (next, export) = process.physical.with(find)?;
+        let is_seen = Descriptor(export.witness).is_locked(export.byte) == Ok(true);
+        if is_seen && descriptor.is_locked(export.byte) == Ok(false) {
+            return process
+                .physical
+                .with(|physical| physical.hold_export(&export));
+        }
+        from = next;
+    }
 }
 
 /// Whether a descriptor is closed everywhere.

@@ -228,11 +228,18 @@ pub fn import(handle: *mut Handle, token: usize, kind: u32, driver: Call<'_>) ->
     if handle.is_null() {
         return driver.make();
     }
-    // SAFETY: the driver reads a token of this kind there next.
-    let token = unsafe { token_at(token as *const u8, kind) };
-    let held = process
-        .physical
-        .with(|physical| physical.hold_exported(token?));
+    let held = if kind == FILE_DESCRIPTOR {
+        i32::try_from(token)
+            .ok()
+            .and_then(|descriptor| exports::hold(process, descriptor))
+    } else {
+        // SAFETY: the driver reads a token of this kind there next.
+        let token = unsafe { token_at(token as *const u8, kind) };
+        token.and_then(|token| {
+            let hold = |physical: &mut Physical| physical.hold_exported(token);
+            process.physical.with(hold)
+        })
+    };
     let result = driver.make();
     if held.is_some() {
         process.note_physical(|physical, freed| {
@@ -340,8 +347,8 @@ fn size_of_imported(device: &Device, handle: Handle) -> u64 {
 /// The kind of tokens of 64 bytes that other nodes of a fabric understand.
 const FABRIC: u32 = 8;
 
-/// What identifies the memory of a token, where that can be told. The number of a file descriptor does not: it may have
-/// been closed and be another's now, and what another process exported must not be taken for our own.
+/// What identifies the memory of a token, where that can be told. Of a descriptor the number does not:
+/// [`exports::hold`].
 ///
 /// # Safety
 ///

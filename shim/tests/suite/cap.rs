@@ -314,6 +314,44 @@ fn what_a_context_holds_of_others_ends_with_it() {
     assert_eq!(share.used(), 0);
 }
 
+/// A real driver's descriptors are all of one file (`/dev/nvidiactl`): each keeps its own memory, and what this process
+/// exported is told from what another did.
+#[test]
+fn descriptors_of_one_file_are_told_apart() {
+    const BYTES: u64 = 10 * BLOCK;
+    const FOREIGN: u64 = 3 * BLOCK;
+    let (world, share) = one_gpu();
+    let mut probe = ready(&world, 1);
+    probe.ask(&format!("steer foreign {FOREIGN}"));
+    probe.must("set 16 4294967297 1 0 0");
+    let handles = [(); 2].map(|()| probe.get(&format!("cuMemCreate &0 {BYTES} &16 0")));
+    let before = probe.must("descriptors").number(0);
+    let files = handles.map(|handle| {
+        let export = format!("cuMemExportToShareableHandle &0 {handle} 1 0");
+        probe.get(&export) & 0xffff_ffff
+    });
+    let after = probe.must("descriptors").number(0);
+    assert_eq!(after - before, 3, "one of the shim's for both");
+    let foreign = "open-to-write /usr/lib/tranche/driver/control";
+    let foreign = probe.must(foreign).number(0);
+    for (file, more) in [(files[0], 0), (files[1], 0), (foreign, FOREIGN)] {
+        let handle = probe.get(&format!("cuMemImportFromShareableHandle &0 {file} 1"));
+        assert_eq!(share.used(), 2 * BYTES + more);
+        assert_eq!(probe.call(&format!("cuMemRelease {handle}")), 0);
+        assert_eq!(share.used(), 2 * BYTES);
+    }
+    for handle in handles {
+        assert_eq!(probe.call(&format!("cuMemRelease {handle}")), 0);
+    }
+    for (file, left) in files.into_iter().zip([BYTES, 0]) {
+        probe.must(&format!("close {file}"));
+        probe.must("info");
+        assert_eq!(share.used(), left);
+    }
+    // The shim's is closed too.
+    assert_eq!(probe.must("descriptors").number(0), before + 1);
+}
+
 /// What a destroyed pool had is there until the descriptors by which others open it are closed.
 #[test]
 fn an_open_descriptor_keeps_what_a_pool_had() {

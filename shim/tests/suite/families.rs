@@ -190,21 +190,30 @@ fn handles_by_address_and_by_descriptor() {
     assert_eq!(probe.call(&format!("cuMemRelease {again}")), DONE);
     case.holds(4 * BLOCK);
     let probe = &mut case.probe;
-    // Exported and imported again: charged as if it were another's, since the number of a descriptor does not tell.
-    let file = export(probe, handle);
-    let imported = probe.get(&format!("cuMemImportFromShareableHandle &0 {file} 1"));
-    assert_ne!(imported, handle);
-    assert_eq!(case.share.used(), 8 * BLOCK + case.context);
+    // Exported, and imported again by whatever number: it is the same memory.
+    let files = [(); 2].map(|()| export(probe, handle));
+    let take = format!("take-descriptor {} {}", probe.pid(), files[0]);
+    let copy = probe.must(&take).number(0);
+    let imported = [files[1], copy].map(|file| {
+        let imported = probe.get(&format!("cuMemImportFromShareableHandle &0 {file} 1"));
+        assert_ne!(imported, handle);
+        imported
+    });
+    case.holds(4 * BLOCK);
     let probe = &mut case.probe;
-    probe.must(&format!("close {file}"));
-    assert_eq!(probe.call(&format!("cuMemRelease {handle}")), DONE);
-    assert_eq!(
-        case.share.used(),
-        4 * BLOCK + case.context,
-        "the import holds it"
-    );
-    assert_eq!(case.probe.call(&format!("cuMemRelease {imported}")), DONE);
-    assert_eq!(case.share.used(), case.context);
+    for file in [files[0], files[1], copy] {
+        probe.must(&format!("close {file}"));
+    }
+    for handle in [handle, imported[1]] {
+        assert_eq!(probe.call(&format!("cuMemRelease {handle}")), DONE);
+    }
+    // The other import has it, as long as that lives.
+    assert_eq!(case.share.used(), 4 * BLOCK + case.context);
+    let last = imported[0];
+    assert_eq!(case.probe.call(&format!("cuMemRelease {last}")), DONE);
+    case.wait_until_held(0);
+    case.probe.must("info");
+    case.holds(0);
 }
 
 /// A descriptor by which a handle's memory can be imported.
