@@ -211,7 +211,7 @@ def write():
             present |= set(re.findall(r"\bfn (cu[A-Z]\w+)\s*[(,]", text))
             present |= set(re.findall(r"\bfn cu[A-Z]\w+, (cu\w+) \[", text))
     absent = sorted(s for s in (every | set(symbols)) - present if not s.startswith("cudbg"))
-    fill(SOURCES / "api" / "absent.rs", "\nabsent! {\n", "}\n", [f"    {name}" for name in absent])
+    fill(SOURCES / "api" / "absent.rs", "\nabsent! {\n    Code::NOT_SUPPORTED.0 =>\n", "}\n", [f"    {name}" for name in absent])
     print(f"{len(rows)} names; {len(present)} functions simulated, {len(absent)} not simulated")
     return 0
 

@@ -75,9 +75,9 @@ mod symbols {
         cuEGLStreamConsumerConnect cuEGLStreamConsumerConnectWithFlags
         cuEGLStreamConsumerDisconnect cuEGLStreamConsumerReleaseFrame cuEGLStreamProducerConnect
         cuEGLStreamProducerDisconnect cuEGLStreamProducerPresentFrame
-        cuEGLStreamProducerReturnFrame cuEventCreate cuEventDestroy
-        cuEventDestroy_v2 cuEventElapsedTime cuEventElapsedTime_v2 cuEventQuery cuEventRecord
-        cuEventRecordWithFlags cuEventRecordWithFlags_ptsz cuEventRecord_ptsz cuEventSynchronize
+        cuEGLStreamProducerReturnFrame cuEventCreate cuEventDestroy cuEventDestroy_v2
+        cuEventElapsedTime cuEventElapsedTime_v2 cuEventQuery cuEventRecord cuEventRecordWithFlags
+        cuEventRecordWithFlags_ptsz cuEventRecord_ptsz cuEventSynchronize
         cuExternalMemoryGetMappedBuffer cuExternalMemoryGetMappedMipmappedArray
         cuFabricCpyBatchAsync cuFabricCpyBatchAsync_ptsz cuFlushGPUDirectRDMAWrites
         cuFuncGetAttribute cuFuncGetModule cuFuncGetName cuFuncGetParamCount cuFuncGetParamInfo
