@@ -13,7 +13,7 @@
 #[cfg(test)]
 mod tests;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt as _;
@@ -140,7 +140,8 @@ impl Sampler {
         utilization: &mut dyn Utilization,
     ) -> Vec<Sampled> {
         let mut sampled = Vec::new();
-        self.shares.retain(|folder, _| shares.contains(folder));
+        let held: HashSet<&PathBuf> = shares.iter().collect();
+        self.shares.retain(|folder, _| held.contains(folder));
         for folder in shares {
             if let Some(opened) = self.shares.get_mut(folder) {
                 // A new share of the same name is opened in the next step, so that the controller
