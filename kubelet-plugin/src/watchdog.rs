@@ -46,6 +46,10 @@ use crate::rounds;
 /// leave.
 const LINGER: Duration = Duration::from_mins(1);
 
+/// How often GPUs are looked at that no claim holds and that are withheld only because of memory without an owner. NVML is
+/// closed in between: a GPU cannot be reset while a process has it open (nvidia-smi(1), `--gpu-reset`).
+const RARELY: Duration = Duration::from_secs(10);
+
 /// How long a GPU must have been withheld for memory without an owner before the GpuNode says so. A Prepare waits
 /// 25 s for such memory; if it is freed by then, the slices need no change.
 const STAYS: Duration = Duration::from_secs(30);
@@ -86,6 +90,8 @@ pub struct Watchdog {
     gpus: BTreeMap<String, Gpu>,
     /// The list of the last process could not be read: all GPUs are to be watched as soon as they are known.
     watch_all: bool,
+    /// When the last round was that looked at the GPUs.
+    looked: Option<Instant>,
     /// Processes that were ended and that NVML still lists, because an end takes time.
     ended: BTreeSet<ProcessId>,
     start: Instant,
@@ -155,6 +161,7 @@ impl Watchdog {
             watched,
             gpus: gpus.collect(),
             watch_all,
+            looked: None,
             ended: BTreeSet::new(),
             start: now,
         };
@@ -205,9 +212,17 @@ impl Watchdog {
         self.watch_all(now);
         self.gpus
             .retain(|_, gpu| gpu.watch.is_withheld() || now.duration_since(gpu.held) < LINGER);
-        if self.gpus.is_empty() {
+        // All GPUs, since the others were just removed.
+        let is_unheld = |gpu: &Gpu| now.duration_since(gpu.held) >= LINGER;
+        let are_unheld = self.gpus.values().all(is_unheld);
+        if are_unheld {
             self.probe.close();
+            let is_soon = |looked| now.duration_since(looked) < RARELY;
+            if !self.gpus.is_empty() && self.looked.is_some_and(is_soon) {
+                return Vec::new();
+            }
         }
+        self.looked = Some(now);
         let mut events = Vec::new();
         let mut pids = BTreeSet::new();
         let mut board = BTreeMap::new();

@@ -87,7 +87,7 @@ pub enum Problem {
     /// It is not known what the policies ask for shares of a GPU, for example which of the driver's libraries they get.
     #[error(
         "GPU {gpu}: the controller has not published yet what the SharingPolicy asks of the node (status.published.gpus of \
-         the node's GpuNode): see that the controller runs; the kubelet asks again"
+         the node's GpuNode): see that the controller runs and what status.published.problem says; the kubelet asks again"
     )]
     PolicyUnknown {
         /// The GPU.

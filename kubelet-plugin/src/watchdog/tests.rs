@@ -458,6 +458,26 @@ async fn a_gpu_whose_last_claim_was_just_released_is_watched_after_a_restart() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn nvml_is_closed_most_of_the_time_where_only_memory_without_an_owner_is_left() {
+    let mut node = Node::new().await;
+    node.gpus.0.lock().unwrap().1 = 2 * GIB;
+    node.seconds(5);
+    node.release().await;
+    node.seconds(70);
+    // The GPU can be reset now.
+    let mut open = 0;
+    for _ in 0..60 {
+        node.seconds(1);
+        open += u32::from(node.watchdog.probe.is_open());
+    }
+    assert_eq!(open, 6);
+    assert!(node.refuses().await);
+    node.gpus.0.lock().unwrap().1 = 0;
+    node.seconds(20);
+    assert!(!node.refuses().await);
+}
+
+#[tokio::test(start_paused = true)]
 async fn if_the_list_of_watched_gpus_is_broken_every_gpu_is_withheld_until_it_is_seen_free() {
     let mut node = Node::new().await;
     node.release().await;

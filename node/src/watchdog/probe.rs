@@ -102,6 +102,12 @@ impl Probe {
         self.learned.clear();
     }
 
+    /// Whether NVML is open.
+    #[must_use]
+    pub fn is_open(&self) -> bool {
+        self.opened.is_some()
+    }
+
     /// Samples one GPU. `is_key` is true for the keys of all held devices, on any GPU.
     pub fn sample(
         &mut self,
