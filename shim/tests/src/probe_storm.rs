@@ -156,10 +156,13 @@ impl<F: Fn(&str) -> *mut c_void + Sync> Storm<F> {
                 .map(Held::Pointer)
             }
             7 => {
-                // Pinned memory of device 0.
-                let properties = [1u64, 1, 0, 0];
+                // Pinned memory of device 0, which can be exported.
+                let properties = [1u64 | 1 << 32, 1, 0, 0];
                 let handle =
                     self.ask("cuMemCreate", [blocks, properties.as_ptr() as u64, 0, 0, 0])?;
+                if random.below(4) == 0 {
+                    self.pass_on(handle);
+                }
                 Some(if random.below(2) == 0 {
                     Held::Handle(handle)
                 } else {
@@ -179,6 +182,22 @@ impl<F: Fn(&str) -> *mut c_void + Sync> Storm<F> {
                 None
             }
         }
+    }
+
+    /// Exports a handle, imports the memory again, and closes the descriptor.
+    fn pass_on(&self, handle: u64) {
+        let mut descriptor = [0u32];
+        self.must(
+            "cuMemExportToShareableHandle",
+            [descriptor.as_mut_ptr() as u64, handle, 1, 0, 0, 0],
+        );
+        let [descriptor] = descriptor;
+        let import = [u64::from(descriptor), 1, 0, 0, 0];
+        if let Some(imported) = self.ask("cuMemImportFromShareableHandle", import) {
+            self.must("cuMemRelease", [imported, 0, 0, 0, 0, 0]);
+        }
+        // SAFETY: what the driver has just opened for this thread.
+        unsafe { libc::close(descriptor.cast_signed()) };
     }
 
     /// Maps a handle; releases it now, while it is mapped, or keeps it for another mapping.
