@@ -7,7 +7,7 @@ use crate::process::Process;
 use crate::share::{Cap, Device, Held};
 
 impl Process {
-    /// Reserves from each share of the device what it has left, until it is enough; or nothing.
+    /// Reserves from the device's shares in turn until it is enough; otherwise nothing.
     pub fn reserve_in_parts(&self, device: &Device, least: u64, most: u64) -> Option<u64> {
         let mut shares = self.shares(device);
         if device.shares.is_power_of_two() {
@@ -45,7 +45,7 @@ impl Process {
             .fold(0u64, |sum, share| sum.saturating_add(share.limit()))
     }
 
-    /// Takes back what dead processes left in the shares of a device; whether it looked.
+    /// Takes back what dead processes left in the shares of a device; whether it searched for any.
     pub fn reclaim(&self, device: &Device) -> bool {
         let mut looked = false;
         for share in self.shares(device) {

@@ -1,9 +1,9 @@
 //! Arrays and mipmaps: memory in a layout of the driver's own.
 //!
-//! How much an array takes the driver tells of one that has no memory yet (deferred mapping). So one of
-//! the same shape is made and destroyed first; a driver that cannot (before 11.6, or for this shape) is
-//! charged by a formula that assumes the largest tiles of any hardware. Arrays are charged in whole
-//! blocks: nothing tells in which block a small one lies.
+//! The driver says how much memory an array needs only of one without memory (deferred mapping). So an array of the
+//! same shape is made and destroyed first. Where the driver cannot do that (before 11.6, or for this shape), a formula
+//! that assumes the largest tiles of any hardware gives the charge. Arrays are charged in whole blocks, because it is
+//! unknown in which block a small one lies.
 
 use tranche_shim_core::Entry;
 use tranche_shim_core::physical::Mark;
@@ -19,11 +19,11 @@ use crate::process::{self, Kind, Process, key};
 use crate::share::Device;
 use crate::vmm;
 
-/// What is made.
+/// The kind of array.
 #[derive(Clone, Copy)]
 pub enum Shape {
     Array(ArrayShape3<usize>),
-    /// With so many levels, each half the size of the one before.
+    /// A mipmap with so many levels, each half the size of the one before.
     Mipmap(ArrayShape3<usize>, u32),
 }
 
@@ -88,7 +88,8 @@ pub fn make(array: *mut CUarray, shape: Option<Shape>, driver: Call<'_>) -> CUre
     })
 }
 
-/// Makes an array without memory. What is mapped to a sparse one later is shown until it or its context ends.
+/// Makes an array without memory. What is later mapped to a sparse array stays mapped until the array or its context
+/// ends.
 fn make_empty(array: *mut CUarray, shape: Shape, driver: Call<'_>) -> CUresult {
     let result = driver.make();
     if result.is_ok()
@@ -106,7 +107,7 @@ fn make_empty(array: *mut CUarray, shape: Shape, driver: Call<'_>) -> CUresult {
     result
 }
 
-/// An entry of the table that went with a context: an array shows nothing any more that it showed at `mark`.
+/// An entry of the table ended with its context: what was mapped to its array before `mark` is mapped no more.
 pub fn forget(process: &Process, number: u64, mark: Mark) {
     if process::is_of(number, Kind::Array) {
         process.note_physical(|physical, freed| physical.end_owner(number, mark, freed));
@@ -148,7 +149,7 @@ impl Shape {
         self.base().flags & (CUDA_ARRAY3D_SPARSE | CUDA_ARRAY3D_DEFERRED_MAPPING) == 0
     }
 
-    /// What the driver says that it would take.
+    /// How much memory the driver says that it would take.
     fn bytes_said(&self, device: &Device) -> Option<u64> {
         let shape = ArrayShape3 {
             flags: self.base().flags | CUDA_ARRAY3D_DEFERRED_MAPPING,
@@ -198,7 +199,7 @@ impl Shape {
         (result.is_ok() && needs.size > 0).then_some(needs.size as u64)
     }
 
-    /// No less than it takes, on any hardware.
+    /// An upper bound of what it takes, on any hardware.
     fn bytes_at_most(&self) -> Option<u64> {
         let levels = match *self {
             Self::Array(_) => 1,
@@ -226,7 +227,7 @@ impl Shape {
     }
 }
 
-/// Bytes of a channel; of formats that are blocks, planes or yet to come, the most that an element has.
+/// Bytes of a channel; for block formats, planar formats and unknown ones, the most that an element can have.
 fn element(format: u32) -> u64 {
     match format {
         0x01 | 0x08 => 1,

@@ -43,20 +43,20 @@ impl Process {
     /// descriptors kept that are closed.
     pub fn reserve_what_is_free(&self, device: &Device, least: u64, most: u64) -> Option<u64> {
         let reserve = || self.reserve_in_parts(device, least, most);
-        // Whoever found something: this process, or another that looked at the same time.
+        // This process may have found something, or another that searched at the same time.
         reserve()
             .or_else(|| self.reclaim(device).then(reserve)?)
             .or_else(|| kept::wait_for_frees(self).then(reserve)?)
             .or_else(|| exports::settle_all(self).then(reserve)?)
     }
 
-    /// The same with what this process's pools keep and do not use: it is there for who needs it now.
+    /// The same after this process's pools gave back what they keep and do not use.
     pub fn reserve_by_trimming(&self, device: &Device, least: u64, most: u64) -> Option<u64> {
         let missing = most.saturating_sub(self.free(device));
         kept::trim(self, device, missing).then(|| self.reserve_in_parts(device, least, most))?
     }
 
-    /// The cap refuses: notes it.
+    /// Notes a refusal by the cap.
     pub fn refuse(&self, device: &Device) -> CUresult {
         if let Some(share) = self.shares(device).next() {
             share.note_refusal();
@@ -65,7 +65,7 @@ impl Process {
     }
 }
 
-/// Bytes of a device that are charged to this process and nobody's yet: given back when dropped.
+/// Bytes of a device that are charged to this process but not in use yet; returned when dropped.
 pub struct Reserved {
     pub process: &'static Process,
     pub device: &'static Device,

@@ -2,7 +2,7 @@
 //! The share has room for one beside its memory, so that a lone process has all of that; every further one is charged
 //! like any memory.
 //!
-//! A driver hands out the handle of a context that has ended again. So what is noted under a handle is taken out before
+//! A driver reuses the handle of a context that has ended. So what is noted under a handle is taken out before
 //! the driver ends the context, and put back where it did not; and what is allocated in one is stamped with the number
 //! of those that have ended ([`tranche_shim_core::table::stamped`]). A primary context is retained and released by many:
 //! the last of the calls under way asks the driver whether it is still there.
@@ -47,7 +47,7 @@ fn reserve(device: CUdevice) -> Result<Option<Reserved>, CUresult> {
         Some(device) if device.is_capped() && device.context > 0 => {
             Reserved::new(process, device, device.context, device.context).map(Some)
         }
-        // A device that there is not the driver refuses.
+        // The driver refuses a device that does not exist.
         _ => Ok(None),
     }
 }
@@ -60,7 +60,7 @@ pub fn retain_primary(context: *mut CUcontext, handle: CUdevice, driver: Call<'_
         Err(code) => return code,
     };
     let Some(device) = process.device(handle) else {
-        // The driver refuses it.
+        // The driver returns the error.
         return driver.make();
     };
     process.fitting.add_primary(device);
@@ -97,11 +97,11 @@ pub fn retain_primary(context: *mut CUcontext, handle: CUdevice, driver: Call<'_
     result
 }
 
-/// How often a call asks anew whether a primary context is there, where others came or went meanwhile.
+/// How often a call asks again whether a primary context exists, if other calls began or ended meanwhile.
 const ASKS: usize = 16;
 
-/// A call that concerns a device's primary context is over: where it is the last, and the context is gone, what that
-/// had is given back. `context` is the handle, where it is known.
+/// A call that concerns a device's primary context has ended. If it was the last one and the context is gone, the
+/// context's charges are returned. `context` is the handle, where it is known.
 fn leave_primary(process: &'static Process, device: &Device, context: Option<CUcontext>) {
     let calls = process.contexts.primary(device);
     let primary = key(Kind::Primary, device_key(device.handle));
@@ -118,7 +118,7 @@ fn leave_primary(process: &'static Process, device: &Device, context: Option<CUc
         if let Some((taken, ending)) = left {
             let noted = taken.map(|entry| unstamped(entry.context));
             let handle = context.map(|context| context as u64).or(noted);
-            // Whichever of the calls ended it.
+            // Any of the calls may have ended it.
             if let Some(ending) = ending {
                 forget(process, handle.unwrap_or(0), ending);
             }
@@ -128,7 +128,7 @@ fn leave_primary(process: &'static Process, device: &Device, context: Option<CUc
         }
         return;
     }
-    // It stays charged until another call looks.
+    // It stays charged until another call checks it.
     calls.leave();
 }
 
@@ -169,12 +169,12 @@ pub fn end(context: CUcontext, driver: Call<'_>) -> CUresult {
     result
 }
 
-/// The end, maybe, of a device's primary context, at a last release or a reset.
+/// The possible end of a device's primary context, at its last release or at a reset.
 pub fn end_primary(device: CUdevice, driver: Call<'_>) -> CUresult {
     end_with(None, Some(device), driver)
 }
 
-/// The end of a green context, and maybe of its primary one.
+/// The end of a green context, and possibly of its primary context.
 pub fn end_green(green: usize, driver: Call<'_>) -> CUresult {
     let mut context = 0;
     // SAFETY: what the program passes to the driver as a green context; writes to the local handle.
@@ -255,7 +255,7 @@ pub fn set_limit(which: u32, value: usize, driver: Call<'_>) -> CUresult {
     set_charged_limit(process, device, which, device.taken_by(bytes), driver)
 }
 
-/// Of calls at once nobody knows which one the driver did last: then the higher limit counts.
+/// Of two calls at once it is unknown which one the driver carried out last, so the higher limit counts.
 fn set_charged_limit(
     process: &'static Process,
     device: &'static Device,
@@ -298,7 +298,7 @@ fn set_charged_limit(
     result
 }
 
-/// Gives back what was allocated in a context that ended, what was imported into it, and what its arrays showed.
+/// Returns the charges of a context that ended: of its allocations, its imports, and what was mapped to its arrays.
 fn forget(process: &'static Process, context: u64, ending: Ending) {
     process.fitting.forget();
     if context == 0 {
@@ -332,8 +332,8 @@ fn has_primary(device: CUdevice) -> bool {
     result.is_ok() && active != 0
 }
 
-/// The primary context's handle, if there is one: as it was told, or by retaining it once more, which a
-/// context after a fault may refuse.
+/// The primary context's handle, if there is one: as the program was given it, or by retaining it once more, which the
+/// driver may refuse after a fault.
 fn primary(process: &Process, device: CUdevice) -> Option<CUcontext> {
     if !has_primary(device) {
         return None;

@@ -1,4 +1,4 @@
-//! Calls that make, end or change contexts, as far as they must know of each other.
+//! Calls under way that make, end or change contexts. Such calls must know of each other.
 
 use core::sync::atomic::{AtomicU64, Ordering};
 
@@ -12,15 +12,15 @@ use crate::abi::CUcontext;
 use crate::share::Device;
 use crate::stream::current_context;
 
-/// A process's contexts. All zeros is none.
+/// A process's contexts. All zeros means none.
 pub struct Contexts {
-    /// Held while it is noted what became of a call; never while the driver is called.
+    /// Locked while the result of a call is noted; never while the driver is called.
     pub noting: Guarded<Endings>,
     /// Calls that set a limit.
     pub limits: Underway,
     /// For each device, calls after which its primary context may be there, or gone.
     primaries: [Underway; MAX_SHARES],
-    /// Calls so far at which contexts may have ended.
+    /// How many calls so far may have ended contexts.
     ended: AtomicU64,
 }
 
@@ -75,7 +75,7 @@ impl Contexts {
         stamped(context as u64, self.ended.load(Ordering::Acquire))
     }
 
-    /// The calling thread's, for an entry of the table.
+    /// The calling thread's context, for an entry of the table.
     #[inline]
     pub fn current(&self) -> u64 {
         self.stamp(current_context())

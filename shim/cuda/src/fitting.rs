@@ -1,4 +1,5 @@
-//! The kernels that are known to fit: for which their context has, and its share is charged, local memory.
+//! The kernels that are known to fit: their context has enough local memory for them, and its share is charged for
+//! that.
 
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
@@ -7,16 +8,16 @@ use tranche_shim_runtime::lock::Guarded;
 use crate::abi::CUfunction;
 use crate::share::Device;
 
-/// The kernels that are known to fit. All zeros is none.
+/// The kernels that are known to fit. All zeros means none.
 pub struct Fitting {
     /// Handles, each with the device and the epoch in which it was found to fit.
     known: [AtomicU64; KNOWN],
-    /// The epoch, at its place in them.
+    /// The epoch, at its place in an entry.
     epoch: AtomicU64,
-    /// Contexts that were made so far, a device's primary one once; and of which devices that was.
+    /// How many contexts were made so far (a device's primary context counts once), and whose primary contexts.
     pub contexts: AtomicU32,
     primaries: AtomicU64,
-    /// Held while what a context is charged changes; never while the driver is called.
+    /// Locked while the charge of a context changes; never while the driver is called.
     pub charges: Guarded<()>,
 }
 
@@ -39,7 +40,7 @@ impl Fitting {
     #[inline]
     pub fn place(&self, device: &Device, handle: CUfunction) -> (&AtomicU64, u64) {
         let handle = handle as u64;
-        // An entry that was never written is 0, which no handle is, in no epoch.
+        // An entry that was never written is 0, which is no handle in any epoch.
         let epoch = self.epoch.load(Ordering::Relaxed);
         let value = handle ^ epoch ^ u64::from(device.number) << DEVICE_SHIFT;
         let hash = handle.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (u64::BITS - KNOWN.ilog2());

@@ -1,6 +1,6 @@
-//! Nodes of graphs. What memory nodes allocate is charged as their device's reserve for graphs is ([`crate::source`]), and
-//! at least with the sizes of the nodes of every executable graph. A kernel's local memory is charged when it becomes part
-//! of a graph.
+//! Nodes of graphs. What memory nodes allocate is charged to their device's reserve for graphs ([`crate::source`]): at
+//! least the sizes of the nodes of all executable graphs. A kernel's local memory is charged when the kernel becomes
+//! part of a graph.
 
 use tranche_shim_core::Entry;
 
@@ -92,7 +92,7 @@ pub fn add(graph: CUgraph, parameters: *const CUgraphNodeParams, driver: Call<'_
     }
 }
 
-/// What a node of any kind is from now on.
+/// A node of any kind gets other parameters.
 pub fn set(parameters: *const CUgraphNodeParams, driver: Call<'_>) -> CUresult {
     // SAFETY: null, or what the driver reads next; the body is the kind's.
     match unsafe { parameters.as_ref() } {
@@ -156,8 +156,7 @@ pub fn copy(copy: *mut CUgraph, graph: CUgraph, driver: Call<'_>) -> CUresult {
     result
 }
 
-/// Notes that a graph needs so much more. Where that cannot be noted, it is charged to the end of the
-/// process.
+/// Notes that a graph needs so much more. If there is no room to note it, it stays charged until the process ends.
 fn note(source: Source, graph: Option<CUgraph>, bytes: u64) {
     let (process, device) = (source.process, source.device);
     let bytes = device.taken_by(bytes);

@@ -1,8 +1,8 @@
-//! Memory that another process exported by an IPC handle, or from a memory pool: pointers.
+//! Pointers to memory that another process exported, by an IPC handle or from a memory pool.
 //!
-//! It is charged to this process as well, for as long as it holds it: the exporter may end first, and the memory is
-//! there until its last holder has let go. How much it is the driver says when it is there, so it is charged then, and
-//! let go again where the share has no room for it.
+//! It is charged to this process too, as long as the process holds it: the exporter may end first, and the memory exists
+//! until its last holder releases it. The driver says how large it is once it is open. So it is charged then, and closed
+//! again if the share has no room for it.
 
 use tranche_shim_core::Entry;
 

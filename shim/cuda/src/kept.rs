@@ -1,8 +1,8 @@
-//! Asking the driver what it keeps for pools, graphs and modules, and bringing their charges to that.
+//! Asks the driver what it keeps for pools, graphs and modules, and sets their charges to that.
 //!
-//! The list is locked to read and to note, never while the driver is called: [`tranche_shim_core::kept`] says how what
-//! the driver said is noted all the same. What a pool gave back to the device is noticed whenever the process
-//! allocates, frees, synchronises, asks, or would be refused.
+//! The list is locked while it is read or written, never while the driver is called; [`tranche_shim_core::kept`] says
+//! how an answer of the driver is noted in spite of that. What a pool gave back to the device is noticed when the
+//! process allocates, frees, synchronises, asks for the free memory, or would be refused.
 
 use core::sync::atomic::Ordering;
 
@@ -25,14 +25,14 @@ const POOL_USED: u32 = 7;
 const GRAPHS_USED: u32 = 0;
 const GRAPHS_RESERVED: u32 = 2;
 
-/// Looks at the driver until one is not outdated when it is noted.
+/// How often the driver is asked until its answer is not outdated when it is noted.
 const LOOKS: usize = 64;
 
-/// Reserves that a call settles at which the driver may give memory back; so that it takes no longer where there are
-/// more of them.
+/// How many reserves are settled in a call at which the driver may give memory back. It is bounded so that the call
+/// does not take longer where there are more of them.
 const IN_TURN: usize = 4;
 
-/// How long the end of a pool waits for other threads to be done with calls that name it, in nanoseconds.
+/// How long the end of a pool waits for other threads' calls that name it, in nanoseconds.
 const WAIT_NANOS: u64 = 1_000_000_000;
 const NAP_NANOS: u64 = 20_000;
 
@@ -91,7 +91,7 @@ impl<'a> Look<'a> {
         self.state == State::Pool && self.ask_both().is_some_and(unused)
     }
 
-    /// Has the driver give back what it does not use, but for `keep` bytes.
+    /// Makes the driver give back what is not in use, but for `keep` bytes.
     fn trim(&self, keep: u64) {
         if self.state == State::Graphs {
             // SAFETY: only a device.
@@ -194,7 +194,7 @@ fn release(process: &Process, device: u8, bytes: u64) {
     }
 }
 
-/// Makes a call at which the driver may give back what pools kept, and looks at some of them.
+/// Makes a call at which the driver may give back what pools kept, and settles some of them.
 pub fn looked_at(driver: Call<'_>) -> CUresult {
     let result = driver.make();
     if let Some(process) = process::joined() {
@@ -231,8 +231,8 @@ pub fn settle_all(process: &Process) {
     }
 }
 
-/// Waits for what was freed in a stream's order and is in use until the stream gets there, as the driver does before it
-/// says that there is no memory; whether it did.
+/// Waits until stream-ordered frees that are pending have been done, as the driver does before it reports out of
+/// memory; whether there were any pools to wait for.
 #[cold]
 #[inline(never)]
 pub fn wait_for_frees(process: &Process) -> bool {
@@ -327,7 +327,7 @@ pub fn freed(process: &Process, place: usize, bytes: u64) {
     }
 }
 
-/// A device's modules, or its graphs, need `bytes` less from now on.
+/// A device's modules or graphs need `bytes` less from now on.
 pub fn lower_floor(process: &Process, state: State, device: &Device, bytes: u64) {
     let place = process
         .reserves
@@ -347,7 +347,7 @@ pub fn lower_floor_at(process: &Process, place: usize, bytes: u64) {
     settle(process, place);
 }
 
-/// Destroys a pool, if `driver` does. What was allocated from it lives on, and with it its charge.
+/// Destroys a pool, if `driver` does. Its allocations stay, and so does their charge.
 pub fn end_pool(process: &Process, place: usize, driver: Call<'_>) -> CUresult {
     if let Some(look) = Look::begin(process, place) {
         // What is unused would be gone in any case.
@@ -380,7 +380,7 @@ pub fn end_pool(process: &Process, place: usize, driver: Call<'_>) -> CUresult {
     result
 }
 
-/// Gives back what a pool was charged that is no more; what its descriptors keep, when they are closed.
+/// Returns the charge of a pool that has ended; that of what its descriptors keep is returned when they are closed.
 fn give_up(process: &Process, ended: &Reserve) {
     let charged = ended.kept.covered();
     let Some(exported) = ended.exported else {

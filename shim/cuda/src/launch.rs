@@ -1,4 +1,4 @@
-//! What the hooks for launches do: pay for the GPU time that a launch takes, and wait for it if the
+//! What the hooks for launches do: they charge the share for the GPU time that a launch takes, and wait if the
 //! share has used up what it was granted.
 //!
 //! ```text
@@ -6,7 +6,7 @@
 //!               └──no──► launch: price ─► account of the share ─► wait ─► measure the launch
 //! ```
 //!
-//! How prices are learned, and what is paid how: [`tranche_shim_core::compute`].
+//! [`tranche_shim_core::compute`] describes how prices are learned and charged.
 
 use core::ffi::{CStr, c_char};
 use core::sync::atomic::{AtomicU64, Ordering};
@@ -28,7 +28,7 @@ use crate::process::{self, Process};
 use crate::share::Device;
 use crate::stream::{is_capturing, within_stream};
 
-/// In a handle: a graph's, not a kernel's. Handles are addresses of user space.
+/// This bit marks a handle as a graph's. Handles are addresses of user space, which do not have it.
 const GRAPH: CUfunction = 1 << 47;
 
 /// A kernel and how it is launched.
@@ -42,7 +42,7 @@ pub struct Kernel {
 }
 
 impl Kernel {
-    /// A kernel whose grid is set otherwise; also, whatever the grid, a kernel.
+    /// A kernel without its grid: where the grid is set by another call, or is of no importance.
     pub fn of(handle: CUfunction) -> Self {
         Self {
             handle,
@@ -109,7 +109,7 @@ impl Kernel {
     }
 }
 
-/// Of numbers, not of a kernel: they are passed in registers.
+/// Takes numbers and not a `Kernel`, because numbers are passed in registers.
 #[inline(never)]
 fn is_paid(handle: CUfunction, one: u64, two: u64, three: u64) -> bool {
     let Some(process) = process::joined() else {
@@ -121,7 +121,7 @@ fn is_paid(handle: CUfunction, one: u64, two: u64, three: u64) -> bool {
     }
 }
 
-/// Apart, so that what it keeps over the driver's call the way of most processes need not save.
+/// A function of its own: it calls the driver and so must save registers, which most processes need not.
 #[inline(never)]
 fn is_paid_on_current(handle: CUfunction, one: u64, two: u64, three: u64) -> bool {
     process::joined().is_some_and(|process| {
@@ -185,7 +185,8 @@ fn begin(kernel: Kernel, stream: CUstream) -> Result<Begun, CUresult> {
     Ok(launch.begin())
 }
 
-/// Sees that a kernel has local memory. A graph's kernels have it since they became part of it.
+/// Charges a kernel's local memory before its first launch. That of a graph's kernels was charged when they became
+/// part of the graph.
 fn fit(process: &'static Process, device: &'static Device, kernel: Kernel) -> Result<(), CUresult> {
     let fitting = &process.fitting;
     if fitting.knows(device, kernel.handle) {
@@ -199,7 +200,7 @@ fn fit(process: &'static Process, device: &'static Device, kernel: Kernel) -> Re
 }
 
 /// `cuLaunchCooperativeKernelMultiDevice`: a kernel in each of several streams, each on a device of
-/// its own. All pay what the first takes.
+/// its own. Each is charged what the first one takes.
 pub fn launch_on_each(list: *const CUlaunchParams, count: u32, driver: Call<'_>) -> CUresult {
     if list.is_null() || count == 0 {
         return driver.make();
@@ -254,7 +255,7 @@ pub fn launch_on_each(list: *const CUlaunchParams, count: u32, driver: Call<'_>)
     result
 }
 
-/// A launch that is not paid from a batch at once.
+/// A launch that cannot be paid from a batch.
 struct Launch {
     process: &'static Process,
     device: &'static Device,
@@ -277,19 +278,19 @@ impl Begun {
         if let Some((batch, paid)) = self.paid
             && !result.is_ok()
         {
-            // Nothing runs: the next launch has it.
+            // Nothing runs, so the next launch may use what was paid.
             batch.give(paid);
         }
     }
 }
 
-/// How long to sleep between looks at a measurement, in nanoseconds.
+/// How long to sleep before a measurement is read again, in nanoseconds.
 const LOOK_NANOS: u64 = 100_000;
 
-/// How long to sleep at most until the next look at what the node grants, in nanoseconds.
+/// How long to sleep at most before the node's grant is read again, in nanoseconds.
 const NAP_NANOS: u64 = 20_000_000;
 
-/// Of so many looks at a share one measures a launch whose price is trusted.
+/// One in so many launches with a trusted price is measured, of those that read the share's grant.
 const SELDOM: u64 = 8;
 
 impl Launch {
@@ -319,7 +320,7 @@ impl Launch {
         }
     }
 
-    /// Pays, and waits where it must.
+    /// Charges the share, and waits if the share is in debt.
     fn pay(&self) -> Price {
         let Launches { costs, .. } = &self.process.launches;
         let exempt = costs.is_exempt(self.shape.kernel);
@@ -328,7 +329,7 @@ impl Launch {
         let price = costs.price(&self.shape);
         let batch = self.process.launches.batch(self.device);
         let more = price.nanos() - batch.take(price.nanos());
-        // Not always the same, or the same launch of a loop would always be the one that is measured.
+        // Varies, because otherwise it would always be the same launch of a loop that is measured.
         let ahead = if more < BATCH_NANOS {
             BATCH_NANOS / 2 + sys::now() % (BATCH_NANOS / 2)
         } else {
@@ -339,8 +340,8 @@ impl Launch {
         price
     }
 
-    /// Takes `nanos` from the share, as soon as it has no debt; returns how long that took. Where what is
-    /// measured meanwhile adds to the debt, a launch of the process goes after [`WAIT_NANOS`] all the same.
+    /// Takes `nanos` from the share as soon as it has no debt; returns how long that took. A launch never waits longer
+    /// than [`WAIT_NANOS`], even if measurements add to the debt meanwhile.
     fn take(&self, nanos: u64, exempt: bool) -> u64 {
         let begun = &self.process.launches.begun;
         let start = sys::now();
@@ -365,9 +366,8 @@ impl Launch {
         }
     }
 
-    /// Waits while enough launches of a kernel that nothing is known of are under way; returns how long
-    /// that took. One that runs on and on pays for as long as it has run, and the next of its kind wait for
-    /// that.
+    /// Waits while enough launches of a kernel without a known price are under way; returns how long that took. A
+    /// kernel that is still running is charged for the time so far, and later launches of it wait for that.
     fn hold(&self) -> u64 {
         let Launches {
             costs, measuring, ..
@@ -388,7 +388,7 @@ impl Launch {
         }
     }
 
-    /// Looks for measurements that are done.
+    /// Reads the measurements that are done.
     fn look(&self) {
         let Launches {
             costs, measuring, ..
@@ -410,7 +410,7 @@ impl Launch {
     }
 }
 
-/// `cuStreamBeginCapture` in all its forms. Counted before it begins.
+/// `cuStreamBeginCapture` in all its forms. The capture is counted before it begins.
 pub fn begin_capture(driver: Call<'_>) -> CUresult {
     let captures = process::joined().map(|process| &process.launches.captures);
     if let Some(captures) = captures {
@@ -425,7 +425,7 @@ pub fn begin_capture(driver: Call<'_>) -> CUresult {
     result
 }
 
-/// `cuStreamEndCapture`. Counted after it ended: also where it was invalid by then.
+/// `cuStreamEndCapture`. The capture is counted as ended after the call, also if it had become invalid.
 pub fn end_capture(driver: Call<'_>) -> CUresult {
     let result = driver.make();
     if (result.is_ok() || result == CUresult::STREAM_CAPTURE_INVALIDATED)
@@ -442,13 +442,13 @@ fn one_less(captures: &AtomicU64) {
     });
 }
 
-/// The end of an executable graph: another may get its handle.
+/// Forgets an executable graph at its end, because another graph may get its handle.
 pub fn end_graph(graph: usize, driver: Call<'_>) -> CUresult {
     forget_graph(graph);
     driver.make()
 }
 
-/// An executable graph runs something else from now on: what it took is not what it takes.
+/// Forgets the price of an executable graph that was changed and so takes another time.
 pub fn change_graph(graph: usize, driver: Call<'_>) -> CUresult {
     let result = driver.make();
     forget_graph(graph);
@@ -463,8 +463,8 @@ fn forget_graph(graph: usize) {
     }
 }
 
-/// A look-up of a kernel by `name`, whose handle the driver writes to `handle`. NCCL's kernels wait
-/// for each other on all their GPUs: one that is held back holds all others while they work.
+/// A look-up of a kernel by `name`, whose handle the driver writes to `handle`. NCCL's kernels on several GPUs wait
+/// for each other: if one is held back, the others occupy their GPUs meanwhile.
 pub fn find_kernel(handle: *mut CUfunction, name: *const c_char, driver: Call<'_>) -> CUresult {
     let result = driver.make();
     if result.is_ok() && !handle.is_null() && !name.is_null() {
@@ -477,7 +477,7 @@ pub fn find_kernel(handle: *mut CUfunction, name: *const c_char, driver: Call<'_
     result
 }
 
-/// The same in a library, whose kernels are functions of no context in particular.
+/// The same in a library. Its kernels belong to no particular context.
 pub fn find_library_kernel(
     handle: *mut CUfunction,
     name: *const c_char,
@@ -495,8 +495,8 @@ pub fn find_library_kernel(
 pub fn list_kernels(handles: *mut CUfunction, count: u32, driver: Call<'_>) -> CUresult {
     let result = driver.make();
     if result.is_ok() && !handles.is_null() {
-        // SAFETY: not null, with room for so many. Where the library has fewer, the rest is what the program
-        // had there, which is noted in vain.
+        // SAFETY: not null, with room for so many. If the library has fewer, the rest is what the program had there; to note
+        // that does no harm.
         note_kernels(unsafe { core::slice::from_raw_parts(handles, count as usize) });
     }
     result
@@ -512,7 +512,7 @@ fn note_kernels(handles: &[CUfunction]) {
             device: u8::MAX,
             context: 0,
         };
-        // A full table: the kernel counts as a function.
+        // The table is full: the kernel is treated like an ordinary one.
         let _ = process
             .pointers
             .put(process::key(process::Kind::Kernel, handle as u64), entry);

@@ -9,18 +9,18 @@ use tranche_shim_runtime::sys;
 use crate::measure::Measuring;
 use crate::share::Device;
 
-/// What a process knows of its launches. All zeros is nothing.
+/// What a process knows of its launches. All zeros means nothing yet.
 pub struct Launches {
-    /// For each device, some: a thread uses the same one every time.
+    /// Several for each device; a thread always uses the same one.
     batches: [[Batch; BATCHES]; MAX_SHARES],
-    /// What its shapes take.
+    /// How long launches of each shape take.
     pub costs: Costs,
     /// Launches that are being measured.
     pub measuring: Measuring,
-    /// Captures of streams into graphs that are under way, at most: nobody says when one ended with its stream or
-    /// context. While there are any, every launch asks its stream.
+    /// An upper bound of the stream captures under way: a capture that ended with its stream or context is not noticed.
+    /// While it is not 0, every launch asks the driver about its stream.
     pub captures: AtomicU64,
-    /// When a launch last began that had to ask the share.
+    /// When the last launch began that had to read the share's grant.
     pub begun: AtomicU64,
 }
 

@@ -1,17 +1,17 @@
-//! Local memory: what each thread has for its stack, for spilled registers and for arrays of its own.
+//! Local memory: each thread's stack, spilled registers and arrays.
 //!
 //! A context has one allocation of it, for as many threads as the GPU runs at a time. It grows when a
 //! kernel is launched that needs more per thread than any before, and does not shrink afterwards: 64 KiB
 //! per thread are 17 GiB on an H100. So before a kernel is launched for the first time, or becomes part of a
-//! graph, what it needs is asked of the driver, and charged to its context.
+//! graph, the driver is asked how much it needs, and that is charged to its context.
 //!
 //! ```text
-//!  launch ─► is the kernel known to fit ? ──yes──► on
+//!  launch ─► is the kernel known to fit ? ──yes──► the driver
 //!               └──no──► its local memory per thread ─► charge what the context lacks ─► known
 //! ```
 //!
-//! Forgotten is what is known when a module is unloaded (another kernel may get the handle), when a
-//! context is made or ends, and when the limit of stacks changes.
+//! This knowledge is discarded when a module is unloaded (another kernel may get the handle), when a context is made
+//! or ends, and when the stack limit changes.
 
 use core::sync::atomic::Ordering;
 
@@ -27,15 +27,15 @@ use crate::stream::{current_context, relaxed, within};
 /// `CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES`.
 const LOCAL_SIZE: i32 = 3;
 
-/// The limit of stacks that a context begins with: what it takes lies in the context.
+/// The stack limit of a new context, in bytes. The memory for it is part of the context's size.
 pub const DEFAULT_STACK: u64 = 1 << 10;
 
-/// What the driver has on each stack for its own calls, and a multiple of what it rounds up to, in bytes
+/// What the driver adds to each stack for its own calls, and the multiple to which it rounds up, in bytes
 /// (NVIDIA's developer forum, "Memory required for kernel launch").
 const SYSTEM_STACK: u64 = 512;
 const STEP: u64 = 512;
 
-/// Sees that the current context has, and its share is charged, the local memory of a kernel.
+/// Charges the local memory of a kernel, if the current context was charged less so far.
 #[cold]
 #[inline(never)]
 pub fn ensure(
@@ -44,7 +44,7 @@ pub fn ensure(
     handle: CUfunction,
 ) -> Result<(), CUresult> {
     let fitting = &process.fitting;
-    // Before the driver is asked: what is forgotten meanwhile stays forgotten.
+    // Taken before the driver is asked, so that an entry that is discarded meanwhile is not restored.
     let (place, known) = fitting.place(device, handle);
     if !device.is_capped() {
         place.store(known, Ordering::Relaxed);
@@ -54,15 +54,15 @@ pub fn ensure(
         .pointers
         .get(key(Kind::Kernel, handle as u64))
         .is_some();
-    // Elsewhere somebody may capture a stream, which must survive that a kernel is loaded for this.
+    // Another thread may capture a stream, and the driver may load the kernel for this call.
     let Some(bytes) = relaxed(|| local_size(handle, is_kernel)) else {
-        // The driver says itself what is wrong with it.
+        // The driver will return the error.
         return Ok(());
     };
     if bytes > DEFAULT_STACK {
         charge(process, device, current_context(), bytes)?;
     }
-    // A kernel of a library is one handle in all contexts.
+    // A library's kernel has one handle in all contexts.
     let one_context =
         fitting.contexts.load(Ordering::Relaxed) as usize <= process.devices().count();
     if !is_kernel || one_context {
@@ -71,7 +71,7 @@ pub fn ensure(
     Ok(())
 }
 
-/// The same in `context`, or the current one (0), for what a graph will launch. A handle of 0 is no kernel.
+/// The same in `context`, or the current one (0), for a kernel that a graph will launch. A handle of 0 means no kernel.
 pub fn ensure_in(
     process: &'static Process,
     context: CUcontext,
@@ -80,7 +80,7 @@ pub fn ensure_in(
     if context == 0 {
         return ensure_current(process, handle);
     }
-    // Where it cannot become current, the driver says what is wrong with it.
+    // If it cannot become current, the driver will return the error.
     within(context, || Some(ensure_current(process, handle))).unwrap_or(Ok(()))
 }
 
@@ -116,7 +116,7 @@ fn local_size(handle: CUfunction, is_kernel: bool) -> Option<u64> {
     };
     match result {
         CUresult::SUCCESS => Some(u64::from(bytes.unsigned_abs())),
-        // No driver is without it.
+        // Every driver has it.
         CUresult::NOT_FOUND => Some(0),
         _ => None,
     }
@@ -151,7 +151,7 @@ fn charge(
     }
 }
 
-/// What a context is charged for the limit of its stacks, and what its kernels need beyond that.
+/// The charge of a context for its stack limit, and for what its kernels need beyond that.
 fn charged(process: &Process, context: CUcontext) -> (u64, u64) {
     let bytes = |kind| {
         let entry = process.pointers.get(key(kind, context as u64));
@@ -173,8 +173,8 @@ fn set(process: &'static Process, device: &Device, context: CUcontext, kind: Kin
     }
 }
 
-/// The limit of the current context's stacks is set to `each` bytes: what it takes from then on is charged, and what its
-/// kernels needed so far still is.
+/// The current context's stack limit is set to `each` bytes: charges for that, and still for what its kernels needed
+/// so far.
 pub fn set_stack_limit(
     process: &'static Process,
     device: &'static Device,
@@ -199,12 +199,12 @@ pub fn set_stack_limit(
             note_stack(reserved, context, limit, was_alone);
         }
     });
-    // Kernels that fitted below the former limit.
+    // Kernels that fitted with the former limit may not fit now.
     process.fitting.forget();
     result
 }
 
-/// Of calls at once, nobody knows which one the driver did last: then the higher limit counts.
+/// Of two calls at once it is unknown which one the driver carried out last, so the higher limit counts.
 fn note_stack(reserved: Reserved, context: CUcontext, limit: u64, was_alone: bool) {
     let (process, device) = (reserved.process, reserved.device);
     let (stack, local) = charged(process, context);

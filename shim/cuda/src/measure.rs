@@ -1,10 +1,10 @@
-//! What launches take on the GPU: by events of our own before and after them, in their stream.
+//! Measures how long launches take on the GPU, by events of the shim's own before and after them in their stream.
 //!
-//! Few launches are measured at a time, and nothing waits for an event: who launches looks whether any are done. An
-//! event belongs to its context, and is destroyed before that ends.
+//! Few launches are measured at a time, and nothing waits for an event: later launches check which measurements are
+//! done. An event belongs to its context, and is destroyed before the context ends.
 //!
-//! While a stream is captured, by whatever thread, most of what is done here would end the capture, but for a thread
-//! that says that it knows what it does: [`relaxed`].
+//! While any thread captures a stream, most of the calls made here would invalidate the capture, unless the calling
+//! thread is in relaxed capture mode: [`relaxed`].
 
 use core::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
@@ -18,23 +18,23 @@ use crate::stream::{context_of, relaxed, within};
 /// Launches that are measured at a time.
 const PLACES: usize = 16;
 
-/// Measurements that a launch looks at.
+/// Measurements that one launch checks.
 const LOOKS: usize = 4;
 
-/// Measurements under way. All zeros is none.
+/// Measurements under way. All zeros means none.
 pub struct Measuring {
     places: [Place; PLACES],
-    /// The next to look at.
+    /// The next one to check.
     next: AtomicUsize,
-    /// Calls under way at which contexts may end: nothing is measured meanwhile.
+    /// Calls under way that may end contexts: nothing is measured meanwhile.
     ending: AtomicU32,
 }
 
 struct Place {
     state: AtomicU32,
-    /// The thread that has it, while it is OWNED.
+    /// The thread that uses it, while it is OWNED.
     owner: AtomicU64,
-    /// That of the events; 0 for none.
+    /// The context of the events; 0 for none.
     context: AtomicUsize,
     start: AtomicUsize,
     end: AtomicUsize,
@@ -45,14 +45,15 @@ struct Place {
     seen: AtomicU64,
 }
 
-// States of a place. The thread that has it OWNED alone uses the rest. ABANDONED it still has it, but its context ends.
+// States of a place. Only the thread that set OWNED uses the other fields. ABANDONED: the thread still uses them, but
+// their context is ending.
 const FREE: u32 = 0;
 const OWNED: u32 = 1;
 const RUNNING: u32 = 2;
 const ABANDONED: u32 = 3;
 
-/// How long the end of a context waits for other threads to be done with its events, in nanoseconds. They need as long
-/// as a call of the driver takes; but a tool's callback in it may wait for the thread that waits here.
+/// How long the end of a context waits for other threads that use its events, in nanoseconds. They need no longer than
+/// one call of the driver takes, but a tool's callback in that call may itself wait for the thread that waits here.
 const WAIT_NANOS: u64 = 100_000_000;
 const NAP_NANOS: u64 = 20_000;
 
@@ -64,7 +65,7 @@ pub struct Measurement {
 
 impl Measuring {
     /// Begins to measure what is launched next in `stream`; `None` if all places are taken, or the
-    /// driver does not let us.
+    /// driver refuses.
     pub fn begin(&'static self, stream: CUstream, shape: Shape) -> Option<Measurement> {
         if self.ending.load(Ordering::Acquire) != 0 {
             return None;
@@ -89,8 +90,8 @@ impl Measuring {
         })
     }
 
-    /// Looks at some of what is measured and notes what is done. Returns how much more (or less) the
-    /// launches should have paid that knew no price.
+    /// Checks some measurements and notes those that are done. Returns how much more (or less) the launches without a
+    /// known price should have been charged, in nanoseconds.
     pub fn look(&self, costs: &Costs) -> i64 {
         let mut more = 0i64;
         for _ in 0..LOOKS {
@@ -105,7 +106,7 @@ impl Measuring {
         more
     }
 
-    /// Forgets what is measured of a shape, which stands for something else from now on.
+    /// Forgets the measurements of a shape, because its handle may stand for another kernel from now on.
     pub fn discard(&self, key: u64) {
         for place in &self.places {
             if place.key.load(Ordering::Relaxed) == key && place.take(RUNNING) {
@@ -115,8 +116,8 @@ impl Measuring {
         }
     }
 
-    /// Before a call at which contexts may end: ends what is measured in them. Until the answer is dropped, nothing else
-    /// is.
+    /// Before a call that may end contexts: ends the measurements in them. None is begun until the returned value is
+    /// dropped.
     pub fn leave(&self, contexts: &[CUcontext]) -> impl Drop + use<'_> {
         self.ending.fetch_add(1, Ordering::AcqRel);
         let start = sys::now();
@@ -170,13 +171,13 @@ impl Place {
             .state
             .compare_exchange(OWNED, state, Ordering::AcqRel, Ordering::Relaxed);
         if given.is_err() {
-            // Abandoned: its events went with their context.
+            // Abandoned: the events ended with their context.
             self.context.store(0, Ordering::Relaxed);
             self.state.store(FREE, Ordering::Release);
         }
     }
 
-    /// Ends what is measured here in one of these contexts; false where a thread has the place.
+    /// Ends a measurement that is in one of these contexts; false if a thread is using the place.
     fn leave(&self, contexts: &[CUcontext]) -> bool {
         for state in [FREE, RUNNING] {
             if self.take(state) {
@@ -191,8 +192,8 @@ impl Place {
         false
     }
 
-    /// Leaves the place to the thread that has it, which must not use events of these contexts any more; false where
-    /// it has just given it back.
+    /// Marks the place as abandoned for the thread that uses it, which must not use events of these contexts any more;
+    /// false if that thread has just finished.
     fn abandon(&self, contexts: &[CUcontext]) -> bool {
         let context = self.context.load(Ordering::Relaxed);
         if context != 0 && !contexts.contains(&context) {
@@ -204,7 +205,7 @@ impl Place {
         abandoned.is_ok() || self.state.load(Ordering::Acquire) == ABANDONED
     }
 
-    /// Sees that the events are those of the stream's context.
+    /// Makes the events in the stream's context, unless they are there already.
     fn prepare(&self, stream: CUstream) -> bool {
         let context = context_of(stream);
         if context == 0 {
@@ -231,7 +232,7 @@ impl Place {
         }
     }
 
-    /// The state that the place gets, and what was paid too little.
+    /// The state that the place gets, and how much was charged too little.
     fn look(&self, costs: &Costs) -> (u32, i64) {
         let (start, end) = (
             self.start.load(Ordering::Relaxed),

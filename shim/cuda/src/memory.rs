@@ -1,4 +1,4 @@
-//! Memory by pointer, and how much of it there is.
+//! Memory that is known by its pointer, and the amount of memory that programs are shown.
 
 use crate::abi::{CUdevice, CUdeviceptr, CUdeviceptr_v1, CUresult};
 use crate::charge::{charge, give_back, note};
@@ -8,7 +8,7 @@ use crate::kept;
 use crate::process::{self, Process};
 use crate::share::{Cap, Device};
 
-/// A number in one of the driver's two widths: of today, or of before CUDA 3.2.
+/// A number in one of the driver's two widths: today's, or that of before CUDA 3.2.
 pub trait Width: Copy {
     fn wide(self) -> u64;
     fn narrow(wide: u64) -> Self;
@@ -78,8 +78,8 @@ fn allocate_at(bytes: u64, pointer: *mut u8, is_wide: bool, driver: Call<'_>) ->
 /// Rows of `width` bytes, which the driver pads: to this many bytes on all hardware so far.
 const PITCH: u64 = 512;
 
-/// A pitched allocation. How much it takes only the driver knows, afterwards: reserved is what it
-/// took so far on all hardware, and what it takes more is reserved then, or the memory freed again.
+/// A pitched allocation. Only the driver knows how much it takes, afterwards. So the size that all hardware so far took
+/// is reserved first; if the driver took more, the difference is reserved then, or the memory is freed again.
 pub fn allocate_pitched<P: Width, S: Width>(
     pointer: *mut P,
     pitch: *mut S,
@@ -123,7 +123,7 @@ fn charge_rows(
     })
 }
 
-/// Frees a pointer, of whatever family; one that we do not know reaches the driver as well.
+/// Frees a pointer of any family. An unknown pointer is passed to the driver too.
 #[inline]
 pub fn free(pointer: u64, driver: Call<'_>) -> CUresult {
     let Some(process) = process::joined() else {

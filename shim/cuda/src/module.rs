@@ -1,7 +1,7 @@
 //! Modules and libraries: their variables take device memory when they are loaded, and their code at
 //! the latest when it is used.
 //!
-//! What that is the driver does not tell, so it is charged by what the image says
+//! The driver does not say how much that is, so it is charged by what the image says
 //! (`tranche_shim_core::image`), when the module is loaded: variables, and all code that it has. Most
 //! drivers load a kernel's code when that is first used, at any of many calls; then there may be no room
 //! any more. Modules share blocks, variables and code apart, so it is their sums that are rounded up.
@@ -44,12 +44,12 @@ pub fn load_file(
     charge(module, needs, within, driver)
 }
 
-/// What goes with what.
+/// With what a handle ends.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Within {
-    /// A module goes with its context.
+    /// A module ends with its context.
     Context,
-    /// A library goes with none.
+    /// A library belongs to no context.
     Process,
 }
 
@@ -65,7 +65,7 @@ fn charge(module: *mut usize, needs: Needs, within: Within, driver: Call<'_>) ->
         Within::Process => (EVERY_DEVICE, 0),
         Within::Context => match process.current_device() {
             Ok(device) => (device.number, process.contexts.current()),
-            // No context, which the driver says itself.
+            // There is no context: the driver returns the error.
             Err(CUresult::INVALID_CONTEXT) => return driver.make(),
             Err(code) => return code,
         },
@@ -135,7 +135,7 @@ pub fn unload(module: usize, driver: Call<'_>) -> CUresult {
     let keys = [Kind::Module, Kind::Code].map(|kind| key(kind, module as u64));
     let taken = keys.map(|key| process.pointers.take(key));
     let result = driver.make();
-    // Another kernel may get a handle of its kernels.
+    // Another kernel may get the handle of one of its kernels.
     process.fitting.forget();
     for (key, entry) in keys.into_iter().zip(taken) {
         match entry {
@@ -190,7 +190,7 @@ unsafe fn needs_of(image: *const u8) -> Needs {
     }
 }
 
-/// `None` for a file that cannot be read: the driver says so itself.
+/// `None` for a file that cannot be read: the driver returns the error.
 fn needs_of_file(path: &CStr) -> Option<Needs> {
     let file = File::open_anywhere(path).ok()?;
     let length = file.size().ok()?;

@@ -1,4 +1,4 @@
-//! Memory pools: what allocates in a stream's order.
+//! Memory pools, for stream-ordered allocation.
 //!
 //! A pool takes memory from the device in pieces of its own choice and keeps it, used or not, until it is trimmed. So
 //! what is charged is not what the program allocated but what the pool has reserved, as the driver itself says it
@@ -19,7 +19,7 @@ use crate::share::Device;
 use crate::source::Source;
 use crate::stream::{Stream, relaxed};
 
-/// An allocation in a stream's order: from a pool, or from its device's current one.
+/// A stream-ordered allocation: from a pool, or from its device's current pool.
 pub fn allocate(
     pool: Option<CUmemoryPool>,
     stream: Stream,
@@ -60,7 +60,7 @@ pub fn allocate(
     }
     if pool.is_none() {
         let now = process.reserves.with(|reserves| reserves.switches);
-        // It may have come from another pool than the one that was current.
+        // It may have come from another pool, if the current pool changed meanwhile.
         if now != before || before % 2 == 1 {
             kept::settle_all(process);
         }
@@ -85,7 +85,7 @@ fn current_pool(process: &'static Process, stream: CUstream) -> Result<Option<So
     source_of(process, pool, stream)
 }
 
-/// What a pool's memory is charged as; `None` for one whose memory has no cap.
+/// The reserve that a pool's memory is charged to; `None` for a pool whose memory has no cap.
 fn source_of(
     process: &'static Process,
     pool: CUmemoryPool,
@@ -128,7 +128,7 @@ pub fn make(
     result
 }
 
-/// Notes where the memory of a pool lies that the driver told of.
+/// Notes where the memory of a pool lies whose properties the driver has returned.
 pub fn get(pool: *mut CUmemoryPool, location: *const CUmemLocation, driver: Call<'_>) -> CUresult {
     let result = driver.make();
     if result.is_ok() {
@@ -152,7 +152,7 @@ fn locate(pool: CUmemoryPool, location: CUmemLocation) {
         // Nowhere in particular (managed memory): where the process allocates.
         None => process.current_device().ok().map(|device| device.number),
     };
-    // A full table: the pool counts as its stream's device's.
+    // The table is full: the pool is treated as one of its stream's device.
     let _ = process.pointers.put(
         pool_key(pool),
         Entry {
@@ -188,7 +188,7 @@ pub fn export(descriptor: *const i32, pool: CUmemoryPool, kind: u32, driver: Cal
     result
 }
 
-/// The end of a pool. What was allocated from it lives on, and with it its charge.
+/// The end of a pool. Its allocations stay, and so does their charge.
 pub fn end(pool: CUmemoryPool, driver: Call<'_>) -> CUresult {
     let Some(process) = process::joined() else {
         return driver.make();
@@ -212,7 +212,7 @@ pub fn switch(driver: Call<'_>) -> CUresult {
     let Some(process) = process::joined() else {
         return driver.make();
     };
-    // An allocation on its way sees the change before it or after it.
+    // An allocation under way sees an odd number, or that the number changed.
     process.reserves.with(|reserves| reserves.switches += 1);
     let result = driver.make();
     process.reserves.with(|reserves| reserves.switches += 1);

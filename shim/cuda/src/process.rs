@@ -28,7 +28,7 @@ use crate::reserves::Reserves;
 use crate::share::{self, Device, Held};
 use crate::stream::{LAST_IMPLICIT_STREAM, context_of, within};
 
-/// What this process has of its shares. In this order: what every process touches lies together.
+/// What this process has of its shares. The order matters: what every process touches lies together.
 #[repr(C)]
 pub struct Process {
     state: AtomicU32,
@@ -104,15 +104,15 @@ struct Joined {
 
 static PROCESS: AtomicPtr<Process> = AtomicPtr::new(ptr::null_mut());
 
-/// `cuInit`: the driver's, which takes nothing of a GPU, and then the shares, without which nothing can
-/// be taken.
+/// `cuInit`: first the driver's, which takes nothing of a GPU, then the process joins its shares, without which it can
+/// take nothing.
 pub fn initialise(driver: Call<'_>) -> CUresult {
     let result = driver.make();
     if !result.is_ok() {
         return result;
     }
     if let Some(process) = existing() {
-        // Whoever calls cuInit again after an error may have mended its cause.
+        // The program calls cuInit again after an error: its cause may be gone.
         let _ = process.state.compare_exchange(
             REFUSED,
             NOT_JOINED,
@@ -135,7 +135,7 @@ pub fn current() -> Result<&'static Process, CUresult> {
     }
 }
 
-/// The process if it has joined: only then has it pointers.
+/// The process if it has joined; before that it has no pointers.
 #[inline]
 pub fn joined() -> Option<&'static Process> {
     existing().filter(|process| process.state.load(Ordering::Acquire) == JOINED)
@@ -168,7 +168,7 @@ fn join() -> Result<&'static Process, CUresult> {
                 let joined = unsafe { &mut *process.joined.get() };
                 let result = joined.make(&visible);
                 if result.is_err() {
-                    // Whoever asks again takes new slots.
+                    // The next attempt takes new slots.
                     joined.leave();
                 }
                 let (now, answer) = match result {
@@ -335,7 +335,7 @@ impl Process {
         }
     }
 
-    /// The device of a process that sees no other: that of every context.
+    /// The device of a process that sees only one, which then is the device of every context.
     #[inline]
     pub fn only_device(&self) -> Option<&Device> {
         match self.joined().devices() {

@@ -6,7 +6,7 @@ use tranche_shim_core::physical::Id;
 
 use crate::abi::CUmemoryPool;
 
-/// The list of a process. All zeros is an empty one.
+/// The list of a process. All zeros means an empty list.
 pub struct Reserves {
     list: [Reserve; MOST],
     /// Places that were ever used.
@@ -17,7 +17,7 @@ pub struct Reserves {
     next: u32,
 }
 
-/// One that the driver keeps. All zeros is none.
+/// One entry of the list. All zeros means an unused entry.
 #[derive(Clone, Copy)]
 pub struct Reserve {
     pub state: State,
@@ -26,7 +26,7 @@ pub struct Reserve {
     /// The pool's handle.
     pub pool: CUmemoryPool,
     pub kept: Kept,
-    /// What descriptors of the pool keep, when it is no more.
+    /// What descriptors of the pool keep after its destruction.
     pub exported: Option<Id>,
     /// Calls of the driver under way that name the pool.
     pub calls: u32,
@@ -41,17 +41,17 @@ pub enum State {
     None = 0,
     Pool,
     Graphs,
-    /// The variables of a device's modules: what they are charged is their floor.
+    /// The variables of a device's modules; their charge is their floor.
     Modules,
-    /// The code of a device's modules, alike. The driver has it in blocks of its own.
+    /// The code of a device's modules, charged in the same way. The driver puts it into blocks of its own.
     Code,
     /// A pool that is being destroyed.
     Ending,
-    /// A destroyed pool, whose allocations live on.
+    /// A destroyed pool that still has allocations.
     Ended,
 }
 
-/// Reserves of a process: more pools than that are refused.
+/// The most reserves of a process; further pools are refused.
 pub const MOST: usize = 1024;
 
 /// The first places are those of the devices' graphs, variables and code.
@@ -133,7 +133,7 @@ impl Reserves {
         &mut self.list[number as usize - 1]
     }
 
-    /// Takes a reserve away that is no more.
+    /// Removes a reserve that has ended.
     pub fn remove(&mut self, place: usize) {
         let Reserve { before, after, .. } = self.list[place];
         if before != 0 {

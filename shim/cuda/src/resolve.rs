@@ -1,12 +1,11 @@
 //! `cuGetProcAddress`, in both its forms.
 //!
-//! The real one answers first, as it sees fit: for the version and flags asked for, with its own
-//! errors and statuses. Only then is its answer looked at: where it is one of the functions that we
-//! have a twin of, the twin takes its place. So version (`_v2`) and stream semantics (`_ptsz`) are
-//! exact by construction, for versions yet to come too.
+//! The driver answers first, for the version and flags that are asked for, with its own errors and statuses. If its
+//! answer is a function that the shim has a twin of, the twin takes its place. So version (`_v2`) and stream semantics
+//! (`_ptsz`) are exact by construction, also for later versions.
 //!
-//! One thing cannot be mapped: a new variant, with arguments that we do not know, of a function that
-//! we must not let pass. It is refused, as not found, and one line on stderr says so.
+//! One case cannot be mapped: a new variant, with unknown arguments, of a function that must not be passed on. It is
+//! refused as not found, and one line on stderr says so.
 
 use core::ffi::{CStr, c_char, c_int};
 use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};

@@ -1,4 +1,5 @@
-//! Allocating from what the driver keeps: reserve what that may grow by, ask the driver, charge what it grew by.
+//! Allocates from a pool or from the graphs' memory: reserves by how much it may grow, asks the driver, and charges by
+//! how much it grew.
 //!
 //! ```text
 //!  reserve the allocation, rounded up ─► driver ─► what has the pool now? ─► charge that, give back the rest
@@ -6,12 +7,12 @@
 //!             └─ nothing: trim this process's pools by as much as is missing ─► still full: out of memory
 //! ```
 //!
-//! By how much pools grow is known once one has grown: only the first growth of a pool, where there is room for the
-//! allocation and not for that, may exceed the charge, until the allocation is taken back and the pool trimmed.
+//! By how much a pool grows at a time is known after its first growth. That first growth may exceed the charge, if there
+//! is room for the allocation but not for the growth, until the allocation is freed again and the pool is trimmed.
 //!
-//! Graphs are alike: their memory nodes share one reserve per device. It grows at a node's making or at the first
-//! launch, as the driver likes, so it is charged with at least the sizes of all memory nodes of all executable graphs,
-//! and then a launch needs no look.
+//! Graphs work in the same way: their memory nodes share one reserve per device. The driver may grow it when a node is
+//! made or at the first launch. So it is charged with at least the sizes of all memory nodes of all executable graphs,
+//! and a launch needs no check.
 
 use core::sync::atomic::Ordering;
 
@@ -131,7 +132,7 @@ impl Source {
         let (process, device) = (self.process, self.device);
         let unknown = |kept: &mut Kept| (kept.growth_of(bytes, MOST_STEP), kept.has_grown());
         let (most, has_grown) = self.with(unknown).ok_or(CUresult::OUT_OF_MEMORY)?;
-        // Of a reserve that was not seen to grow nobody knows by how much it will.
+        // By how much a reserve grows is unknown until it has grown once.
         let least = if has_grown { most } else { bytes };
         if bytes > process.limit(device) {
             return Err(process.refuse(device));
@@ -159,14 +160,14 @@ impl Source {
             })
     }
 
-    /// What the pool has and does not use, whatever lies beside it in the same blocks.
+    /// What the pool has and does not use, also in blocks that it uses in part.
     fn claim(self, bytes: u64) -> Option<OnItsWay> {
         let look = Look::begin(self.process, self.place)?;
         let (seen, asked) = (look.version, look.ask_both());
         look.end(|kept| kept.claim(seen, asked?, bytes)).flatten()
     }
 
-    /// The allocation alone, for which the pool has room by the driver's own word.
+    /// The allocation alone, for which the driver says that the pool has room.
     fn reserve_beside_unused(self, bytes: u64) -> Option<u64> {
         let look = Look::begin(self.process, self.place)?;
         let has_unused = look.has_unused(bytes);

@@ -1,4 +1,4 @@
-//! Streams, and what is current to the calling thread: its context and how it bears captures.
+//! Streams, and the calling thread's state: its current context and its capture mode.
 
 use core::ptr;
 
@@ -11,7 +11,7 @@ pub const LAST_IMPLICIT_STREAM: CUstream = 2;
 /// The thread's default stream, by the name that every function takes.
 pub const PER_THREAD: CUstream = 2;
 
-/// Which stream a function means whose default stream is the thread's.
+/// The stream that is meant by a function whose default stream is the thread's.
 #[inline]
 pub fn own(stream: CUstream) -> CUstream {
     if stream == 0 { PER_THREAD } else { stream }
@@ -84,8 +84,8 @@ impl Stream {
     }
 }
 
-/// Whether a stream is captured, in whatever state. The legacy stream says that it cannot be asked while another is
-/// captured: then it is not.
+/// Whether a stream is captured, in whatever state. While another stream is captured, the driver refuses to answer for
+/// the legacy stream, which then is not captured.
 pub fn is_capturing(stream: CUstream) -> bool {
     capture_status(stream) != 0
 }
@@ -140,7 +140,7 @@ pub fn within<T>(context: CUcontext, work: impl FnOnce() -> Option<T>) -> Option
     }
 }
 
-/// Does what would end a capture under way that is another thread's, or another stream's.
+/// Does something that would invalidate a capture of another thread or stream, in relaxed capture mode.
 /// (cuda.h, `cuThreadExchangeStreamCaptureMode`.)
 pub fn relaxed<T>(work: impl FnOnce() -> T) -> T {
     const RELAXED: u32 = 2;
