@@ -4,18 +4,19 @@
 //! says how much that is. What is charged follows:
 //!
 //! ```text
-//!  begin: reserve the allocation ─► the driver allocates ─► look: what has the pool now? ─► arrive: charge that
+//!  begin: reserve the allocation ─► the driver allocates ─► ask: what has the pool now? ─► arrive: charge that
 //! ```
 //!
-//! These books are used under a lock, and the driver is called without it: a tool's callback may come back in. So a
-//! look at the driver can be out of date when it is noted. Each look is therefore made with the [`version`](Kept::version)
-//! of the books that it began with, and is refused where anything was noted since that it does not know.
+//! The books are locked while they are read or written, never while the driver is called: a tool's callback may come
+//! back in. So an answer of the driver can be out of date when it is noted. Who asks takes the [`version`](Kept::version)
+//! of the books first; the answer is refused if anything was noted since then that it cannot include.
 //!
 //! At every instant
 //!
 //! > charged + reserved for allocations on their way ≥ what the driver has for the pool
 //!
-//! because a pool grows only by an allocation, whose reservation stays until a look made after it was noted.
+//! because a pool grows only by an allocation, and the allocation's reservation stays until the driver was asked after it
+//! was noted.
 //!
 //! Where the cap has no room left, an allocation may [`claim`](Kept::claim) what its pool has and does not use.
 //! While it is on its way, the charge is not lowered by what it claimed: if the pool gives that back to the device
@@ -40,7 +41,7 @@ pub struct Kept {
     live: u64,
     /// What it grows by, as far as it was seen to; 0 before.
     step: u64,
-    /// Grows with each change that a look must know.
+    /// Grows with each change that an answer must know of.
     version: u64,
     /// Trims under way.
     trims: u64,
@@ -48,13 +49,13 @@ pub struct Kept {
     grows_anyway: u64,
 }
 
-/// The state of the books at the beginning of a look.
+/// The state of the books when the driver is asked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Version(u64);
 
-/// What a look at the driver found, in whole blocks.
+/// What the driver has answered, in whole blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Look {
+pub struct Answer {
     /// When it began.
     pub seen: Version,
     /// Bytes that the driver has for the pool, or the [`floor`](Kept::floor) where that is more.
@@ -83,7 +84,7 @@ pub struct Arrived {
     pub is_covered: bool,
 }
 
-/// Something was noted since the look began.
+/// Something was noted since the driver was asked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Outdated;
 
@@ -193,7 +194,7 @@ impl Kept {
     pub fn arrive(
         &mut self,
         way: OnItsWay,
-        Look { seen, now, least }: Look,
+        Answer { seen, now, least }: Answer,
         block: u64,
         reserve: impl FnOnce(u64) -> bool,
     ) -> Result<Arrived, Outdated> {
@@ -240,8 +241,8 @@ impl Kept {
         })
     }
 
-    /// Ends an allocation where every look was outdated: all that was reserved for it is charged, until the next
-    /// look. What it claimed stays claimed.
+    /// Ends an allocation where every answer was outdated: all that was reserved for it is charged, until the next
+    /// answer. What it claimed stays claimed.
     pub fn arrive_unseen(&mut self, way: OnItsWay) {
         self.version += 1;
         self.pending -= way.reserved;
@@ -260,7 +261,7 @@ impl Kept {
     /// is of what it asks for.
     pub fn settle(
         &mut self,
-        Look { seen, now, least }: Look,
+        Answer { seen, now, least }: Answer,
         reserve: impl FnOnce(u64) -> u64,
     ) -> Result<u64, Outdated> {
         self.check(seen)?;
@@ -339,15 +340,15 @@ mod tests {
 
     use proptest::prelude::*;
 
-    use super::{Kept, Look, OnItsWay, Version};
+    use super::{Answer, Kept, OnItsWay, Version};
 
     const MIB: u64 = 1 << 20;
     const BLOCK: u64 = 2 * MIB;
     /// More than a pool can have in these tests without a trim.
     const LIMIT: u64 = 40 * BLOCK;
 
-    fn look(seen: Version, now: u64) -> Look {
-        Look {
+    fn answer(seen: Version, now: u64) -> Answer {
+        Answer {
             seen,
             now,
             least: 0,
@@ -367,7 +368,7 @@ mod tests {
         counted: u64,
     }
 
-    /// How far a thread is with an allocation, a look or a trim.
+    /// How far a thread is with an allocation, an answer or a trim.
     #[derive(Clone, Copy)]
     enum Thread {
         Idle,
@@ -458,7 +459,7 @@ mod tests {
                 Thread::Asked(way, bytes, seen, Some(now)) => {
                     let counted = &mut self.counted;
                     let reserve = |more| Self::reserve(counted, more, more).is_some();
-                    match self.kept.arrive(way, look(seen, now), BLOCK, reserve) {
+                    match self.kept.arrive(way, answer(seen, now), BLOCK, reserve) {
                         Ok(arrived) => {
                             assert!(arrived.is_covered);
                             self.counted -= arrived.surplus;
@@ -475,7 +476,7 @@ mod tests {
                 Thread::Settling(seen, Some(now)) => {
                     if let Ok(surplus) = self
                         .kept
-                        .settle(look(seen, now), |_| unreachable!("covered"))
+                        .settle(answer(seen, now), |_| unreachable!("covered"))
                     {
                         self.counted -= surplus;
                     }
@@ -518,7 +519,7 @@ mod tests {
         let mut kept = Kept::default();
         let way = kept.begin(BLOCK, 32 * MIB);
         let seen = kept.version();
-        let arrived = kept.arrive(way, look(seen, 32 * MIB), BLOCK, |_| false);
+        let arrived = kept.arrive(way, answer(seen, 32 * MIB), BLOCK, |_| false);
         assert_eq!(arrived.map(|arrived| arrived.surplus), Ok(0));
         let seen = kept.version();
         let ways: Vec<_> = (0..16)
@@ -526,9 +527,9 @@ mod tests {
             .collect();
         assert_eq!(ways.len(), 15, "one block is used");
         // Meanwhile the pool gave all back that it does not use: it is charged all the same.
-        assert_eq!(kept.settle(look(kept.version(), BLOCK), |_| 0), Ok(0));
+        assert_eq!(kept.settle(answer(kept.version(), BLOCK), |_| 0), Ok(0));
         for way in ways {
-            let arrived = kept.arrive(way, look(kept.version(), 32 * MIB), BLOCK, |_| false);
+            let arrived = kept.arrive(way, answer(kept.version(), 32 * MIB), BLOCK, |_| false);
             assert!(arrived.is_ok_and(|arrived| arrived.is_covered));
         }
         assert_eq!(kept.charged(), 32 * MIB);
@@ -539,16 +540,16 @@ mod tests {
     fn who_uses_what_another_has_claimed_leaves_its_reservation() {
         let mut kept = Kept::default();
         let way = kept.begin(BLOCK, 32 * MIB);
-        kept.arrive(way, look(kept.version(), 32 * MIB), BLOCK, |_| false)
+        kept.arrive(way, answer(kept.version(), 32 * MIB), BLOCK, |_| false)
             .unwrap();
         let claim = kept
             .claim(kept.version(), (32 * MIB, BLOCK), 15 * BLOCK)
             .unwrap();
         let other = kept.begin(BLOCK, 32 * MIB);
-        kept.arrive(other, look(kept.version(), 32 * MIB), BLOCK, |_| false)
+        kept.arrive(other, answer(kept.version(), 32 * MIB), BLOCK, |_| false)
             .unwrap();
         assert_eq!(kept.covered(), 64 * MIB);
-        let arrived = kept.arrive(claim, look(kept.version(), 64 * MIB), BLOCK, |_| false);
+        let arrived = kept.arrive(claim, answer(kept.version(), 64 * MIB), BLOCK, |_| false);
         assert!(arrived.is_ok_and(|arrived| arrived.is_covered));
     }
 
@@ -556,13 +557,13 @@ mod tests {
     fn a_pool_that_grows_although_it_has_room_is_not_trusted_again() {
         let mut kept = Kept::default();
         let way = kept.begin(BLOCK, 32 * MIB);
-        kept.arrive(way, look(kept.version(), 32 * MIB), BLOCK, |_| false)
+        kept.arrive(way, answer(kept.version(), 32 * MIB), BLOCK, |_| false)
             .unwrap();
         let way = kept
             .claim(kept.version(), (32 * MIB, BLOCK), BLOCK)
             .unwrap();
         let arrived = kept
-            .arrive(way, look(kept.version(), 64 * MIB), BLOCK, |_| false)
+            .arrive(way, answer(kept.version(), 64 * MIB), BLOCK, |_| false)
             .unwrap();
         assert!(!arrived.is_covered);
         kept.undo(way);
@@ -574,7 +575,7 @@ mod tests {
     fn what_the_driver_says_is_used_is_not_claimed() {
         let mut kept = Kept::default();
         let way = kept.begin(32 * MIB, 32 * MIB);
-        kept.arrive(way, look(kept.version(), 32 * MIB), BLOCK, |_| false)
+        kept.arrive(way, answer(kept.version(), 32 * MIB), BLOCK, |_| false)
             .unwrap();
         kept.free(32 * MIB);
         let seen = kept.version();
@@ -590,7 +591,7 @@ mod tests {
     #[test]
     fn a_floor_is_not_charged_before_it_is_reserved_for() {
         let to_blocks = |bytes: u64| bytes.next_multiple_of(BLOCK);
-        let look = |kept: &Kept, now: u64| Look {
+        let answer = |kept: &Kept, now: u64| Answer {
             seen: kept.version(),
             now: to_blocks(now.max(kept.floor())),
             least: to_blocks(kept.least()),
@@ -600,20 +601,21 @@ mod tests {
         // Another counts on nothing that the first needs, but on the rest of its block.
         assert_eq!(kept.await_floor(MIB, to_blocks), 2 * BLOCK);
         kept.abandon_floor(MIB);
-        let settled = kept.settle(look(&kept, 0), |_| unreachable!("not reserved for"));
+        let settled = kept.settle(answer(&kept, 0), |_| unreachable!("not reserved for"));
         assert_eq!(settled, Ok(0));
         let way = kept.begin_floor(3 * MIB, 2 * BLOCK);
-        kept.arrive(way, look(&kept, 0), BLOCK, |_| false).unwrap();
+        kept.arrive(way, answer(&kept, 0), BLOCK, |_| false)
+            .unwrap();
         assert_eq!(kept.charged(), 2 * BLOCK);
         // What the driver has for graphs is charged; part of it is a floor, soon, and is not given back.
-        assert_eq!(kept.settle(look(&kept, 6 * BLOCK), |more| more), Ok(0));
+        assert_eq!(kept.settle(answer(&kept, 6 * BLOCK), |more| more), Ok(0));
         assert_eq!(kept.await_floor(5 * MIB, to_blocks), 0);
-        assert_eq!(kept.settle(look(&kept, 0), |_| 0), Ok(2 * BLOCK));
+        assert_eq!(kept.settle(answer(&kept, 0), |_| 0), Ok(2 * BLOCK));
         let way = kept.begin_floor(5 * MIB, 0);
-        let arrived = kept.arrive(way, look(&kept, 0), BLOCK, |_| false);
+        let arrived = kept.arrive(way, answer(&kept, 0), BLOCK, |_| false);
         assert!(arrived.is_ok_and(|arrived| arrived.is_covered));
         assert_eq!(kept.charged(), 4 * BLOCK);
         kept.lower_floor(8 * MIB);
-        assert_eq!(kept.settle(look(&kept, 0), |_| 0), Ok(4 * BLOCK));
+        assert_eq!(kept.settle(answer(&kept, 0), |_| 0), Ok(4 * BLOCK));
     }
 }

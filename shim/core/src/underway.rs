@@ -58,12 +58,12 @@ impl Underway {
         self.0.load(Ordering::Acquire) & COUNT != 0
     }
 
-    /// Looks, before the driver is asked for its state.
-    pub fn look(&self) -> Seen {
+    /// Notes the calls, before the driver is asked for its state.
+    pub fn observe(&self) -> Seen {
         Seen(self.0.load(Ordering::Acquire))
     }
 
-    /// Ends a call where no other began or ended since the look.
+    /// Ends a call where no other began or ended since then.
     pub fn end_if_unchanged(&self, seen: Seen) -> bool {
         self.0
             .compare_exchange(
@@ -106,14 +106,14 @@ mod tests {
     }
 
     #[test]
-    fn a_look_that_is_outdated_ends_nothing() {
+    fn an_outdated_observation_ends_nothing() {
         let calls = Underway::none();
         let (_first, second) = (calls.begin(), calls.begin());
-        let seen = calls.look();
+        let seen = calls.observe();
         assert!(!seen.is_last());
         calls.end(&second);
         assert!(!calls.end_if_unchanged(seen));
-        let seen = calls.look();
+        let seen = calls.observe();
         assert!(seen.is_last());
         assert!(calls.end_if_unchanged(seen));
         assert!(!calls.any());
@@ -174,7 +174,7 @@ mod model {
                 charged: Mutex<bool>,
             }
             let leave = |primary: &Primary| loop {
-                let seen = primary.calls.look();
+                let seen = primary.calls.observe();
                 let exists = primary.references.load(Ordering::SeqCst) > 0;
                 let mut charged = primary.charged.lock().unwrap();
                 if primary.calls.end_if_unchanged(seen) {

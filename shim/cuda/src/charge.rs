@@ -179,17 +179,17 @@ const IN_ITS_BLOCK: u64 = 0;
 pub fn note(process: &'static Process, key: u64, entry: Entry) {
     if let Ok(Some(former)) = process.pointers.put(key, entry) {
         // Freed behind our back: the driver would not have given the number out again.
-        give_back(process, key, former);
+        return_charge(process, key, former);
     }
 }
 
 /// Gives back what a number of the table was charged.
-pub fn give_back(process: &'static Process, key: u64, entry: Entry) {
+pub fn return_charge(process: &'static Process, key: u64, entry: Entry) {
     // Pointers have no kind.
     if key >> 56 != 0
         && let Some(state) = state_of(key)
     {
-        give_back_module(process, state, entry);
+        return_module_charge(process, state, entry);
         return;
     }
     let Some(device) = process.device_numbered(entry.device) else {
@@ -221,7 +221,7 @@ fn state_of(key: u64) -> Option<State> {
 }
 
 /// Gives back what a module or a library was charged for its variables, or its code.
-fn give_back_module(process: &Process, state: State, entry: Entry) {
+fn return_module_charge(process: &Process, state: State, entry: Entry) {
     let is_charged = |device: &&Device| {
         device.is_capped() && (entry.device == EVERY_DEVICE || entry.device == device.number)
     };

@@ -13,7 +13,7 @@ use tranche_shim_core::{Entry, Physical};
 
 use crate::abi::{CUcontext, CUdevice, CUresult};
 use crate::array;
-use crate::charge::{Reserved, give_back, note};
+use crate::charge::{Reserved, note, return_charge};
 use crate::contexts::{Ending, Endings};
 use crate::driver::{Call, real};
 use crate::kept;
@@ -106,7 +106,7 @@ fn leave_primary(process: &'static Process, device: &Device, context: Option<CUc
     let calls = process.contexts.primary(device);
     let primary = key(Kind::Primary, device_key(device.handle));
     for _ in 0..ASKS {
-        let seen = calls.look();
+        let seen = calls.observe();
         let is_gone = !has_primary(device.handle);
         let taken = process.contexts.noting.with(|endings| {
             calls.end_if_unchanged(seen).then(|| {
@@ -123,7 +123,7 @@ fn leave_primary(process: &'static Process, device: &Device, context: Option<CUc
                 forget(process, handle.unwrap_or(0), ending);
             }
             if let Some(entry) = taken {
-                give_back(process, primary, entry);
+                return_charge(process, primary, entry);
             }
         }
         return;
@@ -158,7 +158,7 @@ pub fn end(context: CUcontext, driver: Call<'_>) -> CUresult {
     }
     if let Some(entry) = taken {
         if result.is_ok() {
-            give_back(process, number, entry);
+            return_charge(process, number, entry);
         } else {
             note(process, number, entry);
         }
@@ -309,7 +309,7 @@ fn forget(process: &'static Process, context: u64, ending: Ending) {
         .pointers
         .take_context(context, ended, &mut |key, entry| {
             array::forget(process, key, mark);
-            give_back(process, key, entry);
+            return_charge(process, key, entry);
         });
     process.note_physical(|physical, freed| physical.end_context(context, mark, freed));
 }

@@ -12,7 +12,7 @@ use crate::abi::{
     CUresult, CUstream, Function,
 };
 use crate::driver::{Call, real};
-use crate::kept::looked_at;
+use crate::kept::settle_after;
 use crate::launch::{self, Kernel};
 use crate::module::{self, Within};
 use crate::stream::{Stream, own};
@@ -89,9 +89,9 @@ hooks! {
     fn cuCtxDestroy(context: CUcontext) |driver| context::end(context, driver);
     fn cuCtxDestroy_v2(context: CUcontext) |driver| context::end(context, driver);
     fn cuCtxSetLimit(which: u32, value: usize) |driver| context::set_limit(which, value, driver);
-    fn cuCtxSynchronize() |driver| looked_at(driver);
-    fn cuCtxSynchronize_v2(context: CUcontext) |driver| looked_at(driver);
-    fn cuDeviceGraphMemTrim(device: CUdevice) |driver| looked_at(driver);
+    fn cuCtxSynchronize() |driver| settle_after(driver);
+    fn cuCtxSynchronize_v2(context: CUcontext) |driver| settle_after(driver);
+    fn cuDeviceGraphMemTrim(device: CUdevice) |driver| settle_after(driver);
     fn cuDevicePrimaryCtxRelease(device: CUdevice) |driver| context::end_primary(device, driver);
     fn cuDevicePrimaryCtxRelease_v2(device: CUdevice) |driver| context::end_primary(device, driver);
     fn cuDevicePrimaryCtxReset(device: CUdevice) |driver| context::end_primary(device, driver);
@@ -101,7 +101,7 @@ hooks! {
     fn cuDeviceSetMemPool(device: CUdevice, pool: CUmemoryPool) |driver| pool::switch(driver);
     fn cuDeviceTotalMem(bytes: *mut u32, device: CUdevice) |driver| memory::correct_total(bytes, device, driver);
     fn cuDeviceTotalMem_v2(bytes: *mut usize, device: CUdevice) |driver| memory::correct_total(bytes, device, driver);
-    fn cuEventSynchronize(event: usize) |driver| looked_at(driver);
+    fn cuEventSynchronize(event: usize) |driver| settle_after(driver);
     fn cuGLCtxCreate(context: *mut CUcontext, flags: u32, device: CUdevice)
         |driver| context::make(context, device, driver);
     fn cuGLCtxCreate_v2(context: *mut CUcontext, flags: u32, device: CUdevice)
@@ -241,8 +241,8 @@ hooks! {
     fn cuMemPoolImportPointer(pointer: *mut CUdeviceptr, pool: CUmemoryPool, data: *const c_void)
         |driver| ipc::import_from_pool(pointer, driver);
     fn cuMemPoolSetAttribute(pool: CUmemoryPool, attribute: u32, value: *mut c_void)
-        |driver| looked_at(driver);
-    fn cuMemPoolTrimTo(pool: CUmemoryPool, bytes: usize) |driver| looked_at(driver);
+        |driver| settle_after(driver);
+    fn cuMemPoolTrimTo(pool: CUmemoryPool, bytes: usize) |driver| settle_after(driver);
     fn cuMemRelease(handle: CUmemGenericAllocationHandle) |driver| vmm::release(handle, driver);
     fn cuMemRetainAllocationHandle(handle: *mut CUmemGenericAllocationHandle, address: *mut c_void)
         |driver| vmm::retain(handle, address as CUdeviceptr, driver);
@@ -285,8 +285,8 @@ hooks! {
         |driver| launch::begin_capture(driver);
     fn cuStreamEndCapture(stream: CUstream, graph: *mut usize) |driver| launch::end_capture(driver);
     fn cuStreamEndCapture_ptsz(stream: CUstream, graph: *mut usize) |driver| launch::end_capture(driver);
-    fn cuStreamSynchronize(stream: CUstream) |driver| looked_at(driver);
-    fn cuStreamSynchronize_ptsz(stream: CUstream) |driver| looked_at(driver);
+    fn cuStreamSynchronize(stream: CUstream) |driver| settle_after(driver);
+    fn cuStreamSynchronize_ptsz(stream: CUstream) |driver| settle_after(driver);
     fn cuVDPAUCtxCreate(context: *mut CUcontext, flags: u32, device: CUdevice, display: u32, function: *mut c_void)
         |driver| context::make(context, device, driver);
     fn cuVDPAUCtxCreate_v2(context: *mut CUcontext, flags: u32, device: CUdevice, display: u32, function: *mut c_void)

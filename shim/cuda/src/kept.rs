@@ -6,7 +6,7 @@
 
 use core::sync::atomic::Ordering;
 
-use tranche_shim_core::kept::{Look as Found, Outdated, Version};
+use tranche_shim_core::kept::{Answer, Outdated, Version};
 use tranche_shim_core::physical::Id;
 use tranche_shim_core::{Entry, Kept};
 use tranche_shim_runtime::sys;
@@ -26,7 +26,7 @@ const GRAPHS_USED: u32 = 0;
 const GRAPHS_RESERVED: u32 = 2;
 
 /// How often the driver is asked until its answer is not outdated when it is noted.
-const LOOKS: usize = 64;
+const TRIES: usize = 64;
 
 /// How many reserves are settled in a call at which the driver may give memory back. It is bounded so that the call
 /// does not take longer where there are more of them.
@@ -37,7 +37,7 @@ const WAIT_NANOS: u64 = 1_000_000_000;
 const NAP_NANOS: u64 = 20_000;
 
 /// A reserve, while the driver is asked about it: its pool is not destroyed meanwhile.
-pub struct Look<'a> {
+pub struct Query<'a> {
     process: &'a Process,
     pub device: &'a Device,
     place: usize,
@@ -46,7 +46,7 @@ pub struct Look<'a> {
     pub version: Version,
 }
 
-impl<'a> Look<'a> {
+impl<'a> Query<'a> {
     pub fn begin(process: &'a Process, place: usize) -> Option<Self> {
         process.reserves.with(|reserves| {
             let reserve = reserves.get(place)?;
@@ -148,19 +148,19 @@ fn trim_pool(pool: CUmemoryPool, keep: u64) {
 
 /// Asks the driver what a reserve has and notes it, again where the answer is outdated; `None` where that never ends, or
 /// there is no such reserve.
-pub fn look_until<R>(
+pub fn ask_until_noted<R>(
     process: &Process,
     place: usize,
-    mut note: impl FnMut(&mut Kept, &Device, Found) -> Result<R, Outdated>,
+    mut note: impl FnMut(&mut Kept, &Device, Answer) -> Result<R, Outdated>,
 ) -> Option<R> {
-    for _ in 0..LOOKS {
-        let look = Look::begin(process, place)?;
-        let (device, seen) = (look.device, look.version);
-        let asked = look.ask();
-        let noted = look.end(|kept| {
+    for _ in 0..TRIES {
+        let query = Query::begin(process, place)?;
+        let (device, seen) = (query.device, query.version);
+        let asked = query.ask();
+        let noted = query.end(|kept| {
             // Where the driver does not say, it has all that was charged.
             let now = asked.unwrap_or(kept.covered()).max(kept.floor());
-            let found = Found {
+            let found = Answer {
                 seen,
                 now: device.taken_by(now),
                 least: device.taken_by(kept.least()),
@@ -176,7 +176,7 @@ pub fn look_until<R>(
 
 /// Brings a charge to what the driver has.
 pub fn settle(process: &Process, place: usize) {
-    let settled = look_until(process, place, |kept, device, found| {
+    let settled = ask_until_noted(process, place, |kept, device, found| {
         let reserve = |more| process.reserve_in_parts(device, 0, more).unwrap_or(0);
         kept.settle(found, reserve)
             .map(|surplus| (device.number, surplus))
@@ -195,7 +195,7 @@ fn release(process: &Process, device: u8, bytes: u64) {
 }
 
 /// Makes a call at which the driver may give back what pools kept, and settles some of them.
-pub fn looked_at(driver: Call<'_>) -> CUresult {
+pub fn settle_after(driver: Call<'_>) -> CUresult {
     let result = driver.make();
     if let Some(process) = process::joined() {
         settle_some(process);
@@ -259,31 +259,31 @@ pub fn trim(process: &Process, device: &Device, bytes: u64) -> bool {
         if missing == 0 {
             break;
         }
-        let Some(look) = Look::begin(process, place) else {
+        let Some(query) = Query::begin(process, place) else {
             continue;
         };
-        if look.device.number == device.number {
-            missing = missing.saturating_sub(trim_one(process, place, look, missing));
+        if query.device.number == device.number {
+            missing = missing.saturating_sub(trim_one(process, place, query, missing));
         } else {
-            look.end(|_| ());
+            query.end(|_| ());
         }
     }
     missing < bytes
 }
 
 /// Trims a reserve by `bytes`; returns by how much less it is charged.
-pub fn trim_one(process: &Process, place: usize, look: Look<'_>, bytes: u64) -> u64 {
+pub fn trim_one(process: &Process, place: usize, query: Query<'_>, bytes: u64) -> u64 {
     let begun = process.reserves.with(|reserves| {
         let kept = &mut reserves.get(place)?.kept;
         let before = kept.charged();
         (before > 0).then(|| (before, kept.begin_trim(bytes)))
     });
     let Some((before, keep)) = begun else {
-        look.end(|_| ());
+        query.end(|_| ());
         return 0;
     };
-    look.trim(keep);
-    look.end(Kept::end_trim);
+    query.trim(keep);
+    query.end(Kept::end_trim);
     settle(process, place);
     let after = process
         .reserves
@@ -349,9 +349,9 @@ pub fn lower_floor_at(process: &Process, place: usize, bytes: u64) {
 
 /// Destroys a pool, if `driver` does. Its allocations stay, and so does their charge.
 pub fn end_pool(process: &Process, place: usize, driver: Call<'_>) -> CUresult {
-    if let Some(look) = Look::begin(process, place) {
+    if let Some(query) = Query::begin(process, place) {
         // What is unused would be gone in any case.
-        trim_one(process, place, look, u64::MAX);
+        trim_one(process, place, query, u64::MAX);
     }
     set_state(process, place, State::Ending);
     let start = sys::now();

@@ -285,7 +285,7 @@ impl Begun {
 }
 
 /// How long to sleep before a measurement is read again, in nanoseconds.
-const LOOK_NANOS: u64 = 100_000;
+const NAP_BETWEEN_CHECKS_NANOS: u64 = 100_000;
 
 /// How long to sleep at most before the node's grant is read again, in nanoseconds.
 const NAP_NANOS: u64 = 20_000_000;
@@ -306,7 +306,7 @@ impl Launch {
         }
         let price = self.pay();
         let measured = match price {
-            Price::Trusted(_) => (sys::now() / LOOK_NANOS).is_multiple_of(SELDOM),
+            Price::Trusted(_) => (sys::now() / NAP_BETWEEN_CHECKS_NANOS).is_multiple_of(SELDOM),
             Price::Measured(_) | Price::Provisional(_) => true,
         };
         let measurement = if measured {
@@ -324,7 +324,7 @@ impl Launch {
     fn pay(&self) -> Price {
         let Launches { costs, .. } = &self.process.launches;
         let exempt = costs.is_exempt(self.shape.kernel);
-        self.look();
+        self.collect();
         let held = if exempt { 0 } else { self.hold() };
         let price = costs.price(&self.shape);
         let batch = self.process.launches.batch(self.device);
@@ -355,7 +355,7 @@ impl Launch {
                 bucket.charge(share.account(), nanos);
             } else if let Err(Wait(wait)) = bucket.take(share.account(), nanos) {
                 sys::sleep(wait.min(NAP_NANOS));
-                self.look();
+                self.collect();
                 now = sys::now();
                 continue;
             }
@@ -383,17 +383,17 @@ impl Launch {
                 costs.note_hold(&self.shape, waited);
                 return waited;
             }
-            sys::sleep(LOOK_NANOS);
-            self.look();
+            sys::sleep(NAP_BETWEEN_CHECKS_NANOS);
+            self.collect();
         }
     }
 
     /// Reads the measurements that are done.
-    fn look(&self) {
+    fn collect(&self) {
         let Launches {
             costs, measuring, ..
         } = &self.process.launches;
-        let more = measuring.look(costs);
+        let more = measuring.collect(costs);
         if more != 0
             && let Some((share, bucket)) = self.process.bucket(self.device, sys::now())
         {

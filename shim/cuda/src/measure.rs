@@ -19,7 +19,7 @@ use crate::stream::{context_of, relaxed, within};
 const PLACES: usize = 16;
 
 /// Measurements that one launch checks.
-const LOOKS: usize = 4;
+const CHECKS: usize = 4;
 
 /// Measurements under way. All zeros means none.
 pub struct Measuring {
@@ -92,13 +92,13 @@ impl Measuring {
 
     /// Checks some measurements and notes those that are done. Returns how much more (or less) the launches without a
     /// known price should have been charged, in nanoseconds.
-    pub fn look(&self, costs: &Costs) -> i64 {
+    pub fn collect(&self, costs: &Costs) -> i64 {
         let mut more = 0i64;
-        for _ in 0..LOOKS {
+        for _ in 0..CHECKS {
             let next = self.next.fetch_add(1, Ordering::Relaxed) % PLACES;
             let place = &self.places[next];
             if place.state.load(Ordering::Relaxed) == RUNNING && place.take(RUNNING) {
-                let (now, owed) = relaxed(|| place.look(costs));
+                let (now, owed) = relaxed(|| place.check(costs));
                 more = more.saturating_add(owed);
                 place.give(now);
             }
@@ -233,7 +233,7 @@ impl Place {
     }
 
     /// The state that the place gets, and how much was charged too little.
-    fn look(&self, costs: &Costs) -> (u32, i64) {
+    fn check(&self, costs: &Costs) -> (u32, i64) {
         let (start, end) = (
             self.start.load(Ordering::Relaxed),
             self.end.load(Ordering::Relaxed),

@@ -1,7 +1,7 @@
 //! Memory that is known by its pointer, and the amount of memory that programs are shown.
 
 use crate::abi::{CUdevice, CUdeviceptr, CUdeviceptr_v1, CUresult};
-use crate::charge::{charge, give_back, note};
+use crate::charge::{charge, note, return_charge};
 use crate::driver::Call;
 use crate::exports;
 use crate::kept;
@@ -130,11 +130,11 @@ pub fn free(pointer: u64, driver: Call<'_>) -> CUresult {
         return driver.make();
     };
     let Some(entry) = process.pointers.take(pointer) else {
-        return kept::looked_at(driver);
+        return kept::settle_after(driver);
     };
     let result = driver.make();
     if result.is_ok() {
-        give_back(process, pointer, entry);
+        return_charge(process, pointer, entry);
     } else {
         note(process, pointer, entry);
     }

@@ -13,7 +13,7 @@ use tranche_shim_core::image::{self, ELF_HEADER, Needs, START};
 use tranche_shim_runtime::sys::{self, File};
 
 use crate::abi::CUresult;
-use crate::charge::{EVERY_DEVICE, give_back, note};
+use crate::charge::{EVERY_DEVICE, note, return_charge};
 use crate::driver::Call;
 use crate::process::{self, Kind, Process, key};
 use crate::reserves::State;
@@ -139,7 +139,7 @@ pub fn unload(module: usize, driver: Call<'_>) -> CUresult {
     process.fitting.forget();
     for (key, entry) in keys.into_iter().zip(taken) {
         match entry {
-            Some(entry) if result.is_ok() => give_back(process, key, entry),
+            Some(entry) if result.is_ok() => return_charge(process, key, entry),
             Some(entry) => note(process, key, entry),
             None => {}
         }

@@ -23,7 +23,7 @@ use tranche_shim_core::physical::Id;
 use crate::abi::{CUmemoryPool, CUresult};
 use crate::charge::Reserved;
 use crate::driver::Call;
-use crate::kept::{self, Look, entry};
+use crate::kept::{self, Query, entry};
 use crate::process::Process;
 use crate::reserves::State;
 use crate::share::Device;
@@ -117,8 +117,8 @@ impl Source {
             undo.make();
         }
         self.with(|kept| kept.undo(way));
-        if !is_covered && let Some(look) = Look::begin(self.process, self.place) {
-            kept::trim_one(self.process, self.place, look, 0);
+        if !is_covered && let Some(query) = Query::begin(self.process, self.place) {
+            kept::trim_one(self.process, self.place, query, 0);
         }
         if result.is_ok() {
             self.process.refuse(self.device)
@@ -162,25 +162,25 @@ impl Source {
 
     /// What the pool has and does not use, also in blocks that it uses in part.
     fn claim(self, bytes: u64) -> Option<OnItsWay> {
-        let look = Look::begin(self.process, self.place)?;
-        let (seen, asked) = (look.version, look.ask_both());
-        look.end(|kept| kept.claim(seen, asked?, bytes)).flatten()
+        let query = Query::begin(self.process, self.place)?;
+        let (seen, asked) = (query.version, query.ask_both());
+        query.end(|kept| kept.claim(seen, asked?, bytes)).flatten()
     }
 
     /// The allocation alone, for which the driver says that the pool has room.
     fn reserve_beside_unused(self, bytes: u64) -> Option<u64> {
-        let look = Look::begin(self.process, self.place)?;
-        let has_unused = look.has_unused(bytes);
-        look.end(|_| ());
+        let query = Query::begin(self.process, self.place)?;
+        let has_unused = query.has_unused(bytes);
+        query.end(|_| ());
         has_unused.then(|| self.process.reserve_in_parts(self.device, bytes, bytes))?
     }
 
     /// Charges what became of an allocation; whether there was room for it.
     fn arrive(self, way: OnItsWay) -> bool {
         let (process, device) = (self.process, self.device);
-        let arrived = kept::look_until(process, self.place, |kept, _, look| {
-            kept.arrive(way, look, device.block, |more| {
-                // Without looking for room in pools: their list is locked.
+        let arrived = kept::ask_until_noted(process, self.place, |kept, _, answer| {
+            kept.arrive(way, answer, device.block, |more| {
+                // Without a search for room in pools: their list is locked.
                 process.reserve_in_parts(device, more, more).is_some()
             })
         });

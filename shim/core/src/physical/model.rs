@@ -351,7 +351,7 @@ impl World {
     }
 
     /// Looks at a descriptor.
-    fn look(&mut self, of_all: bool) -> bool {
+    fn close_one(&mut self, of_all: bool) -> bool {
         let Some(export) = self.memory.next_export(of_all) else {
             return false;
         };
@@ -399,7 +399,7 @@ proptest! {
                     }
                 }
                 (None, 8 | 9) => {
-                    world.look(kind == 9);
+                    world.close_one(kind == 9);
                 }
                 (None, _) => threads[thread] = world.begin(kind, choice),
             }
@@ -414,7 +414,7 @@ proptest! {
         // Until as many in turn as there can be were not closed.
         let mut open = 0;
         while world.memory.has_exports() && open < 8 {
-            open = if world.look(true) { 0 } else { open + 1 };
+            open = if world.close_one(true) { 0 } else { open + 1 };
         }
         prop_assert!(world.is_doubtful || world.driver.held() == world.charged);
         for handle in std::mem::take(&mut world.owned) {
@@ -429,7 +429,7 @@ proptest! {
             world.go_on(call);
         }
         world.driver.descriptors.clear();
-        while world.look(true) {}
+        while world.close_one(true) {}
         prop_assert_eq!((world.driver.held(), world.charged), (0, 0));
         prop_assert_eq!((world.memory.handles.len(), world.memory.left), (0, 0));
     }
