@@ -1,6 +1,6 @@
 # The pod network where kindnet's image cannot be pulled: each node gives its pods addresses from the range that
-# Kubernetes assigned to it, and has a route to every other node's range. kindnet does the same. shellcheck
-# shell=bash
+# Kubernetes assigned to it, and has a route to every other node's range. kindnet does the same.
+# shellcheck shell=bash
 
 connect_pods() {
 	local ranges node
