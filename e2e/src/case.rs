@@ -25,7 +25,7 @@ use crate::{diagnosis, wait};
 pub struct Case {
     /// A client with the administrator's rights.
     pub client: Client,
-    /// The node of the test's pods: the first one with GPUs.
+    /// The node of the test's pods: the first one with GPUs, or the one that `TRANCHE_E2E_NODE` names.
     pub node: Node,
     /// Its GPUs, by PCI address.
     pub gpus: Vec<Gpu>,
@@ -312,7 +312,7 @@ fn is_ours(claim: &ResourceClaim) -> bool {
         .any(|result| result.driver == DRIVER)
 }
 
-/// The nodes with GPUs, by name.
+/// The nodes with GPUs, by name, the one that `TRANCHE_E2E_NODE` names first.
 async fn gpu_nodes(client: &Client) -> anyhow::Result<Vec<GpuNode>> {
     let nodes: Api<GpuNode> = Api::all(client.clone());
     let mut nodes = nodes
@@ -320,7 +320,13 @@ async fn gpu_nodes(client: &Client) -> anyhow::Result<Vec<GpuNode>> {
         .await
         .context("listing GpuNodes: is the chart installed?")?
         .items;
-    nodes.sort_by_key(ResourceExt::name_any);
+    let wanted = std::env::var("TRANCHE_E2E_NODE").ok();
+    nodes.sort_by_key(|node| (wanted != Some(node.name_any()), node.name_any()));
+    let first = nodes.first().map(ResourceExt::name_any);
+    ensure!(
+        wanted.is_none() || first == wanted,
+        "TRANCHE_E2E_NODE names {wanted:?}, which is no node with GPUs"
+    );
     Ok(nodes)
 }
 

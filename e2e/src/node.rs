@@ -5,12 +5,29 @@ use std::process::Output;
 use std::time::Duration;
 
 use anyhow::{Context, ensure};
+use k8s_openapi::api::core::v1::Node as CoreNode;
+use kube::Client;
+use kube::api::Api;
 use tokio::process::Command;
 
 use crate::wait;
 
 /// Our folder below the kubelet's: sockets, journals, files that are mounted into containers.
 pub const PLUGIN_DIR: &str = "/var/lib/kubelet/plugins/gpu.tranche.dev";
+
+/// A script that kills the processes of the containers whose id begins with `id`, whichever runtime made them. CRI-O's
+/// monitors of containers have cgroups of other names.
+#[must_use]
+pub fn kill_containers(id: &str) -> String {
+    format!(
+        "found=$(grep -lsE '/(cri-containerd|crio)-{id}' /proc/[0-9]*/cgroup || true)
+        [ -n \"$found\" ]
+        for cgroup in $found; do
+            pid=${{cgroup#/proc/}}
+            kill -KILL ${{pid%/cgroup}} 2>/dev/null || true # it may have ended with another one
+        done"
+    )
+}
 
 /// A kind node.
 #[derive(Clone, Debug)]
@@ -113,6 +130,27 @@ impl Node {
         tokio::time::timeout(wait::USUAL, self.shell(&script))
             .await
             .context("the plugin was not seen in a Prepare")??;
+        Ok(())
+    }
+
+    /// The container runtime that the node reports: `containerd://2.4.2`, `cri-o://1.36.1`.
+    pub async fn runtime(&self, client: &Client) -> anyhow::Result<String> {
+        let nodes: Api<CoreNode> = Api::all(client.clone());
+        let info = nodes
+            .get(&self.name)
+            .await?
+            .status
+            .and_then(|status| status.node_info);
+        let info = info.with_context(|| format!("{} reports nothing", self.name))?;
+        Ok(info.container_runtime_version)
+    }
+
+    /// Kills the processes of a container, by the `containerID` in the pod's status.
+    pub async fn kill_container(&self, id: &str) -> anyhow::Result<()> {
+        let (_, id) = id
+            .split_once("://")
+            .with_context(|| format!("not a container's id: {id:?}"))?;
+        self.shell(&kill_containers(id)).await?;
         Ok(())
     }
 

@@ -3,15 +3,19 @@
 use std::time::Duration;
 
 use anyhow::{Context, bail, ensure};
-use k8s_openapi::api::core::v1::{Event, Pod};
+use k8s_openapi::api::core::v1::{ContainerStatus, Event, Pod};
 use k8s_openapi::api::resource::v1::ResourceClaim;
 use kube::api::{Api, DeleteParams, LogParams, Patch, PatchParams};
 use kube::runtime::watcher;
 
 use crate::exec::{self, Exit};
 use crate::namespace::Namespace;
+use crate::node::Node;
 use crate::wait;
 use crate::workload::{self, Beat, Filled, Seen};
+
+/// The kubelet waits for 10 s before it starts a container again, and twice as long each time after.
+const RESTARTED: Duration = Duration::from_mins(1);
 
 /// A pod, by name.
 #[derive(Clone, Debug)]
@@ -214,6 +218,27 @@ impl PodHandle {
         .await
     }
 
+    /// How often its container was started again.
+    pub async fn restarts(&self) -> anyhow::Result<i32> {
+        let pod = self.started().await?;
+        Ok(first_container(&pod).map_or(0, |container| container.restart_count))
+    }
+
+    /// Kills its container on `node`, and waits until the kubelet has started it again.
+    pub async fn restart_container(&self, node: &Node) -> anyhow::Result<()> {
+        let pod = self.started().await?;
+        let container = first_container(&pod).context("no container")?;
+        let count = container.restart_count;
+        node.kill_container(container.container_id.as_deref().unwrap_or_default())
+            .await?;
+        let what = format!("the container of {} started again", self.name);
+        wait::for_one(self.namespace.pods(), &self.name, &what, RESTARTED, |pod| {
+            let container = first_container(pod?)?;
+            (container.restart_count > count && container.ready).then_some(())
+        })
+        .await
+    }
+
     /// Makes the kubelet sync the pod: after a failed Prepare it does so only when the pod changes, or after more than a
     /// minute.
     pub async fn sync(&self) -> anyhow::Result<()> {
@@ -241,6 +266,10 @@ impl PodHandle {
         })
         .await
     }
+}
+
+fn first_container(pod: &Pod) -> Option<&ContainerStatus> {
+    pod.status.as_ref()?.container_statuses.as_ref()?.first()
 }
 
 /// Why the scheduler cannot place a pod.

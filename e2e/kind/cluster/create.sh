@@ -114,10 +114,10 @@ create_cluster() {
 show_node_logs() {
 	local node
 	for node in $(nodes); do
-		echo "  $node, its units that failed and its kubelet and containerd:"
+		echo "  $node, its units that failed, its kubelet and its container runtime:"
 		docker exec "$node" sh -c 'systemctl --failed --no-legend
 			journalctl --no-pager --lines 12 --output cat --unit kubelet
-			journalctl --no-pager --lines 6 --output cat --unit containerd' 2>&1 | cut -c 1-240 | sed 's/^/    /'
+			journalctl --no-pager --lines 6 --output cat --unit containerd --unit crio' 2>&1 | cut -c 1-240 | sed 's/^/    /'
 	done
 }
 

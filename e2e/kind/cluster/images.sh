@@ -36,11 +36,18 @@ tree_digest() {
 image_mark() { echo "/kind/image-${1//[^a-z]/-}"; }
 
 load_image() {
-	local name=$1 tree=$2 content=$3 node
+	local name=$1 tree=$2 content=$3 node with_containerd=()
 	shift 3
 	tar --create --directory "$tree" --owner 0 --group 0 --numeric-owner . |
 		docker import --change "ENV PATH=$IMAGE_PATH" --change 'CMD ["/bin/sh"]' - "$name"
-	kind load docker-image --name "$CLUSTER" --nodes "$(IFS=, && echo "$*")" "$name"
+	for node; do
+		if runs_crio "$node"; then
+			docker save "$name" | copy_to_crio "$node" "docker.io/$name"
+		else
+			with_containerd+=("$node")
+		fi
+	done
+	kind load docker-image --name "$CLUSTER" --nodes "$(IFS=, && echo "${with_containerd[*]}")" "$name"
 	for node; do
 		docker exec "$node" sh -c "echo $content >$(image_mark "$name")"
 	done

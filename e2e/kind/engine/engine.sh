@@ -65,7 +65,7 @@ start_engine() {
 		--bridge none
 	)
 	if ! has_sys_resource; then
-		install -m 755 "$KIND_DIR/engine/runc-without-sys-resource" "$ENGINE_STATE/runc"
+		install -m 755 "$KIND_DIR/engine/runc-without-missing-capabilities" "$ENGINE_STATE/runc"
 		options+=(--add-runtime "tranche=$ENGINE_STATE/runc" --default-runtime tranche)
 	fi
 

@@ -12,7 +12,7 @@ import_images() {
 
 make_archive() {
 	local rootfs=$1 work=$2 version=$KUBERNETES_VERSION component pause etcd
-	pause=$(sed -n 's/^ *sandbox_image = "\(.*\)"/\1/p' "$rootfs/etc/containerd/config.toml")
+	pause=$(pause_image "$rootfs")
 	etcd=$("$(kubernetes_part)/kubeadm" config images list --kubernetes-version "$version" | grep /etcd:)
 	mkdir -p "$work"/archive "$work"/{binary/usr/local/bin,proxy,pause}
 

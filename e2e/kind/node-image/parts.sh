@@ -1,4 +1,4 @@
-# The programs of a node that come from Go modules: Kubernetes as one binary, containerd, and runc.
+# The programs of a node that come from Go modules: Kubernetes as one binary, containerd, CRI-O, and runc.
 # shellcheck shell=bash
 
 need_go() {
@@ -42,14 +42,27 @@ build_containerd() {
 
 runc_part() { part runc "$RUNC_VERSION" "$(debian_suite)"; }
 
-# Debian's runc may be too old for user namespaces (before 1.2), and stays the one that nodes use: since 1.1.6 runc gives up
-# where it cannot freeze a container on cgroup v1, which happens when many containers start at once. `cluster/gpus.sh` uses
-# this one where user namespaces are tested. libseccomp is Debian's on both machines.
+# Debian's runc may be too old for user namespaces (before 1.2), and stays the one that containerd uses: since 1.1.6 runc
+# gives up where it cannot freeze a container on cgroup v1, which happens when many containers start at once. CRI-O and
+# containerd's handler `test-handler` use this one. libseccomp is Debian's on both machines.
 build_runc() {
 	local folder=$1
 	CGO_ENABLED=1 GOBIN=$folder nice go install -v -trimpath -tags seccomp -ldflags '-s -w' \
 		"github.com/opencontainers/runc@$RUNC_VERSION"
 	"$folder/runc" features | jq --exit-status '.linux.seccomp.enabled and .linux.mountExtensions.idmap.enabled'
+}
+
+crio_part() { part cri-o "$KIND_DIR/node-image/cri-o" "$(debian_suite)" "$(declare -f build_crio)"; }
+
+# build_crio FOLDER leaves crio, its helper pinns, and copyimg, CRI-O's own program that copies an image into its storage.
+build_crio() {
+	local folder=$1 module=$KIND_DIR/node-image/cri-o source
+	(cd "$module" && CGO_ENABLED=1 nice go build -v -buildvcs=false -trimpath -ldflags '-s -w' \
+		-tags containers_image_ostree_stub,containers_image_openpgp,exclude_graphdriver_btrfs,seccomp \
+		-o "$folder/" tool)
+	source=$(cd "$module" && go list -m -f '{{.Dir}}' github.com/cri-o/cri-o)
+	cc -std=c99 -Os -static -o "$folder/pinns" "$source"/pinns/src/*.c
+	"$folder/crio" version
 }
 
 # kind_source prints where kind's module lies: the files of its base image are taken from there.

@@ -10,7 +10,7 @@ build_debian() {
 	local folder=$1 packages=(
 		systemd systemd-sysv dbus                                   # to run services
 		conntrack iptables nftables iproute2 ethtool util-linux mount kmod socat rsync # for Kubernetes
-		runc libseccomp2 pigz containernetworking-plugins           # for containers
+		runc conmon libseccomp2 pigz containernetworking-plugins    # for containers
 		e2fsprogs bash ca-certificates curl jq procps hostname      # for kind
 	)
 	debootstrap --variant=minbase --include="$(IFS=, && echo "${packages[*]}")" \
@@ -52,10 +52,16 @@ configure_services() {
 	systemctl --root "$rootfs" mask systemd-binfmt.service
 }
 
-# configure_containerd makes the base of every container's runtime specification; the rest is kind's own file.
+# configure_containerd makes the base of every container's runtime specification, and gives kind's second runtime handler the
+# new runc; the rest is kind's own file.
 configure_containerd() {
 	local rootfs=$1
+	sed -i '/runtimes\.test-handler\.options\]/a\    BinaryName = "/usr/local/lib/runc/runc"' "$rootfs/etc/containerd/config.toml"
+	grep -q BinaryName "$rootfs/etc/containerd/config.toml"
 	"$rootfs/usr/local/bin/ctr" oci spec |
 		jq '.hooks.createContainer += [{path: "/kind/bin/mount-product-files.sh"}] | del(.process.rlimits)' \
 			>"$rootfs/etc/containerd/cri-base.json"
 }
+
+# pause_image ROOTFS prints the name of the image that every pod starts from.
+pause_image() { sed -n 's/^ *sandbox_image = "\(.*\)"/\1/p' "$1/etc/containerd/config.toml"; }

@@ -38,19 +38,23 @@ async fn with_own_driver(
 fn a_libcuda_of_the_image_has_the_cap_by_name_and_by_path() -> anyhow::Result<()> {
     run(async |case: &Case| {
         let fill = "cp /usr/lib/tranche/driver/libcuda.so.1 /own/libcuda.so.1; ln -s libcuda.so.1 /own/libcuda.so";
-        let share = Request::capped("3Gi", "10");
-        let pod = with_own_driver(case, &share, "own", "/opt/own", fill).await?;
-        for preload in ["", "LD_PRELOAD=/opt/own/libcuda.so.1 "] {
-            let way = format!("{preload}tranche-workload --json fill");
-            let output = pod.stdout(&["sh", "-c", &way]).await?;
-            let filled: Vec<workload::Filled> = workload::lines(&output)?;
-            ensure!(
-                filled.len() == 1 && filled[0].filled == LIMIT,
-                "{way}: {filled:?}"
-            );
+        // On each of the two nodes: the hook reads what their runtimes tell it.
+        let (_, second) = case.second_node().await?;
+        for (name, gpu) in [("own", &case.gpus[0]), ("own-2", &second[0])] {
+            let share = Request::capped("3Gi", "10").on(&gpu.uuid);
+            let pod = with_own_driver(case, &share, name, "/opt/own", fill).await?;
+            for preload in ["", "LD_PRELOAD=/opt/own/libcuda.so.1 "] {
+                let way = format!("{preload}tranche-workload --json fill");
+                let output = pod.stdout(&["sh", "-c", &way]).await?;
+                let filled: Vec<workload::Filled> = workload::lines(&output)?;
+                ensure!(
+                    filled.len() == 1 && filled[0].filled == LIMIT,
+                    "{name}: {way}: {filled:?}"
+                );
+            }
+            let same = "cmp /opt/own/libcuda.so.1 /usr/lib/tranche/libcuda.so.1 && ! (echo x >/opt/own/libcuda.so.1)";
+            pod.stdout(&["sh", "-c", same]).await?;
         }
-        let same = "cmp /opt/own/libcuda.so.1 /usr/lib/tranche/libcuda.so.1 && ! (echo x >/opt/own/libcuda.so.1)";
-        pod.stdout(&["sh", "-c", same]).await?;
         Ok(())
     })
 }

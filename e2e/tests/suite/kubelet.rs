@@ -7,6 +7,7 @@ use kube::ResourceExt;
 use kube::api::Api;
 use tranche_api::gpu_node::GpuNode;
 use tranche_e2e::namespace::{IDLE, Source, manifest};
+use tranche_e2e::node::kill_containers;
 use tranche_e2e::{Case, Request, run, system, wait, workload};
 
 /// The time limit from the plugin's registration to complete pools.
@@ -92,8 +93,7 @@ fn a_kubelet_restart_leaves_pods_alone_and_slices_come_back() -> anyhow::Result<
 fn boot(minors: &str) -> String {
     format!(
         "systemctl stop kubelet
-        ctr --namespace k8s.io tasks list --quiet |
-            xargs --no-run-if-empty --max-args=1 ctr --namespace k8s.io tasks kill --all --signal SIGKILL || true
+        {}
         systemctl stop nvidia-sim-persistenced.service nvidia-sim-persistenced.socket
         findmnt --raw --noheadings --output TARGET | grep '^/run/tranche/' | sort --reverse | xargs --no-run-if-empty umount --lazy
         rm -rf /run/tranche/shares /var/run/cdi/gpu.tranche.dev-*
@@ -101,7 +101,8 @@ fn boot(minors: &str) -> String {
         sed -i '/^minors = /d' {MACHINE}
         {minors}
         systemctl start nvidia-sim-persistenced.socket nvidia-sim-persistenced.service
-        systemctl start kubelet"
+        systemctl start kubelet",
+        kill_containers("")
     )
 }
 

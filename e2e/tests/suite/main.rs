@@ -20,6 +20,7 @@ mod published;
 mod refused;
 mod release;
 mod rights;
+mod runtimes;
 mod scheduling;
 mod shares;
 mod upgrade;

@@ -1,9 +1,12 @@
 //! Pods of every kind that users write have their cap: without root, with a read-only root file system, in
 //! a user namespace, with init and sidecar containers, without a shell.
 
-use anyhow::ensure;
+use anyhow::{Context as _, ensure};
+use k8s_openapi::api::node::v1::RuntimeClass;
+use kube::api::{Api, DeleteParams, PostParams};
 use serde_json::{Value, json};
 use tranche_e2e::namespace::{IDLE, Source, manifest};
+use tranche_e2e::node::Node;
 use tranche_e2e::{Case, PodHandle, Request, run, workload};
 
 const GI: u64 = 1 << 30;
@@ -86,40 +89,95 @@ fn with_a_read_only_root_file_system() -> anyhow::Result<()> {
     })
 }
 
-/// A share on the node whose driver lies on the file system of a disk: the files of an overlay cannot be mounted with
-/// mapped IDs, as container runtimes mount what CDI names (`e2e/kind/cluster/gpus.sh`).
-async fn on_a_disk(case: &Case) -> anyhow::Result<Request> {
-    let (_, gpus) = case.second_node().await?;
-    Ok(Request::capped("3Gi", "10").on(&gpus[0].uuid))
+/// Mounts the driver's files from the node's disk until the test ends. Runtimes mount what CDI names with mapped IDs, which
+/// the files of an overlay, the root of a kind node, cannot be; on a machine they are on the file system of a disk.
+async fn driver_on_a_disk(case: &Case, node: &Node) -> anyhow::Result<()> {
+    let undo = node.clone();
+    case.afterwards("the driver's files", async move {
+        let script = "
+            findmnt --raw --noheadings --output TARGET,SOURCE | sed -n 's|^\\([^ ]*\\) .*/nvidia-files/.*|\\1|p' |
+                xargs --no-run-if-empty umount --lazy
+            rm -rf /var/lib/nvidia-files";
+        undo.shell(script).await.map(drop)
+    });
+    let script = "
+        for file in $(jq -r '.. | (.hostPath? // empty)' /var/run/cdi/gpu.tranche.dev-driver.json | sort -u); do
+            if [ -f $file ] && [ $(findmnt --noheadings --output FSTYPE --target $file) = overlay ]; then
+                install -D --mode $(stat -c %a $file) $file /var/lib/nvidia-files$file
+                mount --bind /var/lib/nvidia-files$file $file
+                findmnt --types ext4,xfs,btrfs --target $file
+            fi
+        done";
+    node.shell(script).await.map(drop)
+}
+
+/// A runtime class with a runc that has user namespaces: that of kind's second handler (`e2e/kind/node-image/parts.sh`).
+async fn new_runc(case: &Case) -> anyhow::Result<String> {
+    let classes: Api<RuntimeClass> = Api::all(case.client.clone());
+    let name = case.unique("new-runc");
+    let class = json!({"metadata": {"name": name}, "handler": "test-handler"});
+    classes
+        .create(&PostParams::default(), &serde_json::from_value(class)?)
+        .await?;
+    let created = name.clone();
+    case.afterwards("the runtime class", async move {
+        classes.delete(&created, &DeleteParams::default()).await?;
+        Ok(())
+    });
+    Ok(name)
+}
+
+/// Runs pods in user namespaces on both nodes, containerd's and CRI-O's, with a further `change`; each has its cap.
+async fn in_user_namespaces(
+    case: &Case,
+    name: &str,
+    change: impl Fn(&mut Value),
+) -> anyhow::Result<()> {
+    let class = new_runc(case).await?;
+    let second = case.second_node().await?;
+    for (node, gpus) in [(case.node.clone(), case.gpus.clone()), second] {
+        driver_on_a_disk(case, &node).await?;
+        let share = Request::capped("3Gi", "10").on(&gpus[0].uuid);
+        let is_containerd = node
+            .runtime(&case.client)
+            .await?
+            .starts_with("containerd://");
+        let name = format!("{name}-{}", node.name());
+        let pod = with_share(case, &name, &share, |spec| {
+            spec["hostUsers"] = json!(false);
+            if is_containerd {
+                spec["runtimeClassName"] = json!(class);
+            }
+            change(spec);
+        })
+        .await?;
+        let map = pod.stdout(&["cat", "/proc/self/uid_map"]).await?;
+        ensure!(
+            !map.split_whitespace().eq(["0", "0", "4294967295"]),
+            "no user namespace on {}: {map}",
+            node.name()
+        );
+        is_capped(&pod)
+            .await
+            .with_context(|| format!("on {}", node.name()))?;
+    }
+    Ok(())
 }
 
 #[test]
 fn in_a_user_namespace() -> anyhow::Result<()> {
-    run(async |case: &Case| {
-        let share = on_a_disk(case).await?;
-        let own_users = |spec: &mut Value| spec["hostUsers"] = json!(false);
-        let pod = with_share(case, "users", &share, own_users).await?;
-        let map = pod.stdout(&["cat", "/proc/self/uid_map"]).await?;
-        ensure!(
-            !map.split_whitespace().eq(["0", "0", "4294967295"]),
-            "no user namespace: {map}"
-        );
-        is_capped(&pod).await
-    })
+    run(async |case: &Case| in_user_namespaces(case, "users", |_| ()).await)
 }
 
 #[test]
 fn in_a_user_namespace_without_root_and_with_a_read_only_root() -> anyhow::Result<()> {
     run(async |case: &Case| {
-        let share = on_a_disk(case).await?;
-        let pod = with_share(case, "both", &share, |spec| {
-            spec["hostUsers"] = json!(false);
+        in_user_namespaces(case, "both", |spec| {
             let mut context = restricted();
             context["readOnlyRootFilesystem"] = json!(true);
             spec["containers"][0]["securityContext"] = context;
         })
-        .await?;
-        is_capped(&pod).await
+        .await
     })
 }
 

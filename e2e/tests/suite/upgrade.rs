@@ -1,42 +1,13 @@
 //! An update of Tranche and its rollback, with shares in use.
 
-use std::time::Duration;
-
-use anyhow::{Context, ensure};
-use k8s_openapi::api::core::v1::{ContainerStatus, Pod};
+use anyhow::ensure;
 use tranche_e2e::namespace::{IDLE, Source, manifest};
 use tranche_e2e::version::Version;
-use tranche_e2e::{Case, Namespace, PodHandle, Request, run, system, wait, workload};
+use tranche_e2e::{Case, PodHandle, Request, run, system, wait, workload};
 
 const GI: u64 = 1 << 30;
 /// What the chart's own policy says that a CUDA context takes.
 const CONTEXT: u64 = GI / 2;
-/// The kubelet waits for 10 s before it starts a container again, and twice as long each time after.
-const RESTARTED: Duration = Duration::from_mins(1);
-
-fn container(pod: &Pod) -> Option<&ContainerStatus> {
-    pod.status.as_ref()?.container_statuses.as_ref()?.first()
-}
-
-/// Kills the pod's container, and waits until the kubelet has started it again.
-async fn restart(case: &Case, namespace: &Namespace, pod: &PodHandle) -> anyhow::Result<()> {
-    let status = pod.started().await?;
-    let status = container(&status).context("no container")?;
-    let count = status.restart_count;
-    let id = status.container_id.as_deref().unwrap_or_default();
-    let id = id.trim_start_matches("containerd://");
-    case.node
-        .shell(&format!(
-            "ctr --namespace k8s.io tasks kill --all --signal SIGKILL {id}"
-        ))
-        .await?;
-    let (api, what) = (namespace.pods(), "the container started again");
-    wait::for_one(api, pod.name(), what, RESTARTED, |pod| {
-        let now = container(pod?)?;
-        (now.restart_count > count && now.ready).then_some(())
-    })
-    .await
-}
 
 /// What one process can allocate of a share, of which another holds `held`.
 async fn fills(pod: &PodHandle, share: u64, held: Option<u64>) -> anyhow::Result<()> {
@@ -87,7 +58,7 @@ fn shares_in_use_outlive_an_update_and_its_rollback() -> anyhow::Result<()> {
                 "{}: {last:?} {beat:?}",
                 version.tag
             );
-            ensure!(container(&holder.started().await?).is_some_and(|c| c.restart_count == 0));
+            ensure!(holder.restarts().await? == 0);
 
             let second = format!("second-{}", version.tag.replace('.', "-"));
             let second = namespace
@@ -98,7 +69,7 @@ fn shares_in_use_outlive_an_update_and_its_rollback() -> anyhow::Result<()> {
             second.delete().await?;
 
             for pod in &restarting {
-                restart(case, &namespace, pod).await?;
+                pod.restart_container(&case.node).await?;
                 fills(pod, 4 * GI, None).await?;
             }
             restarting.push(again(&format!("new-{}", version.tag.replace('.', "-"))).await?);

@@ -6,6 +6,7 @@ use anyhow::ensure;
 use k8s_openapi::api::events::v1::Event;
 use kube::api::{Api, ListParams};
 use serde_json::json;
+use tranche_api::gpu_node::Gpu;
 use tranche_e2e::{Case, PodHandle, Request, policy, run, wait};
 
 /// Two samples of a second each; the rest is for a busy machine.
@@ -33,6 +34,18 @@ async fn events(case: &Case, pod: &PodHandle, namespace: &str) -> anyhow::Result
     Ok(notes.filter_map(|event| event.note.clone()).collect())
 }
 
+/// Bypasses the shim in the pod, and waits for the event that names the GPU.
+async fn is_named(case: &Case, pod: &PodHandle, namespace: &str, gpu: &Gpu) -> anyhow::Result<()> {
+    pod.stdout(&["sh", "-c", BYPASS]).await?;
+    let notes = wait::for_answer("an event on the pod", NAMED, async || {
+        let notes = events(case, pod, namespace).await?;
+        Ok((!notes.is_empty()).then_some(notes))
+    })
+    .await?;
+    ensure!(notes[0].contains(&gpu.uuid), "{notes:?}");
+    Ok(())
+}
+
 #[test]
 fn a_copied_libcuda_is_named_on_its_pod_and_by_policy_ended() -> anyhow::Result<()> {
     run(async |case: &Case| {
@@ -41,13 +54,7 @@ fn a_copied_libcuda_is_named_on_its_pod_and_by_policy_ended() -> anyhow::Result<
         let share = Request::capped("4Gi", "25").on(&gpu.uuid);
         let pod = namespace.idle("pod", &share).await?;
         pod.started().await?;
-        pod.stdout(&["sh", "-c", BYPASS]).await?;
-        let notes = wait::for_answer("an event on the pod", NAMED, async || {
-            let notes = events(case, &pod, namespace.name()).await?;
-            Ok((!notes.is_empty()).then_some(notes))
-        })
-        .await?;
-        ensure!(notes[0].contains(&gpu.uuid), "{notes:?}");
+        is_named(case, &pod, namespace.name(), gpu).await?;
         // It continues: the policy says Report.
         pod.stdout(&["sh", "-c", "kill -0 $(cat /tmp/pid)"]).await?;
 
@@ -73,6 +80,19 @@ fn a_copied_libcuda_is_named_on_its_pod_and_by_policy_ended() -> anyhow::Result<
         // The pod's own program still runs.
         pod.started().await?;
         Ok(())
+    })
+}
+
+/// The second node runs CRI-O, whose cgroups have other names.
+#[test]
+fn a_copied_libcuda_is_named_on_a_pod_of_the_second_node() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let (_, gpus) = case.second_node().await?;
+        let namespace = case.namespace("watchdog-2").await?;
+        let share = Request::capped("4Gi", "25").on(&gpus[0].uuid);
+        let pod = namespace.idle("pod", &share).await?;
+        pod.started().await?;
+        is_named(case, &pod, namespace.name(), &gpus[0]).await
     })
 }
 
