@@ -99,6 +99,8 @@ impl Case {
         let mut nodes = gpu_nodes(&client).await?.into_iter();
         let first = nodes.next().context("the cluster has no node with GPUs")?;
         let others: Vec<_> = nodes.collect();
+        // A run with another `TRANCHE_E2E_NODE` left it cordoned.
+        schedulable(&client, &first.name_any(), true).await?;
         for other in &others {
             schedulable(&client, &other.name_any(), false).await?;
         }
