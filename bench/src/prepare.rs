@@ -133,6 +133,7 @@ impl Load<'_> {
                     .beside("one journalled write", write),
             );
         }
+        rows.push(Row::new(&format!("{id}-above-get"), prepare.p50 - get.p50));
         if id == "prepare" {
             let unprepare = spread(&one.unprepare)?;
             rows.push(Row::new("unprepare-p50", unprepare.p50).from(unprepare));

@@ -73,6 +73,12 @@ pub const PROMISES: &[Promise] = &[
         AtMost(2.0),
     ),
     promise(
+        "prepare-above-get",
+        "of that, above one GET of the claim",
+        "ms",
+        AtMost(1.0),
+    ),
+    promise(
         "prepare-p99",
         "Prepare, one after another, 99th percentile",
         "ms",
@@ -83,6 +89,12 @@ pub const PROMISES: &[Promise] = &[
         "the same with 200 claims held, median",
         "ms",
         AtMost(2.0),
+    ),
+    promise(
+        "prepare-held-above-get",
+        "of that, above one GET of the claim",
+        "ms",
+        AtMost(1.0),
     ),
     promise(
         "prepare-held-p99",
@@ -262,7 +274,7 @@ pub const PROMISES: &[Promise] = &[
         "s",
         AtMost(2.0),
     ),
-    promise("shim-alloc", "alloc + free, added", "ns", AtMost(150.0)),
+    promise("shim-alloc", "alloc + free, added", "ns", AtMost(30.0)),
     promise(
         "shim-alloc-4",
         "alloc + free, added, 4 processes",
