@@ -47,7 +47,7 @@ pub struct Process {
     pub has_exports: AtomicBool,
     /// What the driver keeps for its pools and graphs.
     pub reserves: Guarded<Reserves>,
-    /// Whether there are any.
+    /// Whether there are any that the driver can be asked about: pools or graphs.
     pub has_reserves: AtomicBool,
     /// Its contexts.
     pub contexts: Contexts,

@@ -42,7 +42,7 @@ impl Source {
         Self::of_device(State::Graphs, process, device)
     }
 
-    /// What the driver keeps for a device beside its pools.
+    /// What the driver keeps for a device beside its pools. It can be asked about graphs, not about modules.
     pub fn of_device(
         state: State,
         process: &'static Process,
@@ -51,7 +51,10 @@ impl Source {
         let place = process
             .reserves
             .with(|reserves| reserves.of_device(state, device.number));
-        Self::at(process, device, place)
+        match state {
+            State::Modules | State::Code => Self::new(process, device, place),
+            _ => Self::at(process, device, place),
+        }
     }
 
     /// A pool of a device.
@@ -66,13 +69,21 @@ impl Source {
         Self::at(process, device, place)
     }
 
-    /// The reserve at a place.
+    /// The reserve at a place, which the driver can be asked about.
     pub fn at(
         process: &'static Process,
         device: &'static Device,
         place: Option<usize>,
     ) -> Result<Self, CUresult> {
         process.has_reserves.store(true, Ordering::Relaxed);
+        Self::new(process, device, place)
+    }
+
+    fn new(
+        process: &'static Process,
+        device: &'static Device,
+        place: Option<usize>,
+    ) -> Result<Self, CUresult> {
         Ok(Self {
             process,
             device,
