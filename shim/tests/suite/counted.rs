@@ -7,6 +7,7 @@ use tranche_shim_core::ComputePolicy;
 use tranche_shim_tests::{Driver, Probe, World, compile, probe_path};
 
 use crate::cap::{CAP, GPU_0};
+use crate::families::{with_variable, write};
 
 /// Calls, allocations that live meanwhile, instructions that were counted when this was written, and the most
 /// that may be: a tenth more, for another compiler, or half, where the loader's look-ups are most of it.
@@ -42,6 +43,13 @@ fn count(world: &World, how: &str, what: &str, live: u32) -> u64 {
     ] {
         probe.ask(command);
     }
+    // As every program with a kernel has one; it must not make other calls longer.
+    write(&mut probe, &with_variable(8));
+    assert_eq!(
+        probe.call("cuModuleLoadData &0 &100"),
+        0,
+        "cuModuleLoadData"
+    );
     let calls = probe.must(&format!("instructions {what} {live}")).number(0);
     probe.must("end");
     let output = probe.wait();
