@@ -14,7 +14,9 @@
 //! **Scale.** The prices of launches are measured by the programs and may all be wrong: a kernel that
 //! runs longer than the GPU's time slice is measured with the neighbours' slices in it, concurrent
 //! kernels are each counted in full, and a tenant may write any number. NVML reports how long the GPU
-//! worked for each process. The smoothed ratio of both is the scale of the share's prices. If NVML's
+//! worked for each process. The smoothed ratio of both, over the same time ([`evidence`]), is the scale
+//! of the share's prices. On a full GPU a part of what the shares launch waits in their queues; that is
+//! no sign of a wrong price. If NVML's
 //! processes cannot be assigned to shares, all working shares get a common correction, by the
 //! utilization of the whole GPU: downwards and back up, but never above their own measurements, because
 //! the rest may be the work of a process without a share.
@@ -25,10 +27,14 @@
 //! Accounts are not trusted: a share that writes too little gets a higher scale, up to
 //! [`MOST_SCALE`], and is [`Decision::suspect`]; a share that writes too much only delays itself.
 
+pub mod evidence;
+
 use std::collections::BTreeMap;
 
 use tranche_shim_core::ComputePolicy;
 use tranche_shim_core::compute::{BURST_NANOS, PERCENT, Refill, WHOLE, part};
+
+use evidence::{Evidence, Ratio, Step, Worked};
 
 /// From one step to the next, in nanoseconds.
 pub const PERIOD_NANOS: u64 = 100_000_000;
@@ -44,18 +50,19 @@ pub const LEAST_SCALE: u64 = WHOLE / 32;
 /// See [`LEAST_SCALE`].
 pub const MOST_SCALE: u64 = 8 * WHOLE;
 
-/// The most that a scale changes in a step: NVML's figures are up to a second old.
+/// The most that a scale changes in a step: a launch is charged when it begins, and a second of its
+/// share's steps may end before it does.
 const STEP: f64 = 0.03;
 
-/// Weight of a step in the averages whose ratio the scale follows: some seconds, so that an
-/// occasional launch of 100 ms and NVML's later sample of it are in the same average.
-const WEIGHT: f64 = 0.025;
+/// A GPU that works for this part of the time has none left: the rest goes to switching between
+/// processes.
+const FULL: f64 = 0.9;
 
 /// Weight of a step in the average of what a share uses.
 const USE_WEIGHT: f64 = 0.2;
 
-/// How long a share must be working before it is compared with the GPU's utilization: by then NVML
-/// has samples, and launches that were charged in advance have run. In nanoseconds.
+/// How long a share must be working before it is compared with the whole GPU's utilization: by then
+/// NVML has samples, and launches that were charged in advance have run. In nanoseconds.
 const WATCH_NANOS: u64 = 1_000_000_000;
 
 /// A debt is cancelled when the share, while it wanted more, got this much less than its cores: what
@@ -76,7 +83,7 @@ const SUSPECT_STEPS: u32 = 100;
 const CORRECTION_NANOS: u64 = 1_000_000_000;
 
 /// What was read from a share's pages.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Reading {
     /// Percent of the GPU's time, 1 to 99.
     pub cores: u8,
@@ -86,8 +93,9 @@ pub struct Reading {
     pub position: u64,
     /// The estimated GPU time of its launches; written by the tenant.
     pub spent: u64,
-    /// The part of the last period in which the GPU worked for it, 0 to 1, if that is known.
-    pub busy: Option<f64>,
+    /// The samples of its processes that NVML has reported since the last step; `None` if NVML does
+    /// not report them, or it is not known which processes are the share's.
+    pub worked: Option<Vec<Worked>>,
 }
 
 /// The decision for a share.
@@ -125,28 +133,10 @@ pub struct Controller<K> {
     shares: BTreeMap<K, Share>,
     /// The time of the last step.
     last: Option<u64>,
-    /// The GPU's ratio, for shares whose own is not known.
+    /// The whole GPU's ratio, for shares whose own is not known.
     ratio: Ratio,
-}
-
-/// Averages of the measured and the estimated utilization, 0 to 1.
-#[derive(Clone, Copy, Debug, Default)]
-struct Ratio {
-    worked: f64,
-    reckoned: f64,
-}
-
-impl Ratio {
-    fn add(&mut self, worked: f64, reckoned: f64) {
-        self.worked += (worked - self.worked) * WEIGHT;
-        self.reckoned += (reckoned - self.reckoned) * WEIGHT;
-    }
-
-    /// `None` where there was too little work.
-    fn value(self) -> Option<f64> {
-        let enough = self.worked >= 0.002 && self.reckoned >= 0.0005;
-        enough.then(|| self.worked / self.reckoned)
-    }
+    /// The ratio of all shares whose own is known.
+    together: Ratio,
 }
 
 #[derive(Debug)]
@@ -155,11 +145,12 @@ struct Share {
     spent: u64,
     /// The time of its last launch.
     launched: u64,
-    /// The part of the time that it used in the last step by its account, and an average by account and
-    /// scale, 0 to 1.
+    /// The part of the time that it used in the last step by its account, below 0 if its account was
+    /// corrected; and an average of what it uses, 0 to 1.
     reckons: f64,
     uses: f64,
     scale: f64,
+    evidence: Evidence,
     ratio: Ratio,
     /// Since when it is working; `None` while it is idle.
     since: Option<u64>,
@@ -175,7 +166,8 @@ impl<K: Ord + Clone> Default for Controller<K> {
         Self {
             shares: BTreeMap::new(),
             last: None,
-            ratio: Ratio::default(),
+            ratio: Ratio::of_seconds(),
+            together: Ratio::of_seconds(),
         }
     }
 }
@@ -240,43 +232,71 @@ impl<K: Ord + Clone> Controller<K> {
             return;
         }
         let scaled: f64 = self.shares.values().map(Share::reckons_scaled).sum();
-        let settled = |share: &Share| {
+        let is_settled = |share: &Share| {
             let since = share.since.unwrap_or(now);
             now.saturating_sub(since) >= WATCH_NANOS
         };
         if let Some(busy) = busy
-            && self.shares.values().any(settled)
+            && self.shares.values().any(is_settled)
         {
-            self.ratio.add(busy, scaled);
+            self.ratio.add(elapsed, busy, scaled);
         }
         // Without the GPU's utilization the ratio would be of old scales.
         let in_common = busy.and_then(|_| self.ratio.value());
+        let (mut compared, mut all_worked, mut all_launched) = (Vec::new(), 0.0, 0.0);
         for (key, reading) in shares {
             let Some(share) = self.shares.get_mut(key) else {
                 continue;
             };
+            let step = share.present_step(now, elapsed, reading);
+            if let Some(samples) = &reading.worked {
+                share.note_use(share.reckons_scaled());
+                if let Some((worked, launched)) = share.compare(now, reading.cores, step, samples) {
+                    compared.push(key);
+                    all_worked += worked;
+                    all_launched += launched;
+                }
+                continue;
+            }
             // Its part of the whole GPU's utilization, by its own account.
             let part = if scaled > 0.0 {
                 share.reckons_scaled() / scaled
             } else {
                 0.0
             };
-            let worked = reading.busy.or(busy.map(|busy| busy * part));
-            share.note_worked(now, reading, worked, elapsed);
-            if !settled(share) {
-                continue;
-            }
-            // Its own ratio is the scale; the common ratio is the error of the present scales.
-            let wanted = if let Some(busy) = reading.busy {
-                share.ratio.add(busy, share.reckons);
-                share.ratio.value()
-            } else {
-                in_common.map(|ratio| (ratio * share.scale).min(share.scale.max(1.0)))
-            };
-            if let Some(wanted) = wanted {
-                share.follow(wanted);
+            let worked = busy.map_or(share.reckons_scaled(), |busy| busy * part);
+            share.evidence.clear();
+            share.note_use(worked);
+            share.note_worked(reading.cores, step, worked);
+            // The common ratio is the error of the present scales.
+            if is_settled(share)
+                && let Some(ratio) = in_common
+            {
+                share.follow((ratio * share.scale).min(share.scale.max(1.0)));
             }
         }
+        if compared.is_empty() {
+            return;
+        }
+        self.together.add(elapsed, all_worked, all_launched);
+        let runs = self.part_that_runs();
+        for key in compared {
+            if let Some(share) = self.shares.get_mut(key)
+                && let Some(ratio) = share.ratio.value()
+            {
+                // Its own ratio is the scale.
+                share.follow(ratio / runs);
+            }
+        }
+    }
+
+    /// The part of what its shares launch that a full GPU runs; 1 for a GPU that has time left. The rest
+    /// waits in the queues, and is no sign of a wrong price.
+    fn part_that_runs(&self) -> f64 {
+        if self.ratio.worked < FULL {
+            return 1.0;
+        }
+        self.together.value().unwrap_or(1.0).min(1.0)
     }
 }
 
@@ -293,11 +313,37 @@ impl Share {
             reckons: 0.0,
             uses: 0.0,
             scale: parts(scale),
-            ratio: Ratio::default(),
+            evidence: Evidence::default(),
+            ratio: Ratio::of_a_second(),
             since: None,
             wrong: 0,
             owed: 0.0,
         }
+    }
+
+    /// Compares what the share was charged with what NVML reports for its processes, for each step
+    /// whose samples have arrived. Returns the parts of a period in which the GPU worked for it, and
+    /// those that it launched by its scaled prices; `None` if there is nothing to compare.
+    fn compare(
+        &mut self,
+        now: u64,
+        cores: u8,
+        step: Step,
+        samples: &[Worked],
+    ) -> Option<(f64, f64)> {
+        self.evidence.add_step(step);
+        self.evidence.add_samples(samples);
+        let mut sums = None;
+        while let Some((step, worked)) = self.evidence.next(now) {
+            self.note_worked(cores, step, worked);
+            // An idle step shows nothing.
+            if worked > 0.0 || step.reckons != 0.0 {
+                self.ratio.add(step.elapsed(), worked, step.reckons);
+                let (all, launched) = sums.unwrap_or_default();
+                sums = Some((all + worked, launched + step.reckons * self.scale));
+            }
+        }
+        sums
     }
 
     fn follow(&mut self, wanted: f64) {
@@ -315,6 +361,10 @@ impl Share {
             .spent
             .saturating_sub(self.spent)
             .min(elapsed.saturating_mul(1000));
+        let corrected = self
+            .spent
+            .saturating_sub(reading.spent)
+            .min(CORRECTION_NANOS);
         self.spent = reading.spent;
         if spent > 0 {
             self.launched = now;
@@ -325,7 +375,7 @@ impl Share {
             self.since = None;
         }
         if elapsed > 0 {
-            self.reckons = as_f64(spent) / as_f64(elapsed);
+            self.reckons = (as_f64(spent) - as_f64(corrected)) / as_f64(elapsed);
         }
         went_back.then_some(Suspicion::WentBack)
     }
@@ -334,15 +384,26 @@ impl Share {
         self.reckons * self.scale
     }
 
-    /// Records the part of the time in which the GPU worked for it, 0 to 1, if it is known.
-    fn note_worked(&mut self, now: u64, reading: &Reading, worked: Option<f64>, elapsed: u64) {
-        let worked = worked.unwrap_or(self.reckons_scaled());
-        self.uses += (worked - self.uses) * USE_WEIGHT;
-        let cores = parts(u64::from(reading.cores) * PERCENT);
-        let in_debt = reading.position > self.refill.granted(reading.cores, now);
-        let less = (cores - worked) * as_f64(elapsed);
+    fn present_step(&self, now: u64, elapsed: u64, reading: &Reading) -> Step {
+        Step {
+            from: now.saturating_sub(elapsed),
+            to: now,
+            reckons: self.reckons,
+            in_debt: reading.position > self.refill.granted(reading.cores, now),
+        }
+    }
+
+    /// Records how much of the GPU it uses at present, 0 to 1.
+    fn note_use(&mut self, uses: f64) {
+        self.uses += (uses - self.uses) * USE_WEIGHT;
+    }
+
+    /// Records the part of a step in which the GPU worked for it, 0 to 1.
+    fn note_worked(&mut self, cores: u8, step: Step, worked: f64) {
+        let cores = parts(u64::from(cores) * PERCENT);
+        let less = (cores - worked) * as_f64(step.elapsed());
         // Time that it could have used and did not is not owed to it.
-        self.owed = if in_debt || less < 0.0 {
+        self.owed = if step.in_debt || less < 0.0 {
             (self.owed + less).clamp(-as_f64(DEBT_NANOS), as_f64(DEBT_NANOS))
         } else {
             (self.owed + less).min(0.0)

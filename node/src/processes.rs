@@ -43,6 +43,10 @@ const CHECK_NANOS: u64 = 1_000_000_000;
 /// takes long.
 const LONG_NANOS: u64 = 60 * CHECK_NANOS;
 
+/// A process that is not asked for in this time has ended, in nanoseconds: a working process has a
+/// sample every second.
+const ENDED_NANOS: u64 = 2 * CHECK_NANOS;
+
 /// The most bytes that are read of a process's maps: as many lines as the kernel allows by default,
 /// at twice their usual length.
 const MOST_BYTES: u64 = 16 << 20;
@@ -62,6 +66,8 @@ struct Known {
     accounts: Vec<FileId>,
     /// When it is read again, if it has none.
     again: u64,
+    /// When it was last asked for.
+    asked: u64,
 }
 
 impl Processes {
@@ -73,15 +79,18 @@ impl Processes {
         }
     }
 
-    /// Forgets all other processes: their PIDs may be reused.
-    pub fn keep(&mut self, pids: &[u32]) {
-        self.known.retain(|pid, _| pids.contains(pid));
+    /// Forgets the processes that nobody has asked for in the last [`ENDED_NANOS`]: they have ended, and
+    /// their PIDs may be reused.
+    pub fn forget_ended(&mut self, now: u64) {
+        self.known
+            .retain(|_, known| now.saturating_sub(known.asked) < ENDED_NANOS);
     }
 
     /// Which of `accounts` process `pid` has mapped. Also none if its maps cannot be read: it has
     /// ended, belongs to another user, or this `/proc` is not the host's.
     pub fn accounts_of(&mut self, pid: u32, now: u64, accounts: &[FileId]) -> Vec<FileId> {
-        if let Some(known) = self.known.get(&pid) {
+        if let Some(known) = self.known.get_mut(&pid) {
+            known.asked = now;
             let held = known.accounts.iter().copied();
             let held: Vec<_> = held.filter(|held| accounts.contains(held)).collect();
             if !held.is_empty() || now < known.again {
@@ -97,6 +106,7 @@ impl Processes {
         let known = Known {
             accounts: found.clone(),
             again: now.saturating_add(wait),
+            asked: now,
         };
         self.known.insert(pid, known);
         found
@@ -179,7 +189,9 @@ mod tests {
         let found = processes.accounts_of(me, CHECK_NANOS, &[other, program]);
         assert_eq!(found, [program]);
         assert_eq!(processes.accounts_of(me, 0, &[program]), [program]);
-        processes.keep(&[]);
+        processes.forget_ended(ENDED_NANOS - 1);
+        assert!(!processes.known.is_empty());
+        processes.forget_ended(ENDED_NANOS);
         assert!(processes.known.is_empty());
         let mut elsewhere = Processes::new("/nowhere");
         assert_eq!(elsewhere.accounts_of(me, 0, &[program]), []);

@@ -22,6 +22,7 @@ use std::path::{Path, PathBuf};
 use tranche_shim_core::compute::{Refill, refill};
 use tranche_shim_core::{CapPage, ComputePolicy, PageError, cap, paths};
 
+use crate::compute::evidence::Worked;
 use crate::compute::{Controller, Decision, Reading};
 use crate::page::{AccountFile, ReadError, open_page};
 use crate::processes::{FileId, Processes};
@@ -71,11 +72,23 @@ pub struct Sampled {
 pub struct Sampler {
     processes: Processes,
     shares: BTreeMap<PathBuf, Opened>,
-    gpus: BTreeMap<String, Controller<PathBuf>>,
+    gpus: BTreeMap<String, Gpu>,
     /// The number of GPUs with shares whose utilization by process NVML did not report in the last
     /// step.
     coarse: usize,
 }
+
+/// A GPU with shares whose time is limited.
+#[derive(Debug, Default)]
+struct Gpu {
+    controller: Controller<PathBuf>,
+    /// When a sample of NVML was last one of a share's process.
+    matched: Option<u64>,
+}
+
+/// How long it is assumed that NVML's processes can be assigned to shares after one was, in
+/// nanoseconds: the driver's samples are up to a second apart.
+const MATCHED_NANOS: u64 = 3_000_000_000;
 
 /// The interval between checks that a share's open files are still those at its path, in
 /// nanoseconds.
@@ -178,21 +191,30 @@ impl Sampler {
             utilization.close();
         }
         let mut decisions = Vec::new();
-        let mut pids = Vec::new();
         for (gpu, readings) in &mut by_gpu {
-            let parts = utilization.by_process(gpu);
-            self.coarse += usize::from(parts.is_none());
-            let parts = parts.unwrap_or_default();
-            pids.extend(parts.iter().map(|(pid, _)| *pid));
             let share = |folder: &PathBuf| self.shares.get(folder)?.share.as_ref();
-            set_busy(&mut self.processes, now, &parts, readings, share);
-            let controller = self.gpus.entry(gpu.clone()).or_default();
+            let reported = utilization.by_process(gpu);
+            self.coarse += usize::from(reported.is_none());
+            let Gpu {
+                controller,
+                matched,
+            } = self.gpus.entry(gpu.clone()).or_default();
+            if let Some(reported) = reported {
+                let worked = assign(&mut self.processes, now, &reported, readings, share);
+                if !worked.is_empty() {
+                    *matched = Some(now);
+                }
+                // Between two samples of the driver there is nothing new.
+                if matched.is_some_and(|at| now.saturating_sub(at) < MATCHED_NANOS) {
+                    set_worked(worked, readings, share);
+                }
+            }
             let written = |folder: &PathBuf| {
                 share(folder).map_or_else(Refill::default, |share| share.written)
             };
             decisions.extend(controller.step(now, utilization.whole(gpu), readings, written));
         }
-        self.processes.keep(&pids);
+        self.processes.forget_ended(now);
         for (folder, decision) in decisions {
             let Some(Opened {
                 cap,
@@ -216,42 +238,51 @@ impl Sampler {
     }
 }
 
-/// Records for each share how much of the time its GPU worked for its processes; for no share, if no
-/// process of any share is visible here. A process that is not visible belongs to no share, and other
-/// shares are not charged for it.
+/// Assigns samples to shares, by the shares' accounts. A process that is not visible belongs to no
+/// share, and other shares are not charged for it.
 ///
 /// A process may use several shares of a GPU: its utilization is divided in proportion to their
 /// estimates.
-fn set_busy<'a>(
+fn assign<'a>(
     processes: &mut Processes,
     now: u64,
-    parts: &[(u32, f64)],
-    readings: &mut [(PathBuf, Reading)],
+    samples: &[(u32, Worked)],
+    readings: &[(PathBuf, Reading)],
     share_of: impl Fn(&PathBuf) -> Option<&'a Share>,
-) {
+) -> BTreeMap<FileId, Vec<Worked>> {
     let shares: Vec<(FileId, f64)> = readings
         .iter()
         .filter_map(|(folder, _)| share_of(folder))
         .map(|share| (share.account_id, share.recent))
         .collect();
     let accounts: Vec<FileId> = shares.iter().map(|(id, _)| *id).collect();
-    let mut sums: BTreeMap<FileId, f64> = BTreeMap::new();
-    for (pid, part) in parts.iter().filter(|(_, part)| *part > 0.0) {
+    let mut found: BTreeMap<FileId, Vec<Worked>> = BTreeMap::new();
+    for (pid, sample) in samples.iter().filter(|(_, sample)| sample.part > 0.0) {
         let mapped = processes.accounts_of(*pid, now, &accounts);
         let mapped = shares.iter().filter(|(id, _)| mapped.contains(id));
         let all: f64 = mapped.clone().map(|(_, recent)| recent).sum();
         let count: f64 = mapped.clone().map(|_| 1.0).sum();
         for (id, recent) in mapped {
             let weight = if all > 0.0 { recent / all } else { 1.0 / count };
-            *sums.entry(*id).or_default() += part * weight;
+            let part = sample.part * weight;
+            found
+                .entry(*id)
+                .or_default()
+                .push(Worked { part, ..*sample });
         }
     }
-    if sums.is_empty() {
-        return;
-    }
+    found
+}
+
+/// Records the samples of each share.
+fn set_worked<'a>(
+    mut worked: BTreeMap<FileId, Vec<Worked>>,
+    readings: &mut [(PathBuf, Reading)],
+    share_of: impl Fn(&PathBuf) -> Option<&'a Share>,
+) {
     for (folder, reading) in readings {
-        let sum = share_of(folder).and_then(|share| sums.get(&share.account_id));
-        reading.busy = Some(sum.copied().unwrap_or(0.0).min(1.0));
+        let samples = share_of(folder).and_then(|share| worked.remove(&share.account_id));
+        reading.worked = Some(samples.unwrap_or_default());
     }
 }
 
@@ -339,7 +370,7 @@ impl Share {
             policy: self.policy,
             position,
             spent,
-            busy: None,
+            worked: None,
         })
     }
 

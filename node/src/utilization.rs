@@ -1,8 +1,11 @@
 //! The utilization of GPUs, in total and by process.
 
 use std::collections::BTreeMap;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
+use tranche_shim_runtime::sys;
+
+use crate::compute::evidence::Worked;
 use crate::nvml::{Driver, Nvml, ProcessMemory, ProcessSample};
 
 /// How busy GPUs are.
@@ -10,9 +13,10 @@ pub trait Utilization {
     /// The part of the last period in which the GPU worked, 0 to 1; `None` if it is not known.
     fn whole(&mut self, gpu_uuid: &str) -> Option<f64>;
 
-    /// The same by process, with PIDs of the host; a process that is not listed has none. `None` if
-    /// it is not known: without NVML, and where NVML does not report it (MIG, vGPU).
-    fn by_process(&mut self, gpu_uuid: &str) -> Option<Vec<(u32, f64)>>;
+    /// The samples since the last call, with PIDs of the host; a process without a sample did not
+    /// work, or its sample comes later. `None` if they are not known: without NVML, and where NVML
+    /// does not report them (MIG, vGPU).
+    fn by_process(&mut self, gpu_uuid: &str) -> Option<Vec<(u32, Worked)>>;
 
     /// Closes what is open, because the next call is not expected soon.
     fn close(&mut self) {}
@@ -21,9 +25,11 @@ pub trait Utilization {
 /// The interval between attempts to open NVML. Shares have their cores also without it.
 const RETRY: Duration = Duration::from_secs(10);
 
-/// How long a process's sample is valid. The driver samples every 1/6 s to 1 s, each process separately: a
-/// process that is missing in an answer was not sampled again, but need not be idle.
-const HOLD: Duration = Duration::from_secs(1);
+/// The longest time that a sample describes, in microseconds. The driver samples every 1/6 s to 1 s.
+const LONGEST_SAMPLE_MICROS: u64 = 1_000_000;
+
+/// The time that a sample describes if the driver has not sampled anything in the second before it.
+const FIRST_SAMPLE_MICROS: u64 = 1_000_000 / 6;
 
 /// The utilization as NVML reports it, as soon as NVML can be opened.
 #[derive(Debug)]
@@ -34,50 +40,72 @@ pub struct NvmlUtilization {
     last: BTreeMap<String, Last>,
 }
 
-/// The last samples of a GPU's processes.
+/// The times of a GPU's last samples, by the driver's clock, in microseconds.
 #[derive(Debug, Default)]
 struct Last {
-    /// The newest one's time, by the driver's clock.
+    /// The newest.
     stamp: u64,
-    processes: BTreeMap<u32, Sample>,
+    /// The last one of each process in the last second: the driver samples each process separately.
+    processes: BTreeMap<u32, u64>,
 }
 
-/// The last sample of a process.
+/// A moment by the driver's clock, microseconds since 1970, and by `CLOCK_MONOTONIC`, in nanoseconds.
 #[derive(Clone, Copy, Debug)]
-struct Sample {
-    /// Its time, by the driver's clock.
-    at: u64,
-    /// When it was read.
-    seen: Instant,
-    /// 0 to 1.
-    part: f64,
+struct Moment {
+    micros: u64,
+    monotonic: u64,
+}
+
+impl Moment {
+    fn now() -> Self {
+        let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+        Self {
+            micros: since.map_or(0, |since| {
+                u64::try_from(since.as_micros()).unwrap_or(u64::MAX)
+            }),
+            monotonic: sys::now(),
+        }
+    }
+
+    /// The monotonic time of a sample that was just read. It is at most two seconds old, or else the
+    /// driver has another clock.
+    fn of_sample(self, at: u64) -> u64 {
+        let age = self.micros.saturating_sub(at);
+        let age = if age > 2 * LONGEST_SAMPLE_MICROS {
+            0
+        } else {
+            age
+        };
+        self.monotonic.saturating_sub(age * 1000)
+    }
 }
 
 impl Last {
-    /// Records the samples that are newer than the last ones.
-    fn note(&mut self, now: Instant, samples: Vec<ProcessSample>) {
+    /// The samples that are newer than the last ones, each with the time that it describes: since the
+    /// process's last sample or, for a process without one, since the GPU's.
+    fn note(&mut self, now: Moment, mut samples: Vec<ProcessSample>) -> Vec<(u32, Worked)> {
+        let before = self.stamp;
+        samples.sort_by_key(|sample| sample.at);
+        let mut news = Vec::with_capacity(samples.len());
         for ProcessSample { pid, at, percent } in samples {
+            let last = self.processes.insert(pid, at).unwrap_or(before);
+            let length = match at.saturating_sub(last) {
+                0 => continue,
+                length if length > LONGEST_SAMPLE_MICROS => FIRST_SAMPLE_MICROS,
+                length => length,
+            };
             self.stamp = self.stamp.max(at);
-            let sample = Sample {
-                at,
-                seen: now,
+            let to = now.of_sample(at);
+            let worked = Worked {
+                from: to.saturating_sub(length * 1000),
+                to,
                 part: f64::from(percent.min(100)) / 100.0,
             };
-            // The newest of several samples of a process.
-            let known = self.processes.entry(pid).or_insert(sample);
-            if known.at < at {
-                *known = sample;
-            }
+            news.push((pid, worked));
         }
-        self.processes
-            .retain(|_, sample| now.duration_since(sample.seen) < HOLD);
-    }
-
-    fn parts(&self) -> Vec<(u32, f64)> {
-        self.processes
-            .iter()
-            .map(|(pid, sample)| (*pid, sample.part))
-            .collect()
+        let oldest = self.stamp.saturating_sub(LONGEST_SAMPLE_MICROS);
+        self.processes.retain(|_, at| *at >= oldest);
+        news
     }
 }
 
@@ -146,12 +174,11 @@ impl Utilization for NvmlUtilization {
         Some(f64::from(percent.min(100)) / 100.0)
     }
 
-    fn by_process(&mut self, gpu_uuid: &str) -> Option<Vec<(u32, f64)>> {
+    fn by_process(&mut self, gpu_uuid: &str) -> Option<Vec<(u32, Worked)>> {
         let since = self.last.get(gpu_uuid).map_or(0, |last| last.stamp);
         let samples = self.open()?.process_utilization(gpu_uuid, since).ok()?;
         let last = self.last.entry(gpu_uuid.to_owned()).or_default();
-        last.note(Instant::now(), samples);
-        Some(last.parts())
+        Some(last.note(Moment::now(), samples))
     }
 }
 
@@ -255,27 +282,60 @@ mod tests {
         assert_eq!((utilization.whole("here"), opened()), (Some(0.5), 3));
     }
 
-    /// The driver samples each process separately: a process that is missing in one answer is not idle,
-    /// but one that is missing for a second is.
+    /// The driver samples each process separately, and need not sample all of them at a time.
     #[test]
-    fn a_process_that_is_missing_from_one_answer_still_works() {
+    fn a_sample_describes_the_time_since_the_one_before() {
         let sample = |pid, at, percent| ProcessSample { pid, at, percent };
-        let start = Instant::now();
-        let after = |millis| start + Duration::from_millis(millis);
+        let start = 1_700_000_000_000_000;
         let mut last = Last::default();
-        last.note(
-            start,
-            vec![sample(1, 100, 30), sample(2, 100, 60), sample(1, 90, 5)],
+        // Read `late` microseconds after the newest; in milliseconds after the start.
+        let mut note = |late, samples: &[(u32, u64, u32)]| {
+            let at = |millis| start + millis * 1000;
+            let newest = samples.iter().map(|(_, millis, _)| *millis).max().unwrap();
+            let now = Moment {
+                micros: at(newest) + late,
+                monotonic: (5000 + newest) * 1_000_000 + late * 1000,
+            };
+            let samples = samples
+                .iter()
+                .map(|(pid, millis, percent)| sample(*pid, at(*millis), *percent));
+            let found = last.note(now, samples.collect());
+            let millis = |nanos: u64| (nanos + 500_000) / 1_000_000 - 5000;
+            found
+                .into_iter()
+                .map(|(pid, worked)| (pid, millis(worked.from), millis(worked.to), worked.part))
+                .collect::<Vec<_>>()
+        };
+        // Nothing is known of the time before the first.
+        assert_eq!(note(0, &[(1, 1000, 30)]), [(1, 833, 1000, 0.3)]);
+        assert_eq!(
+            note(90_000, &[(2, 1167, 60), (1, 1167, 5)]),
+            [(2, 1000, 1167, 0.6), (1, 1000, 1167, 0.05)]
         );
-        assert_eq!(last.parts(), [(1, 0.3), (2, 0.6)]);
-        last.note(after(500), vec![sample(2, 200, 70)]);
-        assert_eq!(last.parts(), [(1, 0.3), (2, 0.7)]);
-        last.note(after(900), Vec::new());
-        assert_eq!((last.parts().len(), last.stamp), (2, 200));
-        last.note(after(1100), vec![sample(2, 300, 0)]);
-        assert_eq!(last.parts(), [(2, 0.0)]);
-        last.note(after(2200), Vec::new());
-        assert_eq!(last.parts(), []);
+        // The second process is missing once, and its next sample is for the whole time.
+        assert_eq!(note(0, &[(1, 1333, 10)]), [(1, 1167, 1333, 0.1)]);
+        assert_eq!(
+            note(0, &[(1, 1500, 10), (2, 1500, 70)]),
+            [(1, 1333, 1500, 0.1), (2, 1167, 1500, 0.7)]
+        );
+        // Several samples of a process, in any order; the same one again is nothing new.
+        assert_eq!(
+            note(0, &[(1, 2000, 30), (1, 1800, 20), (2, 1500, 70)]),
+            [(1, 1500, 1800, 0.2), (1, 1800, 2000, 0.3)]
+        );
+        // After more than a second without a sample.
+        assert_eq!(note(0, &[(2, 4000, 120)]), [(2, 3833, 4000, 1.0)]);
+        assert_eq!(last.processes.len(), 1);
+        // A driver with another clock.
+        let now = Moment {
+            micros: start,
+            monotonic: 9_000_000_000,
+        };
+        let mut last = Last::default();
+        let found = last.note(now, vec![sample(1, 4711, 10)]);
+        assert_eq!(found[0].1.to, now.monotonic);
+        let found = last.note(now, vec![sample(1, start + 90_000_000, 10)]);
+        assert_eq!(found[0].1.to, now.monotonic);
     }
 
     #[test]

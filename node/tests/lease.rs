@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use tranche_api::share_config::ComputeMode;
 use tranche_driver::preparation::Cap;
+use tranche_node::compute::evidence::Worked;
 use tranche_node::page::{AccountFile, cap_page, read_cap};
 use tranche_node::sampler::Sampler;
 use tranche_node::sweep::{Sweeper, reclaim};
@@ -56,7 +57,7 @@ impl Utilization for Unknown {
     fn whole(&mut self, _: &str) -> Option<f64> {
         None
     }
-    fn by_process(&mut self, _: &str) -> Option<Vec<(u32, f64)>> {
+    fn by_process(&mut self, _: &str) -> Option<Vec<(u32, Worked)>> {
         None
     }
 }

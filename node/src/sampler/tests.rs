@@ -16,7 +16,7 @@ impl Utilization for Busy {
     fn whole(&mut self, _: &str) -> Option<f64> {
         Some(self.0)
     }
-    fn by_process(&mut self, _: &str) -> Option<Vec<(u32, f64)>> {
+    fn by_process(&mut self, _: &str) -> Option<Vec<(u32, Worked)>> {
         None
     }
 }
@@ -107,13 +107,13 @@ fn proc_of(root: &Path, pid: u32, mapped: &[&Path]) {
     fs::write(folder.join("maps"), maps).unwrap();
 }
 
-/// The GPU's utilization for each share, after the first one spent so much.
-fn busy_of(
+/// The parts of the samples that each share gets, after the first one spent so much.
+fn assigned(
     proc: &Path,
     folders: &[PathBuf; 2],
     spent: u64,
     parts: &[(u32, f64)],
-) -> [Option<f64>; 2] {
+) -> [Vec<f64>; 2] {
     let mut shares = folders.each_ref().map(|folder| {
         let share = Opened::open(0, folder).unwrap().share;
         share.unwrap()
@@ -121,14 +121,22 @@ fn busy_of(
     let mut read = || shares.each_mut().map(|share| share.read().unwrap());
     read();
     spend(&folders[0], spent);
-    let readings = read();
-    let mut readings = [0, 1].map(|nth: usize| (folders[nth].clone(), readings[nth]));
+    let [first, second] = read();
+    let readings = [(folders[0].clone(), first), (folders[1].clone(), second)];
     let share_of = |folder: &PathBuf| {
         let nth = folders.iter().position(|known| known == folder)?;
         Some(&shares[nth])
     };
-    set_busy(&mut Processes::new(proc), 0, parts, &mut readings, share_of);
-    readings.map(|(_, reading)| reading.busy)
+    let sample = |&(pid, part): &(u32, f64)| {
+        let (from, to) = (1, 2);
+        (pid, Worked { from, to, part })
+    };
+    let samples: Vec<_> = parts.iter().map(sample).collect();
+    let mut found = assign(&mut Processes::new(proc), 0, &samples, &readings, share_of);
+    shares.each_ref().map(|share| {
+        let worked = found.remove(&share.account_id).unwrap_or_default();
+        worked.iter().map(|sample| sample.part).collect()
+    })
 }
 
 /// A container may have two shares of one GPU, and its programs use both.
@@ -141,10 +149,10 @@ fn what_is_worked_for_a_process_of_two_shares_is_divided_as_they_reckoned() {
     ];
     let accounts = folders.each_ref().map(|folder| folder.join("account"));
     proc_of(root.path(), 7, &accounts.each_ref().map(PathBuf::as_path));
-    let busy_of = |spent| busy_of(root.path(), &folders, spent, &[(7, 0.5)]);
+    let assigned = |spent| assigned(root.path(), &folders, spent, &[(7, 0.5)]);
     // First neither has an estimate; then one of them has.
-    assert_eq!(busy_of(0), [Some(0.25), Some(0.25)]);
-    assert_eq!(busy_of(SECOND), [Some(0.5), Some(0.0)]);
+    assert_eq!(assigned(0), [[0.25], [0.25]]);
+    assert_eq!(assigned(SECOND), [[0.5], [0.0]]);
 }
 
 /// A process that has ended or belongs to another user belongs to no share.
@@ -156,10 +164,61 @@ fn a_process_that_cannot_be_seen_changes_nothing_for_the_others() {
         share(root.path(), "b", Some(25)),
     ];
     proc_of(root.path(), 7, &[&folders[0].join("account")]);
-    let busy_of = |parts: &[(u32, f64)]| busy_of(root.path(), &folders, 0, parts);
-    assert_eq!(busy_of(&[(7, 0.25), (8, 0.5)]), [Some(0.25), Some(0.0)]);
-    // If no process is visible, only the whole GPU's utilization is known.
-    assert_eq!(busy_of(&[(8, 0.5)]), [None, None]);
+    let parts = [(7, 0.25), (8, 0.5), (7, 0.125)];
+    let found = assigned(root.path(), &folders, 0, &parts);
+    assert_eq!(found, [vec![0.25, 0.125], vec![]]);
+}
+
+/// NVML with samples of processes.
+struct Samples(Vec<(u32, Worked)>);
+
+impl Utilization for Samples {
+    fn whole(&mut self, _: &str) -> Option<f64> {
+        Some(0.5)
+    }
+    fn by_process(&mut self, _: &str) -> Option<Vec<(u32, Worked)>> {
+        Some(std::mem::take(&mut self.0))
+    }
+}
+
+/// Without a process of a share in NVML's samples only the whole GPU's utilization is known, which never
+/// raises a price above its measurement. With one, its share is compared with its own processes.
+#[test]
+fn shares_are_compared_one_by_one_where_their_processes_are_seen() {
+    let root = tempfile::tempdir().unwrap();
+    let folders = [
+        share(root.path(), "a", Some(25)),
+        share(root.path(), "b", Some(25)),
+    ];
+    proc_of(root.path(), 7, &[&folders[0].join("account")]);
+    let mut sampler = Sampler::new(root.path());
+    let mut scale = |from: u64, seconds: u64, pid: u32| {
+        let mut scale = 0;
+        for step in 0..seconds * 10 {
+            let now = (100 + from) * SECOND + step * SECOND / 10;
+            let before = now - SECOND / 10;
+            // The GPU works for the first one twice as long as its account says.
+            let spent = (now - 90 * SECOND) / 4;
+            for folder in &folders {
+                spend(folder, spent);
+            }
+            let sample = Worked {
+                from: before,
+                to: now,
+                part: 0.5,
+            };
+            let outcomes = sampler.step(now, &folders, &mut Samples(vec![(pid, sample)]));
+            for sampled in outcomes {
+                if sampled.share == folders[0] {
+                    scale = sampled.outcome.unwrap().refill.scale;
+                }
+            }
+        }
+        scale
+    };
+    assert!(scale(0, 6, 8) <= WHOLE);
+    let own = scale(6, 12, 7);
+    assert!(own.abs_diff(2 * WHOLE) < WHOLE / 10, "{own}");
 }
 
 /// A share ends and another one of its name begins, as with `tranche run --share`.
@@ -239,7 +298,7 @@ impl Utilization for Counted {
         self.asked += 1;
         None
     }
-    fn by_process(&mut self, _: &str) -> Option<Vec<(u32, f64)>> {
+    fn by_process(&mut self, _: &str) -> Option<Vec<(u32, Worked)>> {
         None
     }
     fn close(&mut self) {

@@ -4,9 +4,9 @@
 
 mod world;
 
-use tranche_node::compute::Suspicion;
+use tranche_node::compute::{PERIOD_NANOS, Suspicion};
 use tranche_shim_core::ComputePolicy::{Strict, WorkConserving};
-use tranche_shim_core::compute::{Bucket, WAIT_NANOS};
+use tranche_shim_core::compute::{Bucket, WAIT_NANOS, WHOLE};
 use world::{MICRO, MILLI, Program, SECOND, World, jain};
 
 fn near(found: f64, wanted: f64, what: &str) {
@@ -196,6 +196,39 @@ fn four_equal_shares_are_equal() {
     }
 }
 
+/// Shares that together claim the whole GPU launch more than it can run, because it stands still between two
+/// processes. What waits in the queues is no reason to lower a price, however long it waits: a share with
+/// too low a price would get more than its cores as soon as the GPU has time again.
+#[test]
+fn on_a_full_gpu_prices_stay_right() {
+    for (policy, switch) in [(Strict, 50), (Strict, 120), (WorkConserving, 120)] {
+        let mut world = World::new(&[(25, policy); 4]);
+        world.switch = switch * MICRO;
+        for (share, kernel) in [100 * MICRO, 500 * MICRO, 3 * MILLI, 20 * MILLI]
+            .into_iter()
+            .enumerate()
+        {
+            world.start(Program {
+                depth: 1000,
+                ..Program::new(share, &[kernel])
+            });
+        }
+        world.run(30 * SECOND);
+        let parts = world.run(30 * SECOND);
+        println!("{policy:?}: {parts:.1?}: {:.4}", jain(&parts));
+        assert!(jain(&parts) >= 0.99, "{policy:?}: {parts:?}");
+        for (program, share) in world.programs.iter().zip(&world.shares) {
+            let price = program.price(0).unwrap() * share.refill.scale / WHOLE;
+            let kernel = program.kernels[0];
+            println!("{policy:?}: {price} for {kernel}");
+            assert!(
+                price * 5 >= kernel * 4 && price * 4 <= kernel * 5,
+                "{policy:?}: a price of {price} ns for {kernel} ns"
+            );
+        }
+    }
+}
+
 #[test]
 fn wrong_prices_are_set_right_by_what_the_gpu_does() {
     for measures in [30, 50, 200, 400] {
@@ -301,4 +334,57 @@ fn a_tenant_that_writes_too_little_is_noticed() {
         (suspect(&world, 0), suspect(&world, 1)),
         (None, Some(Suspicion::TooLittle))
     );
+}
+
+/// Programs of a share that follow each other, each with other kernels, whose measured prices are wrong in
+/// other ways: none is charged for what the one before it did.
+#[test]
+fn a_program_after_another_gets_the_share() {
+    for samples_every in [PERIOD_NANOS, SECOND / 6] {
+        let mut world = World::new(&[(25, Strict)]);
+        world.samples_every = samples_every;
+        let kinds = [(MILLI, 100), (10 * MICRO, 140), (50 * MILLI, 100)];
+        for (kernel, measures) in kinds.into_iter().cycle().take(9) {
+            // Between two programs nothing is launched for a quarter of a second.
+            world.run(250 * MILLI);
+            world.start(Program {
+                measures,
+                until: 6 * SECOND,
+                ..Program::new(0, &[kernel])
+            });
+            near(
+                world.run(6 * SECOND)[0],
+                25.0,
+                &format!("kernels of {kernel} ns after others, sampled every {samples_every} ns"),
+            );
+        }
+    }
+}
+
+/// The driver's samples may be a second apart.
+#[test]
+fn seldom_samples_set_prices_right_too() {
+    for (kernels, measures) in [
+        (vec![500 * MICRO], 50),
+        (vec![500 * MICRO], 200),
+        (vec![100 * MILLI], 100),
+        (vec![10 * MICRO, 3 * MILLI, 40 * MILLI], 100),
+    ] {
+        let mut world = World::new(&[(25, Strict), (50, Strict)]);
+        world.samples_every = SECOND;
+        world.start(Program {
+            measures,
+            ..Program::new(0, &kernels)
+        });
+        world.start(Program::new(1, &[300 * MICRO]));
+        world.run(15 * SECOND);
+        let parts = world.run(10 * SECOND);
+        for (found, wanted) in parts.iter().zip([25.0, 50.0]) {
+            near(
+                *found,
+                wanted,
+                &format!("{kernels:?} measured as {measures} %"),
+            );
+        }
+    }
 }

@@ -3,10 +3,12 @@
 //! The GPU runs one kernel at a time and lets processes take turns of 2 ms. Programs launch as the
 //! shim lets them: the same prices, batches and accounts, and measurements as events make them, with
 //! the time of everything else that ran in between. The sampler steps every 100 ms, with the
-//! utilization in whole percent of the last second, as NVML reports it.
+//! utilization in whole percent: of the GPU in the last second, and of each process since the
+//! driver's last sample, as NVML reports it.
 
 use std::collections::VecDeque;
 
+use tranche_node::compute::evidence::Worked;
 use tranche_node::compute::{Controller, Decision, PERIOD_NANOS, Reading};
 use tranche_shim_core::compute::batch::BATCH_NANOS;
 use tranche_shim_core::compute::bucket::Wait;
@@ -30,8 +32,7 @@ pub struct Share {
     pub last: Option<Decision>,
     /// The GPU time of its kernels, and since when it is counted.
     pub ran: u64,
-    busy: Option<f64>,
-    history: VecDeque<u64>,
+    worked: Vec<Worked>,
 }
 
 /// A process that launches as much as it may.
@@ -61,6 +62,8 @@ pub struct Program {
     pub lane: VecDeque<Kernel>,
     /// When its queue was last empty.
     pub idle_at: u64,
+    /// The GPU time of its kernels since the driver's last sample.
+    pub ran: u64,
 }
 
 pub struct Kernel {
@@ -91,8 +94,20 @@ impl Program {
             longest_wait: 0,
             lane: VecDeque::new(),
             idle_at: 0,
+            ran: 0,
         }
     }
+}
+
+impl Program {
+    /// The price of one of its kernels, if it is trusted.
+    pub fn price(&self, which: usize) -> Option<u64> {
+        self.costs.trusted(key_of(which))
+    }
+}
+
+fn key_of(which: usize) -> u64 {
+    key(which as u64 + 1, [0; 3])
 }
 
 pub struct World {
@@ -106,11 +121,18 @@ pub struct World {
     pub nvml_answers: bool,
     /// Percent of the GPU's time that processes without a share use.
     pub foreign: u8,
+    /// How long the GPU stands still between two processes, and the rest of the present switch.
+    pub switch: u64,
+    switching: u64,
+    /// The time between two of the driver's samples.
+    pub samples_every: u64,
+    sampled: u64,
     controller: Controller<usize>,
     next_step: u64,
     /// The process whose turn it is, and the rest of its time slice.
     turn: usize,
     slice: u64,
+    ran_last: usize,
     /// The total GPU time, at each step of the last second.
     ran: u64,
     history: VecDeque<u64>,
@@ -127,8 +149,7 @@ impl World {
             lie: None,
             last: None,
             ran: 0,
-            busy: None,
-            history: VecDeque::new(),
+            worked: Vec::new(),
         };
         Self {
             // The machine has been up for some time.
@@ -139,10 +160,15 @@ impl World {
             by_share: true,
             nvml_answers: true,
             foreign: 0,
+            switch: 0,
+            switching: 0,
+            samples_every: SECOND / 6,
+            sampled: 1000 * SECOND,
             controller: Controller::default(),
             next_step: 1000 * SECOND,
             turn: 0,
             slice: SLICE,
+            ran_last: 0,
             ran: 0,
             history: VecDeque::new(),
         }
@@ -161,6 +187,9 @@ impl World {
         let end = self.now + nanos;
         let before: Vec<u64> = self.shares.iter().map(|share| share.ran).collect();
         while self.now < end {
+            if self.now >= self.sampled + self.samples_every {
+                self.sample();
+            }
             if self.now >= self.next_step {
                 self.step();
             }
@@ -175,7 +204,8 @@ impl World {
                 }
             });
             let next = wakes.filter(|at| *at > self.now).min().unwrap_or(end);
-            self.work(next.min(self.next_step).min(end));
+            let sample = self.sampled + self.samples_every;
+            self.work(next.min(self.next_step).min(sample).min(end));
         }
         let percent = |(share, before): (&Share, u64)| {
             #[expect(clippy::cast_precision_loss, reason = "a percentage")]
@@ -185,16 +215,28 @@ impl World {
         self.shares.iter().zip(before).map(percent).collect()
     }
 
+    /// The driver's sample of each process that has run since the last one, until it has ended.
+    fn sample(&mut self) {
+        let (from, to) = (std::mem::replace(&mut self.sampled, self.now), self.now);
+        for program in &mut self.programs {
+            let ran = std::mem::take(&mut program.ran);
+            if ran == 0 || (self.now >= program.until && program.lane.is_empty()) {
+                continue;
+            }
+            self.shares[program.share].worked.push(Worked {
+                from,
+                to,
+                part: percent(ran, to - from),
+            });
+        }
+    }
+
     /// The sampler's step.
     fn step(&mut self) {
         self.next_step = self.now + PERIOD_NANOS;
         let busy = percent_of_last_second(&mut self.history, self.ran);
         let busy = busy.map(|busy| (busy + f64::from(self.foreign) / 100.0).min(1.0));
         let busy = busy.filter(|_| self.nvml_answers);
-        for share in &mut self.shares {
-            let busy = percent_of_last_second(&mut share.history, share.ran);
-            share.busy = busy.filter(|_| self.by_share && self.nvml_answers);
-        }
         if !self.node_lives {
             return;
         }
@@ -211,11 +253,14 @@ impl World {
                         policy: share.policy,
                         position,
                         spent: share.lie.unwrap_or(spent),
-                        busy: share.busy,
+                        worked: (self.by_share && self.nvml_answers).then(|| share.worked.clone()),
                     },
                 )
             })
             .collect();
+        for share in &mut self.shares {
+            share.worked.clear();
+        }
         let written: Vec<Refill> = self.shares.iter().map(|share| share.refill).collect();
         for (nth, decision) in self
             .controller
@@ -245,7 +290,7 @@ impl World {
             return false;
         }
         let which = program.launched % program.kernels.len();
-        let key = key(which as u64 + 1, [0; 3]);
+        let key = key_of(which);
         let launch = Shape {
             key,
             kernel: key,
@@ -341,6 +386,15 @@ impl World {
             if nth != self.turn {
                 (self.turn, self.slice) = (nth, SLICE);
             }
+            if nth != self.ran_last {
+                (self.ran_last, self.switching) = (nth, self.switch);
+            }
+            if self.switching > 0 {
+                let passes = self.switching.min(end - self.now);
+                self.switching -= passes;
+                self.now += passes;
+                continue;
+            }
             let alone = self.programs.iter().filter(|p| !p.lane.is_empty()).count() == 1;
             let program = &mut self.programs[nth];
             let kernel = &mut program.lane[0];
@@ -350,6 +404,7 @@ impl World {
             self.now += runs;
             self.ran += runs;
             self.shares[program.share].ran += runs;
+            program.ran += runs;
             self.slice = self.slice.saturating_sub(runs);
             let ended = kernel.left == 0;
             if ended && let Some(kernel) = program.lane.pop_front() {
@@ -378,10 +433,14 @@ fn percent_of_last_second(history: &mut VecDeque<u64>, ran: u64) -> Option<f64> 
         history.pop_front();
     }
     let steps = history.len() as u64 - 1;
-    let percent = ((ran - history[0]) * 100).checked_div(steps * PERIOD_NANOS)?;
+    (steps > 0).then(|| percent(ran - history[0], steps * PERIOD_NANOS))
+}
+
+/// The nearest whole percent, as a number from 0 to 1.
+fn percent(ran: u64, of: u64) -> f64 {
     #[expect(clippy::cast_precision_loss, reason = "at most 100")]
-    let busy = percent as f64 / 100.0;
-    Some(busy)
+    let percent = ((ran * 100 + of / 2) / of) as f64;
+    percent / 100.0
 }
 
 /// How equal parts are: 1 for all the same (Jain's index).

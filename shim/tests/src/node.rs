@@ -106,6 +106,18 @@ impl Node {
         page.shared().gpus()[gpu].stood_still()
     }
 
+    /// Nanoseconds for which a GPU has worked so far for a process that runs.
+    #[must_use]
+    pub fn worked_for(&self, pid: u32, gpu: usize) -> u64 {
+        let page = Attachment::new(&DriverRoot::new(&self.root), Access::Observe).unwrap();
+        let shared = page.shared();
+        let slots = shared.slots.iter().enumerate();
+        slots
+            .filter(|(_, slot)| slot.pid.load(Ordering::Relaxed).cast_unsigned() == pid)
+            .map(|(slot, _)| shared.ran(slot, gpu))
+            .sum()
+    }
+
     /// The GPUs, as the node's own `nvidia-smi` reports them.
     #[must_use]
     pub fn gpus(&self) -> Vec<Gpu> {

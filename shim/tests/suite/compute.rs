@@ -241,29 +241,18 @@ fn contended(machine: Machine, shares: &[(u8, ComputePolicy, &str)]) -> (Vec<f64
                     drop(to_sampler);
                     let (mut probe, handle) = program(&world, kernel);
                     start.wait();
-                    probe.must(&format!("launch plain {handle} {SETTLES} 0"));
-                    let answer = probe.must(&format!("launch plain {handle} {LOOKS} 0"));
-                    let nanos = kernel_nanos(kernel);
-                    #[expect(clippy::cast_precision_loss, reason = "small numbers")]
-                    let part = (answer.number(0) * nanos) as f64 / (LOOKS * 1_000_000) as f64;
+                    percent_of_gpu(node, &mut probe, handle, SETTLES);
+                    let found = percent_of_gpu(node, &mut probe, handle, LOOKS);
                     // The share's pages are reached through this thread: it ends last.
                     start.wait();
-                    part * 100.0
+                    found
                 })
             })
             .collect();
         drop(to_sampler);
         let folders: Vec<PathBuf> = folders.iter().collect();
-        let driver = InstalledDriver::new(Path::new("/"), Some(node.root()));
-        let mut utilization = NvmlUtilization::new(Box::new(driver));
-        let mut sampler = Sampler::new("/proc");
         let is_over = || containers.iter().any(ScopedJoinHandle::is_finished);
-        while !is_over() {
-            for sampled in sampler.step(now(), &folders, &mut utilization) {
-                assert!(sampled.outcome.is_ok() || is_over(), "{sampled:?}");
-            }
-            std::thread::sleep(Duration::from_nanos(PERIOD_NANOS));
-        }
+        sample_until(&node, &folders, is_over);
         let parts = containers
             .into_iter()
             .map(|container| container.join().unwrap())
@@ -274,16 +263,58 @@ fn contended(machine: Machine, shares: &[(u8, ComputePolicy, &str)]) -> (Vec<f64
     })
 }
 
-fn kernel_nanos(kernel: &str) -> u64 {
-    let number: u64 = kernel
-        .trim_matches(|c: char| !c.is_ascii_digit())
-        .parse()
-        .unwrap();
-    if kernel.ends_with("us") {
-        number * 1000
-    } else {
-        number * 1_000_000
+/// Programs of a share that follow each other, each with other kernels, whose measured prices are wrong in
+/// other ways: none is charged for what the one before it did.
+#[test]
+fn a_program_after_another_gets_the_share() {
+    const LOOKS: u64 = 6000;
+    let root = std::env::temp_dir().join(format!(
+        "tranche-shim-{}-after-{}",
+        std::process::id(),
+        now()
+    ));
+    let node = Arc::new(Node::start(root, Machine::Realistic, 1));
+    let gpu = node.gpus()[0].uuid.clone();
+    let world = World::on(&node);
+    let share = world.share_of_time("gpu-0", &gpu, Some(CAP), Some(25), ComputePolicy::Strict);
+    let folders = [share.pages_from_outside()];
+    std::thread::scope(|scope| {
+        let programs = scope.spawn(|| {
+            ["1ms", "10us", "50ms", "1ms"].map(|kernel| {
+                let kernel = format!("sim_busy_{kernel}");
+                let (mut probe, handle) = program(&world, &kernel);
+                let found = percent_of_gpu(&node, &mut probe, handle, LOOKS);
+                (kernel, found)
+            })
+        });
+        sample_until(&node, &folders, || programs.is_finished());
+        for (kernel, found) in programs.join().unwrap() {
+            assert_near(&kernel, found, 25.0);
+        }
+    });
+}
+
+/// The node's sampler.
+fn sample_until(node: &Node, folders: &[PathBuf], is_over: impl Fn() -> bool) {
+    let driver = InstalledDriver::new(Path::new("/"), Some(node.root()));
+    let mut utilization = NvmlUtilization::new(Box::new(driver));
+    let mut sampler = Sampler::new("/proc");
+    while !is_over() {
+        for sampled in sampler.step(now(), folders, &mut utilization) {
+            assert!(sampled.outcome.is_ok() || is_over(), "{sampled:?}");
+        }
+        std::thread::sleep(Duration::from_nanos(PERIOD_NANOS));
     }
+}
+
+/// The percent of the GPU's time that a process has while it launches as much as it may for `millis`.
+fn percent_of_gpu(node: &Node, probe: &mut Probe, handle: u64, millis: u64) -> f64 {
+    let (worked, began) = (node.worked_for(probe.pid(), 0), now());
+    probe.must(&format!("launch plain {handle} {millis} 0"));
+    let (worked, took) = (node.worked_for(probe.pid(), 0) - worked, now() - began);
+    #[expect(clippy::cast_precision_loss, reason = "some seconds")]
+    let part = worked as f64 / took as f64;
+    part * 100.0
 }
 
 #[test]
