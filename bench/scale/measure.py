@@ -3,6 +3,8 @@
 import argparse
 import json
 import os
+import signal
+import sys
 import time
 from pathlib import Path
 
@@ -144,6 +146,8 @@ def main():
     parser.add_argument("--controller", type=Path, default=REPOSITORY / "target/release/tranche-controller")
     parser.add_argument("--results", type=Path, default=REPOSITORY / "target/bench")
     options = parser.parse_args()
+    # So that the servers end too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     options.results.mkdir(parents=True, exist_ok=True)
     for nodes in map(int, options.nodes.split(",")):
         print(f"== {nodes} nodes of {cluster.GPUS} GPUs", flush=True)

@@ -46,7 +46,7 @@ use crate::rounds;
 /// leave.
 const LINGER: Duration = Duration::from_mins(1);
 
-/// How often GPUs are looked at that no claim holds and that are withheld only because of memory without an owner. NVML is
+/// How often GPUs are watched that no claim holds and that are withheld only because of memory without an owner. NVML is
 /// closed in between: a GPU cannot be reset while a process has it open (nvidia-smi(1), `--gpu-reset`).
 const RARELY: Duration = Duration::from_secs(10);
 
@@ -90,8 +90,8 @@ pub struct Watchdog {
     gpus: BTreeMap<String, Gpu>,
     /// The list of the last process could not be read: all GPUs are to be watched as soon as they are known.
     watch_all: bool,
-    /// When the last round was that looked at the GPUs.
-    looked: Option<Instant>,
+    /// When the GPUs were last watched.
+    last: Option<Instant>,
     /// Processes that were ended and that NVML still lists, because an end takes time.
     ended: BTreeSet<ProcessId>,
     start: Instant,
@@ -161,7 +161,7 @@ impl Watchdog {
             watched,
             gpus: gpus.collect(),
             watch_all,
-            looked: None,
+            last: None,
             ended: BTreeSet::new(),
             start: now,
         };
@@ -203,26 +203,12 @@ impl Watchdog {
     /// Watches each GPU once. Returns the events to write.
     fn round(&mut self, now: Instant) -> Vec<BypassEvent> {
         let devices = devices(&self.parts.ledger);
+        if !self.is_due(now, &devices) {
+            return Vec::new();
+        }
+        let nanos = now.duration_since(self.start).as_nanos();
+        let nanos = u64::try_from(nanos).unwrap_or(u64::MAX);
         let is_key = |key: &str| devices.contains_key(key);
-        for (record, nth) in devices.values() {
-            let uuid = &record.plan.devices[*nth].gpu_uuid;
-            let gpu = self.gpus.entry(uuid.clone());
-            gpu.or_insert_with(|| Gpu::new(now)).held = now;
-        }
-        self.watch_all(now);
-        self.gpus
-            .retain(|_, gpu| gpu.watch.is_withheld() || now.duration_since(gpu.held) < LINGER);
-        // All GPUs, since the others were just removed.
-        let is_unheld = |gpu: &Gpu| now.duration_since(gpu.held) >= LINGER;
-        let are_unheld = self.gpus.values().all(is_unheld);
-        if are_unheld {
-            self.probe.close();
-            let is_soon = |looked| now.duration_since(looked) < RARELY;
-            if !self.gpus.is_empty() && self.looked.is_some_and(is_soon) {
-                return Vec::new();
-            }
-        }
-        self.looked = Some(now);
         let mut events = Vec::new();
         let mut pids = BTreeSet::new();
         let mut board = BTreeMap::new();
@@ -238,37 +224,14 @@ impl Watchdog {
                         self.parts.contexts.note(model, uuid, &sample);
                     }
                     pids.extend(sample.processes.iter().map(|process| process.id.pid));
-                    let nanos = now.duration_since(self.start).as_nanos();
                     let was_withheld = gpu.watch.is_withheld();
-                    let findings = gpu
-                        .watch
-                        .step(u64::try_from(nanos).unwrap_or(u64::MAX), &sample);
+                    let findings = gpu.watch.step(nanos, &sample);
                     gpu.log_findings(uuid, was_withheld, &findings);
                     for bypass in &findings.bypasses {
-                        let on_bypass = self.parts.policy.borrow().capped(uuid).on_bypass;
-                        let Some((record, nth)) = devices.get(&bypass.share) else {
-                            continue;
-                        };
-                        let ended = on_bypass == OnBypass::Kill
-                            && kill(&self.proc, bypass)
-                            && self.ended.insert(bypass.process);
-                        if ended {
-                            self.parts.metrics.bypasses_ended.inc();
-                        }
-                        if bypass.must_report || ended {
-                            let note = note(uuid, &record.plan.devices[*nth].device, bypass, ended);
-                            warn!(claim = %claim_of(record), pod = bypass.pod, "{note}");
-                            events.extend(regarding(&self.parts.ledger, record, bypass).map(
-                                |regarding| BypassEvent {
-                                    regarding,
-                                    bypass: if ended {
-                                        events::Bypass::Ended
-                                    } else {
-                                        events::Bypass::Noticed
-                                    },
-                                    note: note.clone(),
-                                },
-                            ));
+                        if let Some(device) = devices.get(&bypass.share) {
+                            let ended =
+                                is_ended(&self.parts, &self.proc, &mut self.ended, uuid, bypass);
+                            events.extend(report(&self.parts, uuid, device, bypass, ended));
                         }
                     }
                     Watched::Yes(findings)
@@ -297,10 +260,33 @@ impl Watchdog {
             let watched = gpus.map(|(uuid, gpu)| (uuid.clone(), is_withheld(gpu)));
             self.watched.save(&watched.collect());
         }
-        let nanos = now.duration_since(self.start).as_nanos();
-        let nanos = u64::try_from(nanos).unwrap_or(u64::MAX);
         self.parts.board.set(nanos, board, self.watch_all);
         events
+    }
+
+    /// Chooses the GPUs to watch: those that claims hold, those that none has held for a short time only, and those that are
+    /// withheld. False if none is held and the others were watched a short time ago.
+    fn is_due(&mut self, now: Instant, devices: &Devices) -> bool {
+        for (record, nth) in devices.values() {
+            let uuid = &record.plan.devices[*nth].gpu_uuid;
+            let gpu = self.gpus.entry(uuid.clone());
+            gpu.or_insert_with(|| Gpu::new(now)).held = now;
+        }
+        self.watch_all(now);
+        self.gpus
+            .retain(|_, gpu| gpu.watch.is_withheld() || now.duration_since(gpu.held) < LINGER);
+        // All GPUs, since the others were just removed.
+        let is_unheld = |gpu: &Gpu| now.duration_since(gpu.held) >= LINGER;
+        let are_unheld = self.gpus.values().all(is_unheld);
+        if are_unheld {
+            self.probe.close();
+            let is_recent = |watched| now.duration_since(watched) < RARELY;
+            if !self.gpus.is_empty() && self.last.is_some_and(is_recent) {
+                return false;
+            }
+        }
+        self.last = Some(now);
+        true
     }
 
     /// If it is not known which GPUs were withheld, watches all of them as withheld, once they are known.
@@ -336,6 +322,50 @@ struct BypassEvent {
     regarding: ObjectReference,
     bypass: events::Bypass,
     note: String,
+}
+
+/// Ends the process of a bypass if the policy says so; whether it was ended, the first time.
+fn is_ended(
+    parts: &Parts,
+    proc: &Proc,
+    ended: &mut BTreeSet<ProcessId>,
+    gpu_uuid: &str,
+    bypass: &Bypass,
+) -> bool {
+    let on_bypass = parts.policy.borrow().capped(gpu_uuid).on_bypass;
+    let is_ended =
+        on_bypass == OnBypass::Kill && kill(proc, bypass) && ended.insert(bypass.process);
+    if is_ended {
+        parts.metrics.bypasses_ended.inc();
+    }
+    is_ended
+}
+
+/// Logs a bypass and returns its events, if it must be reported.
+fn report(
+    parts: &Parts,
+    gpu_uuid: &str,
+    (record, nth): &(Arc<Record>, usize),
+    bypass: &Bypass,
+    ended: bool,
+) -> Vec<BypassEvent> {
+    if !bypass.must_report && !ended {
+        return Vec::new();
+    }
+    let note = note(gpu_uuid, &record.plan.devices[*nth].device, bypass, ended);
+    warn!(claim = %claim_of(record), pod = bypass.pod, "{note}");
+    let kind = if ended {
+        events::Bypass::Ended
+    } else {
+        events::Bypass::Noticed
+    };
+    let event = |regarding| BypassEvent {
+        regarding,
+        bypass: kind,
+        note: note.clone(),
+    };
+    let regarding = regarding(&parts.ledger, record, bypass);
+    regarding.map(event).collect()
 }
 
 impl Gpu {
