@@ -19,8 +19,8 @@
 //! if one of them was ever needed.
 
 use crate::sync::{AtomicU64, Ordering};
+use crate::ways::{WAYS, first};
 
-const WAYS: usize = 8;
 /// Allocations in a block: the low bits of a word. The block's number is above.
 const COUNT_BITS: u32 = 20;
 const COUNT: u64 = (1 << COUNT_BITS) - 1;
@@ -41,10 +41,21 @@ pub struct Blocks<const N: usize = 8192> {
 impl<const N: usize> Blocks<N> {
     /// Adds an allocation in block `number`, less than 2⁴⁴; whether it is the first there.
     pub fn enter(&self, number: u64) -> Result<bool, BlocksFull> {
-        let [first, second] = self.rows(number);
+        let first = self.row(number, 0);
         if let Some(joined) = join(first, number) {
             return joined;
         }
+        if self.seconds.load(Ordering::Acquire) == 0 && begin(first, number) {
+            return Ok(true);
+        }
+        self.enter_second(number)
+    }
+
+    /// Adds an allocation in a block that may be in its second row, or must go there.
+    #[cold]
+    #[inline(never)]
+    fn enter_second(&self, number: u64) -> Result<bool, BlocksFull> {
+        let [first, second] = [0, 1].map(|nth| self.row(number, nth));
         if self.seconds.load(Ordering::Acquire) != 0
             && let Some(joined) = join(second, number)
         {
@@ -62,42 +73,41 @@ impl<const N: usize> Blocks<N> {
 
     /// Removes an allocation in a block; whether it was the last there.
     pub fn leave(&self, number: u64) -> bool {
-        // Both rows, because it is rarely not in the first.
-        for word in self.rows(number).into_iter().flatten() {
-            let mut found = word.load(Ordering::Acquire);
-            while found >> COUNT_BITS == number && found & COUNT != 0 {
-                match word.compare_exchange_weak(
-                    found,
-                    found - 1,
-                    Ordering::AcqRel,
-                    Ordering::Acquire,
-                ) {
-                    Ok(_) => return found & COUNT == 1,
-                    Err(now) => found = now,
-                }
-            }
-        }
-        false
+        // It is rarely not in the first.
+        leave(self.row(number, 0), number)
+            .unwrap_or_else(|| leave(self.row(number, 1), number).unwrap_or(false))
     }
 
-    fn rows(&self, number: u64) -> [&[AtomicU64; WAYS]; 2] {
+    /// The first or the second row of a block.
+    #[inline]
+    fn row(&self, number: u64, nth: u32) -> &[AtomicU64; WAYS] {
         let hash = number.wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        let (one, two) = ((hash >> 40) as usize, (hash >> 16) as usize & 0xff_ffff);
-        [&self.rows[one % N], &self.rows[two % N]]
+        let bits = if nth == 0 { hash >> 40 } else { hash >> 16 };
+        #[expect(clippy::cast_possible_truncation, reason = "its low bits")]
+        let bits = bits as usize & 0xff_ffff;
+        &self.rows[bits % N]
     }
 }
 
-/// Counts one allocation more in a block that a row has; `None` if it has not.
-fn join(row: &[AtomicU64; WAYS], number: u64) -> Option<Result<bool, BlocksFull>> {
-    for word in row {
+/// Changes the word of a block that a row has, if `to` returns another; `None` if the row has not the block.
+#[inline]
+fn change(
+    row: &[AtomicU64; WAYS],
+    number: u64,
+    to: impl Fn(u64) -> Option<u64>,
+) -> Option<Result<u64, BlocksFull>> {
+    // A word of the block, with an allocation, is larger by less than the largest count.
+    let least = number << COUNT_BITS | 1;
+    let has = |found: u64| found.wrapping_sub(least) < COUNT;
+    while let Some(way) = first(row, has) {
+        let word = &row[way];
         let mut found = word.load(Ordering::Relaxed);
-        while found >> COUNT_BITS == number && found & COUNT != 0 {
-            if found & COUNT == COUNT {
+        while has(found) {
+            let Some(new) = to(found) else {
                 return Some(Err(BlocksFull));
-            }
-            match word.compare_exchange_weak(found, found + 1, Ordering::AcqRel, Ordering::Relaxed)
-            {
-                Ok(_) => return Some(Ok(false)),
+            };
+            match word.compare_exchange_weak(found, new, Ordering::AcqRel, Ordering::Relaxed) {
+                Ok(_) => return Some(Ok(found)),
                 Err(now) => found = now,
             }
         }
@@ -105,20 +115,39 @@ fn join(row: &[AtomicU64; WAYS], number: u64) -> Option<Result<bool, BlocksFull>
     None
 }
 
+/// Counts one allocation more in a block that a row has; `None` if it has not.
+#[inline]
+fn join(row: &[AtomicU64; WAYS], number: u64) -> Option<Result<bool, BlocksFull>> {
+    let joined = change(row, number, |found| {
+        (found & COUNT != COUNT).then_some(found + 1)
+    })?;
+    Some(joined.map(|_| false))
+}
+
+/// Counts one allocation less in a block, and whether it was the last; `None` if the row has not the block.
+#[inline]
+fn leave(row: &[AtomicU64; WAYS], number: u64) -> Option<bool> {
+    let left = change(row, number, |found| Some(found - 1))?;
+    left.ok().map(|found| found & COUNT == 1)
+}
+
 /// Gives an empty word of a row to a block with one allocation, if there is one.
+#[inline]
 fn begin(row: &[AtomicU64; WAYS], number: u64) -> bool {
-    row.iter().any(|word| {
+    let new = number << COUNT_BITS | 1;
+    let is_empty = |found: u64| found & COUNT == 0;
+    while let Some(way) = first(row, is_empty) {
+        let word = &row[way];
         let found = word.load(Ordering::Relaxed);
-        found & COUNT == 0
+        let claimed = is_empty(found)
             && word
-                .compare_exchange(
-                    found,
-                    number << COUNT_BITS | 1,
-                    Ordering::AcqRel,
-                    Ordering::Relaxed,
-                )
-                .is_ok()
-    })
+                .compare_exchange(found, new, Ordering::AcqRel, Ordering::Relaxed)
+                .is_ok();
+        if claimed {
+            return true;
+        }
+    }
+    false
 }
 
 #[cfg(test)]

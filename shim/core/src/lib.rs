@@ -45,6 +45,7 @@ mod sync;
 pub mod table;
 pub mod underway;
 pub mod uuid;
+mod ways;
 
 pub use account::{Account, Full, Locks, SlotIndex};
 pub use blocks::Blocks;

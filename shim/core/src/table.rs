@@ -14,6 +14,7 @@
 //! everywhere but in a pointer's first bucket.
 
 use crate::sync::{AtomicU64, Ordering};
+use crate::ways::{WAYS, first};
 
 /// One allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,7 +60,6 @@ const fn age(stamp: u64, ended: u64) -> u64 {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TableFull;
 
-const WAYS: usize = 8;
 /// Buckets that a pointer may be in.
 const BUCKETS: usize = 4;
 const BYTES_BITS: u32 = 48;
@@ -94,23 +94,32 @@ impl<const SMALL: usize, const LARGE: usize> Table<SMALL, LARGE> {
     pub fn put(&self, pointer: u64, entry: Entry) -> Result<Option<Entry>, TableFull> {
         let value =
             (entry.bytes.min(MAX_BYTES) + 1).min(MAX_BYTES) | u64::from(entry.device) << BYTES_BITS;
-        let former = self.take(pointer);
         let hash = hash(pointer);
+        let bucket = self.bucket(hash, 0);
+        let is_new = self.depth() == 1 && bucket.way_of(pointer).is_none();
+        let former = if is_new { None } else { self.take(pointer) };
+        if !bucket.enter(pointer, value, entry.context) {
+            self.put_beyond(pointer, hash, value, entry.context)?;
+        }
+        Ok(former)
+    }
+
+    /// Enters a pointer whose first bucket is full.
+    #[cold]
+    #[inline(never)]
+    fn put_beyond(
+        &self,
+        pointer: u64,
+        hash: u64,
+        value: u64,
+        context: u64,
+    ) -> Result<(), TableFull> {
         for nth in 0..BUCKETS {
             if nth >= self.depth() {
                 self.beyond.fetch_max(nth as u64, Ordering::Release);
             }
-            let bucket = self.bucket(hash, nth);
-            for way in 0..WAYS {
-                let claimed = bucket.keys[way].load(Ordering::Relaxed) == 0
-                    && bucket.keys[way]
-                        .compare_exchange(0, pointer, Ordering::AcqRel, Ordering::Relaxed)
-                        .is_ok();
-                if claimed {
-                    bucket.contexts[way].store(entry.context, Ordering::Relaxed);
-                    bucket.values[way].store(value, Ordering::Release);
-                    return Ok(former);
-                }
+            if self.bucket(hash, nth).enter(pointer, value, context) {
+                return Ok(());
             }
         }
         Err(TableFull)
@@ -119,6 +128,21 @@ impl<const SMALL: usize, const LARGE: usize> Table<SMALL, LARGE> {
     /// Takes a pointer's entry out; `None` for a pointer that was never entered, or that another
     /// thread is taking out.
     pub fn take(&self, pointer: u64) -> Option<Entry> {
+        let first = self.bucket(hash(pointer), 0);
+        match first.way_of(pointer) {
+            Some(way) => match first.take(way, |key, _| key == pointer) {
+                Some((_, entry)) => Some(entry),
+                None => self.take_beyond(pointer),
+            },
+            None if self.depth() == 1 => None,
+            None => self.take_beyond(pointer),
+        }
+    }
+
+    /// Takes an entry out that was not in the first place where it can be.
+    #[cold]
+    #[inline(never)]
+    fn take_beyond(&self, pointer: u64) -> Option<Entry> {
         self.find(pointer, |bucket, way| {
             let (_, entry) = bucket.take(way, |key, _| key == pointer)?;
             Some(entry)
@@ -212,6 +236,27 @@ fn hash(pointer: u64) -> u64 {
 }
 
 impl Bucket {
+    /// The first way that has a key; 0 is that of free ways.
+    #[inline]
+    fn way_of(&self, key: u64) -> Option<usize> {
+        first(&self.keys, |found| found == key)
+    }
+
+    /// Enters a pointer, if a way is free.
+    #[inline]
+    fn enter(&self, pointer: u64, value: u64, context: u64) -> bool {
+        while let Some(way) = self.way_of(0) {
+            let claimed =
+                self.keys[way].compare_exchange(0, pointer, Ordering::AcqRel, Ordering::Relaxed);
+            if claimed.is_ok() {
+                self.contexts[way].store(context, Ordering::Relaxed);
+                self.values[way].store(value, Ordering::Release);
+                return true;
+            }
+        }
+        false
+    }
+
     /// Makes an old stamp a younger one, so that it is never taken for one that is yet to come.
     fn keep_stamp(&self, way: usize, found: u64, ended: u64) {
         let old = age(found >> STAMP_SHIFT, ended);
