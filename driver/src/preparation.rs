@@ -27,7 +27,7 @@ pub use conflict::Conflict;
 
 /// The version of the pages that a plan of this release makes, and of the shim that reads them. A release
 /// that changes the layout of the cap page or of the account page raises it.
-pub const PAGES: u32 = 1;
+pub const PAGES: u32 = 2;
 
 /// Plans were written without the field before there was a second version.
 const fn first_pages() -> u32 {

@@ -18,6 +18,7 @@ use axum::Router;
 use axum::http::StatusCode;
 use axum::routing::post;
 use tonic::transport::Channel;
+use tranche_driver::preparation::PAGES;
 use tranche_kubelet_plugin::proto::dra::dra_plugin_client::DraPluginClient;
 use tranche_kubelet_plugin::proto::dra::{
     Claim, NodePrepareResourcesRequest, NodeUnprepareResourcesRequest,
@@ -242,7 +243,8 @@ async fn the_hook_lies_apart_and_where_nothing_can_be_executed_in_the_plugins_fo
         let _process = node.start().await;
         assert!(node.at("hooks/tranche-cdi-hook").exists());
         assert!(!node.at("plugin/lib/tranche-cdi-hook").exists());
-        assert!(node.at("plugin/lib/1/libcuda.so.1").exists());
+        let shim = format!("plugin/lib/{PAGES}/libcuda.so.1");
+        assert!(node.at(&shim).exists());
     }
     let script = "mount -t tmpfs -o noexec x \"$0\" && exec \"$@\"";
     let mut command = Command::new("unshare");

@@ -2,7 +2,7 @@ use proptest::prelude::*;
 use serde_json::json;
 
 use super::*;
-use crate::preparation::{PreparationPlan, plan};
+use crate::preparation::{PAGES, PreparationPlan, plan};
 use crate::testing::{UID, allocation, capped, gpu, inventory, plain, with};
 
 // `cdi-oracle` checks these files with the library that container runtimes use.
@@ -121,7 +121,7 @@ fn every_id_for_the_kubelet_is_a_device_of_a_spec() {
     let plan = mixed();
     let known: Vec<String> = [
         claim_spec(&plan, &paths()),
-        driver_spec(&driver_files(), &paths(), &[shim(1)]),
+        driver_spec(&driver_files(), &paths(), &[shim(PAGES)]),
     ]
     .into_iter()
     .map(Result::unwrap)

@@ -2,7 +2,8 @@ use proptest::prelude::*;
 use serde_json::{Value, json};
 
 use super::*;
-use crate::preparation::plan;
+use crate::cdi::DriverDevice;
+use crate::preparation::{PreparationPlan, plan};
 use crate::testing::{allocation, capped, gpu, inventory, plain, with};
 
 /// A record as version 1 writes it. Never change it: nodes have such files.
@@ -25,7 +26,18 @@ fn record() -> Record {
     ];
     let inventory = inventory(vec![gpu(0), gpu(1), gpu(2)]);
     let plan = plan(&allocation("a", &results), &inventory, []).unwrap();
-    Record::new(plan)
+    Record::new(of_first_pages(plan))
+}
+
+/// As a release with the first version of the pages made the plan.
+fn of_first_pages(mut plan: PreparationPlan) -> PreparationPlan {
+    let [own, first] = [plan.pages, 1].map(|pages| DriverDevice::Capped { pages }.id());
+    plan.pages = 1;
+    let ids = plan.devices.iter_mut().flat_map(|d| &mut d.cdi_ids);
+    for id in ids.filter(|id| **id == own) {
+        id.clone_from(&first);
+    }
+    plan
 }
 
 fn tree() -> Value {

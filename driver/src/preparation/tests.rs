@@ -57,7 +57,7 @@ fn a_share_gets_pages_and_then_its_spec() {
             cap,
             cdi_ids: vec![
                 "gpu.tranche.dev/claim=uid-of-a-gpu-0".to_owned(),
-                "gpu.tranche.dev/driver=capped".to_owned(),
+                cdi::DriverDevice::Capped { pages: PAGES }.id(),
             ],
         }]
     );

@@ -156,7 +156,7 @@ impl Shares {
         );
         r.register_with_unit(
             "memory_peak",
-            "The most memory that the share's programs held at a time",
+            "The most memory that was reserved for the share's programs at a time, up to 16 MiB per process more than they held",
             Unit::Bytes,
             self.memory_peak,
         );

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use tokio::task::JoinHandle;
 use tranche_api::WithheldGpu;
+use tranche_driver::cdi::DriverDevice;
 use tranche_driver::preparation::PAGES;
 use tranche_driver::providers::{Seen, verdict};
 use tranche_shim_core::cap::CapPage;
@@ -114,7 +115,7 @@ async fn libraries_that_a_policy_names_go_to_new_claims_only() {
     let ids = &new.plan.devices[0].cdi_ids;
     assert_eq!(ids.len(), 3);
     assert_eq!(ids[1], "gpu.tranche.dev/driver=video");
-    assert!(ids[2].ends_with("/driver=capped"), "{ids:?}");
+    assert_eq!(ids[2], DriverDevice::Capped { pages: PAGES }.id());
     // By the journal too.
     plugin.policy.send_replace(NodePolicy::default());
     let kept = world.prepare("b").await;
@@ -237,48 +238,58 @@ async fn a_broken_account_is_refused_not_renewed() {
     assert_eq!(world.traces(), NONE);
 }
 
+/// The versions of the pages of the release before, and of the next one that changes them.
+const OTHERS: [u32; 2] = [PAGES - 1, PAGES + 1];
+
 /// A claim as a release with other pages prepared it, before this one was installed instead. Returns its record.
-async fn prepared_by_another_release(world: &World) -> String {
-    const LATER: u32 = PAGES + 1;
+async fn prepared_by_another_release(world: &World, pages: u32) -> String {
     world.api.put(claim("a", &[capped("gpu", 0, "20Gi", 25)]));
     let record = world.prepare("a").await;
     let journal = world.layout.claims().join("uid-of-a.json");
     let text = std::fs::read_to_string(&journal).unwrap();
-    let later = text
+    let device = |pages| DriverDevice::Capped { pages }.id();
+    let other = text
         .replacen(
             &format!("\"pages\":{PAGES}"),
-            &format!("\"pages\":{LATER}"),
+            &format!("\"pages\":{pages}"),
             1,
         )
-        .replacen("driver=capped", &format!("driver=capped-{LATER}"), 1);
-    std::fs::write(&journal, &later).unwrap();
+        .replacen(&device(PAGES), &device(pages), 1);
+    std::fs::write(&journal, &other).unwrap();
     let share = world.layout.share("uid-of-a", &record.plan.devices[0].key);
     for page in [&share.cap, &share.account] {
         std::fs::remove_file(page).unwrap();
         std::fs::write(page, "of another layout").unwrap();
     }
     let own = world.layout.libraries().join(PAGES.to_string());
-    let folder = world.layout.libraries().join(LATER.to_string());
+    let folder = world.layout.libraries().join(pages.to_string());
     std::fs::create_dir_all(&folder).unwrap();
     for file in std::fs::read_dir(own).unwrap() {
         let file = file.unwrap();
         std::fs::copy(file.path(), folder.join(file.file_name())).unwrap();
     }
-    later
+    other
 }
 
 #[tokio::test]
 async fn pages_of_another_release_are_left_alone() {
+    for pages in OTHERS {
+        left_alone(pages).await;
+    }
+}
+
+async fn left_alone(pages: u32) {
     let world = World::new();
-    let later = prepared_by_another_release(&world).await;
+    let other = prepared_by_another_release(&world, pages).await;
     let before = world.contents();
     let plugin = world.start();
     // For example a second pod of the claim.
     let record = plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
-    assert!(record.plan.devices[0].cdi_ids[1].ends_with("driver=capped-2"));
+    let device = DriverDevice::Capped { pages }.id();
+    assert_eq!(record.plan.devices[0].cdi_ids[1], device);
     assert_eq!(world.contents(), before);
     let journal = world.layout.claims().join("uid-of-a.json");
-    assert_eq!(std::fs::read_to_string(journal).unwrap(), later);
+    assert_eq!(std::fs::read_to_string(journal).unwrap(), other);
     // They are not sampled, swept or truncated.
     assert_eq!(plugin.preparer.ledger().shares(&world.layout), []);
 
@@ -288,21 +299,30 @@ async fn pages_of_another_release_are_left_alone() {
 
 #[tokio::test]
 async fn a_page_of_another_release_that_is_missing_is_named() {
-    let world = World::new();
-    prepared_by_another_release(&world).await;
-    let folder = world.layout.share("uid-of-a", "uid-of-a-gpu-0").device;
-    std::fs::remove_file(folder.join("account")).unwrap();
-    let plugin = world.start();
-    has(
-        &refusal(&plugin, "a").await,
-        &["team/a", "account", "version 2", "delete the pods"],
-    );
+    for pages in OTHERS {
+        let world = World::new();
+        prepared_by_another_release(&world, pages).await;
+        let folder = world.layout.share("uid-of-a", "uid-of-a-gpu-0").device;
+        std::fs::remove_file(folder.join("account")).unwrap();
+        let plugin = world.start();
+        let version = format!("version {pages}");
+        has(
+            &refusal(&plugin, "a").await,
+            &["team/a", "account", &version, "delete the pods"],
+        );
+    }
 }
 
 #[tokio::test]
 async fn after_a_boot_a_claim_of_another_release_gets_pages_of_this_one() {
+    for pages in OTHERS {
+        made_anew(pages).await;
+    }
+}
+
+async fn made_anew(pages: u32) {
     let world = World::new();
-    prepared_by_another_release(&world).await;
+    prepared_by_another_release(&world, pages).await;
     // As a boot leaves it.
     let folder = world.layout.share("uid-of-a", "").claim;
     rustix::mount::unmount(&folder, rustix::mount::UnmountFlags::DETACH).unwrap();
@@ -310,7 +330,8 @@ async fn after_a_boot_a_claim_of_another_release_gets_pages_of_this_one() {
     let plugin = world.start();
     let record = plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
     assert_eq!(record.plan.pages, PAGES);
-    assert!(record.plan.devices[0].cdi_ids[1].ends_with("driver=capped"));
+    let device = DriverDevice::Capped { pages: PAGES }.id();
+    assert_eq!(record.plan.devices[0].cdi_ids[1], device);
     let account = world.layout.share("uid-of-a", "uid-of-a-gpu-0").account;
     AccountPage::check(&std::fs::read(account).unwrap()).unwrap();
 }
@@ -684,7 +705,13 @@ async fn no_driver_means_an_error_with_the_way_out() {
 async fn a_capped_claim_is_refused_where_the_shim_is_gone_and_an_exclusive_one_is_not() {
     let world = World::new();
     let plugin = world.start();
-    std::fs::remove_file(world.layout.libraries().join("1/libcuda.so.1")).unwrap();
+    std::fs::remove_file(
+        world
+            .layout
+            .libraries()
+            .join(format!("{PAGES}/libcuda.so.1")),
+    )
+    .unwrap();
     world.api.put(claim("a", &[capped("gpu", 0, "1Gi", 10)]));
     has(
         &refusal(&plugin, "a").await,

@@ -45,9 +45,29 @@
 //!
 //! Nothing here waits for another process: a stopped process (SIGSTOP, a debugger) delays no other
 //! one. It can only prevent a repair.
+//!
+//! # Spares
+//!
+//! A process that frees a little keeps the reservation for its next allocation, as its spare. Then
+//! neither of the two changes `used`. The spare is a part of `charged` and in the same word, so one
+//! atomic step moves bytes between the two, and a crash at any point is as safe as without spares.
+//!
+//! ```text
+//!          ┌───────── charged ─────────┐
+//!          in use ──── give: freed ───► spare ──── collect: charged −= n, used −= n ───► anybody's
+//!                 ◄─ take: allocated ──       (by any process of the share)
+//! ```
+//!
+//! A spare is free memory: before a process is refused, it collects all spares and tries again.
+//! A collection may be late, even by the life of a process: it compares and exchanges the word, and
+//! whatever process has the slot by then, the word says how much is spare.
 
-use crate::layout::{BITMAP_WORDS, REPAIR_LOCK, SLOTS, files_lock, slot_lock};
-use crate::sync::{AtomicU64, Ordering};
+use crate::layout::{
+    BITMAP_WORDS, Charge, MOST_CHARGED, NO_SPARES, REPAIR_LOCK, SLOTS, files_lock, slot_lock,
+};
+use crate::sync::{AtomicU64, Ordering, fence};
+
+mod spares;
 
 /// The live account page. Its layout is [`crate::layout`]'s; map a checked file's memory as one.
 #[repr(C)]
@@ -66,7 +86,8 @@ pub struct Account<const N: usize = SLOTS> {
     past: Launches,
     _pad3: [u64; 5],
     taken: [AtomicU64; BITMAP_WORDS],
-    _pad4: [u64; 512 - 64 - BITMAP_WORDS],
+    spares: AtomicU64,
+    _pad4: [u64; 512 - 65 - BITMAP_WORDS],
     slots: [Slot; N],
 }
 
@@ -84,7 +105,7 @@ struct Launches {
 struct Slot {
     begun: AtomicU64,
     ended: AtomicU64,
-    charged: AtomicU64,
+    charge: AtomicU64,
     refused: AtomicU64,
     pid: AtomicU64,
     launches: Launches,
@@ -106,10 +127,11 @@ const _: () = {
     assert!(offset_of!(Account, carried) == layout::AT_CARRIED);
     assert!(offset_of!(Account, past) == layout::AT_PAST);
     assert!(offset_of!(Account, taken) == layout::AT_TAKEN);
+    assert!(offset_of!(Account, spares) == layout::AT_SPARES);
     assert!(offset_of!(Account, slots) == layout::HEADER_LEN);
     assert!(offset_of!(Slot, begun) == layout::SLOT_BEGUN);
     assert!(offset_of!(Slot, ended) == layout::SLOT_ENDED);
-    assert!(offset_of!(Slot, charged) == layout::SLOT_CHARGED);
+    assert!(offset_of!(Slot, charge) == layout::SLOT_CHARGE);
     assert!(offset_of!(Slot, launches) == layout::SLOT_LAUNCHES);
     assert!(offset_of!(Launches, throttled) == layout::LAUNCHES_THROTTLED);
     assert!(offset_of!(Launches, last) == layout::LAUNCHES_LAST);
@@ -175,37 +197,71 @@ impl<const N: usize> Account<N> {
         Err(Full)
     }
 
-    /// Bytes reserved by all processes together.
+    /// Bytes that all processes together hold, or just reserve: without their spares.
     pub fn used(&self) -> u64 {
-        self.used.load(Ordering::Relaxed)
+        let spare = self.spare();
+        self.used.load(Ordering::Relaxed).saturating_sub(spare)
     }
 
-    /// Bytes charged to one slot.
+    /// Bytes that one slot's process holds, or just reserves: without its spare.
     pub fn charged(&self, slot: SlotIndex) -> u64 {
         self.slots
             .get(slot.0)
-            .map_or(0, |slot| slot.charged.load(Ordering::Relaxed))
+            .map_or(0, |slot| slot.charge().used())
     }
 
     /// The processes that hold a slot, and dead ones whose slot was not reclaimed yet: PID, as each
-    /// process wrote it, and bytes charged.
+    /// process wrote it, and bytes charged without its spare.
     pub fn processes(&self) -> impl Iterator<Item = (u64, u64)> {
-        self.taken_slots().map(|(_, slot)| {
-            (
-                slot.pid.load(Ordering::Relaxed),
-                slot.charged.load(Ordering::Relaxed),
-            )
-        })
+        self.taken_slots()
+            .map(|(_, slot)| (slot.pid.load(Ordering::Relaxed), slot.charge().used()))
     }
 
     /// Reserves as much as `limit` leaves, but no less than `least` and no more than `most` bytes;
-    /// returns how much that is, or `None` if it leaves less than `least`.
-    pub fn reserve(&self, slot: SlotIndex, least: u64, most: u64, limit: u64) -> Option<u64> {
-        let slot = self.slots.get(slot.0)?;
-        // Full: refuse without writing to anything that other processes read.
-        if limit.saturating_sub(self.used.load(Ordering::Relaxed)) < least {
+    /// returns how much that is, or `None` if it leaves less than `least`. What processes keep as
+    /// spares is left, too.
+    pub fn reserve(&self, at: SlotIndex, least: u64, most: u64, limit: u64) -> Option<u64> {
+        if self.take_spare(at, most) {
+            return Some(most);
+        }
+        let slot = self.slots.get(at.0)?;
+        let limit = limit.min(MOST_CHARGED);
+        if least > limit {
             return None;
         }
+        let mut collections = 0;
+        loop {
+            let spares = self.spares();
+            let left = limit.saturating_sub(self.used.load(Ordering::Acquire));
+            if left < most {
+                // Nobody had a spare when `used` was read, or this process collects.
+                let is_all = spares.is_none() && self.spares() == spares;
+                if !is_all && collections < COLLECTIONS {
+                    collections += 1;
+                    self.collect(at, slot);
+                    continue;
+                }
+                // Full: refuse without writing to anything that other processes read.
+                if left < least {
+                    return None;
+                }
+            }
+            let least = if left < most { least } else { most };
+            if let Some(granted) = self.grant(slot, least, most, limit) {
+                return Some(granted);
+            }
+        }
+    }
+
+    /// Reserves `bytes` of the spare of the slot's process, if it has so much; whether it has. [`reserve`](Self::reserve)
+    /// does so too, with more code around it.
+    #[inline]
+    pub fn take_spare(&self, slot: SlotIndex, bytes: u64) -> bool {
+        self.slots.get(slot.0).is_some_and(|slot| slot.take(bytes))
+    }
+
+    /// Raises `used` and what the slot is charged by as much as `limit` leaves, from `least` to `most`.
+    fn grant(&self, slot: &Slot, least: u64, most: u64, limit: u64) -> Option<u64> {
         slot.begun.fetch_add(1, Ordering::AcqRel);
         let mut used = self.used.load(Ordering::Relaxed);
         let granted = loop {
@@ -224,7 +280,7 @@ impl<const N: usize> Account<N> {
             }
         };
         if let Some(granted) = granted {
-            slot.charged.fetch_add(granted, Ordering::AcqRel);
+            slot.charge.fetch_add(granted, Ordering::AcqRel);
             if used + granted > self.peak.load(Ordering::Relaxed) {
                 self.peak.fetch_max(used + granted, Ordering::Relaxed);
             }
@@ -233,28 +289,26 @@ impl<const N: usize> Account<N> {
         granted
     }
 
-    /// Releases `bytes`, at most what the slot is charged; returns how much that was.
-    pub fn release(&self, slot: SlotIndex, bytes: u64) -> u64 {
-        let Some(slot) = self.slots.get(slot.0) else {
+    /// Releases `bytes`, at most what the slot's process holds; returns how much that was. A little
+    /// becomes its spare.
+    #[inline]
+    pub fn release(&self, at: SlotIndex, bytes: u64) -> u64 {
+        let Some(slot) = self.slots.get(at.0) else {
             return 0;
         };
+        self.give(at, slot, bytes)
+            .unwrap_or_else(|| self.release_to_share(slot, bytes))
+    }
+
+    #[inline(never)]
+    fn release_to_share(&self, slot: &Slot, bytes: u64) -> u64 {
         slot.begun.fetch_add(1, Ordering::AcqRel);
-        let mut charged = slot.charged.load(Ordering::Relaxed);
-        let returned = loop {
-            let returned = bytes.min(charged);
-            match slot.charged.compare_exchange_weak(
-                charged,
-                charged - returned,
-                Ordering::AcqRel,
-                Ordering::Relaxed,
-            ) {
-                Ok(_) => break returned,
-                Err(now) => charged = now,
-            }
-        };
-        self.used.fetch_sub(returned, Ordering::AcqRel);
+        let released = slot
+            .change(|charge| Some(charge.without(bytes.min(charge.used()))))
+            .map_or(0, |before| bytes.min(before.used()));
+        self.used.fetch_sub(released, Ordering::AcqRel);
         slot.ended.fetch_add(1, Ordering::Release);
-        returned
+        released
     }
 
     /// Counts an allocation that the cap refused to the slot's process.
@@ -322,14 +376,14 @@ impl<const N: usize> Account<N> {
         let sum = |field| self.sum(&taken, field);
         // A slot's `begun` is never behind its `ended`, and both only grow: equal sums, in this
         // order of reading, mean that they were equal slot by slot.
-        let ended = sum(|slot| &slot.ended);
-        let begun = sum(|slot| &slot.begun);
+        let ended = sum(|slot| slot.ended.load(Ordering::Acquire));
+        let begun = sum(|slot| slot.begun.load(Ordering::Acquire));
         if begun != ended {
             return None;
         }
         let used = self.used.load(Ordering::Acquire);
-        let charged = sum(|slot| &slot.charged);
-        let unchanged = sum(|slot| &slot.begun) == begun
+        let charged = sum(|slot| slot.charge().bytes());
+        let unchanged = sum(|slot| slot.begun.load(Ordering::Acquire)) == begun
             && taken
                 .iter()
                 .enumerate()
@@ -339,12 +393,11 @@ impl<const N: usize> Account<N> {
 
     /// The sum of a field of some slots.
     #[inline(never)]
-    fn sum(&self, of: &[u64; BITMAP_WORDS], field: fn(&Slot) -> &AtomicU64) -> u64 {
+    fn sum(&self, of: &[u64; BITMAP_WORDS], field: fn(&Slot) -> u64) -> u64 {
         let mut sum = 0u64;
         for (word, &bits) in of.iter().enumerate() {
             for at in places(word, bits) {
-                let found = self.slots.get(at).map(field);
-                sum = sum.wrapping_add(found.map_or(0, |field| field.load(Ordering::Acquire)));
+                sum = sum.wrapping_add(self.slots.get(at).map_or(0, field));
             }
         }
         sum
@@ -353,8 +406,8 @@ impl<const N: usize> Account<N> {
     /// Returns the charge of a slot whose lock the caller holds and whose owner is gone.
     fn settle(&self, slot: &Slot) {
         let begun = slot.begun.fetch_add(1, Ordering::AcqRel) + 1;
-        let charged = slot.charged.swap(0, Ordering::AcqRel);
-        self.used.fetch_sub(charged, Ordering::AcqRel);
+        let charge = Charge(slot.charge.swap(0, Ordering::AcqRel));
+        self.used.fetch_sub(charge.bytes(), Ordering::AcqRel);
         self.refused
             .fetch_add(slot.refused.swap(0, Ordering::Relaxed), Ordering::Relaxed);
         slot.launches.retire_to(&self.past);
@@ -384,6 +437,8 @@ impl<const N: usize> Account<N> {
             let bit = 1 << (at % 64);
             if taken {
                 word.fetch_or(bit, Ordering::AcqRel);
+                // A collection that does not see the mark began before, and is seen by the slot's owner.
+                fence(Ordering::SeqCst);
             } else {
                 word.fetch_and(!bit, Ordering::AcqRel);
             }
@@ -425,6 +480,10 @@ impl Launches {
     }
 }
 
+/// The most collections of one reservation. Each but the first is needed only where a process has given
+/// during the one before.
+const COLLECTIONS: u32 = if cfg!(any(loom, kani)) { 2 } else { 64 };
+
 /// The number of attempts of [`Account::repair`]. A change takes some tens of nanoseconds, and an
 /// attempt about as long per process, so that a few attempts find a gap.
 const REPAIR_TRIES: usize = if cfg!(loom) { 1 } else { 64 };
@@ -448,11 +507,12 @@ impl<const N: usize> Account<N> {
             past: Launches::none(),
             _pad3: [0; 5],
             taken: core::array::from_fn(|_| zero()),
-            _pad4: [0; 512 - 64 - BITMAP_WORDS],
+            spares: AtomicU64::new(NO_SPARES),
+            _pad4: [0; 512 - 65 - BITMAP_WORDS],
             slots: core::array::from_fn(|_| Slot {
                 begun: zero(),
                 ended: zero(),
-                charged: zero(),
+                charge: zero(),
                 refused: zero(),
                 pid: zero(),
                 launches: Launches::none(),

@@ -26,8 +26,8 @@ pub const LEN: usize = 4096;
 /// refill follows, which the node writes repeatedly: see [`crate::compute::refill`].
 pub const LIMITS_LEN: usize = 1024;
 
-/// The layout's version.
-pub const ABI: u32 = 1;
+/// The layout's version: the same as the account page's, because a claim has both.
+pub const ABI: u32 = 2;
 
 const MAGIC: [u8; 8] = *b"TRANCHEC";
 const NO_LIMIT: u64 = u64::MAX;

@@ -5,7 +5,7 @@
 //! | 0 | 8 | magic `TRANCHEA` |
 //! | 8 | 4 | layout version, [`ABI`] |
 //! | 12 | 4 | number of slots, [`SLOTS`] |
-//! | 128 | 8 | `used`: bytes of device memory reserved by all processes together |
+//! | 128 | 8 | `used`: bytes of device memory reserved by all processes together, their spares included |
 //! | 136 | 8 | `peak`: the most `used` ever was |
 //! | 256 | 8 | `refused`: allocations refused to processes that have ended |
 //! | 384 | 8 | `position`: how far the share has used its grant of GPU time, in nanoseconds |
@@ -15,6 +15,7 @@
 //! | 456 | 8 | nanoseconds for which they were delayed |
 //! | 464 | 8 | when the last of these launches was, `CLOCK_MONOTONIC` in nanoseconds; 0 for never |
 //! | 512 | 128 | which slots were ever taken and not yet reclaimed, one bit each |
+//! | 640 | 8 | `spares`: which slots may have a spare, one bit for 32, or bit 32 if none has; above it a number of a collection |
 //! | 4096 | 128 each | the slots |
 //!
 //! A slot belongs to one process, from the moment it holds a write lock (an open file description
@@ -25,7 +26,7 @@
 //! |---|---|---|
 //! | 0 | 8 | `begun`: changes of `charged` that were begun |
 //! | 8 | 8 | `ended`: changes that were completed |
-//! | 16 | 8 | `charged`: the process's part of `used` |
+//! | 16 | 8 | `charge`: the process's part of `used` in the low 48 bits, in bytes; above them its spare, in 64 KiB |
 //! | 24 | 8 | `refused`: allocations refused to it |
 //! | 32 | 8 | its PID, in its own PID namespace; for people |
 //! | 40 | 8 | its launches of kernels and graphs, counted in batches |
@@ -33,13 +34,16 @@
 //! | 56 | 8 | when its last launch was, `CLOCK_MONOTONIC` in nanoseconds; 0 for never |
 //! | 64 | 64 | zero |
 //!
+//! A process's spare is the part of its charge that it does not use: what it freed and keeps for its next
+//! allocation. Any process of the share may take it back, so it counts as free memory.
+//!
 //! Integers are little endian. The tenant can write all of it, so every value must be checked.
 
 use crate::PageError;
 use crate::cap::{get_u32, get_u64};
 
 /// The layout's version.
-pub const ABI: u32 = 1;
+pub const ABI: u32 = 2;
 
 /// Processes that can hold one share at a time.
 pub const SLOTS: usize = 1024;
@@ -67,15 +71,82 @@ pub(crate) const AT_SPENT: usize = 392;
 pub(crate) const AT_CARRIED: usize = 400;
 pub(crate) const AT_PAST: usize = 448;
 pub(crate) const AT_TAKEN: usize = 512;
+pub(crate) const AT_SPARES: usize = 640;
+
+/// The value of `spares` while no process has one.
+pub(crate) const NO_SPARES: u64 = 1 << 32;
 
 pub(crate) const SLOT_BEGUN: usize = 0;
 pub(crate) const SLOT_ENDED: usize = 8;
-pub(crate) const SLOT_CHARGED: usize = 16;
+pub(crate) const SLOT_CHARGE: usize = 16;
 const SLOT_REFUSED: usize = 24;
 const SLOT_PID: usize = 32;
 pub(crate) const SLOT_LAUNCHES: usize = 40;
 pub(crate) const LAUNCHES_THROTTLED: usize = 8;
 pub(crate) const LAUNCHES_LAST: usize = 16;
+
+/// Spares are whole multiples of this, in bytes.
+pub const SPARE_UNIT: u64 = 64 << 10;
+
+/// The largest spare of a process, in bytes.
+pub const MOST_SPARE: u64 = 16 << 20;
+
+/// The largest charge of a process, in bytes.
+pub const MOST_CHARGED: u64 = (1 << SPARE_SHIFT) - 1;
+
+const SPARE_SHIFT: u32 = 48;
+
+/// A slot's `charge`, of any content.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Charge(pub(crate) u64);
+
+impl Charge {
+    /// Bytes charged, the spare included.
+    pub(crate) const fn bytes(self) -> u64 {
+        self.0 & MOST_CHARGED
+    }
+
+    /// Bytes of the spare, at most [`bytes`](Self::bytes).
+    pub(crate) const fn spare(self) -> u64 {
+        let (spare, bytes) = ((self.0 >> SPARE_SHIFT) * SPARE_UNIT, self.bytes());
+        if spare < bytes { spare } else { bytes }
+    }
+
+    /// Bytes charged without the spare.
+    pub(crate) const fn used(self) -> u64 {
+        self.bytes() - self.spare()
+    }
+
+    /// `bytes` less of it, none of them of the spare; at most [`used`](Self::used).
+    pub(crate) const fn without(self, bytes: u64) -> Self {
+        Self(self.0 - bytes)
+    }
+
+    /// The same without the spare.
+    pub(crate) const fn without_spare(self) -> Self {
+        Self(self.used())
+    }
+
+    /// `bytes` of what is used become spare; `None` where it cannot hold them.
+    pub(crate) const fn give(self, bytes: u64) -> Option<Self> {
+        let units = (self.0 >> SPARE_SHIFT) + bytes / SPARE_UNIT;
+        if units <= MOST_SPARE / SPARE_UNIT && bytes.is_multiple_of(SPARE_UNIT) {
+            Some(Self(units << SPARE_SHIFT | self.bytes()))
+        } else {
+            None
+        }
+    }
+
+    /// `bytes` of the spare are used; `None` where it has less.
+    pub(crate) const fn take(self, bytes: u64) -> Option<Self> {
+        let has = self.0 >> SPARE_SHIFT >= bytes / SPARE_UNIT;
+        if has && bytes.is_multiple_of(SPARE_UNIT) {
+            Some(Self(self.0 - ((bytes / SPARE_UNIT) << SPARE_SHIFT)))
+        } else {
+            None
+        }
+    }
+}
 
 /// The byte of the account file that the owner of slot `slot` (0 to [`SLOTS`] − 1) holds locked.
 /// It is beyond the end of the page, because a lock needs no content and cannot be confused with
@@ -131,6 +202,12 @@ static INITIAL: [u8; LEN] = {
     while at < 4 {
         page[AT_ABI + at] = abi[at];
         page[AT_SLOTS + at] = slots[at];
+        at += 1;
+    }
+    let spares = NO_SPARES.to_le_bytes();
+    at = 0;
+    while at < 8 {
+        page[AT_SPARES + at] = spares[at];
         at += 1;
     }
     page
@@ -194,10 +271,18 @@ impl<'a> AccountSnapshot<'a> {
     /// Bytes of device memory that the share's processes hold or just reserve.
     #[must_use]
     pub fn used(&self) -> u64 {
+        let spare = |sum: u64, process: ProcessUsage| sum.saturating_add(process.spare);
+        self.reserved()
+            .saturating_sub(self.processes().fold(0, spare))
+    }
+
+    /// The same with the processes' spares: at every instant at least the sum of what is charged to them.
+    #[must_use]
+    pub fn reserved(&self) -> u64 {
         get_u64(self.page, USED)
     }
 
-    /// The largest [`used`](Self::used) in the page's life, in bytes.
+    /// The largest [`reserved`](Self::reserved) in the page's life, in bytes.
     #[must_use]
     pub fn peak(&self) -> u64 {
         get_u64(self.page, AT_PEAK)
@@ -255,12 +340,14 @@ impl<'a> AccountSnapshot<'a> {
         let page = self.page;
         taken_slots(page).map(move |slot| {
             let at = HEADER_LEN + slot * SLOT_LEN;
+            let charge = Charge(get_u64(page, at + SLOT_CHARGE));
             ProcessUsage {
                 slot,
                 pid: get_u64(page, at + SLOT_PID),
                 begun: get_u64(page, at + SLOT_BEGUN),
                 ended: get_u64(page, at + SLOT_ENDED),
-                charged: get_u64(page, at + SLOT_CHARGED),
+                charged: charge.bytes(),
+                spare: charge.spare(),
                 refused: get_u64(page, at + SLOT_REFUSED),
                 launches: get_u64(page, at + SLOT_LAUNCHES),
                 throttled_nanos: get_u64(page, at + SLOT_LAUNCHES + LAUNCHES_THROTTLED),
@@ -282,12 +369,15 @@ pub struct ProcessUsage {
     pub slot: usize,
     /// Its PID in its own PID namespace, written by itself.
     pub pid: u64,
-    /// Changes of `charged` that it began.
+    /// Changes of `charged` that it began. A change of `spare` alone is not counted.
     pub begun: u64,
     /// Changes of `charged` that it completed; equal to the ones it began if none is in progress.
     pub ended: u64,
-    /// Bytes charged to it.
+    /// Bytes charged to it, less than 2⁴⁸: at every instant at least what it holds.
     pub charged: u64,
+    /// Bytes of the charge that it does not use and keeps for its next allocation. Any process of the
+    /// share may take them back.
+    pub spare: u64,
     /// Allocations refused to it.
     pub refused: u64,
     /// Its launches of kernels and graphs.
@@ -305,7 +395,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::{
-        AT_ABI, AT_PAST, AT_TAKEN, AccountPage, HEADER_LEN, LEN, ProcessUsage, SLOT_LEN, USED,
+        ABI, AT_ABI, AT_PAST, AT_TAKEN, AccountPage, HEADER_LEN, LEN, ProcessUsage, SLOT_LEN, USED,
     };
     use crate::PageError;
 
@@ -330,6 +420,30 @@ mod tests {
                 .iter()
                 .all(|&byte| byte == 0)
         );
+    }
+
+    #[test]
+    fn a_spare_is_free_memory() {
+        let mut page = Vec::from(*AccountPage::initial());
+        page[USED + 2] = 8; // 512 KiB
+        page[AT_TAKEN] = 0b1;
+        page[HEADER_LEN + 18] = 6; // charged 384 KiB
+        page[HEADER_LEN + 22] = 2; // of which 128 KiB are spare
+        let read = |page: &[u8]| {
+            let snapshot = AccountPage::snapshot(page).unwrap();
+            let process = snapshot.processes().next().unwrap();
+            (
+                snapshot.used() >> 10,
+                process.charged >> 10,
+                process.spare >> 10,
+            )
+        };
+        assert_eq!(read(&page), (384, 384, 128));
+        // A spare that is larger than the charge, and than what is used.
+        page[HEADER_LEN + 23] = 0xff;
+        assert_eq!(read(&page), (128, 384, 384));
+        page[USED + 2] = 1;
+        assert_eq!(read(&page).0, 0);
     }
 
     #[test]
@@ -363,6 +477,7 @@ mod tests {
                 begun: 2,
                 ended: 1,
                 charged: 7,
+                spare: 0,
                 refused: 3,
                 launches: 9,
                 throttled_nanos: 5,
@@ -378,7 +493,7 @@ mod tests {
         assert_eq!(
             AccountPage::check(&page),
             Err(PageError::Abi {
-                supported: 1,
+                supported: ABI,
                 found: 9
             })
         );

@@ -3,6 +3,12 @@
 
 pub(crate) use core::sync::atomic::Ordering;
 
+#[cfg(not(loom))]
+pub(crate) use core::sync::atomic::fence;
+
+#[cfg(loom)]
+pub(crate) use loom::sync::atomic::fence;
+
 #[cfg(not(any(test, loom)))]
 pub(crate) use core::sync::atomic::AtomicU64;
 

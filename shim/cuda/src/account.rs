@@ -9,12 +9,13 @@ use crate::share::{Cap, Device, Held};
 impl Process {
     /// Reserves from the device's shares in turn until it is enough; otherwise nothing.
     pub fn reserve_in_parts(&self, device: &Device, least: u64, most: u64) -> Option<u64> {
-        let mut shares = self.shares(device);
-        if device.shares.is_power_of_two() {
-            return shares.next()?.reserve(least, most);
+        if let Some(only) = self.only_share(device) {
+            return only.reserve(least, most);
         }
         // A part that is taken and given back could refuse another's request meanwhile.
-        let free = shares.fold(0u64, |sum, share| sum.saturating_add(share.free()));
+        let free = self
+            .shares(device)
+            .fold(0u64, |sum, share| sum.saturating_add(share.free()));
         if free < least {
             return None;
         }
@@ -58,6 +59,12 @@ impl Process {
     /// what the process may hold.
     #[inline(never)]
     pub fn release(&self, device: &Device, bytes: u64) {
+        if let Some(only) = self.only_share(device) {
+            if bytes > 0 {
+                only.release(bytes);
+            }
+            return;
+        }
         let mut left = bytes;
         for share in self.shares(device) {
             if left == 0 {
@@ -91,6 +98,10 @@ impl Process {
 
     /// The sum of the device's caps and what is left of them, in bytes.
     pub fn cap(&self, device: &Device) -> Cap {
+        if let Some((_, share)) = self.sole() {
+            share.reclaim();
+            return share.visible();
+        }
         let mut cap = Cap { total: 0, free: 0 };
         for share in self.shares(device) {
             share.reclaim();

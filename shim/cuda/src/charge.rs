@@ -18,11 +18,13 @@ impl Process {
     /// `least`; returns how much.
     #[inline]
     pub fn reserve(&self, device: &Device, least: u64, most: u64) -> Result<u64, CUresult> {
-        if device.shares.is_power_of_two()
-            && let Some(only) = self.shares(device).next()
-            && let Some(granted) = only.reserve(least, most)
-        {
-            return Ok(granted);
+        if let Some(only) = self.only_share(device) {
+            if only.take_spare(most) {
+                return Ok(most);
+            }
+            if let Some(granted) = only.reserve(least, most) {
+                return Ok(granted);
+            }
         }
         self.reserve_slowly(device, least, most)
     }
@@ -143,7 +145,7 @@ impl Reserved {
         let (process, device) = (self.process, self.device);
         let context = process.contexts.current();
         let entered = if small && self.bytes == device.block {
-            process.blocks.enter(pointer / device.block).ok()
+            process.blocks.enter(device.block_number(pointer)).ok()
         } else {
             None
         };
@@ -176,6 +178,7 @@ impl Drop for Reserved {
 const IN_ITS_BLOCK: u64 = 0;
 
 /// Notes a charge. A table full of a million: it stays to the end of the process.
+#[inline]
 pub fn note(process: &'static Process, key: u64, entry: Entry) {
     if let Ok(Some(former)) = process.pointers.put(key, entry) {
         // Freed behind our back: the driver would not have given the number out again.
@@ -199,7 +202,7 @@ pub fn return_charge(process: &'static Process, key: u64, entry: Entry) {
         kept::freed(process, reserve, entry.bytes);
     } else if entry.bytes != IN_ITS_BLOCK {
         process.release(device, entry.bytes);
-    } else if process.blocks.leave(key / device.block) {
+    } else if process.blocks.leave(device.block_number(key)) {
         process.release(device, device.block);
     }
 }

@@ -96,6 +96,8 @@ unsafe impl Sync for Process {}
 /// All zeros is valid: no device and no share.
 #[repr(C)]
 struct Joined {
+    /// Whether it has one device, which is capped, and one share.
+    is_sole: bool,
     device_count: usize,
     share_count: usize,
     devices: [Device; MAX_SHARES],
@@ -258,15 +260,13 @@ impl Joined {
             *place = *device;
         }
         shares::each(&mut |share| self.add(share))?;
-        match self
-            .devices()
-            .iter()
-            .find(|device| device.kind == share::Kind::Unknown)
-        {
+        let is_unknown = |device: &&Device| device.kind == share::Kind::Unknown;
+        if let Some(device) = self.devices().iter().find(is_unknown) {
             // Fails closed: a GPU that nobody gave this container.
-            Some(device) => Err(shares::refuse_gpu(device.gpu)),
-            None => Ok(()),
+            return Err(shares::refuse_gpu(device.gpu));
         }
+        self.is_sole = matches!(self.devices(), [only] if only.is_capped() && only.shares == 1);
+        Ok(())
     }
 
     /// Adds a share, if its GPU is visible to this process.
@@ -326,6 +326,15 @@ impl Process {
         unsafe { &*self.joined.get() }
     }
 
+    /// The device and the share of a process that has one of each, as most have.
+    #[inline]
+    pub fn sole(&self) -> Option<(&Device, &Held)> {
+        let joined = self.joined();
+        // SAFETY: `make` found that its only device has the first share, which is written then.
+        let share = || unsafe { joined.shares[0].assume_init_ref() };
+        joined.is_sole.then(|| (&joined.devices[0], share()))
+    }
+
     /// The device of the calling thread's current context.
     #[inline]
     pub fn current_device(&self) -> Result<&Device, CUresult> {
@@ -371,7 +380,16 @@ impl Process {
     }
 
     /// The current context's device, if it has a cap.
+    #[inline]
     pub fn current_capped(&self) -> Result<Option<&Device>, CUresult> {
+        match self.sole() {
+            Some((device, _)) => Ok(Some(device)),
+            None => self.current_capped_of_several(),
+        }
+    }
+
+    #[inline(never)]
+    fn current_capped_of_several(&self) -> Result<Option<&Device>, CUresult> {
         self.current_device()
             .map(|device| Some(device).filter(|device| device.is_capped()))
     }
@@ -387,8 +405,25 @@ impl Process {
     }
 
     /// The device with a number.
+    #[inline]
     pub fn device_numbered(&self, number: u8) -> Option<&Device> {
         self.joined().devices().get(usize::from(number))
+    }
+
+    /// The share of a device on which only one lies.
+    #[inline]
+    pub fn only_share(&self, device: &Device) -> Option<&Held> {
+        match self.sole() {
+            Some((_, share)) => Some(share),
+            None => self.only_share_of(device),
+        }
+    }
+
+    #[inline(never)]
+    fn only_share_of(&self, device: &Device) -> Option<&Held> {
+        let number = device.shares.trailing_zeros() as usize;
+        let is_only = device.shares.is_power_of_two();
+        is_only.then(|| self.joined().share(number))?
     }
 
     /// The shares that lie on a device.

@@ -21,7 +21,7 @@ pub struct Device {
     pub kind: Kind,
     /// Its place among the process's devices.
     pub number: u8,
-    /// Bytes of the blocks in which the driver takes its memory.
+    /// Bytes of the blocks in which the driver takes its memory, a power of two.
     pub block: u64,
     /// Bytes that a context takes.
     pub context: u64,
@@ -130,6 +130,12 @@ impl Held {
             .note_launches(self.slot, count, throttled, sys::now());
     }
 
+    /// Reserves `bytes` of what this process keeps of the share, if it keeps so much; whether it does.
+    #[inline]
+    pub fn take_spare(&self, bytes: u64) -> bool {
+        self.live.account.take_spare(self.slot, bytes)
+    }
+
     /// Reserves as much as the share has left, but no less than `least` and no more than `most` bytes.
     #[inline(never)]
     pub fn reserve(&self, least: u64, most: u64) -> Option<u64> {
@@ -139,7 +145,7 @@ impl Held {
     }
 
     /// Gives `bytes` back, or as much of them as the process is charged; returns how much that was.
-    #[inline(never)]
+    #[inline]
     pub fn release(&self, bytes: u64) -> u64 {
         self.live.account.release(self.slot, bytes)
     }
@@ -255,7 +261,14 @@ impl Device {
     /// What an allocation of `bytes` takes of the device, at most: whole blocks.
     #[inline]
     pub fn taken_by(&self, bytes: u64) -> u64 {
-        bytes.checked_next_multiple_of(self.block).unwrap_or(bytes)
+        let rest = self.block - 1;
+        bytes.checked_add(rest).map_or(bytes, |sum| sum & !rest)
+    }
+
+    /// The number of the block that an address is in.
+    #[inline]
+    pub fn block_number(&self, address: u64) -> u64 {
+        address >> self.block.trailing_zeros()
     }
 
     /// Whether the driver puts an allocation of `bytes` into a block with others.

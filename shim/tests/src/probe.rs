@@ -324,6 +324,11 @@ fn between_breakpoints(cuda: &Cuda, what: &str) -> String {
         unsafe {
             match what {
                 "alloc-free" => alloc(pointer, 4 << 20) + free(*pointer),
+                "alloc-free-much" => alloc(pointer, 32 << 20) + free(*pointer),
+                "alloc-free-all" => {
+                    let some = alloc(pointer, 4 << 20) + free(*pointer);
+                    some + alloc(pointer, 20 << 30) + free(*pointer)
+                }
                 "refused" => alloc(pointer, 1 << 50),
                 "launch" => launch(1, 1, 1, 1, 32, 1, 1, 0, 0, 0, 0),
                 _ => panic!("{what}: no call to stop at"),

@@ -123,11 +123,11 @@ fn with_a_corrupt_page() {
 fn with_a_page_of_another_release() {
     let world = World::new(Driver::Odd);
     let mut bytes = page(|_| {});
-    bytes[8] = 2;
+    bytes[8] = 1;
     world.share_with("gpu-0", &bytes, AccountPage::initial());
     refuses(
         &world,
-        &["gpu-0/cap", "layout version 2", "reads 1", "same release"],
+        &["gpu-0/cap", "layout version 1", "reads 2", "same release"],
     );
 }
 

@@ -1,10 +1,12 @@
 //! The number of instructions that the shim adds to a call, because times vary on a machine with other work.
 //! Counted by valgrind's callgrind, with a driver that does almost nothing.
 
+use std::collections::BTreeSet;
+use std::fs;
 use std::process::Command;
 
 use tranche_shim_core::ComputePolicy;
-use tranche_shim_tests::{Driver, Probe, World, compile, probe_path};
+use tranche_shim_tests::{Driver, Probe, World, built, compile, probe_path, text};
 
 use crate::cap::{CAP, GPU_0};
 use crate::families::{with_variable, write};
@@ -13,22 +15,27 @@ use crate::families::{with_variable, write};
 /// that may be: a tenth more, for another compiler, or half, where the loader's look-ups are most of it.
 const CALLS: [(&str, u32, u64, u64); 9] = [
     ("pass", 0, 7, 8),
-    ("alloc-free", 0, 789, 830),
-    ("alloc-free", 10_000, 826, 870),
-    ("refused", 0, 171, 190),
-    ("full", 0, 437, 460),
-    ("info", 0, 209, 215),
+    ("alloc-free", 0, 553, 580),
+    ("alloc-free", 10_000, 566, 595),
+    ("refused", 0, 175, 190),
+    ("full", 0, 354, 390),
+    ("info", 0, 208, 215),
     ("address", 0, 290, 320),
     ("first-address", 0, 148_702, 200_000),
     ("launch", 0, 149, 165),
 ];
 
-/// Instructions of one call.
-fn count(world: &World, how: &str, what: &str, live: u32) -> u64 {
+/// Locked instructions of an allocation and a free: the process takes the spare and gives it, and notes the pointer and its
+/// block and forgets them.
+const LOCKED: u64 = 6;
+
+/// Instructions of one call, and how many of those of the shim are locked.
+fn count(world: &World, how: &str, what: &str, live: u32) -> (u64, u64) {
     let out = world.folder().join("callgrind");
     let mut command = world.command("valgrind");
     command
         .args(["--tool=callgrind", "--toggle-collect=counted_calls"])
+        .arg("--dump-instr=yes")
         .arg(format!("--callgrind-out-file={}", out.display()))
         .arg(probe_path())
         .arg(how)
@@ -59,7 +66,68 @@ fn count(world: &World, how: &str, what: &str, live: u32) -> u64 {
         .unwrap_or_else(|| panic!("callgrind: {output}"));
     let collected = collected.trim().parse::<u64>().unwrap();
     assert!(collected > calls, "callgrind counted nothing: {output}");
-    collected / calls
+    let locked: u64 = executed(&fs::read_to_string(out).unwrap())
+        .filter(|(at, _)| locked().contains(at))
+        .map(|(_, times)| times)
+        .sum();
+    (collected / calls, locked / calls)
+}
+
+/// The shim's instructions in a dump of callgrind: address and number of times. (Valgrind's manual, "Callgrind Format
+/// Specification".)
+fn executed(dump: &str) -> impl Iterator<Item = (u64, u64)> {
+    let (mut at, mut is_shim, mut is_call) = (0u64, false, false);
+    let mut names = std::collections::BTreeMap::new();
+    dump.lines().filter_map(move |line| {
+        if let Some(object) = line.strip_prefix("ob=").or(line.strip_prefix("cob=")) {
+            // The first time with its name, then by its number.
+            let (number, name) = object.split_once(' ').unwrap_or((object, ""));
+            let known = names
+                .entry(number.to_owned())
+                .or_insert(name == "/usr/lib/tranche/libcuda.so.1");
+            if line.starts_with("ob=") {
+                is_shim = *known;
+            }
+            return None;
+        }
+        let is_of_call = std::mem::replace(&mut is_call, line.starts_with("calls="));
+        let mut words = line.split(' ');
+        let (place, _line, cost) = (words.next()?, words.next()?, words.next()?);
+        let number = |text: &str| text.parse::<u64>().ok();
+        at = if let Some(address) = place.strip_prefix("0x") {
+            u64::from_str_radix(address, 16).ok()?
+        } else if let Some(forward) = place.strip_prefix('+') {
+            at + number(forward)?
+        } else if let Some(back) = place.strip_prefix('-') {
+            at - number(back)?
+        } else if place == "*" {
+            at
+        } else {
+            return None;
+        };
+        let cost = number(cost)?;
+        (is_shim && !is_of_call).then_some((at, cost))
+    })
+}
+
+/// The addresses of the shim's locked instructions: an exchange with memory is locked without the prefix.
+fn locked() -> &'static BTreeSet<u64> {
+    static LOCKED: std::sync::OnceLock<BTreeSet<u64>> = std::sync::OnceLock::new();
+    LOCKED.get_or_init(|| {
+        let mut objdump = Command::new("objdump");
+        objdump.args(["-d", "--no-show-raw-insn"]);
+        let done = objdump.arg(built("libcuda.so.1")).output().unwrap();
+        assert!(done.status.success(), "objdump: {}", text(&done.stderr));
+        let is_locked = |code: &str| {
+            code.starts_with("lock ") || code.starts_with("xchg ") && code.contains('(')
+        };
+        text(&done.stdout)
+            .lines()
+            .filter_map(|line| line.trim_start().split_once(":\t"))
+            .filter(|(_, code)| is_locked(code))
+            .filter_map(|(at, _)| u64::from_str_radix(at, 16).ok())
+            .collect()
+    })
 }
 
 #[test]
@@ -78,13 +146,20 @@ fn calls_take_few_instructions() {
     compile("standing-clock.c", clock, &["-shared", "-fPIC"]);
     let mut over = Vec::new();
     for (what, live, counted, most) in CALLS {
-        let without = count(&world, "/usr/lib/tranche/driver/libcuda.so.1", what, live);
-        let mut added = count(&world, "name", what, live).saturating_sub(without);
+        let (without, _) = count(&world, "/usr/lib/tranche/driver/libcuda.so.1", what, live);
+        let (with, locked) = count(&world, "name", what, live);
+        let mut added = with.saturating_sub(without);
         if added > most {
             // Once in many runs of the whole suite every call took some instructions more, for a reason outside of the
             // library: a call that takes too many does so twice.
-            let again = count(&world, "name", what, live).saturating_sub(without);
-            added = added.min(again);
+            let (again, _) = count(&world, "name", what, live);
+            added = added.min(again.saturating_sub(without));
+        }
+        if what == "alloc-free" {
+            assert_eq!(
+                locked, LOCKED,
+                "locked instructions of {what} with {live} live"
+            );
         }
         println!(
             "{what:>10} with {live:>6} live: {added:>5} instructions added, {counted} when written"

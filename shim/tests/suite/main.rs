@@ -20,5 +20,6 @@ mod programs;
 mod real;
 mod runtimes;
 mod simulated;
+mod spares;
 mod storm;
 mod time;

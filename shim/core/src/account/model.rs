@@ -7,7 +7,7 @@ use loom::sync::{Arc, Mutex};
 use loom::thread;
 
 use super::{Account, Locks};
-use crate::layout::{REPAIR_LOCK, slot_lock};
+use crate::layout::{REPAIR_LOCK, SPARE_UNIT, slot_lock};
 use crate::sync::kill_after;
 
 const LIMIT: u64 = 10;
@@ -200,5 +200,122 @@ fn a_dead_slot_is_given_back_once() {
         world.account.reclaim(&world.open(5));
         world.account.repair(&world.open(5));
         assert_eq!(world.account.used(), 6);
+    });
+}
+
+/// All of a share, where spares are modelled.
+const ALL: u64 = SPARE_UNIT;
+
+/// A process takes its spare again, gives it and ends, while another one collects it, and a third one joins
+/// in the place of whichever has ended: together they never hold more than the limit, and nothing is left.
+#[test]
+fn a_spare_is_used_once() {
+    explore(2, || {
+        let world = World::new();
+        // Of the driver, which is no part of what is explored.
+        let held = std::sync::Arc::new(std::sync::atomic::AtomicU64::new(0));
+        let hold = |account: &Small, held: &std::sync::atomic::AtomicU64| {
+            let before = held.fetch_add(1, super::Ordering::SeqCst);
+            assert_eq!(before, 0);
+            // Others run here.
+            assert_eq!(account.used.load(super::Ordering::Acquire), ALL);
+            held.fetch_sub(1, super::Ordering::SeqCst);
+        };
+        let owner = world.open(1);
+        let slot = world.account.join(&owner, &owner, 0, 0).unwrap();
+        world.account.reserve(slot, ALL, ALL, ALL).unwrap();
+        world.account.release(slot, ALL);
+        let others: Vec<_> = (2..=3)
+            .map(|id| {
+                let (world, held) = (Arc::clone(&world), std::sync::Arc::clone(&held));
+                thread::spawn(move || {
+                    let process = world.open(id);
+                    // Both slots may be taken still.
+                    if let Ok(slot) = world.account.join(&process, &process, 0, 0)
+                        && world.account.reserve(slot, ALL, ALL, ALL).is_some()
+                    {
+                        hold(&world.account, &held);
+                        world.account.release(slot, ALL);
+                    }
+                })
+            })
+            .collect();
+        if world.account.reserve(slot, ALL, ALL, ALL).is_some() {
+            hold(&world.account, &held);
+            world.account.release(slot, ALL);
+        }
+        drop(owner);
+        for other in others {
+            other.join().unwrap();
+        }
+        let locks = world.open(4);
+        world.account.reclaim(&locks);
+        world.account.repair(&locks);
+        assert_eq!(world.account.used.load(super::Ordering::Acquire), 0);
+    });
+}
+
+/// A process gives while another one collects and is killed at some step: a third one that asks for all of
+/// the share gets it.
+#[test]
+fn a_killed_collector_leaves_no_spare_unseen() {
+    for steps in 0..24 {
+        explore(2, move || {
+            let world = World::new();
+            let giver = world.open(1);
+            let slot = world.account.join(&giver, &giver, 0, 0).unwrap();
+            world.account.reserve(slot, ALL, ALL, ALL).unwrap();
+            let victim = {
+                let world = Arc::clone(&world);
+                thread::spawn(move || {
+                    let process = world.open(2);
+                    kill_after(steps, || {
+                        let slot = world.account.join(&process, &process, 0, 1).unwrap();
+                        if world.account.reserve(slot, ALL, ALL, ALL).is_some() {
+                            world.account.release(slot, ALL);
+                        }
+                    });
+                })
+            };
+            world.account.release(slot, ALL);
+            victim.join().unwrap();
+            let process = world.open(3);
+            let slot = world.account.join(&process, &process, 0, 1).unwrap();
+            let reserve = || world.account.reserve(slot, ALL, ALL, ALL);
+            // As a process does before it is refused.
+            let granted = reserve().or_else(|| {
+                world.account.repair(&world.open(4));
+                reserve()
+            });
+            assert_eq!(granted, Some(ALL));
+        });
+    }
+}
+
+/// A process gives while two threads of another one collect: afterwards all of the share is there.
+#[test]
+fn collectors_at_the_same_time_leave_no_spare_unseen() {
+    explore(2, || {
+        let world = World::new();
+        let (giver, taker) = (world.open(1), world.open(2));
+        let giving = world.account.join(&giver, &giver, 0, 0).unwrap();
+        let taking = world.account.join(&taker, &taker, 0, 1).unwrap();
+        world.account.reserve(giving, ALL, ALL, ALL).unwrap();
+        let collectors: Vec<_> = (0..2)
+            .map(|_| {
+                let world = Arc::clone(&world);
+                thread::spawn(move || {
+                    if world.account.reserve(taking, ALL, ALL, ALL).is_some() {
+                        world.account.release(taking, ALL);
+                    }
+                })
+            })
+            .collect();
+        world.account.release(giving, ALL);
+        for collector in collectors {
+            collector.join().unwrap();
+        }
+        assert_eq!(world.account.reserve(taking, ALL, ALL, ALL), Some(ALL));
+        drop((giver, taker));
     });
 }

@@ -8,8 +8,11 @@ use std::vec::Vec;
 
 use proptest::prelude::*;
 
-use super::{Account, Full, Locks, SlotIndex};
+use super::{Account, Full, Locks, Ordering, SlotIndex};
+use crate::layout::{MOST_SPARE, SPARE_UNIT};
 use crate::sync::kill_after;
+
+const UNIT: u64 = SPARE_UNIT;
 
 /// A file's locks: which description holds which byte.
 #[derive(Default)]
@@ -150,62 +153,195 @@ fn a_dead_process_makes_room_without_a_reclaimer() {
     assert_eq!(account.used(), 30);
 }
 
-/// The actions of a process, and how much it really holds at each moment.
-fn life(account: &Small, process: &Description, held: &Cell<u64>) {
+/// What is reserved, spares included.
+fn reserved(account: &Small) -> u64 {
+    account.used.load(Ordering::Relaxed)
+}
+
+#[test]
+fn a_process_keeps_what_it_frees_for_its_next_allocation() {
+    let (account, file) = account();
+    let slot = account.join(&file.open(), &file.open(), 1, 0).unwrap();
+    let limit = 100 * UNIT;
+    account.reserve(slot, 3 * UNIT, 3 * UNIT, limit).unwrap();
+    assert_eq!(account.release(slot, 3 * UNIT), 3 * UNIT);
+    assert_eq!((account.used(), account.charged(slot)), (0, 0));
+    assert_eq!(account.processes().collect::<Vec<_>>(), [(1, 0)]);
+    assert_eq!(reserved(&account), 3 * UNIT);
+    // In two parts, and the rest from the share.
+    for (bytes, all) in [(2, 3), (1, 3), (1, 4)] {
+        let bytes = bytes * UNIT;
+        assert_eq!(account.reserve(slot, 1, bytes, limit), Some(bytes));
+        assert_eq!(reserved(&account), all * UNIT);
+    }
+    assert_eq!(account.charged(slot), 4 * UNIT);
+    // More than it holds, of which nothing is there twice.
+    assert_eq!(account.release(slot, 9 * UNIT), 4 * UNIT);
+    assert_eq!(account.release(slot, UNIT), 0);
+    assert_eq!((account.used(), reserved(&account)), (0, 4 * UNIT));
+}
+
+#[test]
+fn no_more_is_kept_than_the_most_and_nothing_but_whole_units() {
+    let (account, file) = account();
+    let slot = account.join(&file.open(), &file.open(), 1, 0).unwrap();
+    let all = 2 * MOST_SPARE + 7;
+    account.reserve(slot, all, all, all).unwrap();
+    assert_eq!(account.release(slot, 7), 7);
+    assert_eq!(reserved(&account), 2 * MOST_SPARE);
+    assert_eq!(account.release(slot, MOST_SPARE + UNIT), MOST_SPARE + UNIT);
+    assert_eq!(reserved(&account), MOST_SPARE - UNIT);
+    for _ in 1..MOST_SPARE / UNIT {
+        assert_eq!(account.release(slot, UNIT), UNIT);
+    }
+    assert_eq!((account.used(), reserved(&account)), (0, MOST_SPARE - UNIT));
+}
+
+#[test]
+fn a_spare_refuses_nobody() {
+    let (account, file) = account();
+    let processes: Vec<_> = (0..3).map(|_| file.open()).collect();
+    let join = |process| account.join(process, process, 1, 0).unwrap();
+    let [one, two, three] = [0, 1, 2].map(|nth| join(&processes[nth]));
+    let limit = 6 * UNIT;
+    let reserve_all = || {
+        for slot in [one, two] {
+            account.reserve(slot, 3 * UNIT, 3 * UNIT, limit).unwrap();
+        }
+        assert_eq!(account.reserve(three, 1, UNIT, limit), None);
+        for slot in [one, two] {
+            account.release(slot, 3 * UNIT);
+        }
+        assert_eq!((account.used(), reserved(&account)), (0, limit));
+    };
+    // All of it, by a process that has none of it.
+    reserve_all();
+    assert_eq!(account.reserve(three, limit, limit, limit), Some(limit));
+    assert_eq!(account.reserve(one, 1, UNIT, limit), None);
+    account.release_to_share(&account.slots[three.0], limit);
+    // By a process that has a part of it.
+    reserve_all();
+    assert_eq!(account.reserve(one, limit, limit, limit), Some(limit));
+    account.release_to_share(&account.slots[one.0], limit);
+    // As much as there is.
+    reserve_all();
+    assert_eq!(account.reserve(two, 0, 2 * limit, limit), Some(limit));
+    assert_eq!((account.used(), reserved(&account)), (limit, limit));
+}
+
+#[test]
+fn the_spare_of_a_dead_process_goes_with_its_slot_or_before() {
+    let (account, file) = account();
+    let (dead, inherited, living) = (file.open(), file.open(), file.open());
+    let slot = account.join(&dead, &inherited, 1, 0).unwrap();
+    let living = account.join(&living, &living, 2, 0).unwrap();
+    account.reserve(slot, 4 * UNIT, 4 * UNIT, 4 * UNIT).unwrap();
+    account.release(slot, 3 * UNIT);
+    // A child has its files: what it held is charged, and what it did not use is free.
+    drop(dead);
+    assert_eq!(account.reclaim(&file.open()), 0);
+    assert_eq!(account.reserve(living, UNIT, UNIT, 4 * UNIT), Some(UNIT));
+    assert_eq!(account.used(), 2 * UNIT);
+    drop(inherited);
+    assert_eq!(account.reclaim(&file.open()), 1);
+    assert_eq!((account.used(), reserved(&account)), (UNIT, UNIT));
+}
+
+#[test]
+fn refusals_write_nothing_while_there_is_no_spare() {
+    let (account, file) = account();
+    let process = file.open();
+    let slot = account.join(&process, &process, 1, 0).unwrap();
+    account.reserve(slot, UNIT, UNIT, UNIT).unwrap();
+    for _ in 0..2 {
+        assert!(kill_after(0, || {
+            assert_eq!(account.reserve(slot, 1, UNIT, UNIT), None);
+            assert_eq!(account.reserve(slot, 2 * UNIT, 2 * UNIT, UNIT), None);
+        }));
+        // After a spare, one refusal searches.
+        account.release(slot, UNIT);
+        assert_eq!(account.reserve(slot, UNIT, UNIT, UNIT), Some(UNIT));
+        assert_eq!(account.reserve(slot, 1, UNIT, UNIT), None);
+    }
+}
+
+/// The actions of a process, in units of so many bytes, and how many bytes it really holds at each moment.
+fn life(account: &Small, process: &Description, held: &Cell<u64>, unit: u64) {
     let slot = account.join(process, process, 1, 0).unwrap();
-    account.reserve(slot, 30, 30, 100).unwrap();
-    held.set(30);
-    account.reserve(slot, 20, 20, 100).unwrap();
-    held.set(50);
+    let reserve = |least, most| {
+        let granted = account.reserve(slot, least * unit, most * unit, 100 * unit);
+        granted.map(|bytes| bytes / unit)
+    };
+    assert_eq!(reserve(30, 30), Some(30));
+    held.set(30 * unit);
+    assert_eq!(reserve(20, 20), Some(20));
+    held.set(50 * unit);
     // The driver refuses this one: rolled back.
-    account.reserve(slot, 40, 40, 100).unwrap();
-    account.release(slot, 40);
-    assert_eq!(account.reserve(slot, 0, 70, 100), Some(50));
-    held.set(100);
-    held.set(70);
-    account.release(slot, 30);
+    assert_eq!(reserve(40, 40), Some(40));
+    account.release(slot, 40 * unit);
+    assert_eq!(reserve(10, 10), Some(10));
+    assert_eq!(reserve(0, 70), Some(40));
+    held.set(100 * unit);
+    held.set(70 * unit);
+    account.release(slot, 30 * unit);
+}
+
+/// A page on which a process has freed all that it had: as a spare, where that is a whole number of units.
+fn beside_a_neighbour(unit: u64) -> (Box<Small>, Rc<File>, Description, SlotIndex) {
+    let (account, file) = account();
+    let neighbour = file.open();
+    let slot = account.join(&neighbour, &neighbour, 2, 3).unwrap();
+    account.reserve(slot, 7 * unit, 7 * unit, 7 * unit).unwrap();
+    account.release(slot, 7 * unit);
+    (account, file, neighbour, slot)
 }
 
 #[test]
 fn killed_at_any_step_it_errs_to_the_safe_side_and_is_repaired() {
-    for steps in 0.. {
-        let (account, file) = account();
-        let neighbour = file.open();
-        let neighbours = account.join(&neighbour, &neighbour, 2, 3).unwrap();
-        account.reserve(neighbours, 7, 7, 7).unwrap();
-        account.release(neighbours, 7);
-
-        let process = file.open();
-        let held = Cell::new(0);
-        let lived = kill_after(steps, || life(&account, &process, &held));
-        // As long as its locks are held it is not reclaimed, and what it holds is covered.
-        account.reclaim(&file.open());
-        account.repair(&file.open());
-        assert!(account.used() >= held.get(), "killed after {steps} steps");
-        assert!(account.used() <= 100, "killed after {steps} steps");
-        drop(process);
-        account.reclaim(&file.open());
-        account.repair(&file.open());
-        assert_eq!(account.used(), 0, "killed after {steps} steps");
-        assert_eq!(account.reserve(neighbours, 100, 100, 100), Some(100));
-        if lived {
-            return;
+    for unit in [1, UNIT] {
+        for steps in 0.. {
+            let (account, file, _neighbour, neighbours) = beside_a_neighbour(unit);
+            let process = file.open();
+            let held = Cell::new(0);
+            let lived = kill_after(steps, || life(&account, &process, &held, unit));
+            // As long as its locks are held it is not reclaimed, and what it holds is covered.
+            account.reclaim(&file.open());
+            account.repair(&file.open());
+            assert!(account.used() >= held.get(), "killed after {steps} steps");
+            assert!(
+                reserved(&account) <= 100 * unit,
+                "killed after {steps} steps"
+            );
+            drop(process);
+            account.reclaim(&file.open());
+            account.repair(&file.open());
+            assert_eq!(account.used(), 0, "killed after {steps} steps");
+            let all = 100 * unit;
+            assert_eq!(account.reserve(neighbours, all, all, all), Some(all));
+            if lived {
+                break;
+            }
         }
     }
 }
 
 #[test]
 fn a_reclaimer_killed_at_any_step_subtracts_nothing_twice() {
-    for victim_steps in 0..40 {
+    for (unit, victim_steps) in [1, UNIT]
+        .into_iter()
+        .flat_map(|unit| (0..60).map(move |steps| (unit, steps)))
+    {
         for steps in 0.. {
-            let (account, file) = account();
-            let neighbour = file.open();
-            let neighbours = account.join(&neighbour, &neighbour, 2, 3).unwrap();
+            let (account, file, _neighbour, neighbours) = beside_a_neighbour(unit);
             let process = file.open();
-            kill_after(victim_steps, || life(&account, &process, &Cell::new(0)));
+            kill_after(victim_steps, || {
+                life(&account, &process, &Cell::new(0), unit);
+            });
             drop(process);
             // Whatever the victim left of the cap.
-            let room = account.reserve(neighbours, 0, 100, 100).unwrap();
+            let room = account
+                .reserve(neighbours, 0, 100 * unit, 100 * unit)
+                .unwrap();
 
             let reclaimer = file.open();
             let done = kill_after(steps, || {
@@ -235,10 +371,15 @@ fn nonsense_written_by_the_tenant_is_repaired() {
     let slot = account.join(&process, &process, 1, 0).unwrap();
     account.reserve(slot, 10, 10, 100).unwrap();
     for nonsense in [0, 3, u64::MAX] {
-        account.used.store(nonsense, super::Ordering::Relaxed);
+        account.used.store(nonsense, Ordering::Relaxed);
         account.repair(&file.open());
         assert_eq!(account.used(), 10);
     }
+}
+
+/// Sizes of allocations, of which some can be spares, and some cannot.
+fn bytes() -> impl Strategy<Value = u64> {
+    prop_oneof![3 => (0..60u64).prop_map(|units| units * UNIT), 1 => 0..60u64]
 }
 
 #[derive(Clone, Debug)]
@@ -254,18 +395,43 @@ enum Act {
 fn act() -> impl Strategy<Value = Act> {
     prop_oneof![
         2 => Just(Act::Start),
-        6 => (0..4usize, 0..60u64).prop_map(|(who, bytes)| Act::Reserve { who, bytes }),
-        4 => (0..4usize, 0..60u64).prop_map(|(who, bytes)| Act::Release { who, bytes }),
+        6 => (0..4usize, bytes()).prop_map(|(who, bytes)| Act::Reserve { who, bytes }),
+        4 => (0..4usize, bytes()).prop_map(|(who, bytes)| Act::Release { who, bytes }),
         1 => (0..4usize).prop_map(|who| Act::End { who }),
-        2 => (0..4usize, 0..60u64, 0..5u32).prop_map(|(who, bytes, steps)| Act::Kill { who, bytes, steps }),
+        2 => (0..4usize, bytes(), 0..12u32).prop_map(|(who, bytes, steps)| Act::Kill { who, bytes, steps }),
         2 => Just(Act::Reclaim),
     ]
 }
 
 proptest! {
+    /// Whatever a tenant writes into the words, nothing panics, and a repair makes the page consistent.
+    #[test]
+    fn any_content_is_survived(charges: [u64; 4], used: u64, spares: u64, acts in prop::collection::vec((0..4usize, any::<bool>(), bytes()), 0..20)) {
+        let (account, file) = account();
+        let processes: Vec<_> = (0..4).map(|_| file.open()).collect();
+        let slots: Vec<_> = processes.iter().map(|process| account.join(process, process, 1, 0).unwrap()).collect();
+        for (slot, charge) in account.slots.iter().zip(charges) {
+            slot.charge.store(charge, Ordering::Relaxed);
+        }
+        account.used.store(used, Ordering::Relaxed);
+        account.spares.store(spares, Ordering::Relaxed);
+        for (who, reserves, bytes) in acts {
+            if reserves {
+                let granted = account.reserve(slots[who], bytes / 2, bytes, 100 * UNIT);
+                prop_assert!(granted.is_none_or(|granted| (bytes / 2..=bytes).contains(&granted)));
+            } else {
+                prop_assert!(account.release(slots[who], bytes) <= bytes);
+            }
+            let _ = (account.used(), account.processes().count());
+        }
+        account.repair(&file.open());
+        let charged = account.slots.iter().map(|slot| slot.charge().bytes()).sum::<u64>();
+        prop_assert_eq!(reserved(&account), charged);
+    }
+
     #[test]
     fn any_history_stays_within_the_cap_and_returns_everything(acts in prop::collection::vec(act(), 0..80)) {
-        const LIMIT: u64 = 100;
+        const LIMIT: u64 = 100 * UNIT;
         let (account, file) = account();
         let mut living: Vec<(Description, SlotIndex, u64)> = Vec::new();
         for act in acts {
@@ -278,9 +444,20 @@ proptest! {
                         prop_assert_eq!(living.len(), 4);
                     }
                 }
-                Act::Reserve { who, bytes } => if let Some((_, slot, held)) = living.get_mut(who) {
-                    *held += account.reserve(*slot, bytes, bytes, LIMIT).unwrap_or(0);
-                },
+                Act::Reserve { who, bytes } => {
+                    let fits = bytes <= LIMIT - living.iter().map(|(_, _, held)| held).sum::<u64>();
+                    if let Some((_, slot, held)) = living.get_mut(who) {
+                        let reserve = || account.reserve(*slot, bytes, bytes, LIMIT);
+                        // As a process does before it is refused.
+                        let granted = reserve().or_else(|| {
+                            account.reclaim(&file.open());
+                            account.repair(&file.open());
+                            reserve()
+                        });
+                        prop_assert_eq!(granted, fits.then_some(bytes));
+                        *held += granted.unwrap_or(0);
+                    }
+                }
                 Act::Release { who, bytes } => if let Some((_, slot, held)) = living.get_mut(who) {
                     *held -= account.release(*slot, bytes);
                 },
@@ -300,7 +477,7 @@ proptest! {
             }
             let held: u64 = living.iter().map(|(_, _, held)| held).sum();
             prop_assert!(account.used() >= held);
-            prop_assert!(account.used() <= LIMIT);
+            prop_assert!(reserved(&account) <= LIMIT);
         }
     }
 }
