@@ -6,7 +6,7 @@ use std::vec::Vec;
 use loom::sync::{Arc, Mutex};
 use loom::thread;
 
-use super::{Account, Locks};
+use super::{Account, Locks, SlotIndex};
 use crate::layout::{REPAIR_LOCK, SPARE_UNIT, slot_lock};
 use crate::sync::kill_after;
 
@@ -255,6 +255,13 @@ fn a_spare_is_used_once() {
     });
 }
 
+/// Lets a process hold all of the share, and the page say that it may have a spare: others collect.
+fn hold_after_a_spare(account: &Small, slot: SlotIndex) {
+    account.reserve(slot, ALL, ALL, ALL).unwrap();
+    account.release(slot, ALL);
+    assert!(account.take_spare(slot, ALL));
+}
+
 /// A process gives while another one collects and is killed at some step: a third one that asks for all of
 /// the share gets it.
 #[test]
@@ -264,7 +271,7 @@ fn a_killed_collector_leaves_no_spare_unseen() {
             let world = World::new();
             let giver = world.open(1);
             let slot = world.account.join(&giver, &giver, 0, 0).unwrap();
-            world.account.reserve(slot, ALL, ALL, ALL).unwrap();
+            hold_after_a_spare(&world.account, slot);
             let victim = {
                 let world = Arc::clone(&world);
                 thread::spawn(move || {
@@ -300,7 +307,7 @@ fn collectors_at_the_same_time_leave_no_spare_unseen() {
         let (giver, taker) = (world.open(1), world.open(2));
         let giving = world.account.join(&giver, &giver, 0, 0).unwrap();
         let taking = world.account.join(&taker, &taker, 0, 1).unwrap();
-        world.account.reserve(giving, ALL, ALL, ALL).unwrap();
+        hold_after_a_spare(&world.account, giving);
         let collectors: Vec<_> = (0..2)
             .map(|_| {
                 let world = Arc::clone(&world);
