@@ -14,10 +14,11 @@
 //! **Scale.** The prices of launches are measured by the programs and may all be wrong: a kernel that
 //! runs longer than the GPU's time slice is measured with the neighbours' slices in it, concurrent
 //! kernels are each counted in full, and a tenant may write any number. NVML reports how long the GPU
-//! worked for each process. The smoothed ratio of both, over the same time ([`evidence`]), is the scale
-//! of the share's prices. On a full GPU a part of what the shares launch waits in their queues; that is
-//! no sign of a wrong price. If NVML's
-//! processes cannot be assigned to shares, all working shares get a common correction, by the
+//! worked for each process. The ratio of both ([`ratio`]), over the same time ([`evidence`]), is the
+//! scale of the share's prices. On a full GPU a part of what the shares launch waits in their queues;
+//! that is no sign of a wrong price.
+//!
+//! If NVML's processes cannot be assigned to shares, all working shares get a common correction, by the
 //! utilization of the whole GPU: downwards and back up, but never above their own measurements, because
 //! the rest may be the work of a process without a share.
 //!
@@ -25,16 +26,19 @@
 //! example because its first measurements were made under contention. The node cancels such a debt.
 //!
 //! Accounts are not trusted: a share that writes too little gets a higher scale, up to
-//! [`MOST_SCALE`], and is [`Decision::suspect`]; a share that writes too much only delays itself.
+//! [`MOST_SCALE`], and is [`Decision::suspect`], as is one that writes more than it was granted. What a
+//! share writes changes no other share's scale by more than the part of a full GPU that goes to switching.
 
 pub mod evidence;
+mod ratio;
 
 use std::collections::BTreeMap;
 
 use tranche_shim_core::ComputePolicy;
 use tranche_shim_core::compute::{BURST_NANOS, PERCENT, Refill, WHOLE, part};
 
-use evidence::{Evidence, Ratio, Step, Worked};
+use evidence::{Evidence, Report, Step};
+use ratio::Averages;
 
 /// From one step to the next, in nanoseconds.
 pub const PERIOD_NANOS: u64 = 100_000_000;
@@ -50,8 +54,7 @@ pub const LEAST_SCALE: u64 = WHOLE / 32;
 /// See [`LEAST_SCALE`].
 pub const MOST_SCALE: u64 = 8 * WHOLE;
 
-/// The most that a scale changes in a step: a launch is charged when it begins, and a second of its
-/// share's steps may end before it does.
+/// The most that a scale changes in a step: a second of odd steps changes it by a third.
 const STEP: f64 = 0.03;
 
 /// A GPU that works for this part of the time has none left: the rest goes to switching between
@@ -79,11 +82,15 @@ const REST_NANOS: u64 = 500_000_000;
 /// The number of steps in which a scale is not enough before an account is suspect: ten seconds.
 const SUSPECT_STEPS: u32 = 100;
 
+/// The number of steps in which a share works and is not charged, or is charged more than it was granted,
+/// before its account is suspect: a minute, because a long kernel is charged at once, or at its end.
+const SUSPECT_CHARGE_STEPS: u32 = 600;
+
 /// The most that corrections may take from an account between two steps, in nanoseconds.
 const CORRECTION_NANOS: u64 = 1_000_000_000;
 
 /// What was read from a share's pages.
-#[derive(Clone, Debug)]
+#[derive(Clone, Copy, Debug)]
 pub struct Reading {
     /// Percent of the GPU's time, 1 to 99.
     pub cores: u8,
@@ -93,9 +100,8 @@ pub struct Reading {
     pub position: u64,
     /// The estimated GPU time of its launches; written by the tenant.
     pub spent: u64,
-    /// The samples of its processes that NVML has reported since the last step; `None` if NVML does
-    /// not report them, or it is not known which processes are the share's.
-    pub worked: Option<Vec<Worked>>,
+    /// What NVML has reported of its processes since the last step.
+    pub report: Report,
 }
 
 /// The decision for a share.
@@ -116,6 +122,8 @@ pub enum Suspicion {
     WentBack,
     /// The GPU works far more than all accounts say.
     TooLittle,
+    /// The account says that more was spent than was granted.
+    TooMuch,
 }
 
 impl std::fmt::Display for Suspicion {
@@ -123,6 +131,7 @@ impl std::fmt::Display for Suspicion {
         f.write_str(match self {
             Self::WentBack => "the GPU time that its account says was spent went back",
             Self::TooLittle => "the GPU works far more than its account says",
+            Self::TooMuch => "its account says that more GPU time was spent than was granted",
         })
     }
 }
@@ -133,10 +142,8 @@ pub struct Controller<K> {
     shares: BTreeMap<K, Share>,
     /// The time of the last step.
     last: Option<u64>,
-    /// The whole GPU's ratio, for shares whose own is not known.
-    ratio: Ratio,
-    /// The ratio of all shares whose own is known.
-    together: Ratio,
+    /// The averages of the whole GPU, for shares whose own ratio is not known.
+    whole: Averages,
 }
 
 #[derive(Debug)]
@@ -145,17 +152,20 @@ struct Share {
     spent: u64,
     /// The time of its last launch.
     launched: u64,
-    /// The part of the time that it used in the last step by its account, below 0 if its account was
-    /// corrected; and an average of what it uses, 0 to 1.
-    reckons: f64,
+    /// The part of the last step that it was charged by its account, below 0 for a correction; and an
+    /// average of what it uses, from 0 on.
+    charged: f64,
     uses: f64,
     scale: f64,
     evidence: Evidence,
-    ratio: Ratio,
+    averages: Averages,
     /// Since when it is working; `None` while it is idle.
     since: Option<u64>,
     /// Steps in which the scale could not follow.
     wrong: u32,
+    /// Steps in which it worked and was not charged, or was charged more than it was granted.
+    uncharged: u32,
+    overcharged: u32,
     /// How much less than its cores it got while it wanted more, in nanoseconds; negative if it got
     /// more.
     owed: f64,
@@ -166,8 +176,7 @@ impl<K: Ord + Clone> Default for Controller<K> {
         Self {
             shares: BTreeMap::new(),
             last: None,
-            ratio: Ratio::of_seconds(),
-            together: Ratio::of_seconds(),
+            whole: Averages::default(),
         }
     }
 }
@@ -219,8 +228,7 @@ impl<K: Ord + Clone> Controller<K> {
             .filter_map(|((key, reading), (worker, suspect))| {
                 let rate = rate(reading, *worker, &workers);
                 let share = self.shares.get_mut(key)?;
-                let too_little = share.wrong > SUSPECT_STEPS;
-                let suspect = suspect.or(too_little.then_some(Suspicion::TooLittle));
+                let suspect = suspect.or_else(|| share.suspicion());
                 Some((key.clone(), share.decide(now, reading, rate, suspect)))
             })
             .collect()
@@ -231,7 +239,7 @@ impl<K: Ord + Clone> Controller<K> {
         if elapsed == 0 {
             return;
         }
-        let scaled: f64 = self.shares.values().map(Share::reckons_scaled).sum();
+        let scaled: f64 = self.shares.values().map(Share::charged_scaled).sum();
         let is_settled = |share: &Share| {
             let since = share.since.unwrap_or(now);
             now.saturating_sub(since) >= WATCH_NANOS
@@ -239,32 +247,31 @@ impl<K: Ord + Clone> Controller<K> {
         if let Some(busy) = busy
             && self.shares.values().any(is_settled)
         {
-            self.ratio.add(elapsed, busy, scaled);
+            self.whole.add(elapsed, busy, scaled);
         }
         // Without the GPU's utilization the ratio would be of old scales.
-        let in_common = busy.and_then(|_| self.ratio.value());
-        let (mut compared, mut all_worked, mut all_launched) = (Vec::new(), 0.0, 0.0);
+        let in_common = busy.and_then(|_| self.whole.ratio());
+        let mut compared = Vec::new();
         for (key, reading) in shares {
             let Some(share) = self.shares.get_mut(key) else {
                 continue;
             };
             let step = share.present_step(now, elapsed, reading);
-            if let Some(samples) = &reading.worked {
-                share.note_use(share.reckons_scaled());
-                if let Some((worked, launched)) = share.compare(now, reading.cores, step, samples) {
-                    compared.push(key);
-                    all_worked += worked;
-                    all_launched += launched;
+            if reading.report != Report::Unknown {
+                share.note_use(share.charged_scaled());
+                let steps = share.compare(now, reading, step);
+                if steps > 0 {
+                    compared.push((key, reading.cores, steps));
                 }
                 continue;
             }
             // Its part of the whole GPU's utilization, by its own account.
             let part = if scaled > 0.0 {
-                share.reckons_scaled() / scaled
+                share.charged_scaled() / scaled
             } else {
                 0.0
             };
-            let worked = busy.map_or(share.reckons_scaled(), |busy| busy * part);
+            let worked = busy.map_or(share.charged_scaled(), |busy| busy * part);
             share.evidence.clear();
             share.note_use(worked);
             share.note_worked(reading.cores, step, worked);
@@ -275,28 +282,38 @@ impl<K: Ord + Clone> Controller<K> {
                 share.follow((ratio * share.scale).min(share.scale.max(1.0)));
             }
         }
-        if compared.is_empty() {
-            return;
-        }
-        self.together.add(elapsed, all_worked, all_launched);
-        let runs = self.part_that_runs();
-        for key in compared {
-            if let Some(share) = self.shares.get_mut(key)
-                && let Some(ratio) = share.ratio.value()
-            {
-                // Its own ratio is the scale.
-                share.follow(ratio / runs);
+        let runs = self.part_that_runs(now, shares);
+        for (key, cores, steps) in compared {
+            if let Some(share) = self.shares.get_mut(key) {
+                share.note_charges(now, cores, steps);
+                if let Some(ratio) = share.averages.ratio() {
+                    share.follow(ratio / runs);
+                }
             }
         }
     }
 
     /// The part of what its shares launch that a full GPU runs; 1 for a GPU that has time left. The rest
-    /// waits in the queues, and is no sign of a wrong price.
-    fn part_that_runs(&self) -> f64 {
-        if self.ratio.worked < FULL {
+    /// waits in the queues. No share counts with more than it was granted, whatever its account says.
+    fn part_that_runs(&self, now: u64, shares: &[(K, Reading)]) -> f64 {
+        if self.whole.worked < FULL {
             return 1.0;
         }
-        self.together.value().unwrap_or(1.0).min(1.0)
+        let (mut worked, mut launched) = (0.0, 0.0);
+        for (key, reading) in shares {
+            if let Some(share) = self.shares.get(key)
+                && share.since.is_some()
+                && reading.report != Report::Unknown
+            {
+                worked += share.averages.worked;
+                launched += share.launches(now, reading.cores);
+            }
+        }
+        if launched > worked {
+            worked / launched
+        } else {
+            1.0
+        }
     }
 }
 
@@ -310,40 +327,65 @@ impl Share {
             refill,
             spent: reading.spent,
             launched: 0,
-            reckons: 0.0,
+            charged: 0.0,
             uses: 0.0,
             scale: parts(scale),
             evidence: Evidence::default(),
-            ratio: Ratio::of_a_second(),
+            averages: Averages::default(),
             since: None,
             wrong: 0,
+            uncharged: 0,
+            overcharged: 0,
             owed: 0.0,
         }
     }
 
-    /// Compares what the share was charged with what NVML reports for its processes, for each step
-    /// whose samples have arrived. Returns the parts of a period in which the GPU worked for it, and
-    /// those that it launched by its scaled prices; `None` if there is nothing to compare.
-    fn compare(
-        &mut self,
-        now: u64,
-        cores: u8,
-        step: Step,
-        samples: &[Worked],
-    ) -> Option<(f64, f64)> {
+    /// Compares what the share was charged with what NVML reports for its processes, in each step that
+    /// NVML has described by now. Returns the number of steps in which it was not idle.
+    fn compare(&mut self, now: u64, reading: &Reading, step: Step) -> u32 {
         self.evidence.add_step(step);
-        self.evidence.add_samples(samples);
-        let mut sums = None;
-        while let Some((step, worked)) = self.evidence.next(now) {
-            self.note_worked(cores, step, worked);
+        if let Report::Worked(worked) = reading.report {
+            self.evidence.add(worked);
+        }
+        let mut compared = 0;
+        while let Some(described) = self.evidence.next(now) {
+            let step = described.step;
+            let worked = described.worked(step.charged * self.scale);
+            self.note_worked(reading.cores, step, worked);
             // An idle step shows nothing.
-            if worked > 0.0 || step.reckons != 0.0 {
-                self.ratio.add(step.elapsed(), worked, step.reckons);
-                let (all, launched) = sums.unwrap_or_default();
-                sums = Some((all + worked, launched + step.reckons * self.scale));
+            if worked > 0.0 || step.charged != 0.0 {
+                self.averages.add(step.elapsed(), worked, step.charged);
+                compared += 1;
             }
         }
-        sums
+        compared
+    }
+
+    /// The part of the GPU's time that it launches by its scaled prices, at most what it is granted.
+    fn launches(&self, now: u64, cores: u8) -> f64 {
+        // Alone it is granted more than there is.
+        let granted = parts(self.refill.rate(cores, now)).min(1.0);
+        let launched = self.averages.charged * self.scale;
+        launched.clamp(0.0, granted)
+    }
+
+    /// Counts the steps in which its charges cannot be right.
+    fn note_charges(&mut self, now: u64, cores: u8, steps: u32) {
+        let Averages { worked, charged } = self.averages;
+        let granted = parts(self.refill.rate(cores, now));
+        let count = |former: u32, is: bool| if is { former.saturating_add(steps) } else { 0 };
+        self.uncharged = count(self.uncharged, worked >= 0.02 && charged < 0.0005);
+        self.overcharged = count(self.overcharged, charged * self.scale > 2.0 * granted);
+    }
+
+    fn suspicion(&self) -> Option<Suspicion> {
+        if self.wrong > SUSPECT_STEPS || self.uncharged > SUSPECT_CHARGE_STEPS {
+            Some(Suspicion::TooLittle)
+        } else if self.overcharged > SUSPECT_CHARGE_STEPS {
+            Some(Suspicion::TooMuch)
+        } else {
+            None
+        }
     }
 
     fn follow(&mut self, wanted: f64) {
@@ -375,20 +417,20 @@ impl Share {
             self.since = None;
         }
         if elapsed > 0 {
-            self.reckons = (as_f64(spent) - as_f64(corrected)) / as_f64(elapsed);
+            self.charged = (as_f64(spent) - as_f64(corrected)) / as_f64(elapsed);
         }
         went_back.then_some(Suspicion::WentBack)
     }
 
-    fn reckons_scaled(&self) -> f64 {
-        self.reckons * self.scale
+    fn charged_scaled(&self) -> f64 {
+        self.charged.max(0.0) * self.scale
     }
 
     fn present_step(&self, now: u64, elapsed: u64, reading: &Reading) -> Step {
         Step {
             from: now.saturating_sub(elapsed),
             to: now,
-            reckons: self.reckons,
+            charged: self.charged,
             in_debt: reading.position > self.refill.granted(reading.cores, now),
         }
     }
@@ -460,6 +502,7 @@ impl Share {
             // At most the longest debt, because the tenant writes the position.
             self.refill.base = self.refill.base.saturating_add(debt.min(DEBT_NANOS));
             self.owed = 0.0;
+            self.evidence.forgive();
         }
         Decision {
             refill: self.refill,

@@ -86,21 +86,22 @@ impl Processes {
             .retain(|_, known| now.saturating_sub(known.asked) < ENDED_NANOS);
     }
 
-    /// Which of `accounts` process `pid` has mapped. Also none if its maps cannot be read: it has
-    /// ended, belongs to another user, or this `/proc` is not the host's.
-    pub fn accounts_of(&mut self, pid: u32, now: u64, accounts: &[FileId]) -> Vec<FileId> {
+    /// Which of `accounts` process `pid` has mapped. Also none if its maps cannot be read because it
+    /// belongs to another user. `None` if it has ended, or this `/proc` is not the host's.
+    pub fn accounts_of(&mut self, pid: u32, now: u64, accounts: &[FileId]) -> Option<Vec<FileId>> {
         if let Some(known) = self.known.get_mut(&pid) {
             known.asked = now;
             let held = known.accounts.iter().copied();
             let held: Vec<_> = held.filter(|held| accounts.contains(held)).collect();
             if !held.is_empty() || now < known.again {
-                return held;
+                return Some(held);
             }
         }
         let maps = self.proc.join(pid.to_string()).join("maps");
         let mut found = Vec::new();
         let wait = match find(&maps, accounts, &mut found) {
             Ok(Read::TooLong) => LONG_NANOS,
+            Err(error) if has_ended(&error) => return None,
             Ok(Read::All) | Err(_) => CHECK_NANOS,
         };
         let known = Known {
@@ -109,8 +110,14 @@ impl Processes {
             asked: now,
         };
         self.known.insert(pid, known);
-        found
+        Some(found)
     }
+}
+
+/// Whether reading a process's maps failed because it has ended.
+fn has_ended(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::NotFound
+        || error.raw_os_error() == Some(rustix::io::Errno::SRCH.raw_os_error())
 }
 
 enum Read {
@@ -183,18 +190,19 @@ mod tests {
         };
         let mut processes = Processes::new("/proc");
         let me = std::process::id();
-        assert_eq!(processes.accounts_of(me, 0, &[other]), []);
+        assert_eq!(processes.accounts_of(me, 0, &[other]), Some(vec![]));
         // Not read again at once; read again later.
-        assert_eq!(processes.accounts_of(me, 1, &[program]), []);
+        assert_eq!(processes.accounts_of(me, 1, &[program]), Some(vec![]));
         let found = processes.accounts_of(me, CHECK_NANOS, &[other, program]);
-        assert_eq!(found, [program]);
-        assert_eq!(processes.accounts_of(me, 0, &[program]), [program]);
+        assert_eq!(found, Some(vec![program]));
+        let again = processes.accounts_of(me, 0, &[program]);
+        assert_eq!(again, Some(vec![program]));
         processes.forget_ended(ENDED_NANOS - 1);
         assert!(!processes.known.is_empty());
         processes.forget_ended(ENDED_NANOS);
         assert!(processes.known.is_empty());
         let mut elsewhere = Processes::new("/nowhere");
-        assert_eq!(elsewhere.accounts_of(me, 0, &[program]), []);
+        assert_eq!(elsewhere.accounts_of(me, 0, &[program]), None);
     }
 
     #[test]
@@ -221,6 +229,7 @@ mod tests {
         ] {
             fs::write(folder.join("maps"), [before, line].concat()).unwrap();
             let mut processes = Processes::new(proc.path());
+            let found = Some(found);
             assert_eq!(processes.accounts_of(7, 0, &[account]), found);
             // Long maps are not read every second.
             fs::write(folder.join("maps"), line).unwrap();

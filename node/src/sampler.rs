@@ -22,11 +22,11 @@ use std::path::{Path, PathBuf};
 use tranche_shim_core::compute::{Refill, refill};
 use tranche_shim_core::{CapPage, ComputePolicy, PageError, cap, paths};
 
-use crate::compute::evidence::Worked;
+use crate::compute::evidence::{Report, Worked};
 use crate::compute::{Controller, Decision, Reading};
 use crate::page::{AccountFile, ReadError, open_page};
 use crate::processes::{FileId, Processes};
-use crate::utilization::Utilization;
+use crate::utilization::{Answer, ByProcess, Utilization};
 
 /// Why a share's time is not sampled. It keeps its cores.
 #[derive(Debug, thiserror::Error)]
@@ -82,12 +82,12 @@ pub struct Sampler {
 #[derive(Debug, Default)]
 struct Gpu {
     controller: Controller<PathBuf>,
-    /// When a sample of NVML was last one of a share's process.
+    /// When an answer of NVML last had a share's process.
     matched: Option<u64>,
 }
 
 /// How long it is assumed that NVML's processes can be assigned to shares after one was, in
-/// nanoseconds: the driver's samples are up to a second apart.
+/// nanoseconds: answers are up to a second apart, and a share is idle at times.
 const MATCHED_NANOS: u64 = 3_000_000_000;
 
 /// The interval between checks that a share's open files are still those at its path, in
@@ -116,8 +116,7 @@ struct Share {
     policy: ComputePolicy,
     account: AccountFile,
     account_id: FileId,
-    /// The estimated GPU time of its launches, in total and in about the last second, the period of
-    /// NVML's figures.
+    /// The estimated GPU time of its launches, in total and in about the last second.
     spent: u64,
     recent: f64,
     turn: u64,
@@ -193,20 +192,25 @@ impl Sampler {
         let mut decisions = Vec::new();
         for (gpu, readings) in &mut by_gpu {
             let share = |folder: &PathBuf| self.shares.get(folder)?.share.as_ref();
-            let reported = utilization.by_process(gpu);
-            self.coarse += usize::from(reported.is_none());
+            let by_process = utilization.by_process(gpu);
+            self.coarse += usize::from(by_process == ByProcess::Unknown);
             let Gpu {
                 controller,
                 matched,
             } = self.gpus.entry(gpu.clone()).or_default();
-            if let Some(reported) = reported {
-                let worked = assign(&mut self.processes, now, &reported, readings, share);
-                if !worked.is_empty() {
-                    *matched = Some(now);
+            let assigned = match by_process {
+                ByProcess::Answer(answer) => {
+                    assign(&mut self.processes, now, &answer, readings, share)
                 }
-                // Between two samples of the driver there is nothing new.
-                if matched.is_some_and(|at| now.saturating_sub(at) < MATCHED_NANOS) {
-                    set_worked(worked, readings, share);
+                ByProcess::Unknown | ByProcess::NothingNew => BTreeMap::new(),
+            };
+            if assigned.values().any(|worked| worked.part > 0.0) {
+                *matched = Some(now);
+            }
+            if matched.is_some_and(|at| now.saturating_sub(at) < MATCHED_NANOS) {
+                for (folder, reading) in readings.iter_mut() {
+                    let worked = share(folder).and_then(|share| assigned.get(&share.account_id));
+                    reading.report = worked.copied().map_or(Report::NothingNew, Report::Worked);
                 }
             }
             let written = |folder: &PathBuf| {
@@ -238,52 +242,49 @@ impl Sampler {
     }
 }
 
-/// Assigns samples to shares, by the shares' accounts. A process that is not visible belongs to no
-/// share, and other shares are not charged for it.
+/// Assigns an answer to shares, by the shares' accounts. A process that is visible and has no share's
+/// account belongs to no share, and shares are not charged for it.
 ///
-/// A process may use several shares of a GPU: its utilization is divided in proportion to their
-/// estimates.
+/// A process may use several shares of a GPU: its utilization is divided in proportion to what they were
+/// charged.
 fn assign<'a>(
     processes: &mut Processes,
     now: u64,
-    samples: &[(u32, Worked)],
+    answer: &Answer,
     readings: &[(PathBuf, Reading)],
     share_of: impl Fn(&PathBuf) -> Option<&'a Share>,
-) -> BTreeMap<FileId, Vec<Worked>> {
+) -> BTreeMap<FileId, Worked> {
     let shares: Vec<(FileId, f64)> = readings
         .iter()
         .filter_map(|(folder, _)| share_of(folder))
         .map(|share| (share.account_id, share.recent))
         .collect();
     let accounts: Vec<FileId> = shares.iter().map(|(id, _)| *id).collect();
-    let mut found: BTreeMap<FileId, Vec<Worked>> = BTreeMap::new();
-    for (pid, sample) in samples.iter().filter(|(_, sample)| sample.part > 0.0) {
-        let mapped = processes.accounts_of(*pid, now, &accounts);
+    let mut parts: BTreeMap<FileId, f64> = accounts.iter().map(|id| (*id, 0.0)).collect();
+    let mut ended = 0.0;
+    for (pid, part) in answer.processes.iter().filter(|(_, part)| *part > 0.0) {
+        let Some(mapped) = processes.accounts_of(*pid, now, &accounts) else {
+            ended += part;
+            continue;
+        };
         let mapped = shares.iter().filter(|(id, _)| mapped.contains(id));
         let all: f64 = mapped.clone().map(|(_, recent)| recent).sum();
         let count: f64 = mapped.clone().map(|_| 1.0).sum();
         for (id, recent) in mapped {
             let weight = if all > 0.0 { recent / all } else { 1.0 / count };
-            let part = sample.part * weight;
-            found
-                .entry(*id)
-                .or_default()
-                .push(Worked { part, ..*sample });
+            *parts.entry(*id).or_default() += part * weight;
         }
     }
-    found
-}
-
-/// Records the samples of each share.
-fn set_worked<'a>(
-    mut worked: BTreeMap<FileId, Vec<Worked>>,
-    readings: &mut [(PathBuf, Reading)],
-    share_of: impl Fn(&PathBuf) -> Option<&'a Share>,
-) {
-    for (folder, reading) in readings {
-        let samples = share_of(folder).and_then(|share| worked.remove(&share.account_id));
-        reading.worked = Some(samples.unwrap_or_default());
-    }
+    let worked = |part: f64| Worked {
+        from: answer.from,
+        to: answer.to,
+        part: part.min(1.0),
+        ended,
+    };
+    parts
+        .into_iter()
+        .map(|(id, part)| (id, worked(part)))
+        .collect()
 }
 
 fn failed(folder: &Path, error: SampleError) -> Sampled {
@@ -370,7 +371,7 @@ impl Share {
             policy: self.policy,
             position,
             spent,
-            worked: None,
+            report: Report::Unknown,
         })
     }
 

@@ -5,7 +5,6 @@ use std::time::{Duration, Instant, SystemTime};
 
 use tranche_shim_runtime::sys;
 
-use crate::compute::evidence::Worked;
 use crate::nvml::{Driver, Nvml, ProcessMemory, ProcessSample};
 
 /// How busy GPUs are.
@@ -13,23 +12,45 @@ pub trait Utilization {
     /// The part of the last period in which the GPU worked, 0 to 1; `None` if it is not known.
     fn whole(&mut self, gpu_uuid: &str) -> Option<f64>;
 
-    /// The samples since the last call, with PIDs of the host; a process without a sample did not
-    /// work, or its sample comes later. `None` if they are not known: without NVML, and where NVML
-    /// does not report them (MIG, vGPU).
-    fn by_process(&mut self, gpu_uuid: &str) -> Option<Vec<(u32, Worked)>>;
+    /// The same by process, since the last answer.
+    fn by_process(&mut self, gpu_uuid: &str) -> ByProcess;
 
     /// Closes what is open, because the next call is not expected soon.
     fn close(&mut self) {}
 }
 
+/// How busy a GPU is by process.
+#[derive(Clone, Debug, PartialEq)]
+pub enum ByProcess {
+    /// Not known: without NVML, and where NVML does not report it (MIG, vGPU).
+    Unknown,
+    /// The driver has not sampled since the last answer.
+    NothingNew,
+    /// What the driver has sampled.
+    Answer(Answer),
+}
+
+/// What the driver has sampled of a GPU's processes since the last answer.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Answer {
+    /// The time of the last answer, `CLOCK_MONOTONIC` in nanoseconds.
+    pub from: u64,
+    /// The time of the newest sample.
+    pub to: u64,
+    /// By PID of the host, the part of that time in which the GPU worked for the process, 0 to 1. A
+    /// process that is not listed has none.
+    pub processes: Vec<(u32, f64)>,
+}
+
 /// The interval between attempts to open NVML. Shares have their cores also without it.
 const RETRY: Duration = Duration::from_secs(10);
 
-/// The longest time that a sample describes, in microseconds. The driver samples every 1/6 s to 1 s.
-const LONGEST_SAMPLE_MICROS: u64 = 1_000_000;
+/// The longest time that an answer describes, in microseconds: the driver samples every 1/6 s to 1 s, and
+/// an answer may come later. In more time the GPU was idle.
+const LONGEST_MICROS: u64 = 1_500_000;
 
-/// The time that a sample describes if the driver has not sampled anything in the second before it.
-const FIRST_SAMPLE_MICROS: u64 = 1_000_000 / 6;
+/// The time that an answer describes after the GPU was idle: the shortest time between two samples.
+const AFTER_IDLE_MICROS: u64 = 1_000_000 / 6;
 
 /// The utilization as NVML reports it, as soon as NVML can be opened.
 #[derive(Debug)]
@@ -40,13 +61,13 @@ pub struct NvmlUtilization {
     last: BTreeMap<String, Last>,
 }
 
-/// The times of a GPU's last samples, by the driver's clock, in microseconds.
+/// A GPU's last answer, in microseconds since 1970.
 #[derive(Debug, Default)]
 struct Last {
-    /// The newest.
+    /// Its newest sample's time, by the driver's clock; 0 for none.
     stamp: u64,
-    /// The last one of each process in the last second: the driver samples each process separately.
-    processes: BTreeMap<u32, u64>,
+    /// When it was read.
+    read: u64,
 }
 
 /// A moment by the driver's clock, microseconds since 1970, and by `CLOCK_MONOTONIC`, in nanoseconds.
@@ -71,41 +92,51 @@ impl Moment {
     /// driver has another clock.
     fn of_sample(self, at: u64) -> u64 {
         let age = self.micros.saturating_sub(at);
-        let age = if age > 2 * LONGEST_SAMPLE_MICROS {
-            0
-        } else {
-            age
-        };
+        let age = if age > 2_000_000 { 0 } else { age };
         self.monotonic.saturating_sub(age * 1000)
     }
 }
 
 impl Last {
-    /// The samples that are newer than the last ones, each with the time that it describes: since the
-    /// process's last sample or, for a process without one, since the GPU's.
-    fn note(&mut self, now: Moment, mut samples: Vec<ProcessSample>) -> Vec<(u32, Worked)> {
-        let before = self.stamp;
-        samples.sort_by_key(|sample| sample.at);
-        let mut news = Vec::with_capacity(samples.len());
-        for ProcessSample { pid, at, percent } in samples {
-            let last = self.processes.insert(pid, at).unwrap_or(before);
-            let length = match at.saturating_sub(last) {
-                0 => continue,
-                length if length > LONGEST_SAMPLE_MICROS => FIRST_SAMPLE_MICROS,
-                length => length,
-            };
-            self.stamp = self.stamp.max(at);
-            let to = now.of_sample(at);
-            let worked = Worked {
-                from: to.saturating_sub(length * 1000),
-                to,
-                part: f64::from(percent.min(100)) / 100.0,
-            };
-            news.push((pid, worked));
+    /// The time after which samples are new; 0 for all of them. A clock that was set back makes all
+    /// later samples older than the last answer.
+    fn since(&mut self, now: Moment) -> u64 {
+        if now.micros < self.read {
+            self.stamp = 0;
         }
-        let oldest = self.stamp.saturating_sub(LONGEST_SAMPLE_MICROS);
-        self.processes.retain(|_, at| *at >= oldest);
-        news
+        self.read = now.micros;
+        self.stamp
+    }
+
+    /// The answer with these samples. NVML has one of each process that worked since the last answer, with
+    /// the part of all that time (`nvmlDeviceGetProcessUtilization` in nvml.h).
+    fn note(&mut self, now: Moment, samples: &[ProcessSample]) -> ByProcess {
+        let before = self.stamp;
+        let Some(newest) = samples.iter().map(|sample| sample.at).max() else {
+            return ByProcess::NothingNew;
+        };
+        if newest <= before {
+            return ByProcess::NothingNew;
+        }
+        self.stamp = newest;
+        if before == 0 {
+            // Of all that the driver remembers.
+            return ByProcess::NothingNew;
+        }
+        let length = match newest - before {
+            length if length > LONGEST_MICROS => AFTER_IDLE_MICROS,
+            length => length,
+        };
+        let to = now.of_sample(newest);
+        let part = |sample: &ProcessSample| f64::from(sample.percent.min(100)) / 100.0;
+        ByProcess::Answer(Answer {
+            from: to.saturating_sub(length * 1000),
+            to,
+            processes: samples
+                .iter()
+                .map(|sample| (sample.pid, part(sample)))
+                .collect(),
+        })
     }
 }
 
@@ -174,11 +205,17 @@ impl Utilization for NvmlUtilization {
         Some(f64::from(percent.min(100)) / 100.0)
     }
 
-    fn by_process(&mut self, gpu_uuid: &str) -> Option<Vec<(u32, Worked)>> {
-        let since = self.last.get(gpu_uuid).map_or(0, |last| last.stamp);
-        let samples = self.open()?.process_utilization(gpu_uuid, since).ok()?;
+    fn by_process(&mut self, gpu_uuid: &str) -> ByProcess {
         let last = self.last.entry(gpu_uuid.to_owned()).or_default();
-        Some(last.note(Moment::now(), samples))
+        let since = last.since(Moment::now());
+        let Some(Ok(samples)) = self
+            .open()
+            .map(|nvml| nvml.process_utilization(gpu_uuid, since))
+        else {
+            return ByProcess::Unknown;
+        };
+        let last = self.last.entry(gpu_uuid.to_owned()).or_default();
+        last.note(Moment::now(), &samples)
     }
 }
 
@@ -272,70 +309,110 @@ mod tests {
         // supports.
         for _ in 0..3 {
             assert_eq!(utilization.whole("elsewhere"), None);
-            assert_eq!(utilization.by_process("here"), None);
+            assert_eq!(utilization.by_process("here"), ByProcess::Unknown);
             assert_eq!((utilization.whole("here"), opened()), (Some(0.5), 2));
         }
         later(&mut utilization);
-        assert_eq!(utilization.by_process("here"), None);
+        assert_eq!(utilization.by_process("here"), ByProcess::Unknown);
         assert_eq!((utilization.whole("here"), opened()), (Some(0.5), 2));
         assert_eq!(utilization.whole("elsewhere"), None);
         assert_eq!((utilization.whole("here"), opened()), (Some(0.5), 3));
     }
 
-    /// The driver samples each process separately, and need not sample all of them at a time.
+    const START: u64 = 1_700_000_000_000_000;
+
+    /// So many milliseconds after the start.
+    fn moment(millis: u64) -> Moment {
+        Moment {
+            micros: START + millis * 1000,
+            monotonic: (5000 + millis) * 1_000_000,
+        }
+    }
+
+    /// From, to and the parts by PID.
+    type Noted = (u64, u64, Vec<(u32, f64)>);
+
+    /// The answer that is read at `millis`.
+    fn noted(last: &mut Last, millis: u64, samples: &[(u32, u64, u32)]) -> Option<Noted> {
+        last.since(moment(millis));
+        let sample = |&(pid, millis, percent): &(u32, u64, u32)| ProcessSample {
+            pid,
+            at: START + millis * 1000,
+            percent,
+        };
+        let samples: Vec<_> = samples.iter().map(sample).collect();
+        match last.note(moment(millis), &samples) {
+            ByProcess::Answer(answer) => {
+                let millis = |nanos: u64| (nanos + 500_000) / 1_000_000 - 5000;
+                Some((millis(answer.from), millis(answer.to), answer.processes))
+            }
+            _ => None,
+        }
+    }
+
+    /// The driver samples about six times a second and may name one process in each sample.
     #[test]
-    fn a_sample_describes_the_time_since_the_one_before() {
-        let sample = |pid, at, percent| ProcessSample { pid, at, percent };
-        let start = 1_700_000_000_000_000;
+    fn an_answer_describes_the_time_since_the_one_before() {
         let mut last = Last::default();
-        // Read `late` microseconds after the newest; in milliseconds after the start.
-        let mut note = |late, samples: &[(u32, u64, u32)]| {
-            let at = |millis| start + millis * 1000;
-            let newest = samples.iter().map(|(_, millis, _)| *millis).max().unwrap();
-            let now = Moment {
-                micros: at(newest) + late,
-                monotonic: (5000 + newest) * 1_000_000 + late * 1000,
+        // The first one is of all that the driver remembers.
+        assert_eq!(noted(&mut last, 1000, &[(1, 1000, 30)]), None);
+        assert_eq!(
+            noted(&mut last, 1250, &[(2, 1167, 60), (1, 1167, 5)]),
+            Some((1000, 1167, vec![(2, 0.6), (1, 0.05)]))
+        );
+        assert_eq!(noted(&mut last, 1300, &[]), None);
+        // A process that is not named did nothing, and the next sample of it is of the time since then.
+        assert_eq!(
+            noted(&mut last, 1350, &[(1, 1334, 100)]),
+            Some((1167, 1334, vec![(1, 1.0)]))
+        );
+        assert_eq!(
+            noted(&mut last, 1510, &[(2, 1501, 100)]),
+            Some((1334, 1501, vec![(2, 1.0)]))
+        );
+        // Two samples in one answer: each process has its part of the time of both.
+        assert_eq!(
+            noted(&mut last, 1900, &[(2, 1668, 50), (1, 1835, 150)]),
+            Some((1501, 1835, vec![(2, 0.5), (1, 1.0)]))
+        );
+        assert_eq!(noted(&mut last, 1950, &[(1, 1835, 50)]), None);
+        // A sample every second comes a little late.
+        assert_eq!(
+            noted(&mut last, 2850, &[(1, 2838, 40)]),
+            Some((1835, 2838, vec![(1, 0.4)]))
+        );
+        // The GPU was idle.
+        assert_eq!(
+            noted(&mut last, 9000, &[(1, 9000, 40)]),
+            Some((8833, 9000, vec![(1, 0.4)]))
+        );
+    }
+
+    #[test]
+    fn a_clock_that_is_set_back_or_is_another_one_is_lived_with() {
+        let mut last = Last::default();
+        noted(&mut last, 10_000, &[(1, 10_000, 30)]);
+        assert!(noted(&mut last, 10_200, &[(1, 10_167, 30)]).is_some());
+        // Set back by five seconds: the next answer begins anew.
+        assert_eq!(last.since(moment(5200)), 0);
+        assert_eq!(noted(&mut last, 5300, &[(1, 5300, 30)]), None);
+        assert!(noted(&mut last, 5500, &[(1, 5467, 30)]).is_some());
+        // A driver whose clock begins at its start: the newest sample is of now.
+        let mut last = Last::default();
+        for (at, is_first) in [(4_711_000, true), (4_878_000, false)] {
+            let sample = ProcessSample {
+                pid: 1,
+                at,
+                percent: 10,
             };
-            let samples = samples
-                .iter()
-                .map(|(pid, millis, percent)| sample(*pid, at(*millis), *percent));
-            let found = last.note(now, samples.collect());
-            let millis = |nanos: u64| (nanos + 500_000) / 1_000_000 - 5000;
-            found
-                .into_iter()
-                .map(|(pid, worked)| (pid, millis(worked.from), millis(worked.to), worked.part))
-                .collect::<Vec<_>>()
-        };
-        // Nothing is known of the time before the first.
-        assert_eq!(note(0, &[(1, 1000, 30)]), [(1, 833, 1000, 0.3)]);
-        assert_eq!(
-            note(90_000, &[(2, 1167, 60), (1, 1167, 5)]),
-            [(2, 1000, 1167, 0.6), (1, 1000, 1167, 0.05)]
-        );
-        // The second process is missing once, and its next sample is for the whole time.
-        assert_eq!(note(0, &[(1, 1333, 10)]), [(1, 1167, 1333, 0.1)]);
-        assert_eq!(
-            note(0, &[(1, 1500, 10), (2, 1500, 70)]),
-            [(1, 1333, 1500, 0.1), (2, 1167, 1500, 0.7)]
-        );
-        // Several samples of a process, in any order; the same one again is nothing new.
-        assert_eq!(
-            note(0, &[(1, 2000, 30), (1, 1800, 20), (2, 1500, 70)]),
-            [(1, 1500, 1800, 0.2), (1, 1800, 2000, 0.3)]
-        );
-        // After more than a second without a sample.
-        assert_eq!(note(0, &[(2, 4000, 120)]), [(2, 3833, 4000, 1.0)]);
-        assert_eq!(last.processes.len(), 1);
-        // A driver with another clock.
-        let now = Moment {
-            micros: start,
-            monotonic: 9_000_000_000,
-        };
-        let mut last = Last::default();
-        let found = last.note(now, vec![sample(1, 4711, 10)]);
-        assert_eq!(found[0].1.to, now.monotonic);
-        let found = last.note(now, vec![sample(1, start + 90_000_000, 10)]);
-        assert_eq!(found[0].1.to, now.monotonic);
+            last.since(moment(1000));
+            match last.note(moment(1000), &[sample]) {
+                ByProcess::Answer(answer) => {
+                    assert_eq!((answer.to, is_first), (moment(1000).monotonic, false));
+                }
+                other => assert_eq!((other, is_first), (ByProcess::NothingNew, true)),
+            }
+        }
     }
 
     #[test]

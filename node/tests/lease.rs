@@ -9,11 +9,10 @@ use std::time::{Duration, Instant};
 
 use tranche_api::share_config::ComputeMode;
 use tranche_driver::preparation::Cap;
-use tranche_node::compute::evidence::Worked;
 use tranche_node::page::{AccountFile, cap_page, read_cap};
 use tranche_node::sampler::Sampler;
 use tranche_node::sweep::{Sweeper, reclaim};
-use tranche_node::utilization::Utilization;
+use tranche_node::utilization::{ByProcess, Utilization};
 use tranche_shim_core::AccountPage;
 
 const GPU: &str = "GPU-00112233-4455-6677-8899-aabbccddeeff";
@@ -57,8 +56,8 @@ impl Utilization for Unknown {
     fn whole(&mut self, _: &str) -> Option<f64> {
         None
     }
-    fn by_process(&mut self, _: &str) -> Option<Vec<(u32, Worked)>> {
-        None
+    fn by_process(&mut self, _: &str) -> ByProcess {
+        ByProcess::Unknown
     }
 }
 

@@ -1,32 +1,44 @@
 //! What a share was charged, and how long the GPU worked for it, in the same time.
 //!
-//! A sample of NVML describes a time that is over: it arrives up to a second after that time began.
+//! An answer of NVML describes a time that is over: it arrives up to a second after that time began.
 //! What was charged is known at once. If both were compared as they arrive, every program that
-//! starts, ends or changes its kernels would be compared with the one before it. So a step is
-//! compared when the samples of its time have arrived.
+//! starts, ends or changes its kernels would be compared with the one before it. So a step waits for
+//! the answer that describes its time; a step that none describes is not compared.
 
 use std::collections::VecDeque;
 
-use super::{PERIOD_NANOS, as_f64};
+use super::as_f64;
 
-/// The longest time that a sample describes, in nanoseconds: the driver samples every 1/6 s to 1 s.
-const LONGEST_SAMPLE: u64 = 1_000_000_000;
+/// How long a step waits for an answer, in nanoseconds: twice the longest time between two samples of
+/// the driver.
+const PATIENCE_NANOS: u64 = 2_000_000_000;
 
-/// How long after its time a sample is read at the latest, in nanoseconds.
-const READ_NANOS: u64 = 2 * PERIOD_NANOS;
+/// The part of a step that must be described by answers.
+const DESCRIBED: f64 = 0.9;
 
-/// The most samples that are kept for a share: those of 100 processes, each sampled every 100 ms.
-const SAMPLES: usize = 1024;
+/// What NVML reports of a share.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Report {
+    /// NVML does not report processes, or it is not known which of them are the share's.
+    Unknown,
+    /// There is no answer that is newer than the last one.
+    NothingNew,
+    /// What an answer says.
+    Worked(Worked),
+}
 
-/// A sample: how much the GPU worked for a process of a share.
+/// How much the GPU worked for a share in a time.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Worked {
-    /// When the time that the sample describes begins, `CLOCK_MONOTONIC` in nanoseconds.
+    /// When that time begins, `CLOCK_MONOTONIC` in nanoseconds.
     pub from: u64,
     /// When it ends.
     pub to: u64,
-    /// The part of that time, 0 to 1.
+    /// The part of it in which the GPU worked for the share's processes, 0 to 1.
     pub part: f64,
+    /// The part in which it worked for processes that have ended since, 0 to 1: they may have been the
+    /// share's.
+    pub ended: f64,
 }
 
 /// A step, as the share's account describes it.
@@ -34,8 +46,8 @@ pub struct Worked {
 pub(super) struct Step {
     pub from: u64,
     pub to: u64,
-    /// The GPU time of the launches, as a part of the step.
-    pub reckons: f64,
+    /// The GPU time that was charged, as a part of the step; below 0 for a correction.
+    pub charged: f64,
     /// Whether the share was in debt at the end.
     pub in_debt: bool,
 }
@@ -47,13 +59,27 @@ impl Step {
     }
 }
 
-/// The steps and samples of a share that are not compared yet.
+/// A step and what the GPU worked in it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Compared {
+    pub step: Step,
+    part: f64,
+    ended: f64,
+}
+
+impl Compared {
+    /// The part of the step in which the GPU worked for the share, 0 to 1. Of the work for processes
+    /// that have ended it has as much as `expected` needs.
+    pub fn worked(&self, expected: f64) -> f64 {
+        expected.clamp(self.part, (self.part + self.ended).min(1.0))
+    }
+}
+
+/// The steps and answers of a share that are not compared yet.
 #[derive(Debug, Default)]
 pub(super) struct Evidence {
     steps: VecDeque<Step>,
-    samples: VecDeque<Worked>,
-    /// The longest time that a recent sample describes, in nanoseconds; 0 without a sample.
-    longest: u64,
+    answers: VecDeque<Worked>,
 }
 
 impl Evidence {
@@ -62,168 +88,153 @@ impl Evidence {
         self.steps.push_back(step);
     }
 
-    /// Adds samples, which may overlap where they are of several processes.
-    pub fn add_samples(&mut self, samples: &[Worked]) {
-        for sample in samples {
-            let length = sample.to.saturating_sub(sample.from);
-            let recent = self.longest - self.longest / 32;
-            self.longest = length.clamp(recent, LONGEST_SAMPLE.max(recent));
-        }
-        self.samples.extend(samples);
-        let excess = self.samples.len().saturating_sub(SAMPLES);
-        self.samples.drain(..excess);
+    /// Adds the newest answer.
+    pub fn add(&mut self, answer: Worked) {
+        self.answers.push_back(answer);
     }
 
-    /// The oldest step whose evidence is complete at `now`, and the part of it in which the GPU
-    /// worked for the share.
-    pub fn next(&mut self, now: u64) -> Option<(Step, f64)> {
-        let step = *self.steps.front()?;
-        let longest = match self.longest {
-            0 => LONGEST_SAMPLE,
-            known => known,
-        };
-        if now < step.to.saturating_add(longest + READ_NANOS) {
-            return None;
+    /// The oldest step that is not compared yet and whose time answers describe.
+    pub fn next(&mut self, now: u64) -> Option<Compared> {
+        loop {
+            let step = *self.steps.front()?;
+            let known_to = self.answers.back().map_or(0, |answer| answer.to);
+            if known_to < step.to && now < step.to.saturating_add(PATIENCE_NANOS) {
+                return None;
+            }
+            self.steps.pop_front();
+            let compared = self.compare(step);
+            self.answers.retain(|answer| answer.to > step.to);
+            if compared.is_some() {
+                return compared;
+            }
         }
-        self.steps.pop_front();
-        let worked: f64 = self
-            .samples
-            .iter()
-            .map(|sample| {
-                let both = sample
-                    .to
-                    .min(step.to)
-                    .saturating_sub(sample.from.max(step.from));
-                as_f64(both) * sample.part
-            })
-            .sum();
-        self.samples.retain(|sample| sample.to > step.to);
-        Some((step, (worked / as_f64(step.elapsed().max(1))).min(1.0)))
+    }
+
+    fn compare(&self, step: Step) -> Option<Compared> {
+        let (mut described, mut part, mut ended) = (0.0, 0.0, 0.0);
+        for answer in &self.answers {
+            let to = answer.to.min(step.to);
+            let both = as_f64(to.saturating_sub(answer.from.max(step.from)));
+            described += both;
+            part += both * answer.part;
+            ended += both * answer.ended;
+        }
+        let is_described = described > 0.0 && described >= DESCRIBED * as_f64(step.elapsed());
+        is_described.then(|| Compared {
+            step,
+            part: (part / described).min(1.0),
+            ended: (ended / described).min(1.0),
+        })
+    }
+
+    /// The debts of the steps until now are cancelled.
+    pub fn forgive(&mut self) {
+        for step in &mut self.steps {
+            step.in_debt = false;
+        }
     }
 
     /// Forgets everything, because NVML does not report the share's processes any more.
     pub fn clear(&mut self) {
-        self.steps.clear();
-        self.samples.clear();
-    }
-}
-
-/// Averages of the measured and the estimated utilization, 0 to 1.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Ratio {
-    pub worked: f64,
-    pub reckoned: f64,
-    /// The weight of a period.
-    weight: f64,
-}
-
-impl Ratio {
-    /// Averages of about a second, so that a launch and all of the samples of its run are in them.
-    pub fn of_a_second() -> Self {
-        Self::new(0.1)
-    }
-
-    /// Averages of some seconds.
-    pub fn of_seconds() -> Self {
-        Self::new(0.025)
-    }
-
-    fn new(weight: f64) -> Self {
-        Self {
-            worked: 0.0,
-            reckoned: 0.0,
-            weight,
-        }
-    }
-
-    /// Adds a step of `elapsed` nanoseconds.
-    pub fn add(&mut self, elapsed: u64, worked: f64, reckoned: f64) {
-        let weight = (self.weight * as_f64(elapsed) / as_f64(PERIOD_NANOS)).min(1.0);
-        self.worked += (worked - self.worked) * weight;
-        self.reckoned += (reckoned - self.reckoned) * weight;
-    }
-
-    /// Measured by estimated; `None` where there was too little work.
-    pub fn value(self) -> Option<f64> {
-        let enough = self.worked >= 0.002 && self.reckoned >= 0.0005;
-        enough.then(|| self.worked / self.reckoned)
+        *self = Self::default();
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::{Evidence, LONGEST_SAMPLE, Step, Worked};
+    use super::{Compared, Evidence, Step, Worked};
 
     const MILLI: u64 = 1_000_000;
 
-    fn step(from: u64, reckons: f64) -> Step {
+    fn step(from: u64) -> Step {
         Step {
             from: from * MILLI,
             to: (from + 100) * MILLI,
-            reckons,
-            in_debt: false,
+            charged: 1.0,
+            in_debt: true,
         }
     }
 
-    fn sample(from: u64, to: u64, part: f64) -> Worked {
+    fn answer(from: u64, to: u64, part: f64) -> Worked {
         Worked {
             from: from * MILLI,
             to: to * MILLI,
             part,
+            ended: 0.0,
         }
     }
 
-    fn worked(evidence: &mut Evidence, now: u64) -> Vec<f64> {
+    fn parts(evidence: &mut Evidence, now: u64) -> Vec<(u64, f64)> {
         std::iter::from_fn(|| evidence.next(now * MILLI))
-            .map(|(_, worked)| (worked * 1000.0).round() / 1000.0)
+            .map(|compared| {
+                let part = (compared.worked(0.0) * 1000.0).round() / 1000.0;
+                (compared.step.from / MILLI, part)
+            })
             .collect()
     }
 
     #[test]
-    fn a_step_is_compared_with_the_samples_of_its_time() {
+    fn a_step_is_compared_with_the_answers_of_its_time() {
         let mut evidence = Evidence::default();
-        for from in [1000, 1100, 1200] {
-            evidence.add_step(step(from, 1.0));
+        for from in [1000, 1100, 1200, 1300] {
+            evidence.add_step(step(from));
         }
-        // Of two processes; one sample begins before the first step, one ends in the last.
-        evidence.add_samples(&[
-            sample(850, 1050, 0.5),
-            sample(1050, 1250, 0.2),
-            sample(1000, 1200, 0.1),
-        ]);
-        assert_eq!(worked(&mut evidence, 5000), [0.45, 0.3, 0.1]);
-        assert!(evidence.steps.is_empty() && evidence.samples.is_empty());
-        // The parts of several processes together are at most the whole GPU.
-        evidence.add_step(step(2000, 1.0));
-        evidence.add_samples(&[sample(2000, 2100, 0.7), sample(2000, 2100, 0.7)]);
-        assert_eq!(worked(&mut evidence, 5000), [1.0]);
+        // The first answer begins before the first step.
+        evidence.add(answer(850, 1050, 0.5));
+        assert!(parts(&mut evidence, 1400).is_empty());
+        evidence.add(answer(1050, 1250, 0.2));
+        assert_eq!(parts(&mut evidence, 1400), [(1000, 0.35), (1100, 0.2)]);
+        evidence.add(answer(1250, 1400, 0.4));
+        assert_eq!(parts(&mut evidence, 1500), [(1200, 0.3), (1300, 0.4)]);
+        assert!(evidence.steps.is_empty() && evidence.answers.is_empty());
+    }
+
+    /// Unknown work is not the same as no work.
+    #[test]
+    fn a_step_that_no_answer_describes_is_not_compared() {
+        let mut evidence = Evidence::default();
+        for from in [1000, 1100, 1200, 1300] {
+            evidence.add_step(step(from));
+        }
+        // The driver did not answer for a while.
+        evidence.add(answer(900, 1100, 0.5));
+        evidence.add(answer(1250, 1400, 0.5));
+        assert_eq!(parts(&mut evidence, 1400), [(1000, 0.5), (1300, 0.5)]);
+        // It does not answer any more.
+        evidence.add_step(step(1400));
+        assert!(parts(&mut evidence, 3499).is_empty());
+        assert_eq!(evidence.steps.len(), 1);
+        assert!(parts(&mut evidence, 3500).is_empty());
+        assert!(evidence.steps.is_empty());
     }
 
     #[test]
-    fn a_step_waits_as_long_as_samples_take() {
+    fn what_ended_processes_did_is_the_shares_as_far_as_it_was_charged() {
         let mut evidence = Evidence::default();
-        evidence.add_step(step(1000, 1.0));
-        // Nothing is known of the driver's period: a second, and two steps until it is read.
-        assert!(worked(&mut evidence, 2299).is_empty());
-        assert_eq!(worked(&mut evidence, 2300), [0.0]);
-        // The driver samples every 100 ms.
-        let mut at = 3000;
-        while at < 20_000 {
-            evidence.add_step(step(at, 1.0));
-            evidence.add_samples(&[sample(at, at + 100, 1.0)]);
-            worked(&mut evidence, at);
-            at += 100;
+        evidence.add_step(step(1000));
+        evidence.add(Worked {
+            ended: 0.5,
+            ..answer(1000, 1100, 0.2)
+        });
+        let compared: Compared = evidence.next(1100 * MILLI).unwrap();
+        for (expected, worked) in [(0.0, 0.2), (0.4, 0.4), (1.0, 0.7)] {
+            assert!(
+                (compared.worked(expected) - worked).abs() < 1e-9,
+                "{expected}"
+            );
         }
-        evidence.add_step(step(at, 1.0));
-        assert_eq!(worked(&mut evidence, at + 399), [1.0; 4]);
-        assert_eq!(worked(&mut evidence, at + 400), [0.0]);
-        // One sample was missing: the next one is longer, and so is the wait.
-        evidence.add_samples(&[sample(at, at + 300, 1.0)]);
-        evidence.add_step(step(at + 100, 1.0));
-        assert!(worked(&mut evidence, at + 699).is_empty());
-        assert_eq!(worked(&mut evidence, at + 700), [1.0]);
-        // No sample makes it wait for longer than the driver's longest period.
-        evidence.add_samples(&[sample(0, 1 << 40, 1.0)]);
-        assert_eq!(evidence.longest, LONGEST_SAMPLE);
+    }
+
+    #[test]
+    fn a_cancelled_debt_is_not_counted_again() {
+        let mut evidence = Evidence::default();
+        evidence.add_step(step(1000));
+        evidence.forgive();
+        evidence.add_step(step(1100));
+        evidence.add(answer(1000, 1200, 0.2));
+        let debts: Vec<bool> = std::iter::from_fn(|| evidence.next(1200 * MILLI))
+            .map(|compared| compared.step.in_debt)
+            .collect();
+        assert_eq!(debts, [false, true]);
     }
 }

@@ -16,8 +16,8 @@ impl Utilization for Busy {
     fn whole(&mut self, _: &str) -> Option<f64> {
         Some(self.0)
     }
-    fn by_process(&mut self, _: &str) -> Option<Vec<(u32, Worked)>> {
-        None
+    fn by_process(&mut self, _: &str) -> ByProcess {
+        ByProcess::Unknown
     }
 }
 
@@ -107,13 +107,14 @@ fn proc_of(root: &Path, pid: u32, mapped: &[&Path]) {
     fs::write(folder.join("maps"), maps).unwrap();
 }
 
-/// The parts of the samples that each share gets, after the first one spent so much.
+/// The part of an answer that each share gets, after the first one spent so much; and that of ended
+/// processes.
 fn assigned(
     proc: &Path,
     folders: &[PathBuf; 2],
     spent: u64,
     parts: &[(u32, f64)],
-) -> [Vec<f64>; 2] {
+) -> ([f64; 2], f64) {
     let mut shares = folders.each_ref().map(|folder| {
         let share = Opened::open(0, folder).unwrap().share;
         share.unwrap()
@@ -127,21 +128,20 @@ fn assigned(
         let nth = folders.iter().position(|known| known == folder)?;
         Some(&shares[nth])
     };
-    let sample = |&(pid, part): &(u32, f64)| {
-        let (from, to) = (1, 2);
-        (pid, Worked { from, to, part })
+    let answer = Answer {
+        from: 1,
+        to: 2,
+        processes: parts.to_vec(),
     };
-    let samples: Vec<_> = parts.iter().map(sample).collect();
-    let mut found = assign(&mut Processes::new(proc), 0, &samples, &readings, share_of);
-    shares.each_ref().map(|share| {
-        let worked = found.remove(&share.account_id).unwrap_or_default();
-        worked.iter().map(|sample| sample.part).collect()
-    })
+    let found = assign(&mut Processes::new(proc), 0, &answer, &readings, share_of);
+    let [one, two] = shares.each_ref().map(|share| found[&share.account_id]);
+    assert!((one.ended - two.ended).abs() < f64::EPSILON);
+    ([one.part, two.part], one.ended)
 }
 
 /// A container may have two shares of one GPU, and its programs use both.
 #[test]
-fn what_is_worked_for_a_process_of_two_shares_is_divided_as_they_reckoned() {
+fn what_is_worked_for_a_process_of_two_shares_is_divided_as_they_were_charged() {
     let root = tempfile::tempdir().unwrap();
     let folders = [
         share(root.path(), "a", Some(25)),
@@ -150,38 +150,41 @@ fn what_is_worked_for_a_process_of_two_shares_is_divided_as_they_reckoned() {
     let accounts = folders.each_ref().map(|folder| folder.join("account"));
     proc_of(root.path(), 7, &accounts.each_ref().map(PathBuf::as_path));
     let assigned = |spent| assigned(root.path(), &folders, spent, &[(7, 0.5)]);
-    // First neither has an estimate; then one of them has.
-    assert_eq!(assigned(0), [[0.25], [0.25]]);
-    assert_eq!(assigned(SECOND), [[0.5], [0.0]]);
+    // First neither was charged; then one of them was.
+    assert_eq!(assigned(0), ([0.25, 0.25], 0.0));
+    assert_eq!(assigned(SECOND), ([0.5, 0.0], 0.0));
 }
 
-/// A process that has ended or belongs to another user belongs to no share.
+/// A process without a share belongs to none; one that has ended may have belonged to any.
 #[test]
-fn a_process_that_cannot_be_seen_changes_nothing_for_the_others() {
+fn what_the_gpu_did_for_others_is_no_shares() {
     let root = tempfile::tempdir().unwrap();
     let folders = [
         share(root.path(), "a", Some(25)),
         share(root.path(), "b", Some(25)),
     ];
     proc_of(root.path(), 7, &[&folders[0].join("account")]);
-    let parts = [(7, 0.25), (8, 0.5), (7, 0.125)];
+    proc_of(root.path(), 8, &[]);
+    let parts = [(7, 0.25), (8, 0.5), (7, 0.125), (9, 0.0625)];
     let found = assigned(root.path(), &folders, 0, &parts);
-    assert_eq!(found, [vec![0.25, 0.125], vec![]]);
+    assert_eq!(found, ([0.375, 0.0], 0.0625));
 }
 
-/// NVML with samples of processes.
-struct Samples(Vec<(u32, Worked)>);
+/// NVML with an answer.
+struct Answering(Option<Answer>);
 
-impl Utilization for Samples {
+impl Utilization for Answering {
     fn whole(&mut self, _: &str) -> Option<f64> {
         Some(0.5)
     }
-    fn by_process(&mut self, _: &str) -> Option<Vec<(u32, Worked)>> {
-        Some(std::mem::take(&mut self.0))
+    fn by_process(&mut self, _: &str) -> ByProcess {
+        self.0
+            .take()
+            .map_or(ByProcess::NothingNew, ByProcess::Answer)
     }
 }
 
-/// Without a process of a share in NVML's samples only the whole GPU's utilization is known, which never
+/// Without a process of a share in NVML's answers only the whole GPU's utilization is known, which never
 /// raises a price above its measurement. With one, its share is compared with its own processes.
 #[test]
 fn shares_are_compared_one_by_one_where_their_processes_are_seen() {
@@ -191,24 +194,24 @@ fn shares_are_compared_one_by_one_where_their_processes_are_seen() {
         share(root.path(), "b", Some(25)),
     ];
     proc_of(root.path(), 7, &[&folders[0].join("account")]);
+    proc_of(root.path(), 8, &[]);
     let mut sampler = Sampler::new(root.path());
     let mut scale = |from: u64, seconds: u64, pid: u32| {
         let mut scale = 0;
         for step in 0..seconds * 10 {
             let now = (100 + from) * SECOND + step * SECOND / 10;
-            let before = now - SECOND / 10;
             // The GPU works for the first one twice as long as its account says.
             let spent = (now - 90 * SECOND) / 4;
             for folder in &folders {
                 spend(folder, spent);
             }
-            let sample = Worked {
-                from: before,
+            // Every other step has an answer.
+            let answer = (step % 2 == 0).then(|| Answer {
+                from: now - SECOND / 5,
                 to: now,
-                part: 0.5,
-            };
-            let outcomes = sampler.step(now, &folders, &mut Samples(vec![(pid, sample)]));
-            for sampled in outcomes {
+                processes: vec![(pid, 0.5)],
+            });
+            for sampled in sampler.step(now, &folders, &mut Answering(answer)) {
                 if sampled.share == folders[0] {
                     scale = sampled.outcome.unwrap().refill.scale;
                 }
@@ -298,8 +301,8 @@ impl Utilization for Counted {
         self.asked += 1;
         None
     }
-    fn by_process(&mut self, _: &str) -> Option<Vec<(u32, Worked)>> {
-        None
+    fn by_process(&mut self, _: &str) -> ByProcess {
+        ByProcess::Unknown
     }
     fn close(&mut self) {
         self.closed += 1;

@@ -3,12 +3,12 @@
 //! The GPU runs one kernel at a time and lets processes take turns of 2 ms. Programs launch as the
 //! shim lets them: the same prices, batches and accounts, and measurements as events make them, with
 //! the time of everything else that ran in between. The sampler steps every 100 ms, with the
-//! utilization in whole percent: of the GPU in the last second, and of each process since the
-//! driver's last sample, as NVML reports it.
+//! utilization in whole percent: of the GPU in the last second, and of each process since the last
+//! answer, as NVML reports it.
 
 use std::collections::VecDeque;
 
-use tranche_node::compute::evidence::Worked;
+use tranche_node::compute::evidence::{Report, Worked};
 use tranche_node::compute::{Controller, Decision, PERIOD_NANOS, Reading};
 use tranche_shim_core::compute::batch::BATCH_NANOS;
 use tranche_shim_core::compute::bucket::Wait;
@@ -32,7 +32,8 @@ pub struct Share {
     pub last: Option<Decision>,
     /// The GPU time of its kernels, and since when it is counted.
     pub ran: u64,
-    worked: Vec<Worked>,
+    /// Nanoseconds since the last answer in which the GPU worked for it, by the driver's samples.
+    worked: f64,
 }
 
 /// A process that launches as much as it may.
@@ -110,23 +111,37 @@ fn key_of(which: usize) -> u64 {
     key(which as u64 + 1, [0; 3])
 }
 
+/// What NVML reports.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Nvml {
+    /// The GPU's utilization and that of each process.
+    EachProcess,
+    /// In each sample the process that is found running, with the GPU's utilization.
+    OneProcess,
+    /// The GPU's utilization only, or processes that cannot be assigned to shares.
+    WholeGpu,
+    /// Nothing.
+    Silent,
+}
+
 pub struct World {
     pub now: u64,
     pub shares: Vec<Share>,
     pub programs: Vec<Program>,
     pub node_lives: bool,
-    /// Whether NVML's processes can be assigned to shares.
-    pub by_share: bool,
-    /// Whether NVML answers.
-    pub nvml_answers: bool,
+    pub nvml: Nvml,
     /// Percent of the GPU's time that processes without a share use.
     pub foreign: u8,
     /// How long the GPU stands still between two processes, and the rest of the present switch.
     pub switch: u64,
     switching: u64,
-    /// The time between two of the driver's samples.
+    /// The time between two of the driver's samples, and the last one's.
     pub samples_every: u64,
     sampled: u64,
+    /// The last answer's time, and nanoseconds since then that the GPU worked for ended processes.
+    answered: u64,
+    ended: f64,
+    random: u64,
     controller: Controller<usize>,
     next_step: u64,
     /// The process whose turn it is, and the rest of its time slice.
@@ -149,7 +164,7 @@ impl World {
             lie: None,
             last: None,
             ran: 0,
-            worked: Vec::new(),
+            worked: 0.0,
         };
         Self {
             // The machine has been up for some time.
@@ -157,13 +172,15 @@ impl World {
             shares: shares.iter().map(share).collect(),
             programs: Vec::new(),
             node_lives: true,
-            by_share: true,
-            nvml_answers: true,
+            nvml: Nvml::EachProcess,
             foreign: 0,
             switch: 0,
             switching: 0,
             samples_every: SECOND / 6,
             sampled: 1000 * SECOND,
+            answered: 1000 * SECOND,
+            ended: 0.0,
+            random: 1,
             controller: Controller::default(),
             next_step: 1000 * SECOND,
             turn: 0,
@@ -215,20 +232,50 @@ impl World {
         self.shares.iter().zip(before).map(percent).collect()
     }
 
-    /// The driver's sample of each process that has run since the last one, until it has ended.
+    /// The driver's sample.
     fn sample(&mut self) {
-        let (from, to) = (std::mem::replace(&mut self.sampled, self.now), self.now);
+        let length = self.now - std::mem::replace(&mut self.sampled, self.now);
+        let all: u64 = self.programs.iter().map(|program| program.ran).sum();
+        self.random = self
+            .random
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1);
+        // A moment of the GPU's work.
+        let mut moment = (self.random >> 33) % all.max(1);
         for program in &mut self.programs {
-            let ran = std::mem::take(&mut program.ran);
-            if ran == 0 || (self.now >= program.until && program.lane.is_empty()) {
-                continue;
+            let mut ran = std::mem::take(&mut program.ran);
+            if self.nvml == Nvml::OneProcess {
+                let is_named = moment < ran;
+                moment = if is_named { u64::MAX } else { moment - ran };
+                ran = if is_named { all } else { 0 };
             }
-            self.shares[program.share].worked.push(Worked {
-                from,
-                to,
-                part: percent(ran, to - from),
-            });
+            #[expect(clippy::cast_precision_loss, reason = "at most a second")]
+            let worked = percent(ran, length) * length as f64;
+            if self.now >= program.until && program.lane.is_empty() {
+                self.ended += worked;
+            } else {
+                self.shares[program.share].worked += worked;
+            }
         }
+    }
+
+    /// What NVML reports of a share.
+    fn report(&self, share: &Share) -> Report {
+        if matches!(self.nvml, Nvml::WholeGpu | Nvml::Silent) {
+            return Report::Unknown;
+        }
+        let (from, to) = (self.answered, self.sampled);
+        if from == to {
+            return Report::NothingNew;
+        }
+        #[expect(clippy::cast_precision_loss, reason = "some seconds")]
+        let part = |nanos: f64| (nanos / (to - from) as f64).min(1.0);
+        Report::Worked(Worked {
+            from,
+            to,
+            part: part(share.worked),
+            ended: part(self.ended),
+        })
     }
 
     /// The sampler's step.
@@ -236,7 +283,7 @@ impl World {
         self.next_step = self.now + PERIOD_NANOS;
         let busy = percent_of_last_second(&mut self.history, self.ran);
         let busy = busy.map(|busy| (busy + f64::from(self.foreign) / 100.0).min(1.0));
-        let busy = busy.filter(|_| self.nvml_answers);
+        let busy = busy.filter(|_| self.nvml != Nvml::Silent);
         if !self.node_lives {
             return;
         }
@@ -253,13 +300,15 @@ impl World {
                         policy: share.policy,
                         position,
                         spent: share.lie.unwrap_or(spent),
-                        worked: (self.by_share && self.nvml_answers).then(|| share.worked.clone()),
+                        report: self.report(share),
                     },
                 )
             })
             .collect();
+        self.answered = self.sampled;
+        self.ended = 0.0;
         for share in &mut self.shares {
-            share.worked.clear();
+            share.worked = 0.0;
         }
         let written: Vec<Refill> = self.shares.iter().map(|share| share.refill).collect();
         for (nth, decision) in self

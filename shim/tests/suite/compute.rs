@@ -267,7 +267,7 @@ fn contended(machine: Machine, shares: &[(u8, ComputePolicy, &str)]) -> (Vec<f64
 /// other ways: none is charged for what the one before it did.
 #[test]
 fn a_program_after_another_gets_the_share() {
-    const LOOKS: u64 = 6000;
+    const LOOKS: u64 = 10_000;
     let root = std::env::temp_dir().join(format!(
         "tranche-shim-{}-after-{}",
         std::process::id(),
