@@ -26,8 +26,8 @@
 //! example because its first measurements were made under contention. The node cancels such a debt.
 //!
 //! Accounts are not trusted: a share that writes too little gets a higher scale, up to
-//! [`MOST_SCALE`], and is [`Decision::suspect`], as is one that writes more than it was granted. What a
-//! share writes changes no other share's scale by more than the part of a full GPU that goes to switching.
+//! [`MOST_SCALE`], and is [`Decision::suspect`], as is one that writes more than it was granted. For the
+//! scales of others no share counts with more than it was granted.
 
 pub mod evidence;
 mod ratio;
@@ -60,6 +60,10 @@ const STEP: f64 = 0.03;
 /// A GPU that works for this part of the time has none left: the rest goes to switching between
 /// processes.
 const FULL: f64 = 0.9;
+
+/// On a full GPU a smaller difference than this part is no reason to change a scale: what waits in the
+/// queues cannot be told from wrong prices to the percent, and small changes would add up.
+const NEAR: f64 = 0.05;
 
 /// Weight of a step in the average of what a share uses.
 const USE_WEIGHT: f64 = 0.2;
@@ -279,15 +283,17 @@ impl<K: Ord + Clone> Controller<K> {
             if is_settled(share)
                 && let Some(ratio) = in_common
             {
-                share.follow((ratio * share.scale).min(share.scale.max(1.0)));
+                share.follow((ratio * share.scale).min(share.scale.max(1.0)), 1);
             }
         }
         let runs = self.part_that_runs(now, shares);
         for (key, cores, steps) in compared {
             if let Some(share) = self.shares.get_mut(key) {
                 share.note_charges(now, cores, steps);
-                if let Some(ratio) = share.averages.ratio() {
-                    share.follow(ratio / runs);
+                if let Some(ratio) = share.averages.ratio()
+                    && !(runs < 1.0 && is_near(ratio / runs, share.scale))
+                {
+                    share.follow(ratio / runs, steps);
                 }
             }
         }
@@ -388,11 +394,18 @@ impl Share {
         }
     }
 
-    fn follow(&mut self, wanted: f64) {
+    /// Moves the scale towards `wanted`, as far as it may in so many steps.
+    fn follow(&mut self, wanted: f64, steps: u32) {
         let (least, most) = (parts(LEAST_SCALE), parts(MOST_SCALE));
-        self.wrong = if wanted > most { self.wrong + 1 } else { 0 };
-        let step = (wanted / self.scale).clamp(1.0 - STEP, 1.0 + STEP);
-        self.scale = (self.scale * step).clamp(least, most);
+        self.wrong = if wanted > most {
+            self.wrong.saturating_add(steps)
+        } else {
+            0
+        };
+        let steps = steps.min(20).cast_signed();
+        let change = (1.0 + STEP).powi(steps);
+        let change = (wanted / self.scale).clamp(1.0 / change, change);
+        self.scale = (self.scale * change).clamp(least, most);
     }
 
     fn read(&mut self, now: u64, elapsed: u64, reading: &Reading) -> Option<Suspicion> {
@@ -545,6 +558,10 @@ fn rate(reading: &Reading, worker: Option<Worker>, workers: &[Option<Worker>]) -
 /// Whether two numbers of millionths are more than half a percent apart.
 fn differ(a: u64, b: u64) -> bool {
     a.abs_diff(b) * 200 > a.max(b)
+}
+
+fn is_near(wanted: f64, scale: f64) -> bool {
+    (wanted / scale - 1.0).abs() < NEAR
 }
 
 fn parts(millionths: u64) -> f64 {
