@@ -235,16 +235,26 @@ fn the_spare_of_a_dead_process_goes_with_its_slot_or_before() {
     let (dead, inherited, living) = (file.open(), file.open(), file.open());
     let slot = account.join(&dead, &inherited, 1, 0).unwrap();
     let living = account.join(&living, &living, 2, 0).unwrap();
-    account.reserve(slot, 4 * UNIT, 4 * UNIT, 4 * UNIT).unwrap();
+    let limit = 4 * UNIT;
+    account.reserve(slot, limit, limit, limit).unwrap();
     account.release(slot, 3 * UNIT);
     // A child has its files: what it held is charged, and what it did not use is free.
     drop(dead);
     assert_eq!(account.reclaim(&file.open()), 0);
-    assert_eq!(account.reserve(living, UNIT, UNIT, 4 * UNIT), Some(UNIT));
+    assert_eq!(account.reserve(living, UNIT, UNIT, limit), Some(UNIT));
     assert_eq!(account.used(), 2 * UNIT);
     drop(inherited);
     assert_eq!(account.reclaim(&file.open()), 1);
     assert_eq!((account.used(), reserved(&account)), (UNIT, UNIT));
+    // Without anybody who took it before.
+    let dead = file.open();
+    let slot = account.join(&dead, &dead, 3, 0).unwrap();
+    account.reserve(slot, 2 * UNIT, 2 * UNIT, limit).unwrap();
+    account.release(slot, 2 * UNIT);
+    drop(dead);
+    assert_eq!(reserved(&account), 3 * UNIT);
+    assert_eq!(account.reclaim(&file.open()), 1);
+    assert_eq!(reserved(&account), UNIT);
 }
 
 #[test]
