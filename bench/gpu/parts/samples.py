@@ -10,6 +10,8 @@ TITLE = "NVML's samples at 10 Hz under two counted programs"
 CORES = (30, 70)
 MICROS = 1_000
 PERIOD = 0.1
+# Percent of the GPU's time by which NVML's figures may miss the work.
+POINTS = 5
 
 
 class Sampling:
@@ -46,15 +48,24 @@ def run(machine):
         counted = [100 * found["kernels"] / bare for found in machine.together(started)]
     readings = len(sampling.samples)
     yield taken("readings", readings, seconds=seconds, period=PERIOD)
+    answers = by_answer(sampling.samples)
+    lengths = sorted(length for length, _ in answers)
+    middle = lengths[len(lengths) // 2] if lengths else None
+    yield taken("time that an answer describes, microseconds", middle, lengths=lengths)
+    named = [len(parts) for _, parts in answers]
+    yield taken("answers that name one process only", named.count(1), of=len(named))
     for process, cores, work in zip(started, CORES, counted):
         mine = [[(at, sm) for pid, at, sm in found if pid == process.pid] for found in sampling.samples]
         there = [one for one in mine if one]
         percents = [sm for one in there for _, sm in one]
         mean = sum(percents) / len(percents) if percents else None
+        reckoned = sum(length * parts.get(process.pid, 0) for length, parts in answers) / max(sum(lengths), 1)
         apart = distances([at for one in there for at, _ in one])
         name = f"the program with {cores} percent"
         yield taken(f"{name}: its work, percent of the whole", work)
         yield taken(f"{name}: mean of NVML's percents", mean, series=[one[-1][1] if one else None for one in mine])
+        what = f"{name}: its work as the node's sampler adds it up, percent"
+        yield with_target(what, reckoned, abs(reckoned - work) <= POINTS, f"{work:.0f} ± {POINTS}")
         yield taken(f"{name}: readings without a sample of it", len(mine) - len(there), of=readings, micros_apart=apart)
         memory = [found.get(process.pid) for found in sampling.memory]
         named = [one for one in memory if one is not None]
@@ -64,6 +75,19 @@ def run(machine):
         yield with_target(what, whole_time, good, "most", bytes=max(named, default=None))
     strangers = {pid for found in sampling.samples for pid, _, _ in found} - {process.pid for process in started}
     yield taken("PIDs in samples that belong to no program of this part", len(strangers))
+
+
+def by_answer(readings):
+    """Of each answer after the first: the microseconds since the one before it, and the percent of each PID."""
+    answers, before = [], None
+    for found in readings:
+        if not found:
+            continue
+        newest = max(at for _, at, _ in found)
+        if before is not None and newest > before:
+            answers.append((newest - before, {pid: sm for pid, _, sm in found}))
+        before = newest
+    return answers
 
 
 def distances(times):

@@ -26,7 +26,8 @@ replace_containerd() {
 	docker exec "$node" sh -euc '
 		systemctl stop kubelet.service
 		for image in $(ctr --namespace k8s.io images list --quiet | grep -E "/(kube-proxy|pause):"); do
-			ctr --namespace k8s.io images export /var/lib/image.tar "$image"
+			# --local: without it the program may end before it has written the whole archive (containerd 2.4).
+			ctr --namespace k8s.io images export --local /var/lib/image.tar "$image"
 			copyimg --import-from docker-archive:/var/lib/image.tar --image-name "$image"
 		done
 		rm /var/lib/image.tar

@@ -194,6 +194,8 @@ pub struct GpuState {
     pub used: AtomicU64,
     /// The highest value that [`Self::used`] has had.
     pub peak: AtomicU64,
+    /// How often memory was charged.
+    pub charges: AtomicU64,
     /// The order in which processes run.
     pub turns: Turns,
 }

@@ -100,7 +100,7 @@ impl Shared {
         &self,
         slot: usize,
         gpu: usize,
-        reclaim: impl FnOnce(),
+        reclaim: impl Fn(),
     ) -> Result<(), ChargeError> {
         let state = &self.gpus[gpu];
         let _guard = self.lock_reclaimed(slot, gpu, state.context_bytes, reclaim)?;
@@ -118,31 +118,38 @@ impl Shared {
         slot: usize,
         gpu: usize,
         bytes: u64,
-        reclaim: impl FnOnce(),
+        reclaim: impl Fn(),
     ) -> Result<(), ChargeError> {
         let _guard = self.lock_reclaimed(slot, gpu, bytes, reclaim)?;
         self.add_charge(slot, gpu, bytes)
     }
 
-    /// Takes a GPU's lock to charge `bytes`. Calls `reclaim` first where that would be a new peak, other slots hold memory,
-    /// and the GPU is large enough.
+    /// Takes a GPU's lock to charge `bytes`. Where that would be a new peak, other slots hold memory, and the GPU is large
+    /// enough, `reclaim` comes first, and nothing is charged between it and the lock: a process may end after it, and others
+    /// may be charged for what that process still has in the sum. The real driver frees the memory of a process before
+    /// anybody learns that it has ended.
     fn lock_reclaimed(
         &self,
         slot: usize,
         gpu: usize,
         bytes: u64,
-        reclaim: impl FnOnce(),
+        reclaim: impl Fn(),
     ) -> Result<Guard<'_>, ChargeError> {
         let state = &self.gpus[gpu];
-        let guard = lock(state, owner(slot))?;
-        let sum = state.used.load(Ordering::Relaxed).saturating_add(bytes);
-        let is_record = sum > state.peak.load(Ordering::Relaxed);
-        if !is_record || !self.is_shared(slot, gpu) || bytes > state.usable() {
-            return Ok(guard);
+        let mut reclaimed = None;
+        loop {
+            let guard = lock(state, owner(slot))?;
+            let sum = state.used.load(Ordering::Relaxed).saturating_add(bytes);
+            let is_record = sum > state.peak.load(Ordering::Relaxed);
+            let charges = state.charges.load(Ordering::Relaxed);
+            let is_reclaimed = reclaimed == Some(charges);
+            if !is_record || is_reclaimed || !self.is_shared(slot, gpu) || bytes > state.usable() {
+                return Ok(guard);
+            }
+            drop(guard);
+            reclaimed = Some(charges);
+            reclaim();
         }
-        drop(guard);
-        reclaim();
-        lock(state, owner(slot))
     }
 
     /// Whether other slots than `slot` hold memory.
@@ -164,6 +171,7 @@ impl Shared {
         state.used.store(used + bytes, Ordering::Relaxed);
         let peak = state.peak.load(Ordering::Relaxed);
         state.peak.store(peak.max(used + bytes), Ordering::Relaxed);
+        state.charges.fetch_add(1, Ordering::Relaxed);
         Ok(())
     }
 
@@ -362,6 +370,29 @@ mod tests {
         let refused = page.charge(2, 0, all, || page.reclaim(1));
         assert!(refused.is_err());
         assert_eq!(page.gpus[0].used.load(Ordering::Relaxed), 2 * MIB);
+    }
+
+    /// A process ends after the daemon was asked, and another one is charged for its memory meanwhile.
+    #[test]
+    fn who_ends_after_the_daemon_was_asked_is_in_no_peak_either() {
+        let page = page();
+        page.charge(0, 0, 5 * MIB, || ()).unwrap();
+        page.charge(2, 0, 5 * MIB, || ()).unwrap();
+        page.release(2, 0, 5 * MIB).unwrap();
+        let asked = Cell::new(0);
+        let reclaim = || {
+            asked.set(asked.get() + 1);
+            if asked.get() == 1 {
+                // Slot 0 ends now. 5 MiB more are no new peak.
+                page.charge(2, 0, 5 * MIB, || panic!("no new peak"))
+                    .unwrap();
+            } else {
+                page.reclaim(0);
+            }
+        };
+        page.charge(1, 0, 6 * MIB, reclaim).unwrap();
+        assert_eq!(asked.get(), 2);
+        assert_eq!(page.gpus[0].peak.load(Ordering::Relaxed), 11 * MIB);
     }
 
     #[test]
