@@ -19,8 +19,9 @@ export! {
     }
     fn cuDeviceGraphMemTrim(of: i32) {
         let device = device(of)?;
-        let unused = device.graph_pool().trim();
-        device.release(unused);
+        // Locked until the GPU has it back: nobody is told that the pool has less before.
+        let mut pool = device.graph_pool();
+        device.release(pool.trim());
         Ok(())
     }
 }
