@@ -38,6 +38,10 @@ fn share(root: &Path, name: &str, cores: Option<u8>) -> PathBuf {
     folder
 }
 
+fn two_shares(root: &Path) -> [PathBuf; 2] {
+    ["a", "b"].map(|name| share(root, name, Some(25)))
+}
+
 fn refill(folder: &Path) -> (u64, Refill) {
     let page: [u8; cap::LEN] = fs::read(folder.join("cap")).unwrap().try_into().unwrap();
     CapPage::decode(&page).unwrap();
@@ -143,10 +147,7 @@ fn assigned(
 #[test]
 fn what_is_worked_for_a_process_of_two_shares_is_divided_as_they_were_charged() {
     let root = tempfile::tempdir().unwrap();
-    let folders = [
-        share(root.path(), "a", Some(25)),
-        share(root.path(), "b", Some(25)),
-    ];
+    let folders = two_shares(root.path());
     let accounts = folders.each_ref().map(|folder| folder.join("account"));
     proc_of(root.path(), 7, &accounts.each_ref().map(PathBuf::as_path));
     let assigned = |spent| assigned(root.path(), &folders, spent, &[(7, 0.5)]);
@@ -159,10 +160,7 @@ fn what_is_worked_for_a_process_of_two_shares_is_divided_as_they_were_charged() 
 #[test]
 fn what_the_gpu_did_for_others_is_no_shares() {
     let root = tempfile::tempdir().unwrap();
-    let folders = [
-        share(root.path(), "a", Some(25)),
-        share(root.path(), "b", Some(25)),
-    ];
+    let folders = two_shares(root.path());
     proc_of(root.path(), 7, &[&folders[0].join("account")]);
     proc_of(root.path(), 8, &[]);
     let parts = [(7, 0.25), (8, 0.5), (7, 0.125), (9, 0.0625)];
@@ -189,10 +187,7 @@ impl Utilization for Answering {
 #[test]
 fn shares_are_compared_one_by_one_where_their_processes_are_seen() {
     let root = tempfile::tempdir().unwrap();
-    let folders = [
-        share(root.path(), "a", Some(25)),
-        share(root.path(), "b", Some(25)),
-    ];
+    let folders = two_shares(root.path());
     proc_of(root.path(), 7, &[&folders[0].join("account")]);
     proc_of(root.path(), 8, &[]);
     let mut sampler = Sampler::new(root.path());
