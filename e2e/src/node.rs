@@ -12,6 +12,9 @@ use tokio::process::Command;
 
 use crate::wait;
 
+/// The machine file of a node's simulated GPUs.
+pub const MACHINE: &str = "/etc/nvidia-sim/machine.toml";
+
 /// Our folder below the kubelet's: sockets, journals, files that are mounted into containers.
 pub const PLUGIN_DIR: &str = "/var/lib/kubelet/plugins/gpu.tranche.dev";
 

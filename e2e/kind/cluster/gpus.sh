@@ -1,4 +1,5 @@
 # Makes every worker a machine with GPUs: the simulator is installed in it like a driver, with a service of its own.
+# The parts stay in /opt/simulator, so that a test can install another driver version.
 # The node is a container, so its device nodes, driver files and GPU memory are its own.
 # shellcheck shell=bash
 
@@ -21,7 +22,6 @@ install_gpus() {
 	docker cp "$SIMULATOR" "$node:/opt/simulator"
 	docker exec "$node" /opt/simulator/install-root / --gpu-model "$GPU_MODEL" --gpus "$GPUS"
 	docker exec "$node" sh -euc "
-		rm -rf /opt/simulator
 		ldconfig
 		systemctl daemon-reload
 		systemctl restart nvidia-sim-persistenced.socket nvidia-sim-persistenced.service

@@ -1,15 +1,18 @@
-//! The node's driver is installed late, removed and restored; the node's GpuNode is deleted.
+//! The node's driver is installed late, removed, restored and updated; the node's GpuNode is deleted.
 
 use std::time::Duration;
 
 use anyhow::{Context, ensure};
 use k8s_openapi::api::core::v1::{Event, Pod};
-use kube::ResourceExt;
+use k8s_openapi::api::resource::v1::Device;
 use kube::api::{Api, DeleteParams};
 use kube::runtime::watcher;
+use kube::{Client, ResourceExt};
 use tranche_api::conditions::DRIVER_READY;
 use tranche_api::gpu_node::GpuNode;
-use tranche_api::names::taint;
+use tranche_api::names::{attribute, taint};
+use tranche_e2e::namespace::{IDLE, Source, manifest};
+use tranche_e2e::node::{MACHINE, Node};
 use tranche_e2e::{Case, Request, SYSTEM, run, system, wait, workload};
 
 /// The time limit for a deleted GpuNode to return, and for a change of the driver to be detected.
@@ -184,6 +187,88 @@ fn a_driver_that_is_loaded_after_the_plugin_started_is_found() -> anyhow::Result
         let namespace = case.namespace("late-driver").await?;
         let pod = namespace.idle("pod", &Request::capped("1Gi", "10")).await?;
         pod.started().await.map(drop)
+    })
+}
+
+/// Replaces the node's driver, as package managers and driver containers do: while no process uses the GPUs.
+async fn install_driver(
+    client: &Client,
+    node: &Node,
+    version: &str,
+    cuda: u32,
+) -> anyhow::Result<()> {
+    node.shell(&format!(
+            "sed -i 's/^driver_version = .*/driver_version = \"{version}\"/; s/^cuda_version = .*/cuda_version = {cuda}/' {MACHINE}
+            cp {MACHINE} /tmp/machine.toml
+            rm {LIBRARIES}/libcuda.so* {LIBRARIES}/libnvidia-ml.so*
+            /opt/simulator/install-root / --machine /tmp/machine.toml
+            ldconfig
+            systemctl restart nvidia-sim-persistenced.service"
+    ))
+    .await?;
+    let what = format!("the driver {version}");
+    let nodes: Api<GpuNode> = Api::all(client.clone());
+    wait::for_one(nodes, node.name(), &what, wait::USUAL, |node| {
+        let node = node?;
+        let inventory = node.status.as_ref()?.inventory.as_ref()?;
+        (driver_ready(node)?.0 && inventory.driver_version == version).then_some(())
+    })
+    .await
+}
+
+#[test]
+fn a_driver_that_returns_in_another_version_serves_the_claims_that_are_held() -> anyhow::Result<()>
+{
+    run(async |case: &Case| {
+        let plugin = case.plugin();
+        plugin.published().await?;
+        let namespace = case.namespace("other-driver").await?;
+        let claim = Request::capped("3Gi", "10").spec();
+        namespace.claim("held", &claim).await?;
+        let sources = [Source::Claim("held")];
+        let mut holder = manifest("holder", &sources, &IDLE);
+        holder["spec"]["restartPolicy"] = "Always".into();
+        let holder = namespace.pod_from(holder).await?;
+        holder.started().await?;
+        ensure!(holder.nvidia_smi().await?[0].1 == 3 << 10, "before");
+
+        let node = plugin.gpu_node().await?;
+        let inventory = node.status.and_then(|status| status.inventory);
+        let old = inventory.context("no inventory")?.driver_version;
+        let script = format!("grep ^cuda_version {MACHINE} | grep -o '[0-9]*$'");
+        let old_cuda = case.node.shell(&script).await?.trim().parse()?;
+        let (client, node) = (case.client.clone(), case.node.clone());
+        case.afterwards("the driver of before", async move {
+            install_driver(&client, &node, &old, old_cuda).await
+        });
+        install_driver(&case.client, &case.node, "550.163.01", 12_040).await?;
+        plugin
+            .slices("slices with the new version", wait::USUAL, |slices| {
+                let slices = system::complete(slices)?;
+                let mut devices = slices
+                    .values()
+                    .flat_map(|slice| slice.spec.devices.iter().flatten());
+                let is_new = |device: &Device| {
+                    let attributes = device.attributes.as_ref();
+                    let version = attributes.and_then(|all| all.get(attribute::DRIVER_VERSION));
+                    version.and_then(|version| version.version.as_deref()) == Some("550.163.1")
+                };
+                devices.all(is_new).then_some(())
+            })
+            .await?;
+
+        // A container that was started before has the old driver's files, which the new one refuses.
+        let refused = holder.exec(&["nvidia-smi"]).await?;
+        ensure!(refused.stdout.contains("version mismatch"), "{refused:?}");
+        holder.restart_container(&case.node).await?;
+        let second = namespace.pod("second", &sources, &IDLE).await?;
+        second.started().await?;
+        for pod in [&holder, &second] {
+            ensure!(pod.nvidia_smi().await?[0].1 == 3 << 10, "{}", pod.name());
+            let filled = pod.fill(&[]).await?;
+            ensure!(filled[0].filled == 3 << 30, "{}: {filled:?}", pod.name());
+        }
+        Ok(())
     })
 }
 

@@ -7,7 +7,7 @@ use kube::ResourceExt;
 use kube::api::Api;
 use tranche_api::gpu_node::GpuNode;
 use tranche_e2e::namespace::{IDLE, Source, manifest};
-use tranche_e2e::node::kill_containers;
+use tranche_e2e::node::{MACHINE, kill_containers};
 use tranche_e2e::{Case, Request, run, system, wait, workload};
 
 /// The time limit from the plugin's registration to complete pools.
@@ -108,9 +108,6 @@ fn boot(minors: &str) -> String {
 
 /// The kubelet asks before the plugin has registered, and retries after more than a minute.
 const TRIED_AGAIN: Duration = Duration::from_mins(3);
-
-/// The machine file of the simulated GPUs.
-const MACHINE: &str = "/etc/nvidia-sim/machine.toml";
 
 #[test]
 fn a_node_whose_gpus_come_up_in_another_order_gives_every_claim_its_own() -> anyhow::Result<()> {

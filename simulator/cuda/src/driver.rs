@@ -8,7 +8,7 @@ use tranche_simulator_machine::identity::uuid_text;
 use tranche_simulator_machine::layout::{Habit, Shared};
 use tranche_simulator_machine::timeline::now;
 use tranche_simulator_machine::wire::Request;
-use tranche_simulator_machine::{Access, AttachError, Attachment, DriverRoot};
+use tranche_simulator_machine::{Access, AttachError, Attachment, DriverRoot, LibraryVersion};
 
 use crate::code::Code;
 
@@ -95,6 +95,11 @@ impl Driver {
             _ => Code::NO_DEVICE,
         })?;
         let shared = attachment.shared();
+        // An older kernel driver is CUDA's forward compatibility.
+        let kernel = shared.header.driver_version.as_str();
+        if SIM_DRIVER_VERSION.compared_with(kernel).is_lt() {
+            return Err(Code::SYSTEM_DRIVER_MISMATCH);
+        }
         let visible: Vec<usize> = (0..shared.gpus().len())
             .filter(|gpu| {
                 let gpu = &shared.gpus[*gpu];
@@ -161,6 +166,12 @@ fn choose(list: &str, visible: &[usize], uuid: impl Fn(usize) -> String) -> Vec<
 /// into the library that it installs.
 #[unsafe(no_mangle)]
 pub static SIM_CUDA_VERSION: AtomicI32 = AtomicI32::new(12_020);
+
+/// The driver's version, which `install-root` writes into the library that it installs. In `.data`, because the file has no
+/// place for what is zero.
+#[unsafe(no_mangle)]
+#[unsafe(link_section = ".data")]
+pub static SIM_DRIVER_VERSION: LibraryVersion = LibraryVersion::new();
 
 /// The driver's CUDA version, 1000 × major + 10 × minor.
 pub fn cuda_version() -> i32 {

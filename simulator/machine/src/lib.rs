@@ -11,7 +11,7 @@
 //! - [`timeline`]: when kernels run, in virtual time.
 //! - [`wire`]: the handshake between a library and the daemon.
 //! - [`attach`]: the library's side of the handshake; [`root`]: the driver root.
-//! - [`export`]: how both libraries export functions.
+//! - [`export`]: how both libraries export functions; [`version`]: the driver's version in their files.
 //!
 //! Every process that initialises CUDA can write the page: the simulator trusts its programs.
 
@@ -23,9 +23,11 @@ pub mod layout;
 pub mod ledger;
 pub mod root;
 pub mod timeline;
+pub mod version;
 pub mod wire;
 
 pub use attach::{Access, AttachError, Attachment};
 pub use description::{Description, DescriptionError, GpuDescription};
 pub use layout::{GpuState, MAX_GPUS, MAX_PROCESSES, ProcessSlot, Shared};
 pub use root::DriverRoot;
+pub use version::LibraryVersion;

@@ -5,7 +5,9 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use nvml_wrapper_sys::bindings::nvmlDevice_t;
 use tranche_simulator_machine::layout::{GpuState, MAX_GPUS};
-use tranche_simulator_machine::{Access, AttachError, Attachment, DriverRoot, Shared};
+use tranche_simulator_machine::{
+    Access, AttachError, Attachment, DriverRoot, LibraryVersion, Shared,
+};
 
 use crate::code::Code;
 use crate::export::{export, put};
@@ -65,6 +67,12 @@ pub fn device(handle: nvmlDevice_t) -> Result<Device, Code> {
     })
 }
 
+/// The driver's version, which `install-root` writes into the library that it installs. In `.data`, because the file has no
+/// place for what is zero.
+#[unsafe(no_mangle)]
+#[unsafe(link_section = ".data")]
+pub static SIM_DRIVER_VERSION: LibraryVersion = LibraryVersion::new();
+
 impl Library {
     fn open() -> Result<Self, Code> {
         let root = DriverRoot::of_library(&HANDLES);
@@ -74,6 +82,10 @@ impl Library {
             _ => Code::DRIVER_NOT_LOADED,
         })?;
         let shared = attachment.shared();
+        let kernel = shared.header.driver_version.as_str();
+        if SIM_DRIVER_VERSION.compared_with(kernel).is_ne() {
+            return Err(Code::LIB_RM_VERSION_MISMATCH);
+        }
         let mut visible = Vec::new();
         for gpu in 0..shared.gpus().len() {
             if let Some(node) = root.open_node(&format!("nvidia{}", shared.gpus[gpu].minor)) {

@@ -8,7 +8,7 @@ use anyhow::{Context as _, bail};
 use tranche_simulator_machine::Description;
 use tranche_simulator_machine::root::{HOST_MARK, LIBRARY_DIR};
 
-use crate::{api_level, nodes};
+use crate::{library_file, nodes};
 
 /// The machine file below a root.
 pub const MACHINE_FILE: &str = "etc/nvidia-sim/machine.toml";
@@ -50,10 +50,7 @@ pub fn install(parts: &Path, root: &Path, machine: &Path, gpus: Option<u32>) -> 
         let versioned = format!("{name}.{}", description.driver_version);
         let built = parts.join(&soname);
         let mut image = fs::read(&built).with_context(|| format!("{}", built.display()))?;
-        if name == "libcuda.so" {
-            api_level::set(&mut image, description.cuda_version)
-                .with_context(|| format!("{}", built.display()))?;
-        }
+        adapt(&mut image, name, &description).with_context(|| format!("{}", built.display()))?;
         write(&libraries.join(&versioned), &image, 0o644)?;
         link(&versioned, &libraries.join(&soname))?;
         link(&soname, &libraries.join(name))?;
@@ -83,6 +80,15 @@ pub fn install(parts: &Path, root: &Path, machine: &Path, gpus: Option<u32>) -> 
     }
     let count = u32::try_from(description.gpu_count()).unwrap_or(u32::MAX);
     nodes::make(root, count)
+}
+
+/// Makes a built library that of the machine file's driver.
+fn adapt(image: &mut [u8], name: &str, description: &Description) -> anyhow::Result<()> {
+    library_file::set_driver_version(image, &description.driver_version)?;
+    if name == "libcuda.so" {
+        library_file::set_api_level(image, description.cuda_version)?;
+    }
+    Ok(())
 }
 
 /// The machine file's text with another count of its only GPU model.
@@ -142,14 +148,15 @@ mod tests {
     use super::*;
 
     fn library() -> Vec<u8> {
-        api_level::tests::library(&["SIM_CUDA_VERSION"])
+        library_file::tests::library(&["SIM_CUDA_VERSION", "SIM_DRIVER_VERSION"])
     }
 
     fn parts() -> tempfile::TempDir {
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name);
         fs::write(at("libcuda.so.1"), library()).unwrap();
-        for name in ["libnvidia-ml.so.1", "nvidia-smi", "nvidia-sim-persistenced"] {
+        fs::write(at("libnvidia-ml.so.1"), library()).unwrap();
+        for name in ["nvidia-smi", "nvidia-sim-persistenced"] {
             fs::write(at(name), name).unwrap();
         }
         for name in ["machines", "systemd"] {
@@ -180,11 +187,13 @@ mod tests {
             fs::read_link(&installed).unwrap(),
             Path::new("libcuda.so.1")
         );
-        assert!(
-            fs::read(&installed)
-                .unwrap()
-                .ends_with(&12_020u32.to_le_bytes())
-        );
+        let libcuda = fs::read(&installed).unwrap();
+        let data = |image, name| library_file::tests::data(image, name).to_owned();
+        assert!(data(&libcuda, "SIM_CUDA_VERSION").starts_with(&12_020u32.to_le_bytes()));
+        let nvml = fs::read(at("usr/lib/x86_64-linux-gnu/libnvidia-ml.so.1")).unwrap();
+        for library in [&libcuda, &nvml] {
+            assert!(data(library, "SIM_DRIVER_VERSION").starts_with(b"535.261.03\0"));
+        }
         assert_eq!(
             fs::read_link(at("usr/lib/x86_64-linux-gnu/libcuda.so.1")).unwrap(),
             Path::new("libcuda.so.535.261.03")

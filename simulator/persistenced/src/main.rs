@@ -7,10 +7,10 @@
 //! - [`page`] opens the state that an earlier daemon left, or makes a new one.
 //! - [`serve`] answers requests, watches processes and has utilization sampled ([`sampler`]).
 //! - [`nodes`] makes the device nodes.
-//! - [`install`] lays out a driver root; [`api_level`] gives its libcuda the API of the machine file's CUDA version.
+//! - [`install`] lays out a driver root; [`library_file`] makes its libraries those of the machine file's driver.
 
-mod api_level;
 mod install;
+mod library_file;
 mod nodes;
 mod page;
 mod sampler;

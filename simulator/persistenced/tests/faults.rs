@@ -120,3 +120,33 @@ fn nvidia_smi_switches_mig_mode_when_the_gpu_is_idle() {
     starts.ask("init");
     assert_eq!(starts.ask("count"), "2");
 }
+
+/// What a container with the old driver's files meets after an update of the driver, and an image with a newer libcuda.
+#[test]
+fn libraries_of_another_version_than_the_kernel_drivers() {
+    let mut machine = Machine::start("T4", 1);
+    let file = machine.path("etc/nvidia-sim/machine.toml");
+    let text = std::fs::read_to_string(&file).unwrap();
+    // cuda.h and nvml.h: CUDA_ERROR_SYSTEM_DRIVER_MISMATCH, NVML_ERROR_LIB_RM_VERSION_MISMATCH.
+    for (kernel, cuda) in [
+        ("550.163.01", "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"),
+        ("470.256.02", "ok"),
+    ] {
+        machine.kill_daemon();
+        std::fs::write(&file, text.replace("535.261.03", kernel)).unwrap();
+        machine.start_daemon();
+        let mut program = machine.program();
+        assert_eq!(program.ask("init"), cuda, "{kernel}");
+        let nvml = machine.try_nvml();
+        assert!(
+            matches!(nvml, Err(NvmlError::LibRmVersionMismatch)),
+            "{kernel}: {nvml:?}"
+        );
+        let smi = machine
+            .command(machine.path("usr/bin/nvidia-smi"))
+            .output()
+            .unwrap();
+        let shown = String::from_utf8_lossy(&smi.stdout);
+        assert!(shown.contains("Driver/library version mismatch"), "{shown}");
+    }
+}

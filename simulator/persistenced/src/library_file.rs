@@ -1,7 +1,7 @@
-//! Gives the simulated libcuda the API of the machine file's driver: the functions that `dlsym` finds, and the CUDA version
-//! before initialisation.
+//! Makes the simulated libraries those of the machine file's driver: their version, and in libcuda the functions that
+//! `dlsym` finds and the CUDA version before initialisation.
 //!
-//! The library has all functions up to the newest CUDA version that it knows. Functions that are newer than the driver's
+//! The built libcuda has all functions up to the newest CUDA version that it knows. Functions that are newer than the driver's
 //! CUDA version become local symbols, which loaders do not find. Their versions are in the library's own table,
 //! `cuda/src/table.rs`, which is made from real drivers and NVIDIA's headers.
 
@@ -9,11 +9,13 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use anyhow::{Context as _, bail};
+use tranche_simulator_machine::version;
 
 /// The table of the simulated `cuGetProcAddress`.
 const TABLE: &str = include_str!("../../cuda/src/table.rs");
-/// The library's variable that has its CUDA version.
-const VERSION_VARIABLE: &str = "SIM_CUDA_VERSION";
+/// The variables of the libraries that have their CUDA version, and the driver's version.
+const CUDA_VERSION: &str = "SIM_CUDA_VERSION";
+const DRIVER_VERSION: &str = "SIM_DRIVER_VERSION";
 
 /// `SHT_DYNSYM`, the size of a section header and of a symbol.
 const DYNSYM: u32 = 11;
@@ -42,24 +44,39 @@ fn versions() -> BTreeMap<&'static str, u32> {
     versions
 }
 
-/// Changes the library's image to that for a driver with `cuda_version` (1000 × major + 10 × minor).
-pub fn set(image: &mut [u8], cuda_version: u32) -> anyhow::Result<()> {
+/// Makes the image of libcuda that for a driver with `cuda_version` (1000 × major + 10 × minor).
+pub fn set_api_level(image: &mut [u8], cuda_version: u32) -> anyhow::Result<()> {
     let versions = versions();
-    let mut version_at = None;
     for symbol in symbols(image)? {
-        if symbol.name == VERSION_VARIABLE {
-            version_at = Some(place(image, symbol.address)?);
-        } else if versions
-            .get(&*symbol.name)
-            .is_some_and(|since| *since > cuda_version)
-        {
+        let since = versions.get(&*symbol.name);
+        if since.is_some_and(|since| *since > cuda_version) {
             // The binding, in the upper half of `st_info`, becomes STB_LOCAL.
             image[symbol.at + 4] &= 0x0f;
         }
     }
-    let at = version_at.with_context(|| format!("the file has no variable {VERSION_VARIABLE}"))?;
-    let place = image.get_mut(at..at + 4).context("the file is truncated")?;
-    place.copy_from_slice(&cuda_version.to_le_bytes());
+    set_variable(image, CUDA_VERSION, &cuda_version.to_le_bytes())
+}
+
+/// Writes the driver's version into the image of either library.
+pub fn set_driver_version(image: &mut [u8], version: &str) -> anyhow::Result<()> {
+    let mut text = [0; version::BYTES];
+    let place = text[..version::BYTES - 1].get_mut(..version.len());
+    place
+        .context("the driver's version is too long")?
+        .copy_from_slice(version.as_bytes());
+    set_variable(image, DRIVER_VERSION, &text)
+}
+
+fn set_variable(image: &mut [u8], name: &str, value: &[u8]) -> anyhow::Result<()> {
+    let mut symbols = symbols(image)?.into_iter();
+    let variable = symbols
+        .find(|symbol| symbol.name == name)
+        .with_context(|| format!("the file has no variable {name}"))?;
+    let at = place(image, variable.address)?;
+    let place = image.get_mut(at..at + value.len());
+    place
+        .context("the file is truncated")?
+        .copy_from_slice(value);
     Ok(())
 }
 
@@ -138,7 +155,10 @@ fn number(image: &[u8], at: Range<usize>) -> anyhow::Result<usize> {
 pub mod tests {
     use super::*;
 
-    /// An ELF file with these dynamic symbols. All are global functions, and have the address of the file's last four bytes.
+    /// Bytes of each symbol's data.
+    const DATA: usize = version::BYTES;
+
+    /// An ELF file with these dynamic symbols, which are global functions. Their data is at the end of the file.
     pub fn library(names: &[&str]) -> Vec<u8> {
         let mut strings = vec![0];
         let mut symbols = Vec::new();
@@ -153,8 +173,9 @@ pub mod tests {
         let symbols_at = sections_at + 3 * SECTION;
         let strings_at = symbols_at + names.len() * SYMBOL;
         let data_at = strings_at + strings.len();
-        for symbol in &mut symbols {
-            symbol[8..16].copy_from_slice(&(data_at as u64).to_le_bytes());
+        for (nth, symbol) in symbols.iter_mut().enumerate() {
+            let address = data_at + nth * DATA;
+            symbol[8..16].copy_from_slice(&(address as u64).to_le_bytes());
         }
         let mut image = vec![0; sections_at];
         image[..6].copy_from_slice(b"\x7fELF\x02\x01");
@@ -164,7 +185,7 @@ pub mod tests {
         put(0x20, 64);
         put(0x28, sections_at);
         put(64, LOAD as usize);
-        put(64 + 32, data_at + 4);
+        put(64 + 32, data_at + names.len() * DATA);
         image[0x38] = 1;
         image[0x3c] = 3;
         for [kind, at, bytes, link] in [
@@ -181,8 +202,15 @@ pub mod tests {
         }
         image.extend(symbols.concat());
         image.extend(strings);
-        image.extend([0; 4]);
+        image.extend(vec![0; names.len() * DATA]);
         image
+    }
+
+    /// The data of a symbol.
+    pub fn data<'a>(image: &'a [u8], name: &str) -> &'a [u8] {
+        let symbols = symbols(image).unwrap();
+        let found = symbols.iter().find(|symbol| symbol.name == name).unwrap();
+        part(image, place(image, found.address).unwrap(), DATA).unwrap()
     }
 
     #[test]
@@ -192,34 +220,44 @@ pub mod tests {
             "cuMemAlloc",
             "cuGreenCtxCreate",
             "cuGetExportTable",
-            VERSION_VARIABLE,
+            CUDA_VERSION,
         ];
         for (version, green) in [(12_020, 0x02), (12_040, 0x12), (13_000, 0x12)] {
             let mut image = library(&names);
-            set(&mut image, version).unwrap();
+            set_api_level(&mut image, version).unwrap();
             let found: Vec<u8> = symbols(&image)
                 .unwrap()
                 .iter()
                 .map(|s| image[s.at + 4])
                 .collect();
             assert_eq!(found, [0x12, green, 0x12, 0x12], "{version}");
-            assert_eq!(image[image.len() - 4..], version.to_le_bytes());
+            assert!(data(&image, CUDA_VERSION).starts_with(&version.to_le_bytes()));
         }
+    }
+
+    #[test]
+    fn the_drivers_version_is_written_with_a_final_zero() {
+        let mut image = library(&["nvmlInit_v2", DRIVER_VERSION]);
+        set_driver_version(&mut image, "535.261.03").unwrap();
+        assert!(data(&image, DRIVER_VERSION).starts_with(b"535.261.03\0"));
+        assert!(set_driver_version(&mut image, &"5".repeat(DATA)).is_err());
+        set_driver_version(&mut image, &"5".repeat(DATA - 1)).unwrap();
+        assert!(set_driver_version(&mut library(&["nvmlInit_v2"]), "535").is_err());
     }
 
     #[test]
     fn files_that_are_no_library_are_refused() {
         for image in [&b""[..], b"\x7fELF\x02\x01", b"libcuda.so.1"] {
-            assert!(set(&mut image.to_vec(), 12_020).is_err());
+            assert!(set_api_level(&mut image.to_vec(), 12_020).is_err());
         }
-        let whole = library(&["cuMemAlloc", VERSION_VARIABLE]);
-        for length in 0..whole.len() {
+        let whole = library(&["cuMemAlloc", CUDA_VERSION]);
+        for length in 0..whole.len() - DATA + 4 {
             assert!(
-                set(&mut whole[..length].to_vec(), 12_020).is_err(),
+                set_api_level(&mut whole[..length].to_vec(), 12_020).is_err(),
                 "{length}"
             );
         }
-        let refusal = set(&mut library(&["cuMemAlloc"]), 12_020).unwrap_err();
-        assert!(refusal.to_string().contains(VERSION_VARIABLE), "{refusal}");
+        let refusal = set_api_level(&mut library(&["cuMemAlloc"]), 12_020).unwrap_err();
+        assert!(refusal.to_string().contains(CUDA_VERSION), "{refusal}");
     }
 }
