@@ -60,11 +60,11 @@ def of_controller(before, after):
     return writes, lists
 
 
-def until_quiet(server, controller, before, limit, quiet=QUIET):
-    """Waits until the controller has written nothing for a while; seconds from the call to its last write."""
+def until_quiet(server, controller, before, limit, quiet=QUIET, done=lambda: True):
+    """Waits until the controller has written nothing for a while and `done`; seconds from the call to its last write."""
     begun = time.monotonic()
     last, at = None, begun
-    while time.monotonic() - at < quiet:
+    while time.monotonic() - at < quiet or not done():
         writes, _ = of_controller(before, server.requests())
         if writes != last:
             last, at = writes, time.monotonic()
@@ -75,13 +75,13 @@ def until_quiet(server, controller, before, limit, quiet=QUIET):
     return at - begun
 
 
-def event(server, controller, what, act, limit, quiet=QUIET, own=0):
-    """One event, which writes the status of so many GpuNodes itself: what it costs until the controller is quiet."""
+def event(server, controller, what, act, limit, quiet=QUIET, own=0, done=lambda: True):
+    """One event, which writes the status of so many GpuNodes itself: what it costs until the controller is quiet and `done`."""
     before, cpu = server.requests(), controller.cpu()
     begun = time.monotonic()
     act()
     acted = time.monotonic() - begun
-    took = acted + until_quiet(server, controller, before, limit, quiet)
+    took = acted + until_quiet(server, controller, before, limit, quiet, done)
     writes, lists = of_controller(before, server.requests())
     writes["gpunodes/status"] = writes.get("gpunodes/status", 0) - own
     now, peak = controller.memory()
@@ -112,11 +112,11 @@ def measure(program, nodes):
         before = server.requests()
         start()
         until_quiet(server, controller, before, limit)
-        rows.append(event(server, controller, "publish", lambda: register(1), limit, own=nodes))
-        if not cluster.published(server, nodes):
-            raise SystemExit("the controller is quiet and nodes are not published")
-
-        rows.append(event(server, controller, "rollout", lambda: register(2), limit, own=nodes))
+        for epoch, what in enumerate(["publish", "rollout"], 1):
+            rows.append(event(
+                server, controller, what, lambda: register(epoch), limit, own=nodes,
+                done=lambda: cluster.published(server, nodes, epoch),
+            ))
         spec = {"tiers": ALL, "capped": {"maxSharers": 4}}
         change = lambda: cluster.policy(server, spec)
         rows.append(event(server, controller, "policy", change, limit))
