@@ -8,6 +8,7 @@ mod capture;
 mod context;
 mod copy;
 mod device;
+mod dma_buf;
 mod driver;
 mod error;
 mod event;

@@ -15,9 +15,10 @@
 //! 1. CUDA's terms: `code` (error codes), `object` (handles), `abi` (structs of cuda.h that several families use), `export`
 //!    (how functions are exported);
 //! 2. the process and its GPUs: `driver` (the page, and what this process sees of it), `host` (work that the host does
-//!    in a GPU's order), `heap` (addresses, and blocks of GPU memory), `graph_pool`, `device`;
+//!    in a GPU's order), `heap` (addresses, and blocks of GPU memory), `graph_pool`, `device`, `held`
+//!    (memory that `dma-buf`s keep);
 //! 3. memory: `context`, `pool`, `space` (all known addresses), `memory` (allocation of all kinds), `managed`, `vmm`,
-//!    `array`, `graph_memory`;
+//!    `dma_buf`, `array`, `graph_memory`;
 //! 4. work: `image` (which kernels an image has), `module` (modules and kernels), `launch`, `copy`, `fill`, `graph`,
 //!    `capture`;
 //! 5. time: `stream`, `event`, `work` (what a graph's node does in a stream), `ordered` (allocation in a stream's order),
@@ -37,6 +38,7 @@ mod code;
 mod context;
 mod copy;
 mod device;
+mod dma_buf;
 mod driver;
 mod event;
 mod export;
@@ -45,6 +47,7 @@ mod graph;
 mod graph_memory;
 mod graph_pool;
 mod heap;
+mod held;
 mod host;
 mod image;
 mod launch;

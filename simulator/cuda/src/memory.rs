@@ -9,11 +9,13 @@ use crate::context::Context;
 use crate::device::{Device, device};
 use crate::driver::has;
 use crate::heap::{BLOCK, Heap, map_private, return_pages};
+use crate::held;
 use crate::object::Object;
 use crate::pool::{self, Pool};
 use crate::space::{MemoryKind, Region, Regions, regions};
 
-const PAGE: u64 = 4096;
+/// The host's pages, in bytes.
+pub const PAGE: u64 = 4096;
 
 /// Allocates memory of the context's GPU.
 pub fn allocate(context: &Context, bytes: u64) -> Result<u64, Code> {
@@ -145,7 +147,7 @@ pub fn remove(regions: &mut Regions, address: u64) -> Result<(), Code> {
             let freed = heap_of(device, region.kind).release(address, region.bytes, region.touched);
             match region.kind {
                 MemoryKind::Pooled(pool) => pool.record_free(device, region.bytes, freed),
-                _ if freed > 0 => device.release(freed),
+                _ if freed > 0 => held::free(device, address & !(BLOCK - 1), freed),
                 _ => {}
             }
         }

@@ -57,6 +57,8 @@ struct Physical {
     /// Handles not yet released, and mappings.
     handles: u32,
     mappings: u32,
+    /// `dma-buf`s of it.
+    dma_bufs: u32,
     /// Whether descriptors of it were exported.
     is_exported: bool,
     /// Whether it is charged to this process. An imported one is charged to its exporter.
@@ -135,6 +137,7 @@ pub fn create(bytes: usize, properties: Properties) -> Result<u64, Code> {
         handle_kinds: properties.handle_kinds,
         handles: 1,
         mappings: 0,
+        dma_bufs: 0,
         is_exported: false,
         is_charged: true,
     };
@@ -163,7 +166,7 @@ impl Vmm {
         let is_unused = self
             .physical
             .get(&handle)
-            .is_some_and(|p| p.handles == 0 && p.mappings == 0);
+            .is_some_and(|p| p.handles == 0 && p.mappings == 0 && p.dma_bufs == 0);
         if is_unused
             && let Some(physical) = self.physical.remove(&handle)
             && physical.is_charged
@@ -368,6 +371,23 @@ pub fn retain(address: u64) -> Result<u64, Code> {
     Ok(handle)
 }
 
+/// Holds the physical allocation that is mapped at `address` for a `dma-buf`; its handle.
+pub fn hold(address: u64) -> Result<u64, Code> {
+    let mut vmm = vmm();
+    let handle = vmm.mapping(address)?.handle;
+    vmm.get(handle)?.dma_bufs += 1;
+    Ok(handle)
+}
+
+/// A `dma-buf` that held a physical allocation is gone.
+pub fn let_go(handle: u64) {
+    let mut vmm = vmm();
+    if let Ok(physical) = vmm.get(handle) {
+        physical.dma_bufs -= 1;
+        vmm.free_unused(handle);
+    }
+}
+
 /// Ends a reservation in which nothing is mapped.
 pub fn free_reserved(address: u64, bytes: usize) -> Result<(), Code> {
     let mut vmm = vmm();
@@ -434,6 +454,7 @@ pub fn import_file(file: BorrowedFd<'_>) -> Result<u64, Code> {
         handle_kinds: FILE_DESCRIPTOR,
         handles: 1,
         mappings: 0,
+        dma_bufs: 0,
         is_exported: false,
         is_charged: false,
     };

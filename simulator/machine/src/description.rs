@@ -144,6 +144,9 @@ pub struct GpuDescription {
     pub numa_nodes: Vec<i32>,
     /// Whether the GPU has MIG modes.
     pub mig_capable: bool,
+    /// Whether `dma-buf`s can be made of its memory, as with the open kernel modules; false by default.
+    #[serde(default)]
+    pub dma_buf: bool,
     /// Virtual time of a kernel whose name contains no time, in microseconds.
     #[serde(default = "ten")]
     pub kernel_micros: u32,

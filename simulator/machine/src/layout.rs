@@ -18,7 +18,7 @@ pub const ORPHANED: i32 = -2;
 /// The first word of the page.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"TRSIMPG\0");
 /// The version of this module and of [`crate::wire`].
-pub const ABI: u32 = 4;
+pub const ABI: u32 = 5;
 
 /// A text of fixed size, padded with zeros.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -147,6 +147,8 @@ pub struct GpuState {
     pub numa_node: i32,
     /// 1 if the GPU has MIG modes.
     pub mig_capable: u32,
+    /// 1 if `dma-buf`s can be made of its memory.
+    pub dma_buf: u32,
     /// Total memory in bytes, with the driver's reserve.
     pub memory_total: u64,
     /// The driver's reserve in bytes.
@@ -326,6 +328,7 @@ impl GpuState {
         self.pcie = gpu.pcie;
         self.numa_node = gpu.numa_nodes.get(unit).copied().unwrap_or(0);
         self.mig_capable = u32::from(gpu.mig_capable);
+        self.dma_buf = u32::from(gpu.dma_buf);
         self.memory_total = gpu.memory_mib * MIB;
         self.memory_reserved = gpu.reserved_mib * MIB;
         self.context_bytes = gpu.context_mib * MIB;

@@ -230,7 +230,6 @@ absent! {
     cuMemGetAddressRange
     cuMemGetAttribute
     cuMemGetAttribute_v2
-    cuMemGetHandleForAddressRange
     cuMemGetInfo
     cuMemGetLocationInfo
     cuMemHostGetDevicePointer
