@@ -26,23 +26,30 @@ impl<T> Guarded<T> {
             .compare_exchange(FREE, HELD, Ordering::Acquire, Ordering::Relaxed)
             .is_err()
         {
-            self.wait();
+            wait(&self.state);
         }
         // SAFETY: this thread holds the lock until the store below, and nothing unwinds.
         let result = act(unsafe { &mut *self.value.get() });
         if self.state.swap(FREE, Ordering::Release) == WAITED_FOR {
-            futex(&self.state, libc::FUTEX_WAKE, 1);
+            wake(&self.state);
         }
         result
     }
+}
 
-    #[cold]
-    #[inline(never)]
-    fn wait(&self) {
-        while self.state.swap(WAITED_FOR, Ordering::Acquire) != FREE {
-            futex(&self.state, libc::FUTEX_WAIT, WAITED_FOR);
-        }
+// Not part of `with`: there are many copies of that.
+#[cold]
+#[inline(never)]
+fn wait(state: &AtomicU32) {
+    while state.swap(WAITED_FOR, Ordering::Acquire) != FREE {
+        futex(state, libc::FUTEX_WAIT, WAITED_FOR);
     }
+}
+
+#[cold]
+#[inline(never)]
+fn wake(state: &AtomicU32) {
+    futex(state, libc::FUTEX_WAKE, 1);
 }
 
 fn futex(word: &AtomicU32, act: libc::c_int, value: u32) {
