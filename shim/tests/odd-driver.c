@@ -9,6 +9,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/eventfd.h>
 #include <sys/mman.h>
 
 typedef int CUresult;
@@ -207,6 +208,12 @@ CUresult cuMemPoolImportPointer(uint64_t *pointer, uint64_t pool, void *data) {
     return OUT_OF_MEMORY;
 }
 CUresult cuMemGetAddressRange_v2(uint64_t *start, size_t *bytes, uint64_t pointer) { *start = pointer; *bytes = foreign; return OK; }
+// Of whatever it is asked: a descriptor that nobody can open again.
+CUresult cuMemGetHandleForAddressRange(int *handle, uint64_t start, size_t bytes, unsigned kind, uint64_t flags) {
+    if (fail_next) { CUresult code = fail_next; fail_next = OK; return code; }
+    *handle = eventfd(0, EFD_CLOEXEC);
+    return OK;
+}
 CUresult cuMemImportFromShareableHandle(uint64_t *handle, void *token, unsigned kind) { static int made; *handle = FOREIGN_HANDLE + ++made; return OK; }
 CUresult cuMemGetAllocationPropertiesFromHandle(int *properties, uint64_t handle) {
     memset(properties, 0, 32);

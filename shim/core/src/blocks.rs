@@ -78,6 +78,16 @@ impl<const N: usize> Blocks<N> {
             .unwrap_or_else(|| leave(self.row(number, 1), number).unwrap_or(false))
     }
 
+    /// Removes an allocation in a block if it is the last there; whether it was: the block's charge is the caller's then.
+    pub fn leave_if_last(&self, number: u64) -> bool {
+        let none = number << COUNT_BITS;
+        let leave = |word: &AtomicU64| {
+            word.compare_exchange(none | 1, none, Ordering::AcqRel, Ordering::Relaxed)
+                .is_ok()
+        };
+        (0..2).any(|nth| self.row(number, nth).iter().any(leave))
+    }
+
     /// The first or the second row of a block.
     #[inline]
     fn row(&self, number: u64, nth: u32) -> &[AtomicU64; WAYS] {
@@ -182,6 +192,18 @@ mod tests {
         assert!(blocks.leave(7));
         assert!(!blocks.leave(7), "nothing is left there");
         assert!(blocks.leave(8));
+    }
+
+    #[test]
+    fn the_last_can_leave_alone() {
+        let blocks = fresh::<4>();
+        assert!(!blocks.leave_if_last(7), "nothing is there");
+        assert_eq!(blocks.enter(7), Ok(true));
+        assert_eq!(blocks.enter(7), Ok(false));
+        assert!(!blocks.leave_if_last(7), "two are there");
+        assert!(!blocks.leave(7));
+        assert!(blocks.leave_if_last(7));
+        assert_eq!(blocks.enter(7), Ok(true));
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Physical memory by handle (`cuMemCreate`, imports), and what uses it.
+//! Physical memory by handle (`cuMemCreate`, imports), and what uses it; and allocations of which a `dma-buf` was made.
 //!
 //! Such memory exists until its last use has ended: a handle that was not released, a mapping, a binding to a
 //! sparse array or to a multicast object, an open descriptor by which it can be imported. Only then is its charge
@@ -57,7 +57,9 @@ pub struct Mark(u64);
 pub struct Id(NonZeroU64);
 
 impl Id {
-    const fn of(number: u64) -> Option<Self> {
+    /// The allocation with a number; `None` for 0.
+    #[must_use]
+    pub const fn of(number: u64) -> Option<Self> {
         match NonZeroU64::new(number) {
             Some(number) => Some(Self(number)),
             None => None,
@@ -629,14 +631,20 @@ impl<const N: usize, const FEW: usize> Physical<N, FEW> {
     /// The allocation that an address shows; `None` if that is not noted here.
     #[must_use]
     pub fn shown_at(&self, address: u64) -> Option<Id> {
+        self.mapping_at(address).map(|(shown, _)| shown)
+    }
+
+    /// The same, and the address after the last that the same place covers.
+    #[must_use]
+    pub fn mapping_at(&self, address: u64) -> Option<(Id, u64)> {
         // Mostly the address of a mapping.
-        let found = self.bindings.get(address).or_else(|| {
+        let first = self.bindings.get(address).map(|found| (address, found));
+        let (start, found) = first.or_else(|| {
             self.bindings
                 .iter()
                 .find(|(start, binding)| address.wrapping_sub(*start) < binding.length)
-                .map(|(_, binding)| binding)
-        });
-        Id::of(found?.of)
+        })?;
+        Some((Id::of(found.of)?, start.saturating_add(found.length)))
     }
 
     /// All places that went with `owner` at `mark` are gone.

@@ -3,7 +3,7 @@
 use core::mem;
 
 use tranche_shim_core::Entry;
-use tranche_shim_core::physical::Imported;
+use tranche_shim_core::physical::{Id, Imported};
 
 use crate::abi::{CUcontext, CUresult};
 use crate::driver::Call;
@@ -175,7 +175,7 @@ impl Drop for Reserved {
 }
 
 /// The bytes of a pointer whose block is charged.
-const IN_ITS_BLOCK: u64 = 0;
+pub const IN_ITS_BLOCK: u64 = 0;
 
 /// Notes a charge. A table full of a million: it stays to the end of the process.
 #[inline]
@@ -196,6 +196,7 @@ pub fn return_charge(process: &'static Process, key: u64, entry: Entry) {
         return;
     }
     let Some(device) = process.device_numbered(entry.device) else {
+        end_as_physical(process, entry);
         return;
     };
     if let Some(reserve) = kept::reserve_of(entry) {
@@ -205,6 +206,26 @@ pub fn return_charge(process: &'static Process, key: u64, entry: Entry) {
     } else if process.blocks.leave(device.block_number(key)) {
         process.release(device, device.block);
     }
+}
+
+/// The device, which no device has as its number, of a pointer whose charge is noted as physical memory: the entry's bytes
+/// are the number of that. The pointer is one of its uses.
+pub const AS_PHYSICAL: u8 = u8::MAX - 1;
+
+#[cold]
+#[inline(never)]
+fn end_as_physical(process: &Process, entry: Entry) {
+    if entry.device == AS_PHYSICAL
+        && let Some(id) = Id::of(entry.bytes)
+    {
+        let_go(process, id);
+    }
+}
+
+/// Ends a use of physical memory.
+#[inline(never)]
+pub fn let_go(process: &Process, held: Id) {
+    process.note_physical(|physical, freed| physical.let_go(held, freed));
 }
 
 /// The device of a library's entry: the driver loads it into every context, those to come included.

@@ -16,7 +16,7 @@ use crate::kept::settle_after;
 use crate::launch::{self, Kernel};
 use crate::module::{self, Within};
 use crate::stream::{Stream, own};
-use crate::{array, context, graph, ipc, memory, pool, process, resolve, vmm};
+use crate::{array, context, dma_buf, graph, ipc, memory, pool, process, resolve, vmm};
 
 macro_rules! hook {
     ($name:ident $arguments:tt |$driver:ident| $body:expr) => {
@@ -221,6 +221,8 @@ hooks! {
     fn cuMemFree_v2(pointer: CUdeviceptr) |driver| memory::free(pointer, driver);
     fn cuMemGetDefaultMemPool(pool: *mut CUmemoryPool, location: *mut CUmemLocation, kind: u32)
         |driver| pool::get(pool, location, driver);
+    fn cuMemGetHandleForAddressRange(handle: *mut c_void, start: CUdeviceptr, bytes: usize, kind: u32, flags: u64)
+        |driver| dma_buf::make(start, bytes, driver);
     fn cuMemGetInfo(free: *mut u32, total: *mut u32) |driver| memory::correct_info(free, total, driver);
     fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) |driver| memory::correct_info(free, total, driver);
     fn cuMemGetMemPool(pool: *mut CUmemoryPool, location: *mut CUmemLocation, kind: u32)

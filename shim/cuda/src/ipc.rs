@@ -6,7 +6,7 @@
 
 use tranche_shim_core::Entry;
 
-use crate::abi::{CUdevice, CUdeviceptr, CUresult};
+use crate::abi::{CUdeviceptr, CUresult};
 use crate::charge::{Reserved, note};
 use crate::driver::{Call, real};
 use crate::process::{self, Kind, Process, key};
@@ -94,6 +94,13 @@ fn reserve(process: &'static Process, pointer: CUdeviceptr) -> Result<Option<Res
     let Some(device) = device_of(process, pointer).filter(|device| device.is_capped()) else {
         return Ok(None);
     };
+    let (_, bytes) = range_of(pointer)?;
+    let bytes = device.taken_by(bytes);
+    Reserved::new(process, device, bytes, bytes).map(Some)
+}
+
+/// The first address and the bytes of what a pointer points into.
+pub fn range_of(pointer: CUdeviceptr) -> Result<(CUdeviceptr, u64), CUresult> {
     let (mut start, mut bytes) = (0, 0);
     // SAFETY: writes to the local numbers.
     let result = unsafe {
@@ -103,31 +110,38 @@ fn reserve(process: &'static Process, pointer: CUdeviceptr) -> Result<Option<Res
             pointer,
         )
     };
-    if !result.is_ok() {
-        return Err(result);
+    if result.is_ok() {
+        Ok((start, bytes as u64))
+    } else {
+        Err(result)
     }
-    let bytes = device.taken_by(bytes as u64);
-    Reserved::new(process, device, bytes, bytes).map(Some)
 }
 
 /// The device that a pointer's memory lies on.
-fn device_of(process: &'static Process, pointer: CUdeviceptr) -> Option<&'static Device> {
+pub fn device_of(process: &'static Process, pointer: CUdeviceptr) -> Option<&'static Device> {
     const DEVICE_ORDINAL: u32 = 9;
     if let Some(only) = process.only_device() {
         return Some(only);
     }
-    let mut ordinal: CUdevice = 0;
+    match attribute(pointer, DEVICE_ORDINAL) {
+        Some(ordinal) => process.device_numbered(u8::try_from(ordinal).ok()?),
+        None => process.current_device().ok(),
+    }
+}
+
+/// Whether a pointer is to memory of the host.
+pub fn is_on_host(pointer: CUdeviceptr) -> bool {
+    const MEMORY_TYPE: u32 = 2;
+    const HOST: i32 = 1;
+    attribute(pointer, MEMORY_TYPE) == Some(HOST)
+}
+
+/// A pointer's attribute of 32 bits; `None` where the driver does not say.
+fn attribute(pointer: CUdeviceptr, which: u32) -> Option<i32> {
+    let mut value = 0;
     // SAFETY: writes an int to the local.
     let result = unsafe {
-        real!(cuPointerGetAttribute: fn(*mut CUdevice, u32, CUdeviceptr))(
-            &raw mut ordinal,
-            DEVICE_ORDINAL,
-            pointer,
-        )
+        real!(cuPointerGetAttribute: fn(*mut i32, u32, CUdeviceptr))(&raw mut value, which, pointer)
     };
-    if result.is_ok() {
-        process.device_numbered(u8::try_from(ordinal).ok()?)
-    } else {
-        process.current_device().ok()
-    }
+    result.is_ok().then_some(value)
 }

@@ -9,7 +9,7 @@ use tranche_shim_core::Entry;
 use crate::abi::{
     CUdevice, CUdeviceptr, CUmemLocation, CUmemPoolProps, CUmemoryPool, CUresult, CUstream,
 };
-use crate::charge::note;
+use crate::charge::{let_go, note};
 use crate::driver::{Call, real};
 use crate::exports::{self, FILE_DESCRIPTOR};
 use crate::graph;
@@ -183,7 +183,7 @@ pub fn export(descriptor: *const i32, pool: CUmemoryPool, kind: u32, driver: Cal
         // SAFETY: the driver has just written a descriptor, which it does not to null.
         exports::add(process, unsafe { descriptor.read_unaligned() }, held);
     } else {
-        process.note_physical(|physical, freed| physical.let_go(held, freed));
+        let_go(process, held);
     }
     result
 }

@@ -15,7 +15,7 @@ use crate::abi::{
     CUarrayMapInfo, CUdevice, CUdeviceptr, CUmemAllocationProp,
     CUmemGenericAllocationHandle as Handle, CUresult,
 };
-use crate::charge::{Reserved, charge};
+use crate::charge::{Reserved, charge, let_go};
 use crate::driver::{Call, real};
 use crate::exports::{self, FILE_DESCRIPTOR};
 use crate::process::{self, Kind, Process, key};
@@ -206,16 +206,16 @@ pub fn export(token: *const u8, kind: u32, handle: Handle, driver: Call<'_>) -> 
         );
         return result;
     }
-    process.note_physical(|physical, freed| {
-        if result.is_ok() {
-            // SAFETY: the driver has just written a token of this kind.
-            let token = unsafe { token_at(token, kind) };
-            if let Some(token) = token {
-                physical.add_token(token, handle);
-            }
+    if result.is_ok() {
+        // SAFETY: the driver has just written a token of this kind.
+        let token = unsafe { token_at(token, kind) };
+        if let Some(token) = token {
+            process
+                .physical
+                .with(|physical| physical.add_token(token, handle));
         }
-        physical.let_go(held, freed);
-    });
+    }
+    let_go(process, held);
     result
 }
 

@@ -11,7 +11,7 @@ const OUT_OF_MEMORY: i64 = 2;
 /// A way to device memory: takes about so many bytes and keeps them; the driver's code.
 type Way = fn(&mut Probe, u64) -> i64;
 
-const WAYS: [(&str, Way); 17] = [
+const WAYS: [(&str, Way); 18] = [
     ("cuMemAlloc", |probe, bytes| {
         probe.ask(&format!("alloc {bytes}")).code
     }),
@@ -57,6 +57,19 @@ const WAYS: [(&str, Way); 17] = [
             "cuMemCreate &0 {} &16 0",
             bytes.next_multiple_of(BLOCK)
         ))
+    }),
+    ("a dma-buf of memory that is freed", |probe, bytes| {
+        let answer = probe.ask(&format!("alloc {bytes}"));
+        if answer.code != 0 {
+            return answer.code;
+        }
+        let pointer = answer.number(0);
+        let whole = bytes & !4095;
+        let code = probe.call(&format!(
+            "cuMemGetHandleForAddressRange &0 {pointer} {whole} 1 0"
+        ));
+        assert_eq!(probe.ask(&format!("free {pointer}")).code, 0);
+        code
     }),
     ("an array", |probe, bytes| {
         // Rows of 4,096 floats.

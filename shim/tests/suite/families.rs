@@ -49,7 +49,7 @@ impl Case {
     }
 
     /// Waits until the GPU holds so much beside the context: what the last descriptor kept is freed a little later.
-    fn wait_until_held(&self, bytes: u64) {
+    pub fn wait_until_held(&self, bytes: u64) {
         let start = Instant::now();
         while self.world.node().gpus()[0].used != bytes + self.context {
             assert!(start.elapsed() < Duration::from_secs(20), "still held");
@@ -86,12 +86,14 @@ pub fn context_memory(world: &World) -> u64 {
 /// Words 16 to 19: the properties of device memory that can be exported.
 const ON_DEVICE: &str = "set 16 4294967297 1 0 0";
 
-fn create(probe: &mut Probe, bytes: u64) -> u64 {
+/// Physical memory of so many bytes; its handle.
+pub fn create(probe: &mut Probe, bytes: u64) -> u64 {
     probe.must(ON_DEVICE);
     probe.get(&format!("cuMemCreate &0 {bytes} &16 0"))
 }
 
-fn reserve(probe: &mut Probe, bytes: u64) -> u64 {
+/// Reserved addresses; the first.
+pub fn reserve(probe: &mut Probe, bytes: u64) -> u64 {
     probe.get(&format!("cuMemAddressReserve &0 {bytes} 0 0 0"))
 }
 

@@ -7,6 +7,7 @@ mod cap;
 mod closed;
 mod compute;
 mod counted;
+mod dma_buf;
 mod escape;
 mod families;
 mod habits;

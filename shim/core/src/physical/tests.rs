@@ -177,6 +177,8 @@ fn a_place_that_shows_something_else_lets_go() {
     let shown = memory.shown_at(1 + MIB).unwrap();
     assert_eq!(memory.device_of(shown), Some(3));
     assert_eq!(memory.shown_at(1 + 2 * MIB), None);
+    let mapped = [1, 1 + MIB].map(|address| memory.mapping_at(address));
+    assert_eq!(mapped, [Some((shown, 1 + 2 * MIB)); 2]);
     assert_eq!(bind(&mut memory, 1, 99), MIB, "unknown memory");
 }
 
