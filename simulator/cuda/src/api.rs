@@ -22,6 +22,7 @@ mod library;
 mod managed;
 mod memory;
 mod module;
+mod multicast;
 mod occupancy;
 mod pointer;
 mod pool;

@@ -185,6 +185,7 @@ pub fn attribute(device: &Device, attribute: u32) -> Result<i32, Code> {
         15 | 19 | 31 | 32 | 41 | 44 | 78 | 79 | 80 | 83 | 89 | 90 | 91 | 95 | 99 | 102 | 103
         | 113 | 115 | 119 => 1,
         124 => int(gpu.dma_buf),
+        132 => int(gpu.multicast),
         // Clusters exist since Hopper.
         120 => i32::from(major >= 9),
         131 | 134 => gpu.numa_node,
@@ -213,7 +214,6 @@ pub fn attribute(device: &Device, attribute: u32) -> Result<i32, Code> {
         | 121..=123
         | 125
         | 127..=130
-        | 132
         | 133
         | 135..=138
         | 141..=150 => 0,

@@ -18,7 +18,7 @@
 //!    in a GPU's order), `heap` (addresses, and blocks of GPU memory), `graph_pool`, `device`, `held`
 //!    (memory that `dma-buf`s keep);
 //! 3. memory: `context`, `pool`, `space` (all known addresses), `memory` (allocation of all kinds), `managed`, `vmm`,
-//!    `dma_buf`, `array`, `graph_memory`;
+//!    `dma_buf`, `multicast`, `array`, `graph_memory`;
 //! 4. work: `image` (which kernels an image has), `module` (modules and kernels), `launch`, `copy`, `fill`, `graph`,
 //!    `capture`;
 //! 5. time: `stream`, `event`, `work` (what a graph's node does in a stream), `ordered` (allocation in a stream's order),
@@ -55,6 +55,7 @@ mod lifecycle;
 mod managed;
 mod memory;
 mod module;
+mod multicast;
 mod object;
 mod ordered;
 mod pool;

@@ -4,12 +4,15 @@
 //! bytes. It is charged to the GPU until its handles are released, its last mapping is removed, every descriptor that was
 //! exported is closed, and every process that imported it has released it: each of these has the file open once more, with
 //! a shared lock (`flock`), which the kernel drops with the last of its descriptors in any process.
+//!
+//! A multicast object has handles and mappings as a physical allocation, and keeps what is bound to it until it is unbound or
+//! the object has neither.
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 use rustix::fs::{FlockOperation, MemfdFlags, Mode, OFlags, flock, ftruncate, memfd_create};
 use rustix::mm::{MapFlags, MprotectFlags, ProtFlags};
@@ -49,20 +52,38 @@ const PINNED: u32 = 1;
 pub const FILE_DESCRIPTOR: u32 = 1;
 
 /// A physical allocation.
-struct Physical {
-    file: OwnedFd,
-    bytes: u64,
-    device: i32,
-    handle_kinds: u32,
+pub struct Physical {
+    pub file: OwnedFd,
+    pub bytes: u64,
+    pub device: i32,
+    pub handle_kinds: u32,
     /// Handles not yet released, and mappings.
-    handles: u32,
-    mappings: u32,
-    /// `dma-buf`s of it.
-    dma_bufs: u32,
+    pub handles: u32,
+    pub mappings: u32,
+    /// `dma-buf`s of it, and bindings to multicast objects.
+    pub kept: u32,
     /// Whether descriptors of it were exported.
-    is_exported: bool,
+    pub is_exported: bool,
     /// Whether it is charged to this process. An imported one is charged to its exporter.
-    is_charged: bool,
+    pub is_charged: bool,
+    /// Of a multicast object, its devices.
+    pub team: Option<Team>,
+}
+
+/// The devices of a multicast object.
+pub struct Team {
+    /// How many it is to have.
+    pub size: usize,
+    pub devices: Vec<i32>,
+    pub bound: Vec<Bound>,
+}
+
+/// Memory that is bound to a multicast object.
+pub struct Bound {
+    pub device: i32,
+    pub offset: u64,
+    pub bytes: u64,
+    pub handle: u64,
 }
 
 /// A mapping of a physical allocation.
@@ -72,20 +93,35 @@ struct Mapping {
     flags: u32,
 }
 
-struct Vmm {
-    physical: BTreeMap<u64, Physical>,
+pub struct Vmm {
+    pub physical: BTreeMap<u64, Physical>,
     /// Reserved stretches by address.
     reserved: BTreeMap<u64, u64>,
     mappings: BTreeMap<u64, Mapping>,
 }
 
-fn vmm() -> MutexGuard<'static, Vmm> {
+pub fn vmm() -> MutexGuard<'static, Vmm> {
     static VMM: Mutex<Vmm> = Mutex::new(Vmm {
         physical: BTreeMap::new(),
         reserved: BTreeMap::new(),
         mappings: BTreeMap::new(),
     });
     VMM.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Told when a multicast object has got a device.
+pub static ADDED: Condvar = Condvar::new();
+
+/// Waits until a multicast object has all of its devices, as every use of it does.
+pub fn wait_for_team(object: u64) -> Result<MutexGuard<'static, Vmm>, Code> {
+    let mut vmm = vmm();
+    loop {
+        let team = vmm.team(object)?;
+        if team.devices.len() == team.size {
+            return Ok(vmm);
+        }
+        vmm = ADDED.wait(vmm).unwrap_or_else(PoisonError::into_inner);
+    }
 }
 
 /// Opens an allocation's file once more.
@@ -102,13 +138,13 @@ fn keep(file: BorrowedFd<'_>) -> Result<OwnedFd, Code> {
     Ok(again)
 }
 
-fn next_handle() -> u64 {
+pub fn next_handle() -> u64 {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     // 0 is no handle; small numbers would hide programs' mistakes.
     NEXT.fetch_add(1, Ordering::Relaxed) << 12
 }
 
-fn whole_blocks(bytes: u64) -> bool {
+pub fn whole_blocks(bytes: u64) -> bool {
     bytes != 0 && bytes.is_multiple_of(BLOCK)
 }
 
@@ -137,16 +173,17 @@ pub fn create(bytes: usize, properties: Properties) -> Result<u64, Code> {
         handle_kinds: properties.handle_kinds,
         handles: 1,
         mappings: 0,
-        dma_bufs: 0,
+        kept: 0,
         is_exported: false,
         is_charged: true,
+        team: None,
     };
     vmm().physical.insert(handle, physical);
     Ok(handle)
 }
 
 impl Vmm {
-    fn get(&mut self, handle: u64) -> Result<&mut Physical, Code> {
+    pub fn get(&mut self, handle: u64) -> Result<&mut Physical, Code> {
         self.physical.get_mut(&handle).ok_or(Code::INVALID_VALUE)
     }
 
@@ -161,15 +198,33 @@ impl Vmm {
         }
     }
 
+    /// A multicast object's devices.
+    pub fn team(&mut self, object: u64) -> Result<&mut Team, Code> {
+        self.get(object)?.team.as_mut().ok_or(Code::INVALID_VALUE)
+    }
+
+    /// Ends what kept an allocation beside its handles and mappings.
+    pub fn let_go(&mut self, handle: u64) {
+        if let Ok(physical) = self.get(handle) {
+            physical.kept -= 1;
+            self.free_unused(handle);
+        }
+    }
+
     /// Frees an allocation that nothing refers to any more.
     fn free_unused(&mut self, handle: u64) {
         let is_unused = self
             .physical
             .get(&handle)
-            .is_some_and(|p| p.handles == 0 && p.mappings == 0 && p.dma_bufs == 0);
-        if is_unused
-            && let Some(physical) = self.physical.remove(&handle)
-            && physical.is_charged
+            .is_some_and(|p| p.handles == 0 && p.mappings == 0 && p.kept == 0);
+        let removed = is_unused.then(|| self.physical.remove(&handle)).flatten();
+        let Some(mut physical) = removed else {
+            return;
+        };
+        for bound in physical.team.take().into_iter().flat_map(|it| it.bound) {
+            self.let_go(bound.handle);
+        }
+        if physical.is_charged
             && let Ok(device) = device(physical.device)
         {
             let free = move || device.release(physical.bytes);
@@ -253,7 +308,12 @@ pub fn map(address: u64, bytes: u64, offset: usize, handle: u64) -> Result<(), C
     if offset != 0 || !whole_blocks(bytes) || !address.is_multiple_of(BLOCK) {
         return Err(Code::INVALID_VALUE);
     }
-    let mut vmm = vmm();
+    let is_object = vmm().team(handle).is_ok();
+    let mut vmm = if is_object {
+        wait_for_team(handle)?
+    } else {
+        vmm()
+    };
     vmm.reservation(address, bytes).ok_or(Code::INVALID_VALUE)?;
     let taken = vmm.mappings.range(..address + bytes).next_back();
     if taken.is_some_and(|(start, mapping)| start + mapping.bytes > address) {
@@ -375,17 +435,13 @@ pub fn retain(address: u64) -> Result<u64, Code> {
 pub fn hold(address: u64) -> Result<u64, Code> {
     let mut vmm = vmm();
     let handle = vmm.mapping(address)?.handle;
-    vmm.get(handle)?.dma_bufs += 1;
+    vmm.get(handle)?.kept += 1;
     Ok(handle)
 }
 
 /// A `dma-buf` that held a physical allocation is gone.
 pub fn let_go(handle: u64) {
-    let mut vmm = vmm();
-    if let Ok(physical) = vmm.get(handle) {
-        physical.dma_bufs -= 1;
-        vmm.free_unused(handle);
-    }
+    vmm().let_go(handle);
 }
 
 /// Ends a reservation in which nothing is mapped.
@@ -410,6 +466,9 @@ pub fn free_reserved(address: u64, bytes: usize) -> Result<(), Code> {
 pub fn properties(handle: u64) -> Result<Properties, Code> {
     let mut vmm = vmm();
     let physical = vmm.get(handle)?;
+    if physical.team.is_some() {
+        return Err(Code::INVALID_VALUE);
+    }
     Ok(Properties {
         kind: PINNED,
         handle_kinds: physical.handle_kinds,
@@ -454,10 +513,19 @@ pub fn import_file(file: BorrowedFd<'_>) -> Result<u64, Code> {
         handle_kinds: FILE_DESCRIPTOR,
         handles: 1,
         mappings: 0,
-        dma_bufs: 0,
+        kept: 0,
         is_exported: false,
         is_charged: false,
+        team: None,
     };
     vmm().physical.insert(handle, physical);
     Ok(handle)
+}
+
+/// The allocation that is mapped at `address`, and how far into it that is.
+pub fn mapped_at(address: u64) -> Result<(u64, u64), Code> {
+    let vmm = vmm();
+    let handle = vmm.mapping(address)?.handle;
+    let start = vmm.mappings.range(..=address).next_back();
+    Ok((handle, start.map_or(0, |(start, _)| address - start)))
 }

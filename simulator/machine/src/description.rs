@@ -147,6 +147,10 @@ pub struct GpuDescription {
     /// Whether `dma-buf`s can be made of its memory, as with the open kernel modules; false by default.
     #[serde(default)]
     pub dma_buf: bool,
+    /// Whether multicast objects can be bound to its memory, as on boards with NVSwitch of the third generation; false by
+    /// default.
+    #[serde(default)]
+    pub multicast: bool,
     /// Virtual time of a kernel whose name contains no time, in microseconds.
     #[serde(default = "ten")]
     pub kernel_micros: u32,

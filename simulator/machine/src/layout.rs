@@ -149,6 +149,8 @@ pub struct GpuState {
     pub mig_capable: u32,
     /// 1 if `dma-buf`s can be made of its memory.
     pub dma_buf: u32,
+    /// 1 if it can be in a multicast object's team.
+    pub multicast: u32,
     /// Total memory in bytes, with the driver's reserve.
     pub memory_total: u64,
     /// The driver's reserve in bytes.
@@ -329,6 +331,7 @@ impl GpuState {
         self.numa_node = gpu.numa_nodes.get(unit).copied().unwrap_or(0);
         self.mig_capable = u32::from(gpu.mig_capable);
         self.dma_buf = u32::from(gpu.dma_buf);
+        self.multicast = u32::from(gpu.multicast);
         self.memory_total = gpu.memory_mib * MIB;
         self.memory_reserved = gpu.reserved_mib * MIB;
         self.context_bytes = gpu.context_mib * MIB;

@@ -287,14 +287,6 @@ absent! {
     cuModuleGetGlobal
     cuModuleGetSurfRef
     cuModuleGetTexRef
-    cuMulticastAddDevice
-    cuMulticastBindAddr
-    cuMulticastBindAddr_v2
-    cuMulticastBindMem
-    cuMulticastBindMem_v2
-    cuMulticastCreate
-    cuMulticastGetGranularity
-    cuMulticastUnbind
     cuParamSetSize
     cuParamSetTexRef
     cuParamSetf
