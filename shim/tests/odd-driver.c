@@ -208,6 +208,14 @@ CUresult cuMemPoolImportPointer(uint64_t *pointer, uint64_t pool, void *data) {
     return OUT_OF_MEMORY;
 }
 CUresult cuMemGetAddressRange_v2(uint64_t *start, size_t *bytes, uint64_t pointer) { *start = pointer; *bytes = foreign; return OK; }
+// Multicast objects bind whatever they are told to.
+static CUresult bind_to(void) { CUresult code = fail_next; fail_next = OK; return code; }
+CUresult cuMulticastCreate(uint64_t *object, void *properties) { static int made; *object = 0x800000 + ++made; return OK; }
+CUresult cuMulticastBindMem(uint64_t object, size_t at, uint64_t memory, size_t from, size_t bytes, uint64_t flags) { return bind_to(); }
+CUresult cuMulticastBindMem_v2(uint64_t object, int device, size_t at, uint64_t memory, size_t from, size_t bytes, uint64_t flags) { return bind_to(); }
+CUresult cuMulticastBindAddr(uint64_t object, size_t at, uint64_t address, size_t bytes, uint64_t flags) { return bind_to(); }
+CUresult cuMulticastBindAddr_v2(uint64_t object, int device, size_t at, uint64_t address, size_t bytes, uint64_t flags) { return bind_to(); }
+CUresult cuMulticastUnbind(uint64_t object, int device, size_t at, size_t bytes) { return OK; }
 // Of whatever it is asked: a descriptor that nobody can open again.
 CUresult cuMemGetHandleForAddressRange(int *handle, uint64_t start, size_t bytes, unsigned kind, uint64_t flags) {
     if (fail_next) { CUresult code = fail_next; fail_next = OK; return code; }
@@ -215,7 +223,10 @@ CUresult cuMemGetHandleForAddressRange(int *handle, uint64_t start, size_t bytes
     return OK;
 }
 CUresult cuMemImportFromShareableHandle(uint64_t *handle, void *token, unsigned kind) { static int made; *handle = FOREIGN_HANDLE + ++made; return OK; }
+static int fail_properties;
+void odd_fail_properties(int on) { fail_properties = on; }
 CUresult cuMemGetAllocationPropertiesFromHandle(int *properties, uint64_t handle) {
+    if (fail_properties) return INVALID_VALUE;
     memset(properties, 0, 32);
     properties[0] = 1; properties[2] = 1;
     return OK;

@@ -37,8 +37,8 @@ const MOST: usize = 1 << 21;
 
 /// Memory that a range lies in, which is held. All zeros is none.
 #[derive(Clone, Copy)]
-struct Piece {
-    held: Option<Id>,
+pub struct Piece {
+    pub held: Option<Id>,
     /// The pointer whose charge it replaces; 0 for none.
     replaces: CUdeviceptr,
 }
@@ -106,7 +106,7 @@ fn hold_all(
 }
 
 /// Holds the memory at an address; that, and the address after it. `None` where the driver knows of none.
-fn hold_at(
+pub fn hold_at(
     process: &'static Process,
     at: CUdeviceptr,
     may_be_mapped: bool,

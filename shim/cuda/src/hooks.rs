@@ -16,7 +16,7 @@ use crate::kept::settle_after;
 use crate::launch::{self, Kernel};
 use crate::module::{self, Within};
 use crate::stream::{Stream, own};
-use crate::{array, context, dma_buf, graph, ipc, memory, pool, process, resolve, vmm};
+use crate::{array, context, dma_buf, graph, ipc, memory, multicast, pool, process, resolve, vmm};
 
 macro_rules! hook {
     ($name:ident $arguments:tt |$driver:ident| $body:expr) => {
@@ -262,17 +262,17 @@ hooks! {
     fn cuModuleLoadFatBinary(module: *mut usize, image: *const u8) |driver| module::load(module, image, Within::Context, driver);
     fn cuModuleUnload(module: usize) |driver| module::unload(module, driver);
     fn cuMulticastBindAddr(object: CUmemGenericAllocationHandle, offset: usize, address: CUdeviceptr, bytes: usize, flags: u64)
-        |driver| vmm::bind_address(object, offset, address, driver);
+        |driver| multicast::bind_address(object, offset, address, driver);
     fn cuMulticastBindAddr_v2(object: CUmemGenericAllocationHandle, device: CUdevice, offset: usize, address: CUdeviceptr, bytes: usize, flags: u64)
-        |driver| vmm::bind_address(object, offset, address, driver);
+        |driver| multicast::bind_address(object, offset, address, driver);
     fn cuMulticastBindMem(object: CUmemGenericAllocationHandle, offset: usize, memory: CUmemGenericAllocationHandle, from: usize, bytes: usize, flags: u64)
-        |driver| vmm::bind(object, offset, memory, driver);
+        |driver| multicast::bind(object, offset, memory, driver);
     fn cuMulticastBindMem_v2(object: CUmemGenericAllocationHandle, device: CUdevice, offset: usize, memory: CUmemGenericAllocationHandle, from: usize, bytes: usize, flags: u64)
-        |driver| vmm::bind(object, offset, memory, driver);
+        |driver| multicast::bind(object, offset, memory, driver);
     fn cuMulticastCreate(object: *mut CUmemGenericAllocationHandle, properties: *const c_void)
-        |driver| vmm::create_multicast(object, driver);
+        |driver| multicast::create(object, driver);
     fn cuMulticastUnbind(object: CUmemGenericAllocationHandle, device: CUdevice, offset: usize, bytes: usize)
-        |driver| vmm::unbind(object, device, offset, driver);
+        |driver| multicast::unbind(object, device, offset, driver);
     fn cuStreamBeginCapture(stream: CUstream) |driver| launch::begin_capture(driver);
     fn cuStreamBeginCaptureToGraph(stream: CUstream, graph: usize, dependencies: *const usize, edges: *const u8, count: usize, mode: u32)
         |driver| launch::begin_capture(driver);

@@ -65,7 +65,7 @@ fn note_created(handle: Handle, reserved: Reserved) {
 
 /// Notes the beginning of a call, makes it, and notes what came of it. `begin` and `end` have the books, and no driver
 /// is called meanwhile.
-fn with<T>(
+pub fn with<T>(
     driver: Call<'_>,
     begin: impl FnOnce(&mut Physical) -> T,
     end: impl FnOnce(&mut Physical, T, bool, &mut dyn FnMut(Freed)),
@@ -94,54 +94,24 @@ pub fn release(handle: Handle, driver: Call<'_>) -> CUresult {
     )
 }
 
-/// Memory that a place is to show, the place, and what that goes with.
-struct Target {
-    memory: Option<Id>,
-    place: u64,
-    owner: u64,
-}
-
-/// Makes a call that has a place show a handle's memory, which `find` finds.
-fn bind_at(find: &dyn Fn(&Physical) -> Option<Target>, length: u64, driver: Call<'_>) -> CUresult {
-    with(
-        driver,
-        |physical| {
-            let mut found = find(physical)?;
-            found.memory = physical.hold_id(found.memory?);
-            Some(found)
-        },
-        |physical, begun, done, freed| match begun {
-            // What cannot be noted holds its memory to the end of the process.
-            Some(Target {
-                memory: Some(memory),
-                place,
-                owner,
-            }) if done => {
-                let _ = physical.bind(place, memory, length, owner, freed);
-            }
-            Some(Target {
-                memory: Some(memory),
-                ..
-            }) => physical.let_go(memory, freed),
-            // Memory that is not noted here.
-            Some(Target { place, .. }) if done => {
-                physical.unbind(place, freed);
-            }
-            _ => {}
-        },
-    )
-}
-
 /// Maps memory at an address.
 pub fn map(address: CUdeviceptr, bytes: usize, handle: Handle, driver: Call<'_>) -> CUresult {
-    let find = |physical: &Physical| {
-        Some(Target {
-            memory: physical.id_of(handle),
-            place: address,
-            owner: 0,
-        })
-    };
-    bind_at(&find, bytes as u64, driver)
+    with(
+        driver,
+        |physical| physical.hold(handle),
+        |physical, held, done, freed| match held {
+            // What cannot be noted holds its memory to the end of the process.
+            Some(held) if done => {
+                let _ = physical.bind(address, held, bytes as u64, 0, freed);
+            }
+            Some(held) => physical.let_go(held, freed),
+            // Memory that is not noted here.
+            None if done => {
+                physical.unbind(address, freed);
+            }
+            None => {}
+        },
+    )
 }
 
 /// Unmaps whatever is mapped at a range of addresses.
@@ -255,6 +225,11 @@ pub fn import(handle: *mut Handle, token: usize, kind: u32, driver: Call<'_>) ->
 /// Charges memory that another process exported; gives the handle up where the share has no room for it.
 fn charge_imported(process: &'static Process, handle: Handle) -> CUresult {
     let Some(device) = device_of(process, handle).filter(|device| device.is_capped()) else {
+        // Nothing of a device's. What is bound to it, if it is a multicast object, goes with it.
+        let note = |physical: &mut Physical, freed: &mut dyn FnMut(Freed)| {
+            let _ = physical.import((handle, 0), 0, 0, freed);
+        };
+        process.note_physical(note);
         return CUresult::SUCCESS;
     };
     if process.physical.with(|physical| physical.use_again(handle)) {
@@ -424,7 +399,7 @@ pub fn array_key(array: usize) -> u64 {
 }
 
 /// A place that is no address.
-fn place_of(mixed: u64) -> u64 {
+pub fn place_of(mixed: u64) -> u64 {
     key(Kind::Tile, mixed & ((1 << 56) - 1) | 1)
 }
 
@@ -438,67 +413,4 @@ pub fn end_array(process: &'static Process, array: usize, driver: Call<'_>) -> C
         });
     }
     result
-}
-
-/// A multicast object: no memory of its own, but it holds what is bound to it.
-pub fn create_multicast(handle: *mut Handle, driver: Call<'_>) -> CUresult {
-    // Joined, or nothing would be noted.
-    if let Err(code) = process::current() {
-        return code;
-    }
-    with(
-        driver,
-        |_| (),
-        |physical, (), done, freed| {
-            if done {
-                // SAFETY: the driver has just written to it.
-                let _ = physical.create(unsafe { handle.read() }, 0, 0, freed);
-            }
-        },
-    )
-}
-
-/// Binds memory to a multicast object, at an offset.
-pub fn bind(object: Handle, offset: usize, memory: Handle, driver: Call<'_>) -> CUresult {
-    let find = |physical: &Physical| bound(physical, object, offset, physical.id_of(memory)?);
-    bind_at(&find, 0, driver)
-}
-
-/// The same, with the memory that is mapped at an address.
-pub fn bind_address(
-    object: Handle,
-    offset: usize,
-    address: CUdeviceptr,
-    driver: Call<'_>,
-) -> CUresult {
-    let find = |physical: &Physical| bound(physical, object, offset, physical.shown_at(address)?);
-    bind_at(&find, 0, driver)
-}
-
-/// Memory goes with the object that it is bound to.
-fn bound(physical: &Physical, object: Handle, offset: usize, memory: Id) -> Option<Target> {
-    Some(Target {
-        memory: Some(memory),
-        place: bound_at(object, physical.device_of(memory)?, offset),
-        owner: physical.id_of(object).map_or(0, Id::number),
-    })
-}
-
-/// Undoes a binding of a device's memory.
-pub fn unbind(object: Handle, device: CUdevice, offset: usize, driver: Call<'_>) -> CUresult {
-    let number = process::joined()
-        .and_then(|process| process.device(device))
-        .map_or(u8::MAX, |device| device.number);
-    with(driver, Physical::mark, |physical, mark, done, freed| {
-        if done {
-            let none_since = physical.mark();
-            physical.unbind_older(bound_at(object, number, offset), mark, none_since, freed);
-        }
-    })
-}
-
-/// Several devices bind at the same offset, each its own memory.
-fn bound_at(object: Handle, device: u8, offset: usize) -> u64 {
-    let mixed = (object.rotate_left(17) ^ u64::from(device)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    place_of((mixed ^ offset as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15))
 }

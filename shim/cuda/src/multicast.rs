@@ -1,0 +1,98 @@
+//! Multicast objects: what is written to one is written to the memory of several devices that is bound to it.
+//!
+//! An object has no memory of its own. It is noted as physical memory of no bytes, with handles, mappings and descriptors
+//! as any; what is bound to it is held until it is unbound, or the object has no use left.
+
+use tranche_shim_core::Physical;
+use tranche_shim_core::physical::Id;
+
+use crate::abi::{CUdevice, CUdeviceptr, CUmemGenericAllocationHandle as Handle, CUresult};
+use crate::dma_buf::hold_at;
+use crate::driver::Call;
+use crate::process;
+use crate::vmm::{place_of, with};
+
+/// A new object.
+pub fn create(handle: *const Handle, driver: Call<'_>) -> CUresult {
+    // Joined, or nothing would be noted.
+    if let Err(code) = process::current() {
+        return code;
+    }
+    with(
+        driver,
+        |_| (),
+        |physical, (), done, freed| {
+            if done {
+                // SAFETY: the driver has just written to it.
+                let _ = physical.create(unsafe { handle.read() }, 0, 0, freed);
+            }
+        },
+    )
+}
+
+/// Binds memory to an object, at an offset.
+pub fn bind(object: Handle, offset: usize, memory: Handle, driver: Call<'_>) -> CUresult {
+    let Some(process) = process::joined() else {
+        return driver.make();
+    };
+    let held = process.physical.with(|physical| physical.hold(memory));
+    bind_held((object, offset), held, driver)
+}
+
+/// The same with the memory at an address: mapped, or a pool's. Of a pool's memory it is not known what it lies in, so
+/// that all that the pool has is charged once more, as long as it is bound.
+pub fn bind_address(
+    object: Handle,
+    offset: usize,
+    address: CUdeviceptr,
+    driver: Call<'_>,
+) -> CUresult {
+    let Some(process) = process::joined() else {
+        return driver.make();
+    };
+    match hold_at(process, address, true) {
+        Ok(found) => {
+            let held = found.and_then(|(piece, _)| piece.held);
+            bind_held((object, offset), held, driver)
+        }
+        Err(code) => code,
+    }
+}
+
+/// Binds what is held. Memory goes with the object that it is bound to.
+fn bind_held((object, offset): (Handle, usize), held: Option<Id>, driver: Call<'_>) -> CUresult {
+    with(
+        driver,
+        |physical| {
+            let device = physical.device_of(held?)?;
+            Some((bound_at(object, device, offset), physical.id_of(object)))
+        },
+        |physical, place, done, freed| match (held, place) {
+            // What cannot be noted holds its memory to the end of the process.
+            (Some(held), Some((place, owner))) if done => {
+                let _ = physical.bind(place, held, 0, owner.map_or(0, Id::number), freed);
+            }
+            (Some(held), _) => physical.let_go(held, freed),
+            (None, _) => {}
+        },
+    )
+}
+
+/// Undoes a binding of a device's memory.
+pub fn unbind(object: Handle, device: CUdevice, offset: usize, driver: Call<'_>) -> CUresult {
+    let number = process::joined()
+        .and_then(|process| process.device(device))
+        .map_or(u8::MAX, |device| device.number);
+    with(driver, Physical::mark, |physical, mark, done, freed| {
+        if done {
+            let none_since = physical.mark();
+            physical.unbind_older(bound_at(object, number, offset), mark, none_since, freed);
+        }
+    })
+}
+
+/// Several devices bind at the same offset, each its own memory.
+fn bound_at(object: Handle, device: u8, offset: usize) -> u64 {
+    let mixed = (object.rotate_left(17) ^ u64::from(device)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    place_of((mixed ^ offset as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15))
+}
