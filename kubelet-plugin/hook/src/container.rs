@@ -9,6 +9,9 @@ use serde::Deserialize;
 use tranche_cdi_hook::libraries::Process;
 use tranche_cdi_hook::rootfs::LONGEST_FILE;
 
+/// More than most configurations have, in bytes.
+const USUAL_CONFIG: usize = 64 << 10;
+
 /// A container that is being created.
 #[derive(Debug)]
 pub struct Container {
@@ -82,7 +85,8 @@ struct Root {
 pub fn read(state: &[u8]) -> Result<Container, ContainerError> {
     let State { bundle } = serde_json::from_slice(state).map_err(ContainerError::State)?;
     let path = bundle.join("config.json");
-    let mut text = Vec::new();
+    // One read, not one for each doubling of the buffer.
+    let mut text = Vec::with_capacity(USUAL_CONFIG);
     File::open(&path)
         .and_then(|file| file.take(LONGEST_FILE).read_to_end(&mut text))
         .map_err(|source| ContainerError::Read {

@@ -2,10 +2,12 @@
 //!
 //! The folders are written into the loader's configuration, so that a later ldconfig in the
 //! container (of a package, for example) finds them too. The driver's libraries are added to the image's
-//! own cache; where it has none that is known, or another library of such a name, ldconfig makes it from the
-//! configuration. The program is the host's, linked statically; it first calls `chroot` into the container's
+//! own cache. An image with neither a cache nor a configuration gets a cache of these alone, because its loader searches
+//! its default folders after the cache. Where the image has a cache that is not known, another library of such a name,
+//! or a configuration without a cache, ldconfig makes the cache from the configuration. The program is the host's, linked statically; it first calls `chroot` into the container's
 //! root, so that it reads and writes only there. A musl image does not use the cache and is not harmed by it.
 
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -18,6 +20,8 @@ const CONFIGURATION: &str = "/etc/ld.so.conf";
 const FOLDERS: &str = "/etc/ld.so.conf.d/00-tranche.conf";
 /// Sorted before our other file, because the loader uses the first library of a name.
 const COMPAT: &str = "/etc/ld.so.conf.d/00-compat-tranche.conf";
+/// The folder of our files.
+const INCLUDED: &str = "/etc/ld.so.conf.d";
 const CACHE: &str = "/etc/ld.so.cache";
 /// The configuration for an image without one.
 const INCLUDE: &[u8] = b"include /etc/ld.so.conf.d/*.conf\n";
@@ -55,7 +59,7 @@ pub fn update(
     libraries: &[Library],
     ldconfig: &Path,
 ) -> Result<(), LdcacheError> {
-    match configure(root, folders).and_then(|()| add(root, libraries)) {
+    match configure(root, folders).and_then(|own| add(root, libraries, own)) {
         Ok(true) => Ok(()),
         Ok(false) => run(root, ldconfig),
         // The container starts anyway, and finds libraries in the loader's default folders.
@@ -80,7 +84,17 @@ pub fn prefer_folder_of(root: &Rootfs, library: &Path) -> Result<(), RootfsError
     }
 }
 
-fn configure(root: &Rootfs, folders: &[PathBuf]) -> Result<(), RootfsError> {
+/// Whether an image has a configuration of its own for the loader.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum OwnConfiguration {
+    Present,
+    Absent,
+}
+
+/// Writes the folders into the loader's configuration.
+fn configure(root: &Rootfs, folders: &[PathBuf]) -> Result<OwnConfiguration, RootfsError> {
+    let names = root.list(Path::new(INCLUDED))?;
+    let is_ours = |name: &OsString| Path::new(FOLDERS).file_name() == Some(name);
     let mut lines = Vec::new();
     for folder in folders {
         lines.extend_from_slice(folder.as_os_str().as_encoded_bytes());
@@ -89,24 +103,33 @@ fn configure(root: &Rootfs, folders: &[PathBuf]) -> Result<(), RootfsError> {
     if root.read(Path::new(FOLDERS))?.as_deref() != Some(&lines) {
         root.write(Path::new(FOLDERS), &lines)?;
     }
-    let configuration = root.read(Path::new(CONFIGURATION))?.unwrap_or_default();
+    let configuration = root.read(Path::new(CONFIGURATION))?;
+    let own = if configuration.is_none() && names.iter().all(is_ours) {
+        OwnConfiguration::Absent
+    } else {
+        OwnConfiguration::Present
+    };
+    let configuration = configuration.unwrap_or_default();
     if !includes_folders(&configuration) {
         let both = [INCLUDE, &configuration].concat();
         root.write(Path::new(CONFIGURATION), &both)?;
     }
-    Ok(())
+    Ok(own)
 }
 
-/// Adds the libraries to the image's own cache; whether that could be done.
-fn add(root: &Rootfs, libraries: &[Library]) -> Result<bool, RootfsError> {
+/// Adds the libraries to the image's own cache, or to an empty one where the image has nothing for the loader;
+/// whether that could be done.
+fn add(root: &Rootfs, libraries: &[Library], own: OwnConfiguration) -> Result<bool, RootfsError> {
     if root.read(Path::new(COMPAT))?.is_some() {
         // An image's own libcuda comes before the driver's.
         return Ok(false);
     }
-    let Some(bytes) = root.read(Path::new(CACHE))? else {
-        return Ok(false);
+    let cache = match (root.read(Path::new(CACHE))?, own) {
+        (Some(bytes), _) => LoaderCache::parse(&bytes),
+        (None, OwnConfiguration::Absent) => Some(LoaderCache::default()),
+        (None, OwnConfiguration::Present) => None,
     };
-    let Some(mut cache) = LoaderCache::parse(&bytes) else {
+    let Some(mut cache) = cache else {
         return Ok(false);
     };
     for library in libraries {
@@ -117,6 +140,9 @@ fn add(root: &Rootfs, libraries: &[Library]) -> Result<bool, RootfsError> {
                 return Ok(false);
             }
         }
+    }
+    if cache.is_empty() {
+        return Ok(false);
     }
     let Some(bytes) = cache.encode() else {
         return Ok(false);
@@ -277,10 +303,7 @@ mod tests {
         let (dir, root) = image();
         let has_it = || cached(dir.path()).contains("/opt/driver/lib/libtranche-test.so.6");
         let without = Path::new(NOWHERE);
-        assert!(
-            update(&root, &folders(), &library(), without).is_err(),
-            "no cache yet"
-        );
+        std::fs::create_dir(dir.path().join("etc")).unwrap();
         let ran = Command::new(LDCONFIG)
             .arg("-r")
             .arg(dir.path())
@@ -296,6 +319,32 @@ mod tests {
         for _ in 0..2 {
             update(&root, &folders(), &libraries, without).unwrap();
             assert!(has_it() && !cached(dir.path()).contains("libabsent"));
+        }
+    }
+
+    #[test]
+    fn an_image_with_nothing_for_the_loader_needs_no_ldconfig() {
+        let (dir, root) = image();
+        // The second device of a container does it once more.
+        for _ in 0..2 {
+            update(&root, &folders(), &library(), Path::new(NOWHERE)).unwrap();
+            assert!(cached(dir.path()).contains("/opt/driver/lib/libtranche-test.so.6"));
+        }
+        // A later ldconfig in the container finds them too.
+        std::fs::remove_file(dir.path().join("etc/ld.so.cache")).unwrap();
+        update(&root, &folders(), &[], Path::new(LDCONFIG)).unwrap();
+        assert!(cached(dir.path()).contains("/opt/driver/lib/"));
+    }
+
+    #[test]
+    fn folders_that_only_the_images_configuration_names_are_left_to_ldconfig() {
+        for path in ["etc/ld.so.conf", "etc/ld.so.conf.d/own.conf"] {
+            let (dir, root) = image();
+            let path = dir.path().join(path);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, "/own\n").unwrap();
+            let done = update(&root, &folders(), &library(), Path::new(NOWHERE));
+            assert!(matches!(done, Err(LdcacheError::Run { .. })), "{done:?}");
         }
     }
 

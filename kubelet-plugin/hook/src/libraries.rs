@@ -25,8 +25,6 @@ pub struct Process {
 pub struct Library {
     /// The prefix of its name that was searched: `libcuda.so`.
     pub stem: String,
-    /// The folder in which it was found, possibly as a link.
-    pub folder: PathBuf,
     /// The file.
     pub file: FoundFile,
 }
@@ -106,7 +104,8 @@ const TOOLKIT_VARIABLES: [&str; 3] = ["CUDA_HOME", "CUDA_PATH", "CUDA_ROOT"];
 
 const CONFIGURATION: &str = "/etc/ld.so.conf";
 
-/// The folders in which a container's programs may find a library without naming it by path.
+/// The folders in which a container's programs may find a library without naming it by path: those that exist, each
+/// once and without links, because a folder of an image may have thousands of names.
 pub fn folders(root: &Rootfs, process: &Process) -> Result<Vec<PathBuf>, SearchError> {
     let mut folders: Vec<PathBuf> = Vec::new();
     for folder in process.library_path() {
@@ -132,21 +131,26 @@ pub fn folders(root: &Rootfs, process: &Process) -> Result<Vec<PathBuf>, SearchE
         let prefix = process.absolute(prefix);
         folders.extend(["lib", "lib/stubs", "cuda-compat"].map(|inside| prefix.join(inside)));
     }
-    // glibc prefers libraries for the processor that it runs on.
     let mut all = Vec::new();
-    let mut seen = BTreeSet::new();
+    let (mut named, mut real) = (BTreeSet::new(), BTreeSet::new());
     for folder in folders {
-        if !seen.insert(folder.clone()) {
+        if !named.insert(folder.clone()) {
             continue;
         }
-        all.extend(expand(root, &folder.join("glibc-hwcaps/*"))?);
-        all.push(folder);
-        if all.len() > MOST_FOLDERS {
+        if named.len().max(all.len()) > MOST_FOLDERS {
             return Err(SearchError::TooMany {
-                folder: all.pop().unwrap_or_default(),
+                folder,
                 what: "folders",
                 limit: MOST_FOLDERS,
             });
+        }
+        let Some(folder) = root.real_folder(&folder)? else {
+            continue;
+        };
+        if real.insert(folder.clone()) {
+            // glibc prefers libraries for the processor that it runs on.
+            all.extend(expand(root, &folder.join("glibc-hwcaps/*"))?);
+            all.push(folder);
         }
     }
     Ok(all)
@@ -161,8 +165,13 @@ pub fn find(
     let mut found = BTreeMap::new();
     let mut looked_at = 0;
     for folder in folders {
-        let names = root.list(folder)?;
-        looked_at += names.len();
+        let mut names = Vec::new();
+        root.each_name(folder, |name| {
+            looked_at += 1;
+            if let Some(stem) = stems.iter().find(|stem| is_library(name, stem)) {
+                names.push((name.to_owned(), *stem));
+            }
+        })?;
         if looked_at > MOST_NAMES {
             return Err(SearchError::TooMany {
                 folder: folder.clone(),
@@ -170,14 +179,10 @@ pub fn find(
                 limit: MOST_NAMES,
             });
         }
-        for name in names {
-            let Some(stem) = stems.iter().find(|stem| is_library(&name, stem)) else {
-                continue;
-            };
+        for (name, stem) in names {
             if let Some(file) = root.find(&folder.join(&name))? {
                 found.entry(file.path.clone()).or_insert_with(|| Library {
-                    stem: (*stem).to_owned(),
-                    folder: folder.clone(),
+                    stem: stem.to_owned(),
                     file,
                 });
             }
@@ -421,6 +426,29 @@ mod tests {
                 "/usr/local/nvidia/lib64/libnvidia-ml.so.1",
             ]
         );
+    }
+
+    #[test]
+    fn a_folder_is_searched_once_and_an_absent_one_not_at_all() {
+        let (_dir, root) = image(&[
+            "/usr/lib/x86_64-linux-gnu/libc.so.6",
+            "/usr/lib/glibc-hwcaps/x86-64-v3/libm.so.6",
+            "/lib -> usr/lib",
+            "/usr/lib64 -> lib",
+            "/lib64 -> usr/lib64",
+            "/usr/local/cuda-12/targets/x86_64-linux/lib/libcudart.so.12",
+            "/usr/local/cuda-12/lib64 -> targets/x86_64-linux/lib",
+            "/usr/local/cuda -> cuda-12",
+            "/etc/ld.so.conf",
+        ]);
+        let folders = folders(&root, &process(&["LD_LIBRARY_PATH=/lib/../lib:/nowhere"])).unwrap();
+        let expected = [
+            "/usr/lib/glibc-hwcaps/x86-64-v3",
+            "/usr/lib",
+            "/usr/lib/x86_64-linux-gnu",
+            "/usr/local/cuda-12/targets/x86_64-linux/lib",
+        ];
+        assert_eq!(folders, expected.map(PathBuf::from));
     }
 
     #[test]

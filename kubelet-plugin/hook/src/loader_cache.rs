@@ -25,8 +25,8 @@ const TAG_HWCAPS: u32 = 1;
 /// An ELF library of glibc for x86-64 (`FLAG_ELF_LIBC6 | FLAG_X8664_LIB64`).
 const X86_64: u32 = 0x0303;
 
-/// A cache.
-#[derive(Debug, PartialEq, Eq)]
+/// A cache; by default one without entries, for an image that has none.
+#[derive(Debug, Default, PartialEq, Eq)]
 pub struct LoaderCache {
     entries: Vec<Entry>,
     /// Names of subfolders for later processors, to which entries refer by their place.
@@ -110,6 +110,11 @@ impl LoaderCache {
             }
         }
         Some(())
+    }
+
+    /// Whether it names no library.
+    pub fn is_empty(&self) -> bool {
+        self.entries.is_empty()
     }
 
     /// Adds a library for x86-64 that programs ask for as `name`.
@@ -361,16 +366,48 @@ mod tests {
 
     #[test]
     fn another_library_of_the_name_is_left_to_ldconfig() {
-        let mut cache = LoaderCache {
-            entries: Vec::new(),
-            hwcaps: Vec::new(),
-            generator: Vec::new(),
-        };
+        let mut cache = LoaderCache::default();
         assert_eq!(cache.add(b"libcuda.so.1", b"/a/libcuda.so.1"), Ok(()));
         assert_eq!(cache.add(b"libcuda.so.1", b"/a/libcuda.so.1"), Ok(()));
         assert_eq!(cache.entries.len(), 1);
         let other = cache.add(b"libcuda.so.1", b"/b/libcuda.so.1");
         assert_eq!(other, Err(OtherOfThatName));
+    }
+
+    /// Programs find the added library through it, and every other library in the loader's default folders.
+    #[test]
+    fn a_cache_of_the_added_libraries_alone_is_enough_for_the_loader() {
+        let dir = image();
+        let driver = dir.path().join("opt/driver");
+        fs::create_dir_all(&driver).unwrap();
+        fs::create_dir_all(dir.path().join("lib64")).unwrap();
+        let host = Path::new("/lib/x86_64-linux-gnu");
+        fs::copy(host.join("librt.so.1"), driver.join("librt.so.1")).unwrap();
+        let loader = "lib64/ld-linux-x86-64.so.2";
+        fs::copy(Path::new("/").join(loader), dir.path().join(loader)).unwrap();
+        let mut cache = LoaderCache::default();
+        assert!(cache.is_empty());
+        cache.add(b"librt.so.1", b"/opt/driver/librt.so.1").unwrap();
+        assert!(!cache.is_empty());
+        fs::write(dir.path().join("etc/ld.so.cache"), cache.encode().unwrap()).unwrap();
+        let out = Command::new("chroot")
+            .arg(dir.path())
+            .args([
+                "/lib64/ld-linux-x86-64.so.2",
+                "--preload",
+                "librt.so.1 libz.so.1",
+            ])
+            .args(["--list", "/usr/lib/x86_64-linux-gnu/libgcc_s.so.1"])
+            .output()
+            .unwrap();
+        let found = String::from_utf8_lossy(&out.stdout);
+        assert!(out.status.success(), "{out:?}");
+        for line in [
+            "librt.so.1 => /opt/driver/librt.so.1",
+            "libz.so.1 => /usr/lib/x86_64-linux-gnu/libz.so.1",
+        ] {
+            assert!(found.contains(line), "{found}");
+        }
     }
 
     proptest! {

@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags, ResolveFlags};
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, RawDir, ResolveFlags};
 use rustix::io::Errno;
 
 /// A step in the root that failed.
@@ -50,6 +50,9 @@ pub struct Rootfs {
 /// The longest file that is read, in bytes.
 pub const LONGEST_FILE: u64 = 16 << 20;
 
+/// The buffer for the names that one system call returns, in bytes.
+const NAMES_AT_ONCE: usize = 32 << 10;
+
 const FOLDER: OFlags = OFlags::PATH.union(OFlags::DIRECTORY).union(OFlags::CLOEXEC);
 
 impl Rootfs {
@@ -81,6 +84,11 @@ impl Rootfs {
                 source,
             }
         };
+        // Nearly always it exists.
+        match self.open_in(path, FOLDER) {
+            Err(Errno::NOENT) => {}
+            other => return other.map_err(failed("open folder")),
+        }
         let mut so_far = PathBuf::new();
         let mut folder = self
             .open_in(Path::new("."), FOLDER)
@@ -139,8 +147,13 @@ impl Rootfs {
             Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP | Errno::NXIO) => return Ok(None),
             Err(e) => return Err(failed(e)),
         };
-        let mut content = Vec::new();
-        let mut file = std::io::Read::take(std::fs::File::from(fd), LONGEST_FILE);
+        let file = std::fs::File::from(fd);
+        let length = file
+            .metadata()
+            .map_or(0, |meta| meta.len().min(LONGEST_FILE));
+        // One read, not one for each doubling of the buffer; the end is found in the last byte.
+        let mut content = Vec::with_capacity(usize::try_from(length).unwrap_or(0) + 1);
+        let mut file = std::io::Read::take(file, LONGEST_FILE);
         match std::io::Read::read_to_end(&mut file, &mut content) {
             Ok(_) => Ok(Some(content)),
             Err(e) => Err(failed(Errno::from_io_error(&e).unwrap_or(Errno::IO))),
@@ -157,23 +170,63 @@ impl Rootfs {
         let (folder, name) = self.place(path)?;
         let mut temporary = name.to_owned();
         temporary.push(".tranche");
-        match rustix::fs::unlinkat(&folder, &temporary, AtFlags::empty()) {
-            Ok(()) | Err(Errno::NOENT) => {}
-            Err(e) => return Err(failed(e)),
-        }
         let flags =
             OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let fd = rustix::fs::openat(&folder, &temporary, flags, Mode::from_raw_mode(0o644))
-            .map_err(failed)?;
+        let create = || rustix::fs::openat(&folder, &temporary, flags, Mode::from_raw_mode(0o644));
+        let created = match create() {
+            // What an interrupted run left, or the image brings.
+            Err(Errno::EXIST) => {
+                rustix::fs::unlinkat(&folder, &temporary, AtFlags::empty()).map_err(failed)?;
+                create()
+            }
+            other => other,
+        };
+        let fd = created.map_err(failed)?;
         let mut file = std::fs::File::from(fd);
         std::io::Write::write_all(&mut file, content)
             .map_err(|e| failed(Errno::from_io_error(&e).unwrap_or(Errno::IO)))?;
         rustix::fs::renameat(&folder, &temporary, &folder, name).map_err(failed)
     }
 
-    /// The names in a folder; none if there is no folder, or one that the container's root user may
+    /// The path of a folder without links, from the root; `None` if there is no folder, or one that the container's
+    /// root user may not reach.
+    pub fn real_folder(&self, folder: &Path) -> Result<Option<PathBuf>, RootfsError> {
+        let failed = |source| RootfsError {
+            action: "look at",
+            path: folder.to_owned(),
+            source,
+        };
+        match self.open_in(folder, FOLDER) {
+            Ok(fd) => self.real_path(&fd).map(Some).map_err(failed),
+            Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP | Errno::ACCESS) => Ok(None),
+            Err(e) => Err(failed(e)),
+        }
+    }
+
+    /// The path of an open file without links, from the root.
+    fn real_path(&self, fd: &OwnedFd) -> rustix::io::Result<PathBuf> {
+        let real = rustix::fs::readlink(by_descriptor(fd), Vec::new())?;
+        let real = Path::new(OsStr::from_bytes(real.as_bytes()));
+        let inside = real.strip_prefix(&self.path).unwrap_or(real);
+        Ok(Path::new("/").join(inside))
+    }
+
+    /// The names in a folder, sorted; none if there is no folder, or one that the container's root user may
     /// not read.
     pub fn list(&self, folder: &Path) -> Result<Vec<OsString>, RootfsError> {
+        let mut names = Vec::new();
+        self.each_name(folder, |name| names.push(name.to_owned()))?;
+        names.sort();
+        Ok(names)
+    }
+
+    /// Calls `visit` with each name in a folder, in no order; with none if there is no folder, or one that the
+    /// container's root user may not read.
+    pub fn each_name(
+        &self,
+        folder: &Path,
+        mut visit: impl FnMut(&OsStr),
+    ) -> Result<(), RootfsError> {
         let failed = |source| RootfsError {
             action: "list",
             path: folder.to_owned(),
@@ -183,19 +236,20 @@ impl Rootfs {
         let fd = match self.open_in(folder, flags) {
             Ok(fd) => fd,
             Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP | Errno::ACCESS) => {
-                return Ok(Vec::new());
+                return Ok(());
             }
             Err(e) => return Err(failed(e)),
         };
-        let mut names = Vec::new();
-        for entry in Dir::new(fd).map_err(failed)? {
-            let name = OsStr::from_bytes(entry.map_err(failed)?.file_name().to_bytes()).to_owned();
-            if name != "." && name != ".." {
-                names.push(name);
+        let mut buffer = Vec::with_capacity(NAMES_AT_ONCE);
+        let mut entries = RawDir::new(fd, buffer.spare_capacity_mut());
+        while let Some(entry) = entries.next() {
+            let entry = entry.map_err(failed)?;
+            let name = entry.file_name().to_bytes();
+            if name != b"." && name != b".." {
+                visit(OsStr::from_bytes(name));
             }
         }
-        names.sort();
-        Ok(names)
+        Ok(())
     }
 
     /// The regular file that a path resolves to, if any.
@@ -214,11 +268,8 @@ impl Rootfs {
         if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
             return Ok(None);
         }
-        let real = rustix::fs::readlink(by_descriptor(&fd), Vec::new()).map_err(failed)?;
-        let real = Path::new(OsStr::from_bytes(real.as_bytes()));
-        let inside = real.strip_prefix(&self.path).unwrap_or(real);
         Ok(Some(FoundFile {
-            path: Path::new("/").join(inside),
+            path: self.real_path(&fd).map_err(failed)?,
             fd,
             identity: (stat.st_dev, stat.st_ino),
         }))
