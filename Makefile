@@ -48,6 +48,7 @@ lint: tools ## formatting, clippy, shell scripts, the chart, the drivers' symbol
 unit: shim simulator gpu-kit ## unit, property and contract tests, without a cluster
 	cargo build -p tranche-bench -p tranche-shim-tests
 	shim/tests/install-tools
+	driver/allocator-oracle/build
 	cargo test --workspace --exclude tranche-e2e
 	shim/core/deep-check loom
 	cargo test --manifest-path driver/cdi-oracle/Cargo.toml --target-dir target/cdi-oracle

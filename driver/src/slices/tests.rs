@@ -1,4 +1,3 @@
-mod allocator;
 mod boots;
 mod comparison;
 mod limits;

@@ -1,0 +1,181 @@
+//! kube-scheduler's allocator of devices, as a process that answers for one node.
+//!
+//! The program in `scheduler/` is made of the scheduler's own Go packages: it puts slices, classes and claims through the
+//! API server's defaults and validation, keeps what is allocated in the scheduler's claim tracker, and allocates with the
+//! features that the release enables by default. `driver/allocator-oracle/build` builds it.
+//!
+//! `tests/` hold the slices that `tranche_driver::slices` plans to it.
+#![forbid(unsafe_code)]
+
+use std::io::{self, BufRead, BufReader, BufWriter, Write};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+
+use k8s_openapi::api::resource::v1::{AllocationResult, DeviceClass, ResourceClaim, ResourceSlice};
+use serde::{Deserialize, Serialize};
+
+const PROGRAM: &str = concat!(
+    env!("CARGO_MANIFEST_DIR"),
+    "/../../target/allocator-oracle/scheduler"
+);
+/// The chart as `helm template` renders it; `make lint` compares it with the chart.
+const CHART: &str = include_str!("../../../deploy/helm/rendered.yaml");
+
+/// A running program.
+#[derive(Debug)]
+pub struct Scheduler {
+    program: Child,
+    requests: Option<BufWriter<ChildStdin>>,
+    answers: BufReader<ChildStdout>,
+}
+
+/// What the scheduler answers for the claims of one pod.
+#[derive(Debug)]
+pub enum Outcome {
+    /// One result for each claim.
+    Allocated(Vec<AllocationResult>),
+    /// The pod stays pending, with this message.
+    Unschedulable(String),
+}
+
+/// Which claims the allocator knows while it allocates.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Knowledge {
+    /// All of them, as the scheduler does. The new ones are added to them.
+    All,
+    /// None: it allocates as on an empty node, and the new claims are forgotten.
+    None,
+}
+
+/// Why there is no answer.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The program cannot be started.
+    #[error("{PROGRAM}: {0}: run driver/allocator-oracle/build")]
+    Start(io::Error),
+    /// The program has ended.
+    #[error("talk to {PROGRAM}: {0}")]
+    Pipe(#[from] io::Error),
+    /// A line that is no answer.
+    #[error("the answer of {PROGRAM}: {0}")]
+    Answer(#[from] serde_json::Error),
+    /// The API server would refuse the object, or the scheduler cannot handle it.
+    #[error("{0}")]
+    Refused(String),
+}
+
+#[derive(Serialize)]
+#[serde(rename_all = "lowercase")]
+enum Request<'a> {
+    Classes {
+        items: &'a [DeviceClass],
+    },
+    Slices {
+        node: &'a str,
+        items: &'a [ResourceSlice],
+    },
+    Allocate {
+        claims: &'a [ResourceClaim],
+        forgetful: bool,
+    },
+    Release {
+        claims: &'a [String],
+    },
+    Reset {},
+}
+
+#[derive(Deserialize)]
+struct Answer {
+    allocations: Option<Vec<AllocationResult>>,
+    unschedulable: Option<String>,
+    error: Option<String>,
+}
+
+impl Scheduler {
+    /// Starts the program and installs the chart's DeviceClasses.
+    pub fn start() -> Result<Self, Error> {
+        let mut program = Command::new(PROGRAM)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .map_err(Error::Start)?;
+        let requests = program.stdin.take().map(BufWriter::new);
+        let answers = program.stdout.take().ok_or(io::ErrorKind::BrokenPipe)?;
+        let mut scheduler = Self {
+            program,
+            requests,
+            answers: BufReader::new(answers),
+        };
+        let items = &chart_classes();
+        scheduler.ask(&Request::Classes { items })?;
+        Ok(scheduler)
+    }
+
+    /// Deletes all claims.
+    pub fn reset(&mut self) -> Result<(), Error> {
+        self.ask(&Request::Reset {}).map(|_| ())
+    }
+
+    /// Replaces the slices of the node. Claims stay as they are.
+    pub fn publish(&mut self, node: &str, items: &[ResourceSlice]) -> Result<(), Error> {
+        self.ask(&Request::Slices { node, items }).map(|_| ())
+    }
+
+    /// Schedules a pod with these claims.
+    pub fn allocate(
+        &mut self,
+        claims: &[ResourceClaim],
+        knowledge: Knowledge,
+    ) -> Result<Outcome, Error> {
+        let answer = self.ask(&Request::Allocate {
+            claims,
+            forgetful: knowledge == Knowledge::None,
+        })?;
+        Ok(match answer.unschedulable {
+            Some(why) => Outcome::Unschedulable(why),
+            None => Outcome::Allocated(answer.allocations.unwrap_or_default()),
+        })
+    }
+
+    /// Deletes claims, named `namespace/name`.
+    pub fn release(&mut self, claims: &[String]) -> Result<(), Error> {
+        self.ask(&Request::Release { claims }).map(|_| ())
+    }
+
+    fn ask(&mut self, request: &Request<'_>) -> Result<Answer, Error> {
+        let requests = self.requests.as_mut().ok_or(io::ErrorKind::BrokenPipe);
+        let requests = requests.map_err(io::Error::from)?;
+        serde_json::to_writer(&mut *requests, request)?;
+        requests.write_all(b"\n")?;
+        requests.flush()?;
+        let mut line = String::new();
+        self.answers.read_line(&mut line)?;
+        let answer: Answer = serde_json::from_str(&line)?;
+        match answer.error {
+            Some(error) => Err(Error::Refused(error)),
+            None => Ok(answer),
+        }
+    }
+}
+
+impl From<io::ErrorKind> for Error {
+    fn from(kind: io::ErrorKind) -> Self {
+        Self::Pipe(kind.into())
+    }
+}
+
+impl Drop for Scheduler {
+    fn drop(&mut self) {
+        // It ends at the end of its input.
+        self.requests = None;
+        let _ = self.program.wait();
+    }
+}
+
+/// The DeviceClasses that the chart installs.
+fn chart_classes() -> Vec<DeviceClass> {
+    CHART
+        .split("\n---\n")
+        .filter(|document| document.contains("\nkind: DeviceClass\n"))
+        .map(|document| serde_saphyr::from_str(document).expect("a DeviceClass of the chart"))
+        .collect()
+}
