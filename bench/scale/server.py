@@ -37,6 +37,10 @@ class Server:
         self.kubeconfig = self.folder / "kubeconfig"
         self.running = []
         self.local = threading.local()
+        # One for all: it reads the machine's certificates when it is made.
+        self.tls = ssl.create_default_context()
+        self.tls.check_hostname = False
+        self.tls.verify_mode = ssl.CERT_NONE
         try:
             self._start(crds)
         except BaseException:
@@ -132,13 +136,10 @@ class Server:
 
     def raw(self, method, path, body=None, kind="application/json"):
         """One request; the status and the text. Every thread has a connection of its own."""
-        context = ssl.create_default_context()
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
         for attempt in range(2):
             connection = getattr(self.local, "connection", None)
             if connection is None:
-                connection = http.client.HTTPSConnection("127.0.0.1", self.port, context=context, timeout=120)
+                connection = http.client.HTTPSConnection("127.0.0.1", self.port, context=self.tls, timeout=120)
                 self.local.connection = connection
             headers = {"Authorization": "Bearer scale", "Content-Type": kind}
             try:
