@@ -28,6 +28,7 @@ class Controller:
         http, metrics = free_ports(2)
         command = [program, "--http-endpoint", f"127.0.0.1:{http}", "--metrics-endpoint", f"127.0.0.1:{metrics}"]
         environment = {"KUBECONFIG": str(server.kubeconfig), "POD_NAME": "scale", "POD_NAMESPACE": "default"}
+        self.log = server.folder / "controller.log"
         self.process = server.start("controller", command, **environment)
 
     def stop(self):
@@ -37,7 +38,8 @@ class Controller:
     def memory(self):
         """Resident now, and at most so far, MiB."""
         if self.process.poll() is not None:
-            raise SystemExit(f"the controller ended with {self.process.returncode}")
+            last = self.log.read_text()[-3000:]
+            raise SystemExit(f"the controller ended with {self.process.returncode}:\n{last}")
         text = Path(f"/proc/{self.process.pid}/status").read_text()
         fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
         return tuple(round(int(fields[it].split()[0]) / MIB, 1) for it in ("VmRSS", "VmHWM"))
