@@ -27,7 +27,10 @@ class Controller:
     def __init__(self, server, program):
         http, metrics = free_ports(2)
         command = [program, "--http-endpoint", f"127.0.0.1:{http}", "--metrics-endpoint", f"127.0.0.1:{metrics}"]
-        environment = {"KUBECONFIG": str(server.kubeconfig), "POD_NAME": "scale", "POD_NAMESPACE": "default"}
+        # The last as in the chart.
+        environment = {
+            "KUBECONFIG": str(server.kubeconfig), "POD_NAME": "scale", "POD_NAMESPACE": "default", "MALLOC_ARENA_MAX": "2",
+        }
         self.log = server.folder / "controller.log"
         self.process = server.start("controller", command, **environment)
 

@@ -417,7 +417,9 @@ impl Controller {
                 tracing::debug!(nodes = held.len(), took = ?listed.took, "listed the claims");
                 for (node, held) in held {
                     self.evidence.entry(node.clone()).or_default().held = Some(held);
-                    self.queue.mark(&node, Lane::Paced, now);
+                    // Before nodes that have not begun: a list is usable for a minute, and all of a withdrawn device is
+                    // kept until it is removed.
+                    self.queue.first(&node, Lane::Paced, now);
                 }
                 self.claims.rest_until = Some(now + listed.took * LIST_REST);
             }

@@ -94,6 +94,13 @@ impl Queue {
         }
     }
 
+    /// The node is due before all others of the lane: it is in the middle of a change.
+    pub fn first(&mut self, node: &str, lane: Lane, now: Instant) {
+        let next = self.next(lane).unwrap_or(now);
+        let before = next.checked_sub(Duration::from_nanos(1)).unwrap_or(next);
+        self.at(node, lane, now.min(before));
+    }
+
     /// The attempt failed: the node is due again after a wait that doubles with each failure in a row. Returns how
     /// many there were.
     pub fn failed(&mut self, node: &str, lane: Lane, now: Instant) -> u32 {
@@ -231,6 +238,26 @@ mod tests {
         assert_eq!(queue.len(Lane::Paced), 2);
         assert_eq!(queue.pop(now, true), paced("a"));
         assert_eq!(queue.pop(now, true), paced("b"));
+    }
+
+    #[test]
+    fn a_node_in_the_middle_of_a_change_goes_before_those_that_wait_to_begin() {
+        let now = Instant::now();
+        let mut queue = Queue::default();
+        for node in ["b", "c"] {
+            queue.at(node, Lane::Paced, now);
+        }
+        let later = now + Duration::from_secs(9);
+        queue.first("d", Lane::Paced, later);
+        queue.first("a", Lane::Paced, later);
+        let order: Vec<_> = std::iter::from_fn(|| pop(&mut queue, later)).collect();
+        assert_eq!(order, ["a", "d", "b", "c"]);
+        queue.first("e", Lane::Paced, later);
+        assert_eq!(
+            queue.next(Lane::Paced),
+            Some(later),
+            "at once, in an empty lane"
+        );
     }
 
     #[test]

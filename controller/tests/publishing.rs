@@ -9,6 +9,7 @@ use serde_json::json;
 use support::Fault;
 use support::cluster::Cluster;
 use tokio::time::{Instant, sleep};
+use tranche_controller::controller::REQUESTS_PER_SECOND;
 
 const SOON: Duration = Duration::from_secs(30);
 /// How soon a plugin sees that its slices vanished.
@@ -767,13 +768,18 @@ async fn two_hundred_nodes_are_published_and_quiet() {
 
 /// Nodes `node-000` and so on, published by one replica.
 async fn many(nodes: u32, gpus: u32) -> (Cluster, support::cluster::Replica) {
+    many_at(nodes, gpus, REQUESTS_PER_SECOND).await
+}
+
+/// The same with so many requests a second for changes that concern many nodes.
+async fn many_at(nodes: u32, gpus: u32, per_second: u32) -> (Cluster, support::cluster::Replica) {
     let cluster = Cluster::new();
     for i in 0..nodes {
         let name = format!("node-{i:03}");
         cluster.node(&name);
         cluster.register(&name, gpus);
     }
-    let replica = cluster.replica("one");
+    let replica = cluster.replica_at("one", per_second);
     cluster.settle(seconds(120)).await;
     (cluster, replica)
 }
@@ -815,6 +821,29 @@ async fn a_policy_change_is_bounded_ordered_and_lets_registrations_go_first() {
         let due = order.binary_search(name).expect("the same names");
         assert!(place.abs_diff(due) < 4, "{name} is done at place {place}");
     }
+}
+
+/// All of a withdrawn device is kept until it is removed. The change of all nodes takes much longer than the grace of a
+/// withdrawn device.
+#[tokio::test(start_paused = true)]
+async fn nodes_in_the_middle_of_a_withdrawal_go_before_those_that_wait_to_begin() {
+    let (cluster, _replica) = many_at(60, 2, 8).await;
+    cluster.policy("default", &json!({"tiers": ["exclusive"]}));
+    let withdrawn = || {
+        let slices = cluster.api.all("resourceslices");
+        let devices = slices
+            .iter()
+            .flat_map(|slice| slice["spec"]["devices"].as_array().into_iter().flatten());
+        let taint = "gpu.tranche.dev/withdrawn";
+        devices.filter(|d| d["taints"][0]["key"] == taint).count()
+    };
+    let mut most = 0;
+    for _ in 0..60 {
+        sleep(seconds(2)).await;
+        most = most.max(withdrawn());
+    }
+    assert_eq!(withdrawn(), 0);
+    assert!((1..=120).contains(&most), "{most} of 240 at the same time");
 }
 
 #[tokio::test(start_paused = true)]

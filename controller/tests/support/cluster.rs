@@ -64,6 +64,11 @@ impl Cluster {
 
     /// Starts a replica.
     pub fn replica(&self, name: &str) -> Replica {
+        self.replica_at(name, REQUESTS_PER_SECOND)
+    }
+
+    /// Starts a replica that makes so many requests a second for changes that concern many nodes.
+    pub fn replica_at(&self, name: &str, per_second: u32) -> Replica {
         let (stop, cut) = (CancellationToken::new(), CancellationToken::new());
         let client = self.api.client(Some(cut.clone()));
         let metrics = Metrics::default();
@@ -83,7 +88,7 @@ impl Cluster {
             leadership,
             metrics,
             Health::default(),
-            REQUESTS_PER_SECOND,
+            per_second,
         );
         let token = stop.clone();
         let task = tokio::spawn(async move {
