@@ -153,7 +153,7 @@ impl Context {
         let state = self.device.state;
         let whole = |each: u64| (each + SYSTEM_STACK).next_multiple_of(LOCAL_STEP);
         let threads =
-            u64::from(state.multiprocessors) * u64::from(state.threads_per_multiprocessor);
+            u64::from(self.device.multiprocessors()) * u64::from(state.threads_per_multiprocessor);
         whole(each)
             .saturating_sub(whole(DEFAULT_LIMITS[STACK]))
             .checked_mul(threads)

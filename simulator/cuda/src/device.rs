@@ -3,7 +3,9 @@
 use std::sync::atomic::Ordering;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
+use tranche_simulator_machine::description::MIB;
 use tranche_simulator_machine::layout::GpuState;
+use tranche_simulator_machine::mig::ComputeInstanceView;
 
 use crate::code::Code;
 use crate::driver::driver;
@@ -17,6 +19,8 @@ pub struct Device {
     /// The GPU's index in the page.
     pub gpu: usize,
     pub state: &'static GpuState,
+    /// The MIG device that this is; `None` for a whole GPU.
+    pub partition: Option<ComputeInstanceView>,
     pub heap: Mutex<Heap>,
     graph_pool: Mutex<GraphPool>,
 }
@@ -28,8 +32,15 @@ pub fn devices() -> Result<&'static [Device], Code> {
     Ok(DEVICES.get_or_init(|| {
         let blocks = Blocks::of(&driver.shared.header);
         let gpus = driver.gpus.iter().zip(0..);
-        gpus.map(|(gpu, ordinal)| Device::new(ordinal, *gpu, &driver.shared.gpus[*gpu], blocks))
-            .collect()
+        gpus.map(|(gpu, ordinal)| Device {
+            ordinal,
+            gpu: *gpu,
+            state: &driver.shared.gpus[*gpu],
+            partition: driver.partition,
+            heap: Mutex::new(Heap::new(blocks)),
+            graph_pool: Mutex::default(),
+        })
+        .collect()
     }))
 }
 
@@ -43,13 +54,49 @@ pub fn device(ordinal: i32) -> Result<&'static Device, Code> {
 }
 
 impl Device {
-    fn new(ordinal: i32, gpu: usize, state: &'static GpuState, blocks: Blocks) -> Self {
-        Self {
-            ordinal,
-            gpu,
-            state,
-            heap: Mutex::new(Heap::new(blocks)),
-            graph_pool: Mutex::default(),
+    /// The name: a MIG device's ends with its profile.
+    pub fn name(&self) -> String {
+        let gpu = self.state.name.as_str();
+        match &self.partition {
+            None => gpu.to_owned(),
+            Some(it) => format!("{gpu} MIG {}", it.profile.name(it.gpu_instance.profile)),
+        }
+    }
+
+    /// Bytes that all processes together can have.
+    pub fn total(&self) -> u64 {
+        match &self.partition {
+            None => self.state.usable(),
+            Some(it) => it.gpu_instance.profile.memory_mib * MIB,
+        }
+    }
+
+    /// Bytes that nobody has.
+    pub fn free(&self) -> u64 {
+        let Some(it) = &self.partition else {
+            return self.state.free();
+        };
+        let now = self.state.gpu_instance(it.gpu_instance.id as usize);
+        self.total().saturating_sub(now.map_or(0, |now| now.used))
+    }
+
+    /// Streaming multiprocessors.
+    pub fn multiprocessors(&self) -> u32 {
+        let of_partition = self.partition.map(|it| it.profile.multiprocessors);
+        of_partition.unwrap_or(self.state.multiprocessors)
+    }
+
+    /// Whether its memory can be bound to multicast objects. NVIDIA's MIG User Guide: a MIG device has no NVLink.
+    pub fn has_multicast(&self) -> bool {
+        self.state.multicast != 0 && self.partition.is_none()
+    }
+
+    /// Bytes of level-2 cache, of which a GPU instance has its part.
+    fn l2_cache_bytes(&self) -> u32 {
+        let all = self.state.l2_cache_bytes;
+        match (&self.partition, self.state.model()) {
+            (Some(it), Some(model)) => all / model.whole().size * it.gpu_instance.profile.size,
+            _ => all,
         }
     }
 
@@ -129,7 +176,7 @@ pub fn attribute(device: &Device, attribute: u32) -> Result<i32, Code> {
         10 => 32,
         5 | 11 => i32::MAX,
         13 => int(gpu.sm_clock_mhz * 1000),
-        16 => int(gpu.multiprocessors),
+        16 => int(device.multiprocessors()),
         20 => int(gpu.compute_mode.load(Ordering::Relaxed)),
         24 | 25 | 26 | 47 | 48 | 49 => 16_384,
         29 | 43 | 54 | 62 | 65 | 68 => 2048,
@@ -138,7 +185,7 @@ pub fn attribute(device: &Device, attribute: u32) -> Result<i32, Code> {
         50 => int(gpu.pci_domain),
         36 => int(gpu.memory_clock_mhz * 1000),
         37 => int(gpu.memory_bus_bits),
-        38 => int(gpu.l2_cache_bytes),
+        38 => int(device.l2_cache_bytes()),
         39 => int(gpu.threads_per_multiprocessor),
         40 => 3,
         14 | 30 | 51 => 512,
@@ -169,7 +216,7 @@ pub fn attribute(device: &Device, attribute: u32) -> Result<i32, Code> {
         97 => int(gpu.shared_memory_bytes) - 1024,
         87 => 2,
         106 => blocks_per_multiprocessor(gpu),
-        108 => int(gpu.l2_cache_bytes / 4 * 3),
+        108 => int(device.l2_cache_bytes() / 4 * 3),
         109 => 128 << 20,
         111 => 1024,
         126 => {
@@ -185,7 +232,7 @@ pub fn attribute(device: &Device, attribute: u32) -> Result<i32, Code> {
         15 | 19 | 31 | 32 | 41 | 44 | 78 | 79 | 80 | 83 | 89 | 90 | 91 | 95 | 99 | 102 | 103
         | 113 | 115 | 119 => 1,
         124 => int(gpu.dma_buf),
-        132 => int(gpu.multicast),
+        132 => i32::from(device.has_multicast()),
         // Clusters exist since Hopper.
         120 => i32::from(major >= 9),
         131 | 134 => gpu.numa_node,

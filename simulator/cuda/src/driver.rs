@@ -4,8 +4,10 @@ use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
 use tranche_simulator_machine::attach::request;
-use tranche_simulator_machine::identity::uuid_text;
+use tranche_simulator_machine::identity::{mig_uuid_text, uuid_text};
 use tranche_simulator_machine::layout::{Habit, Shared};
+use tranche_simulator_machine::mig::capability::Rights;
+use tranche_simulator_machine::mig::{ComputeInstanceView, Partition};
 use tranche_simulator_machine::timeline::now;
 use tranche_simulator_machine::wire::Request;
 use tranche_simulator_machine::{Access, AttachError, Attachment, DriverRoot, LibraryVersion};
@@ -20,6 +22,8 @@ pub struct Driver {
     pub slot: usize,
     /// The GPUs that this process can see, by ordinal: their indices in the page.
     pub gpus: Vec<usize>,
+    /// The MIG device that takes the place of the only one of [`Self::gpus`].
+    pub partition: Option<ComputeInstanceView>,
     root: DriverRoot,
     // When it closes, the daemon knows that this process has ended.
     _attachment: Attachment,
@@ -100,20 +104,21 @@ impl Driver {
         if SIM_DRIVER_VERSION.compared_with(kernel).is_lt() {
             return Err(Code::SYSTEM_DRIVER_MISMATCH);
         }
-        let visible: Vec<usize> = (0..shared.gpus().len())
-            .filter(|gpu| {
-                let gpu = &shared.gpus[*gpu];
-                // Of a GPU in MIG mode CUDA sees the partitions, and simulated GPUs have none.
-                let is_there = !gpu.is_lost() && !gpu.is_partitioned();
-                is_there && root.has_node(&format!("nvidia{}", gpu.minor))
-            })
-            .collect();
+        let visible = visible(&root, shared);
         let chosen = match std::env::var("CUDA_VISIBLE_DEVICES") {
-            Ok(list) => choose(&list, &visible, |gpu| uuid_text(&shared.gpus[gpu].uuid)),
-            Err(_) => visible,
+            Ok(list) => choose(&list, &visible, |it| it.names(shared)),
+            Err(_) => enumerated(&visible),
         };
-        if chosen.is_empty() {
-            return Err(Code::NO_DEVICE);
+        let first = *chosen.first().ok_or(Code::NO_DEVICE)?;
+        if let Some(it) = first.partition {
+            let place = Partition {
+                gpu: first.gpu,
+                instance: it.gpu_instance.id as usize,
+                compute: it.id as usize,
+            };
+            // It fails where the instance was destroyed since.
+            let entered = shared.enter_partition(attachment.slot(), place, it.serial);
+            entered.map_err(|_| Code::NO_DEVICE)?;
         }
         // Without the node of nvidia-uvm no context can be created; the real driver fails here too.
         if !root.has_node("nvidia-uvm") {
@@ -122,7 +127,8 @@ impl Driver {
         Ok(Self {
             shared,
             slot: attachment.slot(),
-            gpus: chosen,
+            gpus: chosen.iter().map(|it| it.gpu).collect(),
+            partition: first.partition,
             root,
             _attachment: attachment,
         })
@@ -135,31 +141,93 @@ impl Driver {
     }
 }
 
-/// The GPUs of `visible` that `CUDA_VISIBLE_DEVICES` selects: by index, UUID or the beginning of a UUID, up to the
-/// first entry that is none of these.
-fn choose(list: &str, visible: &[usize], uuid: impl Fn(usize) -> String) -> Vec<usize> {
+/// A device that this process may use: a GPU, or a MIG device of a GPU in MIG mode.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Visible {
+    /// The GPU's index in the page.
+    gpu: usize,
+    partition: Option<ComputeInstanceView>,
+}
+
+impl Visible {
+    /// What `CUDA_VISIBLE_DEVICES` calls it. The second name of a MIG device is that of drivers before 470.
+    fn names(&self, shared: &Shared) -> Vec<String> {
+        let gpu = uuid_text(&shared.gpus[self.gpu].uuid);
+        match self.partition {
+            None => vec![gpu],
+            Some(it) => vec![
+                mig_uuid_text(&it.uuid),
+                format!("MIG-{gpu}/{}/{}", it.gpu_instance.id, it.id),
+            ],
+        }
+    }
+}
+
+/// The devices whose nodes this process has: for a MIG device those of its GPU and of its two capabilities.
+fn visible(root: &DriverRoot, shared: &Shared) -> Vec<Visible> {
+    let rights = Rights::of_this_process(root);
+    let mut all = Vec::new();
+    for (gpu, state) in shared.gpus().iter().enumerate() {
+        if state.is_lost() || !root.has_node(&format!("nvidia{}", state.minor)) {
+            continue;
+        }
+        if !state.is_partitioned() {
+            all.push(Visible {
+                gpu,
+                partition: None,
+            });
+            continue;
+        }
+        let devices = state.mig_devices().into_iter();
+        let usable = devices.filter(|it| rights.can_use(state.minor, it.gpu_instance.id, it.id));
+        all.extend(usable.map(|it| Visible {
+            gpu,
+            partition: Some(it),
+        }));
+    }
+    all
+}
+
+/// What a process sees of `devices` by NVIDIA's MIG User Guide, "CUDA Device Enumeration": one MIG device at most, and no GPU
+/// beside a MIG device.
+fn enumerated(devices: &[Visible]) -> Vec<Visible> {
+    match devices.iter().find(|it| it.partition.is_some()) {
+        Some(first) => vec![*first],
+        None => devices.to_vec(),
+    }
+}
+
+/// The devices that `CUDA_VISIBLE_DEVICES` selects: by index, UUID or the beginning of a UUID, up to the first entry that is
+/// none of these.
+fn choose(
+    list: &str,
+    visible: &[Visible],
+    names: impl Fn(&Visible) -> Vec<String>,
+) -> Vec<Visible> {
     let mut chosen = Vec::new();
+    let indexed = enumerated(visible);
     for entry in list.split(',').map(str::trim) {
-        let gpu = if entry.starts_with("GPU-") {
-            let mut matching = visible.iter().filter(|gpu| uuid(**gpu).starts_with(entry));
+        let device = if entry.starts_with("GPU-") || entry.starts_with("MIG-") {
+            let is_it = |it: &&Visible| names(it).iter().any(|name| name.starts_with(entry));
+            let mut matching = visible.iter().filter(is_it);
             match (matching.next(), matching.next()) {
-                (Some(gpu), None) => Some(gpu),
+                (Some(device), None) => Some(device),
                 _ => None,
             }
         } else {
             entry
                 .parse::<usize>()
                 .ok()
-                .and_then(|index| visible.get(index))
+                .and_then(|index| indexed.get(index))
         };
-        match gpu {
-            Some(gpu) if !chosen.contains(gpu) => chosen.push(*gpu),
-            // As in the real driver, a GPU that is named twice hides all GPUs.
+        match device {
+            Some(device) if !chosen.contains(device) => chosen.push(*device),
+            // As in the real driver, a device that is named twice hides all devices.
             Some(_) => return Vec::new(),
             None => break,
         }
     }
-    chosen
+    enumerated(&chosen)
 }
 
 /// The CUDA version before cuInit, when this process has no page yet. `install-root` writes the machine file's version
@@ -183,12 +251,53 @@ pub fn cuda_version() -> i32 {
 
 #[cfg(test)]
 mod tests {
+    use tranche_simulator_machine::mig::{GpuInstanceView, Model, ModelName};
+
     use super::*;
+
+    fn whole(gpu: usize) -> Visible {
+        Visible {
+            gpu,
+            partition: None,
+        }
+    }
+
+    fn mig(gpu: usize, id: u32) -> Visible {
+        let model = Model::of(ModelName::H100);
+        let profile = &model.profiles[0];
+        let gpu_instance = GpuInstanceView {
+            id,
+            serial: u64::from(id),
+            profile,
+            start: 0,
+            used: 0,
+        };
+        Visible {
+            gpu,
+            partition: Some(ComputeInstanceView {
+                gpu_instance,
+                id: 0,
+                serial: u64::from(id),
+                profile: model.compute_profiles(profile)[0],
+                start: 0,
+                uuid: [0; 16],
+            }),
+        }
+    }
+
+    fn names(of: &Visible) -> Vec<String> {
+        match of.partition {
+            None => vec![format!("GPU-{0}{0}abc", of.gpu)],
+            Some(it) => vec![format!("MIG-{0}{0}abc", it.gpu_instance.id)],
+        }
+    }
 
     #[test]
     fn visible_devices_are_chosen_as_the_driver_does() {
-        let uuid = |gpu: usize| format!("GPU-{gpu}{gpu}abc");
-        let choose = |list| choose(list, &[4, 5, 6], uuid);
+        let choose = |list| -> Vec<usize> {
+            let chosen = choose(list, &[whole(4), whole(5), whole(6)], names);
+            chosen.iter().map(|it| it.gpu).collect()
+        };
         assert_eq!(choose("0,2"), [4, 6]);
         assert_eq!(choose("2,0,1"), [6, 4, 5]);
         assert_eq!(choose("1,9,0"), [5]);
@@ -197,5 +306,19 @@ mod tests {
         assert_eq!(choose("0,0"), [0usize; 0]);
         assert_eq!(choose(""), [0usize; 0]);
         assert_eq!(choose("NoDevFiles"), [0usize; 0]);
+    }
+
+    #[test]
+    fn a_process_sees_one_mig_device_at_most() {
+        let all = [whole(0), mig(1, 7), mig(1, 8)];
+        assert_eq!(enumerated(&all), [mig(1, 7)]);
+        let choose = |list| choose(list, &all, names);
+        assert_eq!(choose("0"), [mig(1, 7)]);
+        assert_eq!(choose("0,1"), [mig(1, 7)]);
+        assert_eq!(choose("MIG-88abc"), [mig(1, 8)]);
+        assert_eq!(choose("MIG-88abc,MIG-77abc"), [mig(1, 8)]);
+        assert_eq!(choose("GPU-00abc"), [whole(0)]);
+        assert_eq!(choose("GPU-00abc,MIG-77abc"), [mig(1, 7)]);
+        assert_eq!(choose("MIG-99"), []);
     }
 }

@@ -38,7 +38,9 @@ pub fn end(context: &'static Object<Context>) {
     }
     memory::free_all(context);
     let device = context.device;
-    device.release(device.state.context_bytes + context.taken());
+    if let Ok(driver) = driver() {
+        device.release(driver.shared.context_bytes(driver.slot, device.gpu) + context.taken());
+    }
     context.destroy();
 }
 

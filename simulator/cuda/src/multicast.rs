@@ -33,7 +33,7 @@ pub fn create(properties: Properties) -> Result<u64, Code> {
     if !bytes.is_multiple_of(properties.granularity()?) {
         return Err(Code::INVALID_VALUE);
     }
-    if properties.handle_kinds != 0 || !devices()?.iter().any(has_multicast) {
+    if properties.handle_kinds != 0 || !devices()?.iter().any(Device::has_multicast) {
         return Err(Code::NOT_SUPPORTED);
     }
     let file = memfd_create(c"simulated-multicast", MemfdFlags::CLOEXEC)
@@ -60,13 +60,9 @@ pub fn create(properties: Properties) -> Result<u64, Code> {
     Ok(handle)
 }
 
-fn has_multicast(device: &Device) -> bool {
-    device.state.multicast != 0
-}
-
 /// Adds a device to a multicast object.
 pub fn add_device(object: u64, ordinal: i32) -> Result<(), Code> {
-    if !has_multicast(device(ordinal)?) {
+    if !device(ordinal)?.has_multicast() {
         return Err(Code::INVALID_DEVICE);
     }
     let mut vmm = vmm();

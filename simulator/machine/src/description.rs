@@ -5,6 +5,7 @@ use std::path::Path;
 use serde::Deserialize;
 
 use crate::layout::MAX_GPUS;
+use crate::mig::ModelName;
 
 /// The beginning of every product name of a simulated GPU.
 pub const NAME_PREFIX: &str = "Simulated ";
@@ -142,8 +143,13 @@ pub struct GpuDescription {
     /// NUMA nodes of the `count` GPUs; node 0 by default.
     #[serde(default)]
     pub numa_nodes: Vec<i32>,
-    /// Whether the GPU has MIG modes.
-    pub mig_capable: bool,
+    /// The model whose MIG geometry the GPU has; without it the GPU has no MIG modes.
+    #[serde(default)]
+    pub mig: Option<ModelName>,
+    /// Whether a change of the MIG mode takes effect at a reset of the GPU only, as where an Ampere GPU is passed through to a
+    /// virtual machine that cannot reset it; false by default.
+    #[serde(default)]
+    pub mig_needs_reset: bool,
     /// Whether `dma-buf`s can be made of its memory, as with the open kernel modules; false by default.
     #[serde(default)]
     pub dma_buf: bool,

@@ -36,6 +36,16 @@ pub fn gpu_uuid(node: &[u8], index: u32) -> [u8; 16] {
 /// `GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx`, as NVML writes it.
 #[must_use]
 pub fn uuid_text(uuid: &[u8; 16]) -> String {
+    with_prefix("GPU", uuid)
+}
+
+/// `MIG-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx`, as NVML writes it.
+#[must_use]
+pub fn mig_uuid_text(uuid: &[u8; 16]) -> String {
+    with_prefix("MIG", uuid)
+}
+
+fn with_prefix(prefix: &str, uuid: &[u8; 16]) -> String {
     let word = |range: std::ops::Range<usize>| {
         uuid[range].iter().fold(String::new(), |mut text, byte| {
             use std::fmt::Write as _;
@@ -44,7 +54,7 @@ pub fn uuid_text(uuid: &[u8; 16]) -> String {
         })
     };
     format!(
-        "GPU-{}-{}-{}-{}-{}",
+        "{prefix}-{}-{}-{}-{}-{}",
         word(0..4),
         word(4..6),
         word(6..8),

@@ -7,6 +7,8 @@ use std::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, Ordering};
 
 use crate::description::{Description, GpuDescription, Habits, MIB, PciAddress};
 use crate::identity::gpu_uuid;
+use crate::mig::capability::GPU_INSTANCES;
+use crate::mig::state::GpuInstance;
 use crate::timeline::{Lane, Turns};
 
 /// The most GPUs of a machine.
@@ -18,7 +20,7 @@ pub const ORPHANED: i32 = -2;
 /// The first word of the page.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"TRSIMPG\0");
 /// The version of this module and of [`crate::wire`].
-pub const ABI: u32 = 5;
+pub const ABI: u32 = 6;
 
 /// A text of fixed size, padded with zeros.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -64,6 +66,8 @@ pub struct Header {
     pub fingerprint: u64,
     /// The number of daemons that have served this page.
     pub generation: AtomicU32,
+    /// The number of MIG instances that were ever created.
+    pub instances: AtomicU64,
     /// The number of the next event; all before it are written.
     pub events_end: AtomicU64,
     /// The daemon's PID namespace, by inode.
@@ -145,8 +149,10 @@ pub struct GpuState {
     pub pcie: [u32; 2],
     /// NUMA node.
     pub numa_node: i32,
-    /// 1 if the GPU has MIG modes.
-    pub mig_capable: u32,
+    /// [`crate::mig::ModelName`]; 0 if the GPU has no MIG modes.
+    pub mig_model: u32,
+    /// 1 if a change of the MIG mode needs a reset.
+    pub mig_needs_reset: u32,
     /// 1 if `dma-buf`s can be made of its memory.
     pub dma_buf: u32,
     /// 1 if it can be in a multicast object's team.
@@ -200,8 +206,10 @@ pub struct GpuState {
     pub peak: AtomicU64,
     /// How often memory was charged.
     pub charges: AtomicU64,
-    /// The order in which processes run.
+    /// The order in which processes run that are in no partition.
     pub turns: Turns,
+    /// MIG's GPU instances, by id.
+    pub instances: [GpuInstance; GPU_INSTANCES],
 }
 
 /// One process that has initialised CUDA.
@@ -217,6 +225,8 @@ pub struct ProcessSlot {
     pub namespace: AtomicU64,
     /// Its pid in that namespace.
     pub inner_pid: AtomicI32,
+    /// The MIG partition that it uses, see [`ProcessSlot::partition`]; 0 for none.
+    pub partition: AtomicU32,
     /// Bytes that it holds on each GPU, with its context.
     pub used: [AtomicU64; MAX_GPUS],
     /// The part of those bytes that is managed memory. NVML counts it for the GPU and for no process.
@@ -329,7 +339,8 @@ impl GpuState {
         self.pci_subsystem_id = gpu.pci_subsystem_id;
         self.pcie = gpu.pcie;
         self.numa_node = gpu.numa_nodes.get(unit).copied().unwrap_or(0);
-        self.mig_capable = u32::from(gpu.mig_capable);
+        self.mig_model = gpu.mig.map_or(0, |name| name as u32);
+        self.mig_needs_reset = u32::from(gpu.mig_needs_reset);
         self.dma_buf = u32::from(gpu.dma_buf);
         self.multicast = u32::from(gpu.multicast);
         self.memory_total = gpu.memory_mib * MIB;

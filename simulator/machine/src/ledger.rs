@@ -11,8 +11,10 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use crate::description::MIB;
 use crate::identity;
 use crate::layout::{GpuState, ORPHANED, Shared};
+use crate::mig::capability::GPU_INSTANCES;
 
 /// The daemon's lock value. A slot's is its index + 1.
 const DAEMON: u32 = u32::MAX;
@@ -103,12 +105,13 @@ impl Shared {
         reclaim: impl Fn(),
     ) -> Result<(), ChargeError> {
         let state = &self.gpus[gpu];
-        let _guard = self.lock_reclaimed(slot, gpu, state.context_bytes, reclaim)?;
+        let bytes = self.context_bytes(slot, gpu);
+        let _guard = self.lock_reclaimed(slot, gpu, bytes, reclaim)?;
         let mode = state.compute_mode.load(Ordering::Relaxed);
         if mode == PROHIBITED || (mode == EXCLUSIVE && self.is_shared(slot, gpu)) {
             return Err(ChargeError::Closed { mode });
         }
-        self.add_charge(slot, gpu, state.context_bytes)
+        self.add_charge(slot, gpu, bytes)
     }
 
     /// Charges `bytes` of GPU `gpu` to `slot`, all or nothing. `reclaim` has the daemon free the memory of processes that
@@ -139,11 +142,17 @@ impl Shared {
         let mut reclaimed = None;
         loop {
             let guard = lock(state, owner(slot))?;
-            let sum = state.used.load(Ordering::Relaxed).saturating_add(bytes);
-            let is_record = sum > state.peak.load(Ordering::Relaxed);
+            let is_record = self.accounts(slot, gpu).any(|(used, peak)| {
+                let sum = used.load(Ordering::Relaxed).saturating_add(bytes);
+                sum > peak.load(Ordering::Relaxed)
+            });
             let charges = state.charges.load(Ordering::Relaxed);
             let is_reclaimed = reclaimed == Some(charges);
-            if !is_record || is_reclaimed || !self.is_shared(slot, gpu) || bytes > state.usable() {
+            if !is_record
+                || is_reclaimed
+                || !self.is_shared(slot, gpu)
+                || bytes > self.room(slot, gpu).1
+            {
                 return Ok(guard);
             }
             drop(guard);
@@ -152,25 +161,63 @@ impl Shared {
         }
     }
 
-    /// Whether other slots than `slot` hold memory.
+    /// The sums that count the memory of process `slot`, with their peaks: the GPU's, and its GPU instance's.
+    fn accounts(&self, slot: usize, gpu: usize) -> impl Iterator<Item = (&AtomicU64, &AtomicU64)> {
+        let state = &self.gpus[gpu];
+        let place = self.slots[slot].partition_on(gpu);
+        let partition = place.map(|place| {
+            let instance = &state.instances[place.instance];
+            (&instance.used, &instance.peak)
+        });
+        std::iter::once((&state.used, &state.peak)).chain(partition)
+    }
+
+    /// What limits the memory of process `slot`: the sum, and its most.
+    fn room(&self, slot: usize, gpu: usize) -> (&AtomicU64, u64) {
+        let state = &self.gpus[gpu];
+        match self.slots[slot].partition_on(gpu) {
+            Some(place) => {
+                let instance = &state.instances[place.instance];
+                (&instance.used, state.partition_memory(place.instance))
+            }
+            None => (&state.used, state.usable()),
+        }
+    }
+
+    /// Bytes that a context of process `slot` takes: in a partition the part for its multiprocessors, in whole blocks of
+    /// 2 MiB.
+    #[must_use]
+    pub fn context_bytes(&self, slot: usize, gpu: usize) -> u64 {
+        let state = &self.gpus[gpu];
+        let Some(place) = self.slots[slot].partition_on(gpu) else {
+            return state.context_bytes;
+        };
+        let part = u64::from(state.partition_multiprocessors(place));
+        let bytes = state.context_bytes * part / u64::from(state.multiprocessors.max(1));
+        bytes.next_multiple_of(2 * MIB)
+    }
+
+    /// Whether other slots than `slot` hold memory in the same GPU or partition.
     fn is_shared(&self, slot: usize, gpu: usize) -> bool {
         let held = self.slots[slot].used[gpu].load(Ordering::Relaxed);
-        self.gpus[gpu].used.load(Ordering::Relaxed) > held
+        self.room(slot, gpu).0.load(Ordering::Relaxed) > held
     }
 
     /// Adds a charge. The caller has the GPU's lock.
     fn add_charge(&self, slot: usize, gpu: usize, bytes: u64) -> Result<(), ChargeError> {
         let state = &self.gpus[gpu];
-        let used = state.used.load(Ordering::Relaxed);
-        let free = state.usable().saturating_sub(used);
+        let (used, room) = self.room(slot, gpu);
+        let free = room.saturating_sub(used.load(Ordering::Relaxed));
         if bytes > free {
             return Err(ChargeError::OutOfMemory { asked: bytes, free });
         }
         let held = &self.slots[slot].used[gpu];
         held.store(held.load(Ordering::Relaxed) + bytes, Ordering::Relaxed);
-        state.used.store(used + bytes, Ordering::Relaxed);
-        let peak = state.peak.load(Ordering::Relaxed);
-        state.peak.store(peak.max(used + bytes), Ordering::Relaxed);
+        for (used, peak) in self.accounts(slot, gpu) {
+            let sum = used.load(Ordering::Relaxed) + bytes;
+            used.store(sum, Ordering::Relaxed);
+            peak.fetch_max(sum, Ordering::Relaxed);
+        }
         state.charges.fetch_add(1, Ordering::Relaxed);
         Ok(())
     }
@@ -184,10 +231,10 @@ impl Shared {
         let before = held.load(Ordering::Relaxed);
         let returned = bytes.min(before);
         held.store(before - returned, Ordering::Relaxed);
-        let used = state.used.load(Ordering::Relaxed);
-        state
-            .used
-            .store(used.saturating_sub(returned), Ordering::Relaxed);
+        for (used, _) in self.accounts(slot, gpu) {
+            let sum = used.load(Ordering::Relaxed);
+            used.store(sum.saturating_sub(returned), Ordering::Relaxed);
+        }
         Ok(())
     }
 
@@ -218,6 +265,9 @@ impl Shared {
         }
         dead.sampled.store(0, Ordering::Relaxed);
         dead.started.store(0, Ordering::Relaxed);
+        if pid == 0 {
+            dead.leave_partition();
+        }
         dead.pid.store(pid, Ordering::Release);
     }
 
@@ -233,12 +283,28 @@ impl Shared {
     }
 
     fn recompute_used(&self, gpu: usize) {
-        let sum = self
-            .slots
-            .iter()
-            .map(|slot| slot.used[gpu].load(Ordering::Relaxed))
-            .sum();
-        self.gpus[gpu].used.store(sum, Ordering::Relaxed);
+        let mut sum = 0;
+        let mut of_instances = [0; GPU_INSTANCES];
+        for slot in &self.slots {
+            let used = slot.used[gpu].load(Ordering::Relaxed);
+            sum += used;
+            if let Some(place) = slot.partition_on(gpu) {
+                of_instances[place.instance] += used;
+            }
+        }
+        let state = &self.gpus[gpu];
+        state.used.store(sum, Ordering::Relaxed);
+        for (instance, sum) in state.instances.iter().zip(of_instances) {
+            instance.used.store(sum, Ordering::Relaxed);
+        }
+    }
+
+    /// Takes the GPU's lock for a change by the daemon.
+    pub(crate) fn daemon_lock(&self, gpu: usize) -> Guard<'_> {
+        let guard = self.take_over(&self.gpus[gpu], 0);
+        // The holder before may have ended.
+        self.recompute_used(gpu);
+        guard
     }
 
     /// Takes the lock from a holder that has ended, or waits for one that runs. The caller then recomputes the sum, which the
@@ -282,7 +348,6 @@ mod tests {
     use std::cell::Cell;
 
     use super::*;
-    use crate::description::MIB;
     use crate::layout::test_page;
     use proptest::prelude::*;
 

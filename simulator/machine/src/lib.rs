@@ -9,6 +9,7 @@
 //! - [`layout`]: the shared page, which has plain words and atomics only.
 //! - [`ledger`]: how much device memory each process holds; together never more than the GPU has.
 //! - [`timeline`]: when kernels run, in virtual time.
+//! - [`mig`]: partitions of GPUs.
 //! - [`wire`]: the handshake between a library and the daemon.
 //! - [`attach`]: the library's side of the handshake; [`root`]: the driver root.
 //! - [`export`]: how both libraries export functions; [`version`]: the driver's version in their files.
@@ -21,6 +22,7 @@ pub mod export;
 pub mod identity;
 pub mod layout;
 pub mod ledger;
+pub mod mig;
 pub mod root;
 pub mod timeline;
 pub mod version;

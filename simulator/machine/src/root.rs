@@ -72,6 +72,18 @@ impl DriverRoot {
         &self.0
     }
 
+    /// The folder that takes the place of `/proc/driver`. Nothing can be written to a host's `/proc`, so a root that is `/`
+    /// has it below the daemon's folder; mount it over `/proc/driver` for programs that read that.
+    #[must_use]
+    pub fn proc_driver(&self) -> PathBuf {
+        let is_host = self.0 == Path::new("/");
+        self.0.join(if is_host {
+            "run/nvidia-persistenced/proc/driver"
+        } else {
+            "proc/driver"
+        })
+    }
+
     /// The daemon's socket.
     #[must_use]
     pub fn socket(&self) -> PathBuf {
@@ -82,6 +94,10 @@ impl DriverRoot {
     /// where it does not exist, or its mode or the device cgroup keeps this process from opening it.
     #[must_use]
     pub fn open_node(&self, name: &str) -> Option<OwnedFd> {
+        self.open(name, OFlags::RDWR)
+    }
+
+    fn open(&self, name: &str, access: OFlags) -> Option<OwnedFd> {
         let dev = if self.0.join(HOST_MARK).exists() {
             Path::new("/dev").to_owned()
         } else {
@@ -89,12 +105,18 @@ impl DriverRoot {
         };
         let path = dev.join(name);
         let open = |flags| rustix::fs::open(&path, flags | OFlags::CLOEXEC, Mode::empty());
-        match open(OFlags::RDWR) {
+        match open(access) {
             Ok(file) => Some(file),
             // A node without a kernel driver, as the simulator's are.
             Err(Errno::NXIO | Errno::NODEV) => open(OFlags::PATH).ok(),
             Err(_) => None,
         }
+    }
+
+    /// Whether this process can read the device node `dev/<name>`, as a capability's node demands.
+    #[must_use]
+    pub fn can_read_node(&self, name: &str) -> bool {
+        self.open(name, OFlags::RDONLY).is_some()
     }
 
     /// Whether this process has the device node `dev/<name>`.

@@ -109,6 +109,13 @@ impl Shared {
         &self.lanes[slot][gpu]
     }
 
+    /// The turns in which process `slot` runs: those of its partition, or the GPU's.
+    fn turns(&self, slot: usize, gpu: usize) -> &Turns {
+        let state = &self.gpus[gpu];
+        let place = self.slots[slot].partition_on(gpu);
+        place.map_or(&state.turns, |place| state.partition_turns(place))
+    }
+
     /// Takes the lock of GPU `gpu` and runs its kernels up to the time `at`; the lock, and the lane of process `slot`.
     fn advance_locked(
         &self,
@@ -117,7 +124,7 @@ impl Shared {
         at: u64,
     ) -> Result<(Guard<'_>, &Lane), ChargeError> {
         let guard = lock(&self.gpus[gpu], owner(slot))?;
-        self.advance(gpu, at);
+        self.advance(self.turns(slot, gpu), gpu, at);
         Ok((guard, self.lane(slot, gpu)))
     }
 
@@ -127,7 +134,7 @@ impl Shared {
         let mark = get(&lane.queued) + nanos;
         set(&lane.queued, mark);
         if nanos > 0 && lane.waits.swap(1, Ordering::Relaxed) == 0 {
-            self.gpus[gpu].turns.push(slot);
+            self.turns(slot, gpu).push(slot);
         }
         Ok(mark)
     }
@@ -226,7 +233,9 @@ impl Shared {
     pub fn advance_all(&self, at: u64) {
         for (gpu, state) in self.gpus().iter().enumerate() {
             if let Some(_guard) = crate::ledger::try_lock(state) {
-                self.advance(gpu, at);
+                for turns in state.all_turns() {
+                    self.advance(turns, gpu, at);
+                }
             }
         }
     }
@@ -250,11 +259,9 @@ impl Shared {
 
     /// Makes the ring again from the lanes.
     pub(crate) fn rebuild_ring(&self, gpu: usize) {
-        let turns = &self.gpus[gpu].turns;
-        turns.first.store(0, Ordering::Relaxed);
-        turns.count.store(0, Ordering::Relaxed);
-        set(&turns.switching, 0);
-        set(&turns.slice, SLICE);
+        for turns in self.gpus[gpu].all_turns() {
+            turns.restart();
+        }
         for (slot, process) in self.slots.iter().enumerate() {
             // The lane of a free slot is empty.
             if process.pid.load(Ordering::Relaxed) == 0 {
@@ -264,14 +271,13 @@ impl Shared {
             let waits = get(&lane.queued) > get(&lane.done);
             lane.waits.store(u32::from(waits), Ordering::Relaxed);
             if waits {
-                turns.push(slot);
+                self.turns(slot, gpu).push(slot);
             }
         }
     }
 
-    /// Runs the kernels of GPU `gpu` up to the time `at`. The caller has the GPU's lock.
-    fn advance(&self, gpu: usize, at: u64) {
-        let turns = &self.gpus[gpu].turns;
+    /// Runs the kernels of `turns` on GPU `gpu` up to the time `at`. The caller has the GPU's lock.
+    fn advance(&self, turns: &Turns, gpu: usize, at: u64) {
         while get(&turns.clock) < at {
             let clock = get(&turns.clock);
             let Some(slot) = turns.current() else {
@@ -308,7 +314,7 @@ impl Shared {
 
     /// Nanoseconds until process `slot` has run for `left` more, if no process launches anything.
     fn time_until(&self, slot: usize, gpu: usize, left: u64) -> u64 {
-        let turns = &self.gpus[gpu].turns;
+        let turns = self.turns(slot, gpu);
         let mut order: std::collections::VecDeque<(usize, u64)> = turns
             .order()
             .map(|other| {
@@ -413,6 +419,33 @@ impl Turns {
             .store((count + 1).min(RING_PLACES), Ordering::Relaxed);
     }
 
+    /// Removes all processes from the ring.
+    fn restart(&self) {
+        self.first.store(0, Ordering::Relaxed);
+        self.count.store(0, Ordering::Relaxed);
+        set(&self.switching, 0);
+        set(&self.slice, SLICE);
+    }
+
+    /// Makes these the turns of a new compute instance.
+    pub(crate) fn clear(&self) {
+        self.restart();
+        set(&self.clock, 0);
+        set(&self.ran, 0);
+        set(&self.stood_still, 0);
+        self.running.store(0, Ordering::Relaxed);
+    }
+
+    /// Nanoseconds of kernels that have run.
+    pub(crate) fn ran(&self) -> u64 {
+        get(&self.ran)
+    }
+
+    /// Counts kernels that ran in a partition.
+    pub(crate) fn add_ran(&self, nanos: u64) {
+        set(&self.ran, get(&self.ran) + nanos);
+    }
+
     /// Removes the first process. The next one gets a whole slice.
     fn pop(&self) {
         let count = self.count.load(Ordering::Relaxed);
@@ -428,10 +461,19 @@ impl Turns {
 const RING_PLACES: u32 = MAX_PROCESSES as u32;
 
 impl GpuState {
-    /// Nanoseconds of kernels that have run since the page was made, up to the last advance.
+    /// Nanoseconds of kernels that have run since the page was made, up to the last advance. A partition counts with its
+    /// part of the GPU's compute slices.
     #[must_use]
     pub fn ran(&self) -> u64 {
-        get(&self.turns.ran)
+        let slices = self.model().map_or(1, |model| model.whole().slices);
+        let of_partitions = self.compute_slices().map(|(its, turns)| turns.ran() * its);
+        self.turns.ran() + of_partitions.sum::<u64>() / u64::from(slices)
+    }
+
+    /// The turns of the GPU and of each of its partitions.
+    fn all_turns(&self) -> impl Iterator<Item = &Turns> {
+        let of_partitions = self.compute_slices().map(|(_, turns)| turns);
+        std::iter::once(&self.turns).chain(of_partitions)
     }
 
     /// Nanoseconds for which it stood still between two processes since the page was made, up to the last advance.

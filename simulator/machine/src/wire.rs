@@ -37,7 +37,46 @@ pub enum Request {
         /// The Xid.
         data: u32,
     },
+    /// Create a GPU instance. The answer has its id.
+    CreateGpuInstance {
+        /// Index of the GPU.
+        gpu: u32,
+        /// `NVML_GPU_INSTANCE_PROFILE_*`.
+        kind: u32,
+        /// The first of its places; the driver chooses without it.
+        start: Option<u32>,
+    },
+    /// Destroy a GPU instance.
+    DestroyGpuInstance {
+        /// Index of the GPU.
+        gpu: u32,
+        /// Id of the GPU instance.
+        instance: u32,
+    },
+    /// Create a compute instance. The answer has its id.
+    CreateComputeInstance {
+        /// Index of the GPU.
+        gpu: u32,
+        /// Id of the GPU instance.
+        instance: u32,
+        /// `NVML_COMPUTE_INSTANCE_PROFILE_*`.
+        kind: u32,
+        /// The first of its compute slices; the driver chooses without it.
+        start: Option<u32>,
+    },
+    /// Destroy a compute instance.
+    DestroyComputeInstance {
+        /// Index of the GPU.
+        gpu: u32,
+        /// Id of the GPU instance.
+        instance: u32,
+        /// Id of the compute instance.
+        compute: u32,
+    },
 }
+
+/// Where the driver places an instance that nobody has placed.
+const ANYWHERE: u32 = u32::MAX;
 
 /// A setting that [`Request::Set`] changes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -50,6 +89,8 @@ pub enum Setting {
     MigMode = 3,
     /// Whether the GPU has fallen off the bus, 0 or 1.
     Lost = 4,
+    /// A reset of the GPU: its value has no meaning. All MIG instances are destroyed, and a pending MIG mode takes effect.
+    Reset = 5,
 }
 
 impl Setting {
@@ -59,6 +100,7 @@ impl Setting {
             Self::ComputeMode,
             Self::MigMode,
             Self::Lost,
+            Self::Reset,
         ]
         .into_iter()
         .find(|setting| *setting as u32 == number)
@@ -70,7 +112,7 @@ impl Setting {
 pub enum Reply {
     /// The request was carried out.
     Granted {
-        /// The index of the new slot, after a join; otherwise 0.
+        /// The index of the new slot, after a join; the id of a new MIG instance; otherwise 0.
         slot: u32,
     },
     /// The request is of another version of the simulator.
@@ -81,6 +123,14 @@ pub enum Reply {
     Forbidden,
     /// There is no such GPU, setting or value.
     Invalid,
+    /// A process uses the GPU or the MIG instance, or it has compute instances.
+    InUse,
+    /// No slices or engines are left for a MIG instance.
+    InsufficientResources,
+    /// There is no such MIG instance.
+    NotFound,
+    /// The GPU is not in MIG mode, or has no such profile.
+    NotSupported,
 }
 
 fn words(values: [u32; 7]) -> [u8; PACKET] {
@@ -106,24 +156,39 @@ impl Request {
     /// The packet.
     #[must_use]
     pub fn encode(self) -> [u8; PACKET] {
-        let [op, a, b, c] = match self {
-            Self::Observe => [1, 0, 0, 0],
-            Self::Join => [2, 0, 0, 0],
+        let place = |start: Option<u32>| start.unwrap_or(ANYWHERE);
+        let [op, a, b, c, d] = match self {
+            Self::Observe => [1, 0, 0, 0, 0],
+            Self::Join => [2, 0, 0, 0, 0],
             Self::Set {
                 gpu,
                 setting,
                 value,
-            } => [3, gpu, setting as u32, value],
-            Self::Event { gpu, kind, data } => [4, gpu, kind, data],
-            Self::Reclaim => [5, 0, 0, 0],
+            } => [3, gpu, setting as u32, value, 0],
+            Self::Event { gpu, kind, data } => [4, gpu, kind, data, 0],
+            Self::Reclaim => [5, 0, 0, 0, 0],
+            Self::CreateGpuInstance { gpu, kind, start } => [6, gpu, kind, place(start), 0],
+            Self::DestroyGpuInstance { gpu, instance } => [7, gpu, instance, 0, 0],
+            Self::CreateComputeInstance {
+                gpu,
+                instance,
+                kind,
+                start,
+            } => [8, gpu, instance, kind, place(start)],
+            Self::DestroyComputeInstance {
+                gpu,
+                instance,
+                compute,
+            } => [9, gpu, instance, compute, 0],
         };
-        words([MAGIC, ABI, op, a, b, c, 0])
+        words([MAGIC, ABI, op, a, b, c, d])
     }
 
     /// Reads a packet; `None` if it is of another version or invalid.
     #[must_use]
     pub fn decode(packet: &[u8]) -> Option<Self> {
-        let [_, _, op, a, b, c, _] = read(packet)?;
+        let [_, _, op, a, b, c, d] = read(packet)?;
+        let place = |start| (start != ANYWHERE).then_some(start);
         match op {
             1 => Some(Self::Observe),
             2 => Some(Self::Join),
@@ -138,6 +203,26 @@ impl Request {
                 data: c,
             }),
             5 => Some(Self::Reclaim),
+            6 => Some(Self::CreateGpuInstance {
+                gpu: a,
+                kind: b,
+                start: place(c),
+            }),
+            7 => Some(Self::DestroyGpuInstance {
+                gpu: a,
+                instance: b,
+            }),
+            8 => Some(Self::CreateComputeInstance {
+                gpu: a,
+                instance: b,
+                kind: c,
+                start: place(d),
+            }),
+            9 => Some(Self::DestroyComputeInstance {
+                gpu: a,
+                instance: b,
+                compute: c,
+            }),
             _ => None,
         }
     }
@@ -153,6 +238,10 @@ impl Reply {
             Self::Full => [2, 0],
             Self::Forbidden => [3, 0],
             Self::Invalid => [4, 0],
+            Self::InUse => [5, 0],
+            Self::InsufficientResources => [6, 0],
+            Self::NotFound => [7, 0],
+            Self::NotSupported => [8, 0],
         };
         words([MAGIC, ABI, status, slot, 0, 0, 0])
     }
@@ -167,6 +256,10 @@ impl Reply {
             2 => Self::Full,
             3 => Self::Forbidden,
             4 => Self::Invalid,
+            5 => Self::InUse,
+            6 => Self::InsufficientResources,
+            7 => Self::NotFound,
+            8 => Self::NotSupported,
             _ => return None,
         })
     }
@@ -203,6 +296,31 @@ mod tests {
                 kind: 8,
                 data: 79,
             },
+            Request::CreateGpuInstance {
+                gpu: 1,
+                kind: 9,
+                start: None,
+            },
+            Request::CreateGpuInstance {
+                gpu: 1,
+                kind: 0,
+                start: Some(0),
+            },
+            Request::DestroyGpuInstance {
+                gpu: 1,
+                instance: 14,
+            },
+            Request::CreateComputeInstance {
+                gpu: 1,
+                instance: 2,
+                kind: 7,
+                start: Some(3),
+            },
+            Request::DestroyComputeInstance {
+                gpu: 1,
+                instance: 2,
+                compute: 6,
+            },
         ] {
             assert_eq!(Request::decode(&request.encode()), Some(request));
         }
@@ -212,6 +330,10 @@ mod tests {
             Reply::Full,
             Reply::Forbidden,
             Reply::Invalid,
+            Reply::InUse,
+            Reply::InsufficientResources,
+            Reply::NotFound,
+            Reply::NotSupported,
         ] {
             assert_eq!(Reply::decode(&reply.encode()), Some(reply));
         }

@@ -6,35 +6,26 @@ use crate::code::Code;
 
 absent! {
     Code::NOT_SUPPORTED.0 =>
-    nvmlComputeInstanceDestroy
-    nvmlComputeInstanceGetInfo
-    nvmlComputeInstanceGetInfo_v2
     nvmlDeviceClearAccountingPids
     nvmlDeviceClearCpuAffinity
     nvmlDeviceClearEccErrorCounts
     nvmlDeviceClearFieldValues
-    nvmlDeviceCreateGpuInstance
-    nvmlDeviceCreateGpuInstanceWithPlacement
     nvmlDeviceDiscoverGpus
     nvmlDeviceFreezeNvLinkUtilizationCounter
     nvmlDeviceGetAccountingPids
     nvmlDeviceGetAccountingStats
     nvmlDeviceGetActiveVgpus
     nvmlDeviceGetAdaptiveClockInfoStatus
-    nvmlDeviceGetAttributes
-    nvmlDeviceGetAttributes_v2
     nvmlDeviceGetAutoBoostedClocksEnabled
     nvmlDeviceGetBridgeChipInfo
     nvmlDeviceGetBusType
     nvmlDeviceGetClkMonStatus
-    nvmlDeviceGetComputeInstanceId
     nvmlDeviceGetConfComputeGpuAttestationReport
     nvmlDeviceGetConfComputeGpuCertificate
     nvmlDeviceGetConfComputeMemSizeInfo
     nvmlDeviceGetConfComputeProtectedMemoryUsage
     nvmlDeviceGetCreatableVgpus
     nvmlDeviceGetCurrentClocksEventReasons
-    nvmlDeviceGetDeviceHandleFromMigDeviceHandle
     nvmlDeviceGetDriverModel
     nvmlDeviceGetDynamicPstatesInfo
     nvmlDeviceGetEncoderCapacity
@@ -47,13 +38,6 @@ absent! {
     nvmlDeviceGetGpcClkMinMaxVfOffset
     nvmlDeviceGetGpcClkVfOffset
     nvmlDeviceGetGpuFabricInfo
-    nvmlDeviceGetGpuInstanceById
-    nvmlDeviceGetGpuInstanceId
-    nvmlDeviceGetGpuInstancePossiblePlacements
-    nvmlDeviceGetGpuInstancePossiblePlacements_v2
-    nvmlDeviceGetGpuInstanceProfileInfoV
-    nvmlDeviceGetGpuInstanceRemainingCapacity
-    nvmlDeviceGetGpuInstances
     nvmlDeviceGetGpuOperationMode
     nvmlDeviceGetGridLicensableFeatures
     nvmlDeviceGetGridLicensableFeatures_v2
@@ -144,16 +128,6 @@ absent! {
     nvmlGpmSampleFree
     nvmlGpmSampleGet
     nvmlGpmSetStreamingEnabled
-    nvmlGpuInstanceCreateComputeInstance
-    nvmlGpuInstanceCreateComputeInstanceWithPlacement
-    nvmlGpuInstanceDestroy
-    nvmlGpuInstanceGetComputeInstanceById
-    nvmlGpuInstanceGetComputeInstancePossiblePlacements
-    nvmlGpuInstanceGetComputeInstanceProfileInfo
-    nvmlGpuInstanceGetComputeInstanceProfileInfoV
-    nvmlGpuInstanceGetComputeInstanceRemainingCapacity
-    nvmlGpuInstanceGetComputeInstances
-    nvmlGpuInstanceGetInfo
     nvmlSetVgpuVersion
     nvmlSystemGetConfComputeCapabilities
     nvmlSystemGetConfComputeGpusReadyState

@@ -18,6 +18,7 @@ impl Code {
     pub const GPU_IS_LOST: Self = Self(15);
     pub const LIB_RM_VERSION_MISMATCH: Self = Self(18);
     pub const IN_USE: Self = Self(19);
+    pub const INSUFFICIENT_RESOURCES: Self = Self(23);
     pub const ARGUMENT_VERSION_MISMATCH: Self = Self(25);
     pub const UNKNOWN: Self = Self(999);
 }

@@ -4,12 +4,13 @@ use std::ffi::c_char;
 
 use nvml_wrapper_sys::bindings::{nvmlDevice_t, nvmlPciInfo_t};
 use tranche_simulator_machine::description::PciAddress;
-use tranche_simulator_machine::identity::uuid_text;
+use tranche_simulator_machine::identity::{mig_uuid_text, uuid_text};
 use tranche_simulator_machine::layout::GpuState;
 
 use crate::code::Code;
 use crate::export::{characters, export, get_text, put, put_text};
-use crate::state::{by_index, device, handle, library};
+use crate::mig::visible_devices;
+use crate::state::{any_device, by_index, device, device_at, handle, library, mig_handle};
 
 /// The text of fields without a simulated meaning.
 const SIMULATED: &str = "SIMULATED";
@@ -71,6 +72,27 @@ fn find(matches: impl Fn(&GpuState) -> bool) -> Result<nvmlDevice_t, Code> {
     Err(Code::NOT_FOUND)
 }
 
+/// The handle of the MIG device with the UUID `MIG-…`, if the text is one.
+fn by_mig_uuid(text: &str) -> Result<Option<nvmlDevice_t>, Code> {
+    if !text
+        .get(..4)
+        .is_some_and(|it| it.eq_ignore_ascii_case("MIG-"))
+    {
+        return Ok(None);
+    }
+    for gpu in library()?.visible {
+        let device = device_at(gpu)?;
+        let devices = visible_devices(device)?;
+        let found = devices
+            .iter()
+            .find(|it| mig_uuid_text(&it.uuid).eq_ignore_ascii_case(text));
+        if let Some(it) = found {
+            return Ok(Some(mig_handle(gpu, *it)));
+        }
+    }
+    Err(Code::NOT_FOUND)
+}
+
 /// The handle of the GPU at a PCI address.
 pub fn by_pci(text: &str) -> Result<nvmlDevice_t, Code> {
     let address = PciAddress::parse(text).ok_or(Code::INVALID_ARGUMENT)?;
@@ -83,7 +105,10 @@ pub fn by_pci(text: &str) -> Result<nvmlDevice_t, Code> {
 export! {
     fn nvmlDeviceGetHandleByUUID(uuid: *const c_char, to: *mut nvmlDevice_t) {
         let wanted = get_text(uuid)?;
-        put(to, find(|gpu| uuid_text(&gpu.uuid).eq_ignore_ascii_case(wanted))?)
+        put(to, match by_mig_uuid(wanted)? {
+            Some(handle) => handle,
+            None => find(|gpu| uuid_text(&gpu.uuid).eq_ignore_ascii_case(wanted))?,
+        })
     }
     fn nvmlDeviceGetHandleByPciBusId(id: *const c_char, to: *mut nvmlDevice_t) {
         put(to, by_pci(get_text(id)?)?)
@@ -96,10 +121,19 @@ export! {
         put(to, find(|gpu| gpu.serial.as_str() == wanted)?)
     }
     fn nvmlDeviceGetName(of: nvmlDevice_t, name: *mut c_char, length: u32) {
-        put_text(name, length, device(of)?.state.name.as_str())
+        let any = any_device(of)?;
+        let gpu = any.device.state.name.as_str();
+        match any.partition {
+            None => put_text(name, length, gpu),
+            Some(it) => put_text(name, length, &format!("{gpu} MIG {}", it.profile.name(it.gpu_instance.profile))),
+        }
     }
     fn nvmlDeviceGetUUID(of: nvmlDevice_t, uuid: *mut c_char, length: u32) {
-        put_text(uuid, length, &uuid_text(&device(of)?.state.uuid))
+        let any = any_device(of)?;
+        put_text(uuid, length, &match any.partition {
+            None => uuid_text(&any.device.state.uuid),
+            Some(it) => mig_uuid_text(&it.uuid),
+        })
     }
     fn nvmlDeviceGetSerial(of: nvmlDevice_t, serial: *mut c_char, length: u32) {
         put_text(serial, length, device(of)?.state.serial.as_str())
@@ -128,8 +162,13 @@ export! {
         put(minor, b.cast_signed())
     }
     fn nvmlDeviceGetIndex(of: nvmlDevice_t, index: *mut u32) {
-        let gpu = device(of)?.gpu;
-        let position = library()?.visible.iter().position(|v| *v == gpu).ok_or(Code::UNKNOWN)?;
+        let any = any_device(of)?;
+        let position = match any.partition {
+            None => library()?.visible.iter().position(|v| *v == any.device.gpu),
+            // nvml.h: the index with which the GPU gives this handle.
+            Some(it) => visible_devices(any.device)?.iter().position(|v| v.serial == it.serial),
+        };
+        let position = position.ok_or(Code::UNKNOWN)?;
         put(index, u32::try_from(position).unwrap_or(0))
     }
     fn nvmlDeviceGetMinorNumber(of: nvmlDevice_t, minor: *mut u32) {

@@ -12,8 +12,8 @@ use nvml_wrapper_sys::bindings::nvmlDevice_t;
 use crate::code::Code;
 use crate::export::{export, get, get_text, put};
 use crate::identity::{by_pci, handle_by_index};
-use crate::processes::{NO_INSTANCE, processes};
-use crate::state::device;
+use crate::processes::processes;
+use crate::state::{any_device, device, device_of_any};
 use crate::system::process_name;
 
 /// The 16 bytes of the table's name.
@@ -73,7 +73,7 @@ unsafe extern "C" fn no_processes(
     _: *mut c_void,
     _: *mut c_void,
 ) -> u32 {
-    if let Err(code) = device(of.cast()) {
+    if let Err(code) = device_of_any(of.cast()) {
         return code.0;
     }
     // SAFETY: nvidia-smi passes a count.
@@ -129,7 +129,7 @@ unsafe extern "C" fn monitoring(
 /// # Safety
 /// `count` is null or valid, `to` is null or valid for `*count` entries.
 unsafe fn list(of: nvmlDevice_t, count: *mut u32, to: *mut Entry) -> Result<(), Code> {
-    let found = processes(device(of)?);
+    let found = processes(any_device(of)?);
     // SAFETY: the caller's contract.
     let room = unsafe { get(count) }? as usize;
     // SAFETY: as above.
@@ -140,8 +140,8 @@ unsafe fn list(of: nvmlDevice_t, count: *mut u32, to: *mut Entry) -> Result<(), 
         let entry = Entry {
             pid: process.pid,
             memory: process.memory,
-            gpu_instance: NO_INSTANCE,
-            compute_instance: NO_INSTANCE,
+            gpu_instance: process.instances[0],
+            compute_instance: process.instances[1],
             protected_memory: 0,
             name: crate::export::characters(&name),
         };

@@ -6,9 +6,11 @@ use nvml_wrapper_sys::bindings::{
     nvmlBAR1Memory_t, nvmlDevice_t, nvmlEccErrorCounts_t, nvmlMemory_t, nvmlMemory_v2_t,
 };
 
+use tranche_simulator_machine::description::MIB;
+
 use crate::code::Code;
 use crate::export::{export, get, put};
-use crate::state::device;
+use crate::state::{AnyDevice, any_device, device, device_of_any};
 
 /// `nvmlMemory_v2`
 const MEMORY_V2: u32 = struct_version(size_of::<nvmlMemory_v2_t>(), 2);
@@ -18,6 +20,33 @@ pub const fn struct_version(bytes: usize, version: u32) -> u32 {
     #[allow(clippy::cast_possible_truncation, reason = "structs are small")]
     let bytes = bytes as u32;
     bytes | (version << 24)
+}
+
+/// Memory in bytes.
+struct Held {
+    total: u64,
+    reserved: u64,
+    free: u64,
+}
+
+/// The memory of a GPU or of a MIG device, whose reserve is outside it.
+fn held(of: AnyDevice) -> Held {
+    let state = of.device.state;
+    match of.partition {
+        None => Held {
+            total: state.memory_total,
+            reserved: state.memory_reserved,
+            free: state.free(),
+        },
+        Some(it) => {
+            let total = it.gpu_instance.profile.memory_mib * MIB;
+            Held {
+                total,
+                reserved: 0,
+                free: total.saturating_sub(it.gpu_instance.used),
+            }
+        }
+    }
 }
 
 /// Refuses GPUs that remap rows and do not retire pages: Ampere and later.
@@ -31,35 +60,36 @@ fn check_retires_pages(of: nvmlDevice_t) -> Result<(), Code> {
 
 export! {
     fn nvmlDeviceGetMemoryInfo(of: nvmlDevice_t, memory: *mut nvmlMemory_t) {
-        let state = device(of)?.state;
-        let free = state.free();
+        let held = held(any_device(of)?);
         // The first version counts the driver's reserve as used.
-        put(memory, nvmlMemory_t { total: state.memory_total, free, used: state.memory_total - free })
+        put(memory, nvmlMemory_t { total: held.total, free: held.free, used: held.total - held.free })
     }
     fn nvmlDeviceGetMemoryInfo_v2(of: nvmlDevice_t, memory: *mut nvmlMemory_v2_t) {
-        let state = device(of)?.state;
+        let held = held(any_device(of)?);
         // Only this field: the caller may have set no other.
         if get((&raw const (*memory).version).cast::<u32>())? != MEMORY_V2 {
             return Err(Code::ARGUMENT_VERSION_MISMATCH);
         }
-        let free = state.free();
         put(memory, nvmlMemory_v2_t {
             version: MEMORY_V2,
-            total: state.memory_total,
-            reserved: state.memory_reserved,
-            free,
-            used: state.usable() - free,
+            total: held.total,
+            reserved: held.reserved,
+            free: held.free,
+            used: held.total - held.reserved - held.free,
         })
     }
     fn nvmlDeviceGetBAR1MemoryInfo(of: nvmlDevice_t, memory: *mut nvmlBAR1Memory_t) {
-        let state = device(of)?.state;
+        let any = any_device(of)?;
+        let state = any.device.state;
         // A real driver maps a few MiB of each GPU, and more while it is used.
-        let used = if state.used.load(Ordering::Relaxed) > 0 { 2 << 20 } else { 1 << 20 };
-        put(memory, nvmlBAR1Memory_t {
-            bar1Total: state.bar1_bytes,
-            bar1Free: state.bar1_bytes - used,
-            bar1Used: used,
-        })
+        let mut used = if state.used.load(Ordering::Relaxed) > 0 { 2 << 20 } else { 1 << 20 };
+        let mut total = state.bar1_bytes;
+        if let (Some(it), Some(model)) = (any.partition, state.model()) {
+            let profile = it.gpu_instance.profile;
+            total = total * u64::from(profile.size) / u64::from(model.whole().size);
+            used = 0;
+        }
+        put(memory, nvmlBAR1Memory_t { bar1Total: total, bar1Free: total - used, bar1Used: used })
     }
     fn nvmlDeviceGetEccMode(of: nvmlDevice_t, current: *mut u32, pending: *mut u32) {
         device(of)?;
@@ -71,7 +101,7 @@ export! {
         put(mode, 1)
     }
     fn nvmlDeviceGetTotalEccErrors(of: nvmlDevice_t, _kind: u32, _counter: u32, count: *mut u64) {
-        device(of)?;
+        device_of_any(of)?;
         put(count, 0)
     }
     fn nvmlDeviceGetDetailedEccErrors(of: nvmlDevice_t, _kind: u32, _counter: u32, counts: *mut nvmlEccErrorCounts_t) {
@@ -79,7 +109,7 @@ export! {
         put(counts, nvmlEccErrorCounts_t { l1Cache: 0, l2Cache: 0, deviceMemory: 0, registerFile: 0 })
     }
     fn nvmlDeviceGetMemoryErrorCounter(of: nvmlDevice_t, _kind: u32, _counter: u32, _location: u32, count: *mut u64) {
-        device(of)?;
+        device_of_any(of)?;
         put(count, 0)
     }
     fn nvmlDeviceGetRemappedRows(of: nvmlDevice_t, corrected: *mut u32, uncorrected: *mut u32, pending: *mut u32, failed: *mut u32) {

@@ -30,7 +30,7 @@ fn set(of: nvmlDevice_t, setting: Setting, value: u32) -> Result<(), Code> {
 /// The GPU, if it has MIG modes.
 fn mig_capable(of: nvmlDevice_t) -> Result<Device, Code> {
     let device = device(of)?;
-    if device.state.mig_capable == 0 {
+    if device.state.model().is_none() {
         return Err(Code::NOT_SUPPORTED);
     }
     Ok(device)
@@ -42,19 +42,17 @@ export! {
         put(current, state.mig_mode.load(Ordering::Relaxed))?;
         put(pending, state.mig_pending.load(Ordering::Relaxed))
     }
-    // Changes the mode at once where no process uses the GPU, as on GPUs that need no reset for it.
+    // Changes the mode at once where nothing uses the GPU; otherwise it is pending.
     fn nvmlDeviceSetMigMode(of: nvmlDevice_t, mode: u32, activation: *mut u32) {
         let state = mig_capable(of)?.state;
         set(of, Setting::MigMode, mode)?;
         let is_active = state.mig_mode.load(Ordering::Relaxed) == mode;
-        put(activation, if is_active { 0 } else { Code::IN_USE.0 })
-    }
-    fn nvmlDeviceGetMaxMigDeviceCount(of: nvmlDevice_t, count: *mut u32) {
-        put(count, if device(of)?.state.mig_capable == 0 { 0 } else { 7 })
-    }
-    fn nvmlDeviceGetMigDeviceHandleByIndex(of: nvmlDevice_t, _index: u32, _to: *mut nvmlDevice_t) {
-        mig_capable(of)?;
-        Err(Code::NOT_FOUND)
+        put(activation, match () {
+            () if is_active => 0,
+            // The driver cannot reset the GPU.
+            () if state.mig_needs_reset != 0 => Code::NOT_SUPPORTED.0,
+            () => Code::IN_USE.0,
+        })
     }
     fn nvmlDeviceGetPersistenceMode(of: nvmlDevice_t, mode: *mut u32) {
         put(mode, device(of)?.state.persistence.load(Ordering::Relaxed))
@@ -85,7 +83,6 @@ export! {
 }
 
 export_constants! {
-    nvmlDeviceIsMigDeviceHandle = 0;
     nvmlDeviceGetDisplayMode = 0;
     nvmlDeviceGetDisplayActive = 0;
     nvmlDeviceGetVirtualizationMode = 0;

@@ -16,7 +16,7 @@ use tranche_simulator_machine::layout::ORPHANED;
 use crate::code::Code;
 use crate::export::{export, export_constants, get, put, put_list};
 use crate::memory::struct_version;
-use crate::state::{Device, device};
+use crate::state::{AnyDevice, Device, any_device, device, device_of_any};
 
 /// The instance ids of a process that is in no MIG partition.
 pub const NO_INSTANCE: u32 = u32::MAX;
@@ -26,6 +26,8 @@ const DETAIL_LIST_V1: u32 = struct_version(size_of::<nvmlProcessDetailList_v1_t>
 #[derive(Debug, Clone, Copy)]
 pub struct Process {
     pub pid: u32,
+    /// The ids of its GPU instance and its compute instance.
+    pub instances: [u32; 2],
     /// Whether it is in the caller's PID namespace.
     pub is_in_namespace: bool,
     /// Bytes, with those of its context.
@@ -36,10 +38,12 @@ pub struct Process {
     pub sampled: u64,
 }
 
-/// The processes of the caller's PID namespace that have a context on `device`,
-/// by pid.
-pub fn processes(device: Device) -> Vec<Process> {
-    let mut found = all_processes(device);
+/// The processes of the caller's PID namespace that have a context on a GPU or a MIG device, by pid.
+pub fn processes(of: AnyDevice) -> Vec<Process> {
+    let mut found = all_processes(of.device);
+    if let Some(it) = of.partition {
+        found.retain(|process| process.instances == [it.gpu_instance.id, it.id]);
+    }
     found.retain(|process| process.is_in_namespace);
     found
 }
@@ -68,11 +72,16 @@ fn all_processes(device: Device) -> Vec<Process> {
         } else {
             host_pid
         };
+        let id = |index: usize| u32::try_from(index).unwrap_or(NO_INSTANCE);
+        let place = slot.partition_on(device.gpu);
+        let instances = place.map_or([NO_INSTANCE; 2], |place| {
+            [id(place.instance), id(place.compute)]
+        });
         let utilization = slot.utilization[device.gpu].load(Ordering::Relaxed);
         // A process that loaded the library twice has two slots.
         if let Some(same) = found
             .iter_mut()
-            .find(|p| (p.pid, p.is_in_namespace) == (pid, is_in_namespace))
+            .find(|p| (p.pid, p.is_in_namespace, p.instances) == (pid, is_in_namespace, instances))
         {
             same.memory += memory;
             same.utilization = (same.utilization + utilization).min(100);
@@ -80,6 +89,7 @@ fn all_processes(device: Device) -> Vec<Process> {
             let sampled = slot.sampled.load(Ordering::Relaxed);
             found.push(Process {
                 pid,
+                instances,
                 is_in_namespace,
                 memory,
                 utilization,
@@ -92,7 +102,7 @@ fn all_processes(device: Device) -> Vec<Process> {
 }
 
 fn list_v1(of: nvmlDevice_t) -> Result<Vec<nvmlProcessInfo_v1_t>, Code> {
-    let list = processes(device(of)?);
+    let list = processes(any_device(of)?);
     Ok(list
         .iter()
         .map(|p| nvmlProcessInfo_v1_t {
@@ -103,14 +113,14 @@ fn list_v1(of: nvmlDevice_t) -> Result<Vec<nvmlProcessInfo_v1_t>, Code> {
 }
 
 fn list_v2(of: nvmlDevice_t) -> Result<Vec<nvmlProcessInfo_v2_t>, Code> {
-    let list = processes(device(of)?);
+    let list = processes(any_device(of)?);
     Ok(list
         .iter()
         .map(|p| nvmlProcessInfo_v2_t {
             pid: p.pid,
             usedGpuMemory: p.memory,
-            gpuInstanceId: NO_INSTANCE,
-            computeInstanceId: NO_INSTANCE,
+            gpuInstanceId: p.instances[0],
+            computeInstanceId: p.instances[1],
         })
         .collect())
 }
@@ -126,7 +136,7 @@ export! {
         put_list(count, to, &list_v2(of)?)
     }
     fn nvmlDeviceGetRunningProcessDetailList(of: nvmlDevice_t, list: *mut nvmlProcessDetailList_v1_t) {
-        let device = device(of)?;
+        let device = any_device(of)?;
         let asked = get(list)?;
         if asked.version != DETAIL_LIST_V1 {
             return Err(Code::ARGUMENT_VERSION_MISMATCH);
@@ -138,15 +148,20 @@ export! {
             .map(|p| nvmlProcessDetail_v1_t {
                 pid: p.pid,
                 usedGpuMemory: p.memory,
-                gpuInstanceId: NO_INSTANCE,
-                computeInstanceId: NO_INSTANCE,
+                gpuInstanceId: p.instances[0],
+                computeInstanceId: p.instances[1],
                 usedGpuCcProtectedMemory: 0,
             })
             .collect();
         put_list(&raw mut (*list).numProcArrayEntries, asked.procArray, &details)
     }
     fn nvmlDeviceGetProcessUtilization(of: nvmlDevice_t, to: *mut nvmlProcessUtilizationSample_t, count: *mut u32, since: u64) {
-        let samples: Vec<nvmlProcessUtilizationSample_t> = all_processes(device(of)?)
+        let device = device(of)?;
+        // nvml.h: not supported on MIG-enabled GPUs.
+        if device.state.is_partitioned() {
+            return Err(Code::NOT_SUPPORTED);
+        }
+        let samples: Vec<nvmlProcessUtilizationSample_t> = all_processes(device)
             .iter()
             .filter(|p| p.sampled > since)
             .map(|p| nvmlProcessUtilizationSample_t {
@@ -166,14 +181,30 @@ export! {
     }
 }
 
+/// Exports lists whose entries are never written: no process runs graphics or MPS.
+macro_rules! export_empty_lists {
+    ($($name:ident)+) => {
+        export! {
+            $(
+                fn $name(of: nvmlDevice_t, count: *mut u32, _to: *mut nvmlProcessInfo_v2_t) {
+                    device_of_any(of)?;
+                    put(count, 0)
+                }
+            )+
+        }
+    };
+}
+
+export_empty_lists! {
+    nvmlDeviceGetGraphicsRunningProcesses
+    nvmlDeviceGetGraphicsRunningProcesses_v2
+    nvmlDeviceGetGraphicsRunningProcesses_v3
+    nvmlDeviceGetMPSComputeRunningProcesses
+    nvmlDeviceGetMPSComputeRunningProcesses_v2
+    nvmlDeviceGetMPSComputeRunningProcesses_v3
+}
+
 export_constants! {
     nvmlDeviceGetAccountingMode = 0;
     nvmlDeviceGetAccountingBufferSize = 4000;
-    // Lists, whose entries are never written: no process runs graphics or MPS.
-    nvmlDeviceGetGraphicsRunningProcesses = 0;
-    nvmlDeviceGetGraphicsRunningProcesses_v2 = 0;
-    nvmlDeviceGetGraphicsRunningProcesses_v3 = 0;
-    nvmlDeviceGetMPSComputeRunningProcesses = 0;
-    nvmlDeviceGetMPSComputeRunningProcesses_v2 = 0;
-    nvmlDeviceGetMPSComputeRunningProcesses_v3 = 0;
 }

@@ -5,12 +5,15 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use nvml_wrapper_sys::bindings::nvmlDevice_t;
 use tranche_simulator_machine::layout::{GpuState, MAX_GPUS};
+use tranche_simulator_machine::mig::ComputeInstanceView;
 use tranche_simulator_machine::{
     Access, AttachError, Attachment, DriverRoot, LibraryVersion, Shared,
 };
 
 use crate::code::Code;
 use crate::export::{export, put};
+use crate::handles::{Kind, Target, handle_of, target_of};
+use crate::mig::find_compute_instance;
 
 /// An initialised library.
 #[derive(Debug, Clone)]
@@ -48,12 +51,70 @@ pub fn handle(gpu: usize) -> nvmlDevice_t {
     (&raw const HANDLES[gpu]).cast_mut().cast()
 }
 
-/// The GPU of a handle; an error if it has fallen off the bus.
+/// A GPU or a MIG device behind a handle.
+#[derive(Debug, Clone, Copy)]
+pub struct AnyDevice {
+    /// The GPU, also that of a MIG device.
+    pub device: Device,
+    /// The compute instance of a MIG device.
+    pub partition: Option<ComputeInstanceView>,
+}
+
+/// The handle of a MIG device.
+pub fn mig_handle(gpu: usize, it: ComputeInstanceView) -> nvmlDevice_t {
+    handle_of(Target {
+        kind: Kind::Device,
+        gpu,
+        instance: it.gpu_instance.id as usize,
+        compute: it.id as usize,
+        serial: it.serial,
+    })
+    .cast()
+}
+
+/// The GPU or the MIG device of a handle; an error if the GPU has fallen off the bus.
+pub fn any_device(handle: nvmlDevice_t) -> Result<AnyDevice, Code> {
+    let Some(target) = target_of(handle.cast(), Kind::Device) else {
+        let device = gpu_of(handle)?;
+        return Ok(AnyDevice {
+            device,
+            partition: None,
+        });
+    };
+    let (device, it) = find_compute_instance(target)?;
+    Ok(AnyDevice {
+        device,
+        partition: Some(it),
+    })
+}
+
+/// The GPU of a handle, which may be that of one of its MIG devices.
+pub fn device_of_any(handle: nvmlDevice_t) -> Result<Device, Code> {
+    any_device(handle).map(|any| any.device)
+}
+
+/// The GPU of a handle; an error if it has fallen off the bus. Functions that use it are not supported for MIG devices.
 pub fn device(handle: nvmlDevice_t) -> Result<Device, Code> {
-    let library = library()?;
+    let any = any_device(handle)?;
+    match any.partition {
+        Some(_) => Err(Code::NOT_SUPPORTED),
+        None => Ok(any.device),
+    }
+}
+
+fn gpu_of(handle: nvmlDevice_t) -> Result<Device, Code> {
     let offset = (handle as usize).wrapping_sub((&raw const HANDLES) as usize);
-    let gpu = offset / size_of::<u64>();
-    if !offset.is_multiple_of(size_of::<u64>()) || !library.visible.contains(&gpu) {
+    if !offset.is_multiple_of(size_of::<u64>()) {
+        library()?;
+        return Err(Code::INVALID_ARGUMENT);
+    }
+    device_at(offset / size_of::<u64>())
+}
+
+/// The GPU with this index in the page, if this process can see it.
+pub fn device_at(gpu: usize) -> Result<Device, Code> {
+    let library = library()?;
+    if !library.visible.contains(&gpu) {
         return Err(Code::INVALID_ARGUMENT);
     }
     let state = &library.shared.gpus[gpu];

@@ -6,9 +6,10 @@
 //!
 //! - [`page`] opens the state that an earlier daemon left, or makes a new one.
 //! - [`serve`] answers requests, watches processes and has utilization sampled ([`sampler`]).
-//! - [`nodes`] makes the device nodes.
+//! - [`nodes`] makes the device nodes, [`capabilities`] those of MIG instances.
 //! - [`install`] lays out a driver root; [`library_file`] makes its libraries those of the machine file's driver.
 
+mod capabilities;
 mod install;
 mod library_file;
 mod nodes;
@@ -71,6 +72,11 @@ enum Command {
         #[arg(long)]
         remove_node: bool,
     },
+    /// Reset a GPU that no process uses: its MIG instances vanish, and a pending MIG mode takes effect.
+    ResetGpu {
+        /// The GPU, by its index or its UUID.
+        gpu: String,
+    },
     /// Bring a lost GPU back, with its device node.
     RestoreGpu {
         /// The GPU, by its index or its UUID.
@@ -114,7 +120,7 @@ fn main() -> anyhow::Result<()> {
         Some(Command::LoseGpu { gpu, remove_node }) => {
             let root = DriverRoot::new(arguments.root);
             let (index, minor) = find(&root, &gpu)?;
-            set_lost(&root, index, true)?;
+            set(&root, index, Setting::Lost, 1)?;
             if remove_node {
                 nodes::remove(root.path(), minor)?;
             }
@@ -124,16 +130,21 @@ fn main() -> anyhow::Result<()> {
             let root = DriverRoot::new(arguments.root);
             let (index, minor) = find(&root, &gpu)?;
             nodes::make_gpu(root.path(), minor)?;
-            set_lost(&root, index, false)
+            set(&root, index, Setting::Lost, 0)
+        }
+        Some(Command::ResetGpu { gpu }) => {
+            let root = DriverRoot::new(arguments.root);
+            let (index, _) = find(&root, &gpu)?;
+            set(&root, index, Setting::Reset, 1)
         }
     }
 }
 
-fn set_lost(root: &DriverRoot, gpu: u32, is_lost: bool) -> anyhow::Result<()> {
+fn set(root: &DriverRoot, gpu: u32, setting: Setting, value: u32) -> anyhow::Result<()> {
     let request = Request::Set {
         gpu,
-        setting: Setting::Lost,
-        value: u32::from(is_lost),
+        setting,
+        value,
     };
     send(root, request)
 }

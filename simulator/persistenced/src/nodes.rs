@@ -50,7 +50,12 @@ pub fn remove(root: &Path, minor: u32) -> anyhow::Result<()> {
 }
 
 fn make_one(path: &Path, major: u32, minor: u32) -> std::io::Result<()> {
-    let mode = Mode::from_raw_mode(0o666);
+    make_with_mode(path, major, minor, 0o666)
+}
+
+/// Makes a node, where it does not exist.
+pub fn make_with_mode(path: &Path, major: u32, minor: u32, mode: u32) -> std::io::Result<()> {
+    let mode = Mode::from_raw_mode(mode);
     match mknodat(
         CWD,
         path,

@@ -19,10 +19,11 @@ use rustix::net::{
 };
 use rustix::process::{Pid, PidfdFlags, Resource, getrlimit, pidfd_open, setrlimit};
 use tranche_simulator_machine::attach::new_socket;
-use tranche_simulator_machine::layout::GpuState;
+use tranche_simulator_machine::mig::InstanceError;
 use tranche_simulator_machine::wire::{PACKET, Reply, Request, Setting};
 use tranche_simulator_machine::{Description, DriverRoot, MAX_PROCESSES, identity};
 
+use crate::capabilities;
 use crate::nodes;
 use crate::page::Page;
 use crate::sampler::{PERIOD, Sampler};
@@ -38,6 +39,7 @@ struct Client {
 }
 
 struct Daemon {
+    root: DriverRoot,
     page: Page,
     listener: OwnedFd,
     /// Connections that have not joined.
@@ -62,7 +64,9 @@ pub fn run(root: &DriverRoot, description: &Description) -> anyhow::Result<()> {
         Some(listener) => listener,
         None => listen_on(root).with_context(|| format!("{}", root.socket().display()))?,
     };
+    capabilities::update(root, page.shared)?;
     let mut daemon = Daemon {
+        root: root.clone(),
         page,
         listener,
         unjoined: Vec::new(),
@@ -217,10 +221,20 @@ impl Daemon {
             }
             !closed
         });
-        for gpu in shared.gpus() {
-            apply_mig_mode(gpu);
-            if self.clients.is_empty() {
+        self.switch_idle_gpus();
+        if self.clients.is_empty() {
+            for gpu in shared.gpus() {
                 gpu.utilization.store(0, Ordering::Relaxed);
+            }
+        }
+    }
+
+    /// Applies pending MIG modes of GPUs that nothing uses any more.
+    fn switch_idle_gpus(&self) {
+        let shared = self.page.shared;
+        for (index, gpu) in shared.gpus().iter().enumerate() {
+            if gpu.switches_mig_mode_when_idle() {
+                shared.apply_idle_mig_mode(index);
             }
         }
     }
@@ -300,8 +314,47 @@ impl Daemon {
                 };
                 reply(&connection, answer, None);
             }
+            Request::CreateGpuInstance { .. }
+            | Request::DestroyGpuInstance { .. }
+            | Request::CreateComputeInstance { .. }
+            | Request::DestroyComputeInstance { .. } => {
+                let answer = self.change_instances(request);
+                self.switch_idle_gpus();
+                // The library looks at the result, so the files have to be there before the answer.
+                self.update_capabilities();
+                reply(&connection, answer, None);
+            }
         }
         Ok(())
+    }
+
+    /// Creates or destroys a MIG instance. The library checks who may.
+    fn change_instances(&self, request: Request) -> Reply {
+        let shared = self.page.shared;
+        let index = |gpu: u32| gpu as usize;
+        let done = match request {
+            Request::CreateGpuInstance { gpu, kind, start } => {
+                shared.create_gpu_instance(index(gpu), kind, start)
+            }
+            Request::DestroyGpuInstance { gpu, instance } => shared
+                .destroy_gpu_instance(index(gpu), instance)
+                .map(|()| 0),
+            Request::CreateComputeInstance {
+                gpu,
+                instance,
+                kind,
+                start,
+            } => shared.create_compute_instance(index(gpu), instance, kind, start),
+            Request::DestroyComputeInstance {
+                gpu,
+                instance,
+                compute,
+            } => shared
+                .destroy_compute_instance(index(gpu), instance, compute)
+                .map(|()| 0),
+            _ => return Reply::Invalid,
+        };
+        done.map_or_else(refusal, |slot| Reply::Granted { slot })
     }
 
     fn set(&self, gpu: u32, setting: Setting, value: u32) -> Reply {
@@ -312,15 +365,16 @@ impl Daemon {
         let (word, most) = match setting {
             Setting::Persistence => (&gpu.persistence, 1),
             Setting::ComputeMode => (&gpu.compute_mode, 3),
-            Setting::MigMode => (&gpu.mig_pending, u32::from(gpu.mig_capable != 0)),
+            Setting::MigMode => (&gpu.mig_pending, 1),
             Setting::Lost => (&gpu.lost, 1),
+            Setting::Reset => return self.reset(index),
         };
-        if value > most || (setting == Setting::MigMode && gpu.mig_capable == 0) {
+        if value > most || (setting == Setting::MigMode && gpu.model().is_none()) {
             return Reply::Invalid;
         }
         word.store(value, Ordering::Relaxed);
         match setting {
-            Setting::MigMode => apply_mig_mode(gpu),
+            Setting::MigMode => self.page.shared.apply_idle_mig_mode(index),
             Setting::Lost if value == 1 => {
                 let xid = FELL_OFF_THE_BUS;
                 self.page.shared.publish_event(index, XID_EVENT, xid);
@@ -328,6 +382,23 @@ impl Daemon {
             _ => {}
         }
         Reply::Granted { slot: 0 }
+    }
+
+    fn reset(&self, gpu: usize) -> Reply {
+        match self.page.shared.reset_gpu(gpu) {
+            Ok(()) => {
+                self.update_capabilities();
+                Reply::Granted { slot: 0 }
+            }
+            Err(error) => refusal(error),
+        }
+    }
+
+    fn update_capabilities(&self) {
+        // Without them only an administrator can use the instances; programs that run are not affected.
+        if let Err(error) = capabilities::update(&self.root, self.page.shared) {
+            eprintln!("nvidia-sim-persistenced: MIG capabilities: {error:#}");
+        }
     }
 
     fn join(&mut self, connection: OwnedFd) {
@@ -377,11 +448,13 @@ pub const XID_EVENT: u64 = 0x8;
 /// The Xid of a GPU that has fallen off the bus.
 const FELL_OFF_THE_BUS: u64 = 79;
 
-/// Switches a GPU to its pending MIG mode, if no process uses it.
-fn apply_mig_mode(gpu: &GpuState) {
-    if gpu.used.load(Ordering::Relaxed) == 0 {
-        let pending = gpu.mig_pending.load(Ordering::Relaxed);
-        gpu.mig_mode.store(pending, Ordering::Relaxed);
+fn refusal(error: InstanceError) -> Reply {
+    match error {
+        InstanceError::NotSupported => Reply::NotSupported,
+        InstanceError::NotFound => Reply::NotFound,
+        InstanceError::Invalid => Reply::Invalid,
+        InstanceError::InsufficientResources => Reply::InsufficientResources,
+        InstanceError::InUse | InstanceError::Stuck => Reply::InUse,
     }
 }
 

@@ -26,7 +26,7 @@ pub struct Properties {
 
 export! {
     fn cuDeviceGetName(name: *mut c_char, length: i32, of: i32) {
-        let text = device(of)?.state.name.as_str();
+        let text = device(of)?.name();
         let room = usize::try_from(length).map_err(|_| Code::INVALID_VALUE)?;
         if name.is_null() || room == 0 {
             return Err(Code::INVALID_VALUE);
@@ -36,13 +36,17 @@ export! {
         put(name.add(count), 0)
     }
     fn cuDeviceGetUuid(uuid: *mut [u8; 16], of: i32) { put(uuid, device(of)?.state.uuid) }
-    fn cuDeviceGetUuid_v2(uuid: *mut [u8; 16], of: i32) { put(uuid, device(of)?.state.uuid) }
+    fn cuDeviceGetUuid_v2(uuid: *mut [u8; 16], of: i32) {
+        // cuda.h: the UUID of a MIG device, where the first version has its GPU's.
+        let device = device(of)?;
+        put(uuid, device.partition.map_or(device.state.uuid, |it| it.uuid))
+    }
     fn cuDeviceGetAttribute(value: *mut i32, which: u32, of: i32) {
         let device = device(of)?;
         put(value, attribute(device, which)?)
     }
     fn cuDeviceTotalMem_v2(bytes: *mut usize, of: i32) {
-        put(bytes, usize::try_from(device(of)?.state.usable()).unwrap_or(usize::MAX))
+        put(bytes, usize::try_from(device(of)?.total()).unwrap_or(usize::MAX))
     }
     fn cuDeviceComputeCapability(major: *mut i32, minor: *mut i32, of: i32) {
         let [a, b] = device(of)?.state.compute_capability;

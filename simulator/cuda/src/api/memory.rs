@@ -41,9 +41,9 @@ export! {
         put(pitch, usize::try_from(row).unwrap_or(usize::MAX))
     }
     fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) {
-        let gpu = current()?.device.state;
-        put_wanted(free, usize::try_from(gpu.free()).unwrap_or(usize::MAX));
-        put_wanted(total, usize::try_from(gpu.usable()).unwrap_or(usize::MAX));
+        let device = current()?.device;
+        put_wanted(free, usize::try_from(device.free()).unwrap_or(usize::MAX));
+        put_wanted(total, usize::try_from(device.total()).unwrap_or(usize::MAX));
         Ok(())
     }
     fn cuMemGetAddressRange_v2(start: *mut u64, bytes: *mut usize, address: u64) {

@@ -41,7 +41,7 @@ unsafe fn best(grid: *mut i32, block: *mut i32, function: Handle, limit: i32) ->
     unsafe { Object::<Function>::find(function)? };
     let threads = if limit > 0 { limit.min(1024) } else { 1024 };
     let each = blocks(device, threads, 0)?;
-    let count = i32::try_from(device.state.multiprocessors).unwrap_or(1);
+    let count = i32::try_from(device.multiprocessors()).unwrap_or(1);
     // SAFETY: the caller's contract.
     unsafe {
         put(grid, each.max(1) * count)?;
@@ -80,6 +80,6 @@ export! {
     fn cuOccupancyMaxActiveClusters(count: *mut i32, function: Handle, _config: *const c_void) {
         let device = current()?.device;
         Object::<Function>::find(function)?;
-        put(count, i32::try_from(device.state.multiprocessors / 8).unwrap_or(1))
+        put(count, i32::try_from(device.multiprocessors() / 8).unwrap_or(1))
     }
 }

@@ -129,13 +129,31 @@ impl Machine {
 
     pub fn program_with(&self, environment: &[(&str, &str)]) -> Program {
         let mut command = self.command(std::env::current_exe().unwrap());
+        command.envs(environment.iter().copied());
+        Self::start_program(command)
+    }
+
+    /// Starts a CUDA program without `CAP_SYS_ADMIN`.
+    pub fn program_without_administration(&self) -> Program {
+        Self::start_program(self.unprivileged(std::env::current_exe().unwrap()))
+    }
+
+    /// A command without `CAP_SYS_ADMIN`, as in a container.
+    pub fn unprivileged(&self, program: impl AsRef<Path>) -> Command {
+        let mut command = self.command("setpriv");
+        command
+            .arg("--bounding-set=-sys_admin")
+            .arg(program.as_ref());
+        command
+    }
+
+    fn start_program(mut command: Command) -> Program {
         command.args([
             "--ignored",
             "--exact",
             "common::program::run",
             "--nocapture",
         ]);
-        command.envs(environment.iter().copied());
         let mut child = command
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())

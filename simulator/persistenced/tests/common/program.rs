@@ -43,6 +43,21 @@ impl State {
                 Ok(name)
             }
             "info" => result::mem_get_info().map(|(free, total)| format!("{free} {total}")),
+            // Multiprocessors, and the UUID of the device and of its GPU, of the last ordinal that is used.
+            "device" => {
+                let ordinal = i32::try_from(*self.contexts.keys().last().unwrap()).unwrap();
+                let device = result::device::get(ordinal)?;
+                let count = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
+                let mut uuids = [sys::CUuuid { bytes: [0; 16] }; 2];
+                // SAFETY: a device, and places for its UUIDs.
+                let count = unsafe {
+                    sys::cuDeviceGetUuid_v2(&raw mut uuids[0], device).result()?;
+                    sys::cuDeviceGetUuid(&raw mut uuids[1], device).result()?;
+                    result::device::get_attribute(device, count)?
+                };
+                let [own, of_gpu] = uuids.map(|uuid| hexadecimal(&uuid.bytes));
+                Ok(format!("{count} {own} {of_gpu}"))
+            }
             "alloc" => {
                 // SAFETY: the address is only used as CUDA allows.
                 let address = unsafe { result::malloc_sync(usize::try_from(number(1)).unwrap())? };
@@ -147,6 +162,11 @@ impl State {
             Ok(format!("{milliseconds:.0} {wall} {cpu}"))
         }
     }
+}
+
+fn hexadecimal(bytes: &[std::ffi::c_char]) -> String {
+    let bytes: [u8; 16] = std::array::from_fn(|nth| bytes[nth].cast_unsigned());
+    format!("{:032x}", u128::from_be_bytes(bytes))
 }
 
 /// Allocates and frees blocks of all sizes, at most half of a T4 at a time.

@@ -1,0 +1,17 @@
+//! MIG: how a GPU is partitioned.
+//!
+//! - [`model`]: which GPU instances and compute instances a GPU model can have, and where. Data of NVIDIA's guide.
+//! - [`rules`]: which placements are free beside the instances that exist. Pure.
+//! - [`state`]: the instances of the shared page.
+//! - [`change`]: how the daemon creates and destroys instances, and a process takes its place in one.
+//! - [`capability`]: the files and device nodes that give access to instances, and their numbers.
+
+pub mod capability;
+pub mod change;
+pub mod model;
+pub mod rules;
+pub mod state;
+
+pub use change::InstanceError;
+pub use model::{ComputeProfile, GpuProfile, Model, ModelName};
+pub use state::{ComputeInstanceView, GpuInstanceView, Partition};
