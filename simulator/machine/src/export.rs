@@ -25,6 +25,9 @@ macro_rules! exported {
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name($($argument: $kind),*) -> u32 {
             $crate::distinct!($name);
+            if let Some(code) = $crate::faults::inject(stringify!($name)) {
+                return code;
+            }
             #[allow(unused_unsafe, reason = "not every body needs it")]
             let call = || -> Result<(), $code> {
                 // SAFETY: the caller keeps the API's contract, see above.

@@ -12,6 +12,7 @@
 //! - [`mig`]: partitions of GPUs.
 //! - [`wire`]: the handshake between a library and the daemon.
 //! - [`attach`]: the library's side of the handshake; [`root`]: the driver root.
+//! - [`faults`]: failures and delays of calls, from a file.
 //! - [`export`]: how both libraries export functions; [`version`]: the driver's version in their files.
 //!
 //! Every process that initialises CUDA can write the page: the simulator trusts its programs.
@@ -19,6 +20,7 @@
 pub mod attach;
 pub mod description;
 pub mod export;
+pub mod faults;
 pub mod identity;
 pub mod layout;
 pub mod ledger;

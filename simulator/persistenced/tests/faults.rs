@@ -1,4 +1,4 @@
-//! A GPU that falls off the bus, and one that is switched to MIG mode, while programs run.
+//! A GPU that falls off the bus, one that is switched to MIG mode, and calls that fail, while programs run.
 
 mod common;
 
@@ -149,4 +149,52 @@ fn libraries_of_another_version_than_the_kernel_drivers() {
         let shown = String::from_utf8_lossy(&smi.stdout);
         assert!(shown.contains("Driver/library version mismatch"), "{shown}");
     }
+}
+
+/// Failures and delays of single calls, from a file that a test writes while programs run.
+#[test]
+fn calls_fail_and_wait_as_the_file_says() {
+    let machine = Machine::start("H100-80", 1);
+    machine.smi(&["-i", "0", "-mig", "1"]);
+    let write = |text: &str| {
+        std::fs::write(machine.path("etc/nvidia-sim/faults.toml"), text).unwrap();
+    };
+    let mig = |words: &[&str]| {
+        let mut command = machine.command(machine.path("usr/bin/nvidia-smi"));
+        let output = command.arg("mig").args(words).output().unwrap();
+        output.status.code().unwrap()
+    };
+    // The second creation of a process fails, the third is carried out.
+    write("[[fault]]\ncall = \"nvmlDeviceCreateGpuInstance\"\nafter = 1\ntimes = 1\ncode = 23\n");
+    assert_eq!(mig(&["-cgi", "19,19"]), 23);
+    assert!(machine.smi(&["mig", "-lgi"]).contains("1g.10gb"));
+    // After the GPU instance, before its compute instance.
+    write("[[fault]]\ncall = \"nvmlGpuInstanceCreateComputeInstance\"\ncode = 999\n");
+    assert_eq!(mig(&["-cgi", "19", "-C"]), 255);
+    assert_eq!(machine.smi(&["mig", "-lgi"]).matches("1g.10gb").count(), 2);
+    write("[[fault]]\ncall = \"nvmlGpuInstanceDestroy\"\ncode = 19\n");
+    assert_eq!(mig(&["-dgi"]), 19);
+    write("");
+    assert_eq!(mig(&["-dgi"]), 0);
+
+    // A running program notices the file.
+    let nvml = machine.nvml();
+    let device = nvml.device_by_index(0).unwrap();
+    write("[[fault]]\ncall = \"nvmlDeviceGetMemoryInfo\"\ncode = 999\n");
+    common::wait_until(|| device.memory_info().is_err(), || "it succeeds".into());
+    write("[[fault]]\ncall = \"nvmlInit\"\ncode = 9\n\n[[fault]]\ncall = \"cuInit\"\ncode = 100\n");
+    common::wait_until(|| device.memory_info().is_ok(), || "it fails".into());
+    assert!(matches!(
+        machine.try_nvml(),
+        Err(NvmlError::DriverNotLoaded)
+    ));
+    let mut program = machine.program();
+    assert_eq!(program.ask("init"), "CUDA_ERROR_NO_DEVICE");
+    write("[[fault]]\ncall = \"nvmlDeviceGetMemoryInfo\"\ndelay_ms = 200\ntimes = 1\n");
+    let slow = || {
+        let start = std::time::Instant::now();
+        device.memory_info().unwrap();
+        start.elapsed() >= std::time::Duration::from_millis(200)
+    };
+    common::wait_until(slow, || "no call waits".into());
 }
