@@ -13,6 +13,7 @@ use kube::CustomResource;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use crate::mig::{MigGeometry, MigInstance};
 use crate::pci_address::PciAddress;
 use crate::quantity::{Quantity, bytes_schema};
 use crate::sharing_policy::OnBypass;
@@ -87,6 +88,9 @@ pub struct Inventory {
     /// what they take of a capped share is not counted. Empty for a driver that it was tested with.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub unknown_functions: Vec<String>,
+    /// How MIG divides the GPUs that can be partitioned and whose driver reports it; each of them once.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub mig_geometries: Vec<MigGeometry>,
 }
 
 impl Inventory {
@@ -101,7 +105,16 @@ impl Inventory {
             gpu_count: u32::try_from(gpus.len()).unwrap_or(u32::MAX),
             gpus,
             unknown_functions: Vec::new(),
+            mig_geometries: Vec::new(),
         }
+    }
+
+    /// How MIG divides a GPU, where the driver reports it.
+    #[must_use]
+    pub fn mig_geometry(&self, gpu: &Gpu) -> Option<&MigGeometry> {
+        self.mig_geometries
+            .iter()
+            .find(|geometry| geometry.gpus.contains(&gpu.uuid))
     }
 }
 
@@ -163,6 +176,9 @@ pub struct Gpu {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(max = 4_294_967_295_u32))]
     pub mig_compute_slices: Option<u32>,
+    /// GPU instances that Tranche did not make: it offers them as they are, and never removes them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub mig_instances: Vec<MigInstance>,
 }
 
 /// `nvmlDeviceGetMigMode`. Both are false on a GPU that cannot be partitioned.

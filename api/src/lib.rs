@@ -6,6 +6,7 @@
 //!  quantity ──────► exact arithmetic on Kubernetes quantities, in Go's canonical form
 //!  share_config ──► the opaque parameters of a claim or class        (user  -> node)
 //!  pci_address ───► the order of a node's GPUs
+//!  mig ───────────► how MIG divides a GPU
 //!  gpu_node ──────► what a node's hardware can do                    (node  -> controller)
 //!  withheld ──────► which GPUs are not offered, and why              (node, controller -> people)
 //!  conditions ────► the node's conditions in the Kubernetes style    (node, controller -> people)
@@ -17,6 +18,7 @@
 
 pub mod conditions;
 pub mod gpu_node;
+pub mod mig;
 #[macro_use]
 pub mod names;
 pub mod pci_address;

@@ -46,6 +46,7 @@ fn describe(gpu: &GpuDescription, sysfs: &Path) -> Gpu {
         mig_capable: gpu.mig_capable,
         mig_mode: gpu.mig_mode,
         mig_compute_slices: gpu.mig_compute_slices,
+        mig_instances: Vec::new(),
     }
 }
 

@@ -163,7 +163,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::mig::tests::any_profile;
+    use crate::mig::any_profile;
 
     #[test]
     fn names_say_what_they_mean() {

@@ -126,6 +126,7 @@ pub fn inventory(products: &[usize]) -> Inventory {
             mig_capable: mig.is_some(),
             mig_mode: MigMode::default(),
             mig_compute_slices: mig,
+            mig_instances: Vec::new(),
         }
     });
     Inventory::new("580.65.06".to_owned(), "13.0".to_owned(), gpus.collect())

@@ -1,0 +1,270 @@
+//! All partitions of a GPU, from what its driver reports.
+//!
+//! **What a partition takes.** Every memory slice of its placement, some of the compute slices, which are
+//! interchangeable, and engines for copies and media. So a set of partitions fits on the GPU if no memory slice is taken
+//! twice, and no sum exceeds what the GPU has.
+//!
+//! **The order.** The scheduler takes the first device that fits. Profiles are in the order of their memory, then of
+//! their compute slices, so that a claim for an amount of memory gets the smallest partition that has it. The placements
+//! of a profile are in the order of the room that they leave: first those that make the fewest placements of larger
+//! profiles impossible, and among these the last. On an H100 the first `1g.10gb` is at slice 6: it leaves 4 slices for
+//! a `4g.40gb` and two of the others for a `2g.20gb`.
+
+use std::collections::BTreeSet;
+
+use tranche_api::mig::{MigEngines, MigGeometry, MigProfile};
+use tranche_api::quantity::CountError;
+
+use super::{Engines, Profile, ProfileError};
+
+/// Slices and engines: all that a GPU has, or what a partition takes of it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Slices {
+    /// Compute slices.
+    pub compute: u32,
+    /// A bit for each memory slice.
+    pub memory: u32,
+    /// The other engines, in the order of [`ENGINES`].
+    pub engines: [u32; ENGINES.len()],
+}
+
+/// The kinds of engines beside the multiprocessors, by the names of their counters.
+pub const ENGINES: [&str; 5] = [
+    "copy-engines",
+    "decoders",
+    "encoders",
+    "jpeg-engines",
+    "ofa-engines",
+];
+
+const fn counts(engines: &MigEngines) -> [u32; ENGINES.len()] {
+    let MigEngines {
+        copy,
+        decoders,
+        encoders,
+        jpeg,
+        ofa,
+    } = *engines;
+    [copy, decoders, encoders, jpeg, ofa]
+}
+
+/// One possible GPU instance.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Partition {
+    /// Its profile.
+    pub profile: Profile,
+    /// The first of its memory slices.
+    pub start: u8,
+    /// Its memory, bytes.
+    pub memory: u64,
+    /// Its streaming multiprocessors.
+    pub multiprocessors: u32,
+    /// What it takes of the GPU.
+    pub slices: Slices,
+}
+
+/// How MIG divides a GPU.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Geometry {
+    /// All that the GPU has.
+    pub whole: Slices,
+    /// All partitions, in the order in which they are offered.
+    pub partitions: Vec<Partition>,
+}
+
+/// Why what the driver reports cannot be used.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum GeometryError {
+    /// A name that is not a profile's.
+    #[error("{0}")]
+    Name(#[from] ProfileError),
+    /// A profile twice.
+    #[error("profile {0} is there twice")]
+    Twice(Profile),
+    /// A number that cannot be.
+    #[error("profile {profile}: {field} is {found}, must be {expected}")]
+    Number {
+        /// The profile.
+        profile: Profile,
+        /// The field.
+        field: &'static str,
+        /// What it is.
+        found: u32,
+        /// What it may be.
+        expected: &'static str,
+    },
+    /// The memory is not a count of bytes.
+    #[error("profile {profile}: memory {problem}")]
+    Memory {
+        /// The profile.
+        profile: Profile,
+        /// Why.
+        problem: CountError,
+    },
+}
+
+/// The most memory slices that are told apart.
+const MOST_SLICES: u32 = u32::BITS;
+
+impl Slices {
+    /// What is left of this when `taken` is taken; `None` where that is not there.
+    #[must_use]
+    pub fn less(self, taken: Self) -> Option<Self> {
+        let mut engines = [0; ENGINES.len()];
+        for (left, (has, takes)) in engines
+            .iter_mut()
+            .zip(self.engines.into_iter().zip(taken.engines))
+        {
+            *left = has.checked_sub(takes)?;
+        }
+        let is_there = taken.memory & !self.memory == 0;
+        is_there.then_some(Self {
+            compute: self.compute.checked_sub(taken.compute)?,
+            memory: self.memory & !taken.memory,
+            engines,
+        })
+    }
+}
+
+impl Geometry {
+    /// Checks what the driver reports, and puts the partitions in order. A profile without placements has no partition.
+    pub fn read(reported: &MigGeometry) -> Result<Self, GeometryError> {
+        let mut kinds = Vec::new();
+        let mut seen = BTreeSet::new();
+        for profile in &reported.profiles {
+            let kind = Kind::read(profile)?;
+            if !seen.insert(kind.profile) {
+                return Err(GeometryError::Twice(kind.profile));
+            }
+            kinds.push(kind);
+        }
+        let whole = kinds.iter().fold(Slices::default(), Kind::widen);
+        kinds.sort_by_key(|kind| {
+            // Of partitions with as much memory and compute, those without further engines are given away first.
+            let slices = kind.slices;
+            let engines = slices
+                .engines
+                .iter()
+                .map(|count| u64::from(*count))
+                .sum::<u64>();
+            (kind.memory, slices.compute, engines, kind.profile)
+        });
+        let mut partitions: Vec<Partition> = kinds.iter().flat_map(Kind::partitions).collect();
+        let all = partitions.clone();
+        partitions.sort_by_cached_key(|partition| {
+            let kind = kinds
+                .iter()
+                .position(|kind| kind.profile == partition.profile);
+            (kind, partition.blocked(&all), u8::MAX - partition.start)
+        });
+        Ok(Self { whole, partitions })
+    }
+
+    /// The partition of a profile at a placement.
+    #[must_use]
+    pub fn partition(&self, profile: Profile, start: u8) -> Option<&Partition> {
+        let mut partitions = self.partitions.iter();
+        partitions.find(|it| (it.profile, it.start) == (profile, start))
+    }
+}
+
+/// A profile with its placements.
+struct Kind {
+    profile: Profile,
+    memory: u64,
+    multiprocessors: u32,
+    /// With the memory slices of a placement at 0.
+    slices: Slices,
+    starts: BTreeSet<u8>,
+    instances: u32,
+}
+
+impl Kind {
+    fn read(reported: &MigProfile) -> Result<Self, GeometryError> {
+        let profile: Profile = reported.name.parse()?;
+        let number = |field, found, expected| GeometryError::Number {
+            profile,
+            field,
+            found,
+            expected,
+        };
+        let compute = reported.compute_slices;
+        if compute != u32::from(profile.compute_slices) {
+            return Err(number("computeSlices", compute, "as in the name"));
+        }
+        let size = reported.memory_slices;
+        if !(1..=MOST_SLICES).contains(&size) {
+            return Err(number("memorySlices", size, "1 to 32"));
+        }
+        let mut starts = BTreeSet::new();
+        for start in &reported.placements {
+            let fits = start
+                .checked_add(size)
+                .is_some_and(|end| end <= MOST_SLICES);
+            match u8::try_from(*start) {
+                Ok(start) if fits => starts.insert(start),
+                _ => return Err(number("placements", *start, "at most 32 less memorySlices")),
+            };
+        }
+        let memory = reported.memory.to_count();
+        Ok(Self {
+            profile,
+            memory: memory.map_err(|problem| GeometryError::Memory { profile, problem })?,
+            multiprocessors: reported.multiprocessors,
+            slices: Slices {
+                compute,
+                memory: u32::MAX >> (MOST_SLICES - size),
+                engines: counts(&reported.engines),
+            },
+            starts,
+            instances: reported.instances,
+        })
+    }
+
+    /// What a GPU has at least that has `whole`, and room for as many instances of this profile as the driver says.
+    fn widen(whole: Slices, kind: &Self) -> Slices {
+        let mut wider = whole;
+        wider.compute = wider.compute.max(kind.slices.compute);
+        for start in &kind.starts {
+            wider.memory |= kind.slices.memory << start;
+        }
+        for (has, takes) in wider.engines.iter_mut().zip(kind.slices.engines) {
+            *has = takes.saturating_mul(kind.instances.max(1)).max(*has);
+        }
+        wider
+    }
+
+    fn partitions(&self) -> impl Iterator<Item = Partition> {
+        self.starts.iter().map(|start| Partition {
+            profile: self.profile,
+            start: *start,
+            memory: self.memory,
+            multiprocessors: self.multiprocessors,
+            slices: Slices {
+                memory: self.slices.memory << start,
+                ..self.slices
+            },
+        })
+    }
+}
+
+impl Partition {
+    /// The memory slices of the placements of larger profiles that this partition makes impossible.
+    fn blocked(&self, all: &[Self]) -> u32 {
+        let larger = |other: &&Self| {
+            let (own, others) = (self.slices.memory, other.slices.memory);
+            others.count_ones() > own.count_ones() && others & own != 0
+        };
+        let blocked = all.iter().filter(larger);
+        blocked.map(|other| other.slices.memory.count_ones()).sum()
+    }
+
+    /// Whether the instance has the engines that come with its slices.
+    #[must_use]
+    pub fn is_usual(&self) -> bool {
+        self.profile.engines == Engines::Usual
+    }
+}
+
+#[cfg(test)]
+mod tests;
