@@ -68,9 +68,10 @@ pub mod reason {
         ALL;
         GPU_LOST = "GpuLost", "node", "": "The driver counts the GPU and cannot reach it (`NVML_ERROR_GPU_IS_LOST`): it fell off the bus or needs a reset.";
         NOT_DESCRIBED = "NotDescribed", "node", "": "An NVML call that describes the GPU failed.";
-        MIG_MODE = "MigMode", "node", "": "The GPU is in MIG mode, or will be after its next reset: it cannot be offered whole.";
+        MIG_MODE = "MigMode", "node, controller", "": "The GPU is in MIG mode, or will be after its next reset: it cannot be offered whole. Or it is not in MIG mode and must be reset to be: it has no partitions.";
         UNOWNED_MEMORY = "UnownedMemory", "node", "": "Memory of the GPU is in use by no process, so that it is not there for a new claim.";
         OTHER_PROVIDER = "OtherProvider", "node", "": "NVIDIA's device plugin, NVIDIA's DRA driver or HAMi on this node offers the same GPU.";
+        NOT_DIVIDED = "NotDivided", "controller", "": "The tier `partition` is not offered, because the driver does not report how MIG divides the GPU.";
         DUPLICATE = "Duplicate", "controller", "": "The node describes two GPUs under one UUID or PCI address.";
         INVALID_DESCRIPTION = "InvalidDescription", "controller", "": "A fact about the GPU has no place in a ResourceSlice.";
         INVALID_POLICY = "InvalidPolicy", "controller", "": "The SharingPolicy that matches the GPU is invalid.";

@@ -47,11 +47,12 @@ use tranche_api::sharing_policy::SharingPolicy;
 use tranche_api::withheld::WithheldGpu;
 
 use self::counters::Counters;
-use self::device::Offer;
+use self::device::{Offer, Parent};
 use self::error::OfferError;
 use self::names::Place;
 use crate::claim::DeviceName;
 use crate::gpu::GpuUuid;
+use crate::mig::{Geometry, GeometryError};
 use crate::policy;
 
 pub use compare::{Digest, same};
@@ -119,11 +120,13 @@ pub enum Content {
 }
 
 /// One GPU of the inventory with its identifiers.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 struct Known<'a> {
     gpu: &'a Gpu,
     uuid: GpuUuid,
     address: PciAddress,
+    /// How MIG divides it, where its node describes that.
+    geometry: Result<Option<Geometry>, GeometryError>,
 }
 
 /// A device as it is published: what identifies it, and all of it where that was read.
@@ -169,7 +172,7 @@ pub fn plan(node: &NodeInput<'_>) -> Result<SlicePlan, NodeNameError> {
 
     let mut pool = Pool::default();
     for known in &gpus {
-        let counters = Counters::of(known.gpu, known.uuid);
+        let counters = known.counters();
         let mut offer = offer(node, known, &uuids, &counters, &mut withheld);
         offer
             .devices
@@ -247,7 +250,15 @@ fn identity<'a>(inventory: &Inventory, gpu: &'a Gpu) -> Result<Known<'a>, OfferE
         gpu,
         uuid: gpu.uuid.parse().map_err(OfferError::Uuid)?,
         address: gpu.pci_bus_id.parse().map_err(OfferError::PciAddress)?,
+        geometry: inventory.mig_geometry(gpu).map(Geometry::read).transpose(),
     })
+}
+
+impl Known<'_> {
+    fn counters(&self) -> Counters {
+        let geometry = self.geometry.as_ref().ok().and_then(Option::as_ref);
+        Counters::of(self.gpu, self.uuid, geometry)
+    }
 }
 
 /// How `gpu` is offered by its policy; what is not offered is added to `withheld`.
@@ -278,7 +289,15 @@ fn offer(
         .map_err(OfferError::from)
         .and_then(|terms| {
             let prefix = known.uuid.name_prefix(uuids);
-            device::of_gpu(node.inventory, gpu, prefix, counters, &terms)
+            let parent = Parent {
+                inventory: node.inventory,
+                gpu,
+                uuid: known.uuid,
+                prefix,
+                counters,
+                geometry: &known.geometry,
+            };
+            device::of_gpu(&parent, &terms)
         });
     match planned {
         Ok(offer) => {
@@ -327,7 +346,11 @@ impl Retained {
         let text = |name: &str| device.attributes.as_ref()?.get(name)?.string.as_deref();
         Some(Self {
             name: device.name.parse().ok()?,
-            uuid: text(attribute::UUID)?.parse().ok()?,
+            // A partition's own UUID is another one.
+            uuid: text(attribute::PARENT_UUID)
+                .or_else(|| text(attribute::UUID))?
+                .parse()
+                .ok()?,
             address: text(attribute::PCI_BUS_ID)?.parse().ok()?,
             device: device.clone(),
         })
@@ -356,9 +379,7 @@ fn withdraw(published: &[PublishedDevice], gpus: &[Known<'_>], pool: &mut Pool) 
         let present = gpus.iter().find(|known| known.uuid == retained.uuid);
         let mut device = retained.device;
         let counters = match (present, retained.name) {
-            (Some(known), DeviceName::Gpu { .. } | DeviceName::Minor { .. }) => {
-                Counters::of(known.gpu, known.uuid)
-            }
+            (Some(known), DeviceName::Gpu { .. } | DeviceName::Minor { .. }) => known.counters(),
             // Of a GPU that is gone only its devices are known; a partition takes its part.
             (None, _) | (Some(_), DeviceName::Partition { .. }) => {
                 Counters::published(&device, retained.uuid)
@@ -377,7 +398,7 @@ fn withdraw(published: &[PublishedDevice], gpus: &[Known<'_>], pool: &mut Pool) 
         let set = pool.counters.entry(retained.uuid);
         match present {
             Some(known) => {
-                set.or_insert_with(|| Counters::of(known.gpu, known.uuid).set());
+                set.or_insert_with(|| known.counters().set());
             }
             None => counters.add_to(set.or_default()),
         }

@@ -1,8 +1,8 @@
 //! The counters of a GPU, which its devices consume.
 //!
 //! A GPU that MIG can divide has one counter for every memory slice, because a partition takes
-//! certain adjacent ones, and one counter for its compute slices, which are interchangeable. Any
-//! other GPU has one counter. A whole GPU takes all counters, in every tier.
+//! certain adjacent ones, one counter for its compute slices, which are interchangeable, and one for
+//! each kind of its engines. Any other GPU has one counter. A whole GPU takes all counters, in every tier.
 
 use std::collections::BTreeMap;
 
@@ -11,7 +11,7 @@ use tranche_api::gpu_node::Gpu;
 use tranche_api::quantity::Quantity;
 
 use crate::gpu::GpuUuid;
-use crate::mig;
+use crate::mig::{self, Geometry, Slices};
 
 /// The counter of a GPU that MIG cannot divide.
 const GPU: &str = "gpu";
@@ -26,19 +26,47 @@ pub(super) struct Counters {
 }
 
 impl Counters {
-    /// All counters of the GPU.
-    pub(super) fn of(gpu: &Gpu, uuid: GpuUuid) -> Self {
+    /// All counters of the GPU. `geometry` is how MIG divides it, where that is known.
+    pub(super) fn of(gpu: &Gpu, uuid: GpuUuid, geometry: Option<&Geometry>) -> Self {
+        if let Some(geometry) = geometry {
+            return Self::of_slices(uuid, &geometry.whole);
+        }
+        // A node of the release before says only into how many slices.
         let divided = gpu
             .mig_compute_slices
             .and_then(|compute| Some((compute, mig::memory_slices(compute)?)));
-        let amounts = match divided {
-            Some((compute, memory)) => (0..memory)
-                .map(|slice| (format!("memory-slice-{slice}"), count(1)))
-                .chain([(COMPUTE_SLICES.to_owned(), count(compute.into()))])
-                .collect(),
-            None => BTreeMap::from([(GPU.to_owned(), count(1))]),
-        };
-        Self { uuid, amounts }
+        match divided {
+            Some((compute, memory)) => Self::of_slices(
+                uuid,
+                &Slices {
+                    compute,
+                    memory: (1 << memory) - 1,
+                    ..Slices::default()
+                },
+            ),
+            None => Self {
+                uuid,
+                amounts: BTreeMap::from([(GPU.to_owned(), count(1))]),
+            },
+        }
+    }
+
+    /// Slices and engines of the GPU, all of them or what a partition takes.
+    pub(super) fn of_slices(uuid: GpuUuid, slices: &Slices) -> Self {
+        let memory = (0..u32::BITS).filter(|slice| slices.memory >> slice & 1 == 1);
+        let memory = memory.map(|slice| (format!("memory-slice-{slice}"), 1));
+        let engines = mig::ENGINES.map(str::to_owned).into_iter();
+        let engines = engines
+            .zip(slices.engines)
+            .filter(|(_, engines)| *engines > 0);
+        let amounts = memory
+            .chain([(COMPUTE_SLICES.to_owned(), slices.compute)])
+            .chain(engines)
+            .map(|(name, amount)| (name, count(amount.into())));
+        Self {
+            uuid,
+            amounts: amounts.collect(),
+        }
     }
 
     /// What a published device consumes of the GPU `uuid`.

@@ -1,7 +1,8 @@
 //! The devices of one GPU.
 
-use std::cmp::Reverse;
-use std::collections::{BTreeMap, BTreeSet};
+mod partition;
+
+use std::collections::BTreeMap;
 
 use k8s_openapi::api::resource::v1::{
     CapacityRequestPolicy, CapacityRequestPolicyRange, Device, DeviceAttribute, DeviceCapacity,
@@ -16,7 +17,8 @@ use tranche_api::tier::Tier;
 use super::OfferError;
 use super::counters::Counters;
 use crate::claim::{DeviceName, WholeGpuTier};
-use crate::gpu::UuidPrefix;
+use crate::gpu::{GpuUuid, UuidPrefix};
+use crate::mig::{Geometry, GeometryError};
 use crate::policy::{CappedTerms, Terms, UNMEASURED_CONTEXT};
 
 /// The most bytes of an attribute's string or version.
@@ -54,32 +56,47 @@ pub(super) struct Offer {
     pub(super) refused: Vec<(Tier, OfferError)>,
 }
 
-/// Tiers in the order in which the scheduler is to try them: shared ones first, so that a claim that
-/// accepts both gets a part of a shared GPU; within each group the stronger isolation first.
-fn in_order(tiers: &BTreeSet<Tier>) -> Vec<Tier> {
-    let mut tiers: Vec<Tier> = tiers.iter().copied().collect();
-    tiers.sort_by_key(|tier| (!tier.is_shared(), Reverse(tier.level())));
-    tiers
+/// A GPU whose devices are planned.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Parent<'a> {
+    pub(super) inventory: &'a Inventory,
+    pub(super) gpu: &'a Gpu,
+    pub(super) uuid: GpuUuid,
+    /// What of its UUID is in the names of its devices.
+    pub(super) prefix: UuidPrefix,
+    /// All of its counters.
+    pub(super) counters: &'a Counters,
+    /// How MIG divides it, where its node describes that.
+    pub(super) geometry: &'a Result<Option<Geometry>, GeometryError>,
 }
 
-/// The devices under which `gpu` is offered. Their names contain `prefix`, and each consumes all of
-/// `counters`. An error concerns every tier.
-pub(super) fn of_gpu(
-    inventory: &Inventory,
-    gpu: &Gpu,
-    prefix: UuidPrefix,
-    counters: &Counters,
-    terms: &Terms,
-) -> Result<Offer, OfferError> {
+/// The order in which the scheduler is to try the tiers: shared ones first, so that a claim that accepts both gets a part
+/// of a shared GPU, and partitions before the whole GPU; otherwise the stronger isolation first.
+const ORDER: [Tier; 6] = [
+    Tier::Capped,
+    Tier::Concurrent,
+    Tier::Timeshared,
+    Tier::Partition,
+    Tier::Passthrough,
+    Tier::Exclusive,
+];
+
+/// The devices under which a GPU is offered. Whole GPUs consume all of its counters. An error concerns every tier.
+pub(super) fn of_gpu(parent: &Parent<'_>, terms: &Terms) -> Result<Offer, OfferError> {
+    let Parent { inventory, gpu, .. } = *parent;
     let memory = Memory::read(gpu)?;
     let common = attributes(inventory, gpu)?;
     let mut offer = Offer::default();
-    for tier in in_order(&terms.tiers) {
+    for tier in ORDER.into_iter().filter(|tier| terms.tiers.contains(tier)) {
         let Some(whole) = WholeGpuTier::new(tier) else {
+            match partition::of_gpu(parent, &common) {
+                Ok(partitions) => offer.devices.extend(partitions),
+                Err(error) => offer.refused.push((tier, error)),
+            }
             continue;
         };
         let name = DeviceName::Gpu {
-            gpu: prefix,
+            gpu: parent.prefix,
             tier: whole,
         };
         let capacity = match capacities(tier, terms, &memory) {
@@ -96,7 +113,7 @@ pub(super) fn of_gpu(
             attributes: Some(attributes),
             capacity: Some(capacity),
             allow_multiple_allocations: tier.is_shared().then_some(true),
-            consumes_counters: Some(vec![counters.consumption()]),
+            consumes_counters: Some(vec![parent.counters.consumption()]),
             taints: taints(inventory, tier, terms),
             ..Device::default()
         });

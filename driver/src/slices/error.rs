@@ -7,6 +7,7 @@ use tranche_api::withheld::reason;
 
 use super::AttributeError;
 use crate::gpu::GpuUuidError;
+use crate::mig::GeometryError;
 use crate::policy::PolicyError;
 
 /// Why a GPU, or a tier of it, is not offered. The other GPUs of the node are offered.
@@ -72,6 +73,34 @@ pub(super) enum OfferError {
         /// Bytes.
         usable: u64,
     },
+    /// MIG cannot divide the GPU, or its driver does not say how.
+    #[error(
+        "the driver does not report how MIG divides the GPU: it has no MIG, or its driver is too old"
+    )]
+    NotDivided,
+    /// What the driver reports of MIG makes no sense.
+    #[error("migGeometries: {0}")]
+    Geometry(GeometryError),
+    /// An instance where none of its profile can be.
+    #[error(
+        "migInstances has a {profile} at slice {start}, where the driver says that none can be: no partition is offered while it is there"
+    )]
+    Instance {
+        /// Its profile.
+        profile: String,
+        /// The first of its memory slices.
+        start: u32,
+    },
+    /// MIG mode is off, and cannot be switched on without a reset.
+    #[error(
+        "MIG mode is off, and a GPU of the architecture {architecture} must be reset to switch it on: do so while nothing uses the GPU (`nvidia-smi -i {uuid} -mig 1`, then `nvidia-smi -i {uuid} --gpu-reset`), or do not offer the tier partition for this GPU"
+    )]
+    ModeOff {
+        /// The GPU.
+        uuid: String,
+        /// As in the inventory.
+        architecture: String,
+    },
     /// A fact of the GPU that does not fit into an attribute.
     #[error(transparent)]
     Attribute(#[from] AttributeError),
@@ -87,6 +116,8 @@ impl OfferError {
             }
             Self::Policy(_) | Self::Unserved { .. } => reason::INVALID_POLICY,
             Self::NothingToShare { .. } | Self::DefaultMemory { .. } => reason::TOO_SMALL,
+            Self::NotDivided | Self::Geometry(_) | Self::Instance { .. } => reason::NOT_DIVIDED,
+            Self::ModeOff { .. } => reason::MIG_MODE,
         }
     }
 

@@ -65,7 +65,7 @@ pub(super) fn check(slices: &[ResourceSlice]) {
     }
 }
 
-fn check_device(device: &Device) {
+pub(in crate::slices) fn check_device(device: &Device) {
     let attributes = device.attributes.as_ref().unwrap();
     let capacity = device.capacity.as_ref().unwrap();
     assert!(attributes.len() + capacity.len() <= 32 && attributes.len() <= 48);
