@@ -9,6 +9,7 @@
 //!  ResourceClaim ──► claim ─────┬─► preparation::plan ─► PreparationPlan  (kubelet-plugin executes it)
 //!  GPUs as NVML sees them now ──┘            │
 //!                                            ├─► journal::Record ► the plan and how far it got
+//!                                            ├─► gpu_state ──► what a GPU needs for all its claims
 //!                                            └─► cdi ──► the claim's CDI spec
 //! ```
 //!
@@ -18,6 +19,7 @@
 pub mod cdi;
 pub mod claim;
 pub mod gpu;
+pub mod gpu_state;
 pub mod journal;
 pub mod mig;
 pub mod policy;

@@ -4,7 +4,10 @@ use std::fmt;
 use std::str::FromStr;
 
 /// A profile of GPU instances, as NVML names it: `1g.10gb`, `1g.10gb+me`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize,
+)]
+#[serde(try_from = "String", into = "String")]
 pub struct Profile {
     /// Compute slices, at least 1.
     pub compute_slices: u8,
@@ -103,6 +106,20 @@ impl Profile {
 impl fmt::Display for Profile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.spell(".", self.engines.suffix()))
+    }
+}
+
+impl From<Profile> for String {
+    fn from(profile: Profile) -> Self {
+        profile.to_string()
+    }
+}
+
+impl TryFrom<String> for Profile {
+    type Error = ProfileError;
+
+    fn try_from(text: String) -> Result<Self, ProfileError> {
+        text.parse()
     }
 }
 

@@ -1,0 +1,374 @@
+//! What belongs to a GPU and not to one claim: its MIG mode and its GPU instances.
+//!
+//! ```text
+//!  claims that are held ─► Wanted ─┐
+//!  the GPU's record ───────────────┼─► next ─► write the record, or change the GPU, or done
+//!  the GPU as NVML sees it ────────┘     ▲                    │
+//!                                        └──── read again ◄───┘
+//! ```
+//!
+//! [`next`] is asked again after each step, with the GPU as it is then. So it does not matter where a crash, a reboot or an
+//! administrator interrupts: what is there decides what comes next.
+//!
+//! **Whose an instance is.** The [`Record`] is written before an instance is made, while its placement is free, and again
+//! with the instance's id. An instance that the record does not name belongs to somebody else. It is never removed, and
+//! nothing that overlaps with it is made.
+//!
+//! **MIG mode** is switched on for the first partition, and off again after the last, where Tranche switched it on.
+//! Where somebody else makes instances meanwhile, it stays on, and is theirs from then on.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde::{Deserialize, Serialize};
+use tranche_api::gpu_node::MigMode;
+
+use crate::mig::{Geometry, Profile, Slices};
+
+/// A profile at a placement.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Place {
+    /// The first memory slice.
+    pub start: u8,
+    /// The profile.
+    pub profile: Profile,
+}
+
+/// How a GPU is to be.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Wanted {
+    /// The partitions that claims hold and that Tranche makes.
+    pub partitions: BTreeSet<Place>,
+}
+
+/// What Tranche has changed on a GPU, or is about to change. Durable; of a GPU that is not named there is none.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Record {
+    /// Whether Tranche has switched MIG mode on, or is about to.
+    #[serde(default)]
+    pub switched_mig_on: bool,
+    /// The GPU instances of Tranche.
+    #[serde(default)]
+    pub instances: Vec<Owned>,
+}
+
+/// A GPU instance of Tranche.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Owned {
+    /// Where it is.
+    pub place: Place,
+    /// Its id, absent until it was made and read.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub id: Option<u32>,
+}
+
+/// How a GPU is, as NVML sees it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Actual {
+    /// Its MIG mode.
+    pub mig_mode: MigMode,
+    /// Its GPU instances.
+    pub instances: Vec<Instance>,
+}
+
+/// A GPU instance.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Instance {
+    /// Its id on the GPU.
+    pub id: u32,
+    /// Where it is.
+    pub place: Place,
+    /// Its compute instances.
+    pub compute: Vec<ComputeInstance>,
+}
+
+/// A compute instance.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ComputeInstance {
+    /// Its id in its GPU instance.
+    pub id: u32,
+    /// The UUID of the MIG device that it is.
+    pub uuid: String,
+    /// Compute slices.
+    pub slices: u32,
+}
+
+/// What to do next.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Next {
+    /// Write this record, durably.
+    Write(Record),
+    /// Change the GPU.
+    Change(Change),
+    /// The GPU is as wanted: the partitions, by their places.
+    Done(BTreeMap<Place, Partition>),
+}
+
+/// A partition that is ready for its claim.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Partition {
+    /// The GPU instance's id.
+    pub instance: u32,
+    /// The compute instance's id in it.
+    pub compute: u32,
+    /// The UUID of the MIG device.
+    pub uuid: String,
+}
+
+/// One change of a GPU: one call of NVML.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Change {
+    /// Switch MIG mode.
+    SwitchMigMode {
+        /// On or off.
+        on: bool,
+    },
+    /// Make a GPU instance.
+    CreateInstance(Place),
+    /// Make the compute instance that has all of a GPU instance.
+    CreateComputeInstance {
+        /// The GPU instance's id.
+        instance: u32,
+    },
+    /// Remove a compute instance.
+    DestroyComputeInstance {
+        /// The GPU instance's id.
+        instance: u32,
+        /// The compute instance's id.
+        compute: u32,
+    },
+    /// Remove a GPU instance without compute instances.
+    DestroyInstance {
+        /// Its id.
+        instance: u32,
+    },
+}
+
+/// Why a GPU cannot be as wanted.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Obstacle {
+    /// The model has no such partition.
+    #[error("the GPU has no {} at memory slice {}: delete the claim's pods to have another partition allocated", .0.profile, .0.start)]
+    NoSuchPartition(Place),
+    /// The partitions of other claims are in the way.
+    #[error("the partitions of other claims leave no room for {} at memory slice {}: delete the claim's pods to have another partition allocated", .0.profile, .0.start)]
+    NoRoom(Place),
+    /// An instance that Tranche did not make is in the way.
+    #[error(
+        "the GPU instance {id} ({} at memory slice {}), which Tranche did not make, takes slices or engines that the wanted {} at memory slice {} needs: remove it (`nvidia-smi mig -dci -gi {id}`, `nvidia-smi mig -dgi -gi {id}`), or delete the claim's pods to have another partition allocated",
+        .other.profile, .other.start, .wanted.profile, .wanted.start
+    )]
+    Foreign {
+        /// The wanted partition.
+        wanted: Place,
+        /// Where the other is.
+        other: Place,
+        /// The other's id.
+        id: u32,
+    },
+    /// Somebody has divided an instance of Tranche.
+    #[error(
+        "the GPU instance {id} ({} at memory slice {}) has compute instances that Tranche did not make: remove them (`nvidia-smi mig -dci -gi {id}`)",
+        .place.profile, .place.start
+    )]
+    Divided {
+        /// Where it is.
+        place: Place,
+        /// Its id.
+        id: u32,
+    },
+    /// MIG mode changes at the GPU's next reset.
+    #[error(
+        "MIG mode changes only with a reset of the GPU: reset it while nothing uses it (`nvidia-smi --gpu-reset`)"
+    )]
+    NeedsReset,
+}
+
+/// What brings the GPU nearer to what is wanted.
+pub fn next(
+    wanted: &Wanted,
+    record: &Record,
+    actual: &Actual,
+    geometry: &Geometry,
+) -> Result<Next, Obstacle> {
+    if let Some(record) = record.corrected(wanted, actual) {
+        return Ok(Next::Write(record));
+    }
+    if let Some(change) = removal(wanted, record, actual) {
+        return Ok(Next::Change(change));
+    }
+    for place in &wanted.partitions {
+        if let Some(next) = towards(*place, record, actual, geometry)? {
+            return Ok(next);
+        }
+    }
+    if wanted.partitions.is_empty() && record.switched_mig_on {
+        return restore_mode(record, actual);
+    }
+    let done = wanted.partitions.iter().filter_map(|place| {
+        let instance = record.instance(*place, actual)?;
+        let [compute] = &instance.compute[..] else {
+            return None;
+        };
+        let partition = Partition {
+            instance: instance.id,
+            compute: compute.id,
+            uuid: compute.uuid.clone(),
+        };
+        Some((*place, partition))
+    });
+    Ok(Next::Done(done.collect()))
+}
+
+impl Record {
+    /// Whether there is nothing to remember.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
+
+    /// The instance of Tranche at a place, if it is there.
+    fn instance<'a>(&self, place: Place, actual: &'a Actual) -> Option<&'a Instance> {
+        let owned = self.instances.iter().find(|owned| owned.place == place)?;
+        let mut there = actual.instances.iter();
+        there.find(|instance| instance.place == place && owned.id == Some(instance.id))
+    }
+
+    fn owns(&self, instance: &Instance) -> bool {
+        let mut owned = self.instances.iter();
+        owned.any(|it| it.place == instance.place && it.id == Some(instance.id))
+    }
+
+    /// The record as it must be for what is there, if it is different: with the ids of instances that were made, and without
+    /// instances that are gone.
+    fn corrected(&self, wanted: &Wanted, actual: &Actual) -> Option<Self> {
+        let at = |place| actual.instances.iter().find(|it| it.place == place);
+        let mut corrected = self.clone();
+        corrected.instances.retain(|owned| match owned.id {
+            // A reboot or an administrator has removed it. If another one is there, that is not ours.
+            Some(id) => at(owned.place).is_some_and(|instance| instance.id == id),
+            None => wanted.partitions.contains(&owned.place) || at(owned.place).is_some(),
+        });
+        for owned in &mut corrected.instances {
+            // It was made, and its id was not written.
+            owned.id = owned.id.or_else(|| Some(at(owned.place)?.id));
+        }
+        (corrected != *self).then_some(corrected)
+    }
+}
+
+/// The removal of something that is ours and not wanted.
+fn removal(wanted: &Wanted, record: &Record, actual: &Actual) -> Option<Change> {
+    let mut ours = actual.instances.iter().filter(|it| record.owns(it));
+    let instance = ours.find(|it| !wanted.partitions.contains(&it.place))?;
+    Some(match instance.compute.first() {
+        Some(compute) => Change::DestroyComputeInstance {
+            instance: instance.id,
+            compute: compute.id,
+        },
+        None => Change::DestroyInstance {
+            instance: instance.id,
+        },
+    })
+}
+
+/// What brings one partition nearer; `None` where it is ready.
+fn towards(
+    place: Place,
+    record: &Record,
+    actual: &Actual,
+    geometry: &Geometry,
+) -> Result<Option<Next>, Obstacle> {
+    let partition = geometry.partition(place.profile, place.start);
+    let partition = partition.ok_or(Obstacle::NoSuchPartition(place))?;
+    if let Some(instance) = record.instance(place, actual) {
+        return match &instance.compute[..] {
+            [] => Ok(Some(Next::Change(Change::CreateComputeInstance {
+                instance: instance.id,
+            }))),
+            [only] if only.slices == partition.slices.compute => Ok(None),
+            _ => Err(Obstacle::Divided {
+                place,
+                id: instance.id,
+            }),
+        };
+    }
+    if let Some(obstacle) = in_the_way(place, record, actual, geometry) {
+        return Err(obstacle);
+    }
+    if !actual.mig_mode.current {
+        return switch_on(record, actual).map(Some);
+    }
+    if record.instances.iter().any(|owned| owned.place == place) {
+        return Ok(Some(Next::Change(Change::CreateInstance(place))));
+    }
+    let mut record = record.clone();
+    record.instances.push(Owned { place, id: None });
+    Ok(Some(Next::Write(record)))
+}
+
+/// What keeps a partition from being made: instances take slices or engines that it needs.
+fn in_the_way(
+    place: Place,
+    record: &Record,
+    actual: &Actual,
+    geometry: &Geometry,
+) -> Option<Obstacle> {
+    // Those of others last, so that the one that takes too much is named.
+    let (ours, others): (Vec<_>, Vec<_>) = actual.instances.iter().partition(|it| record.owns(it));
+    let slices = |place: Place| Some(geometry.partition(place.profile, place.start)?.slices);
+    let take = |left: Slices, place: Place| left.less(slices(place)?);
+    let mut left = take(geometry.whole, place);
+    for instance in ours {
+        left = left.and_then(|left| take(left, instance.place));
+    }
+    let Some(mut left) = left else {
+        return Some(Obstacle::NoRoom(place));
+    };
+    for other in others {
+        match take(left, other.place) {
+            Some(less) => left = less,
+            None => {
+                return Some(Obstacle::Foreign {
+                    wanted: place,
+                    other: other.place,
+                    id: other.id,
+                });
+            }
+        }
+    }
+    None
+}
+
+fn switch_on(record: &Record, actual: &Actual) -> Result<Next, Obstacle> {
+    if actual.mig_mode.pending {
+        return Err(Obstacle::NeedsReset);
+    }
+    if record.switched_mig_on {
+        return Ok(Next::Change(Change::SwitchMigMode { on: true }));
+    }
+    Ok(Next::Write(Record {
+        switched_mig_on: true,
+        ..record.clone()
+    }))
+}
+
+/// Switches MIG mode off again, unless somebody else uses it.
+fn restore_mode(record: &Record, actual: &Actual) -> Result<Next, Obstacle> {
+    let is_used = !actual.instances.is_empty();
+    if actual.mig_mode.current && !is_used {
+        if !actual.mig_mode.pending {
+            return Err(Obstacle::NeedsReset);
+        }
+        return Ok(Next::Change(Change::SwitchMigMode { on: false }));
+    }
+    Ok(Next::Write(Record {
+        switched_mig_on: false,
+        ..record.clone()
+    }))
+}
+
+#[cfg(test)]
+mod tests;

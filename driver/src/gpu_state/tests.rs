@@ -1,0 +1,346 @@
+use proptest::prelude::*;
+
+use super::*;
+use crate::mig::tables;
+
+/// A GPU, and the durable record of it.
+#[derive(Clone, Debug)]
+struct Machine {
+    geometry: Geometry,
+    actual: Actual,
+    record: Record,
+    ids: u32,
+    /// The ids of instances that an administrator made.
+    foreign: BTreeSet<u32>,
+    steps: usize,
+}
+
+fn place(text: &str) -> Place {
+    let (profile, start) = text.split_once('@').unwrap();
+    Place {
+        profile: profile.parse().unwrap(),
+        start: start.parse().unwrap(),
+    }
+}
+
+fn wanted(text: &str) -> Wanted {
+    Wanted {
+        partitions: text.split_whitespace().map(place).collect(),
+    }
+}
+
+impl Machine {
+    fn new() -> Self {
+        Self {
+            geometry: Geometry::read(&tables::h100(&["GPU"])).unwrap(),
+            actual: Actual::default(),
+            record: Record::default(),
+            ids: 0,
+            foreign: BTreeSet::new(),
+            steps: 0,
+        }
+    }
+
+    fn is_free(&self, place: Place) -> bool {
+        let slices = |place: Place| {
+            let partition = self.geometry.partition(place.profile, place.start);
+            partition.map(|partition| partition.slices)
+        };
+        let places = self.actual.instances.iter().map(|it| it.place);
+        let mut left = Some(self.geometry.whole);
+        for place in places.chain([place]) {
+            left = left
+                .zip(slices(place))
+                .and_then(|(left, taken)| left.less(taken));
+        }
+        left.is_some()
+    }
+
+    fn make(&mut self, place: Place) -> u32 {
+        assert!(self.actual.mig_mode.current, "MIG mode is off");
+        assert!(
+            self.is_free(place),
+            "{place:?} is not free: {:?}",
+            self.actual
+        );
+        self.ids += 1;
+        self.actual.instances.push(Instance {
+            id: self.ids,
+            place,
+            compute: Vec::new(),
+        });
+        self.ids
+    }
+
+    fn instance(&mut self, id: u32) -> &mut Instance {
+        let mut there = self.actual.instances.iter_mut();
+        there.find(|it| it.id == id).expect("the instance is there")
+    }
+
+    /// As a driver does it.
+    fn change(&mut self, change: Change) {
+        match change {
+            Change::SwitchMigMode { on } => {
+                assert!(self.actual.instances.is_empty(), "there are instances");
+                self.actual.mig_mode = MigMode {
+                    current: on,
+                    pending: on,
+                };
+            }
+            Change::CreateInstance(place) => {
+                self.make(place);
+            }
+            Change::CreateComputeInstance { instance } => {
+                let slices = self.instance(instance).place.profile.compute_slices;
+                self.instance(instance).compute.push(ComputeInstance {
+                    id: 0,
+                    uuid: format!("MIG-{instance}"),
+                    slices: slices.into(),
+                });
+            }
+            Change::DestroyComputeInstance { instance, compute } => {
+                assert!(!self.foreign.contains(&instance), "{instance} is not ours");
+                self.instance(instance)
+                    .compute
+                    .retain(|it| it.id != compute);
+            }
+            Change::DestroyInstance { instance } => {
+                assert!(!self.foreign.contains(&instance), "{instance} is not ours");
+                assert_eq!(self.instance(instance).compute, []);
+                self.actual.instances.retain(|it| it.id != instance);
+            }
+        }
+    }
+
+    /// One step; `None` where it was the last.
+    fn step(&mut self, wanted: &Wanted) -> Option<Result<BTreeMap<Place, Partition>, Obstacle>> {
+        self.steps += 1;
+        match next(wanted, &self.record, &self.actual, &self.geometry) {
+            Ok(Next::Write(record)) => {
+                assert_ne!(record, self.record, "nothing new was written");
+                self.record = record;
+            }
+            Ok(Next::Change(change)) => self.change(change),
+            Ok(Next::Done(done)) => return Some(Ok(done)),
+            Err(obstacle) => return Some(Err(obstacle)),
+        }
+        None
+    }
+
+    fn reach(&mut self, wanted: &Wanted) -> Result<BTreeMap<Place, Partition>, Obstacle> {
+        for _ in 0..200 {
+            if let Some(end) = self.step(wanted) {
+                return end;
+            }
+        }
+        panic!("no end: {wanted:?} {self:?}");
+    }
+
+    /// MIG instances do not survive a reboot, nor does the mode from Hopper on.
+    fn reboot(&mut self) {
+        self.actual = Actual::default();
+        self.foreign.clear();
+    }
+}
+
+#[test]
+fn partitions_come_and_go_and_mig_mode_with_them() {
+    let mut machine = Machine::new();
+    let two = wanted("1g.10gb@6 3g.40gb@0");
+    let done = machine.reach(&two).unwrap();
+    assert_eq!(done.len(), 2);
+    assert!(machine.actual.mig_mode.current && machine.record.switched_mig_on);
+    let neighbour = done[&place("3g.40gb@0")].clone();
+
+    // The neighbour is not touched.
+    let done = machine.reach(&wanted("3g.40gb@0 2g.20gb@4")).unwrap();
+    assert_eq!(done[&place("3g.40gb@0")], neighbour);
+    assert_eq!(machine.reach(&Wanted::default()), Ok(BTreeMap::new()));
+    assert_eq!(machine.actual, Actual::default());
+    assert!(machine.record.is_empty());
+    let steps = machine.steps;
+    machine.reach(&Wanted::default()).unwrap();
+    assert_eq!(machine.steps, steps + 1, "nothing is left to do");
+}
+
+#[test]
+fn an_administrators_mode_and_instances_stay() {
+    let mut machine = Machine::new();
+    machine.actual.mig_mode = MigMode {
+        current: true,
+        pending: true,
+    };
+    let foreign = machine.make(place("4g.40gb@0"));
+    machine.foreign.insert(foreign);
+    let before = machine.actual.clone();
+    machine.reach(&wanted("3g.40gb@4")).unwrap();
+    let refused = machine.reach(&wanted("3g.40gb@4 1g.10gb@2"));
+    let text = refused.unwrap_err().to_string();
+    assert!(
+        text.contains("GPU instance 1 (4g.40gb at memory slice 0)"),
+        "{text}"
+    );
+    machine.reach(&Wanted::default()).unwrap();
+    assert_eq!(machine.actual, before);
+}
+
+#[test]
+fn mig_mode_stays_where_somebody_else_uses_it_meanwhile() {
+    let mut machine = Machine::new();
+    machine.reach(&wanted("1g.10gb@6")).unwrap();
+    let foreign = machine.make(place("2g.20gb@0"));
+    machine.foreign.insert(foreign);
+    machine.reach(&Wanted::default()).unwrap();
+    assert!(machine.actual.mig_mode.current && machine.record.is_empty());
+}
+
+#[test]
+fn an_instance_in_the_place_of_ours_is_somebody_elses() {
+    let mut machine = Machine::new();
+    let one = wanted("2g.20gb@4");
+    machine.reach(&one).unwrap();
+    machine.actual.instances.clear();
+    let foreign = machine.make(place("2g.20gb@4"));
+    machine.foreign.insert(foreign);
+    let refused = machine.reach(&one);
+    assert!(
+        matches!(refused, Err(Obstacle::Foreign { .. })),
+        "{refused:?}"
+    );
+    machine.reach(&Wanted::default()).unwrap();
+    assert!(machine.record.is_empty());
+    assert_eq!(machine.actual.instances.len(), 1);
+}
+
+#[test]
+fn what_nobody_can_change_without_a_reset_is_said() {
+    let mut machine = Machine::new();
+    machine.actual.mig_mode.pending = true;
+    assert_eq!(
+        machine.reach(&wanted("1g.10gb@6")),
+        Err(Obstacle::NeedsReset)
+    );
+    let none = machine.reach(&wanted("1g.10gb@7")).unwrap_err();
+    assert_eq!(none, Obstacle::NoSuchPartition(place("1g.10gb@7")));
+}
+
+#[test]
+fn an_instance_that_somebody_divided_is_named() {
+    let mut machine = Machine::new();
+    let one = wanted("2g.20gb@4");
+    machine.reach(&one).unwrap();
+    let extra = ComputeInstance {
+        id: 1,
+        uuid: "MIG-x".into(),
+        slices: 1,
+    };
+    machine.actual.instances[0].compute.push(extra);
+    let divided = machine.reach(&one).unwrap_err();
+    assert!(divided.to_string().contains("-dci -gi 1"), "{divided}");
+}
+
+/// Something that happens between two steps.
+#[derive(Clone, Debug)]
+enum Event {
+    /// Claims come and go: these partitions are held now.
+    Want(Vec<prop::sample::Index>),
+    /// So many steps are made, then the plugin is killed.
+    Steps(usize),
+    Reboot,
+    /// An administrator makes an instance.
+    Make(prop::sample::Index),
+    /// An administrator removes one, ours or not.
+    Remove(prop::sample::Index),
+}
+
+fn any_event() -> impl Strategy<Value = Event> {
+    let index = any::<prop::sample::Index>;
+    prop_oneof![
+        4 => prop::collection::vec(index(), 0..6).prop_map(Event::Want),
+        6 => (0_usize..9).prop_map(Event::Steps),
+        1 => Just(Event::Reboot),
+        2 => index().prop_map(Event::Make),
+        2 => index().prop_map(Event::Remove),
+    ]
+}
+
+proptest! {
+    /// Whatever interrupts, in the end the GPU has what is wanted and what others made, and nothing else.
+    #[test]
+    fn every_interruption_leads_to_the_same_end(events in prop::collection::vec(any_event(), 1..25)) {
+        let mut machine = Machine::new();
+        let mut now = Wanted::default();
+        for event in events {
+            match event {
+                Event::Want(picks) => {
+                    now = Wanted::default();
+                    let mut left = machine.geometry.whole;
+                    for pick in picks {
+                        let partition = pick.get(&machine.geometry.partitions);
+                        if let Some(less) = left.less(partition.slices) {
+                            left = less;
+                            now.partitions.insert(Place { profile: partition.profile, start: partition.start });
+                        }
+                    }
+                }
+                Event::Steps(steps) => {
+                    for _ in 0..steps {
+                        if machine.step(&now).is_some() {
+                            break;
+                        }
+                    }
+                }
+                Event::Reboot => machine.reboot(),
+                Event::Make(pick) => {
+                    let partition = pick.get(&machine.geometry.partitions);
+                    let place = Place { profile: partition.profile, start: partition.start };
+                    // Where Tranche is about to make the same one, nobody can tell whose it is.
+                    let is_ours = machine.record.instances.iter().any(|it| it.place == place && it.id.is_none());
+                    if machine.actual.mig_mode.current && machine.is_free(place) && !is_ours {
+                        let id = machine.make(place);
+                        machine.foreign.insert(id);
+                    }
+                }
+                Event::Remove(pick) => {
+                    if !machine.actual.instances.is_empty() {
+                        let at = pick.index(machine.actual.instances.len());
+                        machine.actual.instances.remove(at);
+                    }
+                }
+            }
+        }
+        let end = machine.reach(&now);
+        match end {
+            Ok(done) => {
+                prop_assert!(done.keys().eq(&now.partitions));
+                let ours: BTreeSet<Place> = machine
+                    .actual
+                    .instances
+                    .iter()
+                    .filter(|it| !machine.foreign.contains(&it.id))
+                    .map(|it| it.place)
+                    .collect();
+                prop_assert_eq!(&ours, &now.partitions);
+                let all_foreign = machine.actual.instances.len() - ours.len();
+                if now.partitions.is_empty() {
+                    prop_assert!(machine.record.is_empty());
+                    prop_assert!(all_foreign > 0 || !machine.actual.mig_mode.current || !machine.foreign.is_empty());
+                }
+            }
+            Err(Obstacle::Foreign { id, .. }) => prop_assert!(machine.foreign.contains(&id)),
+            Err(other) => prop_assert!(false, "{other}"),
+        }
+    }
+
+    #[test]
+    fn a_record_is_read_back(switched in any::<bool>(), picks in prop::collection::vec((0_usize..25, any::<Option<u32>>()), 0..5)) {
+        let geometry = Machine::new().geometry;
+        let owned = |(at, id): (usize, Option<u32>)| {
+            let partition: &crate::mig::Partition = &geometry.partitions[at];
+            Owned { place: Place { profile: partition.profile, start: partition.start }, id }
+        };
+        let record = Record { switched_mig_on: switched, instances: picks.into_iter().map(owned).collect() };
+        let text = serde_json::to_string(&record).unwrap();
+        prop_assert_eq!(serde_json::from_str::<Record>(&text).unwrap(), record);
+    }
+}
