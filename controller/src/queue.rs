@@ -96,9 +96,9 @@ impl Queue {
 
     /// The node is due before all others of the lane: it is in the middle of a change.
     pub fn first(&mut self, node: &str, lane: Lane, now: Instant) {
-        let next = self.next(lane).unwrap_or(now);
-        let before = next.checked_sub(Duration::from_nanos(1)).unwrap_or(next);
-        self.at(node, lane, now.min(before));
+        let before = |next: Instant| next.checked_sub(Duration::from_nanos(1)).unwrap_or(next);
+        let when = self.next(lane).map_or(now, |next| now.min(before(next)));
+        self.at(node, lane, when);
     }
 
     /// The attempt failed: the node is due again after a wait that doubles with each failure in a row. Returns how
