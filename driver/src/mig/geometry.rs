@@ -6,8 +6,8 @@
 //!
 //! **The order.** The scheduler takes the first device that fits. Profiles are in the order of their memory, then of
 //! their compute slices, so that a claim for an amount of memory gets the smallest partition that has it. The placements
-//! of a profile are in the order of the room that they leave: first those that make the fewest placements of larger
-//! profiles impossible, and among these the last. On an H100 the first `1g.10gb` is at slice 6: it leaves 4 slices for
+//! of a profile are tried from the last to the first: the profiles of the most compute slices can begin at the first slices
+//! only, which so stay free the longest. On an H100 the first `1g.10gb` is at slice 6: it leaves 4 slices for
 //! a `4g.40gb` and two of the others for a `2g.20gb`.
 
 use std::collections::BTreeSet;
@@ -15,7 +15,7 @@ use std::collections::BTreeSet;
 use tranche_api::mig::{MigEngines, MigGeometry, MigProfile};
 use tranche_api::quantity::CountError;
 
-use super::{Engines, Profile, ProfileError};
+use super::{Profile, ProfileError};
 
 /// Slices and engines: all that a GPU has, or what a partition takes of it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -149,14 +149,7 @@ impl Geometry {
                 .sum::<u64>();
             (kind.memory, slices.compute, engines, kind.profile)
         });
-        let mut partitions: Vec<Partition> = kinds.iter().flat_map(Kind::partitions).collect();
-        let all = partitions.clone();
-        partitions.sort_by_cached_key(|partition| {
-            let kind = kinds
-                .iter()
-                .position(|kind| kind.profile == partition.profile);
-            (kind, partition.blocked(&all), u8::MAX - partition.start)
-        });
+        let partitions = kinds.iter().flat_map(Kind::partitions).collect();
         Ok(Self { whole, partitions })
     }
 
@@ -234,8 +227,9 @@ impl Kind {
         wider
     }
 
+    /// From the last placement to the first.
     fn partitions(&self) -> impl Iterator<Item = Partition> {
-        self.starts.iter().map(|start| Partition {
+        self.starts.iter().rev().map(|start| Partition {
             profile: self.profile,
             start: *start,
             memory: self.memory,
@@ -245,24 +239,6 @@ impl Kind {
                 ..self.slices
             },
         })
-    }
-}
-
-impl Partition {
-    /// The memory slices of the placements of larger profiles that this partition makes impossible.
-    fn blocked(&self, all: &[Self]) -> u32 {
-        let larger = |other: &&Self| {
-            let (own, others) = (self.slices.memory, other.slices.memory);
-            others.count_ones() > own.count_ones() && others & own != 0
-        };
-        let blocked = all.iter().filter(larger);
-        blocked.map(|other| other.slices.memory.count_ones()).sum()
-    }
-
-    /// Whether the instance has the engines that come with its slices.
-    #[must_use]
-    pub fn is_usual(&self) -> bool {
-        self.profile.engines == Engines::Usual
     }
 }
 
