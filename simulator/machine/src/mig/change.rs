@@ -9,8 +9,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use super::rules;
 use super::state::{ComputeInstance, Partition};
 use crate::identity;
-use crate::layout::Shared;
-use crate::ledger::{lock, owner};
+use crate::layout::{GpuState, Shared};
+use crate::ledger::{Guard, lock, owner};
 
 /// Why an instance is not created, destroyed or entered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -36,6 +36,12 @@ pub enum InstanceError {
 }
 
 impl Shared {
+    /// A GPU, locked. For the daemon.
+    fn locked(&self, gpu: usize) -> Result<(&GpuState, Guard<'_>), InstanceError> {
+        let state = self.gpus().get(gpu).ok_or(InstanceError::NotFound)?;
+        Ok((state, self.daemon_lock(gpu)))
+    }
+
     /// Creates a GPU instance with the profile `kind`, at `start` or where the driver chooses; its id. For the daemon.
     pub fn create_gpu_instance(
         &self,
@@ -43,8 +49,7 @@ impl Shared {
         kind: u32,
         start: Option<u32>,
     ) -> Result<u32, InstanceError> {
-        let state = self.gpus().get(gpu).ok_or(InstanceError::NotFound)?;
-        let _guard = self.daemon_lock(gpu);
+        let (state, _guard) = self.locked(gpu)?;
         let model = state.model().ok_or(InstanceError::NotSupported)?;
         if !state.is_partitioned() {
             return Err(InstanceError::NotSupported);
@@ -69,8 +74,7 @@ impl Shared {
 
     /// Destroys a GPU instance that has no compute instance. For the daemon.
     pub fn destroy_gpu_instance(&self, gpu: usize, id: u32) -> Result<(), InstanceError> {
-        let state = self.gpus().get(gpu).ok_or(InstanceError::NotFound)?;
-        let _guard = self.daemon_lock(gpu);
+        let (state, _guard) = self.locked(gpu)?;
         let found = state.gpu_instance(id as usize);
         let instance = found.ok_or(InstanceError::NotFound)?;
         if !state.compute_instances(instance).is_empty() || instance.used > 0 {
@@ -90,8 +94,7 @@ impl Shared {
         kind: u32,
         start: Option<u32>,
     ) -> Result<u32, InstanceError> {
-        let state = self.gpus().get(gpu).ok_or(InstanceError::NotFound)?;
-        let _guard = self.daemon_lock(gpu);
+        let (state, _guard) = self.locked(gpu)?;
         let model = state.model().ok_or(InstanceError::NotSupported)?;
         let found = state.gpu_instance(instance as usize);
         let of = found.ok_or(InstanceError::NotFound)?;
@@ -129,8 +132,7 @@ impl Shared {
         instance: u32,
         compute: u32,
     ) -> Result<(), InstanceError> {
-        let state = self.gpus().get(gpu).ok_or(InstanceError::NotFound)?;
-        let _guard = self.daemon_lock(gpu);
+        let (state, _guard) = self.locked(gpu)?;
         let found = state.gpu_instance(instance as usize);
         let of = found.ok_or(InstanceError::NotFound)?;
         let found = state.compute_instance(of, compute as usize);
@@ -179,8 +181,7 @@ impl Shared {
 
     /// Resets a GPU that no process uses: destroys its instances and applies a pending MIG mode. For the daemon.
     pub fn reset_gpu(&self, gpu: usize) -> Result<(), InstanceError> {
-        let state = self.gpus().get(gpu).ok_or(InstanceError::NotFound)?;
-        let _guard = self.daemon_lock(gpu);
+        let (state, _guard) = self.locked(gpu)?;
         let is_used = state.used.load(Ordering::Relaxed) > 0;
         if is_used
             || self

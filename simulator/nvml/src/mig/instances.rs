@@ -13,7 +13,7 @@ use crate::export::{export, get, put};
 use crate::handles::{Kind, Target, handle_of, target_of};
 use crate::state::{Device, device, device_at, handle};
 
-fn number(index: usize) -> u32 {
+pub fn number(index: usize) -> u32 {
     u32::try_from(index).unwrap_or(u32::MAX)
 }
 

@@ -11,7 +11,7 @@ use nvml_wrapper_sys::bindings::{
 };
 use tranche_simulator_machine::mig::{ComputeProfile, GpuProfile};
 
-use super::instances::gpu_instance;
+use super::instances::{gpu_instance, number};
 use super::{active_model, model, profile_with_id};
 use crate::code::Code;
 use crate::export::{characters, export, get, put, put_list};
@@ -29,111 +29,90 @@ fn name<const N: usize>(profile: &str) -> [c_char; N] {
     characters(&format!("MIG {profile}"))
 }
 
+/// Fills a struct of GPU instance profiles, whose versions have these fields and some of their own.
+macro_rules! gpu_info {
+    ($of:ident as $info:ident { $($own:tt)* }) => {
+        $info {
+            id: $of.id,
+            sliceCount: $of.slices,
+            instanceCount: $of.instances,
+            multiprocessorCount: $of.multiprocessors,
+            copyEngineCount: $of.engines.copy,
+            decoderCount: $of.engines.decoders,
+            encoderCount: $of.engines.encoders,
+            jpegCount: $of.engines.jpeg,
+            ofaCount: $of.engines.optical_flow,
+            memorySizeMB: $of.memory_mib,
+            $($own)*
+        }
+    };
+}
+
 fn gpu_v1(of: &GpuProfile) -> nvmlGpuInstanceProfileInfo_t {
-    nvmlGpuInstanceProfileInfo_t {
-        id: of.id,
-        isP2pSupported: 0,
-        sliceCount: of.slices,
-        instanceCount: of.instances,
-        multiprocessorCount: of.multiprocessors,
-        copyEngineCount: of.engines.copy,
-        decoderCount: of.engines.decoders,
-        encoderCount: of.engines.encoders,
-        jpegCount: of.engines.jpeg,
-        ofaCount: of.engines.optical_flow,
-        memorySizeMB: of.memory_mib,
-    }
+    gpu_info!(of as nvmlGpuInstanceProfileInfo_t { isP2pSupported: 0 })
 }
 
 fn gpu_v2(of: &GpuProfile) -> nvmlGpuInstanceProfileInfo_v2_t {
-    nvmlGpuInstanceProfileInfo_v2_t {
+    gpu_info!(of as nvmlGpuInstanceProfileInfo_v2_t {
         version: GPU_V2,
-        id: of.id,
         isP2pSupported: 0,
-        sliceCount: of.slices,
-        instanceCount: of.instances,
-        multiprocessorCount: of.multiprocessors,
-        copyEngineCount: of.engines.copy,
-        decoderCount: of.engines.decoders,
-        encoderCount: of.engines.encoders,
-        jpegCount: of.engines.jpeg,
-        ofaCount: of.engines.optical_flow,
-        memorySizeMB: of.memory_mib,
         name: name(of.name),
-    }
+    })
 }
 
 fn gpu_v3(of: &GpuProfile) -> nvmlGpuInstanceProfileInfo_v3_t {
-    nvmlGpuInstanceProfileInfo_v3_t {
+    let capabilities = if of.has_graphics() {
+        NVML_GPU_INSTANCE_PROFILE_CAPS_GFX
+    } else {
+        0
+    };
+    gpu_info!(of as nvmlGpuInstanceProfileInfo_v3_t {
         version: GPU_V3,
-        id: of.id,
-        sliceCount: of.slices,
-        instanceCount: of.instances,
-        multiprocessorCount: of.multiprocessors,
-        copyEngineCount: of.engines.copy,
-        decoderCount: of.engines.decoders,
-        encoderCount: of.engines.encoders,
-        jpegCount: of.engines.jpeg,
-        ofaCount: of.engines.optical_flow,
-        memorySizeMB: of.memory_mib,
         name: name(of.name),
-        capabilities: if of.has_graphics() {
-            NVML_GPU_INSTANCE_PROFILE_CAPS_GFX
-        } else {
-            0
-        },
-    }
+        capabilities,
+    })
+}
+
+/// The same for compute instance profiles, of a GPU instance's profile.
+macro_rules! compute_info {
+    ($it:ident, $of:ident as $info:ident { $($own:tt)* }) => {
+        $info {
+            id: $it.kind,
+            sliceCount: $it.slices,
+            instanceCount: $it.instances,
+            multiprocessorCount: $it.multiprocessors,
+            sharedCopyEngineCount: $of.engines.copy,
+            sharedDecoderCount: $of.engines.decoders,
+            sharedEncoderCount: $of.engines.encoders,
+            sharedJpegCount: $of.engines.jpeg,
+            sharedOfaCount: $of.engines.optical_flow,
+            $($own)*
+        }
+    };
 }
 
 fn compute_v1(of: &GpuProfile, it: &ComputeProfile) -> nvmlComputeInstanceProfileInfo_t {
-    nvmlComputeInstanceProfileInfo_t {
-        id: it.kind,
-        sliceCount: it.slices,
-        instanceCount: it.instances,
-        multiprocessorCount: it.multiprocessors,
-        sharedCopyEngineCount: of.engines.copy,
-        sharedDecoderCount: of.engines.decoders,
-        sharedEncoderCount: of.engines.encoders,
-        sharedJpegCount: of.engines.jpeg,
-        sharedOfaCount: of.engines.optical_flow,
-    }
+    compute_info!(it, of as nvmlComputeInstanceProfileInfo_t {})
 }
 
 fn compute_v2(of: &GpuProfile, it: &ComputeProfile) -> nvmlComputeInstanceProfileInfo_v2_t {
-    nvmlComputeInstanceProfileInfo_v2_t {
+    compute_info!(it, of as nvmlComputeInstanceProfileInfo_v2_t {
         version: COMPUTE_V2,
-        id: it.kind,
-        sliceCount: it.slices,
-        instanceCount: it.instances,
-        multiprocessorCount: it.multiprocessors,
-        sharedCopyEngineCount: of.engines.copy,
-        sharedDecoderCount: of.engines.decoders,
-        sharedEncoderCount: of.engines.encoders,
-        sharedJpegCount: of.engines.jpeg,
-        sharedOfaCount: of.engines.optical_flow,
         name: name(&it.name(of)),
-    }
+    })
 }
 
 fn compute_v3(of: &GpuProfile, it: &ComputeProfile) -> nvmlComputeInstanceProfileInfo_v3_t {
-    nvmlComputeInstanceProfileInfo_v3_t {
+    let capabilities = if of.has_graphics() {
+        NVML_COMPUTE_INSTANCE_PROFILE_CAPS_GFX
+    } else {
+        0
+    };
+    compute_info!(it, of as nvmlComputeInstanceProfileInfo_v3_t {
         version: COMPUTE_V3,
-        id: it.kind,
-        sliceCount: it.slices,
-        instanceCount: it.instances,
-        multiprocessorCount: it.multiprocessors,
-        sharedCopyEngineCount: of.engines.copy,
-        sharedDecoderCount: of.engines.decoders,
-        sharedEncoderCount: of.engines.encoders,
-        sharedJpegCount: of.engines.jpeg,
-        sharedOfaCount: of.engines.optical_flow,
         name: name(&it.name(of)),
-        capabilities: if of.has_graphics() {
-            NVML_COMPUTE_INSTANCE_PROFILE_CAPS_GFX
-        } else {
-            0
-        },
-    }
+        capabilities,
+    })
 }
 
 /// The profile with NVML's number `kind` of a GPU. As NVIDIA's, it answers in both MIG modes.
@@ -167,6 +146,20 @@ fn gpu_placements(of: nvmlDevice_t, id: u32) -> Result<Vec<nvmlGpuInstancePlacem
         .collect())
 }
 
+/// Writes placements; a null list asks for their number (nvml.h).
+///
+/// # Safety
+/// `count` is null or valid; `to` is null or valid for `*count` entries.
+unsafe fn put_placements<T: Copy>(count: *mut u32, to: *mut T, list: &[T]) -> Result<(), Code> {
+    // SAFETY: the caller's contract.
+    unsafe {
+        if to.is_null() {
+            return put(count, number(list.len()));
+        }
+        put_list(count, to, list)
+    }
+}
+
 export! {
     fn nvmlDeviceGetGpuInstanceProfileInfo(of: nvmlDevice_t, kind: u32, to: *mut nvmlGpuInstanceProfileInfo_t) {
         put(to, gpu_v1(gpu_profile(of, kind)?))
@@ -180,19 +173,10 @@ export! {
         }
     }
     fn nvmlDeviceGetGpuInstancePossiblePlacements(of: nvmlDevice_t, id: u32, to: *mut nvmlGpuInstancePlacement_t, count: *mut u32) {
-        let placements = gpu_placements(of, id)?;
-        if to.is_null() {
-            return put(count, u32::try_from(placements.len()).unwrap_or(0));
-        }
-        put_list(count, to, &placements)
+        put_placements(count, to, &gpu_placements(of, id)?)
     }
     fn nvmlDeviceGetGpuInstancePossiblePlacements_v2(of: nvmlDevice_t, id: u32, to: *mut nvmlGpuInstancePlacement_t, count: *mut u32) {
-        let placements = gpu_placements(of, id)?;
-        // nvml.h: a null list asks for the number.
-        if to.is_null() {
-            return put(count, u32::try_from(placements.len()).unwrap_or(0));
-        }
-        put_list(count, to, &placements)
+        put_placements(count, to, &gpu_placements(of, id)?)
     }
     fn nvmlDeviceGetGpuInstanceRemainingCapacity(of: nvmlDevice_t, id: u32, count: *mut u32) {
         let device = device(of)?;
@@ -218,10 +202,7 @@ export! {
             .starts()
             .map(|start| nvmlComputeInstancePlacement_t { start, size })
             .collect();
-        if to.is_null() {
-            return put(count, u32::try_from(placements.len()).unwrap_or(0));
-        }
-        put_list(count, to, &placements)
+        put_placements(count, to, &placements)
     }
     fn nvmlGpuInstanceGetComputeInstanceRemainingCapacity(of: nvmlGpuInstance_t, id: u32, count: *mut u32) {
         let (_, compute) = compute_profile(of, id, SHARED_ENGINES)?;
