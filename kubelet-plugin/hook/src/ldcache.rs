@@ -4,8 +4,9 @@
 //! container (of a package, for example) finds them too. The driver's libraries are added to the image's
 //! own cache. An image with neither a cache nor a configuration gets a cache of these alone, because its loader searches
 //! its default folders after the cache. Where the image has a cache that is not known, another library of such a name,
-//! or a configuration without a cache, ldconfig makes the cache from the configuration. The program is the host's, linked statically; it first calls `chroot` into the container's
-//! root, so that it reads and writes only there. A musl image does not use the cache and is not harmed by it.
+//! or a configuration without a cache, ldconfig makes the cache from the configuration. The program is the host's, linked
+//! statically; it first calls `chroot` into the container's root, so that it reads and writes only there. A musl image
+//! does not use the cache and is not harmed by it.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
