@@ -28,7 +28,10 @@ impl Code {
     pub const NOT_SUPPORTED: Self = Self(801);
     pub const SYSTEM_NOT_READY: Self = Self(802);
     pub const SYSTEM_DRIVER_MISMATCH: Self = Self(803);
+    pub const MPS_CONNECTION_FAILED: Self = Self(805);
+    pub const MPS_RPC_FAILURE: Self = Self(806);
     pub const STREAM_CAPTURE_UNSUPPORTED: Self = Self(900);
+    pub const ILLEGAL_ADDRESS: Self = Self(700);
     pub const ILLEGAL_STATE: Self = Self(401);
     pub const UNKNOWN: Self = Self(999);
 }

@@ -71,10 +71,12 @@ pub fn current_or_none() -> Option<&'static Object<Context>> {
 
 /// The calling thread's context.
 pub fn current() -> Result<&'static Object<Context>, Code> {
-    driver()?;
+    if let Some(client) = &driver()?.mps {
+        client.check()?;
+    }
     let context = current_or_none().ok_or(Code::INVALID_CONTEXT)?;
     if context.is_alive() {
-        context.device.check_present()?;
+        context.device.check()?;
         Ok(context)
     } else {
         Err(Code::CONTEXT_IS_DESTROYED)

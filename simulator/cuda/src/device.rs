@@ -9,6 +9,7 @@ use tranche_simulator_machine::mig::ComputeInstanceView;
 
 use crate::code::Code;
 use crate::driver::driver;
+use crate::fault;
 use crate::graph_pool::GraphPool;
 use crate::heap::{Blocks, Heap};
 
@@ -71,8 +72,43 @@ impl Device {
         }
     }
 
-    /// Bytes that nobody has.
+    /// Bytes that this process can still have: nobody has them, and no MPS limit is in the way.
     pub fn free(&self) -> u64 {
+        let free = self.unused();
+        self.mps_room().map_or(free, |room| room.min(free))
+    }
+
+    /// Bytes that its MPS limit leaves this process; `None` without one.
+    fn mps_room(&self) -> Option<u64> {
+        let driver = driver().ok()?;
+        let ordinal = usize::try_from(self.ordinal).ok()?;
+        let limit = driver.mps.as_ref()?.memory_limit(ordinal)?;
+        let used = driver.shared.slots[driver.slot].used[self.gpu].load(Ordering::Relaxed);
+        Some(limit.saturating_sub(used))
+    }
+
+    /// Takes GPU memory by `take`, if an MPS limit leaves `bytes`.
+    pub fn within_mps_limit<T>(
+        &self,
+        bytes: u64,
+        take: impl FnOnce() -> Result<T, Code>,
+    ) -> Result<T, Code> {
+        let Some(client) = &driver()?.mps else {
+            return take();
+        };
+        client.check()?;
+        let _one = client
+            .charging
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        match self.mps_room() {
+            Some(room) if bytes > room => Err(Code::OUT_OF_MEMORY),
+            _ => take(),
+        }
+    }
+
+    /// Bytes that nobody has.
+    fn unused(&self) -> u64 {
         let Some(it) = &self.partition else {
             return self.state.free();
         };
@@ -84,6 +120,13 @@ impl Device {
     pub fn multiprocessors(&self) -> u32 {
         let of_partition = self.partition.map(|it| it.profile.multiprocessors);
         of_partition.unwrap_or(self.state.multiprocessors)
+    }
+
+    /// Those of them that this process uses: an MPS client may have fewer.
+    pub fn usable_multiprocessors(&self) -> u32 {
+        let all = self.multiprocessors();
+        let client = driver().ok().and_then(|driver| driver.mps.as_ref());
+        client.map_or(all, |client| client.multiprocessors(all))
     }
 
     /// Whether its memory can be bound to multicast objects. NVIDIA's MIG User Guide: a MIG device has no NVLink.
@@ -109,13 +152,21 @@ impl Device {
         }
     }
 
+    /// Fails if the GPU has fallen off the bus, or since a fault of a kernel.
+    pub fn check(&self) -> Result<(), Code> {
+        self.check_present()?;
+        fault::check()
+    }
+
     /// Charges `bytes` of this GPU's memory to this process.
     pub fn charge(&self, bytes: u64) -> Result<(), Code> {
         let driver = driver()?;
         let reclaim = || driver.reclaim();
-        Ok(driver
-            .shared
-            .charge(driver.slot, self.gpu, bytes, reclaim)?)
+        self.within_mps_limit(bytes, || {
+            Ok(driver
+                .shared
+                .charge(driver.slot, self.gpu, bytes, reclaim)?)
+        })
     }
 
     /// Returns `bytes` of this GPU's memory.
@@ -176,7 +227,7 @@ pub fn attribute(device: &Device, attribute: u32) -> Result<i32, Code> {
         10 => 32,
         5 | 11 => i32::MAX,
         13 => int(gpu.sm_clock_mhz * 1000),
-        16 => int(device.multiprocessors()),
+        16 => int(device.usable_multiprocessors()),
         20 => int(gpu.compute_mode.load(Ordering::Relaxed)),
         24 | 25 | 26 | 47 | 48 | 49 => 16_384,
         29 | 43 | 54 | 62 | 65 | 68 => 2048,

@@ -13,6 +13,7 @@ use tranche_simulator_machine::wire::Request;
 use tranche_simulator_machine::{Access, AttachError, Attachment, DriverRoot, LibraryVersion};
 
 use crate::code::Code;
+use crate::mps::Client;
 
 /// The initialised driver of this process.
 #[derive(Debug)]
@@ -24,6 +25,8 @@ pub struct Driver {
     pub gpus: Vec<usize>,
     /// The MIG device that takes the place of the only one of [`Self::gpus`].
     pub partition: Option<ComputeInstanceView>,
+    /// The connection to an MPS control daemon, where one listens.
+    pub mps: Option<Client>,
     root: DriverRoot,
     // When it closes, the daemon knows that this process has ended.
     _attachment: Attachment,
@@ -124,11 +127,16 @@ impl Driver {
         if !root.has_node("nvidia-uvm") {
             return Err(Code::UNKNOWN);
         }
+        let mps = Client::connect()?;
+        if let Some(client) = &mps {
+            shared.join_mps(attachment.slot(), client.daemon);
+        }
         Ok(Self {
             shared,
             slot: attachment.slot(),
             gpus: chosen.iter().map(|it| it.gpu).collect(),
             partition: first.partition,
+            mps,
             root,
             _attachment: attachment,
         })

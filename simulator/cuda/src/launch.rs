@@ -34,6 +34,11 @@ impl Launch {
         }
     }
 
+    /// Whether it accesses memory that is not allocated.
+    pub fn faults(self) -> bool {
+        self.function.faults
+    }
+
     /// Loads the kernel's code and takes the memory that it uses.
     pub fn prepare(self, context: &'static Object<Context>) -> Result<(), Code> {
         if self.function.is_alive() {

@@ -14,7 +14,7 @@
 //!
 //! 1. CUDA's terms: `code` (error codes), `object` (handles), `abi` (structs of cuda.h that several families use), `export`
 //!    (how functions are exported);
-//! 2. the process and its GPUs: `driver` (the page, and what this process sees of it), `host` (work that the host does
+//! 2. the process and its GPUs: `mps` (as a client of an MPS daemon), `driver` (the page, and what this process sees of it), `host` (work that the host does
 //!    in a GPU's order), `heap` (addresses, and blocks of GPU memory), `graph_pool`, `device`, `held`
 //!    (memory that `dma-buf`s keep);
 //! 3. memory: `context`, `pool`, `space` (all known addresses), `memory` (allocation of all kinds), `managed`, `vmm`,
@@ -42,6 +42,7 @@ mod dma_buf;
 mod driver;
 mod event;
 mod export;
+mod fault;
 mod fill;
 mod graph;
 mod graph_memory;
@@ -55,6 +56,7 @@ mod lifecycle;
 mod managed;
 mod memory;
 mod module;
+mod mps;
 mod multicast;
 mod object;
 mod ordered;

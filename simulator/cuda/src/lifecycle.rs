@@ -23,9 +23,13 @@ pub struct Primary {
 /// Creates a context, if the GPU's compute mode and its memory allow one.
 pub fn create(device: &'static Device, flags: u32) -> Result<&'static Object<Context>, Code> {
     let driver = driver()?;
-    driver
-        .shared
-        .open_context(driver.slot, device.gpu, || driver.reclaim())?;
+    let bytes = driver.shared.context_bytes(driver.slot, device.gpu);
+    device.within_mps_limit(bytes, || {
+        let reclaim = || driver.reclaim();
+        Ok(driver
+            .shared
+            .open_context(driver.slot, device.gpu, reclaim)?)
+    })?;
     let context = Object::create(Context::new(device, flags));
     stream::create_null(context);
     Ok(context)

@@ -8,6 +8,8 @@
 //!
 //! **Managed memory.** A kernel whose name contains `sim_touch_managed` uses all managed memory of its context.
 //!
+//! **Faults.** A kernel whose name contains `sim_illegal_address` accesses memory that is not allocated, at its end.
+//!
 //! **Loading.** With [`Habit::LazyLoading`] an image takes memory in a context when the first of its kernels is launched
 //! there or the address of the first of its variables is asked for: the image's length for the code, and all its
 //! variables. Without that habit code takes no memory, and a variable takes memory when its address is asked for.
@@ -57,6 +59,8 @@ pub struct Function {
     pub module: Kept,
     /// Whether it uses all managed memory of its context.
     pub touches_managed: bool,
+    /// Whether it accesses memory that is not allocated.
+    pub faults: bool,
     /// Nanoseconds of the kernel; `None` where the machine file's apply.
     nanos: Option<u64>,
     /// Whether each block takes that time.
@@ -89,7 +93,10 @@ impl Function {
         } else {
             1
         };
-        nanos.saturating_mul(blocks)
+        let device = context.device;
+        let (all, usable) = (device.multiprocessors(), device.usable_multiprocessors());
+        // A kernel on half of the multiprocessors takes twice as long.
+        nanos.saturating_mul(blocks).saturating_mul(all.into()) / u64::from(usable)
     }
 }
 
@@ -209,6 +216,7 @@ impl Object<Module> {
                 module: Kept(self.handle()),
                 nanos: nanos_of_name(text),
                 touches_managed: text.contains("sim_touch_managed"),
+                faults: text.contains("sim_illegal_address"),
                 per_block: text.contains("_per_block"),
                 local: local_of_name(text),
                 dynamic_shared: AtomicI32::new(0),

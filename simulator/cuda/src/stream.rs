@@ -298,7 +298,7 @@ pub unsafe fn find(handle: Handle) -> Result<&'static Object<Stream>, Code> {
             driver()?;
             // SAFETY: the caller's contract.
             let stream = unsafe { Object::<Stream>::find(handle)? };
-            stream.context.device.check_present()?;
+            stream.context.device.check()?;
             Ok(stream)
         }
     }

@@ -1,6 +1,7 @@
 //! Work of nodes in the order of a stream.
 
 use crate::code::Code;
+use crate::fault;
 use crate::graph::Node;
 use crate::stream::Stream;
 
@@ -20,6 +21,9 @@ fn run(node: &Node, stream: &Stream) -> Result<(), Code> {
         Node::Kernel(launch) => {
             launch.prepare(stream.context)?;
             stream.run(launch.nanos)?;
+            if launch.faults() {
+                fault::at(stream.context.device.gpu, stream.earliest());
+            }
         }
         // SAFETY: CUDA's contract: what a copy names is valid until the stream gets there.
         Node::Copy(copy) => stream.in_order(move || unsafe { copy.run() }),

@@ -20,7 +20,7 @@ pub const ORPHANED: i32 = -2;
 /// The first word of the page.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"TRSIMPG\0");
 /// The version of this module and of [`crate::wire`].
-pub const ABI: u32 = 6;
+pub const ABI: u32 = 8;
 
 /// A text of fixed size, padded with zeros.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -192,6 +192,8 @@ pub struct GpuState {
     pub persistence: AtomicU32,
     /// `nvmlComputeMode_t`.
     pub compute_mode: AtomicU32,
+    /// The length of time slices, see [`crate::wire::Setting::TimeSlice`].
+    pub time_slice: AtomicU32,
     /// 1 when the GPU has fallen off the bus.
     pub lost: AtomicU32,
     /// 1 when MIG mode is on.
@@ -227,6 +229,10 @@ pub struct ProcessSlot {
     pub inner_pid: AtomicI32,
     /// The MIG partition that it uses, see [`ProcessSlot::partition`]; 0 for none.
     pub partition: AtomicU32,
+    /// The error that each of its calls returns since a kernel's fault; 0 for none.
+    pub fault: AtomicU32,
+    /// The identity of the MPS daemon whose client it is; 0 for none.
+    pub mps_daemon: AtomicU64,
     /// Bytes that it holds on each GPU, with its context.
     pub used: [AtomicU64; MAX_GPUS],
     /// The part of those bytes that is managed memory. NVML counts it for the GPU and for no process.

@@ -267,6 +267,7 @@ impl Shared {
         dead.started.store(0, Ordering::Relaxed);
         if pid == 0 {
             dead.leave_partition();
+            dead.forget_faults();
         }
         dead.pid.store(pid, Ordering::Release);
     }

@@ -9,6 +9,7 @@
 //! - [`layout`]: the shared page, which has plain words and atomics only.
 //! - [`ledger`]: how much device memory each process holds; together never more than the GPU has.
 //! - [`timeline`]: when kernels run, in virtual time.
+//! - [`kernel_fault`]: faults of kernels, and which processes each reaches.
 //! - [`mig`]: partitions of GPUs.
 //! - [`wire`]: the handshake between a library and the daemon.
 //! - [`attach`]: the library's side of the handshake; [`root`]: the driver root.
@@ -22,6 +23,7 @@ pub mod description;
 pub mod export;
 pub mod faults;
 pub mod identity;
+pub mod kernel_fault;
 pub mod layout;
 pub mod ledger;
 pub mod mig;

@@ -91,6 +91,8 @@ pub enum Setting {
     Lost = 4,
     /// A reset of the GPU: its value has no meaning. All MIG instances are destroyed, and a pending MIG mode takes effect.
     Reset = 5,
+    /// The length of time slices: 0 the driver's own, 1 short, 2 medium, 3 long.
+    TimeSlice = 6,
 }
 
 impl Setting {
@@ -101,6 +103,7 @@ impl Setting {
             Self::MigMode,
             Self::Lost,
             Self::Reset,
+            Self::TimeSlice,
         ]
         .into_iter()
         .find(|setting| *setting as u32 == number)
@@ -290,6 +293,11 @@ mod tests {
                 gpu: 0,
                 setting: Setting::Lost,
                 value: 1,
+            },
+            Request::Set {
+                gpu: 2,
+                setting: Setting::TimeSlice,
+                value: 3,
             },
             Request::Event {
                 gpu: 1,

@@ -16,6 +16,7 @@ impl Code {
     pub const DRIVER_NOT_LOADED: Self = Self(9);
     pub const TIMEOUT: Self = Self(10);
     pub const GPU_IS_LOST: Self = Self(15);
+    pub const RESET_REQUIRED: Self = Self(16);
     pub const LIB_RM_VERSION_MISMATCH: Self = Self(18);
     pub const IN_USE: Self = Self(19);
     pub const INSUFFICIENT_RESOURCES: Self = Self(23);

@@ -6,12 +6,15 @@
 
 use std::ffi::{c_char, c_void};
 use std::sync::OnceLock;
+use std::sync::atomic::Ordering;
 
 use nvml_wrapper_sys::bindings::nvmlDevice_t;
+use tranche_simulator_machine::wire::Setting;
 
 use crate::code::Code;
 use crate::export::{export, get, get_text, put};
 use crate::identity::{by_pci, handle_by_index};
+use crate::modes;
 use crate::processes::processes;
 use crate::state::{any_device, device, device_of_any};
 use crate::system::process_name;
@@ -126,6 +129,56 @@ unsafe extern "C" fn monitoring(
     device(of.cast()).map_or_else(|code| code.0, |_| 0)
 }
 
+/// One compute policy.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct ComputePolicy {
+    kind: u32,
+    value: u32,
+}
+
+/// The kind of the length of time slices; nvidia-smi 535 knows no other.
+const TIME_SLICE: u32 = 0;
+
+unsafe extern "C" fn set_compute_policy(
+    of: *mut c_void,
+    policy: *mut c_void,
+    _: *mut c_void,
+    _: *mut c_void,
+) -> u32 {
+    let call = || {
+        // SAFETY: nvidia-smi passes a policy.
+        let ComputePolicy { kind, value } = unsafe { get(policy.cast()) }?;
+        match kind {
+            TIME_SLICE => modes::set(of.cast(), Setting::TimeSlice, value),
+            _ => Err(Code::INVALID_ARGUMENT),
+        }
+    };
+    call().map_or_else(|code: Code| code.0, |()| 0)
+}
+
+/// Writes how many policies there are, and behind that number the policies. The caller has room for 31.
+unsafe extern "C" fn compute_policies(
+    of: *mut c_void,
+    to: *mut c_void,
+    _: *mut c_void,
+    _: *mut c_void,
+) -> u32 {
+    let call = || {
+        let policy = ComputePolicy {
+            kind: TIME_SLICE,
+            value: device(of.cast())?.state.time_slice.load(Ordering::Relaxed),
+        };
+        let count = to.cast::<u32>();
+        // SAFETY: nvidia-smi passes the address of a number that room for policies follows.
+        unsafe {
+            put(count, 1)?;
+            put(count.wrapping_add(1).cast(), policy)
+        }
+    };
+    call().map_or_else(|code: Code| code.0, |()| 0)
+}
+
 /// # Safety
 /// `count` is null or valid, `to` is null or valid for `*count` entries.
 unsafe fn list(of: nvmlDevice_t, count: *mut u32, to: *mut Entry) -> Result<(), Code> {
@@ -156,10 +209,12 @@ fn table() -> &'static [usize; WORDS] {
     BUILT.get_or_init(|| {
         let mut words = [unsupported as Slot as usize; WORDS];
         words[0] = size_of_val(&words);
-        let known: [(usize, Slot); 7] = [
+        let known: [(usize, Slot); 9] = [
             (23, common_ancestor),
             (72, monitoring),
             (81, device_by_index),
+            (192, set_compute_policy),
+            (193, compute_policies),
             (213, compute_processes),
             (214, no_processes),
             (215, no_processes),

@@ -11,7 +11,7 @@ use crate::code::Code;
 use crate::export::{export, export_constants, put, put_text};
 use crate::state::{Device, device, library};
 
-fn set(of: nvmlDevice_t, setting: Setting, value: u32) -> Result<(), Code> {
+pub fn set(of: nvmlDevice_t, setting: Setting, value: u32) -> Result<(), Code> {
     let device = device(of)?;
     let gpu = u32::try_from(device.gpu).unwrap_or(u32::MAX);
     let request = Request::Set {
@@ -49,8 +49,8 @@ export! {
         let is_active = state.mig_mode.load(Ordering::Relaxed) == mode;
         put(activation, match () {
             () if is_active => 0,
-            // The driver cannot reset the GPU.
-            () if state.mig_needs_reset != 0 => Code::NOT_SUPPORTED.0,
+            // nvml.h: where the driver cannot reset the GPU, as in a virtual machine.
+            () if state.mig_needs_reset != 0 => Code::RESET_REQUIRED.0,
             () => Code::IN_USE.0,
         })
     }

@@ -365,6 +365,7 @@ impl Daemon {
         let (word, most) = match setting {
             Setting::Persistence => (&gpu.persistence, 1),
             Setting::ComputeMode => (&gpu.compute_mode, 3),
+            Setting::TimeSlice => (&gpu.time_slice, 3),
             Setting::MigMode => (&gpu.mig_pending, 1),
             Setting::Lost => (&gpu.lost, 1),
             Setting::Reset => return self.reset(index),

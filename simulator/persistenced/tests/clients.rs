@@ -64,6 +64,25 @@ fn nvidia_smi_and_nvml_agree() {
 }
 
 #[test]
+fn nvidia_smi_sets_the_length_of_time_slices() {
+    let machine = Machine::start("A100-40", 2);
+    // The view has a line for each GPU, by its index.
+    let lengths = || -> Vec<String> {
+        let view = machine.smi(&["compute-policy", "-l"]);
+        let lines = view.lines().filter(|line| line.contains("Timeslice"));
+        let words =
+            lines.filter_map(|line| line.trim_end_matches(['|', ' ']).split(' ').next_back());
+        words.map(str::to_owned).collect()
+    };
+    assert_eq!(lengths(), ["Default", "Default"]);
+    for (number, word) in [(1, "Short"), (2, "Medium"), (3, "Long"), (0, "Default")] {
+        let number = format!("--set-timeslice={number}");
+        machine.smi(&["compute-policy", "-i", "1", &number]);
+        assert_eq!(lengths(), ["Default", word]);
+    }
+}
+
+#[test]
 fn handles_by_index_uuid_and_address_are_the_same_gpu() {
     let machine = Machine::start("L4", 2);
     let nvml = machine.nvml();

@@ -114,14 +114,14 @@ export! {
         let context = current()?;
         context.synchronize();
         memory::trim_pools_after_wait(context.device);
-        context.device.check_present()
+        context.device.check()
     }
     fn cuCtxSynchronize_v2(context: Handle) {
         driver()?;
         let context = Object::<Context>::find(context)?;
         context.synchronize();
         memory::trim_pools_after_wait(context.device);
-        context.device.check_present()
+        context.device.check()
     }
     fn cuCtxGetLimit(value: *mut usize, which: u32) {
         put(value, usize::try_from(limit(which)?.load(Ordering::Relaxed)).unwrap_or(0))

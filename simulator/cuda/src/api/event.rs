@@ -79,7 +79,7 @@ export! {
         host::wait(event.functions());
         for device in devices()?.iter().filter(|device| device.gpu == gpu) {
             memory::trim_pools_after_wait(device);
-            device.check_present()?;
+            device.check()?;
         }
         Ok(())
     }

@@ -29,7 +29,7 @@ export! {
         }
         stream.synchronize();
         memory::trim_pools_after_wait(stream.context.device);
-        stream.context.device.check_present()
+        stream.context.device.check()
     }
     fn cuStreamQuery, cuStreamQuery_ptsz [stream] (stream: Handle) {
         if stream::find(stream)?.is_idle() { Ok(()) } else { Err(Code::NOT_READY) }

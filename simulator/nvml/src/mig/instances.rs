@@ -11,7 +11,7 @@ use super::{active_model, change, profile_with_id};
 use crate::code::Code;
 use crate::export::{export, get, put};
 use crate::handles::{Kind, Target, handle_of, target_of};
-use crate::state::{Device, device, device_at, handle};
+use crate::state::{Device, device, device_at, handle, mig_handle};
 
 pub fn number(index: usize) -> u32 {
     u32::try_from(index).unwrap_or(u32::MAX)
@@ -114,10 +114,14 @@ unsafe fn put_all<T>(count: *mut u32, to: *mut T, list: Vec<T>) -> Result<(), Co
     Ok(())
 }
 
-fn info(of: nvmlComputeInstance_t) -> Result<nvmlComputeInstanceInfo_t, Code> {
+/// Since version 2, `device` is the MIG device, whose UUID NVIDIA's DRA driver reads (`ciInfo.Device.GetUUID()`).
+fn info(of: nvmlComputeInstance_t, version: u32) -> Result<nvmlComputeInstanceInfo_t, Code> {
     let (device, it) = compute_instance(of)?;
     Ok(nvmlComputeInstanceInfo_t {
-        device: handle(device.gpu),
+        device: match version {
+            1 => handle(device.gpu),
+            _ => mig_handle(device.gpu, it),
+        },
         gpuInstance: gpu_handle(device.gpu, it.gpu_instance),
         id: it.id,
         profileId: it.profile.kind,
@@ -194,9 +198,9 @@ export! {
         put(to, compute_handle(device.gpu, found.ok_or(Code::NOT_FOUND)?))
     }
     fn nvmlComputeInstanceGetInfo(of: nvmlComputeInstance_t, to: *mut nvmlComputeInstanceInfo_t) {
-        put(to, info(of)?)
+        put(to, info(of, 1)?)
     }
     fn nvmlComputeInstanceGetInfo_v2(of: nvmlComputeInstance_t, to: *mut nvmlComputeInstanceInfo_t) {
-        put(to, info(of)?)
+        put(to, info(of, 2)?)
     }
 }

@@ -12,6 +12,7 @@ const PTX: &CStr = c".version 8.0
 .address_size 64
 .visible .entry sim_busy_20ms() { ret; }
 .visible .entry sim_busy_0us() { ret; }
+.visible .entry sim_illegal_address() { ret; }
 .visible .entry plain() { ret; }
 ";
 

@@ -1,0 +1,41 @@
+//! Faults of kernels, and how far each reaches.
+//!
+//! After a kernel's access to memory that is not allocated, "the process is left in an inconsistent state and any further CUDA
+//! work will return the same error" (CUDA Driver API, `CUDA_ERROR_ILLEGAL_ADDRESS`). Other processes are not affected, except the
+//! clients of the same MPS daemon: a fault "is reported to all the clients running on the subset of GPUs in which the fatal fault
+//! is contained" (NVIDIA's MPS documentation, "MPS Error Containment").
+
+use std::sync::atomic::Ordering;
+
+use crate::layout::{ProcessSlot, Shared};
+
+impl Shared {
+    /// The process `slot` has become a client of the MPS daemon with this identity, which is not 0.
+    pub fn join_mps(&self, slot: usize, daemon: u64) {
+        self.slots[slot].mps_daemon.store(daemon, Ordering::Release);
+    }
+
+    /// A kernel of the process `slot` has faulted on a GPU: from now on the calls of all processes that it reaches return `code`.
+    pub fn fault(&self, slot: usize, gpu: usize, code: u32) {
+        let faulted = &self.slots[slot];
+        faulted.fault.store(code, Ordering::Release);
+        let daemon = faulted.mps_daemon.load(Ordering::Acquire);
+        if daemon == 0 {
+            return;
+        }
+        for other in &self.slots {
+            let is_client = other.mps_daemon.load(Ordering::Acquire) == daemon;
+            if is_client && other.used[gpu].load(Ordering::Relaxed) > 0 {
+                other.fault.store(code, Ordering::Release);
+            }
+        }
+    }
+}
+
+impl ProcessSlot {
+    /// Makes the slot ready for its next process.
+    pub(crate) fn forget_faults(&self) {
+        self.mps_daemon.store(0, Ordering::Relaxed);
+        self.fault.store(0, Ordering::Relaxed);
+    }
+}
