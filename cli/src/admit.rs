@@ -96,6 +96,7 @@ pub fn admit(
         uid: request.share.clone(),
         namespace: NAMESPACE.to_owned(),
         name: request.share.clone(),
+        pod_claim_name: None,
         devices: vec![AllocatedDevice {
             request: "gpu".to_owned(),
             pool: NAMESPACE.to_owned(),

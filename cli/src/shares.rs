@@ -351,6 +351,7 @@ mod tests {
                 uid: name.into(),
                 namespace: "run".into(),
                 name: name.into(),
+                pod_claim_name: None,
                 devices: Vec::new(),
             },
             devices: Vec::new(),

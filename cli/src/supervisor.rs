@@ -218,6 +218,7 @@ fn specs(
         folder: libraries.to_string_lossy().into_owned(),
     };
     let paths = NodePaths {
+        metadata: None,
         shares: shares.base().to_string_lossy().into_owned(),
         // No container runtime runs the hooks.
         hooks: libraries.to_string_lossy().into_owned(),

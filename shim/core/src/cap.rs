@@ -7,6 +7,7 @@
 //! | 12 | 4 | compute policy: 1 strict, 2 work-conserving |
 //! | 16 | 8 | memory limit in bytes, `u64::MAX` for none |
 //! | 24 | 4 | cores in percent of the GPU's time, 0 for no limit |
+//! | 28 | 4 | percent of the GPU's threads of each MPS client, 0 for a share without MPS |
 //! | 32 | 8 | bytes that one CUDA context takes on this GPU, 0 where that is not known |
 //! | 64 | 64 | GPU UUID as NVML prints it |
 //! | 128 | 64 | UID of the claim |
@@ -15,7 +16,8 @@
 //! | 1024 | 3072 | the compute share's refill, [`crate::compute::refill`], which the checksum does not cover; zero at first |
 //!
 //! Integers are little endian, texts UTF-8 padded with zeros, all else zero. Every change of
-//! meaning needs a new version; a reader knows exactly one.
+//! meaning needs a new version; a reader knows exactly one. (A release that does not know the field of MPS
+//! holds the memory of such a share to its cap all the same, and its clients have the daemon's default limits.)
 
 use crate::{GpuUuid, PageError};
 
@@ -36,6 +38,7 @@ const AT_ABI: usize = 8;
 const AT_POLICY: usize = 12;
 const AT_MEMORY: usize = 16;
 const AT_CORES: usize = 24;
+const AT_MPS_THREADS: usize = 28;
 const AT_CONTEXT: usize = 32;
 const AT_UUID: usize = 64;
 const AT_CLAIM: usize = 128;
@@ -69,6 +72,9 @@ pub struct CapPage<'a> {
     pub context_memory: u64,
     /// Share of the GPU's time in percent, 1 to 100; `None` for no limit.
     pub cores: Option<u8>,
+    /// Percent of the GPU's threads that each process of the share may use as a client of the GPU's MPS
+    /// daemon, 1 to 100; `None` for a share without MPS.
+    pub mps_threads: Option<u8>,
     /// Strict or work-conserving.
     pub compute_policy: ComputePolicy,
     /// UID of the `ResourceClaim`.
@@ -88,15 +94,9 @@ impl<'a> CapPage<'a> {
             Some(bytes) => bytes,
             None => NO_LIMIT,
         };
-        let cores = match self.cores {
-            Some(percent @ 1..=100) => u32::from(percent),
-            Some(other) => {
-                return Err(PageError::Cores {
-                    found: u32::from(other),
-                });
-            }
-            None => 0,
-        };
+        let cores = encode_percent(self.cores).map_err(|found| PageError::Cores { found })?;
+        let mps_threads =
+            encode_percent(self.mps_threads).map_err(|found| PageError::MpsThreads { found })?;
         let policy: u32 = match self.compute_policy {
             ComputePolicy::Strict => 1,
             ComputePolicy::WorkConserving => 2,
@@ -107,6 +107,7 @@ impl<'a> CapPage<'a> {
         put(&mut page, AT_POLICY, &policy.to_le_bytes());
         put(&mut page, AT_MEMORY, &memory.to_le_bytes());
         put(&mut page, AT_CORES, &cores.to_le_bytes());
+        put(&mut page, AT_MPS_THREADS, &mps_threads.to_le_bytes());
         put(&mut page, AT_CONTEXT, &self.context_memory.to_le_bytes());
         put_text(
             &mut page,
@@ -164,13 +165,10 @@ impl<'a> CapPage<'a> {
             NO_LIMIT => None,
             bytes => Some(bytes),
         };
-        let cores = match get_u32(page, AT_CORES) {
-            0 => None,
-            found => match u8::try_from(found) {
-                Ok(percent @ 1..=100) => Some(percent),
-                _ => return Err(PageError::Cores { found }),
-            },
-        };
+        let cores =
+            decode_percent(get_u32(page, AT_CORES)).map_err(|found| PageError::Cores { found })?;
+        let mps_threads = decode_percent(get_u32(page, AT_MPS_THREADS))
+            .map_err(|found| PageError::MpsThreads { found })?;
         let compute_policy = match get_u32(page, AT_POLICY) {
             1 => ComputePolicy::Strict,
             2 => ComputePolicy::WorkConserving,
@@ -181,6 +179,7 @@ impl<'a> CapPage<'a> {
             memory_limit,
             context_memory: get_u64(page, AT_CONTEXT),
             cores,
+            mps_threads,
             compute_policy,
             claim_uid: get_text(page, AT_CLAIM, CLAIM_LEN, "the claim's UID")?,
             device_key: get_text(page, AT_KEY, KEY_LEN, "the device key")?,
@@ -192,6 +191,23 @@ impl<'a> CapPage<'a> {
     #[must_use]
     pub fn gpu(&self) -> Option<GpuUuid> {
         GpuUuid::parse(self.gpu_uuid)
+    }
+}
+
+/// 0 for none, or 1 to 100; any other number is the error.
+fn encode_percent(percent: Option<u8>) -> Result<u32, u32> {
+    match percent {
+        None => Ok(0),
+        Some(percent @ 1..=100) => Ok(u32::from(percent)),
+        Some(other) => Err(u32::from(other)),
+    }
+}
+
+fn decode_percent(found: u32) -> Result<Option<u8>, u32> {
+    match u8::try_from(found) {
+        Ok(0) => Ok(None),
+        Ok(percent @ 1..=100) => Ok(Some(percent)),
+        _ => Err(found),
     }
 }
 
@@ -264,6 +280,7 @@ mod tests {
             memory_limit: Some(20 << 30),
             context_memory: 512 << 20,
             cores: Some(25),
+            mps_threads: None,
             compute_policy: ComputePolicy::Strict,
             claim_uid: "5f0c2b9e-0000-4000-8000-000000000001",
             device_key: "gpu-0",
@@ -307,6 +324,13 @@ mod tests {
                     ..page()
                 },
                 PageError::Cores { found: 101 },
+            ),
+            (
+                CapPage {
+                    mps_threads: Some(101),
+                    ..page()
+                },
+                PageError::MpsThreads { found: 101 },
             ),
             (
                 CapPage {
@@ -382,6 +406,7 @@ mod tests {
             memory in prop::option::of(1..u64::MAX),
             context_memory: u64,
             cores in prop::option::of(1u8..=100),
+            mps_threads in prop::option::of(1u8..=100),
             strict: bool,
             claim in "[a-z0-9-]{1,64}",
             key in "[a-zA-Z0-9._-]{1,256}",
@@ -391,6 +416,7 @@ mod tests {
                 memory_limit: memory,
                 context_memory,
                 cores,
+                mps_threads,
                 compute_policy: if strict { ComputePolicy::Strict } else { ComputePolicy::WorkConserving },
                 claim_uid: &claim,
                 device_key: &key,

@@ -40,6 +40,11 @@ pub enum PageError {
         /// The value found.
         found: u32,
     },
+    /// The part of the GPU's threads is a percentage, 1 to 100.
+    MpsThreads {
+        /// The value found.
+        found: u32,
+    },
     /// A compute policy this build does not know.
     ComputePolicy {
         /// The value found.
@@ -95,6 +100,13 @@ impl PageError {
             Self::MemoryLimit => words("the memory limit must be at least 1 byte"),
             Self::Cores { found } => [
                 Text("cores must be 1 to 100 percent, not "),
+                number(found),
+                Text(""),
+                Text(""),
+                Text(""),
+            ],
+            Self::MpsThreads { found } => [
+                Text("the threads of MPS clients must be 1 to 100 percent, not "),
                 number(found),
                 Text(""),
                 Text(""),

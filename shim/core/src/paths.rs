@@ -16,5 +16,11 @@ pub const REAL_CUDA: &core::ffi::CStr = c"/usr/lib/tranche/driver/libcuda.so.1";
 /// The node's own `libnvidia-ml.so.1`, which the shim stands before.
 pub const REAL_NVML: &core::ffi::CStr = c"/usr/lib/tranche/driver/libnvidia-ml.so.1";
 
+/// The sockets of the GPU's MPS daemon, in a container with a concurrent share: the driver's own default path.
+pub const MPS_PIPES: &core::ffi::CStr = c"/tmp/nvidia-mps";
+
+/// The socket at which the daemon takes clients.
+pub const MPS_CONTROL: &core::ffi::CStr = c"/tmp/nvidia-mps/control";
+
 /// The most shares of one container; more are refused.
 pub const MAX_SHARES: usize = 64;

@@ -15,6 +15,7 @@ impl CUresult {
     pub const NOT_FOUND: Self = Self(500);
     pub const NOT_READY: Self = Self(600);
     pub const NOT_PERMITTED: Self = Self(800);
+    pub const MPS_CONNECTION_FAILED: Self = Self(805);
     pub const STREAM_CAPTURE_INVALIDATED: Self = Self(901);
 
     pub fn is_ok(self) -> bool {

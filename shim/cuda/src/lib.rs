@@ -20,8 +20,8 @@
 //! 1. the real driver: `abi` (its types and error codes), `driver` (its functions, and the stubs that pass), `stream`
 //!    (streams, and what is current to a thread);
 //! 2. shares and the process: `share` (GPUs, and places in accounts), `measure` (how long launches take), `launches`,
-//!    `fitting` (kernels whose local memory is charged), `reserves` (what the driver keeps), `contexts`, `process`
-//!    (this process, and how it stays itself across a fork);
+//!    `fitting` (kernels whose local memory is charged), `reserves` (what the driver keeps), `contexts`, `mps`
+//!    (this process as a client of MPS), `process` (this process, and how it stays itself across a fork);
 //! 3. charging: `account` (reserving from shares), `exports` (descriptors that keep memory), `kept` (asking the driver
 //!    what it keeps), `charge` (reserve, ask, keep or give back), `source` (allocating from what the driver keeps);
 //! 4. one file per family: `memory`, `local` (the local memory that kernels need), `vmm`, `ipc`, `dma_buf`, `multicast`,
@@ -69,6 +69,7 @@ mod local;
 mod measure;
 mod memory;
 mod module;
+mod mps;
 mod multicast;
 mod pool;
 mod process;

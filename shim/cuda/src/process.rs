@@ -24,6 +24,7 @@ use crate::contexts::Contexts;
 use crate::driver::{Call, real};
 use crate::fitting::Fitting;
 use crate::launches::Launches;
+use crate::mps;
 use crate::reserves::Reserves;
 use crate::share::{self, Device, Held};
 use crate::stream::{LAST_IMPLICIT_STREAM, context_of, within};
@@ -107,8 +108,11 @@ struct Joined {
 static PROCESS: AtomicPtr<Process> = AtomicPtr::new(ptr::null_mut());
 
 /// `cuInit`: first the driver's, which takes nothing of a GPU, then the process joins its shares, without which it can
-/// take nothing.
+/// take nothing. What the driver reads of a concurrent share is set before.
 pub fn initialise(driver: Call<'_>) -> CUresult {
+    if let Err(code) = mps::prepare() {
+        return code;
+    }
     let result = driver.make();
     if !result.is_ok() {
         return result;
@@ -276,6 +280,7 @@ impl Joined {
         let Some(device) = devices.find(|device| device.gpu == share.gpu) else {
             return Ok(());
         };
+        mps::check(share)?;
         match share.limit {
             None => device.kind = share::Kind::Uncapped,
             Some(limit) => {

@@ -21,6 +21,8 @@ pub struct Share {
     pub limit: Option<u64>,
     /// Percent of the GPU's time that it may use; `None` for no limit.
     pub cores: Option<u8>,
+    /// Percent of the GPU's threads of each process, as a client of the GPU's MPS daemon; `None` for a share without MPS.
+    pub mps_threads: Option<u8>,
     /// Bytes of one context, in whole blocks; the share has room for one beside its limit.
     pub context: u64,
     /// Its folder's name.
@@ -82,6 +84,15 @@ pub fn refuse_gpu(gpu: GpuUuid) -> Refused {
         ],
         REMEDY,
     ])
+}
+
+/// No MPS daemon serves a concurrent share, or this process is not its client.
+pub fn refuse_mps(why: &[Part<'_>]) -> Refused {
+    let remedy = Part::Text(
+        "; the GPU is not used: a daemon that ended is started again within seconds; if this does not help, see the log of tranche-mps on \
+         this pod's node",
+    );
+    refuse(&[&[Part::Text("MPS: ")], why, &[remedy]])
 }
 
 /// The container has more than the shim supports.
@@ -150,6 +161,7 @@ impl Share {
             gpu,
             limit: page.memory_limit,
             cores: page.cores,
+            mps_threads: page.mps_threads,
             context: page
                 .context_memory
                 .checked_next_multiple_of(BLOCK)

@@ -450,6 +450,80 @@ pub fn abort() -> ! {
     unsafe { libc::abort() }
 }
 
+/// Whether there is a file at `path`.
+#[must_use]
+pub fn exists(path: &CStr) -> bool {
+    // SAFETY: `path` is a C string.
+    unsafe { libc::access(path.as_ptr(), libc::F_OK) == 0 }
+}
+
+/// Whether somebody takes connections at the socket; the error says why nobody does.
+pub fn is_served(socket: &CStr) -> Result<(), Errno> {
+    // SAFETY: zeros are a valid address.
+    let mut address: libc::sockaddr_un = unsafe { core::mem::zeroed() };
+    address.sun_family = 1; // AF_UNIX
+    // The last byte stays zero.
+    let most = address.sun_path.len() - 1;
+    for (to, &from) in address
+        .sun_path
+        .iter_mut()
+        .take(most)
+        .zip(socket.to_bytes())
+    {
+        *to = from.cast_signed();
+    }
+    let kind = libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
+    // SAFETY: plain arguments.
+    let fd = unsafe { libc::socket(libc::AF_UNIX, kind, 0) };
+    if fd < 0 {
+        return Err(Errno::last());
+    }
+    let connection = File(fd);
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "the size of a small struct"
+    )]
+    let length = size_of::<libc::sockaddr_un>() as libc::socklen_t;
+    // SAFETY: a valid address of this length.
+    let result = unsafe { libc::connect(connection.0, (&raw const address).cast(), length) };
+    match Errno::last() {
+        _ if result == 0 => Ok(()),
+        error @ Errno(libc::ENOENT | libc::ECONNREFUSED | libc::ENOTDIR | libc::EACCES) => {
+            Err(error)
+        }
+        // Its queue is full, or a later driver has another kind of socket.
+        _ => Ok(()),
+    }
+}
+
+/// Whether a variable of the environment has this value; `None` for no variable.
+#[must_use]
+pub fn environment_is(name: &CStr, value: Option<&CStr>) -> bool {
+    // SAFETY: a C string; what is returned is one too, or null.
+    let found = unsafe { libc::getenv(name.as_ptr()) };
+    match value {
+        None => found.is_null(),
+        // SAFETY: not null, so a C string.
+        Some(value) => !found.is_null() && unsafe { CStr::from_ptr(found) } == value,
+    }
+}
+
+/// Sets a variable of the environment, or removes it. Other threads must not read the environment meanwhile.
+pub fn set_environment(name: &CStr, value: Option<&CStr>) -> Result<(), Errno> {
+    // SAFETY: C strings.
+    let result = unsafe {
+        match value {
+            Some(value) => libc::setenv(name.as_ptr(), value.as_ptr(), 1),
+            None => libc::unsetenv(name.as_ptr()),
+        }
+    };
+    if result == 0 {
+        Ok(())
+    } else {
+        Err(Errno::last())
+    }
+}
+
 pub(crate) fn write_stderr(text: &[u8]) {
     // SAFETY: `text` is readable. If stderr is closed, nobody wants to know.
     unsafe { libc::write(libc::STDERR_FILENO, text.as_ptr().cast(), text.len()) };

@@ -299,6 +299,7 @@ impl World {
             memory_limit: limit,
             context_memory: 0,
             cores,
+            mps_threads: None,
             compute_policy,
             claim_uid: CLAIM,
             device_key: key,
@@ -318,10 +319,35 @@ impl World {
             memory_limit: limit,
             context_memory,
             cores: None,
+            mps_threads: None,
             compute_policy: ComputePolicy::Strict,
             claim_uid: CLAIM,
             device_key: key,
         })
+    }
+
+    /// Adds a concurrent share of `limit` bytes, whose processes have `threads` percent of the GPU each.
+    pub fn share_by_mps(&self, key: &str, gpu_uuid: &str, limit: u64, threads: u8) -> Share {
+        self.share_of(&CapPage {
+            gpu_uuid,
+            memory_limit: Some(limit),
+            context_memory: 0,
+            cores: None,
+            mps_threads: Some(threads),
+            compute_policy: ComputePolicy::Strict,
+            claim_uid: CLAIM,
+            device_key: key,
+        })
+    }
+
+    /// Mounts a folder of the machine at a path of the container, which must be there.
+    pub fn mount(&self, folder: &Path, at: &Path) {
+        mount::bind(folder, at, false);
+    }
+
+    /// Takes the mount away.
+    pub fn unmount(&self, at: &Path) {
+        mount::detach(at);
     }
 
     fn share_of(&self, page: &CapPage<'_>) -> Share {

@@ -603,7 +603,7 @@ fn time(cuda: &Cuda, what: &str, live: u64) -> String {
 /// for the first look-up.
 fn instructions(cuda: &Cuda, what: &str, live: u64) -> String {
     let mut once = call_of(cuda, what, live);
-    if what != FIRST_ADDRESS {
+    if what != "first-address" {
         for _ in 0..100 {
             once();
         }
@@ -623,11 +623,40 @@ fn counted_calls(once: &mut dyn FnMut() -> u32) {
 
 /// Calls that are counted; each takes the same, but for the first look-up.
 const CALLS: u32 = 4;
-/// A look-up in a process that has made none.
-const FIRST_ADDRESS: &str = "first-address";
+
+/// What is timed or counted.
+#[derive(Clone, Copy)]
+enum Measured {
+    Pass,
+    AllocFree,
+    Refused,
+    Full,
+    Info,
+    Launch,
+    Address,
+}
+
+impl Measured {
+    fn named(what: &str) -> Self {
+        match what {
+            "pass" => Self::Pass,
+            "alloc-free" => Self::AllocFree,
+            "refused" => Self::Refused,
+            "full" => Self::Full,
+            "info" => Self::Info,
+            "launch" => Self::Launch,
+            // The first is asked for in a process that has looked nothing up.
+            "address" | "first-address" => Self::Address,
+            _ => panic!("{what}: not timed"),
+        }
+    }
+}
 
 /// A call, or a pair, for `time` and `instructions`.
-fn call_of<'a>(cuda: &Cuda, what: &'a str, live: u64) -> impl FnMut() -> u32 + use<'a> {
+///
+/// Names are compared here, not in each call: the C library compares strings that lie near the end of a page in
+/// another way, which takes eight instructions more, and where a name lies changes with the environment.
+fn call_of(cuda: &Cuda, what: &str, live: u64) -> impl FnMut() -> u32 + use<> {
     type Alloc = unsafe extern "C" fn(*mut u64, u64) -> u32;
     type Free = unsafe extern "C" fn(u64) -> u32;
     type Info = unsafe extern "C" fn(*mut u64, *mut u64) -> u32;
@@ -635,6 +664,7 @@ fn call_of<'a>(cuda: &Cuda, what: &'a str, live: u64) -> impl FnMut() -> u32 + u
         unsafe extern "C" fn(u64, u32, u32, u32, u32, u32, u32, u32, u64, u64, u64) -> u32;
     type Ask =
         unsafe extern "C" fn(*const libc::c_char, *mut *mut c_void, i32, u64, *mut i32) -> u32;
+    let what = Measured::named(what);
     // SAFETY: cuda.h's types of these functions.
     let (alloc, free, info, ask, version, launch) = unsafe {
         (
@@ -650,7 +680,7 @@ fn call_of<'a>(cuda: &Cuda, what: &'a str, live: u64) -> impl FnMut() -> u32 + u
     };
     let (mut pointer, mut other, mut address, mut status) =
         (0u64, 0u64, std::ptr::null_mut(), 0i32);
-    if what == "alloc-free" || what == "full" {
+    if matches!(what, Measured::AllocFree | Measured::Full) {
         let mut kept = 0u64;
         for _ in 0..live {
             // SAFETY: as above.
@@ -661,20 +691,19 @@ fn call_of<'a>(cuda: &Cuda, what: &'a str, live: u64) -> impl FnMut() -> u32 + u
         // SAFETY: all arguments are valid.
         unsafe {
             match what {
-                "pass" => version(&raw mut status),
-                "alloc-free" => alloc(&raw mut pointer, 4096) + free(pointer),
-                "refused" => alloc(&raw mut pointer, 1 << 50),
-                "full" => alloc(&raw mut pointer, 4 << 20),
-                "info" => info(&raw mut pointer, &raw mut other),
-                "launch" => launch(1, 1, 1, 1, 32, 1, 1, 0, 0, 0, 0),
-                "address" | FIRST_ADDRESS => ask(
+                Measured::Pass => version(&raw mut status),
+                Measured::AllocFree => alloc(&raw mut pointer, 4096) + free(pointer),
+                Measured::Refused => alloc(&raw mut pointer, 1 << 50),
+                Measured::Full => alloc(&raw mut pointer, 4 << 20),
+                Measured::Info => info(&raw mut pointer, &raw mut other),
+                Measured::Launch => launch(1, 1, 1, 1, 32, 1, 1, 0, 0, 0, 0),
+                Measured::Address => ask(
                     c"cuDriverGetVersion".as_ptr(),
                     &raw mut address,
                     12000,
                     0,
                     &raw mut status,
                 ),
-                _ => panic!("{what}: not timed"),
             }
         }
     }

@@ -37,6 +37,7 @@ fn page(change: impl FnOnce(&mut CapPage<'_>)) -> Vec<u8> {
         memory_limit: Some(CAP),
         context_memory: 0,
         cores: None,
+        mps_threads: None,
         compute_policy: ComputePolicy::Strict,
         claim_uid: "5f0c2b9e-0000-4000-8000-000000000001",
         device_key: "gpu-0",

@@ -1,0 +1,124 @@
+//! Asks a control daemon, by the driver's own program.
+
+use std::path::PathBuf;
+use std::process::Stdio;
+use std::time::Duration;
+
+use tokio::io::AsyncWriteExt as _;
+use tokio::process::Command;
+
+use crate::limits::{LimitError, Limits};
+
+/// The daemon answers within milliseconds. It serves one connection after another: a client that connects and says nothing keeps
+/// it from answering.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// Why there is no answer.
+#[derive(Debug, thiserror::Error)]
+pub enum ControlError {
+    /// The program cannot be executed.
+    #[error("cannot execute {program}: {source}")]
+    Execute {
+        /// Its path.
+        program: PathBuf,
+        /// Why not.
+        source: std::io::Error,
+    },
+    /// No answer in time.
+    #[error(
+        "the MPS control daemon has not answered {command:?} within {} s: a process may have connected to it and says nothing",
+        PATIENCE.as_secs()
+    )]
+    TimedOut {
+        /// The command.
+        command: String,
+    },
+    /// It has refused, or there is no daemon.
+    #[error("{command:?}: the MPS control daemon: {answer}")]
+    Failed {
+        /// The command.
+        command: String,
+        /// What the program printed.
+        answer: String,
+    },
+    /// It has not set a limit.
+    #[error(transparent)]
+    Limit(#[from] LimitError),
+}
+
+/// A control daemon.
+#[derive(Clone, Debug)]
+pub struct Control {
+    /// The driver's program.
+    pub program: PathBuf,
+    /// The folder of the daemon's sockets.
+    pub pipes: PathBuf,
+}
+
+impl Control {
+    /// Gives a command; returns what the daemon answers, which is nothing for most of its errors.
+    pub async fn ask(&self, command: &str) -> Result<String, ControlError> {
+        let answer = tokio::time::timeout(PATIENCE, self.run(command));
+        let output = match answer.await {
+            Ok(output) => output.map_err(|source| ControlError::Execute {
+                program: self.program.clone(),
+                source,
+            })?,
+            Err(_) => {
+                return Err(ControlError::TimedOut {
+                    command: command.to_owned(),
+                });
+            }
+        };
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim().to_owned();
+        if output.status.success() {
+            return Ok(text(&output.stdout));
+        }
+        Err(ControlError::Failed {
+            command: command.to_owned(),
+            answer: format!("{} {}", text(&output.stdout), text(&output.stderr))
+                .trim()
+                .to_owned(),
+        })
+    }
+
+    async fn run(&self, command: &str) -> std::io::Result<std::process::Output> {
+        let mut child = Command::new(&self.program)
+            .env_clear()
+            .env("CUDA_MPS_PIPE_DIRECTORY", &self.pipes)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .kill_on_drop(true)
+            .spawn()?;
+        if let Some(mut stdin) = child.stdin.take() {
+            // Without a daemon the program ends before it reads.
+            let _ = stdin.write_all(format!("{command}\n").as_bytes()).await;
+        }
+        child.wait_with_output().await
+    }
+
+    /// Whether it answers.
+    pub async fn is_ready(&self) -> Result<(), ControlError> {
+        self.has_servers().await.map(drop)
+    }
+
+    /// Whether it has servers: without one it has no clients.
+    pub async fn has_servers(&self) -> Result<bool, ControlError> {
+        Ok(!self.ask("get_server_list").await?.is_empty())
+    }
+
+    /// Sets the limits, and reads them back.
+    pub async fn limit(&self, limits: Limits) -> Result<(), ControlError> {
+        for setting in limits.settings() {
+            self.ask(&setting.set).await?;
+            setting.check(&self.ask(&setting.get).await?)?;
+        }
+        Ok(())
+    }
+
+    /// Ends it and its servers, in a few seconds even where clients are at work.
+    pub async fn quit(&self) -> Result<(), ControlError> {
+        self.ask("quit -t 1").await.map(drop)
+    }
+}
