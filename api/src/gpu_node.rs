@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use crate::mig::{MigGeometry, MigInstance};
 use crate::pci_address::PciAddress;
 use crate::quantity::{Quantity, bytes_schema};
-use crate::sharing_policy::OnBypass;
+use crate::sharing_policy::{Interval, OnBypass};
 use crate::withheld::WithheldGpu;
 
 /// Nothing to configure: the object only reports.
@@ -248,6 +248,9 @@ pub struct PublishedGpu {
     /// For shares in the tier `capped`.
     #[serde(default)]
     pub capped: PublishedCapped,
+    /// For shares in the tier `timeshared`.
+    #[serde(default)]
+    pub timeshared: PublishedTimeshared,
 }
 
 /// What a policy asks of the node for shares in the tier `capped`.
@@ -263,4 +266,15 @@ pub struct PublishedCapped {
     /// SharingPolicy's `driverCapabilities`. A name that the plugin's release does not know is left out.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub extra_driver_capabilities: Vec<String>,
+}
+
+/// What a policy asks of the node for shares in the tier `timeshared`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct PublishedTimeshared {
+    /// As in the SharingPolicy. A word that the plugin's release does not know means `Default`.
+    // Any string, as above.
+    #[schemars(with = "String")]
+    #[serde(default)]
+    pub interval: Interval,
 }

@@ -49,6 +49,7 @@ pub mod capacity {
         CORES = "cores", "percent", "100": "Time of the streaming multiprocessors, 1 to 100.";
         CONTEXT_MEMORY = "contextMemory", "bytes", "8Gi": "Memory for the shares' CUDA contexts; every share takes the size of one context, in addition to its `memory`. Missing if the policy's `contextMemory` is 0.";
         SHARERS = "sharers", "count", "16": "Places for shares; every share takes one.";
+        ANTI_AFFINITY = "antiAffinity", "count", "1": "Of the shares that ask for 1 of it, a GPU has at most one: they are on different GPUs. A share that does not ask takes none.";
         MULTIPROCESSORS = "multiprocessors", "count", "16": "A partition's streaming multiprocessors.";
         COPY_ENGINES = "copyEngines", "count", "1": "A partition's copy engines.";
         DECODERS = "decoders", "count", "1": "A partition's video decoders.";
@@ -64,7 +65,7 @@ pub mod attribute {
         /// All of them.
         ALL;
         TYPE = "type", "string", "gpu": "`gpu`; for a partition `mig`.";
-        UUID = "uuid", "string", "GPU-4d8c1f9e-2b4a-4f0e-9c39-0f6c1a3c5b7d": "The GPU's UUID as NVML prints it; of a partition that an administrator made, the MIG device's.";
+        UUID = "uuid", "string", "GPU-4d8c1f9e-2b4a-4f0e-9c39-0f6c1a3c5b7d": "The GPU's UUID as NVML prints it; of a partition that an administrator made, the MIG device's; of one that is made for a claim, its GPU's.";
         PARENT_UUID = "parentUUID", "string", "GPU-4d8c1f9e-2b4a-4f0e-9c39-0f6c1a3c5b7d": "Of a partition: its GPU's UUID.";
         PROFILE = "profile", "string", "1g.10gb": "Of a partition: its MIG profile.";
         MINOR = "minor", "int", "0": "The current N of `/dev/nvidiaN`; it may change with every boot.";

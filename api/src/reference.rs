@@ -59,8 +59,8 @@ Every GPU serves one tier at a time, chosen by the first allocation and freed by
     page.push_str(
         "
 `capped` devices have all of them, each with a request policy: an amount that a claim leaves out gets
-the default, one that it names is rounded up to the next step. `timeshared` devices have `sharers`
-alone: nothing keeps sizes there, so a claim that asks for memory or cores never lands on one.
+the default, one that it names is rounded up to the next step. `timeshared` devices have `sharers` and
+`antiAffinity`: nothing limits sizes there, so a claim that asks for memory or cores never gets one.
 `exclusive` devices have `memory` and `cores`, and a request is a lower bound.
 
 ## Taints

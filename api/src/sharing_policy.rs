@@ -40,9 +40,19 @@ pub struct SharingPolicySpec {
     /// The nodes it speaks of; all where absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub node_selector: Option<LabelSelector>,
-    /// The products it speaks of (`productName`, exactly); all where empty.
+    /// The products it speaks of (`productName`, exactly); all where empty. Where several of `products`, `uuids` and
+    /// `indices` are set, a GPU must be in each of them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub products: Vec<String>,
+    /// The GPUs it speaks of by UUID, as `nvidia-smi -L` prints them; all where empty.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(schema_with = "uuids_schema")]
+    pub uuids: Vec<String>,
+    /// The GPUs it speaks of by their number in `nvidia-smi`, on each node; all where empty. The number of a GPU may change
+    /// with every boot: name GPUs by `uuids` where the same one must always be meant.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(schema_with = "indices_schema")]
+    pub indices: Vec<u32>,
     /// The tiers offered: at least one, each once.
     #[schemars(
         length(min = 1, max = 6),
@@ -55,6 +65,9 @@ pub struct SharingPolicySpec {
     /// How GPUs are shared in the tier `capped`.
     #[serde(default)]
     pub capped: CappedPolicy,
+    /// Which partitions GPUs are divided into in the tier `partition`.
+    #[serde(default)]
+    pub partition: PartitionPolicy,
     /// How GPUs are shared in the tier `timeshared`.
     #[serde(default)]
     pub timeshared: TimesharedPolicy,
@@ -91,6 +104,17 @@ pub struct SharingPolicySpec {
          && quantity(string(self.defaultMemory)).asInteger() % quantity(string(self.memoryStep)).asInteger() == 0)",
         "must be a multiple of memoryStep, above 0, written without a decimal point",
     ),
+    rule(
+        ".coresStep",
+        "self.coresStep > 0 && 100 % self.coresStep == 0",
+        "must divide 100: 1, 2, 4, 5, 10, 20, 25 or 50",
+    ),
+    rule(
+        ".defaultCores",
+        // Where coresStep is wrong its own rule says so.
+        "!has(self.defaultCores) || self.coresStep <= 0 || self.defaultCores % self.coresStep == 0",
+        "must be a multiple of coresStep",
+    ),
 ]))]
 pub struct CappedPolicy {
     /// The most shares of one GPU, 1-128.
@@ -111,8 +135,11 @@ pub struct CappedPolicy {
     /// `maxSharers` where absent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub default_memory: Option<Quantity>,
-    /// Cores (percent) of a share that names none, 1-100; an equal part for `maxSharers` where
-    /// absent.
+    /// Granularity and minimum of a share's cores, percent: 1, 2, 4, 5, 10, 20, 25 or 50.
+    #[schemars(range(min = 1, max = 50))]
+    pub cores_step: u32,
+    /// Cores (percent) of a share that names none, a multiple of `coresStep`; an equal part for
+    /// `maxSharers` where absent.
     #[schemars(range(min = 1, max = 100))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub default_cores: Option<u32>,
@@ -160,6 +187,16 @@ pub enum OnBypass {
     Report,
 }
 
+/// The partitions of the tier `partition`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase", default)]
+pub struct PartitionPolicy {
+    /// The MIG profiles that are offered, as `nvidia-smi mig -lgip` names them; all that the GPU has where empty.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    #[schemars(schema_with = "profiles_schema")]
+    pub profiles: Vec<String>,
+}
+
 /// Limits of the tier `timeshared`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", default)]
@@ -167,6 +204,25 @@ pub struct TimesharedPolicy {
     /// The most shares of one GPU, 1-128.
     #[schemars(range(min = 1, max = 128))]
     pub max_sharers: u32,
+    /// How long a process has the GPU before the driver gives it to the next one, as
+    /// `nvidia-smi compute-policy --set-timeslice` names it: set while the GPU has timeshared shares. This release sets
+    /// nothing yet.
+    pub interval: Interval,
+}
+
+/// A length of the driver's time slices.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum Interval {
+    /// Short.
+    Short,
+    /// Medium.
+    Medium,
+    /// Long.
+    Long,
+    /// The driver's own. A word that this release does not know means this too.
+    #[default]
+    #[serde(other)]
+    Default,
 }
 
 /// The rule that a policy names served tiers only.
@@ -186,6 +242,36 @@ fn served_tiers() -> serde_json::Value {
             list(true, "")
         ),
     )
+}
+
+fn uuids_schema(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({
+        "type": "array",
+        "items": {
+            "type": "string",
+            "pattern": "^GPU-[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$",
+        },
+        "x-kubernetes-list-type": "set",
+    })
+}
+
+fn indices_schema(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({
+        "type": "array",
+        "items": {"type": "integer", "minimum": 0, "maximum": u32::MAX},
+        "x-kubernetes-list-type": "set",
+    })
+}
+
+fn profiles_schema(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({
+        "type": "array",
+        "items": {
+            "type": "string",
+            "pattern": r"^[1-9][0-9]?g\.[1-9][0-9]{0,3}gb(\+me|\+gfx|\+me\.all|-me)?$",
+        },
+        "x-kubernetes-list-type": "set",
+    })
 }
 
 fn driver_capabilities_schema(_: &mut SchemaGenerator) -> Schema {
@@ -220,6 +306,7 @@ impl Default for CappedPolicy {
             context_memory: None,
             memory_step: Quantity::from_bytes(1 << 20),
             default_memory: None,
+            cores_step: 1,
             default_cores: None,
             untested_driver: UntestedDriver::Taint,
             on_bypass: OnBypass::Report,
@@ -230,6 +317,9 @@ impl Default for CappedPolicy {
 
 impl Default for TimesharedPolicy {
     fn default() -> Self {
-        Self { max_sharers: 8 }
+        Self {
+            max_sharers: 8,
+            interval: Interval::Default,
+        }
     }
 }

@@ -64,7 +64,12 @@ impl Tier {
 
     /// The tiers that this version serves, weakest first. This list is the only one: the schemas, the
     /// chart's classes and the plan of slices are made from it, and what cannot be is tested against it.
-    pub const SERVED: [Self; 3] = [Self::Timeshared, Self::Capped, Self::Exclusive];
+    pub const SERVED: [Self; 4] = [
+        Self::Timeshared,
+        Self::Capped,
+        Self::Partition,
+        Self::Exclusive,
+    ];
 
     /// Whether this version serves the tier; the others have their place and come later.
     #[must_use]

@@ -7,6 +7,9 @@
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
+use flate2::Compression;
+use flate2::read::DeflateDecoder;
+use flate2::write::DeflateEncoder;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::api::resource::v1::{Device, ResourceSlice};
@@ -66,20 +69,30 @@ pub struct KnownDevice {
 pub struct Withdrawn {
     /// When it was tainted; the API server fills the time in.
     pub at: Timestamp,
-    /// The device as JSON: a tenth of what the typed one takes.
-    json: Box<str>,
+    /// The device as JSON, deflated: some 3 percent of what the typed one takes. With two such devices on each of 6,000 nodes,
+    /// plain JSON takes 20 MiB more.
+    packed: Box<[u8]>,
+}
+
+impl Withdrawn {
+    fn pack(device: &Device) -> Option<Box<[u8]>> {
+        let mut encoder = DeflateEncoder::new(Vec::new(), Compression::default());
+        serde_json::to_writer(&mut encoder, device).ok()?;
+        Some(encoder.finish().ok()?.into_boxed_slice())
+    }
+
+    /// The device; `None` where it is not what was packed.
+    fn device(&self) -> Option<Device> {
+        serde_json::from_reader(DeflateDecoder::new(&*self.packed)).ok()
+    }
 }
 
 impl KnownDevice {
     /// The device with all of it where that is known.
     #[must_use]
     pub fn published(&self) -> PublishedDevice {
-        let content = self
-            .withdrawn
-            .as_ref()
-            .and_then(|device| serde_json::from_str(&device.json).ok());
         PublishedDevice {
-            content,
+            content: self.withdrawn.as_ref().and_then(|it| it.device()),
             ..self.identity.clone()
         }
     }
@@ -159,7 +172,7 @@ fn known_device(device: &Device) -> Option<KnownDevice> {
                 .time_added
                 .as_ref()
                 .map_or(Timestamp::UNIX_EPOCH, |time| time.0),
-            json: serde_json::to_string(device).ok()?.into_boxed_str(),
+            packed: Withdrawn::pack(device)?,
         }))
     });
     Some(KnownDevice {

@@ -185,6 +185,9 @@ pub enum CdiError {
         /// Its SONAME.
         soname: &'static str,
     },
+    /// A partition that is not there yet.
+    #[error("{0}: the MIG device of the partition is not known")]
+    NoMigDevice(String),
     /// A path that is not absolute.
     #[error("{what} {path:?} is not an absolute path")]
     Path {

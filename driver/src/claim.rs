@@ -30,6 +30,10 @@ pub struct Allocation {
     pub namespace: String,
     /// `metadata.name`.
     pub name: String,
+    /// Of a claim from a template, the name that its pod has for it (the annotation
+    /// `resource.kubernetes.io/pod-claim-name`).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pod_claim_name: Option<String>,
     /// The results for our driver and this node's pool, in the claim's order; at least one.
     pub devices: Vec<AllocatedDevice>,
 }
@@ -210,9 +214,19 @@ impl Allocation {
             uid,
             namespace: claim.metadata.namespace.clone().unwrap_or_default(),
             name: claim.metadata.name.clone().unwrap_or_default(),
+            pod_claim_name: pod_claim_name(claim),
             devices,
         })
     }
+}
+
+/// `None` also for what is no name of a pod's claim: it would become part of a path.
+fn pod_claim_name(claim: &ResourceClaim) -> Option<String> {
+    let annotations = claim.metadata.annotations.as_ref()?;
+    let name = annotations.get("resource.kubernetes.io/pod-claim-name")?;
+    let is_label = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-';
+    let is_name = (1..=63).contains(&name.len()) && name.bytes().all(is_label);
+    is_name.then(|| name.clone())
 }
 
 fn is_uid(uid: &str) -> bool {

@@ -12,7 +12,7 @@
 //!
 //! **Whose an instance is.** The [`Record`] is written before an instance is made, while its placement is free, and again
 //! with the instance's id. An instance that the record does not name belongs to somebody else. It is never removed, and
-//! nothing that overlaps with it is made.
+//! nothing that overlaps with it is made. If it is the very partition that is wanted, whole, it is used as it is.
 //!
 //! **MIG mode** is switched on for the first partition, and off again after the last, where Tranche switched it on.
 //! Where somebody else makes instances meanwhile, it stays on, and is theirs from then on.
@@ -37,8 +37,11 @@ pub struct Place {
 /// How a GPU is to be.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Wanted {
-    /// The partitions that claims hold and that Tranche makes.
-    pub partitions: BTreeSet<Place>,
+    /// The partitions that claims hold: they stay.
+    pub held: BTreeSet<Place>,
+    /// Those of them that are made where they are missing: one claim's, so that what keeps another claim's partition from
+    /// being made does not fail this one.
+    pub make: BTreeSet<Place>,
 }
 
 /// What Tranche has changed on a GPU, or is about to change. Durable; of a GPU that is not named there is none.
@@ -102,7 +105,7 @@ pub enum Next {
     Write(Record),
     /// Change the GPU.
     Change(Change),
-    /// The GPU is as wanted: the partitions, by their places.
+    /// The GPU is as wanted: the partitions to make, by their places.
     Done(BTreeMap<Place, Partition>),
 }
 
@@ -199,16 +202,16 @@ pub fn next(
     if let Some(change) = removal(wanted, record, actual) {
         return Ok(Next::Change(change));
     }
-    for place in &wanted.partitions {
+    for place in &wanted.make {
         if let Some(next) = towards(*place, record, actual, geometry)? {
             return Ok(next);
         }
     }
-    if wanted.partitions.is_empty() && record.switched_mig_on {
+    if wanted.held.is_empty() && record.switched_mig_on {
         return restore_mode(record, actual);
     }
-    let done = wanted.partitions.iter().filter_map(|place| {
-        let instance = record.instance(*place, actual)?;
+    let done = wanted.make.iter().filter_map(|place| {
+        let instance = actual.at(*place)?;
         let [compute] = &instance.compute[..] else {
             return None;
         };
@@ -222,6 +225,13 @@ pub fn next(
     Ok(Next::Done(done.collect()))
 }
 
+impl Actual {
+    /// The instance at a place.
+    fn at(&self, place: Place) -> Option<&Instance> {
+        self.instances.iter().find(|it| it.place == place)
+    }
+}
+
 impl Record {
     /// Whether there is nothing to remember.
     #[must_use]
@@ -229,11 +239,15 @@ impl Record {
         *self == Self::default()
     }
 
+    /// Adds what another record has.
+    pub fn add(&mut self, other: Self) {
+        self.switched_mig_on |= other.switched_mig_on;
+        self.instances.extend(other.instances);
+    }
+
     /// The instance of Tranche at a place, if it is there.
     fn instance<'a>(&self, place: Place, actual: &'a Actual) -> Option<&'a Instance> {
-        let owned = self.instances.iter().find(|owned| owned.place == place)?;
-        let mut there = actual.instances.iter();
-        there.find(|instance| instance.place == place && owned.id == Some(instance.id))
+        actual.at(place).filter(|instance| self.owns(instance))
     }
 
     fn owns(&self, instance: &Instance) -> bool {
@@ -244,16 +258,15 @@ impl Record {
     /// The record as it must be for what is there, if it is different: with the ids of instances that were made, and without
     /// instances that are gone.
     fn corrected(&self, wanted: &Wanted, actual: &Actual) -> Option<Self> {
-        let at = |place| actual.instances.iter().find(|it| it.place == place);
         let mut corrected = self.clone();
         corrected.instances.retain(|owned| match owned.id {
             // A reboot or an administrator has removed it. If another one is there, that is not ours.
-            Some(id) => at(owned.place).is_some_and(|instance| instance.id == id),
-            None => wanted.partitions.contains(&owned.place) || at(owned.place).is_some(),
+            Some(id) => actual.at(owned.place).is_some_and(|it| it.id == id),
+            None => wanted.held.contains(&owned.place) || actual.at(owned.place).is_some(),
         });
         for owned in &mut corrected.instances {
             // It was made, and its id was not written.
-            owned.id = owned.id.or_else(|| Some(at(owned.place)?.id));
+            owned.id = owned.id.or_else(|| Some(actual.at(owned.place)?.id));
         }
         (corrected != *self).then_some(corrected)
     }
@@ -262,7 +275,7 @@ impl Record {
 /// The removal of something that is ours and not wanted.
 fn removal(wanted: &Wanted, record: &Record, actual: &Actual) -> Option<Change> {
     let mut ours = actual.instances.iter().filter(|it| record.owns(it));
-    let instance = ours.find(|it| !wanted.partitions.contains(&it.place))?;
+    let instance = ours.find(|it| !wanted.held.contains(&it.place))?;
     Some(match instance.compute.first() {
         Some(compute) => Change::DestroyComputeInstance {
             instance: instance.id,
@@ -294,6 +307,11 @@ fn towards(
                 id: instance.id,
             }),
         };
+    }
+    let is_whole = |it: &Instance| matches!(&it.compute[..], [only] if only.slices == partition.slices.compute);
+    if actual.at(place).is_some_and(is_whole) {
+        // Somebody else made it.
+        return Ok(None);
     }
     if let Some(obstacle) = in_the_way(place, record, actual, geometry) {
         return Err(obstacle);

@@ -1,6 +1,6 @@
-//! The durable record of one claim, as bytes.
+//! The durable records of a claim and of a GPU, as bytes.
 //!
-//! The kubelet-plugin keeps one such record per claim in a file; this module defines only its
+//! The kubelet-plugin keeps a file per claim, and one per GPU that Tranche has changed; this module defines only their
 //! content. A record is JSON. `version` is the format of the release that wrote it, `minReader` the
 //! oldest format whose readers understand it (ADR 0019):
 //!
@@ -11,19 +11,24 @@
 //! - A reader knows its own version and the one before, so that a node can be upgraded with claims
 //!   held.
 
-use std::collections::BTreeMap;
-
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use crate::gpu_state;
 use crate::preparation::PreparationPlan;
 
 /// The version written.
-pub const VERSION: u64 = 2;
+pub const VERSION: u64 = 3;
 /// The oldest version read.
 pub const OLDEST_VERSION: u64 = 1;
-/// The oldest version whose readers understand what this one writes. Version 1 refused every field
-/// and device name that it did not know.
-const MIN_READER: u64 = 2;
+/// The first version that had records of GPUs and partitions.
+const FIRST_WITH_GPUS: u64 = 3;
+/// The oldest version whose readers understand `plan`. Version 1 refused every field and device name that it did not
+/// know. Version 2 knew no partitions: it would give the claim's containers the whole GPU.
+fn min_reader(plan: &PreparationPlan) -> u64 {
+    let has_partition = plan.devices.iter().any(|it| it.partition.is_some());
+    if has_partition { FIRST_WITH_GPUS } else { 2 }
+}
 
 /// One claim's plan. Any part of it may have been carried out: executing it again, or undoing it,
 /// covers all steps.
@@ -36,34 +41,42 @@ pub struct Record {
     min_reader: u64,
     /// What to do.
     pub plan: PreparationPlan,
-    /// Results that are known only after a step has run, by the step's index in the plan.
-    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
-    pub results: BTreeMap<usize, StepResult>,
 }
 
-/// The result of a step, for its inverse and for later steps.
+/// What Tranche has changed on a GPU.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase", tag = "kind")]
-pub enum StepResult {
-    /// A MIG instance was created.
-    #[serde(rename_all = "camelCase")]
-    MigInstance {
-        /// The GPU instance's id (`nvmlGpuInstanceInfo_t.id`).
-        gpu_instance: u32,
-        /// The id of the compute instance in it (`nvmlComputeInstanceInfo_t.id`).
-        compute_instance: u32,
-        /// `MIG-…`.
-        uuid: String,
-    },
-    /// A daemon was started.
-    #[serde(rename_all = "camelCase")]
-    Daemon {
-        /// Its PID in the host's PID namespace.
-        pid: u32,
-        /// When that process started, in clock ticks since boot (field 22 of `/proc/<pid>/stat`):
-        /// distinguishes it from a later process with the same PID.
-        started: u64,
-    },
+#[serde(rename_all = "camelCase")]
+pub struct GpuRecord {
+    version: u64,
+    min_reader: u64,
+    /// `GPU-…`.
+    pub gpu_uuid: String,
+    /// What.
+    pub changes: gpu_state::Record,
+}
+
+impl GpuRecord {
+    /// A record of this version.
+    #[must_use]
+    pub const fn new(gpu_uuid: String, changes: gpu_state::Record) -> Self {
+        Self {
+            version: VERSION,
+            min_reader: FIRST_WITH_GPUS,
+            gpu_uuid,
+            changes,
+        }
+    }
+
+    /// The record's bytes, with a final newline.
+    #[must_use]
+    pub fn encode(&self) -> Vec<u8> {
+        encode(self)
+    }
+
+    /// Reads a record of this version, or of a later one whose `minReader` allows it.
+    pub fn decode(bytes: &[u8]) -> Result<Self, JournalError> {
+        decode(bytes)
+    }
 }
 
 /// Why a record cannot be read.
@@ -101,59 +114,54 @@ struct Envelope {
 }
 
 impl Record {
-    /// A record of this version, for a plan of which no step has run.
+    /// A record of this version.
     #[must_use]
-    pub const fn new(plan: PreparationPlan) -> Self {
+    pub fn new(plan: PreparationPlan) -> Self {
         Self {
             version: VERSION,
-            min_reader: MIN_READER,
+            min_reader: min_reader(&plan),
             plan,
-            results: BTreeMap::new(),
-        }
-    }
-
-    /// A record of this version with `plan` in place of the recorded one: the same steps with
-    /// current facts.
-    #[must_use]
-    pub fn with_plan(&self, plan: PreparationPlan) -> Self {
-        Self {
-            results: self.results.clone(),
-            ..Self::new(plan)
         }
     }
 
     /// The record's bytes, with a final newline.
-    ///
-    /// # Panics
-    ///
-    /// Never: serializing to memory fails only for maps whose keys are not strings or numbers, and there
-    /// are none.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
-        let mut bytes = serde_json::to_vec(self).expect("a record has only strings for keys");
-        bytes.push(b'\n');
-        bytes
+        encode(self)
     }
 
-    /// Reads a record of this version, of the version before, or of a later version whose `minReader`
-    /// allows it.
+    /// Reads a record of this version, of an earlier one, or of a later one whose `minReader` allows it.
     pub fn decode(bytes: &[u8]) -> Result<Self, JournalError> {
-        let Envelope {
+        decode(bytes)
+    }
+}
+
+/// # Panics
+///
+/// Never: serializing to memory fails only for maps whose keys are not strings or numbers, and there
+/// are none.
+fn encode(record: &impl Serialize) -> Vec<u8> {
+    let mut bytes = serde_json::to_vec(record).expect("a record has only strings for keys");
+    bytes.push(b'\n');
+    bytes
+}
+
+fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, JournalError> {
+    let Envelope {
+        version,
+        min_reader,
+    } = serde_json::from_slice(bytes).map_err(JournalError::Corrupt)?;
+    let min_reader = min_reader.unwrap_or(version);
+    if min_reader > VERSION {
+        return Err(JournalError::Newer {
             version,
             min_reader,
-        } = serde_json::from_slice(bytes).map_err(JournalError::Corrupt)?;
-        let min_reader = min_reader.unwrap_or(version);
-        if min_reader > VERSION {
-            return Err(JournalError::Newer {
-                version,
-                min_reader,
-            });
-        }
-        if version < OLDEST_VERSION {
-            return Err(JournalError::Older { version });
-        }
-        serde_json::from_slice(bytes).map_err(JournalError::Corrupt)
+        });
     }
+    if version < OLDEST_VERSION {
+        return Err(JournalError::Older { version });
+    }
+    serde_json::from_slice(bytes).map_err(JournalError::Corrupt)
 }
 
 #[cfg(test)]

@@ -10,7 +10,7 @@
 //!  GPUs as NVML sees them now ──┘            │
 //!                                            ├─► journal::Record ► the plan and how far it got
 //!                                            ├─► gpu_state ──► what a GPU needs for all its claims
-//!                                            └─► cdi ──► the claim's CDI spec
+//!                                            └─► cdi, metadata ──► the claim's CDI spec, what its containers can read
 //! ```
 //!
 //! A plan is a value. Nothing here reads a file, a clock or the API server.
@@ -21,6 +21,7 @@ pub mod claim;
 pub mod gpu;
 pub mod gpu_state;
 pub mod journal;
+pub mod metadata;
 pub mod mig;
 pub mod policy;
 pub mod preparation;

@@ -11,8 +11,8 @@
 
 mod geometry;
 mod profile;
-#[cfg(test)]
-pub(crate) mod tables;
+#[cfg(any(test, feature = "testing"))]
+pub mod tables;
 
 pub use geometry::{ENGINES, Geometry, GeometryError, Partition, Slices};
 pub use profile::{Engines, Profile, ProfileError};

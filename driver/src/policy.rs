@@ -1,7 +1,7 @@
 //! What an admin's policies amount to for one GPU.
 //!
 //! ```text
-//!  policies ─► those whose selector matches the node's labels and whose products name the GPU
+//!  policies ─► those whose selector matches the node's labels and that name the GPU
 //!           ─► the highest priority, among equals the first by name ─► numbers checked ─► Terms
 //! ```
 //!
@@ -13,17 +13,22 @@ mod selector;
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use tranche_api::gpu_node::{Gpu, PublishedCapped, PublishedGpu};
+use tranche_api::gpu_node::{Gpu, PublishedCapped, PublishedGpu, PublishedTimeshared};
 use tranche_api::quantity::{CountError, Quantity};
 use tranche_api::sharing_policy::{
-    CAPPED_CAPABILITIES, DRIVER_CAPABILITIES, OnBypass, SharingPolicy, SharingPolicySpec,
+    CAPPED_CAPABILITIES, DRIVER_CAPABILITIES, Interval, OnBypass, SharingPolicy, SharingPolicySpec,
     UntestedDriver,
 };
 use tranche_api::tier::Tier;
 
 use crate::cdi::Capability;
+use crate::gpu::{GpuUuid, GpuUuidError};
+use crate::mig::{Profile, ProfileError};
 
 pub use selector::SelectorError;
+
+/// All of a GPU's time, percent.
+pub const ALL_CORES: u8 = 100;
 
 /// The most shares that one GPU may have.
 const MOST_SHARERS: u32 = 128;
@@ -38,6 +43,8 @@ pub struct Terms {
     pub tiers: BTreeSet<Tier>,
     /// How the GPU is shared in the tier `capped`.
     pub capped: CappedTerms,
+    /// The profiles that are offered in the tier `partition`; all where empty.
+    pub profiles: BTreeSet<Profile>,
     /// How the GPU is shared in the tier `timeshared`.
     pub timeshared: TimesharedTerms,
 }
@@ -55,7 +62,9 @@ pub struct CappedTerms {
     pub memory_step: u64,
     /// Bytes of a share that names none: a multiple of the step and at least one.
     pub default_memory: Option<u64>,
-    /// Percent of a share that names none, 1-100.
+    /// Percent by which a share's cores grow, and the least that it has: a divisor of 100, at most 50.
+    pub cores_step: u8,
+    /// Percent of a share that names none, 1-100: a multiple of the step.
     pub default_cores: Option<u8>,
     /// What becomes of the tier under a driver with functions that nobody knows.
     pub untested_driver: UntestedDriver,
@@ -70,6 +79,8 @@ pub struct CappedTerms {
 pub struct TimesharedTerms {
     /// The most shares, 1-128.
     pub max_sharers: u32,
+    /// The driver's time slices.
+    pub interval: Interval,
 }
 
 /// Why a policy cannot hold.
@@ -91,9 +102,30 @@ pub enum PolicyProblem {
     /// No tier at all.
     #[error("spec.tiers is empty: name at least one of {}", words(&Tier::SERVED))]
     NoTiers,
-    /// A tier twice.
-    #[error("spec.tiers names {0} twice")]
-    TierTwice(Tier),
+    /// The same twice in a list.
+    #[error("{field} names {value} twice")]
+    Twice {
+        /// The list.
+        field: &'static str,
+        /// What is in it twice.
+        value: String,
+    },
+    /// Text that is not the UUID of a GPU.
+    #[error("spec.uuids[{index}] {problem}")]
+    Uuid {
+        /// Its place in the list.
+        index: usize,
+        /// Why.
+        problem: GpuUuidError,
+    },
+    /// Text that is not a MIG profile.
+    #[error("spec.partition.profiles[{index}] {problem}")]
+    Profile {
+        /// Its place in the list.
+        index: usize,
+        /// Why.
+        problem: ProfileError,
+    },
     /// A tier that comes later.
     #[error("spec.tiers names {tier}, which this version does not serve: use {}", words(&Tier::SERVED))]
     Unserved {
@@ -109,9 +141,6 @@ pub enum PolicyProblem {
         /// The name.
         name: String,
     },
-    /// A capability twice.
-    #[error("spec.capped.driverCapabilities names {0} twice")]
-    CapabilityTwice(String),
     /// Less than the shim stands in front of.
     #[error("spec.capped.driverCapabilities does not name {0}, which a capped share always has")]
     NoCapability(&'static str),
@@ -197,6 +226,9 @@ pub fn published(
                 .map(ToString::to_string)
                 .collect(),
         },
+        timeshared: PublishedTimeshared {
+            interval: terms.timeshared.interval,
+        },
     })
 }
 
@@ -215,18 +247,32 @@ pub fn matching<'a>(
     });
     for policy in by_rank {
         let spec = &policy.spec;
-        if !spec.products.is_empty() && !spec.products.contains(&gpu.product_name) {
+        let uuids = uuids(&spec.uuids);
+        if !names(spec, uuids.as_ref().ok(), gpu) {
             continue;
         }
-        // An invalid selector counts only where the policy could hold.
+        // An invalid selector, or UUID, counts only where the policy could hold.
         let matches = spec.node_selector.as_ref().map_or(Ok(true), |selector| {
             selector::matches(selector, labels).map_err(|problem| of(policy, problem.into()))
         })?;
         if matches {
+            uuids.map_err(|problem| of(policy, problem))?;
             return Ok(Some(policy));
         }
     }
     Ok(None)
+}
+
+/// Whether the policy speaks of the GPU, by its product, its index and its UUID. Without valid UUIDs it may speak of any.
+fn names(spec: &SharingPolicySpec, uuids: Option<&BTreeSet<GpuUuid>>, gpu: &Gpu) -> bool {
+    let by_product = spec.products.is_empty() || spec.products.contains(&gpu.product_name);
+    let is_listed = |index| spec.indices.contains(&index);
+    let by_index = spec.indices.is_empty() || gpu.index.is_some_and(is_listed);
+    let is_named = |uuids: &BTreeSet<GpuUuid>| {
+        let uuid = gpu.uuid.parse().ok();
+        uuids.is_empty() || uuid.is_some_and(|uuid| uuids.contains(&uuid))
+    };
+    by_product && by_index && uuids.is_none_or(is_named)
 }
 
 fn of(policy: &SharingPolicy, problem: PolicyProblem) -> PolicyError {
@@ -247,12 +293,17 @@ impl Default for Terms {
                 context_memory: 0,
                 memory_step: 1,
                 default_memory: None,
+                cores_step: 1,
                 default_cores: None,
                 untested_driver: UntestedDriver::Taint,
                 on_bypass: OnBypass::Report,
                 extra_capabilities: BTreeSet::new(),
             },
-            timeshared: TimesharedTerms { max_sharers: 1 },
+            profiles: BTreeSet::new(),
+            timeshared: TimesharedTerms {
+                max_sharers: 1,
+                interval: Interval::Default,
+            },
         }
     }
 }
@@ -267,12 +318,14 @@ impl TryFrom<&SharingPolicySpec> for Terms {
                 return Err(PolicyProblem::Unserved { tier: *tier });
             }
             if !tiers.insert(*tier) {
-                return Err(PolicyProblem::TierTwice(*tier));
+                return Err(twice("spec.tiers", tier));
             }
         }
         if tiers.is_empty() {
             return Err(PolicyProblem::NoTiers);
         }
+        uuids(&spec.uuids)?;
+        each_once("spec.indices", &spec.indices)?;
         let capped = &spec.capped;
         let max_sharers = sharers("spec.capped.maxSharers", capped.max_sharers)?;
         let memory_step = count("spec.capped.memoryStep", capped.memory_step)?;
@@ -283,6 +336,7 @@ impl TryFrom<&SharingPolicySpec> for Terms {
                 "at least 1",
             ));
         }
+        let cores_step = cores_step(capped.cores_step)?;
         if capped.expected_sharers > max_sharers {
             return Err(out_of_range(
                 "spec.capped.expectedSharers",
@@ -304,16 +358,51 @@ impl TryFrom<&SharingPolicySpec> for Terms {
                     .default_memory
                     .map(|amount| default_memory(amount, memory_step))
                     .transpose()?,
-                default_cores: capped.default_cores.map(default_cores).transpose()?,
+                cores_step,
+                default_cores: capped
+                    .default_cores
+                    .map(|cores| default_cores(cores, cores_step))
+                    .transpose()?,
                 untested_driver: capped.untested_driver,
                 on_bypass: capped.on_bypass,
                 extra_capabilities: extra_capabilities(&capped.driver_capabilities)?,
             },
+            profiles: profiles(&spec.partition.profiles)?,
             timeshared: TimesharedTerms {
                 max_sharers: sharers("spec.timeshared.maxSharers", spec.timeshared.max_sharers)?,
+                interval: spec.timeshared.interval,
             },
         })
     }
+}
+
+fn twice(field: &'static str, value: &impl ToString) -> PolicyProblem {
+    let value = value.to_string();
+    PolicyProblem::Twice { field, value }
+}
+
+fn each_once<T: Ord + ToString>(field: &'static str, list: &[T]) -> Result<(), PolicyProblem> {
+    let mut seen = BTreeSet::new();
+    let repeated = list.iter().find(|value| !seen.insert(*value));
+    repeated.map_or(Ok(()), |value| Err(twice(field, value)))
+}
+
+fn uuids(texts: &[String]) -> Result<BTreeSet<GpuUuid>, PolicyProblem> {
+    each_once("spec.uuids", texts)?;
+    let read = |(index, text): (usize, &String)| {
+        let problem = |problem| PolicyProblem::Uuid { index, problem };
+        text.parse().map_err(problem)
+    };
+    texts.iter().enumerate().map(read).collect()
+}
+
+fn profiles(names: &[String]) -> Result<BTreeSet<Profile>, PolicyProblem> {
+    each_once("spec.partition.profiles", names)?;
+    let read = |(index, name): (usize, &String)| {
+        let problem = |problem| PolicyProblem::Profile { index, problem };
+        name.parse().map_err(problem)
+    };
+    names.iter().enumerate().map(read).collect()
 }
 
 fn extra_capabilities(names: &[String]) -> Result<BTreeSet<Capability>, PolicyProblem> {
@@ -322,10 +411,7 @@ fn extra_capabilities(names: &[String]) -> Result<BTreeSet<Capability>, PolicyPr
             return Err(PolicyProblem::NoCapability(always));
         }
     }
-    let mut seen = BTreeSet::new();
-    if let Some(name) = names.iter().find(|name| !seen.insert(*name)) {
-        return Err(PolicyProblem::CapabilityTwice(name.clone()));
-    }
+    each_once("spec.capped.driverCapabilities", names)?;
     let known = |name: &String| {
         Capability::named(name)
             .ok_or_else(|| PolicyProblem::UnknownCapability { name: name.clone() })
@@ -380,15 +466,33 @@ fn default_memory(amount: Quantity, step: u64) -> Result<u64, PolicyProblem> {
     Ok(bytes)
 }
 
-fn default_cores(cores: u32) -> Result<u8, PolicyProblem> {
+fn cores_step(cores: u32) -> Result<u8, PolicyProblem> {
     u8::try_from(cores)
         .ok()
-        .filter(|cores| (1..=100).contains(cores))
+        // The API requires that minimum plus step, which is two steps, is within the capacity.
+        .filter(|step| ALL_CORES.is_multiple_of(*step) && *step <= ALL_CORES / 2)
         .ok_or_else(|| {
+            out_of_range(
+                "spec.capped.coresStep",
+                Quantity::from_count(cores.into()),
+                "1, 2, 4, 5, 10, 20, 25 or 50",
+            )
+        })
+}
+
+fn default_cores(cores: u32, step: u8) -> Result<u8, PolicyProblem> {
+    u8::try_from(cores)
+        .ok()
+        .filter(|cores| (1..=ALL_CORES).contains(cores) && cores.is_multiple_of(step))
+        .ok_or_else(|| {
+            let expected = match step {
+                1 => "1 to 100".to_owned(),
+                step => format!("a multiple of coresStep, {step}, up to 100"),
+            };
             out_of_range(
                 "spec.capped.defaultCores",
                 Quantity::from_count(cores.into()),
-                "1 to 100",
+                expected,
             )
         })
 }

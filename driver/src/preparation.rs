@@ -8,7 +8,11 @@
 //! that NVML reports now and against everything that other claims hold on this node.
 //!
 //! A plan names its GPUs by UUID. Minor number and PCI address are looked up whenever a claim is
-//! prepared ([`PreparationPlan::located`]), because a boot may change both.
+//! prepared ([`PreparationPlan::located`]), because a boot may change both. So is the MIG device that a partition is
+//! ([`PreparationPlan::on_gpu`]).
+//!
+//! What belongs to a GPU is not a step of a claim's plan: [`held_partitions`] says what all plans together hold of a GPU, and
+//! [`gpu_state`](crate::gpu_state) says how it is brought there, before the first step.
 
 mod conflict;
 
@@ -22,6 +26,8 @@ use tranche_api::{Quantity, Tier, WithheldGpu};
 
 use crate::cdi;
 use crate::claim::{AllocatedDevice, Allocation, DeviceName, Grant};
+use crate::gpu_state::Place;
+use crate::mig::{Geometry, GeometryError};
 
 pub use conflict::Conflict;
 
@@ -75,10 +81,39 @@ pub struct PreparedDevice {
     pub minor: u32,
     /// `dddd:bb:dd.f` when the claim was last prepared.
     pub pci_bus_id: String,
+    /// For a claim that holds a partition of the GPU.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub partition: Option<HeldPartition>,
     /// The enforced limits.
     pub cap: Cap,
     /// Qualified CDI ids, the claim's own first.
     pub cdi_ids: Vec<String>,
+}
+
+/// A partition that a claim holds.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct HeldPartition {
+    /// Which.
+    pub place: Place,
+    /// What it was when the claim was last prepared; absent until then.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mig: Option<MigDevice>,
+}
+
+/// A MIG device: a compute instance that has all of a GPU instance.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct MigDevice {
+    /// `MIG-…`.
+    pub uuid: String,
+    /// The GPU instance's id (`nvmlGpuInstanceInfo_t.id`).
+    pub gpu_instance: u32,
+    /// The id of the compute instance in it (`nvmlComputeInstanceInfo_t.id`).
+    pub compute_instance: u32,
+    /// The minor numbers N of `/dev/nvidia-caps/nvidia-capN`, which give access to the GPU instance and to the compute
+    /// instance.
+    pub capabilities: [u32; 2],
 }
 
 /// The enforced upper limit of a share.
@@ -206,6 +241,51 @@ impl PreparationPlan {
         }
         Ok(plan)
     }
+
+    /// The UUID that programs see of a device: the MIG device's for a partition.
+    #[must_use]
+    pub fn device_uuid(&self, key: &str) -> Option<&str> {
+        let device = self.devices.iter().find(|device| device.key == key)?;
+        let mig = device.partition.as_ref().and_then(|it| it.mig.as_ref());
+        Some(mig.map_or(&device.gpu_uuid, |mig| &mig.uuid))
+    }
+
+    /// The GPUs of which the claim holds partitions, each once.
+    #[must_use]
+    pub fn partitioned_gpus(&self) -> BTreeSet<&str> {
+        let devices = self.devices.iter().filter(|it| it.partition.is_some());
+        devices.map(|device| &*device.gpu_uuid).collect()
+    }
+
+    /// The plan with what its devices of a GPU are since the GPU was prepared: the GPU's minor number, where it was asked for,
+    /// and the MIG devices that its partitions are.
+    #[must_use]
+    pub fn on_gpu(
+        mut self,
+        gpu_uuid: &str,
+        minor: Option<u32>,
+        of_place: impl Fn(Place) -> Option<MigDevice>,
+    ) -> Self {
+        for device in self.devices.iter_mut().filter(|it| it.gpu_uuid == gpu_uuid) {
+            device.minor = minor.unwrap_or(device.minor);
+            if let Some(partition) = &mut device.partition {
+                partition.mig = of_place(partition.place);
+            }
+        }
+        self
+    }
+}
+
+/// The partitions of a GPU that claims with these plans hold.
+#[must_use]
+pub fn held_partitions<'a>(
+    gpu_uuid: &str,
+    held: impl IntoIterator<Item = &'a PreparationPlan>,
+) -> BTreeSet<Place> {
+    let devices = held.into_iter().flat_map(|plan| &plan.devices);
+    let of_gpu = devices.filter(|device| device.gpu_uuid == gpu_uuid);
+    let partitions = of_gpu.filter_map(|device| device.partition.as_ref());
+    partitions.map(|partition| partition.place).collect()
 }
 
 /// Why a claim cannot be prepared on this node.
@@ -255,12 +335,6 @@ pub enum PreparationProblem {
         /// The N of `/dev/nvidiaN` at that time.
         minor: u16,
     },
-    /// A tier of a later version.
-    #[error("the tier {tier} is not served by this version")]
-    Unserved {
-        /// The device's tier.
-        tier: Tier,
-    },
     /// The driver's description of the GPU is invalid.
     #[error("GPU {uuid}: {field} {problem}")]
     Inventory {
@@ -280,6 +354,22 @@ pub enum PreparationProblem {
         asked: u64,
         /// Bytes: total less what the driver reserves.
         available: u64,
+    },
+    /// The driver does not report how MIG divides the GPU.
+    #[error(
+        "the driver does not report how MIG divides GPU {uuid}: see `nvidia-smi mig -lgip` on the node, or delete the claim's pods to have another device allocated"
+    )]
+    NotDivided {
+        /// The GPU.
+        uuid: String,
+    },
+    /// What the driver reports of the GPU's division is invalid.
+    #[error("GPU {uuid}: {problem}")]
+    Geometry {
+        /// The GPU.
+        uuid: String,
+        /// Why.
+        problem: GeometryError,
     },
     /// Other claims hold too much of the GPU.
     #[error(transparent)]
@@ -384,6 +474,18 @@ fn prepare(
 ) -> Result<PreparedDevice, PreparationProblem> {
     let gpu = find(allocated.device, inventory)?;
     let available = available_memory(gpu)?;
+    let partition = match (allocated.device, &allocated.grant) {
+        (DeviceName::Partition { profile, start, .. }, Grant::Whole {}) => Some(HeldPartition {
+            place: Place { start, profile },
+            mig: None,
+        }),
+        // An observer gets the GPU as it is: nothing is made for it.
+        _ => None,
+    };
+    let geometry = match partition {
+        Some(_) => Some(geometry(gpu, inventory)?),
+        None => None,
+    };
     let (cap, edits) = match &allocated.grant {
         Grant::Capped {
             memory,
@@ -423,6 +525,7 @@ fn prepare(
         gpu_uuid: gpu.uuid.clone(),
         minor: gpu.minor,
         pci_bus_id: gpu.pci_bus_id.clone(),
+        partition,
         cap,
         cdi_ids: vec![cdi::claim_device_id(&key)?, edits.id()],
         key,
@@ -430,7 +533,10 @@ fn prepare(
     holdings.add(
         &device,
         &format!("{}/{}", allocation.namespace, allocation.name),
-        available,
+        &conflict::Whole {
+            memory: available,
+            geometry: geometry.as_ref(),
+        },
     )?;
     Ok(device)
 }
@@ -438,10 +544,7 @@ fn prepare(
 /// The one GPU that the device's name means.
 fn find(name: DeviceName, inventory: &Inventory) -> Result<&Gpu, PreparationProblem> {
     let prefix = match name {
-        DeviceName::Gpu { gpu, .. } => gpu,
-        DeviceName::Partition { .. } => {
-            return Err(PreparationProblem::Unserved { tier: name.tier() });
-        }
+        DeviceName::Gpu { gpu, .. } | DeviceName::Partition { gpu, .. } => gpu,
         DeviceName::Minor { minor, .. } => return Err(PreparationProblem::EarlierName { minor }),
     };
     let fits = |gpu: &&Gpu| gpu.uuid.parse().is_ok_and(|uuid| prefix.begins(uuid));
@@ -456,6 +559,18 @@ fn find(name: DeviceName, inventory: &Inventory) -> Result<&Gpu, PreparationProb
             fitting: uuids(fitting),
         }),
     }
+}
+
+/// How MIG divides the GPU.
+fn geometry(gpu: &Gpu, inventory: &Inventory) -> Result<Geometry, PreparationProblem> {
+    let described = inventory.mig_geometry(gpu);
+    let described = described.ok_or_else(|| PreparationProblem::NotDivided {
+        uuid: gpu.uuid.clone(),
+    })?;
+    Geometry::read(described).map_err(|problem| PreparationProblem::Geometry {
+        uuid: gpu.uuid.clone(),
+        problem,
+    })
 }
 
 /// Bytes that all shares of the GPU can have together.

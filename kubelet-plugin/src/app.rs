@@ -35,6 +35,8 @@ use crate::events::Events;
 use crate::executor::Executor;
 use crate::fs::{Fs, HostFs};
 use crate::gpu_node::{GpuNodeWriter, NodePolicy, Sources};
+use crate::gpu_records::GpuRecords;
+use crate::gpus::Gpus;
 use crate::http::{Health, Scrape, metrics_router, router};
 use crate::install::{self, Installation, is_noexec};
 use crate::journal::MayHold;
@@ -99,9 +101,22 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         status: StatusWriter::new(client.clone(), Clock::system()),
         events: Events::new(client.clone(), &node_name),
     });
+    let installed = InstalledDriver::new(&host_root, driver_root.folder());
+    let executor = Executor::new(Arc::clone(&fs), layout.clone())?;
+    let ledger = Arc::new(recover(&*fs, &layout, &executor)?);
+    let gpus = Arc::new(Gpus::new(
+        GpuRecords::open(Arc::clone(&fs), layout.gpus())?,
+        Arc::clone(&ledger),
+        Box::new(installed.clone()),
+        driver.clone(),
+        proc.clone(),
+    ));
     let preparer = preparer(
         Arc::clone(&fs),
         &layout,
+        executor,
+        ledger,
+        Arc::clone(&gpus),
         Arc::clone(&spec_file),
         &node_name,
         &image_lib_dir,
@@ -113,7 +128,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         suspect_orphans,
         Arc::clone(&board),
         Arc::clone(&reporter),
-    )?;
+    );
 
     // After the installation, which adds one and may remove others.
     let shims = install::shims(&*fs, &layout.libraries())?;
@@ -129,7 +144,6 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         .await
         .with_context(|| format!("cannot listen on --metrics-endpoint {metrics_endpoint}"))?;
 
-    let installed = InstalledDriver::new(&host_root, driver_root.folder());
     let observer = Observer {
         driver: Box::new(installed.clone()),
         sysfs: PathBuf::from(SYSFS),
@@ -137,6 +151,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         layout: layout.clone(),
         shims,
         contexts: Arc::clone(&contexts),
+        records: gpus.records().clone(),
         known_gpus: Mutex::default(),
     };
     let dra = DraService::new(Arc::clone(&preparer), Arc::clone(&metrics));
@@ -193,6 +208,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     let sweeper = ShareSweeper::new(&preparer, layout, Arc::clone(&metrics));
     helpers.spawn(sweeper.run(helpers_stop.clone()));
     helpers.spawn(observer.run(driver_tx, helpers_stop.clone()));
+    helpers.spawn(gpus.settle(helpers_stop.clone()));
     let refused = orphans.preparer.ledger().watch_refused();
     let places = Places {
         device_plugins: device_plugins_dir,
@@ -278,35 +294,13 @@ async fn serve_http(listener: TcpListener, health: Health, stop: CancellationTok
     }
 }
 
-#[expect(
-    clippy::too_many_arguments,
-    reason = "the one place where the parts meet"
-)]
-fn preparer(
-    fs: Arc<dyn Fs>,
-    layout: &Layout,
-    spec_file: Arc<SpecFile>,
-    node: &str,
-    image: &Path,
-    client: Client,
-    driver: watch::Receiver<DriverState>,
-    others: watch::Receiver<Option<Verdict>>,
-    policy: watch::Receiver<NodePolicy>,
-    metrics: Arc<Metrics>,
-    suspect_orphans: mpsc::Sender<String>,
-    board: Arc<Board>,
-    reporter: Arc<dyn Reporter>,
-) -> anyhow::Result<Arc<Preparer>> {
-    let executor = Executor::new(Arc::clone(&fs), layout.clone())?;
+/// The claims of the journal. Removes what earlier runs left without one.
+fn recover(fs: &dyn Fs, layout: &Layout, executor: &Executor) -> anyhow::Result<Ledger> {
     let loaded = executor.recover()?;
     // A claim whose journal cannot be read may use any of them.
     if loaded.refused.is_empty() {
         let in_use = loaded.records.iter().map(|record| record.plan.pages);
-        install::remove_unused(&*fs, &layout.libraries(), &in_use.collect())?;
-    }
-    let installation = Installation::install(fs, image, &layout.libraries(), &layout.hooks);
-    if let Err(error) = &installation {
-        error!(%error, "claims will be refused: files that their containers need are not installed");
+        install::remove_unused(fs, &layout.libraries(), &in_use.collect())?;
     }
     for (uid, error) in &loaded.refused {
         match error.may_hold() {
@@ -318,22 +312,51 @@ fn preparer(
             }
         }
     }
-    let ledger = Ledger::new(loaded);
-    Ok(Preparer::new(Parts {
+    Ok(Ledger::new(loaded))
+}
+
+#[expect(
+    clippy::too_many_arguments,
+    reason = "the one place where the parts meet"
+)]
+fn preparer(
+    fs: Arc<dyn Fs>,
+    layout: &Layout,
+    executor: Executor,
+    ledger: Arc<Ledger>,
+    gpus: Arc<Gpus>,
+    spec_file: Arc<SpecFile>,
+    node: &str,
+    image: &Path,
+    client: Client,
+    driver: watch::Receiver<DriverState>,
+    others: watch::Receiver<Option<Verdict>>,
+    policy: watch::Receiver<NodePolicy>,
+    metrics: Arc<Metrics>,
+    suspect_orphans: mpsc::Sender<String>,
+    board: Arc<Board>,
+    reporter: Arc<dyn Reporter>,
+) -> Arc<Preparer> {
+    let installation = Installation::install(fs, image, &layout.libraries(), &layout.hooks);
+    if let Err(error) = &installation {
+        error!(%error, "claims will be refused: files that their containers need are not installed");
+    }
+    Preparer::new(Parts {
         pool: names::pool(node),
         spec_file,
         executor,
+        gpus,
         installation,
         driver,
         others,
         policy,
         claims: Claims::new(client),
-        ledger: Arc::new(ledger),
+        ledger,
         reporter,
         metrics,
         board,
         suspect_orphans,
-    }))
+    })
 }
 
 /// A client without retries: a hidden retry would exceed the kubelet's deadline.

@@ -11,6 +11,7 @@
 #[cfg(test)]
 mod tests;
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -22,14 +23,16 @@ use tracing::{info, warn};
 use tranche_api::WithheldGpu;
 use tranche_api::gpu_node::Inventory;
 use tranche_driver::cdi::{CdiError, Shim, driver_spec};
+use tranche_driver::gpu_state::Record;
 
 use crate::contexts::Contexts;
 use crate::fs::{self, Fs, FsError};
+use crate::gpu_records::GpuRecords;
 use crate::layout::Layout;
 use tranche_node::devices::DeviceError;
 use tranche_node::discover::{DiscoverError, discover};
 use tranche_node::inventory::inventory;
-use tranche_node::nvml::{Driver, NvmlError, Opened, Traces};
+use tranche_node::nvml::{Description, Driver, NvmlError, Opened, Traces};
 use tranche_node::root::RootError;
 use tranche_node::untested::{UntestedError, unknown_functions};
 use tranche_node::withheld::KnownGpus;
@@ -62,6 +65,9 @@ pub enum DriverError {
     /// Its device nodes.
     #[error(transparent)]
     Devices(#[from] DeviceError),
+    /// What Tranche has changed on GPUs is not known.
+    #[error("records of GPUs: {0}")]
+    Records(#[source] FsError),
     /// The driver's CDI spec cannot be made.
     #[error("CDI spec of the driver: {0}")]
     Cdi(#[from] CdiError),
@@ -79,11 +85,15 @@ impl DriverError {
                 "DriverNotFound"
             }
             Self::Nvml(
-                NvmlError::Start { .. } | NvmlError::GpuLost { .. } | NvmlError::Call { .. },
+                NvmlError::Start { .. }
+                | NvmlError::GpuLost { .. }
+                | NvmlError::Call { .. }
+                | NvmlError::NotSupported { .. },
             ) => "DriverNotAnswering",
             Self::Nvml(NvmlError::Devices(_)) | Self::Devices(_) => "DeviceNodesMissing",
             Self::Discover(_) | Self::Untested(_) => "DriverIncomplete",
             Self::Cdi(_) | Self::Fs(_) => "NoContainerSpec",
+            Self::Records(_) => "NoRecords",
         }
     }
 }
@@ -168,7 +178,9 @@ pub struct Observer {
     pub shims: Vec<Shim>,
     /// The measured sizes of contexts.
     pub contexts: Arc<Contexts>,
-    /// The GPUs when they could be described.
+    /// What Tranche has changed on GPUs.
+    pub records: GpuRecords,
+    /// What was seen of the GPUs earlier.
     pub known_gpus: Mutex<KnownGpus>,
 }
 
@@ -227,17 +239,36 @@ impl Observer {
         }
     }
 
+    /// The GPUs without Tranche's partitions, and those that are withheld.
+    fn known(
+        &self,
+        description: Description,
+        ours: &BTreeMap<String, Record>,
+    ) -> (Description, Vec<WithheldGpu>) {
+        let mut known = self
+            .known_gpus
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        let description = known.at_rest(description, ours);
+        let withheld = known.withheld(&description);
+        (description, withheld)
+    }
+
+    fn ours(&self) -> Result<BTreeMap<String, Record>, DriverError> {
+        self.records.readable().map_err(DriverError::Records)
+    }
+
     /// Checks once. NVML is closed before the files are searched.
     fn check(&self) -> Result<Ready, DriverError> {
         let Opened { nvml, root, nodes } = self.driver.open()?;
+        // An instance may come or go meanwhile: what is ours before or afterwards is ours.
+        let mut ours = self.ours()?;
         let description = nvml.describe();
+        for (gpu, record) in self.ours()? {
+            ours.entry(gpu).or_default().add(record);
+        }
         drop(nvml);
-        let description = description?;
-        let withheld = self
-            .known_gpus
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .withheld(&description);
+        let (description, withheld) = self.known(description?, &ours);
         nodes.require()?;
         let found = discover(&root, &description.driver_version)?;
         let dev_root = nodes.root();

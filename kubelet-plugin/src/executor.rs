@@ -1,7 +1,8 @@
 //! Carries out a plan step by step, and undoes it.
 //!
 //! ```text
-//!  journal the plan ─► step 1 ─► … ─► step n         any failure: undo n … 1, remove the journal
+//!  journal the plan ─► GPUs as wanted ─► step 1 ─► … ─► step n
+//!                                        any failure: undo n … 1, GPUs without the claim, remove the journal
 //! ```
 //!
 //! After a kill at any point the journal lists what to undo or repeat. Steps and inverses are
@@ -16,6 +17,7 @@ use tracing::{info, warn};
 use tranche_api::names::DRIVER;
 use tranche_driver::cdi::{CdiError, claim_of_file_name, claim_spec};
 use tranche_driver::journal::Record;
+use tranche_driver::metadata;
 use tranche_driver::preparation::{PAGES, PreparationPlan, Step, Undo};
 use tranche_node::page::{AccountFile, ReadError, cap_page, read_cap};
 use tranche_shim_core::cap;
@@ -23,6 +25,7 @@ use tranche_shim_core::error::PageError;
 use tranche_shim_core::layout::{self, AccountPage};
 
 use crate::fs::{self, Durability, Fs, FsError, TmpfsSize};
+use crate::gpus::{GpuError, Gpus};
 use crate::journal::{Journal, Loaded};
 use crate::layout::Layout;
 use crate::selinux::label_for_containers;
@@ -33,6 +36,9 @@ pub enum StepError {
     /// The file system.
     #[error(transparent)]
     Fs(#[from] FsError),
+    /// A GPU is not as the claim needs it, or not as the others need it without the claim.
+    #[error(transparent)]
+    Gpu(#[from] GpuError),
     /// The spec cannot be made.
     #[error("CDI spec: {0}")]
     Cdi(#[from] CdiError),
@@ -131,6 +137,8 @@ impl Executor {
         let journal = Journal::open(Arc::clone(&fs), layout.claims())?;
         fs.create_dir(&layout.shares)?;
         label_for_containers(&layout.shares)?;
+        fs.create_dir(&layout.metadata())?;
+        label_for_containers(&layout.metadata())?;
         fs.create_dir(&layout.cdi)?;
         Ok(Self {
             fs,
@@ -146,13 +154,19 @@ impl Executor {
     }
 
     /// Carries out a new plan completely, or undoes it. `dev_root` is the root of the device nodes, as the host
-    /// sees it.
-    pub fn execute(&self, record: &Record, dev_root: &Path) -> Result<(), ExecuteError> {
+    /// sees it. Returns the plan with what is known since its GPUs were prepared.
+    pub fn execute(
+        &self,
+        record: &Record,
+        gpus: &Gpus,
+        dev_root: &Path,
+    ) -> Result<PreparationPlan, ExecuteError> {
         let journalled = self.journal.write(record).map_err(StepError::from);
         journalled
-            .and_then(|()| self.rebuild(&record.plan, dev_root))
+            .and_then(|()| self.rebuild(&record.plan, gpus, dev_root))
             .map_err(|error| {
-                let cleanup = self.undo(&record.plan).err().map_or_else(Vec::new, |e| e.0);
+                let undone = self.undo(&record.plan, gpus);
+                let cleanup = undone.err().map_or_else(Vec::new, |e| e.0);
                 ExecuteError { error, cleanup }
             })
     }
@@ -160,18 +174,28 @@ impl Executor {
     /// Carries out a journalled plan, again or for the first time: what exists stays, what a reboot
     /// or an administrator removed is restored. If it fails, nothing is undone, because containers
     /// may use it.
-    pub fn rebuild(&self, plan: &PreparationPlan, dev_root: &Path) -> Result<(), StepError> {
-        if plan.pages == PAGES {
-            self.mount_pages(plan)?;
+    pub fn rebuild(
+        &self,
+        plan: &PreparationPlan,
+        gpus: &Gpus,
+        dev_root: &Path,
+    ) -> Result<PreparationPlan, StepError> {
+        let prepared = gpus.prepare(plan.clone())?;
+        if prepared != *plan {
+            self.journal.write(&Record::new(prepared.clone()))?;
         }
-        plan.steps
-            .iter()
-            .try_for_each(|step| self.step(plan, step, dev_root))
+        if prepared.pages == PAGES {
+            self.mount_pages(&prepared)?;
+        }
+        for step in &prepared.steps {
+            self.step(&prepared, step, dev_root)?;
+        }
+        Ok(prepared)
     }
 
     /// Undoes a plan as far as it got, and removes its journal. After a failure the other steps are
     /// still undone, and the journal is kept.
-    pub fn undo(&self, plan: &PreparationPlan) -> Result<(), UndoError> {
+    pub fn undo(&self, plan: &PreparationPlan, gpus: &Gpus) -> Result<(), UndoError> {
         let uid = &plan.allocation.uid;
         let mut failed: Vec<_> = plan
             .undo()
@@ -179,6 +203,7 @@ impl Executor {
             .filter_map(|undo| self.undo_step(uid, undo).err())
             .collect();
         failed.extend(self.remove_folder(uid).err().map(StepError::from));
+        failed.extend(gpus.release(plan).err().map(StepError::from));
         if failed.is_empty() {
             failed.extend(self.journal.remove(uid).err().map(StepError::from));
         }
@@ -196,6 +221,7 @@ impl Executor {
             return Ok(());
         }
         fs::remove(&*self.fs, &self.layout.claim_spec(uid), Durability::Rebuilt)?;
+        self.remove_metadata(uid)?;
         let claim = self.layout.share(uid, "").claim;
         for key in self.fs.list(&claim)? {
             let share = self.layout.share(uid, &key);
@@ -205,6 +231,24 @@ impl Executor {
             self.fs.remove_dir(&share.device)?;
         }
         Ok(self.remove_folder(uid)?)
+    }
+
+    fn write_metadata(&self, plan: &PreparationPlan) -> Result<(), FsError> {
+        let folder = self.layout.metadata().join(&plan.allocation.uid);
+        self.fs.create_dir(&folder)?;
+        for request in metadata::requests(plan) {
+            let path = folder.join(format!("{request}.json"));
+            fs::ensure(&*self.fs, &path, &metadata::file(plan, request), 0o444)?;
+        }
+        Ok(())
+    }
+
+    fn remove_metadata(&self, uid: &str) -> Result<(), FsError> {
+        let folder = self.layout.metadata().join(uid);
+        for name in self.fs.list(&folder)? {
+            self.fs.remove_file(&folder.join(name))?;
+        }
+        self.fs.remove_dir(&folder)
     }
 
     /// A claim with accounts gets a small tmpfs of its own for its pages, so that a tenant that makes an
@@ -237,6 +281,7 @@ impl Executor {
     pub fn recover(&self) -> Result<Loaded, FsError> {
         let loaded = self.journal.load_all()?;
         let mut leftovers: BTreeSet<_> = self.fs.list(&self.layout.shares)?.into_iter().collect();
+        leftovers.extend(self.fs.list(&self.layout.metadata())?);
         fs::remove_temporaries(&*self.fs, &self.layout.cdi, DRIVER)?;
         for name in self.fs.list(&self.layout.cdi)? {
             leftovers.extend(claim_of_file_name(&name).map(str::to_owned));
@@ -269,7 +314,8 @@ impl Executor {
                 self.require(plan, self.layout.share(uid, key).account)?;
             }
             Step::WriteCapPage { key, gpu_uuid, cap } => {
-                let page = cap_page(uid, key, gpu_uuid, *cap).map_err(|source| StepError::Cap {
+                let device = plan.device_uuid(key).unwrap_or(gpu_uuid);
+                let page = cap_page(uid, key, device, *cap).map_err(|source| StepError::Cap {
                     key: key.clone(),
                     source,
                 })?;
@@ -299,6 +345,7 @@ impl Executor {
                 }
             }
             Step::WriteCdiSpec {} => {
+                self.write_metadata(plan)?;
                 let spec = claim_spec(plan, &self.layout.node_paths(dev_root))?;
                 let path = self.layout.claim_spec(uid);
                 fs::ensure(&*self.fs, &path, &spec.encode(), 0o644)?;
@@ -348,6 +395,7 @@ impl Executor {
             Undo::RemoveCdiSpec => {
                 let path = self.layout.claim_spec(uid);
                 fs::remove(&*self.fs, &path, Durability::Rebuilt)?;
+                self.remove_metadata(uid)?;
             }
         }
         Ok(())

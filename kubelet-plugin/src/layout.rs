@@ -53,6 +53,12 @@ impl Layout {
         self.plugin.join("claims")
     }
 
+    /// One record per GPU that Tranche has changed.
+    #[must_use]
+    pub fn gpus(&self) -> PathBuf {
+        self.plugin.join("gpus")
+    }
+
     /// Our files that are mounted into containers: a folder for each version of the shim.
     #[must_use]
     pub fn libraries(&self) -> PathBuf {
@@ -76,6 +82,12 @@ impl Layout {
     #[must_use]
     pub fn watched(&self) -> PathBuf {
         self.shares.with_file_name("watched.json")
+    }
+
+    /// What containers can read of their devices: a folder per claim, a file per request.
+    #[must_use]
+    pub fn metadata(&self) -> PathBuf {
+        self.shares.with_file_name("metadata")
     }
 
     /// The lock of the one active instance on this node.
@@ -126,6 +138,7 @@ impl Layout {
         NodePaths {
             shares: text(&self.shares),
             hooks: text(&self.hooks),
+            metadata: Some(text(&self.metadata())),
             dev_root: text(dev_root),
         }
     }

@@ -5,15 +5,16 @@
 //! and records the result in one step. A plan is carried out, with its disk writes, outside of that
 //! step, so that claims on one GPU do not wait for each other's writes.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use k8s_openapi::api::resource::v1::ResourceClaim;
 use tokio::sync::watch;
 use tranche_api::Tier;
 use tranche_driver::claim::Allocation;
+use tranche_driver::gpu_state::Place;
 use tranche_driver::journal::Record;
-use tranche_driver::preparation::{PAGES, PreparationPlan};
+use tranche_driver::preparation::{PAGES, PreparationPlan, held_partitions};
 
 use crate::claims::ClaimRef;
 use crate::journal::{Loaded, MayHold, StoreError};
@@ -37,6 +38,8 @@ enum Entry {
     /// Planned, and being carried out.
     Reserved(Arc<Record>),
     Held(Arc<Record>),
+    /// Being released: it still takes its place, and wants nothing of its GPUs any more.
+    Releasing(Arc<Record>),
     /// The journal cannot be read.
     Refused(Arc<Refusal>),
 }
@@ -71,7 +74,9 @@ pub struct MayBeHeld {
 impl Entry {
     fn plan(&self) -> Option<&PreparationPlan> {
         match self {
-            Self::Held(record) | Self::Reserved(record) => Some(&record.plan),
+            Self::Held(record) | Self::Reserved(record) | Self::Releasing(record) => {
+                Some(&record.plan)
+            }
             Self::Refused(_) => None,
         }
     }
@@ -101,6 +106,15 @@ impl Reservation {
     #[must_use]
     pub fn record(&self) -> &Record {
         &self.record
+    }
+
+    /// The reservation with the plan as it was carried out.
+    #[must_use]
+    pub fn with_plan(mut self, plan: PreparationPlan) -> Self {
+        if plan != self.record.plan {
+            self.record = Arc::new(Record::new(plan));
+        }
+        self
     }
 
     /// Turns the reservation into a held claim.
@@ -148,7 +162,7 @@ impl Ledger {
     pub fn get(&self, uid: &str) -> Result<Option<Arc<Record>>, Arc<str>> {
         match self.claims().get(uid) {
             None | Some(Entry::Reserved(_)) => Ok(None),
-            Some(Entry::Held(record)) => Ok(Some(Arc::clone(record))),
+            Some(Entry::Held(record) | Entry::Releasing(record)) => Ok(Some(Arc::clone(record))),
             Some(Entry::Refused(refusal)) => Err(Arc::clone(&refusal.why)),
         }
     }
@@ -178,10 +192,31 @@ impl Ledger {
         self.claims()
             .values()
             .filter_map(|entry| match entry {
-                Entry::Held(record) => Some(Arc::clone(record)),
+                Entry::Held(record) | Entry::Releasing(record) => Some(Arc::clone(record)),
                 Entry::Reserved(_) | Entry::Refused(_) => None,
             })
             .collect()
+    }
+
+    /// The partitions of a GPU that claims want to have.
+    #[must_use]
+    pub fn partitions(&self, gpu_uuid: &str) -> BTreeSet<Place> {
+        let claims = self.claims();
+        let wanting = claims.values().filter_map(|entry| match entry {
+            Entry::Held(record) | Entry::Reserved(record) => Some(&record.plan),
+            Entry::Releasing(_) | Entry::Refused(_) => None,
+        });
+        held_partitions(gpu_uuid, wanting)
+    }
+
+    /// From here on a claim wants nothing of its GPUs, while what it has is taken back.
+    pub fn begin_release(&self, uid: &str) {
+        let mut claims = self.claims();
+        if let Some(entry) = claims.get_mut(uid)
+            && let Entry::Held(record) | Entry::Reserved(record) = entry
+        {
+            *entry = Entry::Releasing(Arc::clone(record));
+        }
     }
 
     /// The claims whose journals cannot be read, by UID, and why not.
@@ -190,7 +225,7 @@ impl Ledger {
         let claims = self.claims();
         let refused = claims.iter().filter_map(|(uid, entry)| match entry {
             Entry::Refused(refusal) => Some((uid.clone(), Arc::clone(&refusal.why))),
-            Entry::Reserved(_) | Entry::Held(_) => None,
+            Entry::Reserved(_) | Entry::Held(_) | Entry::Releasing(_) => None,
         });
         refused.collect()
     }
@@ -234,9 +269,12 @@ impl Ledger {
         plan: impl FnOnce(&mut dyn Iterator<Item = &PreparationPlan>) -> Result<PreparationPlan, E>,
     ) -> Result<Booking, E> {
         let mut claims = self.claims();
-        if let Some(Entry::Held(record)) = claims.get(&allocation.uid) {
+        if let Some(Entry::Held(record) | Entry::Releasing(record)) = claims.get(&allocation.uid) {
             let record = Arc::clone(record);
             return Ok(if record.plan.allocation.is_same_as(allocation) {
+                // A release that failed is over.
+                let entry = Entry::Held(Arc::clone(&record));
+                claims.insert(allocation.uid.clone(), entry);
                 Booking::Kept(record)
             } else {
                 Booking::Moved(record)
@@ -379,6 +417,7 @@ mod tests {
             uid: uid.into(),
             namespace: "team".into(),
             name: uid.into(),
+            pod_claim_name: None,
             devices: vec![AllocatedDevice {
                 request: "gpu".into(),
                 pool: "node/gpu".into(),

@@ -6,7 +6,7 @@
 //!     │   tranche_node ──► driver_state ──────┘
 //!     │                           │
 //!     └─ dra ──► preparer ◄───────────┘──► driver::preparation::plan ──► executor ──► pages, CDI
-//!                  │  ▲                                                     │
+//!                  │  ▲                                                     ├──► gpus ──► MIG mode and instances
 //!                  │  └── ledger ◄────────────────────────────────────── journal
 //!                  ├──► reporter ──► claim.status.devices, events on pods
 //!  kubelet ◄── pod_resources ◄── orphans ──► unprepare
@@ -29,6 +29,8 @@ pub mod events;
 pub mod executor;
 pub mod fs;
 pub mod gpu_node;
+pub mod gpu_records;
+pub mod gpus;
 pub mod http;
 pub mod install;
 pub mod journal;

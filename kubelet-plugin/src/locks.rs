@@ -1,7 +1,7 @@
-//! FIFO locks: one per claim, none for a GPU or the node.
+//! FIFO locks: one per claim, and one per GPU for changes of its state; none for the node.
 //!
 //! A claim's calls are served one after another, in the order of arrival. Locks do not decide which
-//! claim gets a GPU: the [`ledger`](crate::ledger) does that in one step.
+//! claim gets a GPU: the [`ledger`](crate::ledger) does that in one step. Nobody waits for a second lock of the same table.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -10,7 +10,7 @@ use tokio::sync::OwnedMutexGuard;
 
 type Table = HashMap<String, Arc<tokio::sync::Mutex<()>>>;
 
-/// The locks in use, by claim UID. Unused locks are removed.
+/// The locks in use, by the UID of a claim or a GPU. Unused locks are removed.
 #[derive(Debug, Default)]
 pub struct Locks {
     table: Mutex<Table>,
@@ -27,7 +27,7 @@ pub struct Held {
 }
 
 impl Locks {
-    /// Waits for the claim's lock.
+    /// Waits for a lock.
     pub async fn lock(self: &Arc<Self>, uid: &str) -> Held {
         let lock = Arc::clone(self.table().entry(uid.to_owned()).or_default());
         // Made before the wait, so that a cancelled wait is removed too.
@@ -40,7 +40,18 @@ impl Locks {
         held
     }
 
-    /// The claim's lock, if it is free.
+    /// Waits for a lock, on a thread that may block.
+    #[must_use]
+    pub fn blocking_lock(self: &Arc<Self>, uid: &str) -> Held {
+        let lock = Arc::clone(self.table().entry(uid.to_owned()).or_default());
+        Held {
+            locks: Arc::clone(self),
+            uid: uid.to_owned(),
+            guard: Some(lock.blocking_lock_owned()),
+        }
+    }
+
+    /// The lock, if it is free.
     #[must_use]
     pub fn try_lock(self: &Arc<Self>, uid: &str) -> Option<Held> {
         let lock = Arc::clone(self.table().entry(uid.to_owned()).or_default());

@@ -33,8 +33,9 @@ pub use error::{PrepareError, Problem, UnprepareError};
 
 use crate::claims::{ClaimRef, Claims};
 use crate::driver_state::{DriverState, Ready, SpecFile};
-use crate::executor::{Executor, StepError};
+use crate::executor::{ExecuteError, Executor, StepError};
 use crate::gpu_node::NodePolicy;
+use crate::gpus::Gpus;
 use crate::install::{InstallError, Installation, Needs};
 use crate::ledger::{Booking, Ledger, claim_of};
 use crate::locks::Locks;
@@ -49,6 +50,9 @@ const DEADLINE: Duration = Duration::from_secs(40);
 /// driver that was not checked yet. The kubelet (1.37) repeats a refused call only after a minute or
 /// more, and sends the next pod's Prepare before the Unprepare of a pod that was deleted by force.
 const PATIENCE: Duration = Duration::from_secs(25);
+
+/// The pause before a GPU that somebody else has open is tried again.
+const IN_USE_PAUSE: Duration = Duration::from_secs(1);
 
 /// How long a claim waits for the policy of its GPUs. The plugin reads it when it starts, and the controller publishes
 /// it a moment after the slices of a new node. If it is still missing, the controller or the API server has a problem.
@@ -73,6 +77,8 @@ pub struct Parts {
     pub spec_file: Arc<SpecFile>,
     /// Carries out plans.
     pub executor: Executor,
+    /// What belongs to GPUs and not to one claim.
+    pub gpus: Arc<Gpus>,
     /// Our files for containers.
     pub installation: Result<Installation, InstallError>,
     /// The current driver.
@@ -189,6 +195,10 @@ impl Preparer {
                     Err(Problem::DriverUnknown) => driver.changed().await.is_ok(),
                     Err(Problem::PolicyUnknown { .. }) => policy.changed().await.is_ok(),
                     Err(Problem::Unowned { .. }) => freed.changed().await.is_ok(),
+                    Err(Problem::Execute(e)) if is_in_use(e) => {
+                        tokio::time::sleep(IN_USE_PAUSE).await;
+                        true
+                    }
                     _ => false,
                 }
             };
@@ -207,7 +217,10 @@ impl Preparer {
 
     fn carry_out(&self, allocation: &Allocation) -> Result<Arc<Record>, Problem> {
         let Parts {
-            ledger, executor, ..
+            ledger,
+            executor,
+            gpus,
+            ..
         } = &self.parts;
         let ready = match &*self.parts.driver.borrow() {
             DriverState::Ready(ready) => Arc::clone(ready),
@@ -229,33 +242,38 @@ impl Preparer {
                 Booking::Kept(record)
                     if record.plan.pages != PAGES && !executor.has_pages(&record.plan)? =>
                 {
-                    executor.undo(&record.plan)?;
+                    executor.undo(&record.plan, gpus)?;
                     ledger.remove(&allocation.uid);
                 }
                 Booking::Kept(record) => {
                     let record = self.located(record, &ready)?;
                     self.verify(&record.plan, &ready)?;
-                    executor.rebuild(&record.plan, &ready.dev_root_on_host)?;
+                    let plan = executor.rebuild(&record.plan, gpus, &ready.dev_root_on_host)?;
+                    if plan == record.plan {
+                        return Ok(record);
+                    }
+                    let record = Arc::new(Record::new(plan));
+                    ledger.replace(Arc::clone(&record));
                     return Ok(record);
                 }
                 // Nothing of the old allocation is in use.
                 Booking::Moved(record) => {
-                    executor.undo(&record.plan)?;
+                    executor.undo(&record.plan, gpus)?;
                     ledger.remove(&allocation.uid);
                 }
                 Booking::New(reservation) => {
                     self.refuse_withheld(&reservation.record().plan, &ready)?;
                     self.verify(&reservation.record().plan, &ready)?;
                     self.verify_freed(&reservation.record().plan)?;
-                    let executed = executor.execute(reservation.record(), &ready.dev_root_on_host);
-                    return match executed {
+                    let record = reservation.record();
+                    return match executor.execute(record, gpus, &ready.dev_root_on_host) {
                         // What could not be undone is still held.
                         Err(error) if !error.cleanup.is_empty() => {
                             reservation.hold();
                             Err(error.into())
                         }
                         Err(error) => Err(error.into()),
-                        Ok(()) => Ok(reservation.hold()),
+                        Ok(plan) => Ok(reservation.with_plan(plan).hold()),
                     };
                 }
             }
@@ -273,7 +291,7 @@ impl Preparer {
             uid = plan.allocation.uid,
             "a GPU of the claim has another minor number or PCI address than when it was last prepared"
         );
-        let record = Arc::new(record.with_plan(plan));
+        let record = Arc::new(Record::new(plan));
         let journal = self.parts.executor.journal();
         journal.write(&record).map_err(StepError::from)?;
         self.parts.ledger.replace(Arc::clone(&record));
@@ -421,7 +439,7 @@ impl Preparer {
             match this.recorded(&uid)? {
                 Some(record) => {
                     is_unused(&record)?;
-                    this.parts.executor.undo(&record.plan)?;
+                    this.parts.executor.undo(&record.plan, &this.parts.gpus)?;
                 }
                 // Its journal may have been deleted by hand, and what it made not.
                 None => this.parts.executor.sweep(&uid)?,
@@ -444,6 +462,11 @@ fn refuse_unknown_policy(plan: &PreparationPlan, policy: &NodePolicy) -> Result<
         Some(gpu) => Err(Problem::PolicyUnknown { gpu: gpu.clone() }),
         None => Ok(()),
     }
+}
+
+/// A program that has just ended, or a monitor, has the GPU open. Nothing tells when it closes it.
+fn is_in_use(error: &ExecuteError) -> bool {
+    matches!(&error.error, StepError::Gpu(error) if error.is_in_use()) && error.cleanup.is_empty()
 }
 
 fn is_conflict(error: &PreparationError) -> bool {

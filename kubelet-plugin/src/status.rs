@@ -170,6 +170,15 @@ fn entry(device: &PreparedDevice, now: jiff::Timestamp) -> Value {
         data["memory"] = json!(Quantity::from_bytes(memory));
         data["cores"] = json!(cores);
     }
+    if let Some(partition) = &device.partition {
+        data["profile"] = json!(partition.place.profile);
+        data["memorySlice"] = json!(partition.place.start);
+        if let Some(mig) = &partition.mig {
+            data["migUUID"] = json!(mig.uuid);
+            data["gpuInstance"] = json!(mig.gpu_instance);
+            data["computeInstance"] = json!(mig.compute_instance);
+        }
+    }
     let mut entry = json!({
         "driver": DRIVER,
         "pool": device.pool,

@@ -1,6 +1,7 @@
 //! Test fixtures: an API server, a node's files, and a plugin that can be killed.
 
 pub mod api;
+pub mod mig;
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
@@ -17,11 +18,14 @@ use tranche_driver::journal::Record;
 use tranche_driver::providers::Verdict;
 
 use self::api::FakeApi;
+use self::mig::MortalDriver;
 use crate::claims::{ClaimRef, Claims};
 use crate::driver_state::{DriverState, Ready, SpecFile};
 use crate::executor::Executor;
 use crate::fs::{Fs, HostFs};
 use crate::gpu_node::NodePolicy;
+use crate::gpu_records::GpuRecords;
+use crate::gpus::Gpus;
 use crate::install::{Installation, shims, testing::lay_out_image};
 use crate::layout::{Layout, testing::below};
 use crate::ledger::Ledger;
@@ -31,9 +35,10 @@ use crate::preparer::{Parts, Preparer, Problem, Reporter};
 use crate::watchdog::Board;
 use tranche_node::devices::DeviceNodes;
 use tranche_node::discover::discover;
-use tranche_node::inventory::{inventory, testing::two_h100};
+use tranche_node::inventory::inventory;
+use tranche_node::nvml::Nvml as _;
 use tranche_node::root::DriverRoot;
-use tranche_node::testing as files;
+use tranche_node::testing::{self as files, MigGpus};
 
 pub const NODE: &str = "node-a";
 pub const POOL: &str = "node-a/gpu";
@@ -45,11 +50,14 @@ pub struct World {
     pub api: FakeApi,
     /// The driver when it is ready.
     pub ready: Arc<Ready>,
+    /// The GPUs' MIG state.
+    pub mig: MigGpus,
 }
 
 /// One plugin process.
 pub struct Plugin {
     pub preparer: Arc<Preparer>,
+    pub gpus: Arc<Gpus>,
     pub reports: Arc<Reports>,
     pub board: Arc<Board>,
     pub driver: watch::Sender<DriverState>,
@@ -177,10 +185,12 @@ impl World {
         for name in ["nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"] {
             make_node(&driver_root, name);
         }
+        let mig = MigGpus::two_h100(&driver_root);
         Self {
-            ready: Arc::new(ready(&driver_root, &layout)),
+            ready: Arc::new(ready(&driver_root, &layout, &mig)),
             layout,
             api: FakeApi::default(),
+            mig,
             dir,
         }
     }
@@ -192,6 +202,19 @@ impl World {
     /// The host's `/proc`, with no process.
     pub fn proc(&self) -> PathBuf {
         self.dir.path().join("proc")
+    }
+
+    /// The driver, for somebody who does not die.
+    pub fn driver(&self) -> MortalDriver {
+        self.driver_for(Arc::new(HostFs))
+    }
+
+    fn driver_for(&self, fs: Arc<dyn Fs>) -> MortalDriver {
+        MortalDriver {
+            gpus: self.mig.clone(),
+            fs,
+            proc: self.proc(),
+        }
     }
 
     pub fn make_node(&self, name: &str) {
@@ -219,13 +242,20 @@ impl World {
             &self.layout.hooks,
         );
         let executor = Executor::new(Arc::clone(&fs), self.layout.clone())?;
-        let ledger = Ledger::new(executor.recover()?);
+        let ledger = Arc::new(Ledger::new(executor.recover()?));
         let reports = Arc::new(Reports::default());
         let board = Arc::new(Board::default());
         let (others, others_rx) = watch::channel(None);
         let (policy, policy_rx) = watch::channel(self.no_policy());
         let (driver, driver_rx) = watch::channel(DriverState::Ready(Arc::clone(&self.ready)));
         let (suspect_orphans, suspicions) = suspicions();
+        let gpus = Arc::new(Gpus::new(
+            GpuRecords::open(Arc::clone(&fs), self.layout.gpus())?,
+            Arc::clone(&ledger),
+            Box::new(self.driver_for(Arc::clone(&fs))),
+            driver_rx.clone(),
+            self.proc(),
+        ));
         let preparer = Preparer::new(Parts {
             pool: POOL.into(),
             spec_file: Arc::new(SpecFile::new(fs, &self.layout)),
@@ -235,7 +265,8 @@ impl World {
             others: others_rx,
             policy: policy_rx,
             claims: Claims::new(self.api.client()),
-            ledger: Arc::new(ledger),
+            gpus: Arc::clone(&gpus),
+            ledger,
             reporter: Arc::clone(&reports) as _,
             metrics: Arc::default(),
             board: Arc::clone(&board),
@@ -243,6 +274,7 @@ impl World {
         });
         Ok(Plugin {
             preparer,
+            gpus,
             reports,
             board,
             driver,
@@ -271,7 +303,9 @@ impl World {
         let mut traces = Vec::new();
         for folder in [
             self.layout.claims(),
+            self.layout.gpus(),
             self.layout.shares.clone(),
+            self.layout.metadata(),
             self.layout.cdi.clone(),
         ] {
             collect(&folder, &mut traces);
@@ -322,8 +356,8 @@ impl Drop for World {
     }
 }
 
-fn ready(driver_root: &Path, layout: &Layout) -> Ready {
-    let description = two_h100();
+fn ready(driver_root: &Path, layout: &Layout, gpus: &MigGpus) -> Ready {
+    let description = gpus.describe().unwrap();
     let root = DriverRoot::open(driver_root).unwrap();
     let found = discover(&root, &description.driver_version).unwrap();
     let nodes = DeviceNodes::find(&root, &root).unwrap();
@@ -383,6 +417,15 @@ pub fn capped(request: &str, minor: u32, memory: &str, cores: u32) -> Given {
         request: request.into(),
         device: format!("gpu-{minor:08}-capped"),
         share: Some((share, memory.into(), cores)),
+    }
+}
+
+/// A partition.
+pub fn partition(request: &str, minor: u32, name: &str) -> Given {
+    Given {
+        request: request.into(),
+        device: format!("gpu-{minor:08}-mig-{name}"),
+        share: None,
     }
 }
 

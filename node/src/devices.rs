@@ -130,7 +130,7 @@ impl DeviceNodes {
                 continue;
             };
             let own = dev.join(inside);
-            make(&own, number).map_err(|source| DeviceError::Make { path: own, source })?;
+            make(&own, number, 0o666).map_err(|source| DeviceError::Make { path: own, source })?;
         }
         Ok(())
     }
@@ -141,7 +141,8 @@ fn is_device(root: &DriverRoot, path: &str) -> Result<bool, RootError> {
     Ok(matches!(found, Some((_, Kind::CharDevice))))
 }
 
-fn make(path: &Path, number: u64) -> io::Result<()> {
+/// Makes a character device, or replaces what is at its path and is not that device.
+pub(crate) fn make(path: &Path, number: u64, mode: u32) -> io::Result<()> {
     match path.symlink_metadata() {
         Ok(there) if there.file_type().is_char_device() && there.rdev() == number => return Ok(()),
         Ok(_) => std::fs::remove_file(path)?,
@@ -151,7 +152,7 @@ fn make(path: &Path, number: u64) -> io::Result<()> {
     if let Some(folder) = path.parent() {
         std::fs::create_dir_all(folder)?;
     }
-    let mode = Mode::from_raw_mode(0o666);
+    let mode = Mode::from_raw_mode(mode);
     mknodat(CWD, path, FileType::CharacterDevice, mode, number)?;
     // The umask has removed the write bits.
     Ok(rustix::fs::chmod(path, mode)?)
@@ -164,7 +165,7 @@ mod tests {
     use super::*;
 
     fn node(root: &Path, name: &str, number: u64) {
-        make(&root.join("dev").join(name), number)
+        make(&root.join("dev").join(name), number, 0o666)
             .expect("tests make device nodes: run them with CAP_MKNOD");
     }
 

@@ -4,6 +4,7 @@ use std::path::Path;
 
 use tranche_api::Quantity;
 use tranche_api::gpu_node::{Gpu, Inventory};
+use tranche_api::mig::MigGeometry;
 
 use crate::nvml::{Description, GpuDescription};
 
@@ -12,7 +13,7 @@ use crate::nvml::{Description, GpuDescription};
 /// `sysfs` is where the kernel's `sys` tree is mounted; facts that it does not have are left out.
 #[must_use]
 pub fn inventory(description: &Description, sysfs: &Path) -> Inventory {
-    Inventory::new(
+    let mut inventory = Inventory::new(
         description.driver_version.clone(),
         description.cuda_driver_version.clone(),
         description
@@ -20,7 +21,32 @@ pub fn inventory(description: &Description, sysfs: &Path) -> Inventory {
             .iter()
             .map(|gpu| describe(gpu, sysfs))
             .collect(),
-    )
+    );
+    inventory.mig_geometries = geometries(&description.gpus);
+    inventory
+}
+
+/// The profiles of the GPUs; those of GPUs that are alike once.
+fn geometries(gpus: &[GpuDescription]) -> Vec<MigGeometry> {
+    let mut geometries: Vec<MigGeometry> = Vec::new();
+    for gpu in gpus.iter().filter(|gpu| !gpu.mig_profiles.is_empty()) {
+        let known = geometries
+            .iter_mut()
+            .find(|known| known.profiles == gpu.mig_profiles);
+        match known {
+            Some(known) => known.gpus.push(gpu.uuid.clone()),
+            None => geometries.push(MigGeometry {
+                gpus: vec![gpu.uuid.clone()],
+                profiles: gpu.mig_profiles.clone(),
+            }),
+        }
+    }
+    // NVML's order follows the probe order, which changes; the inventory's must not.
+    for geometry in &mut geometries {
+        geometry.gpus.sort();
+    }
+    geometries.sort_by(|a, b| a.gpus.cmp(&b.gpus));
+    geometries
 }
 
 fn describe(gpu: &GpuDescription, sysfs: &Path) -> Gpu {
@@ -46,7 +72,7 @@ fn describe(gpu: &GpuDescription, sysfs: &Path) -> Gpu {
         mig_capable: gpu.mig_capable,
         mig_mode: gpu.mig_mode,
         mig_compute_slices: gpu.mig_compute_slices,
-        mig_instances: Vec::new(),
+        mig_instances: gpu.mig_instances.clone(),
     }
 }
 
@@ -107,6 +133,8 @@ pub mod testing {
             mig_capable: true,
             mig_mode: MigMode::default(),
             mig_compute_slices: Some(7),
+            mig_profiles: Vec::new(),
+            mig_instances: Vec::new(),
         };
         Description {
             driver_version: "535.261.03".into(),

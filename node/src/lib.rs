@@ -1,7 +1,7 @@
 //! The node's GPU driver, and the maintenance of shares in use.
 //!
 //! ```text
-//!  layouts ─► root ─┬─► devices ──► the driver's device nodes
+//!  layouts ─► root ─┬─► devices ──► the driver's device nodes; capabilities ──► those of a partition
 //!                   ├─► nvml::search ─► libnvidia-ml ──► nvml ──► inventory ──► what GPUs there are
 //!                   ├─► discover ──► the driver's files for containers
 //!                   └─► libcuda ──► untested: functions that the shim has no row for
@@ -17,6 +17,7 @@
 //! account pages: the tenant can write them.
 #![forbid(unsafe_code)]
 
+pub mod capabilities;
 pub mod compute;
 pub mod containers;
 pub mod devices;

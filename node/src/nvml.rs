@@ -4,11 +4,14 @@
 //! appears late or fails. [`search`] finds the real library, `library` calls it.
 
 mod library;
+mod mig;
 pub mod search;
 
 use std::path::PathBuf;
 
 use tranche_api::gpu_node::MigMode;
+use tranche_api::mig::{MigInstance, MigProfile};
+use tranche_driver::gpu_state::{Actual, Change};
 
 use crate::devices::DeviceNodes;
 use crate::root::{DriverRoot, RootError};
@@ -68,6 +71,10 @@ pub struct GpuDescription {
     pub mig_mode: MigMode,
     /// The largest `sliceCount` that nvmlDeviceGetGpuInstanceProfileInfo reports, if any.
     pub mig_compute_slices: Option<u32>,
+    /// The profiles into which MIG can divide the GPU; empty where the driver does not report them.
+    pub mig_profiles: Vec<MigProfile>,
+    /// The GPU instances that exist.
+    pub mig_instances: Vec<MigInstance>,
 }
 
 /// A sample of a GPU's utilization by a process.
@@ -139,6 +146,50 @@ pub enum NvmlError {
         /// NVML's error.
         reason: String,
     },
+    /// `NVML_ERROR_NOT_SUPPORTED`: the GPU, in its present mode, or the driver does not have what was asked for.
+    #[error("{call}({object}): not supported")]
+    NotSupported {
+        /// The NVML function.
+        call: &'static str,
+        /// The object of the call.
+        object: String,
+    },
+}
+
+/// Why a GPU was not changed. It is as before.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ChangeError {
+    /// `NVML_ERROR_IN_USE`: a process or another client of the driver (a monitor, say) uses the GPU or the instance. The
+    /// same change can succeed later.
+    #[error("{call}({object}): it is in use by another client")]
+    InUse {
+        /// The NVML function.
+        call: &'static str,
+        /// The object of the call.
+        object: String,
+    },
+    /// `NVML_ERROR_INSUFFICIENT_RESOURCES`: slices or engines that the instance takes are not free. Also where an equal
+    /// instance is there already.
+    #[error("{call}({object}): the GPU has not enough free slices or engines")]
+    InsufficientResources {
+        /// The NVML function.
+        call: &'static str,
+        /// The object of the call.
+        object: String,
+    },
+    /// `NVML_ERROR_RESET_REQUIRED`: MIG mode changes only with a reset of the GPU, which the driver cannot do.
+    #[error(
+        "{call}({object}): MIG mode changes only with a reset of the GPU, which the driver cannot do here"
+    )]
+    NeedsReset {
+        /// The NVML function.
+        call: &'static str,
+        /// The object of the call.
+        object: String,
+    },
+    /// Anything else.
+    #[error(transparent)]
+    Nvml(#[from] NvmlError),
 }
 
 impl From<RootError> for NvmlError {
@@ -168,8 +219,19 @@ pub trait Nvml: Send + Sync + std::fmt::Debug {
     /// processes that use the GPU's memory, each once.
     fn processes(&self, gpu_uuid: &str) -> Result<Vec<ProcessMemory>, NvmlError>;
 
-    /// nvmlDeviceGetMemoryInfo_v2 `used`: allocated bytes, without the driver's reserve.
-    fn used_memory(&self, gpu_uuid: &str) -> Result<u64, NvmlError>;
+    /// nvmlDeviceGetMemoryInfo_v2 `used`: allocated bytes, without the driver's reserve. `None` in MIG mode: each GPU
+    /// instance takes memory for itself, so the sum cannot be compared with that of the processes.
+    fn used_memory(&self, gpu_uuid: &str) -> Result<Option<u64>, NvmlError>;
+
+    /// The GPU's MIG mode and instances, as they are now. Without any on a GPU that has no MIG mode.
+    fn mig_state(&self, gpu_uuid: &str) -> Result<Actual, NvmlError>;
+
+    /// Changes MIG mode or an instance, by one call of NVML, which can take seconds. To remove what is not there is no
+    /// error.
+    ///
+    /// To switch MIG mode can unbind and reset the GPU: its minor number and its index may change (nvml.h). If the mode
+    /// cannot change at once, it does not change at a later reset either.
+    fn change_mig(&self, gpu_uuid: &str, change: &Change) -> Result<(), ChangeError>;
 }
 
 /// A source of NVML.

@@ -50,6 +50,7 @@ pub fn cap_page(
         memory_limit: memory,
         context_memory,
         cores,
+        mps_threads: None,
         compute_policy: policy,
         claim_uid: uid,
         device_key: key,

@@ -1,13 +1,16 @@
-//! The files of a driver, for tests.
+//! The files of a driver, and GPUs in memory ([`MigGpus`]), for tests.
 #![allow(
     clippy::unwrap_used,
     clippy::missing_panics_doc,
     reason = "a test that cannot be set up fails"
 )]
 
-use std::os::unix::fs::{PermissionsExt, symlink};
+mod mig_gpus;
 
+use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::Path;
+
+pub use mig_gpus::MigGpus;
 
 /// What Debian's 535.261.03 packages install, as paths and links.
 pub const DEBIAN_535: &str = include_str!("../testdata/debian-535.list");

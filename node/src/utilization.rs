@@ -5,11 +5,11 @@ use std::time::{Duration, Instant, SystemTime};
 
 use tranche_shim_runtime::sys;
 
-use crate::nvml::{Driver, Nvml, ProcessMemory, ProcessSample};
+use crate::nvml::{Driver, Nvml, NvmlError, ProcessMemory, ProcessSample};
 
 /// How busy GPUs are.
 pub trait Utilization {
-    /// The part of the last period in which the GPU worked, 0 to 1; `None` if it is not known.
+    /// The part of the last period in which the GPU worked, 0 to 1; `None` if it is not known, as in MIG mode.
     fn whole(&mut self, gpu_uuid: &str) -> Option<f64>;
 
     /// The same by process, since the last answer.
@@ -198,11 +198,15 @@ impl Utilization for NvmlUtilization {
     }
 
     fn whole(&mut self, gpu_uuid: &str) -> Option<f64> {
-        let Ok(percent) = self.open()?.utilization(gpu_uuid) else {
-            self.close_failed();
-            return None;
-        };
-        Some(f64::from(percent.min(100)) / 100.0)
+        match self.open()?.utilization(gpu_uuid) {
+            Ok(percent) => Some(f64::from(percent.min(100)) / 100.0),
+            // A GPU in MIG mode.
+            Err(NvmlError::NotSupported { .. }) => None,
+            Err(_) => {
+                self.close_failed();
+                None
+            }
+        }
     }
 
     fn by_process(&mut self, gpu_uuid: &str) -> ByProcess {
@@ -224,9 +228,11 @@ mod tests {
     use std::sync::Arc;
     use std::sync::atomic::{AtomicU32, Ordering};
 
+    use tranche_driver::gpu_state::{Actual, Change};
+
     use super::*;
     use crate::devices::DeviceNodes;
-    use crate::nvml::{Description, NvmlError, Opened, Traces};
+    use crate::nvml::{ChangeError, Description, Opened, Traces};
     use crate::root::DriverRoot;
 
     /// A driver that was replaced once: an NVML that was opened before fails.
@@ -276,6 +282,10 @@ mod tests {
         fn utilization(&self, gpu_uuid: &str) -> Result<u32, NvmlError> {
             match (self.works, gpu_uuid) {
                 (true, "here") => Ok(50),
+                (true, "partitioned") => Err(NvmlError::NotSupported {
+                    call: "nvmlDeviceGetUtilizationRates",
+                    object: gpu_uuid.into(),
+                }),
                 _ => Err(NvmlError::Root("gone".into())),
             }
         }
@@ -288,7 +298,15 @@ mod tests {
             unreachable!("nobody asks")
         }
 
-        fn used_memory(&self, _: &str) -> Result<u64, NvmlError> {
+        fn used_memory(&self, _: &str) -> Result<Option<u64>, NvmlError> {
+            unreachable!("nobody asks")
+        }
+
+        fn mig_state(&self, _: &str) -> Result<Actual, NvmlError> {
+            unreachable!("nobody asks")
+        }
+
+        fn change_mig(&self, _: &str, _: &Change) -> Result<(), ChangeError> {
             unreachable!("nobody asks")
         }
     }
@@ -314,6 +332,7 @@ mod tests {
         }
         later(&mut utilization);
         assert_eq!(utilization.by_process("here"), ByProcess::Unknown);
+        assert_eq!(utilization.whole("partitioned"), None);
         assert_eq!((utilization.whole("here"), opened()), (Some(0.5), 2));
         assert_eq!(utilization.whole("elsewhere"), None);
         assert_eq!((utilization.whole("here"), opened()), (Some(0.5), 3));

@@ -1,23 +1,72 @@
-//! GPUs that are withheld because of what NVML reports: those that it cannot describe, and those in
-//! MIG mode.
+//! What a node's GPUs are without Tranche's partitions, and which of them are withheld because of what NVML reports: those
+//! that it cannot describe, and those in MIG mode.
+//!
+//! ```text
+//!  NVML's description ─┐
+//!  the GPUs' records ──┴─► at_rest ─┬─► withheld ──► GpuNode.status.withheld
+//!                                   └─► inventory ─► GpuNode.status.inventory
+//! ```
 
 use std::collections::BTreeMap;
 
 use tranche_api::WithheldGpu;
+use tranche_api::gpu_node::MigMode;
+use tranche_api::mig::MigInstance;
+use tranche_api::tier::Tier;
 use tranche_api::withheld::reason;
+use tranche_driver::gpu_state::{Place, Record};
 
 use crate::nvml::{BrokenGpu, Description, GpuDescription, NvmlError};
 
-/// The UUIDs of the GPUs when all of them could be described: NVML does not report the UUID of a lost
-/// GPU.
+/// What was seen of the GPUs earlier.
 #[derive(Clone, Debug, Default)]
 pub struct KnownGpus {
+    /// The UUIDs of the GPUs when they could be described: NVML does not report the UUID of a lost GPU.
     by_index: BTreeMap<u32, String>,
     count: usize,
+    /// By UUID.
+    whole: BTreeMap<String, Whole>,
+}
+
+/// What a GPU has when it is not in MIG mode.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Whole {
+    memory_total: u64,
+    memory_reserved: u64,
+    multiprocessors: Option<u32>,
 }
 
 impl KnownGpus {
-    /// The GPUs of `description` that are withheld; remembers their UUIDs.
+    /// The GPUs as they would be without Tranche's partitions, so that the inventory does not change with them: `ours` has
+    /// the record of each GPU that Tranche has changed, by UUID. Only instances of others are left. MIG mode that Tranche
+    /// has switched on is off, unless others have made instances meanwhile. Where the GPU was seen without MIG mode
+    /// before, its memory and its multiprocessors are those of then.
+    #[must_use]
+    pub fn at_rest(
+        &mut self,
+        mut description: Description,
+        ours: &BTreeMap<String, Record>,
+    ) -> Description {
+        for gpu in &mut description.gpus {
+            if gpu.mig_mode.current {
+                if let Some(whole) = self.whole.get(&gpu.uuid) {
+                    whole.restore(gpu);
+                }
+            } else {
+                self.whole.insert(gpu.uuid.clone(), Whole::of(gpu));
+            }
+            let Some(record) = ours.get(&gpu.uuid) else {
+                continue;
+            };
+            gpu.mig_instances.retain(|it| !is_ours(record, it));
+            if record.switched_mig_on && gpu.mig_instances.is_empty() {
+                gpu.mig_mode = MigMode::default();
+            }
+        }
+        description
+    }
+
+    /// The GPUs of `description` that are withheld, each with the tiers that are; remembers their UUIDs.
     pub fn withheld(&mut self, description: &Description) -> Vec<WithheldGpu> {
         let count = description.gpus.len() + description.broken.len();
         if count != self.count {
@@ -54,26 +103,69 @@ impl KnownGpus {
     }
 }
 
-fn in_mig_mode(gpu: &GpuDescription) -> Option<WithheldGpu> {
-    let when = match (gpu.mig_mode.current, gpu.mig_mode.pending) {
-        (false, false) => return None,
-        (true, true) => "MIG mode is on",
-        (true, false) => "MIG mode is on until the GPU's next reset",
-        (false, true) => "MIG mode will be on after the GPU's next reset",
+impl Whole {
+    fn of(gpu: &GpuDescription) -> Self {
+        Self {
+            memory_total: gpu.memory_total,
+            memory_reserved: gpu.memory_reserved,
+            multiprocessors: gpu.multiprocessors,
+        }
+    }
+
+    fn restore(self, gpu: &mut GpuDescription) {
+        gpu.memory_total = self.memory_total;
+        gpu.memory_reserved = self.memory_reserved;
+        gpu.multiprocessors = self.multiprocessors;
+    }
+}
+
+/// Whether the record names the instance. One that is about to be made has no id there yet.
+fn is_ours(record: &Record, instance: &MigInstance) -> bool {
+    let (Ok(profile), Ok(start)) = (instance.profile.parse(), u8::try_from(instance.start)) else {
+        return false;
     };
-    Some(WithheldGpu::whole(
-        &gpu.uuid,
-        reason::MIG_MODE,
-        format!(
-            "{when}: this release offers whole GPUs only; switch it off (`nvidia-smi -i {} -mig 0`, and reset the GPU if the command requires it)",
-            gpu.uuid
-        ),
-    ))
+    let place = Place { start, profile };
+    let mut owned = record.instances.iter();
+    owned.any(|it| it.place == place && it.id.is_none_or(|id| id == instance.id))
+}
+
+fn in_mig_mode(gpu: &GpuDescription) -> Option<WithheldGpu> {
+    let uuid = &gpu.uuid;
+    let off = format!(
+        "switch it off (`nvidia-smi -i {uuid} -mig 0`, and reset the GPU if the command requires it)"
+    );
+    let withheld = |message| WithheldGpu::whole(uuid, reason::MIG_MODE, message);
+    Some(match (gpu.mig_mode.current, gpu.mig_mode.pending) {
+        (false, false) => return None,
+        (true, true) if gpu.mig_profiles.is_empty() => withheld(format!(
+            "MIG mode is on, and the driver does not report how it divides the GPU: {off}"
+        )),
+        (true, true) => WithheldGpu {
+            tiers: whole_tiers(),
+            ..withheld(format!(
+                "MIG mode is on: only partitions of the GPU are offered; for the other tiers remove its instances and {off}"
+            ))
+        },
+        (true, false) => withheld(format!(
+            "MIG mode is on until the GPU's next reset: reset the GPU, or leave it on (`nvidia-smi -i {uuid} -mig 1`)"
+        )),
+        (false, true) => withheld(format!(
+            "MIG mode will be on after the GPU's next reset: reset the GPU, or {off}"
+        )),
+    })
+}
+
+/// The tiers that give the whole GPU, alone or to sharers.
+fn whole_tiers() -> Vec<Tier> {
+    let mut tiers = Tier::ALL.to_vec();
+    tiers.retain(|tier| *tier != Tier::Partition);
+    tiers
 }
 
 #[cfg(test)]
 mod tests {
-    use tranche_api::gpu_node::MigMode;
+    use tranche_driver::gpu_state::Owned;
+    use tranche_driver::mig::tables;
 
     use super::*;
     use crate::inventory::testing::two_h100;
@@ -134,15 +226,119 @@ mod tests {
     }
 
     #[test]
-    fn mig_mode_now_or_after_the_next_reset_withholds_the_gpu() {
-        for (current, pending) in [(true, true), (true, false), (false, true), (false, false)] {
+    fn mig_mode_withholds_the_whole_gpu_and_not_its_partitions() {
+        let all = Tier::ALL.to_vec();
+        let whole = vec![
+            Tier::Timeshared,
+            Tier::Concurrent,
+            Tier::Capped,
+            Tier::Exclusive,
+            Tier::Passthrough,
+        ];
+        for (current, pending, is_divided, expected) in [
+            (true, true, true, whole),
+            (true, true, false, all.clone()),
+            (true, false, true, all.clone()),
+            (false, true, true, all),
+            (false, false, true, Vec::new()),
+        ] {
             let mut description = two_h100();
-            description.gpus[0].mig_mode = MigMode { current, pending };
-            let uuid = description.gpus[0].uuid.clone();
+            let gpu = &mut description.gpus[0];
+            gpu.mig_mode = MigMode { current, pending };
+            if is_divided {
+                gpu.mig_profiles = tables::h100(&[]).profiles;
+            }
+            let uuid = gpu.uuid.clone();
             let withheld = KnownGpus::default().withheld(&description);
-            let found: Vec<_> = withheld.iter().map(|w| (&*w.gpu, &*w.reason)).collect();
-            let expected = [(&*uuid, "MigMode")];
-            assert_eq!(found, expected[..usize::from(current || pending)]);
+            let covers = |tier: &Tier| withheld.iter().any(|it| it.covers(&uuid, *tier));
+            let found: Vec<_> = Tier::ALL.into_iter().filter(covers).collect();
+            assert_eq!(found, expected, "{withheld:?}");
+            assert!(withheld.iter().all(|it| it.reason == "MigMode"));
         }
+    }
+
+    const ON: MigMode = MigMode {
+        current: true,
+        pending: true,
+    };
+
+    fn owned(start: u8, id: Option<u32>) -> Owned {
+        let profile = "1g.10gb".parse().unwrap();
+        Owned {
+            place: Place { start, profile },
+            id,
+        }
+    }
+
+    fn instance(start: u32, id: u32) -> MigInstance {
+        MigInstance {
+            profile: "1g.10gb".into(),
+            start,
+            id,
+            uuid: None,
+        }
+    }
+
+    /// A GPU with these instances in MIG mode, whose record has these; at rest.
+    fn at_rest(instances: &[MigInstance], switched: bool, owned: &[Owned]) -> GpuDescription {
+        let mut description = two_h100();
+        let gpu = &mut description.gpus[0];
+        gpu.mig_mode = ON;
+        gpu.mig_instances = instances.to_vec();
+        let record = Record {
+            switched_mig_on: switched,
+            instances: owned.to_vec(),
+        };
+        let ours = BTreeMap::from([(gpu.uuid.clone(), record)]);
+        KnownGpus::default()
+            .at_rest(description, &ours)
+            .gpus
+            .remove(0)
+    }
+
+    #[test]
+    fn partitions_of_tranche_are_not_in_the_inventory() {
+        // The second has just been made, and its id was not written yet.
+        let two = [instance(6, 7), instance(5, 8)];
+        let ours = [owned(6, Some(7)), owned(5, None)];
+        let gpu = at_rest(&two, true, &ours);
+        assert_eq!(
+            (gpu.mig_instances, gpu.mig_mode),
+            (vec![], MigMode::default())
+        );
+        // MIG mode was on before.
+        let gpu = at_rest(&two, false, &ours);
+        assert_eq!((gpu.mig_instances, gpu.mig_mode), (vec![], ON));
+        // In the place of one of ours is another one.
+        let gpu = at_rest(&two, true, &[owned(6, Some(9)), owned(5, Some(8))]);
+        assert_eq!(
+            (gpu.mig_instances, gpu.mig_mode),
+            (vec![instance(6, 7)], ON)
+        );
+        // Others use the mode that Tranche has switched on.
+        let gpu = at_rest(&[instance(6, 7), instance(0, 1)], true, &ours);
+        assert_eq!(
+            (gpu.mig_instances, gpu.mig_mode),
+            (vec![instance(0, 1)], ON)
+        );
+        let gpu = at_rest(&[], true, &[]);
+        assert_eq!(gpu.mig_mode, MigMode::default());
+    }
+
+    #[test]
+    fn a_gpu_has_the_same_memory_with_and_without_mig_mode() {
+        let mut known = KnownGpus::default();
+        let off = two_h100();
+        let none = BTreeMap::new();
+        assert_eq!(known.at_rest(off.clone(), &none), off);
+        let mut on = off.clone();
+        let gpu = &mut on.gpus[0];
+        gpu.mig_mode = ON;
+        (gpu.memory_total, gpu.memory_reserved, gpu.multiprocessors) = (80_000 << 20, 0, None);
+        let mut expected = off.clone();
+        expected.gpus[0].mig_mode = ON;
+        assert_eq!(known.at_rest(on.clone(), &none), expected);
+        // It was never seen without: what NVML says.
+        assert_eq!(KnownGpus::default().at_rest(on.clone(), &none), on);
     }
 }

@@ -1,94 +1,19 @@
 //! A driver that is installed, removed and restored, with the real search and the real loading of the
 //! simulator's NVML.
-//!
-//! Needs the simulator in `target/simulator` (`make simulator`).
 
 #![allow(
     clippy::unwrap_used,
     reason = "a test that cannot go on should say where"
 )]
 
+mod common;
+
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
 
-use tranche_node::nvml::search::InstalledDriver;
+use common::Host;
 use tranche_node::nvml::{Driver as _, NvmlError};
 use tranche_node::utilization::{NvmlUtilization, Utilization as _};
-
-/// A host without a driver.
-struct Host {
-    dir: tempfile::TempDir,
-    daemons: Vec<Child>,
-}
-
-impl Drop for Host {
-    fn drop(&mut self) {
-        for daemon in &mut self.daemons {
-            let _ = daemon.kill();
-            let _ = daemon.wait();
-        }
-    }
-}
-
-impl Host {
-    fn new() -> Self {
-        Self {
-            dir: tempfile::tempdir().unwrap(),
-            daemons: Vec::new(),
-        }
-    }
-
-    fn at(&self, path: &str) -> PathBuf {
-        self.dir.path().join(path.trim_start_matches('/'))
-    }
-
-    /// Installs a driver with two T4 in a folder of the host, and loads it.
-    fn install(&mut self, root: &str) {
-        let simulator = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/simulator");
-        let program = simulator.join("nvidia-sim-persistenced");
-        assert!(program.exists(), "run `make simulator` first");
-        let root = self.at(root);
-        let installed = Command::new(&program)
-            .arg("install-root")
-            .arg(&root)
-            .args(["--gpu-model", "T4", "--gpus", "2"])
-            .status();
-        assert!(installed.unwrap().success());
-        let daemon = Command::new(&program)
-            .arg("--root")
-            .arg(&root)
-            .stderr(Stdio::null())
-            .spawn();
-        self.daemons.push(daemon.unwrap());
-        let socket = root.join("run/nvidia-persistenced/socket");
-        let begun = Instant::now();
-        while std::os::unix::net::UnixStream::connect(&socket).is_err_and(|e| {
-            // It is not a stream socket: this error shows that it is listening.
-            e.raw_os_error() != Some(rustix::io::Errno::PROTOTYPE.raw_os_error())
-        }) {
-            assert!(begun.elapsed() < Duration::from_secs(30), "no daemon");
-            std::thread::yield_now();
-        }
-    }
-
-    fn driver(&self, root: Option<&str>) -> InstalledDriver {
-        InstalledDriver::new(self.dir.path(), root.map(Path::new)).with_dev(&self.at("own-dev"))
-    }
-
-    /// The device nodes of this host that this process has open.
-    fn open_nodes(&self) -> Vec<PathBuf> {
-        let files = fs::read_dir("/proc/self/fd").unwrap();
-        let mut open: Vec<_> = files
-            .filter_map(|file| fs::read_link(file.ok()?.path()).ok())
-            .filter(|path| path.starts_with(self.dir.path()))
-            .filter(|path| path.parent().is_some_and(|folder| folder.ends_with("dev")))
-            .collect();
-        open.sort();
-        open
-    }
-}
 
 #[test]
 fn a_driver_that_comes_goes_and_comes_back_is_found_each_time() {

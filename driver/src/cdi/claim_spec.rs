@@ -6,6 +6,7 @@ use super::{
     CLAIM_CLASS, CdiError, ContainerEdits, Device, Spec, absolute, bind, container_path,
     device_node, read_only,
 };
+use crate::metadata;
 use crate::preparation::{Cap, PreparationPlan, PreparedDevice};
 
 /// Bytes in the unit of the variable `CUDA_DEVICE_MEMORY_LIMIT_<n>`.
@@ -19,6 +20,9 @@ pub struct NodePaths {
     /// The hook and its ldconfig, in a folder from which runtimes can execute them in user
     /// namespaces.
     pub hooks: String,
+    /// A folder per claim, in it a file per request ([`crate::metadata`]): `/run/tranche/metadata`. Without it containers get
+    /// no such file.
+    pub metadata: Option<String>,
     /// The root of the driver's device nodes: `/`, or the driver root if it has its own `dev`.
     pub dev_root: String,
 }
@@ -27,19 +31,23 @@ pub struct NodePaths {
 pub fn claim_spec(plan: &PreparationPlan, paths: &NodePaths) -> Result<Spec, CdiError> {
     absolute("the folder of shares", &paths.shares)?;
     absolute("the root of device nodes", &paths.dev_root)?;
-    let devices = plan
-        .devices
-        .iter()
-        .enumerate()
-        .map(|(index, device)| Device {
+    let devices = plan.devices.iter().enumerate().map(|(index, device)| {
+        Ok(Device {
             name: device.key.clone(),
-            container_edits: edits(&plan.allocation.uid, index, device, paths),
+            container_edits: edits(plan, index, device, paths)?,
         })
-        .collect();
+    });
+    let devices = devices.collect::<Result<_, CdiError>>()?;
     Spec::new(CLAIM_CLASS, devices, ContainerEdits::default())
 }
 
-fn edits(uid: &str, index: usize, device: &PreparedDevice, paths: &NodePaths) -> ContainerEdits {
+fn edits(
+    plan: &PreparationPlan,
+    index: usize,
+    device: &PreparedDevice,
+    paths: &NodePaths,
+) -> Result<ContainerEdits, CdiError> {
+    let uid = &plan.allocation.uid;
     let page = |name: &str| {
         (
             format!("{}/{uid}/{}/{name}", paths.shares, device.key),
@@ -56,15 +64,31 @@ fn edits(uid: &str, index: usize, device: &PreparedDevice, paths: &NodePaths) ->
             &["rw", "nosuid", "nodev", "noexec"],
         ));
     }
-    ContainerEdits {
+    let is_of_request = |it: &PreparedDevice| it.request == device.request;
+    let is_first = plan.devices.iter().position(is_of_request) == Some(index);
+    if let Some(folder) = paths.metadata.as_ref().filter(|_| is_first) {
+        let request = &device.request;
+        mounts.push(read_only(
+            format!("{folder}/{uid}/{request}.json"),
+            metadata::container_path(plan, request),
+        ));
+    }
+    let mut nodes = vec![format!("/dev/nvidia{}", device.minor)];
+    if let Some(partition) = &device.partition {
+        let mig = partition.mig.as_ref();
+        let mig = mig.ok_or_else(|| CdiError::NoMigDevice(device.key.clone()))?;
+        nodes.extend(
+            mig.capabilities
+                .map(|minor| format!("/dev/nvidia-caps/nvidia-cap{minor}")),
+        );
+    }
+    let nodes = nodes.iter().map(|node| device_node(node, &paths.dev_root));
+    Ok(ContainerEdits {
         env: environment(index, device),
-        device_nodes: vec![device_node(
-            &format!("/dev/nvidia{}", device.minor),
-            &paths.dev_root,
-        )],
+        device_nodes: nodes.collect(),
         mounts,
         hooks: Vec::new(),
-    }
+    })
 }
 
 /// Variables for people and tools; no limit depends on them. Two shares of one GPU in one container
@@ -75,6 +99,15 @@ fn environment(index: usize, device: &PreparedDevice) -> Vec<String> {
         format!("{gpu}_UUID={}", device.gpu_uuid),
         format!("{gpu}_TIER={}", device.tier),
     ];
+    if let Some(partition) = &device.partition {
+        env.push(format!("{gpu}_PROFILE={}", partition.place.profile));
+        env.extend(
+            partition
+                .mig
+                .iter()
+                .map(|mig| format!("{gpu}_MIG_UUID={}", mig.uuid)),
+        );
+    }
     if let Cap::Share { memory, cores, .. } = device.cap {
         env.push(format!("{gpu}_MEMORY={}", Quantity::from_bytes(memory)));
         env.push(format!("{gpu}_CORES={cores}"));

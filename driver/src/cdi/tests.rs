@@ -15,6 +15,7 @@ fn paths() -> NodePaths {
     NodePaths {
         shares: "/run/tranche/shares".to_owned(),
         hooks: "/var/lib/tranche".to_owned(),
+        metadata: Some("/run/tranche/metadata".to_owned()),
         dev_root: "/".to_owned(),
     }
 }

@@ -125,10 +125,10 @@ fn bad_results_are_refused_by_claim_request_device_and_field() {
             ),
         ),
         (
-            plain("gpu-00000000-mig-1g10gb-0"),
+            plain("gpu-00000000-passthrough"),
             refused(
-                "gpu-00000000-mig-1g10gb-0",
-                "the tier partition is not served by this version",
+                "gpu-00000000-passthrough",
+                "the tier passthrough is not served by this version",
             ),
         ),
         (

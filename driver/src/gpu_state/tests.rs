@@ -24,8 +24,10 @@ fn place(text: &str) -> Place {
 }
 
 fn wanted(text: &str) -> Wanted {
+    let places: BTreeSet<Place> = text.split_whitespace().map(place).collect();
     Wanted {
-        partitions: text.split_whitespace().map(place).collect(),
+        held: places.clone(),
+        make: places,
     }
 }
 
@@ -164,6 +166,41 @@ fn partitions_come_and_go_and_mig_mode_with_them() {
 }
 
 #[test]
+fn an_administrators_partition_is_used_as_it_is() {
+    let mut machine = Machine::new();
+    machine.actual.mig_mode = MigMode {
+        current: true,
+        pending: true,
+    };
+    let foreign = machine.make(place("2g.20gb@4"));
+    machine.foreign.insert(foreign);
+    let one = wanted("2g.20gb@4");
+    // Without a compute instance it is nothing that a claim can have.
+    assert!(matches!(machine.reach(&one), Err(Obstacle::Foreign { .. })));
+    machine.change(Change::CreateComputeInstance { instance: foreign });
+    let before = machine.actual.clone();
+    let done = machine.reach(&one).unwrap();
+    assert_eq!(done[&place("2g.20gb@4")].instance, foreign);
+    machine.reach(&Wanted::default()).unwrap();
+    assert_eq!(machine.actual, before);
+}
+
+#[test]
+fn what_is_in_the_way_of_another_claim_does_not_fail_this_one() {
+    let mut machine = Machine::new();
+    machine.actual.mig_mode = MigMode {
+        current: true,
+        pending: true,
+    };
+    let foreign = machine.make(place("4g.40gb@0"));
+    machine.foreign.insert(foreign);
+    let mut both = wanted("2g.20gb@2 1g.10gb@6");
+    machine.reach(&both).unwrap_err();
+    both.make.remove(&place("2g.20gb@2"));
+    assert_eq!(machine.reach(&both).unwrap().len(), 1);
+}
+
+#[test]
 fn an_administrators_mode_and_instances_stay() {
     let mut machine = Machine::new();
     machine.actual.mig_mode = MigMode {
@@ -247,8 +284,8 @@ enum Event {
     /// So many steps are made, then the plugin is killed.
     Steps(usize),
     Reboot,
-    /// An administrator makes an instance.
-    Make(prop::sample::Index),
+    /// An administrator makes an instance, with its compute instance or without.
+    Make(prop::sample::Index, bool),
     /// An administrator removes one, ours or not.
     Remove(prop::sample::Index),
 }
@@ -259,7 +296,7 @@ fn any_event() -> impl Strategy<Value = Event> {
         4 => prop::collection::vec(index(), 0..6).prop_map(Event::Want),
         6 => (0_usize..9).prop_map(Event::Steps),
         1 => Just(Event::Reboot),
-        2 => index().prop_map(Event::Make),
+        2 => (index(), any::<bool>()).prop_map(|(pick, whole)| Event::Make(pick, whole)),
         2 => index().prop_map(Event::Remove),
     ]
 }
@@ -279,7 +316,9 @@ proptest! {
                         let partition = pick.get(&machine.geometry.partitions);
                         if let Some(less) = left.less(partition.slices) {
                             left = less;
-                            now.partitions.insert(Place { profile: partition.profile, start: partition.start });
+                            let place = Place { profile: partition.profile, start: partition.start };
+                            now.held.insert(place);
+                            now.make.insert(place);
                         }
                     }
                 }
@@ -291,7 +330,7 @@ proptest! {
                     }
                 }
                 Event::Reboot => machine.reboot(),
-                Event::Make(pick) => {
+                Event::Make(pick, whole) => {
                     let partition = pick.get(&machine.geometry.partitions);
                     let place = Place { profile: partition.profile, start: partition.start };
                     // Where Tranche is about to make the same one, nobody can tell whose it is.
@@ -299,6 +338,9 @@ proptest! {
                     if machine.actual.mig_mode.current && machine.is_free(place) && !is_ours {
                         let id = machine.make(place);
                         machine.foreign.insert(id);
+                        if whole {
+                            machine.change(Change::CreateComputeInstance { instance: id });
+                        }
                     }
                 }
                 Event::Remove(pick) => {
@@ -312,17 +354,15 @@ proptest! {
         let end = machine.reach(&now);
         match end {
             Ok(done) => {
-                prop_assert!(done.keys().eq(&now.partitions));
-                let ours: BTreeSet<Place> = machine
-                    .actual
-                    .instances
-                    .iter()
-                    .filter(|it| !machine.foreign.contains(&it.id))
-                    .map(|it| it.place)
-                    .collect();
-                prop_assert_eq!(&ours, &now.partitions);
-                let all_foreign = machine.actual.instances.len() - ours.len();
-                if now.partitions.is_empty() {
+                prop_assert!(done.keys().eq(&now.held));
+                let (foreign, ours): (Vec<&Instance>, Vec<&Instance>) =
+                    machine.actual.instances.iter().partition(|it| machine.foreign.contains(&it.id));
+                let ours: BTreeSet<Place> = ours.iter().map(|it| it.place).collect();
+                let used = foreign.iter().map(|it| it.place).filter(|place| now.held.contains(place));
+                prop_assert_eq!(&ours | &used.collect(), now.held.clone());
+                prop_assert!(foreign.iter().all(|it| !ours.contains(&it.place)));
+                let all_foreign = foreign.len();
+                if now.held.is_empty() {
                     prop_assert!(machine.record.is_empty());
                     prop_assert!(all_foreign > 0 || !machine.actual.mig_mode.current || !machine.foreign.is_empty());
                 }

@@ -3,13 +3,16 @@ use serde_json::{Value, json};
 
 use super::*;
 use crate::cdi::DriverDevice;
-use crate::preparation::{PreparationPlan, plan};
+use crate::mig::tables;
+use crate::preparation::{MigDevice, PreparationPlan, plan};
 use crate::testing::{allocation, capped, gpu, inventory, plain, with};
 
 /// A record as version 1 writes it. Never change it: nodes have such files.
 const VERSION_1: &str = include_str!("../../testdata/journal-v1.json");
 /// A record as version 2 writes it. Never change it: nodes have such files.
 const VERSION_2: &str = include_str!("../../testdata/journal-v2.json");
+/// A record with a partition as version 3 writes it. Never change it: nodes have such files.
+const VERSION_3: &str = include_str!("../../testdata/journal-v3.json");
 
 fn record() -> Record {
     let results = [
@@ -50,21 +53,70 @@ fn refusal(tree: &Value) -> String {
         .to_string()
 }
 
+/// A claim that holds a partition, as it was prepared.
+fn with_partition() -> Record {
+    let mut gpus = inventory(vec![gpu(0)]);
+    gpus.mig_geometries = vec![tables::h100(&[&gpu(0).uuid])];
+    let results = [plain("gpu-00000000-mig-1g10gb-6")];
+    let plan = plan(&allocation("b", &results), &gpus, []).unwrap();
+    let mig = MigDevice {
+        uuid: "MIG-4d8c1f9e-2b4a-4f0e-9c39-0f6c1a3c5b7d".to_owned(),
+        gpu_instance: 9,
+        compute_instance: 0,
+        capabilities: [84, 85],
+    };
+    Record::new(of_first_pages(plan).on_gpu(&gpu(0).uuid, Some(0), |_| Some(mig.clone())))
+}
+
+const CHANGED: &str =
+    "the format changed: that takes a new version, or a field that older readers may ignore";
+
+/// What version 2 knew is written so that it can read it.
 #[test]
-fn version_2_is_read_and_written() {
-    assert_eq!(Record::decode(VERSION_2.as_bytes()).unwrap(), record());
-    let written: Value = serde_json::from_str(VERSION_2).unwrap();
+fn version_2_is_read_and_can_read() {
     assert_eq!(
-        tree(),
+        Record::decode(VERSION_2.as_bytes()).unwrap().plan,
+        record().plan
+    );
+    let mut written: Value = serde_json::from_str(VERSION_2).unwrap();
+    written["version"] = json!(3);
+    assert_eq!(tree(), written, "{CHANGED}");
+}
+
+/// Version 2 would give the containers of a partition the whole GPU.
+#[test]
+fn a_partition_is_for_readers_of_version_3() {
+    let written: Value = serde_json::from_slice(&with_partition().encode()).unwrap();
+    assert_eq!(written["minReader"], json!(3));
+    assert_eq!(
         written,
-        "the format changed: that takes a new version, or a field that older readers may ignore"
+        serde_json::from_str::<Value>(VERSION_3).unwrap(),
+        "{CHANGED}"
+    );
+    assert_eq!(
+        Record::decode(VERSION_3.as_bytes()).unwrap(),
+        with_partition()
+    );
+}
+
+#[test]
+fn the_record_of_a_gpu_is_read_back() {
+    let changes = gpu_state::Record {
+        switched_mig_on: true,
+        instances: Vec::new(),
+    };
+    let record = GpuRecord::new("GPU-1".to_owned(), changes);
+    assert_eq!(GpuRecord::decode(&record.encode()).unwrap(), record);
+    assert_eq!(
+        String::from_utf8(record.encode()).unwrap(),
+        "{\"version\":3,\"minReader\":3,\"gpuUuid\":\"GPU-1\",\"changes\":{\"switchedMigOn\":true,\"instances\":[]}}\n",
+        "{CHANGED}"
     );
 }
 
 #[test]
 fn version_1_is_read_with_its_names_by_minor_number() {
     let old = Record::decode(VERSION_1.as_bytes()).unwrap();
-    assert!(old.results.is_empty());
     let devices: Vec<_> = old.plan.devices.iter().map(|d| &*d.device).collect();
     assert_eq!(
         devices,
@@ -81,17 +133,17 @@ fn version_1_is_read_with_its_names_by_minor_number() {
     assert_eq!(minors, [10, 11, 12, 11]);
     assert_eq!(plan.undo(), old.plan.undo());
     // When it is written again, it is a record of this version.
-    let rewritten = old.with_plan(plan);
+    let rewritten = Record::new(plan);
     let bytes = rewritten.encode();
     assert_eq!(Record::decode(&bytes).unwrap(), rewritten);
     let tree: Value = serde_json::from_slice(&bytes).unwrap();
     assert_eq!(
         (&tree["version"], &tree["minReader"]),
-        (&json!(2), &json!(2))
+        (&json!(3), &json!(2))
     );
 }
 
-/// What a later release might write: version 3, with unknown fields in every object, and a
+/// What a later release might write: version 4, with unknown fields in every object, and a
 /// `minReader` that allows to ignore them.
 #[test]
 fn what_a_later_version_added_is_ignored_where_it_says_so() {
@@ -102,17 +154,17 @@ fn what_a_later_version_added_is_ignored_where_it_says_so() {
     for path in paths {
         newer.pointer_mut(&path).unwrap()["novelty"] = json!({"a": [1]});
     }
-    newer["version"] = json!(3);
+    newer["version"] = json!(4);
     let read = Record::decode(newer.to_string().as_bytes()).unwrap();
     assert_eq!(read.plan, record().plan);
     // When this release writes it, it is a record of this version.
-    assert_eq!(read.with_plan(read.plan.clone()), record());
+    assert_eq!(Record::new(read.plan), record());
 }
 
 #[test]
 fn a_later_version_s_literal_record_is_read() {
     let text = r#"{
-        "version": 3, "minReader": 2, "writer": "tranche 0.3.0",
+        "version": 4, "minReader": 2, "writer": "tranche 0.4.0",
         "plan": {
             "allocation": {"uid": "u", "namespace": "n", "name": "c", "class": "new", "devices": []},
             "devices": [],
@@ -125,63 +177,29 @@ fn a_later_version_s_literal_record_is_read() {
     }"#;
     let record = Record::decode(text.as_bytes()).unwrap();
     assert_eq!(record.plan.undo().len(), 2);
-    assert_eq!(
-        record.results,
-        BTreeMap::from([(
-            0,
-            StepResult::Daemon {
-                pid: 7,
-                started: 42
-            }
-        )])
-    );
-}
-
-#[test]
-fn results_are_read_back() {
-    let mut record = record();
-    record.results = BTreeMap::from([
-        (
-            1,
-            StepResult::MigInstance {
-                gpu_instance: 3,
-                compute_instance: 0,
-                uuid: "MIG-4d8c1f9e-2b4a-4f0e-9c39-0f6c1a3c5b7d".to_owned(),
-            },
-        ),
-        (
-            2,
-            StepResult::Daemon {
-                pid: 4711,
-                started: 815,
-            },
-        ),
-    ]);
-    assert_eq!(Record::decode(&record.encode()).unwrap(), record);
-    assert_eq!(record.with_plan(record.plan.clone()), record);
 }
 
 #[test]
 fn other_versions_are_refused_by_number() {
     let mut newer = tree();
-    newer["version"] = json!(4);
-    newer["minReader"] = json!(3);
+    newer["version"] = json!(5);
+    newer["minReader"] = json!(4);
     // This version may not even be able to parse what readers must understand.
     newer["plan"] = json!({"steps": [{"step": "createMigInstance"}]});
     assert_eq!(
         refusal(&newer),
-        "the journal has version 4 and needs a driver that reads version 3, this one reads versions 1 to 2: run the driver that wrote it, or a newer one"
+        "the journal has version 5 and needs a driver that reads version 4, this one reads versions 1 to 3: run the driver that wrote it, or a newer one"
     );
     // A version without `minReader`.
     let mut newer = tree();
-    newer["version"] = json!(3);
+    newer["version"] = json!(4);
     newer.as_object_mut().unwrap().remove("minReader");
-    assert!(refusal(&newer).contains("needs a driver that reads version 3"));
+    assert!(refusal(&newer).contains("needs a driver that reads version 4"));
     let mut older = tree();
     older["version"] = json!(0);
     assert_eq!(
         refusal(&older),
-        "the journal has version 0, this driver reads versions 1 to 2: upgrade one version at a time"
+        "the journal has version 0, this driver reads versions 1 to 3: upgrade one version at a time"
     );
 }
 

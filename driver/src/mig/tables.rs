@@ -1,4 +1,9 @@
 //! What drivers report of some models, for tests. Source: NVIDIA's MIG User Guide, "Supported MIG Profiles".
+#![allow(
+    clippy::unwrap_used,
+    clippy::missing_panics_doc,
+    reason = "a test that cannot be set up fails"
+)]
 
 use tranche_api::Quantity;
 use tranche_api::mig::{MigEngines, MigGeometry, MigProfile};
@@ -69,11 +74,15 @@ const A30: [Row; 4] = [
     ("4g.24gb", 0, 1, 4, &[0], 24125, 56, [4, 4, 0, 1, 1]),
 ];
 
-pub(crate) fn h100(gpus: &[&str]) -> MigGeometry {
+/// H100 with 80 GB.
+#[must_use]
+pub fn h100(gpus: &[&str]) -> MigGeometry {
     geometry(gpus, &H100)
 }
 
-pub(crate) fn a30(gpus: &[&str]) -> MigGeometry {
+/// A30.
+#[must_use]
+pub fn a30(gpus: &[&str]) -> MigGeometry {
     geometry(gpus, &A30)
 }
 

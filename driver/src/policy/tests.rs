@@ -1,6 +1,8 @@
+use proptest::prelude::*;
 use serde_json::{Value, json};
 
 use super::*;
+use crate::slices::{self, NodeInput};
 use crate::testing::{self, gpu};
 
 /// A policy with this spec, that offers whole GPUs unless the spec says otherwise.
@@ -70,6 +72,34 @@ fn products_are_named_exactly() {
     ];
     assert_eq!(chosen(&policies, &[]), Some("named"));
     assert_eq!(chosen(&policies[..1], &[]), None);
+}
+
+#[test]
+fn gpus_are_named_by_product_index_and_uuid_together() {
+    let (mine, other) = (gpu(0), gpu(1));
+    let holds = |spec: &Value| chosen(&[policy("p", spec)], &[]).is_some();
+    for (spec, expected) in [
+        (json!({"uuids": [mine.uuid]}), true),
+        (json!({"uuids": [other.uuid, mine.uuid]}), true),
+        (json!({"uuids": [other.uuid]}), false),
+        (json!({"indices": [0]}), true),
+        (json!({"indices": [1, 2]}), false),
+        (
+            json!({"uuids": [mine.uuid], "indices": [0], "products": [mine.product_name]}),
+            true,
+        ),
+        (json!({"uuids": [mine.uuid], "indices": [1]}), false),
+        (
+            json!({"uuids": [mine.uuid], "products": ["NVIDIA L4"]}),
+            false,
+        ),
+    ] {
+        assert_eq!(holds(&spec), expected, "{spec}");
+    }
+    let mut unnumbered = mine;
+    unnumbered.index = None;
+    let policies = [policy("p", &json!({"indices": [0]}))];
+    assert_eq!(matching(&policies, &labels(&[]), &unnumbered), Ok(None));
 }
 
 #[test]
@@ -151,13 +181,14 @@ fn terms_are_exact_numbers() {
     let spec = policy(
         "p",
         &json!({
-            "tiers": ["timeshared", "capped", "exclusive"],
+            "tiers": Tier::SERVED,
             "capped": {
                 "maxSharers": 10, "expectedSharers": 0, "contextMemory": 0,
-                "memoryStep": "1.5Gi", "defaultMemory": "3Gi", "defaultCores": 100,
+                "memoryStep": "1.5Gi", "defaultMemory": "3Gi", "coresStep": 25, "defaultCores": 100,
                 "untestedDriver": "Allow", "onBypass": "Kill",
             },
-            "timeshared": {"maxSharers": 128},
+            "partition": {"profiles": ["3g.40gb", "1g.10gb+me"]},
+            "timeshared": {"maxSharers": 128, "interval": "Long"},
         }),
     )
     .spec;
@@ -171,12 +202,19 @@ fn terms_are_exact_numbers() {
                 context_memory: 0,
                 memory_step: 3 << 29,
                 default_memory: Some(3 << 30),
+                cores_step: 25,
                 default_cores: Some(100),
                 untested_driver: UntestedDriver::Allow,
                 on_bypass: OnBypass::Kill,
                 extra_capabilities: BTreeSet::new(),
             },
-            timeshared: TimesharedTerms { max_sharers: 128 },
+            profiles: ["1g.10gb+me", "3g.40gb"]
+                .map(|name| name.parse().unwrap())
+                .into(),
+            timeshared: TimesharedTerms {
+                max_sharers: 128,
+                interval: Interval::Long,
+            },
         })
     );
     assert!(Terms::try_from(&policy("defaults", &json!({})).spec).is_ok());
@@ -187,15 +225,15 @@ fn policies_that_do_not_add_up_are_refused_by_field() {
     for (spec, expected) in [
         (
             json!({"tiers": []}),
-            "spec.tiers is empty: name at least one of timeshared, capped, exclusive",
+            "spec.tiers is empty: name at least one of timeshared, capped, partition, exclusive",
         ),
         (
             json!({"tiers": ["capped", "capped"]}),
             "spec.tiers names capped twice",
         ),
         (
-            json!({"tiers": ["exclusive", "partition"]}),
-            "spec.tiers names partition, which this version does not serve: use timeshared, capped, exclusive",
+            json!({"tiers": ["exclusive", "passthrough"]}),
+            "spec.tiers names passthrough, which this version does not serve: use timeshared, capped, partition, exclusive",
         ),
         (
             json!({"capped": {"maxSharers": 0}}),
@@ -236,6 +274,39 @@ fn policies_that_do_not_add_up_are_refused_by_field() {
         (
             json!({"capped": {"defaultCores": 101}}),
             "spec.capped.defaultCores is 101, must be 1 to 100",
+        ),
+        (
+            json!({"capped": {"coresStep": 0}}),
+            "spec.capped.coresStep is 0, must be 1, 2, 4, 5, 10, 20, 25 or 50",
+        ),
+        (
+            json!({"capped": {"coresStep": 30}}),
+            "spec.capped.coresStep is 30, must be 1, 2, 4, 5, 10, 20, 25 or 50",
+        ),
+        (
+            json!({"capped": {"coresStep": 100}}),
+            "spec.capped.coresStep is 100, must be 1, 2, 4, 5, 10, 20, 25 or 50",
+        ),
+        (
+            json!({"capped": {"coresStep": 20, "defaultCores": 50}}),
+            "spec.capped.defaultCores is 50, must be a multiple of coresStep, 20, up to 100",
+        ),
+        (
+            json!({"uuids": [gpu(0).uuid, "gpu-0"]}),
+            r#"spec.uuids[1] "gpu-0" is not a GPU's UUID: it must look like GPU-4d8c1f9e-2b4a-4f0e-9c39-0f6c1a3c5b7d, in lower case"#,
+        ),
+        (
+            json!({"uuids": [gpu(0).uuid, gpu(0).uuid]}),
+            "spec.uuids names GPU-00000000-0000-0000-0000-000000000000 twice",
+        ),
+        (json!({"indices": [0, 3, 0]}), "spec.indices names 0 twice"),
+        (
+            json!({"partition": {"profiles": ["1g.10gb", "10gb"]}}),
+            r#"spec.partition.profiles[1] "10gb" is not a MIG profile: it must look like 1g.10gb or 1g.10gb+me"#,
+        ),
+        (
+            json!({"partition": {"profiles": ["1g.10gb", "1g.10gb"]}}),
+            "spec.partition.profiles names 1g.10gb twice",
         ),
         (
             json!({"timeshared": {"maxSharers": 0}}),
@@ -292,8 +363,12 @@ fn what_is_asked_of_the_node_is_of_the_policy_that_holds() {
     let asked = |policies: &[SharingPolicy]| {
         let gpu = published(policies, &labels(&[]), &gpu(0)).unwrap();
         assert_eq!(gpu.uuid, crate::testing::gpu(0).uuid);
+        assert_eq!(gpu.timeshared.interval, Interval::Default);
         (gpu.policy, gpu.capped.on_bypass)
     };
+    let short = policy("short", &json!({"timeshared": {"interval": "Short"}}));
+    let told = published(&[short], &labels(&[]), &gpu(0)).unwrap();
+    assert_eq!(told.timeshared.interval, Interval::Short);
     assert_eq!(
         asked(&[default.clone(), kill]),
         (Some("strict".to_owned()), OnBypass::Kill)
@@ -319,11 +394,24 @@ fn an_invalid_selector_counts_only_where_the_policy_could_hold() {
     };
     let fine = policy("fine", &json!({}));
     let this = gpu(0).product_name;
+    let unreadable = |rest: &Value| {
+        let mut spec = json!({"priority": 1, "uuids": ["GPU-0"]});
+        spec.as_object_mut()
+            .unwrap()
+            .extend(rest.as_object().unwrap().clone());
+        policy("invalid", &spec)
+    };
     for (invalid, holds) in [
         (invalid(1, &[]), false),
         (invalid(1, &[&this]), false),
         (invalid(1, &["another product"]), true),
         (invalid(-1, &[]), true),
+        (unreadable(&json!({})), false),
+        (unreadable(&json!({"indices": [1]})), true),
+        (
+            unreadable(&json!({"nodeSelector": {"matchLabels": {"zone": "b"}}})),
+            true,
+        ),
     ] {
         let policies = [invalid, fine.clone()];
         let found = matching(&policies, &labels(&[]), &gpu(0));
@@ -376,4 +464,115 @@ fn every_name_of_a_capability_has_its_libraries_and_others_are_refused() {
         refusal(&spec(&["compute", "video"])),
         "SharingPolicy p: spec.capped.driverCapabilities does not name utility, which a capped share always has"
     );
+}
+
+/// Fields of a policy that hold anything at all, some of it nearly right.
+fn any_spec() -> impl Strategy<Value = Value> {
+    let word = prop_oneof![
+        prop::sample::select(vec![
+            "capped",
+            "exclusive",
+            "timeshared",
+            "partition",
+            "mig",
+            "",
+            "1Gi",
+            "1.5Mi",
+            "-1",
+            "1e50",
+            "Kill",
+            "Long",
+            "1g.10gb",
+            "1g.10gb+me",
+            "0g.1gb",
+            "GPU-00000000-0000-0000-0000-000000000000",
+            "GPU-0",
+            "compute",
+            "utility",
+        ])
+        .prop_map(|word| json!(word)),
+        "\\PC{0,12}".prop_map(|word| json!(word)),
+    ];
+    let number = prop_oneof![
+        (0..130_u32).prop_map(|number| json!(number)),
+        any::<u32>().prop_map(|number| json!(number)),
+        any::<i64>().prop_map(|number| json!(number)),
+    ];
+    let leaf = prop_oneof![4 => word.clone(), 4 => number, 1 => Just(json!(null)), 1 => any::<bool>().prop_map(|it| json!(it))];
+    let list = prop::collection::vec(leaf.clone(), 0..4).prop_map(|list| json!(list));
+    let value = prop_oneof![3 => leaf, 1 => list.clone()];
+    let object = |fields: &'static [&'static str], value: BoxedStrategy<Value>| {
+        prop::collection::btree_map(prop::sample::select(fields), value, 0..4)
+            .prop_map(|fields| json!(fields))
+    };
+    let capped = object(
+        &[
+            "maxSharers",
+            "expectedSharers",
+            "contextMemory",
+            "memoryStep",
+            "defaultMemory",
+            "coresStep",
+            "defaultCores",
+            "onBypass",
+            "driverCapabilities",
+        ],
+        value.clone().boxed(),
+    );
+    let partition = object(&["profiles"], list.clone().boxed());
+    let timeshared = object(&["maxSharers", "interval"], value.boxed());
+    let tiers = prop_oneof![
+        3 => prop::sample::subsequence(vec!["capped", "exclusive", "timeshared"], 1..=3).prop_map(|tiers| json!(tiers)),
+        1 => prop::collection::vec(word, 0..3).prop_map(|tiers| json!(tiers)),
+    ];
+    (
+        tiers,
+        prop::option::of(capped),
+        prop::option::of(partition),
+        prop::option::of(timeshared),
+        prop::option::of(list.clone()),
+        prop::option::of(list),
+    )
+        .prop_map(|(tiers, capped, partition, timeshared, uuids, indices)| {
+            let mut spec = json!({"tiers": tiers});
+            for (name, field) in [
+                ("capped", capped),
+                ("partition", partition),
+                ("timeshared", timeshared),
+                ("uuids", uuids),
+                ("indices", indices),
+            ] {
+                if let Some(field) = field {
+                    spec[name] = field;
+                }
+            }
+            spec
+        })
+}
+
+proptest! {
+    /// What cannot be decoded is refused by the schema before it gets here.
+    #[test]
+    fn any_policy_that_decodes_is_planned_or_refused_by_its_field(spec in any_spec()) {
+        let Ok(decoded) = serde_json::from_value::<SharingPolicySpec>(spec.clone()) else {
+            return Ok(());
+        };
+        let policies = [SharingPolicy::new("p", decoded.clone())];
+        let (labels, inventory) = (labels(&[]), testing::inventory(vec![gpu(0)]));
+        let plan = slices::plan(&NodeInput {
+            name: testing::NODE,
+            uid: "7c1b2f6e-0d5e-4a43-8a07-5c9f1a2b3c4d",
+            labels: &labels,
+            inventory: &inventory,
+            withheld: &[],
+            policies: &policies,
+            retained: &[],
+        });
+        prop_assert!(plan.is_ok());
+        if let Err(problem) = Terms::try_from(&decoded) {
+            let problem = problem.to_string();
+            let field = problem.strip_prefix("spec.").and_then(|rest| rest.split([' ', '.', '[']).next());
+            prop_assert!(field.is_some_and(|field| spec.get(field).is_some()), "{}: {}", spec, problem);
+        }
+    }
 }

@@ -5,6 +5,8 @@ use std::collections::BTreeMap;
 use tranche_api::{Quantity, Tier};
 
 use super::{Cap, PreparationPlan, PreparedDevice};
+use crate::gpu_state::Place;
+use crate::mig::Geometry;
 
 /// Why a device conflicts with what is already held. Admin access never conflicts.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -58,6 +60,19 @@ pub enum Conflict {
         /// Who holds shares, `namespace/name`.
         holders: Vec<String>,
     },
+    /// The partition takes slices or engines that others have.
+    #[error(
+        "GPU {uuid}: other claims' partitions leave no room for {} at memory slice {}; held by {}",
+        place.profile, place.start, holders.join(", ")
+    )]
+    Slices {
+        /// The GPU.
+        uuid: String,
+        /// The partition.
+        place: Place,
+        /// Who holds partitions, `namespace/name`.
+        holders: Vec<String>,
+    },
 }
 
 impl Conflict {
@@ -68,7 +83,9 @@ impl Conflict {
             Self::Exclusive { holder, .. } | Self::OtherTier { holder, .. } => {
                 std::slice::from_ref(holder)
             }
-            Self::Memory { holders, .. } | Self::Cores { holders, .. } => holders,
+            Self::Memory { holders, .. }
+            | Self::Cores { holders, .. }
+            | Self::Slices { holders, .. } => holders,
         }
     }
 }
@@ -85,6 +102,16 @@ struct Held {
     holders: Vec<String>,
     memory: u64,
     cores: u64,
+    places: Vec<Place>,
+}
+
+/// All of a GPU.
+#[derive(Debug)]
+pub(super) struct Whole<'a> {
+    /// Bytes that all shares can have together.
+    pub(super) memory: u64,
+    /// How MIG divides it; for a partition.
+    pub(super) geometry: Option<&'a Geometry>,
 }
 
 impl Holdings {
@@ -100,20 +127,25 @@ impl Holdings {
         holdings
     }
 
-    /// Adds a device if it does not conflict with what is held of its GPU; all shares of the GPU
-    /// can have `available` bytes together.
+    /// Adds a device if it does not conflict with what is held of its GPU.
     pub(super) fn add(
         &mut self,
         device: &PreparedDevice,
         holder: &str,
-        available: u64,
+        whole: &Whole<'_>,
     ) -> Result<(), Conflict> {
         if device.admin_access {
             return Ok(());
         }
-        if let Some(held) = self.gpus.get(&device.gpu_uuid) {
-            held.goes_with(device, available)?;
-        }
+        let nothing = Held {
+            tier: device.tier,
+            holders: Vec::new(),
+            memory: 0,
+            cores: 0,
+            places: Vec::new(),
+        };
+        let held = self.gpus.get(&device.gpu_uuid);
+        held.unwrap_or(&nothing).goes_with(device, whole)?;
         self.record(device, holder);
         Ok(())
     }
@@ -127,10 +159,13 @@ impl Holdings {
                 holders: Vec::new(),
                 memory: 0,
                 cores: 0,
+                places: Vec::new(),
             });
         let (memory, cores) = size(device);
         held.memory = held.memory.saturating_add(memory);
         held.cores += cores;
+        held.places
+            .extend(device.partition.as_ref().map(|it| it.place));
         if !held.holders.iter().any(|known| known == holder) {
             held.holders.push(holder.to_owned());
         }
@@ -145,23 +180,36 @@ fn size(device: &PreparedDevice) -> (u64, u64) {
 }
 
 impl Held {
-    fn goes_with(&self, device: &PreparedDevice, available: u64) -> Result<(), Conflict> {
+    fn goes_with(&self, device: &PreparedDevice, whole: &Whole<'_>) -> Result<(), Conflict> {
         let uuid = device.gpu_uuid.clone();
-        let holder = self.holders.first().cloned().unwrap_or_default();
         let tier = self.tier;
-        if !device.tier.is_shared() || !tier.is_shared() {
-            return Err(Conflict::Exclusive { uuid, holder, tier });
+        let is_divided = tier == Tier::Partition && device.tier == Tier::Partition;
+        if let Some(holder) = self.holders.first().cloned()
+            && !is_divided
+        {
+            if !device.tier.is_shared() || !tier.is_shared() {
+                return Err(Conflict::Exclusive { uuid, holder, tier });
+            }
+            if device.tier != tier {
+                return Err(Conflict::OtherTier { uuid, holder, tier });
+            }
         }
-        if device.tier != tier {
-            return Err(Conflict::OtherTier { uuid, holder, tier });
+        if let Some(partition) = &device.partition
+            && !self.leaves_room(partition.place, whole.geometry)
+        {
+            return Err(Conflict::Slices {
+                uuid,
+                place: partition.place,
+                holders: self.holders.clone(),
+            });
         }
         let (memory, cores) = size(device);
         let sum = self.memory.saturating_add(memory);
-        if sum > available {
+        if sum > whole.memory {
             return Err(Conflict::Memory {
                 uuid,
                 sum,
-                available,
+                available: whole.memory,
                 holders: self.holders.clone(),
             });
         }
@@ -174,5 +222,17 @@ impl Held {
             });
         }
         Ok(())
+    }
+
+    /// Whether the GPU has `place` beside all that are held.
+    fn leaves_room(&self, place: Place, geometry: Option<&Geometry>) -> bool {
+        let Some(geometry) = geometry else {
+            return false;
+        };
+        let places = self.places.iter().chain([&place]);
+        let left = places.copied().try_fold(geometry.whole, |left, place| {
+            left.less(geometry.partition(place.profile, place.start)?.slices)
+        });
+        left.is_some()
     }
 }

@@ -24,7 +24,7 @@ use crate::policy::{CappedTerms, Terms, UNMEASURED_CONTEXT};
 /// The most bytes of an attribute's string or version.
 const LONGEST_VALUE: usize = 64;
 /// All of a GPU's time, percent.
-const ALL_CORES: u64 = 100;
+const ALL_CORES: u64 = crate::policy::ALL_CORES as u64;
 
 /// A fact that does not fit into an attribute.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -89,7 +89,7 @@ pub(super) fn of_gpu(parent: &Parent<'_>, terms: &Terms) -> Result<Offer, OfferE
     let mut offer = Offer::default();
     for tier in ORDER.into_iter().filter(|tier| terms.tiers.contains(tier)) {
         let Some(whole) = WholeGpuTier::new(tier) else {
-            match partition::of_gpu(parent, &common) {
+            match partition::of_gpu(parent, &terms.profiles, &common) {
                 Ok(partitions) => offer.devices.extend(partitions),
                 Err(error) => offer.refused.push((tier, error)),
             }
@@ -198,10 +198,11 @@ fn capacities(
                     ranged(
                         Quantity::from_count(ALL_CORES),
                         Quantity::from_count(default_cores(&terms.capped)),
-                        Quantity::from_count(1),
+                        Quantity::from_count(terms.capped.cores_step.into()),
                     ),
                 ),
                 (capacity::SHARERS, places(terms.capped.max_sharers)),
+                (capacity::ANTI_AFFINITY, anti_affinity()),
             ];
             if terms.capped.context_memory > 0 {
                 entries.push((capacity::CONTEXT_MEMORY, contexts(&terms.capped)));
@@ -210,7 +211,10 @@ fn capacities(
         }
         // A timeshared device has no sizes, because nothing enforces them: a claim that asks for
         // memory or cores is never placed in a tier that would ignore it.
-        Tier::Timeshared => vec![(capacity::SHARERS, places(terms.timeshared.max_sharers))],
+        Tier::Timeshared => vec![
+            (capacity::SHARERS, places(terms.timeshared.max_sharers)),
+            (capacity::ANTI_AFFINITY, anti_affinity()),
+        ],
         Tier::Exclusive => vec![
             (capacity::MEMORY, plain(Quantity::from_bytes(memory.total))),
             (capacity::CORES, plain(Quantity::from_count(ALL_CORES))),
@@ -261,6 +265,19 @@ fn places(most: u32) -> DeviceCapacity {
     }
 }
 
+/// A place that one share can ask for; the others take nothing of it.
+fn anti_affinity() -> DeviceCapacity {
+    let [none, one] = [0, 1].map(Quantity::from_count);
+    DeviceCapacity {
+        value: one.into(),
+        request_policy: Some(CapacityRequestPolicy {
+            default: Some(none.into()),
+            valid_range: None,
+            valid_values: Some(vec![none.into(), one.into()]),
+        }),
+    }
+}
+
 /// Every share consumes the size of one context; its allocation contains that size.
 fn contexts(terms: &CappedTerms) -> DeviceCapacity {
     let one = Quantity::from_bytes(terms.context_memory);
@@ -292,10 +309,14 @@ fn default_memory(terms: &CappedTerms, usable: u64) -> Result<u64, OfferError> {
     Ok(default)
 }
 
-/// The policy's, or an equal part for every sharer, but at least one percent.
+/// The policy's, or an equal part for every sharer, but at least one step.
 fn default_cores(terms: &CappedTerms) -> u64 {
+    let step = u64::from(terms.cores_step);
     terms.default_cores.map_or_else(
-        || (ALL_CORES / u64::from(terms.max_sharers)).max(1),
+        || {
+            let part = ALL_CORES / u64::from(terms.max_sharers);
+            (part - part % step).max(step)
+        },
         u64::from,
     )
 }

@@ -1,5 +1,7 @@
 //! Why a GPU, or a tier of it, is not offered.
 
+use std::collections::BTreeSet;
+
 use tranche_api::Tier;
 use tranche_api::pci_address::PciAddressError;
 use tranche_api::quantity::{CountError, Quantity};
@@ -7,7 +9,7 @@ use tranche_api::withheld::reason;
 
 use super::AttributeError;
 use crate::gpu::GpuUuidError;
-use crate::mig::GeometryError;
+use crate::mig::{Geometry, GeometryError, Profile};
 use crate::policy::PolicyError;
 
 /// Why a GPU, or a tier of it, is not offered. The other GPUs of the node are offered.
@@ -81,6 +83,16 @@ pub(super) enum OfferError {
     /// What the driver reports of MIG makes no sense.
     #[error("migGeometries: {0}")]
     Geometry(GeometryError),
+    /// The GPU has none of the profiles that the policy offers.
+    #[error(
+        "the GPU has none of the SharingPolicy's partition.profiles, {wanted}: add one of {has}, or do not offer the tier partition for this GPU"
+    )]
+    NoProfile {
+        /// Those of the policy.
+        wanted: String,
+        /// Those of the GPU.
+        has: String,
+    },
     /// An instance where none of its profile can be.
     #[error(
         "migInstances has a {profile} at slice {start}, where the driver says that none can be: no partition is offered while it is there"
@@ -107,6 +119,20 @@ pub(super) enum OfferError {
 }
 
 impl OfferError {
+    /// The GPU has none of `wanted`.
+    pub(super) fn no_profile(wanted: &BTreeSet<Profile>, geometry: &Geometry) -> Self {
+        let words = |profiles: &mut dyn Iterator<Item = Profile>| {
+            let words: Vec<_> = profiles.map(|profile| profile.to_string()).collect();
+            words.join(", ")
+        };
+        let mut has: Vec<_> = geometry.partitions.iter().map(|it| it.profile).collect();
+        has.dedup();
+        Self::NoProfile {
+            wanted: words(&mut wanted.iter().copied()),
+            has: words(&mut has.into_iter()),
+        }
+    }
+
     /// The reason in the GpuNode's status.
     pub(super) const fn reason(&self) -> &'static str {
         match self {
@@ -117,6 +143,7 @@ impl OfferError {
             Self::Policy(_) | Self::Unserved { .. } => reason::INVALID_POLICY,
             Self::NothingToShare { .. } | Self::DefaultMemory { .. } => reason::TOO_SMALL,
             Self::NotDivided | Self::Geometry(_) | Self::Instance { .. } => reason::NOT_DIVIDED,
+            Self::NoProfile { .. } => reason::NO_PROFILE,
             Self::ModeOff { .. } => reason::MIG_MODE,
         }
     }
@@ -129,6 +156,7 @@ impl OfferError {
                 | Self::Unserved { .. }
                 | Self::NothingToShare { .. }
                 | Self::DefaultMemory { .. }
+                | Self::NoProfile { .. }
         )
     }
 }

@@ -201,8 +201,102 @@ fn shares_get_what_reserve_and_contexts_leave() {
             },
             "contextMemory": {"value": "3584Mi", "requestPolicy": {"default": "300Mi", "validValues": ["300Mi"]}},
             "sharers": {"value": "7", "requestPolicy": {"default": "1", "validValues": ["1"]}},
+            "antiAffinity": {"value": "1", "requestPolicy": {"default": "0", "validValues": ["0", "1"]}},
         })
     );
+}
+
+#[test]
+fn cores_are_given_by_steps() {
+    let cores = |capped: &Value| {
+        let spec = json!({"tiers": ["capped"], "capped": capped});
+        let plan = planned(&inventory(vec![gpu(0)]), &[policy("p", &spec)]);
+        limits::check(&objects(&plan));
+        capacities(&devices(&plan)[0])["cores"].clone()
+    };
+    let expected = |default: &str, step: &str| {
+        json!({
+            "value": "100",
+            "requestPolicy": {"default": default, "validRange": {"min": step, "max": "100", "step": step}},
+        })
+    };
+    for (capped, default, step) in [
+        (json!({"coresStep": 10, "maxSharers": 7}), "10", "10"),
+        (json!({"coresStep": 25, "maxSharers": 16}), "25", "25"),
+        (json!({"coresStep": 20, "defaultCores": 60}), "60", "20"),
+        (
+            json!({"coresStep": 50, "maxSharers": 1, "expectedSharers": 1}),
+            "100",
+            "50",
+        ),
+    ] {
+        assert_eq!(cores(&capped), expected(default, step), "{capped}");
+    }
+}
+
+#[test]
+fn a_change_of_any_field_keeps_every_device_under_its_name() {
+    let tiers = json!(["exclusive", "capped", "timeshared"]);
+    let spec = |rest: &Value| {
+        let mut spec = json!({"tiers": tiers});
+        spec.as_object_mut()
+            .unwrap()
+            .extend(rest.as_object().unwrap().clone());
+        policy("p", &spec)
+    };
+    let (capped, timeshared) = ("gpu-00000000-capped", "gpu-00000000-timeshared");
+    let before = planned(&inventory(vec![gpu(0)]), &[spec(&json!({}))]);
+    let other = gpu(1).uuid;
+    for (rest, withdrawn) in [
+        (json!({"uuids": [other]}), &[capped, timeshared][..]),
+        (json!({"indices": [1]}), &[capped, timeshared]),
+        (json!({"products": ["NVIDIA L4"]}), &[capped, timeshared]),
+        (json!({"uuids": [gpu(0).uuid], "indices": [0]}), &[]),
+        (json!({"capped": {"coresStep": 50}}), &[]),
+        (
+            json!({"capped": {"coresStep": 20, "defaultCores": 40}}),
+            &[],
+        ),
+        (
+            json!({"capped": {"maxSharers": 1, "expectedSharers": 1, "memoryStep": "1Gi"}}),
+            &[],
+        ),
+        (json!({"capped": {"defaultMemory": "500Gi"}}), &[capped]),
+        (json!({"partition": {"profiles": ["1g.10gb"]}}), &[]),
+        (
+            json!({"timeshared": {"interval": "Long", "maxSharers": 1}}),
+            &[],
+        ),
+        (
+            json!({"uuids": ["no UUID"]}),
+            &[capped, timeshared, "gpu-00000000"],
+        ),
+    ] {
+        let after = replanned(
+            &inventory(vec![gpu(0)]),
+            &[spec(&rest)],
+            &[],
+            &devices(&before),
+        );
+        let is_closed = |device: &Device| {
+            let mut taints = device.taints.iter().flatten();
+            taints.any(|it| it.key == taint::WITHDRAWN)
+        };
+        let named = |devices: Vec<Device>| -> BTreeSet<String> {
+            devices.into_iter().map(|device| device.name).collect()
+        };
+        assert_eq!(named(devices(&after)), named(devices(&before)), "{rest}");
+        let mut closed = devices(&after);
+        closed.retain(is_closed);
+        let expected: BTreeSet<_> = withdrawn.iter().map(ToString::to_string).collect();
+        assert_eq!(named(closed), expected, "{rest}");
+        // Whatever has the GPU keeps all of it from the other tiers.
+        for device in devices(&after) {
+            let consumed = &device.consumes_counters.unwrap()[0];
+            let whole = &devices(&before)[0].consumes_counters.clone().unwrap()[0];
+            assert_eq!(consumed, whole, "{rest}");
+        }
+    }
 }
 
 #[test]
@@ -229,7 +323,10 @@ fn what_nothing_keeps_is_not_offered_by_size() {
     let found: Vec<Value> = devices(&plan).iter().map(capacities).collect();
     assert_eq!(
         found[1],
-        json!({"sharers": {"value": "8", "requestPolicy": {"default": "1", "validValues": ["1"]}}})
+        json!({
+            "sharers": {"value": "8", "requestPolicy": {"default": "1", "validValues": ["1"]}},
+            "antiAffinity": {"value": "1", "requestPolicy": {"default": "0", "validValues": ["0", "1"]}},
+        })
     );
     assert_eq!(
         found[2],
@@ -343,11 +440,11 @@ fn odd_gpus() -> Vec<OddGpu> {
         ),
         (
             |_| {},
-            json!({"tiers": ["capped", "partition"]}),
+            json!({"tiers": ["capped", "passthrough"]}),
             policy(
                 &[],
                 reason::INVALID_POLICY,
-                "SharingPolicy odd: spec.tiers names partition, which this version does not serve: use timeshared, capped, exclusive",
+                "SharingPolicy odd: spec.tiers names passthrough, which this version does not serve: use timeshared, capped, partition, exclusive",
             ),
         ),
         (

@@ -5,10 +5,11 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::*;
 use crate::install::shims;
-use crate::testing::World;
+use crate::testing::{World, claim, claim_ref, partition};
+use tranche_driver::gpu_state::{Actual, Change, Place};
 use tranche_node::devices::DeviceNodes;
 use tranche_node::inventory::testing::two_h100;
-use tranche_node::nvml::{BrokenGpu, Description, Nvml, ProcessMemory, ProcessSample};
+use tranche_node::nvml::{BrokenGpu, ChangeError, Description, Nvml, ProcessMemory, ProcessSample};
 use tranche_node::root::DriverRoot;
 
 type Answers<T> = Arc<Mutex<VecDeque<Result<T, NvmlError>>>>;
@@ -75,8 +76,16 @@ impl Nvml for ScriptedNvml {
         Err(absent())
     }
 
-    fn used_memory(&self, _: &str) -> Result<u64, NvmlError> {
+    fn used_memory(&self, _: &str) -> Result<Option<u64>, NvmlError> {
         Err(absent())
+    }
+
+    fn mig_state(&self, _: &str) -> Result<Actual, NvmlError> {
+        Err(absent())
+    }
+
+    fn change_mig(&self, _: &str, _: &Change) -> Result<(), ChangeError> {
+        Err(absent().into())
     }
 }
 
@@ -95,6 +104,45 @@ struct Observed {
     open: Arc<AtomicU32>,
     state: watch::Receiver<DriverState>,
     _stop: tokio_util::sync::DropGuard,
+}
+
+/// An observer of a world's GPUs, which partitions divide.
+fn observer(world: &World) -> Observer {
+    std::fs::create_dir_all(&world.layout.cdi).unwrap();
+    let fs: Arc<dyn Fs> = Arc::new(fs::HostFs);
+    Observer {
+        driver: Box::new(world.driver()),
+        sysfs: "/nowhere".into(),
+        spec_file: Arc::new(SpecFile::new(Arc::clone(&fs), &world.layout)),
+        layout: world.layout.clone(),
+        shims: shims(&*fs, &world.layout.libraries()).unwrap(),
+        contexts: Arc::new(Contexts::load(Arc::clone(&fs), &world.layout)),
+        records: GpuRecords::open(fs, world.layout.gpus()).unwrap(),
+        known_gpus: Mutex::default(),
+    }
+}
+
+/// Nor is the GPU withheld because it is in MIG mode.
+#[tokio::test]
+async fn a_claims_partition_does_not_change_what_the_node_describes() {
+    let world = World::new();
+    let observer = observer(&world);
+    let before = observer.check().unwrap();
+    assert_eq!(before.inventory.mig_geometries.len(), 1);
+    let plugin = world.start();
+    world.api.put(claim("a", &[partition("x", 0, "1g10gb-6")]));
+    plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
+    assert_eq!(observer.check().unwrap(), before);
+    // Of an administrator's it says so.
+    let made = Change::CreateInstance(Place {
+        start: 4,
+        profile: "2g.20gb".parse().unwrap(),
+    });
+    let uuid = &before.inventory.gpus[0].uuid;
+    world.driver().change_mig(uuid, &made).unwrap();
+    let after = observer.check().unwrap();
+    let instances = &after.inventory.gpus[0].mig_instances;
+    assert_eq!((instances.len(), instances[0].start), (1, 4));
 }
 
 fn observe(
@@ -119,6 +167,7 @@ fn observe(
         layout: world.layout.clone(),
         shims: shims(&fs::HostFs, &world.layout.libraries()).unwrap(),
         contexts: Arc::new(Contexts::load(Arc::new(fs::HostFs), &world.layout)),
+        records: GpuRecords::open(Arc::new(fs::HostFs), world.layout.gpus()).unwrap(),
         known_gpus: Mutex::default(),
     };
     let (sender, state) = watch::channel(DriverState::default());

@@ -73,6 +73,8 @@ async fn an_exclusive_claim_gets_its_gpu_and_an_uncapped_page() {
         [
             "cdi/gpu.tranche.dev-claim-uid-of-a.json",
             "plugin/claims/uid-of-a.json",
+            "run/metadata/uid-of-a",
+            "run/metadata/uid-of-a/gpu.json",
             "run/shares/uid-of-a",
             "run/shares/uid-of-a/uid-of-a-gpu-0",
             "run/shares/uid-of-a/uid-of-a-gpu-0/cap",

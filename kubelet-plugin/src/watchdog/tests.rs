@@ -6,11 +6,13 @@ use std::os::unix::process::ExitStatusExt as _;
 use std::path::Path;
 use std::process::Command;
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use serde_json::json;
+use tranche_driver::gpu_state::{Actual, Change};
 use tranche_node::devices::DeviceNodes;
 use tranche_node::nvml::{
-    Description, Nvml, NvmlError, Opened, ProcessMemory, ProcessSample, Traces,
+    ChangeError, Description, Nvml, NvmlError, Opened, ProcessMemory, ProcessSample, Traces,
 };
 use tranche_node::root::DriverRoot;
 use tranche_shim_core::layout;
@@ -22,9 +24,9 @@ const POD: &str = "6b1d9c5e-3f5c-4a2b-9a5b-0d5e6f7a8b9c";
 const GIB: u64 = 1 << 30;
 const CONTEXT: u64 = 300 << 20;
 
-/// The GPU's processes with their bytes, and bytes without an owner.
+/// The GPU's processes with their bytes, and bytes without an owner; whether it is in MIG mode.
 #[derive(Clone, Debug, Default)]
-struct Gpus(Arc<Mutex<(Vec<ProcessMemory>, u64)>>);
+struct Gpus(Arc<Mutex<(Vec<ProcessMemory>, u64)>>, Arc<AtomicBool>);
 
 impl Driver for Gpus {
     fn open(&self) -> Result<Opened, NvmlError> {
@@ -58,14 +60,21 @@ impl Nvml for Gpus {
         Ok(self.0.lock().unwrap().0.clone())
     }
 
-    fn used_memory(&self, _: &str) -> Result<u64, NvmlError> {
+    fn used_memory(&self, _: &str) -> Result<Option<u64>, NvmlError> {
+        if self.1.load(Ordering::SeqCst) {
+            return Ok(None);
+        }
         let gpu = self.0.lock().unwrap();
-        Ok(gpu
-            .0
-            .iter()
-            .filter_map(|process| process.bytes)
-            .sum::<u64>()
-            + gpu.1)
+        let held = gpu.0.iter().filter_map(|process| process.bytes);
+        Ok(Some(held.sum::<u64>() + gpu.1))
+    }
+
+    fn mig_state(&self, _: &str) -> Result<Actual, NvmlError> {
+        unreachable!("nobody asks")
+    }
+
+    fn change_mig(&self, _: &str, _: &Change) -> Result<(), ChangeError> {
+        unreachable!("nobody asks")
     }
 }
 
@@ -389,6 +398,23 @@ async fn a_gpu_with_memory_that_nobody_owns_is_not_handed_on_until_it_is_free() 
     node.gpus.0.lock().unwrap().1 = 0;
     node.seconds(2);
     waits.await.unwrap().unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn in_mig_mode_no_memory_withholds_a_gpu() {
+    let mut node = Node::new().await;
+    node.gpus.0.lock().unwrap().1 = 2 * GIB;
+    node.seconds(5);
+    node.release().await;
+    assert!(node.refuses().await);
+    // NVML reports the processes of partitions, on some drivers without their memory.
+    node.gpus.1.store(true, Ordering::SeqCst);
+    node.in_pod(4_000_001, GIB);
+    node.gpus.0.lock().unwrap().0[0].bytes = None;
+    node.seconds(30);
+    assert!((node.metric("tranche_gpu_watched") - 1.0).abs() < 0.01);
+    assert!(node.metric("tranche_gpu_withheld").abs() < 0.01);
+    assert!(!node.refuses().await);
 }
 
 #[tokio::test]

@@ -240,6 +240,7 @@ fn every_known_layout_is_found_and_its_containers_find_libcuda() {
             folder: "/var/lib/kubelet/plugins/gpu.tranche.dev/lib/1".into(),
         };
         let paths = NodePaths {
+            metadata: None,
             shares: "/run/tranche/shares".into(),
             hooks: "/var/lib/tranche".into(),
             dev_root: "/".into(),

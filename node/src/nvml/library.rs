@@ -10,17 +10,15 @@ use nvml_wrapper::error::NvmlError as Reason;
 use nvml_wrapper::{cuda_driver_version_major, cuda_driver_version_minor};
 
 use tranche_api::gpu_node::MigMode;
+use tranche_driver::gpu_state::{Actual, Change};
 
 use super::{
-    BrokenGpu, Description, GpuDescription, Nvml, NvmlError, ProcessMemory, ProcessSample,
+    BrokenGpu, ChangeError, Description, GpuDescription, Nvml, NvmlError, ProcessMemory,
+    ProcessSample, mig,
 };
 
 /// NVML_DEVICE_MIG_ENABLE.
 const MIG_ENABLED: u32 = 1;
-
-/// The count of GPU instance profiles that are tried: `NVML_GPU_INSTANCE_PROFILE_COUNT` was 17
-/// in driver 580.
-const GPU_INSTANCE_PROFILES: u32 = 32;
 
 /// Loads the library at `path` and starts it. Its files, `/dev/nvidiactl` and those of GPUs, are open
 /// until the result is dropped.
@@ -47,6 +45,10 @@ struct Library {
 fn call<T>(call: &'static str, object: &str, result: Result<T, Reason>) -> Result<T, NvmlError> {
     result.map_err(|e| match e {
         Reason::GpuLost => NvmlError::GpuLost {
+            call,
+            object: object.to_owned(),
+        },
+        Reason::NotSupported => NvmlError::NotSupported {
             call,
             object: object.to_owned(),
         },
@@ -142,9 +144,48 @@ impl Nvml for Library {
         Ok(processes.into_iter().map(process).collect())
     }
 
-    fn used_memory(&self, gpu_uuid: &str) -> Result<u64, NvmlError> {
-        let memory = self.device(gpu_uuid)?.memory_info();
-        Ok(call("nvmlDeviceGetMemoryInfo_v2", gpu_uuid, memory)?.used)
+    fn used_memory(&self, gpu_uuid: &str) -> Result<Option<u64>, NvmlError> {
+        let device = self.device(gpu_uuid)?;
+        if mig_mode(&device, gpu_uuid)?.is_some_and(|mode| mode.current) {
+            return Ok(None);
+        }
+        let memory = call("nvmlDeviceGetMemoryInfo_v2", gpu_uuid, device.memory_info());
+        Ok(Some(memory?.used))
+    }
+
+    fn mig_state(&self, gpu_uuid: &str) -> Result<Actual, NvmlError> {
+        let device = self.device(gpu_uuid)?;
+        let Some(mig_mode) = mig_mode(&device, gpu_uuid)? else {
+            return Ok(Actual::default());
+        };
+        let instances = if mig_mode.current {
+            mig::instances(&self.nvml, &device, gpu_uuid)?
+        } else {
+            Vec::new()
+        };
+        Ok(Actual {
+            mig_mode,
+            instances,
+        })
+    }
+
+    fn change_mig(&self, gpu_uuid: &str, change: &Change) -> Result<(), ChangeError> {
+        let device = self.device(gpu_uuid)?;
+        mig::change(&self.nvml, &device, gpu_uuid, change)
+    }
+}
+
+/// `None` for a model without MIG, and a driver that does not know it.
+fn mig_mode(device: &nvml_wrapper::Device<'_>, object: &str) -> Result<Option<MigMode>, NvmlError> {
+    match device.mig_mode() {
+        Ok(mode) => Ok(Some(MigMode {
+            current: mode.current == MIG_ENABLED,
+            pending: mode.pending == MIG_ENABLED,
+        })),
+        Err(Reason::NotSupported | Reason::FunctionNotFound | Reason::FailedToLoadSymbol(_)) => {
+            Ok(None)
+        }
+        Err(e) => call("nvmlDeviceGetMigMode", object, Err(e)),
     }
 }
 
@@ -186,16 +227,10 @@ impl Library {
             &uuid,
             device.cuda_compute_capability(),
         )?;
-        let mig = match device.mig_mode() {
-            Ok(mode) => Some(MigMode {
-                current: mode.current == MIG_ENABLED,
-                pending: mode.pending == MIG_ENABLED,
-            }),
-            // A model without MIG, or a driver that does not know it.
-            Err(
-                Reason::NotSupported | Reason::FunctionNotFound | Reason::FailedToLoadSymbol(_),
-            ) => None,
-            Err(e) => return call("nvmlDeviceGetMigMode", &uuid, Err(e)),
+        let mig = mig_mode(&device, &uuid)?;
+        let (mig_profiles, mig_instances) = match mig {
+            Some(_) => mig::describe(&self.nvml, &device, &uuid)?,
+            None => Default::default(),
         };
         Ok(GpuDescription {
             index,
@@ -214,19 +249,12 @@ impl Library {
             multiprocessors: device.attributes().ok().map(|a| a.multiprocessor_count),
             mig_capable: mig.is_some(),
             mig_mode: mig.unwrap_or_default(),
-            mig_compute_slices: mig.and_then(|_| mig_compute_slices(&device)),
+            mig_compute_slices: mig_profiles.iter().map(|it| it.compute_slices).max(),
+            mig_profiles,
+            mig_instances,
             uuid,
         })
     }
-}
-
-/// The compute slices of the largest GPU instance; NVML reports them whether MIG is on or off.
-fn mig_compute_slices(device: &nvml_wrapper::Device<'_>) -> Option<u32> {
-    // Each profile that the driver or the model does not have is an error.
-    (0..GPU_INSTANCE_PROFILES)
-        .filter_map(|profile| device.profile_info(profile).ok())
-        .map(|profile| profile.slice_count)
-        .max()
 }
 
 /// As go-nvlib spells it, and so NVIDIA's own DRA driver.

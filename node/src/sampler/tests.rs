@@ -2,10 +2,16 @@
 
 use std::fs;
 
+use tranche_driver::gpu_state::Change;
+use tranche_driver::mig::tables;
 use tranche_shim_core::AccountPage;
 use tranche_shim_core::compute::WHOLE;
 
 use super::*;
+use crate::inventory::testing::two_h100;
+use crate::nvml::Nvml as _;
+use crate::testing::MigGpus;
+use crate::utilization::NvmlUtilization;
 
 const GPU: &str = "GPU-00112233-4455-6677-8899-aabbccddeeff";
 const SECOND: u64 = 1_000_000_000;
@@ -29,6 +35,7 @@ fn share(root: &Path, name: &str, cores: Option<u8>) -> PathBuf {
         memory_limit: Some(1),
         context_memory: 0,
         cores,
+        mps_threads: None,
         compute_policy: ComputePolicy::WorkConserving,
         claim_uid: "uid",
         device_key: name,
@@ -91,6 +98,30 @@ fn a_share_alone_gets_it_all_and_two_their_parts() {
     let (after, now) = refill(&shares[0]);
     assert!(after > turn);
     assert!(now.base >= before.base);
+}
+
+/// NVML reports no utilization in MIG mode: the shares keep their cores, and nothing is an error.
+#[test]
+fn shares_of_a_gpu_in_mig_mode_are_sampled_without_its_utilization() {
+    let root = tempfile::tempdir().unwrap();
+    let shares = two_shares(root.path());
+    let mut description = two_h100();
+    description.gpus[0].uuid = GPU.into();
+    description.gpus[0].mig_profiles = tables::h100(&[GPU]).profiles;
+    let gpus = MigGpus::new(description, root.path());
+    let on = Change::SwitchMigMode { on: true };
+    gpus.change_mig(GPU, &on).unwrap();
+    let mut utilization = NvmlUtilization::new(Box::new(gpus));
+    let mut sampler = Sampler::new("/proc");
+    for second in 1..4 {
+        spend(&shares[0], second * SECOND);
+        let outcomes = sampler.step(second * SECOND, &shares, &mut utilization);
+        assert_eq!(outcomes.len(), 2);
+        for sampled in outcomes {
+            sampled.outcome.unwrap();
+        }
+        assert_eq!(sampler.gpus_without_processes(), 1);
+    }
 }
 
 /// A `/proc` in which the first process has these files mapped.

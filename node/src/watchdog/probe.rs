@@ -63,7 +63,7 @@ pub enum Unwatchable {
     /// NVML.
     #[error(transparent)]
     Nvml(#[from] NvmlError),
-    /// NVML lists a process without its memory.
+    /// NVML lists a process without its memory, and capped shares are held.
     #[error("NVML does not report how much memory each process holds (vGPU, or a GPU in MIG mode)")]
     NoProcessMemory,
 }
@@ -122,10 +122,15 @@ impl Probe {
             processes,
             used,
         } = self.read(held)?;
+        let is_known = processes.iter().all(|process| process.bytes.is_some());
+        if !is_known && !held.shares.is_empty() {
+            return Err(Unwatchable::NoProcessMemory);
+        }
+        // Without the processes' bytes it is not known which of them have an owner.
+        let used = used.filter(|used| is_known || *used == 0);
         let mut listed = Vec::new();
-        for process in processes {
-            let bytes = process.bytes.ok_or(Unwatchable::NoProcessMemory)?;
-            listed.push(self.process(held, process.pid, bytes, &is_key));
+        for ProcessMemory { pid, bytes } in processes {
+            listed.push(self.process(held, pid, bytes.unwrap_or(0), &is_key));
         }
         Ok(Sample {
             shares,
@@ -186,7 +191,7 @@ impl Probe {
         };
         let answer = nvml
             .processes(gpu)
-            .map(|processes| (processes, nvml.used_memory(gpu).ok()));
+            .map(|processes| (processes, nvml.used_memory(gpu).ok().map(counted)));
         // The driver may have been replaced, and an old NVML does not work with it.
         if answer.is_err() && self.tried.is_none_or(|at| at.elapsed() >= RETRY) {
             self.opened = None;
@@ -229,6 +234,12 @@ impl Probe {
             owner: owner(held, identity, &self.learned),
         }
     }
+}
+
+/// The bytes in use that must have an owner. In MIG mode none: the driver removes a GPU instance only when no process has
+/// memory in it, and makes one only where memory is free.
+fn counted(used: Option<u64>) -> u64 {
+    used.unwrap_or(0)
 }
 
 /// The owner of a process: by the devices on this GPU that its container has or, without any, that its

@@ -2,9 +2,9 @@
 //!
 //! All that MIG could make of the GPU are offered at the same time: each consumes its slices of the GPU's counters, so
 //! that an allocation takes those away that overlap with it. Instances that an administrator made are offered as they
-//! are; nothing that overlaps with one of them is offered.
+//! are; nothing that overlaps with one of them is offered. The policy may name the profiles that are offered.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use k8s_openapi::api::resource::v1::{Device, DeviceAttribute, DeviceCapacity};
 use tranche_api::gpu_node::Gpu;
@@ -15,19 +15,29 @@ use tranche_api::tier::Tier;
 
 use super::{ALL_CORES, Counters, OfferError, Parent, exact_text, isolation, plain, text};
 use crate::claim::DeviceName;
-use crate::mig::{Geometry, Partition};
+use crate::mig::{Geometry, Partition, Profile};
 
 /// The partitions under which a GPU is offered, in the order in which the scheduler is to try them. `common` are the
-/// attributes of the GPU.
+/// attributes of the GPU; `profiles` are those that the policy offers, all where there are none.
 pub(super) fn of_gpu(
     parent: &Parent<'_>,
+    profiles: &BTreeSet<Profile>,
     common: &BTreeMap<String, DeviceAttribute>,
 ) -> Result<Vec<Device>, OfferError> {
+    if !parent.gpu.mig_capable {
+        // A policy for many models names the tier for those that have it.
+        return Ok(Vec::new());
+    }
     let geometry = match parent.geometry {
         Ok(Some(geometry)) => geometry,
         Ok(None) => return Err(OfferError::NotDivided),
         Err(error) => return Err(OfferError::Geometry(error.clone())),
     };
+    let is_offered = |profile| profiles.is_empty() || profiles.contains(&profile);
+    let mut partitions = geometry.partitions.iter();
+    if !partitions.any(|partition| is_offered(partition.profile)) {
+        return Err(OfferError::no_profile(profiles, geometry));
+    }
     let gpu = parent.gpu;
     if !gpu.mig_mode.current && !is_switched_without_reset(gpu) {
         return Err(OfferError::ModeOff {
@@ -37,7 +47,8 @@ pub(super) fn of_gpu(
     }
     let existing = existing(gpu, geometry)?;
     let mut devices = Vec::new();
-    for partition in &geometry.partitions {
+    let partitions = geometry.partitions.iter();
+    for partition in partitions.filter(|it| is_offered(it.profile)) {
         let instance = existing
             .iter()
             .find(|(taken, _)| taken.slices.memory & partition.slices.memory != 0);
@@ -94,7 +105,8 @@ fn device(
         start: partition.start,
     };
     let mut attributes = common.clone();
-    attributes.remove(attribute::UUID);
+    // The attribute `uuid` is never missing, because a selector that names a missing attribute is an error for the pod. Before
+    // the partition is made it is the GPU's.
     let own = [
         (attribute::TYPE, text("mig")),
         (attribute::PROFILE, text(&partition.profile.to_string())),

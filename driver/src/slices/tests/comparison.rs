@@ -143,7 +143,7 @@ fn dropped_fields_name_their_gate() {
         ]
     );
     let lost = without(devices, &["allowMultipleAllocations", "requestPolicy"]);
-    assert_eq!(lost.len(), 5);
+    assert_eq!(lost.len(), 6);
     assert!(
         lost.iter()
             .all(|line| line.ends_with("DRAConsumableCapacity")),

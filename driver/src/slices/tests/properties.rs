@@ -39,14 +39,15 @@ fn any_gpus() -> impl Strategy<Value = Vec<Gpu>> {
 
 fn any_policy() -> impl Strategy<Value = SharingPolicy> {
     (
-        prop::sample::subsequence(Tier::SERVED.to_vec(), 1..=3),
+        prop::sample::subsequence(Tier::SERVED.to_vec(), 1..=Tier::SERVED.len()),
         prop::option::of(0..3_u8),
         0..3_i32,
         (1..=128_u32, 0..=16_u32, 0..1024_u64),
         prop_oneof![Just(1_u64), 1..5000_u64, (10..31_u32).prop_map(|bits| 1 << bits)],
         (prop::option::of(1..4_u64), prop::option::of(1..=100_u32), 1..=128_u32),
+        prop::sample::select(vec![1_u32, 2, 4, 5, 10, 20, 25, 50]),
     )
-        .prop_map(|(tiers, product, priority, (most, expected, context), step, (steps, cores, time))| {
+        .prop_map(|(tiers, product, priority, (most, expected, context), step, (steps, cores, time), cores_step)| {
             policy(
                 "p",
                 &json!({
@@ -59,7 +60,8 @@ fn any_policy() -> impl Strategy<Value = SharingPolicy> {
                         "contextMemory": format!("{context}Mi"),
                         "memoryStep": step,
                         "defaultMemory": steps.map(|steps| steps * step),
-                        "defaultCores": cores,
+                        "coresStep": cores_step,
+                        "defaultCores": cores.map(|cores| cores.next_multiple_of(cores_step).min(100)),
                     },
                     "timeshared": {"maxSharers": time},
                 }),
@@ -81,9 +83,15 @@ proptest! {
     fn every_plan_is_within_the_apis_limits(gpus in any_gpus(), policies in any_policies()) {
         let plan = planned(&inventory(gpus), &policies);
         limits::check(&objects(&plan));
-        // Where a policy's contexts leave nothing of a small GPU to share, that is what is said.
+        // Where a policy's contexts leave nothing of a small GPU to share, or its node reports no division, that is what is
+        // said.
         for entry in &plan.withheld {
-            prop_assert_eq!((&*entry.reason, &entry.tiers[..]), (reason::TOO_SMALL, &[Tier::Capped][..]));
+            let expected = match &entry.tiers[..] {
+                [Tier::Partition] => reason::NOT_DIVIDED,
+                [Tier::Capped] => reason::TOO_SMALL,
+                other => panic!("{other:?}"),
+            };
+            prop_assert_eq!(&*entry.reason, expected);
         }
     }
 

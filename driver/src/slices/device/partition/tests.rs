@@ -20,6 +20,10 @@ fn h100(change: impl FnOnce(&mut Gpu)) -> Gpu {
 }
 
 fn offer(gpu: &Gpu, tiers: &[Tier]) -> Offer {
+    offer_of_profiles(gpu, tiers, &[])
+}
+
+fn offer_of_profiles(gpu: &Gpu, tiers: &[Tier], profiles: &[&str]) -> Offer {
     let inventory: Inventory = testing::inventory(vec![gpu.clone()]);
     let geometry = Geometry::read(&tables::h100(&[&gpu.uuid])).map(Some);
     let uuid = gpu.uuid.parse().unwrap();
@@ -33,6 +37,7 @@ fn offer(gpu: &Gpu, tiers: &[Tier]) -> Offer {
     };
     let terms = Terms {
         tiers: tiers.iter().copied().collect(),
+        profiles: profiles.iter().map(|name| name.parse().unwrap()).collect(),
         ..Terms::default()
     };
     let offer = all_of_gpu(&parent, &terms).unwrap();
@@ -62,11 +67,9 @@ fn all_that_mig_can_make_is_offered_before_the_whole_gpu() {
     assert_eq!(string(seventh, attribute::TYPE), Some("mig"));
     assert_eq!(string(seventh, attribute::PROFILE), Some("7g.80gb"));
     assert_eq!(string(seventh, attribute::ISOLATION), Some("partition"));
-    assert_eq!(
-        string(seventh, attribute::UUID),
-        None,
-        "it does not exist yet"
-    );
+    // It does not exist yet.
+    let of_gpu = "GPU-00000000-0000-0000-0000-000000000000";
+    assert_eq!(string(seventh, attribute::UUID), Some(of_gpu));
     let has = |names: &[&str], of: &dyn Fn(&str) -> bool| names.iter().all(|name| of(name));
     let (attributes, capacity) = (seventh.attributes.as_ref(), seventh.capacity.as_ref());
     assert!(has(&PARTITION_ATTRIBUTES, &|it| attributes
@@ -86,6 +89,28 @@ fn all_that_mig_can_make_is_offered_before_the_whole_gpu() {
     assert_eq!(
         values(&offer.devices[0]),
         "copyEngines=1 cores=14 decoders=1 encoders=0 jpegEngines=1 memory=9984Mi multiprocessors=16 ofaEngines=0"
+    );
+}
+
+#[test]
+fn a_policy_that_names_profiles_offers_these() {
+    let with = |profiles: &[&str]| offer_of_profiles(&h100(|_| ()), &[Tier::Partition], profiles);
+    assert_eq!(
+        names(&with(&["3g.40gb", "7g.80gb"])),
+        ["3g40gb-4", "3g40gb-0", "7g80gb-0"]
+    );
+    // Policies speak of several models: a profile that the GPU does not have changes nothing.
+    assert_eq!(names(&with(&["1g.6gb", "7g.80gb"])), ["7g80gb-0"]);
+    let none = with(&["1g.6gb", "2g.12gb"]);
+    assert_eq!(none.devices, []);
+    let [(Tier::Partition, error)] = &none.refused[..] else {
+        panic!("{:?}", none.refused);
+    };
+    assert_eq!(error.reason(), reason::NO_PROFILE);
+    assert!(error.is_of_policy());
+    assert_eq!(
+        error.to_string(),
+        "the GPU has none of the SharingPolicy's partition.profiles, 1g.6gb, 2g.12gb: add one of 1g.10gb, 1g.10gb+me, 1g.20gb, 2g.20gb, 3g.40gb, 4g.40gb, 7g.80gb, or do not offer the tier partition for this GPU"
     );
 }
 

@@ -1,0 +1,386 @@
+//! Brings GPUs to the state that the claims that hold them want: their MIG mode and their GPU instances.
+//!
+//! ```text
+//!  GPU's lock ─► its record, what claims hold ─► gpu_state::next ─► write the record, or one call of NVML ─┐
+//!                                                      ▲                                                   │
+//!                                                      └─────────── the GPU as NVML sees it now ◄──────────┘
+//! ```
+//!
+//! The state belongs to the GPU and not to a claim, so it is no step of a claim's plan. It is brought about before the plan's
+//! first step and after the last inverse. A crash between two calls needs no repair of its own: whoever comes next asks what
+//! is left to do. That is a claim's next call, or [`Gpus::settle`] when the driver is ready.
+//!
+//! A GPU has one FIFO lock; claims on different GPUs do not wait for each other. NVML is open only while there is something
+//! to do, which a GPU without partitions never has.
+
+#[cfg(test)]
+mod tests;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+use tranche_api::gpu_node::{Gpu, Inventory};
+use tranche_driver::gpu_state::{Change, Next, Obstacle, Partition, Place, Wanted, next};
+use tranche_driver::mig::{Geometry, GeometryError};
+use tranche_driver::preparation::{MigDevice, PreparationPlan};
+use tranche_node::capabilities::{CapabilityError, of_partition};
+use tranche_node::nvml::{ChangeError, Driver, Nvml, NvmlError, Opened};
+
+use crate::driver_state::DriverState;
+use crate::gpu_records::{GpuRecords, RecordError};
+use crate::ledger::Ledger;
+use crate::locks::Locks;
+
+/// Most steps from any state to any other: a few per instance, and a GPU has at most 7 instances before and after.
+const MOST_STEPS: usize = 200;
+/// How long a change is tried again while the GPU or the instance is in use: a driver frees what an ended process had a moment
+/// after its end.
+const IN_USE_PATIENCE: Duration = Duration::from_secs(3);
+/// The pause between two such attempts.
+const IN_USE_PAUSE: Duration = Duration::from_millis(50);
+/// How soon a GPU that could not be brought to rest is tried again.
+const RETRY: Duration = Duration::from_secs(30);
+
+/// Why a GPU is not as its claims want it.
+#[derive(Debug, thiserror::Error)]
+pub enum GpuError {
+    /// What Tranche changed on it is not known.
+    #[error(transparent)]
+    Record(#[from] RecordError),
+    /// The driver.
+    #[error(transparent)]
+    Nvml(#[from] NvmlError),
+    /// Something is in the way.
+    #[error("GPU {gpu}: {obstacle}")]
+    Obstacle {
+        /// The GPU.
+        gpu: String,
+        /// What.
+        obstacle: Obstacle,
+    },
+    /// A change failed.
+    #[error("GPU {gpu}: {error}")]
+    Change {
+        /// The GPU.
+        gpu: String,
+        /// Why.
+        error: ChangeError,
+    },
+    /// The driver has no node that gives access to a partition.
+    #[error("GPU {gpu}: {error}")]
+    Capabilities {
+        /// The GPU.
+        gpu: String,
+        /// Why.
+        error: CapabilityError,
+    },
+    /// There is no driver, or it does not see the GPU.
+    #[error("GPU {gpu}: the node's driver does not see it")]
+    Missing {
+        /// The GPU.
+        gpu: String,
+    },
+    /// It cannot be partitioned, or the driver does not say how.
+    #[error("GPU {gpu}: the driver does not report how MIG divides it")]
+    NotDivided {
+        /// The GPU.
+        gpu: String,
+    },
+    /// What the driver reports of its division is invalid.
+    #[error("GPU {gpu}: {error}")]
+    Geometry {
+        /// The GPU.
+        gpu: String,
+        /// Why.
+        error: GeometryError,
+    },
+    /// It does not come to rest.
+    #[error(
+        "GPU {gpu}: its state keeps changing: does somebody else change its MIG mode or its GPU instances?"
+    )]
+    Restless {
+        /// The GPU.
+        gpu: String,
+    },
+}
+
+/// The GPUs of this node.
+#[derive(Debug)]
+pub struct Gpus {
+    records: GpuRecords,
+    ledger: Arc<Ledger>,
+    nvml: Box<dyn Driver>,
+    state: watch::Receiver<DriverState>,
+    proc: PathBuf,
+    locks: Arc<Locks>,
+}
+
+/// What a claim gets of a GPU that was brought to the wanted state.
+#[derive(Debug, Default)]
+struct Brought {
+    /// The N of `/dev/nvidiaN`, where NVML was asked.
+    minor: Option<u32>,
+    partitions: BTreeMap<Place, MigDevice>,
+}
+
+fn find<'a>(inventory: &'a Inventory, gpu_uuid: &str) -> Option<&'a Gpu> {
+    inventory.gpus.iter().find(|gpu| gpu.uuid == gpu_uuid)
+}
+
+impl Gpus {
+    /// What claims hold is read from `ledger`. `proc` is the host's `/proc`.
+    #[must_use]
+    pub fn new(
+        records: GpuRecords,
+        ledger: Arc<Ledger>,
+        nvml: Box<dyn Driver>,
+        state: watch::Receiver<DriverState>,
+        proc: PathBuf,
+    ) -> Self {
+        Self {
+            records,
+            ledger,
+            nvml,
+            state,
+            proc,
+            locks: Arc::default(),
+        }
+    }
+
+    /// What Tranche has changed, by GPU.
+    #[must_use]
+    pub fn records(&self) -> &GpuRecords {
+        &self.records
+    }
+
+    /// Brings the GPUs of a plan to the state that it needs, beside what other claims hold of them. Returns the plan with the
+    /// MIG devices that its partitions are now.
+    pub fn prepare(&self, mut plan: PreparationPlan) -> Result<PreparationPlan, GpuError> {
+        let devices = plan.devices.iter().filter(|device| !device.admin_access);
+        let gpus: BTreeSet<String> = devices.map(|device| device.gpu_uuid.clone()).collect();
+        for gpu in &gpus {
+            let places = plan.devices.iter().filter(|it| it.gpu_uuid == *gpu);
+            let places = places.filter_map(|it| it.partition.as_ref().map(|it| it.place));
+            let made = self.bring(gpu, &places.collect())?;
+            plan = plan.on_gpu(gpu, made.minor, |place| {
+                made.partitions.get(&place).cloned()
+            });
+        }
+        Ok(plan)
+    }
+
+    /// Takes back what only this plan needed of its GPUs. Where a GPU or its driver is missing there is nothing to take back
+    /// now: its instances are gone, and [`Self::settle`] does the rest when it returns.
+    pub fn release(&self, plan: &PreparationPlan) -> Result<(), GpuError> {
+        let gpus = plan.partitioned_gpus();
+        if gpus.is_empty() {
+            return Ok(());
+        }
+        self.ledger.begin_release(&plan.allocation.uid);
+        for gpu in gpus {
+            match self.bring(gpu, &BTreeSet::new()) {
+                Ok(_) => {}
+                Err(error) if error.is_absence() => {
+                    warn!(gpu, %error, "the partitions of a released claim are removed when the GPU is back");
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    /// Brings a GPU to the state that claims want, and makes the partitions `make` where they are missing.
+    fn bring(&self, gpu_uuid: &str, make: &BTreeSet<Place>) -> Result<Brought, GpuError> {
+        let _lock = self.locks.blocking_lock(gpu_uuid);
+        let mut record = self.records.load(gpu_uuid)?;
+        let wanted = Wanted {
+            held: self.ledger.partitions(gpu_uuid),
+            make: make.clone(),
+        };
+        if wanted == Wanted::default() && record.is_empty() {
+            return Ok(Brought::default());
+        }
+        let geometry = self.geometry(gpu_uuid)?;
+        let opened = self.nvml.open()?;
+        for _ in 0..MOST_STEPS {
+            let actual = opened.nvml.mig_state(gpu_uuid)?;
+            let next = next(&wanted, &record, &actual, &geometry);
+            let next = next.map_err(|obstacle| GpuError::Obstacle {
+                gpu: gpu_uuid.to_owned(),
+                obstacle,
+            })?;
+            match next {
+                Next::Write(changed) => {
+                    self.records.write(gpu_uuid, &changed)?;
+                    record = changed;
+                }
+                Next::Change(change) => change_gpu(&*opened.nvml, gpu_uuid, change)?,
+                Next::Done(partitions) => {
+                    return self.brought(&opened, gpu_uuid, partitions);
+                }
+            }
+        }
+        Err(GpuError::Restless {
+            gpu: gpu_uuid.to_owned(),
+        })
+    }
+
+    /// How MIG divides the GPU.
+    fn geometry(&self, gpu_uuid: &str) -> Result<Geometry, GpuError> {
+        let name = || gpu_uuid.to_owned();
+        let DriverState::Ready(ready) = &*self.state.borrow() else {
+            return Err(GpuError::Missing { gpu: name() });
+        };
+        let gpu =
+            find(&ready.inventory, gpu_uuid).ok_or_else(|| GpuError::Missing { gpu: name() })?;
+        let described = ready.inventory.mig_geometry(gpu);
+        let described = described.ok_or_else(|| GpuError::NotDivided { gpu: name() })?;
+        Geometry::read(described).map_err(|error| GpuError::Geometry { gpu: name(), error })
+    }
+
+    /// The partitions as MIG devices, whose device nodes exist.
+    fn brought(
+        &self,
+        opened: &Opened,
+        gpu_uuid: &str,
+        partitions: BTreeMap<Place, Partition>,
+    ) -> Result<Brought, GpuError> {
+        if partitions.is_empty() {
+            return Ok(Brought::default());
+        }
+        // A switch of MIG mode may have changed the minor number.
+        let description = opened.nvml.describe()?;
+        let root = opened.nodes.root().path();
+        let gpu = description.gpus.iter().find(|gpu| gpu.uuid == gpu_uuid);
+        let gpu = gpu.ok_or_else(|| GpuError::Missing {
+            gpu: gpu_uuid.to_owned(),
+        })?;
+        let one = |(place, partition): (Place, Partition)| {
+            let failed = |error| GpuError::Capabilities {
+                gpu: gpu.uuid.clone(),
+                error,
+            };
+            let nodes = of_partition(
+                &self.proc,
+                root,
+                gpu.minor,
+                partition.instance,
+                partition.compute,
+            );
+            let nodes = nodes.map_err(failed)?;
+            nodes
+                .iter()
+                .try_for_each(|node| node.make(root))
+                .map_err(failed)?;
+            let device = MigDevice {
+                uuid: partition.uuid,
+                gpu_instance: partition.instance,
+                compute_instance: partition.compute,
+                capabilities: nodes.map(|node| node.minor),
+            };
+            Ok((place, device))
+        };
+        Ok(Brought {
+            minor: Some(gpu.minor),
+            partitions: partitions
+                .into_iter()
+                .map(one)
+                .collect::<Result<_, GpuError>>()?,
+        })
+    }
+
+    /// Removes what no claim holds from every GPU that Tranche has changed. Returns whether all of them are at rest.
+    fn settle_all(&self) -> bool {
+        let gpus = match self.records.all() {
+            Ok(gpus) => gpus,
+            Err(error) => {
+                warn!(%error, "it is not known which GPUs Tranche has changed");
+                return false;
+            }
+        };
+        let mut at_rest = true;
+        for gpu in gpus {
+            if let Err(error) = self.bring(&gpu, &BTreeSet::new()) {
+                warn!(gpu, %error, "a GPU is not as its claims want it");
+                at_rest = false;
+            }
+        }
+        at_rest
+    }
+
+    /// Brings all GPUs to rest whenever the driver is ready: a crash, or a release without the driver, may have left something.
+    pub async fn settle(self: Arc<Self>, stop: CancellationToken) {
+        let mut state = self.state.clone();
+        loop {
+            let is_ready = matches!(&*state.borrow_and_update(), DriverState::Ready(_));
+            let mut again = false;
+            if is_ready {
+                let gpus = Arc::clone(&self);
+                let settled = tokio::task::spawn_blocking(move || gpus.settle_all()).await;
+                again = !settled.unwrap_or(true);
+            }
+            let retry = async {
+                if again {
+                    tokio::time::sleep(RETRY).await;
+                } else {
+                    std::future::pending::<()>().await;
+                }
+            };
+            tokio::select! {
+                () = stop.cancelled() => return,
+                changed = state.changed() => if changed.is_err() { return },
+                () = retry => {}
+            }
+        }
+    }
+}
+
+/// Makes a change, again while the GPU or the instance is in use.
+fn change_gpu(nvml: &dyn Nvml, gpu_uuid: &str, change: Change) -> Result<(), GpuError> {
+    info!(gpu = gpu_uuid, ?change, "changing the GPU");
+    let deadline = Instant::now() + IN_USE_PATIENCE;
+    loop {
+        match nvml.change_mig(gpu_uuid, &change) {
+            Err(ChangeError::InUse { .. }) if Instant::now() < deadline => {
+                std::thread::sleep(IN_USE_PAUSE);
+            }
+            result => {
+                return result.map_err(|error| GpuError::Change {
+                    gpu: gpu_uuid.to_owned(),
+                    error,
+                });
+            }
+        }
+    }
+}
+
+impl GpuError {
+    /// Whether somebody still uses what is to be changed.
+    #[must_use]
+    pub fn is_in_use(&self) -> bool {
+        let Self::Change { error, .. } = self else {
+            return false;
+        };
+        matches!(error, ChangeError::InUse { .. })
+    }
+
+    /// Whether the GPU or its driver is not there, and so nothing of what Tranche made on it either.
+    fn is_absence(&self) -> bool {
+        matches!(
+            self,
+            Self::Missing { .. }
+                | Self::Nvml(
+                    NvmlError::NotFound { .. }
+                        | NvmlError::Root(_)
+                        | NvmlError::Start { .. }
+                        | NvmlError::Devices(_)
+                        | NvmlError::GpuLost { .. }
+                )
+        )
+    }
+}

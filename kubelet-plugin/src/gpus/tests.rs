@@ -1,0 +1,430 @@
+//! Partitions of claims, through the kubelet's calls.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio_util::sync::CancellationToken;
+use tranche_api::gpu_node::MigMode;
+use tranche_driver::gpu_state::{Actual, Change, Place};
+
+use crate::driver_state::{DriverError, DriverState};
+use crate::fs::testing::{Fault, FaultyFs};
+use crate::orphans::schedule::SPREAD;
+use crate::testing::{Listing, Plugin, World, claim, claim_ref, partition, whole};
+use tranche_node::nvml::{Nvml as _, NvmlError};
+
+const GPU: &str = "GPU-00000000-0000-0000-0000-000000000000";
+const NONE: [&str; 0] = [];
+
+fn two_partitions() -> serde_json::Value {
+    claim(
+        "a",
+        &[
+            partition("x", 0, "1g10gb-6"),
+            partition("y", 0, "3g40gb-0"),
+            partition("z", 1, "7g80gb-0"),
+        ],
+    )
+}
+
+fn place(profile: &str, start: u8) -> Place {
+    Place {
+        start,
+        profile: profile.parse().unwrap(),
+    }
+}
+
+/// No claim, no record, no instance, and MIG mode as it was.
+fn nothing_is_left(world: &World, what: &str) {
+    assert_eq!(world.traces(), NONE, "{what}");
+    assert!(is_undivided(world), "{what}: {:?}", world.mig);
+}
+
+fn is_undivided(world: &World) -> bool {
+    let gpus = world.ready.inventory.gpus.iter();
+    let mut states = gpus.map(|gpu| world.mig.mig_state(&gpu.uuid).unwrap());
+    states.all(|state| state == Actual::default())
+}
+
+fn actual(world: &World, gpu: &str) -> Actual {
+    world.mig.mig_state(gpu).unwrap()
+}
+
+async fn refusal(plugin: &Plugin, name: &str) -> String {
+    let error = plugin.preparer.prepare(&claim_ref(name)).await;
+    error.map(|_| ()).unwrap_err().to_string()
+}
+
+/// Lets a process bring its GPUs to rest, as it does when the driver is ready.
+async fn settle(plugin: &Plugin) {
+    let stop = CancellationToken::new();
+    let settled = Arc::clone(&plugin.gpus).settle(stop.clone());
+    let _ = tokio::time::timeout(Duration::from_secs(1), settled).await;
+}
+
+#[tokio::test]
+async fn a_claims_partitions_are_made_and_removed() {
+    let world = World::new();
+    let plugin = world.start();
+    world.api.put(two_partitions());
+    let record = plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
+    assert_eq!(actual(&world, GPU).instances.len(), 2);
+    // On disk, too.
+    let after_a_restart = world.start().preparer.ledger().held();
+    assert_eq!(after_a_restart[0].plan, record.plan);
+    for device in &record.plan.devices {
+        let partition = device.partition.as_ref().unwrap();
+        let mig = partition.mig.as_ref().unwrap();
+        let instances = actual(&world, &device.gpu_uuid).instances;
+        let mut instances = instances.iter();
+        let instance = instances.find(|it| it.id == mig.gpu_instance).unwrap();
+        assert_eq!(
+            (instance.place, &instance.compute[0].uuid),
+            (partition.place, &mig.uuid)
+        );
+        let share = world.layout.share("uid-of-a", &device.key);
+        let page = std::fs::read(share.cap).unwrap();
+        let page = tranche_shim_core::cap::CapPage::decode(&page).unwrap();
+        assert_eq!(page.gpu_uuid, mig.uuid, "programs see the MIG device");
+    }
+    let spec = std::fs::read_to_string(world.layout.claim_spec("uid-of-a")).unwrap();
+    assert_eq!(
+        spec.matches("/dev/nvidia-caps/nvidia-cap").count(),
+        12,
+        "{spec}"
+    );
+    plugin.preparer.unprepare(&claim_ref("a")).await.unwrap();
+    nothing_is_left(&world, "unprepared");
+}
+
+#[tokio::test]
+async fn a_neighbour_is_not_touched() {
+    let world = World::new();
+    let plugin = world.start();
+    world.api.put(claim("a", &[partition("x", 0, "3g40gb-0")]));
+    world.api.put(claim("b", &[partition("x", 0, "1g10gb-6")]));
+    let a = plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
+    plugin.preparer.prepare(&claim_ref("b")).await.unwrap();
+    plugin.preparer.unprepare(&claim_ref("b")).await.unwrap();
+    assert_eq!(actual(&world, GPU).instances.len(), 1);
+    let again = plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
+    assert_eq!(a.plan, again.plan);
+    let changes = world.mig.changes();
+    let of_neighbour = |(_, change): &(String, Change)| {
+        matches!(
+            change,
+            Change::DestroyInstance { instance: 1 }
+                | Change::DestroyComputeInstance { instance: 1, .. }
+        )
+    };
+    assert!(!changes.iter().any(of_neighbour), "{changes:?}");
+    plugin.preparer.unprepare(&claim_ref("a")).await.unwrap();
+    nothing_is_left(&world, "unprepared");
+}
+
+/// What an allocator that ignores counters might give away.
+#[tokio::test(start_paused = true)]
+async fn what_overlaps_is_refused() {
+    for (first, second) in [
+        (partition("x", 0, "3g40gb-0"), partition("x", 0, "2g20gb-2")),
+        (partition("x", 0, "3g40gb-0"), partition("x", 0, "3g40gb-0")),
+        (partition("x", 0, "3g40gb-0"), whole("x", 0)),
+        (whole("x", 0), partition("x", 0, "3g40gb-0")),
+    ] {
+        let world = World::new();
+        let plugin = world.start();
+        world.api.put(claim("first", &[first]));
+        world.api.put(claim("second", &[second]));
+        plugin.preparer.prepare(&claim_ref("first")).await.unwrap();
+        let before = actual(&world, GPU);
+        let error = refusal(&plugin, "second").await;
+        assert!(error.contains("team/first"), "{error}");
+        assert_eq!(actual(&world, GPU), before);
+        plugin
+            .preparer
+            .unprepare(&claim_ref("first"))
+            .await
+            .unwrap();
+        plugin.preparer.prepare(&claim_ref("second")).await.unwrap();
+        plugin
+            .preparer
+            .unprepare(&claim_ref("second"))
+            .await
+            .unwrap();
+        nothing_is_left(&world, &error);
+    }
+    let world = World::new();
+    let plugin = world.start();
+    world
+        .api
+        .put(claim("none", &[partition("x", 0, "2g20gb-1")]));
+    let error = refusal(&plugin, "none").await;
+    assert!(error.contains("2g.20gb at memory slice 1"), "{error}");
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Ending {
+    Retried,
+    Released,
+    Orphaned,
+    Rebooted,
+}
+
+const ENDINGS: [Ending; 4] = [
+    Ending::Retried,
+    Ending::Released,
+    Ending::Orphaned,
+    Ending::Rebooted,
+];
+
+async fn ends_well(world: &World, ending: Ending, what: &str) {
+    if let Ending::Rebooted = ending {
+        world.mig.reboot();
+    }
+    let plugin = world.start();
+    settle(&plugin).await;
+    match ending {
+        Ending::Retried | Ending::Rebooted => {
+            plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
+            let instances = actual(world, GPU).instances;
+            assert_eq!(instances.len(), 2, "{what}: {instances:?}");
+            plugin.preparer.unprepare(&claim_ref("a")).await.unwrap();
+        }
+        Ending::Released => plugin.preparer.unprepare(&claim_ref("a")).await.unwrap(),
+        Ending::Orphaned => {
+            world.api.delete(&two_partitions());
+            let search = plugin.search(world, &Listing::default()).await;
+            search.run_for(SPREAD * 2).await;
+        }
+    }
+    nothing_is_left(world, what);
+}
+
+#[tokio::test(start_paused = true)]
+async fn killed_at_any_step_of_prepare_it_converges() {
+    for ending in ENDINGS {
+        for at in 0.. {
+            let world = World::new();
+            world.api.put(two_partitions());
+            let fs = Arc::new(FaultyFs::new(at, Fault::Death));
+            if let Ok(plugin) = world.start_on(Arc::clone(&fs) as _) {
+                let result = plugin.preparer.prepare(&claim_ref("a")).await;
+                assert_eq!(result.is_err(), fs.struck(), "{at}");
+            }
+            ends_well(&world, ending, &format!("{ending:?} {at}")).await;
+            if !fs.struck() {
+                assert!(at > 50, "only {at} steps were tried");
+                break;
+            }
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn killed_at_any_step_of_unprepare_it_converges() {
+    for ending in ENDINGS {
+        for at in 0.. {
+            let world = World::new();
+            world.api.put(two_partitions());
+            world.prepare("a").await;
+            let fs = Arc::new(FaultyFs::new(at, Fault::Death));
+            if let Ok(plugin) = world.start_on(Arc::clone(&fs) as _) {
+                let result = plugin.preparer.unprepare(&claim_ref("a")).await;
+                assert_eq!(result.is_err(), fs.struck(), "{at}");
+            }
+            ends_well(&world, ending, &format!("{ending:?} {at}")).await;
+            if !fs.struck() {
+                break;
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn one_failing_step_leaves_nothing_half_made() {
+    for at in 0.. {
+        let world = World::new();
+        world.api.put(two_partitions());
+        let fs = Arc::new(FaultyFs::new(at, Fault::Once));
+        let Ok(plugin) = world.start_on(Arc::clone(&fs) as _) else {
+            continue;
+        };
+        let result = plugin.preparer.prepare(&claim_ref("a")).await;
+        if !fs.struck() {
+            result.unwrap();
+            return;
+        }
+        let error = result.unwrap_err().to_string();
+        assert!(error.contains("injected fault"), "{error}");
+        nothing_is_left(&world, &format!("{at}: {error}"));
+        plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
+    }
+}
+
+/// After the GPU instance and before the compute instance, for one.
+#[tokio::test]
+async fn a_failing_call_of_the_driver_is_undone_and_named() {
+    let any = place("1g.10gb", 6);
+    for change in [
+        Change::SwitchMigMode { on: true },
+        Change::CreateInstance(any),
+        Change::CreateComputeInstance { instance: 1 },
+    ] {
+        let world = World::new();
+        let plugin = world.start();
+        world.api.put(two_partitions());
+        let error = NvmlError::Call {
+            call: "nvmlCall",
+            object: GPU.into(),
+            reason: "an internal driver error occurred".into(),
+        };
+        world.mig.fail(change, error.into());
+        let error = refusal(&plugin, "a").await;
+        assert!(
+            error.contains("an internal driver error occurred"),
+            "{error}"
+        );
+        nothing_is_left(&world, &format!("{change:?}"));
+        plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
+        plugin.preparer.unprepare(&claim_ref("a")).await.unwrap();
+        nothing_is_left(&world, &format!("{change:?}"));
+    }
+}
+
+#[tokio::test]
+async fn an_instance_in_use_stays_held_until_it_is_free() {
+    let world = World::new();
+    let plugin = world.start();
+    world.api.put(claim("a", &[partition("x", 0, "1g10gb-6")]));
+    world.api.put(claim("b", &[partition("x", 0, "1g10gb-6")]));
+    plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
+    world.mig.use_instance(GPU, 1, true);
+    let error = plugin.preparer.unprepare(&claim_ref("a")).await;
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("in use"), "{error}");
+    let held = plugin.preparer.ledger().held();
+    assert_eq!(held.len(), 1, "its slices stay counted");
+    world.mig.use_instance(GPU, 1, false);
+    plugin.preparer.unprepare(&claim_ref("a")).await.unwrap();
+    nothing_is_left(&world, "freed");
+    plugin.preparer.prepare(&claim_ref("b")).await.unwrap();
+}
+
+/// The kubelet asks again only after a minute.
+#[tokio::test(start_paused = true)]
+async fn a_gpu_that_a_program_has_open_is_waited_for() {
+    let world = World::new();
+    let plugin = world.start();
+    world.api.put(claim("a", &[partition("x", 0, "1g10gb-6")]));
+    world.mig.use_whole(GPU, true);
+    let (preparer, gpus) = (Arc::clone(&plugin.preparer), world.mig.clone());
+    let waiting = tokio::spawn(async move { preparer.prepare(&claim_ref("a")).await.map(|_| ()) });
+    tokio::time::sleep(Duration::from_secs(8)).await;
+    assert!(!waiting.is_finished());
+    gpus.use_whole(GPU, false);
+    waiting.await.unwrap().unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_release_without_the_driver_is_finished_when_it_is_back() {
+    let world = World::new();
+    let plugin = world.start();
+    world.api.put(two_partitions());
+    plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
+    let gone = DriverError::Nvml(NvmlError::Devices("no driver".into()));
+    plugin
+        .driver
+        .send_replace(DriverState::Absent(Arc::new(gone)));
+    plugin.preparer.unprepare(&claim_ref("a")).await.unwrap();
+    assert!(plugin.preparer.ledger().held().is_empty());
+    assert!(!is_undivided(&world), "nobody could remove them");
+    plugin
+        .driver
+        .send_replace(DriverState::Ready(Arc::clone(&world.ready)));
+    settle(&plugin).await;
+    nothing_is_left(&world, "the driver is back");
+}
+
+#[tokio::test]
+async fn an_administrators_partition_is_used_and_stays() {
+    let world = World::new();
+    let plugin = world.start();
+    let administrator = world.driver();
+    for change in [
+        Change::SwitchMigMode { on: true },
+        Change::CreateInstance(place("2g.20gb", 4)),
+        Change::CreateComputeInstance { instance: 1 },
+    ] {
+        administrator.change_mig(GPU, &change).unwrap();
+    }
+    let before = actual(&world, GPU);
+    world.api.put(claim(
+        "a",
+        &[partition("x", 0, "2g20gb-4"), partition("y", 0, "1g10gb-0")],
+    ));
+    let record = plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
+    let used = record.plan.devices[0]
+        .partition
+        .as_ref()
+        .unwrap()
+        .mig
+        .as_ref()
+        .unwrap();
+    assert_eq!(used.uuid, before.instances[0].compute[0].uuid);
+    plugin.preparer.unprepare(&claim_ref("a")).await.unwrap();
+    assert_eq!(actual(&world, GPU), before);
+    assert_eq!(
+        before.mig_mode,
+        MigMode {
+            current: true,
+            pending: true
+        }
+    );
+}
+
+#[tokio::test]
+async fn a_record_that_cannot_be_read_keeps_its_gpu_from_all_claims() {
+    let world = World::new();
+    let plugin = world.start();
+    let file = world.layout.gpus().join(format!("{GPU}.json"));
+    std::fs::write(&file, br#"{"version": 9, "minReader": 9}"#).unwrap();
+    world.api.put(claim("a", &[whole("gpu", 0)]));
+    world.api.put(claim("b", &[whole("gpu", 1)]));
+    let error = refusal(&plugin, "a").await;
+    assert!(
+        error.contains(&*file.to_string_lossy()) && error.contains("version 9"),
+        "{error}"
+    );
+    plugin.preparer.prepare(&claim_ref("b")).await.unwrap();
+    std::fs::remove_file(file).unwrap();
+    plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
+}
+
+/// Claims on one GPU take turns at its state, and none of them waits for another GPU.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn many_at_once_each_get_their_own() {
+    let world = World::new();
+    let plugin = world.start();
+    let names: Vec<String> = (0..14).map(|n| format!("c{n}")).collect();
+    for (n, name) in (0_u32..).zip(&names) {
+        let of = format!("1g10gb-{}", n / 2);
+        world.api.put(claim(name, &[partition("x", n % 2, &of)]));
+    }
+    for _ in 0..3 {
+        let calls = names.iter().map(|name| {
+            let (preparer, claim) = (Arc::clone(&plugin.preparer), claim_ref(name));
+            async move { preparer.prepare(&claim).await.map(|_| ()) }
+        });
+        for result in futures::future::join_all(calls.collect::<Vec<_>>()).await {
+            result.unwrap();
+        }
+        let calls = names.iter().map(|name| {
+            let (preparer, claim) = (Arc::clone(&plugin.preparer), claim_ref(name));
+            async move { preparer.unprepare(&claim).await }
+        });
+        for result in futures::future::join_all(calls.collect::<Vec<_>>()).await {
+            result.unwrap();
+        }
+        nothing_is_left(&world, "all released");
+    }
+}

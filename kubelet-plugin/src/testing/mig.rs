@@ -1,0 +1,103 @@
+//! A driver whose changes of GPUs are calls of the plugin's file system, so that a plugin that dies there changes nothing,
+//! and whose kernel module writes the files of capabilities.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use tranche_driver::gpu_state::{Actual, Change};
+use tranche_node::nvml::{
+    ChangeError, Description, Driver, Nvml, NvmlError, Opened, ProcessMemory, ProcessSample, Traces,
+};
+use tranche_node::testing::MigGpus;
+
+use crate::fs::Fs;
+
+#[derive(Clone, Debug)]
+pub struct MortalDriver {
+    /// The GPUs, which outlive a plugin.
+    pub gpus: MigGpus,
+    pub fs: Arc<dyn Fs>,
+    /// The host's `/proc`.
+    pub proc: PathBuf,
+}
+
+impl MortalDriver {
+    /// The files of all instances of a GPU.
+    fn write_capabilities(&self, gpu: &str) {
+        let description = self.gpus.describe().unwrap();
+        let gpu = description.gpus.iter().find(|it| it.uuid == gpu).unwrap();
+        let minor = gpu.minor;
+        let folder = format!("driver/nvidia/capabilities/gpu{minor}/mig");
+        let folder = self.proc.join(folder);
+        let _ = std::fs::remove_dir_all(&folder);
+        for instance in self.gpus.mig_state(&gpu.uuid).unwrap().instances {
+            let gi = folder.join(format!("gi{}", instance.id));
+            let of_compute = instance.compute.iter();
+            let folders = of_compute.map(|it| gi.join(format!("ci{}", it.id)));
+            let first = 100 * (minor + 1) + 10 * instance.id;
+            for (at, folder) in (first..).zip([gi.clone()].into_iter().chain(folders)) {
+                std::fs::create_dir_all(&folder).unwrap();
+                let text =
+                    format!("DeviceFileMinor: {at}\nDeviceFileMode: 256\nDeviceFileModify: 1\n");
+                std::fs::write(folder.join("access"), text).unwrap();
+            }
+        }
+        let devices = "Character devices:\n235 nvidia-caps\n";
+        std::fs::write(self.proc.join("devices"), devices).unwrap();
+    }
+}
+
+impl Driver for MortalDriver {
+    fn open(&self) -> Result<Opened, NvmlError> {
+        Ok(Opened {
+            nvml: Box::new(self.clone()),
+            ..self.gpus.open()?
+        })
+    }
+
+    fn traces(&self) -> Traces {
+        Traces::default()
+    }
+}
+
+impl Nvml for MortalDriver {
+    fn describe(&self) -> Result<Description, NvmlError> {
+        self.gpus.describe()
+    }
+
+    fn utilization(&self, gpu_uuid: &str) -> Result<u32, NvmlError> {
+        self.gpus.utilization(gpu_uuid)
+    }
+
+    fn process_utilization(
+        &self,
+        gpu_uuid: &str,
+        since: u64,
+    ) -> Result<Vec<ProcessSample>, NvmlError> {
+        self.gpus.process_utilization(gpu_uuid, since)
+    }
+
+    fn processes(&self, gpu_uuid: &str) -> Result<Vec<ProcessMemory>, NvmlError> {
+        self.gpus.processes(gpu_uuid)
+    }
+
+    fn used_memory(&self, gpu_uuid: &str) -> Result<Option<u64>, NvmlError> {
+        self.gpus.used_memory(gpu_uuid)
+    }
+
+    fn mig_state(&self, gpu_uuid: &str) -> Result<Actual, NvmlError> {
+        self.gpus.mig_state(gpu_uuid)
+    }
+
+    fn change_mig(&self, gpu_uuid: &str, change: &Change) -> Result<(), ChangeError> {
+        let alive = self.fs.create_dir(&self.proc);
+        alive.map_err(|error| NvmlError::Call {
+            call: "scripted",
+            object: gpu_uuid.into(),
+            reason: error.to_string(),
+        })?;
+        self.gpus.change_mig(gpu_uuid, change)?;
+        self.write_capabilities(gpu_uuid);
+        Ok(())
+    }
+}

@@ -1,0 +1,417 @@
+//! GPUs that MIG can divide, in memory, behind the traits of NVML.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::mem::discriminant;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tranche_api::gpu_node::MigMode;
+use tranche_api::mig::{MigGeometry, MigInstance};
+use tranche_driver::gpu_state::{Actual, Change, ComputeInstance, Instance, Place};
+use tranche_driver::mig::{Geometry, Slices, tables};
+
+use crate::devices::DeviceNodes;
+use crate::inventory::testing::two_h100;
+use crate::nvml::{
+    ChangeError, Description, Driver, GpuDescription, Nvml, NvmlError, Opened, ProcessMemory,
+    ProcessSample, Traces,
+};
+use crate::root::DriverRoot;
+
+/// GPUs that MIG can divide. Clones are the same GPUs.
+#[derive(Clone, Debug)]
+pub struct MigGpus {
+    root: PathBuf,
+    machine: Arc<Mutex<Machine>>,
+}
+
+#[derive(Debug)]
+struct Machine {
+    description: Description,
+    gpus: BTreeMap<String, Gpu>,
+    /// UUIDs of MIG devices that were given out.
+    uuids: u32,
+    /// Changes that will fail.
+    failures: Vec<(Change, ChangeError)>,
+    /// States that will not be read.
+    unread: Vec<NvmlError>,
+    /// The changes that were carried out.
+    changes: Vec<(String, Change)>,
+}
+
+#[derive(Debug)]
+struct Gpu {
+    geometry: Geometry,
+    actual: Actual,
+    /// MIG mode changes only by [`MigGpus::reset`].
+    needs_reset: bool,
+    /// A program uses the whole GPU.
+    is_used: bool,
+    /// The GPU instances that programs use.
+    used: BTreeSet<u32>,
+}
+
+impl MigGpus {
+    /// Two H100 with 80 GB, not in MIG mode. Opened as a driver, their files are those of `root`.
+    #[must_use]
+    pub fn two_h100(root: &Path) -> Self {
+        let mut description = two_h100();
+        for gpu in &mut description.gpus {
+            gpu.mig_profiles = tables::h100(&[&gpu.uuid]).profiles;
+        }
+        Self::new(description, root)
+    }
+
+    /// The GPUs of a description. What its profiles say is how MIG divides them.
+    #[must_use]
+    pub fn new(description: Description, root: &Path) -> Self {
+        let gpu = |gpu: &GpuDescription| {
+            let reported = MigGeometry {
+                gpus: vec![gpu.uuid.clone()],
+                profiles: gpu.mig_profiles.clone(),
+            };
+            let new = Gpu {
+                geometry: Geometry::read(&reported).unwrap(),
+                actual: Actual {
+                    mig_mode: gpu.mig_mode,
+                    instances: Vec::new(),
+                },
+                needs_reset: false,
+                is_used: false,
+                used: BTreeSet::new(),
+            };
+            (gpu.uuid.clone(), new)
+        };
+        Self {
+            root: root.to_owned(),
+            machine: Arc::new(Mutex::new(Machine {
+                gpus: description.gpus.iter().map(gpu).collect(),
+                description,
+                uuids: 0,
+                failures: Vec::new(),
+                unread: Vec::new(),
+                changes: Vec::new(),
+            })),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Machine> {
+        self.machine.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn gpu<T>(&self, uuid: &str, with: impl FnOnce(&mut Gpu) -> T) -> T {
+        with(self.lock().gpus.get_mut(uuid).unwrap())
+    }
+
+    /// The changes that were carried out, in their order, with the GPUs' UUIDs.
+    #[must_use]
+    pub fn changes(&self) -> Vec<(String, Change)> {
+        self.lock().changes.clone()
+    }
+
+    /// The next change of the same kind as `like` (whatever its instance or place) fails. Several failures of one kind are
+    /// used up in their order.
+    pub fn fail(&self, like: Change, error: ChangeError) {
+        self.lock().failures.push((like, error));
+    }
+
+    /// The next state that is asked for cannot be read.
+    pub fn fail_to_read(&self, error: NvmlError) {
+        self.lock().unread.push(error);
+    }
+
+    /// MIG mode changes only by [`Self::reset`] from now on.
+    pub fn demand_reset(&self, uuid: &str) {
+        self.gpu(uuid, |gpu| gpu.needs_reset = true);
+    }
+
+    /// Resets a GPU: its instances are gone, and a pending MIG mode is on or off.
+    pub fn reset(&self, uuid: &str) {
+        self.gpu(uuid, |gpu| {
+            gpu.actual.instances.clear();
+            gpu.actual.mig_mode.current = gpu.actual.mig_mode.pending;
+            gpu.used.clear();
+        });
+    }
+
+    /// Boots the machine: no instances, and no MIG mode, as on Hopper and later.
+    pub fn reboot(&self) {
+        for gpu in self.lock().gpus.values_mut() {
+            gpu.actual = Actual::default();
+            gpu.used.clear();
+            gpu.is_used = false;
+        }
+    }
+
+    /// What `nvidia-smi -mig` leaves on a GPU whose mode does not change at once.
+    pub fn set_pending(&self, uuid: &str, on: bool) {
+        self.gpu(uuid, |gpu| gpu.actual.mig_mode.pending = on);
+    }
+
+    /// A program begins or ends to use the whole GPU.
+    pub fn use_whole(&self, uuid: &str, is_used: bool) {
+        self.gpu(uuid, |gpu| gpu.is_used = is_used);
+    }
+
+    /// A program begins or ends to use a GPU instance.
+    pub fn use_instance(&self, uuid: &str, instance: u32, is_used: bool) {
+        self.gpu(uuid, |gpu| {
+            if is_used {
+                gpu.used.insert(instance);
+            } else {
+                gpu.used.remove(&instance);
+            }
+        });
+    }
+}
+
+impl Gpu {
+    fn change(&mut self, change: &Change, uuids: &mut u32) -> Result<(), ChangeError> {
+        let (call, object) = ("nvml", "scripted".to_owned());
+        let in_use = || ChangeError::InUse {
+            call,
+            object: object.clone(),
+        };
+        let insufficient = || ChangeError::InsufficientResources {
+            call,
+            object: object.clone(),
+        };
+        let not_supported = || NvmlError::NotSupported {
+            call,
+            object: object.clone(),
+        };
+        let find = |instances: &[Instance], id| instances.iter().position(|it| it.id == id);
+        match *change {
+            Change::SwitchMigMode { on } => {
+                if on == self.actual.mig_mode.current {
+                    self.actual.mig_mode.pending = on;
+                    return Ok(());
+                }
+                if self.is_used || !self.actual.instances.is_empty() {
+                    return Err(in_use());
+                }
+                if self.needs_reset {
+                    return Err(ChangeError::NeedsReset { call, object });
+                }
+                self.actual.mig_mode = MigMode {
+                    current: on,
+                    pending: on,
+                };
+            }
+            Change::CreateInstance(place) => {
+                if !self.actual.mig_mode.current {
+                    return Err(not_supported().into());
+                }
+                self.slices(place).ok_or_else(not_supported)?;
+                if !self.is_free(place) {
+                    return Err(insufficient());
+                }
+                let mut ids = 1..;
+                let is_free = |id: &u32| find(&self.actual.instances, *id).is_none();
+                let id = ids.find(is_free).unwrap();
+                self.actual.instances.push(Instance {
+                    id,
+                    place,
+                    compute: Vec::new(),
+                });
+            }
+            Change::CreateComputeInstance { instance } => {
+                let at = find(&self.actual.instances, instance).ok_or_else(not_supported)?;
+                let instance = &mut self.actual.instances[at];
+                if !instance.compute.is_empty() {
+                    return Err(insufficient());
+                }
+                *uuids += 1;
+                instance.compute.push(ComputeInstance {
+                    id: 0,
+                    uuid: format!("MIG-{:08}-0000-5000-8000-000000000000", *uuids),
+                    slices: instance.place.profile.compute_slices.into(),
+                });
+            }
+            Change::DestroyComputeInstance { instance, compute } => {
+                if self.used.contains(&instance) {
+                    return Err(in_use());
+                }
+                if let Some(at) = find(&self.actual.instances, instance) {
+                    let there = &mut self.actual.instances[at].compute;
+                    there.retain(|it| it.id != compute);
+                }
+            }
+            Change::DestroyInstance { instance } => {
+                if let Some(at) = find(&self.actual.instances, instance) {
+                    if !self.actual.instances[at].compute.is_empty() {
+                        return Err(in_use());
+                    }
+                    self.actual.instances.remove(at);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn slices(&self, place: Place) -> Option<Slices> {
+        let partition = self.geometry.partition(place.profile, place.start)?;
+        Some(partition.slices)
+    }
+
+    fn is_free(&self, place: Place) -> bool {
+        let places = self.actual.instances.iter().map(|it| it.place);
+        let mut left = Some(self.geometry.whole);
+        for place in places.chain([place]) {
+            left = left
+                .zip(self.slices(place))
+                .and_then(|(left, taken)| left.less(taken));
+        }
+        left.is_some()
+    }
+}
+
+fn unknown(uuid: &str) -> NvmlError {
+    NvmlError::Call {
+        call: "nvmlDeviceGetHandleByUUID",
+        object: uuid.to_owned(),
+        reason: "not found".to_owned(),
+    }
+}
+
+impl Nvml for MigGpus {
+    fn describe(&self) -> Result<Description, NvmlError> {
+        let machine = self.lock();
+        let mut description = machine.description.clone();
+        for gpu in &mut description.gpus {
+            let Some(known) = machine.gpus.get(&gpu.uuid) else {
+                continue;
+            };
+            gpu.mig_mode = known.actual.mig_mode;
+            let described = |it: &Instance| MigInstance {
+                profile: it.place.profile.to_string(),
+                start: it.place.start.into(),
+                id: it.id,
+                uuid: it.compute.first().map(|it| it.uuid.clone()),
+            };
+            gpu.mig_instances = known.actual.instances.iter().map(described).collect();
+        }
+        Ok(description)
+    }
+
+    fn utilization(&self, gpu_uuid: &str) -> Result<u32, NvmlError> {
+        self.process_utilization(gpu_uuid, 0).map(|_| 0)
+    }
+
+    fn process_utilization(&self, gpu_uuid: &str, _: u64) -> Result<Vec<ProcessSample>, NvmlError> {
+        if self.mig_state(gpu_uuid)?.mig_mode.current {
+            return Err(NvmlError::NotSupported {
+                call: "nvmlDeviceGetProcessUtilization",
+                object: gpu_uuid.to_owned(),
+            });
+        }
+        Ok(Vec::new())
+    }
+
+    fn processes(&self, _: &str) -> Result<Vec<ProcessMemory>, NvmlError> {
+        Ok(Vec::new())
+    }
+
+    fn used_memory(&self, gpu_uuid: &str) -> Result<Option<u64>, NvmlError> {
+        let state = self.mig_state(gpu_uuid)?;
+        Ok((!state.mig_mode.current).then_some(0))
+    }
+
+    fn mig_state(&self, gpu_uuid: &str) -> Result<Actual, NvmlError> {
+        let mut machine = self.lock();
+        if !machine.unread.is_empty() {
+            return Err(machine.unread.remove(0));
+        }
+        let gpu = machine.gpus.get(gpu_uuid);
+        gpu.map(|gpu| gpu.actual.clone())
+            .ok_or_else(|| unknown(gpu_uuid))
+    }
+
+    fn change_mig(&self, gpu_uuid: &str, change: &Change) -> Result<(), ChangeError> {
+        let mut machine = self.lock();
+        let fails = |(like, _): &(Change, _)| discriminant(like) == discriminant(change);
+        if let Some(at) = machine.failures.iter().position(fails) {
+            return Err(machine.failures.remove(at).1);
+        }
+        let Machine { gpus, uuids, .. } = &mut *machine;
+        let gpu = gpus.get_mut(gpu_uuid);
+        let gpu = gpu.ok_or_else(|| unknown(gpu_uuid))?;
+        gpu.change(change, uuids)?;
+        machine.changes.push((gpu_uuid.to_owned(), *change));
+        Ok(())
+    }
+}
+
+impl Driver for MigGpus {
+    fn open(&self) -> Result<Opened, NvmlError> {
+        let root = DriverRoot::open(&self.root)?;
+        Ok(Opened {
+            nvml: Box::new(self.clone()),
+            nodes: DeviceNodes::find(&root, &root)?,
+            root,
+        })
+    }
+
+    fn traces(&self) -> Traces {
+        Traces::default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tranche_driver::gpu_state::{Next, Record, Wanted, next};
+
+    use super::*;
+
+    /// What NVML does in its place: the pure function brings both to the same end.
+    #[test]
+    fn partitions_are_made_and_removed() {
+        let gpus = MigGpus::two_h100(Path::new("/"));
+        let uuid = gpus.describe().unwrap().gpus[0].uuid.clone();
+        let geometry = Geometry::read(&tables::h100(&[&uuid])).unwrap();
+        let place = |start, profile: &str| Place {
+            start,
+            profile: profile.parse().unwrap(),
+        };
+        let mut record = Record::default();
+        for partitions in [
+            BTreeSet::from([place(6, "1g.10gb"), place(0, "4g.40gb")]),
+            BTreeSet::from([place(0, "4g.40gb")]),
+            BTreeSet::new(),
+        ] {
+            let wanted = Wanted {
+                held: partitions.clone(),
+                make: partitions,
+            };
+            let made = loop {
+                let actual = gpus.mig_state(&uuid).unwrap();
+                match next(&wanted, &record, &actual, &geometry).unwrap() {
+                    Next::Write(changed) => record = changed,
+                    Next::Change(change) => gpus.change_mig(&uuid, &change).unwrap(),
+                    Next::Done(made) => break made,
+                }
+            };
+            assert!(made.keys().eq(&wanted.make));
+            let described = gpus.describe().unwrap();
+            let gpu = described.gpus.iter().find(|gpu| gpu.uuid == uuid).unwrap();
+            assert_eq!(gpu.mig_instances.len(), made.len());
+            assert_eq!(gpu.mig_mode.current, !made.is_empty());
+        }
+        assert!(record.is_empty());
+
+        let taken = Change::CreateInstance(place(0, "7g.80gb"));
+        let off = gpus.change_mig(&uuid, &taken).unwrap_err();
+        assert!(
+            matches!(off, ChangeError::Nvml(NvmlError::NotSupported { .. })),
+            "{off}"
+        );
+        gpus.change_mig(&uuid, &Change::SwitchMigMode { on: true })
+            .unwrap();
+        gpus.change_mig(&uuid, &taken).unwrap();
+        let again = gpus.change_mig(&uuid, &taken).unwrap_err();
+        assert!(
+            matches!(again, ChangeError::InsufficientResources { .. }),
+            "{again}"
+        );
+    }
+}
