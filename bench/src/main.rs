@@ -11,6 +11,7 @@
 mod claims;
 mod cluster;
 mod dra;
+mod packing;
 mod pods;
 mod prepare;
 mod process;
@@ -60,6 +61,8 @@ enum What {
     Memory,
     /// Sizes of the built files
     Sizes(sizes::Args),
+    /// GPUs that capped shares need; with kube-scheduler's allocator (driver/allocator-oracle/build)
+    Packing(packing::Args),
     /// Prints files of rows, in the order of SPECIFICATION.md; fails where a target is missed
     Report {
         /// Files of JSON lines
@@ -80,6 +83,7 @@ fn main() -> anyhow::Result<ExitCode> {
         What::ShimProbe(args) => return shim::probe(args).map(|()| ExitCode::SUCCESS),
         What::Memory => sizes::in_memory()?,
         What::Sizes(args) => sizes::on_disk(args)?,
+        What::Packing(args) => packing::run(*args)?,
         What::Report { files } => {
             let kept = row::report(files)?;
             return Ok(if kept {

@@ -16,11 +16,12 @@ mod time;
 mod world;
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, ensure};
 use serde::de::DeserializeOwned;
+use tranche_shim_core::cap;
 
 use crate::row::Row;
 use crate::stats::Spread;
@@ -32,7 +33,7 @@ use world::{Measure, World};
 #[derive(Clone, Debug, clap::Args)]
 pub struct Args {
     /// The folder of the shim's libcuda.so.1 and libnvidia-ml.so.1
-    #[arg(long, default_value = "/var/lib/kubelet/plugins/gpu.tranche.dev/lib")]
+    #[arg(long, default_value_os_t = installed())]
     shim_dir: PathBuf,
     /// How often the worlds take turns
     #[arg(long, default_value_t = 10)]
@@ -43,6 +44,11 @@ pub struct Args {
     /// Processes started at once, for the last to be ready
     #[arg(long, default_value_t = 300)]
     crowd: usize,
+}
+
+/// Where the plugin of this release installs its shim.
+fn installed() -> PathBuf {
+    Path::new("/var/lib/kubelet/plugins/gpu.tranche.dev/lib").join(cap::ABI.to_string())
 }
 
 /// Nanoseconds per call, by the name of the call.

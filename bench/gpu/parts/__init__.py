@@ -12,6 +12,7 @@ ORDER = [
     "growing",
     "local_memory",
     "pools",
+    "faults",
     "compat",
     "runtime",
     "tools",

@@ -193,6 +193,7 @@ fn pages(folder: &Path, key: &str, gpu: &str, cores: u8, grant: Grant) -> anyhow
         memory_limit: Some(LIMIT),
         context_memory: 0,
         cores: Some(cores),
+        mps_threads: None,
         compute_policy: ComputePolicy::Strict,
         claim_uid: "00000000-0000-4000-8000-000000000000",
         device_key: key,

@@ -6,8 +6,9 @@
 //	{"allocate": {"claims": [ResourceClaim...]}}                      allocates the claims of one pod
 //	{"release": {"claims": ["namespace/name"...]}}                    deletes claims
 //	{"reset": {}}                                                     deletes all claims
+//	{"metadata": {"file": "...", "claim": "...", "request": "..."}}   reads a container's file about its devices
 //
-// An answer is {}, {"allocations": [AllocationResult...]}, {"unschedulable": "why"} or {"error": "what"}. With "forgetful":
+// An answer is {}, {"allocations": [AllocationResult...]}, {"metadata": {"object": {...}, "path": "..."}}, {"unschedulable": "why"} or {"error": "what"}. With "forgetful":
 // true in it, "allocate" allocates as on an empty node, and the claims are not kept.
 package main
 
@@ -30,12 +31,14 @@ type request struct {
 	Allocate *allocateRequest `json:"allocate"`
 	Release  *releaseRequest  `json:"release"`
 	Reset    *struct{}        `json:"reset"`
+	Metadata *metadataRequest `json:"metadata"`
 }
 
 type answer struct {
-	Allocations   []allocation `json:"allocations,omitempty"`
-	Unschedulable string       `json:"unschedulable,omitempty"`
-	Error         string       `json:"error,omitempty"`
+	Allocations   []allocation    `json:"allocations,omitempty"`
+	Metadata      *metadataAnswer `json:"metadata,omitempty"`
+	Unschedulable string          `json:"unschedulable,omitempty"`
+	Error         string          `json:"error,omitempty"`
 }
 
 func main() {
@@ -88,8 +91,10 @@ func reply(ctx context.Context, cluster *cluster, request request) answer {
 		err = cluster.release(request.Release)
 	case request.Reset != nil:
 		cluster.reset(ctx)
+	case request.Metadata != nil:
+		result.Metadata, err = readMetadata(request.Metadata)
 	default:
-		err = errors.New("a request must have one of classes, slices, allocate, release, reset")
+		err = errors.New("a request must have one of classes, slices, allocate, release, reset, metadata")
 	}
 	if err != nil {
 		return answer{Error: err.Error()}

@@ -7,6 +7,8 @@
 //! `tests/` hold the slices that `tranche_driver::slices` plans to it.
 #![forbid(unsafe_code)]
 
+pub mod geometry;
+
 use std::io::{self, BufRead, BufReader, BufWriter, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
@@ -81,11 +83,29 @@ enum Request<'a> {
         claims: &'a [String],
     },
     Reset {},
+    #[serde(rename_all = "camelCase")]
+    Metadata {
+        file: &'a str,
+        driver: &'a str,
+        claim: &'a str,
+        pod_claim_name: &'a str,
+        request: &'a str,
+    },
+}
+
+/// A container's file about its devices, as Kubernetes' package reads it.
+#[derive(Debug, Deserialize)]
+pub struct Metadata {
+    /// `DeviceMetadata` of the version `v1beta1`.
+    pub object: serde_json::Value,
+    /// Where a program in the container searches for the file.
+    pub path: String,
 }
 
 #[derive(Deserialize)]
 struct Answer {
     allocations: Option<Vec<AllocationResult>>,
+    metadata: Option<Metadata>,
     unschedulable: Option<String>,
     error: Option<String>,
 }
@@ -139,6 +159,27 @@ impl Scheduler {
     /// Deletes claims, named `namespace/name`.
     pub fn release(&mut self, claims: &[String]) -> Result<(), Error> {
         self.ask(&Request::Release { claims }).map(|_| ())
+    }
+
+    /// Reads a container's file about the devices of a request, with Kubernetes' validation. `pod_claim_name` is empty for a
+    /// claim that is not from a template.
+    pub fn read_metadata(
+        &mut self,
+        file: &str,
+        driver: &str,
+        claim: &str,
+        pod_claim_name: &str,
+        request: &str,
+    ) -> Result<Metadata, Error> {
+        let answer = self.ask(&Request::Metadata {
+            file,
+            driver,
+            claim,
+            pod_claim_name,
+            request,
+        })?;
+        let missing = || Error::Refused("the answer has no metadata".to_owned());
+        answer.metadata.ok_or_else(missing)
     }
 
     fn ask(&mut self, request: &Request<'_>) -> Result<Answer, Error> {

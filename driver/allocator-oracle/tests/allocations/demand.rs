@@ -51,6 +51,8 @@ pub struct Ask {
     pub cores: Option<u64>,
     /// Only this product, by number in [`PRODUCTS`].
     pub product: Option<usize>,
+    /// On another GPU than all others that ask so.
+    pub apart: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -99,6 +101,9 @@ impl Ask {
         }
         if let Some(percent) = self.cores {
             requests.insert("cores".to_owned(), json!(percent.to_string()));
+        }
+        if self.apart {
+            requests.insert("antiAffinity".to_owned(), json!("1"));
         }
         if !requests.is_empty() {
             fields["capacity"] = json!({"requests": requests});
@@ -188,13 +193,17 @@ fn any_ask(numbers: impl Strategy<Value = Number>) -> impl Strategy<Value = Ask>
     ];
     let class = class.prop_flat_map(|class| (Just(class), any_sizes(class)));
     let product = prop::option::weighted(0.05, 0..PRODUCTS.len());
-    (class, numbers, product).prop_map(|((class, (memory, cores)), number, product)| Ask {
-        class,
-        number,
-        memory,
-        cores,
-        product,
-    })
+    let apart = prop::bool::weighted(0.15);
+    (class, numbers, product, apart).prop_map(
+        |((class, (memory, cores)), number, product, apart)| Ask {
+            class,
+            number,
+            memory,
+            cores,
+            product,
+            apart,
+        },
+    )
 }
 
 fn any_request(gpus: usize) -> impl Strategy<Value = Request> {

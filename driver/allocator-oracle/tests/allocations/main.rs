@@ -9,6 +9,8 @@
 mod demand;
 mod model;
 mod node;
+mod partitions;
+mod placement;
 mod run;
 
 use std::cell::{Cell, RefCell};
@@ -77,6 +79,7 @@ fn pod(class: Class, memory: Option<u64>) -> Event {
             memory,
             cores: Some(10),
             product: None,
+            apart: false,
         })],
         uuids: None,
     }])
@@ -145,6 +148,7 @@ fn faults_of_the_slices_are_noticed() {
                 context: 512,
                 step: 1 << 20,
                 default_memory: None,
+                cores_step: 1,
                 default_cores: None,
                 timeshared_sharers: 4,
             },

@@ -24,6 +24,8 @@ pub struct Holding {
     pub cores: u64,
     /// Bytes that are kept free for its CUDA context.
     pub context: u64,
+    /// Whether no other that asks so may have a share of the GPU.
+    pub apart: bool,
 }
 
 /// A node under a policy.
@@ -56,6 +58,7 @@ enum Kind {
         usable: u64,
         step: u64,
         default_memory: u64,
+        cores_step: u64,
         default_cores: u64,
         sharers: usize,
         context: u64,
@@ -77,6 +80,7 @@ impl Kind {
                 usable,
                 step,
                 default_memory,
+                cores_step,
                 default_cores,
                 context,
                 ..
@@ -85,14 +89,18 @@ impl Kind {
                     Some(bytes) => bytes.max(1).div_ceil(*step) * step,
                     None => *default_memory,
                 };
-                let cores = ask.cores.map_or(*default_cores, |percent| percent.max(1));
+                let cores = match ask.cores {
+                    Some(percent) => percent.max(1).div_ceil(*cores_step) * cores_step,
+                    None => *default_cores,
+                };
                 (memory <= *usable && cores <= 100).then_some((memory, cores, *context))
             }
             Self::Timeshared { .. } => {
                 (ask.memory.is_none() && ask.cores.is_none()).then_some((0, 0, 0))
             }
             Self::Exclusive { memory } => {
-                let fits = ask.memory.is_none_or(|bytes| bytes <= *memory)
+                let fits = !ask.apart
+                    && ask.memory.is_none_or(|bytes| bytes <= *memory)
                     && ask.cores.is_none_or(|percent| percent <= 100);
                 fits.then_some((0, 0, 0))
             }
@@ -188,6 +196,18 @@ impl Model {
         let offer = offer.ok_or_else(|| format!("GPU {} is not offered", given.gpu))?;
         let on_gpu = held.iter().filter(|it| it.gpu == given.gpu);
         let (count, memory) = on_gpu.fold((0, 0), |(n, sum), it| (n + 1, sum + it.memory));
+        if given.apart
+            && held
+                .iter()
+                .filter(|it| it.gpu == given.gpu && it.apart)
+                .count()
+                > 1
+        {
+            return Err(format!(
+                "GPU {} has two shares that are to be apart",
+                given.gpu
+            ));
+        }
         let (most, usable) = match offer.kind {
             Kind::Capped {
                 sharers, usable, ..
@@ -216,6 +236,7 @@ fn offer(tier: Tier, policy: &Policy, total: u64, available: u64) -> Option<Offe
             let free = available - context * u64::from(policy.expected_sharers);
             let usable = free / step * step;
             let part = usable / u64::from(policy.max_sharers) / step * step;
+            let cores_step = u64::from(policy.cores_step);
             let default_memory = policy.default_memory.map(|steps| steps * step);
             let default_memory = default_memory.unwrap_or(part.max(step));
             if usable < 2 * step || default_memory > usable {
@@ -225,10 +246,11 @@ fn offer(tier: Tier, policy: &Policy, total: u64, available: u64) -> Option<Offe
                 usable,
                 step,
                 default_memory,
-                default_cores: policy
-                    .default_cores
-                    .unwrap_or((100 / policy.max_sharers).max(1))
-                    .into(),
+                cores_step,
+                default_cores: match policy.default_cores {
+                    Some(steps) => u64::from(steps) * cores_step,
+                    None => (u64::from(100 / policy.max_sharers) / cores_step).max(1) * cores_step,
+                },
                 sharers: policy.max_sharers as usize,
                 context,
                 contexts: u64::from(policy.max_sharers) * context.max(UNMEASURED_CONTEXT),
@@ -323,6 +345,9 @@ impl Search<'_> {
         if on_gpu().any(|it| it.tier != offer.tier) {
             return None;
         }
+        if ask.apart && on_gpu().any(|it| it.apart) {
+            return None;
+        }
         let before = on_gpu().count();
         let sum = |of: fn(&Holding) -> u64| on_gpu().map(of).sum::<u64>();
         let fits = match &offer.kind {
@@ -352,6 +377,7 @@ impl Search<'_> {
             memory,
             cores,
             context,
+            apart: ask.apart,
         })
     }
 }

@@ -66,6 +66,9 @@ pub struct Policy {
     pub step: u64,
     /// Steps.
     pub default_memory: Option<u64>,
+    /// Percent.
+    pub cores_step: u32,
+    /// Steps.
     pub default_cores: Option<u32>,
     pub timeshared_sharers: u32,
 }
@@ -90,7 +93,8 @@ impl Policy {
                 "contextMemory": self.context * MIB,
                 "memoryStep": self.step,
                 "defaultMemory": self.default_memory.map(|steps| steps * self.step),
-                "defaultCores": self.default_cores,
+                "coresStep": self.cores_step,
+                "defaultCores": self.default_cores.map(|steps| steps * self.cores_step),
             },
             "timeshared": {"maxSharers": self.timeshared_sharers},
         });
@@ -135,7 +139,7 @@ pub fn inventory(products: &[usize]) -> Inventory {
 fn any_policy() -> impl Strategy<Value = Policy> {
     let tiers = prop_oneof![
         3 => Just(Tier::SERVED.to_vec()),
-        1 => prop::sample::subsequence(Tier::SERVED.to_vec(), 1..=3),
+        1 => prop::sample::subsequence(Tier::SERVED.to_vec(), 1..=Tier::SERVED.len()),
     ];
     (
         tiers,
@@ -151,19 +155,25 @@ fn any_policy() -> impl Strategy<Value = Policy> {
             1_610_612_736,
         ]),
         prop::option::weighted(0.3, 1..=4_u64),
-        prop::option::weighted(0.3, 1..=60_u32),
+        (
+            prop::sample::select(vec![1_u32, 1, 5, 20, 50]),
+            prop::option::weighted(0.3, 1..=60_u32),
+        ),
         1..=5_u32,
     )
         .prop_map(
-            |(tiers, most, expected, context, step, memory, cores, timeshared)| Policy {
-                tiers,
-                max_sharers: most,
-                expected_sharers: expected.min(most),
-                context,
-                step,
-                default_memory: memory,
-                default_cores: cores,
-                timeshared_sharers: timeshared,
+            |(tiers, most, expected, context, step, memory, (cores_step, cores), timeshared)| {
+                Policy {
+                    tiers,
+                    max_sharers: most,
+                    expected_sharers: expected.min(most),
+                    context,
+                    step,
+                    default_memory: memory,
+                    cores_step,
+                    default_cores: cores.map(|percent| percent.div_ceil(cores_step)),
+                    timeshared_sharers: timeshared,
+                }
             },
         )
 }

@@ -330,6 +330,7 @@ impl Run<'_> {
             memory: consumed(capacity::MEMORY).unwrap_or(0),
             cores: consumed(capacity::CORES).unwrap_or(0),
             context: consumed(capacity::CONTEXT_MEMORY).unwrap_or(0),
+            apart: consumed(capacity::ANTI_AFFINITY).unwrap_or(0) == 1,
         })
     }
 }

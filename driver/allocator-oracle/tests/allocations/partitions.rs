@@ -1,0 +1,260 @@
+//! Partitions: what the allocator gives from the planned devices is what MIG can make, by the rules of the simulator, and what
+//! it refuses MIG cannot make.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+
+use k8s_openapi::api::resource::v1::{ResourceClaim, ResourceSlice};
+use proptest::prelude::*;
+use proptest::test_runner::{Config, TestCaseError, TestRunner};
+use serde_json::json;
+use tranche_allocator_oracle::{Knowledge, Outcome, Scheduler, geometry};
+use tranche_api::names::DRIVER;
+use tranche_api::tier::Tier;
+use tranche_driver::claim::DeviceName;
+use tranche_driver::slices::{self, NodeInput};
+use tranche_simulator_machine::mig::rules::{Placed, fits};
+use tranche_simulator_machine::mig::{GpuProfile, Model, ModelName};
+
+use crate::node::{Policy, inventory};
+
+const MODELS: [ModelName; 7] = [
+    ModelName::A30,
+    ModelName::A100Gb40,
+    ModelName::A100Gb80,
+    ModelName::H100,
+    ModelName::H200,
+    ModelName::B200,
+    ModelName::RtxPro6000,
+];
+
+/// The slices of a node with one GPU of a model in all tiers.
+fn slices(model: &Model) -> Vec<ResourceSlice> {
+    let policy = Policy {
+        tiers: Tier::SERVED.to_vec(),
+        max_sharers: 4,
+        expected_sharers: 4,
+        context: 512,
+        step: 1 << 20,
+        default_memory: None,
+        cores_step: 1,
+        default_cores: None,
+        timeshared_sharers: 4,
+    };
+    let mut inventory = inventory(&[0]);
+    inventory.mig_geometries = vec![geometry::of(model, &[inventory.gpus[0].uuid.clone()])];
+    let plan = slices::plan(&NodeInput {
+        name: "node-a",
+        uid: "7c1b2f6e-0d5e-4a43-8a07-5c9f1a2b3c4d",
+        labels: &BTreeMap::new(),
+        inventory: &inventory,
+        withheld: &[],
+        policies: &[policy.object()],
+        retained: &[],
+    })
+    .unwrap();
+    assert_eq!(plan.withheld, [], "{:?}", model.name);
+    let objects = plan.slices.iter().map(|slice| plan.object(slice, 1));
+    objects.collect()
+}
+
+/// What is asked for.
+#[derive(Clone, Copy, Debug)]
+enum Wanted {
+    /// A partition of a profile.
+    Profile(&'static GpuProfile),
+    /// A partition with so many MiB at least.
+    Memory(u64),
+    /// A tier of the whole GPU.
+    Whole(Tier),
+}
+
+impl Wanted {
+    fn accepts(self, profile: &GpuProfile) -> bool {
+        match self {
+            Self::Profile(wanted) => wanted == profile,
+            Self::Memory(mib) => profile.memory_mib >= mib,
+            Self::Whole(_) => false,
+        }
+    }
+
+    fn claim(self, name: &str) -> ResourceClaim {
+        let partition = Tier::Partition.class_name();
+        let request = match self {
+            Self::Profile(profile) => {
+                let profile = profile.name;
+                let expression =
+                    format!("device.attributes[\"{DRIVER}\"].profile == \"{profile}\"");
+                json!({"deviceClassName": partition, "selectors": [{"cel": {"expression": expression}}]})
+            }
+            Self::Memory(mib) => {
+                let memory = format!("{mib}Mi");
+                json!({"deviceClassName": partition, "capacity": {"requests": {"memory": memory}}})
+            }
+            Self::Whole(tier) => json!({"deviceClassName": tier.class_name()}),
+        };
+        serde_json::from_value(json!({
+            "apiVersion": "resource.k8s.io/v1",
+            "kind": "ResourceClaim",
+            "metadata": {"namespace": "team-a", "name": name, "uid": name},
+            "spec": {"devices": {"requests": [{"name": "gpu", "exactly": request}]}},
+        }))
+        .expect("a claim")
+    }
+}
+
+/// The device that a claim gets.
+fn allocate(scheduler: &mut Scheduler, name: &str, wanted: Wanted) -> Option<DeviceName> {
+    let outcome = scheduler.allocate(&[wanted.claim(name)], Knowledge::All);
+    let Outcome::Allocated(results) = outcome.unwrap() else {
+        return None;
+    };
+    let devices = results.into_iter().filter_map(|it| it.devices?.results);
+    let device = devices.flatten().map(|it| it.device).next()?;
+    Some(device.parse().unwrap())
+}
+
+fn placed(model: &'static Model, device: DeviceName) -> Option<Placed> {
+    let DeviceName::Partition { profile, start, .. } = device else {
+        return None;
+    };
+    let name = profile.to_string();
+    let profile = model.profiles.iter().find(|it| it.name == name).unwrap();
+    Some((profile, start.into()))
+}
+
+/// Whether what a claim got is right where these devices are held.
+fn check(
+    model: &'static Model,
+    wanted: Wanted,
+    held: &[DeviceName],
+    got: Option<DeviceName>,
+) -> Result<(), String> {
+    let instances: Vec<Placed> = held.iter().filter_map(|it| placed(model, *it)).collect();
+    let is_whole = instances.len() < held.len();
+    if let Wanted::Whole(tier) = wanted {
+        let is_of_tier = |it: &DeviceName| it.tier() == tier;
+        let shared = tier.is_shared() && held.len() < 4 && held.iter().all(is_of_tier);
+        let expected = (held.is_empty() || shared).then_some(tier);
+        return match got.map(DeviceName::tier) {
+            got if got == expected => Ok(()),
+            got => Err(format!("{got:?}, promised {expected:?}")),
+        };
+    }
+    // All that MIG can make now, and that the claim accepts.
+    let possible = model.profiles.iter().filter(|it| wanted.accepts(it));
+    let possible = possible.flat_map(|it| it.starts.iter().map(move |start| (it, *start)));
+    let possible: Vec<Placed> = possible
+        .filter(|(it, start)| !is_whole && fits(model, &instances, it, *start))
+        .collect();
+    let least = possible.iter().map(|(it, _)| it.memory_mib).min();
+    match got.and_then(|device| placed(model, device)) {
+        None if got.is_none() && possible.is_empty() => Ok(()),
+        Some(got) if possible.contains(&got) && Some(got.0.memory_mib) == least => Ok(()),
+        _ => Err(format!("{got:?}, possible is {possible:?}")),
+    }
+}
+
+#[test]
+fn layouts_that_the_geometry_forbids_are_not_allocated() {
+    let mut scheduler = crate::start();
+    let model = Model::of(ModelName::H100);
+    scheduler.publish("node-a", &slices(model)).unwrap();
+    // Profiles in the order of the claims, and how many of them get a partition.
+    for (profiles, granted) in [
+        (&["2g.20gb"; 4][..], 3),
+        (&["3g.40gb", "3g.40gb", "1g.10gb"], 2),
+        (&["1g.10gb"; 8], 7),
+        (&["1g.10gb+me", "1g.10gb+me"], 1),
+        (&["2g.20gb", "2g.20gb", "2g.20gb", "1g.10gb", "1g.10gb"], 4),
+        (&["4g.40gb", "3g.40gb", "1g.10gb"], 2),
+        (&["1g.10gb", "4g.40gb", "2g.20gb"], 3),
+        (&["7g.80gb", "1g.10gb"], 1),
+    ] {
+        scheduler.reset().unwrap();
+        let mut got = 0;
+        for (number, name) in profiles.iter().enumerate() {
+            let profile = model.profiles.iter().find(|it| it.name == *name).unwrap();
+            let name = format!("claim-{number}");
+            got += u32::from(allocate(&mut scheduler, &name, Wanted::Profile(profile)).is_some());
+        }
+        assert_eq!(got, granted, "{profiles:?}");
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Event {
+    Start(prop::sample::Index, Kind),
+    End(prop::sample::Index),
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Kind {
+    Profile,
+    Memory,
+    Whole,
+}
+
+fn any_event() -> impl Strategy<Value = Event> {
+    let kind =
+        prop_oneof![6 => Just(Kind::Profile), 3 => Just(Kind::Memory), 1 => Just(Kind::Whole)];
+    prop_oneof![
+        3 => (any::<prop::sample::Index>(), kind).prop_map(|(which, kind)| Event::Start(which, kind)),
+        2 => any::<prop::sample::Index>().prop_map(Event::End),
+    ]
+}
+
+fn wanted(model: &'static Model, which: prop::sample::Index, kind: Kind) -> Wanted {
+    let profile = which.get(model.profiles);
+    match kind {
+        Kind::Profile => Wanted::Profile(profile),
+        // As much as the profile has, and a little more.
+        Kind::Memory => Wanted::Memory(profile.memory_mib + u64::from(which.index(2) == 1)),
+        Kind::Whole => {
+            let tiers = Tier::SERVED.into_iter().filter(|it| *it != Tier::Partition);
+            Wanted::Whole(*which.get(&tiers.collect::<Vec<_>>()))
+        }
+    }
+}
+
+#[test]
+fn what_mig_can_make_is_allocated_on_every_model_and_nothing_else() {
+    let scheduler = RefCell::new(crate::start());
+    for name in MODELS {
+        let model = Model::of(name);
+        let published = scheduler.borrow_mut().publish("node-a", &slices(model));
+        published.unwrap();
+        let config = Config {
+            cases: 300,
+            ..Config::with_source_file(file!())
+        };
+        let events = prop::collection::vec(any_event(), 1..30);
+        let result = TestRunner::new(config).run(&events, |events| {
+            let mut scheduler = scheduler.borrow_mut();
+            scheduler.reset().unwrap();
+            let mut held: Vec<(String, DeviceName)> = Vec::new();
+            for (number, event) in events.iter().enumerate() {
+                match event {
+                    Event::Start(which, kind) => {
+                        let wanted = wanted(model, *which, *kind);
+                        let name = format!("claim-{number}");
+                        let devices: Vec<_> = held.iter().map(|(_, device)| *device).collect();
+                        let got = allocate(&mut scheduler, &name, wanted);
+                        check(model, wanted, &devices, got).map_err(|problem| {
+                            let held: Vec<_> = devices.iter().map(ToString::to_string).collect();
+                            TestCaseError::fail(format!("{wanted:?} beside {held:?}: {problem}"))
+                        })?;
+                        held.extend(got.map(|device| (name, device)));
+                    }
+                    Event::End(_) if held.is_empty() => {}
+                    Event::End(which) => {
+                        let (name, _) = held.swap_remove(which.index(held.len()));
+                        scheduler.release(&[format!("team-a/{name}")]).unwrap();
+                    }
+                }
+            }
+            Ok(())
+        });
+        result.unwrap_or_else(|failure| panic!("{name:?}: {failure}"));
+    }
+}
