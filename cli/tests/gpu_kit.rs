@@ -177,6 +177,7 @@ fn every_part_runs_on_the_simulated_machine() {
         "sizes",
         "local_memory",
         "pools",
+        "faults",
         "ways",
         "closed",
     ] {

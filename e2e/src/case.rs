@@ -246,21 +246,22 @@ impl Case {
     }
 }
 
-/// Removes the namespace, its pods and claims first: the next test needs their GPUs.
+/// Removes the namespace; waits for its pods and claims, because the next test needs their GPUs. In a namespace that is being
+/// deleted a Deployment makes no pods anew.
 async fn remove(client: &Client, name: &str, until: Until) -> anyhow::Result<()> {
+    let namespaces: Api<CoreNamespace> = Api::all(client.clone());
     let pods: Api<Pod> = Api::namespaced(client.clone(), name);
     let claims: Api<ResourceClaim> = Api::namespaced(client.clone(), name);
     let (now, all) = (DeleteParams::default(), ListParams::default());
     let any = watcher::Config::default;
-    pods.delete_collection(&now, &all).await?;
-    wait::for_none(pods, any(), "no more pods", wait::USUAL).await?;
-    claims.delete_collection(&now, &all).await?;
-    wait::for_none(claims, any(), "no more claims", wait::USUAL).await?;
-    let namespaces: Api<CoreNamespace> = Api::all(client.clone());
     match namespaces.delete(name, &now).await {
         Err(kube::Error::Api(status)) if status.code == 404 => return Ok(()),
         other => other.map(drop)?,
     }
+    pods.delete_collection(&now, &all).await?;
+    wait::for_none(pods, any(), "no more pods", wait::USUAL).await?;
+    claims.delete_collection(&now, &all).await?;
+    wait::for_none(claims, any(), "no more claims", wait::USUAL).await?;
     match until {
         Until::Emptied => Ok(()),
         Until::Gone => {

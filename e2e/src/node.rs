@@ -15,6 +15,9 @@ use crate::wait;
 /// The machine file of a node's simulated GPUs.
 pub const MACHINE: &str = "/etc/nvidia-sim/machine.toml";
 
+/// The folder of a node's driver libraries.
+pub const LIBRARIES: &str = "/usr/lib/x86_64-linux-gnu";
+
 /// Our folder below the kubelet's: sockets, journals, files that are mounted into containers.
 pub const PLUGIN_DIR: &str = "/var/lib/kubelet/plugins/gpu.tranche.dev";
 
@@ -78,7 +81,7 @@ impl Node {
     pub async fn claim_files(&self) -> anyhow::Result<Vec<String>> {
         let found = self
             .shell(&format!(
-                "find {PLUGIN_DIR}/claims /run/tranche/shares /var/run/cdi -mindepth 1 \
+                "find {PLUGIN_DIR}/claims /run/tranche/shares /run/tranche/metadata /var/run/cdi -mindepth 1 \
                  ! -name gpu.tranche.dev-driver.json 2>/dev/null || true"
             ))
             .await?;
@@ -93,6 +96,48 @@ impl Node {
             Ok(Some(()))
         })
         .await
+    }
+
+    /// Waits until no GPU has a GPU instance or is in MIG mode, and the plugin has no record of one.
+    pub async fn undivided(&self) -> anyhow::Result<()> {
+        wait::for_answer("GPUs without MIG", wait::USUAL, async || {
+            let modes = self
+                .shell("nvidia-smi --query-gpu=mig.mode.current --format=csv,noheader")
+                .await?;
+            let records = self.shell(&format!("ls {PLUGIN_DIR}/gpus")).await?;
+            let is_off = modes.lines().all(|mode| mode.trim() == "Disabled");
+            ensure!(
+                is_off && records.is_empty(),
+                "MIG modes {modes:?}, records {records:?}"
+            );
+            Ok(Some(()))
+        })
+        .await
+    }
+
+    /// Changes the machine file with `edit`, an expression of sed, and installs the driver that it describes, while no process uses
+    /// the GPUs. Returns the script that brings the machine of before back.
+    pub async fn change_machine(&self, edit: &str) -> anyhow::Result<String> {
+        // As packages and driver containers do, the libraries are replaced and not overwritten.
+        let install = format!(
+            "cp {MACHINE} /tmp/machine.toml
+            rm -f {LIBRARIES}/libcuda.so* {LIBRARIES}/libnvidia-ml.so* /dev/nvidia[0-9]*
+            /opt/simulator/install-root / --machine /tmp/machine.toml
+            ldconfig
+            systemctl restart nvidia-sim-persistenced.service"
+        );
+        let kept = format!("{MACHINE}.kept");
+        self.shell(&format!(
+            "cp {MACHINE} {kept}
+            sed -i '{edit}' {MACHINE}
+            {install}"
+        ))
+        .await?;
+        Ok(format!(
+            "if [ -e {kept} ]; then mv {kept} {MACHINE}
+            {install}
+            fi"
+        ))
     }
 
     /// Moves a file away; the returned script puts it back.

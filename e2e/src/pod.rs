@@ -7,6 +7,8 @@ use k8s_openapi::api::core::v1::{ContainerStatus, Event, Pod};
 use k8s_openapi::api::resource::v1::ResourceClaim;
 use kube::api::{Api, DeleteParams, LogParams, Patch, PatchParams};
 use kube::runtime::watcher;
+use serde_json::Value;
+use tranche_api::names::DRIVER;
 
 use crate::exec::{self, Exit};
 use crate::namespace::Namespace;
@@ -125,6 +127,20 @@ impl PodHandle {
         )
         .await?;
         Ok(self.namespace.claims().get(&name).await?)
+    }
+
+    /// What the driver reports about the only device of ours in its claim's status, once it is there.
+    pub async fn device_data(&self) -> anyhow::Result<Value> {
+        let what = format!("status.devices of the claim of {}", self.name);
+        wait::for_answer(&what, wait::USUAL, async || {
+            let devices = self.claim().await?.status.and_then(|status| status.devices);
+            let ours = devices
+                .into_iter()
+                .flatten()
+                .find(|device| device.driver == DRIVER);
+            Ok(ours.and_then(|device| device.data).map(|data| data.0))
+        })
+        .await
     }
 
     /// Runs a command in it.

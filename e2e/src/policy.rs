@@ -1,42 +1,65 @@
 //! SharingPolicies of tests, beside the chart's own.
 
+use std::collections::BTreeMap;
+
 use anyhow::Context;
+use k8s_openapi::api::resource::v1::ResourceSlice;
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use kube::Client;
 use kube::api::{Api, DeleteParams, Patch, PatchParams};
 use serde_json::{Value, json};
 use tranche_api::SharingPolicy;
 use tranche_api::gpu_node::{Gpu, GpuNode, PublishedGpu};
-use tranche_api::names::capacity;
+use tranche_api::names::{attribute, capacity};
+use tranche_api::tier::Tier;
 
-use crate::system::{NodePlugin, complete};
+use crate::system::{NodePlugin, complete, text};
 use crate::{Case, wait};
 
-/// A policy for all GPUs that comes before the chart's own, with these terms for capped shares.
-fn manifest(name: &str, capped: &Value) -> Value {
-    json!({
+/// Creates a policy for all GPUs that comes before the chart's own, with these fields of its spec.
+async fn create(client: &Client, name: &str, fields: &Value) -> anyhow::Result<Api<SharingPolicy>> {
+    let policies: Api<SharingPolicy> = Api::all(client.clone());
+    let mut manifest = json!({
         "apiVersion": "gpu.tranche.dev/v1alpha1", "kind": "SharingPolicy",
         "metadata": {"name": name},
-        "spec": {
-            "priority": 1000,
-            "tiers": ["exclusive", "capped", "timeshared"],
-            "capped": capped,
-        },
-    })
-}
-
-async fn create(client: &Client, name: &str, capped: &Value) -> anyhow::Result<Api<SharingPolicy>> {
-    let policies: Api<SharingPolicy> = Api::all(client.clone());
+        "spec": {"priority": 1000, "tiers": ["exclusive", "capped", "timeshared"]},
+    });
+    for (field, value) in fields.as_object().into_iter().flatten() {
+        manifest["spec"][field] = value.clone();
+    }
     let apply = PatchParams::apply("e2e").force();
-    let manifest = Patch::Apply(manifest(name, capped));
-    policies.patch(name, &apply, &manifest).await?;
+    policies
+        .patch(name, &apply, &Patch::Apply(manifest))
+        .await?;
     Ok(policies)
 }
 
 /// Applies a policy for all GPUs with these terms for capped shares until the test ends; returns its name.
 pub async fn apply(case: &Case, name: &str, capped: &Value) -> anyhow::Result<String> {
+    with_fields(case, name, &json!({"capped": capped})).await
+}
+
+/// Offers all GPUs in these tiers, until the test ends, and waits until the test's node offers them.
+pub async fn tiers(case: &Case, tiers: &[Tier]) -> anyhow::Result<()> {
+    with_fields(case, "tiers", &json!({"tiers": tiers})).await?;
+    let offers = |slices: &BTreeMap<String, ResourceSlice>, tier: &Tier| {
+        let devices = slices
+            .values()
+            .flat_map(|it| it.spec.devices.iter().flatten());
+        let mut tiers = devices.filter_map(|it| text(it, attribute::ISOLATION));
+        tiers.any(|offered| offered == tier.as_str())
+    };
+    let what = format!("devices of the tiers {tiers:?}");
+    case.plugin()
+        .slices(&what, wait::USUAL, |slices| {
+            tiers.iter().all(|tier| offers(slices, tier)).then_some(())
+        })
+        .await
+}
+
+async fn with_fields(case: &Case, name: &str, fields: &Value) -> anyhow::Result<String> {
     let name = case.unique(name);
-    let policies = create(&case.client, &name, capped).await?;
+    let policies = create(&case.client, &name, fields).await?;
     let created = name.clone();
     case.afterwards("the sharing policy", async move {
         policies.delete(&created, &DeleteParams::default()).await?;
@@ -67,7 +90,7 @@ pub async fn asked(
 pub async fn offer(case: &Case, most: u32, expected: u32) -> anyhow::Result<()> {
     let name = case.unique("offer");
     let capped = json!({"maxSharers": most, "expectedSharers": expected});
-    let policies = create(&case.client, &name, &capped).await?;
+    let policies = create(&case.client, &name, &json!({"capped": capped})).await?;
     let (plugin, default) = (case.plugin(), most_shares(&case.client).await?);
     case.afterwards("the sharing policy", async move {
         policies.delete(&name, &DeleteParams::default()).await?;

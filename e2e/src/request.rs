@@ -40,6 +40,34 @@ impl Request {
         request
     }
 
+    /// A partition of this profile.
+    #[must_use]
+    pub fn profile(profile: &str) -> Self {
+        Self::of(Tier::Partition).that(&format!(
+            "device.attributes['gpu.tranche.dev'].profile == '{profile}'"
+        ))
+    }
+
+    /// A partition with at least this memory.
+    #[must_use]
+    pub fn partition(memory: &str) -> Self {
+        Self::of(Tier::Partition).with_memory(memory)
+    }
+
+    /// With at least this memory.
+    #[must_use]
+    pub fn with_memory(mut self, memory: &str) -> Self {
+        self.0["exactly"]["capacity"] = json!({"requests": {"memory": memory}});
+        self
+    }
+
+    /// A device for which the CEL `expression` is true.
+    #[must_use]
+    pub fn that(mut self, expression: &str) -> Self {
+        self.0["exactly"]["selectors"] = json!([{"cel": {"expression": expression}}]);
+        self
+    }
+
     /// Under this name instead of `gpu`.
     #[must_use]
     pub fn named(mut self, name: &str) -> Self {
@@ -49,10 +77,10 @@ impl Request {
 
     /// On the GPU of this UUID.
     #[must_use]
-    pub fn on(mut self, uuid: &str) -> Self {
-        let expression = format!("device.attributes['gpu.tranche.dev'].uuid == '{uuid}'");
-        self.0["exactly"]["selectors"] = json!([{"cel": {"expression": expression}}]);
-        self
+    pub fn on(self, uuid: &str) -> Self {
+        self.that(&format!(
+            "device.attributes['gpu.tranche.dev'].uuid == '{uuid}'"
+        ))
     }
 
     /// A claim's spec with only this request.

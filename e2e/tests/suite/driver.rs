@@ -12,13 +12,12 @@ use tranche_api::conditions::DRIVER_READY;
 use tranche_api::gpu_node::GpuNode;
 use tranche_api::names::{attribute, taint};
 use tranche_e2e::namespace::{IDLE, Source, manifest};
-use tranche_e2e::node::{MACHINE, Node};
+use tranche_e2e::node::{LIBRARIES, Node};
 use tranche_e2e::{Case, Request, SYSTEM, run, system, wait, workload};
 
 /// The time limit for a deleted GpuNode to return, and for a change of the driver to be detected.
 const SECONDS: Duration = Duration::from_secs(10);
 /// Where the driver's libraries and device nodes are moved while there is no driver.
-const LIBRARIES: &str = "/usr/lib/x86_64-linux-gnu";
 const AWAY: &str = "/usr/lib/x86_64-linux-gnu/away";
 
 /// Whether the driver is ready by the GpuNode's condition, and the reason.
@@ -190,22 +189,8 @@ fn a_driver_that_is_loaded_after_the_plugin_started_is_found() -> anyhow::Result
     })
 }
 
-/// Replaces the node's driver, as package managers and driver containers do: while no process uses the GPUs.
-async fn install_driver(
-    client: &Client,
-    node: &Node,
-    version: &str,
-    cuda: u32,
-) -> anyhow::Result<()> {
-    node.shell(&format!(
-            "sed -i 's/^driver_version = .*/driver_version = \"{version}\"/; s/^cuda_version = .*/cuda_version = {cuda}/' {MACHINE}
-            cp {MACHINE} /tmp/machine.toml
-            rm {LIBRARIES}/libcuda.so* {LIBRARIES}/libnvidia-ml.so*
-            /opt/simulator/install-root / --machine /tmp/machine.toml
-            ldconfig
-            systemctl restart nvidia-sim-persistenced.service"
-    ))
-    .await?;
+/// Waits until the node has this driver.
+async fn until_version(client: &Client, node: &Node, version: &str) -> anyhow::Result<()> {
     let what = format!("the driver {version}");
     let nodes: Api<GpuNode> = Api::all(client.clone());
     wait::for_one(nodes, node.name(), &what, wait::USUAL, |node| {
@@ -235,13 +220,17 @@ fn a_driver_that_returns_in_another_version_serves_the_claims_that_are_held() ->
         let node = plugin.gpu_node().await?;
         let inventory = node.status.and_then(|status| status.inventory);
         let old = inventory.context("no inventory")?.driver_version;
-        let script = format!("grep ^cuda_version {MACHINE} | grep -o '[0-9]*$'");
-        let old_cuda = case.node.shell(&script).await?.trim().parse()?;
+        let version = "550.163.01";
+        let edit = format!(
+            "s/^driver_version = .*/driver_version = \"{version}\"/; s/^cuda_version = .*/cuda_version = 12040/"
+        );
+        let back = case.node.change_machine(&edit).await?;
         let (client, node) = (case.client.clone(), case.node.clone());
         case.afterwards("the driver of before", async move {
-            install_driver(&client, &node, &old, old_cuda).await
+            node.shell(&back).await?;
+            until_version(&client, &node, &old).await
         });
-        install_driver(&case.client, &case.node, "550.163.01", 12_040).await?;
+        until_version(&case.client, &case.node, version).await?;
         plugin
             .slices("slices with the new version", wait::USUAL, |slices| {
                 let slices = system::complete(slices)?;

@@ -2,8 +2,11 @@
 
 use std::path::PathBuf;
 
-use anyhow::ensure;
-use tranche_e2e::{Case, Namespace, PodHandle, run, tool};
+use anyhow::{Context, ensure};
+use k8s_openapi::api::resource::v1::DeviceClass;
+use kube::api::{Api, DeleteParams, ListParams};
+use serde_json::Value;
+use tranche_e2e::{Case, Namespace, PodHandle, Request, run, tool, wait};
 
 const GI: u64 = 1 << 30;
 
@@ -21,6 +24,38 @@ fn pod(namespace: &Namespace, name: &str) -> PodHandle {
     PodHandle::new(namespace.clone(), name.to_owned())
 }
 
+/// What the claims of the namespace got, as their nodes have written it: `data` of all devices.
+async fn given(namespace: &Namespace) -> anyhow::Result<Vec<Value>> {
+    wait::for_answer("status.devices", wait::USUAL, async || {
+        let claims = namespace.claims().list(&ListParams::default()).await?;
+        let mut given = Vec::new();
+        for claim in &claims.items {
+            let devices = claim.status.as_ref().and_then(|it| it.devices.as_ref());
+            let Some(devices) = devices else {
+                return Ok(None);
+            };
+            given.extend(devices.iter().filter_map(|device| device.data.clone()));
+        }
+        Ok((!given.is_empty()).then(|| given.into_iter().map(|data| data.0).collect()))
+    })
+    .await
+}
+
+/// Checks that the only device of the namespace's claims is in this tier.
+async fn is_in_tier(namespace: &Namespace, tier: &str) -> anyhow::Result<()> {
+    let given = given(namespace).await?;
+    ensure!(given.len() == 1 && given[0]["tier"] == tier, "{given:?}");
+    Ok(())
+}
+
+/// The partitions that `nvidia-smi -L` lists in the pod, by their profiles.
+async fn partitions(pod: &PodHandle) -> anyhow::Result<Vec<String>> {
+    let listed = pod.stdout(&["nvidia-smi", "-L"]).await?;
+    let lines = listed.lines().map(str::trim_start);
+    let profiles = lines.filter_map(|line| line.strip_prefix("MIG ")?.split_whitespace().next());
+    Ok(profiles.map(str::to_owned).collect())
+}
+
 #[test]
 fn every_example_has_a_test() -> anyhow::Result<()> {
     let mut found: Vec<_> = std::fs::read_dir(folder())?
@@ -29,7 +64,21 @@ fn every_example_has_a_test() -> anyhow::Result<()> {
         .collect();
     found.sort();
     ensure!(
-        found == ["01-exclusive", "02-capped-share", "03-two-gpus"],
+        found
+            == [
+                "01-exclusive",
+                "02-capped-share",
+                "03-two-gpus",
+                "04-partition",
+                "05-partition-by-size",
+                "06-hard",
+                "07-any",
+                "08-first-available",
+                "09-two-partitions",
+                "10-replicas",
+                "11-timeshared",
+                "12-extended-resources",
+            ],
         "{found:?}"
     );
     Ok(())
@@ -107,6 +156,190 @@ fn example_03_two_gpus() -> anyhow::Result<()> {
             logs.contains("6Gi of 6Gi free") && logs.contains("12Gi of 12Gi free"),
             "{logs}"
         );
+        Ok(())
+    })
+}
+
+#[test]
+fn example_04_partition() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let namespace = case.adopt("example-partition");
+        apply("04-partition").await?;
+        let inference = pod(&namespace, "inference");
+        inference.started().await?;
+        let found = partitions(&inference).await?;
+        ensure!(found == ["1g.10gb"], "{found:?}");
+        is_in_tier(&namespace, "partition").await
+    })
+}
+
+#[test]
+fn example_05_partition_by_size() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let namespace = case.adopt("example-partition-by-size");
+        apply("05-partition-by-size").await?;
+        let training = pod(&namespace, "training");
+        training.started().await?;
+        let found = partitions(&training).await?;
+        ensure!(found == ["1g.20gb"], "{found:?}");
+        is_in_tier(&namespace, "partition").await
+    })
+}
+
+#[test]
+fn example_06_hard() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        // Shares on all GPUs leave nothing that the hardware isolates.
+        let others = case.namespace("shares").await?;
+        let mut shares = Vec::new();
+        for (number, gpu) in case.gpus.iter().enumerate() {
+            let request = Request::capped("1Gi", "1").on(&gpu.uuid);
+            let share = others.idle(&format!("share-{number}"), &request).await?;
+            share.started().await?;
+            shares.push(share);
+        }
+        let namespace = case.adopt("example-hard");
+        apply("06-hard").await?;
+        let untrusted = pod(&namespace, "untrusted");
+        untrusted.has_no_room().await?;
+        shares.pop().context("a GPU")?.delete().await?;
+        untrusted.started().await?;
+        let found = partitions(&untrusted).await?;
+        ensure!(found == ["1g.20gb"], "{found:?}");
+        is_in_tier(&namespace, "partition").await
+    })
+}
+
+#[test]
+fn example_07_any() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let namespace = case.adopt("example-any");
+        apply("07-any").await?;
+        let batch = pod(&namespace, "batch");
+        batch.started().await?;
+        let seen = batch.nvidia_smi().await?;
+        ensure!(seen.len() == 1 && seen[0].1 == 10 * 1024, "{seen:?}");
+        is_in_tier(&namespace, "capped").await
+    })
+}
+
+#[test]
+fn example_08_first_available() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let namespace = case.adopt("example-first-available");
+        apply("08-first-available").await?;
+        let notebook = pod(&namespace, "notebook");
+        notebook.started().await?;
+        ensure!(partitions(&notebook).await? == ["1g.20gb"]);
+        is_in_tier(&namespace, "partition").await?;
+        notebook.delete().await?;
+        // Where all GPUs are shared there is no partition.
+        let others = case.namespace("shares").await?;
+        for (number, gpu) in case.gpus.iter().enumerate() {
+            let request = Request::capped("1Gi", "1").on(&gpu.uuid);
+            let share = others.idle(&format!("share-{number}"), &request).await?;
+            share.started().await?;
+        }
+        apply("08-first-available").await?;
+        notebook.started().await?;
+        let seen = notebook.nvidia_smi().await?;
+        ensure!(seen.len() == 1 && seen[0].1 == 20 * 1024, "{seen:?}");
+        is_in_tier(&namespace, "capped").await
+    })
+}
+
+#[test]
+fn example_09_two_partitions() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let namespace = case.adopt("example-two-partitions");
+        apply("09-two-partitions").await?;
+        let pod = pod(&namespace, "primary-and-standby");
+        pod.started().await?;
+        let found = partitions(&pod).await?;
+        ensure!(found == ["1g.10gb", "1g.10gb"], "{found:?}");
+        let given = given(&namespace).await?;
+        ensure!(
+            given.len() == 2 && given[0]["gpuUUID"] != given[1]["gpuUUID"],
+            "{given:?}"
+        );
+        Ok(())
+    })
+}
+
+#[test]
+fn example_10_replicas() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let namespace = case.adopt("example-replicas");
+        apply("10-replicas").await?;
+        let replicas = wait::for_answer("two replicas", wait::USUAL, async || {
+            let pods = namespace.pods().list(&ListParams::default()).await?;
+            let names = pods.items.into_iter().filter_map(|pod| pod.metadata.name);
+            let names: Vec<_> = names.collect();
+            Ok((names.len() == 2).then_some(names))
+        })
+        .await?;
+        let mut gpus = Vec::new();
+        for name in &replicas {
+            let replica = pod(&namespace, name);
+            replica.started().await?;
+            gpus.extend(replica.nvidia_smi().await?);
+        }
+        ensure!(gpus.len() == 2 && gpus[0].0 != gpus[1].0, "{gpus:?}");
+        // The rest of these GPUs is for others.
+        let other = case.namespace("other").await?;
+        let request = Request::capped("60Gi", "80");
+        other.idle("pod", &request).await?.started().await?;
+        let scale = ["scale", "deployment", "server", "--replicas", "3"];
+        let namespaced = [&["--namespace", "example-replicas"], &scale[..]].concat();
+        tool::run("kubectl", &namespaced, &[]).await?;
+        let third = wait::for_answer("a third replica", wait::USUAL, async || {
+            let pods = namespace.pods().list(&ListParams::default()).await?;
+            let mut names = pods.items.into_iter().filter_map(|pod| pod.metadata.name);
+            Ok(names.find(|name| !replicas.contains(name)))
+        })
+        .await?;
+        // The node has two GPUs.
+        pod(&namespace, &third).has_no_room().await
+    })
+}
+
+#[test]
+fn example_11_timeshared() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let namespace = case.adopt("example-timeshared");
+        apply("11-timeshared").await?;
+        let mut seen = Vec::new();
+        for name in ["first", "second"] {
+            let pod = pod(&namespace, name);
+            pod.started().await?;
+            seen.push(pod.nvidia_smi().await?);
+        }
+        let memory = case.gpus[0].memory.to_count()?;
+        ensure!(seen[0] == seen[1] && seen[0].len() == 1, "{seen:?}");
+        ensure!(seen[0][0].1 << 20 == memory, "{seen:?}");
+        Ok(())
+    })
+}
+
+#[test]
+fn example_12_extended_resources() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let namespace = case.adopt("example-extended-resources");
+        let classes: Api<DeviceClass> = Api::all(case.client.clone());
+        case.afterwards("the example's classes", async move {
+            for class in ["example-extended-gpu", "example-extended-partition"] {
+                classes.delete(class, &DeleteParams::default()).await?;
+            }
+            Ok(())
+        });
+        apply("12-extended-resources").await?;
+        let (whole, partition) = (pod(&namespace, "whole"), pod(&namespace, "partition"));
+        whole.started().await?;
+        partition.started().await?;
+        let memory = case.gpus[0].memory.to_count()?;
+        let seen = whole.nvidia_smi().await?;
+        ensure!(seen.len() == 1 && seen[0].1 << 20 == memory, "{seen:?}");
+        ensure!(partitions(&partition).await? == ["1g.10gb"]);
         Ok(())
     })
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Context, ensure};
 use futures::TryStreamExt;
-use k8s_openapi::api::resource::v1::ResourceSlice;
+use k8s_openapi::api::resource::v1::{Device, ResourceSlice};
 use kube::ResourceExt;
 use kube::api::{Api, DeleteParams, ListParams, PostParams};
 use kube::runtime::WatchStreamExt;
@@ -14,6 +14,7 @@ use serde_json::json;
 use tranche_api::gpu_node::GpuNode;
 use tranche_api::names::{attribute, pool, taint};
 use tranche_api::sharing_policy::SharingPolicy;
+use tranche_api::tier::Tier;
 use tranche_e2e::{Case, Request, run, system, wait};
 
 /// The time limit for a deleted slice to be published again.
@@ -46,6 +47,16 @@ fn every_gpu_is_published_in_every_tier() -> anyhow::Result<()> {
             );
             devices.extend(slice.spec.devices.clone().unwrap_or_default());
         }
+        // An H100 has 25 of them; those of one profile differ by their memory slice.
+        let is_partition = |device: &Device| {
+            system::text(device, attribute::ISOLATION) == Some(Tier::Partition.as_str())
+        };
+        let (partitions, devices): (Vec<_>, Vec<_>) = devices.into_iter().partition(is_partition);
+        ensure!(
+            partitions.len() == 25 * case.gpus.len(),
+            "{} partitions",
+            partitions.len()
+        );
         let names: Vec<_> = devices.iter().map(|device| device.name.clone()).collect();
         let expected: Vec<_> = case
             .gpus

@@ -96,7 +96,10 @@ async fn has(pod: &PodHandle, node: &Node, edits: &[Value]) -> anyhow::Result<()
         .collect();
     for mount in objects("mounts") {
         let path = text(&mount["containerPath"]);
-        let found = mounted.iter().rev().find(|fields| fields[4] == path);
+        // Many images have a link there.
+        let behind_link = path.replacen("/var/run/", "/run/", 1);
+        let is_it = |fields: &&Vec<&str>| fields[4] == path || fields[4] == behind_link;
+        let found = mounted.iter().rev().find(is_it);
         let found = found.with_context(|| format!("{path} is not mounted: {mounts}"))?;
         let options: Vec<_> = found[5].split(',').collect();
         for option in ["ro", "rw", "nosuid", "nodev", "noexec"] {

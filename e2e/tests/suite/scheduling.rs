@@ -89,21 +89,19 @@ fn a_claim_for_hardware_isolation_never_falls_back_to_software() -> anyhow::Resu
     run(async |case: &Case| {
         let namespace = case.namespace("hard").await?;
         let hard = Request::class("hard.gpu.tranche.dev");
-        let whole = namespace.idle("whole", &hard).await?;
-        whole.started().await?;
-        let claim = serde_json::to_string(&whole.claim().await?.status)?;
-        let device = case.device(&case.gpus[0], "exclusive").await?;
-        ensure!(
-            claim.contains(&format!(r#""device":"{device}""#)),
-            "{claim}"
-        );
+        let part = namespace.idle("part", &hard).await?;
+        part.started().await?;
+        let claim = serde_json::to_string(&part.claim().await?.status)?;
+        // The smallest that hardware isolates.
+        ensure!(claim.contains("-mig-1g10gb-"), "{claim}");
         namespace
             .idle("share", &Request::capped("1Gi", "1"))
             .await?
             .started()
             .await?;
-        // The other GPU has room for shares, but not for this claim.
-        namespace.idle("waits", &hard).await?.has_no_room().await?;
+        // One GPU has room for partitions, but not for one of this size; the other one for shares.
+        let large = hard.with_memory("70Gi");
+        namespace.idle("waits", &large).await?.has_no_room().await?;
         Ok(())
     })
 }

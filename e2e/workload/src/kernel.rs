@@ -39,26 +39,53 @@ pub struct Kernel {
     graph: Option<CudaGraph>,
 }
 
+/// A kernel's name and its code in PTX.
+struct Source {
+    name: String,
+    code: String,
+}
+
 /// One thread of one block looks at the GPU's clock until the time is over.
-fn ptx(nanos: u128) -> (CString, CString) {
-    let name = format!("sim_busy_{nanos}ns");
-    let code = format!(
-        ".version 8.0\n.target sm_70\n.address_size 64\n\
-         .visible .entry {name}() {{\n\
-         .reg .u64 %now, %end; .reg .pred %busy;\n\
-         mov.u64 %now, %globaltimer; add.u64 %end, %now, {nanos};\n\
-         again: mov.u64 %now, %globaltimer; setp.lt.u64 %busy, %now, %end; @%busy bra again;\n\
-         ret;\n}}\n"
-    );
-    let text = |s: String| CString::new(s).unwrap_or_default();
-    (text(name), text(code))
+fn busy(nanos: u128) -> Source {
+    Source {
+        name: format!("sim_busy_{nanos}ns"),
+        code: format!(
+            ".reg .u64 %now, %end; .reg .pred %busy;\n\
+             mov.u64 %now, %globaltimer; add.u64 %end, %now, {nanos};\n\
+             again: mov.u64 %now, %globaltimer; setp.lt.u64 %busy, %now, %end; @%busy bra again;\n"
+        ),
+    }
+}
+
+/// One thread of one block writes to address 16, which no allocation has.
+fn illegal() -> Source {
+    Source {
+        name: "sim_illegal_address".to_owned(),
+        code: ".reg .u64 %at; .reg .u32 %one;\n\
+             mov.u64 %at, 16; mov.u32 %one, 1; st.global.u32 [%at], %one;\n"
+            .to_owned(),
+    }
 }
 
 impl Kernel {
     /// A kernel of `time`, on a stream of its own.
     pub fn new(gpu: &Gpu, time: Duration, launch: Launch) -> anyhow::Result<Self> {
+        Self::of(gpu, busy(time.as_nanos()), launch)
+    }
+
+    /// A kernel that accesses memory which is not allocated.
+    pub fn faulty(gpu: &Gpu) -> anyhow::Result<Self> {
+        Self::of(gpu, illegal(), Launch::Plain)
+    }
+
+    fn of(gpu: &Gpu, source: Source, launch: Launch) -> anyhow::Result<Self> {
         let stream = gpu.new_stream()?;
-        let (name, code) = ptx(time.as_nanos());
+        let Source { name, code } = source;
+        let code = format!(
+            ".version 8.0\n.target sm_70\n.address_size 64\n.visible .entry {name}() {{\n{code}ret;\n}}\n"
+        );
+        let text = |s: String| CString::new(s).unwrap_or_default();
+        let (name, code) = (text(name), text(code));
         // SAFETY: a context is current, and the text ends with a zero; the module is never unloaded.
         let function = unsafe {
             result::module::load_data(code.as_ptr().cast())

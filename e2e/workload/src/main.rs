@@ -9,6 +9,7 @@
 
 mod amount;
 mod copy;
+mod fault;
 mod fill;
 mod gpu;
 mod hold;
@@ -45,6 +46,8 @@ enum Command {
     Copy(copy::Copy),
     /// Keeps the GPU busy, and prints how busy it was
     Spin(spin::Spin),
+    /// Runs a kernel that writes to memory which is not allocated
+    Fault(fault::Fault),
 }
 
 fn main() -> ExitCode {
@@ -56,6 +59,7 @@ fn main() -> ExitCode {
         Command::Hold(hold) => hold.run(report),
         Command::Copy(copy) => copy.run(report),
         Command::Spin(spin) => spin.run(report),
+        Command::Fault(fault) => fault.run(report),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,
