@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use crate::description::MIB;
 use crate::identity;
-use crate::layout::{GpuState, ORPHANED, Shared};
+use crate::layout::{GpuState, ORPHANED, ProcessSlot, Shared};
 use crate::mig::capability::GPU_INSTANCES;
 
 /// The daemon's lock value. A slot's is its index + 1.
@@ -106,12 +106,28 @@ impl Shared {
     ) -> Result<(), ChargeError> {
         let state = &self.gpus[gpu];
         let bytes = self.context_bytes(slot, gpu);
+        if state.compute_mode.load(Ordering::Relaxed) == EXCLUSIVE && self.is_taken(slot, gpu) {
+            // By a process that has ended, perhaps.
+            reclaim();
+        }
         let _guard = self.lock_reclaimed(slot, gpu, bytes, reclaim)?;
         let mode = state.compute_mode.load(Ordering::Relaxed);
-        if mode == PROHIBITED || (mode == EXCLUSIVE && self.is_shared(slot, gpu)) {
+        if mode == PROHIBITED || (mode == EXCLUSIVE && self.is_taken(slot, gpu)) {
             return Err(ChargeError::Closed { mode });
         }
         self.add_charge(slot, gpu, bytes)
+    }
+
+    /// Whether another process has memory of the GPU. Clients of MPS are one process here: their server. (Those of a daemon that
+    /// died have lost theirs, so daemons are not told apart.)
+    fn is_taken(&self, slot: usize, gpu: usize) -> bool {
+        let is_client = |slot: &ProcessSlot| slot.mps_daemon.load(Ordering::Acquire) != 0;
+        let own = is_client(&self.slots[slot]);
+        let mut others = self.slots.iter().enumerate();
+        others.any(|(at, other)| {
+            let is_fellow = own && is_client(other);
+            at != slot && !is_fellow && other.used[gpu].load(Ordering::Relaxed) > 0
+        })
     }
 
     /// Charges `bytes` of GPU `gpu` to `slot`, all or nothing. `reclaim` has the daemon free the memory of processes that
@@ -487,6 +503,13 @@ mod tests {
             page.open_context(1, 0, || ()),
             Err(ChargeError::Closed { mode: EXCLUSIVE })
         );
+        page.join_mps(1, 7);
+        assert_eq!(
+            page.open_context(1, 0, || ()),
+            Err(ChargeError::Closed { mode: EXCLUSIVE })
+        );
+        page.join_mps(0, 7);
+        page.open_context(1, 0, || ()).unwrap();
         mode(PROHIBITED);
         assert_eq!(
             page.open_context(0, 0, || ()),

@@ -35,6 +35,14 @@ pub fn shipped_machine(parts: &Path, model: &str) -> anyhow::Result<PathBuf> {
     )
 }
 
+/// The driver's own programs, and the daemon.
+const PROGRAMS: [&str; 4] = [
+    "nvidia-smi",
+    "nvidia-cuda-mps-control",
+    "nvidia-cuda-mps-server",
+    "nvidia-sim-persistenced",
+];
+
 /// Installs the simulator of the folder `parts` below `root`, with the machine file `machine` and, if `gpus` is given,
 /// another number of its GPUs.
 pub fn install(parts: &Path, root: &Path, machine: &Path, gpus: Option<u32>) -> anyhow::Result<()> {
@@ -55,7 +63,7 @@ pub fn install(parts: &Path, root: &Path, machine: &Path, gpus: Option<u32>) -> 
         link(&versioned, &libraries.join(&soname))?;
         link(&soname, &libraries.join(name))?;
     }
-    for program in ["nvidia-smi", "nvidia-sim-persistenced"] {
+    for program in PROGRAMS {
         copy(
             &parts.join(program),
             &root.join("usr/bin").join(program),
@@ -156,7 +164,7 @@ mod tests {
         let at = |name: &str| folder.path().join(name);
         fs::write(at("libcuda.so.1"), library()).unwrap();
         fs::write(at("libnvidia-ml.so.1"), library()).unwrap();
-        for name in ["nvidia-smi", "nvidia-sim-persistenced"] {
+        for name in PROGRAMS {
             fs::write(at(name), name).unwrap();
         }
         for name in ["machines", "systemd"] {
