@@ -8,8 +8,8 @@ export PATH := $(CURDIR)/target/cluster/bin:$(PATH)
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-13s %s\n", $$1, $$2}' Makefile
 
-build: ## the node plugin, the controller, the container hook and `tranche`, in target/release
-	cargo build --release -p tranche-kubelet-plugin -p tranche-controller -p tranche-cli
+build: ## the node plugin, the controller, the MPS supervisor, the container hook and `tranche`, in target/release
+	cargo build --release -p tranche-kubelet-plugin -p tranche-controller -p tranche-mps -p tranche-cli
 	kubelet-plugin/hook/build
 
 shim: ## libcuda.so.1 and libnvidia-ml.so.1 for capped shares, in target/shim

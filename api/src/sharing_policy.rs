@@ -65,6 +65,10 @@ pub struct SharingPolicySpec {
     /// How GPUs are shared in the tier `capped`.
     #[serde(default)]
     pub capped: CappedPolicy,
+    /// How GPUs are shared in the tier `concurrent`. Whatever is not said here is as in `capped`: the sizes of shares, the
+    /// contexts, the driver's libraries, untested drivers and what a bypass costs.
+    #[serde(default)]
+    pub concurrent: ConcurrentPolicy,
     /// Which partitions GPUs are divided into in the tier `partition`.
     #[serde(default)]
     pub partition: PartitionPolicy,
@@ -197,6 +201,16 @@ pub struct PartitionPolicy {
     pub profiles: Vec<String>,
 }
 
+/// Limits of the tier `concurrent`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase", default)]
+pub struct ConcurrentPolicy {
+    /// The most shares of one GPU, 1-48. An MPS server has at most 48 clients (60 from driver 580 on), and each process of a
+    /// share is one: leave room where shares run several.
+    #[schemars(range(min = 1, max = 48))]
+    pub max_sharers: u32,
+}
+
 /// Limits of the tier `timeshared`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", default)]
@@ -312,6 +326,12 @@ impl Default for CappedPolicy {
             on_bypass: OnBypass::Report,
             driver_capabilities: CAPPED_CAPABILITIES.map(str::to_owned).into(),
         }
+    }
+}
+
+impl Default for ConcurrentPolicy {
+    fn default() -> Self {
+        Self { max_sharers: 16 }
     }
 }
 

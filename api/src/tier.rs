@@ -64,8 +64,9 @@ impl Tier {
 
     /// The tiers that this version serves, weakest first. This list is the only one: the schemas, the
     /// chart's classes and the plan of slices are made from it, and what cannot be is tested against it.
-    pub const SERVED: [Self; 4] = [
+    pub const SERVED: [Self; 5] = [
         Self::Timeshared,
+        Self::Concurrent,
         Self::Capped,
         Self::Partition,
         Self::Exclusive,
@@ -84,6 +85,12 @@ impl Tier {
             Self::Timeshared | Self::Concurrent | Self::Capped => true,
             Self::Partition | Self::Exclusive | Self::Passthrough => false,
         }
+    }
+
+    /// Whether the shim keeps a share's memory.
+    #[must_use]
+    pub const fn has_shim(self) -> bool {
+        matches!(self, Self::Concurrent | Self::Capped)
     }
 
     /// The attribute `isolation`.

@@ -73,6 +73,8 @@ pub mod reason {
         OTHER_PROVIDER = "OtherProvider", "node", "": "NVIDIA's device plugin, NVIDIA's DRA driver or HAMi on this node offers the same GPU.";
         NOT_DIVIDED = "NotDivided", "controller", "": "The tier `partition` is not offered, because the driver does not report how MIG divides the GPU.";
         NO_PROFILE = "NoProfile", "controller", "": "The tier `partition` is not offered, because MIG can make none of the profiles that the SharingPolicy's `partition.profiles` names.";
+        NO_MPS = "NoMps", "controller", "": "The tier `concurrent` is not offered, because the GPU is older than Volta: its MPS has no limits per client.";
+        MPS_DAEMON = "MpsDaemon", "node", "": "The tier `concurrent` is not offered while the GPU's MPS daemon does not answer.";
         DUPLICATE = "Duplicate", "controller", "": "The node describes two GPUs under one UUID or PCI address.";
         INVALID_DESCRIPTION = "InvalidDescription", "controller", "": "A fact about the GPU has no place in a ResourceSlice.";
         INVALID_POLICY = "InvalidPolicy", "controller", "": "The SharingPolicy that matches the GPU is invalid.";

@@ -23,7 +23,7 @@ fn the_values_schema_knows_every_field_of_a_tier_as_the_resource_does() {
     let crd = serde_json::to_value(SharingPolicy::crd()).unwrap();
     let spec = &crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"];
 
-    for tier in ["capped", "partition", "timeshared"] {
+    for tier in ["capped", "concurrent", "partition", "timeshared"] {
         let (known, defined) = (fields(values, tier), fields(spec, tier));
         let names = |fields: &serde_json::Map<_, _>| fields.keys().cloned().collect::<Vec<_>>();
         assert_eq!(names(known), names(defined), "{tier}");

@@ -172,6 +172,7 @@ fn same(request: &Request, gpus: &[String], has: &PreparedDevice) -> Result<(), 
         cores,
         mode,
         context_memory,
+        ..
     } = has.cap
     else {
         return Ok(());

@@ -219,6 +219,8 @@ fn specs(
     };
     let paths = NodePaths {
         metadata: None,
+        // No share of the command line is concurrent.
+        mps: "/run/tranche/mps".to_owned(),
         shares: shares.base().to_string_lossy().into_owned(),
         // No container runtime runs the hooks.
         hooks: libraries.to_string_lossy().into_owned(),

@@ -38,6 +38,18 @@ pub mod container_path {
     pub const REAL_DRIVER: &str = "/usr/lib/tranche/driver";
     /// The list of libraries that the loader loads into every process.
     pub const PRELOAD: &str = "/etc/ld.so.preload";
+    /// The sockets of the GPU's MPS daemon: the driver's own default.
+    pub const MPS_PIPES: &str = "/tmp/nvidia-mps";
+    /// The memory that MPS clients share with their server. Driver 535 has this path compiled in.
+    pub const MPS_SHM: &str = "/dev/shm";
+}
+
+/// In the folder of a GPU's MPS daemon.
+pub mod mps_path {
+    /// Its sockets.
+    pub const PIPES: &str = "pipe";
+    /// The memory that its clients share with it.
+    pub const SHM: &str = "shm";
 }
 
 /// The id of a claim's device, `gpu.tranche.dev/claim=<key>`.

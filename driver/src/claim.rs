@@ -73,6 +73,18 @@ pub enum Grant {
         /// Bytes of one CUDA context, for which the share has room beside its memory. 0 for none.
         context_memory: u64,
     },
+    /// A share of a GPU that an MPS daemon serves.
+    #[serde(rename_all = "camelCase")]
+    Concurrent {
+        /// The share's UUID.
+        share_id: String,
+        /// Bytes, at least 1.
+        memory: u64,
+        /// Percent of the GPU's threads, 1-100.
+        cores: u8,
+        /// Bytes of one CUDA context, for which the share has room beside its memory. 0 for none.
+        context_memory: u64,
+    },
     /// A share without limits.
     #[serde(rename_all = "camelCase")]
     Timeshared {
@@ -93,7 +105,9 @@ impl Grant {
     pub fn share_id(&self) -> Option<&str> {
         match self {
             Self::Whole {} => None,
-            Self::Capped { share_id, .. } | Self::Timeshared { share_id } => Some(share_id),
+            Self::Capped { share_id, .. }
+            | Self::Concurrent { share_id, .. }
+            | Self::Timeshared { share_id } => Some(share_id),
             Self::Admin { share_id } => share_id.as_deref(),
         }
     }
@@ -135,7 +149,9 @@ impl AllocatedDevice {
             share_id: self.grant.share_id().map(str::to_owned),
             admin_access: matches!(self.grant, Grant::Admin { .. }),
             sizes: match self.grant {
-                Grant::Capped { memory, cores, .. } => Some((memory, cores)),
+                Grant::Capped { memory, cores, .. } | Grant::Concurrent { memory, cores, .. } => {
+                    Some((memory, cores))
+                }
                 Grant::Whole {} | Grant::Timeshared { .. } | Grant::Admin { .. } => None,
             },
         }
@@ -329,7 +345,7 @@ fn read_grant(result: &DeviceRequestAllocationResult, tier: Tier) -> Result<Gran
             });
         }
     };
-    if tier != Tier::Capped {
+    if tier == Tier::Timeshared {
         return Ok(Grant::Timeshared { share_id });
     }
     let memory = consumed(result, capacity::MEMORY)?;
@@ -354,11 +370,19 @@ fn read_grant(result: &DeviceRequestAllocationResult, tier: Tier) -> Result<Gran
         Err(DeviceProblem::NoCapacity { .. }) => 0,
         other => other?,
     };
-    Ok(Grant::Capped {
-        share_id,
-        memory,
-        cores,
-        context_memory,
+    Ok(match tier {
+        Tier::Concurrent => Grant::Concurrent {
+            share_id,
+            memory,
+            cores,
+            context_memory,
+        },
+        _ => Grant::Capped {
+            share_id,
+            memory,
+            cores,
+            context_memory,
+        },
     })
 }
 

@@ -1,4 +1,4 @@
-//! What belongs to a GPU and not to one claim: its MIG mode and its GPU instances.
+//! What belongs to a GPU and not to one claim: its MIG mode, its GPU instances, its MPS daemon and its compute mode.
 //!
 //! ```text
 //!  claims that are held ─► Wanted ─┐
@@ -16,6 +16,10 @@
 //!
 //! **MIG mode** is switched on for the first partition, and off again after the last, where Tranche switched it on.
 //! Where somebody else makes instances meanwhile, it stays on, and is theirs from then on.
+//!
+//! **The MPS daemon** serves all concurrent shares of the GPU. Before it starts, the compute mode becomes `EXCLUSIVE_PROCESS`, as
+//! NVIDIA's MPS documentation recommends: then no process has a context beside the daemon's server. After the last share the daemon
+//! ends, and the compute mode is what it was before, unless somebody else has changed it meanwhile.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -42,6 +46,44 @@ pub struct Wanted {
     /// Those of them that are made where they are missing: one claim's, so that what keeps another claim's partition from
     /// being made does not fail this one.
     pub make: BTreeSet<Place>,
+    /// Whether claims hold concurrent shares.
+    pub mps: WantedDaemon,
+}
+
+/// Whether an MPS daemon serves the GPU.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum WantedDaemon {
+    /// No claim has a concurrent share.
+    #[default]
+    None,
+    /// Claims have: it stays. What keeps it from being proved to answer does not concern whoever asks.
+    Held,
+    /// One of them needs it now: it answers.
+    Ready,
+}
+
+/// `nvmlComputeMode_t`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ComputeMode {
+    /// Any number of processes have contexts.
+    #[default]
+    Default,
+    /// No process has.
+    Prohibited,
+    /// One process at a time has, or the clients of one MPS daemon.
+    ExclusiveProcess,
+}
+
+/// What is known of the GPU's MPS daemon.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Daemon {
+    /// Nothing.
+    #[default]
+    Unknown,
+    /// It answers.
+    Ready,
+    /// There is none.
+    Ended,
 }
 
 /// What Tranche has changed on a GPU, or is about to change. Durable; of a GPU that is not named there is none.
@@ -54,6 +96,17 @@ pub struct Record {
     /// The GPU instances of Tranche.
     #[serde(default)]
     pub instances: Vec<Owned>,
+    /// The MPS daemon of Tranche, if there is one or is about to be.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mps: Option<OwnedDaemon>,
+}
+
+/// An MPS daemon of Tranche.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct OwnedDaemon {
+    /// The compute mode before it.
+    pub compute_mode_before: ComputeMode,
 }
 
 /// A GPU instance of Tranche.
@@ -74,6 +127,10 @@ pub struct Actual {
     pub mig_mode: MigMode,
     /// Its GPU instances.
     pub instances: Vec<Instance>,
+    /// Its compute mode.
+    pub compute_mode: ComputeMode,
+    /// Its MPS daemon.
+    pub daemon: Daemon,
 }
 
 /// A GPU instance.
@@ -105,6 +162,12 @@ pub enum Next {
     Write(Record),
     /// Change the GPU.
     Change(Change),
+    /// Set the compute mode.
+    SetComputeMode(ComputeMode),
+    /// Have the daemon started, if there is none, and proved to answer.
+    EnsureDaemon,
+    /// Have the daemon ended.
+    EndDaemon,
     /// The GPU is as wanted: the partitions to make, by their places.
     Done(BTreeMap<Place, Partition>),
 }
@@ -187,14 +250,19 @@ pub enum Obstacle {
         "MIG mode changes only with a reset of the GPU: reset it while nothing uses it (`nvidia-smi --gpu-reset`)"
     )]
     NeedsReset,
+    /// An administrator keeps all programs from the GPU.
+    #[error(
+        "its compute mode is PROHIBITED, which keeps every program from it: change it (`nvidia-smi -c DEFAULT`)"
+    )]
+    Prohibited,
 }
 
-/// What brings the GPU nearer to what is wanted.
+/// What brings the GPU nearer to what is wanted. `geometry` is how MIG divides it, if it does.
 pub fn next(
     wanted: &Wanted,
     record: &Record,
     actual: &Actual,
-    geometry: &Geometry,
+    geometry: Option<&Geometry>,
 ) -> Result<Next, Obstacle> {
     if let Some(record) = record.corrected(wanted, actual) {
         return Ok(Next::Write(record));
@@ -202,13 +270,24 @@ pub fn next(
     if let Some(change) = removal(wanted, record, actual) {
         return Ok(Next::Change(change));
     }
+    if wanted.mps == WantedDaemon::None
+        && let Some(daemon) = record.mps
+    {
+        return Ok(without_daemon(daemon, record, actual));
+    }
     for place in &wanted.make {
+        let geometry = geometry.ok_or(Obstacle::NoSuchPartition(*place))?;
         if let Some(next) = towards(*place, record, actual, geometry)? {
             return Ok(next);
         }
     }
     if wanted.held.is_empty() && record.switched_mig_on {
         return restore_mode(record, actual);
+    }
+    if wanted.mps == WantedDaemon::Ready
+        && let Some(next) = with_daemon(record, actual)?
+    {
+        return Ok(next);
     }
     let done = wanted.make.iter().filter_map(|place| {
         let instance = actual.at(*place)?;
@@ -243,6 +322,7 @@ impl Record {
     pub fn add(&mut self, other: Self) {
         self.switched_mig_on |= other.switched_mig_on;
         self.instances.extend(other.instances);
+        self.mps = self.mps.or(other.mps);
     }
 
     /// The instance of Tranche at a place, if it is there.
@@ -386,6 +466,43 @@ fn restore_mode(record: &Record, actual: &Actual) -> Result<Next, Obstacle> {
         switched_mig_on: false,
         ..record.clone()
     }))
+}
+
+/// What brings an MPS daemon nearer; `None` where it answers.
+fn with_daemon(record: &Record, actual: &Actual) -> Result<Option<Next>, Obstacle> {
+    if actual.compute_mode == ComputeMode::Prohibited {
+        return Err(Obstacle::Prohibited);
+    }
+    if record.mps.is_none() {
+        return Ok(Some(Next::Write(Record {
+            mps: Some(OwnedDaemon {
+                compute_mode_before: actual.compute_mode,
+            }),
+            ..record.clone()
+        })));
+    }
+    // Before the daemon starts: from then on its server is the only process with contexts.
+    if actual.compute_mode != ComputeMode::ExclusiveProcess {
+        return Ok(Some(Next::SetComputeMode(ComputeMode::ExclusiveProcess)));
+    }
+    Ok((actual.daemon != Daemon::Ready).then_some(Next::EnsureDaemon))
+}
+
+/// What takes an MPS daemon of Tranche away.
+fn without_daemon(daemon: OwnedDaemon, record: &Record, actual: &Actual) -> Next {
+    if actual.daemon != Daemon::Ended {
+        return Next::EndDaemon;
+    }
+    let before = daemon.compute_mode_before;
+    // Another mode is somebody else's, or that of a reboot.
+    let is_ours = actual.compute_mode == ComputeMode::ExclusiveProcess;
+    if is_ours && before != ComputeMode::ExclusiveProcess {
+        return Next::SetComputeMode(before);
+    }
+    Next::Write(Record {
+        mps: None,
+        ..record.clone()
+    })
 }
 
 #[cfg(test)]

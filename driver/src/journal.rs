@@ -24,10 +24,14 @@ pub const OLDEST_VERSION: u64 = 1;
 /// The first version that had records of GPUs and partitions.
 const FIRST_WITH_GPUS: u64 = 3;
 /// The oldest version whose readers understand `plan`. Version 1 refused every field and device name that it did not
-/// know. Version 2 knew no partitions: it would give the claim's containers the whole GPU.
+/// know. Version 2 knew neither partitions nor MPS: it would give the claim's containers the whole GPU, or a share whose
+/// processes have no limits.
 fn min_reader(plan: &PreparationPlan) -> u64 {
-    let has_partition = plan.devices.iter().any(|it| it.partition.is_some());
-    if has_partition { FIRST_WITH_GPUS } else { 2 }
+    if plan.changed_gpus().is_empty() {
+        2
+    } else {
+        FIRST_WITH_GPUS
+    }
 }
 
 /// One claim's plan. Any part of it may have been carried out: executing it again, or undoing it,

@@ -33,6 +33,9 @@ pub const ALL_CORES: u8 = 100;
 /// The most shares that one GPU may have.
 const MOST_SHARERS: u32 = 128;
 
+/// The most shares that one GPU may have in the tier `concurrent`: an MPS server has at most 48 clients.
+const MOST_CLIENTS: u32 = 48;
+
 /// Bytes of a CUDA context that nobody measured: drivers since 535 take 250 to 550 MiB on data centre GPUs.
 pub const UNMEASURED_CONTEXT: u64 = 512 << 20;
 
@@ -43,6 +46,8 @@ pub struct Terms {
     pub tiers: BTreeSet<Tier>,
     /// How the GPU is shared in the tier `capped`.
     pub capped: CappedTerms,
+    /// The most shares in the tier `concurrent`, 1-48; whatever else it has is as in `capped`.
+    pub concurrent_sharers: u32,
     /// The profiles that are offered in the tier `partition`; all where empty.
     pub profiles: BTreeSet<Profile>,
     /// How the GPU is shared in the tier `timeshared`.
@@ -299,6 +304,7 @@ impl Default for Terms {
                 on_bypass: OnBypass::Report,
                 extra_capabilities: BTreeSet::new(),
             },
+            concurrent_sharers: 1,
             profiles: BTreeSet::new(),
             timeshared: TimesharedTerms {
                 max_sharers: 1,
@@ -327,7 +333,7 @@ impl TryFrom<&SharingPolicySpec> for Terms {
         uuids(&spec.uuids)?;
         each_once("spec.indices", &spec.indices)?;
         let capped = &spec.capped;
-        let max_sharers = sharers("spec.capped.maxSharers", capped.max_sharers)?;
+        let max_sharers = sharers("spec.capped.maxSharers", capped.max_sharers, MOST_SHARERS)?;
         let memory_step = count("spec.capped.memoryStep", capped.memory_step)?;
         if memory_step == 0 {
             return Err(out_of_range(
@@ -367,9 +373,18 @@ impl TryFrom<&SharingPolicySpec> for Terms {
                 on_bypass: capped.on_bypass,
                 extra_capabilities: extra_capabilities(&capped.driver_capabilities)?,
             },
+            concurrent_sharers: sharers(
+                "spec.concurrent.maxSharers",
+                spec.concurrent.max_sharers,
+                MOST_CLIENTS,
+            )?,
             profiles: profiles(&spec.partition.profiles)?,
             timeshared: TimesharedTerms {
-                max_sharers: sharers("spec.timeshared.maxSharers", spec.timeshared.max_sharers)?,
+                max_sharers: sharers(
+                    "spec.timeshared.maxSharers",
+                    spec.timeshared.max_sharers,
+                    MOST_SHARERS,
+                )?,
                 interval: spec.timeshared.interval,
             },
         })
@@ -442,14 +457,14 @@ fn out_of_range(
     }
 }
 
-fn sharers(field: &'static str, sharers: u32) -> Result<u32, PolicyProblem> {
-    if (1..=MOST_SHARERS).contains(&sharers) {
+fn sharers(field: &'static str, sharers: u32, most: u32) -> Result<u32, PolicyProblem> {
+    if (1..=most).contains(&sharers) {
         return Ok(sharers);
     }
     Err(out_of_range(
         field,
         Quantity::from_count(sharers.into()),
-        format!("1 to {MOST_SHARERS}"),
+        format!("1 to {most}"),
     ))
 }
 

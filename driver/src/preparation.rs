@@ -11,7 +11,7 @@
 //! prepared ([`PreparationPlan::located`]), because a boot may change both. So is the MIG device that a partition is
 //! ([`PreparationPlan::on_gpu`]).
 //!
-//! What belongs to a GPU is not a step of a claim's plan: [`held_partitions`] says what all plans together hold of a GPU, and
+//! What belongs to a GPU is not a step of a claim's plan: [`held_of`] says what all plans together hold of a GPU, and
 //! [`gpu_state`](crate::gpu_state) says how it is brought there, before the first step.
 
 mod conflict;
@@ -127,12 +127,15 @@ pub enum Cap {
     Share {
         /// Bytes.
         memory: u64,
-        /// Percent of SM time, 1-100.
+        /// Percent of SM time, 1-100; with MPS, of the GPU's threads.
         cores: u8,
-        /// Whether the time of idle neighbours may be used.
+        /// Whether the time of idle neighbours may be used; not with MPS.
         mode: ComputeMode,
         /// Bytes that one CUDA context takes, 0 where that is not known.
         context_memory: u64,
+        /// Whether its processes are clients of the GPU's MPS daemon, which limits each of them, too.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        mps: bool,
     },
 }
 
@@ -141,6 +144,12 @@ impl Cap {
     #[must_use]
     pub const fn is_share(self) -> bool {
         matches!(self, Self::Share { .. })
+    }
+
+    /// Whether its processes are clients of the GPU's MPS daemon.
+    #[must_use]
+    pub const fn is_mps(self) -> bool {
+        matches!(self, Self::Share { mps: true, .. })
     }
 }
 
@@ -250,11 +259,19 @@ impl PreparationPlan {
         Some(mig.map_or(&device.gpu_uuid, |mig| &mig.uuid))
     }
 
-    /// The GPUs of which the claim holds partitions, each once.
+    /// The GPUs that must be changed for the claim, each once: it holds partitions of them, or their MPS daemon.
     #[must_use]
-    pub fn partitioned_gpus(&self) -> BTreeSet<&str> {
-        let devices = self.devices.iter().filter(|it| it.partition.is_some());
+    pub fn changed_gpus(&self) -> BTreeSet<&str> {
+        let is_changed = |it: &&PreparedDevice| it.partition.is_some() || it.cap.is_mps();
+        let devices = self.devices.iter().filter(is_changed);
         devices.map(|device| &*device.gpu_uuid).collect()
+    }
+
+    /// Whether the claim holds concurrent shares of a GPU.
+    #[must_use]
+    pub fn needs_mps(&self, gpu_uuid: &str) -> bool {
+        let mut devices = self.devices.iter();
+        devices.any(|it| it.gpu_uuid == gpu_uuid && it.cap.is_mps())
     }
 
     /// The plan with what its devices of a GPU are since the GPU was prepared: the GPU's minor number, where it was asked for,
@@ -276,16 +293,29 @@ impl PreparationPlan {
     }
 }
 
-/// The partitions of a GPU that claims with these plans hold.
+/// What claims hold of a GPU that belongs to the GPU and not to one of them.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct HeldOfGpu {
+    /// The partitions.
+    pub partitions: BTreeSet<Place>,
+    /// Whether there are concurrent shares, and so an MPS daemon.
+    pub mps: bool,
+}
+
+/// What claims with these plans hold of a GPU.
 #[must_use]
-pub fn held_partitions<'a>(
+pub fn held_of<'a>(
     gpu_uuid: &str,
     held: impl IntoIterator<Item = &'a PreparationPlan>,
-) -> BTreeSet<Place> {
+) -> HeldOfGpu {
+    let mut all = HeldOfGpu::default();
     let devices = held.into_iter().flat_map(|plan| &plan.devices);
-    let of_gpu = devices.filter(|device| device.gpu_uuid == gpu_uuid);
-    let partitions = of_gpu.filter_map(|device| device.partition.as_ref());
-    partitions.map(|partition| partition.place).collect()
+    for device in devices.filter(|device| device.gpu_uuid == gpu_uuid) {
+        let partition = device.partition.as_ref();
+        all.partitions.extend(partition.map(|it| it.place));
+        all.mps |= device.cap.is_mps();
+    }
+    all
 }
 
 /// Why a claim cannot be prepared on this node.
@@ -498,6 +528,22 @@ fn prepare(
                 cores: *cores,
                 mode: allocated.config.compute.mode,
                 context_memory: *context_memory,
+                mps: false,
+            },
+            cdi::DriverDevice::Capped { pages: PAGES },
+        ),
+        Grant::Concurrent {
+            memory,
+            cores,
+            context_memory,
+            ..
+        } => (
+            Cap::Share {
+                memory: *memory,
+                cores: *cores,
+                mode: ComputeMode::Strict,
+                context_memory: *context_memory,
+                mps: true,
             },
             cdi::DriverDevice::Capped { pages: PAGES },
         ),

@@ -108,6 +108,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         GpuRecords::open(Arc::clone(&fs), layout.gpus())?,
         Arc::clone(&ledger),
         Box::new(installed.clone()),
+        Box::new(tranche_mps::client::Client::new(&layout.mps())),
         driver.clone(),
         proc.clone(),
     ));
@@ -208,6 +209,8 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     let sweeper = ShareSweeper::new(&preparer, layout, Arc::clone(&metrics));
     helpers.spawn(sweeper.run(helpers_stop.clone()));
     helpers.spawn(observer.run(driver_tx, helpers_stop.clone()));
+    let (daemons_tx, daemons) = watch::channel(Vec::new());
+    helpers.spawn(Arc::clone(&gpus).watch_daemons(daemons_tx, helpers_stop.clone()));
     helpers.spawn(gpus.settle(helpers_stop.clone()));
     let refused = orphans.preparer.ledger().watch_refused();
     let places = Places {
@@ -220,6 +223,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         driver: driver.clone(),
         others,
         unowned,
+        daemons,
         registered,
         refused,
     };

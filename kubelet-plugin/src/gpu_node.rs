@@ -74,6 +74,8 @@ pub struct Sources {
     pub others: watch::Receiver<Option<Verdict>>,
     /// GPUs that are withheld because memory of them has no owner.
     pub unowned: watch::Receiver<Vec<WithheldGpu>>,
+    /// GPUs whose MPS daemon does not answer.
+    pub daemons: watch::Receiver<Vec<WithheldGpu>>,
     /// The kubelet.
     pub registered: watch::Receiver<Registered>,
     /// The claims whose journals cannot be read.
@@ -107,6 +109,8 @@ struct Wanted {
     others: Option<Verdict>,
     /// GPUs with memory that has no owner.
     unowned: Vec<WithheldGpu>,
+    /// GPUs whose MPS daemon does not answer.
+    daemons: Vec<WithheldGpu>,
     /// The epoch is to grow.
     bump: bool,
     /// The claims whose journals cannot be read.
@@ -208,6 +212,7 @@ impl GpuNodeWriter {
             mut driver,
             mut others,
             mut unowned,
+            mut daemons,
             mut registered,
             mut refused,
         } = sources;
@@ -218,6 +223,7 @@ impl GpuNodeWriter {
             refused: refused.borrow_and_update().clone(),
             others: others.borrow_and_update().clone(),
             unowned: unowned.borrow_and_update().clone(),
+            daemons: daemons.borrow_and_update().clone(),
             ..Wanted::default()
         };
         let mut epoch = 0;
@@ -251,6 +257,10 @@ impl GpuNodeWriter {
                 }
                 Ok(()) = unowned.changed() => {
                     wanted.unowned.clone_from(&unowned.borrow_and_update());
+                    dirty = true;
+                }
+                Ok(()) = daemons.changed() => {
+                    wanted.daemons.clone_from(&daemons.borrow_and_update());
                     dirty = true;
                 }
                 Ok(()) = registered.changed() => {
@@ -336,7 +346,13 @@ impl GpuNodeWriter {
         let sole = others.condition.since(&old.conditions, now);
         let is_news = !old.conditions.contains(&ready);
         let claims = claims_known(&wanted.refused).since(&old.conditions, self.clock.now());
-        let withheld = [&driver.withheld[..], &others.withheld, &wanted.unowned].concat();
+        let withheld = [
+            &driver.withheld[..],
+            &others.withheld,
+            &wanted.unowned,
+            &wanted.daemons,
+        ]
+        .concat();
         if old.registration.as_ref() == Some(&registration)
             && old.inventory == driver.inventory
             && old.withheld == withheld

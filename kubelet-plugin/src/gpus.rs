@@ -1,7 +1,8 @@
-//! Brings GPUs to the state that the claims that hold them want: their MIG mode and their GPU instances.
+//! Brings GPUs to the state that the claims that hold them want: their MIG mode, their GPU instances, their MPS daemons and
+//! their compute modes.
 //!
 //! ```text
-//!  GPU's lock ─► its record, what claims hold ─► gpu_state::next ─► write the record, or one call of NVML ─┐
+//!  GPU's lock ─► its record, what claims hold ─► gpu_state::next ─► write the record, or one call  ────────┐
 //!                                                      ▲                                                   │
 //!                                                      └─────────── the GPU as NVML sees it now ◄──────────┘
 //! ```
@@ -11,8 +12,9 @@
 //! is left to do. That is a claim's next call, or [`Gpus::settle`] when the driver is ready.
 //!
 //! A GPU has one FIFO lock; claims on different GPUs do not wait for each other. NVML is open only while there is something
-//! to do, which a GPU without partitions never has.
+//! to do, which a GPU without partitions and concurrent shares never has.
 
+mod daemons;
 #[cfg(test)]
 mod tests;
 
@@ -21,11 +23,14 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tokio::sync::watch;
+use tokio::sync::{Notify, watch};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 use tranche_api::gpu_node::{Gpu, Inventory};
-use tranche_driver::gpu_state::{Change, Next, Obstacle, Partition, Place, Wanted, next};
+use tranche_driver::gpu_state::{
+    Actual, Change, ComputeMode, Daemon, Next, Obstacle, Partition, Place, Wanted, WantedDaemon,
+    next,
+};
 use tranche_driver::mig::{Geometry, GeometryError};
 use tranche_driver::preparation::{MigDevice, PreparationPlan};
 use tranche_node::capabilities::{CapabilityError, of_partition};
@@ -35,6 +40,7 @@ use crate::driver_state::DriverState;
 use crate::gpu_records::{GpuRecords, RecordError};
 use crate::ledger::Ledger;
 use crate::locks::Locks;
+use crate::mps::{Daemons, MpsError};
 
 /// Most steps from any state to any other: a few per instance, and a GPU has at most 7 instances before and after.
 const MOST_STEPS: usize = 200;
@@ -99,6 +105,14 @@ pub enum GpuError {
         /// Why.
         error: GeometryError,
     },
+    /// Its MPS daemon.
+    #[error("GPU {gpu}: {error}")]
+    Mps {
+        /// The GPU.
+        gpu: String,
+        /// Why.
+        error: MpsError,
+    },
     /// It does not come to rest.
     #[error(
         "GPU {gpu}: its state keeps changing: does somebody else change its MIG mode or its GPU instances?"
@@ -115,9 +129,19 @@ pub struct Gpus {
     records: GpuRecords,
     ledger: Arc<Ledger>,
     nvml: Box<dyn Driver>,
+    daemons: Box<dyn Daemons>,
     state: watch::Receiver<DriverState>,
     proc: PathBuf,
     locks: Arc<Locks>,
+    /// A release has left something that [`Self::settle`] takes back.
+    left_over: Notify,
+}
+
+/// What one claim needs of a GPU now.
+#[derive(Debug, Default)]
+struct Needs {
+    partitions: BTreeSet<Place>,
+    mps: bool,
 }
 
 /// What a claim gets of a GPU that was brought to the wanted state.
@@ -139,6 +163,7 @@ impl Gpus {
         records: GpuRecords,
         ledger: Arc<Ledger>,
         nvml: Box<dyn Driver>,
+        daemons: Box<dyn Daemons>,
         state: watch::Receiver<DriverState>,
         proc: PathBuf,
     ) -> Self {
@@ -146,9 +171,11 @@ impl Gpus {
             records,
             ledger,
             nvml,
+            daemons,
             state,
             proc,
             locks: Arc::default(),
+            left_over: Notify::new(),
         }
     }
 
@@ -166,7 +193,11 @@ impl Gpus {
         for gpu in &gpus {
             let places = plan.devices.iter().filter(|it| it.gpu_uuid == *gpu);
             let places = places.filter_map(|it| it.partition.as_ref().map(|it| it.place));
-            let made = self.bring(gpu, &places.collect())?;
+            let needs = Needs {
+                partitions: places.collect(),
+                mps: plan.needs_mps(gpu),
+            };
+            let made = self.bring(gpu, needs)?;
             plan = plan.on_gpu(gpu, made.minor, |place| {
                 made.partitions.get(&place).cloned()
             });
@@ -175,18 +206,23 @@ impl Gpus {
     }
 
     /// Takes back what only this plan needed of its GPUs. Where a GPU or its driver is missing there is nothing to take back
-    /// now: its instances are gone, and [`Self::settle`] does the rest when it returns.
+    /// now: its instances are gone, and [`Self::settle`] does the rest when it returns. So it does where the MPS supervisor
+    /// does not answer: until then the GPU is given to no other tier.
     pub fn release(&self, plan: &PreparationPlan) -> Result<(), GpuError> {
-        let gpus = plan.partitioned_gpus();
+        let gpus = plan.changed_gpus();
         if gpus.is_empty() {
             return Ok(());
         }
         self.ledger.begin_release(&plan.allocation.uid);
         for gpu in gpus {
-            match self.bring(gpu, &BTreeSet::new()) {
+            match self.bring(gpu, Needs::default()) {
                 Ok(_) => {}
                 Err(error) if error.is_absence() => {
-                    warn!(gpu, %error, "the partitions of a released claim are removed when the GPU is back");
+                    warn!(gpu, %error, "what a released claim had of a GPU is removed when the GPU is back");
+                }
+                Err(error @ GpuError::Mps { .. }) => {
+                    warn!(gpu, %error, "the MPS daemon of released claims is ended later");
+                    self.left_over.notify_one();
                 }
                 Err(error) => return Err(error),
             }
@@ -194,22 +230,51 @@ impl Gpus {
         Ok(())
     }
 
-    /// Brings a GPU to the state that claims want, and makes the partitions `make` where they are missing.
-    fn bring(&self, gpu_uuid: &str, make: &BTreeSet<Place>) -> Result<Brought, GpuError> {
+    /// Brings a GPU to the state that claims want, and makes what one of them needs where it is missing.
+    fn bring(&self, gpu_uuid: &str, needs: Needs) -> Result<Brought, GpuError> {
         let _lock = self.locks.blocking_lock(gpu_uuid);
         let mut record = self.records.load(gpu_uuid)?;
+        let held = self.ledger.held_of(gpu_uuid);
         let wanted = Wanted {
-            held: self.ledger.partitions(gpu_uuid),
-            make: make.clone(),
+            held: held.partitions,
+            make: needs.partitions,
+            mps: match (needs.mps, held.mps) {
+                (true, _) => WantedDaemon::Ready,
+                (false, true) => WantedDaemon::Held,
+                (false, false) => WantedDaemon::None,
+            },
         };
         if wanted == Wanted::default() && record.is_empty() {
             return Ok(Brought::default());
         }
-        let geometry = self.geometry(gpu_uuid)?;
+        let geometry = match self.geometry(gpu_uuid) {
+            Ok(geometry) => Some(geometry),
+            Err(error) if error.is_absence() || !wanted.held.is_empty() => return Err(error),
+            Err(_) => None,
+        };
+        let of_daemon = |error| GpuError::Mps {
+            gpu: gpu_uuid.to_owned(),
+            error,
+        };
+        if needs.mps && record.mps.is_none() {
+            // Before anything is changed: without a supervisor nobody could take it back for other tiers.
+            self.daemons.list().map_err(of_daemon)?;
+        }
         let opened = self.nvml.open()?;
+        let has_mps = wanted.mps != WantedDaemon::None || record.mps.is_some();
+        let mut daemon = Daemon::Unknown;
         for _ in 0..MOST_STEPS {
-            let actual = opened.nvml.mig_state(gpu_uuid)?;
-            let next = next(&wanted, &record, &actual, &geometry);
+            let actual = Actual {
+                // Not every GPU that can be partitioned has to have compute modes.
+                compute_mode: if has_mps {
+                    opened.nvml.compute_mode(gpu_uuid)?
+                } else {
+                    ComputeMode::default()
+                },
+                daemon,
+                ..opened.nvml.mig_state(gpu_uuid)?
+            };
+            let next = next(&wanted, &record, &actual, geometry.as_ref());
             let next = next.map_err(|obstacle| GpuError::Obstacle {
                 gpu: gpu_uuid.to_owned(),
                 obstacle,
@@ -220,6 +285,18 @@ impl Gpus {
                     record = changed;
                 }
                 Next::Change(change) => change_gpu(&*opened.nvml, gpu_uuid, change)?,
+                Next::SetComputeMode(mode) => {
+                    info!(gpu = gpu_uuid, ?mode, "setting the GPU's compute mode");
+                    opened.nvml.set_compute_mode(gpu_uuid, mode)?;
+                }
+                Next::EnsureDaemon => {
+                    self.daemons.ensure(gpu_uuid).map_err(of_daemon)?;
+                    daemon = Daemon::Ready;
+                }
+                Next::EndDaemon => {
+                    self.daemons.end(gpu_uuid).map_err(of_daemon)?;
+                    daemon = Daemon::Ended;
+                }
                 Next::Done(partitions) => {
                     return self.brought(&opened, gpu_uuid, partitions);
                 }
@@ -305,7 +382,7 @@ impl Gpus {
         };
         let mut at_rest = true;
         for gpu in gpus {
-            if let Err(error) = self.bring(&gpu, &BTreeSet::new()) {
+            if let Err(error) = self.bring(&gpu, Needs::default()) {
                 warn!(gpu, %error, "a GPU is not as its claims want it");
                 at_rest = false;
             }
@@ -334,6 +411,7 @@ impl Gpus {
             tokio::select! {
                 () = stop.cancelled() => return,
                 changed = state.changed() => if changed.is_err() { return },
+                () = self.left_over.notified() => {}
                 () = retry => {}
             }
         }

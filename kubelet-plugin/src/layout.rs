@@ -90,6 +90,12 @@ impl Layout {
         self.shares.with_file_name("metadata")
     }
 
+    /// The files of the MPS supervisor and its daemons: its own default, where the plugin has its default.
+    #[must_use]
+    pub fn mps(&self) -> PathBuf {
+        self.shares.with_file_name("mps")
+    }
+
     /// The lock of the one active instance on this node.
     #[must_use]
     pub fn lock(&self) -> PathBuf {
@@ -139,6 +145,7 @@ impl Layout {
             shares: text(&self.shares),
             hooks: text(&self.hooks),
             metadata: Some(text(&self.metadata())),
+            mps: text(&self.mps()),
             dev_root: text(dev_root),
         }
     }

@@ -5,16 +5,15 @@
 //! and records the result in one step. A plan is carried out, with its disk writes, outside of that
 //! step, so that claims on one GPU do not wait for each other's writes.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use k8s_openapi::api::resource::v1::ResourceClaim;
 use tokio::sync::watch;
 use tranche_api::Tier;
 use tranche_driver::claim::Allocation;
-use tranche_driver::gpu_state::Place;
 use tranche_driver::journal::Record;
-use tranche_driver::preparation::{PAGES, PreparationPlan, held_partitions};
+use tranche_driver::preparation::{HeldOfGpu, PAGES, PreparationPlan, held_of};
 
 use crate::claims::ClaimRef;
 use crate::journal::{Loaded, MayHold, StoreError};
@@ -198,15 +197,15 @@ impl Ledger {
             .collect()
     }
 
-    /// The partitions of a GPU that claims want to have.
+    /// What claims want to have of a GPU: its partitions, and its MPS daemon.
     #[must_use]
-    pub fn partitions(&self, gpu_uuid: &str) -> BTreeSet<Place> {
+    pub fn held_of(&self, gpu_uuid: &str) -> HeldOfGpu {
         let claims = self.claims();
         let wanting = claims.values().filter_map(|entry| match entry {
             Entry::Held(record) | Entry::Reserved(record) => Some(&record.plan),
             Entry::Releasing(_) | Entry::Refused(_) => None,
         });
-        held_partitions(gpu_uuid, wanting)
+        held_of(gpu_uuid, wanting)
     }
 
     /// From here on a claim wants nothing of its GPUs, while what it has is taken back.

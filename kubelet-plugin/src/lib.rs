@@ -6,7 +6,7 @@
 //!     │   tranche_node ──► driver_state ──────┘
 //!     │                           │
 //!     └─ dra ──► preparer ◄───────────┘──► driver::preparation::plan ──► executor ──► pages, CDI
-//!                  │  ▲                                                     ├──► gpus ──► MIG mode and instances
+//!                  │  ▲                                                     ├──► gpus ──► MIG mode and instances, MPS daemons (mps)
 //!                  │  └── ledger ◄────────────────────────────────────── journal
 //!                  ├──► reporter ──► claim.status.devices, events on pods
 //!  kubelet ◄── pod_resources ◄── orphans ──► unprepare
@@ -38,6 +38,7 @@ pub mod layout;
 pub mod ledger;
 pub mod locks;
 pub mod metrics;
+pub mod mps;
 pub mod orphans;
 pub mod pod_resources;
 pub mod preparer;

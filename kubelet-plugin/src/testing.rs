@@ -2,6 +2,7 @@
 
 pub mod api;
 pub mod mig;
+pub mod mps;
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
@@ -19,6 +20,7 @@ use tranche_driver::providers::Verdict;
 
 use self::api::FakeApi;
 use self::mig::MortalDriver;
+use self::mps::{MortalClient, Supervisor};
 use crate::claims::{ClaimRef, Claims};
 use crate::driver_state::{DriverState, Ready, SpecFile};
 use crate::executor::Executor;
@@ -52,6 +54,8 @@ pub struct World {
     pub ready: Arc<Ready>,
     /// The GPUs' MIG state.
     pub mig: MigGpus,
+    /// The MPS supervisor.
+    pub mps: Supervisor,
 }
 
 /// One plugin process.
@@ -191,6 +195,7 @@ impl World {
             layout,
             api: FakeApi::default(),
             mig,
+            mps: Supervisor::default(),
             dir,
         }
     }
@@ -253,6 +258,11 @@ impl World {
             GpuRecords::open(Arc::clone(&fs), self.layout.gpus())?,
             Arc::clone(&ledger),
             Box::new(self.driver_for(Arc::clone(&fs))),
+            Box::new(MortalClient {
+                supervisor: self.mps.clone(),
+                fs: Arc::clone(&fs),
+                folder: self.proc(),
+            }),
             driver_rx.clone(),
             self.proc(),
         ));
@@ -417,6 +427,14 @@ pub fn capped(request: &str, minor: u32, memory: &str, cores: u32) -> Given {
         request: request.into(),
         device: format!("gpu-{minor:08}-capped"),
         share: Some((share, memory.into(), cores)),
+    }
+}
+
+/// A concurrent share.
+pub fn concurrent(request: &str, minor: u32, memory: &str, threads: u32) -> Given {
+    Given {
+        device: format!("gpu-{minor:08}-concurrent"),
+        ..capped(request, minor, memory, threads)
     }
 }
 

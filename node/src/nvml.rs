@@ -11,7 +11,7 @@ use std::path::PathBuf;
 
 use tranche_api::gpu_node::MigMode;
 use tranche_api::mig::{MigInstance, MigProfile};
-use tranche_driver::gpu_state::{Actual, Change};
+use tranche_driver::gpu_state::{Actual, Change, ComputeMode};
 
 use crate::devices::DeviceNodes;
 use crate::root::{DriverRoot, RootError};
@@ -232,6 +232,12 @@ pub trait Nvml: Send + Sync + std::fmt::Debug {
     /// To switch MIG mode can unbind and reset the GPU: its minor number and its index may change (nvml.h). If the mode
     /// cannot change at once, it does not change at a later reset either.
     fn change_mig(&self, gpu_uuid: &str, change: &Change) -> Result<(), ChangeError>;
+
+    /// nvmlDeviceGetComputeMode.
+    fn compute_mode(&self, gpu_uuid: &str) -> Result<ComputeMode, NvmlError>;
+
+    /// nvmlDeviceSetComputeMode.
+    fn set_compute_mode(&self, gpu_uuid: &str, mode: ComputeMode) -> Result<(), NvmlError>;
 }
 
 /// A source of NVML.

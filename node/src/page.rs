@@ -30,27 +30,30 @@ pub fn cap_page(
     gpu_uuid: &str,
     cap: Cap,
 ) -> Result<[u8; cap::LEN], PageError> {
-    let (memory, cores, policy, context_memory) = match cap {
-        Cap::None {} => (None, None, ComputePolicy::Strict, 0),
+    let (memory, cores, policy, context_memory, mps) = match cap {
+        Cap::None {} => (None, None, ComputePolicy::Strict, 0, false),
         Cap::Share {
             memory,
             cores,
             mode,
             context_memory,
+            mps,
         } => {
             let policy = match mode {
                 ComputeMode::Strict => ComputePolicy::Strict,
                 ComputeMode::WorkConserving => ComputePolicy::WorkConserving,
             };
-            (Some(memory), Some(cores), policy, context_memory)
+            (Some(memory), Some(cores), policy, context_memory, mps)
         }
     };
+    // MPS divides the GPU's threads, not its time.
+    let (cores, mps_threads) = if mps { (None, cores) } else { (cores, None) };
     let page = CapPage {
         gpu_uuid,
         memory_limit: memory,
         context_memory,
         cores,
-        mps_threads: None,
+        mps_threads,
         compute_policy: policy,
         claim_uid: uid,
         device_key: key,

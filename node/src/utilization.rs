@@ -228,7 +228,7 @@ mod tests {
     use std::sync::Arc;
     use std::sync::atomic::{AtomicU32, Ordering};
 
-    use tranche_driver::gpu_state::{Actual, Change};
+    use tranche_driver::gpu_state::{Actual, Change, ComputeMode};
 
     use super::*;
     use crate::devices::DeviceNodes;
@@ -307,6 +307,14 @@ mod tests {
         }
 
         fn change_mig(&self, _: &str, _: &Change) -> Result<(), ChangeError> {
+            unreachable!("nobody asks")
+        }
+
+        fn compute_mode(&self, _: &str) -> Result<ComputeMode, NvmlError> {
+            unreachable!("nobody asks")
+        }
+
+        fn set_compute_mode(&self, _: &str, _: ComputeMode) -> Result<(), NvmlError> {
             unreachable!("nobody asks")
         }
     }

@@ -288,6 +288,7 @@ mod tests {
         let record = Record {
             switched_mig_on: switched,
             instances: owned.to_vec(),
+            ..Record::default()
         };
         let ours = BTreeMap::from([(gpu.uuid.clone(), record)]);
         KnownGpus::default()

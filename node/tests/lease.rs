@@ -76,6 +76,7 @@ fn a_lease_on_a_page_is_an_error_at_once_and_passes() {
             cores: 25,
             mode: ComputeMode::Strict,
             context_memory: 0,
+            mps: false,
         };
         std::fs::create_dir(share).unwrap();
         let page = cap_page("uid", "key", GPU, cap).unwrap();

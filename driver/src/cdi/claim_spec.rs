@@ -3,8 +3,8 @@
 use tranche_api::quantity::Quantity;
 
 use super::{
-    CLAIM_CLASS, CdiError, ContainerEdits, Device, Spec, absolute, bind, container_path,
-    device_node, read_only,
+    CLAIM_CLASS, CdiError, ContainerEdits, Device, Mount, Spec, absolute, bind, container_path,
+    device_node, mps_path, read_only,
 };
 use crate::metadata;
 use crate::preparation::{Cap, PreparationPlan, PreparedDevice};
@@ -23,6 +23,8 @@ pub struct NodePaths {
     /// A folder per claim, in it a file per request ([`crate::metadata`]): `/run/tranche/metadata`. Without it containers get
     /// no such file.
     pub metadata: Option<String>,
+    /// The MPS supervisor's folder, in it a folder per GPU: `/run/tranche/mps`.
+    pub mps: String,
     /// The root of the driver's device nodes: `/`, or the driver root if it has its own `dev`.
     pub dev_root: String,
 }
@@ -31,6 +33,7 @@ pub struct NodePaths {
 pub fn claim_spec(plan: &PreparationPlan, paths: &NodePaths) -> Result<Spec, CdiError> {
     absolute("the folder of shares", &paths.shares)?;
     absolute("the root of device nodes", &paths.dev_root)?;
+    absolute("the folder of MPS daemons", &paths.mps)?;
     let devices = plan.devices.iter().enumerate().map(|(index, device)| {
         Ok(Device {
             name: device.key.clone(),
@@ -64,6 +67,9 @@ fn edits(
             &["rw", "nosuid", "nodev", "noexec"],
         ));
     }
+    if device.cap.is_mps() {
+        mounts.extend(mps_mounts(device, paths));
+    }
     let is_of_request = |it: &PreparedDevice| it.request == device.request;
     let is_first = plan.devices.iter().position(is_of_request) == Some(index);
     if let Some(folder) = paths.metadata.as_ref().filter(|_| is_first) {
@@ -91,6 +97,19 @@ fn edits(
     })
 }
 
+/// The sockets of the GPU's MPS daemon, and the memory that its clients share with it.
+fn mps_mounts(device: &PreparedDevice, paths: &NodePaths) -> [Mount; 2] {
+    let mount = |name: &str, at: &str| {
+        let on_host = format!("{}/{}/{name}", paths.mps, device.gpu_uuid);
+        let options = &["rw", "nosuid", "nodev", "noexec"];
+        bind(on_host, at.to_owned(), options)
+    };
+    [
+        mount(mps_path::PIPES, container_path::MPS_PIPES),
+        mount(mps_path::SHM, container_path::MPS_SHM),
+    ]
+}
+
 /// Variables for people and tools; no limit depends on them. Two shares of one GPU in one container
 /// have the same variables, and the last one wins.
 fn environment(index: usize, device: &PreparedDevice) -> Vec<String> {
@@ -116,6 +135,23 @@ fn environment(index: usize, device: &PreparedDevice) -> Vec<String> {
             memory / MIB
         ));
         env.push(format!("CUDA_DEVICE_SM_LIMIT={cores}"));
+    }
+    if let Cap::Share {
+        memory,
+        cores,
+        context_memory,
+        mps: true,
+        ..
+    } = device.cap
+    {
+        // As the shim sets them in each process, from the cap page.
+        let mib = (memory.saturating_add(context_memory) / MIB).max(1);
+        env.push(format!(
+            "CUDA_MPS_PIPE_DIRECTORY={}",
+            container_path::MPS_PIPES
+        ));
+        env.push(format!("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE={cores}"));
+        env.push(format!("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0={mib}M"));
     }
     env
 }

@@ -16,6 +16,7 @@ fn paths() -> NodePaths {
         shares: "/run/tranche/shares".to_owned(),
         hooks: "/var/lib/tranche".to_owned(),
         metadata: Some("/run/tranche/metadata".to_owned()),
+        mps: "/run/tranche/mps".to_owned(),
         dev_root: "/".to_owned(),
     }
 }
@@ -43,6 +44,44 @@ fn mixed() -> PreparationPlan {
         [],
     )
     .unwrap()
+}
+
+#[test]
+fn a_concurrent_share_gets_its_daemon_and_its_limits() {
+    let result = with(
+        capped("20Gi", "25"),
+        &json!({"device": "gpu-00000000-concurrent"}),
+    );
+    let plan = plan(&allocation("a", &[result]), &inventory(vec![gpu(0)]), []).unwrap();
+    let spec = claim_spec(&plan, &paths()).unwrap();
+    let edits = &spec.devices()[0].container_edits;
+    let daemon = format!("/run/tranche/mps/{}", gpu(0).uuid);
+    for (host_path, container_path) in [
+        (format!("{daemon}/pipe"), "/tmp/nvidia-mps"),
+        (format!("{daemon}/shm"), "/dev/shm"),
+    ] {
+        let mut mounts = edits.mounts.iter();
+        let mount = mounts.find(|it| it.container_path == container_path);
+        let mount = mount.expect(container_path);
+        assert_eq!(mount.host_path, host_path);
+        assert_eq!(mount.options[0], "rw");
+    }
+    for variable in [
+        "TRANCHE_GPU_0_TIER=concurrent",
+        "CUDA_MPS_PIPE_DIRECTORY=/tmp/nvidia-mps",
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25",
+        // With room for one context, as the server counts it.
+        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=20992M",
+    ] {
+        assert!(
+            edits.env.iter().any(|it| it == variable),
+            "{variable}: {:?}",
+            edits.env
+        );
+    }
+    let without = claim_spec(&mixed(), &paths()).unwrap();
+    let text = String::from_utf8(without.encode()).unwrap();
+    assert!(!text.contains("mps") && !text.contains("MPS"), "{text}");
 }
 
 fn file(path: &str) -> DriverFile {

@@ -118,10 +118,10 @@ fn bad_results_are_refused_by_claim_request_device_and_field() {
             ),
         ),
         (
-            plain("gpu-00000000-concurrent"),
+            plain("gpu-00000000-passthrough"),
             refused(
-                "gpu-00000000-concurrent",
-                "the tier concurrent is not served by this version",
+                "gpu-00000000-passthrough",
+                "the tier passthrough is not served by this version",
             ),
         ),
         (

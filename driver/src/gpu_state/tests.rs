@@ -12,6 +12,8 @@ struct Machine {
     ids: u32,
     /// The ids of instances that an administrator made.
     foreign: BTreeSet<u32>,
+    /// Whether a daemon runs; the plugin learns it only from what it asks for.
+    has_daemon: bool,
     steps: usize,
 }
 
@@ -28,6 +30,7 @@ fn wanted(text: &str) -> Wanted {
     Wanted {
         held: places.clone(),
         make: places,
+        ..Wanted::default()
     }
 }
 
@@ -39,6 +42,7 @@ impl Machine {
             record: Record::default(),
             ids: 0,
             foreign: BTreeSet::new(),
+            has_daemon: false,
             steps: 0,
         }
     }
@@ -117,19 +121,41 @@ impl Machine {
     /// One step; `None` where it was the last.
     fn step(&mut self, wanted: &Wanted) -> Option<Result<BTreeMap<Place, Partition>, Obstacle>> {
         self.steps += 1;
-        match next(wanted, &self.record, &self.actual, &self.geometry) {
+        match next(wanted, &self.record, &self.actual, Some(&self.geometry)) {
             Ok(Next::Write(record)) => {
                 assert_ne!(record, self.record, "nothing new was written");
                 self.record = record;
             }
             Ok(Next::Change(change)) => self.change(change),
+            Ok(Next::SetComputeMode(mode)) => {
+                assert!(!self.has_daemon, "under a running daemon");
+                assert_ne!(self.actual.compute_mode, mode);
+                self.actual.compute_mode = mode;
+            }
+            Ok(Next::EnsureDaemon) => {
+                assert!(self.record.mps.is_some(), "without a record");
+                assert_eq!(self.actual.compute_mode, ComputeMode::ExclusiveProcess);
+                assert!(!self.actual.mig_mode.current || !self.record.switched_mig_on);
+                self.has_daemon = true;
+                self.actual.daemon = Daemon::Ready;
+            }
+            Ok(Next::EndDaemon) => {
+                self.has_daemon = false;
+                self.actual.daemon = Daemon::Ended;
+            }
             Ok(Next::Done(done)) => return Some(Ok(done)),
             Err(obstacle) => return Some(Err(obstacle)),
         }
         None
     }
 
+    /// What a plugin knows that has just begun to look.
+    fn forget(&mut self) {
+        self.actual.daemon = Daemon::Unknown;
+    }
+
     fn reach(&mut self, wanted: &Wanted) -> Result<BTreeMap<Place, Partition>, Obstacle> {
+        self.forget();
         for _ in 0..200 {
             if let Some(end) = self.step(wanted) {
                 return end;
@@ -141,6 +167,7 @@ impl Machine {
     /// MIG instances do not survive a reboot, nor does the mode from Hopper on.
     fn reboot(&mut self) {
         self.actual = Actual::default();
+        self.has_daemon = false;
         self.foreign.clear();
     }
 }
@@ -160,6 +187,7 @@ fn partitions_come_and_go_and_mig_mode_with_them() {
     assert_eq!(machine.reach(&Wanted::default()), Ok(BTreeMap::new()));
     assert_eq!(machine.actual, Actual::default());
     assert!(machine.record.is_empty());
+    machine.forget();
     let steps = machine.steps;
     machine.reach(&Wanted::default()).unwrap();
     assert_eq!(machine.steps, steps + 1, "nothing is left to do");
@@ -276,11 +304,75 @@ fn an_instance_that_somebody_divided_is_named() {
     assert!(divided.to_string().contains("-dci -gi 1"), "{divided}");
 }
 
+fn concurrent(mps: WantedDaemon) -> Wanted {
+    Wanted {
+        mps,
+        ..Wanted::default()
+    }
+}
+
+#[test]
+fn a_daemon_comes_and_goes_and_the_compute_mode_with_it() {
+    for before in [ComputeMode::Default, ComputeMode::ExclusiveProcess] {
+        let mut machine = Machine::new();
+        machine.actual.compute_mode = before;
+        machine.reach(&concurrent(WantedDaemon::Ready)).unwrap();
+        assert!(machine.has_daemon);
+        assert_eq!(machine.actual.compute_mode, ComputeMode::ExclusiveProcess);
+        // A claim of another daemon's share is released: nothing is asked of the supervisor.
+        machine.reach(&concurrent(WantedDaemon::Held)).unwrap();
+        assert_eq!(machine.actual.daemon, Daemon::Unknown);
+        machine.reach(&Wanted::default()).unwrap();
+        assert!(!machine.has_daemon);
+        assert_eq!(machine.actual.compute_mode, before);
+        assert!(machine.record.is_empty());
+    }
+}
+
+#[test]
+fn a_gpu_without_mig_has_a_daemon_too() {
+    let mut wanted = concurrent(WantedDaemon::Ready);
+    let (record, actual) = (Record::default(), Actual::default());
+    let first = next(&wanted, &record, &actual, None);
+    assert!(matches!(
+        first,
+        Ok(Next::Write(Record { mps: Some(_), .. }))
+    ));
+    wanted.make.insert(place("1g.10gb@6"));
+    let none = next(&wanted, &record, &actual, None);
+    assert_eq!(none, Err(Obstacle::NoSuchPartition(place("1g.10gb@6"))));
+}
+
+#[test]
+fn a_compute_mode_that_somebody_else_set_meanwhile_stays() {
+    let mut machine = Machine::new();
+    machine.reach(&concurrent(WantedDaemon::Ready)).unwrap();
+    machine.actual.compute_mode = ComputeMode::Prohibited;
+    machine.reach(&Wanted::default()).unwrap();
+    assert_eq!(machine.actual.compute_mode, ComputeMode::Prohibited);
+    let refused = machine.reach(&concurrent(WantedDaemon::Ready));
+    assert_eq!(refused, Err(Obstacle::Prohibited));
+    assert!(machine.record.is_empty());
+}
+
+#[test]
+fn a_daemon_ends_before_partitions_are_made_and_starts_after_mig_mode_is_off() {
+    let mut machine = Machine::new();
+    machine.reach(&concurrent(WantedDaemon::Ready)).unwrap();
+    machine.reach(&wanted("1g.10gb@6")).unwrap();
+    assert!(!machine.has_daemon && machine.record.mps.is_none());
+    assert_eq!(machine.actual.compute_mode, ComputeMode::Default);
+    machine.reach(&concurrent(WantedDaemon::Ready)).unwrap();
+    assert!(machine.has_daemon && !machine.actual.mig_mode.current);
+}
+
 /// Something that happens between two steps.
 #[derive(Clone, Debug)]
 enum Event {
     /// Claims come and go: these partitions are held now.
     Want(Vec<prop::sample::Index>),
+    /// Concurrent shares instead; of a claim that is being prepared, or not.
+    Share(bool),
     /// So many steps are made, then the plugin is killed.
     Steps(usize),
     Reboot,
@@ -294,6 +386,7 @@ fn any_event() -> impl Strategy<Value = Event> {
     let index = any::<prop::sample::Index>;
     prop_oneof![
         4 => prop::collection::vec(index(), 0..6).prop_map(Event::Want),
+        3 => any::<bool>().prop_map(Event::Share),
         6 => (0_usize..9).prop_map(Event::Steps),
         1 => Just(Event::Reboot),
         2 => (index(), any::<bool>()).prop_map(|(pick, whole)| Event::Make(pick, whole)),
@@ -322,7 +415,11 @@ proptest! {
                         }
                     }
                 }
+                Event::Share(is_now) => {
+                    now = concurrent(if is_now { WantedDaemon::Ready } else { WantedDaemon::Held });
+                }
                 Event::Steps(steps) => {
+                    machine.forget();
                     for _ in 0..steps {
                         if machine.step(&now).is_some() {
                             break;
@@ -362,7 +459,12 @@ proptest! {
                 prop_assert_eq!(&ours | &used.collect(), now.held.clone());
                 prop_assert!(foreign.iter().all(|it| !ours.contains(&it.place)));
                 let all_foreign = foreign.len();
-                if now.held.is_empty() {
+                prop_assert!(machine.has_daemon || now.mps != WantedDaemon::Ready);
+                if now.mps == WantedDaemon::None {
+                    prop_assert!(!machine.has_daemon && machine.record.mps.is_none());
+                    prop_assert_eq!(machine.actual.compute_mode, ComputeMode::Default);
+                }
+                if now.held.is_empty() && now.mps == WantedDaemon::None {
                     prop_assert!(machine.record.is_empty());
                     prop_assert!(all_foreign > 0 || !machine.actual.mig_mode.current || !machine.foreign.is_empty());
                 }
@@ -373,13 +475,13 @@ proptest! {
     }
 
     #[test]
-    fn a_record_is_read_back(switched in any::<bool>(), picks in prop::collection::vec((0_usize..25, any::<Option<u32>>()), 0..5)) {
+    fn a_record_is_read_back(switched in any::<bool>(), mps in any::<bool>(), picks in prop::collection::vec((0_usize..25, any::<Option<u32>>()), 0..5)) {
         let geometry = Machine::new().geometry;
         let owned = |(at, id): (usize, Option<u32>)| {
             let partition: &crate::mig::Partition = &geometry.partitions[at];
             Owned { place: Place { profile: partition.profile, start: partition.start }, id }
         };
-        let record = Record { switched_mig_on: switched, instances: picks.into_iter().map(owned).collect() };
+        let record = Record { switched_mig_on: switched, instances: picks.into_iter().map(owned).collect(), mps: mps.then_some(OwnedDaemon { compute_mode_before: ComputeMode::Default }) };
         let text = serde_json::to_string(&record).unwrap();
         prop_assert_eq!(serde_json::from_str::<Record>(&text).unwrap(), record);
     }

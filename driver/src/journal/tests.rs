@@ -103,7 +103,7 @@ fn a_partition_is_for_readers_of_version_3() {
 fn the_record_of_a_gpu_is_read_back() {
     let changes = gpu_state::Record {
         switched_mig_on: true,
-        instances: Vec::new(),
+        ..gpu_state::Record::default()
     };
     let record = GpuRecord::new("GPU-1".to_owned(), changes);
     assert_eq!(GpuRecord::decode(&record.encode()).unwrap(), record);

@@ -187,6 +187,7 @@ fn terms_are_exact_numbers() {
                 "memoryStep": "1.5Gi", "defaultMemory": "3Gi", "coresStep": 25, "defaultCores": 100,
                 "untestedDriver": "Allow", "onBypass": "Kill",
             },
+            "concurrent": {"maxSharers": 48},
             "partition": {"profiles": ["3g.40gb", "1g.10gb+me"]},
             "timeshared": {"maxSharers": 128, "interval": "Long"},
         }),
@@ -208,6 +209,7 @@ fn terms_are_exact_numbers() {
                 on_bypass: OnBypass::Kill,
                 extra_capabilities: BTreeSet::new(),
             },
+            concurrent_sharers: 48,
             profiles: ["1g.10gb+me", "3g.40gb"]
                 .map(|name| name.parse().unwrap())
                 .into(),
@@ -225,7 +227,7 @@ fn policies_that_do_not_add_up_are_refused_by_field() {
     for (spec, expected) in [
         (
             json!({"tiers": []}),
-            "spec.tiers is empty: name at least one of timeshared, capped, partition, exclusive",
+            "spec.tiers is empty: name at least one of timeshared, concurrent, capped, partition, exclusive",
         ),
         (
             json!({"tiers": ["capped", "capped"]}),
@@ -233,7 +235,7 @@ fn policies_that_do_not_add_up_are_refused_by_field() {
         ),
         (
             json!({"tiers": ["exclusive", "passthrough"]}),
-            "spec.tiers names passthrough, which this version does not serve: use timeshared, capped, partition, exclusive",
+            "spec.tiers names passthrough, which this version does not serve: use timeshared, concurrent, capped, partition, exclusive",
         ),
         (
             json!({"capped": {"maxSharers": 0}}),
@@ -307,6 +309,10 @@ fn policies_that_do_not_add_up_are_refused_by_field() {
         (
             json!({"partition": {"profiles": ["1g.10gb", "1g.10gb"]}}),
             "spec.partition.profiles names 1g.10gb twice",
+        ),
+        (
+            json!({"concurrent": {"maxSharers": 49}}),
+            "spec.concurrent.maxSharers is 49, must be 1 to 48",
         ),
         (
             json!({"timeshared": {"maxSharers": 0}}),

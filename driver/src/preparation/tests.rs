@@ -27,6 +27,17 @@ fn timeshared(minor: u32) -> Value {
     )
 }
 
+fn concurrent(minor: u32, memory: &str, threads: &str) -> Value {
+    let device = format!("gpu-{minor:08x}-concurrent");
+    with(capped(memory, threads), &json!({"device": device}))
+}
+
+fn with_mig() -> Inventory {
+    let mut inventory = two_gpus();
+    inventory.mig_geometries = vec![crate::mig::tables::h100(&[&gpu(0).uuid])];
+    inventory
+}
+
 fn admin(device: &str) -> Value {
     with(plain(device), &json!({"adminAccess": true}))
 }
@@ -40,6 +51,7 @@ fn a_share_gets_pages_and_then_its_spec() {
         cores: 25,
         mode: ComputeMode::Strict,
         context_memory: 512 << 20,
+        mps: false,
     };
     assert_eq!(
         plan.devices,
@@ -82,6 +94,61 @@ fn a_share_gets_pages_and_then_its_spec() {
             Undo::RemoveCapPage { key },
         ]
     );
+}
+
+#[test]
+fn a_concurrent_share_has_its_caps_by_mps_and_the_shim() {
+    let config = crate::testing::config("FromClaim", &[], &json!({"mode": "workConserving"}));
+    let claim = crate::testing::claim(&[concurrent(0, "20Gi", "25")], &[config]);
+    let allocation = Allocation::from_claim(&claim, "node-a/gpu").unwrap();
+    let plan = plan(&allocation, &two_gpus(), []).unwrap();
+    let device = &plan.devices[0];
+    let cap = Cap::Share {
+        memory: 20 << 30,
+        cores: 25,
+        mode: ComputeMode::Strict,
+        context_memory: 512 << 20,
+        mps: true,
+    };
+    assert_eq!((device.tier, device.cap), (Tier::Concurrent, cap));
+    assert_eq!(
+        device.cdi_ids[1],
+        cdi::DriverDevice::Capped { pages: PAGES }.id()
+    );
+    assert_eq!(plan.steps.len(), 3, "pages, account and spec");
+    assert_eq!(plan.changed_gpus(), BTreeSet::from([&*gpu(0).uuid]));
+    assert!(plan.needs_mps(&gpu(0).uuid) && !plan.needs_mps(&gpu(1).uuid));
+    let other = prepared("b", &[capped("1Gi", "1")], &[]);
+    assert!(held_of(&gpu(0).uuid, [&other, &plan]).mps);
+    assert!(!held_of(&gpu(0).uuid, [&other]).mps);
+}
+
+/// What an allocator that ignores counters might give away.
+#[test]
+fn a_concurrent_share_goes_with_no_other_tier() {
+    let held = prepared("held", &[concurrent(0, "20Gi", "60")], &[]);
+    let held = std::slice::from_ref(&held);
+    for other in [
+        capped("1Gi", "1"),
+        timeshared(0),
+        plain("gpu-00000000"),
+        plain("gpu-00000000-mig-1g10gb-6"),
+    ] {
+        let error = match plan(&allocation("new", &[other]), &with_mig(), held) {
+            Err(error) => error.to_string(),
+            Ok(plan) => panic!("{plan:?}"),
+        };
+        assert!(
+            error.contains("held by claim team-a/held in the tier concurrent"),
+            "{error}"
+        );
+    }
+    prepared("b", &[concurrent(0, "20Gi", "40")], held);
+    prepared("b", &[admin("gpu-00000000-concurrent")], held);
+    let error = refusal(&[concurrent(0, "20Gi", "41")], held);
+    assert!(error.contains("101 of 100 percent"), "{error}");
+    let error = refusal(&[concurrent(0, "70Gi", "1")], held);
+    assert!(error.contains("memory would add up to 90Gi"), "{error}");
 }
 
 #[test]

@@ -99,7 +99,7 @@ pub(super) fn of_gpu(parent: &Parent<'_>, terms: &Terms) -> Result<Offer, OfferE
             gpu: parent.prefix,
             tier: whole,
         };
-        let capacity = match capacities(tier, terms, &memory) {
+        let capacity = match supported(tier, gpu).and_then(|()| capacities(tier, terms, &memory)) {
             Ok(capacity) => capacity,
             Err(error) => {
                 offer.refused.push((tier, error));
@@ -125,9 +125,21 @@ fn is_untested(inventory: &Inventory) -> bool {
     !inventory.unknown_functions.is_empty()
 }
 
-/// Only in the capped tier can functions that the shim does not know bypass the cap.
+/// MPS has limits for each client on GPUs of compute capability 7.0, Volta, and later.
+fn supported(tier: Tier, gpu: &Gpu) -> Result<(), OfferError> {
+    let capability = &gpu.cuda_compute_capability;
+    let major = capability.split('.').next().unwrap_or_default();
+    if tier == Tier::Concurrent && major.parse::<u32>().is_ok_and(|major| major < 7) {
+        return Err(OfferError::NoMps {
+            capability: capability.clone(),
+        });
+    }
+    Ok(())
+}
+
+/// Only where the shim keeps a cap can functions that it does not know bypass it.
 fn taints(inventory: &Inventory, tier: Tier, terms: &Terms) -> Option<Vec<DeviceTaint>> {
-    let escapes = is_untested(inventory) && tier == Tier::Capped;
+    let escapes = is_untested(inventory) && tier.has_shim();
     (escapes && terms.capped.untested_driver == UntestedDriver::Taint)
         .then(|| vec![super::closed(taint::UNTESTED_DRIVER)])
 }
@@ -181,34 +193,8 @@ fn capacities(
     memory: &Memory,
 ) -> Result<BTreeMap<String, DeviceCapacity>, OfferError> {
     let entries = match tier {
-        Tier::Capped => {
-            let usable = memory.usable(&terms.capped)?;
-            let default = default_memory(&terms.capped, usable)?;
-            let mut entries = vec![
-                (
-                    capacity::MEMORY,
-                    ranged(
-                        Quantity::from_bytes(usable),
-                        Quantity::from_bytes(default),
-                        Quantity::from_bytes(terms.capped.memory_step),
-                    ),
-                ),
-                (
-                    capacity::CORES,
-                    ranged(
-                        Quantity::from_count(ALL_CORES),
-                        Quantity::from_count(default_cores(&terms.capped)),
-                        Quantity::from_count(terms.capped.cores_step.into()),
-                    ),
-                ),
-                (capacity::SHARERS, places(terms.capped.max_sharers)),
-                (capacity::ANTI_AFFINITY, anti_affinity()),
-            ];
-            if terms.capped.context_memory > 0 {
-                entries.push((capacity::CONTEXT_MEMORY, contexts(&terms.capped)));
-            }
-            entries
-        }
+        Tier::Capped => sized(&terms.capped, terms.capped.max_sharers, memory)?,
+        Tier::Concurrent => sized(&terms.capped, terms.concurrent_sharers, memory)?,
         // A timeshared device has no sizes, because nothing enforces them: a claim that asks for
         // memory or cores is never placed in a tier that would ignore it.
         Tier::Timeshared => vec![
@@ -219,7 +205,7 @@ fn capacities(
             (capacity::MEMORY, plain(Quantity::from_bytes(memory.total))),
             (capacity::CORES, plain(Quantity::from_count(ALL_CORES))),
         ],
-        Tier::Concurrent | Tier::Partition | Tier::Passthrough => {
+        Tier::Partition | Tier::Passthrough => {
             return Err(OfferError::Unserved { tier });
         }
     };
@@ -227,6 +213,40 @@ fn capacities(
         .into_iter()
         .map(|(name, capacity)| (name.to_owned(), capacity))
         .collect())
+}
+
+/// What shares with sizes have.
+fn sized(
+    terms: &CappedTerms,
+    sharers: u32,
+    memory: &Memory,
+) -> Result<Vec<(&'static str, DeviceCapacity)>, OfferError> {
+    let usable = memory.usable(terms)?;
+    let default = default_memory(terms, sharers, usable)?;
+    let mut entries = vec![
+        (
+            capacity::MEMORY,
+            ranged(
+                Quantity::from_bytes(usable),
+                Quantity::from_bytes(default),
+                Quantity::from_bytes(terms.memory_step),
+            ),
+        ),
+        (
+            capacity::CORES,
+            ranged(
+                Quantity::from_count(ALL_CORES),
+                Quantity::from_count(default_cores(terms, sharers)),
+                Quantity::from_count(terms.cores_step.into()),
+            ),
+        ),
+        (capacity::SHARERS, places(sharers)),
+        (capacity::ANTI_AFFINITY, anti_affinity()),
+    ];
+    if terms.context_memory > 0 {
+        entries.push((capacity::CONTEXT_MEMORY, contexts(terms, sharers)));
+    }
+    Ok(entries)
 }
 
 fn plain(value: Quantity) -> DeviceCapacity {
@@ -279,14 +299,14 @@ fn anti_affinity() -> DeviceCapacity {
 }
 
 /// Every share consumes the size of one context; its allocation contains that size.
-fn contexts(terms: &CappedTerms) -> DeviceCapacity {
+fn contexts(terms: &CappedTerms, sharers: u32) -> DeviceCapacity {
     let one = Quantity::from_bytes(terms.context_memory);
     // `sharers` is the limit. Shares that were allocated before the node measured the size still count
     // with the size of that time, and must not take the place of others.
     let all = terms
         .context_memory
         .max(UNMEASURED_CONTEXT)
-        .saturating_mul(u64::from(terms.max_sharers));
+        .saturating_mul(u64::from(sharers));
     DeviceCapacity {
         value: Quantity::from_bytes(all).into(),
         request_policy: Some(CapacityRequestPolicy {
@@ -298,9 +318,9 @@ fn contexts(terms: &CappedTerms) -> DeviceCapacity {
 }
 
 /// The policy's, or an equal part for every sharer.
-fn default_memory(terms: &CappedTerms, usable: u64) -> Result<u64, OfferError> {
+fn default_memory(terms: &CappedTerms, sharers: u32, usable: u64) -> Result<u64, OfferError> {
     let Some(default) = terms.default_memory else {
-        let part = usable / u64::from(terms.max_sharers);
+        let part = usable / u64::from(sharers);
         return Ok((part - part % terms.memory_step).max(terms.memory_step));
     };
     if default > usable {
@@ -310,11 +330,11 @@ fn default_memory(terms: &CappedTerms, usable: u64) -> Result<u64, OfferError> {
 }
 
 /// The policy's, or an equal part for every sharer, but at least one step.
-fn default_cores(terms: &CappedTerms) -> u64 {
+fn default_cores(terms: &CappedTerms, sharers: u32) -> u64 {
     let step = u64::from(terms.cores_step);
     terms.default_cores.map_or_else(
         || {
-            let part = ALL_CORES / u64::from(terms.max_sharers);
+            let part = ALL_CORES / u64::from(sharers);
             (part - part % step).max(step)
         },
         u64::from,

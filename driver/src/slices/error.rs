@@ -48,7 +48,7 @@ pub(super) enum OfferError {
     },
     /// The policy keeps so much free that nothing is left to share.
     #[error(
-        "of {} in total, {} reserved by the driver and {} for CUDA contexts leave {}, less than two steps of {}: lower contextMemory, expectedSharers or memoryStep in the SharingPolicy, or do not offer the tier capped for this GPU",
+        "of {} in total, {} reserved by the driver and {} for CUDA contexts leave {}, less than two steps of {}: lower contextMemory, expectedSharers or memoryStep in the SharingPolicy, or do not offer the tiers capped and concurrent for this GPU",
         Quantity::from_bytes(*total), Quantity::from_bytes(*reserved),
         Quantity::from_bytes(*contexts), Quantity::from_bytes(*usable), Quantity::from_bytes(*step)
     )]
@@ -74,6 +74,14 @@ pub(super) enum OfferError {
         default: u64,
         /// Bytes.
         usable: u64,
+    },
+    /// MPS has limits for each client from Volta on.
+    #[error(
+        "its compute capability is {capability}, and MPS has limits per client from 7.0 (Volta) on: do not offer the tier concurrent for this GPU"
+    )]
+    NoMps {
+        /// As in the inventory.
+        capability: String,
     },
     /// MIG cannot divide the GPU, or its driver does not say how.
     #[error(
@@ -144,6 +152,7 @@ impl OfferError {
             Self::NothingToShare { .. } | Self::DefaultMemory { .. } => reason::TOO_SMALL,
             Self::NotDivided | Self::Geometry(_) | Self::Instance { .. } => reason::NOT_DIVIDED,
             Self::NoProfile { .. } => reason::NO_PROFILE,
+            Self::NoMps { .. } => reason::NO_MPS,
             Self::ModeOff { .. } => reason::MIG_MODE,
         }
     }
@@ -157,6 +166,7 @@ impl OfferError {
                 | Self::NothingToShare { .. }
                 | Self::DefaultMemory { .. }
                 | Self::NoProfile { .. }
+                | Self::NoMps { .. }
         )
     }
 }

@@ -207,6 +207,58 @@ fn shares_get_what_reserve_and_contexts_leave() {
 }
 
 #[test]
+fn concurrent_shares_are_as_capped_ones_with_fewer_sharers() {
+    let spec = |tier: &str| {
+        json!({
+            "tiers": [tier],
+            "capped": {"maxSharers": 7, "expectedSharers": 3, "contextMemory": "300Mi", "memoryStep": "256Mi"},
+            "concurrent": {"maxSharers": 5},
+        })
+    };
+    let one = |tier: &str| {
+        devices(&planned(
+            &inventory(vec![gpu(0)]),
+            &[policy("p", &spec(tier))],
+        ))[0]
+            .clone()
+    };
+    let (concurrent, capped) = (one("concurrent"), one("capped"));
+    assert_eq!(concurrent.name, "gpu-00000000-concurrent");
+    assert_eq!(concurrent.allow_multiple_allocations, Some(true));
+    assert_eq!(concurrent.consumes_counters, capped.consumes_counters);
+    let mut expected = capacities(&capped);
+    expected["sharers"]["value"] = json!("5");
+    expected["contextMemory"]["value"] = json!("2560Mi");
+    // A fifth of 312 steps, rounded down.
+    expected["memory"]["requestPolicy"]["default"] = json!("15872Mi");
+    expected["cores"]["requestPolicy"]["default"] = json!("20");
+    assert_eq!(capacities(&concurrent), expected);
+}
+
+/// MPS has no limits per client before Volta.
+#[test]
+fn a_gpu_older_than_volta_has_no_concurrent_shares() {
+    let policies = [policy("p", &json!({"tiers": ["concurrent", "exclusive"]}))];
+    for (capability, offered) in [("6.1", false), ("7.0", true), ("12.0", true)] {
+        let mut old = gpu(0);
+        old.cuda_compute_capability = capability.to_owned();
+        let plan = planned(&inventory(vec![old]), &policies);
+        let is_offered = names(&plan)
+            .iter()
+            .any(|name| name.ends_with("-concurrent"));
+        assert_eq!(is_offered, offered, "{capability}");
+        assert_eq!(plan.withheld.len(), usize::from(!offered));
+        for entry in &plan.withheld {
+            assert_eq!(
+                (&*entry.reason, &entry.tiers[..]),
+                ("NoMps", &[Tier::Concurrent][..])
+            );
+            assert!(entry.message.contains(capability), "{}", entry.message);
+        }
+    }
+}
+
+#[test]
 fn cores_are_given_by_steps() {
     let cores = |capped: &Value| {
         let spec = json!({"tiers": ["capped"], "capped": capped});
@@ -444,7 +496,7 @@ fn odd_gpus() -> Vec<OddGpu> {
             policy(
                 &[],
                 reason::INVALID_POLICY,
-                "SharingPolicy odd: spec.tiers names passthrough, which this version does not serve: use timeshared, capped, partition, exclusive",
+                "SharingPolicy odd: spec.tiers names passthrough, which this version does not serve: use timeshared, concurrent, capped, partition, exclusive",
             ),
         ),
         (
@@ -453,7 +505,7 @@ fn odd_gpus() -> Vec<OddGpu> {
             policy(
                 &[Tier::Capped],
                 reason::TOO_SMALL,
-                "of 2Gi in total, 600Mi reserved by the driver and 2Gi for CUDA contexts leave 0, less than two steps of 1Mi: lower contextMemory, expectedSharers or memoryStep in the SharingPolicy, or do not offer the tier capped for this GPU",
+                "of 2Gi in total, 600Mi reserved by the driver and 2Gi for CUDA contexts leave 0, less than two steps of 1Mi: lower contextMemory, expectedSharers or memoryStep in the SharingPolicy, or do not offer the tiers capped and concurrent for this GPU",
             ),
         ),
         (

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use super::*;
 use crate::install::shims;
 use crate::testing::{World, claim, claim_ref, partition};
-use tranche_driver::gpu_state::{Actual, Change, Place};
+use tranche_driver::gpu_state::{Actual, Change, ComputeMode, Place};
 use tranche_node::devices::DeviceNodes;
 use tranche_node::inventory::testing::two_h100;
 use tranche_node::nvml::{BrokenGpu, ChangeError, Description, Nvml, ProcessMemory, ProcessSample};
@@ -86,6 +86,14 @@ impl Nvml for ScriptedNvml {
 
     fn change_mig(&self, _: &str, _: &Change) -> Result<(), ChangeError> {
         Err(absent().into())
+    }
+
+    fn compute_mode(&self, _: &str) -> Result<ComputeMode, NvmlError> {
+        Err(absent())
+    }
+
+    fn set_compute_mode(&self, _: &str, _: ComputeMode) -> Result<(), NvmlError> {
+        Err(absent())
     }
 }
 

@@ -29,6 +29,7 @@ struct Running {
     driver: watch::Sender<DriverState>,
     others: watch::Sender<Option<Verdict>>,
     unowned: watch::Sender<Vec<WithheldGpu>>,
+    daemons: watch::Sender<Vec<WithheldGpu>>,
     registered: watch::Sender<Registered>,
     policy: watch::Receiver<NodePolicy>,
     stop: CancellationToken,
@@ -62,10 +63,12 @@ impl Running {
         );
         let (refused, refused_rx) = watch::channel(Refused::default());
         let (unowned, unowned_rx) = watch::channel(Vec::new());
+        let (daemons, daemons_rx) = watch::channel(Vec::new());
         let sources = Sources {
             driver: driver_rx,
             others: others_rx,
             unowned: unowned_rx,
+            daemons: daemons_rx,
             registered: registered_rx,
             refused: refused_rx,
         };
@@ -76,6 +79,7 @@ impl Running {
             driver,
             others,
             unowned,
+            daemons,
             registered,
             policy,
             stop,
@@ -501,6 +505,11 @@ async fn what_the_node_withholds_is_written_with_its_condition_and_heals() {
     let third = |node: &Value| node["status"]["withheld"][2]["reason"] == "UnownedMemory";
     running.until("unowned memory", third).await;
     running.unowned.send_replace(Vec::new());
+    let daemon = WithheldGpu::whole(&uuids[0], "MpsDaemon", "it is dead".into());
+    running.daemons.send_replace(vec![daemon]);
+    let third = |node: &Value| node["status"]["withheld"][2]["reason"] == "MpsDaemon";
+    running.until("a dead MPS daemon", third).await;
+    running.daemons.send_replace(Vec::new());
 
     running.others.send_replace(Some(no_others()));
     running.driver_comes();

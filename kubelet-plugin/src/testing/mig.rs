@@ -4,7 +4,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use tranche_driver::gpu_state::{Actual, Change};
+use tranche_driver::gpu_state::{Actual, Change, ComputeMode};
 use tranche_node::nvml::{
     ChangeError, Description, Driver, Nvml, NvmlError, Opened, ProcessMemory, ProcessSample, Traces,
 };
@@ -22,6 +22,16 @@ pub struct MortalDriver {
 }
 
 impl MortalDriver {
+    /// An error once the plugin is dead.
+    fn is_alive(&self, gpu_uuid: &str) -> Result<(), NvmlError> {
+        let alive = self.fs.create_dir(&self.proc);
+        alive.map_err(|error| NvmlError::Call {
+            call: "scripted",
+            object: gpu_uuid.into(),
+            reason: error.to_string(),
+        })
+    }
+
     /// The files of all instances of a GPU.
     fn write_capabilities(&self, gpu: &str) {
         let description = self.gpus.describe().unwrap();
@@ -43,7 +53,10 @@ impl MortalDriver {
             }
         }
         let devices = "Character devices:\n235 nvidia-caps\n";
-        std::fs::write(self.proc.join("devices"), devices).unwrap();
+        // Others may be reading it.
+        let new = self.proc.join(format!("devices.{minor}"));
+        std::fs::write(&new, devices).unwrap();
+        std::fs::rename(new, self.proc.join("devices")).unwrap();
     }
 }
 
@@ -90,14 +103,18 @@ impl Nvml for MortalDriver {
     }
 
     fn change_mig(&self, gpu_uuid: &str, change: &Change) -> Result<(), ChangeError> {
-        let alive = self.fs.create_dir(&self.proc);
-        alive.map_err(|error| NvmlError::Call {
-            call: "scripted",
-            object: gpu_uuid.into(),
-            reason: error.to_string(),
-        })?;
+        self.is_alive(gpu_uuid)?;
         self.gpus.change_mig(gpu_uuid, change)?;
         self.write_capabilities(gpu_uuid);
         Ok(())
+    }
+
+    fn compute_mode(&self, gpu_uuid: &str) -> Result<ComputeMode, NvmlError> {
+        self.gpus.compute_mode(gpu_uuid)
+    }
+
+    fn set_compute_mode(&self, gpu_uuid: &str, mode: ComputeMode) -> Result<(), NvmlError> {
+        self.is_alive(gpu_uuid)?;
+        self.gpus.set_compute_mode(gpu_uuid, mode)
     }
 }

@@ -9,7 +9,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use serde_json::json;
-use tranche_driver::gpu_state::{Actual, Change};
+use tranche_driver::gpu_state::{Actual, Change, ComputeMode};
 use tranche_node::devices::DeviceNodes;
 use tranche_node::nvml::{
     ChangeError, Description, Nvml, NvmlError, Opened, ProcessMemory, ProcessSample, Traces,
@@ -74,6 +74,14 @@ impl Nvml for Gpus {
     }
 
     fn change_mig(&self, _: &str, _: &Change) -> Result<(), ChangeError> {
+        unreachable!("nobody asks")
+    }
+
+    fn compute_mode(&self, _: &str) -> Result<ComputeMode, NvmlError> {
+        unreachable!("nobody asks")
+    }
+
+    fn set_compute_mode(&self, _: &str, _: ComputeMode) -> Result<(), NvmlError> {
         unreachable!("nobody asks")
     }
 }

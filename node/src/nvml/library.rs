@@ -4,13 +4,13 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use nvml_wrapper::bitmasks::InitFlags;
-use nvml_wrapper::enum_wrappers::device::Brand;
+use nvml_wrapper::enum_wrappers::device::{Brand, ComputeMode as Mode};
 use nvml_wrapper::enums::device::{DeviceArchitecture, UsedGpuMemory};
 use nvml_wrapper::error::NvmlError as Reason;
 use nvml_wrapper::{cuda_driver_version_major, cuda_driver_version_minor};
 
 use tranche_api::gpu_node::MigMode;
-use tranche_driver::gpu_state::{Actual, Change};
+use tranche_driver::gpu_state::{Actual, Change, ComputeMode};
 
 use super::{
     BrokenGpu, ChangeError, Description, GpuDescription, Nvml, NvmlError, ProcessMemory,
@@ -166,12 +166,34 @@ impl Nvml for Library {
         Ok(Actual {
             mig_mode,
             instances,
+            ..Actual::default()
         })
     }
 
     fn change_mig(&self, gpu_uuid: &str, change: &Change) -> Result<(), ChangeError> {
         let device = self.device(gpu_uuid)?;
         mig::change(&self.nvml, &device, gpu_uuid, change)
+    }
+
+    fn compute_mode(&self, gpu_uuid: &str) -> Result<ComputeMode, NvmlError> {
+        let mode = self.device(gpu_uuid)?.compute_mode();
+        Ok(match call("nvmlDeviceGetComputeMode", gpu_uuid, mode)? {
+            Mode::Default => ComputeMode::Default,
+            Mode::Prohibited => ComputeMode::Prohibited,
+            // Drivers since CUDA 8 take EXCLUSIVE_THREAD for EXCLUSIVE_PROCESS.
+            Mode::ExclusiveThread | Mode::ExclusiveProcess => ComputeMode::ExclusiveProcess,
+        })
+    }
+
+    fn set_compute_mode(&self, gpu_uuid: &str, mode: ComputeMode) -> Result<(), NvmlError> {
+        let mode = match mode {
+            ComputeMode::Default => Mode::Default,
+            ComputeMode::Prohibited => Mode::Prohibited,
+            ComputeMode::ExclusiveProcess => Mode::ExclusiveProcess,
+        };
+        let mut device = self.device(gpu_uuid)?;
+        let set = device.set_compute_mode(mode);
+        call("nvmlDeviceSetComputeMode", gpu_uuid, set)
     }
 }
 

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tranche_api::gpu_node::MigMode;
 use tranche_api::mig::{MigGeometry, MigInstance};
-use tranche_driver::gpu_state::{Actual, Change, ComputeInstance, Instance, Place};
+use tranche_driver::gpu_state::{Actual, Change, ComputeInstance, ComputeMode, Instance, Place};
 use tranche_driver::mig::{Geometry, Slices, tables};
 
 use crate::devices::DeviceNodes;
@@ -74,7 +74,7 @@ impl MigGpus {
                 geometry: Geometry::read(&reported).unwrap(),
                 actual: Actual {
                     mig_mode: gpu.mig_mode,
-                    instances: Vec::new(),
+                    ..Actual::default()
                 },
                 needs_reset: false,
                 is_used: false,
@@ -340,6 +340,21 @@ impl Nvml for MigGpus {
         machine.changes.push((gpu_uuid.to_owned(), *change));
         Ok(())
     }
+
+    fn compute_mode(&self, gpu_uuid: &str) -> Result<ComputeMode, NvmlError> {
+        let machine = self.lock();
+        let gpu = machine.gpus.get(gpu_uuid);
+        gpu.map(|gpu| gpu.actual.compute_mode)
+            .ok_or_else(|| unknown(gpu_uuid))
+    }
+
+    fn set_compute_mode(&self, gpu_uuid: &str, mode: ComputeMode) -> Result<(), NvmlError> {
+        let mut machine = self.lock();
+        let gpu = machine.gpus.get_mut(gpu_uuid);
+        let gpu = gpu.ok_or_else(|| unknown(gpu_uuid))?;
+        gpu.actual.compute_mode = mode;
+        Ok(())
+    }
 }
 
 impl Driver for MigGpus {
@@ -382,13 +397,15 @@ mod tests {
             let wanted = Wanted {
                 held: partitions.clone(),
                 make: partitions,
+                ..Wanted::default()
             };
             let made = loop {
                 let actual = gpus.mig_state(&uuid).unwrap();
-                match next(&wanted, &record, &actual, &geometry).unwrap() {
+                match next(&wanted, &record, &actual, Some(&geometry)).unwrap() {
                     Next::Write(changed) => record = changed,
                     Next::Change(change) => gpus.change_mig(&uuid, &change).unwrap(),
                     Next::Done(made) => break made,
+                    other => panic!("{other:?}"),
                 }
             };
             assert!(made.keys().eq(&wanted.make));

@@ -12,6 +12,10 @@
 {{ .Release.Name }}-controller
 {{- end }}
 
+{{- define "tranche.mps.name" -}}
+{{ .Release.Name }}-mps
+{{- end }}
+
 {{/* The user that the API server sees when the node plugin writes. */}}
 {{- define "tranche.nodePlugin.user" -}}
 system:serviceaccount:{{ .Release.Namespace }}:{{ include "tranche.nodePlugin.name" . }}

@@ -1,0 +1,118 @@
+//! Watches the MPS daemons of GPUs with concurrent shares: while one does not answer, the tier `concurrent` of its GPU is
+//! withheld.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::watch;
+use tokio::time::{MissedTickBehavior, interval};
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+use tranche_api::withheld::reason;
+use tranche_api::{Tier, WithheldGpu};
+use tranche_mps::protocol::{Daemon, Health};
+
+use super::Gpus;
+use crate::mps::MpsError;
+
+/// How often the supervisor is asked, while there are concurrent shares.
+pub(super) const PERIOD: Duration = Duration::from_secs(5);
+
+/// What is wrong, by GPU.
+type Wrong = BTreeMap<String, String>;
+
+impl Gpus {
+    /// Publishes the GPUs whose daemons do not answer, until it is stopped. One that was so only once is being started.
+    pub async fn watch_daemons(
+        self: Arc<Self>,
+        withheld: watch::Sender<Vec<WithheldGpu>>,
+        stop: CancellationToken,
+    ) {
+        let mut rounds = interval(PERIOD);
+        rounds.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut before = Wrong::new();
+        loop {
+            tokio::select! {
+                () = stop.cancelled() => return,
+                _ = rounds.tick() => {}
+            }
+            let gpus = Arc::clone(&self);
+            let Ok(wrong) = tokio::task::spawn_blocking(move || gpus.wrong_daemons()).await else {
+                return;
+            };
+            let lasting = wrong.iter().filter(|(gpu, _)| before.contains_key(*gpu));
+            publish(
+                &withheld,
+                lasting.map(|(gpu, why)| entry(gpu, why)).collect(),
+            );
+            before = wrong;
+        }
+    }
+
+    /// The GPUs with concurrent shares whose daemon does not answer.
+    fn wrong_daemons(&self) -> Wrong {
+        let Ok(records) = self.records.readable() else {
+            return Wrong::new();
+        };
+        let records = records
+            .into_iter()
+            .filter(|(_, record)| record.mps.is_some());
+        let gpus: Vec<String> = records.map(|(gpu, _)| gpu).collect();
+        if gpus.is_empty() {
+            return Wrong::new();
+        }
+        let daemons = self.daemons.list();
+        let wrong = gpus.into_iter().filter_map(|gpu| {
+            let why = why_not(&gpu, &daemons)?;
+            Some((gpu, why))
+        });
+        wrong.collect()
+    }
+}
+
+/// Why the daemon of a GPU does not serve it; `None` where it does.
+fn why_not(gpu: &str, daemons: &Result<Vec<Daemon>, MpsError>) -> Option<String> {
+    let daemons = match daemons {
+        Ok(daemons) => daemons,
+        Err(error) => return Some(error.to_string()),
+    };
+    match daemons.iter().find(|it| it.device.as_str() == gpu) {
+        Some(daemon) => match &daemon.health {
+            Health::Ready => None,
+            Health::NotAnswering(why) => Some(format!("the MPS daemon does not answer: {why}")),
+            Health::Dead(why) => Some(format!("the MPS daemon is dead: {why}")),
+        },
+        None => Some("the MPS supervisor has no daemon for it".to_owned()),
+    }
+}
+
+fn entry(gpu: &str, why: &str) -> WithheldGpu {
+    let message = format!(
+        "{why}; see the log of the DaemonSet `tranche-mps` on this node, and the daemon's own in /run/tranche/mps/{gpu}/log"
+    );
+    WithheldGpu {
+        tiers: vec![Tier::Concurrent],
+        ..WithheldGpu::whole(gpu, reason::MPS_DAEMON, message)
+    }
+}
+
+fn publish(withheld: &watch::Sender<Vec<WithheldGpu>>, now: Vec<WithheldGpu>) {
+    withheld.send_if_modified(|known| {
+        if *known == now {
+            return false;
+        }
+        for it in &now {
+            warn!(
+                gpu = it.gpu,
+                message = it.message,
+                "the tier concurrent of a GPU is withheld"
+            );
+        }
+        if now.is_empty() {
+            info!("the MPS daemons of all GPUs with concurrent shares answer again");
+        }
+        *known = now;
+        true
+    });
+}

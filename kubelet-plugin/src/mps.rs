@@ -1,0 +1,55 @@
+//! The MPS daemons of the node's GPUs, which the supervisor runs (ADR 0032): asked for when a GPU's first concurrent share is
+//! prepared, and after its last one was released.
+
+use std::fmt::Debug;
+
+use tranche_mps::client::{Client, ClientError};
+use tranche_mps::layout::{DeviceId, NotADevice};
+use tranche_mps::limits::Limits;
+use tranche_mps::protocol::Daemon;
+
+/// The limits of a process that runs without the shim. A server keeps those of its start, so they cannot follow the shares
+/// that come and go; each share's own are in its cap page.
+const DEFAULTS: Limits = Limits {
+    thread_percentage: 100,
+    memory_mib: None,
+};
+
+/// Why a daemon is not as wanted.
+#[derive(Debug, thiserror::Error)]
+pub enum MpsError {
+    /// No UUID of a GPU.
+    #[error(transparent)]
+    Device(#[from] NotADevice),
+    /// The supervisor does not answer, or says why.
+    #[error(transparent)]
+    Supervisor(#[from] ClientError),
+}
+
+/// Who runs the daemons. Each call can be repeated, and waits: not for threads that run async tasks.
+pub trait Daemons: Send + Sync + Debug {
+    /// A daemon serves the GPU, and has answered.
+    fn ensure(&self, gpu_uuid: &str) -> Result<(), MpsError>;
+
+    /// No daemon of Tranche serves the GPU.
+    fn end(&self, gpu_uuid: &str) -> Result<(), MpsError>;
+
+    /// The daemons, as they are.
+    fn list(&self) -> Result<Vec<Daemon>, MpsError>;
+}
+
+impl Daemons for Client {
+    fn ensure(&self, gpu_uuid: &str) -> Result<(), MpsError> {
+        let device = DeviceId::try_from(gpu_uuid.to_owned())?;
+        Ok(Self::ensure(self, device, DEFAULTS).map(drop)?)
+    }
+
+    fn end(&self, gpu_uuid: &str) -> Result<(), MpsError> {
+        let device = DeviceId::try_from(gpu_uuid.to_owned())?;
+        Ok(Self::end(self, device)?)
+    }
+
+    fn list(&self) -> Result<Vec<Daemon>, MpsError> {
+        Ok(Self::list(self)?)
+    }
+}
