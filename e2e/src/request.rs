@@ -35,7 +35,17 @@ impl Request {
     /// A share with this memory and compute.
     #[must_use]
     pub fn capped(memory: &str, cores: &str) -> Self {
-        let mut request = Self::of(Tier::Capped);
+        Self::sized(Tier::Capped, memory, cores)
+    }
+
+    /// A share of a GPU that an MPS daemon serves, with this memory and this percentage of the threads.
+    #[must_use]
+    pub fn concurrent(memory: &str, threads: &str) -> Self {
+        Self::sized(Tier::Concurrent, memory, threads)
+    }
+
+    fn sized(tier: Tier, memory: &str, cores: &str) -> Self {
+        let mut request = Self::of(tier);
         request.0["exactly"]["capacity"] = json!({"requests": {"memory": memory, "cores": cores}});
         request
     }

@@ -29,6 +29,8 @@ pub struct Seen {
     pub total: u64,
     /// Bytes.
     pub free: u64,
+    /// Those that the process can use.
+    pub multiprocessors: u32,
 }
 
 /// The result of `fill`.

@@ -48,7 +48,10 @@ async fn eight_gpus(case: &Case) -> anyhow::Result<()> {
 fn requests() -> Vec<(Tier, Request)> {
     let of = |tier: Tier| -> Vec<Request> {
         match tier {
-            Tier::Timeshared | Tier::Concurrent => vec![Request::of(tier); 2],
+            Tier::Timeshared => vec![Request::of(tier); 2],
+            Tier::Concurrent => ["40", "60"]
+                .map(|threads| Request::concurrent("15Gi", threads))
+                .to_vec(),
             Tier::Capped => ["20", "30", "40", "60"]
                 .map(|cores| Request::capped("15Gi", cores))
                 .to_vec(),

@@ -78,6 +78,7 @@ fn every_example_has_a_test() -> anyhow::Result<()> {
                 "10-replicas",
                 "11-timeshared",
                 "12-extended-resources",
+                "13-concurrent",
             ],
         "{found:?}"
     );
@@ -340,6 +341,29 @@ fn example_12_extended_resources() -> anyhow::Result<()> {
         let seen = whole.nvidia_smi().await?;
         ensure!(seen.len() == 1 && seen[0].1 << 20 == memory, "{seen:?}");
         ensure!(partitions(&partition).await? == ["1g.10gb"]);
+        Ok(())
+    })
+}
+
+#[test]
+fn example_13_concurrent() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let mut seen = Vec::new();
+        let namespaces = ["example-concurrent-a", "example-concurrent-b"].map(|it| case.adopt(it));
+        apply("13-concurrent").await?;
+        for namespace in &namespaces {
+            let server = pod(namespace, "server");
+            server.started().await?;
+            is_in_tier(namespace, "concurrent").await?;
+            seen.push(server.seen().await?.remove(0));
+        }
+        ensure!(seen[0].uuid == seen[1].uuid, "{seen:?}");
+        for (seen, (gibs, multiprocessors)) in seen.iter().zip([(10, 40), (20, 80)]) {
+            ensure!(
+                seen.total == gibs * GI && seen.multiprocessors == multiprocessors,
+                "{seen:?}"
+            );
+        }
         Ok(())
     })
 }

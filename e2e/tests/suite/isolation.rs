@@ -110,6 +110,9 @@ impl Pair {
                 ))
             }),
             Tier::Capped => ["30", "60"].map(|cores| Request::capped("8Gi", cores).on(on(0))),
+            Tier::Concurrent => {
+                ["30", "60"].map(|threads| Request::concurrent("8Gi", threads).on(on(0)))
+            }
             _ => [0, 0].map(|gpu| Request::of(tier).on(on(gpu))),
         };
         let victim = namespace.idle("victim", &first).await?;
@@ -132,8 +135,24 @@ impl Pair {
         Ok(beside >= alone / 100 * (100 - PERCENT))
     }
 
+    /// Clients of MPS have different multiprocessors; simulated ones still take turns, so only silicon shows the time that each
+    /// gets.
+    async fn multiprocessors(&self) -> anyhow::Result<bool> {
+        let all = 132;
+        let spins = "sh -c 'echo; exec tranche-workload --json spin --time 60s'";
+        let busy = Background::start(&self.neighbour, spins).await?;
+        let victim = self.victim.seen().await?[0].multiprocessors;
+        let neighbour = self.neighbour.seen().await?[0].multiprocessors;
+        busy.end().await?;
+        println!("compute: {victim} and {neighbour} of {all} multiprocessors");
+        Ok(victim >= all * 30 / 100 && victim + neighbour <= all)
+    }
+
     /// The neighbour keeps the GPU busy.
-    async fn compute(&self) -> anyhow::Result<bool> {
+    async fn compute(&self, tier: Tier) -> anyhow::Result<bool> {
+        if tier == Tier::Concurrent {
+            return self.multiprocessors().await;
+        }
         let alone = spin(&self.victim).await?;
         let spins = "sh -c 'echo; exec tranche-workload --json spin --time 60s'";
         let busy = Background::start(&self.neighbour, spins).await?;
@@ -186,7 +205,7 @@ async fn shown(case: &Case, tier: Tier) -> anyhow::Result<()> {
     let pair = Pair::of(case, tier).await?;
     let kept = Kept {
         memory: pair.memory().await?,
-        compute: pair.compute().await?,
+        compute: pair.compute(tier).await?,
         fault: pair.fault().await?,
     };
     let is_kept = |isolation: Isolation| isolation != Isolation::None;
@@ -197,8 +216,12 @@ async fn shown(case: &Case, tier: Tier) -> anyhow::Result<()> {
     };
     ensure!(kept == promised, "{tier}: {kept:?}, promised {promised:?}");
     let word = |kept| if kept { "kept" } else { "lost" };
+    let by = match tier {
+        Tier::Concurrent => " (multiprocessors; time on silicon)",
+        _ => "",
+    };
     let row = format!(
-        "| {tier} | {} | {} | {} |",
+        "| {tier} | {} | {}{by} | {} |",
         word(kept.memory),
         word(kept.compute),
         word(kept.fault)
@@ -221,6 +244,12 @@ fn a_partition_keeps_its_memory_time_and_processes() -> anyhow::Result<()> {
 #[test]
 fn a_capped_share_keeps_its_memory_time_and_processes() -> anyhow::Result<()> {
     run(async |case: &Case| shown(case, Tier::Capped).await)
+}
+
+#[test]
+fn a_concurrent_share_keeps_its_memory_and_multiprocessors_and_shares_faults() -> anyhow::Result<()>
+{
+    run(async |case: &Case| shown(case, Tier::Concurrent).await)
 }
 
 #[test]

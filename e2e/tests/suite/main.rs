@@ -5,6 +5,7 @@ mod cap;
 mod capabilities;
 mod clients;
 mod compute;
+mod concurrent;
 mod controller;
 mod driver;
 mod eight_gpus;

@@ -116,6 +116,17 @@ impl Gpu {
         Ok(total as u64)
     }
 
+    /// The multiprocessors that this process can use.
+    pub fn multiprocessors(&self) -> anyhow::Result<u32> {
+        let attribute = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
+        let count = self
+            .context
+            .attribute(attribute)
+            .map_err(named)
+            .context("cuDeviceGetAttribute")?;
+        u32::try_from(count).context("CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT")
+    }
+
     /// `cuMemGetInfo`: free and total, bytes.
     pub fn memory(&self) -> anyhow::Result<(u64, u64)> {
         let (free, total) = self

@@ -18,6 +18,8 @@ struct Seen {
     total: u64,
     /// `cuMemGetInfo`, bytes.
     free: u64,
+    /// `CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT`.
+    multiprocessors: u32,
 }
 
 impl fmt::Display for Seen {
@@ -44,6 +46,7 @@ pub fn run(report: Report) -> anyhow::Result<()> {
             name: gpu.name()?,
             total: gpu.total()?,
             free,
+            multiprocessors: gpu.multiprocessors()?,
         };
         anyhow::ensure!(
             total == seen.total,
