@@ -61,14 +61,14 @@ fn every_gpu_is_published_in_every_tier() -> anyhow::Result<()> {
         let expected: Vec<_> = case
             .gpus
             .iter()
-            .flat_map(|gpu| ["-capped", "-timeshared", ""].map(|tier| (gpu, tier)))
+            .flat_map(|gpu| ["-capped", "-concurrent", "-timeshared", ""].map(|tier| (gpu, tier)))
             // `GPU-` and the first eight digits.
             .map(|(gpu, tier)| format!("gpu-{}{tier}", &gpu.uuid[4..12]))
             .collect();
         ensure!(names == expected, "{names:?}, not {expected:?}");
         for (device, gpu) in devices
             .iter()
-            .zip(case.gpus.iter().flat_map(|gpu| [gpu; 3]))
+            .zip(case.gpus.iter().flat_map(|gpu| [gpu; 4]))
         {
             ensure!(
                 system::text(device, "uuid") == Some(&gpu.uuid),

@@ -186,6 +186,7 @@ fn any_sizes(class: Class) -> BoxedStrategy<(Option<u64>, Option<u64>)> {
 fn any_ask(numbers: impl Strategy<Value = Number>) -> impl Strategy<Value = Ask> {
     let class = prop_oneof![
         6 => Just(Class::Tier(Tier::Capped)),
+        2 => Just(Class::Tier(Tier::Concurrent)),
         2 => Just(Class::Tier(Tier::Timeshared)),
         2 => Just(Class::Tier(Tier::Exclusive)),
         1 => Just(Class::Hard),

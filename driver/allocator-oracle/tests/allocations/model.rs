@@ -11,7 +11,12 @@ use crate::node::Policy;
 const UNMEASURED_CONTEXT: u64 = 512 << 20;
 
 /// The tiers of one GPU in the order in which claims that accept several get them.
-const ORDER: [Tier; 3] = [Tier::Capped, Tier::Timeshared, Tier::Exclusive];
+const ORDER: [Tier; 4] = [
+    Tier::Capped,
+    Tier::Concurrent,
+    Tier::Timeshared,
+    Tier::Exclusive,
+];
 
 /// What a claim has of one GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -231,7 +236,7 @@ fn offer(tier: Tier, policy: &Policy, total: u64, available: u64) -> Option<Offe
         return None;
     }
     let kind = match tier {
-        Tier::Capped => {
+        Tier::Capped | Tier::Concurrent => {
             let (step, context) = (policy.step, policy.context << 20);
             let free = available - context * u64::from(policy.expected_sharers);
             let usable = free / step * step;
@@ -260,7 +265,7 @@ fn offer(tier: Tier, policy: &Policy, total: u64, available: u64) -> Option<Offe
             sharers: policy.timeshared_sharers as usize,
         },
         Tier::Exclusive => Kind::Exclusive { memory: total },
-        Tier::Concurrent | Tier::Partition | Tier::Passthrough => return None,
+        Tier::Partition | Tier::Passthrough => return None,
     };
     Some(Offer { tier, kind })
 }

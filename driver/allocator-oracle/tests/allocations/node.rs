@@ -96,6 +96,7 @@ impl Policy {
                 "coresStep": self.cores_step,
                 "defaultCores": self.default_cores.map(|steps| steps * self.cores_step),
             },
+            "concurrent": {"maxSharers": self.max_sharers},
             "timeshared": {"maxSharers": self.timeshared_sharers},
         });
         serde_json::from_value(json!({
