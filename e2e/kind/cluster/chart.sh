@@ -20,7 +20,23 @@ install_chart() {
 	helm upgrade --install tranche "$CHART" --namespace tranche-system --create-namespace \
 		--values "$KIND_DIR/values.yaml" --wait --timeout 120s \
 		--set-string "nodePlugin.podAnnotations.image-content=$content" \
+		--set-string "mps.podAnnotations.image-content=$content" \
 		--set-string "controller.podAnnotations.image-content=$content"
+	replace_supervisors "$content"
+}
+
+# An update leaves the supervisors of MPS daemons, whose end ends the daemons: here nothing uses them.
+replace_supervisors() {
+	local selector=app.kubernetes.io/component=mps
+	kubectl --namespace tranche-system get pods --selector "$selector" --output json |
+		jq --raw-output --arg content "$1" '.items[] | select(.metadata.annotations["image-content"] != $content) | .metadata.name' |
+		xargs --no-run-if-empty kubectl --namespace tranche-system delete pod
+	wait_for 60 "the supervisors of MPS daemons" supervisors_are_ready
+}
+
+supervisors_are_ready() {
+	kubectl --namespace tranche-system get daemonset tranche-mps --output json |
+		jq --exit-status '.status | .desiredNumberScheduled > 0 and .numberReady == .desiredNumberScheduled'
 }
 
 # Every GPU has exactly one exclusive device.
