@@ -23,6 +23,8 @@ struct State {
     /// Those whose daemon has died.
     dead: BTreeSet<String>,
     is_away: bool,
+    /// How often a daemon was asked for.
+    ensured: u32,
 }
 
 impl Supervisor {
@@ -32,6 +34,10 @@ impl Supervisor {
 
     pub fn serving(&self) -> Vec<String> {
         self.state().serving.iter().cloned().collect()
+    }
+
+    pub fn ensured(&self) -> u32 {
+        self.state().ensured
     }
 
     /// Nothing of it survives.
@@ -89,6 +95,7 @@ impl Daemons for MortalClient {
     fn ensure(&self, gpu_uuid: &str) -> Result<(), MpsError> {
         self.is_alive()?;
         let mut state = self.supervisor.answering()?;
+        state.ensured += 1;
         if state.dead.contains(gpu_uuid) {
             let reason = "the MPS control daemon cannot be started".to_owned();
             return Err(ClientError::Refused(reason).into());

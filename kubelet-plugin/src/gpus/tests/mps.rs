@@ -47,6 +47,7 @@ async fn claims_share_a_gpus_daemon_until_the_last_is_released() {
     assert_eq!(plugin.gpus.records().load(GPU).unwrap(), OWNED);
     unprepare(&plugin, "a").await;
     assert_eq!(world.mps.serving(), [GPU], "the other claim's stays");
+    assert_eq!(world.mps.ensured(), 2, "a release needs no daemon");
     unprepare(&plugin, "b").await;
     assert_eq!(actual(&world, GPU).compute_mode, ComputeMode::Default);
     nothing_is_left(&world, "released");
