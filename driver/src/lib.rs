@@ -27,6 +27,7 @@ pub mod policy;
 pub mod preparation;
 pub mod providers;
 pub mod slices;
+pub mod vfio;
 
 #[cfg(test)]
 mod testing;
