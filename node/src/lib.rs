@@ -35,5 +35,6 @@ pub mod sweep;
 pub mod testing;
 pub mod untested;
 pub mod utilization;
+pub mod vfio;
 pub mod watchdog;
 pub mod withheld;
