@@ -219,13 +219,17 @@ pub struct TimesharedPolicy {
     #[schemars(range(min = 1, max = 128))]
     pub max_sharers: u32,
     /// How long a process has the GPU before the driver gives it to the next one, as
-    /// `nvidia-smi compute-policy --set-timeslice` names it: set while the GPU has timeshared shares. This release sets
-    /// nothing yet.
+    /// `nvidia-smi compute-policy --set-timeslice` names it: set while the GPU has timeshared shares. `Default` leaves the GPU
+    /// as it is; others need a GPU of the Volta generation or later. A claim keeps what held when it was prepared, and on a
+    /// GPU with several the one that was set first stays as long as its claims do. Not a protection: a program can still
+    /// take all of the GPU's memory, and with more processes it has more of its time.
     pub interval: Interval,
 }
 
-/// A length of the driver's time slices.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+/// A length of the driver's time slices. Ordered from short to long, the driver's own last.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema,
+)]
 pub enum Interval {
     /// Short.
     Short,

@@ -20,11 +20,17 @@
 //! **The MPS daemon** serves all concurrent shares of the GPU. Before it starts, the compute mode becomes `EXCLUSIVE_PROCESS`, as
 //! NVIDIA's MPS documentation recommends: then no process has a context beside the daemon's server. After the last share the daemon
 //! ends, and the compute mode is what it was before, unless somebody else has changed it meanwhile.
+//!
+//! The length of **time slices** has nothing to do with the rest, and a function of its own, [`next_time_slice`].
+
+mod time_slice;
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 use tranche_api::gpu_node::MigMode;
+
+pub use time_slice::{ChangedTimeSlice, NextTimeSlice, next_time_slice};
 
 use crate::mig::{Geometry, Profile, Slices};
 
@@ -99,6 +105,9 @@ pub struct Record {
     /// The MPS daemon of Tranche, if there is one or is about to be.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mps: Option<OwnedDaemon>,
+    /// The length of time slices that Tranche has set, or is about to set.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub time_slice: Option<ChangedTimeSlice>,
 }
 
 /// An MPS daemon of Tranche.
@@ -323,6 +332,7 @@ impl Record {
         self.switched_mig_on |= other.switched_mig_on;
         self.instances.extend(other.instances);
         self.mps = self.mps.or(other.mps);
+        self.time_slice = self.time_slice.or(other.time_slice);
     }
 
     /// The instance of Tranche at a place, if it is there.

@@ -22,6 +22,7 @@ use serde::{Deserialize, Serialize};
 use tranche_api::gpu_node::{Gpu, Inventory};
 use tranche_api::quantity::CountError;
 use tranche_api::share_config::ComputeMode;
+use tranche_api::sharing_policy::Interval;
 use tranche_api::{Quantity, Tier, WithheldGpu};
 
 use crate::cdi;
@@ -84,6 +85,9 @@ pub struct PreparedDevice {
     /// For a claim that holds a partition of the GPU.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub partition: Option<HeldPartition>,
+    /// For a timeshared share whose policy asked for a length of time slices when the claim was planned.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub time_slice: Option<Interval>,
     /// The enforced limits.
     pub cap: Cap,
     /// Qualified CDI ids, the claim's own first.
@@ -220,6 +224,17 @@ impl PreparationPlan {
         self
     }
 
+    /// The plan with the length of time slices that the policies ask for its timeshared shares, by GPU.
+    #[must_use]
+    pub fn with_time_slices(mut self, of_gpu: impl Fn(&str) -> Interval) -> Self {
+        let is_share = |it: &&mut PreparedDevice| it.tier == Tier::Timeshared && !it.admin_access;
+        for device in self.devices.iter_mut().filter(is_share) {
+            let asked = of_gpu(&device.gpu_uuid);
+            device.time_slice = Some(asked).filter(|it| *it != Interval::Default);
+        }
+        self
+    }
+
     /// The inverses of all steps, in the order of execution.
     #[must_use]
     pub fn undo(&self) -> Vec<Undo> {
@@ -259,10 +274,13 @@ impl PreparationPlan {
         Some(mig.map_or(&device.gpu_uuid, |mig| &mig.uuid))
     }
 
-    /// The GPUs that must be changed for the claim, each once: it holds partitions of them, or their MPS daemon.
+    /// The GPUs that must be changed for the claim, each once: it holds partitions of them, their MPS daemon, or a share with its
+    /// own length of time slices.
     #[must_use]
     pub fn changed_gpus(&self) -> BTreeSet<&str> {
-        let is_changed = |it: &&PreparedDevice| it.partition.is_some() || it.cap.is_mps();
+        let is_changed = |it: &&PreparedDevice| {
+            it.partition.is_some() || it.cap.is_mps() || it.time_slice.is_some()
+        };
         let devices = self.devices.iter().filter(is_changed);
         devices.map(|device| &*device.gpu_uuid).collect()
     }
@@ -316,6 +334,17 @@ pub fn held_of<'a>(
         all.mps |= device.cap.is_mps();
     }
     all
+}
+
+/// The lengths of time slices that claims with these plans want of a GPU.
+#[must_use]
+pub fn wanted_time_slices<'a>(
+    gpu_uuid: &str,
+    held: impl IntoIterator<Item = &'a PreparationPlan>,
+) -> BTreeSet<Interval> {
+    let devices = held.into_iter().flat_map(|plan| &plan.devices);
+    let of_gpu = devices.filter(|device| device.gpu_uuid == gpu_uuid);
+    of_gpu.filter_map(|device| device.time_slice).collect()
 }
 
 /// Why a claim cannot be prepared on this node.
@@ -572,6 +601,7 @@ fn prepare(
         minor: gpu.minor,
         pci_bus_id: gpu.pci_bus_id.clone(),
         partition,
+        time_slice: None,
         cap,
         cdi_ids: vec![cdi::claim_device_id(&key)?, edits.id()],
         key,

@@ -11,6 +11,7 @@ use serde_json::{Value, json};
 use tranche_api::SharingPolicy;
 use tranche_api::gpu_node::{Gpu, GpuNode, PublishedGpu};
 use tranche_api::names::{attribute, capacity};
+use tranche_api::sharing_policy::Interval;
 use tranche_api::tier::Tier;
 
 use crate::system::{NodePlugin, complete, text};
@@ -55,6 +56,21 @@ pub async fn tiers(case: &Case, tiers: &[Tier]) -> anyhow::Result<()> {
             tiers.iter().all(|tier| offers(slices, tier)).then_some(())
         })
         .await
+}
+
+/// Applies a policy for all GPUs with this length of time slices until the test ends, and waits until the test's node
+/// knows it.
+pub async fn interval(case: &Case, interval: Interval) -> anyhow::Result<()> {
+    with_fields(
+        case,
+        "interval",
+        &json!({"timeshared": {"interval": interval}}),
+    )
+    .await?;
+    for gpu in &case.gpus {
+        asked(case, gpu, |asked| asked.timeshared.interval == interval).await?;
+    }
+    Ok(())
 }
 
 async fn with_fields(case: &Case, name: &str, fields: &Value) -> anyhow::Result<String> {

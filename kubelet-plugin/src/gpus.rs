@@ -17,6 +17,7 @@
 mod daemons;
 #[cfg(test)]
 mod tests;
+mod time_slice;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -234,6 +235,7 @@ impl Gpus {
     fn bring(&self, gpu_uuid: &str, needs: Needs) -> Result<Brought, GpuError> {
         let _lock = self.locks.blocking_lock(gpu_uuid);
         let mut record = self.records.load(gpu_uuid)?;
+        self.bring_time_slice(gpu_uuid, &mut record)?;
         let held = self.ledger.held_of(gpu_uuid);
         let wanted = Wanted {
             held: held.partitions,

@@ -5,15 +5,16 @@
 //! and records the result in one step. A plan is carried out, with its disk writes, outside of that
 //! step, so that claims on one GPU do not wait for each other's writes.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use k8s_openapi::api::resource::v1::ResourceClaim;
 use tokio::sync::watch;
 use tranche_api::Tier;
+use tranche_api::sharing_policy::Interval;
 use tranche_driver::claim::Allocation;
 use tranche_driver::journal::Record;
-use tranche_driver::preparation::{HeldOfGpu, PAGES, PreparationPlan, held_of};
+use tranche_driver::preparation::{HeldOfGpu, PAGES, PreparationPlan, held_of, wanted_time_slices};
 
 use crate::claims::ClaimRef;
 use crate::journal::{Loaded, MayHold, StoreError};
@@ -200,12 +201,13 @@ impl Ledger {
     /// What claims want to have of a GPU: its partitions, and its MPS daemon.
     #[must_use]
     pub fn held_of(&self, gpu_uuid: &str) -> HeldOfGpu {
-        let claims = self.claims();
-        let wanting = claims.values().filter_map(|entry| match entry {
-            Entry::Held(record) | Entry::Reserved(record) => Some(&record.plan),
-            Entry::Releasing(_) | Entry::Refused(_) => None,
-        });
-        held_of(gpu_uuid, wanting)
+        held_of(gpu_uuid, wanting(&self.claims()))
+    }
+
+    /// The lengths of a GPU's time slices that claims want to have.
+    #[must_use]
+    pub fn time_slices(&self, gpu_uuid: &str) -> BTreeSet<Interval> {
+        wanted_time_slices(gpu_uuid, wanting(&self.claims()))
     }
 
     /// From here on a claim wants nothing of its GPUs, while what it has is taken back.
@@ -375,6 +377,14 @@ impl Ledger {
         // No holder of the lock can panic in the middle of a change.
         self.claims.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// The plans of the claims that want something of their GPUs.
+fn wanting(claims: &BTreeMap<String, Entry>) -> impl Iterator<Item = &PreparationPlan> {
+    claims.values().filter_map(|entry| match entry {
+        Entry::Held(record) | Entry::Reserved(record) => Some(&record.plan),
+        Entry::Releasing(_) | Entry::Refused(_) => None,
+    })
 }
 
 /// The GPU of a plan that another claim may hold, if that claim's journal is unreadable.

@@ -21,10 +21,12 @@ use k8s_openapi::api::resource::v1::ResourceClaim;
 use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
 use tracing::{info, warn};
+use tranche_api::Tier;
 use tranche_driver::claim::{Allocation, check_uid};
 use tranche_driver::journal::Record;
 use tranche_driver::preparation::{
-    PAGES, PreparationError, PreparationPlan, PreparationProblem, plan, refuse_withheld,
+    PAGES, PreparationError, PreparationPlan, PreparationProblem, PreparedDevice, plan,
+    refuse_withheld,
 };
 
 use tranche_driver::providers::Verdict;
@@ -234,6 +236,7 @@ impl Preparer {
                 let policy = self.parts.policy.borrow();
                 let plan = plan(allocation, &ready.inventory, others)?;
                 refuse_unknown_policy(&plan, &policy)?;
+                let plan = plan.with_time_slices(|gpu| policy.interval(gpu));
                 Ok(plan.with_capabilities(|gpu| policy.capabilities(gpu)))
             });
             match booked.inspect_err(|problem| self.suspect(problem))? {
@@ -454,9 +457,11 @@ impl Preparer {
     }
 }
 
-/// Refuses shares of a GPU whose policy is not known: a container keeps the libraries that it was started with.
+/// Refuses shares of a GPU whose policy is not known: a container keeps the libraries that it was started with, and a
+/// claim the time slices that it was planned with.
 fn refuse_unknown_policy(plan: &PreparationPlan, policy: &NodePolicy) -> Result<(), Problem> {
-    let shares = plan.devices.iter().filter(|device| device.cap.is_share());
+    let is_share = |it: &&PreparedDevice| it.cap.is_share() || it.tier == Tier::Timeshared;
+    let shares = plan.devices.iter().filter(is_share);
     let mut gpus = shares.map(|device| &device.gpu_uuid);
     match gpus.find(|gpu| !policy.is_known(gpu)) {
         Some(gpu) => Err(Problem::PolicyUnknown { gpu: gpu.clone() }),

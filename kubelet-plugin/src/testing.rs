@@ -408,7 +408,8 @@ fn collect(folder: &Path, into: &mut Vec<PathBuf>) {
 pub struct Given {
     request: String,
     device: String,
-    share: Option<(String, String, u32)>,
+    /// The share's id and what it consumes.
+    share: Option<(String, serde_json::Value)>,
 }
 
 /// All of a GPU.
@@ -426,7 +427,24 @@ pub fn capped(request: &str, minor: u32, memory: &str, cores: u32) -> Given {
     Given {
         request: request.into(),
         device: format!("gpu-{minor:08}-capped"),
-        share: Some((share, memory.into(), cores)),
+        share: Some((
+            share,
+            serde_json::json!({
+                "memory": memory, "cores": cores.to_string(), "sharers": "1", "contextMemory": "300Mi",
+            }),
+        )),
+    }
+}
+
+/// A timeshared share.
+pub fn timeshared(request: &str, minor: u32) -> Given {
+    Given {
+        request: request.into(),
+        device: format!("gpu-{minor:08}-timeshared"),
+        share: Some((
+            "00000000-0000-4000-8000-00000000000f".into(),
+            serde_json::json!({"sharers": "1"}),
+        )),
     }
 }
 
@@ -468,11 +486,9 @@ pub fn claim(name: &str, given: &[Given]) -> serde_json::Value {
             let mut result = serde_json::json!({
                 "request": given.request, "driver": "gpu.tranche.dev", "pool": POOL, "device": given.device,
             });
-            if let Some((share, memory, cores)) = &given.share {
+            if let Some((share, consumed)) = &given.share {
                 result["shareID"] = share.as_str().into();
-                result["consumedCapacity"] = serde_json::json!({
-                    "memory": memory, "cores": cores.to_string(), "sharers": "1", "contextMemory": "300Mi",
-                });
+                result["consumedCapacity"] = consumed.clone();
             }
             result
         })

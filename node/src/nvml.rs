@@ -6,11 +6,13 @@
 mod library;
 mod mig;
 pub mod search;
+mod time_slice;
 
 use std::path::PathBuf;
 
 use tranche_api::gpu_node::MigMode;
 use tranche_api::mig::{MigInstance, MigProfile};
+use tranche_api::sharing_policy::Interval;
 use tranche_driver::gpu_state::{Actual, Change, ComputeMode};
 
 use crate::devices::DeviceNodes;
@@ -238,6 +240,12 @@ pub trait Nvml: Send + Sync + std::fmt::Debug {
 
     /// nvmlDeviceSetComputeMode.
     fn set_compute_mode(&self, gpu_uuid: &str, mode: ComputeMode) -> Result<(), NvmlError>;
+
+    /// How long a process has the GPU before the driver gives it to the next one.
+    fn time_slice(&self, gpu_uuid: &str) -> Result<Interval, NvmlError>;
+
+    /// Sets it, until the GPU is reset or its driver unloaded.
+    fn set_time_slice(&self, gpu_uuid: &str, interval: Interval) -> Result<(), NvmlError>;
 }
 
 /// A source of NVML.

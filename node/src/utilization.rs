@@ -228,6 +228,7 @@ mod tests {
     use std::sync::Arc;
     use std::sync::atomic::{AtomicU32, Ordering};
 
+    use tranche_api::sharing_policy::Interval;
     use tranche_driver::gpu_state::{Actual, Change, ComputeMode};
 
     use super::*;
@@ -315,6 +316,14 @@ mod tests {
         }
 
         fn set_compute_mode(&self, _: &str, _: ComputeMode) -> Result<(), NvmlError> {
+            unreachable!("nobody asks")
+        }
+
+        fn time_slice(&self, _: &str) -> Result<Interval, NvmlError> {
+            unreachable!("nobody asks")
+        }
+
+        fn set_time_slice(&self, _: &str, _: Interval) -> Result<(), NvmlError> {
             unreachable!("nobody asks")
         }
     }

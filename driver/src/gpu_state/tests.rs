@@ -481,7 +481,7 @@ proptest! {
             let partition: &crate::mig::Partition = &geometry.partitions[at];
             Owned { place: Place { profile: partition.profile, start: partition.start }, id }
         };
-        let record = Record { switched_mig_on: switched, instances: picks.into_iter().map(owned).collect(), mps: mps.then_some(OwnedDaemon { compute_mode_before: ComputeMode::Default }) };
+        let record = Record { switched_mig_on: switched, instances: picks.into_iter().map(owned).collect(), mps: mps.then_some(OwnedDaemon { compute_mode_before: ComputeMode::Default }), ..Record::default() };
         let text = serde_json::to_string(&record).unwrap();
         prop_assert_eq!(serde_json::from_str::<Record>(&text).unwrap(), record);
     }

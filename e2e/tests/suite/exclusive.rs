@@ -1,7 +1,8 @@
 //! Tiers without a cap: whole GPUs, and no code of ours in the tenant's processes.
 
 use anyhow::ensure;
-use tranche_e2e::{Case, PodHandle, Request, run};
+use tranche_api::sharing_policy::Interval;
+use tranche_e2e::{Case, PodHandle, Request, policy, run, wait};
 
 /// Checks that neither a file nor a process of the pod has the shim.
 async fn has_no_shim(pod: &PodHandle) -> anyhow::Result<()> {
@@ -55,5 +56,36 @@ fn timeshared_pods_have_the_same_gpu_and_no_shim() -> anyhow::Result<()> {
         }
         ensure!(all[0] == all[1] && all[0].len() == 1, "{all:?}");
         Ok(())
+    })
+}
+
+/// By the real nvidia-smi, on the node.
+#[test]
+fn time_slices_have_the_policys_length_while_there_are_timeshared_shares() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let uuid = &case.gpus[0].uuid;
+        let list = format!("nvidia-smi compute-policy -i {uuid} -l");
+        let shown = async |length: &str| {
+            wait::for_answer("the length of time slices", wait::USUAL, async || {
+                let listed = case.node.shell(&list).await?;
+                ensure!(listed.contains(length), "not {length}: {listed}");
+                Ok(Some(()))
+            })
+            .await
+        };
+        shown("Default").await?;
+        policy::interval(case, Interval::Long).await?;
+        let namespace = case.namespace("slices").await?;
+        let request = Request::timeshared().on(uuid);
+        let one = namespace.idle("one", &request).await?;
+        one.started().await?;
+        shown("Long").await?;
+        let two = namespace.idle("two", &request).await?;
+        two.started().await?;
+        one.delete().await?;
+        // The other one's share still wants it.
+        shown("Long").await?;
+        two.delete().await?;
+        shown("Default").await
     })
 }

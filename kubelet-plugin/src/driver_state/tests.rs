@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use super::*;
 use crate::install::shims;
 use crate::testing::{World, claim, claim_ref, partition};
+use tranche_api::sharing_policy::Interval;
 use tranche_driver::gpu_state::{Actual, Change, ComputeMode, Place};
 use tranche_node::devices::DeviceNodes;
 use tranche_node::inventory::testing::two_h100;
@@ -93,6 +94,14 @@ impl Nvml for ScriptedNvml {
     }
 
     fn set_compute_mode(&self, _: &str, _: ComputeMode) -> Result<(), NvmlError> {
+        Err(absent())
+    }
+
+    fn time_slice(&self, _: &str) -> Result<Interval, NvmlError> {
+        Err(absent())
+    }
+
+    fn set_time_slice(&self, _: &str, _: Interval) -> Result<(), NvmlError> {
         Err(absent())
     }
 }

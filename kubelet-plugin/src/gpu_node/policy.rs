@@ -3,14 +3,15 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use tranche_api::gpu_node::{Published, PublishedCapped};
+use tranche_api::gpu_node::{Published, PublishedCapped, PublishedGpu};
+use tranche_api::sharing_policy::Interval;
 use tranche_driver::cdi::Capability;
 
 /// What the policies ask of this node. Nothing is known before the controller has published anything and the plugin has
 /// read it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NodePolicy {
-    capped: BTreeMap<String, PublishedCapped>,
+    gpus: BTreeMap<String, PublishedGpu>,
 }
 
 impl NodePolicy {
@@ -19,9 +20,7 @@ impl NodePolicy {
     pub fn of(published: &Published) -> Self {
         let gpus = published.gpus.iter();
         Self {
-            capped: gpus
-                .map(|gpu| (gpu.uuid.clone(), gpu.capped.clone()))
-                .collect(),
+            gpus: gpus.map(|gpu| (gpu.uuid.clone(), gpu.clone())).collect(),
         }
     }
 
@@ -29,15 +28,15 @@ impl NodePolicy {
     /// the GPU's slices.
     #[must_use]
     pub fn is_known(&self, gpu_uuid: &str) -> bool {
-        self.capped.contains_key(gpu_uuid)
+        self.gpus.contains_key(gpu_uuid)
     }
 
     /// Of the driver's libraries, those that containers with capped shares of a GPU get beside compute and
     /// utility.
     #[must_use]
     pub fn capabilities(&self, gpu_uuid: &str) -> BTreeSet<Capability> {
-        let capped = self.capped.get(gpu_uuid).into_iter();
-        let names = capped.flat_map(|capped| &capped.extra_driver_capabilities);
+        let gpu = self.gpus.get(gpu_uuid).into_iter();
+        let names = gpu.flat_map(|gpu| &gpu.capped.extra_driver_capabilities);
         names
             .filter_map(|name| Capability::named(name))
             .filter(|capability| Capability::EXTRA.contains(capability))
@@ -47,7 +46,15 @@ impl NodePolicy {
     /// What is asked for capped shares of a GPU; the defaults for one that is not listed.
     #[must_use]
     pub fn capped(&self, gpu_uuid: &str) -> PublishedCapped {
-        self.capped.get(gpu_uuid).cloned().unwrap_or_default()
+        let gpu = self.gpus.get(gpu_uuid);
+        gpu.map(|gpu| gpu.capped.clone()).unwrap_or_default()
+    }
+
+    /// The length of time slices that is asked for timeshared shares of a GPU.
+    #[must_use]
+    pub fn interval(&self, gpu_uuid: &str) -> Interval {
+        let gpu = self.gpus.get(gpu_uuid);
+        gpu.map(|gpu| gpu.timeshared.interval).unwrap_or_default()
     }
 }
 
@@ -68,11 +75,11 @@ mod tests {
             "epoch": 1, "poolGeneration": 1,
             "gpus": [
                 {"uuid": "kill", "policy": "p", "capped": {"onBypass": "Kill"}},
-                {"uuid": "report", "capped": {"onBypass": "Report"}},
+                {"uuid": "report", "capped": {"onBypass": "Report"}, "timeshared": {"interval": "Long"}},
                 {"uuid": "newer", "capped": {
                     "onBypass": "Migrate", "another": 1,
                     "extraDriverCapabilities": ["video", "holograms", "compute", "other"],
-                }},
+                }, "timeshared": {"interval": "Endless"}},
                 {"uuid": "empty", "capped": {}},
                 {"uuid": "bare"},
             ],
@@ -84,6 +91,10 @@ mod tests {
             BTreeSet::from([Capability::Video])
         );
         assert_eq!(policy.capabilities("kill"), BTreeSet::new());
+        assert_eq!(policy.interval("report"), Interval::Long);
+        for uuid in ["kill", "newer", "bare", "not listed"] {
+            assert_eq!(policy.interval(uuid), Interval::Default, "{uuid}");
+        }
         for uuid in ["report", "newer", "empty", "bare", "not listed"] {
             assert_eq!(policy.capped(uuid).on_bypass, OnBypass::Report, "{uuid}");
         }

@@ -4,6 +4,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use tranche_api::sharing_policy::Interval;
 use tranche_driver::gpu_state::{Actual, Change, ComputeMode};
 use tranche_node::nvml::{
     ChangeError, Description, Driver, Nvml, NvmlError, Opened, ProcessMemory, ProcessSample, Traces,
@@ -116,5 +117,14 @@ impl Nvml for MortalDriver {
     fn set_compute_mode(&self, gpu_uuid: &str, mode: ComputeMode) -> Result<(), NvmlError> {
         self.is_alive(gpu_uuid)?;
         self.gpus.set_compute_mode(gpu_uuid, mode)
+    }
+
+    fn time_slice(&self, gpu_uuid: &str) -> Result<Interval, NvmlError> {
+        self.gpus.time_slice(gpu_uuid)
+    }
+
+    fn set_time_slice(&self, gpu_uuid: &str, interval: Interval) -> Result<(), NvmlError> {
+        self.is_alive(gpu_uuid)?;
+        self.gpus.set_time_slice(gpu_uuid, interval)
     }
 }

@@ -9,6 +9,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use serde_json::json;
+use tranche_api::sharing_policy::Interval;
 use tranche_driver::gpu_state::{Actual, Change, ComputeMode};
 use tranche_node::devices::DeviceNodes;
 use tranche_node::nvml::{
@@ -82,6 +83,14 @@ impl Nvml for Gpus {
     }
 
     fn set_compute_mode(&self, _: &str, _: ComputeMode) -> Result<(), NvmlError> {
+        unreachable!("nobody asks")
+    }
+
+    fn time_slice(&self, _: &str) -> Result<Interval, NvmlError> {
+        unreachable!("nobody asks")
+    }
+
+    fn set_time_slice(&self, _: &str, _: Interval) -> Result<(), NvmlError> {
         unreachable!("nobody asks")
     }
 }

@@ -1,7 +1,7 @@
 //! The driver's own libnvidia-ml.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use nvml_wrapper::bitmasks::InitFlags;
 use nvml_wrapper::enum_wrappers::device::{Brand, ComputeMode as Mode};
@@ -10,8 +10,10 @@ use nvml_wrapper::error::NvmlError as Reason;
 use nvml_wrapper::{cuda_driver_version_major, cuda_driver_version_minor};
 
 use tranche_api::gpu_node::MigMode;
+use tranche_api::sharing_policy::Interval;
 use tranche_driver::gpu_state::{Actual, Change, ComputeMode};
 
+use super::time_slice::NvidiaSmi;
 use super::{
     BrokenGpu, ChangeError, Description, GpuDescription, Nvml, NvmlError, ProcessMemory,
     ProcessSample, mig,
@@ -21,15 +23,21 @@ use super::{
 const MIG_ENABLED: u32 = 1;
 
 /// Loads the library at `path` and starts it. Its files, `/dev/nvidiactl` and those of GPUs, are open
-/// until the result is dropped.
-pub(super) fn open(path: &Path) -> Result<Box<dyn Nvml>, NvmlError> {
+/// until the result is dropped. `smi` is the nvidia-smi of the same driver.
+pub(super) fn open(path: &Path, smi: Option<PathBuf>) -> Result<Box<dyn Nvml>, NvmlError> {
     // NVML must start without a GPU: one may appear later.
     let nvml = nvml_wrapper::Nvml::builder()
         .lib_path(path.as_os_str())
         .flags(InitFlags::NO_GPUS)
         .init();
     match nvml {
-        Ok(nvml) => Ok(Box::new(Library { nvml })),
+        Ok(nvml) => Ok(Box::new(Library {
+            nvml,
+            smi: NvidiaSmi {
+                program: smi,
+                library: path.to_owned(),
+            },
+        })),
         Err(e) => Err(NvmlError::Start {
             path: path.to_owned(),
             reason: e.to_string(),
@@ -40,6 +48,7 @@ pub(super) fn open(path: &Path) -> Result<Box<dyn Nvml>, NvmlError> {
 #[derive(Debug)]
 struct Library {
     nvml: nvml_wrapper::Nvml,
+    smi: NvidiaSmi,
 }
 
 fn call<T>(call: &'static str, object: &str, result: Result<T, Reason>) -> Result<T, NvmlError> {
@@ -194,6 +203,14 @@ impl Nvml for Library {
         let mut device = self.device(gpu_uuid)?;
         let set = device.set_compute_mode(mode);
         call("nvmlDeviceSetComputeMode", gpu_uuid, set)
+    }
+
+    fn time_slice(&self, gpu_uuid: &str) -> Result<Interval, NvmlError> {
+        self.smi.time_slice(gpu_uuid)
+    }
+
+    fn set_time_slice(&self, gpu_uuid: &str, interval: Interval) -> Result<(), NvmlError> {
+        self.smi.set_time_slice(gpu_uuid, interval)
     }
 }
 

@@ -6,10 +6,11 @@ use std::path::{Path, PathBuf};
 
 use super::{Driver, NvmlError, Opened, Traces, library};
 use crate::devices::DeviceNodes;
-use crate::layouts::{LIBRARY_FOLDERS, ROOTS};
+use crate::layouts::{LIBRARY_FOLDERS, PROGRAM_FOLDERS, ROOTS};
 use crate::root::{DriverRoot, Kind, RootError};
 
 const SONAME: &str = "libnvidia-ml.so.1";
+const SMI: &str = "nvidia-smi";
 /// Libraries that change with the driver.
 const LIBRARIES: [&str; 2] = [SONAME, "libcuda.so.1"];
 /// What a loaded kernel driver shows: its version, and a folder per GPU.
@@ -55,7 +56,7 @@ impl InstalledDriver {
     }
 
     fn open_in(&self, host: &DriverRoot, root: DriverRoot) -> Result<Option<Opened>, NvmlError> {
-        let Some(path) = find(&root, SONAME)? else {
+        let Some(path) = find(&root, &LIBRARY_FOLDERS, SONAME)? else {
             return Ok(None);
         };
         let nodes = DeviceNodes::find(&root, host)?;
@@ -64,7 +65,8 @@ impl InstalledDriver {
                 .provide(dev)
                 .map_err(|e| NvmlError::Devices(e.to_string()))?;
         }
-        let nvml = library::open(&root.here(&path))?;
+        let smi = find(&root, &PROGRAM_FOLDERS, SMI)?.map(|smi| root.here(&smi));
+        let nvml = library::open(&root.here(&path), smi)?;
         Ok(Some(Opened { nvml, root, nodes }))
     }
 
@@ -76,7 +78,7 @@ impl InstalledDriver {
                 continue;
             };
             for name in LIBRARIES {
-                if let Some(real) = find(&root, name)?
+                if let Some(real) = find(&root, &LIBRARY_FOLDERS, name)?
                     && let Ok(metadata) = fs::metadata(root.here(&real))
                 {
                     let identity = [
@@ -99,9 +101,9 @@ impl InstalledDriver {
     }
 }
 
-/// The library's path in the root, without links.
-fn find(root: &DriverRoot, name: &str) -> Result<Option<PathBuf>, RootError> {
-    for folder in LIBRARY_FOLDERS {
+/// The file's path in the root, without links.
+fn find(root: &DriverRoot, folders: &[&str], name: &str) -> Result<Option<PathBuf>, RootError> {
+    for folder in folders {
         if let Some((real, Kind::File { .. })) = root.resolve(&Path::new(folder).join(name))? {
             return Ok(Some(real));
         }

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tranche_api::gpu_node::MigMode;
 use tranche_api::mig::{MigGeometry, MigInstance};
+use tranche_api::sharing_policy::Interval;
 use tranche_driver::gpu_state::{Actual, Change, ComputeInstance, ComputeMode, Instance, Place};
 use tranche_driver::mig::{Geometry, Slices, tables};
 
@@ -37,6 +38,8 @@ struct Machine {
     unread: Vec<NvmlError>,
     /// The changes that were carried out.
     changes: Vec<(String, Change)>,
+    /// There is no driver to open.
+    is_unloaded: bool,
 }
 
 #[derive(Debug)]
@@ -49,6 +52,7 @@ struct Gpu {
     is_used: bool,
     /// The GPU instances that programs use.
     used: BTreeSet<u32>,
+    time_slice: Interval,
 }
 
 impl MigGpus {
@@ -79,6 +83,7 @@ impl MigGpus {
                 needs_reset: false,
                 is_used: false,
                 used: BTreeSet::new(),
+                time_slice: Interval::Default,
             };
             (gpu.uuid.clone(), new)
         };
@@ -91,6 +96,7 @@ impl MigGpus {
                 failures: Vec::new(),
                 unread: Vec::new(),
                 changes: Vec::new(),
+                is_unloaded: false,
             })),
         }
     }
@@ -134,12 +140,18 @@ impl MigGpus {
         });
     }
 
+    /// Unloads the driver, or loads it again.
+    pub fn unload(&self, is_unloaded: bool) {
+        self.lock().is_unloaded = is_unloaded;
+    }
+
     /// Boots the machine: no instances, and no MIG mode, as on Hopper and later.
     pub fn reboot(&self) {
         for gpu in self.lock().gpus.values_mut() {
             gpu.actual = Actual::default();
             gpu.used.clear();
             gpu.is_used = false;
+            gpu.time_slice = Interval::Default;
         }
     }
 
@@ -355,10 +367,27 @@ impl Nvml for MigGpus {
         gpu.actual.compute_mode = mode;
         Ok(())
     }
+
+    fn time_slice(&self, gpu_uuid: &str) -> Result<Interval, NvmlError> {
+        let machine = self.lock();
+        let gpu = machine.gpus.get(gpu_uuid);
+        gpu.map(|gpu| gpu.time_slice)
+            .ok_or_else(|| unknown(gpu_uuid))
+    }
+
+    fn set_time_slice(&self, gpu_uuid: &str, interval: Interval) -> Result<(), NvmlError> {
+        let mut machine = self.lock();
+        let gpu = machine.gpus.get_mut(gpu_uuid);
+        gpu.ok_or_else(|| unknown(gpu_uuid))?.time_slice = interval;
+        Ok(())
+    }
 }
 
 impl Driver for MigGpus {
     fn open(&self) -> Result<Opened, NvmlError> {
+        if self.lock().is_unloaded {
+            return Err(NvmlError::Devices("no driver".to_owned()));
+        }
         let root = DriverRoot::open(&self.root)?;
         Ok(Opened {
             nvml: Box::new(self.clone()),

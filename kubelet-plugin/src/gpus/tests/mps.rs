@@ -19,6 +19,7 @@ const OWNED: Record = Record {
     mps: Some(OwnedDaemon {
         compute_mode_before: ComputeMode::Default,
     }),
+    time_slice: None,
 };
 
 async fn prepare(plugin: &Plugin, name: &str) {
