@@ -1,5 +1,6 @@
 //! Partitions and concurrent shares of claims, through the kubelet's calls.
 
+mod faults;
 mod mps;
 
 use std::sync::Arc;

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::mem::discriminant;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use tranche_api::gpu_node::MigMode;
 use tranche_api::mig::{MigGeometry, MigInstance};
@@ -24,6 +24,8 @@ use crate::root::DriverRoot;
 pub struct MigGpus {
     root: PathBuf,
     machine: Arc<Mutex<Machine>>,
+    /// Whenever a GPU is held back no more.
+    released: Arc<Condvar>,
 }
 
 #[derive(Debug)]
@@ -40,6 +42,8 @@ struct Machine {
     changes: Vec<(String, Change)>,
     /// There is no driver to open.
     is_unloaded: bool,
+    /// GPUs whose changes do not end.
+    held_back: BTreeSet<String>,
 }
 
 #[derive(Debug)]
@@ -97,7 +101,9 @@ impl MigGpus {
                 unread: Vec::new(),
                 changes: Vec::new(),
                 is_unloaded: false,
+                held_back: BTreeSet::new(),
             })),
+            released: Arc::default(),
         }
     }
 
@@ -143,6 +149,16 @@ impl MigGpus {
     /// Unloads the driver, or loads it again.
     pub fn unload(&self, is_unloaded: bool) {
         self.lock().is_unloaded = is_unloaded;
+    }
+
+    /// From now on changes of a GPU wait until it is held back no more.
+    pub fn hold_back(&self, uuid: &str, is_held: bool) {
+        if is_held {
+            self.lock().held_back.insert(uuid.to_owned());
+        } else {
+            self.lock().held_back.remove(uuid);
+            self.released.notify_all();
+        }
     }
 
     /// Boots the machine: no instances, and no MIG mode, as on Hopper and later.
@@ -340,7 +356,9 @@ impl Nvml for MigGpus {
     }
 
     fn change_mig(&self, gpu_uuid: &str, change: &Change) -> Result<(), ChangeError> {
-        let mut machine = self.lock();
+        let is_held = |machine: &mut Machine| machine.held_back.contains(gpu_uuid);
+        let free = self.released.wait_while(self.lock(), is_held);
+        let mut machine = free.unwrap_or_else(PoisonError::into_inner);
         let fails = |(like, _): &(Change, _)| discriminant(like) == discriminant(change);
         if let Some(at) = machine.failures.iter().position(fails) {
             return Err(machine.failures.remove(at).1);
