@@ -183,6 +183,51 @@ fn a_gpu_that_a_virtual_machine_has_open_is_not_taken_back() {
 }
 
 #[test]
+fn a_gpu_that_a_process_opened_after_the_record_is_not_unbound() {
+    let (mut record, mut actual) = (None, machine());
+    // The record and the GPU's override.
+    assert!(!run(true, &mut record, &mut actual, 2));
+    assert_eq!(
+        actual.functions[1].driver_override.as_deref(),
+        Some(VFIO_DRIVER)
+    );
+    actual.user = Some(7);
+    let result = next(true, record.as_ref(), &actual);
+    assert!(
+        matches!(result, Err(Obstacle::InUse { user: 7, .. })),
+        "{result:?}"
+    );
+    // It is no longer wanted: nothing of it is left, though the process still has the GPU.
+    assert!(run(false, &mut record, &mut actual, 20));
+    assert_eq!(
+        (
+            record,
+            Actual {
+                user: None,
+                ..actual
+            }
+        ),
+        (None, machine())
+    );
+}
+
+#[test]
+fn a_record_of_an_earlier_boot_says_nothing_of_this_one() {
+    let (mut record, mut actual) = (None, machine());
+    assert!(run(true, &mut record, &mut actual, 20));
+    // An administrator has the GPU bound to VFIO at boot.
+    actual.boot = "two".to_owned();
+    let before = actual.clone();
+    assert!(run(false, &mut record, &mut actual, 20));
+    assert_eq!((&record, &actual), (&None, &before));
+    record = Some(Record {
+        boot: "one".to_owned(),
+        functions: BTreeMap::new(),
+    });
+    assert_eq!(next(true, record.as_ref(), &actual), Ok(Next::Write(None)));
+}
+
+#[test]
 fn what_an_administrator_did_meanwhile_stays() {
     let (mut record, mut actual) = (None, machine());
     assert!(run(true, &mut record, &mut actual, 20));
