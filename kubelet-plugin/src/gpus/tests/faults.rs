@@ -95,11 +95,18 @@ async fn a_slow_gpu_delays_no_other() {
     world.mig.hold_back(GPU, true);
     let preparer = Arc::clone(&plugin.preparer);
     let slow = tokio::spawn(async move { preparer.prepare(&claim_ref("a")).await.map(|_| ()) });
+    let mut results = Vec::new();
     for name in &others {
-        plugin.preparer.prepare(&claim_ref(name)).await.unwrap();
+        let result = plugin.preparer.prepare(&claim_ref(name)).await;
+        results.push(result.map(|_| ()));
     }
-    assert!(!slow.is_finished());
+    let is_waiting = !slow.is_finished();
+    // Before anything fails: the end of the test waits for its threads.
     world.mig.hold_back(GPU, false);
+    for result in results {
+        result.unwrap();
+    }
+    assert!(is_waiting);
     slow.await.unwrap().unwrap();
     for name in others.iter().map(String::as_str).chain(["a"]) {
         plugin.preparer.unprepare(&claim_ref(name)).await.unwrap();
