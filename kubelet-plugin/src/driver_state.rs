@@ -42,6 +42,9 @@ use tranche_node::withheld::KnownGpus;
 const REFRESH: Duration = Duration::from_mins(1);
 /// How often its traces are compared.
 const CHECK: Duration = Duration::from_secs(2);
+/// When a driver whose traces changed is described once more. While the watchdog has NVML open, the loader and nvmlInit give
+/// that one to everybody in this process, with the GPUs that it found when it started.
+const AGAIN: Duration = Duration::from_secs(10);
 /// The first pause before a missing driver is searched for again; it doubles.
 const FIRST_RETRY: Duration = Duration::from_millis(500);
 /// The longest such pause.
@@ -189,6 +192,7 @@ impl Observer {
     pub async fn run(self, state: watch::Sender<DriverState>, stop: CancellationToken) {
         let this = Arc::new(self);
         let mut retry = FIRST_RETRY;
+        let mut has_changed = false;
         loop {
             let observer = Arc::clone(&this);
             // NVML and the search may block.
@@ -205,7 +209,7 @@ impl Observer {
                 Ok(ready) => {
                     retry = FIRST_RETRY;
                     publish(&state, ready);
-                    REFRESH
+                    if has_changed { AGAIN } else { REFRESH }
                 }
                 Err(error) => {
                     // Logged once for each new reason, not at every check.
@@ -219,10 +223,13 @@ impl Observer {
                     pause
                 }
             };
-            tokio::select! {
+            has_changed = tokio::select! {
                 () = stop.cancelled() => return,
-                () = tokio::time::sleep(pause) => {}
-                () = this.changed(traces) => retry = FIRST_RETRY,
+                () = tokio::time::sleep(pause) => false,
+                () = this.changed(traces) => true,
+            };
+            if has_changed {
+                retry = FIRST_RETRY;
             }
         }
     }

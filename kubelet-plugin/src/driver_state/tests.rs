@@ -351,6 +351,20 @@ async fn a_driver_whose_traces_change_is_checked_within_seconds() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn an_nvml_of_before_the_change_hides_it_for_seconds_only() {
+    let mut observed = observe([], []);
+    observed.until_gpus(2).await;
+    let mut one = two_h100();
+    one.gpus.truncate(1);
+    *observed.descriptions.lock().unwrap() = [Ok(two_h100()), Ok(one)].into();
+    let changed = tokio::time::Instant::now();
+    let trace = (PathBuf::from("/dev/nvidia1"), "gone".to_owned());
+    *observed.traces.lock().unwrap() = Traces(vec![trace]);
+    observed.until_gpus(1).await;
+    assert!(changed.elapsed() < Duration::from_secs(20));
+}
+
+#[tokio::test(start_paused = true)]
 async fn missing_device_nodes_are_an_error_with_a_reason() {
     let mut observed = observe([], []);
     observed.until_gpus(2).await;
