@@ -18,14 +18,17 @@ install_chart() {
 		kubectl apply --server-side --force-conflicts --filename "$CHART/crds"
 	fi
 	helm upgrade --install tranche "$CHART" --namespace tranche-system --create-namespace \
-		--values "$KIND_DIR/values.yaml" --wait --timeout 120s \
+		--values "$KIND_DIR/values.yaml" \
 		--set-string "nodePlugin.podAnnotations.image-content=$content" \
 		--set-string "mps.podAnnotations.image-content=$content" \
 		--set-string "controller.podAnnotations.image-content=$content"
 	replace_supervisors "$content"
+	kubectl --namespace tranche-system rollout status deployment/tranche-controller --timeout 120s
+	kubectl --namespace tranche-system rollout status daemonset/tranche-node-plugin --timeout 120s
 }
 
-# An update leaves the supervisors of MPS daemons, whose end ends the daemons: here nothing uses them.
+# An update leaves the supervisors of MPS daemons, whose end ends the daemons: here nothing uses them. So Helm's --wait would
+# never return.
 replace_supervisors() {
 	local selector=app.kubernetes.io/component=mps
 	kubectl --namespace tranche-system get pods --selector "$selector" --output json |
