@@ -4,11 +4,15 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use anyhow::ensure;
 use futures::future::try_join_all;
+use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::api::resource::v1::ResourceSlice;
+use kube::api::{Api, DeleteParams};
+use kube::{Client, ResourceExt as _};
 use serde_json::Value;
 use tranche_api::names::attribute;
 use tranche_api::tier::Tier;
-use tranche_e2e::{Case, PodHandle, Request, policy, run, system, wait};
+use tranche_e2e::system::NodePlugin;
+use tranche_e2e::{Case, PodHandle, Request, SYSTEM, policy, run, system, wait};
 
 const GPUS: usize = 8;
 
@@ -23,20 +27,32 @@ fn gpus(slices: &BTreeMap<String, ResourceSlice>) -> BTreeSet<String> {
         .collect()
 }
 
+/// Starts the plugin as a boot does, with which a node gets other GPUs: it keeps NVML open for some time after the last claim, and
+/// an open NVML knows the GPUs of its start.
+async fn start_again(client: &Client, plugin: &NodePlugin) -> anyhow::Result<()> {
+    let pods: Api<Pod> = Api::namespaced(client.clone(), SYSTEM);
+    let pod = plugin.ready(None).await?;
+    pods.delete(&pod.name_any(), &DeleteParams::default())
+        .await?;
+    Ok(())
+}
+
 /// Gives the test's node eight GPUs until the test ends.
 async fn eight_gpus(case: &Case) -> anyhow::Result<()> {
     let plugin = case.plugin();
     let before = gpus(&plugin.published().await?).len();
     let edit = format!("s/^count = .*/count = {GPUS}/");
     let back = case.node.change_machine(&edit).await?;
-    let (node, restored) = (case.node.clone(), case.plugin());
+    let (node, restored, client) = (case.node.clone(), case.plugin(), case.client.clone());
     case.afterwards("the node's own GPUs", async move {
         node.shell(&back).await?;
+        start_again(&client, &restored).await?;
         let has = |slices: &BTreeMap<String, ResourceSlice>| {
             (gpus(&system::complete(slices)?).len() == before).then_some(())
         };
         restored.slices("its own GPUs", wait::USUAL, has).await
     });
+    start_again(&case.client, &plugin).await?;
     plugin
         .slices("eight GPUs", wait::USUAL, |slices| {
             (gpus(&system::complete(slices)?).len() == GPUS).then_some(())
