@@ -14,9 +14,9 @@
 //!
 //! 1. CUDA's terms: `code` (error codes), `object` (handles), `abi` (structs of cuda.h that several families use), `export`
 //!    (how functions are exported);
-//! 2. the process and its GPUs: `mps` (as a client of an MPS daemon), `driver` (the page, and what this process sees of it), `host` (work that the host does
-//!    in a GPU's order), `heap` (addresses, and blocks of GPU memory), `graph_pool`, `device`, `held`
-//!    (memory that `dma-buf`s keep);
+//! 2. the process and its GPUs: `mps` (as a client of an MPS daemon), `driver` (the page, and what this process sees of it),
+//!    `fault` (kernels that fault), `host` (work that the host does in a GPU's order), `heap` (addresses, and blocks of GPU
+//!    memory), `graph_pool`, `device`, `held` (memory that `dma-buf`s keep);
 //! 3. memory: `context`, `pool`, `space` (all known addresses), `memory` (allocation of all kinds), `managed`, `vmm`,
 //!    `dma_buf`, `multicast`, `array`, `graph_memory`;
 //! 4. work: `image` (which kernels an image has), `module` (modules and kernels), `launch`, `copy`, `fill`, `graph`,
