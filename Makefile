@@ -56,7 +56,8 @@ unit: shim simulator gpu-kit ## unit, property and contract tests, without a clu
 
 e2e: export WORKERS ?= 2
 e2e: image simulator ## the suite on a cluster of two GPU nodes, which goes afterwards unless it was there before
-	e2e/kind/with e2e/run
+	rm -f target/e2e.log
+	e2e/kind/with e2e/run || { e2e/failures; exit 1; }
 
 bench: image simulator ## the numbers of SPECIFICATION.md
 	e2e/kind/with bench/run

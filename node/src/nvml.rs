@@ -3,6 +3,7 @@
 //! [`Nvml`] and [`Driver`] are injected, so that a test can script a driver that is missing,
 //! appears late or fails. [`search`] finds the real library, `library` calls it.
 
+mod kept;
 mod library;
 mod mig;
 pub mod search;
@@ -18,8 +19,10 @@ use tranche_driver::gpu_state::{Actual, Change, ComputeMode};
 use crate::devices::DeviceNodes;
 use crate::root::{DriverRoot, RootError};
 
+pub use kept::KeptNvml;
+
 /// What NVML reports about a node.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Description {
     /// nvmlSystemGetDriverVersion.
     pub driver_version: String,

@@ -1,11 +1,11 @@
 //! The utilization of GPUs, in total and by process.
 
 use std::collections::BTreeMap;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Instant, SystemTime};
 
 use tranche_shim_runtime::sys;
 
-use crate::nvml::{Driver, Nvml, NvmlError, ProcessMemory, ProcessSample};
+use crate::nvml::{Driver, KeptNvml, Nvml, NvmlError, ProcessMemory, ProcessSample};
 
 /// How busy GPUs are.
 pub trait Utilization {
@@ -42,9 +42,6 @@ pub struct Answer {
     pub processes: Vec<(u32, f64)>,
 }
 
-/// The interval between attempts to open NVML. Shares have their cores also without it.
-const RETRY: Duration = Duration::from_secs(10);
-
 /// The longest time that an answer describes, in microseconds: the driver samples every 1/6 s to 1 s, and
 /// an answer may come later. In more time the GPU was idle.
 const LONGEST_MICROS: u64 = 1_500_000;
@@ -55,9 +52,7 @@ const AFTER_IDLE_MICROS: u64 = 1_000_000 / 6;
 /// The utilization as NVML reports it, as soon as NVML can be opened.
 #[derive(Debug)]
 pub struct NvmlUtilization {
-    driver: Option<Box<dyn Driver>>,
-    opened: Option<Box<dyn Nvml>>,
-    tried: Option<Instant>,
+    nvml: KeptNvml,
     last: BTreeMap<String, Last>,
 }
 
@@ -145,9 +140,7 @@ impl NvmlUtilization {
     #[must_use]
     pub fn new(driver: Box<dyn Driver>) -> Self {
         Self {
-            driver: Some(driver),
-            opened: None,
-            tried: None,
+            nvml: KeptNvml::new(driver),
             last: BTreeMap::new(),
         }
     }
@@ -156,9 +149,7 @@ impl NvmlUtilization {
     #[must_use]
     pub fn of(nvml: Box<dyn Nvml>) -> Self {
         Self {
-            driver: None,
-            opened: Some(nvml),
-            tried: None,
+            nvml: KeptNvml::of(nvml),
             last: BTreeMap::new(),
         }
     }
@@ -169,32 +160,14 @@ impl NvmlUtilization {
     }
 
     fn open(&mut self) -> Option<&dyn Nvml> {
-        if let (None, Some(driver)) = (&self.opened, &self.driver)
-            && self.tried.is_none_or(|at| at.elapsed() > RETRY)
-        {
-            self.tried = Some(Instant::now());
-            self.opened = driver.open().ok().map(|opened| opened.nvml);
-        }
-        self.opened.as_deref()
-    }
-
-    /// Closes NVML after a call failed that every driver supports: the driver may have been replaced,
-    /// and an old NVML does not work with it. Not immediately after it was opened: such a call also
-    /// fails for a GPU that is gone, and the other GPUs' figures are still needed.
-    fn close_failed(&mut self) {
-        if self.driver.is_some() && self.tried.is_none_or(|at| at.elapsed() > RETRY) {
-            self.opened = None;
-        }
+        self.nvml.get(Instant::now()).ok()
     }
 }
 
 impl Utilization for NvmlUtilization {
     fn close(&mut self) {
-        if self.driver.is_some() {
-            self.opened = None;
-            self.tried = None;
-            self.last.clear();
-        }
+        self.nvml.close();
+        self.last.clear();
     }
 
     fn whole(&mut self, gpu_uuid: &str) -> Option<f64> {
@@ -203,7 +176,7 @@ impl Utilization for NvmlUtilization {
             // A GPU in MIG mode.
             Err(NvmlError::NotSupported { .. }) => None,
             Err(_) => {
-                self.close_failed();
+                self.nvml.close_failed(Instant::now());
                 None
             }
         }
@@ -227,6 +200,7 @@ impl Utilization for NvmlUtilization {
 mod tests {
     use std::sync::Arc;
     use std::sync::atomic::{AtomicU32, Ordering};
+    use std::time::Duration;
 
     use tranche_api::sharing_policy::Interval;
     use tranche_driver::gpu_state::{Actual, Change, ComputeMode};
@@ -334,7 +308,7 @@ mod tests {
         let mut utilization = NvmlUtilization::new(Box::new(driver.clone()));
         let opened = || driver.opened.load(Ordering::SeqCst);
         let later = |utilization: &mut NvmlUtilization| {
-            utilization.tried = Instant::now().checked_sub(RETRY * 2);
+            utilization.nvml.pass(Duration::from_secs(20));
         };
         assert_eq!((utilization.whole("here"), opened()), (None, 1));
         later(&mut utilization);

@@ -2,18 +2,15 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::compare::{Owner, ProcessId, ProcessSample, Sample, ShareSample, SlotSample};
 use super::owner::{Identity, Proc};
-use crate::nvml::{Driver, Nvml, NvmlError, ProcessMemory};
+use crate::nvml::{Driver, KeptNvml, NvmlError, ProcessMemory};
 use crate::page::{AccountCopy, AccountFile};
 
 /// How often the accounts and NVML are read if an account changes meanwhile.
 const READINGS: u32 = 4;
-
-/// The interval between attempts to open NVML.
-const RETRY: Duration = Duration::from_secs(10);
 
 /// What claims hold of a GPU, by the plugin's ledger.
 #[derive(Clone, Debug, Default)]
@@ -72,9 +69,7 @@ pub enum Unwatchable {
 #[derive(Debug)]
 pub struct Probe {
     proc: Proc,
-    driver: Box<dyn Driver>,
-    opened: Option<Box<dyn Nvml>>,
-    tried: Option<Instant>,
+    nvml: KeptNvml,
     known: BTreeMap<u32, Identity>,
     /// The keys of the processes of each pod that were seen, by the pod's UID.
     learned: BTreeMap<String, BTreeSet<String>>,
@@ -86,9 +81,7 @@ impl Probe {
     pub fn new(driver: Box<dyn Driver>, proc: Proc) -> Self {
         Self {
             proc,
-            driver,
-            opened: None,
-            tried: None,
+            nvml: KeptNvml::new(driver),
             known: BTreeMap::new(),
             learned: BTreeMap::new(),
         }
@@ -96,8 +89,7 @@ impl Probe {
 
     /// Closes NVML because no claim holds a GPU, so that the driver can be unloaded.
     pub fn close(&mut self) {
-        self.opened = None;
-        self.tried = None;
+        self.nvml.close();
         self.known.clear();
         self.learned.clear();
     }
@@ -105,7 +97,7 @@ impl Probe {
     /// Whether NVML is open.
     #[must_use]
     pub fn is_open(&self) -> bool {
-        self.opened.is_some()
+        self.nvml.is_open()
     }
 
     /// Samples one GPU. `is_key` is true for the keys of all held devices, on any GPU.
@@ -181,20 +173,13 @@ impl Probe {
     }
 
     fn query(&mut self, gpu: &str) -> Result<(Vec<ProcessMemory>, Option<u64>), NvmlError> {
-        let nvml = match &self.opened {
-            Some(nvml) => nvml,
-            None if self.tried.is_none_or(|at| at.elapsed() >= RETRY) => {
-                self.tried = Some(Instant::now());
-                self.opened.insert(self.driver.open()?.nvml)
-            }
-            None => return Err(NvmlError::Root("NVML could not be opened just now".into())),
-        };
+        let now = Instant::now();
+        let nvml = self.nvml.get(now)?;
         let answer = nvml
             .processes(gpu)
             .map(|processes| (processes, nvml.used_memory(gpu).ok().map(counted)));
-        // The driver may have been replaced, and an old NVML does not work with it.
-        if answer.is_err() && self.tried.is_none_or(|at| at.elapsed() >= RETRY) {
-            self.opened = None;
+        if answer.is_err() {
+            self.nvml.close_failed(now);
         }
         answer
     }
