@@ -226,6 +226,29 @@ impl World {
         make_node(&self.driver_root(), name);
     }
 
+    /// Boots the machine: everything that was only in memory is gone.
+    pub fn reboot(&self) {
+        self.mig.reboot();
+        self.mps.reboot();
+        self.unmount_all();
+        let run = self.layout.shares.parent().unwrap();
+        for folder in [run, &self.layout.cdi, &self.proc()] {
+            let _ = std::fs::remove_dir_all(folder);
+        }
+        std::fs::create_dir(self.proc()).unwrap();
+    }
+
+    /// Boots the machine with its GPUs in another order: each has another one's minor number and PCI address.
+    pub fn reboot_in_another_order(&mut self) {
+        self.reboot();
+        self.mig.reorder();
+        let description = self.mig.describe().unwrap();
+        self.ready = Arc::new(Ready {
+            inventory: inventory(&description, Path::new("/nowhere")),
+            ..(*self.ready).clone()
+        });
+    }
+
     /// A plugin on this node, as `app` starts it; its driver is ready.
     pub fn start(&self) -> Plugin {
         self.start_on(Arc::new(HostFs)).unwrap()
@@ -352,9 +375,8 @@ impl World {
     }
 }
 
-impl Drop for World {
-    /// Mounts would prevent the removal of the folder.
-    fn drop(&mut self) {
+impl World {
+    fn unmount_all(&self) {
         let mounts = std::fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
         let points = mounts.lines().filter_map(|line| line.split(' ').nth(4));
         let points: Vec<_> = points
@@ -363,6 +385,13 @@ impl Drop for World {
         for point in points.into_iter().rev() {
             let _ = rustix::mount::unmount(point, rustix::mount::UnmountFlags::DETACH);
         }
+    }
+}
+
+impl Drop for World {
+    /// Mounts would prevent the removal of the folder.
+    fn drop(&mut self) {
+        self.unmount_all();
     }
 }
 

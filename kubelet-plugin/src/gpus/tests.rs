@@ -3,6 +3,7 @@
 mod faults;
 mod mps;
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -15,6 +16,7 @@ use crate::fs::testing::{Fault, FaultyFs};
 use crate::orphans::schedule::SPREAD;
 use crate::testing::{Listing, Plugin, World, claim, claim_ref, concurrent, partition, whole};
 use tranche_node::nvml::{Nvml as _, NvmlError};
+use tranche_shim_core::cap::CapPage;
 
 const GPU: &str = "GPU-00000000-0000-0000-0000-000000000000";
 const NONE: [&str; 0] = [];
@@ -105,7 +107,7 @@ async fn a_claims_partitions_are_made_and_removed() {
         );
         let share = world.layout.share("uid-of-a", &device.key);
         let page = std::fs::read(share.cap).unwrap();
-        let page = tranche_shim_core::cap::CapPage::decode(&page).unwrap();
+        let page = CapPage::decode(&page).unwrap();
         assert_eq!(page.gpu_uuid, mig.uuid, "programs see the MIG device");
     }
     let spec = std::fs::read_to_string(world.layout.claim_spec("uid-of-a")).unwrap();
@@ -183,49 +185,115 @@ async fn what_overlaps_is_refused() {
     assert!(error.contains("2g.20gb at memory slice 1"), "{error}");
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 enum Ending {
     Retried,
     Released,
     Orphaned,
     Rebooted,
+    RebootedInAnotherOrder,
 }
 
-const ENDINGS: [Ending; 4] = [
+const ENDINGS: [Ending; 5] = [
     Ending::Retried,
     Ending::Released,
     Ending::Orphaned,
     Ending::Rebooted,
+    Ending::RebootedInAnotherOrder,
 ];
+
+impl Ending {
+    fn boot(self, world: &mut World) {
+        match self {
+            Self::Rebooted => world.reboot(),
+            Self::RebootedInAnotherOrder => world.reboot_in_another_order(),
+            Self::Retried | Self::Released | Self::Orphaned => {}
+        }
+    }
+}
 
 /// The claims whose every step is interrupted.
 fn interrupted() -> [serde_json::Value; 2] {
     [two_partitions(), two_concurrent_shares()]
 }
 
-async fn ends_well(world: &World, object: &serde_json::Value, ending: Ending, what: &str) {
-    if let Ending::Rebooted = ending {
-        world.mig.reboot();
-        world.mps.reboot();
+/// The record of a GPU, whose instances have no order.
+fn in_any_order(record: &[u8]) -> String {
+    let mut record: serde_json::Value = serde_json::from_slice(record).unwrap();
+    if let Some(instances) = record["changes"]["instances"].as_array_mut() {
+        instances.sort_by_key(ToString::to_string);
     }
+    record.to_string()
+}
+
+/// What a prepared claim has on the node: its files, its places on the GPUs, and the GPUs' daemons and compute modes.
+#[derive(Debug, PartialEq)]
+struct Prepared {
+    files: Vec<(String, String)>,
+    /// By the GPU's UUID.
+    gpus: BTreeMap<String, (BTreeSet<Place>, ComputeMode)>,
+    daemons: Vec<String>,
+}
+
+impl Prepared {
+    fn of(world: &World) -> Self {
+        // A MIG device that is made again has another UUID, which is part of a page's checksum.
+        let text = |path: &str, content: &[u8]| {
+            if path.starts_with("plugin/gpus/GPU-") {
+                return in_any_order(content);
+            }
+            let raw = std::fs::read(world.dir.path().join(path)).unwrap_or_default();
+            let text = match CapPage::decode(&raw) {
+                Ok(page) => format!("{page:?}"),
+                Err(_) => String::from_utf8_lossy(content).into_owned(),
+            };
+            let parts = text.split("MIG-").enumerate();
+            let anonymous = parts.map(|(n, part)| if n == 0 { part } else { &part[8..] });
+            anonymous.collect::<Vec<_>>().join("MIG-")
+        };
+        let contents = world.contents().into_iter();
+        let state = |gpu: &tranche_api::gpu_node::Gpu| {
+            let actual = actual(world, &gpu.uuid);
+            let places = actual.instances.iter().map(|it| it.place).collect();
+            (gpu.uuid.clone(), (places, actual.compute_mode))
+        };
+        Self {
+            files: contents
+                .map(|(path, content)| (path.clone(), text(&path, &content)))
+                .collect(),
+            gpus: world.ready.inventory.gpus.iter().map(state).collect(),
+            daemons: world.mps.serving(),
+        }
+    }
+
+    /// Without a crash, on a machine that was booted in this way.
+    async fn undisturbed(object: &serde_json::Value, ending: Ending) -> Self {
+        let mut world = World::new();
+        ending.boot(&mut world);
+        world.api.put(object.clone());
+        world.prepare("a").await;
+        Self::of(&world)
+    }
+}
+
+async fn ends_well(
+    world: &mut World,
+    object: &serde_json::Value,
+    ending: Ending,
+    wanted: &Prepared,
+    what: &str,
+) {
+    ending.boot(world);
     let plugin = world.start();
     settle(&plugin).await;
     match ending {
-        Ending::Retried | Ending::Rebooted => {
+        Ending::Retried | Ending::Rebooted | Ending::RebootedInAnotherOrder => {
             plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
-            let instances = actual(world, GPU).instances.len();
-            let daemons = world.mps.serving();
-            if *object == two_partitions() {
-                assert_eq!((instances, &daemons[..]), (2, &[][..]), "{what}");
-            } else {
-                assert_eq!(
-                    (instances, &daemons[..]),
-                    (0, &[GPU.to_owned()][..]),
-                    "{what}"
-                );
-                let mode = actual(world, GPU).compute_mode;
-                assert_eq!(mode, ComputeMode::ExclusiveProcess, "{what}");
+            let prepared = Prepared::of(world);
+            for (there, wanted) in prepared.files.iter().zip(&wanted.files) {
+                assert_eq!(there, wanted, "{what}");
             }
+            assert_eq!(prepared, *wanted, "{what}");
             plugin.preparer.unprepare(&claim_ref("a")).await.unwrap();
         }
         Ending::Released => plugin.preparer.unprepare(&claim_ref("a")).await.unwrap(),
@@ -238,18 +306,31 @@ async fn ends_well(world: &World, object: &serde_json::Value, ending: Ending, wh
     nothing_is_left(world, what);
 }
 
+/// Nothing but the order of the GPUs changed, and all that a claim has is on the GPU with the same UUID.
+#[tokio::test]
+async fn an_undisturbed_claim_has_the_same_gpus_in_any_order() {
+    for object in interrupted() {
+        let usual = Prepared::undisturbed(&object, Ending::Rebooted).await;
+        let other = Prepared::undisturbed(&object, Ending::RebootedInAnotherOrder).await;
+        assert_ne!(usual.files, other.files, "device nodes have other numbers");
+        assert_eq!((usual.gpus, usual.daemons), (other.gpus, other.daemons));
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn killed_at_any_step_of_prepare_it_converges() {
     for (object, ending) in product(interrupted(), ENDINGS) {
+        let wanted = Prepared::undisturbed(&object, ending).await;
         for at in 0.. {
-            let world = World::new();
+            let mut world = World::new();
             world.api.put(object.clone());
             let fs = Arc::new(FaultyFs::new(at, Fault::Death));
             if let Ok(plugin) = world.start_on(Arc::clone(&fs) as _) {
                 let result = plugin.preparer.prepare(&claim_ref("a")).await;
                 assert_eq!(result.is_err(), fs.struck(), "{at}");
             }
-            ends_well(&world, &object, ending, &format!("{ending:?} {at}")).await;
+            let what = format!("{ending:?} {at}");
+            ends_well(&mut world, &object, ending, &wanted, &what).await;
             if !fs.struck() {
                 assert!(at > 30, "only {at} steps were tried");
                 break;
@@ -261,8 +342,9 @@ async fn killed_at_any_step_of_prepare_it_converges() {
 #[tokio::test(start_paused = true)]
 async fn killed_at_any_step_of_unprepare_it_converges() {
     for (object, ending) in product(interrupted(), ENDINGS) {
+        let wanted = Prepared::undisturbed(&object, ending).await;
         for at in 0.. {
-            let world = World::new();
+            let mut world = World::new();
             world.api.put(object.clone());
             world.prepare("a").await;
             let fs = Arc::new(FaultyFs::new(at, Fault::Death));
@@ -271,7 +353,8 @@ async fn killed_at_any_step_of_unprepare_it_converges() {
                 // The daemon of a released claim may be ended later.
                 assert!(result.is_ok() || fs.struck(), "{at}");
             }
-            ends_well(&world, &object, ending, &format!("{ending:?} {at}")).await;
+            let what = format!("{ending:?} {at}");
+            ends_well(&mut world, &object, ending, &wanted, &what).await;
             if !fs.struck() {
                 break;
             }

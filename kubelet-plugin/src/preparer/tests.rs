@@ -844,8 +844,11 @@ fn shares() -> serde_json::Value {
 }
 
 /// A claim's files without an error.
-async fn undisturbed() -> Vec<(String, Vec<u8>)> {
-    let world = World::new();
+async fn undisturbed(ending: Ending) -> Vec<(String, Vec<u8>)> {
+    let mut world = World::new();
+    if let Ending::Rebooted = ending {
+        world.reboot_in_another_order();
+    }
     world.api.put(shares());
     world.prepare("a").await;
     world.contents()
@@ -857,12 +860,24 @@ enum Ending {
     Retried,
     Released,
     Orphaned,
+    /// With the GPUs in another order.
+    Rebooted,
 }
 
-async fn ends_well(world: &World, ending: Ending, at: usize, wanted: &[(String, Vec<u8>)]) {
+const ENDINGS: [Ending; 4] = [
+    Ending::Retried,
+    Ending::Released,
+    Ending::Orphaned,
+    Ending::Rebooted,
+];
+
+async fn ends_well(world: &mut World, ending: Ending, at: usize, wanted: &[(String, Vec<u8>)]) {
+    if let Ending::Rebooted = ending {
+        world.reboot_in_another_order();
+    }
     let plugin = world.start();
     match ending {
-        Ending::Retried => {
+        Ending::Retried | Ending::Rebooted => {
             plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
             assert_eq!(world.contents(), wanted, "{ending:?} {at}");
             plugin.preparer.unprepare(&claim_ref("a")).await.unwrap();
@@ -879,18 +894,18 @@ async fn ends_well(world: &World, ending: Ending, at: usize, wanted: &[(String, 
 
 #[tokio::test(start_paused = true)]
 async fn killed_at_any_step_of_prepare_it_converges() {
-    let wanted = undisturbed().await;
-    for ending in [Ending::Retried, Ending::Released, Ending::Orphaned] {
+    for ending in ENDINGS {
+        let wanted = undisturbed(ending).await;
         let mut steps = 0;
         for at in 0.. {
-            let world = World::new();
+            let mut world = World::new();
             world.api.put(shares());
             let fs = Arc::new(FaultyFs::new(at, Fault::Death));
             if let Ok(plugin) = world.start_on(Arc::clone(&fs) as _) {
                 let result = plugin.preparer.prepare(&claim_ref("a")).await;
                 assert_eq!(result.is_err(), fs.struck(), "{at}");
             }
-            ends_well(&world, ending, at, &wanted).await;
+            ends_well(&mut world, ending, at, &wanted).await;
             steps = at;
             if !fs.struck() {
                 break;
@@ -902,10 +917,10 @@ async fn killed_at_any_step_of_prepare_it_converges() {
 
 #[tokio::test(start_paused = true)]
 async fn killed_at_any_step_of_unprepare_it_converges() {
-    let wanted = undisturbed().await;
-    for ending in [Ending::Retried, Ending::Released, Ending::Orphaned] {
+    for ending in ENDINGS {
+        let wanted = undisturbed(ending).await;
         for at in 0.. {
-            let world = World::new();
+            let mut world = World::new();
             world.api.put(shares());
             world.prepare("a").await;
             let fs = Arc::new(FaultyFs::new(at, Fault::Death));
@@ -913,7 +928,7 @@ async fn killed_at_any_step_of_unprepare_it_converges() {
                 let result = plugin.preparer.unprepare(&claim_ref("a")).await;
                 assert_eq!(result.is_err(), fs.struck(), "{at}");
             }
-            ends_well(&world, ending, at, &wanted).await;
+            ends_well(&mut world, ending, at, &wanted).await;
             if !fs.struck() {
                 break;
             }

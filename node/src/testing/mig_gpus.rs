@@ -171,6 +171,17 @@ impl MigGpus {
         }
     }
 
+    /// Gives each GPU the minor number, the index and the PCI address of another one, as a boot can that probes them in
+    /// another order.
+    pub fn reorder(&self) {
+        let gpus = &mut self.lock().description.gpus;
+        let mut places: Vec<_> = gpus.iter().map(|it| (it.minor, it.index, it.pci)).collect();
+        places.rotate_left(1);
+        for (gpu, place) in gpus.iter_mut().zip(places) {
+            (gpu.minor, gpu.index, gpu.pci) = place;
+        }
+    }
+
     /// What `nvidia-smi -mig` leaves on a GPU whose mode does not change at once.
     pub fn set_pending(&self, uuid: &str, on: bool) {
         self.gpu(uuid, |gpu| gpu.actual.mig_mode.pending = on);
