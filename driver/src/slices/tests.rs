@@ -2,6 +2,7 @@ mod boots;
 mod comparison;
 pub(super) mod limits;
 mod properties;
+mod shrunk;
 
 use serde_json::{Value, json};
 use tranche_api::Quantity;

@@ -13,6 +13,7 @@ use tranche_driver::gpu_state::{Actual, Change, ComputeMode, Place};
 
 use crate::driver_state::{DriverError, DriverState};
 use crate::fs::testing::{Fault, FaultyFs};
+use crate::gpu_node::NodePolicy;
 use crate::orphans::schedule::SPREAD;
 use crate::testing::{Listing, Plugin, World, claim, claim_ref, concurrent, partition, whole};
 use tranche_node::nvml::{Nvml as _, NvmlError};
@@ -504,6 +505,31 @@ async fn an_administrators_partition_is_used_and_stays() {
             pending: true
         }
     );
+}
+
+/// The policy names another profile, another tier, or nothing of the GPU.
+#[tokio::test]
+async fn a_policy_that_offers_less_leaves_what_claims_hold() {
+    for object in interrupted() {
+        let world = World::new();
+        let plugin = world.start();
+        world.api.put(object);
+        let record = plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
+        let before = Prepared::of(&world);
+        for plugin in [plugin, world.start()] {
+            plugin.policy.send_replace(NodePolicy::default());
+            settle(&plugin).await;
+            assert_eq!(Prepared::of(&world), before);
+            // A container that starts again has what it had.
+            let again = plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
+            assert_eq!(again.plan, record.plan);
+            assert_eq!(Prepared::of(&world), before);
+        }
+        let plugin = world.start();
+        plugin.policy.send_replace(NodePolicy::default());
+        plugin.preparer.unprepare(&claim_ref("a")).await.unwrap();
+        nothing_is_left(&world, "released under another policy");
+    }
 }
 
 #[tokio::test]
