@@ -31,7 +31,7 @@ cluster-up: image simulator ## a kind cluster with simulated GPUs and Tranche on
 cluster-down: ## removes the cluster and every trace of it
 	e2e/kind/down
 
-demo: cluster-up ## two namespaces share a GPU, in one page
+demo: cluster-up ## the tiers side by side on two GPUs, in one page
 	e2e/demo
 
 demo-down: cluster-down ## removes every trace of the demo
