@@ -1,5 +1,8 @@
 //! GPUs, nodes and claims for tests.
 
+pub(crate) mod mutation;
+pub(crate) mod schema;
+
 use k8s_openapi::api::resource::v1::ResourceClaim;
 use serde_json::{Value, json};
 use tranche_api::gpu_node::{Gpu, Inventory, MigMode};

@@ -1,3 +1,5 @@
+mod mutations;
+
 use k8s_openapi::api::resource::v1::ResourceClaim;
 use proptest::prelude::*;
 use serde_json::{Value, json};

@@ -1,3 +1,5 @@
+mod mutations;
+
 use proptest::prelude::*;
 use serde_json::{Value, json};
 

@@ -1,0 +1,217 @@
+//! Whole SharingPolicies, valid at first, changed anywhere.
+
+use std::sync::LazyLock;
+
+use kube::CustomResourceExt as _;
+use proptest::prelude::*;
+use serde_json::{Value, json};
+use tranche_api::quantity::Quantity;
+use tranche_api::sharing_policy::SharingPolicy;
+
+use super::{Terms, labels, matching};
+use crate::testing::mutation::{any_mutations, mutated};
+use crate::testing::{gpu, schema};
+
+const WORDS: &[&str] = &[
+    "spec",
+    "tiers",
+    "capped",
+    "concurrent",
+    "partition",
+    "timeshared",
+    "exclusive",
+    "passthrough",
+    "nodeSelector",
+    "matchLabels",
+    "matchExpressions",
+    "key",
+    "operator",
+    "values",
+    "In",
+    "Exists",
+    "DoesNotExist",
+    "products",
+    "uuids",
+    "indices",
+    "priority",
+    "maxSharers",
+    "expectedSharers",
+    "contextMemory",
+    "memoryStep",
+    "defaultMemory",
+    "coresStep",
+    "defaultCores",
+    "untestedDriver",
+    "onBypass",
+    "driverCapabilities",
+    "profiles",
+    "interval",
+    "Long",
+    "Kill",
+    "Allow",
+    "1g.10gb",
+    "1g.10gb+me",
+    "7g.80gb",
+    "0",
+    "1Gi",
+    "1.5Mi",
+    "500m",
+    "1e3",
+    "1e99",
+    "9999999999Ei",
+    "-1",
+    "+5",
+    ".5",
+    "5.",
+    "0x10",
+    "compute",
+    "utility",
+    "video",
+    "GPU-00000000-0000-0000-0000-000000000000",
+    "GPU-00000001-ABCD-0000-0000-000000000000",
+];
+
+/// Has every field.
+fn valid() -> Value {
+    json!({
+        "apiVersion": "gpu.tranche.dev/v1alpha1",
+        "kind": "SharingPolicy",
+        "metadata": {"name": "p", "labels": {"team": "a"}},
+        "spec": {
+            "priority": 7,
+            "nodeSelector": {
+                "matchLabels": {"pool": "gpu"},
+                "matchExpressions": [
+                    {"key": "zone", "operator": "In", "values": ["a", "b"]},
+                    {"key": "old", "operator": "DoesNotExist"},
+                ],
+            },
+            "products": ["NVIDIA H100 80GB HBM3", "NVIDIA L4"],
+            "uuids": ["GPU-00000000-0000-0000-0000-000000000000"],
+            "indices": [0, 3],
+            "tiers": ["capped", "concurrent", "partition", "timeshared", "exclusive"],
+            "capped": {
+                "maxSharers": 10, "expectedSharers": 4, "contextMemory": "512Mi", "memoryStep": "256Mi",
+                "defaultMemory": "8Gi", "coresStep": 5, "defaultCores": 10, "untestedDriver": "Allow", "onBypass": "Kill",
+                "driverCapabilities": ["compute", "utility", "video"],
+            },
+            "concurrent": {"maxSharers": 12},
+            "partition": {"profiles": ["1g.10gb", "3g.40gb", "1g.10gb+me"]},
+            "timeshared": {"maxSharers": 6, "interval": "Long"},
+        },
+    })
+}
+
+static SCHEMA: LazyLock<Value> = LazyLock::new(schema_of_policies);
+
+fn schema_of_policies() -> Value {
+    let crd = serde_json::to_value(SharingPolicy::crd()).unwrap();
+    let mut schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"].clone();
+    // These are the server's own.
+    for (name, field) in [
+        (
+            "apiVersion",
+            json!({"type": "string", "enum": ["gpu.tranche.dev/v1alpha1"]}),
+        ),
+        ("kind", json!({"type": "string", "enum": ["SharingPolicy"]})),
+        (
+            "metadata",
+            json!({"type": "object", "properties": {"name": {"type": "string"}}}),
+        ),
+    ] {
+        schema["properties"][name] = field;
+    }
+    schema["required"] = json!(["apiVersion", "kind", "metadata", "spec"]);
+    schema
+}
+
+fn refusal(policy: &SharingPolicy) -> Option<String> {
+    // Of the terms, the selector and the UUIDs, as `terms` reads them.
+    let of_terms = Terms::try_from(&policy.spec).err();
+    let of_terms = of_terms.map(|problem| problem.to_string());
+    let labels = labels(&[("zone", "a"), ("pool", "gpu")]);
+    let of_selector = matching(std::slice::from_ref(policy), &labels, &gpu(0)).err();
+    of_terms.or(of_selector.map(|error| error.problem.to_string()))
+}
+
+/// What the schema refuses and the types hold: words and numbers that a later schema may allow, which must not blind a watch
+/// of this release; an expression without a key, which selects by the empty label; lists of nothing, which serde reads as
+/// objects; and numbers above those of the API server.
+fn is_wider_than_the_schema(path: &str, value: &Value) -> bool {
+    let is_of_later = [
+        "spec.priority",
+        "spec.capped.onBypass",
+        "spec.timeshared.interval",
+    ];
+    let is_key = path.starts_with("spec.nodeSelector.matchExpressions[") && path.ends_with("].key");
+    let is_large = value.as_u64().is_some() && !value.is_i64();
+    is_of_later.contains(&path) || is_key || value.is_array() || is_large
+}
+
+/// The amount that the schema's rules refuse: those in CEL let only what fits into 64 bits pass.
+fn refused_amount(policy: &Value) -> Option<String> {
+    let amounts = ["contextMemory", "memoryStep", "defaultMemory"];
+    let paths = amounts.map(|it| format!("spec.capped.{it}"));
+    paths.into_iter().find(|path| {
+        let amount = value_at(policy, path).as_str();
+        amount.is_some_and(|it| it.parse::<Quantity>().is_err())
+    })
+}
+
+fn value_at<'a>(object: &'a Value, path: &str) -> &'a Value {
+    let steps = path.split(['.', '[', ']']).filter(|it| !it.is_empty());
+    steps.fold(object, |here, step| match step.parse::<usize>() {
+        Ok(index) => &here[index],
+        Err(_) => &here[step],
+    })
+}
+
+#[test]
+fn the_policy_that_is_mutated_is_valid_and_complete() {
+    let (schema, valid) = (&*SCHEMA, valid());
+    let stored = schema::stored(schema, &valid).unwrap();
+    assert_eq!(stored["spec"], valid["spec"]);
+    assert_eq!(refusal(&serde_json::from_value(stored).unwrap()), None);
+    let fields = schema["properties"]["spec"]["properties"]
+        .as_object()
+        .unwrap();
+    assert!(fields.keys().eq(valid["spec"].as_object().unwrap().keys()));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(4_000))]
+
+    #[test]
+    fn a_mutated_policy_is_read_or_refused_by_a_field_that_it_could_have(mutations in any_mutations(WORDS)) {
+        let policy = mutated(valid(), &mutations);
+        let stored = schema::stored(&SCHEMA, &policy);
+        let path = match &stored {
+            // One policy that does not decode would blind the watch to all.
+            Ok(stored) => match serde_json::from_value::<SharingPolicy>(stored.clone()) {
+                Ok(policy) => {
+                    let Some(problem) = refusal(&policy) else {
+                        return Ok(());
+                    };
+                    problem.split([' ', ',']).next().unwrap().to_owned()
+                }
+                Err(error) => {
+                    let path = refused_amount(stored);
+                    path.ok_or_else(|| TestCaseError::fail(format!("{stored}: {error}")))?
+                }
+            },
+            Err(path) => path.clone(),
+        };
+        // A key of a map may be anything.
+        let is_map = path.starts_with("spec.nodeSelector.matchLabels.");
+        prop_assert!(path.is_empty() || is_map || schema::at(&SCHEMA, &path).is_some(), "{} of {}", path, policy);
+
+        // What was written while there was another schema is read all the same, or is no policy at all.
+        let Ok(decoded) = serde_json::from_value::<SharingPolicy>(policy.clone()) else {
+            return Ok(());
+        };
+        if let (Err(path), None) = (stored, refusal(&decoded)) {
+            let is_known = !path.starts_with("spec") || is_wider_than_the_schema(&path, value_at(&policy, &path));
+            prop_assert!(is_known, "only the schema refuses {} of {}", path, policy);
+        }
+    }
+}
