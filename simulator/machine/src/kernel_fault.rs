@@ -39,3 +39,47 @@ impl ProcessSlot {
         self.fault.store(0, Ordering::Relaxed);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::layout::test_page;
+
+    const CODE: u32 = 700;
+    const DAEMON: u64 = 7;
+
+    fn client(page: &Shared, slot: usize) {
+        page.join_mps(slot, DAEMON);
+        page.charge(slot, 0, 1 << 20, || {}).unwrap();
+    }
+
+    fn faults(page: &Shared) -> [u32; 3] {
+        [0, 1, 2].map(|slot| page.slots[slot].fault.load(Ordering::Acquire))
+    }
+
+    #[test]
+    fn a_fault_reaches_the_clients_of_its_daemon() {
+        let page = test_page(include_str!("../../machines/T4.toml"));
+        client(page, 0);
+        client(page, 1);
+        page.charge(2, 0, 1 << 20, || {}).unwrap();
+        page.fault(0, 0, CODE);
+        assert_eq!(faults(page), [CODE, CODE, 0]);
+    }
+
+    #[test]
+    fn the_next_process_of_a_slot_has_neither_fault_nor_daemon_of_the_last() {
+        let page = test_page(include_str!("../../machines/T4.toml"));
+        client(page, 0);
+        client(page, 1);
+        page.fault(0, 0, CODE);
+        page.reclaim(0);
+        page.reclaim(1);
+        assert_eq!(faults(page), [0; 3]);
+        // In the first slot a client of the same daemon again, in the second a process without one.
+        client(page, 0);
+        page.charge(1, 0, 1 << 20, || {}).unwrap();
+        page.fault(0, 0, CODE);
+        assert_eq!(faults(page), [CODE, 0, 0]);
+    }
+}
