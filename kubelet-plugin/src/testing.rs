@@ -176,6 +176,11 @@ impl Plugin {
 impl World {
     /// A node with two H100 and Debian's driver.
     pub fn new() -> Self {
+        Self::with_gpus(2)
+    }
+
+    /// A node with so many H100, at most ten, and Debian's driver.
+    pub fn with_gpus(count: u32) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let layout = below(dir.path());
         lay_out_image(&dir.path().join("image"));
@@ -186,10 +191,13 @@ impl World {
         files::lay_out(&driver_root, files::DEBIAN_535);
         std::fs::create_dir(driver_root.join("dev")).unwrap();
         std::fs::create_dir(dir.path().join("proc")).unwrap();
-        for name in ["nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"] {
+        for name in ["nvidiactl", "nvidia-uvm"] {
             make_node(&driver_root, name);
         }
-        let mig = MigGpus::two_h100(&driver_root);
+        for minor in 0..count {
+            make_node(&driver_root, &format!("nvidia{minor}"));
+        }
+        let mig = MigGpus::h100(count, &driver_root);
         Self {
             ready: Arc::new(ready(&driver_root, &layout, &mig)),
             layout,

@@ -118,6 +118,12 @@ pub mod testing {
     /// Two described H100, the second first.
     #[must_use]
     pub fn two_h100() -> Description {
+        h100(2)
+    }
+
+    /// So many H100, the last one first; at most ten.
+    #[must_use]
+    pub fn h100(count: u32) -> Description {
         let gpu = |minor: u32| GpuDescription {
             uuid: format!("GPU-{minor:08}-0000-0000-0000-00000000000{minor}"),
             index: minor,
@@ -139,7 +145,7 @@ pub mod testing {
         Description {
             driver_version: "535.261.03".into(),
             cuda_driver_version: "12.2".into(),
-            gpus: vec![gpu(1), gpu(0)],
+            gpus: (0..count).rev().map(gpu).collect(),
             broken: Vec::new(),
         }
     }

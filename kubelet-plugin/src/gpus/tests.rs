@@ -1,5 +1,6 @@
 //! Partitions and concurrent shares of claims, through the kubelet's calls.
 
+mod at_once;
 mod faults;
 mod mps;
 
@@ -548,33 +549,4 @@ async fn a_record_that_cannot_be_read_keeps_its_gpu_from_all_claims() {
     plugin.preparer.prepare(&claim_ref("b")).await.unwrap();
     std::fs::remove_file(file).unwrap();
     plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
-}
-
-/// Claims on one GPU take turns at its state, and none of them waits for another GPU.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn many_at_once_each_get_their_own() {
-    let world = World::new();
-    let plugin = world.start();
-    let names: Vec<String> = (0..14).map(|n| format!("c{n}")).collect();
-    for (n, name) in (0_u32..).zip(&names) {
-        let of = format!("1g10gb-{}", n / 2);
-        world.api.put(claim(name, &[partition("x", n % 2, &of)]));
-    }
-    for _ in 0..3 {
-        let calls = names.iter().map(|name| {
-            let (preparer, claim) = (Arc::clone(&plugin.preparer), claim_ref(name));
-            async move { preparer.prepare(&claim).await.map(|_| ()) }
-        });
-        for result in futures::future::join_all(calls.collect::<Vec<_>>()).await {
-            result.unwrap();
-        }
-        let calls = names.iter().map(|name| {
-            let (preparer, claim) = (Arc::clone(&plugin.preparer), claim_ref(name));
-            async move { preparer.unprepare(&claim).await }
-        });
-        for result in futures::future::join_all(calls.collect::<Vec<_>>()).await {
-            result.unwrap();
-        }
-        nothing_is_left(&world, "all released");
-    }
 }

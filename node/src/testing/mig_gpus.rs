@@ -12,7 +12,7 @@ use tranche_driver::gpu_state::{Actual, Change, ComputeInstance, ComputeMode, In
 use tranche_driver::mig::{Geometry, Slices, tables};
 
 use crate::devices::DeviceNodes;
-use crate::inventory::testing::two_h100;
+use crate::inventory::testing::h100;
 use crate::nvml::{
     ChangeError, Description, Driver, GpuDescription, Nvml, NvmlError, Opened, ProcessMemory,
     ProcessSample, Traces,
@@ -63,7 +63,13 @@ impl MigGpus {
     /// Two H100 with 80 GB, not in MIG mode. Opened as a driver, their files are those of `root`.
     #[must_use]
     pub fn two_h100(root: &Path) -> Self {
-        let mut description = two_h100();
+        Self::h100(2, root)
+    }
+
+    /// So many H100 with 80 GB, at most ten.
+    #[must_use]
+    pub fn h100(count: u32, root: &Path) -> Self {
+        let mut description = h100(count);
         for gpu in &mut description.gpus {
             gpu.mig_profiles = tables::h100(&[&gpu.uuid]).profiles;
         }
