@@ -12,6 +12,7 @@ mod claims;
 mod cluster;
 mod dra;
 mod packing;
+mod planner;
 mod pods;
 mod prepare;
 mod process;
@@ -63,6 +64,8 @@ enum What {
     Sizes(sizes::Args),
     /// GPUs that capped shares need; with kube-scheduler's allocator (driver/allocator-oracle/build)
     Packing(packing::Args),
+    /// The slices of nodes with all tiers on: number, bytes, the time to plan them
+    Planner(planner::Args),
     /// Prints files of rows, in the order of SPECIFICATION.md; fails where a target is missed
     Report {
         /// Files of JSON lines
@@ -84,6 +87,7 @@ fn main() -> anyhow::Result<ExitCode> {
         What::Memory => sizes::in_memory()?,
         What::Sizes(args) => sizes::on_disk(args)?,
         What::Packing(args) => packing::run(*args)?,
+        What::Planner(args) => planner::run(*args)?,
         What::Report { files } => {
             let kept = row::report(files)?;
             return Ok(if kept {

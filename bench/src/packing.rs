@@ -14,6 +14,8 @@ mod partitions;
 mod place;
 mod scheduled;
 
+pub use scheduled::h100s;
+
 use crate::row::Row;
 
 /// How much is simulated.

@@ -228,6 +228,43 @@ pub const PROMISES: &[Promise] = &[
         AtMost(5.0),
     ),
     promise(
+        "slices-1",
+        "ResourceSlices of a node of one H100, all tiers on",
+        "slices",
+        AtMost(2.0),
+    ),
+    promise("slices-bytes-1", "their bytes as JSON", "KiB", AtMost(48.0)),
+    promise(
+        "slices-8",
+        "ResourceSlices of a node of 8 H100, all tiers on",
+        "slices",
+        AtMost(9.0),
+    ),
+    promise(
+        "slices-bytes-8",
+        "their bytes as JSON",
+        "KiB",
+        AtMost(384.0),
+    ),
+    promise(
+        "slices-16",
+        "ResourceSlices of a node of 16 H100, all tiers on",
+        "slices",
+        AtMost(18.0),
+    ),
+    promise(
+        "slices-bytes-16",
+        "their bytes as JSON",
+        "KiB",
+        AtMost(768.0),
+    ),
+    promise(
+        "plan-8",
+        "planning a node of 8 H100, all tiers on",
+        "ms",
+        AtMost(10.0),
+    ),
+    promise(
         "plugin-memory",
         "plugin's resident memory",
         "MiB",

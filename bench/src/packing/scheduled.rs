@@ -35,10 +35,8 @@ impl Node {
             "metadata": {"name": "default"},
             "spec": {"tiers": [tier]},
         }))?;
-        let gpus: Vec<Gpu> = (0..gpus).map(h100).collect();
-        let uuids: Vec<String> = gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
-        let mut inventory = Inventory::new("580.65.06".to_owned(), "13.0".to_owned(), gpus);
-        inventory.mig_geometries = vec![geometry::of(Model::of(ModelName::H100), &uuids)];
+        let inventory = h100s(gpus);
+        let uuids: Vec<_> = inventory.gpus.iter().map(|gpu| &gpu.uuid).collect();
         let plan = slices::plan(&NodeInput {
             name: NODE,
             uid: "7c1b2f6e-0d5e-4a43-8a07-5c9f1a2b3c4d",
@@ -59,7 +57,7 @@ impl Node {
                 .attributes
                 .as_ref()
                 .and_then(|it| it.get(attribute::UUID)?.string.as_ref());
-            let gpu = uuids.iter().position(|it| Some(it) == uuid);
+            let gpu = uuids.iter().position(|it| Some(*it) == uuid);
             let gpu = gpu.with_context(|| format!("{} is of no GPU", device.name))?;
             of_device.insert(device.name.clone(), gpu);
         }
@@ -102,6 +100,15 @@ impl Node {
         }
         reversed
     }
+}
+
+/// A node's inventory with so many H100.
+pub fn h100s(count: u32) -> Inventory {
+    let gpus: Vec<Gpu> = (0..count).map(h100).collect();
+    let uuids: Vec<String> = gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
+    let mut inventory = Inventory::new("580.65.06".to_owned(), "13.0".to_owned(), gpus);
+    inventory.mig_geometries = vec![geometry::of(Model::of(ModelName::H100), &uuids)];
+    inventory
 }
 
 fn h100(number: u32) -> Gpu {
