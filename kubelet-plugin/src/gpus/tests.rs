@@ -2,6 +2,7 @@
 
 mod at_once;
 mod faults;
+mod latency;
 mod mps;
 
 use std::collections::{BTreeMap, BTreeSet};
