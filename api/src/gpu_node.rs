@@ -119,7 +119,7 @@ impl Inventory {
 }
 
 /// One physical GPU, as NVML describes it.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Gpu {
     /// `GPU-…` (`nvmlDeviceGetUUID`): what the GPU is known by; all else may change.
@@ -179,6 +179,21 @@ pub struct Gpu {
     /// GPU instances that Tranche did not make: it offers them as they are, and never removes them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub mig_instances: Vec<MigInstance>,
+    /// Whether a virtual machine can get the GPU; absent where it has no IOMMU group.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vfio: Option<GpuVfio>,
+}
+
+/// What the kernel and its IOMMU say about giving a GPU to a virtual machine.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct GpuVfio {
+    /// The GPU's IOMMU group.
+    #[schemars(range(max = 4_294_967_295_u32))]
+    pub iommu_group: u32,
+    /// Why no virtual machine can get the GPU, and what to do about it; absent where one can.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub obstacle: Option<String>,
 }
 
 /// `nvmlDeviceGetMigMode`. Both are false on a GPU that cannot be partitioned.

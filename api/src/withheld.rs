@@ -74,6 +74,7 @@ pub mod reason {
         NOT_DIVIDED = "NotDivided", "controller", "": "The tier `partition` is not offered, because the driver does not report how MIG divides the GPU.";
         NO_PROFILE = "NoProfile", "controller", "": "The tier `partition` is not offered, because MIG can make none of the profiles that the SharingPolicy's `partition.profiles` names.";
         NO_MPS = "NoMps", "controller", "": "The tier `concurrent` is not offered, because the GPU is older than Volta: its MPS has no limits per client.";
+        NO_VFIO = "NoVfio", "controller", "": "The tier `passthrough` is not offered, because no virtual machine can get the GPU: there is no IOMMU, its group has another device, or VFIO is not loaded.";
         MPS_DAEMON = "MpsDaemon", "node", "": "The tier `concurrent` is not offered while the GPU's MPS daemon does not answer.";
         DUPLICATE = "Duplicate", "controller", "": "The node describes two GPUs under one UUID or PCI address.";
         INVALID_DESCRIPTION = "InvalidDescription", "controller", "": "A fact about the GPU has no place in a ResourceSlice.";

@@ -200,6 +200,9 @@ pub enum CdiError {
     /// A partition that is not there yet.
     #[error("{0}: the MIG device of the partition is not known")]
     NoMigDevice(String),
+    /// A GPU that is not at VFIO yet.
+    #[error("{0}: the VFIO group of the GPU is not known")]
+    NoVfioGroup(String),
     /// A path that is not absolute.
     #[error("{what} {path:?} is not an absolute path")]
     Path {

@@ -306,9 +306,6 @@ impl AllocatedDevice {
     ) -> Result<Self, DeviceProblem> {
         let device: DeviceName = result.device.parse()?;
         let tier = device.tier();
-        if !tier.is_served() {
-            return Err(DeviceProblem::Unserved { tier });
-        }
         let grant = if result.admin_access == Some(true) {
             Grant::Admin {
                 share_id: result.share_id.clone(),

@@ -21,18 +21,21 @@
 //! NVIDIA's MPS documentation recommends: then no process has a context beside the daemon's server. After the last share the daemon
 //! ends, and the compute mode is what it was before, unless somebody else has changed it meanwhile.
 //!
-//! The length of **time slices** has nothing to do with the rest, and a function of its own, [`next_time_slice`].
+//! The length of **time slices** has nothing to do with the rest, and a function of its own, [`next_time_slice`]. So has the way to
+//! **VFIO**, [`vfio::next`]: it begins when all else is as it was before Tranche changed it.
 
 mod time_slice;
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
-use tranche_api::gpu_node::MigMode;
+use tranche_api::gpu_node::{Gpu, MigMode};
+use tranche_api::mig::MigProfile;
 
 pub use time_slice::{ChangedTimeSlice, NextTimeSlice, next_time_slice};
 
 use crate::mig::{Geometry, Profile, Slices};
+use crate::vfio;
 
 /// A profile at a placement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -108,6 +111,22 @@ pub struct Record {
     /// The length of time slices that Tranche has set, or is about to set.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub time_slice: Option<ChangedTimeSlice>,
+    /// The GPU is bound to VFIO, or on its way there or back.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vfio: Option<Box<AtVfio>>,
+}
+
+/// A GPU that is bound to VFIO: its driver does not know it, so nothing else describes it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct AtVfio {
+    /// What the functions of its IOMMU group had before.
+    pub drivers: vfio::Record,
+    /// The GPU as its driver described it before.
+    pub gpu: Gpu,
+    /// The profiles into which MIG can divide it.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub mig_profiles: Vec<MigProfile>,
 }
 
 /// An MPS daemon of Tranche.
@@ -333,6 +352,7 @@ impl Record {
         self.instances.extend(other.instances);
         self.mps = self.mps.or(other.mps);
         self.time_slice = self.time_slice.or(other.time_slice);
+        self.vfio = self.vfio.take().or(other.vfio);
     }
 
     /// The instance of Tranche at a place, if it is there.

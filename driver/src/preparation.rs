@@ -85,6 +85,9 @@ pub struct PreparedDevice {
     /// For a claim that holds a partition of the GPU.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub partition: Option<HeldPartition>,
+    /// For a claim that holds the GPU at VFIO.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vfio: Option<HeldVfio>,
     /// For a timeshared share whose policy asked for a length of time slices when the claim was planned.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub time_slice: Option<Interval>,
@@ -118,6 +121,27 @@ pub struct MigDevice {
     /// The minor numbers N of `/dev/nvidia-caps/nvidia-capN`, which give access to the GPU instance and to the compute
     /// instance.
     pub capabilities: [u32; 2],
+}
+
+/// A GPU that a claim holds at VFIO.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct HeldVfio {
+    /// What a program opens it by, as it was when the claim was last prepared; absent until then.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub group: Option<VfioGroup>,
+}
+
+/// An IOMMU group whose functions are bound to VFIO.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct VfioGroup {
+    /// Its number.
+    pub id: u32,
+    /// The addresses of the functions that are bound: the GPU's own.
+    pub functions: Vec<String>,
+    /// The host's device nodes.
+    pub nodes: Vec<String>,
 }
 
 /// The enforced upper limit of a share.
@@ -274,12 +298,13 @@ impl PreparationPlan {
         Some(mig.map_or(&device.gpu_uuid, |mig| &mig.uuid))
     }
 
-    /// The GPUs that must be changed for the claim, each once: it holds partitions of them, their MPS daemon, or a share with its
-    /// own length of time slices.
+    /// The GPUs that must be changed for the claim, each once: it holds partitions of them, their MPS daemon, a share with its
+    /// own length of time slices, or the GPU at VFIO.
     #[must_use]
     pub fn changed_gpus(&self) -> BTreeSet<&str> {
         let is_changed = |it: &&PreparedDevice| {
-            it.partition.is_some() || it.cap.is_mps() || it.time_slice.is_some()
+            let is_changed = it.partition.is_some() || it.cap.is_mps() || it.time_slice.is_some();
+            is_changed || it.vfio.is_some()
         };
         let devices = self.devices.iter().filter(is_changed);
         devices.map(|device| &*device.gpu_uuid).collect()
@@ -290,6 +315,24 @@ impl PreparationPlan {
     pub fn needs_mps(&self, gpu_uuid: &str) -> bool {
         let mut devices = self.devices.iter();
         devices.any(|it| it.gpu_uuid == gpu_uuid && it.cap.is_mps())
+    }
+
+    /// Whether the claim holds a GPU at VFIO.
+    #[must_use]
+    pub fn needs_vfio(&self, gpu_uuid: &str) -> bool {
+        let mut devices = self.devices.iter();
+        devices.any(|it| it.gpu_uuid == gpu_uuid && it.vfio.is_some())
+    }
+
+    /// The plan with the group in which its GPU is now at VFIO.
+    #[must_use]
+    pub fn at_vfio(mut self, gpu_uuid: &str, group: &VfioGroup) -> Self {
+        for device in self.devices.iter_mut().filter(|it| it.gpu_uuid == gpu_uuid) {
+            if let Some(held) = &mut device.vfio {
+                held.group = Some(group.clone());
+            }
+        }
+        self
     }
 
     /// The plan with what its devices of a GPU are since the GPU was prepared: the GPU's minor number, where it was asked for,
@@ -318,6 +361,8 @@ pub struct HeldOfGpu {
     pub partitions: BTreeSet<Place>,
     /// Whether there are concurrent shares, and so an MPS daemon.
     pub mps: bool,
+    /// Whether a claim holds it at VFIO.
+    pub vfio: bool,
 }
 
 /// What claims with these plans hold of a GPU.
@@ -332,6 +377,7 @@ pub fn held_of<'a>(
         let partition = device.partition.as_ref();
         all.partitions.extend(partition.map(|it| it.place));
         all.mps |= device.cap.is_mps();
+        all.vfio |= device.vfio.is_some();
     }
     all
 }
@@ -445,6 +491,11 @@ pub enum PreparationProblem {
         /// Why.
         message: String,
     },
+    /// An observer of a GPU that its driver may not know.
+    #[error(
+        "admin access to a passthrough device shows nothing, because the GPU's driver does not know the GPU while a claim holds it: ask for the device of tier exclusive"
+    )]
+    NothingToObserve,
     /// The request's name cannot become part of a CDI device's name.
     #[error(transparent)]
     Name(#[from] cdi::NameError),
@@ -545,6 +596,13 @@ fn prepare(
         Some(_) => Some(geometry(gpu, inventory)?),
         None => None,
     };
+    let vfio = match (allocated.device.tier(), &allocated.grant) {
+        (Tier::Passthrough, Grant::Admin { .. }) => {
+            return Err(PreparationProblem::NothingToObserve);
+        }
+        (Tier::Passthrough, _) => Some(HeldVfio::default()),
+        _ => None,
+    };
     let (cap, edits) = match &allocated.grant {
         Grant::Capped {
             memory,
@@ -590,6 +648,10 @@ fn prepare(
         });
     }
     let key = format!("{}-{}-{index}", allocation.uid, allocated.main_request());
+    let mut cdi_ids = vec![cdi::claim_device_id(&key)?];
+    if vfio.is_none() {
+        cdi_ids.push(edits.id());
+    }
     let device = PreparedDevice {
         request: allocated.main_request().to_owned(),
         pool: allocated.pool.clone(),
@@ -601,9 +663,10 @@ fn prepare(
         minor: gpu.minor,
         pci_bus_id: gpu.pci_bus_id.clone(),
         partition,
+        vfio,
         time_slice: None,
         cap,
-        cdi_ids: vec![cdi::claim_device_id(&key)?, edits.id()],
+        cdi_ids,
         key,
     };
     holdings.add(
@@ -668,7 +731,8 @@ fn available_memory(gpu: &Gpu) -> Result<u64, PreparationProblem> {
 /// Pages first, the CDI spec last: when the spec exists, everything that it mounts exists.
 fn steps(devices: &[PreparedDevice]) -> Vec<Step> {
     let mut steps = Vec::new();
-    for device in devices {
+    // A virtual machine has a driver of its own, which reads no page.
+    for device in devices.iter().filter(|device| device.vfio.is_none()) {
         steps.push(Step::WriteCapPage {
             key: device.key.clone(),
             gpu_uuid: device.gpu_uuid.clone(),

@@ -46,6 +46,7 @@ pub(crate) fn gpu(minor: u32) -> Gpu {
         mig_capable: true,
         mig_mode: MigMode::default(),
         mig_compute_slices: Some(7),
+        vfio: None,
         mig_instances: Vec::new(),
     }
 }

@@ -62,7 +62,7 @@ pub struct Actual {
 }
 
 /// What Tranche has changed, or is about to change. Durable.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Record {
     /// The boot in which it was written.
@@ -235,6 +235,12 @@ fn back(record: &Record, actual: &Actual) -> Result<Next, Obstacle> {
         }
     }
     Ok(Next::Write(None))
+}
+
+/// What keeps the GPU from virtual machines whatever uses it now, if anything does.
+#[must_use]
+pub fn obstacle(actual: &Actual) -> Option<Obstacle> {
+    members(actual).err()
 }
 
 /// The functions that are bound with the GPU.

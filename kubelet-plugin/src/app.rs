@@ -22,6 +22,8 @@ use tranche_api::names;
 use tranche_driver::providers::Verdict;
 use tranche_metrics::access::Access;
 use tranche_node::nvml::search::InstalledDriver;
+use tranche_node::nvml::{Gate, Gated};
+use tranche_node::vfio::{Groups, Vfio};
 use tranche_service::Clock;
 use tranche_service::stop::on_signal;
 
@@ -36,7 +38,7 @@ use crate::executor::Executor;
 use crate::fs::{Fs, HostFs};
 use crate::gpu_node::{GpuNodeWriter, NodePolicy, Sources};
 use crate::gpu_records::GpuRecords;
-use crate::gpus::Gpus;
+use crate::gpus::{Gpus, Hardware, OPEN_PATIENCE};
 use crate::http::{Health, Scrape, metrics_router, router};
 use crate::install::{self, Installation, is_noexec};
 use crate::journal::MayHold;
@@ -104,13 +106,20 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     let installed = InstalledDriver::new(&host_root, driver_root.folder());
     let executor = Executor::new(Arc::clone(&fs), layout.clone())?;
     let ledger = Arc::new(recover(&*fs, &layout, &executor)?);
+    let gate = Gate::default();
+    let groups: Arc<dyn Groups> = Arc::new(Vfio::new(SYSFS, host_root.join("dev"), &proc));
     let gpus = Arc::new(Gpus::new(
         GpuRecords::open(Arc::clone(&fs), layout.gpus())?,
         Arc::clone(&ledger),
-        Box::new(installed.clone()),
-        Box::new(tranche_mps::client::Client::new(&layout.mps())),
+        Hardware {
+            nvml: Box::new(installed.clone()),
+            daemons: Box::new(tranche_mps::client::Client::new(&layout.mps())),
+            groups: Arc::clone(&groups),
+            gate: gate.clone(),
+            open_patience: OPEN_PATIENCE,
+            proc: proc.clone(),
+        },
         driver.clone(),
-        proc.clone(),
     ));
     let preparer = preparer(
         Arc::clone(&fs),
@@ -148,6 +157,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     let observer = Observer {
         driver: Box::new(installed.clone()),
         sysfs: PathBuf::from(SYSFS),
+        groups,
         spec_file,
         layout: layout.clone(),
         shims,
@@ -184,8 +194,8 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         metrics: Arc::clone(&metrics),
         board,
     };
-    let nvml = Box::new(installed.clone());
-    let watchdog = Watchdog::new(watched, Arc::clone(&fs), nvml, proc.clone());
+    let kept = || Box::new(Gated::new(Box::new(installed.clone()), gate.clone()));
+    let watchdog = Watchdog::new(watched, Arc::clone(&fs), kept(), proc.clone());
     let unowned = watchdog.unowned();
     helpers.spawn(watchdog.run(helpers_stop.clone()));
     let access = Access::new(client.clone());
@@ -201,7 +211,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     let sampler = ShareSampler::new(
         &preparer,
         layout.clone(),
-        Box::new(installed),
+        kept(),
         proc,
         Arc::clone(&metrics),
     );

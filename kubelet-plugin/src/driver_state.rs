@@ -31,10 +31,11 @@ use crate::gpu_records::GpuRecords;
 use crate::layout::Layout;
 use tranche_node::devices::DeviceError;
 use tranche_node::discover::{DiscoverError, discover};
-use tranche_node::inventory::inventory;
+use tranche_node::inventory::{add_at_vfio, inventory};
 use tranche_node::nvml::{Description, Driver, NvmlError, Opened, Traces};
 use tranche_node::root::RootError;
 use tranche_node::untested::{UntestedError, unknown_functions};
+use tranche_node::vfio::Groups;
 use tranche_node::withheld::KnownGpus;
 
 /// How often a driver with unchanged traces is described again, because a GPU may be lost. Without
@@ -173,6 +174,8 @@ pub struct Observer {
     pub driver: Box<dyn Driver>,
     /// The kernel's `sys` tree.
     pub sysfs: PathBuf,
+    /// The GPUs' IOMMU groups.
+    pub groups: Arc<dyn Groups>,
     /// The file of its CDI spec.
     pub spec_file: Arc<SpecFile>,
     /// The plugin's paths.
@@ -261,6 +264,19 @@ impl Observer {
         (description, withheld)
     }
 
+    /// Writes into the inventory whether virtual machines can get the GPUs.
+    fn inspect_groups(&self, inventory: &mut Inventory) {
+        for gpu in &mut inventory.gpus {
+            let Ok(address) = gpu.pci_bus_id.parse() else {
+                continue;
+            };
+            gpu.vfio = self.groups.inspect(address).unwrap_or_else(|error| {
+                warn!(gpu = gpu.uuid, %error, "it is not known whether a virtual machine can get the GPU");
+                None
+            });
+        }
+    }
+
     fn ours(&self) -> Result<BTreeMap<String, Record>, DriverError> {
         self.records.readable().map_err(DriverError::Records)
     }
@@ -284,6 +300,9 @@ impl Observer {
         let spec = driver_spec(&files, &paths, &self.shims)?.encode();
         self.spec_file.ensure(&spec)?;
         let mut inventory = inventory(&description, &self.sysfs);
+        let at_vfio = ours.values().filter_map(|record| record.vfio.as_deref());
+        at_vfio.for_each(|gpu| add_at_vfio(&mut inventory, gpu));
+        self.inspect_groups(&mut inventory);
         inventory.unknown_functions = unknown_functions(&root, &found)?;
         self.contexts.describe(&mut inventory);
         Ok(Ready {

@@ -18,6 +18,7 @@ mod daemons;
 #[cfg(test)]
 mod tests;
 mod time_slice;
+mod vfio;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -29,13 +30,17 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 use tranche_api::gpu_node::{Gpu, Inventory};
 use tranche_driver::gpu_state::{
-    Actual, Change, ComputeMode, Daemon, Next, Obstacle, Partition, Place, Wanted, WantedDaemon,
-    next,
+    Actual, Change, ComputeMode, Daemon, Next, Obstacle, Partition, Place, Record, Wanted,
+    WantedDaemon, next,
 };
 use tranche_driver::mig::{Geometry, GeometryError};
-use tranche_driver::preparation::{MigDevice, PreparationPlan};
+use tranche_driver::preparation::{HeldOfGpu, MigDevice, PreparationPlan, VfioGroup};
+use tranche_driver::vfio::Obstacle as VfioObstacle;
 use tranche_node::capabilities::{CapabilityError, of_partition};
-use tranche_node::nvml::{ChangeError, Driver, Nvml, NvmlError, Opened};
+use tranche_node::nvml::{ChangeError, Driver, Gate, Nvml, NvmlError, Opened};
+use tranche_node::vfio::{BringError, Groups};
+
+pub use vfio::OPEN_PATIENCE;
 
 use crate::driver_state::DriverState;
 use crate::gpu_records::{GpuRecords, RecordError};
@@ -106,6 +111,9 @@ pub enum GpuError {
         /// Why.
         error: GeometryError,
     },
+    /// Its way to VFIO or back.
+    #[error(transparent)]
+    Vfio(#[from] BringError),
     /// Its MPS daemon.
     #[error("GPU {gpu}: {error}")]
     Mps {
@@ -124,6 +132,23 @@ pub enum GpuError {
     },
 }
 
+/// What changes GPUs.
+#[derive(Debug)]
+pub struct Hardware {
+    /// Their driver.
+    pub nvml: Box<dyn Driver>,
+    /// The MPS supervisor.
+    pub daemons: Box<dyn Daemons>,
+    /// Their IOMMU groups.
+    pub groups: Arc<dyn Groups>,
+    /// Closes the NVML of those that keep it open.
+    pub gate: Gate,
+    /// How long a GPU that goes to VFIO is tried again while a process has it open: [`OPEN_PATIENCE`].
+    pub open_patience: Duration,
+    /// The host's `/proc`.
+    pub proc: PathBuf,
+}
+
 /// The GPUs of this node.
 #[derive(Debug)]
 pub struct Gpus {
@@ -131,6 +156,9 @@ pub struct Gpus {
     ledger: Arc<Ledger>,
     nvml: Box<dyn Driver>,
     daemons: Box<dyn Daemons>,
+    groups: Arc<dyn Groups>,
+    gate: Gate,
+    open_patience: Duration,
     state: watch::Receiver<DriverState>,
     proc: PathBuf,
     locks: Arc<Locks>,
@@ -143,6 +171,7 @@ pub struct Gpus {
 struct Needs {
     partitions: BTreeSet<Place>,
     mps: bool,
+    vfio: bool,
 }
 
 /// What a claim gets of a GPU that was brought to the wanted state.
@@ -151,6 +180,8 @@ struct Brought {
     /// The N of `/dev/nvidiaN`, where NVML was asked.
     minor: Option<u32>,
     partitions: BTreeMap<Place, MigDevice>,
+    /// Where the GPU is at VFIO.
+    group: Option<VfioGroup>,
 }
 
 fn find<'a>(inventory: &'a Inventory, gpu_uuid: &str) -> Option<&'a Gpu> {
@@ -158,21 +189,30 @@ fn find<'a>(inventory: &'a Inventory, gpu_uuid: &str) -> Option<&'a Gpu> {
 }
 
 impl Gpus {
-    /// What claims hold is read from `ledger`. `proc` is the host's `/proc`.
+    /// What claims hold is read from `ledger`.
     #[must_use]
     pub fn new(
         records: GpuRecords,
         ledger: Arc<Ledger>,
-        nvml: Box<dyn Driver>,
-        daemons: Box<dyn Daemons>,
+        hardware: Hardware,
         state: watch::Receiver<DriverState>,
-        proc: PathBuf,
     ) -> Self {
+        let Hardware {
+            nvml,
+            daemons,
+            groups,
+            gate,
+            open_patience,
+            proc,
+        } = hardware;
         Self {
             records,
             ledger,
             nvml,
             daemons,
+            groups,
+            gate,
+            open_patience,
             state,
             proc,
             locks: Arc::default(),
@@ -197,8 +237,12 @@ impl Gpus {
             let needs = Needs {
                 partitions: places.collect(),
                 mps: plan.needs_mps(gpu),
+                vfio: plan.needs_vfio(gpu),
             };
             let made = self.bring(gpu, needs)?;
+            if let Some(group) = &made.group {
+                plan = plan.at_vfio(gpu, group);
+            }
             plan = plan.on_gpu(gpu, made.minor, |place| {
                 made.partitions.get(&place).cloned()
             });
@@ -235,8 +279,33 @@ impl Gpus {
     fn bring(&self, gpu_uuid: &str, needs: Needs) -> Result<Brought, GpuError> {
         let _lock = self.locks.blocking_lock(gpu_uuid);
         let mut record = self.records.load(gpu_uuid)?;
-        self.bring_time_slice(gpu_uuid, &mut record)?;
         let held = self.ledger.held_of(gpu_uuid);
+        let to_vfio = needs.vfio || held.vfio;
+        self.forget_other_boot(gpu_uuid, &mut record)?;
+        if !to_vfio {
+            self.leave_vfio(gpu_uuid, &mut record)?;
+        }
+        // A GPU that is at VFIO, or on its way, has nothing else of Tranche, and its driver may not know it.
+        let mut brought = if record.vfio.is_none() {
+            self.bring_modes(gpu_uuid, needs, held, &mut record)?
+        } else {
+            Brought::default()
+        };
+        if to_vfio {
+            brought.group = Some(self.enter_vfio(gpu_uuid, &mut record)?);
+        }
+        Ok(brought)
+    }
+
+    /// Brings what the driver and the MPS supervisor know of a GPU, whose lock the caller holds, to the state that claims want.
+    fn bring_modes(
+        &self,
+        gpu_uuid: &str,
+        needs: Needs,
+        held: HeldOfGpu,
+        record: &mut Record,
+    ) -> Result<Brought, GpuError> {
+        self.bring_time_slice(gpu_uuid, record)?;
         let wanted = Wanted {
             held: held.partitions,
             make: needs.partitions,
@@ -276,7 +345,7 @@ impl Gpus {
                 daemon,
                 ..opened.nvml.mig_state(gpu_uuid)?
             };
-            let next = next(&wanted, &record, &actual, geometry.as_ref());
+            let next = next(&wanted, record, &actual, geometry.as_ref());
             let next = next.map_err(|obstacle| GpuError::Obstacle {
                 gpu: gpu_uuid.to_owned(),
                 obstacle,
@@ -284,7 +353,7 @@ impl Gpus {
             match next {
                 Next::Write(changed) => {
                     self.records.write(gpu_uuid, &changed)?;
-                    record = changed;
+                    *record = changed;
                 }
                 Next::Change(change) => change_gpu(&*opened.nvml, gpu_uuid, change)?,
                 Next::SetComputeMode(mode) => {
@@ -370,6 +439,7 @@ impl Gpus {
                 .into_iter()
                 .map(one)
                 .collect::<Result<_, GpuError>>()?,
+            group: None,
         })
     }
 
@@ -443,10 +513,13 @@ impl GpuError {
     /// Whether somebody still uses what is to be changed.
     #[must_use]
     pub fn is_in_use(&self) -> bool {
-        let Self::Change { error, .. } = self else {
-            return false;
-        };
-        matches!(error, ChangeError::InUse { .. })
+        match self {
+            Self::Change { error, .. } => matches!(error, ChangeError::InUse { .. }),
+            Self::Vfio(BringError::Obstacle(obstacle)) => {
+                matches!(obstacle, VfioObstacle::InUse { .. })
+            }
+            _ => false,
+        }
     }
 
     /// Whether the GPU or its driver is not there, and so nothing of what Tranche made on it either.
@@ -454,6 +527,7 @@ impl GpuError {
         matches!(
             self,
             Self::Missing { .. }
+                | Self::Vfio(BringError::Obstacle(VfioObstacle::Missing(_)))
                 | Self::Nvml(
                     NvmlError::NotFound { .. }
                         | NvmlError::Root(_)

@@ -3,6 +3,7 @@
 pub mod api;
 pub mod mig;
 pub mod mps;
+pub mod vfio;
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
@@ -21,13 +22,14 @@ use tranche_driver::providers::Verdict;
 use self::api::FakeApi;
 use self::mig::MortalDriver;
 use self::mps::{MortalClient, Supervisor};
+use self::vfio::{Machine, MortalGroups};
 use crate::claims::{ClaimRef, Claims};
 use crate::driver_state::{DriverState, Ready, SpecFile};
 use crate::executor::Executor;
 use crate::fs::{Fs, HostFs};
 use crate::gpu_node::NodePolicy;
 use crate::gpu_records::GpuRecords;
-use crate::gpus::Gpus;
+use crate::gpus::{Gpus, Hardware};
 use crate::install::{Installation, shims, testing::lay_out_image};
 use crate::layout::{Layout, testing::below};
 use crate::ledger::Ledger;
@@ -38,7 +40,7 @@ use crate::watchdog::Board;
 use tranche_node::devices::DeviceNodes;
 use tranche_node::discover::discover;
 use tranche_node::inventory::inventory;
-use tranche_node::nvml::Nvml as _;
+use tranche_node::nvml::{Gate, Nvml as _};
 use tranche_node::root::DriverRoot;
 use tranche_node::testing::{self as files, MigGpus};
 
@@ -56,6 +58,8 @@ pub struct World {
     pub mig: MigGpus,
     /// The MPS supervisor.
     pub mps: Supervisor,
+    /// The GPUs' IOMMU groups.
+    pub pci: Machine,
 }
 
 /// One plugin process.
@@ -202,6 +206,7 @@ impl World {
             ready: Arc::new(ready(&driver_root, &layout, &mig)),
             layout,
             api: FakeApi::default(),
+            pci: Machine::of(&mig),
             mig,
             mps: Supervisor::default(),
             dir,
@@ -230,6 +235,15 @@ impl World {
         }
     }
 
+    /// The IOMMU groups, for somebody who dies with this file system.
+    pub fn groups_for(&self, fs: Arc<dyn Fs>) -> MortalGroups {
+        MortalGroups {
+            machine: self.pci.clone(),
+            fs,
+            folder: self.proc(),
+        }
+    }
+
     pub fn make_node(&self, name: &str) {
         make_node(&self.driver_root(), name);
     }
@@ -237,6 +251,7 @@ impl World {
     /// Boots the machine: everything that was only in memory is gone.
     pub fn reboot(&self) {
         self.mig.reboot();
+        self.pci.reboot();
         self.mps.reboot();
         self.unmount_all();
         let run = self.layout.shares.parent().unwrap();
@@ -250,6 +265,7 @@ impl World {
     pub fn reboot_in_another_order(&mut self) {
         self.reboot();
         self.mig.reorder();
+        self.pci.reboot();
         let description = self.mig.describe().unwrap();
         self.ready = Arc::new(Ready {
             inventory: inventory(&description, Path::new("/nowhere")),
@@ -288,14 +304,19 @@ impl World {
         let gpus = Arc::new(Gpus::new(
             GpuRecords::open(Arc::clone(&fs), self.layout.gpus())?,
             Arc::clone(&ledger),
-            Box::new(self.driver_for(Arc::clone(&fs))),
-            Box::new(MortalClient {
-                supervisor: self.mps.clone(),
-                fs: Arc::clone(&fs),
-                folder: self.proc(),
-            }),
+            Hardware {
+                nvml: Box::new(self.driver_for(Arc::clone(&fs))),
+                daemons: Box::new(MortalClient {
+                    supervisor: self.mps.clone(),
+                    fs: Arc::clone(&fs),
+                    folder: self.proc(),
+                }),
+                groups: Arc::new(self.groups_for(Arc::clone(&fs))),
+                gate: Gate::default(),
+                open_patience: Duration::ZERO,
+                proc: self.proc(),
+            },
             driver_rx.clone(),
-            self.proc(),
         ));
         let preparer = Preparer::new(Parts {
             pool: POOL.into(),
@@ -499,6 +520,14 @@ pub fn partition(request: &str, minor: u32, name: &str) -> Given {
         request: request.into(),
         device: format!("gpu-{minor:08}-mig-{name}"),
         share: None,
+    }
+}
+
+/// A GPU for a virtual machine.
+pub fn passthrough(request: &str, minor: u32) -> Given {
+    Given {
+        device: format!("gpu-{minor:08}-passthrough"),
+        ..whole(request, minor)
     }
 }
 

@@ -5,6 +5,7 @@ use std::path::Path;
 use tranche_api::Quantity;
 use tranche_api::gpu_node::{Gpu, Inventory};
 use tranche_api::mig::MigGeometry;
+use tranche_driver::gpu_state::AtVfio;
 
 use crate::nvml::{Description, GpuDescription};
 
@@ -26,6 +27,42 @@ pub fn inventory(description: &Description, sysfs: &Path) -> Inventory {
     inventory
 }
 
+/// Adds a GPU that is at VFIO and that NVML does not describe, as it was described before. Its devices stay published: its claim
+/// takes all of its counters.
+pub fn add_at_vfio(inventory: &mut Inventory, at: &AtVfio) {
+    let uuid = &at.gpu.uuid;
+    if inventory.gpus.iter().any(|gpu| gpu.uuid == *uuid) {
+        return;
+    }
+    let mut gpus = std::mem::take(&mut inventory.gpus);
+    gpus.push(at.gpu.clone());
+    let described = std::mem::take(inventory);
+    *inventory = Inventory {
+        unknown_functions: described.unknown_functions,
+        mig_geometries: described.mig_geometries,
+        ..Inventory::new(
+            described.driver_version,
+            described.cuda_driver_version,
+            gpus,
+        )
+    };
+    if at.mig_profiles.is_empty() {
+        return;
+    }
+    let geometries = &mut inventory.mig_geometries;
+    let known = geometries
+        .iter_mut()
+        .find(|known| known.profiles == at.mig_profiles);
+    match known {
+        Some(known) => known.gpus.push(uuid.clone()),
+        None => geometries.push(MigGeometry {
+            gpus: vec![uuid.clone()],
+            profiles: at.mig_profiles.clone(),
+        }),
+    }
+    put_in_order(geometries);
+}
+
 /// The profiles of the GPUs; those of GPUs that are alike once.
 fn geometries(gpus: &[GpuDescription]) -> Vec<MigGeometry> {
     let mut geometries: Vec<MigGeometry> = Vec::new();
@@ -41,18 +78,20 @@ fn geometries(gpus: &[GpuDescription]) -> Vec<MigGeometry> {
             }),
         }
     }
-    // NVML's order follows the probe order, which changes; the inventory's must not.
-    for geometry in &mut geometries {
-        geometry.gpus.sort();
-    }
-    geometries.sort_by(|a, b| a.gpus.cmp(&b.gpus));
+    put_in_order(&mut geometries);
     geometries
 }
 
+/// NVML's order follows the probe order, which changes; the inventory's must not.
+fn put_in_order(geometries: &mut [MigGeometry]) {
+    for geometry in geometries.iter_mut() {
+        geometry.gpus.sort();
+    }
+    geometries.sort_by(|a, b| a.gpus.cmp(&b.gpus));
+}
+
 fn describe(gpu: &GpuDescription, sysfs: &Path) -> Gpu {
-    let (domain, bus, device) = gpu.pci;
-    // A GPU is function 0 of its device.
-    let pci_bus_id = format!("{domain:04x}:{bus:02x}:{device:02x}.0");
+    let pci_bus_id = gpu.pci_bus_id();
     let folder = sysfs.join("bus/pci/devices").join(&pci_bus_id);
     Gpu {
         uuid: gpu.uuid.clone(),
@@ -73,6 +112,7 @@ fn describe(gpu: &GpuDescription, sysfs: &Path) -> Gpu {
         mig_mode: gpu.mig_mode,
         mig_compute_slices: gpu.mig_compute_slices,
         mig_instances: gpu.mig_instances.clone(),
+        vfio: None,
     }
 }
 

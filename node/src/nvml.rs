@@ -3,6 +3,7 @@
 //! [`Nvml`] and [`Driver`] are injected, so that a test can script a driver that is missing,
 //! appears late or fails. [`search`] finds the real library, `library` calls it.
 
+mod gate;
 mod kept;
 mod library;
 mod mig;
@@ -19,6 +20,7 @@ use tranche_driver::gpu_state::{Actual, Change, ComputeMode};
 use crate::devices::DeviceNodes;
 use crate::root::{DriverRoot, RootError};
 
+pub use gate::{Gate, Gated, Shut};
 pub use kept::KeptNvml;
 
 /// What NVML reports about a node.
@@ -80,6 +82,15 @@ pub struct GpuDescription {
     pub mig_profiles: Vec<MigProfile>,
     /// The GPU instances that exist.
     pub mig_instances: Vec<MigInstance>,
+}
+
+impl GpuDescription {
+    /// The GPU's address as in sysfs: a GPU is function 0 of its device.
+    #[must_use]
+    pub fn pci_bus_id(&self) -> String {
+        let (domain, bus, device) = self.pci;
+        format!("{domain:04x}:{bus:02x}:{device:02x}.0")
+    }
 }
 
 /// A sample of a GPU's utilization by a process.

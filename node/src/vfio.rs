@@ -4,6 +4,7 @@
 //! function, and a driver's `unbind` file may be a queue.
 
 use std::collections::BTreeSet;
+use std::fmt;
 use std::fs::{self, OpenOptions};
 use std::io::{self, Write as _};
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _, OpenOptionsExt as _};
@@ -11,7 +12,10 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use tranche_api::PciAddress;
-use tranche_driver::vfio::{Actual, Change, Function, Next, Obstacle, Record, VFIO_DRIVER, next};
+use tranche_api::gpu_node::GpuVfio;
+use tranche_driver::vfio::{
+    Actual, Change, Function, Next, Obstacle, Record, VFIO_DRIVER, next, obstacle,
+};
 
 /// How long a write may take to show its effect: NVIDIA's driver needs seconds to start or stop a GPU.
 const PATIENCE: Duration = Duration::from_mins(1);
@@ -54,11 +58,29 @@ pub enum VfioError {
 
 /// How a program gets a group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Interface {
+enum Interface {
     /// `/dev/vfio/vfio` and the node of the group.
     Group,
     /// `/dev/iommu` and one node per function.
     Iommufd,
+}
+
+/// The IOMMU groups of a machine.
+pub trait Groups: fmt::Debug + Send + Sync {
+    /// The kernel's boot id.
+    fn boot(&self) -> Result<String, VfioError>;
+
+    /// The GPU's group as it is now. `minor` is the GPU's minor number where NVIDIA's driver has it.
+    fn read(&self, gpu: PciAddress, minor: Option<u32>) -> Result<Actual, VfioError>;
+
+    /// Writes to sysfs, and waits for the effect.
+    fn change(&self, change: &Change) -> Result<(), VfioError>;
+
+    /// The host's device nodes for a program that gets the group, once its functions are bound to VFIO.
+    fn nodes(&self, actual: &Actual) -> Result<Vec<String>, VfioError>;
+
+    /// Whether a virtual machine can get the GPU, whatever uses it now; `None` where it has no group.
+    fn inspect(&self, gpu: PciAddress) -> Result<Option<GpuVfio>, VfioError>;
 }
 
 /// The kernel's trees.
@@ -89,26 +111,6 @@ impl Vfio {
 
     fn device(&self, address: PciAddress) -> PathBuf {
         self.sys.join("bus/pci/devices").join(address.to_string())
-    }
-
-    /// The GPU's group as it is now. `minor` is the GPU's minor number where NVIDIA's driver has it.
-    pub fn read(&self, gpu: PciAddress, minor: Option<u32>) -> Result<Actual, VfioError> {
-        let group = self.group(gpu)?;
-        let functions = match group {
-            Some(group) => self.members(group)?,
-            None if self.device(gpu).exists() => vec![self.function(gpu)?],
-            None => Vec::new(),
-        };
-        let boot = self.proc.join("sys/kernel/random/boot_id");
-        Ok(Actual {
-            gpu,
-            group,
-            user: self.user(&functions, group, minor)?,
-            functions,
-            has_vfio: self.sys.join("bus/pci/drivers").join(VFIO_DRIVER).exists(),
-            has_nvswitch: self.has_nvswitch()?,
-            boot: read(&boot)?,
-        })
     }
 
     fn group(&self, address: PciAddress) -> Result<Option<u32>, VfioError> {
@@ -174,8 +176,8 @@ impl Vfio {
         Ok(false)
     }
 
-    /// The host's device nodes for a program that gets the group, once its functions are bound to VFIO.
-    pub fn nodes(&self, actual: &Actual, interface: Interface) -> Result<Vec<String>, VfioError> {
+    /// The host's device nodes for a program that gets the group by an interface of the kernel.
+    fn nodes_by(&self, actual: &Actual, interface: Interface) -> Result<Vec<String>, VfioError> {
         let mut paths = Vec::new();
         if interface == Interface::Iommufd {
             paths.push("/dev/iommu".to_owned());
@@ -236,9 +238,32 @@ impl Vfio {
         }
         Ok(None)
     }
+}
 
-    /// Writes to sysfs, and waits for the effect.
-    pub fn change(&self, change: &Change) -> Result<(), VfioError> {
+impl Groups for Vfio {
+    fn boot(&self) -> Result<String, VfioError> {
+        read(&self.proc.join("sys/kernel/random/boot_id"))
+    }
+
+    fn read(&self, gpu: PciAddress, minor: Option<u32>) -> Result<Actual, VfioError> {
+        let group = self.group(gpu)?;
+        let functions = match group {
+            Some(group) => self.members(group)?,
+            None if self.device(gpu).exists() => vec![self.function(gpu)?],
+            None => Vec::new(),
+        };
+        Ok(Actual {
+            gpu,
+            group,
+            user: self.user(&functions, group, minor)?,
+            functions,
+            has_vfio: self.sys.join("bus/pci/drivers").join(VFIO_DRIVER).exists(),
+            has_nvswitch: self.has_nvswitch()?,
+            boot: self.boot()?,
+        })
+    }
+
+    fn change(&self, change: &Change) -> Result<(), VfioError> {
         let (address, path, text) = match change {
             Change::Override(address, driver) => (
                 *address,
@@ -277,48 +302,65 @@ impl Vfio {
             std::thread::sleep(PAUSE);
         }
     }
+
+    fn nodes(&self, actual: &Actual) -> Result<Vec<String>, VfioError> {
+        // Kernels may be built without the interface of groups.
+        let group = self.dev.join("vfio/vfio");
+        let interface = if group.exists() {
+            Interface::Group
+        } else {
+            Interface::Iommufd
+        };
+        self.nodes_by(actual, interface)
+    }
+
+    fn inspect(&self, gpu: PciAddress) -> Result<Option<GpuVfio>, VfioError> {
+        let Some(iommu_group) = self.group(gpu)? else {
+            return Ok(None);
+        };
+        let actual = self.read(gpu, None)?;
+        Ok(Some(GpuVfio {
+            iommu_group,
+            obstacle: obstacle(&actual).map(|it| it.to_string()),
+        }))
+    }
 }
 
 /// Why a group is not as wanted.
 #[derive(Debug, thiserror::Error)]
-pub enum BringError<E> {
+pub enum BringError {
     /// Something is in the way.
     #[error(transparent)]
     Obstacle(#[from] Obstacle),
     /// The kernel.
     #[error(transparent)]
     Vfio(#[from] VfioError),
-    /// The record could not be written.
-    #[error("{0}")]
-    Record(E),
     /// It does not come to rest.
     #[error("the drivers of GPU {0} keep changing: does somebody else bind them?")]
     Restless(PciAddress),
 }
 
-impl Vfio {
-    /// Brings a GPU's group to VFIO, or back to the drivers that it had before, step by step. `write` keeps the record. Whoever
-    /// calls it again after a failure goes on where it ended.
-    pub fn bring<E>(
-        &self,
-        gpu: (PciAddress, Option<u32>),
-        wanted: bool,
-        mut record: Option<Record>,
-        write: &mut dyn FnMut(Option<&Record>) -> Result<(), E>,
-    ) -> Result<Actual, BringError<E>> {
-        for _ in 0..MOST_STEPS {
-            let actual = self.read(gpu.0, gpu.1)?;
-            match next(wanted, record.as_ref(), &actual)? {
-                Next::Write(changed) => {
-                    write(changed.as_ref()).map_err(BringError::Record)?;
-                    record = changed;
-                }
-                Next::Change(change) => self.change(&change)?,
-                Next::Done => return Ok(actual),
+/// Brings a GPU's group to VFIO, or back to the drivers that it had before, step by step. `write` keeps the record. Whoever
+/// calls it again after a failure goes on where it ended.
+pub fn bring<E: From<BringError>>(
+    groups: &dyn Groups,
+    gpu: (PciAddress, Option<u32>),
+    wanted: bool,
+    mut record: Option<Record>,
+    write: &mut dyn FnMut(Option<&Record>) -> Result<(), E>,
+) -> Result<Actual, E> {
+    for _ in 0..MOST_STEPS {
+        let actual = groups.read(gpu.0, gpu.1).map_err(BringError::Vfio)?;
+        match next(wanted, record.as_ref(), &actual).map_err(BringError::Obstacle)? {
+            Next::Write(changed) => {
+                write(changed.as_ref())?;
+                record = changed;
             }
+            Next::Change(change) => groups.change(&change).map_err(BringError::Vfio)?,
+            Next::Done => return Ok(actual),
         }
-        Err(BringError::Restless(gpu.0))
     }
+    Err(BringError::Restless(gpu.0).into())
 }
 
 /// What a file is, wherever its name is: a device by its number, so that the nodes of containers are seen.

@@ -33,6 +33,7 @@ fn gpu() -> Gpu {
         mig_capable: false,
         mig_mode: MigMode::default(),
         mig_compute_slices: None,
+        vfio: None,
         mig_instances: Vec::new(),
     }
 }

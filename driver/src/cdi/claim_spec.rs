@@ -57,8 +57,11 @@ fn edits(
             format!("{}/{}/{name}", container_path::SHARES, device.key),
         )
     };
-    let (cap_on_host, cap) = page("cap");
-    let mut mounts = vec![read_only(cap_on_host, cap)];
+    let mut mounts = Vec::new();
+    if device.vfio.is_none() {
+        let (cap_on_host, cap) = page("cap");
+        mounts.push(read_only(cap_on_host, cap));
+    }
     if let Cap::Share { .. } = device.cap {
         let (account_on_host, account) = page("account");
         mounts.push(bind(
@@ -78,6 +81,18 @@ fn edits(
             format!("{folder}/{uid}/{request}.json"),
             metadata::container_path(plan, request),
         ));
+    }
+    if let Some(held) = &device.vfio {
+        let group = held.group.as_ref();
+        let group = group.ok_or_else(|| CdiError::NoVfioGroup(device.key.clone()))?;
+        // VFIO's nodes are the kernel's, wherever the driver has its own.
+        let nodes = group.nodes.iter().map(|node| device_node(node, "/"));
+        return Ok(ContainerEdits {
+            env: vfio_environment(device),
+            device_nodes: nodes.collect(),
+            mounts,
+            hooks: Vec::new(),
+        });
     }
     let mut nodes = vec![format!("/dev/nvidia{}", device.minor)];
     if let Some(partition) = &device.partition {
@@ -107,6 +122,17 @@ fn mps_mounts(device: &PreparedDevice, paths: &NodePaths) -> [Mount; 2] {
     [
         mount(mps_path::PIPES, container_path::MPS_PIPES),
         mount(mps_path::SHM, container_path::MPS_SHM),
+    ]
+}
+
+/// Variables for people and tools. A GPU at VFIO has no minor number: its address names it.
+fn vfio_environment(device: &PreparedDevice) -> Vec<String> {
+    let address = device.pci_bus_id.replace([':', '.'], "_").to_uppercase();
+    let gpu = format!("TRANCHE_GPU_{address}");
+    vec![
+        format!("{gpu}_UUID={}", device.gpu_uuid),
+        format!("{gpu}_TIER={}", device.tier),
+        format!("{gpu}_PCI_BUS_ID={}", device.pci_bus_id),
     ]
 }
 

@@ -77,12 +77,6 @@ pub enum DeviceProblem {
     /// The name is not one of ours.
     #[error(transparent)]
     Name(#[from] DeviceNameError),
-    /// The tier is one of a later version.
-    #[error("the tier {tier} is not served by this version")]
-    Unserved {
-        /// The device's tier.
-        tier: Tier,
-    },
     /// A share without a UUID.
     #[error(
         "shareID is missing, though the tier {tier} is shared: is the feature gate DRAConsumableCapacity off?"

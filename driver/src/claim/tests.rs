@@ -120,20 +120,6 @@ fn bad_results_are_refused_by_claim_request_device_and_field() {
             ),
         ),
         (
-            plain("gpu-00000000-passthrough"),
-            refused(
-                "gpu-00000000-passthrough",
-                "the tier passthrough is not served by this version",
-            ),
-        ),
-        (
-            plain("gpu-00000000-passthrough"),
-            refused(
-                "gpu-00000000-passthrough",
-                "the tier passthrough is not served by this version",
-            ),
-        ),
-        (
             without("shareID"),
             refused(
                 "gpu-00000000-capped",

@@ -67,6 +67,7 @@ fn a_share_gets_pages_and_then_its_spec() {
             minor: 0,
             pci_bus_id: "0000:00:00.0".to_owned(),
             partition: None,
+            vfio: None,
             time_slice: None,
             cap,
             cdi_ids: vec![

@@ -8,7 +8,7 @@ use k8s_openapi::api::resource::v1::{
     CapacityRequestPolicy, CapacityRequestPolicyRange, Device, DeviceAttribute, DeviceCapacity,
     DeviceTaint,
 };
-use tranche_api::gpu_node::{Gpu, Inventory};
+use tranche_api::gpu_node::{Gpu, GpuVfio, Inventory};
 use tranche_api::names::{attribute, capacity, taint};
 use tranche_api::quantity::Quantity;
 use tranche_api::sharing_policy::UntestedDriver;
@@ -125,8 +125,18 @@ fn is_untested(inventory: &Inventory) -> bool {
     !inventory.unknown_functions.is_empty()
 }
 
-/// MPS has limits for each client on GPUs of compute capability 7.0, Volta, and later.
+/// MPS has limits for each client on GPUs of compute capability 7.0, Volta, and later. What VFIO needs, the node has looked for.
 fn supported(tier: Tier, gpu: &Gpu) -> Result<(), OfferError> {
+    if tier == Tier::Passthrough {
+        return match &gpu.vfio {
+            None => Err(OfferError::NoIommu),
+            Some(GpuVfio {
+                obstacle: Some(why),
+                ..
+            }) => Err(OfferError::NoVfio(why.clone())),
+            Some(_) => Ok(()),
+        };
+    }
     let capability = &gpu.cuda_compute_capability;
     let major = capability.split('.').next().unwrap_or_default();
     if tier == Tier::Concurrent && major.parse::<u32>().is_ok_and(|major| major < 7) {
@@ -201,13 +211,11 @@ fn capacities(
             (capacity::SHARERS, places(terms.timeshared.max_sharers)),
             (capacity::ANTI_AFFINITY, anti_affinity()),
         ],
-        Tier::Exclusive => vec![
+        Tier::Exclusive | Tier::Passthrough => vec![
             (capacity::MEMORY, plain(Quantity::from_bytes(memory.total))),
             (capacity::CORES, plain(Quantity::from_count(ALL_CORES))),
         ],
-        Tier::Partition | Tier::Passthrough => {
-            return Err(OfferError::Unserved { tier });
-        }
+        Tier::Partition => return Err(OfferError::Unserved { tier }),
     };
     Ok(entries
         .into_iter()

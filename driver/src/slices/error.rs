@@ -83,6 +83,14 @@ pub(super) enum OfferError {
         /// As in the inventory.
         capability: String,
     },
+    /// No IOMMU keeps a virtual machine's GPU to the machine's memory.
+    #[error(
+        "the GPU has no IOMMU group: switch the IOMMU on in the firmware and in the kernel's command line (`intel_iommu=on` or `amd_iommu=on`), or do not offer the tier passthrough for this GPU"
+    )]
+    NoIommu,
+    /// No virtual machine can get the GPU.
+    #[error("{0}; or do not offer the tier passthrough for this GPU")]
+    NoVfio(String),
     /// MIG cannot divide the GPU, or its driver does not say how.
     #[error(
         "the driver does not report how MIG divides the GPU: it has no MIG, or its driver is too old"
@@ -153,6 +161,7 @@ impl OfferError {
             Self::NotDivided | Self::Geometry(_) | Self::Instance { .. } => reason::NOT_DIVIDED,
             Self::NoProfile { .. } => reason::NO_PROFILE,
             Self::NoMps { .. } => reason::NO_MPS,
+            Self::NoIommu | Self::NoVfio(_) => reason::NO_VFIO,
             Self::ModeOff { .. } => reason::MIG_MODE,
         }
     }
@@ -167,6 +176,8 @@ impl OfferError {
                 | Self::DefaultMemory { .. }
                 | Self::NoProfile { .. }
                 | Self::NoMps { .. }
+                | Self::NoIommu
+                | Self::NoVfio(_)
         )
     }
 }

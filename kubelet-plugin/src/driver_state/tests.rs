@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::*;
 use crate::install::shims;
-use crate::testing::{World, claim, claim_ref, partition};
+use crate::testing::{World, claim, claim_ref, partition, passthrough};
 use tranche_api::sharing_policy::Interval;
 use tranche_driver::gpu_state::{Actual, Change, ComputeMode, Place};
 use tranche_node::devices::DeviceNodes;
@@ -130,6 +130,7 @@ fn observer(world: &World) -> Observer {
     Observer {
         driver: Box::new(world.driver()),
         sysfs: "/nowhere".into(),
+        groups: Arc::new(world.groups_for(Arc::clone(&fs))),
         spec_file: Arc::new(SpecFile::new(Arc::clone(&fs), &world.layout)),
         layout: world.layout.clone(),
         shims: shims(&*fs, &world.layout.libraries()).unwrap(),
@@ -162,12 +163,33 @@ async fn a_claims_partition_does_not_change_what_the_node_describes() {
     assert_eq!((instances.len(), instances[0].start), (1, 4));
 }
 
+/// NVML does not describe it, and no other GPU takes its place.
+#[tokio::test]
+async fn a_gpu_at_vfio_stays_in_the_inventory() {
+    let world = World::new();
+    let before = observer(&world).check().unwrap();
+    let vfio = before.inventory.gpus[1].vfio.as_ref().unwrap();
+    assert_eq!((vfio.iommu_group, &vfio.obstacle), (0x1c, &None));
+    let plugin = world.start();
+    for (name, gpu) in [("a", 1), ("b", 0)] {
+        world.api.put(claim(name, &[passthrough("x", gpu)]));
+        plugin.preparer.prepare(&claim_ref(name)).await.unwrap();
+        // Also to a process that has not seen it.
+        assert_eq!(observer(&world).check().unwrap(), before, "{name}");
+    }
+    assert_eq!(world.driver().describe().unwrap().gpus, []);
+    for name in ["a", "b"] {
+        plugin.preparer.unprepare(&claim_ref(name)).await.unwrap();
+        assert_eq!(observer(&world).check().unwrap(), before, "{name}");
+    }
+    assert_eq!(world.driver().describe().unwrap().gpus.len(), 2);
+}
+
 fn observe(
     openings: impl IntoIterator<Item = Result<(), NvmlError>>,
     descriptions: impl IntoIterator<Item = Result<Description, NvmlError>>,
 ) -> Observed {
     let world = World::new();
-    std::fs::create_dir_all(&world.layout.cdi).unwrap();
     let openings = Arc::new(Mutex::new(openings.into_iter().collect()));
     let descriptions = Arc::new(Mutex::new(descriptions.into_iter().collect()));
     let (traces, open) = <(Arc<Mutex<Traces>>, Arc<AtomicU32>)>::default();
@@ -179,13 +201,7 @@ fn observe(
             traces: Arc::clone(&traces),
             open: Arc::clone(&open),
         }),
-        sysfs: "/nowhere".into(),
-        spec_file: Arc::new(SpecFile::new(Arc::new(fs::HostFs), &world.layout)),
-        layout: world.layout.clone(),
-        shims: shims(&fs::HostFs, &world.layout.libraries()).unwrap(),
-        contexts: Arc::new(Contexts::load(Arc::new(fs::HostFs), &world.layout)),
-        records: GpuRecords::open(Arc::new(fs::HostFs), world.layout.gpus()).unwrap(),
-        known_gpus: Mutex::default(),
+        ..observer(&world)
     };
     let (sender, state) = watch::channel(DriverState::default());
     let stop = CancellationToken::new();

@@ -4,6 +4,7 @@ mod at_once;
 mod faults;
 mod latency;
 mod mps;
+mod vfio;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -17,7 +18,9 @@ use crate::driver_state::{DriverError, DriverState};
 use crate::fs::testing::{Fault, FaultyFs};
 use crate::gpu_node::NodePolicy;
 use crate::orphans::schedule::SPREAD;
-use crate::testing::{Listing, Plugin, World, claim, claim_ref, concurrent, partition, whole};
+use crate::testing::{
+    Listing, Plugin, World, claim, claim_ref, concurrent, partition, passthrough, whole,
+};
 use tranche_node::nvml::{Nvml as _, NvmlError};
 use tranche_shim_core::cap::CapPage;
 
@@ -43,6 +46,10 @@ fn two_concurrent_shares() -> serde_json::Value {
     claim("a", &two)
 }
 
+fn two_at_vfio() -> serde_json::Value {
+    claim("a", &[passthrough("x", 0), passthrough("y", 1)])
+}
+
 fn product<A: Clone, B: Clone>(
     first: impl IntoIterator<Item = A>,
     second: impl IntoIterator<Item = B> + Clone,
@@ -63,6 +70,7 @@ fn place(profile: &str, start: u8) -> Place {
 fn nothing_is_left(world: &World, what: &str) {
     assert_eq!(world.traces(), NONE, "{what}");
     assert_eq!(world.mps.serving(), NONE, "{what}");
+    assert_eq!(world.pci.changed(), NONE, "{what}");
     assert!(is_undivided(world), "{what}: {:?}", world.mig);
 }
 
@@ -216,8 +224,8 @@ impl Ending {
 }
 
 /// The claims whose every step is interrupted.
-fn interrupted() -> [serde_json::Value; 2] {
-    [two_partitions(), two_concurrent_shares()]
+fn interrupted() -> [serde_json::Value; 3] {
+    [two_partitions(), two_concurrent_shares(), two_at_vfio()]
 }
 
 /// The record of a GPU, whose instances have no order.
@@ -236,6 +244,8 @@ struct Prepared {
     /// By the GPU's UUID.
     gpus: BTreeMap<String, (BTreeSet<Place>, ComputeMode)>,
     daemons: Vec<String>,
+    /// The PCI functions that are not bound as at boot.
+    functions: Vec<String>,
 }
 
 impl Prepared {
@@ -256,7 +266,8 @@ impl Prepared {
         };
         let contents = world.contents().into_iter();
         let state = |gpu: &tranche_api::gpu_node::Gpu| {
-            let actual = actual(world, &gpu.uuid);
+            // The driver does not know a GPU that is at VFIO.
+            let actual = world.mig.mig_state(&gpu.uuid).unwrap_or_default();
             let places = actual.instances.iter().map(|it| it.place).collect();
             (gpu.uuid.clone(), (places, actual.compute_mode))
         };
@@ -266,6 +277,7 @@ impl Prepared {
                 .collect(),
             gpus: world.ready.inventory.gpus.iter().map(state).collect(),
             daemons: world.mps.serving(),
+            functions: world.pci.changed(),
         }
     }
 

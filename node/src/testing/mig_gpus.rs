@@ -33,6 +33,8 @@ pub struct MigGpus {
 struct Machine {
     description: Description,
     gpus: BTreeMap<String, Gpu>,
+    /// Those that another kernel driver has.
+    left: BTreeMap<String, Gpu>,
     /// UUIDs of MIG devices that were given out.
     uuids: u32,
     /// Changes that will fail.
@@ -107,6 +109,7 @@ impl MigGpus {
             machine: Arc::new(Mutex::new(Machine {
                 gpus: description.gpus.iter().map(gpu).collect(),
                 description,
+                left: BTreeMap::new(),
                 uuids: 0,
                 failures: Vec::new(),
                 unread: Vec::new(),
@@ -202,6 +205,28 @@ impl MigGpus {
             gpu.used.clear();
             gpu.is_used = false;
             gpu.time_slice = Interval::Default;
+        }
+    }
+
+    /// The PCI addresses of all GPUs, by UUID, whichever kernel driver has them.
+    #[must_use]
+    pub fn addresses(&self) -> BTreeMap<String, String> {
+        let machine = self.lock();
+        let gpus = machine.description.gpus.iter();
+        gpus.map(|gpu| (gpu.uuid.clone(), gpu.pci_bus_id()))
+            .collect()
+    }
+
+    /// Another kernel driver has taken the GPU, or the driver has it again, as at its start.
+    pub fn has_left(&self, uuid: &str, has_left: bool) {
+        let mut machine = self.lock();
+        let Machine { gpus, left, .. } = &mut *machine;
+        if has_left {
+            left.extend(gpus.remove_entry(uuid));
+        } else if let Some((uuid, mut gpu)) = left.remove_entry(uuid) {
+            gpu.actual = Actual::default();
+            gpu.time_slice = Interval::Default;
+            gpus.insert(uuid, gpu);
         }
     }
 
@@ -351,6 +376,8 @@ impl Nvml for MigGpus {
     fn describe(&self) -> Result<Description, NvmlError> {
         let machine = self.lock();
         let mut description = machine.description.clone();
+        let left = |gpu: &GpuDescription| machine.left.contains_key(&gpu.uuid);
+        description.gpus.retain(|gpu| !left(gpu));
         for gpu in &mut description.gpus {
             let Some(known) = machine.gpus.get(&gpu.uuid) else {
                 continue;

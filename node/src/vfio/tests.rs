@@ -1,7 +1,6 @@
 //! On the simulator's PCI tree.
 
 use std::cell::RefCell;
-use std::convert::Infallible;
 use std::sync::Arc;
 
 use tranche_simulator_pci::{Function as SimulatedFunction, Nodes, Tree, serve};
@@ -61,13 +60,18 @@ fn machine(others: &[SimulatedFunction]) -> Machine {
 }
 
 impl Machine {
-    fn bring(&self, wanted: bool) -> Result<Actual, BringError<Infallible>> {
+    fn bring(&self, wanted: bool) -> Result<Actual, BringError> {
         let record = self.record.borrow().clone();
-        self.vfio
-            .bring((address(GPU), Some(MINOR)), wanted, record, &mut |record| {
+        bring(
+            &self.vfio,
+            (address(GPU), Some(MINOR)),
+            wanted,
+            record,
+            &mut |record| {
                 *self.record.borrow_mut() = record.cloned();
                 Ok(())
-            })
+            },
+        )
     }
 
     fn drivers(&self) -> [Option<String>; 2] {
@@ -85,11 +89,11 @@ fn a_gpu_goes_to_vfio_with_its_audio_and_comes_back() {
     let actual = machine.bring(true).unwrap();
     assert_eq!(machine.drivers(), names(VFIO_DRIVER, VFIO_DRIVER));
     assert_eq!(
-        machine.vfio.nodes(&actual, Interface::Group).unwrap(),
+        machine.vfio.nodes_by(&actual, Interface::Group).unwrap(),
         ["/dev/vfio/vfio", "/dev/vfio/7"]
     );
     assert_eq!(
-        machine.vfio.nodes(&actual, Interface::Iommufd).unwrap(),
+        machine.vfio.nodes_by(&actual, Interface::Iommufd).unwrap(),
         [
             "/dev/iommu",
             "/dev/vfio/devices/vfio0",
@@ -109,7 +113,7 @@ fn a_gpu_goes_to_vfio_with_its_audio_and_comes_back() {
 fn a_gpu_that_a_process_has_open_stays_where_it_is() {
     let machine = machine(&[]);
     let open = |name: &str| fs::File::open(machine.root.path().join(name)).unwrap();
-    let in_use = |result: Result<Actual, BringError<Infallible>>| match result {
+    let in_use = |result: Result<Actual, BringError>| match result {
         Err(BringError::Obstacle(Obstacle::InUse { user, .. })) => {
             assert_eq!(user, std::process::id());
         }

@@ -131,6 +131,7 @@ pub fn inventory(products: &[usize]) -> Inventory {
             mig_capable: mig.is_some(),
             mig_mode: MigMode::default(),
             mig_compute_slices: mig,
+            vfio: None,
             mig_instances: Vec::new(),
         }
     });

@@ -20,6 +20,7 @@ const OWNED: Record = Record {
         compute_mode_before: ComputeMode::Default,
     }),
     time_slice: None,
+    vfio: None,
 };
 
 async fn prepare(plugin: &Plugin, name: &str) {

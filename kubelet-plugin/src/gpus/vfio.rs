@@ -1,0 +1,141 @@
+//! A GPU's way to VFIO and back.
+
+use std::time::{Duration, Instant};
+
+use tracing::info;
+use tranche_api::PciAddress;
+use tranche_driver::gpu_state::{AtVfio, Record};
+use tranche_driver::preparation::VfioGroup;
+use tranche_driver::vfio::{self, VFIO_DRIVER};
+use tranche_node::vfio::{BringError, bring};
+
+use super::{GpuError, Gpus, find};
+use crate::driver_state::DriverState;
+
+/// How long a GPU is tried again while a process has it open: those of this plugin that keep NVML open close it within 2 s.
+pub const OPEN_PATIENCE: Duration = Duration::from_secs(5);
+/// The pause between two such attempts.
+const OPEN_PAUSE: Duration = Duration::from_millis(200);
+
+impl Gpus {
+    /// Forgets that a GPU, whose lock the caller holds, was at VFIO in another boot: its driver has it again.
+    pub(super) fn forget_other_boot(
+        &self,
+        gpu_uuid: &str,
+        record: &mut Record,
+    ) -> Result<(), GpuError> {
+        let Some(at) = &record.vfio else {
+            return Ok(());
+        };
+        let boot = self.groups.boot().map_err(BringError::Vfio)?;
+        if at.drivers.boot != boot {
+            self.write_vfio(gpu_uuid, record, None)?;
+        }
+        Ok(())
+    }
+
+    /// Binds a GPU, whose lock the caller holds, to VFIO with its whole IOMMU group, or goes on where an earlier call ended.
+    pub(super) fn enter_vfio(
+        &self,
+        gpu_uuid: &str,
+        record: &mut Record,
+    ) -> Result<VfioGroup, GpuError> {
+        let described = match &record.vfio {
+            Some(at) => (**at).clone(),
+            None => self.described(gpu_uuid)?,
+        };
+        let actual = self.bring_vfio(gpu_uuid, true, &described, record)?;
+        let bound = actual.functions.iter();
+        let bound = bound.filter(|it| it.driver.as_deref() == Some(VFIO_DRIVER));
+        Ok(VfioGroup {
+            id: actual.group.unwrap_or_default(),
+            functions: bound.map(|it| it.address.to_string()).collect(),
+            nodes: self.groups.nodes(&actual).map_err(BringError::Vfio)?,
+        })
+    }
+
+    /// Gives a GPU, whose lock the caller holds, back to the driver that it had.
+    pub(super) fn leave_vfio(&self, gpu_uuid: &str, record: &mut Record) -> Result<(), GpuError> {
+        if let Some(at) = record.vfio.clone() {
+            self.bring_vfio(gpu_uuid, false, &at, record)?;
+        }
+        Ok(())
+    }
+
+    fn bring_vfio(
+        &self,
+        gpu_uuid: &str,
+        wanted: bool,
+        described: &AtVfio,
+        record: &mut Record,
+    ) -> Result<vfio::Actual, GpuError> {
+        info!(gpu = gpu_uuid, wanted, "changing the GPU's kernel driver");
+        let address = &described.gpu.pci_bus_id;
+        let address: PciAddress = address.parse().map_err(|_| GpuError::Missing {
+            gpu: gpu_uuid.to_owned(),
+        })?;
+        let _shut = self.gate.shut();
+        let deadline = Instant::now() + self.open_patience;
+        loop {
+            let before = record.vfio.as_ref().map(|at| at.drivers.clone());
+            let at = (address, Some(described.gpu.minor));
+            let mut write = |drivers: Option<&vfio::Record>| {
+                let at = drivers.map(|drivers| AtVfio {
+                    drivers: drivers.clone(),
+                    ..described.clone()
+                });
+                self.write_vfio(gpu_uuid, record, at)
+            };
+            match bring(&*self.groups, at, wanted, before, &mut write) {
+                Err(error) if is_open(&error) && Instant::now() < deadline => {
+                    std::thread::sleep(OPEN_PAUSE);
+                }
+                result => return result,
+            }
+        }
+    }
+
+    /// Makes or removes the record of a GPU at VFIO.
+    fn write_vfio(
+        &self,
+        gpu_uuid: &str,
+        record: &mut Record,
+        at: Option<AtVfio>,
+    ) -> Result<(), GpuError> {
+        let mut new = record.clone();
+        new.vfio = at.map(Box::new);
+        self.records.write(gpu_uuid, &new)?;
+        *record = new;
+        Ok(())
+    }
+
+    /// The GPU as its driver describes it now, before it leaves it.
+    fn described(&self, gpu_uuid: &str) -> Result<AtVfio, GpuError> {
+        let missing = || GpuError::Missing {
+            gpu: gpu_uuid.to_owned(),
+        };
+        let DriverState::Ready(ready) = self.state.borrow().clone() else {
+            return Err(missing());
+        };
+        let inventory = &ready.inventory;
+        let geometry = find(inventory, gpu_uuid).and_then(|gpu| inventory.mig_geometry(gpu));
+        let mut gpu = find(inventory, gpu_uuid).cloned().ok_or_else(missing)?;
+        // The inventory may be of before a change of the order of GPUs.
+        let now = self.nvml.open()?.nvml.describe()?.gpus;
+        let now = now.iter().find(|it| it.uuid == gpu_uuid);
+        let now = now.ok_or_else(missing)?;
+        gpu.minor = now.minor;
+        gpu.pci_bus_id = now.pci_bus_id();
+        Ok(AtVfio {
+            drivers: vfio::Record::default(),
+            mig_profiles: geometry.map(|it| it.profiles.clone()).unwrap_or_default(),
+            gpu,
+        })
+    }
+}
+
+/// Whether a process has the GPU open.
+fn is_open(error: &GpuError) -> bool {
+    use vfio::Obstacle::InUse;
+    matches!(error, GpuError::Vfio(BringError::Obstacle(InUse { .. })))
+}
