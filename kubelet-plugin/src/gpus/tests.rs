@@ -2,7 +2,6 @@
 
 mod at_once;
 mod faults;
-mod latency;
 mod mps;
 mod vfio;
 

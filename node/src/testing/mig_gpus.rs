@@ -4,7 +4,6 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::mem::discriminant;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
 
 use tranche_api::gpu_node::MigMode;
 use tranche_api::mig::{MigGeometry, MigInstance};
@@ -47,10 +46,6 @@ struct Machine {
     is_unloaded: bool,
     /// GPUs whose changes do not end.
     held_back: BTreeSet<String>,
-    /// How long a change takes.
-    latency: Duration,
-    /// How long all of them took.
-    taken: Duration,
 }
 
 #[derive(Debug)]
@@ -116,8 +111,6 @@ impl MigGpus {
                 changes: Vec::new(),
                 is_unloaded: false,
                 held_back: BTreeSet::new(),
-                latency: Duration::ZERO,
-                taken: Duration::ZERO,
             })),
             released: Arc::default(),
         }
@@ -175,27 +168,6 @@ impl MigGpus {
             self.lock().held_back.remove(uuid);
             self.released.notify_all();
         }
-    }
-
-    /// From now on each change takes so long, as on real GPUs.
-    pub fn slow_down(&self, latency: Duration) {
-        self.lock().latency = latency;
-    }
-
-    /// How long all changes took since they are slow.
-    #[must_use]
-    pub fn taken(&self) -> Duration {
-        self.lock().taken
-    }
-
-    fn take_time(&self) {
-        let latency = self.lock().latency;
-        if latency.is_zero() {
-            return;
-        }
-        let start = Instant::now();
-        std::thread::sleep(latency);
-        self.lock().taken += start.elapsed();
     }
 
     /// Boots the machine: no instances, and no MIG mode, as on Hopper and later.
@@ -428,7 +400,6 @@ impl Nvml for MigGpus {
     }
 
     fn change_mig(&self, gpu_uuid: &str, change: &Change) -> Result<(), ChangeError> {
-        self.take_time();
         let is_held = |machine: &mut Machine| machine.held_back.contains(gpu_uuid);
         let free = self.released.wait_while(self.lock(), is_held);
         let mut machine = free.unwrap_or_else(PoisonError::into_inner);
@@ -452,7 +423,6 @@ impl Nvml for MigGpus {
     }
 
     fn set_compute_mode(&self, gpu_uuid: &str, mode: ComputeMode) -> Result<(), NvmlError> {
-        self.take_time();
         let mut machine = self.lock();
         let gpu = machine.gpus.get_mut(gpu_uuid);
         let gpu = gpu.ok_or_else(|| unknown(gpu_uuid))?;
