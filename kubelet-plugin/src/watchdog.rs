@@ -430,7 +430,9 @@ fn model(state: &DriverState, gpu_uuid: &str) -> Option<Model> {
 fn devices(ledger: &Ledger) -> Devices {
     let mut devices = BTreeMap::new();
     for record in ledger.held() {
-        for (nth, device) in record.plan.devices.iter().enumerate() {
+        let all = record.plan.devices.iter().enumerate();
+        // The driver does not know a GPU that is at VFIO.
+        for (nth, device) in all.filter(|(_, device)| device.vfio.is_none()) {
             devices.insert(device.key.clone(), (Arc::clone(&record), nth));
         }
     }
