@@ -13,6 +13,7 @@ use k8s_openapi::api::resource::v1::{
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use kube::api::{ObjectMeta, PostParams};
 use kube::{Api, ResourceExt};
+use tranche_api::Tier;
 use tranche_api::names::{DRIVER, capacity};
 use uuid::Uuid;
 
@@ -34,25 +35,42 @@ pub enum Share {
     Capped(Arc<str>),
     /// A place on the GPU whose exclusive device has this name.
     Timeshared(Arc<str>),
+    /// One percent of the threads of the GPU whose exclusive device has this name.
+    Concurrent(Arc<str>),
+    /// The exclusive device of this name.
+    Exclusive(Arc<str>),
+    /// The partition of this name.
+    Partition(Arc<str>),
 }
 
 impl Share {
-    fn tier(&self) -> &'static str {
+    /// The tier.
+    #[must_use]
+    pub const fn tier(&self) -> Tier {
         match self {
-            Self::Capped(_) => "capped",
-            Self::Timeshared(_) => "timeshared",
+            Self::Capped(_) => Tier::Capped,
+            Self::Timeshared(_) => Tier::Timeshared,
+            Self::Concurrent(_) => Tier::Concurrent,
+            Self::Exclusive(_) => Tier::Exclusive,
+            Self::Partition(_) => Tier::Partition,
         }
     }
 
     fn device(&self) -> String {
-        let (Self::Capped(gpu) | Self::Timeshared(gpu)) = self;
-        format!("{gpu}-{}", self.tier())
+        match self {
+            Self::Exclusive(device) | Self::Partition(device) => device.to_string(),
+            Self::Capped(gpu) | Self::Timeshared(gpu) | Self::Concurrent(gpu) => {
+                format!("{gpu}-{}", self.tier())
+            }
+        }
     }
 
     fn requested(&self) -> BTreeMap<String, Quantity> {
         let sizes: &[_] = match self {
-            Self::Capped(_) => &[(capacity::MEMORY, MEMORY), (capacity::CORES, CORES)],
-            Self::Timeshared(_) => &[],
+            Self::Capped(_) | Self::Concurrent(_) => {
+                &[(capacity::MEMORY, MEMORY), (capacity::CORES, CORES)]
+            }
+            Self::Timeshared(_) | Self::Exclusive(_) | Self::Partition(_) => &[],
         };
         sizes
             .iter()
@@ -130,10 +148,11 @@ async fn allocate(
     pool: &str,
     share: &Share,
 ) -> anyhow::Result<ClaimId> {
+    let tier = share.tier();
     let mut claim = api
         .create(
             &PostParams::default(),
-            &claim(name, share.tier(), share.requested()),
+            &claim(name, tier.as_str(), share.requested()),
         )
         .await?;
     claim.status = Some(ResourceClaimStatus {
@@ -144,8 +163,8 @@ async fn allocate(
                     driver: DRIVER.to_owned(),
                     pool: pool.to_owned(),
                     device: share.device(),
-                    share_id: Some(Uuid::new_v4().to_string()),
-                    consumed_capacity: Some(share.consumed()),
+                    share_id: tier.is_shared().then(|| Uuid::new_v4().to_string()),
+                    consumed_capacity: tier.is_shared().then(|| share.consumed()),
                     ..DeviceRequestAllocationResult::default()
                 }]),
                 ..DeviceAllocationResult::default()

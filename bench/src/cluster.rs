@@ -91,6 +91,31 @@ impl Cluster {
         Ok(gpus)
     }
 
+    /// The smallest partitions of the GPU whose exclusive device has this name, two that go together.
+    pub async fn two_partitions(&self, gpu: &str) -> anyhow::Result<[Arc<str>; 2]> {
+        let slices = self.slices().await?;
+        let devices = slices
+            .iter()
+            .filter_map(|slice| slice.spec.devices.as_ref());
+        let names: BTreeSet<_> = devices.flatten().map(|device| &*device.name).collect();
+        let prefix = format!("{gpu}-mig-1g");
+        // Those with media engines have their own names, and there is one of these at a time.
+        let small = |name: &&&str| name.starts_with(&prefix) && !name.contains("me-");
+        let profile = |name: &str| name.rsplit_once('-').map(|(profile, _)| profile.to_owned());
+        let mut small = names.iter().filter(small).peekable();
+        while let Some(one) = small.next() {
+            if let Some(other) = small.peek()
+                && profile(one) == profile(other)
+            {
+                return Ok([Arc::from(*one), Arc::from(**other)]);
+            }
+        }
+        bail!(
+            "pool {}: the GPU {gpu} is offered in no two partitions of one slice: measure a GPU that has MIG",
+            self.pool()
+        );
+    }
+
     /// Makes the namespace; one that an interrupted run left is removed first.
     pub async fn make_namespace(&self) -> anyhow::Result<()> {
         self.remove_namespace().await?;

@@ -5,8 +5,10 @@
 
 mod left;
 mod probe;
+mod tiers;
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
@@ -39,6 +41,9 @@ pub struct Args {
     /// Prepares one after another, in each half
     #[arg(long, default_value_t = 400)]
     samples: usize,
+    /// Prepares one after another, in each tier
+    #[arg(long, default_value_t = 100)]
+    of_tier: usize,
     /// Rounds with several Prepares at once
     #[arg(long, default_value_t = 20)]
     rounds: usize,
@@ -65,6 +70,8 @@ pub async fn run(args: &Args, cluster: &Cluster) -> anyhow::Result<Vec<Row>> {
         plugin,
         timed: Vec::new(),
         held: Vec::new(),
+        of_tiers: Vec::new(),
+        spare: gpus[gpus.len() - 1].clone(),
     };
     let measured = tokio::select! {
         rows = load.measure(&placement) => rows,
@@ -87,6 +94,9 @@ struct Load<'a> {
     plugin: Plugin,
     timed: Vec<ClaimId>,
     held: Vec<ClaimId>,
+    of_tiers: Vec<ClaimId>,
+    /// The GPU that no timed claim has, by its exclusive device.
+    spare: Arc<str>,
 }
 
 impl Load<'_> {
@@ -105,6 +115,8 @@ impl Load<'_> {
         self.half(&probe, "prepare", &mut rows).await?;
         eprintln!("{WORKERS} workers for {} s", self.args.seconds);
         self.cycles(&probe, &mut rows).await?;
+
+        self.tiers(&probe, &mut rows).await?;
 
         eprintln!("Preparing {} claims, to be held", self.held.len());
         stream::iter(&self.held)
@@ -230,7 +242,8 @@ impl Load<'_> {
 
     /// Releases every claim, removes it, and counts the files that are left.
     async fn clean_up(&self) -> anyhow::Result<usize> {
-        let all: Vec<_> = self.timed.iter().chain(&self.held).collect();
+        let all = self.timed.iter().chain(&self.held).chain(&self.of_tiers);
+        let all: Vec<_> = all.collect();
         // With a new connection: the measurement may have failed because the plugin was restarted.
         let plugin = Plugin::connect(&self.args.plugin_dir.join("dra.sock")).await?;
         let released: anyhow::Result<Vec<()>> = stream::iter(&all)
