@@ -8,9 +8,10 @@ use serde_json::{Value, json};
 use tranche_api::quantity::Quantity;
 use tranche_api::sharing_policy::SharingPolicy;
 
-use super::{Terms, labels, matching};
+use super::{Terms, labels};
+use crate::policy::{selector, uuids};
 use crate::testing::mutation::{any_mutations, mutated};
-use crate::testing::{gpu, schema};
+use crate::testing::schema;
 
 const WORDS: &[&str] = &[
     "spec",
@@ -125,13 +126,19 @@ fn schema_of_policies() -> Value {
     schema
 }
 
+/// What the policy is refused for on a GPU that it names.
 fn refusal(policy: &SharingPolicy) -> Option<String> {
-    // Of the terms, the selector and the UUIDs, as `terms` reads them.
-    let of_terms = Terms::try_from(&policy.spec).err();
-    let of_terms = of_terms.map(|problem| problem.to_string());
-    let labels = labels(&[("zone", "a"), ("pool", "gpu")]);
-    let of_selector = matching(std::slice::from_ref(policy), &labels, &gpu(0)).err();
-    of_terms.or(of_selector.map(|error| error.problem.to_string()))
+    let spec = &policy.spec;
+    let of_terms = Terms::try_from(spec).err();
+    let of_selector = || {
+        let selector = spec.node_selector.as_ref()?;
+        let problem =
+            selector::matches(selector, &labels(&[("zone", "a"), ("pool", "gpu")])).err()?;
+        Some(problem.into())
+    };
+    let of_uuids = || uuids(&spec.uuids).err();
+    let problem = of_terms.or_else(of_selector).or_else(of_uuids)?;
+    Some(problem.to_string())
 }
 
 /// What the schema refuses and the types hold: words and numbers that a later schema may allow, which must not blind a watch
