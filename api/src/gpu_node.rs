@@ -96,17 +96,22 @@ pub struct Inventory {
 impl Inventory {
     /// An inventory of `gpus`, put in the order of their PCI addresses and counted.
     #[must_use]
-    pub fn new(driver_version: String, cuda_driver_version: String, mut gpus: Vec<Gpu>) -> Self {
-        let order = |gpu: &Gpu| (gpu.pci_bus_id.parse::<PciAddress>().ok(), gpu.uuid.clone());
-        gpus.sort_by_cached_key(order);
-        Self {
+    pub fn new(driver_version: String, cuda_driver_version: String, gpus: Vec<Gpu>) -> Self {
+        let mut inventory = Self {
             driver_version,
             cuda_driver_version,
-            gpu_count: u32::try_from(gpus.len()).unwrap_or(u32::MAX),
-            gpus,
-            unknown_functions: Vec::new(),
-            mig_geometries: Vec::new(),
-        }
+            ..Self::default()
+        };
+        inventory.extend(gpus);
+        inventory
+    }
+
+    /// Adds GPUs, puts all in the order of their PCI addresses and counts them.
+    pub fn extend(&mut self, gpus: impl IntoIterator<Item = Gpu>) {
+        let order = |gpu: &Gpu| (gpu.pci_bus_id.parse::<PciAddress>().ok(), gpu.uuid.clone());
+        self.gpus.extend(gpus);
+        self.gpus.sort_by_cached_key(order);
+        self.gpu_count = u32::try_from(self.gpus.len()).unwrap_or(u32::MAX);
     }
 
     /// How MIG divides a GPU, where the driver reports it.

@@ -136,8 +136,6 @@ pub struct HeldVfio {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct VfioGroup {
-    /// Its number.
-    pub id: u32,
     /// The addresses of the functions that are bound: the GPU's own.
     pub functions: Vec<String>,
     /// The host's device nodes.
@@ -308,20 +306,6 @@ impl PreparationPlan {
         };
         let devices = self.devices.iter().filter(is_changed);
         devices.map(|device| &*device.gpu_uuid).collect()
-    }
-
-    /// Whether the claim holds concurrent shares of a GPU.
-    #[must_use]
-    pub fn needs_mps(&self, gpu_uuid: &str) -> bool {
-        let mut devices = self.devices.iter();
-        devices.any(|it| it.gpu_uuid == gpu_uuid && it.cap.is_mps())
-    }
-
-    /// Whether the claim holds a GPU at VFIO.
-    #[must_use]
-    pub fn needs_vfio(&self, gpu_uuid: &str) -> bool {
-        let mut devices = self.devices.iter();
-        devices.any(|it| it.gpu_uuid == gpu_uuid && it.vfio.is_some())
     }
 
     /// The plan with the group in which its GPU is now at VFIO.

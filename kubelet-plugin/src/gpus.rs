@@ -34,7 +34,7 @@ use tranche_driver::gpu_state::{
     WantedDaemon, next,
 };
 use tranche_driver::mig::{Geometry, GeometryError};
-use tranche_driver::preparation::{HeldOfGpu, MigDevice, PreparationPlan, VfioGroup};
+use tranche_driver::preparation::{HeldOfGpu, MigDevice, PreparationPlan, VfioGroup, held_of};
 use tranche_driver::vfio::Obstacle as VfioObstacle;
 use tranche_node::capabilities::{CapabilityError, of_partition};
 use tranche_node::nvml::{ChangeError, Driver, Gate, Nvml, NvmlError, Opened};
@@ -154,24 +154,11 @@ pub struct Hardware {
 pub struct Gpus {
     records: GpuRecords,
     ledger: Arc<Ledger>,
-    nvml: Box<dyn Driver>,
-    daemons: Box<dyn Daemons>,
-    groups: Arc<dyn Groups>,
-    gate: Gate,
-    open_patience: Duration,
+    hardware: Hardware,
     state: watch::Receiver<DriverState>,
-    proc: PathBuf,
     locks: Arc<Locks>,
     /// A release has left something that [`Self::settle`] takes back.
     left_over: Notify,
-}
-
-/// What one claim needs of a GPU now.
-#[derive(Debug, Default)]
-struct Needs {
-    partitions: BTreeSet<Place>,
-    mps: bool,
-    vfio: bool,
 }
 
 /// What a claim gets of a GPU that was brought to the wanted state.
@@ -197,24 +184,11 @@ impl Gpus {
         hardware: Hardware,
         state: watch::Receiver<DriverState>,
     ) -> Self {
-        let Hardware {
-            nvml,
-            daemons,
-            groups,
-            gate,
-            open_patience,
-            proc,
-        } = hardware;
         Self {
             records,
             ledger,
-            nvml,
-            daemons,
-            groups,
-            gate,
-            open_patience,
+            hardware,
             state,
-            proc,
             locks: Arc::default(),
             left_over: Notify::new(),
         }
@@ -232,14 +206,7 @@ impl Gpus {
         let devices = plan.devices.iter().filter(|device| !device.admin_access);
         let gpus: BTreeSet<String> = devices.map(|device| device.gpu_uuid.clone()).collect();
         for gpu in &gpus {
-            let places = plan.devices.iter().filter(|it| it.gpu_uuid == *gpu);
-            let places = places.filter_map(|it| it.partition.as_ref().map(|it| it.place));
-            let needs = Needs {
-                partitions: places.collect(),
-                mps: plan.needs_mps(gpu),
-                vfio: plan.needs_vfio(gpu),
-            };
-            let made = self.bring(gpu, needs)?;
+            let made = self.bring(gpu, held_of(gpu, [&plan]))?;
             if let Some(group) = &made.group {
                 plan = plan.at_vfio(gpu, group);
             }
@@ -260,7 +227,7 @@ impl Gpus {
         }
         self.ledger.begin_release(&plan.allocation.uid);
         for gpu in gpus {
-            match self.bring(gpu, Needs::default()) {
+            match self.bring(gpu, HeldOfGpu::default()) {
                 Ok(_) => {}
                 Err(error) if error.is_absence() => {
                     warn!(gpu, %error, "what a released claim had of a GPU is removed when the GPU is back");
@@ -276,7 +243,7 @@ impl Gpus {
     }
 
     /// Brings a GPU to the state that claims want, and makes what one of them needs where it is missing.
-    fn bring(&self, gpu_uuid: &str, needs: Needs) -> Result<Brought, GpuError> {
+    fn bring(&self, gpu_uuid: &str, needs: HeldOfGpu) -> Result<Brought, GpuError> {
         let _lock = self.locks.blocking_lock(gpu_uuid);
         let mut record = self.records.load(gpu_uuid)?;
         let held = self.ledger.held_of(gpu_uuid);
@@ -301,7 +268,7 @@ impl Gpus {
     fn bring_modes(
         &self,
         gpu_uuid: &str,
-        needs: Needs,
+        needs: HeldOfGpu,
         held: HeldOfGpu,
         record: &mut Record,
     ) -> Result<Brought, GpuError> {
@@ -329,9 +296,9 @@ impl Gpus {
         };
         if needs.mps && record.mps.is_none() {
             // Before anything is changed: without a supervisor nobody could take it back for other tiers.
-            self.daemons.list().map_err(of_daemon)?;
+            self.hardware.daemons.list().map_err(of_daemon)?;
         }
-        let opened = self.nvml.open()?;
+        let opened = self.hardware.nvml.open()?;
         let has_mps = wanted.mps != WantedDaemon::None || record.mps.is_some();
         let mut daemon = Daemon::Unknown;
         for _ in 0..MOST_STEPS {
@@ -361,11 +328,11 @@ impl Gpus {
                     opened.nvml.set_compute_mode(gpu_uuid, mode)?;
                 }
                 Next::EnsureDaemon => {
-                    self.daemons.ensure(gpu_uuid).map_err(of_daemon)?;
+                    self.hardware.daemons.ensure(gpu_uuid).map_err(of_daemon)?;
                     daemon = Daemon::Ready;
                 }
                 Next::EndDaemon => {
-                    self.daemons.end(gpu_uuid).map_err(of_daemon)?;
+                    self.hardware.daemons.end(gpu_uuid).map_err(of_daemon)?;
                     daemon = Daemon::Ended;
                 }
                 Next::Done(partitions) => {
@@ -414,7 +381,7 @@ impl Gpus {
                 error,
             };
             let nodes = of_partition(
-                &self.proc,
+                &self.hardware.proc,
                 root,
                 gpu.minor,
                 partition.instance,
@@ -454,7 +421,7 @@ impl Gpus {
         };
         let mut at_rest = true;
         for gpu in gpus {
-            if let Err(error) = self.bring(&gpu, Needs::default()) {
+            if let Err(error) = self.bring(&gpu, HeldOfGpu::default()) {
                 warn!(gpu, %error, "a GPU is not as its claims want it");
                 at_rest = false;
             }

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use tranche_api::Quantity;
 use tranche_api::gpu_node::{Gpu, Inventory};
-use tranche_api::mig::MigGeometry;
+use tranche_api::mig::{MigGeometry, MigProfile};
 use tranche_driver::gpu_state::AtVfio;
 
 use crate::nvml::{Description, GpuDescription};
@@ -34,52 +34,36 @@ pub fn add_at_vfio(inventory: &mut Inventory, at: &AtVfio) {
     if inventory.gpus.iter().any(|gpu| gpu.uuid == *uuid) {
         return;
     }
-    let mut gpus = std::mem::take(&mut inventory.gpus);
-    gpus.push(at.gpu.clone());
-    let described = std::mem::take(inventory);
-    *inventory = Inventory {
-        unknown_functions: described.unknown_functions,
-        mig_geometries: described.mig_geometries,
-        ..Inventory::new(
-            described.driver_version,
-            described.cuda_driver_version,
-            gpus,
-        )
-    };
-    if at.mig_profiles.is_empty() {
-        return;
-    }
-    let geometries = &mut inventory.mig_geometries;
-    let known = geometries
-        .iter_mut()
-        .find(|known| known.profiles == at.mig_profiles);
-    match known {
-        Some(known) => known.gpus.push(uuid.clone()),
-        None => geometries.push(MigGeometry {
-            gpus: vec![uuid.clone()],
-            profiles: at.mig_profiles.clone(),
-        }),
-    }
-    put_in_order(geometries);
+    inventory.extend([at.gpu.clone()]);
+    add_geometry(&mut inventory.mig_geometries, uuid, &at.mig_profiles);
+    put_in_order(&mut inventory.mig_geometries);
 }
 
 /// The profiles of the GPUs; those of GPUs that are alike once.
 fn geometries(gpus: &[GpuDescription]) -> Vec<MigGeometry> {
-    let mut geometries: Vec<MigGeometry> = Vec::new();
-    for gpu in gpus.iter().filter(|gpu| !gpu.mig_profiles.is_empty()) {
-        let known = geometries
-            .iter_mut()
-            .find(|known| known.profiles == gpu.mig_profiles);
-        match known {
-            Some(known) => known.gpus.push(gpu.uuid.clone()),
-            None => geometries.push(MigGeometry {
-                gpus: vec![gpu.uuid.clone()],
-                profiles: gpu.mig_profiles.clone(),
-            }),
-        }
+    let mut geometries = Vec::new();
+    for gpu in gpus {
+        add_geometry(&mut geometries, &gpu.uuid, &gpu.mig_profiles);
     }
     put_in_order(&mut geometries);
     geometries
+}
+
+/// Adds the profiles of a GPU, if it has any.
+fn add_geometry(geometries: &mut Vec<MigGeometry>, uuid: &str, profiles: &[MigProfile]) {
+    if profiles.is_empty() {
+        return;
+    }
+    let known = geometries
+        .iter_mut()
+        .find(|known| known.profiles == profiles);
+    match known {
+        Some(known) => known.gpus.push(uuid.to_owned()),
+        None => geometries.push(MigGeometry {
+            gpus: vec![uuid.to_owned()],
+            profiles: profiles.to_vec(),
+        }),
+    }
 }
 
 /// NVML's order follows the probe order, which changes; the inventory's must not.

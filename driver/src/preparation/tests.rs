@@ -119,7 +119,8 @@ fn a_concurrent_share_has_its_caps_by_mps_and_the_shim() {
     );
     assert_eq!(plan.steps.len(), 3, "pages, account and spec");
     assert_eq!(plan.changed_gpus(), BTreeSet::from([&*gpu(0).uuid]));
-    assert!(plan.needs_mps(&gpu(0).uuid) && !plan.needs_mps(&gpu(1).uuid));
+    let needs_mps = |number| held_of(&gpu(number).uuid, [&plan]).mps;
+    assert!(needs_mps(0) && !needs_mps(1));
     let other = prepared("b", &[capped("1Gi", "1")], &[]);
     assert!(held_of(&gpu(0).uuid, [&other, &plan]).mps);
     assert!(!held_of(&gpu(0).uuid, [&other]).mps);

@@ -62,7 +62,7 @@ impl Gpus {
         if gpus.is_empty() {
             return Wrong::new();
         }
-        let daemons = self.daemons.list();
+        let daemons = self.hardware.daemons.list();
         let wrong = gpus.into_iter().filter_map(|gpu| {
             let why = why_not(&gpu, &daemons)?;
             Some((gpu, why))

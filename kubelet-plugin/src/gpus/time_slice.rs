@@ -23,7 +23,7 @@ impl Gpus {
         if wanted.is_empty() && record.time_slice.is_none() {
             return Ok(());
         }
-        let opened = self.nvml.open()?;
+        let opened = self.hardware.nvml.open()?;
         for _ in 0..MOST_STEPS {
             let actual = opened.nvml.time_slice(gpu_uuid)?;
             match next_time_slice(&wanted, record.time_slice, actual) {

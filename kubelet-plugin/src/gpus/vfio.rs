@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use tracing::info;
 use tranche_api::PciAddress;
+use tranche_api::gpu_node::Gpu;
 use tranche_driver::gpu_state::{AtVfio, Record};
 use tranche_driver::preparation::VfioGroup;
 use tranche_driver::vfio::{self, VFIO_DRIVER};
@@ -27,7 +28,7 @@ impl Gpus {
         let Some(at) = &record.vfio else {
             return Ok(());
         };
-        let boot = self.groups.boot().map_err(BringError::Vfio)?;
+        let boot = self.hardware.groups.boot().map_err(BringError::Vfio)?;
         if at.drivers.boot != boot {
             self.write_vfio(gpu_uuid, record, None)?;
         }
@@ -48,9 +49,12 @@ impl Gpus {
         let bound = actual.functions.iter();
         let bound = bound.filter(|it| it.driver.as_deref() == Some(VFIO_DRIVER));
         Ok(VfioGroup {
-            id: actual.group.unwrap_or_default(),
             functions: bound.map(|it| it.address.to_string()).collect(),
-            nodes: self.groups.nodes(&actual).map_err(BringError::Vfio)?,
+            nodes: self
+                .hardware
+                .groups
+                .nodes(&actual)
+                .map_err(BringError::Vfio)?,
         })
     }
 
@@ -74,8 +78,8 @@ impl Gpus {
         let address: PciAddress = address.parse().map_err(|_| GpuError::Missing {
             gpu: gpu_uuid.to_owned(),
         })?;
-        let _shut = self.gate.shut();
-        let deadline = Instant::now() + self.open_patience;
+        let _shut = self.hardware.gate.shut();
+        let deadline = Instant::now() + self.hardware.open_patience;
         loop {
             let before = record.vfio.as_ref().map(|at| at.drivers.clone());
             let at = (address, Some(described.gpu.minor));
@@ -86,7 +90,7 @@ impl Gpus {
                 });
                 self.write_vfio(gpu_uuid, record, at)
             };
-            match bring(&*self.groups, at, wanted, before, &mut write) {
+            match bring(&*self.hardware.groups, at, wanted, before, &mut write) {
                 Err(error) if is_open(&error) && Instant::now() < deadline => {
                     std::thread::sleep(OPEN_PAUSE);
                 }
@@ -117,19 +121,20 @@ impl Gpus {
         let DriverState::Ready(ready) = self.state.borrow().clone() else {
             return Err(missing());
         };
-        let inventory = &ready.inventory;
-        let geometry = find(inventory, gpu_uuid).and_then(|gpu| inventory.mig_geometry(gpu));
-        let mut gpu = find(inventory, gpu_uuid).cloned().ok_or_else(missing)?;
+        let known = find(&ready.inventory, gpu_uuid).ok_or_else(missing)?;
+        let geometry = ready.inventory.mig_geometry(known);
         // The inventory may be of before a change of the order of GPUs.
-        let now = self.nvml.open()?.nvml.describe()?.gpus;
+        let now = self.hardware.nvml.open()?.nvml.describe()?.gpus;
         let now = now.iter().find(|it| it.uuid == gpu_uuid);
         let now = now.ok_or_else(missing)?;
-        gpu.minor = now.minor;
-        gpu.pci_bus_id = now.pci_bus_id();
         Ok(AtVfio {
             drivers: vfio::Record::default(),
+            gpu: Gpu {
+                minor: now.minor,
+                pci_bus_id: now.pci_bus_id(),
+                ..known.clone()
+            },
             mig_profiles: geometry.map(|it| it.profiles.clone()).unwrap_or_default(),
-            gpu,
         })
     }
 }
