@@ -24,7 +24,7 @@ install_gpus() {
 	docker exec "$node" sh -euc "
 		ldconfig
 		systemctl daemon-reload
-		systemctl restart nvidia-sim-persistenced.socket nvidia-sim-persistenced.service
+		systemctl restart nvidia-sim-persistenced.socket nvidia-sim-persistenced.service nvidia-sim-pci.service
 		nvidia-smi --list-gpus
 		echo $wanted >$INSTALLED"
 	kubectl label node "$node" nvidia.com/gpu.present=true --overwrite

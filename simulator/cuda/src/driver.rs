@@ -176,7 +176,8 @@ fn visible(root: &DriverRoot, shared: &Shared) -> Vec<Visible> {
     let rights = Rights::of_this_process(root);
     let mut all = Vec::new();
     for (gpu, state) in shared.gpus().iter().enumerate() {
-        if state.is_lost() || !root.has_node(&format!("nvidia{}", state.minor)) {
+        if state.is_lost() || !state.is_bound() || !root.has_node(&format!("nvidia{}", state.minor))
+        {
             continue;
         }
         if !state.is_partitioned() {

@@ -20,7 +20,7 @@ pub const ORPHANED: i32 = -2;
 /// The first word of the page.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"TRSIMPG\0");
 /// The version of this module and of [`crate::wire`].
-pub const ABI: u32 = 8;
+pub const ABI: u32 = 9;
 
 /// A text of fixed size, padded with zeros.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -196,6 +196,8 @@ pub struct GpuState {
     pub time_slice: AtomicU32,
     /// 1 when the GPU has fallen off the bus.
     pub lost: AtomicU32,
+    /// 1 while the GPU has another kernel driver, or none.
+    pub unbound: AtomicU32,
     /// 1 when MIG mode is on.
     pub mig_mode: AtomicU32,
     /// The value of [`Self::mig_mode`] from when no process uses the GPU.
@@ -365,6 +367,12 @@ impl GpuState {
         self.kernel_nanos = u64::from(gpu.kernel_micros) * 1000;
         // The daemon takes the place of nvidia-persistenced, which turns the mode on.
         self.persistence = AtomicU32::new(1);
+    }
+
+    /// Whether NVIDIA's kernel driver has the GPU.
+    #[must_use]
+    pub fn is_bound(&self) -> bool {
+        self.unbound.load(Ordering::Relaxed) == 0
     }
 
     /// Whether the GPU has fallen off the bus.

@@ -93,6 +93,8 @@ pub enum Setting {
     Reset = 5,
     /// The length of time slices: 0 the driver's own, 1 short, 2 medium, 3 long.
     TimeSlice = 6,
+    /// Whether NVIDIA's kernel driver has the GPU, 0 or 1. What the driver knows of it ends with 0.
+    Driver = 7,
 }
 
 impl Setting {
@@ -104,6 +106,7 @@ impl Setting {
             Self::Lost,
             Self::Reset,
             Self::TimeSlice,
+            Self::Driver,
         ]
         .into_iter()
         .find(|setting| *setting as u32 == number)

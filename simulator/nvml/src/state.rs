@@ -148,8 +148,12 @@ impl Library {
             return Err(Code::LIB_RM_VERSION_MISMATCH);
         }
         let mut visible = Vec::new();
-        for gpu in 0..shared.gpus().len() {
-            if let Some(node) = root.open_node(&format!("nvidia{}", shared.gpus[gpu].minor)) {
+        for (gpu, state) in shared.gpus().iter().enumerate() {
+            // The node of a GPU stays when its driver changes; opening it fails then.
+            let node = state
+                .is_bound()
+                .then(|| root.open_node(&format!("nvidia{}", state.minor)));
+            if let Some(node) = node.flatten() {
                 nodes.push(node);
                 visible.push(gpu);
             }

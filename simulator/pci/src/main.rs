@@ -1,95 +1,128 @@
-//! `nvidia-sim-pci`: a PCI tree with GPUs under a root folder, and the kernel that acts on it.
+//! `nvidia-sim-pci`: the PCI tree of a simulated machine, and the kernel that acts on it.
 
 use std::path::PathBuf;
-use std::process::Command;
 use std::sync::Arc;
 
-use anyhow::Context as _;
+use anyhow::{Context as _, bail};
 use clap::Parser;
 use tranche_api::pci_address::PciAddress;
+use tranche_simulator_machine::wire::{Reply, Request, Setting};
+use tranche_simulator_machine::{Access, Attachment, DriverRoot, GpuState, attach};
 use tranche_simulator_pci::open_devices::is_open;
 use tranche_simulator_pci::{Function, Nodes, Tree, serve};
 
-const NVIDIA: u16 = 0x10de;
+/// The driver whose GPUs NVML and CUDA have.
+const NVIDIA: &str = "nvidia";
+/// A GPU without a display.
+const GPU_CLASS: u32 = 0x03_0200;
+/// A GPU's audio function.
+const AUDIO_CLASS: u32 = 0x04_0300;
 
-/// Shows GPUs as PCI functions that can be bound to VFIO. No GPU is involved.
+/// Shows the GPUs of a simulated machine as PCI functions that can be bound to VFIO. No hardware is involved.
 #[derive(Debug, Parser)]
 #[command(version)]
 struct Arguments {
-    /// The folder that has `sys` and `dev`.
+    /// The folder in which the tree has its `sys`, and finds `dev`.
     #[arg(long)]
+    tree: PathBuf,
+    /// The driver root whose machine `nvidia-sim-persistenced` serves.
+    #[arg(long, default_value = "/")]
     root: PathBuf,
-    /// The address of a GPU, such as 0000:1b:00.0, in the order of their nodes `<ROOT>/dev/nvidia<N>`; each GPU has an IOMMU
-    /// group of its own.
-    #[arg(long = "gpu", required = true)]
-    gpus: Vec<PciAddress>,
-    /// The GPUs' PCI device id, in hexadecimal.
-    #[arg(long, default_value = "2330", value_parser = |text: &str| u16::from_str_radix(text, 16))]
-    device_id: u16,
     /// Each GPU has an audio function beside it, in its IOMMU group.
     #[arg(long)]
     audio: bool,
     /// The machine has no IOMMU.
     #[arg(long)]
     no_iommu: bool,
-    /// The program `nvidia-sim-persistenced` of the root's machine, through which a GPU leaves NVML and comes back.
-    #[arg(long)]
-    machine_program: Option<PathBuf>,
 }
 
 fn main() -> anyhow::Result<()> {
     let arguments = Arguments::parse();
-    let mut functions = Vec::new();
-    for (group, address) in (1_u32..).zip(&arguments.gpus) {
-        let gpu = Function {
-            address: *address,
-            vendor: NVIDIA,
-            device: arguments.device_id,
-            class: 0x03_0200,
-            group: (!arguments.no_iommu).then_some(group),
-        };
-        functions.push(gpu);
-        if arguments.audio {
-            let address = PciAddress {
-                function: address.function + 1,
-                ..*address
-            };
-            functions.push(Function {
-                address,
-                class: 0x04_0300,
-                ..gpu
-            });
-        }
-    }
-    let tree = Tree::boot(&arguments.root, Nodes::Devices, &functions)
-        .with_context(|| format!("PCI tree under {}", arguments.root.display()))?;
-    let index = {
-        let addresses: Vec<_> = arguments.gpus.iter().map(PciAddress::to_string).collect();
-        move |address: &str| addresses.iter().position(|it| it == address)
+    let machine = DriverRoot::new(&arguments.root);
+    let attachment = Attachment::new(&machine, Access::Observe)?;
+    let gpus: &'static [GpuState] = attachment.shared().gpus();
+    let functions: Vec<Function> = (0..)
+        .zip(gpus)
+        .flat_map(|(index, gpu)| {
+            let group = (!arguments.no_iommu).then_some(group_of(index));
+            [
+                Some(function(gpu, 0, GPU_CLASS, group)),
+                arguments
+                    .audio
+                    .then(|| function(gpu, 1, AUDIO_CLASS, group)),
+            ]
+        })
+        .flatten()
+        .collect();
+    let tree = Tree::boot(&arguments.tree, Nodes::Devices, &functions)
+        .with_context(|| format!("PCI tree under {}", arguments.tree.display()))?;
+    let find = move |address: &str| {
+        let mut numbered = (0_u32..).zip(gpus);
+        numbered.find(|(_, gpu)| address_of(gpu, 0).to_string() == address)
     };
-    let (nodes, index_of) = (arguments.root.join("dev"), index.clone());
+    // The tree has booted: NVIDIA's driver has all of them.
+    for gpu in (0..).zip(gpus).map(|(index, _)| index) {
+        set_driver(&machine, gpu, true)?;
+    }
+    let dev = arguments.tree.join("dev");
     let in_use: serve::InUse = Arc::new(move |address: &str| {
-        index_of(address).is_some_and(|n| is_open(&nodes.join(format!("nvidia{n}"))))
+        find(address).is_some_and(|(index, gpu)| {
+            let nodes = [
+                format!("nvidia{}", gpu.minor),
+                format!("vfio/{}", group_of(index)),
+            ];
+            nodes.iter().any(|node| is_open(&dev.join(node)))
+        })
     });
-    let (root, program) = (arguments.root.clone(), arguments.machine_program);
     let changed: serve::Changed = Arc::new(move |address: &str, driver: Option<&str>| {
         println!("{address} {}", driver.unwrap_or("-"));
-        let (Some(gpu), Some(program)) = (index(address), &program) else {
+        let Some((gpu, _)) = find(address) else {
             return;
         };
-        let mut command = Command::new(program);
-        command.arg("--root").arg(&root);
-        match driver {
-            Some("nvidia") => command.args(["restore-gpu", &gpu.to_string()]),
-            _ => command.args(["lose-gpu", "--remove-node", &gpu.to_string()]),
-        };
-        match command.status() {
-            Ok(status) if status.success() => {}
-            failed => eprintln!("{address}: {command:?}: {failed:?}"),
+        if let Err(error) = set_driver(&machine, gpu, driver == Some(NVIDIA)) {
+            eprintln!("{address}: {error:#}");
         }
     });
     serve::start(&Arc::new(tree), &in_use, &changed).context("the tree's FIFOs")?;
     loop {
         std::thread::park();
+    }
+}
+
+/// Each GPU has an IOMMU group of its own.
+fn group_of(gpu: u32) -> u32 {
+    gpu + 1
+}
+
+fn function(gpu: &GpuState, number: u8, class: u32, group: Option<u32>) -> Function {
+    let (device, vendor) = (gpu.pci_device_id >> 16, gpu.pci_device_id & 0xffff);
+    Function {
+        address: address_of(gpu, number),
+        vendor: u16::try_from(vendor).unwrap_or_default(),
+        device: u16::try_from(device).unwrap_or_default(),
+        class,
+        group,
+    }
+}
+
+fn address_of(gpu: &GpuState, function: u8) -> PciAddress {
+    PciAddress {
+        domain: gpu.pci_domain,
+        bus: u8::try_from(gpu.pci_bus).unwrap_or_default(),
+        device: u8::try_from(gpu.pci_device).unwrap_or_default(),
+        function,
+    }
+}
+
+/// Tells the machine whether NVIDIA's driver has a GPU.
+fn set_driver(machine: &DriverRoot, gpu: u32, is_bound: bool) -> anyhow::Result<()> {
+    let request = Request::Set {
+        gpu,
+        setting: Setting::Driver,
+        value: u32::from(is_bound),
+    };
+    match attach::request(machine, request)? {
+        Reply::Granted { .. } => Ok(()),
+        other => bail!("nvidia-sim-persistenced refuses: {other:?}"),
     }
 }

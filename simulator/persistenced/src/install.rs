@@ -12,9 +12,10 @@ use crate::{library_file, nodes};
 
 /// The machine file below a root.
 pub const MACHINE_FILE: &str = "etc/nvidia-sim/machine.toml";
-const UNITS: [&str; 2] = [
+const UNITS: [&str; 3] = [
     "nvidia-sim-persistenced.service",
     "nvidia-sim-persistenced.socket",
+    "nvidia-sim-pci.service",
 ];
 
 /// The simulator's machine file for `model`.
@@ -35,12 +36,13 @@ pub fn shipped_machine(parts: &Path, model: &str) -> anyhow::Result<PathBuf> {
     )
 }
 
-/// The driver's own programs, and the daemon.
-const PROGRAMS: [&str; 4] = [
+/// The driver's own programs, and the daemons.
+const PROGRAMS: [&str; 5] = [
     "nvidia-smi",
     "nvidia-cuda-mps-control",
     "nvidia-cuda-mps-server",
     "nvidia-sim-persistenced",
+    "nvidia-sim-pci",
 ];
 
 /// Installs the simulator of the folder `parts` below `root`, with the machine file `machine` and, if `gpus` is given,

@@ -46,6 +46,8 @@ struct Daemon {
     unjoined: Vec<OwnedFd>,
     clients: Vec<Client>,
     sampler: Sampler,
+    /// The nodes of the GPUs in persistence mode, which nvidia-persistenced keeps open.
+    kept_open: Vec<Option<OwnedFd>>,
 }
 
 /// Serves the machine of `description` below `root` until the process ends.
@@ -72,7 +74,9 @@ pub fn run(root: &DriverRoot, description: &Description) -> anyhow::Result<()> {
         unjoined: Vec::new(),
         clients: Vec::new(),
         sampler: Sampler::default(),
+        kept_open: Vec::new(),
     };
+    daemon.keep_open();
     daemon.adopt();
     daemon.page.shared.recover();
     eprintln!(
@@ -357,7 +361,25 @@ impl Daemon {
         done.map_or_else(refusal, |slot| Reply::Granted { slot })
     }
 
-    fn set(&self, gpu: u32, setting: Setting, value: u32) -> Reply {
+    fn set(&mut self, gpu: u32, setting: Setting, value: u32) -> Reply {
+        let reply = self.change(gpu, setting, value);
+        self.keep_open();
+        reply
+    }
+
+    fn keep_open(&mut self) {
+        let gpus = self.page.shared.gpus();
+        self.kept_open.resize_with(gpus.len(), || None);
+        for (gpu, kept) in gpus.iter().zip(&mut self.kept_open) {
+            if gpu.persistence.load(Ordering::Relaxed) == 0 {
+                *kept = None;
+            } else if kept.is_none() {
+                *kept = self.root.open_node(&format!("nvidia{}", gpu.minor));
+            }
+        }
+    }
+
+    fn change(&self, gpu: u32, setting: Setting, value: u32) -> Reply {
         let index = gpu as usize;
         let Some(gpu) = self.page.shared.gpus().get(index) else {
             return Reply::Invalid;
@@ -369,6 +391,12 @@ impl Daemon {
             Setting::MigMode => (&gpu.mig_pending, 1),
             Setting::Lost => (&gpu.lost, 1),
             Setting::Reset => return self.reset(index),
+            Setting::Driver if gpu.is_bound() == (value != 0) => return Reply::Granted { slot: 0 },
+            Setting::Driver => {
+                gpu.persistence.store(0, Ordering::Relaxed);
+                gpu.unbound.store(u32::from(value == 0), Ordering::Relaxed);
+                return self.reset(index);
+            }
         };
         if value > most || (setting == Setting::MigMode && gpu.model().is_none()) {
             return Reply::Invalid;
