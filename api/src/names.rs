@@ -69,7 +69,7 @@ pub mod attribute {
         PARENT_UUID = "parentUUID", "string", "GPU-4d8c1f9e-2b4a-4f0e-9c39-0f6c1a3c5b7d": "Of a partition: its GPU's UUID.";
         PROFILE = "profile", "string", "1g.10gb": "Of a partition: its MIG profile.";
         MINOR = "minor", "int", "0": "The current N of `/dev/nvidiaN`; it may change with every boot.";
-        INDEX = "index", "int", "0": "The GPU's current number in NVML and `nvidia-smi`; it may change with every boot.";
+        INDEX = "index", "int", "0": "The GPU's current number in NVML and `nvidia-smi`, counted with those that virtual machines have; it may change with every boot.";
         PRODUCT_NAME = "productName", "string", "NVIDIA H100 80GB HBM3": "The product's name as NVML prints it.";
         BRAND = "brand", "string", "Nvidia": "The brand as NVML names it.";
         ARCHITECTURE = "architecture", "string", "Hopper": "The architecture as NVML names it.";
@@ -79,6 +79,7 @@ pub mod attribute {
         PCI_BUS_ID = "resource.kubernetes.io/pciBusID", "string", "0000:17:00.0": "The PCI address.";
         PCIE_ROOT = "resource.kubernetes.io/pcieRoot", "string", "pci0000:16": "The PCIe root complex, if the kernel reports it.";
         NUMA_NODE = "resource.kubernetes.io/numaNode", "int", "0": "The NUMA node, if the kernel reports it.";
+        IOMMU_GROUP = "iommuGroup", "int", "17": "Of a GPU that is offered to virtual machines: the number of its IOMMU group, which goes to the virtual machine as a whole; it may change with every boot.";
         ISOLATION = "isolation", "string", "capped": "The tier's name.";
         ISOLATION_LEVEL = "isolationLevel", "int", "3": "The tier's rank, 1 (weakest) to 6.";
         MEMORY_ISOLATION = "memoryIsolation", "string", "software": "What limits the neighbours' memory: `hardware`, `software` or `none`.";

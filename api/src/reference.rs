@@ -22,8 +22,8 @@ makes an expression fail, so ask for optional ones with `.?` and `orValue`.
 
 Every GPU serves one tier at a time, chosen by the first allocation and freed by the last release.
 
-| class | mechanism | `isolation` | `isolationLevel` | `memoryIsolation` | `computeIsolation` | `faultIsolation` | shared | served |
-|---|---|---|---|---|---|---|---|---|
+| class | mechanism | `isolation` | `isolationLevel` | `memoryIsolation` | `computeIsolation` | `faultIsolation` | shared |
+|---|---|---|---|---|---|---|---|
 ",
         attribute::ISOLATION
     );
@@ -40,15 +40,14 @@ Every GPU serves one tier at a time, chosen by the first allocation and freed by
                 tier.compute_isolation().as_str(),
                 tier.fault_isolation().as_str(),
                 yes_no(tier.is_shared()),
-                yes_no(tier.is_served()),
             ],
         );
     }
     let _ = write!(
         page,
         "
-`hard.{DRIVER}` takes any device of level 4 and above, and never falls back to software;
-`any.{DRIVER}` takes any device.
+`hard.{DRIVER}` takes any device of level 4 and 5, and never falls back to software; `any.{DRIVER}` takes any device. Neither takes
+a GPU that is offered to virtual machines: a container cannot use it.
 
 ## Attributes
 "

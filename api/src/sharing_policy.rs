@@ -54,13 +54,7 @@ pub struct SharingPolicySpec {
     #[schemars(schema_with = "indices_schema")]
     pub indices: Vec<u32>,
     /// The tiers offered: at least one, each once.
-    #[schemars(
-        length(min = 1, max = 6),
-        extend(
-            "x-kubernetes-list-type" = "set",
-            "x-kubernetes-validations" = [served_tiers()]
-        )
-    )]
+    #[schemars(length(min = 1, max = 6), extend("x-kubernetes-list-type" = "set"))]
     pub tiers: Vec<Tier>,
     /// How GPUs are shared in the tier `capped`.
     #[serde(default)]
@@ -241,25 +235,6 @@ pub enum Interval {
     #[default]
     #[serde(other)]
     Default,
-}
-
-/// The rule that a policy names served tiers only.
-fn served_tiers() -> serde_json::Value {
-    let list = |served: bool, quote: &str| {
-        let tiers = Tier::ALL.into_iter().rev();
-        let tiers = tiers.filter(|tier| tier.is_served() == served);
-        let words: Vec<_> = tiers.map(|tier| format!("{quote}{tier}{quote}")).collect();
-        words.join(", ")
-    };
-    rule(
-        "",
-        &format!("self.all(tier, tier in [{}])", list(true, "'")),
-        &format!(
-            "{} are not served by this version: use {}",
-            list(false, ""),
-            list(true, "")
-        ),
-    )
 }
 
 fn uuids_schema(_: &mut SchemaGenerator) -> Schema {

@@ -52,7 +52,8 @@ impl Isolation {
 }
 
 impl Tier {
-    /// All tiers, weakest first.
+    /// All tiers, weakest first. This list is the only one: the schemas, the chart's classes and the plan of
+    /// slices are made from it, and what cannot be is tested against it.
     pub const ALL: [Self; 6] = [
         Self::Timeshared,
         Self::Concurrent,
@@ -61,22 +62,6 @@ impl Tier {
         Self::Exclusive,
         Self::Passthrough,
     ];
-
-    /// The tiers that this version serves, weakest first. This list is the only one: the schemas, the
-    /// chart's classes and the plan of slices are made from it, and what cannot be is tested against it.
-    pub const SERVED: [Self; 5] = [
-        Self::Timeshared,
-        Self::Concurrent,
-        Self::Capped,
-        Self::Partition,
-        Self::Exclusive,
-    ];
-
-    /// Whether this version serves the tier; the others have their place and come later.
-    #[must_use]
-    pub fn is_served(self) -> bool {
-        Self::SERVED.contains(&self)
-    }
 
     /// Whether several claims can hold one device of the tier at a time.
     #[must_use]
@@ -198,12 +183,6 @@ mod tests {
         for tier in Tier::ALL {
             assert_eq!(tier.as_str().parse::<Tier>(), Ok(tier));
         }
-    }
-
-    #[test]
-    fn the_served_tiers_are_some_of_all_in_their_order() {
-        let served = Tier::ALL.into_iter().filter(|tier| tier.is_served());
-        assert_eq!(served.collect::<Vec<_>>(), Tier::SERVED);
     }
 
     #[test]

@@ -60,17 +60,19 @@ fn the_admission_of_a_share_config_knows_what_the_plugin_knows() {
     }
 }
 
-/// The list is `Tier::SERVED`; the chart's static files repeat it for people who write values.
+/// The list is `Tier::ALL`; the chart's static files repeat it for people who write values. A GPU for virtual machines is the
+/// administrator's decision.
 #[test]
-fn the_values_offer_the_served_tiers_and_no_others() {
+fn the_values_know_all_tiers_and_offer_those_for_containers() {
     let chart = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/helm/tranche");
     let schema: Value =
         serde_json::from_slice(&fs::read(chart.join("values.schema.json")).unwrap()).unwrap();
     let listed = &schema["properties"]["defaultPolicy"]["properties"]["tiers"]["items"]["enum"];
-    let served: Vec<_> = Tier::SERVED.into_iter().rev().map(Tier::as_str).collect();
-    assert_eq!(*listed, serde_json::json!(served), "values.schema.json");
+    let mut tiers: Vec<_> = Tier::ALL.into_iter().rev().map(Tier::as_str).collect();
+    assert_eq!(*listed, serde_json::json!(tiers), "values.schema.json");
+    tiers.retain(|tier| *tier != Tier::Passthrough.as_str());
     let values = fs::read_to_string(chart.join("values.yaml")).unwrap();
-    let line = format!("  tiers: [{}]", served.join(", "));
+    let line = format!("  tiers: [{}]", tiers.join(", "));
     assert!(
         values.lines().any(|l| l == line),
         "values.yaml has no line {line:?}"

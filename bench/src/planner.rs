@@ -58,7 +58,7 @@ fn all_tiers() -> anyhow::Result<SharingPolicy> {
         "apiVersion": "gpu.tranche.dev/v1alpha1",
         "kind": "SharingPolicy",
         "metadata": {"name": "default"},
-        "spec": {"tiers": Tier::SERVED},
+        "spec": {"tiers": Tier::ALL},
     }))?)
 }
 

@@ -105,7 +105,7 @@ pub enum PolicyProblem {
     #[error("spec.nodeSelector.{0}")]
     Selector(#[from] SelectorError),
     /// No tier at all.
-    #[error("spec.tiers is empty: name at least one of {}", words(&Tier::SERVED))]
+    #[error("spec.tiers is empty: name at least one of {}", words(&Tier::ALL))]
     NoTiers,
     /// The same twice in a list.
     #[error("{field} names {value} twice")]
@@ -130,12 +130,6 @@ pub enum PolicyProblem {
         index: usize,
         /// Why.
         problem: ProfileError,
-    },
-    /// A tier that comes later.
-    #[error("spec.tiers names {tier}, which this version does not serve: use {}", words(&Tier::SERVED))]
-    Unserved {
-        /// The tier.
-        tier: Tier,
     },
     /// A name that is no capability of the driver.
     #[error(
@@ -320,9 +314,6 @@ impl TryFrom<&SharingPolicySpec> for Terms {
     fn try_from(spec: &SharingPolicySpec) -> Result<Self, PolicyProblem> {
         let mut tiers = BTreeSet::new();
         for tier in &spec.tiers {
-            if !tier.is_served() {
-                return Err(PolicyProblem::Unserved { tier: *tier });
-            }
             if !tiers.insert(*tier) {
                 return Err(twice("spec.tiers", tier));
             }

@@ -124,7 +124,7 @@ impl Node {
             rm -f {LIBRARIES}/libcuda.so* {LIBRARIES}/libnvidia-ml.so* /dev/nvidia[0-9]*
             /opt/simulator/install-root / --machine /tmp/machine.toml
             ldconfig
-            systemctl restart nvidia-sim-persistenced.service"
+            systemctl restart nvidia-sim-persistenced.service nvidia-sim-pci.service"
         );
         let kept = format!("{MACHINE}.kept");
         self.shell(&format!(
@@ -162,6 +162,12 @@ impl Node {
     pub async fn enable_mig_mode(&self, uuid: &str) -> anyhow::Result<String> {
         self.shell(&format!("nvidia-smi -i {uuid} -mig 1")).await?;
         Ok(format!("nvidia-smi -i {uuid} -mig 0"))
+    }
+
+    /// Lets nvidia-persistenced close a GPU, as an administrator does; the returned script lets it open it again.
+    pub async fn disable_persistence_mode(&self, uuid: &str) -> anyhow::Result<String> {
+        self.shell(&format!("nvidia-smi -pm 0 -i {uuid}")).await?;
+        Ok(format!("nvidia-smi -pm 1 -i {uuid}"))
     }
 
     /// Kills the node plugin while it prepares a claim: its journal exists and its CDI spec does not. The plugin is

@@ -58,8 +58,6 @@ use crate::status::StatusWriter;
 use crate::sweep::ShareSweeper;
 use crate::watchdog::{self, Board, Watchdog};
 
-const SYSFS: &str = "/sys";
-
 /// Runs until SIGTERM or SIGINT, or until a server fails.
 #[expect(clippy::too_many_lines, reason = "the one place where the parts meet")]
 pub async fn run(args: Args) -> anyhow::Result<()> {
@@ -75,6 +73,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         http_endpoint,
         metrics_endpoint,
         proc,
+        sysfs,
         // Used for the layout, or by main.
         plugin_dir: _,
         hook_dir: _,
@@ -107,7 +106,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     let executor = Executor::new(Arc::clone(&fs), layout.clone())?;
     let ledger = Arc::new(recover(&*fs, &layout, &executor)?);
     let gate = Gate::default();
-    let groups: Arc<dyn Groups> = Arc::new(Vfio::new(SYSFS, host_root.join("dev"), &proc));
+    let groups: Arc<dyn Groups> = Arc::new(Vfio::new(&sysfs, host_root.join("dev"), &proc));
     let gpus = Arc::new(Gpus::new(
         GpuRecords::open(Arc::clone(&fs), layout.gpus())?,
         Arc::clone(&ledger),
@@ -156,7 +155,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
 
     let observer = Observer {
         driver: Box::new(installed.clone()),
-        sysfs: PathBuf::from(SYSFS),
+        sysfs,
         groups,
         spec_file,
         layout: layout.clone(),

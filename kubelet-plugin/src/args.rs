@@ -57,6 +57,9 @@ pub struct Args {
     /// GPU's time is known only for all of its shares together
     #[arg(long, default_value = "/proc")]
     pub proc: PathBuf,
+    /// The host's /sys, writable: GPUs for virtual machines change their kernel driver there
+    #[arg(long, default_value = "/sys")]
+    pub sysfs: PathBuf,
     /// The format of log lines; RUST_LOG selects what is logged (default info)
     #[arg(long, value_enum, default_value_t = LogFormat::Text)]
     pub log_format: LogFormat,

@@ -301,7 +301,7 @@ impl Observer {
         self.spec_file.ensure(&spec)?;
         let mut inventory = inventory(&description, &self.sysfs);
         let at_vfio = ours.values().filter_map(|record| record.vfio.as_deref());
-        at_vfio.for_each(|gpu| add_at_vfio(&mut inventory, gpu));
+        add_at_vfio(&mut inventory, at_vfio);
         self.inspect_groups(&mut inventory);
         inventory.unknown_functions = unknown_functions(&root, &found)?;
         self.contexts.describe(&mut inventory);

@@ -27,15 +27,26 @@ pub fn inventory(description: &Description, sysfs: &Path) -> Inventory {
     inventory
 }
 
-/// Adds a GPU that is at VFIO and that NVML does not describe, as it was described before. Its devices stay published: its claim
-/// takes all of its counters.
-pub fn add_at_vfio(inventory: &mut Inventory, at: &AtVfio) {
-    let uuid = &at.gpu.uuid;
-    if inventory.gpus.iter().any(|gpu| gpu.uuid == *uuid) {
-        return;
+/// Adds the GPUs that are at VFIO and that NVML does not describe, as they were described before. Their devices stay published:
+/// their claims take all of their counters. NVML numbers the GPUs that it has; in the inventory all keep the numbers that they have
+/// together, or a policy that names GPUs by them would hold for others.
+pub fn add_at_vfio<'a>(inventory: &mut Inventory, at: impl IntoIterator<Item = &'a AtVfio>) {
+    let is_described = |at: &&AtVfio| inventory.gpus.iter().any(|gpu| gpu.uuid == at.gpu.uuid);
+    let mut missing: Vec<&AtVfio> = at.into_iter().filter(|at| !is_described(at)).collect();
+    missing.sort_by_key(|at| at.gpu.index);
+    for AtVfio {
+        gpu, mig_profiles, ..
+    } in missing
+    {
+        for other in &mut inventory.gpus {
+            match (&mut other.index, gpu.index) {
+                (Some(other), Some(index)) if *other >= index => *other += 1,
+                _ => {}
+            }
+        }
+        inventory.extend([gpu.clone()]);
+        add_geometry(&mut inventory.mig_geometries, &gpu.uuid, mig_profiles);
     }
-    inventory.extend([at.gpu.clone()]);
-    add_geometry(&mut inventory.mig_geometries, uuid, &at.mig_profiles);
     put_in_order(&mut inventory.mig_geometries);
 }
 
@@ -204,6 +215,33 @@ mod tests {
         assert_eq!(zero.numa_node, Some(1));
         assert_eq!((one.pcie_root.as_deref(), one.numa_node), (None, None));
         assert_eq!(zero.memory, Quantity::from_bytes(81_559 << 20));
+    }
+
+    #[test]
+    fn gpus_keep_place_and_number_while_others_are_at_vfio() {
+        let whole = testing::h100(4);
+        let all = inventory(&whole, Path::new("/nowhere"));
+        let at_vfio = |gpu: &Gpu| AtVfio {
+            drivers: tranche_driver::vfio::Record::default(),
+            gpu: gpu.clone(),
+            mig_profiles: Vec::new(),
+        };
+        for away in 0_u32..1 << 4 {
+            let is_away = |index: u32| away >> index & 1 == 1;
+            let mut left = whole.clone();
+            left.gpus.retain(|gpu| !is_away(gpu.index));
+            // NVML numbers those that it has.
+            left.gpus.sort_by_key(|gpu| gpu.index);
+            let numbered = (0..).zip(&mut left.gpus);
+            numbered.for_each(|(index, gpu)| gpu.index = index);
+            let mut seen = inventory(&left, Path::new("/nowhere"));
+            // The last first, and where that one is back, its record is still there.
+            let records = all.gpus.iter().rev();
+            let records = records.filter(|gpu| gpu.index.is_some_and(|it| it == 3 || is_away(it)));
+            let records: Vec<AtVfio> = records.map(at_vfio).collect();
+            add_at_vfio(&mut seen, &records);
+            assert_eq!(seen, all, "{away:04b}");
+        }
     }
 
     #[test]

@@ -48,7 +48,18 @@ pub enum DeviceName {
 
 /// A tier that takes a GPU as a whole: every tier but [`Tier::Partition`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct WholeGpuTier(Tier);
+pub enum WholeGpuTier {
+    /// [`Tier::Timeshared`].
+    Timeshared,
+    /// [`Tier::Concurrent`].
+    Concurrent,
+    /// [`Tier::Capped`].
+    Capped,
+    /// [`Tier::Exclusive`].
+    Exclusive,
+    /// [`Tier::Passthrough`].
+    Passthrough,
+}
 
 /// A name that is not one of ours.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -65,12 +76,24 @@ impl WholeGpuTier {
     #[must_use]
     pub const fn new(tier: Tier) -> Option<Self> {
         match tier {
-            Tier::Exclusive
-            | Tier::Capped
-            | Tier::Timeshared
-            | Tier::Concurrent
-            | Tier::Passthrough => Some(Self(tier)),
+            Tier::Timeshared => Some(Self::Timeshared),
+            Tier::Concurrent => Some(Self::Concurrent),
+            Tier::Capped => Some(Self::Capped),
+            Tier::Exclusive => Some(Self::Exclusive),
+            Tier::Passthrough => Some(Self::Passthrough),
             Tier::Partition => None,
+        }
+    }
+
+    /// The tier.
+    #[must_use]
+    pub const fn tier(self) -> Tier {
+        match self {
+            Self::Timeshared => Tier::Timeshared,
+            Self::Concurrent => Tier::Concurrent,
+            Self::Capped => Tier::Capped,
+            Self::Exclusive => Tier::Exclusive,
+            Self::Passthrough => Tier::Passthrough,
         }
     }
 }
@@ -80,7 +103,7 @@ impl DeviceName {
     #[must_use]
     pub const fn tier(self) -> Tier {
         match self {
-            Self::Gpu { tier, .. } | Self::Minor { tier, .. } => tier.0,
+            Self::Gpu { tier, .. } | Self::Minor { tier, .. } => tier.tier(),
             Self::Partition { .. } => Tier::Partition,
         }
     }
@@ -89,9 +112,9 @@ impl DeviceName {
 impl fmt::Display for WholeGpuTier {
     /// The part of the device's name after the GPU.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.0 {
-            Tier::Exclusive => Ok(()),
-            tier => write!(f, "-{tier}"),
+        match self {
+            Self::Exclusive => Ok(()),
+            shown => write!(f, "-{}", shown.tier()),
         }
     }
 }

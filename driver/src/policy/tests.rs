@@ -183,7 +183,7 @@ fn terms_are_exact_numbers() {
     let spec = policy(
         "p",
         &json!({
-            "tiers": Tier::SERVED,
+            "tiers": Tier::ALL,
             "capped": {
                 "maxSharers": 10, "expectedSharers": 0, "contextMemory": 0,
                 "memoryStep": "1.5Gi", "defaultMemory": "3Gi", "coresStep": 25, "defaultCores": 100,
@@ -198,7 +198,7 @@ fn terms_are_exact_numbers() {
     assert_eq!(
         Terms::try_from(&spec),
         Ok(Terms {
-            tiers: BTreeSet::from(Tier::SERVED),
+            tiers: BTreeSet::from(Tier::ALL),
             capped: CappedTerms {
                 max_sharers: 10,
                 expected_sharers: 0,
@@ -229,15 +229,11 @@ fn policies_that_do_not_add_up_are_refused_by_field() {
     for (spec, expected) in [
         (
             json!({"tiers": []}),
-            "spec.tiers is empty: name at least one of timeshared, concurrent, capped, partition, exclusive",
+            "spec.tiers is empty: name at least one of timeshared, concurrent, capped, partition, exclusive, passthrough",
         ),
         (
             json!({"tiers": ["capped", "capped"]}),
             "spec.tiers names capped twice",
-        ),
-        (
-            json!({"tiers": ["exclusive", "passthrough"]}),
-            "spec.tiers names passthrough, which this version does not serve: use timeshared, concurrent, capped, partition, exclusive",
         ),
         (
             json!({"capped": {"maxSharers": 0}}),

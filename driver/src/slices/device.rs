@@ -99,7 +99,7 @@ pub(super) fn of_gpu(parent: &Parent<'_>, terms: &Terms) -> Result<Offer, OfferE
             gpu: parent.prefix,
             tier: whole,
         };
-        let capacity = match supported(tier, gpu).and_then(|()| capacities(tier, terms, &memory)) {
+        let capacity = match supported(tier, gpu).and_then(|()| capacities(whole, terms, &memory)) {
             Ok(capacity) => capacity,
             Err(error) => {
                 offer.refused.push((tier, error));
@@ -108,6 +108,10 @@ pub(super) fn of_gpu(parent: &Parent<'_>, terms: &Terms) -> Result<Offer, OfferE
         };
         let mut attributes = common.clone();
         attributes.extend(isolation(tier));
+        if let (Tier::Passthrough, Some(vfio)) = (tier, &gpu.vfio) {
+            let group = int(i64::from(vfio.iommu_group));
+            attributes.insert(attribute::IOMMU_GROUP.to_owned(), group);
+        }
         offer.devices.push(Device {
             name: name.to_string(),
             attributes: Some(attributes),
@@ -198,24 +202,23 @@ impl Memory {
 }
 
 fn capacities(
-    tier: Tier,
+    tier: WholeGpuTier,
     terms: &Terms,
     memory: &Memory,
 ) -> Result<BTreeMap<String, DeviceCapacity>, OfferError> {
     let entries = match tier {
-        Tier::Capped => sized(&terms.capped, terms.capped.max_sharers, memory)?,
-        Tier::Concurrent => sized(&terms.capped, terms.concurrent_sharers, memory)?,
+        WholeGpuTier::Capped => sized(&terms.capped, terms.capped.max_sharers, memory)?,
+        WholeGpuTier::Concurrent => sized(&terms.capped, terms.concurrent_sharers, memory)?,
         // A timeshared device has no sizes, because nothing enforces them: a claim that asks for
         // memory or cores is never placed in a tier that would ignore it.
-        Tier::Timeshared => vec![
+        WholeGpuTier::Timeshared => vec![
             (capacity::SHARERS, places(terms.timeshared.max_sharers)),
             (capacity::ANTI_AFFINITY, anti_affinity()),
         ],
-        Tier::Exclusive | Tier::Passthrough => vec![
+        WholeGpuTier::Exclusive | WholeGpuTier::Passthrough => vec![
             (capacity::MEMORY, plain(Quantity::from_bytes(memory.total))),
             (capacity::CORES, plain(Quantity::from_count(ALL_CORES))),
         ],
-        Tier::Partition => return Err(OfferError::Unserved { tier }),
     };
     Ok(entries
         .into_iter()

@@ -2,7 +2,6 @@
 
 use std::collections::BTreeSet;
 
-use tranche_api::Tier;
 use tranche_api::pci_address::PciAddressError;
 use tranche_api::quantity::{CountError, Quantity};
 use tranche_api::withheld::reason;
@@ -29,12 +28,6 @@ pub(super) enum OfferError {
     /// An invalid PCI address, which gives no order.
     #[error("pciBusID {0}")]
     PciAddress(PciAddressError),
-    /// A tier that only a later version serves.
-    #[error("the tier {tier} is not served by this version")]
-    Unserved {
-        /// The tier.
-        tier: Tier,
-    },
     /// An invalid policy.
     #[error(transparent)]
     Policy(#[from] PolicyError),
@@ -156,7 +149,7 @@ impl OfferError {
             Self::Uuid(_) | Self::PciAddress(_) | Self::Count { .. } | Self::Attribute(_) => {
                 reason::INVALID_DESCRIPTION
             }
-            Self::Policy(_) | Self::Unserved { .. } => reason::INVALID_POLICY,
+            Self::Policy(_) => reason::INVALID_POLICY,
             Self::NothingToShare { .. } | Self::DefaultMemory { .. } => reason::TOO_SMALL,
             Self::NotDivided | Self::Geometry(_) | Self::Instance { .. } => reason::NOT_DIVIDED,
             Self::NoProfile { .. } => reason::NO_PROFILE,
@@ -171,7 +164,6 @@ impl OfferError {
         matches!(
             self,
             Self::Policy(_)
-                | Self::Unserved { .. }
                 | Self::NothingToShare { .. }
                 | Self::DefaultMemory { .. }
                 | Self::NoProfile { .. }

@@ -493,11 +493,11 @@ fn odd_gpus() -> Vec<OddGpu> {
         ),
         (
             |_| {},
-            json!({"tiers": ["capped", "passthrough"]}),
+            json!({"tiers": ["capped", "capped"]}),
             policy(
                 &[],
                 reason::INVALID_POLICY,
-                "SharingPolicy odd: spec.tiers names passthrough, which this version does not serve: use timeshared, concurrent, capped, partition, exclusive",
+                "SharingPolicy odd: spec.tiers names capped twice",
             ),
         ),
         (

@@ -18,6 +18,7 @@ mod many;
 mod metrics;
 mod nodes;
 mod partition;
+mod passthrough;
 mod plugin;
 mod pods;
 mod published;

@@ -350,6 +350,19 @@ impl Nvml for MigGpus {
         let mut description = machine.description.clone();
         let left = |gpu: &GpuDescription| machine.left.contains_key(&gpu.uuid);
         description.gpus.retain(|gpu| !left(gpu));
+        // NVML numbers those that it has.
+        let index = |gpu: &GpuDescription| {
+            let before = machine
+                .description
+                .gpus
+                .iter()
+                .filter(|it| left(it) && it.index < gpu.index);
+            gpu.index - u32::try_from(before.count()).unwrap_or_default()
+        };
+        let numbers: Vec<u32> = description.gpus.iter().map(index).collect();
+        for (gpu, number) in description.gpus.iter_mut().zip(numbers) {
+            gpu.index = number;
+        }
         for gpu in &mut description.gpus {
             let Some(known) = machine.gpus.get(&gpu.uuid) else {
                 continue;

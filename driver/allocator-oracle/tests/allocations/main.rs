@@ -142,7 +142,7 @@ fn faults_of_the_slices_are_noticed() {
         let story = Story {
             gpus: vec![0],
             policy: Policy {
-                tiers: Tier::SERVED.to_vec(),
+                tiers: Tier::ALL.to_vec(),
                 max_sharers: 8,
                 expected_sharers: 4,
                 context: 512,

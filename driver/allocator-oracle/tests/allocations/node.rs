@@ -140,8 +140,8 @@ pub fn inventory(products: &[usize]) -> Inventory {
 
 fn any_policy() -> impl Strategy<Value = Policy> {
     let tiers = prop_oneof![
-        3 => Just(Tier::SERVED.to_vec()),
-        1 => prop::sample::subsequence(Tier::SERVED.to_vec(), 1..=Tier::SERVED.len()),
+        3 => Just(Tier::ALL.to_vec()),
+        1 => prop::sample::subsequence(Tier::ALL.to_vec(), 1..=Tier::ALL.len()),
     ];
     (
         tiers,

@@ -31,7 +31,7 @@ const MODELS: [ModelName; 7] = [
 /// The slices of a node with one GPU of a model in all tiers.
 fn slices(model: &Model) -> Vec<ResourceSlice> {
     let policy = Policy {
-        tiers: Tier::SERVED.to_vec(),
+        tiers: Tier::ALL.to_vec(),
         max_sharers: 4,
         expected_sharers: 4,
         context: 512,
@@ -211,7 +211,7 @@ fn wanted(model: &'static Model, which: prop::sample::Index, kind: Kind) -> Want
         // As much as the profile has, and a little more.
         Kind::Memory => Wanted::Memory(profile.memory_mib + u64::from(which.index(2) == 1)),
         Kind::Whole => {
-            let tiers = Tier::SERVED.into_iter().filter(|it| *it != Tier::Partition);
+            let tiers = Tier::ALL.into_iter().filter(|it| *it != Tier::Partition);
             Wanted::Whole(*which.get(&tiers.collect::<Vec<_>>()))
         }
     }

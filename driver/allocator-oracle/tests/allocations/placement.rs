@@ -70,7 +70,7 @@ fn allocate(scheduler: &mut Scheduler, claim: &ResourceClaim) -> Option<String> 
 fn shares_fill_one_gpu_and_those_that_ask_for_it_are_on_different_ones() {
     let mut scheduler = crate::start();
     for tier in [Tier::Capped, Tier::Concurrent, Tier::Timeshared] {
-        publish(&mut scheduler, &Tier::SERVED);
+        publish(&mut scheduler, &Tier::ALL);
         let class = Class::Tier(tier);
         let mut devices = |name: &str, count: usize, apart| -> Vec<Option<String>> {
             let claims = (0..count).map(|number| claim(&format!("{name}-{number}"), class, apart));
@@ -94,7 +94,7 @@ fn shares_fill_one_gpu_and_those_that_ask_for_it_are_on_different_ones() {
 fn a_claim_for_hardware_isolation_gets_no_share() {
     let mut scheduler = crate::start();
     let hard = |name: &str| claim(name, Class::Hard, false);
-    let shared = Tier::SERVED.into_iter().filter(|tier| tier.is_shared());
+    let shared = Tier::ALL.into_iter().filter(|tier| tier.is_shared());
     publish(&mut scheduler, &shared.collect::<Vec<_>>());
     assert_eq!(allocate(&mut scheduler, &hard("only-shares")), None);
     // As many as there are whole GPUs, beside one that is shared.

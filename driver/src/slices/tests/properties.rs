@@ -39,7 +39,7 @@ fn any_gpus() -> impl Strategy<Value = Vec<Gpu>> {
 
 fn any_policy() -> impl Strategy<Value = SharingPolicy> {
     (
-        prop::sample::subsequence(Tier::SERVED.to_vec(), 1..=Tier::SERVED.len()),
+        prop::sample::subsequence(Tier::ALL.to_vec(), 1..=Tier::ALL.len()),
         prop::option::of(0..3_u8),
         0..3_i32,
         (1..=128_u32, 0..=16_u32, 0..1024_u64),

@@ -99,13 +99,13 @@ proptest! {
     #[test]
     fn a_held_device_keeps_its_place_and_nothing_that_overlaps_is_offered(
         which in any::<prop::sample::Index>(),
-        tiers in any_subset(Tier::SERVED.to_vec()),
+        tiers in any_subset(Tier::ALL.to_vec()),
         profiles in any_subset(all_profiles()),
     ) {
         prop_assume!(!tiers.is_empty());
         let node = two_h100();
         let geometry = Geometry::read(&node.mig_geometries[0]).unwrap();
-        let before = planned(&node, &offering(&Tier::SERVED, &[]));
+        let before = planned(&node, &offering(&Tier::ALL, &[]));
         let before_devices = devices(&before);
         let held = which.get(&before_devices).clone();
 

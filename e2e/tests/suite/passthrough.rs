@@ -1,0 +1,168 @@
+//! Whole GPUs for virtual machines. The pods stand for them: as KubeVirt's pods do, they get VFIO's nodes and the PCI address.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Context, ensure};
+use k8s_openapi::api::resource::v1::{Device, ResourceSlice};
+use tranche_api::gpu_node::Gpu;
+use tranche_api::names::attribute;
+use tranche_api::tier::Tier;
+use tranche_e2e::{Case, Request, policy, run, system, wait};
+
+/// The node's PCI devices, as the node plugin has them.
+const PCI: &str = "/run/nvidia-sim-pci/sys/bus/pci/devices";
+/// Where the container has the description of the request `gpu` (KEP-5304).
+const METADATA: &str = "/var/run/kubernetes.io/dra-device-attributes/resourceclaimtemplates/gpu-0/gpu/gpu.tranche.dev-metadata.json";
+
+/// The kernel driver of a GPU.
+async fn driver(case: &Case, gpu: &Gpu) -> anyhow::Result<String> {
+    let link = format!("{PCI}/{}/driver", gpu.pci_bus_id);
+    let driver = case
+        .node
+        .shell(&format!("basename $(readlink {link} || echo none)"))
+        .await?;
+    Ok(driver.trim().to_owned())
+}
+
+/// Waits until NVIDIA's driver has the GPU, and NVML shows it.
+async fn is_back(case: &Case, gpu: &Gpu) -> anyhow::Result<()> {
+    wait::for_answer("the GPU at NVIDIA's driver", wait::USUAL, async || {
+        let (driver, listed) = (
+            driver(case, gpu).await?,
+            case.node.shell("nvidia-smi -L").await?,
+        );
+        ensure!(
+            driver == "nvidia" && listed.contains(&gpu.uuid),
+            "{driver}: {listed}"
+        );
+        Ok(Some(()))
+    })
+    .await
+}
+
+fn devices(slices: &BTreeMap<String, ResourceSlice>) -> BTreeMap<String, Device> {
+    let devices = slices
+        .values()
+        .flat_map(|slice| slice.spec.devices.iter().flatten());
+    devices
+        .map(|device| (device.name.clone(), device.clone()))
+        .collect()
+}
+
+#[test]
+fn a_gpu_goes_to_a_virtual_machine_and_comes_back() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let (gpu, other) = (&case.gpus[0], &case.gpus[1]);
+        policy::tiers(case, &[Tier::Exclusive, Tier::Passthrough]).await?;
+        let before = devices(&case.plugin().published().await?);
+        let namespace = case.namespace("machine").await?;
+        let request = Request::of(Tier::Passthrough).on(&gpu.uuid);
+        let machine = namespace.idle("machine", &request).await?;
+
+        // nvidia-persistenced has the GPU open, and the event says how it lets go.
+        let event = machine.event("PrepareFailed").await?;
+        let way_out = format!("nvidia-smi -pm 0 -i {}", gpu.pci_bus_id);
+        ensure!(event.contains(&way_out), "{event}");
+        ensure!(driver(case, gpu).await? == "nvidia");
+        let back = case.node.disable_persistence_mode(&gpu.uuid).await?;
+        let node = case.node.clone();
+        case.afterwards("persistence mode", async move {
+            node.shell(&back).await.map(drop)
+        });
+        machine.started().await?;
+
+        let group = iommu_group(&before, gpu)?;
+        let nodes = machine
+            .stdout(&[
+                "sh",
+                "-c",
+                "cd /dev; ls -d vfio/* nvidia* 2>/dev/null || true",
+            ])
+            .await?;
+        let nodes: Vec<_> = nodes.lines().collect();
+        ensure!(
+            nodes == [&*format!("vfio/{group}"), "vfio/vfio"],
+            "{nodes:?}"
+        );
+        let libraries =
+            "ls /usr/lib/tranche /usr/lib/x86_64-linux-gnu/libcuda.so.1 2>/dev/null || true";
+        ensure!(machine.stdout(&["sh", "-c", libraries]).await?.is_empty());
+        // KubeVirt takes the address from here.
+        let metadata = machine.stdout(&["cat", METADATA]).await?;
+        let address = format!(
+            r#""resource.kubernetes.io/pciBusID":{{"string":"{}"}}"#,
+            gpu.pci_bus_id
+        );
+        ensure!(metadata.contains(&address), "{metadata}");
+        let data = machine.device_data().await?;
+        ensure!(
+            data["tier"] == "passthrough"
+                && data["pciBusID"] == *gpu.pci_bus_id
+                && data["gpuUUID"] == *gpu.uuid,
+            "{data}"
+        );
+
+        ensure!(driver(case, gpu).await? == "vfio-pci");
+        let listed = case.node.shell("nvidia-smi -L").await?;
+        ensure!(
+            !listed.contains(&gpu.uuid) && listed.contains(&other.uuid),
+            "{listed}"
+        );
+        // Also for a plugin that has not seen it there.
+        case.node.kill_plugin().await?;
+        let plugin = case.plugin();
+        plugin.ready(None).await?;
+        let whole = Request::exclusive();
+        let beside = namespace
+            .idle("beside", &whole.clone().on(&other.uuid))
+            .await?;
+        beside.started().await?;
+        ensure!(beside.seen().await?.len() == 1);
+        let shown = devices(&plugin.published().await?);
+        ensure!(shown == before, "{shown:#?} instead of {before:#?}");
+        let next = namespace.idle("next", &whole.on(&gpu.uuid)).await?;
+        next.has_no_room().await?;
+
+        case.node.kill_plugin().await?;
+        machine.delete().await?;
+        next.started().await?;
+        ensure!(next.seen().await?[0].uuid == gpu.uuid);
+        is_back(case, gpu).await
+    })
+}
+
+/// The IOMMU group of the device that is the GPU for a virtual machine.
+fn iommu_group(devices: &BTreeMap<String, Device>, gpu: &Gpu) -> anyhow::Result<i64> {
+    let offered = devices.values().find(|it| {
+        system::text(it, attribute::UUID) == Some(&gpu.uuid)
+            && system::text(it, attribute::ISOLATION) == Some(Tier::Passthrough.as_str())
+    });
+    let attributes = offered.and_then(|it| it.attributes.as_ref());
+    let group = attributes.and_then(|it| it.get(attribute::IOMMU_GROUP)?.int);
+    group.with_context(|| format!("{offered:?} has no IOMMU group"))
+}
+
+#[test]
+fn hard_and_any_take_no_gpu_of_a_virtual_machine() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        policy::tiers(case, &[Tier::Passthrough]).await?;
+        let only = |slices: &BTreeMap<String, ResourceSlice>| {
+            let devices = devices(&system::complete(slices)?);
+            let mut tiers = devices
+                .values()
+                .map(|it| system::text(it, attribute::ISOLATION));
+            tiers
+                .all(|tier| tier == Some(Tier::Passthrough.as_str()))
+                .then_some(())
+        };
+        case.plugin()
+            .slices("GPUs for virtual machines only", wait::USUAL, only)
+            .await?;
+        let namespace = case.namespace("classes").await?;
+        for class in ["hard", "any"] {
+            let request = Request::class(&format!("{class}.gpu.tranche.dev"));
+            namespace.idle(class, &request).await?.has_no_room().await?;
+        }
+        Ok(())
+    })
+}
