@@ -6,6 +6,7 @@ mod shrunk;
 
 use serde_json::{Value, json};
 use tranche_api::Quantity;
+use tranche_api::gpu_node::GpuVfio;
 use tranche_api::names::{attribute, capacity, taint};
 use tranche_api::tier::Tier;
 use tranche_api::withheld::reason;
@@ -400,11 +401,61 @@ fn devices_carry_the_whole_vocabulary_and_nothing_else() {
     let mut seen = BTreeSet::new();
     for device in devices(&plan) {
         let attributes = device.attributes.unwrap().into_keys().collect();
-        let all = with(&PARTITION_ATTRIBUTES, attributes);
+        let of_others = [&PARTITION_ATTRIBUTES[..], &[attribute::IOMMU_GROUP]].concat();
+        let all = with(&of_others, attributes);
         assert_eq!(all, known(attribute::ALL));
         seen.extend(device.capacity.unwrap().into_keys());
     }
     assert_eq!(with(&PARTITION_CAPACITIES, seen), known(capacity::ALL));
+}
+
+#[test]
+fn a_gpu_is_offered_to_virtual_machines_where_vfio_can_have_it() {
+    let spec = json!({"tiers": ["exclusive", "passthrough"]});
+    let offered = |vfio: Option<GpuVfio>| {
+        let mut gpu = gpu(0);
+        gpu.vfio = vfio;
+        planned(&inventory(vec![gpu]), &[policy("p", &spec)])
+    };
+    let vfio = |obstacle: Option<&str>| {
+        Some(GpuVfio {
+            iommu_group: 17,
+            obstacle: obstacle.map(str::to_owned),
+        })
+    };
+    let group = |device: &Device| {
+        let attributes = device.attributes.as_ref().unwrap();
+        attributes.get(attribute::IOMMU_GROUP).and_then(|it| it.int)
+    };
+    let free = devices(&offered(vfio(None)));
+    let shown: Vec<_> = free.iter().map(|it| (&*it.name, group(it))).collect();
+    assert_eq!(
+        shown,
+        [
+            ("gpu-00000000-passthrough", Some(17)),
+            ("gpu-00000000", None)
+        ]
+    );
+    // A claim takes all of the GPU, however it is offered.
+    assert_eq!(free[0].consumes_counters, free[1].consumes_counters);
+    assert_eq!(capacities(&free[0]), capacities(&free[1]));
+
+    for (vfio, why) in [
+        (None, "no IOMMU group"),
+        (vfio(Some("the group has a disk")), "the group has a disk"),
+    ] {
+        let plan = offered(vfio);
+        let names: Vec<_> = devices(&plan).into_iter().map(|it| it.name).collect();
+        assert_eq!(names, ["gpu-00000000"]);
+        let [refused] = &plan.withheld[..] else {
+            panic!("{:?}", plan.withheld)
+        };
+        assert_eq!(
+            (&refused.tiers[..], &*refused.reason),
+            (&[Tier::Passthrough][..], reason::NO_VFIO)
+        );
+        assert!(refused.message.contains(why), "{}", refused.message);
+    }
 }
 
 /// What only partitions have.

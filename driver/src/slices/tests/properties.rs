@@ -3,7 +3,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use k8s_openapi::api::resource::v1::Device;
 use proptest::prelude::*;
 use serde_json::json;
-use tranche_api::gpu_node::Gpu;
+use tranche_api::gpu_node::{Gpu, GpuVfio};
 use tranche_api::names::{attribute, capacity};
 use tranche_api::quantity::Quantity;
 use tranche_api::sharing_policy::SharingPolicy;
@@ -17,15 +17,26 @@ use crate::slices::{Content, NodeInput, Place, PlannedSlice, SlicePlan, plan};
 use crate::testing::gpu;
 
 fn any_gpus() -> impl Strategy<Value = Vec<Gpu>> {
-    let one = (0..200_u32, 16..200_u64, 0..2_u64, 0..3_u8, 0..1_u64 << 20).prop_map(
-        |(minor, gib, reserved, product, odd)| {
+    let vfio = prop::option::of((0..200_u32, any::<bool>()));
+    let one = (
+        0..200_u32,
+        16..200_u64,
+        0..2_u64,
+        0..3_u8,
+        0..1_u64 << 20,
+        vfio,
+    )
+        .prop_map(|(minor, gib, reserved, product, odd, vfio)| {
             let mut gpu = gpu(minor);
+            gpu.vfio = vfio.map(|(iommu_group, is_free)| GpuVfio {
+                iommu_group,
+                obstacle: (!is_free).then(|| "no VFIO".to_owned()),
+            });
             gpu.product_name = format!("Product {product}");
             gpu.memory = Quantity::from_bytes((gib << 30) + odd);
             gpu.reserved_memory = Quantity::from_bytes(reserved << 29);
             gpu
-        },
-    );
+        });
     // Mostly the sizes of real nodes, sometimes more than several counter slices hold.
     let count = prop_oneof![8 => 0..=8_usize, 1 => 9..=64_usize];
     count
@@ -89,6 +100,7 @@ proptest! {
             let expected = match &entry.tiers[..] {
                 [Tier::Partition] => reason::NOT_DIVIDED,
                 [Tier::Capped] => reason::TOO_SMALL,
+                [Tier::Passthrough] => reason::NO_VFIO,
                 other => panic!("{other:?}"),
             };
             prop_assert_eq!(&*entry.reason, expected);
