@@ -17,6 +17,7 @@ use crate::mig::{MigGeometry, MigInstance};
 use crate::pci_address::PciAddress;
 use crate::quantity::{Quantity, bytes_schema};
 use crate::sharing_policy::{Interval, OnBypass};
+use crate::vgpu::{GpuVgpu, VgpuRole};
 use crate::withheld::WithheldGpu;
 
 /// Nothing to configure: the object only reports.
@@ -187,6 +188,18 @@ pub struct Gpu {
     /// Whether a virtual machine can get the GPU; absent where it has no IOMMU group.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vfio: Option<GpuVfio>,
+    /// What the driver says of vGPU; absent where the GPU is no vGPU and none can be made of it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vgpu: Option<GpuVgpu>,
+}
+
+impl Gpu {
+    /// Whether the GPU is a vGPU of the virtual machine that is the node.
+    #[must_use]
+    pub fn is_vgpu(&self) -> bool {
+        let vgpu = self.vgpu.as_ref();
+        vgpu.is_some_and(|vgpu| vgpu.role == VgpuRole::Guest)
+    }
 }
 
 /// What the kernel and its IOMMU say about giving a GPU to a virtual machine.

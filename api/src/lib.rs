@@ -7,6 +7,7 @@
 //!  share_config ──► the opaque parameters of a claim or class        (user  -> node)
 //!  pci_address ───► the order of a node's GPUs
 //!  mig ───────────► how MIG divides a GPU
+//!  vgpu ──────────► a GPU that is a vGPU, or of which vGPUs are made
 //!  gpu_node ──────► what a node's hardware can do                    (node  -> controller)
 //!  withheld ──────► which GPUs are not offered, and why              (node, controller -> people)
 //!  conditions ────► the node's conditions in the Kubernetes style    (node, controller -> people)
@@ -27,6 +28,7 @@ pub mod reference;
 pub mod share_config;
 pub mod sharing_policy;
 pub mod tier;
+pub mod vgpu;
 pub mod withheld;
 
 pub use gpu_node::{GpuNode, GpuNodeSpec, GpuNodeStatus};

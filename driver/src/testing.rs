@@ -47,6 +47,7 @@ pub(crate) fn gpu(minor: u32) -> Gpu {
         mig_mode: MigMode::default(),
         mig_compute_slices: Some(7),
         vfio: None,
+        vgpu: None,
         mig_instances: Vec::new(),
     }
 }

@@ -36,6 +36,7 @@ use tranche_node::nvml::{Description, Driver, NvmlError, Opened, Traces};
 use tranche_node::root::RootError;
 use tranche_node::untested::{UntestedError, unknown_functions};
 use tranche_node::vfio::Groups;
+use tranche_node::vgpu;
 use tranche_node::withheld::KnownGpus;
 
 /// How often a driver with unchanged traces is described again, because a GPU may be lost. Without
@@ -291,7 +292,7 @@ impl Observer {
             ours.entry(gpu).or_default().add(record);
         }
         drop(nvml);
-        let (description, withheld) = self.known(description?, &ours);
+        let (description, mut withheld) = self.known(description?, &ours);
         nodes.require()?;
         let found = discover(&root, &description.driver_version)?;
         let dev_root = nodes.root();
@@ -300,6 +301,7 @@ impl Observer {
         let spec = driver_spec(&files, &paths, &self.shims)?.encode();
         self.spec_file.ensure(&spec)?;
         let mut inventory = inventory(&description, &self.sysfs);
+        withheld.extend(vgpu::withheld(&inventory));
         let at_vfio = ours.values().filter_map(|record| record.vfio.as_deref());
         add_at_vfio(&mut inventory, at_vfio);
         self.inspect_groups(&mut inventory);

@@ -8,6 +8,7 @@ use tranche_api::mig::{MigGeometry, MigProfile};
 use tranche_driver::gpu_state::AtVfio;
 
 use crate::nvml::{Description, GpuDescription};
+use crate::vgpu;
 
 /// Merges both by the GPUs' PCI addresses.
 ///
@@ -108,6 +109,7 @@ fn describe(gpu: &GpuDescription, sysfs: &Path) -> Gpu {
         mig_compute_slices: gpu.mig_compute_slices,
         mig_instances: gpu.mig_instances.clone(),
         vfio: None,
+        vgpu: vgpu::read(&folder, gpu.vgpu_role),
     }
 }
 
@@ -176,6 +178,7 @@ pub mod testing {
             mig_compute_slices: Some(7),
             mig_profiles: Vec::new(),
             mig_instances: Vec::new(),
+            vgpu_role: None,
         };
         Description {
             driver_version: "535.261.03".into(),

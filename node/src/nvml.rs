@@ -15,6 +15,7 @@ use std::path::PathBuf;
 use tranche_api::gpu_node::MigMode;
 use tranche_api::mig::{MigInstance, MigProfile};
 use tranche_api::sharing_policy::Interval;
+use tranche_api::vgpu::VgpuRole;
 use tranche_driver::gpu_state::{Actual, Change, ComputeMode};
 
 use crate::devices::DeviceNodes;
@@ -82,6 +83,8 @@ pub struct GpuDescription {
     pub mig_profiles: Vec<MigProfile>,
     /// The GPU instances that exist.
     pub mig_instances: Vec<MigInstance>,
+    /// nvmlDeviceGetVirtualizationMode; absent where the GPU has to do with no vGPU.
+    pub vgpu_role: Option<VgpuRole>,
 }
 
 impl GpuDescription {

@@ -13,6 +13,7 @@ use tranche_api::WithheldGpu;
 use tranche_api::gpu_node::MigMode;
 use tranche_api::mig::MigInstance;
 use tranche_api::tier::Tier;
+use tranche_api::vgpu::VgpuRole;
 use tranche_api::withheld::reason;
 use tranche_driver::gpu_state::{Place, Record};
 
@@ -137,6 +138,13 @@ fn in_mig_mode(gpu: &GpuDescription) -> Option<WithheldGpu> {
     let withheld = |message| WithheldGpu::whole(uuid, reason::MIG_MODE, message);
     Some(match (gpu.mig_mode.current, gpu.mig_mode.pending) {
         (false, false) => return None,
+        _ if gpu.vgpu_role == Some(VgpuRole::Guest) => WithheldGpu::whole(
+            uuid,
+            reason::VGPU_GUEST,
+            "the GPU is a vGPU that is a MIG instance of its host's GPU, and in the virtual machine it can be neither divided nor \
+             shared: give the virtual machine a vGPU of a type without MIG"
+                .to_owned(),
+        ),
         (true, true) if gpu.mig_profiles.is_empty() => withheld(format!(
             "MIG mode is on, and the driver does not report how it divides the GPU: {off}"
         )),
@@ -255,6 +263,20 @@ mod tests {
             assert_eq!(found, expected, "{withheld:?}");
             assert!(withheld.iter().all(|it| it.reason == "MigMode"));
         }
+    }
+
+    #[test]
+    fn a_vgpu_in_mig_mode_is_withheld_with_the_host_as_the_way_out() {
+        let mut description = two_h100();
+        let gpu = &mut description.gpus[0];
+        gpu.mig_mode = ON;
+        gpu.vgpu_role = Some(VgpuRole::Guest);
+        let withheld = KnownGpus::default().withheld(&description);
+        assert_eq!(
+            (&*withheld[0].reason, &withheld[0].tiers[..]),
+            ("VgpuGuest", &[][..])
+        );
+        assert!(!withheld[0].message.contains("nvidia-smi"), "{withheld:?}");
     }
 
     const ON: MigMode = MigMode {

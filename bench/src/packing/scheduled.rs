@@ -131,6 +131,7 @@ fn h100(number: u32) -> Gpu {
         mig_mode: tranche_api::gpu_node::MigMode::default(),
         mig_compute_slices: Some(7),
         vfio: None,
+        vgpu: None,
         mig_instances: Vec::new(),
     }
 }

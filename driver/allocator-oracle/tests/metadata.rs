@@ -34,6 +34,7 @@ fn gpu() -> Gpu {
         mig_mode: MigMode::default(),
         mig_compute_slices: None,
         vfio: None,
+        vgpu: None,
         mig_instances: Vec::new(),
     }
 }

@@ -88,6 +88,10 @@ pub(super) fn of_gpu(parent: &Parent<'_>, terms: &Terms) -> Result<Offer, OfferE
     let common = attributes(inventory, gpu)?;
     let mut offer = Offer::default();
     for tier in ORDER.into_iter().filter(|tier| terms.tiers.contains(tier)) {
+        if let Err(error) = works_in_guest(tier, gpu) {
+            offer.refused.push((tier, error));
+            continue;
+        }
         let Some(whole) = WholeGpuTier::new(tier) else {
             match partition::of_gpu(parent, &terms.profiles, &common) {
                 Ok(partitions) => offer.devices.extend(partitions),
@@ -127,6 +131,19 @@ pub(super) fn of_gpu(parent: &Parent<'_>, terms: &Terms) -> Result<Offer, OfferE
 
 fn is_untested(inventory: &Inventory) -> bool {
     !inventory.unknown_functions.is_empty()
+}
+
+/// A vGPU is shared like a GPU: cap and time slices are a matter of the driver in the virtual machine. What divides the GPU
+/// itself is the host's. MPS is left out because its limits are a promise that nobody makes for vGPUs.
+fn works_in_guest(tier: Tier, gpu: &Gpu) -> Result<(), OfferError> {
+    let why = match tier {
+        _ if !gpu.is_vgpu() => return Ok(()),
+        Tier::Exclusive | Tier::Capped | Tier::Timeshared => return Ok(()),
+        Tier::Partition => "MIG mode and GPU instances can only be changed on its host",
+        Tier::Passthrough => "the virtual machine that has it cannot give it to another one",
+        Tier::Concurrent => "NVIDIA does not document MPS and its limits per client for vGPUs",
+    };
+    Err(OfferError::VgpuGuest { tier, why })
 }
 
 /// MPS has limits for each client on GPUs of compute capability 7.0, Volta, and later. What VFIO needs, the node has looked for.

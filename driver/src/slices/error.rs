@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 
+use tranche_api::Tier;
 use tranche_api::pci_address::PciAddressError;
 use tranche_api::quantity::{CountError, Quantity};
 use tranche_api::withheld::reason;
@@ -84,6 +85,14 @@ pub(super) enum OfferError {
     /// No virtual machine can get the GPU.
     #[error("{0}; or do not offer the tier passthrough for this GPU")]
     NoVfio(String),
+    /// A vGPU is not divided or given away by the virtual machine that has it.
+    #[error("the GPU is a vGPU: {why}; do not offer the tier {tier} for this GPU")]
+    VgpuGuest {
+        /// What is not offered.
+        tier: Tier,
+        /// Why.
+        why: &'static str,
+    },
     /// MIG cannot divide the GPU, or its driver does not say how.
     #[error(
         "the driver does not report how MIG divides the GPU: it has no MIG, or its driver is too old"
@@ -156,6 +165,7 @@ impl OfferError {
             Self::NoMps { .. } => reason::NO_MPS,
             Self::NoIommu | Self::NoVfio(_) => reason::NO_VFIO,
             Self::ModeOff { .. } => reason::MIG_MODE,
+            Self::VgpuGuest { .. } => reason::VGPU_GUEST,
         }
     }
 
@@ -170,6 +180,7 @@ impl OfferError {
                 | Self::NoMps { .. }
                 | Self::NoIommu
                 | Self::NoVfio(_)
+                | Self::VgpuGuest { .. }
         )
     }
 }

@@ -3,6 +3,7 @@ mod comparison;
 pub(super) mod limits;
 mod properties;
 mod shrunk;
+mod vgpu;
 
 use serde_json::{Value, json};
 use tranche_api::Quantity;

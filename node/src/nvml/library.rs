@@ -4,13 +4,14 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use nvml_wrapper::bitmasks::InitFlags;
-use nvml_wrapper::enum_wrappers::device::{Brand, ComputeMode as Mode};
+use nvml_wrapper::enum_wrappers::device::{Brand, ComputeMode as Mode, GpuVirtualizationMode};
 use nvml_wrapper::enums::device::{DeviceArchitecture, UsedGpuMemory};
 use nvml_wrapper::error::NvmlError as Reason;
 use nvml_wrapper::{cuda_driver_version_major, cuda_driver_version_minor};
 
 use tranche_api::gpu_node::MigMode;
 use tranche_api::sharing_policy::Interval;
+use tranche_api::vgpu::VgpuRole;
 use tranche_driver::gpu_state::{Actual, Change, ComputeMode};
 
 use super::time_slice::NvidiaSmi;
@@ -267,7 +268,12 @@ impl Library {
             device.cuda_compute_capability(),
         )?;
         let mig = mig_mode(&device, &uuid)?;
+        // An unknown mode of a newer driver must not withhold the GPU.
+        let mode = device.virtualization_mode().ok();
+        let vgpu_role = mode.as_ref().and_then(vgpu_role);
         let (mig_profiles, mig_instances) = match mig {
+            // Its driver knows the instance that it is of its host's GPU, without a place in it.
+            Some(_) if vgpu_role == Some(VgpuRole::Guest) => Default::default(),
             Some(_) => mig::describe(&self.nvml, &device, &uuid)?,
             None => Default::default(),
         };
@@ -291,8 +297,18 @@ impl Library {
             mig_compute_slices: mig_profiles.iter().map(|it| it.compute_slices).max(),
             mig_profiles,
             mig_instances,
+            vgpu_role,
             uuid,
         })
+    }
+}
+
+fn vgpu_role(mode: &GpuVirtualizationMode) -> Option<VgpuRole> {
+    match mode {
+        GpuVirtualizationMode::Bare | GpuVirtualizationMode::PassThrough => None,
+        GpuVirtualizationMode::Vgpu => Some(VgpuRole::Guest),
+        GpuVirtualizationMode::HostVgpu => Some(VgpuRole::Host),
+        GpuVirtualizationMode::HostVsga => Some(VgpuRole::SharedGraphicsHost),
     }
 }
 

@@ -150,6 +150,10 @@ pub struct GpuDescription {
     /// virtual machine that cannot reset it; false by default.
     #[serde(default)]
     pub mig_needs_reset: bool,
+    /// The GPU's part in virtualization, by default none. A `vgpu` has no MIG modes, as NVIDIA's kernel modules have it
+    /// (`subdeviceCtrlCmdGpuSetPartitioningMode_IMPL`).
+    #[serde(default)]
+    pub virtualization: Virtualization,
     /// Whether `dma-buf`s can be made of its memory, as with the open kernel modules; false by default.
     #[serde(default)]
     pub dma_buf: bool,
@@ -176,6 +180,23 @@ pub enum Architecture {
     Hopper = 9,
     /// Compute capability 10.0 and later.
     Blackwell = 10,
+}
+
+/// `nvmlGpuVirtualizationMode_t`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Virtualization {
+    /// The machine is none, or knows of none.
+    #[default]
+    None = 0,
+    /// The machine is a virtual one, which has the GPU as a whole.
+    Passthrough = 1,
+    /// The machine is a virtual one, and the GPU is a vGPU.
+    Vgpu = 2,
+    /// The machine makes vGPUs of the GPU.
+    HostVgpu = 3,
+    /// The machine shares the GPU for graphics (vSGA).
+    HostVsga = 4,
 }
 
 fn one() -> u32 {

@@ -5,7 +5,7 @@
 
 use std::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, Ordering};
 
-use crate::description::{Description, GpuDescription, Habits, MIB, PciAddress};
+use crate::description::{Description, GpuDescription, Habits, MIB, PciAddress, Virtualization};
 use crate::identity::gpu_uuid;
 use crate::mig::capability::GPU_INSTANCES;
 use crate::mig::state::GpuInstance;
@@ -20,7 +20,7 @@ pub const ORPHANED: i32 = -2;
 /// The first word of the page.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"TRSIMPG\0");
 /// The version of this module and of [`crate::wire`].
-pub const ABI: u32 = 9;
+pub const ABI: u32 = 10;
 
 /// A text of fixed size, padded with zeros.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -153,6 +153,8 @@ pub struct GpuState {
     pub mig_model: u32,
     /// 1 if a change of the MIG mode needs a reset.
     pub mig_needs_reset: u32,
+    /// `nvmlGpuVirtualizationMode_t`.
+    pub virtualization: u32,
     /// 1 if `dma-buf`s can be made of its memory.
     pub dma_buf: u32,
     /// 1 if it can be in a multicast object's team.
@@ -347,7 +349,10 @@ impl GpuState {
         self.pci_subsystem_id = gpu.pci_subsystem_id;
         self.pcie = gpu.pcie;
         self.numa_node = gpu.numa_nodes.get(unit).copied().unwrap_or(0);
-        self.mig_model = gpu.mig.map_or(0, |name| name as u32);
+        let is_vgpu = gpu.virtualization == Virtualization::Vgpu;
+        let mig = gpu.mig.filter(|_| !is_vgpu);
+        self.mig_model = mig.map_or(0, |name| name as u32);
+        self.virtualization = gpu.virtualization as u32;
         self.mig_needs_reset = u32::from(gpu.mig_needs_reset);
         self.dma_buf = u32::from(gpu.dma_buf);
         self.multicast = u32::from(gpu.multicast);

@@ -43,7 +43,6 @@ absent! {
     nvmlDeviceGetGridLicensableFeatures_v2
     nvmlDeviceGetGridLicensableFeatures_v3
     nvmlDeviceGetGridLicensableFeatures_v4
-    nvmlDeviceGetHostVgpuMode
     nvmlDeviceGetInforomConfigurationChecksum
     nvmlDeviceGetInforomVersion
     nvmlDeviceGetIrqNum

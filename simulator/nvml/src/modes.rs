@@ -5,6 +5,7 @@ use std::sync::atomic::Ordering;
 
 use nvml_wrapper_sys::bindings::nvmlDevice_t;
 use tranche_simulator_machine::attach;
+use tranche_simulator_machine::description::{Architecture, Virtualization};
 use tranche_simulator_machine::wire::{Reply, Request, Setting};
 
 use crate::code::Code;
@@ -66,6 +67,17 @@ export! {
     fn nvmlDeviceSetComputeMode(of: nvmlDevice_t, mode: u32) {
         set(of, Setting::ComputeMode, mode)
     }
+    fn nvmlDeviceGetVirtualizationMode(of: nvmlDevice_t, mode: *mut u32) {
+        put(mode, device(of)?.state.virtualization)
+    }
+    // GPUs have virtual functions since Ampere.
+    fn nvmlDeviceGetHostVgpuMode(of: nvmlDevice_t, mode: *mut u32) {
+        let state = device(of)?.state;
+        if state.virtualization != Virtualization::HostVgpu as u32 {
+            return Err(Code::NOT_SUPPORTED);
+        }
+        put(mode, u32::from(state.architecture >= Architecture::Ampere as u32))
+    }
     fn nvmlDeviceGetGspFirmwareMode(of: nvmlDevice_t, enabled: *mut u32, default: *mut u32) {
         device(of)?;
         put(enabled, 1)?;
@@ -85,5 +97,4 @@ export! {
 export_constants! {
     nvmlDeviceGetDisplayMode = 0;
     nvmlDeviceGetDisplayActive = 0;
-    nvmlDeviceGetVirtualizationMode = 0;
 }

@@ -132,6 +132,7 @@ pub fn inventory(products: &[usize]) -> Inventory {
             mig_mode: MigMode::default(),
             mig_compute_slices: mig,
             vfio: None,
+            vgpu: None,
             mig_instances: Vec::new(),
         }
     });
