@@ -76,7 +76,7 @@ pub mod reason {
         NO_MPS = "NoMps", "controller", "": "The tier `concurrent` is not offered, because the GPU is older than Volta: its MPS has no limits per client.";
         NO_VFIO = "NoVfio", "controller", "": "The tier `passthrough` is not offered, because no virtual machine can get the GPU: there is no IOMMU, its group has another device, or VFIO is not loaded.";
         VGPU_GUEST = "VgpuGuest", "node, controller", "": "The GPU is a vGPU, and the tier does not work in the virtual machine that has it: only its host divides it or gives it away, and NVIDIA does not document MPS for it.";
-        VGPU_HOST = "VgpuHost", "node", "": "vGPUs of the GPU exist, which keep memory of it whether they are used or not. Or its virtual functions are on: it cannot be given to a virtual machine as a whole. Tranche serves no vGPUs.";
+        VGPU_HOST = "VgpuHost", "node", "": "vGPUs of the GPU exist, which keep memory of it whether they are used or not, or its driver is for vGPUs only and has no CUDA. Or its virtual functions are on: it cannot be given to a virtual machine as a whole. Tranche serves no vGPUs.";
         MPS_DAEMON = "MpsDaemon", "node", "": "The tier `concurrent` is not offered while the GPU's MPS daemon does not answer.";
         DUPLICATE = "Duplicate", "controller", "": "The node describes two GPUs under one UUID or PCI address.";
         INVALID_DESCRIPTION = "InvalidDescription", "controller", "": "A fact about the GPU has no place in a ResourceSlice.";

@@ -29,11 +29,11 @@ use crate::contexts::Contexts;
 use crate::fs::{self, Fs, FsError};
 use crate::gpu_records::GpuRecords;
 use crate::layout::Layout;
-use tranche_node::devices::DeviceError;
-use tranche_node::discover::{DiscoverError, discover};
+use tranche_node::devices::{DeviceError, DeviceNodes};
+use tranche_node::discover::{DiscoverError, Found, discover};
 use tranche_node::inventory::{add_at_vfio, inventory};
 use tranche_node::nvml::{Description, Driver, NvmlError, Opened, Traces};
-use tranche_node::root::RootError;
+use tranche_node::root::{DriverRoot, RootError};
 use tranche_node::untested::{UntestedError, unknown_functions};
 use tranche_node::vfio::Groups;
 use tranche_node::vgpu;
@@ -82,6 +82,15 @@ pub enum DriverError {
 }
 
 impl DriverError {
+    /// Whether NVML answers, and what a CUDA program needs beside it is missing.
+    fn is_without_cuda(&self) -> bool {
+        matches!(
+            self,
+            Self::Devices(DeviceError::Missing { .. })
+                | Self::Discover(DiscoverError::Library { .. })
+        )
+    }
+
     /// The reason for conditions and events.
     #[must_use]
     pub fn reason(&self) -> &'static str {
@@ -110,8 +119,8 @@ pub struct Ready {
     pub inventory: Inventory,
     /// GPUs that are withheld because of what NVML reports.
     pub withheld: Vec<WithheldGpu>,
-    /// The driver's CDI spec, the content of its file in the CDI folder.
-    pub spec: Vec<u8>,
+    /// The driver's CDI spec, the content of its file in the CDI folder; none for a vGPU host's driver without CUDA.
+    pub spec: Option<Vec<u8>>,
     /// The root that has the device nodes, as this process sees it.
     pub dev_root: PathBuf,
     /// The same path as the host sees it.
@@ -293,19 +302,30 @@ impl Observer {
         }
         drop(nvml);
         let (description, mut withheld) = self.known(description?, &ours);
-        nodes.require()?;
-        let found = discover(&root, &description.driver_version)?;
-        let dev_root = nodes.root();
-        let files = found.driver_files(root.on_host(), nodes.control());
-        let paths = self.layout.node_paths(dev_root.on_host());
-        let spec = driver_spec(&files, &paths, &self.shims)?.encode();
-        self.spec_file.ensure(&spec)?;
         let mut inventory = inventory(&description, &self.sysfs);
-        withheld.extend(vgpu::withheld(&inventory));
+        let found = match container_files(&root, &nodes, &description) {
+            Err(error) if error.is_without_cuda() && vgpu::is_host(&description) => {
+                withheld.extend(vgpu::without_cuda(&inventory, &error));
+                None
+            }
+            found => {
+                withheld.extend(vgpu::withheld(&inventory));
+                Some(found?)
+            }
+        };
+        let dev_root = nodes.root();
+        let mut spec = None;
+        if let Some(found) = found {
+            let files = found.driver_files(root.on_host(), nodes.control());
+            let paths = self.layout.node_paths(dev_root.on_host());
+            let content = driver_spec(&files, &paths, &self.shims)?.encode();
+            self.spec_file.ensure(&content)?;
+            spec = Some(content);
+            inventory.unknown_functions = unknown_functions(&root, &found)?;
+        }
         let at_vfio = ours.values().filter_map(|record| record.vfio.as_deref());
         add_at_vfio(&mut inventory, at_vfio);
         self.inspect_groups(&mut inventory);
-        inventory.unknown_functions = unknown_functions(&root, &found)?;
         self.contexts.describe(&mut inventory);
         Ok(Ready {
             inventory,
@@ -315,6 +335,16 @@ impl Observer {
             dev_root_on_host: dev_root.on_host().to_owned(),
         })
     }
+}
+
+/// The driver's files, if it has all that a CUDA program needs.
+fn container_files(
+    root: &DriverRoot,
+    nodes: &DeviceNodes,
+    description: &Description,
+) -> Result<Found, DriverError> {
+    nodes.require()?;
+    Ok(discover(root, &description.driver_version)?)
 }
 
 fn publish(state: &watch::Sender<DriverState>, ready: Ready) {

@@ -388,7 +388,11 @@ impl Preparer {
                 }
             }
         }
-        Ok(parts.spec_file.ensure(&ready.spec)?)
+        // Without one all GPUs are withheld.
+        if let Some(spec) = &ready.spec {
+            parts.spec_file.ensure(spec)?;
+        }
+        Ok(())
     }
 
     /// Releases a claim; one that is not held is released already.

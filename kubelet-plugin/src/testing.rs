@@ -435,7 +435,7 @@ fn ready(driver_root: &Path, layout: &Layout, gpus: &MigGpus) -> Ready {
     Ready {
         inventory: inventory(&description, Path::new("/nowhere")),
         withheld: Vec::new(),
-        spec: driver_spec(&files, &paths, &shims).unwrap().encode(),
+        spec: Some(driver_spec(&files, &paths, &shims).unwrap().encode()),
         dev_root: root.path().to_owned(),
         dev_root_on_host: root.on_host().to_owned(),
     }

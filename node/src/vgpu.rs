@@ -20,6 +20,8 @@ use tranche_api::tier::Tier;
 use tranche_api::vgpu::{GpuVgpu, LONGEST_TYPE, MOST_TYPES, VgpuRole};
 use tranche_api::withheld::reason;
 
+use crate::nvml::Description;
+
 /// What there is to say of vGPU about the GPU of a folder of `bus/pci/devices`, whose role is `role` as far as NVML says.
 #[must_use]
 pub fn read(device: &Path, role: Option<VgpuRole>) -> Option<GpuVgpu> {
@@ -54,6 +56,25 @@ pub fn read(device: &Path, role: Option<VgpuRole>) -> Option<GpuVgpu> {
 #[must_use]
 pub fn withheld(inventory: &Inventory) -> Vec<WithheldGpu> {
     inventory.gpus.iter().filter_map(on_host).collect()
+}
+
+/// Whether the driver makes vGPUs of all GPUs that it has.
+#[must_use]
+pub fn is_host(description: &Description) -> bool {
+    let mut gpus = description.gpus.iter();
+    !description.gpus.is_empty()
+        && gpus.all(|gpu| gpu.vgpu_role.is_some_and(|it| it != VgpuRole::Guest))
+}
+
+/// All GPUs of a host whose driver is for vGPUs only, as `error` shows: NVIDIA's packages for hosts have no CUDA.
+#[must_use]
+pub fn without_cuda(inventory: &Inventory, error: &dyn std::error::Error) -> Vec<WithheldGpu> {
+    let message = format!(
+        "the node's driver makes vGPUs and has no CUDA: {error}; Tranche does not serve vGPUs: leave the node to them, or install \
+         a driver with CUDA"
+    );
+    let withheld = |gpu: &Gpu| WithheldGpu::whole(&gpu.uuid, reason::VGPU_HOST, message.clone());
+    inventory.gpus.iter().map(withheld).collect()
 }
 
 fn on_host(gpu: &Gpu) -> Option<WithheldGpu> {
@@ -137,7 +158,6 @@ mod tests {
 
     use super::*;
     use crate::inventory::{inventory, testing::two_h100};
-    use crate::nvml::Description;
 
     const GPU: &str = "0000:1b:00.0";
 

@@ -7,6 +7,8 @@ use super::*;
 use crate::install::shims;
 use crate::testing::{World, claim, claim_ref, partition, passthrough};
 use tranche_api::sharing_policy::Interval;
+use tranche_api::vgpu::VgpuRole;
+use tranche_api::withheld::reason;
 use tranche_driver::gpu_state::{Actual, Change, ComputeMode, Place};
 use tranche_node::devices::DeviceNodes;
 use tranche_node::inventory::testing::two_h100;
@@ -396,4 +398,62 @@ async fn missing_device_nodes_are_an_error_with_a_reason() {
     assert!(why.to_string().contains("/dev/nvidia-uvm"), "{why}");
     observed.world.make_node("nvidia-uvm");
     observed.until_gpus(2).await;
+}
+
+/// The driver of a vGPU host has neither nvidia-uvm nor libcuda.
+#[tokio::test(start_paused = true)]
+async fn a_vgpu_hosts_driver_without_cuda_is_described_and_serves_nothing() {
+    let mut host = two_h100();
+    for gpu in &mut host.gpus {
+        gpu.vgpu_role = Some(VgpuRole::Host);
+    }
+    let mut without_libcuda = host.clone();
+    without_libcuda.driver_version = "550.54.15".into();
+    let mut mixed = without_libcuda.clone();
+    mixed.gpus[0].vgpu_role = None;
+    let mut observed = observe([], [Ok(host), Ok(without_libcuda), Ok(mixed)]);
+    observed.until(|s| !matches!(s, DriverState::Unknown)).await;
+    let is_host =
+        |state: &DriverState| matches!(state, DriverState::Ready(ready) if ready.spec.is_none());
+    let DriverState::Ready(ready) = observed.until(is_host).await else {
+        unreachable!()
+    };
+    let uuids: Vec<_> = ready.inventory.gpus.iter().map(|gpu| &gpu.uuid).collect();
+    let withheld: Vec<_> = ready.withheld.iter().map(|it| &it.gpu).collect();
+    assert_eq!((withheld, uuids.len()), (uuids, 2));
+    for entry in &ready.withheld {
+        assert_eq!(
+            (&*entry.reason, &entry.tiers[..]),
+            (reason::VGPU_HOST, &[][..])
+        );
+        assert!(entry.message.contains("libcuda"), "{entry:?}");
+    }
+    // One that is no host of vGPUs must have CUDA.
+    let is_absent = |state: &DriverState| matches!(state, DriverState::Absent(_));
+    observed.until(is_absent).await;
+}
+
+/// It is in sysfs only.
+#[tokio::test]
+async fn a_gpu_of_which_a_vgpu_exists_is_withheld() {
+    let world = World::new();
+    let sysfs = tempfile::tempdir().unwrap();
+    let observer = Observer {
+        sysfs: sysfs.path().to_owned(),
+        ..observer(&world)
+    };
+    let before = observer.check().unwrap();
+    assert_eq!(before.withheld, []);
+    let gpu = &before.inventory.gpus[1];
+    let device = sysfs.path().join("bus/pci/devices").join(&gpu.pci_bus_id);
+    let vgpu = "mdev_supported_types/nvidia-233/devices/070bcb42-18fc-4971-9aa9-67f5ee1281c3";
+    std::fs::create_dir_all(device.join(vgpu)).unwrap();
+    let after = observer.check().unwrap();
+    assert_eq!(after.inventory.gpus[1].vgpu.as_ref().unwrap().devices, 1);
+    let withheld: Vec<_> = after
+        .withheld
+        .iter()
+        .map(|it| (&it.gpu, &*it.reason))
+        .collect();
+    assert_eq!(withheld, [(&gpu.uuid, reason::VGPU_HOST)]);
 }
