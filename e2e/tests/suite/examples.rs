@@ -6,6 +6,7 @@ use anyhow::{Context, ensure};
 use k8s_openapi::api::resource::v1::DeviceClass;
 use kube::api::{Api, DeleteParams, ListParams};
 use serde_json::Value;
+use tranche_api::SharingPolicy;
 use tranche_e2e::{Case, Namespace, PodHandle, Request, run, tool, wait};
 
 const GI: u64 = 1 << 30;
@@ -79,6 +80,7 @@ fn every_example_has_a_test() -> anyhow::Result<()> {
                 "11-timeshared",
                 "12-extended-resources",
                 "13-concurrent",
+                "14-virtual-machine",
             ],
         "{found:?}"
     );
@@ -365,5 +367,56 @@ fn example_13_concurrent() -> anyhow::Result<()> {
             );
         }
         Ok(())
+    })
+}
+
+#[test]
+fn example_14_virtual_machine() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let namespace = case.adopt("example-virtual-machine");
+        let label = "example.tranche.dev/virtual-machines";
+        let node = case.node.name().to_owned();
+        let policies: Api<SharingPolicy> = Api::all(case.client.clone());
+        let labelled = node.clone();
+        case.afterwards("the example's policy and label", async move {
+            policies
+                .delete("example-virtual-machines", &DeleteParams::default())
+                .await?;
+            tool::run(
+                "kubectl",
+                &["label", "node", &labelled, &format!("{label}-")],
+                &[],
+            )
+            .await
+        });
+        let value = format!("{label}=true");
+        tool::run(
+            "kubectl",
+            &["label", "node", &node, &value, "--overwrite"],
+            &[],
+        )
+        .await?;
+        let back = case
+            .node
+            .disable_persistence_mode(&case.gpus[0].uuid)
+            .await?;
+        let on = case.node.clone();
+        case.afterwards("persistence mode", async move {
+            on.shell(&back).await.map(drop)
+        });
+        apply("14-virtual-machine").await?;
+        let machine = pod(&namespace, "machine");
+        machine.started().await?;
+        is_in_tier(&namespace, "passthrough").await?;
+        let address = &case.gpus[0].pci_bus_id;
+        wait::for_answer("the pod's log", wait::USUAL, async || {
+            let log = machine.logs().await?;
+            ensure!(
+                log.starts_with("1\nvfio\n") && log.contains(&**address),
+                "{log}"
+            );
+            Ok(Some(()))
+        })
+        .await
     })
 }
