@@ -1,8 +1,14 @@
-//! The commands of docs/who-has-what.md.
+//! The commands of docs/who-has-what.md, and the status that they read.
+
+use std::collections::BTreeSet;
 
 use anyhow::{Context, ensure};
+use futures::future::try_join_all;
+use k8s_openapi::api::resource::v1::ResourceClaim;
 use tokio::process::Command;
-use tranche_e2e::{Case, Request, run, wait};
+use tranche_api::names::DRIVER;
+use tranche_e2e::namespace::{IDLE, Source};
+use tranche_e2e::{Case, Namespace, Request, run, wait};
 
 const PAGE: &str = include_str!("../../../docs/who-has-what.md");
 
@@ -65,6 +71,71 @@ fn the_commands_of_the_page_find_devices_by_pod_and_pods_by_gpu() -> anyhow::Res
         let all = output(&command("tier}", &[])?).await?;
         let line = format!("{}\tone\tcapped\t{}", namespace.name(), uuids[0]);
         ensure!(all.lines().any(|it| it == line), "{all}");
+        Ok(())
+    })
+}
+
+/// Claims whose pods come and go.
+const CLAIMS: usize = 8;
+/// How often each gets another pod, so that there are more than a hundred in all.
+const PODS: usize = 13;
+
+/// The shares that a claim is allocated, and those of which its status tells.
+fn shares(claim: &ResourceClaim) -> [BTreeSet<Option<String>>; 2] {
+    let status = claim.status.as_ref();
+    let allocated =
+        status.and_then(|it| it.allocation.as_ref()?.devices.as_ref()?.results.as_ref());
+    let described = status.and_then(|it| it.devices.as_ref());
+    [
+        allocated
+            .into_iter()
+            .flatten()
+            .map(|it| it.share_id.clone())
+            .collect(),
+        described
+            .into_iter()
+            .flatten()
+            .filter(|it| it.driver == DRIVER && it.data.is_some())
+            .map(|it| it.share_id.clone())
+            .collect(),
+    ]
+}
+
+/// Gives a claim one pod after the other.
+async fn comes_and_goes(namespace: &Namespace, claim: &str) -> anyhow::Result<()> {
+    let claims = namespace.claims();
+    for round in 0..PODS {
+        let name = format!("{claim}-{round}");
+        let pod = namespace.pod(&name, &[Source::Claim(claim)], &IDLE).await?;
+        pod.started().await?;
+        wait::for_answer("the status of the pod's share", wait::USUAL, async || {
+            let [allocated, described] = shares(&claims.get(claim).await?);
+            let stale = described.difference(&allocated).count();
+            // Not repeated until it is right: it must never be wrong.
+            assert_eq!(stale, 0, "{name}: {described:?}, allocated {allocated:?}");
+            Ok((!described.is_empty() && described == allocated).then_some(()))
+        })
+        .await?;
+        pod.delete().await?;
+        wait::for_answer("a claim without a share", wait::USUAL, async || {
+            let [allocated, described] = shares(&claims.get(claim).await?);
+            Ok((allocated.is_empty() && described.is_empty()).then_some(()))
+        })
+        .await?;
+    }
+    Ok(())
+}
+
+#[test]
+fn a_claims_status_is_never_that_of_an_earlier_share() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let namespace = case.namespace("status").await?;
+        let names: Vec<_> = (0..CLAIMS).map(|nth| format!("claim-{nth}")).collect();
+        for name in &names {
+            let share = Request::capped("1Gi", "10");
+            namespace.claim(name, &share.spec()).await?;
+        }
+        try_join_all(names.iter().map(|name| comes_and_goes(&namespace, name))).await?;
         Ok(())
     })
 }
