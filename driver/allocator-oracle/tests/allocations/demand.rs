@@ -81,8 +81,8 @@ impl Class {
     pub fn accepts(self, tier: Tier) -> bool {
         match self {
             Self::Tier(wanted) => wanted == tier,
-            Self::Hard => tier.level() >= Tier::Partition.level(),
-            Self::Any => true,
+            Self::Hard => matches!(tier, Tier::Partition | Tier::Exclusive),
+            Self::Any => tier != Tier::Passthrough,
         }
     }
 }
@@ -189,6 +189,7 @@ fn any_ask(numbers: impl Strategy<Value = Number>) -> impl Strategy<Value = Ask>
         2 => Just(Class::Tier(Tier::Concurrent)),
         2 => Just(Class::Tier(Tier::Timeshared)),
         2 => Just(Class::Tier(Tier::Exclusive)),
+        1 => Just(Class::Tier(Tier::Passthrough)),
         1 => Just(Class::Hard),
         2 => Just(Class::Any),
     ];

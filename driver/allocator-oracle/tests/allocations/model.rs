@@ -11,11 +11,12 @@ use crate::node::Policy;
 const UNMEASURED_CONTEXT: u64 = 512 << 20;
 
 /// The tiers of one GPU in the order in which claims that accept several get them.
-const ORDER: [Tier; 4] = [
+const ORDER: [Tier; 5] = [
     Tier::Capped,
     Tier::Concurrent,
     Tier::Timeshared,
     Tier::Exclusive,
+    Tier::Passthrough,
 ];
 
 /// What a claim has of one GPU.
@@ -72,7 +73,7 @@ enum Kind {
     Timeshared {
         sharers: usize,
     },
-    Exclusive {
+    Whole {
         memory: u64,
     },
 }
@@ -103,7 +104,7 @@ impl Kind {
             Self::Timeshared { .. } => {
                 (ask.memory.is_none() && ask.cores.is_none()).then_some((0, 0, 0))
             }
-            Self::Exclusive { memory } => {
+            Self::Whole { memory } => {
                 let fits = !ask.apart
                     && ask.memory.is_none_or(|bytes| bytes <= *memory)
                     && ask.cores.is_none_or(|percent| percent <= 100);
@@ -179,8 +180,8 @@ impl Model {
             if on_gpu().any(|it| it.tier != first.tier) {
                 return Err(format!("GPU {number} is in two tiers"));
             }
-            if first.tier == Tier::Exclusive && count > 1 {
-                return Err(format!("GPU {number} is exclusive {count} times"));
+            if !first.tier.is_shared() && count > 1 {
+                return Err(format!("GPU {number} is {} {count} times", first.tier));
             }
             let memory: u64 = on_gpu().map(|it| it.memory).sum();
             if memory > gpu.available {
@@ -218,7 +219,7 @@ impl Model {
                 sharers, usable, ..
             } => (sharers, usable),
             Kind::Timeshared { sharers } => (sharers, 0),
-            Kind::Exclusive { .. } => (1, gpu.total),
+            Kind::Whole { .. } => (1, gpu.total),
         };
         if count > most || memory > usable {
             return Err(format!(
@@ -264,8 +265,8 @@ fn offer(tier: Tier, policy: &Policy, total: u64, available: u64) -> Option<Offe
         Tier::Timeshared => Kind::Timeshared {
             sharers: policy.timeshared_sharers as usize,
         },
-        Tier::Exclusive => Kind::Exclusive { memory: total },
-        Tier::Partition | Tier::Passthrough => return None,
+        Tier::Exclusive | Tier::Passthrough => Kind::Whole { memory: total },
+        Tier::Partition => return None,
     };
     Some(Offer { tier, kind })
 }
@@ -368,7 +369,7 @@ impl Search<'_> {
                     && (context == 0 || sum(|it| it.context) + context <= *contexts)
             }
             Kind::Timeshared { sharers } => before < *sharers,
-            Kind::Exclusive { .. } => before == 0,
+            Kind::Whole { .. } => before == 0,
         };
         let mut same_claim = self.granted[claim].iter().flat_map(|it| &it.holdings);
         let allowed = match self.pod[claim].uuids {

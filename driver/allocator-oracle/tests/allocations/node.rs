@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 use serde_json::{Value, json};
 use tranche_api::Quantity;
-use tranche_api::gpu_node::{Gpu, Inventory, MigMode};
+use tranche_api::gpu_node::{Gpu, GpuVfio, Inventory, MigMode};
 use tranche_api::sharing_policy::SharingPolicy;
 use tranche_api::tier::Tier;
 
@@ -131,7 +131,10 @@ pub fn inventory(products: &[usize]) -> Inventory {
             mig_capable: mig.is_some(),
             mig_mode: MigMode::default(),
             mig_compute_slices: mig,
-            vfio: None,
+            vfio: Some(GpuVfio {
+                iommu_group: slot + 1,
+                obstacle: None,
+            }),
             vgpu: None,
             mig_instances: Vec::new(),
         }
