@@ -22,6 +22,7 @@
 //! end, and nothing could interrupt it.
 
 use std::collections::BTreeMap;
+use std::fmt;
 
 use serde::{Deserialize, Serialize};
 use tranche_api::PciAddress;
@@ -56,9 +57,44 @@ pub struct Actual {
     /// Whether the machine has NVSwitches, whose Fabric Manager has to know which GPUs belong to a virtual machine.
     pub has_nvswitch: bool,
     /// A process that has the GPU open with its own driver, or its VFIO nodes.
-    pub user: Option<u32>,
+    pub user: Option<User>,
     /// The kernel's boot id.
     pub boot: String,
+}
+
+/// A process that has a GPU open.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct User {
+    /// Its PID on the host.
+    pub pid: u32,
+    /// Its name in `/proc/<pid>/comm`: at most 15 bytes, which it chooses itself.
+    pub name: String,
+}
+
+impl User {
+    /// The name of nvidia-persistenced, as far as the kernel keeps it.
+    pub const PERSISTENCE_DAEMON: &str = "nvidia-persiste";
+
+    /// Whether it keeps the GPU open until an administrator switches persistence mode off.
+    #[must_use]
+    pub fn is_persistence_daemon(&self) -> bool {
+        self.name == Self::PERSISTENCE_DAEMON
+    }
+
+    fn way_out(&self, gpu: PciAddress) -> String {
+        if self.is_persistence_daemon() {
+            format!("switch persistence mode off (`nvidia-smi -pm 0 -i {gpu}`)")
+        } else {
+            "end it first".to_owned()
+        }
+    }
+}
+
+/// The name without control characters: the process chooses it.
+impl fmt::Display for User {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} ({:?})", self.pid, self.name)
+    }
 }
 
 /// What Tranche has changed, or is about to change. Durable.
@@ -138,13 +174,13 @@ pub enum Obstacle {
     NvSwitch,
     /// A program has the GPU open.
     #[error(
-        "the process {user} has the GPU {gpu} open: end it first (a persistence daemon lets go by `nvidia-smi -pm 0 -i {gpu}`)"
+        "the process {user} has the GPU {gpu} open: {}", user.way_out(*gpu)
     )]
     InUse {
         /// The GPU.
         gpu: PciAddress,
         /// The process.
-        user: u32,
+        user: User,
     },
     /// Somebody else has bound it to VFIO.
     #[error(
@@ -274,10 +310,10 @@ fn members(actual: &Actual) -> Result<Vec<&Function>, Obstacle> {
 }
 
 fn unused(actual: &Actual) -> Result<(), Obstacle> {
-    match actual.user {
+    match &actual.user {
         Some(user) => Err(Obstacle::InUse {
             gpu: actual.gpu,
-            user,
+            user: user.clone(),
         }),
         None => Ok(()),
     }

@@ -164,10 +164,20 @@ impl Node {
         Ok(format!("nvidia-smi -i {uuid} -mig 0"))
     }
 
-    /// Lets nvidia-persistenced close a GPU, as an administrator does; the returned script lets it open it again.
+    /// Lets nvidia-persistenced close a GPU, as an administrator does; the returned script lets it open it again, when no virtual
+    /// machine has it.
     pub async fn disable_persistence_mode(&self, uuid: &str) -> anyhow::Result<String> {
         self.shell(&format!("nvidia-smi -pm 0 -i {uuid}")).await?;
         Ok(format!("nvidia-smi -pm 1 -i {uuid}"))
+    }
+
+    /// Waits until the driver has a GPU again that was given to a virtual machine.
+    pub async fn has_gpu_again(&self, uuid: &str) -> anyhow::Result<()> {
+        wait::for_answer("the GPU at NVIDIA's driver", wait::USUAL, async || {
+            let listed = self.shell("nvidia-smi -L").await?;
+            Ok(listed.contains(uuid).then_some(()))
+        })
+        .await
     }
 
     /// Kills the node plugin while it prepares a claim: its journal exists and its CDI spec does not. The plugin is

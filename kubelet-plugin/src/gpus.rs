@@ -477,13 +477,13 @@ fn change_gpu(nvml: &dyn Nvml, gpu_uuid: &str, change: Change) -> Result<(), Gpu
 }
 
 impl GpuError {
-    /// Whether somebody still uses what is to be changed.
+    /// Whether somebody still uses what is to be changed, and may end soon.
     #[must_use]
     pub fn is_in_use(&self) -> bool {
         match self {
             Self::Change { error, .. } => matches!(error, ChangeError::InUse { .. }),
             Self::Vfio(BringError::Obstacle(obstacle)) => {
-                matches!(obstacle, VfioObstacle::InUse { .. })
+                matches!(obstacle, VfioObstacle::InUse { user, .. } if !user.is_persistence_daemon())
             }
             _ => false,
         }

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use tranche_api::PciAddress;
 use tranche_api::gpu_node::GpuVfio;
 use tranche_driver::vfio::{
-    Actual, Change, Function, Next, Obstacle, Record, VFIO_DRIVER, next, obstacle,
+    Actual, Change, Function, Next, Obstacle, Record, User, VFIO_DRIVER, next, obstacle,
 };
 
 /// How long a write may take to show its effect: NVIDIA's driver needs seconds to start or stop a GPU.
@@ -205,7 +205,7 @@ impl Vfio {
         functions: &[Function],
         group: Option<u32>,
         minor: Option<u32>,
-    ) -> Result<Option<u32>, VfioError> {
+    ) -> Result<Option<User>, VfioError> {
         let mut paths = Vec::new();
         paths.extend(minor.map(|minor| self.dev.join(format!("nvidia{minor}"))));
         paths.extend(group.map(|group| self.dev.join(format!("vfio/{group}"))));
@@ -233,7 +233,9 @@ impl Vfio {
                 .iter()
                 .filter_map(|it| Node::of(&folder.join(it)).ok());
             if nodes_of.any(|it| nodes.contains(&it)) {
-                return Ok(Some(pid));
+                // It may have ended meanwhile.
+                let name = read(&self.proc.join(&name).join("comm")).unwrap_or_default();
+                return Ok(Some(User { pid, name }));
             }
         }
         Ok(None)

@@ -31,6 +31,13 @@ fn machine() -> Actual {
     }
 }
 
+fn user(name: &str) -> User {
+    User {
+        pid: 4711,
+        name: name.to_owned(),
+    }
+}
+
 /// The kernel: what a write to sysfs does.
 fn write(actual: &mut Actual, change: &Change) {
     let (Change::Override(address, _) | Change::Unbind(address, _) | Change::Probe(address)) =
@@ -153,8 +160,16 @@ fn what_cannot_be_given_away_is_refused_before_anything_is_recorded() {
             "the machine's GPUs are connected by NVSwitch: a GPU of a virtual machine needs a partition of the Fabric Manager, which Tranche does not make: use another tier here",
         ),
         (
-            refused(&|it| it.user = Some(4711)),
-            "the process 4711 has the GPU 0000:41:00.0 open: end it first (a persistence daemon lets go by `nvidia-smi -pm 0 -i 0000:41:00.0`)",
+            refused(&|it| it.user = Some(user("python3"))),
+            r#"the process 4711 ("python3") has the GPU 0000:41:00.0 open: end it first"#,
+        ),
+        (
+            refused(&|it| it.user = Some(user(User::PERSISTENCE_DAEMON))),
+            r#"the process 4711 ("nvidia-persiste") has the GPU 0000:41:00.0 open: switch persistence mode off (`nvidia-smi -pm 0 -i 0000:41:00.0`)"#,
+        ),
+        (
+            refused(&|it| it.user = Some(user("\x1b]0;\n"))),
+            r#"the process 4711 ("\u{1b}]0;\n") has the GPU 0000:41:00.0 open: end it first"#,
         ),
         (
             refused(&|it| it.functions[1].driver = Some(VFIO_DRIVER.to_owned())),
@@ -173,10 +188,10 @@ fn what_cannot_be_given_away_is_refused_before_anything_is_recorded() {
 fn a_gpu_that_a_virtual_machine_has_open_is_not_taken_back() {
     let (mut record, mut actual) = (None, machine());
     assert!(run(true, &mut record, &mut actual, 20));
-    actual.user = Some(7);
+    actual.user = Some(user("qemu-system-x86"));
     let in_use = Err(Obstacle::InUse {
         gpu: actual.gpu,
-        user: 7,
+        user: user("qemu-system-x86"),
     });
     assert_eq!(next(false, record.as_ref(), &actual), in_use);
     assert_eq!(next(true, record.as_ref(), &actual), Ok(Next::Done));
@@ -191,12 +206,9 @@ fn a_gpu_that_a_process_opened_after_the_record_is_not_unbound() {
         actual.functions[1].driver_override.as_deref(),
         Some(VFIO_DRIVER)
     );
-    actual.user = Some(7);
+    actual.user = Some(user("python3"));
     let result = next(true, record.as_ref(), &actual);
-    assert!(
-        matches!(result, Err(Obstacle::InUse { user: 7, .. })),
-        "{result:?}"
-    );
+    assert!(matches!(result, Err(Obstacle::InUse { .. })), "{result:?}");
     // It is no longer wanted: nothing of it is left, though the process still has the GPU.
     assert!(run(false, &mut record, &mut actual, 20));
     assert_eq!(

@@ -417,6 +417,8 @@ fn example_14_virtual_machine() -> anyhow::Result<()> {
             );
             Ok(Some(()))
         })
-        .await
+        .await?;
+        machine.delete().await?;
+        case.node.has_gpu_again(&case.gpus[0].uuid).await
     })
 }

@@ -24,22 +24,6 @@ async fn driver(case: &Case, gpu: &Gpu) -> anyhow::Result<String> {
     Ok(driver.trim().to_owned())
 }
 
-/// Waits until NVIDIA's driver has the GPU, and NVML shows it.
-async fn is_back(case: &Case, gpu: &Gpu) -> anyhow::Result<()> {
-    wait::for_answer("the GPU at NVIDIA's driver", wait::USUAL, async || {
-        let (driver, listed) = (
-            driver(case, gpu).await?,
-            case.node.shell("nvidia-smi -L").await?,
-        );
-        ensure!(
-            driver == "nvidia" && listed.contains(&gpu.uuid),
-            "{driver}: {listed}"
-        );
-        Ok(Some(()))
-    })
-    .await
-}
-
 fn devices(slices: &BTreeMap<String, ResourceSlice>) -> BTreeMap<String, Device> {
     let devices = slices
         .values()
@@ -57,18 +41,20 @@ fn a_gpu_goes_to_a_virtual_machine_and_comes_back() -> anyhow::Result<()> {
         let before = devices(&case.plugin().published().await?);
         let namespace = case.namespace("machine").await?;
         let request = Request::of(Tier::Passthrough).on(&gpu.uuid);
-        let machine = namespace.idle("machine", &request).await?;
 
         // nvidia-persistenced has the GPU open, and the event says how it lets go.
-        let event = machine.event("PrepareFailed").await?;
+        let refused = namespace.idle("refused", &request).await?;
+        let event = refused.event("PrepareFailed").await?;
         let way_out = format!("nvidia-smi -pm 0 -i {}", gpu.pci_bus_id);
         ensure!(event.contains(&way_out), "{event}");
         ensure!(driver(case, gpu).await? == "nvidia");
+        refused.delete().await?;
         let back = case.node.disable_persistence_mode(&gpu.uuid).await?;
         let node = case.node.clone();
         case.afterwards("persistence mode", async move {
             node.shell(&back).await.map(drop)
         });
+        let machine = namespace.idle("machine", &request).await?;
         machine.started().await?;
 
         let group = iommu_group(&before, gpu)?;
@@ -127,7 +113,8 @@ fn a_gpu_goes_to_a_virtual_machine_and_comes_back() -> anyhow::Result<()> {
         machine.delete().await?;
         next.started().await?;
         ensure!(next.seen().await?[0].uuid == gpu.uuid);
-        is_back(case, gpu).await
+        ensure!(driver(case, gpu).await? == "nvidia");
+        Ok(())
     })
 }
 

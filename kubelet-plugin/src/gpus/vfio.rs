@@ -91,7 +91,7 @@ impl Gpus {
                 self.write_vfio(gpu_uuid, record, at)
             };
             match bring(&*self.hardware.groups, at, wanted, before, &mut write) {
-                Err(error) if is_open(&error) && Instant::now() < deadline => {
+                Err(error) if error.is_in_use() && Instant::now() < deadline => {
                     std::thread::sleep(OPEN_PAUSE);
                 }
                 result => return result,
@@ -137,10 +137,4 @@ impl Gpus {
             mig_profiles: geometry.map(|it| it.profiles.clone()).unwrap_or_default(),
         })
     }
-}
-
-/// Whether a process has the GPU open.
-fn is_open(error: &GpuError) -> bool {
-    use vfio::Obstacle::InUse;
-    matches!(error, GpuError::Vfio(BringError::Obstacle(InUse { .. })))
 }

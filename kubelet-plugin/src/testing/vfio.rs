@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use tranche_api::PciAddress;
 use tranche_api::gpu_node::GpuVfio;
-use tranche_driver::vfio::{Actual, Change, Function, VFIO_DRIVER, obstacle};
+use tranche_driver::vfio::{Actual, Change, Function, User, VFIO_DRIVER, obstacle};
 use tranche_node::testing::MigGpus;
 use tranche_node::vfio::{Groups, VfioError};
 
@@ -29,7 +29,7 @@ struct State {
     boots: u32,
     functions: BTreeMap<PciAddress, Bound>,
     /// A process that has all GPUs open.
-    user: Option<u32>,
+    user: Option<User>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -92,9 +92,12 @@ impl Machine {
         self.bind_all();
     }
 
-    /// A process has all GPUs open, or none has.
-    pub fn is_open(&self, user: Option<u32>) {
-        self.state().user = user;
+    /// A process with this name has all GPUs open, or none has.
+    pub fn is_open(&self, user: Option<&str>) {
+        self.state().user = user.map(|name| User {
+            pid: 4711,
+            name: name.to_owned(),
+        });
     }
 
     /// The functions that are not as at boot.
@@ -142,7 +145,7 @@ impl Groups for MortalGroups {
             functions: functions.collect(),
             has_vfio: true,
             has_nvswitch: false,
-            user: state.user,
+            user: state.user.clone(),
             boot,
         })
     }

@@ -115,7 +115,9 @@ fn a_gpu_that_a_process_has_open_stays_where_it_is() {
     let open = |name: &str| fs::File::open(machine.root.path().join(name)).unwrap();
     let in_use = |result: Result<Actual, BringError>| match result {
         Err(BringError::Obstacle(Obstacle::InUse { user, .. })) => {
-            assert_eq!(user, std::process::id());
+            assert_eq!(user.pid, std::process::id());
+            let name = fs::read_to_string("/proc/self/comm").unwrap();
+            assert_eq!(user.name, name.trim_end());
         }
         other => panic!("{other:?}"),
     };

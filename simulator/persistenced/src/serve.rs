@@ -53,6 +53,7 @@ struct Daemon {
 /// Serves the machine of `description` below `root` until the process ends.
 pub fn run(root: &DriverRoot, description: &Description) -> anyhow::Result<()> {
     raise_descriptor_limit();
+    take_name();
     let page = Page::open(root, description)?;
     page.shared
         .header
@@ -87,6 +88,12 @@ pub fn run(root: &DriverRoot, description: &Description) -> anyhow::Result<()> {
     loop {
         daemon.serve_once()?;
     }
+}
+
+/// Has the name of the daemon in whose place it is, of which the kernel keeps 15 bytes, for those who list what has a GPU open.
+fn take_name() {
+    // Without it only such a list is different.
+    let _ = fs::write("/proc/self/comm", "nvidia-persistenced");
 }
 
 /// Raises the limit of descriptors: the daemon needs two for every process.

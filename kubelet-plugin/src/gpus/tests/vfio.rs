@@ -1,5 +1,10 @@
 //! GPUs of claims for virtual machines, through the kubelet's calls.
 
+use std::time::Duration;
+
+use tokio::time::Instant;
+use tranche_driver::vfio::User;
+
 use super::*;
 
 const OTHER: &str = "GPU-00000001-0000-0000-0000-000000000001";
@@ -46,24 +51,33 @@ async fn a_gpu_that_a_program_has_open_is_refused_and_can_be_had_later() {
     let world = World::new();
     let plugin = world.start();
     world.api.put(one_at_vfio("a", 0));
-    world.pci.is_open(Some(4711));
+    world.pci.is_open(Some("python3"));
     let error = refusal(&plugin, "a").await;
     assert!(
-        error.contains("the process 4711 has the GPU 0000:1b:00.0 open"),
+        error.contains("the process 4711 (\"python3\") has the GPU 0000:1b:00.0 open"),
         "{error}"
     );
     nothing_is_left(&world, "refused");
+    // Nothing but an administrator makes it end.
+    world.pci.is_open(Some(User::PERSISTENCE_DAEMON));
+    let start = Instant::now();
+    let error = refusal(&plugin, "a").await;
+    assert!(
+        error.contains("nvidia-smi -pm 0 -i 0000:1b:00.0"),
+        "{error}"
+    );
+    assert!(start.elapsed() < Duration::from_secs(1));
     world.pci.is_open(None);
     plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
 
     // The virtual machine has it open: the claim stays until its end.
-    world.pci.is_open(Some(4712));
+    world.pci.is_open(Some("qemu-system-x86"));
     let error = plugin
         .preparer
         .unprepare(&claim_ref("a"))
         .await
         .unwrap_err();
-    assert!(error.to_string().contains("the process 4712"), "{error}");
+    assert!(error.to_string().contains("qemu-system-x86"), "{error}");
     assert_eq!(world.pci.changed().len(), 2);
     world.pci.is_open(None);
     plugin.preparer.unprepare(&claim_ref("a")).await.unwrap();
