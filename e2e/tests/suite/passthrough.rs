@@ -43,6 +43,8 @@ fn a_gpu_goes_to_a_virtual_machine_and_comes_back() -> anyhow::Result<()> {
         let request = Request::of(Tier::Passthrough).on(&gpu.uuid);
 
         // nvidia-persistenced has the GPU open, and the event says how it lets go.
+        let persistence = format!("nvidia-smi -pm 1 -i {}", gpu.uuid);
+        case.node.shell(&persistence).await?;
         let refused = namespace.idle("refused", &request).await?;
         let event = refused.event("PrepareFailed").await?;
         let way_out = format!("nvidia-smi -pm 0 -i {}", gpu.pci_bus_id);
