@@ -13,6 +13,7 @@ use kube::runtime::watcher;
 use tranche_api::gpu_node::GpuNode;
 use tranche_api::names::DRIVER;
 
+use crate::node::Node;
 use crate::{SYSTEM, wait};
 
 /// Label selector of the node plugin's pods.
@@ -48,6 +49,18 @@ impl NodePlugin {
 
     /// Waits until a plugin pod of the node runs and is ready, other than `not`.
     pub async fn ready(&self, not: Option<&str>) -> anyhow::Result<Pod> {
+        self.ready_pod(|pod| pod.metadata.uid.as_deref() != not)
+            .await
+    }
+
+    /// Kills the plugin, and waits until its container runs again and is ready.
+    pub async fn kill(&self) -> anyhow::Result<()> {
+        let before = restarts(&self.ready(None).await?);
+        Node::new(self.node.clone()).kill_plugin().await?;
+        self.ready_pod(|pod| restarts(pod) > before).await.map(drop)
+    }
+
+    async fn ready_pod(&self, wanted: impl Fn(&Pod) -> bool) -> anyhow::Result<Pod> {
         let pods: Api<Pod> = Api::namespaced(self.client.clone(), SYSTEM);
         let config = watcher::Config::default()
             .labels(NODE_PLUGIN)
@@ -56,9 +69,7 @@ impl NodePlugin {
         wait::for_all(pods, config, &what, wait::USUAL, |pods| {
             pods.values()
                 .find(|pod| {
-                    pod.metadata.uid.as_deref() != not
-                        && pod.metadata.deletion_timestamp.is_none()
-                        && is_ready(pod)
+                    wanted(pod) && pod.metadata.deletion_timestamp.is_none() && is_ready(pod)
                 })
                 .cloned()
         })
@@ -121,6 +132,12 @@ pub fn is_ready(pod: &Pod) -> bool {
         .iter()
         .flat_map(|status| status.conditions.iter().flatten())
         .any(|condition| condition.type_ == "Ready" && condition.status == "True")
+}
+
+fn restarts(pod: &Pod) -> i32 {
+    let status = pod.status.iter();
+    let containers = status.flat_map(|it| it.container_statuses.iter().flatten());
+    containers.map(|it| it.restart_count).sum()
 }
 
 /// The epoch of the node plugin's newest registration.

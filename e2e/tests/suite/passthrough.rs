@@ -97,9 +97,8 @@ fn a_gpu_goes_to_a_virtual_machine_and_comes_back() -> anyhow::Result<()> {
             "{listed}"
         );
         // Also for a plugin that has not seen it there.
-        case.node.kill_plugin().await?;
         let plugin = case.plugin();
-        plugin.ready(None).await?;
+        plugin.kill().await?;
         let whole = Request::exclusive();
         let beside = namespace
             .idle("beside", &whole.clone().on(&other.uuid))
