@@ -22,7 +22,7 @@ use tranche_api::names;
 use tranche_driver::providers::Verdict;
 use tranche_metrics::access::Access;
 use tranche_node::nvml::search::InstalledDriver;
-use tranche_node::nvml::{Gate, Gated};
+use tranche_node::nvml::{Gate, Gated, Patient};
 use tranche_node::vfio::{Groups, Vfio};
 use tranche_service::Clock;
 use tranche_service::stop::on_signal;
@@ -154,7 +154,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         .with_context(|| format!("cannot listen on --metrics-endpoint {metrics_endpoint}"))?;
 
     let observer = Observer {
-        driver: Box::new(installed.clone()),
+        driver: Box::new(Patient::new(Box::new(installed.clone()), gate.clone())),
         sysfs,
         groups,
         spec_file,

@@ -293,9 +293,11 @@ impl Observer {
 
     /// Checks once. NVML is closed before the files are searched.
     fn check(&self) -> Result<Ready, DriverError> {
-        let Opened { nvml, root, nodes } = self.driver.open()?;
-        // An instance may come or go meanwhile: what is ours before or afterwards is ours.
+        // An instance may come or go meanwhile, and a GPU leave its driver or come back: what is ours before or afterwards is ours.
         let mut ours = self.ours()?;
+        let Opened {
+            nvml, root, nodes, ..
+        } = self.driver.open()?;
         let description = nvml.describe();
         for (gpu, record) in self.ours()? {
             ours.entry(gpu).or_default().add(record);

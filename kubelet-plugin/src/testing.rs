@@ -66,6 +66,7 @@ pub struct World {
 pub struct Plugin {
     pub preparer: Arc<Preparer>,
     pub gpus: Arc<Gpus>,
+    pub gate: Gate,
     pub reports: Arc<Reports>,
     pub board: Arc<Board>,
     pub driver: watch::Sender<DriverState>,
@@ -301,6 +302,7 @@ impl World {
         let (policy, policy_rx) = watch::channel(self.no_policy());
         let (driver, driver_rx) = watch::channel(DriverState::Ready(Arc::clone(&self.ready)));
         let (suspect_orphans, suspicions) = suspicions();
+        let gate = Gate::default();
         let gpus = Arc::new(Gpus::new(
             GpuRecords::open(Arc::clone(&fs), self.layout.gpus())?,
             Arc::clone(&ledger),
@@ -312,7 +314,7 @@ impl World {
                     folder: self.proc(),
                 }),
                 groups: Arc::new(self.groups_for(Arc::clone(&fs))),
-                gate: Gate::default(),
+                gate: gate.clone(),
                 open_patience: Duration::ZERO,
                 proc: self.proc(),
             },
@@ -337,6 +339,7 @@ impl World {
         Ok(Plugin {
             preparer,
             gpus,
+            gate,
             reports,
             board,
             driver,

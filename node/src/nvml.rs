@@ -21,7 +21,7 @@ use tranche_driver::gpu_state::{Actual, Change, ComputeMode};
 use crate::devices::DeviceNodes;
 use crate::root::{DriverRoot, RootError};
 
-pub use gate::{Gate, Gated, Shut};
+pub use gate::{Gate, Gated, Pass, Patient, Shut};
 pub use kept::KeptNvml;
 
 /// What NVML reports about a node.
@@ -284,6 +284,8 @@ pub struct Opened {
     pub root: DriverRoot,
     /// The driver's device nodes.
     pub nodes: DeviceNodes,
+    /// Where a [`Gate`] has to know that it is open.
+    pub pass: Option<Pass>,
 }
 
 /// The driver's visible files, and what identifies each.

@@ -240,6 +240,7 @@ mod tests {
                     open: Arc::clone(&self.open),
                 }),
                 nodes: DeviceNodes::find(&root, &root)?,
+                pass: None,
                 root,
             })
         }

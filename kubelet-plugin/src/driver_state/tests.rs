@@ -52,6 +52,7 @@ impl Driver for ScriptedDriver {
                 open: Arc::clone(&self.open),
             }),
             nodes: DeviceNodes::find(&root, &root)?,
+            pass: None,
             root,
         })
     }

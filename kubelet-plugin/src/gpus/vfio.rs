@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use tracing::info;
+use tracing::{info, warn};
 use tranche_api::PciAddress;
 use tranche_api::gpu_node::Gpu;
 use tranche_driver::gpu_state::{AtVfio, Record};
@@ -15,6 +15,8 @@ use crate::driver_state::DriverState;
 
 /// How long a GPU is tried again while a process has it open: those of this plugin that keep NVML open close it within 2 s.
 pub const OPEN_PATIENCE: Duration = Duration::from_secs(5);
+/// How long a GPU that came back waits for those of this plugin that keep NVML open.
+const CLOSE_PATIENCE: Duration = Duration::from_secs(5);
 /// The pause between two such attempts.
 const OPEN_PAUSE: Duration = Duration::from_millis(200);
 
@@ -78,7 +80,7 @@ impl Gpus {
         let address: PciAddress = address.parse().map_err(|_| GpuError::Missing {
             gpu: gpu_uuid.to_owned(),
         })?;
-        let _shut = self.hardware.gate.shut();
+        let shut = self.hardware.gate.shut();
         let deadline = Instant::now() + self.hardware.open_patience;
         loop {
             let before = record.vfio.as_ref().map(|at| at.drivers.clone());
@@ -94,7 +96,16 @@ impl Gpus {
                 Err(error) if error.is_in_use() && Instant::now() < deadline => {
                     std::thread::sleep(OPEN_PAUSE);
                 }
-                result => return result,
+                result => {
+                    // Or an NVML of before would be without this GPU, and so would all that are opened beside it.
+                    if result.is_ok() && !wanted && !shut.wait_for_closed(CLOSE_PATIENCE) {
+                        warn!(
+                            gpu = gpu_uuid,
+                            "NVML was not closed: the GPU is seen again within a minute"
+                        );
+                    }
+                    return result;
+                }
             }
         }
     }

@@ -35,6 +35,7 @@ impl Driver for Gpus {
         Ok(Opened {
             nvml: Box::new(self.clone()),
             nodes: DeviceNodes::find(&root, &root)?,
+            pass: None,
             root,
         })
     }

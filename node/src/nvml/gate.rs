@@ -1,35 +1,101 @@
 //! Keeps NVML closed while a GPU changes its kernel driver.
+//!
+//! NVML may have every GPU open that it has seen, and a GPU that is open is not taken from its driver. And while anybody in this process
+//! has NVML open, everybody gets the GPUs that it found when it started: without one that has come back since.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use super::{Driver, NvmlError, Opened, Traces};
 
-/// Shut while a GPU changes its kernel driver. NVML may have every GPU open that it has seen, and a GPU that is open is not taken from
-/// its driver. Clones are the same gate.
+/// How long [`Patient`] waits: longer than one change takes.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// Shut while a GPU changes its kernel driver. Clones are the same gate.
 #[derive(Clone, Debug, Default)]
-pub struct Gate(Arc<AtomicU32>);
+pub struct Gate(Arc<Shared>);
+
+#[derive(Debug, Default)]
+struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// Those that keep it shut.
+    shut: u32,
+    /// The NVMLs that are open and that close when it is shut.
+    open: u32,
+}
 
 /// Keeps a gate shut until it is dropped.
 #[derive(Debug)]
 pub struct Shut(Gate);
 
+/// One NVML that is open: dropped after it.
+#[derive(Debug)]
+pub struct Pass(Gate);
+
 impl Gate {
     /// Shuts it. Several may, and it is open again after the last.
     #[must_use]
     pub fn shut(&self) -> Shut {
-        self.0.fetch_add(1, Ordering::SeqCst);
+        self.state().shut += 1;
         Shut(self.clone())
     }
 
     fn is_shut(&self) -> bool {
-        self.0.load(Ordering::SeqCst) > 0
+        self.state().shut > 0
+    }
+
+    fn pass(&self) -> Option<Pass> {
+        let mut state = self.state();
+        (state.shut == 0).then(|| {
+            state.open += 1;
+            Pass(self.clone())
+        })
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Changes the state, and wakes those that wait for another.
+    fn change(&self, change: impl FnOnce(&mut State)) {
+        change(&mut self.state());
+        self.0.changed.notify_all();
+    }
+
+    /// Waits until the state is as wanted, but not longer than `patience`.
+    fn wait(&self, patience: Duration, is_wanted: impl Fn(&State) -> bool) -> bool {
+        let waits = |state: &mut State| !is_wanted(state);
+        let waited = self
+            .0
+            .changed
+            .wait_timeout_while(self.state(), patience, waits);
+        let (_state, result) = waited.unwrap_or_else(PoisonError::into_inner);
+        !result.timed_out()
+    }
+}
+
+impl Shut {
+    /// Waits until those that keep NVML open have closed it, but not longer than `patience`. Returns whether they have.
+    #[must_use]
+    pub fn wait_for_closed(&self, patience: Duration) -> bool {
+        self.0.wait(patience, |state| state.open == 0)
     }
 }
 
 impl Drop for Shut {
     fn drop(&mut self) {
-        self.0.0.fetch_sub(1, Ordering::SeqCst);
+        self.0.change(|state| state.shut -= 1);
+    }
+}
+
+impl Drop for Pass {
+    fn drop(&mut self) {
+        self.0.change(|state| state.open -= 1);
     }
 }
 
@@ -51,11 +117,12 @@ impl Gated {
 
 impl Driver for Gated {
     fn open(&self) -> Result<Opened, NvmlError> {
-        if self.gate.is_shut() {
-            let why = "NVML stays closed while a GPU changes its kernel driver";
-            return Err(NvmlError::Root(why.to_owned()));
-        }
-        self.driver.open()
+        let why = || "NVML stays closed while a GPU changes its kernel driver".to_owned();
+        let pass = self.gate.pass().ok_or_else(|| NvmlError::Root(why()))?;
+        Ok(Opened {
+            pass: Some(pass),
+            ..self.driver.open()?
+        })
     }
 
     fn traces(&self) -> Traces {
@@ -67,10 +134,38 @@ impl Driver for Gated {
     }
 }
 
+/// A driver for those that open NVML for a moment to see all GPUs: they wait while the gate is shut.
+#[derive(Debug)]
+pub struct Patient {
+    driver: Box<dyn Driver>,
+    gate: Gate,
+}
+
+impl Patient {
+    /// `driver` behind `gate`.
+    #[must_use]
+    pub fn new(driver: Box<dyn Driver>, gate: Gate) -> Self {
+        Self { driver, gate }
+    }
+}
+
+impl Driver for Patient {
+    fn open(&self) -> Result<Opened, NvmlError> {
+        // A change that takes so long does not keep the other GPUs from being seen.
+        let _ = self.gate.wait(PATIENCE, |state| state.shut == 0);
+        self.driver.open()
+    }
+
+    fn traces(&self) -> Traces {
+        self.driver.traces()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::path::Path;
-    use std::time::{Duration, Instant};
+    use std::thread;
+    use std::time::Instant;
 
     use super::*;
     use crate::nvml::{Description, KeptNvml};
@@ -94,5 +189,32 @@ mod tests {
         assert!(!is_open(30));
         drop(second);
         assert!(is_open(60));
+    }
+
+    #[test]
+    fn whoever_shuts_it_waits_for_what_is_open_and_whoever_describes_waits_for_him() {
+        let gate = Gate::default();
+        let gpus = || Box::new(MigGpus::new(Description::default(), Path::new("/")));
+        let gated = Gated::new(gpus(), gate.clone());
+        let open = gated.open().unwrap();
+        let shut = gate.shut();
+        assert!(gated.open().is_err());
+        assert!(!shut.wait_for_closed(Duration::ZERO));
+        thread::scope(|scope| {
+            let describes = scope.spawn(|| Patient::new(gpus(), gate.clone()).open().is_ok());
+            let closed = scope.spawn(move || {
+                let closed = shut.wait_for_closed(PATIENCE);
+                (closed, shut)
+            });
+            drop(open);
+            let (closed, shut) = closed.join().unwrap();
+            assert!(closed);
+            assert!(
+                !describes.is_finished(),
+                "described while the gate was shut"
+            );
+            drop(shut);
+            assert!(describes.join().unwrap());
+        });
     }
 }

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::{Driver, Nvml, NvmlError, Traces};
+use super::{Driver, Nvml, NvmlError, Pass, Traces};
 
 /// The shortest time between two attempts to open NVML.
 const RETRY: Duration = Duration::from_secs(10);
@@ -18,7 +18,8 @@ const SETTLE: Duration = Duration::from_secs(3);
 #[derive(Debug)]
 pub struct KeptNvml {
     source: Source,
-    opened: Option<Box<dyn Nvml>>,
+    /// Dropped in this order.
+    opened: Option<(Box<dyn Nvml>, Option<Pass>)>,
     /// No attempt to open NVML before this.
     not_before: Option<Instant>,
 }
@@ -51,7 +52,7 @@ impl KeptNvml {
     pub fn of(nvml: Box<dyn Nvml>) -> Self {
         Self {
             source: Source::Given,
-            opened: Some(nvml),
+            opened: Some((nvml, None)),
             not_before: None,
         }
     }
@@ -73,11 +74,13 @@ impl KeptNvml {
                 self.not_before = Some(now + RETRY);
                 // Read before NVML starts, so that a change meanwhile is seen.
                 *seen = Some((driver.traces(), now));
-                self.opened = Some(driver.open()?.nvml);
+                let opened = driver.open()?;
+                self.opened = Some((opened.nvml, opened.pass));
             }
         }
         let closed = || NvmlError::Root("NVML could not be opened just now".into());
-        self.opened.as_deref().ok_or_else(closed)
+        let opened = self.opened.as_ref().map(|(nvml, _)| &**nvml);
+        opened.ok_or_else(closed)
     }
 
     /// Closes NVML because nobody needs it, so that the driver can be unloaded.

@@ -67,7 +67,12 @@ impl InstalledDriver {
         }
         let smi = find(&root, &PROGRAM_FOLDERS, SMI)?.map(|smi| root.here(&smi));
         let nvml = library::open(&root.here(&path), smi)?;
-        Ok(Some(Opened { nvml, root, nodes }))
+        Ok(Some(Opened {
+            nvml,
+            root,
+            nodes,
+            pass: None,
+        }))
     }
 
     fn trace(&self) -> Result<Vec<(PathBuf, String)>, RootError> {

@@ -467,6 +467,7 @@ impl Driver for MigGpus {
         Ok(Opened {
             nvml: Box::new(self.clone()),
             nodes: DeviceNodes::find(&root, &root)?,
+            pass: None,
             root,
         })
     }

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 use tranche_driver::vfio::User;
+use tranche_node::nvml::{Driver as _, Gated};
 
 use super::*;
 
@@ -44,6 +45,28 @@ async fn a_gpu_is_bound_to_vfio_for_its_claim_and_goes_back() {
     assert_eq!(again.plan, record.plan);
     plugin.preparer.unprepare(&claim_ref("a")).await.unwrap();
     nothing_is_left(&world, "unprepared");
+}
+
+/// An NVML that stays open would be without the GPU, and so would all that this process opens beside it.
+#[tokio::test]
+async fn a_gpu_that_comes_back_waits_until_nvml_is_closed() {
+    let world = World::new();
+    let plugin = world.start();
+    world.api.put(one_at_vfio("a", 0));
+    plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
+    let kept = Gated::new(Box::new(world.mig.clone()), plugin.gate.clone());
+    let (open, before) = (kept.open().unwrap(), kept.traces());
+    let closes = tokio::task::spawn_blocking(move || {
+        while kept.traces() == before {
+            std::thread::yield_now();
+        }
+        // It is noticed a while later.
+        std::thread::sleep(Duration::from_millis(100));
+        drop(open);
+    });
+    plugin.preparer.unprepare(&claim_ref("a")).await.unwrap();
+    assert!(plugin.gate.shut().wait_for_closed(Duration::ZERO));
+    closes.await.unwrap();
 }
 
 #[tokio::test(start_paused = true)]
