@@ -14,7 +14,7 @@ use tranche_api::names::{DRIVER, capacity};
 use tranche_api::share_config::{self, Parameters};
 use tranche_api::{Quantity, ShareConfig, Tier};
 
-pub use device_name::{DeviceName, DeviceNameError, WholeGpuTier};
+pub use device_name::{DeviceName, DeviceNameError, PartitionTier, WholeGpuTier};
 pub use error::{ClaimError, ClaimProblem, ConfigProblem, DeviceProblem};
 
 /// The longest accepted UID; the API server's are UUIDs of 36 characters.

@@ -77,6 +77,8 @@ pub struct CappedTerms {
     pub on_bypass: OnBypass,
     /// Of the driver's libraries, those that containers get beside compute and utility.
     pub extra_capabilities: BTreeSet<Capability>,
+    /// The profiles of which partitions are shared; none where empty.
+    pub on_partitions: BTreeSet<Profile>,
 }
 
 /// How a GPU is shared in the tier `timeshared`.
@@ -297,6 +299,7 @@ impl Default for Terms {
                 untested_driver: UntestedDriver::Taint,
                 on_bypass: OnBypass::Report,
                 extra_capabilities: BTreeSet::new(),
+                on_partitions: BTreeSet::new(),
             },
             concurrent_sharers: 1,
             profiles: BTreeSet::new(),
@@ -363,6 +366,7 @@ impl TryFrom<&SharingPolicySpec> for Terms {
                 untested_driver: capped.untested_driver,
                 on_bypass: capped.on_bypass,
                 extra_capabilities: extra_capabilities(&capped.driver_capabilities)?,
+                on_partitions: BTreeSet::new(),
             },
             concurrent_sharers: sharers(
                 "spec.concurrent.maxSharers",

@@ -82,7 +82,7 @@ pub struct PreparedDevice {
     pub minor: u32,
     /// `dddd:bb:dd.f` when the claim was last prepared.
     pub pci_bus_id: String,
-    /// For a claim that holds a partition of the GPU.
+    /// For a claim that holds a partition of the GPU, or a share of one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub partition: Option<HeldPartition>,
     /// For a claim that holds the GPU at VFIO.
@@ -97,7 +97,7 @@ pub struct PreparedDevice {
     pub cdi_ids: Vec<String>,
 }
 
-/// A partition that a claim holds.
+/// A partition that a claim holds, or holds a share of.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct HeldPartition {
@@ -163,6 +163,17 @@ pub enum Cap {
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         mps: bool,
     },
+}
+
+impl PreparedDevice {
+    /// The tier that the GPU itself serves for the claim: [`Tier::Partition`] also for a share of a partition.
+    #[must_use]
+    pub const fn gpu_tier(&self) -> Tier {
+        match self.partition {
+            Some(_) => Tier::Partition,
+            None => self.tier,
+        }
+    }
 }
 
 impl Cap {
@@ -341,7 +352,7 @@ impl PreparationPlan {
 /// What claims hold of a GPU that belongs to the GPU and not to one of them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct HeldOfGpu {
-    /// The partitions.
+    /// The partitions, also those of which they hold shares.
     pub partitions: BTreeSet<Place>,
     /// Whether there are concurrent shares, and so an MPS daemon.
     pub mps: bool,
@@ -434,15 +445,28 @@ pub enum PreparationProblem {
         /// Why.
         problem: CountError,
     },
-    /// The share is larger than the GPU.
-    #[error("the share's memory is {}, but GPU {uuid} has only {}", bytes(*asked), bytes(*available))]
+    /// The share is larger than the GPU, or than its partition.
+    #[error(
+        "the share's memory is {}, but {}GPU {uuid} has only {}",
+        bytes(*asked), of.map(conflict::partition_of).unwrap_or_default(), bytes(*available)
+    )]
     TooMuchMemory {
+        /// The partition of which it is a share.
+        of: Option<Place>,
         /// The GPU.
         uuid: String,
         /// Bytes.
         asked: u64,
         /// Bytes: total less what the driver reserves.
         available: u64,
+    },
+    /// The model has no such partition.
+    #[error("GPU {uuid} has no {} at memory slice {}: delete the claim's pods to have another device allocated", place.profile, place.start)]
+    NoSuchPartition {
+        /// The GPU.
+        uuid: String,
+        /// The partition.
+        place: Place,
     },
     /// The driver does not report how MIG divides the GPU.
     #[error(
@@ -493,7 +517,8 @@ pub fn refuse_withheld<'a>(
 ) -> Result<(), PreparationError> {
     for device in plan.devices.iter().filter(|device| !device.admin_access) {
         let mut entries = withheld.clone().into_iter();
-        if let Some(entry) = entries.find(|entry| entry.covers(&device.gpu_uuid, device.tier)) {
+        if let Some(entry) = entries.find(|entry| entry.covers(&device.gpu_uuid, device.gpu_tier()))
+        {
             return Err(PreparationError {
                 namespace: plan.allocation.namespace.clone(),
                 name: plan.allocation.name.clone(),
@@ -567,18 +592,9 @@ fn prepare(
     holdings: &mut conflict::Holdings,
 ) -> Result<PreparedDevice, PreparationProblem> {
     let gpu = find(allocated.device, inventory)?;
-    let available = available_memory(gpu)?;
-    let partition = match (allocated.device, &allocated.grant) {
-        (DeviceName::Partition { profile, start, .. }, Grant::Whole {}) => Some(HeldPartition {
-            place: Place { start, profile },
-            mig: None,
-        }),
-        // An observer gets the GPU as it is: nothing is made for it.
-        _ => None,
-    };
-    let geometry = match partition {
-        Some(_) => Some(geometry(gpu, inventory)?),
-        None => None,
+    let (partition, geometry, available) = match held_partition(allocated, gpu, inventory)? {
+        Some((partition, geometry, available)) => (Some(partition), Some(geometry), available),
+        None => (None, None, available_memory(gpu)?),
     };
     let vfio = match (allocated.device.tier(), &allocated.grant) {
         (Tier::Passthrough, Grant::Admin { .. }) => {
@@ -626,6 +642,7 @@ fn prepare(
         && memory > available
     {
         return Err(PreparationProblem::TooMuchMemory {
+            of: partition.as_ref().map(|it| it.place),
             uuid: gpu.uuid.clone(),
             asked: memory,
             available,
@@ -664,10 +681,39 @@ fn prepare(
     Ok(device)
 }
 
+/// The partition that a claim holds, or holds a share of, with the geometry of its GPU and the bytes that programs can have in
+/// it. An observer gets the GPU as it is: nothing is made for it.
+fn held_partition(
+    allocated: &AllocatedDevice,
+    gpu: &Gpu,
+    inventory: &Inventory,
+) -> Result<Option<(HeldPartition, Geometry, u64)>, PreparationProblem> {
+    let (Some(place), false) = (
+        allocated.device.place(),
+        matches!(allocated.grant, Grant::Admin { .. }),
+    ) else {
+        return Ok(None);
+    };
+    let geometry = geometry(gpu, inventory)?;
+    let partition = geometry.partition(place.profile, place.start);
+    let partition = partition.ok_or_else(|| PreparationProblem::NoSuchPartition {
+        uuid: gpu.uuid.clone(),
+        place,
+    })?;
+    let available = partition.available_memory();
+    Ok(Some((
+        HeldPartition { place, mig: None },
+        geometry,
+        available,
+    )))
+}
+
 /// The one GPU that the device's name means.
 fn find(name: DeviceName, inventory: &Inventory) -> Result<&Gpu, PreparationProblem> {
     let prefix = match name {
-        DeviceName::Gpu { gpu, .. } | DeviceName::Partition { gpu, .. } => gpu,
+        DeviceName::Gpu { gpu, .. }
+        | DeviceName::Partition { gpu, .. }
+        | DeviceName::SharedPartition { gpu, .. } => gpu,
         DeviceName::Minor { minor, .. } => return Err(PreparationProblem::EarlierName { minor }),
     };
     let fits = |gpu: &&Gpu| gpu.uuid.parse().is_ok_and(|uuid| prefix.begins(uuid));

@@ -316,14 +316,14 @@ fn is_whole(entry: &WithheldGpu, gpu: &Gpu) -> bool {
     entry.gpu == gpu.uuid && entry.tiers.is_empty()
 }
 
-/// Whether the node lets the device's tier be offered.
+/// Whether the node lets the device be offered: the GPU in the tier that it would serve.
 fn is_open(node: &NodeInput<'_>, gpu: &Gpu, device: &Device) -> bool {
     let name = device.name.parse::<DeviceName>();
     name.is_ok_and(|name| {
         !node
             .withheld
             .iter()
-            .any(|entry| entry.covers(&gpu.uuid, name.tier()))
+            .any(|entry| entry.covers(&gpu.uuid, name.gpu_tier()))
     })
 }
 
@@ -381,7 +381,8 @@ fn withdraw(published: &[PublishedDevice], gpus: &[Known<'_>], pool: &mut Pool) 
         let counters = match (present, retained.name) {
             (Some(known), DeviceName::Gpu { .. } | DeviceName::Minor { .. }) => known.counters(),
             // Of a GPU that is gone only its devices are known; a partition takes its part.
-            (None, _) | (Some(_), DeviceName::Partition { .. }) => {
+            (None, _)
+            | (Some(_), DeviceName::Partition { .. } | DeviceName::SharedPartition { .. }) => {
                 Counters::published(&device, retained.uuid)
             }
         };

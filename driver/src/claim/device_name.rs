@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use tranche_api::Tier;
 
 use crate::gpu::UuidPrefix;
+use crate::gpu_state::Place;
 use crate::mig::Profile;
 
 /// A device's name in our slices: a DNS label.
@@ -15,6 +16,7 @@ use crate::mig::Profile;
 ///  gpu-4d8c1f9e                  the whole GPU, exclusive
 ///  gpu-4d8c1f9e-capped           the whole GPU in another tier
 ///  gpu-4d8c1f9e-mig-1g10gb-0     a partition: a MIG profile and the memory slice where it begins
+///  gpu-4d8c1f9e-capped-3g40gb-4  a partition in a tier of shares
 ///  gpu-0-capped                  the previous release's names, by minor number
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -31,6 +33,17 @@ pub enum DeviceName {
     Partition {
         /// The first digits of the GPU's UUID.
         gpu: UuidPrefix,
+        /// Its profile.
+        profile: Profile,
+        /// The first of its memory slices.
+        start: u8,
+    },
+    /// A MIG instance, existing or possible, that several claims share.
+    SharedPartition {
+        /// The first digits of the GPU's UUID.
+        gpu: UuidPrefix,
+        /// How it is shared.
+        tier: PartitionTier,
         /// Its profile.
         profile: Profile,
         /// The first of its memory slices.
@@ -61,10 +74,17 @@ pub enum WholeGpuTier {
     Passthrough,
 }
 
+/// A tier in which several claims share a partition.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum PartitionTier {
+    /// [`Tier::Capped`].
+    Capped,
+}
+
 /// A name that is not one of ours.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{0:?} is not a device name: ours are gpu-<first digits of the UUID>, gpu-<…>-<tier> and gpu-<…>-mig-<profile>-<start>"
+    "{0:?} is not a device name: ours are gpu-<first digits of the UUID>, gpu-<…>-<tier>, gpu-<…>-mig-<profile>-<start> and gpu-<…>-<tier>-<profile>-<start>"
 )]
 pub struct DeviceNameError(String);
 
@@ -98,13 +118,57 @@ impl WholeGpuTier {
     }
 }
 
+impl PartitionTier {
+    /// `None` for a tier in which partitions are not shared.
+    #[must_use]
+    pub const fn new(tier: Tier) -> Option<Self> {
+        match tier {
+            Tier::Capped => Some(Self::Capped),
+            Tier::Timeshared
+            | Tier::Concurrent
+            | Tier::Partition
+            | Tier::Exclusive
+            | Tier::Passthrough => None,
+        }
+    }
+
+    /// The tier.
+    #[must_use]
+    pub const fn tier(self) -> Tier {
+        match self {
+            Self::Capped => Tier::Capped,
+        }
+    }
+}
+
 impl DeviceName {
-    /// The tier in which the GPU is offered under this name.
+    /// The tier in which a claim gets the device of this name.
     #[must_use]
     pub const fn tier(self) -> Tier {
         match self {
             Self::Gpu { tier, .. } | Self::Minor { tier, .. } => tier.tier(),
             Self::Partition { .. } => Tier::Partition,
+            Self::SharedPartition { tier, .. } => tier.tier(),
+        }
+    }
+
+    /// The tier that the GPU itself serves while a claim holds the device: [`Tier::Partition`] also where claims share a
+    /// partition.
+    #[must_use]
+    pub const fn gpu_tier(self) -> Tier {
+        match self.place() {
+            Some(_) => Tier::Partition,
+            None => self.tier(),
+        }
+    }
+
+    /// The partition that the device is, or is shares of.
+    #[must_use]
+    pub const fn place(self) -> Option<Place> {
+        match self {
+            Self::Partition { profile, start, .. }
+            | Self::SharedPartition { profile, start, .. } => Some(Place { start, profile }),
+            Self::Gpu { .. } | Self::Minor { .. } => None,
         }
     }
 }
@@ -128,6 +192,12 @@ impl fmt::Display for DeviceName {
                 profile,
                 start,
             } => write!(f, "gpu-{gpu}-mig-{}-{start}", profile.label()),
+            Self::SharedPartition {
+                gpu,
+                tier,
+                profile,
+                start,
+            } => write!(f, "gpu-{gpu}-{}-{}-{start}", tier.tier(), profile.label()),
             Self::Minor { minor, tier } => write!(f, "gpu-{minor}{tier}"),
         }
     }
@@ -164,12 +234,23 @@ fn read(text: &str) -> Option<DeviceName> {
         Some((gpu, kind)) => (gpu, Some(kind)),
         None => (rest, None),
     };
-    if let Some(partition) = kind.and_then(|kind| kind.strip_prefix("mig-")) {
+    if let Some((kind, partition)) = kind.and_then(|kind| kind.split_once('-')) {
+        let gpu = UuidPrefix::parse(gpu)?;
         let (profile, start) = partition.rsplit_once('-')?;
-        return Some(DeviceName::Partition {
-            gpu: UuidPrefix::parse(gpu)?,
-            profile: Profile::from_label(profile)?,
-            start: start.parse().ok()?,
+        let profile = Profile::from_label(profile)?;
+        let start = start.parse().ok()?;
+        if kind == "mig" {
+            return Some(DeviceName::Partition {
+                gpu,
+                profile,
+                start,
+            });
+        }
+        return Some(DeviceName::SharedPartition {
+            gpu,
+            tier: PartitionTier::new(kind.parse().ok()?)?,
+            profile,
+            start,
         });
     }
     let tier = kind.map_or(Some(Tier::Exclusive), |word| word.parse().ok())?;
@@ -216,6 +297,15 @@ mod tests {
                 },
             ),
             (
+                "gpu-4d8c1f9e-capped-1g10gb-me-6",
+                DeviceName::SharedPartition {
+                    gpu,
+                    tier: PartitionTier::Capped,
+                    profile: "1g.10gb+me".parse().unwrap(),
+                    start: 6,
+                },
+            ),
+            (
                 "gpu-10-timeshared",
                 DeviceName::Minor {
                     minor: 10,
@@ -254,6 +344,12 @@ mod tests {
             "gpu-4d8c1f9e-mig-1g.10gb-0",
             "gpu-4d8c1f9e-mig-1g10gb-00",
             "gpu-4d8c1f9e-mig-1g10gb-256",
+            "gpu-4d8c1f9e-mig-1g10gb-0-capped",
+            "gpu-4d8c1f9e-capped-1g10gb",
+            "gpu-4d8c1f9e-capped-1g10gb-00",
+            "gpu-4d8c1f9e-exclusive-1g10gb-0",
+            "gpu-4d8c1f9e-timeshared-1g10gb-0",
+            "gpu-0-capped-1g10gb-0",
             "mig-0",
             "gpu-0-mig-1g10gb-0",
             "gpu-0-mig-1g10gb-19-0",
@@ -272,9 +368,20 @@ mod tests {
         let tier = prop::sample::select(tiers);
         prop_oneof![
             (gpu.clone(), tier.clone()).prop_map(|(gpu, tier)| DeviceName::Gpu { gpu, tier }),
-            (gpu, any_profile(), any::<u8>()).prop_map(|(gpu, profile, start)| {
+            (gpu.clone(), any_profile(), any::<u8>()).prop_map(|(gpu, profile, start)| {
                 DeviceName::Partition {
                     gpu,
+                    profile,
+                    start,
+                }
+            }),
+            // At most 7 compute slices, 999 GB and 32 memory slices, of which the name must have room for each.
+            (gpu, any_profile(), 0..32_u8).prop_map(|(gpu, mut profile, start)| {
+                profile.compute_slices = profile.compute_slices % 9 + 1;
+                profile.memory_gb = profile.memory_gb % 999 + 1;
+                DeviceName::SharedPartition {
+                    gpu,
+                    tier: PartitionTier::Capped,
                     profile,
                     start,
                 }

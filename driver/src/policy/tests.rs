@@ -210,6 +210,7 @@ fn terms_are_exact_numbers() {
                 untested_driver: UntestedDriver::Allow,
                 on_bypass: OnBypass::Kill,
                 extra_capabilities: BTreeSet::new(),
+                on_partitions: BTreeSet::new(),
             },
             concurrent_sharers: 48,
             profiles: ["1g.10gb+me", "3g.40gb"]

@@ -35,12 +35,15 @@ pub enum Conflict {
         /// In which tier.
         tier: Tier,
     },
-    /// The shares' memory together exceeds the GPU's.
+    /// The shares' memory together exceeds the GPU's, or the partition's.
     #[error(
-        "GPU {uuid}: the shares' memory would add up to {} of {}; held by {}",
+        "{}GPU {uuid}: the shares' memory would add up to {} of {}; held by {}",
+        of.map(partition_of).unwrap_or_default(),
         Quantity::from_bytes(*sum), Quantity::from_bytes(*available), holders.join(", ")
     )]
     Memory {
+        /// The partition of which they are shares.
+        of: Option<Place>,
         /// The GPU.
         uuid: String,
         /// Bytes, with the new share.
@@ -50,15 +53,35 @@ pub enum Conflict {
         /// Who holds shares, `namespace/name`.
         holders: Vec<String>,
     },
-    /// The shares' cores together exceed the GPU's.
-    #[error("GPU {uuid}: the shares' cores would add up to {sum} of 100 percent; held by {}", holders.join(", "))]
+    /// The shares' cores together exceed the GPU's, or the partition's.
+    #[error(
+        "{}GPU {uuid}: the shares' cores would add up to {sum} of 100 percent; held by {}",
+        of.map(partition_of).unwrap_or_default(), holders.join(", ")
+    )]
     Cores {
+        /// The partition of which they are shares.
+        of: Option<Place>,
         /// The GPU.
         uuid: String,
         /// Percent, with the new share.
         sum: u64,
         /// Who holds shares, `namespace/name`.
         holders: Vec<String>,
+    },
+    /// Another claim has all of the partition, or shares of it in another tier.
+    #[error(
+        "{}GPU {uuid} is held by claim {holder} in the tier {tier}: wait until that claim is released",
+        partition_of(*place)
+    )]
+    SamePartition {
+        /// The GPU.
+        uuid: String,
+        /// The partition.
+        place: Place,
+        /// The claim that holds it, `namespace/name`.
+        holder: String,
+        /// In which tier.
+        tier: Tier,
     },
     /// The partition takes slices or engines that others have.
     #[error(
@@ -80,14 +103,19 @@ impl Conflict {
     #[must_use]
     pub fn holders(&self) -> &[String] {
         match self {
-            Self::Exclusive { holder, .. } | Self::OtherTier { holder, .. } => {
-                std::slice::from_ref(holder)
-            }
+            Self::Exclusive { holder, .. }
+            | Self::OtherTier { holder, .. }
+            | Self::SamePartition { holder, .. } => std::slice::from_ref(holder),
             Self::Memory { holders, .. }
             | Self::Cores { holders, .. }
             | Self::Slices { holders, .. } => holders,
         }
     }
+}
+
+/// Words for a partition before its GPU.
+pub(super) fn partition_of(place: Place) -> String {
+    format!("{} at memory slice {} of ", place.profile, place.start)
 }
 
 /// What is held, by GPU UUID.
@@ -96,19 +124,38 @@ pub(super) struct Holdings {
     gpus: BTreeMap<String, Held>,
 }
 
+/// What is held of a GPU.
 #[derive(Debug)]
 struct Held {
+    /// The tier that the GPU itself serves.
     tier: Tier,
     holders: Vec<String>,
+    shares: Shares,
+    places: BTreeMap<Place, HeldPlace>,
+}
+
+/// What is held of a partition.
+#[derive(Debug)]
+struct HeldPlace {
+    /// The tier in which claims have it.
+    tier: Tier,
+    holders: Vec<String>,
+    shares: Shares,
+}
+
+/// The sum of shares.
+#[derive(Debug, Default)]
+struct Shares {
+    /// Bytes.
     memory: u64,
+    /// Percent.
     cores: u64,
-    places: Vec<Place>,
 }
 
 /// All of a GPU.
 #[derive(Debug)]
 pub(super) struct Whole<'a> {
-    /// Bytes that all shares can have together.
+    /// Bytes that all shares of the device can have together: the GPU's, or its partition's.
     pub(super) memory: u64,
     /// How MIG divides it; for a partition.
     pub(super) geometry: Option<&'a Geometry>,
@@ -137,13 +184,7 @@ impl Holdings {
         if device.admin_access {
             return Ok(());
         }
-        let nothing = Held {
-            tier: device.tier,
-            holders: Vec::new(),
-            memory: 0,
-            cores: 0,
-            places: Vec::new(),
-        };
+        let nothing = Held::none(device);
         let held = self.gpus.get(&device.gpu_uuid);
         held.unwrap_or(&nothing).goes_with(device, whole)?;
         self.record(device, holder);
@@ -151,24 +192,27 @@ impl Holdings {
     }
 
     fn record(&mut self, device: &PreparedDevice, holder: &str) {
-        let held = self
-            .gpus
-            .entry(device.gpu_uuid.clone())
-            .or_insert_with(|| Held {
-                tier: device.tier,
-                holders: Vec::new(),
-                memory: 0,
-                cores: 0,
-                places: Vec::new(),
-            });
-        let (memory, cores) = size(device);
-        held.memory = held.memory.saturating_add(memory);
-        held.cores += cores;
-        held.places
-            .extend(device.partition.as_ref().map(|it| it.place));
-        if !held.holders.iter().any(|known| known == holder) {
-            held.holders.push(holder.to_owned());
-        }
+        let held = self.gpus.entry(device.gpu_uuid.clone());
+        let held = held.or_insert_with(|| Held::none(device));
+        note(&mut held.holders, holder);
+        let Some(partition) = &device.partition else {
+            held.shares.add(device);
+            return;
+        };
+        let place = held.places.entry(partition.place);
+        let place = place.or_insert_with(|| HeldPlace {
+            tier: device.tier,
+            holders: Vec::new(),
+            shares: Shares::default(),
+        });
+        note(&mut place.holders, holder);
+        place.shares.add(device);
+    }
+}
+
+fn note(holders: &mut Vec<String>, holder: &str) {
+    if !holders.iter().any(|known| known == holder) {
+        holders.push(holder.to_owned());
     }
 }
 
@@ -179,49 +223,104 @@ fn size(device: &PreparedDevice) -> (u64, u64) {
     }
 }
 
-impl Held {
-    fn goes_with(&self, device: &PreparedDevice, whole: &Whole<'_>) -> Result<(), Conflict> {
-        let uuid = device.gpu_uuid.clone();
-        let tier = self.tier;
-        let is_divided = tier == Tier::Partition && device.tier == Tier::Partition;
-        if let Some(holder) = self.holders.first().cloned()
-            && !is_divided
-        {
-            if !device.tier.is_shared() || !tier.is_shared() {
-                return Err(Conflict::Exclusive { uuid, holder, tier });
-            }
-            if device.tier != tier {
-                return Err(Conflict::OtherTier { uuid, holder, tier });
-            }
-        }
-        if let Some(partition) = &device.partition
-            && !self.leaves_room(partition.place, whole.geometry)
-        {
-            return Err(Conflict::Slices {
-                uuid,
-                place: partition.place,
-                holders: self.holders.clone(),
-            });
-        }
+impl Shares {
+    fn add(&mut self, device: &PreparedDevice) {
+        let (memory, cores) = size(device);
+        self.memory = self.memory.saturating_add(memory);
+        self.cores += cores;
+    }
+
+    /// Refuses a share for which these leave no room.
+    fn leave_room(
+        &self,
+        device: &PreparedDevice,
+        available: u64,
+        holders: &[String],
+    ) -> Result<(), Conflict> {
+        let (uuid, holders) = (device.gpu_uuid.clone(), holders.to_vec());
+        let of = device.partition.as_ref().map(|it| it.place);
         let (memory, cores) = size(device);
         let sum = self.memory.saturating_add(memory);
-        if sum > whole.memory {
+        if sum > available {
             return Err(Conflict::Memory {
+                of,
                 uuid,
                 sum,
-                available: whole.memory,
-                holders: self.holders.clone(),
+                available,
+                holders,
             });
         }
         let sum = self.cores + cores;
         if sum > 100 {
             return Err(Conflict::Cores {
+                of,
                 uuid,
                 sum,
-                holders: self.holders.clone(),
+                holders,
             });
         }
         Ok(())
+    }
+}
+
+impl Held {
+    /// Nothing, of a GPU that is about to serve a device.
+    fn none(device: &PreparedDevice) -> Self {
+        Self {
+            tier: device.gpu_tier(),
+            holders: Vec::new(),
+            shares: Shares::default(),
+            places: BTreeMap::new(),
+        }
+    }
+
+    fn goes_with(&self, device: &PreparedDevice, whole: &Whole<'_>) -> Result<(), Conflict> {
+        let (tier, wanted) = (self.tier, device.gpu_tier());
+        let is_divided = tier == Tier::Partition && wanted == Tier::Partition;
+        if let Some(holder) = self.holders.first().cloned()
+            && !is_divided
+        {
+            let uuid = device.gpu_uuid.clone();
+            if !wanted.is_shared() || !tier.is_shared() {
+                return Err(Conflict::Exclusive { uuid, holder, tier });
+            }
+            if wanted != tier {
+                return Err(Conflict::OtherTier { uuid, holder, tier });
+            }
+        }
+        match &device.partition {
+            Some(partition) => self.place_goes_with(device, partition.place, whole),
+            None => self.shares.leave_room(device, whole.memory, &self.holders),
+        }
+    }
+
+    fn place_goes_with(
+        &self,
+        device: &PreparedDevice,
+        place: Place,
+        whole: &Whole<'_>,
+    ) -> Result<(), Conflict> {
+        let uuid = device.gpu_uuid.clone();
+        let Some(held) = self.places.get(&place) else {
+            if !self.leaves_room(place, whole.geometry) {
+                let holders = self.holders.clone();
+                return Err(Conflict::Slices {
+                    uuid,
+                    place,
+                    holders,
+                });
+            }
+            return Shares::default().leave_room(device, whole.memory, &[]);
+        };
+        if held.tier != device.tier || !held.tier.is_shared() {
+            return Err(Conflict::SamePartition {
+                uuid,
+                place,
+                holder: held.holders.first().cloned().unwrap_or_default(),
+                tier: held.tier,
+            });
+        }
+        held.shares.leave_room(device, whole.memory, &held.holders)
     }
 
     /// Whether the GPU has `place` beside all that are held.
@@ -229,7 +328,7 @@ impl Held {
         let Some(geometry) = geometry else {
             return false;
         };
-        let places = self.places.iter().chain([&place]);
+        let places = self.places.keys().chain([&place]);
         let left = places.copied().try_fold(geometry.whole, |left, place| {
             left.less(geometry.partition(place.profile, place.start)?.slices)
         });

@@ -1,3 +1,5 @@
+mod shared_partition;
+
 use proptest::prelude::*;
 use serde_json::{Value, json};
 use tranche_api::gpu_node::{Gpu, Inventory};

@@ -1,6 +1,7 @@
 //! The devices of one GPU.
 
 mod partition;
+mod shared_partition;
 
 use std::collections::BTreeMap;
 
@@ -71,7 +72,8 @@ pub(super) struct Parent<'a> {
 }
 
 /// The order in which the scheduler is to try the tiers: shared ones first, so that a claim that accepts both gets a part
-/// of a shared GPU, and partitions before the whole GPU; otherwise the stronger isolation first.
+/// of a shared GPU, and partitions before the whole GPU; otherwise the stronger isolation first. Partitions that are shared come
+/// just before all partitions: a GPU that claims share as a whole is tried before one of its partitions would be opened.
 const ORDER: [Tier; 6] = [
     Tier::Capped,
     Tier::Concurrent,
@@ -87,7 +89,15 @@ pub(super) fn of_gpu(parent: &Parent<'_>, terms: &Terms) -> Result<Offer, OfferE
     let memory = Memory::read(gpu)?;
     let common = attributes(inventory, gpu)?;
     let mut offer = Offer::default();
-    for tier in ORDER.into_iter().filter(|tier| terms.tiers.contains(tier)) {
+    for tier in ORDER {
+        if tier == Tier::Partition && !gpu.is_vgpu() {
+            let (devices, refused) = shared_partition::of_gpu(parent, terms, &common);
+            offer.devices.extend(devices);
+            offer.refused.extend(refused);
+        }
+        if !terms.tiers.contains(&tier) {
+            continue;
+        }
         if let Err(error) = works_in_guest(tier, gpu) {
             offer.refused.push((tier, error));
             continue;

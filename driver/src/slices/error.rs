@@ -103,13 +103,25 @@ pub(super) enum OfferError {
     Geometry(GeometryError),
     /// The GPU has none of the profiles that the policy offers.
     #[error(
-        "the GPU has none of the SharingPolicy's partition.profiles, {wanted}: add one of {has}, or do not offer the tier partition for this GPU"
+        "the GPU has none of the SharingPolicy's {field}, {wanted}: add one of {has}, or {otherwise}"
     )]
     NoProfile {
+        /// The policy's list.
+        field: &'static str,
+        /// What else can be done.
+        otherwise: &'static str,
         /// Those of the policy.
         wanted: String,
         /// Those of the GPU.
         has: String,
+    },
+    /// A partition cannot be shared.
+    #[error("shares of {profile}: {error}")]
+    OnPartition {
+        /// Its profile.
+        profile: Profile,
+        /// Why.
+        error: Box<OfferError>,
     },
     /// An instance where none of its profile can be.
     #[error(
@@ -137,8 +149,18 @@ pub(super) enum OfferError {
 }
 
 impl OfferError {
-    /// The GPU has none of `wanted`.
-    pub(super) fn no_profile(wanted: &BTreeSet<Profile>, geometry: &Geometry) -> Self {
+    /// The GPU has none of `wanted`, the profiles that the policy offers in the tier.
+    pub(super) fn no_profile(tier: Tier, wanted: &BTreeSet<Profile>, geometry: &Geometry) -> Self {
+        let (field, otherwise) = match tier {
+            Tier::Capped => (
+                "capped.onPartitions",
+                "give this product a policy without capped.onPartitions",
+            ),
+            _ => (
+                "partition.profiles",
+                "do not offer the tier partition for this GPU",
+            ),
+        };
         let words = |profiles: &mut dyn Iterator<Item = Profile>| {
             let words: Vec<_> = profiles.map(|profile| profile.to_string()).collect();
             words.join(", ")
@@ -146,13 +168,15 @@ impl OfferError {
         let mut has: Vec<_> = geometry.partitions.iter().map(|it| it.profile).collect();
         has.dedup();
         Self::NoProfile {
+            field,
+            otherwise,
             wanted: words(&mut wanted.iter().copied()),
             has: words(&mut has.into_iter()),
         }
     }
 
     /// The reason in the GpuNode's status.
-    pub(super) const fn reason(&self) -> &'static str {
+    pub(super) fn reason(&self) -> &'static str {
         match self {
             Self::Duplicate { .. } => reason::DUPLICATE,
             Self::Uuid(_) | Self::PciAddress(_) | Self::Count { .. } | Self::Attribute(_) => {
@@ -166,21 +190,31 @@ impl OfferError {
             Self::NoIommu | Self::NoVfio(_) => reason::NO_VFIO,
             Self::ModeOff { .. } => reason::MIG_MODE,
             Self::VgpuGuest { .. } => reason::VGPU_GUEST,
+            Self::OnPartition { error, .. } => error.reason(),
         }
     }
 
     /// Whether another SharingPolicy would solve it.
-    pub(super) const fn is_of_policy(&self) -> bool {
-        matches!(
-            self,
+    pub(super) fn is_of_policy(&self) -> bool {
+        match self {
             Self::Policy(_)
-                | Self::NothingToShare { .. }
-                | Self::DefaultMemory { .. }
-                | Self::NoProfile { .. }
-                | Self::NoMps { .. }
-                | Self::NoIommu
-                | Self::NoVfio(_)
-                | Self::VgpuGuest { .. }
-        )
+            | Self::NothingToShare { .. }
+            | Self::DefaultMemory { .. }
+            | Self::NoProfile { .. }
+            | Self::NoMps { .. }
+            | Self::NoIommu
+            | Self::NoVfio(_)
+            | Self::VgpuGuest { .. } => true,
+            Self::OnPartition { error, .. } => error.is_of_policy(),
+            Self::Duplicate { .. }
+            | Self::Uuid(_)
+            | Self::PciAddress(_)
+            | Self::Count { .. }
+            | Self::NotDivided
+            | Self::Geometry(_)
+            | Self::Instance { .. }
+            | Self::ModeOff { .. }
+            | Self::Attribute(_) => false,
+        }
     }
 }

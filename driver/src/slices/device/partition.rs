@@ -6,7 +6,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use k8s_openapi::api::resource::v1::{Device, DeviceAttribute, DeviceCapacity};
+use k8s_openapi::api::resource::v1::{
+    Device, DeviceAttribute, DeviceCapacity, DeviceCounterConsumption,
+};
 use tranche_api::gpu_node::Gpu;
 use tranche_api::mig::MigInstance;
 use tranche_api::names::{attribute, capacity};
@@ -24,21 +26,46 @@ pub(super) fn of_gpu(
     profiles: &BTreeSet<Profile>,
     common: &BTreeMap<String, DeviceAttribute>,
 ) -> Result<Vec<Device>, OfferError> {
-    if !parent.gpu.mig_capable {
-        // A policy for many models names the tier for those that have it.
-        return Ok(Vec::new());
-    }
-    let geometry = match parent.geometry {
-        Ok(Some(geometry)) => geometry,
-        Ok(None) => return Err(OfferError::NotDivided),
-        Err(error) => return Err(OfferError::Geometry(error.clone())),
-    };
     let is_offered = |profile| profiles.is_empty() || profiles.contains(&profile);
+    let Some(geometry) = geometry(parent)? else {
+        return Ok(Vec::new());
+    };
     let mut partitions = geometry.partitions.iter();
     if !partitions.any(|partition| is_offered(partition.profile)) {
-        return Err(OfferError::no_profile(profiles, geometry));
+        return Err(OfferError::no_profile(Tier::Partition, profiles, geometry));
     }
-    let gpu = parent.gpu;
+    let possible = possible(parent.gpu, geometry)?.into_iter();
+    let offered = possible.filter(|it| is_offered(it.partition.profile));
+    offered
+        .map(|possible| device(parent, geometry, &possible, common))
+        .collect()
+}
+
+/// How MIG divides the GPU; `None` where it cannot: a policy for many models names what only some of them have.
+pub(super) fn geometry<'a>(parent: &Parent<'a>) -> Result<Option<&'a Geometry>, OfferError> {
+    if !parent.gpu.mig_capable {
+        return Ok(None);
+    }
+    match parent.geometry {
+        Ok(Some(geometry)) => Ok(Some(geometry)),
+        Ok(None) => Err(OfferError::NotDivided),
+        Err(error) => Err(OfferError::Geometry(error.clone())),
+    }
+}
+
+/// A partition that is there or can be made.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Possible<'a> {
+    pub(super) partition: &'a Partition,
+    /// The MIG device's UUID, where an administrator made it.
+    uuid: Option<&'a str>,
+}
+
+/// What MIG can make of the GPU beside the instances that an administrator made, and these, in order.
+pub(super) fn possible<'a>(
+    gpu: &'a Gpu,
+    geometry: &'a Geometry,
+) -> Result<Vec<Possible<'a>>, OfferError> {
     if !gpu.mig_mode.current && !is_switched_without_reset(gpu) {
         return Err(OfferError::ModeOff {
             uuid: gpu.uuid.clone(),
@@ -46,24 +73,19 @@ pub(super) fn of_gpu(
         });
     }
     let existing = existing(gpu, geometry)?;
-    let mut devices = Vec::new();
-    let partitions = geometry.partitions.iter();
-    for partition in partitions.filter(|it| is_offered(it.profile)) {
+    let one = |partition: &'a Partition| {
         let instance = existing
             .iter()
             .find(|(taken, _)| taken.slices.memory & partition.slices.memory != 0);
         let uuid = match instance {
             None => None,
-            Some((taken, instance)) if *taken == partition => match &instance.uuid {
-                Some(uuid) => Some(uuid.as_str()),
-                // Without a compute instance of its own it is nothing that a claim can have.
-                None => continue,
-            },
-            Some(_) => continue,
+            // Without a compute instance of its own it is nothing that a claim can have.
+            Some((taken, instance)) if *taken == partition => Some(instance.uuid.as_deref()?),
+            Some(_) => return None,
         };
-        devices.push(device(parent, geometry, partition, common, uuid)?);
-    }
-    Ok(devices)
+        Some(Possible { partition, uuid })
+    };
+    Ok(geometry.partitions.iter().filter_map(one).collect())
 }
 
 /// Whether MIG mode can be switched without a reset of the GPU: on all architectures after Ampere. (NVIDIA's MIG User
@@ -91,44 +113,62 @@ fn existing<'a>(
     gpu.mig_instances.iter().map(one).collect()
 }
 
-/// `uuid` is the MIG device's, where an administrator made it.
 fn device(
     parent: &Parent<'_>,
     geometry: &Geometry,
-    partition: &Partition,
+    possible: &Possible<'_>,
     common: &BTreeMap<String, DeviceAttribute>,
-    uuid: Option<&str>,
 ) -> Result<Device, OfferError> {
+    let partition = possible.partition;
     let name = DeviceName::Partition {
         gpu: parent.prefix,
         profile: partition.profile,
         start: partition.start,
     };
-    let mut attributes = common.clone();
-    // The attribute `uuid` is never missing, because a selector that names a missing attribute is an error for the pod. Before
-    // the partition is made it is the GPU's.
-    let own = [
-        (attribute::TYPE, text("mig")),
-        (attribute::PROFILE, text(&partition.profile.to_string())),
-        (
-            attribute::PARENT_UUID,
-            exact_text("uuid", &parent.gpu.uuid)?,
-        ),
-    ];
-    attributes.extend(own.map(|(name, value)| (name.to_owned(), value)));
-    if let Some(uuid) = uuid {
-        let value = exact_text("migInstances.uuid", uuid)?;
-        attributes.insert(attribute::UUID.to_owned(), value);
-    }
+    let mut attributes = possible.attributes(parent, common)?;
     attributes.extend(isolation(Tier::Partition));
-    let counters = Counters::of_slices(parent.uuid, &partition.slices);
     Ok(Device {
         name: name.to_string(),
         attributes: Some(attributes),
         capacity: Some(capacities(geometry, partition)),
-        consumes_counters: Some(vec![counters.consumption()]),
+        consumes_counters: Some(vec![possible.consumption(parent)]),
         ..Device::default()
     })
+}
+
+impl Possible<'_> {
+    /// The GPU's attributes, and what the partition is of it.
+    pub(super) fn attributes(
+        &self,
+        parent: &Parent<'_>,
+        common: &BTreeMap<String, DeviceAttribute>,
+    ) -> Result<BTreeMap<String, DeviceAttribute>, OfferError> {
+        let mut attributes = common.clone();
+        // The attribute `uuid` is never missing, because a selector that names a missing attribute is an error for the pod.
+        // Before the partition is made it is the GPU's.
+        let own = [
+            (attribute::TYPE, text("mig")),
+            (
+                attribute::PROFILE,
+                text(&self.partition.profile.to_string()),
+            ),
+            (
+                attribute::PARENT_UUID,
+                exact_text("uuid", &parent.gpu.uuid)?,
+            ),
+        ];
+        attributes.extend(own.map(|(name, value)| (name.to_owned(), value)));
+        if let Some(uuid) = self.uuid {
+            let value = exact_text("migInstances.uuid", uuid)?;
+            attributes.insert(attribute::UUID.to_owned(), value);
+        }
+        Ok(attributes)
+    }
+
+    /// What the partition takes of the GPU's counters.
+    pub(super) fn consumption(&self, parent: &Parent<'_>) -> DeviceCounterConsumption {
+        Counters::of_slices(parent.uuid, &self.partition.slices).consumption()
+    }
 }
 
 /// All of a partition belongs to its claim, so the capacities have no request policy: a claim gets the first partition
