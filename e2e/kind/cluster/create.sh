@@ -60,6 +60,7 @@ write_kind_config() {
 		if ! has_sys_resource; then oom_scores_stay; fi
 		echo 'kubeadmConfigPatches:'
 		if [[ ! -f /sys/fs/cgroup/cgroup.controllers ]]; then kubelet_on_cgroup_v1; fi
+		kubelet_restarts_containers_at_once
 		if node_image_is_ours; then no_dns; fi
 		echo 'nodes:'
 		echo '- role: control-plane'
@@ -91,6 +92,16 @@ kubelet_on_cgroup_v1() {
 		- |
 		  kind: KubeletConfiguration
 		  failCgroupV1: false
+	END
+}
+
+# Tests kill the node plugin; each kill would double the pause before its next start.
+kubelet_restarts_containers_at_once() {
+	cat <<-END
+		- |
+		  kind: KubeletConfiguration
+		  crashLoopBackOff:
+		    maxContainerRestartPeriod: 1s
 	END
 }
 

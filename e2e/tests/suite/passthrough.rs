@@ -127,7 +127,6 @@ fn a_gpu_goes_to_a_virtual_machine_and_comes_back() -> anyhow::Result<()> {
         let next = namespace.idle("next", &whole.on(&gpu.uuid)).await?;
         next.has_no_room().await?;
 
-        case.node.kill_plugin().await?;
         machine.delete().await?;
         next.started().await?;
         ensure!(next.seen().await?[0].uuid == gpu.uuid);
