@@ -526,6 +526,14 @@ pub fn partition(request: &str, minor: u32, name: &str) -> Given {
     }
 }
 
+/// A capped share of a partition.
+pub fn capped_on(request: &str, minor: u32, name: &str, memory: &str, cores: u32) -> Given {
+    Given {
+        device: format!("gpu-{minor:08}-capped-{name}"),
+        ..capped(request, minor, memory, cores)
+    }
+}
+
 /// A GPU for a virtual machine.
 pub fn passthrough(request: &str, minor: u32) -> Given {
     Given {

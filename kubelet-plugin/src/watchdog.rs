@@ -23,7 +23,7 @@ use tranche_driver::journal::Record;
 use tranche_driver::preparation::{Cap, PAGES};
 use tranche_node::nvml::Driver;
 use tranche_node::watchdog::INTERVAL;
-use tranche_node::watchdog::compare::{Basis, Bypass, Findings, GpuWatch, ProcessId};
+use tranche_node::watchdog::compare::{Basis, Bypass, Findings, GpuWatch, ProcessId, Sample};
 use tranche_node::watchdog::contexts::Model;
 use tranche_node::watchdog::end::{Ended, end};
 use tranche_node::watchdog::owner::Proc;
@@ -108,6 +108,16 @@ struct Gpu {
     unwatchable: Option<String>,
     /// When the GpuNode says that it is withheld, while it is.
     publish_at: Option<Instant>,
+    /// Its partitions that claims share, by the UUIDs of their MIG devices.
+    partitions: BTreeMap<String, WatchedPartition>,
+}
+
+/// A partition that claims share, from sample to sample.
+#[derive(Debug, Default)]
+struct WatchedPartition {
+    watch: GpuWatch,
+    /// Consecutive samples that could not be read.
+    failed: u32,
 }
 
 impl Gpu {
@@ -118,6 +128,7 @@ impl Gpu {
             foreign: 0,
             unwatchable: None,
             publish_at: None,
+            partitions: BTreeMap::new(),
         }
     }
 
@@ -213,19 +224,34 @@ impl Watchdog {
         let mut pids = BTreeSet::new();
         let mut board = BTreeMap::new();
         for (uuid, gpu) in &mut self.gpus {
-            let mut held = held(&self.parts.ledger, &self.parts.layout, &devices, uuid);
+            let (mut held, shared) = held(&self.parts.ledger, &self.parts.layout, &devices, uuid);
             let model = model(&self.parts.state.borrow(), uuid);
             held.context = model
                 .as_ref()
                 .and_then(|model| self.parts.contexts.get(model));
-            let watched = match self.probe.sample(&held, is_key) {
-                Ok(sample) => {
+            let context = held.context;
+            let of_partitions = shared.into_values().map(|it| Held { context, ..it });
+            let samples = self.probe.sample(&held, is_key).and_then(|whole| {
+                let of_partitions =
+                    gpu.sample_partitions(of_partitions, |held| self.probe.sample(held, is_key))?;
+                Ok((whole, of_partitions))
+            });
+            let watched = match samples {
+                Ok((sample, of_partitions)) => {
                     if let Some(model) = &model {
                         self.parts.contexts.note(model, uuid, &sample);
                     }
-                    pids.extend(sample.processes.iter().map(|process| process.id.pid));
+                    let all = of_partitions.values().chain([&sample]);
+                    let processes = all.flat_map(|sample| &sample.processes);
+                    pids.extend(processes.map(|process| process.id.pid));
                     let was_withheld = gpu.watch.is_withheld();
-                    let findings = gpu.watch.step(nanos, &sample);
+                    let mut findings = gpu.watch.step(nanos, &sample);
+                    for (partition, sample) in &of_partitions {
+                        let watched = gpu.partitions.entry(partition.clone()).or_default();
+                        let found = watched.watch.step(nanos, sample);
+                        // What else is on the partition is on the GPU.
+                        findings.bypasses.extend(found.bypasses);
+                    }
                     gpu.log_findings(uuid, was_withheld, &findings);
                     for bypass in &findings.bypasses {
                         if let Some(device) = devices.get(&bypass.share) {
@@ -369,6 +395,36 @@ fn report(
 }
 
 impl Gpu {
+    /// Samples the partitions that claims share, and forgets all others. One that cannot be read once is left out: it is just
+    /// being removed, or was before its claims are prepared again after a reboot.
+    fn sample_partitions(
+        &mut self,
+        held: impl Iterator<Item = Held>,
+        mut sample: impl FnMut(&Held) -> Result<Sample, Unwatchable>,
+    ) -> Result<BTreeMap<String, Sample>, Unwatchable> {
+        let mut samples = BTreeMap::new();
+        let mut known = std::mem::take(&mut self.partitions);
+        let mut failure = Ok(());
+        for held in held {
+            let mut partition = known.remove(&held.gpu_uuid).unwrap_or_default();
+            match sample(&held) {
+                Ok(sample) => {
+                    partition.failed = 0;
+                    samples.insert(held.gpu_uuid.clone(), sample);
+                }
+                Err(error) => {
+                    partition.failed = partition.failed.saturating_add(1);
+                    partition.watch.skip();
+                    if partition.failed > 1 {
+                        failure = Err(error);
+                    }
+                }
+            }
+            self.partitions.insert(held.gpu_uuid, partition);
+        }
+        failure.map(|()| samples)
+    }
+
     /// Logs what changed for the GPU as a whole.
     fn log_findings(&mut self, uuid: &str, was_withheld: bool, findings: &Findings) {
         if self.unwatchable.take().is_some() {
@@ -439,42 +495,65 @@ fn devices(ledger: &Ledger) -> Devices {
     devices
 }
 
-/// What claims hold of one GPU.
-fn held(ledger: &Ledger, layout: &Layout, devices: &Devices, gpu_uuid: &str) -> Held {
-    let mut held = Held {
-        gpu_uuid: gpu_uuid.to_owned(),
+/// What claims hold of one GPU, and of those of its partitions that they share, by the UUIDs of the MIG devices. NVML tells what
+/// each process holds of a MIG device, so the shares of a partition are compared there.
+fn held(
+    ledger: &Ledger,
+    layout: &Layout,
+    devices: &Devices,
+    gpu_uuid: &str,
+) -> (Held, BTreeMap<String, Held>) {
+    let of = |uuid: &str| Held {
+        gpu_uuid: uuid.to_owned(),
         ..Held::default()
     };
+    let mut whole = of(gpu_uuid);
+    let mut shared: BTreeMap<String, Held> = BTreeMap::new();
     for (key, (record, nth)) in devices {
         let device = &record.plan.devices[*nth];
         if device.gpu_uuid != gpu_uuid {
             continue;
         }
         let uid = &record.plan.allocation.uid;
-        for pod in ledger.pod_uids(uid).into_keys() {
-            held.pods.entry(pod).or_default().insert(key.clone());
+        let pods = || ledger.pod_uids(uid).into_keys();
+        for pod in pods() {
+            whole.pods.entry(pod).or_default().insert(key.clone());
         }
-        match device.cap {
-            // Pages of another release cannot be compared.
-            _ if record.plan.pages != PAGES => {
-                held.uncapped.insert(key.clone());
+        let Cap::Share {
+            memory,
+            context_memory,
+            ..
+        } = device.cap
+        else {
+            whole.uncapped.insert(key.clone());
+            continue;
+        };
+        // Pages of another release cannot be compared.
+        if record.plan.pages != PAGES {
+            whole.uncapped.insert(key.clone());
+            continue;
+        }
+        let share = HeldShare {
+            key: key.clone(),
+            account: layout.share(uid, key).account,
+            memory,
+            context: context_memory,
+        };
+        let Some(partition) = &device.partition else {
+            whole.shares.push(share);
+            continue;
+        };
+        whole.uncapped.insert(key.clone());
+        if let Some(mig) = &partition.mig {
+            let held = shared.entry(mig.uuid.clone());
+            let held = held.or_insert_with(|| of(&mig.uuid));
+            held.shares.push(share);
+            for pod in pods() {
+                held.pods.entry(pod).or_default().insert(key.clone());
             }
-            Cap::None {} => {
-                held.uncapped.insert(key.clone());
-            }
-            Cap::Share {
-                memory,
-                context_memory,
-                ..
-            } => held.shares.push(HeldShare {
-                key: key.clone(),
-                account: layout.share(uid, key).account,
-                memory,
-                context: context_memory,
-            }),
         }
     }
-    held
+    (whole, shared)
 }
 
 /// Ends a process; whether this call ended it.

@@ -18,7 +18,8 @@ use crate::fs::testing::{Fault, FaultyFs};
 use crate::gpu_node::NodePolicy;
 use crate::orphans::schedule::SPREAD;
 use crate::testing::{
-    Listing, Plugin, World, claim, claim_ref, concurrent, partition, passthrough, whole,
+    Listing, Plugin, World, capped, capped_on, claim, claim_ref, concurrent, partition,
+    passthrough, whole,
 };
 use tranche_node::nvml::{Nvml as _, NvmlError};
 use tranche_shim_core::cap::CapPage;
@@ -41,6 +42,14 @@ fn two_concurrent_shares() -> serde_json::Value {
     let two = [
         concurrent("x", 0, "20Gi", 25),
         concurrent("y", 0, "10Gi", 30),
+    ];
+    claim("a", &two)
+}
+
+fn two_shares_of_a_partition() -> serde_json::Value {
+    let two = [
+        capped_on("x", 0, "3g40gb-4", "20Gi", 25),
+        capped_on("y", 0, "3g40gb-4", "10Gi", 30),
     ];
     claim("a", &two)
 }
@@ -131,6 +140,49 @@ async fn a_claims_partitions_are_made_and_removed() {
 }
 
 #[tokio::test]
+async fn the_first_share_of_a_partition_makes_it_and_the_last_one_removes_it() {
+    let world = World::new();
+    let plugin = world.start();
+    for (name, cores) in [("a", 60), ("b", 40)] {
+        let share = capped_on("x", 0, "3g40gb-4", "15Gi", cores);
+        world.api.put(claim(name, &[share]));
+    }
+    world.api.put(claim("c", &[partition("x", 0, "1g10gb-0")]));
+    plugin.preparer.prepare(&claim_ref("c")).await.unwrap();
+    let mut devices = Vec::new();
+    for name in ["a", "b"] {
+        let record = plugin.preparer.prepare(&claim_ref(name)).await.unwrap();
+        let device = record.plan.devices[0].clone();
+        let mig = device.partition.clone().unwrap().mig.unwrap();
+        let share = world.layout.share(&format!("uid-of-{name}"), &device.key);
+        let page = std::fs::read(share.cap).unwrap();
+        let page = CapPage::decode(&page).unwrap();
+        // Programs see the MIG device, and have a cap on it.
+        assert_eq!(page.gpu_uuid, mig.uuid);
+        assert_eq!(page.memory_limit, Some(15 << 30));
+        assert!(share.account.exists());
+        let spec = world.layout.claim_spec(&format!("uid-of-{name}"));
+        let spec = std::fs::read_to_string(spec).unwrap();
+        for minor in mig.capabilities {
+            let node = format!("\"/dev/nvidia-caps/nvidia-cap{minor}\"");
+            assert!(spec.contains(&node), "{spec}");
+        }
+        devices.push(mig);
+    }
+    assert_eq!(devices[0], devices[1], "one instance for both");
+    assert_eq!(actual(&world, GPU).instances.len(), 2);
+    let changes = world.mig.changes().len();
+    plugin.preparer.unprepare(&claim_ref("a")).await.unwrap();
+    assert_eq!(world.mig.changes().len(), changes, "the other share has it");
+    plugin.preparer.unprepare(&claim_ref("b")).await.unwrap();
+    let left: Vec<_> = actual(&world, GPU).instances;
+    assert_eq!(left.len(), 1);
+    assert_eq!(left[0].place, place("1g.10gb", 0));
+    plugin.preparer.unprepare(&claim_ref("c")).await.unwrap();
+    nothing_is_left(&world, "unprepared");
+}
+
+#[tokio::test]
 async fn a_neighbour_is_not_touched() {
     let world = World::new();
     let plugin = world.start();
@@ -162,6 +214,26 @@ async fn what_overlaps_is_refused() {
         (partition("x", 0, "3g40gb-0"), partition("x", 0, "2g20gb-2")),
         (partition("x", 0, "3g40gb-0"), partition("x", 0, "3g40gb-0")),
         (partition("x", 0, "3g40gb-0"), whole("x", 0)),
+        (
+            capped_on("x", 0, "3g40gb-0", "10Gi", 10),
+            partition("x", 0, "3g40gb-0"),
+        ),
+        (
+            partition("x", 0, "3g40gb-0"),
+            capped_on("x", 0, "3g40gb-0", "10Gi", 10),
+        ),
+        (
+            capped_on("x", 0, "3g40gb-0", "30Gi", 10),
+            capped_on("x", 0, "3g40gb-0", "10Gi", 10),
+        ),
+        (
+            capped_on("x", 0, "3g40gb-0", "10Gi", 10),
+            capped_on("x", 0, "1g10gb-0", "5Gi", 10),
+        ),
+        (
+            capped_on("x", 0, "3g40gb-0", "10Gi", 10),
+            capped("x", 0, "10Gi", 10),
+        ),
         (whole("x", 0), partition("x", 0, "3g40gb-0")),
     ] {
         let world = World::new();
@@ -223,8 +295,13 @@ impl Ending {
 }
 
 /// The claims whose every step is interrupted.
-fn interrupted() -> [serde_json::Value; 3] {
-    [two_partitions(), two_concurrent_shares(), two_at_vfio()]
+fn interrupted() -> [serde_json::Value; 4] {
+    [
+        two_partitions(),
+        two_shares_of_a_partition(),
+        two_concurrent_shares(),
+        two_at_vfio(),
+    ]
 }
 
 /// The record of a GPU, whose instances have no order.

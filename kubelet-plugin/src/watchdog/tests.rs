@@ -19,7 +19,7 @@ use tranche_node::root::DriverRoot;
 use tranche_shim_core::layout;
 
 use super::*;
-use crate::testing::{NODE, Plugin, World, capped, claim, claim_ref};
+use crate::testing::{Given, NODE, Plugin, World, capped, capped_on, claim, claim_ref};
 
 const POD: &str = "6b1d9c5e-3f5c-4a2b-9a5b-0d5e6f7a8b9c";
 const GIB: u64 = 1 << 30;
@@ -58,8 +58,15 @@ impl Nvml for Gpus {
         unreachable!("nobody asks")
     }
 
-    fn processes(&self, _: &str) -> Result<Vec<ProcessMemory>, NvmlError> {
-        Ok(self.0.lock().unwrap().0.clone())
+    fn processes(&self, uuid: &str) -> Result<Vec<ProcessMemory>, NvmlError> {
+        let mut processes = self.0.lock().unwrap().0.clone();
+        if self.1.load(Ordering::SeqCst) && !uuid.starts_with("MIG-") {
+            // Only its MIG devices tell.
+            for process in &mut processes {
+                process.bytes = None;
+            }
+        }
+        Ok(processes)
     }
 
     fn used_memory(&self, _: &str) -> Result<Option<u64>, NvmlError> {
@@ -111,9 +118,13 @@ struct Node {
 
 impl Node {
     async fn new() -> Self {
+        Self::with(capped("gpu", 0, "20Gi", 25)).await
+    }
+
+    async fn with(given: Given) -> Self {
         let world = World::new();
         let plugin = world.start();
-        let mut object = claim("a", &[capped("gpu", 0, "20Gi", 25)]);
+        let mut object = claim("a", &[given]);
         object["status"]["reservedFor"][0]["uid"] = POD.into();
         world.api.put(object);
         let record = plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
@@ -300,6 +311,30 @@ async fn a_program_that_never_opened_the_account_is_named_on_its_pod_within_two_
     node.gpus.0.lock().unwrap().0.clear();
     node.seconds(3);
     assert_eq!(node.bypass_bytes(), 0);
+}
+
+#[tokio::test]
+async fn a_bypass_on_a_shared_partition_is_seen_on_its_mig_device() {
+    let mut node = Node::with(capped_on("gpu", 0, "3g40gb-4", "20Gi", 25)).await;
+    node.gpus.1.store(true, Ordering::SeqCst);
+    node.slot(3, CONTEXT);
+    node.in_pod(4_000_001, 8 * GIB);
+    let events = node.seconds(2);
+    let [event] = &events[..] else {
+        panic!("{events:?}")
+    };
+    assert_eq!(event.regarding.name.as_deref(), Some("pod-of-a"));
+    assert!(event.note.contains("gpu-00000000-capped-3g40gb-4"));
+    assert_eq!(node.bypass_bytes(), 8 * GIB);
+    assert!((node.metric("tranche_gpu_watched") - 1.0).abs() < 0.01);
+    // An honest one is not.
+    let mut node = Node::with(capped_on("gpu", 0, "3g40gb-4", "20Gi", 25)).await;
+    node.gpus.1.store(true, Ordering::SeqCst);
+    node.slot(7, 8 * GIB + CONTEXT);
+    node.in_pod(4_000_001, 8 * GIB);
+    assert_eq!(node.seconds(5), []);
+    node.release().await;
+    assert_eq!(node.seconds(5), []);
 }
 
 #[tokio::test]

@@ -12,10 +12,10 @@ use crate::page::{AccountCopy, AccountFile};
 /// How often the accounts and NVML are read if an account changes meanwhile.
 const READINGS: u32 = 4;
 
-/// What claims hold of a GPU, by the plugin's ledger.
+/// What claims hold of a GPU, or of a partition that they share, by the plugin's ledger.
 #[derive(Clone, Debug, Default)]
 pub struct Held {
-    /// The GPU.
+    /// The GPU, or the MIG device that the partition is.
     pub gpu_uuid: String,
     /// The capped shares.
     pub shares: Vec<HeldShare>,

@@ -5,7 +5,7 @@ use tranche_shim_runtime::complain::Refused;
 use tranche_shim_runtime::{accounts, shares};
 
 use crate::abi::{Device, Return};
-use crate::share::identify;
+use crate::share::{identify, refuse};
 
 /// Bytes, over the container's shares of one GPU.
 pub struct Sum {
@@ -35,7 +35,7 @@ pub fn answer(
     let Some(gpu) = identify(device) else {
         return Return::NO_PERMISSION;
     };
-    match sum(gpu) {
+    match sum(device, gpu) {
         Ok(None) => result,
         Ok(Some(sum)) => {
             correct(sum);
@@ -46,7 +46,7 @@ pub fn answer(
 }
 
 /// `None` if the GPU has no cap.
-fn sum(gpu: GpuUuid) -> Result<Option<Sum>, Refused> {
+fn sum(device: Device, gpu: GpuUuid) -> Result<Option<Sum>, Refused> {
     let (mut known, mut capped, mut sum) = (false, true, Sum { total: 0, used: 0 });
     let mut context = 0;
     shares::each(&mut |share| {
@@ -68,6 +68,6 @@ fn sum(gpu: GpuUuid) -> Result<Option<Sum>, Refused> {
     if known {
         Ok(capped.then_some(sum))
     } else {
-        Err(shares::refuse_gpu(gpu))
+        Err(refuse(device, gpu))
     }
 }

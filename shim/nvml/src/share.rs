@@ -25,6 +25,21 @@ pub fn identify(device: Device) -> Option<GpuUuid> {
     GpuUuid::parse(text.to_str().ok()?)
 }
 
+/// A GPU without a share. Where it is in MIG mode the container has a partition of it, and the driver, too, refuses what
+/// concerns all of it to whoever has no more than that.
+pub fn refuse(device: Device, gpu: GpuUuid) -> Refused {
+    let real = typed::<unsafe extern "C" fn(Device, *mut c_uint, *mut c_uint) -> Return>(
+        index::nvmlDeviceGetMigMode,
+    );
+    let (mut current, mut pending) = (0, 0);
+    // SAFETY: writes to the two locals.
+    let result = unsafe { real(device, &raw mut current, &raw mut pending) };
+    if result == Return::SUCCESS && current == 1 {
+        return Refused;
+    }
+    shares::refuse_gpu(gpu)
+}
+
 /// One process of the container's shares.
 #[derive(Clone, Copy)]
 pub struct Process {
@@ -68,7 +83,7 @@ impl Users {
         })
         .map_err(|Refused| Return::NO_PERMISSION)?;
         if !known {
-            let Refused = shares::refuse_gpu(gpu);
+            let Refused = refuse(device, gpu);
             return Err(Return::NO_PERMISSION);
         }
         users.cores = cores.clamp(1, 100);

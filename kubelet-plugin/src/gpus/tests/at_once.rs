@@ -1,7 +1,7 @@
 //! Many claims at once, on several GPUs.
 
 use super::*;
-use crate::testing::{Given, capped, timeshared};
+use crate::testing::{Given, timeshared};
 
 /// Claims on one GPU take turns at its state, and none of them waits for another GPU.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -39,7 +39,7 @@ const SLOW: u32 = 5;
 fn thirty_two() -> Vec<(u32, Given)> {
     let mut all = vec![
         (0, whole("x", 0)),
-        (6, partition("x", 6, "7g80gb-0")),
+        (6, capped_on("x", 6, "7g80gb-0", "10Gi", 10)),
         (7, whole("x", 7)),
     ];
     for _ in 0..6 {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::*;
-use crate::testing::{capped, timeshared};
+use crate::testing::timeshared;
 
 fn one_partition() -> serde_json::Value {
     claim("a", &[partition("x", 0, "1g10gb-6")])
@@ -60,6 +60,7 @@ async fn claims_of_each_tier_are_released_without_the_driver() {
         capped("x", 0, "1Gi", 10),
         timeshared("x", 0),
         partition("x", 0, "1g10gb-6"),
+        capped_on("x", 0, "3g40gb-4", "1Gi", 10),
     ] {
         let what = format!("{given:?}");
         let world = World::new();
