@@ -154,6 +154,12 @@ pub struct CappedPolicy {
     /// allocated through any other library is not counted.
     #[schemars(schema_with = "driver_capabilities_schema")]
     pub driver_capabilities: Vec<String>,
+    /// The MIG profiles of which partitions are offered in shares, too, as `nvidia-smi mig -lgip` names them; none where empty.
+    /// Each partition of such a profile is a device that several claims of the tier `capped` share; its shares are as those
+    /// of a GPU, with percent of the partition's time. The first share makes the partition, the last one removes it.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    #[schemars(schema_with = "profiles_schema")]
+    pub on_partitions: Vec<String>,
 }
 
 /// The names in `driverCapabilities`.
@@ -304,6 +310,7 @@ impl Default for CappedPolicy {
             untested_driver: UntestedDriver::Taint,
             on_bypass: OnBypass::Report,
             driver_capabilities: CAPPED_CAPABILITIES.map(str::to_owned).into(),
+            on_partitions: Vec::new(),
         }
     }
 }

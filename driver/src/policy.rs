@@ -126,8 +126,10 @@ pub enum PolicyProblem {
         problem: GpuUuidError,
     },
     /// Text that is not a MIG profile.
-    #[error("spec.partition.profiles[{index}] {problem}")]
+    #[error("{field}[{index}] {problem}")]
     Profile {
+        /// The list.
+        field: &'static str,
         /// Its place in the list.
         index: usize,
         /// Why.
@@ -366,14 +368,14 @@ impl TryFrom<&SharingPolicySpec> for Terms {
                 untested_driver: capped.untested_driver,
                 on_bypass: capped.on_bypass,
                 extra_capabilities: extra_capabilities(&capped.driver_capabilities)?,
-                on_partitions: BTreeSet::new(),
+                on_partitions: profiles("spec.capped.onPartitions", &capped.on_partitions)?,
             },
             concurrent_sharers: sharers(
                 "spec.concurrent.maxSharers",
                 spec.concurrent.max_sharers,
                 MOST_CLIENTS,
             )?,
-            profiles: profiles(&spec.partition.profiles)?,
+            profiles: profiles("spec.partition.profiles", &spec.partition.profiles)?,
             timeshared: TimesharedTerms {
                 max_sharers: sharers(
                     "spec.timeshared.maxSharers",
@@ -406,10 +408,14 @@ fn uuids(texts: &[String]) -> Result<BTreeSet<GpuUuid>, PolicyProblem> {
     texts.iter().enumerate().map(read).collect()
 }
 
-fn profiles(names: &[String]) -> Result<BTreeSet<Profile>, PolicyProblem> {
-    each_once("spec.partition.profiles", names)?;
+fn profiles(field: &'static str, names: &[String]) -> Result<BTreeSet<Profile>, PolicyProblem> {
+    each_once(field, names)?;
     let read = |(index, name): (usize, &String)| {
-        let problem = |problem| PolicyProblem::Profile { index, problem };
+        let problem = |problem| PolicyProblem::Profile {
+            field,
+            index,
+            problem,
+        };
         name.parse().map_err(problem)
     };
     names.iter().enumerate().map(read).collect()

@@ -7,12 +7,12 @@ use std::collections::BTreeMap;
 use k8s_openapi::api::resource::v1::{ResourceClaim, ResourceSlice};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestCaseError, TestRunner};
-use serde_json::json;
+use serde_json::{Value, json};
 use tranche_allocator_oracle::{Knowledge, Outcome, Scheduler, geometry};
 use tranche_api::names::DRIVER;
 use tranche_api::tier::Tier;
 use tranche_driver::claim::DeviceName;
-use tranche_driver::slices::{self, NodeInput};
+use tranche_driver::slices::{self, Content, NodeInput};
 use tranche_simulator_machine::mig::rules::{Placed, fits};
 use tranche_simulator_machine::mig::{GpuProfile, Model, ModelName};
 
@@ -28,7 +28,10 @@ const MODELS: [ModelName; 7] = [
     ModelName::RtxPro6000,
 ];
 
-/// The slices of a node with one GPU of a model in all tiers.
+/// The most shares of a GPU, or of a partition.
+const SHARERS: usize = 4;
+
+/// The slices of a node with one GPU of a model in all tiers, and all its partitions in shares, too.
 fn slices(model: &Model) -> Vec<ResourceSlice> {
     let policy = Policy {
         tiers: Tier::ALL.to_vec(),
@@ -41,6 +44,9 @@ fn slices(model: &Model) -> Vec<ResourceSlice> {
         default_cores: None,
         timeshared_sharers: 4,
     };
+    let mut policy = policy.object();
+    let profiles = model.profiles.iter().map(|it| it.name.to_owned());
+    policy.spec.capped.on_partitions = profiles.collect();
     let mut inventory = inventory(&[0]);
     inventory.mig_geometries = vec![geometry::of(model, &[inventory.gpus[0].uuid.clone()])];
     let plan = slices::plan(&NodeInput {
@@ -49,11 +55,17 @@ fn slices(model: &Model) -> Vec<ResourceSlice> {
         labels: &BTreeMap::new(),
         inventory: &inventory,
         withheld: &[],
-        policies: &[policy.object()],
+        policies: &[policy],
         retained: &[],
     })
     .unwrap();
     assert_eq!(plan.withheld, [], "{:?}", model.name);
+    for slice in &plan.slices {
+        if let Content::Devices(devices) = &slice.content {
+            // The API's limit for a slice whose devices consume counters.
+            assert!(devices.len() <= 64, "{:?}: {}", model.name, devices.len());
+        }
+    }
     let objects = plan.slices.iter().map(|slice| plan.object(slice, 1));
     objects.collect()
 }
@@ -65,8 +77,22 @@ enum Wanted {
     Profile(&'static GpuProfile),
     /// A partition with so many MiB at least.
     Memory(u64),
+    /// A share of a partition of a profile.
+    ShareOf(&'static GpuProfile),
     /// A tier of the whole GPU.
     Whole(Tier),
+}
+
+fn that(expression: &str) -> Value {
+    json!([{"cel": {"expression": expression}}])
+}
+
+fn of_profile(profile: &GpuProfile) -> Value {
+    let expression = format!(
+        "device.attributes[\"{DRIVER}\"].profile == \"{}\"",
+        profile.name
+    );
+    that(&expression)
 }
 
 impl Wanted {
@@ -74,7 +100,7 @@ impl Wanted {
         match self {
             Self::Profile(wanted) => wanted == profile,
             Self::Memory(mib) => profile.memory_mib >= mib,
-            Self::Whole(_) => false,
+            Self::ShareOf(_) | Self::Whole(_) => false,
         }
     }
 
@@ -82,16 +108,20 @@ impl Wanted {
         let partition = Tier::Partition.class_name();
         let request = match self {
             Self::Profile(profile) => {
-                let profile = profile.name;
-                let expression =
-                    format!("device.attributes[\"{DRIVER}\"].profile == \"{profile}\"");
-                json!({"deviceClassName": partition, "selectors": [{"cel": {"expression": expression}}]})
+                json!({"deviceClassName": partition, "selectors": of_profile(profile)})
+            }
+            Self::ShareOf(profile) => {
+                let class = Tier::Capped.class_name();
+                json!({"deviceClassName": class, "selectors": of_profile(profile)})
             }
             Self::Memory(mib) => {
                 let memory = format!("{mib}Mi");
                 json!({"deviceClassName": partition, "capacity": {"requests": {"memory": memory}}})
             }
-            Self::Whole(tier) => json!({"deviceClassName": tier.class_name()}),
+            Self::Whole(tier) => {
+                let whole = that(&format!("device.attributes[\"{DRIVER}\"].type == \"gpu\""));
+                json!({"deviceClassName": tier.class_name(), "selectors": whole})
+            }
         };
         serde_json::from_value(json!({
             "apiVersion": "resource.k8s.io/v1",
@@ -115,12 +145,10 @@ fn allocate(scheduler: &mut Scheduler, name: &str, wanted: Wanted) -> Option<Dev
 }
 
 fn placed(model: &'static Model, device: DeviceName) -> Option<Placed> {
-    let DeviceName::Partition { profile, start, .. } = device else {
-        return None;
-    };
-    let name = profile.to_string();
+    let place = device.place()?;
+    let name = place.profile.to_string();
     let profile = model.profiles.iter().find(|it| it.name == name).unwrap();
-    Some((profile, start.into()))
+    Some((profile, place.start.into()))
 }
 
 /// Whether what a claim got is right where these devices are held.
@@ -130,11 +158,19 @@ fn check(
     held: &[DeviceName],
     got: Option<DeviceName>,
 ) -> Result<(), String> {
-    let instances: Vec<Placed> = held.iter().filter_map(|it| placed(model, *it)).collect();
-    let is_whole = instances.len() < held.len();
+    let mut instances: Vec<Placed> = Vec::new();
+    for placed in held.iter().filter_map(|it| placed(model, *it)) {
+        if !instances.contains(&placed) {
+            instances.push(placed);
+        }
+    }
+    let is_whole = held.iter().any(|it| it.place().is_none());
+    if let Wanted::ShareOf(profile) = wanted {
+        return check_share(model, profile, held, &instances, got);
+    }
     if let Wanted::Whole(tier) = wanted {
-        let is_of_tier = |it: &DeviceName| it.tier() == tier;
-        let shared = tier.is_shared() && held.len() < 4 && held.iter().all(is_of_tier);
+        let is_of_tier = |it: &DeviceName| it.place().is_none() && it.tier() == tier;
+        let shared = tier.is_shared() && held.len() < SHARERS && held.iter().all(is_of_tier);
         let expected = (held.is_empty() || shared).then_some(tier);
         return match got.map(DeviceName::tier) {
             got if got == expected => Ok(()),
@@ -148,11 +184,44 @@ fn check(
         .filter(|(it, start)| !is_whole && fits(model, &instances, it, *start))
         .collect();
     let least = possible.iter().map(|(it, _)| it.memory_mib).min();
+    if got.is_some_and(|it| it.tier() != Tier::Partition) {
+        return Err(format!("{got:?} is no partition"));
+    }
     match got.and_then(|device| placed(model, device)) {
         None if got.is_none() && possible.is_empty() => Ok(()),
         Some(got) if possible.contains(&got) && Some(got.0.memory_mib) == least => Ok(()),
         _ => Err(format!("{got:?}, possible is {possible:?}")),
     }
+}
+
+/// The same for a share of a partition: the first in order that has room for one, or that can be made.
+fn check_share(
+    model: &'static Model,
+    profile: &'static GpuProfile,
+    held: &[DeviceName],
+    instances: &[Placed],
+    got: Option<DeviceName>,
+) -> Result<(), String> {
+    let is_whole = held.iter().any(|it| it.place().is_none());
+    let has_room = |start: u32| {
+        let at = (profile, start);
+        let there: Vec<_> = held
+            .iter()
+            .filter(|it| placed(model, **it) == Some(at))
+            .collect();
+        match there.len() {
+            0 => !is_whole && fits(model, instances, profile, start),
+            sharers => sharers < SHARERS && there.iter().all(|it| it.tier() == Tier::Capped),
+        }
+    };
+    let starts = profile.starts.iter().copied();
+    let expected = starts.filter(|start| has_room(*start)).max();
+    let got_start = got.and_then(|it| placed(model, it)).map(|it| it.1);
+    let is_share = got.is_none_or(|it| it.tier() == Tier::Capped && it.place().is_some());
+    if is_share && got_start == expected {
+        return Ok(());
+    }
+    Err(format!("{got:?}, promised a share at {expected:?}"))
 }
 
 #[test]
@@ -192,12 +261,12 @@ enum Event {
 enum Kind {
     Profile,
     Memory,
+    ShareOf,
     Whole,
 }
 
 fn any_event() -> impl Strategy<Value = Event> {
-    let kind =
-        prop_oneof![6 => Just(Kind::Profile), 3 => Just(Kind::Memory), 1 => Just(Kind::Whole)];
+    let kind = prop_oneof![6 => Just(Kind::Profile), 3 => Just(Kind::Memory), 5 => Just(Kind::ShareOf), 1 => Just(Kind::Whole)];
     prop_oneof![
         3 => (any::<prop::sample::Index>(), kind).prop_map(|(which, kind)| Event::Start(which, kind)),
         2 => any::<prop::sample::Index>().prop_map(Event::End),
@@ -208,6 +277,7 @@ fn wanted(model: &'static Model, which: prop::sample::Index, kind: Kind) -> Want
     let profile = which.get(model.profiles);
     match kind {
         Kind::Profile => Wanted::Profile(profile),
+        Kind::ShareOf => Wanted::ShareOf(profile),
         // As much as the profile has, and a little more.
         Kind::Memory => Wanted::Memory(profile.memory_mib + u64::from(which.index(2) == 1)),
         Kind::Whole => {

@@ -3,6 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use crate::claim::DeviceName;
 use k8s_openapi::api::resource::v1::{
     Counter, Device, DeviceAttribute, DeviceCapacity, ResourceSlice,
 };
@@ -168,12 +169,9 @@ fn check_counters(device: &Device, sets: &BTreeMap<String, BTreeMap<String, Quan
         }
         let is_whole = |(name, counter): (&String, &Counter)| amount(&counter.value) == set[name];
         let takes_all = entry.counters.len() == set.len() && entry.counters.iter().all(is_whole);
-        // A partition takes its part. Every other device takes all of its GPU, so that no two of them go together.
-        assert!(
-            takes_all || device.name.contains("-mig-"),
-            "{}",
-            device.name
-        );
+        // A partition, shared or not, takes its part. Every other device takes all of its GPU, so that no two of them go together.
+        let name: DeviceName = device.name.parse().unwrap();
+        assert!(takes_all || name.place().is_some(), "{name}");
     }
 }
 

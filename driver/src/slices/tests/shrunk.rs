@@ -25,10 +25,14 @@ fn two_h100() -> Inventory {
     inventory
 }
 
-fn offering(tiers: &[Tier], profiles: &[String]) -> [SharingPolicy; 1] {
+fn offering(tiers: &[Tier], profiles: &[String], shared: &[String]) -> [SharingPolicy; 1] {
     [policy(
         "p",
-        &json!({"tiers": tiers, "partition": {"profiles": profiles}}),
+        &json!({
+            "tiers": tiers,
+            "capped": {"onPartitions": shared},
+            "partition": {"profiles": profiles},
+        }),
     )]
 }
 
@@ -66,10 +70,7 @@ fn fits_beside(held: &Device, device: &Device, sets: &BTreeMap<String, CounterSe
 }
 
 fn place(device: &Device) -> Option<Place> {
-    match device.name.parse().unwrap() {
-        DeviceName::Partition { start, profile, .. } => Some(Place { start, profile }),
-        _ => None,
-    }
+    device.name.parse::<DeviceName>().unwrap().place()
 }
 
 /// Whether a GPU can have both at once.
@@ -101,15 +102,16 @@ proptest! {
         which in any::<prop::sample::Index>(),
         tiers in any_subset(Tier::ALL.to_vec()),
         profiles in any_subset(all_profiles()),
+        shared in any_subset(all_profiles()),
     ) {
         prop_assume!(!tiers.is_empty());
         let node = two_h100();
         let geometry = Geometry::read(&node.mig_geometries[0]).unwrap();
-        let before = planned(&node, &offering(&Tier::ALL, &[]));
+        let before = planned(&node, &offering(&Tier::ALL, &[], &all_profiles()));
         let before_devices = devices(&before);
         let held = which.get(&before_devices).clone();
 
-        let shrunk = offering(&tiers, &profiles);
+        let shrunk = offering(&tiers, &profiles, &shared);
         let offered = planned(&node, &shrunk);
         let after = replanned(&node, &shrunk, &[], std::slice::from_ref(&held));
 
@@ -147,7 +149,7 @@ proptest! {
 fn a_held_partition_whose_profile_is_no_longer_allowed_takes_its_slices() {
     let node = two_h100();
     let partitions = [Tier::Partition];
-    let before = devices(&planned(&node, &offering(&partitions, &[])));
+    let before = devices(&planned(&node, &offering(&partitions, &[], &[])));
     let is_held = |it: &Device| it.name == "gpu-00000000-mig-3g40gb-0";
     let held = before.into_iter().find(is_held).unwrap();
     for (tiers, fitting) in [
@@ -162,7 +164,7 @@ fn a_held_partition_whose_profile_is_no_longer_allowed_takes_its_slices() {
         ),
         (&[Tier::Capped, Tier::Exclusive], vec![]),
     ] {
-        let policies = offering(tiers, &["1g.10gb".to_owned()]);
+        let policies = offering(tiers, &["1g.10gb".to_owned()], &[]);
         let after = replanned(&node, &policies, &[], std::slice::from_ref(&held));
         let sets = counter_sets(&after);
         let published = devices(&after);
