@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use anyhow::Context;
-use k8s_openapi::api::resource::v1::ResourceSlice;
+use k8s_openapi::api::resource::v1::{Device, ResourceSlice};
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use kube::Client;
 use kube::api::{Api, DeleteParams, Patch, PatchParams};
@@ -54,6 +54,30 @@ pub async fn tiers(case: &Case, tiers: &[Tier]) -> anyhow::Result<()> {
     case.plugin()
         .slices(&what, wait::USUAL, |slices| {
             tiers.iter().all(|tier| offers(slices, tier)).then_some(())
+        })
+        .await
+}
+
+/// Offers all GPUs in these tiers, and partitions of these profiles in capped shares, until the test ends; waits until the test's
+/// node offers a shared partition.
+pub async fn shared_partitions(
+    case: &Case,
+    tiers: &[Tier],
+    profiles: &[&str],
+) -> anyhow::Result<()> {
+    let capped = json!({"onPartitions": profiles});
+    with_fields(case, "shared", &json!({"tiers": tiers, "capped": capped})).await?;
+    let is_shared = |device: &Device| {
+        let of = |name| text(device, name);
+        of(attribute::ISOLATION) == Some(Tier::Capped.as_str())
+            && of(attribute::TYPE) == Some("mig")
+    };
+    case.plugin()
+        .slices("shared partitions", wait::USUAL, |slices| {
+            let mut devices = slices
+                .values()
+                .flat_map(|it| it.spec.devices.iter().flatten());
+            devices.any(is_shared).then_some(())
         })
         .await
 }

@@ -27,6 +27,7 @@ mod release;
 mod rights;
 mod runtimes;
 mod scheduling;
+mod shared_partition;
 mod shares;
 mod upgrade;
 mod watchdog;

@@ -88,8 +88,9 @@ fn that(expression: &str) -> Value {
 }
 
 fn of_profile(profile: &GpuProfile) -> Value {
+    // A whole GPU has no profile, and a selector that names a missing attribute is an error.
     let expression = format!(
-        "device.attributes[\"{DRIVER}\"].profile == \"{}\"",
+        "device.attributes[\"{DRIVER}\"].type == \"mig\" && device.attributes[\"{DRIVER}\"].profile == \"{}\"",
         profile.name
     );
     that(&expression)
