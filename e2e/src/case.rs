@@ -1,7 +1,6 @@
-//! Runs one test alone on the cluster, and restores everything afterwards.
+//! Runs one test, alone on the cluster or alone on one of its nodes, and restores everything afterwards.
 
 use std::fmt;
-use std::fs::File;
 use std::panic::AssertUnwindSafe;
 use std::sync::{Mutex, PoisonError};
 
@@ -14,26 +13,37 @@ use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams, PostParams};
 use kube::runtime::watcher;
 use kube::{Client, Config, ResourceExt};
 use tranche_api::gpu_node::{Gpu, GpuNode};
-use tranche_api::names::{DRIVER, attribute};
+use tranche_api::names::{DRIVER, attribute, pool};
 
 use crate::namespace::Namespace;
 use crate::node::Node;
 use crate::system::{NodePlugin, text};
+use crate::turn::Turn;
 use crate::{diagnosis, wait};
 
-/// The cluster, used by one test at a time.
+/// The part of the cluster that a test uses alone.
 pub struct Case {
     /// A client with the administrator's rights.
     pub client: Client,
-    /// The node of the test's pods: the first one with GPUs, or the one that `TRANCHE_E2E_NODE` names.
+    /// The node of the test's pods: the first one with GPUs, or the one that `TRANCHE_E2E_NODE` names; of a test on one node,
+    /// the one that is free.
     pub node: Node,
     /// Its GPUs, by PCI address.
     pub gpus: Vec<Gpu>,
+    extent: Extent,
+    /// The other nodes with GPUs, if the test has the whole cluster.
     others: Vec<GpuNode>,
     suffix: String,
     namespaces: Mutex<Vec<(String, Until)>>,
     undos: Mutex<Vec<(String, Undo)>>,
-    _alone: File,
+    _turn: Turn,
+}
+
+/// What a test has for itself.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Extent {
+    Cluster,
+    Node,
 }
 
 /// How much of a namespace must be removed before the test ends.
@@ -58,11 +68,24 @@ impl fmt::Debug for Case {
 /// Runs a test alone on the cluster. Whether it passes or fails, its objects are removed, and
 /// afterwards the nodes must have no file of a claim.
 pub fn run(test: impl AsyncFnOnce(&Case) -> anyhow::Result<()>) -> anyhow::Result<()> {
+    within(Extent::Cluster, test)
+}
+
+/// Runs a test like [`run`], alone on one node, beside tests on the other nodes. Its pods run on this node, its policies are for
+/// the node's GPUs. It must not change or count anything that belongs to no node, nor measure times.
+pub fn run_on_a_node(test: impl AsyncFnOnce(&Case) -> anyhow::Result<()>) -> anyhow::Result<()> {
+    within(Extent::Node, test)
+}
+
+fn within(
+    extent: Extent,
+    test: impl AsyncFnOnce(&Case) -> anyhow::Result<()>,
+) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
         .build()?;
     runtime.block_on(async {
-        let case = Case::begin().await?;
+        let case = Case::begin(extent).await?;
         let outcome = AssertUnwindSafe(test(&case))
             .catch_unwind()
             .await
@@ -85,21 +108,31 @@ pub fn run(test: impl AsyncFnOnce(&Case) -> anyhow::Result<()>) -> anyhow::Resul
 }
 
 impl Case {
-    async fn begin() -> anyhow::Result<Self> {
+    async fn begin(extent: Extent) -> anyhow::Result<Self> {
         ensure!(
             std::env::var_os("KUBECONFIG").is_some_and(|path| !path.is_empty()),
             "KUBECONFIG is not set: the suite needs a cluster; run `make e2e`, or `make cluster-up` and `source target/cluster/env`"
         );
-        let lock = std::env::temp_dir().join("tranche-e2e.lock");
-        let alone = File::create(&lock).with_context(|| lock.display().to_string())?;
-        let alone = tokio::task::spawn_blocking(move || alone.lock().map(|()| alone)).await??;
         let config = Config::infer().await.context("reading KUBECONFIG")?;
         let client = Client::try_from(config)?;
-        unused(&client).await?;
-        let mut nodes = gpu_nodes(&client).await?.into_iter();
+        let (turn, name) = match extent {
+            Extent::Cluster => (Turn::on_the_cluster().await?, None),
+            Extent::Node => {
+                let names = names_for_one(&client).await?;
+                let (turn, index) = Turn::on_one_of(&names).await?;
+                (turn, Some(names[index].clone()))
+            }
+        };
+        unused(&client, name.as_deref()).await?;
+        // As they are now: the test before this one may have changed its node.
+        let mut nodes = gpu_nodes(&client).await?;
+        if let Some(name) = name {
+            nodes.retain(|node| node.name_any() == name);
+        }
+        let mut nodes = nodes.into_iter();
         let first = nodes.next().context("the cluster has no node with GPUs")?;
         let others: Vec<_> = nodes.collect();
-        // A run with another `TRANCHE_E2E_NODE` left it cordoned.
+        // Another test left it cordoned.
         schedulable(&client, &first.name_any(), true).await?;
         for other in &others {
             schedulable(&client, &other.name_any(), false).await?;
@@ -109,11 +142,12 @@ impl Case {
             client,
             node: Node::new(first.name_any()),
             gpus: gpus(&first)?,
+            extent,
             others,
             suffix: unique[..6].to_owned(),
             namespaces: Mutex::default(),
             undos: Mutex::default(),
-            _alone: alone,
+            _turn: turn,
         })
     }
 
@@ -135,6 +169,10 @@ impl Case {
 
     /// Lets pods onto a second node with GPUs until the test ends.
     pub async fn second_node(&self) -> anyhow::Result<(Node, Vec<Gpu>)> {
+        ensure!(
+            self.extent == Extent::Cluster,
+            "a test on one node has no second one: call `run` instead of `run_on_a_node`"
+        );
         let second = self.others.first().context(
             "the test needs two nodes with GPUs: bring the cluster up with WORKERS=2, as `make e2e` does",
         )?;
@@ -147,6 +185,13 @@ impl Case {
         Ok((Node::new(name), gpus(second)?))
     }
 
+    /// The GPUs that the test's policies are for: all, or those of its only node.
+    #[must_use]
+    pub(crate) fn policy_gpus(&self) -> Option<Vec<&str>> {
+        let uuids = || self.gpus.iter().map(|gpu| gpu.uuid.as_str()).collect();
+        (self.extent == Extent::Node).then(uuids)
+    }
+
     /// Makes a namespace that is removed after the test.
     pub async fn namespace(&self, name: &str) -> anyhow::Result<Namespace> {
         let name = format!("e2e-{name}-{}", self.suffix);
@@ -157,7 +202,11 @@ impl Case {
             .await
             .with_context(|| format!("creating the namespace {name}"))?;
         self.remember(&name, Until::Emptied);
-        Ok(Namespace::new(self.client.clone(), name))
+        let namespace = Namespace::new(self.client.clone(), name);
+        Ok(match self.extent {
+            Extent::Cluster => namespace,
+            Extent::Node => namespace.on_node(self.node.name()),
+        })
     }
 
     /// Removes the namespace `name`, which is made elsewhere, after the test.
@@ -277,9 +326,9 @@ async fn remove(client: &Client, name: &str, until: Until) -> anyhow::Result<()>
     }
 }
 
-/// Nothing else may hold GPUs, because many tests depend on the last free one. Waits for claims that
+/// Nothing else may hold GPUs, or those of `node`, because many tests depend on the last free one. Waits for claims that
 /// are being deleted.
-async fn unused(client: &Client) -> anyhow::Result<()> {
+async fn unused(client: &Client, node: Option<&str>) -> anyhow::Result<()> {
     let claims: Api<ResourceClaim> = Api::all(client.clone());
     claims
         .list(&ListParams::default().limit(1))
@@ -287,7 +336,7 @@ async fn unused(client: &Client) -> anyhow::Result<()> {
         .context("the cluster of KUBECONFIG does not answer")?;
     let any = watcher::Config::default();
     wait::for_all(claims, any, "no claimed GPU", wait::USUAL, |claims| {
-        let held = || claims.values().filter(|claim| is_ours(claim));
+        let held = || claims.values().filter(|claim| holds(claim, node));
         let staying: Vec<_> = held()
             .filter(|claim| claim.metadata.deletion_timestamp.is_none())
             .map(|claim| format!("{}/{}", claim.namespace().unwrap_or_default(), claim.name_any()))
@@ -304,7 +353,8 @@ async fn unused(client: &Client) -> anyhow::Result<()> {
     .await?
 }
 
-fn is_ours(claim: &ResourceClaim) -> bool {
+/// Whether the claim has devices of ours, on `node` if one is named.
+fn holds(claim: &ResourceClaim, node: Option<&str>) -> bool {
     claim
         .status
         .iter()
@@ -312,7 +362,17 @@ fn is_ours(claim: &ResourceClaim) -> bool {
         .flat_map(|allocation| &allocation.devices)
         .flat_map(|devices| &devices.results)
         .flatten()
-        .any(|result| result.driver == DRIVER)
+        .any(|result| result.driver == DRIVER && node.is_none_or(|node| result.pool == pool(node)))
+}
+
+/// The nodes that a test on one node can have: the one that `TRANCHE_E2E_NODE` names, or all.
+async fn names_for_one(client: &Client) -> anyhow::Result<Vec<String>> {
+    if let Ok(wanted) = std::env::var("TRANCHE_E2E_NODE") {
+        return Ok(vec![wanted]);
+    }
+    let nodes = gpu_nodes(client).await?;
+    ensure!(!nodes.is_empty(), "the cluster has no node with GPUs");
+    Ok(nodes.iter().map(ResourceExt::name_any).collect())
 }
 
 /// The nodes with GPUs, by name, the one that `TRANCHE_E2E_NODE` names first.

@@ -1,14 +1,14 @@
 //! The library of the end-to-end suite.
 //!
 //! ```text
-//!  case::run ─► Case: alone on the cluster ─► Namespace ─► claims, Pods ─► exec, workload
-//!      │                      └─► Node: the machine, through the container engine
+//!  case::run ─► turn ─► Case: alone on the cluster, or on a node ─► Namespace ─► claims, Pods ─► exec, workload
+//!      │                                         └─► Node: the machine, through the container engine
 //!      └─ afterwards: diagnosis if it failed, everything removed, a check that nothing is left
 //! ```
 //!
 //! The tests are in `tests/suite/`, a file for each subject. They need the cluster of `make
-//! cluster-up`, by `KUBECONFIG`, and exclusive use of its GPUs: one test runs at a time. Tests wait
-//! by watches and do not sleep.
+//! cluster-up`, by `KUBECONFIG`, and exclusive use of its GPUs. A test runs alone, or beside tests that use other nodes
+//! (`run_on_a_node`). Tests wait by watches and do not sleep.
 #![forbid(unsafe_code)]
 
 pub mod case;
@@ -21,11 +21,12 @@ pub mod policy;
 pub mod request;
 pub mod system;
 pub mod tool;
+mod turn;
 pub mod version;
 pub mod wait;
 pub mod workload;
 
-pub use case::{Case, run};
+pub use case::{Case, run, run_on_a_node};
 pub use namespace::Namespace;
 pub use pod::PodHandle;
 pub use request::Request;

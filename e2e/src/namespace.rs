@@ -20,6 +20,7 @@ pub const IDLE: [&str; 3] = ["sh", "-c", "trap exit TERM; sleep infinity & wait"
 pub struct Namespace {
     client: Client,
     name: String,
+    node: Option<String>,
 }
 
 impl fmt::Debug for Namespace {
@@ -39,7 +40,17 @@ pub enum Source<'a> {
 
 impl Namespace {
     pub(crate) fn new(client: Client, name: String) -> Self {
-        Self { client, name }
+        Self {
+            client,
+            name,
+            node: None,
+        }
+    }
+
+    /// Its pods run on this node.
+    pub(crate) fn on_node(mut self, node: &str) -> Self {
+        self.node = Some(node.to_owned());
+        self
     }
 
     /// Its name.
@@ -91,7 +102,10 @@ impl Namespace {
     }
 
     /// Makes a pod of a manifest.
-    pub async fn pod_from(&self, manifest: Value) -> anyhow::Result<PodHandle> {
+    pub async fn pod_from(&self, mut manifest: Value) -> anyhow::Result<PodHandle> {
+        if let Some(node) = &self.node {
+            manifest["spec"]["nodeSelector"]["kubernetes.io/hostname"] = json!(node);
+        }
         let pod: Pod = serde_json::from_value(manifest)?;
         let name = pod.metadata.name.clone().unwrap_or_default();
         self.pods()

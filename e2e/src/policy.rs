@@ -17,14 +17,18 @@ use tranche_api::tier::Tier;
 use crate::system::{NodePlugin, complete, text};
 use crate::{Case, wait};
 
-/// Creates a policy for all GPUs that comes before the chart's own, with these fields of its spec.
-async fn create(client: &Client, name: &str, fields: &Value) -> anyhow::Result<Api<SharingPolicy>> {
-    let policies: Api<SharingPolicy> = Api::all(client.clone());
+/// Creates a policy that comes before the chart's own, with these fields of its spec: for all GPUs, or for those of the test's
+/// only node.
+async fn create(case: &Case, name: &str, fields: &Value) -> anyhow::Result<Api<SharingPolicy>> {
+    let policies: Api<SharingPolicy> = Api::all(case.client.clone());
     let mut manifest = json!({
         "apiVersion": "gpu.tranche.dev/v1alpha1", "kind": "SharingPolicy",
         "metadata": {"name": name},
         "spec": {"priority": 1000, "tiers": ["exclusive", "capped", "timeshared"]},
     });
+    if let Some(uuids) = case.policy_gpus() {
+        manifest["spec"]["uuids"] = json!(uuids);
+    }
     for (field, value) in fields.as_object().into_iter().flatten() {
         manifest["spec"][field] = value.clone();
     }
@@ -35,12 +39,12 @@ async fn create(client: &Client, name: &str, fields: &Value) -> anyhow::Result<A
     Ok(policies)
 }
 
-/// Applies a policy for all GPUs with these terms for capped shares until the test ends; returns its name.
+/// Applies a policy with these terms for capped shares until the test ends; returns its name.
 pub async fn apply(case: &Case, name: &str, capped: &Value) -> anyhow::Result<String> {
     with_fields(case, name, &json!({"capped": capped})).await
 }
 
-/// Offers all GPUs in these tiers, until the test ends, and waits until the test's node offers them.
+/// Offers the GPUs in these tiers, until the test ends, and waits until the test's node offers them.
 pub async fn tiers(case: &Case, tiers: &[Tier]) -> anyhow::Result<()> {
     with_fields(case, "tiers", &json!({"tiers": tiers})).await?;
     let offers = |slices: &BTreeMap<String, ResourceSlice>, tier: &Tier| {
@@ -58,7 +62,7 @@ pub async fn tiers(case: &Case, tiers: &[Tier]) -> anyhow::Result<()> {
         .await
 }
 
-/// Offers all GPUs in these tiers, and partitions of these profiles in capped shares, until the test ends; waits until the test's
+/// Offers the GPUs in these tiers, and partitions of these profiles in capped shares, until the test ends; waits until the test's
 /// node offers a shared partition.
 pub async fn shared_partitions(
     case: &Case,
@@ -82,7 +86,7 @@ pub async fn shared_partitions(
         .await
 }
 
-/// Applies a policy for all GPUs with this length of time slices until the test ends, and waits until the test's node
+/// Applies a policy with this length of time slices until the test ends, and waits until the test's node
 /// knows it.
 pub async fn interval(case: &Case, interval: Interval) -> anyhow::Result<()> {
     with_fields(
@@ -99,7 +103,7 @@ pub async fn interval(case: &Case, interval: Interval) -> anyhow::Result<()> {
 
 async fn with_fields(case: &Case, name: &str, fields: &Value) -> anyhow::Result<String> {
     let name = case.unique(name);
-    let policies = create(&case.client, &name, fields).await?;
+    let policies = create(case, &name, fields).await?;
     let created = name.clone();
     case.afterwards("the sharing policy", async move {
         policies.delete(&created, &DeleteParams::default()).await?;
@@ -130,7 +134,7 @@ pub async fn asked(
 pub async fn offer(case: &Case, most: u32, expected: u32) -> anyhow::Result<()> {
     let name = case.unique("offer");
     let capped = json!({"maxSharers": most, "expectedSharers": expected});
-    let policies = create(&case.client, &name, &json!({"capped": capped})).await?;
+    let policies = create(case, &name, &json!({"capped": capped})).await?;
     let (plugin, default) = (case.plugin(), most_shares(&case.client).await?);
     case.afterwards("the sharing policy", async move {
         policies.delete(&name, &DeleteParams::default()).await?;

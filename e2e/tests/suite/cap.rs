@@ -1,7 +1,7 @@
 //! The cap holds for every way in which a tenant's program uses the driver API.
 
 use anyhow::ensure;
-use tranche_e2e::{Case, Request, run, workload};
+use tranche_e2e::{Case, Request, run_on_a_node, workload};
 
 const GI: u64 = 1 << 30;
 const LIMIT: u64 = 3 * GI;
@@ -14,7 +14,7 @@ fn share() -> Request {
 
 #[test]
 fn plain_async_and_managed_memory_are_refused_at_the_cap() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let pod = case.namespace("ways").await?.idle("pod", &share()).await?;
         pod.started().await?;
         for way in ["device", "async", "managed"] {
@@ -38,7 +38,7 @@ fn plain_async_and_managed_memory_are_refused_at_the_cap() -> anyhow::Result<()>
 
 #[test]
 fn no_environment_changes_the_cap() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let pod = case.namespace("env").await?.idle("pod", &share()).await?;
         pod.started().await?;
         let environment = pod.stdout(&["env"]).await?;
@@ -78,7 +78,7 @@ fn no_environment_changes_the_cap() -> anyhow::Result<()> {
 
 #[test]
 fn the_pages_cannot_be_changed_from_inside() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let pod = case.namespace("pages").await?.idle("pod", &share()).await?;
         pod.started().await?;
         let attempt = "
@@ -98,7 +98,7 @@ fn the_pages_cannot_be_changed_from_inside() -> anyhow::Result<()> {
 
 #[test]
 fn processes_of_a_share_have_one_account_and_the_dead_give_back() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let pod = case
             .namespace("account")
             .await?

@@ -2,7 +2,7 @@
 
 use anyhow::ensure;
 use serde_json::json;
-use tranche_e2e::{Case, PodHandle, Request, policy, run, wait};
+use tranche_e2e::{Case, PodHandle, Request, policy, run_on_a_node, wait};
 
 const FOLDER: &str = "/usr/lib/x86_64-linux-gnu";
 
@@ -43,7 +43,7 @@ async fn add_encoder(case: &Case) -> anyhow::Result<()> {
 
 #[test]
 fn a_policy_names_the_libraries_of_new_capped_claims() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         add_encoder(case).await?;
         let namespace = case.namespace("capabilities").await?;
         let gpu = &case.gpus[0];

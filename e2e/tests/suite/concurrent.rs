@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::ensure;
 use tranche_api::tier::Tier;
 use tranche_e2e::node::PLUGIN_DIR;
-use tranche_e2e::{Case, Request, policy, run, wait, workload};
+use tranche_e2e::{Case, Request, policy, run_on_a_node, wait, workload};
 
 const GIB: u64 = 1 << 30;
 
@@ -46,7 +46,7 @@ async fn restored(case: &Case, gpu: &str) -> anyhow::Result<()> {
 
 #[test]
 fn claims_of_two_namespaces_share_a_gpus_daemon_until_the_last_ends() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         policy::tiers(case, &[Tier::Concurrent, Tier::Exclusive]).await?;
         let gpu = case.gpus[0].uuid.as_str();
         let mut pods = Vec::new();
@@ -109,7 +109,7 @@ fn claims_of_two_namespaces_share_a_gpus_daemon_until_the_last_ends() -> anyhow:
 /// MPS limits each process, the shim their sum.
 #[test]
 fn the_processes_of_a_claim_have_its_memory_together() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         policy::tiers(case, &[Tier::Concurrent]).await?;
         let namespace = case.namespace("sum").await?;
         let request = Request::concurrent("8Gi", "50");
@@ -130,7 +130,7 @@ fn the_processes_of_a_claim_have_its_memory_together() -> anyhow::Result<()> {
 
 #[test]
 fn a_killed_daemon_fails_its_clients_visibly_and_serves_new_ones() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         policy::tiers(case, &[Tier::Concurrent]).await?;
         let gpu = case.gpus[0].uuid.as_str();
         let namespace = case.namespace("killed").await?;
@@ -178,7 +178,7 @@ fn a_killed_daemon_fails_its_clients_visibly_and_serves_new_ones() -> anyhow::Re
 /// Daemons live on while the plugin is away.
 #[test]
 fn a_killed_plugin_costs_clients_nothing() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         policy::tiers(case, &[Tier::Concurrent]).await?;
         let gpu = case.gpus[0].uuid.as_str();
         let namespace = case.namespace("plugin").await?;

@@ -13,7 +13,7 @@ use tranche_api::gpu_node::GpuNode;
 use tranche_api::names::{attribute, taint};
 use tranche_e2e::namespace::{IDLE, Source, manifest};
 use tranche_e2e::node::{LIBRARIES, Node};
-use tranche_e2e::{Case, Request, SYSTEM, run, system, wait, workload};
+use tranche_e2e::{Case, Request, SYSTEM, run_on_a_node, system, wait, workload};
 
 /// The time limit for a deleted GpuNode to return, and for a change of the driver to be detected.
 const SECONDS: Duration = Duration::from_secs(10);
@@ -54,7 +54,7 @@ async fn unload(case: &Case) -> anyhow::Result<String> {
 
 #[test]
 fn a_driver_that_goes_takes_its_devices_with_it_and_brings_them_back() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let plugin = case.plugin();
         let before = plugin.published().await?;
         let namespace = case.namespace("driver").await?;
@@ -149,7 +149,7 @@ fn a_driver_that_goes_takes_its_devices_with_it_and_brings_them_back() -> anyhow
 /// The plugin's own /dev is filled when its container starts and lacks the nodes of a driver that is loaded later.
 #[test]
 fn a_driver_that_is_loaded_after_the_plugin_started_is_found() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let plugin = case.plugin();
         plugin.published().await?;
         let back = "if [ -d /dev/away ]; then mv /dev/away/* /dev/; rmdir /dev/away; fi";
@@ -204,7 +204,7 @@ async fn until_version(client: &Client, node: &Node, version: &str) -> anyhow::R
 #[test]
 fn a_driver_that_returns_in_another_version_serves_the_claims_that_are_held() -> anyhow::Result<()>
 {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let plugin = case.plugin();
         plugin.published().await?;
         let namespace = case.namespace("other-driver").await?;
@@ -267,7 +267,7 @@ fn a_driver_that_returns_in_another_version_serves_the_claims_that_are_held() ->
 
 #[test]
 fn a_deleted_gpu_node_is_back_within_seconds_and_its_slices_stay() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let plugin = case.plugin();
         let before = plugin.published().await?;
         let old = plugin.gpu_node().await?;

@@ -2,7 +2,7 @@
 
 use anyhow::ensure;
 use tranche_api::sharing_policy::Interval;
-use tranche_e2e::{Case, PodHandle, Request, policy, run, wait};
+use tranche_e2e::{Case, PodHandle, Request, policy, run_on_a_node, wait};
 
 /// Checks that neither a file nor a process of the pod has the shim.
 async fn has_no_shim(pod: &PodHandle) -> anyhow::Result<()> {
@@ -25,7 +25,7 @@ async fn has_no_shim(pod: &PodHandle) -> anyhow::Result<()> {
 
 #[test]
 fn an_exclusive_pod_has_the_whole_gpu_and_no_shim() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let namespace = case.namespace("whole").await?;
         let pod = namespace.idle("pod", &Request::exclusive()).await?;
         pod.started().await?;
@@ -45,7 +45,7 @@ fn an_exclusive_pod_has_the_whole_gpu_and_no_shim() -> anyhow::Result<()> {
 
 #[test]
 fn timeshared_pods_have_the_same_gpu_and_no_shim() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let namespace = case.namespace("time").await?;
         let mut all = Vec::new();
         for name in ["one", "two"] {
@@ -62,7 +62,7 @@ fn timeshared_pods_have_the_same_gpu_and_no_shim() -> anyhow::Result<()> {
 /// By the real nvidia-smi, on the node.
 #[test]
 fn time_slices_have_the_policys_length_while_there_are_timeshared_shares() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let uuid = &case.gpus[0].uuid;
         let list = format!("nvidia-smi compute-policy -i {uuid} -l");
         let shown = async |length: &str| {

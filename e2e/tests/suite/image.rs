@@ -4,7 +4,7 @@
 use anyhow::ensure;
 use serde_json::json;
 use tranche_e2e::namespace::{IDLE, Source, manifest};
-use tranche_e2e::{Case, PodHandle, Request, run, workload};
+use tranche_e2e::{Case, PodHandle, Request, run, run_on_a_node, workload};
 
 const LIMIT: u64 = 3 << 30;
 
@@ -69,7 +69,7 @@ const COMPAT: &str = "/usr/local/cuda/compat";
 
 #[test]
 fn a_newer_libcuda_of_the_image_is_used_behind_the_shim() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let share = Request::capped("3Gi", "10");
         let pod = with_own_driver(case, &share, "compat", COMPAT, NEWER).await?;
         let filled = pod.fill(&[]).await?;
@@ -85,7 +85,7 @@ fn a_newer_libcuda_of_the_image_is_used_behind_the_shim() -> anyhow::Result<()> 
 
 #[test]
 fn a_newer_libcuda_of_the_image_is_found_first_in_an_exclusive_pod() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let pod = with_own_driver(case, &Request::exclusive(), "whole", COMPAT, NEWER).await?;
         // Without LD_LIBRARY_PATH it is found in the loader's cache.
         let maps = "

@@ -8,7 +8,7 @@ use kube::api::Api;
 use tranche_api::gpu_node::GpuNode;
 use tranche_e2e::namespace::{IDLE, Source, manifest};
 use tranche_e2e::node::{MACHINE, kill_containers};
-use tranche_e2e::{Case, Request, run, system, wait, workload};
+use tranche_e2e::{Case, Request, run, run_on_a_node, system, wait, workload};
 
 /// The time limit from the plugin's registration to complete pools.
 const REPUBLISHED: Duration = Duration::from_secs(5);
@@ -111,7 +111,7 @@ const TRIED_AGAIN: Duration = Duration::from_mins(3);
 
 #[test]
 fn a_node_whose_gpus_come_up_in_another_order_gives_every_claim_its_own() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let namespace = case.namespace("boot").await?;
         let [first, second] = &case.gpus[..] else {
             anyhow::bail!("two GPUs, not {:?}", case.gpus);

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use anyhow::ensure;
 use futures::{StreamExt, TryStreamExt, stream};
-use tranche_e2e::{Case, Request, policy, run};
+use tranche_e2e::{Case, Request, policy, run_on_a_node};
 
 const PODS: usize = 40;
 const MI: u64 = 1 << 20;
@@ -16,7 +16,7 @@ const LAST: usize = AT_ONCE;
 
 #[test]
 fn forty_pods_of_random_sizes_each_see_their_own() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         policy::offer(case, 20, 20).await?;
         let namespaces = [case.namespace("even").await?, case.namespace("odd").await?];
         let seed = uuid::Uuid::new_v4().as_u128();

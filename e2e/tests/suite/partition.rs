@@ -5,7 +5,7 @@ use std::time::Duration;
 use anyhow::{Context, ensure};
 use serde_json::Value;
 use tranche_api::tier::Tier;
-use tranche_e2e::{Case, Request, policy, run, wait, workload};
+use tranche_e2e::{Case, Request, policy, run_on_a_node, wait, workload};
 
 const GIB: u64 = 1 << 30;
 
@@ -17,7 +17,7 @@ fn field<'a>(data: &'a Value, name: &str) -> anyhow::Result<&'a str> {
 
 #[test]
 fn a_claim_gets_its_partition_and_leaves_the_gpu_as_it_was() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         policy::tiers(case, &[Tier::Partition, Tier::Exclusive, Tier::Capped]).await?;
         let namespace = case.namespace("partition").await?;
         let small = namespace
@@ -82,7 +82,7 @@ fn a_claim_gets_its_partition_and_leaves_the_gpu_as_it_was() -> anyhow::Result<(
 
 #[test]
 fn a_partition_is_made_and_removed_beside_a_working_neighbour() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         policy::tiers(case, &[Tier::Partition]).await?;
         let namespace = case.namespace("beside").await?;
         let on = |profile: &str| {
@@ -122,7 +122,7 @@ fn a_partition_is_made_and_removed_beside_a_working_neighbour() -> anyhow::Resul
 /// What H100's geometry has room for runs; the rest waits, with a reason.
 #[test]
 fn layouts_that_the_geometry_forbids_wait() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         policy::tiers(case, &[Tier::Partition]).await?;
         let namespace = case.namespace("layout").await?;
         let on_first = |profile: &str| {
@@ -154,7 +154,7 @@ fn layouts_that_the_geometry_forbids_wait() -> anyhow::Result<()> {
 /// An administrator's instance is used as it is, and stays.
 #[test]
 fn an_administrators_partition_is_given_out_and_never_removed() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let gpu = &case.gpus[0];
         let node = case.node.clone();
         node.shell(&format!(
@@ -223,7 +223,7 @@ fn an_administrators_partition_is_given_out_and_never_removed() -> anyhow::Resul
 /// The plugin is killed while it makes a partition; the pod starts, and nothing is left afterwards.
 #[test]
 fn a_killed_plugin_finishes_the_partition_or_removes_it() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         policy::tiers(case, &[Tier::Partition]).await?;
         let namespace = case.namespace("killed").await?;
         let request = Request::profile("1g.10gb");

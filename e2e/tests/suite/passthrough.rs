@@ -7,7 +7,7 @@ use k8s_openapi::api::resource::v1::{Device, ResourceSlice};
 use tranche_api::gpu_node::Gpu;
 use tranche_api::names::attribute;
 use tranche_api::tier::Tier;
-use tranche_e2e::{Case, Request, policy, run, system, wait};
+use tranche_e2e::{Case, Request, policy, run_on_a_node, system, wait};
 
 /// The node's PCI devices, as the node plugin has them.
 const PCI: &str = "/run/nvidia-sim-pci/sys/bus/pci/devices";
@@ -43,7 +43,7 @@ async fn devices_of(case: &Case, tiers: &[Tier]) -> anyhow::Result<BTreeMap<Stri
 
 #[test]
 fn a_gpu_goes_to_a_virtual_machine_and_comes_back() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let (gpu, other) = (&case.gpus[0], &case.gpus[1]);
         let tiers = [Tier::Exclusive, Tier::Passthrough];
         policy::tiers(case, &tiers).await?;
@@ -148,7 +148,7 @@ fn iommu_group(devices: &BTreeMap<String, Device>, gpu: &Gpu) -> anyhow::Result<
 
 #[test]
 fn hard_and_any_take_no_gpu_of_a_virtual_machine() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         policy::tiers(case, &[Tier::Passthrough]).await?;
         devices_of(case, &[Tier::Passthrough]).await?;
         let namespace = case.namespace("classes").await?;

@@ -10,7 +10,7 @@ use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt;
 use kube::api::{Api, DeleteParams, Patch, PatchParams};
 use serde_json::json;
-use tranche_e2e::{Case, Request, SYSTEM, policy, run, system, wait, workload};
+use tranche_e2e::{Case, Request, SYSTEM, policy, run, run_on_a_node, system, wait, workload};
 
 const PODS: usize = 50;
 /// Enough for a burst on two cores, and for the kubelet's pause before it restarts a container.
@@ -39,7 +39,7 @@ fn renew_plugin(case: &Case) {
 
 #[test]
 fn killed_in_fifty_prepares_all_pods_start_and_nothing_is_left() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         renew_plugin(case);
         policy::offer(case, 32, 4).await?;
         let namespace = case.namespace("kill").await?;
@@ -90,7 +90,7 @@ fn killed_in_fifty_prepares_all_pods_start_and_nothing_is_left() -> anyhow::Resu
 
 #[test]
 fn killed_while_pods_run_and_end() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         renew_plugin(case);
         let namespace = case.namespace("killed").await?;
         let hold = workload::hold("2Gi");

@@ -7,7 +7,7 @@ use kube::api::{Api, DeleteParams, PostParams};
 use serde_json::{Value, json};
 use tranche_e2e::namespace::{IDLE, Source, manifest};
 use tranche_e2e::node::Node;
-use tranche_e2e::{Case, PodHandle, Request, run, workload};
+use tranche_e2e::{Case, PodHandle, Request, run, run_on_a_node, workload};
 
 const GI: u64 = 1 << 30;
 const LIMIT: u64 = 3 * GI;
@@ -61,7 +61,7 @@ fn restricted() -> Value {
 
 #[test]
 fn without_root_and_without_capabilities() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let pod = changed(case, "user", |spec| {
             spec["containers"][0]["securityContext"] = restricted();
         })
@@ -73,7 +73,7 @@ fn without_root_and_without_capabilities() -> anyhow::Result<()> {
 
 #[test]
 fn with_a_read_only_root_file_system() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let pod = changed(case, "read-only", |spec| {
             let mut context = restricted();
             context["readOnlyRootFilesystem"] = json!(true);
@@ -183,7 +183,7 @@ fn in_a_user_namespace_without_root_and_with_a_read_only_root() -> anyhow::Resul
 
 #[test]
 fn init_and_sidecar_containers_have_the_pods_share() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let pod = changed(case, "containers", |spec| {
             let container = |name: &str, script: &str| {
                 let mut container = spec["containers"][0].clone();
@@ -224,7 +224,7 @@ fn init_and_sidecar_containers_have_the_pods_share() -> anyhow::Result<()> {
 /// cache or configuration for it.
 #[test]
 fn without_a_shell_and_without_a_loaders_cache() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let pod = changed(case, "program", |spec| {
             let container = &mut spec["containers"][0];
             container["command"] = json!(workload::hold("1Gi"));

@@ -10,7 +10,7 @@ use tranche_api::sharing_policy::SharingPolicy;
 use tranche_e2e::namespace::{IDLE, Source};
 use tranche_e2e::node::PLUGIN_DIR;
 use tranche_e2e::request::with_parameters;
-use tranche_e2e::{Case, Namespace, Request, run};
+use tranche_e2e::{Case, Namespace, Request, run, run_on_a_node};
 
 fn parameters(rest: &Value) -> Value {
     let mut all = json!({"apiVersion": "gpu.tranche.dev/v1alpha1", "kind": "ShareConfig"});
@@ -168,7 +168,7 @@ fn a_wrong_share_config_that_got_in_shows_on_the_pod() -> anyhow::Result<()> {
 
 #[test]
 fn without_the_shim_no_capped_pod_starts() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let namespace = case.namespace("shim").await?;
         let file = format!("{PLUGIN_DIR}/lib/2/libcuda.so.1");
         let back = case.node.hide(Path::new(&file)).await?;
@@ -204,7 +204,7 @@ fn without_the_shim_no_capped_pod_starts() -> anyhow::Result<()> {
 
 #[test]
 fn without_its_page_a_container_gets_no_gpu() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let pod = case
             .namespace("page")
             .await?

@@ -5,14 +5,14 @@ use std::time::Duration;
 use anyhow::ensure;
 use kube::api::DeleteParams;
 use tranche_e2e::namespace::{IDLE, Source};
-use tranche_e2e::{Case, Request, run, wait, workload};
+use tranche_e2e::{Case, Request, run_on_a_node, wait, workload};
 
 /// The time limit until another pod gets the share of a pod that was deleted by force.
 const SUCCEEDED: Duration = Duration::from_secs(30);
 
 #[test]
 fn a_pod_deleted_by_force_frees_its_share() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let namespace = case.namespace("force").await?;
         let gpu = case.gpus[0].uuid.as_str();
         // Holds memory and ignores SIGTERM, so it ends only when killed.
@@ -44,7 +44,7 @@ fn a_pod_deleted_by_force_frees_its_share() -> anyhow::Result<()> {
 
 #[test]
 fn a_claim_of_the_same_name_is_another_claim() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let namespace = case.namespace("name").await?;
         for memory in ["2Gi", "4Gi"] {
             namespace
@@ -81,7 +81,7 @@ fn a_claim_of_the_same_name_is_another_claim() -> anyhow::Result<()> {
 
 #[test]
 fn two_pods_of_one_claim_have_one_share() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let namespace = case.namespace("one").await?;
         namespace
             .claim("gpu", &Request::capped("4Gi", "10").spec())
@@ -112,7 +112,7 @@ fn two_pods_of_one_claim_have_one_share() -> anyhow::Result<()> {
 /// A tenant can write its account page: making it longer must not use up the node's memory.
 #[test]
 fn a_tenant_that_fills_its_account_page_takes_room_from_nobody() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let namespace = case.namespace("full").await?;
         let share = Request::capped("2Gi", "10").on(&case.gpus[0].uuid);
         let greedy = namespace.idle("greedy", &share).await?;

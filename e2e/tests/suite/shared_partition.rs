@@ -3,7 +3,7 @@
 use anyhow::{Context, ensure};
 use serde_json::Value;
 use tranche_api::tier::Tier;
-use tranche_e2e::{Case, Request, policy, run, wait, workload};
+use tranche_e2e::{Case, Request, policy, run_on_a_node, wait, workload};
 
 const GIB: u64 = 1 << 30;
 
@@ -15,7 +15,7 @@ fn field<'a>(data: &'a Value, name: &str) -> anyhow::Result<&'a str> {
 
 #[test]
 fn two_shares_of_a_partition_keep_their_caps_beside_another_partition() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let tiers = [Tier::Capped, Tier::Partition, Tier::Exclusive];
         policy::shared_partitions(case, &tiers, &["3g.40gb"]).await?;
         let namespace = case.namespace("shared").await?;

@@ -4,7 +4,7 @@ use anyhow::{Context, ensure};
 use k8s_openapi::api::resource::v1::AllocatedDeviceStatus;
 use tranche_e2e::namespace::{IDLE, Source, manifest};
 use tranche_e2e::request::{apart, spec};
-use tranche_e2e::{Case, PodHandle, Request, run, wait, workload};
+use tranche_e2e::{Case, PodHandle, Request, run_on_a_node, wait, workload};
 
 const GI: u64 = 1 << 30;
 const MI: u64 = 1 << 20;
@@ -44,7 +44,7 @@ async fn sees_exactly(pod: &PodHandle, expected: &[(&str, u64)]) -> anyhow::Resu
 
 #[test]
 fn two_namespaces_share_one_gpu() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let (a, b) = tokio::try_join!(case.namespace("a"), case.namespace("b"))?;
         let small = a.idle("small", &Request::capped("20Gi", "25")).await?;
         small.started().await?;
@@ -81,7 +81,7 @@ fn two_namespaces_share_one_gpu() -> anyhow::Result<()> {
 
 #[test]
 fn two_shares_on_two_gpus_keep_their_own_caps_in_any_order() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let namespace = case.namespace("two").await?;
         let [one, two] = [&case.gpus[0].uuid, &case.gpus[1].uuid];
         let (small, large) = (Request::capped("5Gi", "10"), Request::capped("9Gi", "20"));
@@ -123,7 +123,7 @@ fn two_shares_on_two_gpus_keep_their_own_caps_in_any_order() -> anyhow::Result<(
 
 #[test]
 fn two_shares_of_one_gpu_in_one_container_add_up() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let namespace = case.namespace("sum").await?;
         let gpu = case.gpus[0].uuid.as_str();
         let requests = [
@@ -147,7 +147,7 @@ fn two_shares_of_one_gpu_in_one_container_add_up() -> anyhow::Result<()> {
 
 #[test]
 fn containers_of_a_pod_get_their_own_requests() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let namespace = case.namespace("containers").await?;
         let gpu = case.gpus[0].uuid.as_str();
         let requests = [
@@ -178,7 +178,7 @@ fn containers_of_a_pod_get_their_own_requests() -> anyhow::Result<()> {
 
 #[test]
 fn in_a_container_with_two_tiers_each_device_has_its_own_limit() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let namespace = case.namespace("mixed").await?;
         let [one, two] = [case.gpus[0].uuid.as_str(), case.gpus[1].uuid.as_str()];
         let requests = [
@@ -213,7 +213,7 @@ fn in_a_container_with_two_tiers_each_device_has_its_own_limit() -> anyhow::Resu
 
 #[test]
 fn the_claims_status_shows_what_it_got() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let namespace = case.namespace("status").await?;
         let pod = namespace.idle("pod", &Request::capped("7Gi", "30")).await?;
         pod.started().await?;

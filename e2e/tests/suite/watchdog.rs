@@ -7,7 +7,7 @@ use k8s_openapi::api::events::v1::Event;
 use kube::api::{Api, ListParams};
 use serde_json::json;
 use tranche_api::gpu_node::Gpu;
-use tranche_e2e::{Case, PodHandle, Request, policy, run, wait};
+use tranche_e2e::{Case, PodHandle, Request, policy, run, run_on_a_node, wait};
 
 /// Two samples of a second each; the rest is for a busy machine.
 const NAMED: Duration = Duration::from_secs(10);
@@ -48,7 +48,7 @@ async fn is_named(case: &Case, pod: &PodHandle, namespace: &str, gpu: &Gpu) -> a
 
 #[test]
 fn a_copied_libcuda_is_named_on_its_pod_and_by_policy_ended() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let namespace = case.namespace("watchdog").await?;
         let gpu = &case.gpus[0];
         let share = Request::capped("4Gi", "25").on(&gpu.uuid);
@@ -98,7 +98,7 @@ fn a_copied_libcuda_is_named_on_a_pod_of_the_second_node() -> anyhow::Result<()>
 
 #[test]
 fn a_share_filled_to_its_cap_is_left_alone() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let namespace = case.namespace("watched").await?;
         let share = Request::capped("4Gi", "25").on(&case.gpus[0].uuid);
         let pod = namespace.idle("pod", &share).await?;

@@ -8,7 +8,7 @@ use k8s_openapi::api::resource::v1::ResourceClaim;
 use tokio::process::Command;
 use tranche_api::names::DRIVER;
 use tranche_e2e::namespace::{IDLE, Source};
-use tranche_e2e::{Case, Namespace, Request, run, wait};
+use tranche_e2e::{Case, Namespace, Request, run_on_a_node, wait};
 
 const PAGE: &str = include_str!("../../../docs/who-has-what.md");
 
@@ -38,7 +38,7 @@ async fn output(command: &str) -> anyhow::Result<String> {
 
 #[test]
 fn the_commands_of_the_page_find_devices_by_pod_and_pods_by_gpu() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let namespace = case.namespace("who").await?;
         let uuids = [&case.gpus[0].uuid, &case.gpus[1].uuid];
         for (name, uuid) in ["one", "two"].into_iter().zip(uuids) {
@@ -128,7 +128,7 @@ async fn comes_and_goes(namespace: &Namespace, claim: &str) -> anyhow::Result<()
 
 #[test]
 fn a_claims_status_is_never_that_of_an_earlier_share() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let namespace = case.namespace("status").await?;
         let names: Vec<_> = (0..CLAIMS).map(|nth| format!("claim-{nth}")).collect();
         for name in &names {

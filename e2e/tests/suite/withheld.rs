@@ -14,7 +14,7 @@ use tranche_api::gpu_node::GpuNode;
 use tranche_api::names::{DRIVER, pool};
 use tranche_e2e::namespace::{IDLE, Source, manifest};
 use tranche_e2e::node::Node;
-use tranche_e2e::{Case, Request, run, wait};
+use tranche_e2e::{Case, Request, run_on_a_node, wait};
 
 /// The time limit until another system, and its end, is detected.
 const NOTICED: Duration = Duration::from_secs(20);
@@ -22,7 +22,7 @@ const NOTICED: Duration = Duration::from_secs(20);
 /// A scheduler that ignores shared counters allocates a share and the whole of one GPU to two pods.
 #[test]
 fn a_gpu_that_an_allocator_gave_away_twice_is_prepared_once() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let namespace = case.namespace("twice").await?;
         let uuid = &case.gpus[0].uuid;
         let share = namespace
@@ -65,7 +65,7 @@ fn a_gpu_that_an_allocator_gave_away_twice_is_prepared_once() -> anyhow::Result<
 /// slices that name the node's first GPU.
 #[test]
 fn a_gpu_of_nvidias_dra_driver_is_withheld_until_that_driver_ends() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let node = case.node.name().to_owned();
         let uuid = case.gpus[0].uuid.clone();
         let api: Api<ResourceSlice> = Api::all(case.client.clone());
@@ -195,7 +195,7 @@ async fn costs_its_own_devices(
 
 #[test]
 fn a_gpu_that_falls_off_the_bus_costs_its_own_devices() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         costs_its_own_devices(case, "lost", "GpuLost", async |node, uuid| {
             node.lose_gpu(uuid).await
         })
@@ -205,7 +205,7 @@ fn a_gpu_that_falls_off_the_bus_costs_its_own_devices() -> anyhow::Result<()> {
 
 #[test]
 fn a_gpu_that_is_switched_to_mig_mode_is_not_offered_whole() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         costs_its_own_devices(case, "mig", "MigMode", async |node, uuid| {
             node.enable_mig_mode(uuid).await
         })
@@ -216,7 +216,7 @@ fn a_gpu_that_is_switched_to_mig_mode_is_not_offered_whole() -> anyhow::Result<(
 /// NVIDIA's own device plugin, as it comes: it registers with the kubelet and advertises all GPUs of the node.
 #[test]
 fn gpus_of_nvidias_device_plugin_are_withheld_until_it_ends() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let stop = "if [ -e /run/peer.pid ]; then kill $(cat /run/peer.pid) || true; rm -f /run/peer.pid; fi";
         let undo = case.node.clone();
         case.afterwards("NVIDIA's device plugin", async move {

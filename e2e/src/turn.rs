@@ -1,0 +1,67 @@
+//! Whose turn it is to use the cluster: one test alone, or one test on each node.
+//!
+//! The locks are files, so that they hold between several runs of the suite, and end with a process that is killed.
+
+use std::fs::{File, TryLockError};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::Context;
+
+/// Time between two looks at locked nodes: the lock of a file cannot be waited for together with that of another one.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// The right to use the cluster, or a node of it, until it is dropped.
+#[derive(Debug)]
+pub struct Turn {
+    _cluster: File,
+    _node: Option<File>,
+}
+
+impl Turn {
+    /// Waits for the whole cluster.
+    pub async fn on_the_cluster() -> anyhow::Result<Self> {
+        let cluster = tokio::task::spawn_blocking(|| cluster(File::lock)).await??;
+        Ok(Self {
+            _cluster: cluster,
+            _node: None,
+        })
+    }
+
+    /// Waits for one of the nodes of these names; returns its place among them.
+    pub async fn on_one_of(nodes: &[String]) -> anyhow::Result<(Self, usize)> {
+        let cluster = tokio::task::spawn_blocking(|| cluster(File::lock_shared)).await??;
+        loop {
+            for (index, name) in nodes.iter().enumerate() {
+                let node = open(name)?;
+                match node.try_lock() {
+                    Ok(()) => {
+                        let turn = Self {
+                            _cluster: cluster,
+                            _node: Some(node),
+                        };
+                        return Ok((turn, index));
+                    }
+                    Err(TryLockError::WouldBlock) => {}
+                    Err(TryLockError::Error(error)) => return Err(error).context(name.clone()),
+                }
+            }
+            tokio::time::sleep(LOOK).await;
+        }
+    }
+}
+
+/// Locks the cluster. Who waits for it keeps those that come later from passing: without that, a test that needs all of it
+/// would wait until no test is left that needs a node.
+fn cluster(lock: impl FnOnce(&File) -> std::io::Result<()>) -> anyhow::Result<File> {
+    let queue = open("queue")?;
+    queue.lock()?;
+    let cluster = open("cluster")?;
+    lock(&cluster)?;
+    Ok(cluster)
+}
+
+fn open(name: &str) -> anyhow::Result<File> {
+    let path: PathBuf = std::env::temp_dir().join(format!("tranche-e2e-{name}.lock"));
+    File::create(&path).with_context(|| path.display().to_string())
+}
