@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!  counter slices   one counter set per GPU, up to 8 sets a slice
-//!  GPU slices       one per GPU; each of its devices takes the whole set
+//!  GPU slices       one per GPU, and one more for every 64 of its devices: the most that the API allows
 //! ```
 //!
 //! So a GPU serves one tier at a time: the first allocation of any of its devices takes the
@@ -62,6 +62,9 @@ pub use names::NodeNameError;
 
 /// The most counter sets in one slice.
 const SETS_PER_SLICE: usize = 8;
+/// The most devices in one slice, where they consume counters
+/// (`ResourceSliceMaxDevicesWithTaintsOrConsumesCounters`).
+const DEVICES_PER_SLICE: usize = 64;
 
 /// Everything that the slices of a node depend on.
 #[derive(Clone, Copy, Debug)]
@@ -190,13 +193,13 @@ pub fn plan(node: &NodeInput<'_>) -> Result<SlicePlan, NodeNameError> {
         name: names::slice(Place::Counters(number), node.name, node.uid),
         content: Content::Counters(sets.to_vec()),
     });
-    let devices = pool
-        .devices
-        .into_iter()
-        .map(|(address, devices)| PlannedSlice {
-            name: names::slice(Place::Gpu(address), node.name, node.uid),
-            content: Content::Devices(devices),
-        });
+    let devices = pool.devices.iter().flat_map(|(&address, devices)| {
+        let parts = devices.chunks(DEVICES_PER_SLICE).enumerate();
+        parts.map(move |(part, devices)| PlannedSlice {
+            name: names::slice(Place::Gpu(address, part), node.name, node.uid),
+            content: Content::Devices(devices.to_vec()),
+        })
+    });
     Ok(SlicePlan {
         pool: vocabulary::pool(node.name),
         node: node.name.to_owned(),

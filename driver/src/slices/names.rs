@@ -74,20 +74,28 @@ pub(super) fn slice(place: Place, node: &str, node_uid: &str) -> String {
 pub(super) enum Place {
     /// A slice of counters, by number; before all GPUs.
     Counters(usize),
-    /// The devices of the GPU at an address.
-    Gpu(PciAddress),
+    /// Devices of the GPU at an address, by the slice's number among those of the GPU.
+    Gpu(PciAddress, usize),
 }
 
 impl fmt::Display for Place {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Counters(number) => write!(f, "0-{number:03}"),
-            Self::Gpu(PciAddress {
-                domain,
-                bus,
-                device,
-                function,
-            }) => write!(f, "1-{domain:08x}-{bus:02x}-{device:02x}-{function}"),
+            Self::Gpu(address, part) => {
+                let PciAddress {
+                    domain,
+                    bus,
+                    device,
+                    function,
+                } = address;
+                write!(f, "1-{domain:08x}-{bus:02x}-{device:02x}-{function}")?;
+                match part {
+                    0 => Ok(()),
+                    // After the first one's '-', and before the next GPU.
+                    more => write!(f, ".{more:02}"),
+                }
+            }
         }
     }
 }
@@ -106,12 +114,13 @@ fn fnv1a(texts: &[&str]) -> u64 {
 mod tests {
     use super::*;
 
-    const GPU: Place = Place::Gpu(PciAddress {
+    const ADDRESS: PciAddress = PciAddress {
         domain: 0,
         bus: 0x1b,
         device: 2,
         function: 0,
-    });
+    };
+    const GPU: Place = Place::Gpu(ADDRESS, 0);
 
     #[test]
     fn the_hash_is_fnv_1a() {
@@ -160,6 +169,30 @@ mod tests {
             slice(GPU, "node-a", "1"),
             "1-00000000-1b-02-0-gpu.tranche.dev-node-a-cd419d104ed8def8"
         );
+    }
+
+    #[test]
+    fn the_slices_of_a_gpu_come_one_after_the_other() {
+        let next = PciAddress {
+            function: 1,
+            ..ADDRESS
+        };
+        let places = [
+            Place::Counters(999),
+            GPU,
+            Place::Gpu(ADDRESS, 1),
+            Place::Gpu(ADDRESS, 2),
+            Place::Gpu(ADDRESS, 10),
+            Place::Gpu(next, 0),
+        ];
+        let names = places.map(|place| slice(place, "node-a", "1"));
+        assert_eq!(
+            names[2],
+            "1-00000000-1b-02-0.01-gpu.tranche.dev-node-a-cd419d104ed8def8"
+        );
+        assert!(names.is_sorted(), "{names:?}");
+        let mut parts = names.iter().flat_map(|name| name.split('.'));
+        assert!(parts.all(|part| check_node(part).is_ok()), "{names:?}");
     }
 
     #[test]

@@ -177,7 +177,7 @@ proptest! {
         let mut left = gpus;
         let address = left.remove(lost.index(left.len())).pci_bus_id.parse().unwrap();
         let after = planned(&inventory(left), &policies);
-        let own = Place::Gpu(address).to_string();
+        let own = Place::Gpu(address, 0).to_string();
         let others = |plan: &SlicePlan| -> Vec<PlannedSlice> {
             plan.slices
                 .iter()
