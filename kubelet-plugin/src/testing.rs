@@ -47,6 +47,20 @@ use tranche_node::testing::{self as files, MigGpus};
 pub const NODE: &str = "node-a";
 pub const POOL: &str = "node-a/gpu";
 
+/// Bytes that the trees of all tests at a time need, and to spare.
+const ROOM: u64 = 256 << 20;
+
+/// A new folder, in memory where there is room. A node has hundreds of small files, a test of crashes has hundreds of nodes:
+/// on a disk it takes twice as long.
+fn folder() -> tempfile::TempDir {
+    let memory = "/dev/shm";
+    let has_room = rustix::fs::statvfs(memory).is_ok_and(|it| it.f_bavail * it.f_frsize >= ROOM);
+    if has_room && let Ok(folder) = tempfile::tempdir_in(memory) {
+        return folder;
+    }
+    tempfile::tempdir().unwrap()
+}
+
 /// A node's disk and its API server, which outlive a plugin.
 pub struct World {
     pub dir: tempfile::TempDir,
@@ -186,7 +200,7 @@ impl World {
 
     /// A node with so many H100, at most ten, and Debian's driver.
     pub fn with_gpus(count: u32) -> Self {
-        let dir = tempfile::tempdir().unwrap();
+        let dir = folder();
         let layout = below(dir.path());
         lay_out_image(&dir.path().join("image"));
         for folder in [&layout.plugin, &layout.registry] {
