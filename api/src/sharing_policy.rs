@@ -209,6 +209,12 @@ pub struct ConcurrentPolicy {
     /// share is one: leave room where shares run several.
     #[schemars(range(min = 1, max = 48))]
     pub max_sharers: u32,
+    /// The MIG profiles of which partitions are offered in concurrent shares, too, as `nvidia-smi mig -lgip` names them; none where
+    /// empty. Each partition of such a profile has an MPS daemon of its own while it has shares, which are as those of a GPU, with
+    /// percent of the partition's multiprocessors.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    #[schemars(schema_with = "profiles_schema")]
+    pub on_partitions: Vec<String>,
 }
 
 /// Limits of the tier `timeshared`.
@@ -317,7 +323,10 @@ impl Default for CappedPolicy {
 
 impl Default for ConcurrentPolicy {
     fn default() -> Self {
-        Self { max_sharers: 16 }
+        Self {
+            max_sharers: 16,
+            on_partitions: Vec::new(),
+        }
     }
 }
 

@@ -52,6 +52,15 @@ impl WithheldGpu {
     pub fn covers(&self, uuid: &str, tier: Tier) -> bool {
         self.gpu == uuid && (self.tiers.is_empty() || self.tiers.contains(&tier))
     }
+
+    /// Whether the entry closes a device of this GPU: one of the tier `tier`, while which the GPU itself serves `gpu_tier`. They
+    /// differ for a share of a partition. What keeps the whole GPU from a tier does not concern the shares of its partitions; the
+    /// MPS daemon does.
+    #[must_use]
+    pub fn closes(&self, uuid: &str, tier: Tier, gpu_tier: Tier) -> bool {
+        let is_of_shares = self.reason == reason::MPS_DAEMON;
+        self.covers(uuid, gpu_tier) || is_of_shares && self.covers(uuid, tier)
+    }
 }
 
 /// How many GPUs a list speaks of.
@@ -77,7 +86,7 @@ pub mod reason {
         NO_VFIO = "NoVfio", "controller", "": "The tier `passthrough` is not offered, because no virtual machine can get the GPU: there is no IOMMU, its group has another device, or VFIO is not loaded.";
         VGPU_GUEST = "VgpuGuest", "node, controller", "": "The GPU is a vGPU, and the tier does not work in the virtual machine that has it: only its host divides it or gives it away, and NVIDIA does not document MPS for it.";
         VGPU_HOST = "VgpuHost", "node", "": "vGPUs of the GPU exist, which keep memory of it whether they are used or not, or its driver is for vGPUs only and has no CUDA. Or its virtual functions are on: it cannot be given to a virtual machine as a whole. Tranche serves no vGPUs.";
-        MPS_DAEMON = "MpsDaemon", "node", "": "The tier `concurrent` is not offered while the GPU's MPS daemon does not answer.";
+        MPS_DAEMON = "MpsDaemon", "node", "": "The tier `concurrent` is not offered while the MPS daemon of the GPU, or of one of its partitions, does not answer.";
         DUPLICATE = "Duplicate", "controller", "": "The node describes two GPUs under one UUID or PCI address.";
         INVALID_DESCRIPTION = "InvalidDescription", "controller", "": "A fact about the GPU has no place in a ResourceSlice.";
         INVALID_POLICY = "InvalidPolicy", "controller", "": "The SharingPolicy that matches the GPU is invalid.";

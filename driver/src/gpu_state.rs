@@ -19,11 +19,13 @@
 //!
 //! **The MPS daemon** serves all concurrent shares of the GPU. Before it starts, the compute mode becomes `EXCLUSIVE_PROCESS`, as
 //! NVIDIA's MPS documentation recommends: then no process has a context beside the daemon's server. After the last share the daemon
-//! ends, and the compute mode is what it was before, unless somebody else has changed it meanwhile.
+//! ends, and the compute mode is what it was before, unless somebody else has changed it meanwhile. A partition with concurrent
+//! shares has a daemon of its own, see [`PartitionDaemon`].
 //!
 //! The length of **time slices** has nothing to do with the rest, and a function of its own, [`next_time_slice`]. So has the way to
 //! **VFIO**, [`vfio::next`]: it begins when all else is as it was before Tranche changed it.
 
+mod partition_daemon;
 mod time_slice;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -32,6 +34,7 @@ use serde::{Deserialize, Serialize};
 use tranche_api::gpu_node::{Gpu, MigMode};
 use tranche_api::mig::MigProfile;
 
+pub use partition_daemon::PartitionDaemon;
 pub use time_slice::{ChangedTimeSlice, NextTimeSlice, next_time_slice};
 
 use crate::mig::{Geometry, Profile, Slices};
@@ -55,11 +58,13 @@ pub struct Wanted {
     /// Those of them that are made where they are missing: one claim's, so that what keeps another claim's partition from
     /// being made does not fail this one.
     pub make: BTreeSet<Place>,
-    /// Whether claims hold concurrent shares.
+    /// Whether claims hold concurrent shares of the whole GPU.
     pub mps: WantedDaemon,
+    /// Those of the held partitions of which claims hold concurrent shares.
+    pub partition_daemons: BTreeMap<Place, WantedDaemon>,
 }
 
-/// Whether an MPS daemon serves the GPU.
+/// Whether an MPS daemon serves the GPU, or a partition.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum WantedDaemon {
     /// No claim has a concurrent share.
@@ -83,7 +88,7 @@ pub enum ComputeMode {
     ExclusiveProcess,
 }
 
-/// What is known of the GPU's MPS daemon.
+/// What is known of an MPS daemon.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Daemon {
     /// Nothing.
@@ -93,6 +98,8 @@ pub enum Daemon {
     Ready,
     /// There is none.
     Ended,
+    /// It is to end, and its supervisor does not do it now. Only of a partition: the GPU's other partitions do not wait for it.
+    Stuck,
 }
 
 /// What Tranche has changed on a GPU, or is about to change. Durable; of a GPU that is not named there is none.
@@ -108,6 +115,9 @@ pub struct Record {
     /// The MPS daemon of Tranche, if there is one or is about to be.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mps: Option<OwnedDaemon>,
+    /// The MPS daemons of partitions that there are or are about to be.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub partition_daemons: Vec<PartitionDaemon>,
     /// The length of time slices that Tranche has set, or is about to set.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub time_slice: Option<ChangedTimeSlice>,
@@ -159,6 +169,8 @@ pub struct Actual {
     pub compute_mode: ComputeMode,
     /// Its MPS daemon.
     pub daemon: Daemon,
+    /// The MPS daemons of its partitions, by the UUID of the MIG device; of others nothing is known.
+    pub partition_daemons: BTreeMap<String, Daemon>,
 }
 
 /// A GPU instance.
@@ -192,12 +204,21 @@ pub enum Next {
     Change(Change),
     /// Set the compute mode.
     SetComputeMode(ComputeMode),
-    /// Have the daemon started, if there is none, and proved to answer.
-    EnsureDaemon,
-    /// Have the daemon ended.
-    EndDaemon,
+    /// Have the MPS daemon started, if there is none, and proved to answer.
+    EnsureDaemon(Served),
+    /// Have the MPS daemon ended.
+    EndDaemon(Served),
     /// The GPU is as wanted: the partitions to make, by their places.
     Done(BTreeMap<Place, Partition>),
+}
+
+/// What an MPS daemon serves.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Served {
+    /// The whole GPU.
+    Gpu,
+    /// The MIG device with this UUID.
+    Partition(String),
 }
 
 /// A partition that is ready for its claim.
@@ -295,6 +316,9 @@ pub fn next(
     if let Some(record) = record.corrected(wanted, actual) {
         return Ok(Next::Write(record));
     }
+    if let Some(next) = partition_daemon::without(wanted, record, actual) {
+        return Ok(next);
+    }
     if let Some(change) = removal(wanted, record, actual) {
         return Ok(Next::Change(change));
     }
@@ -309,12 +333,18 @@ pub fn next(
             return Ok(next);
         }
     }
-    if wanted.held.is_empty() && record.switched_mig_on {
+    // A partition whose daemon does not end is still there.
+    let is_divided = !wanted.held.is_empty() || !record.partition_daemons.is_empty();
+    if !is_divided && record.switched_mig_on {
         return restore_mode(record, actual);
     }
     if wanted.mps == WantedDaemon::Ready
+        && !is_divided
         && let Some(next) = with_daemon(record, actual)?
     {
+        return Ok(next);
+    }
+    if let Some(next) = partition_daemon::with(wanted, record, actual)? {
         return Ok(next);
     }
     let done = wanted.make.iter().filter_map(|place| {
@@ -351,6 +381,7 @@ impl Record {
         self.switched_mig_on |= other.switched_mig_on;
         self.instances.extend(other.instances);
         self.mps = self.mps.or(other.mps);
+        self.partition_daemons.extend(other.partition_daemons);
         self.time_slice = self.time_slice.or(other.time_slice);
         self.vfio = self.vfio.take().or(other.vfio);
     }
@@ -382,10 +413,11 @@ impl Record {
     }
 }
 
-/// The removal of something that is ours and not wanted.
+/// The removal of something that is ours and not wanted, and that no MPS daemon serves.
 fn removal(wanted: &Wanted, record: &Record, actual: &Actual) -> Option<Change> {
     let mut ours = actual.instances.iter().filter(|it| record.owns(it));
-    let instance = ours.find(|it| !wanted.held.contains(&it.place))?;
+    let instance =
+        ours.find(|it| !wanted.held.contains(&it.place) && !record.has_daemon(it.place))?;
     Some(match instance.compute.first() {
         Some(compute) => Change::DestroyComputeInstance {
             instance: instance.id,
@@ -515,13 +547,13 @@ fn with_daemon(record: &Record, actual: &Actual) -> Result<Option<Next>, Obstacl
     if actual.compute_mode != ComputeMode::ExclusiveProcess {
         return Ok(Some(Next::SetComputeMode(ComputeMode::ExclusiveProcess)));
     }
-    Ok((actual.daemon != Daemon::Ready).then_some(Next::EnsureDaemon))
+    Ok((actual.daemon != Daemon::Ready).then_some(Next::EnsureDaemon(Served::Gpu)))
 }
 
 /// What takes an MPS daemon of Tranche away.
 fn without_daemon(daemon: OwnedDaemon, record: &Record, actual: &Actual) -> Next {
     if actual.daemon != Daemon::Ended {
-        return Next::EndDaemon;
+        return Next::EndDaemon(Served::Gpu);
     }
     let before = daemon.compute_mode_before;
     // Another mode is somebody else's, or that of a reboot.

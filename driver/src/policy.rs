@@ -48,6 +48,8 @@ pub struct Terms {
     pub capped: CappedTerms,
     /// The most shares in the tier `concurrent`, 1-48; whatever else it has is as in `capped`.
     pub concurrent_sharers: u32,
+    /// The profiles of which partitions are shared in the tier `concurrent`; none where empty.
+    pub concurrent_on_partitions: BTreeSet<Profile>,
     /// The profiles that are offered in the tier `partition`; all where empty.
     pub profiles: BTreeSet<Profile>,
     /// How the GPU is shared in the tier `timeshared`.
@@ -77,7 +79,7 @@ pub struct CappedTerms {
     pub on_bypass: OnBypass,
     /// Of the driver's libraries, those that containers get beside compute and utility.
     pub extra_capabilities: BTreeSet<Capability>,
-    /// The profiles of which partitions are shared; none where empty.
+    /// The profiles of which partitions are shared in the tier `capped`; none where empty.
     pub on_partitions: BTreeSet<Profile>,
 }
 
@@ -304,6 +306,7 @@ impl Default for Terms {
                 on_partitions: BTreeSet::new(),
             },
             concurrent_sharers: 1,
+            concurrent_on_partitions: BTreeSet::new(),
             profiles: BTreeSet::new(),
             timeshared: TimesharedTerms {
                 max_sharers: 1,
@@ -374,6 +377,10 @@ impl TryFrom<&SharingPolicySpec> for Terms {
                 "spec.concurrent.maxSharers",
                 spec.concurrent.max_sharers,
                 MOST_CLIENTS,
+            )?,
+            concurrent_on_partitions: profiles(
+                "spec.concurrent.onPartitions",
+                &spec.concurrent.on_partitions,
             )?,
             profiles: profiles("spec.partition.profiles", &spec.partition.profiles)?,
             timeshared: TimesharedTerms {

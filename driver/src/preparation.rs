@@ -354,8 +354,10 @@ impl PreparationPlan {
 pub struct HeldOfGpu {
     /// The partitions, also those of which they hold shares.
     pub partitions: BTreeSet<Place>,
-    /// Whether there are concurrent shares, and so an MPS daemon.
+    /// Whether there are concurrent shares of the whole GPU, and so an MPS daemon.
     pub mps: bool,
+    /// Those of the partitions of which there are concurrent shares, and so an MPS daemon each.
+    pub partition_daemons: BTreeSet<Place>,
     /// Whether a claim holds it at VFIO.
     pub vfio: bool,
 }
@@ -369,9 +371,15 @@ pub fn held_of<'a>(
     let mut all = HeldOfGpu::default();
     let devices = held.into_iter().flat_map(|plan| &plan.devices);
     for device in devices.filter(|device| device.gpu_uuid == gpu_uuid) {
-        let partition = device.partition.as_ref();
-        all.partitions.extend(partition.map(|it| it.place));
-        all.mps |= device.cap.is_mps();
+        match &device.partition {
+            Some(partition) => {
+                all.partitions.insert(partition.place);
+                if device.cap.is_mps() {
+                    all.partition_daemons.insert(partition.place);
+                }
+            }
+            None => all.mps |= device.cap.is_mps(),
+        }
         all.vfio |= device.vfio.is_some();
     }
     all
@@ -517,8 +525,9 @@ pub fn refuse_withheld<'a>(
 ) -> Result<(), PreparationError> {
     for device in plan.devices.iter().filter(|device| !device.admin_access) {
         let mut entries = withheld.clone().into_iter();
-        if let Some(entry) = entries.find(|entry| entry.covers(&device.gpu_uuid, device.gpu_tier()))
-        {
+        let closes =
+            |it: &&WithheldGpu| it.closes(&device.gpu_uuid, device.tier, device.gpu_tier());
+        if let Some(entry) = entries.find(closes) {
             return Err(PreparationError {
                 namespace: plan.allocation.namespace.clone(),
                 name: plan.allocation.name.clone(),

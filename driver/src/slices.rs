@@ -326,7 +326,7 @@ fn is_open(node: &NodeInput<'_>, gpu: &Gpu, device: &Device) -> bool {
         !node
             .withheld
             .iter()
-            .any(|entry| entry.covers(&gpu.uuid, name.gpu_tier()))
+            .any(|entry| entry.closes(&gpu.uuid, name.tier(), name.gpu_tier()))
     })
 }
 

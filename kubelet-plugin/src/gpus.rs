@@ -30,7 +30,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 use tranche_api::gpu_node::{Gpu, Inventory};
 use tranche_driver::gpu_state::{
-    Actual, Change, ComputeMode, Daemon, Next, Obstacle, Partition, Place, Record, Wanted,
+    Actual, Change, ComputeMode, Daemon, Next, Obstacle, Partition, Place, Record, Served, Wanted,
     WantedDaemon, next,
 };
 use tranche_driver::mig::{Geometry, GeometryError};
@@ -273,15 +273,11 @@ impl Gpus {
         record: &mut Record,
     ) -> Result<Brought, GpuError> {
         self.bring_time_slice(gpu_uuid, record)?;
-        let wanted = Wanted {
-            held: held.partitions,
-            make: needs.partitions,
-            mps: match (needs.mps, held.mps) {
-                (true, _) => WantedDaemon::Ready,
-                (false, true) => WantedDaemon::Held,
-                (false, false) => WantedDaemon::None,
-            },
-        };
+        let new_daemon = needs.mps && record.mps.is_none();
+        let recorded: BTreeSet<Place> =
+            record.partition_daemons.iter().map(|it| it.place).collect();
+        let new_daemon = new_daemon || !needs.partition_daemons.is_subset(&recorded);
+        let wanted = wanted(needs, held);
         if wanted == Wanted::default() && record.is_empty() {
             return Ok(Brought::default());
         }
@@ -294,13 +290,17 @@ impl Gpus {
             gpu: gpu_uuid.to_owned(),
             error,
         };
-        if needs.mps && record.mps.is_none() {
+        if new_daemon {
             // Before anything is changed: without a supervisor nobody could take it back for other tiers.
             self.hardware.daemons.list().map_err(of_daemon)?;
         }
         let opened = self.hardware.nvml.open()?;
-        let has_mps = wanted.mps != WantedDaemon::None || record.mps.is_some();
+        let has_mps = wanted.mps != WantedDaemon::None
+            || !wanted.partition_daemons.is_empty()
+            || record.mps.is_some();
         let mut daemon = Daemon::Unknown;
+        let mut partition_daemons = BTreeMap::new();
+        let mut stuck = None;
         for _ in 0..MOST_STEPS {
             let actual = Actual {
                 // Not every GPU that can be partitioned has to have compute modes.
@@ -310,12 +310,17 @@ impl Gpus {
                     ComputeMode::default()
                 },
                 daemon,
+                partition_daemons: partition_daemons.clone(),
                 ..opened.nvml.mig_state(gpu_uuid)?
             };
             let next = next(&wanted, record, &actual, geometry.as_ref());
-            let next = next.map_err(|obstacle| GpuError::Obstacle {
-                gpu: gpu_uuid.to_owned(),
-                obstacle,
+            let next = next.map_err(|obstacle| match stuck.take() {
+                // What is in the way is the partition that could not be removed.
+                Some(error) => of_daemon(error),
+                None => GpuError::Obstacle {
+                    gpu: gpu_uuid.to_owned(),
+                    obstacle,
+                },
             })?;
             match next {
                 Next::Write(changed) => {
@@ -327,16 +332,37 @@ impl Gpus {
                     info!(gpu = gpu_uuid, ?mode, "setting the GPU's compute mode");
                     opened.nvml.set_compute_mode(gpu_uuid, mode)?;
                 }
-                Next::EnsureDaemon => {
+                Next::EnsureDaemon(Served::Gpu) => {
                     self.hardware.daemons.ensure(gpu_uuid).map_err(of_daemon)?;
                     daemon = Daemon::Ready;
                 }
-                Next::EndDaemon => {
+                Next::EndDaemon(Served::Gpu) => {
                     self.hardware.daemons.end(gpu_uuid).map_err(of_daemon)?;
                     daemon = Daemon::Ended;
                 }
+                Next::EnsureDaemon(Served::Partition(mig_uuid)) => {
+                    // The daemon's server opens the partition's nodes.
+                    self.brought(&opened, gpu_uuid, partition(&actual, &mig_uuid))?;
+                    self.hardware.daemons.ensure(&mig_uuid).map_err(of_daemon)?;
+                    partition_daemons.insert(mig_uuid, Daemon::Ready);
+                }
+                Next::EndDaemon(Served::Partition(mig_uuid)) => {
+                    let ended = match self.hardware.daemons.end(&mig_uuid) {
+                        Ok(()) => Daemon::Ended,
+                        Err(error) => {
+                            warn!(gpu = gpu_uuid, mig_uuid, %error, "the MPS daemon of a partition does not end, and the partition stays");
+                            stuck = Some(error);
+                            Daemon::Stuck
+                        }
+                    };
+                    partition_daemons.insert(mig_uuid, ended);
+                }
                 Next::Done(partitions) => {
-                    return self.brought(&opened, gpu_uuid, partitions);
+                    return match stuck {
+                        // Who needs other partitions of the GPU does not wait for this one.
+                        Some(error) if wanted.make.is_empty() => Err(of_daemon(error)),
+                        _ => self.brought(&opened, gpu_uuid, partitions),
+                    };
                 }
             }
         }
@@ -455,6 +481,41 @@ impl Gpus {
             }
         }
     }
+}
+
+/// How a GPU is to be for a claim that needs this of it, beside what is held of it.
+fn wanted(needs: HeldOfGpu, held: HeldOfGpu) -> Wanted {
+    let held_daemons = held.partition_daemons.into_iter();
+    let held_daemons = held_daemons.map(|place| (place, WantedDaemon::Held));
+    let needed_daemons = needs.partition_daemons.into_iter();
+    let needed_daemons = needed_daemons.map(|place| (place, WantedDaemon::Ready));
+    Wanted {
+        held: held.partitions,
+        make: needs.partitions,
+        mps: match (needs.mps, held.mps) {
+            (true, _) => WantedDaemon::Ready,
+            (false, true) => WantedDaemon::Held,
+            (false, false) => WantedDaemon::None,
+        },
+        // The later ones replace the earlier ones.
+        partition_daemons: held_daemons.chain(needed_daemons).collect(),
+    }
+}
+
+/// The partition that is the MIG device with this UUID.
+fn partition(actual: &Actual, mig_uuid: &str) -> BTreeMap<Place, Partition> {
+    let instances = actual.instances.iter();
+    let devices = instances.flat_map(|it| it.compute.iter().map(move |compute| (it, compute)));
+    let devices = devices.filter(|(_, compute)| compute.uuid == mig_uuid);
+    let device = devices.map(|(instance, compute)| {
+        let partition = Partition {
+            instance: instance.id,
+            compute: compute.id,
+            uuid: compute.uuid.clone(),
+        };
+        (instance.place, partition)
+    });
+    device.collect()
 }
 
 /// Makes a change, again while the GPU or the instance is in use.

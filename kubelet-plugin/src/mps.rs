@@ -1,4 +1,4 @@
-//! The MPS daemons of the node's GPUs, which the supervisor runs (ADR 0032): asked for when a GPU's first concurrent share is
+//! The MPS daemons of the node's GPUs and partitions, which the supervisor runs (ADR 0032): asked for when the first concurrent share is
 //! prepared, and after its last one was released.
 
 use std::fmt::Debug;
@@ -28,24 +28,24 @@ pub enum MpsError {
 
 /// Who runs the daemons. Each call can be repeated, and waits: not for threads that run async tasks.
 pub trait Daemons: Send + Sync + Debug {
-    /// A daemon serves the GPU, and has answered.
-    fn ensure(&self, gpu_uuid: &str) -> Result<(), MpsError>;
+    /// A daemon serves the GPU or MIG device, and has answered.
+    fn ensure(&self, device_uuid: &str) -> Result<(), MpsError>;
 
-    /// No daemon of Tranche serves the GPU.
-    fn end(&self, gpu_uuid: &str) -> Result<(), MpsError>;
+    /// No daemon of Tranche serves the GPU or MIG device.
+    fn end(&self, device_uuid: &str) -> Result<(), MpsError>;
 
     /// The daemons, as they are.
     fn list(&self) -> Result<Vec<Daemon>, MpsError>;
 }
 
 impl Daemons for Client {
-    fn ensure(&self, gpu_uuid: &str) -> Result<(), MpsError> {
-        let device = DeviceId::try_from(gpu_uuid.to_owned())?;
+    fn ensure(&self, device_uuid: &str) -> Result<(), MpsError> {
+        let device = DeviceId::try_from(device_uuid.to_owned())?;
         Ok(Self::ensure(self, device, DEFAULTS).map(drop)?)
     }
 
-    fn end(&self, gpu_uuid: &str) -> Result<(), MpsError> {
-        let device = DeviceId::try_from(gpu_uuid.to_owned())?;
+    fn end(&self, device_uuid: &str) -> Result<(), MpsError> {
+        let device = DeviceId::try_from(device_uuid.to_owned())?;
         Ok(Self::end(self, device)?)
     }
 

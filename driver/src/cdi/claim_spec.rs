@@ -23,7 +23,7 @@ pub struct NodePaths {
     /// A folder per claim, in it a file per request ([`crate::metadata`]): `/run/tranche/metadata`. Without it containers get
     /// no such file.
     pub metadata: Option<String>,
-    /// The MPS supervisor's folder, in it a folder per GPU: `/run/tranche/mps`.
+    /// The MPS supervisor's folder, in it a folder per GPU or MIG device: `/run/tranche/mps`.
     pub mps: String,
     /// The root of the driver's device nodes: `/`, or the driver root if it has its own `dev`.
     pub dev_root: String,
@@ -112,10 +112,12 @@ fn edits(
     })
 }
 
-/// The sockets of the GPU's MPS daemon, and the memory that its clients share with it.
+/// The sockets of the MPS daemon of the GPU, or of its partition, and the memory that its clients share with it.
 fn mps_mounts(device: &PreparedDevice, paths: &NodePaths) -> [Mount; 2] {
+    let mig = device.partition.as_ref().and_then(|it| it.mig.as_ref());
+    let served = mig.map_or(&device.gpu_uuid, |mig| &mig.uuid);
     let mount = |name: &str, at: &str| {
-        let on_host = format!("{}/{}/{name}", paths.mps, device.gpu_uuid);
+        let on_host = format!("{}/{served}/{name}", paths.mps);
         let options = &["rw", "nosuid", "nodev", "noexec"];
         bind(on_host, at.to_owned(), options)
     };

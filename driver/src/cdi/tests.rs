@@ -2,7 +2,7 @@ use proptest::prelude::*;
 use serde_json::json;
 
 use super::*;
-use crate::preparation::{PAGES, PreparationPlan, plan};
+use crate::preparation::{MigDevice, PAGES, PreparationPlan, plan};
 use crate::testing::{UID, allocation, capped, gpu, inventory, plain, with};
 
 // `cdi-oracle` checks these files with the library that container runtimes use.
@@ -82,6 +82,31 @@ fn a_concurrent_share_gets_its_daemon_and_its_limits() {
     let without = claim_spec(&mixed(), &paths()).unwrap();
     let text = String::from_utf8(without.encode()).unwrap();
     assert!(!text.contains("mps") && !text.contains("MPS"), "{text}");
+}
+
+#[test]
+fn a_concurrent_share_of_a_partition_gets_the_daemon_of_its_mig_device() {
+    let share = with(
+        capped("20Gi", "25"),
+        &json!({"device": "gpu-00000000-concurrent-3g40gb-4"}),
+    );
+    let mut inventory = inventory(vec![gpu(0)]);
+    inventory.mig_geometries = vec![crate::mig::tables::h100(&[&gpu(0).uuid])];
+    let plan = plan(&allocation("a", &[share]), &inventory, []).unwrap();
+    let plan = plan.on_gpu(&gpu(0).uuid, None, |_| {
+        Some(MigDevice {
+            uuid: "MIG-1".to_owned(),
+            gpu_instance: 1,
+            compute_instance: 0,
+            capabilities: [12, 13],
+        })
+    });
+    let spec = claim_spec(&plan, &paths()).unwrap();
+    let mounts = &spec.devices()[0].container_edits.mounts;
+    let of_daemon = mounts.iter().filter(|it| it.host_path.contains("/mps/"));
+    let folders: Vec<_> = of_daemon.map(|it| &*it.host_path).collect();
+    let expected = ["pipe", "shm"].map(|name| format!("/run/tranche/mps/MIG-1/{name}"));
+    assert_eq!(folders, expected);
 }
 
 fn file(path: &str) -> DriverFile {

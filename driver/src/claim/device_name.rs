@@ -79,6 +79,8 @@ pub enum WholeGpuTier {
 pub enum PartitionTier {
     /// [`Tier::Capped`].
     Capped,
+    /// [`Tier::Concurrent`].
+    Concurrent,
 }
 
 /// A name that is not one of ours.
@@ -124,11 +126,8 @@ impl PartitionTier {
     pub const fn new(tier: Tier) -> Option<Self> {
         match tier {
             Tier::Capped => Some(Self::Capped),
-            Tier::Timeshared
-            | Tier::Concurrent
-            | Tier::Partition
-            | Tier::Exclusive
-            | Tier::Passthrough => None,
+            Tier::Concurrent => Some(Self::Concurrent),
+            Tier::Timeshared | Tier::Partition | Tier::Exclusive | Tier::Passthrough => None,
         }
     }
 
@@ -137,6 +136,7 @@ impl PartitionTier {
     pub const fn tier(self) -> Tier {
         match self {
             Self::Capped => Tier::Capped,
+            Self::Concurrent => Tier::Concurrent,
         }
     }
 }
@@ -306,6 +306,15 @@ mod tests {
                 },
             ),
             (
+                "gpu-4d8c1f9e-concurrent-3g40gb-4",
+                DeviceName::SharedPartition {
+                    gpu,
+                    tier: PartitionTier::Concurrent,
+                    profile: "3g.40gb".parse().unwrap(),
+                    start: 4,
+                },
+            ),
+            (
                 "gpu-10-timeshared",
                 DeviceName::Minor {
                     minor: 10,
@@ -376,16 +385,22 @@ mod tests {
                 }
             }),
             // At most 7 compute slices, 999 GB and 32 memory slices, of which the name must have room for each.
-            (gpu, any_profile(), 0..32_u8).prop_map(|(gpu, mut profile, start)| {
-                profile.compute_slices = profile.compute_slices % 9 + 1;
-                profile.memory_gb = profile.memory_gb % 999 + 1;
-                DeviceName::SharedPartition {
-                    gpu,
-                    tier: PartitionTier::Capped,
-                    profile,
-                    start,
+            (gpu, any::<bool>(), any_profile(), 0..32_u8).prop_map(
+                |(gpu, is_capped, mut profile, start)| {
+                    profile.compute_slices = profile.compute_slices % 9 + 1;
+                    profile.memory_gb = profile.memory_gb % 999 + 1;
+                    DeviceName::SharedPartition {
+                        gpu,
+                        tier: if is_capped {
+                            PartitionTier::Capped
+                        } else {
+                            PartitionTier::Concurrent
+                        },
+                        profile,
+                        start,
+                    }
                 }
-            }),
+            ),
             (0..MINORS, tier).prop_map(|(minor, tier)| DeviceName::Minor { minor, tier }),
         ]
     }

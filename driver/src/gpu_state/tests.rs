@@ -14,6 +14,10 @@ struct Machine {
     foreign: BTreeSet<u32>,
     /// Whether a daemon runs; the plugin learns it only from what it asks for.
     has_daemon: bool,
+    /// The MIG devices that have a daemon; as above.
+    daemons: BTreeSet<String>,
+    /// The supervisor ends no daemon of a partition.
+    is_stuck: bool,
     steps: usize,
 }
 
@@ -43,6 +47,8 @@ impl Machine {
             ids: 0,
             foreign: BTreeSet::new(),
             has_daemon: false,
+            daemons: BTreeSet::new(),
+            is_stuck: false,
             steps: 0,
         }
     }
@@ -106,9 +112,11 @@ impl Machine {
             }
             Change::DestroyComputeInstance { instance, compute } => {
                 assert!(!self.foreign.contains(&instance), "{instance} is not ours");
-                self.instance(instance)
-                    .compute
-                    .retain(|it| it.id != compute);
+                let daemons = self.daemons.clone();
+                let is_served = |it: &ComputeInstance| daemons.contains(&it.uuid);
+                let compute_instances = &mut self.instance(instance).compute;
+                assert!(!compute_instances.iter().any(is_served), "under a daemon");
+                compute_instances.retain(|it| it.id != compute);
             }
             Change::DestroyInstance { instance } => {
                 assert!(!self.foreign.contains(&instance), "{instance} is not ours");
@@ -132,14 +140,31 @@ impl Machine {
                 assert_ne!(self.actual.compute_mode, mode);
                 self.actual.compute_mode = mode;
             }
-            Ok(Next::EnsureDaemon) => {
+            Ok(Next::EnsureDaemon(Served::Partition(uuid))) => {
+                let mut recorded = self.record.partition_daemons.iter();
+                assert!(recorded.any(|it| it.uuid == uuid), "without a record");
+                let mut devices = self.actual.instances.iter().flat_map(|it| &it.compute);
+                assert!(devices.any(|it| it.uuid == uuid), "of no device");
+                self.daemons.insert(uuid.clone());
+                self.actual.partition_daemons.insert(uuid, Daemon::Ready);
+            }
+            Ok(Next::EndDaemon(Served::Partition(uuid))) => {
+                let ended = if self.is_stuck {
+                    Daemon::Stuck
+                } else {
+                    self.daemons.remove(&uuid);
+                    Daemon::Ended
+                };
+                self.actual.partition_daemons.insert(uuid, ended);
+            }
+            Ok(Next::EnsureDaemon(Served::Gpu)) => {
                 assert!(self.record.mps.is_some(), "without a record");
                 assert_eq!(self.actual.compute_mode, ComputeMode::ExclusiveProcess);
                 assert!(!self.actual.mig_mode.current || !self.record.switched_mig_on);
                 self.has_daemon = true;
                 self.actual.daemon = Daemon::Ready;
             }
-            Ok(Next::EndDaemon) => {
+            Ok(Next::EndDaemon(Served::Gpu)) => {
                 self.has_daemon = false;
                 self.actual.daemon = Daemon::Ended;
             }
@@ -152,6 +177,7 @@ impl Machine {
     /// What a plugin knows that has just begun to look.
     fn forget(&mut self) {
         self.actual.daemon = Daemon::Unknown;
+        self.actual.partition_daemons.clear();
     }
 
     fn reach(&mut self, wanted: &Wanted) -> Result<BTreeMap<Place, Partition>, Obstacle> {
@@ -168,6 +194,7 @@ impl Machine {
     fn reboot(&mut self) {
         self.actual = Actual::default();
         self.has_daemon = false;
+        self.daemons.clear();
         self.foreign.clear();
     }
 }
@@ -366,11 +393,86 @@ fn a_daemon_ends_before_partitions_are_made_and_starts_after_mig_mode_is_off() {
     assert!(machine.has_daemon && !machine.actual.mig_mode.current);
 }
 
+/// These partitions, all of them with concurrent shares.
+fn concurrent_on(text: &str, daemon: WantedDaemon) -> Wanted {
+    let mut wanted = wanted(text);
+    let daemons = wanted.held.iter().map(|place| (*place, daemon));
+    wanted.partition_daemons = daemons.collect();
+    wanted
+}
+
+#[test]
+fn a_partitions_daemon_starts_after_it_and_ends_before_it() {
+    let mut machine = Machine::new();
+    let mut both = concurrent_on("3g.40gb@4 1g.10gb@0", WantedDaemon::Ready);
+    machine.reach(&both).unwrap();
+    assert_eq!(machine.daemons.len(), 2);
+    assert_eq!(machine.actual.compute_mode, ComputeMode::Default);
+    // The shares of one partition are released; nothing is asked about the other's daemon.
+    both.partition_daemons.remove(&place("1g.10gb@0"));
+    both.held.remove(&place("1g.10gb@0"));
+    both.make.clear();
+    both.partition_daemons
+        .insert(place("3g.40gb@4"), WantedDaemon::Held);
+    machine.reach(&both).unwrap();
+    let left: Vec<_> = machine.daemons.iter().collect();
+    assert_eq!(left, [&machine.actual.instances[0].compute[0].uuid]);
+    assert_eq!(machine.actual.partition_daemons.get(left[0]), None);
+    // The partition itself is wanted now, without a daemon.
+    machine.reach(&wanted("3g.40gb@4")).unwrap();
+    assert!(machine.daemons.is_empty() && machine.record.partition_daemons.is_empty());
+    machine.reach(&Wanted::default()).unwrap();
+    assert!(machine.record.is_empty() && !machine.actual.mig_mode.current);
+}
+
+#[test]
+fn a_daemon_of_a_partition_that_was_made_again_is_another_one() {
+    let mut machine = Machine::new();
+    let one = concurrent_on("3g.40gb@4", WantedDaemon::Ready);
+    machine.reach(&one).unwrap();
+    let before = machine.daemons.clone();
+    machine.actual.instances.clear();
+    machine.reach(&one).unwrap();
+    assert_eq!(machine.daemons.len(), 1);
+    assert_ne!(machine.daemons, before);
+}
+
+#[test]
+fn a_partition_whose_daemon_does_not_end_stays_and_the_others_do_not_wait_for_it() {
+    let mut machine = Machine::new();
+    machine
+        .reach(&concurrent_on("3g.40gb@4", WantedDaemon::Ready))
+        .unwrap();
+    machine.is_stuck = true;
+    machine.reach(&wanted("1g.10gb@0")).unwrap();
+    let places: Vec<_> = machine.actual.instances.iter().map(|it| it.place).collect();
+    assert_eq!(places, [place("3g.40gb@4"), place("1g.10gb@0")]);
+    // Nor is the GPU taken for another tier.
+    for other in [Wanted::default(), concurrent(WantedDaemon::Ready)] {
+        machine.reach(&other).unwrap();
+        assert!(machine.actual.mig_mode.current && machine.record.switched_mig_on);
+        assert!(!machine.has_daemon);
+    }
+    machine.is_stuck = false;
+    machine.reach(&Wanted::default()).unwrap();
+    assert!(machine.daemons.is_empty() && machine.record.is_empty());
+}
+
+#[test]
+fn no_daemon_starts_where_an_administrator_keeps_programs_away() {
+    let mut machine = Machine::new();
+    machine.actual.compute_mode = ComputeMode::Prohibited;
+    let refused = machine.reach(&concurrent_on("3g.40gb@4", WantedDaemon::Ready));
+    assert_eq!(refused, Err(Obstacle::Prohibited));
+    assert_eq!(machine.record.partition_daemons, []);
+}
+
 /// Something that happens between two steps.
 #[derive(Clone, Debug)]
 enum Event {
-    /// Claims come and go: these partitions are held now.
-    Want(Vec<prop::sample::Index>),
+    /// Claims come and go: these partitions are held now, some of them in concurrent shares, of a claim that is being prepared
+    /// or not.
+    Want(Vec<(prop::sample::Index, Option<bool>)>),
     /// Concurrent shares instead; of a claim that is being prepared, or not.
     Share(bool),
     /// So many steps are made, then the plugin is killed.
@@ -385,7 +487,7 @@ enum Event {
 fn any_event() -> impl Strategy<Value = Event> {
     let index = any::<prop::sample::Index>;
     prop_oneof![
-        4 => prop::collection::vec(index(), 0..6).prop_map(Event::Want),
+        4 => prop::collection::vec((index(), any::<Option<bool>>()), 0..6).prop_map(Event::Want),
         3 => any::<bool>().prop_map(Event::Share),
         6 => (0_usize..9).prop_map(Event::Steps),
         1 => Just(Event::Reboot),
@@ -405,13 +507,15 @@ proptest! {
                 Event::Want(picks) => {
                     now = Wanted::default();
                     let mut left = machine.geometry.whole;
-                    for pick in picks {
+                    for (pick, share) in picks {
                         let partition = pick.get(&machine.geometry.partitions);
                         if let Some(less) = left.less(partition.slices) {
                             left = less;
                             let place = Place { profile: partition.profile, start: partition.start };
                             now.held.insert(place);
                             now.make.insert(place);
+                            let daemon = share.map(|is_now| if is_now { WantedDaemon::Ready } else { WantedDaemon::Held });
+                            now.partition_daemons.extend(daemon.map(|daemon| (place, daemon)));
                         }
                     }
                 }
@@ -459,6 +563,16 @@ proptest! {
                 prop_assert_eq!(&ours | &used.collect(), now.held.clone());
                 prop_assert!(foreign.iter().all(|it| !ours.contains(&it.place)));
                 let all_foreign = foreign.len();
+                for (place, partition) in &done {
+                    let is_served = machine.daemons.contains(&partition.uuid);
+                    match now.partition_daemons.get(place) {
+                        Some(WantedDaemon::Ready) => prop_assert!(is_served),
+                        Some(_) => {}
+                        None => prop_assert!(!is_served),
+                    }
+                }
+                let recorded: BTreeSet<_> = machine.record.partition_daemons.iter().map(|it| it.uuid.clone()).collect();
+                prop_assert!(machine.daemons.is_subset(&recorded), "{:?}", machine.daemons);
                 prop_assert!(machine.has_daemon || now.mps != WantedDaemon::Ready);
                 if now.mps == WantedDaemon::None {
                     prop_assert!(!machine.has_daemon && machine.record.mps.is_none());
@@ -475,13 +589,21 @@ proptest! {
     }
 
     #[test]
-    fn a_record_is_read_back(switched in any::<bool>(), mps in any::<bool>(), picks in prop::collection::vec((0_usize..25, any::<Option<u32>>()), 0..5)) {
+    fn a_record_is_read_back(switched in any::<bool>(), mps in any::<bool>(), picks in prop::collection::vec((0_usize..25, any::<Option<u32>>()), 0..5), daemons: bool) {
         let geometry = Machine::new().geometry;
         let owned = |(at, id): (usize, Option<u32>)| {
             let partition: &crate::mig::Partition = &geometry.partitions[at];
             Owned { place: Place { profile: partition.profile, start: partition.start }, id }
         };
-        let record = Record { switched_mig_on: switched, instances: picks.into_iter().map(owned).collect(), mps: mps.then_some(OwnedDaemon { compute_mode_before: ComputeMode::Default }), ..Record::default() };
+        let instances: Vec<Owned> = picks.into_iter().map(owned).collect();
+        let served = instances.iter().filter(|_| daemons);
+        let record = Record {
+            switched_mig_on: switched,
+            mps: mps.then_some(OwnedDaemon { compute_mode_before: ComputeMode::Default }),
+            partition_daemons: served.map(|it| PartitionDaemon { place: it.place, uuid: "MIG-1".to_owned() }).collect(),
+            instances,
+            ..Record::default()
+        };
         let text = serde_json::to_string(&record).unwrap();
         prop_assert_eq!(serde_json::from_str::<Record>(&text).unwrap(), record);
     }

@@ -213,6 +213,7 @@ fn terms_are_exact_numbers() {
                 on_partitions: BTreeSet::new(),
             },
             concurrent_sharers: 48,
+            concurrent_on_partitions: BTreeSet::new(),
             profiles: ["1g.10gb+me", "3g.40gb"]
                 .map(|name| name.parse().unwrap())
                 .into(),
@@ -227,24 +228,30 @@ fn terms_are_exact_numbers() {
 
 #[test]
 fn profiles_of_shared_partitions_are_read_as_those_of_partitions() {
-    let terms = |profiles: Value| {
-        let spec = policy("p", &json!({"capped": {"onPartitions": profiles}})).spec;
-        Terms::try_from(&spec).map(|terms| terms.capped.on_partitions)
-    };
-    let both = ["1g.10gb+me", "3g.40gb"].map(|name| name.parse().unwrap());
-    assert_eq!(terms(json!(["3g.40gb", "1g.10gb+me"])), Ok(both.into()));
-    assert_eq!(terms(json!([])), Ok(BTreeSet::new()));
-    for (profiles, expected) in [
-        (
-            json!(["3g.40gb", "40gb"]),
-            r#"spec.capped.onPartitions[1] "40gb" is not a MIG profile: it must look like 1g.10gb or 1g.10gb+me"#,
-        ),
-        (
-            json!(["3g.40gb", "3g.40gb"]),
-            "spec.capped.onPartitions names 3g.40gb twice",
-        ),
-    ] {
-        assert_eq!(terms(profiles).unwrap_err().to_string(), expected);
+    let of_tier: [(_, fn(Terms) -> _); 2] = [
+        ("capped", |terms| terms.capped.on_partitions),
+        ("concurrent", |terms| terms.concurrent_on_partitions),
+    ];
+    for (tier, shared) in of_tier {
+        let terms = |profiles: Value| {
+            let spec = policy("p", &json!({tier: {"onPartitions": profiles}})).spec;
+            Terms::try_from(&spec).map(shared)
+        };
+        let both = ["1g.10gb+me", "3g.40gb"].map(|name| name.parse().unwrap());
+        assert_eq!(terms(json!(["3g.40gb", "1g.10gb+me"])), Ok(both.into()));
+        assert_eq!(terms(json!([])), Ok(BTreeSet::new()));
+        for (profiles, expected) in [
+            (
+                json!(["3g.40gb", "40gb"]),
+                r#"[1] "40gb" is not a MIG profile: it must look like 1g.10gb or 1g.10gb+me"#,
+            ),
+            (json!(["3g.40gb", "3g.40gb"]), " names 3g.40gb twice"),
+        ] {
+            assert_eq!(
+                terms(profiles).unwrap_err().to_string(),
+                format!("spec.{tier}.onPartitions{expected}")
+            );
+        }
     }
 }
 

@@ -93,7 +93,10 @@ pub(super) fn of_gpu(parent: &Parent<'_>, terms: &Terms) -> Result<Offer, OfferE
         if tier == Tier::Partition && !gpu.is_vgpu() {
             let (devices, refused) = shared_partition::of_gpu(parent, terms, &common);
             offer.devices.extend(devices);
-            offer.refused.extend(refused);
+            let refused = refused.into_iter();
+            offer
+                .refused
+                .extend(refused.map(|(tier, error)| (tier.tier(), error)));
         }
         if !terms.tiers.contains(&tier) {
             continue;

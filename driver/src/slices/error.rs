@@ -156,6 +156,10 @@ impl OfferError {
                 "capped.onPartitions",
                 "give this product a policy without capped.onPartitions",
             ),
+            Tier::Concurrent => (
+                "concurrent.onPartitions",
+                "give this product a policy without concurrent.onPartitions",
+            ),
             _ => (
                 "partition.profiles",
                 "do not offer the tier partition for this GPU",

@@ -13,6 +13,7 @@ use tranche_api::tier::Tier;
 use tranche_api::withheld::reason;
 
 use super::*;
+use crate::mig::tables;
 use crate::testing::{NODE, gpu, inventory, policy};
 
 const NODE_UID: &str = "7c1b2f6e-0d5e-4a43-8a07-5c9f1a2b3c4d";
@@ -140,6 +141,66 @@ fn counters_are_split_by_eights() {
         .collect();
     assert_eq!(counters, [8; 8]);
     assert_eq!(plan.slices.len(), 8 + 64);
+}
+
+#[test]
+fn a_gpu_with_more_devices_than_a_slice_can_have_goes_on_in_the_next() {
+    let mut inventory = inventory(vec![gpu(0), gpu(1)]);
+    let uuids = [gpu(0).uuid, gpu(1).uuid];
+    inventory.mig_geometries = vec![tables::h100(&uuids.each_ref().map(|it| &**it))];
+    let geometry = Geometry::read(&inventory.mig_geometries[0]).unwrap();
+    let mut profiles: Vec<_> = geometry.partitions.iter().map(|it| it.profile).collect();
+    profiles.dedup();
+    let profiles: Vec<_> = profiles.iter().map(ToString::to_string).collect();
+    let policies = [policy(
+        "p",
+        &json!({
+            "tiers": ["capped", "concurrent", "partition"],
+            "capped": {"onPartitions": profiles, "maxSharers": 2, "expectedSharers": 0},
+            "concurrent": {"onPartitions": profiles},
+        }),
+    )];
+    let plan = planned(&inventory, &policies);
+    assert_eq!(plan.withheld, []);
+    limits::check(&objects(&plan));
+    let sizes: Vec<usize> = plan
+        .slices
+        .iter()
+        .filter_map(|slice| match &slice.content {
+            Content::Devices(devices) => Some(devices.len()),
+            Content::Counters(_) => None,
+        })
+        .collect();
+    let each = 2 + 3 * geometry.partitions.len();
+    assert_eq!(sizes, [64, each - 64, 64, each - 64]);
+    let names: Vec<_> = plan.slices.iter().map(|slice| &*slice.name).collect();
+    assert!(names.is_sorted(), "{names:?}");
+}
+
+#[test]
+fn an_mps_daemon_that_does_not_answer_closes_concurrent_shares_of_the_gpu_and_its_partitions() {
+    let mut inventory = inventory(vec![gpu(0)]);
+    inventory.mig_geometries = vec![tables::h100(&[&gpu(0).uuid])];
+    let policies = [policy(
+        "p",
+        &json!({
+            "tiers": ["capped", "concurrent"],
+            "capped": {"onPartitions": ["7g.80gb"]},
+            "concurrent": {"onPartitions": ["7g.80gb"]},
+        }),
+    )];
+    let left = |reason: &str| {
+        let withheld = WithheldGpu {
+            tiers: vec![Tier::Concurrent],
+            ..WithheldGpu::whole(&gpu(0).uuid, reason, "why".to_owned())
+        };
+        let plan = replanned(&inventory, &policies, &[withheld], &[]);
+        names(&plan).join(" ")
+    };
+    let daemon = left(reason::MPS_DAEMON);
+    assert_eq!(daemon, "gpu-00000000-capped gpu-00000000-capped-7g80gb-0");
+    let mode = left(reason::MIG_MODE);
+    assert_eq!(mode, format!("{daemon} gpu-00000000-concurrent-7g80gb-0"));
 }
 
 #[test]

@@ -1,5 +1,5 @@
-//! Watches the MPS daemons of GPUs with concurrent shares: while one does not answer, the tier `concurrent` of its GPU is
-//! withheld.
+//! Watches the MPS daemons of GPUs and partitions with concurrent shares: while one does not answer, the tier `concurrent` of its
+//! GPU is withheld.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -19,8 +19,8 @@ use crate::mps::MpsError;
 /// How often the supervisor is asked, while there are concurrent shares.
 pub(super) const PERIOD: Duration = Duration::from_secs(5);
 
-/// What is wrong, by GPU.
-type Wrong = BTreeMap<String, String>;
+/// What is wrong, by GPU and by what the daemon serves: the GPU, or one of its MIG devices.
+type Wrong = BTreeMap<(String, String), String>;
 
 impl Gpus {
     /// Publishes the GPUs whose daemons do not answer, until it is stopped. One that was so only once is being started.
@@ -41,43 +41,43 @@ impl Gpus {
             let Ok(wrong) = tokio::task::spawn_blocking(move || gpus.wrong_daemons()).await else {
                 return;
             };
-            let lasting = wrong.iter().filter(|(gpu, _)| before.contains_key(*gpu));
-            publish(
-                &withheld,
-                lasting.map(|(gpu, why)| entry(gpu, why)).collect(),
-            );
+            let lasting = wrong.iter().filter(|(key, _)| before.contains_key(*key));
+            let entries = lasting.map(|((gpu, served), why)| entry(gpu, served, why));
+            publish(&withheld, entries.collect());
             before = wrong;
         }
     }
 
-    /// The GPUs with concurrent shares whose daemon does not answer.
+    /// What has concurrent shares and a daemon that does not answer.
     fn wrong_daemons(&self) -> Wrong {
         let Ok(records) = self.records.readable() else {
             return Wrong::new();
         };
-        let records = records
-            .into_iter()
-            .filter(|(_, record)| record.mps.is_some());
-        let gpus: Vec<String> = records.map(|(gpu, _)| gpu).collect();
-        if gpus.is_empty() {
+        let mut served = Vec::new();
+        for (gpu, record) in records {
+            let partitions = record.partition_daemons.into_iter();
+            served.extend(partitions.map(|it| (gpu.clone(), it.uuid)));
+            served.extend(record.mps.map(|_| (gpu.clone(), gpu)));
+        }
+        if served.is_empty() {
             return Wrong::new();
         }
         let daemons = self.hardware.daemons.list();
-        let wrong = gpus.into_iter().filter_map(|gpu| {
-            let why = why_not(&gpu, &daemons)?;
-            Some((gpu, why))
+        let wrong = served.into_iter().filter_map(|(gpu, served)| {
+            let why = why_not(&served, &daemons)?;
+            Some(((gpu, served), why))
         });
         wrong.collect()
     }
 }
 
-/// Why the daemon of a GPU does not serve it; `None` where it does.
-fn why_not(gpu: &str, daemons: &Result<Vec<Daemon>, MpsError>) -> Option<String> {
+/// Why the daemon of a GPU or of a MIG device does not serve it; `None` where it does.
+fn why_not(served: &str, daemons: &Result<Vec<Daemon>, MpsError>) -> Option<String> {
     let daemons = match daemons {
         Ok(daemons) => daemons,
         Err(error) => return Some(error.to_string()),
     };
-    match daemons.iter().find(|it| it.device.as_str() == gpu) {
+    match daemons.iter().find(|it| it.device.as_str() == served) {
         Some(daemon) => match &daemon.health {
             Health::Ready => None,
             Health::NotAnswering(why) => Some(format!("the MPS daemon does not answer: {why}")),
@@ -87,9 +87,14 @@ fn why_not(gpu: &str, daemons: &Result<Vec<Daemon>, MpsError>) -> Option<String>
     }
 }
 
-fn entry(gpu: &str, why: &str) -> WithheldGpu {
+fn entry(gpu: &str, served: &str, why: &str) -> WithheldGpu {
+    let partition = if served == gpu {
+        String::new()
+    } else {
+        format!("partition {served}: ")
+    };
     let message = format!(
-        "{why}; see the log of the DaemonSet `tranche-mps` on this node, and the daemon's own in /run/tranche/mps/{gpu}/log"
+        "{partition}{why}; see the log of the DaemonSet `tranche-mps` on this node, and the daemon's own in /run/tranche/mps/{served}/log"
     );
     WithheldGpu {
         tiers: vec![Tier::Concurrent],

@@ -18,8 +18,8 @@ use crate::fs::testing::{Fault, FaultyFs};
 use crate::gpu_node::NodePolicy;
 use crate::orphans::schedule::SPREAD;
 use crate::testing::{
-    Listing, Plugin, World, capped, capped_on, claim, claim_ref, concurrent, partition,
-    passthrough, whole,
+    Listing, Plugin, World, capped, capped_on, claim, claim_ref, concurrent, concurrent_on,
+    partition, passthrough, whole,
 };
 use tranche_node::nvml::{Nvml as _, NvmlError};
 use tranche_shim_core::cap::CapPage;
@@ -50,6 +50,14 @@ fn two_shares_of_a_partition() -> serde_json::Value {
     let two = [
         capped_on("x", 0, "3g40gb-4", "20Gi", 25),
         capped_on("y", 0, "3g40gb-4", "10Gi", 30),
+    ];
+    claim("a", &two)
+}
+
+fn two_concurrent_shares_of_a_partition() -> serde_json::Value {
+    let two = [
+        concurrent_on("x", 0, "3g40gb-4", "20Gi", 25),
+        concurrent_on("y", 0, "3g40gb-4", "10Gi", 30),
     ];
     claim("a", &two)
 }
@@ -234,6 +242,18 @@ async fn what_overlaps_is_refused() {
             capped_on("x", 0, "3g40gb-0", "10Gi", 10),
             capped("x", 0, "10Gi", 10),
         ),
+        (
+            capped_on("x", 0, "3g40gb-0", "10Gi", 10),
+            concurrent_on("x", 0, "3g40gb-0", "10Gi", 10),
+        ),
+        (
+            concurrent_on("x", 0, "3g40gb-0", "10Gi", 10),
+            concurrent("x", 0, "10Gi", 10),
+        ),
+        (
+            concurrent("x", 0, "10Gi", 10),
+            concurrent_on("x", 0, "3g40gb-0", "10Gi", 10),
+        ),
         (whole("x", 0), partition("x", 0, "3g40gb-0")),
     ] {
         let world = World::new();
@@ -295,11 +315,12 @@ impl Ending {
 }
 
 /// The claims whose every step is interrupted.
-fn interrupted() -> [serde_json::Value; 4] {
+fn interrupted() -> [serde_json::Value; 5] {
     [
         two_partitions(),
         two_shares_of_a_partition(),
         two_concurrent_shares(),
+        two_concurrent_shares_of_a_partition(),
         two_at_vfio(),
     ]
 }
@@ -311,6 +332,13 @@ fn in_any_order(record: &[u8]) -> String {
         instances.sort_by_key(ToString::to_string);
     }
     record.to_string()
+}
+
+/// Without what differs between two MIG devices of the same partition: the first digits of their UUIDs.
+fn anonymous(text: &str) -> String {
+    let parts = text.split("MIG-").enumerate();
+    let parts = parts.map(|(n, part)| if n == 0 { part } else { &part[8..] });
+    parts.collect::<Vec<_>>().join("MIG-")
 }
 
 /// What a prepared claim has on the node: its files, its places on the GPUs, and the GPUs' daemons and compute modes.
@@ -328,17 +356,12 @@ impl Prepared {
     fn of(world: &World) -> Self {
         // A MIG device that is made again has another UUID, which is part of a page's checksum.
         let text = |path: &str, content: &[u8]| {
-            if path.starts_with("plugin/gpus/GPU-") {
-                return in_any_order(content);
-            }
             let raw = std::fs::read(world.dir.path().join(path)).unwrap_or_default();
-            let text = match CapPage::decode(&raw) {
+            anonymous(&match CapPage::decode(&raw) {
                 Ok(page) => format!("{page:?}"),
+                Err(_) if path.starts_with("plugin/gpus/GPU-") => in_any_order(content),
                 Err(_) => String::from_utf8_lossy(content).into_owned(),
-            };
-            let parts = text.split("MIG-").enumerate();
-            let anonymous = parts.map(|(n, part)| if n == 0 { part } else { &part[8..] });
-            anonymous.collect::<Vec<_>>().join("MIG-")
+            })
         };
         let contents = world.contents().into_iter();
         let state = |gpu: &tranche_api::gpu_node::Gpu| {
@@ -352,7 +375,7 @@ impl Prepared {
                 .map(|(path, content)| (path.clone(), text(&path, &content)))
                 .collect(),
             gpus: world.ready.inventory.gpus.iter().map(state).collect(),
-            daemons: world.mps.serving(),
+            daemons: world.mps.serving().iter().map(|it| anonymous(it)).collect(),
             functions: world.pci.changed(),
         }
     }

@@ -18,11 +18,13 @@ pub struct Supervisor(Arc<Mutex<State>>);
 
 #[derive(Debug, Default)]
 struct State {
-    /// The GPUs that have a daemon.
+    /// The GPUs and MIG devices that have a daemon.
     serving: BTreeSet<String>,
     /// Those whose daemon has died.
     dead: BTreeSet<String>,
     is_away: bool,
+    /// No daemon can be started.
+    all_die: bool,
     /// How often a daemon was asked for.
     ensured: u32,
 }
@@ -56,6 +58,10 @@ impl Supervisor {
         } else {
             state.dead.remove(gpu);
         }
+    }
+
+    pub fn all_die(&self, do_they: bool) {
+        self.state().all_die = do_they;
     }
 
     fn answering(&self) -> Result<MutexGuard<'_, State>, MpsError> {
@@ -92,21 +98,21 @@ impl MortalClient {
 }
 
 impl Daemons for MortalClient {
-    fn ensure(&self, gpu_uuid: &str) -> Result<(), MpsError> {
+    fn ensure(&self, device_uuid: &str) -> Result<(), MpsError> {
         self.is_alive()?;
         let mut state = self.supervisor.answering()?;
         state.ensured += 1;
-        if state.dead.contains(gpu_uuid) {
+        if state.all_die || state.dead.contains(device_uuid) {
             let reason = "the MPS control daemon cannot be started".to_owned();
             return Err(ClientError::Refused(reason).into());
         }
-        state.serving.insert(gpu_uuid.to_owned());
+        state.serving.insert(device_uuid.to_owned());
         Ok(())
     }
 
-    fn end(&self, gpu_uuid: &str) -> Result<(), MpsError> {
+    fn end(&self, device_uuid: &str) -> Result<(), MpsError> {
         self.is_alive()?;
-        self.supervisor.answering()?.serving.remove(gpu_uuid);
+        self.supervisor.answering()?.serving.remove(device_uuid);
         Ok(())
     }
 

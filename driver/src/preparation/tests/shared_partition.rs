@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use proptest::prelude::*;
 use serde_json::{Value, json};
+use tranche_api::withheld::reason;
 
 use super::*;
 use crate::claim::DeviceName;
@@ -13,6 +14,12 @@ use crate::mig::{Profile, Slices, tables};
 fn share_of(partition: &str, memory: &str, cores: &str) -> Value {
     let device = format!("gpu-00000000-capped-{partition}");
     with(capped(memory, cores), &json!({"device": device}))
+}
+
+/// A concurrent share of one.
+fn concurrent_share_of(partition: &str, memory: &str, threads: &str) -> Value {
+    let device = format!("gpu-00000000-concurrent-{partition}");
+    with(capped(memory, threads), &json!({"device": device}))
 }
 
 fn partition(name: &str) -> Value {
@@ -134,6 +141,7 @@ fn what_does_not_go_with_the_shares_of_a_partition_is_refused() {
         ("beside", partition("1g10gb-0")),
         ("another", share_of("3g40gb-0", "30Gi", "100")),
         ("sharer", share_of("3g40gb-4", "10Gi", "40")),
+        ("concurrent", concurrent_share_of("2g20gb-2", "9Gi", "100")),
         ("observer", admin("gpu-00000000-capped")),
     ] {
         planned(name, &[other], held).unwrap();
@@ -145,6 +153,67 @@ fn what_does_not_go_with_the_shares_of_a_partition_is_refused() {
         error.contains("held by claim team-a/held in the tier partition"),
         "{error}"
     );
+}
+
+#[test]
+fn a_concurrent_share_holds_the_partition_and_its_daemon() {
+    let held = planned(
+        "held",
+        &[
+            concurrent_share_of("3g40gb-4", "20Gi", "60"),
+            share_of("1g10gb-0", "1Gi", "50"),
+        ],
+        &[],
+    );
+    let held = std::slice::from_ref(held.as_ref().unwrap());
+    let device = &held[0].devices[0];
+    assert_eq!(
+        (device.tier, device.gpu_tier()),
+        (Tier::Concurrent, Tier::Partition)
+    );
+    assert!(device.cap.is_mps());
+    let of_gpu = held_of(&gpu(0).uuid, held);
+    assert!(!of_gpu.mps, "the whole GPU has no daemon");
+    assert_eq!(of_gpu.partitions.len(), 2);
+    assert_eq!(
+        of_gpu.partition_daemons,
+        BTreeSet::from([place(4, "3g.40gb")])
+    );
+    let here = "held by claim team-a/held in the tier concurrent";
+    for (other, expected) in [
+        (share_of("3g40gb-4", "1Gi", "1"), here),
+        (partition("3g40gb-4"), here),
+        (
+            concurrent_share_of("3g40gb-4", "1Gi", "41"),
+            "add up to 101",
+        ),
+        (
+            concurrent_share_of("3g40gb-4", "30Gi", "1"),
+            "add up to 50Gi",
+        ),
+        (
+            concurrent(0, "1Gi", "1"),
+            "held by claim team-a/held in the tier partition",
+        ),
+    ] {
+        let error = planned("new", std::slice::from_ref(&other), held).expect_err("refused");
+        assert!(error.contains(expected), "{other}: {error}");
+    }
+    planned("new", &[concurrent_share_of("3g40gb-4", "9Gi", "40")], held).unwrap();
+}
+
+#[test]
+fn a_dead_mps_daemon_withholds_concurrent_shares_of_partitions() {
+    let refused = |result: Value| {
+        let plan = planned("a", &[result], &[]).unwrap();
+        let entry = WithheldGpu {
+            tiers: vec![Tier::Concurrent],
+            ..WithheldGpu::whole(&gpu(0).uuid, reason::MPS_DAEMON, "dead".to_owned())
+        };
+        refuse_withheld(&plan, &[entry].iter()).is_err()
+    };
+    assert!(refused(concurrent_share_of("3g40gb-4", "1Gi", "1")));
+    assert!(!refused(share_of("3g40gb-4", "1Gi", "1")));
 }
 
 #[test]
@@ -188,6 +257,7 @@ fn any_results() -> impl Strategy<Value = Vec<Value>> {
     let one = one.prop_map(|(name, kind, gib, cores)| match kind {
         0 => capped("1Gi", "1"),
         1 | 2 => partition(name),
+        3 | 4 => concurrent_share_of(name, &format!("{gib}Gi"), &cores.to_string()),
         _ => share_of(name, &format!("{gib}Gi"), &cores.to_string()),
     });
     prop::collection::vec(one, 1..3)
@@ -213,7 +283,8 @@ proptest! {
         for (place, holders) in places {
             let partition = geometry.partition(place.profile, place.start).unwrap();
             left = left.less(partition.slices).unwrap();
-            prop_assert!(holders.len() == 1 || holders.iter().all(|it| it.tier == Tier::Capped));
+            let is_shared = |tier| holders.iter().all(|it| it.tier == tier);
+            prop_assert!(holders.len() == 1 || is_shared(Tier::Capped) || is_shared(Tier::Concurrent));
             let sum = |of: fn(u64, u64) -> u64| holders.iter().map(|it| match it.cap {
                 Cap::Share { memory, cores, .. } => of(memory, cores.into()),
                 Cap::None {} => 0,

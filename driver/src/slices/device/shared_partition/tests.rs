@@ -3,6 +3,7 @@ use std::collections::BTreeSet;
 use tranche_api::gpu_node::{Gpu, MigMode};
 use tranche_api::names::{attribute, capacity};
 use tranche_api::quantity::Quantity;
+use tranche_api::tier::Tier;
 use tranche_api::withheld::reason;
 
 use super::super::{Counters, Offer, of_gpu as all_of_gpu};
@@ -138,7 +139,7 @@ fn the_shares_have_the_partitions_memory_less_reserve_and_contexts() {
 }
 
 #[test]
-fn shares_of_partitions_are_offered_only_in_the_tier_capped_and_only_where_the_policy_says_so() {
+fn shares_of_partitions_are_offered_only_in_their_tier_and_only_where_the_policy_says_so() {
     let gpu = testing::gpu(0);
     assert_eq!(names(&offer(&gpu, &[Tier::Capped], &[])), ["-capped"]);
     let others = [Tier::Exclusive, Tier::Timeshared];
@@ -146,6 +147,13 @@ fn shares_of_partitions_are_offered_only_in_the_tier_capped_and_only_where_the_p
         names(&offer(&gpu, &others, &["3g.40gb"])),
         ["-timeshared", ""]
     );
+    let terms = Terms {
+        tiers: others.into(),
+        concurrent_on_partitions: profiles(&["3g.40gb"]),
+        ..Terms::default()
+    };
+    let without = offer_on_terms(&gpu, &terms);
+    assert_eq!(names(&without), ["-timeshared", ""]);
     let mut plain = testing::gpu(0);
     plain.mig_capable = false;
     let plain = offer(&plain, &[Tier::Capped], &["3g.40gb"]);
@@ -200,4 +208,49 @@ fn what_cannot_be_shared_is_refused_once_for_each_profile() {
     };
     let on = offer(&ampere, &[Tier::Capped], &["3g.40gb"]);
     assert_eq!(names(&on).len(), 3);
+}
+
+#[test]
+fn concurrent_shares_of_partitions_are_as_capped_ones_with_fewer_sharers() {
+    let mut terms = Terms {
+        tiers: [Tier::Capped, Tier::Concurrent].into(),
+        concurrent_sharers: 3,
+        concurrent_on_partitions: profiles(&["2g.20gb", "3g.40gb"]),
+        ..Terms::default()
+    };
+    terms.capped.max_sharers = 9;
+    terms.capped.default_memory = Some(1 << 30);
+    terms.capped.on_partitions = profiles(&["3g.40gb"]);
+    let offer = offer_on_terms(&testing::gpu(0), &terms);
+    let expected = [
+        "-capped",
+        "-concurrent",
+        "-capped-3g40gb-4",
+        "-capped-3g40gb-0",
+        "-concurrent-2g20gb-4",
+        "-concurrent-2g20gb-2",
+        "-concurrent-2g20gb-0",
+        "-concurrent-3g40gb-4",
+        "-concurrent-3g40gb-0",
+    ];
+    assert_eq!(names(&offer), expected);
+    let [capped, concurrent] = [&offer.devices[2], &offer.devices[7]];
+    assert_eq!(concurrent.consumes_counters, capped.consumes_counters);
+    assert_eq!(string(concurrent, attribute::ISOLATION), Some("concurrent"));
+    let capacity = |device: &Device, name: &str| device.capacity.as_ref().unwrap()[name].clone();
+    assert_eq!(capacity(concurrent, capacity::SHARERS).value.0, "3");
+    assert_eq!(capacity(capped, capacity::SHARERS).value.0, "9");
+    for same in [capacity::MEMORY, capacity::CORES] {
+        let value = |device| capacity(device, same).value;
+        assert_eq!(value(concurrent), value(capped), "{same}");
+    }
+
+    terms.concurrent_on_partitions = profiles(&["1g.6gb"]);
+    let none = offer_on_terms(&testing::gpu(0), &terms);
+    let [(Tier::Concurrent, error)] = &none.refused[..] else {
+        panic!("{:?}", none.refused);
+    };
+    assert_eq!(error.reason(), reason::NO_PROFILE);
+    let error = error.to_string();
+    assert!(error.contains("concurrent.onPartitions, 1g.6gb"), "{error}");
 }

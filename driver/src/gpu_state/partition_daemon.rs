@@ -1,0 +1,93 @@
+//! The MPS daemons of a GPU's partitions: one for each partition with concurrent shares.
+//!
+//! A daemon serves a MIG device, so it starts after its partition was made and ends before it is removed. The GPU's compute mode stays
+//! as it is: `EXCLUSIVE_PROCESS` is not for a GPU in MIG mode, whose partitions have a server each (NVIDIA's MIG user guide, "CUDA
+//! MPS").
+
+use serde::{Deserialize, Serialize};
+
+use super::{
+    Actual, ComputeMode, Daemon, Next, Obstacle, Place, Record, Served, Wanted, WantedDaemon,
+};
+
+/// An MPS daemon of Tranche that serves a partition.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct PartitionDaemon {
+    /// The partition.
+    pub place: Place,
+    /// The UUID of the MIG device that the partition was when the daemon was asked for.
+    pub uuid: String,
+}
+
+/// What takes away a daemon that nobody wants any more, or whose MIG device is gone. One that does not end stays in the record.
+pub(super) fn without(wanted: &Wanted, record: &Record, actual: &Actual) -> Option<Next> {
+    let mut daemons = record.partition_daemons.iter();
+    let daemon = daemons.find(|daemon| {
+        let is_wanted = wanted.partition_daemons.contains_key(&daemon.place);
+        let is_there = actual.mig_uuid(daemon.place) == Some(&daemon.uuid);
+        !(is_wanted && is_there) && actual.partition_daemon(&daemon.uuid) != Daemon::Stuck
+    })?;
+    if actual.partition_daemon(&daemon.uuid) != Daemon::Ended {
+        let served = Served::Partition(daemon.uuid.clone());
+        return Some(Next::EndDaemon(served));
+    }
+    let mut left = record.clone();
+    left.partition_daemons.retain(|it| it != daemon);
+    Some(Next::Write(left))
+}
+
+/// What brings the daemons nearer that are needed now; `None` where all answer. Their partitions are made.
+pub(super) fn with(
+    wanted: &Wanted,
+    record: &Record,
+    actual: &Actual,
+) -> Result<Option<Next>, Obstacle> {
+    let needed = wanted.partition_daemons.iter();
+    let needed = needed.filter(|(_, daemon)| **daemon == WantedDaemon::Ready);
+    for (&place, _) in needed {
+        if actual.compute_mode == ComputeMode::Prohibited {
+            return Err(Obstacle::Prohibited);
+        }
+        let uuid = actual
+            .mig_uuid(place)
+            .ok_or(Obstacle::NoSuchPartition(place))?;
+        let daemon = PartitionDaemon {
+            place,
+            uuid: uuid.clone(),
+        };
+        if !record.partition_daemons.contains(&daemon) {
+            let mut record = record.clone();
+            record.partition_daemons.push(daemon);
+            return Ok(Some(Next::Write(record)));
+        }
+        if actual.partition_daemon(uuid) != Daemon::Ready {
+            return Ok(Some(Next::EnsureDaemon(Served::Partition(daemon.uuid))));
+        }
+    }
+    Ok(None)
+}
+
+impl Actual {
+    /// The UUID of the MIG device that has all of the instance at a place.
+    fn mig_uuid(&self, place: Place) -> Option<&String> {
+        match &self.at(place)?.compute[..] {
+            [only] => Some(&only.uuid),
+            _ => None,
+        }
+    }
+
+    fn partition_daemon(&self, uuid: &str) -> Daemon {
+        self.partition_daemons
+            .get(uuid)
+            .copied()
+            .unwrap_or_default()
+    }
+}
+
+impl Record {
+    /// Whether a daemon serves the partition, so that it cannot be removed.
+    pub(super) fn has_daemon(&self, place: Place) -> bool {
+        self.partition_daemons.iter().any(|it| it.place == place)
+    }
+}
