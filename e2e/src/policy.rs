@@ -62,19 +62,19 @@ pub async fn tiers(case: &Case, tiers: &[Tier]) -> anyhow::Result<()> {
         .await
 }
 
-/// Offers the GPUs in these tiers, and partitions of these profiles in capped shares, until the test ends; waits until the test's
-/// node offers a shared partition.
+/// Offers the GPUs in these tiers, and partitions of these profiles in shares of the tier `shared`, until the test ends; waits until
+/// the test's node offers a shared partition.
 pub async fn shared_partitions(
     case: &Case,
     tiers: &[Tier],
+    shared: Tier,
     profiles: &[&str],
 ) -> anyhow::Result<()> {
-    let capped = json!({"onPartitions": profiles});
-    with_fields(case, "shared", &json!({"tiers": tiers, "capped": capped})).await?;
+    let fields = json!({"tiers": tiers, shared.as_str(): {"onPartitions": profiles}});
+    with_fields(case, "shared", &fields).await?;
     let is_shared = |device: &Device| {
         let of = |name| text(device, name);
-        of(attribute::ISOLATION) == Some(Tier::Capped.as_str())
-            && of(attribute::TYPE) == Some("mig")
+        of(attribute::ISOLATION) == Some(shared.as_str()) && of(attribute::TYPE) == Some("mig")
     };
     case.plugin()
         .slices("shared partitions", wait::USUAL, |slices| {

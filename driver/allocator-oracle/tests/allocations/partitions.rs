@@ -47,6 +47,7 @@ fn slices(model: &Model) -> Vec<ResourceSlice> {
     let mut policy = policy.object();
     let profiles = model.profiles.iter().map(|it| it.name.to_owned());
     policy.spec.capped.on_partitions = profiles.collect();
+    policy.spec.concurrent.on_partitions = policy.spec.capped.on_partitions.clone();
     let mut inventory = inventory(&[0]);
     inventory.mig_geometries = vec![geometry::of(model, &[inventory.gpus[0].uuid.clone()])];
     let plan = slices::plan(&NodeInput {
@@ -77,8 +78,8 @@ enum Wanted {
     Profile(&'static GpuProfile),
     /// A partition with so many MiB at least.
     Memory(u64),
-    /// A share of a partition of a profile.
-    ShareOf(&'static GpuProfile),
+    /// A share of a partition of a profile, in one of the two tiers that share partitions.
+    ShareOf(&'static GpuProfile, Tier),
     /// A tier of the whole GPU.
     Whole(Tier),
 }
@@ -101,7 +102,7 @@ impl Wanted {
         match self {
             Self::Profile(wanted) => wanted == profile,
             Self::Memory(mib) => profile.memory_mib >= mib,
-            Self::ShareOf(_) | Self::Whole(_) => false,
+            Self::ShareOf(..) | Self::Whole(_) => false,
         }
     }
 
@@ -111,9 +112,8 @@ impl Wanted {
             Self::Profile(profile) => {
                 json!({"deviceClassName": partition, "selectors": of_profile(profile)})
             }
-            Self::ShareOf(profile) => {
-                let class = Tier::Capped.class_name();
-                json!({"deviceClassName": class, "selectors": of_profile(profile)})
+            Self::ShareOf(profile, tier) => {
+                json!({"deviceClassName": tier.class_name(), "selectors": of_profile(profile)})
             }
             Self::Memory(mib) => {
                 let memory = format!("{mib}Mi");
@@ -166,8 +166,8 @@ fn check(
         }
     }
     let is_whole = held.iter().any(|it| it.place().is_none());
-    if let Wanted::ShareOf(profile) = wanted {
-        return check_share(model, profile, held, &instances, got);
+    if let Wanted::ShareOf(profile, tier) = wanted {
+        return check_share(model, (profile, tier), held, &instances, got);
     }
     if let Wanted::Whole(tier) = wanted {
         let is_of_tier = |it: &DeviceName| it.place().is_none() && it.tier() == tier;
@@ -198,7 +198,7 @@ fn check(
 /// The same for a share of a partition: the first in order that has room for one, or that can be made.
 fn check_share(
     model: &'static Model,
-    profile: &'static GpuProfile,
+    (profile, tier): (&'static GpuProfile, Tier),
     held: &[DeviceName],
     instances: &[Placed],
     got: Option<DeviceName>,
@@ -212,13 +212,13 @@ fn check_share(
             .collect();
         match there.len() {
             0 => !is_whole && fits(model, instances, profile, start),
-            sharers => sharers < SHARERS && there.iter().all(|it| it.tier() == Tier::Capped),
+            sharers => sharers < SHARERS && there.iter().all(|it| it.tier() == tier),
         }
     };
     let starts = profile.starts.iter().copied();
     let expected = starts.filter(|start| has_room(*start)).max();
     let got_start = got.and_then(|it| placed(model, it)).map(|it| it.1);
-    let is_share = got.is_none_or(|it| it.tier() == Tier::Capped && it.place().is_some());
+    let is_share = got.is_none_or(|it| it.tier() == tier && it.place().is_some());
     if is_share && got_start == expected {
         return Ok(());
     }
@@ -262,12 +262,12 @@ enum Event {
 enum Kind {
     Profile,
     Memory,
-    ShareOf,
+    ShareOf(bool),
     Whole,
 }
 
 fn any_event() -> impl Strategy<Value = Event> {
-    let kind = prop_oneof![6 => Just(Kind::Profile), 3 => Just(Kind::Memory), 5 => Just(Kind::ShareOf), 1 => Just(Kind::Whole)];
+    let kind = prop_oneof![6 => Just(Kind::Profile), 3 => Just(Kind::Memory), 6 => any::<bool>().prop_map(Kind::ShareOf), 1 => Just(Kind::Whole)];
     prop_oneof![
         3 => (any::<prop::sample::Index>(), kind).prop_map(|(which, kind)| Event::Start(which, kind)),
         2 => any::<prop::sample::Index>().prop_map(Event::End),
@@ -278,7 +278,14 @@ fn wanted(model: &'static Model, which: prop::sample::Index, kind: Kind) -> Want
     let profile = which.get(model.profiles);
     match kind {
         Kind::Profile => Wanted::Profile(profile),
-        Kind::ShareOf => Wanted::ShareOf(profile),
+        Kind::ShareOf(is_capped) => {
+            let tier = if is_capped {
+                Tier::Capped
+            } else {
+                Tier::Concurrent
+            };
+            Wanted::ShareOf(profile, tier)
+        }
         // As much as the profile has, and a little more.
         Kind::Memory => Wanted::Memory(profile.memory_mib + u64::from(which.index(2) == 1)),
         Kind::Whole => {
