@@ -47,7 +47,8 @@ fn slices(model: &Model) -> Vec<ResourceSlice> {
     let mut policy = policy.object();
     let profiles = model.profiles.iter().map(|it| it.name.to_owned());
     policy.spec.capped.on_partitions = profiles.collect();
-    policy.spec.concurrent.on_partitions = policy.spec.capped.on_partitions.clone();
+    let shared = &policy.spec.capped.on_partitions;
+    policy.spec.concurrent.on_partitions.clone_from(shared);
     let mut inventory = inventory(&[0]);
     inventory.mig_geometries = vec![geometry::of(model, &[inventory.gpus[0].uuid.clone()])];
     let plan = slices::plan(&NodeInput {
