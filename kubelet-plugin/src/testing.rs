@@ -551,7 +551,7 @@ pub fn capped_on(request: &str, minor: u32, name: &str, memory: &str, cores: u32
 /// A concurrent share of a partition.
 pub fn concurrent_on(request: &str, minor: u32, name: &str, memory: &str, threads: u32) -> Given {
     Given {
-        device: format!("gpu-{minor:08}-concurrent-{name}"),
+        device: format!("gpu-{minor:08}-mps-{name}"),
         ..capped(request, minor, memory, threads)
     }
 }

@@ -88,7 +88,7 @@ fn a_concurrent_share_gets_its_daemon_and_its_limits() {
 fn a_concurrent_share_of_a_partition_gets_the_daemon_of_its_mig_device() {
     let share = with(
         capped("20Gi", "25"),
-        &json!({"device": "gpu-00000000-concurrent-3g40gb-4"}),
+        &json!({"device": "gpu-00000000-mps-3g40gb-4"}),
     );
     let mut inventory = inventory(vec![gpu(0)]);
     inventory.mig_geometries = vec![crate::mig::tables::h100(&[&gpu(0).uuid])];

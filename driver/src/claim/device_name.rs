@@ -16,7 +16,8 @@ use crate::mig::Profile;
 ///  gpu-4d8c1f9e                  the whole GPU, exclusive
 ///  gpu-4d8c1f9e-capped           the whole GPU in another tier
 ///  gpu-4d8c1f9e-mig-1g10gb-0     a partition: a MIG profile and the memory slice where it begins
-///  gpu-4d8c1f9e-capped-3g40gb-4  a partition in a tier of shares
+///  gpu-4d8c1f9e-capped-3g40gb-4  a partition in capped shares
+///  gpu-4d8c1f9e-mps-3g40gb-4     a partition in concurrent shares: its tier's name would be too long
 ///  gpu-0-capped                  the previous release's names, by minor number
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -121,14 +122,18 @@ impl WholeGpuTier {
 }
 
 impl PartitionTier {
-    /// `None` for a tier in which partitions are not shared.
-    #[must_use]
-    pub const fn new(tier: Tier) -> Option<Self> {
-        match tier {
-            Tier::Capped => Some(Self::Capped),
-            Tier::Concurrent => Some(Self::Concurrent),
-            Tier::Timeshared | Tier::Partition | Tier::Exclusive | Tier::Passthrough => None,
+    const ALL: [Self; 2] = [Self::Capped, Self::Concurrent];
+
+    /// Its word in the names of devices. With it the longest name of a partition is a DNS label.
+    const fn label(self) -> &'static str {
+        match self {
+            Self::Capped => "capped",
+            Self::Concurrent => "mps",
         }
+    }
+
+    fn from_label(label: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|it| it.label() == label)
     }
 
     /// The tier.
@@ -197,7 +202,7 @@ impl fmt::Display for DeviceName {
                 tier,
                 profile,
                 start,
-            } => write!(f, "gpu-{gpu}-{}-{}-{start}", tier.tier(), profile.label()),
+            } => write!(f, "gpu-{gpu}-{}-{}-{start}", tier.label(), profile.label()),
             Self::Minor { minor, tier } => write!(f, "gpu-{minor}{tier}"),
         }
     }
@@ -248,7 +253,7 @@ fn read(text: &str) -> Option<DeviceName> {
         }
         return Some(DeviceName::SharedPartition {
             gpu,
-            tier: PartitionTier::new(kind.parse().ok()?)?,
+            tier: PartitionTier::from_label(kind)?,
             profile,
             start,
         });
@@ -306,7 +311,7 @@ mod tests {
                 },
             ),
             (
-                "gpu-4d8c1f9e-concurrent-3g40gb-4",
+                "gpu-4d8c1f9e-mps-3g40gb-4",
                 DeviceName::SharedPartition {
                     gpu,
                     tier: PartitionTier::Concurrent,
@@ -358,6 +363,8 @@ mod tests {
             "gpu-4d8c1f9e-capped-1g10gb-00",
             "gpu-4d8c1f9e-exclusive-1g10gb-0",
             "gpu-4d8c1f9e-timeshared-1g10gb-0",
+            "gpu-4d8c1f9e-concurrent-1g10gb-0",
+            "gpu-4d8c1f9e-mps",
             "gpu-0-capped-1g10gb-0",
             "mig-0",
             "gpu-0-mig-1g10gb-0",

@@ -200,7 +200,7 @@ fn an_mps_daemon_that_does_not_answer_closes_concurrent_shares_of_the_gpu_and_it
     let daemon = left(reason::MPS_DAEMON);
     assert_eq!(daemon, "gpu-00000000-capped gpu-00000000-capped-7g80gb-0");
     let mode = left(reason::MIG_MODE);
-    assert_eq!(mode, format!("{daemon} gpu-00000000-concurrent-7g80gb-0"));
+    assert_eq!(mode, format!("{daemon} gpu-00000000-mps-7g80gb-0"));
 }
 
 #[test]

@@ -18,7 +18,7 @@ fn share_of(partition: &str, memory: &str, cores: &str) -> Value {
 
 /// A concurrent share of one.
 fn concurrent_share_of(partition: &str, memory: &str, threads: &str) -> Value {
-    let device = format!("gpu-00000000-concurrent-{partition}");
+    let device = format!("gpu-00000000-mps-{partition}");
     with(capped(memory, threads), &json!({"device": device}))
 }
 

@@ -227,11 +227,11 @@ fn concurrent_shares_of_partitions_are_as_capped_ones_with_fewer_sharers() {
         "-concurrent",
         "-capped-3g40gb-4",
         "-capped-3g40gb-0",
-        "-concurrent-2g20gb-4",
-        "-concurrent-2g20gb-2",
-        "-concurrent-2g20gb-0",
-        "-concurrent-3g40gb-4",
-        "-concurrent-3g40gb-0",
+        "-mps-2g20gb-4",
+        "-mps-2g20gb-2",
+        "-mps-2g20gb-0",
+        "-mps-3g40gb-4",
+        "-mps-3g40gb-0",
     ];
     assert_eq!(names(&offer), expected);
     let [capped, concurrent] = [&offer.devices[2], &offer.devices[7]];
