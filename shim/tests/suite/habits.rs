@@ -256,6 +256,36 @@ fn managed_memory_is_the_gpus_while_the_gpu_uses_it() {
     assert_eq!(found, [vec![0; 7], vec![0, 64, 0, 64, 0, 64, 0]]);
 }
 
+/// On the simple machine managed memory takes none of the GPU's.
+#[test]
+fn managed_memory_gives_way_to_other_processes() {
+    let mut bare = Bare::on(Machine::Realistic);
+    let free = bare.probe.must("info").number(0);
+    let half = (free / 2) & !(BLOCK - 1);
+    let memory = bare.probe.must(&format!("managed {half}")).number(0);
+    let prefetch = format!("cuMemPrefetchAsync {memory} {half} 0 0");
+    bare.call(&prefetch);
+    assert_eq!(bare.held(), half);
+    let mut other = bare.world.probe(REAL);
+    start(&mut other);
+    let left = other.must("info").number(0);
+    // What is free, and half of what the first has there.
+    let most = left + half / 2;
+    let taken = other.must(&format!("alloc {most}")).number(0);
+    let total = bare.world.node().gpus()[0].used;
+    assert!(bare.held() < half + most, "{total} bytes");
+    assert_eq!(other.must("info").number(0), 0);
+    // Memory that cannot move gives way to nothing.
+    assert_eq!(other.ask(&format!("alloc {half}")).code, OUT_OF_MEMORY);
+    // It moves back when it is used, where there is room.
+    other.must(&format!("free {taken}"));
+    let without = bare.held();
+    bare.call(&prefetch);
+    assert!(bare.held() > without, "{} bytes", bare.held());
+    bare.probe.must(&format!("free {memory}"));
+    assert_eq!(bare.world.node().gpus()[0].used, 2 * bare.context);
+}
+
 /// NVML counts managed memory for the GPU, and for no process.
 #[test]
 fn managed_memory_is_no_processs() {

@@ -177,16 +177,30 @@ impl Device {
         }
     }
 
-    /// Records `bytes` of this process's memory as managed memory that is resident on this GPU, or no longer.
-    pub fn note_managed(&self, bytes: u64, is_resident: bool) {
+    /// Charges `bytes` of managed memory that moves to this GPU.
+    pub fn charge_managed(&self, bytes: u64) -> Result<(), Code> {
+        let driver = driver()?;
+        let reclaim = || driver.reclaim();
+        self.within_mps_limit(bytes, || {
+            Ok(driver
+                .shared
+                .charge_managed(driver.slot, self.gpu, bytes, reclaim)?)
+        })
+    }
+
+    /// Returns `bytes` of managed memory, as far as other processes have left it on this GPU.
+    pub fn release_managed(&self, bytes: u64) {
         if let Ok(driver) = driver() {
-            let managed = &driver.shared.slots[driver.slot].managed[self.gpu];
-            if is_resident {
-                managed.fetch_add(bytes, Ordering::Relaxed);
-            } else {
-                managed.fetch_sub(bytes, Ordering::Relaxed);
-            }
+            // As above.
+            let _ = driver.shared.release_managed(driver.slot, self.gpu, bytes);
         }
+    }
+
+    /// Bytes of this process's managed memory that are on this GPU.
+    pub fn managed(&self) -> u64 {
+        driver().map_or(0, |driver| {
+            driver.shared.slots[driver.slot].managed[self.gpu].load(Ordering::Relaxed)
+        })
     }
 
     /// The GPU's graph pool.

@@ -7,7 +7,7 @@ use crate::context::Context;
 use crate::device::{Device, device};
 use crate::driver::has;
 use crate::memory::{self, free_resident, resident_bytes};
-use crate::space::{MemoryKind, containing, regions};
+use crate::space::{MemoryKind, Region, Regions, containing, regions};
 
 /// Moves the managed allocation at `address` to the GPU, with [`Habit::ManagedMemoryOccupies`]. A GPU without room reads
 /// it from the host.
@@ -15,26 +15,47 @@ fn occupy(device: &'static Device, address: u64) {
     if !has(Habit::ManagedMemoryOccupies) {
         return;
     }
-    let Some(bytes) = regions()
-        .get(&address)
-        .filter(|region| !region.resident && matches!(region.kind, MemoryKind::Managed))
-        .map(|region| region.bytes)
-    else {
+    let (moving, missing) = {
+        let regions = regions();
+        let Some(region) = regions
+            .get(&address)
+            .filter(|region| matches!(region.kind, MemoryKind::Managed))
+        else {
+            return;
+        };
+        let bytes = resident_bytes(region.bytes);
+        if region.resident {
+            // Others may have moved it to the host meanwhile.
+            (None, bytes.min(evicted(device, &regions)))
+        } else {
+            (Some(region.id), bytes)
+        }
+    };
+    if missing == 0 || memory::charge_managed(device, missing).is_err() {
+        return;
+    }
+    let Some(id) = moving else {
         return;
     };
-    let bytes_taken = resident_bytes(bytes);
-    if memory::charge(device, bytes_taken).is_err() {
-        return;
-    }
     match regions().get_mut(&address) {
-        Some(region) if !region.resident && region.bytes == bytes => {
+        Some(region) if !region.resident && region.id == id => {
             region.resident = true;
             region.device = device.ordinal;
-            device.note_managed(bytes_taken, true);
         }
         // Another thread has moved it first, or freed it.
-        _ => device.release(bytes_taken),
+        _ => device.release_managed(missing),
     }
+}
+
+/// Bytes of managed memory that this process has moved to the GPU and other processes have moved away.
+fn evicted(device: &Device, regions: &Regions) -> u64 {
+    let on_gpu = |region: &&Region| region.resident && region.device == device.ordinal;
+    let moved: u64 = regions
+        .values()
+        .filter(on_gpu)
+        .map(|region| resident_bytes(region.bytes))
+        .sum();
+    moved.saturating_sub(device.managed())
 }
 
 /// Records that the GPU of `context` uses the allocation that `address` is in.

@@ -57,6 +57,11 @@ pub fn charge(device: &'static Device, bytes: u64) -> Result<(), Code> {
     with_room(device, || device.charge(bytes))
 }
 
+/// Charges `bytes` of managed memory that moves to a GPU.
+pub fn charge_managed(device: &'static Device, bytes: u64) -> Result<(), Code> {
+    with_room(device, || device.charge_managed(bytes))
+}
+
 /// Carries out a pool's pending frees that are due, and all of the stream `own` (its address).
 pub fn carry_out_frees(pool: &Pool, own: Option<usize>) {
     for free in pool.take_due_frees(own) {
@@ -194,8 +199,7 @@ pub fn resident_bytes(bytes: u64) -> u64 {
 
 /// Returns the GPU memory of a managed allocation.
 pub fn free_resident(device: &Device, bytes: u64) {
-    device.note_managed(resident_bytes(bytes), false);
-    device.release(resident_bytes(bytes));
+    device.release_managed(resident_bytes(bytes));
 }
 
 /// Moves one managed allocation from the GPU to the host; false if none is on the GPU.

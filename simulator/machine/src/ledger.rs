@@ -7,6 +7,10 @@
 //! A real driver frees a process's memory while it closes the process's files, before the process has ended. This daemon
 //! does so a moment later. Programs must not see the difference. So a charge that would raise `gpu.used` to a new peak,
 //! while other processes hold memory, first has the daemon free the memory of processes that have ended.
+//!
+//! Managed memory gives way: a charge that finds no room moves managed memory of other processes to the host, as the UVM
+//! driver does when it is asked to evict (`uvm_pmm_gpu_pma_evict_pages` in NVIDIA's open kernel modules). The process that
+//! has lost it finds that out when it uses the memory again.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -143,6 +147,52 @@ impl Shared {
         self.add_charge(slot, gpu, bytes)
     }
 
+    /// Charges `bytes` of managed memory that moves to GPU `gpu`, all or nothing.
+    pub fn charge_managed(
+        &self,
+        slot: usize,
+        gpu: usize,
+        bytes: u64,
+        reclaim: impl Fn(),
+    ) -> Result<(), ChargeError> {
+        let _guard = self.lock_reclaimed(slot, gpu, bytes, reclaim)?;
+        self.add_charge(slot, gpu, bytes)?;
+        self.slots[slot].managed[gpu].fetch_add(bytes, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Ends a charge of `bytes` of managed memory, or of what others have left of it on the GPU.
+    pub fn release_managed(&self, slot: usize, gpu: usize, bytes: u64) -> Result<(), ChargeError> {
+        let _guard = lock(&self.gpus[gpu], owner(slot))?;
+        self.move_to_host(slot, gpu, bytes);
+        Ok(())
+    }
+
+    /// Moves managed memory of a slot to the host, at most `most` bytes; returns how much that was. The caller has the GPU's
+    /// lock.
+    fn move_to_host(&self, slot: usize, gpu: usize, most: u64) -> u64 {
+        let managed = &self.slots[slot].managed[gpu];
+        let before = managed.load(Ordering::Relaxed);
+        let moved = most.min(before);
+        managed.store(before - moved, Ordering::Relaxed);
+        self.lower(slot, gpu, moved);
+        moved
+    }
+
+    /// Moves managed memory of other processes to the host, until `missing` bytes have been moved. The caller has the GPU's
+    /// lock.
+    fn evict(&self, slot: usize, gpu: usize, mut missing: u64) {
+        let instance = |slot: usize| self.slots[slot].partition_on(gpu).map(|it| it.instance);
+        for other in 0..self.slots.len() {
+            if missing == 0 {
+                return;
+            }
+            if other != slot && instance(other) == instance(slot) {
+                missing -= self.move_to_host(other, gpu, missing);
+            }
+        }
+    }
+
     /// Takes a GPU's lock to charge `bytes`. Where that would be a new peak, other slots hold memory, and the GPU is large
     /// enough, `reclaim` comes first, and nothing is charged between it and the lock: a process may end after it, and others
     /// may be charged for what that process still has in the sum. The real driver frees the memory of a process before
@@ -223,7 +273,11 @@ impl Shared {
     fn add_charge(&self, slot: usize, gpu: usize, bytes: u64) -> Result<(), ChargeError> {
         let state = &self.gpus[gpu];
         let (used, room) = self.room(slot, gpu);
-        let free = room.saturating_sub(used.load(Ordering::Relaxed));
+        let free = || room.saturating_sub(used.load(Ordering::Relaxed));
+        if bytes > free() && bytes <= room {
+            self.evict(slot, gpu, bytes - free());
+        }
+        let free = free();
         if bytes > free {
             return Err(ChargeError::OutOfMemory { asked: bytes, free });
         }
@@ -240,8 +294,13 @@ impl Shared {
 
     /// Ends a charge of `bytes` to `slot`.
     pub fn release(&self, slot: usize, gpu: usize, bytes: u64) -> Result<(), ChargeError> {
-        let state = &self.gpus[gpu];
-        let _guard = lock(state, owner(slot))?;
+        let _guard = lock(&self.gpus[gpu], owner(slot))?;
+        self.lower(slot, gpu, bytes);
+        Ok(())
+    }
+
+    /// Lowers what a slot holds. The caller has the GPU's lock.
+    fn lower(&self, slot: usize, gpu: usize, bytes: u64) {
         let held = &self.slots[slot].used[gpu];
         // Saturating: the daemon may have reclaimed a process whose connection has ended.
         let before = held.load(Ordering::Relaxed);
@@ -251,7 +310,6 @@ impl Shared {
             let sum = used.load(Ordering::Relaxed);
             used.store(sum.saturating_sub(returned), Ordering::Relaxed);
         }
-        Ok(())
     }
 
     /// Frees the slot of a process that has ended, with its memory and its queued kernels. Only the daemon calls this, after
@@ -412,6 +470,26 @@ mod tests {
         assert_eq!(page.slots[1].used[0].load(Ordering::Relaxed), 0);
         page.charge(1, 0, 1, || ()).unwrap();
         assert_eq!(page.gpus[0].free(), 0);
+    }
+
+    #[test]
+    fn managed_memory_of_others_gives_way() {
+        let page = page();
+        let all = page.gpus[0].usable();
+        page.charge_managed(0, 0, all - 2 * MIB, || ()).unwrap();
+        page.charge(1, 0, 5 * MIB, || ()).unwrap();
+        let held = |slot: usize| page.slots[slot].used[0].load(Ordering::Relaxed);
+        let managed = |slot: usize| page.slots[slot].managed[0].load(Ordering::Relaxed);
+        assert_eq!((held(0), managed(0)), (all - 5 * MIB, all - 5 * MIB));
+        assert_eq!((held(1), page.gpus[0].free()), (5 * MIB, 0));
+        // Managed memory moves managed memory away, too, and never other memory.
+        page.charge_managed(2, 0, all - 5 * MIB, || ()).unwrap();
+        assert_eq!((managed(0), managed(2)), (0, all - 5 * MIB));
+        assert!(page.charge_managed(0, 0, all - 4 * MIB, || ()).is_err());
+        // What it believed to have there is no longer its own.
+        page.release_managed(0, 0, all - 2 * MIB).unwrap();
+        page.release_managed(2, 0, all).unwrap();
+        assert_eq!(page.gpus[0].used.load(Ordering::Relaxed), 5 * MIB);
     }
 
     #[test]
