@@ -9,6 +9,9 @@ pub const VERSION: &str = "v1alpha1";
 /// `apiVersion` of everything in [`GROUP`].
 pub const API_VERSION: &str = "gpu.tranche.dev/v1alpha1";
 
+/// The attribute `isolation` of capped shares of a GPU whose memory is oversubscribed, and the first word of their DeviceClass.
+pub const OVERSUBSCRIBED: &str = "oversubscribed";
+
 /// The pool of a node. It is not the bare node name, because two drivers with the same pool name
 /// would collide in the scheduler's caches.
 #[must_use]
@@ -80,8 +83,9 @@ pub mod attribute {
         PCIE_ROOT = "resource.kubernetes.io/pcieRoot", "string", "pci0000:16": "The PCIe root complex, if the kernel reports it.";
         NUMA_NODE = "resource.kubernetes.io/numaNode", "int", "0": "The NUMA node, if the kernel reports it.";
         IOMMU_GROUP = "iommuGroup", "int", "17": "Of a GPU that is offered to virtual machines: the number of its IOMMU group, which goes to the virtual machine as a whole; it may change with every boot.";
-        ISOLATION = "isolation", "string", "capped": "The tier's name.";
+        ISOLATION = "isolation", "string", "capped": "The tier's name; `oversubscribed` for capped shares of a GPU whose memory is oversubscribed.";
         ISOLATION_LEVEL = "isolationLevel", "int", "3": "The tier's rank, 1 (weakest) to 6.";
+        MEMORY_OVERSUBSCRIPTION = "memoryOversubscription", "int", "200": "Of a device whose memory is oversubscribed: how much memory its shares have together, in percent of what the GPU has for them.";
         MEMORY_ISOLATION = "memoryIsolation", "string", "software": "What limits the neighbours' memory: `hardware`, `software` or `none`.";
         COMPUTE_ISOLATION = "computeIsolation", "string", "software": "What limits the neighbours' compute: `hardware`, `software` or `none`.";
         UNTESTED_DRIVER = "untestedDriver", "bool", "false": "Whether the node's driver has functions that this release does not know (the GpuNode's `unknownFunctions`): memory that they allocate in a capped share is not counted.";

@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use crate::names::{DRIVER, Entry, attribute, capacity, taint};
+use crate::names::{DRIVER, Entry, OVERSUBSCRIBED, attribute, capacity, taint};
 use crate::tier::Tier;
 use crate::withheld::reason;
 
@@ -46,8 +46,12 @@ Every GPU serves one tier at a time, chosen by the first allocation and freed by
     let _ = write!(
         page,
         "
-`hard.{DRIVER}` takes any device of level 4 and 5, and never falls back to software; `any.{DRIVER}` takes any device. Neither takes
-a GPU that is offered to virtual machines: a container cannot use it.
+`hard.{DRIVER}` takes any device of level 4 and 5, and never falls back to software; `any.{DRIVER}` takes any device of these
+tiers. Neither takes a GPU that is offered to virtual machines: a container cannot use it.
+
+`{OVERSUBSCRIBED}.{DRIVER}` takes capped shares of GPUs whose memory is oversubscribed (`capped.memoryOversubscription` in the
+SharingPolicy), which no other class takes. Their `isolation` is `{OVERSUBSCRIBED}`, their level 1 and their `memoryIsolation` `none`: a
+neighbour can push a share's memory out of the GPU.
 
 ## Attributes
 "

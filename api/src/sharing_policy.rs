@@ -126,6 +126,14 @@ pub struct CappedPolicy {
     /// measured one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub context_memory: Option<Quantity>,
+    /// How much memory the shares of a GPU have together, in percent of what it has for them, 100-400. Above 100 what programs
+    /// allocate is managed memory, which the driver moves to the host when the GPU is full and back when it is used: such
+    /// shares are slow where they use much at a time, need as much memory of the host, and are offered by the class
+    /// `oversubscribed.gpu.tranche.dev` alone. What cannot move (contexts, modules, arrays, pools, `cuMemCreate`) is limited to
+    /// the share's part of the GPU itself. Not for partitions and concurrent shares, which stay as they are; the GPU must be of the
+    /// Pascal generation or later.
+    #[schemars(range(min = 100, max = 400))]
+    pub memory_oversubscription: u32,
     /// Granularity and minimum of a share's memory, bytes.
     #[schemars(extend("nullable" = false))]
     pub memory_step: Quantity,
@@ -309,6 +317,7 @@ impl Default for CappedPolicy {
             max_sharers: 16,
             expected_sharers: 4,
             context_memory: None,
+            memory_oversubscription: 100,
             memory_step: Quantity::from_bytes(1 << 20),
             default_memory: None,
             cores_step: 1,

@@ -87,6 +87,7 @@ pub mod reason {
         VGPU_GUEST = "VgpuGuest", "node, controller", "": "The GPU is a vGPU, and the tier does not work in the virtual machine that has it: only its host divides it or gives it away, and NVIDIA does not document MPS for it.";
         VGPU_HOST = "VgpuHost", "node", "": "vGPUs of the GPU exist, which keep memory of it whether they are used or not, or its driver is for vGPUs only and has no CUDA. Or its virtual functions are on: it cannot be given to a virtual machine as a whole. Tranche serves no vGPUs.";
         MPS_DAEMON = "MpsDaemon", "node", "": "The tier `concurrent` is not offered while the MPS daemon of the GPU, or of one of its partitions, does not answer.";
+        NOT_OVERSUBSCRIBED = "NotOversubscribed", "controller", "": "The tier `capped` is not offered, because the SharingPolicy oversubscribes memory and the driver cannot move this GPU's: it is a vGPU, or older than Pascal.";
         DUPLICATE = "Duplicate", "controller", "": "The node describes two GPUs under one UUID or PCI address.";
         INVALID_DESCRIPTION = "InvalidDescription", "controller", "": "A fact about the GPU has no place in a ResourceSlice.";
         INVALID_POLICY = "InvalidPolicy", "controller", "": "The SharingPolicy that matches the GPU is invalid.";

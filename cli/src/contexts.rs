@@ -135,6 +135,7 @@ impl Measuring {
         Sample {
             processes: processes.collect(),
             shares: vec![ShareSample {
+                movable: 0,
                 key: self.key.clone(),
                 limit: self.limit,
                 context: self.context,

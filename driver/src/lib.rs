@@ -23,6 +23,7 @@ pub mod gpu_state;
 pub mod journal;
 pub mod metadata;
 pub mod mig;
+pub mod oversubscription;
 pub mod policy;
 pub mod preparation;
 pub mod providers;

@@ -7,7 +7,8 @@
 use std::collections::BTreeMap;
 
 use serde_json::{Value, json};
-use tranche_api::names::{DRIVER, attribute};
+use tranche_api::Tier;
+use tranche_api::names::{DRIVER, OVERSUBSCRIBED, attribute};
 
 use crate::preparation::{Cap, PreparationPlan, PreparedDevice};
 
@@ -92,6 +93,20 @@ fn attributes(device: &PreparedDevice) -> BTreeMap<&'static str, Value> {
         (attribute::ISOLATION, text(device.tier.as_str())),
         (attribute::ISOLATION_LEVEL, int(device.tier.level().into())),
     ]);
+    if let Some(over) = device.oversubscription() {
+        attributes.extend([
+            (attribute::ISOLATION, text(OVERSUBSCRIBED)),
+            (
+                attribute::ISOLATION_LEVEL,
+                int(Tier::Timeshared.level().into()),
+            ),
+            (
+                attribute::MEMORY_OVERSUBSCRIPTION,
+                int(over.percent().into()),
+            ),
+            ("residentMemory", int(device.cap.on_gpu())),
+        ]);
+    }
     if let Some(partition) = &device.partition {
         attributes.extend([
             (attribute::TYPE, text("mig")),

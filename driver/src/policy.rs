@@ -24,6 +24,7 @@ use tranche_api::tier::Tier;
 use crate::cdi::Capability;
 use crate::gpu::{GpuUuid, GpuUuidError};
 use crate::mig::{Profile, ProfileError};
+use crate::oversubscription::Oversubscription;
 
 pub use selector::SelectorError;
 
@@ -65,6 +66,8 @@ pub struct CappedTerms {
     pub expected_sharers: u32,
     /// Bytes kept free for one sharer's CUDA context.
     pub context_memory: u64,
+    /// How much more memory the shares of a GPU have together than it has for them; `None` for no more.
+    pub memory_oversubscription: Option<Oversubscription>,
     /// Bytes by which a share's memory grows, and the least it has; at least 1.
     pub memory_step: u64,
     /// Bytes of a share that names none: a multiple of the step and at least one.
@@ -296,6 +299,7 @@ impl Default for Terms {
                 max_sharers: 1,
                 expected_sharers: 0,
                 context_memory: 0,
+                memory_oversubscription: None,
                 memory_step: 1,
                 default_memory: None,
                 cores_step: 1,
@@ -358,6 +362,7 @@ impl TryFrom<&SharingPolicySpec> for Terms {
                     Some(bytes) => count("spec.capped.contextMemory", bytes)?,
                     None => UNMEASURED_CONTEXT,
                 },
+                memory_oversubscription: oversubscription(capped.memory_oversubscription)?,
                 memory_step,
                 default_memory: capped
                     .default_memory
@@ -451,6 +456,22 @@ fn count(field: &'static str, amount: Quantity) -> Result<u64, PolicyProblem> {
     amount
         .to_count()
         .map_err(|problem| PolicyProblem::Count { field, problem })
+}
+
+fn oversubscription(percent: u32) -> Result<Option<Oversubscription>, PolicyProblem> {
+    let over = Oversubscription::new(percent);
+    if over.is_some() || percent == Oversubscription::NONE {
+        return Ok(over);
+    }
+    Err(out_of_range(
+        "spec.capped.memoryOversubscription",
+        Quantity::from_count(percent.into()),
+        format!(
+            "{} to {} percent",
+            Oversubscription::NONE,
+            Oversubscription::MOST
+        ),
+    ))
 }
 
 fn out_of_range(

@@ -29,12 +29,13 @@ use crate::cdi;
 use crate::claim::{AllocatedDevice, Allocation, DeviceName, Grant};
 use crate::gpu_state::Place;
 use crate::mig::{Geometry, GeometryError};
+use crate::oversubscription::Oversubscription;
 
 pub use conflict::Conflict;
 
 /// The version of the pages that a plan of this release makes, and of the shim that reads them. A release
 /// that changes the layout of the cap page or of the account page raises it.
-pub const PAGES: u32 = 2;
+pub const PAGES: u32 = 3;
 
 /// Plans were written without the field before there was a second version.
 const fn first_pages() -> u32 {
@@ -153,6 +154,9 @@ pub enum Cap {
     Share {
         /// Bytes.
         memory: u64,
+        /// Where the GPU's memory is oversubscribed: the most bytes of the share's memory that cannot move to the host.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        resident: Option<u64>,
         /// Percent of SM time, 1-100; with MPS, of the GPU's threads.
         cores: u8,
         /// Whether the time of idle neighbours may be used; not with MPS.
@@ -166,6 +170,15 @@ pub enum Cap {
 }
 
 impl PreparedDevice {
+    /// How much more memory the shares of its GPU have together than the GPU; `None` where they have no more.
+    #[must_use]
+    pub fn oversubscription(&self) -> Option<Oversubscription> {
+        self.device
+            .parse()
+            .ok()
+            .and_then(DeviceName::oversubscription)
+    }
+
     /// The tier that the GPU itself serves for the claim: [`Tier::Partition`] also for a share of a partition.
     #[must_use]
     pub const fn gpu_tier(&self) -> Tier {
@@ -183,10 +196,60 @@ impl Cap {
         matches!(self, Self::Share { .. })
     }
 
+    /// Bytes of a share that must lie on the GPU.
+    #[must_use]
+    pub const fn on_gpu(self) -> u64 {
+        match self {
+            Self::None {} => 0,
+            Self::Share {
+                resident: Some(bytes),
+                ..
+            } => bytes,
+            Self::Share { memory, .. } => memory,
+        }
+    }
+
+    /// The accounts in which its processes are counted.
+    #[must_use]
+    pub const fn accounts(self) -> &'static [Account] {
+        match self {
+            Self::None {} => &[],
+            Self::Share { resident: None, .. } => &[Account::Memory],
+            Self::Share { .. } => &[Account::Memory, Account::Resident],
+        }
+    }
+
     /// Whether its processes are clients of the GPU's MPS daemon.
     #[must_use]
     pub const fn is_mps(self) -> bool {
         matches!(self, Self::Share { mps: true, .. })
+    }
+}
+
+/// What an account page counts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum Account {
+    /// All memory of the share.
+    #[default]
+    Memory,
+    /// Of an oversubscribed share: the memory that cannot move to the host.
+    Resident,
+}
+
+impl Account {
+    #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes it so")]
+    const fn is_of_memory(&self) -> bool {
+        matches!(self, Self::Memory)
+    }
+
+    /// The page's file name.
+    #[must_use]
+    pub const fn file(self) -> &'static str {
+        match self {
+            Self::Memory => "account",
+            Self::Resident => "resident",
+        }
     }
 }
 
@@ -209,6 +272,9 @@ pub enum Step {
     CreateAccountPage {
         /// The device's key.
         key: String,
+        /// Which one.
+        #[serde(default, skip_serializing_if = "Account::is_of_memory")]
+        account: Account,
     },
     /// Write the claim's CDI spec.
     WriteCdiSpec {},
@@ -226,6 +292,8 @@ pub enum Undo {
     RemoveAccountPage {
         /// The device's key.
         key: String,
+        /// Which one.
+        account: Account,
     },
     /// Of [`Step::WriteCdiSpec`].
     RemoveCdiSpec,
@@ -237,7 +305,10 @@ impl Step {
     pub fn inverse(&self) -> Undo {
         match self {
             Self::WriteCapPage { key, .. } => Undo::RemoveCapPage { key: key.clone() },
-            Self::CreateAccountPage { key } => Undo::RemoveAccountPage { key: key.clone() },
+            Self::CreateAccountPage { key, account } => Undo::RemoveAccountPage {
+                key: key.clone(),
+                account: *account,
+            },
             Self::WriteCdiSpec {} => Undo::RemoveCdiSpec,
         }
     }
@@ -612,6 +683,7 @@ fn prepare(
         (Tier::Passthrough, _) => Some(HeldVfio::default()),
         _ => None,
     };
+    let over = allocated.device.oversubscription();
     let (cap, edits) = match &allocated.grant {
         Grant::Capped {
             memory,
@@ -621,6 +693,7 @@ fn prepare(
         } => (
             Cap::Share {
                 memory: *memory,
+                resident: over.map(|over| over.part_on_gpu(*memory)),
                 cores: *cores,
                 mode: allocated.config.compute.mode,
                 context_memory: *context_memory,
@@ -636,6 +709,7 @@ fn prepare(
         } => (
             Cap::Share {
                 memory: *memory,
+                resident: None,
                 cores: *cores,
                 mode: ComputeMode::Strict,
                 context_memory: *context_memory,
@@ -647,13 +721,11 @@ fn prepare(
             (Cap::None {}, cdi::DriverDevice::Full)
         }
     };
-    if let Cap::Share { memory, .. } = cap
-        && memory > available
-    {
+    if cap.on_gpu() > available {
         return Err(PreparationProblem::TooMuchMemory {
             of: partition.as_ref().map(|it| it.place),
             uuid: gpu.uuid.clone(),
-            asked: memory,
+            asked: cap.on_gpu(),
             available,
         });
     }
@@ -721,6 +793,7 @@ fn held_partition(
 fn find(name: DeviceName, inventory: &Inventory) -> Result<&Gpu, PreparationProblem> {
     let prefix = match name {
         DeviceName::Gpu { gpu, .. }
+        | DeviceName::Oversubscribed { gpu, .. }
         | DeviceName::Partition { gpu, .. }
         | DeviceName::SharedPartition { gpu, .. } => gpu,
         DeviceName::Minor { minor, .. } => return Err(PreparationProblem::EarlierName { minor }),
@@ -777,11 +850,11 @@ fn steps(devices: &[PreparedDevice]) -> Vec<Step> {
             gpu_uuid: device.gpu_uuid.clone(),
             cap: device.cap,
         });
-        if let Cap::Share { .. } = device.cap {
-            steps.push(Step::CreateAccountPage {
-                key: device.key.clone(),
-            });
-        }
+        let accounts = device.cap.accounts().iter();
+        steps.extend(accounts.map(|account| Step::CreateAccountPage {
+            key: device.key.clone(),
+            account: *account,
+        }));
     }
     steps.push(Step::WriteCdiSpec {});
     steps

@@ -382,7 +382,12 @@ fn withdraw(published: &[PublishedDevice], gpus: &[Known<'_>], pool: &mut Pool) 
         let present = gpus.iter().find(|known| known.uuid == retained.uuid);
         let mut device = retained.device;
         let counters = match (present, retained.name) {
-            (Some(known), DeviceName::Gpu { .. } | DeviceName::Minor { .. }) => known.counters(),
+            (
+                Some(known),
+                DeviceName::Gpu { .. }
+                | DeviceName::Oversubscribed { .. }
+                | DeviceName::Minor { .. },
+            ) => known.counters(),
             // Of a GPU that is gone only its devices are known; a partition takes its part.
             (None, _)
             | (Some(_), DeviceName::Partition { .. } | DeviceName::SharedPartition { .. }) => {

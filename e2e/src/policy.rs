@@ -62,6 +62,23 @@ pub async fn tiers(case: &Case, tiers: &[Tier]) -> anyhow::Result<()> {
         .await
 }
 
+/// Gives the capped shares of each GPU so many percent of its memory together, until the test ends; waits until the test's node
+/// offers that.
+pub async fn oversubscribe(case: &Case, percent: u32) -> anyhow::Result<()> {
+    let capped = json!({"memoryOversubscription": percent});
+    let name = format!("over-{percent}");
+    with_fields(case, &name, &json!({"capped": capped})).await?;
+    let ending = format!("-capped-{percent}");
+    case.plugin()
+        .slices("oversubscribed shares", wait::USUAL, |slices| {
+            let mut devices = slices
+                .values()
+                .flat_map(|it| it.spec.devices.iter().flatten());
+            devices.any(|it| it.name.ends_with(&ending)).then_some(())
+        })
+        .await
+}
+
 /// Offers the GPUs in these tiers, and partitions of these profiles in shares of the tier `shared`, until the test ends; waits until
 /// the test's node offers a shared partition.
 pub async fn shared_partitions(

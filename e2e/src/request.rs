@@ -1,6 +1,7 @@
 //! The requests of a claim.
 
 use serde_json::{Value, json};
+use tranche_api::names::{DRIVER, OVERSUBSCRIBED};
 use tranche_api::tier::Tier;
 
 /// One request of a claim.
@@ -44,10 +45,19 @@ impl Request {
         Self::sized(Tier::Concurrent, memory, threads)
     }
 
+    /// A capped share of a GPU whose memory is oversubscribed.
+    #[must_use]
+    pub fn oversubscribed(memory: &str, cores: &str) -> Self {
+        Self::class(&format!("{OVERSUBSCRIBED}.{DRIVER}")).of_size(memory, cores)
+    }
+
     fn sized(tier: Tier, memory: &str, cores: &str) -> Self {
-        let mut request = Self::of(tier);
-        request.0["exactly"]["capacity"] = json!({"requests": {"memory": memory, "cores": cores}});
-        request
+        Self::of(tier).of_size(memory, cores)
+    }
+
+    fn of_size(mut self, memory: &str, cores: &str) -> Self {
+        self.0["exactly"]["capacity"] = json!({"requests": {"memory": memory, "cores": cores}});
+        self
     }
 
     /// A partition of this profile.

@@ -115,6 +115,7 @@ mod tests {
         let charged = 512 << 20;
         let sample = Sample {
             shares: vec![ShareSample {
+                movable: 0,
                 key: "share".into(),
                 limit: 10 << 30,
                 context: charged,

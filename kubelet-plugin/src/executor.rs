@@ -27,7 +27,7 @@ use tranche_shim_core::layout::{self, AccountPage};
 use crate::fs::{self, Durability, Fs, FsError, TmpfsSize};
 use crate::gpus::{GpuError, Gpus};
 use crate::journal::{Journal, Loaded};
-use crate::layout::Layout;
+use crate::layout::{Layout, SharePaths};
 use crate::selinux::label_for_containers;
 
 /// A step or an inverse that failed.
@@ -113,7 +113,7 @@ fn pages_size(devices: u64, accounts: u64) -> TmpfsSize {
     let caps = 2 * PAGE;
     TmpfsSize {
         bytes: accounts * account + devices * caps,
-        // The folder, two pages and a temporary one; since Linux 6.6 extended attributes count too.
+        // The folder, three pages and a temporary one; since Linux 6.6 extended attributes count too.
         inodes: 8 + 8 * devices,
     }
 }
@@ -310,8 +310,9 @@ impl Executor {
             Step::WriteCapPage { key, .. } if plan.pages != PAGES => {
                 self.require(plan, self.layout.share(uid, key).cap)?;
             }
-            Step::CreateAccountPage { key } if plan.pages != PAGES => {
-                self.require(plan, self.layout.share(uid, key).account)?;
+            Step::CreateAccountPage { key, account } if plan.pages != PAGES => {
+                let page = self.layout.share(uid, key).page_of(*account).clone();
+                self.require(plan, page)?;
             }
             Step::WriteCapPage { key, gpu_uuid, cap } => {
                 let device = plan.device_uuid(key).unwrap_or(gpu_uuid);
@@ -325,16 +326,17 @@ impl Executor {
                     fs::replace(&*self.fs, &share.cap, &page, 0o444, Durability::Rebuilt)?;
                 }
             }
-            Step::CreateAccountPage { key } => {
+            Step::CreateAccountPage { key, account } => {
                 let share = self.layout.share(uid, key);
+                let path = share.page_of(*account);
                 // Its tenant may have made it very long: only the header is read.
-                match AccountFile::open(&share.account) {
+                match AccountFile::open(path) {
                     Ok(_) => {}
                     Err(ReadError::File { source, .. })
                         if source.kind() == io::ErrorKind::NotFound =>
                     {
                         let page = AccountPage::initial();
-                        fs::replace(&*self.fs, &share.account, page, 0o666, Durability::Rebuilt)?;
+                        fs::replace(&*self.fs, path, page, 0o666, Durability::Rebuilt)?;
                     }
                     Err(ReadError::File { path, source }) => {
                         return Err(StepError::AccountFile { path, source });
@@ -384,14 +386,19 @@ impl Executor {
     }
 
     fn undo_step(&self, uid: &str, undo: &Undo) -> Result<(), StepError> {
-        let page = |key, page: fn(&crate::layout::SharePaths) -> &PathBuf| {
-            let share = self.layout.share(uid, key);
-            fs::remove(&*self.fs, page(&share), Durability::Rebuilt)?;
+        let remove = |share: &SharePaths, page: &Path| {
+            fs::remove(&*self.fs, page, Durability::Rebuilt)?;
             self.fs.remove_dir(&share.device)
         };
         match undo {
-            Undo::RemoveCapPage { key } => page(key, |share| &share.cap)?,
-            Undo::RemoveAccountPage { key } => page(key, |share| &share.account)?,
+            Undo::RemoveCapPage { key } => {
+                let share = self.layout.share(uid, key);
+                remove(&share, &share.cap)?;
+            }
+            Undo::RemoveAccountPage { key, account } => {
+                let share = self.layout.share(uid, key);
+                remove(&share, share.page_of(*account))?;
+            }
             Undo::RemoveCdiSpec => {
                 let path = self.layout.claim_spec(uid);
                 fs::remove(&*self.fs, &path, Durability::Rebuilt)?;

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use tranche_driver::cdi::{self, NodePaths};
+use tranche_driver::preparation::Account;
 
 use crate::args::Args;
 
@@ -32,6 +33,19 @@ pub struct SharePaths {
     pub cap: PathBuf,
     /// The account page.
     pub account: PathBuf,
+    /// The second account page, which shares of a GPU whose memory is oversubscribed have.
+    pub resident: PathBuf,
+}
+
+impl SharePaths {
+    /// The page of an account.
+    #[must_use]
+    pub const fn page_of(&self, account: Account) -> &PathBuf {
+        match account {
+            Account::Memory => &self.account,
+            Account::Resident => &self.resident,
+        }
+    }
 }
 
 impl Layout {
@@ -132,6 +146,7 @@ impl Layout {
         SharePaths {
             cap: device.join(tranche_shim_core::paths::CAP),
             account: device.join(tranche_shim_core::paths::ACCOUNT),
+            resident: device.join(tranche_shim_core::paths::RESIDENT),
             device,
             claim,
         }

@@ -6,6 +6,7 @@
 //! step, so that claims on one GPU do not wait for each other's writes.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use k8s_openapi::api::resource::v1::ResourceClaim;
@@ -299,6 +300,24 @@ impl Ledger {
     pub fn replace(&self, record: Arc<Record>) {
         let uid = record.plan.allocation.uid.clone();
         self.claims().insert(uid, Entry::Held(record));
+    }
+
+    /// All account pages whose version is this release's, of all shares.
+    #[must_use]
+    pub fn accounts(&self, layout: &Layout) -> Vec<PathBuf> {
+        let mut accounts = Vec::new();
+        for record in self.held() {
+            let plan = &record.plan;
+            if plan.pages != PAGES {
+                continue;
+            }
+            for device in &plan.devices {
+                let share = layout.share(&plan.allocation.uid, &device.key);
+                let pages = device.cap.accounts().iter();
+                accounts.extend(pages.map(|account| share.page_of(*account).clone()));
+            }
+        }
+        accounts
     }
 
     /// The files of all shares whose pages have this release's version. Pages of another release are left alone,

@@ -170,6 +170,10 @@ fn entry(device: &PreparedDevice, now: jiff::Timestamp) -> Value {
         data["memory"] = json!(Quantity::from_bytes(memory));
         data["cores"] = json!(cores);
     }
+    if let Some(over) = device.oversubscription() {
+        data["memoryOversubscription"] = json!(over.percent());
+        data["residentMemory"] = json!(Quantity::from_bytes(device.cap.on_gpu()));
+    }
     if let Some(partition) = &device.partition {
         data["profile"] = json!(partition.place.profile);
         data["memorySlice"] = json!(partition.place.start);

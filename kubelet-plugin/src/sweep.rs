@@ -9,7 +9,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{debug, warn};
 use tranche_node::sweep::{INTERVAL, Sweeper, Swept};
 
-use crate::layout::{Layout, SharePaths};
+use crate::layout::Layout;
 use crate::ledger::Ledger;
 use crate::metrics::Metrics;
 use crate::preparer::Preparer;
@@ -61,7 +61,7 @@ impl ShareSweeper {
     /// the shares with a problem that was logged now or `before`.
     fn round(&self, before: &Reported) -> Reported {
         let mut reported = Reported::default();
-        for SharePaths { account, .. } in self.ledger.shares(&self.layout) {
+        for account in self.ledger.accounts(&self.layout) {
             // Logged once, however often it is made longer.
             if before.cut.contains(&account) {
                 reported.cut.insert(account.clone());

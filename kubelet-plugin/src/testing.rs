@@ -511,6 +511,14 @@ pub fn capped(request: &str, minor: u32, memory: &str, cores: u32) -> Given {
     }
 }
 
+/// A share of a GPU whose shares have so many percent of its memory together.
+pub fn oversubscribed(request: &str, minor: u32, percent: u32, memory: &str, cores: u32) -> Given {
+    Given {
+        device: format!("gpu-{minor:08}-capped-{percent}"),
+        ..capped(request, minor, memory, cores)
+    }
+}
+
 /// A timeshared share.
 pub fn timeshared(request: &str, minor: u32) -> Given {
     Given {

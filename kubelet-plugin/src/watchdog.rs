@@ -27,7 +27,7 @@ use tranche_node::watchdog::compare::{Basis, Bypass, Findings, GpuWatch, Process
 use tranche_node::watchdog::contexts::Model;
 use tranche_node::watchdog::end::{Ended, end};
 use tranche_node::watchdog::owner::Proc;
-use tranche_node::watchdog::probe::{Held, HeldShare, Probe, Unwatchable};
+use tranche_node::watchdog::probe::{AllMemory, Held, HeldShare, Probe, Unwatchable};
 
 pub use board::{Board, Watched};
 use watched::WatchedFile;
@@ -521,6 +521,7 @@ fn held(
         }
         let Cap::Share {
             memory,
+            resident,
             context_memory,
             ..
         } = device.cap
@@ -533,11 +534,20 @@ fn held(
             whole.uncapped.insert(key.clone());
             continue;
         }
+        let pages = layout.share(uid, key);
+        // NVML tells of a process what cannot move: managed memory is no process's.
+        let (account, all) = if resident.is_some() {
+            let account = pages.account;
+            (pages.resident, Some(AllMemory { account, memory }))
+        } else {
+            (pages.account, None)
+        };
         let share = HeldShare {
             key: key.clone(),
-            account: layout.share(uid, key).account,
-            memory,
+            account,
+            memory: device.cap.on_gpu(),
             context: context_memory,
+            all,
         };
         let Some(partition) = &device.partition else {
             whole.shares.push(share);

@@ -30,10 +30,11 @@ pub fn cap_page(
     gpu_uuid: &str,
     cap: Cap,
 ) -> Result<[u8; cap::LEN], PageError> {
-    let (memory, cores, policy, context_memory, mps) = match cap {
-        Cap::None {} => (None, None, ComputePolicy::Strict, 0, false),
+    let (memory, resident, cores, policy, context_memory, mps) = match cap {
+        Cap::None {} => (None, None, None, ComputePolicy::Strict, 0, false),
         Cap::Share {
             memory,
+            resident,
             cores,
             mode,
             context_memory,
@@ -43,7 +44,8 @@ pub fn cap_page(
                 ComputeMode::Strict => ComputePolicy::Strict,
                 ComputeMode::WorkConserving => ComputePolicy::WorkConserving,
             };
-            (Some(memory), Some(cores), policy, context_memory, mps)
+            let memory = Some(memory);
+            (memory, resident, Some(cores), policy, context_memory, mps)
         }
     };
     // MPS divides the GPU's threads, not its time.
@@ -51,6 +53,7 @@ pub fn cap_page(
     let page = CapPage {
         gpu_uuid,
         memory_limit: memory,
+        resident_limit: resident,
         context_memory,
         cores,
         mps_threads,

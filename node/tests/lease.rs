@@ -73,6 +73,7 @@ fn a_lease_on_a_page_is_an_error_at_once_and_passes() {
     for share in &shares {
         let cap = Cap::Share {
             memory: 1 << 30,
+            resident: None,
             cores: 25,
             mode: ComputeMode::Strict,
             context_memory: 0,

@@ -57,6 +57,14 @@ CUresult cuDriverGetVersion(int *version) { *version = 12020; return OK; }
 CUresult cuDeviceGetCount(int *count) { if (!initialised) return NOT_INITIALIZED; *count = devices; return OK; }
 CUresult cuDeviceGet(int *device, int ordinal) { *device = ordinal; return ordinal < devices ? OK : 101; }
 CUresult cuDeviceGetUuid(unsigned char *uuid, int device) { memset(uuid, 0x11, 16); uuid[15] = device; return OK; }
+// Whether it moves managed memory page by page (CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS); of nothing else it tells.
+static int moves_managed;
+void odd_moves_managed(int on) { moves_managed = on; }
+CUresult cuDeviceGetAttribute(int *value, unsigned which, int device) {
+    if (which != 89) return INVALID_VALUE;
+    *value = moves_managed;
+    return OK;
+}
 CUresult cuDeviceTotalMem_v2(size_t *bytes, int device) { if (!bytes) return INVALID_VALUE; *bytes = device_size; return OK; }
 CUresult cuDeviceTotalMem(unsigned *bytes, int device) { if (!bytes) return INVALID_VALUE; *bytes = 0xffffffffu; return OK; }
 
@@ -196,6 +204,7 @@ static size_t foreign = 2 << 20;
 void odd_foreign(size_t bytes) { foreign = bytes; }
 enum { FOREIGN = 0x500000000000, FOREIGN_HANDLE = 0x5000 };
 struct ipc { char bytes[64]; };
+CUresult cuIpcGetMemHandle(struct ipc *handle, uint64_t pointer) { return OK; }
 CUresult cuIpcOpenMemHandle_v2(uint64_t *pointer, struct ipc handle, unsigned flags) { *pointer = FOREIGN; return OK; }
 CUresult cuIpcCloseMemHandle(uint64_t pointer) { return OK; }
 CUresult cuMemPoolImportPointer(uint64_t *pointer, uint64_t pool, void *data) {

@@ -191,6 +191,7 @@ fn pages(folder: &Path, key: &str, gpu: &str, cores: u8, grant: Grant) -> anyhow
     let cap = CapPage {
         gpu_uuid: gpu,
         memory_limit: Some(LIMIT),
+        resident_limit: None,
         context_memory: 0,
         cores: Some(cores),
         mps_threads: None,

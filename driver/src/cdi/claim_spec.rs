@@ -62,13 +62,10 @@ fn edits(
         let (cap_on_host, cap) = page("cap");
         mounts.push(read_only(cap_on_host, cap));
     }
-    if let Cap::Share { .. } = device.cap {
-        let (account_on_host, account) = page("account");
-        mounts.push(bind(
-            account_on_host,
-            account,
-            &["rw", "nosuid", "nodev", "noexec"],
-        ));
+    for account in device.cap.accounts() {
+        let (on_host, in_container) = page(account.file());
+        let options = ["rw", "nosuid", "nodev", "noexec"];
+        mounts.push(bind(on_host, in_container, &options));
     }
     if device.cap.is_mps() {
         mounts.extend(mps_mounts(device, paths));
@@ -157,6 +154,10 @@ fn environment(index: usize, device: &PreparedDevice) -> Vec<String> {
     }
     if let Cap::Share { memory, cores, .. } = device.cap {
         env.push(format!("{gpu}_MEMORY={}", Quantity::from_bytes(memory)));
+        if device.cap.on_gpu() < memory {
+            let resident = Quantity::from_bytes(device.cap.on_gpu());
+            env.push(format!("{gpu}_RESIDENT_MEMORY={resident}"));
+        }
         env.push(format!("{gpu}_CORES={cores}"));
         env.push(format!(
             "CUDA_DEVICE_MEMORY_LIMIT_{index}={}m",

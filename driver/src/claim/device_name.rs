@@ -9,12 +9,14 @@ use tranche_api::Tier;
 use crate::gpu::UuidPrefix;
 use crate::gpu_state::Place;
 use crate::mig::Profile;
+use crate::oversubscription::Oversubscription;
 
 /// A device's name in our slices: a DNS label.
 ///
 /// ```text
 ///  gpu-4d8c1f9e                  the whole GPU, exclusive
 ///  gpu-4d8c1f9e-capped           the whole GPU in another tier
+///  gpu-4d8c1f9e-capped-200       the whole GPU in capped shares, with twice its memory
 ///  gpu-4d8c1f9e-mig-1g10gb-0     a partition: a MIG profile and the memory slice where it begins
 ///  gpu-4d8c1f9e-capped-3g40gb-4  a partition in capped shares
 ///  gpu-4d8c1f9e-mps-3g40gb-4     a partition in concurrent shares: its tier's name would be too long
@@ -29,6 +31,13 @@ pub enum DeviceName {
         gpu: UuidPrefix,
         /// How it is offered.
         tier: WholeGpuTier,
+    },
+    /// A whole GPU in capped shares that have more memory together than the GPU.
+    Oversubscribed {
+        /// The first digits of its UUID.
+        gpu: UuidPrefix,
+        /// How much more.
+        over: Oversubscription,
     },
     /// A MIG instance, existing or possible.
     Partition {
@@ -87,7 +96,7 @@ pub enum PartitionTier {
 /// A name that is not one of ours.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{0:?} is not a device name: ours are gpu-<first digits of the UUID>, gpu-<…>-<tier>, gpu-<…>-mig-<profile>-<start> and gpu-<…>-<tier>-<profile>-<start>"
+    "{0:?} is not a device name: ours are gpu-<first digits of the UUID>, gpu-<…>-<tier>, gpu-<…>-capped-<percent>, gpu-<…>-mig-<profile>-<start> and gpu-<…>-<tier>-<profile>-<start>"
 )]
 pub struct DeviceNameError(String);
 
@@ -152,6 +161,7 @@ impl DeviceName {
     pub const fn tier(self) -> Tier {
         match self {
             Self::Gpu { tier, .. } | Self::Minor { tier, .. } => tier.tier(),
+            Self::Oversubscribed { .. } => Tier::Capped,
             Self::Partition { .. } => Tier::Partition,
             Self::SharedPartition { tier, .. } => tier.tier(),
         }
@@ -173,7 +183,16 @@ impl DeviceName {
         match self {
             Self::Partition { profile, start, .. }
             | Self::SharedPartition { profile, start, .. } => Some(Place { start, profile }),
-            Self::Gpu { .. } | Self::Minor { .. } => None,
+            Self::Gpu { .. } | Self::Oversubscribed { .. } | Self::Minor { .. } => None,
+        }
+    }
+
+    /// How much more memory the device's shares have together than the GPU; `None` where they have no more.
+    #[must_use]
+    pub const fn oversubscription(self) -> Option<Oversubscription> {
+        match self {
+            Self::Oversubscribed { over, .. } => Some(over),
+            _ => None,
         }
     }
 }
@@ -192,6 +211,9 @@ impl fmt::Display for DeviceName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Gpu { gpu, tier } => write!(f, "gpu-{gpu}{tier}"),
+            Self::Oversubscribed { gpu, over } => {
+                write!(f, "gpu-{gpu}{}-{}", WholeGpuTier::Capped, over.percent())
+            }
             Self::Partition {
                 gpu,
                 profile,
@@ -239,9 +261,13 @@ fn read(text: &str) -> Option<DeviceName> {
         Some((gpu, kind)) => (gpu, Some(kind)),
         None => (rest, None),
     };
-    if let Some((kind, partition)) = kind.and_then(|kind| kind.split_once('-')) {
+    if let Some((kind, what)) = kind.and_then(|kind| kind.split_once('-')) {
         let gpu = UuidPrefix::parse(gpu)?;
-        let (profile, start) = partition.rsplit_once('-')?;
+        let Some((profile, start)) = what.rsplit_once('-') else {
+            let is_capped = kind == Tier::Capped.as_str();
+            let over = Oversubscription::new(what.parse().ok()?).filter(|_| is_capped)?;
+            return Some(DeviceName::Oversubscribed { gpu, over });
+        };
         let profile = Profile::from_label(profile)?;
         let start = start.parse().ok()?;
         if kind == "mig" {
@@ -291,6 +317,13 @@ mod tests {
                 DeviceName::Gpu {
                     gpu,
                     tier: tier(Tier::Capped),
+                },
+            ),
+            (
+                "gpu-4d8c1f9e-capped-250",
+                DeviceName::Oversubscribed {
+                    gpu,
+                    over: Oversubscription::new(250).unwrap(),
                 },
             ),
             (
@@ -359,6 +392,11 @@ mod tests {
             "gpu-4d8c1f9e-mig-1g10gb-00",
             "gpu-4d8c1f9e-mig-1g10gb-256",
             "gpu-4d8c1f9e-mig-1g10gb-0-capped",
+            "gpu-4d8c1f9e-capped-100",
+            "gpu-4d8c1f9e-capped-0200",
+            "gpu-4d8c1f9e-capped-401",
+            "gpu-4d8c1f9e-concurrent-200",
+            "gpu-0-capped-200",
             "gpu-4d8c1f9e-capped-1g10gb",
             "gpu-4d8c1f9e-capped-1g10gb-00",
             "gpu-4d8c1f9e-exclusive-1g10gb-0",
@@ -384,6 +422,10 @@ mod tests {
         let tier = prop::sample::select(tiers);
         prop_oneof![
             (gpu.clone(), tier.clone()).prop_map(|(gpu, tier)| DeviceName::Gpu { gpu, tier }),
+            (gpu.clone(), 101..=400_u32).prop_map(|(gpu, percent)| {
+                let over = Oversubscription::new(percent).unwrap();
+                DeviceName::Oversubscribed { gpu, over }
+            }),
             (gpu.clone(), any_profile(), any::<u8>()).prop_map(|(gpu, profile, start)| {
                 DeviceName::Partition {
                     gpu,

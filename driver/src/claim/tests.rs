@@ -116,7 +116,7 @@ fn bad_results_are_refused_by_claim_request_device_and_field() {
             plain("mig-0"),
             refused(
                 "mig-0",
-                r#""mig-0" is not a device name: ours are gpu-<first digits of the UUID>, gpu-<…>-<tier>, gpu-<…>-mig-<profile>-<start> and gpu-<…>-<tier>-<profile>-<start>"#,
+                r#""mig-0" is not a device name: ours are gpu-<first digits of the UUID>, gpu-<…>-<tier>, gpu-<…>-capped-<percent>, gpu-<…>-mig-<profile>-<start> and gpu-<…>-<tier>-<profile>-<start>"#,
             ),
         ),
         (

@@ -185,7 +185,7 @@ fn terms_are_exact_numbers() {
         &json!({
             "tiers": Tier::ALL,
             "capped": {
-                "maxSharers": 10, "expectedSharers": 0, "contextMemory": 0,
+                "maxSharers": 10, "expectedSharers": 0, "contextMemory": 0, "memoryOversubscription": 250,
                 "memoryStep": "1.5Gi", "defaultMemory": "3Gi", "coresStep": 25, "defaultCores": 100,
                 "untestedDriver": "Allow", "onBypass": "Kill",
             },
@@ -203,6 +203,7 @@ fn terms_are_exact_numbers() {
                 max_sharers: 10,
                 expected_sharers: 0,
                 context_memory: 0,
+                memory_oversubscription: Oversubscription::new(250),
                 memory_step: 3 << 29,
                 default_memory: Some(3 << 30),
                 cores_step: 25,
@@ -281,6 +282,14 @@ fn policies_that_do_not_add_up_are_refused_by_field() {
         (
             json!({"capped": {"contextMemory": "-1"}}),
             "spec.capped.contextMemory -1 is negative",
+        ),
+        (
+            json!({"capped": {"memoryOversubscription": 99}}),
+            "spec.capped.memoryOversubscription is 99, must be 100 to 400 percent",
+        ),
+        (
+            json!({"capped": {"memoryOversubscription": 401}}),
+            "spec.capped.memoryOversubscription is 401, must be 100 to 400 percent",
         ),
         (
             json!({"capped": {"memoryStep": 0}}),

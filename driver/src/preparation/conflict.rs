@@ -35,7 +35,7 @@ pub enum Conflict {
         /// In which tier.
         tier: Tier,
     },
-    /// The shares' memory together exceeds the GPU's, or the partition's.
+    /// What must lie on the GPU of the shares' memory together exceeds the GPU's memory, or the partition's.
     #[error(
         "{}GPU {uuid}: the shares' memory would add up to {} of {}; held by {}",
         of.map(partition_of).unwrap_or_default(),
@@ -146,7 +146,7 @@ struct HeldPlace {
 /// The sum of shares.
 #[derive(Debug, Default)]
 struct Shares {
-    /// Bytes.
+    /// Bytes that must lie on the GPU.
     memory: u64,
     /// Percent.
     cores: u64,
@@ -219,7 +219,7 @@ fn note(holders: &mut Vec<String>, holder: &str) {
 fn size(device: &PreparedDevice) -> (u64, u64) {
     match device.cap {
         Cap::None {} => (0, 0),
-        Cap::Share { memory, cores, .. } => (memory, u64::from(cores)),
+        Cap::Share { cores, .. } => (device.cap.on_gpu(), u64::from(cores)),
     }
 }
 

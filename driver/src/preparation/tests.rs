@@ -1,3 +1,4 @@
+mod oversubscribed;
 mod shared_partition;
 
 use proptest::prelude::*;
@@ -50,6 +51,7 @@ fn a_share_gets_pages_and_then_its_spec() {
     let key = "uid-of-a-gpu-0".to_owned();
     let cap = Cap::Share {
         memory: 20 << 30,
+        resident: None,
         cores: 25,
         mode: ComputeMode::Strict,
         context_memory: 512 << 20,
@@ -86,7 +88,10 @@ fn a_share_gets_pages_and_then_its_spec() {
                 gpu_uuid: gpu(0).uuid,
                 cap,
             },
-            Step::CreateAccountPage { key: key.clone() },
+            Step::CreateAccountPage {
+                key: key.clone(),
+                account: Account::Memory,
+            },
             Step::WriteCdiSpec {},
         ]
     );
@@ -94,7 +99,10 @@ fn a_share_gets_pages_and_then_its_spec() {
         plan.undo(),
         [
             Undo::RemoveCdiSpec,
-            Undo::RemoveAccountPage { key: key.clone() },
+            Undo::RemoveAccountPage {
+                key: key.clone(),
+                account: Account::Memory,
+            },
             Undo::RemoveCapPage { key },
         ]
     );
@@ -109,6 +117,7 @@ fn a_concurrent_share_has_its_caps_by_mps_and_the_shim() {
     let device = &plan.devices[0];
     let cap = Cap::Share {
         memory: 20 << 30,
+        resident: None,
         cores: 25,
         mode: ComputeMode::Strict,
         context_memory: 512 << 20,
@@ -397,11 +406,15 @@ fn a_claims_own_earlier_plan_is_no_conflict() {
 /// Results on two GPUs in all tiers, many of which conflict.
 fn any_results() -> impl Strategy<Value = Vec<Value>> {
     let one =
-        (0..3_u32, 0..4_u32, 1..90_u64, 1..=100_u8).prop_map(
+        (0..3_u32, 0..5_u32, 1..90_u64, 1..=100_u8).prop_map(
             |(minor, kind, gib, cores)| match kind {
                 0 => plain(&format!("gpu-{minor:08x}")),
                 1 => timeshared(minor),
                 2 => admin(&format!("gpu-{minor:08x}-capped")),
+                3 => with(
+                    capped(&format!("{}Gi", 2 * gib), &cores.to_string()),
+                    &json!({"device": format!("gpu-{minor:08x}-capped-{}", 150 + cores)}),
+                ),
                 _ => with(
                     capped(&format!("{gib}Gi"), &cores.to_string()),
                     &json!({"device": format!("gpu-{minor:08x}-capped")}),
@@ -435,7 +448,7 @@ proptest! {
                 prop_assert_eq!(on_gpu.len(), 1);
             }
             let caps = on_gpu.iter().filter_map(|device| match device.cap {
-                Cap::Share { memory, cores, .. } => Some((memory, u64::from(cores))),
+                Cap::Share { cores, .. } => Some((device.cap.on_gpu(), u64::from(cores))),
                 Cap::None {} => None,
             });
             let (memory, cores) = caps.fold((0, 0), |sum, cap| (sum.0 + cap.0, sum.1 + cap.1));

@@ -1,5 +1,6 @@
 //! The devices of one GPU.
 
+mod oversubscribed;
 mod partition;
 mod shared_partition;
 
@@ -20,6 +21,7 @@ use super::counters::Counters;
 use crate::claim::{DeviceName, WholeGpuTier};
 use crate::gpu::{GpuUuid, UuidPrefix};
 use crate::mig::{Geometry, GeometryError};
+use crate::oversubscription::Oversubscription;
 use crate::policy::{CappedTerms, Terms, UNMEASURED_CONTEXT};
 
 /// The most bytes of an attribute's string or version.
@@ -112,11 +114,11 @@ pub(super) fn of_gpu(parent: &Parent<'_>, terms: &Terms) -> Result<Offer, OfferE
             }
             continue;
         };
-        let name = DeviceName::Gpu {
-            gpu: parent.prefix,
-            tier: whole,
-        };
-        let capacity = match supported(tier, gpu).and_then(|()| capacities(whole, terms, &memory)) {
+        let over = terms.capped.memory_oversubscription;
+        let over = over.filter(|_| whole == WholeGpuTier::Capped);
+        let offered = supported(tier, gpu).and_then(|()| capacities(whole, terms, over, &memory));
+        let movable = over.map_or(Ok(()), |_| oversubscribed::check(gpu));
+        let capacity = match movable.and(offered) {
             Ok(capacity) => capacity,
             Err(error) => {
                 offer.refused.push((tier, error));
@@ -125,12 +127,13 @@ pub(super) fn of_gpu(parent: &Parent<'_>, terms: &Terms) -> Result<Offer, OfferE
         };
         let mut attributes = common.clone();
         attributes.extend(isolation(tier));
+        attributes.extend(over.into_iter().flat_map(oversubscribed::attributes));
         if let (Tier::Passthrough, Some(vfio)) = (tier, &gpu.vfio) {
             let group = int(i64::from(vfio.iommu_group));
             attributes.insert(attribute::IOMMU_GROUP.to_owned(), group);
         }
         offer.devices.push(Device {
-            name: name.to_string(),
+            name: name(parent.prefix, whole, over).to_string(),
             attributes: Some(attributes),
             capacity: Some(capacity),
             allow_multiple_allocations: tier.is_shared().then_some(true),
@@ -140,6 +143,13 @@ pub(super) fn of_gpu(parent: &Parent<'_>, terms: &Terms) -> Result<Offer, OfferE
         });
     }
     Ok(offer)
+}
+
+fn name(gpu: UuidPrefix, tier: WholeGpuTier, over: Option<Oversubscription>) -> DeviceName {
+    match over {
+        Some(over) => DeviceName::Oversubscribed { gpu, over },
+        None => DeviceName::Gpu { gpu, tier },
+    }
 }
 
 fn is_untested(inventory: &Inventory) -> bool {
@@ -234,11 +244,12 @@ impl Memory {
 fn capacities(
     tier: WholeGpuTier,
     terms: &Terms,
+    over: Option<Oversubscription>,
     memory: &Memory,
 ) -> Result<BTreeMap<String, DeviceCapacity>, OfferError> {
     let entries = match tier {
-        WholeGpuTier::Capped => sized(&terms.capped, terms.capped.max_sharers, memory)?,
-        WholeGpuTier::Concurrent => sized(&terms.capped, terms.concurrent_sharers, memory)?,
+        WholeGpuTier::Capped => sized(&terms.capped, terms.capped.max_sharers, over, memory)?,
+        WholeGpuTier::Concurrent => sized(&terms.capped, terms.concurrent_sharers, None, memory)?,
         // A timeshared device has no sizes, because nothing enforces them: a claim that asks for
         // memory or cores is never placed in a tier that would ignore it.
         WholeGpuTier::Timeshared => vec![
@@ -260,9 +271,11 @@ fn capacities(
 fn sized(
     terms: &CappedTerms,
     sharers: u32,
+    over: Option<Oversubscription>,
     memory: &Memory,
 ) -> Result<Vec<(&'static str, DeviceCapacity)>, OfferError> {
     let usable = memory.usable(terms)?;
+    let usable = over.map_or(usable, |over| over.memory(usable, terms.memory_step));
     let default = default_memory(terms, sharers, usable)?;
     let mut entries = vec![
         (

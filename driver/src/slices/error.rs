@@ -93,6 +93,14 @@ pub(super) enum OfferError {
         /// Why.
         why: &'static str,
     },
+    /// The driver cannot move memory of the GPU to the host.
+    #[error(
+        "memory of the GPU cannot be oversubscribed: {why}; give this GPU a policy without capped.memoryOversubscription"
+    )]
+    NotOversubscribed {
+        /// Why.
+        why: String,
+    },
     /// MIG cannot divide the GPU, or its driver does not say how.
     #[error(
         "the driver does not report how MIG divides the GPU: it has no MIG, or its driver is too old"
@@ -191,6 +199,7 @@ impl OfferError {
             Self::NotDivided | Self::Geometry(_) | Self::Instance { .. } => reason::NOT_DIVIDED,
             Self::NoProfile { .. } => reason::NO_PROFILE,
             Self::NoMps { .. } => reason::NO_MPS,
+            Self::NotOversubscribed { .. } => reason::NOT_OVERSUBSCRIBED,
             Self::NoIommu | Self::NoVfio(_) => reason::NO_VFIO,
             Self::ModeOff { .. } => reason::MIG_MODE,
             Self::VgpuGuest { .. } => reason::VGPU_GUEST,
@@ -206,6 +215,7 @@ impl OfferError {
             | Self::DefaultMemory { .. }
             | Self::NoProfile { .. }
             | Self::NoMps { .. }
+            | Self::NotOversubscribed { .. }
             | Self::NoIommu
             | Self::NoVfio(_)
             | Self::VgpuGuest { .. } => true,

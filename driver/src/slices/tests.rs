@@ -1,6 +1,7 @@
 mod boots;
 mod comparison;
 pub(super) mod limits;
+mod oversubscribed;
 mod properties;
 mod shrunk;
 mod vgpu;
@@ -463,7 +464,8 @@ fn devices_carry_the_whole_vocabulary_and_nothing_else() {
     let mut seen = BTreeSet::new();
     for device in devices(&plan) {
         let attributes = device.attributes.unwrap().into_keys().collect();
-        let of_others = [&PARTITION_ATTRIBUTES[..], &[attribute::IOMMU_GROUP]].concat();
+        let optional = [attribute::IOMMU_GROUP, attribute::MEMORY_OVERSUBSCRIPTION];
+        let of_others = [&PARTITION_ATTRIBUTES[..], &optional].concat();
         let all = with(&of_others, attributes);
         assert_eq!(all, known(attribute::ALL));
         seen.extend(device.capacity.unwrap().into_keys());

@@ -17,6 +17,7 @@ mod kubelet;
 mod many;
 mod metrics;
 mod nodes;
+mod oversubscribed;
 mod partition;
 mod passthrough;
 mod plugin;

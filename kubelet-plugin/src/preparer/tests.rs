@@ -17,7 +17,7 @@ use crate::gpu_node::NodePolicy;
 use crate::orphans::schedule::SPREAD;
 use crate::preparer::PrepareError;
 use crate::testing::api::Mood;
-use crate::testing::{Listing, Plugin, World, capped, claim, claim_ref, whole};
+use crate::testing::{Listing, Plugin, World, capped, claim, claim_ref, oversubscribed, whole};
 use tranche_node::nvml::NvmlError;
 
 /// The names of the held claims.
@@ -175,6 +175,41 @@ async fn two_shares_on_two_gpus_have_each_its_cap() {
 }
 
 #[tokio::test]
+async fn an_oversubscribed_share_has_an_account_of_its_part_of_the_gpu() {
+    let world = World::new();
+    let plugin = world.start();
+    let share = oversubscribed("gpu", 0, 250, "100Gi", 25);
+    world.api.put(claim("a", &[share]));
+    let record = plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
+    let share = world.layout.share("uid-of-a", &record.plan.devices[0].key);
+    let page = std::fs::read(&share.cap).unwrap();
+    let cap = CapPage::decode(&page).unwrap();
+    let limits = (cap.memory_limit, cap.resident_limit);
+    assert_eq!(limits, (Some(100 << 30), Some(40 << 30)));
+    let pages = [share.account, share.resident];
+    for page in &pages {
+        AccountPage::check(&std::fs::read(page).unwrap()).unwrap();
+    }
+    let spec = std::fs::read_to_string(world.layout.claim_spec("uid-of-a")).unwrap();
+    for name in ["account", "resident"] {
+        let key = &record.plan.devices[0].key;
+        let mounted = format!("/usr/lib/tranche/shares/{key}/{name}");
+        assert!(spec.contains(&mounted), "{spec}");
+    }
+    has(
+        &spec,
+        &[
+            "TRANCHE_GPU_0_MEMORY=100Gi",
+            "TRANCHE_GPU_0_RESIDENT_MEMORY=40Gi",
+        ],
+    );
+    // Both are swept.
+    assert_eq!(plugin.preparer.ledger().accounts(&world.layout), pages);
+    plugin.preparer.unprepare(&claim_ref("a")).await.unwrap();
+    assert_eq!(world.traces(), NONE);
+}
+
+#[tokio::test]
 async fn a_replay_rebuilds_what_was_removed_and_keeps_the_account() {
     let world = World::new();
     world.api.put(claim("a", &[capped("gpu", 0, "20Gi", 25)]));
@@ -294,6 +329,8 @@ async fn left_alone(pages: u32) {
     assert_eq!(std::fs::read_to_string(journal).unwrap(), other);
     // They are not sampled, swept or truncated.
     assert_eq!(plugin.preparer.ledger().shares(&world.layout), []);
+    let accounts = plugin.preparer.ledger().accounts(&world.layout);
+    assert!(accounts.is_empty(), "{accounts:?}");
 
     plugin.preparer.unprepare(&claim_ref("a")).await.unwrap();
     assert_eq!(world.traces(), NONE);
@@ -839,7 +876,10 @@ async fn a_silent_api_server_costs_ten_seconds_and_one_request() {
 fn shares() -> serde_json::Value {
     claim(
         "a",
-        &[capped("x", 0, "20Gi", 25), capped("y", 1, "10Gi", 10)],
+        &[
+            capped("x", 0, "20Gi", 25),
+            oversubscribed("y", 1, 200, "10Gi", 10),
+        ],
     )
 }
 

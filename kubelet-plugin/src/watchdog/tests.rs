@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use serde_json::json;
 use tranche_api::sharing_policy::Interval;
 use tranche_driver::gpu_state::{Actual, Change, ComputeMode};
+use tranche_driver::preparation::Account;
 use tranche_node::devices::DeviceNodes;
 use tranche_node::nvml::{
     ChangeError, Description, Nvml, NvmlError, Opened, ProcessMemory, ProcessSample, Traces,
@@ -19,7 +20,9 @@ use tranche_node::root::DriverRoot;
 use tranche_shim_core::layout;
 
 use super::*;
-use crate::testing::{Given, NODE, Plugin, World, capped, capped_on, claim, claim_ref};
+use crate::testing::{
+    Given, NODE, Plugin, World, capped, capped_on, claim, claim_ref, oversubscribed,
+};
 
 const POD: &str = "6b1d9c5e-3f5c-4a2b-9a5b-0d5e6f7a8b9c";
 const GIB: u64 = 1 << 30;
@@ -209,7 +212,12 @@ impl Node {
 
     /// Writes the first slot of the share's account: a process's inner PID and its charge.
     fn slot(&self, pid: u64, charged: u64) {
-        let account = self.world.layout.share("uid-of-a", &self.key).account;
+        self.slot_of(Account::Memory, pid, charged);
+    }
+
+    fn slot_of(&self, account: Account, pid: u64, charged: u64) {
+        let share = self.world.layout.share("uid-of-a", &self.key);
+        let account = share.page_of(account);
         let file = fs::File::options().write(true).open(account).unwrap();
         let at = layout::HEADER_LEN as u64;
         for (at, word) in [(128, charged), (512, 1), (at + 16, charged), (at + 32, pid)] {
@@ -497,6 +505,31 @@ async fn memory_that_nobody_owns_for_half_a_minute_withholds_the_gpu_until_it_is
     node.gpus.0.lock().unwrap().1 = 0;
     node.seconds(2);
     assert_eq!(*unowned.borrow_and_update(), []);
+}
+
+/// Managed memory is on the GPU and of no process; what cannot move is compared with its own account.
+#[tokio::test]
+async fn managed_memory_of_an_oversubscribed_share_is_owned_and_the_rest_has_its_limit() {
+    let mut node = Node::with(oversubscribed("gpu", 0, 200, "40Gi", 25)).await;
+    node.in_pod(100, GIB);
+    node.slot_of(Account::Memory, 7, 31 * GIB);
+    node.slot_of(Account::Resident, 7, GIB);
+    let free = |node: &Node, bytes: u64| node.gpus.0.lock().unwrap().1 = bytes;
+    free(&node, 30 * GIB);
+    assert_eq!(node.seconds(60).len(), 0);
+    assert_eq!(*node.watchdog.unowned().borrow(), []);
+    assert_eq!(node.bypass_bytes(), 0);
+    // More than the account has is nobody's.
+    free(&node, 32 * GIB);
+    node.seconds(60);
+    assert_eq!(node.watchdog.unowned().borrow().len(), 1);
+    free(&node, 0);
+    node.seconds(60);
+    // Memory that cannot move, beyond what is charged for it.
+    node.in_pod(100, 9 * GIB);
+    node.gpus.0.lock().unwrap().0.remove(0);
+    assert!(!node.seconds(10).is_empty());
+    assert_eq!(node.bypass_bytes(), 8 * GIB);
 }
 
 #[tokio::test(start_paused = true)]

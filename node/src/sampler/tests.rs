@@ -33,6 +33,7 @@ fn share(root: &Path, name: &str, cores: Option<u8>) -> PathBuf {
     let page = CapPage {
         gpu_uuid: GPU,
         memory_limit: Some(1),
+        resident_limit: None,
         context_memory: 0,
         cores,
         mps_threads: None,

@@ -64,6 +64,8 @@ pub struct ShareSample {
     pub limit: u64,
     /// The charge of each context.
     pub context: u64,
+    /// Bytes that may be on the GPU as memory of no process, since they are managed memory.
+    pub movable: u64,
     /// The slots in use; `None` if the account cannot be read now.
     pub slots: Option<Vec<SlotSample>>,
 }
@@ -312,11 +314,13 @@ fn unowned(sample: &Sample) -> Option<u64> {
         let charged = sum(group.shares.iter().map(|share| charged(share)));
         charged.saturating_sub(sum(group.processes.iter().map(|process| process.bytes)))
     });
+    let movable = sample.shares.iter().map(|share| share.movable);
     Some(
         sample
             .used?
             .saturating_sub(held)
-            .saturating_sub(sum(inherited)),
+            .saturating_sub(sum(inherited))
+            .saturating_sub(sum(movable)),
     )
 }
 

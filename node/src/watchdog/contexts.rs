@@ -143,6 +143,7 @@ mod tests {
         let processes = || (1u32..).zip(processes);
         Sample {
             shares: vec![ShareSample {
+                movable: 0,
                 key: "share".into(),
                 limit: 10 << 30,
                 context: CHARGED,

@@ -1,7 +1,7 @@
 //! Reads a sample: the accounts, NVML between two readings of them, and `/proc`.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use super::compare::{Owner, ProcessId, ProcessSample, Sample, ShareSample, SlotSample};
@@ -32,12 +32,23 @@ pub struct Held {
 pub struct HeldShare {
     /// The device's key.
     pub key: String,
-    /// Its account page.
+    /// Its account page; of an oversubscribed share that of the memory which cannot move.
     pub account: PathBuf,
-    /// Bytes that all its programs together may hold.
+    /// Bytes of it that all its programs together may hold.
     pub memory: u64,
     /// Bytes of the charge of each context.
     pub context: u64,
+    /// Of an oversubscribed share: all of its memory.
+    pub all: Option<AllMemory>,
+}
+
+/// All memory of an oversubscribed share, also what the driver may move to the host.
+#[derive(Clone, Debug)]
+pub struct AllMemory {
+    /// The account page.
+    pub account: PathBuf,
+    /// Bytes that all its programs together may hold.
+    pub memory: u64,
 }
 
 /// The accounts, and NVML's answer between two readings of them.
@@ -154,6 +165,7 @@ impl Probe {
                     key: share.key.clone(),
                     limit: share.memory.saturating_add(share.context),
                     context: share.context,
+                    movable: movable(share, before.as_ref()),
                     slots: before.and_then(|before| Some(slots(&before, &copy(share)?))),
                 })
                 .collect();
@@ -263,9 +275,22 @@ fn owner(held: &Held, process: &Identity, learned: &BTreeMap<String, BTreeSet<St
 }
 
 fn copy(share: &HeldShare) -> Option<AccountCopy> {
-    AccountFile::open(&share.account)
+    copy_of(&share.account)
+}
+
+fn copy_of(account: &Path) -> Option<AccountCopy> {
+    AccountFile::open(account)
         .and_then(|account| account.copy())
         .ok()
+}
+
+/// Bytes of a share that may be on the GPU as memory of no process: managed memory.
+fn movable(share: &HeldShare, account: Option<&AccountCopy>) -> u64 {
+    let Some(all) = &share.all else { return 0 };
+    let used = |copy: &AccountCopy| copy.snapshot().used();
+    let most = all.memory.saturating_add(share.context);
+    let charged = copy_of(&all.account).map_or(most, |copy| used(&copy).min(most));
+    charged.saturating_sub(account.map_or(0, used))
 }
 
 /// The slots of an account, from two copies of it. A slot that is the same in both, with no change in
@@ -309,6 +334,7 @@ mod tests {
             key: key.into(),
             account: PathBuf::new(),
             memory: 1 << 30,
+            all: None,
             context: 0,
         };
         Held {

@@ -170,6 +170,7 @@ impl World {
                 });
         let sample = Sample {
             shares: vec![ShareSample {
+                movable: 0,
                 key: "share".into(),
                 limit: self.limit,
                 context: CONTEXT,
@@ -270,6 +271,7 @@ proptest! {
         let slots = slots.into_iter().map(|(pid, charged)| SlotSample { pid, charged });
         let sample = Sample {
             shares: vec![ShareSample {
+                movable: 0,
                 key: "share".into(),
                 limit,
                 context: CONTEXT,
@@ -288,6 +290,7 @@ proptest! {
 
 fn share(key: &str, slots: &[(u64, u64)]) -> ShareSample {
     ShareSample {
+        movable: 0,
         key: key.into(),
         limit: 10 << 30,
         context: CONTEXT,

@@ -9,6 +9,7 @@
 //! | 24 | 4 | cores in percent of the GPU's time, 0 for no limit |
 //! | 28 | 4 | percent of the GPU's threads of each MPS client, 0 for a share without MPS |
 //! | 32 | 8 | bytes that one CUDA context takes on this GPU, 0 where that is not known |
+//! | 40 | 8 | bytes of the memory limit that may lie on the GPU and cannot move, 0 where memory is not oversubscribed |
 //! | 64 | 64 | GPU UUID as NVML prints it |
 //! | 128 | 64 | UID of the claim |
 //! | 192 | 256 | device key: the share's folder name |
@@ -29,7 +30,7 @@ pub const LEN: usize = 4096;
 pub const LIMITS_LEN: usize = 1024;
 
 /// The layout's version: the same as the account page's, because a claim has both.
-pub const ABI: u32 = 2;
+pub const ABI: u32 = 3;
 
 const MAGIC: [u8; 8] = *b"TRANCHEC";
 const NO_LIMIT: u64 = u64::MAX;
@@ -40,6 +41,7 @@ const AT_MEMORY: usize = 16;
 const AT_CORES: usize = 24;
 const AT_MPS_THREADS: usize = 28;
 const AT_CONTEXT: usize = 32;
+const AT_RESIDENT: usize = 40;
 const AT_UUID: usize = 64;
 const AT_CLAIM: usize = 128;
 const AT_KEY: usize = 192;
@@ -66,6 +68,9 @@ pub struct CapPage<'a> {
     /// The most device memory all processes of the share hold together, in bytes, at least 1;
     /// `None` for a device without a cap (exclusive, timeshared).
     pub memory_limit: Option<u64>,
+    /// Where the GPU's memory is oversubscribed: the most of the limit that may be memory which the driver cannot move to
+    /// the host, in bytes, from 1 to the limit. `None` where all of the limit may.
+    pub resident_limit: Option<u64>,
     /// Bytes that one CUDA context takes on this GPU, 0 where that is not known. The share has room
     /// for one context beside its memory: its first context is free, every further one is charged
     /// this much.
@@ -94,6 +99,10 @@ impl<'a> CapPage<'a> {
             Some(bytes) => bytes,
             None => NO_LIMIT,
         };
+        let resident = self.resident_limit.unwrap_or(0);
+        if self.resident_limit == Some(0) || !self.has_resident_within_limit() {
+            return Err(PageError::ResidentLimit);
+        }
         let cores = encode_percent(self.cores).map_err(|found| PageError::Cores { found })?;
         let mps_threads =
             encode_percent(self.mps_threads).map_err(|found| PageError::MpsThreads { found })?;
@@ -109,6 +118,7 @@ impl<'a> CapPage<'a> {
         put(&mut page, AT_CORES, &cores.to_le_bytes());
         put(&mut page, AT_MPS_THREADS, &mps_threads.to_le_bytes());
         put(&mut page, AT_CONTEXT, &self.context_memory.to_le_bytes());
+        put(&mut page, AT_RESIDENT, &resident.to_le_bytes());
         put_text(
             &mut page,
             AT_UUID,
@@ -174,16 +184,28 @@ impl<'a> CapPage<'a> {
             2 => ComputePolicy::WorkConserving,
             found => return Err(PageError::ComputePolicy { found }),
         };
-        Ok(Self {
+        let resident = get_u64(page, AT_RESIDENT);
+        let read = Self {
             gpu_uuid,
             memory_limit,
+            resident_limit: (resident > 0).then_some(resident),
             context_memory: get_u64(page, AT_CONTEXT),
             cores,
             mps_threads,
             compute_policy,
             claim_uid: get_text(page, AT_CLAIM, CLAIM_LEN, "the claim's UID")?,
             device_key: get_text(page, AT_KEY, KEY_LEN, "the device key")?,
-        })
+        };
+        if read.has_resident_within_limit() {
+            Ok(read)
+        } else {
+            Err(PageError::ResidentLimit)
+        }
+    }
+
+    fn has_resident_within_limit(&self) -> bool {
+        let limit = self.memory_limit.unwrap_or(0);
+        self.resident_limit.is_none_or(|bytes| bytes <= limit)
     }
 
     /// The GPU's UUID as 16 bytes; `None` where [`gpu_uuid`](Self::gpu_uuid) is none, which a
@@ -278,6 +300,7 @@ mod tests {
         CapPage {
             gpu_uuid: UUID,
             memory_limit: Some(20 << 30),
+            resident_limit: None,
             context_memory: 512 << 20,
             cores: Some(25),
             mps_threads: None,
@@ -310,6 +333,28 @@ mod tests {
                     ..page()
                 },
                 PageError::MemoryLimit,
+            ),
+            (
+                CapPage {
+                    resident_limit: Some(0),
+                    ..page()
+                },
+                PageError::ResidentLimit,
+            ),
+            (
+                CapPage {
+                    resident_limit: Some((20 << 30) + 1),
+                    ..page()
+                },
+                PageError::ResidentLimit,
+            ),
+            (
+                CapPage {
+                    memory_limit: None,
+                    resident_limit: Some(1),
+                    ..page()
+                },
+                PageError::ResidentLimit,
             ),
             (
                 CapPage {
@@ -403,7 +448,11 @@ mod tests {
     proptest! {
         #[test]
         fn what_is_encoded_is_decoded(
-            memory in prop::option::of(1..u64::MAX),
+            (memory, resident) in prop::option::of(1..u64::MAX).prop_flat_map(|memory| {
+                let most = memory.unwrap_or(1);
+                let resident = prop::option::of(1..=most).prop_map(move |it| it.filter(|_| memory.is_some()));
+                (Just(memory), resident)
+            }),
             context_memory: u64,
             cores in prop::option::of(1u8..=100),
             mps_threads in prop::option::of(1u8..=100),
@@ -414,6 +463,7 @@ mod tests {
             let page = CapPage {
                 gpu_uuid: UUID,
                 memory_limit: memory,
+                resident_limit: resident,
                 context_memory,
                 cores,
                 mps_threads,

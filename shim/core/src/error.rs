@@ -35,6 +35,8 @@ pub enum PageError {
     Uuid,
     /// The memory limit is 0, which no share has.
     MemoryLimit,
+    /// The limit of memory that cannot move is 0, more than the memory limit, or without one.
+    ResidentLimit,
     /// Cores are a percentage, 1 to 100.
     Cores {
         /// The value found.
@@ -98,6 +100,9 @@ impl PageError {
                 words("the GPU's UUID must read GPU- or MIG- and 32 hex digits in five groups")
             }
             Self::MemoryLimit => words("the memory limit must be at least 1 byte"),
+            Self::ResidentLimit => {
+                words("the limit of resident memory must be 1 byte to the memory limit")
+            }
             Self::Cores { found } => [
                 Text("cores must be 1 to 100 percent, not "),
                 number(found),

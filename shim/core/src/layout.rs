@@ -43,7 +43,7 @@ use crate::PageError;
 use crate::cap::{get_u32, get_u64};
 
 /// The layout's version.
-pub const ABI: u32 = 2;
+pub const ABI: u32 = 3;
 
 /// Processes that can hold one share at a time.
 pub const SLOTS: usize = 1024;

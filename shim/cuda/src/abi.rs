@@ -9,12 +9,14 @@ pub struct CUresult(pub u32);
 
 impl CUresult {
     pub const SUCCESS: Self = Self(0);
+    pub const INVALID_VALUE: Self = Self(1);
     pub const OUT_OF_MEMORY: Self = Self(2);
     pub const SHARED_OBJECT_INIT_FAILED: Self = Self(303);
     pub const INVALID_CONTEXT: Self = Self(201);
     pub const NOT_FOUND: Self = Self(500);
     pub const NOT_READY: Self = Self(600);
     pub const NOT_PERMITTED: Self = Self(800);
+    pub const NOT_SUPPORTED: Self = Self(801);
     pub const MPS_CONNECTION_FAILED: Self = Self(805);
     pub const STREAM_CAPTURE_INVALIDATED: Self = Self(901);
 

@@ -4,46 +4,56 @@ use tranche_shim_core::compute::Bucket;
 use tranche_shim_core::{Freed, Physical};
 
 use crate::process::Process;
-use crate::share::{Cap, Device, Held};
+use crate::share::{Cap, Device, Held, Residence};
 
 impl Process {
     /// Reserves from the device's shares in turn until it is enough; otherwise nothing.
-    pub fn reserve_in_parts(&self, device: &Device, least: u64, most: u64) -> Option<u64> {
+    pub fn reserve_in_parts(
+        &self,
+        device: &Device,
+        residence: Residence,
+        least: u64,
+        most: u64,
+    ) -> Option<u64> {
         if let Some(only) = self.only_share(device) {
-            return only.reserve(least, most);
+            return only.reserve(residence, least, most);
         }
         // A part that is taken and given back could refuse another's request meanwhile.
-        let free = self
-            .shares(device)
-            .fold(0u64, |sum, share| sum.saturating_add(share.free()));
-        if free < least {
+        if self.free(device, residence) < least {
             return None;
         }
-        let mut granted = 0;
-        for share in self.shares(device) {
-            granted += share.reserve(0, most - granted).unwrap_or(0);
-            if granted == most {
-                break;
+        let granted = self.dividing.with(|()| {
+            let mut granted = 0;
+            for share in self.shares(device) {
+                granted += share.reserve(residence, 0, most - granted).unwrap_or(0);
+                if granted == most {
+                    break;
+                }
             }
-        }
+            granted
+        });
         if granted >= least {
             return Some(granted);
         }
-        self.release(device, granted);
+        self.release_as(device, residence, granted);
         None
     }
 
     /// Bytes that the shares of a device have left.
-    pub fn free(&self, device: &Device) -> u64 {
+    pub fn free(&self, device: &Device, residence: Residence) -> u64 {
         self.shares(device)
-            .fold(0u64, |sum, share| sum.saturating_add(share.free()))
+            .fold(0u64, |sum, share| sum.saturating_add(share.free(residence)))
     }
 
     /// Bytes that the processes of the shares of a device may hold.
     #[inline]
-    pub fn limit(&self, device: &Device) -> u64 {
-        self.shares(device)
-            .fold(0u64, |sum, share| sum.saturating_add(share.limit()))
+    pub fn limit(&self, device: &Device, residence: Residence) -> u64 {
+        if let Some(only) = self.only_share(device) {
+            return only.limit(residence);
+        }
+        self.shares(device).fold(0u64, |sum, share| {
+            sum.saturating_add(share.limit(residence))
+        })
     }
 
     /// Takes back what dead processes left in the shares of a device; whether it searched for any.
@@ -55,23 +65,33 @@ impl Process {
         looked
     }
 
+    /// Gives `bytes` of memory on the GPU back.
+    pub fn release(&self, device: &Device, bytes: u64) {
+        self.release_as(device, Residence::Gpu, bytes);
+    }
+
     /// Gives `bytes` back. Which of the device's shares gets them is of no importance: their sum is
     /// what the process may hold.
     #[inline(never)]
-    pub fn release(&self, device: &Device, bytes: u64) {
+    pub fn release_as(&self, device: &Device, residence: Residence, bytes: u64) {
         if let Some(only) = self.only_share(device) {
             if bytes > 0 {
-                only.release(bytes);
+                only.release(residence, bytes);
             }
             return;
         }
-        let mut left = bytes;
-        for share in self.shares(device) {
-            if left == 0 {
-                return;
+        self.release_in_parts(device, residence, bytes);
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn release_in_parts(&self, device: &Device, residence: Residence, bytes: u64) {
+        self.dividing.with(|()| {
+            let mut left = bytes;
+            for share in self.shares(device) {
+                left -= share.release(residence, left.min(share.charged(residence)));
             }
-            left -= share.release(left);
-        }
+        });
     }
 
     /// Notes something of the process's physical memory, and gives back what has no use left.

@@ -11,40 +11,58 @@ use crate::exports;
 use crate::kept;
 use crate::process::{self, Kind, Process};
 use crate::reserves::State;
-use crate::share::Device;
+use crate::share::{Device, Residence};
 
 impl Process {
     /// Reserves `most` bytes on a capped device, or what is left of its caps if that is at least
     /// `least`; returns how much.
     #[inline]
-    pub fn reserve(&self, device: &Device, least: u64, most: u64) -> Result<u64, CUresult> {
+    pub fn reserve(
+        &self,
+        device: &Device,
+        residence: Residence,
+        least: u64,
+        most: u64,
+    ) -> Result<u64, CUresult> {
         if let Some(only) = self.only_share(device) {
-            if only.take_spare(most) {
+            if only.take_spare(residence, most) {
                 return Ok(most);
             }
-            if let Some(granted) = only.reserve(least, most) {
+            if let Some(granted) = only.reserve(residence, least, most) {
                 return Ok(granted);
             }
         }
-        self.reserve_slowly(device, least, most)
+        self.reserve_slowly(device, residence, least, most)
     }
 
     /// From several shares, or from one that is full.
     #[inline(never)]
-    fn reserve_slowly(&self, device: &Device, least: u64, most: u64) -> Result<u64, CUresult> {
-        if least > self.limit(device) {
+    fn reserve_slowly(
+        &self,
+        device: &Device,
+        residence: Residence,
+        least: u64,
+        most: u64,
+    ) -> Result<u64, CUresult> {
+        if least > self.limit(device, residence) {
             return Err(self.refuse(device));
         }
         let granted = self
-            .reserve_what_is_free(device, least, most)
-            .or_else(|| self.reserve_by_trimming(device, least, most));
+            .reserve_what_is_free(device, residence, least, most)
+            .or_else(|| self.reserve_by_trimming(device, residence, least, most));
         granted.ok_or_else(|| self.refuse(device))
     }
 
     /// Reserves what is left of the caps, what dead processes left included, what was freed in a stream's order, and what
     /// descriptors kept that are closed.
-    pub fn reserve_what_is_free(&self, device: &Device, least: u64, most: u64) -> Option<u64> {
-        let reserve = || self.reserve_in_parts(device, least, most);
+    pub fn reserve_what_is_free(
+        &self,
+        device: &Device,
+        residence: Residence,
+        least: u64,
+        most: u64,
+    ) -> Option<u64> {
+        let reserve = || self.reserve_in_parts(device, residence, least, most);
         // This process may have found something, or another that searched at the same time.
         reserve()
             .or_else(|| self.reclaim(device).then(reserve)?)
@@ -53,9 +71,16 @@ impl Process {
     }
 
     /// The same after this process's pools gave back what they keep and do not use.
-    pub fn reserve_by_trimming(&self, device: &Device, least: u64, most: u64) -> Option<u64> {
-        let missing = most.saturating_sub(self.free(device));
-        kept::trim(self, device, missing).then(|| self.reserve_in_parts(device, least, most))?
+    pub fn reserve_by_trimming(
+        &self,
+        device: &Device,
+        residence: Residence,
+        least: u64,
+        most: u64,
+    ) -> Option<u64> {
+        let missing = most.saturating_sub(self.free(device, residence));
+        let reserve = || self.reserve_in_parts(device, residence, least, most);
+        kept::trim(self, device, missing).then(reserve)?
     }
 
     /// Notes a refusal by the cap.
@@ -71,29 +96,42 @@ impl Process {
 pub struct Reserved {
     pub process: &'static Process,
     pub device: &'static Device,
+    pub residence: Residence,
     pub bytes: u64,
 }
 
 impl Reserved {
-    /// Reserves `most` bytes, or what the cap leaves if that is at least `least`.
-    #[inline(never)]
+    /// Reserves `most` bytes of memory on the GPU, or what the cap leaves if that is at least `least`.
     pub fn new(
         process: &'static Process,
         device: &'static Device,
         least: u64,
         most: u64,
     ) -> Result<Self, CUresult> {
+        Self::of(process, device, Residence::Gpu, (least, most))
+    }
+
+    /// The same of memory that may lie elsewhere, at least and at most.
+    #[inline(never)]
+    pub fn of(
+        process: &'static Process,
+        device: &'static Device,
+        residence: Residence,
+        (least, most): (u64, u64),
+    ) -> Result<Self, CUresult> {
         Ok(Self {
             process,
             device,
-            bytes: process.reserve(device, least, most)?,
+            residence,
+            bytes: process.reserve(device, residence, least, most)?,
         })
     }
 
     /// Gives all but `bytes` back.
     pub fn shrink(&mut self, bytes: u64) {
         let surplus = self.bytes.saturating_sub(bytes);
-        self.process.release(self.device, surplus);
+        self.process
+            .release_as(self.device, self.residence, surplus);
         self.bytes -= surplus;
     }
 
@@ -104,7 +142,9 @@ impl Reserved {
             self.device.taken_by(bytes).saturating_sub(self.bytes),
         );
         if least > 0 {
-            self.bytes += self.process.reserve(self.device, least, most)?;
+            self.bytes += self
+                .process
+                .reserve(self.device, self.residence, least, most)?;
         }
         Ok(())
     }
@@ -140,8 +180,22 @@ impl Reserved {
         }
     }
 
-    /// Notes a pointer: with a charge of its own, or with its block's.
+    /// Notes a pointer to memory on the GPU: with a charge of its own, or with its block's.
     pub fn commit(self, pointer: u64, small: bool) {
+        self.commit_as(pointer, small, 0);
+    }
+
+    /// Notes a pointer to memory that may move, and whether what is managed memory was asked for as device memory.
+    #[cold]
+    #[inline(never)]
+    pub fn commit_movable(self, pointer: u64, small: bool, is_converted: bool) {
+        let converted = if is_converted { CONVERTED } else { 0 };
+        self.commit_as(pointer, small, MOVABLE | converted);
+    }
+
+    /// `kind` is in the entry's bytes.
+    #[inline]
+    fn commit_as(self, pointer: u64, small: bool, kind: u64) {
         let (process, device) = (self.process, self.device);
         let context = process.contexts.current();
         let entered = if small && self.bytes == device.block {
@@ -160,7 +214,7 @@ impl Reserved {
             }
         };
         let entry = Entry {
-            bytes,
+            bytes: bytes | kind,
             device: device.number,
             context,
         };
@@ -170,12 +224,28 @@ impl Reserved {
 
 impl Drop for Reserved {
     fn drop(&mut self) {
-        self.process.release(self.device, self.bytes);
+        self.process
+            .release_as(self.device, self.residence, self.bytes);
     }
 }
 
 /// The bytes of a pointer whose block is charged.
 pub const IN_ITS_BLOCK: u64 = 0;
+
+/// In a pointer's bytes: it is charged as memory that the driver may move to the host.
+const MOVABLE: u64 = 1 << 47;
+/// In a pointer's bytes: it is managed memory, and was asked for as device memory.
+const CONVERTED: u64 = 1 << 46;
+
+/// Whether a pointer is charged as memory that the driver may move to the host.
+pub fn is_movable(entry: Entry) -> bool {
+    entry.device != AS_PHYSICAL && entry.bytes & MOVABLE != 0
+}
+
+/// Whether a pointer is managed memory, and was asked for as device memory.
+pub fn is_converted(entry: Entry) -> bool {
+    entry.device != AS_PHYSICAL && entry.bytes & CONVERTED != 0
+}
 
 /// Notes a charge. A table full of a million: it stays to the end of the process.
 #[inline]
@@ -201,11 +271,20 @@ pub fn return_charge(process: &'static Process, key: u64, entry: Entry) {
     };
     if let Some(reserve) = kept::reserve_of(entry) {
         kept::freed(process, reserve, entry.bytes);
-    } else if entry.bytes != IN_ITS_BLOCK {
-        process.release(device, entry.bytes);
-    } else if process.blocks.leave(device.block_number(key)) {
-        process.release(device, device.block);
+        return;
     }
+    let (mut bytes, residence) = if entry.bytes < CONVERTED {
+        (entry.bytes, Residence::Gpu)
+    } else {
+        (entry.bytes & (CONVERTED - 1), Residence::Movable)
+    };
+    if bytes == IN_ITS_BLOCK {
+        if !process.blocks.leave(device.block_number(key)) {
+            return;
+        }
+        bytes = device.block;
+    }
+    process.release_as(device, residence, bytes);
 }
 
 /// The device, which no device has as its number, of a pointer whose charge is noted as physical memory: the entry's bytes
@@ -254,7 +333,7 @@ fn return_module_charge(process: &Process, state: State, entry: Entry) {
     }
 }
 
-/// Makes a call that takes memory: reserves, asks the driver, keeps the charge or gives it back.
+/// Makes a call that takes memory on a GPU: reserves, asks the driver, keeps the charge or gives it back.
 ///
 /// `device` is where the memory lies, if that has a cap; `bytes` is how much it takes, at least and at
 /// most; `keep` notes what the driver has made, or says why the program cannot have it.
@@ -265,21 +344,35 @@ pub fn charge(
     driver: Call<'_>,
     keep: impl FnOnce(Reserved) -> Result<(), CUresult>,
 ) -> CUresult {
-    let reserved = process::current().and_then(|process| {
-        let Some(device) = device(process)? else {
-            return Ok(None);
-        };
+    match process::current() {
+        Ok(process) => charge_in(process, device, bytes, driver, keep),
+        Err(code) => code,
+    }
+}
+
+/// The same, of a process that has joined.
+#[inline]
+pub fn charge_in(
+    process: &'static Process,
+    device: impl FnOnce(&'static Process) -> Result<Option<&'static Device>, CUresult>,
+    bytes: impl FnOnce(&'static Device) -> Result<(u64, u64), CUresult>,
+    driver: Call<'_>,
+    keep: impl FnOnce(Reserved) -> Result<(), CUresult>,
+) -> CUresult {
+    let reserve = |device| {
         let (least, most) = bytes(device)?;
-        Ok(Some(Reserved {
+        let residence = Residence::Gpu;
+        Ok(Reserved {
             process,
             device,
-            bytes: process.reserve(device, least, most)?,
-        }))
-    });
-    let reserved = match reserved {
-        Ok(Some(reserved)) => reserved,
+            residence,
+            bytes: process.reserve(device, residence, least, most)?,
+        })
+    };
+    let reserved = match device(process).map(|device| device.map(reserve)) {
         Ok(None) => return driver.make(),
-        Err(code) => return code,
+        Ok(Some(Ok(reserved))) => reserved,
+        Ok(Some(Err(code))) | Err(code) => return code,
     };
     let result = driver.make();
     if result.is_ok()

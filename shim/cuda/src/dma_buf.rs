@@ -15,7 +15,7 @@ use tranche_shim_core::physical::{Id, Physical};
 use tranche_shim_runtime::sys;
 
 use crate::abi::{CUdeviceptr, CUresult};
-use crate::charge::{AS_PHYSICAL, IN_ITS_BLOCK, Reserved, let_go, return_charge};
+use crate::charge::{AS_PHYSICAL, IN_ITS_BLOCK, Reserved, is_movable, let_go, return_charge};
 use crate::driver::Call;
 use crate::ipc::{device_of, is_on_host, range_of};
 use crate::kept::reserve_of;
@@ -122,7 +122,9 @@ pub fn hold_at(
         return Ok(None);
     };
     let device = device_of(process, at).filter(|device| device.is_capped());
-    let Some(device) = device.filter(|_| !is_on_host(at)) else {
+    // Of memory that the driver may move it makes no descriptor.
+    let may_move = || process.pointers.get(base).is_some_and(is_movable);
+    let Some(device) = device.filter(|_| !is_on_host(at) && !may_move()) else {
         return Ok(Some((Piece::NONE, base.saturating_add(size))));
     };
     let piece = hold_pointer(process, device, base, size)?;

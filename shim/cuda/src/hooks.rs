@@ -14,6 +14,8 @@ use crate::abi::{
 use crate::driver::{Call, real};
 use crate::kept::settle_after;
 use crate::launch::{self, Kernel};
+use crate::managed;
+use crate::memory::{Asked, Rows};
 use crate::module::{self, Within};
 use crate::stream::{Stream, own};
 use crate::{array, context, dma_buf, graph, ipc, memory, multicast, pool, process, resolve, vmm};
@@ -160,6 +162,7 @@ hooks! {
     fn cuGreenCtxDestroy(context: usize) |driver| context::end_green(context, driver);
     fn cuInit(flags: u32) |driver| process::initialise(driver);
     fn cuIpcCloseMemHandle(pointer: CUdeviceptr) |driver| ipc::close(pointer, driver);
+    fn cuIpcGetMemHandle(handle: *mut CUipcMemHandle, pointer: CUdeviceptr) |driver| managed::export(pointer, driver);
     fn cuIpcOpenMemHandle(pointer: *mut CUdeviceptr, handle: CUipcMemHandle, flags: u32) |driver| ipc::open(pointer, driver);
     fn cuIpcOpenMemHandle_v2(pointer: *mut CUdeviceptr, handle: CUipcMemHandle, flags: u32) |driver| ipc::open(pointer, driver);
     fn cuKernelGetFunction(function: *mut CUfunction, kernel: CUfunction) |driver| launch::find_function(function, kernel, driver);
@@ -190,7 +193,7 @@ hooks! {
         |driver| module::load_file(library, path, Within::Process, driver);
     fn cuLibraryUnload(library: usize) |driver| module::unload(library, driver);
     fn cuMemAlloc(pointer: *mut CUdeviceptr_v1, bytes: u32)
-        |driver| memory::allocate(u64::from(bytes), pointer, driver);
+        |driver| memory::allocate(Asked::Device, u64::from(bytes), pointer, driver);
     fn cuMemAllocAsync(pointer: *mut CUdeviceptr, bytes: usize, stream: CUstream)
         |driver| pool::allocate(None, Stream::legacy(stream), bytes, pointer, driver);
     fn cuMemAllocAsync_ptsz(pointer: *mut CUdeviceptr, bytes: usize, stream: CUstream)
@@ -200,17 +203,17 @@ hooks! {
     fn cuMemAllocFromPoolAsync_ptsz(pointer: *mut CUdeviceptr, bytes: usize, pool: CUmemoryPool, stream: CUstream)
         |driver| pool::allocate(Some(pool), Stream::per_thread(stream), bytes, pointer, driver);
     fn cuMemAllocManaged(pointer: *mut CUdeviceptr, bytes: usize, flags: u32)
-        |driver| memory::allocate(bytes as u64, pointer, driver);
+        |driver| memory::allocate(Asked::Managed, bytes as u64, pointer, driver);
     fn cuMemAllocPitch(pointer: *mut CUdeviceptr_v1, pitch: *mut u32, width: u32, height: u32, element: u32)
-        |driver| memory::allocate_pitched(pointer, pitch, (u64::from(width), u64::from(height)), driver,
+        |driver| memory::allocate_pitched(pointer, pitch, Rows { width: u64::from(width), height: u64::from(height), element }, driver,
             // SAFETY: frees what the driver has just allocated and nobody has seen.
             |pointer| unsafe { real!(cuMemFree: fn(CUdeviceptr_v1))(pointer) });
     fn cuMemAllocPitch_v2(pointer: *mut CUdeviceptr, pitch: *mut usize, width: usize, height: usize, element: u32)
-        |driver| memory::allocate_pitched(pointer, pitch, (width as u64, height as u64), driver,
+        |driver| memory::allocate_pitched(pointer, pitch, Rows { width: width as u64, height: height as u64, element }, driver,
             // SAFETY: frees what the driver has just allocated and nobody has seen.
             |pointer| unsafe { real!(cuMemFree_v2: fn(CUdeviceptr))(pointer) });
     fn cuMemAlloc_v2(pointer: *mut CUdeviceptr, bytes: usize)
-        |driver| memory::allocate(bytes as u64, pointer, driver);
+        |driver| memory::allocate(Asked::Device, bytes as u64, pointer, driver);
     fn cuMemCreate(handle: *mut CUmemGenericAllocationHandle, bytes: usize, properties: *const CUmemAllocationProp, flags: u64)
         |driver| vmm::create(handle, bytes, properties, driver);
     fn cuMemExportToShareableHandle(token: *mut c_void, handle: CUmemGenericAllocationHandle, kind: u32, flags: u64)
@@ -273,6 +276,10 @@ hooks! {
         |driver| multicast::create(object, driver);
     fn cuMulticastUnbind(object: CUmemGenericAllocationHandle, device: CUdevice, offset: usize, bytes: usize)
         |driver| multicast::unbind(object, device, offset, driver);
+    fn cuPointerGetAttribute(value: *mut c_void, attribute: u32, pointer: CUdeviceptr)
+        |driver| managed::correct(value, attribute, pointer, driver);
+    fn cuPointerGetAttributes(count: u32, attributes: *const u32, values: *const *mut c_void, pointer: CUdeviceptr)
+        |driver| managed::correct_each(count, attributes, values, pointer, driver);
     fn cuStreamBeginCapture(stream: CUstream) |driver| launch::begin_capture(driver);
     fn cuStreamBeginCaptureToGraph(stream: CUstream, graph: usize, dependencies: *const usize, edges: *const u8, count: usize, mode: u32)
         |driver| launch::begin_capture(driver);

@@ -16,7 +16,7 @@ use crate::driver::{Call, real};
 use crate::exports;
 use crate::process::{self, Process};
 use crate::reserves::{MOST, Reserve, State};
-use crate::share::Device;
+use crate::share::{Device, Residence};
 use crate::stream::relaxed;
 
 /// The numbers of the attributes that say how much is reserved, and how much of that is used.
@@ -177,7 +177,10 @@ pub fn ask_until_noted<R>(
 /// Brings a charge to what the driver has.
 pub fn settle(process: &Process, place: usize) {
     let settled = ask_until_noted(process, place, |kept, device, found| {
-        let reserve = |more| process.reserve_in_parts(device, 0, more).unwrap_or(0);
+        let reserve = |more| {
+            let granted = process.reserve_in_parts(device, Residence::Gpu, 0, more);
+            granted.unwrap_or(0)
+        };
         kept.settle(found, reserve)
             .map(|surplus| (device.number, surplus))
     });

@@ -24,8 +24,8 @@
 //!    (this process as a client of MPS), `process` (this process, and how it stays itself across a fork);
 //! 3. charging: `account` (reserving from shares), `exports` (descriptors that keep memory), `kept` (asking the driver
 //!    what it keeps), `charge` (reserve, ask, keep or give back), `source` (allocating from what the driver keeps);
-//! 4. one file per family: `memory`, `local` (the local memory that kernels need), `vmm`, `ipc`, `dma_buf`, `multicast`,
-//!    `array`, `graph`, `pool`, `module`, `context`, `launch`;
+//! 4. one file per family: `ipc`, `managed` (memory that the driver may move to the host), `memory`, `local` (the local
+//!    memory that kernels need), `vmm`, `dma_buf`, `multicast`, `array`, `graph`, `pool`, `module`, `context`, `launch`;
 //! 5. `resolve` (what look-ups hand out), `hooks` (one row per function that does more than pass).
 //!
 //! No lock is held while the driver is called: a tool's callback (CUPTI, compute-sanitizer) may run inside the call and
@@ -66,6 +66,7 @@ mod kept;
 mod launch;
 mod launches;
 mod local;
+mod managed;
 mod measure;
 mod memory;
 mod module;

@@ -1,12 +1,13 @@
 //! Memory that is known by its pointer, and the amount of memory that programs are shown.
 
 use crate::abi::{CUdevice, CUdeviceptr, CUdeviceptr_v1, CUresult};
-use crate::charge::{charge, note, return_charge};
+use crate::charge::{Reserved, charge_in, note, return_charge};
 use crate::driver::Call;
 use crate::exports;
 use crate::kept;
+use crate::managed;
 use crate::process::{self, Process};
-use crate::share::{Cap, Device};
+use crate::share::{Cap, Device, Residence};
 
 /// A number in one of the driver's two widths: today's, or that of before CUDA 3.2.
 pub trait Width: Copy {
@@ -42,76 +43,166 @@ impl Width for CUdeviceptr_v1 {
     }
 }
 
-/// An allocation of `bytes` in the current context, whose address the driver writes to `pointer`.
-#[inline]
-pub fn allocate<P: Width>(bytes: u64, pointer: *mut P, driver: Call<'_>) -> CUresult {
-    let is_wide = size_of::<P>() == size_of::<CUdeviceptr>();
-    allocate_at(bytes, pointer.cast(), is_wide, driver)
+/// What a program asks for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Asked {
+    /// Device memory: where its share is oversubscribed, it gets managed memory.
+    Device,
+    /// Device memory by a pointer as before CUDA 3.2, which is too narrow for managed memory.
+    Narrow,
+    Managed,
 }
 
-/// `pointer` is to a pointer of today's width, or of before CUDA 3.2.
-fn allocate_at(bytes: u64, pointer: *mut u8, is_wide: bool, driver: Call<'_>) -> CUresult {
+/// An allocation of `bytes` in the current context, whose address the driver writes to `pointer`.
+#[inline]
+pub fn allocate<P: Width>(asked: Asked, bytes: u64, pointer: *mut P, driver: Call<'_>) -> CUresult {
+    let is_wide = size_of::<P>() == size_of::<CUdeviceptr>();
+    let asked = if is_wide { asked } else { Asked::Narrow };
+    allocate_at(asked, bytes, pointer.cast(), driver)
+}
+
+fn allocate_at(asked: Asked, bytes: u64, pointer: *mut u8, driver: Call<'_>) -> CUresult {
     if pointer.is_null() || bytes == 0 {
         // The driver refuses it, in its own words.
         return driver.make();
     }
-    charge(
+    let process = match process::current() {
+        Ok(process) => process,
+        Err(code) => return code,
+    };
+    // SAFETY: not null, of the width that is said, and the driver has written to it.
+    let read = || unsafe {
+        if asked == Asked::Narrow {
+            pointer.cast::<CUdeviceptr_v1>().read_unaligned().wide()
+        } else {
+            pointer.cast::<CUdeviceptr>().read_unaligned()
+        }
+    };
+    if asked != Asked::Narrow
+        && let Some(device) = process.current_movable()
+    {
+        let make = || match asked {
+            // SAFETY: not null, and of today's width.
+            Asked::Device => unsafe { managed::make(device, bytes, pointer.cast()) },
+            Asked::Narrow | Asked::Managed => driver.make(),
+        };
+        return allocate_movable(process, device, (asked, bytes), Call::of(&make), &read);
+    }
+    charge_in(
+        process,
         Process::current_capped,
         |device| Ok((bytes, device.taken_by(bytes))),
         driver,
         |reserved| {
             let small = reserved.device.is_small(bytes);
-            // SAFETY: not null, of the width that is said, and the driver has just written to it.
-            let address = unsafe {
-                if is_wide {
-                    pointer.cast::<CUdeviceptr>().read_unaligned()
-                } else {
-                    pointer.cast::<CUdeviceptr_v1>().read_unaligned().wide()
-                }
-            };
-            reserved.commit(address, small);
+            reserved.commit(read(), small);
             Ok(())
         },
     )
 }
 
-/// Rows of `width` bytes, which the driver pads: to this many bytes on all hardware so far.
+/// An allocation of `bytes` that may move. `read` is its address, when it is made.
+#[cold]
+#[inline(never)]
+fn allocate_movable(
+    process: &'static Process,
+    device: &'static Device,
+    (asked, bytes): (Asked, u64),
+    make: Call<'_>,
+    read: &dyn Fn() -> u64,
+) -> CUresult {
+    let sizes = (bytes, device.taken_by(bytes));
+    let reserved = match Reserved::of(process, device, Residence::Movable, sizes) {
+        Ok(reserved) => reserved,
+        Err(code) => return code,
+    };
+    let result = make.make();
+    if result.is_ok() {
+        let is_small = device.is_small(bytes);
+        reserved.commit_movable(read(), is_small, asked == Asked::Device);
+    }
+    result
+}
+
+/// Rows of a width in bytes, read by elements of so many bytes.
+#[derive(Clone, Copy)]
+pub struct Rows {
+    pub width: u64,
+    pub height: u64,
+    pub element: u32,
+}
+
+/// The driver pads rows: to this many bytes on all hardware so far.
 const PITCH: u64 = 512;
+
+impl Rows {
+    /// Bytes from one row to the next, and in all.
+    fn padded(self) -> Option<(u64, u64)> {
+        let pitch = self.width.checked_next_multiple_of(PITCH)?;
+        Some((pitch, pitch.checked_mul(self.height)?))
+    }
+
+    /// Whether the elements are such as the driver takes.
+    fn has_valid_elements(self) -> bool {
+        matches!(self.element, 4 | 8 | 16)
+    }
+}
 
 /// A pitched allocation. Only the driver knows how much it takes, afterwards. So the size that all hardware so far took
 /// is reserved first; if the driver took more, the difference is reserved then, or the memory is freed again.
 pub fn allocate_pitched<P: Width, S: Width>(
     pointer: *mut P,
     pitch: *mut S,
-    extent: (u64, u64),
+    rows: Rows,
     driver: Call<'_>,
     free: impl Fn(P) -> CUresult,
 ) -> CUresult {
-    if pointer.is_null() || pitch.is_null() || extent.0 == 0 || extent.1 == 0 {
+    if pointer.is_null() || pitch.is_null() || rows.width == 0 || rows.height == 0 {
         return driver.make();
     }
-    // SAFETY: neither is null, and the driver has written to both.
+    let process = match process::current() {
+        Ok(process) => process,
+        Err(code) => return code,
+    };
+    // SAFETY: neither is null, and both have been written to.
     let read = || unsafe { (pointer.read().wide(), pitch.read().wide()) };
-    charge_rows(extent, driver, &read, &|address| free(P::narrow(address)))
+    let is_wide = size_of::<P>() == size_of::<CUdeviceptr>();
+    if is_wide
+        && rows.has_valid_elements()
+        && let Some(device) = process.current_movable()
+    {
+        let Some((row, bytes)) = rows.padded() else {
+            return CUresult::OUT_OF_MEMORY;
+        };
+        // SAFETY: neither is null, and the program's to be written to.
+        let make = || unsafe {
+            pitch.write(S::narrow(row));
+            managed::make(device, bytes, pointer.cast())
+        };
+        let asked = (Asked::Device, bytes);
+        return allocate_movable(process, device, asked, Call::of(&make), &|| read().0);
+    }
+    charge_rows(process, rows, driver, &read, &|address| {
+        free(P::narrow(address))
+    })
 }
 
 /// `read` is the address and the pitch, when the driver has written them.
 fn charge_rows(
-    (width, height): (u64, u64),
+    process: &'static Process,
+    rows: Rows,
     driver: Call<'_>,
     read: &dyn Fn() -> (u64, u64),
     free: &dyn Fn(u64) -> CUresult,
 ) -> CUresult {
     let bytes = |device: &'static Device| {
-        let bytes = width
-            .checked_next_multiple_of(PITCH)
-            .and_then(|row| row.checked_mul(height))
-            .ok_or(CUresult::OUT_OF_MEMORY)?;
+        let (_, bytes) = rows.padded().ok_or(CUresult::OUT_OF_MEMORY)?;
         Ok((bytes, device.taken_by(bytes)))
     };
-    charge(Process::current_capped, bytes, driver, |mut reserved| {
+    let device = Process::current_capped;
+    charge_in(process, device, bytes, driver, |mut reserved| {
         let (address, pitch) = read();
-        let bytes = pitch.saturating_mul(height);
+        let bytes = pitch.saturating_mul(rows.height);
         if let Err(code) = reserved.grow(bytes) {
             free(address);
             return Err(code);

@@ -26,7 +26,7 @@ use crate::fitting::Fitting;
 use crate::launches::Launches;
 use crate::mps;
 use crate::reserves::Reserves;
-use crate::share::{self, Device, Held};
+use crate::share::{self, Device, Held, Residence};
 use crate::stream::{LAST_IMPLICIT_STREAM, context_of, within};
 
 /// What this process has of its shares. The order matters: what every process touches lies together.
@@ -52,6 +52,8 @@ pub struct Process {
     pub has_reserves: AtomicBool,
     /// Its contexts.
     pub contexts: Contexts,
+    /// Held while something is reserved from several shares, or given back to them.
+    pub dividing: Guarded<()>,
 }
 
 /// What a number in the table of pointers stands for. Device addresses and the driver's handles are
@@ -99,6 +101,8 @@ unsafe impl Sync for Process {}
 struct Joined {
     /// Whether it has one device, which is capped, and one share.
     is_sole: bool,
+    /// Whether it has a device whose ordinary allocations may move.
+    is_oversubscribed: bool,
     device_count: usize,
     share_count: usize,
     devices: [Device; MAX_SHARES],
@@ -269,6 +273,8 @@ impl Joined {
             // Fails closed: a GPU that nobody gave this container.
             return Err(shares::refuse_gpu(device.gpu));
         }
+        let moves = |it: &Device| it.is_capped() && it.residence == Residence::Movable;
+        self.is_oversubscribed = self.devices().iter().any(moves);
         self.is_sole = matches!(self.devices(), [only] if only.is_capped() && only.shares == 1);
         Ok(())
     }
@@ -281,6 +287,7 @@ impl Joined {
             return Ok(());
         };
         mps::check(share)?;
+        device.add_residence(share)?;
         match share.limit {
             None => device.kind = share::Kind::Uncapped,
             Some(limit) => {
@@ -338,6 +345,29 @@ impl Process {
         // SAFETY: `make` found that its only device has the first share, which is written then.
         let share = || unsafe { joined.shares[0].assume_init_ref() };
         joined.is_sole.then(|| (&joined.devices[0], share()))
+    }
+
+    /// Whether it has a device whose ordinary allocations may move.
+    #[inline]
+    pub fn is_oversubscribed(&self) -> bool {
+        self.joined().is_oversubscribed
+    }
+
+    /// The current context's device, if its ordinary allocations may move.
+    #[inline]
+    pub fn current_movable(&self) -> Option<&Device> {
+        if self.is_oversubscribed() {
+            self.movable_of_several()
+        } else {
+            None
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn movable_of_several(&self) -> Option<&Device> {
+        let device = self.current_capped().ok()??;
+        (device.residence == Residence::Movable).then_some(device)
     }
 
     /// The device of the calling thread's current context.

@@ -29,6 +29,10 @@ pub struct Device {
     pub shares: u64,
     /// Percent of its time that they have together; 0 for all of it.
     pub cores: u8,
+    /// Whether its driver can move managed memory to the host and back.
+    moves_managed: bool,
+    /// Where its ordinary allocations lie: movable if all of its shares are oversubscribed.
+    pub residence: Residence,
 }
 
 /// What the shares say of a device.
@@ -43,32 +47,48 @@ pub enum Kind {
     Uncapped,
 }
 
-/// A share in whose account this process has a slot.
+/// Where memory may lie that is charged to a share.
+#[derive(Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Residence {
+    /// On its GPU: the driver cannot move it.
+    Gpu = 0,
+    /// Wherever there is room: the driver moves it to the host when the GPU is full, and back when it is used.
+    Movable,
+}
+
+/// A share in whose accounts this process has a slot.
 pub struct Held {
-    live: Live,
-    slot: SlotIndex,
-    /// Never used: the slot is this process's as long as it is open, here or in a child.
-    files: File,
-    /// All that its processes may hold: its memory, and one context.
-    limit: u64,
+    /// What its processes hold, wherever it lies.
+    memory: Slot,
+    /// Where the GPU's memory is oversubscribed: what they hold of memory that cannot move, which is a part of that.
+    resident: Option<Slot>,
     /// Percent of the GPU's time, and what the node grants of it.
     cores: u8,
     refill: &'static RefillPage,
-    /// Bytes of it that are for that context.
+    /// Bytes of the limits that are for one context.
     context: u64,
     name: Name,
     /// When it looked for dead processes.
     looks: Pace,
 }
 
-impl Held {
-    /// Takes a slot in the account of a share of `memory` bytes, and beside them `context` for a
-    /// context that costs nothing.
-    pub fn take(share: &Share, memory: u64, context: u64) -> Result<Self, Refused> {
-        let name = share.name;
-        let refill = share.map_refill()?;
-        let (file, live) = Live::map(&name)?;
-        let (slot, files) = match Self::join(&name, &live, &file) {
+/// This process's slot in an account.
+struct Slot {
+    live: Live,
+    at: SlotIndex,
+    /// Never used: the slot is this process's as long as it is open, here or in a child.
+    files: File,
+    /// All that the account's processes may hold: the share's, and one context.
+    limit: u64,
+    /// The account's file name.
+    account: &'static str,
+}
+
+impl Slot {
+    fn take(name: &Name, account: &'static str, limit: u64) -> Result<Self, Refused> {
+        let (file, live) = Live::map(name, account)?;
+        let (at, files) = match Self::join(name, account, &live, &file) {
             Ok(joined) => joined,
             Err(refused) => {
                 // SAFETY: nobody has seen it.
@@ -80,9 +100,88 @@ impl Held {
         drop(file);
         Ok(Self {
             live,
-            slot,
+            at,
             files,
-            limit: memory.saturating_add(context),
+            limit,
+            account,
+        })
+    }
+
+    fn join(
+        name: &Name,
+        account: &str,
+        live: &Live,
+        file: &File,
+    ) -> Result<(SlotIndex, File), Refused> {
+        // Children by fork get it, as they get the driver's files: what the driver has for this process
+        // is charged until they have closed both.
+        let files = name
+            .reopen_account(account, true)
+            .and_then(File::above_standard)
+            .map_err(|errno| name.refuse_unreadable(account, errno))?;
+        let pid = sys::pid();
+        #[expect(clippy::cast_possible_truncation, reason = "spreads the search")]
+        let at = live
+            .account
+            .join(file, &files, pid, pid as usize)
+            .map_err(|_| name.refuse_full(account))?;
+        Ok((at, files))
+    }
+
+    /// Leaves the account.
+    ///
+    /// # Safety
+    ///
+    /// Nobody uses it any more.
+    unsafe fn leave(self) {
+        drop(self.files);
+        // SAFETY: the caller's promise.
+        unsafe { self.live.unmap() };
+    }
+
+    #[inline(never)]
+    fn reserve(&self, least: u64, most: u64) -> Option<u64> {
+        self.live.account.reserve(self.at, least, most, self.limit)
+    }
+
+    #[inline]
+    fn release(&self, bytes: u64) -> u64 {
+        self.live.account.release(self.at, bytes)
+    }
+
+    #[inline]
+    fn free(&self) -> u64 {
+        self.limit.saturating_sub(self.live.account.used())
+    }
+
+    #[inline]
+    fn charged(&self) -> u64 {
+        self.live.account.charged(self.at)
+    }
+}
+
+impl Held {
+    /// Takes a slot in the accounts of a share of `memory` bytes, and beside them `context` for a
+    /// context that costs nothing.
+    pub fn take(share: &Share, memory: u64, context: u64) -> Result<Self, Refused> {
+        let name = share.name;
+        let refill = share.map_refill()?;
+        let take = |account, bytes: u64| Slot::take(&name, account, bytes.saturating_add(context));
+        let memory = take(paths::ACCOUNT, memory)?;
+        let resident = match share.resident {
+            None => None,
+            Some(bytes) => match take(paths::RESIDENT, bytes) {
+                Ok(resident) => Some(resident),
+                Err(refused) => {
+                    // SAFETY: nobody has seen it.
+                    unsafe { memory.leave() };
+                    return Err(refused);
+                }
+            },
+        };
+        Ok(Self {
+            memory,
+            resident,
             context,
             cores: share.cores.unwrap_or(100),
             refill,
@@ -91,73 +190,108 @@ impl Held {
         })
     }
 
-    fn join(name: &Name, live: &Live, file: &File) -> Result<(SlotIndex, File), Refused> {
-        // Children by fork get it, as they get the driver's files: what the driver has for this process
-        // is charged until they have closed both.
-        let files = name
-            .reopen_account(true)
-            .and_then(File::above_standard)
-            .map_err(|errno| name.refuse_unreadable(paths::ACCOUNT, errno))?;
-        let pid = sys::pid();
-        #[expect(clippy::cast_possible_truncation, reason = "spreads the search")]
-        let slot = live
-            .account
-            .join(file, &files, pid, pid as usize)
-            .map_err(|_| name.refuse_full())?;
-        Ok((slot, files))
-    }
-
-    /// Leaves the account.
+    /// Leaves the accounts.
     ///
     /// # Safety
     ///
     /// Nobody uses it any more.
     pub unsafe fn leave(self) {
-        drop(self.files);
         // SAFETY: the caller's promise.
-        unsafe { self.live.unmap() };
+        unsafe {
+            self.memory.leave();
+            if let Some(resident) = self.resident {
+                resident.leave();
+            }
+        }
     }
 
     /// The account.
+    #[inline]
     pub fn account(&self) -> &Account {
-        self.live.account
+        self.memory.live.account
     }
 
     /// Notes launches that were held back for `throttled` nanoseconds together.
     pub fn note_launches(&self, count: u64, throttled: u64) {
-        self.live
-            .account
-            .note_launches(self.slot, count, throttled, sys::now());
+        self.account()
+            .note_launches(self.memory.at, count, throttled, sys::now());
+    }
+
+    /// The account of what cannot move, where this is charged to it.
+    #[inline]
+    fn resident(&self, residence: Residence) -> Option<&Slot> {
+        let resident = self.resident.as_ref()?;
+        (residence == Residence::Gpu).then_some(resident)
     }
 
     /// Reserves `bytes` of what this process keeps of the share, if it keeps so much; whether it does.
     #[inline]
-    pub fn take_spare(&self, bytes: u64) -> bool {
-        self.live.account.take_spare(self.slot, bytes)
+    pub fn take_spare(&self, residence: Residence, bytes: u64) -> bool {
+        self.resident(residence).is_none() && self.account().take_spare(self.memory.at, bytes)
     }
 
     /// Reserves as much as the share has left, but no less than `least` and no more than `most` bytes.
+    #[inline]
+    pub fn reserve(&self, residence: Residence, least: u64, most: u64) -> Option<u64> {
+        match self.resident(residence) {
+            None => self.memory.reserve(least, most),
+            Some(resident) => self.reserve_resident(resident, least, most),
+        }
+    }
+
+    #[cold]
     #[inline(never)]
-    pub fn reserve(&self, least: u64, most: u64) -> Option<u64> {
-        self.live
-            .account
-            .reserve(self.slot, least, most, self.limit)
+    fn reserve_resident(&self, resident: &Slot, least: u64, most: u64) -> Option<u64> {
+        // A part that is taken and given back could refuse another's request meanwhile.
+        if resident.free() < least {
+            return None;
+        }
+        let granted = self.memory.reserve(least, most)?;
+        let kept = resident.reserve(least, granted);
+        self.memory.release(granted - kept.unwrap_or(0));
+        kept
     }
 
     /// Gives `bytes` back, or as much of them as the process is charged; returns how much that was.
+    #[expect(
+        clippy::inline_always,
+        reason = "otherwise every free takes 13 instructions more, as `counted.rs` counts them"
+    )]
+    #[inline(always)]
+    pub fn release(&self, residence: Residence, bytes: u64) -> u64 {
+        match self.resident(residence) {
+            None => self.memory.release(bytes),
+            Some(resident) => self.release_resident(resident, bytes),
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn release_resident(&self, resident: &Slot, bytes: u64) -> u64 {
+        self.memory.release(resident.release(bytes))
+    }
+
+    /// Bytes that the process is charged for memory of this kind, if no other thread changes that.
     #[inline]
-    pub fn release(&self, bytes: u64) -> u64 {
-        self.live.account.release(self.slot, bytes)
+    pub fn charged(&self, residence: Residence) -> u64 {
+        let resident = self.resident.as_ref().map(Slot::charged);
+        let all = self.memory.charged();
+        match residence {
+            Residence::Gpu => resident.unwrap_or(all),
+            Residence::Movable => all.saturating_sub(resident.unwrap_or(0)),
+        }
     }
 
     /// Notes that the cap refused something.
     pub fn note_refusal(&self) {
-        self.live.account.note_refusal(self.slot);
+        self.account().note_refusal(self.memory.at);
     }
 
-    /// All that its processes may hold, in bytes.
-    pub fn limit(&self) -> u64 {
-        self.limit
+    /// All that its processes may hold of memory of this kind, in bytes.
+    #[inline]
+    pub fn limit(&self, residence: Residence) -> u64 {
+        let resident = self.resident(residence);
+        resident.map_or(self.memory.limit, |resident| resident.limit)
     }
 
     /// What is granted of its GPU time, at `now`.
@@ -172,15 +306,18 @@ impl Held {
         }
     }
 
-    /// Bytes that it has left.
-    pub fn free(&self) -> u64 {
-        self.limit.saturating_sub(self.live.account.used())
+    /// Bytes that it has left for memory of this kind.
+    #[inline]
+    pub fn free(&self, residence: Residence) -> u64 {
+        let free = self.memory.free();
+        let resident = self.resident(residence);
+        resident.map_or(free, |resident| free.min(resident.free()))
     }
 
     /// What programs see of it: without the first context.
     pub fn visible(&self) -> Cap {
-        let total = self.limit - self.context;
-        let used = self.live.account.used().saturating_sub(self.context);
+        let total = self.memory.limit - self.context;
+        let used = self.account().used().saturating_sub(self.context);
         Cap {
             total,
             free: total.saturating_sub(used),
@@ -192,7 +329,12 @@ impl Held {
     pub fn reclaim(&self) -> bool {
         let looks = self.looks.admit(sys::now());
         if looks {
-            self.live.reclaim(&self.name);
+            for slot in [Some(&self.memory), self.resident.as_ref()]
+                .into_iter()
+                .flatten()
+            {
+                slot.live.reclaim(&self.name, slot.account);
+            }
         }
         looks
     }
@@ -233,6 +375,22 @@ fn block_of(handle: CUdevice) -> u64 {
     }
 }
 
+/// Whether the driver moves managed memory page by page, when it is used, so that more of it may be allocated than the
+/// device has. Without this it moves all of it to the device at each launch.
+fn moves_managed(handle: CUdevice) -> bool {
+    const CONCURRENT_MANAGED_ACCESS: u32 = 89;
+    let mut moves = 0;
+    // SAFETY: writes to the local number.
+    let result = unsafe {
+        real!(cuDeviceGetAttribute: fn(*mut i32, u32, CUdevice))(
+            &raw mut moves,
+            CONCURRENT_MANAGED_ACCESS,
+            handle,
+        )
+    };
+    result.is_ok() && moves == 1
+}
+
 impl Device {
     /// A device of which no share is known yet.
     pub fn new(handle: CUdevice, gpu: GpuUuid, number: u8) -> Self {
@@ -245,7 +403,19 @@ impl Device {
             context: 0,
             shares: 0,
             cores: 0,
+            moves_managed: moves_managed(handle),
+            residence: Residence::Movable,
         }
+    }
+
+    /// Adds a share's memory. Of an oversubscribed one the driver must be able to move a part.
+    pub fn add_residence(&mut self, share: &Share) -> Result<(), Refused> {
+        if share.resident.is_none() {
+            self.residence = Residence::Gpu;
+        } else if !self.moves_managed {
+            return Err(share.name.refuse_immovable());
+        }
+        Ok(())
     }
 
     /// Adds a share's cores; a share without a limit, or all of the GPU, has none.

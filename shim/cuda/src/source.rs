@@ -26,7 +26,7 @@ use crate::driver::Call;
 use crate::kept::{self, Query, entry};
 use crate::process::Process;
 use crate::reserves::State;
-use crate::share::Device;
+use crate::share::{Device, Residence};
 
 /// A reserve that something is allocated from.
 #[derive(Clone, Copy)]
@@ -145,17 +145,17 @@ impl Source {
         let (most, has_grown) = self.with(unknown).ok_or(CUresult::OUT_OF_MEMORY)?;
         // By how much a reserve grows is unknown until it has grown once.
         let least = if has_grown { most } else { bytes };
-        if bytes > process.limit(device) {
+        if bytes > process.limit(device, Residence::Gpu) {
             return Err(process.refuse(device));
         }
-        if let Some(reserved) = process.reserve_what_is_free(device, least, most) {
+        if let Some(reserved) = process.reserve_what_is_free(device, Residence::Gpu, least, most) {
             return self.begin_with(bytes, reserved);
         }
         if let Some(way) = self.claim(bytes) {
             return Ok(way);
         }
         let granted = process
-            .reserve_by_trimming(device, least, most)
+            .reserve_by_trimming(device, Residence::Gpu, least, most)
             .or_else(|| self.reserve_beside_unused(bytes));
         match granted {
             Some(reserved) => self.begin_with(bytes, reserved),
@@ -183,7 +183,11 @@ impl Source {
         let query = Query::begin(self.process, self.place)?;
         let has_unused = query.has_unused(bytes);
         query.end(|_| ());
-        has_unused.then(|| self.process.reserve_in_parts(self.device, bytes, bytes))?
+        let reserve = || {
+            self.process
+                .reserve_in_parts(self.device, Residence::Gpu, bytes, bytes)
+        };
+        has_unused.then(reserve)?
     }
 
     /// Charges what became of an allocation; whether there was room for it.
@@ -192,7 +196,9 @@ impl Source {
         let arrived = kept::ask_until_noted(process, self.place, |kept, _, answer| {
             kept.arrive(way, answer, device.block, |more| {
                 // Without a search for room in pools: their list is locked.
-                process.reserve_in_parts(device, more, more).is_some()
+                process
+                    .reserve_in_parts(device, Residence::Gpu, more, more)
+                    .is_some()
             })
         });
         if let Some(arrived) = arrived {

@@ -17,10 +17,10 @@ pub struct Live {
 }
 
 impl Live {
-    /// Maps a share's account. The mapping keeps the file's open description when the file is closed.
-    pub fn map(name: &Name) -> Result<(File, Self), Refused> {
-        let file = name.open_account(true)?;
-        let live = Self::of(&file).map_err(|why| name.refuse_unmapped(paths::ACCOUNT, why))?;
+    /// Maps an account of a share, by its file name. The mapping keeps the file's open description when the file is closed.
+    pub fn map(name: &Name, account: &str) -> Result<(File, Self), Refused> {
+        let file = name.open_account(account, true)?;
+        let live = Self::of(&file).map_err(|why| name.refuse_unmapped(account, why))?;
         Ok((file, live))
     }
 
@@ -35,11 +35,11 @@ impl Live {
     }
 
     /// Reclaims what dead processes left. Takes some microseconds.
-    pub fn reclaim(&self, name: &Name) {
+    pub fn reclaim(&self, name: &Name, account: &str) {
         // With a separate description: to the description that holds its lock, our own slot would
         // look free. If it cannot be opened (in a sandbox), the node or another process must
         // reclaim.
-        if let Ok(file) = name.reopen_account(true) {
+        if let Ok(file) = name.reopen_account(account, true) {
             self.reclaim_by(&file);
         }
     }
@@ -77,7 +77,7 @@ pub fn processes(share: &Share, visit: &mut dyn FnMut(u64, u64)) -> Result<(), R
 }
 
 fn with_account<T>(name: &Name, at: impl FnOnce(&Account) -> T) -> Result<T, Refused> {
-    let (file, live) = Live::map(name)?;
+    let (file, live) = Live::map(name, paths::ACCOUNT)?;
     live.reclaim_by(&file);
     let seen = at(live.account);
     // SAFETY: `live` was this function's own, and `seen` is not borrowed from it.

@@ -19,6 +19,8 @@ pub struct Share {
     pub gpu: GpuUuid,
     /// Bytes of device memory it may hold; `None` for a GPU without a cap.
     pub limit: Option<u64>,
+    /// Bytes of them that may be memory which cannot move to the host; `None` for all.
+    pub resident: Option<u64>,
     /// Percent of the GPU's time that it may use; `None` for no limit.
     pub cores: Option<u8>,
     /// Percent of the GPU's threads of each process, as a client of the GPU's MPS daemon; `None` for a share without MPS.
@@ -160,6 +162,7 @@ impl Share {
         Ok(Self {
             gpu,
             limit: page.memory_limit,
+            resident: page.resident_limit,
             cores: page.cores,
             mps_threads: page.mps_threads,
             context: page
@@ -258,20 +261,30 @@ impl Name {
         self.refuse(file, &error.parts())
     }
 
-    /// Every slot of the share belongs to a living process.
-    pub fn refuse_full(&self) -> Refused {
+    /// The share's memory is oversubscribed, and the driver cannot move any of it to the host.
+    pub fn refuse_immovable(&self) -> Refused {
+        self.refuse(
+            paths::CAP,
+            &[Part::Text(
+                "memory is oversubscribed, but the driver cannot move it here (concurrentManagedAccess is 0)",
+            )],
+        )
+    }
+
+    /// Every slot of the share's account in this file belongs to a living process.
+    pub fn refuse_full(&self, account: &str) -> Refused {
         let most = Part::Number(layout::SLOTS as u64);
         self.refuse(
-            paths::ACCOUNT,
+            account,
             &[most, Part::Text(" processes use the share already")],
         )
     }
 
-    /// Opens the share's account, having checked that it is one. Read-only it is only read.
-    pub fn open_account(&self, writable: bool) -> Result<File, Refused> {
-        let unreadable = |errno| self.refuse_unreadable(paths::ACCOUNT, errno);
-        let wrong = |error| self.refuse_page(paths::ACCOUNT, error);
-        let file = self.reopen_account(writable).map_err(unreadable)?;
+    /// Opens an account of the share, by its file name, having checked that it is one. Read-only it is only read.
+    pub fn open_account(&self, account: &str, writable: bool) -> Result<File, Refused> {
+        let unreadable = |errno| self.refuse_unreadable(account, errno);
+        let wrong = |error| self.refuse_page(account, error);
+        let file = self.reopen_account(account, writable).map_err(unreadable)?;
         let found = file.size().map_err(unreadable)?;
         if found != layout::LEN {
             return Err(wrong(PageError::Length {
@@ -286,8 +299,8 @@ impl Name {
     }
 
     /// Opens an account that was checked before; without a message if it fails.
-    pub fn reopen_account(&self, writable: bool) -> Result<File, Errno> {
-        File::open(self.file(paths::ACCOUNT).end(), writable)
+    pub fn reopen_account(&self, account: &str, writable: bool) -> Result<File, Errno> {
+        File::open(self.file(account).end(), writable)
     }
 }
 

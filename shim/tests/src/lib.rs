@@ -33,6 +33,7 @@ use tranche_cdi_hook::libraries::Process;
 use tranche_cdi_hook::rootfs::Rootfs;
 use tranche_node::page::AccountFile;
 use tranche_shim_core::compute::{Refill, refill};
+use tranche_shim_core::paths::RESIDENT;
 use tranche_shim_core::{AccountPage, AccountSnapshot, CapPage, ComputePolicy, layout};
 
 /// Where a container's shares lie.
@@ -297,6 +298,7 @@ impl World {
         self.share_of(&CapPage {
             gpu_uuid,
             memory_limit: limit,
+            resident_limit: None,
             context_memory: 0,
             cores,
             mps_threads: None,
@@ -317,6 +319,7 @@ impl World {
         self.share_of(&CapPage {
             gpu_uuid,
             memory_limit: limit,
+            resident_limit: None,
             context_memory,
             cores: None,
             mps_threads: None,
@@ -331,6 +334,7 @@ impl World {
         self.share_of(&CapPage {
             gpu_uuid,
             memory_limit: Some(limit),
+            resident_limit: None,
             context_memory: 0,
             cores: None,
             mps_threads: Some(threads),
@@ -338,6 +342,30 @@ impl World {
             claim_uid: CLAIM,
             device_key: key,
         })
+    }
+
+    /// Adds an oversubscribed share of `limit` bytes, of which so many may be memory that cannot move, on a GPU where a context
+    /// takes so many.
+    pub fn share_oversubscribed(
+        &self,
+        key: &str,
+        gpu_uuid: &str,
+        (limit, resident): (u64, u64),
+        context_memory: u64,
+    ) -> Share {
+        let share = self.share_of(&CapPage {
+            gpu_uuid,
+            memory_limit: Some(limit),
+            resident_limit: Some(resident),
+            context_memory,
+            cores: None,
+            mps_threads: None,
+            compute_policy: ComputePolicy::Strict,
+            claim_uid: CLAIM,
+            device_key: key,
+        });
+        Self::add_page(&share, RESIDENT, AccountPage::initial(), false);
+        share
     }
 
     /// Mounts a folder of the machine at a path of the container, which must be there.
@@ -357,30 +385,35 @@ impl World {
 
     /// Adds a share with any content.
     pub fn share_with(&self, key: &str, cap: &[u8], account: &[u8]) -> Share {
-        let pages = self.folder.join("pages").join(key);
-        fs::create_dir_all(&pages).unwrap();
-        write(&pages.join("cap"), cap, 0o444);
-        write(&pages.join("account"), account, 0o666);
         let share = Share {
-            pages,
+            pages: self.folder.join("pages").join(key),
             mounted: Path::new(SHARES).join(key),
         };
+        fs::create_dir_all(&share.pages).unwrap();
         fs::create_dir_all(&share.mounted).unwrap();
-        for (page, read_only) in [("cap", true), ("account", false)] {
-            File::create(share.mounted.join(page)).unwrap();
-            mount::bind(
-                &share.pages.join(page),
-                &share.mounted.join(page),
-                read_only,
-            );
-        }
+        Self::add_page(&share, "cap", cap, true);
+        Self::add_page(&share, "account", account, false);
         share
+    }
+
+    fn add_page(share: &Share, page: &str, content: &[u8], read_only: bool) {
+        let (on_node, mounted) = (share.pages.join(page), share.mounted.join(page));
+        write(&on_node, content, if read_only { 0o444 } else { 0o666 });
+        File::create(&mounted).unwrap();
+        mount::bind(&on_node, &mounted, read_only);
+    }
+
+    /// Takes one of a share's pages away.
+    pub fn remove_page(&self, share: &Share, page: &str) {
+        let mounted = share.mounted.join(page);
+        mount::detach(&mounted);
+        fs::remove_file(mounted).unwrap();
     }
 
     /// Takes a share away.
     pub fn remove(&self, share: &Share) {
-        for page in ["cap", "account"] {
-            mount::detach(&share.mounted.join(page));
+        for page in fs::read_dir(&share.mounted).unwrap() {
+            mount::detach(&page.unwrap().path());
         }
         fs::remove_dir_all(&share.mounted).unwrap();
     }
@@ -487,6 +520,13 @@ impl Share {
     #[must_use]
     pub fn used(&self) -> u64 {
         self.read(|account| account.used())
+    }
+
+    /// Bytes of memory that cannot move, as the second account of an oversubscribed share has them.
+    #[must_use]
+    pub fn resident(&self) -> u64 {
+        let page = fs::read(self.pages.join(RESIDENT)).unwrap();
+        AccountPage::snapshot(&page).unwrap().used()
     }
 
     /// Reads the account.

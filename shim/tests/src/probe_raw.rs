@@ -1,7 +1,7 @@
 //! Any function of the driver by name, with a scratch pad of words for what it reads and writes.
 //!
 //! `call NAME ARGUMENT…`: an argument is a number, `&N` the address of word N, `$N` what is in it.
-//! `set N NUMBER…` writes words from N on, `words N COUNT` reads them.
+//! `set N NUMBER…` writes words from N on, `words N COUNT` reads them. `address-of N M` writes the address of word M to word N.
 
 use std::ffi::c_void;
 use std::sync::Mutex;
@@ -21,6 +21,10 @@ pub fn answer_to(words: &[&str], find: impl Fn(&str) -> *mut c_void) -> Option<S
             for (nth, value) in values.iter().enumerate() {
                 pad[number(at) + nth] = value.parse().unwrap();
             }
+            Some("0".into())
+        }
+        ["address-of", at, of] => {
+            pad[number(at)] = (&raw const pad[number(of)]) as u64;
             Some("0".into())
         }
         ["words", at, count] => {

@@ -35,6 +35,7 @@ fn page(change: impl FnOnce(&mut CapPage<'_>)) -> Vec<u8> {
     let mut page = CapPage {
         gpu_uuid: GPU_0,
         memory_limit: Some(CAP),
+        resident_limit: None,
         context_memory: 0,
         cores: None,
         mps_threads: None,
@@ -253,4 +254,23 @@ fn a_function_that_the_driver_lacks_is_not_found() {
     for command in ["primary 0", "async-ptsz 4096"] {
         assert_eq!(probe.ask(command).code, 500);
     }
+}
+
+/// An oversubscribed share on a driver that moves no managed memory, and one without its second account.
+#[test]
+fn memory_that_cannot_be_oversubscribed() {
+    let world = World::new(Driver::Odd);
+    let share = world.share_oversubscribed("gpu-0", GPU_0, (CAP, CAP / 2), 0);
+    refuses(
+        &world,
+        &["gpu-0/cap: ", "oversubscribed", "concurrentManagedAccess"],
+    );
+    world.remove_page(&share, "resident");
+    let mut probe = world.probe("name");
+    probe.ask("steer moves_managed 1");
+    assert_eq!(probe.ask("init").code, NOT_PERMITTED);
+    says(
+        &mut probe,
+        &["gpu-0/resident: ", "cannot be read (errno 2)"],
+    );
 }

@@ -15,12 +15,12 @@ use crate::families::{with_variable, write};
 /// that may be: a tenth more, for another compiler, or half, where the loader's look-ups are most of it.
 const CALLS: [(&str, u32, u64, u64); 9] = [
     ("pass", 0, 7, 8),
-    ("alloc-free", 0, 551, 580),
-    ("alloc-free", 10_000, 564, 595),
-    ("refused", 0, 175, 190),
-    ("full", 0, 346, 380),
-    // With the driver's own cuCtxGetDevice: 184, 197 or 201, and always the same in one world.
-    ("info", 0, 184, 220),
+    ("alloc-free", 0, 580, 580),
+    ("alloc-free", 10_000, 593, 595),
+    ("refused", 0, 188, 190),
+    ("full", 0, 369, 380),
+    // With the driver's own cuCtxGetDevice: 200, 213 or 217, and always the same in one world.
+    ("info", 0, 200, 220),
     ("address", 0, 290, 320),
     ("first-address", 0, 145_064, 200_000),
     ("launch", 0, 149, 165),

@@ -9,9 +9,9 @@ use crate::families::{Case, with_variable, write};
 const OUT_OF_MEMORY: i64 = 2;
 
 /// A way to device memory: takes about so many bytes and keeps them; the driver's code.
-type Way = fn(&mut Probe, u64) -> i64;
+pub type Way = fn(&mut Probe, u64) -> i64;
 
-const WAYS: [(&str, Way); 18] = [
+pub const WAYS: [(&str, Way); 18] = [
     ("cuMemAlloc", |probe, bytes| {
         probe.ask(&format!("alloc {bytes}")).code
     }),

@@ -16,6 +16,7 @@ mod layers;
 mod lifecycle;
 mod loading;
 mod local;
+mod managed;
 mod mps;
 mod multicast;
 mod nvml;

@@ -5,7 +5,7 @@ use std::ops::Range;
 use k8s_openapi::api::resource::v1::ResourceClaim;
 use proptest::prelude::*;
 use serde_json::{Value, json};
-use tranche_api::names::DRIVER;
+use tranche_api::names::{DRIVER, OVERSUBSCRIBED};
 use tranche_api::tier::Tier;
 
 use crate::node::PRODUCTS;
@@ -65,6 +65,7 @@ pub enum Number {
 #[derive(Clone, Copy, Debug)]
 pub enum Class {
     Tier(Tier),
+    Oversubscribed,
     Hard,
     Any,
 }
@@ -73,13 +74,17 @@ impl Class {
     fn name(self) -> String {
         match self {
             Self::Tier(tier) => tier.class_name(),
+            Self::Oversubscribed => format!("{OVERSUBSCRIBED}.{DRIVER}"),
             Self::Hard => format!("hard.{DRIVER}"),
             Self::Any => format!("any.{DRIVER}"),
         }
     }
 
-    pub fn accepts(self, tier: Tier) -> bool {
+    /// Whether it selects devices of a tier, with the GPU's memory or, oversubscribed, with more.
+    pub fn accepts(self, tier: Tier, over: Option<u32>) -> bool {
         match self {
+            Self::Oversubscribed => over.is_some(),
+            _ if over.is_some() => false,
             Self::Tier(wanted) => wanted == tier,
             Self::Hard => matches!(tier, Tier::Partition | Tier::Exclusive),
             Self::Any => tier != Tier::Passthrough,
@@ -185,7 +190,8 @@ fn any_sizes(class: Class) -> BoxedStrategy<(Option<u64>, Option<u64>)> {
 
 fn any_ask(numbers: impl Strategy<Value = Number>) -> impl Strategy<Value = Ask> {
     let class = prop_oneof![
-        6 => Just(Class::Tier(Tier::Capped)),
+        8 => Just(Class::Tier(Tier::Capped)),
+        1 => Just(Class::Oversubscribed),
         2 => Just(Class::Tier(Tier::Concurrent)),
         2 => Just(Class::Tier(Tier::Timeshared)),
         2 => Just(Class::Tier(Tier::Exclusive)),

@@ -54,7 +54,7 @@ fn tell(stories: u32, gpus: usize, longest: usize) {
 
 #[test]
 fn one_gpu_is_allocated_as_promised() {
-    tell(4500, 1, 20);
+    tell(4500, 1, 22);
 }
 
 #[test]
@@ -64,7 +64,7 @@ fn two_gpus_are_allocated_as_promised() {
 
 #[test]
 fn eight_gpus_are_allocated_as_promised() {
-    tell(1500, 8, 40);
+    tell(1500, 8, 44);
 }
 
 fn share(gib: u64) -> Event {
@@ -146,6 +146,7 @@ fn faults_of_the_slices_are_noticed() {
                 max_sharers: 8,
                 expected_sharers: 4,
                 context: 512,
+                over: None,
                 step: 1 << 20,
                 default_memory: None,
                 cores_step: 1,

@@ -25,6 +25,8 @@ pub struct Holding {
     /// The GPU's place in the order of PCI addresses.
     pub gpu: usize,
     pub tier: Tier,
+    /// Percent, where the GPU's memory is oversubscribed.
+    pub over: Option<u32>,
     /// Bytes and percent of a share with limits; 0 otherwise.
     pub memory: u64,
     pub cores: u64,
@@ -55,6 +57,8 @@ struct Gpu {
 #[derive(Clone, Debug)]
 struct Offer {
     tier: Tier,
+    /// Percent, where the GPU's memory is oversubscribed.
+    over: Option<u32>,
     kind: Kind,
 }
 
@@ -137,8 +141,10 @@ impl Model {
                 let old = old.offers.iter().chain(&old.withdrawn);
                 old.filter(|old| {
                     held.iter()
-                        .any(|it| it.gpu == number && it.tier == old.tier)
-                        && offers.iter().all(|new| new.tier != old.tier)
+                        .any(|it| it.gpu == number && (it.tier, it.over) == (old.tier, old.over))
+                        && offers
+                            .iter()
+                            .all(|new| (new.tier, new.over) != (old.tier, old.over))
                 })
                 .cloned()
                 .collect()
@@ -183,7 +189,8 @@ impl Model {
             if !first.tier.is_shared() && count > 1 {
                 return Err(format!("GPU {number} is {} {count} times", first.tier));
             }
-            let memory: u64 = on_gpu().map(|it| it.memory).sum();
+            let part = |it: &Holding| it.memory * 100 / u64::from(it.over.unwrap_or(100));
+            let memory: u64 = on_gpu().map(part).sum();
             if memory > gpu.available {
                 return Err(format!("GPU {number}: {memory} bytes of {}", gpu.available));
             }
@@ -198,7 +205,8 @@ impl Model {
     /// Whether a GPU that was given in this tier has at most the sharers and the memory that the policy lets it have.
     pub fn is_within_policy(&self, held: &[Holding], given: &Holding) -> Result<(), String> {
         let gpu = &self.gpus[given.gpu];
-        let offer = gpu.offers.iter().find(|offer| offer.tier == given.tier);
+        let is_given = |it: &&Offer| (it.tier, it.over) == (given.tier, given.over);
+        let offer = gpu.offers.iter().find(is_given);
         let offer = offer.ok_or_else(|| format!("GPU {} is not offered", given.gpu))?;
         let on_gpu = held.iter().filter(|it| it.gpu == given.gpu);
         let (count, memory) = on_gpu.fold((0, 0), |(n, sum), it| (n + 1, sum + it.memory));
@@ -236,16 +244,20 @@ fn offer(tier: Tier, policy: &Policy, total: u64, available: u64) -> Option<Offe
     if !policy.tiers.contains(&tier) {
         return None;
     }
+    let over = policy.over.filter(|_| tier == Tier::Capped);
     let kind = match tier {
         Tier::Capped | Tier::Concurrent => {
             let (step, context) = (policy.step, policy.context << 20);
             let free = available - context * u64::from(policy.expected_sharers);
             let usable = free / step * step;
+            let percent = over.map_or(100, u64::from);
+            let least = usable / step;
+            let usable = usable * percent / 100 / step * step;
             let part = usable / u64::from(policy.max_sharers) / step * step;
             let cores_step = u64::from(policy.cores_step);
             let default_memory = policy.default_memory.map(|steps| steps * step);
             let default_memory = default_memory.unwrap_or(part.max(step));
-            if usable < 2 * step || default_memory > usable {
+            if least < 2 || default_memory > usable {
                 return None;
             }
             Kind::Capped {
@@ -268,7 +280,7 @@ fn offer(tier: Tier, policy: &Policy, total: u64, available: u64) -> Option<Offe
         Tier::Exclusive | Tier::Passthrough => Kind::Whole { memory: total },
         Tier::Partition => return None,
     };
-    Some(Offer { tier, kind })
+    Some(Offer { tier, over, kind })
 }
 
 /// The devices of one request.
@@ -348,7 +360,7 @@ impl Search<'_> {
         let offer = &self.model.gpus[gpu].offers[number];
         let (memory, cores, context) = offer.kind.share(ask)?;
         let on_gpu = || self.held.iter().filter(|it| it.gpu == gpu);
-        if on_gpu().any(|it| it.tier != offer.tier) {
+        if on_gpu().any(|it| (it.tier, it.over) != (offer.tier, offer.over)) {
             return None;
         }
         if ask.apart && on_gpu().any(|it| it.apart) {
@@ -380,6 +392,7 @@ impl Search<'_> {
         (fits && allowed).then_some(Holding {
             gpu,
             tier: offer.tier,
+            over: offer.over,
             memory,
             cores,
             context,
@@ -395,7 +408,7 @@ impl Model {
         let gpus = self.gpus.iter().enumerate().filter(|(_, gpu)| wanted(gpu));
         gpus.flat_map(|(number, gpu)| {
             let offers = gpu.offers.iter().enumerate();
-            let offers = offers.filter(|(_, offer)| ask.class.accepts(offer.tier));
+            let offers = offers.filter(|(_, offer)| ask.class.accepts(offer.tier, offer.over));
             offers.map(move |(offer, _)| (number, offer))
         })
         .collect()
@@ -407,7 +420,9 @@ impl Model {
         let wanted = |gpu: &&Gpu| ask.product.is_none_or(|product| product == gpu.product);
         let gpus = self.gpus.iter().filter(wanted);
         gpus.flat_map(|gpu| gpu.offers.iter().chain(&gpu.withdrawn))
-            .filter(|offer| ask.class.accepts(offer.tier) && offer.kind.share(ask).is_some())
+            .filter(|offer| {
+                ask.class.accepts(offer.tier, offer.over) && offer.kind.share(ask).is_some()
+            })
             .count()
     }
 }

@@ -62,6 +62,8 @@ pub struct Policy {
     pub expected_sharers: u32,
     /// MiB.
     pub context: u64,
+    /// Percent, above 100; `None` for no more than the GPU has.
+    pub over: Option<u32>,
     /// Bytes.
     pub step: u64,
     /// Steps.
@@ -91,6 +93,7 @@ impl Policy {
                 "maxSharers": self.max_sharers,
                 "expectedSharers": self.expected_sharers,
                 "contextMemory": self.context * MIB,
+                "memoryOversubscription": self.over.unwrap_or(100),
                 "memoryStep": self.step,
                 "defaultMemory": self.default_memory.map(|steps| steps * self.step),
                 "coresStep": self.cores_step,
@@ -161,6 +164,7 @@ fn any_policy() -> impl Strategy<Value = Policy> {
             1_610_612_736,
         ]),
         prop::option::weighted(0.3, 1..=4_u64),
+        prop::option::weighted(0.08, 101..=400_u32),
         (
             prop::sample::select(vec![1_u32, 1, 5, 20, 50]),
             prop::option::weighted(0.3, 1..=60_u32),
@@ -168,12 +172,23 @@ fn any_policy() -> impl Strategy<Value = Policy> {
         1..=5_u32,
     )
         .prop_map(
-            |(tiers, most, expected, context, step, memory, (cores_step, cores), timeshared)| {
+            |(
+                tiers,
+                most,
+                expected,
+                context,
+                step,
+                memory,
+                over,
+                (cores_step, cores),
+                timeshared,
+            )| {
                 Policy {
                     tiers,
                     max_sharers: most,
                     expected_sharers: expected.min(most),
                     context,
+                    over,
                     step,
                     default_memory: memory,
                     cores_step,

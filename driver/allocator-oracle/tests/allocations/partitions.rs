@@ -38,6 +38,7 @@ fn slices(model: &Model) -> Vec<ResourceSlice> {
         max_sharers: 4,
         expected_sharers: 4,
         context: 512,
+        over: None,
         step: 1 << 20,
         default_memory: None,
         cores_step: 1,

@@ -19,6 +19,7 @@ fn publish(scheduler: &mut Scheduler, tiers: &[Tier]) {
         max_sharers: 16,
         expected_sharers: 4,
         context: 512,
+        over: None,
         step: 1 << 20,
         default_memory: None,
         cores_step: 1,

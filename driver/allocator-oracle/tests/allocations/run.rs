@@ -9,11 +9,11 @@ use k8s_openapi::api::resource::v1::{
 };
 use tranche_allocator_oracle::{Knowledge, Outcome, Scheduler};
 use tranche_api::gpu_node::Inventory;
-use tranche_api::names::{attribute, capacity, pool};
+use tranche_api::names::{OVERSUBSCRIBED, attribute, capacity, pool};
 use tranche_api::quantity::Quantity;
 use tranche_api::tier::Tier;
 use tranche_api::withheld::{WithheldGpu, reason};
-use tranche_driver::claim::Allocation;
+use tranche_driver::claim::{Allocation, DeviceName};
 use tranche_driver::preparation::{self, PreparationPlan, PreparationProblem};
 use tranche_driver::slices::{self, NodeInput, PublishedDevice};
 
@@ -313,7 +313,13 @@ impl Run<'_> {
         let device = device.ok_or_else(|| format!("no device {}", result.device))?;
         let text = |name: &str| device.attributes.as_ref()?[name].string.clone();
         let uuid = text(attribute::UUID).unwrap();
-        let tier: Tier = text(attribute::ISOLATION).unwrap().parse().unwrap();
+        let over = result.device.parse::<DeviceName>().unwrap();
+        let over = over.oversubscription().map(|it| it.percent().into());
+        let isolation = text(attribute::ISOLATION).unwrap();
+        let tier: Tier = match over {
+            Some(_) if isolation == OVERSUBSCRIBED => Tier::Capped,
+            _ => isolation.parse().unwrap(),
+        };
         let consumed = |name: &str| {
             let consumed = result.consumed_capacity.as_ref()?.get(name)?;
             Quantity::try_from(consumed).ok()?.to_count().ok()
@@ -327,6 +333,7 @@ impl Run<'_> {
         Ok(Holding {
             gpu: gpu.unwrap(),
             tier,
+            over,
             memory: consumed(capacity::MEMORY).unwrap_or(0),
             cores: consumed(capacity::CORES).unwrap_or(0),
             context: consumed(capacity::CONTEXT_MEMORY).unwrap_or(0),

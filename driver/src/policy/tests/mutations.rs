@@ -38,6 +38,7 @@ const WORDS: &[&str] = &[
     "maxSharers",
     "expectedSharers",
     "contextMemory",
+    "memoryOversubscription",
     "memoryStep",
     "defaultMemory",
     "coresStep",
@@ -92,7 +93,7 @@ fn valid() -> Value {
             "indices": [0, 3],
             "tiers": ["capped", "concurrent", "partition", "timeshared", "exclusive"],
             "capped": {
-                "maxSharers": 10, "expectedSharers": 4, "contextMemory": "512Mi", "memoryStep": "256Mi",
+                "maxSharers": 10, "expectedSharers": 4, "contextMemory": "512Mi", "memoryOversubscription": 150, "memoryStep": "256Mi",
                 "defaultMemory": "8Gi", "coresStep": 5, "defaultCores": 10, "untestedDriver": "Allow", "onBypass": "Kill",
                 "driverCapabilities": ["compute", "utility", "video"],
             },

@@ -122,7 +122,7 @@ fn device(
         total: partition.memory,
         reserved: partition.memory - partition.available_memory(),
     };
-    let capacity = sized(&terms.capped, sharing.sharers, &memory)?.into_iter();
+    let capacity = sized(&terms.capped, sharing.sharers, None, &memory)?.into_iter();
     let capacity = capacity.map(|(name, value)| (name.to_owned(), value));
     let tier = sharing.tier.tier();
     let mut attributes = possible.attributes(parent, common)?;

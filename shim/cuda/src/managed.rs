@@ -1,0 +1,142 @@
+//! Managed memory in place of device memory, for shares whose GPU's memory is oversubscribed.
+//!
+//! The shares of such a GPU have more memory together than the GPU. So what they allocate must be able to make room: managed
+//! memory, which the driver moves to the host page by page when others use the GPU's memory, and back when it is used again.
+//! Programs ask for device memory; they get managed memory that prefers the GPU, and are told of it as device memory.
+//!
+//! What the driver cannot move (contexts, modules, arrays, pools, physical memory) is charged to a second account too, whose
+//! limit no oversubscription raises ([`crate::share::Residence`]).
+
+use core::ffi::c_void;
+
+use crate::abi::{CUdevice, CUdeviceptr, CUresult};
+use crate::charge::is_converted;
+use crate::driver::{Call, real};
+use crate::ipc::range_of;
+use crate::process;
+use crate::share::Device;
+
+/// Allocates `bytes` of managed memory, of which every stream of every device may use any part, and which moves to the
+/// device when it is used there.
+///
+/// # Safety
+///
+/// `pointer` may be written to.
+pub unsafe fn make(device: &Device, bytes: u64, pointer: *mut CUdeviceptr) -> CUresult {
+    const ATTACH_GLOBAL: u32 = 1;
+    const SET_PREFERRED_LOCATION: u32 = 3;
+    let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
+    let mut made = 0;
+    // SAFETY: writes to the local address.
+    let result = unsafe {
+        real!(cuMemAllocManaged: fn(*mut CUdeviceptr, usize, u32))(
+            &raw mut made,
+            bytes,
+            ATTACH_GLOBAL,
+        )
+    };
+    if result.is_ok() {
+        // Advice: without it the memory works too.
+        // SAFETY: of memory that was allocated just now.
+        let _ = unsafe {
+            real!(cuMemAdvise: fn(CUdeviceptr, usize, u32, CUdevice))(
+                made,
+                bytes,
+                SET_PREFERRED_LOCATION,
+                device.handle,
+            )
+        };
+        // SAFETY: the caller's promise.
+        unsafe { pointer.write_unaligned(made) };
+    }
+    result
+}
+
+/// Whether an address lies in managed memory that was asked for as device memory.
+fn is_ours(address: CUdeviceptr) -> bool {
+    let Some(process) = process::joined() else {
+        return false;
+    };
+    if !process.is_oversubscribed() {
+        return false;
+    }
+    let Ok((start, _)) = range_of(address) else {
+        return false;
+    };
+    process.pointers.get(start).is_some_and(is_converted)
+}
+
+/// `cuIpcGetMemHandle`: of managed memory there is no handle.
+pub fn export(address: CUdeviceptr, driver: Call<'_>) -> CUresult {
+    if is_ours(address) {
+        return CUresult::NOT_SUPPORTED;
+    }
+    driver.make()
+}
+
+/// What managed memory has and device memory has not: a pointer for the host.
+const HOST_POINTER: u32 = 4;
+/// Whether it is managed memory.
+const IS_MANAGED: u32 = 8;
+
+/// `cuPointerGetAttribute`: what the driver says, or would say of device memory.
+pub fn correct(
+    value: *mut c_void,
+    attribute: u32,
+    address: CUdeviceptr,
+    driver: Call<'_>,
+) -> CUresult {
+    if !matches!(attribute, HOST_POINTER | IS_MANAGED) || value.is_null() || !is_ours(address) {
+        return driver.make();
+    }
+    if attribute == HOST_POINTER {
+        return CUresult::INVALID_VALUE;
+    }
+    let result = driver.make();
+    if result.is_ok() {
+        // SAFETY: not null, and the driver has just written to it.
+        unsafe { deny(attribute, value) };
+    }
+    result
+}
+
+/// `cuPointerGetAttributes`: the same of several, which are zero where the pointer does not have them.
+pub fn correct_each(
+    count: u32,
+    attributes: *const u32,
+    values: *const *mut c_void,
+    address: CUdeviceptr,
+    driver: Call<'_>,
+) -> CUresult {
+    let result = driver.make();
+    if !result.is_ok() || attributes.is_null() || values.is_null() || !is_ours(address) {
+        return result;
+    }
+    for place in 0..count as usize {
+        // SAFETY: the driver has just read so many of both, and written to the values.
+        unsafe {
+            let value = values.add(place).read();
+            if !value.is_null() {
+                deny(attributes.add(place).read(), value);
+            }
+        }
+    }
+    result
+}
+
+/// Says of an attribute that memory has it not, if it is one of managed memory.
+///
+/// # Safety
+///
+/// The value is of the attribute's type.
+unsafe fn deny(attribute: u32, value: *mut c_void) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        match attribute {
+            // A `bool` in C: the driver writes one byte, or four of an int of 0 or 1.
+            IS_MANAGED => value.cast::<u8>().write(0),
+            HOST_POINTER => value.cast::<usize>().write(0),
+            _ => {}
+        }
+    }
+}
