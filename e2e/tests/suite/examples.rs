@@ -57,6 +57,22 @@ async fn partitions(pod: &PodHandle) -> anyhow::Result<Vec<String>> {
     Ok(profiles.map(str::to_owned).collect())
 }
 
+/// Labels the test's node for an example's policy, until the test ends; then the policy goes, too.
+async fn label(case: &Case, name: &str, policy: &'static str) -> anyhow::Result<()> {
+    let label = format!("example.tranche.dev/{name}");
+    let node = case.node.name().to_owned();
+    let value = format!("{label}=true");
+    let policies: Api<SharingPolicy> = Api::all(case.client.clone());
+    let labelled = node.clone();
+    case.afterwards("the example's policy and label", async move {
+        policies.delete(policy, &DeleteParams::default()).await?;
+        let gone = format!("{label}-");
+        tool::run("kubectl", &["label", "node", &labelled, &gone], &[]).await
+    });
+    let command = ["label", "node", &node, &value, "--overwrite"];
+    tool::run("kubectl", &command, &[]).await
+}
+
 #[test]
 fn every_example_has_a_test() -> anyhow::Result<()> {
     let mut found: Vec<_> = std::fs::read_dir(folder())?
@@ -81,6 +97,7 @@ fn every_example_has_a_test() -> anyhow::Result<()> {
                 "12-extended-resources",
                 "13-concurrent",
                 "14-virtual-machine",
+                "15-oversubscribed",
             ],
         "{found:?}"
     );
@@ -374,28 +391,7 @@ fn example_13_concurrent() -> anyhow::Result<()> {
 fn example_14_virtual_machine() -> anyhow::Result<()> {
     run(async |case: &Case| {
         let namespace = case.adopt("example-virtual-machine");
-        let label = "example.tranche.dev/virtual-machines";
-        let node = case.node.name().to_owned();
-        let policies: Api<SharingPolicy> = Api::all(case.client.clone());
-        let labelled = node.clone();
-        case.afterwards("the example's policy and label", async move {
-            policies
-                .delete("example-virtual-machines", &DeleteParams::default())
-                .await?;
-            tool::run(
-                "kubectl",
-                &["label", "node", &labelled, &format!("{label}-")],
-                &[],
-            )
-            .await
-        });
-        let value = format!("{label}=true");
-        tool::run(
-            "kubectl",
-            &["label", "node", &node, &value, "--overwrite"],
-            &[],
-        )
-        .await?;
+        label(case, "virtual-machines", "example-virtual-machines").await?;
         let back = case
             .node
             .disable_persistence_mode(&case.gpus[0].uuid)
@@ -420,5 +416,30 @@ fn example_14_virtual_machine() -> anyhow::Result<()> {
         .await?;
         machine.delete().await?;
         case.node.has_gpu_again(&case.gpus[0].uuid).await
+    })
+}
+
+#[test]
+fn example_15_oversubscribed() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let namespace = case.adopt("example-oversubscribed");
+        label(case, "oversubscribed", "example-oversubscribed").await?;
+        apply("15-oversubscribed").await?;
+        let notebooks = ["first", "second"].map(|name| pod(&namespace, name));
+        let mut seen = Vec::new();
+        for notebook in &notebooks {
+            notebook.started().await?;
+            seen.push(notebook.seen().await?.remove(0));
+            let data = notebook.device_data().await?;
+            ensure!(
+                data["memoryOversubscription"] == 200 && data["residentMemory"] == "30Gi",
+                "{data}"
+            );
+        }
+        ensure!(
+            seen[0].uuid == seen[1].uuid && seen.iter().all(|seen| seen.total == 60 * GI),
+            "{seen:?}"
+        );
+        Ok(())
     })
 }
