@@ -301,17 +301,16 @@ impl Gpus {
         let mut daemon = Daemon::Unknown;
         let mut partition_daemons = BTreeMap::new();
         let mut stuck = None;
+        // What was seen of the GPU, as long as nothing was changed on it since: NVML takes a hundred calls to tell.
+        let mut seen = None;
         for _ in 0..MOST_STEPS {
             let actual = Actual {
-                // Not every GPU that can be partitioned has to have compute modes.
-                compute_mode: if has_mps {
-                    opened.nvml.compute_mode(gpu_uuid)?
-                } else {
-                    ComputeMode::default()
-                },
                 daemon,
                 partition_daemons: partition_daemons.clone(),
-                ..opened.nvml.mig_state(gpu_uuid)?
+                ..match seen.take() {
+                    Some(seen) => seen,
+                    None => see(&*opened.nvml, gpu_uuid, has_mps)?,
+                }
             };
             let next = next(&wanted, record, &actual, geometry.as_ref());
             let next = next.map_err(|obstacle| match stuck.take() {
@@ -326,6 +325,7 @@ impl Gpus {
                 Next::Write(changed) => {
                     self.records.write(gpu_uuid, &changed)?;
                     *record = changed;
+                    seen = Some(actual);
                 }
                 Next::Change(change) => change_gpu(&*opened.nvml, gpu_uuid, change)?,
                 Next::SetComputeMode(mode) => {
@@ -395,21 +395,17 @@ impl Gpus {
             return Ok(Brought::default());
         }
         // A switch of MIG mode may have changed the minor number.
-        let description = opened.nvml.describe()?;
+        let minor = opened.nvml.minor(gpu_uuid)?;
         let root = opened.nodes.root().path();
-        let gpu = description.gpus.iter().find(|gpu| gpu.uuid == gpu_uuid);
-        let gpu = gpu.ok_or_else(|| GpuError::Missing {
-            gpu: gpu_uuid.to_owned(),
-        })?;
         let one = |(place, partition): (Place, Partition)| {
             let failed = |error| GpuError::Capabilities {
-                gpu: gpu.uuid.clone(),
+                gpu: gpu_uuid.to_owned(),
                 error,
             };
             let nodes = of_partition(
                 &self.hardware.proc,
                 root,
-                gpu.minor,
+                minor,
                 partition.instance,
                 partition.compute,
             );
@@ -427,7 +423,7 @@ impl Gpus {
             Ok((place, device))
         };
         Ok(Brought {
-            minor: Some(gpu.minor),
+            minor: Some(minor),
             partitions: partitions
                 .into_iter()
                 .map(one)
@@ -516,6 +512,19 @@ fn partition(actual: &Actual, mig_uuid: &str) -> BTreeMap<Place, Partition> {
         (instance.place, partition)
     });
     device.collect()
+}
+
+/// A GPU as NVML sees it now.
+fn see(nvml: &dyn Nvml, gpu_uuid: &str, has_mps: bool) -> Result<Actual, NvmlError> {
+    Ok(Actual {
+        // Not every GPU that can be partitioned has to have compute modes.
+        compute_mode: if has_mps {
+            nvml.compute_mode(gpu_uuid)?
+        } else {
+            ComputeMode::default()
+        },
+        ..nvml.mig_state(gpu_uuid)?
+    })
 }
 
 /// Makes a change, again while the GPU or the instance is in use.

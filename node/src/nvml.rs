@@ -223,6 +223,9 @@ pub trait Nvml: Send + Sync + std::fmt::Debug {
     /// broken; the others are described.
     fn describe(&self) -> Result<Description, NvmlError>;
 
+    /// nvmlDeviceGetMinorNumber: the N of `/dev/nvidiaN`.
+    fn minor(&self, gpu_uuid: &str) -> Result<u32, NvmlError>;
+
     /// nvmlDeviceGetUtilizationRates `gpu`: percent of the last sampling period in which a kernel ran.
     fn utilization(&self, gpu_uuid: &str) -> Result<u32, NvmlError>;
 

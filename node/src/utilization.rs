@@ -286,6 +286,10 @@ mod tests {
             unreachable!("nobody asks")
         }
 
+        fn minor(&self, _: &str) -> Result<u32, NvmlError> {
+            unreachable!("nobody asks")
+        }
+
         fn compute_mode(&self, _: &str) -> Result<ComputeMode, NvmlError> {
             unreachable!("nobody asks")
         }

@@ -92,6 +92,10 @@ impl Nvml for ScriptedNvml {
         Err(absent().into())
     }
 
+    fn minor(&self, _: &str) -> Result<u32, NvmlError> {
+        Err(absent())
+    }
+
     fn compute_mode(&self, _: &str) -> Result<ComputeMode, NvmlError> {
         Err(absent())
     }

@@ -79,6 +79,10 @@ impl Nvml for MortalDriver {
         self.gpus.describe()
     }
 
+    fn minor(&self, gpu_uuid: &str) -> Result<u32, NvmlError> {
+        self.gpus.minor(gpu_uuid)
+    }
+
     fn utilization(&self, gpu_uuid: &str) -> Result<u32, NvmlError> {
         self.gpus.utilization(gpu_uuid)
     }

@@ -89,6 +89,10 @@ impl Nvml for Gpus {
         unreachable!("nobody asks")
     }
 
+    fn minor(&self, _: &str) -> Result<u32, NvmlError> {
+        unreachable!("nobody asks")
+    }
+
     fn compute_mode(&self, _: &str) -> Result<ComputeMode, NvmlError> {
         unreachable!("nobody asks")
     }

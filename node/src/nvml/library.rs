@@ -104,6 +104,11 @@ impl Nvml for Library {
         })
     }
 
+    fn minor(&self, gpu_uuid: &str) -> Result<u32, NvmlError> {
+        let minor = self.device(gpu_uuid)?.minor_number();
+        call("nvmlDeviceGetMinorNumber", gpu_uuid, minor)
+    }
+
     fn utilization(&self, gpu_uuid: &str) -> Result<u32, NvmlError> {
         let rates = self.device(gpu_uuid)?.utilization_rates();
         Ok(call("nvmlDeviceGetUtilizationRates", gpu_uuid, rates)?.gpu)

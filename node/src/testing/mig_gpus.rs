@@ -379,6 +379,12 @@ impl Nvml for MigGpus {
         Ok(description)
     }
 
+    fn minor(&self, gpu_uuid: &str) -> Result<u32, NvmlError> {
+        let gpus = self.describe()?.gpus;
+        let gpu = gpus.iter().find(|gpu| gpu.uuid == gpu_uuid);
+        gpu.map(|gpu| gpu.minor).ok_or_else(|| unknown(gpu_uuid))
+    }
+
     fn utilization(&self, gpu_uuid: &str) -> Result<u32, NvmlError> {
         self.process_utilization(gpu_uuid, 0).map(|_| 0)
     }
