@@ -69,7 +69,7 @@ mod tests {
         ) {
             let over = Oversubscription::new(percent).unwrap();
             let all = over.memory(usable, step);
-            prop_assert!(all <= usable * 4 && all % step == 0);
+            prop_assert!(all <= usable * 4 && all.is_multiple_of(step));
             let mut left = all;
             let mut parts = 0;
             for cut in cuts {

@@ -284,10 +284,6 @@ fn policies_that_do_not_add_up_are_refused_by_field() {
             "spec.capped.contextMemory -1 is negative",
         ),
         (
-            json!({"capped": {"memoryOversubscription": 99}}),
-            "spec.capped.memoryOversubscription is 99, must be 100 to 400 percent",
-        ),
-        (
             json!({"capped": {"memoryOversubscription": 401}}),
             "spec.capped.memoryOversubscription is 401, must be 100 to 400 percent",
         ),
