@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use tranche_shim_core::{AccountPage, CapPage, ComputePolicy};
+use tranche_shim_core::{AccountPage, CapPage, ComputePolicy, cap};
 use tranche_shim_tests::{Driver, Probe, SHARES, World, compile, probe_path};
 
 use crate::cap::{CAP, GPU_0};
@@ -127,9 +127,10 @@ fn with_a_page_of_another_release() {
     let mut bytes = page(|_| {});
     bytes[8] = 1;
     world.share_with("gpu-0", &bytes, AccountPage::initial());
+    let reads = format!("reads {}", cap::ABI);
     refuses(
         &world,
-        &["gpu-0/cap", "layout version 1", "reads 2", "same release"],
+        &["gpu-0/cap", "layout version 1", &reads, "same release"],
     );
 }
 
