@@ -10,6 +10,7 @@
 //!  vgpu ──────────► a GPU that is a vGPU, or of which vGPUs are made
 //!  gpu_node ──────► what a node's hardware can do                    (node  -> controller)
 //!  withheld ──────► which GPUs are not offered, and why              (node, controller -> people)
+//!  usage ─────────► who uses which part of a node's GPUs            (node  -> people)
 //!  conditions ────► the node's conditions in the Kubernetes style    (node, controller -> people)
 //!  sharing_policy ► what the cluster's administrator offers of it    (admin -> controller)
 //!  reference ─────► the page that lists the vocabulary
@@ -28,6 +29,7 @@ pub mod reference;
 pub mod share_config;
 pub mod sharing_policy;
 pub mod tier;
+pub mod usage;
 pub mod vgpu;
 pub mod withheld;
 

@@ -1,0 +1,381 @@
+//! `NodeUsage`: who uses which part of a node's GPUs now. The node's plugin serves it as JSON at [`PATH`], to those who may
+//! read `/metrics`, which shows the same numbers.
+//!
+//! ```text
+//!  NodeUsage ─► GpuUsage ─┬─► ShareUsage ─► GroupUsage      what a claim has of the GPU, by pod and container
+//!                         ├─► PartitionUsage ─► the same    a MIG instance is a device of its own
+//!                         └─► Remainder ─► Zombie           what is in use and belongs to no claim
+//! ```
+//!
+//! **All parts add up.** For memory and for each measure of utilization, a GPU's value is the sum of those of its shares, of its
+//! partitions (memory only: a partition's utilization is in parts of the partition) and of its remainder; a share's is that of its groups. The
+//! values come from NVML and the processes' cgroups, never from what a tenant's program says, except where a field says so.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use crate::tier::Tier;
+
+/// The path at which a plugin serves its node's usage, beside `/metrics`.
+pub const PATH: &str = "/usage";
+
+/// The value of a [`Utilization`] that stands for 100 percent.
+pub const WHOLE: u32 = 10_000;
+
+/// Who uses which part of a node's GPUs.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct NodeUsage {
+    /// The node.
+    pub node: String,
+    /// `nvmlSystemGetDriverVersion`; absent while there is no driver.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub driver_version: Option<String>,
+    /// When NVML was read: Unix time in milliseconds. It may lie some seconds back where no claim holds a GPU of the node.
+    pub unix_millis: u64,
+    /// The GPUs, by PCI address; also those that nobody uses.
+    pub gpus: Vec<GpuUsage>,
+}
+
+/// One physical GPU.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct GpuUsage {
+    /// `GPU-…`.
+    pub uuid: String,
+    /// Its number in NVML and `nvidia-smi`, where the driver tells it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub index: Option<u32>,
+    /// The N of `/dev/nvidiaN`.
+    pub minor: u32,
+    /// `dddd:bb:dd.f`, lower case, as in sysfs.
+    #[serde(rename = "pciBusID")]
+    pub pci_bus_id: String,
+    /// `nvmlDeviceGetName`.
+    pub product_name: String,
+    /// Whether the GPU is in MIG mode.
+    #[serde(default)]
+    pub mig_mode: bool,
+    /// Its memory, absent where NVML does not tell it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory: Option<Memory>,
+    /// How busy it is.
+    #[serde(default, skip_serializing_if = "Utilization::is_empty")]
+    pub utilization: Utilization,
+    /// What exists once for each GPU and belongs to nobody: clocks, temperature, power, errors.
+    #[serde(default)]
+    pub sensors: Sensors,
+    /// What claims hold of the GPU itself.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub shares: Vec<ShareUsage>,
+    /// Its MIG instances.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub partitions: Vec<PartitionUsage>,
+    /// What is in use of the GPU and belongs to no claim.
+    #[serde(default)]
+    pub remainder: Remainder,
+    /// Why NVML says nothing of the GPU; absent where it answers.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub problem: Option<String>,
+}
+
+/// Memory of a GPU or of a MIG instance in bytes (`nvmlDeviceGetMemoryInfo_v2`): `total` is the sum of the others.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Memory {
+    /// All that the device has.
+    pub total: u64,
+    /// What the driver keeps for itself.
+    pub reserved: u64,
+    /// What is allocated.
+    pub used: u64,
+    /// What can be allocated.
+    pub free: u64,
+}
+
+/// What a utilization measures.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum Measure {
+    /// Time in which a kernel ran (`nvmlUtilization_t.gpu`; of a process `smUtil`).
+    Gpu,
+    /// Time in which the device's memory was read or written (`nvmlUtilization_t.memory`; of a process `memUtil`).
+    MemoryCopy,
+    /// Time in which the graphics or compute engine was active (`NVML_GPM_METRIC_GRAPHICS_UTIL`).
+    GraphicsActive,
+    /// Time in which a multiprocessor had a warp, averaged over all of them (`NVML_GPM_METRIC_SM_UTIL`).
+    SmActive,
+    /// Resident warps, of as many as fit (`NVML_GPM_METRIC_SM_OCCUPANCY`).
+    SmOccupancy,
+    /// Cycles in which a tensor core was active (`NVML_GPM_METRIC_ANY_TENSOR_UTIL`).
+    TensorActive,
+    /// Cycles in which the memory's interface was active (`NVML_GPM_METRIC_DRAM_BW_UTIL`).
+    DramActive,
+}
+
+impl Measure {
+    /// All of them.
+    pub const ALL: [Self; 7] = [
+        Self::Gpu,
+        Self::MemoryCopy,
+        Self::GraphicsActive,
+        Self::SmActive,
+        Self::SmOccupancy,
+        Self::TensorActive,
+        Self::DramActive,
+    ];
+}
+
+/// How busy something is, in hundredths of a percent of its device: 0 to [`WHOLE`]. A measure that the driver does not report is missing.
+///
+/// `gpu` and `memoryCopy` are averages over the last ten seconds, the others since the last reading. NVML tells only the first two
+/// by process. The others are divided among the holders of a device in proportion to `gpu`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Utilization(pub BTreeMap<Measure, u32>);
+
+impl Utilization {
+    /// The value of a measure, where it is known.
+    #[must_use]
+    pub fn get(&self, measure: Measure) -> Option<u32> {
+        self.0.get(&measure).copied()
+    }
+
+    /// Whether no measure is known.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+}
+
+impl FromIterator<(Measure, u32)> for Utilization {
+    fn from_iter<T: IntoIterator<Item = (Measure, u32)>>(values: T) -> Self {
+        Self(values.into_iter().collect())
+    }
+}
+
+/// What exists once for each GPU. Each is absent where the driver does not report it for the model.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct Sensors {
+    /// MHz (`nvmlDeviceGetClockInfo`).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub sm_clock: Option<u32>,
+    /// MHz (`nvmlDeviceGetClockInfo`).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub memory_clock: Option<u32>,
+    /// Degrees Celsius (`nvmlDeviceGetTemperature`).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub temperature: Option<u32>,
+    /// Degrees Celsius of the memory (`NVML_FI_DEV_MEMORY_TEMP`).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub memory_temperature: Option<u32>,
+    /// Milliwatts (`nvmlDeviceGetPowerUsage`).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub power: Option<u32>,
+    /// Millijoules since the driver was loaded (`nvmlDeviceGetTotalEnergyConsumption`).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub energy: Option<u64>,
+    /// Retries on PCIe (`nvmlDeviceGetPcieReplayCounter`).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pcie_replays: Option<u32>,
+    /// Percent of the encoder's time (`nvmlDeviceGetEncoderUtilization`).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub encoder: Option<u32>,
+    /// Percent of the decoder's time (`nvmlDeviceGetDecoderUtilization`).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub decoder: Option<u32>,
+    /// Rows of memory that were remapped because of correctable errors (`NVML_FI_DEV_REMAPPED_COR`).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub remapped_correctable: Option<u64>,
+    /// Rows of memory that were remapped because of uncorrectable errors (`NVML_FI_DEV_REMAPPED_UNC`).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub remapped_uncorrectable: Option<u64>,
+    /// Whether a row could not be remapped (`NVML_FI_DEV_REMAPPED_FAILURE`).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub remap_failed: Option<bool>,
+    /// Bytes per second that the GPU sends over PCIe (`NVML_GPM_METRIC_PCIE_TX_PER_SEC`).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pcie_sent: Option<u64>,
+    /// Bytes per second that the GPU receives over PCIe (`NVML_GPM_METRIC_PCIE_RX_PER_SEC`).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pcie_received: Option<u64>,
+}
+
+/// A MIG instance that exists.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct PartitionUsage {
+    /// `MIG-…`.
+    pub uuid: String,
+    /// As `1g.10gb`.
+    pub profile: String,
+    /// The id of its GPU instance.
+    pub gpu_instance: u32,
+    /// The id of its compute instance.
+    pub compute_instance: u32,
+    /// Its memory, absent where NVML does not tell it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory: Option<Memory>,
+    /// How busy it is, of the instance and not of the GPU.
+    #[serde(default, skip_serializing_if = "Utilization::is_empty")]
+    pub utilization: Utilization,
+    /// What claims hold of it: one all of it, or several a share.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub shares: Vec<ShareUsage>,
+    /// What is in use of it and belongs to no claim.
+    #[serde(default)]
+    pub remainder: Remainder,
+}
+
+/// A claim, as far as it holds devices of the node.
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct ClaimReference {
+    /// Its namespace.
+    pub namespace: String,
+    /// Its name.
+    pub name: String,
+    /// Its UID.
+    pub uid: String,
+}
+
+/// What one claim has of a device: all of it, or a share.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct ShareUsage {
+    /// The claim.
+    pub claim: ClaimReference,
+    /// The request that it satisfies.
+    pub request: String,
+    /// The pool, as in the allocation.
+    pub pool: String,
+    /// The device, as in the slice.
+    pub device: String,
+    /// The share, as in the allocation; absent for a device that one claim has alone.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub share_id: Option<String>,
+    /// How it is isolated.
+    pub tier: Tier,
+    /// Its memory.
+    pub memory: ShareMemory,
+    /// Its part of the device's utilization.
+    #[serde(default, skip_serializing_if = "Utilization::is_empty")]
+    pub utilization: Utilization,
+    /// Processes that have memory on the device.
+    pub processes: u32,
+    /// Seconds since a kernel was last seen, where that is known: by NVML's utilization of its processes, or of its device if it
+    /// has that alone. Counted from the plugin's start where none was seen.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub idle_seconds: Option<u64>,
+    /// By pod and container. Each container that has the claim is listed, also without a process.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub groups: Vec<GroupUsage>,
+}
+
+/// Memory of a share in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct ShareMemory {
+    /// What the claim was allocated and its programs may hold; absent for a tier that limits no memory.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub allocated: Option<u64>,
+    /// What the share has beside it for CUDA contexts, which its programs do not see.
+    pub reserved: u64,
+    /// What its processes hold, contexts included, by NVML.
+    pub used: u64,
+    /// What it may still take of the device's free memory; absent for a tier that limits no memory.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub free: Option<u64>,
+    /// What its processes hold, contexts included, by the account of the shim, which they can write; absent without an account.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub account: Option<u64>,
+}
+
+/// The processes of one container of a pod, as far as they use a share.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct GroupUsage {
+    /// The pod; absent if it is not known yet, some seconds after the plugin's start. It is in the claim's namespace.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pod: Option<String>,
+    /// The pod's UID.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pod_uid: Option<String>,
+    /// The container; absent if neither the kubelet nor the process's mounts say which of several it is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub container: Option<String>,
+    /// Bytes that its processes hold.
+    pub used: u64,
+    /// Its part of the device's utilization.
+    #[serde(default, skip_serializing_if = "Utilization::is_empty")]
+    pub utilization: Utilization,
+    /// Processes that have memory on the device.
+    pub processes: u32,
+}
+
+/// What is in use of a device and belongs to no claim.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct Remainder {
+    /// Bytes in use: by foreign processes, by zombies, and the rest, which is no process's (managed memory, and what the driver
+    /// takes beside its reserve).
+    pub used: u64,
+    /// Free bytes that are not part of a share.
+    pub free: u64,
+    /// What the device did for none of its shares.
+    #[serde(skip_serializing_if = "Utilization::is_empty")]
+    pub utilization: Utilization,
+    /// Processes that belong to no claim on the device.
+    pub foreign_processes: u32,
+    /// Bytes that these hold.
+    pub foreign_used: u64,
+    /// Memory of pods that are gone.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub zombies: Vec<Zombie>,
+}
+
+/// Memory of a claim whose pod is gone, or whose processes are dead. It counts in [`Remainder::used`].
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Zombie {
+    /// The claim, which may be gone, too.
+    pub claim: ClaimReference,
+    /// The pod, where it is known. It is in the claim's namespace.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pod: Option<String>,
+    /// The pod's UID.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pod_uid: Option<String>,
+    /// Bytes in use.
+    pub used: u64,
+    /// Its processes that still run; 0 if they are dead and the driver has not freed their memory.
+    pub processes: u32,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_usage_is_read_as_it_was_written_and_a_new_field_is_no_error() {
+        let usage = NodeUsage {
+            node: "a".into(),
+            gpus: vec![GpuUsage {
+                uuid: "GPU-1".into(),
+                utilization: [(Measure::Gpu, 3_125), (Measure::SmActive, 0)]
+                    .into_iter()
+                    .collect(),
+                ..GpuUsage::default()
+            }],
+            ..NodeUsage::default()
+        };
+        let mut json = serde_json::to_value(&usage).unwrap();
+        assert_eq!(json["gpus"][0]["utilization"]["gpu"], 3_125);
+        assert_eq!(json["gpus"][0]["utilization"]["smActive"], 0);
+        assert_eq!(json["gpus"][0]["memory"], serde_json::Value::Null);
+        json["gpus"][0]["later"] = "new".into();
+        assert_eq!(serde_json::from_value::<NodeUsage>(json).unwrap(), usage);
+    }
+}
