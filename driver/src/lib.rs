@@ -11,6 +11,9 @@
 //!                                            ├─► journal::Record ► the plan and how far it got
 //!                                            ├─► gpu_state ──► what a GPU needs for all its claims
 //!                                            └─► cdi, metadata ──► the claim's CDI spec, what its containers can read
+//!
+//!  what claims hold ─► stranded ─► what nobody can have of a GPU
+//!  prices ───────────► cost ─────► what each holder pays, what is free, what is stranded
 //! ```
 //!
 //! A plan is a value. Nothing here reads a file, a clock or the API server.
@@ -18,6 +21,7 @@
 
 pub mod cdi;
 pub mod claim;
+pub mod cost;
 pub mod gpu;
 pub mod gpu_state;
 pub mod journal;
@@ -28,6 +32,7 @@ pub mod policy;
 pub mod preparation;
 pub mod providers;
 pub mod slices;
+pub mod stranded;
 pub mod vfio;
 
 #[cfg(test)]
