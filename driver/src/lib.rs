@@ -33,6 +33,7 @@ pub mod preparation;
 pub mod providers;
 pub mod slices;
 pub mod stranded;
+pub mod usage;
 pub mod vfio;
 
 #[cfg(test)]
