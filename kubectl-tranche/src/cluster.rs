@@ -1,0 +1,53 @@
+//! The API server: the only input of the commands.
+//!
+//! ```text
+//!  connect  kubeconfig and flags ─► Cluster
+//!  read     Cluster ─► Snapshot: all lists at the same time, each page by page, each with its own outcome
+//!  problem  what the API server answered ─► one line that names verb, resource and way out
+//! ```
+
+mod connect;
+mod problem;
+mod read;
+
+use std::fmt;
+
+pub use connect::{ConnectError, Connection};
+pub use problem::gap;
+
+/// A client of one cluster.
+#[derive(Clone)]
+pub struct Cluster {
+    client: kube::Client,
+    /// The namespace of the kubeconfig's context, or the one that a flag names.
+    pub namespace: String,
+    /// The namespace in which Tranche runs.
+    pub system: String,
+}
+
+impl Cluster {
+    /// With a client of any kind: tests give one that answers from a table.
+    #[must_use]
+    pub fn new(client: kube::Client, namespace: &str, system: &str) -> Self {
+        Self {
+            client,
+            namespace: namespace.to_owned(),
+            system: system.to_owned(),
+        }
+    }
+
+    /// The client, for calls of one command alone.
+    #[must_use]
+    pub fn client(&self) -> kube::Client {
+        self.client.clone()
+    }
+}
+
+impl fmt::Debug for Cluster {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Cluster({})", self.namespace)
+    }
+}
+
+#[cfg(test)]
+mod tests;

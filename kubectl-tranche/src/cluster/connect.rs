@@ -1,0 +1,114 @@
+//! From the kubeconfig and the flags that kubectl has to a client.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use kube::config::{KubeConfigOptions, Kubeconfig, KubeconfigError};
+use kube::{Client, Config};
+
+use super::Cluster;
+
+/// How long a connection may take.
+const CONNECT: Duration = Duration::from_secs(10);
+/// How long an answer may take: as kubectl's, which waits for slow lists too.
+const ANSWER: Duration = Duration::from_mins(1);
+
+/// Which cluster, and as whom: the flags of kubectl by the same names.
+#[derive(Clone, Debug, Default, clap::Args)]
+pub struct Connection {
+    /// The kubeconfig file; else $KUBECONFIG, ~/.kube/config, or the pod's service account
+    #[arg(long, global = true, value_name = "FILE")]
+    pub kubeconfig: Option<PathBuf>,
+    /// The context of the kubeconfig
+    #[arg(long, global = true, value_name = "NAME")]
+    pub context: Option<String>,
+    /// The cluster of the kubeconfig
+    #[arg(long, global = true, value_name = "NAME")]
+    pub cluster: Option<String>,
+    /// The user of the kubeconfig
+    #[arg(long, global = true, value_name = "NAME")]
+    pub user: Option<String>,
+    /// The user to impersonate
+    #[arg(long = "as", global = true, value_name = "USER")]
+    pub impersonate: Option<String>,
+    /// A group to impersonate; may be given several times
+    #[arg(long = "as-group", global = true, value_name = "GROUP")]
+    pub impersonate_groups: Vec<String>,
+    /// The namespace of claims and pods; else that of the context
+    #[arg(long, short, global = true, value_name = "NAME")]
+    pub namespace: Option<String>,
+    /// The namespace in which Tranche runs
+    #[arg(
+        long,
+        global = true,
+        value_name = "NAME",
+        default_value = "tranche-system"
+    )]
+    pub system_namespace: String,
+}
+
+/// Why there is no client.
+#[derive(Debug, thiserror::Error)]
+pub enum ConnectError {
+    /// The file that the flag names.
+    #[error("cannot read the kubeconfig {}: {source}; name another with --kubeconfig", path.display())]
+    File {
+        /// Its path.
+        path: PathBuf,
+        /// Why.
+        source: KubeconfigError,
+    },
+    /// The context, cluster or user.
+    #[error(
+        "the kubeconfig does not describe the cluster: {0}; check --context, --cluster, --user and `kubectl config view`"
+    )]
+    Context(KubeconfigError),
+    /// No kubeconfig, and no pod.
+    #[error("there is no kubeconfig: set KUBECONFIG or name a file with --kubeconfig")]
+    NoKubeconfig,
+    /// What the client is made of: certificates, a program that gets a token.
+    #[error("cannot use the credentials of the kubeconfig: {}; check the user of the context", crate::cluster::problem::root(.0))]
+    Client(kube::Error),
+}
+
+impl Connection {
+    /// Makes a client. Nothing is asked of the API server yet.
+    pub async fn connect(&self) -> Result<Cluster, ConnectError> {
+        let mut config = self.config().await?;
+        config.connect_timeout = Some(CONNECT);
+        config.read_timeout = Some(ANSWER);
+        if let Some(user) = &self.impersonate {
+            config.auth_info.impersonate = Some(user.clone());
+        }
+        if !self.impersonate_groups.is_empty() {
+            config.auth_info.impersonate_groups = Some(self.impersonate_groups.clone());
+        }
+        let namespace = self.namespace.clone();
+        let namespace = namespace.unwrap_or_else(|| config.default_namespace.clone());
+        let client = Client::try_from(config).map_err(ConnectError::Client)?;
+        Ok(Cluster::new(client, &namespace, &self.system_namespace))
+    }
+
+    async fn config(&self) -> Result<Config, ConnectError> {
+        let options = KubeConfigOptions {
+            context: self.context.clone(),
+            cluster: self.cluster.clone(),
+            user: self.user.clone(),
+        };
+        if let Some(path) = &self.kubeconfig {
+            let file = Kubeconfig::read_from(path).map_err(|source| ConnectError::File {
+                path: path.clone(),
+                source,
+            })?;
+            let config = Config::from_custom_kubeconfig(file, &options).await;
+            return config.map_err(ConnectError::Context);
+        }
+        match Config::from_kubeconfig(&options).await {
+            Ok(config) => Ok(config),
+            Err(KubeconfigError::ReadConfig(..) | KubeconfigError::FindPath) => {
+                Config::incluster().map_err(|_| ConnectError::NoKubeconfig)
+            }
+            Err(error) => Err(ConnectError::Context(error)),
+        }
+    }
+}

@@ -1,0 +1,90 @@
+//! What an API server answered instead of objects, in one line.
+
+use std::error::Error;
+
+use crate::snapshot::{Cause, Gap, Resource};
+
+/// The gap that an error of the client leaves.
+#[must_use]
+pub fn gap(resource: Resource, error: &kube::Error) -> Gap {
+    let cause = cause(error);
+    Gap {
+        resource,
+        cause,
+        is_partial: false,
+        message: message(resource, cause, error),
+    }
+}
+
+fn cause(error: &kube::Error) -> Cause {
+    match error {
+        kube::Error::Api(status) => match status.code {
+            401 => Cause::Unauthenticated,
+            403 => Cause::Forbidden,
+            404 => Cause::NotServed,
+            _ => Cause::Refused,
+        },
+        kube::Error::SerdeError(_) => Cause::Unreadable,
+        kube::Error::Auth(_) => Cause::Unauthenticated,
+        kube::Error::Service(_) | kube::Error::HyperError(_) => Cause::Unreachable,
+        _ => Cause::Refused,
+    }
+}
+
+fn message(resource: Resource, cause: Cause, error: &kube::Error) -> String {
+    let verb = resource.verb();
+    match cause {
+        Cause::Forbidden => format!(
+            "you may not {verb} {resource}: ask an administrator for the right, or show what you may see with --namespace"
+        ),
+        Cause::Unauthenticated => format!(
+            "the API server does not accept your credentials ({}): log in again, or choose another --context",
+            root(error)
+        ),
+        Cause::NotServed => not_served(resource),
+        Cause::Unreachable => format!(
+            "cannot reach the API server ({}): check the cluster's address with `kubectl config view --minify`",
+            root(error)
+        ),
+        Cause::Unreadable => format!(
+            "cannot read {resource} ({}): use the kubectl-tranche of the release that the cluster runs; this one is {}",
+            root(error),
+            env!("CARGO_PKG_VERSION")
+        ),
+        Cause::Refused => format!(
+            "cannot {verb} {resource}: the API server answered {}; try again, and if it stays, ask an administrator",
+            root(error)
+        ),
+    }
+}
+
+fn not_served(resource: Resource) -> String {
+    match resource {
+        Resource::GpuNodes | Resource::SharingPolicies => format!(
+            "Tranche is not installed in this cluster: the API server does not serve {resource}; choose another --context, or install the chart"
+        ),
+        Resource::ResourceSlices | Resource::ResourceClaims | Resource::DeviceClasses => format!(
+            "the API server does not serve resource.k8s.io/v1, so there are no {}: Tranche needs Kubernetes 1.36 or later",
+            resource.as_str().split('.').next().unwrap_or_default()
+        ),
+        Resource::Pods | Resource::Nodes | Resource::Prices => {
+            format!(
+                "the API server does not serve {resource}: check that --context is a Kubernetes cluster"
+            )
+        }
+    }
+}
+
+/// The innermost cause of an error, on one line: the outer ones repeat it.
+pub(super) fn root(error: &(dyn Error + 'static)) -> String {
+    let text = if let Some(kube::Error::Api(status)) = error.downcast_ref() {
+        format!("{} {}", status.code, status.message)
+    } else {
+        let mut innermost = error;
+        while let Some(source) = innermost.source() {
+            innermost = source;
+        }
+        innermost.to_string()
+    };
+    text.split_whitespace().collect::<Vec<_>>().join(" ")
+}

@@ -1,0 +1,27 @@
+//! `kubectl tranche`: who has which part of which GPU, what is free, what it costs, and what is wrong.
+//!
+//! ```text
+//!  args ─► cluster ─► snapshot ─► model ─► get, top, map, cost, …  ─► output
+//!          (I/O)      (objects,   (pure)   (one file per command,     (table, wide, JSON, YAML)
+//!                      gaps)                pure: model -> value)
+//! ```
+//!
+//! Data flows to the right, and so do imports: `run` alone knows all of it. What the caller may not read, or what the API server
+//! does not serve, is a [`snapshot::Gap`]: one line that says what is missing and how to get it, while the rest works.
+//!
+//! A command is a file with a function from the [`model`] (or the [`snapshot`]) to a value that implements [`output::View`], a
+//! variant in [`args::Command`], and an arm in `run.rs`, which names the [`snapshot::Resource`]s that it reads.
+#![forbid(unsafe_code)]
+
+pub mod args;
+pub mod cluster;
+pub mod get;
+pub mod model;
+pub mod output;
+mod run;
+pub mod snapshot;
+#[cfg(test)]
+pub(crate) mod testing;
+pub mod usage;
+
+pub use run::run;

@@ -1,0 +1,181 @@
+//! Nodes, their GPUs, who holds what of them, and what is free: a pure function of what was read.
+//!
+//! ```text
+//!  ResourceSlices ─► devices ─► the GPU, tier and amounts of each device
+//!  ResourceClaims ─► claims ──► what each claim waits for or holds
+//!  GpuNodes ───────► gpus ────► Node ─► Gpu ─► Held (a device) ─► Tenant (a claim's share of it)
+//!                                          └─► room: what is free, what is stranded
+//! ```
+//!
+//! Objects that cannot be read are missing in the snapshot, and the model has what the others tell: without GpuNodes, GPUs are
+//! known from their slices; without slices, by what the node wrote into the claims.
+
+mod claims;
+mod devices;
+mod gpus;
+mod room;
+
+use serde::Serialize;
+use tranche_api::Tier;
+use tranche_api::withheld::WithheldGpu;
+
+use crate::snapshot::Snapshot;
+use crate::usage::{self, Used};
+
+pub use claims::{Claim, ClaimDevice, State, Want};
+pub use devices::Devices;
+pub use room::{Room, SharesRoom, SlicesRoom};
+
+/// The GPUs of a cluster and the claims on them.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Model {
+    /// The nodes with GPUs, by name.
+    pub nodes: Vec<Node>,
+    /// The claims that want or hold something of ours, by namespace and name.
+    pub claims: Vec<Claim>,
+    /// Why the use of GPUs is not known; `None` where it is.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub usage_unknown: Option<String>,
+}
+
+/// A node with GPUs.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Node {
+    /// Its name.
+    pub name: String,
+    /// The GPU driver's version.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub driver_version: Option<String>,
+    /// The plugin's version.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub plugin_version: Option<String>,
+    /// The messages of its conditions that do not hold, and the problem of its slices.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub problems: Vec<String>,
+    /// Its GPUs, by PCI address.
+    pub gpus: Vec<Gpu>,
+}
+
+/// A GPU.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Gpu {
+    /// `GPU-…`.
+    pub uuid: String,
+    /// Its number in `nvidia-smi`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub index: Option<u32>,
+    /// The product, as NVML names it; empty where it is not known.
+    pub product: String,
+    /// Its PCI address.
+    pub pci_bus_id: String,
+    /// All of its memory, bytes; 0 where it is not known.
+    pub memory: u64,
+    /// The tier that it serves now; `None` where nobody holds any of it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tier: Option<Tier>,
+    /// The tiers in which it is offered.
+    pub offered: Vec<Tier>,
+    /// The devices of it that are held, by name.
+    pub held: Vec<Held>,
+    /// What is free of it.
+    pub room: Room,
+    /// What of it is not offered, and why.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub withheld: Vec<WithheldGpu>,
+    /// What of it is used now.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub used: Option<Used>,
+}
+
+/// A device that is held: a whole GPU, a partition, or a GPU or partition in shares.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Held {
+    /// Its name, as in the slice.
+    pub device: String,
+    /// How it is held.
+    pub tier: Tier,
+    /// Of a partition: its profile.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub profile: Option<String>,
+    /// Of a partition: the first of its memory slices.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub slice: Option<u8>,
+    /// Of a partition: its compute slices.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub compute_slices: Option<u8>,
+    /// Its memory for all tenants together, bytes; 0 where it is not known or has no limit.
+    pub memory: u64,
+    /// What is free of it, where claims share it by sizes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub room: Option<SharesRoom>,
+    /// Who holds it, by namespace and claim.
+    pub tenants: Vec<Tenant>,
+}
+
+/// A claim's part of a device.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Tenant {
+    /// The claim's namespace.
+    pub namespace: String,
+    /// The claim's name.
+    pub claim: String,
+    /// The claim's UID.
+    pub uid: String,
+    /// The pods for which it is reserved.
+    pub pods: Vec<String>,
+    /// What it has.
+    #[serde(flatten)]
+    pub device: ClaimDevice,
+    /// What of it is used now.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub used: Option<Used>,
+}
+
+impl Model {
+    /// Of what was read, and of the use where it is known.
+    #[must_use]
+    pub fn new(snapshot: &Snapshot, usage: &usage::Known) -> Self {
+        let devices = Devices::read(&snapshot.slices);
+        let claims = claims::read(snapshot, &devices);
+        let nodes = gpus::nodes(snapshot, &devices, &claims, usage.as_ref().ok());
+        Self {
+            nodes,
+            claims,
+            usage_unknown: usage.as_ref().err().cloned(),
+        }
+    }
+
+    /// All GPUs, each with its node.
+    pub fn gpus(&self) -> impl Iterator<Item = (&Node, &Gpu)> {
+        let nodes = self.nodes.iter();
+        nodes.flat_map(|node| node.gpus.iter().map(move |gpu| (node, gpu)))
+    }
+}
+
+impl Gpu {
+    /// All tenants, without those with admin access.
+    pub fn tenants(&self) -> impl Iterator<Item = &Tenant> {
+        let tenants = self.held.iter().flat_map(|held| &held.tenants);
+        tenants.filter(|tenant| !tenant.device.is_admin)
+    }
+
+    /// The UUID's first digits, as in the names of its devices: `GPU-4d8c1f9e`.
+    #[must_use]
+    pub fn short(&self) -> &str {
+        short(&self.uuid)
+    }
+}
+
+/// A UUID's prefix and first group: `GPU-4d8c1f9e`, `MIG-2b1f4a4e`.
+#[must_use]
+pub fn short(uuid: &str) -> &str {
+    uuid.get(..12).unwrap_or(uuid)
+}
+
+#[cfg(test)]
+mod tests;
