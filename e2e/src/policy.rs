@@ -62,12 +62,60 @@ pub async fn tiers(case: &Case, tiers: &[Tier]) -> anyhow::Result<()> {
         .await
 }
 
+/// Offers the GPUs in all tiers until the test ends, with every option that goes with the others on one GPU: capped shares of
+/// partitions of the profile `capped`, concurrent ones of the profile `concurrent`. Waits until the test's node offers these.
+pub async fn every_option(case: &Case, capped: &str, concurrent: &str) -> anyhow::Result<()> {
+    let fields = json!({
+        "tiers": Tier::ALL,
+        "capped": {
+            "maxSharers": 32, "expectedSharers": 2, "contextMemory": "512Mi", "memoryStep": "64Mi", "defaultMemory": "4Gi",
+            "coresStep": 5, "defaultCores": 10, "untestedDriver": "Allow", "onBypass": "Kill",
+            "driverCapabilities": ["compute", "utility", "video", "opencl"], "onPartitions": [capped],
+        },
+        "concurrent": {"maxSharers": 12, "onPartitions": [concurrent]},
+        "timeshared": {"maxSharers": 4, "interval": "Short"},
+    });
+    with_fields(case, "every", &fields).await?;
+    let is_shared = |device: &Device, tier: Tier, profile: &str| {
+        let of = |name| text(device, name);
+        of(attribute::ISOLATION) == Some(tier.as_str()) && of(attribute::PROFILE) == Some(profile)
+    };
+    case.plugin()
+        .slices("every tier and shared partitions", wait::USUAL, |slices| {
+            let devices = || {
+                let slices = slices.values();
+                slices.flat_map(|it| it.spec.devices.iter().flatten())
+            };
+            let offers = |tier: &Tier| {
+                devices().any(|it| text(it, attribute::ISOLATION) == Some(tier.as_str()))
+            };
+            let shares = |tier, profile| devices().any(|it| is_shared(it, tier, profile));
+            let all = Tier::ALL.iter().all(offers)
+                && shares(Tier::Capped, capped)
+                && shares(Tier::Concurrent, concurrent);
+            all.then_some(())
+        })
+        .await
+}
+
 /// Gives the capped shares of each GPU so many percent of its memory together, until the test ends; waits until the test's node
 /// offers that.
 pub async fn oversubscribe(case: &Case, percent: u32) -> anyhow::Result<()> {
-    let capped = json!({"memoryOversubscription": percent});
+    oversubscribe_with(case, percent, json!({})).await
+}
+
+/// Offers one GPU in capped shares alone, which have so many percent of its memory together, until the test ends; waits until the
+/// test's node offers that.
+pub async fn oversubscribe_one(case: &Case, uuid: &str, percent: u32) -> anyhow::Result<()> {
+    // Before the policy for all GPUs.
+    let fields = json!({"priority": 1001, "uuids": [uuid], "tiers": [Tier::Capped]});
+    oversubscribe_with(case, percent, fields).await
+}
+
+async fn oversubscribe_with(case: &Case, percent: u32, mut fields: Value) -> anyhow::Result<()> {
+    fields["capped"] = json!({"memoryOversubscription": percent});
     let name = format!("over-{percent}");
-    with_fields(case, &name, &json!({"capped": capped})).await?;
+    with_fields(case, &name, &fields).await?;
     let ending = format!("-capped-{percent}");
     case.plugin()
         .slices("oversubscribed shares", wait::USUAL, |slices| {

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use anyhow::ensure;
+use anyhow::{Context as _, ensure};
 use futures::future::try_join_all;
 use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::api::resource::v1::ResourceSlice;
@@ -27,18 +27,19 @@ fn gpus(slices: &BTreeMap<String, ResourceSlice>) -> BTreeSet<String> {
         .collect()
 }
 
-/// Starts the plugin as a boot does, with which a node gets other GPUs: it keeps NVML open for some time after the last claim, and
-/// an open NVML knows the GPUs of its start.
+/// Starts the plugin as a boot does, with which a node gets other GPUs, and waits until this one serves: it keeps NVML open for some
+/// time after the last claim, and an open NVML knows the GPUs of its start.
 async fn start_again(client: &Client, plugin: &NodePlugin) -> anyhow::Result<()> {
     let pods: Api<Pod> = Api::namespaced(client.clone(), SYSTEM);
     let pod = plugin.ready(None).await?;
     pods.delete(&pod.name_any(), &DeleteParams::default())
         .await?;
+    plugin.ready(pod.metadata.uid.as_deref()).await?;
     Ok(())
 }
 
-/// Gives the test's node eight GPUs until the test ends.
-async fn eight_gpus(case: &Case) -> anyhow::Result<()> {
+/// Gives the test's node eight GPUs until the test ends; returns their UUIDs.
+async fn eight_gpus(case: &Case) -> anyhow::Result<BTreeSet<String>> {
     let plugin = case.plugin();
     let before = gpus(&plugin.published().await?).len();
     let edit = format!("s/^count = .*/count = {GPUS}/");
@@ -55,39 +56,62 @@ async fn eight_gpus(case: &Case) -> anyhow::Result<()> {
     start_again(&case.client, &plugin).await?;
     plugin
         .slices("eight GPUs", wait::USUAL, |slices| {
-            (gpus(&system::complete(slices)?).len() == GPUS).then_some(())
+            let gpus = gpus(&system::complete(slices)?);
+            (gpus.len() == GPUS).then_some(gpus)
         })
         .await
 }
 
-/// The claims of a round: more of the tiers that share.
+/// The profile of partitions that capped claims share.
+const CAPPED_PROFILE: &str = "1g.20gb";
+
+/// The profile of partitions that concurrent claims share.
+const CONCURRENT_PROFILE: &str = "3g.40gb";
+
+/// The claims of a round, with the tier that each pod is told. They need all eight GPUs.
 fn requests() -> Vec<(Tier, Request)> {
-    let of = |tier: Tier| -> Vec<Request> {
-        match tier {
-            Tier::Timeshared => vec![Request::of(tier); 2],
-            Tier::Concurrent => ["40", "60"]
-                .map(|threads| Request::concurrent("15Gi", threads))
-                .to_vec(),
-            Tier::Capped => ["20", "30", "40", "60"]
-                .map(|cores| Request::capped("15Gi", cores))
-                .to_vec(),
-            Tier::Partition => vec![
-                Request::profile("1g.10gb"),
-                Request::profile("3g.40gb"),
-                Request::partition("18Gi"),
-                Request::profile("7g.80gb"),
-            ],
-            Tier::Exclusive | Tier::Passthrough => vec![Request::of(tier)],
-        }
+    let on_partition = |request: Request, profile: &str| {
+        request.that(&format!(
+            "device.attributes['gpu.tranche.dev'].?profile.orValue('') == '{profile}'"
+        ))
     };
-    let served = Tier::ALL.into_iter();
-    served
-        .flat_map(|tier| of(tier).into_iter().map(move |request| (tier, request)))
-        .collect()
+    let whole =
+        |request: Request| request.that("device.attributes['gpu.tranche.dev'].type == 'gpu'");
+    vec![
+        (Tier::Timeshared, Request::timeshared()),
+        (Tier::Timeshared, Request::timeshared()),
+        (Tier::Concurrent, whole(Request::concurrent("15Gi", "40"))),
+        (Tier::Concurrent, whole(Request::concurrent("15Gi", "60"))),
+        (
+            Tier::Concurrent,
+            on_partition(Request::concurrent("10Gi", "30"), CONCURRENT_PROFILE),
+        ),
+        (
+            Tier::Concurrent,
+            on_partition(Request::concurrent("10Gi", "70"), CONCURRENT_PROFILE),
+        ),
+        (Tier::Capped, whole(Request::capped("15Gi", "40"))),
+        (Tier::Capped, whole(Request::capped("15Gi", "60"))),
+        (
+            Tier::Capped,
+            on_partition(Request::capped("4Gi", "50"), CAPPED_PROFILE),
+        ),
+        (
+            Tier::Capped,
+            on_partition(Request::capped("8Gi", "50"), CAPPED_PROFILE),
+        ),
+        (Tier::Capped, Request::oversubscribed("60Gi", "50")),
+        (Tier::Capped, Request::oversubscribed("60Gi", "50")),
+        (Tier::Partition, Request::profile("1g.10gb")),
+        (Tier::Partition, Request::profile("7g.80gb")),
+        (Tier::Exclusive, Request::exclusive()),
+        (Tier::Passthrough, Request::of(Tier::Passthrough)),
+    ]
 }
 
-/// The pod has a device of this tier; returns the UUID of its GPU.
-async fn has(pod: &PodHandle, tier: Tier) -> anyhow::Result<String> {
+/// The pod has a device of this tier; returns the UUID of its GPU, and how the GPU is used: `partition` where it has shares of
+/// partitions.
+async fn has(pod: &PodHandle, tier: Tier) -> anyhow::Result<(String, String)> {
     pod.started().await?;
     let data: Value = pod.device_data().await?;
     ensure!(data["tier"] == tier.as_str(), "{}: {data}", pod.name());
@@ -99,14 +123,23 @@ async fn has(pod: &PodHandle, tier: Tier) -> anyhow::Result<String> {
             pod.name()
         );
     }
-    Ok(data["gpuUUID"].as_str().unwrap_or_default().to_owned())
+    let gpu = data["gpuUUID"].as_str().unwrap_or_default().to_owned();
+    let percent = data["memoryOversubscription"].as_u64();
+    let used = match (data["migUUID"].is_string(), percent) {
+        (true, _) => Tier::Partition.to_string(),
+        (false, Some(percent)) => format!("{tier} {percent} %"),
+        (false, None) => tier.to_string(),
+    };
+    Ok((gpu, used))
 }
 
 #[test]
 fn every_tier_is_served_at_once_and_gpus_change_tiers_without_a_drain() -> anyhow::Result<()> {
     run(async |case: &Case| {
-        policy::tiers(case, &Tier::ALL).await?;
-        eight_gpus(case).await?;
+        policy::every_option(case, CAPPED_PROFILE, CONCURRENT_PROFILE).await?;
+        let gpus = eight_gpus(case).await?;
+        let oversubscribed = gpus.last().context("a GPU")?;
+        policy::oversubscribe_one(case, oversubscribed, 200).await?;
         // A GPU that nvidia-persistenced has open does not go to a virtual machine.
         case.node.shell("nvidia-smi -pm 0").await?;
         let namespace = case.namespace("tiers").await?;
@@ -121,16 +154,17 @@ fn every_tier_is_served_at_once_and_gpus_change_tiers_without_a_drain() -> anyho
                 },
             ))
             .await?;
-            let mut tiers: BTreeMap<String, Tier> = BTreeMap::new();
+            let mut uses: BTreeMap<String, String> = BTreeMap::new();
             for (tier, pod) in &pods {
-                let gpu = has(pod, *tier).await?;
-                let before = tiers.insert(gpu.clone(), *tier);
+                let (gpu, used) = has(pod, *tier).await?;
+                let before = uses.insert(gpu.clone(), used.clone());
                 ensure!(
-                    before.is_none_or(|before| before == *tier),
-                    "{gpu} serves {before:?} and {tier}"
+                    before.as_ref().is_none_or(|before| *before == used),
+                    "{gpu} serves {before:?} and {used}"
                 );
             }
-            println!("round {round}: {tiers:?}");
+            println!("round {round}: {uses:?}");
+            ensure!(uses.len() == GPUS, "not on all GPUs: {uses:?}");
             try_join_all(pods.iter().map(|(_, pod)| pod.delete())).await?;
             // The other way round next time, so that GPUs serve other tiers.
             requests.reverse();
