@@ -26,6 +26,10 @@ pub struct Args {
 pub enum Command {
     /// Which claim and which pod has which GPU, and the reverse
     Get(GetArgs),
+    /// How much of nodes, GPUs and pods is allocated and used
+    Top(TopArgs),
+    /// Each GPU as a bar: its tier, shares, partitions and free room
+    Map(MapArgs),
     /// The completions of a shell, for `kubectl tranche` and `kubectl-tranche`
     Completion {
         /// The shell
@@ -58,6 +62,56 @@ pub enum Kind {
     /// GPUs and their pods
     #[value(aliases = ["gpu", "device", "devices"])]
     Gpus,
+}
+
+/// Arguments of `top`.
+#[derive(Clone, Debug, clap::Args)]
+pub struct TopArgs {
+    /// What to list
+    #[arg(value_enum, default_value = "gpus")]
+    pub kind: TopKind,
+    #[command(flatten)]
+    /// Of which namespaces pods are shown.
+    pub scope: ScopeArgs,
+    #[command(flatten)]
+    /// Whether to show it again and again.
+    pub watch: WatchArgs,
+}
+
+/// What `top` lists.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum TopKind {
+    /// Nodes with GPUs
+    #[value(aliases = ["node", "no"])]
+    Nodes,
+    /// GPUs
+    #[value(alias = "gpu")]
+    Gpus,
+    /// Pods with GPUs
+    #[value(aliases = ["pod", "po"])]
+    Pods,
+}
+
+/// Arguments of `map`.
+#[derive(Clone, Debug, clap::Args)]
+pub struct MapArgs {
+    /// Draw with ASCII characters, also where the locale is UTF-8
+    #[arg(long)]
+    pub ascii: bool,
+    #[command(flatten)]
+    /// Whether to show it again and again.
+    pub watch: WatchArgs,
+}
+
+/// Whether to show a result again and again.
+#[derive(Clone, Copy, Debug, clap::Args)]
+pub struct WatchArgs {
+    /// Show it again and again, until Ctrl-C
+    #[arg(long, short)]
+    pub watch: bool,
+    /// Seconds between two readings
+    #[arg(long, value_name = "SECONDS", default_value_t = 2, value_parser = clap::value_parser!(u64).range(1..=3600))]
+    pub interval: u64,
 }
 
 /// Of which namespaces claims and pods are shown.

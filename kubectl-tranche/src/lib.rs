@@ -16,12 +16,15 @@
 pub mod args;
 pub mod cluster;
 pub mod get;
+pub mod map;
 pub mod model;
 pub mod output;
 mod run;
 pub mod snapshot;
 #[cfg(test)]
 pub(crate) mod testing;
+pub mod top;
 pub mod usage;
+mod watch;
 
 pub use run::run;

@@ -10,6 +10,7 @@
 //! Objects that cannot be read are missing in the snapshot, and the model has what the others tell: without GpuNodes, GPUs are
 //! known from their slices; without slices, by what the node wrote into the claims.
 
+mod amounts;
 mod claims;
 mod devices;
 mod gpus;
@@ -22,6 +23,7 @@ use tranche_api::withheld::WithheldGpu;
 use crate::snapshot::Snapshot;
 use crate::usage::{self, Used};
 
+pub use amounts::Amounts;
 pub use claims::{Claim, ClaimDevice, State, Want};
 pub use devices::Devices;
 pub use room::{Room, SharesRoom, SlicesRoom};

@@ -35,6 +35,35 @@ pub(crate) struct World {
     pub(crate) asked: Arc<Mutex<Vec<String>>>,
 }
 
+/// Shares on the first GPU, partitions on the second, the T4 whole.
+pub(crate) fn busy() -> World {
+    let mut world = World::new();
+    let (shared, divided) = ("gpu-a0000000-capped", "gpu-a0000001");
+    world.claim(
+        "team-a/notebook",
+        &["notebook"],
+        &[share("node-a", shared, "20Gi", "25")],
+    );
+    world.claim(
+        "team-b/training",
+        &["training"],
+        &[share("node-a", shared, "40Gi", "50")],
+    );
+    world.claim(
+        "team-a/left",
+        &["left"],
+        &[whole("node-a", &format!("{divided}-mig-3g40gb-0"))],
+    );
+    world.claim(
+        "team-a/right",
+        &["right"],
+        &[whole("node-a", &format!("{divided}-mig-3g40gb-4"))],
+    );
+    world.claim("team-c/waits", &[], &[]);
+    world.claim("team-c/card", &["card"], &[whole("node-b", "gpu-b0000000")]);
+    world
+}
+
 /// The UUID of the nth GPU of a node whose UUIDs begin with `digit`.
 pub(crate) fn uuid(digit: char, nth: u32) -> String {
     let first = format!("{digit}{nth:07x}");

@@ -2,7 +2,7 @@
 
 use tranche_api::Tier::{self, Capped, Concurrent, Exclusive, Partition, Timeshared};
 
-use crate::testing::{World, share, uuid, whole};
+use crate::testing::{World, busy, uuid};
 use crate::usage::{Usage, Used};
 
 use super::*;
@@ -11,35 +11,6 @@ const GI: u64 = 1 << 30;
 
 fn model(world: &World) -> Model {
     Model::new(&world.snapshot(), &Err("nobody serves it".into()))
-}
-
-/// Shares on the first GPU, partitions on the second, the T4 whole.
-fn busy() -> World {
-    let mut world = World::new();
-    let (shared, divided) = ("gpu-a0000000-capped", "gpu-a0000001");
-    world.claim(
-        "team-a/notebook",
-        &["notebook"],
-        &[share("node-a", shared, "20Gi", "25")],
-    );
-    world.claim(
-        "team-b/training",
-        &["training"],
-        &[share("node-a", shared, "40Gi", "50")],
-    );
-    world.claim(
-        "team-a/left",
-        &["left"],
-        &[whole("node-a", &format!("{divided}-mig-3g40gb-0"))],
-    );
-    world.claim(
-        "team-a/right",
-        &["right"],
-        &[whole("node-a", &format!("{divided}-mig-3g40gb-4"))],
-    );
-    world.claim("team-c/waits", &[], &[]);
-    world.claim("team-c/card", &["card"], &[whole("node-b", "gpu-b0000000")]);
-    world
 }
 
 fn gpu<'a>(model: &'a Model, uuid: &str) -> &'a Gpu {

@@ -1,0 +1,351 @@
+//! `map`: each GPU as a bar of who has how much of it, what is free and what is stranded.
+
+use serde::Serialize;
+use tranche_api::Tier;
+
+use crate::model::{Gpu, Held, Model, Room};
+use crate::output::{Block, Tone, View, bytes};
+use crate::top::{free, size};
+
+/// Cells of a bar.
+const WIDTH: u64 = 40;
+
+/// What is shown.
+#[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Map {
+    /// The nodes.
+    pub nodes: Vec<NodeMap>,
+    /// Whether only ASCII characters are drawn.
+    #[serde(skip)]
+    pub is_ascii: bool,
+}
+
+/// The GPUs of a node.
+#[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct NodeMap {
+    /// The node.
+    pub node: String,
+    /// What is wrong with it.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub problems: Vec<String>,
+    /// Its GPUs.
+    pub gpus: Vec<GpuMap>,
+}
+
+/// A GPU.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct GpuMap {
+    /// Its UUID.
+    pub uuid: String,
+    /// The digits of it that people read.
+    #[serde(skip)]
+    pub short: String,
+    /// Its product.
+    pub product: String,
+    /// Its memory, bytes.
+    pub memory: u64,
+    /// The tier that it serves.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tier: Option<Tier>,
+    /// What the bar is made of, in order; their parts are of their sum.
+    pub segments: Vec<Segment>,
+    /// What is free.
+    pub room: Room,
+}
+
+/// A part of a bar.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Segment {
+    /// Its part: bytes, slices or shares, of the sum of all.
+    pub part: u64,
+    /// What it is.
+    #[serde(flatten)]
+    pub content: Content,
+}
+
+/// What a part of a GPU is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase", tag = "kind")]
+pub enum Content {
+    /// A device that claims hold, or one claim's share.
+    Held {
+        /// `namespace/claim` of each, with its limits.
+        tenants: Vec<String>,
+        /// Of a partition: its profile.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        profile: Option<String>,
+    },
+    /// Free.
+    Free,
+    /// Free, and nobody can have it.
+    Stranded,
+    /// Not offered.
+    Closed,
+}
+
+/// The map of all GPUs.
+#[must_use]
+pub fn map(model: &Model, is_ascii: bool) -> Map {
+    let nodes = model.nodes.iter().map(|node| NodeMap {
+        node: node.name.clone(),
+        problems: node.problems.clone(),
+        gpus: node.gpus.iter().map(gpu_map).collect(),
+    });
+    Map {
+        nodes: nodes.collect(),
+        is_ascii,
+    }
+}
+
+fn gpu_map(gpu: &Gpu) -> GpuMap {
+    GpuMap {
+        uuid: gpu.uuid.clone(),
+        short: gpu.short().to_owned(),
+        product: gpu.product.clone(),
+        memory: gpu.memory,
+        tier: gpu.tier,
+        segments: segments(gpu),
+        room: gpu.room.clone(),
+    }
+}
+
+fn segments(gpu: &Gpu) -> Vec<Segment> {
+    let segment = |part, content| Segment { part, content };
+    let rest = |free: u64, stranded: u64| {
+        [
+            segment(free - stranded.min(free), Content::Free),
+            segment(stranded, Content::Stranded),
+        ]
+    };
+    let all = match &gpu.room {
+        Room::All => vec![segment(1, Content::Free)],
+        Room::NotOffered => vec![segment(1, Content::Closed)],
+        Room::Nothing | Room::Unknown => {
+            let whole = gpu.held.iter().map(|held| segment(1, of_device(held)));
+            whole.collect()
+        }
+        Room::Places { free, .. } => {
+            let held = gpu.held.iter().flat_map(of_tenants);
+            let held = held.map(|(_, content)| segment(1, content));
+            held.chain([segment(*free, Content::Free)]).collect()
+        }
+        Room::Shares(room) => {
+            let held = gpu.held.iter().flat_map(of_tenants);
+            let held = held.map(|(memory, content)| segment(memory, content));
+            held.chain(rest(room.free_memory, room.stranded_memory))
+                .collect()
+        }
+        Room::Slices(room) => {
+            let mut held: Vec<&Held> = gpu.held.iter().collect();
+            held.sort_by_key(|held| held.slice);
+            let taken = u64::from(room.memory - room.free_memory.min(room.memory));
+            let sum: u64 = held.iter().map(|it| it.memory).sum();
+            // Each partition has memory slices by its part of the memory of all partitions.
+            let slices = |memory: u64| (memory * taken + sum / 2).checked_div(sum).unwrap_or(1);
+            let held = held
+                .into_iter()
+                .map(|it| segment(slices(it.memory), of_device(it)));
+            held.chain(rest(room.free_memory.into(), room.stranded_memory.into()))
+                .collect()
+        }
+    };
+    all.into_iter().filter(|it| it.part > 0).collect()
+}
+
+fn of_device(held: &Held) -> Content {
+    let tenants = of_tenants(held).filter_map(|(_, content)| match content {
+        Content::Held { tenants, .. } => Some(tenants),
+        _ => None,
+    });
+    Content::Held {
+        tenants: tenants.flatten().collect(),
+        profile: held.profile.clone(),
+    }
+}
+
+/// Each tenant with its memory.
+fn of_tenants(held: &Held) -> impl Iterator<Item = (u64, Content)> {
+    let tenants = held.tenants.iter().filter(|it| !it.device.is_admin);
+    tenants.map(|tenant| {
+        let device = &tenant.device;
+        let mut text = format!("{}/{}", tenant.namespace, tenant.claim);
+        if let Some(memory) = device.memory {
+            text = format!("{text} {}", bytes(memory));
+        }
+        if let Some(cores) = device.cores.filter(|_| device.tier.has_shim()) {
+            text = format!("{text} {cores}%");
+        }
+        let content = Content::Held {
+            tenants: vec![text],
+            profile: device.profile.clone(),
+        };
+        (device.memory.unwrap_or_default(), content)
+    })
+}
+
+/// The characters of a bar.
+struct Pen {
+    left: char,
+    right: char,
+    fill: char,
+    free: char,
+    stranded: char,
+    closed: char,
+}
+
+const UNICODE: Pen = Pen {
+    left: '▕',
+    right: '▏',
+    fill: '█',
+    free: '░',
+    stranded: '╳',
+    closed: '·',
+};
+
+const ASCII: Pen = Pen {
+    left: '[',
+    right: ']',
+    fill: '=',
+    free: '.',
+    stranded: 'x',
+    closed: '-',
+};
+
+impl Pen {
+    /// The bar. A segment begins with its letter; none is so short that it is not seen.
+    fn bar(&self, segments: &[Segment]) -> String {
+        let widths = widths(segments);
+        let mut letters = letters();
+        let mut bar = String::from(self.left);
+        for (segment, width) in segments.iter().zip(widths) {
+            let fill = match segment.content {
+                Content::Held { .. } => self.fill,
+                Content::Free => self.free,
+                Content::Stranded => self.stranded,
+                Content::Closed => self.closed,
+            };
+            let mut width = width;
+            if matches!(segment.content, Content::Held { .. }) {
+                bar.push(letters.next().unwrap_or('?'));
+                width -= 1;
+            }
+            bar.extend((0..width).map(|_| fill));
+        }
+        bar.push(self.right);
+        bar
+    }
+}
+
+/// `A` to `Z`, `a` to `z`, again and again.
+fn letters() -> impl Iterator<Item = char> {
+    ('A'..='Z').chain('a'..='z').cycle()
+}
+
+/// How many cells each segment has: at least one; [`WIDTH`] together where there are not more segments. What rounding down
+/// leaves goes to those of which most was cut off.
+fn widths(segments: &[Segment]) -> Vec<u64> {
+    let sum: u128 = segments.iter().map(|it| u128::from(it.part)).sum();
+    let exact = segments
+        .iter()
+        .map(|it| u128::from(it.part) * u128::from(WIDTH));
+    let (mut widths, rest): (Vec<u64>, Vec<u128>) = exact
+        .map(|cells| {
+            let whole = u64::try_from(cells / sum.max(1)).unwrap_or(WIDTH);
+            (
+                whole.max(1),
+                if whole == 0 { 0 } else { cells % sum.max(1) },
+            )
+        })
+        .unzip();
+    let mut order: Vec<usize> = (0..widths.len()).collect();
+    order.sort_by_key(|index| std::cmp::Reverse(rest[*index]));
+    let left = WIDTH.saturating_sub(widths.iter().sum());
+    for index in order
+        .into_iter()
+        .take(usize::try_from(left).unwrap_or_default())
+    {
+        widths[index] += 1;
+    }
+    // Segments that are shown larger than they are, are taken from the widest.
+    while widths.iter().sum::<u64>() > WIDTH {
+        match widths.iter_mut().max_by_key(|width| **width) {
+            Some(widest) if *widest > 1 => *widest -= 1,
+            _ => break,
+        }
+    }
+    widths
+}
+
+impl View for Map {
+    fn blocks(&self, is_wide: bool) -> Vec<Block> {
+        if self.nodes.iter().all(|node| node.gpus.is_empty()) {
+            return vec![Block::plain("there are no GPUs that Tranche knows here")];
+        }
+        let pen = if self.is_ascii { &ASCII } else { &UNICODE };
+        let mut blocks = Vec::new();
+        for node in &self.nodes {
+            blocks.push(Block::Line(Tone::Heading, node.node.clone()));
+            let problems = node.problems.iter();
+            blocks.extend(problems.map(|it| Block::Line(Tone::Warning, format!("  {it}"))));
+            for gpu in &node.gpus {
+                blocks.extend(gpu.lines(pen, is_wide));
+            }
+        }
+        let Pen {
+            free,
+            stranded,
+            closed,
+            ..
+        } = pen;
+        let legend = format!("{free} free   {stranded} stranded   {closed} not offered");
+        blocks.push(Block::Line(Tone::Faint, legend));
+        blocks
+    }
+}
+
+impl GpuMap {
+    fn lines(&self, pen: &Pen, is_wide: bool) -> Vec<Block> {
+        let uuid = if is_wide { &self.uuid } else { &self.short };
+        let tier = self.tier.map_or("free", Tier::as_str);
+        let tone = match (
+            &self.room,
+            self.segments
+                .iter()
+                .any(|it| it.content == Content::Stranded),
+        ) {
+            (Room::All, _) => Tone::Good,
+            (Room::NotOffered, _) | (_, true) => Tone::Warning,
+            _ => Tone::Plain,
+        };
+        let first = format!(
+            "  {uuid} {} {tier:<11} {} {}, free: {}",
+            pen.bar(&self.segments),
+            self.product,
+            size(self.memory),
+            free(&self.room)
+        );
+        let mut lines = vec![Block::Line(tone, first)];
+        let mut letters = letters();
+        for segment in &self.segments {
+            let Content::Held { tenants, profile } = &segment.content else {
+                continue;
+            };
+            let letter = letters.next().unwrap_or('?');
+            let profile = profile.iter().map(|it| format!("{it}: "));
+            let text = format!(
+                "    {letter} {}{}",
+                profile.collect::<String>(),
+                tenants.join(", ")
+            );
+            lines.push(Block::plain(text));
+        }
+        lines
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,107 @@
+//! What `top` shows of nodes, GPUs and pods.
+
+use crate::output::{Format, text};
+use crate::testing::busy;
+use crate::usage::Usage;
+
+use super::*;
+
+fn shown(kind: TopKind, usage: &crate::usage::Known) -> Vec<Vec<String>> {
+    let model = Model::new(&busy().snapshot(), usage);
+    let text = text(&answer(&model, kind, &Scope::All), Format::Table).unwrap();
+    let text = anstream::adapter::strip_str(&text).to_string();
+    let cells = |line: &str| {
+        let cells = line
+            .split("   ")
+            .map(str::trim)
+            .filter(|cell| !cell.is_empty());
+        cells.map(str::to_owned).collect()
+    };
+    text.lines().map(cells).collect()
+}
+
+#[test]
+fn allocated_numbers_need_no_usage() {
+    let rows = shown(TopKind::Nodes, &Err("nobody serves it".into()));
+    assert_eq!(
+        rows[1],
+        [
+            "node-a",
+            "2",
+            "0",
+            "4",
+            "159.3Gi",
+            "139Gi (87%)",
+            "0",
+            "80%",
+            "-",
+            "-"
+        ]
+    );
+    assert_eq!(
+        rows[2],
+        [
+            "node-b",
+            "1",
+            "0",
+            "1",
+            "15Gi",
+            "15Gi (100%)",
+            "0",
+            "100%",
+            "-",
+            "-"
+        ]
+    );
+    let rows = shown(TopKind::Gpus, &Err(String::new()));
+    let shared = &rows[1];
+    assert_eq!(
+        shared[1..5],
+        ["GPU-a0000000", "NVIDIA H100 80GB HBM3", "capped", "2"]
+    );
+    assert_eq!(
+        shared[6..],
+        ["60Gi (75%)", "17.1Gi 25% 14 places", "-", "-", "-"]
+    );
+    let divided = &rows[2];
+    assert_eq!(divided[7..9], ["nothing fits", "1/7 compute"]);
+    let rows = shown(TopKind::Pods, &Err(String::new()));
+    let names: Vec<_> = rows.iter().map(|row| row[1].as_str()).collect();
+    assert_eq!(
+        names,
+        ["POD", "left", "notebook", "right", "training", "card"]
+    );
+    assert_eq!(rows[2][6..], ["20Gi", "25%", "-", "-"]);
+}
+
+#[test]
+fn usage_is_shown_where_it_is_known() {
+    let used = Used {
+        memory: 3 << 30,
+        time: Some(41.6),
+        ..Used::default()
+    };
+    let uuid = crate::testing::uuid('a', 0);
+    let key = (
+        "uid-team-a-notebook".to_owned(),
+        "gpu-a0000000-capped".to_owned(),
+    );
+    let usage = Usage {
+        gpus: [(uuid, used)].into(),
+        claims: [(key, used)].into(),
+    };
+    let usage = Ok(usage);
+    assert_eq!(shown(TopKind::Gpus, &usage)[1][9..], ["3Gi", "42%"]);
+    assert_eq!(shown(TopKind::Pods, &usage)[2][8..], ["3Gi", "42%"]);
+    // A sum of which a part is not known is not known.
+    assert_eq!(shown(TopKind::Nodes, &usage)[1][8..], ["-", "-"]);
+}
+
+#[test]
+fn sizes_are_short() {
+    assert_eq!(size(0), "0");
+    assert_eq!(size(1), "1Mi");
+    assert_eq!(size(20 << 30), "20Gi");
+    assert_eq!(size(78960 << 20), "77.1Gi");
+    assert_eq!(size(u64::MAX), "17179869184Gi");
+}
