@@ -16,6 +16,7 @@ use crate::feed::Feed;
 use crate::http::{self, Health};
 use crate::leader::Election;
 use crate::metrics::Metrics;
+use crate::pending;
 
 /// Publishes the ResourceSlices of every GPU node from its GpuNode and the cluster's SharingPolicies.
 #[derive(Debug, Parser)]
@@ -45,6 +46,10 @@ pub struct Args {
     #[arg(long, env = "POLICY_REQUESTS_PER_SECOND", default_value_t = REQUESTS_PER_SECOND)]
     policy_requests_per_second: u32,
 
+    /// Watch the cluster's pending pods, to count those that wait for claims of our classes.
+    #[arg(long, env = "WATCH_PENDING_PODS", default_value_t = false)]
+    watch_pending_pods: bool,
+
     /// Format of log lines; RUST_LOG sets what is logged (default info).
     #[arg(long, value_enum, default_value_t = LogFormat::Text)]
     log_format: LogFormat,
@@ -60,6 +65,7 @@ impl Args {
             namespace,
             identity,
             policy_requests_per_second,
+            watch_pending_pods,
             log_format,
         } = self;
         log::start(log_format).context("RUST_LOG")?;
@@ -91,6 +97,14 @@ impl Args {
             health.clone(),
             policy_requests_per_second,
         );
+
+        if watch_pending_pods {
+            tokio::spawn(pending::watch(
+                client.clone(),
+                metrics.clone(),
+                stop.clone(),
+            ));
+        }
 
         let access = Access::new(client);
         let (health_stop, metrics_stop) = (stop.clone(), stop.clone());

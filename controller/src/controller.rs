@@ -28,7 +28,7 @@ use crate::mirror::{Version, version};
 use crate::offered;
 use crate::pool::{Memory, Write};
 use crate::queue::{Lane, Pace, Queue};
-use crate::reconcile::{Evidence, Step, reconcile};
+use crate::reconcile::{Evidence, Step, missing_slices, reconcile};
 use crate::withdrawn::{Held, Read};
 
 /// Nodes that are worked on at once.
@@ -330,6 +330,8 @@ impl Controller {
     fn note(&self, view: &NodeView) {
         self.metrics
             .node(&view.name, view.slices.len(), published(view));
+        self.metrics
+            .slices_missing(&view.name, missing_slices(view));
     }
 
     fn finish(&mut self, report: Report) {

@@ -12,6 +12,7 @@
 //! * [`reconcile`] decides one step for one node from everything that is known, with [`pool`] for the
 //!   difference between slices and [`withdrawn`] for devices that may not disappear yet.
 //! * [`apply`] executes the step; [`controller`] is the loop around all of it.
+//! * [`pending`] counts the pods that wait for claims of our classes, beside all this.
 //! * [`leader`] lets one replica write. The others follow with a warm index.
 //!
 //! At steady state nobody writes: a step follows only from a difference, and differences are taken by
@@ -29,6 +30,7 @@ pub mod leader;
 pub mod metrics;
 pub mod mirror;
 pub mod offered;
+pub mod pending;
 pub mod pool;
 pub mod queue;
 pub mod reconcile;

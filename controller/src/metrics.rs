@@ -1,7 +1,8 @@
-//! The controller's metrics, in Prometheus' text format.
+//! The controller's metrics, in Prometheus' text format. `docs/reference/metrics.md` lists them.
 
-use std::sync::Arc;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::AtomicI64;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use prometheus_client::encoding::text::encode;
@@ -12,6 +13,9 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::{Registry, Unit};
 use tranche_api::gpu_node::Published;
+use tranche_driver::pending::Reason;
+
+use crate::pending::Count;
 
 /// The kind of a write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -88,6 +92,12 @@ struct NodeLabels {
     node: String,
 }
 
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, EncodeLabelSet)]
+struct PendingLabels {
+    namespace: String,
+    reason: &'static str,
+}
+
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct LaneLabels {
     lane: &'static str,
@@ -111,11 +121,30 @@ pub struct Metrics {
     watch_errors: Family<WatchLabels, Counter>,
     queued: Family<LaneLabels, Gauge>,
     leader: Gauge<i64, AtomicI64>,
+    missing: Family<NodeLabels, Gauge>,
+    pending: Family<PendingLabels, Gauge>,
+    pending_since: Family<PendingLabels, Gauge>,
+    /// The series that `pending` has.
+    pending_known: Arc<Mutex<BTreeSet<PendingLabels>>>,
 }
 
 impl Default for Metrics {
     fn default() -> Self {
-        let mut registry = Registry::with_prefix("tranche_controller");
+        let mut all = Registry::with_prefix("tranche");
+        let pending = Family::default();
+        all.register(
+            "pods_pending",
+            "Pods that wait for claims of our classes, by reason",
+            pending.clone(),
+        );
+        let pending_since = Family::default();
+        all.register_with_unit(
+            "pods_pending_oldest_timestamp",
+            "When the oldest of these pods was created, Unix time",
+            Unit::Seconds,
+            pending_since.clone(),
+        );
+        let registry = all.sub_registry_with_prefix("controller");
         let writes = Family::default();
         registry.register(
             "writes",
@@ -144,6 +173,12 @@ impl Default for Metrics {
             "GPUs of a node of which not everything is offered that the policy asks for",
             withheld.clone(),
         );
+        let missing = Family::default();
+        registry.register(
+            "slices_missing",
+            "ResourceSlices that were published for a node's plugin and are gone, or 1 if none was published for it yet",
+            missing.clone(),
+        );
         let lists = Family::default();
         registry.register("lists", "Complete lists taken in", lists.clone());
         let watch_errors = Family::default();
@@ -157,7 +192,7 @@ impl Default for Metrics {
         let leader = Gauge::default();
         registry.register("leader", "1 on the replica that writes", leader.clone());
         Self {
-            registry: Arc::new(registry),
+            registry: Arc::new(all),
             writes,
             reconciles,
             slices,
@@ -167,6 +202,10 @@ impl Default for Metrics {
             watch_errors,
             queued,
             leader,
+            missing,
+            pending,
+            pending_since,
+            pending_known: Arc::default(),
         }
     }
 }
@@ -208,6 +247,45 @@ impl Metrics {
         self.withheld.get_or_create(&labels).set(withheld.into());
     }
 
+    /// Records how many of a node's slices are missing; a node that misses none has no series.
+    pub fn slices_missing(&self, node: &str, missing: usize) {
+        let labels = NodeLabels {
+            node: node.to_owned(),
+        };
+        if missing == 0 {
+            self.missing.remove(&labels);
+            return;
+        }
+        let missing = i64::try_from(missing).unwrap_or(i64::MAX);
+        self.missing.get_or_create(&labels).set(missing);
+    }
+
+    /// Records the pods that wait; reasons for which none waits any more lose their series.
+    pub fn pending(&self, counts: &BTreeMap<(Box<str>, Reason), Count>) {
+        let mut now = BTreeSet::new();
+        for ((namespace, reason), count) in counts {
+            let labels = PendingLabels {
+                namespace: namespace.to_string(),
+                reason: reason.as_str(),
+            };
+            let pods = i64::try_from(count.pods).unwrap_or(i64::MAX);
+            self.pending.get_or_create(&labels).set(pods);
+            self.pending_since
+                .get_or_create(&labels)
+                .set(count.since.as_second());
+            now.insert(labels);
+        }
+        let mut known = self
+            .pending_known
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        for gone in known.difference(&now) {
+            self.pending.remove(gone);
+            self.pending_since.remove(gone);
+        }
+        *known = now;
+    }
+
     /// Counts a complete list of a watch.
     pub fn listed(&self, kind: &'static str) {
         self.lists.get_or_create(&WatchLabels { kind }).inc();
@@ -234,5 +312,59 @@ impl Metrics {
         let mut text = String::new();
         encode(&mut text, &self.registry)?;
         Ok(text)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fmt::Write as _;
+
+    use jiff::Timestamp;
+
+    use super::*;
+
+    const REFERENCE: &str = include_str!("../../docs/reference/controller-metrics.md");
+
+    /// One of everything: a family without series has no text.
+    fn all() -> Metrics {
+        let metrics = Metrics::default();
+        metrics.written(Verb::Create, "resourceslices", Outcome::Done);
+        metrics.node("n", 1, None);
+        metrics.slices_missing("n", 1);
+        metrics.listed("nodes");
+        metrics.watch_failed("nodes");
+        metrics.queued("prompt", 1);
+        let count = Count {
+            pods: 1,
+            since: Timestamp::UNIX_EPOCH,
+        };
+        metrics.pending(&BTreeMap::from([(("team".into(), Reason::NoRoom), count)]));
+        metrics
+    }
+
+    #[test]
+    fn the_reference_lists_all_metrics() {
+        let metrics = all();
+        let (mut table, mut meaning) = (String::new(), "");
+        let text = metrics.text().expect("text");
+        for line in text.lines() {
+            match line.splitn(4, ' ').collect::<Vec<_>>()[..] {
+                ["#", "HELP", _, help] => meaning = help.trim_end_matches('.'),
+                ["#", "TYPE", name, kind] => {
+                    let total = if kind == "counter" { "_total" } else { "" };
+                    let _ = writeln!(table, "| `{name}{total}` | {kind} | {meaning} |");
+                }
+                _ => {}
+            }
+        }
+        assert_eq!(
+            table.lines().count(),
+            12,
+            "add what is new to `all`: {table}"
+        );
+        assert!(
+            REFERENCE.contains(&table),
+            "docs/reference/controller-metrics.md must have this table:\n{table}"
+        );
     }
 }

@@ -157,6 +157,29 @@ fn phase(
     }
 }
 
+/// How many slices are missing: those that were published for the plugin's registration and are gone, or 1 if none was
+/// published for it yet. A node without a plugin or without a driver misses none.
+#[must_use]
+pub fn missing_slices(view: &NodeView) -> usize {
+    let status = view.gpu_node.as_ref().and_then(|g| g.status.as_ref());
+    let registration = status.and_then(|status| status.registration.as_ref());
+    let Some(registration) = registration.filter(|it| it.epoch >= 1 && view.node.is_some()) else {
+        return 0;
+    };
+    let Some(published) = status.and_then(|status| status.published.as_ref()) else {
+        return 1;
+    };
+    match phase(&view.slices, registration, published) {
+        Phase::Keep => 0,
+        Phase::Publish => 1,
+        Phase::Wait => {
+            let exists = |name: &str| view.slices.iter().any(|slice| *slice.name == *name);
+            let names = published.slices.iter();
+            names.filter(|name| !exists(name)).count()
+        }
+    }
+}
+
 /// Whether the plugin's last write is so old that the plugin may be dead and its slices wiped already. By the
 /// API server's clock, which stamps what a field manager writes.
 fn is_stale(gpu_node: &GpuNode, now: Timestamp) -> bool {

@@ -64,6 +64,27 @@ async fn a_registered_node_is_published() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn missing_slices_are_counted_until_they_are_back() {
+    let (cluster, replica) = published().await;
+    let missing = || {
+        let text = replica.metrics.text().expect("text");
+        let mut lines = text.lines().map(str::to_owned);
+        lines.find(|line| line.starts_with("tranche_controller_slices_missing{"))
+    };
+    assert_eq!(missing(), None);
+    let slices = cluster.slices("a").len();
+    // The plugin is gone, and so are its slices.
+    cluster.wipe("a");
+    sleep(SOON).await;
+    let expected = format!("tranche_controller_slices_missing{{node=\"a\"}} {slices}");
+    assert_eq!(missing(), Some(expected));
+    let _plugin = cluster.plugin("a", seconds(1));
+    sleep(SOON).await;
+    cluster.assert_whole("a");
+    assert_eq!(missing(), None);
+}
+
+#[tokio::test(start_paused = true)]
 async fn nothing_is_written_at_steady_state() {
     let (cluster, _replica) = published().await;
     let _plugin = cluster.plugin("a", seconds(20));

@@ -28,6 +28,7 @@ pub mod journal;
 pub mod metadata;
 pub mod mig;
 pub mod oversubscription;
+pub mod pending;
 pub mod policy;
 pub mod preparation;
 pub mod providers;

@@ -26,6 +26,7 @@ pub struct Cluster {
 
 /// A running replica of the controller.
 pub struct Replica {
+    pub metrics: Metrics,
     stop: CancellationToken,
     cut: CancellationToken,
     task: JoinHandle<()>,
@@ -86,7 +87,7 @@ impl Cluster {
             executor,
             feed,
             leadership,
-            metrics,
+            metrics.clone(),
             Health::default(),
             per_second,
         );
@@ -98,7 +99,12 @@ impl Cluster {
             written.cancel();
             elected.await.expect("no panic");
         });
-        Replica { stop, cut, task }
+        Replica {
+            metrics,
+            stop,
+            cut,
+            task,
+        }
     }
 
     /// Writes a policy.
