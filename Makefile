@@ -38,11 +38,12 @@ demo-down: cluster-down ## removes every trace of the demo
 
 test: lint unit e2e ## everything: what CI runs
 
-lint: tools ## formatting, clippy, shell scripts, the chart, the drivers' symbols
+lint: tools ## formatting, clippy, shell scripts, the chart, the alerts, the drivers' symbols
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets -- -D warnings
 	e2e/kind/lint
 	deploy/helm/check
+	deploy/monitoring/check
 	shim/symbols check
 
 unit: shim simulator gpu-kit ## unit, property and contract tests, without a cluster
@@ -66,7 +67,7 @@ bench-scale: ## the controller at 100, 1,000 and 6,000 nodes, over a real API se
 	cargo build --release -p tranche-controller
 	bench/scale/run
 
-tools: ## kind and helm, in target/cluster/bin
+tools: ## kind, helm, prometheus and promtool, in target/cluster/bin
 	e2e/kind/tools
 
 clean: ## removes what was built here, but not the cache of e2e/kind

@@ -7,7 +7,7 @@ REPOSITORY=$(cd "$KIND_DIR/../.." && pwd)
 export PATH=$PATH:/usr/sbin:/sbin
 
 for file in lib/{settings,progress,cache,packages} engine/{engine,traces} node-image/{parts,rootfs,images,assemble,image} \
-	cluster/{tools,create,network,crio,images,gpus,chart}; do
+	cluster/{tools,prometheus,create,network,crio,images,gpus,chart}; do
 	# shellcheck source=/dev/null # each is checked by itself
 	source "$KIND_DIR/$file.sh"
 done

@@ -1,0 +1,197 @@
+//! docs/troubleshooting.md: what to do, by the text of a message.
+//!
+//! A section has what people wrote, a comment that names the sources whose messages belong to it, and the list of these, which
+//! [`updated`] writes. Of several sections that name a file, the one with the longest path has it. Behind a message of the list
+//! there may be a note that people wrote; it stays as long as the message does.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write as _;
+
+use crate::sources::Messages;
+
+/// Literals that are no messages, or that no user sees, by file or text, and why.
+pub const UNSEEN: &[(&str, &str)] = &[
+    (
+        "driver/src/pending.rs",
+        "words of kube-scheduler, by which its messages are told apart",
+    ),
+    (
+        "api/src/reference.rs",
+        "text of docs/reference/attributes.md, which has it",
+    ),
+    (
+        "shim/coverage/src/page.rs",
+        "text of docs/reference/cuda-coverage.md and nvml-coverage.md",
+    ),
+    (
+        "shim/coverage/src/lib.rs",
+        "of the shim's build, for developers",
+    ),
+    (
+        "shim/runtime/src/lib.rs",
+        "a compile error on other architectures",
+    ),
+    (
+        "application/openmetrics-text; version=1.0.0; charset=utf-8",
+        "the media type of the metrics",
+    ),
+    (
+        "'compute' in self && 'utility' in self",
+        "a rule, whose message is on the page",
+    ),
+    (
+        "nvidia-smi compute-policy --list",
+        "a command that the plugin runs",
+    ),
+    (
+        "nvidia-smi compute-policy --set-timeslice",
+        "a command that the plugin runs",
+    ),
+];
+
+/// What begins the comment with a section's sources.
+const SOURCES: &str = "<!-- messages of ";
+/// The headings of sections.
+const SECTION: &str = "\n## ";
+
+/// Why a page cannot be written.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+pub enum PageError {
+    /// Messages belong nowhere.
+    #[error(
+        "no section of docs/troubleshooting.md has the messages of {0:?}: name it in the comment of one, or in UNSEEN of docs/check/src/troubleshooting.rs with the reason why nobody sees them"
+    )]
+    Homeless(BTreeSet<String>),
+    /// A section names a source that has no messages.
+    #[error(
+        "a section of docs/troubleshooting.md names {0}, which has no messages: remove it there"
+    )]
+    Empty(String),
+}
+
+/// Whether a user never sees it.
+fn is_unseen(message: &str, file: &str) -> bool {
+    UNSEEN
+        .iter()
+        .any(|(what, _)| *what == message || file.starts_with(what))
+}
+
+/// A message as it is on the page.
+fn span(message: &str) -> String {
+    if message.contains('`') {
+        format!("`` {message} ``")
+    } else {
+        format!("`{message}`")
+    }
+}
+
+/// The sources that a section names.
+fn sources(section: &str) -> impl Iterator<Item = &str> {
+    let comment = section.split_once(SOURCES);
+    let names = comment.and_then(|(_, rest)| rest.split_once(" -->"));
+    names.map_or("", |(names, _)| names).split_whitespace()
+}
+
+/// The page with these messages in its lists.
+pub fn updated(page: &str, messages: &Messages) -> Result<String, PageError> {
+    let notes = notes(page);
+    let mut sections = page.split(SECTION);
+    let mut text = sections.next().unwrap_or_default().trim_end().to_owned();
+    let sections: Vec<_> = sections.collect();
+    let named: Vec<&str> = sections.iter().flat_map(|it| sources(it)).collect();
+    let mut lists: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
+    let mut homeless = BTreeSet::new();
+    for (message, file) in messages {
+        if is_unseen(message, file) {
+            continue;
+        }
+        let fitting = named.iter().filter(|it| file.starts_with(**it));
+        match fitting.max_by_key(|it| it.len()) {
+            Some(source) => {
+                lists.entry(source).or_default().insert(message);
+            }
+            None => {
+                homeless.insert(file.clone());
+            }
+        }
+    }
+    if !homeless.is_empty() {
+        return Err(PageError::Homeless(homeless));
+    }
+    for section in sections {
+        let mut list = BTreeSet::new();
+        for source in sources(section) {
+            let found = lists.remove(source);
+            list.extend(found.ok_or_else(|| PageError::Empty(source.to_owned()))?);
+        }
+        let prose = match section.split_once(SOURCES) {
+            Some((prose, rest)) => {
+                let comment = rest.split_once("-->").map_or(rest, |(names, _)| names);
+                format!("{prose}{SOURCES}{comment}-->\n\n")
+            }
+            None => format!("{}\n", section.trim_end()),
+        };
+        let _ = write!(text, "\n{SECTION}{prose}");
+        for message in list {
+            let span = span(message);
+            let note = notes.get(span.as_str()).copied().unwrap_or_default();
+            let _ = writeln!(text, "- {span}{note}");
+        }
+        text.truncate(text.trim_end().len());
+    }
+    text.push('\n');
+    Ok(text)
+}
+
+/// What people wrote behind messages, by the message's span.
+fn notes(page: &str) -> BTreeMap<&str, &str> {
+    let bullets = page.lines().filter_map(|line| line.strip_prefix("- "));
+    bullets
+        .filter_map(|line| {
+            let length = match line.strip_prefix("`` ") {
+                Some(text) => "`` ".len() + text.find(" ``")? + " ``".len(),
+                None => "``".len() + line.strip_prefix('`')?.find('`')?,
+            };
+            Some(line.split_at(length))
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PAGE: &str = "# Title\n\nAn introduction.\n\n## Claims\n\nLook at it.\n\n<!-- messages of driver/src/claim driver/src/cdi -->\n\n\
+        - `a claim is gone`: see above\n- `stale`: nothing\n- `` use `x` now ``: a note\n\n## Scheduler\n\nNo list.\n";
+
+    fn messages() -> Messages {
+        [
+            ("a claim is gone", "driver/src/claim.rs"),
+            ("use `x` now", "driver/src/cdi.rs"),
+            ("new", "driver/src/claim/error.rs"),
+            ("untolerated taint", "driver/src/pending.rs"),
+        ]
+        .map(|(message, file)| (message.to_owned(), file.to_owned()))
+        .into()
+    }
+
+    #[test]
+    fn lists_follow_the_sources_and_notes_stay() {
+        let page = updated(PAGE, &messages()).expect("a page");
+        let expected = "# Title\n\nAn introduction.\n\n## Claims\n\nLook at it.\n\n<!-- messages of driver/src/claim driver/src/cdi -->\n\n\
+            - `a claim is gone`: see above\n- `new`\n- `` use `x` now ``: a note\n\n## Scheduler\n\nNo list.\n";
+        assert_eq!(page, expected);
+        assert_eq!(updated(&page, &messages()), Ok(page.clone()));
+    }
+
+    #[test]
+    fn a_message_without_a_section_and_a_section_without_messages_are_refused() {
+        let mut more = messages();
+        more.insert("cannot go on".to_owned(), "mps/src/main.rs".to_owned());
+        let homeless = BTreeSet::from(["mps/src/main.rs".to_owned()]);
+        assert_eq!(updated(PAGE, &more), Err(PageError::Homeless(homeless)));
+        let less = Messages::from([("new".to_owned(), "driver/src/claim.rs".to_owned())]);
+        let empty = PageError::Empty("driver/src/cdi".to_owned());
+        assert_eq!(updated(PAGE, &less), Err(empty));
+    }
+}
