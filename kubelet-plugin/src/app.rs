@@ -8,6 +8,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use anyhow::Context;
 use kube::{Client, Config};
@@ -57,6 +58,10 @@ use crate::sockets::Socket;
 use crate::status::StatusWriter;
 use crate::sweep::ShareSweeper;
 use crate::watchdog::{self, Board, Watchdog};
+
+/// How long helpers may take to end. Calls of a driver that hangs never return, and the next instance must not wait for them: no
+/// claim of the node is prepared until it serves.
+const HELPERS_END: Duration = Duration::from_secs(5);
 
 /// Runs until SIGTERM or SIGINT, or until a server fails.
 #[expect(clippy::too_many_lines, reason = "the one place where the parts meet")]
@@ -264,7 +269,14 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     .await;
     drop((dra_socket, registration_socket));
     helpers_stop.cancel();
-    helpers.join_all().await;
+    if tokio::time::timeout(HELPERS_END, helpers.join_all())
+        .await
+        .is_err()
+    {
+        warn!(
+            "a call of the driver or of the API server does not return; it ends with the process"
+        );
+    }
     served.context("a gRPC server failed")?;
     info!("stopped; prepared claims stay");
     Ok(())

@@ -32,6 +32,9 @@ const PATIENCE: Duration = Duration::from_secs(30);
 /// The token of a reader of the metrics.
 const TOKEN: &str = "of-a-reader";
 
+/// The folder of the driver, which most nodes here do not have.
+const DRIVER: &str = "driver";
+
 /// A node's folders, and an API server that has nothing.
 struct Node {
     dir: tempfile::TempDir,
@@ -114,7 +117,7 @@ impl Node {
             .arg("--pod-resources-socket")
             .arg(self.at("no-kubelet.sock"))
             .arg("--driver-root")
-            .arg(self.at("no-driver"))
+            .arg(self.at(DRIVER))
             .arg("--plugin-dir")
             .arg(self.at("plugin"))
             .arg("--hook-dir")
@@ -155,6 +158,22 @@ impl Node {
                 .await
                 .unwrap(),
         )
+    }
+
+    /// Installs a simulated driver that does not return from its start.
+    fn install_hanging_driver(&self) {
+        let target = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target");
+        let program = target.join("simulator/nvidia-sim-persistenced");
+        assert!(program.exists(), "run `make simulator` first");
+        let root = self.at(DRIVER);
+        let installed = Command::new(program)
+            .arg("install-root")
+            .arg(&root)
+            .args(["--gpu-model", "T4", "--gpus", "1"])
+            .status();
+        assert!(installed.unwrap().success());
+        let fault = "[[fault]]\ncall = \"nvmlInitWithFlags\"\ndelay_ms = 3600000\n";
+        std::fs::write(root.join("etc/nvidia-sim/faults.toml"), fault).unwrap();
     }
 
     /// Status and body of a GET on the plugin's HTTP endpoint.
@@ -359,6 +378,22 @@ async fn sigterm_ends_it_without_a_trace_and_sigkill_does_not_hinder_the_next() 
     assert!(process.ends().await.success());
     assert!(!node.registration_socket().exists());
     assert!(!node.at("plugin/dra.sock").exists());
+}
+
+/// As the kubelet's own limit is a minute, in which no other instance can serve.
+#[tokio::test]
+async fn a_driver_that_hangs_does_not_hinder_its_end() {
+    let node = Node::new().await;
+    node.install_hanging_driver();
+    let mut process = node.start().await;
+    let maps = format!("/proc/{}/maps", process.0.id());
+    until("a call of the driver", || {
+        std::fs::read_to_string(&maps).is_ok_and(|maps| maps.contains("/libnvidia-ml.so"))
+    })
+    .await;
+    process.signal(rustix::process::Signal::TERM);
+    assert!(process.ends().await.success());
+    assert!(!node.registration_socket().exists());
 }
 
 #[tokio::test]
