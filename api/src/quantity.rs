@@ -148,6 +148,15 @@ impl Quantity {
         u64::try_from(self.nanos / UNIT).map_err(|_| CountError::TooLarge(self))
     }
 
+    /// As [`Quantity::to_count`], with a fraction rounded up, as Go's `Value` does.
+    pub fn to_count_rounded_up(self) -> Result<u64, CountError> {
+        let fraction = self.nanos.rem_euclid(UNIT);
+        let missing = if fraction == 0 { 0 } else { UNIT - fraction };
+        let too_large = CountError::TooLarge(self);
+        let nanos = self.nanos.checked_add(missing).ok_or(too_large)?;
+        Self { nanos, ..self }.to_count()
+    }
+
     /// Whether the amount is above zero.
     #[must_use]
     pub const fn is_positive(self) -> bool {

@@ -14,11 +14,14 @@
 //!
 //!  what claims hold ─► stranded ─► what nobody can have of a GPU
 //!  prices ───────────► cost ─────► what each holder pays, what is free, what is stranded
+//!  ResourceSlices, claims ──► allocator ──► what kube-scheduler allocates, or why it does not
 //! ```
 //!
 //! A plan is a value. Nothing here reads a file, a clock or the API server.
 #![forbid(unsafe_code)]
 
+#[cfg(feature = "allocator")]
+pub mod allocator;
 pub mod cdi;
 pub mod claim;
 pub mod cost;

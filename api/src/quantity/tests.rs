@@ -332,3 +332,13 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn a_fraction_is_rounded_up_to_a_count() {
+    let count = |text: &str| text.parse::<Quantity>().unwrap().to_count_rounded_up();
+    assert_eq!(count("2"), Ok(2));
+    assert_eq!(count("1500m"), Ok(2));
+    assert_eq!(count("1n"), Ok(1));
+    assert_eq!(count("-500m"), Ok(0));
+    assert!(count("-1500m").is_err());
+}

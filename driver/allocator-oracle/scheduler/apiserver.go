@@ -4,11 +4,13 @@ import (
 	"context"
 	"fmt"
 
+	v1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	genericapirequest "k8s.io/apiserver/pkg/endpoints/request"
 	"k8s.io/apiserver/pkg/registry/rest"
+	corev1 "k8s.io/client-go/kubernetes/typed/core/v1"
 	"k8s.io/kubernetes/pkg/api/legacyscheme"
 	"k8s.io/kubernetes/pkg/apis/resource"
 	_ "k8s.io/kubernetes/pkg/apis/resource/install"
@@ -28,10 +30,18 @@ func createSlice(ctx context.Context, slice *resourceapi.ResourceSlice) (*resour
 	return create(ctx, "resourceslices", resourceslice.Strategy, slice, &resource.ResourceSlice{}, &resourceapi.ResourceSlice{})
 }
 
+// namespaces answers that every namespace may have admin access.
+type namespaces struct{ corev1.NamespaceInterface }
+
+func (namespaces) Get(_ context.Context, name string, _ metav1.GetOptions) (*v1.Namespace, error) {
+	labels := map[string]string{resourceapi.DRAAdminNamespaceLabelKey: "true"}
+	return &v1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: name, Labels: labels}}, nil
+}
+
 func createClaim(ctx context.Context, claim *resourceapi.ResourceClaim) (*resourceapi.ResourceClaim, error) {
 	uid := claim.UID
-	// The strategy's client and authorizer are asked only for admin access.
-	strategy := resourceclaim.NewStrategy(nil, nil)
+	// The strategy's authorizer is not asked for claims without a status.
+	strategy := resourceclaim.NewStrategy(namespaces{}, nil)
 	created, err := create(ctx, "resourceclaims", strategy, claim, &resource.ResourceClaim{}, &resourceapi.ResourceClaim{})
 	if err != nil {
 		return nil, err

@@ -28,8 +28,9 @@ type classesRequest struct {
 }
 
 type slicesRequest struct {
-	Node  string                      `json:"node"`
-	Items []resourceapi.ResourceSlice `json:"items"`
+	Node   string                      `json:"node"`
+	Labels map[string]string           `json:"labels"`
+	Items  []resourceapi.ResourceSlice `json:"items"`
 }
 
 type allocateRequest struct {
@@ -109,7 +110,7 @@ func (c *cluster) setSlices(ctx context.Context, request *slicesRequest) error {
 		}
 		stored = append(stored, slice)
 	}
-	c.node = &v1.Node{ObjectMeta: metav1.ObjectMeta{Name: request.Node}}
+	c.node = &v1.Node{ObjectMeta: metav1.ObjectMeta{Name: request.Node, Labels: request.Labels}}
 	c.slices = stored
 	return nil
 }

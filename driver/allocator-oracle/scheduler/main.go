@@ -2,7 +2,7 @@
 // without a cluster. It reads requests from standard input, one JSON object a line, and writes one answer a line.
 //
 //	{"classes": {"items": [DeviceClass...]}}                          replaces the cluster's classes
-//	{"slices": {"node": "...", "items": [ResourceSlice...]}}          replaces the node's slices; claims stay
+//	{"slices": {"node": "...", "items": [ResourceSlice...]}}          replaces all slices; claims stay. "labels" are the node's
 //	{"allocate": {"claims": [ResourceClaim...]}}                      allocates the claims of one pod
 //	{"release": {"claims": ["namespace/name"...]}}                    deletes claims
 //	{"reset": {}}                                                     deletes all claims

@@ -4,11 +4,13 @@
 //! API server's defaults and validation, keeps what is allocated in the scheduler's claim tracker, and allocates with the
 //! features that the release enables by default. `driver/allocator-oracle/build` builds it.
 //!
-//! `tests/` hold the slices that `tranche_driver::slices` plans to it.
+//! `tests/` hold the slices that `tranche_driver::slices` plans to it, and the model of it in `tranche_driver::allocator`.
 #![forbid(unsafe_code)]
 
+pub mod comparison;
 pub mod geometry;
 
+use std::collections::BTreeMap;
 use std::io::{self, BufRead, BufReader, BufWriter, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
@@ -73,6 +75,7 @@ enum Request<'a> {
     },
     Slices {
         node: &'a str,
+        labels: &'a BTreeMap<String, String>,
         items: &'a [ResourceSlice],
     },
     Allocate {
@@ -125,9 +128,14 @@ impl Scheduler {
             requests,
             answers: BufReader::new(answers),
         };
-        let items = &chart_classes();
-        scheduler.ask(&Request::Classes { items })?;
+        let items = &chart_classes()?;
+        scheduler.replace_classes(items)?;
         Ok(scheduler)
+    }
+
+    /// Replaces the DeviceClasses.
+    pub fn replace_classes(&mut self, items: &[DeviceClass]) -> Result<(), Error> {
+        self.ask(&Request::Classes { items }).map(|_| ())
     }
 
     /// Deletes all claims.
@@ -135,9 +143,24 @@ impl Scheduler {
         self.ask(&Request::Reset {}).map(|_| ())
     }
 
-    /// Replaces the slices of the node. Claims stay as they are.
+    /// Replaces the slices. The node has no labels. Claims stay as they are.
     pub fn publish(&mut self, node: &str, items: &[ResourceSlice]) -> Result<(), Error> {
-        self.ask(&Request::Slices { node, items }).map(|_| ())
+        self.publish_to(node, &BTreeMap::new(), items)
+    }
+
+    /// As [`Scheduler::publish`], for a node with labels.
+    pub fn publish_to(
+        &mut self,
+        node: &str,
+        labels: &BTreeMap<String, String>,
+        items: &[ResourceSlice],
+    ) -> Result<(), Error> {
+        let request = Request::Slices {
+            node,
+            labels,
+            items,
+        };
+        self.ask(&request).map(|_| ())
     }
 
     /// Schedules a pod with these claims.
@@ -213,10 +236,11 @@ impl Drop for Scheduler {
 }
 
 /// The DeviceClasses that the chart installs.
-fn chart_classes() -> Vec<DeviceClass> {
-    CHART
-        .split("\n---\n")
-        .filter(|document| document.contains("\nkind: DeviceClass\n"))
-        .map(|document| serde_saphyr::from_str(document).expect("a DeviceClass of the chart"))
-        .collect()
+pub fn chart_classes() -> Result<Vec<DeviceClass>, Error> {
+    let documents = CHART.split("\n---\n");
+    let classes = documents.filter(|document| document.contains("\nkind: DeviceClass\n"));
+    let classes = classes.map(serde_saphyr::from_str);
+    classes
+        .collect::<Result<_, _>>()
+        .map_err(|error| Error::Refused(format!("a DeviceClass of the chart: {error}")))
 }

@@ -3,16 +3,20 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Add;
 
+use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::api::resource::v1::{
-    AllocationResult, Device, DeviceRequestAllocationResult, ResourceClaim, ResourceClaimStatus,
-    ResourceSlice,
+    AllocationResult, Device, DeviceClass, DeviceRequestAllocationResult, ResourceClaim,
+    ResourceClaimStatus, ResourceSlice,
 };
-use tranche_allocator_oracle::{Knowledge, Outcome, Scheduler};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use tranche_allocator_oracle::comparison::compare;
+use tranche_allocator_oracle::{Error, Knowledge, Outcome, Scheduler, chart_classes};
 use tranche_api::gpu_node::Inventory;
 use tranche_api::names::{OVERSUBSCRIBED, attribute, capacity, pool};
 use tranche_api::quantity::Quantity;
 use tranche_api::tier::Tier;
 use tranche_api::withheld::{WithheldGpu, reason};
+use tranche_driver::allocator::{Cluster, Selectors};
 use tranche_driver::claim::{Allocation, DeviceName};
 use tranche_driver::preparation::{self, PreparationPlan, PreparationProblem};
 use tranche_driver::slices::{self, NodeInput, PublishedDevice};
@@ -51,7 +55,7 @@ impl Add for Count {
 
 /// A pod that runs.
 struct Pod {
-    claims: Vec<String>,
+    claims: Vec<ResourceClaim>,
     holdings: Vec<Holding>,
     devices: BTreeSet<String>,
     plans: Vec<PreparationPlan>,
@@ -64,7 +68,10 @@ struct Run<'a> {
     products: &'a [usize],
     inventory: Inventory,
     model: Model,
+    classes: Vec<DeviceClass>,
+    selectors: Selectors,
     generation: i64,
+    slices: Vec<ResourceSlice>,
     devices: Vec<Device>,
     pods: Vec<Pod>,
     created: usize,
@@ -85,7 +92,10 @@ pub fn story(
         products: &story.gpus,
         inventory,
         model,
+        classes: chart_classes().map_err(|error| error.to_string())?,
+        selectors: Selectors::default(),
         generation: 0,
+        slices: Vec::new(),
         devices: Vec::new(),
         pods: Vec::new(),
         created: 0,
@@ -158,6 +168,7 @@ impl Run<'_> {
         let devices = objects.iter().filter_map(|it| it.spec.devices.clone());
         self.devices = devices.flatten().collect();
         let published = self.scheduler.publish(NODE, &objects);
+        self.slices = objects;
         published.map_err(|error| error.to_string())
     }
 
@@ -172,7 +183,9 @@ impl Run<'_> {
 
     fn end(&mut self, index: usize) -> Result<(), String> {
         let pod = self.pods.remove(index);
-        let released = self.scheduler.release(&pod.claims);
+        let name = |it: &ResourceClaim| format!("team-a/{}", it.metadata.name.clone().unwrap());
+        let names: Vec<String> = pod.claims.iter().map(name).collect();
+        let released = self.scheduler.release(&names);
         released.map_err(|error| error.to_string())
     }
 
@@ -186,22 +199,50 @@ impl Run<'_> {
             .collect();
         let promised = self.model.allocate(claims, &self.holdings());
         let outcome = self.scheduler.allocate(&objects, Knowledge::All);
+        // Of some pods, because it takes as long as the scheduler's own code.
+        if self.created.is_multiple_of(5) {
+            self.explain(&objects, &outcome)?;
+        }
         match (outcome.map_err(|error| error.to_string())?, promised) {
             (Outcome::Unschedulable(_), None) => {
                 self.count.pending += 1;
                 self.refuse(&objects)
             }
             (Outcome::Allocated(results), Some(promised)) => {
-                self.start(objects, &results, &promised)
+                self.start(&objects, &results, &promised)
             }
             (outcome, promised) => Err(format!("promised {promised:?}, but it is {outcome:?}")),
         }
     }
 
+    /// `tranche_driver::allocator` allocates the same.
+    fn explain(
+        &self,
+        objects: &[ResourceClaim],
+        outcome: &Result<Outcome, Error>,
+    ) -> Result<(), String> {
+        let node = Node {
+            metadata: ObjectMeta {
+                name: Some(NODE.to_owned()),
+                ..ObjectMeta::default()
+            },
+            ..Node::default()
+        };
+        let held = self.pods.iter().flat_map(|pod| &pod.claims);
+        let cluster = Cluster {
+            slices: &self.slices,
+            classes: &self.classes,
+            claims: &held.collect::<Vec<_>>(),
+            selectors: &self.selectors,
+        };
+        let verdict = cluster.judge(&node, &objects.iter().collect::<Vec<_>>());
+        compare(outcome, &verdict)
+    }
+
     /// A pod gets what was promised, and the node can prepare it.
     fn start(
         &mut self,
-        objects: Vec<ResourceClaim>,
+        objects: &[ResourceClaim],
         results: &[AllocationResult],
         promised: &[Vec<Granted>],
     ) -> Result<(), String> {
@@ -225,7 +266,8 @@ impl Run<'_> {
         let pod = Pod {
             claims: objects
                 .iter()
-                .map(|it| format!("team-a/{}", it.metadata.name.clone().unwrap()))
+                .zip(results)
+                .map(|(claim, result)| self::allocated(claim, result))
                 .collect(),
             devices: devices.map(|result| result.device).collect(),
             plans: self
@@ -251,7 +293,7 @@ impl Run<'_> {
             held.extend(granted.into_iter().flat_map(|it| it.holdings));
         }
         match (
-            self.prepare(objects.to_vec(), &results)?,
+            self.prepare(objects, &results)?,
             self.model.is_realisable(&held),
         ) {
             (Ok(_), Ok(())) => Ok(()),
@@ -269,15 +311,12 @@ impl Run<'_> {
     /// What the node would do for the claims, one after the other.
     fn prepare(
         &self,
-        objects: Vec<ResourceClaim>,
+        objects: &[ResourceClaim],
         results: &[AllocationResult],
     ) -> Result<Result<Vec<PreparationPlan>, PreparationProblem>, String> {
         let mut plans: Vec<PreparationPlan> = Vec::new();
-        for (mut claim, result) in objects.into_iter().zip(results) {
-            claim.status = Some(ResourceClaimStatus {
-                allocation: Some(result.clone()),
-                ..ResourceClaimStatus::default()
-            });
+        for (claim, result) in objects.iter().zip(results) {
+            let claim = self::allocated(claim, result);
             let allocation = Allocation::from_claim(&claim, &pool(NODE));
             let allocation = allocation.map_err(|error| error.to_string())?;
             let held = self.pods.iter().flat_map(|pod| &pod.plans).chain(&plans);
@@ -340,4 +379,13 @@ impl Run<'_> {
             apart: consumed(capacity::ANTI_AFFINITY).unwrap_or(0) == 1,
         })
     }
+}
+
+fn allocated(claim: &ResourceClaim, result: &AllocationResult) -> ResourceClaim {
+    let mut claim = claim.clone();
+    claim.status = Some(ResourceClaimStatus {
+        allocation: Some(result.clone()),
+        ..ResourceClaimStatus::default()
+    });
+    claim
 }

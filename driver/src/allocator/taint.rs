@@ -1,0 +1,61 @@
+//! Taints of devices: which rules add some, and what tolerates them.
+
+use k8s_openapi::api::resource::v1::{
+    Device, DeviceTaint, DeviceTaintRule, DeviceToleration, ResourceSlice,
+};
+
+/// The taints of the rules that select a device, after its own.
+pub fn add_rules(rules: &[DeviceTaintRule], slices: &mut [ResourceSlice]) {
+    for slice in slices {
+        let (driver, pool) = (&slice.spec.driver, &slice.spec.pool.name);
+        for device in slice.spec.devices.iter_mut().flatten() {
+            let selected = rules.iter().filter(|rule| {
+                // A rule without a selector selects nothing.
+                let Some(selector) = &rule.spec.device_selector else {
+                    return false;
+                };
+                let same = |wanted: &Option<String>, own: &String| {
+                    wanted.as_ref().is_none_or(|wanted| wanted == own)
+                };
+                same(&selector.driver, driver)
+                    && same(&selector.pool, pool)
+                    && same(&selector.device, &device.name)
+            });
+            let added: Vec<DeviceTaint> = selected.map(|rule| rule.spec.taint.clone()).collect();
+            if !added.is_empty() {
+                device.taints.get_or_insert_default().extend(added);
+            }
+        }
+    }
+}
+
+/// The first taint that keeps a request off a device.
+pub(super) fn untolerated<'a>(
+    device: &'a Device,
+    tolerations: &[DeviceToleration],
+) -> Option<&'a DeviceTaint> {
+    let mut taints = device.taints.iter().flatten();
+    taints.find(|taint| {
+        matches!(taint.effect.as_str(), "NoSchedule" | "NoExecute")
+            && !tolerations.iter().any(|it| tolerates(it, taint))
+    })
+}
+
+fn tolerates(toleration: &DeviceToleration, taint: &DeviceTaint) -> bool {
+    fn given(text: Option<&String>) -> Option<&String> {
+        text.filter(|text| !text.is_empty())
+    }
+    let effect = given(toleration.effect.as_ref());
+    if effect.is_some_and(|effect| *effect != taint.effect) {
+        return false;
+    }
+    let key = given(toleration.key.as_ref());
+    if key.is_some_and(|key| *key != taint.key) {
+        return false;
+    }
+    match toleration.operator.as_deref().unwrap_or_default() {
+        "" | "Equal" => given(toleration.value.as_ref()) == given(taint.value.as_ref()),
+        "Exists" => true,
+        _ => false,
+    }
+}
