@@ -1,7 +1,10 @@
 //! The command line.
 
+use std::path::PathBuf;
+
 use clap::{Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
+use tranche_driver::cost::Money;
 
 use crate::cluster::Connection;
 use crate::output::Format;
@@ -30,6 +33,18 @@ pub enum Command {
     Top(TopArgs),
     /// Each GPU as a bar: its tier, shares, partitions and free room
     Map(MapArgs),
+    /// What holders pay, what is free, stranded or idle, and what sharing saves
+    Cost(CostArgs),
+    /// From answers, or from a running pod, to a tier and a claim to apply
+    Recommend(RecommendArgs),
+    /// What is wrong with Tranche in this cluster, and the way out
+    Doctor,
+    /// Packs what support needs into a .tar.gz, without secrets
+    Collect {
+        /// The archive; else tranche-TIME.tar.gz in the current folder
+        #[arg(long, value_name = "FILE")]
+        file: Option<PathBuf>,
+    },
     /// The completions of a shell, for `kubectl tranche` and `kubectl-tranche`
     Completion {
         /// The shell
@@ -101,6 +116,70 @@ pub struct MapArgs {
     #[command(flatten)]
     /// Whether to show it again and again.
     pub watch: WatchArgs,
+}
+
+/// Arguments of `cost`.
+#[derive(Clone, Debug, clap::Args)]
+#[command(args_conflicts_with_subcommands = true)]
+pub struct CostArgs {
+    /// What the rows are of
+    #[arg(long, value_enum, default_value = "namespace")]
+    pub by: CostBy,
+    #[command(subcommand)]
+    /// Something else than the bill.
+    pub command: Option<CostCommand>,
+}
+
+/// What the rows of `cost` are of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize)]
+#[serde(rename_all = "camelCase")]
+pub enum CostBy {
+    /// Namespaces
+    Namespace,
+    /// Claims
+    Claim,
+    /// Tiers
+    Tier,
+}
+
+/// Something else than the bill.
+#[derive(Clone, Debug, Subcommand)]
+pub enum CostCommand {
+    /// Jobs on whole GPUs against the same jobs on shares; needs no cluster
+    Calculator {
+        /// Jobs, each on a GPU of its own today
+        #[arg(long, default_value_t = 10)]
+        gpus: u32,
+        /// What a GPU costs for an hour, in dollars
+        #[arg(long, default_value = "3.50")]
+        price: Money,
+        /// Jobs that share a GPU
+        #[arg(long, default_value_t = 4)]
+        tenants: u32,
+        /// How much longer a job takes in its share, percent
+        #[arg(long, default_value_t = 8)]
+        overhead: u32,
+    },
+}
+
+/// Arguments of `recommend`.
+#[derive(Clone, Debug, clap::Args)]
+pub struct RecommendArgs {
+    /// Answers, such as size=part; on a terminal what is left open is asked
+    #[arg(value_name = "QUESTION=ANSWER")]
+    pub answers: Vec<String>,
+    /// A running pod of the namespace, whose claim and use are the sizes
+    #[arg(long, value_name = "NAME")]
+    pub pod: Option<String>,
+    /// Memory of the claim
+    #[arg(long, value_name = "BYTES")]
+    pub memory: Option<String>,
+    /// Cores of the claim, percent
+    #[arg(long, value_name = "PERCENT", value_parser = clap::value_parser!(u8).range(1..=100))]
+    pub cores: Option<u8>,
+    /// Name of the ResourceClaimTemplate
+    #[arg(long, default_value = "gpu")]
+    pub name: String,
 }
 
 /// Whether to show a result again and again.

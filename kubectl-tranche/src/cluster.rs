@@ -7,6 +7,8 @@
 //! ```
 
 mod connect;
+mod evidence;
+mod facts;
 mod problem;
 mod read;
 

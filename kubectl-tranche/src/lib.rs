@@ -6,6 +6,8 @@
 //!                      gaps)                pure: model -> value)
 //! ```
 //!
+//! `doctor` and `collect` need more than objects: `cluster` reads [`facts`] and [`evidence`] for them in the same way.
+//!
 //! Data flows to the right, and so do imports: `run` alone knows all of it. What the caller may not read, or what the API server
 //! does not serve, is a [`snapshot::Gap`]: one line that says what is missing and how to get it, while the rest works.
 //!
@@ -15,10 +17,16 @@
 
 pub mod args;
 pub mod cluster;
+pub mod collect;
+pub mod cost;
+pub mod doctor;
+pub mod evidence;
+pub mod facts;
 pub mod get;
 pub mod map;
 pub mod model;
 pub mod output;
+pub mod recommend;
 mod run;
 pub mod snapshot;
 #[cfg(test)]

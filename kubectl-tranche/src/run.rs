@@ -1,17 +1,23 @@
 //! Runs a command: the only file that knows all the others.
 
-use std::io;
+use std::io::{self, IsTerminal};
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::CommandFactory;
+use tranche_driver::cost::{Calculator, CalculatorError, Prices};
 
-use crate::args::{Args, Command, GetArgs, MapArgs, ScopeArgs, TopArgs, WatchArgs};
+use crate::args::{
+    Args, Command, CostArgs, CostCommand, GetArgs, MapArgs, RecommendArgs, ScopeArgs, TopArgs,
+    WatchArgs,
+};
 use crate::cluster::{Cluster, ConnectError, Connection};
 use crate::model::Model;
 use crate::output::{self, Block, Format, FormatError, Tone, View};
-use crate::snapshot::{Gap, Resource, Scope, Snapshot};
-use crate::{get, map, top, usage, watch};
+use crate::recommend::AnswerError;
+use crate::snapshot::{Cause, Gap, Resource, Scope, Snapshot};
+use crate::{collect, cost, doctor, get, map, recommend, top, usage, watch};
 
 /// Why a command has no result: one line.
 #[derive(Debug, thiserror::Error)]
@@ -24,6 +30,14 @@ enum Failure {
     NotFound(#[from] get::NotFound),
     #[error(transparent)]
     Format(#[from] FormatError),
+    #[error(transparent)]
+    Calculator(#[from] CalculatorError),
+    #[error(transparent)]
+    Answer(#[from] AnswerError),
+    #[error(transparent)]
+    Size(#[from] recommend::SizeError),
+    #[error("cannot write {}: {source}; name another file with --file", path.display())]
+    Archive { path: PathBuf, source: io::Error },
     #[error("cannot write the result: {0}")]
     Write(#[from] io::Error),
 }
@@ -49,6 +63,10 @@ async fn dispatch(args: Args) -> Result<ExitCode, Failure> {
         Command::Get(get) => Box::pin(run_get(&connection, get, output)).await,
         Command::Top(top) => Box::pin(run_top(&connection, top, output)).await,
         Command::Map(map) => Box::pin(run_map(&connection, map, output)).await,
+        Command::Cost(cost) => Box::pin(run_cost(&connection, cost, output)).await,
+        Command::Recommend(it) => Box::pin(run_recommend(&connection, it, output)).await,
+        Command::Doctor => Box::pin(run_doctor(&connection, output)).await,
+        Command::Collect { file } => Box::pin(run_collect(&connection, file, output)).await,
         Command::Completion { shell } => {
             let mut command = Args::command();
             let mut script = Vec::new();
@@ -126,6 +144,159 @@ async fn run_map(
         Ok((map::map(&model, is_ascii), notes(&snapshot)))
     };
     show_or_watch(args.watch, format, &mut read).await
+}
+
+async fn run_cost(
+    connection: &Connection,
+    args: CostArgs,
+    format: Format,
+) -> Result<ExitCode, Failure> {
+    if let Some(CostCommand::Calculator {
+        gpus,
+        price,
+        tenants,
+        overhead,
+    }) = args.command
+    {
+        let calculator = Calculator {
+            gpus,
+            price,
+            tenants,
+            overhead,
+        };
+        return show(&cost::compare(calculator)?, format, &[]);
+    }
+    let cluster = connection.connect().await?;
+    let asked = [
+        Resource::GpuNodes,
+        Resource::ResourceSlices,
+        Resource::ResourceClaims,
+        Resource::Prices,
+    ];
+    let snapshot = read_all(&cluster, &asked, Scope::All).await?;
+    let model = Model::new(&snapshot, &usage());
+    let (prices, errors) = Prices::read(&snapshot.prices.clone().unwrap_or_default());
+    let answer = cost::answer(&model, args.by, &prices, &errors);
+    let notes = notes(&snapshot)
+        .into_iter()
+        .chain(model.usage_unknown.clone());
+    show(&answer, format, &notes.collect::<Vec<_>>())
+}
+
+async fn run_recommend(
+    connection: &Connection,
+    args: RecommendArgs,
+    format: Format,
+) -> Result<ExitCode, Failure> {
+    let mut answers = recommend::read(&args.answers)?;
+    let mut size = recommend::Size::default();
+    let mut notes = Vec::new();
+    if let Some(pod) = &args.pod {
+        let cluster = connection.connect().await?;
+        let scope = Scope::Namespace(cluster.namespace.clone());
+        let asked = [
+            Resource::GpuNodes,
+            Resource::ResourceSlices,
+            Resource::ResourceClaims,
+        ];
+        let snapshot = read_all(&cluster, &asked, scope.clone()).await?;
+        let model = Model::new(&snapshot, &usage());
+        let known = recommend::of_pod(&model, &snapshot, &cluster.namespace, pod)?;
+        for (question, answer) in known.answers {
+            answers.entry(question).or_insert(answer);
+        }
+        size = known.size;
+        notes.extend(self::notes(&snapshot));
+        notes.extend(model.usage_unknown);
+    }
+    if let Some(memory) = &args.memory {
+        size = size.with_memory(memory)?;
+    }
+    size.cores = args.cores.or(size.cores);
+    let is_interactive = io::stdin().is_terminal() && io::stderr().is_terminal();
+    let ask = if is_interactive {
+        ask
+    } else {
+        recommend::missing
+    };
+    let (leaf, path) = recommend::walk(&answers, ask)?;
+    let namespace = connection.namespace.as_deref();
+    let recommendation = recommend::recommend(leaf, path, &args.name, namespace, size);
+    show(&recommendation, format, &notes)
+}
+
+/// Asks on the terminal: by standard error, so that the YAML can be piped on.
+fn ask(question: &recommend::Question) -> Result<&'static recommend::Choice, AnswerError> {
+    let mut known = format!("{}\n", question.text);
+    for choice in question.choices {
+        known.push_str("  ");
+        known.push_str(choice.answer);
+        known.push_str(": ");
+        known.push_str(choice.meaning);
+        known.push('\n');
+    }
+    loop {
+        output::note(Tone::Heading, known.trim_end());
+        let mut line = String::new();
+        let read = io::stdin().read_line(&mut line);
+        let read = read.map_err(|error| AnswerError::Read(error.to_string()))?;
+        if read == 0 {
+            return recommend::missing(question);
+        }
+        match question.choice(line.trim()) {
+            Ok(choice) => return Ok(choice),
+            Err(error) => output::note(Tone::Warning, &error.to_string()),
+        }
+    }
+}
+
+async fn run_doctor(connection: &Connection, format: Format) -> Result<ExitCode, Failure> {
+    let cluster = connection.connect().await?;
+    let facts = Box::pin(cluster.facts()).await;
+    if let Some(gap) = unreachable(&facts.snapshot) {
+        return Err(Failure::Gap(gap.clone()));
+    }
+    let report = doctor::examine(&facts);
+    show(&report, format, &[])?;
+    Ok(if report.has_errors() {
+        ExitCode::FAILURE
+    } else {
+        ExitCode::SUCCESS
+    })
+}
+
+async fn run_collect(
+    connection: &Connection,
+    file: Option<PathBuf>,
+    format: Format,
+) -> Result<ExitCode, Failure> {
+    let cluster = connection.connect().await?;
+    let evidence = Box::pin(cluster.evidence()).await;
+    if let Some(gap) = unreachable(&evidence.facts.snapshot) {
+        return Err(Failure::Gap(gap.clone()));
+    }
+    let now = jiff::Timestamp::now();
+    let folder = format!("tranche-{}", now.strftime("%Y%m%dT%H%M%SZ"));
+    let path = file.unwrap_or_else(|| PathBuf::from(format!("{folder}.tar.gz")));
+    let files = collect::files(&evidence);
+    let seconds = u64::try_from(now.as_second()).unwrap_or_default();
+    let archive = collect::archive(&files, &folder, seconds)?;
+    std::fs::write(&path, archive).map_err(|source| Failure::Archive {
+        path: path.clone(),
+        source,
+    })?;
+    let collected = collect::Collected {
+        archive: path.display().to_string(),
+        files: files.into_iter().map(|file| file.path).collect(),
+        missing: evidence.missing,
+    };
+    show(&collected, format, &[])
+}
+
+/// Nothing can be said of a cluster that does not answer.
+fn unreachable(snapshot: &Snapshot) -> Option<&Gap> {
+    let mut gaps = snapshot.gaps.iter();
+    gaps.find(|gap| matches!(gap.cause, Cause::Unreachable | Cause::Unauthenticated))
 }
 
 /// The use of GPUs. Nobody serves it yet.

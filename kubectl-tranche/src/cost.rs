@@ -1,0 +1,336 @@
+//! `cost`: what holders pay for an hour, what is free, what is stranded, and who has more than it uses.
+//!
+//! The parts of a GPU sum to its price: [`tranche_driver::cost`] says how they are measured.
+
+mod bill;
+mod calculator;
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde::{Serialize, Serializer};
+use tranche_driver::cost::{Money, PriceError, Prices};
+
+use crate::args::CostBy;
+use crate::model::Model;
+use crate::output::{Block, Table, Tone, View, bytes, or_dash};
+use crate::top::size;
+
+pub use bill::{Bill, Item, bill};
+pub use calculator::{Comparison, compare};
+
+/// Hours in a month, as clouds count them.
+const MONTH: u64 = 730;
+/// A holder that uses less than this percent of the GPU's time is idle.
+const IDLE: f64 = 10.0;
+/// What a share should have above its peak, percent: programs fail at their first byte too many.
+const HEADROOM: u64 = 25;
+const GI: u64 = 1 << 30;
+
+/// What is shown.
+#[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Answer {
+    /// What the rows are of.
+    pub by: CostBy,
+    /// What holders pay, dearest first.
+    pub rows: Vec<Row>,
+    /// Where the money goes.
+    pub total: Total,
+    /// Holders that use little of what they pay for; `None` where the use is not known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub idle: Option<Vec<Idle>>,
+    /// Shares that could be smaller by what they used at most; `None` where that is not known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub right_sizes: Option<Vec<RightSize>>,
+    /// Products whose price is a default of this release.
+    pub default_prices: BTreeMap<String, Dollars>,
+    /// Products without a price: what is on them is not in the sums.
+    pub unpriced: BTreeSet<String>,
+    /// Entries of the ConfigMap that are not prices.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub price_errors: Vec<String>,
+}
+
+/// An amount in JSON: dollars as a number.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Dollars(pub Money);
+
+impl Serialize for Dollars {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_f64(self.0.dollars())
+    }
+}
+
+impl std::fmt::Display for Dollars {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// What the holders of a namespace, a claim or a tier pay.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Row {
+    /// The namespace, `namespace/claim`, or the tier.
+    pub name: String,
+    /// Devices and shares.
+    pub devices: usize,
+    /// For an hour.
+    pub per_hour: Dollars,
+    /// For a month of 730 hours.
+    pub per_month: Dollars,
+    /// Memory that they asked for, bytes.
+    pub requested_memory: u64,
+    /// Memory that they used at their peaks, bytes, where it is known of all.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub peak_memory: Option<u64>,
+}
+
+/// Where the price of all GPUs goes, for an hour.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Total {
+    /// All GPUs with a price.
+    pub all: Dollars,
+    /// What holders pay.
+    pub held: Dollars,
+    /// What is free and can be had.
+    pub free: Dollars,
+    /// What is free and nobody can have.
+    pub stranded: Dollars,
+    /// GPUs that are not offered.
+    pub not_offered: Dollars,
+    /// GPUs in partitions whose node does not say how they are divided.
+    pub unknown: Dollars,
+}
+
+/// A holder that uses little.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Idle {
+    /// `namespace/claim`.
+    pub claim: String,
+    /// Percent of the GPU's time.
+    pub time: f64,
+    /// What it pays for an hour.
+    pub per_hour: Dollars,
+}
+
+/// A share that could be smaller.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct RightSize {
+    /// `namespace/claim`.
+    pub claim: String,
+    /// Bytes that it asked for.
+    pub requested_memory: u64,
+    /// Bytes that it used at most.
+    pub peak_memory: u64,
+    /// Bytes that it should ask for.
+    pub suggested_memory: u64,
+}
+
+/// Answers.
+#[must_use]
+pub fn answer(model: &Model, by: CostBy, prices: &Prices, errors: &[PriceError]) -> Answer {
+    let Bill {
+        items,
+        total,
+        default_prices,
+        unpriced,
+    } = bill(model, prices);
+    let is_known = model.usage_unknown.is_none();
+    Answer {
+        by,
+        rows: rows(&items, by),
+        total,
+        idle: is_known.then(|| idle(&items)),
+        right_sizes: is_known.then(|| right_sizes(&items)),
+        default_prices,
+        unpriced,
+        price_errors: errors.iter().map(ToString::to_string).collect(),
+    }
+}
+
+fn rows(items: &[Item<'_>], by: CostBy) -> Vec<Row> {
+    let mut rows: BTreeMap<String, Row> = BTreeMap::new();
+    for item in items {
+        let tenant = item.tenant;
+        let name = match by {
+            CostBy::Namespace => tenant.namespace.clone(),
+            CostBy::Claim => claim(item),
+            CostBy::Tier => tenant.device.tier.to_string(),
+        };
+        let row = rows.entry(name.clone()).or_insert_with(|| Row {
+            name,
+            peak_memory: Some(0),
+            ..Row::default()
+        });
+        row.devices += 1;
+        row.per_hour.0 = row.per_hour.0 + item.per_hour;
+        row.requested_memory += tenant.device.memory.unwrap_or_default();
+        let peak = tenant.used.and_then(|used| used.peak_memory);
+        row.peak_memory = row.peak_memory.zip(peak).map(|(sum, peak)| sum + peak);
+    }
+    let mut rows: Vec<Row> = rows.into_values().collect();
+    for row in &mut rows {
+        row.per_month.0 = row.per_hour.0.times(MONTH);
+    }
+    rows.sort_by_key(|row| std::cmp::Reverse(row.per_hour));
+    rows
+}
+
+fn claim(item: &Item<'_>) -> String {
+    format!("{}/{}", item.tenant.namespace, item.tenant.claim)
+}
+
+fn idle(items: &[Item<'_>]) -> Vec<Idle> {
+    let idle = items.iter().filter_map(|item| {
+        let time = item.tenant.used?.time.filter(|time| *time < IDLE)?;
+        Some(Idle {
+            claim: claim(item),
+            time,
+            per_hour: Dollars(item.per_hour),
+        })
+    });
+    let mut idle: Vec<Idle> = idle.collect();
+    idle.sort_by_key(|it| std::cmp::Reverse(it.per_hour));
+    idle
+}
+
+/// Only shares have sizes that can be chosen, and only whole GiB are suggested.
+fn right_sizes(items: &[Item<'_>]) -> Vec<RightSize> {
+    let sizes = items.iter().filter_map(|item| {
+        let device = &item.tenant.device;
+        let requested = device.memory.filter(|_| device.tier.has_shim())?;
+        let peak = item.tenant.used?.peak_memory?;
+        let suggested = suggested_memory(peak);
+        (suggested < requested).then(|| RightSize {
+            claim: claim(item),
+            requested_memory: requested,
+            peak_memory: peak,
+            suggested_memory: suggested,
+        })
+    });
+    sizes.collect()
+}
+
+/// What a share with this peak should ask for: whole GiB with room above it.
+pub(crate) fn suggested_memory(peak: u64) -> u64 {
+    let wanted = peak.saturating_add(peak / 100 * HEADROOM);
+    wanted.div_ceil(GI).max(1).saturating_mul(GI)
+}
+
+impl View for Answer {
+    fn blocks(&self, is_wide: bool) -> Vec<Block> {
+        let mut blocks = Vec::new();
+        let name = match self.by {
+            CostBy::Namespace => "NAMESPACE",
+            CostBy::Claim => "CLAIM",
+            CostBy::Tier => "TIER",
+        };
+        let mut header = vec![name, "DEVICES", "PER HOUR", "PER MONTH"];
+        if is_wide {
+            header.extend(["REQUESTED", "PEAK"]);
+        }
+        let mut table = Table::new(&header);
+        for row in &self.rows {
+            let mut cells = vec![
+                row.name.clone(),
+                row.devices.to_string(),
+                row.per_hour.to_string(),
+                row.per_month.to_string(),
+            ];
+            if is_wide {
+                cells.push(size(row.requested_memory));
+                cells.push(or_dash(row.peak_memory.map(size)));
+            }
+            table.row(Tone::Plain, cells);
+        }
+        if table.is_empty() {
+            blocks.push(Block::plain("nobody holds a GPU that has a price"));
+        } else {
+            blocks.push(Block::Table(table));
+        }
+        blocks.extend(self.total.lines());
+        blocks.extend(self.hints());
+        blocks.extend(self.remarks());
+        blocks
+    }
+}
+
+impl Total {
+    fn lines(&self) -> Vec<Block> {
+        let line = |tone, name, amount: Dollars| {
+            let month = amount.0.times(MONTH);
+            Block::Line(
+                tone,
+                format!("{name:<12} {amount:>10} an hour {month:>12} a month"),
+            )
+        };
+        let mut lines = vec![Block::plain(""), line(Tone::Heading, "all GPUs", self.all)];
+        let others = [
+            (Tone::Plain, "held", self.held),
+            (Tone::Good, "free", self.free),
+            (Tone::Warning, "stranded", self.stranded),
+            (Tone::Warning, "not offered", self.not_offered),
+            (Tone::Warning, "unknown", self.unknown),
+        ];
+        let shown = others
+            .into_iter()
+            .filter(|(_, name, amount)| *name == "held" || *amount > Dollars::default());
+        lines.extend(shown.map(|(tone, name, amount)| line(tone, name, amount)));
+        lines
+    }
+}
+
+impl Answer {
+    fn hints(&self) -> Vec<Block> {
+        let idle = self.idle.iter().flatten().map(|it| {
+            let text = format!(
+                "idle: {} uses {:.0}% of its GPU's time and pays {} an hour",
+                it.claim, it.time, it.per_hour
+            );
+            Block::Line(Tone::Warning, text)
+        });
+        let sizes = self.right_sizes.iter().flatten().map(|it| {
+            let text = format!(
+                "too large: {} asked for {} and used {} at most; ask for {}",
+                it.claim,
+                bytes(it.requested_memory),
+                size(it.peak_memory),
+                bytes(it.suggested_memory)
+            );
+            Block::Line(Tone::Warning, text)
+        });
+        idle.chain(sizes).collect()
+    }
+
+    fn remarks(&self) -> Vec<Block> {
+        let mut remarks = Vec::new();
+        if !self.default_prices.is_empty() {
+            let prices = self.default_prices.iter();
+            let prices: Vec<_> = prices
+                .map(|(product, price)| format!("{product} {price}"))
+                .collect();
+            remarks.push(format!(
+                "prices are defaults of this release, not yours: {}; set yours in the ConfigMap tranche-prices",
+                prices.join(", ")
+            ));
+        }
+        if !self.unpriced.is_empty() {
+            let products: Vec<_> = self.unpriced.iter().cloned().collect();
+            remarks.push(format!(
+                "not in the sums, because nobody set a price: {}; set it in the ConfigMap tranche-prices",
+                products.join(", ")
+            ));
+        }
+        let errors = self.price_errors.iter();
+        remarks.extend(errors.map(|error| format!("ConfigMap tranche-prices, {error}")));
+        let remarks = remarks.into_iter();
+        remarks.map(|text| Block::Line(Tone::Faint, text)).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,121 @@
+//! The bill of a cluster.
+
+use tranche_driver::cost::Calculator;
+
+use crate::output::{Format, text};
+use crate::testing::{busy, uuid};
+use crate::usage::{Usage, Used};
+
+use super::*;
+
+fn prices(data: &[(&str, &str)]) -> Prices {
+    let data = data
+        .iter()
+        .map(|(key, value)| ((*key).to_owned(), (*value).to_owned()));
+    Prices::read(&data.collect()).0
+}
+
+fn shown(answer: &impl View) -> String {
+    let text = text(answer, Format::Table).unwrap();
+    anstream::adapter::strip_str(&text).to_string()
+}
+
+#[test]
+fn the_parts_of_all_gpus_sum_to_their_prices() {
+    let model = Model::new(&busy().snapshot(), &Err("nobody serves it".into()));
+    let prices = prices(&[("NVIDIA-H100-80GB-HBM3", "7.00")]);
+    for by in [CostBy::Namespace, CostBy::Claim, CostBy::Tier] {
+        let answer = answer(&model, by, &prices, &[]);
+        let Total {
+            all,
+            held,
+            free,
+            stranded,
+            ..
+        } = answer.total;
+        assert_eq!(all.to_string(), "$14.50");
+        assert_eq!(held.0 + free.0 + stranded.0, all.0);
+        assert_eq!(
+            answer.rows.iter().map(|row| row.per_hour.0).sum::<Money>(),
+            held.0
+        );
+        // A seventh of an H100.
+        assert_eq!(stranded.to_string(), "$1.00");
+        // The T4 has a default price, and nobody knows what is used.
+        assert_eq!(answer.default_prices.len(), 1);
+        assert!(answer.idle.is_none() && answer.right_sizes.is_none());
+    }
+    let by_claim = answer(&model, CostBy::Claim, &prices, &[]);
+    let of = |name: &str| {
+        let row = by_claim.rows.iter().find(|row| row.name == name).unwrap();
+        row.per_hour.to_string()
+    };
+    assert_eq!(of("team-a/left"), "$3.00");
+    // The mean of 20 of 77.1 GiB and of 25 percent.
+    assert_eq!(of("team-a/notebook"), "$1.78");
+    assert_eq!(of("team-c/card"), "$0.50");
+    let text = shown(&by_claim);
+    assert!(
+        text.contains("prices are defaults of this release, not yours: Tesla T4 $0.50"),
+        "{text}"
+    );
+}
+
+#[test]
+fn idle_holders_and_too_large_shares_are_named_where_the_use_is_known() {
+    let used = Used {
+        memory: 1 << 30,
+        peak_memory: Some(5 << 30),
+        time: Some(2.0),
+        idle_seconds: None,
+    };
+    let key = (
+        "uid-team-a-notebook".to_owned(),
+        "gpu-a0000000-capped".to_owned(),
+    );
+    let usage = Usage {
+        gpus: [(uuid('a', 0), used)].into(),
+        claims: [(key, used)].into(),
+    };
+    let model = Model::new(&busy().snapshot(), &Ok(usage));
+    let text = shown(&answer(&model, CostBy::Namespace, &Prices::default(), &[]));
+    assert!(
+        text.contains("idle: team-a/notebook uses 2% of its GPU's time"),
+        "{text}"
+    );
+    assert!(
+        text.contains("team-a/notebook asked for 20Gi and used 5Gi at most; ask for 7Gi"),
+        "{text}"
+    );
+}
+
+#[test]
+fn a_product_without_a_price_is_named_and_left_out() {
+    let mut snapshot = busy().snapshot();
+    for node in &mut snapshot.gpu_nodes {
+        let inventory = node.status.as_mut().and_then(|it| it.inventory.as_mut());
+        for gpu in inventory.into_iter().flat_map(|it| &mut it.gpus) {
+            gpu.product_name = "Nobody's GPU".into();
+        }
+    }
+    let model = Model::new(&snapshot, &Err(String::new()));
+    let answer = answer(&model, CostBy::Namespace, &Prices::default(), &[]);
+    assert_eq!((answer.total, answer.rows.len()), (Total::default(), 0));
+    assert!(shown(&answer).contains("nobody set a price: Nobody's GPU"));
+}
+
+/// The published example.
+#[test]
+fn the_calculator_reproduces_the_example() {
+    let comparison = compare(Calculator {
+        gpus: 10,
+        price: "3.50".parse().unwrap(),
+        tenants: 4,
+        overhead: 8,
+    });
+    let text = shown(&comparison.unwrap());
+    assert!(
+        text.contains("$3.50 → $0.95 per job-hour, −73 %, 180 GPU-hours a day"),
+        "{text}"
+    );
+}

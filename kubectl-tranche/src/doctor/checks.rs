@@ -1,0 +1,397 @@
+//! The checks.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use k8s_openapi::api::resource::v1::Device;
+use tranche_api::Tier;
+use tranche_api::names::{DRIVER, capacity};
+use tranche_driver::claim::DeviceName;
+use tranche_driver::slices::FeatureGate;
+
+use super::{Finding, Outcome};
+use crate::facts::Facts;
+use crate::snapshot::{Cause, Resource};
+
+/// The oldest Kubernetes that has what the slices need by default.
+const OLDEST_MINOR: u32 = 36;
+
+/// All findings.
+pub(super) fn all(facts: &Facts) -> Vec<Finding> {
+    let mut findings = Vec::new();
+    findings.push(version(facts));
+    findings.push(dra(facts));
+    findings.extend(gates(facts));
+    findings.extend(reads(facts));
+    findings.extend(rights(facts));
+    findings.extend(components(facts));
+    findings.extend(nodes(facts));
+    findings.extend(dropped(facts));
+    findings
+}
+
+fn good(check: &'static str, message: impl Into<String>) -> Finding {
+    Finding {
+        check,
+        outcome: Outcome::Good,
+        message: message.into(),
+        way_out: String::new(),
+    }
+}
+
+fn finding(
+    check: &'static str,
+    outcome: Outcome,
+    message: impl Into<String>,
+    way_out: impl Into<String>,
+) -> Finding {
+    Finding {
+        check,
+        outcome,
+        message: message.into(),
+        way_out: way_out.into(),
+    }
+}
+
+fn unknown(check: &'static str, why: &str) -> Finding {
+    finding(check, Outcome::Unknown, why, "")
+}
+
+/// `v1.37.1`, `v1.36.3-gke.100`, `v1.37+`.
+fn minor(version: &str) -> Option<u32> {
+    let (major, rest) = version.strip_prefix('v')?.split_once('.')?;
+    let digits: String = rest.chars().take_while(char::is_ascii_digit).collect();
+    digits.parse().ok().filter(|_| major == "1")
+}
+
+fn version(facts: &Facts) -> Finding {
+    const CHECK: &str = "Kubernetes version";
+    let version = match &facts.version {
+        Ok(version) => version,
+        Err(why) => return unknown(CHECK, why),
+    };
+    match minor(version) {
+        Some(minor) if minor < OLDEST_MINOR => finding(
+            CHECK,
+            Outcome::Error,
+            format!("{version} has not the dynamic resource allocation that Tranche needs"),
+            format!("update the cluster to Kubernetes 1.{OLDEST_MINOR} or later"),
+        ),
+        Some(_) => good(CHECK, version.clone()),
+        None => unknown(
+            CHECK,
+            &format!("{version} is no version of Kubernetes that this release reads"),
+        ),
+    }
+}
+
+fn dra(facts: &Facts) -> Finding {
+    const CHECK: &str = "API resource.k8s.io/v1";
+    match &facts.dra_versions {
+        Ok(versions) if versions.iter().any(|it| it == "v1") => good(CHECK, "served"),
+        Ok(versions) => finding(
+            CHECK,
+            Outcome::Error,
+            if versions.is_empty() {
+                "not served".to_owned()
+            } else {
+                format!("not served; the API server has {}", versions.join(", "))
+            },
+            format!(
+                "update the cluster to Kubernetes 1.{OLDEST_MINOR} or later, and do not turn the API off with --runtime-config"
+            ),
+        ),
+        Err(why) => unknown(CHECK, why),
+    }
+}
+
+fn gates(facts: &Facts) -> Vec<Finding> {
+    const CHECK: &str = "feature gates";
+    let gates = match &facts.gates {
+        Ok(gates) => gates,
+        Err(why) => return vec![unknown(CHECK, why)],
+    };
+    let needed = [
+        FeatureGate::ConsumableCapacity,
+        FeatureGate::PartitionableDevices,
+        FeatureGate::DeviceTaints,
+    ];
+    let off = needed
+        .iter()
+        .filter(|gate| gates.get(gate.as_str()) == Some(&false));
+    let off: Vec<_> = off.map(|gate| gate.as_str()).collect();
+    if off.is_empty() {
+        return vec![good(CHECK, "none that Tranche needs is off")];
+    }
+    vec![finding(
+        CHECK,
+        Outcome::Error,
+        format!("off at the API server: {}", off.join(", ")),
+        "turn them on with --feature-gates at kube-apiserver, kube-scheduler, kube-controller-manager and the kubelets",
+    )]
+}
+
+/// What could not be read, of the objects.
+fn reads(facts: &Facts) -> Vec<Finding> {
+    let gaps = facts.snapshot.gaps.iter().map(|gap| {
+        let outcome = match gap.cause {
+            Cause::NotServed | Cause::Unreachable | Cause::Unauthenticated => Outcome::Error,
+            Cause::Forbidden | Cause::Unreadable | Cause::Refused => Outcome::Warning,
+        };
+        finding("objects", outcome, gap.message.clone(), "")
+    });
+    gaps.collect()
+}
+
+fn rights(facts: &Facts) -> Vec<Finding> {
+    const CHECK: &str = "your rights";
+    if facts.access.is_empty() {
+        return vec![unknown(
+            CHECK,
+            "the API server does not say what you may do",
+        )];
+    }
+    let missing = facts.access.iter().filter(|it| !it.is_allowed);
+    let missing: Vec<String> = missing
+        .map(|it| match it.namespace.as_str() {
+            "" => format!("{} {}", it.verb, it.resource),
+            namespace => format!("{} {} in {namespace}", it.verb, it.resource),
+        })
+        .collect();
+    if missing.is_empty() {
+        return vec![good(CHECK, "all commands work")];
+    }
+    vec![finding(
+        CHECK,
+        Outcome::Warning,
+        format!("you may not {}", missing.join(", ")),
+        "what needs these is left out; ask an administrator for a ClusterRole with them",
+    )]
+}
+
+fn components(facts: &Facts) -> Vec<Finding> {
+    const CHECK: &str = "Tranche's pods";
+    let components = match &facts.components {
+        Ok(components) => components,
+        Err(why) => return vec![unknown(CHECK, why)],
+    };
+    if components.is_empty() {
+        return vec![finding(
+            CHECK,
+            Outcome::Error,
+            format!("there are none in the namespace {}", facts.system),
+            "install the chart, or name its namespace with --system-namespace",
+        )];
+    }
+    let mut by_name: BTreeMap<&str, (usize, Vec<&str>)> = BTreeMap::new();
+    for it in components {
+        let (count, missing) = by_name.entry(&it.component).or_default();
+        *count += 1;
+        if !it.is_ready {
+            missing.push(&it.pod);
+        }
+    }
+    let mut findings: Vec<Finding> = by_name
+        .into_iter()
+        .map(|(name, (count, missing))| {
+            if missing.is_empty() {
+                return good(CHECK, format!("{name}: all {count} are ready"));
+            }
+            finding(
+                CHECK,
+                Outcome::Error,
+                format!(
+                    "{name}: {} of {count} are not ready: {}",
+                    missing.len(),
+                    missing.join(", ")
+                ),
+                format!(
+                    "kubectl describe pod --namespace {} {}",
+                    facts.system, missing[0]
+                ),
+            )
+        })
+        .collect();
+    let versions: BTreeSet<&str> = components
+        .iter()
+        .flat_map(|it| it.images.iter().map(String::as_str))
+        .collect();
+    if versions.len() > 1 {
+        let versions: Vec<_> = versions.into_iter().collect();
+        findings.push(finding(
+            CHECK,
+            Outcome::Warning,
+            format!("they run several images: {}", versions.join(", ")),
+            "wait for the roll-out to end; the MPS supervisor's pods are replaced only when they are deleted",
+        ));
+    }
+    findings
+}
+
+/// What nodes say of themselves: driver, CDI files, other providers, journals, slices.
+fn nodes(facts: &Facts) -> Vec<Finding> {
+    const CHECK: &str = "nodes";
+    let snapshot = &facts.snapshot;
+    if snapshot.gap(Resource::GpuNodes).is_some() {
+        return Vec::new();
+    }
+    if snapshot.gpu_nodes.is_empty() {
+        return vec![finding(
+            CHECK,
+            Outcome::Error,
+            "there are no GpuNodes: no plugin has described its node",
+            "label the GPU nodes as nodePlugin.affinity of the chart wants them, and look at the log of the node plugin",
+        )];
+    }
+    let mut findings = Vec::new();
+    for node in &snapshot.gpu_nodes {
+        let name = node.metadata.name.as_deref().unwrap_or_default();
+        let Some(status) = &node.status else {
+            let message = format!("{name}: its plugin has not described it yet");
+            let way_out = "look at the log of its node plugin";
+            findings.push(finding(CHECK, Outcome::Warning, message, way_out));
+            continue;
+        };
+        let failed = status.conditions.iter().filter(|it| it.status == "False");
+        for condition in failed {
+            let outcome = match condition.type_.as_str() {
+                tranche_api::conditions::ALL_OFFERED => Outcome::Warning,
+                _ => Outcome::Error,
+            };
+            let message = format!(
+                "{name}: {} is False ({})",
+                condition.type_, condition.reason
+            );
+            findings.push(finding(CHECK, outcome, message, condition.message.clone()));
+        }
+        let Some(published) = &status.published else {
+            let message = format!("{name}: the controller has not published its GPUs");
+            let way_out = "look at the log of the controller";
+            findings.push(finding(CHECK, Outcome::Error, message, way_out));
+            continue;
+        };
+        if !published.problem.is_empty() {
+            let message = format!("{name}: its slices are not as they should be");
+            findings.push(finding(
+                CHECK,
+                Outcome::Error,
+                message,
+                published.problem.clone(),
+            ));
+        }
+        for withheld in &published.withheld {
+            let tiers: Vec<_> = withheld.tiers.iter().map(|tier| tier.as_str()).collect();
+            let what = if tiers.is_empty() {
+                "all tiers".to_owned()
+            } else {
+                tiers.join(", ")
+            };
+            let message = format!(
+                "{name}: {} is not offered in {what} ({})",
+                withheld.gpu, withheld.reason
+            );
+            findings.push(finding(
+                CHECK,
+                Outcome::Warning,
+                message,
+                withheld.message.clone(),
+            ));
+        }
+    }
+    if findings.is_empty() {
+        let count = snapshot.gpu_nodes.len();
+        findings.push(good(
+            CHECK,
+            format!("all {count} have their driver, and all their GPUs are offered"),
+        ));
+    }
+    findings
+}
+
+/// What an API server with a feature gate off, or an older one, dropped of slices and claims.
+fn dropped(facts: &Facts) -> Vec<Finding> {
+    const CHECK: &str = "dropped fields";
+    let snapshot = &facts.snapshot;
+    let devices = snapshot
+        .slices
+        .iter()
+        .flat_map(|it| it.spec.devices.iter().flatten());
+    let mut lost: BTreeSet<(&str, FeatureGate)> = BTreeSet::new();
+    for device in devices {
+        lost.extend(lost_of_device(device));
+    }
+    let mut findings: Vec<Finding> = lost
+        .into_iter()
+        .map(|(field, gate)| {
+            finding(
+                CHECK,
+                Outcome::Error,
+                format!("the API server dropped {field} of ResourceSlices"),
+                format!("turn on its feature gate {gate}"),
+            )
+        })
+        .collect();
+    for claim in &snapshot.claims {
+        let results = claim
+            .status
+            .as_ref()
+            .and_then(|it| it.allocation.as_ref()?.devices.as_ref()?.results.as_ref());
+        let unsized_share = results.into_iter().flatten().find(|it| {
+            let name = it.device.parse::<DeviceName>();
+            let needs_sizes = name.is_ok_and(|name| name.tier().has_shim());
+            let sizes = it.consumed_capacity.as_ref();
+            it.driver == DRIVER
+                && it.admin_access != Some(true)
+                && needs_sizes
+                && sizes.is_none_or(|sizes| !sizes.contains_key(capacity::MEMORY))
+        });
+        if let Some(result) = unsized_share {
+            let metadata = &claim.metadata;
+            let (namespace, name) = (metadata.namespace.as_deref(), metadata.name.as_deref());
+            findings.push(finding(
+                CHECK,
+                Outcome::Error,
+                format!(
+                    "claim {}/{} has {} without a size: what it consumes was dropped",
+                    namespace.unwrap_or_default(),
+                    name.unwrap_or_default(),
+                    result.device
+                ),
+                format!(
+                    "turn on the feature gate {} and create the claim again",
+                    FeatureGate::ConsumableCapacity
+                ),
+            ));
+        }
+    }
+    if findings.is_empty() && !snapshot.slices.is_empty() {
+        findings.push(good(CHECK, "none in slices and claims"));
+    }
+    findings
+}
+
+fn lost_of_device(device: &Device) -> Vec<(&'static str, FeatureGate)> {
+    let Ok(name) = device.name.parse::<DeviceName>() else {
+        return Vec::new();
+    };
+    let mut lost = Vec::new();
+    if device
+        .consumes_counters
+        .as_deref()
+        .unwrap_or_default()
+        .is_empty()
+    {
+        lost.push(("consumesCounters", FeatureGate::PartitionableDevices));
+    }
+    let is_shared = name.tier().is_shared() && name.tier() != Tier::Partition;
+    if is_shared && device.allow_multiple_allocations != Some(true) {
+        lost.push(("allowMultipleAllocations", FeatureGate::ConsumableCapacity));
+    }
+    let memory = device
+        .capacity
+        .as_ref()
+        .and_then(|it| it.get(capacity::MEMORY));
+    if name.tier().has_shim() && memory.is_some_and(|it| it.request_policy.is_none()) {
+        lost.push(("requestPolicy", FeatureGate::ConsumableCapacity));
+    }
+    lost
+}

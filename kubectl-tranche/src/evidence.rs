@@ -1,0 +1,32 @@
+//! What was read for support, before anything is taken out of it.
+
+use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::api::events::v1::Event;
+
+use crate::facts::Facts;
+
+/// What was read.
+#[derive(Clone, Debug, Default)]
+pub struct Evidence {
+    /// What `doctor` examines, with all objects.
+    pub facts: Facts,
+    /// The chart's pods.
+    pub pods: Vec<Pod>,
+    /// The newest lines of their containers' logs.
+    pub logs: Vec<Log>,
+    /// Events about our objects, and of the namespace in which Tranche runs.
+    pub events: Vec<Event>,
+    /// What could not be read.
+    pub missing: Vec<String>,
+}
+
+/// The log of a container.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Log {
+    /// The pod.
+    pub pod: String,
+    /// The container.
+    pub container: String,
+    /// Its newest lines.
+    pub text: String,
+}

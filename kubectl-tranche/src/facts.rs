@@ -1,0 +1,70 @@
+//! What `doctor` examines.
+
+use std::collections::BTreeMap;
+
+use crate::snapshot::Snapshot;
+
+/// All that was read for the checks.
+#[derive(Clone, Debug)]
+pub struct Facts {
+    /// The API server's version, such as `v1.37.1`, or why it is not known.
+    pub version: Served<String>,
+    /// The versions of `resource.k8s.io` that it serves.
+    pub dra_versions: Served<Vec<String>>,
+    /// Whether feature gates are on, by name, as the API server's metrics say.
+    pub gates: Served<BTreeMap<String, bool>>,
+    /// What the caller may do.
+    pub access: Vec<Access>,
+    /// The pods of the chart; none where the caller may not list them.
+    pub components: Served<Vec<Component>>,
+    /// The namespace in which they are looked for.
+    pub system: String,
+    /// The objects.
+    pub snapshot: Snapshot,
+}
+
+/// Something, or why it is not known: one line.
+pub type Served<T> = Result<T, String>;
+
+/// Whether the caller may do something.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Access {
+    /// The verb.
+    pub verb: &'static str,
+    /// The resource, as RBAC names it.
+    pub resource: &'static str,
+    /// The namespace; all where empty.
+    pub namespace: String,
+    /// Whether the API server says yes.
+    pub is_allowed: bool,
+}
+
+/// A pod of the chart.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Component {
+    /// `controller`, `node-plugin`, `mps`.
+    pub component: String,
+    /// The pod's name.
+    pub pod: String,
+    /// Its node; empty where it has none.
+    pub node: String,
+    /// Whether it is ready.
+    pub is_ready: bool,
+    /// The images of its containers.
+    pub images: Vec<String>,
+}
+
+impl Default for Facts {
+    /// Nothing is known.
+    fn default() -> Self {
+        Self {
+            version: Err(String::new()),
+            dra_versions: Err(String::new()),
+            gates: Err(String::new()),
+            access: Vec::new(),
+            components: Err(String::new()),
+            system: String::new(),
+            snapshot: Snapshot::default(),
+        }
+    }
+}

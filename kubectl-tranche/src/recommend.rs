@@ -1,0 +1,192 @@
+//! `recommend`: from answers to a tier, and the claim to apply.
+
+mod claim;
+mod pod;
+mod tree;
+
+use std::collections::BTreeMap;
+
+use serde::Serialize;
+
+use crate::output::{Block, Tone, View};
+
+pub use claim::{Size, SizeError, yaml};
+pub use pod::{Known, of_pod};
+pub use tree::{Choice, Leaf, Next, Question, START, TREE, markdown};
+
+/// What is shown.
+#[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Recommendation {
+    /// The DeviceClass.
+    pub class: &'static str,
+    /// Why.
+    pub why: &'static str,
+    /// What to know before.
+    pub traps: Vec<&'static str>,
+    /// The questions and their answers, in order.
+    pub answers: Path,
+    /// What to apply.
+    pub yaml: String,
+}
+
+/// Answers that lead nowhere.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum AnswerError {
+    /// Not `QUESTION=ANSWER`.
+    #[error("{0:?} is not an answer: write QUESTION=ANSWER, such as size=part")]
+    Syntax(String),
+    /// A question that the tree does not have.
+    #[error("there is no question {name:?}: the questions are {known}")]
+    Question {
+        /// The name.
+        name: String,
+        /// Those that there are.
+        known: String,
+    },
+    /// An answer that the question does not have.
+    #[error("{question}={answer} is no answer: {known}")]
+    Answer {
+        /// The question.
+        question: &'static str,
+        /// The answer.
+        answer: String,
+        /// Those that there are.
+        known: String,
+    },
+    /// A question that nobody answered.
+    #[error("unanswered: {text} Add {known}")]
+    Missing {
+        /// The question.
+        text: &'static str,
+        /// Its answers.
+        known: String,
+    },
+    /// The pod has no GPU of ours.
+    #[error(
+        "pod {namespace}/{pod} holds no GPU by a claim: check its name and --namespace, or answer the questions without --pod"
+    )]
+    NoPod {
+        /// Its namespace.
+        namespace: String,
+        /// Its name.
+        pod: String,
+    },
+    /// Nobody can be asked.
+    #[error("cannot read the answer: {0}")]
+    Read(String),
+}
+
+/// Answers by question.
+pub type Answers = BTreeMap<&'static str, &'static str>;
+
+/// The questions and their answers, in the order in which they were asked.
+pub type Path = Vec<(String, String)>;
+
+/// Reads `QUESTION=ANSWER`.
+pub fn read(words: &[String]) -> Result<Answers, AnswerError> {
+    let mut answers = Answers::new();
+    for word in words {
+        let (name, answer) = word
+            .split_once('=')
+            .ok_or_else(|| AnswerError::Syntax(word.clone()))?;
+        let question = TREE.iter().find(|it| it.name == name);
+        let question = question.ok_or_else(|| AnswerError::Question {
+            name: name.to_owned(),
+            known: names(TREE.iter().map(|it| it.name)),
+        })?;
+        answers.insert(question.name, question.choice(answer)?.answer);
+    }
+    Ok(answers)
+}
+
+fn names<'a>(names: impl Iterator<Item = &'a str>) -> String {
+    names.collect::<Vec<_>>().join(", ")
+}
+
+impl Question {
+    /// The choice of an answer.
+    pub fn choice(&self, answer: &str) -> Result<&'static Choice, AnswerError> {
+        let mut choices = self.choices.iter();
+        let found = choices.find(|choice| choice.answer == answer);
+        found.ok_or_else(|| AnswerError::Answer {
+            question: self.name,
+            answer: answer.to_owned(),
+            known: self.known(),
+        })
+    }
+
+    /// Its answers as they are written, with what they mean.
+    #[must_use]
+    pub fn known(&self) -> String {
+        let choices = self.choices.iter();
+        let choices: Vec<_> = choices
+            .map(|it| format!("{}={} ({})", self.name, it.answer, it.meaning))
+            .collect();
+        choices.join(" or ")
+    }
+}
+
+/// Walks the tree. `ask` answers what `given` leaves open.
+pub fn walk(
+    given: &Answers,
+    mut ask: impl FnMut(&Question) -> Result<&'static Choice, AnswerError>,
+) -> Result<(&'static Leaf, Path), AnswerError> {
+    let mut path = Vec::new();
+    let mut next = START;
+    loop {
+        let question = match next {
+            Next::Leaf(leaf) => return Ok((leaf, path)),
+            Next::Ask(question) => question,
+        };
+        let choice = match given.get(question.name) {
+            Some(answer) => question.choice(answer)?,
+            None => ask(question)?,
+        };
+        path.push((question.name.to_owned(), choice.answer.to_owned()));
+        next = choice.next;
+    }
+}
+
+/// Where nobody can be asked.
+pub fn missing(question: &Question) -> Result<&'static Choice, AnswerError> {
+    Err(AnswerError::Missing {
+        text: question.text,
+        known: question.known(),
+    })
+}
+
+/// Recommends.
+#[must_use]
+pub fn recommend(
+    leaf: &'static Leaf,
+    answers: Path,
+    name: &str,
+    namespace: Option<&str>,
+    size: Size,
+) -> Recommendation {
+    Recommendation {
+        class: leaf.class,
+        why: leaf.why,
+        traps: leaf.traps.to_vec(),
+        answers,
+        yaml: yaml(leaf, name, namespace, size),
+    }
+}
+
+impl View for Recommendation {
+    /// All but the YAML are comments, so that the whole can be piped into `kubectl apply --filename -`.
+    fn blocks(&self, _: bool) -> Vec<Block> {
+        let mut blocks = vec![
+            Block::Line(Tone::Heading, format!("# {}", self.class)),
+            Block::plain(format!("# {}", self.why)),
+        ];
+        let traps = self.traps.iter();
+        blocks.extend(traps.map(|trap| Block::Line(Tone::Warning, format!("# Note: {trap}"))));
+        blocks.extend(self.yaml.lines().map(Block::plain));
+        blocks
+    }
+}
+
+#[cfg(test)]
+mod tests;
