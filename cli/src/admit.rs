@@ -113,7 +113,7 @@ pub fn admit(
         }],
     };
     plan(&allocation, inventory, others.iter().map(|r| &r.plan))
-        .map(Record::new)
+        .map(|plan| Record::new(plan, None))
         .map_err(|error| match error.problem {
             problem @ (PreparationProblem::TooMuchMemory { .. }
             | PreparationProblem::Conflict(Conflict::Memory { .. })) => {

@@ -345,7 +345,7 @@ mod tests {
     const OUR_PID: i32 = 1;
 
     fn record(name: &str) -> Record {
-        Record::new(PreparationPlan {
+        let plan = PreparationPlan {
             pages: PAGES,
             allocation: Allocation {
                 uid: name.into(),
@@ -356,7 +356,8 @@ mod tests {
             },
             devices: Vec::new(),
             steps: Vec::new(),
-        })
+        };
+        Record::new(plan, None)
     }
 
     fn shares() -> (tempfile::TempDir, Shares) {

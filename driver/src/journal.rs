@@ -15,10 +15,11 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::gpu_state;
+use crate::moment::Moment;
 use crate::preparation::PreparationPlan;
 
 /// The version written.
-pub const VERSION: u64 = 3;
+pub const VERSION: u64 = 4;
 /// The oldest version read.
 pub const OLDEST_VERSION: u64 = 1;
 /// The first version that had records of GPUs and partitions.
@@ -43,6 +44,9 @@ pub struct Record {
     /// Version 1 had none.
     #[serde(default)]
     min_reader: u64,
+    /// Since when the claim has its devices; versions before 4 did not record it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub since: Option<Moment>,
     /// What to do.
     pub plan: PreparationPlan,
 }
@@ -118,14 +122,21 @@ struct Envelope {
 }
 
 impl Record {
-    /// A record of this version.
+    /// A record of this version, of a claim that has its devices since then; `None` if that is not known or does not matter.
     #[must_use]
-    pub fn new(plan: PreparationPlan) -> Self {
+    pub fn new(plan: PreparationPlan, since: Option<Moment>) -> Self {
         Self {
             version: VERSION,
             min_reader: min_reader(&plan),
+            since,
             plan,
         }
+    }
+
+    /// The record of the same claim with another plan.
+    #[must_use]
+    pub fn with_plan(&self, plan: PreparationPlan) -> Self {
+        Self::new(plan, self.since)
     }
 
     /// The record's bytes, with a final newline.

@@ -10,6 +10,7 @@
 //!  GPUs as NVML sees them now ──┘            │
 //!                                            ├─► journal::Record ► the plan and how far it got
 //!                                            ├─► gpu_state ──► what a GPU needs for all its claims
+//!                                            ├─► audit ──► who had what from when to when
 //!                                            └─► cdi, metadata ──► the claim's CDI spec, what its containers can read
 //!
 //!  what claims hold ─► stranded ─► what nobody can have of a GPU
@@ -22,6 +23,7 @@
 
 #[cfg(feature = "allocator")]
 pub mod allocator;
+pub mod audit;
 pub mod cdi;
 pub mod claim;
 pub mod cost;
@@ -30,6 +32,7 @@ pub mod gpu_state;
 pub mod journal;
 pub mod metadata;
 pub mod mig;
+pub mod moment;
 pub mod oversubscription;
 pub mod pending;
 pub mod policy;

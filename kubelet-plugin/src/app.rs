@@ -29,6 +29,7 @@ use tranche_service::Clock;
 use tranche_service::stop::on_signal;
 
 use crate::args::Args;
+use crate::audit;
 use crate::claims::Claims;
 use crate::compute::ShareSampler;
 use crate::contexts::Contexts;
@@ -79,6 +80,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         metrics_endpoint,
         proc,
         sysfs,
+        audit_files,
         // Used for the layout, or by main.
         plugin_dir: _,
         hook_dir: _,
@@ -108,7 +110,13 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         events: Events::new(client.clone(), &node_name),
     });
     let installed = InstalledDriver::new(&host_root, driver_root.folder());
-    let executor = Executor::new(Arc::clone(&fs), layout.clone())?;
+    let audit = audit::Place {
+        folder: layout.audit(),
+        node: node_name.clone(),
+        limits: audit::Limits::of(audit_files),
+        clock: Clock::system(),
+    };
+    let executor = Executor::new(Arc::clone(&fs), layout.clone(), audit)?;
     let ledger = Arc::new(recover(&*fs, &layout, &executor)?);
     let gate = Gate::default();
     let groups: Arc<dyn Groups> = Arc::new(Vfio::new(&sysfs, host_root.join("dev"), &proc));

@@ -60,6 +60,9 @@ pub struct Args {
     /// The host's /sys, writable: GPUs for virtual machines change their kernel driver there
     #[arg(long, default_value = "/sys")]
     pub sysfs: PathBuf,
+    /// The most files of 8 MiB that the audit trail takes in the plugin dir; it needs at least 2
+    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(2..=1024))]
+    pub audit_files: u32,
     /// The format of log lines; RUST_LOG selects what is logged (default info)
     #[arg(long, value_enum, default_value_t = LogFormat::Text)]
     pub log_format: LogFormat,

@@ -1,29 +1,33 @@
 //! Carries out a plan step by step, and undoes it.
 //!
 //! ```text
-//!  journal the plan ─► GPUs as wanted ─► step 1 ─► … ─► step n
+//!  journal the plan ─► GPUs as wanted ─► step 1 ─► … ─► step n ─► audit: allocated
 //!                                        any failure: undo n … 1, GPUs without the claim, remove the journal
+//!  undo n … 1 ─► GPUs without the claim ─► audit: released ─► remove the journal
 //! ```
 //!
 //! After a kill at any point the journal lists what to undo or repeat. Steps and inverses are
 //! idempotent, so it need not record how far the plan got.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use tracing::{info, warn};
 use tranche_api::names::DRIVER;
+use tranche_driver::audit::{Ended, HeldAtEnd, Pod};
 use tranche_driver::cdi::{CdiError, claim_of_file_name, claim_spec};
 use tranche_driver::journal::Record;
 use tranche_driver::metadata;
-use tranche_driver::preparation::{PAGES, PreparationPlan, Step, Undo};
+use tranche_driver::preparation::{PAGES, PreparationPlan, PreparedDevice, Step, Undo};
 use tranche_node::page::{AccountFile, ReadError, cap_page, read_cap};
 use tranche_shim_core::cap;
 use tranche_shim_core::error::PageError;
 use tranche_shim_core::layout::{self, AccountPage};
 
+use crate::audit::{Audit, Place};
 use crate::fs::{self, Durability, Fs, FsError, TmpfsSize};
 use crate::gpus::{GpuError, Gpus};
 use crate::journal::{Journal, Loaded};
@@ -123,17 +127,34 @@ fn pages_size(devices: u64, accounts: u64) -> TmpfsSize {
 #[error("{}", joined(.0))]
 pub struct UndoError(pub Vec<StepError>);
 
+/// How and when a claim ends.
+#[derive(Clone, Copy)]
+pub struct End<'a> {
+    /// How.
+    pub how: Ended,
+    /// The memory of a GPU, by UUID, that no process holds, in bytes, as far as it is known.
+    pub unowned: &'a dyn Fn(&str) -> Option<u64>,
+}
+
+impl fmt::Debug for End<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "End({:?})", self.how)
+    }
+}
+
 /// Carries out plans on this node.
 #[derive(Clone, Debug)]
 pub struct Executor {
     fs: Arc<dyn Fs>,
     layout: Layout,
     journal: Journal,
+    audit: Arc<Audit>,
 }
 
 impl Executor {
-    /// Uses the paths of `layout`.
-    pub fn new(fs: Arc<dyn Fs>, layout: Layout) -> Result<Self, FsError> {
+    /// Uses the paths of `layout`, with its audit trail at `audit`.
+    pub fn new(fs: Arc<dyn Fs>, layout: Layout, audit: Place) -> Result<Self, FsError> {
+        let audit = Arc::new(Audit::open(Arc::clone(&fs), audit)?);
         let journal = Journal::open(Arc::clone(&fs), layout.claims())?;
         fs.create_dir(&layout.shares)?;
         label_for_containers(&layout.shares)?;
@@ -144,7 +165,14 @@ impl Executor {
             fs,
             layout,
             journal,
+            audit,
         })
+    }
+
+    /// The audit trail.
+    #[must_use]
+    pub fn audit(&self) -> &Audit {
+        &self.audit
     }
 
     /// The journal.
@@ -158,14 +186,19 @@ impl Executor {
     pub fn execute(
         &self,
         record: &Record,
+        pods: &BTreeSet<Pod>,
         gpus: &Gpus,
         dev_root: &Path,
     ) -> Result<PreparationPlan, ExecuteError> {
+        let end = End {
+            how: Ended::Failed,
+            unowned: &|_| None,
+        };
         let journalled = self.journal.write(record).map_err(StepError::from);
         journalled
-            .and_then(|()| self.rebuild(&record.plan, gpus, dev_root))
+            .and_then(|()| self.rebuild(record, pods, gpus, dev_root))
             .map_err(|error| {
-                let undone = self.undo(&record.plan, gpus);
+                let undone = self.undo(record, gpus, end);
                 let cleanup = undone.err().map_or_else(Vec::new, |e| e.0);
                 ExecuteError { error, cleanup }
             })
@@ -176,27 +209,35 @@ impl Executor {
     /// may use it.
     pub fn rebuild(
         &self,
-        plan: &PreparationPlan,
+        record: &Record,
+        pods: &BTreeSet<Pod>,
         gpus: &Gpus,
         dev_root: &Path,
     ) -> Result<PreparationPlan, StepError> {
-        let prepared = gpus.prepare(plan.clone())?;
-        if prepared != *plan {
-            self.journal.write(&Record::new(prepared.clone()))?;
+        let prepared = gpus.prepare(record.plan.clone())?;
+        let is_changed = prepared != record.plan;
+        let record = record.with_plan(prepared);
+        let prepared = &record.plan;
+        if is_changed {
+            self.journal.write(&record)?;
         }
         if prepared.pages == PAGES {
-            self.mount_pages(&prepared)?;
+            self.mount_pages(prepared)?;
         }
         for step in &prepared.steps {
-            self.step(&prepared, step, dev_root)?;
+            self.step(prepared, step, dev_root)?;
         }
-        Ok(prepared)
+        self.audit.held(&record, pods)?;
+        Ok(record.plan)
     }
 
     /// Undoes a plan as far as it got, and removes its journal. After a failure the other steps are
     /// still undone, and the journal is kept.
-    pub fn undo(&self, plan: &PreparationPlan, gpus: &Gpus) -> Result<(), UndoError> {
+    pub fn undo(&self, record: &Record, gpus: &Gpus, end: End<'_>) -> Result<(), UndoError> {
+        let plan = &record.plan;
         let uid = &plan.allocation.uid;
+        self.audit
+            .release_begins(record, || self.held_at_end(plan, end));
         let mut failed: Vec<_> = plan
             .undo()
             .iter()
@@ -205,13 +246,30 @@ impl Executor {
         failed.extend(self.remove_folder(uid).err().map(StepError::from));
         failed.extend(gpus.release(plan).err().map(StepError::from));
         if failed.is_empty() {
-            failed.extend(self.journal.remove(uid).err().map(StepError::from));
+            let recorded = self.audit.released(record, end.how);
+            let removed = recorded.and_then(|()| self.journal.remove(uid));
+            failed.extend(removed.err().map(StepError::from));
         }
         if failed.is_empty() {
+            self.audit.forget(record);
             Ok(())
         } else {
             Err(UndoError(failed))
         }
+    }
+
+    /// What of its memory a claim still has in use, by the keys of its devices.
+    fn held_at_end(&self, plan: &PreparationPlan, end: End<'_>) -> BTreeMap<String, HeldAtEnd> {
+        let at_end = |device: &PreparedDevice| {
+            let path = self.layout.share(&plan.allocation.uid, &device.key).account;
+            let has_account = device.cap.is_share() && plan.pages == PAGES;
+            let held = HeldAtEnd {
+                account_bytes: has_account.then(|| charged(&path)).flatten(),
+                unowned_bytes: (end.unowned)(&device.gpu_uuid),
+            };
+            (device.key.clone(), held)
+        };
+        plan.devices.iter().map(at_end).collect()
     }
 
     /// Removes what a claim without a journal may have left. A UID that is not a valid file name has
@@ -277,7 +335,7 @@ impl Executor {
         self.fs.remove_dir(&folder)
     }
 
-    /// Loads the journals, and removes what an earlier run left without a journal.
+    /// Loads the journals, completes the audit trail, and removes what an earlier run left without a journal.
     pub fn recover(&self) -> Result<Loaded, FsError> {
         let loaded = self.journal.load_all()?;
         let mut leftovers: BTreeSet<_> = self.fs.list(&self.layout.shares)?.into_iter().collect();
@@ -292,6 +350,7 @@ impl Executor {
         for (uid, _) in &loaded.refused {
             leftovers.remove(uid);
         }
+        self.audit.settle(&loaded)?;
         for uid in &leftovers {
             match self.sweep(uid) {
                 Ok(()) => info!(uid, "removed files of a claim without a journal"),
@@ -406,6 +465,16 @@ impl Executor {
             }
         }
         Ok(())
+    }
+}
+
+/// What an account counts for living processes, in bytes. The charges of dead ones are reclaimed within a second.
+fn charged(account: &Path) -> Option<u64> {
+    let file = AccountFile::open(account).ok()?;
+    if file.is_in_use().ok()? {
+        Some(file.copy().ok()?.snapshot().used())
+    } else {
+        Some(0)
     }
 }
 

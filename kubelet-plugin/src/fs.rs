@@ -5,10 +5,10 @@
 use std::ffi::CString;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{AtFlags, CWD, StatxAttributes, StatxFlags, statx};
+use rustix::fs::{AtFlags, CWD, FallocateFlags, StatxAttributes, StatxFlags, fallocate, statx};
 use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
 
 /// A failed call with its path.
@@ -30,6 +30,11 @@ pub trait Fs: Send + Sync + std::fmt::Debug {
     /// Writes a whole file with exactly this mode; an existing file is replaced. Zeros at its end
     /// take no space.
     fn write(&self, path: &Path, content: &[u8], mode: u32) -> Result<(), FsError>;
+    /// Makes an existing file end after its first `at` bytes and then `content`: what a killed writer left behind `at` is
+    /// replaced.
+    fn append(&self, path: &Path, at: u64, content: &[u8]) -> Result<(), FsError>;
+    /// Takes room on the disk for an existing file of so many bytes, without a change of its length.
+    fn reserve(&self, path: &Path, bytes: u64) -> Result<(), FsError>;
     /// Waits until a file's content or a folder's entries are on the disk.
     fn sync(&self, path: &Path) -> Result<(), FsError>;
     /// Renames within a folder, replacing.
@@ -118,6 +123,26 @@ impl Fs for HostFs {
             Ok(())
         };
         write().at("write", path)
+    }
+
+    fn append(&self, path: &Path, at: u64, content: &[u8]) -> Result<(), FsError> {
+        let append = || {
+            let file = OpenOptions::new().write(true).open(path)?;
+            // Also a change to the same length would give back reserved room.
+            if file.metadata()?.len() != at {
+                file.set_len(at)?;
+            }
+            file.write_all_at(content, at)
+        };
+        append().at("append to", path)
+    }
+
+    fn reserve(&self, path: &Path, bytes: u64) -> Result<(), FsError> {
+        let reserve = || {
+            let file = OpenOptions::new().write(true).open(path)?;
+            fallocate(file, FallocateFlags::KEEP_SIZE, 0, bytes).map_err(io::Error::from)
+        };
+        reserve().at("reserve room for", path)
     }
 
     fn sync(&self, path: &Path) -> Result<(), FsError> {
@@ -406,6 +431,20 @@ pub(crate) mod testing {
             }
             passed?;
             HostFs.write(path, content, mode)
+        }
+
+        fn append(&self, path: &Path, at: u64, content: &[u8]) -> Result<(), FsError> {
+            let passed = self.pass("append to", path);
+            if passed.is_err() && self.count.load(Ordering::SeqCst) == self.at + 1 {
+                HostFs.append(path, at, &content[..content.len() / 2])?;
+            }
+            passed?;
+            HostFs.append(path, at, content)
+        }
+
+        fn reserve(&self, path: &Path, bytes: u64) -> Result<(), FsError> {
+            // No step: nothing depends on it.
+            HostFs.reserve(path, bytes)
         }
 
         fn sync(&self, path: &Path) -> Result<(), FsError> {

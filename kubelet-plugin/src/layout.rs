@@ -67,6 +67,12 @@ impl Layout {
         self.plugin.join("claims")
     }
 
+    /// The audit trail.
+    #[must_use]
+    pub fn audit(&self) -> PathBuf {
+        self.plugin.join("audit")
+    }
+
     /// One record per GPU that Tranche has changed.
     #[must_use]
     pub fn gpus(&self) -> PathBuf {

@@ -15,6 +15,7 @@ use tranche_api::Tier;
 use tranche_api::sharing_policy::Interval;
 use tranche_driver::claim::Allocation;
 use tranche_driver::journal::Record;
+use tranche_driver::moment::Moment;
 use tranche_driver::preparation::{HeldOfGpu, PAGES, PreparationPlan, held_of, wanted_time_slices};
 
 use crate::claims::ClaimRef;
@@ -113,7 +114,7 @@ impl Reservation {
     #[must_use]
     pub fn with_plan(mut self, plan: PreparationPlan) -> Self {
         if plan != self.record.plan {
-            self.record = Arc::new(Record::new(plan));
+            self.record = Arc::new(self.record.with_plan(plan));
         }
         self
     }
@@ -260,7 +261,7 @@ impl Ledger {
     }
 
     /// Returns the claim's record if it is held. Otherwise calls `plan` with everything that is held or
-    /// reserved, and reserves the result, unless it takes a GPU that a claim with an unreadable journal
+    /// reserved, and reserves the result since `now`, unless it takes a GPU that a claim with an unreadable journal
     /// may hold. The caller holds the claim's lock.
     ///
     /// A held claim is compared by its allocation, to detect that it was allocated again. How this
@@ -268,6 +269,7 @@ impl Ledger {
     pub fn book<E: From<MayBeHeld>>(
         self: &Arc<Self>,
         allocation: &Allocation,
+        now: Moment,
         plan: impl FnOnce(&mut dyn Iterator<Item = &PreparationPlan>) -> Result<PreparationPlan, E>,
     ) -> Result<Booking, E> {
         let mut claims = self.claims();
@@ -286,7 +288,7 @@ impl Ledger {
         if let Some(taken) = claims.iter().find_map(|entry| may_be_held(&plan, entry)) {
             return Err(taken.into());
         }
-        let record = Arc::new(Record::new(plan));
+        let record = Arc::new(Record::new(plan, Some(now)));
         let entry = Entry::Reserved(Arc::clone(&record));
         claims.insert(allocation.uid.clone(), entry);
         Ok(Booking::New(Reservation {
@@ -456,6 +458,10 @@ mod tests {
         }
     }
 
+    fn now() -> Moment {
+        jiff::Timestamp::UNIX_EPOCH.into()
+    }
+
     fn empty_plan(uid: &str) -> PreparationPlan {
         PreparationPlan {
             allocation: allocation(uid),
@@ -473,7 +479,7 @@ mod tests {
 
     /// Books the whole node: a conflict names the others.
     fn book(ledger: &Arc<Ledger>, uid: &str) -> Result<Booking, Vec<String>> {
-        ledger.book(&allocation(uid), |others| {
+        ledger.book(&allocation(uid), now(), |others| {
             let others = others.map(|plan| plan.allocation.uid.clone());
             match others.filter(|other| other != uid).collect::<Vec<_>>() {
                 others if others.is_empty() => Ok(empty_plan(uid)),
@@ -551,14 +557,14 @@ mod tests {
     fn a_held_claim_keeps_its_plan_however_it_would_be_planned_now() {
         let ledger = Arc::new(Ledger::default());
         let record = reserve(&ledger, "a").hold();
-        let again = ledger.book(&allocation("a"), |_| {
+        let again = ledger.book(&allocation("a"), now(), |_| {
             let mut plan = empty_plan("a");
             plan.steps.push(Step::WriteCdiSpec {});
             Ok::<_, Vec<String>>(plan)
         });
         assert!(matches!(again, Ok(Booking::Kept(kept)) if kept == record));
         // Also if it could not be planned at all.
-        let again = ledger.book(&allocation("a"), |_| Err(Vec::<String>::new()));
+        let again = ledger.book(&allocation("a"), now(), |_| Err(Vec::<String>::new()));
         assert!(matches!(again, Ok(Booking::Kept(kept)) if kept == record));
     }
 
@@ -568,7 +574,7 @@ mod tests {
         let record = reserve(&ledger, "a").hold();
         let mut elsewhere = allocation("a");
         elsewhere.devices[0].device = "gpu-00000001".parse().unwrap();
-        let anew = ledger.book(&elsewhere, |_| Ok::<_, Vec<String>>(empty_plan("a")));
+        let anew = ledger.book(&elsewhere, now(), |_| Ok::<_, Vec<String>>(empty_plan("a")));
         assert!(matches!(anew, Ok(Booking::Moved(old)) if old == record));
         assert_eq!(ledger.held(), [record], "it is still held");
     }

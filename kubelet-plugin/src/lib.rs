@@ -7,7 +7,7 @@
 //!     │                           │
 //!     └─ dra ──► preparer ◄───────────┘──► driver::preparation::plan ──► executor ──► pages, CDI
 //!                  │  ▲                                                     ├──► gpus ──► MIG mode and instances, MPS daemons (mps)
-//!                  │  └── ledger ◄────────────────────────────────────── journal
+//!                  │  └── ledger ◄────────────────────────────────────── journal ──► audit
 //!                  ├──► reporter ──► claim.status.devices, events on pods
 //!  kubelet ◄── pod_resources ◄── orphans ──► unprepare
 //! ```
@@ -20,6 +20,7 @@
 pub mod api_server;
 pub mod app;
 pub mod args;
+pub mod audit;
 pub mod claims;
 pub mod compute;
 pub mod contexts;

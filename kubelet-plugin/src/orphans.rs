@@ -166,7 +166,7 @@ impl OrphanSearch {
         match self.claims.get(claim).await {
             Ok(None) => Found::Gone,
             Ok(Some(object)) if is(&object, claim) => {
-                self.ledger().note_pods(&object);
+                self.preparer.note_pods(record, &object).await;
                 if !has_devices_in_status(&object) {
                     // An earlier process was killed after its answer and before its report.
                     self.reporter.prepared(record);

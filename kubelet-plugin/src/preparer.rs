@@ -13,6 +13,7 @@ mod error;
 #[cfg(test)]
 mod tests;
 
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -22,6 +23,7 @@ use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
 use tracing::{info, warn};
 use tranche_api::Tier;
+use tranche_driver::audit::{Ended, Pod};
 use tranche_driver::claim::{Allocation, check_uid};
 use tranche_driver::journal::Record;
 use tranche_driver::preparation::{
@@ -33,9 +35,10 @@ use tranche_driver::providers::Verdict;
 
 pub use error::{PrepareError, Problem, UnprepareError};
 
+use crate::audit::pods_of;
 use crate::claims::{ClaimRef, Claims};
 use crate::driver_state::{DriverState, Ready, SpecFile};
-use crate::executor::{ExecuteError, Executor, StepError};
+use crate::executor::{End, ExecuteError, Executor, StepError, UndoError};
 use crate::gpu_node::NodePolicy;
 use crate::gpus::Gpus;
 use crate::install::{InstallError, Installation, Needs};
@@ -185,7 +188,8 @@ impl Preparer {
                 Err(e) => return (Some(object), Err(e.into())),
             };
             let this = Arc::clone(self);
-            let work = move || (claim_lock, this.carry_out(&allocation));
+            let pods = pods_of(&object);
+            let work = move || (claim_lock, this.carry_out(&allocation, &pods));
             let Ok(done) = tokio::task::spawn_blocking(work).await else {
                 return (Some(object), Err(Problem::Stopping));
             };
@@ -217,7 +221,11 @@ impl Preparer {
         }
     }
 
-    fn carry_out(&self, allocation: &Allocation) -> Result<Arc<Record>, Problem> {
+    fn carry_out(
+        &self,
+        allocation: &Allocation,
+        pods: &BTreeSet<Pod>,
+    ) -> Result<Arc<Record>, Problem> {
         let Parts {
             ledger,
             executor,
@@ -232,7 +240,8 @@ impl Preparer {
         self.recorded(&allocation.uid)?;
         self.read_refused_again();
         loop {
-            let booked = ledger.book(allocation, |others| {
+            let now = executor.audit().now();
+            let booked = ledger.book(allocation, now, |others| {
                 let policy = self.parts.policy.borrow();
                 let plan = plan(allocation, &ready.inventory, others)?;
                 refuse_unknown_policy(&plan, &policy)?;
@@ -240,28 +249,33 @@ impl Preparer {
                 Ok(plan.with_capabilities(|gpu| policy.capabilities(gpu)))
             });
             match booked.inspect_err(|problem| self.suspect(problem))? {
+                // Its release got as far as its end in the audit trail: nothing of it is in use.
+                Booking::Kept(record) if executor.audit().is_released(&record) => {
+                    self.undo(&record, Ended::PreparedAnew)?;
+                    ledger.remove(&allocation.uid);
+                }
                 // A boot removed its pages, so no container uses them: it gets pages of this
                 // release.
                 Booking::Kept(record)
                     if record.plan.pages != PAGES && !executor.has_pages(&record.plan)? =>
                 {
-                    executor.undo(&record.plan, gpus)?;
+                    self.undo(&record, Ended::PreparedAnew)?;
                     ledger.remove(&allocation.uid);
                 }
                 Booking::Kept(record) => {
                     let record = self.located(record, &ready)?;
                     self.verify(&record.plan, &ready)?;
-                    let plan = executor.rebuild(&record.plan, gpus, &ready.dev_root_on_host)?;
+                    let plan = executor.rebuild(&record, pods, gpus, &ready.dev_root_on_host)?;
                     if plan == record.plan {
                         return Ok(record);
                     }
-                    let record = Arc::new(Record::new(plan));
+                    let record = Arc::new(record.with_plan(plan));
                     ledger.replace(Arc::clone(&record));
                     return Ok(record);
                 }
                 // Nothing of the old allocation is in use.
                 Booking::Moved(record) => {
-                    executor.undo(&record.plan, gpus)?;
+                    self.undo(&record, Ended::Reallocated)?;
                     ledger.remove(&allocation.uid);
                 }
                 Booking::New(reservation) => {
@@ -269,7 +283,7 @@ impl Preparer {
                     self.verify(&reservation.record().plan, &ready)?;
                     self.verify_freed(&reservation.record().plan)?;
                     let record = reservation.record();
-                    return match executor.execute(record, gpus, &ready.dev_root_on_host) {
+                    return match executor.execute(record, pods, gpus, &ready.dev_root_on_host) {
                         // What could not be undone is still held.
                         Err(error) if !error.cleanup.is_empty() => {
                             reservation.hold();
@@ -294,7 +308,7 @@ impl Preparer {
             uid = plan.allocation.uid,
             "a GPU of the claim has another minor number or PCI address than when it was last prepared"
         );
-        let record = Arc::new(Record::new(plan));
+        let record = Arc::new(record.with_plan(plan));
         let journal = self.parts.executor.journal();
         journal.write(&record).map_err(StepError::from)?;
         self.parts.ledger.replace(Arc::clone(&record));
@@ -395,9 +409,36 @@ impl Preparer {
         Ok(())
     }
 
+    fn undo(&self, record: &Record, how: Ended) -> Result<(), UndoError> {
+        let Parts {
+            executor,
+            gpus,
+            board,
+            ..
+        } = &self.parts;
+        let unowned = |gpu: &str| board.unowned(gpu);
+        let end = End {
+            how,
+            unowned: &unowned,
+        };
+        executor.undo(record, gpus, end)
+    }
+
+    /// Notes which pods use a held claim, as its object says now: for metrics, the watchdog and the audit trail.
+    pub async fn note_pods(self: &Arc<Self>, record: &Arc<Record>, object: &ResourceClaim) {
+        self.parts.ledger.note_pods(object);
+        let (this, record) = (Arc::clone(self), Arc::clone(record));
+        let pods = pods_of(object);
+        let noted = move || this.parts.executor.audit().joined(&record, &pods);
+        // It fails only at shutdown.
+        if let Ok(Err(error)) = tokio::task::spawn_blocking(noted).await {
+            warn!(%error, "the audit trail lacks pods that share a claim");
+        }
+    }
+
     /// Releases a claim; one that is not held is released already.
     pub async fn unprepare(self: &Arc<Self>, claim: &ClaimRef) -> Result<(), UnprepareError> {
-        self.release(claim, |_| Ok(())).await
+        self.release(claim, Ended::Unprepared, |_| Ok(())).await
     }
 
     /// Releases a claim that is gone if nobody uses its devices. `users` says who does; it is called while nobody else works
@@ -412,15 +453,16 @@ impl Preparer {
             Ok(Some(users)) => Err(Problem::InUse(users)),
             Err(why) => Err(Problem::UsersUnknown(why)),
         };
-        self.release(claim, is_unused).await
+        self.release(claim, Ended::Orphan, is_unused).await
     }
 
     async fn release(
         self: &Arc<Self>,
         claim: &ClaimRef,
+        ended: Ended,
         is_unused: impl FnOnce(&Record) -> Result<(), Problem> + Send + 'static,
     ) -> Result<(), UnprepareError> {
-        let release = self.release_in_turn(claim, is_unused);
+        let release = self.release_in_turn(claim, ended, is_unused);
         let within = tokio::time::timeout(DEADLINE, release).await;
         let result = within.unwrap_or(Err(Problem::Timeout(DEADLINE)));
         self.parts.reporter.released(&claim.uid);
@@ -437,6 +479,7 @@ impl Preparer {
     async fn release_in_turn(
         self: &Arc<Self>,
         claim: &ClaimRef,
+        ended: Ended,
         is_unused: impl FnOnce(&Record) -> Result<(), Problem> + Send + 'static,
     ) -> Result<(), Problem> {
         let claim_lock = self.locks.lock(&claim.uid).await;
@@ -446,7 +489,7 @@ impl Preparer {
             match this.recorded(&uid)? {
                 Some(record) => {
                     is_unused(&record)?;
-                    this.parts.executor.undo(&record.plan, &this.parts.gpus)?;
+                    this.undo(&record, ended)?;
                 }
                 // Its journal may have been deleted by hand, and what it made not.
                 None => this.parts.executor.sweep(&uid)?,

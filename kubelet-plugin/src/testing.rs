@@ -15,14 +15,17 @@ use rustix::fs::{CWD, FileType, Mode, makedev, mknodat};
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 use tranche_api::gpu_node::{Published, PublishedGpu};
+use tranche_driver::audit::{Ended, Event, Line};
 use tranche_driver::cdi::driver_spec;
 use tranche_driver::journal::Record;
 use tranche_driver::providers::Verdict;
+use tranche_service::Clock;
 
 use self::api::FakeApi;
 use self::mig::MortalDriver;
 use self::mps::{MortalClient, Supervisor};
 use self::vfio::{Machine, MortalGroups};
+use crate::audit;
 use crate::claims::{ClaimRef, Claims};
 use crate::driver_state::{DriverState, Ready, SpecFile};
 use crate::executor::Executor;
@@ -74,6 +77,8 @@ pub struct World {
     pub mps: Supervisor,
     /// The GPUs' IOMMU groups.
     pub pci: Machine,
+    /// How much the audit trail may take.
+    pub audit_limits: audit::Limits,
 }
 
 /// One plugin process.
@@ -224,6 +229,10 @@ impl World {
             pci: Machine::of(&mig),
             mig,
             mps: Supervisor::default(),
+            audit_limits: audit::Limits {
+                files: 4,
+                file_bytes: 64 << 10,
+            },
             dir,
         }
     }
@@ -308,7 +317,13 @@ impl World {
             &self.layout.libraries(),
             &self.layout.hooks,
         );
-        let executor = Executor::new(Arc::clone(&fs), self.layout.clone())?;
+        let audit = audit::Place {
+            folder: self.layout.audit(),
+            node: NODE.to_owned(),
+            limits: self.audit_limits,
+            clock: Clock::system(),
+        };
+        let executor = Executor::new(Arc::clone(&fs), self.layout.clone(), audit)?;
         let ledger = Arc::new(Ledger::new(executor.recover()?));
         let reports = Arc::new(Reports::default());
         let board = Arc::new(Board::default());
@@ -374,6 +389,37 @@ impl World {
             gpus: gpus.map(gpu).collect(),
             ..Published::default()
         })
+    }
+
+    /// The whole lines of the audit trail, the oldest first.
+    pub fn trail(&self) -> Vec<Line> {
+        let folder = self.layout.audit();
+        let mut names: Vec<_> = (1..self.audit_limits.files)
+            .map(|nth| format!("audit.jsonl.{nth}"))
+            .collect();
+        names.reverse();
+        names.push("audit.jsonl".to_owned());
+        let read = |name: String| std::fs::read(folder.join(name)).unwrap_or_default();
+        let content: Vec<_> = names.into_iter().flat_map(read).collect();
+        let lines = content.split_inclusive(|byte| *byte == b'\n');
+        let whole = lines.filter(|line| line.ends_with(b"\n"));
+        whole.map(|line| Line::decode(line).unwrap()).collect()
+    }
+
+    /// How each grant of the trail ended, in the order of their beginnings; checks that each has one beginning and at most one
+    /// end.
+    pub fn grants(&self) -> Vec<(String, Option<Ended>)> {
+        let mut grants: Vec<(String, Option<Ended>)> = Vec::new();
+        for line in self.trail() {
+            let known = grants.iter_mut().find(|(id, _)| *id == line.grant.grant);
+            match (line.event, known) {
+                (Event::Allocated {}, None) => grants.push((line.grant.grant, None)),
+                (Event::Released { ended, .. }, Some((_, end @ None))) => *end = Some(ended),
+                (Event::Held {}, Some((_, None))) => {}
+                (event, known) => panic!("{event:?} of {known:?} in {:#?}", self.trail()),
+            }
+        }
+        grants
     }
 
     /// Every file of claims on the node, including temporary ones, without the driver's spec, the

@@ -29,7 +29,7 @@ fn record() -> Record {
     ];
     let inventory = inventory(vec![gpu(0), gpu(1), gpu(2)]);
     let plan = plan(&allocation("a", &results), &inventory, []).unwrap();
-    Record::new(of_first_pages(plan))
+    Record::new(of_first_pages(plan), None)
 }
 
 /// As a release with the first version of the pages made the plan.
@@ -65,7 +65,10 @@ fn with_partition() -> Record {
         compute_instance: 0,
         capabilities: [84, 85],
     };
-    Record::new(of_first_pages(plan).on_gpu(&gpu(0).uuid, Some(0), |_| Some(mig.clone())))
+    Record::new(
+        of_first_pages(plan).on_gpu(&gpu(0).uuid, Some(0), |_| Some(mig.clone())),
+        None,
+    )
 }
 
 const CHANGED: &str =
@@ -79,7 +82,7 @@ fn version_2_is_read_and_can_read() {
         record().plan
     );
     let mut written: Value = serde_json::from_str(VERSION_2).unwrap();
-    written["version"] = json!(3);
+    written["version"] = json!(4);
     assert_eq!(tree(), written, "{CHANGED}");
 }
 
@@ -88,15 +91,26 @@ fn version_2_is_read_and_can_read() {
 fn a_partition_is_for_readers_of_version_3() {
     let written: Value = serde_json::from_slice(&with_partition().encode()).unwrap();
     assert_eq!(written["minReader"], json!(3));
-    assert_eq!(
-        written,
-        serde_json::from_str::<Value>(VERSION_3).unwrap(),
-        "{CHANGED}"
-    );
-    assert_eq!(
-        Record::decode(VERSION_3.as_bytes()).unwrap(),
-        with_partition()
-    );
+    let mut expected: Value = serde_json::from_str(VERSION_3).unwrap();
+    expected["version"] = json!(4);
+    assert_eq!(written, expected, "{CHANGED}");
+    let read = Record::decode(VERSION_3.as_bytes()).unwrap();
+    assert_eq!((read.since, read.plan), (None, with_partition().plan));
+}
+
+/// Version 3 ignores it, and what it writes has none.
+#[test]
+fn since_when_a_claim_has_its_devices_is_read_back() {
+    let since = "2026-11-25T10:00:00.123456Z";
+    let moment: Moment = serde_json::from_value(json!(since)).unwrap();
+    let plan = with_partition().plan;
+    let record = Record::new(plan.clone(), Some(moment));
+    let written: Value = serde_json::from_slice(&record.encode()).unwrap();
+    assert_eq!(written["since"], json!(since), "{CHANGED}");
+    assert_eq!(written["minReader"], json!(3));
+    let read = Record::decode(&record.encode()).unwrap();
+    assert_eq!(read, record);
+    assert_eq!(read.with_plan(plan).since, Some(moment));
 }
 
 #[test]
@@ -109,7 +123,7 @@ fn the_record_of_a_gpu_is_read_back() {
     assert_eq!(GpuRecord::decode(&record.encode()).unwrap(), record);
     assert_eq!(
         String::from_utf8(record.encode()).unwrap(),
-        "{\"version\":3,\"minReader\":3,\"gpuUuid\":\"GPU-1\",\"changes\":{\"switchedMigOn\":true,\"instances\":[]}}\n",
+        "{\"version\":4,\"minReader\":3,\"gpuUuid\":\"GPU-1\",\"changes\":{\"switchedMigOn\":true,\"instances\":[]}}\n",
         "{CHANGED}"
     );
 }
@@ -133,17 +147,17 @@ fn version_1_is_read_with_its_names_by_minor_number() {
     assert_eq!(minors, [10, 11, 12, 11]);
     assert_eq!(plan.undo(), old.plan.undo());
     // When it is written again, it is a record of this version.
-    let rewritten = Record::new(plan);
+    let rewritten = Record::new(plan, None);
     let bytes = rewritten.encode();
     assert_eq!(Record::decode(&bytes).unwrap(), rewritten);
     let tree: Value = serde_json::from_slice(&bytes).unwrap();
     assert_eq!(
         (&tree["version"], &tree["minReader"]),
-        (&json!(3), &json!(2))
+        (&json!(4), &json!(2))
     );
 }
 
-/// What a later release might write: version 4, with unknown fields in every object, and a
+/// What a later release might write: version 5, with unknown fields in every object, and a
 /// `minReader` that allows to ignore them.
 #[test]
 fn what_a_later_version_added_is_ignored_where_it_says_so() {
@@ -154,17 +168,17 @@ fn what_a_later_version_added_is_ignored_where_it_says_so() {
     for path in paths {
         newer.pointer_mut(&path).unwrap()["novelty"] = json!({"a": [1]});
     }
-    newer["version"] = json!(4);
+    newer["version"] = json!(5);
     let read = Record::decode(newer.to_string().as_bytes()).unwrap();
     assert_eq!(read.plan, record().plan);
     // When this release writes it, it is a record of this version.
-    assert_eq!(Record::new(read.plan), record());
+    assert_eq!(Record::new(read.plan, None), record());
 }
 
 #[test]
 fn a_later_version_s_literal_record_is_read() {
     let text = r#"{
-        "version": 4, "minReader": 2, "writer": "tranche 0.4.0",
+        "version": 5, "minReader": 2, "writer": "tranche 0.4.0",
         "plan": {
             "allocation": {"uid": "u", "namespace": "n", "name": "c", "class": "new", "devices": []},
             "devices": [],
@@ -182,24 +196,24 @@ fn a_later_version_s_literal_record_is_read() {
 #[test]
 fn other_versions_are_refused_by_number() {
     let mut newer = tree();
-    newer["version"] = json!(5);
-    newer["minReader"] = json!(4);
+    newer["version"] = json!(6);
+    newer["minReader"] = json!(5);
     // This version may not even be able to parse what readers must understand.
     newer["plan"] = json!({"steps": [{"step": "createMigInstance"}]});
     assert_eq!(
         refusal(&newer),
-        "the journal has version 5 and needs a driver that reads version 4, this one reads versions 1 to 3: run the driver that wrote it, or a newer one"
+        "the journal has version 6 and needs a driver that reads version 5, this one reads versions 1 to 4: run the driver that wrote it, or a newer one"
     );
     // A version without `minReader`.
     let mut newer = tree();
-    newer["version"] = json!(4);
+    newer["version"] = json!(5);
     newer.as_object_mut().unwrap().remove("minReader");
-    assert!(refusal(&newer).contains("needs a driver that reads version 4"));
+    assert!(refusal(&newer).contains("needs a driver that reads version 5"));
     let mut older = tree();
     older["version"] = json!(0);
     assert_eq!(
         refusal(&older),
-        "the journal has version 0, this driver reads versions 1 to 3: upgrade one version at a time"
+        "the journal has version 0, this driver reads versions 1 to 4: upgrade one version at a time"
     );
 }
 

@@ -1,6 +1,7 @@
 //! The end-to-end suite, one file per subject. `tranche_e2e` describes what it needs.
 #![allow(missing_docs)]
 
+mod audit;
 mod cap;
 mod capabilities;
 mod clients;

@@ -24,7 +24,7 @@ const STILL_AWAY: Duration = Duration::from_secs(11);
 
 /// The kubelet's restart delay grows with each failure of a container, so the next test gets a new
 /// pod.
-fn renew_plugin(case: &Case) {
+pub(crate) fn renew_plugin(case: &Case) {
     let (client, plugin) = (case.client.clone(), case.plugin());
     case.afterwards("a new plugin pod", async move {
         let pods: Api<Pod> = Api::namespaced(client, SYSTEM);

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use tokio::task::JoinHandle;
 use tranche_api::WithheldGpu;
+use tranche_driver::audit::Ended;
 use tranche_driver::cdi::DriverDevice;
 use tranche_driver::preparation::PAGES;
 use tranche_driver::providers::{Seen, verdict};
@@ -911,6 +912,17 @@ const ENDINGS: [Ending; 4] = [
     Ending::Rebooted,
 ];
 
+/// The number of grants of [`shares`] that the trail must have: of what was prepared before `ending`, and of what is prepared
+/// by it.
+fn expected_grants(world: &World, ending: Ending, was_prepared: bool) -> usize {
+    let is_prepared = matches!(ending, Ending::Retried | Ending::Rebooted);
+    let is_held = world.layout.claims().join("uid-of-a.json").exists();
+    let has_ended = world.grants().iter().any(|(_, ended)| ended.is_some());
+    let before = was_prepared || is_held;
+    let anew = is_prepared && (!before || has_ended);
+    2 * (usize::from(before) + usize::from(anew))
+}
+
 async fn ends_well(world: &mut World, ending: Ending, at: usize, wanted: &[(String, Vec<u8>)]) {
     if let Ending::Rebooted = ending {
         world.reboot_in_another_order();
@@ -930,6 +942,8 @@ async fn ends_well(world: &mut World, ending: Ending, at: usize, wanted: &[(Stri
         }
     }
     assert_eq!(world.traces(), NONE, "{ending:?} {at}");
+    let has_ended = |(_, ended): &(String, Option<Ended>)| ended.is_some();
+    assert!(world.grants().iter().all(has_ended), "{ending:?} {at}");
 }
 
 #[tokio::test(start_paused = true)]
@@ -945,7 +959,9 @@ async fn killed_at_any_step_of_prepare_it_converges() {
                 let result = plugin.preparer.prepare(&claim_ref("a")).await;
                 assert_eq!(result.is_err(), fs.struck(), "{at}");
             }
+            let grants = expected_grants(&world, ending, false);
             ends_well(&mut world, ending, at, &wanted).await;
+            assert_eq!(world.grants().len(), grants, "{ending:?} {at}");
             steps = at;
             if !fs.struck() {
                 break;
@@ -968,7 +984,9 @@ async fn killed_at_any_step_of_unprepare_it_converges() {
                 let result = plugin.preparer.unprepare(&claim_ref("a")).await;
                 assert_eq!(result.is_err(), fs.struck(), "{at}");
             }
+            let grants = expected_grants(&world, ending, true);
             ends_well(&mut world, ending, at, &wanted).await;
+            assert_eq!(world.grants().len(), grants, "{ending:?} {at}");
             if !fs.struck() {
                 break;
             }
@@ -993,6 +1011,7 @@ async fn one_failing_step_leaves_nothing_half_prepared() {
         let error = result.unwrap_err().to_string();
         has(&error, &["team/a", "injected fault"]);
         assert_eq!(world.traces(), NONE, "{at}: {error}");
+        assert_eq!(world.grants(), [], "{at}: nobody had it");
         // The same process can continue.
         plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
     }

@@ -85,6 +85,15 @@ impl Board {
         self.lock().is_withheld(gpu_uuid)
     }
 
+    /// The bytes of a GPU's memory that no process holds, as they were found last.
+    #[must_use]
+    pub fn unowned(&self, gpu_uuid: &str) -> Option<u64> {
+        match self.lock().gpus.get(gpu_uuid)? {
+            Watched::Yes(findings) => findings.unowned,
+            Watched::No { .. } => None,
+        }
+    }
+
     /// Changes whenever a GPU is no longer withheld.
     #[must_use]
     pub fn releases(&self) -> watch::Receiver<()> {
