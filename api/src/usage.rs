@@ -266,7 +266,7 @@ pub struct ShareUsage {
     /// Processes that have memory on the device.
     pub processes: u32,
     /// Seconds since a kernel was last seen, where that is known: by NVML's utilization of its processes, or of its device if it
-    /// has that alone. Counted from the plugin's start where none was seen.
+    /// has that alone. Counted from when the plugin first saw the device where none was seen.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub idle_seconds: Option<u64>,
     /// By pod and container. Each container that has the claim is listed, also without a process.

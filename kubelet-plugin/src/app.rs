@@ -24,6 +24,7 @@ use tranche_driver::providers::Verdict;
 use tranche_metrics::access::Access;
 use tranche_node::nvml::search::InstalledDriver;
 use tranche_node::nvml::{Gate, Gated, Patient};
+use tranche_node::usage::Reader;
 use tranche_node::vfio::{Groups, Vfio};
 use tranche_service::Clock;
 use tranche_service::stop::on_signal;
@@ -58,6 +59,7 @@ use crate::reporter::ClusterReporter;
 use crate::sockets::Socket;
 use crate::status::StatusWriter;
 use crate::sweep::ShareSweeper;
+use crate::usage::{self, Usage};
 use crate::watchdog::{self, Board, Watchdog};
 
 /// How long helpers may take to end. Calls of a driver that hangs never return, and the next instance must not wait for them: no
@@ -185,12 +187,23 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         dra_socket: layout.dra_socket(),
         registered: registered.clone(),
     };
+    let kept = || Box::new(Gated::new(Box::new(installed.clone()), gate.clone()));
+    let usage = usage::Parts {
+        node: node_name.clone(),
+        ledger: Arc::clone(preparer.ledger()),
+        layout: layout.clone(),
+        state: driver.clone(),
+        board: Arc::clone(&board),
+        kubelet: Box::new(PodResources::new(pod_resources_socket.clone())),
+    };
+    let usage = Arc::new(Usage::new(usage, Reader::new(kept())));
     let scrape = Scrape {
         driver: driver.clone(),
         metrics: Arc::clone(&metrics),
         preparer: Arc::clone(&preparer),
         layout: layout.clone(),
         board: Arc::clone(&board),
+        usage: Arc::clone(&usage),
     };
 
     // Helpers run until the servers have drained, because a last Prepare needs them.
@@ -206,7 +219,6 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         metrics: Arc::clone(&metrics),
         board,
     };
-    let kept = || Box::new(Gated::new(Box::new(installed.clone()), gate.clone()));
     let watchdog = Watchdog::new(watched, Arc::clone(&fs), kept(), proc.clone());
     let unowned = watchdog.unowned();
     helpers.spawn(watchdog.run(helpers_stop.clone()));
@@ -228,6 +240,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         Arc::clone(&metrics),
     );
     helpers.spawn(sampler.run(helpers_stop.clone()));
+    helpers.spawn(usage.run(helpers_stop.clone()));
     let sweeper = ShareSweeper::new(&preparer, layout, Arc::clone(&metrics));
     helpers.spawn(sweeper.run(helpers_stop.clone()));
     helpers.spawn(observer.run(driver_tx, helpers_stop.clone()));

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use axum::Router;
 use axum::extract::State;
-use axum::http::{StatusCode, header};
+use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::IntoResponse;
 use axum::routing::get;
 use tokio::sync::watch;
@@ -14,6 +14,7 @@ use tokio::sync::watch;
 use crate::driver_state::DriverState;
 use crate::layout::Layout;
 use crate::metrics::Metrics;
+use crate::metrics::format::Format;
 use crate::preparer::Preparer;
 use crate::proto::dra::NodePrepareResourcesRequest;
 use crate::proto::dra::dra_plugin_client::DraPluginClient;
@@ -21,6 +22,7 @@ use crate::proto::pluginregistration::InfoRequest;
 use crate::proto::pluginregistration::registration_client::RegistrationClient;
 use crate::registration::Registered;
 use crate::sockets::connect;
+use crate::usage::Usage;
 use crate::watchdog::Board;
 
 /// The time limit for the plugin's answer to itself; the kubelet allows GetInfo as much.
@@ -103,24 +105,44 @@ pub struct Scrape {
     pub layout: Layout,
     /// The watchdog's findings.
     pub board: Arc<Board>,
+    /// Who uses the GPUs.
+    pub usage: Arc<Usage>,
 }
 
-/// The path `/metrics`. It names tenants' pods and claims, so it needs authorization.
+/// The paths `/metrics` and `/usage`. They name tenants' pods and claims, so they need authorization.
 pub fn metrics_router(scrape: Scrape) -> Router {
     Router::new()
         .route(tranche_metrics::PATH, get(metrics))
+        .route(tranche_api::usage::PATH, get(usage))
         .with_state(scrape)
 }
 
-async fn metrics(State(scrape): State<Scrape>) -> impl IntoResponse {
-    let ready = matches!(&*scrape.driver.borrow(), DriverState::Ready(_));
-    scrape.metrics.driver_ready.set(i64::from(ready));
-    let content_type = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-    let (metrics, ledger) = (scrape.metrics, Arc::clone(scrape.preparer.ledger()));
-    let text =
-        tokio::task::spawn_blocking(move || metrics.encode(&ledger, &scrape.layout, &scrape.board))
-            .await;
+async fn metrics(State(scrape): State<Scrape>, headers: HeaderMap) -> impl IntoResponse {
+    let ready = match &*scrape.driver.borrow() {
+        DriverState::Ready(ready) => Some(Arc::clone(ready)),
+        DriverState::Unknown | DriverState::Absent(_) => None,
+    };
+    scrape.metrics.driver_ready.set(i64::from(ready.is_some()));
+    let accept = headers.get(header::ACCEPT).and_then(|it| it.to_str().ok());
+    let format = Format::negotiate(accept);
+    let text = tokio::task::spawn_blocking(move || {
+        let inventory = ready.as_ref().map(|ready| &ready.inventory);
+        let usage = scrape.usage.get();
+        let ledger = scrape.preparer.ledger();
+        let (layout, board) = (&scrape.layout, &scrape.board);
+        let text = scrape
+            .metrics
+            .encode(ledger, layout, board, &usage, inventory);
+        format.convert(text)
+    });
     // Fails only at shutdown.
-    let text = text.unwrap_or_default();
-    ([(header::CONTENT_TYPE, content_type)], text)
+    let text = text.await.unwrap_or_default();
+    ([(header::CONTENT_TYPE, format.content_type())], text)
+}
+
+async fn usage(State(scrape): State<Scrape>) -> impl IntoResponse {
+    let json = tokio::task::spawn_blocking(move || serde_json::to_vec(&*scrape.usage.get()));
+    // Fails only at shutdown: a usage is text and numbers.
+    let json = json.await.ok().and_then(Result::ok).unwrap_or_default();
+    ([(header::CONTENT_TYPE, "application/json")], json)
 }

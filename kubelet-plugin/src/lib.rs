@@ -54,6 +54,7 @@ pub mod status;
 pub mod sweep;
 #[cfg(test)]
 pub(crate) mod testing;
+pub mod usage;
 pub mod watchdog;
 
 /// The field manager of this plugin's writes.

@@ -1,5 +1,8 @@
 //! The plugin's metrics. `docs/reference/metrics.md` lists them; a test compares that list.
 
+mod claims;
+mod dcgm;
+pub mod format;
 mod shares;
 mod watchdog;
 
@@ -14,6 +17,8 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Registry, Unit};
 use tranche_api::Tier;
+use tranche_api::gpu_node::Inventory;
+use tranche_api::usage::NodeUsage;
 
 use crate::layout::Layout;
 use crate::ledger::Ledger;
@@ -66,7 +71,7 @@ const BUCKETS: [f64; 14] = [
     0.0002, 0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.1, 0.5, 1.0, 5.0, 15.0, 45.0,
 ];
 
-/// The plugin's metrics. All names begin with `tranche_`.
+/// The plugin's metrics. All names begin with `tranche_`, except those of DCGM.
 #[derive(Debug)]
 pub struct Metrics {
     registry: Registry,
@@ -187,9 +192,16 @@ impl Metrics {
     }
 
     /// All metrics in the text format of OpenMetrics. Held claims and their usage are counted now,
-    /// from the account of every held share.
+    /// from the account of every held share; `usage` is what NVML said.
     #[must_use]
-    pub fn encode(&self, ledger: &Ledger, layout: &Layout, board: &Board) -> String {
+    pub fn encode(
+        &self,
+        ledger: &Ledger,
+        layout: &Layout,
+        board: &Board,
+        usage: &NodeUsage,
+        inventory: Option<&Inventory>,
+    ) -> String {
         let held = ledger.devices();
         for tier in Tier::ALL {
             self.devices
@@ -206,6 +218,8 @@ impl Metrics {
         let _ = encode_registry(&mut text, &self.registry);
         let _ = encode_registry(&mut text, &shares::registry(ledger, layout));
         let _ = encode_registry(&mut text, &watchdog::registry(ledger, board));
+        let _ = encode_registry(&mut text, &claims::registry(usage, inventory, ledger));
+        let _ = encode_registry(&mut text, &dcgm::registry(usage));
         let _ = encode_eof(&mut text);
         text
     }

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use futures::future::BoxFuture;
 use tranche_driver::journal::Record;
+use tranche_driver::preparation::PreparedDevice;
 
 use crate::proto::podresources::ListPodResourcesRequest;
 use crate::proto::podresources::pod_resources_lister_client::PodResourcesListerClient;
@@ -19,33 +20,62 @@ const DEADLINE: Duration = Duration::from_secs(10);
 /// The longest answer: the limit of the kubelet's own client (`podresources.DefaultMaxMsgSize`).
 const LONGEST: usize = 16 << 20;
 
-/// What the pods of a node use: by CDI device, the pods' names.
+/// A container of a pod of the node.
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Container {
+    /// The pod's namespace.
+    pub namespace: String,
+    /// The pod.
+    pub pod: String,
+    /// Its name.
+    pub name: String,
+}
+
+/// What the pods of a node use.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct InUse(BTreeMap<String, BTreeSet<String>>);
+pub struct InUse {
+    /// The containers that have a CDI device.
+    devices: BTreeMap<String, BTreeSet<Container>>,
+    /// All pods, by namespace and name.
+    pods: BTreeSet<(String, String)>,
+}
 
 impl InUse {
+    /// The containers that use a claim's device.
+    pub fn users(&self, device: &PreparedDevice) -> impl Iterator<Item = &Container> {
+        // The claim's own id is the first; the others are the driver's.
+        let own = device.cdi_ids.first();
+        own.and_then(|id| self.devices.get(id))
+            .into_iter()
+            .flatten()
+    }
+
+    /// Whether the kubelet has a pod of this name.
+    #[must_use]
+    pub fn has_pod(&self, namespace: &str, name: &str) -> bool {
+        self.pods.contains(&(namespace.to_owned(), name.to_owned()))
+    }
+
     /// The pods that use a claim, by the claim's own CDI devices; none if the kubelet lists none. CDI
     /// device names contain the claim's UID, so another claim of the same name is not confused with it.
     #[must_use]
     pub fn pods(&self, record: &Record) -> BTreeSet<String> {
         let devices = record.plan.devices.iter();
-        devices
-            // The claim's own id is the first; the others are the driver's.
-            .filter_map(|device| self.0.get(device.cdi_ids.first()?))
-            .flatten()
-            .cloned()
-            .collect()
+        let users = devices.flat_map(|device| self.users(device));
+        users.map(|container| container.pod.clone()).collect()
     }
 }
 
-impl FromIterator<(String, String)> for InUse {
-    /// From pairs of a CDI device and a pod.
-    fn from_iter<T: IntoIterator<Item = (String, String)>>(pairs: T) -> Self {
-        let mut in_use: BTreeMap<_, BTreeSet<_>> = BTreeMap::new();
-        for (device, pod) in pairs {
-            in_use.entry(device).or_default().insert(pod);
+impl FromIterator<(String, Container)> for InUse {
+    /// From pairs of a CDI device and a container.
+    fn from_iter<T: IntoIterator<Item = (String, Container)>>(pairs: T) -> Self {
+        let mut in_use = Self::default();
+        for (device, container) in pairs {
+            let pod = (container.namespace.clone(), container.pod.clone());
+            in_use.pods.insert(pod);
+            in_use.devices.entry(device).or_default().insert(container);
         }
-        Self(in_use)
+        in_use
     }
 }
 
@@ -89,14 +119,26 @@ impl PodResources {
             .into_inner()
             .pod_resources;
         let mut pairs = Vec::new();
+        let names = pods.iter();
+        let names = names.map(|pod| (pod.namespace.clone(), pod.name.clone()));
+        let names: BTreeSet<_> = names.collect();
         for pod in pods {
-            let containers = pod.containers.into_iter();
-            let claims = containers.flat_map(|container| container.dynamic_resources);
-            let devices = claims.flat_map(|claim| claim.claim_resources);
-            let ids = devices.flat_map(|device| device.cdi_devices);
-            pairs.extend(ids.map(|id| (id.name, pod.name.clone())));
+            for container in pod.containers {
+                let user = Container {
+                    namespace: pod.namespace.clone(),
+                    pod: pod.name.clone(),
+                    name: container.name,
+                };
+                let claims = container.dynamic_resources.into_iter();
+                let devices = claims.flat_map(|claim| claim.claim_resources);
+                let ids = devices.flat_map(|device| device.cdi_devices);
+                pairs.extend(ids.map(|id| (id.name, user.clone())));
+            }
         }
-        Ok(pairs.into_iter().collect())
+        let mut in_use: InUse = pairs.into_iter().collect();
+        // Also those without a device.
+        in_use.pods = names;
+        Ok(in_use)
     }
 }
 
@@ -160,13 +202,14 @@ mod tests {
             ..proto::DynamicResource::default()
         };
         let container = proto::ContainerResources {
+            name: "main".to_owned(),
             dynamic_resources: vec![used],
             ..proto::ContainerResources::default()
         };
         proto::PodResources {
             name: name.to_owned(),
+            namespace: "team".to_owned(),
             containers: vec![proto::ContainerResources::default(), container],
-            ..proto::PodResources::default()
         }
     }
 
@@ -197,6 +240,15 @@ mod tests {
         let in_use = PodResources::new(path).in_use().await.unwrap();
         assert!(in_use.pods(&a).iter().eq(["web-0", "web-1"]));
         assert!(in_use.pods(&b).is_empty());
+        let users = in_use.users(&a.plan.devices[0]);
+        let users: Vec<_> = users
+            .map(|it| (&*it.namespace, &*it.pod, &*it.name))
+            .collect();
+        assert_eq!(
+            users,
+            [("team", "web-0", "main"), ("team", "web-1", "main")]
+        );
+        assert!(in_use.has_pod("team", "other") && !in_use.has_pod("team", "web-2"));
     }
 
     #[tokio::test]

@@ -37,7 +37,7 @@ use crate::install::{Installation, shims, testing::lay_out_image};
 use crate::layout::{Layout, testing::below};
 use crate::ledger::Ledger;
 use crate::orphans::{OrphanSearch, suspicions};
-use crate::pod_resources::{InUse, Kubelet, PodResourcesError};
+use crate::pod_resources::{Container, InUse, Kubelet, PodResourcesError};
 use crate::preparer::{Parts, Preparer, Problem, Reporter};
 use crate::watchdog::Board;
 use tranche_node::devices::DeviceNodes;
@@ -122,6 +122,15 @@ impl Reporter for Reports {
 #[derive(Clone, Debug, Default)]
 pub struct Listing(Arc<Mutex<Option<InUse>>>);
 
+/// The container `main` of a pod of the team.
+fn main_of(pod: &str) -> Container {
+    Container {
+        namespace: "team".to_owned(),
+        pod: pod.to_owned(),
+        name: "main".to_owned(),
+    }
+}
+
 impl Listing {
     /// A kubelet that lists all of these, each for its pod.
     pub fn of(records: &[Arc<Record>]) -> Self {
@@ -134,7 +143,7 @@ impl Listing {
         let of = |record: &Arc<Record>| {
             let pod = format!("pod-of-{}", record.plan.allocation.name);
             let ids = record.plan.devices.iter().map(|d| d.cdi_ids[0].clone());
-            ids.map(|id| (id, pod.clone())).collect::<Vec<_>>()
+            ids.map(|id| (id, main_of(&pod))).collect::<Vec<_>>()
         };
         *self.0.lock().unwrap() = Some(records.iter().flat_map(of).collect());
     }
@@ -142,7 +151,7 @@ impl Listing {
     /// Lists all of these for one pod.
     pub fn lists_pod(&self, records: &[Arc<Record>], pod: &str) {
         let devices = records.iter().flat_map(|record| &record.plan.devices);
-        let pairs = devices.map(|device| (device.cdi_ids[0].clone(), pod.to_owned()));
+        let pairs = devices.map(|device| (device.cdi_ids[0].clone(), main_of(pod)));
         *self.0.lock().unwrap() = Some(pairs.collect());
     }
 

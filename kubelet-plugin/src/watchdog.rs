@@ -17,19 +17,24 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 use tranche_api::sharing_policy::OnBypass;
+use tranche_api::usage::ClaimReference;
 use tranche_api::withheld::reason;
 use tranche_api::{Quantity, WithheldGpu};
 use tranche_driver::journal::Record;
 use tranche_driver::preparation::{Cap, PAGES};
+use tranche_driver::usage;
+use tranche_driver::usage::departed::{Departed, Holding};
 use tranche_node::nvml::Driver;
 use tranche_node::watchdog::INTERVAL;
-use tranche_node::watchdog::compare::{Basis, Bypass, Findings, GpuWatch, ProcessId, Sample};
+use tranche_node::watchdog::compare::{
+    Basis, Bypass, Findings, GpuWatch, Owner, ProcessId, Sample, UNOWNED_TOLERANCE,
+};
 use tranche_node::watchdog::contexts::Model;
 use tranche_node::watchdog::end::{Ended, end};
 use tranche_node::watchdog::owner::Proc;
 use tranche_node::watchdog::probe::{AllMemory, Held, HeldShare, Probe, Unwatchable};
 
-pub use board::{Board, Watched};
+pub use board::{Board, Seen, Watched};
 use watched::WatchedFile;
 
 use crate::contexts::Contexts;
@@ -110,6 +115,8 @@ struct Gpu {
     publish_at: Option<Instant>,
     /// Its partitions that claims share, by the UUIDs of their MIG devices.
     partitions: BTreeMap<String, WatchedPartition>,
+    /// Whose processes died.
+    departed: Departed<ProcessId>,
 }
 
 /// A partition that claims share, from sample to sample.
@@ -129,6 +136,7 @@ impl Gpu {
             unwatchable: None,
             publish_at: None,
             partitions: BTreeMap::new(),
+            departed: Departed::default(),
         }
     }
 
@@ -223,6 +231,7 @@ impl Watchdog {
         let mut events = Vec::new();
         let mut pids = BTreeSet::new();
         let mut board = BTreeMap::new();
+        let mut alive: Vec<(String, Alive)> = Vec::new();
         for (uuid, gpu) in &mut self.gpus {
             let (mut held, shared) = held(&self.parts.ledger, &self.parts.layout, &devices, uuid);
             let model = model(&self.parts.state.borrow(), uuid);
@@ -244,8 +253,20 @@ impl Watchdog {
                     let all = of_partitions.values().chain([&sample]);
                     let processes = all.flat_map(|sample| &sample.processes);
                     pids.extend(processes.map(|process| process.id.pid));
+                    let held = sample
+                        .processes
+                        .iter()
+                        .filter(|it| it.owner != Owner::Ended);
+                    let held = held.map(|it| (it.id, it.bytes)).collect();
                     let was_withheld = gpu.watch.is_withheld();
                     let mut findings = gpu.watch.step(nanos, &sample);
+                    alive.push((
+                        uuid.clone(),
+                        Alive {
+                            held,
+                            unowned: findings.unowned,
+                        },
+                    ));
                     for (partition, sample) in &of_partitions {
                         let watched = gpu.partitions.entry(partition.clone()).or_default();
                         let found = watched.watch.step(nanos, sample);
@@ -277,6 +298,7 @@ impl Watchdog {
             gpu.publish_at = is_withheld.then(|| gpu.publish_at.unwrap_or(now + STAYS));
         }
         self.publish_unowned(now);
+        self.note_seen(&devices, alive);
         self.probe.keep(&pids, is_key);
         self.ended.retain(|process| pids.contains(&process.pid));
         // Saved before a Prepare can be refused because of it.
@@ -288,6 +310,34 @@ impl Watchdog {
         }
         self.parts.board.set(nanos, board, self.watch_all);
         events
+    }
+
+    /// Notes whose the processes are, and whose the memory is that dead ones have left.
+    fn note_seen(&mut self, devices: &Devices, alive: Vec<(String, Alive)>) {
+        let mut pods: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+        for (key, (record, _)) in devices {
+            let uids = self.parts.ledger.pod_uids(&record.plan.allocation.uid);
+            for uid in uids.into_keys() {
+                pods.entry(uid).or_default().insert(key.clone());
+            }
+        }
+        let owners = self.probe.owners(&pods);
+        for (uuid, Alive { held, unowned }) in alive {
+            let Some(gpu) = self.gpus.get_mut(&uuid) else {
+                continue;
+            };
+            let held = held.into_iter().filter_map(|(process, bytes)| {
+                let holding = holding(&self.parts.ledger, devices, owners.get(&process.pid)?)?;
+                Some((process, Holding { bytes, ..holding }))
+            });
+            let unowned = unowned.map(|bytes| if bytes > UNOWNED_TOLERANCE { bytes } else { 0 });
+            gpu.departed.step(held.collect(), unowned);
+        }
+        // A process's memory is usually free a moment after its end.
+        let withheld = self.gpus.iter().filter(|(_, gpu)| gpu.watch.is_withheld());
+        let zombies = withheld.map(|(uuid, gpu)| (uuid.clone(), gpu.departed.zombies()));
+        let zombies = zombies.collect();
+        self.parts.board.set_seen(Seen { owners, zombies });
     }
 
     /// Chooses the GPUs to watch: those that claims hold, those that none has held for a short time only, and those that are
@@ -338,6 +388,45 @@ impl Watchdog {
             *known = unowned;
             is_news
         });
+    }
+}
+
+/// What runs on a GPU.
+struct Alive {
+    /// The processes with their bytes.
+    held: Vec<(ProcessId, u64)>,
+    /// Bytes without an owner.
+    unowned: Option<u64>,
+}
+
+/// The claim and the pod of a process, without its bytes.
+fn holding(ledger: &Ledger, devices: &Devices, owner: &usage::Owner) -> Option<Holding> {
+    let usage::Owner::Claims { keys, pod_uid, .. } = owner else {
+        return None;
+    };
+    let (record, _) = keys.iter().find_map(|key| devices.get(key))?;
+    let pods = ledger.pod_uids(&record.plan.allocation.uid);
+    // Without a cgroup that says which it is the only pod.
+    let only = pods.iter().next().filter(|_| pods.len() == 1);
+    let pod = match pod_uid {
+        Some(uid) => pods.get_key_value(uid),
+        None => only,
+    };
+    Some(Holding {
+        claim: reference(record),
+        pod: pod.map(|(_, name)| name.clone()),
+        pod_uid: pod_uid.clone().or_else(|| pod.map(|(uid, _)| uid.clone())),
+        bytes: 0,
+    })
+}
+
+/// How a usage names a claim.
+pub(crate) fn reference(record: &Record) -> ClaimReference {
+    let allocation = &record.plan.allocation;
+    ClaimReference {
+        namespace: allocation.namespace.clone(),
+        name: allocation.name.clone(),
+        uid: allocation.uid.clone(),
     }
 }
 

@@ -35,6 +35,7 @@ pub mod sweep;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 pub mod untested;
+pub mod usage;
 pub mod utilization;
 pub mod vfio;
 pub mod vgpu;

@@ -23,20 +23,35 @@ const ROOT: u32 = 3;
 /// The longest name of a file, in bytes (`NAME_MAX`). A longer component has escaped characters, and no key has any.
 const LONGEST_NAME: usize = 255;
 
-/// The keys, of those for which `is_key` is true, that the mounts in the file `mountinfo` contain. Mounts behind the first
-/// 16 MiB are left out.
-pub(crate) fn mounted(
-    mountinfo: &Path,
-    is_key: impl Fn(&str) -> bool,
-) -> io::Result<BTreeSet<String>> {
-    let mut keys = BTreeSet::new();
+/// What the mounts of a container say.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct Mounted {
+    /// The requested keys.
+    pub keys: BTreeSet<String>,
+    /// The UID of a pod and the name of a container of it: the kubelet mounts a file of the folder
+    /// `pods/<UID>/containers/<name>` in each container, at its `terminationMessagePath` (`makeMounts` of the kubelet).
+    pub container: Option<(String, String)>,
+}
+
+/// The keys, of those for which `is_key` is true, that the mounts in the file `mountinfo` contain, and the container that they
+/// name. Mounts behind the first 16 MiB are left out.
+pub(crate) fn mounted(mountinfo: &Path, is_key: impl Fn(&str) -> bool) -> io::Result<Mounted> {
+    let mut found = Mounted::default();
+    // The components before: `pods`, the UID, `containers`.
+    let mut before: [String; 3] = Default::default();
     scan(File::open(mountinfo)?.take(MOST_BYTES), |name| {
         if is_key(name) {
-            keys.insert(name.to_owned());
+            found.keys.insert(name.to_owned());
         }
+        if found.container.is_none() && before[0] == "pods" && before[2] == "containers" {
+            found.container = Some((before[1].clone(), name.to_owned()));
+        }
+        before.rotate_left(1);
+        before[2].clear();
+        before[2].push_str(name);
         ControlFlow::Continue(())
     })?;
-    Ok(keys)
+    Ok(found)
 }
 
 /// Whether a mount in the file `mountinfo` contains one of the keys. However long the file is, it is read to its end or to

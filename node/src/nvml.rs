@@ -9,12 +9,14 @@ mod library;
 mod mig;
 pub mod search;
 mod time_slice;
+mod usage;
 
 use std::path::PathBuf;
 
 use tranche_api::gpu_node::MigMode;
 use tranche_api::mig::{MigInstance, MigProfile};
 use tranche_api::sharing_policy::Interval;
+use tranche_api::usage::{Memory, Sensors, Utilization};
 use tranche_api::vgpu::VgpuRole;
 use tranche_driver::gpu_state::{Actual, Change, ComputeMode};
 
@@ -103,8 +105,10 @@ pub struct ProcessSample {
     pub pid: u32,
     /// Its time: microseconds of a clock of the driver.
     pub at: u64,
-    /// Percent of the sampling period.
+    /// Percent of the sampling period in which a kernel of it ran (`smUtil`).
     pub percent: u32,
+    /// Percent of the sampling period in which its memory was read or written (`memUtil`).
+    pub copies: u32,
 }
 
 /// A process that uses a GPU's memory.
@@ -115,6 +119,42 @@ pub struct ProcessMemory {
     pub pid: u32,
     /// Bytes, its contexts included; `None` if the driver does not report it (vGPU, MIG).
     pub bytes: Option<u64>,
+}
+
+/// Who uses a GPU, and what it senses. What the model or the driver does not report is absent.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct GpuUse {
+    /// Whether it is in MIG mode.
+    pub mig_mode: bool,
+    /// nvmlDeviceGetMemoryInfo_v2.
+    pub memory: Option<Memory>,
+    /// nvmlDeviceGetUtilizationRates, of the last sampling period; GPM's metrics since the last call.
+    pub utilization: Utilization,
+    /// What belongs to nobody.
+    pub sensors: Sensors,
+    /// The processes that use its memory, those on partitions included.
+    pub processes: Vec<ProcessMemory>,
+    /// Its MIG devices.
+    pub partitions: Vec<PartitionUse>,
+}
+
+/// Who uses a MIG device.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct PartitionUse {
+    /// `MIG-…`.
+    pub uuid: String,
+    /// As `1g.10gb`.
+    pub profile: String,
+    /// The id of its GPU instance.
+    pub gpu_instance: u32,
+    /// The id of its compute instance.
+    pub compute_instance: u32,
+    /// nvmlDeviceGetMemoryInfo_v2.
+    pub memory: Option<Memory>,
+    /// GPM's metrics since the last call.
+    pub utilization: Utilization,
+    /// The processes that use its memory.
+    pub processes: Vec<ProcessMemory>,
 }
 
 /// Why NVML does not answer.
@@ -244,6 +284,13 @@ pub trait Nvml: Send + Sync + std::fmt::Debug {
     /// nvmlDeviceGetMemoryInfo_v2 `used`: allocated bytes, without the driver's reserve. `None` in MIG mode: each GPU
     /// instance takes memory for itself, so the sum cannot be compared with that of the processes.
     fn used_memory(&self, gpu_uuid: &str) -> Result<Option<u64>, NvmlError>;
+
+    /// nvmlDeviceGetUtilizationRates: percent of the last sampling period in which a kernel ran, and in which the memory was read
+    /// or written.
+    fn utilization_rates(&self, gpu_uuid: &str) -> Result<[u32; 2], NvmlError>;
+
+    /// Who uses the GPU, and what it senses.
+    fn usage(&self, gpu_uuid: &str) -> Result<GpuUse, NvmlError>;
 
     /// The GPU's MIG mode and instances, as they are now. Without any on a GPU that has no MIG mode.
     fn mig_state(&self, gpu_uuid: &str) -> Result<Actual, NvmlError>;

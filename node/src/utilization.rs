@@ -40,6 +40,8 @@ pub struct Answer {
     /// By PID of the host, the part of that time in which the GPU worked for the process, 0 to 1. A
     /// process that is not listed has none.
     pub processes: Vec<(u32, f64)>,
+    /// The same for the time in which the process's memory was read or written.
+    pub copies: Vec<(u32, f64)>,
 }
 
 /// The longest time that an answer describes, in microseconds: the driver samples every 1/6 s to 1 s, and
@@ -123,13 +125,17 @@ impl Last {
             length => length,
         };
         let to = now.of_sample(newest);
-        let part = |sample: &ProcessSample| f64::from(sample.percent.min(100)) / 100.0;
+        let part = |percent: u32| f64::from(percent.min(100)) / 100.0;
         ByProcess::Answer(Answer {
             from: to.saturating_sub(length * 1000),
             to,
             processes: samples
                 .iter()
-                .map(|sample| (sample.pid, part(sample)))
+                .map(|sample| (sample.pid, part(sample.percent)))
+                .collect(),
+            copies: samples
+                .iter()
+                .map(|sample| (sample.pid, part(sample.copies)))
                 .collect(),
         })
     }
@@ -154,12 +160,22 @@ impl NvmlUtilization {
         }
     }
 
+    /// Whether NVML is open.
+    pub(crate) fn is_open(&self) -> bool {
+        self.nvml.is_open()
+    }
+
+    /// Closes NVML after a call failed that every driver supports.
+    pub(crate) fn close_failed(&mut self, now: Instant) {
+        self.nvml.close_failed(now);
+    }
+
     /// How much memory each process holds on a GPU; `None` where nobody knows.
     pub fn process_memory(&mut self, gpu_uuid: &str) -> Option<Vec<ProcessMemory>> {
         self.open()?.processes(gpu_uuid).ok()
     }
 
-    fn open(&mut self) -> Option<&dyn Nvml> {
+    pub(crate) fn open(&mut self) -> Option<&dyn Nvml> {
         self.nvml.get(Instant::now()).ok()
     }
 }
@@ -207,7 +223,7 @@ mod tests {
 
     use super::*;
     use crate::devices::DeviceNodes;
-    use crate::nvml::{ChangeError, Description, Opened, Traces};
+    use crate::nvml::{ChangeError, Description, GpuUse, Opened, Traces};
     use crate::root::DriverRoot;
 
     /// A driver that was replaced once: an NVML that was opened before fails.
@@ -264,6 +280,14 @@ mod tests {
                 }),
                 _ => Err(NvmlError::Root("gone".into())),
             }
+        }
+
+        fn utilization_rates(&self, _: &str) -> Result<[u32; 2], NvmlError> {
+            unreachable!("nobody asks")
+        }
+
+        fn usage(&self, _: &str) -> Result<GpuUse, NvmlError> {
+            unreachable!("nobody asks")
         }
 
         fn process_utilization(&self, _: &str, _: u64) -> Result<Vec<ProcessSample>, NvmlError> {
@@ -354,6 +378,7 @@ mod tests {
             pid,
             at: START + millis * 1000,
             percent,
+            copies: 0,
         };
         let samples: Vec<_> = samples.iter().map(sample).collect();
         match last.note(moment(millis), &samples) {
@@ -419,6 +444,7 @@ mod tests {
                 pid: 1,
                 at,
                 percent: 10,
+                copies: 0,
             };
             last.since(moment(1000));
             match last.note(moment(1000), &[sample]) {

@@ -1,5 +1,5 @@
 //! NVML's calls for MIG, which nvml-wrapper does not have: what a GPU can be divided into, and the GPU instances and
-//! compute instances that exist, are made and are removed.
+//! compute instances that exist, are made and are removed. And the samples of GPM, which must outlive a call ([`gpm`]).
 //!
 //! ```text
 //!  Mig ──► profiles with their placements     (what the model can do)
@@ -9,6 +9,8 @@
 //!
 //! The only crate beside the shim and the simulator with unsafe code. Every instance is looked up by its id for each
 //! call: handles of instances that somebody else has removed are never used.
+
+pub mod gpm;
 
 use std::ffi::{CStr, c_char};
 use std::ptr;

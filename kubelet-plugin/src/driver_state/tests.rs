@@ -12,7 +12,9 @@ use tranche_api::withheld::reason;
 use tranche_driver::gpu_state::{Actual, Change, ComputeMode, Place};
 use tranche_node::devices::DeviceNodes;
 use tranche_node::inventory::testing::two_h100;
-use tranche_node::nvml::{BrokenGpu, ChangeError, Description, Nvml, ProcessMemory, ProcessSample};
+use tranche_node::nvml::{
+    BrokenGpu, ChangeError, Description, GpuUse, Nvml, ProcessMemory, ProcessSample,
+};
 use tranche_node::root::DriverRoot;
 
 type Answers<T> = Arc<Mutex<VecDeque<Result<T, NvmlError>>>>;
@@ -69,6 +71,14 @@ impl Nvml for ScriptedNvml {
     }
 
     fn utilization(&self, _: &str) -> Result<u32, NvmlError> {
+        Err(absent())
+    }
+
+    fn utilization_rates(&self, _: &str) -> Result<[u32; 2], NvmlError> {
+        Err(absent())
+    }
+
+    fn usage(&self, _: &str) -> Result<GpuUse, NvmlError> {
         Err(absent())
     }
 

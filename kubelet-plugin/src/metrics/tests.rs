@@ -1,14 +1,25 @@
 //! The metrics of shares, and that the reference lists all metrics.
 
+mod usage;
+
 use std::fmt::Write as _;
 
+use tranche_node::watchdog::compare::Findings;
 use tranche_shim_core::layout;
 
+use tranche_api::usage::NodeUsage;
+
 use super::{Method, Metrics};
-use crate::testing::{World, capped, claim, claim_ref, whole};
-use crate::watchdog::Board;
+use crate::testing::{Plugin, World, capped, claim, claim_ref, whole};
+use crate::watchdog::{Board, Watched};
 
 const REFERENCE: &str = include_str!("../../../docs/reference/metrics.md");
+
+/// All metrics of a node whose GPUs NVML was not asked about.
+fn encoded(metrics: &Metrics, world: &World, plugin: &Plugin) -> String {
+    let (ledger, usage) = (plugin.preparer.ledger(), NodeUsage::default());
+    metrics.encode(ledger, &world.layout, &Board::default(), &usage, None)
+}
 
 /// The line of one metric of the only share.
 fn line<'a>(text: &'a str, name: &str) -> &'a str {
@@ -31,7 +42,7 @@ async fn a_share_has_its_numbers_as_long_as_it_is_held() {
     let world = World::new();
     let plugin = world.start();
     let metrics = Metrics::default();
-    let encode = || metrics.encode(plugin.preparer.ledger(), &world.layout, &Board::default());
+    let encode = || encoded(&metrics, &world, &plugin);
     world.api.put(claim(
         "a",
         &[capped("gpu", 0, "20Gi", 25), whole("whole", 1)],
@@ -101,10 +112,10 @@ async fn a_page_that_its_tenant_broke_is_shown_and_breaks_nothing() {
         128,
     )
     .unwrap();
-    let text = metrics.encode(plugin.preparer.ledger(), &world.layout, &Board::default());
+    let text = encoded(&metrics, &world, &plugin);
     assert!(line(&text, "tranche_share_processes").ends_with(" 1024"));
     std::fs::write(&account, "").unwrap();
-    let text = metrics.encode(plugin.preparer.ledger(), &world.layout, &Board::default());
+    let text = encoded(&metrics, &world, &plugin);
     assert!(line(&text, "tranche_share_account_readable").ends_with(" 0"));
     line(&text, "tranche_share_memory_limit_bytes");
     assert!(!text.contains("tranche_share_processes{"), "{text}");
@@ -139,7 +150,22 @@ async fn the_reference_lists_every_metric() {
     let key = &record.plan.devices[0].key;
     // A launch of a process that has ended.
     write(&world.layout.share("uid-of-a", key).account, 464, 1);
-    let table = table(&metrics.encode(plugin.preparer.ledger(), &world.layout, &Board::default()));
+    let ledger = plugin.preparer.ledger();
+    // The first GPU is shared, the second is divided.
+    let inventory = &world.ready.inventory;
+    let mut usage = usage::everything();
+    for (gpu, known) in usage.gpus.iter_mut().zip(&inventory.gpus) {
+        gpu.uuid.clone_from(&known.uuid);
+    }
+    let board = Board::default();
+    let found = Findings {
+        unowned: Some(0),
+        ..Findings::default()
+    };
+    let uuid = record.plan.devices[0].gpu_uuid.clone();
+    board.set(0, [(uuid, Watched::Yes(found))].into(), false);
+    let text = metrics.encode(ledger, &world.layout, &board, &usage, Some(inventory));
+    let table = table(&text);
     assert!(
         REFERENCE.contains(&table),
         "docs/reference/metrics.md must have this table:\n{table}"

@@ -7,7 +7,8 @@ use std::sync::Arc;
 use tranche_api::sharing_policy::Interval;
 use tranche_driver::gpu_state::{Actual, Change, ComputeMode};
 use tranche_node::nvml::{
-    ChangeError, Description, Driver, Nvml, NvmlError, Opened, ProcessMemory, ProcessSample, Traces,
+    ChangeError, Description, Driver, GpuUse, Nvml, NvmlError, Opened, ProcessMemory,
+    ProcessSample, Traces,
 };
 use tranche_node::testing::MigGpus;
 
@@ -101,6 +102,14 @@ impl Nvml for MortalDriver {
 
     fn used_memory(&self, gpu_uuid: &str) -> Result<Option<u64>, NvmlError> {
         self.gpus.used_memory(gpu_uuid)
+    }
+
+    fn utilization_rates(&self, gpu_uuid: &str) -> Result<[u32; 2], NvmlError> {
+        self.gpus.utilization_rates(gpu_uuid)
+    }
+
+    fn usage(&self, gpu_uuid: &str) -> Result<GpuUse, NvmlError> {
+        self.gpus.usage(gpu_uuid)
     }
 
     fn mig_state(&self, gpu_uuid: &str) -> Result<Actual, NvmlError> {

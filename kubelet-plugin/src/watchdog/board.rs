@@ -1,9 +1,11 @@
 //! The watchdog's last findings, for metrics and for Prepare.
 
 use std::collections::BTreeMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::watch;
+use tranche_api::usage::Zombie;
+use tranche_driver::usage::Owner;
 use tranche_node::watchdog::compare::Findings;
 
 /// The last result of a GPU.
@@ -33,7 +35,17 @@ impl Watched {
 #[derive(Debug, Default)]
 pub struct Board {
     known: Mutex<Known>,
+    seen: Mutex<Arc<Seen>>,
     released: watch::Sender<()>,
+}
+
+/// Whose the processes on the GPUs are.
+#[derive(Debug, Default)]
+pub struct Seen {
+    /// By PID of the host.
+    pub owners: BTreeMap<u32, Owner>,
+    /// What dead processes have left, by GPU.
+    pub zombies: BTreeMap<String, Vec<Zombie>>,
 }
 
 #[derive(Debug, Default)]
@@ -70,6 +82,17 @@ impl Board {
         if released {
             self.released.send_replace(());
         }
+    }
+
+    /// Replaces what was seen.
+    pub fn set_seen(&self, seen: Seen) {
+        *self.seen.lock().unwrap_or_else(PoisonError::into_inner) = Arc::new(seen);
+    }
+
+    /// Whose the processes were in the last round.
+    #[must_use]
+    pub fn seen(&self) -> Arc<Seen> {
+        Arc::clone(&self.seen.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// The time of the findings, and the findings.

@@ -10,11 +10,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use serde_json::json;
 use tranche_api::sharing_policy::Interval;
+use tranche_api::usage::NodeUsage;
 use tranche_driver::gpu_state::{Actual, Change, ComputeMode};
 use tranche_driver::preparation::Account;
 use tranche_node::devices::DeviceNodes;
 use tranche_node::nvml::{
-    ChangeError, Description, Nvml, NvmlError, Opened, ProcessMemory, ProcessSample, Traces,
+    ChangeError, Description, GpuUse, Nvml, NvmlError, Opened, ProcessMemory, ProcessSample, Traces,
 };
 use tranche_node::root::DriverRoot;
 use tranche_shim_core::layout;
@@ -54,6 +55,14 @@ impl Nvml for Gpus {
     }
 
     fn utilization(&self, _: &str) -> Result<u32, NvmlError> {
+        unreachable!("nobody asks")
+    }
+
+    fn utilization_rates(&self, _: &str) -> Result<[u32; 2], NvmlError> {
+        unreachable!("nobody asks")
+    }
+
+    fn usage(&self, _: &str) -> Result<GpuUse, NvmlError> {
         unreachable!("nobody asks")
     }
 
@@ -241,9 +250,13 @@ impl Node {
 
     fn metric(&self, name: &str) -> f64 {
         let ledger = self.plugin.preparer.ledger();
-        let text = self
-            .metrics
-            .encode(ledger, &self.world.layout, &self.plugin.board);
+        let text = self.metrics.encode(
+            ledger,
+            &self.world.layout,
+            &self.plugin.board,
+            &NodeUsage::default(),
+            None,
+        );
         let of_name = |line: &&str| {
             line.starts_with(&format!("{name}{{")) || line.starts_with(&format!("{name} "))
         };
@@ -421,9 +434,13 @@ async fn what_cannot_be_watched_is_reported_and_is_not_zero() {
     assert_eq!(node.seconds(3), []);
     assert!(node.metric("tranche_gpu_watched").abs() < 0.01);
     let ledger = node.plugin.preparer.ledger();
-    let text = node
-        .metrics
-        .encode(ledger, &node.world.layout, &node.plugin.board);
+    let text = node.metrics.encode(
+        ledger,
+        &node.world.layout,
+        &node.plugin.board,
+        &NodeUsage::default(),
+        None,
+    );
     assert!(!text.contains("tranche_share_bypass_bytes{"), "{text}");
     // Nor in a PID namespace that is not the host's.
     let namespace = node.world.dir.path().join("proc/1/ns/pid");
@@ -463,6 +480,48 @@ async fn a_gpu_with_memory_that_nobody_owns_is_not_handed_on_until_it_is_free() 
     node.gpus.0.lock().unwrap().1 = 0;
     node.seconds(2);
     waits.await.unwrap().unwrap();
+}
+
+#[tokio::test]
+async fn memory_that_a_dead_process_left_is_named_by_its_claim_and_pod_until_it_is_free() {
+    let mut node = Node::new().await;
+    node.in_pod(4_000_001, 2 * GIB);
+    assert_eq!(node.seconds(1), []);
+    let owner = node.plugin.board.seen().owners[&4_000_001].clone();
+    let usage::Owner::Claims { keys, pod_uid, .. } = owner else {
+        panic!("{owner:?}")
+    };
+    assert!(keys.contains(&node.key));
+    assert_eq!(pod_uid.as_deref(), Some(POD));
+    let zombies = |node: &Node| {
+        let seen = node.plugin.board.seen();
+        seen.zombies
+            .get(&node.gpu_uuid)
+            .cloned()
+            .unwrap_or_default()
+    };
+    // The process dies, its memory stays, and the claim is released.
+    fs::remove_dir_all(node.world.dir.path().join("proc/4000001")).unwrap();
+    *node.gpus.0.lock().unwrap() = (Vec::new(), 2 * GIB);
+    node.release().await;
+    node.seconds(2);
+    assert_eq!(
+        zombies(&node),
+        [],
+        "the driver may be about to free the memory"
+    );
+    node.seconds(5);
+    let [zombie] = &zombies(&node)[..] else {
+        panic!("{:?}", zombies(&node))
+    };
+    assert_eq!(zombie.claim.namespace, "team");
+    assert_eq!(zombie.claim.name, "a");
+    assert_eq!(zombie.pod.as_deref(), Some("pod-of-a"));
+    assert_eq!(zombie.pod_uid.as_deref(), Some(POD));
+    assert_eq!(zombie.used, 2 * GIB);
+    node.gpus.0.lock().unwrap().1 = 0;
+    node.seconds(5);
+    assert_eq!(zombies(&node), []);
 }
 
 #[tokio::test(start_paused = true)]

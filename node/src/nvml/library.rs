@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use nvml_wrapper::bitmasks::InitFlags;
 use nvml_wrapper::enum_wrappers::device::{Brand, ComputeMode as Mode, GpuVirtualizationMode};
@@ -13,11 +14,12 @@ use tranche_api::gpu_node::MigMode;
 use tranche_api::sharing_policy::Interval;
 use tranche_api::vgpu::VgpuRole;
 use tranche_driver::gpu_state::{Actual, Change, ComputeMode};
+use tranche_nvml::gpm::Gpm;
 
 use super::time_slice::NvidiaSmi;
 use super::{
-    BrokenGpu, ChangeError, Description, GpuDescription, Nvml, NvmlError, ProcessMemory,
-    ProcessSample, mig,
+    BrokenGpu, ChangeError, Description, GpuDescription, GpuUse, Nvml, NvmlError, PartitionUse,
+    ProcessMemory, ProcessSample, mig, usage,
 };
 
 /// NVML_DEVICE_MIG_ENABLE.
@@ -32,13 +34,17 @@ pub(super) fn open(path: &Path, smi: Option<PathBuf>) -> Result<Box<dyn Nvml>, N
         .flags(InitFlags::NO_GPUS)
         .init();
     match nvml {
-        Ok(nvml) => Ok(Box::new(Library {
-            nvml,
-            smi: NvidiaSmi {
-                program: smi,
-                library: path.to_owned(),
-            },
-        })),
+        Ok(nvml) => {
+            let nvml = Arc::new(nvml);
+            Ok(Box::new(Library {
+                gpm: Gpm::new(Arc::clone(&nvml)),
+                nvml,
+                smi: NvidiaSmi {
+                    program: smi,
+                    library: path.to_owned(),
+                },
+            }))
+        }
         Err(e) => Err(NvmlError::Start {
             path: path.to_owned(),
             reason: e.to_string(),
@@ -48,7 +54,8 @@ pub(super) fn open(path: &Path, smi: Option<PathBuf>) -> Result<Box<dyn Nvml>, N
 
 #[derive(Debug)]
 struct Library {
-    nvml: nvml_wrapper::Nvml,
+    nvml: Arc<nvml_wrapper::Nvml>,
+    gpm: Gpm,
     smi: NvidiaSmi,
 }
 
@@ -128,6 +135,7 @@ impl Nvml for Library {
             pid: sample.pid,
             at: sample.timestamp,
             percent: sample.sm_util,
+            copies: sample.mem_util,
         });
         // The driver fills the rest of its buffer with empty samples.
         Ok(samples.filter(|sample| sample.at > since).collect())
@@ -166,6 +174,48 @@ impl Nvml for Library {
         }
         let memory = call("nvmlDeviceGetMemoryInfo_v2", gpu_uuid, device.memory_info());
         Ok(Some(memory?.used))
+    }
+
+    fn utilization_rates(&self, gpu_uuid: &str) -> Result<[u32; 2], NvmlError> {
+        let rates = self.device(gpu_uuid)?.utilization_rates();
+        let rates = call("nvmlDeviceGetUtilizationRates", gpu_uuid, rates)?;
+        Ok([rates.gpu, rates.memory])
+    }
+
+    fn usage(&self, gpu_uuid: &str) -> Result<GpuUse, NvmlError> {
+        let state = self.mig_state(gpu_uuid)?;
+        let mut usage = GpuUse {
+            processes: self.processes(gpu_uuid)?,
+            ..usage::of_gpu(&self.device(gpu_uuid)?, gpu_uuid, &self.gpm)?
+        };
+        usage.mig_mode = state.mig_mode.current;
+        let is_there = |uuid: &str, id: Option<u32>| {
+            uuid != gpu_uuid || id.is_none_or(|id| state.instances.iter().any(|it| it.id == id))
+        };
+        self.gpm.keep(is_there);
+        for instance in &state.instances {
+            for compute in &instance.compute {
+                // It may be removed at this moment.
+                let Ok(device) = self.device(&compute.uuid) else {
+                    continue;
+                };
+                usage.partitions.push(PartitionUse {
+                    uuid: compute.uuid.clone(),
+                    profile: instance.place.profile.to_string(),
+                    gpu_instance: instance.id,
+                    compute_instance: compute.id,
+                    memory: usage::memory(&device),
+                    utilization: usage::of_instance(
+                        &self.device(gpu_uuid)?,
+                        gpu_uuid,
+                        instance.id,
+                        &self.gpm,
+                    ),
+                    processes: self.processes(&compute.uuid).unwrap_or_default(),
+                });
+            }
+        }
+        Ok(usage)
     }
 
     fn mig_state(&self, gpu_uuid: &str) -> Result<Actual, NvmlError> {

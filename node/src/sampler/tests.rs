@@ -168,6 +168,7 @@ fn assigned(
         from: 1,
         to: 2,
         processes: parts.to_vec(),
+        copies: Vec::new(),
     };
     let found = assign(&mut Processes::new(proc), 0, &answer, &readings, share_of);
     let [one, two] = shares.each_ref().map(|share| found[&share.account_id]);
@@ -237,6 +238,7 @@ fn shares_are_compared_one_by_one_where_their_processes_are_seen() {
                 from: now - SECOND / 5,
                 to: now,
                 processes: vec![(pid, 0.5)],
+                copies: Vec::new(),
             });
             for sampled in sampler.step(now, &folders, &mut Answering(answer)) {
                 if sampled.share == folders[0] {

@@ -8,14 +8,15 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use tranche_api::gpu_node::MigMode;
 use tranche_api::mig::{MigGeometry, MigInstance};
 use tranche_api::sharing_policy::Interval;
+use tranche_api::usage::{Measure, Memory, Sensors};
 use tranche_driver::gpu_state::{Actual, Change, ComputeInstance, ComputeMode, Instance, Place};
 use tranche_driver::mig::{Geometry, Slices, tables};
 
 use crate::devices::DeviceNodes;
 use crate::inventory::testing::h100;
 use crate::nvml::{
-    ChangeError, Description, Driver, GpuDescription, Nvml, NvmlError, Opened, ProcessMemory,
-    ProcessSample, Traces,
+    ChangeError, Description, Driver, GpuDescription, GpuUse, Nvml, NvmlError, Opened,
+    PartitionUse, ProcessMemory, ProcessSample, Traces,
 };
 use crate::root::DriverRoot;
 
@@ -46,6 +47,8 @@ struct Machine {
     is_unloaded: bool,
     /// GPUs whose changes do not end.
     held_back: BTreeSet<String>,
+    /// The processes on GPUs.
+    uses: BTreeMap<String, Vec<ProcessMemory>>,
 }
 
 #[derive(Debug)]
@@ -111,6 +114,7 @@ impl MigGpus {
                 changes: Vec::new(),
                 is_unloaded: false,
                 held_back: BTreeSet::new(),
+                uses: BTreeMap::new(),
             })),
             released: Arc::default(),
         }
@@ -168,6 +172,11 @@ impl MigGpus {
             self.lock().held_back.remove(uuid);
             self.released.notify_all();
         }
+    }
+
+    /// These processes are on a GPU, by what is said of its use ([`Nvml::usage`]).
+    pub fn run(&self, uuid: &str, processes: Vec<ProcessMemory>) {
+        self.lock().uses.insert(uuid.to_owned(), processes);
     }
 
     /// Boots the machine: no instances, and no MIG mode, as on Hopper and later.
@@ -406,6 +415,51 @@ impl Nvml for MigGpus {
     fn used_memory(&self, gpu_uuid: &str) -> Result<Option<u64>, NvmlError> {
         let state = self.mig_state(gpu_uuid)?;
         Ok((!state.mig_mode.current).then_some(0))
+    }
+
+    fn utilization_rates(&self, gpu_uuid: &str) -> Result<[u32; 2], NvmlError> {
+        self.utilization(gpu_uuid).map(|busy| [busy, busy / 2])
+    }
+
+    fn usage(&self, gpu_uuid: &str) -> Result<GpuUse, NvmlError> {
+        let gpus = self.describe()?.gpus;
+        let gpu = gpus.iter().find(|gpu| gpu.uuid == gpu_uuid);
+        let gpu = gpu.ok_or_else(|| unknown(gpu_uuid))?;
+        let memory = |total, reserved, used| Memory {
+            total,
+            reserved,
+            used,
+            free: total - reserved - used,
+        };
+        let processes = self.lock().uses.get(gpu_uuid).cloned();
+        let processes = processes.unwrap_or_default();
+        let used = processes.iter().filter_map(|it| it.bytes).sum();
+        let busy = self.utilization(gpu_uuid).ok();
+        let state = self.mig_state(gpu_uuid)?;
+        let partitions = state.instances.iter().flat_map(|instance| {
+            let profile = instance.place.profile.to_string();
+            instance.compute.iter().map(move |compute| PartitionUse {
+                uuid: compute.uuid.clone(),
+                profile: profile.clone(),
+                gpu_instance: instance.id,
+                compute_instance: compute.id,
+                ..PartitionUse::default()
+            })
+        });
+        Ok(GpuUse {
+            mig_mode: state.mig_mode.current,
+            memory: Some(memory(gpu.memory_total, gpu.memory_reserved, used)),
+            utilization: busy
+                .map(|busy| (Measure::Gpu, busy * 100))
+                .into_iter()
+                .collect(),
+            sensors: Sensors {
+                temperature: Some(30),
+                ..Sensors::default()
+            },
+            processes,
+            partitions: partitions.collect(),
+        })
     }
 
     fn mig_state(&self, gpu_uuid: &str) -> Result<Actual, NvmlError> {

@@ -21,6 +21,8 @@ pub struct Identity {
     pub inner_pid: Option<u64>,
     /// The UID of its pod, if it is in one.
     pub pod: Option<String>,
+    /// The name of its container, if the kubelet's mounts in it say it.
+    pub container: Option<String>,
     /// The requested keys of devices that its container has.
     pub keys: Vec<String>,
 }
@@ -53,14 +55,17 @@ impl Proc {
         let started = started(&read(&folder.join("stat")).ok()?)?;
         let status = read(&folder.join("status")).ok()?;
         let pod = read(&folder.join("cgroup")).ok();
-        let keys = mounted(&folder.join("mountinfo"), is_key).unwrap_or_default();
+        let mounted = mounted(&folder.join("mountinfo"), is_key).unwrap_or_default();
         // It may have ended meanwhile, and another process may have its PID.
         let again = started_at(&folder)?;
+        let pod = pod.and_then(|cgroup| pod_of(&cgroup));
+        let of_pod = |(uid, name)| (Some(uid) == pod).then_some(name);
         (again == started).then_some(Identity {
             id: ProcessId { pid, started },
             inner_pid: inner_pid(&status),
-            pod: pod.and_then(|cgroup| pod_of(&cgroup)),
-            keys: keys.into_iter().collect(),
+            container: mounted.container.and_then(of_pod),
+            pod,
+            keys: mounted.keys.into_iter().collect(),
         })
     }
 
@@ -220,13 +225,15 @@ mod tests {
         let mounts = b"1 2 0:9 / /\xff rw - tmpfs tmpfs rw\n\
             700 600 0:22 /tranche/shares/u/u-gpu-0/cap /a ro - tmpfs tmpfs rw\n\
             701 600 0:22 /tranche/shares/u/u-gpu-0/account /b rw - tmpfs tmpfs rw\n\
-            702 600 0:23 /u-gpu-1/cap /u-gpu-2 ro - tmpfs tmpfs rw\n";
+            702 600 0:23 /u-gpu-1/cap /u-gpu-2 ro - tmpfs tmpfs rw\n\
+            703 600 8:1 /var/lib/kubelet/pods/6b1d9c5e-3f5c-4a2b-9a5b-0d5e6f7a8b9c/containers/main/0a1b2c3d /dev/termination-log rw - ext4 /dev/sda1 rw\n";
         process(proc.path(), 7, mounts);
         let known = ["u-gpu-0", "u-gpu-1", "u-gpu-2"];
         let found = Proc::new(proc.path()).identify(7, |key| known.contains(&key));
         let found = found.unwrap();
         assert_eq!(found.keys, ["u-gpu-0", "u-gpu-1"]);
         assert_eq!(found.pod.as_deref(), Some(UID));
+        assert_eq!(found.container.as_deref(), Some("main"));
         assert_eq!(found.inner_pid, Some(1));
         assert_eq!(
             found.id,
@@ -236,6 +243,12 @@ mod tests {
             }
         );
         assert_eq!(Proc::new(proc.path()).identify(8, |_| true), None);
+
+        // A folder of another pod, which the tenant has mounted.
+        let mounts = b"703 600 8:1 /pods/another/containers/main/0a /x rw - ext4 /dev/sda1 rw\n";
+        process(proc.path(), 9, mounts);
+        let found = Proc::new(proc.path()).identify(9, |_| false);
+        assert_eq!(found.unwrap().container, None);
     }
 
     #[test]

@@ -4,6 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
+use tranche_driver::usage;
+
 use super::compare::{Owner, ProcessId, ProcessSample, Sample, ShareSample, SlotSample};
 use super::owner::{Identity, Proc};
 use crate::nvml::{Driver, KeptNvml, NvmlError, ProcessMemory};
@@ -141,6 +143,28 @@ impl Probe {
             used,
             context: held.context,
         })
+    }
+
+    /// Whose the processes are that were seen in the last samples, by PID. `pods` are the keys of the devices that pods hold, by the pod's UID.
+    #[must_use]
+    pub fn owners(&self, pods: &BTreeMap<String, BTreeSet<String>>) -> BTreeMap<u32, usage::Owner> {
+        let owner = |process: &Identity| {
+            let mut keys: BTreeSet<String> = process.keys.iter().cloned().collect();
+            if let (true, Some(pod)) = (keys.is_empty(), &process.pod) {
+                let of_pod = pods.get(pod).into_iter().chain(self.learned.get(pod));
+                keys.extend(of_pod.flatten().cloned());
+            }
+            if keys.is_empty() {
+                return usage::Owner::Foreign;
+            }
+            usage::Owner::Claims {
+                keys,
+                pod_uid: process.pod.clone(),
+                container: process.container.clone(),
+            }
+        };
+        let known = self.known.iter();
+        known.map(|(pid, process)| (*pid, owner(process))).collect()
     }
 
     /// Forgets all other processes, and all keys that are not held any more.
@@ -351,6 +375,7 @@ mod tests {
             id: ProcessId { pid: 1, started: 1 },
             inner_pid: None,
             pod: pod.map(str::to_owned),
+            container: None,
             keys: keys.iter().map(ToString::to_string).collect(),
         }
     }

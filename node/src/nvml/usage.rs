@@ -1,0 +1,145 @@
+//! What NVML says of a GPU's use and sensors, in the units of [`tranche_api::usage`].
+
+use nvml_wrapper::Device;
+use nvml_wrapper::enum_wrappers::device::{Clock, TemperatureSensor};
+use nvml_wrapper::enums::device::SampleValue;
+use nvml_wrapper::enums::gpm::GpmMetricId;
+use nvml_wrapper::error::NvmlError as Reason;
+use nvml_wrapper::structs::device::FieldId;
+use nvml_wrapper::sys_exports::field_id as field;
+use tranche_api::usage::{Measure, Memory, Sensors, Utilization, WHOLE};
+use tranche_nvml::gpm::Gpm;
+
+use super::{GpuUse, NvmlError};
+
+/// The metrics of GPM that are utilizations, in percent.
+const MEASURES: [(GpmMetricId, Measure); 5] = [
+    (GpmMetricId::GraphicsUtil, Measure::GraphicsActive),
+    (GpmMetricId::SmUtil, Measure::SmActive),
+    (GpmMetricId::SmOccupancy, Measure::SmOccupancy),
+    (GpmMetricId::AnyTensorUtil, Measure::TensorActive),
+    (GpmMetricId::DramBwUtil, Measure::DramActive),
+];
+
+/// Bytes in the unit of GPM's rates on PCIe (nvml.h: MiB/sec).
+const MIB: f64 = 1_048_576.0;
+
+/// A GPU, without its processes and partitions. Only a GPU that is lost is an error: what else fails is not reported of it.
+pub(super) fn of_gpu(device: &Device<'_>, uuid: &str, gpm: &Gpm) -> Result<GpuUse, NvmlError> {
+    let memory = match device.memory_info() {
+        Err(Reason::GpuLost) => {
+            return Err(NvmlError::GpuLost {
+                call: "nvmlDeviceGetMemoryInfo_v2",
+                object: uuid.to_owned(),
+            });
+        }
+        _ => memory(device),
+    };
+    let mut sensors = sensors(device);
+    let mut utilization = Utilization::default();
+    // Not supported in MIG mode.
+    if let Ok(rates) = device.utilization_rates() {
+        utilization.0.insert(Measure::Gpu, of_percent(rates.gpu));
+        utilization
+            .0
+            .insert(Measure::MemoryCopy, of_percent(rates.memory));
+    }
+    let rates = [GpmMetricId::PcieTxPerSec, GpmMetricId::PcieRxPerSec];
+    let metrics: Vec<_> = MEASURES
+        .map(|(id, _)| id)
+        .into_iter()
+        .chain(rates)
+        .collect();
+    let found = gpm.read(device, uuid, None, &metrics).unwrap_or_default();
+    for (id, value) in &found {
+        match id {
+            GpmMetricId::PcieTxPerSec => sensors.pcie_sent = Some(whole(value * MIB)),
+            GpmMetricId::PcieRxPerSec => sensors.pcie_received = Some(whole(value * MIB)),
+            _ => {}
+        }
+    }
+    utilization.0.extend(measures(&found));
+    Ok(GpuUse {
+        memory,
+        utilization,
+        sensors,
+        ..GpuUse::default()
+    })
+}
+
+/// How busy a GPU instance is, where GPM says so.
+pub(super) fn of_instance(device: &Device<'_>, uuid: &str, id: u32, gpm: &Gpm) -> Utilization {
+    let metrics = MEASURES.map(|(id, _)| id);
+    let found = gpm.read(device, uuid, Some(id), &metrics);
+    measures(&found.unwrap_or_default()).collect()
+}
+
+/// The memory of a GPU or of a MIG device.
+pub(super) fn memory(device: &Device<'_>) -> Option<Memory> {
+    let memory = device.memory_info().ok()?;
+    Some(Memory {
+        total: memory.total,
+        reserved: memory.reserved,
+        used: memory.used,
+        free: memory.free,
+    })
+}
+
+fn measures(found: &[(GpmMetricId, f64)]) -> impl Iterator<Item = (Measure, u32)> {
+    let measure = |(id, percent): &(GpmMetricId, f64)| {
+        let (_, measure) = MEASURES.iter().find(|(known, _)| known == id)?;
+        let value = whole(percent * f64::from(WHOLE) / 100.0);
+        Some((*measure, u32::try_from(value).unwrap_or(WHOLE).min(WHOLE)))
+    };
+    found.iter().filter_map(measure)
+}
+
+fn sensors(device: &Device<'_>) -> Sensors {
+    let fields = [
+        field::NVML_FI_DEV_MEMORY_TEMP,
+        field::NVML_FI_DEV_REMAPPED_COR,
+        field::NVML_FI_DEV_REMAPPED_UNC,
+        field::NVML_FI_DEV_REMAPPED_FAILURE,
+    ];
+    let values = device.field_values_for(&fields.map(FieldId));
+    let mut values = values.unwrap_or_default().into_iter().map(|sample| {
+        let value = sample.ok()?.value.ok()?;
+        match value {
+            SampleValue::U32(value) => Some(u64::from(value)),
+            SampleValue::U64(value) => Some(value),
+            SampleValue::I64(value) => u64::try_from(value).ok(),
+            SampleValue::F64(_) => None,
+        }
+    });
+    let mut next = || values.next().flatten();
+    Sensors {
+        memory_temperature: next().and_then(|value| u32::try_from(value).ok()),
+        remapped_correctable: next(),
+        remapped_uncorrectable: next(),
+        remap_failed: next().map(|value| value != 0),
+        sm_clock: device.clock_info(Clock::SM).ok(),
+        memory_clock: device.clock_info(Clock::Memory).ok(),
+        temperature: device.temperature(TemperatureSensor::Gpu).ok(),
+        power: device.power_usage().ok(),
+        energy: device.total_energy_consumption().ok(),
+        pcie_replays: device.pcie_replay_counter().ok(),
+        encoder: device.encoder_utilization().ok().map(|it| it.utilization),
+        decoder: device.decoder_utilization().ok().map(|it| it.utilization),
+        pcie_sent: None,
+        pcie_received: None,
+    }
+}
+
+/// Hundredths of a percent.
+pub(crate) fn of_percent(percent: u32) -> u32 {
+    percent.min(100) * (WHOLE / 100)
+}
+
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "finite, and what is negative becomes 0"
+)]
+fn whole(value: f64) -> u64 {
+    value.round() as u64
+}
