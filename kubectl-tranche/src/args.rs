@@ -45,6 +45,8 @@ pub enum Command {
         #[arg(long, value_name = "FILE")]
         file: Option<PathBuf>,
     },
+    /// A local web page: the GPUs as a map, who waits and why, use and cost; live
+    Ui(UiArgs),
     /// The completions of a shell, for `kubectl tranche` and `kubectl-tranche`
     Completion {
         /// The shell
@@ -63,6 +65,14 @@ pub struct GetArgs {
     #[command(flatten)]
     /// Of which namespaces.
     pub scope: ScopeArgs,
+}
+
+/// Arguments of `ui`.
+#[derive(Clone, Copy, Debug, clap::Args)]
+pub struct UiArgs {
+    /// The port of 127.0.0.1 on which the page is served; 0 for any
+    #[arg(long, default_value_t = 0)]
+    pub port: u16,
 }
 
 /// What `get` lists.

@@ -32,6 +32,7 @@ pub mod snapshot;
 #[cfg(test)]
 pub(crate) mod testing;
 pub mod top;
+pub mod ui;
 pub mod usage;
 mod watch;
 

@@ -17,7 +17,7 @@ use crate::model::Model;
 use crate::output::{self, Block, Format, FormatError, Tone, View};
 use crate::recommend::AnswerError;
 use crate::snapshot::{Cause, Gap, Resource, Scope, Snapshot};
-use crate::{collect, cost, doctor, get, map, recommend, top, usage, watch};
+use crate::{collect, cost, doctor, get, map, recommend, top, ui, usage, watch};
 
 /// Why a command has no result: one line.
 #[derive(Debug, thiserror::Error)]
@@ -28,6 +28,8 @@ enum Failure {
     Gap(Gap),
     #[error(transparent)]
     NotFound(#[from] get::NotFound),
+    #[error(transparent)]
+    Ui(#[from] ui::UiError),
     #[error(transparent)]
     Format(#[from] FormatError),
     #[error(transparent)]
@@ -67,6 +69,11 @@ async fn dispatch(args: Args) -> Result<ExitCode, Failure> {
         Command::Recommend(it) => Box::pin(run_recommend(&connection, it, output)).await,
         Command::Doctor => Box::pin(run_doctor(&connection, output)).await,
         Command::Collect { file } => Box::pin(run_collect(&connection, file, output)).await,
+        Command::Ui(args) => {
+            let cluster = connection.connect().await?;
+            Box::pin(ui::serve(&cluster, args.port)).await?;
+            Ok(ExitCode::SUCCESS)
+        }
         Command::Completion { shell } => {
             let mut command = Args::command();
             let mut script = Vec::new();

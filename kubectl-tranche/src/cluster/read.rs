@@ -176,7 +176,9 @@ impl Cluster {
     }
 }
 
-fn only_here(gap: &Gap, namespace: &str) -> Gap {
+/// The gap of a list of all namespaces that is of one instead.
+#[must_use]
+pub fn only_here(gap: &Gap, namespace: &str) -> Gap {
     let resource = gap.resource;
     Gap {
         resource,

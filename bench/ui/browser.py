@@ -1,0 +1,102 @@
+"""Headless Chromium over WebDriver: what the pictures and the measurement need of it."""
+
+import json
+import shutil
+import subprocess
+import tempfile
+import time
+import urllib.error
+import urllib.request
+
+# No request leaves the machine, and nothing is asked of a GPU or a sandbox, which a container has not.
+FLAGS = [
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars",
+]
+
+
+class Browser:
+    """A browser with a profile of its own, which goes with it."""
+
+    def __init__(self):
+        self.profile = tempfile.mkdtemp(prefix="tranche-ui-")
+        self.driver = subprocess.Popen(
+            ["chromedriver", "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        for line in self.driver.stdout:
+            if "started successfully on port" in line:
+                port = line.split("on port")[1].strip().rstrip(".")
+                self.base = f"http://127.0.0.1:{port}"
+                break
+        options = {"args": [*FLAGS, f"--user-data-dir={self.profile}"]}
+        wanted = {"capabilities": {"alwaysMatch": {"browserName": "chrome", "goog:chromeOptions": options}}}
+        self.session = "/session/" + self._ask("POST", "/session", wanted)["sessionId"]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        try:
+            self._ask("DELETE", self.session)
+        finally:
+            self.driver.terminate()
+            self.driver.wait()
+            shutil.rmtree(self.profile, ignore_errors=True)
+
+    def _ask(self, method, path, body=None):
+        data = json.dumps(body or {}).encode() if method == "POST" else None
+        request = urllib.request.Request(self.base + path, data, {"Content-Type": "application/json"}, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=300) as answer:
+                return json.load(answer)["value"]
+        except urllib.error.HTTPError as error:
+            raise SystemExit(f"{method} {path}: {error.read().decode()[:2000]}") from error
+
+    def open(self, url):
+        self._ask("POST", f"{self.session}/url", {"url": url})
+
+    def run(self, script, *args):
+        """The value that a script returns."""
+        return self._ask("POST", f"{self.session}/execute/sync", {"script": script, "args": list(args)})
+
+    def wait_for(self, script):
+        """The value that a script returned, the first that is true in Python."""
+        self._ask("POST", f"{self.session}/timeouts", {"script": 290_000})
+        poll = (
+            "const done = arguments[0]; (function look() { const it = (function () {%s})();"
+            " if (it) done(it); else requestAnimationFrame(look); })();" % script
+        )
+        return self._ask("POST", f"{self.session}/execute/async", {"script": poll, "args": []})
+
+    def devtools(self, command, **params):
+        return self._ask("POST", f"{self.session}/goog/cdp/execute", {"cmd": command, "params": params})
+
+    def view(self, width, height, scheme, scale=1):
+        """The size of the page, and the user's theme."""
+        self.devtools(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=width < 600
+        )
+        features = [
+            {"name": "prefers-color-scheme", "value": scheme}, {"name": "prefers-reduced-motion", "value": "reduce"},
+        ]
+        self.devtools("Emulation.setEmulatedMedia", features=features)
+
+    def picture(self):
+        """What the page looks like now: PNG in base64."""
+        return self.devtools("Page.captureScreenshot", format="png")["data"]
+
+
+def resident(pid):
+    """MiB of memory that a process has, now and at most."""
+    with open(f"/proc/{pid}/status", encoding="utf-8") as status:
+        lines = dict(line.split(":", 1) for line in status)
+    return [int(lines[key].split()[0]) // 1024 for key in ("VmRSS", "VmHWM")]
+
+
+def until(condition, seconds, what):
+    """Waits for what another process does."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            raise SystemExit(f"{what}: not after {seconds} s")
+        time.sleep(0.05)

@@ -1,0 +1,94 @@
+//! `ui`: a local web page that shows the cluster's GPUs and who holds them, live, with the user's own rights.
+//!
+//! ```text
+//!  watch    API server ─► Change: what was added, changed, removed; what may not be read           (I/O)
+//!  trim     objects without what the page does not read                                           (pure)
+//!  store    Change ─► objects by node, as small texts; which nodes have to be looked at again     (pure)
+//!  history  readings of use ─► the last hour by minute                                            (pure)
+//!  view     objects of a node ─► model ─► a record: what the page shows of the node               (pure)
+//!  records  records ─► the difference to those that a page has                                    (pure)
+//!  live     runs store and view, publishes records                                                (I/O)
+//!  guard    whom the server answers                                                               (pure)
+//!  server   the page's files, and a stream of events: all records, then differences               (I/O)
+//! ```
+//!
+//! Nothing of it runs in the cluster, and nothing comes from elsewhere: the page is in the program.
+
+mod guard;
+mod history;
+mod live;
+mod records;
+mod server;
+mod store;
+mod trim;
+mod view;
+mod watch;
+
+use std::io;
+use std::net::Ipv4Addr;
+
+use tokio::net::TcpListener;
+use tokio::sync::{mpsc, watch as channel};
+
+use crate::cluster::Cluster;
+use crate::output;
+use crate::usage;
+use guard::Guard;
+use live::Published;
+
+/// Changes that may wait to be taken in: a page of a list, and some.
+const CHANGES: usize = 64;
+
+/// Why the page is not served.
+#[derive(Debug, thiserror::Error)]
+pub enum UiError {
+    /// The port.
+    #[error(
+        "cannot serve on 127.0.0.1:{port}: {problem}; choose another with --port, or 0 for any"
+    )]
+    Listen {
+        /// It.
+        port: u16,
+        /// Why.
+        problem: io::Error,
+    },
+    /// The server.
+    #[error("the page's server ended: {0}; start it again")]
+    Serve(io::Error),
+    /// The URL could not be told.
+    #[error("cannot write the page's address: {0}")]
+    Write(io::Error),
+    /// The records.
+    #[error(transparent)]
+    Record(#[from] records::RecordError),
+}
+
+/// Serves the page on a port of loopback until Ctrl-C; any port for 0.
+pub async fn serve(cluster: &Cluster, port: u16) -> Result<(), UiError> {
+    let listen = |problem| UiError::Listen { port, problem };
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port))
+        .await
+        .map_err(listen)?;
+    let port = listener.local_addr().map_err(listen)?.port();
+    let guard = Guard::new(token(), port);
+    output::print(&format!("{}\n", guard.url())).map_err(UiError::Write)?;
+    output::note(output::Tone::Faint, "open this address; Ctrl-C ends it");
+    let (changes, received) = mpsc::channel(CHANGES);
+    let (readings, read) = mpsc::channel(1);
+    let (publisher, shown) = channel::channel(Published::default());
+    let _watches = watch::start(cluster, &changes);
+    // The receiver keeps the last reading: there is one.
+    let _ = readings.send(Err(usage::NOT_SERVED.to_owned())).await;
+    let page = axum::serve(listener, server::router(guard, shown));
+    tokio::select! {
+        ended = page => ended.map_err(UiError::Serve),
+        kept = live::keep(received, read, publisher) => Ok(kept?),
+        _ = tokio::signal::ctrl_c() => Ok(()),
+    }
+}
+
+/// 244 random bits.
+fn token() -> String {
+    let half = || uuid::Uuid::new_v4().simple();
+    format!("{}{}", half(), half())
+}

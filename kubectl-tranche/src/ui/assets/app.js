@@ -1,0 +1,111 @@
+// Wires the page: records come in, the map and what stands beside it are drawn.
+
+import { makeMap } from './map.js';
+import { age, showCost, showDetails, showWaiting } from './rail.js';
+import { connect, element, mark } from './state.js';
+
+const byId = (id) => document.getElementById(id);
+// The token is in a cookie now, and does not belong into the history.
+history.replaceState(null, '', '/');
+
+let records = new Map();
+let shown = { node: null, gpu: null };
+let wantedTier = null;
+
+const map = makeMap(byId('map'), (node, gpu) => {
+  if (gpu && shown.gpu?.uuid !== gpu.uuid) byId('said').textContent = `showing ${gpu.name} of ${node}`;
+  shown = { node, gpu };
+  details();
+});
+
+function details() {
+  document.body.classList.toggle('has-details', shown.gpu !== null);
+  const use = records.get(`use/${shown.node}`);
+  showDetails(byId('details'), shown.node, shown.gpu, use, unknownUse(), map.close);
+}
+
+/** Why the use is not known; null where it is. */
+function unknownUse() {
+  return (records.get('notes') ?? []).find((note) => note.text.startsWith('usage '))?.text ?? null;
+}
+
+function showState(state) {
+  const live = byId('live');
+  if (live.dataset.state === state) return;
+  live.dataset.state = state;
+  live.textContent = state === 'live' ? 'live' : 'connection lost: is `kubectl tranche ui` still running?';
+}
+
+function showSummary(summary, waiting) {
+  const inUse = summary.gpus - summary.freeGpus - summary.closedGpus;
+  const percent = summary.gpus ? Math.round(summary.held * 100 / summary.gpus) : 0;
+  const item = (name, value, ...more) => element('div', null, element('dt', null, name), element('dd', { class: 'value' }, value),
+    ...more.map((it) => element('dd', { class: 'more' }, it)));
+  const meter = element('span', { class: 'meter', 'aria-hidden': 'true' }, ['held', 'stranded'].map((part) => {
+    const made = element('span', { class: `meter-${part}` });
+    made.style.width = `${summary.gpus ? summary[part] * 100 / summary.gpus : 0}%`;
+    return made;
+  }));
+  const closed = summary.closedGpus ? `, ${summary.closedGpus} not offered` : '';
+  byId('summary').replaceChildren(
+    item('GPUs', String(summary.gpus), `${inUse} in use, ${summary.freeGpus} free${closed}`),
+    item('Held', `${percent} %`, meter, `${summary.held.toFixed(2)} GPUs; ${summary.free.toFixed(2)} free, ${summary.stranded.toFixed(2)} stranded`),
+    item('Cost per hour', summary.cost, `${summary.heldCost} held, ${summary.freeCost} free, ${summary.strandedCost} stranded`),
+    item('Waiting', String(waiting), element('a', { href: '#waiting-title' }, waiting === 1 ? 'pod for a GPU' : 'pods for a GPU')));
+}
+
+function showTiers(summary) {
+  const tiers = [...Object.entries(summary.tiers), ['free', summary.freeGpus], ['closed', summary.closedGpus]].filter(([, count]) => count > 0);
+  const root = byId('tiers');
+  const focused = root.contains(document.activeElement) ? document.activeElement.dataset.tier : null;
+  root.replaceChildren(...tiers.map(([tier, count]) => {
+    const name = tier === 'closed' ? 'not offered' : tier;
+    const button = element('button', { type: 'button', 'data-tier': tier, 'aria-pressed': String(wantedTier === tier) }, mark(tier), `${name} `, element('span', { class: 'faint' }, String(count)));
+    button.addEventListener('click', () => {
+      wantedTier = wantedTier === tier ? null : tier;
+      for (const it of root.children) it.setAttribute('aria-pressed', String(it.dataset.tier === wantedTier));
+      filter({ tier: wantedTier });
+    });
+    return button;
+  }));
+  if (focused) root.querySelector(`[data-tier="${focused}"]`)?.focus();
+}
+
+function showNotes(notes) {
+  byId('notes').hidden = notes.length === 0;
+  byId('notes').querySelector('ul').replaceChildren(...notes.map((note) => element('li', { class: note.isObstacle ? 'obstacle' : null }, note.text)));
+}
+
+function filter(wanted) {
+  const count = map.filter(wanted);
+  const nothing = byId('nothing');
+  const gpus = records.get('summary')?.gpus ?? 0;
+  nothing.hidden = count > 0 || !records.has('summary');
+  nothing.textContent = gpus ? 'No GPU is like that. Clear the search, or press the tier again.' : 'There are no GPUs to show.';
+}
+
+function take(all, changed) {
+  records = all;
+  map.update(all, changed);
+  const waiting = showWaiting(byId('waiting'), all);
+  const summary = all.get('summary');
+  if (summary) {
+    showSummary(summary, waiting);
+    if (changed.has('summary')) {
+      showTiers(summary);
+      showCost(byId('cost'), summary);
+    }
+  }
+  if (changed.has('notes')) showNotes(all.get('notes') ?? []);
+  if (shown.gpu && changed.has(`use/${shown.node}`)) details();
+  filter({});
+}
+
+byId('search').addEventListener('input', (event) => filter({ words: event.target.value.toLowerCase().split(/\s+/).filter(Boolean) }));
+document.addEventListener('keydown', (event) => {
+  if (event.key === 'Escape' && !byId('details').hidden) map.close();
+});
+setInterval(() => {
+  for (const time of document.querySelectorAll('#waiting time')) time.textContent = age(time.dateTime);
+}, 10_000);
+connect(take, showState);

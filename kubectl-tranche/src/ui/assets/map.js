@@ -1,0 +1,304 @@
+// The map: a section for each node, a tile for each GPU. Only nodes near the visible part have tiles.
+
+import { element, mark, who } from './state.js';
+
+/** Tenants with a line of their own in a tile. */
+const LINES = 3;
+/** Nodes above which a tile has one line. */
+const MANY = 40;
+
+/** A map in `root`. `onSelect` gets the node's name and the GPU, or null. */
+export function makeMap(root, onSelect) {
+  /** By node: its section, its record, its tiles by UUID. */
+  const nodes = new Map();
+  let records = new Map();
+  let filter = { words: [], tier: null };
+  /** The GPU that Tab goes to, and the one whose details are shown. */
+  let current = null;
+  let selected = null;
+
+  const near = new IntersectionObserver((entries) => {
+    for (const entry of entries) {
+      const node = nodes.get(entry.target.dataset.node);
+      if (node) show(node, entry.isIntersecting);
+    }
+  }, { rootMargin: '800px 0px' });
+
+  function update(all, changed) {
+    records = all;
+    let isNew = false;
+    for (const key of changed) {
+      const [kind, name] = split(key);
+      if (kind === 'node') {
+        if (all.has(key)) isNew = set(name, all.get(key)) || isNew;
+        else remove(name);
+      }
+      if (kind === 'use' && nodes.get(name)?.isShown) draw(nodes.get(name));
+    }
+    if (isNew) arrange();
+    root.classList.toggle('many', nodes.size > MANY);
+  }
+
+  function set(name, record) {
+    let node = nodes.get(name);
+    const isNew = !node;
+    if (!node) {
+      const title = element('h3', { id: `node-${name}` }, name);
+      const about = element('p', { class: 'about' });
+      const problems = element('p', { class: 'problems', hidden: true });
+      const grid = element('ul', { class: 'grid', 'aria-labelledby': `node-${name}` });
+      const section = element('section', { class: 'node', 'data-node': name, 'aria-labelledby': `node-${name}` },
+        element('div', { class: 'node-head' }, title, about), problems, grid);
+      node = { name, section, about, problems, grid, tiles: new Map(), isShown: false };
+      nodes.set(name, node);
+      near.observe(section);
+    }
+    node.record = record;
+    node.texts = record.gpus.map((gpu) => text(name, gpu));
+    node.section.style.setProperty('--gpus', record.gpus.length);
+    node.about.textContent = about(record);
+    node.problems.hidden = record.problems.length === 0;
+    node.problems.textContent = record.problems.join(' · ');
+    if (node.isShown) draw(node);
+    if (selected?.node === name) tell();
+    return isNew;
+  }
+
+  function remove(name) {
+    const node = nodes.get(name);
+    if (!node) return;
+    near.unobserve(node.section);
+    node.section.remove();
+    nodes.delete(name);
+    if (selected?.node === name) select(null);
+  }
+
+  /** Puts the sections into the order of their names. */
+  function arrange() {
+    const order = [...nodes.keys()].sort((a, b) => a.localeCompare(b, 'en', { numeric: true }));
+    let before = null;
+    for (const name of order) {
+      const { section } = nodes.get(name);
+      const place = before ? before.nextSibling : root.firstChild;
+      if (section !== place) root.insertBefore(section, place);
+      before = section;
+    }
+    const sorted = order.map((name) => [name, nodes.get(name)]);
+    nodes.clear();
+    for (const [name, node] of sorted) nodes.set(name, node);
+  }
+
+  /** Fills a node's section, or empties it and keeps its height. */
+  function show(node, isShown) {
+    if (node.isShown === isShown) return;
+    const hasFocus = node.section.contains(document.activeElement);
+    if (!isShown && hasFocus) return;
+    node.isShown = isShown;
+    if (isShown) {
+      node.grid.style.minHeight = '';
+      draw(node);
+    } else {
+      node.grid.style.minHeight = `${node.grid.offsetHeight}px`;
+      node.grid.replaceChildren();
+      node.tiles.clear();
+    }
+  }
+
+  function draw(node) {
+    const use = records.get(`use/${node.name}`)?.gpus ?? {};
+    const left = new Set(node.tiles.keys());
+    node.record.gpus.forEach((gpu, nth) => {
+      left.delete(gpu.uuid);
+      const looks = JSON.stringify([gpu, use[gpu.uuid]]);
+      let tile = node.tiles.get(gpu.uuid);
+      if (!tile) {
+        const button = element('button', {
+          type: 'button', class: 'tile', tabindex: '-1', 'data-uuid': gpu.uuid, 'data-node': node.name,
+          'aria-describedby': 'keys', 'aria-pressed': 'false', 'aria-controls': 'details',
+        });
+        tile = { item: element('li', null, button), button, looks: null };
+        node.tiles.set(gpu.uuid, tile);
+      }
+      if (tile.looks !== looks) {
+        tile.looks = looks;
+        tile.button.replaceChildren(...face(gpu, use[gpu.uuid]));
+      }
+      tile.item.hidden = !matches(gpu, node.texts[nth]);
+      tile.button.setAttribute('aria-pressed', String(selected?.uuid === gpu.uuid));
+      if (node.grid.children[nth] !== tile.item) node.grid.insertBefore(tile.item, node.grid.children[nth] ?? null);
+    });
+    for (const uuid of left) {
+      node.tiles.get(uuid).item.remove();
+      node.tiles.delete(uuid);
+    }
+    rove();
+  }
+
+  /** Shows what the filter lets through; returns how many GPUs that are. */
+  function apply() {
+    let count = 0;
+    for (const node of nodes.values()) {
+      const shown = node.record.gpus.filter((gpu, nth) => matches(gpu, node.texts[nth]));
+      count += shown.length;
+      node.section.hidden = shown.length === 0;
+      for (const [nth, gpu] of node.record.gpus.entries()) {
+        const tile = node.tiles.get(gpu.uuid);
+        if (tile) tile.item.hidden = !matches(gpu, node.texts[nth]);
+      }
+    }
+    rove();
+    return count;
+  }
+
+  function matches(gpu, searched) {
+    return (filter.tier === null || (gpu.tier ?? (gpu.isFree ? 'free' : 'closed')) === filter.tier)
+      && filter.words.every((word) => searched.includes(word));
+  }
+
+  /** The GPUs that the filter lets through, in order. */
+  function* order() {
+    for (const node of nodes.values()) {
+      for (const [nth, gpu] of node.record.gpus.entries()) {
+        if (matches(gpu, node.texts[nth])) yield { node: node.name, uuid: gpu.uuid };
+      }
+    }
+  }
+
+  /** One tile is reached by Tab: the current one, or the first. */
+  function rove() {
+    const tiles = [...root.querySelectorAll('li:not([hidden]) > .tile')];
+    const wanted = tiles.find((tile) => tile.dataset.uuid === current?.uuid) ?? tiles[0];
+    for (const tile of tiles) tile.tabIndex = tile === wanted ? 0 : -1;
+  }
+
+  function focus(place) {
+    if (!place) return;
+    current = place;
+    const node = nodes.get(place.node);
+    show(node, true);
+    const { button } = node.tiles.get(place.uuid);
+    rove();
+    button.focus();
+    button.scrollIntoView({ block: 'nearest' });
+  }
+
+  /** The nearest tile above or below. */
+  function vertical(from, step) {
+    const here = from.getBoundingClientRect();
+    const names = [...nodes.keys()];
+    for (let nth = names.indexOf(from.dataset.node); nth >= 0 && nth < names.length; nth += step) {
+      const node = nodes.get(names[nth]);
+      if (node.section.hidden) continue;
+      show(node, true);
+      const tiles = [...node.grid.querySelectorAll('li:not([hidden]) > .tile')].map((tile) => [tile, tile.getBoundingClientRect()]);
+      const beyond = tiles.filter(([, box]) => (step > 0 ? box.top > here.top + 1 : box.top < here.top - 1));
+      if (!beyond.length) continue;
+      const distance = ([, box]) => Math.abs(box.top - here.top) * 10 + Math.abs(box.left - here.left);
+      const [tile] = beyond.reduce((best, it) => (distance(it) < distance(best) ? it : best));
+      return { node: names[nth], uuid: tile.dataset.uuid };
+    }
+    return null;
+  }
+
+  function key(event) {
+    const tile = event.target.closest('.tile');
+    if (event.key === 'Escape') select(null);
+    if (!tile || event.altKey || event.ctrlKey || event.metaKey) return;
+    const moves = {
+      ArrowRight: 1, ArrowLeft: -1, Home: -Infinity, End: Infinity, ArrowDown: 'down', ArrowUp: 'up',
+    };
+    const move = moves[event.key];
+    if (move === undefined) return;
+    event.preventDefault();
+    if (typeof move === 'string') return focus(vertical(tile, move === 'down' ? 1 : -1));
+    const all = [...order()];
+    const here = all.findIndex((place) => place.uuid === tile.dataset.uuid);
+    focus(all[Math.max(0, Math.min(all.length - 1, here + move))]);
+  }
+
+  function select(place) {
+    selected = place;
+    for (const tile of root.querySelectorAll('.tile')) {
+      tile.setAttribute('aria-pressed', String(tile.dataset.uuid === place?.uuid));
+    }
+    tell();
+  }
+
+  function tell() {
+    const gpu = selected && nodes.get(selected.node)?.record.gpus.find((it) => it.uuid === selected.uuid);
+    onSelect(gpu ? selected.node : null, gpu ?? null);
+  }
+
+  root.addEventListener('click', (event) => {
+    const tile = event.target.closest('.tile');
+    if (!tile) return;
+    current = { node: tile.dataset.node, uuid: tile.dataset.uuid };
+    rove();
+    select(selected?.uuid === tile.dataset.uuid ? null : current);
+  });
+  root.addEventListener('keydown', key);
+
+  return {
+    /** Takes records in; call `filter` afterwards. */
+    update,
+    /** Ends the details, and goes back to their GPU. */
+    close() {
+      const was = selected;
+      select(null);
+      if (was) focus(was);
+    },
+    /** Shows only GPUs with all words and of the tier, null for any; returns how many these are. */
+    filter(wanted) {
+      filter = { ...filter, ...wanted };
+      return apply();
+    },
+  };
+}
+
+/** The kind of a key, and the rest. */
+function split(key) {
+  const slash = key.indexOf('/');
+  return slash < 0 ? [key, ''] : [key.slice(0, slash), key.slice(slash + 1)];
+}
+
+/** What a search looks at. */
+function text(node, gpu) {
+  const tenants = gpu.tenants.flatMap((it) => [it.namespace, it.claim, `${it.namespace}/${it.claim}`, it.device, it.mig ?? '',
+    ...it.pods.map((pod) => `${it.namespace}/${pod}`)]);
+  return [node, gpu.uuid, gpu.product, gpu.pci, gpu.tier ?? '', ...tenants].join(' ').toLowerCase();
+}
+
+function about(record) {
+  const products = Map.groupBy(record.gpus, (gpu) => gpu.product || 'GPU');
+  const counted = [...products].map(([product, gpus]) => `${gpus.length} × ${product}`);
+  return [...counted, record.driver && `driver ${record.driver}`].filter(Boolean).join(' · ');
+}
+
+/** What a tile shows: the bar, and its facts in words. */
+function face(gpu, use) {
+  const lines = gpu.tenants.slice(0, LINES).map((tenant) => element('span', { class: 'line' },
+    element('span', { class: 'who' }, who(tenant)), ' ',
+    element('span', { class: 'has' }, tenant.isAdmin ? 'observes' : tenant.has)));
+  const more = gpu.tenants.length - lines.length;
+  return [
+    element('span', { class: 'tile-head' },
+      element('span', { class: 'name' }, gpu.name), ' ',
+      element('span', { class: 'tier' }, mark(gpu.tier ?? (gpu.isFree ? null : 'closed')), gpu.tier ?? (gpu.isFree ? 'free' : 'not offered')), ' ',
+      use?.now && Number.isFinite(use.now.time) ? element('span', { class: 'busy' }, `${use.now.time} % busy`) : null),
+    bar(gpu),
+    ...lines,
+    element('span', { class: 'line count' }, `${gpu.tenants.length} ${gpu.tenants.length === 1 ? 'claim' : 'claims'}`),
+    more > 0 ? element('span', { class: 'line more' }, `and ${more} more`) : null,
+    element('span', { class: 'line room' }, gpu.room),
+  ].filter(Boolean);
+}
+
+function bar(gpu) {
+  const segments = gpu.bar.map((segment) => {
+    const made = element('span', { class: `segment tier-${segment.tier ?? 'stranded'}` });
+    made.style.left = `${segment.at / 10}%`;
+    made.style.width = `${segment.size / 10}%`;
+    return made;
+  });
+  return element('span', { class: 'bar', 'aria-hidden': 'true' }, segments);
+}

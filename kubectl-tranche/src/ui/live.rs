@@ -1,0 +1,109 @@
+//! Keeps the page's records as the cluster is now: takes in what the watches tell, and publishes what the page shows.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::{mpsc, watch};
+use tokio::time::Instant;
+
+use super::history::History;
+use super::records::Records;
+use super::store::{Change, Dirty, Store};
+use super::view::Page;
+use crate::usage::{Known, Usage};
+
+/// Time that further changes may come in before the page is told: a pod's start is several writes.
+const TOGETHER: Duration = Duration::from_millis(50);
+
+/// The records at one time.
+#[derive(Clone, Debug, Default)]
+pub struct Published {
+    /// Their number: each has one more than the one before it.
+    pub seq: u64,
+    /// The records; none before the cluster has been read once.
+    pub records: Option<Arc<Records>>,
+}
+
+/// What the page is made of.
+struct Live {
+    store: Store,
+    page: Page,
+    usage: Known,
+    history: History,
+    began: Instant,
+    /// What has not been published.
+    dirty: Dirty,
+    publisher: watch::Sender<Published>,
+}
+
+/// Publishes until the watches end. An error is a bug.
+pub(super) async fn keep(
+    mut changes: mpsc::Receiver<Change>,
+    mut readings: mpsc::Receiver<Known>,
+    publisher: watch::Sender<Published>,
+) -> Result<(), super::records::RecordError> {
+    let mut live = Live {
+        store: Store::default(),
+        page: Page::default(),
+        usage: Ok(Usage::default()),
+        history: History::default(),
+        began: Instant::now(),
+        dirty: Dirty::default(),
+        publisher,
+    };
+    let mut due: Option<Instant> = None;
+    loop {
+        let wait = async {
+            match due {
+                Some(due) => tokio::time::sleep_until(due).await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            change = changes.recv() => {
+                let Some(change) = change else { return Ok(()) };
+                live.store.apply(change);
+            }
+            Some(usage) = readings.recv() => live.used(usage),
+            () = wait => {
+                due = None;
+                live.publish()?;
+                continue;
+            }
+        }
+        due.get_or_insert_with(|| Instant::now() + TOGETHER);
+    }
+}
+
+impl Live {
+    fn used(&mut self, usage: Known) {
+        if let Ok(usage) = &usage {
+            let minute = self.began.elapsed().as_secs() / 60;
+            self.history.add(minute, usage);
+        }
+        self.usage = usage;
+        self.dirty.use_of_all = true;
+    }
+
+    fn publish(&mut self) -> Result<(), super::records::RecordError> {
+        let dirty = self.store.take_dirty();
+        self.dirty.nodes.extend(dirty.nodes);
+        self.dirty.waiting |= dirty.waiting;
+        self.dirty.all |= dirty.all;
+        if !self.store.is_ready() {
+            return Ok(());
+        }
+        let dirty = std::mem::take(&mut self.dirty);
+        self.page
+            .update(&self.store, &dirty, &self.usage, &self.history)?;
+        self.publisher.send_if_modified(|published| {
+            if published.records.as_deref() == Some(&self.page.records) {
+                return false;
+            }
+            published.seq += 1;
+            published.records = Some(Arc::new(self.page.records.clone()));
+            true
+        });
+        Ok(())
+    }
+}

@@ -1,0 +1,366 @@
+//! The cluster's objects, kept by node so that a change costs one node, and small so that a thousand nodes fit: pure.
+//!
+//! A ResourceSlice of a GPU with partitions has dozens of devices and takes about a hundred kilobytes as a value. It is kept as the
+//! JSON text of the few fields that the model reads, and is a value again only while its node is looked at.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::api::resource::v1::{DeviceClass, ResourceClaim, ResourceSlice};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use tranche_api::GpuNode;
+use tranche_api::names::DRIVER;
+
+use super::trim;
+use crate::snapshot::{Gap, Resource, Scope, Snapshot};
+
+/// A change of an object, as a watch tells it.
+#[derive(Debug)]
+pub enum Change {
+    /// A list begins: what it does not have is gone at its end.
+    Begin(Resource),
+    /// An object is there, as it is now.
+    Set(Object),
+    /// An object is gone.
+    Gone(Object),
+    /// The list is complete, and covers this.
+    Complete(Resource, Scope),
+    /// The resource, or a part of it, cannot be read.
+    Gap(Gap),
+    /// The prices, where an administrator wrote some.
+    Prices(Option<BTreeMap<String, String>>),
+}
+
+/// An object that a watch told of.
+#[derive(Debug)]
+pub enum Object {
+    /// A node's GPUs.
+    GpuNode(Box<GpuNode>),
+    /// Devices of ours.
+    Slice(Box<ResourceSlice>),
+    /// A claim, of any driver.
+    Claim(Box<ResourceClaim>),
+    /// A class, of any driver.
+    Class(Box<DeviceClass>),
+    /// A pod that does not run yet.
+    Pod(Box<Pod>),
+}
+
+/// An object as JSON text, and the nodes to which it belongs.
+#[derive(Debug, PartialEq, Eq)]
+struct Packed {
+    text: Box<[u8]>,
+    nodes: Vec<String>,
+}
+
+/// The objects of a resource, by namespace and name.
+#[derive(Debug, Default)]
+struct Kept {
+    objects: BTreeMap<String, Packed>,
+    /// By node: the keys of its objects.
+    by_node: BTreeMap<String, BTreeSet<String>>,
+    /// While a list comes in: the keys that it had so far.
+    listing: Option<BTreeSet<String>>,
+}
+
+/// What has to be looked at again.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Dirty {
+    /// Nodes.
+    pub nodes: BTreeSet<String>,
+    /// Whether it is what waits.
+    pub waiting: bool,
+    /// Whether it is everything: prices, or what can be read.
+    pub all: bool,
+    /// Whether it is the use of all GPUs.
+    pub use_of_all: bool,
+}
+
+/// All objects.
+#[derive(Debug, Default)]
+pub struct Store {
+    kept: BTreeMap<Resource, Kept>,
+    prices: Option<BTreeMap<String, String>>,
+    gaps: BTreeMap<Resource, Gap>,
+    complete: BTreeMap<Resource, Scope>,
+    dirty: Dirty,
+}
+
+/// What the page watches.
+pub const WATCHED: [Resource; 5] = [
+    Resource::GpuNodes,
+    Resource::ResourceSlices,
+    Resource::ResourceClaims,
+    Resource::DeviceClasses,
+    Resource::Pods,
+];
+
+impl Store {
+    /// Takes a change in.
+    pub fn apply(&mut self, change: Change) {
+        match change {
+            Change::Begin(resource) => {
+                self.kept.entry(resource).or_default().listing = Some(BTreeSet::new());
+            }
+            Change::Set(object) => self.set(&object),
+            Change::Gone(object) => {
+                let (resource, key) = object.key();
+                self.remove(resource, &key);
+            }
+            Change::Complete(resource, scope) => self.complete(resource, scope),
+            Change::Gap(gap) => {
+                let resource = gap.resource;
+                if self.gaps.get(&resource) != Some(&gap) {
+                    self.dirty.all = true;
+                    self.gaps.insert(resource, gap);
+                }
+            }
+            Change::Prices(prices) => {
+                self.gaps.remove(&Resource::Prices);
+                self.dirty.all |= self.prices != prices;
+                self.prices = prices;
+            }
+        }
+    }
+
+    fn set(&mut self, object: &Object) {
+        let (resource, key) = object.key();
+        let kept = self.kept.entry(resource).or_default();
+        if let Some(listing) = &mut kept.listing {
+            listing.insert(key.clone());
+        }
+        match object.pack() {
+            Some(packed) if kept.objects.get(&key) == Some(&packed) => {}
+            Some(packed) => {
+                self.remove(resource, &key);
+                self.add(resource, key, packed);
+            }
+            None => self.remove(resource, &key),
+        }
+    }
+
+    fn add(&mut self, resource: Resource, key: String, packed: Packed) {
+        self.mark(resource, &packed);
+        let kept = self.kept.entry(resource).or_default();
+        for node in &packed.nodes {
+            let keys = kept.by_node.entry(node.clone()).or_default();
+            keys.insert(key.clone());
+        }
+        kept.objects.insert(key, packed);
+    }
+
+    fn remove(&mut self, resource: Resource, key: &str) {
+        let kept = self.kept.entry(resource).or_default();
+        let Some(packed) = kept.objects.remove(key) else {
+            return;
+        };
+        for node in &packed.nodes {
+            if let Some(keys) = kept.by_node.get_mut(node) {
+                keys.remove(key);
+                if keys.is_empty() {
+                    kept.by_node.remove(node);
+                }
+            }
+        }
+        self.mark(resource, &packed);
+    }
+
+    fn mark(&mut self, resource: Resource, packed: &Packed) {
+        self.dirty.nodes.extend(packed.nodes.iter().cloned());
+        // Claims show what a pod waits for, whether they have a node or not.
+        self.dirty.waiting |= matches!(
+            resource,
+            Resource::ResourceClaims | Resource::DeviceClasses | Resource::Pods
+        );
+    }
+
+    fn complete(&mut self, resource: Resource, scope: Scope) {
+        let kept = self.kept.entry(resource).or_default();
+        let listed = kept.listing.take().unwrap_or_default();
+        let gone: Vec<String> = kept
+            .objects
+            .keys()
+            .filter(|key| !listed.contains(*key))
+            .cloned()
+            .collect();
+        for key in gone {
+            self.remove(resource, &key);
+        }
+        // The gap of a list of one namespace stays: it says that the others are missing.
+        if scope == Scope::All && self.gaps.remove(&resource).is_some() {
+            self.dirty.all = true;
+        }
+        if self.complete.insert(resource, scope).is_none() {
+            self.dirty.all = true;
+        }
+    }
+
+    /// Whether everything has been read once, or cannot be read. Before that, GPUs in use would look free.
+    #[must_use]
+    pub fn is_ready(&self) -> bool {
+        let mut watched = WATCHED.iter();
+        watched.all(|it| {
+            self.complete.contains_key(it) || self.gaps.get(it).is_some_and(|gap| !gap.is_partial)
+        })
+    }
+
+    /// What changed since the last call.
+    pub fn take_dirty(&mut self) -> Dirty {
+        std::mem::take(&mut self.dirty)
+    }
+
+    /// The nodes that objects tell of.
+    #[must_use]
+    pub fn nodes(&self) -> BTreeSet<String> {
+        let kept = self.kept.values();
+        kept.flat_map(|kept| kept.by_node.keys().cloned()).collect()
+    }
+
+    /// All that is known of a node's GPUs and who holds them.
+    #[must_use]
+    pub fn of_node(&self, node: &str) -> Snapshot {
+        Snapshot {
+            gpu_nodes: self.of(Resource::GpuNodes, node),
+            slices: self.of(Resource::ResourceSlices, node),
+            claims: self.of(Resource::ResourceClaims, node),
+            ..self.common()
+        }
+    }
+
+    /// The pods that do not run, and the claims of these pods.
+    #[must_use]
+    pub fn waiting(&self) -> Snapshot {
+        let pods: Vec<Pod> = self.all(Resource::Pods, |_| true);
+        let wanted: BTreeSet<String> = pods
+            .iter()
+            .flat_map(|pod| {
+                let namespace = pod.metadata.namespace.as_deref().unwrap_or_default();
+                let claims = trim::claims_of(pod).into_iter();
+                claims.map(move |name| key(Some(namespace), name))
+            })
+            .collect();
+        Snapshot {
+            pods,
+            claims: self.all(Resource::ResourceClaims, |key| wanted.contains(key)),
+            classes: self.all(Resource::DeviceClasses, |_| true),
+            ..self.common()
+        }
+    }
+
+    /// What could not be read, of all resources.
+    #[must_use]
+    pub fn common(&self) -> Snapshot {
+        let narrowed = self.complete.values().find(|scope| **scope != Scope::All);
+        Snapshot {
+            asked: WATCHED.into_iter().chain([Resource::Prices]).collect(),
+            prices: self.prices.clone(),
+            gaps: self.gaps.values().cloned().collect(),
+            scope: narrowed.cloned().unwrap_or_default(),
+            ..Snapshot::default()
+        }
+    }
+
+    fn of<T: DeserializeOwned>(&self, resource: Resource, node: &str) -> Vec<T> {
+        let Some(kept) = self.kept.get(&resource) else {
+            return Vec::new();
+        };
+        let keys = kept.by_node.get(node).into_iter().flatten();
+        keys.filter_map(|key| kept.objects.get(key)?.unpack())
+            .collect()
+    }
+
+    fn all<T: DeserializeOwned>(
+        &self,
+        resource: Resource,
+        is_wanted: impl Fn(&str) -> bool,
+    ) -> Vec<T> {
+        let objects = self
+            .kept
+            .get(&resource)
+            .into_iter()
+            .flat_map(|it| &it.objects);
+        objects
+            .filter(|(key, _)| is_wanted(key))
+            .filter_map(|(_, packed)| packed.unpack())
+            .collect()
+    }
+}
+
+impl Object {
+    /// Its resource, and its namespace and name.
+    fn key(&self) -> (Resource, String) {
+        let (resource, metadata) = match self {
+            Self::GpuNode(it) => (Resource::GpuNodes, &it.metadata),
+            Self::Slice(it) => (Resource::ResourceSlices, &it.metadata),
+            Self::Claim(it) => (Resource::ResourceClaims, &it.metadata),
+            Self::Class(it) => (Resource::DeviceClasses, &it.metadata),
+            Self::Pod(it) => (Resource::Pods, &it.metadata),
+        };
+        let name = metadata.name.as_deref().unwrap_or_default();
+        (resource, key(metadata.namespace.as_deref(), name))
+    }
+
+    /// `None` for an object that the page does not need.
+    fn pack(&self) -> Option<Packed> {
+        match self {
+            Self::GpuNode(it) => {
+                let name = it.metadata.name.clone().unwrap_or_default();
+                packed(&trim::gpu_node(it), vec![name])
+            }
+            Self::Slice(it) => {
+                let node = it.spec.node_name.clone();
+                let node = node.unwrap_or_else(|| node_of(&it.spec.pool.name).to_owned());
+                packed(&trim::slice(it), vec![node])
+            }
+            Self::Claim(it) => {
+                let status = it.status.as_ref();
+                let allocation = status.and_then(|it| it.allocation.as_ref());
+                let results = allocation.and_then(|it| it.devices.as_ref()?.results.as_ref());
+                let ours = results
+                    .into_iter()
+                    .flatten()
+                    .filter(|it| it.driver == DRIVER);
+                let nodes: BTreeSet<String> = ours.map(|it| node_of(&it.pool).to_owned()).collect();
+                // Another driver's, for good.
+                if allocation.is_some() && nodes.is_empty() {
+                    return None;
+                }
+                packed(&trim::claim(it), nodes.into_iter().collect())
+            }
+            Self::Class(it) => packed(&trim::class(it), Vec::new()),
+            Self::Pod(it) => {
+                if trim::claims_of(it).is_empty() {
+                    return None;
+                }
+                packed(&trim::pod(it), Vec::new())
+            }
+        }
+    }
+}
+
+fn key(namespace: Option<&str>, name: &str) -> String {
+    match namespace {
+        Some(namespace) => format!("{namespace}/{name}"),
+        None => name.to_owned(),
+    }
+}
+
+fn node_of(pool: &str) -> &str {
+    pool.strip_suffix("/gpu").unwrap_or(pool)
+}
+
+/// `None` for what is no JSON; objects of the API server are.
+fn packed(object: &impl Serialize, nodes: Vec<String>) -> Option<Packed> {
+    let text = serde_json::to_vec(object).ok()?.into_boxed_slice();
+    Some(Packed { text, nodes })
+}
+
+impl Packed {
+    fn unpack<T: DeserializeOwned>(&self) -> Option<T> {
+        serde_json::from_slice(&self.text).ok()
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,137 @@
+//! Leaves out of objects what the page does not read: pure. A test compares the model of what is left with that of everything.
+
+use std::collections::BTreeMap;
+
+use k8s_openapi::api::core::v1::{ContainerStatus, Pod, PodSpec, PodStatus};
+use k8s_openapi::api::resource::v1::{Device, DeviceClass, ResourceClaim, ResourceSlice};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use tranche_api::GpuNode;
+use tranche_api::names::{attribute, capacity};
+
+/// What of attributes the model reads.
+const ATTRIBUTES: [&str; 5] = [
+    attribute::UUID,
+    attribute::PARENT_UUID,
+    attribute::INDEX,
+    attribute::PRODUCT_NAME,
+    attribute::PCI_BUS_ID,
+];
+/// What of capacities the model reads.
+const CAPACITIES: [&str; 3] = [capacity::MEMORY, capacity::CORES, capacity::SHARERS];
+
+/// Name, namespace, UID and age.
+fn metadata(full: &ObjectMeta) -> ObjectMeta {
+    ObjectMeta {
+        name: full.name.clone(),
+        namespace: full.namespace.clone(),
+        uid: full.uid.clone(),
+        creation_timestamp: full.creation_timestamp.clone(),
+        ..ObjectMeta::default()
+    }
+}
+
+/// A node's GPUs, without labels and field managers.
+pub(super) fn gpu_node(full: &GpuNode) -> GpuNode {
+    GpuNode {
+        metadata: ObjectMeta {
+            creation_timestamp: None,
+            ..metadata(&full.metadata)
+        },
+        spec: full.spec.clone(),
+        status: full.status.clone(),
+    }
+}
+
+/// A slice's devices, with what tells the GPU and the amounts.
+pub(super) fn slice(full: &ResourceSlice) -> ResourceSlice {
+    let mut slice = full.clone();
+    slice.metadata = ObjectMeta {
+        name: full.metadata.name.clone(),
+        ..ObjectMeta::default()
+    };
+    slice.spec.shared_counters = None;
+    for device in slice.spec.devices.iter_mut().flatten() {
+        *device = trimmed(device);
+    }
+    slice
+}
+
+fn trimmed(device: &Device) -> Device {
+    let mut attributes = device.attributes.clone().unwrap_or_default();
+    attributes.retain(|name, _| ATTRIBUTES.contains(&name.as_str()));
+    let mut capacities: BTreeMap<_, _> = device.capacity.clone().unwrap_or_default();
+    capacities.retain(|name, _| CAPACITIES.contains(&name.as_str()));
+    Device {
+        name: device.name.clone(),
+        allow_multiple_allocations: device.allow_multiple_allocations,
+        attributes: Some(attributes),
+        capacity: Some(capacities),
+        taints: device.taints.clone(),
+        ..Device::default()
+    }
+}
+
+/// A claim without what its template and its field managers wrote.
+pub(super) fn claim(full: &ResourceClaim) -> ResourceClaim {
+    ResourceClaim {
+        metadata: metadata(&full.metadata),
+        spec: full.spec.clone(),
+        status: full.status.clone(),
+    }
+}
+
+/// A class with its selectors.
+pub(super) fn class(full: &DeviceClass) -> DeviceClass {
+    let mut class = full.clone();
+    class.metadata = metadata(&full.metadata);
+    class
+}
+
+/// Why a pod does not run.
+pub(super) fn pod(full: &Pod) -> Pod {
+    let status = full.status.clone().unwrap_or_default();
+    let waiting = |all: Option<Vec<ContainerStatus>>| {
+        all.map(|all| {
+            let all = all.into_iter();
+            all.map(|container| ContainerStatus {
+                name: container.name,
+                state: container.state,
+                ..ContainerStatus::default()
+            })
+            .collect()
+        })
+    };
+    Pod {
+        metadata: metadata(&full.metadata),
+        spec: full.spec.as_ref().map(|spec| PodSpec {
+            node_name: spec.node_name.clone(),
+            resource_claims: spec.resource_claims.clone(),
+            ..PodSpec::default()
+        }),
+        status: Some(PodStatus {
+            phase: status.phase,
+            conditions: status.conditions,
+            container_statuses: waiting(status.container_statuses),
+            init_container_statuses: waiting(status.init_container_statuses),
+            resource_claim_statuses: status.resource_claim_statuses,
+            extended_resource_claim_status: status.extended_resource_claim_status,
+            ..PodStatus::default()
+        }),
+    }
+}
+
+/// The names of a pod's claims, in its namespace: those that it names, that were made for it, and that stand for its extended
+/// resources.
+pub(super) fn claims_of(pod: &Pod) -> Vec<&str> {
+    let spec = pod.spec.as_ref();
+    let named = spec.and_then(|it| it.resource_claims.as_deref());
+    let named = named.unwrap_or_default().iter();
+    let named = named.filter_map(|it| it.resource_claim_name.as_deref());
+    let status = pod.status.as_ref();
+    let made = status.and_then(|it| it.resource_claim_statuses.as_deref());
+    let made = made.unwrap_or_default().iter();
+    let made = made.filter_map(|it| it.resource_claim_name.as_deref());
+    let extended = status.and_then(|it| it.extended_resource_claim_status.as_ref());
+    let extended = extended.map(|it| it.resource_claim_name.as_str());
+    named.chain(made).chain(extended).collect()
+}

@@ -1,0 +1,114 @@
+//! Pods that do not run because of a GPU, and why.
+
+use std::collections::BTreeMap;
+
+use k8s_openapi::api::core::v1::Pod;
+use serde::Serialize;
+use tranche_api::names::DRIVER;
+
+use super::super::trim::claims_of;
+use crate::model::{Claim, Model, Want};
+use crate::output::bytes;
+use crate::snapshot::Snapshot;
+
+/// A pod that does not run yet.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct PodView {
+    /// Its namespace.
+    pub namespace: String,
+    /// Its name.
+    pub name: String,
+    /// What its claims of our devices ask for.
+    pub wants: Vec<String>,
+    /// Since when: RFC 3339.
+    pub since: Option<String>,
+    /// The node, where the scheduler chose one.
+    pub node: Option<String>,
+    /// Why it does not run, as the API server has it.
+    pub reason: String,
+}
+
+/// The pods of the snapshot that have a claim of ours.
+#[must_use]
+pub fn pods(snapshot: &Snapshot, model: &Model) -> Vec<PodView> {
+    let claims = model.claims.iter();
+    let claims: BTreeMap<(&str, &str), &Claim> = claims
+        .map(|claim| ((claim.namespace.as_str(), claim.name.as_str()), claim))
+        .collect();
+    let pods = snapshot.pods.iter();
+    pods.filter_map(|pod| of_pod(pod, &claims)).collect()
+}
+
+fn of_pod(pod: &Pod, claims: &BTreeMap<(&str, &str), &Claim>) -> Option<PodView> {
+    let namespace = pod.metadata.namespace.as_deref().unwrap_or_default();
+    let ours = claims_of(pod).into_iter();
+    let ours: Vec<&&Claim> = ours
+        .filter_map(|name| claims.get(&(namespace, name)))
+        .collect();
+    if ours.is_empty() {
+        return None;
+    }
+    let node = pod.spec.as_ref().and_then(|spec| spec.node_name.clone());
+    let created = pod.metadata.creation_timestamp.as_ref();
+    Some(PodView {
+        namespace: namespace.to_owned(),
+        name: pod.metadata.name.clone().unwrap_or_default(),
+        wants: ours
+            .iter()
+            .flat_map(|claim| claim.wants.iter().map(wants))
+            .collect(),
+        since: created.map(|time| time.0.to_string()),
+        reason: reason(pod, node.as_deref()),
+        node,
+    })
+}
+
+fn wants(want: &Want) -> String {
+    let class = want
+        .class
+        .strip_suffix(DRIVER)
+        .and_then(|it| it.strip_suffix('.'));
+    let count = match want.count {
+        Some(1) => None,
+        Some(count) => Some(format!("{count} ×")),
+        None => Some("all".to_owned()),
+    };
+    let words = [
+        count,
+        Some(class.unwrap_or(&want.class).to_owned()),
+        want.memory.map(bytes),
+        want.cores.map(|cores| format!("{cores} %")),
+    ];
+    let words: Vec<String> = words.into_iter().flatten().collect();
+    words.join(" ")
+}
+
+/// The scheduler's message; of a pod that has a node, what its containers wait for.
+fn reason(pod: &Pod, node: Option<&str>) -> String {
+    let status = pod.status.as_ref();
+    let conditions = status
+        .and_then(|it| it.conditions.as_deref())
+        .unwrap_or_default();
+    let unscheduled = conditions
+        .iter()
+        .find(|it| it.type_ == "PodScheduled" && it.status == "False");
+    if let Some(message) = unscheduled.and_then(|it| it.message.as_deref()) {
+        return message.to_owned();
+    }
+    let Some(node) = node else {
+        return "the scheduler has not looked at it yet".to_owned();
+    };
+    let containers = [
+        status.and_then(|it| it.init_container_statuses.as_deref()),
+        status.and_then(|it| it.container_statuses.as_deref()),
+    ];
+    let mut containers = containers.into_iter().flatten().flatten();
+    // `ContainerCreating` and `PodInitializing` have no message.
+    let told = containers.find_map(|container| {
+        let waiting = container.state.as_ref()?.waiting.as_ref()?;
+        let message = waiting.message.as_deref()?;
+        Some(format!("{}: {message}", container.name))
+    });
+    told.unwrap_or_else(|| format!("{node} prepares it"))
+}

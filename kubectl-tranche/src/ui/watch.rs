@@ -1,0 +1,213 @@
+//! Watches what the page shows, with the user's rights: all namespaces, or that of the context where the user may not more.
+
+use std::fmt::Debug;
+use std::time::Duration;
+
+use futures::{StreamExt, TryStreamExt};
+use k8s_openapi::NamespaceResourceScope;
+use k8s_openapi::api::core::v1::{ConfigMap, Pod};
+use k8s_openapi::api::resource::v1::{DeviceClass, ResourceClaim, ResourceSlice};
+use kube::runtime::watcher::{self, Config, Event, watcher};
+use kube::{Api, Resource as Described};
+use serde::de::DeserializeOwned;
+use tokio::sync::mpsc::Sender;
+use tokio::task::JoinSet;
+use tranche_api::GpuNode;
+use tranche_api::names::DRIVER;
+
+use super::store::{Change, Object};
+use crate::cluster::{Cluster, PRICES, gap, only_here};
+use crate::snapshot::{Cause, Resource, Scope};
+
+/// Objects in a page of a list. A slice is large, and a page of them is in memory at once.
+const PAGE: u32 = 50;
+/// Time until a watch that failed is tried again: rights may be granted, and a server comes back.
+const AGAIN: Duration = Duration::from_secs(5);
+/// Time between two readings of the prices, which nobody changes often.
+const PRICES_AGAIN: Duration = Duration::from_mins(1);
+
+/// Starts all watches. They end when the receiver is dropped, or with the set.
+pub(super) fn start(cluster: &Cluster, changes: &Sender<Change>) -> JoinSet<()> {
+    let mut tasks = JoinSet::new();
+    let client = || cluster.client();
+    let plain = || Config::default().page_size(PAGE);
+    let ours = format!("spec.driver={DRIVER}");
+    // Pods that run are in the claims' status.
+    let pending = "status.phase=Pending";
+    tasks.spawn(everywhere(
+        Watched::new(Resource::GpuNodes, plain(), changes, |it| {
+            Object::GpuNode(Box::new(it))
+        }),
+        Api::<GpuNode>::all(client()),
+    ));
+    tasks.spawn(everywhere(
+        Watched::new(
+            Resource::ResourceSlices,
+            plain().fields(&ours),
+            changes,
+            |it| Object::Slice(Box::new(it)),
+        ),
+        Api::<ResourceSlice>::all(client()),
+    ));
+    tasks.spawn(everywhere(
+        Watched::new(Resource::DeviceClasses, plain(), changes, |it| {
+            Object::Class(Box::new(it))
+        }),
+        Api::<DeviceClass>::all(client()),
+    ));
+    tasks.spawn(where_allowed(
+        Watched::new(Resource::ResourceClaims, plain(), changes, |it| {
+            Object::Claim(Box::new(it))
+        }),
+        cluster.clone(),
+        Api::<ResourceClaim>::namespaced,
+    ));
+    tasks.spawn(where_allowed(
+        Watched::new(Resource::Pods, plain().fields(pending), changes, |it| {
+            Object::Pod(Box::new(it))
+        }),
+        cluster.clone(),
+        Api::<Pod>::namespaced,
+    ));
+    tasks.spawn(prices(cluster.clone(), changes.clone()));
+    tasks
+}
+
+/// A resource that is watched.
+struct Watched<T> {
+    resource: Resource,
+    config: Config,
+    changes: Sender<Change>,
+    object: fn(T) -> Object,
+}
+
+/// Why a watch stopped.
+enum Stopped {
+    /// Nobody wants its changes.
+    Unwanted,
+    /// The API server refused or did not answer.
+    Failed(kube::Error),
+}
+
+impl<T> Watched<T>
+where
+    T: Described<DynamicType = ()> + Clone + Debug + DeserializeOwned + Send + 'static,
+{
+    fn new(
+        resource: Resource,
+        config: Config,
+        changes: &Sender<Change>,
+        object: fn(T) -> Object,
+    ) -> Self {
+        Self {
+            resource,
+            config,
+            changes: changes.clone(),
+            object,
+        }
+    }
+
+    /// Follows a list until it fails in a way that a new watch of the same list does not heal.
+    async fn follow(&self, api: Api<T>, scope: &Scope) -> Stopped {
+        let mut events = watcher(api, self.config.clone()).boxed();
+        loop {
+            let change = match events.try_next().await {
+                Ok(Some(Event::Init)) => Change::Begin(self.resource),
+                Ok(Some(Event::InitApply(it) | Event::Apply(it))) => Change::Set((self.object)(it)),
+                Ok(Some(Event::Delete(it))) => Change::Gone((self.object)(it)),
+                Ok(Some(Event::InitDone)) => Change::Complete(self.resource, scope.clone()),
+                Ok(None) => return Stopped::Unwanted,
+                Err(
+                    watcher::Error::InitialListFailed(error)
+                    | watcher::Error::WatchStartFailed(error)
+                    | watcher::Error::WatchFailed(error),
+                ) => return Stopped::Failed(error),
+                // The list is read anew: the watch was too old.
+                Err(_) => continue,
+            };
+            if self.changes.send(change).await.is_err() {
+                return Stopped::Unwanted;
+            }
+        }
+    }
+
+    /// Tells why it failed, and waits before the next try; `false` where nobody listens.
+    async fn failed(&self, error: &kube::Error) -> bool {
+        let told = self
+            .changes
+            .send(Change::Gap(gap(self.resource, error)))
+            .await;
+        tokio::time::sleep(AGAIN).await;
+        told.is_ok()
+    }
+}
+
+/// Watches all objects of a resource.
+async fn everywhere<T>(watched: Watched<T>, api: Api<T>)
+where
+    T: Described<DynamicType = ()> + Clone + Debug + DeserializeOwned + Send + 'static,
+{
+    while let Stopped::Failed(error) = watched.follow(api.clone(), &Scope::All).await {
+        if !watched.failed(&error).await {
+            return;
+        }
+    }
+}
+
+/// Watches the objects of all namespaces, or those of one where the user may not watch more.
+async fn where_allowed<T>(
+    watched: Watched<T>,
+    cluster: Cluster,
+    here: fn(kube::Client, &str) -> Api<T>,
+) where
+    T: Described<DynamicType = (), Scope = NamespaceResourceScope>
+        + Clone
+        + Debug
+        + DeserializeOwned
+        + Send
+        + 'static,
+{
+    let resource = watched.resource;
+    loop {
+        let api = Api::all(cluster.client());
+        let Stopped::Failed(error) = watched.follow(api, &Scope::All).await else {
+            return;
+        };
+        let missing = gap(resource, &error);
+        if missing.cause != Cause::Forbidden {
+            if !watched.failed(&error).await {
+                return;
+            }
+            continue;
+        }
+        let only_here = Change::Gap(only_here(&missing, &cluster.namespace));
+        if watched.changes.send(only_here).await.is_err() {
+            return;
+        }
+        let scope = Scope::Namespace(cluster.namespace.clone());
+        let api = here(cluster.client(), &cluster.namespace);
+        match watched.follow(api, &scope).await {
+            Stopped::Unwanted => return,
+            Stopped::Failed(error) => {
+                if !watched.failed(&error).await {
+                    return;
+                }
+            }
+        }
+    }
+}
+
+/// Reads the prices from time to time: a watch of one object would need a further right.
+async fn prices(cluster: Cluster, changes: Sender<Change>) {
+    let maps = Api::<ConfigMap>::namespaced(cluster.client(), &cluster.system);
+    loop {
+        let change = match maps.get_opt(PRICES).await {
+            Ok(map) => Change::Prices(map.and_then(|it| it.data)),
+            Err(error) => Change::Gap(gap(Resource::Prices, &error)),
+        };
+        if changes.send(change).await.is_err() {
+            return;
+        }
+        tokio::time::sleep(PRICES_AGAIN).await;
+    }
+}
