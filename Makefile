@@ -8,8 +8,8 @@ export PATH := $(CURDIR)/target/cluster/bin:$(PATH)
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-13s %s\n", $$1, $$2}' Makefile
 
-build: ## the node plugin, the controller, the MPS supervisor, the container hook and `tranche`, in target/release
-	cargo build --release -p tranche-kubelet-plugin -p tranche-controller -p tranche-mps -p tranche-cli
+build: ## the node plugin, the controller, the MPS supervisor, the container hook, `tranche` and `kubectl tranche`, in target/release
+	cargo build --release -p tranche-kubelet-plugin -p tranche-controller -p tranche-mps -p tranche-cli -p tranche-kubectl
 	kubelet-plugin/hook/build
 
 shim: ## libcuda.so.1 and libnvidia-ml.so.1 for capped shares, in target/shim
@@ -64,7 +64,7 @@ bench: image simulator ## the numbers of SPECIFICATION.md
 	e2e/kind/with bench/run
 
 bench-scale: ## the controller at 100, 1,000 and 6,000 nodes, over a real API server; takes an hour
-	cargo build --release -p tranche-controller
+	cargo build --release -p tranche-controller -p tranche-kubectl
 	bench/scale/run
 
 tools: ## kind, helm, prometheus and promtool, in target/cluster/bin

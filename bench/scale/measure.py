@@ -1,9 +1,11 @@
-"""What the controller costs at a number of nodes: memory, CPU time, writes and lists, event by event."""
+"""What the controller costs at a number of nodes: memory, CPU time, writes and lists, event by event; and how long `kubectl tranche top` takes."""
 
 import argparse
 import json
 import os
 import signal
+import statistics
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -98,7 +100,27 @@ def event(server, controller, what, act, limit, quiet=QUIET, own=0, done=lambda:
     return row
 
 
-def measure(program, nodes):
+def top(server, plugin, rounds=5):
+    """Seconds of `kubectl tranche top gpus`, and of `kubectl get` of the objects that it reads: medians, in turn."""
+    connection = ["--kubeconfig", str(server.kubeconfig)]
+    objects = "gpunodes.gpu.tranche.dev,resourceslices.resource.k8s.io,resourceclaims.resource.k8s.io"
+    commands = {
+        "topSeconds": [str(plugin), "top", "gpus", *connection],
+        "kubectlGetSeconds": ["kubectl", "get", objects, "--all-namespaces", "--output", "json", *connection],
+    }
+    taken = {name: [] for name in commands}
+    for _ in range(rounds):
+        for name, command in commands.items():
+            begun = time.monotonic()
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            taken[name].append(time.monotonic() - begun)
+    row = {"event": "top", **{name: round(statistics.median(it), 3) for name, it in taken.items()}}
+    row["ratio"] = round(row["topSeconds"] / row["kubectlGetSeconds"], 2)
+    print(json.dumps(row), flush=True)
+    return row
+
+
+def measure(program, plugin, nodes):
     rows = []
     limit = 600 + nodes
     crds = REPOSITORY / "deploy/helm/tranche/crds"
@@ -139,6 +161,7 @@ def measure(program, nodes):
         print(json.dumps(rows[-1]), flush=True)
 
         cluster.claims(server, nodes)
+        rows.append(top(server, plugin))
         withdraw = lambda: cluster.policy(server, {**spec, "tiers": ["exclusive", "timeshared"]})
         rows.append(event(server, controller, "withdraw", withdraw, 3 * limit, WITHDRAWN))
         controller.stop()
@@ -149,6 +172,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--nodes", default="100,1000,6000", help="numbers of nodes, with commas between them")
     parser.add_argument("--controller", type=Path, default=REPOSITORY / "target/release/tranche-controller")
+    parser.add_argument("--plugin", type=Path, default=REPOSITORY / "target/release/kubectl-tranche")
     parser.add_argument("--results", type=Path, default=REPOSITORY / "target/bench")
     options = parser.parse_args()
     # So that the servers end too.
@@ -156,7 +180,7 @@ def main():
     options.results.mkdir(parents=True, exist_ok=True)
     for nodes in map(int, options.nodes.split(",")):
         print(f"== {nodes} nodes of {cluster.GPUS} GPUs", flush=True)
-        rows = measure(options.controller, nodes)
+        rows = measure(options.controller, options.plugin, nodes)
         result = options.results / f"scale-{nodes}.json"
         result.write_text(json.dumps({"nodes": nodes, "gpus": cluster.GPUS, "rows": rows}, indent=2) + "\n")
 

@@ -14,6 +14,7 @@
 pub mod case;
 pub mod diagnosis;
 pub mod exec;
+pub mod kubectl;
 pub mod namespace;
 pub mod node;
 pub mod pod;

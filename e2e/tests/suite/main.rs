@@ -14,6 +14,7 @@ mod examples;
 mod exclusive;
 mod image;
 mod isolation;
+mod kubectl;
 mod kubelet;
 mod many;
 mod metrics;
