@@ -235,7 +235,7 @@ fn recommended_claims_are_accepted_by_the_api_server() -> anyhow::Result<()> {
             .await?;
         pod.started().await?;
         let shown = pod.nvidia_smi().await?;
-        ensure!(shown.len() == 1 && shown[0].1 == 2 << 30, "{shown:?}");
+        ensure!(shown.len() == 1 && shown[0].1 == 2048, "{shown:?}");
         Ok(())
     })
 }
