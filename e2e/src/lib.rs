@@ -19,6 +19,7 @@ pub mod namespace;
 pub mod node;
 pub mod pod;
 pub mod policy;
+pub mod prometheus;
 pub mod request;
 pub mod system;
 pub mod tool;

@@ -133,6 +133,23 @@ pub fn expressions(repository: &Path) -> Result<Vec<Expression>, FileError> {
     Ok(found)
 }
 
+/// The scrape configuration of docs/monitoring.md: its only block of YAML, of which the first item is a job.
+pub fn scrape_job(repository: &Path) -> Result<Value, FileError> {
+    let path = repository.join("docs/monitoring.md");
+    let page = read(&path)?;
+    let block = page.split("```yaml\n").nth(1);
+    let block = block.and_then(|rest| rest.split("```").next());
+    let jobs: Vec<Value> =
+        serde_saphyr::from_str(block.unwrap_or_default()).map_err(|e| FileError {
+            path: path.clone(),
+            problem: e.to_string(),
+        })?;
+    jobs.into_iter().next().ok_or_else(|| FileError {
+        path,
+        problem: "it has no block of YAML with a scrape job".to_owned(),
+    })
+}
+
 fn list(value: &Value) -> impl Iterator<Item = &Value> {
     value.as_array().into_iter().flatten()
 }

@@ -35,6 +35,24 @@ pub const FOLDERS: [&str; 17] = [
     "shim/coverage/src",
 ];
 
+/// Where most texts are what a command shows when it works. Of these files only the texts of `#[error("…")]` are messages.
+const COMMANDS: [&str; 14] = [
+    "driver/src/cost",
+    "driver/src/explain",
+    "driver/src/recommend",
+    "kubectl-tranche/src/collect",
+    "kubectl-tranche/src/cost",
+    "kubectl-tranche/src/doctor",
+    "kubectl-tranche/src/evidence",
+    "kubectl-tranche/src/explain",
+    "kubectl-tranche/src/facts",
+    "kubectl-tranche/src/map",
+    "kubectl-tranche/src/model",
+    "kubectl-tranche/src/recommend",
+    "kubectl-tranche/src/top",
+    "kubectl-tranche/src/ui",
+];
+
 /// Objects with rules by which the API server refuses others: the chart's, and the definitions of our resources.
 const OBJECTS: [&str; 3] = [
     "deploy/helm/rendered.yaml",
@@ -102,7 +120,8 @@ pub fn messages(repository: &Path) -> Result<Messages, SourceError> {
         let text = fs::read_to_string(&path).map_err(|e| error(e.to_string()))?;
         let name = path.strip_prefix(repository).unwrap_or(&path);
         let name = name.display().to_string();
-        for message in of_source(&text).map_err(|e| error(e.to_string()))? {
+        let is_command = COMMANDS.iter().any(|it| name.starts_with(it));
+        for message in of_source(&text, is_command).map_err(|e| error(e.to_string()))? {
             found.entry(message).or_insert_with(|| name.clone());
         }
     }
@@ -199,8 +218,10 @@ fn collect(folder: &Path, files: &mut Vec<PathBuf>) -> Result<(), SourceError> {
     for entry in fs::read_dir(folder).map_err(error)? {
         let path = entry.map_err(error)?.path();
         let stem = path.file_stem().unwrap_or_default();
-        // `model.rs` are the shim's models for loom.
-        if ["tests", "testing", "model"].iter().any(|it| stem == *it) {
+        // The help of metrics is in docs/reference.
+        let is_silent = ["tests", "testing", "metrics"].iter().any(|it| stem == *it);
+        let is_loom = stem == "model" && path.components().any(|it| it.as_os_str() == "shim");
+        if is_silent || is_loom {
             continue;
         }
         if path.is_dir() {
@@ -212,21 +233,21 @@ fn collect(folder: &Path, files: &mut Vec<PathBuf>) -> Result<(), SourceError> {
     Ok(())
 }
 
-/// The messages of one source, in their order.
-pub fn of_source(text: &str) -> Result<Vec<String>, proc_macro2::LexError> {
+/// The messages of one source, in their order; `errors_only` leaves out what is not in an `#[error("…")]`.
+pub fn of_source(text: &str, errors_only: bool) -> Result<Vec<String>, proc_macro2::LexError> {
     let mut found = Vec::new();
-    walk(TokenStream::from_str(text)?, false, &mut found);
+    walk(TokenStream::from_str(text)?, errors_only, &mut found);
     Ok(found)
 }
 
-/// Collects from these tokens; `any_length` within `#[error(…)]`.
-fn walk(tokens: TokenStream, any_length: bool, found: &mut Vec<String>) {
+/// Collects from these tokens.
+fn walk(tokens: TokenStream, errors_only: bool, found: &mut Vec<String>) {
     let tokens: Vec<_> = tokens.into_iter().collect();
     let mut at = 0;
     while let Some(token) = tokens.get(at) {
         at += 1;
         match token {
-            TokenTree::Literal(literal) => note(literal, any_length, found),
+            TokenTree::Literal(literal) if !errors_only => note(literal, false, found),
             TokenTree::Punct(mark) if mark.as_char() == '#' => {
                 if let Some(TokenTree::Punct(mark)) = tokens.get(at)
                     && mark.as_char() == '!'
@@ -258,8 +279,8 @@ fn walk(tokens: TokenStream, any_length: bool, found: &mut Vec<String>) {
                     at = arguments + 1;
                 }
             }
-            TokenTree::Group(group) => walk(group.stream(), any_length, found),
-            TokenTree::Punct(_) => {}
+            TokenTree::Group(group) => walk(group.stream(), errors_only, found),
+            TokenTree::Literal(_) | TokenTree::Punct(_) => {}
         }
     }
 }
@@ -343,7 +364,7 @@ mod tests {
     use super::*;
 
     fn found(source: &str) -> Vec<String> {
-        of_source(source).expect("Rust")
+        of_source(source, false).expect("Rust")
     }
 
     #[test]
@@ -382,6 +403,19 @@ mod tests {
                 "a field of some object",
                 "cannot write an event",
             ]
+        );
+    }
+
+    #[test]
+    fn of_a_command_only_errors_are_messages() {
+        let source = r#"
+            #[error("no GPU is called {name}")]
+            struct Unknown { name: String }
+            const SHOWN: &str = "all of it is free";
+        "#;
+        assert_eq!(
+            of_source(source, true).expect("Rust"),
+            ["no GPU is called …"]
         );
     }
 

@@ -16,10 +16,6 @@ pub const UNSEEN: &[(&str, &str)] = &[
         "words of kube-scheduler, by which its messages are told apart",
     ),
     (
-        "kubectl-tranche/src/recommend/tree.rs",
-        "text of docs/choosing.md, which has it",
-    ),
-    (
         "api/src/reference.rs",
         "text of docs/reference/attributes.md, which has it",
     ),

@@ -27,7 +27,7 @@ async fn scrape(case: &Case, pod: &Pod, token: Option<&str>) -> anyhow::Result<(
 }
 
 /// The token of a new ServiceAccount, with or without the right to read metrics.
-async fn token(case: &Case, namespace: &str, reader: bool) -> anyhow::Result<String> {
+pub async fn token(case: &Case, namespace: &str, reader: bool) -> anyhow::Result<String> {
     let name = if reader { "reader" } else { "other" };
     let accounts: Api<ServiceAccount> = Api::namespaced(case.client.clone(), namespace);
     let account = serde_json::from_value(json!({"metadata": {"name": name}}))?;
