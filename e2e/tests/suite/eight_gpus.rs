@@ -154,17 +154,17 @@ fn every_tier_is_served_at_once_and_gpus_change_tiers_without_a_drain() -> anyho
                 },
             ))
             .await?;
-            let mut uses: BTreeMap<String, String> = BTreeMap::new();
+            let mut served: BTreeMap<String, String> = BTreeMap::new();
             for (tier, pod) in &pods {
                 let (gpu, used) = has(pod, *tier).await?;
-                let before = uses.insert(gpu.clone(), used.clone());
+                let before = served.insert(gpu.clone(), used.clone());
                 ensure!(
                     before.as_ref().is_none_or(|before| *before == used),
                     "{gpu} serves {before:?} and {used}"
                 );
             }
-            println!("round {round}: {uses:?}");
-            ensure!(uses.len() == GPUS, "not on all GPUs: {uses:?}");
+            println!("round {round}: {served:?}");
+            ensure!(served.len() == GPUS, "not on all GPUs: {served:?}");
             try_join_all(pods.iter().map(|(_, pod)| pod.delete())).await?;
             // The other way round next time, so that GPUs serve other tiers.
             requests.reverse();
