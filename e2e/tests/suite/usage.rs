@@ -8,7 +8,7 @@ use kube::api::DeleteParams;
 use serde::Deserialize;
 use tranche_api::tier::Tier;
 use tranche_api::usage::{GpuUsage, Measure, NodeUsage, PATH};
-use tranche_e2e::{Case, PodHandle, Request, policy, run_on_a_node, wait};
+use tranche_e2e::{Case, PodHandle, Request, policy, run, run_on_a_node, wait};
 
 use crate::metrics::{get, token};
 use crate::watchdog::BYPASS;
@@ -169,11 +169,13 @@ fn pods_of_concurrent_shares_have_the_utilization_that_they_cause() -> anyhow::R
 #[test]
 fn a_partitions_pod_has_its_memory_and_its_utilization() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
+        policy::tiers(case, &[Tier::Partition, Tier::Exclusive, Tier::Capped]).await?;
         let namespace = case.namespace("usage-mig").await?;
         let reader = Reader::new(case, namespace.name()).await?;
         let uuid = &case.gpus[0].uuid;
-        let request = Request::profile("1g.10gb").that(&format!(
-            "device.attributes[\"gpu.tranche.dev\"].parentUUID == \"{uuid}\""
+        let request = Request::of(Tier::Partition).that(&format!(
+            "device.attributes['gpu.tranche.dev'].profile == '1g.10gb' && \
+             device.attributes['gpu.tranche.dev'].parentUUID == '{uuid}'"
         ));
         let pod = namespace.idle("pod", &request).await?;
         pod.started().await?;
@@ -269,18 +271,22 @@ fn memory_adds_up_and_what_bypasses_is_its_pods() -> anyhow::Result<()> {
     })
 }
 
-/// Stops the runtime's shim of the container that runs a command: whoever ends its pod waits. `CONT` lets it go on.
-fn signal(signal: &str, command: &str) -> String {
+/// Finds the shim of containerd that has started a command, which alone ends its container.
+fn shim_of(command: &str) -> String {
     format!(
-        "pid=$(pgrep -o -f '^{command}'); \
-         until grep -q containerd-shim /proc/$pid/comm; do pid=$(sed 's/.*) . //' /proc/$pid/stat | cut -d ' ' -f 1); done; \
-         kill -{signal} $pid; echo $pid"
+        "pid=$(pgrep -o -f '^{command}')
+        for _ in 1 2 3 4; do
+            pid=$(sed 's/.*) . //' /proc/$pid/stat | cut -d ' ' -f 1)
+            if grep -q containerd-shim /proc/$pid/comm; then echo $pid; exit 0; fi
+        done
+        exit 1"
     )
 }
 
 #[test]
 fn memory_of_a_pod_deleted_by_force_is_a_zombie_and_blocks_its_gpu() -> anyhow::Result<()> {
-    run_on_a_node(async |case: &Case| {
+    // On the first node, which runs containerd.
+    run(async |case: &Case| {
         let namespace = case.namespace("usage-zombie").await?;
         let reader = Reader::new(case, namespace.name()).await?;
         let uuid = &case.gpus[0].uuid;
@@ -299,8 +305,7 @@ fn memory_of_a_pod_deleted_by_force_is_a_zombie_and_blocks_its_gpu() -> anyhow::
                 .then_some(()))
         })
         .await?;
-        // Its container does not end.
-        let shim = case.node.shell(&signal("STOP", hold)).await?;
+        let shim = case.node.shell(&shim_of(hold)).await?;
         let go_on = format!("kill -CONT {}", shim.trim());
         let (node, again) = (case.node.clone(), go_on.clone());
         case.afterwards("the runtime's shim", async move {
@@ -308,6 +313,10 @@ fn memory_of_a_pod_deleted_by_force_is_a_zombie_and_blocks_its_gpu() -> anyhow::
                 .await
                 .map(drop)
         });
+        // Its container does not end.
+        case.node
+            .shell(&format!("kill -STOP {}", shim.trim()))
+            .await?;
         pod.delete_with(&DeleteParams::default().grace_period(0))
             .await?;
         let text = wait::for_answer("a zombie", AVERAGED, async || {
