@@ -32,6 +32,7 @@ mod runtimes;
 mod scheduling;
 mod shared_partition;
 mod shares;
+mod ui;
 mod upgrade;
 mod watchdog;
 mod who_has_what;
