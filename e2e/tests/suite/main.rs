@@ -34,6 +34,7 @@ mod scheduling;
 mod shared_partition;
 mod shares;
 mod upgrade;
+mod usage_api;
 mod watchdog;
 mod who_has_what;
 mod withheld;
