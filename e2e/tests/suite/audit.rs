@@ -8,7 +8,7 @@ use tranche_api::tier::Tier;
 use tranche_e2e::node::PLUGIN_DIR;
 use tranche_e2e::{Case, Namespace, Request, policy, run_on_a_node, wait, workload};
 
-use crate::plugin::renew_plugin;
+use crate::plugin::{BURST, renew_plugin};
 
 const GIB: u64 = 1 << 30;
 /// Pods that come and go around each kill.
@@ -58,7 +58,7 @@ fn every_grant_begins_once_and_ends_once_whenever_the_plugin_is_killed() -> anyh
         }
         case.node.kill_plugin_in_a_prepare().await?;
         for pod in &pods {
-            pod.started().await?;
+            pod.started_within(BURST).await?;
         }
         case.plugin().ready(None).await?;
         let (first, others) = pods.split_first().context("no pod")?;
@@ -120,8 +120,10 @@ fn a_partition_is_named_by_its_mig_device() -> anyhow::Result<()> {
                 "{line}, and the claim has {got}"
             );
         }
+        // Absent where the watchdog did not see the GPU in so short a time.
+        let unowned = &end["heldAtEnd"]["unownedBytes"];
         ensure!(
-            end["ended"] == "Unprepared" && end["heldAtEnd"]["unownedBytes"] == 0,
+            end["ended"] == "Unprepared" && (unowned.is_null() || *unowned == 0),
             "{end}"
         );
         Ok(())

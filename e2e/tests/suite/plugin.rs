@@ -14,7 +14,7 @@ use tranche_e2e::{Case, Request, SYSTEM, policy, run, run_on_a_node, system, wai
 
 const PODS: usize = 50;
 /// Enough for a burst on two cores, and for the kubelet's pause before it restarts a container.
-const BURST: Duration = Duration::from_mins(3);
+pub const BURST: Duration = Duration::from_mins(3);
 /// The time limit for the kubelet to delete the slices of a plugin that is gone: 30 s after its
 /// connection closed, and some more.
 const WIPED: Duration = Duration::from_secs(45);

@@ -3,10 +3,11 @@
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
+use tranche_api::tier::Tier;
 use tranche_docs::monitoring::{alerts, expressions, metrics};
 use tranche_docs::repository;
 use tranche_e2e::prometheus::{Prometheus, Series};
-use tranche_e2e::{Case, Namespace, PodHandle, Request, run, wait};
+use tranche_e2e::{Case, Namespace, PodHandle, Request, policy, run, wait};
 
 use crate::metrics::token;
 
@@ -137,13 +138,21 @@ async fn all_give_data(
     result.with_context(|| format!("no data: {without:#?}"))
 }
 
-/// A pod that computes and holds memory on a share, and one that waits.
+/// A pod that computes and holds memory on a share, one that has a partition of another GPU, and one that waits.
 async fn in_use(
     case: &Case,
     namespace: &Namespace,
     prometheus: &Prometheus,
 ) -> anyhow::Result<PodHandle> {
     let share = |memory| Request::capped(memory, "25").on(&case.gpus[0].uuid);
+    let tiers = [Tier::Capped, Tier::Partition, Tier::Exclusive];
+    policy::tiers(case, &tiers).await?;
+    let partition = Request::profile("3g.40gb").on(&case.gpus[1].uuid);
+    namespace
+        .idle("divided", &partition)
+        .await?
+        .started()
+        .await?;
     // A counter grows only from its second value on.
     namespace
         .idle("first", &share("1Gi"))

@@ -15,6 +15,7 @@ use tranche_driver::preparation::Cap;
 use tranche_driver::stranded::{self, Shares};
 
 use super::dcgm::Labels;
+use super::shares::ShareLabels;
 use crate::ledger::Ledger;
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -54,7 +55,7 @@ struct Series {
     allocated: OfClaim,
     reserved: OfClaim,
     used: OfClaim,
-    difference: Family<ClaimLabels, Gauge<i64, AtomicI64>>,
+    difference: Family<ShareLabels, Gauge<i64, AtomicI64>>,
     processes: OfClaim,
     idle: OfClaim,
     zombies: Family<ZombieLabels, Gauge<u64, AtomicU64>>,
@@ -68,7 +69,7 @@ struct Series {
 pub fn registry(usage: &NodeUsage, inventory: Option<&Inventory>, ledger: &Ledger) -> Registry {
     let series = Series::default();
     for gpu in &usage.gpus {
-        series.add(gpu);
+        series.add(gpu, ledger);
         let known = inventory.and_then(|it| it.gpus.iter().find(|known| known.uuid == gpu.uuid));
         if let (Some(inventory), Some(known)) = (inventory, known) {
             series.add_stranded(gpu, inventory, known, ledger);
@@ -78,7 +79,7 @@ pub fn registry(usage: &NodeUsage, inventory: Option<&Inventory>, ledger: &Ledge
 }
 
 impl Series {
-    fn add(&self, gpu: &GpuUsage) {
+    fn add(&self, gpu: &GpuUsage, ledger: &Ledger) {
         let labels = GpuLabels {
             gpu_uuid: gpu.uuid.clone(),
         };
@@ -91,7 +92,7 @@ impl Series {
         processes.set(0);
         for share in &gpu.shares {
             processes.inc_by(share.processes.into());
-            self.add_share(gpu, None, share);
+            self.add_share(gpu, None, share, ledger);
         }
         let remainders = gpu.partitions.iter().map(|it| &it.remainder);
         for remainder in remainders.chain([&gpu.remainder]) {
@@ -101,12 +102,12 @@ impl Series {
         for partition in &gpu.partitions {
             for share in &partition.shares {
                 processes.inc_by(share.processes.into());
-                self.add_share(gpu, Some(&partition.uuid), share);
+                self.add_share(gpu, Some(&partition.uuid), share, ledger);
             }
         }
     }
 
-    fn add_share(&self, gpu: &GpuUsage, mig: Option<&String>, share: &ShareUsage) {
+    fn add_share(&self, gpu: &GpuUsage, mig: Option<&String>, share: &ShareUsage, ledger: &Ledger) {
         self.add_info(gpu, mig, share);
         let labels = ClaimLabels {
             namespace: share.claim.namespace.clone(),
@@ -128,7 +129,15 @@ impl Series {
         if let Some(account) = share.memory.account {
             let signed = |bytes: u64| i64::try_from(bytes).unwrap_or(i64::MAX);
             let difference = signed(share.memory.used).saturating_sub(signed(account));
-            self.difference.get_or_create(&labels).inc_by(difference);
+            let of_share = ShareLabels {
+                namespace: labels.namespace.clone(),
+                pod: ledger.pods(&share.claim.uid).join(","),
+                claim: labels.claim.clone(),
+                request: labels.request.clone(),
+                device: labels.device.clone(),
+                gpu_uuid: labels.gpu_uuid.clone(),
+            };
+            self.difference.get_or_create(&of_share).inc_by(difference);
         }
         if let Some(seconds) = share.idle_seconds {
             self.idle.get_or_create(&labels).set(seconds);

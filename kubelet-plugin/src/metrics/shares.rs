@@ -22,14 +22,14 @@ use crate::ledger::Ledger;
 /// One share.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(super) struct ShareLabels {
-    namespace: String,
+    pub(super) namespace: String,
     /// The pods that the claim is reserved for, as far as the plugin has read them; joined by
     /// commas.
-    pod: String,
-    claim: String,
-    request: String,
-    device: String,
-    gpu_uuid: String,
+    pub(super) pod: String,
+    pub(super) claim: String,
+    pub(super) request: String,
+    pub(super) device: String,
+    pub(super) gpu_uuid: String,
 }
 
 impl ShareLabels {

@@ -470,6 +470,27 @@ impl GpuState {
         self.turns.ran() + of_partitions.sum::<u64>() / u64::from(slices)
     }
 
+    /// Nanoseconds of kernels that have run since the page was made, and the time by which they have.
+    #[must_use]
+    pub fn ran_by(&self) -> (u64, u64) {
+        let clocks = self.all_turns().map(|turns| get(&turns.clock));
+        (self.ran(), clocks.max().unwrap_or(0))
+    }
+
+    /// The same of a GPU instance, all of whose compute slices count as the whole; `None` if it does not exist.
+    #[must_use]
+    pub fn instance_ran_by(&self, id: u32) -> Option<(u64, u64)> {
+        let slices = u64::from(self.gpu_instance(id as usize)?.profile.slices).max(1);
+        let (mut ran, mut at) = (0, 0);
+        let devices = self.mig_devices().into_iter();
+        for it in devices.filter(|it| it.gpu_instance.id == id) {
+            let turns = &self.instances[id as usize].compute[it.id as usize].turns;
+            ran += turns.ran() * u64::from(it.profile.slices);
+            at = get(&turns.clock).max(at);
+        }
+        Some((ran / slices, at))
+    }
+
     /// The turns of the GPU and of each of its partitions.
     fn all_turns(&self) -> impl Iterator<Item = &Turns> {
         let of_partitions = self.compute_slices().map(|(_, turns)| turns);

@@ -119,13 +119,7 @@ absent! {
     nvmlGetVgpuCompatibility
     nvmlGetVgpuDriverCapabilities
     nvmlGetVgpuVersion
-    nvmlGpmMetricsGet
-    nvmlGpmMigSampleGet
-    nvmlGpmQueryDeviceSupport
     nvmlGpmQueryIfStreamingEnabled
-    nvmlGpmSampleAlloc
-    nvmlGpmSampleFree
-    nvmlGpmSampleGet
     nvmlGpmSetStreamingEnabled
     nvmlSetVgpuVersion
     nvmlSystemGetConfComputeCapabilities

@@ -13,6 +13,9 @@ use crate::state::{Device, device};
 const UNSIGNED_INT: u32 = 1;
 const UNSIGNED_LONG_LONG: u32 = 3;
 
+/// `NVML_DEVICE_ARCH_AMPERE`
+const AMPERE: u32 = 7;
+
 /// The type and value of a field.
 fn field_value(device: Device, field: u32) -> Result<(u32, nvmlValue_t), Code> {
     let int = |value: u32| Ok((UNSIGNED_INT, nvmlValue_t { uiVal: value }));
@@ -25,6 +28,8 @@ fn field_value(device: Device, field: u32) -> Result<(u32, nvmlValue_t), Code> {
         82 => int(sensors::temperature(device.state)),
         // Energy in millijoules.
         83 => long(sensors::energy(device.state)),
+        // Remapped rows: correctable, uncorrectable, pending, failed. Since Ampere.
+        142..=145 if device.state.architecture >= AMPERE => int(0),
         // Power: average, instant, and the limits.
         185 | 186 => int(sensors::power(device.state)),
         187 => int(device.state.power_limit_milliwatts / 2),

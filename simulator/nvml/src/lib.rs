@@ -13,6 +13,7 @@ mod code;
 mod events;
 mod export;
 mod fields;
+mod gpm;
 mod handles;
 mod identity;
 mod internal;

@@ -3,8 +3,13 @@
 mod common;
 
 use common::{GIB, MIB, Machine};
+use nvml_wrapper::Nvml;
 use nvml_wrapper::bitmasks::event::EventTypes;
 use nvml_wrapper::enum_wrappers::device::TemperatureSensor;
+use nvml_wrapper::enums::gpm::GpmMetricId;
+use nvml_wrapper::error::NvmlError;
+use nvml_wrapper::gpm::{GpmSample, gpm_metrics_get};
+use nvml_wrapper::struct_wrappers::gpm::GpmMetricResult;
 
 #[test]
 fn nvidia_smi_and_nvml_agree() {
@@ -132,6 +137,51 @@ fn kernels_take_virtual_time_that_nvml_shows() {
     let answer = program.ask("launch sim_busy_0us 100000");
     let wall: u64 = answer.split(' ').nth(1).unwrap().parse().unwrap();
     assert!(wall < 1000, "{answer}");
+}
+
+/// The metrics between two samples, in percent.
+fn metrics<'a>(nvml: &'a Nvml, samples: [&GpmSample<'a>; 2], ids: &[GpmMetricId]) -> Vec<f64> {
+    let [first, second] = samples;
+    let found = gpm_metrics_get(nvml, first, second, ids).expect("two samples of one GPU");
+    let value = |it: Result<GpmMetricResult, _>| it.expect("a metric of the model").value;
+    found.into_iter().map(value).collect()
+}
+
+#[test]
+fn gpm_tells_since_hopper_what_ran_between_two_samples() {
+    let machine = Machine::start("H100-80", 1);
+    let nvml = machine.nvml();
+    let device = nvml.device_by_index(0).unwrap();
+    assert!(device.gpm_support().unwrap());
+    let mut program = machine.program();
+    program.ask("use 0");
+    let ids = [
+        GpmMetricId::GraphicsUtil,
+        GpmMetricId::SmUtil,
+        GpmMetricId::AnyTensorUtil,
+        GpmMetricId::PcieTxPerSec,
+    ];
+    let idle = device.gpm_sample().unwrap();
+    let before = device.gpm_sample().unwrap();
+    program.ask("launch sim_busy_20ms 50");
+    let after = device.gpm_sample().unwrap();
+    let busy = metrics(&nvml, [&before, &after], &ids);
+    assert!(
+        (90.0..=100.0).contains(&busy[0]) && (90.0..=100.0).contains(&busy[1]),
+        "{busy:?}"
+    );
+    assert!(
+        busy[2..].iter().all(|value| value.abs() < f64::EPSILON),
+        "{busy:?}"
+    );
+    let none = metrics(&nvml, [&idle, &before], &ids);
+    assert!(none[0] <= 1.0, "{none:?}");
+
+    let machine = Machine::start("A100-40", 1);
+    let nvml = machine.nvml();
+    let device = nvml.device_by_index(0).unwrap();
+    assert!(!device.gpm_support().unwrap());
+    assert!(matches!(device.gpm_sample(), Err(NvmlError::NotSupported)));
 }
 
 #[test]

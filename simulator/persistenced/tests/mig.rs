@@ -8,7 +8,9 @@ use std::collections::BTreeMap;
 
 use common::{MIB, Machine};
 use nvml_wrapper::enums::device::UsedGpuMemory;
+use nvml_wrapper::enums::gpm::GpmMetricId;
 use nvml_wrapper::error::NvmlError;
+use nvml_wrapper::gpm::gpm_metrics_get;
 
 /// A machine whose first GPU is in MIG mode.
 fn partitioned(model: &str, gpus: u32) -> Machine {
@@ -444,4 +446,23 @@ fn a_program_sees_the_instance_whose_capabilities_it_has() {
     program.ask("init");
     assert_eq!(program.ask("count"), "1", "the other GPU");
     assert_eq!(program.ask("use 0"), "Simulated H100 80GB HBM3");
+}
+
+#[test]
+fn gpm_samples_a_gpu_instance_by_its_id() {
+    let machine = partitioned("H100-80", 1);
+    succeeds(&machine, "-cgi 19 -C");
+    let nvml = machine.nvml();
+    let device = nvml.device_by_index(0).unwrap();
+    let mut ids = (0..16).filter(|id| device.gpm_mig_sample(*id).is_ok());
+    let id = ids.next().unwrap();
+    assert_eq!(ids.next(), None, "one instance");
+    let samples = [device.gpm_mig_sample(id), device.gpm_mig_sample(id)];
+    let [first, second] = samples.map(Result::unwrap);
+    let metric = [GpmMetricId::GraphicsUtil];
+    let found = gpm_metrics_get(&nvml, &first, &second, &metric).unwrap();
+    assert!(found[0].as_ref().unwrap().value < 1.0, "{found:?}");
+    // A sample of the whole GPU is not compared with one of an instance.
+    let whole = device.gpm_sample().unwrap();
+    assert!(gpm_metrics_get(&nvml, &first, &whole, &metric).is_err());
 }
