@@ -78,6 +78,12 @@ const OF_HAMI: [(&str, &str); 11] = [
     ),
 ];
 
+/// Metrics of alerts that have series only while something is wrong; that they are spelled right is held by the tests of `docs/check`.
+const ONLY_IN_TROUBLE: [&str; 2] = [
+    "tranche_zombie_memory_bytes",
+    "tranche_controller_slices_missing",
+];
+
 /// The expression as Grafana sends it with "All" in every variable, for the last minute.
 fn sent(query: &str) -> String {
     let mut query = query.to_owned();
@@ -188,6 +194,7 @@ fn every_expression_of_our_dashboards_gives_data_and_every_alert_is_evaluated() 
         let alerts = alerts(&repository())?;
         let of_alerts = alerts.iter().flat_map(|alert| {
             let names = metrics(&alert.expr).into_iter();
+            let names = names.filter(|name| !ONLY_IN_TROUBLE.contains(name));
             names.map(|name| (alert.alert.clone(), name.to_owned()))
         });
         all_give_data(&prometheus, of_alerts).await?;
