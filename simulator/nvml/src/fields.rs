@@ -3,6 +3,7 @@
 use std::time::SystemTime;
 
 use nvml_wrapper_sys::bindings::{nvmlDevice_t, nvmlFieldValue_t, nvmlValue_t};
+use tranche_simulator_machine::description::Architecture;
 
 use crate::code::Code;
 use crate::export::export;
@@ -12,9 +13,6 @@ use crate::state::{Device, device};
 /// `nvmlValueType_t`
 const UNSIGNED_INT: u32 = 1;
 const UNSIGNED_LONG_LONG: u32 = 3;
-
-/// `NVML_DEVICE_ARCH_AMPERE`
-const AMPERE: u32 = 7;
 
 /// The type and value of a field.
 fn field_value(device: Device, field: u32) -> Result<(u32, nvmlValue_t), Code> {
@@ -29,7 +27,7 @@ fn field_value(device: Device, field: u32) -> Result<(u32, nvmlValue_t), Code> {
         // Energy in millijoules.
         83 => long(sensors::energy(device.state)),
         // Remapped rows: correctable, uncorrectable, pending, failed. Since Ampere.
-        142..=145 if device.state.architecture >= AMPERE => int(0),
+        142..=145 if device.state.architecture >= Architecture::Ampere as u32 => int(0),
         // Power: average, instant, and the limits.
         185 | 186 => int(sensors::power(device.state)),
         187 => int(device.state.power_limit_milliwatts / 2),

@@ -8,13 +8,12 @@ use std::sync::{Mutex, PoisonError};
 use nvml_wrapper_sys::bindings::{
     nvmlDevice_t, nvmlGpmMetric_t, nvmlGpmMetricsGet_t, nvmlGpmSample_t, nvmlGpmSupport_t,
 };
+use tranche_simulator_machine::description::Architecture;
 
 use crate::code::Code;
 use crate::export::{export, get, put};
 use crate::state::{Device, device, library};
 
-/// `NVML_DEVICE_ARCH_HOPPER`
-const HOPPER: u32 = 9;
 /// `NVML_GPM_METRIC_MAX` of driver 535.
 const MOST_METRICS: u32 = 98;
 
@@ -79,7 +78,7 @@ fn content(sample: nvmlGpmSample_t) -> Result<Content, Code> {
 /// A GPU that has GPM.
 fn supported(of: nvmlDevice_t) -> Result<Device, Code> {
     let device = device(of)?;
-    if device.state.architecture < HOPPER {
+    if device.state.architecture < Architecture::Hopper as u32 {
         return Err(Code::NOT_SUPPORTED);
     }
     Ok(device)
@@ -132,7 +131,7 @@ export! {
         if get((&raw const (*support).version).cast::<u32>())? != 1 {
             return Err(Code::ARGUMENT_VERSION_MISMATCH);
         }
-        let is_supported = u32::from(device.state.architecture >= HOPPER);
+        let is_supported = u32::from(device.state.architecture >= Architecture::Hopper as u32);
         put(support, nvmlGpmSupport_t { version: 1, isSupportedDevice: is_supported })
     }
     fn nvmlGpmSampleAlloc(to: *mut nvmlGpmSample_t) {
