@@ -9,6 +9,14 @@ pub const VERSION: &str = "v1alpha1";
 /// `apiVersion` of everything in [`GROUP`].
 pub const API_VERSION: &str = "gpu.tranche.dev/v1alpha1";
 
+/// Whether a DeviceClass has a name as ours have: `capped.gpu.tranche.dev`. An administrator's own class of our devices has to have
+/// such a name to be known by it.
+#[must_use]
+pub fn is_class(name: &str) -> bool {
+    name.strip_suffix(DRIVER)
+        .is_some_and(|tier| tier.ends_with('.'))
+}
+
 /// The attribute `isolation` of capped shares of a GPU whose memory is oversubscribed, and the first word of their DeviceClass.
 pub const OVERSUBSCRIBED: &str = "oversubscribed";
 

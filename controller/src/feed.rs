@@ -107,7 +107,7 @@ struct Tap {
 }
 
 /// An event with what is kept of its object.
-fn kept<K, L>(event: Event<K>, keep: impl Fn(K) -> L) -> Event<L> {
+pub(crate) fn kept<K, L>(event: Event<K>, keep: impl Fn(K) -> L) -> Event<L> {
     match event {
         Event::Init => Event::Init,
         Event::InitDone => Event::InitDone,

@@ -19,9 +19,10 @@ use kube::runtime::WatchStreamExt;
 use kube::runtime::watcher::{self, Event};
 use kube::{Api, Client};
 use tokio_util::sync::CancellationToken;
-use tranche_api::names::DRIVER;
+use tranche_api::names;
 use tranche_driver::pending::{Reason, reason};
 
+use crate::feed::kept;
 use crate::metrics::Metrics;
 
 /// The most pods that are kept; more are not counted, and the log says so. At 200 bytes each 2 MB.
@@ -109,19 +110,12 @@ impl Waiting {
     }
 }
 
-/// Whether the class is one of ours. An administrator's own class of our devices has to have such a name to be counted.
-fn is_ours(class: &str) -> bool {
-    class
-        .strip_suffix(DRIVER)
-        .is_some_and(|tier| tier.ends_with('.'))
-}
-
 fn asks_for_a_class(container: &Container) -> bool {
     let requests = container.resources.as_ref();
     let requests = requests.and_then(|resources| resources.requests.as_ref());
     requests.into_iter().flatten().any(|(name, _)| {
         let class = name.strip_prefix(IMPLICIT);
-        class.is_some_and(is_ours)
+        class.is_some_and(names::is_class)
     })
 }
 
@@ -134,7 +128,7 @@ pub fn whose(spec: Option<&DeviceClaim>) -> Known {
         let first = request.first_available.iter().flatten();
         exactly
             .chain(first.map(|it| &it.device_class_name))
-            .any(|class| is_ours(class))
+            .any(|class| names::is_class(class))
     });
     if ours { Known::Ours } else { Known::Others }
 }
@@ -275,7 +269,7 @@ pub async fn watch(client: Client, metrics: Metrics, stop: CancellationToken) {
                     if matches!(event, Event::InitDone) {
                         metrics.listed("pods");
                     }
-                    pending.apply(kept(event));
+                    pending.apply(kept(event, |pod| Waiting::of(&pod)));
                     changed = true;
                 }
                 Some(Err(error)) => {
@@ -300,16 +294,6 @@ pub async fn watch(client: Client, metrics: Metrics, stop: CancellationToken) {
                 metrics.pending(&pending.counts());
             }
         }
-    }
-}
-
-fn kept(event: Event<Pod>) -> Event<Waiting> {
-    match event {
-        Event::Init => Event::Init,
-        Event::InitDone => Event::InitDone,
-        Event::InitApply(pod) => Event::InitApply(Waiting::of(&pod)),
-        Event::Apply(pod) => Event::Apply(Waiting::of(&pod)),
-        Event::Delete(pod) => Event::Delete(Waiting::of(&pod)),
     }
 }
 

@@ -149,12 +149,18 @@ fn phase(
     if published.epoch != registration.epoch {
         return Phase::Publish;
     }
-    let exists = |name: &String| slices.iter().any(|slice| *slice.as_ref().name == **name);
-    if published.slices.iter().all(exists) {
+    if gone(slices, published) == 0 {
         Phase::Keep
     } else {
         Phase::Wait
     }
+}
+
+/// How many of the published slices do not exist.
+fn gone(slices: &[impl AsRef<KnownSlice>], published: &Published) -> usize {
+    let exists = |name: &str| slices.iter().any(|slice| *slice.as_ref().name == *name);
+    let names = published.slices.iter();
+    names.filter(|name| !exists(name)).count()
 }
 
 /// How many slices are missing: those that were published for the plugin's registration and are gone, or 1 if none was
@@ -169,14 +175,10 @@ pub fn missing_slices(view: &NodeView) -> usize {
     let Some(published) = status.and_then(|status| status.published.as_ref()) else {
         return 1;
     };
-    match phase(&view.slices, registration, published) {
-        Phase::Keep => 0,
-        Phase::Publish => 1,
-        Phase::Wait => {
-            let exists = |name: &str| view.slices.iter().any(|slice| *slice.name == *name);
-            let names = published.slices.iter();
-            names.filter(|name| !exists(name)).count()
-        }
+    if published.epoch == registration.epoch {
+        gone(&view.slices, published)
+    } else {
+        1
     }
 }
 

@@ -10,7 +10,7 @@ use k8s_openapi::apimachinery::pkg::api::resource::Quantity as Wire;
 use serde::Serialize;
 use serde_json::Value;
 use tranche_api::Tier;
-use tranche_api::names::{DRIVER, attribute, capacity};
+use tranche_api::names::{self, DRIVER, attribute, capacity};
 use tranche_driver::claim::DeviceName;
 
 use super::devices::{Devices, amount, count, gpu_of, string};
@@ -146,10 +146,7 @@ fn our_classes(classes: &[DeviceClass]) -> BTreeSet<&str> {
 }
 
 fn is_our_class(name: &str, ours: &BTreeSet<&str>) -> bool {
-    ours.contains(name)
-        || name
-            .strip_suffix(DRIVER)
-            .is_some_and(|rest| rest.ends_with('.'))
+    ours.contains(name) || names::is_class(name)
 }
 
 impl Claim {
