@@ -32,7 +32,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 use tranche_api::gpu_node::{Gpu, MigMode};
-use tranche_api::mig::MigProfile;
+use tranche_api::mig::{MigInstance, MigProfile};
 
 pub use partition_daemon::PartitionDaemon;
 pub use time_slice::{ChangedTimeSlice, NextTimeSlice, next_time_slice};
@@ -48,6 +48,17 @@ pub struct Place {
     pub start: u8,
     /// The profile.
     pub profile: Profile,
+}
+
+impl Place {
+    /// Where an instance of the inventory is; `None` if the driver gave its profile a name that is not known.
+    #[must_use]
+    pub fn of(instance: &MigInstance) -> Option<Self> {
+        Some(Self {
+            start: u8::try_from(instance.start).ok()?,
+            profile: instance.profile.parse().ok()?,
+        })
+    }
 }
 
 /// How a GPU is to be.

@@ -52,15 +52,7 @@ pub fn of_partitions(
     offered: &BTreeSet<Profile>,
     held: &BTreeSet<Place>,
 ) -> Result<SlicesLeft, HeldError> {
-    let mut free = geometry.whole;
-    for place in held {
-        let partition = geometry
-            .partition(place.profile, place.start)
-            .ok_or(HeldError::NoPartition(*place))?;
-        free = free
-            .less(partition.slices)
-            .ok_or(HeldError::DoesNotFit(*place))?;
-    }
+    let free = free_beside(geometry, held)?;
     let possible = geometry.partitions.iter();
     let possible = possible.filter(|it| offered.is_empty() || offered.contains(&it.profile));
     let mut best = Best {
@@ -77,6 +69,20 @@ pub fn of_partitions(
             memory: free.memory.saturating_sub(usable.memory),
         },
     })
+}
+
+/// What the partitions `held` leave of a GPU.
+pub fn free_beside(geometry: &Geometry, held: &BTreeSet<Place>) -> Result<Slices, HeldError> {
+    let mut free = geometry.whole;
+    for place in held {
+        let partition = geometry
+            .partition(place.profile, place.start)
+            .ok_or(HeldError::NoPartition(*place))?;
+        free = free
+            .less(partition.slices)
+            .ok_or(HeldError::DoesNotFit(*place))?;
+    }
+    Ok(free)
 }
 
 const fn count(slices: Slices) -> SliceCount {

@@ -18,6 +18,7 @@ use tranche_driver::journal::Record;
 use tranche_driver::moment::Moment;
 use tranche_driver::preparation::{HeldOfGpu, PAGES, PreparationPlan, held_of, wanted_time_slices};
 
+use crate::audit::pods_of;
 use crate::claims::ClaimRef;
 use crate::journal::{Loaded, MayHold, StoreError};
 use crate::layout::{Layout, SharePaths};
@@ -342,13 +343,8 @@ impl Ledger {
         let Some(uid) = &claim.metadata.uid else {
             return;
         };
-        let reserved = claim.status.as_ref().and_then(|s| s.reserved_for.as_ref());
-        let pods = reserved
-            .into_iter()
-            .flatten()
-            .filter(|consumer| consumer.resource == "pods")
-            .map(|pod| (pod.uid.clone(), pod.name.clone()))
-            .collect();
+        let pods = pods_of(claim).into_iter();
+        let pods = pods.map(|pod| (pod.uid, pod.name)).collect();
         // The lock is held until the pods are recorded, so that no pods are recorded for a released
         // claim.
         let claims = self.claims();

@@ -17,6 +17,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use tokio::sync::watch;
+use tokio::time::MissedTickBehavior;
 use tokio_util::sync::CancellationToken;
 use tranche_api::usage::{Measure, NodeUsage};
 use tranche_driver::usage::{GpuReading, Held, attribute};
@@ -28,6 +29,7 @@ use crate::driver_state::DriverState;
 use crate::layout::Layout;
 use crate::ledger::Ledger;
 use crate::pod_resources::Kubelet;
+use crate::rounds;
 use crate::watchdog::Board;
 
 /// How often utilization is sampled.
@@ -91,26 +93,20 @@ impl Usage {
 
     /// Samples until cancelled.
     pub async fn run(self: Arc<Self>, stop: CancellationToken) {
-        let mut ticks = tokio::time::interval(INTERVAL);
-        ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-        let mut list = tokio::time::Instant::now();
-        loop {
-            tokio::select! {
-                () = stop.cancelled() => return,
-                _ = ticks.tick() => {}
-            }
-            if list <= tokio::time::Instant::now() {
+        // Apart, so that a kubelet that does not answer delays no sample and no end.
+        let list = async {
+            let mut ticks = tokio::time::interval(LIST);
+            ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+            loop {
+                ticks.tick().await;
                 self.list().await;
-                list = tokio::time::Instant::now() + LIST;
             }
-            let this = Arc::clone(&self);
-            // Fails only at shutdown, when the runtime accepts no more blocking work.
-            if tokio::task::spawn_blocking(move || this.sample())
-                .await
-                .is_err()
-            {
-                return;
-            }
+        };
+        let usage = Arc::clone(&self);
+        let sample = rounds::run(usage, INTERVAL, &stop, |usage| usage.sample(), |_, ()| {});
+        tokio::select! {
+            () = sample => {}
+            () = list => {}
         }
     }
 

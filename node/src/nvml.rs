@@ -266,9 +266,6 @@ pub trait Nvml: Send + Sync + std::fmt::Debug {
     /// nvmlDeviceGetMinorNumber: the N of `/dev/nvidiaN`.
     fn minor(&self, gpu_uuid: &str) -> Result<u32, NvmlError>;
 
-    /// nvmlDeviceGetUtilizationRates `gpu`: percent of the last sampling period in which a kernel ran.
-    fn utilization(&self, gpu_uuid: &str) -> Result<u32, NvmlError>;
-
     /// nvmlDeviceGetProcessUtilization: the GPU's utilization by each process, in all samples after
     /// `since`.
     fn process_utilization(

@@ -10,7 +10,7 @@ use tranche_api::gpu_node::Gpu;
 use tranche_api::usage::{Measure, WHOLE};
 use tranche_driver::usage::{DeviceReading, GpuReading, Owner, PartitionReading, ProcessReading};
 
-use crate::nvml::{Driver, GpuUse, NvmlError, ProcessMemory};
+use crate::nvml::{Driver, GpuUse, ProcessMemory};
 use crate::utilization::{Answer, ByProcess, NvmlUtilization, Utilization};
 
 /// The time that is averaged, in nanoseconds.
@@ -48,10 +48,11 @@ impl Reader {
         self.windows.retain(|uuid, _| gpus.contains(&uuid.as_str()));
         let mut busy = BTreeMap::new();
         for uuid in gpus {
-            let rates = self.nvml.open().map(|nvml| nvml.utilization_rates(uuid));
+            let rates = self.nvml.open();
+            let rates = rates.and_then(|nvml| nvml.utilization_rates(uuid));
             let by_process = self.nvml.by_process(uuid);
             let window = self.windows.entry((*uuid).to_owned()).or_default();
-            let ran = window.add(now, rates.and_then(Result::ok), by_process);
+            let ran = window.add(now, rates.ok(), by_process);
             busy.insert((*uuid).to_owned(), ran);
         }
         busy
@@ -65,10 +66,7 @@ impl Reader {
         owners: &BTreeMap<u32, Owner>,
         is_held: bool,
     ) -> GpuReading {
-        let usage = match self.nvml.open() {
-            Some(nvml) => nvml.usage(&gpu.uuid),
-            None => Err(NvmlError::Root("NVML could not be opened just now".into())),
-        };
+        let usage = self.nvml.open().and_then(|nvml| nvml.usage(&gpu.uuid));
         let mut reading = GpuReading {
             uuid: gpu.uuid.clone(),
             index: gpu.index,

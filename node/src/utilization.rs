@@ -172,11 +172,11 @@ impl NvmlUtilization {
 
     /// How much memory each process holds on a GPU; `None` where nobody knows.
     pub fn process_memory(&mut self, gpu_uuid: &str) -> Option<Vec<ProcessMemory>> {
-        self.open()?.processes(gpu_uuid).ok()
+        self.open().ok()?.processes(gpu_uuid).ok()
     }
 
-    pub(crate) fn open(&mut self) -> Option<&dyn Nvml> {
-        self.nvml.get(Instant::now()).ok()
+    pub(crate) fn open(&mut self) -> Result<&dyn Nvml, NvmlError> {
+        self.nvml.get(Instant::now())
     }
 }
 
@@ -187,8 +187,8 @@ impl Utilization for NvmlUtilization {
     }
 
     fn whole(&mut self, gpu_uuid: &str) -> Option<f64> {
-        match self.open()?.utilization(gpu_uuid) {
-            Ok(percent) => Some(f64::from(percent.min(100)) / 100.0),
+        match self.open().ok()?.utilization_rates(gpu_uuid) {
+            Ok([percent, _]) => Some(f64::from(percent.min(100)) / 100.0),
             // A GPU in MIG mode.
             Err(NvmlError::NotSupported { .. }) => None,
             Err(_) => {
@@ -201,9 +201,9 @@ impl Utilization for NvmlUtilization {
     fn by_process(&mut self, gpu_uuid: &str) -> ByProcess {
         let last = self.last.entry(gpu_uuid.to_owned()).or_default();
         let since = last.since(Moment::now());
-        let Some(Ok(samples)) = self
+        let Ok(samples) = self
             .open()
-            .map(|nvml| nvml.process_utilization(gpu_uuid, since))
+            .and_then(|nvml| nvml.process_utilization(gpu_uuid, since))
         else {
             return ByProcess::Unknown;
         };
@@ -271,19 +271,15 @@ mod tests {
             unreachable!("nobody asks")
         }
 
-        fn utilization(&self, gpu_uuid: &str) -> Result<u32, NvmlError> {
+        fn utilization_rates(&self, gpu_uuid: &str) -> Result<[u32; 2], NvmlError> {
             match (self.works, gpu_uuid) {
-                (true, "here") => Ok(50),
+                (true, "here") => Ok([50, 0]),
                 (true, "partitioned") => Err(NvmlError::NotSupported {
                     call: "nvmlDeviceGetUtilizationRates",
                     object: gpu_uuid.into(),
                 }),
                 _ => Err(NvmlError::Root("gone".into())),
             }
-        }
-
-        fn utilization_rates(&self, _: &str) -> Result<[u32; 2], NvmlError> {
-            unreachable!("nobody asks")
         }
 
         fn usage(&self, _: &str) -> Result<GpuUse, NvmlError> {

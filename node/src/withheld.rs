@@ -122,10 +122,9 @@ impl Whole {
 
 /// Whether the record names the instance. One that is about to be made has no id there yet.
 fn is_ours(record: &Record, instance: &MigInstance) -> bool {
-    let (Ok(profile), Ok(start)) = (instance.profile.parse(), u8::try_from(instance.start)) else {
+    let Some(place) = Place::of(instance) else {
         return false;
     };
-    let place = Place { start, profile };
     let mut owned = record.instances.iter();
     owned.any(|it| it.place == place && it.id.is_none_or(|id| id == instance.id))
 }

@@ -119,12 +119,12 @@ fn divide(
                     processes: sum.processes,
                     ..group_of(&users[share][user])
                 };
-                shares[share].add(group);
+                add(&mut shares[share], group);
             }
             Who::Gone(share, user) => {
                 let user = users[share][user].clone();
                 remainder.used += used;
-                remainder.add(&utilization);
+                sum_up(&mut remainder.utilization, &utilization);
                 remainder.zombies.push(Zombie {
                     claim: held[share].claim.clone(),
                     pod: user.pod,
@@ -135,7 +135,7 @@ fn divide(
             }
             Who::Foreign => {
                 remainder.used += used;
-                remainder.add(&utilization);
+                sum_up(&mut remainder.utilization, &utilization);
                 remainder.foreign_used = used;
                 remainder.foreign_processes = sum.processes;
             }
@@ -422,24 +422,11 @@ fn sum_up(to: &mut Utilization, more: &Utilization) {
     }
 }
 
-/// More of a share and of a remainder.
-trait Add<T> {
-    fn add(&mut self, more: T);
-}
-
-impl Add<GroupUsage> for ShareUsage {
-    fn add(&mut self, group: GroupUsage) {
-        self.memory.used += group.used;
-        self.processes += group.processes;
-        sum_up(&mut self.utilization, &group.utilization);
-        self.groups.push(group);
-    }
-}
-
-impl Add<&Utilization> for Remainder {
-    fn add(&mut self, more: &Utilization) {
-        sum_up(&mut self.utilization, more);
-    }
+fn add(share: &mut ShareUsage, group: GroupUsage) {
+    share.memory.used += group.used;
+    share.processes += group.processes;
+    sum_up(&mut share.utilization, &group.utilization);
+    share.groups.push(group);
 }
 
 /// A part of a utilization, which is at most [`WHOLE`](tranche_api::usage::WHOLE).

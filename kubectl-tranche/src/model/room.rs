@@ -6,7 +6,7 @@ use serde::Serialize;
 use tranche_api::gpu_node::{Gpu as Described, Inventory};
 use tranche_driver::claim::DeviceName;
 use tranche_driver::gpu_state::Place;
-use tranche_driver::mig::{Geometry, Profile};
+use tranche_driver::mig::{Geometry, Profile, Slices};
 use tranche_driver::stranded::{self, Shares, SlicesLeft};
 
 use k8s_openapi::api::resource::v1::Device;
@@ -117,19 +117,15 @@ impl SlicesRoom {
     ) -> Option<Self> {
         let geometry = Geometry::read(inventory.mig_geometry(gpu)?).ok()?;
         // What an administrator made stays, whether a claim holds it or not.
-        let made = gpu.mig_instances.iter().filter_map(|instance| {
-            Some(Place {
-                start: u8::try_from(instance.start).ok()?,
-                profile: instance.profile.parse().ok()?,
-            })
-        });
+        let made = gpu.mig_instances.iter().filter_map(Place::of);
         let taken: BTreeSet<Place> = held.iter().copied().chain(made).collect();
         let profiles: BTreeSet<Profile> = offered
             .iter()
             .filter_map(|(name, _)| name.place().map(|place| place.profile))
             .collect();
         let left = stranded::of_partitions(&geometry, &profiles, &taken).ok()?;
-        Some(Self::new(left, fits(&geometry, &profiles, &taken)))
+        let free = stranded::free_beside(&geometry, &taken).ok()?;
+        Some(Self::new(left, fits(&geometry, &profiles, free)))
     }
 
     fn new(left: SlicesLeft, fits: Vec<String>) -> Self {
@@ -146,14 +142,7 @@ impl SlicesRoom {
 }
 
 /// The offered profiles of which one more partition fits, in the order in which they are offered.
-fn fits(geometry: &Geometry, offered: &BTreeSet<Profile>, taken: &BTreeSet<Place>) -> Vec<String> {
-    let mut free = geometry.whole;
-    for place in taken {
-        let partition = geometry.partition(place.profile, place.start);
-        if let Some(left) = partition.and_then(|it| free.less(it.slices)) {
-            free = left;
-        }
-    }
+fn fits(geometry: &Geometry, offered: &BTreeSet<Profile>, free: Slices) -> Vec<String> {
     let mut names: Vec<String> = Vec::new();
     for partition in &geometry.partitions {
         let name = partition.profile.to_string();

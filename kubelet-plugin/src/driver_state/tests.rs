@@ -70,10 +70,6 @@ impl Nvml for ScriptedNvml {
         next.unwrap_or_else(|| Ok(two_h100()))
     }
 
-    fn utilization(&self, _: &str) -> Result<u32, NvmlError> {
-        Err(absent())
-    }
-
     fn utilization_rates(&self, _: &str) -> Result<[u32; 2], NvmlError> {
         Err(absent())
     }

@@ -16,6 +16,7 @@ use tranche_driver::stranded::{self, Shares};
 
 use super::dcgm::Labels;
 use super::shares::ShareLabels;
+use super::watchdog::{GpuLabels, OfGpu};
 use crate::ledger::Ledger;
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -36,18 +37,12 @@ struct ZombieLabels {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct GpuLabels {
-    gpu_uuid: String,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct SliceLabels {
     gpu_uuid: String,
     kind: &'static str,
 }
 
 type OfClaim = Family<ClaimLabels, Gauge<u64, AtomicU64>>;
-type OfGpu = Family<GpuLabels, Gauge<u64, AtomicU64>>;
 
 #[derive(Debug, Default)]
 struct Series {
@@ -343,11 +338,6 @@ fn places(gpu: &GpuUsage, known: &Gpu, ledger: &Ledger) -> BTreeSet<Place> {
     let devices = held.iter().flat_map(|record| &record.plan.devices);
     let on_gpu = devices.filter(|device| device.gpu_uuid == gpu.uuid);
     let held = on_gpu.filter_map(|device| Some(device.partition.as_ref()?.place));
-    let foreign = known.mig_instances.iter().filter_map(|it| {
-        Some(Place {
-            start: u8::try_from(it.start).ok()?,
-            profile: it.profile.parse().ok()?,
-        })
-    });
+    let foreign = known.mig_instances.iter().filter_map(Place::of);
     held.chain(foreign).collect()
 }

@@ -30,62 +30,74 @@ type Sensor = (&'static str, &'static str, fn(&GpuUsage) -> Option<f64>);
     reason = "a counter of 53 bits is exact for centuries"
 )]
 const SENSORS: [Sensor; 15] = [
-    ("SM_CLOCK", "SM clock frequency (in MHz)", |gpu| {
-        gpu.sensors.sm_clock.map(f64::from)
-    }),
-    ("MEM_CLOCK", "Memory clock frequency (in MHz)", |gpu| {
-        gpu.sensors.memory_clock.map(f64::from)
-    }),
-    ("GPU_TEMP", "GPU temperature (in C)", |gpu| {
+    (
+        "DCGM_FI_DEV_SM_CLOCK",
+        "SM clock frequency (in MHz)",
+        |gpu| gpu.sensors.sm_clock.map(f64::from),
+    ),
+    (
+        "DCGM_FI_DEV_MEM_CLOCK",
+        "Memory clock frequency (in MHz)",
+        |gpu| gpu.sensors.memory_clock.map(f64::from),
+    ),
+    ("DCGM_FI_DEV_GPU_TEMP", "GPU temperature (in C)", |gpu| {
         gpu.sensors.temperature.map(f64::from)
     }),
-    ("MEMORY_TEMP", "Memory temperature (in C)", |gpu| {
-        gpu.sensors.memory_temperature.map(f64::from)
-    }),
-    ("POWER_USAGE", "Power draw (in W)", |gpu| {
+    (
+        "DCGM_FI_DEV_MEMORY_TEMP",
+        "Memory temperature (in C)",
+        |gpu| gpu.sensors.memory_temperature.map(f64::from),
+    ),
+    ("DCGM_FI_DEV_POWER_USAGE", "Power draw (in W)", |gpu| {
         gpu.sensors.power.map(|it| f64::from(it) / 1000.0)
     }),
     (
-        "TOTAL_ENERGY_CONSUMPTION",
+        "DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION",
         "Total energy consumption since the driver was loaded (in mJ)",
         |gpu| gpu.sensors.energy.map(|it| it as f64),
     ),
     (
-        "PCIE_REPLAY_COUNTER",
+        "DCGM_FI_DEV_PCIE_REPLAY_COUNTER",
         "Total number of PCIe retries",
         |gpu| gpu.sensors.pcie_replays.map(f64::from),
     ),
-    ("ENC_UTIL", "Encoder utilization (in %)", |gpu| {
-        gpu.sensors.encoder.map(f64::from)
-    }),
-    ("DEC_UTIL", "Decoder utilization (in %)", |gpu| {
-        gpu.sensors.decoder.map(f64::from)
-    }),
     (
-        "FB_RESERVED",
+        "DCGM_FI_DEV_ENC_UTIL",
+        "Encoder utilization (in %)",
+        |gpu| gpu.sensors.encoder.map(f64::from),
+    ),
+    (
+        "DCGM_FI_DEV_DEC_UTIL",
+        "Decoder utilization (in %)",
+        |gpu| gpu.sensors.decoder.map(f64::from),
+    ),
+    (
+        "DCGM_FI_DEV_FB_RESERVED",
         "Framebuffer memory reserved (in MiB)",
         |gpu| gpu.memory.map(|it| (it.reserved / MIB) as f64),
     ),
     (
-        "CORRECTABLE_REMAPPED_ROWS",
+        "DCGM_FI_DEV_CORRECTABLE_REMAPPED_ROWS",
         "Number of remapped rows for correctable errors",
         |gpu| gpu.sensors.remapped_correctable.map(|it| it as f64),
     ),
     (
-        "UNCORRECTABLE_REMAPPED_ROWS",
+        "DCGM_FI_DEV_UNCORRECTABLE_REMAPPED_ROWS",
         "Number of remapped rows for uncorrectable errors",
         |gpu| gpu.sensors.remapped_uncorrectable.map(|it| it as f64),
     ),
     (
-        "ROW_REMAP_FAILURE",
+        "DCGM_FI_DEV_ROW_REMAP_FAILURE",
         "Whether remapping of rows has failed",
         |gpu| gpu.sensors.remap_failed.map(|it| f64::from(u8::from(it))),
     ),
-    ("PCIE_TX_BYTES", "Bytes per second sent over PCIe", |gpu| {
-        gpu.sensors.pcie_sent.map(|it| it as f64)
-    }),
     (
-        "PCIE_RX_BYTES",
+        "DCGM_FI_PROF_PCIE_TX_BYTES",
+        "Bytes per second sent over PCIe",
+        |gpu| gpu.sensors.pcie_sent.map(|it| it as f64),
+    ),
+    (
+        "DCGM_FI_PROF_PCIE_RX_BYTES",
         "Bytes per second received over PCIe",
         |gpu| gpu.sensors.pcie_received.map(|it| it as f64),
     ),
@@ -230,12 +242,7 @@ impl Series {
         let mut registry = Registry::default();
         let r = &mut registry;
         for (family, (name, help, _)) in self.sensors.into_iter().zip(SENSORS) {
-            let group = if name.starts_with("PCIE_") && name.ends_with("_BYTES") {
-                "PROF"
-            } else {
-                "DEV"
-            };
-            r.register(format!("DCGM_FI_{group}_{name}"), help, family);
+            r.register(name, help, family);
         }
         for (measure, family) in Measure::ALL.into_iter().zip(self.measures) {
             let (name, help, _) = name_of(measure);

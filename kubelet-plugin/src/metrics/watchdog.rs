@@ -14,11 +14,11 @@ use crate::watchdog::{Board, Watched};
 
 /// One GPU.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct GpuLabels {
-    gpu_uuid: String,
+pub(super) struct GpuLabels {
+    pub(super) gpu_uuid: String,
 }
 
-type OfGpu = Family<GpuLabels, Gauge<u64, AtomicU64>>;
+pub(super) type OfGpu = Family<GpuLabels, Gauge<u64, AtomicU64>>;
 
 /// The metrics of the last samples. A share whose GPU could not be watched has no series, nor has a
 /// GPU without claims.

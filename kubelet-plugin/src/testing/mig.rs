@@ -84,10 +84,6 @@ impl Nvml for MortalDriver {
         self.gpus.minor(gpu_uuid)
     }
 
-    fn utilization(&self, gpu_uuid: &str) -> Result<u32, NvmlError> {
-        self.gpus.utilization(gpu_uuid)
-    }
-
     fn process_utilization(
         &self,
         gpu_uuid: &str,

@@ -135,19 +135,13 @@ fn limit(device: &PreparedDevice) -> Limit {
 
 /// What the account of a share says that its processes hold on the GPU.
 fn account(record: &Record, device: &PreparedDevice, layout: &Layout) -> Option<u64> {
-    let Cap::Share { resident, .. } = device.cap else {
-        return None;
-    };
+    // Of an oversubscribed share that of the memory which cannot move.
+    let account = device.cap.accounts().last()?;
     if record.plan.pages != PAGES {
         return None;
     }
     let pages = layout.share(&record.plan.allocation.uid, &device.key);
-    let page = if resident.is_some() {
-        pages.resident
-    } else {
-        pages.account
-    };
-    let copy = AccountFile::open(&page)
+    let copy = AccountFile::open(pages.page_of(*account))
         .and_then(|account| account.copy())
         .ok()?;
     let charged = copy.snapshot().processes().map(|slot| slot.charged);

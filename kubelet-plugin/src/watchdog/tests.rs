@@ -54,10 +54,6 @@ impl Nvml for Gpus {
         unreachable!("nobody asks")
     }
 
-    fn utilization(&self, _: &str) -> Result<u32, NvmlError> {
-        unreachable!("nobody asks")
-    }
-
     fn utilization_rates(&self, _: &str) -> Result<[u32; 2], NvmlError> {
         unreachable!("nobody asks")
     }

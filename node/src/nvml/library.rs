@@ -59,7 +59,11 @@ struct Library {
     smi: NvidiaSmi,
 }
 
-fn call<T>(call: &'static str, object: &str, result: Result<T, Reason>) -> Result<T, NvmlError> {
+pub(super) fn call<T>(
+    call: &'static str,
+    object: &str,
+    result: Result<T, Reason>,
+) -> Result<T, NvmlError> {
     result.map_err(|e| match e {
         Reason::GpuLost => NvmlError::GpuLost {
             call,
@@ -114,11 +118,6 @@ impl Nvml for Library {
     fn minor(&self, gpu_uuid: &str) -> Result<u32, NvmlError> {
         let minor = self.device(gpu_uuid)?.minor_number();
         call("nvmlDeviceGetMinorNumber", gpu_uuid, minor)
-    }
-
-    fn utilization(&self, gpu_uuid: &str) -> Result<u32, NvmlError> {
-        let rates = self.device(gpu_uuid)?.utilization_rates();
-        Ok(call("nvmlDeviceGetUtilizationRates", gpu_uuid, rates)?.gpu)
     }
 
     fn process_utilization(
@@ -184,9 +183,10 @@ impl Nvml for Library {
 
     fn usage(&self, gpu_uuid: &str) -> Result<GpuUse, NvmlError> {
         let state = self.mig_state(gpu_uuid)?;
+        let whole = self.device(gpu_uuid)?;
         let mut usage = GpuUse {
             processes: self.processes(gpu_uuid)?,
-            ..usage::of_gpu(&self.device(gpu_uuid)?, gpu_uuid, &self.gpm)?
+            ..usage::of_gpu(&whole, gpu_uuid, &self.gpm)?
         };
         usage.mig_mode = state.mig_mode.current;
         let is_there = |uuid: &str, id: Option<u32>| {
@@ -204,13 +204,8 @@ impl Nvml for Library {
                     profile: instance.place.profile.to_string(),
                     gpu_instance: instance.id,
                     compute_instance: compute.id,
-                    memory: usage::memory(&device),
-                    utilization: usage::of_instance(
-                        &self.device(gpu_uuid)?,
-                        gpu_uuid,
-                        instance.id,
-                        &self.gpm,
-                    ),
+                    memory: device.memory_info().ok().as_ref().map(usage::memory_of),
+                    utilization: usage::of_instance(&whole, gpu_uuid, instance.id, &self.gpm),
                     processes: self.processes(&compute.uuid).unwrap_or_default(),
                 });
             }

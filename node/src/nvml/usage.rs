@@ -4,12 +4,13 @@ use nvml_wrapper::Device;
 use nvml_wrapper::enum_wrappers::device::{Clock, TemperatureSensor};
 use nvml_wrapper::enums::device::SampleValue;
 use nvml_wrapper::enums::gpm::GpmMetricId;
-use nvml_wrapper::error::NvmlError as Reason;
+use nvml_wrapper::struct_wrappers::device::MemoryInfo;
 use nvml_wrapper::structs::device::FieldId;
 use nvml_wrapper::sys_exports::field_id as field;
 use tranche_api::usage::{Measure, Memory, Sensors, Utilization, WHOLE};
 use tranche_nvml::gpm::Gpm;
 
+use super::library::call;
 use super::{GpuUse, NvmlError};
 
 /// The metrics of GPM that are utilizations, in percent.
@@ -26,14 +27,9 @@ const MIB: f64 = 1_048_576.0;
 
 /// A GPU, without its processes and partitions. Only a GPU that is lost is an error: what else fails is not reported of it.
 pub(super) fn of_gpu(device: &Device<'_>, uuid: &str, gpm: &Gpm) -> Result<GpuUse, NvmlError> {
-    let memory = match device.memory_info() {
-        Err(Reason::GpuLost) => {
-            return Err(NvmlError::GpuLost {
-                call: "nvmlDeviceGetMemoryInfo_v2",
-                object: uuid.to_owned(),
-            });
-        }
-        _ => memory(device),
+    let memory = match call("nvmlDeviceGetMemoryInfo_v2", uuid, device.memory_info()) {
+        Err(lost @ NvmlError::GpuLost { .. }) => return Err(lost),
+        other => other.ok().as_ref().map(memory_of),
     };
     let mut sensors = sensors(device);
     let mut utilization = Utilization::default();
@@ -75,14 +71,13 @@ pub(super) fn of_instance(device: &Device<'_>, uuid: &str, id: u32, gpm: &Gpm) -
 }
 
 /// The memory of a GPU or of a MIG device.
-pub(super) fn memory(device: &Device<'_>) -> Option<Memory> {
-    let memory = device.memory_info().ok()?;
-    Some(Memory {
-        total: memory.total,
-        reserved: memory.reserved,
-        used: memory.used,
-        free: memory.free,
-    })
+pub(super) fn memory_of(info: &MemoryInfo) -> Memory {
+    Memory {
+        total: info.total,
+        reserved: info.reserved,
+        used: info.used,
+        free: info.free,
+    }
 }
 
 fn measures(found: &[(GpmMetricId, f64)]) -> impl Iterator<Item = (Measure, u32)> {

@@ -394,10 +394,6 @@ impl Nvml for MigGpus {
         gpu.map(|gpu| gpu.minor).ok_or_else(|| unknown(gpu_uuid))
     }
 
-    fn utilization(&self, gpu_uuid: &str) -> Result<u32, NvmlError> {
-        self.process_utilization(gpu_uuid, 0).map(|_| 0)
-    }
-
     fn process_utilization(&self, gpu_uuid: &str, _: u64) -> Result<Vec<ProcessSample>, NvmlError> {
         if self.mig_state(gpu_uuid)?.mig_mode.current {
             return Err(NvmlError::NotSupported {
@@ -418,7 +414,7 @@ impl Nvml for MigGpus {
     }
 
     fn utilization_rates(&self, gpu_uuid: &str) -> Result<[u32; 2], NvmlError> {
-        self.utilization(gpu_uuid).map(|busy| [busy, busy / 2])
+        self.process_utilization(gpu_uuid, 0).map(|_| [0, 0])
     }
 
     fn usage(&self, gpu_uuid: &str) -> Result<GpuUse, NvmlError> {
@@ -434,7 +430,7 @@ impl Nvml for MigGpus {
         let processes = self.lock().uses.get(gpu_uuid).cloned();
         let processes = processes.unwrap_or_default();
         let used = processes.iter().filter_map(|it| it.bytes).sum();
-        let busy = self.utilization(gpu_uuid).ok();
+        let busy = self.utilization_rates(gpu_uuid).ok();
         let state = self.mig_state(gpu_uuid)?;
         let partitions = state.instances.iter().flat_map(|instance| {
             let profile = instance.place.profile.to_string();
@@ -450,7 +446,7 @@ impl Nvml for MigGpus {
             mig_mode: state.mig_mode.current,
             memory: Some(memory(gpu.memory_total, gpu.memory_reserved, used)),
             utilization: busy
-                .map(|busy| (Measure::Gpu, busy * 100))
+                .map(|[busy, _]| (Measure::Gpu, busy * 100))
                 .into_iter()
                 .collect(),
             sensors: Sensors {
