@@ -36,10 +36,8 @@ pub const FOLDERS: [&str; 17] = [
 ];
 
 /// Where most texts are what a command shows when it works. Of these files only the texts of `#[error("…")]` are messages.
-const COMMANDS: [&str; 14] = [
+const COMMANDS: [&str; 12] = [
     "driver/src/cost",
-    "driver/src/explain",
-    "driver/src/recommend",
     "kubectl-tranche/src/collect",
     "kubectl-tranche/src/cost",
     "kubectl-tranche/src/doctor",
