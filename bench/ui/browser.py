@@ -91,12 +91,3 @@ def resident(pid):
     with open(f"/proc/{pid}/status", encoding="utf-8") as status:
         lines = dict(line.split(":", 1) for line in status)
     return [int(lines[key].split()[0]) // 1024 for key in ("VmRSS", "VmHWM")]
-
-
-def until(condition, seconds, what):
-    """Waits for what another process does."""
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            raise SystemExit(f"{what}: not after {seconds} s")
-        time.sleep(0.05)

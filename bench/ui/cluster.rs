@@ -1,6 +1,6 @@
 //! A cluster that is described instead of run: an API server on loopback that lists and watches nodes with GPUs, whose slices are
-//! those of the driver's own planner, and claims on them. `bench/ui/run` measures `kubectl tranche ui` with it and takes
-//! the pictures of `docs/images`.
+//! those of the driver's own planner, and claims on them. `bench/ui/ui.py` measures `kubectl tranche ui` with it and takes
+//! pictures of it.
 //!
 //! usage: scripted-cluster NODES GPUS CHANGES
 //!
@@ -191,6 +191,8 @@ impl Cluster {
             retained: &[],
         });
         let planned = planned.unwrap();
+        // Pages are counted by it.
+        assert_eq!(planned.slices.len(), self.gpus + 1, "slices of {name}");
         let slices = planned.slices.into_iter().map(|slice| {
             let mut spec = json!({
                 "driver": "gpu.tranche.dev", "nodeName": name,
@@ -220,10 +222,10 @@ fn name(node: usize) -> String {
 }
 
 fn uuid(node: usize, gpu: usize) -> String {
-    format!(
-        "GPU-{:08x}-5d2e-4c11-9b6a-{node:06x}{gpu:06x}",
-        (node * 64 + gpu) * 2_654_435 + 0x1f3a_0000
-    )
+    // Eight digits that differ: a device's name has these alone.
+    let number = u32::try_from(node * 64 + gpu).unwrap();
+    let first = number.wrapping_mul(2_654_435_761).wrapping_add(0x1f3a_0000);
+    format!("GPU-{first:08x}-5d2e-4c11-9b6a-{node:06x}{gpu:06x}")
 }
 
 fn described(node: usize, gpu: usize) -> Value {
