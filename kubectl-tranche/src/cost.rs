@@ -15,7 +15,7 @@ use crate::model::Model;
 use crate::output::{Block, Table, Tone, View, bytes, or_dash};
 use crate::top::size;
 
-pub use bill::{Bill, Item, bill};
+pub use bill::{Bill, Item, bill, of_gpu};
 pub use calculator::{Comparison, compare};
 
 /// Hours in a month, as clouds count them.

@@ -169,8 +169,7 @@ fn of_device(held: &Held) -> Content {
 
 /// Each tenant with its memory.
 fn of_tenants(held: &Held) -> impl Iterator<Item = (u64, Content)> {
-    let tenants = held.tenants.iter().filter(|it| !it.device.is_admin);
-    tenants.map(|tenant| {
+    held.holders().map(|tenant| {
         let device = &tenant.device;
         let mut text = format!("{}/{}", tenant.namespace, tenant.claim);
         if let Some(memory) = device.memory {

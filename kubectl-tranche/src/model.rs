@@ -159,11 +159,18 @@ impl Model {
     }
 }
 
+impl Held {
+    /// Its tenants, without those with admin access.
+    pub fn holders(&self) -> impl Iterator<Item = &Tenant> {
+        let tenants = self.tenants.iter();
+        tenants.filter(|tenant| !tenant.device.is_admin)
+    }
+}
+
 impl Gpu {
     /// All tenants, without those with admin access.
     pub fn tenants(&self) -> impl Iterator<Item = &Tenant> {
-        let tenants = self.held.iter().flat_map(|held| &held.tenants);
-        tenants.filter(|tenant| !tenant.device.is_admin)
+        self.held.iter().flat_map(Held::holders)
     }
 
     /// The UUID's first digits, as in the names of its devices: `GPU-4d8c1f9e`.

@@ -1,6 +1,6 @@
 //! Reads what `collect` packs. It asks for no Secret, no ConfigMap and no pod but the chart's.
 
-use futures::future::{join_all, join3};
+use futures::future::{join, join_all};
 use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::api::events::v1::Event;
 use kube::Api;
@@ -20,8 +20,7 @@ const EVENTS: u32 = 2000;
 impl Cluster {
     /// Reads all that support needs; what cannot be read is named.
     pub async fn evidence(&self) -> Evidence {
-        let (facts, pods, events) =
-            join3(Box::pin(self.facts()), self.chart_pods(), self.events()).await;
+        let ((facts, pods), events) = join(Box::pin(self.facts_and_pods()), self.events()).await;
         let mut missing = Vec::new();
         let pods = pods.unwrap_or_else(|why| {
             missing.push(why);

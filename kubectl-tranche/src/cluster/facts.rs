@@ -34,6 +34,11 @@ const RIGHTS: [(&str, &str, &str, bool); 10] = [
 impl Cluster {
     /// Reads all that the checks need. Nothing that fails stops the rest.
     pub async fn facts(&self) -> Facts {
+        self.facts_and_pods().await.0
+    }
+
+    /// The same, with the chart's pods, of which the facts tell a part.
+    pub(super) async fn facts_and_pods(&self) -> (Facts, Served<Vec<Pod>>) {
         let asked = [
             Resource::GpuNodes,
             Resource::SharingPolicies,
@@ -41,7 +46,7 @@ impl Cluster {
             Resource::ResourceClaims,
             Resource::DeviceClasses,
         ];
-        let (snapshot, (version, dra_versions, gates, (access, components))) = join(
+        let (snapshot, (version, dra_versions, gates, (access, pods))) = join(
             Box::pin(self.read(&asked, Scope::All)),
             join4(
                 self.version(),
@@ -49,20 +54,24 @@ impl Cluster {
                 self.gates(),
                 join(
                     join_all(RIGHTS.map(|right| self.access(right))),
-                    self.components(),
+                    self.chart_pods(),
                 ),
             ),
         )
         .await;
-        Facts {
+        let facts = Facts {
             version,
             dra_versions,
             gates,
             access: access.into_iter().flatten().collect(),
-            components,
+            components: pods
+                .as_ref()
+                .map(|pods| pods.iter().map(component).collect())
+                .map_err(Clone::clone),
             system: self.system.clone(),
             snapshot,
-        }
+        };
+        (facts, pods)
     }
 
     async fn version(&self) -> Served<String> {
@@ -136,7 +145,7 @@ impl Cluster {
     }
 
     /// The chart's pods.
-    pub(super) async fn chart_pods(&self) -> Served<Vec<Pod>> {
+    async fn chart_pods(&self) -> Served<Vec<Pod>> {
         let pods = Api::<Pod>::namespaced(self.client(), &self.system);
         let listed = pods
             .list(&ListParams::default().labels(PODS_OF_CHART))
@@ -148,10 +157,6 @@ impl Cluster {
                 self.system
             )
         })
-    }
-
-    async fn components(&self) -> Served<Vec<Component>> {
-        Ok(self.chart_pods().await?.iter().map(component).collect())
     }
 }
 

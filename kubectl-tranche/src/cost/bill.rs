@@ -50,6 +50,14 @@ pub fn bill<'a>(model: &'a Model, prices: &Prices) -> Bill<'a> {
     bill
 }
 
+/// Splits the price of one GPU.
+#[must_use]
+pub fn of_gpu(gpu: &Gpu, price: Money) -> Bill<'_> {
+    let mut bill = Bill::default();
+    bill.add(gpu, price);
+    bill
+}
+
 impl<'a> Bill<'a> {
     fn add(&mut self, gpu: &'a Gpu, price: Money) {
         let total = &mut self.total;
@@ -89,10 +97,7 @@ impl<'a> Bill<'a> {
         let held: Vec<(&Held, Vec<&Tenant>)> = gpu
             .held
             .iter()
-            .map(|held| {
-                let tenants = held.tenants.iter().filter(|it| !it.device.is_admin);
-                (held, tenants.collect())
-            })
+            .map(|held| (held, held.holders().collect()))
             .filter(|(_, tenants): &(_, Vec<_>)| !tenants.is_empty())
             .collect();
         let parts: Vec<Shares> = held

@@ -264,7 +264,7 @@ impl ClaimDevice {
         let pool = result.pool.as_str();
         Some(Self {
             request: result.request.clone(),
-            node: pool.strip_suffix("/gpu").unwrap_or(pool).to_owned(),
+            node: names::node_of(pool).to_owned(),
             device: result.device.clone(),
             tier: name.tier(),
             gpu_uuid: device

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use tranche_api::gpu_node::{Gpu as Described, GpuNode, Inventory};
-use tranche_api::names::{attribute, capacity};
+use tranche_api::names::{attribute, capacity, node_of, pool};
 use tranche_api::{PciAddress, Tier};
 use tranche_driver::claim::DeviceName;
 use tranche_driver::gpu_state::Place;
@@ -72,10 +72,6 @@ pub(super) fn nodes(
 
 fn inventory(node: &GpuNode) -> Option<&Inventory> {
     node.status.as_ref()?.inventory.as_ref()
-}
-
-fn node_of(pool: &str) -> &str {
-    pool.strip_suffix("/gpu").unwrap_or(pool)
 }
 
 struct Context<'a> {
@@ -171,7 +167,7 @@ impl Context<'_> {
         let held = of_gpu.filter_map(|(name, holders)| {
             let parsed: DeviceName = name.parse().ok()?;
             let (_, first) = holders.first()?;
-            let pool = tranche_api::names::pool(&first.node);
+            let pool = pool(&first.node);
             let device = self.devices.get(&pool, name);
             let counted = holders.iter().map(|(_, device)| *device);
             let counted = counted.filter(|device| !device.is_admin);
@@ -234,13 +230,12 @@ impl Context<'_> {
 
     /// A timeshared device has places without sizes.
     fn places(&self, held: &Held) -> Room {
-        let tenants = || held.tenants.iter().filter(|it| !it.device.is_admin);
-        let node = tenants().next().map(|it| it.device.node.as_str());
-        let pool = tranche_api::names::pool(node.unwrap_or_default());
+        let node = held.holders().next().map(|it| it.device.node.as_str());
+        let pool = pool(node.unwrap_or_default());
         let device = self.devices.get(&pool, &held.device);
         match device.and_then(|it| amount(it, capacity::SHARERS)) {
             Some(whole) => Room::Places {
-                free: whole.saturating_sub(tenants().count() as u64),
+                free: whole.saturating_sub(held.holders().count() as u64),
                 whole,
             },
             None => Room::Unknown,
@@ -249,7 +244,7 @@ impl Context<'_> {
 }
 
 fn is_held(held: &Held) -> bool {
-    held.tenants.iter().any(|tenant| !tenant.device.is_admin)
+    held.holders().next().is_some()
 }
 
 /// The tier that the GPU serves: that of partitions also where claims share one.

@@ -8,7 +8,7 @@ use tokio::time::Instant;
 
 use super::history::History;
 use super::records::Records;
-use super::store::{Change, Dirty, Store};
+use super::store::{Change, Store};
 use super::view::Page;
 use crate::usage::{Known, Usage};
 
@@ -31,8 +31,8 @@ struct Live {
     usage: Known,
     history: History,
     began: Instant,
-    /// What has not been published.
-    dirty: Dirty,
+    /// Whether the use was read since the last publication.
+    is_use_new: bool,
     publisher: watch::Sender<Published>,
 }
 
@@ -48,7 +48,7 @@ pub(super) async fn keep(
         usage: Ok(Usage::default()),
         history: History::default(),
         began: Instant::now(),
-        dirty: Dirty::default(),
+        is_use_new: false,
         publisher,
     };
     let mut due: Option<Instant> = None;
@@ -82,18 +82,15 @@ impl Live {
             self.history.add(minute, usage);
         }
         self.usage = usage;
-        self.dirty.use_of_all = true;
+        self.is_use_new = true;
     }
 
     fn publish(&mut self) -> Result<(), super::records::RecordError> {
-        let dirty = self.store.take_dirty();
-        self.dirty.nodes.extend(dirty.nodes);
-        self.dirty.waiting |= dirty.waiting;
-        self.dirty.all |= dirty.all;
         if !self.store.is_ready() {
             return Ok(());
         }
-        let dirty = std::mem::take(&mut self.dirty);
+        let mut dirty = self.store.take_dirty();
+        dirty.use_of_all = std::mem::take(&mut self.is_use_new);
         self.page
             .update(&self.store, &dirty, &self.usage, &self.history)?;
         self.publisher.send_if_modified(|published| {

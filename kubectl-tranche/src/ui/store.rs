@@ -10,7 +10,7 @@ use k8s_openapi::api::resource::v1::{DeviceClass, ResourceClaim, ResourceSlice};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tranche_api::GpuNode;
-use tranche_api::names::DRIVER;
+use tranche_api::names::{DRIVER, node_of};
 
 use super::trim;
 use crate::snapshot::{Gap, Resource, Scope, Snapshot};
@@ -344,10 +344,6 @@ fn key(namespace: Option<&str>, name: &str) -> String {
         Some(namespace) => format!("{namespace}/{name}"),
         None => name.to_owned(),
     }
-}
-
-fn node_of(pool: &str) -> &str {
-    pool.strip_suffix("/gpu").unwrap_or(pool)
 }
 
 /// `None` for what is no JSON; objects of the API server are.

@@ -1,9 +1,9 @@
 //! What a GPU stands for, in money and in GPUs, among those who hold parts of it: the bill of `cost`, of one GPU.
 
-use tranche_driver::cost::{Money, Prices, key};
+use tranche_driver::cost::Money;
 
-use crate::cost::bill;
-use crate::model::{Gpu, Model, Node};
+use crate::cost::of_gpu;
+use crate::model::Gpu;
 
 /// The parts of an amount that a GPU stands for. They sum to it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -18,17 +18,13 @@ pub struct Parts {
     pub closed: Money,
 }
 
-/// A GPU's price for an hour.
+/// A whole GPU, in millionths of it.
+pub const GPU: Money = Money::from_micros(1_000_000);
+
+/// How those who hold parts of a GPU divide this amount.
 #[must_use]
-pub fn cost(gpu: &Gpu, prices: &Prices) -> Parts {
-    let model = Model {
-        nodes: vec![Node {
-            gpus: vec![gpu.clone()],
-            ..Node::default()
-        }],
-        ..Model::default()
-    };
-    let bill = bill(&model, prices);
+pub fn parts(gpu: &Gpu, amount: Money) -> Parts {
+    let bill = of_gpu(gpu, amount);
     let total = bill.total;
     Parts {
         tenants: bill.items.iter().map(|item| item.per_hour).collect(),
@@ -36,12 +32,4 @@ pub fn cost(gpu: &Gpu, prices: &Prices) -> Parts {
         stranded: total.stranded.0,
         closed: total.not_offered.0 + total.unknown.0,
     }
-}
-
-/// One GPU, of which a million are a whole one.
-#[must_use]
-pub fn gpus(gpu: &Gpu) -> Parts {
-    let one = [(key(&gpu.product), "1".to_owned())].into();
-    let (one, _) = Prices::read(&one);
-    cost(gpu, &one)
 }

@@ -125,8 +125,8 @@ impl GpuSums {
         Self {
             price,
             is_default: known.is_some_and(|it| it.is_default),
-            cost: cost::cost(gpu, prices),
-            parts: cost::gpus(gpu),
+            cost: price.map(|it| cost::parts(gpu, it)).unwrap_or_default(),
+            parts: cost::parts(gpu, cost::GPU),
         }
     }
 }
@@ -303,8 +303,7 @@ fn bar(gpu: &Gpu) -> Vec<Segment> {
 }
 
 fn count(held: &Held) -> usize {
-    let tenants = held.tenants.iter();
-    tenants.filter(|tenant| !tenant.device.is_admin).count()
+    held.holders().count()
 }
 
 /// Memory slices of a partition, at least one.
@@ -316,7 +315,6 @@ fn slices_of(held: &Held, memory: u64, whole: u64) -> u64 {
 
 /// The tenants of a device that has `size` of the bar from `at` on.
 fn within(held: &Held, at: u64, size: u64) -> Vec<Segment> {
-    let tenants = held.tenants.iter().filter(|it| !it.device.is_admin);
     let Some(room) = &held.room else {
         let number = count(held).max(1) as u64;
         let sizes = (0..number).map(|_| size / number);
@@ -327,7 +325,9 @@ fn within(held: &Held, at: u64, size: u64) -> Vec<Segment> {
         let part = part.checked_div(room.memory.into()).unwrap_or_default();
         u64::try_from(part).unwrap_or(size).min(size)
     };
-    let sizes = tenants.map(|it| of(it.device.memory.unwrap_or_default()));
+    let sizes = held
+        .holders()
+        .map(|it| of(it.device.memory.unwrap_or_default()));
     let mut segments = row(held.tier, at, sizes);
     let end = segments.last().map_or(at, |it| it.at + it.size);
     let left = (at + size).saturating_sub(end);
