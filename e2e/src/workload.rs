@@ -3,6 +3,7 @@
 use anyhow::Context;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
+use serde_json::Value;
 
 /// The command that holds this much memory and prints a heartbeat ten times a second.
 #[must_use]
@@ -76,4 +77,10 @@ pub fn lines<T: DeserializeOwned>(text: &str) -> anyhow::Result<Vec<T>> {
             serde_json::from_str(line).with_context(|| format!("not what was expected: {line}"))
         })
         .collect()
+}
+
+/// The text of a field of a JSON object.
+pub fn text<'a>(object: &'a Value, field: &str) -> anyhow::Result<&'a str> {
+    let text = object[field].as_str();
+    text.with_context(|| format!("no {field} in {object}"))
 }

@@ -6,6 +6,7 @@ use anyhow::{Context, ensure};
 use serde_json::Value;
 use tranche_api::tier::Tier;
 use tranche_e2e::node::PLUGIN_DIR;
+use tranche_e2e::workload::text;
 use tranche_e2e::{Case, Namespace, Request, policy, run_on_a_node, wait, workload};
 
 use crate::plugin::{BURST, renew_plugin};
@@ -22,12 +23,6 @@ async fn trail(case: &Case, namespace: &Namespace) -> anyhow::Result<Vec<Value>>
     let mut ours = lines;
     ours.retain(|line| line["namespace"] == namespace.name());
     Ok(ours)
-}
-
-fn text<'a>(line: &'a Value, field: &str) -> anyhow::Result<&'a str> {
-    line[field]
-        .as_str()
-        .with_context(|| format!("no {field} in {line}"))
 }
 
 /// How often each grant begins and ends.

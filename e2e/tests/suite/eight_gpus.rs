@@ -4,15 +4,13 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use anyhow::{Context as _, ensure};
 use futures::future::try_join_all;
-use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::api::resource::v1::ResourceSlice;
-use kube::api::{Api, DeleteParams};
-use kube::{Client, ResourceExt as _};
 use serde_json::Value;
 use tranche_api::names::attribute;
 use tranche_api::tier::Tier;
-use tranche_e2e::system::NodePlugin;
-use tranche_e2e::{Case, PodHandle, Request, SYSTEM, policy, run, system, wait};
+use tranche_e2e::{Case, PodHandle, Request, policy, run, system, wait};
+
+use crate::plugin::start_again;
 
 const GPUS: usize = 8;
 
@@ -27,18 +25,8 @@ fn gpus(slices: &BTreeMap<String, ResourceSlice>) -> BTreeSet<String> {
         .collect()
 }
 
-/// Starts the plugin as a boot does, with which a node gets other GPUs, and waits until this one serves: it keeps NVML open for some
-/// time after the last claim, and an open NVML knows the GPUs of its start.
-async fn start_again(client: &Client, plugin: &NodePlugin) -> anyhow::Result<()> {
-    let pods: Api<Pod> = Api::namespaced(client.clone(), SYSTEM);
-    let pod = plugin.ready(None).await?;
-    pods.delete(&pod.name_any(), &DeleteParams::default())
-        .await?;
-    plugin.ready(pod.metadata.uid.as_deref()).await?;
-    Ok(())
-}
-
-/// Gives the test's node eight GPUs until the test ends; returns their UUIDs.
+/// Gives the test's node eight GPUs until the test ends; returns their UUIDs. The plugin starts again as with a boot, with which a node
+/// gets other GPUs: it keeps NVML open for some time after the last claim, and an open NVML knows the GPUs of its start.
 async fn eight_gpus(case: &Case) -> anyhow::Result<BTreeSet<String>> {
     let plugin = case.plugin();
     let before = gpus(&plugin.published().await?).len();

@@ -9,6 +9,7 @@ use serde_json::{Value, json};
 use tokio::process::Command;
 use tranche_api::tier::Tier;
 use tranche_e2e::kubectl::tranche;
+use tranche_e2e::workload::text;
 use tranche_e2e::{Case, Request, SYSTEM, policy, run_on_a_node, tool, wait};
 
 /// What `get` has for a pod, once the node wrote the claim's status.
@@ -27,11 +28,6 @@ async fn ready(namespace: &str, pod: &str) -> anyhow::Result<Value> {
         Ok((item["isReady"] == true).then_some(item))
     })
     .await
-}
-
-fn text<'a>(value: &'a Value, field: &str) -> anyhow::Result<&'a str> {
-    let text = value[field].as_str();
-    text.with_context(|| format!("no {field} in {value}"))
 }
 
 #[test]

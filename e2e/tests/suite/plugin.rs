@@ -7,9 +7,10 @@ use anyhow::ensure;
 use futures::{StreamExt, TryStreamExt, stream};
 use k8s_openapi::api::apps::v1::DaemonSet;
 use k8s_openapi::api::core::v1::Pod;
-use kube::ResourceExt;
 use kube::api::{Api, DeleteParams, Patch, PatchParams};
+use kube::{Client, ResourceExt};
 use serde_json::json;
+use tranche_e2e::system::NodePlugin;
 use tranche_e2e::{Case, Request, SYSTEM, policy, run, run_on_a_node, system, wait, workload};
 
 const PODS: usize = 50;
@@ -22,16 +23,22 @@ const WIPED: Duration = Duration::from_secs(45);
 /// more than 40 s.
 const STILL_AWAY: Duration = Duration::from_secs(11);
 
+/// Replaces the plugin's pod, and waits until the new one serves.
+pub(crate) async fn start_again(client: &Client, plugin: &NodePlugin) -> anyhow::Result<()> {
+    let pods: Api<Pod> = Api::namespaced(client.clone(), SYSTEM);
+    let old = plugin.ready(None).await?;
+    pods.delete(&old.name_any(), &DeleteParams::default())
+        .await?;
+    plugin.ready(old.metadata.uid.as_deref()).await?;
+    Ok(())
+}
+
 /// The kubelet's restart delay grows with each failure of a container, so the next test gets a new
 /// pod.
 pub(crate) fn renew_plugin(case: &Case) {
     let (client, plugin) = (case.client.clone(), case.plugin());
     case.afterwards("a new plugin pod", async move {
-        let pods: Api<Pod> = Api::namespaced(client, SYSTEM);
-        let old = plugin.ready(None).await?;
-        pods.delete(&old.name_any(), &DeleteParams::default())
-            .await?;
-        plugin.ready(old.metadata.uid.as_deref()).await?;
+        start_again(&client, &plugin).await?;
         plugin.published().await?;
         Ok(())
     });
