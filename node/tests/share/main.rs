@@ -196,6 +196,39 @@ fn four_equal_shares_are_equal() {
     }
 }
 
+/// Programs that start at other moments, with kernels below and above a time slice on a GPU that switches:
+/// the first prices of long kernels are from before the others ran. When those are forgotten, a share may get
+/// half of its cores for some seconds; after that it never does.
+#[test]
+fn four_equal_shares_stay_equal_from_any_start() {
+    const SETTLES: u64 = 16 * SECOND;
+    for start in 0..12 {
+        let mut world = World::new(&[(25, Strict); 4]);
+        world.switch = 100 * MICRO;
+        for (share, kernel) in [100 * MICRO, 500 * MICRO, 3 * MILLI, 20 * MILLI]
+            .into_iter()
+            .enumerate()
+        {
+            let nth = share as u64 + 3;
+            world.start(Program {
+                from: (start * 7919 * nth) % 50 * MILLI + start * 131 * MICRO,
+                depth: 1024,
+                ..Program::new(share, &[kernel])
+            });
+        }
+        let settling = jain(&world.run(SETTLES));
+        for _ in 0..10 {
+            let parts = world.run(10 * SECOND);
+            println!(
+                "{start}: {settling:.4}, then {parts:.1?}: {:.4}",
+                jain(&parts)
+            );
+            assert!(jain(&parts) >= 0.99, "{start}: {parts:?}");
+        }
+        assert!(settling >= 0.95, "{start}: {settling}");
+    }
+}
+
 /// Shares that together claim the whole GPU launch more than it can run, because it stands still between two
 /// processes. What waits in the queues is no reason to lower a price, however long it waits: a share with
 /// too low a price would get more than its cores as soon as the GPU has time again.
