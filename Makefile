@@ -36,6 +36,7 @@ demo: cluster-up ## the tiers side by side on two GPUs, in one page
 
 demo-down: cluster-down ## removes every trace of the demo
 
+test: export BESIDE = e2e/kind/beside
 test: lint unit e2e ## everything: what CI runs
 
 lint: tools ## formatting, clippy, shell scripts, the chart, the alerts, the drivers' symbols
@@ -50,7 +51,7 @@ unit: shim simulator gpu-kit ## unit, property and contract tests, without a clu
 	cargo build -p tranche-bench -p tranche-shim-tests
 	shim/tests/install-tools
 	driver/allocator-oracle/build
-	cargo test --workspace --exclude tranche-e2e
+	$(BESIDE) cargo test --workspace --exclude tranche-e2e
 	shim/core/deep-check loom
 	cargo test --manifest-path driver/cdi-oracle/Cargo.toml --target-dir target/cdi-oracle
 	simulator/test-clients

@@ -1,6 +1,7 @@
 //! Whose turn it is to use the cluster: one test alone, or one test on each node.
 //!
-//! The locks are files, so that they hold between several runs of the suite, and end with a process that is killed.
+//! The locks are files, so that they hold between several runs of the suite, and end with a process that is killed. Tests on
+//! a node go first: a test that waits for the cluster keeps no node empty, and gets it when no test on a node is left.
 
 use std::fs::{File, TryLockError};
 use std::path::PathBuf;
@@ -21,7 +22,8 @@ pub struct Turn {
 impl Turn {
     /// Waits for the whole cluster.
     pub async fn on_the_cluster() -> anyhow::Result<Self> {
-        let cluster = tokio::task::spawn_blocking(|| cluster(File::lock)).await??;
+        let cluster = open("cluster")?;
+        let cluster = tokio::task::spawn_blocking(|| cluster.lock().map(|()| cluster)).await??;
         Ok(Self {
             _cluster: cluster,
             _node: None,
@@ -30,7 +32,9 @@ impl Turn {
 
     /// Waits for one of the nodes of these names; returns its place among them.
     pub async fn on_one_of(nodes: &[String]) -> anyhow::Result<(Self, usize)> {
-        let cluster = tokio::task::spawn_blocking(|| cluster(File::lock_shared)).await??;
+        let cluster = open("cluster")?;
+        let cluster =
+            tokio::task::spawn_blocking(|| cluster.lock_shared().map(|()| cluster)).await??;
         loop {
             for (index, name) in nodes.iter().enumerate() {
                 let node = open(name)?;
@@ -49,16 +53,6 @@ impl Turn {
             tokio::time::sleep(LOOK).await;
         }
     }
-}
-
-/// Locks the cluster. Who waits for it keeps those that come later from passing: without that, a test that needs all of it
-/// would wait until no test is left that needs a node.
-fn cluster(lock: impl FnOnce(&File) -> std::io::Result<()>) -> anyhow::Result<File> {
-    let queue = open("queue")?;
-    queue.lock()?;
-    let cluster = open("cluster")?;
-    lock(&cluster)?;
-    Ok(cluster)
 }
 
 fn open(name: &str) -> anyhow::Result<File> {

@@ -9,10 +9,12 @@ use_crio() {
 	node_image_is_ours || return 0
 	for node in $(workers | tail -n +2); do
 		runs_crio "$node" && continue
-		build "$(crio_part)" "Building CRI-O (5 minutes on 2 cores)" build_crio
+		build_crio_programs
 		on_failure=show_node_logs step "Replacing containerd by CRI-O in $node" replace_containerd "$node"
 	done
 }
+
+build_crio_programs() { build "$(crio_part)" "Building CRI-O (5 minutes on 2 cores)" build_crio; }
 
 runs_crio() { docker exec "$1" systemctl is-enabled --quiet crio.service 2>/dev/null; }
 

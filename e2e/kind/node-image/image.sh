@@ -27,14 +27,9 @@ build_node_image() {
 	local image
 	say "$OFFICIAL_NODE_IMAGE cannot be pulled: building a node image from Go modules and Debian packages"
 	((EUID == 0)) || die "only root can build a node image: run as root, or set NODE_IMAGE to one the engine has"
-	need_go
+	need_node_programs
 	need debootstrap debootstrap
-	need cc gcc libc6-dev
-	need pkg-config pkg-config
-	pkg-config --exists libseccomp || step "Installing libseccomp-dev from Debian" locked install_packages libseccomp-dev
-	build "$(kubernetes_part)" "Building Kubernetes $KUBERNETES_VERSION (6 minutes on 2 cores)" build_kubernetes
-	build "$(containerd_part)" "Building containerd $CONTAINERD_VERSION" build_containerd
-	build "$(runc_part)" "Building runc $RUNC_VERSION" build_runc
+	build_node_programs
 	build "$(debian_part)" "Unpacking Debian $(debian_suite)" build_debian
 	image=$(part node-image "$KIND_DIR"/node-image/{rootfs,images,assemble}.sh "$KIND_VERSION" \
 		"$(basename "$(kubernetes_part)")" "$(basename "$(containerd_part)")" \
@@ -42,6 +37,20 @@ build_node_image() {
 	build "$image" "Assembling the node image" assemble_node_image
 	NODE_IMAGE=tranche/node:${image##*-}
 	have_image "$NODE_IMAGE" || step "Loading the node image" load_node_image "$image"
+}
+
+need_node_programs() {
+	need_go
+	need cc gcc libc6-dev
+	need jq jq
+	need pkg-config pkg-config
+	pkg-config --exists libseccomp || step "Installing libseccomp-dev from Debian" locked install_packages libseccomp-dev
+}
+
+build_node_programs() {
+	build "$(kubernetes_part)" "Building Kubernetes $KUBERNETES_VERSION (6 minutes on 2 cores)" build_kubernetes
+	build "$(containerd_part)" "Building containerd $CONTAINERD_VERSION" build_containerd
+	build "$(runc_part)" "Building runc $RUNC_VERSION" build_runc
 }
 
 load_node_image() {
