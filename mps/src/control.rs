@@ -13,6 +13,11 @@ use crate::limits::{LimitError, Limits};
 /// it from answering.
 const PATIENCE: Duration = Duration::from_secs(2);
 
+/// How often a limit is set until the daemon tells it, and the time in between.
+const ATTEMPTS: u32 = 5;
+/// See [`ATTEMPTS`].
+const PAUSE: Duration = Duration::from_millis(50);
+
 /// Why there is no answer.
 #[derive(Debug, thiserror::Error)]
 pub enum ControlError {
@@ -111,8 +116,18 @@ impl Control {
     /// Sets the limits, and reads them back.
     pub async fn limit(&self, limits: Limits) -> Result<(), ControlError> {
         for setting in limits.settings() {
-            self.ask(&setting.set).await?;
-            setting.check(&self.ask(&setting.get).await?)?;
+            let mut attempts = 1;
+            loop {
+                self.ask(&setting.set).await?;
+                let answer = self.ask(&setting.get).await?;
+                match setting.check(&answer) {
+                    // A daemon that serves another client turns this one away: as success, without an answer.
+                    Err(_) if answer.is_empty() && attempts < ATTEMPTS => {}
+                    checked => break checked?,
+                }
+                attempts += 1;
+                tokio::time::sleep(PAUSE).await;
+            }
         }
         Ok(())
     }

@@ -186,13 +186,12 @@ async fn a_daemon_has_its_limits_when_it_is_reported_ready() {
         ("get_default_active_thread_percentage", "30.0"),
         ("get_default_device_pinned_mem_limit 0", "900M"),
     ] {
-        // A daemon serves one connection at a time: while its supervisor asks, it may turn another away.
+        // A daemon serves one connection at a time: while its supervisor asks, it may turn another away, with
+        // an error or with nothing.
         eventually(question, async || {
-            let answered = control.ask(question).await;
-            answered.is_ok_and(|it| {
-                assert_eq!(it, answer, "{question}");
-                true
-            })
+            let answered = control.ask(question).await.unwrap_or_default();
+            assert!(answered.is_empty() || answered == answer, "{answered}");
+            answered == answer
         })
         .await;
     }
