@@ -42,16 +42,16 @@ test: lint unit e2e ## everything: what CI runs
 lint: tools ## formatting, clippy, shell scripts, the chart, the alerts, the drivers' symbols
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets -- -D warnings
+	cargo clippy --workspace --test e2e -- -D warnings
 	e2e/kind/lint
 	deploy/helm/check
 	deploy/monitoring/check
 	shim/symbols check
 
 unit: shim simulator gpu-kit ## unit, property and contract tests, without a cluster
-	cargo build -p tranche-bench -p tranche-shim-tests
 	shim/tests/install-tools
 	driver/allocator-oracle/build
-	$(BESIDE) cargo test --workspace --exclude tranche-e2e
+	$(BESIDE) cargo test --workspace
 	shim/core/deep-check loom
 	cargo test --manifest-path driver/cdi-oracle/Cargo.toml --target-dir target/cdi-oracle
 	simulator/test-clients
