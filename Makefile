@@ -53,7 +53,7 @@ unit: shim simulator gpu-kit ## unit, property and contract tests, without a clu
 	driver/allocator-oracle/build
 	$(BESIDE) cargo test --workspace
 	shim/core/deep-check loom
-	cargo test --manifest-path driver/cdi-oracle/Cargo.toml --target-dir target/cdi-oracle
+	cd driver/cdi-oracle && go vet ./... && go test ./...
 	simulator/test-clients
 
 e2e: export WORKERS ?= 2
