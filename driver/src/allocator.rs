@@ -42,7 +42,8 @@ pub use verdict::{
 };
 
 use held::Holdings;
-use search::Search;
+use pool::Pool;
+use search::{Search, Selections};
 
 /// What the allocator knows.
 #[derive(Clone, Copy, Debug)]
@@ -62,7 +63,9 @@ impl<'a> Cluster<'a> {
     /// of its `spec.resourceClaims`.
     #[must_use]
     pub fn judge(&self, node: &Node, claims: &[&'a ResourceClaim]) -> Verdict {
-        self.judge_without(node, claims, &[])
+        let judged = pool::gather(self.slices, node)
+            .and_then(|pools| self.verdict(node, &pools, &Selections::default(), claims, &[]));
+        judged.unwrap_or_else(Verdict::Problem)
     }
 
     /// As [`Cluster::judge`], with the reason of every device.
@@ -76,39 +79,30 @@ impl<'a> Cluster<'a> {
         self.report(node, claims).unwrap_or_else(failed)
     }
 
-    /// The fewest claims whose release makes the claims fit on a node, as far as a bounded search finds; `None` if no release
-    /// does. `report` is that of the node.
+    /// The fewest claims whose release makes the claims fit on a node, as far as a bounded search finds; `None` if no release of
+    /// fewer than `fewer_than` does. `report` is that of the node.
     #[must_use]
     pub fn releases(
         &self,
         node: &Node,
         claims: &[&'a ResourceClaim],
         report: &Report,
+        fewer_than: usize,
     ) -> Option<Release> {
-        release::find(report, |without| {
-            matches!(self.judge_without(node, claims, without), Verdict::Fits(_))
+        let pools = pool::gather(self.slices, node).ok()?;
+        let selections = Selections::default();
+        release::find(report, fewer_than, |released| {
+            let verdict = self.verdict(node, &pools, &selections, claims, released);
+            matches!(verdict, Ok(Verdict::Fits(_)))
         })
     }
 
-    fn classes(&self) -> BTreeMap<&'a str, &'a DeviceClass> {
-        let named = self.classes.iter();
-        let named = named.filter_map(|class| Some((class.metadata.name.as_deref()?, class)));
-        named.collect()
-    }
-
-    fn judge_without(
+    /// The verdict without the claims that are released.
+    fn verdict(
         &self,
         node: &Node,
-        claims: &[&'a ResourceClaim],
-        released: &[&str],
-    ) -> Verdict {
-        self.try_judge(node, claims, released)
-            .unwrap_or_else(Verdict::Problem)
-    }
-
-    fn try_judge(
-        &self,
-        node: &Node,
+        pools: &[Pool<'a>],
+        selections: &Selections<'a>,
         claims: &[&'a ResourceClaim],
         released: &[&str],
     ) -> Result<Verdict, Problem> {
@@ -117,37 +111,41 @@ impl<'a> Cluster<'a> {
             released.is_empty() || !released.contains(&request::name(claim).as_str())
         });
         let held = Holdings::of(&kept.collect::<Vec<_>>())?;
-        let pools = pool::gather(self.slices, node)?;
-        let classes = self.classes();
-        let wanted = claims.iter().map(|claim| request::read(claim, &classes));
-        let wanted = wanted.collect::<Result<_, _>>()?;
-        let mut search = Search::new(node, &pools, &held, self.selectors, wanted)?;
+        let wanted = self.wanted(claims)?;
+        let mut search = Search::new(node, pools, &held, self.selectors, selections, wanted)?;
         if search.run()? {
-            Ok(Verdict::Fits(self::granted(&search, &pools)))
+            Ok(Verdict::Fits(self::granted(&search, pools)))
         } else {
             Ok(Verdict::DoesNotFit)
         }
     }
 
     fn report(&self, node: &Node, claims: &[&'a ResourceClaim]) -> Result<Report, Problem> {
-        let verdict = self.judge(node, claims);
-        let held = Holdings::of(self.claims)?;
         let pools = pool::gather(self.slices, node)?;
-        let classes = self.classes();
-        let wanted = claims.iter().map(|claim| request::read(claim, &classes));
-        let wanted = wanted.collect::<Result<_, _>>()?;
-        let mut search = Search::new(node, &pools, &held, self.selectors, wanted)?;
+        let selections = Selections::default();
+        let verdict = self.verdict(node, &pools, &selections, claims, &[]);
+        let held = Holdings::of(self.claims)?;
+        let wanted = self.wanted(claims)?;
+        let mut search = Search::new(node, &pools, &held, self.selectors, &selections, wanted)?;
         let requests = report::requests(&mut search, &pools, &held);
         Ok(Report {
             pools: report::pool_problems(&pools),
             // The verdict says what the problem is.
             requests: requests.unwrap_or_default(),
-            verdict,
+            verdict: verdict.unwrap_or_else(Verdict::Problem),
         })
+    }
+
+    fn wanted(&self, claims: &[&'a ResourceClaim]) -> Result<Vec<request::Claim<'a>>, Problem> {
+        let named = self.classes.iter();
+        let named = named.filter_map(|class| Some((class.metadata.name.as_deref()?, class)));
+        let classes: BTreeMap<&'a str, &'a DeviceClass> = named.collect();
+        let wanted = claims.iter().map(|claim| request::read(claim, &classes));
+        wanted.collect()
     }
 }
 
-fn granted(search: &Search<'_, '_>, pools: &[pool::Pool<'_>]) -> Vec<Vec<Granted>> {
+fn granted(search: &Search<'_, '_>, pools: &[Pool<'_>]) -> Vec<Vec<Granted>> {
     let claims = search.claims.iter().zip(&search.chosen);
     let granted = claims.map(|(claim, chosen)| {
         let devices = chosen.iter().map(|chosen| {

@@ -47,6 +47,8 @@ pub enum Command {
     },
     /// A local web page: the GPUs as a map, who waits and why, use and cost; live
     Ui(UiArgs),
+    /// Why a pod or claim waits, by the rules of kube-scheduler, or what it has and who is beside it
+    Explain(ExplainArgs),
     /// The completions of a shell, for `kubectl tranche` and `kubectl-tranche`
     Completion {
         /// The shell
@@ -209,6 +211,13 @@ pub struct ScopeArgs {
     /// Of all namespaces
     #[arg(long, short = 'A')]
     pub all_namespaces: bool,
+}
+
+/// Arguments of `explain`.
+#[derive(Clone, Debug, clap::Args)]
+pub struct ExplainArgs {
+    /// The pod or claim: its name, or pod/NAME or claim/NAME
+    pub name: String,
 }
 
 #[cfg(test)]

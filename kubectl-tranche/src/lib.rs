@@ -21,6 +21,7 @@ pub mod collect;
 pub mod cost;
 pub mod doctor;
 pub mod evidence;
+pub mod explain;
 pub mod facts;
 pub mod get;
 pub mod map;

@@ -9,15 +9,15 @@ use clap::CommandFactory;
 use tranche_driver::cost::{Calculator, CalculatorError, Prices};
 
 use crate::args::{
-    Args, Command, CostArgs, CostCommand, GetArgs, MapArgs, RecommendArgs, ScopeArgs, TopArgs,
-    WatchArgs,
+    Args, Command, CostArgs, CostCommand, ExplainArgs, GetArgs, MapArgs, RecommendArgs, ScopeArgs,
+    TopArgs, WatchArgs,
 };
 use crate::cluster::{Cluster, ConnectError, Connection};
 use crate::model::Model;
 use crate::output::{self, Block, Format, FormatError, Tone, View};
 use crate::recommend::AnswerError;
 use crate::snapshot::{Cause, Gap, Resource, Scope, Snapshot};
-use crate::{collect, cost, doctor, get, map, recommend, top, ui, usage, watch};
+use crate::{collect, cost, doctor, explain, get, map, recommend, top, ui, usage, watch};
 
 /// Why a command has no result: one line.
 #[derive(Debug, thiserror::Error)]
@@ -30,6 +30,8 @@ enum Failure {
     NotFound(#[from] get::NotFound),
     #[error(transparent)]
     Ui(#[from] ui::UiError),
+    #[error(transparent)]
+    Explain(#[from] explain::Error),
     #[error(transparent)]
     Format(#[from] FormatError),
     #[error(transparent)]
@@ -74,6 +76,7 @@ async fn dispatch(args: Args) -> Result<ExitCode, Failure> {
             Box::pin(ui::serve(&cluster, args.port)).await?;
             Ok(ExitCode::SUCCESS)
         }
+        Command::Explain(explain) => Box::pin(run_explain(&connection, explain, output)).await,
         Command::Completion { shell } => {
             let mut command = Args::command();
             let mut script = Vec::new();
@@ -304,6 +307,18 @@ async fn run_collect(
 fn unreachable(snapshot: &Snapshot) -> Option<&Gap> {
     let mut gaps = snapshot.gaps.iter();
     gaps.find(|gap| matches!(gap.cause, Cause::Unreachable | Cause::Unauthenticated))
+}
+
+async fn run_explain(
+    connection: &Connection,
+    args: ExplainArgs,
+    format: Format,
+) -> Result<ExitCode, Failure> {
+    let cluster = connection.connect().await?;
+    let (facts, snapshot) = Box::pin(explain::read(&cluster, &args.name)).await?;
+    let model = Model::new(&snapshot, &usage());
+    let explanation = explain::explain(&facts, &model);
+    show(&explanation, format, &facts.gaps)
 }
 
 /// The use of GPUs. Nobody serves it yet.

@@ -27,6 +27,12 @@ pub enum Resource {
     Nodes,
     /// The ConfigMap with the prices.
     Prices,
+    /// `devicetaintrules.resource.k8s.io`.
+    DeviceTaintRules,
+    /// `resourceclaimtemplates.resource.k8s.io`.
+    ResourceClaimTemplates,
+    /// `resourcequotas`.
+    ResourceQuotas,
 }
 
 impl Resource {
@@ -42,6 +48,9 @@ impl Resource {
             Self::Pods => "pods",
             Self::Nodes => "nodes",
             Self::Prices => "configmaps",
+            Self::DeviceTaintRules => "devicetaintrules.resource.k8s.io",
+            Self::ResourceClaimTemplates => "resourceclaimtemplates.resource.k8s.io",
+            Self::ResourceQuotas => "resourcequotas",
         }
     }
 

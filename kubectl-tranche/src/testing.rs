@@ -118,11 +118,12 @@ impl World {
             retained: &[],
         };
         let planned = plan(&input).unwrap();
+        let count = planned.slices.len();
         for slice in planned.slices {
             let mut spec = json!({
                 "driver": "gpu.tranche.dev",
                 "nodeName": name,
-                "pool": {"name": planned.pool, "generation": 1, "resourceSliceCount": 1},
+                "pool": {"name": planned.pool, "generation": 1, "resourceSliceCount": count},
             });
             match slice.content {
                 Content::Devices(devices) => spec["devices"] = json!(devices),

@@ -9,8 +9,12 @@ const MOST_TRIES: usize = 2_000;
 /// The largest set that is tried before all holders of one GPU are.
 const MOST_CLAIMS: usize = 3;
 
-/// Tries sets of holders: the smallest first, then all that are in the way of one device, then all of the node.
-pub(super) fn find(report: &Report, fits: impl Fn(&[&str]) -> bool) -> Option<Release> {
+/// Tries sets of fewer holders than `fewer_than`: the smallest first, then all that are in the way of one device, then all of the node.
+pub(super) fn find(
+    report: &Report,
+    fewer_than: usize,
+    fits: impl Fn(&[&str]) -> bool,
+) -> Option<Release> {
     if report.verdict != Verdict::DoesNotFit {
         return None;
     }
@@ -37,7 +41,7 @@ pub(super) fn find(report: &Report, fits: impl Fn(&[&str]) -> bool) -> Option<Re
         smallest,
     };
     let mut proven = 0;
-    'sizes: for size in 1..=MOST_CLAIMS.min(all.len()) {
+    'sizes: for size in 1..=MOST_CLAIMS.min(all.len()).min(fewer_than.saturating_sub(1)) {
         let mut combination: Vec<usize> = (0..size).collect();
         loop {
             let set: Vec<&str> = combination.iter().map(|index| all[*index]).collect();
@@ -51,6 +55,9 @@ pub(super) fn find(report: &Report, fits: impl Fn(&[&str]) -> bool) -> Option<Re
             }
         }
         proven = size;
+    }
+    if fewer_than <= proven + 1 {
+        return None;
     }
     let mut larger: Vec<Vec<&str>> = groups
         .iter()
@@ -73,7 +80,7 @@ pub(super) fn find(report: &Report, fits: impl Fn(&[&str]) -> bool) -> Option<Re
         }
     }
     let smallest = set.len() == proven + 1;
-    Some(release(&set, smallest))
+    (set.len() < fewer_than).then(|| release(&set, smallest))
 }
 
 /// The next combination of the numbers below `count`.

@@ -1,7 +1,7 @@
 //! The search for devices: `allocator_incubating.go` of Kubernetes' allocator, step by step, because the order decides which
 //! devices are allocated, and what is forgotten on the way back decides what fits.
 
-use std::cell::OnceCell;
+use std::cell::{OnceCell, RefCell};
 use std::collections::{BTreeMap, HashMap};
 
 use k8s_openapi::api::core::v1::Node;
@@ -109,6 +109,10 @@ struct Undo<'a> {
     recorded: bool,
 }
 
+/// What selectors say of the devices, by claim, request, alternative and device: it does not depend on what is held.
+pub(super) type Selections<'a> =
+    RefCell<HashMap<(usize, usize, usize, Place), Option<Blocked<'a>>>>;
+
 type Counter<'a> = (usize, &'a str, &'a str);
 
 /// A search, with what it has chosen so far.
@@ -121,7 +125,7 @@ pub(super) struct Search<'a, 'b> {
     free: Vec<BTreeMap<(&'a str, &'a str), Quantity>>,
     devices: Vec<&'b [PoolDevice<'a>]>,
     subjects: Vec<Vec<OnceCell<Subject>>>,
-    selected: HashMap<(usize, usize, usize, Place), Option<Blocked<'a>>>,
+    selections: &'b Selections<'a>,
     /// For each claim, request and alternative with `All`: the devices.
     all: HashMap<(usize, usize, usize), Vec<Place>>,
     pub claims: Vec<Claim<'a>>,
@@ -138,6 +142,7 @@ impl<'a, 'b> Search<'a, 'b> {
         pools: &'b [Pool<'a>],
         held: &'b Holdings<'a>,
         selectors: &'b Selectors,
+        selections: &'b Selections<'a>,
         claims: Vec<Claim<'a>>,
     ) -> Result<Self, Problem> {
         let free = pools.iter().map(|pool| self::free_counters(pool, held));
@@ -159,7 +164,7 @@ impl<'a, 'b> Search<'a, 'b> {
             free: free.collect::<Result<_, _>>()?,
             subjects: subjects.collect(),
             devices,
-            selected: HashMap::new(),
+            selections,
             all: HashMap::new(),
             chosen: claims.iter().map(|_| Vec::new()).collect(),
             claims,
@@ -399,13 +404,13 @@ impl<'a, 'b> Search<'a, 'b> {
     }
 
     /// `isSelectable`.
-    fn selection(&mut self, at: At, place: Place) -> Result<Option<Blocked<'a>>, Problem> {
+    fn selection(&self, at: At, place: Place) -> Result<Option<Blocked<'a>>, Problem> {
         let key = (at.claim, at.request, at.alternative, place);
-        if let Some(known) = self.selected.get(&key) {
+        if let Some(known) = self.selections.borrow().get(&key) {
             return Ok(*known);
         }
         let blocked = self.select(at, place)?;
-        self.selected.insert(key, blocked);
+        self.selections.borrow_mut().insert(key, blocked);
         Ok(blocked)
     }
 

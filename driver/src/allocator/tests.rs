@@ -125,7 +125,7 @@ impl World {
         // The lifetimes of a cluster and of what is asked of it are the same.
         let claim = [claim];
         let report = cluster.explain(&node, &claim);
-        let release = cluster.releases(&node, &claim, &report);
+        let release = cluster.releases(&node, &claim, &report, usize::MAX);
         (report, release)
     }
 }

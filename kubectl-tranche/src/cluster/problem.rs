@@ -63,11 +63,15 @@ fn not_served(resource: Resource) -> String {
         Resource::GpuNodes | Resource::SharingPolicies => format!(
             "Tranche is not installed in this cluster: the API server does not serve {resource}; choose another --context, or install the chart"
         ),
-        Resource::ResourceSlices | Resource::ResourceClaims | Resource::DeviceClasses => format!(
+        Resource::ResourceSlices
+        | Resource::ResourceClaims
+        | Resource::DeviceClasses
+        | Resource::DeviceTaintRules
+        | Resource::ResourceClaimTemplates => format!(
             "the API server does not serve resource.k8s.io/v1, so there are no {}: Tranche needs Kubernetes 1.36 or later",
             resource.as_str().split('.').next().unwrap_or_default()
         ),
-        Resource::Pods | Resource::Nodes | Resource::Prices => {
+        Resource::Pods | Resource::Nodes | Resource::Prices | Resource::ResourceQuotas => {
             format!(
                 "the API server does not serve {resource}: check that --context is a Kubernetes cluster"
             )

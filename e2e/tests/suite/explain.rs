@@ -1,0 +1,400 @@
+//! `kubectl tranche explain` against the live scheduler.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use anyhow::{Context, bail, ensure};
+use k8s_openapi::api::core::v1::{Node as CoreNode, Pod};
+use k8s_openapi::api::resource::v1::{DeviceClass, ResourceClaim, ResourceSlice};
+use kube::Api;
+use kube::api::{DeleteParams, ListParams, Patch, PatchParams, PostParams};
+use kubectl_tranche::cluster::Cluster;
+use kubectl_tranche::explain::{self, Answer, Explanation};
+use kubectl_tranche::model::Model;
+use kubectl_tranche::output::{self, Format};
+use serde_json::{Value, json};
+use tranche_api::names::DRIVER;
+use tranche_e2e::namespace::{Source, manifest};
+use tranche_e2e::{Case, Namespace, Request, run_on_a_node, wait};
+
+/// States of the cluster in which a pod is judged.
+const STATES: usize = 500;
+/// The driver's name of the copied slices.
+const COPY: &str = "explain.example.com";
+/// The most pods that hold something: with more, hardly any fits.
+const MOST_HOLDERS: usize = 24;
+
+async fn explain(case: &Case, namespace: &Namespace, name: &str) -> anyhow::Result<Explanation> {
+    let cluster = Cluster::new(case.client.clone(), namespace.name(), "tranche-system");
+    let (facts, snapshot) = explain::read(&cluster, name).await?;
+    let model = Model::new(&snapshot, &Err("not asked for".to_owned()));
+    Ok(explain::explain(&facts, &model))
+}
+
+fn shown(explanation: &Explanation) -> anyhow::Result<String> {
+    let text = output::text(explanation, Format::Table)?;
+    let mut plain = String::new();
+    let mut is_style = false;
+    for character in text.chars() {
+        match (is_style, character) {
+            (false, '\u{1b}') => is_style = true,
+            (true, 'm') => is_style = false,
+            (false, other) => plain.push(other),
+            (true, _) => {}
+        }
+    }
+    Ok(plain)
+}
+
+/// Random numbers, the same for the same seed.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, count: usize) -> usize {
+        // Knuth's MMIX.
+        self.0 = self
+            .0
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
+        usize::try_from(self.0 >> 33).unwrap_or_default() % count
+    }
+
+    fn of<'a>(&mut self, choices: &[&'a str]) -> &'a str {
+        choices[self.below(choices.len())]
+    }
+}
+
+/// A node without a kubelet that has the devices of the test's node, under the name of a driver that nobody serves: the
+/// scheduler places pods on it, and nothing starts them.
+async fn copy(case: &Case) -> anyhow::Result<String> {
+    let node = case.unique("explain");
+    let renamed = |value: Value| -> anyhow::Result<Value> {
+        let text = value.to_string().replace(DRIVER, COPY);
+        Ok(serde_json::from_str(
+            &text.replace(case.node.name(), &node),
+        )?)
+    };
+    let nodes: Api<CoreNode> = Api::all(case.client.clone());
+    let slices: Api<ResourceSlice> = Api::all(case.client.clone());
+    let classes: Api<DeviceClass> = Api::all(case.client.clone());
+    let taint = json!({"key": COPY, "effect": "NoSchedule"});
+    let object = json!({
+        "metadata": {"name": node, "labels": {"kubernetes.io/hostname": node}},
+        "spec": {"taints": [taint]},
+    });
+    create(case, &nodes, object).await?;
+    let room = json!({"cpu": "1000", "memory": "1000Gi", "pods": "1000"});
+    let status = json!({"status": {"capacity": room, "allocatable": room}});
+    let patch = Patch::Merge(&status);
+    nodes
+        .patch_status(&node, &PatchParams::default(), &patch)
+        .await?;
+    let ours = format!("spec.driver={DRIVER},spec.nodeName={}", case.node.name());
+    for slice in slices.list(&ListParams::default().fields(&ours)).await? {
+        let name = slice.metadata.name.clone().unwrap_or_default();
+        let spec = renamed(json!(slice.spec))?;
+        let name = case.unique(&name);
+        create(
+            case,
+            &slices,
+            json!({"metadata": {"name": name}, "spec": spec}),
+        )
+        .await?;
+    }
+    for class in classes.list(&ListParams::default()).await? {
+        let name = class.metadata.name.clone().unwrap_or_default();
+        if !name.ends_with(DRIVER) {
+            continue;
+        }
+        let spec = json!({"selectors": class.spec.and_then(|spec| spec.selectors)});
+        let copy =
+            json!({"metadata": {"name": name.replace(DRIVER, COPY)}, "spec": renamed(spec)?});
+        create(case, &classes, copy).await?;
+    }
+    Ok(node)
+}
+
+/// A pod that the node without a kubelet accepts.
+fn pod(name: &str, node: &str) -> Value {
+    let mut pod = manifest(name, &[Source::Claim(name)], &["true"]);
+    pod["spec"]["nodeSelector"] = json!({"kubernetes.io/hostname": node});
+    // The node becomes unreachable after a while, too.
+    pod["spec"]["tolerations"] = json!([{"operator": "Exists"}]);
+    pod
+}
+
+/// Creates an object that is deleted after the test.
+async fn create<K>(case: &Case, api: &Api<K>, object: Value) -> anyhow::Result<()>
+where
+    K: kube::Resource<DynamicType = ()>
+        + Clone
+        + std::fmt::Debug
+        + serde::Serialize
+        + serde::de::DeserializeOwned
+        + Send
+        + Sync
+        + 'static,
+{
+    let object: K = serde_json::from_value(object)?;
+    let name = object.meta().name.clone().unwrap_or_default();
+    api.create(&PostParams::default(), &object)
+        .await
+        .with_context(|| format!("creating {name}"))?;
+    let (api, what) = (api.clone(), name.clone());
+    case.afterwards(&what, async move {
+        api.delete(&name, &DeleteParams::default()).await?;
+        Ok(())
+    });
+    Ok(())
+}
+
+/// A request of random kind and size.
+fn any_request(random: &mut Random) -> Value {
+    let class = random.of(&[
+        "capped",
+        "capped",
+        "capped",
+        "concurrent",
+        "timeshared",
+        "exclusive",
+        "partition",
+        "hard",
+        "any",
+    ]);
+    let mut exactly = json!({"deviceClassName": format!("{class}.{COPY}")});
+    let mut amounts = serde_json::Map::new();
+    let sized = matches!(class, "capped" | "concurrent" | "any");
+    if sized && random.below(4) > 0 {
+        let memory = random.of(&[
+            "1Gi", "5Gi", "10Gi", "17Gi", "20Gi", "33Gi", "40Gi", "70Gi", "90Gi",
+        ]);
+        amounts.insert("memory".to_owned(), json!(memory));
+    }
+    if sized && random.below(2) > 0 {
+        amounts.insert(
+            "cores".to_owned(),
+            json!(random.of(&["1", "10", "25", "40", "60", "100"])),
+        );
+    }
+    if !amounts.is_empty() {
+        exactly["capacity"] = json!({"requests": amounts});
+    }
+    match random.below(8) {
+        0 => exactly["count"] = json!(2),
+        1 => {
+            let size = random.of(&["5Gi", "20Gi", "40Gi", "81Gi"]);
+            let expression = format!(
+                "device.capacity[\"{COPY}\"].?memory.orValue(quantity(\"0\")).compareTo(quantity(\"{size}\")) >= 0"
+            );
+            exactly["selectors"] = json!([{"cel": {"expression": expression}}]);
+        }
+        _ => {}
+    }
+    exactly
+}
+
+fn any_claim(random: &mut Random) -> Value {
+    let mut requests = vec![json!({"name": "one", "exactly": any_request(random)})];
+    let mut constraints = json!([]);
+    match random.below(8) {
+        0 => {
+            requests.push(json!({"name": "two", "exactly": any_request(random)}));
+            let kind = random.of(&["matchAttribute", "distinctAttribute"]);
+            constraints = json!([{kind: format!("{COPY}/uuid")}]);
+        }
+        1 => {
+            let alternatives = (0..2).map(|number| {
+                let mut fields = any_request(random);
+                fields["name"] = json!(format!("choice-{number}"));
+                fields
+            });
+            requests =
+                vec![json!({"name": "one", "firstAvailable": alternatives.collect::<Vec<_>>()})];
+        }
+        _ => {}
+    }
+    json!({"devices": {"requests": requests, "constraints": constraints}})
+}
+
+/// Whether the scheduler placed the pod; `None` while it has not looked at it.
+fn placed(pod: &Pod) -> Option<bool> {
+    if pod
+        .spec
+        .as_ref()
+        .is_some_and(|spec| spec.node_name.is_some())
+    {
+        return Some(true);
+    }
+    let mut conditions = pod
+        .status
+        .iter()
+        .flat_map(|status| status.conditions.iter().flatten());
+    let scheduled = conditions.find(|condition| condition.type_ == "PodScheduled")?;
+    (scheduled.reason.as_deref() == Some("Unschedulable")).then_some(false)
+}
+
+/// Removes a pod and its claim, and waits until the claim is gone.
+async fn remove(namespace: &Namespace, name: &str) -> anyhow::Result<()> {
+    let now = DeleteParams::default().grace_period(0);
+    namespace.pods().delete(name, &now).await?;
+    namespace
+        .claims()
+        .delete(name, &DeleteParams::default())
+        .await?;
+    wait::for_one(
+        namespace.claims(),
+        name,
+        "no claim",
+        wait::USUAL,
+        |claim: Option<&ResourceClaim>| claim.is_none().then_some(()),
+    )
+    .await
+}
+
+#[test]
+fn it_agrees_with_the_scheduler_in_500_states() -> anyhow::Result<()> {
+    run_on_a_node(async |case: &Case| {
+        let node = copy(case).await?;
+        let namespace = case.namespace("explain").await?;
+        let seed = uuid::Uuid::new_v4().as_u64_pair().0;
+        println!("states by seed {seed:#x}");
+        let mut random = Random(seed);
+        let mut holders: Vec<String> = Vec::new();
+        let mut counts: BTreeMap<bool, usize> = BTreeMap::new();
+        for state in 0..STATES {
+            if !holders.is_empty() && (holders.len() >= MOST_HOLDERS || random.below(4) == 0) {
+                let index = random.below(holders.len());
+                remove(&namespace, &holders.swap_remove(index)).await?;
+            }
+            let name = format!("state-{state}");
+            let spec = any_claim(&mut random);
+            namespace.claim(&name, &spec).await?;
+            let before = explain(case, &namespace, &format!("claim/{name}")).await?;
+            let fits = before
+                .nodes
+                .iter()
+                .any(|it| it.node == node && it.has_devices);
+            let problem = before.nodes.iter().find_map(|it| it.problem.as_ref());
+            ensure!(problem.is_none(), "state {state}: {problem:?} of {spec}");
+            let pod: Pod = serde_json::from_value(self::pod(&name, &node))?;
+            namespace
+                .pods()
+                .create(&PostParams::default(), &pod)
+                .await?;
+            // What was released a moment ago may reach the scheduler after the pod; it then tries again.
+            let decided = wait::for_one(
+                namespace.pods(),
+                &name,
+                "the scheduler's decision",
+                Duration::from_secs(20),
+                |pod: Option<&Pod>| pod.and_then(placed).filter(|placed| *placed || !fits),
+            )
+            .await;
+            let Ok(decided) = decided else {
+                bail!(
+                    "state {state}: explained as fitting, but it waits: {spec}\n{}",
+                    shown(&before)?
+                );
+            };
+            ensure!(
+                decided == fits,
+                "state {state}: the scheduler placed it: {decided}; {spec}\n{}",
+                shown(&before)?
+            );
+            // It takes longer: whose release would help is searched.
+            if state % 10 == 0 {
+                let after = explain(case, &namespace, &name).await?;
+                let expected = if decided {
+                    Answer::Allocated
+                } else {
+                    Answer::Waits
+                };
+                ensure!(
+                    after.verdict == expected,
+                    "state {state}: {}",
+                    shown(&after)?
+                );
+            }
+            *counts.entry(decided).or_default() += 1;
+            if decided {
+                holders.push(name);
+            } else {
+                remove(&namespace, &name).await?;
+            }
+        }
+        println!("placed or not: {counts:?}");
+        ensure!(
+            counts.values().all(|count| *count > STATES / 10) && counts.len() == 2,
+            "{counts:?}"
+        );
+        Ok(())
+    })
+}
+
+#[test]
+fn what_it_says_of_waiting_and_running_pods() -> anyhow::Result<()> {
+    run_on_a_node(async |case: &Case| {
+        let namespace = case.namespace("why").await?;
+        let [one, two] = [case.gpus[0].uuid.as_str(), case.gpus[1].uuid.as_str()];
+        let first = namespace
+            .idle("first", &Request::capped("40Gi", "40").on(one))
+            .await?;
+        let whole = namespace
+            .idle("whole", &Request::exclusive().on(two))
+            .await?;
+        first.started().await?;
+        whole.started().await?;
+        let waiting = namespace
+            .idle("waiting", &Request::capped("50Gi", "10"))
+            .await?;
+        waiting.has_no_room().await?;
+        let explanation = explain(case, &namespace, "waiting").await?;
+        ensure!(explanation.verdict == Answer::Waits, "{explanation:?}");
+        let text = shown(&explanation)?;
+        let gpu = |uuid: &str| format!("gpu-{}", &uuid["GPU-".len()..][..8]);
+        let claim = async |pod: &str| {
+            anyhow::Ok(explain(case, &namespace, pod).await?.has[0].claim.clone())
+        };
+        let (first_claim, whole_claim) = (claim("first").await?, claim("whole").await?);
+        let namespace_name = namespace.name();
+        for part in [
+            format!("pod {namespace_name}/waiting waits"),
+            "needs 50Gi of memory and 10 of cores, class capped.gpu.tranche.dev".to_owned(),
+            format!("{} has ", gpu(one)),
+            format!(" of memory left, 50Gi needed; held by {namespace_name}/{first_claim} (40Gi)"),
+            format!(
+                "{} serves exclusive to {namespace_name}/{whole_claim}",
+                gpu(two)
+            ),
+            format!(
+                "would fit on node {} after the release of {namespace_name}/",
+                case.node.name()
+            ),
+            "the scheduler says: ".to_owned(),
+        ] {
+            ensure!(text.contains(&part), "{part:?} is not in\n{text}");
+        }
+        // Its release is enough, as was said.
+        let release = explanation
+            .would_fit_after
+            .context("whose release helps")?
+            .release;
+        let released = if release.claims == [format!("{namespace_name}/{first_claim}")] {
+            first
+        } else {
+            whole
+        };
+        released.delete().await?;
+        waiting.started().await?;
+        let text = shown(&explain(case, &namespace, "waiting").await?)?;
+        for part in ["has its devices", "capped, 50Gi, 10 % of the cores of GPU-"] {
+            ensure!(text.contains(part), "{part:?} is not in\n{text}");
+        }
+        let missing = explain(case, &namespace, "wating")
+            .await
+            .map(|it| it.verdict);
+        let message = missing.unwrap_err().to_string();
+        ensure!(message.contains("there is waiting"), "{message}");
+        Ok(())
+    })
+}

@@ -1,0 +1,313 @@
+//! `explain`: why a pod or claim waits, by the rules of kube-scheduler, and what a running one got, from whom.
+//!
+//! ```text
+//!  read ─► Facts ─► pod: what keeps the pod from every node, or from one ──┐
+//!          (I/O)    tranche_driver::allocator: what keeps it from devices ─┴─► Explanation ─► words (table)
+//! ```
+
+mod facts;
+mod pod;
+mod read;
+mod words;
+
+use serde::Serialize;
+use tranche_driver::allocator::{
+    Cluster as Allocator, Granted, PoolProblem, Problem, Release, Report, RequestReport, Selectors,
+    Verdict,
+};
+
+use crate::model::{ClaimDevice, Model};
+
+pub use facts::{Facts, NotFound, Subject};
+pub use read::{Error, read};
+
+/// For so many nodes it is searched whose release would help.
+const MOST_NODES_WITH_RELEASES: usize = 16;
+
+/// The answer.
+#[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Explanation {
+    /// `pod` or `claim`.
+    pub kind: &'static str,
+    /// Its namespace.
+    pub namespace: String,
+    /// Its name.
+    pub name: String,
+    /// In one word.
+    pub verdict: Answer,
+    /// Whether something could not be read, so that the verdict may be wrong.
+    pub is_partial: bool,
+    /// What stands in the way on every node, a line each.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub obstacles: Vec<String>,
+    /// What the scheduler says of the pod itself.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub scheduler: Option<String>,
+    /// What it has.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub has: Vec<Has>,
+    /// The claims that are still to be allocated, `namespace/name`.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub claims: Vec<String>,
+    /// The nodes, seen from these claims.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub nodes: Vec<NodeExplanation>,
+    /// Whose release makes it fit.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub would_fit_after: Option<WouldFit>,
+}
+
+/// The answer in one word.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub enum Answer {
+    /// All claims are allocated.
+    Allocated,
+    /// A node has the devices, and nothing that is known keeps the pod from it.
+    Fits,
+    /// No node has them, or something keeps the pod from every node.
+    Waits,
+    /// The scheduler stops with an error before it looks at the devices.
+    Fails,
+    /// The scheduler may place it, but this program cannot say.
+    Unjudged,
+}
+
+/// A device that a claim has.
+#[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Has {
+    /// The claim's name.
+    pub claim: String,
+    /// The device.
+    #[serde(flatten)]
+    pub device: ClaimDevice,
+    /// The other claims on the same GPU.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub neighbours: Vec<Neighbour>,
+}
+
+/// Another claim on the same GPU.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Neighbour {
+    /// `namespace/name`.
+    pub claim: String,
+    /// Its pods.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub pods: Vec<String>,
+    /// Bytes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub memory: Option<u64>,
+    /// Percent.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cores: Option<u64>,
+}
+
+/// A node, seen from the claims of a pod.
+#[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct NodeExplanation {
+    /// Its name.
+    pub node: String,
+    /// What keeps the pod off the node, whatever devices it has.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub obstacles: Vec<String>,
+    /// Whether the node has the devices.
+    pub has_devices: bool,
+    /// What the scheduler would allocate, for each claim.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub would_get: Vec<Vec<Granted>>,
+    /// Why there is no verdict about the devices.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub problem: Option<String>,
+    /// Pools whose devices are not allocated at present.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub pools: Vec<PoolProblem>,
+    /// Each request with every device.
+    pub requests: Vec<RequestReport>,
+}
+
+/// Whose release makes it fit.
+#[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct WouldFit {
+    /// On which node.
+    pub node: String,
+    /// Which claims.
+    #[serde(flatten)]
+    pub release: Release,
+    /// Whether nodes were left out of the search.
+    pub is_bounded: bool,
+}
+
+/// Explains. The model is of the same objects.
+#[must_use]
+pub fn explain(facts: &Facts, model: &Model) -> Explanation {
+    let wanted = facts.wanted();
+    let mut obstacles = pod::obstacles(facts);
+    let has = self::has(facts, model);
+    let mut explanation = Explanation {
+        kind: facts.subject.kind(),
+        namespace: facts.namespace.clone(),
+        name: facts.subject.name().to_owned(),
+        verdict: Answer::Allocated,
+        is_partial: !facts.gaps.is_empty(),
+        obstacles: Vec::new(),
+        scheduler: facts.scheduler(),
+        has,
+        claims: wanted.iter().map(|claim| facts::full_name(claim)).collect(),
+        nodes: Vec::new(),
+        would_fit_after: None,
+    };
+    if facts.is_placed() {
+        return explanation;
+    }
+    if wanted.is_empty() && obstacles.is_empty() && facts.pod.is_none() {
+        return explanation;
+    }
+    let selectors = Selectors::default();
+    let claims: Vec<_> = facts.claims.iter().collect();
+    let allocator = Allocator {
+        slices: &facts.slices,
+        classes: &facts.classes,
+        claims: &claims,
+        selectors: &selectors,
+    };
+    let mut judged = Vec::new();
+    for node in &facts.nodes {
+        let keeps_off = pod::node_obstacles(facts, node);
+        // The scheduler asks the allocator only of nodes that pass its other filters.
+        let report = allocator.explain(node, &wanted);
+        judged.push((node, keeps_off, report));
+    }
+    explanation.verdict = self::answer(&mut obstacles, &judged);
+    if explanation.verdict == Answer::Waits && obstacles.is_empty() {
+        let open = judged
+            .iter()
+            .filter(|(_, keeps_off, _)| keeps_off.is_empty());
+        let mut fewest: Option<(String, Release)> = None;
+        for (node, _, report) in open.clone().take(MOST_NODES_WITH_RELEASES) {
+            let best = fewest.as_ref();
+            let fewer_than = best.map_or(usize::MAX, |(_, release)| release.claims.len());
+            if let Some(release) = allocator.releases(node, &wanted, report, fewer_than) {
+                let node = node.metadata.name.clone().unwrap_or_default();
+                fewest = Some((node, release));
+            }
+        }
+        explanation.would_fit_after = fewest.map(|(node, release)| WouldFit {
+            node,
+            release,
+            is_bounded: open.count() > MOST_NODES_WITH_RELEASES,
+        });
+    }
+    explanation.obstacles = obstacles;
+    explanation.nodes = judged
+        .into_iter()
+        .map(|(node, obstacles, report)| NodeExplanation::new(node, obstacles, report))
+        .collect();
+    explanation
+}
+
+type Judged<'a> = (&'a k8s_openapi::api::core::v1::Node, Vec<String>, Report);
+
+fn answer(obstacles: &mut Vec<String>, judged: &[Judged<'_>]) -> Answer {
+    if !obstacles.is_empty() {
+        return Answer::Waits;
+    }
+    if judged.is_empty() {
+        obstacles.push("there is no node, or you may not list any".to_owned());
+        return Answer::Waits;
+    }
+    let open = judged
+        .iter()
+        .filter(|(_, keeps_off, _)| keeps_off.is_empty());
+    let problems = open
+        .clone()
+        .filter_map(|(_, _, report)| match &report.verdict {
+            Verdict::Problem(problem) => Some(problem),
+            _ => None,
+        });
+    let mut problems: Vec<&Problem> = problems.collect();
+    // An error on one node ends the attempt on all.
+    problems.sort_by_key(|problem| matches!(problem, Problem::Unjudged(_)));
+    match problems.first() {
+        Some(Problem::Stops(why)) => {
+            obstacles.push(format!("the scheduler stops with an error: {why}"));
+            return Answer::Fails;
+        }
+        Some(Problem::Unjudged(why)) => {
+            obstacles.push(format!("cannot judge: {why}"));
+            return Answer::Unjudged;
+        }
+        None => {}
+    }
+    let fits = |(_, _, report): &&Judged<'_>| matches!(report.verdict, Verdict::Fits(_));
+    if open.clone().any(|it| fits(&it)) {
+        Answer::Fits
+    } else {
+        Answer::Waits
+    }
+}
+
+impl NodeExplanation {
+    fn new(
+        node: &k8s_openapi::api::core::v1::Node,
+        obstacles: Vec<String>,
+        report: Report,
+    ) -> Self {
+        let has_devices = matches!(report.verdict, Verdict::Fits(_));
+        let (would_get, problem) = match report.verdict {
+            Verdict::Fits(granted) => (granted, None),
+            Verdict::DoesNotFit => (Vec::new(), None),
+            Verdict::Problem(problem) => (Vec::new(), Some(problem.to_string())),
+        };
+        Self {
+            node: node.metadata.name.clone().unwrap_or_default(),
+            obstacles,
+            has_devices,
+            would_get,
+            problem,
+            pools: report.pools,
+            requests: report.requests,
+        }
+    }
+}
+
+/// What the claims have, and who else is on the same GPUs.
+fn has(facts: &Facts, model: &Model) -> Vec<Has> {
+    let mut result = Vec::new();
+    for claim in facts.own_claims() {
+        let (namespace, name) = (&claim.metadata.namespace, &claim.metadata.name);
+        let known = model.claims.iter().find(|it| {
+            Some(&it.namespace) == namespace.as_ref() && Some(&it.name) == name.as_ref()
+        });
+        let Some(known) = known else {
+            continue;
+        };
+        for device in &known.devices {
+            let gpu = model
+                .gpus()
+                .find(|(_, gpu)| Some(&gpu.uuid) == device.gpu_uuid.as_ref());
+            let tenants = gpu.iter().flat_map(|(_, gpu)| gpu.tenants());
+            let others = tenants.filter(|tenant| tenant.uid != known.uid);
+            result.push(Has {
+                claim: known.name.clone(),
+                device: device.clone(),
+                neighbours: others
+                    .map(|tenant| Neighbour {
+                        claim: format!("{}/{}", tenant.namespace, tenant.claim),
+                        pods: tenant.pods.clone(),
+                        memory: tenant.device.memory,
+                        cores: tenant.device.cores,
+                    })
+                    .collect(),
+            });
+        }
+    }
+    result
+}
+
+#[cfg(test)]
+mod tests;

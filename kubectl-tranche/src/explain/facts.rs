@@ -1,0 +1,213 @@
+//! What is known of a pod or claim and of the cluster that it waits for.
+
+use std::collections::BTreeSet;
+
+use k8s_openapi::api::core::v1::{Node, Pod, ResourceQuota};
+use k8s_openapi::api::resource::v1::{DeviceClass, ResourceClaim, ResourceSlice};
+
+/// What is asked about.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Subject {
+    /// A pod.
+    Pod(String),
+    /// A claim.
+    Claim(String),
+}
+
+impl Subject {
+    /// `pod` or `claim`.
+    #[must_use]
+    pub const fn kind(&self) -> &'static str {
+        match self {
+            Self::Pod(_) => "pod",
+            Self::Claim(_) => "claim",
+        }
+    }
+
+    /// Its name.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        match self {
+            Self::Pod(name) | Self::Claim(name) => name,
+        }
+    }
+}
+
+/// Nothing has the name that was asked for.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "there is no {kind} {name} in namespace {namespace}{nearest}: check the name and --namespace"
+)]
+pub struct NotFound {
+    /// In words.
+    pub kind: &'static str,
+    /// The name.
+    pub name: String,
+    /// Where it was searched.
+    pub namespace: String,
+    /// A name that is nearly the same, as a part of the sentence.
+    pub nearest: String,
+}
+
+/// What was read.
+#[derive(Clone, Debug)]
+pub struct Facts {
+    /// What is asked about.
+    pub subject: Subject,
+    /// Its namespace.
+    pub namespace: String,
+    /// The pod; for a claim, the pod that waits for it, if there is one.
+    pub pod: Option<Pod>,
+    /// All claims of the cluster.
+    pub claims: Vec<ResourceClaim>,
+    /// The names of the namespace's ResourceClaimTemplates; `None` if they could not be read.
+    pub templates: Option<BTreeSet<String>>,
+    /// All slices of all drivers, with the taints of DeviceTaintRules.
+    pub slices: Vec<ResourceSlice>,
+    /// All DeviceClasses; `None` in [`Facts::gaps`] if they could not be read.
+    pub classes: Vec<DeviceClass>,
+    /// The nodes; without labels and taints if they could not be read.
+    pub nodes: Vec<Node>,
+    /// The namespace's quotas.
+    pub quotas: Vec<ResourceQuota>,
+    /// What could not be read, a line each.
+    pub gaps: Vec<String>,
+}
+
+/// `namespace/name`.
+pub(super) fn full_name(claim: &ResourceClaim) -> String {
+    let namespace = claim.metadata.namespace.as_deref().unwrap_or_default();
+    let name = claim.metadata.name.as_deref().unwrap_or_default();
+    format!("{namespace}/{name}")
+}
+
+/// Where a claim of a pod comes from.
+pub(super) enum Source<'a> {
+    /// A claim by its name.
+    Named(&'a str),
+    /// A claim that was made of a template; `None` while there is none.
+    Template(&'a str, Option<&'a str>),
+    /// The template made none on purpose.
+    Nothing,
+}
+
+/// A pod's claims: their name in the pod, and where they come from.
+pub(super) fn sources(pod: &Pod) -> Vec<(&str, Source<'_>)> {
+    let statuses = pod.status.as_ref();
+    let statuses = statuses.and_then(|status| status.resource_claim_statuses.as_ref());
+    let claims = pod
+        .spec
+        .as_ref()
+        .and_then(|spec| spec.resource_claims.as_ref());
+    let sources = claims.into_iter().flatten().filter_map(|claim| {
+        let made = statuses
+            .into_iter()
+            .flatten()
+            .find(|it| it.name == claim.name);
+        let source = match (
+            &claim.resource_claim_name,
+            &claim.resource_claim_template_name,
+        ) {
+            (Some(name), _) => Source::Named(name),
+            (None, Some(template)) => match made {
+                Some(made) => match &made.resource_claim_name {
+                    Some(name) => Source::Template(template, Some(name)),
+                    None => Source::Nothing,
+                },
+                None => Source::Template(template, None),
+            },
+            (None, None) => return None,
+        };
+        Some((claim.name.as_str(), source))
+    });
+    sources.collect()
+}
+
+/// Whether a pod has a node.
+pub(super) fn is_placed(pod: &Pod) -> bool {
+    let node = pod.spec.as_ref().and_then(|spec| spec.node_name.as_ref());
+    node.is_some_and(|name| !name.is_empty())
+}
+
+impl Facts {
+    /// Those of the pod.
+    pub(super) fn sources(&self) -> Vec<(&str, Source<'_>)> {
+        self.pod.as_ref().map(self::sources).unwrap_or_default()
+    }
+
+    /// A claim of the namespace.
+    pub(super) fn claim(&self, name: &str) -> Option<&ResourceClaim> {
+        self.claims.iter().find(|claim| {
+            claim.metadata.namespace.as_ref() == Some(&self.namespace)
+                && claim.metadata.name.as_deref() == Some(name)
+        })
+    }
+
+    /// The pod's claims, or the claim.
+    pub(super) fn own_claims(&self) -> Vec<&ResourceClaim> {
+        if let (Subject::Claim(name), None) = (&self.subject, &self.pod) {
+            return self.claim(name).into_iter().collect();
+        }
+        let names = self
+            .sources()
+            .into_iter()
+            .filter_map(|(_, source)| match source {
+                Source::Named(name) | Source::Template(_, Some(name)) => Some(name),
+                Source::Template(_, None) | Source::Nothing => None,
+            });
+        names.filter_map(|name| self.claim(name)).collect()
+    }
+
+    /// Those that are not allocated, in the order of the scheduler.
+    pub(super) fn wanted(&self) -> Vec<&ResourceClaim> {
+        let own = self.own_claims().into_iter();
+        own.filter(|claim| !is_allocated(claim)).collect()
+    }
+
+    /// Whether the pod has a node.
+    pub(super) fn is_placed(&self) -> bool {
+        self.pod.as_ref().is_some_and(self::is_placed)
+    }
+
+    /// The scheduler's own message.
+    pub(super) fn scheduler(&self) -> Option<String> {
+        let status = self.pod.as_ref()?.status.as_ref()?;
+        let mut conditions = status.conditions.iter().flatten();
+        let condition = conditions.find(|it| it.type_ == "PodScheduled")?;
+        let waits = condition.status == "False";
+        condition
+            .message
+            .clone()
+            .filter(|message| waits && !message.is_empty())
+    }
+}
+
+pub(super) fn is_allocated(claim: &ResourceClaim) -> bool {
+    claim
+        .status
+        .as_ref()
+        .is_some_and(|status| status.allocation.is_some())
+}
+
+/// The name that is nearest to one that does not exist, if it is near.
+pub(super) fn nearest<'a>(name: &str, names: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+    let near = names.map(|other| (distance(name, other), other));
+    let (distance, other) = near.min()?;
+    (distance <= 2.max(name.len() / 4)).then_some(other)
+}
+
+/// How many characters must be added, removed or replaced.
+fn distance(one: &str, other: &str) -> usize {
+    let other: Vec<char> = other.chars().collect();
+    let mut row: Vec<usize> = (0..=other.len()).collect();
+    for (line, character) in one.chars().enumerate() {
+        let mut diagonal = line;
+        row[0] = line + 1;
+        for (column, own) in other.iter().enumerate() {
+            let replaced = diagonal + usize::from(character != *own);
+            diagonal = row[column + 1];
+            row[column + 1] = replaced.min(diagonal + 1).min(row[column] + 1);
+        }
+    }
+    row[other.len()]
+}

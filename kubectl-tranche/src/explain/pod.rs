@@ -1,0 +1,246 @@
+//! What keeps a pod from every node or from one, apart from devices.
+
+use k8s_openapi::api::core::v1::{Node, PodSpec, ResourceQuota, Taint, Toleration};
+use k8s_openapi::api::resource::v1::{DeviceRequest, ResourceClaim};
+use tranche_driver::allocator::{selector_matches, term_matches};
+
+use super::facts::{self, Facts, Source, Subject};
+
+/// The most pods that a claim is reserved for.
+const MOST_CONSUMERS: usize = 256;
+
+/// What keeps the pod, or the claim, from every node; a line each.
+pub(super) fn obstacles(facts: &Facts) -> Vec<String> {
+    let mut lines = Vec::new();
+    if let Some(pod) = &facts.pod {
+        let spec = pod.spec.as_ref();
+        let gates = spec.and_then(|spec| spec.scheduling_gates.as_ref());
+        for gate in gates.into_iter().flatten() {
+            lines.push(format!(
+                "the pod has the scheduling gate {}: whoever set it must remove it",
+                gate.name
+            ));
+        }
+    }
+    for (own, source) in facts.sources() {
+        match source {
+            Source::Named(name) if facts.claim(name).is_none() => {
+                lines.push(missing(facts, "ResourceClaim", name));
+            }
+            Source::Template(template, Some(name)) if facts.claim(name).is_none() => {
+                lines.push(format!(
+                    "the claim {name}, made of the template {template}, does not exist any more: delete the pod"
+                ));
+            }
+            Source::Template(template, None) => {
+                lines.push(without_claim(facts, own, template));
+            }
+            _ => {}
+        }
+    }
+    for claim in facts.own_claims() {
+        lines.extend(of_claim(facts, claim));
+    }
+    lines
+}
+
+fn missing(facts: &Facts, kind: &str, name: &str) -> String {
+    let claims = facts
+        .claims
+        .iter()
+        .filter(|claim| claim.metadata.namespace.as_ref() == Some(&facts.namespace));
+    let names = claims.filter_map(|claim| claim.metadata.name.as_deref());
+    let near = facts::nearest(name, names).map(|near| format!("; there is {near}"));
+    format!(
+        "the {kind} {name} does not exist in namespace {}{}",
+        facts.namespace,
+        near.unwrap_or_default()
+    )
+}
+
+/// No claim has been made of a template.
+fn without_claim(facts: &Facts, own: &str, template: &str) -> String {
+    if let Some(templates) = &facts.templates
+        && !templates.contains(template)
+    {
+        let near = facts::nearest(template, templates.iter().map(String::as_str));
+        let near = near
+            .map(|near| format!("; there is {near}"))
+            .unwrap_or_default();
+        return format!(
+            "the ResourceClaimTemplate {template} does not exist in namespace {}{near}",
+            facts.namespace
+        );
+    }
+    let quotas = facts.quotas.iter().filter_map(exhausted);
+    let quotas: Vec<String> = quotas.collect();
+    if quotas.is_empty() {
+        return format!("no claim was made yet of the template {template} for {own}");
+    }
+    format!(
+        "no claim was made of the template {template} for {own}: {}",
+        quotas.join("; ")
+    )
+}
+
+/// A quota that has no room for a claim.
+fn exhausted(quota: &ResourceQuota) -> Option<String> {
+    let status = quota.status.as_ref()?;
+    let (hard, used) = (status.hard.as_ref()?, status.used.as_ref()?);
+    let devices = hard.iter().find_map(|(resource, most)| {
+        let concerns = resource.contains("deviceclass.resource.k8s.io/")
+            || resource == "count/resourceclaims.resource.k8s.io";
+        let amount = |it: &k8s_openapi::apimachinery::pkg::api::resource::Quantity| {
+            tranche_api::Quantity::try_from(it).ok()
+        };
+        let used = used.get(resource)?;
+        let full = amount(used)? >= amount(most)?;
+        (concerns && full).then(|| format!("{resource}: {} of {} used", used.0, most.0))
+    })?;
+    let name = quota.metadata.name.as_deref().unwrap_or_default();
+    Some(format!("the quota {name} is used up ({devices})"))
+}
+
+/// What a claim of the pod lacks on every node.
+fn of_claim(facts: &Facts, claim: &ResourceClaim) -> Vec<String> {
+    let name = claim.metadata.name.as_deref().unwrap_or_default();
+    let mut lines = Vec::new();
+    if claim.metadata.deletion_timestamp.is_some() {
+        lines.push(format!("the claim {name} is being deleted"));
+    }
+    if facts::is_allocated(claim) {
+        let status = claim.status.as_ref();
+        let reserved = status.and_then(|status| status.reserved_for.as_deref());
+        let reserved = reserved.unwrap_or_default();
+        let pod = facts
+            .pod
+            .as_ref()
+            .and_then(|pod| pod.metadata.uid.as_deref());
+        let is_ours = reserved.iter().any(|it| Some(it.uid.as_str()) == pod);
+        if reserved.len() >= MOST_CONSUMERS && !is_ours {
+            lines.push(format!(
+                "the claim {name} is in use by {MOST_CONSUMERS} pods, the most that are possible"
+            ));
+        }
+        return lines;
+    }
+    let known = |class: &str| {
+        let mut classes = facts.classes.iter();
+        classes.any(|it| it.metadata.name.as_deref() == Some(class))
+    };
+    let devices = claim.spec.as_ref().and_then(|spec| spec.devices.as_ref());
+    for request in devices.iter().flat_map(|it| it.requests.iter().flatten()) {
+        for class in classes(request) {
+            if !known(class) {
+                let names = facts
+                    .classes
+                    .iter()
+                    .filter_map(|it| it.metadata.name.as_deref());
+                let near = facts::nearest(class, names).map(|near| format!("; there is {near}"));
+                lines.push(format!(
+                    "the DeviceClass {class} of request {} does not exist{}",
+                    request.name,
+                    near.unwrap_or_default()
+                ));
+            }
+        }
+    }
+    if facts.pod.is_none() && matches!(facts.subject, Subject::Claim(_)) {
+        lines.push(format!(
+            "no pod that waits uses the claim {name}: the scheduler allocates it for the first that does"
+        ));
+    }
+    lines
+}
+
+fn classes(request: &DeviceRequest) -> Vec<&str> {
+    if let Some(exactly) = &request.exactly {
+        return vec![&exactly.device_class_name];
+    }
+    let alternatives = request.first_available.iter().flatten();
+    alternatives
+        .map(|it| it.device_class_name.as_str())
+        .collect()
+}
+
+/// What keeps the pod off one node: the node's taints, the pod's selectors, a claim that is allocated elsewhere.
+pub(super) fn node_obstacles(facts: &Facts, node: &Node) -> Vec<String> {
+    let mut lines = Vec::new();
+    let pod = facts.pod.as_ref().and_then(|pod| pod.spec.as_ref());
+    let tolerations = pod
+        .and_then(|pod| pod.tolerations.as_deref())
+        .unwrap_or_default();
+    let spec = node.spec.as_ref();
+    let unschedulable = Taint {
+        key: "node.kubernetes.io/unschedulable".to_owned(),
+        effect: "NoSchedule".to_owned(),
+        ..Taint::default()
+    };
+    let is_cordoned = spec.is_some_and(|spec| spec.unschedulable == Some(true));
+    if is_cordoned && !tolerations.iter().any(|it| tolerates(it, &unschedulable)) {
+        lines.push("the node is cordoned".to_owned());
+    }
+    let taints = spec
+        .and_then(|spec| spec.taints.as_deref())
+        .unwrap_or_default();
+    let prevents = |taint: &&Taint| {
+        let effect = taint.effect.as_str();
+        matches!(effect, "NoSchedule" | "NoExecute")
+            && !(is_cordoned && taint.key == unschedulable.key)
+            && !tolerations.iter().any(|it| tolerates(it, taint))
+    };
+    for taint in taints.iter().filter(prevents) {
+        let value = taint.value.as_deref().filter(|value| !value.is_empty());
+        let value = value.map(|value| format!("={value}")).unwrap_or_default();
+        lines.push(format!(
+            "the node's taint {}{value}:{}",
+            taint.key, taint.effect
+        ));
+    }
+    if let Some(pod) = pod {
+        lines.extend(unselected(pod, node));
+    }
+    for claim in facts.own_claims() {
+        let allocation = claim.status.as_ref().and_then(|it| it.allocation.as_ref());
+        let selector = allocation.and_then(|allocation| allocation.node_selector.as_ref());
+        if selector.is_some_and(|selector| !selector_matches(selector, node)) {
+            let name = claim.metadata.name.as_deref().unwrap_or_default();
+            lines.push(format!("the claim {name} is allocated on another node"));
+        }
+    }
+    lines
+}
+
+fn unselected(pod: &PodSpec, node: &Node) -> Option<String> {
+    let labels = node.metadata.labels.as_ref();
+    let own = |key: &String| labels.and_then(|labels| labels.get(key));
+    let mut wanted = pod.node_selector.iter().flatten();
+    if let Some((key, value)) = wanted.find(|(key, value)| own(key) != Some(value)) {
+        return Some(format!("the pod's nodeSelector {key}={value}"));
+    }
+    let affinity = pod.affinity.as_ref()?.node_affinity.as_ref()?;
+    let required = affinity
+        .required_during_scheduling_ignored_during_execution
+        .as_ref()?;
+    let matches = required
+        .node_selector_terms
+        .iter()
+        .any(|term| term_matches(term, node));
+    (!matches).then(|| "the pod's node affinity".to_owned())
+}
+
+/// As the scheduler's TaintToleration does.
+fn tolerates(toleration: &Toleration, taint: &Taint) -> bool {
+    let given = |text: &Option<String>| text.clone().filter(|text| !text.is_empty());
+    if given(&toleration.effect).is_some_and(|effect| effect != taint.effect) {
+        return false;
+    }
+    if given(&toleration.key).is_some_and(|key| key != taint.key) {
+        return false;
+    }
+    match toleration.operator.as_deref().unwrap_or_default() {
+        "" | "Equal" => given(&toleration.value) == given(&taint.value),
+        "Exists" => true,
+        _ => false,
+    }
+}

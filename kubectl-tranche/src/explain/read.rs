@@ -1,0 +1,201 @@
+//! Reads what an explanation is made of.
+
+use std::collections::BTreeSet;
+use std::fmt::Debug;
+
+use futures::future::{join3, join4};
+use k8s_openapi::api::core::v1::{Node, Pod, ResourceQuota};
+use k8s_openapi::api::resource::v1::{DeviceTaintRule, ResourceClaimTemplate, ResourceSlice};
+use kube::Api;
+use kube::api::ListParams;
+use serde::de::DeserializeOwned;
+use tranche_api::names::DRIVER;
+use tranche_driver::allocator::add_taint_rules;
+
+use super::facts::{self, Facts, NotFound, Source, Subject};
+use crate::cluster::{Cluster, gap};
+use crate::snapshot::{Gap, Resource, Scope, Snapshot};
+
+/// Why nothing can be explained.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// What stands in the way of any result.
+    #[error("{}", .0.message)]
+    Gap(Gap),
+    /// There is nothing of the name.
+    #[error(transparent)]
+    NotFound(#[from] NotFound),
+}
+
+/// Objects of a kind, or why there are none.
+type Read<T> = Result<Vec<T>, Gap>;
+
+async fn list<T>(resource: Resource, api: Api<T>) -> Read<T>
+where
+    T: Clone + Debug + DeserializeOwned,
+{
+    let mut objects = Vec::new();
+    let mut params = ListParams::default().limit(500);
+    loop {
+        let page = api
+            .list(&params)
+            .await
+            .map_err(|error| gap(resource, &error))?;
+        objects.extend(page.items);
+        match page.metadata.continue_.filter(|token| !token.is_empty()) {
+            Some(token) => params.continue_token = Some(token),
+            None => return Ok(objects),
+        }
+    }
+}
+
+/// Reads. `name` is `pod/NAME`, `claim/NAME`, or a name of either; a pod has precedence.
+pub async fn read(cluster: &Cluster, name: &str) -> Result<(Facts, Snapshot), Error> {
+    let namespace = cluster.namespace.clone();
+    let (kind, name) = match name.split_once('/') {
+        Some(("pod" | "pods" | "po", name)) => (Some("pod"), name),
+        Some(("claim" | "claims" | "resourceclaim" | "resourceclaims", name)) => {
+            (Some("claim"), name)
+        }
+        _ => (None, name),
+    };
+    let asked = [
+        Resource::GpuNodes,
+        Resource::ResourceClaims,
+        Resource::DeviceClasses,
+        Resource::Nodes,
+    ];
+    let client = || cluster.client();
+    let (mut snapshot, lists, pods) = join3(
+        Box::pin(cluster.read(&asked, Scope::All)),
+        Box::pin(join4(
+            list::<ResourceSlice>(Resource::ResourceSlices, Api::all(client())),
+            list::<DeviceTaintRule>(Resource::DeviceTaintRules, Api::all(client())),
+            list::<ResourceClaimTemplate>(
+                Resource::ResourceClaimTemplates,
+                Api::namespaced(client(), &namespace),
+            ),
+            list::<ResourceQuota>(
+                Resource::ResourceQuotas,
+                Api::namespaced(client(), &namespace),
+            ),
+        )),
+        list::<Pod>(Resource::Pods, Api::namespaced(client(), &namespace)),
+    )
+    .await;
+    let (slices, rules, templates, quotas) = lists;
+    let mut missing = Vec::new();
+    let mut slices = slices.unwrap_or_else(|gap| {
+        snapshot.gaps.push(gap);
+        Vec::new()
+    });
+    if let Some(gap) = snapshot.obstacle() {
+        return Err(Error::Gap(gap.clone()));
+    }
+    let pods = pods.unwrap_or_else(|gap| {
+        missing.push(gap.message);
+        Vec::new()
+    });
+    let rules = rules.unwrap_or_else(|gap| {
+        missing.push(gap.message);
+        Vec::new()
+    });
+    // Without these two, a line says less; the verdict is the same.
+    let templates = templates.ok().map(|templates| {
+        let names = templates.into_iter().filter_map(|it| it.metadata.name);
+        names.collect::<BTreeSet<_>>()
+    });
+    let quotas = quotas.unwrap_or_default();
+    let ours = slices.iter().filter(|slice| slice.spec.driver == DRIVER);
+    snapshot.slices = ours.cloned().collect();
+    add_taint_rules(&rules, &mut slices);
+    let nodes = match snapshot.gap(Resource::Nodes) {
+        Some(_) => named_nodes(&slices),
+        None => snapshot.nodes.clone(),
+    };
+    let subject = subject(kind, name, &namespace, &pods, &snapshot)?;
+    let pod = match &subject {
+        Subject::Pod(name) => {
+            let mut pods = pods.into_iter();
+            pods.find(|pod| pod.metadata.name.as_ref() == Some(name))
+        }
+        Subject::Claim(name) => self::waiting_pod(pods, name),
+    };
+    let gaps = snapshot.gaps.iter().map(|gap| gap.message.clone());
+    let facts = Facts {
+        subject,
+        namespace,
+        pod,
+        claims: snapshot.claims.clone(),
+        templates,
+        slices,
+        classes: snapshot.classes.clone(),
+        nodes,
+        quotas,
+        gaps: gaps.chain(missing).collect(),
+    };
+    Ok((facts, snapshot))
+}
+
+/// Nodes as far as slices name them.
+fn named_nodes(slices: &[ResourceSlice]) -> Vec<Node> {
+    let names: BTreeSet<&String> = slices
+        .iter()
+        .filter_map(|it| it.spec.node_name.as_ref())
+        .collect();
+    let node = |name: &String| {
+        let mut node = Node::default();
+        node.metadata.name = Some(name.clone());
+        node
+    };
+    names.into_iter().map(node).collect()
+}
+
+/// What the name is of. For a claim that waits, the pod that waits for it is explained with it.
+fn subject(
+    kind: Option<&'static str>,
+    name: &str,
+    namespace: &str,
+    pods: &[Pod],
+    snapshot: &Snapshot,
+) -> Result<Subject, NotFound> {
+    let pod_names = || pods.iter().filter_map(|pod| pod.metadata.name.as_deref());
+    let claim_names = || {
+        let claims = snapshot.claims.iter();
+        let here = claims.filter(|it| it.metadata.namespace.as_deref() == Some(namespace));
+        here.filter_map(|claim| claim.metadata.name.as_deref())
+    };
+    if kind != Some("claim") && pod_names().any(|it| it == name) {
+        return Ok(Subject::Pod(name.to_owned()));
+    }
+    if kind != Some("pod") && claim_names().any(|it| it == name) {
+        return Ok(Subject::Claim(name.to_owned()));
+    }
+    let near = match kind {
+        Some("pod") => facts::nearest(name, pod_names()),
+        Some(_) => facts::nearest(name, claim_names()),
+        None => facts::nearest(name, pod_names().chain(claim_names())),
+    };
+    Err(NotFound {
+        kind: kind.unwrap_or("pod or claim"),
+        name: name.to_owned(),
+        namespace: namespace.to_owned(),
+        nearest: near
+            .map(|near| format!("; there is {near}"))
+            .unwrap_or_default(),
+    })
+}
+
+/// The first pod without a node that uses a claim.
+fn waiting_pod(pods: Vec<Pod>, claim: &str) -> Option<Pod> {
+    let uses = |pod: &Pod| {
+        facts::sources(pod)
+            .into_iter()
+            .any(|(_, source)| match source {
+                Source::Named(name) | Source::Template(_, Some(name)) => name == claim,
+                Source::Template(_, None) | Source::Nothing => false,
+            })
+    };
+    let mut pods = pods.into_iter();
+    pods.find(|pod| !facts::is_placed(pod) && uses(pod))
+}

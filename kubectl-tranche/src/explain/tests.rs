@@ -1,0 +1,260 @@
+//! What is said of pods and claims.
+
+use std::collections::BTreeMap;
+
+use k8s_openapi::api::core::v1::Pod;
+use serde_json::{Value, json};
+
+use super::*;
+use crate::output::{Format, text};
+use crate::testing::{World, busy, object, share, uuid, whole};
+
+/// Adds a pod that uses claims by name.
+fn pod(world: &mut World, name: &str, claims: &[&str], spec: &Value) {
+    let (namespace, name) = name.split_once('/').unwrap();
+    let claims = claims.iter().enumerate().map(
+        |(number, claim)| json!({"name": format!("gpu-{number}"), "resourceClaimName": claim}),
+    );
+    let mut pod = json!({
+        "metadata": {"namespace": namespace, "name": name, "uid": format!("uid-{namespace}-{name}")},
+        "spec": {"containers": [], "resourceClaims": claims.collect::<Vec<_>>()},
+    });
+    pod["spec"]
+        .as_object_mut()
+        .unwrap()
+        .extend(spec.as_object().unwrap().clone());
+    world.pods.push(object::<Pod>(pod));
+}
+
+/// The nodes of a world; `taints` by node.
+fn nodes(world: &mut World, taints: &BTreeMap<&str, Value>) {
+    let names = ["node-a", "node-b"];
+    let nodes = names.map(|name| {
+        json!({
+            "metadata": {"name": name, "labels": {"zone": name}},
+            "spec": {"taints": taints.get(name).cloned().unwrap_or(json!([]))},
+        })
+    });
+    let list = json!({"metadata": {}, "items": nodes});
+    world.others.insert("/api/v1/nodes".to_owned(), list);
+}
+
+fn empty_lists(world: &mut World, namespace: &str) {
+    let none = json!({"metadata": {}, "items": []});
+    for path in [
+        "/apis/resource.k8s.io/v1/devicetaintrules".to_owned(),
+        format!("/apis/resource.k8s.io/v1/namespaces/{namespace}/resourceclaimtemplates"),
+        format!("/api/v1/namespaces/{namespace}/resourcequotas"),
+    ] {
+        world.others.entry(path).or_insert_with(|| none.clone());
+    }
+}
+
+async fn explained(world: &mut World, name: &str) -> Result<Explanation, String> {
+    empty_lists(world, "team-a");
+    if !world.others.contains_key("/api/v1/nodes") {
+        nodes(world, &BTreeMap::new());
+    }
+    let read = read(&world.cluster(), name).await;
+    let (facts, snapshot) = read.map_err(|error| error.to_string())?;
+    let model = Model::new(&snapshot, &Err(String::new()));
+    Ok(explain(&facts, &model))
+}
+
+fn shown(explanation: &Explanation) -> String {
+    let text = text(explanation, Format::Table).unwrap();
+    anstream::adapter::strip_str(&text).to_string()
+}
+
+/// A claim for a share of 40Gi, and a pod that waits for it.
+fn waiting(world: &mut World) {
+    let mut classes = world.classes.clone();
+    classes.clear();
+    for (name, isolation) in [("capped", "capped"), ("exclusive", "exclusive")] {
+        let expression =
+            format!("device.attributes[\"gpu.tranche.dev\"].isolation == \"{isolation}\"");
+        classes.push(object(json!({
+            "metadata": {"name": format!("{name}.gpu.tranche.dev")},
+            "spec": {"selectors": [{"cel": {"expression": expression}}]},
+        })));
+    }
+    world.classes = classes;
+    world.claims.push(object(json!({
+        "metadata": {"namespace": "team-a", "name": "large", "uid": "uid-large"},
+        "spec": {"devices": {"requests": [{"name": "gpu", "exactly": {
+            "deviceClassName": "capped.gpu.tranche.dev",
+            "capacity": {"requests": {"memory": "40Gi"}},
+        }}]}},
+    })));
+    pod(world, "team-a/large", &["large"], &json!({}));
+}
+
+#[tokio::test]
+async fn a_pod_that_waits_is_told_what_each_gpu_lacks_and_whose_release_helps() {
+    let mut world = busy();
+    waiting(&mut world);
+    let taint = json!([{"key": "repair", "value": "now", "effect": "NoSchedule"}]);
+    nodes(&mut world, &BTreeMap::from([("node-b", taint)]));
+    let explanation = explained(&mut world, "large").await.unwrap();
+    assert_eq!(explanation.verdict, Answer::Waits);
+    let text = shown(&explanation);
+    for part in [
+        "pod team-a/large waits\n",
+        "needs 40Gi of memory, class capped.gpu.tranche.dev (team-a/large, request gpu)",
+        "node node-a: gpu-a0000000 has ",
+        " of memory left, 40Gi needed; held by team-a/notebook (20Gi) and team-b/training (40Gi)",
+        "node node-a: gpu-a0000001 serves partition 3g.40gb to team-a/left and team-a/right",
+        "node node-b: the node's taint repair=now:NoSchedule",
+        // The other share's 20Gi are not enough.
+        "would fit on node node-a after the release of team-b/training\n",
+    ] {
+        assert!(text.contains(part), "{part:?} is not in\n{text}");
+    }
+}
+
+#[tokio::test]
+async fn a_whole_gpu_in_use_is_named_with_its_holder() {
+    let mut world = World::new();
+    let card = |name: &str, node: &str| whole(node, name);
+    world.claim("team-b/one", &["one"], &[card("gpu-a0000000", "node-a")]);
+    world.claim("team-b/two", &["two"], &[card("gpu-a0000001", "node-a")]);
+    world.claim(
+        "team-c/three",
+        &["three"],
+        &[share("node-b", "gpu-b0000000-capped", "1Gi", "1")],
+    );
+    waiting(&mut world);
+    let explanation = explained(&mut world, "claim/large").await.unwrap();
+    let text = shown(&explanation);
+    for part in [
+        "claim team-a/large waits\n",
+        "node node-a: gpu-a0000000 serves exclusive to team-b/one",
+        "would fit on node node-a after the release of team-b/one",
+    ] {
+        assert!(text.contains(part), "{part:?} is not in\n{text}");
+    }
+    // A T4 has less than 40Gi.
+    let node = explanation
+        .nodes
+        .iter()
+        .find(|it| it.node == "node-b")
+        .unwrap();
+    assert!(!node.has_devices, "{node:?}");
+}
+
+#[tokio::test]
+async fn a_pod_that_fits_and_one_that_runs_are_told_what_they_get() {
+    let mut world = busy();
+    world
+        .claims
+        .retain(|claim| claim.metadata.name.as_deref() != Some("training"));
+    waiting(&mut world);
+    let explanation = explained(&mut world, "pod/large").await.unwrap();
+    assert_eq!(explanation.verdict, Answer::Fits);
+    let text = shown(&explanation);
+    assert!(
+        text.contains("node node-a: has room: 40Gi of gpu-a0000000-capped"),
+        "{text}"
+    );
+
+    let mut world = busy();
+    pod(
+        &mut world,
+        "team-a/notebook",
+        &["notebook"],
+        &json!({"nodeName": "node-a"}),
+    );
+    let explanation = explained(&mut world, "notebook").await.unwrap();
+    assert_eq!(explanation.verdict, Answer::Allocated);
+    let text = shown(&explanation);
+    let gpu = uuid('a', 0);
+    for part in [
+        "pod team-a/notebook has its devices".to_owned(),
+        format!("notebook: capped, 20Gi, 25 % of the cores of {gpu} on node node-a"),
+        "beside team-b/training (40Gi, 50 %)".to_owned(),
+    ] {
+        assert!(text.contains(&part), "{part:?} is not in\n{text}");
+    }
+}
+
+#[tokio::test]
+async fn other_obstacles_have_a_line_each() {
+    let mut world = busy();
+    waiting(&mut world);
+    let spec = json!({
+        "schedulingGates": [{"name": "example.com/gate"}],
+        "nodeSelector": {"zone": "node-b"},
+    });
+    pod(&mut world, "team-a/gated", &["lorge"], &spec);
+    world.pods.push(object(json!({
+        "metadata": {"namespace": "team-a", "name": "templated"},
+        "spec": {"containers": [], "resourceClaims": [
+            {"name": "gpu", "resourceClaimTemplateName": "quater-gpu"},
+            {"name": "more", "resourceClaimTemplateName": "quarter-gpu"},
+        ]},
+    })));
+    let template = json!({"metadata": {"name": "quarter-gpu"}, "spec": {"spec": {}}});
+    world.others.insert(
+        "/apis/resource.k8s.io/v1/namespaces/team-a/resourceclaimtemplates".to_owned(),
+        json!({"metadata": {}, "items": [template]}),
+    );
+    let resource = "capped.gpu.tranche.dev.deviceclass.resource.k8s.io/devices";
+    let quota = json!({
+        "metadata": {"name": "gpus"},
+        "status": {"hard": {resource: "2"}, "used": {resource: "2"}},
+    });
+    world.others.insert(
+        "/api/v1/namespaces/team-a/resourcequotas".to_owned(),
+        json!({"metadata": {}, "items": [quota]}),
+    );
+    let text = shown(&explained(&mut world, "gated").await.unwrap());
+    for part in [
+        "scheduling gate example.com/gate",
+        "the ResourceClaim lorge does not exist in namespace team-a; there is large",
+        "node node-a: the pod's nodeSelector zone=node-b",
+    ] {
+        assert!(text.contains(part), "{part:?} is not in\n{text}");
+    }
+    let text = shown(&explained(&mut world, "templated").await.unwrap());
+    for part in [
+        "the ResourceClaimTemplate quater-gpu does not exist in namespace team-a; there is quarter-gpu",
+        "no claim was made of the template quarter-gpu for more: the quota gpus is used up",
+    ] {
+        assert!(text.contains(part), "{part:?} is not in\n{text}");
+    }
+    // A class that does not exist.
+    world
+        .classes
+        .retain(|class| class.metadata.name.as_deref() != Some("capped.gpu.tranche.dev"));
+    world.classes.push(object(
+        json!({"metadata": {"name": "caped.gpu.tranche.dev"}, "spec": {}}),
+    ));
+    let text = shown(&explained(&mut world, "large").await.unwrap());
+    let part = "the DeviceClass capped.gpu.tranche.dev of request gpu does not exist; there is caped.gpu.tranche.dev";
+    assert!(text.contains(part), "{text}");
+}
+
+#[tokio::test]
+async fn what_may_not_be_read_makes_the_verdict_partial() {
+    let mut world = busy();
+    waiting(&mut world);
+    nodes(&mut world, &BTreeMap::new());
+    world
+        .refused
+        .insert("/apis/resource.k8s.io/v1/resourceclaims".to_owned(), 403);
+    world.refused.insert("/api/v1/nodes".to_owned(), 403);
+    let explanation = explained(&mut world, "large").await.unwrap();
+    assert!(explanation.is_partial);
+    let text = shown(&explanation);
+    assert!(
+        text.contains("(partial: not everything could be read)"),
+        "{text}"
+    );
+    // The nodes are those of the slices.
+    assert_eq!(explanation.nodes.len(), 2);
+    // Without the claims of others the GPU looks free enough.
+    assert_eq!(explanation.verdict, Answer::Fits);
+    let error = explained(&mut world, "lrge").await.unwrap_err();
+    let expected = "there is no pod or claim lrge in namespace team-a; there is large: check the name and --namespace";
+    assert_eq!(error, expected);
+}

@@ -1,0 +1,455 @@
+//! The explanation in words, with numbers.
+
+use std::collections::BTreeMap;
+
+use tranche_api::Quantity;
+use tranche_api::names::{DRIVER, OVERSUBSCRIBED};
+use tranche_driver::allocator::{DeviceReport, Granted, Holder, Obstacle, RequestReport};
+use tranche_driver::claim::DeviceName;
+
+use super::{Answer, Explanation, Has, NodeExplanation, WouldFit};
+use crate::output::{Block, Tone, View, bytes};
+
+/// Nodes that are shown.
+const MOST_NODES: usize = 20;
+/// Devices of a request and node that are shown.
+const MOST_DEVICES: usize = 12;
+
+impl View for Explanation {
+    fn blocks(&self, is_wide: bool) -> Vec<Block> {
+        let mut blocks = vec![Block::Line(self.tone(), self.headline())];
+        let line = |text: String| Block::plain(text);
+        blocks.extend(self.obstacles.iter().map(|it| line(format!("  {it}"))));
+        for has in &self.has {
+            blocks.extend(has.lines().into_iter().map(line));
+        }
+        let wants = self.nodes.first().map(|node| &node.requests);
+        for request in wants.into_iter().flatten() {
+            blocks.push(line(format!("  needs {}", needs(request))));
+        }
+        let most = if is_wide { usize::MAX } else { MOST_NODES };
+        for node in self.nodes.iter().take(most) {
+            blocks.extend(node.lines(is_wide).into_iter().map(line));
+        }
+        if self.nodes.len() > most {
+            let rest = self.nodes.len() - most;
+            blocks.push(line(format!(
+                "  and {rest} more nodes: show them with -o wide"
+            )));
+        }
+        if let Some(would) = &self.would_fit_after {
+            blocks.push(Block::Line(Tone::Heading, would.line()));
+        } else if self.verdict == Answer::Waits && self.obstacles.is_empty() {
+            let text = "no release of claims was found that makes it fit";
+            blocks.push(Block::Line(Tone::Heading, format!("  {text}")));
+        }
+        if let Some(scheduler) = &self.scheduler {
+            let text = format!("  the scheduler says: {scheduler}");
+            blocks.push(Block::Line(Tone::Faint, text));
+        }
+        blocks
+    }
+}
+
+impl Explanation {
+    fn tone(&self) -> Tone {
+        match self.verdict {
+            Answer::Allocated | Answer::Fits => Tone::Good,
+            Answer::Waits | Answer::Unjudged => Tone::Warning,
+            Answer::Fails => Tone::Bad,
+        }
+    }
+
+    fn headline(&self) -> String {
+        let Self {
+            kind,
+            namespace,
+            name,
+            ..
+        } = self;
+        let verdict = match self.verdict {
+            Answer::Allocated if self.has.is_empty() => "waits for no GPU",
+            Answer::Allocated => "has its devices",
+            Answer::Fits => "fits: the scheduler should place it now",
+            Answer::Waits => "waits",
+            Answer::Fails => "waits: the scheduler stops with an error",
+            Answer::Unjudged => "waits, and why cannot be said for certain",
+        };
+        let partial = if self.is_partial {
+            " (partial: not everything could be read)"
+        } else {
+            ""
+        };
+        format!("{kind} {namespace}/{name} {verdict}{partial}")
+    }
+}
+
+/// `40Gi of memory and 25 of cores of capped.gpu.tranche.dev`.
+fn needs(request: &RequestReport) -> String {
+    let number = match request.count {
+        Some(1) => String::new(),
+        Some(count) => format!("{count} devices, each "),
+        None => "all devices, each ".to_owned(),
+    };
+    let amounts = request
+        .asks
+        .iter()
+        .map(|(name, amount)| format!("{amount} of {name}"));
+    let amounts: Vec<String> = amounts.collect();
+    let amounts = if amounts.is_empty() {
+        String::new()
+    } else {
+        format!("{}, ", amounts.join(" and "))
+    };
+    format!(
+        "{number}{amounts}class {} ({}, request {})",
+        request.class, request.claim, request.request
+    )
+}
+
+impl NodeExplanation {
+    fn lines(&self, is_wide: bool) -> Vec<String> {
+        let node = &self.node;
+        let mut lines: Vec<String> = Vec::new();
+        for obstacle in &self.obstacles {
+            lines.push(format!("  node {node}: {obstacle}"));
+        }
+        if let Some(problem) = &self.problem {
+            lines.push(format!("  node {node}: {problem}"));
+            return lines;
+        }
+        for pool in &self.pools {
+            lines.push(format!(
+                "  node {node}: no device of the pool {} of {} is allocated: {}",
+                pool.pool, pool.driver, pool.why
+            ));
+        }
+        if self.has_devices {
+            let got = self.would_get.iter().flatten().map(granted);
+            let got: Vec<String> = got.collect();
+            lines.push(format!("  node {node}: has room: {}", got.join(", ")));
+            return lines;
+        }
+        // A node without devices of the kind is no news if the pod is kept off it.
+        if !self.obstacles.is_empty() && !is_wide {
+            return lines;
+        }
+        for request in &self.requests {
+            // The lines about the pools say why there are none.
+            if request.devices.is_empty() && !self.pools.is_empty() {
+                continue;
+            }
+            let several = (self.requests.len() > 1).then_some(request.request.as_str());
+            lines.extend(of_request(node, several, request, is_wide));
+        }
+        lines
+    }
+}
+
+/// Why a node's devices are none for a request: of each GPU that is of the kind, one line.
+fn of_request(
+    node: &str,
+    several: Option<&str>,
+    request: &RequestReport,
+    is_wide: bool,
+) -> Vec<String> {
+    let place = match several {
+        Some(name) => format!("  node {node}, request {name}: "),
+        None => format!("  node {node}: "),
+    };
+    let of_kind = request.devices.iter().filter(|device| {
+        let other = device
+            .obstacle
+            .as_ref()
+            .is_some_and(Obstacle::is_another_kind);
+        !other
+    });
+    // A GPU that serves others is told of once, whatever would be made of it; so is a reason that several devices have.
+    let mut reasons: Vec<Reason> = Vec::new();
+    for device in of_kind {
+        let reason = Reason::new(device);
+        let same_gpu = reasons.iter_mut().find_map(|known| match (known, &reason) {
+            (
+                Reason::Serves { gpu, holders },
+                Reason::Serves {
+                    gpu: own,
+                    holders: more,
+                },
+            ) if gpu == own => Some((holders, more)),
+            _ => None,
+        });
+        if let Some((holders, more)) = same_gpu {
+            holders.extend(more.clone());
+        } else if !reasons.contains(&reason) {
+            reasons.push(reason);
+        }
+    }
+    if reasons.is_empty() {
+        return vec![format!("{place}{}", none_of_kind(request))];
+    }
+    let most = if is_wide { usize::MAX } else { MOST_DEVICES };
+    let rest = reasons.len().saturating_sub(most);
+    let mut lines: Vec<String> = reasons
+        .into_iter()
+        .take(most)
+        .map(|reason| format!("{place}{}", reason.text()))
+        .collect();
+    if rest > 0 {
+        lines.push(format!("{place}and {rest} more: show them with -o wide"));
+    }
+    lines
+}
+
+/// Why a device is none for a request.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Reason {
+    /// A GPU of ours that serves others: the claims with the devices that they have.
+    Serves {
+        gpu: String,
+        holders: BTreeMap<String, String>,
+    },
+    Text(String),
+}
+
+impl Reason {
+    fn new(report: &DeviceReport) -> Self {
+        let (driver, device) = (&report.device.driver, &report.device.device);
+        let Some(obstacle) = &report.obstacle else {
+            let text = "is free, but not together with what else is asked for";
+            return Self::Text(format!("{device} {text}"));
+        };
+        let holders = obstacle.holders();
+        let is_ours = |holder: &Holder| service(&holder.device).is_some();
+        match obstacle {
+            Obstacle::InUse { .. } | Obstacle::Counters { .. }
+                if driver == DRIVER && !holders.is_empty() && holders.iter().all(is_ours) =>
+            {
+                let holders = holders.iter();
+                Self::Serves {
+                    gpu: subject(driver, device),
+                    holders: holders
+                        .map(|it| (it.claim.clone(), it.device.clone()))
+                        .collect(),
+                }
+            }
+            _ => Self::Text(sentence(report, obstacle)),
+        }
+    }
+
+    /// `gpu-2c4d6e8f serves exclusive to team-c/z`.
+    fn text(&self) -> String {
+        let (gpu, holders) = match self {
+            Self::Serves { gpu, holders } => (gpu, holders),
+            Self::Text(text) => return text.clone(),
+        };
+        let mut ways: BTreeMap<String, Vec<String>> = BTreeMap::new();
+        for (claim, device) in holders {
+            let way = service(device).unwrap_or_default();
+            ways.entry(way).or_default().push(claim.clone());
+        }
+        let ways = ways
+            .into_iter()
+            .map(|(way, claims)| format!("{way} to {}", list(claims)));
+        format!("{gpu} serves {}", ways.collect::<Vec<_>>().join(", "))
+    }
+}
+
+/// Of which kind there is none.
+fn none_of_kind(request: &RequestReport) -> String {
+    if request.devices.is_empty() {
+        return "no devices".to_owned();
+    }
+    let selectors = request
+        .devices
+        .iter()
+        .filter_map(|device| match &device.obstacle {
+            Some(Obstacle::NotSelected { selector }) => Some(selector.as_str()),
+            _ => None,
+        });
+    let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
+    for selector in selectors {
+        *counts.entry(selector).or_default() += 1;
+    }
+    match counts.iter().next() {
+        None => format!("no device of class {}", request.class),
+        Some((selector, count)) => {
+            let devices = if *count == 1 { "device" } else { "devices" };
+            format!("the selector is false for {count} {devices} of the class: {selector}")
+        }
+    }
+}
+
+/// `gpu-1f2e3d4c` of a device of ours, the name of another's.
+fn subject(driver: &str, device: &str) -> String {
+    if driver == DRIVER && device.parse::<DeviceName>().is_ok() {
+        return device.splitn(3, '-').take(2).collect::<Vec<_>>().join("-");
+    }
+    device.to_owned()
+}
+
+/// How a device of ours is held: its tier, or its profile.
+fn service(device: &str) -> Option<String> {
+    let name: DeviceName = device.parse().ok()?;
+    Some(match name.place() {
+        Some(place) => format!("partition {}", place.profile),
+        None if name.oversubscription().is_some() => OVERSUBSCRIBED.to_owned(),
+        None => name.tier().to_string(),
+    })
+}
+
+fn sentence(report: &DeviceReport, obstacle: &Obstacle) -> String {
+    let driver = report.device.driver.as_str();
+    let device = report.device.device.as_str();
+    let gpu = subject(driver, device);
+    match obstacle {
+        Obstacle::InUse { holders } => format!("{gpu} is in use by {}", names(holders)),
+        Obstacle::TooLittle {
+            capacity,
+            wanted,
+            left,
+            total,
+            holders,
+        } => {
+            let amount = left_of(capacity, *left, *total);
+            if holders.is_empty() {
+                format!("{gpu} has {amount}, {wanted} needed: it never has more")
+            } else {
+                format!(
+                    "{gpu} has {amount}, {wanted} needed; held by {}",
+                    with_amounts(holders)
+                )
+            }
+        }
+        Obstacle::Counters {
+            counter_set,
+            counter,
+            wanted,
+            left,
+            holders,
+        } => {
+            let mut text = format!(
+                "{gpu} needs {wanted} of {counter} of {counter_set}, which has {left} left"
+            );
+            if !holders.is_empty() {
+                text = format!("{text}; held by {}", names(holders));
+            }
+            text
+        }
+        Obstacle::Taint { key, value, effect } => {
+            let value = value
+                .as_ref()
+                .map(|value| format!("={value}"))
+                .unwrap_or_default();
+            format!("{gpu} has the taint {key}{value}:{effect}")
+        }
+        Obstacle::NoSuchCapacity { capacity } => format!("{device} has no capacity {capacity}"),
+        Obstacle::AgainstPolicy {
+            capacity,
+            wanted,
+            most,
+        } => match most {
+            Some(most) => {
+                format!("{gpu} gives at most {most} of {capacity} to one claim, {wanted} needed")
+            }
+            None => format!(
+                "{gpu} gives no {wanted} of {capacity}: its request policy has other amounts"
+            ),
+        },
+        Obstacle::Constraint { constraint } => {
+            format!("{device} does not satisfy the constraint {constraint}")
+        }
+        Obstacle::NotOfClass { .. } | Obstacle::NotSelected { .. } | Obstacle::OtherNode => {
+            format!("{device} is of another kind")
+        }
+    }
+}
+
+fn left_of(capacity: &str, left: Quantity, total: Quantity) -> String {
+    format!("{left} of {total} of {capacity} left")
+}
+
+/// `team-a/x, team-b/y and team-c/z`.
+fn list(mut parts: Vec<String>) -> String {
+    parts.dedup();
+    match parts.pop() {
+        None => "nobody".to_owned(),
+        Some(last) if parts.is_empty() => last,
+        Some(last) => format!("{} and {last}", parts.join(", ")),
+    }
+}
+
+fn names(holders: &[Holder]) -> String {
+    list(holders.iter().map(|holder| holder.claim.clone()).collect())
+}
+
+fn with_amounts(holders: &[Holder]) -> String {
+    let parts = holders.iter().map(|holder| match holder.amount {
+        Some(amount) => format!("{} ({amount})", holder.claim),
+        None => holder.claim.clone(),
+    });
+    list(parts.collect())
+}
+
+fn granted(granted: &Granted) -> String {
+    let device = &granted.device.device;
+    let memory = granted.consumed.get("memory");
+    match (granted.share, memory) {
+        (true, Some(memory)) => format!("{memory} of {device}"),
+        (true, None) => format!("a share of {device}"),
+        (false, _) => device.clone(),
+    }
+}
+
+impl WouldFit {
+    fn line(&self) -> String {
+        let claims = list(self.release.claims.clone());
+        let how = if self.release.smallest && !self.is_bounded {
+            ""
+        } else {
+            "; the search is bounded, so fewer may do"
+        };
+        format!(
+            "  would fit on node {} after the release of {claims}{how}",
+            self.node
+        )
+    }
+}
+
+impl Has {
+    fn lines(&self) -> Vec<String> {
+        let device = &self.device;
+        let mut parts = vec![device.profile.as_ref().map_or_else(
+            || device.tier.to_string(),
+            |profile| format!("{} {profile}", device.tier),
+        )];
+        parts.extend(device.memory.map(bytes));
+        parts.extend(device.cores.map(|cores| format!("{cores} % of the cores")));
+        let gpu = device.gpu_uuid.as_deref().unwrap_or(&device.device);
+        let ready = if device.is_ready {
+            ""
+        } else {
+            ", not prepared yet"
+        };
+        let mut lines = vec![format!(
+            "  {}: {} of {gpu} on node {}{ready}",
+            self.claim,
+            parts.join(", "),
+            device.node
+        )];
+        for neighbour in &self.neighbours {
+            let mut parts = Vec::new();
+            parts.extend(neighbour.memory.map(bytes));
+            parts.extend(neighbour.cores.map(|cores| format!("{cores} %")));
+            let amounts = if parts.is_empty() {
+                String::new()
+            } else {
+                format!(" ({})", parts.join(", "))
+            };
+            lines.push(format!("    beside {}{amounts}", neighbour.claim));
+        }
+        if self.neighbours.is_empty() {
+            lines.push("    nobody else is on this GPU".to_owned());
+        }
+        lines
+    }
+}
