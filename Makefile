@@ -1,6 +1,8 @@
 # One line per target: what each does is in the script or crate that it calls. `make help` lists them.
 # WORKERS, GPUS, GPU_MODEL and the others of e2e/kind/README.md go through the environment.
 .DEFAULT_GOAL := help
+# Link-time optimization of our programs. It takes as long as all the rest of their build: tests do without.
+export LTO ?= thin
 export PATH := $(CURDIR)/target/cluster/bin:$(PATH)
 .NOTPARALLEL:
 .PHONY: help build shim simulator gpu-kit image cluster-up cluster-down demo demo-down test lint unit e2e bench bench-scale tools clean
@@ -9,7 +11,7 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-13s %s\n", $$1, $$2}' Makefile
 
 build: ## the node plugin, the controller, the MPS supervisor, the container hook, `tranche` and `kubectl tranche`, in target/release
-	cargo build --release -p tranche-kubelet-plugin -p tranche-controller -p tranche-mps -p tranche-cli -p tranche-kubectl
+	CARGO_PROFILE_RELEASE_LTO=$(LTO) cargo build --release -p tranche-kubelet-plugin -p tranche-controller -p tranche-mps -p tranche-cli -p tranche-kubectl
 	kubelet-plugin/hook/build
 
 shim: ## libcuda.so.1 and libnvidia-ml.so.1 for capped shares, in target/shim
@@ -37,6 +39,7 @@ demo: cluster-up ## the tiers side by side on two GPUs, in one page
 demo-down: cluster-down ## removes every trace of the demo
 
 test: export BESIDE = e2e/kind/beside
+test: export LTO = off
 test: lint unit e2e ## everything: what CI runs
 
 lint: tools ## formatting, clippy, shell scripts, the chart, the alerts, the drivers' symbols
