@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use anyhow::{Context, bail, ensure};
+use futures::future::try_join_all;
 use k8s_openapi::api::core::v1::{Node as CoreNode, Pod};
 use k8s_openapi::api::resource::v1::{DeviceClass, ResourceClaim, ResourceSlice};
 use kube::Api;
@@ -19,8 +20,12 @@ use tranche_e2e::{Case, Namespace, Request, run_on_a_node, wait};
 
 /// States of the cluster in which a pod is judged.
 const STATES: usize = 500;
+/// Nodes whose states are judged beside each other: most of a state's time is waiting.
+const LANES: usize = 5;
 /// The driver's name of the copied slices.
 const COPY: &str = "explain.example.com";
+/// After a release of which it did not know, the scheduler tries again by itself after some seconds.
+const DECIDES: Duration = Duration::from_secs(30);
 /// The most pods that hold something: with more, hardly any fits.
 const MOST_HOLDERS: usize = 24;
 
@@ -66,17 +71,10 @@ impl Random {
 
 /// A node without a kubelet that has the devices of the test's node, under the name of a driver that nobody serves: the
 /// scheduler places pods on it, and nothing starts them.
-async fn copy(case: &Case) -> anyhow::Result<String> {
-    let node = case.unique("explain");
-    let renamed = |value: Value| -> anyhow::Result<Value> {
-        let text = value.to_string().replace(DRIVER, COPY);
-        Ok(serde_json::from_str(
-            &text.replace(case.node.name(), &node),
-        )?)
-    };
+async fn copy_node(case: &Case, lane: usize) -> anyhow::Result<String> {
+    let node = case.unique(&format!("explain-{lane}"));
     let nodes: Api<CoreNode> = Api::all(case.client.clone());
     let slices: Api<ResourceSlice> = Api::all(case.client.clone());
-    let classes: Api<DeviceClass> = Api::all(case.client.clone());
     let taint = json!({"key": COPY, "effect": "NoSchedule"});
     let object = json!({
         "metadata": {"name": node, "labels": {"kubernetes.io/hostname": node}},
@@ -92,8 +90,8 @@ async fn copy(case: &Case) -> anyhow::Result<String> {
     let ours = format!("spec.driver={DRIVER},spec.nodeName={}", case.node.name());
     for slice in slices.list(&ListParams::default().fields(&ours)).await? {
         let name = slice.metadata.name.clone().unwrap_or_default();
-        let spec = renamed(json!(slice.spec))?;
-        let name = case.unique(&name);
+        let spec = renamed(&json!(slice.spec), case.node.name(), &node)?;
+        let name = case.unique(&format!("{name}-{lane}"));
         create(
             case,
             &slices,
@@ -101,17 +99,28 @@ async fn copy(case: &Case) -> anyhow::Result<String> {
         )
         .await?;
     }
+    Ok(node)
+}
+
+/// A value with another name of the driver, and with `to` for `from`.
+fn renamed(value: &Value, from: &str, to: &str) -> anyhow::Result<Value> {
+    let text = value.to_string().replace(DRIVER, COPY);
+    Ok(serde_json::from_str(&text.replace(from, to))?)
+}
+
+/// The device classes, for the devices of the copied slices.
+async fn copy_classes(case: &Case) -> anyhow::Result<()> {
+    let classes: Api<DeviceClass> = Api::all(case.client.clone());
     for class in classes.list(&ListParams::default()).await? {
         let name = class.metadata.name.clone().unwrap_or_default();
         if !name.ends_with(DRIVER) {
             continue;
         }
         let spec = json!({"selectors": class.spec.and_then(|spec| spec.selectors)});
-        let copy =
-            json!({"metadata": {"name": name.replace(DRIVER, COPY)}, "spec": renamed(spec)?});
+        let copy = json!({"metadata": {"name": name.replace(DRIVER, COPY)}, "spec": renamed(&spec, DRIVER, COPY)?});
         create(case, &classes, copy).await?;
     }
-    Ok(node)
+    Ok(())
 }
 
 /// A pod that the node without a kubelet accepts.
@@ -254,73 +263,13 @@ async fn remove(namespace: &Namespace, name: &str) -> anyhow::Result<()> {
 #[test]
 fn it_agrees_with_the_scheduler_in_500_states() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
-        let node = copy(case).await?;
-        let namespace = case.namespace("explain").await?;
+        copy_classes(case).await?;
         let seed = uuid::Uuid::new_v4().as_u64_pair().0;
         println!("states by seed {seed:#x}");
-        let mut random = Random(seed);
-        let mut holders: Vec<String> = Vec::new();
+        let lanes = (0..LANES).map(|lane| it_agrees(case, lane, seed));
         let mut counts: BTreeMap<bool, usize> = BTreeMap::new();
-        for state in 0..STATES {
-            if !holders.is_empty() && (holders.len() >= MOST_HOLDERS || random.below(4) == 0) {
-                let index = random.below(holders.len());
-                remove(&namespace, &holders.swap_remove(index)).await?;
-            }
-            let name = format!("state-{state}");
-            let spec = any_claim(&mut random);
-            namespace.claim(&name, &spec).await?;
-            let before = explain(case, &namespace, &format!("claim/{name}")).await?;
-            let fits = before
-                .nodes
-                .iter()
-                .any(|it| it.node == node && it.has_devices);
-            let problem = before.nodes.iter().find_map(|it| it.problem.as_ref());
-            ensure!(problem.is_none(), "state {state}: {problem:?} of {spec}");
-            let pod: Pod = serde_json::from_value(self::pod(&name, &node))?;
-            namespace
-                .pods()
-                .create(&PostParams::default(), &pod)
-                .await?;
-            // What was released a moment ago may reach the scheduler after the pod; it then tries again.
-            let decided = wait::for_one(
-                namespace.pods(),
-                &name,
-                "the scheduler's decision",
-                Duration::from_secs(20),
-                |pod: Option<&Pod>| pod.and_then(placed).filter(|placed| *placed || !fits),
-            )
-            .await;
-            let Ok(decided) = decided else {
-                bail!(
-                    "state {state}: explained as fitting, but it waits: {spec}\n{}",
-                    shown(&before)?
-                );
-            };
-            ensure!(
-                decided == fits,
-                "state {state}: the scheduler placed it: {decided}; {spec}\n{}",
-                shown(&before)?
-            );
-            // It takes longer: whose release would help is searched.
-            if state % 10 == 0 {
-                let after = explain(case, &namespace, &name).await?;
-                let expected = if decided {
-                    Answer::Allocated
-                } else {
-                    Answer::Waits
-                };
-                ensure!(
-                    after.verdict == expected,
-                    "state {state}: {}",
-                    shown(&after)?
-                );
-            }
-            *counts.entry(decided).or_default() += 1;
-            if decided {
-                holders.push(name);
-            } else {
-                remove(&namespace, &name).await?;
-            }
+        for (placed, count) in try_join_all(lanes).await?.into_iter().flatten() {
+            *counts.entry(placed).or_default() += count;
         }
         println!("placed or not: {counts:?}");
         ensure!(
@@ -329,6 +278,74 @@ fn it_agrees_with_the_scheduler_in_500_states() -> anyhow::Result<()> {
         );
         Ok(())
     })
+}
+
+/// Judges random states of a node of its own; returns how often the scheduler placed a pod, and did not.
+async fn it_agrees(case: &Case, lane: usize, seed: u64) -> anyhow::Result<BTreeMap<bool, usize>> {
+    let node = copy_node(case, lane).await?;
+    let namespace = case.namespace(&format!("explain-{lane}")).await?;
+    let mut random = Random(seed.wrapping_add(lane as u64));
+    let mut holders: Vec<String> = Vec::new();
+    let mut counts = BTreeMap::new();
+    for number in 0..STATES / LANES {
+        if !holders.is_empty() && (holders.len() >= MOST_HOLDERS || random.below(4) == 0) {
+            let index = random.below(holders.len());
+            remove(&namespace, &holders.swap_remove(index)).await?;
+        }
+        let name = format!("state-{number}");
+        let state = format!("lane {lane}, state {number}");
+        let spec = any_claim(&mut random);
+        namespace.claim(&name, &spec).await?;
+        let before = explain(case, &namespace, &format!("claim/{name}")).await?;
+        let judged = before.nodes.iter().find(|it| it.node == node);
+        let judged = judged.with_context(|| format!("{state}: {node} is not judged"))?;
+        let problem = &judged.problem;
+        ensure!(problem.is_none(), "{state}: {problem:?} of {spec}");
+        let fits = judged.has_devices;
+        let pod: Pod = serde_json::from_value(self::pod(&name, &node))?;
+        namespace
+            .pods()
+            .create(&PostParams::default(), &pod)
+            .await?;
+        // What was released a moment ago may reach the scheduler after the pod; it then tries again.
+        let decided = wait::for_one(
+            namespace.pods(),
+            &name,
+            "the scheduler's decision",
+            DECIDES,
+            |pod: Option<&Pod>| pod.and_then(placed).filter(|placed| *placed || !fits),
+        )
+        .await;
+        let Ok(decided) = decided else {
+            bail!(
+                "{state}: explained as fitting, but it waits: {spec}\n{}",
+                shown(&before)?
+            );
+        };
+        ensure!(
+            decided == fits,
+            "{state}: the scheduler placed it: {decided}; {spec}\n{}",
+            shown(&before)?
+        );
+        // It takes longer: whose release would help is searched.
+        if number % 20 == 0 {
+            let after = explain(case, &namespace, &name).await?;
+            let expected = if decided {
+                Answer::Allocated
+            } else {
+                Answer::Waits
+            };
+            let agrees = after.verdict == expected;
+            ensure!(agrees, "{state}: {}", shown(&after)?);
+        }
+        *counts.entry(decided).or_default() += 1;
+        if decided {
+            holders.push(name);
+        } else {
+            remove(&namespace, &name).await?;
+        }
+    }
+    Ok(counts)
 }
 
 #[test]
@@ -359,7 +376,7 @@ fn what_it_says_of_waiting_and_running_pods() -> anyhow::Result<()> {
         let namespace_name = namespace.name();
         for part in [
             format!("pod {namespace_name}/waiting waits"),
-            "needs 50Gi of memory and 10 of cores, class capped.gpu.tranche.dev".to_owned(),
+            "needs 10 of cores and 50Gi of memory, class capped.gpu.tranche.dev".to_owned(),
             format!("{} has ", gpu(one)),
             format!(" of memory left, 50Gi needed; held by {namespace_name}/{first_claim} (40Gi)"),
             format!(
