@@ -35,6 +35,7 @@ mod scheduling;
 mod shared_partition;
 mod shares;
 mod upgrade;
+mod usage;
 mod watchdog;
 mod who_has_what;
 mod withheld;

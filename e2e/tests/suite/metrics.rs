@@ -20,10 +20,20 @@ const PORT: u16 = 8443;
 
 /// The pod's answer to a GET of its metrics with this token.
 async fn scrape(case: &Case, pod: &Pod, token: Option<&str>) -> anyhow::Result<(u16, String)> {
+    get(case, pod, "/metrics", token).await
+}
+
+/// The same for another path beside them.
+pub async fn get(
+    case: &Case,
+    pod: &Pod,
+    path: &str,
+    token: Option<&str>,
+) -> anyhow::Result<(u16, String)> {
     let pods: Api<Pod> = Api::namespaced(case.client.clone(), SYSTEM);
     let mut forwarded = pods.portforward(&pod.name_any(), &[PORT]).await?;
     let stream = forwarded.take_stream(PORT).context("a stream")?;
-    Ok(tranche_metrics::testing::get(stream, "/metrics", token).await?)
+    Ok(tranche_metrics::testing::get(stream, path, token).await?)
 }
 
 /// The token of a new ServiceAccount, with or without the right to read metrics.

@@ -14,7 +14,7 @@ const NAMED: Duration = Duration::from_secs(10);
 
 /// A program that allocates 2 GiB with a copy of the driver's library under another name, which is not
 /// covered.
-const BYPASS: &str = "
+pub const BYPASS: &str = "
     mkdir -p /tmp/own && cp /usr/lib/tranche/driver/libcuda.so.1 /tmp/own/libcuda.so.1 || exit 1
     ln -sf libcuda.so.1 /tmp/own/libcuda.so
     LD_PRELOAD=/tmp/own/libcuda.so.1 LD_LIBRARY_PATH=/tmp/own tranche-workload hold --bytes 2Gi --beat 100 \
