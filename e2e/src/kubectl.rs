@@ -18,8 +18,8 @@ pub struct Written {
     pub stderr: String,
 }
 
-/// Runs the plugin of this checkout, without a terminal.
-pub async fn tranche(arguments: &[&str]) -> anyhow::Result<Written> {
+/// The plugin of this checkout.
+pub fn binary() -> anyhow::Result<PathBuf> {
     let root = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("..");
     let binary = root.join("target/release/kubectl-tranche");
     ensure!(
@@ -27,6 +27,12 @@ pub async fn tranche(arguments: &[&str]) -> anyhow::Result<Written> {
         "{} is missing: run `make build`",
         binary.display()
     );
+    Ok(binary)
+}
+
+/// Runs the plugin, without a terminal.
+pub async fn tranche(arguments: &[&str]) -> anyhow::Result<Written> {
+    let binary = binary()?;
     let run = Command::new(&binary)
         .args(arguments)
         .stdin(Stdio::null())

@@ -11,6 +11,7 @@
 //! (`run_on_a_node`). Tests wait by watches and do not sleep.
 #![forbid(unsafe_code)]
 
+pub mod browser;
 pub mod case;
 pub mod diagnosis;
 pub mod exec;
@@ -28,6 +29,7 @@ pub mod version;
 pub mod wait;
 pub mod workload;
 
+pub use browser::Browser;
 pub use case::{Case, run, run_on_a_node};
 pub use namespace::Namespace;
 pub use pod::PodHandle;

@@ -34,6 +34,7 @@ mod runtimes;
 mod scheduling;
 mod shared_partition;
 mod shares;
+mod ui;
 mod upgrade;
 mod usage;
 mod watchdog;

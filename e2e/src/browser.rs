@@ -1,0 +1,205 @@
+//! Headless Chromium, driven by WebDriver. `e2e/browser/install` installs both from Debian.
+
+use std::process::Stdio;
+use std::time::Duration;
+
+use anyhow::{Context, ensure};
+use fantoccini::key::Key;
+use fantoccini::wd::{TimeoutConfiguration, WebDriverCompatibleCommand};
+use fantoccini::{Client, ClientBuilder};
+use http::Method;
+use hyper_util::client::legacy::connect::HttpConnector;
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+use tempfile::TempDir;
+use tokio::io::{AsyncBufReadExt, BufReader};
+use tokio::process::{Child, Command};
+use url::{ParseError, Url};
+
+/// A container has no sandbox and no GPU, and nothing of the test leaves the machine.
+const FLAGS: [&str; 9] = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+];
+
+/// The most time that a script may wait in the page.
+const PATIENCE: Duration = Duration::from_mins(2);
+
+/// A browser with one page and a profile of its own.
+#[derive(Debug)]
+pub struct Browser {
+    client: Client,
+    driver: Child,
+    _profile: TempDir,
+}
+
+/// How a page is looked at.
+#[derive(Clone, Copy, Debug)]
+pub struct View {
+    /// Pixels.
+    pub width: u32,
+    /// Pixels.
+    pub height: u32,
+    /// Whether the user prefers dark.
+    pub is_dark: bool,
+}
+
+/// A command of Chromium's WebDriver beside the standard.
+#[derive(Debug)]
+struct Vendor {
+    path: &'static str,
+    body: Value,
+}
+
+impl WebDriverCompatibleCommand for Vendor {
+    fn endpoint(&self, base: &Url, session: Option<&str>) -> Result<Url, ParseError> {
+        base.join(&format!(
+            "session/{}/{}",
+            session.unwrap_or_default(),
+            self.path
+        ))
+    }
+
+    fn method_and_body(&self, _: &Url) -> (Method, Option<String>) {
+        (Method::POST, Some(self.body.to_string()))
+    }
+}
+
+impl Browser {
+    /// Starts it.
+    pub async fn start() -> anyhow::Result<Self> {
+        let mut driver = Command::new("chromedriver")
+            .arg("--port=0")
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .kill_on_drop(true)
+            .spawn()
+            .context("running chromedriver: e2e/browser/install installs it")?;
+        let output = driver.stdout.take().context("chromedriver's output")?;
+        let mut lines = BufReader::new(output).lines();
+        let port = loop {
+            let line = lines.next_line().await?.context("chromedriver ended")?;
+            if let Some((_, port)) = line.split_once("started successfully on port ") {
+                break port.trim_end_matches('.').to_owned();
+            }
+        };
+        let profile = tempfile::tempdir()?;
+        let folder = format!("--user-data-dir={}", profile.path().display());
+        let arguments: Vec<&str> = FLAGS.into_iter().chain([folder.as_str()]).collect();
+        let wanted = json!({
+            "browserName": "chrome",
+            "goog:chromeOptions": {"args": arguments},
+            "goog:loggingPrefs": {"browser": "ALL"},
+        });
+        let wanted = wanted.as_object().cloned().unwrap_or_default();
+        let client = ClientBuilder::new(HttpConnector::new())
+            .capabilities(wanted)
+            .connect(&format!("http://127.0.0.1:{port}"))
+            .await?;
+        let patience = TimeoutConfiguration::new(Some(PATIENCE), Some(PATIENCE), None);
+        client.update_timeouts(patience).await?;
+        Ok(Self {
+            client,
+            driver,
+            _profile: profile,
+        })
+    }
+
+    /// Opens a page.
+    pub async fn open(&self, url: &str) -> anyhow::Result<()> {
+        Ok(self.client.goto(url).await?)
+    }
+
+    /// What a script returns: the body of a function.
+    pub async fn evaluate<T: DeserializeOwned>(&self, script: &str) -> anyhow::Result<T> {
+        let value = self.client.execute(script, Vec::new()).await;
+        let value = value.with_context(|| script.to_owned())?;
+        serde_json::from_value(value).with_context(|| script.to_owned())
+    }
+
+    /// The first value of a script that is neither false nor empty, looked at before each frame of the page; an error after `limit`.
+    pub async fn wait_for<T: DeserializeOwned>(
+        &self,
+        what: &str,
+        limit: Duration,
+        script: &str,
+    ) -> anyhow::Result<T> {
+        let wait = format!(
+            "const [limit, done] = arguments, end = performance.now() + limit;\n\
+             const look = () => {{ {script} }};\n\
+             (function again() {{\n\
+               const it = look();\n\
+               if (it) done({{it}}); else if (performance.now() > end) done({{}}); else requestAnimationFrame(again);\n\
+             }})();"
+        );
+        let limit_millis = u64::try_from(limit.as_millis())?;
+        let mut answer = self
+            .client
+            .execute_async(&wait, vec![limit_millis.into()])
+            .await?;
+        let Some(value) = answer.get_mut("it") else {
+            let text: String = self.evaluate("return document.body.innerText").await?;
+            anyhow::bail!("{what}: not after {limit:?}; the page says:\n{text}");
+        };
+        Ok(serde_json::from_value(value.take())?)
+    }
+
+    /// Presses a key where the focus is.
+    pub async fn press(&self, key: Key) -> anyhow::Result<()> {
+        let focused = self.client.active_element().await?;
+        Ok(focused.send_keys(&String::from(char::from(key))).await?)
+    }
+
+    /// Sets the size of the page and the user's theme.
+    pub async fn look(&self, view: View) -> anyhow::Result<()> {
+        let size = json!({
+            "width": view.width, "height": view.height, "deviceScaleFactor": 1, "mobile": view.width < 600,
+        });
+        self.devtools("Emulation.setDeviceMetricsOverride", size)
+            .await?;
+        let scheme = if view.is_dark { "dark" } else { "light" };
+        let features = json!({"features": [{"name": "prefers-color-scheme", "value": scheme}]});
+        self.devtools("Emulation.setEmulatedMedia", features)
+            .await?;
+        let width: u32 = self.evaluate("return innerWidth").await?;
+        ensure!(width == view.width, "the page is {width} px wide");
+        Ok(())
+    }
+
+    async fn devtools(&self, command: &str, parameters: Value) -> anyhow::Result<Value> {
+        let command = Vendor {
+            path: "goog/cdp/execute",
+            body: json!({"cmd": command, "params": parameters}),
+        };
+        Ok(self.client.issue_cmd(command).await?)
+    }
+
+    /// What the page and the browser wrote to the console as warnings and errors since the last call.
+    pub async fn complaints(&self) -> anyhow::Result<Vec<String>> {
+        let command = Vendor {
+            path: "se/log",
+            body: json!({"type": "browser"}),
+        };
+        let entries = self.client.issue_cmd(command).await?;
+        let entries = entries.as_array().cloned().unwrap_or_default();
+        let bad = entries
+            .iter()
+            .filter(|it| it["level"] == "SEVERE" || it["level"] == "WARNING");
+        Ok(bad.map(|it| it["message"].to_string()).collect())
+    }
+
+    /// Ends it.
+    pub async fn close(mut self) -> anyhow::Result<()> {
+        self.client.close().await?;
+        self.driver.kill().await?;
+        Ok(())
+    }
+}

@@ -1,0 +1,359 @@
+//! `kubectl tranche ui` in a real browser.
+
+use std::path::PathBuf;
+use std::process::Stdio;
+use std::time::Duration;
+
+use anyhow::{Context, ensure};
+use fantoccini::key::Key;
+use k8s_openapi::api::authentication::v1::TokenRequest;
+use k8s_openapi::api::core::v1::ServiceAccount;
+use k8s_openapi::api::rbac::v1::{Role, RoleBinding};
+use k8s_openapi::api::resource::v1::ResourceClaim;
+use kube::Config;
+use kube::ResourceExt;
+use kube::api::{Api, PostParams};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+use tokio::io::{AsyncBufReadExt, BufReader};
+use tokio::process::{Child, Command};
+use tranche_e2e::browser::View;
+use tranche_e2e::{Browser, Case, Namespace, Request, kubectl, run_on_a_node, wait};
+
+/// The time from the API server's knowledge of a share to its place in the page.
+const LIVE: Duration = Duration::from_secs(2);
+const DESK: View = View {
+    width: 1280,
+    height: 800,
+    is_dark: false,
+};
+/// What a person with other eyes, or without a mouse, would stumble over: a line for each.
+const CHECKS: &str = include_str!("../../browser/checks.js");
+
+/// The running command, and its page in a browser.
+struct Page {
+    browser: Browser,
+    command: Child,
+}
+
+impl Page {
+    /// Starts the command with these options, opens what it prints, and waits until the cluster is there.
+    async fn open(options: &[&str]) -> anyhow::Result<Self> {
+        let mut command = Command::new(kubectl::binary()?)
+            .arg("ui")
+            .args(options)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .kill_on_drop(true)
+            .spawn()
+            .context("running kubectl-tranche")?;
+        let output = command.stdout.take().context("the command's output")?;
+        let url = BufReader::new(output).lines().next_line().await?;
+        let url = url.context("the command ended")?;
+        let browser = Browser::start().await?;
+        browser.look(DESK).await?;
+        browser.open(&url).await?;
+        let _: bool = browser
+            .wait_for(
+                "the cluster's GPUs",
+                wait::USUAL,
+                "return document.querySelector('#summary .value') !== null",
+            )
+            .await?;
+        Ok(Self { browser, command })
+    }
+
+    /// Ends both. The page and the browser have nothing to complain of.
+    async fn close(mut self) -> anyhow::Result<()> {
+        let complaints = self.browser.complaints().await?;
+        self.browser.close().await?;
+        self.command.kill().await?;
+        ensure!(complaints.is_empty(), "{complaints:#?}");
+        Ok(())
+    }
+
+    async fn checked(&self, view: View) -> anyhow::Result<()> {
+        self.browser.look(view).await?;
+        let problems: Vec<String> = self.browser.evaluate(CHECKS).await?;
+        ensure!(problems.is_empty(), "{view:?}: {problems:#?}");
+        Ok(())
+    }
+
+    async fn focused(&self) -> anyhow::Result<String> {
+        let focused = "return document.activeElement.dataset.uuid ?? document.activeElement.id";
+        self.browser.evaluate(focused).await
+    }
+}
+
+/// What the scheduler gave a claim, as soon as the API server has it.
+async fn allocated(namespace: &Namespace, claim: &str) -> anyhow::Result<Value> {
+    let found = wait::for_one(
+        namespace.claims(),
+        claim,
+        "an allocation",
+        wait::USUAL,
+        |claim: Option<&ResourceClaim>| {
+            let allocation = claim?.status.as_ref()?.allocation.as_ref()?;
+            let results = allocation.devices.as_ref()?.results.as_ref()?;
+            results.first().map(|it| json!(it))
+        },
+    );
+    found.await
+}
+
+#[test]
+fn the_page_shows_a_share_within_two_seconds_and_says_what_the_api_server_says()
+-> anyhow::Result<()> {
+    run_on_a_node(async |case: &Case| {
+        let namespace = case.namespace("ui").await?;
+        let page = Page::open(&[]).await?;
+        let uuid = &case.gpus[1].uuid;
+        let request = Request::capped("10Gi", "25").on(uuid);
+        let pod = namespace.idle("notebook", &request).await?;
+        let claim = pod.claim().await?.name_any();
+        let result = allocated(&namespace, &claim).await?;
+        let who = format!("{}/notebook", namespace.name());
+        let tile = format!("document.querySelector('.tile[data-uuid=\"{uuid}\"]')");
+        let find = format!("return {tile}?.innerText.includes('{who}') && {tile}.innerText");
+        let text: String = page
+            .browser
+            .wait_for("the share in the map", LIVE, &find)
+            .await?;
+        let memory = result["consumedCapacity"]["memory"]
+            .as_str()
+            .context("memory")?;
+        let cores = result["consumedCapacity"]["cores"]
+            .as_str()
+            .context("cores")?;
+        ensure!(
+            text.contains("capped") && text.contains(&format!("{memory} · {cores} %")),
+            "{text}"
+        );
+
+        let details = "return document.getElementById('details').innerText";
+        let _: bool = page
+            .browser
+            .evaluate(&format!("{tile}.click(); return true"))
+            .await?;
+        let text: String = page.browser.evaluate(details).await?;
+        let device = result["device"].as_str().context("device")?;
+        for expected in [
+            &**uuid,
+            device,
+            &claim,
+            memory,
+            case.node.name(),
+            &case.gpus[1].pci_bus_id,
+        ] {
+            ensure!(text.contains(expected), "{expected} is not in:\n{text}");
+        }
+
+        // A pod that does not fit waits, with the scheduler's own words.
+        let big = Request::capped("75Gi", "90").on(uuid);
+        let big = namespace.idle("big", &big).await?;
+        let message = big.unschedulable().await?;
+        let find = format!(
+            "return document.getElementById('waiting').innerText.includes({})",
+            json!(message)
+        );
+        let _: bool = page
+            .browser
+            .wait_for("the waiting pod's reason", LIVE, &find)
+            .await?;
+        big.delete().await?;
+
+        pod.delete().await?;
+        wait::for_none(
+            namespace.claims(),
+            kube::runtime::watcher::Config::default(),
+            "no claim",
+            wait::USUAL,
+        )
+        .await?;
+        let gone = format!("return !{tile}.innerText.includes('{who}')");
+        let _: bool = page
+            .browser
+            .wait_for("the share gone from the map", LIVE, &gone)
+            .await?;
+        page.close().await
+    })
+}
+
+#[test]
+fn the_page_is_usable_by_keyboard_readable_on_a_phone_and_in_both_themes() -> anyhow::Result<()> {
+    run_on_a_node(async |case: &Case| {
+        let namespace = case.namespace("ui").await?;
+        let request = Request::capped("10Gi", "25").on(&case.gpus[0].uuid);
+        namespace
+            .idle("notebook", &request)
+            .await?
+            .started()
+            .await?;
+        let page = Page::open(&[]).await?;
+        let tiles = "return [...document.querySelectorAll('.tile')].map((it) => it.dataset.uuid)";
+        let tiles: Vec<String> = page.browser.evaluate(tiles).await?;
+        ensure!(tiles.len() >= 2, "{tiles:?}");
+
+        // Tab reaches the map once, arrows go through it.
+        let _: bool = page
+            .browser
+            .evaluate("document.getElementById('search').focus(); return true")
+            .await?;
+        let stops = "return document.querySelectorAll('#tiers button').length";
+        let stops: usize = page.browser.evaluate(stops).await?;
+        for _ in 0..=stops {
+            page.browser.press(Key::Tab).await?;
+        }
+        ensure!(
+            page.focused().await? == tiles[0],
+            "Tab does not reach the first GPU"
+        );
+        let visible = "return getComputedStyle(document.activeElement).outlineStyle !== 'none'";
+        ensure!(
+            page.browser.evaluate::<bool>(visible).await?,
+            "the focus is not visible"
+        );
+        for (key, expected) in [
+            (Key::Right, &tiles[1]),
+            (Key::Left, &tiles[0]),
+            (Key::End, tiles.last().context("tiles")?),
+            (Key::Home, &tiles[0]),
+            (
+                Key::Down,
+                if tiles.len() > 2 {
+                    &tiles[2]
+                } else {
+                    &tiles[0]
+                },
+            ),
+            (Key::Up, &tiles[0]),
+        ] {
+            page.browser.press(key).await?;
+            let focused = page.focused().await?;
+            ensure!(
+                focused == *expected,
+                "{key:?} goes to {focused} instead of {expected}"
+            );
+        }
+        page.browser.press(Key::Enter).await?;
+        let shown = "return document.getElementById('details').innerText";
+        let shown: String = page.browser.evaluate(shown).await?;
+        ensure!(shown.contains(&tiles[0]), "{shown}");
+        // The bar is for the eye: the same facts are in words.
+        let hidden =
+            "return [...document.querySelectorAll('.bar')].every((it) => it.ariaHidden === 'true')";
+        ensure!(
+            page.browser.evaluate::<bool>(hidden).await?,
+            "a bar is read aloud"
+        );
+
+        for is_dark in [false, true] {
+            page.checked(View { is_dark, ..DESK }).await?;
+            page.checked(View {
+                width: 360,
+                height: 740,
+                is_dark,
+            })
+            .await?;
+        }
+        page.browser.press(Key::Escape).await?;
+        let closed = "return document.getElementById('details').hidden";
+        ensure!(
+            page.browser.evaluate::<bool>(closed).await?,
+            "Escape does not close the details"
+        );
+        ensure!(page.focused().await? == tiles[0], "the focus is lost");
+        page.checked(View {
+            width: 360,
+            height: 740,
+            is_dark: false,
+        })
+        .await?;
+        page.close().await
+    })
+}
+
+/// A kubeconfig of a user who may read claims and pods of one namespace and nothing else.
+async fn narrow_kubeconfig(
+    case: &Case,
+    namespace: &Namespace,
+) -> anyhow::Result<(TempDir, PathBuf)> {
+    let (name, here) = ("reader", namespace.name());
+    let post = PostParams::default();
+    let account: ServiceAccount = serde_json::from_value(json!({"metadata": {"name": name}}))?;
+    let accounts: Api<ServiceAccount> = Api::namespaced(case.client.clone(), here);
+    accounts.create(&post, &account).await?;
+    let verbs = ["get", "list", "watch"];
+    let role: Role = serde_json::from_value(json!({
+        "metadata": {"name": name},
+        "rules": [
+            {"apiGroups": ["resource.k8s.io"], "resources": ["resourceclaims"], "verbs": verbs},
+            {"apiGroups": [""], "resources": ["pods"], "verbs": verbs},
+        ],
+    }))?;
+    Api::<Role>::namespaced(case.client.clone(), here)
+        .create(&post, &role)
+        .await?;
+    let binding: RoleBinding = serde_json::from_value(json!({
+        "metadata": {"name": name},
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name},
+        "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": here}],
+    }))?;
+    Api::<RoleBinding>::namespaced(case.client.clone(), here)
+        .create(&post, &binding)
+        .await?;
+    let wanted: TokenRequest =
+        serde_json::from_value(json!({"spec": {"audiences": [], "expirationSeconds": 600}}))?;
+    let token = accounts.create_token_request(name, &post, &wanted).await?;
+    let token = token.status.context("a token")?.token;
+    let server = Config::infer().await?.cluster_url.to_string();
+    let config = json!({
+        "apiVersion": "v1", "kind": "Config", "current-context": "it",
+        "clusters": [{"name": "it", "cluster": {"server": server, "insecure-skip-tls-verify": true}}],
+        "users": [{"name": "it", "user": {"token": token}}],
+        "contexts": [{"name": "it", "context": {"cluster": "it", "user": "it", "namespace": here}}],
+    });
+    let folder = tempfile::tempdir()?;
+    let file = folder.path().join("kubeconfig");
+    std::fs::write(&file, config.to_string())?;
+    Ok((folder, file))
+}
+
+#[test]
+fn a_user_with_rights_in_one_namespace_sees_its_shares_and_what_is_missing() -> anyhow::Result<()> {
+    run_on_a_node(async |case: &Case| {
+        let namespace = case.namespace("ui").await?;
+        let other = case.namespace("ui-other").await?;
+        let request = Request::capped("10Gi", "25").on(&case.gpus[0].uuid);
+        let pod = namespace.idle("mine", &request).await?;
+        other.idle("theirs", &request).await?.started().await?;
+        pod.started().await?;
+        // The user knows the GPU from what its node wrote into the claim.
+        pod.device_data().await?;
+        let (_folder, kubeconfig) = narrow_kubeconfig(case, &namespace).await?;
+        let kubeconfig = kubeconfig.to_str().context("the path is not UTF-8")?;
+        let page = Page::open(&["--kubeconfig", kubeconfig]).await?;
+        let mine = format!("{}/mine", namespace.name());
+        let find = format!("return document.getElementById('map').innerText.includes('{mine}')");
+        let _: bool = page
+            .browser
+            .wait_for("the user's share", wait::USUAL, &find)
+            .await?;
+        let text: String = page
+            .browser
+            .evaluate("return document.body.innerText")
+            .await?;
+        for missing in [
+            "you may not list gpunodes.gpu.tranche.dev",
+            "you may not list resourceslices.resource.k8s.io",
+            "you may not list resourceclaims.resource.k8s.io in all namespaces",
+        ] {
+            ensure!(text.contains(missing), "{missing} is not in:\n{text}");
+        }
+        ensure!(
+            !text.contains("theirs") && !text.contains("all of it is free"),
+            "{text}"
+        );
+        page.close().await
+    })
+}
