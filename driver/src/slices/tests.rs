@@ -1,5 +1,6 @@
 mod boots;
 mod comparison;
+mod dcgm_exporter;
 pub(super) mod limits;
 mod oversubscribed;
 mod properties;
