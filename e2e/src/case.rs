@@ -327,8 +327,9 @@ async fn remove(client: &Client, name: &str, until: Until) -> anyhow::Result<()>
         other => other.map(drop)?,
     }
     pods.delete_collection(&now, &all).await?;
-    wait::for_none(pods, any(), "no more pods", wait::USUAL).await?;
+    // Before the pods are gone: if that takes too long, the next test waits for a claim that is being deleted.
     claims.delete_collection(&now, &all).await?;
+    wait::for_none(pods, any(), "no more pods", wait::TRIED_AGAIN).await?;
     wait::for_none(claims, any(), "no more claims", wait::USUAL).await?;
     match until {
         Until::Emptied => Ok(()),
@@ -354,7 +355,7 @@ async fn unused(client: &Client, node: Option<&str>) -> anyhow::Result<()> {
         .await
         .context("the cluster of KUBECONFIG does not answer")?;
     let any = watcher::Config::default();
-    wait::for_all(claims, any, "no claimed GPU", wait::USUAL, |claims| {
+    wait::for_all(claims, any, "no claimed GPU", wait::TRIED_AGAIN, |claims| {
         let held = || claims.values().filter(|claim| holds(claim, node));
         let staying: Vec<_> = held()
             .filter(|claim| claim.metadata.deletion_timestamp.is_none())

@@ -16,6 +16,9 @@ use serde::de::DeserializeOwned;
 /// Enough for every change of one pod on a healthy cluster.
 pub const USUAL: Duration = Duration::from_mins(1);
 
+/// Enough for a change that the kubelet tries a second time: that takes it more than a minute.
+pub const TRIED_AGAIN: Duration = Duration::from_mins(3);
+
 /// A kind that can be watched and shown.
 pub trait Watched:
     Resource + Clone + DeserializeOwned + Serialize + Debug + Send + 'static

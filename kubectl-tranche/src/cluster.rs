@@ -16,6 +16,7 @@ use std::fmt;
 
 pub use connect::{ConnectError, Connection};
 pub use problem::gap;
+pub(crate) use read::list;
 pub use read::{PRICES, only_here};
 
 /// A client of one cluster.

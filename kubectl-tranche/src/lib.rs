@@ -27,6 +27,7 @@ pub mod get;
 pub mod map;
 pub mod model;
 pub mod output;
+mod pods;
 pub mod recommend;
 mod run;
 pub mod snapshot;

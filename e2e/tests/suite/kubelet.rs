@@ -106,9 +106,6 @@ fn boot(minors: &str) -> String {
     )
 }
 
-/// The kubelet asks before the plugin has registered, and retries after more than a minute.
-const TRIED_AGAIN: Duration = Duration::from_mins(3);
-
 #[test]
 fn a_node_whose_gpus_come_up_in_another_order_gives_every_claim_its_own() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
@@ -170,7 +167,7 @@ fn a_node_whose_gpus_come_up_in_another_order_gives_every_claim_its_own() -> any
                 pods,
                 pod.name(),
                 "its container again",
-                TRIED_AGAIN,
+                wait::TRIED_AGAIN,
                 |found| (restarts(found?) > 0).then_some(()),
             )
             .await?;

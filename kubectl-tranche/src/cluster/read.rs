@@ -23,9 +23,9 @@ const PAGE: u32 = 500;
 pub const PRICES: &str = "tranche-prices";
 
 /// One list.
-struct List<T> {
-    objects: Vec<T>,
-    gap: Option<Gap>,
+pub(crate) struct List<T> {
+    pub(crate) objects: Vec<T>,
+    pub(crate) gap: Option<Gap>,
 }
 
 impl<T> Default for List<T> {
@@ -192,7 +192,8 @@ pub fn only_here(gap: &Gap, namespace: &str) -> Gap {
     }
 }
 
-async fn list<T>(resource: Resource, api: &Api<T>, params: &ListParams) -> List<T>
+/// The objects of a kind, page by page.
+pub(crate) async fn list<T>(resource: Resource, api: &Api<T>, params: &ListParams) -> List<T>
 where
     T: Clone + Debug + DeserializeOwned,
 {

@@ -4,6 +4,9 @@ use std::collections::BTreeSet;
 
 use k8s_openapi::api::core::v1::{Node, Pod, ResourceQuota};
 use k8s_openapi::api::resource::v1::{DeviceClass, ResourceClaim, ResourceSlice};
+use strsim::levenshtein;
+
+use crate::pods;
 
 /// What is asked about.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -123,12 +126,6 @@ pub(super) fn sources(pod: &Pod) -> Vec<(&str, Source<'_>)> {
     sources.collect()
 }
 
-/// Whether a pod has a node.
-pub(super) fn is_placed(pod: &Pod) -> bool {
-    let node = pod.spec.as_ref().and_then(|spec| spec.node_name.as_ref());
-    node.is_some_and(|name| !name.is_empty())
-}
-
 impl Facts {
     /// Those of the pod.
     pub(super) fn sources(&self) -> Vec<(&str, Source<'_>)> {
@@ -166,19 +163,13 @@ impl Facts {
 
     /// Whether the pod has a node.
     pub(super) fn is_placed(&self) -> bool {
-        self.pod.as_ref().is_some_and(self::is_placed)
+        self.pod.as_ref().is_some_and(pods::is_placed)
     }
 
     /// The scheduler's own message.
     pub(super) fn scheduler(&self) -> Option<String> {
-        let status = self.pod.as_ref()?.status.as_ref()?;
-        let mut conditions = status.conditions.iter().flatten();
-        let condition = conditions.find(|it| it.type_ == "PodScheduled")?;
-        let waits = condition.status == "False";
-        condition
-            .message
-            .clone()
-            .filter(|message| waits && !message.is_empty())
+        let message = pods::unscheduled(self.pod.as_ref()?)?;
+        (!message.is_empty()).then(|| message.to_owned())
     }
 }
 
@@ -189,25 +180,10 @@ pub(super) fn is_allocated(claim: &ResourceClaim) -> bool {
         .is_some_and(|status| status.allocation.is_some())
 }
 
-/// The name that is nearest to one that does not exist, if it is near.
-pub(super) fn nearest<'a>(name: &str, names: impl Iterator<Item = &'a str>) -> Option<&'a str> {
-    let near = names.map(|other| (distance(name, other), other));
-    let (distance, other) = near.min()?;
-    (distance <= 2.max(name.len() / 4)).then_some(other)
-}
-
-/// How many characters must be added, removed or replaced.
-fn distance(one: &str, other: &str) -> usize {
-    let other: Vec<char> = other.chars().collect();
-    let mut row: Vec<usize> = (0..=other.len()).collect();
-    for (line, character) in one.chars().enumerate() {
-        let mut diagonal = line;
-        row[0] = line + 1;
-        for (column, own) in other.iter().enumerate() {
-            let replaced = diagonal + usize::from(character != *own);
-            diagonal = row[column + 1];
-            row[column + 1] = replaced.min(diagonal + 1).min(row[column] + 1);
-        }
-    }
-    row[other.len()]
+/// `; there is NAME`, with the name that is nearest to one that does not exist; nothing if none is near.
+pub(super) fn there_is<'a>(name: &str, names: impl Iterator<Item = &'a str>) -> String {
+    let near = names.map(|other| (levenshtein(name, other), other)).min();
+    near.filter(|(distance, _)| *distance <= 2.max(name.len() / 4))
+        .map(|(_, other)| format!("; there is {other}"))
+        .unwrap_or_default()
 }

@@ -50,11 +50,10 @@ fn missing(facts: &Facts, kind: &str, name: &str) -> String {
         .iter()
         .filter(|claim| claim.metadata.namespace.as_ref() == Some(&facts.namespace));
     let names = claims.filter_map(|claim| claim.metadata.name.as_deref());
-    let near = facts::nearest(name, names).map(|near| format!("; there is {near}"));
     format!(
         "the {kind} {name} does not exist in namespace {}{}",
         facts.namespace,
-        near.unwrap_or_default()
+        facts::there_is(name, names)
     )
 }
 
@@ -63,10 +62,7 @@ fn without_claim(facts: &Facts, own: &str, template: &str) -> String {
     if let Some(templates) = &facts.templates
         && !templates.contains(template)
     {
-        let near = facts::nearest(template, templates.iter().map(String::as_str));
-        let near = near
-            .map(|near| format!("; there is {near}"))
-            .unwrap_or_default();
+        let near = facts::there_is(template, templates.iter().map(String::as_str));
         return format!(
             "the ResourceClaimTemplate {template} does not exist in namespace {}{near}",
             facts.namespace
@@ -136,11 +132,10 @@ fn of_claim(facts: &Facts, claim: &ResourceClaim) -> Vec<String> {
                     .classes
                     .iter()
                     .filter_map(|it| it.metadata.name.as_deref());
-                let near = facts::nearest(class, names).map(|near| format!("; there is {near}"));
                 lines.push(format!(
                     "the DeviceClass {class} of request {} does not exist{}",
                     request.name,
-                    near.unwrap_or_default()
+                    facts::there_is(class, names)
                 ));
             }
         }

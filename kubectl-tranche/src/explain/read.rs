@@ -1,19 +1,18 @@
 //! Reads what an explanation is made of.
 
 use std::collections::BTreeSet;
-use std::fmt::Debug;
 
 use futures::future::{join3, join4};
 use k8s_openapi::api::core::v1::{Node, Pod, ResourceQuota};
 use k8s_openapi::api::resource::v1::{DeviceTaintRule, ResourceClaimTemplate, ResourceSlice};
 use kube::Api;
 use kube::api::ListParams;
-use serde::de::DeserializeOwned;
 use tranche_api::names::DRIVER;
 use tranche_driver::allocator::add_taint_rules;
 
 use super::facts::{self, Facts, NotFound, Source, Subject};
-use crate::cluster::{Cluster, gap};
+use crate::cluster::{Cluster, list};
+use crate::pods;
 use crate::snapshot::{Gap, Resource, Scope, Snapshot};
 
 /// Why nothing can be explained.
@@ -25,28 +24,6 @@ pub enum Error {
     /// There is nothing of the name.
     #[error(transparent)]
     NotFound(#[from] NotFound),
-}
-
-/// Objects of a kind, or why there are none.
-type Read<T> = Result<Vec<T>, Gap>;
-
-async fn list<T>(resource: Resource, api: Api<T>) -> Read<T>
-where
-    T: Clone + Debug + DeserializeOwned,
-{
-    let mut objects = Vec::new();
-    let mut params = ListParams::default().limit(500);
-    loop {
-        let page = api
-            .list(&params)
-            .await
-            .map_err(|error| gap(resource, &error))?;
-        objects.extend(page.items);
-        match page.metadata.continue_.filter(|token| !token.is_empty()) {
-            Some(token) => params.continue_token = Some(token),
-            None => return Ok(objects),
-        }
-    }
 }
 
 /// Reads. `name` is `pod/NAME`, `claim/NAME`, or a name of either; a pod has precedence.
@@ -65,50 +42,44 @@ pub async fn read(cluster: &Cluster, name: &str) -> Result<(Facts, Snapshot), Er
         Resource::DeviceClasses,
         Resource::Nodes,
     ];
-    let client = || cluster.client();
+    let (client, all) = (|| cluster.client(), ListParams::default());
     let (mut snapshot, lists, pods) = join3(
         Box::pin(cluster.read(&asked, Scope::All)),
         Box::pin(join4(
-            list::<ResourceSlice>(Resource::ResourceSlices, Api::all(client())),
-            list::<DeviceTaintRule>(Resource::DeviceTaintRules, Api::all(client())),
+            list::<ResourceSlice>(Resource::ResourceSlices, &Api::all(client()), &all),
+            list::<DeviceTaintRule>(Resource::DeviceTaintRules, &Api::all(client()), &all),
             list::<ResourceClaimTemplate>(
                 Resource::ResourceClaimTemplates,
-                Api::namespaced(client(), &namespace),
+                &Api::namespaced(client(), &namespace),
+                &all,
             ),
             list::<ResourceQuota>(
                 Resource::ResourceQuotas,
-                Api::namespaced(client(), &namespace),
+                &Api::namespaced(client(), &namespace),
+                &all,
             ),
         )),
-        list::<Pod>(Resource::Pods, Api::namespaced(client(), &namespace)),
+        list::<Pod>(Resource::Pods, &Api::namespaced(client(), &namespace), &all),
     )
     .await;
+    // Without templates and quotas, a line says less; the verdict is the same.
     let (slices, rules, templates, quotas) = lists;
-    let mut missing = Vec::new();
-    let mut slices = slices.unwrap_or_else(|gap| {
-        snapshot.gaps.push(gap);
-        Vec::new()
-    });
+    snapshot.gaps.extend(slices.gap);
     if let Some(gap) = snapshot.obstacle() {
         return Err(Error::Gap(gap.clone()));
     }
-    let pods = pods.unwrap_or_else(|gap| {
-        missing.push(gap.message);
-        Vec::new()
+    let missing = [pods.gap, rules.gap].into_iter().flatten();
+    let missing: Vec<String> = missing.map(|gap| gap.message).collect();
+    let (mut slices, pods) = (slices.objects, pods.objects);
+    let templates = templates.gap.is_none().then(|| {
+        let names = templates.objects.into_iter();
+        names
+            .filter_map(|it| it.metadata.name)
+            .collect::<BTreeSet<_>>()
     });
-    let rules = rules.unwrap_or_else(|gap| {
-        missing.push(gap.message);
-        Vec::new()
-    });
-    // Without these two, a line says less; the verdict is the same.
-    let templates = templates.ok().map(|templates| {
-        let names = templates.into_iter().filter_map(|it| it.metadata.name);
-        names.collect::<BTreeSet<_>>()
-    });
-    let quotas = quotas.unwrap_or_default();
     let ours = slices.iter().filter(|slice| slice.spec.driver == DRIVER);
     snapshot.slices = ours.cloned().collect();
-    add_taint_rules(&rules, &mut slices);
+    add_taint_rules(&rules.objects, &mut slices);
     let nodes = match snapshot.gap(Resource::Nodes) {
         Some(_) => named_nodes(&slices),
         None => snapshot.nodes.clone(),
@@ -131,7 +102,7 @@ pub async fn read(cluster: &Cluster, name: &str) -> Result<(Facts, Snapshot), Er
         slices,
         classes: snapshot.classes.clone(),
         nodes,
-        quotas,
+        quotas: quotas.objects,
         gaps: gaps.chain(missing).collect(),
     };
     Ok((facts, snapshot))
@@ -171,18 +142,16 @@ fn subject(
     if kind != Some("pod") && claim_names().any(|it| it == name) {
         return Ok(Subject::Claim(name.to_owned()));
     }
-    let near = match kind {
-        Some("pod") => facts::nearest(name, pod_names()),
-        Some(_) => facts::nearest(name, claim_names()),
-        None => facts::nearest(name, pod_names().chain(claim_names())),
+    let nearest = match kind {
+        Some("pod") => facts::there_is(name, pod_names()),
+        Some(_) => facts::there_is(name, claim_names()),
+        None => facts::there_is(name, pod_names().chain(claim_names())),
     };
     Err(NotFound {
         kind: kind.unwrap_or("pod or claim"),
         name: name.to_owned(),
         namespace: namespace.to_owned(),
-        nearest: near
-            .map(|near| format!("; there is {near}"))
-            .unwrap_or_default(),
+        nearest,
     })
 }
 
@@ -197,5 +166,5 @@ fn waiting_pod(pods: Vec<Pod>, claim: &str) -> Option<Pod> {
             })
     };
     let mut pods = pods.into_iter();
-    pods.find(|pod| !facts::is_placed(pod) && uses(pod))
+    pods.find(|pod| !pods::is_placed(pod) && uses(pod))
 }

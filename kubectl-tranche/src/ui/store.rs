@@ -13,6 +13,7 @@ use tranche_api::GpuNode;
 use tranche_api::names::{DRIVER, node_of};
 
 use super::trim;
+use crate::pods;
 use crate::snapshot::{Gap, Resource, Scope, Snapshot};
 
 /// A change of an object, as a watch tells it.
@@ -236,7 +237,7 @@ impl Store {
             .iter()
             .flat_map(|pod| {
                 let namespace = pod.metadata.namespace.as_deref().unwrap_or_default();
-                let claims = trim::claims_of(pod).into_iter();
+                let claims = pods::claims_of(pod).into_iter();
                 claims.map(move |name| key(Some(namespace), name))
             })
             .collect();
@@ -330,7 +331,7 @@ impl Object {
             }
             Self::Class(it) => packed(&trim::class(it), Vec::new()),
             Self::Pod(it) => {
-                if trim::claims_of(it).is_empty() {
+                if pods::claims_of(it).is_empty() {
                     return None;
                 }
                 packed(&trim::pod(it), Vec::new())

@@ -6,9 +6,9 @@ use k8s_openapi::api::core::v1::Pod;
 use serde::Serialize;
 use tranche_api::names::DRIVER;
 
-use super::super::trim::claims_of;
 use crate::model::{Claim, Model, Want};
 use crate::output::bytes;
+use crate::pods::{self, claims_of};
 use crate::snapshot::Snapshot;
 
 /// A pod that does not run yet.
@@ -86,19 +86,13 @@ fn wants(want: &Want) -> String {
 
 /// The scheduler's message; of a pod that has a node, what its containers wait for.
 fn reason(pod: &Pod, node: Option<&str>) -> String {
-    let status = pod.status.as_ref();
-    let conditions = status
-        .and_then(|it| it.conditions.as_deref())
-        .unwrap_or_default();
-    let unscheduled = conditions
-        .iter()
-        .find(|it| it.type_ == "PodScheduled" && it.status == "False");
-    if let Some(message) = unscheduled.and_then(|it| it.message.as_deref()) {
+    if let Some(message) = pods::unscheduled(pod) {
         return message.to_owned();
     }
     let Some(node) = node else {
         return "the scheduler has not looked at it yet".to_owned();
     };
+    let status = pod.status.as_ref();
     let containers = [
         status.and_then(|it| it.init_container_statuses.as_deref()),
         status.and_then(|it| it.container_statuses.as_deref()),
