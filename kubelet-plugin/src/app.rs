@@ -138,6 +138,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     let preparer = preparer(
         Arc::clone(&fs),
         &layout,
+        &proc,
         executor,
         ledger,
         Arc::clone(&gpus),
@@ -229,8 +230,6 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         kubelet: Box::new(PodResources::new(pod_resources_socket.clone())),
         reporter,
         metrics: Arc::clone(&metrics),
-        layout: layout.clone(),
-        proc: proc.clone(),
     };
     let sampler = ShareSampler::new(
         &preparer,
@@ -368,6 +367,7 @@ fn recover(fs: &dyn Fs, layout: &Layout, executor: &Executor) -> anyhow::Result<
 fn preparer(
     fs: Arc<dyn Fs>,
     layout: &Layout,
+    proc: &Path,
     executor: Executor,
     ledger: Arc<Ledger>,
     gpus: Arc<Gpus>,
@@ -401,6 +401,8 @@ fn preparer(
         reporter,
         metrics,
         board,
+        layout: layout.clone(),
+        proc: proc.to_owned(),
         suspect_orphans,
     })
 }

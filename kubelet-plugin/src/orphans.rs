@@ -17,7 +17,6 @@ pub mod schedule;
 mod tests;
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use k8s_openapi::api::resource::v1::ResourceClaim;
@@ -27,12 +26,9 @@ use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 use tranche_api::names::DRIVER;
 use tranche_driver::journal::Record;
-use tranche_node::containers::processes_with;
-use tranche_node::page::AccountFile;
 
 use self::schedule::{Found, INTERVAL, PAUSE, Schedule};
 use crate::claims::{ClaimRef, Claims};
-use crate::layout::Layout;
 use crate::ledger::{Ledger, claim_of};
 use crate::metrics::Metrics;
 use crate::pod_resources::Kubelet;
@@ -61,10 +57,6 @@ pub struct OrphanSearch {
     pub reporter: Arc<dyn Reporter>,
     /// The counters.
     pub metrics: Arc<Metrics>,
-    /// The paths of the pages.
-    pub layout: Layout,
-    /// The host's `/proc`.
-    pub proc: PathBuf,
 }
 
 impl OrphanSearch {
@@ -154,9 +146,7 @@ impl OrphanSearch {
             return kubelet_tells;
         }
         info!(%claim, uid, "the claim is gone and the kubelet did not release it; releasing it");
-        let (proc, layout) = (self.proc.clone(), self.layout.clone());
-        let users = move |record: &Record| users(record, &proc, &layout);
-        if self.preparer.release_unused(&claim, users).await.is_ok() {
+        if self.preparer.release_orphan(&claim).await.is_ok() {
             self.metrics.orphans.inc();
         }
         kubelet_tells
@@ -211,27 +201,4 @@ fn has_devices_in_status(claim: &ResourceClaim) -> bool {
         .unwrap_or_default()
         .iter()
         .any(|d| d.driver == DRIVER)
-}
-
-/// The users of a claim's devices as text, if any. An error says why they are not known.
-fn users(record: &Record, proc: &Path, layout: &Layout) -> Result<Option<String>, String> {
-    let devices = &record.plan.devices;
-    let keys: Vec<_> = devices.iter().map(|device| device.key.as_str()).collect();
-    let processes = processes_with(proc, &keys).map_err(|e| e.to_string())?;
-    if let Some(first) = processes.first() {
-        let count = processes.len();
-        return Ok(Some(format!("{count} processes, the first is {first}")));
-    }
-    // A process that left its container's mount namespace still has a slot in the account.
-    for device in devices.iter().filter(|device| device.cap.is_share()) {
-        let account = layout.share(uid(record), &device.key).account;
-        // A missing or broken page has no slots.
-        if AccountFile::open(&account).is_ok_and(|file| file.is_in_use().unwrap_or(true)) {
-            return Ok(Some(format!(
-                "processes that count in {}",
-                account.display()
-            )));
-        }
-    }
-    Ok(None)
 }

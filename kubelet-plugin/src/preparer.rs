@@ -12,9 +12,10 @@
 mod error;
 #[cfg(test)]
 mod tests;
+mod users;
 
 use std::collections::BTreeSet;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -35,6 +36,7 @@ use tranche_driver::providers::Verdict;
 
 pub use error::{PrepareError, Problem, UnprepareError};
 
+use self::users::refuse_in_use;
 use crate::audit::pods_of;
 use crate::claims::{ClaimRef, Claims};
 use crate::driver_state::{DriverState, Ready, SpecFile};
@@ -42,6 +44,7 @@ use crate::executor::{End, ExecuteError, Executor, StepError, UndoError};
 use crate::gpu_node::NodePolicy;
 use crate::gpus::Gpus;
 use crate::install::{InstallError, Installation, Needs};
+use crate::layout::Layout;
 use crate::ledger::{Booking, Ledger, claim_of};
 use crate::locks::Locks;
 use crate::metrics::Metrics;
@@ -58,6 +61,9 @@ const PATIENCE: Duration = Duration::from_secs(25);
 
 /// The pause before a GPU that somebody else has open is tried again.
 const IN_USE_PAUSE: Duration = Duration::from_secs(1);
+
+/// The pause before a claim is tried again whose processes have not ended.
+const ENDING_PAUSE: Duration = Duration::from_millis(100);
 
 /// How long a claim waits for the policy of its GPUs. The plugin reads it when it starts, and the controller publishes
 /// it a moment after the slices of a new node. If it is still missing, the controller or the API server has a problem.
@@ -102,6 +108,10 @@ pub struct Parts {
     pub metrics: Arc<Metrics>,
     /// What the watchdog found.
     pub board: Arc<Board>,
+    /// The paths of the pages.
+    pub layout: Layout,
+    /// The host's `/proc`.
+    pub proc: PathBuf,
     /// Sends claims that block another one to the search for orphans.
     pub suspect_orphans: mpsc::Sender<String>,
 }
@@ -436,33 +446,24 @@ impl Preparer {
         }
     }
 
-    /// Releases a claim; one that is not held is released already.
+    /// Releases a claim whose pods have ended; one that is not held is released already. Waits for processes that still run: the
+    /// kubelet asks within a minute after a pod was deleted by force, also while its runtime has not ended the containers.
     pub async fn unprepare(self: &Arc<Self>, claim: &ClaimRef) -> Result<(), UnprepareError> {
-        self.release(claim, Ended::Unprepared, |_| Ok(())).await
+        self.release(claim, Ended::Unprepared, PATIENCE).await
     }
 
-    /// Releases a claim that is gone if nobody uses its devices. `users` says who does; it is called while nobody else works
-    /// on the claim, just before its steps are undone.
-    pub async fn release_unused(
-        self: &Arc<Self>,
-        claim: &ClaimRef,
-        users: impl FnOnce(&Record) -> Result<Option<String>, String> + Send + 'static,
-    ) -> Result<(), UnprepareError> {
-        let is_unused = |record: &Record| match users(record) {
-            Ok(None) => Ok(()),
-            Ok(Some(users)) => Err(Problem::InUse(users)),
-            Err(why) => Err(Problem::UsersUnknown(why)),
-        };
-        self.release(claim, Ended::Orphan, is_unused).await
+    /// Releases a claim that is gone.
+    pub async fn release_orphan(self: &Arc<Self>, claim: &ClaimRef) -> Result<(), UnprepareError> {
+        self.release(claim, Ended::Orphan, Duration::ZERO).await
     }
 
     async fn release(
         self: &Arc<Self>,
         claim: &ClaimRef,
         ended: Ended,
-        is_unused: impl FnOnce(&Record) -> Result<(), Problem> + Send + 'static,
+        patience: Duration,
     ) -> Result<(), UnprepareError> {
-        let release = self.release_in_turn(claim, ended, is_unused);
+        let release = self.release_in_turn(claim, ended, patience);
         let within = tokio::time::timeout(DEADLINE, release).await;
         let result = within.unwrap_or(Err(Problem::Timeout(DEADLINE)));
         self.parts.reporter.released(&claim.uid);
@@ -480,27 +481,44 @@ impl Preparer {
         self: &Arc<Self>,
         claim: &ClaimRef,
         ended: Ended,
-        is_unused: impl FnOnce(&Record) -> Result<(), Problem> + Send + 'static,
+        patience: Duration,
     ) -> Result<(), Problem> {
-        let claim_lock = self.locks.lock(&claim.uid).await;
-        let (this, uid) = (Arc::clone(self), claim.uid.clone());
-        let work = move || {
-            let _lock = claim_lock;
-            match this.recorded(&uid)? {
-                Some(record) => {
-                    is_unused(&record)?;
-                    this.undo(&record, ended)?;
+        let until = Instant::now() + patience;
+        let mut claim_lock = self.locks.lock(&claim.uid).await;
+        loop {
+            let (this, uid) = (Arc::clone(self), claim.uid.clone());
+            let work = move || (claim_lock, this.release_unused(&uid, ended));
+            let done = tokio::task::spawn_blocking(work).await;
+            let result;
+            (claim_lock, result) = done.map_err(|_| Problem::Stopping)?;
+            match result {
+                Err(Problem::InUse(_)) if Instant::now() < until => {
+                    tokio::time::sleep(ENDING_PAUSE).await;
                 }
-                // Its journal may have been deleted by hand, and what it made not.
-                None => this.parts.executor.sweep(&uid)?,
+                result => return result.inspect(|()| info!("unprepared")),
             }
-            this.parts.ledger.remove(&uid);
-            Ok(())
-        };
-        let released = tokio::task::spawn_blocking(work).await;
-        released
-            .map_err(|_| Problem::Stopping)?
-            .inspect(|()| info!("unprepared"))
+        }
+    }
+
+    /// Releases a claim, whose lock the caller holds, if nobody uses its devices.
+    fn release_unused(&self, uid: &str, ended: Ended) -> Result<(), Problem> {
+        let Parts {
+            ledger,
+            executor,
+            layout,
+            proc,
+            ..
+        } = &self.parts;
+        match self.recorded(uid)? {
+            Some(record) => {
+                refuse_in_use(&record, proc, layout)?;
+                self.undo(&record, ended)?;
+            }
+            // Its journal may have been deleted by hand, and what it made not.
+            None => executor.sweep(uid)?,
+        }
+        ledger.remove(uid);
+        Ok(())
     }
 }
 

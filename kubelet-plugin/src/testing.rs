@@ -5,6 +5,7 @@ pub mod mig;
 pub mod mps;
 pub mod vfio;
 
+use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -196,8 +197,6 @@ impl Plugin {
             kubelet: Box::new(kubelet.clone()),
             reporter: Arc::clone(&self.reports) as _,
             metrics: Arc::default(),
-            layout: world.layout.clone(),
-            proc: world.proc(),
         };
         let (_, nobody) = suspicions();
         let suspicions = std::mem::replace(&mut *self.suspicions.lock().await, nobody);
@@ -372,6 +371,8 @@ impl World {
             reporter: Arc::clone(&reports) as _,
             metrics: Arc::default(),
             board: Arc::clone(&board),
+            layout: self.layout.clone(),
+            proc: self.proc(),
             suspect_orphans,
         });
         Ok(Plugin {
@@ -385,6 +386,21 @@ impl World {
             others,
             policy,
         })
+    }
+
+    /// Starts a process of a container that has the claim's first device.
+    pub fn run_in_container(&self, record: &Record, pid: u32) {
+        let key = &record.plan.devices[0].key;
+        let folder = self.proc().join(pid.to_string());
+        std::fs::create_dir_all(folder.join("ns")).unwrap();
+        symlink("mnt:[7]", folder.join("ns/mnt")).unwrap();
+        let mounts = format!("9 2 0:50 /{key}/cap /etc/tranche/0/cap ro - tmpfs tmpfs rw\n");
+        std::fs::write(folder.join("mountinfo"), mounts).unwrap();
+    }
+
+    /// Ends a process.
+    pub fn end(&self, pid: u32) {
+        std::fs::remove_dir_all(self.proc().join(pid.to_string())).unwrap();
     }
 
     /// What the controller publishes for this node without any SharingPolicy.

@@ -1,6 +1,5 @@
 use std::ffi::CString;
 use std::fs;
-use std::os::unix::fs::symlink;
 use std::time::Duration;
 
 use serde_json::Value;
@@ -30,17 +29,6 @@ fn held(plugin: &Plugin) -> Vec<String> {
     held.iter()
         .map(|record| record.plan.allocation.name.clone())
         .collect()
-}
-
-/// A process of a container that has the claim's first device.
-fn container(world: &World, plugin: &Plugin, pid: u32) {
-    let record = &plugin.preparer.ledger().held()[0];
-    let key = &record.plan.devices[0].key;
-    let folder = world.proc().join(pid.to_string());
-    fs::create_dir_all(folder.join("ns")).unwrap();
-    symlink("mnt:[7]", folder.join("ns/mnt")).unwrap();
-    let mounts = format!("9 2 0:50 /{key}/cap /etc/tranche/0/cap ro - tmpfs tmpfs rw\n");
-    fs::write(folder.join("mountinfo"), mounts).unwrap();
 }
 
 #[tokio::test(start_paused = true)]
@@ -153,11 +141,11 @@ async fn a_claim_that_is_gone_keeps_its_gpu_while_a_container_has_it() {
         world.api.put(object.clone());
         plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
         world.api.delete(&object);
-        container(&world, &plugin, 4711);
+        world.run_in_container(&plugin.preparer.ledger().held()[0], 4711);
         let search = plugin.search(&world, &Listing::default()).await;
         search.run_for(24 * HOUR).await;
         assert_eq!(held(&plugin), ["a"]);
-        fs::remove_dir_all(world.proc().join("4711")).unwrap();
+        world.end(4711);
         search.run_for(HOUR).await;
         assert!(held(&plugin).is_empty());
     }

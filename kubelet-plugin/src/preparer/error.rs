@@ -117,16 +117,11 @@ pub enum Problem {
     /// A step of an earlier plan failed when it was repeated.
     #[error(transparent)]
     Rebuild(#[from] StepError),
-    /// It is gone, and its containers have not ended.
-    #[error(
-        "it is gone and the kubelet does not list it; it is kept until its containers have ended: {0}"
-    )]
+    /// Its pods are gone, and its containers have not ended.
+    #[error("it is kept until its containers have ended: {0}")]
     InUse(String),
-    /// It is gone, and it cannot be found out whether its containers have ended.
-    #[error(
-        "it is gone and the kubelet does not list it; it is kept because it is not known whether its containers have ended: \
-         {0}"
-    )]
+    /// Its pods are gone, and it cannot be found out whether its containers have ended.
+    #[error("it is kept because it is not known whether its containers have ended: {0}")]
     UsersUnknown(String),
     /// An inverse failed.
     #[error("cannot release it: {0}")]
