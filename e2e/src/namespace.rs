@@ -120,6 +120,13 @@ impl Namespace {
         self.running(name, request, &IDLE).await
     }
 
+    /// The same, once its container runs.
+    pub async fn started(&self, name: &str, request: &Request) -> anyhow::Result<PodHandle> {
+        let pod = self.idle(name, request).await?;
+        pod.started().await?;
+        Ok(pod)
+    }
+
     /// A pod that runs `command`, with a template of its own for one request.
     pub async fn running(
         &self,

@@ -116,16 +116,17 @@ impl Control {
     /// Sets the limits, and reads them back.
     pub async fn limit(&self, limits: Limits) -> Result<(), ControlError> {
         for setting in limits.settings() {
-            let mut attempts = 1;
-            loop {
+            for attempt in 1.. {
                 self.ask(&setting.set).await?;
                 let answer = self.ask(&setting.get).await?;
                 match setting.check(&answer) {
                     // A daemon that serves another client turns this one away: as success, without an answer.
-                    Err(_) if answer.is_empty() && attempts < ATTEMPTS => {}
-                    checked => break checked?,
+                    Err(_) if answer.is_empty() && attempt < ATTEMPTS => {}
+                    checked => {
+                        checked?;
+                        break;
+                    }
                 }
-                attempts += 1;
                 tokio::time::sleep(PAUSE).await;
             }
         }

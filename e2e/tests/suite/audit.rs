@@ -97,9 +97,8 @@ fn a_partition_is_named_by_its_mig_device() -> anyhow::Result<()> {
         policy::tiers(case, &[Tier::Partition, Tier::Exclusive]).await?;
         let namespace = case.namespace("audit").await?;
         let pod = namespace
-            .idle("partition", &Request::profile("1g.10gb"))
+            .started("partition", &Request::profile("1g.10gb"))
             .await?;
-        pod.started().await?;
         let got = pod.device_data().await?;
         pod.delete().await?;
         case.node.no_claim_files(wait::USUAL).await?;

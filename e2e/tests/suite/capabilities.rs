@@ -48,8 +48,7 @@ fn a_policy_names_the_libraries_of_new_capped_claims() -> anyhow::Result<()> {
         let namespace = case.namespace("capabilities").await?;
         let gpu = &case.gpus[0];
         let share = Request::capped("1Gi", "10").on(&gpu.uuid);
-        let before = namespace.idle("before", &share).await?;
-        before.started().await?;
+        let before = namespace.started("before", &share).await?;
         ensure!(!has_encoder(&before).await?, "without a policy");
 
         for (wrong, word) in [
@@ -70,8 +69,7 @@ fn a_policy_names_the_libraries_of_new_capped_claims() -> anyhow::Result<()> {
             asked.capped.extra_driver_capabilities == ["video"]
         })
         .await?;
-        let after = namespace.idle("after", &share).await?;
-        after.started().await?;
+        let after = namespace.started("after", &share).await?;
         ensure!(has_encoder(&after).await?, "by the policy");
         ensure!(!has_encoder(&before).await?, "of a running container");
         Ok(())

@@ -17,7 +17,8 @@ struct Spun {
     share: f64,
 }
 
-async fn spin(pod: &PodHandle, kernel: &str, launch: &str, time: &str) -> anyhow::Result<f64> {
+/// The share of the GPU's time that a pod's program gets.
+pub async fn spin(pod: &PodHandle, kernel: &str, launch: &str, time: &str) -> anyhow::Result<f64> {
     let command = [
         "tranche-workload",
         "--json",
@@ -45,8 +46,9 @@ fn about(share: f64, cores: f64, of: &str) -> anyhow::Result<()> {
 fn a_share_gets_its_cores_however_it_launches() -> anyhow::Result<()> {
     run(async |case: &Case| {
         let namespace = case.namespace("cores").await?;
-        let pod = namespace.idle("pod", &Request::capped("2Gi", "25")).await?;
-        pod.started().await?;
+        let pod = namespace
+            .started("pod", &Request::capped("2Gi", "25"))
+            .await?;
         // Each after another with other kernels: the last two over ten seconds.
         for (kernel, launch, time) in [
             ("1ms", "plain", "6s"),
@@ -71,8 +73,7 @@ fn neighbours_get_what_each_has_claimed() -> anyhow::Result<()> {
         let mut pods = Vec::new();
         for cores in cores {
             let share = Request::capped("2Gi", cores).on(&case.gpus[0].uuid);
-            let pod = namespace.idle(&format!("pod-{cores}"), &share).await?;
-            pod.started().await?;
+            let pod = namespace.started(&format!("pod-{cores}"), &share).await?;
             pods.push(pod);
         }
         let shares = try_join_all(pods.iter().map(|pod| spin(pod, "1ms", "plain", "10s"))).await?;
@@ -88,9 +89,8 @@ fn all_of_the_cores_and_what_others_leave_are_not_slowed() -> anyhow::Result<()>
     run(async |case: &Case| {
         let namespace = case.namespace("unslowed").await?;
         let whole = namespace
-            .idle("whole", &Request::capped("2Gi", "100"))
+            .started("whole", &Request::capped("2Gi", "100"))
             .await?;
-        whole.started().await?;
         let share = spin(&whole, "1ms", "plain", "5s").await?;
         ensure!(share > 100.0 - POINTS, "cores: 100 gives {share:.1} %");
         whole.delete().await?;

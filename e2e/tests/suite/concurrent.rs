@@ -53,8 +53,7 @@ fn claims_of_two_namespaces_share_a_gpus_daemon_until_the_last_ends() -> anyhow:
         for (name, gibs, threads, multiprocessors) in [("a", 8, "30", 40), ("b", 16, "60", 80)] {
             let namespace = case.namespace(name).await?;
             let request = Request::concurrent(&format!("{gibs}Gi"), threads).on(gpu);
-            let pod = namespace.idle("client", &request).await?;
-            pod.started().await?;
+            let pod = namespace.started("client", &request).await?;
             let data = pod.device_data().await?;
             ensure!(
                 data["tier"] == "concurrent" && data["gpuUUID"] == gpu,
@@ -158,8 +157,7 @@ fn a_killed_daemon_fails_its_clients_visibly_and_serves_new_ones() -> anyhow::Re
         })
         .await?;
         // A pod that was there can start programs again, and a new pod works.
-        let late = namespace.idle("late", &request).await?;
-        late.started().await?;
+        let late = namespace.started("late", &request).await?;
         for pod in [&bystander, &late] {
             let filled = pod.fill(&[]).await?;
             ensure!(

@@ -259,8 +259,7 @@ fn a_driver_that_returns_in_another_version_serves_the_claims_that_are_held() ->
         }
         // The plugin changes GPUs by the new driver, although it watches the held claim without a pause.
         let other = Request::profile("1g.10gb").on(&case.gpus[1].uuid);
-        let partition = namespace.idle("partition", &other).await?;
-        partition.started().await?;
+        namespace.started("partition", &other).await?;
         Ok(())
     })
 }

@@ -214,8 +214,7 @@ fn example_06_hard() -> anyhow::Result<()> {
         let mut shares = Vec::new();
         for (number, gpu) in case.gpus.iter().enumerate() {
             let request = Request::capped("1Gi", "1").on(&gpu.uuid);
-            let share = others.idle(&format!("share-{number}"), &request).await?;
-            share.started().await?;
+            let share = others.started(&format!("share-{number}"), &request).await?;
             shares.push(share);
         }
         let namespace = case.adopt("example-hard");
@@ -257,8 +256,7 @@ fn example_08_first_available() -> anyhow::Result<()> {
         let others = case.namespace("shares").await?;
         for (number, gpu) in case.gpus.iter().enumerate() {
             let request = Request::capped("1Gi", "1").on(&gpu.uuid);
-            let share = others.idle(&format!("share-{number}"), &request).await?;
-            share.started().await?;
+            others.started(&format!("share-{number}"), &request).await?;
         }
         apply("08-first-available").await?;
         notebook.started().await?;
@@ -308,7 +306,7 @@ fn example_10_replicas() -> anyhow::Result<()> {
         // The rest of these GPUs is for others.
         let other = case.namespace("other").await?;
         let request = Request::capped("60Gi", "80");
-        other.idle("pod", &request).await?.started().await?;
+        other.started("pod", &request).await?;
         let scale = ["scale", "deployment", "server", "--replicas", "3"];
         let namespaced = [&["--namespace", "example-replicas"], &scale[..]].concat();
         tool::run("kubectl", &namespaced, &[]).await?;

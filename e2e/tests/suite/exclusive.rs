@@ -27,8 +27,7 @@ async fn has_no_shim(pod: &PodHandle) -> anyhow::Result<()> {
 fn an_exclusive_pod_has_the_whole_gpu_and_no_shim() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
         let namespace = case.namespace("whole").await?;
-        let pod = namespace.idle("pod", &Request::exclusive()).await?;
-        pod.started().await?;
+        let pod = namespace.started("pod", &Request::exclusive()).await?;
         has_no_shim(&pod).await?;
         let seen = pod.seen().await?;
         ensure!(seen.len() == 1, "{seen:?}");
@@ -49,8 +48,7 @@ fn timeshared_pods_have_the_same_gpu_and_no_shim() -> anyhow::Result<()> {
         let namespace = case.namespace("time").await?;
         let mut all = Vec::new();
         for name in ["one", "two"] {
-            let pod = namespace.idle(name, &Request::timeshared()).await?;
-            pod.started().await?;
+            let pod = namespace.started(name, &Request::timeshared()).await?;
             has_no_shim(&pod).await?;
             all.push(pod.nvidia_smi().await?);
         }
@@ -77,11 +75,9 @@ fn time_slices_have_the_policys_length_while_there_are_timeshared_shares() -> an
         policy::interval(case, Interval::Long).await?;
         let namespace = case.namespace("slices").await?;
         let request = Request::timeshared().on(uuid);
-        let one = namespace.idle("one", &request).await?;
-        one.started().await?;
+        let one = namespace.started("one", &request).await?;
         shown("Long").await?;
-        let two = namespace.idle("two", &request).await?;
-        two.started().await?;
+        let two = namespace.started("two", &request).await?;
         one.delete().await?;
         // The other one's share still wants it.
         shown("Long").await?;

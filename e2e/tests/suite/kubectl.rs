@@ -149,7 +149,7 @@ fn users_see_what_their_rights_allow_and_one_line_says_what_is_missing() -> anyh
             .create(&PostParams::default(), &binding)
             .await?;
         let share = Request::capped("1Gi", "10");
-        namespace.idle("mine", &share).await?.started().await?;
+        namespace.started("mine", &share).await?;
         let as_user = ["--namespace", name, "--as", &user];
         let got = wait::for_answer("the user's rights", wait::USUAL, async || {
             let got = tranche(&[&["get"][..], &as_user].concat()).await?;

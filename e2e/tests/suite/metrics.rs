@@ -23,8 +23,16 @@ async fn scrape(case: &Case, pod: &Pod, token: Option<&str>) -> anyhow::Result<(
     get(case, pod, "/metrics", token).await
 }
 
-/// The same for another path beside them.
-pub async fn get(
+/// What the node's plugin answers a reader of this path.
+pub async fn read(case: &Case, path: &str, token: &str) -> anyhow::Result<String> {
+    let plugin = case.plugin().ready(None).await?;
+    let (code, text) = get(case, &plugin, path, Some(token)).await?;
+    ensure!(code == 200, "{code}: {text}");
+    Ok(text)
+}
+
+/// The pod's answer to a GET of a path of its metrics' port.
+async fn get(
     case: &Case,
     pod: &Pod,
     path: &str,
@@ -70,9 +78,7 @@ pub async fn token(case: &Case, namespace: &str, reader: bool) -> anyhow::Result
 
 /// The lines of the plugin's metrics about shares of a namespace.
 async fn shares(case: &Case, token: &str, namespace: &str) -> anyhow::Result<Vec<String>> {
-    let plugin = case.plugin().ready(None).await?;
-    let (code, text) = scrape(case, &plugin, Some(token)).await?;
-    ensure!(code == 200, "{code}: {text}");
+    let text = read(case, "/metrics", token).await?;
     let label = format!("namespace=\"{namespace}\"");
     let ours = |line: &&str| line.starts_with("tranche_share_") && line.contains(&label);
     Ok(text.lines().filter(ours).map(str::to_owned).collect())
@@ -92,8 +98,7 @@ fn a_shares_numbers_are_its_own_and_the_dead_are_swept() -> anyhow::Result<()> {
         let namespace = case.namespace("metrics").await?;
         let token = token(case, namespace.name(), true).await?;
         let share = Request::capped("4Gi", "25").on(&case.gpus[0].uuid);
-        let pod = namespace.idle("pod", &share).await?;
-        pod.started().await?;
+        let pod = namespace.started("pod", &share).await?;
         let used = async |wanted: u64, limit: Duration| {
             wait::for_answer("the memory in use", limit, async || {
                 let lines = shares(case, &token, namespace.name()).await?;

@@ -85,8 +85,7 @@ fn a_plugin_that_dies_on_one_node_does_not_affect_the_other() -> anyhow::Result<
         for gpu in &gpus {
             let name = format!("pod-{}", gpu.minor);
             let share = Request::capped("2Gi", "10").on(&gpu.uuid);
-            let pod = namespace.idle(&name, &share).await?;
-            pod.started().await?;
+            let pod = namespace.started(&name, &share).await?;
             let seen = pod.seen().await?;
             ensure!(
                 seen.len() == 1 && seen[0].uuid == gpu.uuid && seen[0].total == 2 << 30,

@@ -21,8 +21,9 @@ fn shares_have_more_memory_together_than_the_gpu() -> anyhow::Result<()> {
             .running("first", &share(case, "60Gi", "40"), &workload::hold("50Gi"))
             .await?;
         first.started().await?;
-        let second = namespace.idle("second", &share(case, "60Gi", "40")).await?;
-        second.started().await?;
+        let second = namespace
+            .started("second", &share(case, "60Gi", "40"))
+            .await?;
         let seen = second.seen().await?;
         ensure!(seen.len() == 1 && seen[0].total == 60 * GIB, "{seen:?}");
 

@@ -21,9 +21,8 @@ fn a_claim_gets_its_partition_and_leaves_the_gpu_as_it_was() -> anyhow::Result<(
         policy::tiers(case, &[Tier::Partition, Tier::Exclusive, Tier::Capped]).await?;
         let namespace = case.namespace("partition").await?;
         let small = namespace
-            .idle("small", &Request::profile("1g.10gb"))
+            .started("small", &Request::profile("1g.10gb"))
             .await?;
-        small.started().await?;
         let got = small.device_data().await?;
         ensure!(
             got["tier"] == "partition" && got["profile"] == "1g.10gb",
@@ -57,8 +56,9 @@ fn a_claim_gets_its_partition_and_leaves_the_gpu_as_it_was() -> anyhow::Result<(
         );
 
         // By size: the smallest profile that has it, beside the neighbour, on the same GPU.
-        let sized = namespace.idle("sized", &Request::partition("18Gi")).await?;
-        sized.started().await?;
+        let sized = namespace
+            .started("sized", &Request::partition("18Gi"))
+            .await?;
         let other = sized.device_data().await?;
         let profile = field(&other, "profile")?;
         ensure!(
@@ -98,8 +98,7 @@ fn a_partition_is_made_and_removed_beside_a_working_neighbour() -> anyhow::Resul
         let before = neighbour.next_beat().await?;
         for round in 0..3 {
             let name = format!("guest-{round}");
-            let guest = namespace.idle(&name, &on("2g.20gb")).await?;
-            guest.started().await?;
+            let guest = namespace.started(&name, &on("2g.20gb")).await?;
             ensure!(guest.seen().await?[0].total < 20 * GIB);
             guest.delete().await?;
         }
@@ -135,16 +134,14 @@ fn layouts_that_the_geometry_forbids_wait() -> anyhow::Result<()> {
         let mut pods = Vec::new();
         for round in 0..3 {
             let pod = namespace
-                .idle(&format!("two-{round}"), &on_first("2g.20gb"))
+                .started(&format!("two-{round}"), &on_first("2g.20gb"))
                 .await?;
-            pod.started().await?;
             pods.push(pod);
         }
         // Seven compute slices: a fourth 2g is none, a 1g beside three of them is one.
         let fourth = namespace.idle("two-3", &on_first("2g.20gb")).await?;
         fourth.has_no_room().await?;
-        let last = namespace.idle("one", &on_first("1g.10gb")).await?;
-        last.started().await?;
+        namespace.started("one", &on_first("1g.10gb")).await?;
         pods[0].delete().await?;
         fourth.started().await?;
         Ok(())
@@ -193,8 +190,7 @@ fn an_administrators_partition_is_given_out_and_never_removed() -> anyhow::Resul
             .await?;
         let namespace = case.namespace("static").await?;
         let request = Request::of(Tier::Partition).on(&mig);
-        let pod = namespace.idle("pod", &request).await?;
-        pod.started().await?;
+        let pod = namespace.started("pod", &request).await?;
         let shown = pod.stdout(&["nvidia-smi", "-L"]).await?;
         ensure!(
             shown.matches("UUID: MIG-").count() == 1 && shown.contains(&mig),
@@ -206,8 +202,7 @@ fn an_administrators_partition_is_given_out_and_never_removed() -> anyhow::Resul
              device.attributes['gpu.tranche.dev'].parentUUID == '{}'",
             gpu.uuid
         ));
-        let other = namespace.idle("other", &beside).await?;
-        other.started().await?;
+        let other = namespace.started("other", &beside).await?;
         other.delete().await?;
         pod.delete().await?;
         node.no_claim_files(wait::USUAL).await?;

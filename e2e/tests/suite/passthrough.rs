@@ -65,8 +65,7 @@ fn a_gpu_goes_to_a_virtual_machine_and_comes_back() -> anyhow::Result<()> {
         case.afterwards("persistence mode", async move {
             node.shell(&back).await.map(drop)
         });
-        let machine = namespace.idle("machine", &request).await?;
-        machine.started().await?;
+        let machine = namespace.started("machine", &request).await?;
 
         let group = iommu_group(&before, gpu)?;
         let nodes = machine
@@ -109,9 +108,8 @@ fn a_gpu_goes_to_a_virtual_machine_and_comes_back() -> anyhow::Result<()> {
         case.plugin().kill().await?;
         let whole = Request::exclusive();
         let beside = namespace
-            .idle("beside", &whole.clone().on(&other.uuid))
+            .started("beside", &whole.clone().on(&other.uuid))
             .await?;
-        beside.started().await?;
         ensure!(beside.seen().await?.len() == 1);
         let after = devices_of(case, &tiers).await?;
         let changed = after

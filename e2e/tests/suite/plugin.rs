@@ -116,7 +116,7 @@ fn killed_while_pods_run_and_end() -> anyhow::Result<()> {
             "{before:?} {after:?}"
         );
         case.plugin().ready(None).await?;
-        namespace.idle("new", &share).await?.started().await?;
+        namespace.started("new", &share).await?;
         let claims = case
             .node
             .shell(&format!("ls {}/claims", tranche_e2e::node::PLUGIN_DIR))

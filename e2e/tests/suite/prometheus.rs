@@ -154,21 +154,12 @@ async fn in_use(
     let tiers = [Tier::Capped, Tier::Partition, Tier::Exclusive];
     policy::tiers(case, &tiers).await?;
     let partition = Request::profile("3g.40gb").on(&case.gpus[1].uuid);
-    namespace
-        .idle("divided", &partition)
-        .await?
-        .started()
-        .await?;
+    namespace.started("divided", &partition).await?;
     // A counter grows only from its second value on.
-    namespace
-        .idle("first", &share("1Gi"))
-        .await?
-        .started()
-        .await?;
+    namespace.started("first", &share("1Gi")).await?;
     let prepared = r#"tranche_dra_claims_total{method="NodePrepareResources"}"#;
     prometheus.numbers(prepared).await?;
-    let pod = namespace.idle("works", &share("4Gi")).await?;
-    pod.started().await?;
+    let pod = namespace.started("works", &share("4Gi")).await?;
     let work = "tranche-workload hold --bytes 1Gi --beat 100 >/tmp/beats 2>&1 &
         until grep -q beat /tmp/beats; do usleep 20000; done
         tranche-workload spin --kernel 1ms --launch plain --time 600s >/tmp/spun 2>&1 &";

@@ -150,8 +150,9 @@ fn an_untested_driver_closes_the_capped_tier() -> anyhow::Result<()> {
             .idle("capped", &Request::capped("1Gi", "10"))
             .await?;
         capped.event("FailedScheduling").await?;
-        let exclusive = namespace.idle("exclusive", &Request::exclusive()).await?;
-        exclusive.started().await?;
+        namespace
+            .started("exclusive", &Request::exclusive())
+            .await?;
 
         let policies: Api<SharingPolicy> = Api::all(case.client.clone());
         let name = case.unique("untested");

@@ -188,8 +188,9 @@ fn without_the_shim_no_capped_pod_starts() -> anyhow::Result<()> {
             .and_then(|status| status.phase);
         ensure!(phase.as_deref() == Some("Pending"), "{phase:?}");
         // An exclusive pod needs no shim.
-        let exclusive = namespace.idle("exclusive", &Request::exclusive()).await?;
-        exclusive.started().await?;
+        namespace
+            .started("exclusive", &Request::exclusive())
+            .await?;
         case.node.shell(&back).await?;
         // The kubelet asks for the first pod only at its next resync, after a minute.
         let next = namespace

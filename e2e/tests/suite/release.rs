@@ -115,8 +115,7 @@ fn a_tenant_that_fills_its_account_page_takes_room_from_nobody() -> anyhow::Resu
     run_on_a_node(async |case: &Case| {
         let namespace = case.namespace("full").await?;
         let share = Request::capped("2Gi", "10").on(&case.gpus[0].uuid);
-        let greedy = namespace.idle("greedy", &share).await?;
-        greedy.started().await?;
+        let greedy = namespace.started("greedy", &share).await?;
         let fill = "cd /usr/lib/tranche/shares/*/ &&
             if head -c 4194304 /dev/zero >>account; then echo taken; else echo refused; fi";
         let output = greedy.stdout(&["sh", "-c", fill]).await?;
@@ -128,8 +127,7 @@ fn a_tenant_that_fills_its_account_page_takes_room_from_nobody() -> anyhow::Resu
         let again = "cd /usr/lib/tranche/shares/*/ && while :; do head -c 4194304 /dev/zero >>account; done";
         let again = format!("({again}) >/dev/null 2>&1 &");
         greedy.stdout(&["sh", "-c", &again]).await?;
-        let neighbour = namespace.idle("neighbour", &share).await?;
-        neighbour.started().await?;
+        let neighbour = namespace.started("neighbour", &share).await?;
         let filled = neighbour.fill(&[]).await?;
         ensure!(filled[0].filled == 2 << 30, "{filled:?}");
         neighbour.delete().await?;

@@ -9,13 +9,8 @@ fn a_claim_for_a_full_gpu_waits_and_starts_after_a_release() -> anyhow::Result<(
         let namespace = case.namespace("full").await?;
         let gpu = case.gpus[0].uuid.as_str();
         let share = |memory, cores| Request::capped(memory, cores).on(gpu);
-        let first = namespace.idle("first", &share("40Gi", "40")).await?;
-        first.started().await?;
-        namespace
-            .idle("second", &share("30Gi", "30"))
-            .await?
-            .started()
-            .await?;
+        let first = namespace.started("first", &share("40Gi", "40")).await?;
+        namespace.started("second", &share("30Gi", "30")).await?;
         let by_memory = namespace.idle("memory", &share("20Gi", "10")).await?;
         let by_cores = namespace.idle("cores", &share("1Gi", "40")).await?;
         for waiting in [&by_memory, &by_cores] {
@@ -65,8 +60,7 @@ fn tiers_exclude_each_other_on_one_gpu() -> anyhow::Result<()> {
                 [("capped", &capped), ("timeshared", &timeshared)],
             ),
         ] {
-            let holding = namespace.idle(holder, held).await?;
-            holding.started().await?;
+            let holding = namespace.started(holder, held).await?;
             let mut waiting = Vec::new();
             for (other, request) in others {
                 let pod = namespace
@@ -89,15 +83,12 @@ fn a_claim_for_hardware_isolation_never_falls_back_to_software() -> anyhow::Resu
     run_on_a_node(async |case: &Case| {
         let namespace = case.namespace("hard").await?;
         let hard = Request::class("hard.gpu.tranche.dev");
-        let part = namespace.idle("part", &hard).await?;
-        part.started().await?;
+        let part = namespace.started("part", &hard).await?;
         let claim = serde_json::to_string(&part.claim().await?.status)?;
         // The smallest that hardware isolates.
         ensure!(claim.contains("-mig-1g10gb-"), "{claim}");
         namespace
-            .idle("share", &Request::capped("1Gi", "1"))
-            .await?
-            .started()
+            .started("share", &Request::capped("1Gi", "1"))
             .await?;
         // One GPU has room for partitions, but not for one of this size; the other one for shares.
         let large = hard.with_memory("70Gi");
@@ -112,14 +103,11 @@ fn tiers_mix_on_a_node_and_an_exclusive_claim_waits_for_a_free_gpu() -> anyhow::
         let namespace = case.namespace("mix").await?;
         let [one, two] = [case.gpus[0].uuid.as_str(), case.gpus[1].uuid.as_str()];
         namespace
-            .idle("capped", &Request::capped("10Gi", "10").on(one))
-            .await?
-            .started()
+            .started("capped", &Request::capped("10Gi", "10").on(one))
             .await?;
         let shared = namespace
-            .idle("timeshared", &Request::timeshared().on(two))
+            .started("timeshared", &Request::timeshared().on(two))
             .await?;
-        shared.started().await?;
         let exclusive = namespace.idle("exclusive", &Request::exclusive()).await?;
         exclusive.has_no_room().await?;
         shared.delete().await?;

@@ -51,8 +51,7 @@ fn two_shares_of_a_partition_keep_their_caps_beside_another_partition() -> anyho
             .running("first", &share("12Gi", "40"), &workload::hold("10Gi"))
             .await?;
         first.started().await?;
-        let second = namespace.idle("second", &share("15Gi", "60")).await?;
-        second.started().await?;
+        let second = namespace.started("second", &share("15Gi", "60")).await?;
         let (of_first, of_second) = (first.device_data().await?, second.device_data().await?);
         let mig = field(&of_first, "migUUID")?;
         ensure!(
@@ -138,8 +137,7 @@ fn concurrent_shares_of_a_partition_have_its_daemon_beside_another_partition() -
         {
             let request =
                 Request::concurrent(&format!("{gibs}Gi"), threads).that(&on(case, "3g.40gb"));
-            let pod = namespace.idle(name, &request).await?;
-            pod.started().await?;
+            let pod = namespace.started(name, &request).await?;
             let data = pod.device_data().await?;
             ensure!(
                 data["tier"] == "concurrent" && data["profile"] == "3g.40gb",

@@ -46,8 +46,7 @@ async fn sees_exactly(pod: &PodHandle, expected: &[(&str, u64)]) -> anyhow::Resu
 fn two_namespaces_share_one_gpu() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
         let (a, b) = tokio::try_join!(case.namespace("a"), case.namespace("b"))?;
-        let small = a.idle("small", &Request::capped("20Gi", "25")).await?;
-        small.started().await?;
+        let small = a.started("small", &Request::capped("20Gi", "25")).await?;
         let large = Request::capped("40Gi", "50");
         let hold = workload::hold("32Gi");
         let large = b.running("large", &large, &hold).await?;
@@ -215,8 +214,9 @@ fn in_a_container_with_two_tiers_each_device_has_its_own_limit() -> anyhow::Resu
 fn the_claims_status_shows_what_it_got() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
         let namespace = case.namespace("status").await?;
-        let pod = namespace.idle("pod", &Request::capped("7Gi", "30")).await?;
-        pod.started().await?;
+        let pod = namespace
+            .started("pod", &Request::capped("7Gi", "30"))
+            .await?;
         let claim = pod.claim().await?.metadata.name.context("a name")?;
         let device: AllocatedDeviceStatus = wait::for_one(
             namespace.claims(),

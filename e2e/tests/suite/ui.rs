@@ -184,11 +184,7 @@ fn the_page_is_usable_by_keyboard_readable_on_a_phone_and_in_both_themes() -> an
     run_on_a_node(async |case: &Case| {
         let namespace = case.namespace("ui").await?;
         let request = Request::capped("10Gi", "25").on(&case.gpus[0].uuid);
-        namespace
-            .idle("notebook", &request)
-            .await?
-            .started()
-            .await?;
+        namespace.started("notebook", &request).await?;
         let page = Page::open(&[]).await?;
         let tiles = "return [...document.querySelectorAll('.tile')].map((it) => it.dataset.uuid)";
         let tiles: Vec<String> = page.browser.evaluate(tiles).await?;
@@ -326,7 +322,7 @@ fn a_user_with_rights_in_one_namespace_sees_its_shares_and_what_is_missing() -> 
         let other = case.namespace("ui-other").await?;
         let request = Request::capped("10Gi", "25").on(&case.gpus[0].uuid);
         let pod = namespace.idle("mine", &request).await?;
-        other.idle("theirs", &request).await?.started().await?;
+        other.started("theirs", &request).await?;
         pod.started().await?;
         // The user knows the GPU from what its node wrote into the claim.
         pod.device_data().await?;

@@ -4,12 +4,12 @@ use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 use futures::future::try_join_all;
-use serde::Deserialize;
 use tranche_api::tier::Tier;
 use tranche_api::usage::{GpuUsage, NodeUsage, PATH};
 use tranche_e2e::{Case, PodHandle, Request, policy, run_on_a_node, wait};
 
-use crate::metrics::{get, token};
+use crate::compute;
+use crate::metrics::{read, token};
 use crate::watchdog::BYPASS;
 
 const GIB: u64 = 1 << 30;
@@ -33,10 +33,7 @@ impl Reader<'_> {
     }
 
     async fn text(&self, path: &str) -> anyhow::Result<String> {
-        let plugin = self.case.plugin().ready(None).await?;
-        let (code, text) = get(self.case, &plugin, path, Some(&self.token)).await?;
-        ensure!(code == 200, "{code}: {text}");
-        Ok(text)
+        read(self.case, path, &self.token).await
     }
 
     async fn gpu(&self, uuid: &str) -> anyhow::Result<GpuUsage> {
@@ -67,25 +64,9 @@ fn of(series: &[(Option<String>, f64)], pod: &str) -> Option<f64> {
     found.next().map(|(_, value)| *value)
 }
 
-/// The result of `tranche-workload spin`, in percent of the GPU's time.
-#[derive(Debug, Deserialize)]
-struct Spun {
-    share: f64,
-}
-
 async fn spin(pod: &PodHandle) -> anyhow::Result<f64> {
     let time = format!("{}s", AVERAGED.as_secs());
-    let command = [
-        "tranche-workload",
-        "--json",
-        "spin",
-        "--kernel",
-        "1ms",
-        "--time",
-        &time,
-    ];
-    let spun: Spun = serde_json::from_str(&pod.stdout(&command).await?)?;
-    Ok(spun.share)
+    compute::spin(pod, "1ms", "plain", &time).await
 }
 
 /// The values of `DCGM_FI_DEV_GPU_UTIL` of pods that spin, of after half of the time, and what they measured themselves. The
@@ -137,9 +118,8 @@ fn three_pods_have_the_utilization_that_they_cause_and_it_adds_up() -> anyhow::R
         let mut pods = Vec::new();
         for (name, cores) in [("ten", "10"), ("thirty", "30"), ("sixty", "60")] {
             let pod = namespace
-                .idle(name, &Request::capped("4Gi", cores).on(uuid))
+                .started(name, &Request::capped("4Gi", cores).on(uuid))
                 .await?;
-            pod.started().await?;
             pods.push(pod);
         }
         let (values, measured) = spun(&reader, uuid, &pods).await?;
@@ -161,8 +141,7 @@ fn pods_of_concurrent_shares_have_the_utilization_that_they_cause() -> anyhow::R
         let shares = [("a", 30.0), ("b", 60.0)];
         for (name, threads) in shares {
             let request = Request::concurrent("4Gi", &threads.to_string()).on(uuid);
-            let pod = namespace.idle(name, &request).await?;
-            pod.started().await?;
+            let pod = namespace.started(name, &request).await?;
             pods.push(pod);
         }
         let (values, measured) = spun(&reader, uuid, &pods).await?;
@@ -187,8 +166,7 @@ fn a_partitions_pod_has_its_memory_and_its_utilization() -> anyhow::Result<()> {
             "device.attributes['gpu.tranche.dev'].profile == '1g.10gb' && \
              device.attributes['gpu.tranche.dev'].parentUUID == '{uuid}'"
         ));
-        let pod = namespace.idle("pod", &request).await?;
-        pod.started().await?;
+        let pod = namespace.started("pod", &request).await?;
         holds(&pod, "2Gi").await?;
         wait::for_answer("the partition's memory", AVERAGED, async || {
             let gpu = reader.gpu(uuid).await?;
@@ -234,9 +212,8 @@ fn memory_adds_up_and_what_bypasses_is_its_pods() -> anyhow::Result<()> {
         let mut pods = Vec::new();
         for name in ["honest", "bypass"] {
             let pod = namespace
-                .idle(name, &Request::capped("4Gi", "25").on(uuid))
+                .started(name, &Request::capped("4Gi", "25").on(uuid))
                 .await?;
-            pod.started().await?;
             pods.push(pod);
         }
         holds(&pods[0], "1Gi").await?;

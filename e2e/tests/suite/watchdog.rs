@@ -52,8 +52,7 @@ fn a_copied_libcuda_is_named_on_its_pod_and_by_policy_ended() -> anyhow::Result<
         let namespace = case.namespace("watchdog").await?;
         let gpu = &case.gpus[0];
         let share = Request::capped("4Gi", "25").on(&gpu.uuid);
-        let pod = namespace.idle("pod", &share).await?;
-        pod.started().await?;
+        let pod = namespace.started("pod", &share).await?;
         is_named(case, &pod, namespace.name(), gpu).await?;
         // It continues: the policy says Report.
         pod.stdout(&["sh", "-c", "kill -0 $(cat /tmp/pid)"]).await?;
@@ -90,8 +89,7 @@ fn a_copied_libcuda_is_named_on_a_pod_of_the_second_node() -> anyhow::Result<()>
         let (_, gpus) = case.second_node().await?;
         let namespace = case.namespace("watchdog-2").await?;
         let share = Request::capped("4Gi", "25").on(&gpus[0].uuid);
-        let pod = namespace.idle("pod", &share).await?;
-        pod.started().await?;
+        let pod = namespace.started("pod", &share).await?;
         is_named(case, &pod, namespace.name(), &gpus[0]).await
     })
 }
@@ -101,8 +99,7 @@ fn a_share_filled_to_its_cap_is_left_alone() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
         let namespace = case.namespace("watched").await?;
         let share = Request::capped("4Gi", "25").on(&case.gpus[0].uuid);
-        let pod = namespace.idle("pod", &share).await?;
-        pod.started().await?;
+        let pod = namespace.started("pod", &share).await?;
         // Ten seconds of allocating everything and freeing it.
         let fill = "end=$(($(date +%s) + 10)); while [ $(date +%s) -lt $end ]; do tranche-workload fill >/dev/null || exit 1; done";
         pod.stdout(&["sh", "-c", fill]).await?;

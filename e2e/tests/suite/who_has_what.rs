@@ -43,7 +43,7 @@ fn the_commands_of_the_page_find_devices_by_pod_and_pods_by_gpu() -> anyhow::Res
         let uuids = [&case.gpus[0].uuid, &case.gpus[1].uuid];
         for (name, uuid) in ["one", "two"].into_iter().zip(uuids) {
             let request = Request::capped("1Gi", "10").on(uuid);
-            namespace.idle(name, &request).await?.started().await?;
+            namespace.started(name, &request).await?;
         }
         let pod = |name: &str| format!("{}/{name}", namespace.name());
         let of_gpu = command("grep GPU-UUID", &[("GPU-UUID", uuids[1].as_str())])?;

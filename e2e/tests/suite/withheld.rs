@@ -26,9 +26,8 @@ fn a_gpu_that_an_allocator_gave_away_twice_is_prepared_once() -> anyhow::Result<
         let namespace = case.namespace("twice").await?;
         let uuid = &case.gpus[0].uuid;
         let share = namespace
-            .idle("share", &Request::capped("1Gi", "10").on(uuid))
+            .started("share", &Request::capped("1Gi", "10").on(uuid))
             .await?;
-        share.started().await?;
 
         let device = case.device(&case.gpus[0], "exclusive").await?;
         namespace
@@ -168,9 +167,8 @@ async fn costs_its_own_devices(
     };
     let namespace = case.namespace(namespace).await?;
     let neighbour = namespace
-        .idle("neighbour", &Request::exclusive().on(&second.uuid))
+        .started("neighbour", &Request::exclusive().on(&second.uuid))
         .await?;
-    neighbour.started().await?;
 
     let undo = fault(&case.node, &first.uuid).await?;
     let (node, script, plugin) = (case.node.clone(), undo.clone(), case.plugin());
