@@ -38,13 +38,14 @@ const PODS: &str = "/api/v1/pods";
 const UNSCHEDULABLE: &str = "0/6 nodes are available: 6 cannot allocate all claims. still not schedulable, preemption: 0/6 nodes are \
                              available: 6 Preemption is not helpful for scheduling.";
 
-/// What is served.
+/// What is served, as JSON where it stays the same: to make it takes longer than to read it.
 struct Cluster {
     nodes: usize,
     gpus: usize,
-    policies: Vec<SharingPolicy>,
+    gpu_nodes: Vec<String>,
+    slices: Vec<String>,
     claims: Mutex<BTreeMap<String, Value>>,
-    pods: Vec<Value>,
+    pods: Vec<String>,
     events: broadcast::Sender<Bytes>,
 }
 
@@ -158,20 +159,26 @@ impl Cluster {
                 format!("{namespace}/{name}"),
                 claim(namespace, name, tier, None),
             );
-            pods.push(pending(namespace, name, minutes));
+            pods.push(pending(namespace, name, minutes).to_string());
         }
-        Self {
+        let mut cluster = Self {
             nodes,
             gpus,
-            policies: vec![serde_json::from_value(policy).unwrap()],
+            gpu_nodes: Vec::new(),
+            slices: Vec::new(),
             claims: Mutex::new(claims),
             pods,
             events: broadcast::channel(1024).0,
+        };
+        let policy = serde_json::from_value(policy).unwrap();
+        for node in 0..nodes {
+            cluster.add(node, &policy);
         }
+        cluster
     }
 
-    /// A node's GpuNode and its slices.
-    fn node(&self, node: usize) -> (Value, Vec<Value>) {
+    /// Adds a node's GpuNode and its slices.
+    fn add(&mut self, node: usize, policy: &SharingPolicy) {
         let gpus: Vec<tranche_api::gpu_node::Gpu> = (0..self.gpus)
             .map(|gpu| serde_json::from_value(described(node, gpu)).unwrap())
             .collect();
@@ -187,7 +194,7 @@ impl Cluster {
             labels: &labels,
             inventory: &inventory,
             withheld: &[],
-            policies: &self.policies,
+            policies: std::slice::from_ref(policy),
             retained: &[],
         });
         let planned = planned.unwrap();
@@ -206,14 +213,15 @@ impl Cluster {
                 "apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice",
                 "metadata": {"name": slice.name, "uid": slice.name, "resourceVersion": "1"}, "spec": spec,
             })
+            .to_string()
         });
-        let slices = slices.collect();
+        self.slices.extend(slices);
         let mut object = json!(GpuNode::new(&name, GpuNodeSpec {}));
         object["metadata"]["uid"] = json!(name);
         object["metadata"]["resourceVersion"] = json!("1");
         object["status"] =
             json!({"inventory": inventory, "registration": {"epoch": 1, "pluginVersion": "0.1.0"}});
-        (object, slices)
+        self.gpu_nodes.push(object.to_string());
     }
 }
 
@@ -362,19 +370,18 @@ async fn answer(State(cluster): State<Arc<Cluster>>, request: Request) -> Respon
     let limit = of("limit")
         .and_then(|it| it.parse().ok())
         .unwrap_or(usize::MAX);
-    let start = of("continue").and_then(|it| it.parse().ok()).unwrap_or(0);
-    let (items, all) = match path {
-        GPU_NODES => page(cluster.nodes, start, limit, |node| cluster.node(node).0),
-        SLICES => slices(&cluster, start, limit),
+    let start: usize = of("continue").and_then(|it| it.parse().ok()).unwrap_or(0);
+    let claims: Vec<String>;
+    let all = match path {
+        GPU_NODES => &cluster.gpu_nodes[..],
+        SLICES => &cluster.slices,
         CLAIMS => {
-            let claims = cluster.claims.lock().unwrap();
-            let claims: Vec<&Value> = claims.values().collect();
-            page(claims.len(), start, limit, |nth| claims[nth].clone())
+            let held = cluster.claims.lock().unwrap();
+            claims = held.values().map(Value::to_string).collect();
+            &claims
         }
-        PODS => page(cluster.pods.len(), start, limit, |nth| {
-            cluster.pods[nth].clone()
-        }),
-        CLASSES => (Vec::new(), 0),
+        PODS => &cluster.pods,
+        CLASSES => &[],
         _ => {
             let body = json!({"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure", "message": "not found", "reason": "NotFound", "code": 404});
             return (
@@ -385,37 +392,15 @@ async fn answer(State(cluster): State<Arc<Cluster>>, request: Request) -> Respon
                 .into_response();
         }
     };
-    let next = start + items.len();
+    let next = start.saturating_add(limit).min(all.len());
     let mut metadata = json!({"resourceVersion": "1"});
-    if next < all {
+    if next < all.len() {
         metadata["continue"] = json!(next.to_string());
     }
-    let list = json!({"kind": "List", "apiVersion": "v1", "metadata": metadata, "items": items});
-    (
-        [(header::CONTENT_TYPE, "application/json")],
-        list.to_string(),
-    )
-        .into_response()
-}
-
-fn page(
-    all: usize,
-    start: usize,
-    limit: usize,
-    object: impl Fn(usize) -> Value,
-) -> (Vec<Value>, usize) {
-    let end = start.saturating_add(limit).min(all);
-    ((start..end).map(object).collect(), all)
-}
-
-fn slices(cluster: &Cluster, start: usize, limit: usize) -> (Vec<Value>, usize) {
-    let of_node = cluster.gpus + 1;
-    let all = cluster.nodes * of_node;
-    let end = start.saturating_add(limit).min(all);
-    let nodes = start / of_node..end.div_ceil(of_node);
-    let first = nodes.start * of_node;
-    let made = nodes.flat_map(|node| cluster.node(node).1);
-    (made.skip(start - first).take(end - start).collect(), all)
+    let items = all[start..next].join(",");
+    let list =
+        format!(r#"{{"kind":"List","apiVersion":"v1","metadata":{metadata},"items":[{items}]}}"#);
+    ([(header::CONTENT_TYPE, "application/json")], list).into_response()
 }
 
 /// Claims change; everything else stays as it was listed.

@@ -1,4 +1,4 @@
-"""Pictures of `kubectl tranche ui` for docs/images, and what it costs at a thousand nodes."""
+"""Pictures of `kubectl tranche ui` for docs/images, and what `ui` and `top` cost on large clusters."""
 
 import argparse
 import base64
@@ -13,31 +13,47 @@ from pathlib import Path
 from browser import Browser, resident
 
 PROGRAMS = Path("target")
+# Width and height of the pictures, in the page's pixels.
+DESKTOP = (1200, 750)
+PHONE = (360, 740)
 # A frame at 60 Hz, in milliseconds.
 FRAME = 1000 / 60
 
 
-class Page:
-    """A scripted cluster and the command that shows it."""
+class Cluster:
+    """A scripted cluster, and a kubeconfig for it."""
 
     def __init__(self, profile, nodes, gpus, changes):
-        programs = PROGRAMS / profile
-        self.cluster = subprocess.Popen(
-            [programs / "examples/scripted-cluster", str(nodes), str(gpus), str(changes)],
+        self.process = subprocess.Popen(
+            [PROGRAMS / profile / "examples/scripted-cluster", str(nodes), str(gpus), str(changes)],
             stdout=subprocess.PIPE, text=True,
         )
-        server = self.cluster.stdout.readline().strip()
+        server = self.process.stdout.readline().strip()
         config = {
             "apiVersion": "v1", "kind": "Config", "current-context": "it", "users": [{"name": "it", "user": {}}],
             "clusters": [{"name": "it", "cluster": {"server": server}}],
             "contexts": [{"name": "it", "context": {"cluster": "it", "user": "it"}}],
         }
         self.folder = tempfile.TemporaryDirectory()
-        kubeconfig = Path(self.folder.name) / "kubeconfig"
-        kubeconfig.write_text(json.dumps(config))
+        self.kubeconfig = Path(self.folder.name) / "kubeconfig"
+        self.kubeconfig.write_text(json.dumps(config))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.terminate()
+        self.process.wait()
+        self.folder.cleanup()
+
+
+class Page:
+    """The command that shows a cluster."""
+
+    def __init__(self, profile, cluster):
         self.command = subprocess.Popen(
-            [programs / "kubectl-tranche", "ui", "--kubeconfig", kubeconfig], stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, text=True,
+            [PROGRAMS / profile / "kubectl-tranche", "ui", "--kubeconfig", cluster.kubeconfig],
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
         )
         self.url = self.command.stdout.readline().strip()
 
@@ -45,10 +61,8 @@ class Page:
         return self
 
     def __exit__(self, *_):
-        for process in (self.command, self.cluster):
-            process.terminate()
-            process.wait()
-        self.folder.cleanup()
+        self.command.terminate()
+        self.command.wait()
 
 
 def loaded(browser, gpus):
@@ -57,29 +71,29 @@ def loaded(browser, gpus):
 
 
 def pictures(args):
-    """The page at three sizes and in both themes."""
+    """The page with a GPU's details, and on a phone, in both themes."""
     folder = Path(args.folder)
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        page = stack.enter_context(Page(args.profile, 6, 8, 0))
+        cluster = stack.enter_context(Cluster(args.profile, 6, 8, 0))
+        page = stack.enter_context(Page(args.profile, cluster))
         browser = stack.enter_context(Browser())
 
         def take(name):
             (folder / f"{name}.png").write_bytes(base64.b64decode(browser.picture()))
 
-        browser.view(1440, 900, "light")
+        browser.view(*DESKTOP, "light")
         browser.open(page.url)
         loaded(browser, 48)
-        take("ui-light")
-        browser.run("document.querySelectorAll('.tile')[9].click()")
-        take("ui-details")
-        browser.view(1440, 900, "dark")
-        take("ui-dark")
-        browser.run("document.querySelectorAll('.tile')[9].click()")
-        browser.view(360, 740, "light", 2)
-        browser.run("window.scrollTo(0, 0)")
-        browser.wait_for("return innerWidth === 360")
-        take("ui-phone")
+        for theme in ("light", "dark"):
+            browser.view(*DESKTOP, theme)
+            browser.run("document.querySelectorAll('.tile')[9].click()")
+            take(f"ui-{theme}")
+            browser.run("document.querySelectorAll('.tile')[9].click()")
+            browser.view(*PHONE, theme, 2)
+            browser.run("window.scrollTo(0, 0)")
+            browser.wait_for("return innerWidth === %d" % PHONE[0])
+            take(f"ui-phone-{theme}")
 
 
 # Scrolls the page from top to bottom, and tells how long each frame took.
@@ -103,8 +117,9 @@ requestAnimationFrame(frame);
 def scale(args):
     """What a thousand nodes cost: the server's memory, the time until the page shows them, frames while it scrolls."""
     with ExitStack() as stack:
+        cluster = stack.enter_context(Cluster(args.profile, args.nodes, args.gpus, args.changes))
         began = time.monotonic()
-        page = stack.enter_context(Page(args.profile, args.nodes, args.gpus, args.changes))
+        page = stack.enter_context(Page(args.profile, cluster))
         browser = stack.enter_context(Browser())
         browser.view(1440, 900, "light")
         browser.open(page.url)
@@ -124,6 +139,21 @@ def scale(args):
         }))
 
 
+def top(args):
+    """How long `kubectl tranche top` takes."""
+    with Cluster(args.profile, args.nodes, args.gpus, 0) as cluster:
+        command = [PROGRAMS / args.profile / "kubectl-tranche", "top", "--kubeconfig", cluster.kubeconfig]
+        times = []
+        for _ in range(args.times):
+            began = time.monotonic()
+            shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            times.append(time.monotonic() - began)
+        print(json.dumps({
+            "nodes": args.nodes, "gpus": args.nodes * args.gpus, "lines": len(shown.splitlines()),
+            "secondsMedian": round(statistics.median(times), 2), "secondsMost": round(max(times), 2),
+        }))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--profile", default="debug", help="which programs of target/")
@@ -136,6 +166,11 @@ def main():
     measured.add_argument("--gpus", type=int, default=8)
     measured.add_argument("--changes", type=int, default=10)
     measured.set_defaults(act=scale)
+    told = commands.add_parser("top", help="a row of JSON")
+    told.add_argument("--nodes", type=int, default=100)
+    told.add_argument("--gpus", type=int, default=8)
+    told.add_argument("--times", type=int, default=10)
+    told.set_defaults(act=top)
     args = parser.parse_args()
     args.act(args)
 
