@@ -1,10 +1,15 @@
 //! The cluster's objects, kept by node so that a change costs one node, and small so that a thousand nodes fit: pure.
 //!
 //! A ResourceSlice of a GPU with partitions has dozens of devices and takes about a hundred kilobytes as a value. It is kept as the
-//! JSON text of the few fields that the model reads, and is a value again only while its node is looked at.
+//! JSON text of the few fields that the model reads, compressed because its devices are alike, and is a value again only while
+//! its node is looked at.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::io::{Read as _, Write as _};
 
+use flate2::Compression;
+use flate2::read::DeflateDecoder;
+use flate2::write::DeflateEncoder;
 use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::api::resource::v1::{DeviceClass, ResourceClaim, ResourceSlice};
 use serde::Serialize;
@@ -48,7 +53,7 @@ pub enum Object {
     Pod(Box<Pod>),
 }
 
-/// An object as JSON text, and the nodes to which it belongs.
+/// An object as compressed JSON text, and the nodes to which it belongs.
 #[derive(Debug, PartialEq, Eq)]
 struct Packed {
     text: Box<[u8]>,
@@ -349,13 +354,20 @@ fn key(namespace: Option<&str>, name: &str) -> String {
 
 /// `None` for what is no JSON; objects of the API server are.
 fn packed(object: &impl Serialize, nodes: Vec<String>) -> Option<Packed> {
-    let text = serde_json::to_vec(object).ok()?.into_boxed_slice();
+    let text = serde_json::to_vec(object).ok()?;
+    let mut encoder = DeflateEncoder::new(Vec::new(), Compression::fast());
+    encoder.write_all(&text).ok()?;
+    let text = encoder.finish().ok()?.into_boxed_slice();
     Some(Packed { text, nodes })
 }
 
 impl Packed {
     fn unpack<T: DeserializeOwned>(&self) -> Option<T> {
-        serde_json::from_slice(&self.text).ok()
+        let mut text = Vec::new();
+        DeflateDecoder::new(&*self.text)
+            .read_to_end(&mut text)
+            .ok()?;
+        serde_json::from_slice(&text).ok()
     }
 }
 
