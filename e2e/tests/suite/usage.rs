@@ -4,9 +4,10 @@ use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 use futures::future::try_join_all;
+use kube::api::DeleteParams;
 use tranche_api::tier::Tier;
-use tranche_api::usage::{GpuUsage, NodeUsage, PATH};
-use tranche_e2e::{Case, PodHandle, Request, policy, run_on_a_node, wait};
+use tranche_api::usage::{GpuUsage, Measure, NodeUsage, PATH, Zombie};
+use tranche_e2e::{Case, PodHandle, Request, policy, run, run_on_a_node, wait};
 
 use crate::compute;
 use crate::metrics::{read, token};
@@ -253,6 +254,91 @@ fn memory_adds_up_and_what_bypasses_is_its_pods() -> anyhow::Result<()> {
             #[expect(clippy::cast_precision_loss, reason = "some GiB")]
             let used = memory.used as f64 / 1_048_576.0;
             Ok(((sum - used).abs() <= MIB).then_some(()))
+        })
+        .await
+    })
+}
+
+/// Finds the shim of containerd that has started a command, which alone ends its container.
+fn shim_of(command: &str) -> String {
+    format!(
+        "pid=$(pgrep -o -f '^{command}')
+        for _ in 1 2 3 4; do
+            pid=$(sed 's/.*) . //' /proc/$pid/stat | cut -d ' ' -f 1)
+            if grep -q containerd-shim /proc/$pid/comm; then echo $pid; exit 0; fi
+        done
+        exit 1"
+    )
+}
+
+#[test]
+fn memory_of_a_pod_deleted_by_force_is_a_zombie_and_blocks_its_gpu() -> anyhow::Result<()> {
+    // On the first node, which runs containerd.
+    run(async |case: &Case| {
+        let namespace = case.namespace("usage-zombie").await?;
+        let reader = Reader::new(case, namespace.name()).await?;
+        let uuid = &case.gpus[0].uuid;
+        let request = Request::exclusive().on(uuid);
+        let hold = "tranche-workload hold --bytes 3333Mi";
+        let command = ["sh", "-c", &format!("exec {hold}")];
+        let pod = namespace.running("dead", &request, &command).await?;
+        pod.started().await?;
+        let claim = pod.claim().await?.metadata.name.context("a name")?;
+        wait::for_answer("the pod's memory", AVERAGED, async || {
+            let gpu = reader.gpu(uuid).await?;
+            Ok(gpu
+                .shares
+                .iter()
+                .any(|share| share.memory.used > 3 * GIB)
+                .then_some(()))
+        })
+        .await?;
+        let shim = case.node.shell(&shim_of(hold)).await?;
+        let go_on = format!("kill -CONT {}", shim.trim());
+        let (node, again) = (case.node.clone(), go_on.clone());
+        case.afterwards("the runtime's shim", async move {
+            node.shell(&format!("{again} 2>/dev/null || true"))
+                .await
+                .map(drop)
+        });
+        // Its container does not end.
+        case.node
+            .shell(&format!("kill -STOP {}", shim.trim()))
+            .await?;
+        pod.delete_with(&DeleteParams::default().grace_period(0))
+            .await?;
+        let text = wait::for_answer("a zombie", AVERAGED, async || {
+            let gpu = reader.gpu(uuid).await?;
+            let named = |it: &&Zombie| {
+                it.claim.name == claim
+                    && it.claim.namespace == namespace.name()
+                    && it.pod.as_deref() == Some(pod.name())
+                    && it.used > 3 * GIB
+            };
+            if gpu.remainder.zombies.iter().find(named).is_none() {
+                return Ok(None);
+            }
+            ensure!(gpu.utilization.get(Measure::Gpu).is_some(), "{gpu:?}");
+            Ok(Some(reader.text("/metrics").await?))
+        })
+        .await?;
+        let zombie = text
+            .lines()
+            .find(|line| line.starts_with("tranche_zombie_memory_bytes{") && line.contains(&claim));
+        ensure!(
+            zombie.is_some_and(|line| line.contains(pod.name())),
+            "{text}"
+        );
+        // Nobody else gets the GPU.
+        let next = namespace.idle("next", &request).await?;
+        let event = next.event("PrepareFailed").await?;
+        ensure!(event.contains(uuid.as_str()), "{event}");
+        case.node.shell(&go_on).await?;
+        next.sync().await?;
+        next.started().await?;
+        wait::for_answer("no zombie", AVERAGED, async || {
+            let gpu = reader.gpu(uuid).await?;
+            Ok(gpu.remainder.zombies.is_empty().then_some(()))
         })
         .await
     })
