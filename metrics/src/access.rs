@@ -1,4 +1,4 @@
-//! Asks the API server whether a token's owner may read the metrics, and caches the answer.
+//! Asks the API server whether a token's owner may read the metrics, or a user do something else, and caches the answer.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -15,13 +15,15 @@ use tokio::sync::Semaphore;
 use tokio::time::Instant;
 use tracing::warn;
 
-use crate::PATH;
+use crate::{AUDIENCE, PATH};
 
 /// How long a permission is cached. Two scrapes 30 s apart, as usual, need one request.
 const ALLOWED_FOR: Duration = Duration::from_mins(1);
+/// How long a permission of a user whom the API server has just authorized itself is cached, as by its own library for servers.
+const ALLOWED_AGAIN_FOR: Duration = Duration::from_secs(10);
 /// How long a refusal is cached: short, so that a new right takes effect soon.
 const DENIED_FOR: Duration = Duration::from_secs(10);
-/// The most tokens in the cache.
+/// The most answers in the cache.
 const MAX_CACHED: usize = 128;
 /// The most concurrent requests, so that a flood of invalid tokens does not reach the API server.
 const MAX_CONCURRENT: usize = 4;
@@ -30,7 +32,7 @@ const DEADLINE: Duration = Duration::from_secs(10);
 /// The longest token that is checked.
 const MAX_TOKEN_BYTES: usize = 16 << 10;
 
-/// Why a reader may not read the metrics.
+/// Why a reader may not do it.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Denied {
     /// The request has no bearer token.
@@ -39,23 +41,32 @@ pub enum Denied {
     /// The API server does not know the token.
     #[error("the API server does not accept this token")]
     Unauthenticated,
-    /// Its owner does not have the right.
-    #[error(
-        "{user} may not get {PATH}: bind it to a ClusterRole with nonResourceURLs [{PATH}] and verbs [get], such as tranche-metrics-reader"
-    )]
+    /// The user does not have the right.
+    #[error("{user} may not {what}")]
     Forbidden {
-        /// The owner's name.
+        /// The user's name.
         user: String,
+        /// What it may not do, and what grants it.
+        what: String,
     },
     /// The API server did not answer.
-    #[error("the API server did not answer whether this token may get {PATH}; see the log")]
+    #[error("the API server did not answer whether this is allowed; see the log")]
     Unknown,
 }
 
-/// By token: until when the answer is valid, and the answer.
-type Cache = HashMap<String, (Instant, Result<(), Denied>)>;
+/// What is asked.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+enum Question {
+    /// Whether the owner of the token may read the metrics.
+    Token(String),
+    /// Whether a user may do something: the specification of the SubjectAccessReview as JSON.
+    User(String),
+}
 
-/// Asks the API server whose a token is and what its owner may do.
+/// Until when an answer is valid, and the answer.
+type Cache = HashMap<Question, (Instant, Result<(), Denied>)>;
+
+/// Asks the API server whose a token is and what a user may do.
 pub struct Access {
     client: Client,
     questions: Semaphore,
@@ -85,20 +96,41 @@ impl Access {
         if token.len() > MAX_TOKEN_BYTES {
             return Err(Denied::Unauthenticated);
         }
-        if let Some(known) = self.cached(token) {
+        let question = Question::Token(token.to_owned());
+        self.answer(question, ALLOWED_FOR, self.ask(token)).await
+    }
+
+    /// Whether a user may do what `wanted` asks; `what` says it in words. The API server has authenticated the user.
+    pub async fn may(&self, wanted: SubjectAccessReviewSpec, what: &str) -> Result<(), Denied> {
+        let Ok(question) = serde_json::to_string(&wanted) else {
+            return Err(Denied::Unknown);
+        };
+        let asked = self.review(wanted, what);
+        self.answer(Question::User(question), ALLOWED_AGAIN_FOR, asked)
+            .await
+    }
+
+    /// The cached answer, or the API server's.
+    async fn answer(
+        &self,
+        question: Question,
+        allowed_for: Duration,
+        ask: impl Future<Output = kube::Result<Result<(), Denied>>>,
+    ) -> Result<(), Denied> {
+        if let Some(known) = self.cached(&question) {
             return known;
         }
         let asked = async {
             // The semaphore is never closed.
             let _turn = self.questions.acquire().await;
-            if let Some(known) = self.cached(token) {
+            if let Some(known) = self.cached(&question) {
                 return Ok(known);
             }
-            self.ask(token).await
+            ask.await
         };
         let problem = match tokio::time::timeout(DEADLINE, asked).await {
             Ok(Ok(verdict)) => {
-                self.store(token, &verdict);
+                self.store(question, allowed_for, &verdict);
                 return verdict;
             }
             Ok(Err(error)) => error.to_string(),
@@ -106,66 +138,84 @@ impl Access {
         };
         warn!(
             problem,
-            "cannot check who may read the metrics; check that the service account may create tokenreviews and subjectaccessreviews"
+            "cannot check who may read; check that the service account may create tokenreviews and subjectaccessreviews"
         );
         Err(Denied::Unknown)
     }
 
     async fn ask(&self, token: &str) -> kube::Result<Result<(), Denied>> {
+        let mut user = self.owner(token, None).await?;
+        if user.is_none() {
+            user = self.owner(token, Some(AUDIENCE)).await?;
+        }
+        match user {
+            Some(user) => self.review(may_get(user), HOW_TO_READ).await,
+            None => Ok(Err(Denied::Unauthenticated)),
+        }
+    }
+
+    /// Whose token it is, if it is for the API server or for `audience`.
+    async fn owner(&self, token: &str, audience: Option<&str>) -> kube::Result<Option<UserInfo>> {
+        let audiences = audience.map(|audience| vec![audience.to_owned()]);
         let review = TokenReview {
             spec: TokenReviewSpec {
                 token: token.to_owned(),
-                ..TokenReviewSpec::default()
+                audiences: audiences.clone(),
             },
             ..TokenReview::default()
         };
         let reviews = Api::<TokenReview>::all(self.client.clone());
-        let status = reviews
-            .create(&PostParams::default(), &review)
-            .await?
-            .status;
-        let Some(user) = status
-            .filter(|status| status.authenticated == Some(true))
-            .and_then(|status| status.user)
-        else {
-            return Ok(Err(Denied::Unauthenticated));
+        let answer = reviews.create(&PostParams::default(), &review).await?;
+        let status = answer.status.filter(|it| it.authenticated == Some(true));
+        // Authenticators that know no audiences confirm none.
+        let status = status.filter(|it| audiences.is_none() || it.audiences == audiences);
+        Ok(status.and_then(|status| status.user))
+    }
+
+    async fn review(
+        &self,
+        wanted: SubjectAccessReviewSpec,
+        what: &str,
+    ) -> kube::Result<Result<(), Denied>> {
+        let user = wanted.user.clone().unwrap_or_default();
+        let review = SubjectAccessReview {
+            spec: wanted,
+            ..SubjectAccessReview::default()
         };
-        let name = user.username.clone().unwrap_or_default();
         let reviews = Api::<SubjectAccessReview>::all(self.client.clone());
-        let review = reviews
-            .create(&PostParams::default(), &may_get(user))
-            .await?;
+        let review = reviews.create(&PostParams::default(), &review).await?;
         let allowed = review
             .status
             .is_some_and(|status| status.allowed && status.denied != Some(true));
+        let what = what.to_owned();
         Ok(if allowed {
             Ok(())
         } else {
-            Err(Denied::Forbidden { user: name })
+            Err(Denied::Forbidden { user, what })
         })
     }
 
-    fn cached(&self, token: &str) -> Option<Result<(), Denied>> {
+    fn cached(&self, question: &Question) -> Option<Result<(), Denied>> {
         let cache = self.cache();
-        let (until, verdict) = cache.get(token)?;
+        let (until, verdict) = cache.get(question)?;
         (Instant::now() < *until).then(|| verdict.clone())
     }
 
-    fn store(&self, token: &str, verdict: &Result<(), Denied>) {
+    fn store(&self, question: Question, allowed_for: Duration, verdict: &Result<(), Denied>) {
         let now = Instant::now();
         let mut cache = self.cache();
         cache.retain(|_, (until, _)| now < *until);
         if cache.len() >= MAX_CACHED {
-            // Only a flood of refused tokens fills the cache; refusals may be dropped.
+            // A flood of refused tokens fills the cache; refusals may be dropped.
             cache.retain(|_, (_, verdict)| verdict.is_ok());
         }
         if cache.len() < MAX_CACHED {
             let time = if verdict.is_ok() {
-                ALLOWED_FOR
+                allowed_for
             } else {
                 DENIED_FOR
             };
-            cache.insert(token.to_owned(), (now + time, verdict.clone()));
+            cache.insert(question, (now + time, verdict.clone()));
         }
     }
 
@@ -174,21 +224,29 @@ impl Access {
     }
 }
 
+/// The right to read metrics, and how to get it.
+const HOW_TO_READ: &str = "get /metrics: bind it to a ClusterRole with nonResourceURLs [/metrics] and verbs [get], such as tranche-metrics-reader";
+
 /// Asks whether a user may `get` the metrics' path.
-fn may_get(user: UserInfo) -> SubjectAccessReview {
-    SubjectAccessReview {
-        spec: SubjectAccessReviewSpec {
-            user: user.username,
-            uid: user.uid,
-            groups: user.groups,
-            extra: user.extra,
-            non_resource_attributes: Some(NonResourceAttributes {
-                path: Some(PATH.to_owned()),
-                verb: Some("get".to_owned()),
-            }),
-            ..SubjectAccessReviewSpec::default()
-        },
-        ..SubjectAccessReview::default()
+fn may_get(user: UserInfo) -> SubjectAccessReviewSpec {
+    SubjectAccessReviewSpec {
+        non_resource_attributes: Some(NonResourceAttributes {
+            path: Some(PATH.to_owned()),
+            verb: Some("get".to_owned()),
+        }),
+        ..of(user)
+    }
+}
+
+/// A question about a user, with everything of it that authorizers may use.
+#[must_use]
+pub fn of(user: UserInfo) -> SubjectAccessReviewSpec {
+    SubjectAccessReviewSpec {
+        user: user.username,
+        uid: user.uid,
+        groups: user.groups,
+        extra: user.extra,
+        ..SubjectAccessReviewSpec::default()
     }
 }
 
@@ -245,13 +303,19 @@ pub(crate) mod testing {
         let spec = &review["spec"];
         let status = match path {
             "/apis/authentication.k8s.io/v1/tokenreviews" => {
-                let user = match spec["token"].as_str()? {
-                    "of-prometheus" => "system:serviceaccount:monitoring:prometheus",
-                    "of-a-tenant" => "system:serviceaccount:team:tenant",
+                let audiences = spec["audiences"].clone();
+                let ours = audiences == json!(["metrics.gpu.tranche.dev"]);
+                let user = match (spec["token"].as_str()?, ours) {
+                    ("of-prometheus", false) | ("of-ours" | "without-audiences", true) => {
+                        "system:serviceaccount:monitoring:prometheus"
+                    }
+                    ("of-a-tenant", false) => "system:serviceaccount:team:tenant",
                     _ => "",
                 };
+                let known = !user.is_empty() && spec["token"] != "without-audiences";
                 json!({
                     "authenticated": !user.is_empty(),
+                    "audiences": if known { audiences } else { Value::Null },
                     "user": {"username": user, "uid": "7", "groups": ["g"], "extra": {"k": ["v"]}},
                 })
             }
@@ -261,7 +325,11 @@ pub(crate) mod testing {
                 assert_eq!(spec["groups"], json!(["g"]));
                 assert_eq!(spec["extra"], json!({"k": ["v"]}));
                 let wanted = json!({"path": "/metrics", "verb": "get"});
-                assert_eq!(spec["nonResourceAttributes"], wanted);
+                let resource = json!({"verb": "list", "resource": "claimusages"});
+                assert!(
+                    spec["nonResourceAttributes"] == wanted
+                        || spec["resourceAttributes"] == resource
+                );
                 json!({"allowed": spec["user"] == "system:serviceaccount:monitoring:prometheus"})
             }
             _ => return None,
@@ -284,8 +352,8 @@ mod tests {
             access.check(Some("of-prometheus")).await.unwrap();
             access.check(Some("forged")).await.unwrap_err();
         }
-        // Two requests for the first token, one for the other.
-        assert_eq!(cluster.questions(), 3);
+        // Two requests for each token: whose is it, and what may they; whose is it, and of our audience.
+        assert_eq!(cluster.questions(), 4);
         cluster.is_down();
         tokio::time::advance(DENIED_FOR).await;
         access.check(Some("of-prometheus")).await.unwrap();
@@ -297,6 +365,54 @@ mod tests {
             Err(Denied::Unknown),
             "without an answer of the API server nobody has access"
         );
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_token_for_our_audience_is_as_good_as_one_for_the_api_server() {
+        let access = Access::new(Cluster::default().client());
+        access.check(Some("of-ours")).await.unwrap();
+        let other = access.check(Some("without-audiences")).await;
+        assert_eq!(
+            other,
+            Err(Denied::Unauthenticated),
+            "an authenticator that knows no audiences confirms none"
+        );
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_a_user_may_is_cached_for_as_long_as_a_refusal() {
+        use k8s_openapi::api::authorization::v1::ResourceAttributes;
+        let cluster = Cluster::default();
+        let access = Access::new(cluster.client());
+        let wanted = |user: &str| SubjectAccessReviewSpec {
+            resource_attributes: Some(ResourceAttributes {
+                verb: Some("list".into()),
+                resource: Some("claimusages".into()),
+                ..ResourceAttributes::default()
+            }),
+            ..of(UserInfo {
+                username: Some(user.into()),
+                uid: Some("7".into()),
+                groups: Some(vec!["g".into()]),
+                extra: Some([("k".to_owned(), vec!["v".to_owned()])].into()),
+            })
+        };
+        let allowed = "system:serviceaccount:monitoring:prometheus";
+        for _ in 0..3 {
+            access.may(wanted(allowed), "list").await.unwrap();
+            let refused = access.may(wanted("other"), "list claimusages").await;
+            let (user, what) = ("other".to_owned(), "list claimusages".to_owned());
+            assert_eq!(refused, Err(Denied::Forbidden { user, what }));
+        }
+        assert_eq!(cluster.questions(), 2);
+        // A token with the text of a cached question opens nothing.
+        let forged = serde_json::to_string(&wanted(allowed)).unwrap();
+        let forged = access.check(Some(&forged)).await;
+        assert_eq!(forged, Err(Denied::Unauthenticated));
+        cluster.is_down();
+        tokio::time::advance(ALLOWED_AGAIN_FOR).await;
+        let late = access.may(wanted(allowed), "list").await;
+        assert_eq!(late, Err(Denied::Unknown));
     }
 
     #[tokio::test(start_paused = true)]

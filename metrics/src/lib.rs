@@ -9,9 +9,12 @@
 //! The API server says whose it is and whether its owner may `get` the path `/metrics`; a ClusterRole with
 //! `nonResourceURLs: [/metrics]` grants that. The certificate is self-signed and new at each start, so
 //! readers skip its verification: it protects the token from passive listeners.
+//!
+//! [`client`] reads what another process of ours serves.
 #![forbid(unsafe_code)]
 
 pub mod access;
+pub mod client;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 pub mod tls;
@@ -32,6 +35,10 @@ use crate::tls::{TlsError, TlsListener};
 
 /// The path that is served, and for which the right is needed.
 pub const PATH: &str = "/metrics";
+
+/// The audience of a token that opens nothing but this: a projected ServiceAccount token with it is no use to a node that is
+/// not what it seems, as one for the API server would be. Both are accepted.
+pub const AUDIENCE: &str = "metrics.gpu.tranche.dev";
 
 /// Serves `metrics`, which has the route [`PATH`], on `listener` until cancelled. Every request needs a token
 /// whose owner may `get` the path.

@@ -1,12 +1,18 @@
-//! TLS with a self-signed certificate.
+//! TLS with a self-signed certificate, and with clients' certificates where they are asked for.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use rustls::ServerConfig;
-use rustls::crypto::ring;
-use rustls::pki_types::PrivatePkcs8KeyDer;
+use axum::extract::connect_info::Connected;
+use axum::serve::IncomingStream;
+use rustls::client::danger::HandshakeSignatureValid;
+use rustls::crypto::{
+    WebPkiSupportedAlgorithms, ring, verify_tls12_signature, verify_tls13_signature,
+};
+use rustls::pki_types::{CertificateDer, PrivatePkcs8KeyDer, UnixTime};
+use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
+use rustls::{DigitallySignedStruct, DistinguishedName, ServerConfig, SignatureScheme};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, mpsc};
 use tokio::task::JoinHandle;
@@ -43,7 +49,17 @@ pub struct TlsListener {
 impl TlsListener {
     /// Accepts on `listener`, with a new certificate.
     pub fn new(listener: TcpListener) -> Result<Self, TlsError> {
-        let acceptor = TlsAcceptor::from(Arc::new(config()?));
+        Self::start(listener, false)
+    }
+
+    /// The same, and clients are asked for a certificate: [`Peer`] has it. Of a client that shows one it is known that it has
+    /// the key, and no more: who trusts whom is for the server to say, request by request.
+    pub fn with_client_certificates(listener: TcpListener) -> Result<Self, TlsError> {
+        Self::start(listener, true)
+    }
+
+    fn start(listener: TcpListener, ask: bool) -> Result<Self, TlsError> {
+        let acceptor = TlsAcceptor::from(Arc::new(config(ask)?));
         let (ready, streams) = mpsc::channel(1);
         let address = listener.local_addr();
         let task = tokio::spawn(accept(listener, acceptor, ready));
@@ -75,7 +91,7 @@ async fn accept(
         let (stream, peer) = match listener.accept().await {
             Ok(accepted) => accepted,
             Err(error) => {
-                warn!(%error, "cannot accept a connection for metrics");
+                warn!(%error, "cannot accept a connection");
                 tokio::time::sleep(PAUSE).await;
                 continue;
             }
@@ -113,14 +129,84 @@ impl axum::serve::Listener for TlsListener {
     }
 }
 
-fn config() -> Result<ServerConfig, TlsError> {
+/// The other end of a connection.
+#[derive(Clone, Debug, Default)]
+pub struct Peer {
+    /// The certificates that it showed, its own first.
+    pub certificates: Arc<[CertificateDer<'static>]>,
+}
+
+impl Connected<IncomingStream<'_, TlsListener>> for Peer {
+    fn connect_info(stream: IncomingStream<'_, TlsListener>) -> Self {
+        let (_, session) = stream.io().get_ref();
+        let certificates = session.peer_certificates().unwrap_or_default();
+        Self {
+            certificates: certificates
+                .iter()
+                .map(|it| it.clone().into_owned())
+                .collect(),
+        }
+    }
+}
+
+/// Asks for a certificate and lets everybody in who has the key of the one that he shows, or shows none.
+#[derive(Debug)]
+struct AnyClient(WebPkiSupportedAlgorithms);
+
+impl ClientCertVerifier for AnyClient {
+    fn client_auth_mandatory(&self) -> bool {
+        false
+    }
+
+    fn root_hint_subjects(&self) -> &[DistinguishedName] {
+        &[]
+    }
+
+    fn verify_client_cert(
+        &self,
+        _: &CertificateDer<'_>,
+        _: &[CertificateDer<'_>],
+        _: UnixTime,
+    ) -> Result<ClientCertVerified, rustls::Error> {
+        Ok(ClientCertVerified::assertion())
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        verify_tls12_signature(message, certificate, signed, &self.0)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        verify_tls13_signature(message, certificate, signed, &self.0)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.0.supported_schemes()
+    }
+}
+
+fn config(ask: bool) -> Result<ServerConfig, TlsError> {
     let made = rcgen::generate_simple_self_signed(["localhost".to_owned()])?;
     let key = PrivatePkcs8KeyDer::from(made.signing_key.serialize_der());
-    let provider = Arc::new(ring::default_provider());
-    let mut config = ServerConfig::builder_with_provider(provider)
-        .with_safe_default_protocol_versions()?
-        .with_no_client_auth()
-        .with_single_cert(vec![made.cert.der().clone()], key.into())?;
+    let provider = ring::default_provider();
+    let clients = AnyClient(provider.signature_verification_algorithms);
+    let builder = ServerConfig::builder_with_provider(Arc::new(provider))
+        .with_safe_default_protocol_versions()?;
+    let builder = if ask {
+        builder.with_client_cert_verifier(Arc::new(clients))
+    } else {
+        builder.with_no_client_auth()
+    };
+    let mut config = builder.with_single_cert(vec![made.cert.der().clone()], key.into())?;
     config.alpn_protocols = vec![b"http/1.1".to_vec()];
     Ok(config)
 }
