@@ -11,6 +11,7 @@
 //!  gpu_node ──────► what a node's hardware can do                    (node  -> controller)
 //!  withheld ──────► which GPUs are not offered, and why              (node, controller -> people)
 //!  usage ─────────► who uses which part of a node's GPUs            (node  -> people)
+//!  usage_api ─────► the same as API objects, of nodes and of claims  (controller -> people)
 //!  conditions ────► the node's conditions in the Kubernetes style    (node, controller -> people)
 //!  sharing_policy ► what the cluster's administrator offers of it    (admin -> controller)
 //!  reference ─────► the page that lists the vocabulary
@@ -30,6 +31,7 @@ pub mod share_config;
 pub mod sharing_policy;
 pub mod tier;
 pub mod usage;
+pub mod usage_api;
 pub mod vgpu;
 pub mod withheld;
 

@@ -30,7 +30,8 @@ const MANAGER: &str = "tranche-controller";
 /// How long a request may take.
 const DEADLINE: Duration = Duration::from_secs(10);
 /// The node plugins' pods, as the chart labels them.
-const PLUGIN_PODS: &str = "app.kubernetes.io/name=tranche,app.kubernetes.io/component=node-plugin";
+pub const PLUGIN_PODS: &str =
+    "app.kubernetes.io/name=tranche,app.kubernetes.io/component=node-plugin";
 /// Claims in one page of a list.
 const PAGE: u32 = 500;
 

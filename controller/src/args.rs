@@ -1,6 +1,7 @@
 //! The command line, and how the parts are wired.
 
 use std::net::SocketAddr;
+use std::path::PathBuf;
 
 use anyhow::Context;
 use clap::Parser;
@@ -17,6 +18,7 @@ use crate::http::{self, Health};
 use crate::leader::Election;
 use crate::metrics::Metrics;
 use crate::pending;
+use crate::usage;
 
 /// Publishes the ResourceSlices of every GPU node from its GpuNode and the cluster's SharingPolicies.
 #[derive(Debug, Parser)]
@@ -29,6 +31,18 @@ pub struct Args {
     /// Where /metrics is served over TLS, to readers whom the API server allows to get that path.
     #[arg(long, env = "METRICS_ENDPOINT", default_value = "0.0.0.0:8443")]
     metrics_endpoint: SocketAddr,
+
+    /// Where usage.gpu.tranche.dev is served to the API server; not served where this is missing.
+    #[arg(long, env = "USAGE_ENDPOINT")]
+    usage_endpoint: Option<SocketAddr>,
+
+    /// The token for the node plugins: a projected ServiceAccount token for the audience metrics.gpu.tranche.dev.
+    #[arg(
+        long,
+        env = "USAGE_TOKEN",
+        default_value = "/var/run/secrets/gpu.tranche.dev/metrics/token"
+    )]
+    usage_token: PathBuf,
 
     /// The lease that decides which replica writes.
     #[arg(long, env = "LEASE_NAME", default_value = "tranche-controller")]
@@ -61,6 +75,8 @@ impl Args {
         let Self {
             http_endpoint,
             metrics_endpoint,
+            usage_endpoint,
+            usage_token,
             lease_name,
             namespace,
             identity,
@@ -106,8 +122,8 @@ impl Args {
             ));
         }
 
-        let access = Access::new(client);
-        let (health_stop, metrics_stop) = (stop.clone(), stop.clone());
+        let access = Access::new(client.clone());
+        let (health_stop, metrics_stop, usage_stop) = (stop.clone(), stop.clone(), stop.clone());
         let served = tokio::spawn(async move {
             let health = async {
                 http::serve(http_endpoint, health, health_stop)
@@ -119,7 +135,15 @@ impl Args {
                     .await
                     .with_context(|| format!("serve {metrics_endpoint}"))
             };
-            tokio::try_join!(health, metrics).map(drop)
+            let usage = async {
+                let Some(endpoint) = usage_endpoint else {
+                    return Ok(());
+                };
+                usage::serve(endpoint, client, &namespace, usage_token, usage_stop)
+                    .await
+                    .with_context(|| format!("serve {endpoint}"))
+            };
+            tokio::try_join!(health, metrics, usage).map(drop)
         });
         let failed = stop.clone();
         let served = tokio::spawn(async move {

@@ -16,6 +16,14 @@ pub const UNSEEN: &[(&str, &str)] = &[
         "words of kube-scheduler, by which its messages are told apart",
     ),
     (
+        "controller/src/usage/documents.rs",
+        "descriptions of the API's kinds, for kubectl explain",
+    ),
+    (
+        "controller/src/usage/resources.rs",
+        "descriptions of the columns of kubectl get",
+    ),
+    (
         "api/src/reference.rs",
         "text of docs/reference/attributes.md, which has it",
     ),

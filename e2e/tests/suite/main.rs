@@ -37,6 +37,7 @@ mod shares;
 mod ui;
 mod upgrade;
 mod usage;
+mod usage_api;
 mod watchdog;
 mod who_has_what;
 mod withheld;

@@ -1,0 +1,156 @@
+//! The claims of a namespace, page by page, with what they use.
+//!
+//! The API server says which claims there are and which nodes' devices each was allocated. So only these nodes are asked, a claim whose node
+//! does not answer has a row that says so, and what a node tells of a claim that it was not given is not shown.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures::StreamExt as _;
+use k8s_openapi::api::resource::v1::ResourceClaim;
+use kube::api::ListParams;
+use kube::{Api, Client};
+use tranche_api::usage_api::DeviceUsage;
+
+use super::nodes::{AT_ONCE, Nodes};
+use super::request::{Refusal, Wanted};
+use super::resources::{Claim, Object, devices_of};
+
+/// Claims in one page. A page is held whole.
+const PAGE: u32 = 500;
+/// How long the API server may take for a page.
+const DEADLINE: Duration = Duration::from_secs(10);
+
+/// Reads claims.
+#[derive(Clone)]
+pub struct Claims {
+    client: Client,
+    nodes: Arc<Nodes>,
+}
+
+impl std::fmt::Debug for Claims {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Claims")
+    }
+}
+
+/// A page of a list.
+#[derive(Debug)]
+pub struct Page {
+    /// Its objects.
+    pub objects: Vec<Object>,
+    /// The token for the next one; empty after the last.
+    pub next: String,
+}
+
+impl Claims {
+    /// Reads claims with `client`, and what they use from `nodes`.
+    #[must_use]
+    pub fn new(client: Client, nodes: Arc<Nodes>) -> Self {
+        Self { client, nodes }
+    }
+
+    /// The page of the wanted list that begins at `token`.
+    pub async fn page(&self, wanted: &Wanted, token: &str) -> Result<Page, Refusal> {
+        let api: Api<ResourceClaim> = match &wanted.namespace {
+            Some(namespace) => Api::namespaced(self.client.clone(), namespace),
+            None => Api::all(self.client.clone()),
+        };
+        let fields = match &wanted.name {
+            Some(name) => format!("metadata.name={name}"),
+            None => wanted.fields.clone(),
+        };
+        let limit = if wanted.limit == 0 {
+            PAGE
+        } else {
+            wanted.limit.min(PAGE)
+        };
+        let mut params = ListParams::default()
+            .limit(limit)
+            .fields(&fields)
+            .labels(&wanted.labels);
+        params.continue_token = (!token.is_empty()).then(|| token.to_owned());
+        let listed = tokio::time::timeout(DEADLINE, api.list(&params)).await;
+        let listed = listed.map_err(|_| {
+            let limit = DEADLINE.as_secs();
+            let message = format!("the ResourceClaims: no answer within {limit} s");
+            Refusal::new(504, "Timeout", message)
+        })?;
+        let listed = listed.map_err(|error| refusal(&error))?;
+        let claims = listed.items.into_iter().filter_map(Claim::new).collect();
+        Ok(Page {
+            objects: self.objects(claims).await,
+            next: listed.metadata.continue_.unwrap_or_default(),
+        })
+    }
+
+    async fn objects(&self, claims: Vec<Claim>) -> Vec<Object> {
+        let mut uids = BTreeMap::<String, BTreeSet<String>>::new();
+        for claim in &claims {
+            for node in &claim.nodes {
+                uids.entry(node.clone())
+                    .or_default()
+                    .insert(claim.uid.clone());
+            }
+        }
+        let nodes = &self.nodes;
+        let mut answers = futures::stream::iter(uids)
+            .map(|(node, uids)| async { (nodes.answer(&node).await, node, uids) })
+            .buffer_unordered(AT_ONCE);
+        let mut devices = BTreeMap::<String, Vec<DeviceUsage>>::new();
+        let mut problems = BTreeMap::new();
+        while let Some((answer, node, uids)) = answers.next().await {
+            let usage = match &*answer {
+                Ok(packed) => packed.unpack(),
+                Err(problem) => Err(problem.clone()),
+            };
+            match usage {
+                Ok(usage) => {
+                    for (uid, device) in devices_of(usage, &uids) {
+                        devices.entry(uid).or_default().push(device);
+                    }
+                }
+                Err(problem) => {
+                    problems.insert(node, problem);
+                }
+            }
+        }
+        claims
+            .into_iter()
+            .map(|claim| {
+                let devices = devices.remove(&claim.uid).unwrap_or_default();
+                claim.object(devices, &problems)
+            })
+            .collect()
+    }
+}
+
+/// What the API server refuses is refused here: an unknown selector, a `continue` that has expired.
+fn refusal(error: &kube::Error) -> Refusal {
+    match error {
+        kube::Error::Api(status) => {
+            let reason = match status.code {
+                400 => "BadRequest",
+                410 => "Expired",
+                429 => "TooManyRequests",
+                _ => "ServiceUnavailable",
+            };
+            let code = if reason == "ServiceUnavailable" {
+                503
+            } else {
+                status.code
+            };
+            Refusal::new(
+                code,
+                reason,
+                format!("the ResourceClaims: {}", status.message),
+            )
+        }
+        error => Refusal::new(
+            503,
+            "ServiceUnavailable",
+            format!("the ResourceClaims: {error}"),
+        ),
+    }
+}

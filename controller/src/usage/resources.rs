@@ -1,0 +1,437 @@
+//! What nodes answered, as API objects and as the rows of `kubectl get`. Pure.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write as _;
+
+use k8s_openapi::api::resource::v1::ResourceClaim;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use kube::core::TypeMeta;
+use serde_json::{Value, json};
+use tranche_api::names::DRIVER;
+use tranche_api::usage::{Measure, NodeUsage, ShareUsage, Utilization};
+use tranche_api::usage_api::{
+    API_VERSION, ClaimUsage, DeviceUsage, NodeUsageObject, PartitionName,
+};
+
+const MIB: u64 = 1 << 20;
+
+/// A resource of the API.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Resource {
+    /// Nodes.
+    NodeUsages,
+    /// Claims of a namespace.
+    ClaimUsages,
+}
+
+impl Resource {
+    /// Both.
+    pub const ALL: [Self; 2] = [Self::NodeUsages, Self::ClaimUsages];
+
+    /// The plural, as in paths and rights.
+    #[must_use]
+    pub const fn plural(self) -> &'static str {
+        match self {
+            Self::NodeUsages => "nodeusages",
+            Self::ClaimUsages => "claimusages",
+        }
+    }
+
+    /// The singular.
+    #[must_use]
+    pub const fn singular(self) -> &'static str {
+        match self {
+            Self::NodeUsages => "nodeusage",
+            Self::ClaimUsages => "claimusage",
+        }
+    }
+
+    /// The kind of an object.
+    #[must_use]
+    pub const fn kind(self) -> &'static str {
+        match self {
+            Self::NodeUsages => "NodeUsage",
+            Self::ClaimUsages => "ClaimUsage",
+        }
+    }
+
+    /// Whether its objects are in namespaces.
+    #[must_use]
+    pub const fn is_namespaced(self) -> bool {
+        matches!(self, Self::ClaimUsages)
+    }
+
+    /// The columns of its table: name, type, meaning; those with the priority 1 are shown by `-o wide`.
+    #[must_use]
+    pub fn columns(self) -> Value {
+        let columns: &[(&str, &str, u8, &str)] = match self {
+            Self::NodeUsages => &[
+                ("Name", "string", 0, "The node."),
+                ("Driver", "string", 1, "The NVIDIA driver's version."),
+                ("GPUs", "integer", 0, "GPUs of the node."),
+                (
+                    "Claims",
+                    "integer",
+                    0,
+                    "Claims that hold devices of the node.",
+                ),
+                ("Memory-Used", "string", 0, "Memory in use, of all GPUs."),
+                ("Memory", "string", 0, "Memory of all GPUs."),
+                (
+                    "GPU",
+                    "string",
+                    0,
+                    "Time in which a kernel ran, averaged over the GPUs that report it.",
+                ),
+                (
+                    "Problem",
+                    "string",
+                    0,
+                    "Why the usage, or a part of it, is not known.",
+                ),
+            ],
+            Self::ClaimUsages => &[
+                ("Name", "string", 0, "The claim."),
+                ("Node", "string", 0, "The node of its devices."),
+                ("Tier", "string", 0, "How the devices are isolated."),
+                (
+                    "Device",
+                    "string",
+                    1,
+                    "The devices, as in the ResourceSlice.",
+                ),
+                ("UUID", "string", 1, "The GPUs or MIG instances."),
+                (
+                    "Memory-Used",
+                    "string",
+                    0,
+                    "Memory that its processes hold.",
+                ),
+                (
+                    "Memory",
+                    "string",
+                    0,
+                    "Memory that its programs may hold; empty where nothing limits it.",
+                ),
+                (
+                    "Reserved",
+                    "string",
+                    1,
+                    "Memory beside it for CUDA contexts.",
+                ),
+                (
+                    "GPU",
+                    "string",
+                    0,
+                    "Time of the devices in which its kernels ran.",
+                ),
+                (
+                    "Processes",
+                    "integer",
+                    0,
+                    "Processes that have memory on the devices.",
+                ),
+                ("Idle", "string", 0, "Time since a kernel was last seen."),
+                (
+                    "Problem",
+                    "string",
+                    0,
+                    "Why the usage, or a part of it, is not known.",
+                ),
+            ],
+        };
+        let column = |(name, kind, priority, meaning): &(&str, &str, u8, &str)| {
+            let format = if *name == "Name" { "name" } else { "" };
+            json!({"name": name, "type": kind, "format": format, "priority": priority, "description": meaning})
+        };
+        columns.iter().map(column).collect()
+    }
+
+    /// `apiVersion` and `kind` of an object.
+    #[must_use]
+    pub fn types(self) -> TypeMeta {
+        TypeMeta {
+            api_version: API_VERSION.to_owned(),
+            kind: self.kind().to_owned(),
+        }
+    }
+}
+
+/// An object with what its row shows.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Object {
+    /// Of a node.
+    Node(Box<NodeUsageObject>),
+    /// Of a claim.
+    Claim(Box<ClaimUsage>),
+}
+
+/// A ResourceClaim that has devices of ours.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Claim {
+    /// Its namespace.
+    pub namespace: String,
+    /// Its name.
+    pub name: String,
+    /// Its UID.
+    pub uid: String,
+    /// Its labels.
+    pub labels: Option<BTreeMap<String, String>>,
+    /// The nodes whose devices it is allocated.
+    pub nodes: BTreeSet<String>,
+}
+
+impl Claim {
+    /// What is needed of a claim; `None` for one that has nothing of ours.
+    #[must_use]
+    pub fn new(claim: ResourceClaim) -> Option<Self> {
+        let devices = claim.status?.allocation?.devices?;
+        let nodes: BTreeSet<String> = devices
+            .results
+            .into_iter()
+            .flatten()
+            .filter(|result| result.driver == DRIVER)
+            .filter_map(|result| Some(result.pool.strip_suffix("/gpu")?.to_owned()))
+            .collect();
+        (!nodes.is_empty()).then(|| Self {
+            namespace: claim.metadata.namespace.unwrap_or_default(),
+            name: claim.metadata.name.unwrap_or_default(),
+            uid: claim.metadata.uid.unwrap_or_default(),
+            labels: claim.metadata.labels,
+            nodes,
+        })
+    }
+
+    /// Its object, of its devices and of its nodes' problems.
+    #[must_use]
+    pub fn object(self, devices: Vec<DeviceUsage>, problems: &BTreeMap<String, String>) -> Object {
+        let problem: Vec<&str> = self
+            .nodes
+            .iter()
+            .filter_map(|node| problems.get(node))
+            .map(String::as_str)
+            .collect();
+        Object::Claim(Box::new(ClaimUsage {
+            types: Some(Resource::ClaimUsages.types()),
+            metadata: ObjectMeta {
+                name: Some(self.name),
+                namespace: Some(self.namespace),
+                labels: self.labels,
+                ..ObjectMeta::default()
+            },
+            claim_uid: self.uid,
+            nodes: self.nodes,
+            devices,
+            problem: (!problem.is_empty()).then(|| problem.join("; ")),
+        }))
+    }
+}
+
+/// A node's object.
+#[must_use]
+pub fn node_object(name: &str, answer: Result<NodeUsage, String>) -> Object {
+    let (usage, problem) = match answer {
+        Ok(usage) => (Some(usage), None),
+        Err(problem) => (None, Some(problem)),
+    };
+    Object::Node(Box::new(NodeUsageObject {
+        types: Some(Resource::NodeUsages.types()),
+        metadata: ObjectMeta {
+            name: Some(name.to_owned()),
+            ..ObjectMeta::default()
+        },
+        usage,
+        problem,
+    }))
+}
+
+/// What the claims with these UIDs have on a node. What the node says of other claims is left out: it speaks only for those that it was given.
+#[must_use]
+pub fn devices_of(usage: NodeUsage, uids: &BTreeSet<String>) -> Vec<(String, DeviceUsage)> {
+    let mut found = Vec::new();
+    let unix_millis = usage.unix_millis;
+    for gpu in usage.gpus {
+        let (gpu_uuid, product_name) = (gpu.uuid, gpu.product_name);
+        let mut add = |mut share: ShareUsage, partition: Option<PartitionName>| {
+            if uids.contains(&share.claim.uid) {
+                share.memory.free = None;
+                let device = DeviceUsage {
+                    unix_millis,
+                    gpu_uuid: gpu_uuid.clone(),
+                    product_name: product_name.clone(),
+                    partition,
+                    share,
+                };
+                found.push((device.share.claim.uid.clone(), device));
+            }
+        };
+        for share in gpu.shares {
+            add(share, None);
+        }
+        for partition in gpu.partitions {
+            let name = PartitionName {
+                uuid: partition.uuid,
+                profile: partition.profile,
+            };
+            for share in partition.shares {
+                add(share, Some(name.clone()));
+            }
+        }
+    }
+    found
+}
+
+impl Object {
+    /// As JSON.
+    #[must_use]
+    pub fn json(&self) -> Value {
+        let json = match self {
+            Self::Node(node) => serde_json::to_value(node),
+            Self::Claim(claim) => serde_json::to_value(claim),
+        };
+        // Maps with keys that are text, and numbers: nothing that JSON lacks.
+        json.unwrap_or_default()
+    }
+
+    /// Its metadata.
+    #[must_use]
+    pub fn metadata(&self) -> &ObjectMeta {
+        match self {
+            Self::Node(node) => &node.metadata,
+            Self::Claim(claim) => &claim.metadata,
+        }
+    }
+
+    /// The cells of its row, in the order of [`Resource::columns`].
+    #[must_use]
+    pub fn cells(&self) -> Vec<Value> {
+        match self {
+            Self::Node(node) => node_cells(node),
+            Self::Claim(claim) => claim_cells(claim),
+        }
+    }
+}
+
+fn node_cells(node: &NodeUsageObject) -> Vec<Value> {
+    let name = node.metadata.name.as_deref().unwrap_or_default();
+    let Some(usage) = &node.usage else {
+        let problem = node.problem.as_deref().unwrap_or_default();
+        return vec![
+            json!(name),
+            json!(""),
+            Value::Null,
+            Value::Null,
+            json!(""),
+            json!(""),
+            json!(""),
+            json!(problem),
+        ];
+    };
+    let memory = || usage.gpus.iter().filter_map(|gpu| gpu.memory);
+    let shares = usage.gpus.iter().flat_map(|gpu| {
+        let partitions = gpu.partitions.iter().flat_map(|it| &it.shares);
+        gpu.shares.iter().chain(partitions)
+    });
+    let claims: BTreeSet<&str> = shares.map(|share| share.claim.uid.as_str()).collect();
+    let busy: Vec<u32> = usage
+        .gpus
+        .iter()
+        .filter_map(|gpu| gpu.utilization.get(Measure::Gpu))
+        .collect();
+    let average = u32::try_from(busy.len())
+        .ok()
+        .and_then(|count| busy.iter().sum::<u32>().checked_div(count));
+    let problems = usage.gpus.iter().filter_map(|gpu| {
+        let problem = gpu.problem.as_deref()?;
+        Some(format!("{}: {problem}", gpu.uuid))
+    });
+    vec![
+        json!(name),
+        json!(usage.driver_version.as_deref().unwrap_or_default()),
+        json!(usage.gpus.len()),
+        json!(claims.len()),
+        json!(mebibytes(memory().map(|it| it.used).sum())),
+        json!(mebibytes(memory().map(|it| it.total).sum())),
+        json!(average.map_or(String::new(), percent)),
+        json!(problems.collect::<Vec<_>>().join("; ")),
+    ]
+}
+
+fn claim_cells(claim: &ClaimUsage) -> Vec<Value> {
+    let devices = &claim.devices;
+    let shares = || devices.iter().map(|device| &device.share);
+    let joined = |values: BTreeSet<&str>| values.into_iter().collect::<Vec<_>>().join(",");
+    let uuid = |device: &DeviceUsage| match &device.partition {
+        Some(partition) => partition.uuid.clone(),
+        None => device.gpu_uuid.clone(),
+    };
+    let known = !devices.is_empty();
+    let memory = |bytes: u64| {
+        if known {
+            mebibytes(bytes)
+        } else {
+            String::new()
+        }
+    };
+    // Nothing limits a claim one of whose devices has no limit.
+    let allocated: Option<u64> = shares().map(|share| share.memory.allocated).sum();
+    let idle = shares().filter_map(|share| share.idle_seconds).min();
+    vec![
+        json!(claim.metadata.name),
+        json!(joined(claim.nodes.iter().map(String::as_str).collect())),
+        json!(joined(shares().map(|share| share.tier.as_str()).collect())),
+        json!(joined(
+            shares().map(|share| share.device.as_str()).collect()
+        )),
+        json!(devices.iter().map(uuid).collect::<Vec<_>>().join(",")),
+        json!(memory(shares().map(|share| share.memory.used).sum())),
+        json!(allocated.map_or(String::new(), memory)),
+        json!(memory(shares().map(|share| share.memory.reserved).sum())),
+        json!(busy(shares().map(|share| &share.utilization))),
+        if known {
+            json!(shares().map(|share| share.processes).sum::<u32>())
+        } else {
+            Value::Null
+        },
+        json!(idle.map_or(String::new(), duration)),
+        json!(claim.problem.as_deref().unwrap_or_default()),
+    ]
+}
+
+/// As `20480Mi`, rounded up: what is not empty is not shown as 0.
+fn mebibytes(bytes: u64) -> String {
+    format!("{}Mi", bytes.div_ceil(MIB))
+}
+
+/// As `25%`, of hundredths of a percent.
+fn percent(hundredths: u32) -> String {
+    format!("{}%", (hundredths + 50) / 100)
+}
+
+/// One value for each device: percentages of different GPUs do not add up.
+fn busy<'a>(utilizations: impl Iterator<Item = &'a Utilization>) -> String {
+    let values = utilizations.filter_map(|it| it.get(Measure::Gpu));
+    values.map(percent).collect::<Vec<_>>().join(",")
+}
+
+/// The two largest units, as kubectl prints ages: `45s`, `12m3s`, `3h20m`, `2d4h`.
+fn duration(seconds: u64) -> String {
+    let units = [(86_400, 'd'), (3_600, 'h'), (60, 'm'), (1, 's')];
+    let first = units
+        .iter()
+        .position(|(unit, _)| seconds >= *unit)
+        .unwrap_or(3);
+    let mut text = String::new();
+    let mut rest = seconds;
+    for (unit, letter) in units.iter().skip(first).take(2) {
+        if rest >= *unit || text.is_empty() {
+            // Writing to a String cannot fail.
+            let _ = write!(text, "{}{letter}", rest / unit);
+        }
+        rest %= unit;
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,309 @@
+//! Live usage through the API server, with users' own rights.
+
+use std::process::Stdio;
+use std::time::Duration;
+
+use anyhow::{Context as _, bail, ensure};
+use k8s_openapi::api::authentication::v1::TokenRequest;
+use k8s_openapi::api::core::v1::{Pod, ServiceAccount};
+use k8s_openapi::api::rbac::v1::{ClusterRoleBinding, RoleBinding};
+use kube::api::{Api, DeleteParams, ListParams, PostParams};
+use kube::{Config, ResourceExt as _};
+use serde_json::{Value, json};
+use tokio::process::Command;
+use tranche_api::usage::NodeUsage;
+use tranche_api::usage_api::{ClaimUsage, NodeUsageObject};
+use tranche_e2e::{Case, Request, SYSTEM, run, wait};
+
+const GI: u64 = 1 << 30;
+/// The port on which the plugin serves its usage.
+const PORT: u16 = 8443;
+/// How long the API may be away when a replica is killed: the API server asks the other one at its next try.
+const AWAY: Duration = Duration::from_secs(15);
+
+/// The token of a new ServiceAccount.
+async fn token(case: &Case, namespace: &str, name: &str) -> anyhow::Result<String> {
+    let accounts: Api<ServiceAccount> = Api::namespaced(case.client.clone(), namespace);
+    let account = serde_json::from_value(json!({"metadata": {"name": name}}))?;
+    accounts.create(&PostParams::default(), &account).await?;
+    let request: TokenRequest =
+        serde_json::from_value(json!({"spec": {"audiences": [], "expirationSeconds": 600}}))?;
+    let answer = accounts
+        .create_token_request(name, &PostParams::default(), &request)
+        .await?;
+    let status = answer.status.context("a status")?;
+    status.token.context("a token")
+}
+
+/// The output of kubectl as the owner of a token, or what it wrote to stderr.
+async fn kubectl(token: &str, arguments: &[&str]) -> anyhow::Result<Result<String, String>> {
+    let server = Config::infer().await?.cluster_url.to_string();
+    // Without the suite's kubeconfig, whose client certificate would go before the token.
+    let output = Command::new("kubectl")
+        .args([
+            "--kubeconfig",
+            "/dev/null",
+            "--insecure-skip-tls-verify",
+            "--server",
+            &server,
+            "--token",
+            token,
+        ])
+        .args(arguments)
+        .stdin(Stdio::null())
+        .kill_on_drop(true)
+        .output()
+        .await
+        .context("running kubectl: source target/cluster/env")?;
+    let text = |bytes| String::from_utf8_lossy(bytes).into_owned();
+    Ok(if output.status.success() {
+        Ok(text(&output.stdout))
+    } else {
+        Err(text(&output.stderr))
+    })
+}
+
+/// Binds a ServiceAccount to the ClusterRole `view`, in its own namespace.
+async fn may_view(case: &Case, namespace: &str, account: &str) -> anyhow::Result<()> {
+    let bindings: Api<RoleBinding> = Api::namespaced(case.client.clone(), namespace);
+    let binding = serde_json::from_value(json!({
+        "metadata": {"name": account},
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "view"},
+        "subjects": [{"kind": "ServiceAccount", "name": account, "namespace": namespace}],
+    }))?;
+    bindings.create(&PostParams::default(), &binding).await?;
+    Ok(())
+}
+
+/// Binds a ServiceAccount to a ClusterRole in the whole cluster, to the end of the test.
+async fn bind(case: &Case, namespace: &str, account: &str, role: &str) -> anyhow::Result<()> {
+    let bindings: Api<ClusterRoleBinding> = Api::all(case.client.clone());
+    let name = case.unique(account);
+    let binding = serde_json::from_value(json!({
+        "metadata": {"name": name},
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": role},
+        "subjects": [{"kind": "ServiceAccount", "name": account, "namespace": namespace}],
+    }))?;
+    bindings.create(&PostParams::default(), &binding).await?;
+    case.afterwards("the binding", async move {
+        bindings.delete(&name, &DeleteParams::default()).await?;
+        Ok(())
+    });
+    Ok(())
+}
+
+/// What the node's plugin itself answers.
+async fn of_the_plugin(case: &Case, token: &str) -> anyhow::Result<NodeUsage> {
+    let plugin = case.plugin().ready(None).await?;
+    let pods: Api<Pod> = Api::namespaced(case.client.clone(), SYSTEM);
+    let mut forwarded = pods.portforward(&plugin.name_any(), &[PORT]).await?;
+    let stream = forwarded.take_stream(PORT).context("a stream")?;
+    let path = tranche_api::usage::PATH;
+    let (code, text) = tranche_metrics::testing::get(stream, path, Some(token)).await?;
+    ensure!(code == 200, "{code}: {text}");
+    Ok(serde_json::from_str(&text)?)
+}
+
+#[test]
+fn a_tenant_reads_its_claims_and_an_administrator_every_node() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let namespace = case.namespace("usage").await?;
+        let neighbour = case.namespace("neighbour").await?;
+        let share = Request::capped("4Gi", "25").on(&case.gpus[0].uuid);
+        let (pod, other) = (
+            namespace.idle("pod", &share).await?,
+            neighbour.idle("other", &share).await?,
+        );
+        pod.started().await?;
+        other.started().await?;
+        let hold = "tranche-workload hold --bytes 1Gi --beat 100 >/tmp/beats 2>&1 &
+            until grep -q beat /tmp/beats; do usleep 20000; done";
+        pod.stdout(&["sh", "-c", hold]).await?;
+        let name = namespace.name();
+        let claims = namespace.claims().list(&ListParams::default()).await?;
+        let claim = claims.items.first().context("a claim")?.name_any();
+
+        // The administrator of the suite, with the library's client.
+        let usages: Api<ClaimUsage> = Api::namespaced(case.client.clone(), name);
+        let usage = wait::for_answer("the memory in use", wait::USUAL, async || {
+            let usage = usages.get(&claim).await?;
+            let holds = usage
+                .devices
+                .first()
+                .is_some_and(|device| device.share.memory.used >= GI);
+            Ok(holds.then_some(usage))
+        })
+        .await?;
+        let device = &usage.devices[0];
+        ensure!(
+            device.gpu_uuid == case.gpus[0].uuid && usage.devices.len() == 1,
+            "{usage:?}"
+        );
+        ensure!(
+            device.share.memory.allocated == Some(4 * GI) && device.share.processes == 1,
+            "{usage:?}"
+        );
+        ensure!(
+            usage.nodes.iter().eq([case.node.name()]) && usage.problem.is_none(),
+            "{usage:?}"
+        );
+
+        // A tenant with the right to view its namespace, with kubectl.
+        let tenant = token(case, name, "tenant").await?;
+        may_view(case, name, "tenant").await?;
+        let table = wait::for_answer("the tenant's right", wait::USUAL, async || {
+            Ok(
+                kubectl(&tenant, &["get", "claimusages", "--namespace", name])
+                    .await?
+                    .ok(),
+            )
+        })
+        .await?;
+        let lines: Vec<&str> = table.lines().collect();
+        ensure!(lines.len() == 2 && lines[0].starts_with("NAME"), "{table}");
+        ensure!(
+            lines[1].starts_with(&claim)
+                && lines[1].contains("4096Mi")
+                && lines[1].contains("capped"),
+            "{table}"
+        );
+        let json = kubectl(
+            &tenant,
+            &[
+                "get",
+                "claimusage",
+                &claim,
+                "--namespace",
+                name,
+                "--output",
+                "json",
+            ],
+        )
+        .await?;
+        let json: Value = serde_json::from_str(&json.map_err(anyhow::Error::msg)?)?;
+        ensure!(json["devices"][0]["claim"]["name"] == claim, "{json}");
+        let text = json.to_string();
+        ensure!(
+            !text.contains(neighbour.name()) && !text.contains("remainder"),
+            "{text}"
+        );
+        for arguments in [
+            vec!["get", "claimusages", "--namespace", neighbour.name()],
+            vec!["get", "claimusages", "--all-namespaces"],
+            vec!["get", "nodeusages"],
+            vec!["get", "nodeusage", case.node.name()],
+        ] {
+            match kubectl(&tenant, &arguments).await? {
+                Err(error) => ensure!(error.contains("Forbidden"), "{arguments:?}: {error}"),
+                Ok(output) => bail!("{arguments:?}: {output}"),
+            }
+        }
+
+        // Somebody who is bound to the reader's role.
+        let reader = token(case, name, "reader").await?;
+        bind(case, name, "reader", "tranche-usage-reader").await?;
+        bind(case, name, "reader", "tranche-metrics-reader").await?;
+        let nodes = wait::for_answer("the reader's right", wait::USUAL, async || {
+            Ok(kubectl(&reader, &["get", "nodeusages"]).await?.ok())
+        })
+        .await?;
+        ensure!(
+            nodes.lines().any(|line| line.starts_with(case.node.name())),
+            "{nodes}"
+        );
+        let all = kubectl(&reader, &["get", "claimusages", "--all-namespaces"]).await?;
+        let all = all.map_err(anyhow::Error::msg)?;
+        ensure!(
+            all.contains(name) && all.contains(neighbour.name()),
+            "{all}"
+        );
+
+        // The numbers are the plugin's.
+        let objects: Api<NodeUsageObject> = Api::all(case.client.clone());
+        wait::for_answer("the plugin's numbers", wait::USUAL, async || {
+            let object = objects.get(case.node.name()).await?;
+            let direct = of_the_plugin(case, &reader).await?;
+            let shares = |usage: &NodeUsage| -> Vec<(String, u64)> {
+                let shares = usage.gpus.iter().flat_map(|gpu| &gpu.shares);
+                shares
+                    .map(|it| (it.claim.uid.clone(), it.memory.used))
+                    .collect()
+            };
+            let usage = object
+                .usage
+                .with_context(|| format!("{:?}", object.problem))?;
+            ensure!(shares(&direct).len() == 2, "{direct:?}");
+            Ok((shares(&usage) == shares(&direct)).then_some(()))
+        })
+        .await?;
+
+        // What the API says of itself, and what it does not have.
+        let explained = kubectl(&reader, &["explain", "claimusages.devices"]).await?;
+        ensure!(
+            explained
+                .as_ref()
+                .is_ok_and(|text| text.contains("ClaimUsage")),
+            "{explained:?}"
+        );
+        let resources = kubectl(
+            &reader,
+            &["api-resources", "--api-group", "usage.gpu.tranche.dev"],
+        )
+        .await?;
+        ensure!(
+            resources
+                .as_ref()
+                .is_ok_and(|text| text.contains("nodeusages")),
+            "{resources:?}"
+        );
+        let watch =
+            http::Request::get("/apis/usage.gpu.tranche.dev/v1alpha1/nodeusages?watch=true")
+                .body(Vec::new())?;
+        match case.client.request_text(watch).await {
+            Err(kube::Error::Api(status)) => ensure!(status.code == 405, "{status:?}"),
+            other => bail!("a watch: {other:?}"),
+        }
+        Ok(())
+    })
+}
+
+#[test]
+fn a_killed_replica_is_not_missed() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let pods: Api<Pod> = Api::namespaced(case.client.clone(), SYSTEM);
+        let controllers = ListParams::default().labels("app.kubernetes.io/component=controller");
+        let replicas = pods.list(&controllers).await?.items;
+        ensure!(replicas.len() >= 2, "{} replicas", replicas.len());
+        let objects: Api<NodeUsageObject> = Api::all(case.client.clone());
+        let node = case.node.name();
+        // One after the other, so that each replica once answers alone.
+        for replica in replicas {
+            pods.delete(
+                &replica.name_any(),
+                &DeleteParams::default().grace_period(0),
+            )
+            .await?;
+            wait::for_answer("usage again", AWAY, async || {
+                let usage = objects.get(node).await.ok().and_then(|object| object.usage);
+                Ok(usage.map(drop))
+            })
+            .await?;
+            wait::for_all(
+                pods.clone(),
+                kube::runtime::watcher::Config::default()
+                    .labels("app.kubernetes.io/component=controller"),
+                "two ready replicas",
+                wait::USUAL,
+                |pods| {
+                    let ready = pods
+                        .values()
+                        .filter(|pod| tranche_e2e::system::is_ready(pod))
+                        .count();
+                    (ready >= 2).then_some(())
+                },
+            )
+            .await?;
+        }
+        Ok(())
+    })
+}
