@@ -102,6 +102,12 @@ impl Trust {
         if user.is_empty() {
             return Err(TrustError::Missing("requestheader-username-headers"));
         }
+        // The API server always writes the key; without it nobody says that any name will do.
+        let allowed = "requestheader-allowed-names";
+        if !data.contains_key(allowed) {
+            return Err(TrustError::Missing(allowed));
+        }
+        let names = list(data, allowed)?;
         let lower = |names: Vec<String>| {
             names
                 .into_iter()
@@ -110,7 +116,7 @@ impl Trust {
         };
         Ok(Self {
             verifier,
-            names: list(data, "requestheader-allowed-names")?,
+            names,
             user: lower(user),
             uid: lower(list(data, "requestheader-uid-headers")?),
             group: lower(list(data, "requestheader-group-headers")?),

@@ -69,13 +69,9 @@ impl Scrape for Https {
                 return Ok(body);
             }
             let text = String::from_utf8_lossy(&body);
-            let line: String = text
-                .lines()
-                .next()
-                .unwrap_or_default()
-                .chars()
-                .take(200)
-                .collect();
+            // It is shown in terminals.
+            let line = text.lines().next().unwrap_or_default().chars();
+            let line: String = line.filter(|it| !it.is_control()).take(200).collect();
             Err(format!("{status}: {line}"))
         })
     }

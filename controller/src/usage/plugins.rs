@@ -136,15 +136,15 @@ fn plugin(pod: &Pod) -> Option<(String, Plugin)> {
     let port = ports
         .filter(|port| port.name.as_deref() == Some(PORT))
         .find_map(|port| u16::try_from(port.container_port).ok());
+    let phase = status.and_then(|status| status.phase.as_deref());
+    // A pod that has ended keeps its address, which may be another pod's by now.
+    let address = address.filter(|_| !matches!(phase, Some("Failed" | "Succeeded")));
     let endpoint = match (address, port) {
         (Some(address), Some(port)) => Ok(SocketAddr::new(address, port)),
-        (None, _) => {
-            let phase = status.and_then(|status| status.phase.as_deref());
-            Err(format!(
-                "the node plugin's pod {name} is {}",
-                phase.unwrap_or("Pending")
-            ))
-        }
+        (None, _) => Err(format!(
+            "the node plugin's pod {name} is {}",
+            phase.unwrap_or("Pending")
+        )),
         (_, None) => Err(format!("the node plugin's pod {name} has no port {PORT}")),
     };
     let is_ending = pod.metadata.deletion_timestamp.is_some();
@@ -196,6 +196,12 @@ mod tests {
         plugins.observe(Event::Apply(pod("a-new", &new, false)), &mut listed);
         assert_eq!(endpoint(), address("[fd00::2]:8443"));
         plugins.observe(Event::Delete(pod("old", &old, true)), &mut listed);
+        let evicted = json!({"phase": "Failed", "podIP": "10.0.0.1"});
+        plugins.observe(Event::Apply(pod("a-new", &evicted, false)), &mut listed);
+        assert_eq!(
+            endpoint().unwrap_err(),
+            "the node plugin's pod a-new is Failed"
+        );
         plugins.observe(
             Event::Apply(pod("a-new", &json!({"phase": "Pending"}), false)),
             &mut listed,

@@ -333,14 +333,13 @@ fn node_cells(node: &NodeUsageObject) -> Vec<Value> {
         gpu.shares.iter().chain(partitions)
     });
     let claims: BTreeSet<&str> = shares.map(|share| share.claim.uid.as_str()).collect();
-    let busy: Vec<u32> = usage
+    let busy: Vec<u64> = usage
         .gpus
         .iter()
         .filter_map(|gpu| gpu.utilization.get(Measure::Gpu))
+        .map(u64::from)
         .collect();
-    let average = u32::try_from(busy.len())
-        .ok()
-        .and_then(|count| busy.iter().sum::<u32>().checked_div(count));
+    let average = total(busy.iter().copied()).checked_div(busy.len() as u64);
     let problems = usage.gpus.iter().filter_map(|gpu| {
         let problem = gpu.problem.as_deref()?;
         Some(format!("{}: {problem}", gpu.uuid))
@@ -350,8 +349,8 @@ fn node_cells(node: &NodeUsageObject) -> Vec<Value> {
         json!(usage.driver_version.as_deref().unwrap_or_default()),
         json!(usage.gpus.len()),
         json!(claims.len()),
-        json!(mebibytes(memory().map(|it| it.used).sum())),
-        json!(mebibytes(memory().map(|it| it.total).sum())),
+        json!(mebibytes(total(memory().map(|it| it.used)))),
+        json!(mebibytes(total(memory().map(|it| it.total)))),
         json!(average.map_or(String::new(), percent)),
         json!(problems.collect::<Vec<_>>().join("; ")),
     ]
@@ -374,7 +373,8 @@ fn claim_cells(claim: &ClaimUsage) -> Vec<Value> {
         }
     };
     // Nothing limits a claim one of whose devices has no limit.
-    let allocated: Option<u64> = shares().map(|share| share.memory.allocated).sum();
+    let allocated: Option<Vec<u64>> = shares().map(|share| share.memory.allocated).collect();
+    let allocated = allocated.map(|all| total(all.into_iter()));
     let idle = shares().filter_map(|share| share.idle_seconds).min();
     vec![
         json!(claim.metadata.name),
@@ -384,12 +384,12 @@ fn claim_cells(claim: &ClaimUsage) -> Vec<Value> {
             shares().map(|share| share.device.as_str()).collect()
         )),
         json!(devices.iter().map(uuid).collect::<Vec<_>>().join(",")),
-        json!(memory(shares().map(|share| share.memory.used).sum())),
+        json!(memory(total(shares().map(|share| share.memory.used)))),
         json!(allocated.map_or(String::new(), memory)),
-        json!(memory(shares().map(|share| share.memory.reserved).sum())),
+        json!(memory(total(shares().map(|share| share.memory.reserved)))),
         json!(busy(shares().map(|share| &share.utilization))),
         if known {
-            json!(shares().map(|share| share.processes).sum::<u32>())
+            json!(total(shares().map(|share| share.processes.into())))
         } else {
             Value::Null
         },
@@ -404,14 +404,20 @@ fn mebibytes(bytes: u64) -> String {
 }
 
 /// As `25%`, of hundredths of a percent.
-fn percent(hundredths: u32) -> String {
-    format!("{}%", (hundredths + 50) / 100)
+fn percent(hundredths: u64) -> String {
+    format!("{}%", hundredths.saturating_add(50) / 100)
+}
+
+/// Nodes say these numbers, and a node may be wrong.
+fn total(values: impl Iterator<Item = u64>) -> u64 {
+    values.fold(0, u64::saturating_add)
 }
 
 /// One value for each device: percentages of different GPUs do not add up.
 fn busy<'a>(utilizations: impl Iterator<Item = &'a Utilization>) -> String {
     let values = utilizations.filter_map(|it| it.get(Measure::Gpu));
-    values.map(percent).collect::<Vec<_>>().join(",")
+    let values = values.map(u64::from).map(percent);
+    values.collect::<Vec<_>>().join(",")
 }
 
 /// The two largest units, as kubectl prints ages: `45s`, `12m3s`, `3h20m`, `2d4h`.

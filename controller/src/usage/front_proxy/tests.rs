@@ -128,6 +128,11 @@ fn a_config_map_without_the_authority_or_the_headers_is_refused() {
         ),
         (
             "requestheader-allowed-names",
+            None,
+            "requestheader-allowed-names",
+        ),
+        (
+            "requestheader-allowed-names",
             Some("front-proxy-client"),
             "requestheader-allowed-names",
         ),

@@ -251,3 +251,37 @@ fn idle_times_have_two_units() {
         assert_eq!(duration(seconds), text);
     }
 }
+
+#[test]
+fn numbers_that_no_node_can_have_end_nothing() {
+    let mut usage = node();
+    usage.gpus[0].memory = usage.gpus[0].memory.map(|it| Memory {
+        total: u64::MAX,
+        used: u64::MAX,
+        ..it
+    });
+    usage.gpus[1].memory = usage.gpus[0].memory;
+    for gpu in &mut usage.gpus {
+        gpu.utilization = [(Measure::Gpu, u32::MAX)].into_iter().collect();
+        let partitions = gpu.partitions.iter_mut().flat_map(|it| &mut it.shares);
+        for share in gpu.shares.iter_mut().chain(partitions) {
+            share.memory = ShareMemory {
+                allocated: Some(u64::MAX),
+                reserved: u64::MAX,
+                used: u64::MAX,
+                ..share.memory
+            };
+            share.processes = u32::MAX;
+            share.utilization = [(Measure::Gpu, u32::MAX)].into_iter().collect();
+            share.idle_seconds = Some(u64::MAX);
+        }
+    }
+    let devices = devices_of(usage.clone(), &["1".to_owned()].into());
+    let devices = devices.into_iter().map(|(_, device)| device).collect();
+    for object in [
+        node_object("a", Ok(usage)),
+        claim("1").object(devices, &BTreeMap::new()),
+    ] {
+        assert!(!object.cells().is_empty() && object.json().is_object());
+    }
+}
