@@ -11,8 +11,8 @@ use serde::{Serialize, Serializer};
 use tranche_driver::cost::{Money, PriceError, Prices};
 
 use crate::args::CostBy;
-use crate::model::Model;
-use crate::output::{Block, Table, Tone, View, bytes, or_dash};
+use crate::model::{Model, Tenant};
+use crate::output::{Block, Table, Tone, View, bytes, or_dash, span};
 use crate::top::size;
 
 pub use bill::{Bill, Item, bill, of_gpu};
@@ -20,9 +20,9 @@ pub use calculator::{Comparison, compare};
 
 /// Hours in a month, as clouds count them.
 const MONTH: u64 = 730;
-/// A holder that uses less than this percent of the GPU's time is idle.
-const IDLE: f64 = 10.0;
-/// What a share should have above its peak, percent: programs fail at their first byte too many.
+/// A holder that ran no kernel for so many seconds is idle.
+const IDLE: u64 = 600;
+/// What a share should have above what it uses, percent: programs fail at their first byte too many.
 const HEADROOM: u64 = 25;
 const GI: u64 = 1 << 30;
 
@@ -36,10 +36,10 @@ pub struct Answer {
     pub rows: Vec<Row>,
     /// Where the money goes.
     pub total: Total,
-    /// Holders that use little of what they pay for; `None` where the use is not known.
+    /// Holders that use nothing of what they pay for; `None` where the use is not known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub idle: Option<Vec<Idle>>,
-    /// Shares that could be smaller by what they used at most; `None` where that is not known.
+    /// Shares that could be smaller by what they use now; `None` where that is not known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub right_sizes: Option<Vec<RightSize>>,
     /// Products whose price is a default of this release.
@@ -81,9 +81,9 @@ pub struct Row {
     pub per_month: Dollars,
     /// Memory that they asked for, bytes.
     pub requested_memory: u64,
-    /// Memory that they used at their peaks, bytes, where it is known of all.
+    /// Memory that they use now, bytes, where it is known of all.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub peak_memory: Option<u64>,
+    pub used_memory: Option<u64>,
 }
 
 /// Where the price of all GPUs goes, for an hour.
@@ -104,14 +104,14 @@ pub struct Total {
     pub unknown: Dollars,
 }
 
-/// A holder that uses little.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+/// A holder that uses nothing.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Idle {
     /// `namespace/claim`.
     pub claim: String,
-    /// Percent of the GPU's time.
-    pub time: f64,
+    /// Since its last kernel.
+    pub idle_seconds: u64,
     /// What it pays for an hour.
     pub per_hour: Dollars,
 }
@@ -124,9 +124,9 @@ pub struct RightSize {
     pub claim: String,
     /// Bytes that it asked for.
     pub requested_memory: u64,
-    /// Bytes that it used at most.
-    pub peak_memory: u64,
-    /// Bytes that it should ask for.
+    /// Bytes that it uses now.
+    pub used_memory: u64,
+    /// Bytes that it should ask for if it never uses more.
     pub suggested_memory: u64,
 }
 
@@ -145,7 +145,10 @@ pub fn answer(model: &Model, by: CostBy, prices: &Prices, errors: &[PriceError])
         rows: rows(&items, by),
         total,
         idle: is_known.then(|| idle(&items)),
-        right_sizes: is_known.then(|| right_sizes(&items)),
+        right_sizes: is_known.then(|| {
+            let sizes = items.iter().filter_map(|item| right_size(item.tenant));
+            sizes.collect()
+        }),
         default_prices,
         unpriced,
         price_errors: errors.iter().map(ToString::to_string).collect(),
@@ -158,19 +161,20 @@ fn rows(items: &[Item<'_>], by: CostBy) -> Vec<Row> {
         let tenant = item.tenant;
         let name = match by {
             CostBy::Namespace => tenant.namespace.clone(),
-            CostBy::Claim => claim(item),
+            CostBy::Claim => claim(tenant),
             CostBy::Tier => tenant.device.tier.to_string(),
         };
         let row = rows.entry(name.clone()).or_insert_with(|| Row {
             name,
-            peak_memory: Some(0),
+            used_memory: Some(0),
             ..Row::default()
         });
         row.devices += 1;
         row.per_hour.0 = row.per_hour.0 + item.per_hour;
         row.requested_memory += tenant.device.memory.unwrap_or_default();
-        let peak = tenant.used.and_then(|used| used.peak_memory);
-        row.peak_memory = row.peak_memory.zip(peak).map(|(sum, peak)| sum + peak);
+        let used = tenant.used.map(|used| used.memory);
+        let sum = row.used_memory.zip(used);
+        row.used_memory = sum.map(|(sum, used)| sum.saturating_add(used));
     }
     let mut rows: Vec<Row> = rows.into_values().collect();
     for row in &mut rows {
@@ -180,16 +184,16 @@ fn rows(items: &[Item<'_>], by: CostBy) -> Vec<Row> {
     rows
 }
 
-fn claim(item: &Item<'_>) -> String {
-    format!("{}/{}", item.tenant.namespace, item.tenant.claim)
+fn claim(tenant: &Tenant) -> String {
+    format!("{}/{}", tenant.namespace, tenant.claim)
 }
 
 fn idle(items: &[Item<'_>]) -> Vec<Idle> {
     let idle = items.iter().filter_map(|item| {
-        let time = item.tenant.used?.time.filter(|time| *time < IDLE)?;
+        let idle = item.tenant.used?.idle_seconds;
         Some(Idle {
-            claim: claim(item),
-            time,
+            claim: claim(item.tenant),
+            idle_seconds: idle.filter(|seconds| *seconds >= IDLE)?,
             per_hour: Dollars(item.per_hour),
         })
     });
@@ -198,27 +202,20 @@ fn idle(items: &[Item<'_>]) -> Vec<Idle> {
     idle
 }
 
-/// Only shares have sizes that can be chosen, and only whole GiB are suggested.
-fn right_sizes(items: &[Item<'_>]) -> Vec<RightSize> {
-    let sizes = items.iter().filter_map(|item| {
-        let device = &item.tenant.device;
-        let requested = device.memory.filter(|_| device.tier.has_shim())?;
-        let peak = item.tenant.used?.peak_memory?;
-        let suggested = suggested_memory(peak);
-        (suggested < requested).then(|| RightSize {
-            claim: claim(item),
-            requested_memory: requested,
-            peak_memory: peak,
-            suggested_memory: suggested,
-        })
-    });
-    sizes.collect()
-}
-
-/// What a share with this peak should ask for: whole GiB with room above it.
-pub(crate) fn suggested_memory(peak: u64) -> u64 {
-    let wanted = peak.saturating_add(peak / 100 * HEADROOM);
-    wanted.div_ceil(GI).max(1).saturating_mul(GI)
+/// The size that a share should have if it never uses more than now; `None` where that is not less than it has. Only shares have
+/// sizes that can be chosen, only whole GiB are suggested, and a share that holds nothing says nothing of its size.
+pub(crate) fn right_size(tenant: &Tenant) -> Option<RightSize> {
+    let device = &tenant.device;
+    let requested = device.memory.filter(|_| device.tier.has_shim())?;
+    let used = tenant.used.map(|used| used.memory).filter(|it| *it > 0)?;
+    let wanted = used.saturating_add(used / 100 * HEADROOM);
+    let suggested = wanted.div_ceil(GI).saturating_mul(GI);
+    (suggested < requested).then(|| RightSize {
+        claim: claim(tenant),
+        requested_memory: requested,
+        used_memory: used,
+        suggested_memory: suggested,
+    })
 }
 
 impl View for Answer {
@@ -230,8 +227,8 @@ impl View for Answer {
             CostBy::Tier => "TIER",
         };
         let mut header = vec![name, "DEVICES", "PER HOUR", "PER MONTH"];
-        if is_wide {
-            header.extend(["REQUESTED", "PEAK"]);
+        if is_wide || self.idle.is_some() {
+            header.extend(["REQUESTED", "USED"]);
         }
         let mut table = Table::new(&header);
         for row in &self.rows {
@@ -241,9 +238,9 @@ impl View for Answer {
                 row.per_hour.to_string(),
                 row.per_month.to_string(),
             ];
-            if is_wide {
+            if is_wide || self.idle.is_some() {
                 cells.push(size(row.requested_memory));
-                cells.push(or_dash(row.peak_memory.map(size)));
+                cells.push(or_dash(row.used_memory.map(size)));
             }
             table.row(Tone::Plain, cells);
         }
@@ -288,17 +285,19 @@ impl Answer {
     fn hints(&self) -> Vec<Block> {
         let idle = self.idle.iter().flatten().map(|it| {
             let text = format!(
-                "idle: {} uses {:.0}% of its GPU's time and pays {} an hour",
-                it.claim, it.time, it.per_hour
+                "idle: {} has run nothing for {} and pays {} an hour",
+                it.claim,
+                span(it.idle_seconds),
+                it.per_hour
             );
             Block::Line(Tone::Warning, text)
         });
         let sizes = self.right_sizes.iter().flatten().map(|it| {
             let text = format!(
-                "too large: {} asked for {} and used {} at most; ask for {}",
+                "right size: {} asked for {} and uses {} now; if it never uses more, ask for {}",
                 it.claim,
                 bytes(it.requested_memory),
-                size(it.peak_memory),
+                size(it.used_memory),
                 bytes(it.suggested_memory)
             );
             Block::Line(Tone::Warning, text)

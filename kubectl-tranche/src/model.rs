@@ -16,12 +16,14 @@ mod devices;
 mod gpus;
 mod room;
 
+use std::collections::BTreeMap;
+
 use serde::Serialize;
 use tranche_api::Tier;
 use tranche_api::withheld::WithheldGpu;
 
 use crate::snapshot::Snapshot;
-use crate::usage::{self, Used};
+use crate::usage::{self, Part, PartUsed, Used};
 
 pub use amounts::Amounts;
 pub use claims::{Claim, ClaimDevice, State, Want};
@@ -136,6 +138,9 @@ pub struct Tenant {
     /// What of it is used now.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub used: Option<Used>,
+    /// The same by pod, where several pods have the claim and it is known of them.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub used_by_pod: BTreeMap<String, Used>,
 }
 
 impl Model {
@@ -164,6 +169,35 @@ impl Held {
     pub fn holders(&self) -> impl Iterator<Item = &Tenant> {
         let tenants = self.tenants.iter();
         tenants.filter(|tenant| !tenant.device.is_admin)
+    }
+}
+
+impl Tenant {
+    /// By which its use is found.
+    #[must_use]
+    pub fn part(&self) -> Part {
+        Part {
+            claim: self.uid.clone(),
+            device: self.device.device.clone(),
+            share: self.device.share_id.clone(),
+        }
+    }
+
+    fn set_used(&mut self, used: &PartUsed) {
+        self.used = Some(used.all);
+        if self.pods.len() > 1 {
+            self.used_by_pod.clone_from(&used.pods);
+        }
+    }
+
+    /// What one of its pods uses.
+    #[must_use]
+    pub fn used_by(&self, pod: &str) -> Option<Used> {
+        if self.pods.len() > 1 {
+            self.used_by_pod.get(pod).copied()
+        } else {
+            self.used
+        }
     }
 }
 

@@ -197,6 +197,18 @@ pub fn bytes(bytes: u64) -> String {
     Quantity::from_bytes(bytes).to_string()
 }
 
+/// Seconds for people: `45s`, `12m 3s`, `3h 20m`.
+#[must_use]
+pub fn span(seconds: u64) -> String {
+    let whole = if seconds < 3600 {
+        seconds
+    } else {
+        seconds / 60 * 60
+    };
+    let whole = i64::try_from(whole).unwrap_or(i64::MAX);
+    format!("{:#}", jiff::SignedDuration::from_secs(whole))
+}
+
 /// A value, or `-`.
 #[must_use]
 pub fn or_dash<T: ToString>(value: Option<T>) -> String {

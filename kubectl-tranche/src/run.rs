@@ -106,21 +106,23 @@ async fn run_get(
         _ => scope.clone(),
     };
     let snapshot = read_all(&cluster, &asked, read).await?;
-    let model = Model::new(&snapshot, &usage());
+    let usage = usage::of(&snapshot);
+    let model = Model::new(&snapshot, &usage);
     let question = get::Question {
         kind: args.kind,
         name: args.name,
         scope,
     };
     let answer = get::answer(&model, &question)?;
-    show(&answer, format, &notes(&snapshot))
+    show(&answer, format, &notes(&snapshot, &usage))
 }
 
 /// What `top` and `map` read.
-const GPUS: [Resource; 3] = [
+const GPUS: [Resource; 4] = [
     Resource::GpuNodes,
     Resource::ResourceSlices,
     Resource::ResourceClaims,
+    Resource::NodeUsages,
 ];
 
 async fn run_top(
@@ -132,11 +134,10 @@ async fn run_top(
     let scope = scope(connection, args.scope, &cluster);
     let mut read = async || {
         let snapshot = read_all(&cluster, &GPUS, Scope::All).await?;
-        let model = Model::new(&snapshot, &usage());
-        let notes = notes(&snapshot)
-            .into_iter()
-            .chain(model.usage_unknown.clone());
-        Ok((top::answer(&model, args.kind, &scope), notes.collect()))
+        let usage = usage::of(&snapshot);
+        let model = Model::new(&snapshot, &usage);
+        let answer = top::answer(&model, args.kind, &scope);
+        Ok((answer, notes(&snapshot, &usage)))
     };
     show_or_watch(args.watch, format, &mut read).await
 }
@@ -150,8 +151,9 @@ async fn run_map(
     let is_ascii = args.ascii || !is_utf8_locale(|name| std::env::var(name).ok());
     let mut read = async || {
         let snapshot = read_all(&cluster, &GPUS, Scope::All).await?;
-        let model = Model::new(&snapshot, &usage());
-        Ok((map::map(&model, is_ascii), notes(&snapshot)))
+        let usage = usage::of(&snapshot);
+        let model = Model::new(&snapshot, &usage);
+        Ok((map::map(&model, is_ascii), notes(&snapshot, &usage)))
     };
     show_or_watch(args.watch, format, &mut read).await
 }
@@ -182,15 +184,14 @@ async fn run_cost(
         Resource::ResourceSlices,
         Resource::ResourceClaims,
         Resource::Prices,
+        Resource::NodeUsages,
     ];
     let snapshot = read_all(&cluster, &asked, Scope::All).await?;
-    let model = Model::new(&snapshot, &usage());
+    let usage = usage::of(&snapshot);
+    let model = Model::new(&snapshot, &usage);
     let (prices, errors) = Prices::read(&snapshot.prices.clone().unwrap_or_default());
     let answer = cost::answer(&model, args.by, &prices, &errors);
-    let notes = notes(&snapshot)
-        .into_iter()
-        .chain(model.usage_unknown.clone());
-    show(&answer, format, &notes.collect::<Vec<_>>())
+    show(&answer, format, &notes(&snapshot, &usage))
 }
 
 async fn run_recommend(
@@ -208,16 +209,18 @@ async fn run_recommend(
             Resource::GpuNodes,
             Resource::ResourceSlices,
             Resource::ResourceClaims,
+            Resource::NodeUsages,
         ];
         let snapshot = read_all(&cluster, &asked, scope.clone()).await?;
-        let model = Model::new(&snapshot, &usage());
+        let usage = usage::of(&snapshot);
+        let model = Model::new(&snapshot, &usage);
         let known = recommend::of_pod(&model, &snapshot, &cluster.namespace, pod)?;
         for (question, answer) in known.answers {
             answers.entry(question).or_insert(answer);
         }
         size = known.size;
-        notes.extend(self::notes(&snapshot));
-        notes.extend(model.usage_unknown);
+        notes.extend(self::notes(&snapshot, &usage));
+        notes.extend(known.hint);
     }
     if let Some(memory) = &args.memory {
         size = size.with_memory(memory)?;
@@ -316,14 +319,9 @@ async fn run_explain(
 ) -> Result<ExitCode, Failure> {
     let cluster = connection.connect().await?;
     let (facts, snapshot) = Box::pin(explain::read(&cluster, &args.name)).await?;
-    let model = Model::new(&snapshot, &usage());
+    let model = Model::new(&snapshot, &usage::of(&snapshot));
     let explanation = explain::explain(&facts, &model);
     show(&explanation, format, &facts.gaps)
-}
-
-/// The use of GPUs. Nobody serves it yet.
-fn usage() -> usage::Known {
-    Err(usage::NOT_SERVED.to_owned())
 }
 
 /// As `setlocale` reads the environment: the first of these that is set and not empty names the characters.
@@ -384,9 +382,11 @@ fn scope(connection: &Connection, args: ScopeArgs, cluster: &Cluster) -> Scope {
 }
 
 /// What is missing in the result, a line for each gap.
-fn notes(snapshot: &Snapshot) -> Vec<String> {
+fn notes(snapshot: &Snapshot, usage: &usage::Known) -> Vec<String> {
     let gaps = snapshot.gaps.iter();
-    gaps.map(|gap| gap.message.clone()).collect()
+    let gaps = gaps.filter(|gap| gap.resource != Resource::NodeUsages);
+    let gaps = gaps.map(|gap| gap.message.clone());
+    gaps.chain(usage::notes(usage).iter().cloned()).collect()
 }
 
 fn show(value: &impl View, format: Format, notes: &[String]) -> Result<ExitCode, Failure> {

@@ -6,6 +6,7 @@ use std::fmt;
 use k8s_openapi::api::core::v1::{Node, Pod};
 use k8s_openapi::api::resource::v1::{DeviceClass, ResourceClaim, ResourceSlice};
 use serde::{Serialize, Serializer};
+use tranche_api::usage_api::{ClaimUsage, NodeUsageObject};
 use tranche_api::{GpuNode, SharingPolicy};
 
 /// A kind of object that commands read.
@@ -33,6 +34,10 @@ pub enum Resource {
     ResourceClaimTemplates,
     /// `resourcequotas`.
     ResourceQuotas,
+    /// The use of GPUs: `nodeusages.usage.gpu.tranche.dev`, or `claimusages` where the caller may not see nodes.
+    NodeUsages,
+    /// `claimusages.usage.gpu.tranche.dev`: read by asking for [`Self::NodeUsages`].
+    ClaimUsages,
 }
 
 impl Resource {
@@ -51,6 +56,8 @@ impl Resource {
             Self::DeviceTaintRules => "devicetaintrules.resource.k8s.io",
             Self::ResourceClaimTemplates => "resourceclaimtemplates.resource.k8s.io",
             Self::ResourceQuotas => "resourcequotas",
+            Self::NodeUsages => "nodeusages.usage.gpu.tranche.dev",
+            Self::ClaimUsages => "claimusages.usage.gpu.tranche.dev",
         }
     }
 
@@ -149,6 +156,10 @@ pub struct Snapshot {
     pub nodes: Vec<Node>,
     /// `data` of the ConfigMap with the prices; `None` where there is none.
     pub prices: Option<BTreeMap<String, String>>,
+    /// What nodes use.
+    pub node_usages: Vec<NodeUsageObject>,
+    /// What claims use, where the caller may not see nodes.
+    pub claim_usages: Vec<ClaimUsage>,
     /// What could not be read.
     pub gaps: Vec<Gap>,
     /// Of which namespaces `claims` and `pods` are.
@@ -167,6 +178,8 @@ impl Snapshot {
     #[must_use]
     pub fn obstacle(&self) -> Option<&Gap> {
         let is_obstacle = |gap: &&Gap| match (gap.resource, gap.cause) {
+            // What is behind the aggregated API may be away while the API server is not.
+            (Resource::NodeUsages | Resource::ClaimUsages, _) => false,
             (_, Cause::Unreachable | Cause::Unauthenticated)
             | (Resource::GpuNodes | Resource::ResourceSlices, Cause::NotServed) => true,
             (Resource::ResourceClaims, _) => !gap.is_partial,

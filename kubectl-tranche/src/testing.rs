@@ -16,6 +16,7 @@ use tranche_driver::slices::{Content, NodeInput, plan};
 
 use crate::cluster::Cluster;
 use crate::snapshot::{Scope, Snapshot};
+use crate::usage::Part;
 
 /// The objects, and what the API server answers for some paths instead.
 #[derive(Clone, Debug, Default)]
@@ -69,6 +70,17 @@ pub(crate) fn uuid(digit: char, nth: u32) -> String {
     let first = format!("{digit}{nth:07x}");
     format!("GPU-{first}-0000-4000-8000-000000000000")
 }
+
+/// A claim's only share of a device, as [`share`] allocates it.
+pub(crate) fn part(claim: &str, device: &str) -> Part {
+    Part {
+        claim: claim.to_owned(),
+        device: device.to_owned(),
+        share: Some(SHARE.to_owned()),
+    }
+}
+
+const SHARE: &str = "00000000-0000-4000-8000-000000000001";
 
 impl World {
     /// Two nodes, `node-a` with two H100 and `node-b` with a T4, and a policy that offers all tiers.
@@ -192,6 +204,8 @@ impl World {
             pods: self.pods.clone(),
             nodes: Vec::new(),
             prices: self.prices.clone(),
+            node_usages: Vec::new(),
+            claim_usages: Vec::new(),
             gaps: Vec::new(),
             scope: Scope::All,
         }
@@ -284,7 +298,7 @@ pub(crate) fn share(node: &str, device: &str, memory: &str, cores: &str) -> Valu
         "pool": format!("{node}/gpu"),
         "request": "gpu",
         "device": device,
-        "shareID": "00000000-0000-4000-8000-000000000001",
+        "shareID": SHARE,
         "consumedCapacity": {"memory": memory, "cores": cores, "sharers": "1"},
     })
 }

@@ -1,11 +1,13 @@
 //! `top`: how much of nodes, GPUs and pods is allocated and used.
 
+use std::collections::BTreeMap;
+
 use serde::Serialize;
 use tranche_api::Tier;
 
 use crate::args::TopKind;
 use crate::model::{Amounts, Gpu, Model, Node, Room, Tenant, short};
-use crate::output::{Block, Table, Tone, View, bytes, or_dash};
+use crate::output::{Block, Table, Tone, View, bytes, or_dash, span};
 use crate::snapshot::Scope;
 use crate::usage::Used;
 
@@ -90,7 +92,7 @@ pub struct PodRow {
     /// Of the GPU.
     #[serde(rename = "gpuUUID")]
     pub gpu_uuid: String,
-    /// The claim and what it has.
+    /// The claim, what it has, and what the pod uses of it.
     #[serde(flatten)]
     pub tenant: Tenant,
 }
@@ -129,8 +131,7 @@ fn together(used: &[Used]) -> Option<Used> {
     let count = u32::try_from(used.len()).ok().filter(|count| *count > 0)?;
     let times: Option<Vec<f64>> = used.iter().map(|it| it.time).collect();
     Some(Used {
-        memory: used.iter().map(|it| it.memory).sum(),
-        peak_memory: None,
+        memory: used.iter().map(|it| it.memory).fold(0, u64::saturating_add),
         time: times.map(|times| times.iter().sum::<f64>() / f64::from(count)),
         idle_seconds: None,
     })
@@ -158,9 +159,13 @@ fn pods(model: &Model, scope: &Scope) -> Vec<PodRow> {
         .filter(|(_, tenant)| scope.has(&tenant.namespace))
         .flat_map(|(gpu, tenant)| {
             let row = |pod: String| PodRow {
-                pod,
                 gpu_uuid: gpu.uuid.clone(),
-                tenant: tenant.clone(),
+                tenant: Tenant {
+                    used: tenant.used_by(&pod),
+                    used_by_pod: BTreeMap::new(),
+                    ..tenant.clone()
+                },
+                pod,
             };
             if tenant.pods.is_empty() {
                 vec![row(String::new())]
@@ -306,7 +311,7 @@ fn pod_table(pods: &[PodRow], is_wide: bool) -> Table {
         "TIME",
     ];
     if is_wide {
-        header.extend(["PEAK", "DEVICE"]);
+        header.extend(["IDLE", "DEVICE"]);
     }
     let mut table = Table::new(&header);
     for PodRow {
@@ -333,7 +338,8 @@ fn pod_table(pods: &[PodRow], is_wide: bool) -> Table {
             time(tenant.used),
         ];
         if is_wide {
-            cells.push(or_dash(tenant.used.and_then(|it| it.peak_memory).map(size)));
+            let idle = tenant.used.and_then(|it| it.idle_seconds);
+            cells.push(or_dash(idle.map(span)));
             cells.push(device.device.clone());
         }
         table.row(Tone::Plain, cells);
@@ -369,10 +375,11 @@ fn of_cores(amounts: &Amounts) -> String {
 }
 
 fn time(used: Option<Used>) -> String {
-    or_dash(
-        used.and_then(|used| used.time)
-            .map(|time| format!("{time:.0}%")),
-    )
+    or_dash(used.and_then(|used| used.time).map(percent))
+}
+
+fn percent(time: f64) -> String {
+    format!("{time:.0}%")
 }
 
 /// What is free of a GPU, in a few words.

@@ -4,6 +4,7 @@
 //!  watch    API server ─► Change: what was added, changed, removed; what may not be read           (I/O)
 //!  trim     objects without what the page does not read                                           (pure)
 //!  store    Change ─► objects by node, as small texts; which nodes have to be looked at again     (pure)
+//!  readings API server ─► the use of GPUs, every few seconds                                       (I/O)
 //!  history  readings of use ─► the last hour by minute                                            (pure)
 //!  view     objects of a node ─► model ─► a record: what the page shows of the node               (pure)
 //!  records  records ─► the difference to those that a page has                                    (pure)
@@ -17,6 +18,7 @@
 mod guard;
 mod history;
 mod live;
+mod readings;
 mod records;
 mod server;
 mod store;
@@ -32,7 +34,6 @@ use tokio::sync::{mpsc, watch as channel};
 
 use crate::cluster::Cluster;
 use crate::output;
-use crate::usage;
 use guard::Guard;
 use live::Published;
 
@@ -74,15 +75,14 @@ pub async fn serve(cluster: &Cluster, port: u16) -> Result<(), UiError> {
     output::print(&format!("{}\n", guard.url())).map_err(UiError::Write)?;
     output::note(output::Tone::Faint, "open this address; Ctrl-C ends it");
     let (changes, received) = mpsc::channel(CHANGES);
-    let (readings, read) = mpsc::channel(1);
+    let (send, readings) = mpsc::channel(1);
     let (publisher, shown) = channel::channel(Published::default());
-    let _watches = watch::start(cluster, &changes);
-    // The receiver keeps the last reading: there is one.
-    let _ = readings.send(Err(usage::NOT_SERVED.to_owned())).await;
+    let mut tasks = watch::start(cluster, &changes);
+    tasks.spawn(readings::follow(cluster.clone(), send));
     let page = axum::serve(listener, server::router(guard, shown));
     tokio::select! {
         ended = page => ended.map_err(UiError::Serve),
-        kept = live::keep(received, read, publisher) => Ok(kept?),
+        kept = live::keep(received, readings, publisher) => Ok(kept?),
         _ = tokio::signal::ctrl_c() => Ok(()),
     }
 }

@@ -2,6 +2,8 @@
 
 use std::error::Error;
 
+use tranche_api::usage_api::API_VERSION;
+
 use crate::snapshot::{Cause, Gap, Resource};
 
 /// The gap that an error of the client leaves.
@@ -70,6 +72,9 @@ fn not_served(resource: Resource) -> String {
         | Resource::ResourceClaimTemplates => format!(
             "the API server does not serve resource.k8s.io/v1, so there are no {}: Tranche needs Kubernetes 1.36 or later",
             resource.as_str().split('.').next().unwrap_or_default()
+        ),
+        Resource::NodeUsages | Resource::ClaimUsages => format!(
+            "the cluster does not serve {API_VERSION}; ask an administrator for a release of Tranche that has it, and for the chart's usageApi.enabled"
         ),
         Resource::Pods | Resource::Nodes | Resource::Prices | Resource::ResourceQuotas => {
             format!(

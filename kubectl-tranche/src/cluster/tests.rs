@@ -170,3 +170,123 @@ async fn an_api_server_that_is_not_there_is_said() {
         obstacle.message
     );
 }
+
+const NODE_USAGES: &str = "/apis/usage.gpu.tranche.dev/v1alpha1/nodeusages";
+const CLAIM_USAGES: &str = "/apis/usage.gpu.tranche.dev/v1alpha1/claimusages";
+const CLAIM_USAGES_HERE: &str =
+    "/apis/usage.gpu.tranche.dev/v1alpha1/namespaces/team-a/claimusages";
+
+/// A cluster that serves these paths of the usage API.
+fn serving(served: &[&str], refused: &[(&str, u16)]) -> World {
+    let mut world = refusing(refused);
+    for path in served {
+        let object = serde_json::json!({"metadata": {"namespace": "team-a", "name": "it"}});
+        let list = serde_json::json!({"metadata": {}, "items": [object]});
+        world.others.insert((*path).to_owned(), list);
+    }
+    world
+}
+
+async fn usages(world: &World, scope: Scope) -> crate::snapshot::Snapshot {
+    let cluster = world.cluster();
+    let read = Box::pin(cluster.read(&[Resource::NodeUsages], scope)).await;
+    // What is behind the aggregated API is in nobody's way.
+    assert!(read.obstacle().is_none(), "{:?}", read.gaps);
+    read
+}
+
+#[tokio::test]
+async fn use_is_read_of_nodes_and_where_that_is_not_allowed_of_claims() {
+    let world = serving(&[NODE_USAGES], &[]);
+    let read = usages(&world, Scope::All).await;
+    assert_eq!((read.node_usages.len(), read.gaps.len()), (1, 0));
+    let asked = world.asked.lock().unwrap().clone();
+    assert_eq!(asked, [format!("{NODE_USAGES}?&limit=500")]);
+
+    for (refused, whose) in [
+        (
+            &[(NODE_USAGES, 403)][..],
+            "usage is shown of all claims only",
+        ),
+        (
+            &[(NODE_USAGES, 403), (CLAIM_USAGES, 403)],
+            "usage is shown of claims in team-a only",
+        ),
+    ] {
+        let world = serving(&[CLAIM_USAGES, CLAIM_USAGES_HERE], refused);
+        let read = usages(&world, Scope::All).await;
+        assert_eq!((read.node_usages.len(), read.claim_usages.len()), (0, 1));
+        let [gap] = &read.gaps[..] else {
+            panic!("{:?}", read.gaps)
+        };
+        assert!(gap.is_partial, "{gap:?}");
+        for word in [
+            whose,
+            "you may not list nodeusages.usage.gpu.tranche.dev",
+            "tranche-usage-reader",
+        ] {
+            assert!(gap.message.contains(word), "{}", gap.message);
+        }
+    }
+
+    // Who wants one namespace does not ask of all nodes.
+    let world = serving(&[CLAIM_USAGES_HERE], &[]);
+    let read = usages(&world, Scope::Namespace("team-a".into())).await;
+    assert_eq!((read.claim_usages.len(), read.gaps.len()), (1, 0));
+    assert_eq!(world.asked.lock().unwrap().len(), 1);
+}
+
+#[tokio::test]
+async fn where_use_cannot_be_read_one_line_says_why_and_the_rest_is_shown() {
+    let all = |code| {
+        vec![
+            (NODE_USAGES, code),
+            (CLAIM_USAGES, code),
+            (CLAIM_USAGES_HERE, code),
+        ]
+    };
+    for (code, words) in [
+        (404, "chart's usageApi.enabled"),
+        (
+            403,
+            "you may not list nodeusages.usage.gpu.tranche.dev; ask an administrator",
+        ),
+        (401, "see the log of Tranche's controller"),
+        (503, "kubectl get apiservice v1alpha1.usage.gpu.tranche.dev"),
+    ] {
+        let world = refusing(&all(code));
+        let asked = [&ALL[..], &[Resource::NodeUsages]].concat();
+        let read = world.cluster().read(&asked, Scope::All).await;
+        let [gap] = &read.gaps[..] else {
+            panic!("{:?}", read.gaps)
+        };
+        assert!(!gap.is_partial && gap.message.starts_with("usage is not shown: "));
+        assert!(gap.message.contains(words), "{}", gap.message);
+        assert!(!gap.message.contains('\n'), "{}", gap.message);
+        assert!(read.obstacle().is_none() && !read.claims.is_empty());
+    }
+    let world = refusing(&[(CLAIM_USAGES_HERE, 403)]);
+    let read = usages(&world, Scope::Namespace("team-a".into())).await;
+    let message = &read.gaps[0].message;
+    assert!(
+        message.contains("you may not list claimusages.usage.gpu.tranche.dev"),
+        "{message}"
+    );
+}
+
+/// What stands behind the API may hang.
+#[tokio::test(start_paused = true)]
+async fn an_api_of_use_that_does_not_answer_is_not_waited_for() {
+    let service = tower::service_fn(|_: http::Request<kube::client::Body>| {
+        std::future::pending::<std::io::Result<http::Response<kube::client::Body>>>()
+    });
+    let cluster = super::Cluster::new(
+        kube::Client::new(service, "default"),
+        "default",
+        "tranche-system",
+    );
+    let read = cluster.read(&[Resource::NodeUsages], Scope::All).await;
+    let message = &read.gap(Resource::NodeUsages).unwrap().message;
+    assert!(message.contains("did not answer within 15 s"), "{message}");
+    assert!(read.obstacle().is_none());
+}

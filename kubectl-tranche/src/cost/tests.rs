@@ -3,8 +3,8 @@
 use tranche_driver::cost::Calculator;
 
 use crate::output::{Format, text};
-use crate::testing::{busy, uuid};
-use crate::usage::{Usage, Used};
+use crate::testing::{busy, part};
+use crate::usage::{PartUsed, Usage, Used};
 
 use super::*;
 
@@ -63,28 +63,49 @@ fn the_parts_of_all_gpus_sum_to_their_prices() {
 
 #[test]
 fn idle_holders_and_too_large_shares_are_named_where_the_use_is_known() {
-    let used = Used {
-        memory: 1 << 30,
-        peak_memory: Some(5 << 30),
-        time: Some(2.0),
-        idle_seconds: None,
+    let used = |memory: u64, idle_seconds| PartUsed {
+        all: Used {
+            memory: memory << 30,
+            time: Some(0.0),
+            idle_seconds,
+        },
+        ..PartUsed::default()
     };
-    let key = (
-        "uid-team-a-notebook".to_owned(),
-        "gpu-a0000000-capped".to_owned(),
-    );
-    let usage = Usage {
-        gpus: [(uuid('a', 0), used)].into(),
-        claims: [(key, used)].into(),
+    let shown_of = |notebook: PartUsed, training: PartUsed| {
+        let device = "gpu-a0000000-capped";
+        let usage = Usage {
+            parts: [
+                (part("uid-team-a-notebook", device), notebook),
+                (part("uid-team-b-training", device), training),
+            ]
+            .into(),
+            ..Usage::default()
+        };
+        let model = Model::new(&busy().snapshot(), &Ok(usage));
+        shown(&answer(&model, CostBy::Claim, &Prices::default(), &[]))
     };
-    let model = Model::new(&busy().snapshot(), &Ok(usage));
-    let text = shown(&answer(&model, CostBy::Namespace, &Prices::default(), &[]));
+    let text = shown_of(used(5, Some(7_260)), used(30, Some(599)));
+    let lines: Vec<_> = text.lines().collect();
+    assert!(lines[0].ends_with("REQUESTED   USED"), "{text}");
+    let row = |name: &str| *lines.iter().find(|it| it.starts_with(name)).unwrap();
     assert!(
-        text.contains("idle: team-a/notebook uses 2% of its GPU's time"),
+        row("team-a/notebook").ends_with("20Gi        5Gi"),
+        "{text}"
+    );
+    assert!(row("team-c/card").ends_with('-'), "{text}");
+    assert!(
+        text.contains("idle: team-a/notebook has run nothing for 2h 1m and pays $0.89 an hour"),
         "{text}"
     );
     assert!(
-        text.contains("team-a/notebook asked for 20Gi and used 5Gi at most; ask for 7Gi"),
+        text.contains("right size: team-a/notebook asked for 20Gi and uses 5Gi now; if it never uses more, ask for 7Gi"),
+        "{text}"
+    );
+    // Neither ten minutes of nothing, nor a quarter above what it uses that is less than it has.
+    assert_eq!(text.matches("idle: ").count(), 1, "{text}");
+    let text = shown_of(used(16, None), used(0, None));
+    assert!(
+        !text.contains("idle: ") && !text.contains("right size: "),
         "{text}"
     );
 }

@@ -192,15 +192,19 @@ impl Context<'_> {
     }
 
     fn tenant(&self, claim: &Claim, device: &ClaimDevice) -> Tenant {
-        let key = (claim.uid.clone(), device.device.clone());
-        Tenant {
+        let mut tenant = Tenant {
             namespace: claim.namespace.clone(),
             claim: claim.name.clone(),
             uid: claim.uid.clone(),
             pods: claim.pods.clone(),
             device: device.clone(),
-            used: self.usage.and_then(|usage| usage.claims.get(&key).copied()),
+            used: None,
+            used_by_pod: BTreeMap::new(),
+        };
+        if let Some(used) = self.usage.and_then(|usage| usage.parts.get(&tenant.part())) {
+            tenant.set_used(used);
         }
+        tenant
     }
 
     fn room(&self, uuid: &str, described: Option<(&Inventory, &Described)>, held: &[Held]) -> Room {

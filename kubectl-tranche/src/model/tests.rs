@@ -2,8 +2,8 @@
 
 use tranche_api::Tier::{self, Capped, Concurrent, Exclusive, Partition, Timeshared};
 
-use crate::testing::{World, busy, uuid};
-use crate::usage::{Usage, Used};
+use crate::testing::{World, busy, part, uuid};
+use crate::usage::{PartUsed, Usage, Used};
 
 use super::*;
 
@@ -121,13 +121,16 @@ fn the_use_is_that_of_the_claims_device() {
         memory,
         ..Used::default()
     };
-    let key = (
-        "uid-team-a-notebook".to_owned(),
-        "gpu-a0000000-capped".to_owned(),
-    );
+    let of_pod = [("notebook".to_owned(), used(1))].into();
+    let notebook = PartUsed {
+        all: used(2),
+        pods: of_pod,
+    };
+    let key = part("uid-team-a-notebook", "gpu-a0000000-capped");
     let usage = Usage {
         gpus: [(uuid('a', 0), used(3))].into(),
-        claims: [(key, used(2))].into(),
+        parts: [(key, notebook)].into(),
+        ..Usage::default()
     };
     let model = Model::new(&world.snapshot(), &Ok(usage));
     let shared = gpu(&model, &uuid('a', 0));
@@ -135,6 +138,14 @@ fn the_use_is_that_of_the_claims_device() {
     let of_tenants: Vec<_> = shared.tenants().map(|it| it.used).collect();
     assert_eq!(of_tenants, [Some(used(2)), None]);
     assert_eq!(model.usage_unknown, None);
+    // A claim of one pod is that pod's, with what no container is known to use.
+    let notebook = shared.tenants().next().unwrap();
+    assert_eq!(notebook.used_by("notebook"), Some(used(2)));
+    let mut two = notebook.clone();
+    two.pods.push("second".into());
+    two.used_by_pod = [("notebook".to_owned(), used(1))].into();
+    assert_eq!(two.used_by("notebook"), Some(used(1)));
+    assert_eq!(two.used_by("second"), None);
 }
 
 #[test]

@@ -1,17 +1,21 @@
 //! What a running pod answers by itself.
 
 use super::{AnswerError, Answers, Size};
-use crate::cost::suggested_memory;
+use crate::cost::right_size;
 use crate::model::{Gpu, Model, Tenant};
+use crate::output::bytes;
 use crate::snapshot::Snapshot;
+use crate::top::size;
 
 /// What is known of a pod.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Known {
     /// The questions that it answers.
     pub answers: Answers,
-    /// What it should have: by its peak where that is known, else what it has.
+    /// What it has.
     pub size: Size,
+    /// Where it uses much less now: one line.
+    pub hint: Option<String>,
 }
 
 /// What the first device of a pod tells.
@@ -33,8 +37,7 @@ pub fn of_pod(
         pod: pod.to_owned(),
     })?;
     let mut answers = Answers::from([("machine", "container")]);
-    let peak = tenant.used.and_then(|used| used.peak_memory);
-    let memory = peak.map(suggested_memory).or(tenant.device.memory);
+    let memory = tenant.device.memory;
     if let Some(memory) = memory {
         // More than half of a GPU cannot be shared with another one like it.
         let is_part = u128::from(memory) * 2 <= u128::from(gpu.memory);
@@ -50,6 +53,14 @@ pub fn of_pod(
     Ok(Known {
         answers,
         size: Size { memory, cores },
+        hint: right_size(tenant).map(|it| {
+            format!(
+                "the pod's claim uses {} of its {} now; if it never uses more, add --memory {}",
+                size(it.used_memory),
+                bytes(it.requested_memory),
+                bytes(it.suggested_memory)
+            )
+        }),
     })
 }
 

@@ -4,6 +4,8 @@ use k8s_openapi::api::resource::v1::ResourceClaimTemplate;
 use tranche_driver::claim::WholeGpuTier;
 
 use super::*;
+use crate::testing::part;
+use crate::usage::{PartUsed, Usage, Used};
 
 /// Every way through the tree: the answers, and where they lead.
 fn paths() -> Vec<(Answers, &'static Leaf)> {
@@ -174,6 +176,28 @@ fn a_running_pod_answers_what_it_shows() {
             memory: Some(20 << 30),
             cores: Some(25)
         }
+    );
+    assert_eq!(known.hint, None);
+    let used = PartUsed {
+        all: Used {
+            memory: 5 << 30,
+            ..Used::default()
+        },
+        ..PartUsed::default()
+    };
+    let key = part("uid-team-a-notebook", "gpu-a0000000-capped");
+    let usage = Usage {
+        parts: [(key, used)].into(),
+        ..Usage::default()
+    };
+    let idle = crate::model::Model::new(&snapshot, &Ok(usage));
+    let of_now = of_pod(&idle, &snapshot, "team-a", "notebook").unwrap();
+    // What a pod uses at one time is no reason to give it less unasked.
+    assert_eq!(of_now.size, known.size);
+    let hint = of_now.hint.unwrap();
+    assert!(
+        hint.ends_with("if it never uses more, add --memory 7Gi"),
+        "{hint}"
     );
     let card = of_pod(&model, &snapshot, "team-c", "card").unwrap();
     assert_eq!(

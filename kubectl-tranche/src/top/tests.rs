@@ -1,8 +1,8 @@
 //! What `top` shows of nodes, GPUs and pods.
 
 use crate::output::{Format, text};
-use crate::testing::busy;
-use crate::usage::Usage;
+use crate::testing::{World, busy, part, share};
+use crate::usage::{PartUsed, Usage};
 
 use super::*;
 
@@ -82,19 +82,69 @@ fn usage_is_shown_where_it_is_known() {
         ..Used::default()
     };
     let uuid = crate::testing::uuid('a', 0);
-    let key = (
-        "uid-team-a-notebook".to_owned(),
-        "gpu-a0000000-capped".to_owned(),
-    );
+    let all = Used {
+        idle_seconds: Some(7_384),
+        ..used
+    };
+    let key = part("uid-team-a-notebook", "gpu-a0000000-capped");
     let usage = Usage {
         gpus: [(uuid, used)].into(),
-        claims: [(key, used)].into(),
+        parts: [(
+            key,
+            PartUsed {
+                all,
+                ..PartUsed::default()
+            },
+        )]
+        .into(),
+        ..Usage::default()
     };
     let usage = Ok(usage);
     assert_eq!(shown(TopKind::Gpus, &usage)[1][9..], ["3Gi", "42%"]);
     assert_eq!(shown(TopKind::Pods, &usage)[2][8..], ["3Gi", "42%"]);
+    let model = Model::new(&busy().snapshot(), &usage);
+    let wide = text(&answer(&model, TopKind::Pods, &Scope::All), Format::Wide).unwrap();
+    assert!(wide.contains("2h 3m"), "{wide}");
     // A sum of which a part is not known is not known.
     assert_eq!(shown(TopKind::Nodes, &usage)[1][8..], ["-", "-"]);
+}
+
+/// Two pods that share a claim do not both use all of it.
+#[test]
+fn pods_of_one_claim_have_their_own_use() {
+    let used = |memory| Used {
+        memory,
+        ..Used::default()
+    };
+    let mut world = World::new();
+    let device = "gpu-a0000000-capped";
+    world.claim(
+        "team-a/both",
+        &["first", "second", "third"],
+        &[share("node-a", device, "20Gi", "25")],
+    );
+    let both = PartUsed {
+        all: used(7 << 30),
+        pods: [("first", 2), ("second", 5)]
+            .map(|(pod, memory)| (pod.to_owned(), used(memory << 30)))
+            .into(),
+    };
+    let usage = Usage {
+        parts: [(part("uid-team-a-both", device), both)].into(),
+        ..Usage::default()
+    };
+    let model = Model::new(&world.snapshot(), &Ok(usage));
+    let Answer::Pods { pods } = answer(&model, TopKind::Pods, &Scope::All) else {
+        panic!("no pods")
+    };
+    let rows: Vec<_> = pods
+        .iter()
+        .map(|row| (row.pod.as_str(), row.tenant.used.map(|it| it.memory >> 30)))
+        .collect();
+    assert_eq!(
+        rows,
+        [("first", Some(2)), ("second", Some(5)), ("third", None)]
+    );
 }
 
 #[test]

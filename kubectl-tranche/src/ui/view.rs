@@ -26,7 +26,7 @@ use super::records::{RecordError, Records};
 use super::store::{Dirty, Store};
 use crate::model::Model;
 use crate::snapshot::Snapshot;
-use crate::usage::Known;
+use crate::usage::{self, Known};
 
 use gpu::{GpuSums, GpuView, NodeView};
 use summary::{NodeSums, Summary};
@@ -157,7 +157,7 @@ fn notes(
     });
     let others = price_errors
         .map(|error| format!("a price is not read: {error}"))
-        .chain(usage.as_ref().err().cloned());
+        .chain(usage::notes(usage).iter().cloned());
     let others = others.map(|text| Note {
         text,
         is_obstacle: false,

@@ -274,6 +274,11 @@ function about(record) {
   return [...counted, record.driver && `driver ${record.driver}`].filter(Boolean).join(' · ');
 }
 
+/** What a GPU uses now. */
+function busy(now) {
+  return [`${now.memory} used`, Number.isFinite(now.time) ? `${now.time} % busy` : null].filter(Boolean).join(', ');
+}
+
 /** What a tile shows: the bar, and its facts in words. */
 function face(gpu, use) {
   const lines = gpu.tenants.slice(0, LINES).map((tenant) => element('span', { class: 'line' },
@@ -284,7 +289,7 @@ function face(gpu, use) {
     element('span', { class: 'tile-head' },
       element('span', { class: 'name' }, gpu.name), ' ',
       element('span', { class: 'tier' }, mark(gpu.tier ?? (gpu.isFree ? null : 'closed')), gpu.tier ?? (gpu.isFree ? 'free' : 'not offered')), ' ',
-      use?.now && Number.isFinite(use.now.time) ? element('span', { class: 'busy' }, `${use.now.time} % busy`) : null),
+      use?.now ? element('span', { class: 'busy' }, busy(use.now)) : null),
     bar(gpu),
     ...lines,
     element('span', { class: 'line count' }, `${gpu.tenants.length} ${gpu.tenants.length === 1 ? 'claim' : 'claims'}`),

@@ -13,11 +13,13 @@ export function showDetails(root, node, gpu, use, unknown, onClose) {
   if (!gpu) return root.replaceChildren();
   const close = element('button', { type: 'button', class: 'close' }, 'Close');
   close.addEventListener('click', onClose);
+  const now = use?.gpus?.[gpu.uuid]?.now;
   const facts = [
     ['Tier', gpu.tier ?? 'none: nobody holds any of it'],
     ['Room', gpu.room],
     ['Product', gpu.product || 'not known'],
     ['Memory', gpu.memory],
+    ['Used', now ? inWords(now) : null],
     ['Offered as', gpu.offered.join(', ') || 'nothing'],
     ['Price', gpu.price ? `${gpu.price} an hour${gpu.isDefaultPrice ? ' (a default)' : ''}` : 'none is known for the product'],
     ['Of it idle', gpu.price ? [`${gpu.freePrice} free`, gpu.strandedPrice !== '$0.00' && `${gpu.strandedPrice} stranded`].filter(Boolean).join(', ') : null],
@@ -30,12 +32,17 @@ export function showDetails(root, node, gpu, use, unknown, onClose) {
     element('div', { class: 'details-head' }, element('h2', { id: 'details-title' }, `${gpu.name} of ${node}`), close),
     list,
     element('h3', null, gpu.tenants.length ? 'Held by' : 'Held by nobody'),
-    element('ul', { class: 'tenants' }, gpu.tenants.map((tenant) => holder(tenant, use?.claims?.[`${tenant.uid}/${tenant.device}`]))),
+    element('ul', { class: 'tenants' }, gpu.tenants.map((tenant) => holder(tenant, use?.claims?.[tenant.useKey]))),
     element('h3', null, 'Last hour'),
     ...lastHour(use?.gpus?.[gpu.uuid], unknown),
     ...(gpu.withheld.length ? [element('h3', null, 'Not offered'), element('ul', { class: 'plain' }, gpu.withheld.map((it) => element('li', null, it)))] : []),
   );
   if (hadFocus) close.focus();
+}
+
+/** Memory, and the part of the time where it is known. */
+function inWords(used) {
+  return `${used.memory}${Number.isFinite(used.time) ? ` and ${used.time} % of the time` : ''}`;
 }
 
 function holder(tenant, used) {
@@ -44,7 +51,8 @@ function holder(tenant, used) {
     tenant.isAdmin ? 'observes (admin access)' : null,
     tenant.isReady ? null : 'not prepared yet',
     tenant.cost && `${tenant.cost} an hour`,
-    used && `uses ${used.memory}${Number.isFinite(used.time) ? ` and ${used.time} % of the time` : ''}`,
+    used && `uses ${inWords(used)}`,
+    used?.idle && `idle for ${used.idle}`,
   ].filter(Boolean);
   return element('li', null,
     element('p', { class: 'holder' }, mark(tenant.tier), element('strong', null, `${tenant.namespace}/${tenant.claim}`), ' ', element('span', { class: 'has' }, tenant.has)),
@@ -57,7 +65,7 @@ function holder(tenant, used) {
 function lastHour(use, unknown) {
   if (!use) return [element('p', { class: 'faint' }, unknown ?? 'no reading of this GPU yet')];
   const lines = [['time', 'busy'], ['memory', 'memory']].filter(([key]) => use[key].some((it) => it !== null));
-  if (!lines.length) return [element('p', { class: 'faint' }, 'no reading of this GPU yet')];
+  if (!lines.length) return [element('p', { class: 'faint' }, unknown ?? 'no reading of this GPU yet')];
   const words = lines.map(([key, name]) => {
     const values = use[key].filter((it) => it !== null);
     const mean = Math.round(values.reduce((sum, it) => sum + it, 0) / values.length);

@@ -5,6 +5,7 @@ use tranche_api::Tier;
 use tranche_driver::cost::{Money, Prices};
 
 use super::cost::{self, Parts};
+use super::used;
 use crate::model::{Gpu, Held, Room, SharesRoom, Tenant, short};
 use crate::output::bytes;
 use crate::top::size;
@@ -83,8 +84,8 @@ pub struct TenantView {
     pub namespace: String,
     /// The claim's name.
     pub claim: String,
-    /// The claim's UID.
-    pub uid: String,
+    /// By which its use is found in the record `use/NODE`.
+    pub use_key: String,
     /// The pods for which it is reserved.
     pub pods: Vec<String>,
     /// The tier.
@@ -188,7 +189,7 @@ impl TenantView {
         Self {
             namespace: tenant.namespace.clone(),
             claim: tenant.claim.clone(),
-            uid: tenant.uid.clone(),
+            use_key: used::key(&tenant.part()),
             pods: tenant.pods.clone(),
             tier: device.tier,
             has: has(held, tenant),

@@ -5,8 +5,8 @@ use serde_json::{Value, json};
 use super::super::store::{Change, Object, WATCHED};
 use super::*;
 use crate::snapshot::{Cause, Gap, Resource, Scope};
-use crate::testing::{World, object, share, uuid, whole};
-use crate::usage::{Usage, Used};
+use crate::testing::{World, object, part, share, uuid, whole};
+use crate::usage::{PartUsed, Usage, Used};
 
 const UNKNOWN: &str = "usage is not shown: nobody serves it";
 
@@ -238,13 +238,17 @@ fn use_is_shown_where_it_is_known_and_a_line_says_why_where_not() {
         time: Some(61.4),
         ..Used::default()
     };
+    let notebook = PartUsed {
+        all: Used {
+            idle_seconds: Some(150),
+            ..used
+        },
+        ..PartUsed::default()
+    };
     let usage = Usage {
         gpus: [(uuid('a', 0), used)].into(),
-        claims: [(
-            ("uid-team-a-notebook".into(), "gpu-a0000000-capped".into()),
-            used,
-        )]
-        .into(),
+        parts: [(part("uid-team-a-notebook", "gpu-a0000000-capped"), notebook)].into(),
+        missing: vec!["usage of node-b is not shown: no answer".into()],
     };
     let mut history = History::default();
     history.add(0, &usage);
@@ -252,14 +256,21 @@ fn use_is_shown_where_it_is_known_and_a_line_says_why_where_not() {
     let of_node = record(&known, "use/node-a");
     assert_eq!(
         of_node["gpus"][uuid('a', 0)]["now"],
-        json!({"memory": "40Gi", "time": 61})
+        json!({"memory": "40Gi", "time": 61, "idle": null})
     );
     assert_eq!(of_node["gpus"][uuid('a', 0)]["memory"], json!([50]));
+    // Each holder finds its own.
+    let tenants = &record(&known, "node/node-a")["gpus"][0]["tenants"];
+    let key = tenants[0]["useKey"].as_str().unwrap();
     assert_eq!(
-        of_node["claims"]["uid-team-a-notebook/gpu-a0000000-capped"]["time"],
-        61
+        of_node["claims"][key],
+        json!({"memory": "40Gi", "time": 61, "idle": "2m"})
     );
-    assert_eq!(record(&known, "notes"), json!([]));
+    assert_eq!(of_node["claims"].as_object().unwrap().len(), 1);
+    assert_eq!(
+        record(&known, "notes"),
+        json!([{"text": "usage of node-b is not shown: no answer", "isObstacle": false}])
+    );
     let unknown = without_usage(&world);
     assert!(unknown.records.get("use/node-a").is_none());
     assert_eq!(record(&unknown, "notes")[0]["text"], UNKNOWN);

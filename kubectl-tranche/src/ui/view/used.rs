@@ -5,17 +5,18 @@ use std::collections::BTreeMap;
 use serde::Serialize;
 
 use super::super::history::History;
-use crate::model::{Gpu, Node};
-use crate::output::bytes;
-use crate::usage::{Usage, Used};
+use crate::model::{Gpu, Node, Tenant};
+use crate::output::span;
+use crate::top::size;
+use crate::usage::{Part, Usage, Used};
 
 /// The GPUs of a node and what is held of them.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Holders {
     /// UUIDs and bytes of memory.
     gpus: Vec<(String, u64)>,
-    /// UIDs of claims, and names of their devices.
-    claims: Vec<(String, String)>,
+    /// What claims hold.
+    parts: Vec<Part>,
 }
 
 /// The use of a node's GPUs.
@@ -24,7 +25,7 @@ pub(super) struct Holders {
 pub struct NodeUse {
     /// By the GPU's UUID.
     pub gpus: BTreeMap<String, GpuUse>,
-    /// By the claim's UID and its device's name, with a slash between them.
+    /// By what claims hold: see [`key`].
     pub claims: BTreeMap<String, UsedView>,
 }
 
@@ -48,6 +49,21 @@ pub struct UsedView {
     pub memory: String,
     /// Percent of the GPU's time.
     pub time: Option<u8>,
+    /// Since its last kernel, for people, from a minute on.
+    pub idle: Option<String>,
+}
+
+/// By which the page finds what a part of a device uses.
+pub(super) fn key(part: &Part) -> String {
+    let Part {
+        claim,
+        device,
+        share,
+    } = part;
+    match share {
+        Some(share) => format!("{claim}/{device}/{share}"),
+        None => format!("{claim}/{device}"),
+    }
 }
 
 impl Holders {
@@ -56,9 +72,7 @@ impl Holders {
         let tenants = node.gpus.iter().flat_map(Gpu::tenants);
         Self {
             gpus: gpus.collect(),
-            claims: tenants
-                .map(|tenant| (tenant.uid.clone(), tenant.device.device.clone()))
-                .collect(),
+            parts: tenants.map(Tenant::part).collect(),
         }
     }
 }
@@ -74,9 +88,9 @@ impl NodeUse {
             };
             (uuid.clone(), of_gpu)
         });
-        let claims = holders.claims.iter().filter_map(|key| {
-            let used = usage.claims.get(key)?;
-            Some((format!("{}/{}", key.0, key.1), UsedView::new(used)))
+        let claims = holders.parts.iter().filter_map(|part| {
+            let used = usage.parts.get(part)?;
+            Some((key(part), UsedView::new(&used.all)))
         });
         Self {
             gpus: gpus.collect(),
@@ -88,8 +102,13 @@ impl NodeUse {
 impl UsedView {
     fn new(used: &Used) -> Self {
         Self {
-            memory: bytes(used.memory),
+            memory: size(used.memory),
             time: used.time.map(percent),
+            // Whole minutes: each second of it would be a change.
+            idle: used
+                .idle_seconds
+                .filter(|seconds| *seconds >= 60)
+                .map(|seconds| span(seconds / 60 * 60)),
         }
     }
 }

@@ -1,0 +1,135 @@
+//! What is read of the API's objects.
+
+use serde_json::json;
+
+use super::*;
+use crate::snapshot::{Cause, Gap};
+use crate::testing::object;
+
+fn node(name: &str, shares: &serde_json::Value) -> NodeUsageObject {
+    object(json!({
+        "metadata": {"name": name}, "node": name, "unixMillis": 7,
+        "gpus": [{
+            "uuid": format!("GPU-{name}"), "minor": 0, "pciBusID": "0000:1b:00.0", "productName": "H100",
+            "memory": {"total": 100, "reserved": 1, "used": 30, "free": 69}, "utilization": {"gpu": 4_160},
+            "partitions": [{
+                "uuid": "MIG-1", "profile": "1g.10gb", "gpuInstance": 1, "computeInstance": 0, "shares": shares,
+            }],
+        }],
+    }))
+}
+
+fn share(uid: &str, share: Option<&str>) -> serde_json::Value {
+    json!({
+        "claim": {"namespace": "team", "name": "claim", "uid": uid}, "request": "gpu", "pool": "a/gpu", "device": "d",
+        "shareId": share, "tier": "capped", "memory": {"allocated": 20, "reserved": 1, "used": 12},
+        "utilization": {"gpu": 150}, "processes": 2, "idleSeconds": 5,
+        "groups": [
+            {"pod": "one", "container": "a", "used": 3, "processes": 1, "utilization": {"gpu": 50}},
+            {"pod": "one", "container": "b", "used": 4, "processes": 1, "utilization": {"gpu": 100}},
+            {"used": 5, "processes": 1},
+        ],
+    })
+}
+
+fn part(uid: &str, share: Option<&str>) -> Part {
+    Part {
+        claim: uid.into(),
+        device: "d".into(),
+        share: share.map(str::to_owned),
+    }
+}
+
+#[test]
+fn gpus_parts_and_pods_have_their_own_use() {
+    let shares = json!([
+        share("1", Some("s")),
+        share("1", Some("t")),
+        share("2", None)
+    ]);
+    let usage = Usage::new(&[node("a", &shares)], &[]);
+    let of_gpu = usage.gpus["GPU-a"];
+    assert_eq!((of_gpu.memory, of_gpu.time), (30, Some(41.6)));
+    assert_eq!(usage.parts.len(), 3);
+    let one = &usage.parts[&part("1", Some("t"))];
+    assert_eq!(
+        one.all,
+        Used {
+            memory: 12,
+            time: Some(1.5),
+            idle_seconds: Some(5)
+        }
+    );
+    // Containers of a pod are added up; processes of no known pod are in the sum of the claim only.
+    let pods: Vec<_> = one
+        .pods
+        .iter()
+        .map(|(pod, used)| (pod.as_str(), used.memory, used.time))
+        .collect();
+    assert_eq!(pods, [("one", 7, Some(1.5))]);
+    assert!(usage.parts.contains_key(&part("2", None)) && usage.missing.is_empty());
+}
+
+#[test]
+fn the_use_of_claims_is_that_of_nodes() {
+    let of_nodes = Usage::new(&[node("a", &json!([share("1", Some("s"))]))], &[]);
+    let mut device = share("1", Some("s"));
+    device["unixMillis"] = json!(7);
+    device["gpuUUID"] = json!("GPU-a");
+    device["productName"] = json!("H100");
+    let claim =
+        object(json!({"metadata": {"namespace": "team", "name": "claim"}, "devices": [device]}));
+    let of_claims = Usage::new(&[], &[claim]);
+    assert_eq!(of_claims.parts, of_nodes.parts);
+    assert!(of_claims.gpus.is_empty());
+}
+
+#[test]
+fn what_is_missing_is_one_line_for_each_kind_of_object() {
+    let mut broken = node("a", &json!([]));
+    let gpu = &mut broken.usage.as_mut().unwrap().gpus[0];
+    gpu.problem = Some("NVML: lost".into());
+    gpu.memory = None;
+    let dead = |name: &str| -> NodeUsageObject {
+        object(
+            json!({"metadata": {"name": name}, "problem": format!("no answer\nof\u{1b}[31m {name}")}),
+        )
+    };
+    let silent = object(json!({"metadata": {"name": "d"}}));
+    let claim =
+        object(json!({"metadata": {"namespace": "team", "name": "claim"}, "problem": "no answer"}));
+    let usage = Usage::new(&[broken, dead("b"), dead("c"), silent], &[claim]);
+    assert_eq!(
+        usage.missing,
+        [
+            "usage of b and 2 more nodes is not shown: no answer of [31m b",
+            "usage of GPU-a of a is not shown: NVML: lost",
+            "usage of team/claim is not shown: no answer",
+        ]
+    );
+    assert!(usage.gpus.is_empty());
+}
+
+#[test]
+fn use_that_could_not_be_read_is_not_known_and_a_part_of_it_is() {
+    let mut snapshot = Snapshot::default();
+    assert_eq!(of(&snapshot), Ok(Usage::default()));
+    snapshot.gaps.push(Gap {
+        resource: Resource::NodeUsages,
+        cause: Cause::Forbidden,
+        is_partial: true,
+        message: "of claims only".into(),
+    });
+    let dead = json!({"metadata": {"namespace": "team", "name": "claim"}, "problem": "no answer"});
+    snapshot.claim_usages.push(object(dead));
+    let lines = [
+        "of claims only",
+        "usage of team/claim is not shown: no answer",
+    ];
+    assert_eq!(notes(&of(&snapshot)), lines);
+    snapshot.gaps[0].is_partial = false;
+    assert_eq!(of(&snapshot), Err("of claims only".to_owned()));
+    assert_eq!(notes(&of(&snapshot)), &lines[..1]);
+    // The rest of a result does not need it.
+    assert!(snapshot.obstacle().is_none());
+}
