@@ -1,11 +1,12 @@
-//! `map`: each GPU as a bar of who has how much of it, what is free and what is stranded.
+//! `map`: each GPU as a bar of who has how much of it, what is free, what is stranded and what is used.
 
 use serde::Serialize;
 use tranche_api::Tier;
 
 use crate::model::{Gpu, Held, Model, Room};
 use crate::output::{Block, Tone, View, bytes};
-use crate::top::{free, size};
+use crate::top::{free, size, use_of};
+use crate::usage::Used;
 
 /// Cells of a bar.
 const WIDTH: u64 = 40;
@@ -54,6 +55,9 @@ pub struct GpuMap {
     pub segments: Vec<Segment>,
     /// What is free.
     pub room: Room,
+    /// What is used of it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub used: Option<Used>,
 }
 
 /// A part of a bar.
@@ -73,7 +77,7 @@ pub struct Segment {
 pub enum Content {
     /// A device that claims hold, or one claim's share.
     Held {
-        /// `namespace/claim` of each, with its limits.
+        /// `namespace/claim` of each, with its limits and what it uses.
         tenants: Vec<String>,
         /// Of a partition: its profile.
         #[serde(skip_serializing_if = "Option::is_none")]
@@ -110,6 +114,7 @@ fn gpu_map(gpu: &Gpu) -> GpuMap {
         tier: gpu.tier,
         segments: segments(gpu),
         room: gpu.room.clone(),
+        used: gpu.used,
     }
 }
 
@@ -177,6 +182,9 @@ fn of_tenants(held: &Held) -> impl Iterator<Item = (u64, Content)> {
         }
         if let Some(cores) = device.cores.filter(|_| device.tier.has_shim()) {
             text = format!("{text} {cores}%");
+        }
+        if let Some(used) = tenant.used {
+            text = format!("{text} (uses {})", use_of(used));
         }
         let content = Content::Held {
             tenants: vec![text],
@@ -327,6 +335,10 @@ impl GpuMap {
             size(self.memory),
             free(&self.room)
         );
+        let first = match self.used {
+            Some(used) => format!("{first}, used: {}", use_of(used)),
+            None => first,
+        };
         let mut lines = vec![Block::Line(tone, first)];
         let mut letters = letters();
         for segment in &self.segments {

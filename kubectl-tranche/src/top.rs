@@ -382,6 +382,14 @@ fn percent(time: f64) -> String {
     format!("{time:.0}%")
 }
 
+/// What is used, in a few words: `3Gi`, and the part of the time where it is known.
+pub(crate) fn use_of(used: Used) -> String {
+    match used.time {
+        Some(time) => format!("{} {}", size(used.memory), percent(time)),
+        None => size(used.memory),
+    }
+}
+
 /// What is free of a GPU, in a few words.
 pub(crate) fn free(room: &Room) -> String {
     match room {

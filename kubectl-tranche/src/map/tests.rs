@@ -3,7 +3,8 @@
 use proptest::prelude::*;
 
 use crate::output::{Format, text};
-use crate::testing::{World, busy};
+use crate::testing::{World, busy, part, uuid};
+use crate::usage::{PartUsed, Usage};
 
 use super::*;
 
@@ -31,6 +32,39 @@ node-b
 ";
     assert_eq!(map, expected);
     assert!(drawn(&World::new(), true).contains("[........................................] free"));
+}
+
+#[test]
+fn what_is_used_stands_beside_what_is_held() {
+    let used = |memory: u64, time| Used {
+        memory: memory << 30,
+        time,
+        idle_seconds: None,
+    };
+    let notebook = PartUsed {
+        all: used(3, Some(41.6)),
+        ..PartUsed::default()
+    };
+    let usage = Usage {
+        gpus: [
+            (uuid('a', 0), used(5, Some(60.0))),
+            (uuid('a', 1), used(1, None)),
+        ]
+        .into(),
+        parts: [(part("uid-team-a-notebook", "gpu-a0000000-capped"), notebook)].into(),
+        ..Usage::default()
+    };
+    let model = Model::new(&busy().snapshot(), &Ok(usage));
+    let text = text(&map(&model, true), Format::Table).unwrap();
+    let map = anstream::adapter::strip_str(&text).to_string();
+    for line in [
+        "free: 17.1Gi 25% 14 places, used: 5Gi 60%\n",
+        "    A team-a/notebook 20Gi 25% (uses 3Gi 42%)\n    B team-b/training 40Gi 50%\n",
+        "free: nothing fits, used: 1Gi\n",
+        "free: nothing\n",
+    ] {
+        assert!(map.contains(line), "{line}: {map}");
+    }
 }
 
 #[test]
