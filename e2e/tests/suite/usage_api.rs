@@ -6,13 +6,14 @@ use std::time::Duration;
 use anyhow::{Context as _, bail, ensure};
 use k8s_openapi::api::authentication::v1::TokenRequest;
 use k8s_openapi::api::core::v1::{Pod, ServiceAccount};
-use k8s_openapi::api::rbac::v1::{ClusterRoleBinding, RoleBinding};
+use k8s_openapi::api::rbac::v1::{ClusterRoleBinding, Role, RoleBinding};
 use kube::api::{Api, DeleteParams, ListParams, PostParams};
 use kube::{Config, ResourceExt as _};
 use serde_json::{Value, json};
 use tokio::process::Command;
 use tranche_api::usage::NodeUsage;
 use tranche_api::usage_api::{ClaimUsage, NodeUsageObject};
+use tranche_e2e::kubectl::tranche;
 use tranche_e2e::{Case, Request, SYSTEM, run, wait};
 
 const GI: u64 = 1 << 30;
@@ -263,6 +264,103 @@ fn a_tenant_reads_its_claims_and_an_administrator_every_node() -> anyhow::Result
             Err(kube::Error::Api(status)) => ensure!(status.code == 405, "{status:?}"),
             other => bail!("a watch: {other:?}"),
         }
+        Ok(())
+    })
+}
+
+/// The holding of 1 GiB in a share of 4 GiB, as `kubectl tranche` shows it to an administrator, to a tenant, and to one without the right.
+#[test]
+fn kubectl_tranche_shows_use_with_the_users_own_rights() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        let namespace = case.namespace("shown").await?;
+        let name = namespace.name();
+        let uuid = &case.gpus[0].uuid;
+        let pod = namespace
+            .idle("holder", &Request::capped("4Gi", "25").on(uuid))
+            .await?;
+        pod.started().await?;
+        let hold = "tranche-workload hold --bytes 1Gi --beat 100 >/tmp/beats 2>&1 &
+            until grep -q beat /tmp/beats; do usleep 20000; done";
+        pod.stdout(&["sh", "-c", hold]).await?;
+
+        let pods = ["top", "pods", "--namespace", name, "--output", "json"];
+        let holds = |json: &Value| json["pods"][0]["used"]["memory"].as_u64() >= Some(GI);
+        let row = wait::for_answer("the memory in use", wait::USUAL, async || {
+            let json = tranche(&pods).await?.json()?;
+            Ok(holds(&json).then_some(json))
+        })
+        .await?;
+        ensure!(row["pods"][0]["pod"] == "holder", "{row}");
+        let gpus = tranche(&["top", "gpus", "--output", "json"]).await?;
+        ensure!(!gpus.stderr.contains("usage is"), "{gpus:?}");
+        let gpus = gpus.json()?;
+        let mut rows = gpus["gpus"].as_array().context("rows")?.iter();
+        let of_gpu = rows.find(|row| row["uuid"] == **uuid).context("the GPU")?;
+        ensure!(of_gpu["used"]["memory"].as_u64() >= Some(GI), "{of_gpu}");
+        let claims = namespace.claims().list(&ListParams::default()).await?;
+        let claim = claims.items.first().context("a claim")?.name_any();
+        let holder = format!("{name}/{claim}");
+        let map = tranche(&["map", "--ascii"]).await?.output()?;
+        let shown = format!("{holder} 4Gi 25% (uses 1");
+        ensure!(map.contains(&shown), "{map}");
+        let cost = ["cost", "--by", "claim", "--output", "json"];
+        let cost = tranche(&cost).await?.json()?;
+        let mut sizes = cost["rightSizes"].as_array().context("sizes")?.iter();
+        let size = sizes.find(|it| it["claim"] == *holder);
+        let size = size.with_context(|| format!("no size of {holder}: {cost}"))?;
+        ensure!(
+            size["requestedMemory"] == 4 * GI && size["suggestedMemory"].as_u64() < Some(4 * GI),
+            "{size}"
+        );
+
+        // Users who may list the claims of the namespace; one of them may view what they use, too.
+        let (tenant, blind) = (case.unique("tenant"), case.unique("blind"));
+        for (role, group, resource, users) in [
+            (
+                "claims",
+                "resource.k8s.io",
+                "resourceclaims",
+                &[&tenant, &blind][..],
+            ),
+            ("usage", "usage.gpu.tranche.dev", "claimusages", &[&tenant]),
+        ] {
+            let made: Role = serde_json::from_value(json!({
+                "metadata": {"name": role},
+                "rules": [{"apiGroups": [group], "resources": [resource], "verbs": ["list"]}],
+            }))?;
+            let subjects: Vec<Value> = users
+                .iter()
+                .map(|user| json!({"kind": "User", "name": user}))
+                .collect();
+            let binding: RoleBinding = serde_json::from_value(json!({
+                "metadata": {"name": role},
+                "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": role},
+                "subjects": subjects,
+            }))?;
+            let post = PostParams::default();
+            Api::namespaced(case.client.clone(), name)
+                .create(&post, &made)
+                .await?;
+            Api::namespaced(case.client.clone(), name)
+                .create(&post, &binding)
+                .await?;
+        }
+        let as_tenant = [&pods[..], &["--as", &tenant]].concat();
+        let only_its = format!("usage is shown of claims in {name} only, and not of GPUs");
+        wait::for_answer("the tenant's rights", wait::USUAL, async || {
+            let seen = tranche(&as_tenant).await?;
+            let is_told = seen.stderr.contains(&only_its);
+            Ok((is_told && holds(&seen.json()?)).then_some(()))
+        })
+        .await?;
+        let seen = tranche(&[&pods[..], &["--as", &blind]].concat()).await?;
+        let why = "usage is not shown: you may not list nodeusages.usage.gpu.tranche.dev";
+        ensure!(seen.stderr.contains(why), "{seen:?}");
+        let json = seen.json()?;
+        ensure!(
+            json["pods"][0]["pod"] == "holder" && json["pods"][0].get("used").is_none(),
+            "{json}"
+        );
         Ok(())
     })
 }
