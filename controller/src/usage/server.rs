@@ -183,9 +183,11 @@ impl Usage {
             )
         })?;
         let only = wanted.only().map(str::to_owned);
-        let names: Vec<String> = names
+        // A page begins behind the last node of the one before it.
+        let after = &wanted.continue_token;
+        let mut names: Vec<String> = names
             .into_iter()
-            .filter(|name| only.as_ref().is_none_or(|only| only == name))
+            .filter(|name| name > after && only.as_ref().is_none_or(|only| only == name))
             .collect();
         if let Some(name) = &wanted.name {
             if names.is_empty() {
@@ -197,12 +199,19 @@ impl Usage {
                 &node(Arc::clone(&self.nodes), name.clone()).await,
             ));
         }
+        let next = match usize::try_from(wanted.limit) {
+            Ok(limit) if limit > 0 && names.len() > limit => {
+                names.truncate(limit);
+                names.last().cloned().unwrap_or_default()
+            }
+            _ => String::new(),
+        };
         let nodes = Arc::clone(&self.nodes);
         let objects = futures::stream::iter(names)
             .map(move |name| node(Arc::clone(&nodes), name))
             .buffered(AT_ONCE)
             .map(|object| Part::Object(Box::new(object)));
-        let end = futures::stream::iter([Part::End(String::new())]);
+        let end = futures::stream::iter([Part::End(next)]);
         let parts = objects.chain(end).map(Ok::<_, Infallible>);
         Ok(stream(&wanted, form, parts))
     }

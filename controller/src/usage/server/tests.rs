@@ -309,6 +309,18 @@ async fn a_list_has_every_page_and_a_dead_node_costs_its_own_rows() {
             .unwrap()
             .contains("connection refused")
     );
+    assert_eq!(nodes["metadata"], json!({}));
+    for (query, item, next) in [
+        ("limit=1", 0, json!({"continue": "a"})),
+        ("limit=1&continue=a", 1, json!({})),
+    ] {
+        let page = served
+            .get("root", &format!("{ROOT}/nodeusages?{query}"))
+            .await
+            .1;
+        assert_eq!(page["items"], json!([nodes["items"][item]]), "{query}");
+        assert_eq!(page["metadata"], next, "{query}");
+    }
     assert_eq!(
         served.get("root", &format!("{ROOT}/nodeusages/a")).await.1,
         nodes["items"][0]
