@@ -3,6 +3,7 @@
 //! ```text
 //!  connect  kubeconfig and flags ─► Cluster
 //!  read     Cluster ─► Snapshot: all lists at the same time, each page by page, each with its own outcome
+//!  usage    Cluster ─► Usage: the same of the aggregated API of use, folded page by page
 //!  problem  what the API server answered ─► one line that names verb, resource and way out
 //! ```
 
@@ -11,6 +12,7 @@ mod evidence;
 mod facts;
 mod problem;
 mod read;
+mod usage;
 
 use std::fmt;
 

@@ -6,6 +6,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::CommandFactory;
+use futures::future::try_join;
 use tranche_driver::cost::{Calculator, CalculatorError, Prices};
 
 use crate::args::{
@@ -17,6 +18,7 @@ use crate::model::Model;
 use crate::output::{self, Block, Format, FormatError, Tone, View};
 use crate::recommend::AnswerError;
 use crate::snapshot::{Cause, Gap, Resource, Scope, Snapshot};
+use crate::usage::Usage;
 use crate::{collect, cost, doctor, explain, get, map, recommend, top, ui, usage, watch};
 
 /// Why a command has no result: one line.
@@ -106,7 +108,8 @@ async fn run_get(
         _ => scope.clone(),
     };
     let snapshot = read_all(&cluster, &asked, read).await?;
-    let usage = usage::of(&snapshot);
+    // It shows no use.
+    let usage = Ok(Usage::default());
     let model = Model::new(&snapshot, &usage);
     let question = get::Question {
         kind: args.kind,
@@ -117,12 +120,11 @@ async fn run_get(
     show(&answer, format, &notes(&snapshot, &usage))
 }
 
-/// What `top` and `map` read.
-const GPUS: [Resource; 4] = [
+/// What `top` and `map` read, beside the use.
+const GPUS: [Resource; 3] = [
     Resource::GpuNodes,
     Resource::ResourceSlices,
     Resource::ResourceClaims,
-    Resource::NodeUsages,
 ];
 
 async fn run_top(
@@ -133,8 +135,7 @@ async fn run_top(
     let cluster = connection.connect().await?;
     let scope = scope(connection, args.scope, &cluster);
     let mut read = async || {
-        let snapshot = read_all(&cluster, &GPUS, Scope::All).await?;
-        let usage = usage::of(&snapshot);
+        let (snapshot, usage) = read_with_use(&cluster, &GPUS, Scope::All).await?;
         let model = Model::new(&snapshot, &usage);
         let answer = top::answer(&model, args.kind, &scope);
         Ok((answer, notes(&snapshot, &usage)))
@@ -150,8 +151,7 @@ async fn run_map(
     let cluster = connection.connect().await?;
     let is_ascii = args.ascii || !is_utf8_locale(|name| std::env::var(name).ok());
     let mut read = async || {
-        let snapshot = read_all(&cluster, &GPUS, Scope::All).await?;
-        let usage = usage::of(&snapshot);
+        let (snapshot, usage) = read_with_use(&cluster, &GPUS, Scope::All).await?;
         let model = Model::new(&snapshot, &usage);
         Ok((map::map(&model, is_ascii), notes(&snapshot, &usage)))
     };
@@ -184,10 +184,8 @@ async fn run_cost(
         Resource::ResourceSlices,
         Resource::ResourceClaims,
         Resource::Prices,
-        Resource::NodeUsages,
     ];
-    let snapshot = read_all(&cluster, &asked, Scope::All).await?;
-    let usage = usage::of(&snapshot);
+    let (snapshot, usage) = read_with_use(&cluster, &asked, Scope::All).await?;
     let model = Model::new(&snapshot, &usage);
     let (prices, errors) = Prices::read(&snapshot.prices.clone().unwrap_or_default());
     let answer = cost::answer(&model, args.by, &prices, &errors);
@@ -209,10 +207,8 @@ async fn run_recommend(
             Resource::GpuNodes,
             Resource::ResourceSlices,
             Resource::ResourceClaims,
-            Resource::NodeUsages,
         ];
-        let snapshot = read_all(&cluster, &asked, scope.clone()).await?;
-        let usage = usage::of(&snapshot);
+        let (snapshot, usage) = read_with_use(&cluster, &asked, scope.clone()).await?;
         let model = Model::new(&snapshot, &usage);
         let known = recommend::of_pod(&model, &snapshot, &cluster.namespace, pod)?;
         for (question, answer) in known.answers {
@@ -319,7 +315,7 @@ async fn run_explain(
 ) -> Result<ExitCode, Failure> {
     let cluster = connection.connect().await?;
     let (facts, snapshot) = Box::pin(explain::read(&cluster, &args.name)).await?;
-    let model = Model::new(&snapshot, &usage::of(&snapshot));
+    let model = Model::new(&snapshot, &Ok(Usage::default()));
     let explanation = explain::explain(&facts, &model);
     show(&explanation, format, &facts.gaps)
 }
@@ -372,6 +368,16 @@ async fn read_all(
     }
 }
 
+/// The same, and the use at the same time.
+async fn read_with_use(
+    cluster: &Cluster,
+    asked: &[Resource],
+    scope: Scope,
+) -> Result<(Snapshot, usage::Known), Failure> {
+    let usage = async { Ok(Box::pin(cluster.usage(&scope)).await) };
+    try_join(read_all(cluster, asked, scope.clone()), usage).await
+}
+
 /// All namespaces, or that of the flag or the context.
 fn scope(connection: &Connection, args: ScopeArgs, cluster: &Cluster) -> Scope {
     if args.all_namespaces && connection.namespace.is_none() {
@@ -383,10 +389,8 @@ fn scope(connection: &Connection, args: ScopeArgs, cluster: &Cluster) -> Scope {
 
 /// What is missing in the result, a line for each gap.
 fn notes(snapshot: &Snapshot, usage: &usage::Known) -> Vec<String> {
-    let gaps = snapshot.gaps.iter();
-    let gaps = gaps.filter(|gap| gap.resource != Resource::NodeUsages);
-    let gaps = gaps.map(|gap| gap.message.clone());
-    gaps.chain(usage::notes(usage).iter().cloned()).collect()
+    let gaps = snapshot.gaps.iter().map(|gap| gap.message.clone());
+    gaps.chain(usage::notes(usage)).collect()
 }
 
 fn show(value: &impl View, format: Format, notes: &[String]) -> Result<ExitCode, Failure> {

@@ -6,7 +6,6 @@ use std::fmt;
 use k8s_openapi::api::core::v1::{Node, Pod};
 use k8s_openapi::api::resource::v1::{DeviceClass, ResourceClaim, ResourceSlice};
 use serde::{Serialize, Serializer};
-use tranche_api::usage_api::{ClaimUsage, NodeUsageObject};
 use tranche_api::{GpuNode, SharingPolicy};
 
 /// A kind of object that commands read.
@@ -34,9 +33,9 @@ pub enum Resource {
     ResourceClaimTemplates,
     /// `resourcequotas`.
     ResourceQuotas,
-    /// The use of GPUs: `nodeusages.usage.gpu.tranche.dev`, or `claimusages` where the caller may not see nodes.
+    /// `nodeusages.usage.gpu.tranche.dev`: in no snapshot, see [`crate::usage`].
     NodeUsages,
-    /// `claimusages.usage.gpu.tranche.dev`: read by asking for [`Self::NodeUsages`].
+    /// `claimusages.usage.gpu.tranche.dev`: in no snapshot, see [`crate::usage`].
     ClaimUsages,
 }
 
@@ -156,10 +155,6 @@ pub struct Snapshot {
     pub nodes: Vec<Node>,
     /// `data` of the ConfigMap with the prices; `None` where there is none.
     pub prices: Option<BTreeMap<String, String>>,
-    /// What nodes use.
-    pub node_usages: Vec<NodeUsageObject>,
-    /// What claims use, where the caller may not see nodes.
-    pub claim_usages: Vec<ClaimUsage>,
     /// What could not be read.
     pub gaps: Vec<Gap>,
     /// Of which namespaces `claims` and `pods` are.
@@ -178,8 +173,6 @@ impl Snapshot {
     #[must_use]
     pub fn obstacle(&self) -> Option<&Gap> {
         let is_obstacle = |gap: &&Gap| match (gap.resource, gap.cause) {
-            // What is behind the aggregated API may be away while the API server is not.
-            (Resource::NodeUsages | Resource::ClaimUsages, _) => false,
             (_, Cause::Unreachable | Cause::Unauthenticated)
             | (Resource::GpuNodes | Resource::ResourceSlices, Cause::NotServed) => true,
             (Resource::ResourceClaims, _) => !gap.is_partial,

@@ -204,8 +204,6 @@ impl World {
             pods: self.pods.clone(),
             nodes: Vec::new(),
             prices: self.prices.clone(),
-            node_usages: Vec::new(),
-            claim_usages: Vec::new(),
             gaps: Vec::new(),
             scope: Scope::All,
         }

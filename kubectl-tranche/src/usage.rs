@@ -9,8 +9,6 @@ use serde::Serialize;
 use tranche_api::usage::{GpuUsage, GroupUsage, Measure, ShareUsage, Utilization};
 use tranche_api::usage_api::{ClaimUsage, NodeUsageObject};
 
-use crate::snapshot::{Resource, Snapshot};
-
 /// Use at one time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase")]
@@ -41,7 +39,7 @@ pub struct Part {
 pub struct PartUsed {
     /// By all processes.
     pub all: Used,
-    /// By those of each pod that is known.
+    /// By those of each pod, where several have it.
     pub pods: BTreeMap<String, Used>,
 }
 
@@ -52,71 +50,73 @@ pub struct Usage {
     pub gpus: BTreeMap<String, Used>,
     /// By what claims hold.
     pub parts: BTreeMap<Part, PartUsed>,
-    /// What is missing, a line for each kind of object.
-    pub missing: Vec<String>,
+    /// Why it is not that of all: one line.
+    pub partial: Option<String>,
+    /// Of whom it is not known.
+    pub missing: Missing,
+}
+
+/// Objects whose use is not known.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Missing {
+    nodes: Unknown,
+    gpus: Unknown,
+    claims: Unknown,
 }
 
 /// The use, or why it is not known: one line.
 pub type Known = Result<Usage, String>;
 
-/// The use, as it was read; nothing where it was not asked for.
-pub fn of(snapshot: &Snapshot) -> Known {
-    let gap = snapshot.gap(Resource::NodeUsages);
-    if let Some(gap) = gap.filter(|gap| !gap.is_partial) {
-        return Err(gap.message.clone());
-    }
-    let mut usage = Usage::new(&snapshot.node_usages, &snapshot.claim_usages);
-    usage
-        .missing
-        .splice(..0, gap.map(|gap| gap.message.clone()));
-    Ok(usage)
-}
-
 /// What is missing of the use, a line for each.
 #[must_use]
-pub fn notes(known: &Known) -> &[String] {
+pub fn notes(known: &Known) -> Vec<String> {
     match known {
-        Ok(usage) => &usage.missing,
-        Err(line) => std::slice::from_ref(line),
+        Ok(usage) => usage.notes(),
+        Err(line) => vec![line.clone()],
     }
 }
 
 impl Usage {
-    /// Of what nodes and claims say of themselves.
-    #[must_use]
-    pub fn new(nodes: &[NodeUsageObject], claims: &[ClaimUsage]) -> Self {
-        let mut usage = Self::default();
-        let (mut of_nodes, mut of_gpus, mut of_claims) = (Vec::new(), Vec::new(), Vec::new());
-        for object in nodes {
-            let name = object.metadata.name.clone().unwrap_or_default();
-            if let Some(node) = &object.usage {
-                for gpu in &node.gpus {
-                    usage.gpu(gpu);
-                    let problem = gpu.problem.clone();
-                    of_gpus.extend(problem.map(|it| (format!("{} of {name}", gpu.uuid), it)));
-                }
-            } else {
-                let problem = object.problem.clone();
-                let problem = problem.unwrap_or_else(|| "the node said nothing".to_owned());
-                of_nodes.push((name, problem));
+    /// Takes in what a node says.
+    pub fn add_node(&mut self, object: &NodeUsageObject) {
+        let name = object.metadata.name.clone().unwrap_or_default();
+        let Some(node) = &object.usage else {
+            let problem = object.problem.as_deref();
+            self.missing
+                .nodes
+                .add(&name, problem.unwrap_or("the node said nothing"));
+            return;
+        };
+        for gpu in &node.gpus {
+            self.gpu(gpu);
+            if let Some(problem) = &gpu.problem {
+                let gpu = format!("{} of {name}", gpu.uuid);
+                self.missing.gpus.add(&gpu, problem);
             }
         }
-        for claim in claims {
-            for device in &claim.devices {
-                usage.part(&device.share);
-            }
-            let meta = &claim.metadata;
-            let part = |text: &Option<String>| text.clone().unwrap_or_default();
-            let name = format!("{}/{}", part(&meta.namespace), part(&meta.name));
-            of_claims.extend(claim.problem.clone().map(|problem| (name, problem)));
+    }
+
+    /// Takes in what is said of a claim.
+    pub fn add_claim(&mut self, object: &ClaimUsage) {
+        for device in &object.devices {
+            self.part(&device.share);
         }
+        if let Some(problem) = &object.problem {
+            let text = |text: &Option<String>| text.clone().unwrap_or_default();
+            let meta = &object.metadata;
+            let name = format!("{}/{}", text(&meta.namespace), text(&meta.name));
+            self.missing.claims.add(&name, problem);
+        }
+    }
+
+    fn notes(&self) -> Vec<String> {
         let lines = [
-            missing("nodes", &of_nodes),
-            missing("GPUs", &of_gpus),
-            missing("claims", &of_claims),
+            self.partial.clone(),
+            self.missing.nodes.line("nodes"),
+            self.missing.gpus.line("GPUs"),
+            self.missing.claims.line("claims"),
         ];
-        usage.missing = lines.into_iter().flatten().collect();
-        usage
+        lines.into_iter().flatten().collect()
     }
 
     fn gpu(&mut self, gpu: &GpuUsage) {
@@ -153,6 +153,9 @@ impl Usage {
                 used.pods.entry(pod.clone()).or_default().add(group);
             }
         }
+        if used.pods.len() < 2 {
+            used.pods.clear();
+        }
         self.parts.insert(part, used);
     }
 }
@@ -173,17 +176,35 @@ fn time(utilization: &Utilization) -> Option<f64> {
     Some(f64::from(hundredths) / 100.0)
 }
 
-/// One line for all objects of a kind whose use is not known: the first with its reason, and how many more there are.
-fn missing(kind: &str, problems: &[(String, String)]) -> Option<String> {
-    let ((name, problem), others) = problems.split_first()?;
-    let more = match others.len() {
-        0 => String::new(),
-        more => format!(" and {more} more {kind}"),
-    };
-    // What nodes say is shown in terminals.
-    let printable = |it: char| if it.is_control() { ' ' } else { it };
-    let problem: String = problem.chars().map(printable).collect();
-    Some(format!("usage of {name}{more} is not shown: {problem}"))
+/// Objects of a kind whose use is not known.
+#[derive(Clone, Debug, Default, PartialEq)]
+struct Unknown {
+    /// The first, with its reason.
+    first: Option<(String, String)>,
+    more: usize,
+}
+
+impl Unknown {
+    fn add(&mut self, name: &str, problem: &str) {
+        if self.first.is_some() {
+            self.more += 1;
+            return;
+        }
+        // What nodes say is shown in terminals.
+        let printable = |it: char| if it.is_control() { ' ' } else { it };
+        let problem = problem.chars().map(printable).collect();
+        self.first = Some((name.to_owned(), problem));
+    }
+
+    /// One line for all of them.
+    fn line(&self, kind: &str) -> Option<String> {
+        let (name, problem) = self.first.as_ref()?;
+        let more = match self.more {
+            0 => String::new(),
+            more => format!(" and {more} more {kind}"),
+        };
+        Some(format!("usage of {name}{more} is not shown: {problem}"))
+    }
 }
 
 #[cfg(test)]

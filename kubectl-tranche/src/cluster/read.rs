@@ -1,7 +1,5 @@
 //! Reads what a command asks for: all lists at the same time, each page by page.
 
-mod usage;
-
 use std::collections::BTreeSet;
 use std::fmt::Debug;
 
@@ -79,12 +77,12 @@ impl Cluster {
                     &scope,
                 ),
                 self.namespaced::<Pod>(Resource::Pods, is_asked(Resource::Pods), &scope),
-                Box::pin(self.usages(is_asked(Resource::NodeUsages), &scope)),
+                async {},
             ),
         )
         .await;
         let (gpu_nodes, policies, nodes, prices) = ours_objects;
-        let (slices, classes, claims, pods, usages) = resource_objects;
+        let (slices, classes, claims, pods, ()) = resource_objects;
         let is_partial = |gap: &Option<Gap>| gap.as_ref().is_some_and(|gap| gap.is_partial);
         let scope = if is_partial(&claims.gap) || is_partial(&pods.gap) {
             Scope::Namespace(self.namespace.clone())
@@ -100,7 +98,6 @@ impl Cluster {
             pods.gap,
             nodes.gap,
             prices.gap,
-            usages.gap,
         ];
         Snapshot {
             asked,
@@ -112,8 +109,6 @@ impl Cluster {
             pods: pods.objects,
             nodes: nodes.objects,
             prices: prices.objects.into_iter().next().and_then(|it| it.data),
-            node_usages: usages.nodes,
-            claim_usages: usages.claims,
             gaps: gaps.into_iter().flatten().collect(),
             scope,
         }

@@ -2,6 +2,7 @@
 
 use crate::snapshot::{Cause, Resource, Scope};
 use crate::testing::{World, share};
+use crate::usage::{Known, Usage};
 
 const ALL: [Resource; 8] = [
     Resource::GpuNodes,
@@ -187,21 +188,19 @@ fn serving(served: &[&str], refused: &[(&str, u16)]) -> World {
     world
 }
 
-async fn usages(world: &World, scope: Scope) -> crate::snapshot::Snapshot {
-    let cluster = world.cluster();
-    let read = Box::pin(cluster.read(&[Resource::NodeUsages], scope)).await;
-    // What is behind the aggregated API is in nobody's way.
-    assert!(read.obstacle().is_none(), "{:?}", read.gaps);
-    read
+async fn usage(world: &World, scope: Scope) -> Known {
+    Box::pin(world.cluster().usage(&scope)).await
 }
 
 #[tokio::test]
 async fn use_is_read_of_nodes_and_where_that_is_not_allowed_of_claims() {
     let world = serving(&[NODE_USAGES], &[]);
-    let read = usages(&world, Scope::All).await;
-    assert_eq!((read.node_usages.len(), read.gaps.len()), (1, 0));
+    let read = usage(&world, Scope::All).await;
+    // The node of this world says nothing.
+    let notes = crate::usage::notes(&read);
+    assert_eq!(notes, ["usage of it is not shown: the node said nothing"]);
     let asked = world.asked.lock().unwrap().clone();
-    assert_eq!(asked, [format!("{NODE_USAGES}?&limit=500")]);
+    assert_eq!(asked, [format!("{NODE_USAGES}?&limit=250")]);
 
     for (refused, whose) in [
         (
@@ -214,30 +213,29 @@ async fn use_is_read_of_nodes_and_where_that_is_not_allowed_of_claims() {
         ),
     ] {
         let world = serving(&[CLAIM_USAGES, CLAIM_USAGES_HERE], refused);
-        let read = usages(&world, Scope::All).await;
-        assert_eq!((read.node_usages.len(), read.claim_usages.len()), (0, 1));
-        let [gap] = &read.gaps[..] else {
-            panic!("{:?}", read.gaps)
+        let read = usage(&world, Scope::All).await;
+        let [line] = &crate::usage::notes(&read)[..] else {
+            panic!("{read:?}")
         };
-        assert!(gap.is_partial, "{gap:?}");
+        assert!(read.is_ok());
         for word in [
             whose,
             "you may not list nodeusages.usage.gpu.tranche.dev",
             "tranche-usage-reader",
         ] {
-            assert!(gap.message.contains(word), "{}", gap.message);
+            assert!(line.contains(word), "{line}");
         }
     }
 
     // Who wants one namespace does not ask of all nodes.
     let world = serving(&[CLAIM_USAGES_HERE], &[]);
-    let read = usages(&world, Scope::Namespace("team-a".into())).await;
-    assert_eq!((read.claim_usages.len(), read.gaps.len()), (1, 0));
+    let read = usage(&world, Scope::Namespace("team-a".into())).await;
+    assert_eq!(read, Ok(Usage::default()));
     assert_eq!(world.asked.lock().unwrap().len(), 1);
 }
 
 #[tokio::test]
-async fn where_use_cannot_be_read_one_line_says_why_and_the_rest_is_shown() {
+async fn where_use_cannot_be_read_one_line_says_why() {
     let all = |code| {
         vec![
             (NODE_USAGES, code),
@@ -254,23 +252,43 @@ async fn where_use_cannot_be_read_one_line_says_why_and_the_rest_is_shown() {
         (401, "see the log of Tranche's controller"),
         (503, "kubectl get apiservice v1alpha1.usage.gpu.tranche.dev"),
     ] {
-        let world = refusing(&all(code));
-        let asked = [&ALL[..], &[Resource::NodeUsages]].concat();
-        let read = world.cluster().read(&asked, Scope::All).await;
-        let [gap] = &read.gaps[..] else {
-            panic!("{:?}", read.gaps)
-        };
-        assert!(!gap.is_partial && gap.message.starts_with("usage is not shown: "));
-        assert!(gap.message.contains(words), "{}", gap.message);
-        assert!(!gap.message.contains('\n'), "{}", gap.message);
-        assert!(read.obstacle().is_none() && !read.claims.is_empty());
+        let read = usage(&refusing(&all(code)), Scope::All).await;
+        let line = read.unwrap_err();
+        assert!(line.starts_with("usage is not shown: "), "{line}");
+        assert!(line.contains(words) && !line.contains('\n'), "{line}");
     }
     let world = refusing(&[(CLAIM_USAGES_HERE, 403)]);
-    let read = usages(&world, Scope::Namespace("team-a".into())).await;
-    let message = &read.gaps[0].message;
+    let read = usage(&world, Scope::Namespace("team-a".into())).await;
+    let line = read.unwrap_err();
     assert!(
-        message.contains("you may not list claimusages.usage.gpu.tranche.dev"),
-        "{message}"
+        line.contains("you may not list claimusages.usage.gpu.tranche.dev"),
+        "{line}"
+    );
+}
+
+#[tokio::test]
+async fn use_is_read_page_by_page() {
+    let pages = tower::service_fn(|request: http::Request<kube::client::Body>| async move {
+        let query = request.uri().query().unwrap_or_default();
+        let (name, next) = if query.contains("continue=a") {
+            ("b", "")
+        } else {
+            ("a", "a")
+        };
+        let list = serde_json::json!({
+            "metadata": {"continue": next},
+            "items": [{"metadata": {"name": name}, "problem": "no answer"}],
+        });
+        let body = kube::client::Body::from(list.to_string().into_bytes());
+        Ok::<_, std::io::Error>(http::Response::new(body))
+    });
+    let client = kube::Client::new(pages, "default");
+    let cluster = super::Cluster::new(client, "default", "tranche-system");
+    let read = Box::pin(cluster.usage(&Scope::All)).await;
+    let notes = crate::usage::notes(&read);
+    assert_eq!(
+        notes,
+        ["usage of a and 1 more nodes is not shown: no answer"]
     );
 }
 
@@ -280,13 +298,8 @@ async fn an_api_of_use_that_does_not_answer_is_not_waited_for() {
     let service = tower::service_fn(|_: http::Request<kube::client::Body>| {
         std::future::pending::<std::io::Result<http::Response<kube::client::Body>>>()
     });
-    let cluster = super::Cluster::new(
-        kube::Client::new(service, "default"),
-        "default",
-        "tranche-system",
-    );
-    let read = cluster.read(&[Resource::NodeUsages], Scope::All).await;
-    let message = &read.gap(Resource::NodeUsages).unwrap().message;
-    assert!(message.contains("did not answer within 15 s"), "{message}");
-    assert!(read.obstacle().is_none());
+    let client = kube::Client::new(service, "default");
+    let cluster = super::Cluster::new(client, "default", "tranche-system");
+    let line = Box::pin(cluster.usage(&Scope::All)).await.unwrap_err();
+    assert!(line.contains("did not answer within 15 s"), "{line}");
 }

@@ -6,8 +6,8 @@ use tokio::sync::mpsc::Sender;
 use tokio::time::Instant;
 
 use crate::cluster::Cluster;
-use crate::snapshot::{Resource, Scope};
-use crate::usage::{self, Known};
+use crate::snapshot::Scope;
+use crate::usage::Known;
 
 /// Time between two readings.
 const EVERY: Duration = Duration::from_secs(5);
@@ -18,8 +18,8 @@ const PAUSE: u32 = 4;
 pub(super) async fn follow(cluster: Cluster, readings: Sender<Known>) {
     loop {
         let began = Instant::now();
-        let snapshot = Box::pin(cluster.read(&[Resource::NodeUsages], Scope::All)).await;
-        if readings.send(usage::of(&snapshot)).await.is_err() {
+        let usage = Box::pin(cluster.usage(&Scope::All)).await;
+        if readings.send(usage).await.is_err() {
             return;
         }
         tokio::time::sleep(pause(began.elapsed())).await;

@@ -157,7 +157,7 @@ fn notes(
     });
     let others = price_errors
         .map(|error| format!("a price is not read: {error}"))
-        .chain(usage::notes(usage).iter().cloned());
+        .chain(usage::notes(usage));
     let others = others.map(|text| Note {
         text,
         is_obstacle: false,

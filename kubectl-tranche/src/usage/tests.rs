@@ -3,7 +3,6 @@
 use serde_json::json;
 
 use super::*;
-use crate::snapshot::{Cause, Gap};
 use crate::testing::object;
 
 fn node(name: &str, shares: &serde_json::Value) -> NodeUsageObject {
@@ -40,46 +39,54 @@ fn part(uid: &str, share: Option<&str>) -> Part {
     }
 }
 
+fn of_nodes(nodes: &[NodeUsageObject]) -> Usage {
+    let mut usage = Usage::default();
+    for node in nodes {
+        usage.add_node(node);
+    }
+    usage
+}
+
 #[test]
 fn gpus_parts_and_pods_have_their_own_use() {
-    let shares = json!([
-        share("1", Some("s")),
-        share("1", Some("t")),
-        share("2", None)
-    ]);
-    let usage = Usage::new(&[node("a", &shares)], &[]);
+    let mut two = share("1", Some("t"));
+    two["groups"][2]["pod"] = json!("two");
+    let shares = json!([share("1", Some("s")), two, share("2", None)]);
+    let usage = of_nodes(&[node("a", &shares)]);
     let of_gpu = usage.gpus["GPU-a"];
     assert_eq!((of_gpu.memory, of_gpu.time), (30, Some(41.6)));
     assert_eq!(usage.parts.len(), 3);
-    let one = &usage.parts[&part("1", Some("t"))];
+    let both = &usage.parts[&part("1", Some("t"))];
     assert_eq!(
-        one.all,
+        both.all,
         Used {
             memory: 12,
             time: Some(1.5),
             idle_seconds: Some(5)
         }
     );
-    // Containers of a pod are added up; processes of no known pod are in the sum of the claim only.
-    let pods: Vec<_> = one
-        .pods
-        .iter()
-        .map(|(pod, used)| (pod.as_str(), used.memory, used.time))
+    // Containers of a pod are added up.
+    let pods = both.pods.iter();
+    let pods: Vec<_> = pods
+        .map(|(pod, it)| (pod.as_str(), it.memory, it.time))
         .collect();
-    assert_eq!(pods, [("one", 7, Some(1.5))]);
-    assert!(usage.parts.contains_key(&part("2", None)) && usage.missing.is_empty());
+    assert_eq!(pods, [("one", 7, Some(1.5)), ("two", 5, None)]);
+    // What one pod has is its.
+    assert!(usage.parts[&part("2", None)].pods.is_empty());
+    assert!(notes(&Ok(usage)).is_empty());
 }
 
 #[test]
 fn the_use_of_claims_is_that_of_nodes() {
-    let of_nodes = Usage::new(&[node("a", &json!([share("1", Some("s"))]))], &[]);
+    let of_nodes = of_nodes(&[node("a", &json!([share("1", Some("s"))]))]);
     let mut device = share("1", Some("s"));
     device["unixMillis"] = json!(7);
     device["gpuUUID"] = json!("GPU-a");
     device["productName"] = json!("H100");
-    let claim =
-        object(json!({"metadata": {"namespace": "team", "name": "claim"}, "devices": [device]}));
-    let of_claims = Usage::new(&[], &[claim]);
+    let mut of_claims = Usage::default();
+    of_claims.add_claim(&object(
+        json!({"metadata": {"namespace": "team", "name": "claim"}, "devices": [device]}),
+    ));
     assert_eq!(of_claims.parts, of_nodes.parts);
     assert!(of_claims.gpus.is_empty());
 }
@@ -96,40 +103,20 @@ fn what_is_missing_is_one_line_for_each_kind_of_object() {
         )
     };
     let silent = object(json!({"metadata": {"name": "d"}}));
-    let claim =
-        object(json!({"metadata": {"namespace": "team", "name": "claim"}, "problem": "no answer"}));
-    let usage = Usage::new(&[broken, dead("b"), dead("c"), silent], &[claim]);
+    let mut usage = of_nodes(&[broken, dead("b"), dead("c"), silent]);
+    usage.add_claim(&object(
+        json!({"metadata": {"namespace": "team", "name": "claim"}, "problem": "no answer"}),
+    ));
+    usage.partial = Some("only a part".into());
+    assert!(usage.gpus.is_empty());
     assert_eq!(
-        usage.missing,
+        notes(&Ok(usage)),
         [
+            "only a part",
             "usage of b and 2 more nodes is not shown: no answer of [31m b",
             "usage of GPU-a of a is not shown: NVML: lost",
             "usage of team/claim is not shown: no answer",
         ]
     );
-    assert!(usage.gpus.is_empty());
-}
-
-#[test]
-fn use_that_could_not_be_read_is_not_known_and_a_part_of_it_is() {
-    let mut snapshot = Snapshot::default();
-    assert_eq!(of(&snapshot), Ok(Usage::default()));
-    snapshot.gaps.push(Gap {
-        resource: Resource::NodeUsages,
-        cause: Cause::Forbidden,
-        is_partial: true,
-        message: "of claims only".into(),
-    });
-    let dead = json!({"metadata": {"namespace": "team", "name": "claim"}, "problem": "no answer"});
-    snapshot.claim_usages.push(object(dead));
-    let lines = [
-        "of claims only",
-        "usage of team/claim is not shown: no answer",
-    ];
-    assert_eq!(notes(&of(&snapshot)), lines);
-    snapshot.gaps[0].is_partial = false;
-    assert_eq!(of(&snapshot), Err("of claims only".to_owned()));
-    assert_eq!(notes(&of(&snapshot)), &lines[..1]);
-    // The rest of a result does not need it.
-    assert!(snapshot.obstacle().is_none());
+    assert_eq!(notes(&Err("nothing".into())), ["nothing"]);
 }

@@ -245,11 +245,14 @@ fn use_is_shown_where_it_is_known_and_a_line_says_why_where_not() {
         },
         ..PartUsed::default()
     };
-    let usage = Usage {
+    let mut usage = Usage {
         gpus: [(uuid('a', 0), used)].into(),
         parts: [(part("uid-team-a-notebook", "gpu-a0000000-capped"), notebook)].into(),
-        missing: vec!["usage of node-b is not shown: no answer".into()],
+        ..Usage::default()
     };
+    usage.add_node(&object(
+        json!({"metadata": {"name": "node-b"}, "problem": "no answer"}),
+    ));
     let mut history = History::default();
     history.add(0, &usage);
     let known = page(&mut store(&world), &Ok(usage), &history);

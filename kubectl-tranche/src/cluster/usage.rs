@@ -1,0 +1,114 @@
+//! The use of GPUs, from the aggregated API `usage.gpu.tranche.dev`: that of all nodes, or that of the claims that the caller may see.
+//!
+//! A cluster need not have the API, and what stands behind it may be away. So nothing of it stands in the way of the rest.
+
+use std::fmt::Debug;
+use std::time::Duration;
+
+use kube::Api;
+use kube::api::ListParams;
+use serde::de::DeserializeOwned;
+use tranche_api::usage_api::{API_VERSION, ClaimUsage, NodeUsageObject};
+
+use super::{Cluster, gap};
+use crate::snapshot::{Cause, Gap, Resource, Scope};
+use crate::usage::{Known, Usage};
+
+/// How long it may take. The rest of a result does not wait longer for it: a node that is dead takes 2 s, and 64 are asked at a time.
+const DEADLINE: Duration = Duration::from_secs(15);
+/// Objects in a page, of which one is held at a time: a full node is 70 KB.
+const PAGE: u32 = 250;
+/// What grants the right to see all nodes.
+const READER: &str = "tranche-usage-reader";
+
+impl Cluster {
+    /// Of all GPUs for all namespaces; of its claims for one.
+    pub async fn usage(&self, scope: &Scope) -> Known {
+        let read = tokio::time::timeout(DEADLINE, self.read_usage(scope)).await;
+        read.unwrap_or_else(|_| {
+            Err(format!(
+                "usage is not shown: {API_VERSION} did not answer within {} s; see the log of Tranche's controller",
+                DEADLINE.as_secs()
+            ))
+        })
+    }
+
+    async fn read_usage(&self, scope: &Scope) -> Known {
+        if let Scope::Namespace(namespace) = scope {
+            let of_claims = self.usage_of_claims(Some(namespace)).await;
+            return of_claims.map_err(|gap| unknown(&gap));
+        }
+        let mut usage = Usage::default();
+        let api = Api::<NodeUsageObject>::all(self.client());
+        let read = each(Resource::NodeUsages, &api, |node| usage.add_node(&node)).await;
+        match read {
+            Ok(()) => Ok(usage),
+            Err(gap) if gap.cause == Cause::Forbidden => self.what_may_be_seen(&gap).await,
+            Err(gap) => Err(unknown(&gap)),
+        }
+    }
+
+    /// For a caller who may not see nodes.
+    async fn what_may_be_seen(&self, forbidden: &Gap) -> Known {
+        let (whose, of_claims) = match self.usage_of_claims(None).await {
+            Ok(all) => ("all claims".to_owned(), Ok(all)),
+            Err(_) => (
+                format!("claims in {}", self.namespace),
+                self.usage_of_claims(Some(&self.namespace)).await,
+            ),
+        };
+        let mut usage = of_claims.map_err(|_| unknown(forbidden))?;
+        usage.partial = Some(format!(
+            "usage is shown of {whose} only, and not of GPUs: you may not list {}; ask an administrator for the ClusterRole {READER}",
+            forbidden.resource
+        ));
+        Ok(usage)
+    }
+
+    async fn usage_of_claims(&self, namespace: Option<&str>) -> Result<Usage, Gap> {
+        let api = match namespace {
+            Some(namespace) => Api::<ClaimUsage>::namespaced(self.client(), namespace),
+            None => Api::all(self.client()),
+        };
+        let mut usage = Usage::default();
+        each(Resource::ClaimUsages, &api, |claim| usage.add_claim(&claim)).await?;
+        Ok(usage)
+    }
+}
+
+/// Takes in a list, page by page.
+async fn each<T>(resource: Resource, api: &Api<T>, mut take: impl FnMut(T)) -> Result<(), Gap>
+where
+    T: Clone + Debug + DeserializeOwned,
+{
+    let mut params = ListParams::default().limit(PAGE);
+    loop {
+        let page = api.list(&params).await;
+        let page = page.map_err(|error| gap(resource, &error))?;
+        page.items.into_iter().for_each(&mut take);
+        match page.metadata.continue_.filter(|token| !token.is_empty()) {
+            Some(token) => params.continue_token = Some(token),
+            None => return Ok(()),
+        }
+    }
+}
+
+/// Why no use is known, from the gap of a list.
+fn unknown(of_list: &Gap) -> String {
+    let why = match of_list.cause {
+        Cause::Forbidden => format!(
+            "you may not list {}; ask an administrator for the ClusterRole {READER}, or for view in your namespace",
+            of_list.resource
+        ),
+        // Wrong credentials are refused for the other lists, too.
+        Cause::Unauthenticated => format!(
+            "{API_VERSION} does not believe the API server; see the log of Tranche's controller"
+        ),
+        Cause::Refused => format!(
+            "{}; see `kubectl get apiservice v1alpha1.usage.gpu.tranche.dev`",
+            of_list.message
+        ),
+        Cause::NotServed | Cause::Unreachable | Cause::Unreadable => of_list.message.clone(),
+    };
+    format!("usage is not shown: {why}")
+}
