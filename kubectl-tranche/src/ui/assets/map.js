@@ -274,11 +274,6 @@ function about(record) {
   return [...counted, record.driver && `driver ${record.driver}`].filter(Boolean).join(' · ');
 }
 
-/** What a GPU uses now. */
-function busy(now) {
-  return [`${now.memory} used`, Number.isFinite(now.time) ? `${now.time} % busy` : null].filter(Boolean).join(', ');
-}
-
 /** What a tile shows: the bar, and its facts in words. */
 function face(gpu, use) {
   const lines = gpu.tenants.slice(0, LINES).map((tenant) => element('span', { class: 'line' },
@@ -289,12 +284,12 @@ function face(gpu, use) {
     element('span', { class: 'tile-head' },
       element('span', { class: 'name' }, gpu.name), ' ',
       element('span', { class: 'tier' }, mark(gpu.tier ?? (gpu.isFree ? null : 'closed')), gpu.tier ?? (gpu.isFree ? 'free' : 'not offered')), ' ',
-      use?.now ? element('span', { class: 'busy' }, busy(use.now)) : null),
+      use?.now && Number.isFinite(use.now.time) ? element('span', { class: 'busy' }, `${use.now.time} % busy`) : null),
     bar(gpu),
     ...lines,
     element('span', { class: 'line count' }, `${gpu.tenants.length} ${gpu.tenants.length === 1 ? 'claim' : 'claims'}`),
     more > 0 ? element('span', { class: 'line more' }, `and ${more} more`) : null,
-    element('span', { class: 'line room' }, gpu.room),
+    element('span', { class: 'line room' }, element('span', null, gpu.room), use?.now ? element('span', null, ` ${use.now.memory} used`) : null),
   ].filter(Boolean);
 }
 
