@@ -198,22 +198,34 @@ where
     T: Clone + Debug + DeserializeOwned,
 {
     let mut objects = Vec::new();
-    let mut params = params.clone().limit(PAGE);
+    let params = params.clone().limit(PAGE);
+    let read = Box::pin(each(resource, api, params, |it| objects.push(it))).await;
+    match read {
+        Ok(()) => List { objects, gap: None },
+        Err(gap) => List {
+            objects: Vec::new(),
+            gap: Some(gap),
+        },
+    }
+}
+
+/// Takes in a list, page by page: no more than a page of it is held here.
+pub(super) async fn each<T>(
+    resource: Resource,
+    api: &Api<T>,
+    mut params: ListParams,
+    mut take: impl FnMut(T),
+) -> Result<(), Gap>
+where
+    T: Clone + Debug + DeserializeOwned,
+{
     loop {
-        match api.list(&params).await {
-            Ok(page) => {
-                objects.extend(page.items);
-                match page.metadata.continue_.filter(|token| !token.is_empty()) {
-                    Some(token) => params.continue_token = Some(token),
-                    None => return List { objects, gap: None },
-                }
-            }
-            Err(error) => {
-                return List {
-                    objects: Vec::new(),
-                    gap: Some(gap(resource, &error)),
-                };
-            }
+        let page = api.list(&params).await;
+        let page = page.map_err(|error| gap(resource, &error))?;
+        page.items.into_iter().for_each(&mut take);
+        match page.metadata.continue_.filter(|token| !token.is_empty()) {
+            Some(token) => params.continue_token = Some(token),
+            None => return Ok(()),
         }
     }
 }

@@ -2,15 +2,14 @@
 //!
 //! A cluster need not have the API, and what stands behind it may be away. So nothing of it stands in the way of the rest.
 
-use std::fmt::Debug;
 use std::time::Duration;
 
 use kube::Api;
 use kube::api::ListParams;
-use serde::de::DeserializeOwned;
 use tranche_api::usage_api::{API_VERSION, ClaimUsage, NodeUsageObject};
 
-use super::{Cluster, gap};
+use super::Cluster;
+use super::read::each;
 use crate::snapshot::{Cause, Gap, Resource, Scope};
 use crate::usage::{Known, Usage};
 
@@ -40,7 +39,8 @@ impl Cluster {
         }
         let mut usage = Usage::default();
         let api = Api::<NodeUsageObject>::all(self.client());
-        let read = each(Resource::NodeUsages, &api, |node| usage.add_node(&node)).await;
+        let add = |node| usage.add_node(&node);
+        let read = each(Resource::NodeUsages, &api, pages(), add).await;
         match read {
             Ok(()) => Ok(usage),
             Err(gap) if gap.cause == Cause::Forbidden => self.what_may_be_seen(&gap).await,
@@ -71,26 +71,14 @@ impl Cluster {
             None => Api::all(self.client()),
         };
         let mut usage = Usage::default();
-        each(Resource::ClaimUsages, &api, |claim| usage.add_claim(&claim)).await?;
+        let add = |claim| usage.add_claim(&claim);
+        each(Resource::ClaimUsages, &api, pages(), add).await?;
         Ok(usage)
     }
 }
 
-/// Takes in a list, page by page.
-async fn each<T>(resource: Resource, api: &Api<T>, mut take: impl FnMut(T)) -> Result<(), Gap>
-where
-    T: Clone + Debug + DeserializeOwned,
-{
-    let mut params = ListParams::default().limit(PAGE);
-    loop {
-        let page = api.list(&params).await;
-        let page = page.map_err(|error| gap(resource, &error))?;
-        page.items.into_iter().for_each(&mut take);
-        match page.metadata.continue_.filter(|token| !token.is_empty()) {
-            Some(token) => params.continue_token = Some(token),
-            None => return Ok(()),
-        }
-    }
+fn pages() -> ListParams {
+    ListParams::default().limit(PAGE)
 }
 
 /// Why no use is known, from the gap of a list.
