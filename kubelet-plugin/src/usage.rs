@@ -181,7 +181,7 @@ impl Usage {
         usage.driver_version = Some(ready.inventory.driver_version.clone());
         let (now, seen) = (sampler::now(), self.parts.board.seen());
         let mut held: BTreeMap<String, Vec<Held>> =
-            held_of(&self.parts.ledger, &self.parts.layout, &self.listed());
+            held_of(now, &self.parts.ledger, &self.parts.layout, &self.listed());
         let mut failed = 0;
         for gpu in &ready.inventory.gpus {
             let held = held.entry(gpu.uuid.clone()).or_default();
@@ -189,7 +189,10 @@ impl Usage {
             failed += usize::from(reading.problem.is_some());
             state.seen.add_partitions(now, &reading, held);
             for device in &mut *held {
-                device.idle_seconds = state.seen.idle_seconds(now, &device.key);
+                let by_nvml = state.seen.idle_seconds(now, &device.key);
+                // NVML's samples miss short kernels. Tenants write the account, and can make their own share look busy by it.
+                let by_account = device.idle_seconds.unwrap_or(u64::MAX);
+                device.idle_seconds = by_nvml.map(|idle| idle.min(by_account));
             }
             let zombies = seen.zombies.get(&gpu.uuid);
             usage

@@ -86,15 +86,23 @@ impl Listed {
     }
 }
 
-/// What claims hold, by GPU.
+/// What claims hold, by GPU. The seconds in which a device was idle are since the last launch that its account knows, as seen at
+/// `now`, where it has an account with one.
 #[must_use]
-pub fn held_of(ledger: &Ledger, layout: &Layout, listed: &Listed) -> BTreeMap<String, Vec<Held>> {
+pub fn held_of(
+    now: u64,
+    ledger: &Ledger,
+    layout: &Layout,
+    listed: &Listed,
+) -> BTreeMap<String, Vec<Held>> {
     let mut held: BTreeMap<String, Vec<Held>> = BTreeMap::new();
     for record in ledger.held() {
         // The driver does not know a GPU that is at VFIO. An administrator's access holds nothing.
         let devices = record.plan.devices.iter();
         for device in devices.filter(|it| it.vfio.is_none() && !it.admin_access) {
             let of_gpu = held.entry(device.gpu_uuid.clone()).or_default();
+            let account = account(&record, device, layout);
+            let last_launch = account.as_ref().and_then(|it| it.last_launch);
             of_gpu.push(Held {
                 key: device.key.clone(),
                 claim: reference(&record),
@@ -105,8 +113,8 @@ pub fn held_of(ledger: &Ledger, layout: &Layout, listed: &Listed) -> BTreeMap<St
                 tier: device.tier,
                 partition: partition(device),
                 limit: limit(device),
-                account: account(&record, device, layout),
-                idle_seconds: None,
+                account: account.map(|it| it.charged),
+                idle_seconds: last_launch.map(|launch| seconds_between(launch, now)),
                 users: listed.users(ledger, &record, device),
             });
         }
@@ -133,8 +141,15 @@ fn limit(device: &PreparedDevice) -> Limit {
     }
 }
 
-/// What the account of a share says that its processes hold on the GPU.
-fn account(record: &Record, device: &PreparedDevice, layout: &Layout) -> Option<u64> {
+/// What the account of a share says.
+struct Account {
+    /// Bytes that its processes hold on the GPU.
+    charged: u64,
+    /// When they last launched something, `CLOCK_MONOTONIC` in nanoseconds.
+    last_launch: Option<u64>,
+}
+
+fn account(record: &Record, device: &PreparedDevice, layout: &Layout) -> Option<Account> {
     // Of an oversubscribed share that of the memory which cannot move.
     let account = device.cap.accounts().last()?;
     if record.plan.pages != PAGES {
@@ -144,15 +159,43 @@ fn account(record: &Record, device: &PreparedDevice, layout: &Layout) -> Option<
     let copy = AccountFile::open(pages.page_of(*account))
         .and_then(|account| account.copy())
         .ok()?;
-    let charged = copy.snapshot().processes().map(|slot| slot.charged);
-    Some(charged.fold(0, u64::saturating_add))
+    let snapshot = copy.snapshot();
+    let charged = snapshot.processes().map(|slot| slot.charged);
+    Some(Account {
+        charged: charged.fold(0, u64::saturating_add),
+        last_launch: snapshot.last_launch(),
+    })
 }
+
+fn seconds_between(earlier: u64, later: u64) -> u64 {
+    later.saturating_sub(earlier) / 1_000_000_000
+}
+
+/// For so long a device counts as seen after it was looked at last, in nanoseconds: some looks in a row may fail.
+const SEEN: u64 = 10_000_000_000;
 
 /// When each held device last did something, by its key.
 #[derive(Debug, Default)]
 pub struct LastSeen {
-    /// Devices for which it is known; at first, when they were first seen.
-    devices: BTreeMap<String, u64>,
+    devices: BTreeMap<String, Looks>,
+}
+
+/// What a look tells of.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Covers {
+    /// The second before it.
+    Now,
+    /// All the time since the look before.
+    SinceLast,
+}
+
+/// When a device was looked at, `CLOCK_MONOTONIC` in nanoseconds.
+#[derive(Debug)]
+struct Looks {
+    /// When it last did something; at first, when it was first looked at.
+    busy: u64,
+    /// When somebody last looked.
+    last: u64,
 }
 
 impl LastSeen {
@@ -188,7 +231,7 @@ impl LastSeen {
                     None if on_gpu.len() == 1 => busy.is_busy,
                     None => continue,
                 };
-                self.note(now, &device.key, is_busy);
+                self.note(now, &device.key, is_busy, Covers::Now);
             }
         }
     }
@@ -201,22 +244,58 @@ impl LastSeen {
             };
             let sharers = held.iter().filter(|it| it.partition == device.partition);
             if let (Some(is_busy), 1) = (is_active(reading, uuid), sharers.count()) {
-                self.note(now, &device.key, is_busy);
+                self.note(now, &device.key, is_busy, Covers::SinceLast);
             }
         }
     }
 
-    fn note(&mut self, now: u64, key: &str, is_busy: bool) {
-        let last = self.devices.entry(key.to_owned()).or_insert(now);
-        if is_busy {
-            *last = now;
+    fn note(&mut self, now: u64, key: &str, is_busy: bool, covers: Covers) {
+        let new = || Looks {
+            busy: now,
+            last: now,
+        };
+        let looks = self.devices.entry(key.to_owned()).or_insert_with(new);
+        // What it did while nobody looked is not known.
+        let is_gap = covers == Covers::Now && now.saturating_sub(looks.last) > SEEN;
+        looks.last = now;
+        if is_busy || is_gap {
+            looks.busy = now;
         }
     }
 
-    /// Seconds since a device last did something, if it is known.
+    /// Seconds since a device last did something, if it is known and somebody looked just now.
     #[must_use]
     pub fn idle_seconds(&self, now: u64, key: &str) -> Option<u64> {
-        let last = self.devices.get(key)?;
-        Some(now.saturating_sub(*last) / 1_000_000_000)
+        let looks = self.devices.get(key)?;
+        let is_seen = now.saturating_sub(looks.last) <= SEEN;
+        is_seen.then(|| seconds_between(looks.busy, now))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND: u64 = 1_000_000_000;
+
+    #[test]
+    fn what_a_device_did_while_nobody_looked_is_not_known() {
+        let mut seen = LastSeen::default();
+        let idle = |seen: &LastSeen, second| seen.idle_seconds(second * SECOND, "key");
+        assert_eq!(idle(&seen, 0), None);
+        for second in 100..160 {
+            seen.note(second * SECOND, "key", second == 120, Covers::Now);
+        }
+        assert_eq!(idle(&seen, 160), Some(40));
+        assert_eq!(idle(&seen, 169), Some(49), "a look or two failed");
+        assert_eq!(idle(&seen, 170), None, "the driver does not answer");
+        seen.note(200 * SECOND, "key", false, Covers::Now);
+        assert_eq!(
+            idle(&seen, 201),
+            Some(1),
+            "counted from the first look after that"
+        );
+        seen.note(260 * SECOND, "key", false, Covers::SinceLast);
+        assert_eq!(idle(&seen, 260), Some(60), "an average over all the time");
     }
 }
