@@ -1,4 +1,4 @@
-//! Conditions of a `GpuNode`, in the Kubernetes style.
+//! Conditions of a `GpuNode` and of a claim's devices, in the Kubernetes style.
 //!
 //! The list is a map by `type`, so that plugin and controller each apply their own conditions.
 
@@ -15,6 +15,10 @@ pub const ALL_OFFERED: &str = "AllOffered";
 /// The node knows what all of its claims hold. Written by the plugin: while it is false, the GPUs of claims
 /// whose journals cannot be read count as taken, and new claims to them are refused.
 pub const CLAIMS_KNOWN: &str = "ClaimsKnown";
+
+/// The programs of the claim hold memory of the device and have run no kernel for as long as the SharingPolicy says. A condition of
+/// a claim's device (`status.devices[].conditions`), written by the controller.
+pub const IDLE: &str = "Idle";
 
 /// A condition without its time.
 #[derive(Clone, Debug, PartialEq, Eq)]

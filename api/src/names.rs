@@ -20,6 +20,11 @@ pub fn is_class(name: &str) -> bool {
 /// The attribute `isolation` of capped shares of a GPU whose memory is oversubscribed, and the first word of their DeviceClass.
 pub const OVERSUBSCRIBED: &str = "oversubscribed";
 
+/// The annotation of a claim or a pod that its holder keeps, with the value [`KEEP`], though it is idle.
+pub const IDLE_ANNOTATION: &str = "gpu.tranche.dev/idle";
+/// The value of [`IDLE_ANNOTATION`] that has a meaning.
+pub const KEEP: &str = "keep";
+
 /// The pool of a node. It is not the bare node name, because two drivers with the same pool name
 /// would collide in the scheduler's caches.
 #[must_use]

@@ -9,6 +9,8 @@
 //! here can hold: one object that does not decode would blind a watch to all. Fields that the schema
 //! does not know the server prunes, so the types need not refuse them.
 
+mod idle;
+
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::LabelSelector;
 use kube::CustomResource;
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
@@ -16,6 +18,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::quantity::Quantity;
 use crate::tier::Tier;
+
+pub use idle::{IdleAction, IdlePolicy, LEAST_AFTER_SECONDS, MOST_SECONDS};
 
 /// Which GPUs, and what is offered of them.
 #[derive(CustomResource, Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -69,6 +73,9 @@ pub struct SharingPolicySpec {
     /// How GPUs are shared in the tier `timeshared`.
     #[serde(default)]
     pub timeshared: TimesharedPolicy,
+    /// What becomes of claims whose programs hold memory of the GPU and run no kernel; nothing where absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub idle: Option<IdlePolicy>,
 }
 
 /// Limits of the tier `capped`.

@@ -15,6 +15,7 @@
 //!
 //!  what claims hold ─► stranded ─► what nobody can have of a GPU
 //!  prices ───────────► cost ─────► what each holder pays, what is free, what is stranded
+//!  who uses what ────► idle ─────► who gives its part of a GPU back
 //!  ResourceSlices, claims ──► allocator ──► what kube-scheduler allocates, or why it does not
 //! ```
 //!
@@ -29,6 +30,7 @@ pub mod claim;
 pub mod cost;
 pub mod gpu;
 pub mod gpu_state;
+pub mod idle;
 pub mod journal;
 pub mod metadata;
 pub mod mig;

@@ -9,6 +9,7 @@
 //! a rule existed, or by a server that does not check it: nothing is offered from a policy that
 //! does not add up, and no other policy takes the place of one that was meant to hold.
 
+mod idle;
 mod selector;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -26,6 +27,7 @@ use crate::gpu::{GpuUuid, GpuUuidError};
 use crate::mig::{Profile, ProfileError};
 use crate::oversubscription::Oversubscription;
 
+pub use idle::{IdleTerms, idle};
 pub use selector::SelectorError;
 
 /// All of a GPU's time, percent.
@@ -111,6 +113,9 @@ pub enum PolicyProblem {
     /// The selector of nodes makes no sense.
     #[error("spec.nodeSelector.{0}")]
     Selector(#[from] SelectorError),
+    /// The selector of namespaces with idle claims makes no sense.
+    #[error("spec.idle.namespaces.{0}")]
+    IdleNamespaces(SelectorError),
     /// No tier at all.
     #[error("spec.tiers is empty: name at least one of {}", words(&Tier::ALL))]
     NoTiers,
@@ -335,6 +340,7 @@ impl TryFrom<&SharingPolicySpec> for Terms {
         }
         uuids(&spec.uuids)?;
         each_once("spec.indices", &spec.indices)?;
+        spec.idle.as_ref().map(idle::terms).transpose()?;
         let capped = &spec.capped;
         let max_sharers = sharers("spec.capped.maxSharers", capped.max_sharers, MOST_SHARERS)?;
         let memory_step = count("spec.capped.memoryStep", capped.memory_step)?;

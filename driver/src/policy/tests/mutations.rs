@@ -48,6 +48,12 @@ const WORDS: &[&str] = &[
     "driverCapabilities",
     "profiles",
     "interval",
+    "idle",
+    "namespaces",
+    "afterSeconds",
+    "graceSeconds",
+    "action",
+    "Evict",
     "Long",
     "Kill",
     "Allow",
@@ -100,6 +106,10 @@ fn valid() -> Value {
             "concurrent": {"maxSharers": 12},
             "partition": {"profiles": ["1g.10gb", "3g.40gb", "1g.10gb+me"]},
             "timeshared": {"maxSharers": 6, "interval": "Long"},
+            "idle": {
+                "namespaces": {"matchLabels": {"team": "a"}, "matchExpressions": [{"key": "zone", "operator": "Exists"}]},
+                "afterSeconds": 3600, "action": "Evict", "graceSeconds": 60,
+            },
         },
     })
 }
@@ -150,8 +160,13 @@ fn is_wider_than_the_schema(path: &str, value: &Value) -> bool {
         "spec.priority",
         "spec.capped.onBypass",
         "spec.timeshared.interval",
+        "spec.idle.action",
     ];
-    let is_key = path.starts_with("spec.nodeSelector.matchExpressions[") && path.ends_with("].key");
+    let selectors = [
+        "spec.nodeSelector.matchExpressions[",
+        "spec.idle.namespaces.matchExpressions[",
+    ];
+    let is_key = path.ends_with("].key") && selectors.iter().any(|it| path.starts_with(it));
     let is_large = value.as_u64().is_some() && !value.is_i64();
     is_of_later.contains(&path) || is_key || value.is_array() || is_large
 }
@@ -210,7 +225,7 @@ proptest! {
             Err(path) => path.clone(),
         };
         // A key of a map may be anything.
-        let is_map = path.starts_with("spec.nodeSelector.matchLabels.");
+        let is_map = path.contains(".matchLabels.");
         prop_assert!(path.is_empty() || is_map || schema::at(&SCHEMA, &path).is_some(), "{} of {}", path, policy);
 
         // What was written while there was another schema is read all the same, or is no policy at all.

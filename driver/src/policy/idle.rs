@@ -1,0 +1,96 @@
+//! What a policy says of idle claims.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::LabelSelector;
+use tranche_api::gpu_node::Gpu;
+use tranche_api::quantity::Quantity;
+use tranche_api::sharing_policy::{
+    IdleAction, IdlePolicy, LEAST_AFTER_SECONDS, MOST_SECONDS, SharingPolicy,
+};
+
+use super::{PolicyError, PolicyProblem, matching, of, out_of_range, selector};
+use crate::idle::{Action, Terms};
+
+/// What is asked of idle claims of one GPU.
+#[derive(Clone, Debug, PartialEq)]
+pub struct IdleTerms {
+    /// As its holders' namespaces are labelled.
+    namespaces: LabelSelector,
+    terms: Terms,
+}
+
+impl IdleTerms {
+    /// What is asked of a claim in a namespace with these labels, if anything.
+    #[must_use]
+    pub fn of_namespace(&self, labels: &BTreeMap<String, String>) -> Option<Terms> {
+        // It was tried when it was read.
+        let is_selected = selector::matches(&self.namespaces, labels).unwrap_or(false);
+        is_selected.then_some(self.terms)
+    }
+
+    /// The same, without evictions.
+    #[must_use]
+    pub fn report_only(self) -> Self {
+        let terms = Terms {
+            action: Action::Report,
+            ..self.terms
+        };
+        Self { terms, ..self }
+    }
+
+    /// After how long without a kernel a claim is idle.
+    #[must_use]
+    pub fn after(&self) -> Duration {
+        self.terms.after
+    }
+}
+
+/// What the policies ask of idle claims of `gpu` on a node with these labels; `None` where they ask nothing.
+pub fn idle(
+    policies: &[SharingPolicy],
+    labels: &BTreeMap<String, String>,
+    gpu: &Gpu,
+) -> Result<Option<IdleTerms>, PolicyError> {
+    let Some(policy) = matching(policies, labels, gpu)? else {
+        return Ok(None);
+    };
+    let Some(idle) = &policy.spec.idle else {
+        return Ok(None);
+    };
+    terms(idle).map_err(|problem| of(policy, problem))
+}
+
+/// The policy's numbers, checked. `None` where it selects no namespace.
+pub(super) fn terms(policy: &IdlePolicy) -> Result<Option<IdleTerms>, PolicyProblem> {
+    let after = seconds(
+        "spec.idle.afterSeconds",
+        policy.after_seconds,
+        LEAST_AFTER_SECONDS,
+    )?;
+    let grace = seconds("spec.idle.graceSeconds", policy.grace_seconds, 0)?;
+    let Some(namespaces) = &policy.namespaces else {
+        return Ok(None);
+    };
+    selector::matches(namespaces, &BTreeMap::new()).map_err(PolicyProblem::IdleNamespaces)?;
+    let action = match policy.action {
+        IdleAction::Report => Action::Report,
+        IdleAction::Evict => Action::Evict { grace },
+    };
+    Ok(Some(IdleTerms {
+        namespaces: namespaces.clone(),
+        terms: Terms { after, action },
+    }))
+}
+
+fn seconds(field: &'static str, found: u32, least: u32) -> Result<Duration, PolicyProblem> {
+    if (least..=MOST_SECONDS).contains(&found) {
+        return Ok(Duration::from_secs(found.into()));
+    }
+    Err(out_of_range(
+        field,
+        Quantity::from_count(found.into()),
+        format!("{least} to {MOST_SECONDS}"),
+    ))
+}
