@@ -26,7 +26,7 @@ use crate::pool::Write;
 use crate::withdrawn::{Held, Read, USABLE};
 
 /// The field manager of `status.published`, and the events' reporter.
-const MANAGER: &str = "tranche-controller";
+pub(crate) const MANAGER: &str = "tranche-controller";
 /// How long a request may take.
 const DEADLINE: Duration = Duration::from_secs(10);
 /// The node plugins' pods, as the chart labels them.
@@ -341,7 +341,8 @@ impl Executor {
         &self.clock
     }
 
-    async fn send<T>(
+    /// Sends one write, if this replica leads, and counts it.
+    pub(crate) async fn send<T>(
         &self,
         verb: Verb,
         resource: &'static str,
@@ -381,7 +382,7 @@ impl Executor {
 }
 
 /// One read of the API server, within the deadline.
-async fn read<T>(
+pub(crate) async fn read<T>(
     what: impl Fn() -> String,
     request: impl Future<Output = kube::Result<T>>,
 ) -> Result<T, ApplyError> {

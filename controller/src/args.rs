@@ -2,6 +2,7 @@
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use anyhow::Context;
 use clap::Parser;
@@ -15,6 +16,7 @@ use crate::apply::Executor;
 use crate::controller::{Controller, REQUESTS_PER_SECOND};
 use crate::feed::Feed;
 use crate::http::{self, Health};
+use crate::idle::{Allowed, Asked, Idle};
 use crate::leader::Election;
 use crate::metrics::Metrics;
 use crate::pending;
@@ -64,6 +66,10 @@ pub struct Args {
     #[arg(long, env = "WATCH_PENDING_PODS", default_value_t = false)]
     watch_pending_pods: bool,
 
+    /// What is done about idle claims where a SharingPolicy asks for it: they are named, or their pods are evicted, too.
+    #[arg(long, env = "IDLE_CLAIMS", value_enum, default_value_t = Allowed::Off)]
+    idle_claims: Allowed,
+
     /// Format of log lines; RUST_LOG sets what is logged (default info).
     #[arg(long, value_enum, default_value_t = LogFormat::Text)]
     log_format: LogFormat,
@@ -82,6 +88,7 @@ impl Args {
             identity,
             policy_requests_per_second,
             watch_pending_pods,
+            idle_claims,
             log_format,
         } = self;
         log::start(log_format).context("RUST_LOG")?;
@@ -105,6 +112,20 @@ impl Args {
             metrics.clone(),
         );
         let feed = Feed::start(&client, &metrics);
+        let nodes = usage::nodes(client.clone(), &namespace, usage_token);
+        let nodes = Arc::new(nodes.context("the client of the node plugins")?);
+        let asked = Asked::new(idle_claims);
+        let idle = Idle::new(
+            client.clone(),
+            executor.clone(),
+            asked.clone(),
+            Arc::clone(&nodes),
+            leadership.clone(),
+            metrics.clone(),
+        );
+        if idle_claims != Allowed::Off {
+            tokio::spawn(idle.run(stop.clone()));
+        }
         let controller = Controller::new(
             executor,
             feed,
@@ -112,6 +133,7 @@ impl Args {
             metrics.clone(),
             health.clone(),
             policy_requests_per_second,
+            asked,
         );
 
         if watch_pending_pods {
@@ -139,7 +161,7 @@ impl Args {
                 let Some(endpoint) = usage_endpoint else {
                     return Ok(());
                 };
-                usage::serve(endpoint, client, &namespace, usage_token, usage_stop)
+                usage::serve(endpoint, client, nodes, usage_stop)
                     .await
                     .with_context(|| format!("serve {endpoint}"))
             };

@@ -21,6 +21,7 @@ use tranche_api::gpu_node::Published;
 use crate::apply::{ApplyError, Executor, Written};
 use crate::feed::Feed;
 use crate::http::Health;
+use crate::idle::Asked;
 use crate::index::{Index, Mark, NodeView};
 use crate::leader::Leadership;
 use crate::metrics::Metrics;
@@ -113,6 +114,7 @@ pub struct Controller {
     leadership: Leadership,
     metrics: Metrics,
     health: Health,
+    asked: Asked,
     index: Index,
     queue: Queue,
     memories: BTreeMap<String, Memory>,
@@ -130,7 +132,7 @@ pub struct Controller {
 
 impl Controller {
     /// A controller that writes by `executor` while `leadership` holds, and makes so many requests a second for
-    /// changes that concern many nodes.
+    /// changes that concern many nodes. What policies ask of idle claims goes to `asked`.
     #[must_use]
     pub fn new(
         executor: Executor,
@@ -139,6 +141,7 @@ impl Controller {
         metrics: Metrics,
         health: Health,
         requests_per_second: u32,
+        asked: Asked,
     ) -> Self {
         Self {
             executor,
@@ -146,6 +149,7 @@ impl Controller {
             leadership,
             metrics,
             health,
+            asked,
             index: Index::default(),
             queue: Queue::default(),
             memories: BTreeMap::new(),
@@ -330,6 +334,7 @@ impl Controller {
     fn note(&self, view: &NodeView) {
         self.metrics
             .node(&view.name, view.slices.len(), published(view));
+        self.asked.note(view);
         self.metrics
             .slices_missing(&view.name, missing_slices(view));
     }

@@ -12,6 +12,7 @@
 //! * [`reconcile`] decides one step for one node from everything that is known, with [`pool`] for the
 //!   difference between slices and [`withdrawn`] for devices that may not disappear yet.
 //! * [`apply`] executes the step; [`controller`] is the loop around all of it.
+//! * [`idle`] names claims that do nothing, and evicts their pods where a policy says so, beside all this.
 //! * [`pending`] counts the pods that wait for claims of our classes, beside all this.
 //! * [`leader`] lets one replica write. The others follow with a warm index.
 //! * [`usage`] answers `usage.gpu.tranche.dev` on every replica, beside all of this.
@@ -25,6 +26,7 @@ pub mod args;
 pub mod controller;
 pub mod feed;
 pub mod http;
+pub mod idle;
 pub mod index;
 pub mod known;
 pub mod leader;

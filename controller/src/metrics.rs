@@ -1,7 +1,7 @@
 //! The controller's metrics, in Prometheus' text format. `docs/reference/metrics.md` lists them.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::atomic::AtomicI64;
+use std::sync::atomic::{AtomicI64, AtomicU64};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -99,6 +99,11 @@ struct PendingLabels {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct NamespaceLabels {
+    namespace: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct LaneLabels {
     lane: &'static str,
 }
@@ -124,6 +129,8 @@ pub struct Metrics {
     missing: Family<NodeLabels, Gauge>,
     pending: Family<PendingLabels, Gauge>,
     pending_since: Family<PendingLabels, Gauge>,
+    idle: Family<NamespaceLabels, Gauge>,
+    idle_memory: Family<NamespaceLabels, Gauge<u64, AtomicU64>>,
     /// The series that `pending` has.
     pending_known: Arc<Mutex<BTreeSet<PendingLabels>>>,
 }
@@ -143,6 +150,19 @@ impl Default for Metrics {
             "When the oldest of these pods was created, Unix time",
             Unit::Seconds,
             pending_since.clone(),
+        );
+        let idle = Family::default();
+        all.register(
+            "idle_claims",
+            "Claims whose programs hold GPU memory and have run no kernel for as long as the SharingPolicy's `spec.idle` says",
+            idle.clone(),
+        );
+        let idle_memory = Family::default();
+        all.register_with_unit(
+            "idle_claims_memory",
+            "What these claims hold of GPU memory: their end would free it",
+            Unit::Bytes,
+            idle_memory.clone(),
         );
         let registry = all.sub_registry_with_prefix("controller");
         let writes = Family::default();
@@ -205,6 +225,8 @@ impl Default for Metrics {
             missing,
             pending,
             pending_since,
+            idle,
+            idle_memory,
             pending_known: Arc::default(),
         }
     }
@@ -286,6 +308,20 @@ impl Metrics {
         *known = now;
     }
 
+    /// Records the idle claims and the bytes that they hold, by namespace.
+    pub fn idle(&self, counts: &BTreeMap<&str, (usize, u64)>) {
+        self.idle.clear();
+        self.idle_memory.clear();
+        for (namespace, (claims, memory)) in counts {
+            let labels = NamespaceLabels {
+                namespace: (*namespace).to_owned(),
+            };
+            let claims = i64::try_from(*claims).unwrap_or(i64::MAX);
+            self.idle.get_or_create(&labels).set(claims);
+            self.idle_memory.get_or_create(&labels).set(*memory);
+        }
+    }
+
     /// Counts a complete list of a watch.
     pub fn listed(&self, kind: &'static str) {
         self.lists.get_or_create(&WatchLabels { kind }).inc();
@@ -339,6 +375,7 @@ mod tests {
             since: Timestamp::UNIX_EPOCH,
         };
         metrics.pending(&BTreeMap::from([(("team".into(), Reason::NoRoom), count)]));
+        metrics.idle(&BTreeMap::from([("team", (1, 1))]));
         metrics
     }
 
@@ -359,7 +396,7 @@ mod tests {
         }
         assert_eq!(
             table.lines().count(),
-            12,
+            14,
             "add what is new to `all`: {table}"
         );
         assert!(

@@ -34,18 +34,20 @@ use nodes::{Https, Nodes};
 use plugins::Plugins;
 use server::Usage;
 
-/// Serves on `endpoint` until `stop`. The node plugins run in `namespace`; they are sent the token in the file `token`, which is for
+/// The node plugins, which run in `namespace`; they are sent the token in the file `token`, which is for
 /// [`tranche_metrics::AUDIENCE`].
+pub fn nodes(client: Client, namespace: &str, token: PathBuf) -> Result<Nodes, TlsError> {
+    let https = Https::new(token)?;
+    Ok(Nodes::new(Plugins::follow(client, namespace), https))
+}
+
+/// Serves what `nodes` tell on `endpoint` until `stop`.
 pub async fn serve(
     endpoint: SocketAddr,
     client: Client,
-    namespace: &str,
-    token: PathBuf,
+    nodes: Arc<Nodes>,
     stop: CancellationToken,
 ) -> Result<(), ServeError> {
-    let https = Https::new(token).map_err(TlsError::from)?;
-    let plugins = Plugins::follow(client.clone(), namespace);
-    let nodes = Arc::new(Nodes::new(plugins, https));
     let usage = Usage {
         trust: trust::follow(client.clone()),
         access: Access::new(client.clone()),

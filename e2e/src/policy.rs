@@ -44,6 +44,11 @@ pub async fn apply(case: &Case, name: &str, capped: &Value) -> anyhow::Result<St
     with_fields(case, name, &json!({"capped": capped})).await
 }
 
+/// Asks this of idle claims until the test ends; returns the policy's name.
+pub async fn idle(case: &Case, idle: &Value) -> anyhow::Result<String> {
+    with_fields(case, "idle", &json!({"idle": idle})).await
+}
+
 /// Offers the GPUs in these tiers, until the test ends, and waits until the test's node offers them.
 pub async fn tiers(case: &Case, tiers: &[Tier]) -> anyhow::Result<()> {
     with_fields(case, "tiers", &json!({"tiers": tiers})).await?;

@@ -90,6 +90,7 @@ impl Cluster {
             metrics.clone(),
             Health::default(),
             per_second,
+            tranche_controller::idle::Asked::default(),
         );
         let token = stop.clone();
         let task = tokio::spawn(async move {

@@ -13,6 +13,7 @@ mod eight_gpus;
 mod examples;
 mod exclusive;
 mod explain;
+mod idle;
 mod image;
 mod isolation;
 mod kubectl;

@@ -1,0 +1,169 @@
+//! One step for each claim of a node: pure.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use tranche_driver::idle::{Action, Holder, Step, Terms, Watch, Why};
+
+use super::asked::NodeTerms;
+
+/// What the API server says of a claim that may be idle.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Facts {
+    /// The labels of its namespace.
+    pub labels: BTreeMap<String, String>,
+    /// Whether it, or a pod of it, is exempt by its annotation.
+    pub is_kept: bool,
+    /// The pods that it is reserved for.
+    pub pods: Vec<PodFacts>,
+}
+
+/// What the API server says of a pod.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct PodFacts {
+    /// Its name.
+    pub name: String,
+    /// Its UID.
+    pub uid: String,
+    /// The names of its claims.
+    pub claims: BTreeSet<String>,
+    /// Whether it ends already.
+    pub is_ending: bool,
+}
+
+/// A claim that was called idle, and when.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Noticed {
+    /// Its node.
+    pub node: String,
+    /// The claim and its devices.
+    pub holder: Holder,
+    /// The state of its machine.
+    pub watch: Watch,
+}
+
+/// What must be done for a claim.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Act {
+    /// The claim.
+    pub holder: Holder,
+    /// What must be done; never [`Step::Nothing`].
+    pub step: Step,
+    /// What holds for it, where anything does.
+    pub terms: Option<Terms>,
+}
+
+/// What is asked of a claim: the most patient of what is asked of its GPUs. Nothing, if of one of them nothing is asked.
+#[must_use]
+pub fn terms_of(
+    holder: &Holder,
+    asked: &NodeTerms,
+    labels: &BTreeMap<String, String>,
+) -> Option<Terms> {
+    let each = holder
+        .gpus
+        .iter()
+        .map(|gpu| asked.get(gpu)?.of_namespace(labels));
+    each.reduce(|one, two| Some(one?.more_patient(two?)))?
+}
+
+/// Whether a claim is idle if its namespace is looked at: only of such claims are the facts needed.
+#[must_use]
+pub fn may_be_idle(holder: &Holder, asked: &NodeTerms) -> bool {
+    let idle = holder.seen.idle.zip(after(holder, asked));
+    idle.is_some_and(|(idle, after)| idle >= after) && holder.seen.memory > 0
+}
+
+/// After how long without a kernel a claim is idle; `None` if of one of its GPUs nothing is asked.
+fn after(holder: &Holder, asked: &NodeTerms) -> Option<Duration> {
+    let each = holder.gpus.iter().map(|gpu| Some(asked.get(gpu)?.after()));
+    each.reduce(|one, two| Some(one?.max(two?)))?
+}
+
+/// The steps of a node's claims, of which `watches` has those that were called idle. `now` is since the epoch; `facts` has those of the claims
+/// that [`may_be_idle`]; for one whose facts could not be read nothing is done.
+pub fn decide(
+    now: Duration,
+    node: &str,
+    holders: &BTreeMap<String, Holder>,
+    asked: &NodeTerms,
+    facts: &BTreeMap<String, Facts>,
+    watches: &mut BTreeMap<String, Noticed>,
+) -> Vec<Act> {
+    let mut acts = Vec::new();
+    // What is not held any more has no condition either.
+    watches.retain(|uid, noticed| noticed.node != node || holders.contains_key(uid));
+    for (uid, holder) in holders {
+        let terms = match facts.get(uid) {
+            Some(facts) => terms_of(holder, asked, &facts.labels).filter(|_| !facts.is_kept),
+            None if may_be_idle(holder, asked) => continue,
+            // Whether its namespace is looked at makes no difference to a claim that works.
+            None => after(holder, asked).map(|after| Terms {
+                after,
+                action: Action::Report,
+            }),
+        };
+        let watch = watches.get(uid).map(|it| it.watch).unwrap_or_default();
+        let (watch, step) = watch.step(now, terms, holder.seen);
+        match watch {
+            Watch::Busy => {
+                watches.remove(uid);
+            }
+            Watch::Noticed { .. } => {
+                let noticed = Noticed {
+                    node: node.to_owned(),
+                    holder: holder.clone(),
+                    watch,
+                };
+                watches.insert(uid.clone(), noticed);
+            }
+        }
+        if step != Step::Nothing {
+            acts.push(Act {
+                holder: holder.clone(),
+                step,
+                terms,
+            });
+        }
+    }
+    spare_who_works(&mut acts, holders, facts);
+    acts
+}
+
+/// The steps of all claims of a node that were called idle and cannot be any more.
+pub fn withdraw(node: &str, why: Why, watches: &mut BTreeMap<String, Noticed>) -> Vec<Act> {
+    let of_node = watches.extract_if(.., |_, noticed| noticed.node == node);
+    let withdrawn = |(_, noticed): (String, Noticed)| Act {
+        holder: noticed.holder,
+        step: Step::Withdraw(why),
+        terms: None,
+    };
+    of_node.map(withdrawn).collect()
+}
+
+#[cfg(test)]
+mod tests;
+
+/// A pod is evicted as a whole: not while another claim of one of the pods works.
+fn spare_who_works(
+    acts: &mut Vec<Act>,
+    holders: &BTreeMap<String, Holder>,
+    facts: &BTreeMap<String, Facts>,
+) {
+    let name = |holder: &Holder| (holder.claim.namespace.clone(), holder.claim.name.clone());
+    let held: BTreeSet<_> = holders.values().map(name).collect();
+    let evicted = acts.iter().filter(|act| act.step == Step::Evict);
+    let evicted: BTreeSet<_> = evicted.map(|act| name(&act.holder)).collect();
+    acts.retain(|act| {
+        if act.step != Step::Evict {
+            return true;
+        }
+        let claim = &act.holder.claim;
+        let pods = facts.get(&claim.uid).map_or(&[][..], |it| &it.pods);
+        let mut claims = pods.iter().flat_map(|pod| &pod.claims);
+        claims.all(|other| {
+            let other = (claim.namespace.clone(), other.clone());
+            !held.contains(&other) || evicted.contains(&other)
+        })
+    });
+}
