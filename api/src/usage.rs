@@ -66,6 +66,10 @@ pub struct GpuUsage {
     /// What exists once for each GPU and belongs to nobody: clocks, temperature, power, errors.
     #[serde(default)]
     pub sensors: Sensors,
+    /// Its errors by the driver's numbers (Xids), since the plugin's start and while a claim held a GPU of the node; absent where the
+    /// driver does not tell them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub xids: Option<Xids>,
     /// What claims hold of the GPU itself.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub shares: Vec<ShareUsage>,
@@ -201,6 +205,26 @@ pub struct Sensors {
     /// Bytes per second that the GPU receives over PCIe (`NVML_GPM_METRIC_PCIE_RX_PER_SEC`).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pcie_received: Option<u64>,
+}
+
+/// Errors of a GPU by the driver's numbers (`nvmlEventTypeXidCriticalError`).
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct Xids {
+    /// The last one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub last: Option<u64>,
+    /// How many there were of each.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub counts: BTreeMap<u64, u64>,
+}
+
+impl Xids {
+    /// Counts one more.
+    pub fn add(&mut self, xid: u64) {
+        self.last = Some(xid);
+        *self.counts.entry(xid).or_default() += 1;
+    }
 }
 
 /// A MIG instance that exists.

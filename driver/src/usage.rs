@@ -19,7 +19,7 @@ mod tests;
 use std::collections::BTreeSet;
 
 use tranche_api::Tier;
-use tranche_api::usage::{ClaimReference, Memory, Sensors, Utilization};
+use tranche_api::usage::{ClaimReference, Memory, Sensors, Utilization, Xids};
 
 pub use attribute::attribute;
 
@@ -42,6 +42,8 @@ pub struct GpuReading {
     pub device: DeviceReading,
     /// What belongs to nobody.
     pub sensors: Sensors,
+    /// Its errors, if NVML tells them.
+    pub xids: Option<Xids>,
     /// Its MIG instances.
     pub partitions: Vec<PartitionReading>,
     /// Why NVML says nothing of it.

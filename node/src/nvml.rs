@@ -286,6 +286,10 @@ pub trait Nvml: Send + Sync + std::fmt::Debug {
     /// or written.
     fn utilization_rates(&self, gpu_uuid: &str) -> Result<[u32; 2], NvmlError>;
 
+    /// The Xids of these GPUs since the last call, with the GPUs' UUIDs (nvmlEventSetWait_v2). Those from before its first call for a GPU
+    /// are not known.
+    fn xids(&self, gpus: &[&str]) -> Result<Vec<(String, u64)>, NvmlError>;
+
     /// Who uses the GPU, and what it senses.
     fn usage(&self, gpu_uuid: &str) -> Result<GpuUse, NvmlError>;
 

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Instant;
 
 use tranche_api::gpu_node::Gpu;
-use tranche_api::usage::{Measure, WHOLE};
+use tranche_api::usage::{Measure, WHOLE, Xids};
 use tranche_driver::usage::{DeviceReading, GpuReading, Owner, PartitionReading, ProcessReading};
 
 use crate::nvml::{Driver, GpuUse, ProcessMemory};
@@ -21,6 +21,8 @@ const WINDOW_NANOS: u64 = 10_000_000_000;
 pub struct Reader {
     nvml: NvmlUtilization,
     windows: BTreeMap<String, Window>,
+    /// The errors of each GPU that was sampled while NVML told them.
+    xids: BTreeMap<String, Xids>,
 }
 
 /// What ran on a GPU lately.
@@ -39,6 +41,7 @@ impl Reader {
         Self {
             nvml: NvmlUtilization::new(driver),
             windows: BTreeMap::new(),
+            xids: BTreeMap::new(),
         }
     }
 
@@ -55,7 +58,20 @@ impl Reader {
             let ran = window.add(now, rates.ok(), by_process);
             busy.insert((*uuid).to_owned(), ran);
         }
+        self.count_xids(gpus);
         busy
+    }
+
+    fn count_xids(&mut self, gpus: &[&str]) {
+        let Ok(xids) = self.nvml.open().and_then(|nvml| nvml.xids(gpus)) else {
+            return;
+        };
+        for uuid in gpus {
+            self.xids.entry((*uuid).to_owned()).or_default();
+        }
+        for (uuid, xid) in xids {
+            self.xids.entry(uuid).or_default().add(xid);
+        }
     }
 
     /// Reads a GPU at `now`. `owners` says whose its processes are; on a GPU that no claim holds all are foreign.
@@ -74,6 +90,7 @@ impl Reader {
             pci_bus_id: gpu.pci_bus_id.clone(),
             product_name: gpu.product_name.clone(),
             mig_mode: gpu.mig_mode.current,
+            xids: self.xids.get(&gpu.uuid).cloned(),
             ..GpuReading::default()
         };
         match usage {
@@ -331,10 +348,43 @@ mod tests {
                 .iter()
                 .all(|it| it.owner == Owner::Foreign)
         );
+        // An error from before anybody looked is not known.
+        assert_eq!(reading.xids, None);
         let gone = Gpu {
             uuid: "GPU-gone".into(),
             ..known[1].clone()
         };
         assert!(reader.read(0, &gone, &owners, true).problem.is_some());
+    }
+
+    #[test]
+    fn errors_are_counted_by_their_number_also_of_a_gpu_that_is_lost_by_them() {
+        let root = tempfile::tempdir().unwrap();
+        let gpus = MigGpus::two_h100(root.path());
+        let known = inventory(&gpus.describe().unwrap(), root.path()).gpus;
+        let (first, second) = (known[0].uuid.as_str(), known[1].uuid.as_str());
+        let mut reader = Reader::new(Box::new(gpus.clone()));
+        reader.sample(0, &[first, second]);
+        for (uuid, xid) in [(first, 31), (second, 79), (first, 31), (first, 48)] {
+            gpus.err(uuid, xid);
+        }
+        reader.sample(1, &[first, second]);
+        let xids = |reader: &mut Reader, gpu| {
+            let reading = reader.read(2, gpu, &BTreeMap::new(), true);
+            reading.xids.unwrap()
+        };
+        let of_first = xids(&mut reader, &known[0]);
+        assert_eq!(
+            (of_first.last, of_first.counts),
+            (Some(48), [(31, 2), (48, 1)].into())
+        );
+        assert_eq!(xids(&mut reader, &known[1]).last, Some(79));
+        let lost = Gpu {
+            uuid: second.into(),
+            ..known[0].clone()
+        };
+        gpus.unload(true);
+        let reading = reader.read(3, &lost, &BTreeMap::new(), true);
+        assert!(reading.problem.is_some() && reading.xids.is_some());
     }
 }

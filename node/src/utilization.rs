@@ -282,6 +282,10 @@ mod tests {
             }
         }
 
+        fn xids(&self, _: &[&str]) -> Result<Vec<(String, u64)>, NvmlError> {
+            Ok(Vec::new())
+        }
+
         fn usage(&self, _: &str) -> Result<GpuUse, NvmlError> {
             unreachable!("nobody asks")
         }

@@ -48,6 +48,7 @@ pub fn attribute(reading: GpuReading, held: &[Held], zombies: &[Zombie]) -> GpuU
         memory,
         utilization,
         sensors: reading.sensors,
+        xids: reading.xids,
         shares: parts.shares,
         partitions,
         remainder: parts.remainder,

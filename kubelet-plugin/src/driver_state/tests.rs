@@ -74,6 +74,10 @@ impl Nvml for ScriptedNvml {
         Err(absent())
     }
 
+    fn xids(&self, _: &[&str]) -> Result<Vec<(String, u64)>, NvmlError> {
+        Ok(Vec::new())
+    }
+
     fn usage(&self, _: &str) -> Result<GpuUse, NvmlError> {
         Err(absent())
     }

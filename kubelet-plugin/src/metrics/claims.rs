@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicI64, AtomicU64};
 
 use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::{Registry, Unit};
@@ -42,6 +43,12 @@ struct SliceLabels {
     kind: &'static str,
 }
 
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct XidLabels {
+    gpu_uuid: String,
+    xid: u64,
+}
+
 type OfClaim = Family<ClaimLabels, Gauge<u64, AtomicU64>>;
 
 #[derive(Debug, Default)]
@@ -55,6 +62,7 @@ struct Series {
     idle: OfClaim,
     zombies: Family<ZombieLabels, Gauge<u64, AtomicU64>>,
     readable: OfGpu,
+    xids: Family<XidLabels, Counter>,
     of_gpu: OfGpu,
     slices: Family<SliceLabels, Gauge<u64, AtomicU64>>,
     memory: OfGpu,
@@ -78,6 +86,14 @@ impl Series {
         let labels = GpuLabels {
             gpu_uuid: gpu.uuid.clone(),
         };
+        for (xid, count) in gpu.xids.iter().flat_map(|it| &it.counts) {
+            let gpu_uuid = gpu.uuid.clone();
+            let labels = XidLabels {
+                gpu_uuid,
+                xid: *xid,
+            };
+            self.xids.get_or_create(&labels).inc_by(*count);
+        }
         let is_readable = u64::from(gpu.problem.is_none());
         self.readable.get_or_create(&labels).set(is_readable);
         if is_readable == 0 {
@@ -263,6 +279,11 @@ impl Series {
             "gpu_readable",
             "1, or 0 if NVML does not answer for the GPU, so that its other series are missing",
             self.readable,
+        );
+        r.register(
+            "gpu_xids",
+            "Errors of the GPU by their number (Xid), since the plugin's start and while a claim held a GPU of the node",
+            self.xids,
         );
         r.register(
             "gpu_processes",

@@ -148,6 +148,7 @@ struct Series {
     used: Whole,
     free: Whole,
     total: Whole,
+    xids: Whole,
 }
 
 /// The series of all GPUs.
@@ -157,8 +158,15 @@ pub fn registry(usage: &NodeUsage) -> Registry {
         measures: Measure::ALL.iter().map(|_| Ratio::default()).collect(),
         ..Series::default()
     };
-    for gpu in usage.gpus.iter().filter(|gpu| gpu.problem.is_none()) {
-        series.add(usage, gpu);
+    for gpu in &usage.gpus {
+        // Also of a GPU that fell off the bus: its error says so.
+        if let Some(xids) = &gpu.xids {
+            let last = series.xids.get_or_create(&labels(usage, gpu));
+            last.set(xids.last.unwrap_or(0));
+        }
+        if gpu.problem.is_none() {
+            series.add(usage, gpu);
+        }
     }
     series.registry()
 }
@@ -244,6 +252,11 @@ impl Series {
         for (family, (name, help, _)) in self.sensors.into_iter().zip(SENSORS) {
             r.register(name, help, family);
         }
+        r.register(
+            "DCGM_FI_DEV_XID_ERRORS",
+            "Value of the last XID error encountered",
+            self.xids,
+        );
         for (measure, family) in Measure::ALL.into_iter().zip(self.measures) {
             let (name, help, _) = name_of(measure);
             r.register(name, help, family);

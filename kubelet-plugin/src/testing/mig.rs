@@ -104,6 +104,10 @@ impl Nvml for MortalDriver {
         self.gpus.utilization_rates(gpu_uuid)
     }
 
+    fn xids(&self, gpus: &[&str]) -> Result<Vec<(String, u64)>, NvmlError> {
+        self.gpus.xids(gpus)
+    }
+
     fn usage(&self, gpu_uuid: &str) -> Result<GpuUse, NvmlError> {
         self.gpus.usage(gpu_uuid)
     }

@@ -15,6 +15,7 @@ use tranche_api::sharing_policy::Interval;
 use tranche_api::vgpu::VgpuRole;
 use tranche_driver::gpu_state::{Actual, Change, ComputeMode};
 use tranche_nvml::gpm::Gpm;
+use tranche_nvml::xids::Xids;
 
 use super::time_slice::NvidiaSmi;
 use super::{
@@ -38,6 +39,7 @@ pub(super) fn open(path: &Path, smi: Option<PathBuf>) -> Result<Box<dyn Nvml>, N
             let nvml = Arc::new(nvml);
             Ok(Box::new(Library {
                 gpm: Gpm::new(Arc::clone(&nvml)),
+                xids: Xids::new(Arc::clone(&nvml)),
                 nvml,
                 smi: NvidiaSmi {
                     program: smi,
@@ -56,6 +58,7 @@ pub(super) fn open(path: &Path, smi: Option<PathBuf>) -> Result<Box<dyn Nvml>, N
 struct Library {
     nvml: Arc<nvml_wrapper::Nvml>,
     gpm: Gpm,
+    xids: Xids,
     smi: NvidiaSmi,
 }
 
@@ -179,6 +182,10 @@ impl Nvml for Library {
         let rates = self.device(gpu_uuid)?.utilization_rates();
         let rates = call("nvmlDeviceGetUtilizationRates", gpu_uuid, rates)?;
         Ok([rates.gpu, rates.memory])
+    }
+
+    fn xids(&self, gpus: &[&str]) -> Result<Vec<(String, u64)>, NvmlError> {
+        call("nvmlEventSetWait_v2", "", self.xids.read(gpus))
     }
 
     fn usage(&self, gpu_uuid: &str) -> Result<GpuUse, NvmlError> {

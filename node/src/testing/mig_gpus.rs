@@ -49,6 +49,8 @@ struct Machine {
     held_back: BTreeSet<String>,
     /// The processes on GPUs.
     uses: BTreeMap<String, Vec<ProcessMemory>>,
+    /// Errors that nobody has read.
+    xids: Vec<(String, u64)>,
 }
 
 #[derive(Debug)]
@@ -115,6 +117,7 @@ impl MigGpus {
                 is_unloaded: false,
                 held_back: BTreeSet::new(),
                 uses: BTreeMap::new(),
+                xids: Vec::new(),
             })),
             released: Arc::default(),
         }
@@ -177,6 +180,11 @@ impl MigGpus {
     /// These processes are on a GPU, by what is said of its use ([`Nvml::usage`]).
     pub fn run(&self, uuid: &str, processes: Vec<ProcessMemory>) {
         self.lock().uses.insert(uuid.to_owned(), processes);
+    }
+
+    /// A GPU has an error.
+    pub fn err(&self, uuid: &str, xid: u64) {
+        self.lock().xids.push((uuid.to_owned(), xid));
     }
 
     /// Boots the machine: no instances, and no MIG mode, as on Hopper and later.
@@ -415,6 +423,11 @@ impl Nvml for MigGpus {
 
     fn utilization_rates(&self, gpu_uuid: &str) -> Result<[u32; 2], NvmlError> {
         self.process_utilization(gpu_uuid, 0).map(|_| [0, 0])
+    }
+
+    fn xids(&self, gpus: &[&str]) -> Result<Vec<(String, u64)>, NvmlError> {
+        let of_gpus = |(uuid, _): &mut (String, u64)| gpus.contains(&uuid.as_str());
+        Ok(self.lock().xids.extract_if(.., of_gpus).collect())
     }
 
     fn usage(&self, gpu_uuid: &str) -> Result<GpuUse, NvmlError> {

@@ -3,7 +3,7 @@
 use tranche_api::Tier;
 use tranche_api::usage::{
     ClaimReference, GpuUsage, GroupUsage, Measure, Memory, NodeUsage, PartitionUsage, Remainder,
-    Sensors, ShareMemory, ShareUsage, Utilization, Zombie,
+    Sensors, ShareMemory, ShareUsage, Utilization, Xids, Zombie,
 };
 
 use super::super::Metrics;
@@ -97,6 +97,10 @@ fn gpu(index: u32, used: u64) -> GpuUsage {
         }),
         utilization: utilization(0),
         sensors: sensors(),
+        xids: Some(Xids {
+            last: Some(31),
+            counts: [(31, 2)].into(),
+        }),
         remainder: Remainder {
             used,
             free,
