@@ -379,12 +379,15 @@ mod tests {
             (Some(48), [(31, 2), (48, 1)].into())
         );
         assert_eq!(xids(&mut reader, &known[1]).last, Some(79));
+        // It does not answer any more.
         let lost = Gpu {
-            uuid: second.into(),
+            uuid: "GPU-lost".into(),
             ..known[0].clone()
         };
-        gpus.unload(true);
-        let reading = reader.read(3, &lost, &BTreeMap::new(), true);
-        assert!(reading.problem.is_some() && reading.xids.is_some());
+        gpus.err(&lost.uuid, 79);
+        reader.sample(3, &[&lost.uuid]);
+        let reading = reader.read(4, &lost, &BTreeMap::new(), true);
+        assert!(reading.problem.is_some());
+        assert_eq!(reading.xids.unwrap().last, Some(79));
     }
 }
