@@ -16,6 +16,8 @@ use tranche_e2e::namespace::{IDLE, Source, manifest};
 use tranche_e2e::node::Node;
 use tranche_e2e::{Case, Request, run_on_a_node, wait};
 
+use crate::metrics::{read, token};
+
 /// The time limit until another system, and its end, is detected.
 const NOTICED: Duration = Duration::from_secs(20);
 
@@ -197,7 +199,15 @@ fn a_gpu_that_falls_off_the_bus_costs_its_own_devices() -> anyhow::Result<()> {
         costs_its_own_devices(case, "lost", "GpuLost", async |node, uuid| {
             node.lose_gpu(uuid).await
         })
-        .await
+        .await?;
+        // Its error is counted, though a claim held only the other GPU.
+        let namespace = case.namespace("lost-xid").await?;
+        let token = token(case, namespace.name(), true).await?;
+        let text = read(case, "/metrics", &token).await?;
+        let uuid = &case.gpus[0].uuid;
+        let series = format!("tranche_gpu_xids_total{{gpu_uuid=\"{uuid}\",xid=\"79\"}}");
+        ensure!(text.contains(&series), "{text}");
+        Ok(())
     })
 }
 
