@@ -16,9 +16,9 @@ use tranche_api::usage_api::{ClaimUsage, NodeUsageObject};
 use tranche_e2e::kubectl::tranche;
 use tranche_e2e::{Case, Request, SYSTEM, run, wait};
 
+use crate::metrics;
+
 const GI: u64 = 1 << 30;
-/// The port on which the plugin serves its usage.
-const PORT: u16 = 8443;
 /// How long the API may be away when a replica is killed: the API server asks the other one at its next try.
 const AWAY: Duration = Duration::from_secs(15);
 
@@ -95,14 +95,163 @@ async fn bind(case: &Case, namespace: &str, account: &str, role: &str) -> anyhow
 
 /// What the node's plugin itself answers.
 async fn of_the_plugin(case: &Case, token: &str) -> anyhow::Result<NodeUsage> {
-    let plugin = case.plugin().ready(None).await?;
-    let pods: Api<Pod> = Api::namespaced(case.client.clone(), SYSTEM);
-    let mut forwarded = pods.portforward(&plugin.name_any(), &[PORT]).await?;
-    let stream = forwarded.take_stream(PORT).context("a stream")?;
-    let path = tranche_api::usage::PATH;
-    let (code, text) = tranche_metrics::testing::get(stream, path, Some(token)).await?;
-    ensure!(code == 200, "{code}: {text}");
+    let text = metrics::read(case, tranche_api::usage::PATH, token).await?;
     Ok(serde_json::from_str(&text)?)
+}
+
+/// The administrator of the suite, with the library's client.
+async fn of_the_claim(case: &Case, name: &str, claim: &str) -> anyhow::Result<()> {
+    let usages: Api<ClaimUsage> = Api::namespaced(case.client.clone(), name);
+    let usage = wait::for_answer("the memory in use", wait::USUAL, async || {
+        let usage = usages.get(claim).await?;
+        let holds = usage
+            .devices
+            .first()
+            .is_some_and(|device| device.share.memory.used >= GI);
+        Ok(holds.then_some(usage))
+    })
+    .await?;
+    let device = &usage.devices[0];
+    ensure!(
+        device.gpu_uuid == case.gpus[0].uuid && usage.devices.len() == 1,
+        "{usage:?}"
+    );
+    ensure!(
+        device.share.memory.allocated == Some(4 * GI) && device.share.processes == 1,
+        "{usage:?}"
+    );
+    ensure!(
+        usage.nodes.iter().eq([case.node.name()]) && usage.problem.is_none(),
+        "{usage:?}"
+    );
+    Ok(())
+}
+
+/// A tenant with the right to view its namespace, with kubectl.
+async fn a_tenant_sees_its_own(
+    case: &Case,
+    name: &str,
+    claim: &str,
+    neighbour: &str,
+) -> anyhow::Result<()> {
+    let tenant = token(case, name, "tenant").await?;
+    may_view(case, name, "tenant").await?;
+    let table = wait::for_answer("the tenant's right", wait::USUAL, async || {
+        Ok(
+            kubectl(&tenant, &["get", "claimusages", "--namespace", name])
+                .await?
+                .ok(),
+        )
+    })
+    .await?;
+    let lines: Vec<&str> = table.lines().collect();
+    ensure!(lines.len() == 2 && lines[0].starts_with("NAME"), "{table}");
+    ensure!(
+        lines[1].starts_with(claim) && lines[1].contains("4096Mi") && lines[1].contains("capped"),
+        "{table}"
+    );
+    let json = kubectl(
+        &tenant,
+        &[
+            "get",
+            "claimusage",
+            claim,
+            "--namespace",
+            name,
+            "--output",
+            "json",
+        ],
+    )
+    .await?;
+    let json: Value = serde_json::from_str(&json.map_err(anyhow::Error::msg)?)?;
+    ensure!(json["devices"][0]["claim"]["name"] == claim, "{json}");
+    let text = json.to_string();
+    ensure!(
+        !text.contains(neighbour) && !text.contains("remainder"),
+        "{text}"
+    );
+    for arguments in [
+        vec!["get", "claimusages", "--namespace", neighbour],
+        vec!["get", "claimusages", "--all-namespaces"],
+        vec!["get", "nodeusages"],
+        vec!["get", "nodeusage", case.node.name()],
+    ] {
+        match kubectl(&tenant, &arguments).await? {
+            Err(error) => ensure!(error.contains("Forbidden"), "{arguments:?}: {error}"),
+            Ok(output) => bail!("{arguments:?}: {output}"),
+        }
+    }
+    Ok(())
+}
+
+/// Somebody who is bound to the reader's role; returns the token.
+async fn a_reader_sees_all(case: &Case, name: &str, neighbour: &str) -> anyhow::Result<String> {
+    let reader = token(case, name, "reader").await?;
+    bind(case, name, "reader", "tranche-usage-reader").await?;
+    bind(case, name, "reader", "tranche-metrics-reader").await?;
+    let nodes = wait::for_answer("the reader's right", wait::USUAL, async || {
+        Ok(kubectl(&reader, &["get", "nodeusages"]).await?.ok())
+    })
+    .await?;
+    ensure!(
+        nodes.lines().any(|line| line.starts_with(case.node.name())),
+        "{nodes}"
+    );
+    let all = kubectl(&reader, &["get", "claimusages", "--all-namespaces"]).await?;
+    let all = all.map_err(anyhow::Error::msg)?;
+    ensure!(all.contains(name) && all.contains(neighbour), "{all}");
+    Ok(reader)
+}
+
+/// The numbers are the plugin's.
+async fn as_the_plugin_says(case: &Case, reader: &str) -> anyhow::Result<()> {
+    let objects: Api<NodeUsageObject> = Api::all(case.client.clone());
+    wait::for_answer("the plugin's numbers", wait::USUAL, async || {
+        let object = objects.get(case.node.name()).await?;
+        let direct = of_the_plugin(case, reader).await?;
+        let shares = |usage: &NodeUsage| -> Vec<(String, u64)> {
+            let shares = usage.gpus.iter().flat_map(|gpu| &gpu.shares);
+            shares
+                .map(|it| (it.claim.uid.clone(), it.memory.used))
+                .collect()
+        };
+        let usage = object
+            .usage
+            .with_context(|| format!("{:?}", object.problem))?;
+        ensure!(shares(&direct).len() == 2, "{direct:?}");
+        Ok((shares(&usage) == shares(&direct)).then_some(()))
+    })
+    .await?;
+    Ok(())
+}
+
+/// What the API says of itself, and what it does not have.
+async fn what_the_api_says(case: &Case, reader: &str) -> anyhow::Result<()> {
+    let explained = kubectl(reader, &["explain", "claimusages.devices"]).await?;
+    ensure!(
+        explained
+            .as_ref()
+            .is_ok_and(|text| text.contains("ClaimUsage")),
+        "{explained:?}"
+    );
+    let resources = kubectl(
+        reader,
+        &["api-resources", "--api-group", "usage.gpu.tranche.dev"],
+    )
+    .await?;
+    ensure!(
+        resources
+            .as_ref()
+            .is_ok_and(|text| text.contains("nodeusages")),
+        "{resources:?}"
+    );
+    let watch = http::Request::get("/apis/usage.gpu.tranche.dev/v1alpha1/nodeusages?watch=true")
+        .body(Vec::new())?;
+    match case.client.request_text(watch).await {
+        Err(kube::Error::Api(status)) => ensure!(status.code == 405, "{status:?}"),
+        other => bail!("a watch: {other:?}"),
+    }
+    Ok(())
 }
 
 #[test]
@@ -124,146 +273,11 @@ fn a_tenant_reads_its_claims_and_an_administrator_every_node() -> anyhow::Result
         let claims = namespace.claims().list(&ListParams::default()).await?;
         let claim = claims.items.first().context("a claim")?.name_any();
 
-        // The administrator of the suite, with the library's client.
-        let usages: Api<ClaimUsage> = Api::namespaced(case.client.clone(), name);
-        let usage = wait::for_answer("the memory in use", wait::USUAL, async || {
-            let usage = usages.get(&claim).await?;
-            let holds = usage
-                .devices
-                .first()
-                .is_some_and(|device| device.share.memory.used >= GI);
-            Ok(holds.then_some(usage))
-        })
-        .await?;
-        let device = &usage.devices[0];
-        ensure!(
-            device.gpu_uuid == case.gpus[0].uuid && usage.devices.len() == 1,
-            "{usage:?}"
-        );
-        ensure!(
-            device.share.memory.allocated == Some(4 * GI) && device.share.processes == 1,
-            "{usage:?}"
-        );
-        ensure!(
-            usage.nodes.iter().eq([case.node.name()]) && usage.problem.is_none(),
-            "{usage:?}"
-        );
-
-        // A tenant with the right to view its namespace, with kubectl.
-        let tenant = token(case, name, "tenant").await?;
-        may_view(case, name, "tenant").await?;
-        let table = wait::for_answer("the tenant's right", wait::USUAL, async || {
-            Ok(
-                kubectl(&tenant, &["get", "claimusages", "--namespace", name])
-                    .await?
-                    .ok(),
-            )
-        })
-        .await?;
-        let lines: Vec<&str> = table.lines().collect();
-        ensure!(lines.len() == 2 && lines[0].starts_with("NAME"), "{table}");
-        ensure!(
-            lines[1].starts_with(&claim)
-                && lines[1].contains("4096Mi")
-                && lines[1].contains("capped"),
-            "{table}"
-        );
-        let json = kubectl(
-            &tenant,
-            &[
-                "get",
-                "claimusage",
-                &claim,
-                "--namespace",
-                name,
-                "--output",
-                "json",
-            ],
-        )
-        .await?;
-        let json: Value = serde_json::from_str(&json.map_err(anyhow::Error::msg)?)?;
-        ensure!(json["devices"][0]["claim"]["name"] == claim, "{json}");
-        let text = json.to_string();
-        ensure!(
-            !text.contains(neighbour.name()) && !text.contains("remainder"),
-            "{text}"
-        );
-        for arguments in [
-            vec!["get", "claimusages", "--namespace", neighbour.name()],
-            vec!["get", "claimusages", "--all-namespaces"],
-            vec!["get", "nodeusages"],
-            vec!["get", "nodeusage", case.node.name()],
-        ] {
-            match kubectl(&tenant, &arguments).await? {
-                Err(error) => ensure!(error.contains("Forbidden"), "{arguments:?}: {error}"),
-                Ok(output) => bail!("{arguments:?}: {output}"),
-            }
-        }
-
-        // Somebody who is bound to the reader's role.
-        let reader = token(case, name, "reader").await?;
-        bind(case, name, "reader", "tranche-usage-reader").await?;
-        bind(case, name, "reader", "tranche-metrics-reader").await?;
-        let nodes = wait::for_answer("the reader's right", wait::USUAL, async || {
-            Ok(kubectl(&reader, &["get", "nodeusages"]).await?.ok())
-        })
-        .await?;
-        ensure!(
-            nodes.lines().any(|line| line.starts_with(case.node.name())),
-            "{nodes}"
-        );
-        let all = kubectl(&reader, &["get", "claimusages", "--all-namespaces"]).await?;
-        let all = all.map_err(anyhow::Error::msg)?;
-        ensure!(
-            all.contains(name) && all.contains(neighbour.name()),
-            "{all}"
-        );
-
-        // The numbers are the plugin's.
-        let objects: Api<NodeUsageObject> = Api::all(case.client.clone());
-        wait::for_answer("the plugin's numbers", wait::USUAL, async || {
-            let object = objects.get(case.node.name()).await?;
-            let direct = of_the_plugin(case, &reader).await?;
-            let shares = |usage: &NodeUsage| -> Vec<(String, u64)> {
-                let shares = usage.gpus.iter().flat_map(|gpu| &gpu.shares);
-                shares
-                    .map(|it| (it.claim.uid.clone(), it.memory.used))
-                    .collect()
-            };
-            let usage = object
-                .usage
-                .with_context(|| format!("{:?}", object.problem))?;
-            ensure!(shares(&direct).len() == 2, "{direct:?}");
-            Ok((shares(&usage) == shares(&direct)).then_some(()))
-        })
-        .await?;
-
-        // What the API says of itself, and what it does not have.
-        let explained = kubectl(&reader, &["explain", "claimusages.devices"]).await?;
-        ensure!(
-            explained
-                .as_ref()
-                .is_ok_and(|text| text.contains("ClaimUsage")),
-            "{explained:?}"
-        );
-        let resources = kubectl(
-            &reader,
-            &["api-resources", "--api-group", "usage.gpu.tranche.dev"],
-        )
-        .await?;
-        ensure!(
-            resources
-                .as_ref()
-                .is_ok_and(|text| text.contains("nodeusages")),
-            "{resources:?}"
-        );
-        let watch =
-            http::Request::get("/apis/usage.gpu.tranche.dev/v1alpha1/nodeusages?watch=true")
-                .body(Vec::new())?;
-        match case.client.request_text(watch).await {
-            Err(kube::Error::Api(status)) => ensure!(status.code == 405, "{status:?}"),
-            other => bail!("a watch: {other:?}"),
-        }
+        of_the_claim(case, name, &claim).await?;
+        a_tenant_sees_its_own(case, name, &claim, neighbour.name()).await?;
+        let reader = a_reader_sees_all(case, name, neighbour.name()).await?;
+        as_the_plugin_says(case, &reader).await?;
+        what_the_api_says(case, &reader).await?;
         Ok(())
     })
 }
