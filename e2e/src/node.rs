@@ -22,11 +22,12 @@ pub const LIBRARIES: &str = "/usr/lib/x86_64-linux-gnu";
 pub const PLUGIN_DIR: &str = "/var/lib/kubelet/plugins/gpu.tranche.dev";
 
 /// A script that kills the processes of the containers whose id begins with `id`, whichever runtime made them. CRI-O's
-/// monitors of containers have cgroups of other names.
+/// monitors of containers (`crio-conmon-…`) live: without one CRI-O waits seconds for its word each time that it is asked, and may take the
+/// container for one that runs.
 #[must_use]
 pub fn kill_containers(id: &str) -> String {
     format!(
-        "found=$(grep -lsE '/(cri-containerd|crio)-{id}' /proc/[0-9]*/cgroup || true)
+        "found=$(grep -lsE '/(cri-containerd|crio)-{id}[0-9a-f]*([./]|$)' /proc/[0-9]*/cgroup || true)
         [ -n \"$found\" ]
         for cgroup in $found; do
             pid=${{cgroup#/proc/}}

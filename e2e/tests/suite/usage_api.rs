@@ -79,7 +79,7 @@ async fn may_view(case: &Case, namespace: &str, account: &str) -> anyhow::Result
 /// Binds a ServiceAccount to a ClusterRole in the whole cluster, to the end of the test.
 async fn bind(case: &Case, namespace: &str, account: &str, role: &str) -> anyhow::Result<()> {
     let bindings: Api<ClusterRoleBinding> = Api::all(case.client.clone());
-    let name = case.unique(account);
+    let name = case.unique(role);
     let binding = serde_json::from_value(json!({
         "metadata": {"name": name},
         "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": role},
