@@ -11,6 +11,7 @@
 //! (`run_on_a_node`). Tests wait by watches and do not sleep.
 #![forbid(unsafe_code)]
 
+pub mod account;
 pub mod browser;
 pub mod case;
 pub mod diagnosis;

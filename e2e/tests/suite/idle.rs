@@ -3,7 +3,6 @@
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
-use k8s_openapi::api::core::v1::Namespace as CoreNamespace;
 use k8s_openapi::api::policy::v1::PodDisruptionBudget;
 use k8s_openapi::api::resource::v1::ResourceClaim;
 use kube::Api;
@@ -84,12 +83,6 @@ fn what_is_idle_is_named_then_evicted_and_what_works_or_is_kept_or_protected_sta
 -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
         let namespace = case.namespace("idle").await?;
-        let label = json!({"metadata": {"labels": {"e2e-idle": namespace.name()}}});
-        let namespaces: Api<CoreNamespace> = Api::all(case.client.clone());
-        let label = Patch::Merge(&label);
-        namespaces
-            .patch(namespace.name(), &PatchParams::default(), &label)
-            .await?;
         let uuid = &case.gpus[0].uuid;
         let share = Request::capped("2Gi", "10").on(uuid);
         let holder = namespace.running("holder", &share, &HOLD).await?;
@@ -118,7 +111,7 @@ fn what_is_idle_is_named_then_evicted_and_what_works_or_is_kept_or_protected_sta
 
         // At first it is only named.
         let idle = json!({
-            "namespaces": {"matchLabels": {"e2e-idle": namespace.name()}}, "afterSeconds": AFTER, "graceSeconds": GRACE,
+            "namespaces": {"matchLabels": {"kubernetes.io/metadata.name": namespace.name()}}, "afterSeconds": AFTER, "graceSeconds": GRACE,
         });
         let name = policy::idle(case, &idle).await?;
         let message = has_reason(&holder, "NoKernel").await?;
@@ -154,17 +147,11 @@ fn what_is_idle_is_named_then_evicted_and_what_works_or_is_kept_or_protected_sta
 fn a_claim_that_works_again_is_named_no_more() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
         let namespace = case.namespace("idle-again").await?;
-        let label = json!({"metadata": {"labels": {"e2e-idle": namespace.name()}}});
-        let namespaces: Api<CoreNamespace> = Api::all(case.client.clone());
-        let label = Patch::Merge(&label);
-        namespaces
-            .patch(namespace.name(), &PatchParams::default(), &label)
-            .await?;
         let exclusive = Request::exclusive().on(&case.gpus[0].uuid);
         let pod = namespace.running("again", &exclusive, &HOLD).await?;
         pod.started().await?;
         let idle = json!({
-            "namespaces": {"matchLabels": {"e2e-idle": namespace.name()}}, "afterSeconds": AFTER,
+            "namespaces": {"matchLabels": {"kubernetes.io/metadata.name": namespace.name()}}, "afterSeconds": AFTER,
             "action": "Evict", "graceSeconds": 3600,
         });
         policy::idle(case, &idle).await?;

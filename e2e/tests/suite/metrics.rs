@@ -3,13 +3,10 @@
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
-use k8s_openapi::api::authentication::v1::TokenRequest;
-use k8s_openapi::api::core::v1::{Pod, ServiceAccount};
-use k8s_openapi::api::rbac::v1::ClusterRoleBinding;
+use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt as _;
-use kube::api::{Api, DeleteParams, ListParams, PostParams};
-use serde_json::json;
-use tranche_e2e::{Case, Request, SYSTEM, run, wait};
+use kube::api::{Api, ListParams};
+use tranche_e2e::{Case, Request, SYSTEM, account, run, wait};
 
 const GI: u64 = 1 << 30;
 /// The node sweeps every second; the rest is for a busy machine.
@@ -47,33 +44,10 @@ async fn get(
 /// The token of a new ServiceAccount, with or without the right to read metrics.
 pub async fn token(case: &Case, namespace: &str, reader: bool) -> anyhow::Result<String> {
     let name = if reader { "reader" } else { "other" };
-    let accounts: Api<ServiceAccount> = Api::namespaced(case.client.clone(), namespace);
-    let account = serde_json::from_value(json!({"metadata": {"name": name}}))?;
-    accounts.create(&PostParams::default(), &account).await?;
     if reader {
-        let bindings: Api<ClusterRoleBinding> = Api::all(case.client.clone());
-        let binding = case.unique("metrics");
-        let object = serde_json::from_value(json!({
-            "metadata": {"name": binding},
-            "roleRef": {
-                "apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "tranche-metrics-reader",
-            },
-            "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": namespace}],
-        }))?;
-        bindings.create(&PostParams::default(), &object).await?;
-        case.afterwards("the binding", async move {
-            bindings.delete(&binding, &DeleteParams::default()).await?;
-            Ok(())
-        });
+        account::bind(case, namespace, name, "tranche-metrics-reader").await?;
     }
-    let request = serde_json::from_value::<TokenRequest>(
-        json!({"spec": {"audiences": [], "expirationSeconds": 600}}),
-    )?;
-    let answer = accounts
-        .create_token_request(name, &PostParams::default(), &request)
-        .await?;
-    let status = answer.status.context("a status")?;
-    status.token.context("a token")
+    account::create(&case.client, namespace, name).await
 }
 
 /// The lines of the plugin's metrics about shares of a namespace.

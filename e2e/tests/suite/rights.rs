@@ -1,30 +1,17 @@
 //! A node's token can write only that node's objects.
 
 use anyhow::{Context, bail, ensure};
-use k8s_openapi::api::authentication::v1::TokenRequest;
-use k8s_openapi::api::core::v1::{Pod, Secret, ServiceAccount};
+use k8s_openapi::api::core::v1::{Pod, Secret};
 use k8s_openapi::api::resource::v1::ResourceSlice;
 use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams, PostParams};
 use kube::{Client, Config, ResourceExt};
 use serde_json::{Value, json};
 use tranche_api::gpu_node::GpuNode;
-use tranche_e2e::{Case, SYSTEM, run, system};
+use tranche_e2e::{Case, SYSTEM, account, run, system};
 
 /// A client with the node plugin's rights, with a token that is bound to `pod`, or to no pod.
 async fn as_plugin(case: &Case, pod: Option<&Pod>) -> anyhow::Result<Client> {
-    let mut request = json!({"spec": {"audiences": [], "expirationSeconds": 600}});
-    if let Some(pod) = pod {
-        request["spec"]["boundObjectRef"] =
-            json!({"apiVersion": "v1", "kind": "Pod", "name": pod.name_any(), "uid": pod.uid()});
-    }
-    let request: TokenRequest = serde_json::from_value(request)?;
-    let accounts: Api<ServiceAccount> = Api::namespaced(case.client.clone(), SYSTEM);
-    let token = accounts
-        .create_token_request(system::NODE_PLUGIN_NAME, &PostParams::default(), &request)
-        .await?
-        .status
-        .context("a token")?
-        .token;
+    let token = account::token(&case.client, SYSTEM, system::NODE_PLUGIN_NAME, pod).await?;
     let mut config = Config::infer().await?;
     config.auth_info = serde_json::from_value(json!({"token": token}))?;
     Ok(Client::try_from(config)?)

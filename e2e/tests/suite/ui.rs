@@ -6,9 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context, ensure};
 use fantoccini::key::Key;
-use k8s_openapi::api::authentication::v1::TokenRequest;
-use k8s_openapi::api::core::v1::ServiceAccount;
-use k8s_openapi::api::rbac::v1::{Role, RoleBinding};
+use k8s_openapi::api::rbac::v1::Role;
 use k8s_openapi::api::resource::v1::ResourceClaim;
 use kube::Config;
 use kube::ResourceExt;
@@ -18,7 +16,7 @@ use tempfile::TempDir;
 use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::{Child, Command};
 use tranche_e2e::browser::View;
-use tranche_e2e::{Browser, Case, Namespace, Request, kubectl, run_on_a_node, wait};
+use tranche_e2e::{Browser, Case, Namespace, Request, account, kubectl, run_on_a_node, wait};
 
 /// The time from the API server's knowledge of a share to its place in the page.
 const LIVE: Duration = Duration::from_secs(2);
@@ -276,9 +274,7 @@ async fn narrow_kubeconfig(
 ) -> anyhow::Result<(TempDir, PathBuf)> {
     let (name, here) = ("reader", namespace.name());
     let post = PostParams::default();
-    let account: ServiceAccount = serde_json::from_value(json!({"metadata": {"name": name}}))?;
-    let accounts: Api<ServiceAccount> = Api::namespaced(case.client.clone(), here);
-    accounts.create(&post, &account).await?;
+    let token = account::create(&case.client, here, name).await?;
     let verbs = ["get", "list", "watch"];
     let role: Role = serde_json::from_value(json!({
         "metadata": {"name": name},
@@ -290,18 +286,7 @@ async fn narrow_kubeconfig(
     Api::<Role>::namespaced(case.client.clone(), here)
         .create(&post, &role)
         .await?;
-    let binding: RoleBinding = serde_json::from_value(json!({
-        "metadata": {"name": name},
-        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name},
-        "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": here}],
-    }))?;
-    Api::<RoleBinding>::namespaced(case.client.clone(), here)
-        .create(&post, &binding)
-        .await?;
-    let wanted: TokenRequest =
-        serde_json::from_value(json!({"spec": {"audiences": [], "expirationSeconds": 600}}))?;
-    let token = accounts.create_token_request(name, &post, &wanted).await?;
-    let token = token.status.context("a token")?.token;
+    account::bind_here(case, here, name, ("Role", name)).await?;
     let server = Config::infer().await?.cluster_url.to_string();
     let config = json!({
         "apiVersion": "v1", "kind": "Config", "current-context": "it",

@@ -4,9 +4,8 @@ use std::process::Stdio;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
-use k8s_openapi::api::authentication::v1::TokenRequest;
-use k8s_openapi::api::core::v1::{Pod, ServiceAccount};
-use k8s_openapi::api::rbac::v1::{ClusterRoleBinding, Role, RoleBinding};
+use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::api::rbac::v1::{Role, RoleBinding};
 use kube::api::{Api, DeleteParams, ListParams, PostParams};
 use kube::{Config, ResourceExt as _};
 use serde_json::{Value, json};
@@ -14,27 +13,13 @@ use tokio::process::Command;
 use tranche_api::usage::NodeUsage;
 use tranche_api::usage_api::{ClaimUsage, NodeUsageObject};
 use tranche_e2e::kubectl::tranche;
-use tranche_e2e::{Case, Request, SYSTEM, run, wait};
+use tranche_e2e::{Case, Request, SYSTEM, account, run, wait};
 
 use crate::metrics;
 
 const GI: u64 = 1 << 30;
 /// How long the API may be away when a replica is killed: the API server asks the other one at its next try.
 const AWAY: Duration = Duration::from_secs(15);
-
-/// The token of a new ServiceAccount.
-async fn token(case: &Case, namespace: &str, name: &str) -> anyhow::Result<String> {
-    let accounts: Api<ServiceAccount> = Api::namespaced(case.client.clone(), namespace);
-    let account = serde_json::from_value(json!({"metadata": {"name": name}}))?;
-    accounts.create(&PostParams::default(), &account).await?;
-    let request: TokenRequest =
-        serde_json::from_value(json!({"spec": {"audiences": [], "expirationSeconds": 600}}))?;
-    let answer = accounts
-        .create_token_request(name, &PostParams::default(), &request)
-        .await?;
-    let status = answer.status.context("a status")?;
-    status.token.context("a token")
-}
 
 /// The output of kubectl as the owner of a token, or what it wrote to stderr.
 async fn kubectl(token: &str, arguments: &[&str]) -> anyhow::Result<Result<String, String>> {
@@ -62,35 +47,6 @@ async fn kubectl(token: &str, arguments: &[&str]) -> anyhow::Result<Result<Strin
     } else {
         Err(text(&output.stderr))
     })
-}
-
-/// Binds a ServiceAccount to the ClusterRole `view`, in its own namespace.
-async fn may_view(case: &Case, namespace: &str, account: &str) -> anyhow::Result<()> {
-    let bindings: Api<RoleBinding> = Api::namespaced(case.client.clone(), namespace);
-    let binding = serde_json::from_value(json!({
-        "metadata": {"name": account},
-        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "view"},
-        "subjects": [{"kind": "ServiceAccount", "name": account, "namespace": namespace}],
-    }))?;
-    bindings.create(&PostParams::default(), &binding).await?;
-    Ok(())
-}
-
-/// Binds a ServiceAccount to a ClusterRole in the whole cluster, to the end of the test.
-async fn bind(case: &Case, namespace: &str, account: &str, role: &str) -> anyhow::Result<()> {
-    let bindings: Api<ClusterRoleBinding> = Api::all(case.client.clone());
-    let name = case.unique(role);
-    let binding = serde_json::from_value(json!({
-        "metadata": {"name": name},
-        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": role},
-        "subjects": [{"kind": "ServiceAccount", "name": account, "namespace": namespace}],
-    }))?;
-    bindings.create(&PostParams::default(), &binding).await?;
-    case.afterwards("the binding", async move {
-        bindings.delete(&name, &DeleteParams::default()).await?;
-        Ok(())
-    });
-    Ok(())
 }
 
 /// What the node's plugin itself answers.
@@ -134,8 +90,8 @@ async fn a_tenant_sees_its_own(
     claim: &str,
     neighbour: &str,
 ) -> anyhow::Result<()> {
-    let tenant = token(case, name, "tenant").await?;
-    may_view(case, name, "tenant").await?;
+    let tenant = account::create(&case.client, name, "tenant").await?;
+    account::bind_here(case, name, "tenant", ("ClusterRole", "view")).await?;
     let table = wait::for_answer("the tenant's right", wait::USUAL, async || {
         Ok(
             kubectl(&tenant, &["get", "claimusages", "--namespace", name])
@@ -186,9 +142,9 @@ async fn a_tenant_sees_its_own(
 
 /// Somebody who is bound to the reader's role; returns the token.
 async fn a_reader_sees_all(case: &Case, name: &str, neighbour: &str) -> anyhow::Result<String> {
-    let reader = token(case, name, "reader").await?;
-    bind(case, name, "reader", "tranche-usage-reader").await?;
-    bind(case, name, "reader", "tranche-metrics-reader").await?;
+    let reader = account::create(&case.client, name, "reader").await?;
+    account::bind(case, name, "reader", "tranche-usage-reader").await?;
+    account::bind(case, name, "reader", "tranche-metrics-reader").await?;
     let nodes = wait::for_answer("the reader's right", wait::USUAL, async || {
         Ok(kubectl(&reader, &["get", "nodeusages"]).await?.ok())
     })
