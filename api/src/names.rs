@@ -32,10 +32,16 @@ pub fn pool(node: &str) -> String {
     format!("{node}/gpu")
 }
 
+/// The node of a pool of ours.
+#[must_use]
+pub fn own_node(pool: &str) -> Option<&str> {
+    pool.strip_suffix("/gpu")
+}
+
 /// The node of a pool; the pool's own name if it is not one of ours.
 #[must_use]
 pub fn node_of(pool: &str) -> &str {
-    pool.strip_suffix("/gpu").unwrap_or(pool)
+    own_node(pool).unwrap_or(pool)
 }
 
 /// A name with its meaning, for the reference page.

@@ -84,6 +84,14 @@ pub struct GpuUsage {
     pub problem: Option<String>,
 }
 
+impl GpuUsage {
+    /// What claims hold of the GPU itself and of its partitions.
+    pub fn all_shares(&self) -> impl Iterator<Item = &ShareUsage> {
+        let on_partitions = self.partitions.iter().flat_map(|it| &it.shares);
+        self.shares.iter().chain(on_partitions)
+    }
+}
+
 /// Memory of a GPU or of a MIG instance in bytes (`nvmlDeviceGetMemoryInfo_v2`): `total` is the sum of the others.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]

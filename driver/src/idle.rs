@@ -41,6 +41,12 @@ pub enum Action {
 }
 
 impl Terms {
+    /// Whether a claim is idle by them.
+    #[must_use]
+    pub fn find_idle(self, seen: Seen) -> bool {
+        judge(Some(self), seen).is_ok()
+    }
+
     /// The more patient of both, for a claim with devices of several GPUs.
     #[must_use]
     pub fn more_patient(self, other: Self) -> Self {

@@ -37,6 +37,7 @@ pub mod mig;
 pub mod moment;
 pub mod oversubscription;
 pub mod pending;
+pub mod pod;
 pub mod policy;
 pub mod preparation;
 pub mod providers;

@@ -1,22 +1,6 @@
-//! What a pod says of its claims and of the scheduler.
+//! What a pod says of the scheduler.
 
 use k8s_openapi::api::core::v1::Pod;
-
-/// The names of a pod's claims, in its namespace: those that it names, that were made for it, and that stand for its extended
-/// resources.
-pub(crate) fn claims_of(pod: &Pod) -> Vec<&str> {
-    let spec = pod.spec.as_ref();
-    let named = spec.and_then(|it| it.resource_claims.as_deref());
-    let named = named.unwrap_or_default().iter();
-    let named = named.filter_map(|it| it.resource_claim_name.as_deref());
-    let status = pod.status.as_ref();
-    let made = status.and_then(|it| it.resource_claim_statuses.as_deref());
-    let made = made.unwrap_or_default().iter();
-    let made = made.filter_map(|it| it.resource_claim_name.as_deref());
-    let extended = status.and_then(|it| it.extended_resource_claim_status.as_ref());
-    let extended = extended.map(|it| it.resource_claim_name.as_str());
-    named.chain(made).chain(extended).collect()
-}
 
 /// Whether it has a node.
 pub(crate) fn is_placed(pod: &Pod) -> bool {

@@ -128,8 +128,7 @@ impl Usage {
             };
             self.gpus.insert(gpu.uuid.clone(), used);
         }
-        let partitions = gpu.partitions.iter().flat_map(|it| &it.shares);
-        for share in gpu.shares.iter().chain(partitions) {
+        for share in gpu.all_shares() {
             self.part(share);
         }
     }

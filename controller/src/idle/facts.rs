@@ -11,6 +11,7 @@ use tranche_api::conditions::IDLE;
 use tranche_api::names::{DRIVER, IDLE_ANNOTATION, KEEP, node_of};
 use tranche_api::usage::ClaimReference;
 use tranche_driver::idle::{Device, Holder, Seen, Watch};
+use tranche_driver::pod::claims_of;
 
 use super::decision::{Facts, Noticed, PodFacts};
 use super::writer::told;
@@ -99,22 +100,10 @@ fn is_kept(annotations: &BTreeMap<String, String>) -> bool {
 }
 
 fn pod_facts(pod: &Pod) -> PodFacts {
-    let status = pod.status.as_ref();
-    let named = pod
-        .spec
-        .iter()
-        .flat_map(|it| it.resource_claims.iter().flatten());
-    let named = named.filter_map(|it| it.resource_claim_name.clone());
-    let made = status
-        .iter()
-        .flat_map(|it| it.resource_claim_statuses.iter().flatten());
-    let made = made.filter_map(|it| it.resource_claim_name.clone());
-    let extended = status.and_then(|it| it.extended_resource_claim_status.as_ref());
-    let extended = extended.map(|it| it.resource_claim_name.clone());
     PodFacts {
         name: pod.name_any(),
         uid: pod.uid().unwrap_or_default(),
-        claims: named.chain(made).chain(extended).collect(),
+        claims: claims_of(pod).into_iter().map(str::to_owned).collect(),
         is_ending: pod.metadata.deletion_timestamp.is_some(),
     }
 }

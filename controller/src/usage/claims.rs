@@ -96,15 +96,11 @@ impl Claims {
         }
         let nodes = &self.nodes;
         let mut answers = futures::stream::iter(uids)
-            .map(|(node, uids)| async { (nodes.answer(&node).await, node, uids) })
+            .map(|(node, uids)| async { (nodes.usage(&node).await, node, uids) })
             .buffer_unordered(AT_ONCE);
         let mut devices = BTreeMap::<String, Vec<DeviceUsage>>::new();
         let mut problems = BTreeMap::new();
-        while let Some((answer, node, uids)) = answers.next().await {
-            let usage = match &*answer {
-                Ok(packed) => packed.unpack(),
-                Err(problem) => Err(problem.clone()),
-            };
+        while let Some((usage, node, uids)) = answers.next().await {
             match usage {
                 Ok(usage) => {
                     for (uid, device) in devices_of(usage, &uids) {

@@ -179,6 +179,14 @@ impl Nodes {
         answer
     }
 
+    /// A node's usage as [`answer`](Self::answer) has it, or why it is not known.
+    pub async fn usage(&self, node: &str) -> Result<NodeUsage, String> {
+        match &*self.answer(node).await {
+            Ok(packed) => packed.unpack(),
+            Err(problem) => Err(problem.clone()),
+        }
+    }
+
     async fn ask(&self, node: &str, plugin: SocketAddr) -> Answer {
         // The semaphore is never closed.
         let _turn = self.turns.acquire().await;

@@ -7,8 +7,8 @@ use k8s_openapi::api::resource::v1::ResourceClaim;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::core::TypeMeta;
 use serde_json::{Value, json};
-use tranche_api::names::DRIVER;
-use tranche_api::usage::{Measure, NodeUsage, ShareUsage, Utilization};
+use tranche_api::names::{DRIVER, own_node};
+use tranche_api::usage::{GpuUsage, Measure, NodeUsage, ShareUsage, Utilization};
 use tranche_api::usage_api::{
     API_VERSION, ClaimUsage, DeviceUsage, NodeUsageObject, PartitionName,
 };
@@ -191,7 +191,7 @@ impl Claim {
             .into_iter()
             .flatten()
             .filter(|result| result.driver == DRIVER)
-            .filter_map(|result| Some(result.pool.strip_suffix("/gpu")?.to_owned()))
+            .filter_map(|result| Some(own_node(&result.pool)?.to_owned()))
             .collect();
         (!nodes.is_empty()).then(|| Self {
             namespace: claim.metadata.namespace.unwrap_or_default(),
@@ -328,10 +328,7 @@ fn node_cells(node: &NodeUsageObject) -> Vec<Value> {
         ];
     };
     let memory = || usage.gpus.iter().filter_map(|gpu| gpu.memory);
-    let shares = usage.gpus.iter().flat_map(|gpu| {
-        let partitions = gpu.partitions.iter().flat_map(|it| &it.shares);
-        gpu.shares.iter().chain(partitions)
-    });
+    let shares = usage.gpus.iter().flat_map(GpuUsage::all_shares);
     let claims: BTreeSet<&str> = shares.map(|share| share.claim.uid.as_str()).collect();
     let busy: Vec<u64> = usage
         .gpus

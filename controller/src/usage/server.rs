@@ -277,12 +277,7 @@ enum Part {
 }
 
 async fn node(nodes: Arc<Nodes>, name: String) -> Object {
-    let answer = nodes.answer(&name).await;
-    let usage = match &*answer {
-        Ok(packed) => packed.unpack(),
-        Err(problem) => Err(problem.clone()),
-    };
-    node_object(&name, usage)
+    node_object(&name, nodes.usage(&name).await)
 }
 
 fn missing(wanted: &Wanted, name: &str, why: &str) -> Refusal {

@@ -36,8 +36,7 @@ pub struct Device {
 pub fn holders(usage: &NodeUsage) -> BTreeMap<String, Holder> {
     let mut holders: BTreeMap<String, Holder> = BTreeMap::new();
     for gpu in &usage.gpus {
-        let on_partitions = gpu.partitions.iter().flat_map(|it| &it.shares);
-        for share in gpu.shares.iter().chain(on_partitions) {
+        for share in gpu.all_shares() {
             let seen = seen(gpu, share);
             let device = Device {
                 pool: share.pool.clone(),

@@ -30,13 +30,19 @@ impl IdleTerms {
         is_selected.then_some(self.terms)
     }
 
+    /// What is asked of a claim whose namespace does not matter: that it is named.
+    #[must_use]
+    pub fn report(&self) -> Terms {
+        Terms {
+            action: Action::Report,
+            ..self.terms
+        }
+    }
+
     /// The same, without evictions.
     #[must_use]
     pub fn report_only(self) -> Self {
-        let terms = Terms {
-            action: Action::Report,
-            ..self.terms
-        };
+        let terms = self.report();
         Self { terms, ..self }
     }
 

@@ -16,9 +16,9 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tranche_api::GpuNode;
 use tranche_api::names::{DRIVER, node_of};
+use tranche_driver::pod::claims_of;
 
 use super::trim;
-use crate::pods;
 use crate::snapshot::{Gap, Resource, Scope, Snapshot};
 
 /// A change of an object, as a watch tells it.
@@ -242,7 +242,7 @@ impl Store {
             .iter()
             .flat_map(|pod| {
                 let namespace = pod.metadata.namespace.as_deref().unwrap_or_default();
-                let claims = pods::claims_of(pod).into_iter();
+                let claims = claims_of(pod).into_iter();
                 claims.map(move |name| key(Some(namespace), name))
             })
             .collect();
@@ -336,7 +336,7 @@ impl Object {
             }
             Self::Class(it) => packed(&trim::class(it), Vec::new()),
             Self::Pod(it) => {
-                if pods::claims_of(it).is_empty() {
+                if claims_of(it).is_empty() {
                     return None;
                 }
                 packed(&trim::pod(it), Vec::new())

@@ -5,10 +5,11 @@ use std::collections::BTreeMap;
 use k8s_openapi::api::core::v1::Pod;
 use serde::Serialize;
 use tranche_api::names::DRIVER;
+use tranche_driver::pod::claims_of;
 
 use crate::model::{Claim, Model, Want};
 use crate::output::bytes;
-use crate::pods::{self, claims_of};
+use crate::pods;
 use crate::snapshot::Snapshot;
 
 /// A pod that does not run yet.
