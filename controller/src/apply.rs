@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::api::core::v1::{ObjectReference, Pod};
 use k8s_openapi::api::resource::v1::{ResourceClaim, ResourceSlice};
 use kube::api::{DeleteParams, ListParams, Patch, PatchParams, PostParams, Preconditions};
 use kube::runtime::events::{Event, EventType, Recorder, Reporter};
@@ -26,7 +26,7 @@ use crate::pool::Write;
 use crate::withdrawn::{Held, Read, USABLE};
 
 /// The field manager of `status.published`, and the events' reporter.
-pub(crate) const MANAGER: &str = "tranche-controller";
+const MANAGER: &str = "tranche-controller";
 /// How long a request may take.
 const DEADLINE: Duration = Duration::from_secs(10);
 /// The node plugins' pods, as the chart labels them.
@@ -232,8 +232,7 @@ impl Executor {
             .await
     }
 
-    /// Writes an event about a change, on the GpuNode and on the policy that has to change. An event that cannot be
-    /// written is not retried: the GpuNode's status and the log say the same.
+    /// Writes an event about a change, on the GpuNode and on the policy that has to change.
     pub async fn write_events(&self, view: &NodeView, news: &News) {
         use kube::Resource;
         let gpu_node = view.gpu_node.as_ref().map(|node| node.object_ref(&()));
@@ -242,23 +241,23 @@ impl Executor {
             .iter()
             .find(|policy| policy.metadata.name.is_some() && policy.metadata.name == news.policy)
             .map(|policy| policy.object_ref(&()));
-        let event = Event {
-            type_: if news.warning {
-                EventType::Warning
-            } else {
-                EventType::Normal
-            },
-            reason: news.reason.to_owned(),
-            // The API's limit is 1024 bytes.
-            note: Some(news.note.chars().take(900).collect()),
-            action: news.action.clone(),
-            secondary: None,
+        let kind = if news.warning {
+            EventType::Warning
+        } else {
+            EventType::Normal
         };
+        let event = event(kind, news.reason, &news.note, &news.action);
         for object in gpu_node.into_iter().chain(policy) {
-            let request = self.recorder.publish(&event, &object);
-            if let Err(error) = self.send(Verb::Create, "events", &view.name, request).await {
-                tracing::warn!(node = view.name, %error, "cannot write an event");
-            }
+            self.publish(&view.name, &event, &object).await;
+        }
+    }
+
+    /// Writes an event about the object `name`. One that cannot be written is not retried: the object's status and the log say the
+    /// same.
+    pub(crate) async fn publish(&self, name: &str, event: &Event, object: &ObjectReference) {
+        let request = self.recorder.publish(event, object);
+        if let Err(error) = self.send(Verb::Create, "events", name, request).await {
+            tracing::warn!(about = name, %error, "cannot write an event");
         }
     }
 
@@ -378,6 +377,17 @@ impl Executor {
             .map_or_else(ApplyError::outcome, |_| Outcome::Done);
         self.metrics.written(verb, resource, outcome);
         result
+    }
+}
+
+/// An event with a note of a length that the API server takes: at most 1024 bytes.
+pub(crate) fn event(kind: EventType, reason: &str, note: &str, action: &str) -> Event {
+    Event {
+        type_: kind,
+        reason: reason.to_owned(),
+        note: Some(note.chars().take(900).collect()),
+        action: action.to_owned(),
+        secondary: None,
     }
 }
 

@@ -98,7 +98,7 @@ struct PendingLabels {
     reason: &'static str,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, EncodeLabelSet)]
 struct NamespaceLabels {
     namespace: String,
 }
@@ -111,6 +111,26 @@ struct LaneLabels {
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct WatchLabels {
     kind: &'static str,
+}
+
+/// The series of families that are recorded as a whole.
+#[derive(Clone, Debug)]
+struct Known<L>(Arc<Mutex<BTreeSet<L>>>);
+
+impl<L> Default for Known<L> {
+    fn default() -> Self {
+        Self(Arc::default())
+    }
+}
+
+impl<L: Clone + Ord> Known<L> {
+    /// Takes the series that there are now, and returns those that there are no more.
+    fn replace(&self, now: BTreeSet<L>) -> Vec<L> {
+        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let gone = known.difference(&now).cloned().collect();
+        *known = now;
+        gone
+    }
 }
 
 /// All metrics; clones share the same counters.
@@ -131,8 +151,9 @@ pub struct Metrics {
     pending_since: Family<PendingLabels, Gauge>,
     idle: Family<NamespaceLabels, Gauge>,
     idle_memory: Family<NamespaceLabels, Gauge<u64, AtomicU64>>,
-    /// The series that `pending` has.
-    pending_known: Arc<Mutex<BTreeSet<PendingLabels>>>,
+    /// The series that `pending` and `idle` have.
+    pending_known: Known<PendingLabels>,
+    idle_known: Known<NamespaceLabels>,
 }
 
 impl Default for Metrics {
@@ -227,7 +248,8 @@ impl Default for Metrics {
             pending_since,
             idle,
             idle_memory,
-            pending_known: Arc::default(),
+            pending_known: Known::default(),
+            idle_known: Known::default(),
         }
     }
 }
@@ -297,21 +319,15 @@ impl Metrics {
                 .set(count.since.as_second());
             now.insert(labels);
         }
-        let mut known = self
-            .pending_known
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        for gone in known.difference(&now) {
-            self.pending.remove(gone);
-            self.pending_since.remove(gone);
+        for gone in self.pending_known.replace(now) {
+            self.pending.remove(&gone);
+            self.pending_since.remove(&gone);
         }
-        *known = now;
     }
 
     /// Records the idle claims and the bytes that they hold, by namespace.
     pub fn idle(&self, counts: &BTreeMap<&str, (usize, u64)>) {
-        self.idle.clear();
-        self.idle_memory.clear();
+        let mut now = BTreeSet::new();
         for (namespace, (claims, memory)) in counts {
             let labels = NamespaceLabels {
                 namespace: (*namespace).to_owned(),
@@ -319,6 +335,11 @@ impl Metrics {
             let claims = i64::try_from(*claims).unwrap_or(i64::MAX);
             self.idle.get_or_create(&labels).set(claims);
             self.idle_memory.get_or_create(&labels).set(*memory);
+            now.insert(labels);
+        }
+        for gone in self.idle_known.replace(now) {
+            self.idle.remove(&gone);
+            self.idle_memory.remove(&gone);
         }
     }
 

@@ -34,8 +34,11 @@ pub enum Allowed {
 #[derive(Clone, Debug, Default)]
 pub struct Asked {
     allowed: Allowed,
-    nodes: Arc<Mutex<BTreeMap<String, Arc<NodeTerms>>>>,
+    nodes: Arc<Mutex<Nodes>>,
 }
+
+/// By name. Whoever reads holds what it was.
+type Nodes = Arc<BTreeMap<String, Arc<NodeTerms>>>;
 
 impl Asked {
     /// Of what the policies ask, what is allowed.
@@ -65,25 +68,26 @@ impl Asked {
             Allowed::Evict => {}
         }
         let mut nodes = self.nodes();
+        let known = nodes.get(&view.name);
         if view.gpu_node.is_none() {
-            nodes.remove(&view.name);
-        } else if nodes.get(&view.name).is_none_or(|known| **known != terms) {
-            nodes.insert(view.name.clone(), Arc::new(terms));
+            Arc::make_mut(&mut nodes).remove(&view.name);
+        } else if known.is_none_or(|known| **known != terms) {
+            Arc::make_mut(&mut nodes).insert(view.name.clone(), Arc::new(terms));
         }
     }
 
     /// What is asked of each node that was reconciled; of most nothing is.
     #[must_use]
-    pub fn all(&self) -> BTreeMap<String, Arc<NodeTerms>> {
-        self.nodes().clone()
+    pub fn all(&self) -> Nodes {
+        Arc::clone(&self.nodes())
     }
 
     /// Forgets everything: every node is reconciled again before anything is asked.
     pub fn clear(&self) {
-        self.nodes().clear();
+        *self.nodes() = Nodes::default();
     }
 
-    fn nodes(&self) -> MutexGuard<'_, BTreeMap<String, Arc<NodeTerms>>> {
+    fn nodes(&self) -> MutexGuard<'_, Nodes> {
         self.nodes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -3,7 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use tranche_driver::idle::{Action, Holder, Step, Terms, Watch, Why};
+use tranche_driver::idle::{Holder, Step, Terms, Watch, Why};
+use tranche_driver::policy::IdleTerms;
 
 use super::asked::NodeTerms;
 
@@ -54,30 +55,24 @@ pub struct Act {
 }
 
 /// What is asked of a claim: the most patient of what is asked of its GPUs. Nothing, if of one of them nothing is asked.
-#[must_use]
-pub fn terms_of(
+fn of_gpus(
     holder: &Holder,
     asked: &NodeTerms,
-    labels: &BTreeMap<String, String>,
+    of: impl Fn(&IdleTerms) -> Option<Terms>,
 ) -> Option<Terms> {
-    let each = holder
-        .gpus
-        .iter()
-        .map(|gpu| asked.get(gpu)?.of_namespace(labels));
+    let each = holder.gpus.iter().map(|gpu| of(asked.get(gpu)?));
     each.reduce(|one, two| Some(one?.more_patient(two?)))?
 }
 
-/// Whether a claim is idle if its namespace is looked at: only of such claims are the facts needed.
-#[must_use]
-pub fn may_be_idle(holder: &Holder, asked: &NodeTerms) -> bool {
-    let idle = holder.seen.idle.zip(after(holder, asked));
-    idle.is_some_and(|(idle, after)| idle >= after) && holder.seen.memory > 0
+/// What would be asked of a claim if its namespace were selected: at least to be named.
+fn in_any_namespace(holder: &Holder, asked: &NodeTerms) -> Option<Terms> {
+    of_gpus(holder, asked, |terms| Some(terms.report()))
 }
 
-/// After how long without a kernel a claim is idle; `None` if of one of its GPUs nothing is asked.
-fn after(holder: &Holder, asked: &NodeTerms) -> Option<Duration> {
-    let each = holder.gpus.iter().map(|gpu| Some(asked.get(gpu)?.after()));
-    each.reduce(|one, two| Some(one?.max(two?)))?
+/// Whether a claim is idle if its namespace is selected: only of such claims are the facts needed.
+#[must_use]
+pub fn may_be_idle(holder: &Holder, asked: &NodeTerms) -> bool {
+    in_any_namespace(holder, asked).is_some_and(|terms| terms.find_idle(holder.seen))
 }
 
 /// The steps of a node's claims, of which `watches` has those that were called idle. `now` is since the epoch; `facts` has those of the claims
@@ -95,13 +90,11 @@ pub fn decide(
     watches.retain(|uid, noticed| noticed.node != node || holders.contains_key(uid));
     for (uid, holder) in holders {
         let terms = match facts.get(uid) {
-            Some(facts) => terms_of(holder, asked, &facts.labels).filter(|_| !facts.is_kept),
+            Some(facts) if facts.is_kept => None,
+            Some(facts) => of_gpus(holder, asked, |terms| terms.of_namespace(&facts.labels)),
             None if may_be_idle(holder, asked) => continue,
-            // Whether its namespace is looked at makes no difference to a claim that works.
-            None => after(holder, asked).map(|after| Terms {
-                after,
-                action: Action::Report,
-            }),
+            // Whether its namespace is selected makes no difference to a claim that works.
+            None => in_any_namespace(holder, asked),
         };
         let watch = watches.get(uid).map(|it| it.watch).unwrap_or_default();
         let (watch, step) = watch.step(now, terms, holder.seen);

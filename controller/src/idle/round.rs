@@ -9,16 +9,17 @@ use jiff::Timestamp;
 use kube::Client;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
+use tranche_api::conditions::{IDLE, State};
 use tranche_driver::idle::{Holder, Step, Watch, Why, holders};
 
 use super::asked::{self, Asked, NodeTerms};
 use super::decision::{self, Act, Facts, Noticed, decide, may_be_idle};
 use super::facts::Reader;
-use super::writer::{Condition, EVICTION_REFUSED, Writer, condition_of};
+use super::writer::{EVICTION_REFUSED, Writer, condition_of};
 use crate::apply::{ApplyError, Executor};
 use crate::leader::Leadership;
 use crate::metrics::Metrics;
-use crate::usage::nodes::{Nodes, Packed};
+use crate::usage::nodes::Nodes;
 
 /// How often it is asked which nodes are due.
 const TICK: Duration = Duration::from_secs(1);
@@ -120,12 +121,12 @@ impl Idle {
             };
             let asked = self.asked.all();
             let is_settled = since.elapsed() > SETTLED;
-            self.round(asked, is_settled).await;
+            self.round(&asked, is_settled).await;
         }
     }
 
-    async fn round(&mut self, asked: BTreeMap<String, Arc<NodeTerms>>, is_settled: bool) {
-        let mut acts = self.look(&asked).await;
+    async fn round(&mut self, asked: &BTreeMap<String, Arc<NodeTerms>>, is_settled: bool) {
+        let mut acts = self.look(asked).await;
         // Of a node that was not reconciled yet it is not known what is asked.
         let is_unasked =
             |node: &String| asked.get(node).map_or(is_settled, |terms| terms.is_empty());
@@ -211,9 +212,7 @@ impl Idle {
     }
 
     async fn look_at(&self, node: String, terms: Arc<NodeTerms>) -> Look {
-        let answer = self.nodes.answer(&node).await;
-        let usage = answer.as_ref().as_ref().map_err(Clone::clone);
-        let holders = usage.and_then(Packed::unpack).map(|it| holders(&it));
+        let holders = self.nodes.usage(&node).await.map(|it| holders(&it));
         let mut facts = BTreeMap::new();
         for (uid, holder) in holders.iter().flatten() {
             if !may_be_idle(holder, &terms) {
@@ -285,7 +284,8 @@ impl Idle {
             return;
         }
         tracing::warn!(namespace = claim.namespace, claim = claim.name, pod, %error, "the pod of an idle claim cannot be evicted now");
-        let condition = Condition {
+        let condition = State {
+            kind: IDLE,
             holds: true,
             reason: EVICTION_REFUSED,
             message: format!("the pod {pod} cannot be evicted now, and it is tried again: {error}"),
@@ -293,7 +293,7 @@ impl Idle {
         self.say(&act.holder, &condition).await;
     }
 
-    async fn say(&self, holder: &Holder, condition: &Condition) {
+    async fn say(&self, holder: &Holder, condition: &State) {
         let since = match self.watches.get(&holder.claim.uid).map(|it| it.watch) {
             Some(Watch::Noticed { at, .. }) => {
                 let seconds = i64::try_from(at.as_secs()).unwrap_or(i64::MAX);

@@ -5,17 +5,18 @@ use std::time::Duration;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{ObjectReference, Pod};
 use k8s_openapi::api::resource::v1::ResourceClaim;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 use kube::api::{DeleteParams, EvictParams, Patch, PatchParams, Preconditions};
-use kube::runtime::events::{Event, EventType, Recorder, Reporter};
+use kube::runtime::events::EventType;
 use kube::{Api, Client};
 use serde_json::{Value, json};
 use tranche_api::Quantity;
-use tranche_api::conditions::IDLE;
+use tranche_api::conditions::{IDLE, State};
 use tranche_api::names::DRIVER;
 use tranche_driver::idle::{Action, Holder, Step, Why};
 
 use super::decision::{Act, PodFacts};
-use crate::apply::{ApplyError, Executor, MANAGER};
+use crate::apply::{ApplyError, Executor, event};
 use crate::metrics::Verb;
 
 /// The field manager of the condition: another than that of the rest, which applies other objects.
@@ -28,23 +29,11 @@ const EVICTION_DUE: &str = "EvictionDue";
 /// Its reason where they cannot be evicted now.
 pub const EVICTION_REFUSED: &str = "EvictionRefused";
 
-/// The status of the condition `Idle`, and why.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Condition {
-    /// Whether it is idle.
-    pub holds: bool,
-    /// In one word.
-    pub reason: &'static str,
-    /// For people.
-    pub message: String,
-}
-
 /// Writes to the API server, while this replica leads.
 #[derive(Clone)]
 pub struct Writer {
     client: Client,
     executor: Executor,
-    recorder: Recorder,
 }
 
 impl std::fmt::Debug for Writer {
@@ -57,28 +46,19 @@ impl Writer {
     /// Writes with `client`, as `executor` allows.
     #[must_use]
     pub fn new(client: Client, executor: Executor) -> Self {
-        let reporter = Reporter {
-            controller: MANAGER.to_owned(),
-            instance: None,
-        };
-        let recorder = Recorder::new(client.clone(), reporter);
-        Self {
-            client,
-            executor,
-            recorder,
-        }
+        Self { client, executor }
     }
 
     /// Writes the condition on all of the claim's devices.
     pub async fn condition(
         &self,
         holder: &Holder,
-        condition: &Condition,
+        condition: &State,
         since: Timestamp,
     ) -> Result<(), ApplyError> {
         let claim = &holder.claim;
         let claims: Api<ResourceClaim> = Api::namespaced(self.client.clone(), &claim.namespace);
-        let body = body(holder, condition, since);
+        let body = body(holder, &condition.since(&[], since));
         let params = PatchParams::apply(FIELD_MANAGER).force();
         let patch = Patch::Apply(&body);
         let request = claims.patch_status(&claim.name, &params, &patch);
@@ -108,16 +88,8 @@ impl Writer {
         sent.await.map(drop)
     }
 
-    /// Writes an event on a pod. One that cannot be written is not retried: the condition says the same.
+    /// Writes an event on a pod.
     pub async fn event(&self, namespace: &str, pod: &PodFacts, reason: &str, note: &str) {
-        let event = Event {
-            type_: EventType::Warning,
-            reason: reason.to_owned(),
-            // The API's limit is 1024 bytes.
-            note: Some(note.chars().take(900).collect()),
-            action: "LookForIdleClaims".to_owned(),
-            secondary: None,
-        };
         let object = ObjectReference {
             api_version: Some("v1".to_owned()),
             kind: Some("Pod".to_owned()),
@@ -127,20 +99,14 @@ impl Writer {
             ..ObjectReference::default()
         };
         let name = format!("{namespace}/{}", pod.name);
-        let request = self.recorder.publish(&event, &object);
-        if let Err(error) = self
-            .executor
-            .send(Verb::Create, "events", &name, request)
-            .await
-        {
-            tracing::warn!(pod = name, %error, "cannot write an event");
-        }
+        let event = event(EventType::Warning, reason, note, "LookForIdleClaims");
+        self.executor.publish(&name, &event, &object).await;
     }
 }
 
 /// What the condition says after a step; `None` for a step that leaves it.
 #[must_use]
-pub fn condition_of(act: &Act) -> Option<Condition> {
+pub fn condition_of(act: &Act) -> Option<State> {
     let (holds, reason, message) = match act.step {
         Step::Nothing | Step::Evict => return None,
         Step::Notice { idle } => {
@@ -167,7 +133,8 @@ pub fn condition_of(act: &Act) -> Option<Condition> {
             (false, reason, message.to_owned())
         }
     };
-    Some(Condition {
+    Some(State {
+        kind: IDLE,
         holds,
         reason,
         message,
@@ -201,7 +168,7 @@ fn withdrawn(why: Why) -> (&'static str, &'static str) {
 }
 
 /// The applied object. With its UID the write fails for another claim of the same name.
-fn body(holder: &Holder, condition: &Condition, since: Timestamp) -> Value {
+fn body(holder: &Holder, condition: &Condition) -> Value {
     let devices: Vec<_> = holder
         .devices
         .iter()
@@ -210,13 +177,7 @@ fn body(holder: &Holder, condition: &Condition, since: Timestamp) -> Value {
                 "driver": DRIVER,
                 "pool": device.pool,
                 "device": device.device,
-                "conditions": [{
-                    "type": IDLE,
-                    "status": if condition.holds { "True" } else { "False" },
-                    "reason": condition.reason,
-                    "message": condition.message,
-                    "lastTransitionTime": since.strftime("%Y-%m-%dT%H:%M:%SZ").to_string(),
-                }],
+                "conditions": [condition],
             });
             if let Some(share_id) = &device.share_id {
                 entry["shareID"] = json!(share_id);

@@ -1,7 +1,7 @@
 use serde_json::{Value, json};
 use tranche_api::usage::NodeUsage;
 use tranche_api::{GpuNode, SharingPolicy};
-use tranche_driver::idle::{Why, holders};
+use tranche_driver::idle::{Action, Why, holders};
 
 use super::*;
 use crate::idle::asked::{Allowed, Asked};
