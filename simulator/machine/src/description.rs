@@ -161,6 +161,9 @@ pub struct GpuDescription {
     /// default.
     #[serde(default)]
     pub multicast: bool,
+    /// NVLinks of the board; 0 by default.
+    #[serde(default)]
+    pub nvlinks: u32,
     /// Virtual time of a kernel whose name contains no time, in microseconds.
     #[serde(default = "ten")]
     pub kernel_micros: u32,

@@ -20,7 +20,7 @@ pub const ORPHANED: i32 = -2;
 /// The first word of the page.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"TRSIMPG\0");
 /// The version of this module and of [`crate::wire`].
-pub const ABI: u32 = 10;
+pub const ABI: u32 = 11;
 
 /// A text of fixed size, padded with zeros.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -117,6 +117,35 @@ impl Header {
     }
 }
 
+/// A counter of NVLinks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NvLinkCounter {
+    /// KiB of data that the GPU sent.
+    Sent = 0,
+    /// KiB of data that the GPU received.
+    Received = 1,
+    /// CRC errors of flow control digits.
+    FlitErrors = 2,
+    /// CRC errors of data.
+    DataErrors = 3,
+    /// Packets that were sent again.
+    Replays = 4,
+    /// Recoveries of a link.
+    Recoveries = 5,
+}
+
+impl NvLinkCounter {
+    /// All of them, by their numbers.
+    pub const ALL: [Self; 6] = [
+        Self::Sent,
+        Self::Received,
+        Self::FlitErrors,
+        Self::DataErrors,
+        Self::Replays,
+        Self::Recoveries,
+    ];
+}
+
 /// One GPU.
 #[derive(Debug)]
 #[repr(C, align(128))]
@@ -159,6 +188,8 @@ pub struct GpuState {
     pub dma_buf: u32,
     /// 1 if it can be in a multicast object's team.
     pub multicast: u32,
+    /// NVLinks of the board.
+    pub nvlinks: u32,
     /// Total memory in bytes, with the driver's reserve.
     pub memory_total: u64,
     /// The driver's reserve in bytes.
@@ -206,6 +237,8 @@ pub struct GpuState {
     pub mig_pending: AtomicU32,
     /// Percent of the last second in which a kernel ran, as sampled by the daemon.
     pub utilization: AtomicU32,
+    /// What NVML counts of all NVLinks together, by [`NvLinkCounter`].
+    pub nvlink: [AtomicU64; NvLinkCounter::ALL.len()],
     /// Bytes that processes hold.
     pub used: AtomicU64,
     /// The highest value that [`Self::used`] has had.
@@ -356,6 +389,7 @@ impl GpuState {
         self.mig_needs_reset = u32::from(gpu.mig_needs_reset);
         self.dma_buf = u32::from(gpu.dma_buf);
         self.multicast = u32::from(gpu.multicast);
+        self.nvlinks = gpu.nvlinks;
         self.memory_total = gpu.memory_mib * MIB;
         self.memory_reserved = gpu.reserved_mib * MIB;
         self.context_bytes = gpu.context_mib * MIB;
@@ -372,6 +406,13 @@ impl GpuState {
         self.kernel_nanos = u64::from(gpu.kernel_micros) * 1000;
         // The daemon takes the place of nvidia-persistenced, which turns the mode on.
         self.persistence = AtomicU32::new(1);
+    }
+
+    /// What a counter of all NVLinks has; `None` for a board without NVLink.
+    #[must_use]
+    pub fn nvlink(&self, counter: NvLinkCounter) -> Option<u64> {
+        let count = self.nvlink[counter as usize].load(Ordering::Relaxed);
+        (self.nvlinks > 0).then_some(count)
     }
 
     /// Whether NVIDIA's kernel driver has the GPU.

@@ -4,7 +4,7 @@
 //! [`Request::Observe`] and [`Request::Join`] has the page's file with it. A connection that has joined stays open until
 //! the process ends, which the daemon notices by the end of the connection.
 
-use crate::layout::ABI;
+use crate::layout::{ABI, NvLinkCounter};
 
 /// Length of every packet.
 pub const PACKET: usize = 64;
@@ -36,6 +36,15 @@ pub enum Request {
         kind: u32,
         /// The Xid.
         data: u32,
+    },
+    /// Add to a counter of a GPU's NVLinks. For root.
+    CountNvLink {
+        /// Index of the GPU.
+        gpu: u32,
+        /// The counter.
+        counter: NvLinkCounter,
+        /// What is added.
+        amount: u32,
     },
     /// Create a GPU instance. The answer has its id.
     CreateGpuInstance {
@@ -186,6 +195,11 @@ impl Request {
                 instance,
                 compute,
             } => [9, gpu, instance, compute, 0],
+            Self::CountNvLink {
+                gpu,
+                counter,
+                amount,
+            } => [10, gpu, counter as u32, amount, 0],
         };
         words([MAGIC, ABI, op, a, b, c, d])
     }
@@ -228,6 +242,11 @@ impl Request {
                 gpu: a,
                 instance: b,
                 compute: c,
+            }),
+            10 => Some(Self::CountNvLink {
+                gpu: a,
+                counter: *NvLinkCounter::ALL.get(b as usize)?,
+                amount: c,
             }),
             _ => None,
         }
@@ -306,6 +325,11 @@ mod tests {
                 gpu: 1,
                 kind: 8,
                 data: 79,
+            },
+            Request::CountNvLink {
+                gpu: 1,
+                counter: NvLinkCounter::Recoveries,
+                amount: u32::MAX,
             },
             Request::CreateGpuInstance {
                 gpu: 1,

@@ -4,6 +4,7 @@ use std::time::SystemTime;
 
 use nvml_wrapper_sys::bindings::{nvmlDevice_t, nvmlFieldValue_t, nvmlValue_t};
 use tranche_simulator_machine::description::Architecture;
+use tranche_simulator_machine::layout::NvLinkCounter;
 
 use crate::code::Code;
 use crate::export::export;
@@ -14,14 +15,26 @@ use crate::state::{Device, device};
 const UNSIGNED_INT: u32 = 1;
 const UNSIGNED_LONG_LONG: u32 = 3;
 
-/// The type and value of a field.
-fn field_value(device: Device, field: u32) -> Result<(u32, nvmlValue_t), Code> {
+/// nvml.h: the `scopeId` that stands for all NVLinks together.
+const ALL_LINKS: u32 = u32::MAX;
+
+/// The type and value of a field. `scope` is the link, for the fields that are counted by link.
+fn field_value(device: Device, field: u32, scope: u32) -> Result<(u32, nvmlValue_t), Code> {
     let int = |value: u32| Ok((UNSIGNED_INT, nvmlValue_t { uiVal: value }));
     let long = |value: u64| Ok((UNSIGNED_LONG_LONG, nvmlValue_t { ullVal: value }));
     match field {
         // ECC mode now and after a reboot; errors, volatile and aggregate.
         1 | 2 => int(1),
         3..=28 => long(0),
+        // NVLink's errors, of all links.
+        38 => long(nvlink_errors(device, NvLinkCounter::FlitErrors)?),
+        45 => long(nvlink_errors(device, NvLinkCounter::DataErrors)?),
+        52 => long(nvlink_errors(device, NvLinkCounter::Replays)?),
+        59 => long(nvlink_errors(device, NvLinkCounter::Recoveries)?),
+        91 if device.state.nvlinks > 0 => int(device.state.nvlinks),
+        // KiB of data.
+        138 => long(nvlink_data(device, NvLinkCounter::Sent, scope)?),
+        139 => long(nvlink_data(device, NvLinkCounter::Received, scope)?),
         // Temperature of the memory.
         82 => int(sensors::temperature(device.state)),
         // Energy in millijoules.
@@ -33,6 +46,25 @@ fn field_value(device: Device, field: u32) -> Result<(u32, nvmlValue_t), Code> {
         187 => int(device.state.power_limit_milliwatts / 2),
         188..=191 => int(device.state.power_limit_milliwatts),
         _ => Err(Code::NOT_SUPPORTED),
+    }
+}
+
+/// Blackwell has counters of recoveries instead: nvml.h says so of the fields by link (161 to 163).
+fn nvlink_errors(device: Device, counter: NvLinkCounter) -> Result<u64, Code> {
+    if device.state.architecture >= Architecture::Blackwell as u32 {
+        return Err(Code::NOT_SUPPORTED);
+    }
+    device.state.nvlink(counter).ok_or(Code::NOT_SUPPORTED)
+}
+
+/// What passes is spread evenly over the links.
+fn nvlink_data(device: Device, counter: NvLinkCounter, scope: u32) -> Result<u64, Code> {
+    let count = device.state.nvlink(counter).ok_or(Code::NOT_SUPPORTED)?;
+    let links = device.state.nvlinks;
+    match scope {
+        ALL_LINKS => Ok(count),
+        link if link < links => Ok(count / u64::from(links)),
+        _ => Err(Code::INVALID_ARGUMENT),
     }
 }
 
@@ -49,7 +81,7 @@ export! {
             let entry = values.add(index);
             (*entry).timestamp = now;
             (*entry).latencyUsec = 0;
-            match field_value(device, (*entry).fieldId) {
+            match field_value(device, (*entry).fieldId, (*entry).scopeId) {
                 Ok((kind, value)) => {
                     (*entry).valueType = kind;
                     (*entry).value = value;

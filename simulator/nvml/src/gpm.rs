@@ -1,7 +1,7 @@
 //! GPM: what a GPU, or a GPU instance, did between two samples. On Hopper and newer only, as nvml.h says.
 //!
 //! A sample has the time that kernels have run. Kernels compute nothing: no unit of the GPU is used beside the multiprocessors, and memory
-//! as much as for `nvmlDeviceGetUtilizationRates`.
+//! as much as for `nvmlDeviceGetUtilizationRates`. It has the counters of NVLink, too.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -9,6 +9,8 @@ use nvml_wrapper_sys::bindings::{
     nvmlDevice_t, nvmlGpmMetric_t, nvmlGpmMetricsGet_t, nvmlGpmSample_t, nvmlGpmSupport_t,
 };
 use tranche_simulator_machine::description::Architecture;
+use tranche_simulator_machine::layout::{GpuState, NvLinkCounter};
+use tranche_simulator_machine::timeline::now;
 
 use crate::code::Code;
 use crate::export::{export, get, put};
@@ -26,6 +28,30 @@ struct Content {
     ran: u64,
     /// Nanoseconds.
     at: u64,
+    /// Absent without NVLink.
+    nvlink: Option<NvLinks>,
+}
+
+/// What the NVLinks of a GPU have sent and received by then.
+#[derive(Clone, Copy)]
+struct NvLinks {
+    links: u32,
+    /// Nanoseconds: the clock of kernels stands still while none runs.
+    at: u64,
+    /// KiB of all of them.
+    received: u64,
+    sent: u64,
+}
+
+impl NvLinks {
+    fn of(state: &GpuState) -> Option<Self> {
+        Some(Self {
+            links: state.nvlinks,
+            at: now(),
+            received: state.nvlink(NvLinkCounter::Received)?,
+            sent: state.nvlink(NvLinkCounter::Sent)?,
+        })
+    }
 }
 
 /// The allocated samples. A handle is a sample's number: it is never dereferenced.
@@ -86,10 +112,13 @@ fn supported(of: nvmlDevice_t) -> Result<Device, Code> {
 
 fn sample(of: nvmlDevice_t, instance: Option<u32>, to: nvmlGpmSample_t) -> Result<(), Code> {
     let device = supported(of)?;
-    let (ran, at) = match instance {
-        None => device.state.ran_by(),
-        // As for every id of an instance that does not exist.
-        Some(id) => device.state.instance_ran_by(id).ok_or(Code::NOT_FOUND)?,
+    let ((ran, at), nvlink) = match instance {
+        None => (device.state.ran_by(), NvLinks::of(device.state)),
+        // As for every id of an instance that does not exist. A MIG device has no NVLink.
+        Some(id) => {
+            let ran = device.state.instance_ran_by(id).ok_or(Code::NOT_FOUND)?;
+            (ran, None)
+        }
     };
     fill(
         to,
@@ -98,21 +127,45 @@ fn sample(of: nvmlDevice_t, instance: Option<u32>, to: nvmlGpmSample_t) -> Resul
             instance,
             ran,
             at,
+            nvlink,
         },
     )
 }
 
-/// The value of a metric in the unit of nvml.h, from the percent of the time in which kernels ran.
-fn value(metric: u32, busy: f64) -> Result<f64, Code> {
+/// The value of a metric between two samples in the unit of nvml.h.
+fn value(metric: u32, first: Content, second: Content) -> Result<f64, Code> {
+    let busy = busy(first, second);
     match metric {
         // Graphics and multiprocessors.
         1 | 2 => Ok(busy),
         // Occupancy, and the memory's bandwidth.
         3 | 10 => Ok(busy / 2.0),
-        // Integer and tensor units, floating point, PCIe in MiB/s, decoders, JPEG, optical flow, NVLink.
-        4..=9 | 11..=13 | 20 | 21 | 30..=37 | 40..=47 | 50 | 60..=97 => Ok(0.0),
+        // Integer and tensor units, floating point, PCIe in MiB/s, decoders, JPEG, optical flow.
+        4..=9 | 11..=13 | 20 | 21 | 30..=37 | 40..=47 | 50 => Ok(0.0),
+        60..=97 => nvlink(metric - 60, first, second).ok_or(Code::NOT_SUPPORTED),
         _ => Err(Code::NOT_SUPPORTED),
     }
+}
+
+/// MiB per second: received and sent, of all links, and then of each link, over which they are spread evenly.
+#[expect(clippy::cast_precision_loss, reason = "a rate of it is wanted")]
+fn nvlink(metric: u32, first: Content, second: Content) -> Option<f64> {
+    let (from, to) = (first.nvlink?, second.nvlink?);
+    let parts = match (metric / 2).checked_sub(1) {
+        None => 1,
+        Some(link) if link < to.links => to.links,
+        Some(_) => return None,
+    };
+    let count = |it: NvLinks| {
+        if metric.is_multiple_of(2) {
+            it.received
+        } else {
+            it.sent
+        }
+    };
+    let kib = count(to).saturating_sub(count(from)) as f64;
+    let seconds = to.at.saturating_sub(from.at).max(1) as f64 / 1e9;
+    Some(kib / 1024.0 / seconds / f64::from(parts))
 }
 
 #[expect(clippy::cast_precision_loss, reason = "a ratio of it is wanted")]
@@ -158,11 +211,10 @@ export! {
         if count > MOST_METRICS || (first.gpu, first.instance) != (second.gpu, second.instance) {
             return Err(Code::INVALID_ARGUMENT);
         }
-        let busy = busy(first, second);
         let metrics: *mut nvmlGpmMetric_t = (&raw mut (*request).metrics).cast();
         for index in 0..count as usize {
             let metric = metrics.add(index);
-            match value((*metric).metricId, busy) {
+            match value((*metric).metricId, first, second) {
                 Ok(value) => {
                     (*metric).value = value;
                     (*metric).nvmlReturn = 0;

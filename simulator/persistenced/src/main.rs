@@ -20,9 +20,10 @@ mod serve;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, bail};
-use clap::{Parser, Subcommand};
+use clap::{Parser, Subcommand, ValueEnum};
 use tranche_simulator_machine::attach;
 use tranche_simulator_machine::identity::uuid_text;
+use tranche_simulator_machine::layout::NvLinkCounter;
 use tranche_simulator_machine::wire::{Reply, Request, Setting};
 use tranche_simulator_machine::{Access, Attachment, Description, DriverRoot};
 
@@ -63,6 +64,15 @@ enum Command {
         /// The Xid.
         xid: u32,
     },
+    /// Add to what NVML counts of all NVLinks of a GPU together.
+    CountNvlink {
+        /// The GPU, by its index or its UUID.
+        gpu: String,
+        /// What is counted; `sent` and `received` are in KiB.
+        counter: Counter,
+        /// What is added.
+        amount: u32,
+    },
     /// Let a GPU fall off the bus: NVML returns `NVML_ERROR_GPU_IS_LOST` for it and publishes Xid 79, CUDA fails in
     /// programs that use it, and programs that start later do not see it.
     LoseGpu {
@@ -82,6 +92,30 @@ enum Command {
         /// The GPU, by its index or its UUID.
         gpu: String,
     },
+}
+
+/// A counter of NVLinks.
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum Counter {
+    Sent,
+    Received,
+    FlitErrors,
+    DataErrors,
+    Replays,
+    Recoveries,
+}
+
+impl From<Counter> for NvLinkCounter {
+    fn from(counter: Counter) -> Self {
+        match counter {
+            Counter::Sent => Self::Sent,
+            Counter::Received => Self::Received,
+            Counter::FlitErrors => Self::FlitErrors,
+            Counter::DataErrors => Self::DataErrors,
+            Counter::Replays => Self::Replays,
+            Counter::Recoveries => Self::Recoveries,
+        }
+    }
 }
 
 fn main() -> anyhow::Result<()> {
@@ -116,6 +150,19 @@ fn main() -> anyhow::Result<()> {
                 data: xid,
             };
             send(&root, event)
+        }
+        Some(Command::CountNvlink {
+            gpu,
+            counter,
+            amount,
+        }) => {
+            let root = DriverRoot::new(arguments.root);
+            let request = Request::CountNvLink {
+                gpu: find(&root, &gpu)?.0,
+                counter: counter.into(),
+                amount,
+            };
+            send(&root, request)
         }
         Some(Command::LoseGpu { gpu, remove_node }) => {
             let root = DriverRoot::new(arguments.root);

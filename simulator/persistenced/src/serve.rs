@@ -19,6 +19,7 @@ use rustix::net::{
 };
 use rustix::process::{Pid, PidfdFlags, Resource, getrlimit, pidfd_open, setrlimit};
 use tranche_simulator_machine::attach::new_socket;
+use tranche_simulator_machine::layout::NvLinkCounter;
 use tranche_simulator_machine::mig::InstanceError;
 use tranche_simulator_machine::wire::{PACKET, Reply, Request, Setting};
 use tranche_simulator_machine::{Description, DriverRoot, MAX_PROCESSES, identity};
@@ -325,6 +326,18 @@ impl Daemon {
                 };
                 reply(&connection, answer, None);
             }
+            Request::CountNvLink {
+                gpu,
+                counter,
+                amount,
+            } => {
+                let answer = if peer(&connection).is_none_or(|p| p.uid != 0) {
+                    Reply::Forbidden
+                } else {
+                    self.count_nvlink(gpu, counter, amount)
+                };
+                reply(&connection, answer, None);
+            }
             Request::CreateGpuInstance { .. }
             | Request::DestroyGpuInstance { .. }
             | Request::CreateComputeInstance { .. }
@@ -337,6 +350,17 @@ impl Daemon {
             }
         }
         Ok(())
+    }
+
+    fn count_nvlink(&self, gpu: u32, counter: NvLinkCounter, amount: u32) -> Reply {
+        match self.page.shared.gpus().get(gpu as usize) {
+            None => Reply::Invalid,
+            Some(state) if state.nvlinks == 0 => Reply::NotSupported,
+            Some(state) => {
+                state.nvlink[counter as usize].fetch_add(amount.into(), Ordering::Relaxed);
+                Reply::Granted { slot: 0 }
+            }
+        }
     }
 
     /// Creates or destroys a MIG instance. The library checks who may.

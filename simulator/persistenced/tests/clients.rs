@@ -2,14 +2,20 @@
 
 mod common;
 
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
 use common::{GIB, MIB, Machine};
 use nvml_wrapper::Nvml;
 use nvml_wrapper::bitmasks::event::EventTypes;
 use nvml_wrapper::enum_wrappers::device::TemperatureSensor;
+use nvml_wrapper::enums::device::SampleValue;
 use nvml_wrapper::enums::gpm::GpmMetricId;
 use nvml_wrapper::error::NvmlError;
 use nvml_wrapper::gpm::{GpmSample, gpm_metrics_get};
 use nvml_wrapper::struct_wrappers::gpm::GpmMetricResult;
+use nvml_wrapper::structs::device::FieldId;
+use nvml_wrapper::sys_exports::field_id::NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX;
 
 #[test]
 fn nvidia_smi_and_nvml_agree() {
@@ -182,6 +188,48 @@ fn gpm_tells_since_hopper_what_ran_between_two_samples() {
     let device = nvml.device_by_index(0).unwrap();
     assert!(!device.gpm_support().unwrap());
     assert!(matches!(device.gpm_sample(), Err(NvmlError::NotSupported)));
+}
+
+#[test]
+fn nvml_tells_what_passes_the_nvlinks_of_a_board_that_has_some() {
+    let machine = Machine::start("H100-80", 1);
+    let nvml = machine.nvml();
+    let device = nvml.device_by_index(0).unwrap();
+    let rates = [
+        GpmMetricId::NvlinkTotalRxPerSec,
+        GpmMetricId::NvlinkTotalTxPerSec,
+        GpmMetricId::NvlinkL17TxPerSec,
+    ];
+    let before = device.gpm_sample().unwrap();
+    let begun = Instant::now();
+    // 1800 MiB over 18 links.
+    machine.control(&["count-nvlink", "0", "sent", "1843200"]);
+    sleep(Duration::from_millis(300));
+    let least = begun.elapsed().as_secs_f64();
+    let after = device.gpm_sample().unwrap();
+    let found = metrics(&nvml, [&before, &after], &rates);
+    assert!(found[0].abs() < f64::EPSILON, "{found:?}");
+    assert!((0.0..=1_800.0 / least).contains(&found[1]), "{found:?}");
+    assert!((found[1] / 18.0 - found[2]).abs() < 0.01, "{found:?}");
+    // The wrapper asks for the first link.
+    let link_0 = FieldId(NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX);
+    let values = device.field_values_for(&[link_0]).unwrap();
+    let value = values[0].as_ref().unwrap().value.as_ref().unwrap();
+    assert_eq!(*value, SampleValue::U64(102_400));
+
+    // This one has GPM as well.
+    let machine = Machine::start("RTX-PRO-6000", 1);
+    let nvml = machine.nvml();
+    let device = nvml.device_by_index(0).unwrap();
+    let samples = [device.gpm_sample().unwrap(), device.gpm_sample().unwrap()];
+    assert!(is_unsupported(&nvml, [&samples[0], &samples[1]], &rates));
+}
+
+/// Whether the GPU has none of these metrics.
+fn is_unsupported(nvml: &Nvml, samples: [&GpmSample<'_>; 2], ids: &[GpmMetricId]) -> bool {
+    let found = gpm_metrics_get(nvml, samples[0], samples[1], ids).unwrap();
+    let is_refused = |it: &Result<_, NvmlError>| matches!(it, Err(NvmlError::NotSupported));
+    found.iter().all(is_refused)
 }
 
 #[test]

@@ -198,6 +198,9 @@ impl Shared {
             instance.serial.store(0, Ordering::Release);
         }
         state.time_slice.store(0, Ordering::Relaxed);
+        for counter in &state.nvlink {
+            counter.store(0, Ordering::Relaxed);
+        }
         state.apply_pending_mig_mode();
         Ok(())
     }
