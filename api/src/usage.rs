@@ -213,6 +213,28 @@ pub struct Sensors {
     /// Bytes per second that the GPU receives over PCIe (`NVML_GPM_METRIC_PCIE_RX_PER_SEC`).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pcie_received: Option<u64>,
+    /// Bytes per second that the GPU sends over all NVLinks, with their headers (`NVML_GPM_METRIC_NVLINK_TOTAL_TX_PER_SEC`).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub nvlink_sent: Option<u64>,
+    /// Bytes per second that the GPU receives over all NVLinks, with their headers (`NVML_GPM_METRIC_NVLINK_TOTAL_RX_PER_SEC`).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub nvlink_received: Option<u64>,
+    /// Bytes of data per second in both directions over all NVLinks, since the last reading (`NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX` and
+    /// `…_RX`).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub nvlink_data: Option<u64>,
+    /// CRC errors in the flow control of NVLinks (`NVML_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL`).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub nvlink_flit_errors: Option<u64>,
+    /// CRC errors in the data of NVLinks (`NVML_FI_DEV_NVLINK_CRC_DATA_ERROR_COUNT_TOTAL`).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub nvlink_data_errors: Option<u64>,
+    /// Retries on NVLinks (`NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL`).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub nvlink_replays: Option<u64>,
+    /// Recoveries of NVLinks (`NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL`).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub nvlink_recoveries: Option<u64>,
 }
 
 /// Errors of a GPU by the driver's numbers (`nvmlEventTypeXidCriticalError`).

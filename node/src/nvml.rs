@@ -130,7 +130,7 @@ pub struct GpuUse {
     pub memory: Option<Memory>,
     /// nvmlDeviceGetUtilizationRates, of the last sampling period; GPM's metrics since the last call.
     pub utilization: Utilization,
-    /// What belongs to nobody.
+    /// What belongs to nobody. Rates are since the last call.
     pub sensors: Sensors,
     /// The processes that use its memory, those on partitions included.
     pub processes: Vec<ProcessMemory>,

@@ -1,6 +1,6 @@
 //! NVML's calls for MIG, which nvml-wrapper does not have: what a GPU can be divided into, and the GPU instances and
-//! compute instances that exist, are made and are removed. And what must outlive a call: the samples of GPM ([`gpm`]) and the
-//! event set of Xids ([`xids`]).
+//! compute instances that exist, are made and are removed. And what must outlive a call: the samples of GPM ([`gpm`]),
+//! the counters of NVLinks ([`nvlink`]) and the event set of Xids ([`xids`]).
 //!
 //! ```text
 //!  Mig ──► profiles with their placements     (what the model can do)
@@ -12,6 +12,7 @@
 //! call: handles of instances that somebody else has removed are never used.
 
 pub mod gpm;
+pub mod nvlink;
 pub mod xids;
 
 use std::ffi::{CStr, c_char};

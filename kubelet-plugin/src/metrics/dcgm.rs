@@ -18,6 +18,10 @@ use tranche_driver::usage::apportion::apportion;
 
 const MIB: u64 = 1 << 20;
 
+/// DCGM divides what passed in KiB by the seconds and by 1000 (`ReadAndCacheNvLinkBandwidth` of its `DcgmCacheManager.cpp`). The
+/// list of dcgm-exporter calls the result a counter.
+const NVLINK_UNIT: f64 = 1000.0 * 1024.0;
+
 pub(super) type Labels = Vec<(&'static str, String)>;
 type Whole = Family<Labels, Gauge<u64, AtomicU64>>;
 type Ratio = Family<Labels, Gauge<f64, AtomicU64>>;
@@ -29,7 +33,7 @@ type Sensor = (&'static str, &'static str, fn(&GpuUsage) -> Option<f64>);
     clippy::cast_precision_loss,
     reason = "a counter of 53 bits is exact for centuries"
 )]
-const SENSORS: [Sensor; 15] = [
+const SENSORS: [Sensor; 22] = [
     (
         "DCGM_FI_DEV_SM_CLOCK",
         "SM clock frequency (in MHz)",
@@ -100,6 +104,41 @@ const SENSORS: [Sensor; 15] = [
         "DCGM_FI_PROF_PCIE_RX_BYTES",
         "Bytes per second received over PCIe",
         |gpu| gpu.sensors.pcie_received.map(|it| it as f64),
+    ),
+    (
+        "DCGM_FI_PROF_NVLINK_TX_BYTES",
+        "Bytes per second sent over all NVLinks",
+        |gpu| gpu.sensors.nvlink_sent.map(|it| it as f64),
+    ),
+    (
+        "DCGM_FI_PROF_NVLINK_RX_BYTES",
+        "Bytes per second received over all NVLinks",
+        |gpu| gpu.sensors.nvlink_received.map(|it| it as f64),
+    ),
+    (
+        "DCGM_FI_DEV_NVLINK_BANDWIDTH_TOTAL",
+        "Data sent and received over all NVLinks (in units of 1000 KiB per second)",
+        |gpu| gpu.sensors.nvlink_data.map(|it| it as f64 / NVLINK_UNIT),
+    ),
+    (
+        "DCGM_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL",
+        "Total number of NVLink flow-control CRC errors",
+        |gpu| gpu.sensors.nvlink_flit_errors.map(|it| it as f64),
+    ),
+    (
+        "DCGM_FI_DEV_NVLINK_CRC_DATA_ERROR_COUNT_TOTAL",
+        "Total number of NVLink data CRC errors",
+        |gpu| gpu.sensors.nvlink_data_errors.map(|it| it as f64),
+    ),
+    (
+        "DCGM_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL",
+        "Total number of NVLink retries",
+        |gpu| gpu.sensors.nvlink_replays.map(|it| it as f64),
+    ),
+    (
+        "DCGM_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL",
+        "Total number of NVLink recovery errors",
+        |gpu| gpu.sensors.nvlink_recoveries.map(|it| it as f64),
     ),
 ];
 

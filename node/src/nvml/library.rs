@@ -15,6 +15,7 @@ use tranche_api::sharing_policy::Interval;
 use tranche_api::vgpu::VgpuRole;
 use tranche_driver::gpu_state::{Actual, Change, ComputeMode};
 use tranche_nvml::gpm::Gpm;
+use tranche_nvml::nvlink::NvLinks;
 use tranche_nvml::xids::Xids;
 
 use super::time_slice::NvidiaSmi;
@@ -39,6 +40,7 @@ pub(super) fn open(path: &Path, smi: Option<PathBuf>) -> Result<Box<dyn Nvml>, N
             let nvml = Arc::new(nvml);
             Ok(Box::new(Library {
                 gpm: Gpm::new(Arc::clone(&nvml)),
+                nvlinks: NvLinks::new(Arc::clone(&nvml)),
                 xids: Xids::new(Arc::clone(&nvml)),
                 nvml,
                 smi: NvidiaSmi {
@@ -58,6 +60,7 @@ pub(super) fn open(path: &Path, smi: Option<PathBuf>) -> Result<Box<dyn Nvml>, N
 struct Library {
     nvml: Arc<nvml_wrapper::Nvml>,
     gpm: Gpm,
+    nvlinks: NvLinks,
     xids: Xids,
     smi: NvidiaSmi,
 }
@@ -193,7 +196,7 @@ impl Nvml for Library {
         let whole = self.device(gpu_uuid)?;
         let mut usage = GpuUse {
             processes: self.processes(gpu_uuid)?,
-            ..usage::of_gpu(&whole, gpu_uuid, &self.gpm)?
+            ..usage::of_gpu(&whole, gpu_uuid, &self.gpm, &self.nvlinks)?
         };
         usage.mig_mode = state.mig_mode.current;
         let is_there = |uuid: &str, id: Option<u32>| {

@@ -9,6 +9,7 @@ use nvml_wrapper::structs::device::FieldId;
 use nvml_wrapper::sys_exports::field_id as field;
 use tranche_api::usage::{Measure, Memory, Sensors, Utilization, WHOLE};
 use tranche_nvml::gpm::Gpm;
+use tranche_nvml::nvlink::NvLinks;
 
 use super::library::call;
 use super::{GpuUse, NvmlError};
@@ -22,16 +23,30 @@ const MEASURES: [(GpmMetricId, Measure); 5] = [
     (GpmMetricId::DramBwUtil, Measure::DramActive),
 ];
 
-/// Bytes in the unit of GPM's rates on PCIe (nvml.h: MiB/sec).
+/// The metrics of GPM that are rates of the whole GPU, in MiB per second.
+const RATES: [GpmMetricId; 4] = [
+    GpmMetricId::PcieTxPerSec,
+    GpmMetricId::PcieRxPerSec,
+    GpmMetricId::NvlinkTotalTxPerSec,
+    GpmMetricId::NvlinkTotalRxPerSec,
+];
+
+/// Bytes in the unit of GPM's rates (nvml.h: MiB/sec). The names of nvml-wrapper speak of bytes per second.
 const MIB: f64 = 1_048_576.0;
 
 /// A GPU, without its processes and partitions. Only a GPU that is lost is an error: what else fails is not reported of it.
-pub(super) fn of_gpu(device: &Device<'_>, uuid: &str, gpm: &Gpm) -> Result<GpuUse, NvmlError> {
+pub(super) fn of_gpu(
+    device: &Device<'_>,
+    uuid: &str,
+    gpm: &Gpm,
+    nvlinks: &NvLinks,
+) -> Result<GpuUse, NvmlError> {
     let memory = match call("nvmlDeviceGetMemoryInfo_v2", uuid, device.memory_info()) {
         Err(lost @ NvmlError::GpuLost { .. }) => return Err(lost),
         other => other.ok().as_ref().map(memory_of),
     };
     let mut sensors = sensors(device);
+    sensors.nvlink_data = nvlinks.read(device, uuid).ok().flatten();
     let mut utilization = Utilization::default();
     // Not supported in MIG mode.
     if let Ok(rates) = device.utilization_rates() {
@@ -40,20 +55,13 @@ pub(super) fn of_gpu(device: &Device<'_>, uuid: &str, gpm: &Gpm) -> Result<GpuUs
             .0
             .insert(Measure::MemoryCopy, of_percent(rates.memory));
     }
-    let rates = [GpmMetricId::PcieTxPerSec, GpmMetricId::PcieRxPerSec];
     let metrics: Vec<_> = MEASURES
         .map(|(id, _)| id)
         .into_iter()
-        .chain(rates)
+        .chain(RATES)
         .collect();
     let found = gpm.read(device, uuid, None, &metrics).unwrap_or_default();
-    for (id, value) in &found {
-        match id {
-            GpmMetricId::PcieTxPerSec => sensors.pcie_sent = Some(whole(value * MIB)),
-            GpmMetricId::PcieRxPerSec => sensors.pcie_received = Some(whole(value * MIB)),
-            _ => {}
-        }
-    }
+    add_rates(&mut sensors, &found);
     utilization.0.extend(measures(&found));
     Ok(GpuUse {
         memory,
@@ -61,6 +69,19 @@ pub(super) fn of_gpu(device: &Device<'_>, uuid: &str, gpm: &Gpm) -> Result<GpuUs
         sensors,
         ..GpuUse::default()
     })
+}
+
+fn add_rates(sensors: &mut Sensors, found: &[(GpmMetricId, f64)]) {
+    for (id, value) in found {
+        let rate = match id {
+            GpmMetricId::PcieTxPerSec => &mut sensors.pcie_sent,
+            GpmMetricId::PcieRxPerSec => &mut sensors.pcie_received,
+            GpmMetricId::NvlinkTotalTxPerSec => &mut sensors.nvlink_sent,
+            GpmMetricId::NvlinkTotalRxPerSec => &mut sensors.nvlink_received,
+            _ => continue,
+        };
+        *rate = Some(whole(value * MIB));
+    }
 }
 
 /// How busy a GPU instance is, where GPM says so.
@@ -95,6 +116,10 @@ fn sensors(device: &Device<'_>) -> Sensors {
         field::NVML_FI_DEV_REMAPPED_COR,
         field::NVML_FI_DEV_REMAPPED_UNC,
         field::NVML_FI_DEV_REMAPPED_FAILURE,
+        field::NVML_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL,
+        field::NVML_FI_DEV_NVLINK_CRC_DATA_ERROR_COUNT_TOTAL,
+        field::NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL,
+        field::NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL,
     ];
     let values = device.field_values_for(&fields.map(FieldId));
     let mut values = values.unwrap_or_default().into_iter().map(|sample| {
@@ -112,6 +137,10 @@ fn sensors(device: &Device<'_>) -> Sensors {
         remapped_correctable: next(),
         remapped_uncorrectable: next(),
         remap_failed: next().map(|value| value != 0),
+        nvlink_flit_errors: next(),
+        nvlink_data_errors: next(),
+        nvlink_replays: next(),
+        nvlink_recoveries: next(),
         sm_clock: device.clock_info(Clock::SM).ok(),
         memory_clock: device.clock_info(Clock::Memory).ok(),
         temperature: device.temperature(TemperatureSensor::Gpu).ok(),
@@ -120,8 +149,8 @@ fn sensors(device: &Device<'_>) -> Sensors {
         pcie_replays: device.pcie_replay_counter().ok(),
         encoder: device.encoder_utilization().ok().map(|it| it.utilization),
         decoder: device.decoder_utilization().ok().map(|it| it.utilization),
-        pcie_sent: None,
-        pcie_received: None,
+        // Rates are read elsewhere.
+        ..Sensors::default()
     }
 }
 

@@ -100,6 +100,16 @@ fn daemon() -> PathBuf {
     program
 }
 
+/// Adds to a counter of all NVLinks of the first GPU.
+pub fn count_nvlink(root: &Path, counter: &str, amount: u32) {
+    let status = Command::new(daemon())
+        .arg("--root")
+        .arg(root)
+        .args(["count-nvlink", "0", counter, &amount.to_string()])
+        .status();
+    assert!(status.unwrap().success(), "{counter}");
+}
+
 /// Waits until something is so; fails after half a minute.
 pub fn wait_until(is_so: impl Fn() -> bool) {
     let begun = Instant::now();

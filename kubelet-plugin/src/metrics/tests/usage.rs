@@ -77,6 +77,13 @@ fn sensors() -> Sensors {
         remap_failed: Some(false),
         pcie_sent: Some(1 << 30),
         pcie_received: Some(1 << 31),
+        nvlink_sent: Some(1 << 34),
+        nvlink_received: Some(1 << 35),
+        nvlink_data: Some(204_800_000_000),
+        nvlink_flit_errors: Some(3),
+        nvlink_data_errors: Some(4),
+        nvlink_replays: Some(5),
+        nvlink_recoveries: Some(6),
     }
 }
 
@@ -253,6 +260,27 @@ async fn the_series_of_dcgm_add_up_to_the_gpu_and_name_whoever_holds_it() {
          dra_pool_name=\"node-a/gpu\",dra_device_name=\"gpu-0-capped\",tier=\"partition\",share_id=\"share-of-c\",\
          namespace=\"team\",pod=\"four\",pod_uid=\"uid-of-four\",container=\"main\"} 4096"
     );
+}
+
+/// In the units of DCGM.
+#[tokio::test]
+#[expect(clippy::float_cmp, reason = "short decimal numbers")]
+async fn nvlinks_have_series_where_the_board_has_some() {
+    let mut usage = everything();
+    usage.gpus[2].sensors = Sensors::default();
+    let text = encoded(&usage);
+    for (name, value) in [
+        ("DCGM_FI_PROF_NVLINK_TX_BYTES", 17_179_869_184.0),
+        ("DCGM_FI_PROF_NVLINK_RX_BYTES", 34_359_738_368.0),
+        ("DCGM_FI_DEV_NVLINK_BANDWIDTH_TOTAL", 200_000.0),
+        ("DCGM_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL", 3.0),
+        ("DCGM_FI_DEV_NVLINK_CRC_DATA_ERROR_COUNT_TOTAL", 4.0),
+        ("DCGM_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL", 5.0),
+        ("DCGM_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL", 6.0),
+    ] {
+        assert_eq!(values(&text, name, &["UUID=\"GPU-0\""]), [value], "{name}");
+        assert_eq!(values(&text, name, &[]).len(), 2, "{name}");
+    }
 }
 
 /// The most that a node has: 8 GPUs with 16 shares each.
