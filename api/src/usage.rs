@@ -247,12 +247,16 @@ pub struct Xids {
     /// How many there were of each.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub counts: BTreeMap<u64, u64>,
+    /// When the last one of each was read, Unix time in seconds.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub times: BTreeMap<u64, u64>,
 }
 
 impl Xids {
-    /// Counts one more.
-    pub fn add(&mut self, xid: u64) {
+    /// Counts one more, which was read at a Unix time in seconds.
+    pub fn add(&mut self, xid: u64, at: u64) {
         self.last = Some(xid);
+        self.times.insert(xid, at);
         *self.counts.entry(xid).or_default() += 1;
     }
 }

@@ -131,7 +131,7 @@ impl Usage {
         }
         let now = sampler::now();
         let gpus: Vec<&str> = ready.inventory.gpus.iter().map(|gpu| &*gpu.uuid).collect();
-        let busy = state.reader.sample(now, &gpus);
+        let busy = state.reader.sample(now, unix().as_secs(), &gpus);
         state.seen.add(
             now,
             &busy,
@@ -168,8 +168,7 @@ impl Usage {
 
     fn read(&self, state: &mut State) -> NodeUsage {
         let driver = self.parts.state.borrow().clone();
-        let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
-        let millis = since.unwrap_or_default().as_millis();
+        let millis = unix().as_millis();
         let mut usage = NodeUsage {
             node: self.parts.node.clone(),
             unix_millis: u64::try_from(millis).unwrap_or(u64::MAX),
@@ -212,6 +211,12 @@ impl Usage {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// The Unix time.
+fn unix() -> Duration {
+    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+    since.unwrap_or_default()
 }
 
 /// Whether a device did something, by what GPM says of a MIG instance.

@@ -46,8 +46,8 @@ impl Reader {
     }
 
     /// Samples the utilization of some GPUs at `now`, in nanoseconds of any monotonic clock, and forgets all others. Returns what ran since
-    /// the last time.
-    pub fn sample(&mut self, now: u64, gpus: &[&str]) -> BTreeMap<String, Busy> {
+    /// the last time. `unix` is the Unix time in seconds, for errors.
+    pub fn sample(&mut self, now: u64, unix: u64, gpus: &[&str]) -> BTreeMap<String, Busy> {
         self.windows.retain(|uuid, _| gpus.contains(&uuid.as_str()));
         let mut busy = BTreeMap::new();
         for uuid in gpus {
@@ -58,11 +58,11 @@ impl Reader {
             let ran = window.add(now, rates.ok(), by_process);
             busy.insert((*uuid).to_owned(), ran);
         }
-        self.count_xids(gpus);
+        self.count_xids(unix, gpus);
         busy
     }
 
-    fn count_xids(&mut self, gpus: &[&str]) {
+    fn count_xids(&mut self, unix: u64, gpus: &[&str]) {
         let Ok(xids) = self.nvml.open().and_then(|nvml| nvml.xids(gpus)) else {
             return;
         };
@@ -70,7 +70,7 @@ impl Reader {
             self.xids.entry((*uuid).to_owned()).or_default();
         }
         for (uuid, xid) in xids {
-            self.xids.entry(uuid).or_default().add(xid);
+            self.xids.entry(uuid).or_default().add(xid, unix);
         }
     }
 
@@ -364,11 +364,15 @@ mod tests {
         let known = inventory(&gpus.describe().unwrap(), root.path()).gpus;
         let (first, second) = (known[0].uuid.as_str(), known[1].uuid.as_str());
         let mut reader = Reader::new(Box::new(gpus.clone()));
-        reader.sample(0, &[first, second]);
-        for (uuid, xid) in [(first, 31), (second, 79), (first, 31), (first, 48)] {
+        reader.sample(0, 1_000, &[first, second]);
+        for (uuid, xid) in [(first, 31), (second, 79)] {
             gpus.err(uuid, xid);
         }
-        reader.sample(1, &[first, second]);
+        reader.sample(1, 1_001, &[first, second]);
+        for xid in [31, 48] {
+            gpus.err(first, xid);
+        }
+        reader.sample(1, 1_002, &[first, second]);
         let xids = |reader: &mut Reader, gpu| {
             let reading = reader.read(2, gpu, &BTreeMap::new(), true);
             reading.xids.unwrap()
@@ -378,14 +382,20 @@ mod tests {
             (of_first.last, of_first.counts),
             (Some(48), [(31, 2), (48, 1)].into())
         );
-        assert_eq!(xids(&mut reader, &known[1]).last, Some(79));
+        assert_eq!(of_first.times, [(31, 1_002), (48, 1_002)].into());
+        let of_second = xids(&mut reader, &known[1]);
+        // It has had none since.
+        assert_eq!(
+            (of_second.last, of_second.times),
+            (Some(79), [(79, 1_001)].into())
+        );
         // It does not answer any more.
         let lost = Gpu {
             uuid: "GPU-lost".into(),
             ..known[0].clone()
         };
         gpus.err(&lost.uuid, 79);
-        reader.sample(3, &[&lost.uuid]);
+        reader.sample(3, 1_003, &[&lost.uuid]);
         let reading = reader.read(4, &lost, &BTreeMap::new(), true);
         assert!(reading.problem.is_some());
         assert_eq!(reading.xids.unwrap().last, Some(79));

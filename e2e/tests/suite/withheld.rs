@@ -205,8 +205,13 @@ fn a_gpu_that_falls_off_the_bus_costs_its_own_devices() -> anyhow::Result<()> {
         let token = token(case, namespace.name(), true).await?;
         let text = read(case, "/metrics", &token).await?;
         let uuid = &case.gpus[0].uuid;
-        let series = format!("tranche_gpu_xids_total{{gpu_uuid=\"{uuid}\",xid=\"79\"}}");
-        ensure!(text.contains(&series), "{text}");
+        for name in [
+            "tranche_gpu_xids_total",
+            "tranche_gpu_last_xid_timestamp_seconds",
+        ] {
+            let series = format!("{name}{{gpu_uuid=\"{uuid}\",xid=\"79\"}}");
+            ensure!(text.contains(&series), "{name}: {text}");
+        }
         Ok(())
     })
 }

@@ -63,6 +63,7 @@ struct Series {
     zombies: Family<ZombieLabels, Gauge<u64, AtomicU64>>,
     readable: OfGpu,
     xids: Family<XidLabels, Counter>,
+    xid_times: Family<XidLabels, Gauge<u64, AtomicU64>>,
     of_gpu: OfGpu,
     slices: Family<SliceLabels, Gauge<u64, AtomicU64>>,
     memory: OfGpu,
@@ -86,14 +87,7 @@ impl Series {
         let labels = GpuLabels {
             gpu_uuid: gpu.uuid.clone(),
         };
-        for (xid, count) in gpu.xids.iter().flat_map(|it| &it.counts) {
-            let gpu_uuid = gpu.uuid.clone();
-            let labels = XidLabels {
-                gpu_uuid,
-                xid: *xid,
-            };
-            self.xids.get_or_create(&labels).inc_by(*count);
-        }
+        self.add_xids(gpu);
         let is_readable = u64::from(gpu.problem.is_none());
         self.readable.get_or_create(&labels).set(is_readable);
         if is_readable == 0 {
@@ -115,6 +109,22 @@ impl Series {
                 processes.inc_by(share.processes.into());
                 self.add_share(gpu, Some(&partition.uuid), share, ledger);
             }
+        }
+    }
+
+    fn add_xids(&self, gpu: &GpuUsage) {
+        let Some(xids) = &gpu.xids else {
+            return;
+        };
+        let labels = |xid: &u64| XidLabels {
+            gpu_uuid: gpu.uuid.clone(),
+            xid: *xid,
+        };
+        for (xid, count) in &xids.counts {
+            self.xids.get_or_create(&labels(xid)).inc_by(*count);
+        }
+        for (xid, at) in &xids.times {
+            self.xid_times.get_or_create(&labels(xid)).set(*at);
         }
     }
 
@@ -284,6 +294,12 @@ impl Series {
             "gpu_xids",
             "Errors of the GPU by their number (Xid), since the plugin's start and while a claim held a GPU of the node",
             self.xids,
+        );
+        r.register_with_unit(
+            "gpu_last_xid_timestamp",
+            "When the last error of the GPU with this number (Xid) was read, Unix time",
+            Unit::Seconds,
+            self.xid_times,
         );
         r.register(
             "gpu_processes",

@@ -107,6 +107,7 @@ fn gpu(index: u32, used: u64) -> GpuUsage {
         xids: Some(Xids {
             last: Some(31),
             counts: [(31, 2)].into(),
+            times: [(31, 1_790_000_000)].into(),
         }),
         remainder: Remainder {
             used,
@@ -227,6 +228,12 @@ async fn the_series_of_dcgm_add_up_to_the_gpu_and_name_whoever_holds_it() {
         ("DCGM_FI_DEV_FB_FREE", vec![one], 19_456.0),
         ("DCGM_FI_DEV_POWER_USAGE", vec![shared], 345.678),
         ("tranche_gpu_processes", vec!["GPU-0"], 3.0),
+        ("tranche_gpu_xids_total", vec!["GPU-0", "xid=\"31\""], 2.0),
+        (
+            "tranche_gpu_last_xid_timestamp_seconds",
+            vec!["GPU-0", "xid=\"31\""],
+            1_790_000_000.0,
+        ),
         ("tranche_claim_info", vec!["claim=\"b\""], 2.0),
         (
             "tranche_share_account_difference_bytes",
