@@ -81,7 +81,7 @@ const OF_HAMI: [(&str, &str); 11] = [
 /// Metrics of alerts that have series only while something is wrong; that they are spelled right is held by the tests of `docs/check`.
 const ONLY_IN_TROUBLE: [&str; 3] = [
     "tranche_zombie_memory_bytes",
-    "tranche_gpu_xids_total",
+    "tranche_gpu_last_xid_timestamp_seconds",
     "tranche_controller_slices_missing",
 ];
 
