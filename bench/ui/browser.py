@@ -43,11 +43,11 @@ class Browser:
             self.driver.wait()
             shutil.rmtree(self.profile, ignore_errors=True)
 
-    def _ask(self, method, path, body=None):
+    def _ask(self, method, path, body=None, seconds=300):
         data = json.dumps(body or {}).encode() if method == "POST" else None
         request = urllib.request.Request(self.base + path, data, {"Content-Type": "application/json"}, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=300) as answer:
+            with urllib.request.urlopen(request, timeout=seconds) as answer:
                 return json.load(answer)["value"]
         except urllib.error.HTTPError as error:
             raise SystemExit(f"{method} {path}: {error.read().decode()[:2000]}") from error
@@ -59,17 +59,27 @@ class Browser:
         """The value that a script returns."""
         return self._ask("POST", f"{self.session}/execute/sync", {"script": script, "args": list(args)})
 
-    def wait_for(self, script):
+    def run_long(self, script, seconds=290):
+        """The value with which a script calls its argument."""
+        self._ask("POST", f"{self.session}/timeouts", {"script": seconds * 1000})
+        return self._ask("POST", f"{self.session}/execute/async", {"script": script, "args": []}, seconds + 10)
+
+    def wait_for(self, script, seconds=290):
         """The value that a script returned, the first that is true in Python."""
-        self._ask("POST", f"{self.session}/timeouts", {"script": 290_000})
-        poll = (
+        return self.run_long(
             "const done = arguments[0]; (function look() { const it = (function () {%s})();"
-            " if (it) done(it); else requestAnimationFrame(look); })();" % script
+            " if (it) done(it); else setTimeout(look, 20); })();" % script,
+            seconds,
         )
-        return self._ask("POST", f"{self.session}/execute/async", {"script": poll, "args": []})
 
     def devtools(self, command, **params):
         return self._ask("POST", f"{self.session}/goog/cdp/execute", {"cmd": command, "params": params})
+
+    def work(self):
+        """Seconds that the page's own thread has worked so far, by kind."""
+        self.devtools("Performance.enable")
+        metrics = {it["name"]: it["value"] for it in self.devtools("Performance.getMetrics")["metrics"]}
+        return {kind: metrics[f"{kind}Duration"] for kind in ("Task", "Script", "Layout", "RecalcStyle")}
 
     def view(self, width, height, scheme, scale=1):
         """The size of the page, and the user's theme."""
