@@ -3,11 +3,13 @@
 //! The numbers are the node's, from NVML, never what a tenant's library says. Where nobody serves them, commands show `-` and
 //! one line says why.
 
+pub mod reading;
+
 use std::collections::BTreeMap;
 
 use serde::Serialize;
-use tranche_api::usage::{GpuUsage, GroupUsage, Measure, ShareUsage, Utilization};
-use tranche_api::usage_api::{ClaimUsage, NodeUsageObject};
+
+use reading::{ClaimReading, GpuReading, GroupReading, NodeReading, ShareReading};
 
 /// Use at one time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
@@ -78,28 +80,31 @@ pub fn notes(known: &Known) -> Vec<String> {
 
 impl Usage {
     /// Takes in what a node says.
-    pub fn add_node(&mut self, object: &NodeUsageObject) {
+    pub fn add_node(&mut self, object: &NodeReading) {
         let name = object.metadata.name.clone().unwrap_or_default();
-        let Some(node) = &object.usage else {
+        let Some(gpus) = &object.gpus else {
             let problem = object.problem.as_deref();
             self.missing
                 .nodes
                 .add(&name, problem.unwrap_or("the node said nothing"));
             return;
         };
-        for gpu in &node.gpus {
-            self.gpu(gpu);
-            if let Some(problem) = &gpu.problem {
-                let gpu = format!("{} of {name}", gpu.uuid);
-                self.missing.gpus.add(&gpu, problem);
+        for gpu in gpus {
+            match &gpu.problem {
+                None => self.gpu(gpu),
+                // Its shares are listed with zeros that NVML did not say.
+                Some(problem) => {
+                    let gpu = format!("{} of {name}", gpu.uuid);
+                    self.missing.gpus.add(&gpu, problem);
+                }
             }
         }
     }
 
     /// Takes in what is said of a claim.
-    pub fn add_claim(&mut self, object: &ClaimUsage) {
+    pub fn add_claim(&mut self, object: &ClaimReading) {
         for device in &object.devices {
-            self.part(&device.share);
+            self.part(device);
         }
         if let Some(problem) = &object.problem {
             let text = |text: &Option<String>| text.clone().unwrap_or_default();
@@ -119,11 +124,11 @@ impl Usage {
         lines.into_iter().flatten().collect()
     }
 
-    fn gpu(&mut self, gpu: &GpuUsage) {
+    fn gpu(&mut self, gpu: &GpuReading) {
         if let Some(memory) = gpu.memory {
             let used = Used {
                 memory: memory.used,
-                time: time(&gpu.utilization),
+                time: gpu.utilization.percent(),
                 idle_seconds: None,
             };
             self.gpus.insert(gpu.uuid.clone(), used);
@@ -133,7 +138,7 @@ impl Usage {
         }
     }
 
-    fn part(&mut self, share: &ShareUsage) {
+    fn part(&mut self, share: &ShareReading) {
         let part = Part {
             claim: share.claim.uid.clone(),
             device: share.device.clone(),
@@ -142,7 +147,7 @@ impl Usage {
         let mut used = PartUsed {
             all: Used {
                 memory: share.memory.used,
-                time: time(&share.utilization),
+                time: share.utilization.percent(),
                 idle_seconds: share.idle_seconds,
             },
             pods: BTreeMap::new(),
@@ -161,18 +166,12 @@ impl Usage {
 
 impl Used {
     /// Takes in a container of the same pod.
-    fn add(&mut self, group: &GroupUsage) {
+    fn add(&mut self, group: &GroupReading) {
         self.memory = self.memory.saturating_add(group.used);
-        if let Some(time) = time(&group.utilization) {
+        if let Some(time) = group.utilization.percent() {
             self.time = Some(self.time.unwrap_or_default() + time);
         }
     }
-}
-
-/// Percent of the time in which a kernel ran.
-fn time(utilization: &Utilization) -> Option<f64> {
-    let hundredths = utilization.get(Measure::Gpu)?;
-    Some(f64::from(hundredths) / 100.0)
 }
 
 /// Objects of a kind whose use is not known.

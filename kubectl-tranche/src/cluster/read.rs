@@ -7,7 +7,7 @@ use futures::future::{join, join4, join5};
 use k8s_openapi::NamespaceResourceScope;
 use k8s_openapi::api::core::v1::{ConfigMap, Node, Pod};
 use k8s_openapi::api::resource::v1::{DeviceClass, ResourceClaim, ResourceSlice};
-use kube::api::ListParams;
+use kube::api::{ListParams, ObjectList, Request};
 use kube::{Api, Resource as Object};
 use serde::de::DeserializeOwned;
 use tranche_api::names::DRIVER;
@@ -195,11 +195,11 @@ pub fn only_here(gap: &Gap, namespace: &str) -> Gap {
 /// The objects of a kind, page by page.
 pub(crate) async fn list<T>(resource: Resource, api: &Api<T>, params: &ListParams) -> List<T>
 where
-    T: Clone + Debug + DeserializeOwned,
+    T: Object + Clone + Debug + DeserializeOwned,
 {
     let mut objects = Vec::new();
     let params = params.clone().limit(PAGE);
-    let read = Box::pin(each(resource, api, params, |it| objects.push(it))).await;
+    let read = Box::pin(each_as(resource, api, params, |it| objects.push(it))).await;
     match read {
         Ok(()) => List { objects, gap: None },
         Err(gap) => List {
@@ -209,18 +209,26 @@ where
     }
 }
 
-/// Takes in a list, page by page: no more than a page of it is held here.
-pub(super) async fn each<T>(
+/// Takes in a list, page by page: no more than a page of it is held here. Its objects are read as values of `T`, which may have fewer
+/// fields than the API's type.
+pub(super) async fn each_as<K, T>(
     resource: Resource,
-    api: &Api<T>,
+    api: &Api<K>,
     mut params: ListParams,
     mut take: impl FnMut(T),
 ) -> Result<(), Gap>
 where
+    K: Object + Clone,
     T: Clone + Debug + DeserializeOwned,
 {
+    let list = Request::new(api.resource_url());
+    let client = api.clone().into_client();
     loop {
-        let page = api.list(&params).await;
+        let request = list.list(&params).map_err(kube::Error::BuildRequest);
+        let page = match request {
+            Ok(request) => client.request::<ObjectList<T>>(request).await,
+            Err(error) => Err(error),
+        };
         let page = page.map_err(|error| gap(resource, &error))?;
         page.items.into_iter().for_each(&mut take);
         match page.metadata.continue_.filter(|token| !token.is_empty()) {

@@ -9,8 +9,9 @@ use kube::api::ListParams;
 use tranche_api::usage_api::{API_VERSION, ClaimUsage, NodeUsageObject};
 
 use super::Cluster;
-use super::read::each;
+use super::read::each_as;
 use crate::snapshot::{Cause, Gap, Resource, Scope};
+use crate::usage::reading::{ClaimReading, NodeReading};
 use crate::usage::{Known, Usage};
 
 /// How long it may take. The rest of a result does not wait longer for it: a node that is dead takes 2 s, and 64 are asked at a time.
@@ -39,8 +40,8 @@ impl Cluster {
         }
         let mut usage = Usage::default();
         let api = Api::<NodeUsageObject>::all(self.client());
-        let add = |node| usage.add_node(&node);
-        let read = each(Resource::NodeUsages, &api, pages(), add).await;
+        let add = |node: NodeReading| usage.add_node(&node);
+        let read = each_as(Resource::NodeUsages, &api, pages(), add).await;
         match read {
             Ok(()) => Ok(usage),
             Err(gap) if gap.cause == Cause::Forbidden => self.what_may_be_seen(&gap).await,
@@ -71,8 +72,8 @@ impl Cluster {
             None => Api::all(self.client()),
         };
         let mut usage = Usage::default();
-        let add = |claim| usage.add_claim(&claim);
-        each(Resource::ClaimUsages, &api, pages(), add).await?;
+        let add = |claim: ClaimReading| usage.add_claim(&claim);
+        each_as(Resource::ClaimUsages, &api, pages(), add).await?;
         Ok(usage)
     }
 }

@@ -5,7 +5,7 @@ use serde_json::json;
 use super::*;
 use crate::testing::object;
 
-fn node(name: &str, shares: &serde_json::Value) -> NodeUsageObject {
+fn node(name: &str, shares: &serde_json::Value) -> NodeReading {
     object(json!({
         "metadata": {"name": name}, "node": name, "unixMillis": 7,
         "gpus": [{
@@ -39,7 +39,7 @@ fn part(uid: &str, share: Option<&str>) -> Part {
     }
 }
 
-fn of_nodes(nodes: &[NodeUsageObject]) -> Usage {
+fn of_nodes(nodes: &[NodeReading]) -> Usage {
     let mut usage = Usage::default();
     for node in nodes {
         usage.add_node(node);
@@ -93,11 +93,11 @@ fn the_use_of_claims_is_that_of_nodes() {
 
 #[test]
 fn what_is_missing_is_one_line_for_each_kind_of_object() {
-    let mut broken = node("a", &json!([]));
-    let gpu = &mut broken.usage.as_mut().unwrap().gpus[0];
+    let mut broken = node("a", &json!([share("1", None)]));
+    let gpu = &mut broken.gpus.as_mut().unwrap()[0];
     gpu.problem = Some("NVML: lost".into());
     gpu.memory = None;
-    let dead = |name: &str| -> NodeUsageObject {
+    let dead = |name: &str| -> NodeReading {
         object(
             json!({"metadata": {"name": name}, "problem": format!("no answer\nof\u{1b}[31m {name}")}),
         )
@@ -108,7 +108,7 @@ fn what_is_missing_is_one_line_for_each_kind_of_object() {
         json!({"metadata": {"namespace": "team", "name": "claim"}, "problem": "no answer"}),
     ));
     usage.partial = Some("only a part".into());
-    assert!(usage.gpus.is_empty());
+    assert!(usage.gpus.is_empty() && usage.parts.is_empty());
     assert_eq!(
         notes(&Ok(usage)),
         [
