@@ -16,6 +16,8 @@ mod usage;
 
 use std::fmt;
 
+#[cfg(test)]
+pub(crate) use connect::ANSWER;
 pub use connect::{ConnectError, Connection};
 pub use problem::gap;
 pub(crate) use read::list;

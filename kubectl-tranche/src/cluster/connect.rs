@@ -11,7 +11,7 @@ use super::Cluster;
 /// How long a connection may take.
 const CONNECT: Duration = Duration::from_secs(10);
 /// How long an answer may take: as kubectl's, which waits for slow lists too.
-const ANSWER: Duration = Duration::from_mins(1);
+pub(crate) const ANSWER: Duration = Duration::from_mins(1);
 
 /// Which cluster, and as whom: the flags of kubectl by the same names.
 #[derive(Clone, Debug, Default, clap::Args)]
@@ -77,6 +77,8 @@ impl Connection {
         let mut config = self.config().await?;
         config.connect_timeout = Some(CONNECT);
         config.read_timeout = Some(ANSWER);
+        // The time in which a connection was not used is none in which an answer was late.
+        config.reset_reader_on_write = true;
         if let Some(user) = &self.impersonate {
             config.auth_info.impersonate = Some(user.clone());
         }

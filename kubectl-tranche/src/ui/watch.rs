@@ -21,6 +21,9 @@ use crate::snapshot::{Cause, Resource, Scope};
 
 /// Objects in a page of a list. A slice is large, and a page of them is in memory at once.
 const PAGE: u32 = 50;
+/// Seconds after which the API server ends a watch, which then goes on where it was. Nothing may come for longer than the client
+/// waits for an answer: where nothing changes, the API server sends a bookmark about once a minute.
+const WATCH: u32 = 40;
 /// Time until a watch that failed is tried again: rights may be granted, and a server comes back.
 const AGAIN: Duration = Duration::from_secs(5);
 /// Time between two readings of the prices, which nobody changes often.
@@ -30,7 +33,7 @@ const PRICES_AGAIN: Duration = Duration::from_mins(1);
 pub(super) fn start(cluster: &Cluster, changes: &Sender<Change>) -> JoinSet<()> {
     let mut tasks = JoinSet::new();
     let client = || cluster.client();
-    let plain = || Config::default().page_size(PAGE);
+    let plain = || Config::default().page_size(PAGE).timeout(WATCH);
     let ours = format!("spec.driver={DRIVER}");
     // Pods that run are in the claims' status.
     let pending = "status.phase=Pending";
@@ -209,5 +212,18 @@ async fn prices(cluster: Cluster, changes: Sender<Change>) {
             return;
         }
         tokio::time::sleep(PRICES_AGAIN).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cluster::ANSWER;
+
+    #[test]
+    fn a_watch_on_which_nothing_happens_ends_before_the_client_takes_it_for_lost() {
+        // kube's watcher waits so much longer for the end.
+        let margin = 5;
+        assert!(u64::from(WATCH) + margin < ANSWER.as_secs());
     }
 }
