@@ -1,81 +1,139 @@
 //! The use of GPUs over the last hour, by minute: pure. The caller says which minute it is.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 
 use crate::usage::{Usage, Used};
 
 /// Minutes that are kept.
-pub const MINUTES: u64 = 60;
+pub const MINUTES: usize = 60;
+const MIB: u64 = 1 << 20;
 
 /// The last hour of all GPUs.
 #[derive(Clone, Debug, Default)]
 pub struct History {
-    gpus: BTreeMap<String, VecDeque<Minute>>,
+    gpus: BTreeMap<String, Hour>,
     /// The minute of the last readings.
     now: u64,
 }
 
-/// The readings of a minute.
-#[derive(Clone, Copy, Debug, Default)]
-struct Minute {
+/// The last hour of a GPU. It takes as much memory at its first reading as after an hour: who starts the page with enough does not
+/// run out of it later.
+#[derive(Clone, Debug)]
+struct Hour {
+    /// The mean of each minute, at the minute's number modulo [`MINUTES`].
+    means: Box<[Mean; MINUTES]>,
+    /// The minute of its last reading.
     at: u64,
+    /// The readings of this minute.
+    sum: Sum,
+}
+
+/// The readings of a minute as they are kept: small, because a thousand nodes have half a million of them.
+#[derive(Clone, Copy, Debug, Default)]
+struct Mean {
+    /// MiB.
+    memory: Option<u32>,
+    /// Percent of the GPU's time.
+    time: Option<u8>,
+}
+
+/// The readings of a minute, added up.
+#[derive(Clone, Copy, Debug, Default)]
+struct Sum {
     readings: u32,
     memory: u64,
     timed: u32,
     time: f64,
 }
 
-/// A line for each minute, the oldest first; nothing where there was no reading.
-#[derive(Clone, Debug, Default, PartialEq)]
+/// A value for each minute, the oldest first; nothing where there was no reading.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Lines {
     /// Bytes, the mean of the minute.
     pub memory: Vec<Option<u64>>,
     /// Percent of the GPU's time, the mean of the minute.
-    pub time: Vec<Option<f64>>,
+    pub time: Vec<Option<u8>>,
+}
+
+/// Whether the use was read since somebody looked.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Read {
+    /// It was not.
+    #[default]
+    No,
+    /// It was: the use is new, the last hour is about the same.
+    Again,
+    /// It was, for the first time in its minute: the last hour is new, too.
+    FirstOfMinute,
 }
 
 impl History {
     /// Takes readings in. `minute` counts from any time and does not go back.
-    pub fn add(&mut self, minute: u64, usage: &Usage) {
+    pub fn add(&mut self, minute: u64, usage: &Usage) -> Read {
+        let is_first = minute > self.now || self.gpus.is_empty();
         self.now = self.now.max(minute);
         for (uuid, used) in &usage.gpus {
-            let minutes = self.gpus.entry(uuid.clone()).or_default();
-            match minutes.back_mut() {
-                Some(last) if last.at >= self.now => last.add(used),
-                _ => {
-                    let mut first = Minute {
-                        at: self.now,
-                        ..Minute::default()
-                    };
-                    first.add(used);
-                    minutes.push_back(first);
-                }
-            }
+            let hour = self.gpus.entry(uuid.clone());
+            hour.or_insert_with(|| Hour::new(self.now))
+                .add(self.now, used);
         }
         let now = self.now;
-        self.gpus.retain(|_, minutes| {
-            while minutes.front().is_some_and(|it| it.at + MINUTES <= now) {
-                minutes.pop_front();
-            }
-            !minutes.is_empty()
-        });
+        self.gpus.retain(|_, hour| now - hour.at < MINUTES as u64);
+        if is_first {
+            Read::FirstOfMinute
+        } else {
+            Read::Again
+        }
     }
 
     /// A GPU's last hour; `None` without a reading in it.
     #[must_use]
     pub fn of(&self, uuid: &str) -> Option<Lines> {
-        let minutes = self.gpus.get(uuid)?;
-        let mut lines = Lines::default();
-        for minute in (self.now + 1).saturating_sub(MINUTES)..=self.now {
-            let read = minutes.iter().find(|it| it.at == minute);
-            lines.memory.push(read.and_then(Minute::mean_memory));
-            lines.time.push(read.and_then(Minute::mean_time));
-        }
-        Some(lines)
+        let hour = self.gpus.get(uuid)?;
+        let minutes = (self.now + 1).saturating_sub(MINUTES as u64)..=self.now;
+        let means = minutes.map(|minute| hour.mean(minute));
+        let (memory, time) = means
+            .map(|it| (it.memory.map(|mib| u64::from(mib) * MIB), it.time))
+            .unzip();
+        Some(Lines { memory, time })
     }
 }
 
-impl Minute {
+impl Hour {
+    fn new(at: u64) -> Self {
+        Self {
+            means: Box::new([Mean::default(); MINUTES]),
+            at,
+            sum: Sum::default(),
+        }
+    }
+
+    fn add(&mut self, minute: u64, used: &Used) {
+        if minute > self.at {
+            // The minutes between had no reading.
+            let passed = (self.at + 1..=minute).take(MINUTES);
+            passed.for_each(|minute| self.means[slot(minute)] = Mean::default());
+            self.at = minute;
+            self.sum = Sum::default();
+        }
+        self.sum.add(used);
+        self.means[slot(minute)] = self.sum.mean();
+    }
+
+    /// The mean of one of the last minutes.
+    fn mean(&self, minute: u64) -> Mean {
+        if minute > self.at {
+            return Mean::default();
+        }
+        self.means[slot(minute)]
+    }
+}
+
+fn slot(minute: u64) -> usize {
+    usize::try_from(minute % MINUTES as u64).unwrap_or_default()
+}
+
+impl Sum {
     fn add(&mut self, used: &Used) {
         self.readings += 1;
         self.memory = self.memory.saturating_add(used.memory);
@@ -85,13 +143,23 @@ impl Minute {
         }
     }
 
-    fn mean_memory(&self) -> Option<u64> {
-        self.memory.checked_div(self.readings.into())
+    fn mean(&self) -> Mean {
+        let memory = self.memory.checked_div(self.readings.into());
+        Mean {
+            memory: memory.map(|bytes| u32::try_from(bytes / MIB).unwrap_or(u32::MAX)),
+            time: (self.timed > 0).then(|| percent(self.time / f64::from(self.timed))),
+        }
     }
+}
 
-    fn mean_time(&self) -> Option<f64> {
-        (self.timed > 0).then(|| self.time / f64::from(self.timed))
-    }
+/// Whole percent: what the eye does not see is no change.
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "it is between 0 and 100"
+)]
+pub fn percent(value: f64) -> u8 {
+    value.clamp(0.0, 100.0).round() as u8
 }
 
 #[cfg(test)]
@@ -115,31 +183,54 @@ mod tests {
     #[test]
     fn a_minute_is_the_mean_of_its_readings_and_one_without_readings_is_empty() {
         let mut history = History::default();
-        history.add(100, &usage(10, Some(20.0)));
-        history.add(100, &usage(30, Some(40.0)));
-        history.add(102, &usage(50, None));
+        let read = [
+            history.add(100, &usage(10 * MIB, Some(20.0))),
+            history.add(100, &usage(30 * MIB, Some(40.0))),
+            history.add(102, &usage(50 * MIB, None)),
+        ];
+        assert_eq!(
+            read,
+            [Read::FirstOfMinute, Read::Again, Read::FirstOfMinute]
+        );
         let lines = history.of("GPU-a").unwrap();
         assert_eq!(lines.memory.len(), 60);
-        assert_eq!(lines.memory[57..], [Some(20), None, Some(50)]);
-        assert_eq!(lines.time[57..], [Some(30.0), None, None]);
+        assert_eq!(lines.memory[57..], [Some(20 * MIB), None, Some(50 * MIB)]);
+        assert_eq!(lines.time[57..], [Some(30), None, None]);
         assert_eq!(history.of("GPU-b"), None);
+    }
+
+    #[test]
+    fn the_hour_of_a_gpu_takes_less_than_a_kilobyte_from_its_first_reading_on() {
+        let of_means = size_of::<Mean>() * MINUTES;
+        assert!(of_means + size_of::<Hour>() + "GPU-a".len() < 1000);
+    }
+
+    #[test]
+    fn a_gpu_without_a_reading_for_an_hour_is_forgotten() {
+        let mut history = History::default();
+        history.add(3, &usage(MIB, None));
+        history.add(62, &Usage::default());
+        assert_eq!(history.of("GPU-a").unwrap().memory[0], Some(MIB));
+        history.add(63, &Usage::default());
+        assert_eq!(history.of("GPU-a"), None);
     }
 
     proptest! {
         #[test]
-        fn no_more_than_an_hour_is_kept(steps in prop::collection::vec(0..70_u64, 1..40)) {
+        fn each_minute_of_the_last_hour_is_kept_and_no_other(steps in prop::collection::vec(0..70_u64, 1..40)) {
             let mut history = History::default();
             let mut minute = 0;
+            let mut read = std::collections::BTreeSet::new();
             for step in steps {
                 minute += step;
-                history.add(minute, &usage(minute, None));
-                let kept = &history.gpus["GPU-a"];
-                prop_assert!(kept.len() as u64 <= MINUTES);
+                read.insert(minute);
+                history.add(minute, &usage(minute * MIB, None));
                 let lines = history.of("GPU-a").unwrap();
-                prop_assert_eq!(lines.memory.last(), Some(&Some(minute)));
-                for (nth, memory) in lines.memory.iter().rev().enumerate() {
+                prop_assert!(lines.memory.len() <= MINUTES);
+                for (nth, memory) in (0..).zip(lines.memory.iter().rev()) {
                     // The value of a reading is the minute that it was read in.
-                    prop_assert!(memory.is_none_or(|it| it + nth as u64 == minute));
+                    let wanted = read.get(&(minute - nth)).map(|it| it * MIB);
+                    prop_assert_eq!(*memory, wanted);
                 }
             }
         }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
 
-use super::history::History;
+use super::history::{History, Read};
 use super::records::Records;
 use super::store::{Change, Store};
 use super::view::Page;
@@ -32,7 +32,7 @@ struct Live {
     history: History,
     began: Instant,
     /// Whether the use was read since the last publication.
-    is_use_new: bool,
+    read: Read,
     publisher: watch::Sender<Published>,
 }
 
@@ -48,7 +48,7 @@ pub(super) async fn keep(
         usage: Ok(Usage::default()),
         history: History::default(),
         began: Instant::now(),
-        is_use_new: false,
+        read: Read::No,
         publisher,
     };
     let mut due: Option<Instant> = None;
@@ -77,12 +77,15 @@ pub(super) async fn keep(
 
 impl Live {
     fn used(&mut self, usage: Known) {
-        if let Ok(usage) = &usage {
-            let minute = self.began.elapsed().as_secs() / 60;
-            self.history.add(minute, usage);
-        }
+        let read = match &usage {
+            Ok(usage) => {
+                let minute = self.began.elapsed().as_secs() / 60;
+                self.history.add(minute, usage)
+            }
+            Err(_) => Read::Again,
+        };
+        self.read = self.read.max(read);
         self.usage = usage;
-        self.is_use_new = true;
     }
 
     fn publish(&mut self) -> Result<(), super::records::RecordError> {
@@ -90,7 +93,7 @@ impl Live {
             return Ok(());
         }
         let mut dirty = self.store.take_dirty();
-        dirty.use_of_all = std::mem::take(&mut self.is_use_new);
+        dirty.read = std::mem::take(&mut self.read);
         self.page
             .update(&self.store, &dirty, &self.usage, &self.history)?;
         self.publisher.send_if_modified(|published| {

@@ -18,6 +18,7 @@ use tranche_api::GpuNode;
 use tranche_api::names::{DRIVER, node_of};
 use tranche_driver::pod::claims_of;
 
+use super::history::Read;
 use super::trim;
 use crate::snapshot::{Gap, Resource, Scope, Snapshot};
 
@@ -80,7 +81,7 @@ pub struct Dirty {
     /// Whether it is everything: prices, or what can be read.
     pub all: bool,
     /// Whether it is the use of all GPUs.
-    pub use_of_all: bool,
+    pub read: Read,
 }
 
 /// All objects.

@@ -4,7 +4,8 @@
 //!  key          record
 //!  node/NAME    NodeView: a node's GPUs, each with its bar and the same facts in words
 //!  pod/NS/NAME  PodView: a pod that does not run, and why
-//!  use/NAME     what a node's GPUs used over the last hour
+//!  use/NAME     what a node's GPUs and their holders use now
+//!  hour/NAME    what a node's GPUs used over the last hour; once a minute
 //!  summary      Summary: the cluster in a few numbers
 //!  notes        what is missing, a line for each
 //! ```
@@ -21,7 +22,7 @@ use serde::Serialize;
 use tranche_driver::cost::Prices;
 
 use self::used::Holders;
-use super::history::History;
+use super::history::{History, Read};
 use super::records::{RecordError, Records};
 use super::store::{Dirty, Store};
 use crate::model::Model;
@@ -30,7 +31,7 @@ use crate::usage::{self, Known};
 
 use gpu::{GpuSums, GpuView, NodeView};
 use summary::{NodeSums, Summary};
-use used::NodeUse;
+use used::{NodeHour, NodeUse};
 use waiting::PodView;
 
 /// A line about what is missing.
@@ -89,14 +90,27 @@ impl Page {
         }
         let sums = self.nodes.values().map(|node| &node.sums);
         self.records.set("summary", &Summary::new(sums))?;
+        self.used(dirty, usage, history)
+    }
+
+    /// What is used now has a record of its own: it changes with each reading, and the last hour is much longer.
+    fn used(&mut self, dirty: &Dirty, usage: &Known, history: &History) -> Result<(), RecordError> {
+        let nodes = &self.nodes;
         self.records
-            .retain("use/", |name| usage.is_ok() && nodes.contains(name));
-        if let Ok(usage) = usage {
-            let is_due =
-                |name: &String| dirty.all || dirty.use_of_all || dirty.nodes.contains(name);
-            for (name, node) in self.nodes.iter().filter(|(name, _)| is_due(name)) {
-                let of_node = NodeUse::new(&node.holders, usage, history);
+            .retain("use/", |name| usage.is_ok() && nodes.contains_key(name));
+        self.records
+            .retain("hour/", |name| nodes.contains_key(name));
+        for (name, node) in nodes {
+            let is_due = dirty.all || dirty.nodes.contains(name);
+            if let Ok(usage) = usage
+                && (is_due || dirty.read >= Read::Again)
+            {
+                let of_node = NodeUse::new(&node.holders, usage);
                 self.records.set(&format!("use/{name}"), &of_node)?;
+            }
+            if is_due || dirty.read == Read::FirstOfMinute {
+                let of_node = NodeHour::new(&node.holders, history);
+                self.records.set(&format!("hour/{name}"), &of_node)?;
             }
         }
         Ok(())

@@ -21,7 +21,8 @@ const map = makeMap(byId('map'), (node, gpu) => {
 function details() {
   document.body.classList.toggle('has-details', shown.gpu !== null);
   const use = records.get(`use/${shown.node}`);
-  showDetails(byId('details'), shown.node, shown.gpu, use, unknownUse(), map.close);
+  const hour = records.get(`hour/${shown.node}`)?.[shown.gpu?.uuid];
+  showDetails(byId('details'), shown.node, shown.gpu, { use, hour, unknown: unknownUse() }, map.close);
 }
 
 /** Why the use is not known; null where it is. */
@@ -97,7 +98,7 @@ function take(all, changed) {
     }
   }
   if (changed.has('notes')) showNotes(all.get('notes') ?? []);
-  if (shown.gpu && changed.has(`use/${shown.node}`)) details();
+  if (shown.gpu && (changed.has(`use/${shown.node}`) || changed.has(`hour/${shown.node}`))) details();
   filter({});
 }
 

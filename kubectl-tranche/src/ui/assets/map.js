@@ -20,7 +20,7 @@ export function makeMap(root, onSelect) {
   const near = new IntersectionObserver((entries) => {
     for (const entry of entries) {
       const node = nodes.get(entry.target.dataset.node);
-      if (node) show(node, entry.isIntersecting);
+      if (node) show(node, entry.isIntersecting, entry.boundingClientRect.height);
     }
   }, { rootMargin: '800px 0px' });
 
@@ -88,17 +88,17 @@ export function makeMap(root, onSelect) {
     for (const [name, node] of sorted) nodes.set(name, node);
   }
 
-  /** Fills a node's section, or empties it and keeps its height. */
-  function show(node, isShown) {
+  /** Fills a node's section, or empties it and keeps its height, which the caller knows: to ask for it would lay the page out. */
+  function show(node, isShown, height) {
     if (node.isShown === isShown) return;
     const hasFocus = node.section.contains(document.activeElement);
     if (!isShown && hasFocus) return;
     node.isShown = isShown;
     if (isShown) {
-      node.grid.style.minHeight = '';
+      node.section.style.minHeight = '';
       draw(node);
     } else {
-      node.grid.style.minHeight = `${node.grid.offsetHeight}px`;
+      node.section.style.minHeight = `${height}px`;
       node.grid.replaceChildren();
       node.tiles.clear();
     }
@@ -284,12 +284,12 @@ function face(gpu, use) {
     element('span', { class: 'tile-head' },
       element('span', { class: 'name' }, gpu.name), ' ',
       element('span', { class: 'tier' }, mark(gpu.tier ?? (gpu.isFree ? null : 'closed')), gpu.tier ?? (gpu.isFree ? 'free' : 'not offered')), ' ',
-      use?.now && Number.isFinite(use.now.time) ? element('span', { class: 'busy' }, `${use.now.time} % busy`) : null),
+      use && Number.isFinite(use.time) ? element('span', { class: 'busy' }, `${use.time} % busy`) : null),
     bar(gpu),
     ...lines,
     element('span', { class: 'line count' }, `${gpu.tenants.length} ${gpu.tenants.length === 1 ? 'claim' : 'claims'}`),
     more > 0 ? element('span', { class: 'line more' }, `and ${more} more`) : null,
-    element('span', { class: 'line room' }, element('span', null, gpu.room), use?.now ? element('span', null, ` ${use.now.memory} used`) : null),
+    element('span', { class: 'line room' }, element('span', null, gpu.room), use ? element('span', { class: 'used' }, ` ${use.memory} used`) : null),
   ].filter(Boolean);
 }
 

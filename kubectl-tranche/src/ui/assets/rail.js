@@ -4,16 +4,18 @@ import { element, mark } from './state.js';
 
 /** Waiting pods with an entry of their own. */
 const PODS = 50;
+/** Minutes of the curves. */
+const HOUR = 60;
 const SVG = 'http://www.w3.org/2000/svg';
 
-/** A GPU's details. `use` is that of its node, `unknown` says why there is none. */
-export function showDetails(root, node, gpu, use, unknown, onClose) {
+/** A GPU's details. `use` is that of its node, `hour` its own, `unknown` says why there is none. */
+export function showDetails(root, node, gpu, { use, hour, unknown }, onClose) {
   const hadFocus = root.contains(document.activeElement);
   root.hidden = !gpu;
   if (!gpu) return root.replaceChildren();
   const close = element('button', { type: 'button', class: 'close' }, 'Close');
   close.addEventListener('click', onClose);
-  const now = use?.gpus?.[gpu.uuid]?.now;
+  const now = use?.gpus[gpu.uuid];
   const facts = [
     ['Tier', gpu.tier ?? 'none: nobody holds any of it'],
     ['Room', gpu.room],
@@ -31,10 +33,10 @@ export function showDetails(root, node, gpu, use, unknown, onClose) {
   root.replaceChildren(
     element('div', { class: 'details-head' }, element('h2', { id: 'details-title' }, `${gpu.name} of ${node}`), close),
     list,
+    element('h3', null, span(hour)),
+    ...lastHour(hour, unknown),
     element('h3', null, gpu.tenants.length ? 'Held by' : 'Held by nobody'),
-    element('ul', { class: 'tenants' }, gpu.tenants.map((tenant) => holder(tenant, use?.claims?.[tenant.useKey]))),
-    element('h3', null, 'Last hour'),
-    ...lastHour(use?.gpus?.[gpu.uuid], unknown),
+    element('ul', { class: 'tenants' }, gpu.tenants.map((tenant) => holder(tenant, use?.claims[tenant.useKey]))),
     ...(gpu.withheld.length ? [element('h3', null, 'Not offered'), element('ul', { class: 'plain' }, gpu.withheld.map((it) => element('li', null, it)))] : []),
   );
   if (hadFocus) close.focus();
@@ -61,24 +63,31 @@ function holder(tenant, used) {
     element('p', { class: 'id' }, tenant.mig ?? tenant.device));
 }
 
+/** The time that the curves cover: an hour, or what has passed since the page's program was started. */
+function span(hour) {
+  const minutes = hour?.memory.length ?? HOUR;
+  if (minutes >= HOUR) return 'Last hour';
+  return minutes === 1 ? 'Last minute' : `Last ${minutes} minutes`;
+}
+
 /** Two lines, and what they say in words. */
-function lastHour(use, unknown) {
-  if (!use) return [element('p', { class: 'faint' }, unknown ?? 'no reading of this GPU yet')];
-  const lines = [['time', 'busy'], ['memory', 'memory']].filter(([key]) => use[key].some((it) => it !== null));
+function lastHour(hour, unknown) {
+  const lines = [['time', 'busy'], ['memory', 'memory']].filter(([key]) => hour?.[key].some((it) => it !== null));
   if (!lines.length) return [element('p', { class: 'faint' }, unknown ?? 'no reading of this GPU yet')];
   const words = lines.map(([key, name]) => {
-    const values = use[key].filter((it) => it !== null);
+    const values = hour[key].filter((it) => it !== null);
     const mean = Math.round(values.reduce((sum, it) => sum + it, 0) / values.length);
     return `${name}: ${mean} % on average, ${Math.max(...values)} % at most`;
   });
   const chart = document.createElementNS(SVG, 'svg');
   chart.setAttribute('viewBox', '0 0 240 64');
+  chart.setAttribute('preserveAspectRatio', 'none');
   chart.setAttribute('class', 'chart');
   chart.setAttribute('aria-hidden', 'true');
   for (const [key] of lines) {
     const line = document.createElementNS(SVG, 'path');
     line.setAttribute('class', `curve-${key}`);
-    line.setAttribute('d', path(use[key]));
+    line.setAttribute('d', path(hour[key]));
     chart.append(line);
   }
   return [chart, element('ul', { class: 'plain legend' }, lines.map(([key], nth) => element('li', { class: `of-${key}` }, words[nth])))];

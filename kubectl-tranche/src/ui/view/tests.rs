@@ -258,10 +258,11 @@ fn use_is_shown_where_it_is_known_and_a_line_says_why_where_not() {
     let known = page(&mut store(&world), &Ok(usage), &history);
     let of_node = record(&known, "use/node-a");
     assert_eq!(
-        of_node["gpus"][uuid('a', 0)]["now"],
+        of_node["gpus"][uuid('a', 0)],
         json!({"memory": "40Gi", "time": 61, "idle": null})
     );
-    assert_eq!(of_node["gpus"][uuid('a', 0)]["memory"], json!([50]));
+    let hour = record(&known, "hour/node-a");
+    assert_eq!(hour, json!({uuid('a', 0): {"memory": [50], "time": [61]}}));
     // Each holder finds its own.
     let tenants = &record(&known, "node/node-a")["gpus"][0]["tenants"];
     let key = tenants[0]["useKey"].as_str().unwrap();
@@ -277,4 +278,49 @@ fn use_is_shown_where_it_is_known_and_a_line_says_why_where_not() {
     let unknown = without_usage(&world);
     assert!(unknown.records.get("use/node-a").is_none());
     assert_eq!(record(&unknown, "notes")[0]["text"], UNKNOWN);
+}
+
+#[test]
+fn the_last_hour_is_told_once_a_minute_and_stays_while_the_use_is_not_known() {
+    let used = |memory| Usage {
+        gpus: [(
+            uuid('a', 0),
+            Used {
+                memory,
+                ..Used::default()
+            },
+        )]
+        .into(),
+        ..Usage::default()
+    };
+    let mut store = store(&busy());
+    let mut history = History::default();
+    history.add(0, &used(40 << 30));
+    let mut page = page(&mut store, &Ok(used(40 << 30)), &history);
+    let mut told = |usage: Known, history: &History, read| {
+        let dirty = Dirty {
+            read,
+            ..Dirty::default()
+        };
+        page.update(&store, &dirty, &usage, history).unwrap();
+        let now = page.records.get("use/node-a").is_some();
+        (
+            now,
+            record(&page, "hour/node-a")[uuid('a', 0)]["memory"].clone(),
+        )
+    };
+    let read = history.add(0, &used(80 << 30));
+    assert_eq!(
+        told(Ok(used(80 << 30)), &history, read),
+        (true, json!([50]))
+    );
+    assert_eq!(
+        told(Err(UNKNOWN.into()), &history, Read::Again),
+        (false, json!([50]))
+    );
+    let read = history.add(1, &used(80 << 30));
+    assert_eq!(
+        told(Ok(used(80 << 30)), &history, read),
+        (true, json!([75, 100]))
+    );
 }

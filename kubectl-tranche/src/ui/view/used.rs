@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::Serialize;
 
-use super::super::history::History;
+use super::super::history::{History, percent};
 use crate::model::{Gpu, Node, Tenant};
 use crate::output::span;
 use crate::top::size;
@@ -19,30 +19,33 @@ pub(super) struct Holders {
     parts: Vec<Part>,
 }
 
-/// The use of a node's GPUs.
-#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+/// What is used now of a node's GPUs, where it is known.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct NodeUse {
     /// By the GPU's UUID.
-    pub gpus: BTreeMap<String, GpuUse>,
+    pub gpus: BTreeMap<String, UsedView>,
     /// By what claims hold: see [`key`].
     pub claims: BTreeMap<String, UsedView>,
 }
 
-/// The use of a GPU.
-#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+/// The last hour of a node's GPUs, by UUID, where there was a reading in it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(transparent)]
+pub struct NodeHour(BTreeMap<String, GpuHour>);
+
+/// The last hour of a GPU, by minute.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
-pub struct GpuUse {
-    /// Now.
-    pub now: Option<UsedView>,
-    /// By minute over the last hour: percent of the memory.
+pub struct GpuHour {
+    /// Percent of the memory.
     pub memory: Vec<Option<u8>>,
-    /// By minute over the last hour: percent of the GPU's time.
+    /// Percent of the GPU's time.
     pub time: Vec<Option<u8>>,
 }
 
 /// Use at one time.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct UsedView {
     /// Bytes, for people.
@@ -78,15 +81,10 @@ impl Holders {
 }
 
 impl NodeUse {
-    pub(super) fn new(holders: &Holders, usage: &Usage, history: &History) -> Self {
-        let gpus = holders.gpus.iter().map(|(uuid, memory)| {
-            let lines = history.of(uuid).unwrap_or_default();
-            let of_gpu = GpuUse {
-                now: usage.gpus.get(uuid).map(UsedView::new),
-                memory: lines.memory.iter().map(|it| part(*it, *memory)).collect(),
-                time: lines.time.iter().map(|it| it.map(percent)).collect(),
-            };
-            (uuid.clone(), of_gpu)
+    pub(super) fn new(holders: &Holders, usage: &Usage) -> Self {
+        let gpus = holders.gpus.iter().filter_map(|(uuid, _)| {
+            let used = usage.gpus.get(uuid)?;
+            Some((uuid.clone(), UsedView::new(used)))
         });
         let claims = holders.parts.iter().filter_map(|part| {
             let used = usage.parts.get(part)?;
@@ -96,6 +94,20 @@ impl NodeUse {
             gpus: gpus.collect(),
             claims: claims.collect(),
         }
+    }
+}
+
+impl NodeHour {
+    pub(super) fn new(holders: &Holders, history: &History) -> Self {
+        let gpus = holders.gpus.iter().filter_map(|(uuid, memory)| {
+            let lines = history.of(uuid)?;
+            let of_gpu = GpuHour {
+                memory: lines.memory.iter().map(|it| part(*it, *memory)).collect(),
+                time: lines.time,
+            };
+            Some((uuid.clone(), of_gpu))
+        });
+        Self(gpus.collect())
     }
 }
 
@@ -117,14 +129,4 @@ fn part(used: Option<u64>, memory: u64) -> Option<u8> {
     let hundredfold = u128::from(used?) * 100;
     let percent = hundredfold.checked_div(memory.into())?;
     Some(u8::try_from(percent).unwrap_or(100).min(100))
-}
-
-/// Whole percent: what the eye does not see is no change.
-#[expect(
-    clippy::cast_possible_truncation,
-    clippy::cast_sign_loss,
-    reason = "it is between 0 and 100"
-)]
-fn percent(value: f64) -> u8 {
-    value.clamp(0.0, 100.0).round() as u8
 }
