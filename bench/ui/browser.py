@@ -76,8 +76,8 @@ class Browser:
         return self._ask("POST", f"{self.session}/goog/cdp/execute", {"cmd": command, "params": params})
 
     def work(self):
-        """Seconds that the page's own thread has worked so far, by kind."""
-        self.devtools("Performance.enable")
+        """CPU seconds that the page's own thread has worked so far, by kind: what else runs on the machine does not count."""
+        self.devtools("Performance.enable", timeDomain="threadTicks")
         metrics = {it["name"]: it["value"] for it in self.devtools("Performance.getMetrics")["metrics"]}
         return {kind: metrics[f"{kind}Duration"] for kind in ("Task", "Script", "Layout", "RecalcStyle")}
 
