@@ -29,6 +29,9 @@ const FLAGS: [&str; 9] = [
     "--disable-dev-shm-usage",
 ];
 
+/// Frames that a page draws in a second at least, on a machine that has time for it. On one that has not, a limit is longer.
+const FRAMES: u32 = 30;
+
 /// The most time that a script may wait in the page.
 const PATIENCE: Duration = Duration::from_mins(2);
 
@@ -125,7 +128,8 @@ impl Browser {
         serde_json::from_value(value).with_context(|| script.to_owned())
     }
 
-    /// The first value of a script that is neither false nor empty, looked at before each frame of the page; an error after `limit`.
+    /// The first value of a script that is neither false nor empty, looked at before each frame of the page; an error after `limit`, and
+    /// after the frames of so long a time.
     pub async fn wait_for<T: DeserializeOwned>(
         &self,
         what: &str,
@@ -133,17 +137,19 @@ impl Browser {
         script: &str,
     ) -> anyhow::Result<T> {
         let wait = format!(
-            "const [limit, done] = arguments, end = performance.now() + limit;\n\
+            "const [limit, frames, done] = arguments, end = performance.now() + limit;\n\
              const look = () => {{ {script} }};\n\
-             (function again() {{\n\
+             (function again(drawn) {{\n\
                const it = look();\n\
-               if (it) done({{it}}); else if (performance.now() > end) done({{}}); else requestAnimationFrame(again);\n\
-             }})();"
+               if (it) done({{it}}); else if (performance.now() > end && drawn > frames) done({{}});\n\
+               else requestAnimationFrame(() => again(drawn + 1));\n\
+             }})(0);"
         );
         let limit_millis = u64::try_from(limit.as_millis())?;
+        let frames = limit_millis * u64::from(FRAMES) / 1000;
         let mut answer = self
             .client
-            .execute_async(&wait, vec![limit_millis.into()])
+            .execute_async(&wait, vec![limit_millis.into(), frames.into()])
             .await?;
         let Some(value) = answer.get_mut("it") else {
             let text: String = self.evaluate("return document.body.innerText").await?;

@@ -16,7 +16,9 @@ use tempfile::TempDir;
 use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::{Child, Command};
 use tranche_e2e::browser::View;
-use tranche_e2e::{Browser, Case, Namespace, Request, account, kubectl, run_on_a_node, wait};
+use tranche_e2e::{
+    Browser, Case, Namespace, PodHandle, Request, account, kubectl, run_on_a_node, wait,
+};
 
 /// The time from the API server's knowledge of a share to its place in the page.
 const LIVE: Duration = Duration::from_secs(2);
@@ -68,6 +70,24 @@ impl Page {
         self.command.kill().await?;
         ensure!(complaints.is_empty(), "{complaints:#?}");
         Ok(())
+    }
+
+    /// Waits until the page has what the scheduler says of a pod, which may change with what else is in the cluster.
+    async fn has_reason(&self, pod: &PodHandle) -> anyhow::Result<()> {
+        loop {
+            let message = pod.unschedulable().await?;
+            let find = format!(
+                "return document.getElementById('waiting').innerText.includes({})",
+                json!(message)
+            );
+            let shown = self
+                .browser
+                .wait_for::<bool>("the waiting pod's reason", LIVE, &find);
+            let shown = shown.await;
+            if shown.is_ok() || pod.unschedulable().await? == message {
+                return shown.map(drop).context(message);
+            }
+        }
     }
 
     async fn checked(&self, view: View) -> anyhow::Result<()> {
@@ -149,15 +169,7 @@ fn the_page_shows_a_share_within_two_seconds_and_says_what_the_api_server_says()
         // A pod that does not fit waits, with the scheduler's own words.
         let big = Request::capped("75Gi", "90").on(uuid);
         let big = namespace.idle("big", &big).await?;
-        let message = big.unschedulable().await?;
-        let find = format!(
-            "return document.getElementById('waiting').innerText.includes({})",
-            json!(message)
-        );
-        let _: bool = page
-            .browser
-            .wait_for("the waiting pod's reason", LIVE, &find)
-            .await?;
+        page.has_reason(&big).await?;
         big.delete().await?;
 
         pod.delete().await?;

@@ -196,15 +196,24 @@ async fn costs_its_own_devices(
 #[test]
 fn a_gpu_that_falls_off_the_bus_costs_its_own_devices() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
+        let namespace = case.namespace("lost-xid").await?;
+        let token = token(case, namespace.name(), true).await?;
+        let uuid = &case.gpus[0].uuid;
         costs_its_own_devices(case, "lost", "GpuLost", async |node, uuid| {
+            // A GPU's errors are counted from the first sample after a claim holds one of the node's GPUs.
+            wait::for_answer("the GPU's errors counted", NOTICED, async || {
+                let text = read(case, "/metrics", &token).await?;
+                let mut series = text
+                    .lines()
+                    .filter(|it| it.starts_with("DCGM_FI_DEV_XID_ERRORS{"));
+                Ok(series.any(|it| it.contains(uuid)).then_some(()))
+            })
+            .await?;
             node.lose_gpu(uuid).await
         })
         .await?;
         // Its error is counted, though a claim held only the other GPU.
-        let namespace = case.namespace("lost-xid").await?;
-        let token = token(case, namespace.name(), true).await?;
         let text = read(case, "/metrics", &token).await?;
-        let uuid = &case.gpus[0].uuid;
         for name in [
             "tranche_gpu_xids_total",
             "tranche_gpu_last_xid_timestamp_seconds",
