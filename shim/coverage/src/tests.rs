@@ -30,7 +30,7 @@ fn the_reference_pages_are_up_to_date() {
         let there = fs::read_to_string(root.join(page.path)).unwrap_or_default();
         assert!(
             there == page.content,
-            "{}: not as generated: run `cargo run -p tranche-shim-coverage --example generate`",
+            "{}: not as generated: run `cargo run -p tranche-shim-coverage --example coverage-page`",
             page.path
         );
     }

@@ -1,7 +1,7 @@
 //! Writes `docs/reference/cuda-coverage.md` and `nvml-coverage.md`.
 //!
 //! ```console
-//! cargo run -p tranche-shim-coverage --example generate
+//! cargo run -p tranche-shim-coverage --example coverage-page
 //! ```
 
 use std::error::Error;
