@@ -20,6 +20,8 @@ use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
 use tracing::{debug, warn};
 
+use crate::connections::{Bounded, Connections};
+
 /// The time limit of a handshake.
 const HANDSHAKE: Duration = Duration::from_secs(5);
 /// The most concurrent handshakes; the kernel queues further clients.
@@ -38,11 +40,14 @@ pub enum TlsError {
     Config(#[from] rustls::Error),
 }
 
+/// A connection.
+type Stream = Bounded<TlsStream<TcpStream>>;
+
 /// Listens for TLS connections. Handshakes run concurrently: a silent client does not block others.
 #[derive(Debug)]
 pub struct TlsListener {
     address: std::io::Result<SocketAddr>,
-    streams: mpsc::Receiver<(TlsStream<TcpStream>, SocketAddr)>,
+    streams: mpsc::Receiver<(Stream, SocketAddr)>,
     task: JoinHandle<()>,
 }
 
@@ -80,9 +85,10 @@ impl Drop for TlsListener {
 async fn accept(
     listener: TcpListener,
     acceptor: TlsAcceptor,
-    ready: mpsc::Sender<(TlsStream<TcpStream>, SocketAddr)>,
+    ready: mpsc::Sender<(Stream, SocketAddr)>,
 ) {
     let turns = Arc::new(Semaphore::new(AT_ONCE));
+    let connections = Connections::default();
     loop {
         // The semaphore is never closed.
         let Ok(turn) = Arc::clone(&turns).acquire_owned().await else {
@@ -96,12 +102,16 @@ async fn accept(
                 continue;
             }
         };
+        let Some(place) = connections.enter(peer.ip()) else {
+            debug!(%peer, "too many connections");
+            continue;
+        };
         let (acceptor, ready) = (acceptor.clone(), ready.clone());
         tokio::spawn(async move {
             let _turn = turn;
             match tokio::time::timeout(HANDSHAKE, acceptor.accept(stream)).await {
                 // The receiver is gone when the server has ended.
-                Ok(Ok(stream)) => drop(ready.send((stream, peer)).await),
+                Ok(Ok(stream)) => drop(ready.send((Bounded::new(stream, place), peer)).await),
                 Ok(Err(error)) => debug!(%peer, %error, "no TLS"),
                 Err(_) => debug!(%peer, "no TLS in time"),
             }
@@ -110,7 +120,7 @@ async fn accept(
 }
 
 impl axum::serve::Listener for TlsListener {
-    type Io = TlsStream<TcpStream>;
+    type Io = Stream;
     type Addr = SocketAddr;
 
     async fn accept(&mut self) -> (Self::Io, Self::Addr) {
@@ -138,7 +148,7 @@ pub struct Peer {
 
 impl Connected<IncomingStream<'_, TlsListener>> for Peer {
     fn connect_info(stream: IncomingStream<'_, TlsListener>) -> Self {
-        let (_, session) = stream.io().get_ref();
+        let (_, session) = stream.io().get_ref().get_ref();
         let certificates = session.peer_certificates().unwrap_or_default();
         Self {
             certificates: certificates

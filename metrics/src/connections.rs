@@ -1,0 +1,203 @@
+//! Bounds what connections cost: anybody in the cluster may open one, before it is known who he is.
+//!
+//! A connection has some 40 KB of buffers. So there are [`MOST`] of them, [`OF_ONE`] from one address so that nobody takes all, and one on
+//! which nothing moves is closed after [`IDLE`].
+
+use std::collections::BTreeMap;
+use std::io;
+use std::net::IpAddr;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::time::{Instant, Sleep};
+
+/// The most open connections.
+pub const MOST: usize = 512;
+/// The most open connections from one address: an API server has one for each request that it sends on at the time.
+pub const OF_ONE: usize = 128;
+/// For so long nothing is read or written before a connection is closed. Prometheus keeps one open from scrape to scrape.
+pub const IDLE: Duration = Duration::from_mins(3);
+
+/// The open connections.
+#[derive(Clone, Debug, Default)]
+pub struct Connections(Arc<Mutex<BTreeMap<IpAddr, usize>>>);
+
+impl Connections {
+    /// A place for a connection from this address, as long as the result lives; `None` if there are too many.
+    #[must_use]
+    pub fn enter(&self, from: IpAddr) -> Option<Place> {
+        // An IPv4 address has two forms on a socket of both families.
+        let from = from.to_canonical();
+        let mut open = self.open();
+        let all: usize = open.values().sum();
+        let of_one = open.get(&from).copied().unwrap_or(0);
+        if all >= MOST || of_one >= OF_ONE {
+            return None;
+        }
+        open.insert(from, of_one + 1);
+        drop(open);
+        Some(Place {
+            connections: self.clone(),
+            from,
+        })
+    }
+
+    fn open(&self) -> std::sync::MutexGuard<'_, BTreeMap<IpAddr, usize>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The place of a connection among the others.
+#[derive(Debug)]
+pub struct Place {
+    connections: Connections,
+    from: IpAddr,
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let mut open = self.connections.open();
+        if let Some(count) = open.get_mut(&self.from) {
+            *count -= 1;
+            if *count == 0 {
+                open.remove(&self.from);
+            }
+        }
+    }
+}
+
+/// A connection that has a place, and ends when nothing moves on it.
+#[derive(Debug)]
+pub struct Bounded<T> {
+    stream: T,
+    idle: Pin<Box<Sleep>>,
+    _place: Place,
+}
+
+impl<T> Bounded<T> {
+    /// Bounds a connection.
+    pub fn new(stream: T, place: Place) -> Self {
+        Self {
+            stream,
+            idle: Box::pin(tokio::time::sleep(IDLE)),
+            _place: place,
+        }
+    }
+
+    /// The connection.
+    pub const fn get_ref(&self) -> &T {
+        &self.stream
+    }
+
+    /// Passes a result on; something has moved.
+    fn moved<R>(&mut self, result: R) -> Poll<R> {
+        self.idle.as_mut().reset(Instant::now() + IDLE);
+        Poll::Ready(result)
+    }
+}
+
+impl<T: AsyncRead + Unpin> AsyncRead for Bounded<T> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        if let Poll::Ready(result) = Pin::new(&mut self.stream).poll_read(context, buffer) {
+            return self.moved(result);
+        }
+        ready!(self.idle.as_mut().poll(context));
+        Poll::Ready(Err(io::ErrorKind::TimedOut.into()))
+    }
+}
+
+impl<T: AsyncWrite + Unpin> AsyncWrite for Bounded<T> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        if let Poll::Ready(result) = Pin::new(&mut self.stream).poll_write(context, bytes) {
+            return self.moved(result);
+        }
+        // A reader that does not read is idle, too.
+        ready!(self.idle.as_mut().poll(context));
+        Poll::Ready(Err(io::ErrorKind::TimedOut.into()))
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        if let Poll::Ready(result) = Pin::new(&mut self.stream).poll_flush(context) {
+            return Poll::Ready(result);
+        }
+        ready!(self.idle.as_mut().poll(context));
+        Poll::Ready(Err(io::ErrorKind::TimedOut.into()))
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        if let Poll::Ready(result) = Pin::new(&mut self.stream).poll_shutdown(context) {
+            return Poll::Ready(result);
+        }
+        ready!(self.idle.as_mut().poll(context));
+        Poll::Ready(Err(io::ErrorKind::TimedOut.into()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+
+    use super::*;
+
+    fn address(nth: usize) -> IpAddr {
+        let nth = u8::try_from(nth).unwrap();
+        IpAddr::from([10, 0, 0, nth])
+    }
+
+    #[test]
+    fn nobody_takes_the_places_of_all_and_one_that_is_left_is_free() {
+        let connections = Connections::default();
+        let one: Vec<_> = (0..OF_ONE)
+            .map(|_| connections.enter(address(1)).unwrap())
+            .collect();
+        assert!(connections.enter(address(1)).is_none());
+        let mapped = "::ffff:10.0.0.1".parse().unwrap();
+        assert!(connections.enter(mapped).is_none(), "it is the same one");
+        let others: Vec<_> = (OF_ONE..MOST)
+            .map(|nth| connections.enter(address(2 + nth % 100)).unwrap())
+            .collect();
+        assert!(
+            connections.enter(address(200)).is_none(),
+            "there are enough"
+        );
+        drop(one);
+        assert!(connections.enter(address(200)).is_some());
+        drop(others);
+        assert!(connections.open().is_empty(), "nothing is kept of who left");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_connection_ends_when_nothing_moves_on_it_and_not_before() {
+        let place = Connections::default().enter(address(1)).unwrap();
+        let (mut client, server) = tokio::io::duplex(16);
+        let mut server = Bounded::new(server, place);
+        let mut buffer = [0; 4];
+        for _ in 0..3 {
+            let (sent, read) = tokio::join!(
+                async {
+                    tokio::time::sleep(IDLE - Duration::from_secs(1)).await;
+                    client.write_all(b"ping").await
+                },
+                server.read_exact(&mut buffer)
+            );
+            sent.unwrap();
+            read.unwrap();
+        }
+        let error = server.read_exact(&mut buffer).await.unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+        // It writes more than its reader takes.
+        let error = server.write_all(&[0; 64]).await.unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+    }
+}
