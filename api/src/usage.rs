@@ -349,6 +349,20 @@ pub struct ShareMemory {
     /// What its processes hold, contexts included, by the account of the shim, which they can write; absent without an account.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub account: Option<u64>,
+    /// The most that its processes held at a time; absent until the plugin has seen the share, and where NVML does not tell what each
+    /// process holds: of a MIG instance that one claim has alone, and of a vGPU.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub peak: Option<Peak>,
+}
+
+/// The most memory that was seen in use, by NVML once a second. What a program holds for less than that may be missed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Peak {
+    /// Bytes, contexts included.
+    pub bytes: u64,
+    /// For how long it was watched, in seconds: since the claim was prepared, or since the start of the node's plugin.
+    pub watched_seconds: u64,
 }
 
 /// The processes of one container of a pod, as far as they use a share.

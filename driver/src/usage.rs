@@ -13,13 +13,14 @@
 pub mod apportion;
 mod attribute;
 pub mod departed;
+pub mod peaks;
 #[cfg(test)]
 mod tests;
 
 use std::collections::BTreeSet;
 
 use tranche_api::Tier;
-use tranche_api::usage::{ClaimReference, Memory, Sensors, Utilization, Xids};
+use tranche_api::usage::{ClaimReference, Memory, Peak, Sensors, Utilization, Xids};
 
 pub use attribute::attribute;
 
@@ -130,6 +131,8 @@ pub struct Held {
     pub limit: Limit,
     /// Bytes that the shim's account has, contexts included.
     pub account: Option<u64>,
+    /// The most that its processes held until now, where it is known.
+    pub peak: Option<Peak>,
     /// Seconds since a kernel of it was last seen.
     pub idle_seconds: Option<u64>,
     /// The containers that have it.
@@ -150,6 +153,20 @@ pub enum Limit {
     },
     /// Whatever is free.
     Unlimited,
+}
+
+impl Limit {
+    /// In which part a process that may use several devices of a GPU counts for this one.
+    #[must_use]
+    pub fn weight(self) -> u64 {
+        match self {
+            Self::Share {
+                allocated,
+                reserved,
+            } => allocated.saturating_add(reserved).max(1),
+            Self::Alone | Self::Unlimited => 1,
+        }
+    }
 }
 
 /// A container that has a device.

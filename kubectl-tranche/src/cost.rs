@@ -8,6 +8,7 @@ mod calculator;
 use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Serialize, Serializer};
+use tranche_api::usage::Peak;
 use tranche_driver::cost::{Money, PriceError, Prices};
 
 use crate::args::CostBy;
@@ -39,7 +40,7 @@ pub struct Answer {
     /// Holders that use nothing of what they pay for; `None` where the use is not known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub idle: Option<Vec<Idle>>,
-    /// Shares that could be smaller by what they use now; `None` where that is not known.
+    /// Shares that could be smaller by what they use; `None` where that is not known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub right_sizes: Option<Vec<RightSize>>,
     /// Products whose price is a default of this release.
@@ -84,6 +85,9 @@ pub struct Row {
     /// Memory that they use now, bytes, where it is known of all.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub used_memory: Option<u64>,
+    /// The most memory that each of them used, added up, bytes, where it is known of all.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub peak_memory: Option<u64>,
 }
 
 /// Where the price of all GPUs goes, for an hour.
@@ -126,8 +130,30 @@ pub struct RightSize {
     pub requested_memory: u64,
     /// Bytes that it uses now.
     pub used_memory: u64,
+    /// The most that it was seen to use, where that is known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub peak: Option<Peak>,
     /// Bytes that it should ask for if it never uses more.
     pub suggested_memory: u64,
+}
+
+impl RightSize {
+    /// What it uses of what it has, as the end of a sentence.
+    #[must_use]
+    pub fn in_words(&self) -> String {
+        let suggested = bytes(self.suggested_memory);
+        match self.peak {
+            Some(peak) => format!(
+                "used at most {} in the last {}; if it never uses more, ask for {suggested}",
+                size(peak.bytes),
+                span(peak.watched_seconds)
+            ),
+            None => format!(
+                "uses {} now; if it never uses more, ask for {suggested}",
+                size(self.used_memory)
+            ),
+        }
+    }
 }
 
 /// Answers.
@@ -167,14 +193,16 @@ fn rows(items: &[Item<'_>], by: CostBy) -> Vec<Row> {
         let row = rows.entry(name.clone()).or_insert_with(|| Row {
             name,
             used_memory: Some(0),
+            peak_memory: Some(0),
             ..Row::default()
         });
         row.devices += 1;
         row.per_hour.0 = row.per_hour.0 + item.per_hour;
         row.requested_memory += tenant.device.memory.unwrap_or_default();
         let used = tenant.used.map(|used| used.memory);
-        let sum = row.used_memory.zip(used);
-        row.used_memory = sum.map(|(sum, used)| sum.saturating_add(used));
+        row.used_memory = add(row.used_memory, used);
+        let peak = tenant.used.and_then(|used| used.peak);
+        row.peak_memory = add(row.peak_memory, peak.map(|peak| peak.bytes));
     }
     let mut rows: Vec<Row> = rows.into_values().collect();
     for row in &mut rows {
@@ -182,6 +210,12 @@ fn rows(items: &[Item<'_>], by: CostBy) -> Vec<Row> {
     }
     rows.sort_by_key(|row| std::cmp::Reverse(row.per_hour));
     rows
+}
+
+/// The sum, where both are known.
+fn add(sum: Option<u64>, more: Option<u64>) -> Option<u64> {
+    let (sum, more) = sum.zip(more)?;
+    Some(sum.saturating_add(more))
 }
 
 fn claim(tenant: &Tenant) -> String {
@@ -202,18 +236,20 @@ fn idle(items: &[Item<'_>]) -> Vec<Idle> {
     idle
 }
 
-/// The size that a share should have if it never uses more than now; `None` where that is not less than it has. Only shares have
+/// The size that a share should have if it never uses more than until now; `None` where that is not less than it has. Only shares have
 /// sizes that can be chosen, only whole GiB are suggested, and a share that holds nothing says nothing of its size.
 pub(crate) fn right_size(tenant: &Tenant) -> Option<RightSize> {
     let device = &tenant.device;
     let requested = device.memory.filter(|_| device.tier.has_shim())?;
-    let used = tenant.used.map(|used| used.memory).filter(|it| *it > 0)?;
-    let wanted = used.saturating_add(used / 100 * HEADROOM);
+    let used = tenant.used?;
+    let most = used.peak.map_or(used.memory, |peak| peak.bytes);
+    let wanted = most.saturating_add(most / 100 * HEADROOM);
     let suggested = wanted.div_ceil(GI).saturating_mul(GI);
-    (suggested < requested).then(|| RightSize {
+    (most > 0 && suggested < requested).then(|| RightSize {
         claim: claim(tenant),
         requested_memory: requested,
-        used_memory: used,
+        used_memory: used.memory,
+        peak: used.peak,
         suggested_memory: suggested,
     })
 }
@@ -228,7 +264,7 @@ impl View for Answer {
         };
         let mut header = vec![name, "DEVICES", "PER HOUR", "PER MONTH"];
         if is_wide || self.idle.is_some() {
-            header.extend(["REQUESTED", "USED"]);
+            header.extend(["REQUESTED", "USED", "PEAK"]);
         }
         let mut table = Table::new(&header);
         for row in &self.rows {
@@ -241,6 +277,7 @@ impl View for Answer {
             if is_wide || self.idle.is_some() {
                 cells.push(size(row.requested_memory));
                 cells.push(or_dash(row.used_memory.map(size)));
+                cells.push(or_dash(row.peak_memory.map(size)));
             }
             table.row(Tone::Plain, cells);
         }
@@ -294,11 +331,10 @@ impl Answer {
         });
         let sizes = self.right_sizes.iter().flatten().map(|it| {
             let text = format!(
-                "right size: {} asked for {} and uses {} now; if it never uses more, ask for {}",
+                "right size: {} asked for {} and {}",
                 it.claim,
                 bytes(it.requested_memory),
-                size(it.used_memory),
-                bytes(it.suggested_memory)
+                it.in_words()
             );
             Block::Line(Tone::Warning, text)
         });

@@ -133,7 +133,7 @@ fn together(used: &[Used]) -> Option<Used> {
     Some(Used {
         memory: used.iter().map(|it| it.memory).fold(0, u64::saturating_add),
         time: times.map(|times| times.iter().sum::<f64>() / f64::from(count)),
-        idle_seconds: None,
+        ..Used::default()
     })
 }
 

@@ -8,6 +8,7 @@ pub mod reading;
 use std::collections::BTreeMap;
 
 use serde::Serialize;
+use tranche_api::usage::Peak;
 
 use reading::{ClaimReading, GpuReading, GroupReading, NodeReading, ShareReading};
 
@@ -23,6 +24,9 @@ pub struct Used {
     /// Seconds since the last kernel; not known of a GPU as a whole.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub idle_seconds: Option<u64>,
+    /// The most memory that was seen in use; not known of a GPU as a whole, nor of one pod of several.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub peak: Option<Peak>,
 }
 
 /// A claim's part of a device. A claim may have several of one device.
@@ -129,7 +133,7 @@ impl Usage {
             let used = Used {
                 memory: memory.used,
                 time: gpu.utilization.percent(),
-                idle_seconds: None,
+                ..Used::default()
             };
             self.gpus.insert(gpu.uuid.clone(), used);
         }
@@ -149,6 +153,7 @@ impl Usage {
                 memory: share.memory.used,
                 time: share.utilization.percent(),
                 idle_seconds: share.idle_seconds,
+                peak: share.memory.peak,
             },
             pods: BTreeMap::new(),
         };

@@ -179,8 +179,13 @@ impl Usage {
         };
         usage.driver_version = Some(ready.inventory.driver_version.clone());
         let (now, seen) = (sampler::now(), self.parts.board.seen());
-        let mut held: BTreeMap<String, Vec<Held>> =
-            held_of(now, &self.parts.ledger, &self.parts.layout, &self.listed());
+        let mut held: BTreeMap<String, Vec<Held>> = held_of(
+            now,
+            &self.parts.ledger,
+            &self.parts.layout,
+            &self.listed(),
+            &seen.peaks,
+        );
         let mut failed = 0;
         for gpu in &ready.inventory.gpus {
             let held = held.entry(gpu.uuid.clone()).or_default();

@@ -2,6 +2,7 @@
 //! memory that is in no account, and ends processes if the policy says so. See
 //! [`tranche_node::watchdog`].
 
+mod alive;
 mod board;
 #[cfg(test)]
 mod tests;
@@ -24,16 +25,18 @@ use tranche_driver::journal::Record;
 use tranche_driver::preparation::{Cap, PAGES};
 use tranche_driver::usage;
 use tranche_driver::usage::departed::{Departed, Holding};
+use tranche_driver::usage::peaks::Peaks;
 use tranche_node::nvml::Driver;
 use tranche_node::watchdog::INTERVAL;
 use tranche_node::watchdog::compare::{
-    Basis, Bypass, Findings, GpuWatch, Owner, ProcessId, Sample, UNOWNED_TOLERANCE,
+    Basis, Bypass, Findings, GpuWatch, ProcessId, Sample, UNOWNED_TOLERANCE,
 };
 use tranche_node::watchdog::contexts::Model;
 use tranche_node::watchdog::end::{Ended, end};
 use tranche_node::watchdog::owner::Proc;
 use tranche_node::watchdog::probe::{AllMemory, Held, HeldShare, Probe, Unwatchable};
 
+use alive::Alive;
 pub use board::{Board, Seen, Watched};
 use watched::WatchedFile;
 
@@ -97,6 +100,7 @@ pub struct Watchdog {
     watch_all: bool,
     /// When the GPUs were last watched.
     last: Option<Instant>,
+    peaks: Peaks,
     /// Processes that were ended and that NVML still lists, because an end takes time.
     ended: BTreeSet<ProcessId>,
     start: Instant,
@@ -181,6 +185,7 @@ impl Watchdog {
             gpus: gpus.collect(),
             watch_all,
             last: None,
+            peaks: Peaks::default(),
             ended: BTreeSet::new(),
             start: now,
         };
@@ -253,20 +258,10 @@ impl Watchdog {
                     let all = of_partitions.values().chain([&sample]);
                     let processes = all.flat_map(|sample| &sample.processes);
                     pids.extend(processes.map(|process| process.id.pid));
-                    let held = sample
-                        .processes
-                        .iter()
-                        .filter(|it| it.owner != Owner::Ended);
-                    let held = held.map(|it| (it.id, it.bytes)).collect();
                     let was_withheld = gpu.watch.is_withheld();
                     let mut findings = gpu.watch.step(nanos, &sample);
-                    alive.push((
-                        uuid.clone(),
-                        Alive {
-                            held,
-                            unowned: findings.unowned,
-                        },
-                    ));
+                    let on_gpu = Alive::new(&sample, &of_partitions, findings.unowned);
+                    alive.push((uuid.clone(), on_gpu));
                     for (partition, sample) in &of_partitions {
                         let watched = gpu.partitions.entry(partition.clone()).or_default();
                         let found = watched.watch.step(nanos, sample);
@@ -298,7 +293,7 @@ impl Watchdog {
             gpu.publish_at = is_withheld.then(|| gpu.publish_at.unwrap_or(now + STAYS));
         }
         self.publish_unowned(now);
-        self.note_seen(&devices, alive);
+        self.note_seen(nanos / 1_000_000_000, &devices, alive);
         self.probe.keep(&pids, is_key);
         self.ended.retain(|process| pids.contains(&process.pid));
         // Saved before a Prepare can be refused because of it.
@@ -312,8 +307,9 @@ impl Watchdog {
         events
     }
 
-    /// Notes whose the processes are, and whose the memory is that dead ones have left.
-    fn note_seen(&mut self, devices: &Devices, alive: Vec<(String, Alive)>) {
+    /// Notes whose the processes are, how much they held at most, and whose the memory is that dead ones have left. `now` is in
+    /// seconds.
+    fn note_seen(&mut self, now: u64, devices: &Devices, alive: Vec<(String, Alive)>) {
         let mut pods: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
         for (key, (record, _)) in devices {
             let uids = self.parts.ledger.pod_uids(&record.plan.allocation.uid);
@@ -322,10 +318,14 @@ impl Watchdog {
             }
         }
         let owners = self.probe.owners(&pods);
-        for (uuid, Alive { held, unowned }) in alive {
+        for (uuid, alive) in alive {
             let Some(gpu) = self.gpus.get_mut(&uuid) else {
                 continue;
             };
+            let bytes = alive.bytes.iter();
+            let bytes = bytes.filter_map(|(pid, bytes)| Some((owners.get(pid)?, *bytes)));
+            self.peaks.add(now, &alive.weights(devices, &uuid), bytes);
+            let Alive { held, unowned, .. } = alive;
             let held = held.into_iter().filter_map(|(process, bytes)| {
                 let holding = holding(&self.parts.ledger, devices, owners.get(&process.pid)?)?;
                 Some((process, Holding { bytes, ..holding }))
@@ -337,7 +337,12 @@ impl Watchdog {
         let withheld = self.gpus.iter().filter(|(_, gpu)| gpu.watch.is_withheld());
         let zombies = withheld.map(|(uuid, gpu)| (uuid.clone(), gpu.departed.zombies()));
         let zombies = zombies.collect();
-        self.parts.board.set_seen(Seen { owners, zombies });
+        self.peaks.keep(|key| devices.contains_key(key));
+        self.parts.board.set_seen(Seen {
+            owners,
+            zombies,
+            peaks: self.peaks.get(now),
+        });
     }
 
     /// Chooses the GPUs to watch: those that claims hold, those that none has held for a short time only, and those that are
@@ -389,14 +394,6 @@ impl Watchdog {
             is_news
         });
     }
-}
-
-/// What runs on a GPU.
-struct Alive {
-    /// The processes with their bytes.
-    held: Vec<(ProcessId, u64)>,
-    /// Bytes without an owner.
-    unowned: Option<u64>,
 }
 
 /// The claim and the pod of a process, without its bytes.

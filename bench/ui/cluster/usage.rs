@@ -4,8 +4,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use kube::core::ObjectMeta;
 use tranche_api::usage::{
-    ClaimReference, GpuUsage, GroupUsage, Measure, Memory, NodeUsage, PartitionUsage, Remainder,
-    Sensors, ShareMemory, ShareUsage, Utilization, Xids,
+    ClaimReference, GpuUsage, GroupUsage, Measure, Memory, NodeUsage, PartitionUsage, Peak,
+    Remainder, Sensors, ShareMemory, ShareUsage, Utilization, Xids,
 };
 use tranche_api::usage_api::{ClaimUsage, DeviceUsage, NodeUsageObject, PartitionName};
 
@@ -197,6 +197,13 @@ fn sensors(busy: u32) -> Sensors {
         remap_failed: Some(false),
         pcie_sent: Some(u64::from(busy) * 40_000),
         pcie_received: Some(u64::from(busy) * 90_000),
+        nvlink_sent: Some(u64::from(busy) * 400_000),
+        nvlink_received: Some(u64::from(busy) * 400_000),
+        nvlink_data: Some(u64::from(busy) * 700_000),
+        nvlink_flit_errors: Some(0),
+        nvlink_data_errors: Some(0),
+        nvlink_replays: Some(0),
+        nvlink_recoveries: Some(0),
     }
 }
 
@@ -239,6 +246,10 @@ fn share(tenant: &Tenant, second: u64) -> ShareUsage {
             used,
             free: is_limited.then(|| allocated + reserved - used),
             account: is_limited.then_some(used),
+            peak: (known && !matches!(tenant.part, Part::Instance(..))).then_some(Peak {
+                bytes: used + used / 8,
+                watched_seconds: 10_800,
+            }),
         },
         utilization: utilization.clone(),
         processes: 1,

@@ -149,6 +149,12 @@ fn divide(
             remainder.zombies.push(Zombie { used, ..zombie });
         }
     }
+    for share in &mut shares {
+        // It was found in samples, and this reading is none of them.
+        if let Some(peak) = &mut share.memory.peak {
+            peak.bytes = peak.bytes.max(share.memory.used);
+        }
+    }
     remainder.free = divide_free(device.memory, held, &mut shares, partitions);
     Parts { shares, remainder }
 }
@@ -181,7 +187,7 @@ fn sums(
             continue;
         }
         // A pod may hold several shares of a device. NVML does not tell which of them a process uses.
-        let weights: Vec<u64> = shares.iter().map(|at| weight(held[*at])).collect();
+        let weights: Vec<u64> = shares.iter().map(|at| held[*at].limit.weight()).collect();
         let divided = |value: u64| apportion(value, &weights);
         let bytes = divided(process.bytes);
         let busy = process.busy.map(|busy| divided(busy.into()));
@@ -214,16 +220,6 @@ impl Sum {
         self.busy += u64::from(process.busy.unwrap_or(0));
         self.copies += u64::from(process.copies.unwrap_or(0));
         self.processes += count;
-    }
-}
-
-fn weight(held: &Held) -> u64 {
-    match held.limit {
-        Limit::Share {
-            allocated,
-            reserved,
-        } => allocated.saturating_add(reserved).max(1),
-        Limit::Alone | Limit::Unlimited => 1,
     }
 }
 
@@ -398,6 +394,7 @@ fn empty(held: &Held) -> ShareUsage {
             allocated,
             reserved,
             account: held.account,
+            peak: held.peak,
             ..ShareMemory::default()
         },
         utilization: Utilization::default(),

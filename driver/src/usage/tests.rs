@@ -42,6 +42,7 @@ fn share(key: &str) -> Held {
             reserved: GIB / 2,
         },
         account: None,
+        peak: None,
         idle_seconds: None,
         users: vec![user(key, "main")],
     }

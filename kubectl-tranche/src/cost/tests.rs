@@ -68,6 +68,7 @@ fn idle_holders_and_too_large_shares_are_named_where_the_use_is_known() {
             memory: memory << 30,
             time: Some(0.0),
             idle_seconds,
+            peak: None,
         },
         ..PartUsed::default()
     };
@@ -86,10 +87,10 @@ fn idle_holders_and_too_large_shares_are_named_where_the_use_is_known() {
     };
     let text = shown_of(used(5, Some(7_260)), used(30, Some(599)));
     let lines: Vec<_> = text.lines().collect();
-    assert!(lines[0].ends_with("REQUESTED   USED"), "{text}");
+    assert!(lines[0].ends_with("REQUESTED   USED   PEAK"), "{text}");
     let row = |name: &str| *lines.iter().find(|it| it.starts_with(name)).unwrap();
     assert!(
-        row("team-a/notebook").ends_with("20Gi        5Gi"),
+        row("team-a/notebook").ends_with("20Gi        5Gi    -"),
         "{text}"
     );
     assert!(row("team-c/card").ends_with('-'), "{text}");
@@ -103,6 +104,25 @@ fn idle_holders_and_too_large_shares_are_named_where_the_use_is_known() {
     );
     // Neither ten minutes of nothing, nor a quarter above what it uses that is less than it has.
     assert_eq!(text.matches("idle: ").count(), 1, "{text}");
+    // The most that it used counts, also where it uses less now.
+    let with_peak = |memory: u64, peak: u64| {
+        let mut used = used(memory, None);
+        used.all.peak = Some(Peak {
+            bytes: peak << 30,
+            watched_seconds: 7_260,
+        });
+        used
+    };
+    let text = shown_of(with_peak(5, 10), with_peak(0, 30));
+    let line = text.lines().find(|it| it.starts_with("team-a/notebook"));
+    assert!(line.unwrap().ends_with("5Gi    10Gi"), "{text}");
+    assert!(
+        text.contains(
+            "right size: team-a/notebook asked for 20Gi and used at most 10Gi in the last 2h 1m; \
+             if it never uses more, ask for 13Gi"
+        ),
+        "{text}"
+    );
     let text = shown_of(used(16, None), used(0, None));
     assert!(
         !text.contains("idle: ") && !text.contains("right size: "),

@@ -39,7 +39,7 @@ fn what_is_used_stands_beside_what_is_held() {
     let used = |memory: u64, time| Used {
         memory: memory << 30,
         time,
-        idle_seconds: None,
+        ..Used::default()
     };
     let notebook = PartUsed {
         all: used(3, Some(41.6)),

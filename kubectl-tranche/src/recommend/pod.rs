@@ -5,7 +5,6 @@ use crate::cost::right_size;
 use crate::model::{Gpu, Model, Tenant};
 use crate::output::bytes;
 use crate::snapshot::Snapshot;
-use crate::top::size;
 
 /// What is known of a pod.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -14,7 +13,7 @@ pub struct Known {
     pub answers: Answers,
     /// What it has.
     pub size: Size,
-    /// Where it uses much less now: one line.
+    /// Where it uses much less: one line.
     pub hint: Option<String>,
 }
 
@@ -55,10 +54,9 @@ pub fn of_pod(
         size: Size { memory, cores },
         hint: right_size(tenant).map(|it| {
             format!(
-                "the pod's claim uses {} of its {} now; if it never uses more, add --memory {}",
-                size(it.used_memory),
+                "the pod's claim asked for {} and {} (--memory)",
                 bytes(it.requested_memory),
-                bytes(it.suggested_memory)
+                it.in_words()
             )
         }),
     })

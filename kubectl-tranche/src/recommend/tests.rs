@@ -196,7 +196,7 @@ fn a_running_pod_answers_what_it_shows() {
     assert_eq!(of_now.size, known.size);
     let hint = of_now.hint.unwrap();
     assert!(
-        hint.ends_with("if it never uses more, add --memory 7Gi"),
+        hint.ends_with("if it never uses more, ask for 7Gi (--memory)"),
         "{hint}"
     );
     let card = of_pod(&model, &snapshot, "team-c", "card").unwrap();

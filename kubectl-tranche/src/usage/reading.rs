@@ -4,6 +4,7 @@
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use serde::Deserialize;
+use tranche_api::usage::Peak;
 
 /// A node's usage.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
@@ -66,7 +67,7 @@ pub struct ShareReading {
     /// The share, where claims share the device.
     pub share_id: Option<String>,
     /// Its memory.
-    pub memory: Memory,
+    pub memory: ShareMemory,
     /// Its part of the device's time.
     #[serde(default)]
     pub utilization: Time,
@@ -96,7 +97,16 @@ pub struct Claim {
     pub uid: String,
 }
 
-/// Memory of a GPU or a share.
+/// Memory of a share.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+pub struct ShareMemory {
+    /// Bytes in use.
+    pub used: u64,
+    /// The most that was seen in use, where that is known.
+    pub peak: Option<Peak>,
+}
+
+/// Memory of a GPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 pub struct Memory {
     /// Bytes in use.
@@ -134,6 +144,11 @@ mod tests {
 
     use super::*;
 
+    const PEAK: Peak = Peak {
+        bytes: 8,
+        watched_seconds: 60,
+    };
+
     fn utilization(gpu: u32) -> api::Utilization {
         let others = api::Measure::ALL.map(|measure| (measure, 1));
         let of_time = (api::Measure::Gpu, gpu);
@@ -154,6 +169,7 @@ mod tests {
             tier: Tier::Capped,
             memory: api::ShareMemory {
                 used: 7,
+                peak: Some(PEAK),
                 ..api::ShareMemory::default()
             },
             utilization: utilization(150),
@@ -173,7 +189,10 @@ mod tests {
             claim: Claim { uid: "uid".into() },
             device: "device".into(),
             share_id: share_id.map(str::to_owned),
-            memory: Memory { used: 7 },
+            memory: ShareMemory {
+                used: 7,
+                peak: Some(PEAK),
+            },
             utilization: Time { gpu: Some(150) },
             idle_seconds: Some(9),
             groups: vec![GroupReading {

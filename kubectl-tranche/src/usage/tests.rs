@@ -21,7 +21,7 @@ fn node(name: &str, shares: &serde_json::Value) -> NodeReading {
 fn share(uid: &str, share: Option<&str>) -> serde_json::Value {
     json!({
         "claim": {"namespace": "team", "name": "claim", "uid": uid}, "request": "gpu", "pool": "a/gpu", "device": "d",
-        "shareId": share, "tier": "capped", "memory": {"allocated": 20, "reserved": 1, "used": 12},
+        "shareId": share, "tier": "capped", "memory": {"allocated": 20, "reserved": 1, "used": 12, "peak": {"bytes": 20, "watchedSeconds": 60}},
         "utilization": {"gpu": 150}, "processes": 2, "idleSeconds": 5,
         "groups": [
             {"pod": "one", "container": "a", "used": 3, "processes": 1, "utilization": {"gpu": 50}},
@@ -62,7 +62,11 @@ fn gpus_parts_and_pods_have_their_own_use() {
         Used {
             memory: 12,
             time: Some(1.5),
-            idle_seconds: Some(5)
+            idle_seconds: Some(5),
+            peak: Some(Peak {
+                bytes: 20,
+                watched_seconds: 60,
+            }),
         }
     );
     // Containers of a pod are added up.

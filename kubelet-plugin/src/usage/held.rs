@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use tranche_api::Tier;
+use tranche_api::usage::Peak;
 use tranche_driver::journal::Record;
 use tranche_driver::preparation::{Cap, PAGES, PreparedDevice};
 use tranche_driver::usage::{GpuReading, Held, Limit, Owner, User};
@@ -86,7 +87,7 @@ impl Listed {
     }
 }
 
-/// What claims hold, by GPU. The seconds in which a device was idle are since the last launch that its account knows, as seen at
+/// What claims hold, by GPU, with the `peaks` of devices by key. The seconds in which a device was idle are since the last launch that its account knows, as seen at
 /// `now`, where it has an account with one.
 #[must_use]
 pub fn held_of(
@@ -94,6 +95,7 @@ pub fn held_of(
     ledger: &Ledger,
     layout: &Layout,
     listed: &Listed,
+    peaks: &BTreeMap<String, Peak>,
 ) -> BTreeMap<String, Vec<Held>> {
     let mut held: BTreeMap<String, Vec<Held>> = BTreeMap::new();
     for record in ledger.held() {
@@ -114,6 +116,7 @@ pub fn held_of(
                 partition: partition(device),
                 limit: limit(device),
                 account: account.map(|it| it.charged),
+                peak: peaks.get(&device.key).copied(),
                 idle_seconds: last_launch.map(|launch| seconds_between(launch, now)),
                 users: listed.users(ledger, &record, device),
             });
@@ -130,7 +133,8 @@ fn partition(device: &PreparedDevice) -> Option<String> {
     Some(mig.map(|mig| mig.uuid.clone()).unwrap_or_default())
 }
 
-fn limit(device: &PreparedDevice) -> Limit {
+/// How much memory a device's claim may hold.
+pub(crate) fn limit(device: &PreparedDevice) -> Limit {
     match device.cap {
         Cap::Share { context_memory, .. } => Limit::Share {
             allocated: device.cap.on_gpu(),

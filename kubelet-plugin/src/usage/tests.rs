@@ -1,6 +1,6 @@
 //! The usage of a node with scripted GPUs, from the ledger, the kubelet's list and the watchdog's owners.
 
-use tranche_api::usage::GpuUsage;
+use tranche_api::usage::{GpuUsage, Peak, ShareUsage};
 use tranche_driver::usage::Owner;
 use tranche_node::nvml::ProcessMemory;
 
@@ -65,6 +65,19 @@ async fn each_claim_has_what_its_processes_hold_under_the_kubelets_names() {
     ];
     plugin.board.set_seen(Seen {
         owners: owners.into(),
+        peaks: [(&first, 9), (&second, 8)]
+            .map(|(device, gib)| {
+                let bytes = gib * GIB;
+                let watched_seconds = 60;
+                (
+                    device.key.clone(),
+                    Peak {
+                        bytes,
+                        watched_seconds,
+                    },
+                )
+            })
+            .into(),
         ..Seen::default()
     });
     let shared = read(&usage, &first.gpu_uuid);
@@ -73,12 +86,19 @@ async fn each_claim_has_what_its_processes_hold_under_the_kubelets_names() {
     assert_eq!(share.memory.used, 7 * GIB);
     assert_eq!(share.memory.allocated, Some(20 * GIB));
     assert_eq!(share.memory.account, Some(0));
+    let peak = |share: &ShareUsage| share.memory.peak.map(|it| (it.bytes, it.watched_seconds));
+    assert_eq!(peak(share), Some((9 * GIB, 60)));
     assert_eq!(share.groups[0].pod.as_deref(), Some("pod-of-a"));
     assert_eq!(share.groups[0].container.as_deref(), Some("main"));
     assert_eq!(shared.remainder.foreign_processes, 1);
     assert_eq!(shared.remainder.used, 8 * GIB);
     let alone = read(&usage, &second.gpu_uuid);
     assert_eq!(alone.shares[0].memory.used, 9 * GIB);
+    assert_eq!(
+        peak(&alone.shares[0]),
+        Some((9 * GIB, 60)),
+        "it uses more than in any sample"
+    );
     assert_eq!(alone.shares[0].memory.free, alone.memory.map(|it| it.free));
 
     // The kubelet does not know the pod any more, twice: it was deleted by force.

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::watch;
-use tranche_api::usage::Zombie;
+use tranche_api::usage::{Peak, Zombie};
 use tranche_driver::usage::Owner;
 use tranche_node::watchdog::compare::Findings;
 
@@ -46,6 +46,8 @@ pub struct Seen {
     pub owners: BTreeMap<u32, Owner>,
     /// What dead processes have left, by GPU.
     pub zombies: BTreeMap<String, Vec<Zombie>>,
+    /// The most memory that held devices used, by their keys.
+    pub peaks: BTreeMap<String, Peak>,
 }
 
 #[derive(Debug, Default)]

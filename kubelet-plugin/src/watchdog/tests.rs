@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use serde_json::json;
 use tranche_api::sharing_policy::Interval;
-use tranche_api::usage::NodeUsage;
+use tranche_api::usage::{NodeUsage, Peak};
 use tranche_driver::gpu_state::{Actual, Change, ComputeMode};
 use tranche_driver::preparation::Account;
 use tranche_node::devices::DeviceNodes;
@@ -22,7 +22,8 @@ use tranche_shim_core::layout;
 
 use super::*;
 use crate::testing::{
-    Given, NODE, Plugin, World, capped, capped_on, claim, claim_ref, oversubscribed,
+    Given, NODE, Plugin, World, capped, capped_on, claim, claim_ref, oversubscribed, partition,
+    whole,
 };
 
 const POD: &str = "6b1d9c5e-3f5c-4a2b-9a5b-0d5e6f7a8b9c";
@@ -360,6 +361,38 @@ async fn a_bypass_on_a_shared_partition_is_seen_on_its_mig_device() {
     assert_eq!(node.seconds(5), []);
     node.release().await;
     assert_eq!(node.seconds(5), []);
+}
+
+#[tokio::test]
+async fn the_most_memory_of_a_device_is_kept_as_long_as_it_is_held() {
+    for (given, is_mig) in [
+        (capped("gpu", 0, "20Gi", 25), false),
+        (whole("gpu", 0), false),
+        (capped_on("gpu", 0, "3g40gb-4", "20Gi", 25), true),
+    ] {
+        let mut node = Node::with(given).await;
+        node.gpus.1.store(is_mig, Ordering::SeqCst);
+        node.in_pod(4_000_001, 8 * GIB);
+        node.seconds(2);
+        node.gpus.0.lock().unwrap().0.clear();
+        node.in_pod(4_000_001, 2 * GIB);
+        node.seconds(3);
+        let peaks = node.plugin.board.seen().peaks.clone();
+        let peak = Peak {
+            bytes: 8 * GIB,
+            watched_seconds: 4,
+        };
+        assert_eq!(peaks, [(node.key.clone(), peak)].into());
+        node.release().await;
+        node.seconds(1);
+        assert_eq!(node.plugin.board.seen().peaks, BTreeMap::new());
+    }
+    // NVML does not tell what the processes of this one hold.
+    let mut node = Node::with(partition("gpu", 0, "1g10gb-0")).await;
+    node.gpus.1.store(true, Ordering::SeqCst);
+    node.in_pod(4_000_001, 8 * GIB);
+    node.seconds(2);
+    assert_eq!(node.plugin.board.seen().peaks, BTreeMap::new());
 }
 
 #[tokio::test]

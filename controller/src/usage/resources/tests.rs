@@ -23,6 +23,7 @@ fn share(uid: &str, tier: Tier, used: u64, busy: u32) -> ShareUsage {
             used,
             free: Some(7),
             account: None,
+            peak: None,
         },
         utilization: [(Measure::Gpu, busy)].into_iter().collect(),
         processes: 2,

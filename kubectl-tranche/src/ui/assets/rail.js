@@ -54,6 +54,7 @@ function holder(tenant, used) {
     tenant.isReady ? null : 'not prepared yet',
     tenant.cost && `${tenant.cost} an hour`,
     used && `uses ${inWords(used)}`,
+    used?.most && `at most ${used.most}`,
     used?.idle && `idle for ${used.idle}`,
   ].filter(Boolean);
   return element('li', null,

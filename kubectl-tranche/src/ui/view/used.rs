@@ -54,6 +54,8 @@ pub struct UsedView {
     pub time: Option<u8>,
     /// Since its last kernel, for people, from a minute on.
     pub idle: Option<String>,
+    /// The most memory that was seen in use, for people, where that is more than now.
+    pub most: Option<String>,
 }
 
 /// By which the page finds what a part of a device uses.
@@ -116,6 +118,10 @@ impl UsedView {
         Self {
             memory: size(used.memory),
             time: used.time.map(percent),
+            most: used
+                .peak
+                .filter(|peak| peak.bytes > used.memory)
+                .map(|peak| size(peak.bytes)),
             // Whole minutes: each second of it would be a change.
             idle: used
                 .idle_seconds

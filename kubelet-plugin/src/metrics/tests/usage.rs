@@ -53,6 +53,7 @@ fn share(name: &str, groups: Vec<GroupUsage>, free: u64) -> ShareUsage {
             used: groups.iter().map(|it| it.used).sum(),
             free: Some(free),
             account: Some(GIB),
+            peak: None,
         },
         utilization: utilization(count * 1_000),
         processes: count,
