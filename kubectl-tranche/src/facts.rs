@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use crate::snapshot::Snapshot;
+use crate::usage::Known;
 
 /// All that was read for the checks.
 #[derive(Clone, Debug)]
@@ -21,6 +22,8 @@ pub struct Facts {
     pub system: String,
     /// The objects.
     pub snapshot: Snapshot,
+    /// The use of GPUs.
+    pub usage: Known,
 }
 
 /// Something, or why it is not known: one line.
@@ -65,6 +68,7 @@ impl Default for Facts {
             components: Err(String::new()),
             system: String::new(),
             snapshot: Snapshot::default(),
+            usage: Err(String::new()),
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use futures::future::{join, join_all, join4};
+use futures::future::{join, join_all, join3, join4};
 use k8s_openapi::api::authorization::v1::{
     ResourceAttributes, SelfSubjectAccessReview, SelfSubjectAccessReviewSpec,
 };
@@ -46,8 +46,9 @@ impl Cluster {
             Resource::ResourceClaims,
             Resource::DeviceClasses,
         ];
-        let (snapshot, (version, dra_versions, gates, (access, pods))) = join(
+        let (snapshot, usage, (version, dra_versions, gates, (access, pods))) = join3(
             Box::pin(self.read(&asked, Scope::All)),
+            Box::pin(self.usage(&Scope::All)),
             join4(
                 self.version(),
                 self.dra_versions(),
@@ -70,6 +71,7 @@ impl Cluster {
                 .map_err(Clone::clone),
             system: self.system.clone(),
             snapshot,
+            usage,
         };
         (facts, pods)
     }

@@ -11,6 +11,7 @@ use tranche_driver::slices::FeatureGate;
 use super::{Finding, Outcome};
 use crate::facts::Facts;
 use crate::snapshot::{Cause, Resource};
+use crate::usage::notes;
 
 /// The oldest Kubernetes that has what the slices need by default.
 const OLDEST_MINOR: u32 = 36;
@@ -26,6 +27,7 @@ pub(super) fn all(facts: &Facts) -> Vec<Finding> {
     findings.extend(components(facts));
     findings.extend(nodes(facts));
     findings.extend(dropped(facts));
+    findings.extend(usage(facts));
     findings
 }
 
@@ -365,6 +367,20 @@ fn dropped(facts: &Facts) -> Vec<Finding> {
     }
     if findings.is_empty() && !snapshot.slices.is_empty() {
         findings.push(good(CHECK, "none in slices and claims"));
+    }
+    findings
+}
+
+/// What is missing of the use of GPUs. Each line says why; the tiers work without it.
+fn usage(facts: &Facts) -> Vec<Finding> {
+    const CHECK: &str = "use of GPUs";
+    const WAY_OUT: &str = "`top`, `cost` and `ui` show what is allocated without it; to have it, set usageApi.enabled of the chart, and \
+        look at the logs of the controller and of the nodes' plugins";
+    let notes = notes(&facts.usage).into_iter();
+    let findings = notes.map(|line| finding(CHECK, Outcome::Warning, line, WAY_OUT));
+    let mut findings: Vec<Finding> = findings.collect();
+    if findings.is_empty() {
+        findings.push(good(CHECK, "every node tells it"));
     }
     findings
 }

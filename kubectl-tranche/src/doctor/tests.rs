@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use crate::facts::{Access, Component};
 use crate::testing::{World, busy, object, share};
+use crate::usage::Usage;
 
 use super::*;
 
@@ -24,6 +25,7 @@ fn healthy() -> Facts {
         ]),
         system: "tranche-system".into(),
         snapshot: World::new().snapshot(),
+        usage: Ok(Usage::default()),
     }
 }
 
@@ -59,7 +61,7 @@ fn a_healthy_cluster_has_no_errors() {
 #[test]
 fn each_problem_is_found_with_its_way_out() {
     type Change = fn(&mut Facts);
-    let cases: [(&str, Change); 10] = [
+    let cases: [(&str, Change); 11] = [
         ("Kubernetes version", |it| {
             it.version = Ok("v1.33.2-gke.1".into());
         }),
@@ -70,6 +72,9 @@ fn each_problem_is_found_with_its_way_out() {
             it.gates = Ok(BTreeMap::from([("DRAConsumableCapacity".into(), false)]));
         }),
         ("your rights", |it| it.access[0].is_allowed = false),
+        ("use of GPUs", |it| {
+            it.usage = Err("usage is not shown: nobody serves it".into());
+        }),
         ("Tranche's pods", |it| {
             it.components = Ok(vec![component("controller", false)]);
         }),
