@@ -5,6 +5,8 @@
 //! and each template that such a pod names is read once, because their specs do not change. Pods of one Job or Deployment name
 //! one template, so that thousands of them cost one request.
 //!
+//! Instead of a claim a pod may ask for a resource for which a DeviceClass stands; it is looked for among the classes.
+//!
 //! Both replicas count: the numbers are the same, and a change of the leader leaves no gap.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -13,13 +15,18 @@ use std::time::Duration;
 
 use futures::StreamExt;
 use jiff::Timestamp;
-use k8s_openapi::api::core::v1::{Container, Pod};
-use k8s_openapi::api::resource::v1::{DeviceClaim, ResourceClaim, ResourceClaimTemplate};
+use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::api::resource::v1::{
+    DeviceClaim, DeviceClass, ResourceClaim, ResourceClaimTemplate,
+};
+use kube::api::ListParams;
 use kube::runtime::WatchStreamExt;
 use kube::runtime::watcher::{self, Event};
 use kube::{Api, Client};
 use tokio_util::sync::CancellationToken;
 use tranche_api::names;
+use tranche_driver::class::is_ours;
+use tranche_driver::extended_resources::{self, IMPLICIT};
 use tranche_driver::pending::{Reason, reason};
 
 use crate::feed::kept;
@@ -35,8 +42,6 @@ const RENEW: Duration = Duration::from_secs(1);
 const READS: usize = 20;
 /// How many renewals a claim or a template that is missing waits before it is asked for again.
 const ASK_AGAIN: u32 = 30;
-/// What a container asks for where it names a DeviceClass instead of a claim (KEP-5004).
-const IMPLICIT: &str = "deviceclass.resource.kubernetes.io/";
 
 /// A claim or the template of claims.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -45,6 +50,8 @@ pub enum Source {
     Claim(Box<str>),
     /// A ResourceClaimTemplate.
     Template(Box<str>),
+    /// A resource of its containers that a DeviceClass may stand for.
+    Resource(Box<str>),
 }
 
 /// What is known of a claim or a template.
@@ -65,7 +72,7 @@ pub struct Waiting {
     pub namespace: Box<str>,
     /// Its name.
     pub name: Box<str>,
-    /// Whether a container asks for one of our classes without a claim.
+    /// Whether a container asks for one of our classes by the class's name, without a claim.
     pub asks: bool,
     /// What it gets claims by.
     pub sources: Box<[Source]>,
@@ -89,6 +96,11 @@ impl Waiting {
             name.map(|it| Source::Claim(it.into()))
                 .or_else(|| template.map(|it| Source::Template(it.into())))
         });
+        let resources = extended_resources::names(pod);
+        let asks_for_class = |name: &&str| name.strip_prefix(IMPLICIT).is_some_and(names::is_class);
+        let asks = resources.iter().any(asks_for_class);
+        let others = resources.into_iter().filter(|it| !it.starts_with(IMPLICIT));
+        let sources = sources.chain(others.map(|it| Source::Resource(it.into())));
         let conditions = status.and_then(|status| status.conditions.as_ref());
         let scheduled = conditions
             .into_iter()
@@ -98,7 +110,7 @@ impl Waiting {
         Self {
             namespace: text(&metadata.namespace),
             name: text(&metadata.name),
-            asks: spec.is_some_and(|spec| spec.containers.iter().any(asks_for_a_class)),
+            asks,
             sources: sources.collect(),
             reason: reason(scheduled),
             since: created.map_or(Timestamp::UNIX_EPOCH, |time| time.0),
@@ -108,15 +120,6 @@ impl Waiting {
     fn has_claims(&self) -> bool {
         self.asks || !self.sources.is_empty()
     }
-}
-
-fn asks_for_a_class(container: &Container) -> bool {
-    let requests = container.resources.as_ref();
-    let requests = requests.and_then(|resources| resources.requests.as_ref());
-    requests.into_iter().flatten().any(|(name, _)| {
-        let class = name.strip_prefix(IMPLICIT);
-        class.is_some_and(names::is_class)
-    })
 }
 
 /// Whether a claim with this spec asks for devices of our classes.
@@ -198,9 +201,12 @@ impl Pending {
         self.sources.insert((namespace, source), known);
     }
 
-    /// Has claims and templates that were missing asked for again.
+    /// Has claims and templates that were missing asked for again, and resources for which no class of ours stood.
     pub fn forget_missing(&mut self) {
-        self.sources.retain(|_, known| *known != Known::Missing);
+        self.sources.retain(|(_, source), known| match source {
+            Source::Claim(_) | Source::Template(_) => *known != Known::Missing,
+            Source::Resource(_) => *known == Known::Ours,
+        });
     }
 
     /// The pods that wait for ours, by namespace and reason. A pod whose claim or template is missing is counted under
@@ -301,23 +307,34 @@ pub async fn watch(client: Client, metrics: Metrics, stop: CancellationToken) {
 async fn read(client: &Client, pending: &mut Pending) -> bool {
     let sources = pending.to_read(READS);
     let mut more = sources.len() == READS;
+    let mut classes = None;
     for (namespace, source) in sources {
         let found = match &source {
+            Source::Resource(name) => classes_of(client, &mut classes).await.map(|classes| {
+                let class = extended_resources::class_of(name, classes);
+                let is_ours = class.is_some_and(is_ours);
+                Some(if is_ours { Known::Ours } else { Known::Others })
+            }),
             Source::Claim(name) => {
                 let claims = Api::<ResourceClaim>::namespaced(client.clone(), &namespace);
                 let claim = claims.get_opt(name).await;
-                claim.map(|it| it.map(|it| it.spec))
+                claim.map(|it| {
+                    let devices = |it: ResourceClaim| it.spec?.devices;
+                    it.map(|it| whose(devices(it).as_ref()))
+                })
             }
             Source::Template(name) => {
                 let templates =
                     Api::<ResourceClaimTemplate>::namespaced(client.clone(), &namespace);
                 let template = templates.get_opt(name).await;
-                template.map(|it| it.map(|it| it.spec.and_then(|it| it.spec)))
+                template.map(|it| {
+                    let devices = |it: ResourceClaimTemplate| it.spec?.spec?.devices;
+                    it.map(|it| whose(devices(it).as_ref()))
+                })
             }
         };
         match found {
-            Ok(spec) => {
-                let known = spec.map(|it| whose(it.and_then(|it| it.devices).as_ref()));
+            Ok(known) => {
                 pending.learn(namespace, source, known.unwrap_or(Known::Missing));
             }
             Err(error) => {
@@ -327,6 +344,18 @@ async fn read(client: &Client, pending: &mut Pending) -> bool {
         }
     }
     more
+}
+
+/// All DeviceClasses, read once for the resources of one renewal.
+async fn classes_of<'a>(
+    client: &Client,
+    classes: &'a mut Option<Vec<DeviceClass>>,
+) -> kube::Result<&'a [DeviceClass]> {
+    if classes.is_none() {
+        let all = Api::<DeviceClass>::all(client.clone());
+        *classes = Some(all.list(&ListParams::default()).await?.items);
+    }
+    Ok(classes.as_deref().unwrap_or_default())
 }
 
 #[cfg(test)]
@@ -382,6 +411,21 @@ mod tests {
         assert!(pending.to_read(9).is_empty());
         pending.forget_missing();
         assert_eq!(pending.to_read(9), [("team".into(), source)]);
+    }
+
+    #[test]
+    fn a_resource_without_a_class_is_asked_for_again_because_there_may_be_one_later() {
+        let mut pending = Pending::default();
+        let source = Source::Resource("nvidia.com/gpu".into());
+        pending.apply(Event::Apply(pod("a", std::slice::from_ref(&source))));
+        pending.learn("team".into(), source.clone(), Known::Others);
+        assert_eq!(number(&pending), 0);
+        pending.forget_missing();
+        assert_eq!(pending.to_read(9), [("team".into(), source.clone())]);
+        pending.learn("team".into(), source, Known::Ours);
+        assert_eq!(number(&pending), 1);
+        pending.forget_missing();
+        assert_eq!(pending.to_read(9), []);
     }
 
     #[test]
@@ -445,7 +489,7 @@ mod tests {
         let pod: Pod = serde_json::from_value(json!({
             "metadata": {"namespace": "team", "name": "a", "creationTimestamp": "2026-01-01T00:00:00Z"},
             "spec": {
-                "containers": [{"name": "c", "resources": {"requests": {"cpu": "1"}}}],
+                "containers": [{"name": "c", "resources": {"requests": {"cpu": "1", "nvidia.com/gpu": "2"}}}],
                 "resourceClaims": [
                     {"name": "x", "resourceClaimName": "own"}, {"name": "y", "resourceClaimTemplateName": "quarter"},
                 ],
@@ -458,7 +502,11 @@ mod tests {
         let waiting = Waiting::of(&pod);
         assert_eq!(
             *waiting.sources,
-            [Source::Claim("own".into()), template("quarter")]
+            [
+                Source::Claim("own".into()),
+                template("quarter"),
+                Source::Resource("nvidia.com/gpu".into())
+            ]
         );
         assert_eq!((waiting.asks, waiting.reason), (false, Reason::NoRoom));
         let implicit: Pod = serde_json::from_value(json!({

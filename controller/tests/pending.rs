@@ -92,6 +92,23 @@ async fn pods_are_counted_by_reason_while_they_wait_for_ours() {
     sleep(Duration::from_mins(1)).await;
     assert_eq!(series(&metrics), [expected]);
 
+    // One asks for a resource for which a class of ours stands, another for one that a device plugin serves.
+    api.put("deviceclasses", json!({
+        "apiVersion": "resource.k8s.io/v1", "kind": "DeviceClass",
+        "metadata": {"name": "exclusive.gpu.tranche.dev"}, "spec": {"extendedResourceName": "nvidia.com/gpu"},
+    }));
+    for resource in ["nvidia.com/gpu", "amd.com/gpu"] {
+        let mut asks = pod(&resource.replace('/', "-"), NO_ROOM, &json!(null));
+        asks["spec"]["containers"] =
+            json!([{"name": "c", "resources": {"requests": {resource: "1"}}}]);
+        api.put("pods", asks);
+    }
+    sleep(SOON).await;
+    assert_eq!(series(&metrics), [expected.replace("40", "41")]);
+    for pod in ["nvidia.com-gpu", "amd.com-gpu"] {
+        api.remove("pods", pod);
+    }
+
     // What starts leaves the watch.
     for number in 0..40 {
         api.remove("pods", &format!("ours-{number}"));

@@ -15,6 +15,7 @@
 //!
 //!  what claims hold ─► stranded ─► what nobody can have of a GPU
 //!  prices ───────────► cost ─────► what each holder pays, what is free, what is stranded
+//!  pods without a claim ─► extended_resources ─► the claim that the scheduler looks for
 //!  who uses what ────► idle ─────► who gives its part of a GPU back
 //!  ResourceSlices, claims ──► allocator ──► what kube-scheduler allocates, or why it does not
 //! ```
@@ -27,7 +28,9 @@ pub mod allocator;
 pub mod audit;
 pub mod cdi;
 pub mod claim;
+pub mod class;
 pub mod cost;
+pub mod extended_resources;
 pub mod gpu;
 pub mod gpu_state;
 pub mod idle;

@@ -26,7 +26,7 @@ use crate::snapshot::Snapshot;
 use crate::usage::{self, Part, PartUsed, Used};
 
 pub use amounts::Amounts;
-pub use claims::{Claim, ClaimDevice, State, Want};
+pub use claims::{Claim, ClaimDevice, State, Want, wants_of_ours};
 pub use devices::Devices;
 pub use room::{Room, SharesRoom, SlicesRoom};
 

@@ -15,8 +15,10 @@ use kubectl_tranche::model::Model;
 use kubectl_tranche::output::{self, Format};
 use serde_json::{Value, json};
 use tranche_api::names::DRIVER;
-use tranche_e2e::namespace::{Source, manifest};
+use tranche_e2e::namespace::{IDLE, Source, manifest};
 use tranche_e2e::{Case, Namespace, Request, run_on_a_node, wait};
+
+use crate::metrics::{read_controller, token};
 
 /// States of the cluster in which a pod is judged.
 const STATES: usize = 500;
@@ -412,6 +414,62 @@ fn what_it_says_of_waiting_and_running_pods() -> anyhow::Result<()> {
             .map(|it| it.verdict);
         let message = missing.unwrap_err().to_string();
         ensure!(message.contains("there is waiting"), "{message}");
+        Ok(())
+    })
+}
+
+/// Such a pod has no claim before it has a node.
+#[test]
+fn a_pod_that_asks_for_a_resource_is_counted_and_explained_while_it_waits() -> anyhow::Result<()> {
+    run_on_a_node(async |case: &Case| {
+        let namespace = case.namespace("resource").await?;
+        let (class, resource) = (
+            case.unique("asks"),
+            format!("{}.example.com/gpu", case.unique("r")),
+        );
+        let expression = format!(
+            "device.driver == '{DRIVER}' && device.attributes['{DRIVER}'].isolation == 'exclusive'"
+        );
+        let classes: Api<DeviceClass> = Api::all(case.client.clone());
+        let spec = json!({"extendedResourceName": resource, "selectors": [{"cel": {"expression": expression}}]});
+        create(
+            case,
+            &classes,
+            json!({"metadata": {"name": class}, "spec": spec}),
+        )
+        .await?;
+        let asking = async |name: &str, count: usize| {
+            let mut pod = manifest(name, &[], &IDLE);
+            pod["spec"]["containers"][0]["resources"] = json!({"limits": {&resource: count}});
+            namespace.pod_from(pod).await
+        };
+        let count = case.gpus.len();
+        let greedy = asking("greedy", count + 1).await?;
+        greedy.unschedulable().await?;
+        let explanation = explain(case, &namespace, "greedy").await?;
+        ensure!(explanation.verdict == Answer::Waits, "{explanation:?}");
+        let text = shown(&explanation)?;
+        for part in [&class, &resource] {
+            ensure!(text.contains(part), "{part} is not in\n{text}");
+        }
+        let token = token(case, namespace.name(), true).await?;
+        let series = format!("tranche_pods_pending{{namespace=\"{}\"", namespace.name());
+        let counted = async |expected: bool| {
+            wait::for_answer("the pending pod", wait::USUAL, async || {
+                let text = read_controller(case, "/metrics", &token).await?;
+                let is_there = text.lines().any(|line| line.starts_with(&series));
+                Ok((is_there == expected).then_some(()))
+            })
+            .await
+        };
+        counted(true).await?;
+        greedy.delete().await?;
+        counted(false).await?;
+
+        let modest = asking("modest", 1).await?;
+        modest.started().await?;
+        let explanation = explain(case, &namespace, "modest").await?;
+        ensure!(explanation.has.len() == 1, "{explanation:?}");
         Ok(())
     })
 }

@@ -28,6 +28,20 @@ pub async fn read(case: &Case, path: &str, token: &str) -> anyhow::Result<String
     Ok(text)
 }
 
+/// What the controller answers with a token.
+pub async fn read_controller(case: &Case, path: &str, token: &str) -> anyhow::Result<String> {
+    let (code, text) = get(case, &controller(case).await?, path, Some(token)).await?;
+    ensure!(code == 200, "{code}: {text}");
+    Ok(text)
+}
+
+async fn controller(case: &Case) -> anyhow::Result<Pod> {
+    let pods: Api<Pod> = Api::namespaced(case.client.clone(), SYSTEM);
+    let controllers = ListParams::default().labels("app.kubernetes.io/component=controller");
+    let first = pods.list(&controllers).await?.items.into_iter().next();
+    first.context("a controller")
+}
+
 /// The pod's answer to a GET of a path of its metrics' port.
 async fn get(
     case: &Case,
@@ -123,11 +137,8 @@ fn only_who_may_read_them_gets_the_metrics() -> anyhow::Result<()> {
         let namespace = case.namespace("readers").await?;
         let reader = token(case, namespace.name(), true).await?;
         let other = token(case, namespace.name(), false).await?;
-        let pods: Api<Pod> = Api::namespaced(case.client.clone(), SYSTEM);
-        let controllers = ListParams::default().labels("app.kubernetes.io/component=controller");
-        let controller = pods.list(&controllers).await?.items.into_iter().next();
         let plugin = case.plugin().ready(None).await?;
-        for pod in [plugin, controller.context("a controller")?] {
+        for pod in [plugin, controller(case).await?] {
             let name = pod.name_any();
             for (token, expected) in [
                 (None, 401),

@@ -63,6 +63,8 @@ pub struct Facts {
     pub pod: Option<Pod>,
     /// All claims of the cluster.
     pub claims: Vec<ResourceClaim>,
+    /// The claim that the scheduler looks for in place of the pod's extended resources.
+    pub extended: Option<ResourceClaim>,
     /// The names of the namespace's ResourceClaimTemplates; `None` if they could not be read.
     pub templates: Option<BTreeSet<String>>,
     /// All slices of all drivers, with the taints of DeviceTaintRules.
@@ -123,7 +125,13 @@ pub(super) fn sources(pod: &Pod) -> Vec<(&str, Source<'_>)> {
         };
         Some((claim.name.as_str(), source))
     });
-    sources.collect()
+    let extended = pod.status.as_ref();
+    let extended = extended.and_then(|it| it.extended_resource_claim_status.as_ref());
+    let extended = extended.map(|it| {
+        let name = it.resource_claim_name.as_str();
+        ("extended resources", Source::Named(name))
+    });
+    sources.chain(extended).collect()
 }
 
 impl Facts {
@@ -157,7 +165,7 @@ impl Facts {
 
     /// Those that are not allocated, in the order of the scheduler.
     pub(super) fn wanted(&self) -> Vec<&ResourceClaim> {
-        let own = self.own_claims().into_iter();
+        let own = self.own_claims().into_iter().chain(&self.extended);
         own.filter(|claim| !is_allocated(claim)).collect()
     }
 

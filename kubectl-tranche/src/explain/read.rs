@@ -9,6 +9,7 @@ use kube::Api;
 use kube::api::ListParams;
 use tranche_api::names::DRIVER;
 use tranche_driver::allocator::add_taint_rules;
+use tranche_driver::extended_resources;
 
 use super::facts::{self, Facts, NotFound, Source, Subject};
 use crate::cluster::{Cluster, list};
@@ -93,11 +94,14 @@ pub async fn read(cluster: &Cluster, name: &str) -> Result<(Facts, Snapshot), Er
         Subject::Claim(name) => self::waiting_pod(pods, name),
     };
     let gaps = snapshot.gaps.iter().map(|gap| gap.message.clone());
+    let extended = pod.as_ref();
+    let extended = extended.and_then(|pod| extended_resources::claim(pod, &snapshot.classes));
     let facts = Facts {
         subject,
         namespace,
         pod,
         claims: snapshot.claims.clone(),
+        extended,
         templates,
         slices,
         classes: snapshot.classes.clone(),

@@ -113,6 +113,32 @@ async fn a_pod_that_waits_is_told_what_each_gpu_lacks_and_whose_release_helps() 
 }
 
 #[tokio::test]
+async fn a_pod_that_asks_for_a_resource_is_explained_by_the_class_that_stands_for_it() {
+    let mut world = busy();
+    waiting(&mut world);
+    let whole = world.classes[1].spec.as_mut().unwrap();
+    whole.extended_resource_name = Some("nvidia.com/gpu".into());
+    let asks = |count: &str| {
+        let requests = json!({"requests": {"nvidia.com/gpu": count}});
+        json!({"containers": [{"name": "main", "resources": requests}]})
+    };
+    pod(&mut world, "team-a/two", &[], &asks("2"));
+    pod(&mut world, "team-a/none", &[], &asks("0"));
+    let explanation = explained(&mut world, "two").await.unwrap();
+    assert_eq!(explanation.verdict, Answer::Waits);
+    let text = shown(&explanation);
+    for part in [
+        "pod team-a/two waits\n",
+        "class exclusive.gpu.tranche.dev (team-a/<extended-resources>, request nvidia.com/gpu of container main)",
+        "node node-a: gpu-a0000000 serves ",
+    ] {
+        assert!(text.contains(part), "{part:?} is not in\n{text}");
+    }
+    let explanation = explained(&mut world, "none").await.unwrap();
+    assert_eq!(explanation.verdict, Answer::Fits);
+}
+
+#[tokio::test]
 async fn a_whole_gpu_in_use_is_named_with_its_holder() {
     let mut world = World::new();
     let card = |name: &str, node: &str| whole(node, name);

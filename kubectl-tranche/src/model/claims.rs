@@ -12,6 +12,7 @@ use serde_json::Value;
 use tranche_api::Tier;
 use tranche_api::names::{self, DRIVER, attribute, capacity};
 use tranche_driver::claim::DeviceName;
+use tranche_driver::class::is_ours;
 
 use super::devices::{Devices, amount, count, gpu_of, string};
 use crate::snapshot::Snapshot;
@@ -129,19 +130,10 @@ pub(super) fn read(snapshot: &Snapshot, devices: &Devices<'_>) -> Vec<Claim> {
     claims
 }
 
-/// The classes whose selectors name our driver. Classes of the chart are known by name where classes cannot be read.
+/// The names of our classes. Classes of the chart are known by name where classes cannot be read.
 fn our_classes(classes: &[DeviceClass]) -> BTreeSet<&str> {
-    let is_ours = |class: &&DeviceClass| {
-        let selectors = class
-            .spec
-            .iter()
-            .flat_map(|spec| spec.selectors.iter().flatten());
-        let mut expressions = selectors.filter_map(|it| it.cel.as_ref());
-        expressions.any(|cel| cel.expression.contains(DRIVER))
-    };
-    let names = classes.iter().filter(is_ours);
-    names
-        .filter_map(|class| class.metadata.name.as_deref())
+    let ours = classes.iter().filter(|class| is_ours(class));
+    ours.filter_map(|class| class.metadata.name.as_deref())
         .collect()
 }
 
@@ -195,6 +187,17 @@ impl Claim {
             devices: held,
         })
     }
+}
+
+/// What a claim asks for that has nothing yet; nothing where none of it is of our classes.
+#[must_use]
+pub fn wants_of_ours(claim: &ResourceClaim, classes: &[DeviceClass]) -> Vec<Want> {
+    let ours = our_classes(classes);
+    let devices = claim.spec.as_ref().and_then(|spec| spec.devices.as_ref());
+    let requests = devices.iter().flat_map(|it| it.requests.iter().flatten());
+    let wants: Vec<Want> = requests.flat_map(wants).collect();
+    let is_ours = wants.iter().any(|want| is_our_class(&want.class, &ours));
+    if is_ours { wants } else { Vec::new() }
 }
 
 fn wants(request: &DeviceRequest) -> Vec<Want> {

@@ -16,6 +16,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tranche_api::GpuNode;
 use tranche_api::names::{DRIVER, node_of};
+use tranche_driver::extended_resources;
 use tranche_driver::pod::claims_of;
 
 use super::history::Read;
@@ -337,7 +338,7 @@ impl Object {
             }
             Self::Class(it) => packed(&trim::class(it), Vec::new()),
             Self::Pod(it) => {
-                if claims_of(it).is_empty() {
+                if claims_of(it).is_empty() && extended_resources::names(it).is_empty() {
                     return None;
                 }
                 packed(&trim::pod(it), Vec::new())

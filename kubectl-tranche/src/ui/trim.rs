@@ -2,7 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use k8s_openapi::api::core::v1::{ContainerStatus, Pod, PodSpec, PodStatus};
+use k8s_openapi::api::core::v1::{
+    Container, ContainerStatus, Pod, PodSpec, PodStatus, ResourceRequirements,
+};
 use k8s_openapi::api::resource::v1::{Device, DeviceClass, ResourceClaim, ResourceSlice};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use tranche_api::GpuNode;
@@ -87,6 +89,22 @@ pub(super) fn class(full: &DeviceClass) -> DeviceClass {
     class
 }
 
+/// What containers ask for.
+fn asking(containers: &[Container]) -> Vec<Container> {
+    let containers = containers.iter();
+    containers
+        .map(|container| Container {
+            name: container.name.clone(),
+            restart_policy: container.restart_policy.clone(),
+            resources: container.resources.as_ref().map(|it| ResourceRequirements {
+                requests: it.requests.clone(),
+                ..ResourceRequirements::default()
+            }),
+            ..Container::default()
+        })
+        .collect()
+}
+
 /// Why a pod does not run.
 pub(super) fn pod(full: &Pod) -> Pod {
     let status = full.status.clone().unwrap_or_default();
@@ -106,6 +124,8 @@ pub(super) fn pod(full: &Pod) -> Pod {
         spec: full.spec.as_ref().map(|spec| PodSpec {
             node_name: spec.node_name.clone(),
             resource_claims: spec.resource_claims.clone(),
+            init_containers: spec.init_containers.as_deref().map(asking),
+            containers: asking(&spec.containers),
             ..PodSpec::default()
         }),
         status: Some(PodStatus {

@@ -1,6 +1,7 @@
 //! The records of a cluster that the driver's planner published.
 
 use serde_json::{Value, json};
+use tranche_api::usage::Peak;
 
 use super::super::store::{Change, Object, WATCHED};
 use super::*;
@@ -168,17 +169,28 @@ fn a_pod_that_waits_shows_the_schedulers_message() {
     let mut world = World::new();
     world.claim("team-c/waits", &[], &[]);
     let pod = |name: &str, status: Value, node: Value| {
-        object(json!({
+        json!({
             "metadata": {"namespace": "team-c", "name": name},
             "spec": {"containers": [], "nodeName": node, "resourceClaims": [{"name": "gpu", "resourceClaimName": "waits"}]},
             "status": status,
-        }))
+        })
     };
     let unscheduled = json!({"conditions": [{"type": "PodScheduled", "status": "False", "message": "0/2 nodes are available"}]});
     let pulling = json!({"containerStatuses": [{"name": "main", "image": "", "imageID": "", "ready": false, "restartCount": 0,
         "state": {"waiting": {"reason": "ErrImagePull", "message": "no such image"}}}]});
-    world.pods.push(pod("big", unscheduled, Value::Null));
-    world.pods.push(pod("starts", pulling, json!("node-a")));
+    world
+        .pods
+        .push(object(pod("big", unscheduled, Value::Null)));
+    world
+        .pods
+        .push(object(pod("starts", pulling, json!("node-a"))));
+    // One that asks for a resource has no claim yet.
+    let class = world.classes[0].spec.as_mut().unwrap();
+    class.extended_resource_name = Some("nvidia.com/gpu".into());
+    let resources = json!({"requests": {"nvidia.com/gpu": "2"}});
+    let mut asks = pod("asks", json!({}), Value::Null);
+    asks["spec"] = json!({"containers": [{"name": "main", "resources": resources}]});
+    world.pods.push(object(asks));
     let page = without_usage(&world);
     let big = record(&page, "pod/team-c/big");
     assert_eq!(big["reason"], "0/2 nodes are available");
@@ -187,6 +199,9 @@ fn a_pod_that_waits_shows_the_schedulers_message() {
         record(&page, "pod/team-c/starts")["reason"],
         "main: no such image"
     );
+    let asks = record(&page, "pod/team-c/asks");
+    assert_eq!(asks["wants"], json!(["2 × capped"]));
+    assert_eq!(asks["reason"], "the scheduler has not looked at it yet");
 }
 
 #[test]
@@ -241,6 +256,10 @@ fn use_is_shown_where_it_is_known_and_a_line_says_why_where_not() {
     let notebook = PartUsed {
         all: Used {
             idle_seconds: Some(150),
+            peak: Some(Peak {
+                bytes: 50 << 30,
+                watched_seconds: 600,
+            }),
             ..used
         },
         ..PartUsed::default()
@@ -259,7 +278,7 @@ fn use_is_shown_where_it_is_known_and_a_line_says_why_where_not() {
     let of_node = record(&known, "use/node-a");
     assert_eq!(
         of_node["gpus"][uuid('a', 0)],
-        json!({"memory": "40Gi", "time": 61, "idle": null})
+        json!({"memory": "40Gi", "time": 61, "idle": null, "most": null})
     );
     let hour = record(&known, "hour/node-a");
     assert_eq!(hour, json!({uuid('a', 0): {"memory": [50], "time": [61]}}));
@@ -268,7 +287,7 @@ fn use_is_shown_where_it_is_known_and_a_line_says_why_where_not() {
     let key = tenants[0]["useKey"].as_str().unwrap();
     assert_eq!(
         of_node["claims"][key],
-        json!({"memory": "40Gi", "time": 61, "idle": "2m"})
+        json!({"memory": "40Gi", "time": 61, "idle": "2m", "most": "50Gi"})
     );
     assert_eq!(of_node["claims"].as_object().unwrap().len(), 1);
     assert_eq!(

@@ -3,11 +3,13 @@
 use std::collections::BTreeMap;
 
 use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::api::resource::v1::DeviceClass;
 use serde::Serialize;
 use tranche_api::names::DRIVER;
+use tranche_driver::extended_resources;
 use tranche_driver::pod::claims_of;
 
-use crate::model::{Claim, Model, Want};
+use crate::model::{Claim, Model, Want, wants_of_ours};
 use crate::output::bytes;
 use crate::pods;
 use crate::snapshot::Snapshot;
@@ -30,7 +32,7 @@ pub struct PodView {
     pub reason: String,
 }
 
-/// The pods of the snapshot that have a claim of ours.
+/// The pods of the snapshot that have a claim of ours, or ask for our devices without a claim.
 #[must_use]
 pub fn pods(snapshot: &Snapshot, model: &Model) -> Vec<PodView> {
     let claims = model.claims.iter();
@@ -38,16 +40,22 @@ pub fn pods(snapshot: &Snapshot, model: &Model) -> Vec<PodView> {
         .map(|claim| ((claim.namespace.as_str(), claim.name.as_str()), claim))
         .collect();
     let pods = snapshot.pods.iter();
-    pods.filter_map(|pod| of_pod(pod, &claims)).collect()
+    pods.filter_map(|pod| of_pod(pod, &claims, &snapshot.classes))
+        .collect()
 }
 
-fn of_pod(pod: &Pod, claims: &BTreeMap<(&str, &str), &Claim>) -> Option<PodView> {
+fn of_pod(
+    pod: &Pod,
+    claims: &BTreeMap<(&str, &str), &Claim>,
+    classes: &[DeviceClass],
+) -> Option<PodView> {
     let namespace = pod.metadata.namespace.as_deref().unwrap_or_default();
     let ours = claims_of(pod).into_iter();
-    let ours: Vec<&&Claim> = ours
-        .filter_map(|name| claims.get(&(namespace, name)))
-        .collect();
-    if ours.is_empty() {
+    let ours = ours.filter_map(|name| claims.get(&(namespace, name)));
+    let mut wanted: Vec<Want> = ours.flat_map(|claim| claim.wants.clone()).collect();
+    let not_made = extended_resources::claim(pod, classes);
+    wanted.extend(not_made.iter().flat_map(|it| wants_of_ours(it, classes)));
+    if wanted.is_empty() {
         return None;
     }
     let node = pod.spec.as_ref().and_then(|spec| spec.node_name.clone());
@@ -55,10 +63,7 @@ fn of_pod(pod: &Pod, claims: &BTreeMap<(&str, &str), &Claim>) -> Option<PodView>
     Some(PodView {
         namespace: namespace.to_owned(),
         name: pod.metadata.name.clone().unwrap_or_default(),
-        wants: ours
-            .iter()
-            .flat_map(|claim| claim.wants.iter().map(wants))
-            .collect(),
+        wants: wanted.iter().map(wants).collect(),
         since: created.map(|time| time.0.to_string()),
         reason: reason(pod, node.as_deref()),
         node,
