@@ -18,6 +18,7 @@ mod prepare;
 mod process;
 mod promise;
 mod row;
+mod scrape;
 mod shim;
 mod sizes;
 mod slices;
@@ -51,6 +52,8 @@ enum What {
     Pods(pods::Args),
     /// The time until slices appear
     Slices(slices::Args),
+    /// The cost of a scrape of the plugin's metrics, with every GPU full of shares
+    Scrape(scrape::Args),
     /// The cost of the shim, compared with the bare driver; on a machine with a driver at /, as
     /// root
     Shim(shim::Args),
@@ -80,6 +83,7 @@ fn main() -> anyhow::Result<ExitCode> {
         What::Prepare(args) => on_cluster(&node, async |c| prepare::run(args, c).await)?,
         What::Pods(args) => on_cluster(&node, async |c| pods::run(args, c).await)?,
         What::Slices(args) => on_cluster(&node, async |c| slices::run(args, c).await)?,
+        What::Scrape(args) => on_cluster(&node, async |c| scrape::run(args, c).await)?,
         What::Shim(args) => shim::run(args)?,
         // Child processes of the measurement above, which reads their output.
         What::ShimWorld(args) => return shim::world(args).map(|()| ExitCode::SUCCESS),

@@ -69,16 +69,27 @@ fn program_of(cmdline: &[u8]) -> Option<&str> {
 
 fn started(pid: u32) -> Option<Duration> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    let ticks = start_ticks(&stat)?;
-    Some(Duration::from_millis(
-        ticks * 1000 / rustix::param::clock_ticks_per_second(),
-    ))
+    start_ticks(&stat).map(of_ticks)
 }
 
-/// Field 22 of proc(5)'s stat. The second field is a name in parentheses that may hold anything.
+fn of_ticks(ticks: u64) -> Duration {
+    Duration::from_millis(ticks * 1000 / rustix::param::clock_ticks_per_second())
+}
+
+/// `starttime` of proc(5)'s stat.
 fn start_ticks(stat: &str) -> Option<u64> {
+    field(stat, 22)
+}
+
+/// `utime` and `stime` of proc(5)'s stat.
+fn cpu_ticks(stat: &str) -> Option<u64> {
+    Some(field(stat, 14)? + field(stat, 15)?)
+}
+
+/// A field of proc(5)'s stat, counted from 1. The second one is a name in parentheses that may hold anything.
+fn field(stat: &str, nth: usize) -> Option<u64> {
     let (_, rest) = stat.rsplit_once(')')?;
-    rest.split_whitespace().nth(19)?.parse().ok()
+    rest.split_whitespace().nth(nth - 3)?.parse().ok()
 }
 
 impl Process {
@@ -88,14 +99,22 @@ impl Process {
         started(self.pid) == Some(self.started)
     }
 
+    /// The CPU time that it has had, of all its threads, to a hundredth of a second.
+    pub fn cpu_time(self) -> anyhow::Result<Duration> {
+        let path = format!("/proc/{}/stat", self.pid);
+        let stat = std::fs::read_to_string(&path).context(path.clone())?;
+        let ticks = cpu_ticks(&stat).with_context(|| format!("{path} has no utime and stime"))?;
+        Ok(of_ticks(ticks))
+    }
+
     /// Its memory.
     pub fn memory(self) -> anyhow::Result<Memory> {
         let path = format!("/proc/{}/status", self.pid);
         let status = std::fs::read_to_string(&path).context(path.clone())?;
-        let field = |name| kib(&status, name).with_context(|| format!("{path} has no {name}"));
+        let size = |name| kib(&status, name).with_context(|| format!("{path} has no {name}"));
         Ok(Memory {
-            resident: field("VmRSS")?,
-            peak: field("VmHWM")?,
+            resident: size("VmRSS")?,
+            peak: size("VmHWM")?,
         })
     }
 }
@@ -119,6 +138,7 @@ mod tests {
         let fields: Vec<String> = (3..=52).map(|field| field.to_string()).collect();
         let stat = format!("7 (a) b (c)) {}", fields.join(" "));
         assert_eq!(start_ticks(&stat), Some(22));
+        assert_eq!(cpu_ticks(&stat), Some(14 + 15));
         assert_eq!(start_ticks("7 (a"), None);
     }
 

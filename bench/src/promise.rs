@@ -313,6 +313,19 @@ pub const PROMISES: &[Promise] = &[
         AtMost(10.0),
     ),
     promise(
+        "scrape-time",
+        "a scrape of the node's metrics, every GPU full of shares",
+        "ms",
+        AtMost(50.0),
+    ),
+    promise("scrape-size", "its bytes", "MB", AtMost(5.0)),
+    promise(
+        "scrape-memory",
+        "plugin's resident memory after these scrapes",
+        "MiB",
+        AtMost(30.0),
+    ),
+    promise(
         "plugin-memory",
         "plugin's resident memory",
         "MiB",
