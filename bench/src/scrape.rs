@@ -100,7 +100,10 @@ impl Bench<'_> {
         let idle = self.idle_cpu(plugin).await?;
         let before = plugin.cpu_time()?;
         let times = self.scrapes(&address, &token).await?;
-        let busy = (plugin.cpu_time()? - before).saturating_sub(idle);
+        let busy = plugin
+            .cpu_time()?
+            .saturating_sub(before)
+            .saturating_sub(idle);
         let (scrapes, empty) = (spread(times.scrapes)?, spread(times.empty)?);
         let memory = plugin.memory()?;
         Ok(vec![
@@ -217,7 +220,7 @@ impl Bench<'_> {
             .await
         {
             Err(kube::Error::Api(status)) if status.is_not_found() => Ok(()),
-            other => Ok(drop(other?)),
+            other => other.map(drop).map_err(Into::into),
         }
     }
 
@@ -241,7 +244,7 @@ impl Bench<'_> {
         let before = plugin.cpu_time()?;
         let turns = u32::try_from(self.args.samples)?;
         tokio::time::sleep(APART * turns).await;
-        Ok(plugin.cpu_time()? - before)
+        Ok(plugin.cpu_time()?.saturating_sub(before))
     }
 
     async fn scrapes(&self, address: &str, token: &str) -> anyhow::Result<Times> {

@@ -186,7 +186,7 @@ mod tests {
         for _ in 0..3 {
             let (sent, read) = tokio::join!(
                 async {
-                    tokio::time::sleep(IDLE - Duration::from_secs(1)).await;
+                    tokio::time::sleep(IDLE.saturating_sub(Duration::from_secs(1))).await;
                     client.write_all(b"ping").await
                 },
                 server.read_exact(&mut buffer)

@@ -227,7 +227,7 @@ fn nvml_tells_what_passes_the_nvlinks_of_a_board_that_has_some() {
 
 /// Whether the GPU has none of these metrics.
 fn is_unsupported(nvml: &Nvml, samples: [&GpmSample<'_>; 2], ids: &[GpmMetricId]) -> bool {
-    let found = gpm_metrics_get(nvml, samples[0], samples[1], ids).unwrap();
+    let found = gpm_metrics_get(nvml, samples[0], samples[1], ids).expect("what GPM found");
     let is_refused = |it: &Result<_, NvmlError>| matches!(it, Err(NvmlError::NotSupported));
     found.iter().all(is_refused)
 }

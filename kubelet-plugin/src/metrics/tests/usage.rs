@@ -272,7 +272,6 @@ async fn the_series_of_dcgm_add_up_to_the_gpu_and_name_whoever_holds_it() {
 
 /// In the units of DCGM.
 #[tokio::test]
-#[expect(clippy::float_cmp, reason = "short decimal numbers")]
 async fn nvlinks_have_series_where_the_board_has_some() {
     let mut usage = everything();
     usage.gpus[2].sensors = Sensors::default();
