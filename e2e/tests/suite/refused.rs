@@ -1,16 +1,18 @@
 //! Bad input and broken nodes: a visible error, and no pod that runs without its cap.
 
 use std::path::Path;
+use std::time::Duration;
 
 use anyhow::{Context, ensure};
 use k8s_openapi::api::admissionregistration::v1::ValidatingAdmissionPolicyBinding;
+use k8s_openapi::api::resource::v1::ResourceClaim;
 use kube::api::{Api, ApiResource, DeleteParams, DynamicObject, PostParams};
 use serde_json::{Value, json};
 use tranche_api::sharing_policy::SharingPolicy;
 use tranche_e2e::namespace::{IDLE, Source};
 use tranche_e2e::node::PLUGIN_DIR;
 use tranche_e2e::request::with_parameters;
-use tranche_e2e::{Case, Namespace, Request, run, run_on_a_node};
+use tranche_e2e::{Case, Namespace, Request, run, run_on_a_node, wait};
 
 fn parameters(rest: &Value) -> Value {
     let mut all = json!({"apiVersion": "gpu.tranche.dev/v1alpha1", "kind": "ShareConfig"});
@@ -130,20 +132,37 @@ async fn without_admission(case: &Case) -> anyhow::Result<()> {
     bindings.delete(name, &DeleteParams::default()).await?;
     binding.metadata.resource_version = None;
     binding.metadata.uid = None;
+    let claims: Api<ResourceClaim> = Api::namespaced(case.client.clone(), "default");
     case.afterwards("the admission policy", async move {
         bindings.create(&PostParams::default(), &binding).await?;
-        Ok(())
+        refuses_again(&claims).await
     });
     Ok(())
 }
 
+/// Waits until a policy that was bound again takes effect, for the tests that follow.
+async fn refuses_again(claims: &Api<ResourceClaim>) -> anyhow::Result<()> {
+    let spec = parameters(&json!({"memory": "2Gi"}));
+    let claim = serde_json::from_value(json!({"metadata": {"name": "refused"}, "spec": spec}))?;
+    let dry_run = PostParams {
+        dry_run: true,
+        ..PostParams::default()
+    };
+    // What runs after a test is sent to another thread, and `for_answer` is not.
+    let refused = async {
+        while claims.create(&dry_run, &claim).await.is_ok() {
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+    };
+    let refused = tokio::time::timeout(wait::USUAL, refused).await;
+    refused.context("the admission policy has no effect")
+}
+
 /// The removal of a policy takes effect after a moment.
 async fn let_in(namespace: &Namespace, name: &str, spec: &Value) -> anyhow::Result<()> {
-    tranche_e2e::wait::for_answer(
-        "a claim past admission",
-        tranche_e2e::wait::USUAL,
-        async || namespace.claim(name, spec).await.map(|_| Some(())),
-    )
+    wait::for_answer("a claim past admission", wait::USUAL, async || {
+        namespace.claim(name, spec).await.map(|_| Some(()))
+    })
     .await
 }
 
