@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
-use k8s_openapi::api::core::v1::Namespace;
+use k8s_openapi::api::core::v1::{Namespace, ServiceAccount};
 use k8s_openapi::api::resource::v1::ResourceSlice;
 use kube::api::{DeleteParams, ListParams, ObjectMeta, PostParams};
 use kube::config::{KubeConfigOptions, Kubeconfig};
@@ -133,6 +133,15 @@ impl Cluster {
         Ok(())
     }
 
+    /// Waits for the namespace's service account, without which pods are refused.
+    pub async fn service_account(&self) -> anyhow::Result<()> {
+        let accounts: Api<ServiceAccount> = Api::namespaced(self.client.clone(), NAMESPACE);
+        wait_until("the namespace has a service account", async || {
+            Ok(accounts.get_opt("default").await?.is_some())
+        })
+        .await
+    }
+
     /// Removes the namespace with all that is in it, and waits until it is gone.
     pub async fn remove_namespace(&self) -> anyhow::Result<()> {
         let api = self.namespaces();
@@ -150,6 +159,19 @@ impl Cluster {
 
     fn namespaces(&self) -> Api<Namespace> {
         Api::all(self.client.clone())
+    }
+}
+
+/// The result of a measurement, or an error as soon as the user interrupts it, so that what it made is removed.
+pub async fn unless_interrupted<T>(
+    measurement: impl Future<Output = anyhow::Result<T>>,
+) -> anyhow::Result<T> {
+    tokio::select! {
+        measured = measurement => measured,
+        signal = tokio::signal::ctrl_c() => {
+            signal?;
+            Err(anyhow::anyhow!("interrupted"))
+        }
     }
 }
 

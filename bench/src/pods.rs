@@ -14,7 +14,7 @@ use anyhow::{Context, bail};
 use futures::future::try_join_all;
 use futures::stream::BoxStream;
 use futures::{StreamExt, TryStreamExt};
-use k8s_openapi::api::core::v1::{Pod, ServiceAccount};
+use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::api::resource::v1::{
     ResourceClaim, ResourceClaimTemplate, ResourceClaimTemplateSpec,
 };
@@ -25,7 +25,7 @@ use serde_json::{Value, json};
 use tranche_api::names::capacity;
 
 use crate::claims;
-use crate::cluster::{Cluster, NAMESPACE, wait_until};
+use crate::cluster::{Cluster, NAMESPACE, unless_interrupted, wait_until};
 use crate::row::Row;
 use crate::stats::{Spread, ms};
 use steps::{Counted, STEPS, Step};
@@ -85,13 +85,7 @@ pub async fn run(args: &Args, cluster: &Cluster) -> anyhow::Result<Vec<Row>> {
         pods: Api::namespaced(cluster.client.clone(), NAMESPACE),
         claims: Api::namespaced(cluster.client.clone(), NAMESPACE),
     };
-    let measured = tokio::select! {
-        rows = bench.measure() => rows,
-        signal = tokio::signal::ctrl_c() => {
-            signal?;
-            Err(anyhow::anyhow!("interrupted"))
-        }
-    };
+    let measured = unless_interrupted(bench.measure()).await;
     cluster.remove_namespace().await?;
     measured
 }
@@ -107,7 +101,7 @@ struct Bench<'a> {
 impl Bench<'_> {
     async fn measure(&self) -> anyhow::Result<Vec<Row>> {
         self.make_template().await?;
-        self.wait_for_service_account().await?;
+        self.cluster.service_account().await?;
         // Warms up images and caches.
         for kind in KINDS {
             self.pods_to_running(kind, "warm", 1).await?;
@@ -311,15 +305,6 @@ impl Bench<'_> {
         };
         templates.create(&PostParams::default(), &template).await?;
         Ok(())
-    }
-
-    /// Waits for the namespace's service account, without which pods are refused.
-    async fn wait_for_service_account(&self) -> anyhow::Result<()> {
-        let accounts: Api<ServiceAccount> = Api::namespaced(self.cluster.client.clone(), NAMESPACE);
-        wait_until("the namespace has a service account", async || {
-            Ok(accounts.get_opt("default").await?.is_some())
-        })
-        .await
     }
 
     async fn remove_claims(&self) -> anyhow::Result<()> {

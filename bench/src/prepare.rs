@@ -16,10 +16,10 @@ use futures::future::{join_all, try_join_all};
 use futures::{StreamExt, TryStreamExt, stream};
 
 use crate::claims::{self, Placement};
-use crate::cluster::Cluster;
+use crate::cluster::{Cluster, unless_interrupted};
 use crate::dra::{ClaimId, Plugin};
 use crate::row::Row;
-use crate::stats::{Spread, ms};
+use crate::stats::{Spread, count, ms};
 use left::Folders;
 use probe::Probe;
 
@@ -73,13 +73,7 @@ pub async fn run(args: &Args, cluster: &Cluster) -> anyhow::Result<Vec<Row>> {
         of_tiers: Vec::new(),
         spare: gpus[gpus.len() - 1].clone(),
     };
-    let measured = tokio::select! {
-        rows = load.measure(&placement) => rows,
-        signal = tokio::signal::ctrl_c() => {
-            signal?;
-            Err(anyhow::anyhow!("interrupted"))
-        }
-    };
+    let measured = unless_interrupted(load.measure(&placement)).await;
     eprintln!("Releasing everything");
     let left = load.clean_up().await;
     let mut rows = measured?;
@@ -282,9 +276,4 @@ async fn timed<T>(call: impl Future<Output = anyhow::Result<T>>) -> anyhow::Resu
 
 fn spread(times: &[Duration]) -> anyhow::Result<Spread> {
     Spread::of(times.iter().copied().map(ms).collect()).context("nothing was measured")
-}
-
-#[allow(clippy::cast_precision_loss)] // far below 2^52
-fn count(n: usize) -> f64 {
-    n as f64
 }

@@ -24,6 +24,13 @@ pub struct Memory {
     pub peak: u64,
 }
 
+/// MiB of so many KiB.
+#[must_use]
+#[expect(clippy::cast_precision_loss, reason = "far below 2^52")]
+pub fn mib(kib: u64) -> f64 {
+    kib as f64 / 1024.0
+}
+
 /// Time since the machine's boot.
 #[must_use]
 pub fn since_boot() -> Duration {

@@ -26,10 +26,10 @@ use tranche_api::names::capacity;
 use tranche_metrics::testing::get;
 
 use crate::claims;
-use crate::cluster::{Cluster, NAMESPACE, wait_until};
-use crate::process::{self, Process};
+use crate::cluster::{Cluster, NAMESPACE, unless_interrupted, wait_until};
+use crate::process::{self, Process, mib};
 use crate::row::Row;
-use crate::stats::{Spread, ms};
+use crate::stats::{Spread, count, ms};
 
 /// How much to measure.
 #[derive(Clone, Debug, clap::Args)]
@@ -55,19 +55,12 @@ const PLUGIN: &str = "app.kubernetes.io/component=node-plugin";
 /// Who scrapes, and its binding.
 const READER: &str = "tranche-bench-reader";
 const MB: f64 = 1e6;
-const KIB: f64 = 1024.0;
 
 /// Measures, and then removes all objects, also if it fails or is interrupted.
 pub async fn run(args: &Args, cluster: &Cluster) -> anyhow::Result<Vec<Row>> {
     cluster.make_namespace().await?;
     let bench = Bench { args, cluster };
-    let measured = tokio::select! {
-        rows = bench.measure() => rows,
-        signal = tokio::signal::ctrl_c() => {
-            signal?;
-            Err(anyhow::anyhow!("interrupted"))
-        }
-    };
+    let measured = unless_interrupted(bench.measure()).await;
     bench.remove_binding().await?;
     cluster.remove_namespace().await?;
     measured
@@ -112,24 +105,20 @@ impl Bench<'_> {
                 .beside("an empty answer", empty.p50)
                 .beside(
                     "CPU time of the plugin",
-                    ms(busy) / number(self.args.samples),
+                    ms(busy) / count(self.args.samples),
                 )
-                .beside("GPUs", number(gpus))
-                .beside("shares", number(gpus * self.args.shares)),
-            Row::new("scrape-size", number(times.bytes) / MB),
-            Row::new("scrape-memory", kib(memory.resident))
-                .beside("at most since its start", kib(memory.peak)),
+                .beside("GPUs", count(gpus))
+                .beside("shares", count(gpus * self.args.shares)),
+            Row::new("scrape-size", count(times.bytes) / MB),
+            Row::new("scrape-memory", mib(memory.resident))
+                .beside("at most since its start", mib(memory.peak)),
         ])
     }
 
     /// Starts the pods, and waits until each container has its memory.
     async fn fill(&self, gpus: usize) -> anyhow::Result<()> {
         let client = &self.cluster.client;
-        let accounts: Api<ServiceAccount> = Api::namespaced(client.clone(), NAMESPACE);
-        wait_until("the namespace has a service account", async || {
-            Ok(accounts.get_opt("default").await?.is_some())
-        })
-        .await?;
+        self.cluster.service_account().await?;
         eprintln!("{gpus} pods with {} shares each", self.args.shares);
         let pods: Api<Pod> = Api::namespaced(client.clone(), NAMESPACE);
         let claims: Api<ResourceClaim> = Api::namespaced(client.clone(), NAMESPACE);
@@ -301,14 +290,4 @@ fn size(shares: usize) -> BTreeMap<String, Quantity> {
 
 fn spread(times: Vec<f64>) -> anyhow::Result<Spread> {
     Spread::of(times).context("no scrape was asked for")
-}
-
-#[expect(clippy::cast_precision_loss, reason = "far below 2^52")]
-fn kib(kib: u64) -> f64 {
-    kib as f64 / KIB
-}
-
-#[expect(clippy::cast_precision_loss, reason = "far below 2^52")]
-fn number(n: usize) -> f64 {
-    n as f64
 }

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 
-use crate::process::{self, Process};
+use crate::process::{self, Process, mib};
 use crate::row::Row;
 
 /// The folders of the built parts.
@@ -72,7 +72,6 @@ struct Resident {
 }
 
 /// Of all processes with this name, the one with the most memory.
-#[allow(clippy::cast_precision_loss)] // far below 2^52
 fn largest(program: &str) -> anyhow::Result<Option<Resident>> {
     let memories = process::running(program)?
         .into_iter()
@@ -82,8 +81,8 @@ fn largest(program: &str) -> anyhow::Result<Option<Resident>> {
         .into_iter()
         .max_by_key(|memory| memory.resident)
         .map(|memory| Resident {
-            now: memory.resident as f64 / KIB,
-            peak: memory.peak as f64 / KIB,
+            now: mib(memory.resident),
+            peak: mib(memory.peak),
         }))
 }
 

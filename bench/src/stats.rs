@@ -45,6 +45,13 @@ fn rank(count: usize, percent: usize) -> usize {
     (count * percent).div_ceil(100).saturating_sub(1)
 }
 
+/// A number of things.
+#[must_use]
+#[expect(clippy::cast_precision_loss, reason = "far below 2^52")]
+pub fn count(n: usize) -> f64 {
+    n as f64
+}
+
 /// Milliseconds.
 #[must_use]
 pub fn ms(time: Duration) -> f64 {
