@@ -43,7 +43,7 @@ const READS: usize = 20;
 /// How many renewals a claim or a template that is missing waits before it is asked for again.
 const ASK_AGAIN: u32 = 30;
 
-/// A claim or the template of claims.
+/// By what a pod gets devices: a claim, the template of one, or a resource.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Source {
     /// A ResourceClaim, by its name in the pod's namespace.
@@ -54,7 +54,7 @@ pub enum Source {
     Resource(Box<str>),
 }
 
-/// What is known of a claim or a template.
+/// What is known of a source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Known {
     /// It asks for devices of our classes.

@@ -10,6 +10,7 @@ use k8s_openapi::api::core::v1::{Container, Pod};
 use k8s_openapi::api::resource::v1::{
     DeviceClaim, DeviceClass, DeviceRequest, ExactDeviceRequest, ResourceClaim, ResourceClaimSpec,
 };
+use k8s_openapi::apimachinery::pkg::api::resource::Quantity as Wire;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use tranche_api::Quantity;
 
@@ -27,12 +28,7 @@ pub fn names(pod: &Pod) -> BTreeSet<&str> {
         init.chain(&spec.containers)
     });
     let containers = containers.into_iter().flatten();
-    let asked = containers.flat_map(|container| {
-        let resources = container.resources.as_ref();
-        resources
-            .into_iter()
-            .flat_map(|it| it.requests.iter().flatten())
-    });
+    let asked = containers.filter_map(requested).flatten();
     let names = asked.map(|(name, _)| name.as_str());
     names.filter(|name| is_extended(name)).collect()
 }
@@ -141,11 +137,13 @@ fn requests(
 }
 
 fn count(container: &Container, resource: &str) -> u64 {
-    let resources = container.resources.as_ref();
-    let requests = resources.and_then(|it| it.requests.as_ref());
-    let asked = requests.and_then(|requests| requests.get(resource));
+    let asked = requested(container).and_then(|requests| requests.get(resource));
     let asked = asked.and_then(|it| Quantity::try_from(it).ok());
     asked.and_then(|it| it.to_count().ok()).unwrap_or(0)
+}
+
+fn requested(container: &Container) -> Option<&BTreeMap<String, Wire>> {
+    container.resources.as_ref()?.requests.as_ref()
 }
 
 /// Whether a resource is none of Kubernetes' own.

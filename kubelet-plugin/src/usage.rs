@@ -219,7 +219,7 @@ impl Usage {
 }
 
 /// The Unix time.
-fn unix() -> Duration {
+pub(crate) fn unix() -> Duration {
     let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
     since.unwrap_or_default()
 }

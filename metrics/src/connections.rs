@@ -97,6 +97,12 @@ impl<T> Bounded<T> {
         self.idle.as_mut().reset(Instant::now() + IDLE);
         Poll::Ready(result)
     }
+
+    /// Waits for something to move; an error if that takes too long.
+    fn waits<R>(&mut self, context: &mut Context<'_>) -> Poll<io::Result<R>> {
+        ready!(self.idle.as_mut().poll(context));
+        Poll::Ready(Err(io::ErrorKind::TimedOut.into()))
+    }
 }
 
 impl<T: AsyncRead + Unpin> AsyncRead for Bounded<T> {
@@ -108,8 +114,7 @@ impl<T: AsyncRead + Unpin> AsyncRead for Bounded<T> {
         if let Poll::Ready(result) = Pin::new(&mut self.stream).poll_read(context, buffer) {
             return self.moved(result);
         }
-        ready!(self.idle.as_mut().poll(context));
-        Poll::Ready(Err(io::ErrorKind::TimedOut.into()))
+        self.waits(context)
     }
 }
 
@@ -123,24 +128,21 @@ impl<T: AsyncWrite + Unpin> AsyncWrite for Bounded<T> {
             return self.moved(result);
         }
         // A reader that does not read is idle, too.
-        ready!(self.idle.as_mut().poll(context));
-        Poll::Ready(Err(io::ErrorKind::TimedOut.into()))
+        self.waits(context)
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         if let Poll::Ready(result) = Pin::new(&mut self.stream).poll_flush(context) {
             return Poll::Ready(result);
         }
-        ready!(self.idle.as_mut().poll(context));
-        Poll::Ready(Err(io::ErrorKind::TimedOut.into()))
+        self.waits(context)
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         if let Poll::Ready(result) = Pin::new(&mut self.stream).poll_shutdown(context) {
             return Poll::Ready(result);
         }
-        ready!(self.idle.as_mut().poll(context));
-        Poll::Ready(Err(io::ErrorKind::TimedOut.into()))
+        self.waits(context)
     }
 }
 

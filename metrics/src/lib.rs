@@ -10,7 +10,7 @@
 //! `nonResourceURLs: [/metrics]` grants that. The certificate is self-signed and new at each start, so
 //! readers skip its verification: it protects the token from passive listeners.
 //!
-//! [`connections`] bounds what it costs to be connected, [`client`] reads what another process of ours serves.
+//! `connections` bounds what it costs to be connected, [`client`] reads what another process of ours serves.
 #![forbid(unsafe_code)]
 
 pub mod access;

@@ -137,8 +137,9 @@ fn our_classes(classes: &[DeviceClass]) -> BTreeSet<&str> {
         .collect()
 }
 
-fn is_our_class(name: &str, ours: &BTreeSet<&str>) -> bool {
-    ours.contains(name) || names::is_class(name)
+fn are_ours(wants: &[Want], ours: &BTreeSet<&str>) -> bool {
+    let is_ours = |class: &str| ours.contains(class) || names::is_class(class);
+    wants.iter().any(|want| is_ours(&want.class))
 }
 
 impl Claim {
@@ -153,18 +154,10 @@ impl Claim {
             .filter(|result| result.driver == DRIVER)
             .filter_map(|result| ClaimDevice::read(result, described.unwrap_or_default(), devices))
             .collect();
-        let requests = claim
-            .spec
-            .as_ref()?
-            .devices
-            .as_ref()?
-            .requests
-            .iter()
-            .flatten();
-        let wants: Vec<Want> = requests.flat_map(wants).collect();
+        let wants = wants_of(claim)?;
         let is_ours = match allocation {
             Some(_) => !held.is_empty(),
-            None => wants.iter().any(|want| is_our_class(&want.class, ours)),
+            None => are_ours(&wants, ours),
         };
         if !is_ours {
             return None;
@@ -192,12 +185,18 @@ impl Claim {
 /// What a claim asks for that has nothing yet; nothing where none of it is of our classes.
 #[must_use]
 pub fn wants_of_ours(claim: &ResourceClaim, classes: &[DeviceClass]) -> Vec<Want> {
-    let ours = our_classes(classes);
-    let devices = claim.spec.as_ref().and_then(|spec| spec.devices.as_ref());
-    let requests = devices.iter().flat_map(|it| it.requests.iter().flatten());
-    let wants: Vec<Want> = requests.flat_map(wants).collect();
-    let is_ours = wants.iter().any(|want| is_our_class(&want.class, &ours));
-    if is_ours { wants } else { Vec::new() }
+    let wants = wants_of(claim).unwrap_or_default();
+    if are_ours(&wants, &our_classes(classes)) {
+        wants
+    } else {
+        Vec::new()
+    }
+}
+
+fn wants_of(claim: &ResourceClaim) -> Option<Vec<Want>> {
+    let devices = claim.spec.as_ref()?.devices.as_ref()?;
+    let requests = devices.requests.iter().flatten();
+    Some(requests.flat_map(wants).collect())
 }
 
 fn wants(request: &DeviceRequest) -> Vec<Want> {

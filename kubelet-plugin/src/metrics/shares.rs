@@ -4,7 +4,6 @@
 //! account, which the share's tenant can write: they prove nothing.
 
 use std::sync::atomic::AtomicU64;
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
@@ -18,6 +17,7 @@ use tranche_shim_core::AccountSnapshot;
 
 use crate::layout::Layout;
 use crate::ledger::Ledger;
+use crate::usage::unix;
 
 /// One share.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -128,8 +128,7 @@ impl Shares {
         add_nanos(&self.throttled, account.throttled_nanos());
         if let Some(moment) = account.last_launch() {
             let ago = tranche_node::sampler::now().saturating_sub(moment);
-            let now = SystemTime::now().duration_since(UNIX_EPOCH);
-            let when = now.unwrap_or_default().as_secs_f64() - seconds(ago);
+            let when = unix().as_secs_f64() - seconds(ago);
             self.last_launch.get_or_create(labels).set(when);
         }
     }

@@ -87,8 +87,8 @@ impl Listed {
     }
 }
 
-/// What claims hold, by GPU, with the `peaks` of devices by key. The seconds in which a device was idle are since the last launch that its account knows, as seen at
-/// `now`, where it has an account with one.
+/// What claims hold, by GPU, with the `peaks` of devices by key. The seconds in which a device was idle are since the last launch that
+/// its account knows, as seen at `now`, where it has an account with one.
 #[must_use]
 pub fn held_of(
     now: u64,
