@@ -31,7 +31,7 @@ struct Live {
     usage: Known,
     history: History,
     began: Instant,
-    /// Whether the use was read since the last publication.
+    /// What was read of the use since the last publication.
     read: Read,
     publisher: watch::Sender<Published>,
 }

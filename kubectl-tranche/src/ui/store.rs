@@ -81,7 +81,7 @@ pub struct Dirty {
     pub waiting: bool,
     /// Whether it is everything: prices, or what can be read.
     pub all: bool,
-    /// Whether it is the use of all GPUs.
+    /// What was read of the use of all GPUs.
     pub read: Read,
 }
 
