@@ -177,6 +177,7 @@ impl Tenant {
     #[must_use]
     pub fn part(&self) -> Part {
         Part {
+            node: self.device.node.clone(),
             claim: self.uid.clone(),
             device: self.device.device.clone(),
             share: self.device.share_id.clone(),

@@ -16,7 +16,7 @@ use tranche_driver::slices::{Content, NodeInput, plan};
 
 use crate::cluster::Cluster;
 use crate::snapshot::{Scope, Snapshot};
-use crate::usage::Part;
+use crate::usage::{NodeGpu, Part};
 
 /// The objects, and what the API server answers for some paths instead.
 #[derive(Clone, Debug, Default)]
@@ -71,9 +71,18 @@ pub(crate) fn uuid(digit: char, nth: u32) -> String {
     format!("GPU-{first}-0000-4000-8000-000000000000")
 }
 
-/// A claim's only share of a device, as [`share`] allocates it.
+/// The nth GPU of the node whose UUIDs begin with `digit`.
+pub(crate) fn gpu(digit: char, nth: u32) -> NodeGpu {
+    NodeGpu {
+        node: format!("node-{digit}"),
+        uuid: uuid(digit, nth),
+    }
+}
+
+/// A claim's only share of a device of `node-a`, as [`share`] allocates it.
 pub(crate) fn part(claim: &str, device: &str) -> Part {
     Part {
+        node: "node-a".to_owned(),
         claim: claim.to_owned(),
         device: device.to_owned(),
         share: Some(SHARE.to_owned()),

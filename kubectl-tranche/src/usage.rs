@@ -8,6 +8,7 @@ pub mod reading;
 use std::collections::BTreeMap;
 
 use serde::Serialize;
+use tranche_api::names::node_of;
 use tranche_api::usage::Peak;
 
 use reading::{ClaimReading, GpuReading, GroupReading, NodeReading, ShareReading};
@@ -29,9 +30,20 @@ pub struct Used {
     pub peak: Option<Peak>,
 }
 
+/// A GPU of a node. A node that names another node's GPU says nothing of that one.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct NodeGpu {
+    /// The node.
+    pub node: String,
+    /// The GPU's UUID.
+    pub uuid: String,
+}
+
 /// A claim's part of a device. A claim may have several of one device.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Part {
+    /// The device's node.
+    pub node: String,
     /// The claim's UID.
     pub claim: String,
     /// The device's name.
@@ -52,8 +64,8 @@ pub struct PartUsed {
 /// The use of all GPUs, by GPU and by claim.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Usage {
-    /// By the GPU's UUID.
-    pub gpus: BTreeMap<String, Used>,
+    /// By GPU.
+    pub gpus: BTreeMap<NodeGpu, Used>,
     /// By what claims hold.
     pub parts: BTreeMap<Part, PartUsed>,
     /// Why it is not that of all: one line.
@@ -95,7 +107,7 @@ impl Usage {
         };
         for gpu in gpus {
             match &gpu.problem {
-                None => self.gpu(gpu),
+                None => self.gpu(&name, gpu),
                 // Its shares are listed with zeros that NVML did not say.
                 Some(problem) => {
                     let gpu = format!("{} of {name}", gpu.uuid);
@@ -128,14 +140,18 @@ impl Usage {
         lines.into_iter().flatten().collect()
     }
 
-    fn gpu(&mut self, gpu: &GpuReading) {
+    fn gpu(&mut self, node: &str, gpu: &GpuReading) {
         if let Some(memory) = gpu.memory {
             let used = Used {
                 memory: memory.used,
                 time: gpu.utilization.percent(),
                 ..Used::default()
             };
-            self.gpus.insert(gpu.uuid.clone(), used);
+            let gpu = NodeGpu {
+                node: node.to_owned(),
+                uuid: gpu.uuid.clone(),
+            };
+            self.gpus.insert(gpu, used);
         }
         for share in gpu.all_shares() {
             self.part(share);
@@ -144,6 +160,7 @@ impl Usage {
 
     fn part(&mut self, share: &ShareReading) {
         let part = Part {
+            node: node_of(&share.pool).to_owned(),
             claim: share.claim.uid.clone(),
             device: share.device.clone(),
             share: share.share_id.clone(),

@@ -96,19 +96,24 @@ impl Claims {
         }
         let nodes = &self.nodes;
         let mut answers = futures::stream::iter(uids)
-            .map(|(node, uids)| async { (nodes.usage(&node).await, node, uids) })
+            .map(|(node, uids)| async move { (nodes.usage(&node).await, uids) })
             .buffer_unordered(AT_ONCE);
         let mut devices = BTreeMap::<String, Vec<DeviceUsage>>::new();
-        let mut problems = BTreeMap::new();
-        while let Some((usage, node, uids)) = answers.next().await {
-            match usage {
-                Ok(usage) => {
-                    for (uid, device) in devices_of(usage, &uids) {
-                        devices.entry(uid).or_default().push(device);
-                    }
-                }
+        let mut problems = BTreeMap::<String, BTreeSet<String>>::new();
+        while let Some((usage, uids)) = answers.next().await {
+            let of_claims = match usage {
+                Ok(usage) => devices_of(usage, &uids),
                 Err(problem) => {
-                    problems.insert(node, problem);
+                    let of_all = uids.into_iter().map(|uid| (uid, Err(problem.clone())));
+                    of_all.collect()
+                }
+            };
+            for (uid, device) in of_claims {
+                match device {
+                    Ok(device) => devices.entry(uid).or_default().push(device),
+                    Err(problem) => {
+                        problems.entry(uid).or_default().insert(problem);
+                    }
                 }
             }
         }
@@ -116,7 +121,8 @@ impl Claims {
             .into_iter()
             .map(|claim| {
                 let devices = devices.remove(&claim.uid).unwrap_or_default();
-                claim.object(devices, &problems)
+                let problems = problems.remove(&claim.uid).unwrap_or_default();
+                claim.object(devices, problems)
             })
             .collect()
     }

@@ -18,7 +18,8 @@ use flate2::write::DeflateEncoder;
 use futures::future::BoxFuture;
 use tokio::sync::Semaphore;
 use tokio::time::Instant;
-use tranche_api::usage::{NodeUsage, PATH};
+use tranche_api::names::own_node;
+use tranche_api::usage::{GpuUsage, NodeUsage, PATH};
 use tranche_metrics::client::Client;
 
 use super::plugins::Plugins;
@@ -94,6 +95,10 @@ impl Packed {
             serde_json::from_slice(body).map_err(|error| format!("no NodeUsage: {error}"))?;
         if usage.node != node {
             return Err(format!("it speaks for the node {:?}", usage.node));
+        }
+        let mut shares = usage.gpus.iter().flat_map(GpuUsage::all_shares);
+        if let Some(foreign) = shares.find(|it| own_node(&it.pool) != Some(node)) {
+            return Err(format!("it speaks for the pool {:?}", foreign.pool));
         }
         let mut encoder = DeflateEncoder::new(Vec::new(), Compression::fast());
         let packed = io::Write::write_all(&mut encoder, body).and_then(|()| encoder.finish());

@@ -202,15 +202,10 @@ impl Claim {
         })
     }
 
-    /// Its object, of its devices and of its nodes' problems.
+    /// Its object, of its devices and of the reasons why some are missing.
     #[must_use]
-    pub fn object(self, devices: Vec<DeviceUsage>, problems: &BTreeMap<String, String>) -> Object {
-        let problem: Vec<&str> = self
-            .nodes
-            .iter()
-            .filter_map(|node| problems.get(node))
-            .map(String::as_str)
-            .collect();
+    pub fn object(self, devices: Vec<DeviceUsage>, problems: BTreeSet<String>) -> Object {
+        let problem: Vec<String> = problems.into_iter().collect();
         Object::Claim(Box::new(ClaimUsage {
             types: Some(Resource::ClaimUsages.types()),
             metadata: ObjectMeta {
@@ -245,25 +240,35 @@ pub fn node_object(name: &str, answer: Result<NodeUsage, String>) -> Object {
     }))
 }
 
+/// What a claim uses of a device, or why that is not known; with the claim's UID.
+pub type OfClaim = (String, Result<DeviceUsage, String>);
+
 /// What the claims with these UIDs have on a node. What the node says of other claims is left out: it speaks only for those that it was given.
 #[must_use]
-pub fn devices_of(usage: NodeUsage, uids: &BTreeSet<String>) -> Vec<(String, DeviceUsage)> {
+pub fn devices_of(usage: NodeUsage, uids: &BTreeSet<String>) -> Vec<OfClaim> {
     let mut found = Vec::new();
     let unix_millis = usage.unix_millis;
     for gpu in usage.gpus {
         let (gpu_uuid, product_name) = (gpu.uuid, gpu.product_name);
+        let problem = gpu.problem.map(|it| format!("{gpu_uuid}: {it}"));
         let mut add = |mut share: ShareUsage, partition: Option<PartitionName>| {
-            if uids.contains(&share.claim.uid) {
-                share.memory.free = None;
-                let device = DeviceUsage {
-                    unix_millis,
-                    gpu_uuid: gpu_uuid.clone(),
-                    product_name: product_name.clone(),
-                    partition,
-                    share,
-                };
-                found.push((device.share.claim.uid.clone(), device));
+            if !uids.contains(&share.claim.uid) {
+                return;
             }
+            let uid = share.claim.uid.clone();
+            // The shares of a GPU that does not answer are listed with zeros that nobody has read.
+            if let Some(problem) = &problem {
+                return found.push((uid, Err(problem.clone())));
+            }
+            share.memory.free = None;
+            let device = DeviceUsage {
+                unix_millis,
+                gpu_uuid: gpu_uuid.clone(),
+                product_name: product_name.clone(),
+                partition,
+                share,
+            };
+            found.push((uid, Ok(device)));
         };
         for share in gpu.shares {
             add(share, None);

@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 
 use crate::output::{Format, text};
-use crate::testing::{World, busy, part, uuid};
+use crate::testing::{World, busy, gpu, part};
 use crate::usage::{PartUsed, Usage};
 
 use super::*;
@@ -47,8 +47,8 @@ fn what_is_used_stands_beside_what_is_held() {
     };
     let usage = Usage {
         gpus: [
-            (uuid('a', 0), used(5, Some(60.0))),
-            (uuid('a', 1), used(1, None)),
+            (gpu('a', 0), used(5, Some(60.0))),
+            (gpu('a', 1), used(1, None)),
         ]
         .into(),
         parts: [(part("uid-team-a-notebook", "gpu-a0000000-capped"), notebook)].into(),

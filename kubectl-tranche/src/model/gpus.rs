@@ -13,7 +13,7 @@ use super::devices::{Devices, amount, number, string};
 use super::room::{Room, SharesRoom, SlicesRoom};
 use super::{Gpu, Held, Node, Tenant};
 use crate::snapshot::Snapshot;
-use crate::usage::Usage;
+use crate::usage::{NodeGpu, Usage};
 
 /// What is held of each GPU: a claim and what it has, by the device's name.
 type ByDevice<'a> = BTreeMap<&'a str, Vec<(&'a Claim, &'a ClaimDevice)>>;
@@ -59,7 +59,7 @@ pub(super) fn nodes(
                 name: name.to_owned(),
                 ..Node::default()
             });
-            node.gpus.push(context.undescribed(uuid));
+            node.gpus.push(context.gpu(name, uuid, None));
         }
     }
     let mut nodes: Vec<Node> = nodes.into_values().collect();
@@ -85,21 +85,22 @@ impl Context<'_> {
         let status = object.status.as_ref();
         let described = inventory(object);
         let published = status.and_then(|it| it.published.as_ref());
+        let name = object.metadata.name.clone().unwrap_or_default();
         let conditions = status.map(|it| it.conditions.as_slice());
         let failed = conditions.unwrap_or_default().iter();
         let failed = failed.filter(|it| it.status == "False");
         let problem = published.map(|it| it.problem.clone());
         let gpus = described.into_iter().flat_map(|inventory| {
+            let name = &name;
             let withheld = published.map(|it| it.withheld.as_slice());
             inventory.gpus.iter().map(move |gpu| {
-                let mut built = self.gpu(&gpu.uuid, Some((inventory, gpu)));
+                let mut built = self.gpu(name, &gpu.uuid, Some((inventory, gpu)));
                 let of_gpu = withheld.unwrap_or_default().iter();
                 built.withheld = of_gpu.filter(|it| it.gpu == gpu.uuid).cloned().collect();
                 built
             })
         });
         Node {
-            name: object.metadata.name.clone().unwrap_or_default(),
             driver_version: described.map(|it| it.driver_version.clone()),
             plugin_version: status
                 .and_then(|it| it.registration.as_ref())
@@ -109,14 +110,11 @@ impl Context<'_> {
                 .chain(problem.filter(|text| !text.is_empty()))
                 .collect(),
             gpus: gpus.collect(),
+            name,
         }
     }
 
-    fn undescribed(&self, uuid: &str) -> Gpu {
-        self.gpu(uuid, None)
-    }
-
-    fn gpu(&self, uuid: &str, described: Option<(&Inventory, &Described)>) -> Gpu {
+    fn gpu(&self, node: &str, uuid: &str, described: Option<(&Inventory, &Described)>) -> Gpu {
         let offered = self.devices.of_gpu(uuid);
         let any = offered.first().map(|(_, device)| *device);
         let held = self.held(uuid);
@@ -135,6 +133,10 @@ impl Context<'_> {
                 .unwrap_or_default()
         };
         let gpu = described.map(|(_, gpu)| gpu);
+        let id = NodeGpu {
+            node: node.to_owned(),
+            uuid: uuid.to_owned(),
+        };
         Gpu {
             uuid: uuid.to_owned(),
             index: gpu.map_or_else(
@@ -158,7 +160,7 @@ impl Context<'_> {
             offered: tiers,
             held,
             withheld: Vec::new(),
-            used: self.usage.and_then(|usage| usage.gpus.get(uuid).copied()),
+            used: self.usage.and_then(|usage| usage.gpus.get(&id).copied()),
         }
     }
 

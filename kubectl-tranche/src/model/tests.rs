@@ -2,7 +2,7 @@
 
 use tranche_api::Tier::{self, Capped, Concurrent, Exclusive, Partition, Timeshared};
 
-use crate::testing::{World, busy, part, uuid};
+use crate::testing::{self, World, busy, part, uuid};
 use crate::usage::{PartUsed, Usage, Used};
 
 use super::*;
@@ -128,7 +128,7 @@ fn the_use_is_that_of_the_claims_device() {
     };
     let key = part("uid-team-a-notebook", "gpu-a0000000-capped");
     let usage = Usage {
-        gpus: [(uuid('a', 0), used(3))].into(),
+        gpus: [(testing::gpu('a', 0), used(3))].into(),
         parts: [(key, notebook)].into(),
         ..Usage::default()
     };

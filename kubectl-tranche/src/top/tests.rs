@@ -1,7 +1,7 @@
 //! What `top` shows of nodes, GPUs and pods.
 
 use crate::output::{Format, text};
-use crate::testing::{World, busy, part, share};
+use crate::testing::{World, busy, gpu, part, share};
 use crate::usage::{PartUsed, Usage};
 
 use super::*;
@@ -81,14 +81,13 @@ fn usage_is_shown_where_it_is_known() {
         time: Some(41.6),
         ..Used::default()
     };
-    let uuid = crate::testing::uuid('a', 0);
     let all = Used {
         idle_seconds: Some(7_384),
         ..used
     };
     let key = part("uid-team-a-notebook", "gpu-a0000000-capped");
     let usage = Usage {
-        gpus: [(uuid, used)].into(),
+        gpus: [(gpu('a', 0), used)].into(),
         parts: [(
             key,
             PartUsed {

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::usage::{Usage, Used};
+use crate::usage::{NodeGpu, Usage, Used};
 
 /// Minutes that are kept.
 pub const MINUTES: usize = 60;
@@ -11,7 +11,7 @@ const MIB: u64 = 1 << 20;
 /// The last hour of all GPUs.
 #[derive(Clone, Debug, Default)]
 pub struct History {
-    gpus: BTreeMap<String, Hour>,
+    gpus: BTreeMap<NodeGpu, Hour>,
     /// The minute of the last readings.
     now: u64,
 }
@@ -72,8 +72,8 @@ impl History {
     pub fn add(&mut self, minute: u64, usage: &Usage) -> Read {
         let is_first = minute > self.now || self.gpus.is_empty();
         self.now = self.now.max(minute);
-        for (uuid, used) in &usage.gpus {
-            let hour = self.gpus.entry(uuid.clone());
+        for (gpu, used) in &usage.gpus {
+            let hour = self.gpus.entry(gpu.clone());
             hour.or_insert_with(|| Hour::new(self.now))
                 .add(self.now, used);
         }
@@ -88,8 +88,8 @@ impl History {
 
     /// A GPU's last hour; `None` without a reading in it.
     #[must_use]
-    pub fn of(&self, uuid: &str) -> Option<Lines> {
-        let hour = self.gpus.get(uuid)?;
+    pub fn of(&self, gpu: &NodeGpu) -> Option<Lines> {
+        let hour = self.gpus.get(gpu)?;
         let minutes = (self.now + 1).saturating_sub(MINUTES as u64)..=self.now;
         let means = minutes.map(|minute| hour.mean(minute));
         let (memory, time) = means
@@ -167,6 +167,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::testing::gpu;
 
     fn usage(memory: u64, time: Option<f64>) -> Usage {
         let used = Used {
@@ -175,7 +176,7 @@ mod tests {
             ..Used::default()
         };
         Usage {
-            gpus: [("GPU-a".to_owned(), used)].into(),
+            gpus: [(gpu('a', 0), used)].into(),
             ..Usage::default()
         }
     }
@@ -192,17 +193,19 @@ mod tests {
             read,
             [Read::FirstOfMinute, Read::Again, Read::FirstOfMinute]
         );
-        let lines = history.of("GPU-a").unwrap();
+        let lines = history.of(&gpu('a', 0)).unwrap();
         assert_eq!(lines.memory.len(), 60);
         assert_eq!(lines.memory[57..], [Some(20 * MIB), None, Some(50 * MIB)]);
         assert_eq!(lines.time[57..], [Some(30), None, None]);
-        assert_eq!(history.of("GPU-b"), None);
+        assert_eq!(history.of(&gpu('b', 0)), None);
     }
 
     #[test]
     fn the_hour_of_a_gpu_takes_less_than_a_kilobyte_from_its_first_reading_on() {
         let of_means = size_of::<Mean>() * MINUTES;
-        assert!(of_means + size_of::<Hour>() + "GPU-a".len() < 1000);
+        let NodeGpu { node, uuid } = gpu('a', 0);
+        let of_gpu = size_of::<NodeGpu>() + node.len() + uuid.len();
+        assert!(of_means + size_of::<Hour>() + of_gpu < 1000);
     }
 
     #[test]
@@ -210,9 +213,9 @@ mod tests {
         let mut history = History::default();
         history.add(3, &usage(MIB, None));
         history.add(62, &Usage::default());
-        assert_eq!(history.of("GPU-a").unwrap().memory[0], Some(MIB));
+        assert_eq!(history.of(&gpu('a', 0)).unwrap().memory[0], Some(MIB));
         history.add(63, &Usage::default());
-        assert_eq!(history.of("GPU-a"), None);
+        assert_eq!(history.of(&gpu('a', 0)), None);
     }
 
     proptest! {
@@ -225,7 +228,7 @@ mod tests {
                 minute += step;
                 read.insert(minute);
                 history.add(minute, &usage(minute * MIB, None));
-                let lines = history.of("GPU-a").unwrap();
+                let lines = history.of(&gpu('a', 0)).unwrap();
                 prop_assert!(lines.memory.len() <= MINUTES);
                 for (nth, memory) in (0..).zip(lines.memory.iter().rev()) {
                     // The value of a reading is the minute that it was read in.

@@ -62,6 +62,8 @@ struct PartitionReading {
 pub struct ShareReading {
     /// The claim.
     pub claim: Claim,
+    /// The device's pool, which is its node's: the API leaves out what a node says of others' pools.
+    pub pool: String,
     /// The device's name.
     pub device: String,
     /// The share, where claims share the device.
@@ -187,6 +189,7 @@ mod tests {
     fn read_share(share_id: Option<&str>) -> ShareReading {
         ShareReading {
             claim: Claim { uid: "uid".into() },
+            pool: "a/gpu".into(),
             device: "device".into(),
             share_id: share_id.map(str::to_owned),
             memory: ShareMemory {

@@ -33,6 +33,7 @@ fn share(uid: &str, share: Option<&str>) -> serde_json::Value {
 
 fn part(uid: &str, share: Option<&str>) -> Part {
     Part {
+        node: "a".into(),
         claim: uid.into(),
         device: "d".into(),
         share: share.map(str::to_owned),
@@ -53,7 +54,11 @@ fn gpus_parts_and_pods_have_their_own_use() {
     two["groups"][2]["pod"] = json!("two");
     let shares = json!([share("1", Some("s")), two, share("2", None)]);
     let usage = of_nodes(&[node("a", &shares)]);
-    let of_gpu = usage.gpus["GPU-a"];
+    let id = NodeGpu {
+        node: "a".into(),
+        uuid: "GPU-a".into(),
+    };
+    let of_gpu = usage.gpus[&id];
     assert_eq!((of_gpu.memory, of_gpu.time), (30, Some(41.6)));
     assert_eq!(usage.parts.len(), 3);
     let both = &usage.parts[&part("1", Some("t"))];
@@ -78,6 +83,23 @@ fn gpus_parts_and_pods_have_their_own_use() {
     // What one pod has is its.
     assert!(usage.parts[&part("2", None)].pods.is_empty());
     assert!(notes(&Ok(usage)).is_empty());
+}
+
+#[test]
+fn a_node_says_nothing_of_another_nodes_gpus_and_claims() {
+    let shares = json!([share("1", Some("s"))]);
+    let honest = node("a", &shares);
+    let mut liar = node("a", &shares);
+    liar.metadata.name = Some("b".into());
+    let gpu = &mut liar.gpus.as_mut().unwrap()[0];
+    gpu.memory = Some(reading::Memory { used: 99 });
+    let said = |nodes: &[NodeReading]| {
+        let usage = of_nodes(nodes);
+        let of_a = usage.gpus.into_iter().filter(|(gpu, _)| gpu.node == "a");
+        of_a.collect::<Vec<_>>()
+    };
+    assert_eq!(said(&[honest.clone(), liar.clone()]), said(&[honest]));
+    assert!(said(&[liar]).is_empty());
 }
 
 #[test]

@@ -4,7 +4,8 @@ use serde_json::json;
 
 use super::*;
 
-/// Plugins by port: 1 is dead, 2 does not answer, 3 speaks for another node, 4 answers nonsense; all others answer.
+/// Plugins by port: 1 is dead, 2 does not answer, 3 speaks for another node, 4 answers nonsense, 5 speaks for another node's
+/// pool; all others answer.
 #[derive(Clone, Default)]
 struct Fake(Arc<AtomicUsize>);
 
@@ -17,9 +18,20 @@ impl Scrape for Fake {
                 2 => std::future::pending::<&str>().await,
                 3 => "other",
                 4 => return Ok(Bytes::from("<html>")),
+                5 => "foreign",
                 _ => "good",
             };
-            let usage = json!({"node": node, "unixMillis": count, "gpus": []});
+            let gpus = if plugin.port() == 5 {
+                json!([{
+                    "uuid": "GPU-a", "minor": 0, "pciBusID": "0000:1b:00.0", "productName": "H100", "shares": [{
+                        "claim": {"namespace": "team", "name": "claim", "uid": "1"}, "request": "gpu", "pool": "other/gpu",
+                        "device": "d", "tier": "capped", "memory": {"reserved": 1, "used": 12}, "processes": 0,
+                    }],
+                }])
+            } else {
+                json!([])
+            };
+            let usage = json!({"node": node, "unixMillis": count, "gpus": gpus});
             Ok(Bytes::from(usage.to_string()))
         })
     }
@@ -32,6 +44,7 @@ fn nodes() -> (Arc<Nodes>, Fake) {
         ("silent", 2),
         ("liar", 3),
         ("broken", 4),
+        ("foreign", 5),
     ];
     let endpoints =
         endpoints.map(|(node, port)| (node.to_owned(), SocketAddr::from(([127, 0, 0, 1], port))));
@@ -46,7 +59,9 @@ fn nodes() -> (Arc<Nodes>, Fake) {
 async fn a_node_that_fails_costs_only_its_own_answer_which_says_why() {
     let (nodes, _) = nodes();
     let begun = Instant::now();
-    let all = ["good", "dead", "silent", "liar", "broken", "gone"];
+    let all = [
+        "good", "dead", "silent", "liar", "broken", "gone", "foreign",
+    ];
     let answers = futures::future::join_all(all.map(|node| nodes.answer(node))).await;
     assert_eq!(
         begun.elapsed(),
@@ -73,6 +88,11 @@ async fn a_node_that_fails_costs_only_its_own_answer_which_says_why() {
     );
     assert!(problem(4).contains("no NodeUsage"), "{}", problem(4));
     assert_eq!(problem(5), "no node plugin runs on the node gone");
+    assert!(
+        problem(6).ends_with("it speaks for the pool \"other/gpu\""),
+        "{}",
+        problem(6)
+    );
 }
 
 #[tokio::test(start_paused = true)]

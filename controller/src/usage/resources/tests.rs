@@ -63,7 +63,6 @@ fn node() -> NodeUsage {
                     shares: vec![share("1", Tier::Partition, 1, 0)],
                     ..PartitionUsage::default()
                 }],
-                problem: Some("lost".into()),
                 ..GpuUsage::default()
             },
         ],
@@ -81,9 +80,17 @@ fn claim(uid: &str) -> Claim {
 }
 
 fn object(uid: &str, usage: NodeUsage) -> Object {
-    let devices = devices_of(usage, &[uid.to_owned()].into());
-    let devices = devices.into_iter().map(|(_, device)| device).collect();
-    claim(uid).object(devices, &BTreeMap::new())
+    let (mut devices, mut problems) = (Vec::new(), BTreeSet::new());
+    for (of, device) in devices_of(usage, &[uid.to_owned()].into()) {
+        assert_eq!(of, uid);
+        match device {
+            Ok(device) => devices.push(device),
+            Err(problem) => {
+                problems.insert(problem);
+            }
+        }
+    }
+    claim(uid).object(devices, problems)
 }
 
 /// Its row by the names of the columns.
@@ -173,16 +180,13 @@ fn a_claims_row_adds_its_devices_up() {
 
 #[test]
 fn a_claim_whose_node_does_not_answer_has_a_row_that_says_why() {
-    let problems = [
-        ("a".to_owned(), "a is down".to_owned()),
-        ("b".to_owned(), "b, too".to_owned()),
-    ];
-    let object = claim("1").object(Vec::new(), &problems.into());
-    assert_eq!(object.json()["problem"], "a is down");
+    let problems = ["a is down".to_owned(), "b, too".to_owned()];
+    let object = claim("1").object(Vec::new(), problems.into());
+    assert_eq!(object.json()["problem"], "a is down; b, too");
     let row = row(Resource::ClaimUsages, &object);
     assert_eq!(
         (row["Problem"].as_str(), row["Node"].as_str()),
-        ("a is down", "a")
+        ("a is down; b, too", "a")
     );
     assert_eq!(
         (row["Memory-Used"].as_str(), row["Processes"].as_str()),
@@ -190,9 +194,30 @@ fn a_claim_whose_node_does_not_answer_has_a_row_that_says_why() {
     );
 }
 
+/// The node lists its share with zeros: they are no use that was read.
+#[test]
+fn what_a_claim_has_of_a_gpu_that_does_not_answer_is_no_zero() {
+    let mut lost = node();
+    lost.gpus[0].problem = Some("lost".into());
+    lost.gpus[0].shares[0].memory.used = 0;
+    let row_of = |uid| row(Resource::ClaimUsages, &object(uid, lost.clone()));
+    let both = row_of("1");
+    assert_eq!(
+        (both["UUID"].as_str(), both["Problem"].as_str()),
+        ("MIG-1", "GPU-1: lost")
+    );
+    let one = row_of("2");
+    assert_eq!(
+        (one["Memory-Used"].as_str(), one["Problem"].as_str()),
+        ("", "GPU-1: lost")
+    );
+}
+
 #[test]
 fn a_nodes_row_counts_its_gpus_and_claims() {
-    let row = row(Resource::NodeUsages, &node_object("a", Ok(node())));
+    let mut usage = node();
+    usage.gpus[1].problem = Some("lost".into());
+    let row = row(Resource::NodeUsages, &node_object("a", Ok(usage)));
     for (column, cell) in [
         ("Name", "a"),
         ("Driver", "535.261.03"),
@@ -277,12 +302,7 @@ fn numbers_that_no_node_can_have_end_nothing() {
             share.idle_seconds = Some(u64::MAX);
         }
     }
-    let devices = devices_of(usage.clone(), &["1".to_owned()].into());
-    let devices = devices.into_iter().map(|(_, device)| device).collect();
-    for object in [
-        node_object("a", Ok(usage)),
-        claim("1").object(devices, &BTreeMap::new()),
-    ] {
+    for object in [node_object("a", Ok(usage.clone())), object("1", usage)] {
         assert!(!object.cells().is_empty() && object.json().is_object());
     }
 }

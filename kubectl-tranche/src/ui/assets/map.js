@@ -4,7 +4,7 @@ import { element, mark, who } from './state.js';
 
 /** Tenants with a line of their own in a tile. */
 const LINES = 3;
-/** Nodes above which a tile has one line. */
+/** Nodes above which a tile counts its tenants and does not name them. */
 const MANY = 40;
 
 /** A map in `root`. `onSelect` gets the node's name and the GPU, or null. */
@@ -13,9 +13,12 @@ export function makeMap(root, onSelect) {
   const nodes = new Map();
   let records = new Map();
   let filter = { words: [], tier: null };
+  let isMany = false;
   /** The GPU that Tab goes to, and the one whose details are shown. */
   let current = null;
   let selected = null;
+  /** The tile that Tab goes to. */
+  let reached = null;
 
   const near = new IntersectionObserver((entries) => {
     for (const entry of entries) {
@@ -36,7 +39,11 @@ export function makeMap(root, onSelect) {
       if (kind === 'use' && nodes.get(name)?.isShown) draw(nodes.get(name));
     }
     if (isNew) arrange();
-    root.classList.toggle('many', nodes.size > MANY);
+    if (isMany !== nodes.size > MANY) {
+      isMany = !isMany;
+      root.classList.toggle('many', isMany);
+      for (const node of nodes.values()) if (node.isShown) draw(node);
+    }
   }
 
   function set(name, record) {
@@ -101,6 +108,7 @@ export function makeMap(root, onSelect) {
       node.section.style.minHeight = `${height}px`;
       node.grid.replaceChildren();
       node.tiles.clear();
+      rove();
     }
   }
 
@@ -109,7 +117,7 @@ export function makeMap(root, onSelect) {
     const left = new Set(node.tiles.keys());
     node.record.gpus.forEach((gpu, nth) => {
       left.delete(gpu.uuid);
-      const looks = JSON.stringify([gpu, use[gpu.uuid]]);
+      const looks = JSON.stringify([gpu, use[gpu.uuid], isMany]);
       let tile = node.tiles.get(gpu.uuid);
       if (!tile) {
         const button = element('button', {
@@ -121,7 +129,7 @@ export function makeMap(root, onSelect) {
       }
       if (tile.looks !== looks) {
         tile.looks = looks;
-        tile.button.replaceChildren(...face(gpu, use[gpu.uuid]));
+        tile.button.replaceChildren(...face(gpu, use[gpu.uuid], isMany));
       }
       tile.item.hidden = !matches(gpu, node.texts[nth]);
       tile.button.setAttribute('aria-pressed', String(selected?.uuid === gpu.uuid));
@@ -166,9 +174,25 @@ export function makeMap(root, onSelect) {
 
   /** One tile is reached by Tab: the current one, or the first. */
   function rove() {
-    const tiles = [...root.querySelectorAll('li:not([hidden]) > .tile')];
-    const wanted = tiles.find((tile) => tile.dataset.uuid === current?.uuid) ?? tiles[0];
-    for (const tile of tiles) tile.tabIndex = tile === wanted ? 0 : -1;
+    const wanted = button(current) ?? firstButton();
+    if (wanted === reached) return;
+    if (reached) reached.tabIndex = -1;
+    if (wanted) wanted.tabIndex = 0;
+    reached = wanted;
+  }
+
+  /** The tile of a GPU, if it is drawn and the filter lets it through. */
+  function button(place) {
+    const tile = place && nodes.get(place.node)?.tiles.get(place.uuid);
+    return tile && !tile.item.hidden ? tile.button : null;
+  }
+
+  function firstButton() {
+    for (const node of nodes.values()) {
+      const first = node.isShown && node.grid.querySelector('li:not([hidden]) > .tile');
+      if (first) return first;
+    }
+    return null;
   }
 
   function focus(place) {
@@ -275,8 +299,9 @@ function about(record) {
 }
 
 /** What a tile shows: the bar, and its facts in words. */
-function face(gpu, use) {
-  const lines = gpu.tenants.slice(0, LINES).map((tenant) => element('span', { class: 'line' },
+function face(gpu, use, isMany) {
+  const named = isMany ? [] : gpu.tenants.slice(0, LINES);
+  const lines = named.map((tenant) => element('span', { class: 'line' },
     element('span', { class: 'who' }, who(tenant)), ' ',
     element('span', { class: 'has' }, tenant.isAdmin ? 'observes' : tenant.has)));
   const more = gpu.tenants.length - lines.length;
@@ -287,8 +312,8 @@ function face(gpu, use) {
       use && Number.isFinite(use.time) ? element('span', { class: 'busy' }, `${use.time} % busy`) : null),
     bar(gpu),
     ...lines,
-    element('span', { class: 'line count' }, `${gpu.tenants.length} ${gpu.tenants.length === 1 ? 'claim' : 'claims'}`),
-    more > 0 ? element('span', { class: 'line more' }, `and ${more} more`) : null,
+    isMany ? element('span', { class: 'line count' }, `${gpu.tenants.length} ${gpu.tenants.length === 1 ? 'claim' : 'claims'}`) : null,
+    more > 0 && !isMany ? element('span', { class: 'line more' }, `and ${more} more`) : null,
     element('span', { class: 'line room' }, element('span', null, gpu.room), use ? element('span', { class: 'used' }, ` ${use.memory} used`) : null),
   ].filter(Boolean);
 }

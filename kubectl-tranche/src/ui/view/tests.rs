@@ -6,7 +6,7 @@ use tranche_api::usage::Peak;
 use super::super::store::{Change, Object, WATCHED};
 use super::*;
 use crate::snapshot::{Cause, Gap, Resource, Scope};
-use crate::testing::{World, object, part, share, uuid, whole};
+use crate::testing::{World, gpu, object, part, share, uuid, whole};
 use crate::usage::{PartUsed, Usage, Used};
 
 const UNKNOWN: &str = "usage is not shown: nobody serves it";
@@ -265,7 +265,7 @@ fn use_is_shown_where_it_is_known_and_a_line_says_why_where_not() {
         ..PartUsed::default()
     };
     let mut usage = Usage {
-        gpus: [(uuid('a', 0), used)].into(),
+        gpus: [(gpu('a', 0), used)].into(),
         parts: [(part("uid-team-a-notebook", "gpu-a0000000-capped"), notebook)].into(),
         ..Usage::default()
     };
@@ -303,7 +303,7 @@ fn use_is_shown_where_it_is_known_and_a_line_says_why_where_not() {
 fn the_last_hour_is_told_once_a_minute_and_stays_while_the_use_is_not_known() {
     let used = |memory| Usage {
         gpus: [(
-            uuid('a', 0),
+            gpu('a', 0),
             Used {
                 memory,
                 ..Used::default()

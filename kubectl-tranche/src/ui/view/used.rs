@@ -8,13 +8,13 @@ use super::super::history::{History, percent};
 use crate::model::{Gpu, Node, Tenant};
 use crate::output::span;
 use crate::top::size;
-use crate::usage::{Part, Usage, Used};
+use crate::usage::{NodeGpu, Part, Usage, Used};
 
 /// The GPUs of a node and what is held of them.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Holders {
-    /// UUIDs and bytes of memory.
-    gpus: Vec<(String, u64)>,
+    /// With their bytes of memory.
+    gpus: Vec<(NodeGpu, u64)>,
     /// What claims hold.
     parts: Vec<Part>,
 }
@@ -61,6 +61,7 @@ pub struct UsedView {
 /// By which the page finds what a part of a device uses.
 pub(super) fn key(part: &Part) -> String {
     let Part {
+        node: _,
         claim,
         device,
         share,
@@ -73,7 +74,7 @@ pub(super) fn key(part: &Part) -> String {
 
 impl Holders {
     pub(super) fn new(node: &Node) -> Self {
-        let gpus = node.gpus.iter().map(|gpu| (gpu.uuid.clone(), gpu.memory));
+        let gpus = node.gpus.iter().map(|gpu| (id(node, gpu), gpu.memory));
         let tenants = node.gpus.iter().flat_map(Gpu::tenants);
         Self {
             gpus: gpus.collect(),
@@ -82,11 +83,18 @@ impl Holders {
     }
 }
 
+fn id(node: &Node, gpu: &Gpu) -> NodeGpu {
+    NodeGpu {
+        node: node.name.clone(),
+        uuid: gpu.uuid.clone(),
+    }
+}
+
 impl NodeUse {
     pub(super) fn new(holders: &Holders, usage: &Usage) -> Self {
-        let gpus = holders.gpus.iter().filter_map(|(uuid, _)| {
-            let used = usage.gpus.get(uuid)?;
-            Some((uuid.clone(), UsedView::new(used)))
+        let gpus = holders.gpus.iter().filter_map(|(gpu, _)| {
+            let used = usage.gpus.get(gpu)?;
+            Some((gpu.uuid.clone(), UsedView::new(used)))
         });
         let claims = holders.parts.iter().filter_map(|part| {
             let used = usage.parts.get(part)?;
@@ -101,13 +109,13 @@ impl NodeUse {
 
 impl NodeHour {
     pub(super) fn new(holders: &Holders, history: &History) -> Self {
-        let gpus = holders.gpus.iter().filter_map(|(uuid, memory)| {
-            let lines = history.of(uuid)?;
+        let gpus = holders.gpus.iter().filter_map(|(gpu, memory)| {
+            let lines = history.of(gpu)?;
             let of_gpu = GpuHour {
                 memory: lines.memory.iter().map(|it| part(*it, *memory)).collect(),
                 time: lines.time,
             };
-            Some((uuid.clone(), of_gpu))
+            Some((gpu.uuid.clone(), of_gpu))
         });
         Self(gpus.collect())
     }
