@@ -5,7 +5,7 @@
 export LTO ?= thin
 export PATH := $(CURDIR)/target/cluster/bin:$(PATH)
 .NOTPARALLEL:
-.PHONY: help build shim simulator gpu-kit image cluster-up cluster-down demo demo-down test lint unit e2e bench bench-scale tools clean
+.PHONY: help build shim simulator gpu-kit image cluster-up cluster-down demo demo-down test nightly lint checks unit e2e bench bench-scale tools clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-13s %s\n", $$1, $$2}' Makefile
@@ -38,23 +38,33 @@ demo: cluster-up ## the tiers side by side on two GPUs, in one page
 
 demo-down: cluster-down ## removes every trace of the demo
 
-test: export BESIDE = e2e/kind/beside
 test: export LTO = off
-test: lint unit e2e ## everything: what CI runs
+test: ## everything: what CI runs
+	e2e/kind/beside $(MAKE) checks unit
+	$(MAKE) e2e
 
-lint: tools ## formatting, clippy, shell scripts, the chart, the alerts, the drivers' symbols
-	cargo fmt --all --check
+nightly: export TRANCHE_STORIES = 10
+nightly: ## what takes longer: more random states for kube-scheduler's allocator, and the account under loom, Miri and Kani
+	driver/allocator-oracle/build
+	cargo test -p tranche-allocator-oracle
+	shim/core/deep-check
+
+lint: checks ## the checks, and clippy, which the tests' build is, too
 	cargo clippy --workspace --all-targets -- -D warnings
 	cargo clippy --workspace --test e2e -- -D warnings
+
+checks: tools ## formatting, shell scripts, the chart, the alerts, the drivers' symbols
+	cargo fmt --all --check
 	e2e/kind/lint
 	deploy/helm/check
 	deploy/monitoring/check
 	shim/symbols check
 
-unit: shim simulator gpu-kit ## unit, property and contract tests, without a cluster
+unit: shim simulator gpu-kit ## unit, property and contract tests, without a cluster; clippy
 	shim/tests/install-tools
 	driver/allocator-oracle/build
-	$(BESIDE) cargo test --workspace
+	cargo clippy -p tranche-shim-cuda -p tranche-shim-nvml -p tranche-simulator-nvml -- -D warnings
+	.ci/cargo-test
 	shim/core/deep-check loom
 	cd driver/cdi-oracle && go vet ./... && go test ./...
 	simulator/test-clients

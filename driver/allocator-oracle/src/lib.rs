@@ -24,6 +24,19 @@ const PROGRAM: &str = concat!(
 /// The chart as `helm template` renders it; `make lint` compares it with the chart.
 const CHART: &str = include_str!("../../../deploy/helm/rendered.yaml");
 
+/// By how much `TRANCHE_STORIES` makes the tests longer: 1 where it is not set. `make nightly` sets it.
+///
+/// # Panics
+/// If it is no number from 1 on.
+#[must_use]
+pub fn stories_factor() -> u32 {
+    let Ok(text) = std::env::var("TRANCHE_STORIES") else {
+        return 1;
+    };
+    let factor = text.parse().ok().filter(|factor| *factor > 0);
+    factor.unwrap_or_else(|| panic!("TRANCHE_STORIES={text:?}: it is no number from 1 on"))
+}
+
 /// A running program.
 #[derive(Debug)]
 pub struct Scheduler {

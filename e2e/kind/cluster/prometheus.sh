@@ -14,7 +14,7 @@ use_prometheus() {
 
 unpack_prometheus() {
 	local folder=$1
-	((EUID != 0)) || apt-get update
+	((EUID != 0)) || alone_with_apt apt-get update
 	(cd "$folder" && apt-get download prometheus)
 	dpkg-deb --extract "$folder"/prometheus_*.deb "$folder"
 	rm "$folder"/prometheus_*.deb

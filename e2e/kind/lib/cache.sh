@@ -25,14 +25,15 @@ part() {
 build() {
 	local part=$1 title=$2
 	shift 2
-	[[ -d $part ]] || step "$title" locked fill "$part" "$@"
+	mkdir -p "$TRANCHE_CACHE"
+	[[ -d $part ]] || step "$title" under_lock "$part.lock" fill "$part" "$@"
 	touch "$part"
 }
 
 fill() {
 	local part=$1
 	shift
-	if [[ -d $part ]]; then return; fi # another clone did while this one waited for the lock
+	if [[ -d $part ]]; then return; fi # another process did while this one waited for the lock
 	find "$TRANCHE_CACHE" -mindepth 1 -maxdepth 1 -type d -mtime +14 -exec rm -rf {} +
 	rm -rf "$part.partial"
 	mkdir "$part.partial"
@@ -48,16 +49,23 @@ alone() {
 	exec flock --close "$TRANCHE_CACHE/lock" "$0" "$@"
 }
 
-# locked COMMAND... runs a command or function under the same lock, unless the script has it already. Nothing that the
-# command leaves running keeps it.
+# locked COMMAND... runs a command or function under the same lock, unless the script has it already.
 locked() {
 	if [[ ${TRANCHE_KIND_ALONE-} ]]; then
 		"$@"
 		return
 	fi
 	mkdir -p "$TRANCHE_CACHE"
+	under_lock "$TRANCHE_CACHE/lock" "$@"
+}
+
+# under_lock FILE COMMAND... runs a command or function under the lock of a file. Nothing that the command leaves running
+# keeps it.
+under_lock() {
+	local lock=$1
+	shift
 	(
 		flock 9
 		"$@" 9>&-
-	) 9>"$TRANCHE_CACHE/lock"
+	) 9>"$lock"
 }

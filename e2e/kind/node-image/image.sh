@@ -44,7 +44,7 @@ need_node_programs() {
 	need cc gcc libc6-dev
 	need jq jq
 	need pkg-config pkg-config
-	pkg-config --exists libseccomp || step "Installing libseccomp-dev from Debian" locked install_packages libseccomp-dev
+	pkg-config --exists libseccomp || install_packages libseccomp-dev
 }
 
 build_node_programs() {

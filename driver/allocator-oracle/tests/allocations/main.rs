@@ -30,8 +30,9 @@ fn start() -> Scheduler {
     Scheduler::start().unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// Runs so many stories of nodes with so many GPUs, each with at most so many events.
+/// Runs so many stories of nodes with so many GPUs, each with at most so many events; `TRANCHE_STORIES` is a factor.
 fn tell(stories: u32, gpus: usize, longest: usize) {
+    let stories = stories * tranche_allocator_oracle::stories_factor();
     let scheduler = RefCell::new(start());
     let count = Cell::new(Count::default());
     let config = Config {
@@ -54,17 +55,17 @@ fn tell(stories: u32, gpus: usize, longest: usize) {
 
 #[test]
 fn one_gpu_is_allocated_as_promised() {
-    tell(4500, 1, 22);
+    tell(1500, 1, 22);
 }
 
 #[test]
 fn two_gpus_are_allocated_as_promised() {
-    tell(4000, 2, 20);
+    tell(1300, 2, 20);
 }
 
 #[test]
 fn eight_gpus_are_allocated_as_promised() {
-    tell(1500, 8, 44);
+    tell(500, 8, 44);
 }
 
 fn share(gib: u64) -> Event {

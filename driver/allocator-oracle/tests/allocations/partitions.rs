@@ -305,7 +305,7 @@ fn what_mig_can_make_is_allocated_on_every_model_and_nothing_else() {
         let published = scheduler.borrow_mut().publish("node-a", &slices(model));
         published.unwrap();
         let config = Config {
-            cases: 300,
+            cases: 100 * tranche_allocator_oracle::stories_factor(),
             ..Config::with_source_file(file!())
         };
         let events = prop::collection::vec(any_event(), 1..30);

@@ -194,7 +194,7 @@ fn run(stories: u32, distort: fn(&mut ResourceSlice), shrink: u32) -> Result<Cou
 
 #[test]
 fn the_model_allocates_as_the_scheduler_does() {
-    let stories = 1_500;
+    let stories = 500 * tranche_allocator_oracle::stories_factor();
     let count = run(stories, |_| {}, 2_000).unwrap_or_else(|failure| panic!("{failure}"));
     println!("{stories} stories: {count:?}");
     // Each outcome happened in many stories.

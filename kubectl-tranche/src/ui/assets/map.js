@@ -1,4 +1,7 @@
 // The map: a section for each node, a tile for each GPU. Only nodes near the visible part have tiles.
+//
+// Sections are in batches. A browser that scrolls looks at everything that is observed and lays out all siblings of what changes:
+// of a thousand sections that would take most of a frame.
 
 import { element, mark, who } from './state.js';
 
@@ -6,6 +9,10 @@ import { element, mark, who } from './state.js';
 const LINES = 3;
 /** Nodes above which a tile counts its tenants and does not name them. */
 const MANY = 40;
+/** Sections in a batch. */
+const BATCH = 25;
+/** The height of a section that was never filled. */
+const HEIGHT = '174px';
 
 /** A map in `root`. `onSelect` gets the node's name and the GPU, or null. */
 export function makeMap(root, onSelect) {
@@ -26,19 +33,31 @@ export function makeMap(root, onSelect) {
       if (node) show(node, entry.isIntersecting, entry.boundingClientRect.height);
     }
   }, { rootMargin: '800px 0px' });
+  const nearBatches = new IntersectionObserver((entries) => {
+    for (const entry of entries) {
+      entry.target.isNear = entry.isIntersecting;
+      for (const section of entry.target.children) observe(section);
+    }
+  }, { rootMargin: '2400px 0px' });
+
+  /** Looks at a section only while its batch is near. */
+  function observe(section) {
+    if (section.parentElement.isNear) near.observe(section);
+    else near.unobserve(section);
+  }
 
   function update(all, changed) {
     records = all;
-    let isNew = false;
+    let isOther = false;
     for (const key of changed) {
       const [kind, name] = split(key);
       if (kind === 'node') {
-        if (all.has(key)) isNew = set(name, all.get(key)) || isNew;
-        else remove(name);
+        const isChanged = all.has(key) ? set(name, all.get(key)) : remove(name);
+        isOther ||= isChanged;
       }
       if (kind === 'use' && nodes.get(name)?.isShown) draw(nodes.get(name));
     }
-    if (isNew) arrange();
+    if (isOther) arrange();
     if (isMany !== nodes.size > MANY) {
       isMany = !isMany;
       root.classList.toggle('many', isMany);
@@ -46,6 +65,7 @@ export function makeMap(root, onSelect) {
     }
   }
 
+  /** Takes a node's record in; whether the node is new. */
   function set(name, record) {
     let node = nodes.get(name);
     const isNew = !node;
@@ -56,9 +76,9 @@ export function makeMap(root, onSelect) {
       const grid = element('ul', { class: 'grid', 'aria-labelledby': `node-${name}` });
       const section = element('section', { class: 'node', 'data-node': name, 'aria-labelledby': `node-${name}` },
         element('div', { class: 'node-head' }, title, about), problems, grid);
+      section.style.minHeight = HEIGHT;
       node = { name, section, about, problems, grid, tiles: new Map(), isShown: false };
       nodes.set(name, node);
-      near.observe(section);
     }
     node.record = record;
     node.texts = record.gpus.map((gpu) => text(name, gpu));
@@ -71,28 +91,42 @@ export function makeMap(root, onSelect) {
     return isNew;
   }
 
+  /** Takes a node away; whether it was there. */
   function remove(name) {
     const node = nodes.get(name);
-    if (!node) return;
+    if (!node) return false;
     near.unobserve(node.section);
     node.section.remove();
     nodes.delete(name);
     if (selected?.node === name) select(null);
+    return true;
   }
 
-  /** Puts the sections into the order of their names. */
+  /** Puts the sections into the order of their names, and as many into each batch as it should have. */
   function arrange() {
     const order = [...nodes.keys()].sort((a, b) => a.localeCompare(b, 'en', { numeric: true }));
-    let before = null;
-    for (const name of order) {
+    for (const [nth, name] of order.entries()) {
       const { section } = nodes.get(name);
-      const place = before ? before.nextSibling : root.firstChild;
-      if (section !== place) root.insertBefore(section, place);
-      before = section;
+      const batch = root.children[Math.floor(nth / BATCH)] ?? addBatch();
+      const place = batch.children[nth % BATCH] ?? null;
+      if (section === place) continue;
+      batch.insertBefore(section, place);
+      observe(section);
+    }
+    while (root.children.length > Math.ceil(order.length / BATCH)) {
+      nearBatches.unobserve(root.lastElementChild);
+      root.lastElementChild.remove();
     }
     const sorted = order.map((name) => [name, nodes.get(name)]);
     nodes.clear();
     for (const [name, node] of sorted) nodes.set(name, node);
+  }
+
+  function addBatch() {
+    const batch = element('div', { class: 'batch' });
+    root.append(batch);
+    nearBatches.observe(batch);
+    return batch;
   }
 
   /** Fills a node's section, or empties it and keeps its height, which the caller knows: to ask for it would lay the page out. */
