@@ -22,6 +22,7 @@ use tracing::{error, info, warn};
 use tranche_api::names;
 use tranche_driver::providers::Verdict;
 use tranche_metrics::access::Access;
+use tranche_node::containers::Containers;
 use tranche_node::nvml::search::InstalledDriver;
 use tranche_node::nvml::{Gate, Gated, Patient};
 use tranche_node::usage::Reader;
@@ -402,7 +403,7 @@ fn preparer(
         metrics,
         board,
         layout: layout.clone(),
-        proc: proc.to_owned(),
+        containers: Containers::new(proc.to_owned()),
         suspect_orphans,
     })
 }

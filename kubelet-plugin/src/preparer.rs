@@ -15,7 +15,7 @@ mod tests;
 mod users;
 
 use std::collections::BTreeSet;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -49,6 +49,7 @@ use crate::ledger::{Booking, Ledger, claim_of};
 use crate::locks::Locks;
 use crate::metrics::Metrics;
 use crate::watchdog::Board;
+use tranche_node::containers::Containers;
 use tranche_node::root::{DriverRoot, Kind};
 
 /// How long one claim may take, of the 45 s that the kubelet gives a call.
@@ -110,8 +111,8 @@ pub struct Parts {
     pub board: Arc<Board>,
     /// The paths of the pages.
     pub layout: Layout,
-    /// The host's `/proc`.
-    pub proc: PathBuf,
+    /// The containers of the host.
+    pub containers: Containers,
     /// Sends claims that block another one to the search for orphans.
     pub suspect_orphans: mpsc::Sender<String>,
 }
@@ -506,12 +507,12 @@ impl Preparer {
             ledger,
             executor,
             layout,
-            proc,
+            containers,
             ..
         } = &self.parts;
         match self.recorded(uid)? {
             Some(record) => {
-                refuse_in_use(&record, proc, layout)?;
+                refuse_in_use(&record, containers, layout)?;
                 self.undo(&record, ended)?;
             }
             // Its journal may have been deleted by hand, and what it made not.

@@ -41,6 +41,7 @@ use crate::orphans::{OrphanSearch, suspicions};
 use crate::pod_resources::{Container, InUse, Kubelet, PodResourcesError};
 use crate::preparer::{Parts, Preparer, Problem, Reporter};
 use crate::watchdog::Board;
+use tranche_node::containers::Containers;
 use tranche_node::devices::DeviceNodes;
 use tranche_node::discover::discover;
 use tranche_node::inventory::inventory;
@@ -372,7 +373,7 @@ impl World {
             metrics: Arc::default(),
             board: Arc::clone(&board),
             layout: self.layout.clone(),
-            proc: self.proc(),
+            containers: Containers::new(self.proc()),
             suspect_orphans,
         });
         Ok(Plugin {

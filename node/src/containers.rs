@@ -5,12 +5,14 @@
 //! key carries the claim's UID. On the host itself the pages' file systems are mounted by their roots, so
 //! no process of the host is mistaken for a container's.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io;
+use std::mem;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use crate::mountinfo::has_mounted;
+use crate::mountinfo::keys_of;
 
 /// Why the processes could not be listed.
 #[derive(Debug, thiserror::Error)]
@@ -22,16 +24,61 @@ pub struct ScanError {
     pub source: io::Error,
 }
 
-/// The processes in the `/proc` that is mounted at `proc` in whose mount namespace a page of one of the
-/// devices `keys` is mounted, ascending. Reads one file for each mount namespace.
-pub fn processes_with(proc: &Path, keys: &[&str]) -> Result<Vec<u32>, ScanError> {
+/// Searches for the processes of containers. Callers that wait at the same time share a search: it reads a file for each mount
+/// namespace, which takes milliseconds, and the pods of a node often end together.
+#[derive(Debug)]
+pub struct Containers {
+    proc: PathBuf,
+    /// What the next search is for.
+    wanted: Mutex<BTreeSet<String>>,
+    /// What searches found and nobody has taken yet. Who holds it searches.
+    found: Mutex<Found>,
+}
+
+/// Processes by the keys of devices, ascending; none for a key that no container has.
+type Found = BTreeMap<String, Vec<u32>>;
+
+impl Containers {
+    /// Of the `/proc` that is mounted at `proc`.
+    #[must_use]
+    pub fn new(proc: PathBuf) -> Self {
+        Self {
+            proc,
+            wanted: Mutex::default(),
+            found: Mutex::default(),
+        }
+    }
+
+    /// The processes in whose mount namespace a page of one of the devices `keys` is mounted, ascending, by a search that begins
+    /// after the call. Each key has one caller at a time: what was found for it is that caller's.
+    pub fn processes_with(&self, keys: &[&str]) -> Result<Vec<u32>, ScanError> {
+        let mine = || keys.iter().map(|key| (*key).to_owned());
+        lock(&self.wanted).extend(mine());
+        let mut found = lock(&self.found);
+        // Else a search that began since has found them. One that failed leaves nothing.
+        if keys.iter().any(|key| !found.contains_key(*key)) {
+            let mut wanted = mem::take(&mut *lock(&self.wanted));
+            wanted.extend(mine());
+            found.extend(search(&self.proc, &wanted)?);
+        }
+        let processes = keys.iter().filter_map(|key| found.remove(*key)).flatten();
+        Ok(processes.collect::<BTreeSet<_>>().into_iter().collect())
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // Each change is one call.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Reads one file for each mount namespace.
+fn search(proc: &Path, keys: &BTreeSet<String>) -> Result<Found, ScanError> {
     let failed = |path: &Path| {
         let path = path.to_owned();
         move |source| ScanError { path, source }
     };
-    let mut with = BTreeSet::new();
-    let mut without = BTreeSet::new();
-    let mut processes = Vec::new();
+    let mut namespaces = BTreeMap::<PathBuf, BTreeSet<String>>::new();
+    let mut found: Found = keys.iter().map(|key| (key.clone(), Vec::new())).collect();
     for entry in fs::read_dir(proc).map_err(failed(proc))? {
         let name = entry.map_err(failed(proc))?.file_name();
         let Some(pid) = name.to_str().and_then(|name| name.parse().ok()) else {
@@ -43,24 +90,21 @@ pub fn processes_with(proc: &Path, keys: &[&str]) -> Result<Vec<u32>, ScanError>
         else {
             continue;
         };
-        if without.contains(&namespace) {
-            continue;
-        }
-        if !with.contains(&namespace) {
+        if !namespaces.contains_key(&namespace) {
             let mounts = folder.join("mountinfo");
-            let Some(found) = ended(has_mounted(&mounts, keys)).map_err(failed(&mounts))? else {
+            let Some(mounted) = ended(keys_of(&mounts, keys)).map_err(failed(&mounts))? else {
                 continue;
             };
-            let namespaces = if found { &mut with } else { &mut without };
-            namespaces.insert(namespace);
-            if !found {
-                continue;
-            }
+            namespaces.insert(namespace.clone(), mounted);
         }
-        processes.push(pid);
+        for key in &namespaces[&namespace] {
+            found.entry(key.clone()).or_default().push(pid);
+        }
     }
-    processes.sort_unstable();
-    Ok(processes)
+    for processes in found.values_mut() {
+        processes.sort_unstable();
+    }
+    Ok(found)
 }
 
 /// `None` if the process has ended meanwhile or is a zombie.
@@ -80,12 +124,19 @@ fn ended<T>(result: io::Result<T>) -> io::Result<Option<T>> {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write as _;
     use std::os::unix::fs::symlink;
+    use std::sync::{Arc, mpsc};
+    use std::time::Duration;
 
     use super::*;
 
     const HOST: &str = "24 1 0:22 / /run rw shared:2 - tmpfs tmpfs rw\n\
         90 24 0:50 / /run/tranche/shares/uid rw shared:9 - tmpfs tmpfs rw\n";
+
+    fn processes_with(proc: &Path, keys: &[&str]) -> Result<Vec<u32>, ScanError> {
+        Containers::new(proc.to_owned()).processes_with(keys)
+    }
 
     fn process(proc: &Path, pid: u32, namespace: &str, mounts: &[u8]) {
         let folder = proc.join(pid.to_string());
@@ -152,8 +203,42 @@ mod tests {
     #[test]
     fn a_real_processs_mounts_can_be_read() {
         let own = Path::new("/proc/self/mountinfo");
-        assert!(!has_mounted(own, &["no-such-key"]).unwrap());
         // Some mount is of a whole file system, whose path is a single slash.
-        assert!(has_mounted(own, &[""]).unwrap());
+        let keys = ["no-such-key", ""].map(str::to_owned).into();
+        assert_eq!(keys_of(own, &keys).unwrap(), [String::new()].into());
+    }
+
+    #[test]
+    fn a_search_is_for_all_who_waited_when_it_began_and_for_nobody_who_came_later() {
+        let proc = tempfile::tempdir().unwrap();
+        process(proc.path(), 7, "mnt:[7]", b"");
+        let mountinfo = proc.path().join("7/mountinfo");
+        fs::remove_file(&mountinfo).unwrap();
+        // Whoever reads it waits for a writer.
+        let (mode, pipe) = (rustix::fs::Mode::RUSR, rustix::fs::FileType::Fifo);
+        rustix::fs::mknodat(rustix::fs::CWD, &mountinfo, pipe, mode, 0).unwrap();
+        let containers = Arc::new(Containers::new(proc.path().to_owned()));
+        let waiting = || lock(&containers.wanted).len();
+        let search = |key| {
+            let (containers, (tell, told)) = (Arc::clone(&containers), mpsc::channel());
+            std::thread::spawn(move || tell.send(containers.processes_with(&[key]).unwrap()));
+            move || told.recv_timeout(Duration::from_secs(30)).unwrap()
+        };
+        let first = search("first");
+        // It can be opened when the first search reads it.
+        let mut writer = fs::OpenOptions::new().write(true).open(&mountinfo).unwrap();
+        assert_eq!(waiting(), 0);
+        let (second, third) = (search("second"), search("third"));
+        while waiting() != 2 {
+            std::thread::yield_now();
+        }
+        let mounts = b"1 2 0:9 /first/cap /x rw\n1 2 0:9 /second/cap /x rw\n";
+        writer.write_all(mounts).unwrap();
+        drop(writer);
+        assert_eq!(first(), [7]);
+        // One more search, for both: a third one would wait for a writer.
+        fs::write(&mountinfo, "1 2 0:9 /third/cap /x rw\n").unwrap();
+        assert_eq!((second(), third()), (vec![], vec![7]));
+        assert!(lock(&containers.found).is_empty() && waiting() == 0);
     }
 }

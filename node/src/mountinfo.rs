@@ -54,13 +54,12 @@ pub(crate) fn mounted(mountinfo: &Path, is_key: impl Fn(&str) -> bool) -> io::Re
     Ok(found)
 }
 
-/// Whether a mount in the file `mountinfo` contains one of the keys. However long the file is, it is read to its end or to
-/// the first such mount, because the answer decides whether a device is free.
-pub(crate) fn has_mounted(mountinfo: &Path, keys: &[&str]) -> io::Result<bool> {
-    let mut found = false;
+/// Which of `keys` the mounts in the file `mountinfo` contain. However long the file is, it is read to its end or until all are
+/// found, because the answer decides whether a device is free.
+pub(crate) fn keys_of(mountinfo: &Path, keys: &BTreeSet<String>) -> io::Result<BTreeSet<String>> {
+    let mut found = BTreeSet::new();
     scan(File::open(mountinfo)?, |name| {
-        found = keys.contains(&name);
-        if found {
+        if keys.contains(name) && found.insert(name.to_owned()) && found.len() == keys.len() {
             ControlFlow::Break(())
         } else {
             ControlFlow::Continue(())

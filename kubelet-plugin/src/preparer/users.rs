@@ -3,21 +3,23 @@
 #[cfg(test)]
 mod tests;
 
-use std::path::Path;
-
 use tranche_driver::journal::Record;
-use tranche_node::containers::processes_with;
+use tranche_node::containers::Containers;
 use tranche_node::page::AccountFile;
 
 use super::Problem;
 use crate::layout::Layout;
 
 /// Refuses a claim whose devices somebody uses, or may use.
-pub(super) fn refuse_in_use(record: &Record, proc: &Path, layout: &Layout) -> Result<(), Problem> {
+pub(super) fn refuse_in_use(
+    record: &Record,
+    containers: &Containers,
+    layout: &Layout,
+) -> Result<(), Problem> {
     let plan = &record.plan;
     let keys: Vec<_> = plan.devices.iter().map(|it| it.key.as_str()).collect();
-    let processes =
-        processes_with(proc, &keys).map_err(|error| Problem::UsersUnknown(error.to_string()))?;
+    let processes = containers.processes_with(&keys);
+    let processes = processes.map_err(|error| Problem::UsersUnknown(error.to_string()))?;
     if let Some(first) = processes.first() {
         let count = processes.len();
         return Err(Problem::InUse(format!(
