@@ -139,7 +139,8 @@ export function makeMap(root, onSelect) {
       node.section.style.minHeight = '';
       draw(node);
     } else {
-      node.section.style.minHeight = `${height}px`;
+      // What the filter hides has no height.
+      node.section.style.minHeight = height ? `${height}px` : HEIGHT;
       node.grid.replaceChildren();
       node.tiles.clear();
       rove();
