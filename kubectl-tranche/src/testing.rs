@@ -73,10 +73,7 @@ pub(crate) fn uuid(digit: char, nth: u32) -> String {
 
 /// The nth GPU of the node whose UUIDs begin with `digit`.
 pub(crate) fn gpu(digit: char, nth: u32) -> NodeGpu {
-    NodeGpu {
-        node: format!("node-{digit}"),
-        uuid: uuid(digit, nth),
-    }
+    NodeGpu::new(&format!("node-{digit}"), &uuid(digit, nth))
 }
 
 /// A claim's only share of a device of `node-a`, as [`share`] allocates it.

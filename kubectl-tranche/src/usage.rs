@@ -39,6 +39,17 @@ pub struct NodeGpu {
     pub uuid: String,
 }
 
+impl NodeGpu {
+    /// The GPU with this UUID of a node.
+    #[must_use]
+    pub fn new(node: &str, uuid: &str) -> Self {
+        Self {
+            node: node.to_owned(),
+            uuid: uuid.to_owned(),
+        }
+    }
+}
+
 /// A claim's part of a device. A claim may have several of one device.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Part {
@@ -147,11 +158,7 @@ impl Usage {
                 time: gpu.utilization.percent(),
                 ..Used::default()
             };
-            let gpu = NodeGpu {
-                node: node.to_owned(),
-                uuid: gpu.uuid.clone(),
-            };
-            self.gpus.insert(gpu, used);
+            self.gpus.insert(NodeGpu::new(node, &gpu.uuid), used);
         }
         for share in gpu.all_shares() {
             self.part(share);

@@ -133,10 +133,6 @@ impl Context<'_> {
                 .unwrap_or_default()
         };
         let gpu = described.map(|(_, gpu)| gpu);
-        let id = NodeGpu {
-            node: node.to_owned(),
-            uuid: uuid.to_owned(),
-        };
         Gpu {
             uuid: uuid.to_owned(),
             index: gpu.map_or_else(
@@ -160,7 +156,9 @@ impl Context<'_> {
             offered: tiers,
             held,
             withheld: Vec::new(),
-            used: self.usage.and_then(|usage| usage.gpus.get(&id).copied()),
+            used: self
+                .usage
+                .and_then(|usage| usage.gpus.get(&NodeGpu::new(node, uuid)).copied()),
         }
     }
 

@@ -54,11 +54,7 @@ fn gpus_parts_and_pods_have_their_own_use() {
     two["groups"][2]["pod"] = json!("two");
     let shares = json!([share("1", Some("s")), two, share("2", None)]);
     let usage = of_nodes(&[node("a", &shares)]);
-    let id = NodeGpu {
-        node: "a".into(),
-        uuid: "GPU-a".into(),
-    };
-    let of_gpu = usage.gpus[&id];
+    let of_gpu = usage.gpus[&NodeGpu::new("a", "GPU-a")];
     assert_eq!((of_gpu.memory, of_gpu.time), (30, Some(41.6)));
     assert_eq!(usage.parts.len(), 3);
     let both = &usage.parts[&part("1", Some("t"))];

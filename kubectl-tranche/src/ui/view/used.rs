@@ -74,19 +74,13 @@ pub(super) fn key(part: &Part) -> String {
 
 impl Holders {
     pub(super) fn new(node: &Node) -> Self {
-        let gpus = node.gpus.iter().map(|gpu| (id(node, gpu), gpu.memory));
+        let id = |gpu: &Gpu| NodeGpu::new(&node.name, &gpu.uuid);
+        let gpus = node.gpus.iter().map(|gpu| (id(gpu), gpu.memory));
         let tenants = node.gpus.iter().flat_map(Gpu::tenants);
         Self {
             gpus: gpus.collect(),
             parts: tenants.map(Tenant::part).collect(),
         }
-    }
-}
-
-fn id(node: &Node, gpu: &Gpu) -> NodeGpu {
-    NodeGpu {
-        node: node.name.clone(),
-        uuid: gpu.uuid.clone(),
     }
 }
 
