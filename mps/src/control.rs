@@ -1,4 +1,8 @@
 //! Asks a control daemon, by the driver's own program.
+//!
+//! The daemon serves one connection at a time, and turns others away. The program then fails, or it ends as if all was well and
+//! prints nothing, which is also the answer to most commands. So each command is asked together with a question that is always
+//! answered.
 
 use std::path::PathBuf;
 use std::process::Stdio;
@@ -13,7 +17,10 @@ use crate::limits::{LimitError, Limits};
 /// it from answering.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// How often a limit is set until the daemon tells it, and the time in between.
+/// A question with an answer, a number, in every state of the daemon.
+const WITNESS: &str = "get_default_active_thread_percentage";
+
+/// How often a command is given until the daemon does not turn it away, and the time in between.
 const ATTEMPTS: u32 = 5;
 /// See [`ATTEMPTS`].
 const PAUSE: Duration = Duration::from_millis(50);
@@ -46,6 +53,14 @@ pub enum ControlError {
         /// What the program printed.
         answer: String,
     },
+    /// It has turned the program away, each time.
+    #[error(
+        "{command:?}: the MPS control daemon is busy with other connections: a process may connect to it again and again"
+    )]
+    Busy {
+        /// The command.
+        command: String,
+    },
     /// It has not set a limit.
     #[error(transparent)]
     Limit(#[from] LimitError),
@@ -63,6 +78,18 @@ pub struct Control {
 impl Control {
     /// Gives a command; returns what the daemon answers, which is nothing for most of its errors.
     pub async fn ask(&self, command: &str) -> Result<String, ControlError> {
+        for _ in 1..ATTEMPTS {
+            match self.ask_once(command).await {
+                // There may be no daemon, too: that is known soon enough.
+                Err(ControlError::Busy { .. } | ControlError::Failed { .. }) => {}
+                answered => return answered,
+            }
+            tokio::time::sleep(PAUSE).await;
+        }
+        self.ask_once(command).await
+    }
+
+    async fn ask_once(&self, command: &str) -> Result<String, ControlError> {
         let answer = tokio::time::timeout(PATIENCE, self.run(command));
         let output = match answer.await {
             Ok(output) => output.map_err(|source| ControlError::Execute {
@@ -77,7 +104,13 @@ impl Control {
         };
         let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim().to_owned();
         if output.status.success() {
-            return Ok(text(&output.stdout));
+            let answers = text(&output.stdout);
+            return match answers.split_once('\n').unwrap_or((&answers, "")) {
+                (witness, answer) if witness.parse::<f64>().is_ok() => Ok(answer.to_owned()),
+                _ => Err(ControlError::Busy {
+                    command: command.to_owned(),
+                }),
+            };
         }
         Err(ControlError::Failed {
             command: command.to_owned(),
@@ -98,7 +131,8 @@ impl Control {
             .spawn()?;
         if let Some(mut stdin) = child.stdin.take() {
             // Without a daemon the program ends before it reads.
-            let _ = stdin.write_all(format!("{command}\n").as_bytes()).await;
+            let commands = format!("{WITNESS}\n{command}\n");
+            let _ = stdin.write_all(commands.as_bytes()).await;
         }
         child.wait_with_output().await
     }
@@ -116,19 +150,8 @@ impl Control {
     /// Sets the limits, and reads them back.
     pub async fn limit(&self, limits: Limits) -> Result<(), ControlError> {
         for setting in limits.settings() {
-            for attempt in 1.. {
-                self.ask(&setting.set).await?;
-                let answer = self.ask(&setting.get).await?;
-                match setting.check(&answer) {
-                    // A daemon that serves another client turns this one away: as success, without an answer.
-                    Err(_) if answer.is_empty() && attempt < ATTEMPTS => {}
-                    checked => {
-                        checked?;
-                        break;
-                    }
-                }
-                tokio::time::sleep(PAUSE).await;
-            }
+            self.ask(&setting.set).await?;
+            setting.check(&self.ask(&setting.get).await?)?;
         }
         Ok(())
     }
