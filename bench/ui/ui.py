@@ -154,6 +154,25 @@ def scrolled(browser, step):
     }
 
 
+# Searches; how many sections are left, and how high the page is in the next frame.
+SEARCH = """
+const done = arguments[0];
+const search = document.getElementById('search');
+search.value = '%s';
+search.dispatchEvent(new Event('input'));
+requestAnimationFrame(() => done([document.querySelectorAll('.node:not([hidden])').length, document.documentElement.scrollHeight]));
+"""
+
+
+def search(browser):
+    """Searches for the last node: what the search hides must leave no room."""
+    last = browser.run("return [...document.querySelectorAll('.node')].at(-1).dataset.node")
+    sections, height = browser.run_long(SEARCH % last)
+    most = browser.run("return innerHeight") + 300 * sections
+    assert height <= most, f"{sections} sections are found, and the page has {height} pixels, more than {most}"
+    browser.run_long(SEARCH % "")
+
+
 def scale(args):
     """What a thousand nodes cost: the server's memory, the time until the page shows them, frames while it scrolls."""
     with ExitStack() as stack:
@@ -169,6 +188,7 @@ def scale(args):
         known = time.monotonic() - began
         # The use is read again and again, and changes.
         wait_for_curve(browser, 0, args.minutes)
+        search(browser)
         scrolls = [scrolled(browser, step) for step in STEPS]
         now, most = resident(page.command.pid)
         heap = browser.run("return performance.memory.usedJSHeapSize") // (1 << 20)
