@@ -270,14 +270,14 @@ fn a_tools_output_in_a_share_is_compared_with_that_without() {
 fn a_part_that_exceeds_its_time_is_ended_and_keeps_its_rows() {
     let machine = Machine::new("overrun");
     let before = machine.used();
-    let ran = machine.run("sizes,closed", &["--part-seconds", "4"]);
+    let ran = machine.run("sizes,closed", &["--part-seconds", "8"]);
     assert!(!ran.status.success());
     let part = machine.part("sizes");
     assert_eq!(part["status"], "failed");
     let rows = rows(&part);
     assert!(rows.len() > 1, "the rows before are kept: {part}");
     let why = rows.last().unwrap()["why"].as_str().unwrap();
-    assert!(why.contains("not ended after 4 s"), "{why}");
+    assert!(why.contains("not ended after 8 s"), "{why}");
     assert_eq!(machine.part("closed")["status"], "held", "the next one ran");
     machine.becomes_empty(before);
 }

@@ -21,7 +21,7 @@ const PATIENCE: Duration = Duration::from_secs(2);
 const WITNESS: &str = "get_default_active_thread_percentage";
 
 /// How often a command is given until the daemon does not turn it away, and the time in between.
-const ATTEMPTS: u32 = 5;
+const ATTEMPTS: u32 = 20;
 /// See [`ATTEMPTS`].
 const PAUSE: Duration = Duration::from_millis(50);
 

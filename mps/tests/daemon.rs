@@ -105,6 +105,12 @@ impl Supervisor {
 
     async fn restart(&mut self) {
         self.kill();
+        // A process that it was about to start has the lock until it executes its program.
+        eventually("nobody holds the lock", async || {
+            let lock = fs::File::open(self.folder.path().join("lock")).unwrap();
+            lock.try_lock().is_ok()
+        })
+        .await;
         self.process = spawn(self.folder.path(), driver());
         self.answers().await;
     }

@@ -163,11 +163,11 @@ fn a_driver_that_is_loaded_after_the_plugin_started_is_found() -> anyhow::Result
             .shell("mkdir /dev/away; mv /dev/nvidia* /dev/away/")
             .await?;
         until_driver(case, "no device nodes", false).await?;
+        let epoch = system::epoch(&plugin.gpu_node().await?);
         let pods: Api<Pod> = Api::namespaced(case.client.clone(), SYSTEM);
         pods.delete(&old.name_any(), &DeleteParams::default())
             .await?;
         // The new plugin registers, without a driver.
-        let epoch = system::epoch(&plugin.gpu_node().await?);
         let nodes: Api<GpuNode> = Api::all(case.client.clone());
         wait::for_one(
             nodes,

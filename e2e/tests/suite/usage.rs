@@ -70,7 +70,7 @@ async fn spin(pod: &PodHandle) -> anyhow::Result<f64> {
     compute::spin(pod, "1ms", "plain", &time).await
 }
 
-/// The values of `DCGM_FI_DEV_GPU_UTIL` of pods that spin, of after half of the time, and what they measured themselves. The
+/// The mean values of `DCGM_FI_DEV_GPU_UTIL` of pods that spin, and what they measured themselves. The
 /// values never add up to more than the GPU.
 async fn spun(
     reader: &Reader<'_>,
@@ -93,10 +93,15 @@ async fn spun(
         }
     };
     // At first the average still has the time before, at the end programs have ended.
-    let at = last.len() * 3 / 4;
-    let series = last.get(at).context("no scrape while they spun")?;
-    let values: Option<Vec<f64>> = pods.iter().map(|pod| of(series, pod.name())).collect();
-    let values = values.with_context(|| format!("{series:?}"))?;
+    let steady = &last[last.len() / 2..last.len() * 7 / 8];
+    ensure!(!steady.is_empty(), "too few scrapes while they spun");
+    // Of one moment they may differ from the whole on a busy machine.
+    let mean = |pod: &PodHandle| {
+        let values: Option<Vec<f64>> = steady.iter().map(|it| of(it, pod.name())).collect();
+        let values = values.with_context(|| format!("{steady:?}"))?;
+        anyhow::Ok(values.iter().sum::<f64>() / values.len() as f64)
+    };
+    let values = pods.iter().map(mean).collect::<anyhow::Result<_>>()?;
     Ok((values, measured))
 }
 

@@ -427,7 +427,10 @@ impl World {
     /// A program of this container.
     #[must_use]
     pub fn command(&self, program: impl AsRef<OsStr>) -> Command {
-        Command::new(program)
+        let mut command = Command::new(program);
+        // The caller's own, of tools such as stdbuf.
+        command.env_remove("LD_PRELOAD");
+        command
     }
 
     /// Runs a program to its end.

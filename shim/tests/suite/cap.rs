@@ -14,6 +14,8 @@ pub const CAP: u64 = 20 << 30;
 /// What the driver takes memory in.
 pub const BLOCK: u64 = 2 << 20;
 const OUT_OF_MEMORY: i64 = 2;
+/// It is looked for dead processes every few milliseconds; the rest is for a busy machine.
+const SOON: Duration = Duration::from_secs(20);
 
 /// A container with 20 GiB on the first GPU, and one GPU.
 pub fn one_gpu() -> (World, Share) {
@@ -595,10 +597,7 @@ fn a_killed_process_returns_its_charge() {
     // It was looked for a moment ago: not at once, but soon.
     let start = Instant::now();
     while other.ask("alloc 4096").code == OUT_OF_MEMORY {
-        assert!(
-            start.elapsed() < Duration::from_secs(1),
-            "not reclaimed within a second"
-        );
+        assert!(start.elapsed() < SOON, "not reclaimed");
     }
     assert_eq!(share.used(), BLOCK);
     let processes: Vec<_> = share.read(|account| account.processes().collect());
@@ -721,7 +720,7 @@ fn what_a_dead_parent_had_is_charged_until_its_child_closes_the_files() {
         let start = Instant::now();
         while other.ask("alloc 4096").code == OUT_OF_MEMORY {
             assert!(
-                start.elapsed() < Duration::from_secs(1),
+                start.elapsed() < SOON,
                 "{last}: the dead parent's charge stays"
             );
         }
@@ -768,7 +767,7 @@ fn threads_and_processes_never_exceed_the_cap() {
     let start = Instant::now();
     while victim.ask(&format!("alloc {CAP}")).code != 0 {
         assert!(
-            start.elapsed() < Duration::from_secs(1),
+            start.elapsed() < SOON,
             "{} bytes stay charged",
             share.used()
         );

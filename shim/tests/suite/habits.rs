@@ -99,7 +99,7 @@ fn what_a_stream_frees_is_in_use_until_the_stream_gets_there() {
         bare.probe.must("words 8 1").number(0)
     };
     let pool = bare.probe.get("cuDeviceGetDefaultMemPool &0 0");
-    let slow = bare.probe.must("kernel sim_busy_300ms").number(0);
+    let slow = bare.probe.must("kernel sim_busy_2000ms").number(0);
     let first = bare.probe.must(&format!("async {}", 64 * MIB)).number(0);
     bare.probe.must(&format!("launch-grid {slow} 1 0"));
     bare.probe.must(&format!("free-async {first}"));
@@ -149,15 +149,17 @@ fn a_free_waits_for_the_work_of_its_context() {
         let mut bare = Bare::on(machine);
         let slow = bare.probe.must("kernel sim_busy_200ms").number(0);
         let memory = bare.probe.must("alloc 4096").number(0);
-        bare.probe.must(&format!("launch-grid {slow} 1 0"));
         let start = Instant::now();
+        bare.probe.must(&format!("launch-grid {slow} 1 0"));
         bare.probe.must(&format!("free {memory}"));
         start.elapsed()
     };
-    let [simple, realistic] = Machine::ALL.map(took);
+    let quickest = |machine| (0..3).map(|_| took(machine)).min().unwrap();
+    let [simple, realistic] = Machine::ALL.map(quickest);
     // The kernel cannot have ended before.
+    let kernel = Duration::from_millis(200);
     assert!(
-        realistic > simple && realistic >= Duration::from_millis(150),
+        simple < kernel && realistic >= kernel,
         "{realistic:?} {simple:?}"
     );
 }
