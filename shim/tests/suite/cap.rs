@@ -14,7 +14,7 @@ pub const CAP: u64 = 20 << 30;
 /// What the driver takes memory in.
 pub const BLOCK: u64 = 2 << 20;
 const OUT_OF_MEMORY: i64 = 2;
-/// It is looked for dead processes every few milliseconds; the rest is for a busy machine.
+/// Dead processes are looked for once a millisecond; the rest is for a busy machine.
 const SOON: Duration = Duration::from_secs(20);
 
 /// A container with 20 GiB on the first GPU, and one GPU.
