@@ -80,6 +80,8 @@ pub struct Release {
     handle: u64,
     /// The allocation that the handle stood for; 0 for one that is not noted here.
     of: u64,
+    /// When it began to stand for that.
+    born: u64,
 }
 
 /// What the driver has imported.
@@ -127,6 +129,8 @@ struct Handle {
     releasing: u64,
     /// The context that it ends with; 0 for none.
     context: u64,
+    /// When it began to stand for the allocation, which it may do a second time.
+    born: u64,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -210,15 +214,7 @@ impl<const N: usize, const FEW: usize> Physical<N, FEW> {
     ) -> Result<(), Full> {
         self.replace_handle(handle, freed);
         let of = self.create_without_handle(bytes, device)?.number();
-        let noted = self.handles.put(
-            handle,
-            Handle {
-                of,
-                uses: 1,
-                releasing: 0,
-                context,
-            },
-        );
+        let noted = self.put_handle(handle, of, context);
         if noted.is_ok() {
             self.in_contexts += usize::from(context != 0);
         } else {
@@ -245,6 +241,19 @@ impl<const N: usize, const FEW: usize> Physical<N, FEW> {
         if let Some(allocation) = self.allocations.get_mut(id.number()) {
             allocation.bytes = bytes;
         }
+    }
+
+    /// A handle stands for an allocation, with one use.
+    fn put_handle(&mut self, handle: u64, of: u64, context: u64) -> Result<(), Full> {
+        let born = self.tick();
+        let noted = Handle {
+            of,
+            uses: 1,
+            releasing: 0,
+            context,
+            born,
+        };
+        self.handles.put(handle, noted)
     }
 
     /// A handle was handed out again, maybe for other memory: it stands for what it stood for no more. Uses that are
@@ -364,18 +373,19 @@ impl<const N: usize, const FEW: usize> Physical<N, FEW> {
 
     /// Begins to release a handle, before the driver is asked.
     pub fn begin_release(&mut self, handle: u64) -> Release {
-        let of = self.handles.get_mut(handle).map_or(0, |found| {
+        let (of, born) = self.handles.get_mut(handle).map_or((0, 0), |found| {
             found.releasing += 1;
-            found.of
+            (found.of, found.born)
         });
-        Release { handle, of }
+        Release { handle, of, born }
     }
 
     /// The driver has released it, or refused to.
     pub fn end_release(&mut self, release: &Release, done: bool, freed: &mut dyn FnMut(Freed)) {
-        let Release { handle, of } = *release;
-        // It stands for other memory where it was handed out again meanwhile.
-        if let Some(found) = self.handles.get_mut(handle).filter(|found| found.of == of) {
+        let Release { handle, of, born } = *release;
+        // It was handed out again where it is younger: for other memory, and then maybe for the same.
+        let is_it = |found: &&mut Handle| found.born == born;
+        if let Some(found) = self.handles.get_mut(handle).filter(is_it) {
             found.releasing = found.releasing.saturating_sub(1);
             found.uses -= u64::from(done);
             if found.uses == 0 {
@@ -503,14 +513,7 @@ impl<const N: usize, const FEW: usize> Physical<N, FEW> {
             return Ok(());
         }
         self.replace_handle(handle, freed);
-        self.handles.put(
-            handle,
-            Handle {
-                of: held.number(),
-                uses: 1,
-                ..Handle::default()
-            },
-        )
+        self.put_handle(handle, held.number(), 0)
     }
 
     /// `place` shows the memory of `held`, whose use it has from now on, for `length` bytes of addresses, and goes with

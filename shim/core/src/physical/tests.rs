@@ -260,6 +260,31 @@ fn memory_is_charged_until_its_last_release_is_done() {
     assert_eq!(sum, MIB);
 }
 
+/// A release that is noted late is of the time before, although the handle stands for the same memory as then.
+#[test]
+fn a_handle_that_stands_for_its_memory_again_is_another() {
+    let mut memory = fresh();
+    let mut none = |freed| panic!("{freed:?}");
+    create(&mut memory, 7, MIB);
+    let held = memory.hold(7).unwrap();
+    memory.bind(1, held, MIB, 0, &mut none).unwrap();
+    let first = memory.begin_release(7);
+    // The driver has done it, and hands 7 out for other memory.
+    create(&mut memory, 7, 2 * MIB);
+    let second = memory.begin_release(7);
+    // The driver has done that, too. Now what the place shows is retained, and 7 is free.
+    let held = memory.hold_id(memory.shown_at(1).unwrap()).unwrap();
+    memory.name(7, held, &mut none).unwrap();
+    memory.end_release(&first, true, &mut none);
+    let sum = freed(&mut memory, |memory, freed| {
+        memory.end_release(&second, true, freed);
+    });
+    assert_eq!(sum, 2 * MIB);
+    memory.unbind(1, &mut none);
+    assert!(memory.id_of(7).is_some());
+    assert_eq!(release(&mut memory, 7), MIB);
+}
+
 /// What another process exported is imported by two threads at once, under one handle.
 #[test]
 fn two_imports_at_once_are_two_uses() {
