@@ -10,7 +10,9 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, anyhow, ensure};
 use futures::FutureExt;
 use futures::future::BoxFuture;
-use k8s_openapi::api::core::v1::{Namespace as CoreNamespace, Node as CoreNode, Pod};
+use k8s_openapi::api::core::v1::{
+    Namespace as CoreNamespace, Node as CoreNode, Pod, ServiceAccount,
+};
 use k8s_openapi::api::resource::v1::{ResourceClaim, ResourceSlice};
 use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams, PostParams};
 use kube::runtime::watcher;
@@ -221,6 +223,17 @@ impl Case {
             .await
             .with_context(|| format!("creating the namespace {name}"))?;
         self.remember(&name, Until::Emptied);
+        // Without it no pod is admitted.
+        let accounts: Api<ServiceAccount> = Api::namespaced(self.client.clone(), &name);
+        let found = |account: Option<&ServiceAccount>| account.map(drop);
+        wait::for_one(
+            accounts,
+            "default",
+            "the namespace's account",
+            wait::USUAL,
+            found,
+        )
+        .await?;
         let namespace = Namespace::new(self.client.clone(), name);
         Ok(match self.extent {
             Extent::Cluster => namespace,

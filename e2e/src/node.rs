@@ -181,11 +181,22 @@ impl Node {
         .await
     }
 
-    /// Kills the node plugin while it prepares a claim: its journal exists and its CDI spec does not. The plugin is
-    /// stopped while the files are counted, so that the count is still right when it is killed.
-    pub async fn kill_plugin_in_a_prepare(&self) -> anyhow::Result<()> {
+    /// Kills the node plugin while it prepares a claim of the pods that `starting` makes: the claim's journal exists and its CDI
+    /// spec does not. The plugin is stopped before there is a claim, so that its Prepare is not over before the files are
+    /// counted, and while they are, so that the count is still right when it is killed.
+    pub async fn kill_plugin_in_a_prepare<T>(
+        &self,
+        starting: impl Future<Output = anyhow::Result<T>>,
+    ) -> anyhow::Result<T> {
+        let plugin = "$(pgrep -f '^/usr/bin/tranche-kubelet-plugin')";
+        self.shell(&format!("kill -STOP {plugin}")).await?;
+        let started = starting.await;
+        if started.is_err() {
+            self.shell(&format!("kill -CONT {plugin}")).await?;
+        }
+        let started = started?;
         let script = format!(
-            "pid=$(pgrep -f '^/usr/bin/tranche-kubelet-plugin')
+            "pid={plugin}
              until kill -STOP $pid && [ $(ls {PLUGIN_DIR}/claims | wc -l) -gt \
                      $(find /var/run/cdi -name '*-claim-*' | wc -l) ]; do
                  kill -CONT $pid
@@ -195,7 +206,7 @@ impl Node {
         tokio::time::timeout(wait::USUAL, self.shell(&script))
             .await
             .context("the plugin was not seen in a Prepare")??;
-        Ok(())
+        Ok(started)
     }
 
     /// The container runtime that the node reports: `containerd://2.4.2`, `cri-o://1.36.1`.

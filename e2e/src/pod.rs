@@ -68,6 +68,20 @@ impl PodHandle {
         }
     }
 
+    /// Waits until the scheduler has bound it to a node.
+    pub async fn scheduled(&self) -> anyhow::Result<()> {
+        let what = format!("a node for pod {}", self.name);
+        let has_node = |pod: Option<&Pod>| pod?.spec.as_ref()?.node_name.as_ref().map(drop);
+        wait::for_one(
+            self.namespace.pods(),
+            &self.name,
+            &what,
+            wait::USUAL,
+            has_node,
+        )
+        .await
+    }
+
     /// Waits until the scheduler reports that it cannot place the pod, and returns its reason.
     pub async fn unschedulable(&self) -> anyhow::Result<String> {
         let what = format!("pod {} unschedulable", self.name);

@@ -58,7 +58,9 @@ impl Prometheus {
         let pods: Api<Pod> = Api::namespaced(case.client.clone(), SYSTEM);
         let mut forwards = JoinSet::new();
         let (mut discovered, mut expected) = (Vec::new(), 0);
-        for pod in pods.list(&ListParams::default()).await?.items {
+        let listed = pods.list(&ListParams::default()).await?;
+        let lives = |pod: &Pod| pod.metadata.deletion_timestamp.is_none();
+        for pod in listed.items.into_iter().filter(lives) {
             for port in ports(&pod) {
                 let listener = TcpListener::bind("127.0.0.1:0").await?;
                 discovered.push(json!({
@@ -84,8 +86,8 @@ impl Prometheus {
         // JSON is YAML.
         let text = configuration_of(&discovered, &token_file)?.to_string();
         std::fs::write(&configuration, text)?;
-        // Free a moment ago. Prometheus does not tell which port it took.
-        let address = TcpListener::bind("127.0.0.1:0").await?.local_addr()?;
+        // Free a moment ago, at an address that nobody else here takes. Prometheus does not tell which port it took.
+        let address = TcpListener::bind("127.0.0.2:0").await?.local_addr()?;
         let log = std::fs::File::create(folder.join("log"))?;
         let server = Command::new("prometheus")
             .arg(format!("--config.file={}", configuration.display()))

@@ -11,7 +11,7 @@ use kube::Client;
 use kube::api::Api;
 use kube::runtime::watcher;
 use tranche_api::gpu_node::GpuNode;
-use tranche_api::names::DRIVER;
+use tranche_api::names::{DRIVER, taint};
 
 use crate::node::Node;
 use crate::{SYSTEM, wait};
@@ -92,6 +92,20 @@ impl NodePlugin {
     /// The node's slices once their pools are complete.
     pub async fn published(&self) -> anyhow::Result<BTreeMap<String, ResourceSlice>> {
         self.slices("whole pools", wait::USUAL, complete).await
+    }
+
+    /// The same once no device of a policy that went is left, either.
+    pub async fn settled(&self) -> anyhow::Result<BTreeMap<String, ResourceSlice>> {
+        self.slices("no withdrawn device", wait::TRIED_AGAIN, |slices| {
+            let slices = complete(slices)?;
+            let devices = slices
+                .values()
+                .flat_map(|it| it.spec.devices.iter().flatten());
+            let mut taints = devices.flat_map(|device| device.taints.iter().flatten());
+            let is_settled = !taints.any(|taint| taint.key == taint::WITHDRAWN);
+            is_settled.then_some(slices)
+        })
+        .await
     }
 
     /// The node's `GpuNode`.

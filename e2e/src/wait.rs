@@ -6,8 +6,9 @@ use std::pin::pin;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
-use futures::TryStreamExt;
+use futures::StreamExt;
 use kube::api::Api;
+use kube::runtime::WatchStreamExt;
 use kube::runtime::watcher::{self, Event, watcher};
 use kube::{Resource, ResourceExt};
 use serde::Serialize;
@@ -37,9 +38,17 @@ pub async fn for_all<K: Watched, T>(
     let mut known = BTreeMap::new();
     let mut fresh = BTreeMap::new();
     let seen = tokio::time::timeout(limit, async {
-        let mut events = pin!(watcher(api, config));
+        let mut events = pin!(watcher(api, config).default_backoff());
         let mut complete = false;
-        while let Some(event) = events.try_next().await? {
+        while let Some(event) = events.next().await {
+            // The watcher begins again.
+            let event = match event {
+                Ok(event) => event,
+                Err(error) => {
+                    println!("watching for {what}: {error}");
+                    continue;
+                }
+            };
             match event {
                 Event::Init => fresh = BTreeMap::new(),
                 Event::InitApply(object) => {

@@ -47,11 +47,14 @@ fn every_grant_begins_once_and_ends_once_whenever_the_plugin_is_killed() -> anyh
         renew_plugin(case);
         let namespace = case.namespace("audit").await?;
         let share = Request::capped("1Gi", "5").on(&case.gpus[0].uuid);
-        let mut pods = Vec::new();
-        for nth in 0..PODS {
-            pods.push(namespace.idle(&format!("pod-{nth}"), &share).await?);
-        }
-        case.node.kill_plugin_in_a_prepare().await?;
+        let starting = async {
+            let mut pods = Vec::new();
+            for nth in 0..PODS {
+                pods.push(namespace.idle(&format!("pod-{nth}"), &share).await?);
+            }
+            Ok(pods)
+        };
+        let pods = case.node.kill_plugin_in_a_prepare(starting).await?;
         for pod in &pods {
             pod.started_within(BURST).await?;
         }

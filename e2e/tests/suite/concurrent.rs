@@ -186,11 +186,8 @@ fn a_killed_plugin_costs_clients_nothing() -> anyhow::Result<()> {
             .await?;
         let before = neighbour.next_beat().await?;
         let daemon = daemons(case, gpu).await?;
-        let killing = case.node.kill_plugin_in_a_prepare();
         let starting = namespace.idle("pod", &request);
-        let (killed, pod) = tokio::join!(killing, starting);
-        killed?;
-        let pod = pod?;
+        let pod = case.node.kill_plugin_in_a_prepare(starting).await?;
         pod.started_within(Duration::from_mins(2)).await?;
         let after = neighbour.next_beat().await?;
         ensure!(

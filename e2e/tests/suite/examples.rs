@@ -171,12 +171,12 @@ fn example_03_two_gpus() -> anyhow::Result<()> {
             .collect();
         totals.sort_unstable();
         ensure!(totals == [6 * 1024, 12 * 1024], "{totals:?}");
-        let logs = pipeline.logs().await?;
-        ensure!(
-            logs.contains("6Gi of 6Gi free") && logs.contains("12Gi of 12Gi free"),
-            "{logs}"
-        );
-        Ok(())
+        wait::for_answer("both GPUs in the log", wait::USUAL, async || {
+            let logs = pipeline.logs().await?;
+            let has = |line| logs.contains(line);
+            Ok((has("6Gi of 6Gi free") && has("12Gi of 12Gi free")).then_some(()))
+        })
+        .await
     })
 }
 

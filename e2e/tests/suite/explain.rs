@@ -89,8 +89,7 @@ async fn copy_node(case: &Case, lane: usize) -> anyhow::Result<String> {
     nodes
         .patch_status(&node, &PatchParams::default(), &patch)
         .await?;
-    let ours = format!("spec.driver={DRIVER},spec.nodeName={}", case.node.name());
-    for slice in slices.list(&ListParams::default().fields(&ours)).await? {
+    for slice in case.plugin().settled().await?.into_values() {
         let name = slice.metadata.name.clone().unwrap_or_default();
         let spec = renamed(&json!(slice.spec), case.node.name(), &node)?;
         let name = case.unique(&format!("{name}-{lane}"));

@@ -116,8 +116,9 @@ impl Pair {
             _ => [0, 0].map(|gpu| Request::of(tier).on(on(gpu))),
         };
         let victim = namespace.idle("victim", &first).await?;
-        let neighbour = namespace.idle("neighbour", &second).await?;
+        // While the scheduler binds a pod it counts its share twice: docs/architecture.md.
         victim.started().await?;
+        let neighbour = namespace.idle("neighbour", &second).await?;
         neighbour.started().await?;
         Ok(Self { victim, neighbour })
     }

@@ -222,11 +222,8 @@ fn a_killed_plugin_finishes_the_partition_or_removes_it() -> anyhow::Result<()> 
         policy::tiers(case, &[Tier::Partition]).await?;
         let namespace = case.namespace("killed").await?;
         let request = Request::profile("1g.10gb");
-        let killing = case.node.kill_plugin_in_a_prepare();
         let starting = namespace.idle("pod", &request);
-        let (killed, pod) = tokio::join!(killing, starting);
-        killed?;
-        let pod = pod?;
+        let pod = case.node.kill_plugin_in_a_prepare(starting).await?;
         pod.started_within(Duration::from_mins(2)).await?;
         pod.delete().await?;
         case.node.no_claim_files(wait::USUAL).await?;

@@ -50,16 +50,15 @@ fn killed_in_fifty_prepares_all_pods_start_and_nothing_is_left() -> anyhow::Resu
         renew_plugin(case);
         policy::offer(case, 32, 4).await?;
         let namespace = case.namespace("kill").await?;
-        let pods: Vec<_> = stream::iter(0..PODS)
+        let starting = stream::iter(0..PODS)
             .map(|index| {
                 let share = Request::capped("1Gi", "2").on(&case.gpus[index % 2].uuid);
                 let namespace = &namespace;
                 async move { namespace.idle(&format!("pod-{index}"), &share).await }
             })
             .buffered(10)
-            .try_collect()
-            .await?;
-        case.node.kill_plugin_in_a_prepare().await?;
+            .try_collect::<Vec<_>>();
+        let pods = case.node.kill_plugin_in_a_prepare(starting).await?;
         let begun = case.node.claim_files().await?;
         println!("killed with {} files of claims on the node", begun.len());
         for pod in &pods {

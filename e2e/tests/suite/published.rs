@@ -25,7 +25,7 @@ const QUIET: Duration = Duration::from_secs(15);
 #[test]
 fn every_gpu_is_published_in_every_tier() -> anyhow::Result<()> {
     run(async |case: &Case| {
-        let slices = case.plugin().published().await?;
+        let slices = case.plugin().settled().await?;
         let mut devices = Vec::new();
         for slice in slices.values() {
             ensure!(
@@ -229,7 +229,7 @@ async fn capped_devices(case: &Case, what: &str, expected: (bool, bool)) -> anyh
 fn at_steady_state_nobody_writes() -> anyhow::Result<()> {
     run(async |case: &Case| {
         for plugin in case.plugins() {
-            plugin.published().await?;
+            plugin.settled().await?;
         }
         let slices: Api<ResourceSlice> = Api::all(case.client.clone());
         let nodes: Api<GpuNode> = Api::all(case.client.clone());

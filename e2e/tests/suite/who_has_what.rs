@@ -68,10 +68,13 @@ fn the_commands_of_the_page_find_devices_by_pod_and_pods_by_gpu() -> anyhow::Res
             found.lines().count() == 1 && found.contains(uuids[0]),
             "{found}"
         );
-        let all = output(&command("tier}", &[])?).await?;
+        let all = command("tier}", &[])?;
         let line = format!("{}\tone\tcapped\t{}", namespace.name(), uuids[0]);
-        ensure!(all.lines().any(|it| it == line), "{all}");
-        Ok(())
+        wait::for_answer("the pod among all", wait::USUAL, async || {
+            let found = output(&all).await?;
+            Ok(found.lines().any(|it| it == line).then_some(()))
+        })
+        .await
     })
 }
 
