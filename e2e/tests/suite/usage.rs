@@ -99,7 +99,8 @@ async fn spun(
     let mean = |pod: &PodHandle| {
         let values: Option<Vec<f64>> = steady.iter().map(|it| of(it, pod.name())).collect();
         let values = values.with_context(|| format!("{steady:?}"))?;
-        anyhow::Ok(values.iter().sum::<f64>() / values.len() as f64)
+        let count = u32::try_from(values.len())?;
+        anyhow::Ok(values.iter().sum::<f64>() / f64::from(count))
     };
     let values = pods.iter().map(mean).collect::<anyhow::Result<_>>()?;
     Ok((values, measured))
