@@ -167,6 +167,8 @@ async fn costs_its_own_devices(
     let [first, second] = &case.gpus[..] else {
         anyhow::bail!("two GPUs, not {:?}", case.gpus);
     };
+    // A GPU that the test before had in MIG mode may be withheld until it is described again.
+    withheld_for(case, None).await?;
     let namespace = case.namespace(namespace).await?;
     let neighbour = namespace
         .started("neighbour", &Request::exclusive().on(&second.uuid))
@@ -200,13 +202,19 @@ fn a_gpu_that_falls_off_the_bus_costs_its_own_devices() -> anyhow::Result<()> {
         let token = token(case, namespace.name(), true).await?;
         let uuid = &case.gpus[0].uuid;
         costs_its_own_devices(case, "lost", "GpuLost", async |node, uuid| {
-            // A GPU's errors are counted from the first sample after a claim holds one of the node's GPUs.
+            // A GPU's errors are counted from the first sample after a claim holds one of the node's GPUs. What earlier claims'
+            // samples counted is told all the time; for how long this claim is idle is known from its own.
             wait::for_answer("the GPU's errors counted", NOTICED, async || {
                 let text = read(case, "/metrics", &token).await?;
-                let mut series = text
+                let has = |name: &str, label: &str| {
+                    let mut lines = text.lines().filter(|it| it.starts_with(name));
+                    lines.any(|it| it.contains(label) && !it.ends_with(" 0"))
+                };
+                let is_idle = has("tranche_claim_idle_seconds{", "claim=\"neighbour-");
+                let mut counted = text
                     .lines()
                     .filter(|it| it.starts_with("DCGM_FI_DEV_XID_ERRORS{"));
-                Ok(series.any(|it| it.contains(uuid)).then_some(()))
+                Ok((is_idle && counted.any(|it| it.contains(uuid))).then_some(()))
             })
             .await?;
             node.lose_gpu(uuid).await
