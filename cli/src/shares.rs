@@ -337,12 +337,12 @@ impl Membership {
 
 #[cfg(test)]
 mod tests {
+    use std::time::{Duration, Instant};
+
     use tranche_driver::claim::Allocation;
     use tranche_driver::preparation::{PAGES, PreparationPlan};
 
     use super::*;
-
-    use std::time::{Duration, Instant};
 
     const OUR_PID: i32 = 1;
 

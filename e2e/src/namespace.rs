@@ -7,12 +7,10 @@ use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::api::resource::v1::{ResourceClaim, ResourceClaimTemplate};
 use kube::Client;
 use kube::api::{Api, PostParams};
-use kube::runtime::watcher;
 use serde_json::{Value, json};
 
 use crate::pod::PodHandle;
 use crate::request::Request;
-use crate::wait;
 
 /// Idle until SIGTERM.
 pub const IDLE: [&str; 3] = ["sh", "-c", "trap exit TERM; sleep infinity & wait"];
@@ -71,12 +69,6 @@ impl Namespace {
     #[must_use]
     pub fn claims(&self) -> Api<ResourceClaim> {
         Api::namespaced(self.client.clone(), &self.name)
-    }
-
-    /// Waits until it has no claims.
-    pub async fn no_claims(&self) -> anyhow::Result<()> {
-        let all = watcher::Config::default();
-        wait::for_none(self.claims(), all, "no more claims", wait::USUAL).await
     }
 
     /// Makes a claim.

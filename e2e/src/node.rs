@@ -18,6 +18,8 @@ pub const MACHINE: &str = "/etc/nvidia-sim/machine.toml";
 /// The folder of a node's driver libraries.
 pub const LIBRARIES: &str = "/usr/lib/x86_64-linux-gnu";
 
+/// The node plugin's process, in a script.
+const PLUGIN: &str = "$(pgrep -f '^/usr/bin/tranche-kubelet-plugin')";
 /// Our folder below the kubelet's: sockets, journals, files that are mounted into containers.
 pub const PLUGIN_DIR: &str = "/var/lib/kubelet/plugins/gpu.tranche.dev";
 
@@ -188,15 +190,14 @@ impl Node {
         &self,
         starting: impl Future<Output = anyhow::Result<T>>,
     ) -> anyhow::Result<T> {
-        let plugin = "$(pgrep -f '^/usr/bin/tranche-kubelet-plugin')";
-        self.shell(&format!("kill -STOP {plugin}")).await?;
+        self.shell(&format!("kill -STOP {PLUGIN}")).await?;
         let started = starting.await;
         if started.is_err() {
-            self.shell(&format!("kill -CONT {plugin}")).await?;
+            self.shell(&format!("kill -CONT {PLUGIN}")).await?;
         }
         let started = started?;
         let script = format!(
-            "pid={plugin}
+            "pid={PLUGIN}
              until kill -STOP $pid && [ $(ls {PLUGIN_DIR}/claims | wc -l) -gt \
                      $(find /var/run/cdi -name '*-claim-*' | wc -l) ]; do
                  kill -CONT $pid
@@ -232,8 +233,7 @@ impl Node {
 
     /// Kills the node plugin with SIGKILL.
     pub async fn kill_plugin(&self) -> anyhow::Result<()> {
-        self.shell("kill -KILL $(pgrep -f '^/usr/bin/tranche-kubelet-plugin')")
-            .await?;
+        self.shell(&format!("kill -KILL {PLUGIN}")).await?;
         Ok(())
     }
 }

@@ -78,15 +78,19 @@ pub struct Control {
 impl Control {
     /// Gives a command; returns what the daemon answers, which is nothing for most of its errors.
     pub async fn ask(&self, command: &str) -> Result<String, ControlError> {
-        for _ in 1..ATTEMPTS {
+        let mut attempt = 1;
+        loop {
             match self.ask_once(command).await {
                 // There may be no daemon, too: that is known soon enough.
-                Err(ControlError::Busy { .. } | ControlError::Failed { .. }) => {}
+                Err(ControlError::Busy { .. } | ControlError::Failed { .. })
+                    if attempt < ATTEMPTS =>
+                {
+                    attempt += 1;
+                }
                 answered => return answered,
             }
             tokio::time::sleep(PAUSE).await;
         }
-        self.ask_once(command).await
     }
 
     async fn ask_once(&self, command: &str) -> Result<String, ControlError> {

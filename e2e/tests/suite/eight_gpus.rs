@@ -153,7 +153,8 @@ fn every_tier_is_served_at_once_and_gpus_change_tiers_without_a_drain() -> anyho
             println!("round {round}: {served:?}");
             ensure!(served.len() == GPUS, "not on all GPUs: {served:?}");
             try_join_all(pods.iter().map(|(_, pod)| pod.delete())).await?;
-            namespace.no_claims().await?;
+            let any = kube::runtime::watcher::Config::default();
+            wait::for_none(namespace.claims(), any, "no more claims", wait::USUAL).await?;
             // The other way round next time, so that GPUs serve other tiers.
             requests.reverse();
         }

@@ -70,7 +70,7 @@ async fn spin(pod: &PodHandle) -> anyhow::Result<f64> {
     compute::spin(pod, "1ms", "plain", &time).await
 }
 
-/// The mean values of `DCGM_FI_DEV_GPU_UTIL` of pods that spin, and what they measured themselves. The
+/// The median values of `DCGM_FI_DEV_GPU_UTIL` of pods that spin, and what they measured themselves. The
 /// values never add up to more than the GPU.
 async fn spun(
     reader: &Reader<'_>,
@@ -96,13 +96,13 @@ async fn spun(
     let steady = &last[last.len() / 2..last.len() * 7 / 8];
     ensure!(!steady.is_empty(), "too few scrapes while they spun");
     // Of one moment they may differ from the whole on a busy machine.
-    let mean = |pod: &PodHandle| {
+    let median = |pod: &PodHandle| {
         let values: Option<Vec<f64>> = steady.iter().map(|it| of(it, pod.name())).collect();
-        let values = values.with_context(|| format!("{steady:?}"))?;
-        let count = u32::try_from(values.len())?;
-        anyhow::Ok(values.iter().sum::<f64>() / f64::from(count))
+        let mut values = values.with_context(|| format!("{steady:?}"))?;
+        values.sort_by(f64::total_cmp);
+        anyhow::Ok(values[values.len() / 2])
     };
-    let values = pods.iter().map(mean).collect::<anyhow::Result<_>>()?;
+    let values = pods.iter().map(median).collect::<anyhow::Result<_>>()?;
     Ok((values, measured))
 }
 

@@ -207,14 +207,14 @@ fn a_gpu_that_falls_off_the_bus_costs_its_own_devices() -> anyhow::Result<()> {
             wait::for_answer("the GPU's errors counted", NOTICED, async || {
                 let text = read(case, "/metrics", &token).await?;
                 let has = |name: &str, label: &str| {
-                    let mut lines = text.lines().filter(|it| it.starts_with(name));
-                    lines.any(|it| it.contains(label) && !it.ends_with(" 0"))
+                    let mut series = text.lines().filter(|it| it.starts_with(name));
+                    series.any(|it| it.contains(label) && !it.ends_with(" 0"))
                 };
-                let is_idle = has("tranche_claim_idle_seconds{", "claim=\"neighbour-");
+                let is_sampled = has("tranche_claim_idle_seconds{", "claim=\"neighbour-");
                 let mut counted = text
                     .lines()
                     .filter(|it| it.starts_with("DCGM_FI_DEV_XID_ERRORS{"));
-                Ok((is_idle && counted.any(|it| it.contains(uuid))).then_some(()))
+                Ok((is_sampled && counted.any(|it| it.contains(uuid))).then_some(()))
             })
             .await?;
             node.lose_gpu(uuid).await

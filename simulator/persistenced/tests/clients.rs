@@ -176,7 +176,7 @@ fn gpm_tells_since_hopper_what_ran_between_two_samples() {
     let seconds = begun.elapsed().as_secs_f64() + 0.1;
     let busy = metrics(&nvml, [&before, &after], &ids);
     // Kernels of one second.
-    let range = 95.0 / seconds..=100.0;
+    let range = 99.0 / seconds..=100.0;
     assert!(
         range.contains(&busy[0]) && range.contains(&busy[1]),
         "{busy:?} in {seconds} s"
@@ -249,8 +249,9 @@ fn two_processes_share_a_gpus_time() {
     // 200 kernels of 20 ms on one GPU: each process alone would take 2 s. One of them begins before the other.
     let longest = took(&own).max(took(&other.join().unwrap()));
     assert!(longest >= 3000, "{longest}");
-    let again = took(&first.ask("launch sim_busy_20ms 1"));
-    assert!(again < 2000, "the queue is empty again: {again}");
+    let again = (0..3).map(|_| took(&first.ask("launch sim_busy_20ms 1")));
+    let again = again.min().unwrap();
+    assert!(again < 400, "the queue is empty again: {again}");
 }
 
 #[test]
