@@ -4,6 +4,7 @@ use std::process::Stdio;
 use std::time::Duration;
 
 use anyhow::{Context, ensure};
+use fantoccini::actions::{InputSource, KeyAction, KeyActions};
 use fantoccini::key::Key;
 use fantoccini::wd::{TimeoutConfiguration, WebDriverCompatibleCommand};
 use fantoccini::{Client, ClientBuilder};
@@ -160,8 +161,11 @@ impl Browser {
 
     /// Presses a key where the focus is.
     pub async fn press(&self, key: Key) -> anyhow::Result<()> {
-        let focused = self.client.active_element().await?;
-        Ok(focused.send_keys(&String::from(char::from(key))).await?)
+        let value = char::from(key);
+        let press = KeyActions::new("keyboard".into())
+            .then(KeyAction::Down { value })
+            .then(KeyAction::Up { value });
+        Ok(self.client.perform_actions(press).await?)
     }
 
     /// Sets the size of the page and the user's theme.

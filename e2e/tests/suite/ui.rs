@@ -29,6 +29,8 @@ const DESK: View = View {
 };
 /// What a person with other eyes, or without a mouse, would stumble over: a line for each.
 const CHECKS: &str = include_str!("../../browser/checks.js");
+/// What has the focus: the UUID of a GPU, or an id.
+const FOCUSED: &str = "document.activeElement.dataset.uuid ?? document.activeElement.id";
 
 /// The running command, and its page in a browser.
 struct Page {
@@ -97,9 +99,51 @@ impl Page {
         Ok(())
     }
 
+    /// Puts words into the search, and the focus.
+    async fn search(&self, words: &str) -> anyhow::Result<()> {
+        let script = format!(
+            "const search = document.getElementById('search');
+             search.value = {};
+             search.dispatchEvent(new Event('input'));
+             search.focus();
+             return true",
+            json!(words)
+        );
+        self.browser.evaluate::<bool>(&script).await.map(drop)
+    }
+
+    /// The GPUs in the map, as soon as these are so many.
+    async fn tiles(&self, count: usize) -> anyhow::Result<Vec<String>> {
+        let script = format!(
+            "const tiles = [...document.querySelectorAll('section:not([hidden]) li:not([hidden]) > .tile')];
+             return tiles.length === {count} && tiles.map((it) => it.dataset.uuid)"
+        );
+        let found = self.browser.wait_for("the GPUs", wait::USUAL, &script);
+        found.await
+    }
+
+    /// The UUID of the GPU that has the focus, or the id of what has it.
     async fn focused(&self) -> anyhow::Result<String> {
-        let focused = "return document.activeElement.dataset.uuid ?? document.activeElement.id";
-        self.browser.evaluate(focused).await
+        self.browser.evaluate(&format!("return {FOCUSED}")).await
+    }
+
+    async fn focus_comes_to(&self, expected: &str) -> anyhow::Result<()> {
+        let script = format!("return ({FOCUSED}) === {}", json!(expected));
+        let come = self
+            .browser
+            .wait_for::<bool>("the focus", wait::USUAL, &script);
+        come.await.map(drop)
+    }
+
+    /// Presses a key that moves the focus.
+    async fn goes(&self, key: Key, expected: &str) -> anyhow::Result<()> {
+        self.browser.press(key).await?;
+        let focused = self.focused().await?;
+        ensure!(
+            focused == expected,
+            "{key:?} goes to {focused} instead of {expected}"
+        );
+        Ok(())
     }
 }
 
@@ -193,21 +237,23 @@ fn the_page_shows_a_share_within_two_seconds_and_says_what_the_api_server_says()
 fn the_page_is_usable_by_keyboard_readable_on_a_phone_and_in_both_themes() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
         let namespace = case.namespace("ui").await?;
-        let request = Request::capped("10Gi", "25").on(&case.gpus[0].uuid);
-        namespace.started("notebook", &request).await?;
         let page = Page::open(&[]).await?;
-        let tiles = "return [...document.querySelectorAll('.tile')].map((it) => it.dataset.uuid)";
-        let tiles: Vec<String> = page.browser.evaluate(tiles).await?;
+        // Each GPU of the node has a pod of this namespace, and the search is for the namespace: what tests on other nodes do
+        // changes nothing in the map.
+        let mut pods = Vec::new();
+        for (nth, gpu) in case.gpus.iter().enumerate() {
+            let request = Request::capped("10Gi", "25").on(&gpu.uuid);
+            let name = format!("notebook-{nth}");
+            pods.push(namespace.started(&name, &request).await?);
+        }
+        page.search(&format!("{}/", namespace.name())).await?;
+        let tiles = page.tiles(pods.len()).await?;
         ensure!(tiles.len() >= 2, "{tiles:?}");
 
         // Tab reaches the map once, arrows go through it.
-        let _: bool = page
-            .browser
-            .evaluate("document.getElementById('search').focus(); return true")
-            .await?;
-        let stops = "return document.querySelectorAll('#tiers button').length";
-        let stops: usize = page.browser.evaluate(stops).await?;
-        for _ in 0..=stops {
+        let in_tiers = "return document.activeElement.closest('#tiers') !== null";
+        page.browser.press(Key::Tab).await?;
+        while page.browser.evaluate::<bool>(in_tiers).await? {
             page.browser.press(Key::Tab).await?;
         }
         ensure!(
@@ -224,22 +270,8 @@ fn the_page_is_usable_by_keyboard_readable_on_a_phone_and_in_both_themes() -> an
             (Key::Left, &tiles[0]),
             (Key::End, tiles.last().context("tiles")?),
             (Key::Home, &tiles[0]),
-            (
-                Key::Down,
-                if tiles.len() > 2 {
-                    &tiles[2]
-                } else {
-                    &tiles[0]
-                },
-            ),
-            (Key::Up, &tiles[0]),
         ] {
-            page.browser.press(key).await?;
-            let focused = page.focused().await?;
-            ensure!(
-                focused == *expected,
-                "{key:?} goes to {focused} instead of {expected}"
-            );
+            page.goes(key, expected).await?;
         }
         page.browser.press(Key::Enter).await?;
         let shown = "return document.getElementById('details').innerText";
@@ -262,6 +294,9 @@ fn the_page_is_usable_by_keyboard_readable_on_a_phone_and_in_both_themes() -> an
             })
             .await?;
         }
+        // On a phone each GPU has a row.
+        page.goes(Key::Down, &tiles[1]).await?;
+        page.goes(Key::Up, &tiles[0]).await?;
         page.browser.press(Key::Escape).await?;
         let closed = "return document.getElementById('details').hidden";
         ensure!(
@@ -275,6 +310,15 @@ fn the_page_is_usable_by_keyboard_readable_on_a_phone_and_in_both_themes() -> an
             is_dark: false,
         })
         .await?;
+
+        // The focus stays in the map when its GPU is no longer among those that were searched for.
+        let (last, others) = pods.split_last().context("pods")?;
+        for (pod, next) in others.iter().zip(&tiles[1..]) {
+            pod.delete().await?;
+            page.focus_comes_to(next).await?;
+        }
+        last.delete().await?;
+        page.focus_comes_to("map").await?;
         page.close().await
     })
 }

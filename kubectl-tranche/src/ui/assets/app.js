@@ -55,21 +55,39 @@ function showSummary(summary, waiting) {
     item('Waiting', String(waiting), element('a', { href: '#waiting-title' }, waiting === 1 ? 'pod for a GPU' : 'pods for a GPU')));
 }
 
+/**
+ * A button for each tier that a GPU serves, and for the pressed one, which must stay to be pressed again. A button stays the same
+ * element: a press of it is not lost to a change of the numbers.
+ */
 function showTiers(summary) {
-  const tiers = [...Object.entries(summary.tiers), ['free', summary.freeGpus], ['closed', summary.closedGpus]].filter(([, count]) => count > 0);
+  const tiers = Object.entries({ ...summary.tiers, free: summary.freeGpus, closed: summary.closedGpus });
+  if (wantedTier && !tiers.some(([tier]) => tier === wantedTier)) tiers.push([wantedTier, 0]);
   const root = byId('tiers');
-  const focused = root.contains(document.activeElement) ? document.activeElement.dataset.tier : null;
-  root.replaceChildren(...tiers.map(([tier, count]) => {
-    const name = tier === 'closed' ? 'not offered' : tier;
-    const button = element('button', { type: 'button', 'data-tier': tier, 'aria-pressed': String(wantedTier === tier) }, mark(tier), `${name} `, element('span', { class: 'faint' }, String(count)));
-    button.addEventListener('click', () => {
-      wantedTier = wantedTier === tier ? null : tier;
-      for (const it of root.children) it.setAttribute('aria-pressed', String(it.dataset.tier === wantedTier));
-      filter({ tier: wantedTier });
-    });
+  const focused = root.contains(document.activeElement) ? document.activeElement : null;
+  const before = new Map([...root.children].map((button) => [button.dataset.tier, button]));
+  const buttons = tiers.filter(([tier, count]) => count > 0 || tier === wantedTier).map(([tier, count]) => {
+    const button = before.get(tier) ?? tierButton(tier);
+    button.querySelector('.faint').textContent = String(count);
+    button.setAttribute('aria-pressed', String(tier === wantedTier));
     return button;
-  }));
-  if (focused) root.querySelector(`[data-tier="${focused}"]`)?.focus();
+  });
+  for (const [nth, button] of buttons.entries()) {
+    if (root.children[nth] !== button) root.insertBefore(button, root.children[nth] ?? null);
+  }
+  while (root.children.length > buttons.length) root.lastElementChild.remove();
+  // A button that was moved or removed has lost the focus.
+  if (focused && focused !== document.activeElement) (focused.isConnected ? focused : buttons[0] ?? byId('search')).focus();
+}
+
+function tierButton(tier) {
+  const name = tier === 'closed' ? 'not offered' : tier;
+  const button = element('button', { type: 'button', 'data-tier': tier }, mark(tier), `${name} `, element('span', { class: 'faint' }));
+  button.addEventListener('click', () => {
+    wantedTier = wantedTier === tier ? null : tier;
+    showTiers(records.get('summary'));
+    filter({ tier: wantedTier });
+  });
+  return button;
 }
 
 function showNotes(notes) {

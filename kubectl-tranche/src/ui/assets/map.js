@@ -47,6 +47,7 @@ export function makeMap(root, onSelect) {
   }
 
   function update(all, changed) {
+    const hadFocus = document.activeElement.closest('.tile') !== null;
     records = all;
     let isOther = false;
     for (const key of changed) {
@@ -63,6 +64,17 @@ export function makeMap(root, onSelect) {
       root.classList.toggle('many', isMany);
       for (const node of nodes.values()) if (node.isShown) draw(node);
     }
+    if (hadFocus) keepFocus();
+  }
+
+  /** Puts the focus back to its GPU where the GPU's section was moved, and to the nearest one where the GPU went or is hidden. */
+  function keepFocus() {
+    const tile = button(current);
+    if (tile && tile === document.activeElement) return;
+    const all = [...order()];
+    const nearest = tile ? current : all.find((place) => compare(place.node, current.node) >= 0) ?? all.at(-1);
+    if (nearest) focus(nearest);
+    else root.focus();
   }
 
   /** Takes a node's record in; whether the node is new. */
@@ -104,7 +116,7 @@ export function makeMap(root, onSelect) {
 
   /** Puts the sections into the order of their names, and as many into each batch as it should have. */
   function arrange() {
-    const order = [...nodes.keys()].sort((a, b) => a.localeCompare(b, 'en', { numeric: true }));
+    const order = [...nodes.keys()].sort(compare);
     for (const [nth, name] of order.entries()) {
       const { section } = nodes.get(name);
       const batch = root.children[Math.floor(nth / BATCH)] ?? addBatch();
@@ -230,6 +242,12 @@ export function makeMap(root, onSelect) {
     return null;
   }
 
+  /** Makes a tile the one that Tab goes to. */
+  function reach(tile) {
+    current = { node: tile.dataset.node, uuid: tile.dataset.uuid };
+    rove();
+  }
+
   function focus(place) {
     if (!place) return;
     current = place;
@@ -291,11 +309,14 @@ export function makeMap(root, onSelect) {
   root.addEventListener('click', (event) => {
     const tile = event.target.closest('.tile');
     if (!tile) return;
-    current = { node: tile.dataset.node, uuid: tile.dataset.uuid };
-    rove();
+    reach(tile);
     select(selected?.uuid === tile.dataset.uuid ? null : current);
   });
   root.addEventListener('keydown', key);
+  root.addEventListener('focusin', (event) => {
+    const tile = event.target.closest('.tile');
+    if (tile) reach(tile);
+  });
 
   return {
     /** Takes records in; call `filter` afterwards. */
@@ -312,6 +333,11 @@ export function makeMap(root, onSelect) {
       return apply();
     },
   };
+}
+
+/** The order of nodes by their names. */
+function compare(a, b) {
+  return a.localeCompare(b, 'en', { numeric: true });
 }
 
 /** The kind of a key, and the rest. */
