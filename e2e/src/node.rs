@@ -6,11 +6,11 @@ use std::time::Duration;
 
 use anyhow::{Context, ensure};
 use k8s_openapi::api::core::v1::Node as CoreNode;
-use kube::Client;
 use kube::api::Api;
+use kube::{Client, ResourceExt};
 use tokio::process::Command;
 
-use crate::wait;
+use crate::{PodHandle, wait};
 
 /// The machine file of a node's simulated GPUs.
 pub const MACHINE: &str = "/etc/nvidia-sim/machine.toml";
@@ -183,30 +183,43 @@ impl Node {
         .await
     }
 
-    /// Kills the node plugin while it prepares a claim of the pods that `starting` makes: the claim's journal exists and its CDI
-    /// spec does not. The plugin is stopped before there is a claim, so that its Prepare is not over before the files are
-    /// counted, and while they are, so that the count is still right when it is killed.
+    /// Kills the node plugin while it prepares the claim of the pod that `which` chooses among those that `starting` makes: the
+    /// claim's journal exists and its CDI spec does not. The plugin is stopped until the claim is there, and its write of the spec
+    /// goes into a pipe that nobody reads: its Prepare cannot be over before it is killed.
     pub async fn kill_plugin_in_a_prepare<T>(
         &self,
         starting: impl Future<Output = anyhow::Result<T>>,
+        which: impl FnOnce(&T) -> &PodHandle,
     ) -> anyhow::Result<T> {
         self.shell(&format!("kill -STOP {PLUGIN}")).await?;
-        let started = starting.await;
-        if started.is_err() {
+        let claimed = async {
+            let started = starting.await?;
+            let claim = which(&started).claim().await?;
+            Ok::<_, anyhow::Error>((started, claim.uid().context("the claim's UID")?))
+        };
+        let claimed = claimed.await;
+        if claimed.is_err() {
             self.shell(&format!("kill -CONT {PLUGIN}")).await?;
         }
-        let started = started?;
+        let (started, uid) = claimed?;
+        let tries = wait::USUAL.as_millis() / 10;
         let script = format!(
             "pid={PLUGIN}
-             until kill -STOP $pid && [ $(ls {PLUGIN_DIR}/claims | wc -l) -gt \
-                     $(find /var/run/cdi -name '*-claim-*' | wc -l) ]; do
-                 kill -CONT $pid
+             journal={PLUGIN_DIR}/claims/{uid}.json
+             spec=/var/run/cdi/gpu.tranche.dev-claim-{uid}.json
+             mkfifo $spec.tmp
+             trap 'rm -f '$spec.tmp EXIT
+             kill -CONT $pid
+             for _ in $(seq {tries}); do
+                 if [ -e $journal ]; then break; fi
+                 sleep 0.01
              done
-             kill -KILL $pid"
+             kill -KILL $pid
+             [ -e $journal ] && [ ! -e $spec ]"
         );
-        tokio::time::timeout(wait::USUAL, self.shell(&script))
+        self.shell(&script)
             .await
-            .context("the plugin was not seen in a Prepare")??;
+            .context("the plugin was not killed in a Prepare")?;
         Ok(started)
     }
 

@@ -54,7 +54,10 @@ fn every_grant_begins_once_and_ends_once_whenever_the_plugin_is_killed() -> anyh
             }
             Ok(pods)
         };
-        let pods = case.node.kill_plugin_in_a_prepare(starting).await?;
+        let pods = case
+            .node
+            .kill_plugin_in_a_prepare(starting, |pods| &pods[0])
+            .await?;
         for pod in &pods {
             pod.started_within(BURST).await?;
         }

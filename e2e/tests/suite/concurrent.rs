@@ -187,7 +187,10 @@ fn a_killed_plugin_costs_clients_nothing() -> anyhow::Result<()> {
         let before = neighbour.next_beat().await?;
         let daemon = daemons(case, gpu).await?;
         let starting = namespace.idle("pod", &request);
-        let pod = case.node.kill_plugin_in_a_prepare(starting).await?;
+        let pod = case
+            .node
+            .kill_plugin_in_a_prepare(starting, |pod| pod)
+            .await?;
         pod.started_within(Duration::from_mins(2)).await?;
         let after = neighbour.next_beat().await?;
         ensure!(

@@ -223,7 +223,10 @@ fn a_killed_plugin_finishes_the_partition_or_removes_it() -> anyhow::Result<()> 
         let namespace = case.namespace("killed").await?;
         let request = Request::profile("1g.10gb");
         let starting = namespace.idle("pod", &request);
-        let pod = case.node.kill_plugin_in_a_prepare(starting).await?;
+        let pod = case
+            .node
+            .kill_plugin_in_a_prepare(starting, |pod| pod)
+            .await?;
         pod.started_within(Duration::from_mins(2)).await?;
         pod.delete().await?;
         case.node.no_claim_files(wait::USUAL).await?;

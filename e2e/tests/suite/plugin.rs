@@ -58,7 +58,10 @@ fn killed_in_fifty_prepares_all_pods_start_and_nothing_is_left() -> anyhow::Resu
             })
             .buffered(10)
             .try_collect::<Vec<_>>();
-        let pods = case.node.kill_plugin_in_a_prepare(starting).await?;
+        let pods = case
+            .node
+            .kill_plugin_in_a_prepare(starting, |pods| &pods[PODS / 2])
+            .await?;
         let begun = case.node.claim_files().await?;
         println!("killed with {} files of claims on the node", begun.len());
         for pod in &pods {
