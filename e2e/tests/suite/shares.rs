@@ -56,7 +56,8 @@ fn two_namespaces_share_one_gpu() -> anyhow::Result<()> {
         sees_exactly(&small, &[(first, 20 * GI)]).await?;
         sees_exactly(&large, &[(first, 40 * GI)]).await?;
 
-        // The neighbour works before, during and after the other reaches its cap.
+        // The neighbour works before, during and after the other reaches its cap. What it has free is compared from here on: while
+        // `sees_exactly` made a context in its share, 512 MiB more were taken.
         let before = large.next_beat().await?;
         let filled = small.fill(&[]).await?;
         ensure!(
