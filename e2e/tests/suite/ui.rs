@@ -99,6 +99,35 @@ impl Page {
         Ok(())
     }
 
+    /// Gives each GPU of the node a pod of this namespace, and searches for the namespace: what tests on other nodes do changes
+    /// nothing in the map. Returns the pods, and the GPUs' UUIDs in the order of the map, at least two.
+    async fn with_own_gpus(
+        &self,
+        case: &Case,
+        namespace: &Namespace,
+    ) -> anyhow::Result<(Vec<PodHandle>, Vec<String>)> {
+        let mut pods = Vec::new();
+        for (nth, gpu) in case.gpus.iter().enumerate() {
+            let request = Request::capped("10Gi", "25").on(&gpu.uuid);
+            let name = format!("notebook-{nth}");
+            pods.push(namespace.started(&name, &request).await?);
+        }
+        self.search_for(namespace).await?;
+        let script = format!(
+            "const tiles = [...document.querySelectorAll('section:not([hidden]) li:not([hidden]) > .tile')];
+             return tiles.length === {} && tiles.map((it) => it.dataset.uuid)",
+            pods.len()
+        );
+        let tiles = self.browser.wait_for("the GPUs", wait::USUAL, &script);
+        let tiles: Vec<String> = tiles.await?;
+        ensure!(tiles.len() >= 2, "{tiles:?}");
+        Ok((pods, tiles))
+    }
+
+    async fn search_for(&self, namespace: &Namespace) -> anyhow::Result<()> {
+        self.search(&format!("{}/", namespace.name())).await
+    }
+
     /// Puts words into the search, and the focus.
     async fn search(&self, words: &str) -> anyhow::Result<()> {
         let script = format!(
@@ -112,14 +141,28 @@ impl Page {
         self.browser.evaluate::<bool>(&script).await.map(drop)
     }
 
-    /// The GPUs in the map, as soon as these are so many.
-    async fn tiles(&self, count: usize) -> anyhow::Result<Vec<String>> {
+    /// Puts the focus on a GPU.
+    async fn focus(&self, uuid: &str) -> anyhow::Result<()> {
         let script = format!(
-            "const tiles = [...document.querySelectorAll('section:not([hidden]) li:not([hidden]) > .tile')];
-             return tiles.length === {count} && tiles.map((it) => it.dataset.uuid)"
+            "document.querySelector('.tile[data-uuid={}]').focus(); return true",
+            json!(uuid)
         );
-        let found = self.browser.wait_for("the GPUs", wait::USUAL, &script);
-        found.await
+        self.browser.evaluate::<bool>(&script).await.map(drop)
+    }
+
+    /// The keys that go from the node that has the focus to another one, and back.
+    async fn way_to_others(&self) -> anyhow::Result<(Key, Key)> {
+        let script = "const own = document.activeElement.closest('section');
+             return own.nextElementSibling ? 'below' : own.previousElementSibling && 'above'";
+        let others: String = self
+            .browser
+            .wait_for("a second node, as `make e2e` has", wait::USUAL, script)
+            .await?;
+        Ok(if others == "below" {
+            (Key::Down, Key::Up)
+        } else {
+            (Key::Up, Key::Down)
+        })
     }
 
     /// The UUID of the GPU that has the focus, or the id of what has it.
@@ -133,6 +176,22 @@ impl Page {
             .browser
             .wait_for::<bool>("the focus", wait::USUAL, &script);
         come.await.map(drop)
+    }
+
+    /// Presses a key until the focus is at a GPU of the node, or of another one. It stays in the first column, where it is.
+    async fn comes_to(&self, key: Key, node: &str, is_its: bool) -> anyhow::Result<()> {
+        let script = format!(
+            "const tile = document.activeElement, left = (it) => it.getBoundingClientRect().left;
+             return (tile.dataset.node === {}) === {is_its} && left(tile) === left(document.querySelector('.tile'))",
+            json!(node)
+        );
+        let what = format!("the focus by {key:?}");
+        wait::for_answer(&what, wait::USUAL, async || {
+            self.browser.press(key).await?;
+            let is_there: bool = self.browser.evaluate(&script).await?;
+            Ok(is_there.then_some(()))
+        })
+        .await
     }
 
     /// Presses a key that moves the focus.
@@ -238,17 +297,15 @@ fn the_page_is_usable_by_keyboard_readable_on_a_phone_and_in_both_themes() -> an
     run_on_a_node(async |case: &Case| {
         let namespace = case.namespace("ui").await?;
         let page = Page::open(&[]).await?;
-        // Each GPU of the node has a pod of this namespace, and the search is for the namespace: what tests on other nodes do
-        // changes nothing in the map.
-        let mut pods = Vec::new();
-        for (nth, gpu) in case.gpus.iter().enumerate() {
-            let request = Request::capped("10Gi", "25").on(&gpu.uuid);
-            let name = format!("notebook-{nth}");
-            pods.push(namespace.started(&name, &request).await?);
-        }
-        page.search(&format!("{}/", namespace.name())).await?;
-        let tiles = page.tiles(pods.len()).await?;
-        ensure!(tiles.len() >= 2, "{tiles:?}");
+        let (_pods, tiles) = page.with_own_gpus(case, &namespace).await?;
+
+        // Up and Down go from node to node.
+        page.search("").await?;
+        page.focus(&tiles[0]).await?;
+        let (away, back) = page.way_to_others().await?;
+        page.comes_to(away, case.node.name(), false).await?;
+        page.comes_to(back, case.node.name(), true).await?;
+        page.search_for(&namespace).await?;
 
         // Tab reaches the map once, arrows go through it.
         let in_tiers = "return document.activeElement.closest('#tiers') !== null";
@@ -310,8 +367,19 @@ fn the_page_is_usable_by_keyboard_readable_on_a_phone_and_in_both_themes() -> an
             is_dark: false,
         })
         .await?;
+        page.close().await
+    })
+}
 
-        // The focus stays in the map when its GPU is no longer among those that were searched for.
+#[test]
+fn the_focus_and_a_pressed_tier_stay_in_the_page_when_gpus_leave_the_map() -> anyhow::Result<()> {
+    run_on_a_node(async |case: &Case| {
+        let namespace = case.namespace("ui").await?;
+        let page = Page::open(&[]).await?;
+        let (pods, tiles) = page.with_own_gpus(case, &namespace).await?;
+        let press = "window.tier = document.querySelector('#tiers [data-tier=capped]'); tier.click(); return true";
+        let _: bool = page.browser.evaluate(press).await?;
+        page.focus(&tiles[0]).await?;
         let (last, others) = pods.split_last().context("pods")?;
         for (pod, next) in others.iter().zip(&tiles[1..]) {
             pod.delete().await?;
@@ -319,6 +387,18 @@ fn the_page_is_usable_by_keyboard_readable_on_a_phone_and_in_both_themes() -> an
         }
         last.delete().await?;
         page.focus_comes_to("map").await?;
+
+        // The button is the same element, so that a press of it is not lost; without GPUs it is there until it is pressed again.
+        let pressed = "return tier.isConnected && tier.ariaPressed === 'true'";
+        ensure!(
+            page.browser.evaluate::<bool>(pressed).await?,
+            "the pressed tier has no button, or another one"
+        );
+        let released = "tier.click(); return !tier.isConnected || tier.ariaPressed === 'false'";
+        ensure!(
+            page.browser.evaluate::<bool>(released).await?,
+            "the tier stays pressed"
+        );
         page.close().await
     })
 }

@@ -47,7 +47,7 @@ export function makeMap(root, onSelect) {
   }
 
   function update(all, changed) {
-    const hadFocus = document.activeElement.closest('.tile') !== null;
+    const focused = document.activeElement?.closest('.tile');
     records = all;
     let isOther = false;
     for (const key of changed) {
@@ -64,7 +64,7 @@ export function makeMap(root, onSelect) {
       root.classList.toggle('many', isMany);
       for (const node of nodes.values()) if (node.isShown) draw(node);
     }
-    if (hadFocus) keepFocus();
+    if (focused) keepFocus();
   }
 
   /** Puts the focus back to its GPU where the GPU's section was moved, and to the nearest one where the GPU went or is hidden. */
