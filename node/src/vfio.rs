@@ -412,11 +412,13 @@ fn list(folder: &Path) -> Result<Vec<String>, VfioError> {
     Ok(names)
 }
 
+/// Like [`list`]; nothing of a folder that is not there, or goes while it is read.
 fn list_if_there(folder: &Path) -> Result<Vec<String>, VfioError> {
-    if folder.exists() {
-        list(folder)
-    } else {
-        Ok(Vec::new())
+    match list(folder) {
+        Err(VfioError::File { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
+            Ok(Vec::new())
+        }
+        listed => listed,
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::cell::RefCell;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use tranche_simulator_pci::{Function as SimulatedFunction, Nodes, Tree, serve};
 
@@ -164,6 +165,25 @@ fn a_crash_after_any_step_is_made_good() {
             assert_eq!(machine.record.borrow().is_some(), wanted_at_last, "{steps}");
         }
     }
+}
+
+/// VFIO's device goes with its driver, which the kernel may let go at any time.
+#[test]
+fn a_vfio_device_that_goes_while_it_is_read_is_no_error() {
+    let machine = machine(&[]);
+    let folder = machine.vfio.device(address(GPU)).join("vfio-dev");
+    let is_over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !is_over.load(Ordering::Relaxed) {
+                fs::create_dir(&folder).unwrap();
+                fs::remove_dir(&folder).unwrap();
+            }
+        });
+        let failed = (0..2000).find_map(|_| machine.vfio.read(address(GPU), None).err());
+        is_over.store(true, Ordering::Relaxed);
+        assert!(failed.is_none(), "{failed:?}");
+    });
 }
 
 #[test]
