@@ -13,12 +13,18 @@ const POINTS: f64 = 5.0;
 
 /// The result of `tranche-workload spin`, in percent of the GPU's time.
 #[derive(Debug, Deserialize)]
-struct Spun {
+pub struct Spun {
     share: f64,
+    /// Of the shares of each second.
+    pub median: f64,
 }
 
 /// The share of the GPU's time that a pod's program gets.
-pub async fn spin(pod: &PodHandle, kernel: &str, launch: &str, time: &str) -> anyhow::Result<f64> {
+async fn spin(pod: &PodHandle, kernel: &str, launch: &str, time: &str) -> anyhow::Result<f64> {
+    Ok(spun(pod, kernel, launch, time).await?.share)
+}
+
+pub async fn spun(pod: &PodHandle, kernel: &str, launch: &str, time: &str) -> anyhow::Result<Spun> {
     let command = [
         "tranche-workload",
         "--json",
@@ -30,8 +36,7 @@ pub async fn spin(pod: &PodHandle, kernel: &str, launch: &str, time: &str) -> an
         "--time",
         time,
     ];
-    let spun: Spun = serde_json::from_str(&pod.stdout(&command).await?)?;
-    Ok(spun.share)
+    Ok(serde_json::from_str(&pod.stdout(&command).await?)?)
 }
 
 fn about(share: f64, cores: f64, of: &str) -> anyhow::Result<()> {

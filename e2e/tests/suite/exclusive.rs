@@ -46,9 +46,10 @@ fn an_exclusive_pod_has_the_whole_gpu_and_no_shim() -> anyhow::Result<()> {
 fn timeshared_pods_have_the_same_gpu_and_no_shim() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
         let namespace = case.namespace("time").await?;
+        let request = Request::timeshared().on(&case.gpus[0].uuid);
         let mut all = Vec::new();
         for name in ["one", "two"] {
-            let pod = namespace.started(name, &Request::timeshared()).await?;
+            let pod = namespace.started(name, &request).await?;
             has_no_shim(&pod).await?;
             all.push(pod.nvidia_smi().await?);
         }

@@ -1,7 +1,5 @@
 //! Who uses which part of a GPU, as `/metrics` and `/usage` say it.
 
-use std::time::Duration;
-
 use anyhow::{Context as _, ensure};
 use futures::future::try_join_all;
 use kube::api::DeleteParams;
@@ -18,8 +16,11 @@ const GIB: u64 = 1 << 30;
 const MIB: f64 = 64.0;
 /// Points of a GPU's utilization by which a series may differ from the program's own measurement.
 const POINTS: f64 = 5.0;
-/// The ten seconds that are averaged, twice; the rest is for a busy machine.
-const AVERAGED: Duration = Duration::from_secs(40);
+/// The ten seconds that are averaged, and as long again to compare.
+const SPUN: &str = "24s";
+
+/// The values of a metric with the pod of each, if any.
+type Series = Vec<(Option<String>, f64)>;
 
 /// Reads the metrics of the case's node.
 struct Reader<'a> {
@@ -43,8 +44,35 @@ impl Reader<'_> {
         gpus.find(|gpu| gpu.uuid == uuid).context("the GPU")
     }
 
-    /// The series of a metric for a GPU: the pod, if any, and the value.
-    async fn series(&self, name: &str, uuid: &str) -> anyhow::Result<Vec<(Option<String>, f64)>> {
+    /// The series of a metric for a GPU, scraped again and again while `work` goes on. A scrape that fails is a gap, as for
+    /// Prometheus, but most must succeed.
+    async fn beside<T>(
+        &self,
+        work: impl Future<Output = anyhow::Result<T>>,
+        name: &str,
+        uuid: &str,
+    ) -> anyhow::Result<(T, Vec<Series>)> {
+        tokio::pin!(work);
+        let (mut scrapes, mut failed) = (Vec::new(), Vec::new());
+        let done = loop {
+            tokio::select! {
+                done = &mut work => break done?,
+                series = self.series(name, uuid) => match series {
+                    Ok(series) => scrapes.push(series),
+                    Err(error) => failed.push(format!("{error:#}")),
+                },
+            }
+        };
+        ensure!(
+            scrapes.len() > 9 * failed.len(),
+            "{} scrapes, and these failed: {failed:?}",
+            scrapes.len()
+        );
+        Ok((done, scrapes))
+    }
+
+    /// The series of a metric for a GPU.
+    async fn series(&self, name: &str, uuid: &str) -> anyhow::Result<Series> {
         let text = self.text("/metrics").await?;
         let of_gpu = format!("UUID=\"{uuid}\"");
         let lines = text.lines().filter(|line| line.contains(&of_gpu));
@@ -65,9 +93,9 @@ fn of(series: &[(Option<String>, f64)], pod: &str) -> Option<f64> {
     found.next().map(|(_, value)| *value)
 }
 
+/// The median of what the program counts in each second.
 async fn spin(pod: &PodHandle) -> anyhow::Result<f64> {
-    let time = format!("{}s", AVERAGED.as_secs());
-    compute::spin(pod, "1ms", "plain", &time).await
+    Ok(compute::spun(pod, "1ms", "plain", SPUN).await?.median)
 }
 
 /// The median values of `DCGM_FI_DEV_GPU_UTIL` of pods that spin, and what they measured themselves. The
@@ -77,23 +105,14 @@ async fn spun(
     uuid: &str,
     pods: &[PodHandle],
 ) -> anyhow::Result<(Vec<f64>, Vec<f64>)> {
-    let name = "DCGM_FI_DEV_GPU_UTIL";
     let spins = try_join_all(pods.iter().map(spin));
-    tokio::pin!(spins);
-    let mut last = Vec::new();
-    let measured = loop {
-        tokio::select! {
-            spun = &mut spins => break spun?,
-            series = reader.series(name, uuid) => {
-                let series = series?;
-                let sum: f64 = series.iter().map(|(_, value)| value).sum();
-                ensure!(sum <= 100.01, "{series:?}");
-                last.push(series);
-            }
-        }
-    };
+    let (measured, scrapes) = reader.beside(spins, "DCGM_FI_DEV_GPU_UTIL", uuid).await?;
+    for series in &scrapes {
+        let sum: f64 = series.iter().map(|(_, value)| value).sum();
+        ensure!(sum <= 100.01, "{series:?}");
+    }
     // At first the average still has the time before, at the end programs have ended.
-    let steady = &last[last.len() / 2..last.len() * 7 / 8];
+    let steady = &scrapes[scrapes.len() / 2..scrapes.len() * 7 / 8];
     ensure!(!steady.is_empty(), "too few scrapes while they spun");
     // Of one moment they may differ from the whole on a busy machine.
     let median = |pod: &PodHandle| {
@@ -118,7 +137,7 @@ fn about(values: &[f64], wanted: &[f64]) -> anyhow::Result<()> {
 
 #[test]
 fn three_pods_have_the_utilization_that_they_cause_and_it_adds_up() -> anyhow::Result<()> {
-    run_on_a_node(async |case: &Case| {
+    run(async |case: &Case| {
         let namespace = case.namespace("usage").await?;
         let reader = Reader::new(case, namespace.name()).await?;
         let uuid = &case.gpus[0].uuid;
@@ -139,7 +158,7 @@ fn three_pods_have_the_utilization_that_they_cause_and_it_adds_up() -> anyhow::R
 /// counts what it would take on the whole GPU.
 #[test]
 fn pods_of_concurrent_shares_have_the_utilization_that_they_cause() -> anyhow::Result<()> {
-    run_on_a_node(async |case: &Case| {
+    run(async |case: &Case| {
         policy::tiers(case, &[Tier::Concurrent, Tier::Exclusive]).await?;
         let namespace = case.namespace("usage-mps").await?;
         let reader = Reader::new(case, namespace.name()).await?;
@@ -175,7 +194,7 @@ fn a_partitions_pod_has_its_memory_and_its_utilization() -> anyhow::Result<()> {
         ));
         let pod = namespace.started("pod", &request).await?;
         holds(&pod, "2Gi").await?;
-        wait::for_answer("the partition's memory", AVERAGED, async || {
+        wait::for_answer("the partition's memory", wait::USUAL, async || {
             let gpu = reader.gpu(uuid).await?;
             let memory = gpu.memory.context("the GPU's memory")?;
             let in_partitions = gpu.partitions.iter().filter_map(|it| it.memory);
@@ -185,17 +204,10 @@ fn a_partitions_pod_has_its_memory_and_its_utilization() -> anyhow::Result<()> {
             Ok(of(&series, pod.name()).filter(|mib| *mib >= 2_048.0))
         })
         .await?;
-        let spins = spin(&pod);
-        tokio::pin!(spins);
-        let mut most: f64 = 0.0;
-        loop {
-            tokio::select! {
-                spun = &mut spins => break spun.map(drop)?,
-                series = reader.series("DCGM_FI_PROF_GR_ENGINE_ACTIVE", uuid) => {
-                    most = most.max(of(&series?, pod.name()).unwrap_or(0.0));
-                }
-            }
-        }
+        let name = "DCGM_FI_PROF_GR_ENGINE_ACTIVE";
+        let (_, scrapes) = reader.beside(spin(&pod), name, uuid).await?;
+        let values = scrapes.iter().filter_map(|series| of(series, pod.name()));
+        let most = values.fold(0.0, f64::max);
         ensure!((0.9..=1.0).contains(&most), "{most}");
         Ok(())
     })
@@ -225,7 +237,7 @@ fn memory_adds_up_and_what_bypasses_is_its_pods() -> anyhow::Result<()> {
         }
         holds(&pods[0], "1Gi").await?;
         pods[1].stdout(&["sh", "-c", BYPASS]).await?;
-        wait::for_answer("both pods' memory", AVERAGED, async || {
+        wait::for_answer("both pods' memory", wait::USUAL, async || {
             let gpu = reader.gpu(uuid).await?;
             let memory = gpu.memory.context("the GPU's memory")?;
             let of_shares: u64 = gpu.shares.iter().map(|it| it.memory.used).sum();
@@ -290,7 +302,7 @@ fn memory_of_a_pod_deleted_by_force_is_a_zombie_and_blocks_its_gpu() -> anyhow::
         let pod = namespace.running("dead", &request, &command).await?;
         pod.started().await?;
         let claim = pod.claim().await?.metadata.name.context("a name")?;
-        wait::for_answer("the pod's memory", AVERAGED, async || {
+        wait::for_answer("the pod's memory", wait::USUAL, async || {
             let gpu = reader.gpu(uuid).await?;
             Ok(gpu
                 .shares
@@ -313,7 +325,7 @@ fn memory_of_a_pod_deleted_by_force_is_a_zombie_and_blocks_its_gpu() -> anyhow::
             .await?;
         pod.delete_with(&DeleteParams::default().grace_period(0))
             .await?;
-        let text = wait::for_answer("a zombie", AVERAGED, async || {
+        let text = wait::for_answer("a zombie", wait::USUAL, async || {
             let gpu = reader.gpu(uuid).await?;
             let named = |it: &&Zombie| {
                 it.claim.name == claim
@@ -342,7 +354,7 @@ fn memory_of_a_pod_deleted_by_force_is_a_zombie_and_blocks_its_gpu() -> anyhow::
         case.node.shell(&go_on).await?;
         next.sync().await?;
         next.started().await?;
-        wait::for_answer("no zombie", AVERAGED, async || {
+        wait::for_answer("no zombie", wait::USUAL, async || {
             let gpu = reader.gpu(uuid).await?;
             Ok(gpu.remainder.zombies.is_empty().then_some(()))
         })

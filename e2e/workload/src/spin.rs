@@ -40,6 +40,8 @@ struct Spun {
     seconds: f64,
     /// The time of the kernels that ran, in percent of the whole time.
     share: f64,
+    /// The median of this share in each full second; a moment in which the machine stood still does not change it.
+    median: f64,
 }
 
 impl fmt::Display for Spun {
@@ -50,6 +52,39 @@ impl fmt::Display for Spun {
             self.device, self.kernels, self.seconds, self.share
         )
     }
+}
+
+/// The share of each second.
+#[derive(Debug, Default)]
+struct Seconds {
+    from: Duration,
+    /// Kernels that had ended then.
+    ended: u64,
+    shares: Vec<f64>,
+}
+
+impl Seconds {
+    /// Notes that so many kernels have ended.
+    fn note(&mut self, kernel: Duration, elapsed: Duration, ended: u64) {
+        let seconds = elapsed.saturating_sub(self.from);
+        if seconds >= Duration::from_secs(1) {
+            self.shares.push(share(kernel, ended - self.ended, seconds));
+            (self.from, self.ended) = (elapsed, ended);
+        }
+    }
+
+    /// `None` in less than a second.
+    fn median(mut self) -> Option<f64> {
+        self.shares.sort_by(f64::total_cmp);
+        self.shares.get(self.shares.len() / 2).copied()
+    }
+}
+
+/// The time of the kernels, in percent of the time that passed.
+fn share(kernel: Duration, kernels: u64, passed: Duration) -> f64 {
+    #[expect(clippy::cast_precision_loss, reason = "fewer than 2^52 kernels")]
+    let busy = kernels as f64 * kernel.as_secs_f64();
+    100.0 * busy / passed.as_secs_f64()
 }
 
 impl Spin {
@@ -64,6 +99,7 @@ impl Spin {
         let start = Instant::now();
         let (mut kernels, mut ran) = (0, 0);
         let mut former = None;
+        let mut seconds = Seconds::default();
         while start.elapsed() < self.time {
             let mut launched = 0;
             while launched == 0 || self.kernel * launched < AHEAD {
@@ -74,21 +110,22 @@ impl Spin {
             if let Some((mark, kernels)) = former.replace(mark) {
                 kernel::pass(&mark)?;
                 ran = kernels;
+                seconds.note(self.kernel, start.elapsed(), ran);
             }
         }
         if let Some((mark, kernels)) = former {
             kernel::pass(&mark)?;
             ran = kernels;
         }
-        let seconds = start.elapsed().as_secs_f64();
-        #[expect(clippy::cast_precision_loss, reason = "fewer than 2^52 kernels")]
-        let busy = ran as f64 * self.kernel.as_secs_f64();
+        let passed = start.elapsed();
+        let share = share(self.kernel, ran, passed);
         report.print(&Spun {
             device: gpu.ordinal(),
             uuid: gpu.uuid()?,
             kernels: ran,
-            seconds,
-            share: 100.0 * busy / seconds,
+            seconds: passed.as_secs_f64(),
+            share,
+            median: seconds.median().unwrap_or(share),
         })
     }
 }
