@@ -24,6 +24,7 @@ async fn spin(pod: &PodHandle, kernel: &str, launch: &str, time: &str) -> anyhow
     Ok(spun(pod, kernel, launch, time).await?.share)
 }
 
+/// What a pod's program counts while it keeps the GPU busy.
 pub async fn spun(pod: &PodHandle, kernel: &str, launch: &str, time: &str) -> anyhow::Result<Spun> {
     let command = [
         "tranche-workload",

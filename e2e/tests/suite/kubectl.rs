@@ -239,11 +239,11 @@ fn recommended_claims_are_accepted_by_the_api_server() -> anyhow::Result<()> {
 fn doctor_finds_nothing_wrong_and_collect_packs_no_secret() -> anyhow::Result<()> {
     // It examines all nodes, and other tests break them.
     run(async |case: &Case| {
-        let doctor = wait::for_answer("no errors", wait::USUAL, async || {
-            let doctor = tranche(&["doctor", "--output", "json"]).await?;
-            Ok(Some(doctor.json()?))
-        })
-        .await?;
+        for plugin in case.plugins() {
+            plugin.ready(None).await?;
+            plugin.settled().await?;
+        }
+        let doctor = tranche(&["doctor", "--output", "json"]).await?.json()?;
         let findings = doctor["findings"].as_array().context("findings")?;
         for check in [
             "Kubernetes version",
