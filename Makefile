@@ -63,7 +63,8 @@ checks: tools ## formatting, shell scripts, the chart, the alerts, the drivers' 
 unit: shim simulator gpu-kit ## unit, property and contract tests, without a cluster; clippy
 	shim/tests/install-tools
 	driver/allocator-oracle/build
-	cargo clippy -p tranche-shim-cuda -p tranche-shim-nvml -p tranche-simulator-nvml -- -D warnings
+	cargo clippy --profile shim -p tranche-shim-cuda -p tranche-shim-nvml --target-dir target/shim-build -- -D warnings
+	cargo clippy -p tranche-simulator-nvml -- -D warnings
 	.ci/cargo-test
 	shim/core/deep-check loom
 	cd driver/cdi-oracle && go vet ./... && go test ./...

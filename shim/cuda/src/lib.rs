@@ -43,7 +43,8 @@
 //! process is wholly its own: `cuMemGetInfo` says that its total is the cap, and all of it free at
 //! first. Every further context is charged. Stacks and heap of kernels by default are part of a context; a module's
 //! variables and code are charged when it is loaded, by what its image says of them.
-#![no_std]
+// A debug build unwinds, which needs std; nobody loads it.
+#![cfg_attr(panic = "abort", no_std)]
 #![expect(
     non_camel_case_types,
     reason = "the driver's functions are spelled as in cuda.h"
@@ -81,7 +82,7 @@ mod source;
 mod stream;
 mod vmm;
 
-#[cfg(not(test))]
+#[cfg(panic = "abort")]
 #[panic_handler]
 fn panic(_: &core::panic::PanicInfo<'_>) -> ! {
     tranche_shim_runtime::sys::abort()

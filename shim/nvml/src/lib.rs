@@ -15,7 +15,8 @@
 //! `nvmlInit` refuses, with one line on stderr, if the pages are missing or invalid. For a visible
 //! GPU without a page it succeeds, so that `nvidia-smi` can be used to find the problem: only
 //! queries about the share's values are refused; CUDA refuses the whole GPU.
-#![no_std]
+// A debug build unwinds, which needs std; nobody loads it.
+#![cfg_attr(panic = "abort", no_std)]
 
 mod abi;
 mod buffer;
@@ -182,7 +183,7 @@ extern "C" fn nvmlErrorString(result: Return) -> *const c_char {
     real(result.0.cast_signed())
 }
 
-#[cfg(not(test))]
+#[cfg(panic = "abort")]
 #[panic_handler]
 fn panic(_: &core::panic::PanicInfo<'_>) -> ! {
     tranche_shim_runtime::sys::abort()
