@@ -25,7 +25,7 @@ fn address(text: &str) -> PciAddress {
 
 fn function(at: &str, class: u32, group: Option<u32>) -> SimulatedFunction {
     SimulatedFunction {
-        address: address(at),
+        address: at.to_owned(),
         vendor: 0x10de,
         device: 0x2330,
         class,

@@ -5,7 +5,6 @@ use std::sync::Arc;
 
 use anyhow::{Context as _, bail};
 use clap::Parser;
-use tranche_api::pci_address::PciAddress;
 use tranche_simulator_machine::wire::{Reply, Request, Setting};
 use tranche_simulator_machine::{Access, Attachment, DriverRoot, GpuState, attach};
 use tranche_simulator_pci::open_devices::is_open;
@@ -58,7 +57,7 @@ fn main() -> anyhow::Result<()> {
         .with_context(|| format!("PCI tree under {}", arguments.tree.display()))?;
     let find = move |address: &str| {
         let mut numbered = (0_u32..).zip(gpus);
-        numbered.find(|(_, gpu)| address_of(gpu, 0).to_string() == address)
+        numbered.find(|(_, gpu)| address_of(gpu, 0) == address)
     };
     // The tree has booted: NVIDIA's driver has all of them.
     for gpu in (0..).zip(gpus).map(|(index, _)| index) {
@@ -105,13 +104,9 @@ fn function(gpu: &GpuState, number: u8, class: u32, group: Option<u32>) -> Funct
     }
 }
 
-fn address_of(gpu: &GpuState, function: u8) -> PciAddress {
-    PciAddress {
-        domain: gpu.pci_domain,
-        bus: u8::try_from(gpu.pci_bus).unwrap_or_default(),
-        device: u8::try_from(gpu.pci_device).unwrap_or_default(),
-        function,
-    }
+fn address_of(gpu: &GpuState, function: u8) -> String {
+    let (domain, bus, device) = (gpu.pci_domain, gpu.pci_bus, gpu.pci_device);
+    format!("{domain:04x}:{bus:02x}:{device:02x}.{function:x}")
 }
 
 /// Tells the machine whether NVIDIA's driver has a GPU.

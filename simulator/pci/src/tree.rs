@@ -8,7 +8,6 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use rustix::fs::{CWD, FileType, Mode};
-use tranche_api::pci_address::PciAddress;
 
 /// NVIDIA's driver looks this often whether the last program has closed the GPU.
 const REMOVAL_PAUSE: Duration = Duration::from_millis(50);
@@ -16,10 +15,10 @@ const REMOVAL_PAUSE: Duration = Duration::from_millis(50);
 const DRIVERS: [&str; 4] = ["nvidia", "pcieport", "snd_hda_intel", "vfio-pci"];
 
 /// A PCI function.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Function {
-    /// Where it is.
-    pub address: PciAddress,
+    /// Where it is, as sysfs writes it: `0000:1b:00.0`.
+    pub address: String,
     /// The vendor's id, such as 0x10de for NVIDIA.
     pub vendor: u16,
     /// The device's id.
@@ -55,6 +54,7 @@ pub enum Nodes {
 pub struct Tree {
     root: PathBuf,
     nodes: Nodes,
+    addresses: Vec<String>,
     /// Held while a device changes its driver.
     change: Mutex<()>,
 }
@@ -76,6 +76,7 @@ impl Tree {
         let tree = Self {
             root: root.to_owned(),
             nodes,
+            addresses: functions.iter().map(|f| f.address.clone()).collect(),
             change: Mutex::new(()),
         };
         let bus = root.join("sys/bus/pci");
@@ -94,14 +95,14 @@ impl Tree {
         for function in functions {
             tree.add(function)?;
             // A function without a driver stays without.
-            let _ = tree.probe(&function.address.to_string())?;
+            let _ = tree.probe(&function.address)?;
         }
         Ok(tree)
     }
 
     fn add(&self, function: &Function) -> io::Result<()> {
-        let address = function.address.to_string();
-        let folder = self.root.join("sys/devices/pci0000:00").join(&address);
+        let address = &function.address;
+        let folder = self.root.join("sys/devices/pci0000:00").join(address);
         fs::create_dir_all(&folder)?;
         fs::write(folder.join("vendor"), format!("{:#06x}\n", function.vendor))?;
         fs::write(folder.join("device"), format!("{:#06x}\n", function.device))?;
@@ -113,7 +114,7 @@ impl Tree {
             fs::create_dir_all(self.root.join(&devices))?;
             symlink(
                 format!("../../../../devices/pci0000:00/{address}"),
-                self.root.join(devices).join(&address),
+                self.root.join(devices).join(address),
             )?;
             symlink(
                 format!("../../../kernel/iommu_groups/{group}"),
@@ -122,7 +123,7 @@ impl Tree {
         }
         symlink(
             format!("../../../devices/pci0000:00/{address}"),
-            self.device(&address),
+            self.device(address),
         )
     }
 
@@ -156,8 +157,7 @@ impl Tree {
     }
 
     fn is_there(&self, address: &str) -> bool {
-        // A path in the text would leave the folder.
-        address.parse::<PciAddress>().is_ok() && self.device(address).exists()
+        self.addresses.iter().any(|known| known == address)
     }
 
     /// The driver that a function is bound to.
@@ -316,7 +316,7 @@ mod tests {
 
     fn function(address: &str, class: u32, group: Option<u32>) -> Function {
         Function {
-            address: address.parse().unwrap(),
+            address: address.to_owned(),
             vendor: 0x10de,
             device: 0x2330,
             class,
