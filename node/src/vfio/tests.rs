@@ -39,7 +39,7 @@ fn machine(others: &[SimulatedFunction]) -> Machine {
         function(GPU, 0x03_0200, Some(7)),
         function(AUDIO, 0x04_0300, Some(7)),
     ];
-    functions.extend(others);
+    functions.extend_from_slice(others);
     let tree = Arc::new(Tree::boot(root.path(), Nodes::Files, &functions).unwrap());
     let node = root.path().join(format!("dev/nvidia{MINOR}"));
     fs::write(&node, "").unwrap();
