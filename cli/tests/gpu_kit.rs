@@ -1,11 +1,6 @@
 //! Runs all parts of the kit for machines with a GPU (`bench/gpu`) on the simulated machine.
 
-#![allow(
-    clippy::unwrap_used,
-    reason = "a test that cannot go on should say where"
-)]
-
-mod common;
+use crate::common;
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -150,6 +145,7 @@ fn rows(part: &Value) -> Vec<Value> {
 
 /// All rows that do not depend on time must hold; times on the simulator may miss their targets.
 #[test]
+#[ignore = "needs the kit: `make e2e` runs it"]
 fn every_part_runs_on_the_simulated_machine() {
     let machine = Machine::new("all");
     let ran = machine.run("", &[]);
@@ -209,6 +205,7 @@ fn every_part_runs_on_the_simulated_machine() {
 
 /// A framework that the Python has: real numba, from the simulator's client environment.
 #[test]
+#[ignore = "needs the kit: `make e2e` runs it"]
 fn an_installed_framework_is_filled_to_the_cap() {
     let machine = Machine::new("numba");
     let clients = repository().join("simulator/client-environment");
@@ -234,6 +231,7 @@ fn an_installed_framework_is_filled_to_the_cap() {
 
 /// Scripts with the names of NVIDIA's tools, which run the program and print a result.
 #[test]
+#[ignore = "needs the kit: `make e2e` runs it"]
 fn a_tools_output_in_a_share_is_compared_with_that_without() {
     let machine = Machine::new("tools");
     let tools = tempfile::tempdir().unwrap();
@@ -267,6 +265,7 @@ fn a_tools_output_in_a_share_is_compared_with_that_without() {
 }
 
 #[test]
+#[ignore = "needs the kit: `make e2e` runs it"]
 fn a_part_that_exceeds_its_time_is_ended_and_keeps_its_rows() {
     let machine = Machine::new("overrun");
     let before = machine.used();
@@ -283,6 +282,7 @@ fn a_part_that_exceeds_its_time_is_ended_and_keeps_its_rows() {
 }
 
 #[test]
+#[ignore = "needs the kit: `make e2e` runs it"]
 fn an_ended_or_killed_run_keeps_its_results_and_frees_the_gpu() {
     for signal in [rustix::process::Signal::TERM, rustix::process::Signal::KILL] {
         let machine = Machine::new(&format!("ended-{}", signal.as_raw()));
@@ -304,6 +304,7 @@ fn an_ended_or_killed_run_keeps_its_results_and_frees_the_gpu() {
 
 /// Several runs are joined into one result; of a part that ran twice, the later result is kept.
 #[test]
+#[ignore = "needs the kit: `make e2e` runs it"]
 fn results_of_several_runs_are_joined() {
     let (first, second) = (Machine::new("first"), Machine::new("second"));
     assert!(first.run("closed", &[]).status.success());
@@ -335,6 +336,7 @@ fn results_of_several_runs_are_joined() {
 /// Without CAP_SYS_ADMIN and user namespaces no mount can be made: parts that need a share report why they are
 /// absent.
 #[test]
+#[ignore = "needs the kit: `make e2e` runs it"]
 fn without_mounts_the_parts_without_a_share_run() {
     let machine = Machine::new("mounts");
     let script = "echo 0 >/proc/sys/user/max_user_namespaces
@@ -361,6 +363,7 @@ fn without_mounts_the_parts_without_a_share_run() {
 
 /// A driver that is in `/usr/local/nvidia` alone, as on rented machines and on GKE: found, and capped.
 #[test]
+#[ignore = "needs the kit: `make e2e` runs it"]
 fn a_driver_in_usr_local_nvidia_is_found() {
     let machine = Machine::new("elsewhere");
     let script = r#"
@@ -392,6 +395,7 @@ fn a_driver_in_usr_local_nvidia_is_found() {
 }
 
 #[test]
+#[ignore = "needs the kit: `make e2e` runs it"]
 fn errors_name_the_missing_driver_and_the_unknown_part() {
     let empty = tempfile::tempdir().unwrap();
     let ran = Command::new(kit().join("bench/gpu/run"))
@@ -418,6 +422,7 @@ fn errors_name_the_missing_driver_and_the_unknown_part() {
 
 /// The kit is below its largest size, and was made from this tree.
 #[test]
+#[ignore = "needs the kit: `make e2e` runs it"]
 fn the_kit_is_small_and_of_this_tree() {
     let kit = kit();
     let size: u64 = files(&kit)

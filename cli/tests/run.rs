@@ -1,11 +1,6 @@
 //! The built `tranche run`, on simulated GPUs: as root and as an unprivileged user.
 
-#![allow(
-    clippy::unwrap_used,
-    reason = "a test that cannot go on should say where"
-)]
-
-mod common;
+use crate::common;
 
 use std::ffi::OsStr;
 use std::fs;

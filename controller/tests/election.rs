@@ -1,6 +1,6 @@
 //! Two replicas and one lease, in virtual time.
 
-mod support;
+use crate::support;
 
 use std::time::Duration;
 

@@ -1,6 +1,6 @@
 //! The count of pending pods, against an API server in the same process, in virtual time.
 
-mod support;
+use crate::support;
 
 use std::time::Duration;
 

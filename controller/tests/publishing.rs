@@ -1,7 +1,7 @@
 //! The controller against an API server in the same process, in virtual time: what it publishes, what it leaves
 //! alone, and how often it writes.
 
-mod support;
+use crate::support;
 
 use std::time::Duration;
 

@@ -18,13 +18,14 @@ pub struct Written {
     pub stderr: String,
 }
 
-/// The plugin of this checkout.
+/// The plugin of this checkout, compiled with the images' programs.
 pub fn binary() -> anyhow::Result<PathBuf> {
-    let root = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("..");
-    let binary = root.join("target/release/kubectl-tranche");
+    let target = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../target");
+    let profile = std::env::var("PROFILE").unwrap_or_else(|_| "quick".into());
+    let binary = target.join(profile).join("kubectl-tranche");
     ensure!(
         binary.exists(),
-        "{} is missing: run `make build`",
+        "{} is missing: run the suite by `make e2e`",
         binary.display()
     );
     Ok(binary)

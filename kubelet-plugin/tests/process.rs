@@ -3,11 +3,6 @@
 //! As the real kubelet it uses the sockets that it finds, with the percent-encoded socket path as
 //! HTTP/2 authority on the registration socket.
 
-#![allow(
-    clippy::unwrap_used,
-    reason = "a test that cannot go on should say where"
-)]
-
 use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::os::unix::net::UnixStream;

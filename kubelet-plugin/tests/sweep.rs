@@ -1,10 +1,5 @@
 //! The real program as the sweeper's child, on a page whose owner died.
 
-#![allow(
-    clippy::unwrap_used,
-    reason = "a test that cannot go on should say where"
-)]
-
 use tranche_kubelet_plugin::sweep::RECLAIM;
 use tranche_node::page::AccountFile;
 use tranche_node::sweep::Sweeper;

@@ -1,11 +1,6 @@
 //! The compute mode of a simulated GPU, with the real nvidia-smi as the administrator.
 
-#![allow(
-    clippy::unwrap_used,
-    reason = "a test that cannot go on should say where"
-)]
-
-mod common;
+use crate::common;
 
 use common::{Host, smi};
 use tranche_driver::gpu_state::ComputeMode;

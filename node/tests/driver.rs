@@ -1,12 +1,7 @@
 //! A driver that is installed, removed and restored, with the real search and the real loading of the
 //! simulator's NVML.
 
-#![allow(
-    clippy::unwrap_used,
-    reason = "a test that cannot go on should say where"
-)]
-
-mod common;
+use crate::common;
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -1,7 +1,5 @@
 //! A tenant may hold a lease on its pages (`F_SETLEASE`), which blocks an open for up to 45 s: the
 //! node does not wait.
-#![allow(clippy::unwrap_used, reason = "a test that cannot be set up fails")]
-
 use std::io::{BufRead as _, BufReader};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};

@@ -1,11 +1,6 @@
 //! MIG of a simulated GPU, with the real nvidia-smi as the administrator.
 
-#![allow(
-    clippy::unwrap_used,
-    reason = "a test that cannot go on should say where"
-)]
-
-mod common;
+use crate::common;
 
 use std::fs;
 use std::io::{BufRead as _, BufReader};
@@ -123,7 +118,7 @@ struct Program(Child);
 impl Program {
     fn on(host: &Host, device: &str) -> Self {
         let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--ignored", "--exact", "program", "--nocapture"])
+            .args(["--ignored", "--exact", "mig::program", "--nocapture"])
             .env("LD_LIBRARY_PATH", host.at("usr/lib/x86_64-linux-gnu"))
             .env("CUDA_VISIBLE_DEVICES", device)
             .stdin(Stdio::piped())

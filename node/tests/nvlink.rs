@@ -1,11 +1,6 @@
 //! What NVML says of NVLinks, in the units of the usage API.
 
-#![allow(
-    clippy::unwrap_used,
-    reason = "a test that cannot go on should say where"
-)]
-
-mod common;
+use crate::common;
 
 use std::path::Path;
 use std::thread::sleep;

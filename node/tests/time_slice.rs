@@ -1,11 +1,6 @@
 //! The length of a simulated GPU's time slices, set by the driver's own nvidia-smi.
 
-#![allow(
-    clippy::unwrap_used,
-    reason = "a test that cannot go on should say where"
-)]
-
-mod common;
+use crate::common;
 
 use common::{Host, smi};
 use tranche_api::sharing_policy::Interval;

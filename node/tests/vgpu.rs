@@ -1,11 +1,6 @@
 //! GPUs of a vGPU's host and of a virtual machine that has a vGPU.
 
-#![allow(
-    clippy::unwrap_used,
-    reason = "a test that cannot go on should say where"
-)]
-
-mod common;
+use crate::common;
 
 use std::fs;
 

@@ -2,7 +2,6 @@
 //! against, with versions, conflicts, preconditions and server-side apply of `status.published`.
 //!
 //! It records every write, and it can be told to drop fields or to refuse requests.
-#![allow(dead_code, reason = "each test binary uses a part of it")]
 
 pub mod cluster;
 

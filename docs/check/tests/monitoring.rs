@@ -1,9 +1,4 @@
 //! Alerts and dashboards use metrics that exist, and every alert has its page.
-#![allow(
-    clippy::unwrap_used,
-    reason = "a test that cannot go on should say where"
-)]
-
 use std::collections::BTreeSet;
 use std::fs;
 

@@ -1,9 +1,4 @@
 //! docs/troubleshooting.md has every message of the product, and nothing else in its lists.
-#![allow(
-    clippy::unwrap_used,
-    reason = "a test that cannot go on should say where"
-)]
-
 use tranche_docs::{repository, sources, troubleshooting};
 
 #[test]

@@ -6,10 +6,11 @@ export KUBECONFIG=$CLUSTER_DIR/kubeconfig
 # use_cluster keeps a cluster that answers and has the requested size, else makes a new one.
 use_cluster() {
 	if cluster_is_as_asked; then
-		say "Using the cluster $CLUSTER, which is running"
+		kept "The cluster $CLUSTER"
 		kind get kubeconfig --name "$CLUSTER" >"$KUBECONFIG"
 	else
 		delete_cluster
+		write_scheduler_config
 		write_kind_config
 		on_failure=show_node_logs step "Creating the cluster: a control plane and $WORKERS worker(s)" create_cluster
 	fi
@@ -60,10 +61,12 @@ write_kind_config() {
 		if ! has_sys_resource; then oom_scores_stay; fi
 		echo 'kubeadmConfigPatches:'
 		if [[ ! -f /sys/fs/cgroup/cgroup.controllers ]]; then kubelet_on_cgroup_v1; fi
-		kubelet_restarts_containers_at_once
+		kubelet_for_tests
+		control_plane_for_tests
 		if node_image_is_ours; then no_dns; fi
 		echo 'nodes:'
 		echo '- role: control-plane'
+		echo "  extraMounts: [{hostPath: '$CLUSTER_DIR/scheduler', containerPath: /etc/kubernetes/scheduler, readOnly: true}]"
 		for ((worker = 0; worker < WORKERS; worker++)); do echo '- role: worker'; done
 	} >"$CLUSTER_DIR/kind.yaml"
 }
@@ -95,13 +98,50 @@ kubelet_on_cgroup_v1() {
 	END
 }
 
-# Tests kill the node plugin; each kill would double the pause before its next start.
-kubelet_restarts_containers_at_once() {
+# Tests kill the node plugin; each kill would double the pause before its next start. What failed is tried again when the
+# kubelet looks at the pod again.
+kubelet_for_tests() {
 	cat <<-END
 		- |
 		  kind: KubeletConfiguration
+		  syncFrequency: 10s
 		  crashLoopBackOff:
 		    maxContainerRestartPeriod: 1s
+	END
+}
+
+# A test deletes a namespace at its end, which costs the controller manager some 70 calls; it may make 20 a second by default.
+control_plane_for_tests() {
+	cat <<-END
+		- |
+		  kind: ClusterConfiguration
+		  controllerManager:
+		    extraArgs:
+		    - {name: kube-api-qps, value: "200"}
+		    - {name: kube-api-burst, value: "400"}
+		  scheduler:
+		    extraArgs:
+		    - {name: config, value: /etc/kubernetes/scheduler/config.yaml}
+		    extraVolumes:
+		    - {name: config, hostPath: /etc/kubernetes/scheduler, mountPath: /etc/kubernetes/scheduler, readOnly: true}
+	END
+	[[ $DURABLE == yes ]] || cat <<-END
+		  etcd:
+		    local:
+		      extraArgs:
+		      - {name: unsafe-no-fsync, value: "true"}
+	END
+}
+
+# A pod that did not fit is tried again after two seconds at most, and not after ten.
+write_scheduler_config() {
+	mkdir -p "$CLUSTER_DIR/scheduler"
+	cat >"$CLUSTER_DIR/scheduler/config.yaml" <<-END
+		apiVersion: kubescheduler.config.k8s.io/v1
+		kind: KubeSchedulerConfiguration
+		clientConnection: {kubeconfig: /etc/kubernetes/scheduler.conf}
+		leaderElection: {leaderElect: true}
+		podMaxBackoffSeconds: 2
 	END
 }
 

@@ -6,15 +6,13 @@ CRIO_SOCKET=/var/run/crio/crio.sock
 
 use_crio() {
 	local node
-	node_image_is_ours || return 0
+	[[ $CRIO == yes ]] && node_image_is_ours || return 0
 	for node in $(workers | tail -n +2); do
 		runs_crio "$node" && continue
-		build_crio_programs
+		make_crio
 		on_failure=show_node_logs step "Replacing containerd by CRI-O in $node" replace_containerd "$node"
 	done
 }
-
-build_crio_programs() { build "$(crio_part)" "Building CRI-O (5 minutes on 2 cores)" build_crio; }
 
 runs_crio() { docker exec "$1" systemctl is-enabled --quiet crio.service 2>/dev/null; }
 

@@ -11,8 +11,11 @@ use_gpus() {
 	[[ -x $SIMULATOR/install-root ]] || die "target/simulator is empty: run make simulator"
 	wanted=$(digest "$SIMULATOR" "$GPU_MODEL" "$GPUS" "$(declare -f install_gpus)")
 	for node in $(workers); do
-		[[ $(docker exec "$node" cat "$INSTALLED" 2>/dev/null) == "$wanted" ]] ||
+		if [[ $(docker exec "$node" cat "$INSTALLED" 2>/dev/null) == "$wanted" ]]; then
+			kept "$GPUS simulated $GPU_MODEL in $node"
+		else
 			step "Installing $GPUS simulated $GPU_MODEL in $node" install_gpus "$node" "$wanted"
+		fi
 	done
 }
 

@@ -23,6 +23,7 @@ use_image() {
 			return
 		}
 	done
+	kept "The image $name"
 }
 
 # tree_digest hashes what an image is made of: names, modes, links and contents, and how it is made.

@@ -2,23 +2,13 @@
 # shellcheck shell=bash
 
 use_tools() {
+	local program
 	mkdir -p "$CLUSTER_DIR/bin"
-	use_go_tool kind "$KIND_VERSION" sigs.k8s.io/kind
-	use_go_tool helm "$HELM_VERSION" helm.sh/helm/v4/cmd/helm -X "helm.sh/helm/v4/internal/version.version=$HELM_VERSION"
-}
-
-# use_go_tool NAME VERSION PACKAGE [LINKER-FLAG...] links the tool, built from its Go module if it was not yet.
-use_go_tool() {
-	local name=$1 version=$2 package=$3 part
-	shift 3
-	part=$(part "$name" "$package@$version")
-	[[ -d $part ]] || need_go
-	build "$part" "Building $name $version" build_go_tool "$package@$version" "$*"
-	ln -sfn "$part/$name" "$CLUSTER_DIR/bin/$name"
-}
-
-build_go_tool() {
-	CGO_ENABLED=0 GOBIN=$3 nice go install -v -trimpath -ldflags "-s -w $2" "$1"
+	[[ -d $(tools_part) ]] || need_go
+	build "$(tools_part)" "Building kind and helm" build_tools
+	for program in kind helm; do
+		ln -sfn "$(tools_part)/$program" "$CLUSTER_DIR/bin/$program"
+	done
 }
 
 # use_kubectl takes kubectl out of the node image: it always fits the cluster.

@@ -26,17 +26,17 @@ need_engine() {
 # use_engine sets DOCKER_HOST to the engine that all later steps use.
 use_engine() {
 	if command -v docker >/dev/null && engine_answers; then
-		say "Using the Docker engine ${DOCKER_HOST:+at $DOCKER_HOST }that answers"
+		kept "The Docker engine${DOCKER_HOST:+ at $DOCKER_HOST}"
 		return
 	fi
 	need_engine
 	if engine_answers; then
-		say "Using the Docker engine that its package has started"
+		kept "The Docker engine, which its package has started,"
 		return
 	fi
 	export DOCKER_HOST=$ENGINE_HOST
 	if our_engine_runs && wait_for 60 "the answer of our engine" our_engine_answers; then
-		say "Using our Docker engine, which is running"
+		kept "Our Docker engine"
 		return
 	fi
 	((EUID == 0)) || die "no Docker engine answers, and only root can start one: start Docker or run as root"
@@ -54,6 +54,7 @@ has_sys_resource() {
 start_engine() {
 	mkdir -p "$ENGINE_STATE" "$ENGINE_RUN"
 	remember_machine
+	keep_in_memory
 	sysctl -q -w fs.inotify.max_user_instances="$(at_least 512 fs.inotify.max_user_instances)"
 
 	local options=(
@@ -84,6 +85,17 @@ start_engine() {
 	wait_for 60 "the engine's answer" our_engine_answers
 	# With another bridge on the machine, the engine drops packets that are forwarded between nodes.
 	iptables -P FORWARD ACCEPT
+}
+
+# keep_in_memory has the engine's files, and so the nodes', in memory where there is enough of it: an fsync of a node then never waits
+# for a disk that a compiler keeps busy.
+keep_in_memory() {
+	local folder
+	[[ $DURABLE == no ]] && (($(awk '/^MemAvailable:/ {print $2}' /proc/meminfo) >= 16 << 20)) || return 0
+	for folder in docker containerd; do
+		mkdir -p "$ENGINE_STATE/$folder"
+		mount -t tmpfs -o size=12g,mode=700 tmpfs "$ENGINE_STATE/$folder"
+	done
 }
 
 at_least() {

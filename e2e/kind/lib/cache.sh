@@ -26,7 +26,11 @@ build() {
 	local part=$1 title=$2
 	shift 2
 	mkdir -p "$TRANCHE_CACHE"
-	[[ -d $part ]] || step "$title" under_lock "$part.lock" fill "$part" "$@"
+	if [[ -d $part ]]; then
+		kept "$title"
+	else
+		step "$title" under_lock "$part.lock" fill "$part" "$@"
+	fi
 	touch "$part"
 }
 

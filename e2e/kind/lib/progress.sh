@@ -1,24 +1,43 @@
-# Prints progress: one line when a step starts, further lines while it runs, and its log when it fails.
+# Prints progress: a line when a step starts, one each minute, and one with its time when it has ended; its log when it fails.
 # shellcheck shell=bash
 
-elapsed() { printf '%d:%02d' $((SECONDS / 60)) $((SECONDS % 60)); }
+# Since when the times count: make's start, where make started this.
+: "${TRANCHE_STARTED:=$(date +%s)}"
+export TRANCHE_STARTED
 
-say() { printf '[%6s] %s\n' "$(elapsed)" "$*"; }
+minutes() { printf '%d:%02d' $(($1 / 60)) $(($1 % 60)); }
+
+say() { printf '[%6s] %s\n' "$(minutes $(($(date +%s) - TRANCHE_STARTED)))" "$*"; }
 
 die() {
 	say "failed: $*" >&2
 	exit 1
 }
 
+# place prints which step of how many begins: `make demo` sets TRANCHE_STEPS, and counts in a file, because steps run side by side.
+place() {
+	[[ ${TRANCHE_STEPS-} ]] || return 0
+	(
+		flock 8
+		echo >>"$TRANCHE_STEPS_FILE"
+		printf '%2d of %d  ' "$(wc -l <"$TRANCHE_STEPS_FILE")" "$TRANCHE_STEPS"
+	) 8>>"$TRANCHE_STEPS_FILE"
+}
+
+# kept TITLE tells of a step that has nothing to do.
+kept() { say "$(place)$1: there already"; }
+
 # step TITLE COMMAND... runs a command or function in a subshell with its output in a log of its own.
 # When it fails, the log's last lines are shown, then what the function named in $on_failure prints.
 step() {
-	local title=$1 name log finished answer rc
+	local title=$1 name place log finished answer rc begun
 	shift
 	name=${title,,}
 	log=$LOGS/${name//[^a-z0-9]/-}.log
 	mkdir -p "$LOGS"
-	say "$title"
+	place=$(place)
+	begun=$(date +%s)
+	say "$place$title"
 	exec {finished}< <(
 		set -e
 		"$@" >"$log" 2>&1 </dev/null
@@ -26,12 +45,15 @@ step() {
 	)
 	while true; do
 		rc=0
-		read -r -t 20 answer <&"$finished" || rc=$?
+		read -r -t 60 answer <&"$finished" || rc=$?
 		((rc > 128)) || break
-		say "  … $(tail -n 1 "$log" | tr -dc '[:print:]' | cut -c 1-100)"
+		say "  … $place$title"
 	done
 	exec {finished}<&-
-	[[ ${answer-} == succeeded ]] && return
+	if [[ ${answer-} == succeeded ]]; then
+		say "$place$title: done in $(minutes $(($(date +%s) - begun)))"
+		return
+	fi
 	{
 		say "failed: $title. The last lines of $log:"
 		tail -n 25 "$log" | sed 's/^/    /'

@@ -5,13 +5,13 @@
 : "${WORKERS:=1}"          # GPU nodes beside the control plane
 : "${GPUS:=2}"             # simulated GPUs in each of them
 : "${GPU_MODEL:=H100-80}"  # a machine the simulator describes
+: "${CRIO:=no}"           # "yes": all workers but the first run CRI-O, on a node image of ours
+: "${DURABLE:=no}"        # "yes": etcd and the engine write to the disk, as in production: for measurements
 : "${NODE_IMAGE:=}"        # a kindest/node image to use instead of looking for one
 
-KIND_VERSION=v0.33.0
 KUBERNETES_VERSION=v1.37.1
 CONTAINERD_VERSION=v2.4.2
 RUNC_VERSION=v1.4.3
-HELM_VERSION=v4.3.1
 
 # Built parts, kept between runs and clones, named after a hash of their inputs.
 : "${TRANCHE_CACHE:=${XDG_CACHE_HOME:-$HOME/.cache}/tranche}"
@@ -28,5 +28,8 @@ ENGINE_HOST=unix://$ENGINE_RUN/docker.sock
 
 # The clusters' network, with a name that nothing else uses.
 export KIND_EXPERIMENTAL_DOCKER_NETWORK=tranche-kind
+
+# What of the cluster's parts is compiled for it, as the Makefile says.
+: "${PROFILE:=release}"
 
 export PATH=$CLUSTER_DIR/bin:$PATH

@@ -23,34 +23,64 @@ can_be_pulled() { timeout 20 docker manifest inspect "$1" >/dev/null 2>&1; }
 # node_image_is_ours tells whether the node image was built here: it has no network plug-in and no DNS of its own.
 node_image_is_ours() { [[ $NODE_IMAGE == tranche/node:* ]]; }
 
+# builds_node_image tells, without an engine, whether a node image is built here: where Docker's registry answers, nothing is.
+builds_node_image() {
+	[[ -z $NODE_IMAGE ]] && ! timeout 10 bash -c '</dev/tcp/registry-1.docker.io/443' 2>/dev/null
+}
+
 build_node_image() {
 	local image
-	say "$OFFICIAL_NODE_IMAGE cannot be pulled: building a node image from Go modules and Debian packages"
-	((EUID == 0)) || die "only root can build a node image: run as root, or set NODE_IMAGE to one the engine has"
-	need_node_programs
-	need debootstrap debootstrap
-	build_node_programs
-	build "$(debian_part)" "Unpacking Debian $(debian_suite)" build_debian
-	image=$(part node-image "$KIND_DIR"/node-image/{rootfs,images,assemble}.sh "$KIND_VERSION" \
-		"$(basename "$(kubernetes_part)")" "$(basename "$(containerd_part)")" \
-		"$(basename "$(runc_part)")" "$(basename "$(debian_part)")")
-	build "$image" "Assembling the node image" assemble_node_image
+	make_kubernetes
+	make_containerd
+	make_debian
+	make_node_image
+	image=$(node_image_part)
 	NODE_IMAGE=tranche/node:${image##*-}
 	have_image "$NODE_IMAGE" || step "Loading the node image" load_node_image "$image"
 }
 
-need_node_programs() {
-	need_go
-	need cc gcc libc6-dev
+node_image_part() {
+	part node-image "$KIND_DIR"/node-image/{rootfs,images,assemble}.sh \
+		"$(basename "$(kubernetes_part)")" "$(basename "$(containerd_part)")" \
+		"$(basename "$(runc_part)")" "$(basename "$(debian_part)")"
+}
+
+make_node_image() {
+	((EUID == 0)) || die "only root can build a node image: run as root, or set NODE_IMAGE to one the engine has"
 	need jq jq
+	need cc gcc libc6-dev
+	build "$(node_image_part)" "Assembling the node image" assemble_node_image
+}
+
+make_kubernetes() {
+	need_go
+	need jq jq
+	build "$(kubernetes_part)" "Building Kubernetes $KUBERNETES_VERSION" build_kubernetes
+}
+
+make_containerd() {
+	need_go
+	need jq jq
+	build "$(containerd_part)" "Building containerd $CONTAINERD_VERSION" build_containerd
+	need_libseccomp
+	build "$(runc_part)" "Building runc $RUNC_VERSION" build_runc
+}
+
+make_crio() {
+	need_go
+	need_libseccomp
+	build "$(crio_part)" "Building CRI-O" build_crio
+}
+
+need_libseccomp() {
+	need cc gcc libc6-dev
 	need pkg-config pkg-config
 	pkg-config --exists libseccomp || install_packages libseccomp-dev
 }
 
-build_node_programs() {
-	build "$(kubernetes_part)" "Building Kubernetes $KUBERNETES_VERSION (6 minutes on 2 cores)" build_kubernetes
-	build "$(containerd_part)" "Building containerd $CONTAINERD_VERSION" build_containerd
-	build "$(runc_part)" "Building runc $RUNC_VERSION" build_runc
+make_debian() {
+	need debootstrap debootstrap
+	build "$(debian_part)" "Unpacking Debian $(debian_suite)" build_debian
 }
 
 load_node_image() {

@@ -34,9 +34,7 @@ make_archive() {
 	tar --create --file "$work/archive.tar" --directory "$work/archive" .
 }
 
-kubernetes_source() {
-	(cd "$KIND_DIR/node-image/kubernetes" && go list -m -f '{{.Dir}}' k8s.io/kubernetes)
-}
+kubernetes_source() { module_source k8s.io/kubernetes; }
 
 # copy_with_libraries ROOTFS TO PROGRAM copies a program of the node with every library it loads.
 copy_with_libraries() {

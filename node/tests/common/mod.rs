@@ -1,7 +1,6 @@
 //! A host with a simulated driver.
 //!
 //! Needs the simulator in `target/simulator` (`make simulator`).
-#![allow(dead_code, reason = "each test file uses its part")]
 
 use std::fs;
 use std::path::{Path, PathBuf};

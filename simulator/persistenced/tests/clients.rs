@@ -1,6 +1,6 @@
 //! NVML's clients agree with each other, and kernels take virtual time.
 
-mod common;
+use crate::common;
 
 use std::thread::sleep;
 use std::time::{Duration, Instant};

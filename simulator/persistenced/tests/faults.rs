@@ -1,6 +1,6 @@
 //! A GPU that falls off the bus, one that is switched to MIG mode, and calls that fail, while programs run.
 
-mod common;
+use crate::common;
 
 use common::{GIB, Machine};
 use nvml_wrapper::bitmasks::event::EventTypes;

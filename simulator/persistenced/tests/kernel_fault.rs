@@ -1,6 +1,6 @@
 //! A kernel that accesses memory which is not allocated, and whom its fault reaches.
 
-mod common;
+use crate::common;
 
 use common::{GIB, Machine};
 

@@ -1,6 +1,6 @@
 //! Device memory: one ledger for all processes. The memory of a process is freed however it ends.
 
-mod common;
+use crate::common;
 
 use std::io::ErrorKind;
 

@@ -1,8 +1,6 @@
 //! MIG: what the real nvidia-smi and NVML clients do with partitions.
 
-#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
-
-mod common;
+use crate::common;
 
 use std::collections::BTreeMap;
 

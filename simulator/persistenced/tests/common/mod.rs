@@ -3,9 +3,6 @@
 //! The machine is a temporary root with its own daemon, laid out from target/simulator, which `make simulator` builds. A
 //! CUDA program is this test program started again as [`program`], with the root's libraries in the loader's path: unmodified
 //! cudarc on the simulated libcuda.
-#![allow(dead_code, reason = "each test file uses its part")]
-#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
-
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Stdio};

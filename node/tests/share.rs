@@ -1,7 +1,5 @@
 //! How accurately a GPU's time is shared: the shim's part and the node's, with a simulated GPU in
 //! virtual time.
-#![allow(clippy::unwrap_used, reason = "a test that cannot be set up fails")]
-
 mod world;
 
 use tranche_node::compute::{PERIOD_NANOS, Suspicion};
