@@ -31,37 +31,40 @@ use tranche_service::Clock;
 use tranche_service::stop::on_signal;
 
 use crate::args::Args;
-use crate::audit;
-use crate::claims::Claims;
-use crate::compute::ShareSampler;
-use crate::contexts::Contexts;
-use crate::dra::DraService;
-use crate::driver_state::{DriverState, Observer, SpecFile};
-use crate::events::Events;
-use crate::executor::Executor;
-use crate::fs::{Fs, HostFs};
-use crate::gpu_node::{GpuNodeWriter, NodePolicy, Sources};
-use crate::gpu_records::GpuRecords;
-use crate::gpus::{Gpus, Hardware, OPEN_PATIENCE};
-use crate::http::{Health, Scrape, metrics_router, router};
-use crate::install::{self, Installation, is_noexec};
-use crate::journal::MayHold;
-use crate::layout::Layout;
+use crate::claim::dra::DraService;
+use crate::claim::executor::Executor;
+use crate::claim::orphans::{OrphanSearch, suspicions};
+use crate::claim::preparer::{Parts, Preparer, Reporter};
+use crate::claim::reporter::ClusterReporter;
+use crate::cluster::claims::Claims;
+use crate::cluster::competing_drivers::{CompetingDriverSearch, Places};
+use crate::cluster::events::Events;
+use crate::cluster::gpu_node::{GpuNodeWriter, Sources};
+use crate::cluster::node_policy::NodePolicy;
+use crate::cluster::status::StatusWriter;
+use crate::gpu::context_sizes::Contexts;
+use crate::gpu::driver_state::{DriverState, Observer, SpecFile};
+use crate::gpu::gpus::{Gpus, Hardware, OPEN_PATIENCE};
+use crate::gpu::records::GpuRecords;
+use crate::host::fs::{Fs, HostFs};
+use crate::host::install::{self, Installation, is_noexec};
+use crate::host::layout::Layout;
+use crate::http::health::{self, Health};
+use crate::http::{self, Scrape};
+use crate::kubelet::pod_resources::PodResources;
+use crate::kubelet::proto::dra::dra_plugin_server::DraPluginServer;
+use crate::kubelet::proto::pluginregistration::registration_server::RegistrationServer;
+use crate::kubelet::registration::{Registered, RegistrationService};
+use crate::kubelet::sockets::Socket;
 use crate::ledger::Ledger;
+use crate::ledger::audit;
+use crate::ledger::journal::MayHold;
 use crate::metrics::Metrics;
-use crate::orphans::{OrphanSearch, suspicions};
-use crate::pod_resources::PodResources;
-use crate::preparer::{Parts, Preparer, Reporter};
-use crate::proto::dra::dra_plugin_server::DraPluginServer;
-use crate::proto::pluginregistration::registration_server::RegistrationServer;
-use crate::providers::{Places, ProviderSearch};
-use crate::registration::{Registered, RegistrationService};
-use crate::reporter::ClusterReporter;
-use crate::sockets::Socket;
-use crate::status::StatusWriter;
-use crate::sweep::ShareSweeper;
-use crate::usage::{self, Usage};
-use crate::watchdog::{self, Board, Watchdog};
+use crate::share::compute::ShareSampler;
+use crate::share::last_findings::LastFindings;
+use crate::share::sweep::ShareSweeper;
+use crate::share::usage::{self, Usage};
+use crate::share::watchdog::{self, Watchdog};
 
 /// How long helpers may take to end. Calls of a driver that hangs never return, and the next instance must not wait for them: no
 /// claim of the node is prepared until it serves.
@@ -105,7 +108,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     let (others_tx, others) = watch::channel(None);
     let (policy_tx, policy) = watch::channel(NodePolicy::default());
     let (suspect_orphans, suspicions) = suspicions();
-    let board = Arc::new(Board::default());
+    let last_findings = Arc::new(LastFindings::default());
     let contexts = Arc::new(Contexts::load(Arc::clone(&fs), &layout));
     let spec_file = Arc::new(SpecFile::new(Arc::clone(&fs), &layout));
     let reporter: Arc<dyn Reporter> = Arc::new(ClusterReporter {
@@ -152,7 +155,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         policy.clone(),
         Arc::clone(&metrics),
         suspect_orphans,
-        Arc::clone(&board),
+        Arc::clone(&last_findings),
         Arc::clone(&reporter),
     );
 
@@ -195,16 +198,16 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         ledger: Arc::clone(preparer.ledger()),
         layout: layout.clone(),
         state: driver.clone(),
-        board: Arc::clone(&board),
+        last_findings: Arc::clone(&last_findings),
         kubelet: Box::new(PodResources::new(pod_resources_socket.clone())),
     };
     let usage = Arc::new(Usage::new(usage, Reader::new(kept())));
     let scrape = Scrape {
         driver: driver.clone(),
         metrics: Arc::clone(&metrics),
-        preparer: Arc::clone(&preparer),
+        ledger: Arc::clone(preparer.ledger()),
         layout: layout.clone(),
-        board: Arc::clone(&board),
+        last_findings: Arc::clone(&last_findings),
         usage: Arc::clone(&usage),
     };
 
@@ -219,7 +222,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         contexts,
         events: Events::new(client.clone(), &node_name),
         metrics: Arc::clone(&metrics),
-        board,
+        last_findings,
     };
     let watchdog = Watchdog::new(watched, Arc::clone(&fs), kept(), proc.clone());
     let unowned = watchdog.unowned();
@@ -233,7 +236,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         metrics: Arc::clone(&metrics),
     };
     let sampler = ShareSampler::new(
-        &preparer,
+        Arc::clone(preparer.ledger()),
         layout.clone(),
         kept(),
         proc,
@@ -241,7 +244,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     );
     helpers.spawn(sampler.run(helpers_stop.clone()));
     helpers.spawn(usage.run(helpers_stop.clone()));
-    let sweeper = ShareSweeper::new(&preparer, layout, Arc::clone(&metrics));
+    let sweeper = ShareSweeper::new(Arc::clone(preparer.ledger()), layout, Arc::clone(&metrics));
     helpers.spawn(sweeper.run(helpers_stop.clone()));
     helpers.spawn(observer.run(driver_tx, helpers_stop.clone()));
     let (daemons_tx, daemons) = watch::channel(Vec::new());
@@ -253,7 +256,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         registry: registry_dir,
         pod_resources: pod_resources_socket,
     };
-    let search = ProviderSearch::new(places, client.clone(), node_name.clone());
+    let search = CompetingDriverSearch::new(places, client.clone(), node_name.clone());
     let sources = Sources {
         driver: driver.clone(),
         others,
@@ -327,14 +330,13 @@ async fn serve_metrics(
     scrape: Scrape,
     stop: CancellationToken,
 ) {
-    if let Err(error) = tranche_metrics::serve(listener, access, metrics_router(scrape), stop).await
-    {
+    if let Err(error) = tranche_metrics::serve(listener, access, http::router(scrape), stop).await {
         error!(%error, "metrics are not served");
     }
 }
 
 async fn serve_http(listener: TcpListener, health: Health, stop: CancellationToken) {
-    let server = axum::serve(listener, router(health));
+    let server = axum::serve(listener, health::router(health));
     if let Err(error) = server.with_graceful_shutdown(stop.cancelled_owned()).await {
         error!(%error, "HTTP server failed");
     }
@@ -381,7 +383,7 @@ fn preparer(
     policy: watch::Receiver<NodePolicy>,
     metrics: Arc<Metrics>,
     suspect_orphans: mpsc::Sender<String>,
-    board: Arc<Board>,
+    last_findings: Arc<LastFindings>,
     reporter: Arc<dyn Reporter>,
 ) -> Arc<Preparer> {
     let installation = Installation::install(fs, image, &layout.libraries(), &layout.hooks);
@@ -401,7 +403,7 @@ fn preparer(
         ledger,
         reporter,
         metrics,
-        board,
+        last_findings,
         layout: layout.clone(),
         containers: Containers::new(proc.to_owned()),
         suspect_orphans,

@@ -5,6 +5,10 @@
 //! and records the result in one step. A plan is carried out, with its disk writes, outside of that
 //! step, so that claims on one GPU do not wait for each other's writes.
 
+pub mod audit;
+pub mod claim_ref;
+pub mod journal;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -18,10 +22,9 @@ use tranche_driver::journal::Record;
 use tranche_driver::moment::Moment;
 use tranche_driver::preparation::{HeldOfGpu, PAGES, PreparationPlan, held_of, wanted_time_slices};
 
-use crate::audit::pods_of;
-use crate::claims::ClaimRef;
-use crate::journal::{Loaded, MayHold, StoreError};
-use crate::layout::{Layout, SharePaths};
+use self::claim_ref::pods_of;
+use self::journal::{Loaded, MayHold, StoreError};
+use crate::host::layout::{Layout, SharePaths};
 
 /// The held claims by UID.
 #[derive(Debug, Default)]
@@ -417,17 +420,6 @@ fn may_be_held(plan: &PreparationPlan, (holder, entry): (&String, &Entry)) -> Op
         holder: holder.clone(),
         why: Arc::clone(&refusal.why),
     })
-}
-
-/// The names of a record's claim.
-#[must_use]
-pub fn claim_of(record: &Record) -> ClaimRef {
-    let allocation = &record.plan.allocation;
-    ClaimRef {
-        uid: allocation.uid.clone(),
-        namespace: allocation.namespace.clone(),
-        name: allocation.name.clone(),
-    }
 }
 
 #[cfg(test)]

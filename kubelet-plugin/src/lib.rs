@@ -12,50 +12,40 @@
 //!  kubelet ◄── pod_resources ◄── orphans ──► unprepare
 //! ```
 //!
-//! [`app`] puts the parts together; [`layout`] has the paths. `tranche_node` has the code for the
-//! driver and for shares in use, which the CLI uses too. Tests inject failures through [`fs`],
-//! `tranche_service::Clock`, `tranche_node::nvml` and the `kube::Client` of the API server.
+//! Each folder uses only those below it:
+//!
+//! | folder | has |
+//! |---|---|
+//! | [`app`] | puts the parts together |
+//! | [`http`] | `/metrics`, `/usage`, `/healthz`, `/readyz` |
+//! | [`claim`] | the kubelet's calls, Prepare and Unprepare, orphans |
+//! | [`share`] | compute time, usage and watchdog of held shares |
+//! | [`cluster`] | the API server: claims, status, events, GpuNode |
+//! | [`kubelet`] | its sockets |
+//! | [`gpu`] | the driver's state; modes, partitions and daemons of the GPUs |
+//! | [`ledger`] | which claim holds what: journal, audit trail |
+//! | [`host`] | files, paths, installation |
+//!
+//! `tranche_node` has the code for the driver and for shares in use, which the CLI uses too. Tests inject
+//! failures through [`host::fs`], `tranche_service::Clock`, `tranche_node::nvml` and the `kube::Client` of the
+//! API server.
 #![forbid(unsafe_code)]
 
-pub mod api_server;
 pub mod app;
 pub mod args;
-pub mod audit;
-pub mod claims;
-pub mod compute;
-pub mod contexts;
-pub mod dra;
-pub mod driver_state;
-pub mod events;
-pub mod executor;
-pub mod fs;
-pub mod gpu_node;
-pub mod gpu_records;
-pub mod gpus;
+pub mod claim;
+pub mod cluster;
+pub mod gpu;
+pub mod host;
 pub mod http;
-pub mod install;
-pub mod journal;
-pub mod layout;
+pub mod kubelet;
 pub mod ledger;
 pub mod locks;
 pub mod metrics;
-pub mod mps;
-pub mod orphans;
-pub mod pod_resources;
-pub mod preparer;
-pub mod proto;
-pub mod providers;
-pub mod registration;
-pub mod reporter;
-mod rounds;
-pub mod selinux;
-pub mod sockets;
-pub mod status;
-pub mod sweep;
+mod periodic;
+pub mod share;
 #[cfg(test)]
 pub(crate) mod testing;
-pub mod usage;
-pub mod watchdog;
 
 /// The field manager of this plugin's writes.
 pub const FIELD_MANAGER: &str = "tranche-kubelet-plugin";

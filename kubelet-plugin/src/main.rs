@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Parser;
-use tranche_kubelet_plugin::{app, args::Args, sweep::RECLAIM};
+use tranche_kubelet_plugin::{app, args::Args, share::sweep::RECLAIM};
 
 /// Two threads: most of the work is waiting for disk and API server, and every thread takes memory.
 const THREADS: usize = 2;

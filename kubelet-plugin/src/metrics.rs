@@ -1,15 +1,9 @@
-//! The plugin's metrics. `docs/reference/metrics.md` lists them; a test compares that list.
+//! What the parts of the plugin count while they work. [`http`](crate::http) adds what is read at each scrape.
 
-mod claims;
-mod dcgm;
-pub mod format;
-mod shares;
-mod watchdog;
-
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicI64, AtomicU64};
 use std::time::Duration;
 
-use prometheus_client::encoding::text::{encode_eof, encode_registry};
 use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue, LabelValueEncoder};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -17,12 +11,6 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Registry, Unit};
 use tranche_api::Tier;
-use tranche_api::gpu_node::Inventory;
-use tranche_api::usage::NodeUsage;
-
-use crate::layout::Layout;
-use crate::ledger::Ledger;
-use crate::watchdog::Board;
 
 /// The kubelet's calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -190,40 +178,23 @@ impl Metrics {
             .get_or_create(&MethodLabels { method })
             .observe(took.as_secs_f64());
     }
-
-    /// All metrics in the text format of OpenMetrics. Held claims and their usage are counted now,
-    /// from the account of every held share; `usage` is what NVML said.
-    #[must_use]
-    pub fn encode(
-        &self,
-        ledger: &Ledger,
-        layout: &Layout,
-        board: &Board,
-        usage: &NodeUsage,
-        inventory: Option<&Inventory>,
-    ) -> String {
-        let held = ledger.devices();
+    /// Sets what is held now: devices by tier, claims, and claims whose journals cannot be read.
+    pub fn set_held(&self, devices: &BTreeMap<Tier, i64>, claims: usize, unreadable: usize) {
         for tier in Tier::ALL {
-            self.devices
-                .get_or_create(&TierLabels {
-                    tier: tier.as_str(),
-                })
-                .set(held.get(&tier).copied().unwrap_or(0));
+            let labels = TierLabels {
+                tier: tier.as_str(),
+            };
+            let held = devices.get(&tier).copied().unwrap_or(0);
+            self.devices.get_or_create(&labels).set(held);
         }
         let count = |n: usize| i64::try_from(n).unwrap_or(i64::MAX);
-        self.claims.set(count(ledger.held().len()));
-        self.unreadable_journals.set(count(ledger.refused().len()));
-        let mut text = String::new();
-        // Writing to a string cannot fail.
-        let _ = encode_registry(&mut text, &self.registry);
-        let _ = encode_registry(&mut text, &shares::registry(ledger, layout));
-        let _ = encode_registry(&mut text, &watchdog::registry(ledger, board));
-        let _ = encode_registry(&mut text, &claims::registry(usage, inventory, ledger));
-        let _ = encode_registry(&mut text, &dcgm::registry(usage));
-        let _ = encode_eof(&mut text);
-        text
+        self.claims.set(count(claims));
+        self.unreadable_journals.set(count(unreadable));
+    }
+
+    /// All of them, for the text format.
+    #[must_use]
+    pub const fn registry(&self) -> &Registry {
+        &self.registry
     }
 }
-
-#[cfg(test)]
-mod tests;

@@ -26,21 +26,22 @@ use self::api::FakeApi;
 use self::mig::MortalDriver;
 use self::mps::{MortalClient, Supervisor};
 use self::vfio::{Machine, MortalGroups};
-use crate::audit;
-use crate::claims::{ClaimRef, Claims};
-use crate::driver_state::{DriverState, Ready, SpecFile};
-use crate::executor::Executor;
-use crate::fs::{Fs, HostFs};
-use crate::gpu_node::NodePolicy;
-use crate::gpu_records::GpuRecords;
-use crate::gpus::{Gpus, Hardware};
-use crate::install::{Installation, shims, testing::lay_out_image};
-use crate::layout::{Layout, testing::below};
+use crate::claim::executor::Executor;
+use crate::claim::orphans::{OrphanSearch, suspicions};
+use crate::claim::preparer::{Parts, Preparer, Problem, Reporter};
+use crate::cluster::claims::Claims;
+use crate::cluster::node_policy::NodePolicy;
+use crate::gpu::driver_state::{DriverState, Ready, SpecFile};
+use crate::gpu::gpus::{Gpus, Hardware};
+use crate::gpu::records::GpuRecords;
+use crate::host::fs::{Fs, HostFs};
+use crate::host::install::{Installation, shims, testing::lay_out_image};
+use crate::host::layout::{Layout, testing::below};
+use crate::kubelet::pod_resources::{Container, InUse, Kubelet, PodResourcesError};
 use crate::ledger::Ledger;
-use crate::orphans::{OrphanSearch, suspicions};
-use crate::pod_resources::{Container, InUse, Kubelet, PodResourcesError};
-use crate::preparer::{Parts, Preparer, Problem, Reporter};
-use crate::watchdog::Board;
+use crate::ledger::audit;
+use crate::ledger::claim_ref::ClaimRef;
+use crate::share::last_findings::LastFindings;
 use tranche_node::containers::Containers;
 use tranche_node::devices::DeviceNodes;
 use tranche_node::discover::discover;
@@ -89,7 +90,7 @@ pub struct Plugin {
     pub gpus: Arc<Gpus>,
     pub gate: Gate,
     pub reports: Arc<Reports>,
-    pub board: Arc<Board>,
+    pub last_findings: Arc<LastFindings>,
     pub driver: watch::Sender<DriverState>,
     pub suspicions: tokio::sync::Mutex<mpsc::Receiver<String>>,
     pub others: watch::Sender<Option<Verdict>>,
@@ -318,7 +319,7 @@ impl World {
     }
 
     /// A plugin on a file system that may fail.
-    pub fn start_on(&self, fs: Arc<dyn Fs>) -> Result<Plugin, crate::fs::FsError> {
+    pub fn start_on(&self, fs: Arc<dyn Fs>) -> Result<Plugin, crate::host::fs::FsError> {
         let image = self.dir.path().join("image");
         let installation = Installation::install(
             Arc::new(HostFs),
@@ -335,7 +336,7 @@ impl World {
         let executor = Executor::new(Arc::clone(&fs), self.layout.clone(), audit)?;
         let ledger = Arc::new(Ledger::new(executor.recover()?));
         let reports = Arc::new(Reports::default());
-        let board = Arc::new(Board::default());
+        let last_findings = Arc::new(LastFindings::default());
         let (others, others_rx) = watch::channel(None);
         let (policy, policy_rx) = watch::channel(self.no_policy());
         let (driver, driver_rx) = watch::channel(DriverState::Ready(Arc::clone(&self.ready)));
@@ -371,7 +372,7 @@ impl World {
             ledger,
             reporter: Arc::clone(&reports) as _,
             metrics: Arc::default(),
-            board: Arc::clone(&board),
+            last_findings: Arc::clone(&last_findings),
             layout: self.layout.clone(),
             containers: Containers::new(self.proc()),
             suspect_orphans,
@@ -381,7 +382,7 @@ impl World {
             gpus,
             gate,
             reports,
-            board,
+            last_findings,
             driver,
             suspicions: tokio::sync::Mutex::new(suspicions),
             others,

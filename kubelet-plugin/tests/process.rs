@@ -16,13 +16,13 @@ use axum::http::StatusCode;
 use axum::routing::post;
 use tonic::transport::Channel;
 use tranche_driver::preparation::PAGES;
-use tranche_kubelet_plugin::proto::dra::dra_plugin_client::DraPluginClient;
-use tranche_kubelet_plugin::proto::dra::{
+use tranche_kubelet_plugin::kubelet::proto::dra::dra_plugin_client::DraPluginClient;
+use tranche_kubelet_plugin::kubelet::proto::dra::{
     Claim, NodePrepareResourcesRequest, NodeUnprepareResourcesRequest,
 };
-use tranche_kubelet_plugin::proto::pluginregistration::registration_client::RegistrationClient;
-use tranche_kubelet_plugin::proto::pluginregistration::{InfoRequest, RegistrationStatus};
-use tranche_kubelet_plugin::sockets::connect;
+use tranche_kubelet_plugin::kubelet::proto::pluginregistration::registration_client::RegistrationClient;
+use tranche_kubelet_plugin::kubelet::proto::pluginregistration::{InfoRequest, RegistrationStatus};
+use tranche_kubelet_plugin::kubelet::sockets::connect;
 
 const PATIENCE: Duration = Duration::from_secs(30);
 

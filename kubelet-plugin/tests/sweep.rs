@@ -1,6 +1,6 @@
 //! The real program as the sweeper's child, on a page whose owner died.
 
-use tranche_kubelet_plugin::sweep::RECLAIM;
+use tranche_kubelet_plugin::share::sweep::RECLAIM;
 use tranche_node::page::AccountFile;
 use tranche_node::sweep::Sweeper;
 use tranche_shim_core::{AccountPage, layout};

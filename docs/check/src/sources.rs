@@ -175,10 +175,10 @@ const REASONS: [&str; 8] = [
     "api/src/withheld.rs",
     "controller/src/offered.rs",
     "driver/src/providers.rs",
-    "kubelet-plugin/src/driver_state.rs",
-    "kubelet-plugin/src/events.rs",
-    "kubelet-plugin/src/gpu_node.rs",
-    "kubelet-plugin/src/status.rs",
+    "kubelet-plugin/src/gpu/driver_state.rs",
+    "kubelet-plugin/src/cluster/events.rs",
+    "kubelet-plugin/src/cluster/gpu_node.rs",
+    "kubelet-plugin/src/cluster/status.rs",
 ];
 
 /// The reasons of events and conditions: literals such as `DriverNotFound` in these files.

@@ -12,7 +12,7 @@ use tranche_node::nvml::{
 };
 use tranche_node::testing::MigGpus;
 
-use crate::fs::Fs;
+use crate::host::fs::Fs;
 
 #[derive(Clone, Debug)]
 pub struct MortalDriver {

@@ -9,8 +9,8 @@ use tranche_mps::client::ClientError;
 use tranche_mps::limits::Limits;
 use tranche_mps::protocol::{Daemon, Health};
 
-use crate::fs::Fs;
-use crate::mps::{Daemons, MpsError};
+use crate::gpu::mps::{Daemons, MpsError};
+use crate::host::fs::Fs;
 
 /// The supervisor, which outlives a plugin. Clones are the same.
 #[derive(Clone, Debug, Default)]

@@ -11,7 +11,7 @@ use tranche_driver::vfio::{Actual, Change, Function, User, VFIO_DRIVER, obstacle
 use tranche_node::testing::MigGpus;
 use tranche_node::vfio::{Groups, VfioError};
 
-use crate::fs::Fs;
+use crate::host::fs::Fs;
 
 const GPU_DRIVER: &str = "nvidia";
 

@@ -1,0 +1,432 @@
+//! The node's GpuNode: inventory, what must not be offered of it, the conditions of its driver, its journals and
+//! other systems that hand out its GPUs, and the epoch of its registration
+//! (ADR 0005).
+//!
+//! The epoch grows when the kubelet (re)registered the plugin, when published slices of the current
+//! epoch vanished under the live plugin (the kubelet wiped them, or somebody deleted them), and when
+//! somebody deleted the GpuNode. Nothing is written before the driver was looked at: an inventory of
+//! an earlier life would offer GPUs that may be gone. Nothing is written that the API server has
+//! already. What the policies ask of the node comes back in the same object, see [`NodePolicy`].
+
+mod own;
+mod slices;
+#[cfg(test)]
+mod tests;
+
+use std::fmt;
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures::StreamExt;
+use k8s_openapi::api::core::v1::Node;
+use kube::api::{Patch, PatchParams};
+use kube::{Api, Client};
+use serde_json::json;
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+use tranche_api::conditions::{CLAIMS_KNOWN, DRIVER_READY, State};
+use tranche_api::gpu_node::{Inventory, Published, Registration};
+use tranche_api::names::API_VERSION;
+use tranche_api::{GpuNode, GpuNodeStatus, WithheldGpu};
+use tranche_driver::providers::Verdict;
+use tranche_service::Clock;
+
+use self::own::Seen;
+use self::slices::OwnSlices;
+use crate::FIELD_MANAGER;
+use crate::cluster::api_server::{NoAnswer, within};
+use crate::cluster::events::Events;
+use crate::cluster::node_policy::NodePolicy;
+use crate::gpu::driver_state::DriverState;
+use crate::kubelet::registration::Registered;
+use crate::ledger::Refused;
+use crate::metrics::Metrics;
+
+/// How long published slices must be missing before that counts: the watch of the slices may be behind that of
+/// the GpuNode.
+const DEBOUNCE: Duration = Duration::from_secs(1);
+/// Pauses after a failed write: the first; it doubles up to the last.
+const FIRST_RETRY: Duration = Duration::from_millis(250);
+const LAST_RETRY: Duration = Duration::from_secs(15);
+/// How often the API server's copy is read without a reason: somebody may have changed or deleted it.
+const RESYNC: Duration = Duration::from_mins(5);
+
+/// Why the GpuNode is not up to date.
+#[derive(Debug, thiserror::Error)]
+enum Error {
+    #[error("{0}")]
+    Api(#[from] kube::Error),
+    #[error(transparent)]
+    NoAnswer(#[from] NoAnswer),
+    #[error("node {0} has no UID")]
+    NodeWithoutUid(String),
+}
+
+/// Where what the GpuNode says comes from.
+#[derive(Clone, Debug)]
+pub struct Sources {
+    /// The driver.
+    pub driver: watch::Receiver<DriverState>,
+    /// Other systems that hand out the GPUs; `None` until they were looked for.
+    pub others: watch::Receiver<Option<Verdict>>,
+    /// GPUs that are withheld because memory of them has no owner.
+    pub unowned: watch::Receiver<Vec<WithheldGpu>>,
+    /// GPUs whose MPS daemon does not answer.
+    pub daemons: watch::Receiver<Vec<WithheldGpu>>,
+    /// The kubelet.
+    pub registered: watch::Receiver<Registered>,
+    /// The claims whose journals cannot be read.
+    pub refused: watch::Receiver<Refused>,
+}
+
+/// Keeps the node's GpuNode up to date.
+pub struct GpuNodeWriter {
+    client: Client,
+    node: String,
+    events: Events,
+    clock: Clock,
+    metrics: Arc<Metrics>,
+}
+
+impl fmt::Debug for GpuNodeWriter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("GpuNodeWriter")
+            .field("node", &self.node)
+            .finish_non_exhaustive()
+    }
+}
+
+/// What should be written.
+#[derive(Clone, Debug, Default)]
+struct Wanted {
+    /// The driver; `None` until it was looked at, and nothing is written before.
+    driver: Option<Driver>,
+    /// Other systems that hand out the GPUs; `None` until they were looked for, and nothing is written
+    /// before.
+    others: Option<Verdict>,
+    /// GPUs with memory that has no owner.
+    unowned: Vec<WithheldGpu>,
+    /// GPUs whose MPS daemon does not answer.
+    daemons: Vec<WithheldGpu>,
+    /// The epoch is to grow.
+    bump: bool,
+    /// The claims whose journals cannot be read.
+    refused: Refused,
+}
+
+/// `ClaimsKnown`.
+fn claims_known(refused: &Refused) -> State {
+    let message = match refused.first_key_value() {
+        None => "all journals can be read".to_owned(),
+        Some((_, why)) if refused.len() == 1 => why.to_string(),
+        Some((_, why)) => format!(
+            "{} journals cannot be read; the first: {why}",
+            refused.len()
+        ),
+    };
+    State {
+        kind: CLAIMS_KNOWN,
+        holds: refused.is_empty(),
+        reason: if refused.is_empty() {
+            "JournalsReadable"
+        } else {
+            "JournalUnreadable"
+        },
+        message,
+    }
+}
+
+/// The driver as the cluster sees it.
+#[derive(Clone, Debug)]
+struct Driver {
+    /// Missing where there is no driver to work with.
+    inventory: Option<Inventory>,
+    /// GPUs that the driver itself rules out.
+    withheld: Vec<WithheldGpu>,
+    /// `DriverReady`.
+    ready: State,
+}
+
+impl Wanted {
+    /// Whether everything that decides what is offered was looked at.
+    fn is_known(&self) -> bool {
+        self.driver.is_some() && self.others.is_some()
+    }
+}
+
+impl Driver {
+    fn of(state: &DriverState) -> Option<Self> {
+        let condition = |holds, reason, message| State {
+            kind: DRIVER_READY,
+            holds,
+            reason,
+            message,
+        };
+        match state {
+            DriverState::Unknown => None,
+            DriverState::Absent(why) => Some(Self {
+                inventory: None,
+                withheld: Vec::new(),
+                ready: condition(false, why.reason(), why.to_string()),
+            }),
+            DriverState::Ready(ready) => Some(Self {
+                inventory: Some(ready.inventory.clone()),
+                withheld: ready.withheld.clone(),
+                ready: condition(true, "DriverReady", ready.to_string()),
+            }),
+        }
+    }
+}
+
+impl GpuNodeWriter {
+    /// Writes the GpuNode of `node`; what becomes of the driver is told as `events` too.
+    #[must_use]
+    pub fn new(
+        client: Client,
+        node: String,
+        events: Events,
+        clock: Clock,
+        metrics: Arc<Metrics>,
+    ) -> Self {
+        Self {
+            client,
+            node,
+            events,
+            clock,
+            metrics,
+        }
+    }
+
+    /// Writes whenever driver, registration, slices or journals change, or the GpuNode is deleted, and says
+    /// in `policy` what the policies ask of the node, until cancelled.
+    pub async fn run(
+        self,
+        sources: Sources,
+        policy: watch::Sender<NodePolicy>,
+        stop: CancellationToken,
+    ) {
+        let Sources {
+            mut driver,
+            mut others,
+            mut unowned,
+            mut daemons,
+            mut registered,
+            mut refused,
+        } = sources;
+        let mut slices = OwnSlices::default();
+        let mut events = pin!(slices::watch(self.client.clone(), &self.node));
+        let mut own = pin!(own::watch(self.client.clone(), &self.node));
+        let mut wanted = Wanted {
+            refused: refused.borrow_and_update().clone(),
+            others: others.borrow_and_update().clone(),
+            unowned: unowned.borrow_and_update().clone(),
+            daemons: daemons.borrow_and_update().clone(),
+            ..Wanted::default()
+        };
+        let mut epoch = 0;
+        let mut dirty = false;
+        let mut retry = FIRST_RETRY;
+        let mut next_try = pin!(tokio::time::sleep(Duration::ZERO));
+        let mut recorded = Published::default();
+        let mut check = pin!(tokio::time::sleep(Duration::ZERO));
+        let mut checking = false;
+        let mut resync = tokio::time::interval(RESYNC);
+        resync.reset();
+        loop {
+            let lacking = recorded.epoch == epoch && slices.lack(&recorded.slices);
+            if lacking && !checking {
+                check.as_mut().reset(tokio::time::Instant::now() + DEBOUNCE);
+            }
+            checking = lacking;
+            tokio::select! {
+                () = stop.cancelled() => return,
+                Ok(()) = driver.changed() => {
+                    wanted.driver = Driver::of(&driver.borrow_and_update());
+                    dirty = true;
+                }
+                Ok(()) = refused.changed() => {
+                    wanted.refused = refused.borrow_and_update().clone();
+                    dirty = true;
+                }
+                Ok(()) = others.changed() => {
+                    wanted.others.clone_from(&others.borrow_and_update());
+                    dirty = true;
+                }
+                Ok(()) = unowned.changed() => {
+                    wanted.unowned.clone_from(&unowned.borrow_and_update());
+                    dirty = true;
+                }
+                Ok(()) = daemons.changed() => {
+                    wanted.daemons.clone_from(&daemons.borrow_and_update());
+                    dirty = true;
+                }
+                Ok(()) = registered.changed() => {
+                    if registered.borrow_and_update().now {
+                        self.metrics.registrations.inc();
+                        wanted.bump = true;
+                        dirty = true;
+                    }
+                }
+                Some(event) = events.next() => slices.apply(event),
+                () = check.as_mut(), if checking => {
+                    check.as_mut().reset(tokio::time::Instant::now() + DEBOUNCE);
+                    let asked = wanted.bump;
+                    if !asked && registered.borrow().now && self.slices_vanished(&slices, epoch).await {
+                        info!(epoch, "published slices of this epoch are gone; asking for them anew");
+                        wanted.bump = true;
+                        dirty = true;
+                    }
+                }
+                Some(seen) = own.next() => match seen {
+                    Seen::Published(published) => {
+                        note(&policy, NodePolicy::of(&published));
+                        recorded = *published;
+                    }
+                    Seen::Missing => dirty = true,
+                },
+                _ = resync.tick() => dirty = true,
+                () = next_try.as_mut(), if dirty && wanted.is_known() => {
+                    match self.write(&wanted, epoch).await {
+                        Ok(written) => {
+                            epoch = written;
+                            self.metrics.epoch.set(epoch);
+                            wanted.bump = false;
+                            dirty = false;
+                            retry = FIRST_RETRY;
+                        }
+                        Err(error) => {
+                            warn!(%error, node = self.node, "cannot write the GpuNode; trying again");
+                            next_try.as_mut().reset(tokio::time::Instant::now() + retry);
+                            retry = (retry * 2).min(LAST_RETRY);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// Whether slices that the controller says it published for this epoch are not there.
+    async fn slices_vanished(&self, slices: &OwnSlices, epoch: i64) -> bool {
+        match self.read().await {
+            Ok(Some(GpuNode {
+                status: Some(status),
+                ..
+            })) => status.published.is_some_and(|published| {
+                published.epoch == epoch && slices.lack(&published.slices)
+            }),
+            _ => false,
+        }
+    }
+
+    /// Brings the API server up to date, and returns the epoch that holds.
+    ///
+    /// `known` is the epoch that held before: it never shrinks, not even when somebody deleted the
+    /// GpuNode.
+    async fn write(&self, wanted: &Wanted, known: i64) -> Result<i64, Error> {
+        let (Some(driver), Some(others)) = (&wanted.driver, &wanted.others) else {
+            return Ok(known);
+        };
+        let node = match self.read().await? {
+            Some(node) => node,
+            None => self.create().await?,
+        };
+        let old = node.status.clone().unwrap_or_default();
+        let stored = old.registration.as_ref().map_or(0, |old| old.epoch);
+        // Lost with the object, the epoch must grow for the slices to be published again.
+        let lost = stored < known;
+        let registration = Registration {
+            epoch: stored.max(known) + i64::from(wanted.bump || lost),
+            plugin_version: env!("CARGO_PKG_VERSION").to_owned(),
+        };
+        let now = self.clock.now();
+        let ready = driver.ready.since(&old.conditions, now);
+        let sole = others.condition.since(&old.conditions, now);
+        let is_news = !old.conditions.contains(&ready);
+        let claims = claims_known(&wanted.refused).since(&old.conditions, self.clock.now());
+        let withheld = [
+            &driver.withheld[..],
+            &others.withheld,
+            &wanted.unowned,
+            &wanted.daemons,
+        ]
+        .concat();
+        if old.registration.as_ref() == Some(&registration)
+            && old.inventory == driver.inventory
+            && old.withheld == withheld
+            && old.conditions.contains(&sole)
+            && !is_news
+            && old.conditions.contains(&claims)
+        {
+            return Ok(registration.epoch);
+        }
+        let epoch = registration.epoch;
+        let status = GpuNodeStatus {
+            inventory: driver.inventory.clone(),
+            registration: Some(registration),
+            withheld,
+            conditions: vec![ready, claims, sole],
+            ..GpuNodeStatus::default()
+        };
+        let body = json!({
+            "apiVersion": API_VERSION,
+            "kind": "GpuNode",
+            "metadata": {"name": self.node},
+            "status": status,
+        });
+        let params = PatchParams::apply(FIELD_MANAGER).force();
+        let patch = Patch::Apply(&body);
+        within(self.api().patch_status(&self.node, &params, &patch)).await??;
+        info!(
+            epoch,
+            driver = driver.ready.reason,
+            "wrote the GpuNode's status"
+        );
+        if is_news {
+            self.events.driver(&node, &driver.ready);
+        }
+        Ok(epoch)
+    }
+
+    async fn read(&self) -> Result<Option<GpuNode>, Error> {
+        Ok(within(self.api().get_opt(&self.node)).await??)
+    }
+
+    /// The garbage collector removes it with its Node.
+    async fn create(&self) -> Result<GpuNode, Error> {
+        let nodes = Api::<Node>::all(self.client.clone());
+        let node = within(nodes.get(&self.node)).await??;
+        let uid = node
+            .metadata
+            .uid
+            .ok_or_else(|| Error::NodeWithoutUid(self.node.clone()))?;
+        let body = json!({
+            "apiVersion": API_VERSION,
+            "kind": "GpuNode",
+            "metadata": {
+                "name": self.node,
+                "ownerReferences": [{"apiVersion": "v1", "kind": "Node", "name": self.node, "uid": uid}],
+            },
+            "spec": {},
+        });
+        let params = PatchParams::apply(FIELD_MANAGER).force();
+        let patch = Patch::Apply(&body);
+        Ok(within(self.api().patch(&self.node, &params, &patch)).await??)
+    }
+
+    fn api(&self) -> Api<GpuNode> {
+        Api::all(self.client.clone())
+    }
+}
+
+fn note(policy: &watch::Sender<NodePolicy>, asked: NodePolicy) {
+    policy.send_if_modified(|known| {
+        let is_news = *known != asked;
+        if is_news {
+            info!(?asked, "what the policies ask of this node changed");
+            *known = asked;
+        }
+        is_news
+    });
+}

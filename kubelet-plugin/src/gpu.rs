@@ -1,0 +1,7 @@
+//! The node's GPUs: what the driver says of them, and the modes, partitions and daemons that claims want of them.
+
+pub mod context_sizes;
+pub mod driver_state;
+pub mod gpus;
+pub mod mps;
+pub mod records;

@@ -1,0 +1,376 @@
+//! The current state of the node's driver: whether it is installed, its GPUs, its files.
+//!
+//! One task keeps it up to date. Without a driver (its container may still be building, or it was
+//! removed) the plugin keeps running: prepared claims can be unprepared, and the driver is searched
+//! for repeatedly.
+//!
+//! NVML is open only while the driver is described: an open NVML has open device nodes, and the kernel
+//! module could not be unloaded. Between two descriptions only the driver's traces are compared: its
+//! files, its device nodes, and its entries in `/proc`.
+
+#[cfg(test)]
+mod tests;
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+use tranche_api::WithheldGpu;
+use tranche_api::gpu_node::Inventory;
+use tranche_driver::cdi::{CdiError, Shim, driver_spec};
+use tranche_driver::gpu_state::Record;
+
+use crate::gpu::context_sizes::Contexts;
+use crate::gpu::records::GpuRecords;
+use crate::host::fs::{self, Fs, FsError};
+use crate::host::layout::Layout;
+use tranche_node::devices::{DeviceError, DeviceNodes};
+use tranche_node::discover::{DiscoverError, Found, discover};
+use tranche_node::inventory::{add_at_vfio, inventory};
+use tranche_node::nvml::{Description, Driver, NvmlError, Opened, Traces};
+use tranche_node::root::{DriverRoot, RootError};
+use tranche_node::untested::{UntestedError, unknown_functions};
+use tranche_node::vfio::Groups;
+use tranche_node::vgpu;
+use tranche_node::withheld::KnownGpus;
+
+/// How often a driver with unchanged traces is described again, because a GPU may be lost. Without
+/// nvidia-persistenced each description powers idle GPUs up for about a second.
+const REFRESH: Duration = Duration::from_mins(1);
+/// How often its traces are compared.
+const CHECK: Duration = Duration::from_secs(2);
+/// When a driver whose traces changed is described once more. While the watchdog has NVML open, the loader and nvmlInit give
+/// that one to everybody in this process, with the GPUs that it found when it started.
+const AGAIN: Duration = Duration::from_secs(10);
+/// The first pause before a missing driver is searched for again; it doubles.
+const FIRST_RETRY: Duration = Duration::from_millis(500);
+/// The longest such pause.
+const LAST_RETRY: Duration = Duration::from_secs(15);
+
+/// Why there is no usable driver.
+#[derive(Debug, thiserror::Error)]
+pub enum DriverError {
+    /// NVML.
+    #[error(transparent)]
+    Nvml(#[from] NvmlError),
+    /// The driver root.
+    #[error(transparent)]
+    Root(#[from] RootError),
+    /// The driver's files.
+    #[error(transparent)]
+    Discover(#[from] DiscoverError),
+    /// The functions of its libcuda.
+    #[error(transparent)]
+    Untested(#[from] UntestedError),
+    /// Its device nodes.
+    #[error(transparent)]
+    Devices(#[from] DeviceError),
+    /// What Tranche has changed on GPUs is not known.
+    #[error("records of GPUs: {0}")]
+    Records(#[source] FsError),
+    /// The driver's CDI spec cannot be made.
+    #[error("CDI spec of the driver: {0}")]
+    Cdi(#[from] CdiError),
+    /// The driver's CDI spec cannot be written.
+    #[error("CDI spec of the driver: {0}")]
+    Fs(#[from] FsError),
+}
+
+impl DriverError {
+    /// Whether NVML answers, and what a CUDA program needs beside it is missing.
+    fn is_without_cuda(&self) -> bool {
+        matches!(
+            self,
+            Self::Devices(DeviceError::Missing { .. })
+                | Self::Discover(DiscoverError::Library { .. })
+        )
+    }
+
+    /// The reason for conditions and events.
+    #[must_use]
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Self::Nvml(NvmlError::NotFound { .. } | NvmlError::Root(_)) | Self::Root(_) => {
+                "DriverNotFound"
+            }
+            Self::Nvml(
+                NvmlError::Start { .. }
+                | NvmlError::GpuLost { .. }
+                | NvmlError::Call { .. }
+                | NvmlError::NotSupported { .. },
+            ) => "DriverNotAnswering",
+            Self::Nvml(NvmlError::Devices(_)) | Self::Devices(_) => "DeviceNodesMissing",
+            Self::Discover(_) | Self::Untested(_) => "DriverIncomplete",
+            Self::Cdi(_) | Self::Fs(_) => "NoContainerSpec",
+            Self::Records(_) => "NoRecords",
+        }
+    }
+}
+
+/// A usable driver.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Ready {
+    /// The inventory for the GpuNode.
+    pub inventory: Inventory,
+    /// GPUs that are withheld because of what NVML reports.
+    pub withheld: Vec<WithheldGpu>,
+    /// The driver's CDI spec, the content of its file in the CDI folder; none for a vGPU host's driver without CUDA.
+    pub spec: Option<Vec<u8>>,
+    /// The root that has the device nodes, as this process sees it.
+    pub dev_root: PathBuf,
+    /// The same path as the host sees it.
+    pub dev_root_on_host: PathBuf,
+}
+
+impl fmt::Display for Ready {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let inventory = &self.inventory;
+        write!(
+            f,
+            "driver {} with CUDA {} and {} GPUs",
+            inventory.driver_version, inventory.cuda_driver_version, inventory.gpu_count
+        )
+    }
+}
+
+/// The driver at the last check.
+#[derive(Clone, Debug, Default)]
+pub enum DriverState {
+    /// Not checked yet.
+    #[default]
+    Unknown,
+    /// There is no usable driver.
+    Absent(Arc<DriverError>),
+    /// There is a usable driver.
+    Ready(Arc<Ready>),
+}
+
+/// The driver's CDI spec on the disk.
+#[derive(Debug)]
+pub struct SpecFile {
+    fs: Arc<dyn Fs>,
+    path: PathBuf,
+    /// One writer at a time: many claims check the file.
+    writer: Mutex<()>,
+}
+
+impl SpecFile {
+    /// At the path of `layout`.
+    #[must_use]
+    pub fn new(fs: Arc<dyn Fs>, layout: &Layout) -> Self {
+        Self {
+            fs,
+            path: layout.driver_spec(),
+            writer: Mutex::default(),
+        }
+    }
+
+    /// Writes the file if it is missing or different.
+    pub fn ensure(&self, spec: &[u8]) -> Result<(), FsError> {
+        let _one = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
+        fs::ensure(&*self.fs, &self.path, spec, 0o644)
+    }
+}
+
+/// Checks the driver.
+#[derive(Debug)]
+pub struct Observer {
+    /// The source of NVML.
+    pub driver: Box<dyn Driver>,
+    /// The kernel's `sys` tree.
+    pub sysfs: PathBuf,
+    /// The GPUs' IOMMU groups.
+    pub groups: Arc<dyn Groups>,
+    /// The file of its CDI spec.
+    pub spec_file: Arc<SpecFile>,
+    /// The plugin's paths.
+    pub layout: Layout,
+    /// The installed shims.
+    pub shims: Vec<Shim>,
+    /// The measured sizes of contexts.
+    pub contexts: Arc<Contexts>,
+    /// What Tranche has changed on GPUs.
+    pub records: GpuRecords,
+    /// What was seen of the GPUs earlier.
+    pub known_gpus: Mutex<KnownGpus>,
+}
+
+impl Observer {
+    /// Keeps `state` up to date until cancelled.
+    pub async fn run(self, state: watch::Sender<DriverState>, stop: CancellationToken) {
+        let this = Arc::new(self);
+        let mut retry = FIRST_RETRY;
+        let mut has_changed = false;
+        loop {
+            let observer = Arc::clone(&this);
+            // NVML and the search may block.
+            let check = tokio::task::spawn_blocking(move || {
+                // Read before the check, so that a change during the check is detected.
+                let traces = observer.driver.traces();
+                (traces, observer.check())
+            });
+            // Only at shutdown, when the runtime accepts no more blocking work.
+            let Ok((traces, check)) = check.await else {
+                return;
+            };
+            let pause = match check {
+                Ok(ready) => {
+                    retry = FIRST_RETRY;
+                    publish(&state, ready);
+                    if has_changed { AGAIN } else { REFRESH }
+                }
+                Err(error) => {
+                    // Logged once for each new reason, not at every check.
+                    let known = matches!(&*state.borrow(), DriverState::Absent(old) if old.to_string() == error.to_string());
+                    if !known {
+                        warn!(%error, "there is no usable driver; searching until there is one");
+                        state.send_replace(DriverState::Absent(Arc::new(error)));
+                    }
+                    let pause = retry;
+                    retry = (retry * 2).min(LAST_RETRY);
+                    pause
+                }
+            };
+            has_changed = tokio::select! {
+                () = stop.cancelled() => return,
+                () = tokio::time::sleep(pause) => false,
+                () = this.changed(traces) => true,
+            };
+            if has_changed {
+                retry = FIRST_RETRY;
+            }
+        }
+    }
+
+    /// Waits until the driver's traces differ from these.
+    async fn changed(self: &Arc<Self>, traces: Traces) {
+        loop {
+            tokio::time::sleep(CHECK).await;
+            let observer = Arc::clone(self);
+            let now = tokio::task::spawn_blocking(move || observer.driver.traces()).await;
+            if now.is_ok_and(|now| now != traces) {
+                return;
+            }
+        }
+    }
+
+    /// The GPUs without Tranche's partitions, and those that are withheld.
+    fn known(
+        &self,
+        description: Description,
+        ours: &BTreeMap<String, Record>,
+    ) -> (Description, Vec<WithheldGpu>) {
+        let mut known = self
+            .known_gpus
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        let description = known.at_rest(description, ours);
+        let withheld = known.withheld(&description);
+        (description, withheld)
+    }
+
+    /// Writes into the inventory whether virtual machines can get the GPUs.
+    fn inspect_groups(&self, inventory: &mut Inventory) {
+        for gpu in &mut inventory.gpus {
+            let Ok(address) = gpu.pci_bus_id.parse() else {
+                continue;
+            };
+            gpu.vfio = self.groups.inspect(address).unwrap_or_else(|error| {
+                warn!(gpu = gpu.uuid, %error, "it is not known whether a virtual machine can get the GPU");
+                None
+            });
+        }
+    }
+
+    fn ours(&self) -> Result<BTreeMap<String, Record>, DriverError> {
+        self.records.readable().map_err(DriverError::Records)
+    }
+
+    /// Checks once. NVML is closed before the files are searched.
+    fn check(&self) -> Result<Ready, DriverError> {
+        // An instance may come or go meanwhile, and a GPU leave its driver or come back: what is ours before or afterwards is ours.
+        let mut ours = self.ours()?;
+        let Opened {
+            nvml, root, nodes, ..
+        } = self.driver.open()?;
+        let description = nvml.describe();
+        for (gpu, record) in self.ours()? {
+            ours.entry(gpu).or_default().add(record);
+        }
+        drop(nvml);
+        let (description, mut withheld) = self.known(description?, &ours);
+        let mut inventory = inventory(&description, &self.sysfs);
+        let found = match container_files(&root, &nodes, &description) {
+            Err(error) if error.is_without_cuda() && vgpu::is_host(&description) => {
+                withheld.extend(vgpu::without_cuda(&inventory, &error));
+                None
+            }
+            found => {
+                withheld.extend(vgpu::withheld(&inventory));
+                Some(found?)
+            }
+        };
+        let dev_root = nodes.root();
+        let mut spec = None;
+        if let Some(found) = found {
+            let files = found.driver_files(root.on_host(), nodes.control());
+            let paths = self.layout.node_paths(dev_root.on_host());
+            let content = driver_spec(&files, &paths, &self.shims)?.encode();
+            self.spec_file.ensure(&content)?;
+            spec = Some(content);
+            inventory.unknown_functions = unknown_functions(&root, &found)?;
+        }
+        let at_vfio = ours.values().filter_map(|record| record.vfio.as_deref());
+        add_at_vfio(&mut inventory, at_vfio);
+        self.inspect_groups(&mut inventory);
+        self.contexts.describe(&mut inventory);
+        Ok(Ready {
+            inventory,
+            withheld,
+            spec,
+            dev_root: dev_root.path().to_owned(),
+            dev_root_on_host: dev_root.on_host().to_owned(),
+        })
+    }
+}
+
+/// The driver's files, if it has all that a CUDA program needs.
+fn container_files(
+    root: &DriverRoot,
+    nodes: &DeviceNodes,
+    description: &Description,
+) -> Result<Found, DriverError> {
+    nodes.require()?;
+    Ok(discover(root, &description.driver_version)?)
+}
+
+fn publish(state: &watch::Sender<DriverState>, ready: Ready) {
+    state.send_if_modified(|state| {
+        if matches!(state, DriverState::Ready(old) if **old == ready) {
+            return false;
+        }
+        info!(
+            driver = ready.inventory.driver_version,
+            cuda = ready.inventory.cuda_driver_version,
+            gpus = ready.inventory.gpus.len(),
+            "driver ready"
+        );
+        if !ready.inventory.unknown_functions.is_empty() {
+            warn!(
+                functions = ready.inventory.unknown_functions.join(" "),
+                "the driver has functions that this release does not know: memory that they allocate in a capped share is not \
+                 counted; use a release that knows the driver"
+            );
+        }
+        for gpu in &ready.withheld {
+            warn!(gpu = gpu.gpu, reason = gpu.reason, message = gpu.message, "a GPU is withheld");
+        }
+        *state = DriverState::Ready(Arc::new(ready));
+        true
+    });
+}

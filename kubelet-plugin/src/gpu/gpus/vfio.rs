@@ -1,0 +1,151 @@
+//! A GPU's way to VFIO and back.
+
+use std::time::{Duration, Instant};
+
+use tracing::{info, warn};
+use tranche_api::PciAddress;
+use tranche_api::gpu_node::Gpu;
+use tranche_driver::gpu_state::{AtVfio, Record};
+use tranche_driver::preparation::VfioGroup;
+use tranche_driver::vfio::{self, VFIO_DRIVER};
+use tranche_node::vfio::{BringError, bring};
+
+use super::{GpuError, Gpus, find};
+use crate::gpu::driver_state::DriverState;
+
+/// How long a GPU is tried again while a process has it open: those of this plugin that keep NVML open close it within 2 s.
+pub const OPEN_PATIENCE: Duration = Duration::from_secs(5);
+/// How long a GPU that came back waits for those of this plugin that keep NVML open.
+const CLOSE_PATIENCE: Duration = Duration::from_secs(5);
+/// The pause between two such attempts.
+const OPEN_PAUSE: Duration = Duration::from_millis(200);
+
+impl Gpus {
+    /// Forgets that a GPU, whose lock the caller holds, was at VFIO in another boot: its driver has it again.
+    pub(super) fn forget_other_boot(
+        &self,
+        gpu_uuid: &str,
+        record: &mut Record,
+    ) -> Result<(), GpuError> {
+        let Some(at) = &record.vfio else {
+            return Ok(());
+        };
+        let boot = self.hardware.groups.boot().map_err(BringError::Vfio)?;
+        if at.drivers.boot != boot {
+            self.write_vfio(gpu_uuid, record, None)?;
+        }
+        Ok(())
+    }
+
+    /// Binds a GPU, whose lock the caller holds, to VFIO with its whole IOMMU group, or goes on where an earlier call ended.
+    pub(super) fn enter_vfio(
+        &self,
+        gpu_uuid: &str,
+        record: &mut Record,
+    ) -> Result<VfioGroup, GpuError> {
+        let described = match &record.vfio {
+            Some(at) => (**at).clone(),
+            None => self.described(gpu_uuid)?,
+        };
+        let actual = self.bring_vfio(gpu_uuid, true, &described, record)?;
+        let bound = actual.functions.iter();
+        let bound = bound.filter(|it| it.driver.as_deref() == Some(VFIO_DRIVER));
+        Ok(VfioGroup {
+            functions: bound.map(|it| it.address.to_string()).collect(),
+            nodes: self
+                .hardware
+                .groups
+                .nodes(&actual)
+                .map_err(BringError::Vfio)?,
+        })
+    }
+
+    /// Gives a GPU, whose lock the caller holds, back to the driver that it had.
+    pub(super) fn leave_vfio(&self, gpu_uuid: &str, record: &mut Record) -> Result<(), GpuError> {
+        if let Some(at) = record.vfio.clone() {
+            self.bring_vfio(gpu_uuid, false, &at, record)?;
+        }
+        Ok(())
+    }
+
+    fn bring_vfio(
+        &self,
+        gpu_uuid: &str,
+        wanted: bool,
+        described: &AtVfio,
+        record: &mut Record,
+    ) -> Result<vfio::Actual, GpuError> {
+        info!(gpu = gpu_uuid, wanted, "changing the GPU's kernel driver");
+        let address = &described.gpu.pci_bus_id;
+        let address: PciAddress = address.parse().map_err(|_| GpuError::Missing {
+            gpu: gpu_uuid.to_owned(),
+        })?;
+        let shut = self.hardware.gate.shut();
+        let deadline = Instant::now() + self.hardware.open_patience;
+        loop {
+            let before = record.vfio.as_ref().map(|at| at.drivers.clone());
+            let at = (address, Some(described.gpu.minor));
+            let mut write = |drivers: Option<&vfio::Record>| {
+                let at = drivers.map(|drivers| AtVfio {
+                    drivers: drivers.clone(),
+                    ..described.clone()
+                });
+                self.write_vfio(gpu_uuid, record, at)
+            };
+            match bring(&*self.hardware.groups, at, wanted, before, &mut write) {
+                Err(error) if error.is_in_use() && Instant::now() < deadline => {
+                    std::thread::sleep(OPEN_PAUSE);
+                }
+                result => {
+                    // Or an NVML of before would be without this GPU, and so would all that are opened beside it.
+                    if result.is_ok() && !wanted && !shut.wait_for_closed(CLOSE_PATIENCE) {
+                        warn!(
+                            gpu = gpu_uuid,
+                            "NVML was not closed: the GPU is seen again within a minute"
+                        );
+                    }
+                    return result;
+                }
+            }
+        }
+    }
+
+    /// Makes or removes the record of a GPU at VFIO.
+    fn write_vfio(
+        &self,
+        gpu_uuid: &str,
+        record: &mut Record,
+        at: Option<AtVfio>,
+    ) -> Result<(), GpuError> {
+        let mut new = record.clone();
+        new.vfio = at.map(Box::new);
+        self.records.write(gpu_uuid, &new)?;
+        *record = new;
+        Ok(())
+    }
+
+    /// The GPU as its driver describes it now, before it leaves it.
+    fn described(&self, gpu_uuid: &str) -> Result<AtVfio, GpuError> {
+        let missing = || GpuError::Missing {
+            gpu: gpu_uuid.to_owned(),
+        };
+        let DriverState::Ready(ready) = self.state.borrow().clone() else {
+            return Err(missing());
+        };
+        let known = find(&ready.inventory, gpu_uuid).ok_or_else(missing)?;
+        let geometry = ready.inventory.mig_geometry(known);
+        // The inventory may be of before a change of the order of GPUs.
+        let now = self.hardware.nvml.open()?.nvml.describe()?.gpus;
+        let now = now.iter().find(|it| it.uuid == gpu_uuid);
+        let now = now.ok_or_else(missing)?;
+        Ok(AtVfio {
+            drivers: vfio::Record::default(),
+            gpu: Gpu {
+                minor: now.minor,
+                pci_bus_id: now.pci_bus_id(),
+                ..known.clone()
+            },
+            mig_profiles: geometry.map(|it| it.profiles.clone()).unwrap_or_default(),
+        })
+    }
+}

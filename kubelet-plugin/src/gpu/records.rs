@@ -1,0 +1,107 @@
+//! What Tranche has changed on each GPU, on disk: one file per GPU, named after its UUID.
+//!
+//! A file that cannot be read is kept, and its GPU is given to no claim: it may be divided, and only a person can decide whose
+//! its instances are.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use tranche_driver::gpu_state::Record;
+use tranche_driver::journal::{GpuRecord, JournalError};
+
+use crate::host::fs::{self, Durability, Fs, FsError};
+
+/// Why a record cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum RecordError {
+    /// The file system.
+    #[error("record of a GPU: {0}")]
+    Fs(#[from] FsError),
+    /// The content.
+    #[error(
+        "record {path} of a GPU: {source}; where no driver reads it, release the GPU's claims, remove its GPU instances \
+         (`nvidia-smi mig -dci`, `nvidia-smi mig -dgi`) and then the file"
+    )]
+    Unreadable {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: JournalError,
+    },
+    /// The content belongs to another GPU.
+    #[error("record {path} is of GPU {gpu}: the file was renamed or copied; delete it")]
+    Misnamed {
+        /// The file.
+        path: PathBuf,
+        /// That GPU's UUID.
+        gpu: String,
+    },
+}
+
+/// The folder of records.
+#[derive(Clone, Debug)]
+pub struct GpuRecords {
+    fs: Arc<dyn Fs>,
+    folder: PathBuf,
+}
+
+impl GpuRecords {
+    /// Makes the folder if it is missing, and removes temporary files of interrupted writes.
+    pub fn open(fs: Arc<dyn Fs>, folder: PathBuf) -> Result<Self, FsError> {
+        fs.create_dir(&folder)?;
+        fs::remove_temporaries(&*fs, &folder, "")?;
+        Ok(Self { fs, folder })
+    }
+
+    fn path(&self, gpu_uuid: &str) -> PathBuf {
+        self.folder.join(format!("{gpu_uuid}.json"))
+    }
+
+    /// The GPUs that have a record, by UUID.
+    pub fn all(&self) -> Result<Vec<String>, FsError> {
+        let names = self.fs.list(&self.folder)?.into_iter();
+        Ok(names
+            .filter_map(|name| Some(name.strip_suffix(".json")?.to_owned()))
+            .collect())
+    }
+
+    /// The readable records, by GPU.
+    pub fn readable(&self) -> Result<BTreeMap<String, Record>, FsError> {
+        let gpus = self.all()?.into_iter();
+        Ok(gpus
+            .filter_map(|gpu| {
+                let record = self.load(&gpu).ok()?;
+                Some((gpu, record))
+            })
+            .collect())
+    }
+
+    /// What was changed on a GPU; nothing where there is no file.
+    pub fn load(&self, gpu_uuid: &str) -> Result<Record, RecordError> {
+        let path = self.path(gpu_uuid);
+        let Some(bytes) = self.fs.read(&path)? else {
+            return Ok(Record::default());
+        };
+        match GpuRecord::decode(&bytes) {
+            Ok(record) if record.gpu_uuid == gpu_uuid => Ok(record.changes),
+            Ok(record) => Err(RecordError::Misnamed {
+                path,
+                gpu: record.gpu_uuid,
+            }),
+            Err(source) => Err(RecordError::Unreadable { path, source }),
+        }
+    }
+
+    /// Writes what was changed on a GPU; removes the file where that is nothing.
+    pub fn write(&self, gpu_uuid: &str, changes: &Record) -> Result<(), RecordError> {
+        let path = self.path(gpu_uuid);
+        if changes.is_empty() {
+            fs::remove(&*self.fs, &path, Durability::Disk)?;
+        } else {
+            let record = GpuRecord::new(gpu_uuid.to_owned(), changes.clone());
+            fs::replace(&*self.fs, &path, &record.encode(), 0o600, Durability::Disk)?;
+        }
+        Ok(())
+    }
+}
