@@ -1,7 +1,6 @@
 //! Headless Chromium, driven by WebDriver. `e2e/browser/install` installs both from Debian.
 
 use std::process::Stdio;
-use std::time::Duration;
 
 use anyhow::{Context, ensure};
 use fantoccini::actions::{InputSource, KeyAction, KeyActions};
@@ -18,6 +17,8 @@ use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::{Child, Command};
 use url::{ParseError, Url};
 
+use crate::wait::{self, Limit};
+
 /// A container has no sandbox and no GPU, and nothing of the test leaves the machine.
 const FLAGS: [&str; 9] = [
     "--headless",
@@ -32,10 +33,7 @@ const FLAGS: [&str; 9] = [
 ];
 
 /// Frames that a page draws in a second at least, on a machine that has time for it. On one that has not, a limit is longer.
-const FRAMES: u32 = 30;
-
-/// The most time that a script may wait in the page.
-const PATIENCE: Duration = Duration::from_mins(2);
+const FRAMES: u64 = 30;
 
 /// A browser with one page and a profile of its own.
 #[derive(Debug)]
@@ -124,7 +122,8 @@ impl Browser {
             .capabilities(wanted)
             .connect(&format!("http://127.0.0.1:{port}"))
             .await?;
-        let patience = TimeoutConfiguration::new(Some(PATIENCE), Some(PATIENCE), None);
+        let longest = wait::USUAL.ceiling();
+        let patience = TimeoutConfiguration::new(Some(longest), Some(longest), None);
         client.update_timeouts(patience).await?;
         Ok(Self {
             client,
@@ -150,7 +149,7 @@ impl Browser {
     pub async fn wait_for<T: DeserializeOwned>(
         &self,
         what: &str,
-        limit: Duration,
+        limit: Limit,
         script: &str,
     ) -> anyhow::Result<T> {
         let wait = format!(
@@ -162,15 +161,15 @@ impl Browser {
                else requestAnimationFrame(() => again(drawn + 1));\n\
              }})(0);"
         );
-        let limit_millis = u64::try_from(limit.as_millis())?;
-        let frames = limit_millis * u64::from(FRAMES) / 1000;
+        let limit_millis = limit.seconds() * 1000;
+        let frames = limit.seconds() * FRAMES;
         let mut answer = self
             .client
             .execute_async(&wait, vec![limit_millis.into(), frames.into()])
             .await?;
         let Some(value) = answer.get_mut("it") else {
             let text: String = self.evaluate("return document.body.innerText").await?;
-            anyhow::bail!("{what}: not after {limit:?}; the page says:\n{text}");
+            anyhow::bail!("{what}: not after {limit_millis} ms; the page says:\n{text}");
         };
         Ok(serde_json::from_value(value.take())?)
     }

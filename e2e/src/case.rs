@@ -1,11 +1,8 @@
 //! Runs one test, alone on the cluster or alone on one of its nodes, and restores everything afterwards.
 
 use std::fmt;
-use std::fs::OpenOptions;
-use std::io::Write as _;
 use std::panic::AssertUnwindSafe;
 use std::sync::{Mutex, PoisonError};
-use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow, ensure};
 use futures::FutureExt;
@@ -22,9 +19,10 @@ use tranche_api::names::{DRIVER, attribute, pool};
 
 use crate::namespace::Namespace;
 use crate::node::Node;
+use crate::pulse::Stopwatch;
 use crate::system::{NodePlugin, text};
 use crate::turn::Turn;
-use crate::{diagnosis, wait};
+use crate::{diagnosis, record, wait};
 
 /// The part of the cluster that a test uses alone.
 pub struct Case {
@@ -91,7 +89,7 @@ fn within(
         .build()?;
     runtime.block_on(async {
         let case = Case::begin(extent).await?;
-        let began = Instant::now();
+        let took = Stopwatch::start();
         let outcome = AssertUnwindSafe(test(&case))
             .catch_unwind()
             .await
@@ -105,27 +103,13 @@ fn within(
             diagnosis::print(&case, &names).await;
         }
         let cleaned = case.finish().await.context("cleaning up");
-        note_duration(extent, began.elapsed());
+        record::test(&format!("{extent:?}"), &took);
         match (outcome, cleaned) {
             (Err(error), Err(also)) => Err(error.context(format!("and {also:#}"))),
             (Err(error), Ok(())) | (Ok(()), Err(error)) => Err(error),
             (Ok(()), Ok(())) => Ok(()),
         }
     })
-}
-
-/// Adds a line to the file that `TRANCHE_E2E_TIMES` names: how long the test took, from its turn on.
-fn note_duration(extent: Extent, took: Duration) {
-    let Some(path) = std::env::var_os("TRANCHE_E2E_TIMES") else {
-        return;
-    };
-    let thread = std::thread::current();
-    let name = thread.name().unwrap_or("?");
-    let line = format!("{:6.1} s  {extent:?}  {name}\n", took.as_secs_f64());
-    let file = OpenOptions::new().create(true).append(true).open(&path);
-    if let Err(error) = file.and_then(|mut file| file.write_all(line.as_bytes())) {
-        eprintln!("{}: {error}", path.display());
-    }
 }
 
 impl Case {

@@ -2,7 +2,6 @@
 
 use std::path::Path;
 use std::process::Output;
-use std::time::Duration;
 
 use anyhow::{Context, ensure};
 use k8s_openapi::api::core::v1::Node as CoreNode;
@@ -10,6 +9,7 @@ use kube::api::Api;
 use kube::{Client, ResourceExt};
 use tokio::process::Command;
 
+use crate::wait::Limit;
 use crate::{PodHandle, wait};
 
 /// The machine file of a node's simulated GPUs.
@@ -92,7 +92,7 @@ impl Node {
     }
 
     /// Waits until there is no file of any claim.
-    pub async fn no_claim_files(&self, limit: Duration) -> anyhow::Result<()> {
+    pub async fn no_claim_files(&self, limit: Limit) -> anyhow::Result<()> {
         wait::for_answer("no file of a claim on the node", limit, async || {
             let left = self.claim_files().await?;
             ensure!(left.is_empty(), "left: {}", left.join(" "));
@@ -202,7 +202,7 @@ impl Node {
             self.shell(&format!("kill -CONT {PLUGIN}")).await?;
         }
         let (started, uid) = claimed?;
-        let tries = wait::USUAL.as_millis() / 10;
+        let tries = wait::USUAL.ceiling().as_millis() / 10;
         let script = format!(
             "pid={PLUGIN}
              journal={PLUGIN_DIR}/claims/{uid}.json

@@ -1,11 +1,9 @@
 //! A pod of a test.
 
-use std::time::Duration;
-
 use anyhow::{Context, bail, ensure};
 use k8s_openapi::api::core::v1::{ContainerStatus, Event, Pod};
 use k8s_openapi::api::resource::v1::ResourceClaim;
-use kube::api::{Api, DeleteParams, LogParams, Patch, PatchParams};
+use kube::api::{Api, DeleteParams, ListParams, LogParams, Patch, PatchParams};
 use kube::runtime::watcher;
 use serde_json::Value;
 use tranche_api::names::DRIVER;
@@ -15,9 +13,6 @@ use crate::namespace::Namespace;
 use crate::node::Node;
 use crate::wait;
 use crate::workload::{self, Beat, Filled, Seen};
-
-/// The kubelet waits for 10 s before it starts a container again, and twice as long each time after.
-const RESTARTED: Duration = Duration::from_mins(1);
 
 /// A pod, by name.
 #[derive(Clone, Debug)]
@@ -50,7 +45,7 @@ impl PodHandle {
     }
 
     /// Waits up to a time limit until its container runs.
-    pub async fn started_within(&self, limit: Duration) -> anyhow::Result<Pod> {
+    pub async fn started_within(&self, limit: wait::Limit) -> anyhow::Result<Pod> {
         let what = format!("pod {} running", self.name);
         let pod = wait::for_one(self.namespace.pods(), &self.name, &what, limit, |pod| {
             let pod = pod?;
@@ -108,17 +103,27 @@ impl PodHandle {
 
     /// Waits for an event of this reason about the pod, and returns its message.
     pub async fn event(&self, reason: &str) -> anyhow::Result<String> {
-        let events: Api<Event> =
-            Api::namespaced(self.namespace.pods().into_client(), self.namespace.name());
-        let about = watcher::Config::default().fields(&format!(
-            "involvedObject.name={},reason={reason}",
-            self.name
-        ));
+        let about = watcher::Config::default().fields(&self.about(reason));
         let what = format!("an event {reason} of the pod {}", self.name);
-        wait::for_all(events, about, &what, wait::USUAL, |events| {
+        wait::for_all(self.all_events(), about, &what, wait::USUAL, |events| {
             events.values().find_map(|event| event.message.clone())
         })
         .await
+    }
+
+    /// The messages of the events of this reason about the pod until now.
+    pub async fn events(&self, reason: &str) -> anyhow::Result<Vec<String>> {
+        let about = ListParams::default().fields(&self.about(reason));
+        let events = self.all_events().list(&about).await?.items;
+        Ok(events.into_iter().filter_map(|it| it.message).collect())
+    }
+
+    fn all_events(&self) -> Api<Event> {
+        Api::namespaced(self.namespace.pods().into_client(), self.namespace.name())
+    }
+
+    fn about(&self, reason: &str) -> String {
+        format!("involvedObject.name={},reason={reason}", self.name)
     }
 
     /// The claim that was made for it from a template.
@@ -262,10 +267,16 @@ impl PodHandle {
         node.kill_container(container.container_id.as_deref().unwrap_or_default())
             .await?;
         let what = format!("the container of {} started again", self.name);
-        wait::for_one(self.namespace.pods(), &self.name, &what, RESTARTED, |pod| {
-            let container = first_container(pod?)?;
-            (container.restart_count > count && container.ready).then_some(())
-        })
+        wait::for_one(
+            self.namespace.pods(),
+            &self.name,
+            &what,
+            wait::USUAL,
+            |pod| {
+                let container = first_container(pod?)?;
+                (container.restart_count > count && container.ready).then_some(())
+            },
+        )
         .await
     }
 

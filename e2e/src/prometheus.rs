@@ -8,7 +8,6 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
-use std::time::Duration;
 
 use anyhow::{Context, ensure};
 use k8s_openapi::api::core::v1::{ContainerPort, Pod};
@@ -25,8 +24,6 @@ use crate::{Case, SYSTEM, wait};
 
 /// How often it scrapes, and evaluates the alerts.
 const INTERVAL: &str = "1s";
-/// For it to start, and for a new query to have data.
-const SOON: Duration = Duration::from_mins(1);
 
 /// A running Prometheus. Dropped, it ends.
 #[derive(Debug)]
@@ -108,10 +105,14 @@ impl Prometheus {
             _server: server,
             _forwards: forwards,
         };
-        let up = wait::for_answer("Prometheus to scrape every component", SOON, async || {
-            let up = prometheus.query("up == 1").await.unwrap_or_default();
-            Ok((up.len() == expected).then_some(()))
-        });
+        let up = wait::for_answer(
+            "Prometheus to scrape every component",
+            wait::USUAL,
+            async || {
+                let up = prometheus.query("up == 1").await.unwrap_or_default();
+                Ok((up.len() == expected).then_some(()))
+            },
+        );
         up.await.with_context(|| prometheus.log())?;
         Ok(prometheus)
     }
@@ -142,7 +143,7 @@ impl Prometheus {
 
     /// Waits until an expression gives a number, and returns the series that are one.
     pub async fn numbers(&self, expression: &str) -> anyhow::Result<Vec<Series>> {
-        wait::for_answer(expression, SOON, async || {
+        wait::for_answer(expression, wait::USUAL, async || {
             let mut series = self.query(expression).await?;
             series.retain(|it| it.value.is_finite());
             Ok((!series.is_empty()).then_some(series))
@@ -152,7 +153,7 @@ impl Prometheus {
 
     /// The alerts that it loaded, each with what went wrong in its last evaluation, empty where nothing did.
     pub async fn rules(&self) -> anyhow::Result<BTreeMap<String, String>> {
-        wait::for_answer("every rule to be evaluated", SOON, async || {
+        wait::for_answer("every rule to be evaluated", wait::USUAL, async || {
             let data = self.get("/api/v1/rules").await?;
             let groups = data["groups"].as_array().into_iter().flatten();
             let rules = groups.flat_map(|group| group["rules"].as_array().into_iter().flatten());

@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::time::Duration;
 
 use anyhow::Context;
 use k8s_openapi::api::core::v1::Pod;
@@ -80,7 +79,7 @@ impl NodePlugin {
     pub async fn slices<T>(
         &self,
         what: &str,
-        limit: Duration,
+        limit: wait::Limit,
         wanted: impl FnMut(&BTreeMap<String, ResourceSlice>) -> Option<T>,
     ) -> anyhow::Result<T> {
         let api: Api<ResourceSlice> = Api::all(self.client.clone());

@@ -1,4 +1,4 @@
-//! Waits by watches with a time limit; errors show the state instead.
+//! Waits by watches, with a limit of `limits.rs`; errors show the state instead.
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
@@ -14,11 +14,9 @@ use kube::{Resource, ResourceExt};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-/// Enough for every change of one pod on a healthy cluster.
-pub const USUAL: Duration = Duration::from_mins(1);
-
-/// Enough for a change that the kubelet tries a second time: that takes it more than a minute.
-pub const TRIED_AGAIN: Duration = Duration::from_mins(3);
+pub use crate::limits::*;
+use crate::pulse::{self, Stopwatch};
+use crate::record;
 
 /// A kind that can be watched and shown.
 pub trait Watched:
@@ -32,12 +30,13 @@ pub async fn for_all<K: Watched, T>(
     api: Api<K>,
     config: watcher::Config,
     what: &str,
-    limit: Duration,
+    limit: Limit,
     mut wanted: impl FnMut(&BTreeMap<String, K>) -> Option<T>,
 ) -> anyhow::Result<T> {
     let mut known = BTreeMap::new();
     let mut fresh = BTreeMap::new();
-    let seen = tokio::time::timeout(limit, async {
+    let took = Stopwatch::start();
+    let seen = pulse::within(limit, async {
         let mut events = pin!(watcher(api, config).default_backoff());
         let mut complete = false;
         while let Some(event) = events.next().await {
@@ -72,14 +71,15 @@ pub async fn for_all<K: Watched, T>(
         bail!("the watch ended")
     })
     .await;
-    match seen {
-        Ok(found) => found.with_context(|| format!("watching for {what}")),
-        Err(_) => bail!(
-            "{what}: not within {} s. There is: {}",
-            limit.as_secs(),
+    let Some(found) = seen else {
+        let seconds = limit.seconds();
+        bail!(
+            "{what}: not within {seconds} s. There is: {}",
             shown(&known)
-        ),
-    }
+        );
+    };
+    record::latency(what, &took);
+    found.with_context(|| format!("watching for {what}"))
 }
 
 /// Watches one object, which need not exist, until `wanted` returns a value for it.
@@ -87,7 +87,7 @@ pub async fn for_one<K: Watched, T>(
     api: Api<K>,
     name: &str,
     what: &str,
-    limit: Duration,
+    limit: Limit,
     mut wanted: impl FnMut(Option<&K>) -> Option<T>,
 ) -> anyhow::Result<T> {
     let config = watcher::Config::default().fields(&format!("metadata.name={name}"));
@@ -99,7 +99,7 @@ pub async fn for_none<K: Watched>(
     api: Api<K>,
     config: watcher::Config,
     what: &str,
-    limit: Duration,
+    limit: Limit,
 ) -> anyhow::Result<()> {
     for_all(api, config, what, limit, |all| all.is_empty().then_some(())).await
 }
@@ -107,11 +107,12 @@ pub async fn for_none<K: Watched>(
 /// Polls what cannot be watched: files on a node, a program's answer.
 pub async fn for_answer<T>(
     what: &str,
-    limit: Duration,
+    limit: Limit,
     mut ask: impl AsyncFnMut() -> anyhow::Result<Option<T>>,
 ) -> anyhow::Result<T> {
     let mut last = None;
-    let answered = tokio::time::timeout(limit, async {
+    let took = Stopwatch::start();
+    let answered = pulse::within(limit, async {
         let mut pause = tokio::time::interval(Duration::from_millis(200));
         loop {
             pause.tick().await;
@@ -123,13 +124,15 @@ pub async fn for_answer<T>(
         }
     })
     .await;
-    answered.map_err(|_| {
-        let what = format!("{what}: not within {} s", limit.as_secs());
-        match last {
+    let Some(answer) = answered else {
+        let what = format!("{what}: not within {} s", limit.seconds());
+        return Err(match last {
             Some(error) => error.context(what),
             None => anyhow::anyhow!(what),
-        }
-    })
+        });
+    };
+    record::latency(what, &took);
+    Ok(answer)
 }
 
 /// Names are unique only within a namespace.

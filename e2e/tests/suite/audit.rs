@@ -9,7 +9,7 @@ use tranche_e2e::node::PLUGIN_DIR;
 use tranche_e2e::workload::text;
 use tranche_e2e::{Case, Namespace, Request, policy, run_on_a_node, wait, workload};
 
-use crate::plugin::{BURST, renew_plugin};
+use crate::plugin::renew_plugin;
 
 const GIB: u64 = 1 << 30;
 /// Pods that come and go around each kill.
@@ -59,7 +59,7 @@ fn every_grant_begins_once_and_ends_once_whenever_the_plugin_is_killed() -> anyh
             .kill_plugin_in_a_prepare(starting, |pods| &pods[0])
             .await?;
         for pod in &pods {
-            pod.started_within(BURST).await?;
+            pod.started_within(wait::BURST).await?;
         }
         case.plugin().ready(None).await?;
         let (first, others) = pods.split_first().context("no pod")?;

@@ -13,31 +13,24 @@ const POINTS: f64 = 5.0;
 
 /// The result of `tranche-workload spin`, in percent of the GPU's time.
 #[derive(Debug, Deserialize)]
-pub struct Spun {
-    share: f64,
-    /// Of the shares of each second.
-    pub median: f64,
+struct Spun {
+    /// Of the shares of each second: a second in which the machine stood still does not change it.
+    median: f64,
 }
 
-/// The share of the GPU's time that a pod's program gets.
-async fn spin(pod: &PodHandle, kernel: &str, launch: &str, time: &str) -> anyhow::Result<f64> {
-    Ok(spun(pod, kernel, launch, time).await?.share)
-}
-
-/// What a pod's program counts while it keeps the GPU busy.
-pub async fn spun(pod: &PodHandle, kernel: &str, launch: &str, time: &str) -> anyhow::Result<Spun> {
+/// The share of the GPU's time that a pod's program gets while it keeps the GPU busy.
+pub async fn spin(pod: &PodHandle, time: &str) -> anyhow::Result<f64> {
     let command = [
         "tranche-workload",
         "--json",
         "spin",
         "--kernel",
-        kernel,
-        "--launch",
-        launch,
+        "1ms",
         "--time",
         time,
     ];
-    Ok(serde_json::from_str(&pod.stdout(&command).await?)?)
+    let spun: Spun = serde_json::from_str(&pod.stdout(&command).await?)?;
+    Ok(spun.median)
 }
 
 fn about(share: f64, cores: f64, of: &str) -> anyhow::Result<()> {
@@ -46,29 +39,6 @@ fn about(share: f64, cores: f64, of: &str) -> anyhow::Result<()> {
         "{of}: {share:.1} % of {cores}"
     );
     Ok(())
-}
-
-#[test]
-fn a_share_gets_its_cores_however_it_launches() -> anyhow::Result<()> {
-    run(async |case: &Case| {
-        let namespace = case.namespace("cores").await?;
-        let pod = namespace
-            .started("pod", &Request::capped("2Gi", "25"))
-            .await?;
-        // Each after another with other kernels: the last two over ten seconds.
-        for (kernel, launch, time) in [
-            ("1ms", "plain", "6s"),
-            ("1ms", "cooperative", "6s"),
-            ("1ms", "ex", "6s"),
-            ("1ms", "graph", "6s"),
-            ("10us", "plain", "10s"),
-            ("50ms", "plain", "10s"),
-        ] {
-            let share = spin(&pod, kernel, launch, time).await?;
-            about(share, 25.0, &format!("{kernel}, {launch}"))?;
-        }
-        Ok(())
-    })
 }
 
 #[test]
@@ -82,7 +52,7 @@ fn neighbours_get_what_each_has_claimed() -> anyhow::Result<()> {
             let pod = namespace.started(&format!("pod-{cores}"), &share).await?;
             pods.push(pod);
         }
-        let shares = try_join_all(pods.iter().map(|pod| spin(pod, "1ms", "plain", "10s"))).await?;
+        let shares = try_join_all(pods.iter().map(|pod| spin(pod, "10s"))).await?;
         for (share, cores) in shares.iter().zip(cores) {
             about(*share, cores.parse()?, &format!("{shares:?}"))?;
         }
@@ -97,7 +67,7 @@ fn all_of_the_cores_and_what_others_leave_are_not_slowed() -> anyhow::Result<()>
         let whole = namespace
             .started("whole", &Request::capped("2Gi", "100"))
             .await?;
-        let share = spin(&whole, "1ms", "plain", "5s").await?;
+        let share = spin(&whole, "5s").await?;
         ensure!(share > 100.0 - POINTS, "cores: 100 gives {share:.1} %");
         whole.delete().await?;
 
@@ -113,7 +83,7 @@ fn all_of_the_cores_and_what_others_leave_are_not_slowed() -> anyhow::Result<()>
             .pod("alone", &[Source::Template("conserving")], &IDLE)
             .await?;
         alone.started().await?;
-        let share = spin(&alone, "1ms", "plain", "5s").await?;
+        let share = spin(&alone, "5s").await?;
         ensure!(
             share > 100.0 - 2.0 * POINTS,
             "alone on the GPU it gets {share:.1} %"

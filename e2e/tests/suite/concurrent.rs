@@ -2,8 +2,6 @@
 //!
 //! The daemon is NVIDIA's own; its clients are simulated.
 
-use std::time::Duration;
-
 use anyhow::ensure;
 use tranche_api::tier::Tier;
 use tranche_e2e::node::PLUGIN_DIR;
@@ -191,7 +189,7 @@ fn a_killed_plugin_costs_clients_nothing() -> anyhow::Result<()> {
             .node
             .kill_plugin_in_a_prepare(starting, |pod| pod)
             .await?;
-        pod.started_within(Duration::from_mins(2)).await?;
+        pod.started_within(wait::TRIED_AGAIN).await?;
         let after = neighbour.next_beat().await?;
         ensure!(
             after.beat > before.beat && after.errors == 0 && daemons(case, gpu).await? == daemon,

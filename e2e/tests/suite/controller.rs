@@ -1,7 +1,5 @@
 //! Two replicas of the controller, one of which writes.
 
-use std::time::Duration;
-
 use anyhow::Context;
 use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1::Pod;
@@ -9,9 +7,6 @@ use k8s_openapi::api::resource::v1::ResourceSlice;
 use kube::ResourceExt;
 use kube::api::{Api, DeleteParams};
 use tranche_e2e::{Case, SYSTEM, run, system, wait};
-
-/// The lease of a leader that was killed lasts 15 s.
-const TAKEN_OVER: Duration = Duration::from_secs(30);
 
 fn holder(lease: Option<&Lease>) -> Option<String> {
     lease?
@@ -39,12 +34,12 @@ fn another_replica_takes_over_and_heals() -> anyhow::Result<()> {
             leases,
             "tranche-controller",
             "another leader",
-            TAKEN_OVER,
+            wait::USUAL,
             |lease| (holder(lease)? != leader).then_some(()),
         )
         .await?;
         case.plugin()
-            .slices("the slice back", TAKEN_OVER, |slices| {
+            .slices("the slice back", wait::USUAL, |slices| {
                 let slices = system::complete(slices)?;
                 (slices.len() == before.len() && slices.get(name)?.uid() != old.uid()).then_some(())
             })

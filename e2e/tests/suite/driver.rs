@@ -1,7 +1,5 @@
 //! The node's driver is installed late, removed, restored and updated; the node's GpuNode is deleted.
 
-use std::time::Duration;
-
 use anyhow::{Context, ensure};
 use k8s_openapi::api::core::v1::{Event, Pod};
 use k8s_openapi::api::resource::v1::Device;
@@ -15,8 +13,6 @@ use tranche_e2e::namespace::{IDLE, Source, manifest};
 use tranche_e2e::node::{LIBRARIES, Node};
 use tranche_e2e::{Case, Request, SYSTEM, run_on_a_node, system, wait, workload};
 
-/// The time limit for a deleted GpuNode to return, and for a change of the driver to be detected.
-const SECONDS: Duration = Duration::from_secs(10);
 /// Where the driver's libraries and device nodes are moved while there is no driver.
 const AWAY: &str = "/usr/lib/x86_64-linux-gnu/away";
 
@@ -74,7 +70,7 @@ fn a_driver_that_goes_takes_its_devices_with_it_and_brings_them_back() -> anyhow
             node.status
         );
         plugin
-            .slices("no device offered", SECONDS, |slices| {
+            .slices("no device offered", wait::USUAL, |slices| {
                 let mut devices = slices
                     .values()
                     .flat_map(|slice| slice.spec.devices.iter().flatten());
@@ -93,7 +89,7 @@ fn a_driver_that_goes_takes_its_devices_with_it_and_brings_them_back() -> anyhow
             "involvedObject.kind=GpuNode,involvedObject.name={},reason=DriverNotFound",
             case.node.name()
         ));
-        wait::for_all(events, about, "the event", SECONDS, |events| {
+        wait::for_all(events, about, "the event", wait::USUAL, |events| {
             (!events.is_empty()).then_some(())
         })
         .await?;
@@ -120,7 +116,7 @@ fn a_driver_that_goes_takes_its_devices_with_it_and_brings_them_back() -> anyhow
             nodes,
             case.node.name(),
             "the GpuNode back",
-            SECONDS,
+            wait::USUAL,
             |node| {
                 let node = node.filter(|node| node.uid() != uid)?;
                 driver_ready(node).map(|_| node.clone())
@@ -278,7 +274,7 @@ fn a_deleted_gpu_node_is_back_within_seconds_and_its_slices_stay() -> anyhow::Re
             nodes,
             case.node.name(),
             "the GpuNode back and published",
-            SECONDS,
+            wait::HEALED,
             |node| {
                 let node = node.filter(|node| node.uid() != old.uid())?;
                 let status = node.status.as_ref()?;

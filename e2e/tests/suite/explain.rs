@@ -1,8 +1,5 @@
 //! `kubectl tranche explain` against the live scheduler.
 
-use std::collections::BTreeMap;
-use std::time::Duration;
-
 use anyhow::{Context, bail, ensure};
 use futures::future::try_join_all;
 use k8s_openapi::api::core::v1::{Node as CoreNode, Pod};
@@ -14,6 +11,7 @@ use kubectl_tranche::explain::{self, Answer, Explanation};
 use kubectl_tranche::model::Model;
 use kubectl_tranche::output::{self, Format};
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
 use tranche_api::names::DRIVER;
 use tranche_e2e::namespace::{IDLE, Source, manifest};
 use tranche_e2e::{Case, Namespace, Request, run_on_a_node, wait};
@@ -27,7 +25,6 @@ const LANES: usize = 5;
 /// The driver's name of the copied slices.
 const COPY: &str = "explain.example.com";
 /// After a release of which it did not know, the scheduler tries again by itself after some seconds.
-const DECIDES: Duration = Duration::from_secs(30);
 /// The most pods that hold something: with more, hardly any fits.
 const MOST_HOLDERS: usize = 24;
 
@@ -313,7 +310,7 @@ async fn it_agrees(case: &Case, lane: usize, seed: u64) -> anyhow::Result<BTreeM
             namespace.pods(),
             &name,
             "the scheduler's decision",
-            DECIDES,
+            wait::USUAL,
             |pod: Option<&Pod>| pod.and_then(placed).filter(|placed| *placed || !fits),
         )
         .await;

@@ -1,7 +1,5 @@
 //! Claims whose programs hold memory and run no kernel: named, and evicted where the policy says so.
 
-use std::time::Duration;
-
 use anyhow::{Context as _, ensure};
 use k8s_openapi::api::policy::v1::PodDisruptionBudget;
 use k8s_openapi::api::resource::v1::ResourceClaim;
@@ -15,10 +13,8 @@ use tranche_e2e::namespace::{Source, manifest};
 use tranche_e2e::{Case, Namespace, PodHandle, Request, policy, run_on_a_node, wait};
 
 /// Without a kernel for so long a claim is idle, and so long after that it is evicted.
-const AFTER: u64 = 20;
-const GRACE: u64 = 10;
-/// Enough for both, on a busy machine.
-const PATIENCE: Duration = Duration::from_mins(2);
+const AFTER: u64 = 10;
+const GRACE: u64 = 3;
 
 /// Holds memory, and does nothing more for an hour.
 const HOLD: [&str; 6] = [
@@ -58,7 +54,7 @@ fn condition_of(claim: &ResourceClaim) -> Option<(String, String, String)> {
 async fn has_reason(pod: &PodHandle, reason: &str) -> anyhow::Result<String> {
     wait::for_answer(
         &format!("the condition Idle with {reason}"),
-        PATIENCE,
+        wait::USUAL,
         async || {
             let found = condition(pod)
                 .await?
@@ -71,7 +67,7 @@ async fn has_reason(pod: &PodHandle, reason: &str) -> anyhow::Result<String> {
 
 async fn is_gone(namespace: &Namespace, pod: &PodHandle) -> anyhow::Result<()> {
     let what = format!("{} evicted", pod.name());
-    wait::for_one(namespace.pods(), pod.name(), &what, PATIENCE, |pod| {
+    wait::for_one(namespace.pods(), pod.name(), &what, wait::USUAL, |pod| {
         pod.is_none_or(|pod| pod.metadata.deletion_timestamp.is_some())
             .then_some(())
     })
@@ -166,7 +162,7 @@ fn a_claim_that_works_again_is_named_no_more() -> anyhow::Result<()> {
             "15s",
         ];
         pod.stdout(&spin).await?;
-        let (status, _, _) = wait::for_answer("the condition withdrawn", PATIENCE, async || {
+        let (status, _, _) = wait::for_answer("the condition withdrawn", wait::USUAL, async || {
             let found = condition(&pod).await?.context("a condition")?;
             Ok((found.1 == "Works").then_some(found))
         })

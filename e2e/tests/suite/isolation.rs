@@ -6,7 +6,9 @@
 use anyhow::{Context, ensure};
 use serde::Deserialize;
 use tranche_api::tier::{Isolation, Tier};
-use tranche_e2e::{Case, PodHandle, Request, policy, run, wait, workload};
+use tranche_e2e::{Case, PodHandle, Request, policy, run_on_a_node, wait, workload};
+
+use crate::compute::spin;
 
 const PAGE: &str = include_str!("../../../docs/isolation.md");
 const GIB: u64 = 1 << 30;
@@ -28,11 +30,6 @@ struct Kept {
     memory: bool,
     compute: bool,
     fault: bool,
-}
-
-#[derive(Debug, Deserialize)]
-struct Spun {
-    share: f64,
 }
 
 #[derive(Debug, Deserialize)]
@@ -87,12 +84,6 @@ async fn filled(pod: &PodHandle) -> anyhow::Result<u64> {
     let filled: Vec<workload::Filled> = workload::lines(&exit.ok()?)?;
     ensure!(filled.len() == 1 && filled[0].errors == 0, "{filled:?}");
     Ok(filled[0].filled)
-}
-
-async fn spin(pod: &PodHandle) -> anyhow::Result<f64> {
-    let command = ["tranche-workload", "--json", "spin", "--time", "4s"];
-    let spun: Spun = serde_json::from_str(&pod.stdout(&command).await?)?;
-    Ok(spun.share)
 }
 
 impl Pair {
@@ -154,10 +145,10 @@ impl Pair {
         if tier == Tier::Concurrent {
             return self.multiprocessors().await;
         }
-        let alone = spin(&self.victim).await?;
+        let alone = spin(&self.victim, "4s").await?;
         let spins = "sh -c 'echo; exec tranche-workload --json spin --time 60s'";
         let busy = Background::start(&self.neighbour, spins).await?;
-        let beside = spin(&self.victim).await?;
+        let beside = spin(&self.victim, "4s").await?;
         busy.end().await?;
         println!("compute: {beside:.1} % of the time, alone {alone:.1} %");
         Ok(beside >= alone - POINTS)
@@ -234,26 +225,26 @@ async fn shown(case: &Case, tier: Tier) -> anyhow::Result<()> {
 
 #[test]
 fn an_exclusive_gpu_has_no_neighbours() -> anyhow::Result<()> {
-    run(async |case: &Case| shown(case, Tier::Exclusive).await)
+    run_on_a_node(async |case: &Case| shown(case, Tier::Exclusive).await)
 }
 
 #[test]
 fn a_partition_keeps_its_memory_time_and_processes() -> anyhow::Result<()> {
-    run(async |case: &Case| shown(case, Tier::Partition).await)
+    run_on_a_node(async |case: &Case| shown(case, Tier::Partition).await)
 }
 
 #[test]
 fn a_capped_share_keeps_its_memory_time_and_processes() -> anyhow::Result<()> {
-    run(async |case: &Case| shown(case, Tier::Capped).await)
+    run_on_a_node(async |case: &Case| shown(case, Tier::Capped).await)
 }
 
 #[test]
 fn a_concurrent_share_keeps_its_memory_and_multiprocessors_and_shares_faults() -> anyhow::Result<()>
 {
-    run(async |case: &Case| shown(case, Tier::Concurrent).await)
+    run_on_a_node(async |case: &Case| shown(case, Tier::Concurrent).await)
 }
 
 #[test]
 fn a_timeshared_gpu_keeps_processes_apart_and_nothing_else() -> anyhow::Result<()> {
-    run(async |case: &Case| shown(case, Tier::Timeshared).await)
+    run_on_a_node(async |case: &Case| shown(case, Tier::Timeshared).await)
 }

@@ -1,21 +1,17 @@
 //! The kubelet restarts: it loses its state in memory and deletes the slices.
 
-use std::time::{Duration, Instant};
-
 use anyhow::ensure;
 use kube::ResourceExt;
 use kube::api::Api;
 use tranche_api::gpu_node::GpuNode;
 use tranche_e2e::namespace::{IDLE, Source, manifest};
 use tranche_e2e::node::{MACHINE, kill_containers};
-use tranche_e2e::{Case, Request, run, system, wait, workload};
-
-/// The time limit from the plugin's registration to complete pools.
-const REPUBLISHED: Duration = Duration::from_secs(5);
+use tranche_e2e::pulse::Stopwatch;
+use tranche_e2e::{Case, Request, run, run_on_a_node, system, wait, workload};
 
 #[test]
 fn a_kubelet_restart_leaves_pods_alone_and_slices_come_back() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let namespace = case.namespace("kubelet").await?;
         let hold = workload::hold("8Gi");
         let holder = namespace
@@ -26,6 +22,7 @@ fn a_kubelet_restart_leaves_pods_alone_and_slices_come_back() -> anyhow::Result<
         let old = case.plugin().published().await?;
         let epoch = system::epoch(&case.plugin().gpu_node().await?);
 
+        let clock = Stopwatch::start();
         let nodes: Api<GpuNode> = Api::all(case.client.clone());
         let registered = async {
             wait::for_one(
@@ -33,7 +30,7 @@ fn a_kubelet_restart_leaves_pods_alone_and_slices_come_back() -> anyhow::Result<
                 case.node.name(),
                 "a new registration",
                 wait::USUAL,
-                |node| (system::epoch(node?) > epoch).then(Instant::now),
+                |node| (system::epoch(node?) > epoch).then(|| clock.by_the_pulse()),
             )
             .await
         };
@@ -44,16 +41,16 @@ fn a_kubelet_restart_leaves_pods_alone_and_slices_come_back() -> anyhow::Result<
                     let fresh = slices.iter().all(|(name, slice)| {
                         old.get(name).is_none_or(|old| old.uid() != slice.uid())
                     });
-                    (fresh && slices.len() == old.len()).then(Instant::now)
+                    (fresh && slices.len() == old.len()).then(|| clock.by_the_pulse())
                 })
                 .await
         };
         let restarted = case.node.shell("systemctl restart kubelet");
         let (_, registered, published) = tokio::try_join!(restarted, registered, published)?;
-        let took = published.saturating_duration_since(registered);
+        let took = published.saturating_sub(registered);
         println!("slices back {took:?} after the registration");
         ensure!(
-            took < REPUBLISHED,
+            took.as_secs() < wait::REPUBLISHED.seconds(),
             "slices back only {took:?} after the registration"
         );
 

@@ -1,17 +1,12 @@
 //! The metrics of shares in use.
 
-use std::time::Duration;
-
 use anyhow::{Context as _, ensure};
 use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt as _;
 use kube::api::{Api, ListParams};
-use tranche_e2e::{Case, Request, SYSTEM, account, run, wait};
+use tranche_e2e::{Case, Request, SYSTEM, account, run_on_a_node, wait};
 
 const GI: u64 = 1 << 30;
-/// The node sweeps every second; the rest is for a busy machine.
-const SWEPT: Duration = Duration::from_secs(5);
-
 /// The port on which the plugin and the controller serve their metrics.
 const PORT: u16 = 8443;
 
@@ -82,13 +77,13 @@ fn value(lines: &[String], name: &str) -> Option<f64> {
 
 #[test]
 fn a_shares_numbers_are_its_own_and_the_dead_are_swept() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let namespace = case.namespace("metrics").await?;
         let token = token(case, namespace.name(), true).await?;
         let share = Request::capped("4Gi", "25").on(&case.gpus[0].uuid);
         let pod = namespace.started("pod", &share).await?;
-        let used = async |wanted: u64, limit: Duration| {
-            wait::for_answer("the memory in use", limit, async || {
+        let used = async |wanted: u64| {
+            wait::for_answer("the memory in use", wait::USUAL, async || {
                 let lines = shares(case, &token, namespace.name()).await?;
                 let used = value(&lines, "tranche_share_memory_used_bytes");
                 #[expect(clippy::cast_precision_loss, reason = "whole GiB")]
@@ -100,7 +95,7 @@ fn a_shares_numbers_are_its_own_and_the_dead_are_swept() -> anyhow::Result<()> {
             "tranche-workload hold --bytes 1Gi --beat 100 >/tmp/beats 2>&1 & echo $! >/tmp/pid
             until grep -q beat /tmp/beats; do usleep 20000; done";
         pod.stdout(&["sh", "-c", hold]).await?;
-        let lines = used(GI, wait::USUAL).await?;
+        let lines = used(GI).await?;
         for (name, expected) in [
             ("tranche_share_memory_limit_bytes", 4.0 * 1_073_741_824.0),
             ("tranche_share_compute_limit_ratio", 0.25),
@@ -120,7 +115,7 @@ fn a_shares_numbers_are_its_own_and_the_dead_are_swept() -> anyhow::Result<()> {
         // No other process of the share runs, so the node must reclaim the memory.
         pod.stdout(&["sh", "-c", "kill -KILL $(cat /tmp/pid)"])
             .await?;
-        used(0, SWEPT).await?;
+        used(0).await?;
         pod.delete().await?;
         wait::for_answer("the share's end", wait::USUAL, async || {
             let lines = shares(case, &token, namespace.name()).await?;
@@ -133,7 +128,7 @@ fn a_shares_numbers_are_its_own_and_the_dead_are_swept() -> anyhow::Result<()> {
 /// They name tenants' pods and claims, nodes and policies.
 #[test]
 fn only_who_may_read_them_gets_the_metrics() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let namespace = case.namespace("readers").await?;
         let reader = token(case, namespace.name(), true).await?;
         let other = token(case, namespace.name(), false).await?;

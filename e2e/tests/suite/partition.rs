@@ -1,7 +1,5 @@
 //! The tier `partition`: MIG instances, made for a claim and removed after it.
 
-use std::time::Duration;
-
 use anyhow::{Context, ensure};
 use serde_json::Value;
 use tranche_api::tier::Tier;
@@ -177,16 +175,19 @@ fn an_administrators_partition_is_given_out_and_never_removed() -> anyhow::Resul
             .with_context(|| listed.clone())?;
 
         // It is published with its UUID, once the node has looked again.
-        let limit = Duration::from_secs(90);
         case.plugin()
-            .slices("the administrator's partition", limit, |slices| {
-                let mut devices = slices
-                    .values()
-                    .flat_map(|it| it.spec.devices.iter().flatten());
-                devices
-                    .any(|device| tranche_e2e::system::text(device, "uuid") == Some(&mig))
-                    .then_some(())
-            })
+            .slices(
+                "the administrator's partition",
+                wait::TRIED_AGAIN,
+                |slices| {
+                    let mut devices = slices
+                        .values()
+                        .flat_map(|it| it.spec.devices.iter().flatten());
+                    devices
+                        .any(|device| tranche_e2e::system::text(device, "uuid") == Some(&mig))
+                        .then_some(())
+                },
+            )
             .await?;
         let namespace = case.namespace("static").await?;
         let request = Request::of(Tier::Partition).on(&mig);
@@ -227,7 +228,7 @@ fn a_killed_plugin_finishes_the_partition_or_removes_it() -> anyhow::Result<()> 
             .node
             .kill_plugin_in_a_prepare(starting, |pod| pod)
             .await?;
-        pod.started_within(Duration::from_mins(2)).await?;
+        pod.started_within(wait::TRIED_AGAIN).await?;
         pod.delete().await?;
         case.node.no_claim_files(wait::USUAL).await?;
         case.node.undivided().await

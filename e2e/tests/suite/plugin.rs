@@ -1,7 +1,6 @@
 //! The node plugin is killed during its work, and is removed for some time.
 
 use std::path::Path;
-use std::time::Duration;
 
 use anyhow::ensure;
 use futures::{StreamExt, TryStreamExt, stream};
@@ -14,15 +13,6 @@ use tranche_e2e::system::NodePlugin;
 use tranche_e2e::{Case, Request, SYSTEM, policy, run, run_on_a_node, system, wait, workload};
 
 const PODS: usize = 50;
-/// Enough for a burst on two cores, and for the kubelet's pause before it restarts a container.
-pub const BURST: Duration = Duration::from_mins(3);
-/// The time limit for the kubelet to delete the slices of a plugin that is gone: 30 s after its
-/// connection closed, and some more.
-const WIPED: Duration = Duration::from_secs(45);
-/// How long the slices must stay away: together with the 30 s before, the node has no plugin for
-/// more than 40 s.
-const STILL_AWAY: Duration = Duration::from_secs(11);
-
 /// Replaces the plugin's pod, and waits until the new one serves.
 pub(crate) async fn start_again(client: &Client, plugin: &NodePlugin) -> anyhow::Result<()> {
     let pods: Api<Pod> = Api::namespaced(client.clone(), SYSTEM);
@@ -65,7 +55,7 @@ fn killed_in_fifty_prepares_all_pods_start_and_nothing_is_left() -> anyhow::Resu
         let begun = case.node.claim_files().await?;
         println!("killed with {} files of claims on the node", begun.len());
         for pod in &pods {
-            pod.started_within(BURST).await?;
+            pod.started_within(wait::BURST).await?;
         }
         let totals: Vec<_> = stream::iter(&pods)
             .map(async |pod| {
@@ -90,7 +80,7 @@ fn killed_in_fifty_prepares_all_pods_start_and_nothing_is_left() -> anyhow::Resu
             namespace.pods(),
             kube::runtime::watcher::Config::default(),
             "all pods gone",
-            BURST,
+            wait::BURST,
         )
         .await?;
         case.node.no_claim_files(wait::USUAL).await
@@ -157,11 +147,13 @@ fn slices_of_a_plugin_that_is_gone_stay_away_until_it_is_back() -> anyhow::Resul
         )
         .await?;
         case.plugin()
-            .slices("no slices", WIPED, |slices| slices.is_empty().then_some(()))
+            .slices("no slices", wait::WIPED, |slices| {
+                slices.is_empty().then_some(())
+            })
             .await?;
         let came = case
             .plugin()
-            .slices("slices of nobody", STILL_AWAY, |slices| {
+            .slices("slices of nobody", wait::STILL_AWAY, |slices| {
                 (!slices.is_empty()).then(|| slices.keys().cloned().collect::<Vec<_>>())
             })
             .await;
@@ -213,7 +205,7 @@ fn a_node_without_a_driver_stops_no_update() -> anyhow::Result<()> {
             sets,
             system::NODE_PLUGIN_NAME,
             "the update done",
-            BURST,
+            wait::BURST,
             |set| {
                 let status = set?.status.as_ref()?;
                 let wanted = status.desired_number_scheduled;

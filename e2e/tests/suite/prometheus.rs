@@ -1,7 +1,5 @@
 //! A real Prometheus scrapes the cluster, and every expression of ours, and of the dashboards that users have already, gives data.
 
-use std::time::Duration;
-
 use anyhow::{Context as _, ensure};
 use tranche_api::tier::Tier;
 use tranche_docs::monitoring::{alerts, expressions, metrics};
@@ -10,9 +8,6 @@ use tranche_e2e::prometheus::{Prometheus, Series};
 use tranche_e2e::{Case, Namespace, PodHandle, Request, policy, run, wait};
 
 use crate::metrics::token;
-
-/// Rates need two samples; the rest is for a busy machine.
-const LIMIT: Duration = Duration::from_secs(90);
 
 /// What the panels of the dashboard of dcgm-exporter ask for, at d5e5f51 of
 /// <https://github.com/NVIDIA/dcgm-exporter>, `grafana/dcgm-exporter-dashboard.json`.
@@ -131,7 +126,7 @@ async fn all_give_data(
         unknown.is_none(),
         "a variable that nobody knows: {unknown:?}"
     );
-    let result = wait::for_answer("data for every expression", LIMIT, async || {
+    let result = wait::for_answer("data for every expression", wait::TRIED_AGAIN, async || {
         let mut still = Vec::new();
         for (place, query) in &without {
             if !gives_data(prometheus, query).await? {

@@ -1,30 +1,24 @@
 //! The published devices, and that they stay published.
 
 use std::pin::pin;
-use std::time::Duration;
 
 use anyhow::{Context, ensure};
 use futures::TryStreamExt;
 use k8s_openapi::api::resource::v1::{Device, ResourceSlice};
 use kube::ResourceExt;
-use kube::api::{Api, DeleteParams, ListParams, PostParams};
+use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams};
 use kube::runtime::WatchStreamExt;
 use kube::runtime::watcher::{Event, watcher};
 use serde_json::json;
 use tranche_api::gpu_node::GpuNode;
-use tranche_api::names::{attribute, pool, taint};
+use tranche_api::names::{DRIVER, attribute, pool, taint};
 use tranche_api::sharing_policy::SharingPolicy;
 use tranche_api::tier::Tier;
-use tranche_e2e::{Case, Request, run, system, wait};
-
-/// The time limit for a deleted slice to be published again.
-const HEALED: Duration = Duration::from_secs(10);
-/// How long there must be no write.
-const QUIET: Duration = Duration::from_secs(15);
+use tranche_e2e::{Case, Request, policy, pulse, run, run_on_a_node, system, wait};
 
 #[test]
 fn every_gpu_is_published_in_every_tier() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let slices = case.plugin().settled().await?;
         let mut devices = Vec::new();
         for slice in slices.values() {
@@ -108,7 +102,7 @@ fn every_gpu_is_published_in_every_tier() -> anyhow::Result<()> {
 
 #[test]
 fn a_deleted_slice_comes_back() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let api: Api<ResourceSlice> = Api::all(case.client.clone());
         let before = case.plugin().published().await?;
         for name in before.keys() {
@@ -116,7 +110,7 @@ fn a_deleted_slice_comes_back() -> anyhow::Result<()> {
             api.delete(name, &DeleteParams::default()).await?;
             let what = format!("slice {name} back");
             case.plugin()
-                .slices(&what, HEALED, |slices| {
+                .slices(&what, wait::HEALED, |slices| {
                     let slices = system::complete(slices)?;
                     (slices.len() == before.len() && slices.get(name)?.uid() != uid).then_some(())
                 })
@@ -124,11 +118,12 @@ fn a_deleted_slice_comes_back() -> anyhow::Result<()> {
         }
         // And all of them at once.
         let old = case.plugin().published().await?;
-        let ours = ListParams::default().fields("spec.driver=gpu.tranche.dev");
+        let of_the_node = format!("spec.driver={DRIVER},spec.nodeName={}", case.node.name());
+        let ours = ListParams::default().fields(&of_the_node);
         api.delete_collection(&DeleteParams::default(), &ours)
             .await?;
         case.plugin()
-            .slices("all slices back", HEALED, |slices| {
+            .slices("all slices back", wait::HEALED, |slices| {
                 let slices = system::complete(slices)?;
                 let fresh = slices
                     .iter()
@@ -142,7 +137,7 @@ fn a_deleted_slice_comes_back() -> anyhow::Result<()> {
 /// A driver with one unknown function, which might allocate memory that the cap does not count.
 #[test]
 fn an_untested_driver_closes_the_capped_tier() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let namespace = case.namespace("untested").await?;
         let put_back = newer_driver(case).await?;
         capped_devices(case, "closed as untested", (true, true)).await?;
@@ -154,29 +149,16 @@ fn an_untested_driver_closes_the_capped_tier() -> anyhow::Result<()> {
             .started("exclusive", &Request::exclusive())
             .await?;
 
-        let policies: Api<SharingPolicy> = Api::all(case.client.clone());
-        let name = case.unique("untested");
-        let allow = serde_json::from_value(json!({
-            "metadata": {"name": name},
-            "spec": {
-                "priority": 100,
-                "tiers": ["exclusive", "capped", "timeshared"],
-                "capped": {"untestedDriver": "Allow"},
-            },
-        }))?;
-        policies.create(&PostParams::default(), &allow).await?;
-        let (client, policy) = (policies.clone(), name.clone());
-        case.afterwards("the sharing policy", async move {
-            let deleted = client.delete(&policy, &DeleteParams::default()).await;
-            deleted.map(drop).or_else(|error| match error {
-                kube::Error::Api(status) if status.is_not_found() => Ok(()),
-                error => Err(error.into()),
-            })
-        });
+        let allow = json!({"untestedDriver": "Allow"});
+        let name = policy::apply(case, "untested", &allow).await?;
         capped_devices(case, "open though untested", (true, false)).await?;
         capped.started().await?;
 
-        policies.delete(&name, &DeleteParams::default()).await?;
+        let policies: Api<SharingPolicy> = Api::all(case.client.clone());
+        let usual = Patch::Merge(json!({"spec": {"capped": {"untestedDriver": null}}}));
+        policies
+            .patch(&name, &PatchParams::default(), &usual)
+            .await?;
         capped_devices(case, "closed again", (true, true)).await?;
         case.node.shell(&put_back).await?;
         capped_devices(case, "as before", (false, false)).await
@@ -251,7 +233,7 @@ async fn written<K: wait::Watched>(
     config: kube::runtime::watcher::Config,
 ) -> anyhow::Result<Vec<String>> {
     let mut written = Vec::new();
-    let quiet = tokio::time::timeout(QUIET, async {
+    let quiet = pulse::within(wait::QUIET, async {
         let mut events = pin!(watcher(api, config).default_backoff());
         while let Some(event) = events.try_next().await? {
             if let Event::Apply(object) | Event::Delete(object) = event {
@@ -264,7 +246,7 @@ async fn written<K: wait::Watched>(
         }
         anyhow::Ok(())
     });
-    if let Ok(ended) = quiet.await {
+    if let Some(ended) = quiet.await {
         ended?;
         anyhow::bail!("the watch ended");
     }

@@ -12,7 +12,7 @@ use tranche_api::sharing_policy::SharingPolicy;
 use tranche_e2e::namespace::{IDLE, Source};
 use tranche_e2e::node::PLUGIN_DIR;
 use tranche_e2e::request::with_parameters;
-use tranche_e2e::{Case, Namespace, Request, run, run_on_a_node, wait};
+use tranche_e2e::{Case, Namespace, Request, pulse, run, run_on_a_node, wait};
 
 fn parameters(rest: &Value) -> Value {
     let mut all = json!({"apiVersion": "gpu.tranche.dev/v1alpha1", "kind": "ShareConfig"});
@@ -154,7 +154,7 @@ async fn refuses_again(claims: &Api<ResourceClaim>) -> anyhow::Result<()> {
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
     };
-    let refused = tokio::time::timeout(wait::USUAL, refused).await;
+    let refused = pulse::within(wait::USUAL, refused).await;
     refused.context("the admission policy has no effect")
 }
 

@@ -1,14 +1,9 @@
 //! A pod that ends leaves no files, and its share becomes free.
 
-use std::time::Duration;
-
 use anyhow::ensure;
 use kube::api::DeleteParams;
 use tranche_e2e::namespace::{IDLE, Source};
 use tranche_e2e::{Case, Request, run_on_a_node, wait, workload};
-
-/// The time limit until another pod gets the share of a pod that was deleted by force.
-const SUCCEEDED: Duration = Duration::from_secs(30);
 
 #[test]
 fn a_pod_deleted_by_force_frees_its_share() -> anyhow::Result<()> {
@@ -31,10 +26,11 @@ fn a_pod_deleted_by_force_frees_its_share() -> anyhow::Result<()> {
         );
         pod.delete_with(&DeleteParams::default().grace_period(0))
             .await?;
-        // Its successor is prepared while the kubelet still ends it. A refusal would cost a minute,
-        // because the kubelet retries only at its next resync.
+        // Its successor is prepared while the kubelet still ends it, and is not refused.
         let next = namespace.idle("next", &share).await?;
-        next.started_within(SUCCEEDED).await?;
+        next.started().await?;
+        let refusals = next.events("PrepareFailed").await?;
+        ensure!(refusals.is_empty(), "{refusals:?}");
         let filled = next.fill(&["--chunk", "1Gi"]).await?;
         ensure!(filled[0].filled == 70 << 30, "{filled:?}");
         next.delete().await?;

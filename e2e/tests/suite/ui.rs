@@ -2,7 +2,6 @@
 
 use std::path::PathBuf;
 use std::process::Stdio;
-use std::time::Duration;
 
 use anyhow::{Context, ensure};
 use fantoccini::key::Key;
@@ -20,8 +19,6 @@ use tranche_e2e::{
     Browser, Case, Namespace, PodHandle, Request, account, kubectl, run_on_a_node, wait,
 };
 
-/// The time from the API server's knowledge of a share to its place in the page.
-const LIVE: Duration = Duration::from_secs(2);
 const DESK: View = View {
     width: 1280,
     height: 800,
@@ -82,9 +79,9 @@ impl Page {
                 "return document.getElementById('waiting').innerText.includes({})",
                 json!(message)
             );
-            let shown = self
-                .browser
-                .wait_for::<bool>("the waiting pod's reason", LIVE, &find);
+            let shown =
+                self.browser
+                    .wait_for::<bool>("the waiting pod's reason", wait::LIVE, &find);
             let shown = shown.await;
             if shown.is_ok() || pod.unschedulable().await? == message {
                 return shown.map(drop).context(message);
@@ -238,7 +235,7 @@ fn the_page_shows_a_share_within_two_seconds_and_says_what_the_api_server_says()
         let find = format!("return {tile}?.innerText.includes('{who}') && {tile}.innerText");
         let text: String = page
             .browser
-            .wait_for("the share in the map", LIVE, &find)
+            .wait_for("the share in the map", wait::LIVE, &find)
             .await?;
         let memory = result["consumedCapacity"]["memory"]
             .as_str()
@@ -286,7 +283,7 @@ fn the_page_shows_a_share_within_two_seconds_and_says_what_the_api_server_says()
         let gone = format!("return !{tile}.innerText.includes('{who}')");
         let _: bool = page
             .browser
-            .wait_for("the share gone from the map", LIVE, &gone)
+            .wait_for("the share gone from the map", wait::LIVE, &gone)
             .await?;
         page.close().await
     })

@@ -1,7 +1,5 @@
 //! Who uses which part of a GPU, as `/metrics` and `/usage` say it.
 
-use std::time::Duration;
-
 use anyhow::{Context as _, ensure};
 use futures::future::try_join_all;
 use kube::api::DeleteParams;
@@ -20,8 +18,6 @@ const MIB: f64 = 64.0;
 const POINTS: f64 = 5.0;
 /// The ten seconds that are averaged, and as long again to compare.
 const SPUN: &str = "24s";
-/// The time limit for what the node reads to be shown.
-const SHOWN: Duration = Duration::from_secs(40);
 
 /// The values of a metric with the pod of each, if any.
 type Series = Vec<(Option<String>, f64)>;
@@ -89,7 +85,7 @@ fn of(series: &[(Option<String>, f64)], pod: &str) -> Option<f64> {
 
 /// The median of what the program counts in each second.
 async fn spin(pod: &PodHandle) -> anyhow::Result<f64> {
-    Ok(compute::spun(pod, "1ms", "plain", SPUN).await?.median)
+    compute::spin(pod, SPUN).await
 }
 
 /// The median values of `DCGM_FI_DEV_GPU_UTIL` of pods that spin, and what they measured themselves. The
@@ -188,7 +184,7 @@ fn a_partitions_pod_has_its_memory_and_its_utilization() -> anyhow::Result<()> {
         ));
         let pod = namespace.started("pod", &request).await?;
         holds(&pod, "2Gi").await?;
-        wait::for_answer("the partition's memory", SHOWN, async || {
+        wait::for_answer("the partition's memory", wait::USUAL, async || {
             let gpu = reader.gpu(uuid).await?;
             let memory = gpu.memory.context("the GPU's memory")?;
             let in_partitions = gpu.partitions.iter().filter_map(|it| it.memory);
@@ -231,7 +227,7 @@ fn memory_adds_up_and_what_bypasses_is_its_pods() -> anyhow::Result<()> {
         }
         holds(&pods[0], "1Gi").await?;
         pods[1].stdout(&["sh", "-c", BYPASS]).await?;
-        wait::for_answer("both pods' memory", SHOWN, async || {
+        wait::for_answer("both pods' memory", wait::USUAL, async || {
             let gpu = reader.gpu(uuid).await?;
             let memory = gpu.memory.context("the GPU's memory")?;
             let of_shares: u64 = gpu.shares.iter().map(|it| it.memory.used).sum();
@@ -296,7 +292,7 @@ fn memory_of_a_pod_deleted_by_force_is_a_zombie_and_blocks_its_gpu() -> anyhow::
         let pod = namespace.running("dead", &request, &command).await?;
         pod.started().await?;
         let claim = pod.claim().await?.metadata.name.context("a name")?;
-        wait::for_answer("the pod's memory", SHOWN, async || {
+        wait::for_answer("the pod's memory", wait::USUAL, async || {
             let gpu = reader.gpu(uuid).await?;
             Ok(gpu
                 .shares
@@ -319,7 +315,7 @@ fn memory_of_a_pod_deleted_by_force_is_a_zombie_and_blocks_its_gpu() -> anyhow::
             .await?;
         pod.delete_with(&DeleteParams::default().grace_period(0))
             .await?;
-        let text = wait::for_answer("a zombie", SHOWN, async || {
+        let text = wait::for_answer("a zombie", wait::USUAL, async || {
             let gpu = reader.gpu(uuid).await?;
             let named = |it: &&Zombie| {
                 it.claim.name == claim
@@ -348,7 +344,7 @@ fn memory_of_a_pod_deleted_by_force_is_a_zombie_and_blocks_its_gpu() -> anyhow::
         case.node.shell(&go_on).await?;
         next.sync().await?;
         next.started().await?;
-        wait::for_answer("no zombie", SHOWN, async || {
+        wait::for_answer("no zombie", wait::USUAL, async || {
             let gpu = reader.gpu(uuid).await?;
             Ok(gpu.remainder.zombies.is_empty().then_some(()))
         })

@@ -1,14 +1,12 @@
 //! Live usage through the API server, with users' own rights.
 
-use std::process::Stdio;
-use std::time::Duration;
-
 use anyhow::{Context as _, bail, ensure};
 use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::api::rbac::v1::{Role, RoleBinding};
 use kube::api::{Api, DeleteParams, ListParams, PostParams};
 use kube::{Config, ResourceExt as _};
 use serde_json::{Value, json};
+use std::process::Stdio;
 use tokio::process::Command;
 use tranche_api::usage::NodeUsage;
 use tranche_api::usage_api::{ClaimUsage, NodeUsageObject};
@@ -18,9 +16,6 @@ use tranche_e2e::{Case, Request, SYSTEM, account, run, wait};
 use crate::metrics;
 
 const GI: u64 = 1 << 30;
-/// How long the API may be away when a replica is killed: the API server asks the other one at its next try.
-const AWAY: Duration = Duration::from_secs(15);
-
 /// The output of kubectl as the owner of a token, or what it wrote to stderr.
 async fn kubectl(token: &str, arguments: &[&str]) -> anyhow::Result<Result<String, String>> {
     let server = Config::infer().await?.cluster_url.to_string();
@@ -351,7 +346,7 @@ fn a_killed_replica_is_not_missed() -> anyhow::Result<()> {
                 &DeleteParams::default().grace_period(0),
             )
             .await?;
-            wait::for_answer("usage again", AWAY, async || {
+            wait::for_answer("usage again", wait::SERVED_AGAIN, async || {
                 let usage = objects.get(node).await.ok().and_then(|object| object.usage);
                 Ok(usage.map(drop))
             })

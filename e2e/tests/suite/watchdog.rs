@@ -1,16 +1,11 @@
 //! The watchdog: a program that bypasses the shim is reported on its pod, and is ended if the policy says so.
 
-use std::time::Duration;
-
 use anyhow::ensure;
 use k8s_openapi::api::events::v1::Event;
 use kube::api::{Api, ListParams};
 use serde_json::json;
 use tranche_api::gpu_node::Gpu;
 use tranche_e2e::{Case, PodHandle, Request, policy, run, run_on_a_node, wait};
-
-/// Two samples of a second each; the rest is for a busy machine.
-const NAMED: Duration = Duration::from_secs(10);
 
 /// A program that allocates 2 GiB with a copy of the driver's library under another name, which is not
 /// covered.
@@ -37,7 +32,7 @@ async fn events(case: &Case, pod: &PodHandle, namespace: &str) -> anyhow::Result
 /// Bypasses the shim in the pod, and waits for the event that names the GPU.
 async fn is_named(case: &Case, pod: &PodHandle, namespace: &str, gpu: &Gpu) -> anyhow::Result<()> {
     pod.stdout(&["sh", "-c", BYPASS]).await?;
-    let notes = wait::for_answer("an event on the pod", NAMED, async || {
+    let notes = wait::for_answer("an event on the pod", wait::USUAL, async || {
         let notes = events(case, pod, namespace).await?;
         Ok((!notes.is_empty()).then_some(notes))
     })
@@ -59,7 +54,7 @@ fn a_copied_libcuda_is_named_on_its_pod_and_by_policy_ended() -> anyhow::Result<
 
         let name = policy::apply(case, "kill", &json!({"onBypass": "Kill"})).await?;
         policy::asked(case, gpu, |asked| asked.policy.as_ref() == Some(&name)).await?;
-        wait::for_answer("the program's end", NAMED, async || {
+        wait::for_answer("the program's end", wait::USUAL, async || {
             let alive = pod.stdout(&[
                 "sh",
                 "-c",
@@ -68,7 +63,7 @@ fn a_copied_libcuda_is_named_on_its_pod_and_by_policy_ended() -> anyhow::Result<
             Ok(alive.await?.contains("ended").then_some(()))
         })
         .await?;
-        wait::for_answer("an event of its end", NAMED, async || {
+        wait::for_answer("an event of its end", wait::USUAL, async || {
             let notes = events(case, &pod, namespace.name()).await?;
             Ok(notes
                 .iter()

@@ -1,8 +1,6 @@
 //! What the node must not hand out: GPUs that another system hands out, GPUs that are lost or in MIG mode, and
 //! devices that an allocator gave away twice.
 
-use std::time::Duration;
-
 use anyhow::{Context, ensure};
 use k8s_openapi::api::core::v1::{Event, Node as CoreNode};
 use k8s_openapi::api::resource::v1::ResourceSlice;
@@ -17,9 +15,6 @@ use tranche_e2e::node::Node;
 use tranche_e2e::{Case, Request, run_on_a_node, wait};
 
 use crate::metrics::{read, token};
-
-/// The time limit until another system, and its end, is detected.
-const NOTICED: Duration = Duration::from_secs(20);
 
 /// A scheduler that ignores shared counters allocates a share and the whole of one GPU to two pods.
 #[test]
@@ -119,16 +114,13 @@ fn a_gpu_of_nvidias_dra_driver_is_withheld_until_that_driver_ends() -> anyhow::R
     })
 }
 
-/// The node describes its GPUs once a minute, and at once when the driver's files change.
-const DESCRIBED: Duration = Duration::from_secs(90);
-
 /// Waits until the GpuNode says that this GPU alone is withheld, for this reason; for none, that none is.
 async fn withheld_for(case: &Case, gpu: Option<(&str, &str)>) -> anyhow::Result<()> {
     let api: Api<GpuNode> = Api::all(case.client.clone());
     let what = gpu.map_or("no GPU withheld".to_owned(), |(uuid, reason)| {
         format!("{uuid} withheld: {reason}")
     });
-    wait::for_one(api, case.node.name(), &what, DESCRIBED, |node| {
+    wait::for_one(api, case.node.name(), &what, wait::TRIED_AGAIN, |node| {
         let published = node?.status.as_ref()?.published.as_ref()?;
         let entries = published.withheld.iter();
         let found: Vec<_> = entries
@@ -147,7 +139,7 @@ async fn reported(case: &Case, uuid: &str, reason: &str) -> anyhow::Result<()> {
         case.node.name()
     ));
     let what = format!("an event about {uuid}: {reason}");
-    wait::for_all(events, about, &what, NOTICED, |events| {
+    wait::for_all(events, about, &what, wait::USUAL, |events| {
         let mut messages = events.values().filter_map(|event| event.message.as_deref());
         messages
             .any(|message| message.contains(uuid) && message.contains(reason))
@@ -204,7 +196,7 @@ fn a_gpu_that_falls_off_the_bus_costs_its_own_devices() -> anyhow::Result<()> {
         costs_its_own_devices(case, "lost", "GpuLost", async |node, uuid| {
             // A GPU's errors are counted from the first sample after a claim holds one of the node's GPUs. What earlier claims'
             // samples counted is told all the time; for how long this claim is idle is known from its own.
-            wait::for_answer("the GPU's errors counted", NOTICED, async || {
+            wait::for_answer("the GPU's errors counted", wait::USUAL, async || {
                 let text = read(case, "/metrics", &token).await?;
                 let has = |name: &str, label: &str| {
                     let mut series = text.lines().filter(|it| it.starts_with(name));
@@ -266,7 +258,7 @@ fn gpus_of_nvidias_device_plugin_are_withheld_until_it_ends() -> anyhow::Result<
             case.node.name(),
             "NVIDIA's plugin's GPUs in the node's status",
         );
-        wait::for_one(nodes, node, what, NOTICED, |node| {
+        wait::for_one(nodes, node, what, wait::USUAL, |node| {
             let allocatable = node?.status.as_ref()?.allocatable.as_ref()?;
             let advertised = allocatable.get("nvidia.com/gpu")?;
             (advertised.0 == uuids.len().to_string()).then_some(())
@@ -286,7 +278,7 @@ fn gpus_of_nvidias_device_plugin_are_withheld_until_it_ends() -> anyhow::Result<
 /// Waits until the GpuNode has exactly these GPUs withheld because of another provider.
 async fn withheld(case: &Case, what: &str, uuids: &[&str]) -> anyhow::Result<()> {
     let api: Api<GpuNode> = Api::all(case.client.clone());
-    wait::for_one(api, case.node.name(), what, NOTICED, |node| {
+    wait::for_one(api, case.node.name(), what, wait::USUAL, |node| {
         let status = node?.status.as_ref()?;
         let condition = status
             .conditions
