@@ -8,6 +8,11 @@ use tokio::process::Command;
 
 /// Runs a tool with `options`, and `files` behind them. An error has what it wrote to stderr.
 pub async fn run(program: &str, options: &[&str], files: &[&Path]) -> anyhow::Result<()> {
+    output(program, options, files).await.map(drop)
+}
+
+/// The same; returns what it wrote to stdout.
+pub async fn output(program: &str, options: &[&str], files: &[&Path]) -> anyhow::Result<String> {
     let output = Command::new(program)
         .args(options)
         .args(files)
@@ -22,5 +27,5 @@ pub async fn run(program: &str, options: &[&str], files: &[&Path]) -> anyhow::Re
         options.join(" "),
         String::from_utf8_lossy(&output.stderr)
     );
-    Ok(())
+    Ok(String::from_utf8(output.stdout)?)
 }

@@ -2,13 +2,13 @@
 
 use serde_json::json;
 use tranche_e2e::namespace::{IDLE, Source, manifest};
-use tranche_e2e::{Case, Request, run};
+use tranche_e2e::{Case, Request, run_on_a_node};
 
 const LIMIT: u64 = 3 << 30;
 
 /// Each way to allocate of one generation of the clients fills the share; `fill.py` lists them.
 fn fills(generation: &'static str) -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let namespace = case.namespace(generation).await?;
         namespace
             .template("share", &Request::capped("3Gi", "50").spec())

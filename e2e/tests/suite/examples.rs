@@ -1,13 +1,15 @@
 //! Checks what the examples' READMEs say.
 
+use std::io::Write as _;
 use std::path::PathBuf;
 
 use anyhow::{Context, ensure};
 use k8s_openapi::api::resource::v1::DeviceClass;
 use kube::api::{Api, DeleteParams, ListParams};
-use serde_json::Value;
+use serde_json::{Value, json};
+use tempfile::NamedTempFile;
 use tranche_api::SharingPolicy;
-use tranche_e2e::{Case, Namespace, PodHandle, Request, run, tool, wait};
+use tranche_e2e::{Case, Namespace, PodHandle, Request, run_on_a_node, tool, wait};
 
 const GI: u64 = 1 << 30;
 
@@ -15,10 +17,29 @@ fn folder() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../examples")
 }
 
-/// Applies an example as its README says.
-async fn apply(name: &str) -> anyhow::Result<()> {
-    let options = ["apply", "--filename"];
-    tool::run("kubectl", &options, &[&folder().join(name)]).await
+/// Applies an example as its README says, with its pods on the test's node.
+async fn apply(case: &Case, name: &str) -> anyhow::Result<()> {
+    let read = [
+        "create",
+        "--dry-run=client",
+        "--output",
+        "json",
+        "--filename",
+    ];
+    let made = tool::output("kubectl", &read, &[&folder().join(name)]).await?;
+    let mut placed = NamedTempFile::with_suffix(".json")?;
+    for object in serde_json::Deserializer::from_str(&made).into_iter::<Value>() {
+        let mut object = object?;
+        for pod in ["/spec", "/spec/template/spec"] {
+            let pod = object.pointer_mut(pod);
+            if let Some(pod) = pod.filter(|it| it.get("containers").is_some()) {
+                pod["nodeSelector"]["kubernetes.io/hostname"] = json!(case.node.name());
+            }
+        }
+        writeln!(placed, "{object}")?;
+    }
+    let apply = ["apply", "--filename"];
+    tool::run("kubectl", &apply, &[placed.path()]).await
 }
 
 fn pod(namespace: &Namespace, name: &str) -> PodHandle {
@@ -106,9 +127,9 @@ fn every_example_has_a_test() -> anyhow::Result<()> {
 
 #[test]
 fn example_01_exclusive() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let namespace = case.adopt("example-exclusive");
-        apply("01-exclusive").await?;
+        apply(case, "01-exclusive").await?;
         let training = pod(&namespace, "training");
         training.started().await?;
         let memory = case.gpus[0].memory.to_count()?;
@@ -126,9 +147,9 @@ fn example_01_exclusive() -> anyhow::Result<()> {
 
 #[test]
 fn example_02_capped_share() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let (a, b) = (case.adopt("team-a"), case.adopt("team-b"));
-        apply("02-capped-share").await?;
+        apply(case, "02-capped-share").await?;
         let (notebook, training) = (pod(&a, "notebook"), pod(&b, "training"));
         notebook.started().await?;
         training.started().await?;
@@ -158,9 +179,9 @@ fn example_02_capped_share() -> anyhow::Result<()> {
 
 #[test]
 fn example_03_two_gpus() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let namespace = case.adopt("example-two-gpus");
-        apply("03-two-gpus").await?;
+        apply(case, "03-two-gpus").await?;
         let pipeline = pod(&namespace, "pipeline");
         pipeline.started().await?;
         let mut totals: Vec<_> = pipeline
@@ -182,9 +203,9 @@ fn example_03_two_gpus() -> anyhow::Result<()> {
 
 #[test]
 fn example_04_partition() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let namespace = case.adopt("example-partition");
-        apply("04-partition").await?;
+        apply(case, "04-partition").await?;
         let inference = pod(&namespace, "inference");
         inference.started().await?;
         let found = partitions(&inference).await?;
@@ -195,9 +216,9 @@ fn example_04_partition() -> anyhow::Result<()> {
 
 #[test]
 fn example_05_partition_by_size() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let namespace = case.adopt("example-partition-by-size");
-        apply("05-partition-by-size").await?;
+        apply(case, "05-partition-by-size").await?;
         let training = pod(&namespace, "training");
         training.started().await?;
         let found = partitions(&training).await?;
@@ -208,7 +229,7 @@ fn example_05_partition_by_size() -> anyhow::Result<()> {
 
 #[test]
 fn example_06_hard() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         // Shares on all GPUs leave nothing that the hardware isolates.
         let others = case.namespace("shares").await?;
         let mut shares = Vec::new();
@@ -218,7 +239,7 @@ fn example_06_hard() -> anyhow::Result<()> {
             shares.push(share);
         }
         let namespace = case.adopt("example-hard");
-        apply("06-hard").await?;
+        apply(case, "06-hard").await?;
         let untrusted = pod(&namespace, "untrusted");
         untrusted.has_no_room().await?;
         shares.pop().context("a GPU")?.delete().await?;
@@ -231,9 +252,9 @@ fn example_06_hard() -> anyhow::Result<()> {
 
 #[test]
 fn example_07_any() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let namespace = case.adopt("example-any");
-        apply("07-any").await?;
+        apply(case, "07-any").await?;
         let batch = pod(&namespace, "batch");
         batch.started().await?;
         let seen = batch.nvidia_smi().await?;
@@ -244,9 +265,9 @@ fn example_07_any() -> anyhow::Result<()> {
 
 #[test]
 fn example_08_first_available() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let namespace = case.adopt("example-first-available");
-        apply("08-first-available").await?;
+        apply(case, "08-first-available").await?;
         let notebook = pod(&namespace, "notebook");
         notebook.started().await?;
         ensure!(partitions(&notebook).await? == ["1g.20gb"]);
@@ -258,7 +279,7 @@ fn example_08_first_available() -> anyhow::Result<()> {
             let request = Request::capped("1Gi", "1").on(&gpu.uuid);
             others.started(&format!("share-{number}"), &request).await?;
         }
-        apply("08-first-available").await?;
+        apply(case, "08-first-available").await?;
         notebook.started().await?;
         let seen = notebook.nvidia_smi().await?;
         ensure!(seen.len() == 1 && seen[0].1 == 20 * 1024, "{seen:?}");
@@ -268,9 +289,9 @@ fn example_08_first_available() -> anyhow::Result<()> {
 
 #[test]
 fn example_09_two_partitions() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let namespace = case.adopt("example-two-partitions");
-        apply("09-two-partitions").await?;
+        apply(case, "09-two-partitions").await?;
         let pod = pod(&namespace, "primary-and-standby");
         pod.started().await?;
         let found = partitions(&pod).await?;
@@ -286,9 +307,9 @@ fn example_09_two_partitions() -> anyhow::Result<()> {
 
 #[test]
 fn example_10_replicas() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let namespace = case.adopt("example-replicas");
-        apply("10-replicas").await?;
+        apply(case, "10-replicas").await?;
         let replicas = wait::for_answer("two replicas", wait::USUAL, async || {
             let pods = namespace.pods().list(&ListParams::default()).await?;
             let names = pods.items.into_iter().filter_map(|pod| pod.metadata.name);
@@ -323,9 +344,9 @@ fn example_10_replicas() -> anyhow::Result<()> {
 
 #[test]
 fn example_11_timeshared() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let namespace = case.adopt("example-timeshared");
-        apply("11-timeshared").await?;
+        apply(case, "11-timeshared").await?;
         let mut seen = Vec::new();
         for name in ["first", "second"] {
             let pod = pod(&namespace, name);
@@ -341,7 +362,7 @@ fn example_11_timeshared() -> anyhow::Result<()> {
 
 #[test]
 fn example_12_extended_resources() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let namespace = case.adopt("example-extended-resources");
         let classes: Api<DeviceClass> = Api::all(case.client.clone());
         case.afterwards("the example's classes", async move {
@@ -350,7 +371,7 @@ fn example_12_extended_resources() -> anyhow::Result<()> {
             }
             Ok(())
         });
-        apply("12-extended-resources").await?;
+        apply(case, "12-extended-resources").await?;
         let (whole, partition) = (pod(&namespace, "whole"), pod(&namespace, "partition"));
         whole.started().await?;
         partition.started().await?;
@@ -364,10 +385,10 @@ fn example_12_extended_resources() -> anyhow::Result<()> {
 
 #[test]
 fn example_13_concurrent() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let mut seen = Vec::new();
         let namespaces = ["example-concurrent-a", "example-concurrent-b"].map(|it| case.adopt(it));
-        apply("13-concurrent").await?;
+        apply(case, "13-concurrent").await?;
         for namespace in &namespaces {
             let server = pod(namespace, "server");
             server.started().await?;
@@ -387,7 +408,7 @@ fn example_13_concurrent() -> anyhow::Result<()> {
 
 #[test]
 fn example_14_virtual_machine() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let namespace = case.adopt("example-virtual-machine");
         label(case, "virtual-machines", "example-virtual-machines").await?;
         let back = case
@@ -398,7 +419,7 @@ fn example_14_virtual_machine() -> anyhow::Result<()> {
         case.afterwards("persistence mode", async move {
             on.shell(&back).await.map(drop)
         });
-        apply("14-virtual-machine").await?;
+        apply(case, "14-virtual-machine").await?;
         let machine = pod(&namespace, "machine");
         machine.started().await?;
         is_in_tier(&namespace, "passthrough").await?;
@@ -419,10 +440,10 @@ fn example_14_virtual_machine() -> anyhow::Result<()> {
 
 #[test]
 fn example_15_oversubscribed() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_node(async |case: &Case| {
         let namespace = case.adopt("example-oversubscribed");
         label(case, "oversubscribed", "example-oversubscribed").await?;
-        apply("15-oversubscribed").await?;
+        apply(case, "15-oversubscribed").await?;
         let notebooks = ["first", "second"].map(|name| pod(&namespace, name));
         let mut seen = Vec::new();
         for notebook in &notebooks {
