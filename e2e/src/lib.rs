@@ -14,6 +14,8 @@
 pub mod account;
 pub mod browser;
 pub mod case;
+#[cfg(test)]
+mod core_list;
 pub mod diagnosis;
 pub mod exec;
 pub mod kubectl;

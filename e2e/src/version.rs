@@ -1,7 +1,5 @@
 //! Versions of Tranche on the cluster: what this tree is, and the release that users upgrade from (`e2e/upgrade`).
 
-use std::fs::File;
-use std::io::ErrorKind;
 use std::path::PathBuf;
 
 use anyhow::{Context, ensure};
@@ -29,16 +27,15 @@ impl Version {
         }
     }
 
-    /// The release before, as soon as `e2e/run` has built it. Loads its image.
+    /// The release before, which `e2e/upgrade/build` has built. Loads its image.
     pub async fn before() -> anyhow::Result<Self> {
-        tokio::task::spawn_blocking(built).await??;
         let file = repository().join("e2e/upgrade/version");
         let text = std::fs::read_to_string(&file).with_context(|| file.display().to_string())?;
         let tag = text.split_whitespace().next();
         let folder = repository().join("target/cluster/before");
         ensure!(
             folder.join("chart").is_dir(),
-            "{} is missing: run e2e/run; if that built it in vain, target/cluster/logs/before.log says why",
+            "{} is missing: run e2e/upgrade/build",
             folder.display()
         );
         let tag = tag.context("e2e/upgrade/version is empty")?.to_owned();
@@ -74,18 +71,6 @@ impl Version {
             "--values",
         ];
         run("helm", &upgrade, &[&self.values, &self.chart]).await
-    }
-}
-
-/// Waits while `e2e/run` builds the release before.
-fn built() -> anyhow::Result<()> {
-    let file = repository().join("target/cluster/before.lock");
-    match File::open(&file) {
-        Ok(lock) => lock
-            .lock_shared()
-            .with_context(|| file.display().to_string()),
-        Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
-        Err(error) => Err(error).with_context(|| file.display().to_string()),
     }
 }
 
