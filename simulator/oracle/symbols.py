@@ -3,7 +3,6 @@
 
     symbols.py check LIBCUDA            the simulator's library as built, against the real one of driver 535
     symbols.py check LIBCUDA DRIVER     as installed for a driver's CUDA version, against that driver's libcuda
-    symbols.py write                    makes cuda/src/table.rs and cuda/src/api/absent.rs
 
 The reference is Debian's libcuda1 (fetched by ../debian-driver), whose cuGetProcAddress works without a GPU and before
 cuInit. Functions that are newer than that driver come from the headers of NVIDIA's wheels on PyPI.
@@ -20,7 +19,6 @@ import sys
 import zipfile
 
 HERE = pathlib.Path(__file__).resolve().parent
-SOURCES = HERE.parent / "cuda" / "src"
 CACHE = pathlib.Path(os.environ.get("XDG_CACHE_HOME", pathlib.Path.home() / ".cache")) / "tranche"
 WHEELS = ["nvidia-cuda-runtime-cu12==12.9.79", "nvidia-cuda-runtime==13.5.37"]
 
@@ -155,72 +153,9 @@ def check(path, driver=None):
     return 1 if wrong or missing else 0
 
 
-def table():
-    """Name to the versions of its legacy and its per-thread form."""
-    driver, (declared, typedefs) = Library(oracle()), headers()
-    rows = {}
-    for name in sorted(base_names(driver.symbols)):
-        lists = {}
-        for flags in (LEGACY, PER_THREAD):
-            versions = lists.setdefault(flags, [])
-            for version in (v for v in VERSIONS if 2000 <= v <= 12020):
-                _, _, symbol = driver.ask(name, version, flags)
-                if symbol and (not versions or versions[-1][1] != symbol):
-                    versions.append((version, symbol))
-        if lists[LEGACY] or lists[PER_THREAD]:
-            rows[name] = [lists[LEGACY], lists[PER_THREAD] if lists[PER_THREAD] != lists[LEGACY] else []]
-    every = declared | set(driver.symbols)
-    # Newer forms: the typedefs' versions and the exported names, each in order.
-    for name, versions in sorted(typedefs.items()):
-        row = rows.setdefault(name, [[], []])
-        used = {symbol for _, symbol in row[0]}
-        forms = [f for f in [name] + [f"{name}_v{n}" for n in range(2, 9)] if f in every and f not in used]
-        for version, form in zip([v for v in sorted(versions) if v > 12020 or not used], forms):
-            row[0].append((version, form))
-            thread = [f"{form}_{kind}" for kind in ("ptsz", "ptds") if f"{form}_{kind}" in every]
-            if thread or row[1]:
-                row[1].append((version, (thread or [form])[0]))
-    return {name: row for name, row in rows.items() if row[0]}, every
-
-
-def fill(path, begin, end, lines):
-    """Replaces what is between two lines of a source file."""
-    text = path.read_text()
-    start = text.index(begin) + len(begin)
-    path.write_text(text[:start] + "\n".join(lines) + "\n" + text[text.index(end, start) :])
-
-
-def write():
-    rows, every = table()
-    symbols = sorted({symbol for row in rows.values() for versions in row for _, symbol in versions})
-    lines, line = [], "       "
-    for symbol in symbols:
-        if len(line) + len(symbol) + 1 > 98:
-            lines.append(line)
-            line = "       "
-        line += f" {symbol}"
-    fill(SOURCES / "table.rs", "    symbols! {\n", "    }\n", lines + [line])
-    forms = lambda versions: " ".join(f"{since} {symbol}" for since, symbol in versions)
-    body = [f"    {name}: {forms(a)}{'; ' + forms(b) if b else ''}," for name, (a, b) in sorted(rows.items())]
-    fill(SOURCES / "table.rs", "\ntable! {\n", "}\n", body)
-
-    present = set()
-    for source in SOURCES.rglob("*.rs"):
-        if source.name not in ("absent.rs", "table.rs"):
-            text = source.read_text()
-            present |= set(re.findall(r"\bfn (cu[A-Z]\w+)\s*[(,]", text))
-            present |= set(re.findall(r"\bfn cu[A-Z]\w+, (cu\w+) \[", text))
-    absent = sorted(s for s in (every | set(symbols)) - present if not s.startswith("cudbg"))
-    fill(SOURCES / "api" / "absent.rs", "\nabsent! {\n    Code::NOT_SUPPORTED.0 =>\n", "}\n", [f"    {name}" for name in absent])
-    print(f"{len(rows)} names; {len(present)} functions simulated, {len(absent)} not simulated")
-    return 0
-
-
 if __name__ == "__main__":
     match sys.argv[1:]:
         case ["check", library, *driver]:
             sys.exit(check(library, *driver))
-        case ["write"]:
-            sys.exit(write())
         case _:
             sys.exit(__doc__)

@@ -6,170 +6,56 @@ use crate::code::Code;
 
 absent! {
     Code::NOT_SUPPORTED.0 =>
-    nvmlDeviceClearAccountingPids
-    nvmlDeviceClearCpuAffinity
-    nvmlDeviceClearEccErrorCounts
-    nvmlDeviceClearFieldValues
-    nvmlDeviceDiscoverGpus
-    nvmlDeviceFreezeNvLinkUtilizationCounter
-    nvmlDeviceGetAccountingPids
-    nvmlDeviceGetAccountingStats
-    nvmlDeviceGetActiveVgpus
-    nvmlDeviceGetAdaptiveClockInfoStatus
-    nvmlDeviceGetAutoBoostedClocksEnabled
-    nvmlDeviceGetBridgeChipInfo
-    nvmlDeviceGetBusType
-    nvmlDeviceGetClkMonStatus
-    nvmlDeviceGetConfComputeGpuAttestationReport
-    nvmlDeviceGetConfComputeGpuCertificate
-    nvmlDeviceGetConfComputeMemSizeInfo
-    nvmlDeviceGetConfComputeProtectedMemoryUsage
-    nvmlDeviceGetCreatableVgpus
-    nvmlDeviceGetCurrentClocksEventReasons
-    nvmlDeviceGetDriverModel
-    nvmlDeviceGetDynamicPstatesInfo
-    nvmlDeviceGetEncoderCapacity
-    nvmlDeviceGetEncoderSessions
-    nvmlDeviceGetEncoderStats
-    nvmlDeviceGetFBCSessions
-    nvmlDeviceGetFBCStats
-    nvmlDeviceGetFanControlPolicy_v2
-    nvmlDeviceGetFanSpeed_v2
-    nvmlDeviceGetGpcClkMinMaxVfOffset
-    nvmlDeviceGetGpcClkVfOffset
-    nvmlDeviceGetGpuFabricInfo
-    nvmlDeviceGetGpuOperationMode
-    nvmlDeviceGetGridLicensableFeatures
-    nvmlDeviceGetGridLicensableFeatures_v2
-    nvmlDeviceGetGridLicensableFeatures_v3
-    nvmlDeviceGetGridLicensableFeatures_v4
-    nvmlDeviceGetInforomConfigurationChecksum
-    nvmlDeviceGetInforomVersion
-    nvmlDeviceGetIrqNum
-    nvmlDeviceGetLastBBXFlushTime
-    nvmlDeviceGetMemClkMinMaxVfOffset
-    nvmlDeviceGetMemClkVfOffset
-    nvmlDeviceGetMinMaxClockOfPState
-    nvmlDeviceGetMinMaxFanSpeed
-    nvmlDeviceGetNvLinkCapability
-    nvmlDeviceGetNvLinkErrorCounter
-    nvmlDeviceGetNvLinkRemoteDeviceType
-    nvmlDeviceGetNvLinkRemotePciInfo
-    nvmlDeviceGetNvLinkRemotePciInfo_v2
-    nvmlDeviceGetNvLinkUtilizationControl
-    nvmlDeviceGetNvLinkUtilizationCounter
-    nvmlDeviceGetNvLinkVersion
-    nvmlDeviceGetPcieLinkMaxSpeed
-    nvmlDeviceGetPcieSpeed
-    nvmlDeviceGetPgpuMetadataString
-    nvmlDeviceGetPowerSource
-    nvmlDeviceGetRowRemapperHistogram
-    nvmlDeviceGetSamples
-    nvmlDeviceGetSramEccErrorStatus
-    nvmlDeviceGetSupportedClocksEventReasons
-    nvmlDeviceGetSupportedPerformanceStates
-    nvmlDeviceGetSupportedVgpus
-    nvmlDeviceGetTargetFanSpeed
-    nvmlDeviceGetThermalSettings
-    nvmlDeviceGetTopologyNearestGpus
-    nvmlDeviceGetVgpuCapabilities
-    nvmlDeviceGetVgpuMetadata
-    nvmlDeviceGetVgpuProcessUtilization
-    nvmlDeviceGetVgpuSchedulerCapabilities
-    nvmlDeviceGetVgpuSchedulerLog
-    nvmlDeviceGetVgpuSchedulerState
-    nvmlDeviceGetVgpuUtilization
-    nvmlDeviceGetViolationStatus
-    nvmlDeviceModifyDrainState
-    nvmlDeviceQueryDrainState
-    nvmlDeviceRemoveGpu
-    nvmlDeviceRemoveGpu_v2
-    nvmlDeviceResetApplicationsClocks
-    nvmlDeviceResetGpuLockedClocks
-    nvmlDeviceResetMemoryLockedClocks
-    nvmlDeviceResetNvLinkErrorCounters
-    nvmlDeviceResetNvLinkUtilizationCounter
-    nvmlDeviceSetAPIRestriction
-    nvmlDeviceSetAccountingMode
-    nvmlDeviceSetApplicationsClocks
-    nvmlDeviceSetAutoBoostedClocksEnabled
-    nvmlDeviceSetConfComputeUnprotectedMemSize
-    nvmlDeviceSetCpuAffinity
-    nvmlDeviceSetDefaultAutoBoostedClocksEnabled
-    nvmlDeviceSetDefaultFanSpeed_v2
-    nvmlDeviceSetDriverModel
-    nvmlDeviceSetEccMode
-    nvmlDeviceSetFanControlPolicy
-    nvmlDeviceSetFanSpeed_v2
-    nvmlDeviceSetGpcClkVfOffset
-    nvmlDeviceSetGpuLockedClocks
-    nvmlDeviceSetGpuOperationMode
-    nvmlDeviceSetMemClkVfOffset
-    nvmlDeviceSetMemoryLockedClocks
-    nvmlDeviceSetNvLinkDeviceLowPowerThreshold
-    nvmlDeviceSetNvLinkUtilizationControl
-    nvmlDeviceSetPowerManagementLimit
-    nvmlDeviceSetPowerManagementLimit_v2
-    nvmlDeviceSetTemperatureThreshold
-    nvmlDeviceSetVgpuSchedulerState
-    nvmlDeviceSetVirtualizationMode
-    nvmlGetBlacklistDeviceCount
-    nvmlGetBlacklistDeviceInfoByIndex
-    nvmlGetExcludedDeviceInfoByIndex
-    nvmlGetVgpuCompatibility
-    nvmlGetVgpuDriverCapabilities
-    nvmlGetVgpuVersion
-    nvmlGpmQueryIfStreamingEnabled
-    nvmlGpmSetStreamingEnabled
-    nvmlSetVgpuVersion
-    nvmlSystemGetConfComputeCapabilities
-    nvmlSystemGetConfComputeGpusReadyState
-    nvmlSystemGetHicVersion
-    nvmlSystemGetTopologyGpuSet
-    nvmlSystemSetConfComputeGpusReadyState
-    nvmlSystemSetNvlinkBwMode
-    nvmlUnitGetDevices
-    nvmlUnitGetFanSpeedInfo
-    nvmlUnitGetHandleByIndex
-    nvmlUnitGetLedState
-    nvmlUnitGetPsuInfo
-    nvmlUnitGetTemperature
-    nvmlUnitGetUnitInfo
-    nvmlUnitSetLedState
-    nvmlVgpuInstanceClearAccountingPids
-    nvmlVgpuInstanceGetAccountingMode
-    nvmlVgpuInstanceGetAccountingPids
-    nvmlVgpuInstanceGetAccountingStats
-    nvmlVgpuInstanceGetEccMode
-    nvmlVgpuInstanceGetEncoderCapacity
-    nvmlVgpuInstanceGetEncoderSessions
-    nvmlVgpuInstanceGetEncoderStats
-    nvmlVgpuInstanceGetFBCSessions
-    nvmlVgpuInstanceGetFBCStats
-    nvmlVgpuInstanceGetFbUsage
-    nvmlVgpuInstanceGetFrameRateLimit
-    nvmlVgpuInstanceGetGpuInstanceId
-    nvmlVgpuInstanceGetGpuPciId
-    nvmlVgpuInstanceGetLicenseInfo
-    nvmlVgpuInstanceGetLicenseInfo_v2
-    nvmlVgpuInstanceGetLicenseStatus
-    nvmlVgpuInstanceGetMdevUUID
-    nvmlVgpuInstanceGetMetadata
-    nvmlVgpuInstanceGetType
-    nvmlVgpuInstanceGetUUID
-    nvmlVgpuInstanceGetVmDriverVersion
-    nvmlVgpuInstanceGetVmID
-    nvmlVgpuInstanceSetEncoderCapacity
-    nvmlVgpuTypeGetCapabilities
-    nvmlVgpuTypeGetClass
-    nvmlVgpuTypeGetDeviceID
-    nvmlVgpuTypeGetFrameRateLimit
-    nvmlVgpuTypeGetFramebufferSize
-    nvmlVgpuTypeGetGpuInstanceProfileId
-    nvmlVgpuTypeGetLicense
-    nvmlVgpuTypeGetMaxInstances
-    nvmlVgpuTypeGetMaxInstancesPerVm
-    nvmlVgpuTypeGetName
-    nvmlVgpuTypeGetNumDisplayHeads
-    nvmlVgpuTypeGetResolution
+    nvmlDeviceClearAccountingPids nvmlDeviceClearCpuAffinity nvmlDeviceClearEccErrorCounts
+    nvmlDeviceClearFieldValues nvmlDeviceDiscoverGpus nvmlDeviceFreezeNvLinkUtilizationCounter
+    nvmlDeviceGetAccountingPids nvmlDeviceGetAccountingStats nvmlDeviceGetActiveVgpus
+    nvmlDeviceGetAdaptiveClockInfoStatus nvmlDeviceGetAutoBoostedClocksEnabled nvmlDeviceGetBridgeChipInfo
+    nvmlDeviceGetBusType nvmlDeviceGetClkMonStatus nvmlDeviceGetConfComputeGpuAttestationReport
+    nvmlDeviceGetConfComputeGpuCertificate nvmlDeviceGetConfComputeMemSizeInfo
+    nvmlDeviceGetConfComputeProtectedMemoryUsage nvmlDeviceGetCreatableVgpus nvmlDeviceGetCurrentClocksEventReasons
+    nvmlDeviceGetDriverModel nvmlDeviceGetDynamicPstatesInfo nvmlDeviceGetEncoderCapacity
+    nvmlDeviceGetEncoderSessions nvmlDeviceGetEncoderStats nvmlDeviceGetFBCSessions nvmlDeviceGetFBCStats
+    nvmlDeviceGetFanControlPolicy_v2 nvmlDeviceGetFanSpeed_v2 nvmlDeviceGetGpcClkMinMaxVfOffset
+    nvmlDeviceGetGpcClkVfOffset nvmlDeviceGetGpuFabricInfo nvmlDeviceGetGpuOperationMode
+    nvmlDeviceGetGridLicensableFeatures nvmlDeviceGetGridLicensableFeatures_v2
+    nvmlDeviceGetGridLicensableFeatures_v3 nvmlDeviceGetGridLicensableFeatures_v4
+    nvmlDeviceGetInforomConfigurationChecksum nvmlDeviceGetInforomVersion nvmlDeviceGetIrqNum
+    nvmlDeviceGetLastBBXFlushTime nvmlDeviceGetMemClkMinMaxVfOffset nvmlDeviceGetMemClkVfOffset
+    nvmlDeviceGetMinMaxClockOfPState nvmlDeviceGetMinMaxFanSpeed nvmlDeviceGetNvLinkCapability
+    nvmlDeviceGetNvLinkErrorCounter nvmlDeviceGetNvLinkRemoteDeviceType nvmlDeviceGetNvLinkRemotePciInfo
+    nvmlDeviceGetNvLinkRemotePciInfo_v2 nvmlDeviceGetNvLinkUtilizationControl nvmlDeviceGetNvLinkUtilizationCounter
+    nvmlDeviceGetNvLinkVersion nvmlDeviceGetPcieLinkMaxSpeed nvmlDeviceGetPcieSpeed nvmlDeviceGetPgpuMetadataString
+    nvmlDeviceGetPowerSource nvmlDeviceGetRowRemapperHistogram nvmlDeviceGetSamples nvmlDeviceGetSramEccErrorStatus
+    nvmlDeviceGetSupportedClocksEventReasons nvmlDeviceGetSupportedPerformanceStates nvmlDeviceGetSupportedVgpus
+    nvmlDeviceGetTargetFanSpeed nvmlDeviceGetThermalSettings nvmlDeviceGetTopologyNearestGpus
+    nvmlDeviceGetVgpuCapabilities nvmlDeviceGetVgpuMetadata nvmlDeviceGetVgpuProcessUtilization
+    nvmlDeviceGetVgpuSchedulerCapabilities nvmlDeviceGetVgpuSchedulerLog nvmlDeviceGetVgpuSchedulerState
+    nvmlDeviceGetVgpuUtilization nvmlDeviceGetViolationStatus nvmlDeviceModifyDrainState nvmlDeviceQueryDrainState
+    nvmlDeviceRemoveGpu nvmlDeviceRemoveGpu_v2 nvmlDeviceResetApplicationsClocks nvmlDeviceResetGpuLockedClocks
+    nvmlDeviceResetMemoryLockedClocks nvmlDeviceResetNvLinkErrorCounters nvmlDeviceResetNvLinkUtilizationCounter
+    nvmlDeviceSetAPIRestriction nvmlDeviceSetAccountingMode nvmlDeviceSetApplicationsClocks
+    nvmlDeviceSetAutoBoostedClocksEnabled nvmlDeviceSetConfComputeUnprotectedMemSize nvmlDeviceSetCpuAffinity
+    nvmlDeviceSetDefaultAutoBoostedClocksEnabled nvmlDeviceSetDefaultFanSpeed_v2 nvmlDeviceSetDriverModel
+    nvmlDeviceSetEccMode nvmlDeviceSetFanControlPolicy nvmlDeviceSetFanSpeed_v2 nvmlDeviceSetGpcClkVfOffset
+    nvmlDeviceSetGpuLockedClocks nvmlDeviceSetGpuOperationMode nvmlDeviceSetMemClkVfOffset
+    nvmlDeviceSetMemoryLockedClocks nvmlDeviceSetNvLinkDeviceLowPowerThreshold nvmlDeviceSetNvLinkUtilizationControl
+    nvmlDeviceSetPowerManagementLimit nvmlDeviceSetPowerManagementLimit_v2 nvmlDeviceSetTemperatureThreshold
+    nvmlDeviceSetVgpuSchedulerState nvmlDeviceSetVirtualizationMode nvmlGetBlacklistDeviceCount
+    nvmlGetBlacklistDeviceInfoByIndex nvmlGetExcludedDeviceInfoByIndex nvmlGetVgpuCompatibility
+    nvmlGetVgpuDriverCapabilities nvmlGetVgpuVersion nvmlGpmQueryIfStreamingEnabled nvmlGpmSetStreamingEnabled
+    nvmlSetVgpuVersion nvmlSystemGetConfComputeCapabilities nvmlSystemGetConfComputeGpusReadyState
+    nvmlSystemGetHicVersion nvmlSystemGetTopologyGpuSet nvmlSystemSetConfComputeGpusReadyState
+    nvmlSystemSetNvlinkBwMode nvmlUnitGetDevices nvmlUnitGetFanSpeedInfo nvmlUnitGetHandleByIndex
+    nvmlUnitGetLedState nvmlUnitGetPsuInfo nvmlUnitGetTemperature nvmlUnitGetUnitInfo nvmlUnitSetLedState
+    nvmlVgpuInstanceClearAccountingPids nvmlVgpuInstanceGetAccountingMode nvmlVgpuInstanceGetAccountingPids
+    nvmlVgpuInstanceGetAccountingStats nvmlVgpuInstanceGetEccMode nvmlVgpuInstanceGetEncoderCapacity
+    nvmlVgpuInstanceGetEncoderSessions nvmlVgpuInstanceGetEncoderStats nvmlVgpuInstanceGetFBCSessions
+    nvmlVgpuInstanceGetFBCStats nvmlVgpuInstanceGetFbUsage nvmlVgpuInstanceGetFrameRateLimit
+    nvmlVgpuInstanceGetGpuInstanceId nvmlVgpuInstanceGetGpuPciId nvmlVgpuInstanceGetLicenseInfo
+    nvmlVgpuInstanceGetLicenseInfo_v2 nvmlVgpuInstanceGetLicenseStatus nvmlVgpuInstanceGetMdevUUID
+    nvmlVgpuInstanceGetMetadata nvmlVgpuInstanceGetType nvmlVgpuInstanceGetUUID nvmlVgpuInstanceGetVmDriverVersion
+    nvmlVgpuInstanceGetVmID nvmlVgpuInstanceSetEncoderCapacity nvmlVgpuTypeGetCapabilities nvmlVgpuTypeGetClass
+    nvmlVgpuTypeGetDeviceID nvmlVgpuTypeGetFrameRateLimit nvmlVgpuTypeGetFramebufferSize
+    nvmlVgpuTypeGetGpuInstanceProfileId nvmlVgpuTypeGetLicense nvmlVgpuTypeGetMaxInstances
+    nvmlVgpuTypeGetMaxInstancesPerVm nvmlVgpuTypeGetName nvmlVgpuTypeGetNumDisplayHeads nvmlVgpuTypeGetResolution
 }

@@ -2,8 +2,8 @@
 //! `dlsym` finds and the CUDA version before initialisation.
 //!
 //! The built libcuda has all functions up to the newest CUDA version that it knows. Functions that are newer than the driver's
-//! CUDA version become local symbols, which loaders do not find. Their versions are in the library's own table,
-//! `cuda/src/table.rs`, which is made from real drivers and NVIDIA's headers.
+//! CUDA version become local symbols, which loaders do not find. Their versions are those of `shim/cuda/symbols.txt`, from which
+//! the library's own table is made: `shim/symbols` takes them from real drivers and NVIDIA's headers.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -11,8 +11,8 @@ use std::ops::Range;
 use anyhow::{Context as _, bail};
 use tranche_simulator_machine::version;
 
-/// The table of the simulated `cuGetProcAddress`.
-const TABLE: &str = include_str!("../../cuda/src/table.rs");
+/// The functions of NVIDIA's drivers and headers.
+const SYMBOLS: &str = include_str!("../../../shim/cuda/symbols.txt");
 /// The variables of the libraries that have their CUDA version, and the driver's version.
 const CUDA_VERSION: &str = "SIM_CUDA_VERSION";
 const DRIVER_VERSION: &str = "SIM_DRIVER_VERSION";
@@ -25,23 +25,16 @@ const SYMBOL: usize = 24;
 const LOAD: u32 = 1;
 const SEGMENT: usize = 56;
 
-/// The CUDA version since which each function of `cuGetProcAddress` exists.
+/// The CUDA version that brought each function; none for those that `cuGetProcAddress` does not know.
 fn versions() -> BTreeMap<&'static str, u32> {
-    let body = TABLE
-        .split_once("\ntable! {\n")
-        .map_or("", |(_, body)| body);
-    let mut versions = BTreeMap::new();
-    for line in body.lines() {
-        let forms = line.split_once(": ").map_or("", |(_, forms)| forms);
-        let mut words = forms.split([' ', ';', ',']).filter(|word| !word.is_empty());
-        while let (Some(since), Some(function)) = (words.next(), words.next()) {
-            if let Ok(since) = since.parse::<u32>() {
-                let oldest = versions.entry(function).or_insert(since);
-                *oldest = since.min(*oldest);
-            }
-        }
-    }
-    versions
+    let row = |line: &'static str| {
+        let mut words = line.split(' ');
+        let (name, since) = (words.next()?, words.nth(1)?);
+        let (major, minor) = since.split_once('.')?;
+        let number = 1000 * major.parse::<u32>().ok()? + 10 * minor.parse::<u32>().ok()?;
+        Some((name, number))
+    };
+    SYMBOLS.lines().filter_map(row).collect()
 }
 
 /// Makes the image of libcuda that for a driver with `cuda_version` (1000 × major + 10 × minor).
