@@ -11,8 +11,9 @@ use rustix::net::{
     SocketFlags, SocketType, connect, recvmsg, send, socket_with,
 };
 
-use crate::layout::{MAX_PROCESSES, PAGE_BYTES, Shared};
+use crate::layout::{PAGE_BYTES, Shared};
 use crate::root::DriverRoot;
+use crate::turns::MAX_PROCESSES;
 use crate::wire::{PACKET, Reply, Request};
 
 /// How a library uses the page.

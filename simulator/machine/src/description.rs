@@ -4,8 +4,10 @@ use std::path::Path;
 
 use serde::Deserialize;
 
-use crate::layout::MAX_GPUS;
 use crate::mig::ModelName;
+
+/// The most GPUs of a machine.
+pub const MAX_GPUS: usize = 16;
 
 /// The beginning of every product name of a simulated GPU.
 pub const NAME_PREFIX: &str = "Simulated ";

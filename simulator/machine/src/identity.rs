@@ -1,10 +1,6 @@
 //! Identities: UUIDs that are stable on a node and differ between nodes, and processes apart from later ones with the
 //! same pid.
 
-use std::sync::atomic::Ordering;
-
-use crate::layout::{ORPHANED, ProcessSlot};
-
 /// A node's identity: its machine id and its host name. Nodes cloned from one image may share the machine id, and host
 /// names may repeat.
 #[must_use]
@@ -61,18 +57,6 @@ fn with_prefix(prefix: &str, uuid: &[u8; 16]) -> String {
         word(8..10),
         word(10..16)
     )
-}
-
-/// Whether the process of a slot still runs. For a caller in the daemon's PID namespace.
-#[must_use]
-pub fn is_alive(slot: &ProcessSlot) -> bool {
-    let pid = slot.pid.load(Ordering::Acquire);
-    match pid {
-        0 | ORPHANED => false,
-        // Outside the PID namespace: only its connection shows its end.
-        ..0 => true,
-        _ => start_time(pid) == Some(slot.started.load(Ordering::Relaxed)),
-    }
 }
 
 /// The PID namespace of a process (`self`, or its pid), by inode.

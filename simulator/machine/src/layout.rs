@@ -5,16 +5,14 @@
 
 use std::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, Ordering};
 
-use crate::description::{Description, GpuDescription, Habits, MIB, PciAddress, Virtualization};
-use crate::identity::gpu_uuid;
+use crate::description::{
+    Description, GpuDescription, Habits, MAX_GPUS, MIB, PciAddress, Virtualization,
+};
+use crate::identity::{gpu_uuid, start_time};
 use crate::mig::capability::GPU_INSTANCES;
-use crate::mig::state::GpuInstance;
-use crate::timeline::{Lane, Turns};
+use crate::mig::words::GpuInstance;
+use crate::turns::{Lane, MAX_PROCESSES, Turns};
 
-/// The most GPUs of a machine.
-pub const MAX_GPUS: usize = 16;
-/// The most processes that use CUDA at a time.
-pub const MAX_PROCESSES: usize = 2048;
 /// The pid in the slot of a process that has ended while another process has its files open.
 pub const ORPHANED: i32 = -2;
 /// The first word of the page.
@@ -278,6 +276,20 @@ pub struct ProcessSlot {
     pub utilization: [AtomicU32; MAX_GPUS],
     /// When [`Self::utilization`] was taken, microseconds since 1970.
     pub sampled: AtomicU64,
+}
+
+impl ProcessSlot {
+    /// Whether its process still runs. For a caller in the daemon's PID namespace.
+    #[must_use]
+    pub fn is_alive(&self) -> bool {
+        let pid = self.pid.load(Ordering::Acquire);
+        match pid {
+            0 | ORPHANED => false,
+            // Outside the PID namespace: only its connection shows its end.
+            ..0 => true,
+            _ => start_time(pid) == Some(self.started.load(Ordering::Relaxed)),
+        }
+    }
 }
 
 /// The number of events that are kept for NVML's event sets.

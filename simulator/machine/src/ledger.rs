@@ -16,7 +16,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::description::MIB;
-use crate::identity;
 use crate::layout::{GpuState, ORPHANED, ProcessSlot, Shared};
 use crate::mig::capability::GPU_INSTANCES;
 
@@ -402,7 +401,7 @@ impl Shared {
             let lives = if holder == SAMPLER {
                 dead != DAEMON
             } else {
-                self.slots.get(slot).is_some_and(identity::is_alive)
+                self.slots.get(slot).is_some_and(ProcessSlot::is_alive)
             };
             if holder != 0 && !lives && take(holder) {
                 return Guard(state);
@@ -564,7 +563,7 @@ mod tests {
         page.gpus[0].lock.store(1, Ordering::Relaxed);
         page.orphan(0);
         assert_eq!(page.gpus[0].used.load(Ordering::Relaxed), 5 * MIB);
-        assert!(!identity::is_alive(&page.slots[0]));
+        assert!(!page.slots[0].is_alive());
         page.charge(1, 0, MIB, || ()).unwrap();
         page.reclaim(0);
         assert_eq!(page.gpus[0].used.load(Ordering::Relaxed), MIB);

@@ -8,7 +8,7 @@
 //! - [`description`]: the machine file.
 //! - [`layout`]: the shared page, which has plain words and atomics only.
 //! - [`ledger`]: how much device memory each process holds; together never more than the GPU has.
-//! - [`timeline`]: when kernels run, in virtual time.
+//! - [`timeline`]: when kernels run, in virtual time; [`turns`]: its words in the page.
 //! - [`kernel_fault`]: faults of kernels, and which processes each reaches.
 //! - [`mig`]: partitions of GPUs.
 //! - [`wire`]: the handshake between a library and the daemon.
@@ -29,11 +29,13 @@ pub mod ledger;
 pub mod mig;
 pub mod root;
 pub mod timeline;
+pub mod turns;
 pub mod version;
 pub mod wire;
 
 pub use attach::{Access, AttachError, Attachment};
-pub use description::{Description, DescriptionError, GpuDescription};
-pub use layout::{GpuState, MAX_GPUS, MAX_PROCESSES, ProcessSlot, Shared};
+pub use description::{Description, DescriptionError, GpuDescription, MAX_GPUS};
+pub use layout::{GpuState, ProcessSlot, Shared};
 pub use root::DriverRoot;
+pub use turns::MAX_PROCESSES;
 pub use version::LibraryVersion;

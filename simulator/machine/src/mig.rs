@@ -2,7 +2,7 @@
 //!
 //! - [`model`]: which GPU instances and compute instances a GPU model can have, and where. Data of NVIDIA's guide.
 //! - [`rules`]: which placements are free beside the instances that exist. Pure.
-//! - [`state`]: the instances of the shared page.
+//! - [`words`]: the words of the shared page; [`state`]: the instances that they say.
 //! - [`change`]: how the daemon creates and destroys instances, and a process takes its place in one.
 //! - [`capability`]: the files and device nodes that give access to instances, and their numbers.
 
@@ -11,6 +11,7 @@ pub mod change;
 pub mod model;
 pub mod rules;
 pub mod state;
+pub mod words;
 
 pub use change::InstanceError;
 pub use model::{ComputeProfile, GpuProfile, Model, ModelName};

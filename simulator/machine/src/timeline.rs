@@ -15,60 +15,12 @@
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-use crate::layout::{GpuState, MAX_PROCESSES, Shared};
+use crate::layout::{GpuState, Shared};
 use crate::ledger::{ChargeError, Guard, lock, owner};
+use crate::turns::{Lane, MAX_PROCESSES, Turns, WATCHES, Watch};
 
 /// How long a process runs while others have work too, in nanoseconds: about NVIDIA's default.
 pub const SLICE: u64 = 2_000_000;
-
-/// Watches of a process on a GPU at a time. A further watch replaces the oldest.
-pub const WATCHES: usize = 128;
-
-/// The order in which processes run on a GPU. All zeros is a valid value: no process has work.
-#[derive(Debug)]
-#[repr(C)]
-pub struct Turns {
-    /// The time up to which the state is advanced, in monotonic nanoseconds.
-    clock: AtomicU64,
-    /// Nanoseconds of kernels that have run by then since the page was made.
-    ran: AtomicU64,
-    /// The rest of the slice of the process whose turn it is.
-    slice: AtomicU64,
-    /// The process that runs or ran last: its slot + 1; 0 for none.
-    running: AtomicU32,
-    /// The rest of the switch to that process, in nanoseconds.
-    switching: AtomicU64,
-    /// Nanoseconds for which the GPU stood still for switches since the page was made.
-    stood_still: AtomicU64,
-    /// The ring of slots that have work: `count` places from `first` on.
-    first: AtomicU32,
-    count: AtomicU32,
-    ring: [AtomicU32; MAX_PROCESSES],
-}
-
-/// The kernels of a process on a GPU. All zeros is a valid value: no kernel.
-#[derive(Debug)]
-#[repr(C, align(128))]
-pub struct Lane {
-    /// Nanoseconds of all launched kernels: the mark of the last one.
-    queued: AtomicU64,
-    /// The part of those nanoseconds that has run.
-    done: AtomicU64,
-    /// 1 if the process is in the ring.
-    waits: AtomicU32,
-    /// The number of watches so far, and the number of those before the first whose mark is not reached.
-    watched: AtomicU64,
-    settled: AtomicU64,
-    watches: [Watch; WATCHES],
-}
-
-#[derive(Debug)]
-#[repr(C)]
-struct Watch {
-    mark: AtomicU64,
-    /// When the mark was reached; 0 if it is not reached.
-    at: AtomicU64,
-}
 
 /// The time of a mark.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -8,7 +8,6 @@ mod devices;
 mod instances;
 mod profiles;
 
-pub use instances::find_compute_instance;
 use tranche_simulator_machine::attach;
 use tranche_simulator_machine::mig::capability::Rights;
 use tranche_simulator_machine::mig::{ComputeInstanceView, GpuProfile, Model};

@@ -4,16 +4,15 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use nvml_wrapper_sys::bindings::nvmlDevice_t;
-use tranche_simulator_machine::layout::{GpuState, MAX_GPUS};
+use tranche_simulator_machine::layout::GpuState;
 use tranche_simulator_machine::mig::ComputeInstanceView;
 use tranche_simulator_machine::{
-    Access, AttachError, Attachment, DriverRoot, LibraryVersion, Shared,
+    Access, AttachError, Attachment, DriverRoot, LibraryVersion, MAX_GPUS, Shared,
 };
 
 use crate::code::Code;
 use crate::export::{export, put};
 use crate::handles::{Kind, Target, handle_of, target_of};
-use crate::mig::find_compute_instance;
 
 /// An initialised library.
 #[derive(Debug, Clone)]
@@ -86,6 +85,15 @@ pub fn any_device(handle: nvmlDevice_t) -> Result<AnyDevice, Code> {
         device,
         partition: Some(it),
     })
+}
+
+/// The compute instance that a handle was made for.
+pub fn find_compute_instance(target: Target) -> Result<(Device, ComputeInstanceView), Code> {
+    let device = device_at(target.gpu)?;
+    let instance = device.state.gpu_instance(target.instance);
+    let found = instance.and_then(|of| device.state.compute_instance(of, target.compute));
+    let found = found.filter(|it| it.serial == target.serial);
+    Ok((device, found.ok_or(Code::INVALID_ARGUMENT)?))
 }
 
 /// The GPU of a handle, which may be that of one of its MIG devices.

@@ -55,11 +55,7 @@ impl Page {
             return Ok(None);
         }
         if shared.header.fingerprint != fingerprint {
-            let users = shared
-                .slots
-                .iter()
-                .filter(|slot| identity::is_alive(slot))
-                .count();
+            let users = shared.slots.iter().filter(|slot| slot.is_alive()).count();
             if users > 0 {
                 bail!(
                     "{}: the machine file has changed, but {users} processes still use the old machine; end them, or restore the file",

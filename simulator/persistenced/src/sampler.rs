@@ -4,8 +4,8 @@ use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, SystemTime};
 
-use tranche_simulator_machine::layout::{MAX_GPUS, Shared};
 use tranche_simulator_machine::timeline::now;
+use tranche_simulator_machine::{MAX_GPUS, Shared};
 
 /// Time between samples. The real driver takes one every 1/6 s to 1 s.
 pub const PERIOD: Duration = Duration::from_millis(100);

@@ -144,7 +144,7 @@ impl Daemon {
             }
             let process = open_process(state.pid.load(Ordering::Acquire));
             // Opened before the check, so that a pid which is reused later does no harm.
-            if process.is_some() && identity::is_alive(state) {
+            if process.is_some() && state.is_alive() {
                 self.clients.push(Client {
                     slot,
                     process,

@@ -7,7 +7,8 @@ use std::sync::atomic::Ordering;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use super::rules;
-use super::state::{ComputeInstance, Partition};
+use super::state::Partition;
+use super::words::ComputeInstance;
 use crate::identity;
 use crate::layout::{GpuState, Shared};
 use crate::ledger::{Guard, lock, owner};

@@ -1,40 +1,13 @@
 //! The MIG instances of the shared page, and what they are at one moment. [`super::change`] creates and destroys them.
 
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 
 use super::capability::{COMPUTE_INSTANCES, GPU_INSTANCES};
 use super::model::{ComputeProfile, GpuProfile, Model};
 use super::rules::{self, Placed};
-use crate::layout::{GpuState, MAX_GPUS, ProcessSlot};
-use crate::timeline::Turns;
-
-/// The words of a GPU instance; its index is its id. All zeros: there is no such instance.
-#[derive(Debug)]
-#[repr(C)]
-pub struct GpuInstance {
-    /// A number that no other instance of this page has or had; 0 where there is no instance.
-    pub(super) serial: AtomicU64,
-    /// [`GpuProfile::kind`].
-    pub(super) kind: AtomicU32,
-    pub(super) start: AtomicU32,
-    /// Bytes that its processes hold.
-    pub(crate) used: AtomicU64,
-    /// The highest value that `used` has had.
-    pub(crate) peak: AtomicU64,
-    pub(crate) compute: [ComputeInstance; COMPUTE_INSTANCES],
-}
-
-/// The words of a compute instance; its index is its id.
-#[derive(Debug)]
-#[repr(C)]
-pub struct ComputeInstance {
-    pub(super) serial: AtomicU64,
-    /// [`ComputeProfile::kind`].
-    pub(super) kind: AtomicU32,
-    pub(super) start: AtomicU32,
-    pub(super) uuid: [AtomicU64; 2],
-    pub(crate) turns: Turns,
-}
+use crate::description::{MAX_GPUS, MIB};
+use crate::layout::{GpuState, ProcessSlot};
+use crate::turns::Turns;
 
 /// A GPU instance as it was at one moment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -221,7 +194,7 @@ impl GpuState {
     #[must_use]
     pub fn partition_memory(&self, instance: usize) -> u64 {
         let it = self.gpu_instance(instance);
-        it.map_or(0, |it| it.profile.memory_mib * crate::description::MIB)
+        it.map_or(0, |it| it.profile.memory_mib * MIB)
     }
 
     /// Multiprocessors of a compute instance.

@@ -11,7 +11,7 @@ use super::{active_model, change, profile_with_id};
 use crate::code::Code;
 use crate::export::{export, get, put};
 use crate::handles::{Kind, Target, handle_of, target_of};
-use crate::state::{Device, device, device_at, handle, mig_handle};
+use crate::state::{Device, device, device_at, find_compute_instance, handle, mig_handle};
 
 pub fn number(index: usize) -> u32 {
     u32::try_from(index).unwrap_or(u32::MAX)
@@ -54,15 +54,6 @@ pub fn gpu_instance(of: nvmlGpuInstance_t) -> Result<(Device, GpuInstanceView), 
 fn compute_instance(of: nvmlComputeInstance_t) -> Result<(Device, ComputeInstanceView), Code> {
     let target = target_of(of.cast(), Kind::ComputeInstance).ok_or(Code::INVALID_ARGUMENT)?;
     find_compute_instance(target)
-}
-
-/// The compute instance that a handle was made for.
-pub fn find_compute_instance(target: Target) -> Result<(Device, ComputeInstanceView), Code> {
-    let device = device_at(target.gpu)?;
-    let instance = device.state.gpu_instance(target.instance);
-    let found = instance.and_then(|of| device.state.compute_instance(of, target.compute));
-    let found = found.filter(|it| it.serial == target.serial);
-    Ok((device, found.ok_or(Code::INVALID_ARGUMENT)?))
 }
 
 fn create_gpu_instance(
