@@ -1,7 +1,8 @@
 //! The loader's cache as a value: read, added to, written.
 //!
-//! `ldconfig` reads every library of an image to make it. Where the image has a cache already, adding the driver's
-//! libraries to that takes a tenth of the time. The format is glibc's `glibc-ld.so.cache1.1` (`elf/cache.c`,
+//! `ldconfig` opens every library of an image to make it: 6 ms of CPU time for 85 libraries, 9 ms for 163 (with 1.2 GB of
+//! CUDA's), 24 ms for 529, and where they are not in the page cache 20 to 150 ms and the disk's time, 0.1 to 1 s. Adding the
+//! driver's libraries to the image's own cache reads one file. The format is glibc's `glibc-ld.so.cache1.1` (`elf/cache.c`,
 //! `sysdeps/generic/dl-cache.h`), little endian:
 //!
 //! ```text
