@@ -20,7 +20,8 @@
 //! meaning needs a new version; a reader knows exactly one. (A release that does not know the field of MPS
 //! holds the memory of such a share to its cap all the same, and its clients have the daemon's default limits.)
 
-use crate::{GpuUuid, PageError};
+use crate::error::PageError;
+use crate::uuid::GpuUuid;
 
 /// Bytes of a cap page.
 pub const LEN: usize = 4096;
@@ -292,7 +293,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::{ABI, AT_ABI, AT_CHECKSUM, CapPage, ComputePolicy, LEN, checksum, put};
-    use crate::PageError;
+    use crate::error::PageError;
 
     const UUID: &str = "GPU-00112233-4455-6677-8899-aabbccddeeff";
 

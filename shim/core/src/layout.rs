@@ -39,8 +39,8 @@
 //!
 //! Integers are little endian. The tenant can write all of it, so every value must be checked.
 
-use crate::PageError;
 use crate::cap::{get_u32, get_u64};
+use crate::error::PageError;
 
 /// The layout's version.
 pub const ABI: u32 = 3;
@@ -397,7 +397,7 @@ mod tests {
     use super::{
         ABI, AT_ABI, AT_PAST, AT_TAKEN, AccountPage, HEADER_LEN, LEN, ProcessUsage, SLOT_LEN, USED,
     };
-    use crate::PageError;
+    use crate::error::PageError;
 
     #[test]
     fn a_fresh_page_is_empty() {

@@ -14,8 +14,9 @@ use crate::abi::{
 };
 use crate::charge::{charge, note};
 use crate::driver::{Call, real};
+use crate::keys::{self, Kind, key};
 use crate::memory::Width;
-use crate::process::{self, Kind, Process, key};
+use crate::process::{self, Process};
 use crate::share::Device;
 use crate::vmm;
 
@@ -109,7 +110,7 @@ fn make_empty(array: *mut CUarray, shape: Shape, driver: Call<'_>) -> CUresult {
 
 /// An entry of the table ended with its context: what was mapped to its array before `mark` is mapped no more.
 pub fn forget(process: &Process, number: u64, mark: Mark) {
-    if process::is_of(number, Kind::Array) {
+    if keys::is_of(number, Kind::Array) {
         process.note_physical(|physical, freed| physical.end_owner(number, mark, freed));
     }
 }

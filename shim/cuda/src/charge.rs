@@ -8,9 +8,10 @@ use tranche_shim_core::physical::{Id, Imported};
 use crate::abi::{CUcontext, CUresult};
 use crate::driver::Call;
 use crate::exports;
-use crate::kept;
-use crate::process::{self, Kind, Process};
+use crate::keys::{self, Kind};
+use crate::process::{self, Process};
 use crate::reserves::State;
+use crate::settle;
 use crate::share::{Device, Residence};
 
 impl Process {
@@ -66,7 +67,7 @@ impl Process {
         // This process may have found something, or another that searched at the same time.
         reserve()
             .or_else(|| self.reclaim(device).then(reserve)?)
-            .or_else(|| kept::wait_for_frees(self).then(reserve)?)
+            .or_else(|| settle::wait_for_frees(self).then(reserve)?)
             .or_else(|| exports::settle_all(self).then(reserve)?)
     }
 
@@ -80,7 +81,7 @@ impl Process {
     ) -> Option<u64> {
         let missing = most.saturating_sub(self.free(device, residence));
         let reserve = || self.reserve_in_parts(device, residence, least, most);
-        kept::trim(self, device, missing).then(reserve)?
+        settle::trim(self, device, missing).then(reserve)?
     }
 
     /// Notes a refusal by the cap.
@@ -269,8 +270,8 @@ pub fn return_charge(process: &'static Process, key: u64, entry: Entry) {
         end_as_physical(process, entry);
         return;
     };
-    if let Some(reserve) = kept::reserve_of(entry) {
-        kept::freed(process, reserve, entry.bytes);
+    if let Some(reserve) = settle::reserve_of(entry) {
+        settle::freed(process, reserve, entry.bytes);
         return;
     }
     let (mut bytes, residence) = if entry.bytes < CONVERTED {
@@ -314,9 +315,9 @@ pub const EVERY_DEVICE: u8 = u8::MAX;
 #[cold]
 #[inline(never)]
 fn state_of(key: u64) -> Option<State> {
-    if process::is_of(key, Kind::Module) {
+    if keys::is_of(key, Kind::Module) {
         Some(State::Modules)
-    } else if process::is_of(key, Kind::Code) {
+    } else if keys::is_of(key, Kind::Code) {
         Some(State::Code)
     } else {
         None
@@ -329,7 +330,7 @@ fn return_module_charge(process: &Process, state: State, entry: Entry) {
         device.is_capped() && (entry.device == EVERY_DEVICE || entry.device == device.number)
     };
     for device in process.devices().filter(is_charged) {
-        kept::lower_floor(process, state, device, entry.bytes);
+        settle::lower_floor(process, state, device, entry.bytes);
     }
 }
 

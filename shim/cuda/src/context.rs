@@ -16,9 +16,10 @@ use crate::array;
 use crate::charge::{Reserved, note, return_charge};
 use crate::contexts::{Ending, Endings};
 use crate::driver::{Call, real};
-use crate::kept;
+use crate::keys::{Kind, key};
 use crate::local;
-use crate::process::{self, Kind, Process, key};
+use crate::process::{self, Process};
+use crate::settle;
 use crate::share::Device;
 use crate::stream::current_context;
 
@@ -164,7 +165,7 @@ pub fn end(context: CUcontext, driver: Call<'_>) -> CUresult {
         }
     }
     if result.is_ok() {
-        kept::settle_some(process);
+        settle::settle_some(process);
     }
     result
 }
@@ -220,7 +221,7 @@ fn end_with(green: Option<CUcontext>, only: Option<CUdevice>, driver: Call<'_>) 
         forget(process, green as u64, ending);
     }
     if result.is_ok() {
-        kept::settle_some(process);
+        settle::settle_some(process);
     }
     result
 }

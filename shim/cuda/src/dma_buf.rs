@@ -18,9 +18,10 @@ use crate::abi::{CUdeviceptr, CUresult};
 use crate::charge::{AS_PHYSICAL, IN_ITS_BLOCK, Reserved, is_movable, let_go, return_charge};
 use crate::driver::Call;
 use crate::ipc::{device_of, is_on_host, range_of};
-use crate::kept::reserve_of;
-use crate::process::{self, Kind, Process, key};
+use crate::keys::{Kind, key};
+use crate::process::{self, Process};
 use crate::reserves::Reserves;
+use crate::settle::reserve_of;
 use crate::share::Device;
 
 /// What allocations are multiples of, in bytes: in so many steps memory is looked for at addresses that the driver does not

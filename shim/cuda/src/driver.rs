@@ -4,7 +4,7 @@ use core::ffi::c_void;
 use core::marker::PhantomData;
 
 use tranche_shim_core::paths;
-use tranche_shim_runtime::library::{Library, Ours};
+use tranche_shim_runtime::library::Library;
 
 use crate::abi::CUresult;
 
@@ -16,27 +16,9 @@ pub static DRIVER: Library = Library::new(
     (c"cuInit", || handled(index::cuInit - PASSING)),
 );
 
-core::arch::global_asm!(include_str!(concat!(env!("OUT_DIR"), "/handled.s")));
-
-unsafe extern "C" {
-    /// How far from here our symbols are that do more than pass, in bytes, in the order of their indices.
-    #[link_name = "tranche_handled"]
-    static DISTANCES: [i32; SYMBOLS - PASSING];
-}
-
-/// The address of the `nth` of our symbols that do more than pass.
-pub fn handled(nth: usize) -> Option<Ours> {
-    // SAFETY: the table above, which the build script makes with so many entries, and which nobody writes to.
-    let table = unsafe { &DISTANCES };
-    let distance = isize::try_from(*table.get(nth)?).ok()?;
-    let start = core::ptr::from_ref(table).cast::<()>();
-    Some(Ours(start.wrapping_byte_offset(distance)))
-}
-
 tranche_shim_runtime::library! {
     driver: DRIVER,
     first: symbols::cuArray3DGetDescriptor,
-    handled: handled,
     missing: missing,
     unavailable: unavailable,
 }

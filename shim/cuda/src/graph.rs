@@ -10,10 +10,11 @@ use crate::abi::{
 };
 use crate::charge;
 use crate::driver::Call;
-use crate::kept::{lower_floor, settle_some};
+use crate::keys::{Kind, key};
 use crate::local;
-use crate::process::{self, Kind, Process, key};
+use crate::process::{self, Process};
 use crate::reserves::State;
+use crate::settle::{lower_floor, settle_some};
 use crate::source::Source;
 use crate::stream::Stream;
 

@@ -12,11 +12,11 @@ use crate::abi::{
     CUresult, CUstream, Function,
 };
 use crate::driver::{Call, real};
-use crate::kept::settle_after;
 use crate::launch::{self, Kernel};
 use crate::managed;
 use crate::memory::{Asked, Rows};
 use crate::module::{self, Within};
+use crate::settle::settle_after;
 use crate::stream::{Stream, own};
 use crate::{array, context, dma_buf, graph, ipc, memory, multicast, pool, process, resolve, vmm};
 

@@ -9,7 +9,8 @@ use tranche_shim_core::Entry;
 use crate::abi::{CUdeviceptr, CUresult};
 use crate::charge::{Reserved, note};
 use crate::driver::{Call, real};
-use crate::process::{self, Kind, Process, key};
+use crate::keys::{Kind, key};
+use crate::process::{self, Process};
 use crate::share::Device;
 use crate::stream::current_context;
 

@@ -21,6 +21,7 @@ use tranche_shim_runtime::sys;
 
 use crate::abi::{CUfunction, CUlaunchConfig, CUlaunchParams, CUresult, CUstream};
 use crate::driver::Call;
+use crate::keys;
 use crate::launches::Launches;
 use crate::local;
 use crate::measure::Measurement;
@@ -515,7 +516,7 @@ fn note_kernels(handles: &[CUfunction]) {
         // The table is full: the kernel is treated like an ordinary one.
         let _ = process
             .pointers
-            .put(process::key(process::Kind::Kernel, handle as u64), entry);
+            .put(keys::key(keys::Kind::Kernel, handle as u64), entry);
     }
 }
 

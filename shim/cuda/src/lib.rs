@@ -19,10 +19,10 @@
 //!
 //! 1. the real driver: `abi` (its types and error codes), `driver` (its functions, and the stubs that pass), `stream`
 //!    (streams, and what is current to a thread);
-//! 2. shares and the process: `share` (GPUs, and places in accounts), `measure` (how long launches take), `launches`,
+//! 2. shares and the process: `keys` (the numbers under which handles are noted), `share` (GPUs, and places in accounts), `measure` (how long launches take), `launches`,
 //!    `fitting` (kernels whose local memory is charged), `reserves` (what the driver keeps), `contexts`, `mps`
 //!    (this process as a client of MPS), `process` (this process, and how it stays itself across a fork);
-//! 3. charging: `account` (reserving from shares), `exports` (descriptors that keep memory), `kept` (asking the driver
+//! 3. charging: `account` (reserving from shares), `exports` (descriptors that keep memory), `settle` (asking the driver
 //!    what it keeps), `charge` (reserve, ask, keep or give back), `source` (allocating from what the driver keeps);
 //! 4. one file per family: `ipc`, `managed` (memory that the driver may move to the host), `memory`, `local` (the local
 //!    memory that kernels need), `vmm`, `dma_buf`, `multicast`, `array`, `graph`, `pool`, `module`, `context`, `launch`;
@@ -63,7 +63,7 @@ mod fitting;
 mod graph;
 mod hooks;
 mod ipc;
-mod kept;
+mod keys;
 mod launch;
 mod launches;
 mod local;
@@ -77,6 +77,7 @@ mod pool;
 mod process;
 mod reserves;
 mod resolve;
+mod settle;
 mod share;
 mod source;
 mod stream;

@@ -20,7 +20,8 @@ use tranche_shim_core::Entry;
 use crate::abi::{CUcontext, CUdevice, CUfunction, CUresult};
 use crate::charge::{Reserved, note};
 use crate::driver::{Call, real};
-use crate::process::{Kind, Process, key};
+use crate::keys::{Kind, key};
+use crate::process::Process;
 use crate::share::Device;
 use crate::stream::{current_context, relaxed, within};
 

@@ -4,9 +4,9 @@ use crate::abi::{CUdevice, CUdeviceptr, CUdeviceptr_v1, CUresult};
 use crate::charge::{Reserved, charge_in, note, return_charge};
 use crate::driver::Call;
 use crate::exports;
-use crate::kept;
 use crate::managed;
 use crate::process::{self, Process};
+use crate::settle;
 use crate::share::{Cap, Device, Residence};
 
 /// A number in one of the driver's two widths: today's, or that of before CUDA 3.2.
@@ -221,7 +221,7 @@ pub fn free(pointer: u64, driver: Call<'_>) -> CUresult {
         return driver.make();
     };
     let Some(entry) = process.pointers.take(pointer) else {
-        return kept::settle_after(driver);
+        return settle::settle_after(driver);
     };
     let result = driver.make();
     if result.is_ok() {
@@ -239,7 +239,7 @@ pub fn correct_info<S: Width>(free: *mut S, total: *mut S, driver: Call<'_>) -> 
         return result;
     }
     let corrected = process::current().and_then(|process| {
-        kept::settle_all(process);
+        settle::settle_all(process);
         exports::settle_all(process);
         if let Some(device) = process.current_capped()? {
             correct(process.cap(device), free, total);

@@ -2,7 +2,7 @@
 //!
 //! A pool takes memory from the device in pieces of its own choice and keeps it, used or not, until it is trimmed. So
 //! what is charged is not what the program allocated but what the pool has reserved, as the driver itself says it
-//! (`CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT`): [`crate::source`], [`crate::kept`].
+//! (`CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT`): [`crate::source`], [`crate::settle`].
 
 use tranche_shim_core::Entry;
 
@@ -13,8 +13,9 @@ use crate::charge::{let_go, note};
 use crate::driver::{Call, real};
 use crate::exports::{self, FILE_DESCRIPTOR};
 use crate::graph;
-use crate::kept::{self, reserve_of};
-use crate::process::{self, Kind, Process, key};
+use crate::keys::{Kind, key};
+use crate::process::{self, Process};
+use crate::settle::{self, reserve_of};
 use crate::share::Device;
 use crate::source::Source;
 use crate::stream::{Stream, relaxed};
@@ -62,7 +63,7 @@ pub fn allocate(
         let now = process.reserves.with(|reserves| reserves.switches);
         // It may have come from another pool, if the current pool changed meanwhile.
         if now != before || before % 2 == 1 {
-            kept::settle_all(process);
+            settle::settle_all(process);
         }
     }
     result
@@ -196,7 +197,7 @@ pub fn end(pool: CUmemoryPool, driver: Call<'_>) -> CUresult {
     // Before the driver may hand the handle out again.
     let taken = process.pointers.take(pool_key(pool));
     let result = match taken.and_then(reserve_of) {
-        Some(place) => kept::end_pool(process, place, driver),
+        Some(place) => settle::end_pool(process, place, driver),
         None => driver.make(),
     };
     if let Some(entry) = taken

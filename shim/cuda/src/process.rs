@@ -34,7 +34,7 @@ use crate::stream::{LAST_IMPLICIT_STREAM, context_of, within};
 pub struct Process {
     state: AtomicU32,
     joined: UnsafeCell<Joined>,
-    /// Its device pointers, and the handles of what else was charged (see [`key`]).
+    /// Its device pointers, and the handles of what else was charged (see [`crate::keys`]).
     pub pointers: Table,
     /// Its launches.
     pub launches: Launches,
@@ -54,36 +54,6 @@ pub struct Process {
     pub contexts: Contexts,
     /// Held while something is reserved from several shares, or given back to them.
     pub dividing: Guarded<()>,
-}
-
-/// What a number in the table of pointers stands for. Device addresses and the driver's handles are
-/// addresses of user space, whose highest byte is 0.
-#[derive(Clone, Copy, PartialEq, Eq)]
-#[repr(u64)]
-pub enum Kind {
-    Pool = 1,
-    Array,
-    Context,
-    Primary,
-    Graph,
-    Executable,
-    Tile,
-    Module,
-    Code,
-    Limit,
-    Local,
-    Kernel,
-    Import,
-}
-
-/// The key in the table of pointers under which a handle is noted.
-pub fn key(kind: Kind, handle: u64) -> u64 {
-    handle ^ (kind as u64) << 56
-}
-
-/// Whether a key is of a handle of this kind.
-pub const fn is_of(key: u64, kind: Kind) -> bool {
-    key >> 56 == kind as u64
 }
 
 // The kernel's zeros, for a new mapping and after a fork.

@@ -23,9 +23,9 @@ use tranche_shim_core::physical::Id;
 use crate::abi::{CUmemoryPool, CUresult};
 use crate::charge::Reserved;
 use crate::driver::Call;
-use crate::kept::{self, Query, entry};
 use crate::process::Process;
 use crate::reserves::State;
+use crate::settle::{self, Query, entry};
 use crate::share::{Device, Residence};
 
 /// A reserve that something is allocated from.
@@ -103,7 +103,7 @@ impl Source {
 
     /// Holds what a pool's descriptors keep of it, for one more of them.
     pub fn hold_exported(self) -> Option<Id> {
-        kept::hold_exported(self.process, self.place)
+        settle::hold_exported(self.process, self.place)
     }
 
     fn with<R>(self, note: impl FnOnce(&mut Kept) -> R) -> Option<R> {
@@ -129,7 +129,7 @@ impl Source {
         }
         self.with(|kept| kept.undo(way));
         if !is_covered && let Some(query) = Query::begin(self.process, self.place) {
-            kept::trim_one(self.process, self.place, query, 0);
+            settle::trim_one(self.process, self.place, query, 0);
         }
         if result.is_ok() {
             self.process.refuse(self.device)
@@ -193,7 +193,7 @@ impl Source {
     /// Charges what became of an allocation; whether there was room for it.
     fn arrive(self, way: OnItsWay) -> bool {
         let (process, device) = (self.process, self.device);
-        let arrived = kept::ask_until_noted(process, self.place, |kept, _, answer| {
+        let arrived = settle::ask_until_noted(process, self.place, |kept, _, answer| {
             kept.arrive(way, answer, device.block, |more| {
                 // Without a search for room in pools: their list is locked.
                 process
@@ -221,7 +221,7 @@ impl Source {
             Ok(reserved) => reserved.keep(),
             Err(code) => {
                 self.with(|kept| kept.abandon_floor(bytes));
-                kept::settle(self.process, self.place);
+                settle::settle(self.process, self.place);
                 return code;
             }
         };
@@ -231,7 +231,7 @@ impl Source {
             self.arrive(way);
         }
         if !result.is_ok() {
-            kept::lower_floor_at(self.process, self.place, bytes);
+            settle::lower_floor_at(self.process, self.place, bytes);
         }
         result
     }

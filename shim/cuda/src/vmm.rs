@@ -18,7 +18,8 @@ use crate::abi::{
 use crate::charge::{Reserved, charge, let_go};
 use crate::driver::{Call, real};
 use crate::exports::{self, FILE_DESCRIPTOR};
-use crate::process::{self, Kind, Process, key};
+use crate::keys::{Kind, key};
+use crate::process::{self, Process};
 use crate::share::Device;
 
 /// Creates physical memory.

@@ -2,7 +2,15 @@
 
 use core::ffi::{c_int, c_uint, c_ulonglong};
 
-use crate::buffer::Plain;
+/// A type for which zeros are a valid value: NVML's structs of numbers.
+///
+/// # Safety
+///
+/// All zeros must be a valid value, and so must whatever the driver writes.
+pub unsafe trait Plain: Copy {}
+
+// SAFETY: a number.
+unsafe impl Plain for u32 {}
 
 /// `nvmlReturn_t`: a number, because newer drivers return codes that we do not know.
 #[repr(transparent)]

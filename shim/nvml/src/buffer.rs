@@ -3,7 +3,7 @@
 use tranche_shim_runtime::shares;
 use tranche_shim_runtime::sys::{self, Mapping};
 
-use crate::abi::Return;
+use crate::abi::{Plain, Return};
 
 /// A buffer for `len` entries of an NVML type.
 pub struct Buffer<T> {
@@ -11,16 +11,6 @@ pub struct Buffer<T> {
     len: usize,
     entries: core::marker::PhantomData<T>,
 }
-
-/// A type for which zeros are a valid value: NVML's structs of numbers.
-///
-/// # Safety
-///
-/// All zeros must be a valid value, and so must whatever the driver writes.
-pub unsafe trait Plain: Copy {}
-
-// SAFETY: a number.
-unsafe impl Plain for u32 {}
 
 impl<T: Plain> Buffer<T> {
     /// A buffer for `len` entries, all zeros.

@@ -3,31 +3,25 @@
 use core::ffi::c_void;
 
 use tranche_shim_core::paths;
-use tranche_shim_runtime::library::{Library, Ours};
+use tranche_shim_runtime::library::Library;
 
-use crate::HANDLED;
 use crate::abi::Return;
 
-pub use symbols::{PASSING, SYMBOLS, index};
+use symbols::PASSING;
+
+pub use symbols::index;
 
 /// The driver's library.
 pub static DRIVER: Library = Library::new(
     paths::REAL_NVML,
-    (c"nvmlInit_v2", || {
-        Some(Ours(crate::nvmlInit_v2 as *const ()))
-    }),
+    (c"nvmlInit_v2", || handled(index::nvmlInit_v2 - PASSING)),
 );
 
 tranche_shim_runtime::library! {
     driver: DRIVER,
     first: symbols::nvmlComputeInstanceDestroy,
-    handled: handled,
     missing: missing,
     unavailable: unavailable,
-}
-
-fn handled(nth: usize) -> Option<Ours> {
-    HANDLED.get(nth).copied()
 }
 
 /// What a function answers that this driver does not have.

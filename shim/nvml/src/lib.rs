@@ -29,7 +29,6 @@ mod utilization;
 use core::ffi::{c_char, c_int, c_uint, c_ulonglong, c_void};
 
 use tranche_shim_runtime::complain::Refused;
-use tranche_shim_runtime::library::Ours;
 use tranche_shim_runtime::shares;
 
 use crate::abi::{
@@ -41,7 +40,7 @@ use crate::driver::{DRIVER, address, index, missing, typed, unavailable};
 use crate::processes::Kind;
 
 macro_rules! hooks {
-    ($(fn $name:ident($($argument:ident: $type:ty),*) |$driver:ident| $body:expr;)* = $errors:ident) => {
+    ($(fn $name:ident($($argument:ident: $type:ty),*) |$driver:ident| $body:expr;)*) => {
         $(
             #[unsafe(no_mangle)]
             unsafe extern "C" fn $name($($argument: $type),*) -> Return {
@@ -52,26 +51,6 @@ macro_rules! hooks {
                 $body
             }
         )*
-
-        /// The functions above, and the one of the texts, which comes last in the rows, in the order of
-        /// their names: that of their indices.
-        static HANDLED: &[Ours] = {
-            const ROWS: [(usize, Ours); driver::SYMBOLS - driver::PASSING] = [
-                $((index::$name, Ours($name as *const ())),)*
-                (index::$errors, Ours($errors as *const ())),
-            ];
-            const SORTED: [Ours; ROWS.len()] = {
-                let mut sorted = [ROWS[0].1; ROWS.len()];
-                let mut nth = 0;
-                while nth < ROWS.len() {
-                    // No index twice, or one place would be left to the first row.
-                    sorted[ROWS[nth].0 - driver::PASSING] = ROWS[nth].1;
-                    nth += 1;
-                }
-                sorted
-            };
-            &SORTED
-        };
     };
 }
 
@@ -153,7 +132,6 @@ hooks! {
     fn nvmlInit() |driver| initialise(driver);
     fn nvmlInitWithFlags(flags: c_uint) |driver| initialise(driver);
     fn nvmlInit_v2() |driver| initialise(driver);
-    = nvmlErrorString
 }
 
 fn initialise(driver: impl FnOnce() -> Return) -> Return {

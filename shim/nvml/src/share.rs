@@ -8,8 +8,8 @@ use tranche_shim_core::paths::MAX_SHARES;
 use tranche_shim_runtime::complain::Refused;
 use tranche_shim_runtime::{accounts, shares};
 
-use crate::abi::{Device, Return};
-use crate::buffer::{Buffer, Plain};
+use crate::abi::{Device, Plain, Return};
+use crate::buffer::Buffer;
 use crate::driver::{index, typed};
 
 /// The GPU of a handle, from whichever call the program got it.

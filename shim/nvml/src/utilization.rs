@@ -10,10 +10,10 @@ use core::ffi::c_uint;
 use tranche_shim_runtime::sys;
 
 use crate::abi::{
-    Device, DynamicPstates, Enumeration, GpmSupport, Return, Sample, Utilization, UtilizationInfo,
-    UtilizationInfos, Value,
+    Device, DynamicPstates, Enumeration, GpmSupport, Plain, Return, Sample, Utilization,
+    UtilizationInfo, UtilizationInfos, Value,
 };
-use crate::buffer::{Buffer, Plain};
+use crate::buffer::Buffer;
 use crate::driver::{index, typed};
 use crate::processes::put;
 use crate::share::Users;

@@ -19,17 +19,10 @@ use tranche_shim_core::Part;
 
 use crate::complain::refuse;
 use crate::loader::Loader;
-use crate::names;
+use crate::names::{self, Ours};
 
 /// Bytes from one forwarding stub to the next: two instructions of five, aligned to four.
 pub const STRIDE: usize = 12;
-
-/// The address of one of our functions, to be compared and looked up, never read through.
-#[derive(Clone, Copy, Debug)]
-pub struct Ours(pub *const ());
-
-// SAFETY: only an address.
-unsafe impl Sync for Ours {}
 
 /// One of the driver's libraries, opened at the first use.
 #[derive(Debug)]
@@ -164,17 +157,16 @@ macro_rules! forward {
     )*};
 }
 
-/// Defines the module `symbols`, with what the build script made of `symbols.txt`, the table of the real
-/// functions and the way through it.
+/// Defines the module `symbols`, with what the build script made of `symbols.txt`, the addresses of our own functions,
+/// the table of the real ones and the way through it.
 ///
 /// - `driver`: a `Library`;
 /// - `first`: the first of the stubs;
-/// - `handled`: a function that gives the addresses of our symbols that do more than pass, by their order;
 /// - `missing`, `unavailable`: what is called instead of a function that this driver does not have,
 ///   or when there is no driver.
 #[macro_export]
 macro_rules! library {
-    (driver: $driver:expr, first: $first:path, handled: $handled:path, missing: $missing:path, unavailable: $unavailable:path $(,)?) => {
+    (driver: $driver:expr, first: $first:path, missing: $missing:path, unavailable: $unavailable:path $(,)?) => {
         mod symbols {
             #![allow(
                 missing_docs,
@@ -184,6 +176,23 @@ macro_rules! library {
             use super::forward_to;
             use $crate::forward;
             include!(concat!(env!("OUT_DIR"), "/symbols.rs"));
+        }
+
+        core::arch::global_asm!(include_str!(concat!(env!("OUT_DIR"), "/handled.s")));
+
+        unsafe extern "C" {
+            /// How far from here our symbols are that do more than pass, in bytes, in the order of their indices.
+            #[link_name = "tranche_handled"]
+            static DISTANCES: [i32; symbols::SYMBOLS - symbols::PASSING];
+        }
+
+        /// The address of the `nth` of our symbols that do more than pass.
+        pub fn handled(nth: usize) -> Option<$crate::names::Ours> {
+            // SAFETY: the table above, which the build script makes with so many entries, and which nobody writes to.
+            let table = unsafe { &DISTANCES };
+            let distance = isize::try_from(*table.get(nth)?).ok()?;
+            let start = core::ptr::from_ref(table).cast::<()>();
+            Some($crate::names::Ours(start.wrapping_byte_offset(distance)))
         }
 
         static TABLE: [core::sync::atomic::AtomicPtr<core::ffi::c_void>; symbols::SYMBOLS] =
@@ -202,9 +211,9 @@ macro_rules! library {
             let ours = match index.checked_sub(symbols::PASSING) {
                 None => {
                     let first = $first as *const ();
-                    $crate::library::Ours(first.wrapping_byte_add(index * $crate::library::STRIDE))
+                    $crate::names::Ours(first.wrapping_byte_add(index * $crate::library::STRIDE))
                 }
-                Some(nth) => match $handled(nth) {
+                Some(nth) => match handled(nth) {
                     Some(ours) => ours,
                     None => return $missing as *mut core::ffi::c_void,
                 },

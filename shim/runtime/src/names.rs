@@ -8,7 +8,12 @@ use core::ffi::c_char;
 
 use libc::Elf64_Sym;
 
-use crate::library::Ours;
+/// The address of one of our functions, to be compared and looked up, never read through.
+#[derive(Clone, Copy, Debug)]
+pub struct Ours(pub *const ());
+
+// SAFETY: only an address.
+unsafe impl Sync for Ours {}
 
 /// `Elf64_Dyn` of elf(5).
 #[repr(C)]

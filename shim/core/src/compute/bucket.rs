@@ -12,7 +12,7 @@
 //! compares it with the measured GPU time.
 
 use super::{BURST_NANOS, CARRIED_NANOS, Refill, WAIT_NANOS, part};
-use crate::Account;
+use crate::account::Account;
 use crate::sync::{AtomicU64, Ordering};
 
 /// A share's bucket at a moment.
@@ -164,7 +164,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::{Bucket, Wait};
-    use crate::Account;
+    use crate::account::Account;
     use crate::compute::{BURST_NANOS, Refill, WAIT_NANOS, WHOLE, part};
     use crate::sync::{AtomicU64, Ordering};
 
