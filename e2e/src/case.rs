@@ -17,6 +17,7 @@ use kube::{Client, Config, ResourceExt};
 use tranche_api::gpu_node::{Gpu, GpuNode};
 use tranche_api::names::{DRIVER, attribute, pool};
 
+use crate::fingerprint::{Fingerprint, Objects};
 use crate::namespace::Namespace;
 use crate::node::Node;
 use crate::pulse::Stopwatch;
@@ -36,7 +37,11 @@ pub struct Case {
     extent: Extent,
     /// The other nodes with GPUs, if the test has the whole cluster.
     others: Vec<GpuNode>,
+    /// The test's node, and the other ones.
+    nodes: Vec<Node>,
     suffix: String,
+    found: Fingerprint,
+    changes: Mutex<Vec<&'static str>>,
     namespaces: Mutex<Vec<(String, Until)>>,
     undos: Mutex<Vec<(String, Undo)>>,
     _turn: Turn,
@@ -100,7 +105,7 @@ fn within(
                 .into_iter()
                 .map(|(name, _)| name)
                 .collect();
-            diagnosis::print(&case, &names).await;
+            diagnosis::print(&case.client, &case.node, &names).await;
         }
         let cleaned = case.finish().await.context("cleaning up");
         record::test(&format!("{extent:?}"), &took);
@@ -143,17 +148,43 @@ impl Case {
             schedulable(&client, &other.name_any(), false).await?;
         }
         let unique = uuid::Uuid::new_v4().simple().to_string();
-        Ok(Self {
+        let names = std::iter::once(&first).chain(&others);
+        let nodes: Vec<_> = names.map(|node| Node::new(node.name_any())).collect();
+        let mut case = Self {
             client,
-            node: Node::new(first.name_any()),
+            node: nodes[0].clone(),
             gpus: gpus(&first)?,
             extent,
             others,
+            nodes,
             suffix: unique[..6].to_owned(),
+            found: Fingerprint::default(),
+            changes: Mutex::default(),
             namespaces: Mutex::default(),
             undos: Mutex::default(),
             _turn: turn,
-        })
+        };
+        // What used the cluster before the suite may have ended a moment ago.
+        for node in &case.nodes {
+            node.no_claim_files(wait::USUAL).await?;
+            node.no_gpu_records().await?;
+        }
+        case.found = case.fingerprint().await?;
+        Ok(case)
+    }
+
+    async fn fingerprint(&self) -> anyhow::Result<Fingerprint> {
+        let objects = match self.extent {
+            Extent::Cluster => Objects::All,
+            Extent::Node => Objects::Named(&self.suffix),
+        };
+        Fingerprint::of(&self.client, &self.nodes, objects).await
+    }
+
+    /// Says that the test does not leave everything as it found it: lines of the fingerprint that begin with `what` may differ.
+    pub fn changes(&self, what: &'static str) {
+        let mut changes = self.changes.lock().unwrap_or_else(PoisonError::into_inner);
+        changes.push(what);
     }
 
     /// The plugin of the test's node.
@@ -187,7 +218,7 @@ impl Case {
             schedulable(&client, &closed, false).await
         });
         schedulable(&self.client, &name, true).await?;
-        Ok((Node::new(name), gpus(second)?))
+        Ok((self.nodes[1].clone(), gpus(second)?))
     }
 
     /// The GPUs that the test's policies are for: all, or those of its only node.
@@ -300,11 +331,19 @@ impl Case {
             }
         }
         // The kubelet releases claims before a pod is gone, unless it was deleted by force.
-        let others = self.others.iter().map(|other| Node::new(other.name_any()));
-        for node in std::iter::once(self.node).chain(others) {
-            if let Err(error) = node.no_claim_files(wait::USUAL).await {
-                problems.push(format!("{error:#}"));
-            }
+        let changes = self
+            .changes
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone();
+        let what = "node and cluster as the test found them";
+        let as_before = wait::for_answer(what, wait::USUAL, async || {
+            let differences = self.found.differences(&self.fingerprint().await?, &changes);
+            ensure!(differences.is_empty(), "{}", differences.join("\n"));
+            Ok(Some(()))
+        });
+        if let Err(error) = as_before.await {
+            problems.push(format!("{error:#}"));
         }
         ensure!(problems.is_empty(), "{}", problems.join("; "));
         Ok(())

@@ -7,27 +7,28 @@ use k8s_openapi::api::resource::v1::ResourceClaim;
 use kube::api::{Api, ListParams, LogParams};
 use kube::{Client, ResourceExt};
 
-use crate::{Case, SYSTEM};
+use crate::SYSTEM;
+use crate::node::Node;
 
 const LOG_LINES: i64 = 40;
 
 /// Prints the namespaces' pods, claims and events, and the logs of Tranche's own pods.
-pub async fn print(case: &Case, namespaces: &[String]) {
+pub async fn print(client: &Client, node: &Node, namespaces: &[String]) {
     let mut text = String::from("--- what there was when the test failed\n");
     for namespace in namespaces {
-        if let Err(error) = describe(&case.client, namespace, &mut text).await {
+        if let Err(error) = describe(client, namespace, &mut text).await {
             let _ = writeln!(text, "{namespace}: {error:#}");
         }
     }
-    if let Err(error) = logs(&case.client, &mut text).await {
+    if let Err(error) = logs(client, &mut text).await {
         let _ = writeln!(text, "{SYSTEM}: {error:#}");
     }
-    match case.node.claim_files().await {
+    match node.claim_files().await {
         Ok(files) => {
             let _ = writeln!(
                 text,
                 "claims' files on {}: {}",
-                case.node.name(),
+                node.name(),
                 files.join(" ")
             );
         }

@@ -3,7 +3,7 @@
 //! ```text
 //!  case::run ─► turn ─► Case: alone on the cluster, or on a node ─► Namespace ─► claims, Pods ─► exec, workload
 //!      │                                         └─► Node: the machine, through the container engine
-//!      └─ afterwards: diagnosis if it failed, everything removed, a check that nothing is left
+//!      └─ afterwards: diagnosis if it failed, everything removed, a check that all is as it was before
 //! ```
 //!
 //! The tests are in `tests/suite/`, a file for each subject. They need the cluster of `make
@@ -18,6 +18,7 @@ pub mod case;
 mod core_list;
 pub mod diagnosis;
 pub mod exec;
+mod fingerprint;
 pub mod kubectl;
 mod limits;
 pub mod namespace;
@@ -28,6 +29,7 @@ pub mod prometheus;
 pub mod pulse;
 mod record;
 pub mod request;
+mod shell;
 pub mod system;
 pub mod tool;
 mod turn;

@@ -112,7 +112,13 @@ impl Namespace {
             .create(&PostParams::default(), &pod)
             .await
             .with_context(|| format!("creating the pod {name}"))?;
-        Ok(PodHandle::new(self.clone(), name))
+        Ok(self.handle(&name))
+    }
+
+    /// The pod of this name, which may have been made elsewhere.
+    #[must_use]
+    pub fn handle(&self, name: &str) -> PodHandle {
+        PodHandle::new(self.client.clone(), self.name.clone(), name.to_owned())
     }
 
     /// An idle pod with a template of its own for one request.

@@ -1,16 +1,18 @@
 //! The machine of a node: a kind node is a container, in which the engine runs commands.
 
 use std::path::Path;
-use std::process::Output;
+use std::sync::Arc;
 
 use anyhow::{Context, ensure};
 use k8s_openapi::api::core::v1::Node as CoreNode;
+use k8s_openapi::api::resource::v1::ResourceClaim;
 use kube::api::Api;
 use kube::{Client, ResourceExt};
-use tokio::process::Command;
+use tokio::sync::Mutex;
 
+use crate::shell::Shell;
+use crate::wait;
 use crate::wait::Limit;
-use crate::{PodHandle, wait};
 
 /// The machine file of a node's simulated GPUs.
 pub const MACHINE: &str = "/etc/nvidia-sim/machine.toml";
@@ -42,13 +44,17 @@ pub fn kill_containers(id: &str) -> String {
 #[derive(Clone, Debug)]
 pub struct Node {
     name: String,
+    shell: Arc<Mutex<Option<Shell>>>,
 }
 
 impl Node {
     /// The node, whose container has the same name.
     #[must_use]
     pub fn new(name: String) -> Self {
-        Self { name }
+        Self {
+            name,
+            shell: Arc::default(),
+        }
     }
 
     /// Its name.
@@ -57,27 +63,20 @@ impl Node {
         &self.name
     }
 
-    /// Runs a shell script as root on the node, and returns its output.
+    /// Runs a shell script as root on the node, one at a time, and returns its output.
     pub async fn shell(&self, script: &str) -> anyhow::Result<String> {
-        let Output {
-            status,
-            stdout,
-            stderr,
-        } = Command::new("docker")
-            .args(["exec", &self.name, "sh", "-euc", script])
-            .kill_on_drop(true)
-            .output()
-            .await
-            .context(
-                "running docker: is the cluster's DOCKER_HOST set, by `source target/cluster/env`?",
-            )?;
-        ensure!(
-            status.success(),
-            "on {}: `{script}`: {status}: {}",
-            self.name,
-            String::from_utf8_lossy(&stderr).trim()
-        );
-        Ok(String::from_utf8_lossy(&stdout).into_owned())
+        let mut shell = self.shell.lock().await;
+        // If the script is given up, the shell ends with it.
+        let mut open = match shell.take() {
+            Some(open) => open,
+            None => Shell::open(&self.name)?,
+        };
+        let context = || format!("on {}: `{script}`", self.name);
+        let ended = open.run(script).await.with_context(context)?;
+        *shell = Some(open);
+        let (status, stderr) = (ended.status, ended.stderr.trim());
+        ensure!(status == 0, "{}: exit status {status}: {stderr}", context());
+        Ok(ended.stdout)
     }
 
     /// All files of claims on the node: journals, CDI specs, share pages, and their temporary files.
@@ -91,6 +90,19 @@ impl Node {
         Ok(found.lines().map(str::to_owned).collect())
     }
 
+    /// What a test can leave behind on the node, a line for each thing.
+    pub(crate) async fn state(&self) -> anyhow::Result<String> {
+        self.shell(&format!(
+            "nvidia-smi --query-gpu=uuid,mig.mode.current,compute_mode,persistence_mode --format=csv,noheader
+            nvidia-smi -L | grep MIG- || true
+            find {PLUGIN_DIR}/claims {PLUGIN_DIR}/gpus /run/tranche/shares /run/tranche/metadata /var/run/cdi -mindepth 1 2>/dev/null || true
+            find {LIBRARIES}/ -maxdepth 1 -name 'libcuda*' -o -maxdepth 1 -name 'libnvidia-ml*' | sort
+            findmnt --raw --noheadings --output TARGET | grep '^/run/tranche/' || true
+            md5sum {MACHINE}"
+        ))
+        .await
+    }
+
     /// Waits until there is no file of any claim.
     pub async fn no_claim_files(&self, limit: Limit) -> anyhow::Result<()> {
         wait::for_answer("no file of a claim on the node", limit, async || {
@@ -101,18 +113,24 @@ impl Node {
         .await
     }
 
+    /// Waits until the plugin has no record of a GPU whose mode it has to bring back.
+    pub async fn no_gpu_records(&self) -> anyhow::Result<()> {
+        wait::for_answer("no record of a GPU", wait::USUAL, async || {
+            let records = self.shell(&format!("ls {PLUGIN_DIR}/gpus")).await?;
+            ensure!(records.is_empty(), "{records}");
+            Ok(Some(()))
+        })
+        .await
+    }
+
     /// Waits until no GPU has a GPU instance or is in MIG mode, and the plugin has no record of one.
     pub async fn undivided(&self) -> anyhow::Result<()> {
+        self.no_gpu_records().await?;
+        let query = "nvidia-smi --query-gpu=mig.mode.current --format=csv,noheader";
         wait::for_answer("GPUs without MIG", wait::USUAL, async || {
-            let modes = self
-                .shell("nvidia-smi --query-gpu=mig.mode.current --format=csv,noheader")
-                .await?;
-            let records = self.shell(&format!("ls {PLUGIN_DIR}/gpus")).await?;
+            let modes = self.shell(query).await?;
             let is_off = modes.lines().all(|mode| mode.trim() == "Disabled");
-            ensure!(
-                is_off && records.is_empty(),
-                "MIG modes {modes:?}, records {records:?}"
-            );
+            ensure!(is_off, "{modes}");
             Ok(Some(()))
         })
         .await
@@ -183,19 +201,18 @@ impl Node {
         .await
     }
 
-    /// Kills the node plugin while it prepares the claim of the pod that `which` chooses among those that `starting` makes: the
-    /// claim's journal exists and its CDI spec does not. The plugin is stopped until the claim is there, and its write of the spec
+    /// Kills the node plugin while it prepares the claim that `claim` finds among what `starting` makes: the claim's journal exists and its CDI spec does not. The plugin is stopped until the claim is there, and its write of the spec
     /// goes into a pipe that nobody reads: its Prepare cannot be over before it is killed.
     pub async fn kill_plugin_in_a_prepare<T>(
         &self,
         starting: impl Future<Output = anyhow::Result<T>>,
-        which: impl FnOnce(&T) -> &PodHandle,
+        claim: impl AsyncFnOnce(&T) -> anyhow::Result<ResourceClaim>,
     ) -> anyhow::Result<T> {
         self.shell(&format!("kill -STOP {PLUGIN}")).await?;
         let claimed = async {
             let started = starting.await?;
-            let claim = which(&started).claim().await?;
-            Ok::<_, anyhow::Error>((started, claim.uid().context("the claim's UID")?))
+            let uid = claim(&started).await?.uid().context("the claim's UID")?;
+            Ok::<_, anyhow::Error>((started, uid))
         };
         let claimed = claimed.await;
         if claimed.is_err() {

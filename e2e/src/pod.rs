@@ -1,36 +1,50 @@
 //! A pod of a test.
 
+use std::fmt;
+
 use anyhow::{Context, bail, ensure};
 use k8s_openapi::api::core::v1::{ContainerStatus, Event, Pod};
 use k8s_openapi::api::resource::v1::ResourceClaim;
+use kube::Client;
 use kube::api::{Api, DeleteParams, ListParams, LogParams, Patch, PatchParams};
 use kube::runtime::watcher;
 use serde_json::Value;
 use tranche_api::names::DRIVER;
 
 use crate::exec::{self, Exit};
-use crate::namespace::Namespace;
 use crate::node::Node;
 use crate::wait;
 use crate::workload::{self, Beat, Filled, Seen};
 
 /// A pod, by name.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct PodHandle {
-    namespace: Namespace,
+    client: Client,
+    namespace: String,
     name: String,
     container: Option<String>,
+}
+
+impl fmt::Debug for PodHandle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "PodHandle({}/{})", self.namespace, self.name)
+    }
 }
 
 impl PodHandle {
     /// The pod `name`, which may have been made elsewhere.
     #[must_use]
-    pub fn new(namespace: Namespace, name: String) -> Self {
+    pub fn new(client: Client, namespace: String, name: String) -> Self {
         Self {
+            client,
             namespace,
             name,
             container: None,
         }
+    }
+
+    fn pods(&self) -> Api<Pod> {
+        Api::namespaced(self.client.clone(), &self.namespace)
     }
 
     /// Its name.
@@ -47,7 +61,7 @@ impl PodHandle {
     /// Waits up to a time limit until its container runs.
     pub async fn started_within(&self, limit: wait::Limit) -> anyhow::Result<Pod> {
         let what = format!("pod {} running", self.name);
-        let pod = wait::for_one(self.namespace.pods(), &self.name, &what, limit, |pod| {
+        let pod = wait::for_one(self.pods(), &self.name, &what, limit, |pod| {
             let pod = pod?;
             let phase = pod.status.as_ref()?.phase.as_deref()?;
             matches!(phase, "Running" | "Failed" | "Succeeded").then(|| pod.clone())
@@ -67,26 +81,15 @@ impl PodHandle {
     pub async fn scheduled(&self) -> anyhow::Result<()> {
         let what = format!("a node for pod {}", self.name);
         let has_node = |pod: Option<&Pod>| pod?.spec.as_ref()?.node_name.as_ref().map(drop);
-        wait::for_one(
-            self.namespace.pods(),
-            &self.name,
-            &what,
-            wait::USUAL,
-            has_node,
-        )
-        .await
+        wait::for_one(self.pods(), &self.name, &what, wait::USUAL, has_node).await
     }
 
     /// Waits until the scheduler reports that it cannot place the pod, and returns its reason.
     pub async fn unschedulable(&self) -> anyhow::Result<String> {
         let what = format!("pod {} unschedulable", self.name);
-        wait::for_one(
-            self.namespace.pods(),
-            &self.name,
-            &what,
-            wait::USUAL,
-            |pod| unschedulable(pod?),
-        )
+        wait::for_one(self.pods(), &self.name, &what, wait::USUAL, |pod| {
+            unschedulable(pod?)
+        })
         .await
     }
 
@@ -119,7 +122,7 @@ impl PodHandle {
     }
 
     fn all_events(&self) -> Api<Event> {
-        Api::namespaced(self.namespace.pods().into_client(), self.namespace.name())
+        Api::namespaced(self.client.clone(), &self.namespace)
     }
 
     fn about(&self, reason: &str) -> String {
@@ -129,23 +132,18 @@ impl PodHandle {
     /// The claim that was made for it from a template.
     pub async fn claim(&self) -> anyhow::Result<ResourceClaim> {
         let what = format!("the claim of the pod {}", self.name);
-        let name = wait::for_one(
-            self.namespace.pods(),
-            &self.name,
-            &what,
-            wait::USUAL,
-            |pod| {
-                pod?.status
-                    .as_ref()?
-                    .resource_claim_statuses
-                    .as_ref()?
-                    .first()?
-                    .resource_claim_name
-                    .clone()
-            },
-        )
+        let name = wait::for_one(self.pods(), &self.name, &what, wait::USUAL, |pod| {
+            pod?.status
+                .as_ref()?
+                .resource_claim_statuses
+                .as_ref()?
+                .first()?
+                .resource_claim_name
+                .clone()
+        })
         .await?;
-        Ok(self.namespace.claims().get(&name).await?)
+        let claims: Api<ResourceClaim> = Api::namespaced(self.client.clone(), &self.namespace);
+        Ok(claims.get(&name).await?)
     }
 
     /// What the driver reports about the only device of ours in its claim's status, once it is there.
@@ -164,13 +162,7 @@ impl PodHandle {
 
     /// Runs a command in it.
     pub async fn exec(&self, command: &[&str]) -> anyhow::Result<Exit> {
-        exec::run(
-            &self.namespace.pods(),
-            &self.name,
-            self.container.as_deref(),
-            command,
-        )
-        .await
+        exec::run(&self.pods(), &self.name, self.container.as_deref(), command).await
     }
 
     /// The pod with `container` as the one in which commands run.
@@ -224,11 +216,7 @@ impl PodHandle {
 
     /// Its log.
     pub async fn logs(&self) -> anyhow::Result<String> {
-        Ok(self
-            .namespace
-            .pods()
-            .logs(&self.name, &LogParams::default())
-            .await?)
+        Ok(self.pods().logs(&self.name, &LogParams::default()).await?)
     }
 
     /// The heartbeats of `tranche-workload --json hold`, of which there must be some.
@@ -267,16 +255,10 @@ impl PodHandle {
         node.kill_container(container.container_id.as_deref().unwrap_or_default())
             .await?;
         let what = format!("the container of {} started again", self.name);
-        wait::for_one(
-            self.namespace.pods(),
-            &self.name,
-            &what,
-            wait::USUAL,
-            |pod| {
-                let container = first_container(pod?)?;
-                (container.restart_count > count && container.ready).then_some(())
-            },
-        )
+        wait::for_one(self.pods(), &self.name, &what, wait::USUAL, |pod| {
+            let container = first_container(pod?)?;
+            (container.restart_count > count && container.ready).then_some(())
+        })
         .await
     }
 
@@ -285,8 +267,7 @@ impl PodHandle {
     pub async fn sync(&self) -> anyhow::Result<()> {
         let other = uuid::Uuid::new_v4().to_string();
         let changed = serde_json::json!({"metadata": {"annotations": {"sync": other}}});
-        self.namespace
-            .pods()
+        self.pods()
             .patch(&self.name, &PatchParams::default(), &Patch::Merge(&changed))
             .await?;
         Ok(())
@@ -299,7 +280,7 @@ impl PodHandle {
 
     /// Deletes it with `params` and waits until it is gone.
     pub async fn delete_with(&self, params: &DeleteParams) -> anyhow::Result<()> {
-        let pods = self.namespace.pods();
+        let pods = self.pods();
         pods.delete(&self.name, params).await?;
         let what = format!("pod {} gone", self.name);
         wait::for_one(pods, &self.name, &what, wait::USUAL, |pod| {

@@ -36,7 +36,8 @@ fn running() -> String {
 }
 
 fn add(file: &str, line: &str) {
-    let Some(folder) = std::env::var_os("TRANCHE_E2E_RECORD") else {
+    let folder = std::env::var_os("TRANCHE_E2E_RECORD");
+    let Some(folder) = folder.filter(|folder| !folder.is_empty()) else {
         return;
     };
     let path = PathBuf::from(folder).join(file);

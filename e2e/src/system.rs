@@ -147,7 +147,8 @@ pub fn is_ready(pod: &Pod) -> bool {
         .any(|condition| condition.type_ == "Ready" && condition.status == "True")
 }
 
-fn restarts(pod: &Pod) -> i32 {
+/// How often the pod's containers were started again.
+pub(crate) fn restarts(pod: &Pod) -> i32 {
     let status = pod.status.iter();
     let containers = status.flat_map(|it| it.container_statuses.iter().flatten());
     containers.map(|it| it.restart_count).sum()

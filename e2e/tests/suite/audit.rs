@@ -56,7 +56,7 @@ fn every_grant_begins_once_and_ends_once_whenever_the_plugin_is_killed() -> anyh
         };
         let pods = case
             .node
-            .kill_plugin_in_a_prepare(starting, |pods| &pods[0])
+            .kill_plugin_in_a_prepare(starting, async |pods| pods[0].claim().await)
             .await?;
         for pod in &pods {
             pod.started_within(wait::BURST).await?;

@@ -7,6 +7,8 @@ use tranche_api::tier::Tier;
 use tranche_e2e::node::PLUGIN_DIR;
 use tranche_e2e::{Case, Request, policy, run_on_a_node, wait, workload};
 
+use crate::plugin::renew_plugin;
+
 const GIB: u64 = 1 << 30;
 
 /// What a tenant may set.
@@ -175,6 +177,7 @@ fn a_killed_daemon_fails_its_clients_visibly_and_serves_new_ones() -> anyhow::Re
 #[test]
 fn a_killed_plugin_costs_clients_nothing() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
+        renew_plugin(case);
         policy::tiers(case, &[Tier::Concurrent]).await?;
         let gpu = case.gpus[0].uuid.as_str();
         let namespace = case.namespace("plugin").await?;
@@ -187,7 +190,7 @@ fn a_killed_plugin_costs_clients_nothing() -> anyhow::Result<()> {
         let starting = namespace.idle("pod", &request);
         let pod = case
             .node
-            .kill_plugin_in_a_prepare(starting, |pod| pod)
+            .kill_plugin_in_a_prepare(starting, async |pod| pod.claim().await)
             .await?;
         pod.started_within(wait::TRIED_AGAIN).await?;
         let after = neighbour.next_beat().await?;

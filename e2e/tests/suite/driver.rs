@@ -146,6 +146,7 @@ fn a_driver_that_goes_takes_its_devices_with_it_and_brings_them_back() -> anyhow
 #[test]
 fn a_driver_that_is_loaded_after_the_plugin_started_is_found() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
+        case.changes("plugin of");
         let plugin = case.plugin();
         plugin.published().await?;
         let back = "if [ -d /dev/away ]; then mv /dev/away/* /dev/; rmdir /dev/away; fi";

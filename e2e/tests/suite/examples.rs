@@ -42,10 +42,6 @@ async fn apply(case: &Case, name: &str) -> anyhow::Result<()> {
     tool::run("kubectl", &apply, &[placed.path()]).await
 }
 
-fn pod(namespace: &Namespace, name: &str) -> PodHandle {
-    PodHandle::new(namespace.clone(), name.to_owned())
-}
-
 /// What the claims of the namespace got, as their nodes have written it: `data` of all devices.
 async fn given(namespace: &Namespace) -> anyhow::Result<Vec<Value>> {
     wait::for_answer("status.devices", wait::USUAL, async || {
@@ -130,7 +126,7 @@ fn example_01_exclusive() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
         let namespace = case.adopt("example-exclusive");
         apply(case, "01-exclusive").await?;
-        let training = pod(&namespace, "training");
+        let training = namespace.handle("training");
         training.started().await?;
         let memory = case.gpus[0].memory.to_count()?;
         ensure!(training.nvidia_smi().await?[0].1 << 20 == memory);
@@ -150,7 +146,7 @@ fn example_02_capped_share() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
         let (a, b) = (case.adopt("team-a"), case.adopt("team-b"));
         apply(case, "02-capped-share").await?;
-        let (notebook, training) = (pod(&a, "notebook"), pod(&b, "training"));
+        let (notebook, training) = (a.handle("notebook"), b.handle("training"));
         notebook.started().await?;
         training.started().await?;
         let (small, large) = (notebook.nvidia_smi().await?, training.nvidia_smi().await?);
@@ -182,7 +178,7 @@ fn example_03_two_gpus() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
         let namespace = case.adopt("example-two-gpus");
         apply(case, "03-two-gpus").await?;
-        let pipeline = pod(&namespace, "pipeline");
+        let pipeline = namespace.handle("pipeline");
         pipeline.started().await?;
         let mut totals: Vec<_> = pipeline
             .nvidia_smi()
@@ -206,7 +202,7 @@ fn example_04_partition() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
         let namespace = case.adopt("example-partition");
         apply(case, "04-partition").await?;
-        let inference = pod(&namespace, "inference");
+        let inference = namespace.handle("inference");
         inference.started().await?;
         let found = partitions(&inference).await?;
         ensure!(found == ["1g.10gb"], "{found:?}");
@@ -219,7 +215,7 @@ fn example_05_partition_by_size() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
         let namespace = case.adopt("example-partition-by-size");
         apply(case, "05-partition-by-size").await?;
-        let training = pod(&namespace, "training");
+        let training = namespace.handle("training");
         training.started().await?;
         let found = partitions(&training).await?;
         ensure!(found == ["1g.20gb"], "{found:?}");
@@ -240,7 +236,7 @@ fn example_06_hard() -> anyhow::Result<()> {
         }
         let namespace = case.adopt("example-hard");
         apply(case, "06-hard").await?;
-        let untrusted = pod(&namespace, "untrusted");
+        let untrusted = namespace.handle("untrusted");
         untrusted.has_no_room().await?;
         shares.pop().context("a GPU")?.delete().await?;
         untrusted.started().await?;
@@ -255,7 +251,7 @@ fn example_07_any() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
         let namespace = case.adopt("example-any");
         apply(case, "07-any").await?;
-        let batch = pod(&namespace, "batch");
+        let batch = namespace.handle("batch");
         batch.started().await?;
         let seen = batch.nvidia_smi().await?;
         ensure!(seen.len() == 1 && seen[0].1 == 10 * 1024, "{seen:?}");
@@ -268,7 +264,7 @@ fn example_08_first_available() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
         let namespace = case.adopt("example-first-available");
         apply(case, "08-first-available").await?;
-        let notebook = pod(&namespace, "notebook");
+        let notebook = namespace.handle("notebook");
         notebook.started().await?;
         ensure!(partitions(&notebook).await? == ["1g.20gb"]);
         is_in_tier(&namespace, "partition").await?;
@@ -292,7 +288,7 @@ fn example_09_two_partitions() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
         let namespace = case.adopt("example-two-partitions");
         apply(case, "09-two-partitions").await?;
-        let pod = pod(&namespace, "primary-and-standby");
+        let pod = namespace.handle("primary-and-standby");
         pod.started().await?;
         let found = partitions(&pod).await?;
         ensure!(found == ["1g.10gb", "1g.10gb"], "{found:?}");
@@ -319,7 +315,7 @@ fn example_10_replicas() -> anyhow::Result<()> {
         .await?;
         let mut gpus = Vec::new();
         for name in &replicas {
-            let replica = pod(&namespace, name);
+            let replica = namespace.handle(name);
             replica.started().await?;
             gpus.extend(replica.nvidia_smi().await?);
         }
@@ -338,7 +334,7 @@ fn example_10_replicas() -> anyhow::Result<()> {
         })
         .await?;
         // The node has two GPUs.
-        pod(&namespace, &third).has_no_room().await
+        namespace.handle(&third).has_no_room().await
     })
 }
 
@@ -349,7 +345,7 @@ fn example_11_timeshared() -> anyhow::Result<()> {
         apply(case, "11-timeshared").await?;
         let mut seen = Vec::new();
         for name in ["first", "second"] {
-            let pod = pod(&namespace, name);
+            let pod = namespace.handle(name);
             pod.started().await?;
             seen.push(pod.nvidia_smi().await?);
         }
@@ -372,7 +368,7 @@ fn example_12_extended_resources() -> anyhow::Result<()> {
             Ok(())
         });
         apply(case, "12-extended-resources").await?;
-        let (whole, partition) = (pod(&namespace, "whole"), pod(&namespace, "partition"));
+        let (whole, partition) = (namespace.handle("whole"), namespace.handle("partition"));
         whole.started().await?;
         partition.started().await?;
         let memory = case.gpus[0].memory.to_count()?;
@@ -390,7 +386,7 @@ fn example_13_concurrent() -> anyhow::Result<()> {
         let namespaces = ["example-concurrent-a", "example-concurrent-b"].map(|it| case.adopt(it));
         apply(case, "13-concurrent").await?;
         for namespace in &namespaces {
-            let server = pod(namespace, "server");
+            let server = namespace.handle("server");
             server.started().await?;
             is_in_tier(namespace, "concurrent").await?;
             seen.push(server.seen().await?.remove(0));
@@ -420,7 +416,7 @@ fn example_14_virtual_machine() -> anyhow::Result<()> {
             on.shell(&back).await.map(drop)
         });
         apply(case, "14-virtual-machine").await?;
-        let machine = pod(&namespace, "machine");
+        let machine = namespace.handle("machine");
         machine.started().await?;
         is_in_tier(&namespace, "passthrough").await?;
         let address = &case.gpus[0].pci_bus_id;
@@ -444,7 +440,7 @@ fn example_15_oversubscribed() -> anyhow::Result<()> {
         let namespace = case.adopt("example-oversubscribed");
         label(case, "oversubscribed", "example-oversubscribed").await?;
         apply(case, "15-oversubscribed").await?;
-        let notebooks = ["first", "second"].map(|name| pod(&namespace, name));
+        let notebooks = ["first", "second"].map(|name| namespace.handle(name));
         let mut seen = Vec::new();
         for notebook in &notebooks {
             notebook.started().await?;

@@ -9,6 +9,8 @@ use tranche_e2e::node::{MACHINE, kill_containers};
 use tranche_e2e::pulse::Stopwatch;
 use tranche_e2e::{Case, Request, run, run_on_a_node, system, wait, workload};
 
+use crate::plugin::renew_plugin;
+
 #[test]
 fn a_kubelet_restart_leaves_pods_alone_and_slices_come_back() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
@@ -108,6 +110,7 @@ fn a_node_whose_gpus_come_up_in_another_order_gives_every_claim_its_own() -> any
     // On the first node, which runs containerd: CRI-O has no process for a pod's sandbox, so what dies with the containers is not what a
     // boot takes away, and the kubelet does not prepare the claims again.
     run(async |case: &Case| {
+        renew_plugin(case);
         let namespace = case.namespace("boot").await?;
         let [first, second] = &case.gpus[..] else {
             anyhow::bail!("two GPUs, not {:?}", case.gpus);

@@ -6,6 +6,8 @@ use tranche_api::names::pool;
 use tranche_e2e::system::{NodePlugin, text};
 use tranche_e2e::{Case, Request, run};
 
+use crate::plugin::renew_plugin;
+
 #[test]
 fn each_node_offers_its_own_gpus() -> anyhow::Result<()> {
     run(async |case: &Case| {
@@ -73,6 +75,7 @@ fn pods_that_do_not_fit_on_one_node_go_to_the_other() -> anyhow::Result<()> {
 #[test]
 fn a_plugin_that_dies_on_one_node_does_not_affect_the_other() -> anyhow::Result<()> {
     run(async |case: &Case| {
+        renew_plugin(case);
         let (second, gpus) = case.second_node().await?;
         let plugin = case.plugin();
         case.afterwards("the killed plugin", async move {

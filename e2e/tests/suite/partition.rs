@@ -5,6 +5,8 @@ use serde_json::Value;
 use tranche_api::tier::Tier;
 use tranche_e2e::{Case, Request, policy, run_on_a_node, wait, workload};
 
+use crate::plugin::renew_plugin;
+
 const GIB: u64 = 1 << 30;
 
 fn field<'a>(data: &'a Value, name: &str) -> anyhow::Result<&'a str> {
@@ -176,18 +178,14 @@ fn an_administrators_partition_is_given_out_and_never_removed() -> anyhow::Resul
 
         // It is published with its UUID, once the node has looked again.
         case.plugin()
-            .slices(
-                "the administrator's partition",
-                wait::TRIED_AGAIN,
-                |slices| {
-                    let mut devices = slices
-                        .values()
-                        .flat_map(|it| it.spec.devices.iter().flatten());
-                    devices
-                        .any(|device| tranche_e2e::system::text(device, "uuid") == Some(&mig))
-                        .then_some(())
-                },
-            )
+            .slices("the administrator's partition", wait::USUAL, |slices| {
+                let mut devices = slices
+                    .values()
+                    .flat_map(|it| it.spec.devices.iter().flatten());
+                devices
+                    .any(|device| tranche_e2e::system::text(device, "uuid") == Some(&mig))
+                    .then_some(())
+            })
             .await?;
         let namespace = case.namespace("static").await?;
         let request = Request::of(Tier::Partition).on(&mig);
@@ -220,13 +218,14 @@ fn an_administrators_partition_is_given_out_and_never_removed() -> anyhow::Resul
 #[test]
 fn a_killed_plugin_finishes_the_partition_or_removes_it() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
+        renew_plugin(case);
         policy::tiers(case, &[Tier::Partition]).await?;
         let namespace = case.namespace("killed").await?;
         let request = Request::profile("1g.10gb");
         let starting = namespace.idle("pod", &request);
         let pod = case
             .node
-            .kill_plugin_in_a_prepare(starting, |pod| pod)
+            .kill_plugin_in_a_prepare(starting, async |pod| pod.claim().await)
             .await?;
         pod.started_within(wait::TRIED_AGAIN).await?;
         pod.delete().await?;

@@ -9,6 +9,8 @@ use tranche_api::names::attribute;
 use tranche_api::tier::Tier;
 use tranche_e2e::{Case, Request, policy, run_on_a_node, system, wait};
 
+use crate::plugin::renew_plugin;
+
 /// The node's PCI devices, as the node plugin has them.
 const PCI: &str = "/run/nvidia-sim-pci/sys/bus/pci/devices";
 /// Where the container has the description of the request `gpu` (KEP-5304).
@@ -44,6 +46,7 @@ async fn devices_of(case: &Case, tiers: &[Tier]) -> anyhow::Result<BTreeMap<Stri
 #[test]
 fn a_gpu_goes_to_a_virtual_machine_and_comes_back() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
+        renew_plugin(case);
         let (gpu, other) = (&case.gpus[0], &case.gpus[1]);
         let tiers = [Tier::Exclusive, Tier::Passthrough];
         policy::tiers(case, &tiers).await?;

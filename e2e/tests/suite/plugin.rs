@@ -26,6 +26,7 @@ pub(crate) async fn start_again(client: &Client, plugin: &NodePlugin) -> anyhow:
 /// The kubelet's restart delay grows with each failure of a container, so the next test gets a new
 /// pod.
 pub(crate) fn renew_plugin(case: &Case) {
+    case.changes("plugin of");
     let (client, plugin) = (case.client.clone(), case.plugin());
     case.afterwards("a new plugin pod", async move {
         start_again(&client, &plugin).await?;
@@ -50,7 +51,7 @@ fn killed_in_fifty_prepares_all_pods_start_and_nothing_is_left() -> anyhow::Resu
             .try_collect::<Vec<_>>();
         let pods = case
             .node
-            .kill_plugin_in_a_prepare(starting, |pods| &pods[PODS / 2])
+            .kill_plugin_in_a_prepare(starting, async |pods| pods[PODS / 2].claim().await)
             .await?;
         let begun = case.node.claim_files().await?;
         println!("killed with {} files of claims on the node", begun.len());
@@ -124,6 +125,8 @@ fn killed_while_pods_run_and_end() -> anyhow::Result<()> {
 #[test]
 fn slices_of_a_plugin_that_is_gone_stay_away_until_it_is_back() -> anyhow::Result<()> {
     run(async |case: &Case| {
+        case.changes("plugin of");
+        case.changes("plugin's DaemonSet");
         let before = case.plugin().published().await?;
         let sets: Api<DaemonSet> = Api::namespaced(case.client.clone(), SYSTEM);
         let nowhere = |value: Option<&str>| {
@@ -179,6 +182,7 @@ fn slices_of_a_plugin_that_is_gone_stay_away_until_it_is_back() -> anyhow::Resul
 #[test]
 fn a_node_without_a_driver_stops_no_update() -> anyhow::Result<()> {
     run(async |case: &Case| {
+        case.changes("plugin's DaemonSet");
         renew_plugin(case);
         let find = "find /usr/lib* -xdev -name libnvidia-ml.so.1";
         let libraries = case.node.shell(find).await?;

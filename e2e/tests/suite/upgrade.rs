@@ -26,6 +26,7 @@ async fn fills(pod: &PodHandle, share: u64, held: Option<u64>) -> anyhow::Result
 #[test]
 fn shares_in_use_outlive_an_update_and_its_rollback() -> anyhow::Result<()> {
     run(async |case: &Case| {
+        case.changes("plugin");
         let (this, before) = (Version::this(), Version::before().await?);
         let restore = this.clone();
         case.afterwards("this version", async move { restore.install().await });

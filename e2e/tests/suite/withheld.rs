@@ -120,7 +120,7 @@ async fn withheld_for(case: &Case, gpu: Option<(&str, &str)>) -> anyhow::Result<
     let what = gpu.map_or("no GPU withheld".to_owned(), |(uuid, reason)| {
         format!("{uuid} withheld: {reason}")
     });
-    wait::for_one(api, case.node.name(), &what, wait::TRIED_AGAIN, |node| {
+    wait::for_one(api, case.node.name(), &what, wait::USUAL, |node| {
         let published = node?.status.as_ref()?.published.as_ref()?;
         let entries = published.withheld.iter();
         let found: Vec<_> = entries

@@ -1,0 +1,79 @@
+//! An open shell in a container of the engine: `docker exec` costs a tenth of a CPU second, and a test runs dozens of scripts.
+
+use std::process::Stdio;
+
+use anyhow::{Context, bail};
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::process::{Child, ChildStdin, ChildStdout, Command};
+
+/// A shell that runs one script after another. It ends when it is dropped.
+#[derive(Debug)]
+pub(crate) struct Shell {
+    input: ChildStdin,
+    output: BufReader<ChildStdout>,
+    process: Child,
+}
+
+/// How a script ended.
+#[derive(Debug)]
+pub(crate) struct Ended {
+    pub(crate) status: i32,
+    pub(crate) stdout: String,
+    pub(crate) stderr: String,
+}
+
+impl Shell {
+    /// Opens one as root.
+    pub(crate) fn open(container: &str) -> anyhow::Result<Self> {
+        let mut process = Command::new("docker")
+            .args(["exec", "--interactive", container, "sh"])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .kill_on_drop(true)
+            .spawn()
+            .context("running docker: source target/cluster/env")?;
+        Ok(Self {
+            input: process.stdin.take().context("its input")?,
+            output: BufReader::new(process.stdout.take().context("its output")?),
+            process,
+        })
+    }
+
+    /// Runs a script in a shell of its own, which ends at the first command that fails.
+    pub(crate) async fn run(&mut self, script: &str) -> anyhow::Result<Ended> {
+        let mark = uuid::Uuid::new_v4().simple().to_string();
+        let quoted = script.replace('\'', r"'\''");
+        let command = format!(
+            "exec 3>&1; errors=$(sh -euc '{quoted}' </dev/null 2>&1 >&3 3>&-); status=$?
+            printf '\\n{mark}\\n%s\\n{mark}\\n%s\\n{mark}\\n' \"$errors\" $status\n"
+        );
+        self.input.write_all(command.as_bytes()).await?;
+        let stdout = self.until(&mark).await?;
+        let stderr = self.until(&mark).await?;
+        let status = self.until(&mark).await?.parse()?;
+        Ok(Ended {
+            status,
+            stdout,
+            stderr,
+        })
+    }
+
+    /// What it writes before a line with `mark`, without the last newline.
+    async fn until(&mut self, mark: &str) -> anyhow::Result<String> {
+        let mut bytes = Vec::new();
+        let mark = format!("{mark}\n").into_bytes();
+        while !bytes.ends_with(&mark) {
+            if self.output.read_until(b'\n', &mut bytes).await? == 0 {
+                let mut errors = String::new();
+                if let Some(stderr) = &mut self.process.stderr {
+                    stderr.read_to_string(&mut errors).await?;
+                }
+                bail!("the node's shell has ended: {}", errors.trim());
+            }
+        }
+        bytes.truncate(bytes.len() - mark.len());
+        bytes.pop();
+        Ok(String::from_utf8_lossy(&bytes).into_owned())
+    }
+}
