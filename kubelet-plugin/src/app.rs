@@ -87,6 +87,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         proc,
         sysfs,
         audit_files,
+        describe_seconds,
         // Used for the layout, or by main.
         plugin_dir: _,
         hook_dir: _,
@@ -183,6 +184,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         contexts: Arc::clone(&contexts),
         records: gpus.records().clone(),
         known_gpus: Mutex::default(),
+        refresh: Duration::from_secs(describe_seconds),
     };
     let dra = DraService::new(Arc::clone(&preparer), Arc::clone(&metrics));
     let endpoint = layout.dra_socket().to_string_lossy().into_owned();

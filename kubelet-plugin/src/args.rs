@@ -63,6 +63,10 @@ pub struct Args {
     /// The most files of 8 MiB that the audit trail takes in the plugin dir; it needs at least 2
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(2..=1024))]
     pub audit_files: u32,
+    /// How often the GPUs are described again where nothing tells that one has changed, in seconds. Without nvidia-persistenced
+    /// each time powers idle GPUs up for about a second
+    #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..=3600))]
+    pub describe_seconds: u64,
     /// The format of log lines; RUST_LOG selects what is logged (default info)
     #[arg(long, value_enum, default_value_t = LogFormat::Text)]
     pub log_format: LogFormat,

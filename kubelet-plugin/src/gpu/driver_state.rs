@@ -39,9 +39,6 @@ use tranche_node::vfio::Groups;
 use tranche_node::vgpu;
 use tranche_node::withheld::KnownGpus;
 
-/// How often a driver with unchanged traces is described again, because a GPU may be lost. Without
-/// nvidia-persistenced each description powers idle GPUs up for about a second.
-const REFRESH: Duration = Duration::from_mins(1);
 /// How often its traces are compared.
 const CHECK: Duration = Duration::from_secs(2);
 /// When a driver whose traces changed is described once more. While the watchdog has NVML open, the loader and nvmlInit give
@@ -198,6 +195,8 @@ pub struct Observer {
     pub records: GpuRecords,
     /// What was seen of the GPUs earlier.
     pub known_gpus: Mutex<KnownGpus>,
+    /// How often a driver with unchanged traces is described again, because a GPU may be lost.
+    pub refresh: Duration,
 }
 
 impl Observer {
@@ -222,7 +221,7 @@ impl Observer {
                 Ok(ready) => {
                     retry = FIRST_RETRY;
                     publish(&state, ready);
-                    if has_changed { AGAIN } else { REFRESH }
+                    if has_changed { AGAIN } else { this.refresh }
                 }
                 Err(error) => {
                     // Logged once for each new reason, not at every check.

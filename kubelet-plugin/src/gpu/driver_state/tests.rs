@@ -154,6 +154,7 @@ fn observer(world: &World) -> Observer {
         contexts: Arc::new(Contexts::load(Arc::clone(&fs), &world.layout)),
         records: GpuRecords::open(fs, world.layout.gpus()).unwrap(),
         known_gpus: Mutex::default(),
+        refresh: Duration::from_mins(1),
     }
 }
 
