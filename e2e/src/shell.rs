@@ -25,8 +25,13 @@ pub(crate) struct Ended {
 impl Shell {
     /// Opens one as root.
     pub(crate) fn open(container: &str) -> anyhow::Result<Self> {
-        let mut process = Command::new("docker")
-            .args(["exec", "--interactive", container, "sh"])
+        let mut docker = Command::new("docker");
+        docker.args(["exec", "--interactive", container, "sh"]);
+        Self::of(docker)
+    }
+
+    fn of(mut program: Command) -> anyhow::Result<Self> {
+        let mut process = program
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
@@ -48,7 +53,8 @@ impl Shell {
             "exec 3>&1; errors=$(sh -euc '{quoted}' </dev/null 2>&1 >&3 3>&-); status=$?
             printf '\\n{mark}\\n%s\\n{mark}\\n%s\\n{mark}\\n' \"$errors\" $status\n"
         );
-        self.input.write_all(command.as_bytes()).await?;
+        // If it has ended, what it wrote says why.
+        let _ = self.input.write_all(command.as_bytes()).await;
         let stdout = self.until(&mark).await?;
         let stderr = self.until(&mark).await?;
         let status = self.until(&mark).await?.parse()?;
@@ -75,5 +81,49 @@ impl Shell {
         bytes.truncate(bytes.len() - mark.len());
         bytes.pop();
         Ok(String::from_utf8_lossy(&bytes).into_owned())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_script_has_its_own_status_and_output() -> anyhow::Result<()> {
+        let mut shell = Shell::of(Command::new("sh"))?;
+        for (script, status, stdout, stderr) in [
+            ("echo \"it's\" two; echo lines", 0, "it's two\nlines\n", ""),
+            ("printf 'no newline'", 0, "no newline", ""),
+            (
+                "echo before; echo why >&2; false; echo after",
+                1,
+                "before\n",
+                "why",
+            ),
+            ("exit 7", 7, "", ""),
+            ("cat; cd /; x=1", 0, "", ""),
+            (
+                "echo ${x-none}; sleep 2 >/dev/null 2>&1 &",
+                0,
+                "none\n",
+                "",
+            ),
+        ] {
+            let ended = shell.run(script).await?;
+            assert_eq!(ended.status, status, "{script}: {ended:?}");
+            assert_eq!(ended.stdout, stdout, "{script}");
+            assert_eq!(ended.stderr, stderr, "{script}");
+        }
+        Ok(())
+    }
+
+    #[tokio::test]
+    async fn a_shell_that_ends_says_why() -> anyhow::Result<()> {
+        let mut program = Command::new("sh");
+        program.args(["-c", "read line; echo no such container >&2"]);
+        let ended = Shell::of(program)?.run("true").await;
+        let error = ended.expect_err("it has ended").to_string();
+        assert!(error.contains("no such container"), "{error}");
+        Ok(())
     }
 }
