@@ -102,12 +102,7 @@ mod tests {
             ),
             ("exit 7", 7, "", ""),
             ("cat; cd /; x=1", 0, "", ""),
-            (
-                "echo ${x-none}; sleep 2 >/dev/null 2>&1 &",
-                0,
-                "none\n",
-                "",
-            ),
+            ("echo ${x-none}; sleep 2 >/dev/null 2>&1 &", 0, "none\n", ""),
         ] {
             let ended = shell.run(script).await?;
             assert_eq!(ended.status, status, "{script}: {ended:?}");
