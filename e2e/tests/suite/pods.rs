@@ -89,7 +89,7 @@ fn with_a_read_only_root_file_system() -> anyhow::Result<()> {
     })
 }
 
-/// Mounts the driver's files from the node's disk until the test ends. Runtimes mount what CDI names with mapped IDs, which
+/// Mounts the driver's files from the node's disk, which may be memory, until the test ends. Runtimes mount what CDI names with mapped IDs, which
 /// the files of an overlay, the root of a kind node, cannot be; on a machine they are on the file system of a disk.
 async fn driver_on_a_disk(case: &Case, node: &Node) -> anyhow::Result<()> {
     let undo = node.clone();
@@ -105,7 +105,7 @@ async fn driver_on_a_disk(case: &Case, node: &Node) -> anyhow::Result<()> {
             if [ -f $file ] && [ $(findmnt --noheadings --output FSTYPE --target $file) = overlay ]; then
                 install -D --mode $(stat -c %a $file) $file /var/lib/nvidia-files$file
                 mount --bind /var/lib/nvidia-files$file $file
-                findmnt --types ext4,xfs,btrfs --target $file
+                findmnt --types ext4,xfs,btrfs,tmpfs --target $file
             fi
         done";
     node.shell(script).await.map(drop)
