@@ -1,8 +1,8 @@
 //! The build script of both libraries: makes the symbol tables from `symbols.txt`, and links against
 //! an old C library.
 //!
-//! A library that is loaded into every process of a container must load under its C library,
-//! whichever that is. So it is not linked against this machine's, but against stand-ins that have
+//! A library that is loaded into every process of a container must load under any version of the C
+//! library. So it is not linked against this machine's, but against stand-ins that have
 //! exactly the symbols of `glibc.txt`, in the versions named there.
 
 use std::collections::{BTreeMap, BTreeSet};

@@ -8,7 +8,6 @@ use tranche_cdi_hook::cover::{Cover, StandIn};
 /// A link to make.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Link {
-    /// Its target.
     pub target: String,
     /// Its path, from the container's root.
     pub path: PathBuf,
@@ -47,7 +46,7 @@ pub enum Command {
     UpdateLdcache {
         /// Folders with the driver's libraries, from the container's root.
         folders: Vec<PathBuf>,
-        /// The driver's libraries, of which the container may have a part.
+        /// The driver's libraries; the container may have some of them only.
         libraries: Vec<Library>,
         /// The host's ldconfig, linked statically.
         ldconfig: PathBuf,

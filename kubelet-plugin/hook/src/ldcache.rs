@@ -134,7 +134,7 @@ fn add(root: &Rootfs, libraries: &[Library], own: OwnConfiguration) -> Result<bo
         return Ok(false);
     };
     for library in libraries {
-        // Not there: of a capability that this container has not.
+        // It is missing where the container does not have its capability.
         if root.find(&library.path)?.is_some() {
             let path = library.path.as_os_str().as_encoded_bytes();
             if cache.add(library.name.as_bytes(), path).is_err() {

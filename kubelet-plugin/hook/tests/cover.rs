@@ -208,7 +208,7 @@ fn in_a_user_namespace_too() {
     assert_eq!(shown, [&node(SHIM), compat]);
 }
 
-/// The hook's error, because of which the container does not start.
+/// The hook's error, with which the container does not start.
 fn refusal(ran: &Output) -> String {
     assert!(!ran.status.success(), "{}", text(&ran.stdout));
     text(&ran.stderr)

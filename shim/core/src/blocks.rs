@@ -125,7 +125,7 @@ fn change(
     None
 }
 
-/// Counts one allocation more in a block that a row has; `None` if it has not.
+/// Counts one more allocation in a block of a row; `None` if the row does not have the block.
 #[inline]
 fn join(row: &[AtomicU64; WAYS], number: u64) -> Option<Result<bool, BlocksFull>> {
     let joined = change(row, number, |found| {

@@ -75,7 +75,7 @@ pub struct OnItsWay {
     claimed: u64,
 }
 
-/// What became of an allocation.
+/// The result of an allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Arrived {
     /// Bytes to be given back to the share.

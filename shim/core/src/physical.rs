@@ -1,4 +1,4 @@
-//! Physical memory by handle (`cuMemCreate`, imports), and what uses it; and allocations of which a `dma-buf` was made.
+//! Physical memory by handle (`cuMemCreate`, imports), and what uses it; and allocations from which a `dma-buf` was made.
 //!
 //! Such memory exists until its last use has ended: a handle that was not released, a mapping, a binding to a
 //! sparse array or to a multicast object, an open descriptor by which it can be imported. Only then is its charge

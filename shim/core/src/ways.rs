@@ -1,4 +1,4 @@
-//! A row of a hash table: words of which one is searched.
+//! A row of a hash table: the words among which a key is searched.
 
 use crate::sync::{AtomicU64, Ordering};
 

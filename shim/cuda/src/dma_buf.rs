@@ -6,7 +6,7 @@
 //! what a `dma-buf` was made of stays charged to the end of the process.
 //!
 //! It is held before the driver is asked, and let go where the driver refuses: mapped memory by one more use, which never
-//! ends. Memory that is known by its pointer is noted as physical memory first, of which the pointer is a use too. Where the
+//! ends. Memory that is known by its pointer is noted as physical memory first; the pointer is one of its uses. Where the
 //! pointer is charged less than the driver has for it, since it shares a block with others, all of that is reserved anew,
 //! and replaces the pointer's charge when the `dma-buf` is made.
 

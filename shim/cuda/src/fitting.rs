@@ -55,7 +55,6 @@ impl Fitting {
         place.store(value, Ordering::Relaxed);
     }
 
-    /// Forgets all.
     pub fn forget(&self) {
         let next = |epoch: u64| Some((epoch + EPOCH) % EPOCHS);
         let former = self

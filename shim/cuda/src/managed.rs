@@ -16,7 +16,7 @@ use crate::ipc::range_of;
 use crate::process;
 use crate::share::Device;
 
-/// Allocates `bytes` of managed memory, of which every stream of every device may use any part, and which moves to the
+/// Allocates `bytes` of managed memory, which every stream of every device may use, and which moves to the
 /// device when it is used there.
 ///
 /// # Safety

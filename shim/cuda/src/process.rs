@@ -36,7 +36,6 @@ pub struct Process {
     joined: UnsafeCell<Joined>,
     /// Its device pointers, and the handles of what else was charged (see [`crate::keys`]).
     pub pointers: Table,
-    /// Its launches.
     pub launches: Launches,
     /// The kernels that have local memory.
     pub fitting: Fitting,
@@ -50,7 +49,6 @@ pub struct Process {
     pub reserves: Guarded<Reserves>,
     /// Whether there are any that the driver can be asked about: pools or graphs.
     pub has_reserves: AtomicBool,
-    /// Its contexts.
     pub contexts: Contexts,
     /// Held while something is reserved from several shares, or given back to them.
     pub dividing: Guarded<()>,
@@ -404,7 +402,6 @@ impl Process {
         self.devices().find(|device| device.handle == handle)
     }
 
-    /// All devices.
     pub fn devices(&self) -> impl Iterator<Item = &Device> {
         self.joined().devices().iter()
     }

@@ -154,7 +154,6 @@ impl Reserves {
         Some(place)
     }
 
-    /// All places.
     pub fn places(&self) -> core::ops::Range<usize> {
         0..self.count
     }

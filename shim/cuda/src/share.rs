@@ -205,7 +205,6 @@ impl Held {
         }
     }
 
-    /// The account.
     #[inline]
     pub fn account(&self) -> &Account {
         self.memory.live.account
@@ -392,7 +391,7 @@ fn moves_managed(handle: CUdevice) -> bool {
 }
 
 impl Device {
-    /// A device of which no share is known yet.
+    /// A device without a known share yet.
     pub fn new(handle: CUdevice, gpu: GpuUuid, number: u8) -> Self {
         Self {
             handle,

@@ -112,7 +112,7 @@ impl Source {
             .with(|reserves| reserves.get(self.place).map(|found| note(&mut found.kept)))
     }
 
-    /// Reserves for `bytes` more, asks the driver, and charges what became of it. Where the driver
+    /// Reserves for `bytes` more, asks the driver, and charges the result. Where the driver
     /// took more than there is room for, `undo` is called.
     pub fn grow(self, bytes: u64, driver: Call<'_>, undo: Call<'_>) -> CUresult {
         let way = match self.begin(self.device.taken_by(bytes)) {
@@ -190,7 +190,7 @@ impl Source {
         has_unused.then(reserve)?
     }
 
-    /// Charges what became of an allocation; whether there was room for it.
+    /// Charges the result of an allocation; returns whether there was room for it.
     fn arrive(self, way: OnItsWay) -> bool {
         let (process, device) = (self.process, self.device);
         let arrived = settle::ask_until_noted(process, self.place, |kept, _, answer| {

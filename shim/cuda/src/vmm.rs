@@ -309,7 +309,7 @@ fn size_of_imported(device: &Device, handle: Handle) -> u64 {
             too_many = middle;
         }
     }
-    // SAFETY: our own range, of which nothing is mapped.
+    // SAFETY: our own range, in which nothing is mapped.
     unsafe {
         real!(cuMemAddressFree: fn(CUdeviceptr, usize))(range, usize::try_from(total).unwrap_or(0));
     }

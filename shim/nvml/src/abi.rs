@@ -73,7 +73,7 @@ pub struct ProcessV1 {
     pub memory: u64,
 }
 
-/// `nvmlProcessInfo_v2_t`, of which the third version is too.
+/// `nvmlProcessInfo_v2_t`; the third version has the same layout.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct ProcessV2 {
@@ -179,7 +179,7 @@ pub struct AccountingStatsV2 {
 /// `nvmlSamplingType_t`, `nvmlValueType_t`.
 pub type Enumeration = c_int;
 
-// SAFETY: numbers, of which any are values.
+// SAFETY: numbers; every bit pattern is a value.
 unsafe impl Plain for Sample {}
 // SAFETY: as above.
 unsafe impl Plain for UtilizationInfo {}

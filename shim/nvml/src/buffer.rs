@@ -45,8 +45,8 @@ impl<T: Plain> Buffer<T> {
     /// The first `len` entries, mutable.
     pub fn first(&mut self, len: usize) -> &mut [T] {
         let len = len.min(self.len);
-        // SAFETY: the mapping holds that many, page-aligned, of a type of which zeros and whatever the
-        // driver writes are values; it is this buffer's alone.
+        // SAFETY: the mapping holds that many, page-aligned; zeros and all that the driver writes are valid
+        // values of `T` (`Plain`); the mapping is this buffer's alone.
         unsafe { core::slice::from_raw_parts_mut(self.room(), len) }
     }
 }

@@ -239,8 +239,8 @@ macro_rules! library {
                 "test r11, r11",
                 "jz 2f",
                 "jmp r11",
-                // The first call: keep what the caller passed, of which only the registers can be
-                // lost, and align the stack.
+                // The first call: keep the registers in which the caller passed arguments, and align
+                // the stack.
                 "2:",
                 "push rbp",
                 "mov rbp, rsp",

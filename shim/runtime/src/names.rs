@@ -59,7 +59,7 @@ fn tables(start: usize) -> [usize; 3] {
     let mut tables = [0; 3];
     let mut entry = (&raw const DYNAMIC).cast::<Entry>();
     loop {
-        // SAFETY: an entry of the dynamic section, of which `END` is the last.
+        // SAFETY: an entry of the dynamic section, which ends with `END`.
         let Entry { tag, value } = unsafe { entry.read() };
         let [strings, symbols, hashes] = &mut tables;
         let table = match tag {

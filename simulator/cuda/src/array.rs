@@ -30,7 +30,6 @@ pub struct Shape2 {
     pub channels: u32,
 }
 
-/// An array.
 #[derive(Debug)]
 pub struct Array {
     /// 0 for an array without memory.

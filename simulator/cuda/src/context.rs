@@ -11,7 +11,6 @@ use crate::heap::BLOCK;
 use crate::host;
 use crate::object::{Kept, Kind, Object};
 
-/// A context.
 #[derive(Debug)]
 pub struct Context {
     pub device: &'static Device,

@@ -134,7 +134,7 @@ impl Device {
         self.state.multicast != 0 && self.partition.is_none()
     }
 
-    /// Bytes of level-2 cache, of which a GPU instance has its part.
+    /// Bytes of level-2 cache; a GPU instance has a part of them.
     fn l2_cache_bytes(&self) -> u32 {
         let all = self.state.l2_cache_bytes;
         match (&self.partition, self.state.model()) {

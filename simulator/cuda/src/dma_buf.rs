@@ -3,7 +3,7 @@
 //! The driver duplicates the memory objects that the range lies in, whole, and frees its duplicates when the last
 //! reference to the `dma-buf` is gone (`nv-dmabuf.c` of NVIDIA's open kernel modules). Here a `dma-buf` is one end of a
 //! socket pair: like a `dma-buf`, it cannot be opened again by its path in `/proc`, and the other end sees when its last
-//! descriptor is closed, in whichever process. Nothing can be read, written or mapped by it.
+//! descriptor is closed, in any process. Nothing can be read, written or mapped by it.
 
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;

@@ -15,7 +15,6 @@ use crate::stream::Stream;
 /// `CU_EVENT_DISABLE_TIMING`
 const NO_TIMING: u32 = 2;
 
-/// An event.
 #[derive(Debug)]
 pub struct Event {
     flags: u32,

@@ -49,7 +49,6 @@ impl Object<NodeObject> {
     }
 }
 
-/// A graph.
 #[derive(Debug, Default)]
 pub struct Graph {
     pub nodes: Mutex<Vec<&'static Object<NodeObject>>>,

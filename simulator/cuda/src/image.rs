@@ -9,7 +9,6 @@ use std::ffi::{CStr, c_void};
 use crate::code::Code;
 use crate::export::get;
 
-/// An image.
 #[derive(Debug)]
 pub struct Image {
     pub names: Names,

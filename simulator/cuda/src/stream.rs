@@ -21,7 +21,6 @@ const LEGACY: usize = 1;
 /// The number of kernels in a stream's queue at which a launch waits, as in the real driver.
 const DEPTH: usize = 1024;
 
-/// A stream.
 #[derive(Debug)]
 pub struct Stream {
     pub context: &'static Object<Context>,

@@ -135,7 +135,6 @@ pub struct GpuDescription {
     pub idle_watts: u32,
     /// PCI device id and vendor id (`0x233010de` for an H100 SXM5).
     pub pci_device_id: u32,
-    /// PCI subsystem id.
     pub pci_subsystem_id: u32,
     /// PCI express generation and lanes.
     pub pcie: [u32; 2],
@@ -216,12 +215,10 @@ fn nvidia_brand() -> u32 {
     14
 }
 
-/// A PCI address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PciAddress {
     /// Domain, 0 on most machines.
     pub domain: u32,
-    /// Bus.
     pub bus: u32,
     /// Device on the bus.
     pub device: u32,

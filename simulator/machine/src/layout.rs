@@ -50,9 +50,7 @@ impl<const N: usize> Text<N> {
 #[derive(Debug)]
 #[repr(C)]
 pub struct Header {
-    /// [`MAGIC`].
     pub magic: u64,
-    /// [`ABI`].
     pub abi: u32,
     /// The number of [`Shared::gpus`] that exist.
     pub gpu_count: u32,
@@ -158,23 +156,18 @@ pub struct GpuState {
     pub minor: u32,
     /// `NVML_DEVICE_ARCH_*`.
     pub architecture: u32,
-    /// Compute capability.
     pub compute_capability: [u32; 2],
     /// `nvmlBrandType_t`.
     pub brand: u32,
     /// PCI address.
     pub pci_domain: u32,
-    /// PCI bus.
     pub pci_bus: u32,
-    /// PCI device.
     pub pci_device: u32,
     /// PCI device id (upper half) and vendor id (lower half).
     pub pci_device_id: u32,
-    /// Subsystem id.
     pub pci_subsystem_id: u32,
     /// PCI express generation and lanes.
     pub pcie: [u32; 2],
-    /// NUMA node.
     pub numa_node: i32,
     /// [`crate::mig::ModelName`]; 0 if the GPU has no MIG modes.
     pub mig_model: u32,

@@ -17,6 +17,7 @@
 //! - [`export`]: how both libraries export functions; [`version`]: the driver's version in their files.
 //!
 //! Every process that initialises CUDA can write the page: the simulator trusts its programs.
+#![allow(missing_docs, reason = "only the simulator and tests use it")]
 
 pub mod attach;
 pub mod description;

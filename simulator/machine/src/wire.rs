@@ -41,7 +41,6 @@ pub enum Request {
     CountNvLink {
         /// Index of the GPU.
         gpu: u32,
-        /// The counter.
         counter: NvLinkCounter,
         /// What is added.
         amount: u32,

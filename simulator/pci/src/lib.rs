@@ -9,8 +9,9 @@
 //!
 //! [`Tree`] has the kernel's habits; [`serve`] reads what programs write. `bind`, `unbind` and `drivers_probe` are FIFOs, because a
 //! program cannot answer for a regular file. So a write that Linux refuses changes nothing and is reported by the daemon, but the
-//! writer does not get the error number: clients have to look at what became of the device, as they must after `drivers_probe`
+//! writer does not get the error number: clients have to look at the device's state, as they must after `drivers_probe`
 //! anyway.
+#![allow(missing_docs, reason = "only the simulator and tests use it")]
 
 pub mod open_devices;
 pub mod serve;

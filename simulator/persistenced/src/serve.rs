@@ -91,7 +91,7 @@ pub fn run(root: &DriverRoot, description: &Description) -> anyhow::Result<()> {
     }
 }
 
-/// Has the name of the daemon in whose place it is, of which the kernel keeps 15 bytes, for those who list what has a GPU open.
+/// Takes the name of NVIDIA's daemon (the kernel keeps 15 bytes), for programs that list who has a GPU open.
 fn take_name() {
     // Without it only such a list is different.
     let _ = fs::write("/proc/self/comm", "nvidia-persistenced");

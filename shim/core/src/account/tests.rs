@@ -175,7 +175,7 @@ fn a_process_keeps_what_it_frees_for_its_next_allocation() {
         assert_eq!(reserved(&account), all * UNIT);
     }
     assert_eq!(account.charged(slot), 4 * UNIT);
-    // More than it holds, of which nothing is there twice.
+    // More than it holds; nothing is in it twice.
     assert_eq!(account.release(slot, 9 * UNIT), 4 * UNIT);
     assert_eq!(account.release(slot, UNIT), 0);
     assert_eq!((account.used(), reserved(&account)), (0, 4 * UNIT));
@@ -387,7 +387,7 @@ fn nonsense_written_by_the_tenant_is_repaired() {
     }
 }
 
-/// Sizes of allocations, of which some can be spares, and some cannot.
+/// Sizes of allocations; some can be spares, some cannot.
 fn bytes() -> impl Strategy<Value = u64> {
     prop_oneof![3 => (0..60u64).prop_map(|units| units * UNIT), 1 => 0..60u64]
 }

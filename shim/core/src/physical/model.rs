@@ -59,7 +59,7 @@ impl Driver {
         self.give_out(self.objects.len() - 1)
     }
 
-    /// Memory of which a handle is left gets that once more (`true`); what is only mapped counts as other memory.
+    /// Memory that still has a handle gets that once more (`true`); memory that is only mapped counts as other memory.
     fn import(&mut self, which: u64) -> (u64, bool) {
         let is_known = |of: &usize| self.objects[*of].foreign == Some(which);
         let mut named = self.handles.values().map(|(of, _)| *of);
@@ -89,7 +89,7 @@ enum Call {
     },
     Import {
         which: u64,
-        /// And whether it is memory of which there was a handle.
+        /// And whether there was a handle of it.
         handle: Option<(u64, bool)>,
     },
     Release {

@@ -17,7 +17,6 @@ pub const COMPUTE_INSTANCES: usize = 8;
 /// GPUs that have numbers.
 const GPUS: u32 = 32;
 
-/// A capability.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Capability {
     /// To create and destroy instances.

@@ -35,7 +35,6 @@ pub enum ModelName {
 /// The geometry of a model.
 #[derive(Debug)]
 pub struct Model {
-    /// Its name.
     pub name: ModelName,
     /// The GPU instance profiles, as `nvidia-smi mig -lgip` lists them.
     pub profiles: &'static [GpuProfile],
@@ -56,11 +55,9 @@ pub struct GpuProfile {
     pub slices: u32,
     /// Instances of this profile on an empty GPU.
     pub instances: u32,
-    /// Multiprocessors.
     pub multiprocessors: u32,
     /// Copy engines, decoders, encoders, JPEG decoders and optical flow accelerators.
     pub engines: Engines,
-    /// Memory in MiB.
     pub memory_mib: u64,
     /// Places of the GPU's memory that an instance takes.
     pub size: u32,
@@ -93,7 +90,6 @@ pub struct ComputeProfile {
     pub slices: u32,
     /// Instances of this profile in an empty GPU instance.
     pub instances: u32,
-    /// Multiprocessors.
     pub multiprocessors: u32,
 }
 

@@ -12,11 +12,9 @@ use crate::turns::Turns;
 /// A GPU instance as it was at one moment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GpuInstanceView {
-    /// Its id.
     pub id: u32,
     /// A number that no other instance has or had.
     pub serial: u64,
-    /// Its profile.
     pub profile: &'static GpuProfile,
     /// The first of its places.
     pub start: u32,
@@ -27,13 +25,11 @@ pub struct GpuInstanceView {
 /// A compute instance as it was at one moment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ComputeInstanceView {
-    /// Its GPU instance.
     pub gpu_instance: GpuInstanceView,
     /// Its id in the GPU instance.
     pub id: u32,
     /// A number that no other instance has or had.
     pub serial: u64,
-    /// Its profile.
     pub profile: ComputeProfile,
     /// The first of its compute slices.
     pub start: u32,
@@ -105,7 +101,6 @@ impl GpuState {
             .collect()
     }
 
-    /// A GPU instance.
     #[must_use]
     pub fn gpu_instance(&self, id: usize) -> Option<GpuInstanceView> {
         let it = self.instances.get(id)?;
