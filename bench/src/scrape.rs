@@ -23,7 +23,7 @@ use kube::api::{DeleteParams, ListParams, PostParams};
 use serde_json::{Value, json};
 use tokio::net::TcpStream;
 use tranche_api::names::capacity;
-use tranche_metrics::testing::get;
+use tranche_serving::testing::get;
 
 use crate::claims;
 use crate::cluster::{Cluster, NAMESPACE, unless_interrupted, wait_until};

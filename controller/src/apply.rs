@@ -16,7 +16,7 @@ use serde_json::json;
 use tranche_api::GpuNode;
 use tranche_api::gpu_node::Published;
 use tranche_api::names::{API_VERSION, DRIVER, pool};
-use tranche_service::Clock;
+use tranche_serving::Clock;
 
 use crate::index::NodeView;
 use crate::leader::Leadership;

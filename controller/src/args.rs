@@ -8,9 +8,9 @@ use anyhow::Context;
 use clap::Parser;
 use kube::{Client, Config};
 use tokio_util::sync::CancellationToken;
-use tranche_metrics::access::Access;
-use tranche_service::stop::on_signal;
-use tranche_service::{Clock, LogFormat, log};
+use tranche_serving::access::Access;
+use tranche_serving::stop::on_signal;
+use tranche_serving::{Clock, LogFormat, log};
 
 use crate::apply::Executor;
 use crate::controller::{Controller, REQUESTS_PER_SECOND};

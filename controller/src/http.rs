@@ -13,8 +13,8 @@ use axum::routing::get;
 use tokio::net::TcpListener;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
-use tranche_metrics::ServeError;
-use tranche_metrics::access::Access;
+use tranche_serving::access::Access;
+use tranche_serving::server::ServeError;
 
 use crate::metrics::Metrics;
 
@@ -70,9 +70,9 @@ pub async fn serve_metrics(
 ) -> Result<(), ServeError> {
     let listener = TcpListener::bind(endpoint).await?;
     let router = Router::new()
-        .route(tranche_metrics::PATH, get(text))
+        .route(tranche_serving::access::PATH, get(text))
         .with_state(metrics);
-    tranche_metrics::serve(listener, access, router, stop).await
+    tranche_serving::server::serve(listener, access, router, stop).await
 }
 
 async fn healthz(State(health): State<Health>) -> impl IntoResponse {

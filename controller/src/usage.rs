@@ -26,8 +26,8 @@ use std::sync::Arc;
 
 use kube::Client;
 use tokio_util::sync::CancellationToken;
-use tranche_metrics::access::Access;
-use tranche_metrics::{ServeError, tls::TlsError};
+use tranche_serving::access::Access;
+use tranche_serving::{server::ServeError, tls::TlsError};
 
 use claims::Claims;
 use nodes::{Https, Nodes};
@@ -35,7 +35,7 @@ use plugins::Plugins;
 use server::Usage;
 
 /// The node plugins, which run in `namespace`; they are sent the token in the file `token`, which is for
-/// [`tranche_metrics::AUDIENCE`].
+/// [`tranche_serving::access::AUDIENCE`].
 pub fn nodes(client: Client, namespace: &str, token: PathBuf) -> Result<Nodes, TlsError> {
     let https = Https::new(token)?;
     Ok(Nodes::new(Plugins::follow(client, namespace), https))

@@ -11,7 +11,7 @@ use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
 use tranche_controller::metrics::Metrics;
 use tranche_controller::pending;
-use tranche_service::Clock;
+use tranche_serving::Clock;
 
 /// Counts are renewed once a second.
 const SOON: Duration = Duration::from_secs(3);

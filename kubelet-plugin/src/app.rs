@@ -21,14 +21,14 @@ use tonic::transport::Server;
 use tracing::{error, info, warn};
 use tranche_api::names;
 use tranche_driver::providers::Verdict;
-use tranche_metrics::access::Access;
 use tranche_node::containers::Containers;
 use tranche_node::nvml::search::InstalledDriver;
 use tranche_node::nvml::{Gate, Gated, Patient};
 use tranche_node::usage::Reader;
 use tranche_node::vfio::{Groups, Vfio};
-use tranche_service::Clock;
-use tranche_service::stop::on_signal;
+use tranche_serving::Clock;
+use tranche_serving::access::Access;
+use tranche_serving::stop::on_signal;
 
 use crate::args::Args;
 use crate::claim::dra::DraService;
@@ -332,7 +332,9 @@ async fn serve_metrics(
     scrape: Scrape,
     stop: CancellationToken,
 ) {
-    if let Err(error) = tranche_metrics::serve(listener, access, http::router(scrape), stop).await {
+    if let Err(error) =
+        tranche_serving::server::serve(listener, access, http::router(scrape), stop).await
+    {
         error!(%error, "metrics are not served");
     }
 }

@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
 use clap::Parser;
-use tranche_service::LogFormat;
+use tranche_serving::LogFormat;
 
 /// Makes the GPUs of one node ready for the ResourceClaims that were allocated there.
 #[derive(Clone, Debug, Parser)]

@@ -51,7 +51,7 @@ pub struct Scrape {
 /// The paths `/metrics` and `/usage`. They name tenants' pods and claims, so they need authorization.
 pub fn router(scrape: Scrape) -> Router {
     Router::new()
-        .route(tranche_metrics::PATH, get(metrics))
+        .route(tranche_serving::access::PATH, get(metrics))
         .route(tranche_api::usage::PATH, get(usage))
         .with_state(scrape)
 }

@@ -27,7 +27,7 @@
 //! | [`host`] | files, paths, installation |
 //!
 //! `tranche_node` has the code for the driver and for shares in use, which the CLI uses too. Tests inject
-//! failures through [`host::fs`], `tranche_service::Clock`, `tranche_node::nvml` and the `kube::Client` of the
+//! failures through [`host::fs`], `tranche_serving::Clock`, `tranche_node::nvml` and the `kube::Client` of the
 //! API server.
 #![forbid(unsafe_code)]
 

@@ -26,7 +26,7 @@ fn main() -> anyhow::Result<()> {
         return Ok(());
     }
     let args = Args::parse();
-    tranche_service::log::start(args.log_format).context("RUST_LOG")?;
+    tranche_serving::log::start(args.log_format).context("RUST_LOG")?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(THREADS)
         .max_blocking_threads(BLOCKING_THREADS)

@@ -20,7 +20,7 @@ use tranche_driver::audit::{Ended, Event, Line};
 use tranche_driver::cdi::driver_spec;
 use tranche_driver::journal::Record;
 use tranche_driver::providers::Verdict;
-use tranche_service::Clock;
+use tranche_serving::Clock;
 
 use self::api::FakeApi;
 use self::mig::MortalDriver;

@@ -195,7 +195,7 @@ impl Node {
     /// Status and body of a GET of the metrics.
     async fn metrics(&self, token: Option<&str>) -> (u16, String) {
         let stream = tokio::net::TcpStream::connect(self.https).await;
-        tranche_metrics::testing::get(stream.unwrap(), "/metrics", token)
+        tranche_serving::testing::get(stream.unwrap(), "/metrics", token)
             .await
             .unwrap()
     }

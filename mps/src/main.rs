@@ -15,7 +15,7 @@ use tranche_mps::layout::FOLDER;
 use tranche_mps::server::serve;
 use tranche_mps::supervisor::{Node, Supervisor};
 use tranche_node::root::DriverRoot;
-use tranche_service::LogFormat;
+use tranche_serving::LogFormat;
 
 /// Runs NVIDIA's MPS control daemon for each GPU of this node with concurrent shares
 #[derive(Debug, Parser)]
@@ -85,11 +85,11 @@ fn main() -> anyhow::Result<()> {
 }
 
 async fn run(args: Run) -> anyhow::Result<()> {
-    tranche_service::log::start(args.log_format).context("RUST_LOG")?;
+    tranche_serving::log::start(args.log_format).context("RUST_LOG")?;
     let folder = &args.folder;
     fs::create_dir_all(folder).with_context(|| folder.display().to_string())?;
     let _lock = lock(folder)?;
-    let stop = tranche_service::stop::on_signal()?;
+    let stop = tranche_serving::stop::on_signal()?;
     let supervisor = Supervisor::start(Node {
         folder: folder.clone(),
         host: DriverRoot::open(&args.host_root)?,

@@ -20,7 +20,7 @@ use tokio::sync::Semaphore;
 use tokio::time::Instant;
 use tranche_api::names::own_node;
 use tranche_api::usage::{GpuUsage, NodeUsage, PATH};
-use tranche_metrics::client::Client;
+use tranche_serving::client::Client;
 
 use super::plugins::Plugins;
 
@@ -41,7 +41,7 @@ pub trait Scrape: Send + Sync + 'static {
     fn scrape(&self, plugin: SocketAddr) -> BoxFuture<'_, Result<Bytes, String>>;
 }
 
-/// Asks by HTTPS, with a token of this pod for [`tranche_metrics::AUDIENCE`].
+/// Asks by HTTPS, with a token of this pod for [`tranche_serving::access::AUDIENCE`].
 #[derive(Debug)]
 pub struct Https {
     client: Client,

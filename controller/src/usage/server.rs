@@ -26,9 +26,9 @@ use serde_json::{Value, json};
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use tranche_api::usage_api::{API_VERSION, GROUP, VERSION};
-use tranche_metrics::ServeError;
-use tranche_metrics::access::{self, Access, Denied};
-use tranche_metrics::tls::{Peer, TlsListener};
+use tranche_serving::access::{self, Access, Denied};
+use tranche_serving::server::ServeError;
+use tranche_serving::tls::{Peer, TlsListener};
 
 use super::claims::{Claims, Page};
 use super::documents;

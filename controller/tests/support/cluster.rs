@@ -14,7 +14,7 @@ use tranche_controller::feed::Feed;
 use tranche_controller::http::Health;
 use tranche_controller::leader::Election;
 use tranche_controller::metrics::Metrics;
-use tranche_service::Clock;
+use tranche_serving::Clock;
 
 use super::Api;
 

@@ -22,7 +22,7 @@ use serde_json::{Value, json};
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
-use tranche_service::Clock;
+use tranche_serving::Clock;
 
 /// A write that was asked for and stored: verb, resource, name.
 pub type Record = (String, String, String);

@@ -15,7 +15,7 @@ use proc_macro2::{Delimiter, Group, Literal, TokenStream, TokenTree};
 use serde_json::Value;
 
 /// Where the product's code is. The simulator, the tests and the benchmarks are not among it.
-pub const FOLDERS: [&str; 17] = [
+pub const FOLDERS: [&str; 16] = [
     "api/src",
     "driver/src",
     "controller/src",
@@ -24,8 +24,7 @@ pub const FOLDERS: [&str; 17] = [
     "kubelet-plugin/src",
     "kubelet-plugin/hook/src",
     "mps/src",
-    "metrics/src",
-    "service/src",
+    "serving/src",
     "cli/src",
     "kubectl-tranche/src",
     "shim/cuda/src",

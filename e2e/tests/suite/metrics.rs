@@ -47,7 +47,7 @@ async fn get(
     let pods: Api<Pod> = Api::namespaced(case.client.clone(), SYSTEM);
     let mut forwarded = pods.portforward(&pod.name_any(), &[PORT]).await?;
     let stream = forwarded.take_stream(PORT).context("a stream")?;
-    Ok(tranche_metrics::testing::get(stream, path, token).await?)
+    Ok(tranche_serving::testing::get(stream, path, token).await?)
 }
 
 /// The token of a new ServiceAccount, with or without the right to read metrics.

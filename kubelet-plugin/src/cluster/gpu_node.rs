@@ -31,7 +31,7 @@ use tranche_api::gpu_node::{Inventory, Published, Registration};
 use tranche_api::names::API_VERSION;
 use tranche_api::{GpuNode, GpuNodeStatus, WithheldGpu};
 use tranche_driver::providers::Verdict;
-use tranche_service::Clock;
+use tranche_serving::Clock;
 
 use self::own::Seen;
 use self::slices::OwnSlices;

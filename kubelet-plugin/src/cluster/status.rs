@@ -22,7 +22,7 @@ use tranche_api::Quantity;
 use tranche_api::names::DRIVER;
 use tranche_driver::journal::Record;
 use tranche_driver::preparation::{Cap, PreparedDevice};
-use tranche_service::Clock;
+use tranche_serving::Clock;
 
 use crate::FIELD_MANAGER;
 use crate::cluster::api_server::within;

@@ -22,7 +22,7 @@ use tracing::{debug, warn};
 use tranche_driver::audit::{Ended, HeldAtEnd, Line, Pod, Trail};
 use tranche_driver::journal::Record;
 use tranche_driver::moment::Moment;
-use tranche_service::Clock;
+use tranche_serving::Clock;
 
 use crate::host::fs::{self, Fs, FsError};
 use crate::ledger::journal::Loaded;

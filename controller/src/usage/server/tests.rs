@@ -6,7 +6,7 @@ use http::{Request as Http, Response as HttpResponse};
 use kube::Client;
 use kube::client::Body as KubeBody;
 use tokio::net::TcpStream;
-use tranche_metrics::client::Client as TlsClient;
+use tranche_serving::client::Client as TlsClient;
 
 use super::super::front_proxy::testing::{Authority, Identity};
 use super::super::nodes::Scrape;

@@ -10,7 +10,7 @@ use super::*;
 use crate::gpu::driver_state::DriverError;
 use crate::testing::api::{FakeApi, Mood};
 use crate::testing::{NODE, World};
-use tranche_service::Clock;
+use tranche_serving::Clock;
 
 const GPU_NODE: &str = "/apis/gpu.tranche.dev/v1alpha1/gpunodes/node-a";
 const GPU_NODES: &str = "/apis/gpu.tranche.dev/v1alpha1/gpunodes";

@@ -3,7 +3,7 @@
 
 use std::fs::File;
 
-use tranche_service::log::{self, LogFormat};
+use tranche_serving::log::{self, LogFormat};
 
 /// A log that cannot be written stops nothing.
 fn main() -> anyhow::Result<()> {

@@ -1,24 +1,9 @@
 //! Serves `/metrics` to authorized readers.
 //!
-//! ```text
-//!  Prometheus ─ TLS ─► tls ─► access ─► the metrics' text
-//!                               └─ TokenReview, SubjectAccessReview ─► API server
-//! ```
-//!
 //! As with kube-rbac-proxy and controller-runtime, the reader sends the bearer token of a ServiceAccount.
 //! The API server says whose it is and whether its owner may `get` the path `/metrics`; a ClusterRole with
 //! `nonResourceURLs: [/metrics]` grants that. The certificate is self-signed and new at each start, so
 //! readers skip its verification: it protects the token from passive listeners.
-//!
-//! `connections` bounds what it costs to be connected, [`client`] reads what another process of ours serves.
-#![forbid(unsafe_code)]
-
-pub mod access;
-pub mod client;
-mod connections;
-#[cfg(any(test, feature = "testing"))]
-pub mod testing;
-pub mod tls;
 
 use std::sync::Arc;
 
@@ -31,15 +16,8 @@ use axum::response::{IntoResponse, Response};
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 
-use crate::access::{Access, Denied};
+use crate::access::{Access, Denied, PATH};
 use crate::tls::{TlsError, TlsListener};
-
-/// The path that is served, and for which the right is needed.
-pub const PATH: &str = "/metrics";
-
-/// The audience of a token that opens nothing but this: a projected ServiceAccount token with it is no use to a node that is
-/// not what it seems, as one for the API server would be. Both are accepted.
-pub const AUDIENCE: &str = "metrics.gpu.tranche.dev";
 
 /// Serves `metrics`, which has the route [`PATH`], on `listener` until cancelled. Every request needs a token
 /// whose owner may `get` the path.

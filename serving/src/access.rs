@@ -15,7 +15,12 @@ use tokio::sync::Semaphore;
 use tokio::time::Instant;
 use tracing::warn;
 
-use crate::{AUDIENCE, PATH};
+/// The path of the metrics, for which a reader needs the right.
+pub const PATH: &str = "/metrics";
+
+/// The audience of a token that opens nothing but this: a node that is not what it seems can do nothing with it at the API
+/// server. Tokens for the API server are accepted, too.
+pub const AUDIENCE: &str = "metrics.gpu.tranche.dev";
 
 /// How long a permission is cached. Two scrapes 30 s apart, as usual, need one request.
 const ALLOWED_FOR: Duration = Duration::from_mins(1);

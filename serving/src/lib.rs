@@ -1,0 +1,23 @@
+//! What every process of ours needs that serves something: TLS, authorization, the log, the stop on a signal, the time of day.
+//!
+//! ```text
+//!  a reader ─► tls ─► connections ─► server ─► access ─► the metrics' text
+//!              (each costs little)              └─ TokenReview, SubjectAccessReview ─► API server
+//! ```
+//!
+//! [`client`] reads what another process of ours serves. [`log`], [`stop`] and [`clock`] serve the process itself.
+#![forbid(unsafe_code)]
+
+pub mod access;
+pub mod client;
+pub mod clock;
+mod connections;
+pub mod log;
+pub mod server;
+pub mod stop;
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;
+pub mod tls;
+
+pub use clock::Clock;
+pub use log::LogFormat;
