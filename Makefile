@@ -17,8 +17,8 @@ STEP := @e2e/kind/step
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-13s %s\n", $$1, $$2}' Makefile
 
-build: ## the node plugin, the controller, the MPS supervisor, the container hook, `tranche` and `kubectl tranche`, in target/release
-	cargo build --release -p tranche-kubelet-plugin -p tranche-controller -p tranche-mps -p tranche-cli -p tranche-kubectl
+build: ## the node plugin, the controller, the usage API, the MPS supervisor, the container hook, `tranche` and `kubectl tranche`, in target/release
+	cargo build --release -p tranche-kubelet-plugin -p tranche-controller -p tranche-usage-api -p tranche-mps -p tranche-cli -p tranche-kubectl
 	PROFILE=release kubelet-plugin/hook/build
 
 shim: ## libcuda.so.1 and libnvidia-ml.so.1 for capped shares, in target/shim
@@ -27,7 +27,7 @@ shim: ## libcuda.so.1 and libnvidia-ml.so.1 for capped shares, in target/shim
 # One call of cargo, so that a library that several programs need is compiled once.
 programs:
 	$(STEP) "Compiling Tranche and the simulator" cargo build --quiet --profile $(PROFILE) -p tranche-kubelet-plugin \
-		-p tranche-controller -p tranche-mps -p tranche-workload -p tranche-simulator-cuda -p tranche-simulator-nvml \
+		-p tranche-controller -p tranche-usage-api -p tranche-mps -p tranche-workload -p tranche-simulator-cuda -p tranche-simulator-nvml \
 		-p tranche-simulator-persistenced -p tranche-simulator-pci $(MORE_PROGRAMS)
 
 hook:

@@ -25,6 +25,10 @@ pub const IDLE_ANNOTATION: &str = "gpu.tranche.dev/idle";
 /// The value of [`IDLE_ANNOTATION`] that has a meaning.
 pub const KEEP: &str = "keep";
 
+/// The labels by which the chart marks the node plugins' pods.
+pub const PLUGIN_PODS: &str =
+    "app.kubernetes.io/name=tranche,app.kubernetes.io/component=node-plugin";
+
 /// The pool of a node. It is not the bare node name, because two drivers with the same pool name
 /// would collide in the scheduler's caches.
 #[must_use]

@@ -15,7 +15,7 @@ use kube::{Api, Client, ResourceExt};
 use serde_json::json;
 use tranche_api::GpuNode;
 use tranche_api::gpu_node::Published;
-use tranche_api::names::{API_VERSION, DRIVER, pool};
+use tranche_api::names::{API_VERSION, DRIVER, PLUGIN_PODS, pool};
 use tranche_serving::Clock;
 
 use crate::index::NodeView;
@@ -29,9 +29,6 @@ use crate::withdrawn::{Held, Read, USABLE};
 const MANAGER: &str = "tranche-controller";
 /// How long a request may take.
 const DEADLINE: Duration = Duration::from_secs(10);
-/// The node plugins' pods, as the chart labels them.
-pub const PLUGIN_PODS: &str =
-    "app.kubernetes.io/name=tranche,app.kubernetes.io/component=node-plugin";
 /// Claims in one page of a list.
 const PAGE: u32 = 500;
 

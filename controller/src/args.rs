@@ -2,12 +2,13 @@
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::Context;
 use clap::Parser;
 use kube::{Client, Config};
 use tokio_util::sync::CancellationToken;
+use tranche_node_usage::{Plugins, Reader};
 use tranche_serving::access::Access;
 use tranche_serving::stop::on_signal;
 use tranche_serving::{Clock, LogFormat, log};
@@ -17,10 +18,9 @@ use crate::controller::{Controller, REQUESTS_PER_SECOND};
 use crate::feed::Feed;
 use crate::http::{self, Health};
 use crate::idle::{Allowed, Asked, Idle};
-use crate::leader::Election;
+use crate::leader::{self, Election};
 use crate::metrics::Metrics;
 use crate::pending;
-use crate::usage;
 
 /// Publishes the ResourceSlices of every GPU node from its GpuNode and the cluster's SharingPolicies.
 #[derive(Debug, Parser)]
@@ -34,11 +34,7 @@ pub struct Args {
     #[arg(long, env = "METRICS_ENDPOINT", default_value = "0.0.0.0:8443")]
     metrics_endpoint: SocketAddr,
 
-    /// Where usage.gpu.tranche.dev is served to the API server; not served where this is missing.
-    #[arg(long, env = "USAGE_ENDPOINT")]
-    usage_endpoint: Option<SocketAddr>,
-
-    /// The token for the node plugins: a projected ServiceAccount token for the audience metrics.gpu.tranche.dev.
+    /// The token for the node plugins, which tell which claims are idle: a projected ServiceAccount token for the audience metrics.gpu.tranche.dev.
     #[arg(
         long,
         env = "USAGE_TOKEN",
@@ -49,6 +45,10 @@ pub struct Args {
     /// The lease that decides which replica writes.
     #[arg(long, env = "LEASE_NAME", default_value = "tranche-controller")]
     lease_name: String,
+
+    /// Seconds after which another replica writes if the one that leads says nothing.
+    #[arg(long, env = "LEASE_DURATION", default_value_t = leader::DURATION.as_secs(), value_parser = clap::value_parser!(u64).range(3..=300))]
+    lease_duration: u64,
 
     /// The namespace of the lease and of the node plugins' pods.
     #[arg(long, env = "POD_NAMESPACE", default_value = "tranche-system")]
@@ -81,9 +81,9 @@ impl Args {
         let Self {
             http_endpoint,
             metrics_endpoint,
-            usage_endpoint,
             usage_token,
             lease_name,
+            lease_duration,
             namespace,
             identity,
             policy_requests_per_second,
@@ -101,8 +101,13 @@ impl Args {
 
         let stop = on_signal().context("wait for SIGTERM and SIGINT")?;
         let (metrics, health) = (Metrics::default(), Health::default());
-        let (election, leadership) =
-            Election::new(client.clone(), &namespace, &lease_name, &identity);
+        let (election, leadership) = Election::new(
+            client.clone(),
+            &namespace,
+            &lease_name,
+            &identity,
+            Duration::from_secs(lease_duration),
+        );
         let executor = Executor::new(
             client.clone(),
             &namespace,
@@ -112,18 +117,18 @@ impl Args {
             metrics.clone(),
         );
         let feed = Feed::start(&client, &metrics);
-        let nodes = usage::nodes(client.clone(), &namespace, usage_token);
-        let nodes = Arc::new(nodes.context("the client of the node plugins")?);
         let asked = Asked::new(idle_claims);
-        let idle = Idle::new(
-            client.clone(),
-            executor.clone(),
-            asked.clone(),
-            Arc::clone(&nodes),
-            leadership.clone(),
-            metrics.clone(),
-        );
         if idle_claims != Allowed::Off {
+            let plugins = Plugins::follow(client.clone(), &namespace);
+            let reader = Reader::https(plugins, usage_token);
+            let idle = Idle::new(
+                client.clone(),
+                executor.clone(),
+                asked.clone(),
+                reader.context("the client of the node plugins")?,
+                leadership.clone(),
+                metrics.clone(),
+            );
             tokio::spawn(idle.run(stop.clone()));
         }
         let controller = Controller::new(
@@ -145,7 +150,7 @@ impl Args {
         }
 
         let access = Access::new(client.clone());
-        let (health_stop, metrics_stop, usage_stop) = (stop.clone(), stop.clone(), stop.clone());
+        let (health_stop, metrics_stop) = (stop.clone(), stop.clone());
         let served = tokio::spawn(async move {
             let health = async {
                 http::serve(http_endpoint, health, health_stop)
@@ -157,15 +162,7 @@ impl Args {
                     .await
                     .with_context(|| format!("serve {metrics_endpoint}"))
             };
-            let usage = async {
-                let Some(endpoint) = usage_endpoint else {
-                    return Ok(());
-                };
-                usage::serve(endpoint, client, nodes, usage_stop)
-                    .await
-                    .with_context(|| format!("serve {endpoint}"))
-            };
-            tokio::try_join!(health, metrics, usage).map(drop)
+            tokio::try_join!(health, metrics).map(drop)
         });
         let failed = stop.clone();
         let served = tokio::spawn(async move {

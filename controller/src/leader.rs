@@ -25,17 +25,37 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-/// How long a lease holds that nobody renews.
-const DURATION: Duration = Duration::from_secs(15);
-/// How often the leader renews.
-const RENEW: Duration = Duration::from_secs(4);
-/// How long the leader may write after its last successful renewal began. The rest of [`DURATION`] covers a
-/// write that is under way.
-const TENURE: Duration = Duration::from_secs(10);
-/// How long one request may take.
-const DEADLINE: Duration = Duration::from_secs(3);
-/// The wait after a failed request.
-const RETRY: Duration = Duration::from_secs(1);
+/// How long a lease holds that nobody renews, unless the command line says otherwise.
+pub const DURATION: Duration = Duration::from_secs(15);
+
+/// The times of an election: all follow from the lease's duration.
+#[derive(Clone, Copy, Debug)]
+struct Times {
+    /// How long a lease holds that nobody renews.
+    duration: Duration,
+    /// How often the leader renews.
+    renew: Duration,
+    /// How long the leader may write after its last successful renewal began. The rest of the duration covers a
+    /// write that is under way.
+    tenure: Duration,
+    /// How long one request may take.
+    deadline: Duration,
+    /// The wait after a failed request.
+    retry: Duration,
+}
+
+impl Times {
+    fn of(duration: Duration) -> Self {
+        let fifteenths = |count: u32| duration * count / 15;
+        Self {
+            duration,
+            renew: fifteenths(4),
+            tenure: fifteenths(10),
+            deadline: fifteenths(3),
+            retry: fifteenths(1),
+        }
+    }
+}
 
 /// Until when this replica may write, as everyone may ask.
 #[derive(Clone, Debug)]
@@ -62,6 +82,7 @@ pub struct Election {
     api: Api<Lease>,
     name: String,
     identity: String,
+    times: Times,
     tenure: watch::Sender<Option<Instant>>,
 }
 
@@ -97,14 +118,22 @@ impl Seen {
 }
 
 impl Election {
-    /// A candidate named `identity` for the lease `name`, and how everyone learns of the result.
+    /// A candidate named `identity` for the lease `name`, which holds for `duration` unless it is renewed, and how
+    /// everyone learns of the result.
     #[must_use]
-    pub fn new(client: Client, namespace: &str, name: &str, identity: &str) -> (Self, Leadership) {
+    pub fn new(
+        client: Client,
+        namespace: &str,
+        name: &str,
+        identity: &str,
+        duration: Duration,
+    ) -> (Self, Leadership) {
         let (tenure, receiver) = watch::channel(None);
         let election = Self {
             api: Api::namespaced(client, namespace),
             name: name.to_owned(),
             identity: identity.to_owned(),
+            times: Times::of(duration),
             tenure,
         };
         (election, Leadership(receiver))
@@ -126,7 +155,7 @@ impl Election {
                 Some(holder) if holder == self.identity => {
                     // Ours from before a restart of this process: taken again at once.
                     let due = match (*self.tenure.borrow(), seen.at) {
-                        (Some(_), Some(at)) => at + RENEW,
+                        (Some(_), Some(at)) => at + self.times.renew,
                         _ => now,
                     };
                     if now >= due {
@@ -160,7 +189,7 @@ impl Election {
 
     /// Reads the lease.
     async fn observe(&self, seen: &mut Seen) -> Instant {
-        match tokio::time::timeout(DEADLINE, self.api.get_opt(&self.name)).await {
+        match tokio::time::timeout(self.times.deadline, self.api.get_opt(&self.name)).await {
             Ok(Ok(lease)) => {
                 seen.update(lease);
                 Instant::now()
@@ -173,7 +202,12 @@ impl Election {
     /// Takes or renews the lease that was seen; a conflict means that somebody was faster.
     async fn take(&self, seen: &mut Seen) -> Instant {
         let began = Instant::now();
-        let mut lease = claimed(seen.lease.as_ref(), &self.identity, Timestamp::now());
+        let mut lease = claimed(
+            seen.lease.as_ref(),
+            &self.identity,
+            self.times.duration,
+            Timestamp::now(),
+        );
         lease.metadata.name = Some(self.name.clone());
         let params = PostParams::default();
         let request = async {
@@ -182,10 +216,14 @@ impl Election {
                 None => self.api.create(&params, &lease).await,
             }
         };
-        match tokio::time::timeout(DEADLINE, request).await {
+        match tokio::time::timeout(self.times.deadline, request).await {
             Ok(Ok(lease)) => {
                 seen.update(Some(lease));
-                if self.tenure.send_replace(Some(began + TENURE)).is_none() {
+                if self
+                    .tenure
+                    .send_replace(Some(began + self.times.tenure))
+                    .is_none()
+                {
                     tracing::info!(lease = self.name, identity = self.identity, "leading");
                 }
                 Instant::now()
@@ -221,7 +259,7 @@ impl Election {
         });
         let params = PostParams::default();
         let request = self.api.replace(&self.name, &params, &lease);
-        match tokio::time::timeout(DEADLINE, request).await {
+        match tokio::time::timeout(self.times.deadline, request).await {
             Ok(Ok(_)) => tracing::info!(lease = self.name, "released the lease"),
             Ok(Err(error)) => tracing::warn!(%error, "cannot release the lease; it expires"),
             Err(_) => tracing::warn!("cannot release the lease in time; it expires"),
@@ -240,7 +278,7 @@ impl Election {
         if self.tenure.borrow().is_some_and(|until| until <= now) {
             self.lost();
         }
-        now + RETRY
+        now + self.times.retry
     }
 }
 
@@ -251,8 +289,8 @@ fn is_newer(lease: &Lease, seen: &Seen) -> bool {
         .is_none_or(|known| version(lease) > version(known))
 }
 
-/// The lease as `identity` holds it from now on.
-fn claimed(lease: Option<&Lease>, identity: &str, now: Timestamp) -> Lease {
+/// The lease as `identity` holds it for `duration` from `now` on.
+fn claimed(lease: Option<&Lease>, identity: &str, duration: Duration, now: Timestamp) -> Lease {
     let old = lease.and_then(|l| l.spec.clone()).unwrap_or_default();
     let renewal = old.holder_identity.as_deref() == Some(identity);
     Lease {
@@ -262,7 +300,7 @@ fn claimed(lease: Option<&Lease>, identity: &str, now: Timestamp) -> Lease {
         },
         spec: Some(LeaseSpec {
             holder_identity: Some(identity.to_owned()),
-            lease_duration_seconds: i32::try_from(DURATION.as_secs()).ok(),
+            lease_duration_seconds: i32::try_from(duration.as_secs()).ok(),
             acquire_time: if renewal {
                 old.acquire_time
             } else {

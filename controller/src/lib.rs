@@ -15,7 +15,6 @@
 //! * [`idle`] names claims that do nothing, and evicts their pods where a policy says so, beside all this.
 //! * [`pending`] counts the pods that wait for claims of our classes, beside all this.
 //! * [`leader`] lets one replica write. The others follow with a warm index.
-//! * [`usage`] answers `usage.gpu.tranche.dev` on every replica, beside all of this.
 //!
 //! At steady state nobody writes: a step follows only from a difference, and differences are taken by
 //! value.
@@ -37,5 +36,4 @@ pub mod pending;
 pub mod pool;
 pub mod queue;
 pub mod reconcile;
-pub mod usage;
 pub mod withdrawn;

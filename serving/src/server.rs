@@ -16,10 +16,10 @@ use axum::response::{IntoResponse, Response};
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 
-use crate::access::{Access, Denied, PATH};
+use crate::access::{Access, Denied};
 use crate::tls::{TlsError, TlsListener};
 
-/// Serves `metrics`, which has the route [`PATH`], on `listener` until cancelled. Every request needs a token
+/// Serves `metrics`, which has the route [`PATH`](crate::access::PATH), on `listener` until cancelled. Every request needs a token
 /// whose owner may `get` the path.
 pub async fn serve(
     listener: TcpListener,
@@ -81,6 +81,7 @@ mod tests {
     use axum::routing::get;
 
     use super::*;
+    use crate::access::PATH;
     use crate::access::testing::Cluster;
     use crate::testing::get as scrape;
 

@@ -11,15 +11,15 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tranche_api::conditions::{IDLE, State};
 use tranche_driver::idle::{Holder, Step, Watch, Why, holders};
+use tranche_node_usage::Reader;
 
 use super::asked::{self, Asked, NodeTerms};
 use super::decision::{self, Act, Facts, Noticed, decide, may_be_idle};
-use super::facts::Reader;
+use super::facts;
 use super::writer::{EVICTION_REFUSED, Writer, condition_of};
 use crate::apply::{ApplyError, Executor};
 use crate::leader::Leadership;
 use crate::metrics::Metrics;
-use crate::usage::nodes::Nodes;
 
 /// How often it is asked which nodes are due.
 const TICK: Duration = Duration::from_secs(1);
@@ -35,8 +35,8 @@ const LAST_RETRY: Duration = Duration::from_mins(5);
 #[derive(Debug)]
 pub struct Idle {
     asked: Asked,
-    nodes: Arc<Nodes>,
-    reader: Reader,
+    nodes: Reader,
+    reader: facts::Reader,
     writer: Writer,
     executor: Executor,
     leadership: Leadership,
@@ -69,14 +69,14 @@ impl Idle {
         client: Client,
         executor: Executor,
         asked: Asked,
-        nodes: Arc<Nodes>,
+        nodes: Reader,
         leadership: Leadership,
         metrics: Metrics,
     ) -> Self {
         Self {
             asked,
             nodes,
-            reader: Reader::new(client.clone()),
+            reader: facts::Reader::new(client.clone()),
             writer: Writer::new(client, executor.clone()),
             executor,
             leadership,

@@ -12,7 +12,7 @@ use tranche_controller::apply::Executor;
 use tranche_controller::controller::{Controller, REQUESTS_PER_SECOND};
 use tranche_controller::feed::Feed;
 use tranche_controller::http::Health;
-use tranche_controller::leader::Election;
+use tranche_controller::leader::{DURATION, Election};
 use tranche_controller::metrics::Metrics;
 use tranche_serving::Clock;
 
@@ -73,7 +73,8 @@ impl Cluster {
         let (stop, cut) = (CancellationToken::new(), CancellationToken::new());
         let client = self.api.client(Some(cut.clone()));
         let metrics = Metrics::default();
-        let (election, leadership) = Election::new(client.clone(), "tranche-system", "lease", name);
+        let (election, leadership) =
+            Election::new(client.clone(), "tranche-system", "lease", name, DURATION);
         let executor = Executor::new(
             client.clone(),
             "tranche-system",

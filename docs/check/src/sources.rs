@@ -15,7 +15,7 @@ use proc_macro2::{Delimiter, Group, Literal, TokenStream, TokenTree};
 use serde_json::Value;
 
 /// Where the product's code is. The simulator, the tests and the benchmarks are not among it.
-pub const FOLDERS: [&str; 16] = [
+pub const FOLDERS: [&str; 18] = [
     "api/src",
     "driver/src",
     "controller/src",
@@ -25,6 +25,8 @@ pub const FOLDERS: [&str; 16] = [
     "kubelet-plugin/hook/src",
     "mps/src",
     "serving/src",
+    "node-usage/src",
+    "usage-api/src",
     "cli/src",
     "kubectl-tranche/src",
     "shim/cuda/src",

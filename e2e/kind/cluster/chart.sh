@@ -21,9 +21,11 @@ install_chart() {
 		--values "$KIND_DIR/values.yaml" \
 		--set-string "nodePlugin.podAnnotations.image-content=$content" \
 		--set-string "mps.podAnnotations.image-content=$content" \
-		--set-string "controller.podAnnotations.image-content=$content"
+		--set-string "controller.podAnnotations.image-content=$content" \
+		--set-string "usageApi.podAnnotations.image-content=$content"
 	replace_supervisors "$content"
 	kubectl --namespace tranche-system rollout status deployment/tranche-controller --timeout 120s
+	kubectl --namespace tranche-system rollout status deployment/tranche-usage-api --timeout 120s
 	kubectl --namespace tranche-system rollout status daemonset/tranche-node-plugin --timeout 120s
 }
 

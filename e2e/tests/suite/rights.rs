@@ -1,8 +1,9 @@
-//! A node's token can write only that node's objects.
+//! A node's token can write only that node's objects; the usage API and the controller have no rights of each other.
 
 use anyhow::{Context, bail, ensure};
-use k8s_openapi::api::core::v1::{Pod, Secret};
-use k8s_openapi::api::resource::v1::ResourceSlice;
+use k8s_openapi::api::coordination::v1::Lease;
+use k8s_openapi::api::core::v1::{ConfigMap, Pod, Secret};
+use k8s_openapi::api::resource::v1::{ResourceClaim, ResourceSlice};
 use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams, PostParams};
 use kube::{Client, Config, ResourceExt};
 use serde_json::{Value, json};
@@ -11,7 +12,12 @@ use tranche_e2e::{Case, SYSTEM, account, run, system};
 
 /// A client with the node plugin's rights, with a token that is bound to `pod`, or to no pod.
 async fn as_plugin(case: &Case, pod: Option<&Pod>) -> anyhow::Result<Client> {
-    let token = account::token(&case.client, SYSTEM, system::NODE_PLUGIN_NAME, pod).await?;
+    as_account(case, system::NODE_PLUGIN_NAME, pod).await
+}
+
+/// A client with the rights of one of our ServiceAccounts, with a token that is bound to `pod`, or to no pod.
+async fn as_account(case: &Case, name: &str, pod: Option<&Pod>) -> anyhow::Result<Client> {
+    let token = account::token(&case.client, SYSTEM, name, pod).await?;
     let mut config = Config::infer().await?;
     config.auth_info = serde_json::from_value(json!({"token": token}))?;
     Ok(Client::try_from(config)?)
@@ -137,6 +143,36 @@ fn a_nodes_token_writes_no_slices_and_reads_no_secrets() -> anyhow::Result<()> {
         forbidden("secrets", secrets.list(&ListParams::default()).await)?;
         let pods: Api<Pod> = Api::all(plugin);
         forbidden("pods", pods.list(&ListParams::default()).await)?;
+        Ok(())
+    })
+}
+
+#[test]
+fn the_usage_api_and_the_controller_have_no_rights_of_each_other() -> anyhow::Result<()> {
+    run(async |case: &Case| {
+        const AUTHORITIES: &str = "extension-apiserver-authentication";
+        let list = ListParams::default().limit(1);
+        let usage_api = as_account(case, "tranche-usage-api", None).await?;
+        let claims: Api<ResourceClaim> = Api::all(usage_api.clone());
+        claims.list(&list).await.context("listing claims")?;
+        let authorities: Api<ConfigMap> = Api::namespaced(usage_api.clone(), "kube-system");
+        authorities.get(AUTHORITIES).await.context(AUTHORITIES)?;
+        let slices: Api<ResourceSlice> = Api::all(usage_api.clone());
+        forbidden("slices", slices.list(&list).await)?;
+        let nodes: Api<GpuNode> = Api::all(usage_api.clone());
+        forbidden("GpuNodes", nodes.list(&list).await)?;
+        let pods: Api<Pod> = Api::all(usage_api.clone());
+        forbidden("all pods", pods.list(&list).await)?;
+        let secrets: Api<Secret> = Api::namespaced(usage_api.clone(), SYSTEM);
+        forbidden("secrets", secrets.list(&list).await)?;
+        let leases: Api<Lease> = Api::namespaced(usage_api, SYSTEM);
+        forbidden("leases", leases.list(&list).await)?;
+
+        let controller = as_account(case, "tranche-controller", None).await?;
+        let slices: Api<ResourceSlice> = Api::all(controller.clone());
+        slices.list(&list).await.context("listing slices")?;
+        let authorities: Api<ConfigMap> = Api::namespaced(controller, "kube-system");
+        forbidden(AUTHORITIES, authorities.get(AUTHORITIES).await)?;
         Ok(())
     })
 }

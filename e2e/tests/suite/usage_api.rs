@@ -16,6 +16,9 @@ use tranche_e2e::{Case, Request, SYSTEM, account, run, wait};
 use crate::metrics;
 
 const GI: u64 = 1 << 30;
+/// The pods that serve the API.
+const REPLICAS: &str = "app.kubernetes.io/component=usage-api";
+
 /// The output of kubectl as the owner of a token, or what it wrote to stderr.
 async fn kubectl(token: &str, arguments: &[&str]) -> anyhow::Result<Result<String, String>> {
     let server = Config::infer().await?.cluster_url.to_string();
@@ -334,8 +337,8 @@ fn kubectl_tranche_shows_use_with_the_users_own_rights() -> anyhow::Result<()> {
 fn a_killed_replica_is_not_missed() -> anyhow::Result<()> {
     run(async |case: &Case| {
         let pods: Api<Pod> = Api::namespaced(case.client.clone(), SYSTEM);
-        let controllers = ListParams::default().labels("app.kubernetes.io/component=controller");
-        let replicas = pods.list(&controllers).await?.items;
+        let of_the_api = ListParams::default().labels(REPLICAS);
+        let replicas = pods.list(&of_the_api).await?.items;
         ensure!(replicas.len() >= 2, "{} replicas", replicas.len());
         let objects: Api<NodeUsageObject> = Api::all(case.client.clone());
         let node = case.node.name();
@@ -353,8 +356,7 @@ fn a_killed_replica_is_not_missed() -> anyhow::Result<()> {
             .await?;
             wait::for_all(
                 pods.clone(),
-                kube::runtime::watcher::Config::default()
-                    .labels("app.kubernetes.io/component=controller"),
+                kube::runtime::watcher::Config::default().labels(REPLICAS),
                 "two ready replicas",
                 wait::USUAL,
                 |pods| {

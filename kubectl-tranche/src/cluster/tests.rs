@@ -249,7 +249,7 @@ async fn where_use_cannot_be_read_one_line_says_why() {
             403,
             "you may not list nodeusages.usage.gpu.tranche.dev; ask an administrator",
         ),
-        (401, "see the log of Tranche's controller"),
+        (401, "see the log of Tranche's usage API"),
         (503, "kubectl get apiservice v1alpha1.usage.gpu.tranche.dev"),
     ] {
         let read = usage(&refusing(&all(code)), Scope::All).await;

@@ -27,7 +27,7 @@ impl Cluster {
         let read = tokio::time::timeout(DEADLINE, self.read_usage(scope)).await;
         read.unwrap_or_else(|_| {
             Err(format!(
-                "usage is not shown: {API_VERSION} did not answer within {} s; see the log of Tranche's controller",
+                "usage is not shown: {API_VERSION} did not answer within {} s; see the log of Tranche's usage API",
                 DEADLINE.as_secs()
             ))
         })
@@ -91,7 +91,7 @@ fn unknown(of_list: &Gap) -> String {
         ),
         // Wrong credentials are refused for the other lists, too.
         Cause::Unauthenticated => format!(
-            "{API_VERSION} does not believe the API server; see the log of Tranche's controller"
+            "{API_VERSION} does not believe the API server; see the log of Tranche's usage API"
         ),
         Cause::Refused => format!(
             "{}; see `kubectl get apiservice v1alpha1.usage.gpu.tranche.dev`",

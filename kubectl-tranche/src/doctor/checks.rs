@@ -375,7 +375,7 @@ fn dropped(facts: &Facts) -> Vec<Finding> {
 fn usage(facts: &Facts) -> Vec<Finding> {
     const CHECK: &str = "use of GPUs";
     const WAY_OUT: &str = "`top`, `cost` and `ui` show what is allocated without it; to have it, set usageApi.enabled of the chart, and \
-        look at the logs of the controller and of the nodes' plugins";
+        look at the logs of the usage API and of the nodes' plugins";
     let notes = notes(&facts.usage).into_iter();
     let findings = notes.map(|line| finding(CHECK, Outcome::Warning, line, WAY_OUT));
     let mut findings: Vec<Finding> = findings.collect();

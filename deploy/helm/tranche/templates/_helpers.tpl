@@ -12,6 +12,10 @@
 {{ .Release.Name }}-controller
 {{- end }}
 
+{{- define "tranche.usageApi.name" -}}
+{{ .Release.Name }}-usage-api
+{{- end }}
+
 {{- define "tranche.mps.name" -}}
 {{ .Release.Name }}-mps
 {{- end }}

@@ -9,8 +9,8 @@ use kube::runtime::WatchStreamExt as _;
 use kube::runtime::watcher::watch_object;
 use kube::{Api, Client};
 
-use super::front_proxy::{NAME, NAMESPACE, Trust};
-use super::server::Current;
+use crate::front_proxy::{NAME, NAMESPACE, Trust};
+use crate::server::Current;
 
 /// Whom to believe, from now on. What cannot be used leaves what was.
 #[must_use]

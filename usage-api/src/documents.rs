@@ -3,8 +3,8 @@
 use serde_json::{Map, Value, json};
 use tranche_api::usage_api::{API_VERSION, GROUP, VERSION};
 
-use super::request::OpenApi;
-use super::resources::Resource;
+use crate::request::OpenApi;
+use crate::resources::Resource;
 
 const VERBS: [&str; 2] = ["get", "list"];
 

@@ -12,10 +12,11 @@ use k8s_openapi::api::resource::v1::ResourceClaim;
 use kube::api::ListParams;
 use kube::{Api, Client};
 use tranche_api::usage_api::DeviceUsage;
+use tranche_node_usage::reader::AT_ONCE;
 
-use super::nodes::{AT_ONCE, Nodes};
-use super::request::{Refusal, Wanted};
-use super::resources::{Claim, Object, devices_of};
+use crate::nodes::Nodes;
+use crate::request::{Refusal, Wanted};
+use crate::resources::{Claim, Object, devices_of};
 
 /// Claims in one page. A page is held whole.
 const PAGE: u32 = 500;

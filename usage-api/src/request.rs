@@ -5,7 +5,7 @@ use http::{HeaderMap, Method};
 use serde_json::{Value, json};
 use tranche_api::usage_api::{GROUP, VERSION};
 
-use super::resources::Resource;
+use crate::resources::Resource;
 
 /// A request that can be answered.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -26,16 +26,17 @@ use serde_json::{Value, json};
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use tranche_api::usage_api::{API_VERSION, GROUP, VERSION};
+use tranche_node_usage::reader::AT_ONCE;
 use tranche_serving::access::{self, Access, Denied};
 use tranche_serving::server::ServeError;
 use tranche_serving::tls::{Peer, TlsListener};
 
-use super::claims::{Claims, Page};
-use super::documents;
-use super::front_proxy::Trust;
-use super::nodes::{AT_ONCE, Nodes};
-use super::request::{Form, Include, Refusal, Request, Wanted, form, parse};
-use super::resources::{Object, Resource, node_object};
+use crate::claims::{Claims, Page};
+use crate::documents;
+use crate::front_proxy::Trust;
+use crate::nodes::Nodes;
+use crate::request::{Form, Include, Refusal, Request, Wanted, form, parse};
+use crate::resources::{Object, Resource, node_object};
 
 const JSON: &str = "application/json";
 const DISCOVERY: &str = "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList";
@@ -138,7 +139,7 @@ impl Usage {
             .clone();
         let trust = trust.ok_or_else(|| {
             let message =
-                "the API server's certificate authority is not known yet; see the controller's log";
+                "the API server's certificate authority is not known yet; see the usage API's log";
             Refusal::new(503, "ServiceUnavailable", message)
         })?;
         let user = trust.user(&peer.certificates, &http.headers, UnixTime::now());

@@ -9,8 +9,7 @@ use k8s_openapi::api::core::v1::Pod;
 use kube::runtime::watcher::Event;
 use kube::runtime::{WatchStreamExt as _, watcher};
 use kube::{Api, Client};
-
-use crate::apply::PLUGIN_PODS;
+use tranche_api::names::PLUGIN_PODS;
 
 /// The name of the port for metrics, in the pods.
 const PORT: &str = "metrics";

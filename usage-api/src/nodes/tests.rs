@@ -1,6 +1,10 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use axum::body::Bytes;
+use futures::future::BoxFuture;
 use serde_json::json;
+use tranche_node_usage::Plugins;
+use tranche_node_usage::reader::{AT_ONCE, DEADLINE, MAX_ANSWER, Scrape};
 
 use super::*;
 
@@ -50,7 +54,10 @@ fn nodes() -> (Arc<Nodes>, Fake) {
         endpoints.map(|(node, port)| (node.to_owned(), SocketAddr::from(([127, 0, 0, 1], port))));
     let fake = Fake::default();
     (
-        Arc::new(Nodes::new(Plugins::fixed(endpoints), fake.clone())),
+        Arc::new(Nodes::new(Reader::new(
+            Plugins::fixed(endpoints),
+            fake.clone(),
+        ))),
         fake,
     )
 }
@@ -188,10 +195,7 @@ fn a_thousand_full_nodes_are_kept_in_bounded_memory() {
         let body = full(node);
         assert!(body.len() < MAX_ANSWER);
         plain += body.len();
-        packed += Packed::pack(&format!("node-{node}"), body.as_bytes())
-            .unwrap()
-            .0
-            .len();
+        packed += Packed::pack(body.as_bytes()).unwrap().0.len();
     }
     println!("10 of 1,000 nodes: {plain} bytes, packed {packed}");
     assert!(
@@ -227,7 +231,7 @@ async fn a_thousand_nodes_are_asked_a_few_at_a_time_however_many_read() {
     let name = |port: u16| format!("node-{port}");
     let endpoints = (1..=1_000).map(|port| (name(port), SocketAddr::from(([127, 0, 0, 1], port))));
     let crowd = Crowd::default();
-    let nodes = Nodes::new(Plugins::fixed(endpoints), crowd.clone());
+    let nodes = Nodes::new(Reader::new(Plugins::fixed(endpoints), crowd.clone()));
     let begun = Instant::now();
     let readers = (0..3).flat_map(|_| 1..=1_000).map(|port| {
         let (nodes, name) = (&nodes, name(port));

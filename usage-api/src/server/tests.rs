@@ -8,10 +8,10 @@ use kube::client::Body as KubeBody;
 use tokio::net::TcpStream;
 use tranche_serving::client::Client as TlsClient;
 
-use super::super::front_proxy::testing::{Authority, Identity};
-use super::super::nodes::Scrape;
-use super::super::plugins::Plugins;
 use super::*;
+use crate::front_proxy::testing::{Authority, Identity};
+use tranche_node_usage::reader::Scrape;
+use tranche_node_usage::{Plugins, Reader};
 
 const ROOT: &str = "/apis/usage.gpu.tranche.dev/v1alpha1";
 
@@ -116,7 +116,7 @@ async fn served() -> Served {
     let trust = Trust::new(&authority.config_map()).unwrap();
     let at = |port: u16| SocketAddr::from(([127, 0, 0, 1], port));
     let plugins = Plugins::fixed([("a".to_owned(), at(1)), ("b".to_owned(), at(2))]);
-    let nodes = Arc::new(Nodes::new(plugins, Plugin));
+    let nodes = Arc::new(Nodes::new(Reader::new(plugins, Plugin)));
     let usage = Usage {
         trust: Arc::new(Mutex::new(Some(Arc::new(trust)))),
         access: Access::new(cluster()),
@@ -386,10 +386,8 @@ async fn kubectl_gets_tables() {
 async fn without_the_config_map_nobody_is_answered() {
     let served = served().await;
     let at = |port: u16| SocketAddr::from(([127, 0, 0, 1], port));
-    let nodes = Arc::new(Nodes::new(
-        Plugins::fixed([("a".to_owned(), at(1))]),
-        Plugin,
-    ));
+    let plugins = Plugins::fixed([("a".to_owned(), at(1))]);
+    let nodes = Arc::new(Nodes::new(Reader::new(plugins, Plugin)));
     let usage = Usage {
         trust: Current::default(),
         access: Access::new(cluster()),
