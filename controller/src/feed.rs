@@ -25,7 +25,7 @@ use tranche_api::names::DRIVER;
 use tranche_api::{GpuNode, SharingPolicy};
 
 use crate::index::Observation;
-use crate::known::{KnownSlice, trimmed_gpu_node, trimmed_node, trimmed_policy};
+use crate::known::{KnownSlice, kept, trimmed_gpu_node, trimmed_node, trimmed_policy};
 use crate::metrics::Metrics;
 
 /// The shortest life of a watch; the longest is twice that. At 6,000 nodes a list of the slices is 400 MB of
@@ -104,17 +104,6 @@ struct Tap {
     sender: mpsc::Sender<Observation>,
     relist: Arc<Notify>,
     metrics: Metrics,
-}
-
-/// An event with what is kept of its object.
-pub(crate) fn kept<K, L>(event: Event<K>, keep: impl Fn(K) -> L) -> Event<L> {
-    match event {
-        Event::Init => Event::Init,
-        Event::InitDone => Event::InitDone,
-        Event::InitApply(object) => Event::InitApply(keep(object)),
-        Event::Apply(object) => Event::Apply(keep(object)),
-        Event::Delete(object) => Event::Delete(keep(object)),
-    }
 }
 
 fn spawn<K, S>(

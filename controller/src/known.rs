@@ -17,6 +17,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
 use kube::ResourceExt;
 use kube::api::ObjectMeta;
 use kube::core::PartialObjectMeta;
+use kube::runtime::watcher::Event;
 use tranche_api::names::taint;
 use tranche_api::{GpuNode, SharingPolicy};
 use tranche_driver::slices::{Digest, PublishedDevice};
@@ -188,6 +189,18 @@ fn hash(owners: &[OwnerReference]) -> u64 {
         (owner.controller, owner.block_owner_deletion).hash(&mut hasher);
     }
     hasher.finish()
+}
+
+/// An event with what `keep` leaves of its object.
+#[must_use]
+pub fn kept<K, L>(event: Event<K>, keep: impl Fn(K) -> L) -> Event<L> {
+    match event {
+        Event::Init => Event::Init,
+        Event::InitDone => Event::InitDone,
+        Event::InitApply(object) => Event::InitApply(keep(object)),
+        Event::Apply(object) => Event::Apply(keep(object)),
+        Event::Delete(object) => Event::Delete(keep(object)),
+    }
 }
 
 /// A GpuNode without what nobody here reads: of its managed fields, when its plugin wrote last.

@@ -13,7 +13,7 @@
 //!   difference between slices and [`withdrawn`] for devices that may not disappear yet.
 //! * [`apply`] executes the step; [`controller`] is the loop around all of it.
 //! * [`idle`] names claims that do nothing, and evicts their pods where a policy says so, beside all this.
-//! * [`pending`] counts the pods that wait for claims of our classes, beside all this.
+//! * [`pending`] counts the pods that wait for claims of our classes, where that is asked for.
 //! * [`leader`] lets one replica write. The others follow with a warm index.
 //!
 //! At steady state nobody writes: a step follows only from a difference, and differences are taken by

@@ -13,9 +13,6 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::{Registry, Unit};
 use tranche_api::gpu_node::Published;
-use tranche_driver::pending::Reason;
-
-use crate::pending::Count;
 
 /// The kind of a write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -304,19 +301,21 @@ impl Metrics {
         self.missing.get_or_create(&labels).set(missing);
     }
 
-    /// Records the pods that wait; reasons for which none waits any more lose their series.
-    pub fn pending(&self, counts: &BTreeMap<(Box<str>, Reason), Count>) {
+    /// Records the pods that wait: namespace, reason, how many, and when the oldest was created, Unix time. Reasons for which
+    /// none waits any more lose their series.
+    pub fn pending<'a>(
+        &self,
+        counts: impl IntoIterator<Item = (&'a str, &'static str, usize, i64)>,
+    ) {
         let mut now = BTreeSet::new();
-        for ((namespace, reason), count) in counts {
+        for (namespace, reason, pods, since) in counts {
             let labels = PendingLabels {
-                namespace: namespace.to_string(),
-                reason: reason.as_str(),
+                namespace: namespace.to_owned(),
+                reason,
             };
-            let pods = i64::try_from(count.pods).unwrap_or(i64::MAX);
+            let pods = i64::try_from(pods).unwrap_or(i64::MAX);
             self.pending.get_or_create(&labels).set(pods);
-            self.pending_since
-                .get_or_create(&labels)
-                .set(count.since.as_second());
+            self.pending_since.get_or_create(&labels).set(since);
             now.insert(labels);
         }
         for gone in self.pending_known.replace(now) {
@@ -376,8 +375,6 @@ impl Metrics {
 mod tests {
     use std::fmt::Write as _;
 
-    use jiff::Timestamp;
-
     use super::*;
 
     const REFERENCE: &str = include_str!("../../docs/reference/controller-metrics.md");
@@ -391,11 +388,7 @@ mod tests {
         metrics.listed("nodes");
         metrics.watch_failed("nodes");
         metrics.queued("prompt", 1);
-        let count = Count {
-            pods: 1,
-            since: Timestamp::UNIX_EPOCH,
-        };
-        metrics.pending(&BTreeMap::from([(("team".into(), Reason::NoRoom), count)]));
+        metrics.pending([("team", "unallocated", 1, 0)]);
         metrics.idle(&BTreeMap::from([("team", (1, 1))]));
         metrics
     }

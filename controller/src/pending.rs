@@ -1,261 +1,42 @@
-//! Pods that wait for claims of our classes, counted by namespace and reason.
+//! Counts the pods that wait for claims of our classes, by namespace and reason; off unless the command line asks for it.
 //!
-//! One watch of the pods whose phase is Pending. Of each that has claims a key, the names of the claims or templates and the
-//! reason are kept ([`Waiting`], some 200 bytes), of at most [`MOST`] pods. Whether a claim is ours, its requests say: each claim
-//! and each template that such a pod names is read once, because their specs do not change. Pods of one Job or Deployment name
-//! one template, so that thousands of them cost one request.
+//! One watch of the pods whose phase is Pending, of which [`waiting`] keeps what matters. Whether a claim is ours, its requests
+//! say: each claim and each template that such a pod names is read once, because their specs do not change. Pods of one Job or
+//! Deployment name one template, so that thousands of them cost one request. A claim that a pod names itself, which others may
+//! share, is read again twice a minute: it may have devices by then.
 //!
 //! Instead of a claim a pod may ask for a resource for which a DeviceClass stands; it is looked for among the classes.
 //!
 //! Both replicas count: the numbers are the same, and a change of the leader leaves no gap.
 
-use std::collections::{BTreeMap, BTreeSet};
+pub mod waiting;
+
 use std::pin::pin;
 use std::time::Duration;
 
 use futures::StreamExt;
-use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
-use k8s_openapi::api::resource::v1::{
-    DeviceClaim, DeviceClass, ResourceClaim, ResourceClaimTemplate,
-};
+use k8s_openapi::api::resource::v1::{DeviceClass, ResourceClaim, ResourceClaimTemplate};
 use kube::api::ListParams;
 use kube::runtime::WatchStreamExt;
 use kube::runtime::watcher::{self, Event};
 use kube::{Api, Client};
 use tokio_util::sync::CancellationToken;
-use tranche_api::names;
 use tranche_driver::class::is_ours;
-use tranche_driver::extended_resources::{self, IMPLICIT};
-use tranche_driver::pending::{Reason, reason};
+use tranche_driver::extended_resources;
 
-use crate::feed::kept;
+use crate::known::kept;
 use crate::metrics::Metrics;
+use waiting::{Known, MOST, Pending, Source, Waiting, whose};
 
-/// The most pods that are kept; more are not counted, and the log says so. At 200 bytes each 2 MB.
-const MOST: usize = 10_000;
 /// Pods in one page of a list; a page is held whole while it is read.
 const PAGE: u32 = 50;
 /// How often the counts are renewed, where something changed.
 const RENEW: Duration = Duration::from_secs(1);
 /// Claims and templates that are read in one renewal.
 const READS: usize = 20;
-/// How many renewals a claim or a template that is missing waits before it is asked for again.
-const ASK_AGAIN: u32 = 30;
-
-/// By what a pod gets devices: a claim, the template of one, or a resource.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Source {
-    /// A ResourceClaim, by its name in the pod's namespace.
-    Claim(Box<str>),
-    /// A ResourceClaimTemplate.
-    Template(Box<str>),
-    /// A resource of its containers that a DeviceClass may stand for.
-    Resource(Box<str>),
-}
-
-/// What is known of a source.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Known {
-    /// It asks for devices of our classes.
-    Ours,
-    /// It does not.
-    Others,
-    /// There is none of that name: whose it would be is unknown.
-    Missing,
-}
-
-/// A pod that has claims and has not started.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Waiting {
-    /// Its namespace.
-    pub namespace: Box<str>,
-    /// Its name.
-    pub name: Box<str>,
-    /// Whether a container asks for one of our classes by the class's name, without a claim.
-    pub asks: bool,
-    /// What it gets claims by.
-    pub sources: Box<[Source]>,
-    /// Why it waits.
-    pub reason: Reason,
-    /// When it was created.
-    pub since: Timestamp,
-}
-
-impl Waiting {
-    /// What is kept of a pod.
-    #[must_use]
-    pub fn of(pod: &Pod) -> Self {
-        let (metadata, spec) = (&pod.metadata, pod.spec.as_ref());
-        let status = pod.status.as_ref();
-        let text = |text: &Option<String>| text.as_deref().unwrap_or_default().into();
-        let claims = spec.and_then(|spec| spec.resource_claims.as_ref());
-        let sources = claims.into_iter().flatten().filter_map(|claim| {
-            let name = claim.resource_claim_name.as_deref();
-            let template = claim.resource_claim_template_name.as_deref();
-            name.map(|it| Source::Claim(it.into()))
-                .or_else(|| template.map(|it| Source::Template(it.into())))
-        });
-        let resources = extended_resources::names(pod);
-        let asks_for_class = |name: &&str| name.strip_prefix(IMPLICIT).is_some_and(names::is_class);
-        let asks = resources.iter().any(asks_for_class);
-        let others = resources.into_iter().filter(|it| !it.starts_with(IMPLICIT));
-        let sources = sources.chain(others.map(|it| Source::Resource(it.into())));
-        let conditions = status.and_then(|status| status.conditions.as_ref());
-        let scheduled = conditions
-            .into_iter()
-            .flatten()
-            .find(|condition| condition.type_ == "PodScheduled");
-        let created = metadata.creation_timestamp.as_ref();
-        Self {
-            namespace: text(&metadata.namespace),
-            name: text(&metadata.name),
-            asks,
-            sources: sources.collect(),
-            reason: reason(scheduled),
-            since: created.map_or(Timestamp::UNIX_EPOCH, |time| time.0),
-        }
-    }
-
-    fn has_claims(&self) -> bool {
-        self.asks || !self.sources.is_empty()
-    }
-}
-
-/// Whether a claim with this spec asks for devices of our classes.
-#[must_use]
-pub fn whose(spec: Option<&DeviceClaim>) -> Known {
-    let requests = spec.and_then(|spec| spec.requests.as_ref());
-    let ours = requests.into_iter().flatten().any(|request| {
-        let exactly = request.exactly.iter().map(|it| &it.device_class_name);
-        let first = request.first_available.iter().flatten();
-        exactly
-            .chain(first.map(|it| &it.device_class_name))
-            .any(|class| names::is_class(class))
-    });
-    if ours { Known::Ours } else { Known::Others }
-}
-
-/// How many pods wait, and since when.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Count {
-    /// How many.
-    pub pods: usize,
-    /// When the oldest of them was created.
-    pub since: Timestamp,
-}
-
-type Pods = BTreeMap<(Box<str>, Box<str>), Waiting>;
-
-/// The pods that wait, and what is known of their claims.
-#[derive(Debug, Default)]
-pub struct Pending {
-    pods: Pods,
-    /// Pods of a list that is not complete yet.
-    incoming: Option<Pods>,
-    sources: BTreeMap<(Box<str>, Source), Known>,
-    full: bool,
-}
-
-impl Pending {
-    /// Applies one event of the watch.
-    pub fn apply(&mut self, event: Event<Waiting>) {
-        match event {
-            Event::Init => self.incoming = Some(Pods::new()),
-            Event::InitApply(pod) => {
-                let incoming = self.incoming.get_or_insert_default();
-                self.full |= !keep(incoming, pod);
-            }
-            Event::InitDone => self.pods = self.incoming.take().unwrap_or_default(),
-            Event::Apply(pod) => self.full |= !keep(&mut self.pods, pod),
-            Event::Delete(pod) => {
-                self.pods.remove(&(pod.namespace, pod.name));
-            }
-        }
-    }
-
-    /// Whether pods were left out since this was asked last.
-    pub fn was_full(&mut self) -> bool {
-        std::mem::take(&mut self.full)
-    }
-
-    /// Claims and templates of which nothing is known, by namespace, at most so many. What no pod names any more is forgotten.
-    pub fn to_read(&mut self, most: usize) -> Vec<(Box<str>, Source)> {
-        let named: BTreeSet<_> = self
-            .pods
-            .values()
-            .flat_map(|pod| {
-                let sources = pod.sources.iter().cloned();
-                sources.map(|source| (pod.namespace.clone(), source))
-            })
-            .collect();
-        self.sources.retain(|source, _| named.contains(source));
-        let unknown = named
-            .into_iter()
-            .filter(|source| !self.sources.contains_key(source));
-        unknown.take(most).collect()
-    }
-
-    /// Notes what a claim or a template was found to be.
-    pub fn learn(&mut self, namespace: Box<str>, source: Source, known: Known) {
-        self.sources.insert((namespace, source), known);
-    }
-
-    /// Has claims and templates that were missing asked for again, and resources for which no class of ours stood.
-    pub fn forget_missing(&mut self) {
-        self.sources.retain(|(_, source), known| match source {
-            Source::Claim(_) | Source::Template(_) => *known != Known::Missing,
-            Source::Resource(_) => *known == Known::Ours,
-        });
-    }
-
-    /// The pods that wait for ours, by namespace and reason. A pod whose claim or template is missing is counted under
-    /// [`Reason::ClaimMissing`], because nobody can know whose it would be.
-    #[must_use]
-    pub fn counts(&self) -> BTreeMap<(Box<str>, Reason), Count> {
-        let mut counts = BTreeMap::new();
-        for pod in self.pods.values() {
-            let Some(reason) = self.waits(pod) else {
-                continue;
-            };
-            let count = counts
-                .entry((pod.namespace.clone(), reason))
-                .or_insert(Count {
-                    pods: 0,
-                    since: pod.since,
-                });
-            count.pods += 1;
-            count.since = count.since.min(pod.since);
-        }
-        counts
-    }
-
-    /// Why it waits, where it waits for ours.
-    fn waits(&self, pod: &Waiting) -> Option<Reason> {
-        let known = |source: &Source| {
-            let key = (pod.namespace.clone(), source.clone());
-            self.sources.get(&key).copied()
-        };
-        let is = |what| pod.sources.iter().any(|it| known(it) == Some(what));
-        if is(Known::Missing) {
-            return Some(Reason::ClaimMissing);
-        }
-        (pod.asks || is(Known::Ours)).then_some(pod.reason)
-    }
-}
-
-/// Keeps a pod that has claims; false where there are too many.
-fn keep(pods: &mut Pods, pod: Waiting) -> bool {
-    let key = (pod.namespace.clone(), pod.name.clone());
-    if !pod.has_claims() {
-        return true;
-    }
-    if pods.len() >= MOST && !pods.contains_key(&key) {
-        return false;
-    }
-    pods.insert(key, pod);
-    true
-}
+/// After how many renewals what may have changed is read again.
+const READ_AGAIN: u32 = 30;
 
 /// Watches the pods and keeps `metrics` true until `stop`.
 pub async fn watch(client: Client, metrics: Metrics, stop: CancellationToken) {
@@ -286,8 +67,8 @@ pub async fn watch(client: Client, metrics: Metrics, stop: CancellationToken) {
             },
             _ = renew.tick() => {
                 renewals = renewals.wrapping_add(1);
-                if renewals.is_multiple_of(ASK_AGAIN) {
-                    pending.forget_missing();
+                if renewals.is_multiple_of(READ_AGAIN) {
+                    pending.read_again();
                     changed = true;
                 }
                 if !changed {
@@ -297,7 +78,9 @@ pub async fn watch(client: Client, metrics: Metrics, stop: CancellationToken) {
                 if pending.was_full() {
                     tracing::warn!("more than {MOST} pods with claims are pending: tranche_pods_pending counts so many");
                 }
-                metrics.pending(&pending.counts());
+                metrics.pending(pending.counts().iter().map(|((namespace, reason), count)| {
+                    (&**namespace, reason.as_str(), count.pods, count.since.as_second())
+                }));
             }
         }
     }
@@ -318,10 +101,7 @@ async fn read(client: &Client, pending: &mut Pending) -> bool {
             Source::Claim(name) => {
                 let claims = Api::<ResourceClaim>::namespaced(client.clone(), &namespace);
                 let claim = claims.get_opt(name).await;
-                claim.map(|it| {
-                    let devices = |it: ResourceClaim| it.spec?.devices;
-                    it.map(|it| whose(devices(it).as_ref()))
-                })
+                claim.map(|it| it.map(|it| Known::of(&it)))
             }
             Source::Template(name) => {
                 let templates =
@@ -356,196 +136,4 @@ async fn classes_of<'a>(
         *classes = Some(all.list(&ListParams::default()).await?.items);
     }
     Ok(classes.as_deref().unwrap_or_default())
-}
-
-#[cfg(test)]
-mod tests {
-    use serde_json::json;
-
-    use super::*;
-
-    fn pod(name: &str, sources: &[Source]) -> Waiting {
-        Waiting {
-            namespace: "team".into(),
-            name: name.into(),
-            asks: false,
-            sources: sources.into(),
-            reason: Reason::NoRoom,
-            since: Timestamp::from_second(1000).expect("a time"),
-        }
-    }
-
-    fn template(name: &str) -> Source {
-        Source::Template(name.into())
-    }
-
-    fn number(pending: &Pending) -> usize {
-        pending.counts().values().map(|count| count.pods).sum()
-    }
-
-    #[test]
-    fn a_pod_is_counted_from_the_time_its_claims_are_known_to_be_ours_until_it_is_gone() {
-        let mut pending = Pending::default();
-        pending.apply(Event::Apply(pod("a", &[template("quarter")])));
-        pending.apply(Event::Apply(pod("b", &[template("quarter")])));
-        pending.apply(Event::Apply(pod("c", &[template("network")])));
-        assert_eq!(number(&pending), 0, "nothing is known");
-        let asked = pending.to_read(9);
-        assert_eq!(asked.len(), 2, "one request for each template: {asked:?}");
-        pending.learn("team".into(), template("quarter"), Known::Ours);
-        pending.learn("team".into(), template("network"), Known::Others);
-        assert_eq!(number(&pending), 2);
-        assert!(pending.to_read(9).is_empty());
-        pending.apply(Event::Delete(pod("a", &[])));
-        assert_eq!(number(&pending), 1);
-    }
-
-    #[test]
-    fn a_missing_claim_is_a_reason_and_is_asked_for_again() {
-        let mut pending = Pending::default();
-        let source = Source::Claim("gone".into());
-        pending.apply(Event::Apply(pod("a", std::slice::from_ref(&source))));
-        pending.learn("team".into(), source.clone(), Known::Missing);
-        let reasons: Vec<_> = pending.counts().into_keys().map(|(_, it)| it).collect();
-        assert_eq!(reasons, [Reason::ClaimMissing]);
-        assert!(pending.to_read(9).is_empty());
-        pending.forget_missing();
-        assert_eq!(pending.to_read(9), [("team".into(), source)]);
-    }
-
-    #[test]
-    fn a_resource_without_a_class_is_asked_for_again_because_there_may_be_one_later() {
-        let mut pending = Pending::default();
-        let source = Source::Resource("nvidia.com/gpu".into());
-        pending.apply(Event::Apply(pod("a", std::slice::from_ref(&source))));
-        pending.learn("team".into(), source.clone(), Known::Others);
-        assert_eq!(number(&pending), 0);
-        pending.forget_missing();
-        assert_eq!(pending.to_read(9), [("team".into(), source.clone())]);
-        pending.learn("team".into(), source, Known::Ours);
-        assert_eq!(number(&pending), 1);
-        pending.forget_missing();
-        assert_eq!(pending.to_read(9), []);
-    }
-
-    #[test]
-    fn the_oldest_pod_gives_the_time() {
-        let mut pending = Pending::default();
-        for (name, second) in [("young", 3000), ("old", 2000)] {
-            let since = Timestamp::from_second(second).expect("a time");
-            pending.apply(Event::Apply(Waiting {
-                since,
-                asks: true,
-                ..pod(name, &[])
-            }));
-        }
-        let count = pending.counts().into_values().next().expect("one count");
-        assert_eq!((count.pods, count.since.as_second()), (2, 2000));
-    }
-
-    #[test]
-    fn a_list_replaces_what_was_known_when_it_is_complete() {
-        let mut pending = Pending::default();
-        let asks = |name| Waiting {
-            asks: true,
-            ..pod(name, &[])
-        };
-        pending.apply(Event::Apply(asks("a")));
-        pending.apply(Event::Init);
-        pending.apply(Event::InitApply(asks("b")));
-        pending.apply(Event::InitApply(asks("c")));
-        assert_eq!(number(&pending), 1);
-        pending.apply(Event::InitDone);
-        assert_eq!(number(&pending), 2);
-    }
-
-    #[test]
-    fn so_many_pods_are_kept_and_no_more_and_none_without_claims() {
-        let mut pending = Pending::default();
-        for number in 0..=MOST {
-            let name = format!("p{number}");
-            pending.apply(Event::Apply(pod(&name, &[template("quarter")])));
-            pending.apply(Event::Apply(pod(&format!("q{number}"), &[])));
-        }
-        assert_eq!(pending.pods.len(), MOST);
-        assert!(pending.was_full());
-        assert!(!pending.was_full());
-        pending.apply(Event::Apply(pod("p0", &[template("half")])));
-        assert!(!pending.was_full(), "a pod that is kept may change");
-    }
-
-    #[test]
-    fn of_a_claim_and_what_it_was_made_for_nothing_is_kept() {
-        let mut pending = Pending::default();
-        pending.apply(Event::Apply(pod("a", &[template("quarter")])));
-        pending.learn("team".into(), template("quarter"), Known::Ours);
-        pending.apply(Event::Delete(pod("a", &[])));
-        pending.to_read(9);
-        assert!(pending.sources.is_empty());
-    }
-
-    #[test]
-    fn what_a_pod_waits_for_is_read_from_its_spec() -> Result<(), serde_json::Error> {
-        let pod: Pod = serde_json::from_value(json!({
-            "metadata": {"namespace": "team", "name": "a", "creationTimestamp": "2026-01-01T00:00:00Z"},
-            "spec": {
-                "containers": [{"name": "c", "resources": {"requests": {"cpu": "1", "nvidia.com/gpu": "2"}}}],
-                "resourceClaims": [
-                    {"name": "x", "resourceClaimName": "own"}, {"name": "y", "resourceClaimTemplateName": "quarter"},
-                ],
-            },
-            "status": {"conditions": [
-                {"type": "PodScheduled", "status": "False", "reason": "Unschedulable",
-                 "message": "0/2 nodes are available: 2 cannot allocate all claims."},
-            ]},
-        }))?;
-        let waiting = Waiting::of(&pod);
-        assert_eq!(
-            *waiting.sources,
-            [
-                Source::Claim("own".into()),
-                template("quarter"),
-                Source::Resource("nvidia.com/gpu".into())
-            ]
-        );
-        assert_eq!((waiting.asks, waiting.reason), (false, Reason::NoRoom));
-        let implicit: Pod = serde_json::from_value(json!({
-            "metadata": {"namespace": "team", "name": "b"},
-            "spec": {"containers": [{"name": "c", "resources": {"requests": {
-                "deviceclass.resource.kubernetes.io/capped.gpu.tranche.dev": "1"}}}]},
-        }))?;
-        let waiting = Waiting::of(&implicit);
-        assert!(waiting.asks);
-        assert_eq!(waiting.reason, Reason::NotScheduled);
-        Ok(())
-    }
-
-    #[test]
-    fn a_claim_is_ours_by_the_class_of_any_request() -> Result<(), serde_json::Error> {
-        for (requests, expected) in [
-            (
-                json!([{"name": "g", "exactly": {"deviceClassName": "capped.gpu.tranche.dev"}}]),
-                Known::Ours,
-            ),
-            (
-                json!([{"name": "g", "exactly": {"deviceClassName": "gpu.nvidia.com"}}]),
-                Known::Others,
-            ),
-            (
-                json!([{"name": "g", "exactly": {"deviceClassName": "notgpu.tranche.dev"}}]),
-                Known::Others,
-            ),
-            (
-                json!([{"name": "g", "firstAvailable": [
-                    {"name": "a", "deviceClassName": "gpu.nvidia.com"},
-                    {"name": "b", "deviceClassName": "hard.gpu.tranche.dev"}]}]),
-                Known::Ours,
-            ),
-        ] {
-            let spec: DeviceClaim = serde_json::from_value(json!({"requests": requests}))?;
-            assert_eq!(whose(Some(&spec)), expected, "{requests}");
-        }
-        assert_eq!(whose(None), Known::Others);
-        Ok(())
-    }
 }

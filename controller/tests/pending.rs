@@ -27,13 +27,13 @@ fn series(metrics: &Metrics) -> Vec<String> {
     lines
 }
 
-fn pod(name: &str, message: &str, claims: &Value) -> Value {
+fn pod(name: &str, claims: &Value) -> Value {
     json!({
         "apiVersion": "v1", "kind": "Pod",
         "metadata": {"namespace": "team", "name": name, "creationTimestamp": "2026-01-01T00:00:00Z"},
         "spec": {"containers": [], "resourceClaims": claims},
         "status": {"phase": "Pending", "conditions": [
-            {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}]},
+            {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}]},
     })
 }
 
@@ -47,7 +47,6 @@ fn template(class: &str) -> Value {
 
 #[tokio::test(start_paused = true)]
 async fn pods_are_counted_by_reason_while_they_wait_for_ours() {
-    const NO_ROOM: &str = "0/1 nodes are available: 1 cannot allocate all claims.";
     let api = Api::new(Clock::new(|| Timestamp::UNIX_EPOCH));
     let (metrics, stop) = (Metrics::default(), CancellationToken::new());
     for class in ["capped.gpu.tranche.dev", "gpu.nvidia.com"] {
@@ -56,17 +55,17 @@ async fn pods_are_counted_by_reason_while_they_wait_for_ours() {
     let by = |class| json!([{"name": "gpu", "resourceClaimTemplateName": class}]);
     let ours = by("capped.gpu.tranche.dev");
     for number in 0..40 {
-        api.put("pods", pod(&format!("ours-{number}"), NO_ROOM, &ours));
+        api.put("pods", pod(&format!("ours-{number}"), &ours));
     }
-    api.put("pods", pod("nvidias", NO_ROOM, &by("gpu.nvidia.com")));
-    api.put("pods", pod("plain", NO_ROOM, &json!(null)));
+    api.put("pods", pod("nvidias", &by("gpu.nvidia.com")));
+    api.put("pods", pod("plain", &json!(null)));
     let watch = tokio::spawn(pending::watch(
         api.client(None),
         metrics.clone(),
         stop.clone(),
     ));
     sleep(SOON).await;
-    let expected = r#"tranche_pods_pending{namespace="team",reason="no_room"} 40"#;
+    let expected = r#"tranche_pods_pending{namespace="team",reason="unallocated"} 40"#;
     assert_eq!(series(&metrics), [expected]);
     assert_eq!(
         api.gets("resourceclaimtemplates"),
@@ -74,13 +73,12 @@ async fn pods_are_counted_by_reason_while_they_wait_for_ours() {
         "one read of each template"
     );
     let text = metrics.text().expect("text");
-    let since = r#"tranche_pods_pending_oldest_timestamp_seconds{namespace="team",reason="no_room"} 1767225600"#;
+    let since = r#"tranche_pods_pending_oldest_timestamp_seconds{namespace="team",reason="unallocated"} 1767225600"#;
     assert!(text.contains(since), "{text}");
 
     // One more names a claim that is not there yet; then it is somebody else's.
     let own = json!([{"name": "gpu", "resourceClaimName": "own"}]);
-    let waiting = "pod \"team/late\": ResourceClaim not created yet";
-    api.put("pods", pod("late", waiting, &own));
+    api.put("pods", pod("late", &own));
     sleep(SOON).await;
     let missing = r#"tranche_pods_pending{namespace="team",reason="claim_missing"} 1"#;
     assert_eq!(series(&metrics), [missing, expected]);
@@ -98,7 +96,7 @@ async fn pods_are_counted_by_reason_while_they_wait_for_ours() {
         "metadata": {"name": "exclusive.gpu.tranche.dev"}, "spec": {"extendedResourceName": "nvidia.com/gpu"},
     }));
     for resource in ["nvidia.com/gpu", "amd.com/gpu"] {
-        let mut asks = pod(&resource.replace('/', "-"), NO_ROOM, &json!(null));
+        let mut asks = pod(&resource.replace('/', "-"), &json!(null));
         asks["spec"]["containers"] =
             json!([{"name": "c", "resources": {"requests": {resource: "1"}}}]);
         api.put("pods", asks);
@@ -108,6 +106,23 @@ async fn pods_are_counted_by_reason_while_they_wait_for_ours() {
     for pod in ["nvidia.com-gpu", "amd.com-gpu"] {
         api.remove("pods", pod);
     }
+
+    // A claim that several pods share has devices; the pod waits for something else.
+    let mut shared = template("capped.gpu.tranche.dev")["spec"].clone();
+    shared["apiVersion"] = json!("resource.k8s.io/v1");
+    shared["kind"] = json!("ResourceClaim");
+    shared["metadata"] = json!({"namespace": "team", "name": "shared"});
+    api.put("resourceclaims", shared.clone());
+    let shares = json!([{"name": "gpu", "resourceClaimName": "shared"}]);
+    api.put("pods", pod("shares", &shares));
+    sleep(SOON).await;
+    assert_eq!(series(&metrics), [expected.replace("40", "41")]);
+    shared["status"] = json!({"allocation": {"devices": {"results": []}}});
+    api.put("resourceclaims", shared);
+    sleep(Duration::from_mins(1)).await;
+    let elsewhere = r#"tranche_pods_pending{namespace="team",reason="unschedulable"} 1"#;
+    assert_eq!(series(&metrics), [expected, elsewhere]);
+    api.remove("pods", "shares");
 
     // What starts leaves the watch.
     for number in 0..40 {

@@ -39,7 +39,6 @@ pub mod metadata;
 pub mod mig;
 pub mod moment;
 pub mod oversubscription;
-pub mod pending;
 pub mod pod;
 pub mod policy;
 pub mod preparation;
