@@ -63,7 +63,6 @@ pub enum ApplyError {
     Request {
         /// Verb and name.
         what: String,
-        /// The client's error.
         source: kube::Error,
     },
 }
@@ -105,14 +104,11 @@ pub enum Written {
     },
     /// It is gone.
     Deleted {
-        /// `metadata.name`.
         name: String,
-        /// `metadata.uid`.
         uid: String,
     },
 }
 
-/// Executes decisions.
 #[derive(Clone)]
 pub struct Executor {
     slices: Api<ResourceSlice>,
@@ -161,7 +157,6 @@ impl Executor {
         }
     }
 
-    /// Writes one slice.
     pub async fn write(&self, write: Write) -> Result<Written, ApplyError> {
         match write {
             Write::Create(slice) => {

@@ -36,7 +36,6 @@ const PAGE: u32 = 100;
 /// The most observations that wait for the index. A full queue slows the watches down, as intended.
 const QUEUE: usize = 256;
 
-/// Running watches.
 #[derive(Debug)]
 pub struct Feed {
     observations: mpsc::Receiver<Observation>,

@@ -33,9 +33,7 @@ pub const PLUGIN: &str = "tranche-kubelet-plugin";
 /// A stored ResourceSlice of our driver.
 #[derive(Clone, Debug)]
 pub struct KnownSlice {
-    /// `metadata.name`.
     pub name: Box<str>,
-    /// `metadata.uid`.
     pub uid: Box<str>,
     /// `metadata.resourceVersion`.
     pub version: Box<str>,
@@ -56,10 +54,8 @@ pub struct KnownSlice {
     others: Option<Box<ObjectMeta>>,
 }
 
-/// A published device.
 #[derive(Clone, Debug)]
 pub struct KnownDevice {
-    /// What identifies it.
     pub identity: PublishedDevice,
     /// Where it is closed to new claims because it is no longer offered.
     pub withdrawn: Option<Box<Withdrawn>>,
@@ -241,7 +237,6 @@ pub fn trimmed_policy(mut policy: SharingPolicy) -> SharingPolicy {
 
 /// What a local copy is ordered and compared by.
 pub trait Stored {
-    /// `metadata.name`.
     fn name(&self) -> &str;
     /// `metadata.resourceVersion`, if there is one.
     fn resource_version(&self) -> Option<&str>;

@@ -187,7 +187,6 @@ impl Election {
         self.release(&seen).await;
     }
 
-    /// Reads the lease.
     async fn observe(&self, seen: &mut Seen) -> Instant {
         match tokio::time::timeout(self.times.deadline, self.api.get_opt(&self.name)).await {
             Ok(Ok(lease)) => {

@@ -19,6 +19,7 @@
 //! At steady state nobody writes: a step follows only from a difference, and differences are taken by
 //! value.
 #![forbid(unsafe_code)]
+#![allow(missing_docs, reason = "only its own program and tests import it")]
 
 pub mod apply;
 pub mod args;

@@ -17,11 +17,8 @@ use tranche_api::gpu_node::Published;
 /// The kind of a write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Verb {
-    /// POST.
     Create,
-    /// PUT.
     Update,
-    /// DELETE.
     Delete,
     /// PATCH, server-side apply.
     Apply,
@@ -252,7 +249,6 @@ impl Default for Metrics {
 }
 
 impl Metrics {
-    /// Counts a write.
     pub fn written(&self, verb: Verb, resource: &'static str, outcome: Outcome) {
         self.writes
             .get_or_create(&WriteLabels {

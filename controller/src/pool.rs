@@ -33,9 +33,7 @@ pub enum Write {
     Replace(ResourceSlice),
     /// A slice that is not wanted, of exactly this UID and version.
     Delete {
-        /// `metadata.name`.
         name: String,
-        /// `metadata.uid`.
         uid: String,
         /// `metadata.resourceVersion`.
         version: String,

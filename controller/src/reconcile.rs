@@ -194,7 +194,6 @@ fn is_stale(gpu_node: &GpuNode, now: Timestamp) -> bool {
         .is_some_and(|last| last + FRESH < now)
 }
 
-/// Decides.
 pub fn reconcile(
     view: &NodeView,
     memory: &mut Memory,

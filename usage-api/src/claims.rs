@@ -23,7 +23,6 @@ const PAGE: u32 = 500;
 /// How long the API server may take for a page.
 const DEADLINE: Duration = Duration::from_secs(10);
 
-/// Reads claims.
 #[derive(Clone)]
 pub struct Claims {
     client: Client,
@@ -39,7 +38,6 @@ impl std::fmt::Debug for Claims {
 /// A page of a list.
 #[derive(Debug)]
 pub struct Page {
-    /// Its objects.
     pub objects: Vec<Object>,
     /// The token for the next one; empty after the last.
     pub next: String,

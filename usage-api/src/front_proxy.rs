@@ -35,9 +35,7 @@ pub enum TrustError {
     /// A value is not what it should be.
     #[error("ConfigMap {NAMESPACE}/{NAME}: {key}: {problem}")]
     Invalid {
-        /// The key.
         key: &'static str,
-        /// What is wrong.
         problem: String,
     },
 }

@@ -39,7 +39,6 @@ impl Packed {
         Ok(Self(packed.into_boxed_slice()))
     }
 
-    /// The usage.
     pub fn unpack(&self) -> Result<NodeUsage, String> {
         serde_json::from_reader(io::BufReader::new(DeflateDecoder::new(&*self.0)))
             .map_err(|error| format!("unpack: {error}"))
@@ -67,7 +66,6 @@ pub struct Nodes {
 }
 
 impl Nodes {
-    /// Asks with `reader`.
     #[must_use]
     pub fn new(reader: Reader) -> Self {
         Self {

@@ -18,7 +18,6 @@ pub enum Request {
     Version,
     /// `/openapi/v2`, `/openapi/v3` or a document of the latter.
     OpenApi(OpenApi),
-    /// Objects.
     Objects(Wanted),
 }
 
@@ -36,7 +35,6 @@ pub enum OpenApi {
 /// Objects that are wanted.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Wanted {
-    /// The resource.
     pub resource: Resource,
     /// The namespace; `None` for all, and for nodes.
     pub namespace: Option<String>,
@@ -57,19 +55,15 @@ pub struct Wanted {
 /// What of the object a row of a table has.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Include {
-    /// Nothing.
     None,
-    /// Its metadata.
     #[default]
     Metadata,
-    /// All.
     Object,
 }
 
 /// In which form the answer is wanted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Form {
-    /// JSON.
     Json,
     /// A `Table` of `meta.k8s.io` in this version.
     Table(&'static str),
@@ -80,7 +74,6 @@ pub enum Form {
 /// Why a request is not answered: a `Status`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Refusal {
-    /// The HTTP status.
     pub code: u16,
     /// As in `metav1.StatusReason`.
     pub reason: &'static str,
@@ -89,7 +82,6 @@ pub struct Refusal {
 }
 
 impl Refusal {
-    /// With a message.
     #[must_use]
     pub fn new(code: u16, reason: &'static str, message: impl Into<String>) -> Self {
         let message = message.into();
@@ -100,7 +92,6 @@ impl Refusal {
         }
     }
 
-    /// No such path.
     #[must_use]
     pub fn not_found() -> Self {
         Self::new(

@@ -18,14 +18,12 @@ const MIB: u64 = 1 << 20;
 /// A resource of the API.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Resource {
-    /// Nodes.
     NodeUsages,
     /// Claims of a namespace.
     ClaimUsages,
 }
 
 impl Resource {
-    /// Both.
     pub const ALL: [Self; 2] = [Self::NodeUsages, Self::ClaimUsages];
 
     /// The plural, as in paths and rights.
@@ -37,7 +35,6 @@ impl Resource {
         }
     }
 
-    /// The singular.
     #[must_use]
     pub const fn singular(self) -> &'static str {
         match self {
@@ -160,22 +157,16 @@ impl Resource {
 /// An object with what its row shows.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Object {
-    /// Of a node.
     Node(Box<NodeUsageObject>),
-    /// Of a claim.
     Claim(Box<ClaimUsage>),
 }
 
 /// A ResourceClaim that has devices of ours.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Claim {
-    /// Its namespace.
     pub namespace: String,
-    /// Its name.
     pub name: String,
-    /// Its UID.
     pub uid: String,
-    /// Its labels.
     pub labels: Option<BTreeMap<String, String>>,
     /// The nodes whose devices it is allocated.
     pub nodes: BTreeSet<String>,
@@ -222,7 +213,6 @@ impl Claim {
     }
 }
 
-/// A node's object.
 #[must_use]
 pub fn node_object(name: &str, answer: Result<NodeUsage, String>) -> Object {
     let (usage, problem) = match answer {
@@ -287,7 +277,6 @@ pub fn devices_of(usage: NodeUsage, uids: &BTreeSet<String>) -> Vec<OfClaim> {
 }
 
 impl Object {
-    /// As JSON.
     #[must_use]
     pub fn json(&self) -> Value {
         let json = match self {
@@ -298,7 +287,6 @@ impl Object {
         json.unwrap_or_default()
     }
 
-    /// Its metadata.
     #[must_use]
     pub fn metadata(&self) -> &ObjectMeta {
         match self {

@@ -51,9 +51,7 @@ pub struct Usage {
     pub trust: Current,
     /// What users may do.
     pub access: Access,
-    /// What nodes answer.
     pub nodes: Arc<Nodes>,
-    /// The claims.
     pub claims: Claims,
 }
 

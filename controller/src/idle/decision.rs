@@ -22,9 +22,7 @@ pub struct Facts {
 /// What the API server says of a pod.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PodFacts {
-    /// Its name.
     pub name: String,
-    /// Its UID.
     pub uid: String,
     /// The names of its claims.
     pub claims: BTreeSet<String>,
@@ -35,7 +33,6 @@ pub struct PodFacts {
 /// A claim that was called idle, and when.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Noticed {
-    /// Its node.
     pub node: String,
     /// The claim and its devices.
     pub holder: Holder,
@@ -46,7 +43,6 @@ pub struct Noticed {
 /// What must be done for a claim.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Act {
-    /// The claim.
     pub holder: Holder,
     /// What must be done; never [`Step::Nothing`].
     pub step: Step,

@@ -33,7 +33,6 @@ impl std::fmt::Debug for Reader {
 }
 
 impl Reader {
-    /// Reads with `client`.
     #[must_use]
     pub fn new(client: Client) -> Self {
         Self { client }

@@ -69,7 +69,6 @@ fn reason(scheduled: Option<&PodCondition>) -> Reason {
 pub enum Source {
     /// A ResourceClaim, by its name in the pod's namespace.
     Claim(Box<str>),
-    /// A ResourceClaimTemplate.
     Template(Box<str>),
     /// A resource of its containers that a DeviceClass may stand for.
     Resource(Box<str>),
@@ -105,15 +104,12 @@ impl Known {
 /// A pod that has claims and has not started.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Waiting {
-    /// Its namespace.
     pub namespace: Box<str>,
-    /// Its name.
     pub name: Box<str>,
     /// Whether a container asks for one of our classes by the class's name, without a claim.
     pub asks: bool,
     /// What it gets claims by.
     pub sources: Box<[Source]>,
-    /// Why it waits.
     pub reason: Reason,
     /// When it was created.
     pub since: Timestamp,
@@ -176,7 +172,6 @@ pub fn whose(spec: Option<&DeviceClaim>) -> Known {
 /// How many pods wait, and since when.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Count {
-    /// How many.
     pub pods: usize,
     /// When the oldest of them was created.
     pub since: Timestamp,

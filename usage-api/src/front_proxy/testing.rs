@@ -9,7 +9,6 @@ use rcgen::{
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
 use serde_json::json;
 
-/// A certificate authority.
 pub struct Authority(CertifiedIssuer<'static, KeyPair>);
 
 /// A client's certificate and its key.
