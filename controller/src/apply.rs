@@ -103,10 +103,7 @@ pub enum Written {
         stored: Box<ResourceSlice>,
     },
     /// It is gone.
-    Deleted {
-        name: String,
-        uid: String,
-    },
+    Deleted { name: String, uid: String },
 }
 
 #[derive(Clone)]
@@ -300,7 +297,7 @@ impl Executor {
             }
         }
         self.metrics.listed("resourceclaims");
-        // From the end of the list, so that one that takes long can be used at all.
+        // The time counts from the end of the list: otherwise a list that takes long would be too old at once.
         let until = self.clock.now() + USABLE;
         let held = |devices| Held { devices, at, until };
         Ok(devices

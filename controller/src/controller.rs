@@ -44,9 +44,9 @@ pub const REQUESTS_PER_SECOND: u32 = 100;
 const RELIEF: Duration = Duration::from_secs(1);
 /// How long nodes that ask for the claims are gathered before the claims are listed.
 const GATHER: Duration = Duration::from_secs(2);
-/// After a list of the claims none begins for this many times as long as it took.
+/// A list of the claims is followed by a pause of this many times its own duration.
 const LIST_REST: u32 = 20;
-/// How long a list of the claims that failed waits for the next.
+/// The pause after a list of the claims that failed.
 const LIST_RETRY: Duration = Duration::from_secs(2);
 /// How long a write may take to return through the watch before the watches are restarted.
 const ECHO: Duration = Duration::from_secs(10);
@@ -76,7 +76,7 @@ enum Learned {
     PluginReady(bool),
 }
 
-/// What a list of the claims came to.
+/// The result of a list of the claims.
 #[derive(Debug)]
 struct Listed {
     asked: BTreeSet<String>,
@@ -88,9 +88,9 @@ struct Listed {
 #[derive(Debug, Default)]
 struct Claims {
     asking: BTreeSet<String>,
-    /// When a list may begin; `None` until a node asks.
+    /// When the next list may begin; `None` until a node asks.
     at: Option<Instant>,
-    /// No list begins before.
+    /// The earliest time for the next list.
     rest_until: Option<Instant>,
     list: JoinSet<Listed>,
 }
@@ -199,7 +199,7 @@ impl Controller {
         let leads = self.leadership.holds();
         self.metrics.leading(leads);
         if leads && !self.led {
-            // What a standby queued while it watched would all be prompt.
+            // Everything that a standby queued while it watched would be prompt.
             self.queue = Queue::default();
             self.mark(self.index.node_names(), true);
         }
@@ -354,7 +354,7 @@ impl Controller {
         if let Some(learned) = learned {
             let evidence = self.evidence.entry(node.clone()).or_default();
             match learned {
-                // With what was read before: only what is missing is asked for.
+                // The step is asked for again with what was read before, so that only what is missing is read.
                 Learned::Read(read) => evidence.read.extend(read),
                 Learned::PluginReady(ready) => {
                     evidence.plugin_ready = Some((ready, self.executor.clock().now()));
@@ -424,8 +424,8 @@ impl Controller {
                 tracing::debug!(nodes = held.len(), took = ?listed.took, "listed the claims");
                 for (node, held) in held {
                     self.evidence.entry(node.clone()).or_default().held = Some(held);
-                    // Before nodes that have not begun: a list is usable for a minute, and all of a withdrawn device is
-                    // kept until it is removed.
+                    // These nodes go before those that have not begun: a list is usable for a minute, and a withdrawn device is
+                    // kept whole in memory until it is removed.
                     self.queue.first(&node, Lane::Paced, now);
                 }
                 self.claims.rest_until = Some(now + listed.took * LIST_REST);

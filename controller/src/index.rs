@@ -8,8 +8,8 @@
 //!  [ Slices ] ─────┘
 //! ```
 //!
-//! Synchronous and without a client. Every event returns the nodes that must be reconciled again;
-//! events that change nothing that a plan depends on (a node's heartbeat) return none.
+//! It is synchronous and has no client. Every event returns the nodes that must be reconciled again: no node
+//! where nothing changed that a plan depends on (a node's heartbeat).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -56,7 +56,7 @@ impl Observation {
 /// Everything that decides what one node publishes.
 #[derive(Clone, Debug)]
 pub struct NodeView {
-    /// The node's name, [`NO_NODE`] for slices that belong to none.
+    /// The node's name; [`NO_NODE`] for slices without a node.
     pub name: String,
     /// The Node, where it exists.
     pub node: Option<Arc<PartialObjectMeta<Node>>>,
@@ -184,7 +184,7 @@ impl Index {
         registered.map_or(0, |r| r.epoch) != published.map_or(0, |p| p.epoch)
     }
 
-    /// What decides about one node.
+    /// Everything that decides what one node publishes.
     #[must_use]
     pub fn view(&self, name: &str) -> NodeView {
         NodeView {

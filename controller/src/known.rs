@@ -199,7 +199,7 @@ pub fn kept<K, L>(event: Event<K>, keep: impl Fn(K) -> L) -> Event<L> {
     }
 }
 
-/// A GpuNode without what nobody here reads: of its managed fields, when its plugin wrote last.
+/// A GpuNode without what the controller does not read. Of its managed fields the time of the plugin's last write stays.
 #[must_use]
 pub fn trimmed_gpu_node(mut node: GpuNode) -> GpuNode {
     if let Some(fields) = &mut node.metadata.managed_fields {

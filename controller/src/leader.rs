@@ -25,13 +25,13 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-/// How long a lease holds that nobody renews, unless the command line says otherwise.
+/// How long a lease is valid without a renewal, unless the command line says otherwise.
 pub const DURATION: Duration = Duration::from_secs(15);
 
 /// The times of an election: all follow from the lease's duration.
 #[derive(Clone, Copy, Debug)]
 struct Times {
-    /// How long a lease holds that nobody renews.
+    /// How long a lease is valid without a renewal.
     duration: Duration,
     /// How often the leader renews.
     renew: Duration,
@@ -57,7 +57,7 @@ impl Times {
     }
 }
 
-/// Until when this replica may write, as everyone may ask.
+/// Until when this replica may write; clones follow the election.
 #[derive(Clone, Debug)]
 pub struct Leadership(watch::Receiver<Option<Instant>>);
 
@@ -103,7 +103,7 @@ impl Seen {
         self.lease = lease;
     }
 
-    /// Whose it is: `None` where anyone may take it at `now`.
+    /// Who holds it; `None` if anyone may take it at `now`.
     fn holder(&self, now: Instant) -> Option<&str> {
         let spec = self.lease.as_ref()?.spec.as_ref()?;
         let holder = spec.holder_identity.as_deref().filter(|h| !h.is_empty())?;
@@ -153,7 +153,7 @@ impl Election {
                 // Nothing was read yet.
                 _ if seen.at.is_none() => self.observe(&mut seen).await,
                 Some(holder) if holder == self.identity => {
-                    // Ours from before a restart of this process: taken again at once.
+                    // This process held it before it restarted, and takes it again at once.
                     let due = match (*self.tenure.borrow(), seen.at) {
                         (Some(_), Some(at)) => at + self.times.renew,
                         _ => now,

@@ -284,7 +284,7 @@ impl Metrics {
         self.withheld.get_or_create(&labels).set(withheld.into());
     }
 
-    /// Records how many of a node's slices are missing; a node that misses none has no series.
+    /// Records how many of a node's slices are missing; a node whose slices all exist has no series.
     pub fn slices_missing(&self, node: &str, missing: usize) {
         let labels = NodeLabels {
             node: node.to_owned(),
@@ -297,8 +297,8 @@ impl Metrics {
         self.missing.get_or_create(&labels).set(missing);
     }
 
-    /// Records the pods that wait: namespace, reason, how many, and when the oldest was created, Unix time. Reasons for which
-    /// none waits any more lose their series.
+    /// Records the pods that wait: namespace, reason, how many, and when the oldest was created, Unix time. Reasons without
+    /// a pod lose their series.
     pub fn pending<'a>(
         &self,
         counts: impl IntoIterator<Item = (&'a str, &'static str, usize, i64)>,

@@ -13,7 +13,7 @@ use crate::known::Stored;
 /// A resourceVersion as a number: comparable within a kind since Kubernetes 1.35 (KEP-5504).
 pub type Version = u128;
 
-/// The version of an object; 0 where there is none.
+/// The version of an object; 0 if it has no version.
 pub fn version<K: Stored>(object: &K) -> Version {
     object
         .resource_version()

@@ -1,7 +1,7 @@
 //! Counts the pods that wait for claims of our classes, by namespace and reason; off unless the command line asks for it.
 //!
-//! One watch of the pods whose phase is Pending, of which [`waiting`] keeps what matters. Whether a claim is ours, its requests
-//! say: each claim and each template that such a pod names is read once, because their specs do not change. Pods of one Job or
+//! One watch follows the pods whose phase is Pending, and [`waiting`] keeps what matters of them. A claim is ours if one of its
+//! requests names a class of ours: each claim and each template that such a pod names is read once, because their specs do not change. Pods of one Job or
 //! Deployment name one template, so that thousands of them cost one request. A claim that a pod names itself, which others may
 //! share, is read again twice a minute: it may have devices by then.
 //!

@@ -164,7 +164,8 @@ pub struct Difference {
     pub obsolete: Vec<Write>,
 }
 
-/// Compares. `published` is the last publication, for a pool of which nothing is left; `epoch` is that of the registration.
+/// Compares the slices that are with those that should be. `published` is the last publication, which gives the generation
+/// where no slice is left; `epoch` is that of the registration.
 #[must_use]
 pub fn difference(
     plan: &SlicePlan,
@@ -185,7 +186,8 @@ pub fn difference(
     let count = i64::try_from(plan.slices.len()).unwrap_or(i64::MAX);
 
     let obsolete: Vec<_> = existing.iter().filter(|s| !is_planned(s)).collect();
-    // What is obsolete and of an older generation was left by an earlier change: its removal is none.
+    // An obsolete slice of an older generation was left by an earlier change: consumers do not use it, so that its removal
+    // is no change of the pool.
     let removed = obsolete
         .iter()
         .any(|s| *s.pool == *plan.pool && Some(s.generation) == current);
@@ -205,7 +207,7 @@ pub fn difference(
         same.push(is_same);
     }
     let generation = match current {
-        // No slice to carry a new one.
+        // No slice could carry a new generation.
         _ if plan.slices.is_empty() => last_generation,
         Some(current) if !removed && !created && !scattered && changed <= 1 => current,
         Some(current) => current.max(last_generation) + 1,

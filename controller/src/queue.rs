@@ -25,7 +25,7 @@ pub enum Lane {
 }
 
 impl Lane {
-    /// As it is in metrics.
+    /// Its name in metrics.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -159,7 +159,7 @@ pub struct Pace {
 }
 
 impl Pace {
-    /// So many requests a second; at least one.
+    /// A pace of so many requests a second; at least one.
     #[must_use]
     pub fn new(per_second: u32) -> Self {
         Self {
@@ -180,12 +180,12 @@ impl Pace {
         self.open.is_none_or(|open| open <= now)
     }
 
-    /// Nothing begins before.
+    /// No change begins before `until`.
     pub fn close(&mut self, until: Instant) {
         self.open = self.open.max(Some(until));
     }
 
-    /// So many requests are made now.
+    /// Counts requests that are made now.
     pub fn charge(&mut self, requests: usize, now: Instant) {
         let requests = u32::try_from(requests).unwrap_or(u32::MAX);
         let time = Duration::from_secs(1).saturating_mul(requests) / self.per_second;

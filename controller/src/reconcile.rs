@@ -85,7 +85,7 @@ pub struct Evidence {
     pub read: Read,
 }
 
-/// What was true when it was asked for may be wrong when the node's turn comes.
+/// Evidence gets old while the node waits for its turn.
 impl Evidence {
     fn held(&self, now: Timestamp) -> Option<&Held> {
         self.held.as_ref().filter(|held| now <= held.until)
@@ -164,7 +164,7 @@ fn gone(slices: &[impl AsRef<KnownSlice>], published: &Published) -> usize {
 }
 
 /// How many slices are missing: those that were published for the plugin's registration and are gone, or 1 if none was
-/// published for it yet. A node without a plugin or without a driver misses none.
+/// published for it yet. 0 for a node without a plugin or without a driver.
 #[must_use]
 pub fn missing_slices(view: &NodeView) -> usize {
     let status = view.gpu_node.as_ref().and_then(|g| g.status.as_ref());
@@ -182,8 +182,8 @@ pub fn missing_slices(view: &NodeView) -> usize {
     }
 }
 
-/// Whether the plugin's last write is so old that the plugin may be dead and its slices wiped already. By the
-/// API server's clock, which stamps what a field manager writes.
+/// Whether the plugin's last write is so old that the plugin may be dead and its slices wiped already. The
+/// times are the API server's, which stamps what a field manager writes.
 fn is_stale(gpu_node: &GpuNode, now: Timestamp) -> bool {
     let writes = gpu_node.metadata.managed_fields.iter().flatten();
     writes
@@ -345,8 +345,8 @@ fn node_terms(
     gpus
 }
 
-/// Whether the node's condition says what the record does. One that is missing is written with the next
-/// record: an older schema has none.
+/// Whether the node's condition says the same as the record. A missing condition is written with the next
+/// record, because an older schema drops it.
 fn has_condition(status: Option<&GpuNodeStatus>, record: &Published) -> bool {
     let state = offered::condition(record);
     let stored = status.map_or(&[][..], |status| &status.conditions);

@@ -31,7 +31,7 @@ const RECHECK: i64 = 60;
 pub struct Held {
     /// Names of devices.
     pub devices: BTreeSet<String>,
-    /// Not later than the moment at which the claims were listed.
+    /// A time before the claims were listed.
     pub at: Timestamp,
     /// Until when it may be used. A claim that tolerates all taints can still get a withdrawn device, and the node may wait
     /// long for its turn. A node whose list is too old asks again.
@@ -76,7 +76,7 @@ fn whole(slice: &KnownSlice, device: &KnownDevice, read: &Read) -> PublishedDevi
     published
 }
 
-/// The slices, with their versions, in which the devices are of which only the identity is known.
+/// The slices, with their versions, that have a device of which only the identity is known.
 #[must_use]
 pub fn unread(existing: &[Arc<KnownSlice>], lacking: &[DeviceName]) -> Vec<(String, String)> {
     let lacks = |slice: &&Arc<KnownSlice>| {
@@ -127,8 +127,8 @@ pub fn waiting(
         .filter(|device| is_withdrawn(device));
     for device in withdrawn {
         let again = match since.get(&device.name) {
-            // The taint is about to be written, which is seen. An API server without taints drops it: then there is nothing
-            // to wait for.
+            // The taint is about to be written, and the watch shows it then. An API server without taints drops it: then
+            // there is nothing to wait for.
             None => continue,
             Some(at) if now < *at + GRACE => (*at + GRACE).duration_since(now).unsigned_abs(),
             Some(at) if held.is_none_or(|held| held.at < *at + GRACE) => {

@@ -20,7 +20,7 @@ const PAGE: u32 = 100;
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Plugin {
     node: String,
-    /// Where it serves; else why it does not.
+    /// Where it serves, or why it does not.
     endpoint: Result<SocketAddr, String>,
     is_ending: bool,
 }
@@ -79,14 +79,14 @@ impl Plugins {
         )
     }
 
-    /// Where the plugin of a node serves; else why it does not.
+    /// Where the plugin of a node serves, or why it does not.
     pub fn of(&self, node: &str) -> Result<SocketAddr, String> {
         let pods = self.pods();
         let Some(pods) = pods.as_ref() else {
             return Err("the node plugins are not listed yet".to_owned());
         };
         let of_node = pods.values().filter(|plugin| plugin.node == node);
-        // Beside a pod that ends there may be its successor.
+        // A pod that ends may have its successor beside it already.
         match of_node.min_by_key(|plugin| (plugin.endpoint.is_err(), plugin.is_ending)) {
             Some(plugin) => plugin.endpoint.clone(),
             None => Err(format!("no node plugin runs on the node {node}")),
@@ -97,7 +97,7 @@ impl Plugins {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// As if these were the plugins' addresses.
+    /// Fixed addresses, for tests.
     #[doc(hidden)]
     #[must_use]
     pub fn fixed(endpoints: impl IntoIterator<Item = (String, SocketAddr)>) -> Self {

@@ -24,7 +24,8 @@ pub const AUDIENCE: &str = "metrics.gpu.tranche.dev";
 
 /// How long a permission is cached. Two scrapes 30 s apart, as usual, need one request.
 const ALLOWED_FOR: Duration = Duration::from_mins(1);
-/// How long a permission of a user whom the API server has just authorized itself is cached, as by its own library for servers.
+/// How long the permission of a user is cached whom the API server has just authorized itself; its own library for such servers
+/// has the same time.
 const ALLOWED_AGAIN_FOR: Duration = Duration::from_secs(10);
 /// How long a refusal is cached: short, so that a new right takes effect soon.
 const DENIED_FOR: Duration = Duration::from_secs(10);
@@ -71,7 +72,7 @@ enum Question {
 /// Until when an answer is valid, and the answer.
 type Cache = HashMap<Question, (Instant, Result<(), Denied>)>;
 
-/// Asks the API server whose a token is and what a user may do.
+/// Asks the API server to whom a token belongs and what a user may do.
 pub struct Access {
     client: Client,
     questions: Semaphore,
@@ -159,7 +160,7 @@ impl Access {
         }
     }
 
-    /// Whose token it is, if it is for the API server or for `audience`.
+    /// The owner of the token, if the token is for the API server or for `audience`.
     async fn owner(&self, token: &str, audience: Option<&str>) -> kube::Result<Option<UserInfo>> {
         let audiences = audience.map(|audience| vec![audience.to_owned()]);
         let review = TokenReview {
@@ -172,7 +173,7 @@ impl Access {
         let reviews = Api::<TokenReview>::all(self.client.clone());
         let answer = reviews.create(&PostParams::default(), &review).await?;
         let status = answer.status.filter(|it| it.authenticated == Some(true));
-        // Authenticators that know no audiences confirm none.
+        // An authenticator that does not know audiences confirms no audience.
         let status = status.filter(|it| audiences.is_none() || it.audiences == audiences);
         Ok(status.and_then(|status| status.user))
     }
@@ -357,7 +358,8 @@ mod tests {
             access.check(Some("of-prometheus")).await.unwrap();
             access.check(Some("forged")).await.unwrap_err();
         }
-        // Two requests for each token: whose is it, and what may they; whose is it, and of our audience.
+        // Two requests for each token: the owner of the good one and the owner's rights; the owner of the forged one, for the API
+        // server and for our audience.
         assert_eq!(cluster.questions(), 4);
         cluster.is_down();
         tokio::time::advance(DENIED_FOR).await;

@@ -1,5 +1,5 @@
 //! Reads what [`serve`](crate::server::serve) serves elsewhere: a GET over TLS with a bearer token. The certificate is not verified, because
-//! it is self-signed: send no token that is of use elsewhere ([`AUDIENCE`](crate::access::AUDIENCE)).
+//! it is self-signed: send no token that opens anything else ([`AUDIENCE`](crate::access::AUDIENCE)).
 
 use std::net::SocketAddr;
 use std::sync::Arc;

@@ -1,7 +1,7 @@
-//! Bounds what connections cost: anybody in the cluster may open one, before it is known who he is.
+//! Limits the cost of connections: anybody in the cluster may open one before we know who it is.
 //!
-//! A connection has some 40 KB of buffers. So there are [`MOST`] of them, [`OF_ONE`] from one address so that nobody takes all, and one on
-//! which nothing moves is closed after [`IDLE`].
+//! A connection has some 40 KB of buffers. So at most [`MOST`] are open, at most [`OF_ONE`] of them from one address, and a
+//! connection is closed when no byte has moved on it for [`IDLE`].
 
 use std::collections::BTreeMap;
 use std::io;
@@ -18,7 +18,7 @@ use tokio::time::{Instant, Sleep};
 pub const MOST: usize = 512;
 /// The most open connections from one address: an API server has one for each request that it sends on at the time.
 pub const OF_ONE: usize = 128;
-/// For so long nothing is read or written before a connection is closed. Prometheus keeps one open from scrape to scrape.
+/// How long a connection stays open without a byte. Prometheus keeps one open from scrape to scrape.
 pub const IDLE: Duration = Duration::from_mins(3);
 
 /// The open connections.
@@ -69,7 +69,7 @@ impl Drop for Place {
     }
 }
 
-/// A connection that has a place, and ends when nothing moves on it.
+/// A connection that has a place, and ends when no byte moves on it.
 #[derive(Debug)]
 pub struct Bounded<T> {
     stream: T,
@@ -92,13 +92,13 @@ impl<T> Bounded<T> {
         &self.stream
     }
 
-    /// Passes a result on; something has moved.
+    /// Passes a result on, and notes that a byte has moved.
     fn moved<R>(&mut self, result: R) -> Poll<R> {
         self.idle.as_mut().reset(Instant::now() + IDLE);
         Poll::Ready(result)
     }
 
-    /// Waits for something to move; an error if that takes too long.
+    /// Waits for a byte to move; an error if that takes too long.
     fn waits<R>(&mut self, context: &mut Context<'_>) -> Poll<io::Result<R>> {
         ready!(self.idle.as_mut().poll(context));
         Poll::Ready(Err(io::ErrorKind::TimedOut.into()))

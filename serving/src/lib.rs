@@ -1,4 +1,4 @@
-//! What every process of ours needs that serves something: TLS, authorization, the log, the stop on a signal, the time of day.
+//! TLS, authorization, the log, the stop on a signal and the time of day, for every process of ours that serves something.
 //!
 //! ```text
 //!  a reader ─► tls ─► connections ─► server ─► access ─► the metrics' text

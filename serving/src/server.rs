@@ -1,7 +1,7 @@
 //! Serves `/metrics` to authorized readers.
 //!
 //! As with kube-rbac-proxy and controller-runtime, the reader sends the bearer token of a ServiceAccount.
-//! The API server says whose it is and whether its owner may `get` the path `/metrics`; a ClusterRole with
+//! The API server says who its owner is and whether the owner may `get` the path `/metrics`; a ClusterRole with
 //! `nonResourceURLs: [/metrics]` grants that. The certificate is self-signed and new at each start, so
 //! readers skip its verification: it protects the token from passive listeners.
 

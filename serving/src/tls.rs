@@ -57,8 +57,8 @@ impl TlsListener {
         Self::start(listener, false)
     }
 
-    /// The same, and clients are asked for a certificate: [`Peer`] has it. Of a client that shows one it is known that it has
-    /// the key, and no more: who trusts whom is for the server to say, request by request.
+    /// The same, and asks clients for a certificate, which [`Peer`] has. A client that shows one has proved that it has the key,
+    /// and no more: the server decides request by request whether it trusts the certificate.
     pub fn with_client_certificates(listener: TcpListener) -> Result<Self, TlsError> {
         Self::start(listener, true)
     }
@@ -159,7 +159,7 @@ impl Connected<IncomingStream<'_, TlsListener>> for Peer {
     }
 }
 
-/// Asks for a certificate and lets everybody in who has the key of the one that he shows, or shows none.
+/// Asks for a certificate, and accepts every client that shows none or has the key of the one that it shows.
 #[derive(Debug)]
 struct AnyClient(WebPkiSupportedAlgorithms);
 

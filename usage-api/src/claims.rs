@@ -1,7 +1,7 @@
 //! The claims of a namespace, page by page, with what they use.
 //!
-//! The API server says which claims there are and which nodes' devices each was allocated. So only these nodes are asked, a claim whose node
-//! does not answer has a row that says so, and what a node tells of a claim that it was not given is not shown.
+//! The API server says which claims there are and from which nodes each has devices. So only these nodes are asked, a claim has a
+//! row that says so if its node does not answer, and what a node tells about a claim that has no device there is not shown.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -127,7 +127,7 @@ impl Claims {
     }
 }
 
-/// What the API server refuses is refused here: an unknown selector, a `continue` that has expired.
+/// Passes on why the API server refuses a list: an unknown selector, a `continue` that has expired.
 fn refusal(error: &kube::Error) -> Refusal {
     match error {
         kube::Error::Api(status) => {

@@ -64,7 +64,7 @@ pub fn discovery() -> Value {
     })
 }
 
-/// A document that describes the API. It has the kinds, and of their fields those at the top: `docs/reference/usage-api.md` has the rest.
+/// A document that describes the API. It has the kinds with their top-level fields; `docs/reference/usage-api.md` has the rest.
 #[must_use]
 pub fn open_api(document: OpenApi) -> Value {
     let info = json!({"title": "Tranche usage", "version": VERSION});

@@ -1,8 +1,8 @@
 //! Whether a caller is the API server, and for whom it asks.
 //!
 //! The API server authenticates a user, asks for the rights, and sends the request on with the user in headers. It proves that it is the API
-//! server by a client certificate. Which authority signs that, which names it may have and how the headers are called is in the ConfigMap
-//! `extension-apiserver-authentication` of `kube-system`. Nobody else can read usage here, whatever token he has.
+//! server by a client certificate. The ConfigMap `extension-apiserver-authentication` of `kube-system` has the
+//! authority that signs it, the names that it may have and the names of the headers. Nobody else can read usage here, with whatever token.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -34,10 +34,7 @@ pub enum TrustError {
     Missing(&'static str),
     /// A value is not what it should be.
     #[error("ConfigMap {NAMESPACE}/{NAME}: {key}: {problem}")]
-    Invalid {
-        key: &'static str,
-        problem: String,
-    },
+    Invalid { key: &'static str, problem: String },
 }
 
 /// Why a caller is not believed.
@@ -57,7 +54,7 @@ pub enum Rejected {
     NoUser,
 }
 
-/// Whom to believe.
+/// Who the API server is, and in which headers it names users.
 pub struct Trust {
     verifier: Arc<dyn ClientCertVerifier>,
     /// Common names; empty for any.
@@ -77,7 +74,7 @@ impl fmt::Debug for Trust {
 }
 
 impl Trust {
-    /// Of the ConfigMap's data.
+    /// Reads the ConfigMap's data.
     pub fn new(data: &BTreeMap<String, String>) -> Result<Self, TrustError> {
         let authority = "requestheader-client-ca-file";
         let invalid = |problem: String| TrustError::Invalid {
@@ -100,7 +97,7 @@ impl Trust {
         if user.is_empty() {
             return Err(TrustError::Missing("requestheader-username-headers"));
         }
-        // The API server always writes the key; without it nobody says that any name will do.
+        // The API server always writes the key. Its absence does not mean that every name is allowed.
         let allowed = "requestheader-allowed-names";
         if !data.contains_key(allowed) {
             return Err(TrustError::Missing(allowed));
@@ -148,7 +145,7 @@ impl Trust {
         })
     }
 
-    /// What the API server knows beside, by key. Keys are in lower case and escaped in headers.
+    /// What else the API server knows of the user, by key. Keys are in lower case and escaped in headers.
     fn extras(&self, headers: &HeaderMap) -> Option<BTreeMap<String, Vec<String>>> {
         let mut all = BTreeMap::<String, Vec<String>>::new();
         for (name, value) in headers {
@@ -176,7 +173,7 @@ fn values(names: &[String], headers: &HeaderMap) -> std::vec::IntoIter<String> {
     found.unwrap_or_default().into_iter()
 }
 
-/// A value that is a JSON list; none where the key is missing.
+/// A value that is a JSON list; empty if the key is missing.
 fn list(data: &BTreeMap<String, String>, key: &'static str) -> Result<Vec<String>, TrustError> {
     let Some(text) = data.get(key) else {
         return Ok(Vec::new());

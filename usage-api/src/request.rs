@@ -176,7 +176,7 @@ fn objects(rest: &[&str]) -> Option<Wanted> {
         (None, Some(_)) => !resource.is_namespaced(),
         (None, None) => true,
     };
-    // Characters that a name has not are not decoded: what the API server authorized is what is read here.
+    // Escaped characters are not decoded, since a name has none: so we read the same name that the API server authorized.
     let named = namespace.into_iter().chain(name).all(is_name);
     (fits && named).then(|| Wanted {
         resource,
@@ -190,7 +190,7 @@ fn objects(rest: &[&str]) -> Option<Wanted> {
     })
 }
 
-/// Whether this can be the name of a claim, a namespace or a node: a DNS subdomain. `..` is none: names become a part of a path.
+/// Whether this can be the name of a claim, a namespace or a node: a DNS subdomain. `..` is not one: names become a part of a path.
 fn is_name(name: &str) -> bool {
     let alphanumeric = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit();
     let is_label = |label: &str| {
@@ -251,7 +251,7 @@ fn with_query(mut wanted: Wanted, query: &str) -> Result<Wanted, Refusal> {
     Ok(wanted)
 }
 
-/// The first form of `Accept` that there is.
+/// The first form of `Accept` that is served.
 pub fn form(headers: &HeaderMap) -> Result<Form, Refusal> {
     let mut ranges = headers
         .get_all(http::header::ACCEPT)

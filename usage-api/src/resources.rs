@@ -168,7 +168,7 @@ pub struct Claim {
     pub name: String,
     pub uid: String,
     pub labels: Option<BTreeMap<String, String>>,
-    /// The nodes whose devices it is allocated.
+    /// The nodes from which it has devices.
     pub nodes: BTreeSet<String>,
 }
 
@@ -193,7 +193,7 @@ impl Claim {
         })
     }
 
-    /// Its object, of its devices and of the reasons why some are missing.
+    /// Its object, with its devices and the reasons why some are missing.
     #[must_use]
     pub fn object(self, devices: Vec<DeviceUsage>, problems: BTreeSet<String>) -> Object {
         let problem: Vec<String> = problems.into_iter().collect();
@@ -233,7 +233,7 @@ pub fn node_object(name: &str, answer: Result<NodeUsage, String>) -> Object {
 /// What a claim uses of a device, or why that is not known; with the claim's UID.
 pub type OfClaim = (String, Result<DeviceUsage, String>);
 
-/// What the claims with these UIDs have on a node. What the node says of other claims is left out: it speaks only for those that it was given.
+/// What the claims with these UIDs have on a node. What the node says of other claims is left out.
 #[must_use]
 pub fn devices_of(usage: NodeUsage, uids: &BTreeSet<String>) -> Vec<OfClaim> {
     let mut found = Vec::new();
@@ -283,7 +283,7 @@ impl Object {
             Self::Node(node) => serde_json::to_value(node),
             Self::Claim(claim) => serde_json::to_value(claim),
         };
-        // Maps with keys that are text, and numbers: nothing that JSON lacks.
+        // All keys are text: JSON can express everything in it.
         json.unwrap_or_default()
     }
 
@@ -362,7 +362,7 @@ fn claim_cells(claim: &ClaimUsage) -> Vec<Value> {
             String::new()
         }
     };
-    // Nothing limits a claim one of whose devices has no limit.
+    // A claim has no limit if one of its devices has no limit.
     let allocated: Option<Vec<u64>> = shares().map(|share| share.memory.allocated).collect();
     let allocated = allocated.map(|all| total(all.into_iter()));
     let idle = shares().filter_map(|share| share.idle_seconds).min();
@@ -398,7 +398,7 @@ fn percent(hundredths: u64) -> String {
     format!("{}%", hundredths.saturating_add(50) / 100)
 }
 
-/// Nodes say these numbers, and a node may be wrong.
+/// The sum, without an overflow: the numbers come from nodes, and a node may be wrong.
 fn total(values: impl Iterator<Item = u64>) -> u64 {
     values.fold(0, u64::saturating_add)
 }

@@ -41,7 +41,7 @@ use crate::resources::{Object, Resource, node_object};
 const JSON: &str = "application/json";
 const DISCOVERY: &str = "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList";
 
-/// Whom to believe now; `None` before the ConfigMap was read.
+/// Who the API server is, as of now; `None` before the ConfigMap was read.
 pub type Current = Arc<Mutex<Option<Arc<Trust>>>>;
 
 /// What answers need.
@@ -144,7 +144,7 @@ impl Usage {
         user.map_err(|rejected| Refusal::new(401, "Unauthorized", rejected.to_string()))
     }
 
-    /// The API server has authorized the user before it sent the request on; this asks whether it may do what is understood here.
+    /// The API server has authorized the user before it sent the request on. This asks again for what we read in the request.
     async fn authorize(&self, user: UserInfo, wanted: &Wanted) -> Result<(), Refusal> {
         let (verb, resource) = (wanted.verb(), wanted.resource.plural());
         let scope = match &wanted.namespace {
@@ -229,7 +229,7 @@ impl Usage {
             })?;
             return Ok(one(&wanted, form, &object));
         }
-        // Who sets a limit asks for the next page himself.
+        // A caller that sets a limit asks for the next page itself.
         let (told, rest) = if wanted.limit > 0 {
             (next, String::new())
         } else {
@@ -263,7 +263,7 @@ impl Usage {
     }
 }
 
-/// A list that could not be finished: the connection is broken off, so that nobody takes it for whole.
+/// A list that could not be finished: the connection is broken off, so that no reader takes the list for complete.
 #[derive(Debug, thiserror::Error)]
 #[error("the list ends early: {0}")]
 struct PageError(String);

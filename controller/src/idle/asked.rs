@@ -12,7 +12,7 @@ use crate::index::NodeView;
 /// What is asked of idle claims of a node's GPUs, by UUID.
 pub type NodeTerms = BTreeMap<String, IdleTerms>;
 
-/// A node is looked at so many times before a claim is idle that became so just after a look.
+/// How often a node is looked at, at least, between the last kernel of a claim and the moment at which it counts as idle.
 const LOOKS: u32 = 10;
 /// The pauses between two looks at a node.
 const SHORTEST: Duration = Duration::from_secs(2);
@@ -37,11 +37,11 @@ pub struct Asked {
     nodes: Arc<Mutex<Nodes>>,
 }
 
-/// By name. Whoever reads holds what it was.
+/// The nodes by name. A reader keeps the state of the moment at which it read.
 type Nodes = Arc<BTreeMap<String, Arc<NodeTerms>>>;
 
 impl Asked {
-    /// Of what the policies ask, what is allowed.
+    /// Takes what policies ask, as far as `allowed` permits it.
     #[must_use]
     pub fn new(allowed: Allowed) -> Self {
         Self {
@@ -50,7 +50,7 @@ impl Asked {
         }
     }
 
-    /// Takes what is asked of a node. A policy that does not add up asks nothing; its problem is published with the slices.
+    /// Takes what the policies ask of a node's claims. An invalid policy asks nothing; its problem is published with the slices.
     pub fn note(&self, view: &NodeView) {
         let mut terms = terms(view);
         match self.allowed {
@@ -76,7 +76,7 @@ impl Asked {
         }
     }
 
-    /// What is asked of each node that was reconciled; of most nothing is.
+    /// What is asked of each node that was reconciled; empty for most nodes.
     #[must_use]
     pub fn all(&self) -> Nodes {
         Arc::clone(&self.nodes())

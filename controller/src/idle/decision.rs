@@ -46,11 +46,11 @@ pub struct Act {
     pub holder: Holder,
     /// What must be done; never [`Step::Nothing`].
     pub step: Step,
-    /// What holds for it, where anything does.
+    /// What the policies ask of it, if they ask anything.
     pub terms: Option<Terms>,
 }
 
-/// What is asked of a claim: the most patient of what is asked of its GPUs. Nothing, if of one of them nothing is asked.
+/// What is asked of a claim: the longest times of what is asked of its GPUs; `None` if nothing is asked of one of them.
 fn of_gpus(
     holder: &Holder,
     asked: &NodeTerms,
@@ -71,8 +71,8 @@ pub fn may_be_idle(holder: &Holder, asked: &NodeTerms) -> bool {
     in_any_namespace(holder, asked).is_some_and(|terms| terms.find_idle(holder.seen))
 }
 
-/// The steps of a node's claims, of which `watches` has those that were called idle. `now` is since the epoch; `facts` has those of the claims
-/// that [`may_be_idle`]; for one whose facts could not be read nothing is done.
+/// The steps of a node's claims. `watches` has the claims that were called idle; `now` is Unix time; `facts` has the facts of each claim
+/// that [`may_be_idle`], and nothing is done for a claim whose facts could not be read.
 pub fn decide(
     now: Duration,
     node: &str,
@@ -82,7 +82,7 @@ pub fn decide(
     watches: &mut BTreeMap<String, Noticed>,
 ) -> Vec<Act> {
     let mut acts = Vec::new();
-    // What is not held any more has no condition either.
+    // A claim that no longer has devices has no condition either.
     watches.retain(|uid, noticed| noticed.node != node || holders.contains_key(uid));
     for (uid, holder) in holders {
         let terms = match facts.get(uid) {
@@ -133,7 +133,7 @@ pub fn withdraw(node: &str, why: Why, watches: &mut BTreeMap<String, Noticed>) -
 #[cfg(test)]
 mod tests;
 
-/// A pod is evicted as a whole: not while another claim of one of the pods works.
+/// A pod is evicted as a whole, so it stays while another of its claims works.
 fn spare_who_works(
     acts: &mut Vec<Act>,
     holders: &BTreeMap<String, Holder>,

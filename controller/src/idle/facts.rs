@@ -1,4 +1,4 @@
-//! Reads what decides about a claim beside what its programs do: its namespace, its annotations, its pods.
+//! Reads what decides about a claim in addition to what its programs do: its namespace, its annotations, its pods.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! The rounds: who is due is looked at, decided about, and dealt with.
+//! The rounds: reads the usage of each node that is due, decides about its claims, and carries the steps out.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -23,7 +23,7 @@ use crate::metrics::Metrics;
 
 /// How often it is asked which nodes are due.
 const TICK: Duration = Duration::from_secs(1);
-/// Nodes that are looked at, and claims that are dealt with, at once.
+/// How many nodes are read, and how many steps are carried out, at the same time.
 const AT_ONCE: usize = 8;
 /// How long a leader leads until every node was reconciled.
 const SETTLED: Duration = Duration::from_mins(10);
@@ -57,7 +57,7 @@ struct Refusal {
 struct Look {
     node: String,
     terms: Arc<NodeTerms>,
-    /// By UID; why not, where its plugin does not answer.
+    /// The claims that hold devices, by UID; or why the node's plugin does not answer.
     holders: Result<BTreeMap<String, Holder>, String>,
     facts: BTreeMap<String, Facts>,
 }
@@ -99,7 +99,7 @@ impl Idle {
             }
             if !self.leadership.holds() {
                 led_since = None;
-                // What was asked before another replica led is old.
+                // What the policies asked before another replica led is out of date.
                 self.asked.clear();
                 self.due.clear();
                 self.watches.clear();
@@ -127,7 +127,7 @@ impl Idle {
 
     async fn round(&mut self, asked: &BTreeMap<String, Arc<NodeTerms>>, is_settled: bool) {
         let mut acts = self.look(asked).await;
-        // Of a node that was not reconciled yet it is not known what is asked.
+        // It is not known yet what is asked of a node that was not reconciled.
         let is_unasked =
             |node: &String| asked.get(node).map_or(is_settled, |terms| terms.is_empty());
         let named: BTreeSet<_> = self.watches.values().map(|it| it.node.clone()).collect();
@@ -279,7 +279,7 @@ impl Idle {
 
     async fn say_refused(&self, act: &Act, pod: &str, error: &ApplyError) {
         let claim = &act.holder.claim;
-        // The first of a row says it.
+        // Only the first refusal in a row is reported.
         if self.refused.contains_key(&claim.uid) {
             return;
         }
@@ -311,7 +311,7 @@ impl Idle {
         }
     }
 
-    /// Since the epoch, whole seconds, as a condition's time.
+    /// Unix time in whole seconds, as a condition's time.
     fn now(&self) -> Duration {
         let now = self.executor.clock().now().as_second();
         Duration::from_secs(u64::try_from(now).unwrap_or_default())

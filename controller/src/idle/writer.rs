@@ -19,14 +19,14 @@ use super::decision::{Act, PodFacts};
 use crate::apply::{ApplyError, Executor, event};
 use crate::metrics::Verb;
 
-/// The field manager of the condition: another than that of the rest, which applies other objects.
+/// The field manager of the condition: not that of the other objects that the controller applies.
 const FIELD_MANAGER: &str = "tranche-controller-idle";
 
-/// The condition's reason where nothing happens.
+/// The condition's reason if nothing will happen.
 const NO_KERNEL: &str = "NoKernel";
-/// Its reason where the pods will be evicted.
+/// Its reason if the pods will be evicted.
 const EVICTION_DUE: &str = "EvictionDue";
-/// Its reason where they cannot be evicted now.
+/// Its reason if the pods cannot be evicted now.
 pub const EVICTION_REFUSED: &str = "EvictionRefused";
 
 /// Writes to the API server, while this replica leads.
@@ -73,7 +73,7 @@ impl Writer {
     pub async fn evict(&self, namespace: &str, pod: &PodFacts) -> Result<(), ApplyError> {
         let pods: Api<Pod> = Api::namespaced(self.client.clone(), namespace);
         let params = EvictParams {
-            // Not another pod of the same name.
+            // The UID keeps another pod of the same name safe.
             delete_options: Some(DeleteParams::default().preconditions(Preconditions {
                 uid: Some(pod.uid.clone()),
                 resource_version: None,
@@ -141,7 +141,7 @@ pub fn condition_of(act: &Act) -> Option<State> {
     })
 }
 
-/// What a claim was told whose condition has this reason. For how long its eviction waits is what holds now.
+/// What the condition with this reason told the claim's users. How long the eviction waits, follows from the policy of now.
 #[must_use]
 pub fn told(reason: &str) -> Action {
     match reason {

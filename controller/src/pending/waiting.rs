@@ -83,7 +83,7 @@ pub enum Known {
     Allocated,
     /// It asks for no device of our classes.
     Others,
-    /// There is none of that name: whose it would be is unknown.
+    /// It does not exist: nobody knows which driver's devices it would ask for.
     Missing,
 }
 
@@ -219,8 +219,8 @@ impl Pending {
         std::mem::take(&mut self.full)
     }
 
-    /// At most `most` claims and templates to read, by namespace: those of which nothing is known and those that may have
-    /// changed. Those that no pod names any more are forgotten.
+    /// At most `most` claims and templates to read, by namespace: the unknown ones and those that may have changed. Those that
+    /// no pod names any more are forgotten.
     pub fn to_read(&mut self, most: usize) -> Vec<(Box<str>, Source)> {
         let named: BTreeSet<_> = self
             .pods
@@ -258,7 +258,7 @@ impl Pending {
     }
 
     /// The pods that wait for ours, by namespace and reason. A pod whose claim or template is missing is counted under
-    /// [`Reason::ClaimMissing`], because nobody can know whose it would be.
+    /// [`Reason::ClaimMissing`], because nobody can know which driver's it would be.
     #[must_use]
     pub fn counts(&self) -> BTreeMap<(Box<str>, Reason), Count> {
         let mut counts = BTreeMap::new();
