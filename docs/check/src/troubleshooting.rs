@@ -12,15 +12,11 @@ use crate::sources::Messages;
 /// Literals that are no messages, or that no user sees, by file or text, and why.
 pub const UNSEEN: &[(&str, &str)] = &[
     (
-        "driver/src/pending.rs",
-        "words of kube-scheduler, by which its messages are told apart",
-    ),
-    (
-        "controller/src/usage/documents.rs",
+        "usage-api/src/documents.rs",
         "descriptions of the API's kinds, for kubectl explain",
     ),
     (
-        "controller/src/usage/resources.rs",
+        "usage-api/src/resources.rs",
         "descriptions of the columns of kubectl get",
     ),
     (
@@ -38,6 +34,18 @@ pub const UNSEEN: &[(&str, &str)] = &[
     (
         "shim/runtime/src/lib.rs",
         "a compile error on other architectures",
+    ),
+    (
+        "kubelet-plugin/src/http/dcgm.rs",
+        "the help of metrics, which docs/reference/metrics.md has",
+    ),
+    (
+        "kubelet-plugin/src/http/claims.rs",
+        "the help of metrics, which docs/reference/metrics.md has",
+    ),
+    (
+        "text/plain; version=0.0.4; charset=utf-8",
+        "the media type of the metrics",
     ),
     (
         "application/openmetrics-text; version=1.0.0; charset=utf-8",
@@ -177,7 +185,7 @@ mod tests {
             ("a claim is gone", "driver/src/claim.rs"),
             ("use `x` now", "driver/src/cdi.rs"),
             ("new", "driver/src/claim/error.rs"),
-            ("untolerated taint", "driver/src/pending.rs"),
+            ("The node.", "usage-api/src/resources.rs"),
         ]
         .map(|(message, file)| (message.to_owned(), file.to_owned()))
         .into()
