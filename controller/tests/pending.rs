@@ -113,8 +113,8 @@ async fn pods_are_counted_by_reason_while_they_wait_for_ours() {
     shared["kind"] = json!("ResourceClaim");
     shared["metadata"] = json!({"namespace": "team", "name": "shared"});
     api.put("resourceclaims", shared.clone());
-    let shares = json!([{"name": "gpu", "resourceClaimName": "shared"}]);
-    api.put("pods", pod("shares", &shares));
+    let by_name = json!([{"name": "gpu", "resourceClaimName": "shared"}]);
+    api.put("pods", pod("shares", &by_name));
     sleep(SOON).await;
     assert_eq!(series(&metrics), [expected.replace("40", "41")]);
     shared["status"] = json!({"allocation": {"devices": {"results": []}}});
