@@ -5,14 +5,16 @@
 export PROFILE ?= quick
 export PATH := $(CURDIR)/target/cluster/bin:$(PATH)
 # Times count from here.
-export TRANCHE_STARTED ?= $(shell date +%s)
+ifndef TRANCHE_STARTED
+export TRANCHE_STARTED := $(shell date +%s)
+endif
 export TRANCHE_STEPS_FILE := $(CURDIR)/target/steps
 MAKEFLAGS += --no-print-directory
 # Compilers, downloads and unpacking side by side: with two cores neither waits for the other.
 PARALLEL := $(MAKE) --jobs=12
 STEP := @e2e/kind/step
 .PHONY: help build shim simulator gpu-kit image programs cluster-up cluster-down cluster-parts demo demo-down test nightly lint \
-	checks unit unit-parts oracle e2e e2e-core bench bench-scale tools clean
+	checks unit unit-parts suite oracle e2e e2e-core bench bench-scale tools clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-13s %s\n", $$1, $$2}' Makefile
@@ -64,8 +66,10 @@ demo: ## the tiers side by side on two GPUs, in one page
 
 demo-down: cluster-down ## removes every trace of the demo
 
+test: export WORKERS ?= 2
+test: export MORE_PROGRAMS = -p tranche-kubectl
 test: ## what CI runs: the checks, the tests without a node, and the core of the e2e suite
-	@$(PARALLEL) unit-parts cluster-parts
+	@$(PARALLEL) unit-parts cluster-parts suite
 	$(MAKE) checks unit
 	$(MAKE) e2e-core
 
@@ -76,8 +80,8 @@ nightly: ## what takes longer: more random states for kube-scheduler's allocator
 	shim/core/deep-check
 
 lint: checks ## the checks, and clippy, which the tests' build is, too
-	cargo clippy --workspace --all-targets -- -D warnings
-	cargo clippy --workspace --test e2e -- -D warnings
+	.ci/cargo-test --no-run --tests
+	.ci/cargo-test --no-run --test e2e
 
 checks: tools ## formatting, shell scripts, the chart, the alerts, the drivers' symbols
 	cargo fmt --all --check
@@ -88,14 +92,16 @@ checks: tools ## formatting, shell scripts, the chart, the alerts, the drivers' 
 
 unit-parts: shim simulator oracle part-clients
 	@shim/tests/install-tools
-	$(STEP) "Compiling the tests" .ci/cargo-test --no-run --quiet
+	$(STEP) "Compiling the tests" .ci/cargo-test --no-run --quiet --tests
+suite:
+	$(STEP) "Compiling the suite" .ci/cargo-test --no-run --quiet --test e2e
 oracle: part-kubernetes
 	@driver/allocator-oracle/build
 
 unit: ## unit, property and contract tests, without a cluster; clippy
 	@$(PARALLEL) unit-parts
 	cargo clippy --profile shim -p tranche-shim-cuda -p tranche-shim-nvml --target-dir target/shim-build -- -D warnings
-	.ci/cargo-test
+	.ci/cargo-test --tests
 	cd driver/cdi-oracle && go vet ./... && go test ./...
 	simulator/test-clients
 
@@ -103,16 +109,13 @@ e2e e2e-core: export WORKERS ?= 2
 e2e: export CRIO = yes
 e2e e2e-core: export MORE_PROGRAMS = -p tranche-kubectl
 e2e: ## the whole suite on a cluster of two GPU nodes, which goes afterwards unless it was there before, and the GPU kit
-	@$(PARALLEL) cluster-parts part-crio part-peers part-clients-image part-browser
+	@$(PARALLEL) cluster-parts part-crio part-peers part-clients-image part-browser suite
 	$(STEP) "Making the kit for machines with a GPU" bench/gpu/kit
-	$(STEP) "Compiling the suite" .ci/cargo-test --no-run --quiet
 	.ci/cargo-test --test all gpu_kit:: -- --include-ignored
-	rm -f target/e2e.log
 	e2e/kind/with e2e/run || { e2e/failures; exit 1; }
 
 e2e-core: ## of the suite, a test for each promise that only a node shows
-	@$(PARALLEL) cluster-parts
-	rm -f target/e2e.log
+	@$(PARALLEL) cluster-parts suite
 	e2e/kind/with e2e/run --core || { e2e/failures; exit 1; }
 
 bench: export PROFILE = release
