@@ -17,11 +17,12 @@ die() {
 # place prints which step of how many begins: `make demo` sets TRANCHE_STEPS, and counts in a file, because steps run side by side.
 place() {
 	[[ ${TRANCHE_STEPS-} ]] || return 0
-	(
-		flock 8
-		echo >>"$TRANCHE_STEPS_FILE"
-		printf '%2d of %d  ' "$(wc -l <"$TRANCHE_STEPS_FILE")" "$TRANCHE_STEPS"
-	) 8>>"$TRANCHE_STEPS_FILE"
+	under_lock "$TRANCHE_STEPS_FILE.lock" count_step
+}
+
+count_step() {
+	echo >>"$TRANCHE_STEPS_FILE"
+	printf '%2d of %d  ' "$(wc -l <"$TRANCHE_STEPS_FILE")" "$TRANCHE_STEPS"
 }
 
 # kept TITLE tells of a step that has nothing to do.

@@ -38,10 +38,10 @@ tools_part() { part tools "$KIND_DIR"/node-image/kubernetes/go.{mod,sum}; }
 
 # build_tools FOLDER leaves kind and helm. They are in Kubernetes' module, because helm has most of its packages, too.
 build_tools() {
-	local folder=$1 helm
-	cd "$KIND_DIR/node-image/kubernetes"
-	helm=$(go list -m -f '{{.Version}}' helm.sh/helm/v4)
-	CGO_ENABLED=0 nice go build -ldflags "-s -w -X helm.sh/helm/v4/internal/version.version=$helm" -o "$folder/" tool
+	local folder=$1 module=$KIND_DIR/node-image/kubernetes helm
+	helm=$(cd "$module" && go list -m -f '{{.Version}}' helm.sh/helm/v4)
+	(cd "$module" &&
+		CGO_ENABLED=0 nice go build -ldflags "-s -w -X helm.sh/helm/v4/internal/version.version=$helm" -o "$folder/" tool)
 }
 
 containerd_part() { part containerd "$CONTAINERD_VERSION"; }
