@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!  read ─► Facts ─► pod: what keeps the pod from every node, or from one ──┐
-//!          (I/O)    tranche_driver::allocator: what keeps it from devices ─┴─► Explanation ─► words (table)
+//!          (I/O)    tranche_scheduler_rules: what keeps it from devices ─┴─► Explanation ─► words (table)
 //! ```
 
 mod facts;
@@ -11,7 +11,7 @@ mod read;
 mod words;
 
 use serde::Serialize;
-use tranche_driver::allocator::{
+use tranche_scheduler_rules::{
     Cluster as Allocator, Granted, PoolProblem, Problem, Release, Report, RequestReport, Selectors,
     Verdict,
 };

@@ -2,6 +2,7 @@ use proptest::prelude::*;
 use serde_json::json;
 
 use super::*;
+use crate::claim_spec::claim_spec;
 use crate::preparation::{MigDevice, PAGES, PreparationPlan, plan};
 use crate::testing::{UID, allocation, capped, gpu, inventory, plain, with};
 

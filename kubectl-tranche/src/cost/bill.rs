@@ -2,11 +2,13 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use tranche_driver::cost::{Basis, Money, Prices, split};
 use tranche_driver::stranded::Shares;
 
+use super::prices::Prices;
+use super::split::{Basis, split};
 use super::{Dollars, Total};
 use crate::model::{Gpu, Held, Model, Room, SharesRoom, SlicesRoom, Tenant};
+use crate::money::Money;
 
 /// What one tenant pays for one device.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -2,11 +2,12 @@
 
 use serde::Serialize;
 use tranche_api::Tier;
-use tranche_driver::cost::{Money, Prices};
 
 use super::cost::{self, Parts};
 use super::used;
+use crate::cost::Prices;
 use crate::model::{Gpu, Held, Room, SharesRoom, Tenant, short};
+use crate::money::Money;
 use crate::output::bytes;
 use crate::top::size;
 

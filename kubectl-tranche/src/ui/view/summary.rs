@@ -4,10 +4,10 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde::Serialize;
 use tranche_api::Tier;
-use tranche_driver::cost::Money;
 
 use super::gpu::GpuSums;
 use crate::model::{Node, Room};
+use crate::money::Money;
 
 /// What a node adds to the sums.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

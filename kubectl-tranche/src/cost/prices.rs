@@ -5,7 +5,7 @@
 
 use std::collections::BTreeMap;
 
-use super::{Money, MoneyError};
+use crate::money::{Money, MoneyError};
 
 /// Prices where the administrator names none: a word of the product's name, and millionths of a dollar for an hour.
 ///

@@ -1,33 +1,16 @@
-//! The spec of one claim: per device its node, its pages, and variables for people.
+//! The CDI spec of one claim: per device its node, its pages, and variables for people.
 
 use tranche_api::quantity::Quantity;
 
-use super::{
-    CLAIM_CLASS, CdiError, ContainerEdits, Device, Mount, Spec, absolute, bind, container_path,
-    device_node, mps_path, read_only,
+use crate::cdi::{
+    CLAIM_CLASS, CdiError, ContainerEdits, Device, Mount, NodePaths, Spec, absolute, bind,
+    container_path, device_node, mps_path, read_only,
 };
 use crate::metadata;
 use crate::preparation::{Cap, PreparationPlan, PreparedDevice};
 
 /// Bytes in the unit of the variable `CUDA_DEVICE_MEMORY_LIMIT_<n>`.
 const MIB: u64 = 1 << 20;
-
-/// Folders on the host.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct NodePaths {
-    /// A folder per claim, in it a folder per device with its pages: `/run/tranche/shares`.
-    pub shares: String,
-    /// The hook and its ldconfig, in a folder from which runtimes can execute them in user
-    /// namespaces.
-    pub hooks: String,
-    /// A folder per claim, in it a file per request ([`crate::metadata`]): `/run/tranche/metadata`. Without it containers get
-    /// no such file.
-    pub metadata: Option<String>,
-    /// The MPS supervisor's folder, in it a folder per GPU or MIG device: `/run/tranche/mps`.
-    pub mps: String,
-    /// The root of the driver's device nodes: `/`, or the driver root if it has its own `dev`.
-    pub dev_root: String,
-}
 
 /// What the containers of a claim get, device by device.
 pub fn claim_spec(plan: &PreparationPlan, paths: &NodePaths) -> Result<Spec, CdiError> {
