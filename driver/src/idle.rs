@@ -96,7 +96,7 @@ pub enum Step {
     Evict,
 }
 
-/// Why a claim is not called idle any more.
+/// Why a claim is no longer called idle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Why {
     /// It ran a kernel.
@@ -112,10 +112,10 @@ pub enum Why {
 /// What is known of a claim, from step to step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Watch {
-    /// Nothing was said.
+    /// The claim has no condition `Idle`, or a false one.
     #[default]
     Busy,
-    /// It was called idle.
+    /// The claim has the condition `Idle`.
     Noticed {
         /// When.
         at: Duration,
@@ -164,7 +164,7 @@ impl Watch {
     }
 }
 
-/// What becomes of a claim that is idle, and for how long it is; else why it is not.
+/// What happens to a claim that is idle, and for how long it has been idle; else why it is not idle.
 fn judge(terms: Option<Terms>, seen: Seen) -> Result<(Action, Duration), Why> {
     let terms = terms.ok_or(Why::NotAsked)?;
     let idle = seen.idle.ok_or(Why::NotKnown)?;

@@ -35,12 +35,7 @@ pub use conflict::Conflict;
 
 /// The version of the pages that a plan of this release makes, and of the shim that reads them. A release
 /// that changes the layout of the cap page or of the account page raises it.
-pub const PAGES: u32 = 3;
-
-/// Plans were written without the field before there was a second version.
-const fn first_pages() -> u32 {
-    1
-}
+pub const PAGES: u32 = 1;
 
 /// What to do for one claim.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -50,7 +45,6 @@ pub struct PreparationPlan {
     pub allocation: Allocation,
     /// The version of the claim's pages. Its containers have the shim of that version, whatever release
     /// the node runs now.
-    #[serde(default = "first_pages")]
     pub pages: u32,
     /// One entry per allocated device, in the claim's order.
     pub devices: Vec<PreparedDevice>,
@@ -506,14 +500,6 @@ pub enum PreparationProblem {
         /// Their UUIDs.
         fitting: Vec<String>,
     },
-    /// A name with a minor number, without a journal that records which GPU had that number.
-    #[error(
-        "the release before named this device, by the minor number {minor}, and no journal tells which GPU that was: delete the claim's pods to have a device allocated anew"
-    )]
-    EarlierName {
-        /// The N of `/dev/nvidiaN` at that time.
-        minor: u16,
-    },
     /// The driver's description of the GPU is invalid.
     #[error("GPU {uuid}: {field} {problem}")]
     Inventory {
@@ -796,7 +782,6 @@ fn find(name: DeviceName, inventory: &Inventory) -> Result<&Gpu, PreparationProb
         | DeviceName::Oversubscribed { gpu, .. }
         | DeviceName::Partition { gpu, .. }
         | DeviceName::SharedPartition { gpu, .. } => gpu,
-        DeviceName::Minor { minor, .. } => return Err(PreparationProblem::EarlierName { minor }),
     };
     let fits = |gpu: &&Gpu| gpu.uuid.parse().is_ok_and(|uuid| prefix.begins(uuid));
     let fitting: Vec<&Gpu> = inventory.gpus.iter().filter(fits).collect();

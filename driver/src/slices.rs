@@ -260,7 +260,7 @@ fn identity<'a>(inventory: &Inventory, gpu: &'a Gpu) -> Result<Known<'a>, OfferE
 impl Known<'_> {
     fn counters(&self) -> Counters {
         let geometry = self.geometry.as_ref().ok().and_then(Option::as_ref);
-        Counters::of(self.gpu, self.uuid, geometry)
+        Counters::of(self.uuid, geometry)
     }
 }
 
@@ -382,12 +382,9 @@ fn withdraw(published: &[PublishedDevice], gpus: &[Known<'_>], pool: &mut Pool) 
         let present = gpus.iter().find(|known| known.uuid == retained.uuid);
         let mut device = retained.device;
         let counters = match (present, retained.name) {
-            (
-                Some(known),
-                DeviceName::Gpu { .. }
-                | DeviceName::Oversubscribed { .. }
-                | DeviceName::Minor { .. },
-            ) => known.counters(),
+            (Some(known), DeviceName::Gpu { .. } | DeviceName::Oversubscribed { .. }) => {
+                known.counters()
+            }
             // Of a GPU that is gone only its devices are known; a partition takes its part.
             (None, _)
             | (Some(_), DeviceName::Partition { .. } | DeviceName::SharedPartition { .. }) => {

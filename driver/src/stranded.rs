@@ -1,4 +1,4 @@
-//! What of a GPU in use no further claim can have.
+//! The part of a GPU in use that no further claim can get.
 //!
 //! ```text
 //!  a GPU in partitions   free slices that no set of the offered profiles can use beside what is held

@@ -30,7 +30,7 @@ impl IdleTerms {
         is_selected.then_some(self.terms)
     }
 
-    /// What is asked of a claim whose namespace does not matter: that it is named.
+    /// The terms where the namespace does not matter: a claim is only reported.
     #[must_use]
     pub fn report(&self) -> Terms {
         Terms {

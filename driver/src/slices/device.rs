@@ -326,7 +326,7 @@ fn ranged(value: Quantity, default: Quantity, step: Quantity) -> DeviceCapacity 
     }
 }
 
-/// Places of which every share takes exactly one.
+/// Sharers: every share takes exactly one.
 fn places(most: u32) -> DeviceCapacity {
     let one = Quantity::from_count(1);
     DeviceCapacity {
