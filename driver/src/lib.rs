@@ -15,7 +15,6 @@
 //!
 //!  what claims hold ─► stranded ─► what nobody can have of a GPU
 //!  pods without a claim ─► extended_resources ─► the claim that the scheduler looks for
-//!  who uses what ────► idle ─────► who gives its part of a GPU back
 //! ```
 //!
 //! A plan is a value. Nothing here reads a file, a clock or the API server.
@@ -29,7 +28,6 @@ pub mod class;
 pub mod extended_resources;
 pub mod gpu;
 pub mod gpu_state;
-pub mod idle;
 pub mod journal;
 pub mod metadata;
 pub mod mig;

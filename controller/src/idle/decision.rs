@@ -3,10 +3,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use tranche_driver::idle::{Holder, Step, Terms, Watch, Why};
-use tranche_driver::policy::IdleTerms;
+use tranche_driver::policy::{IdleTerms, Terms};
 
 use super::asked::NodeTerms;
+use super::holder::Holder;
+use super::state::{Step, Watch, Why, is_idle};
 
 /// What the API server says of a claim that may be idle.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -72,7 +73,7 @@ fn in_any_namespace(holder: &Holder, asked: &NodeTerms) -> Option<Terms> {
 /// Whether a claim is idle if its namespace is selected: only of such claims are the facts needed.
 #[must_use]
 pub fn may_be_idle(holder: &Holder, asked: &NodeTerms) -> bool {
-    in_any_namespace(holder, asked).is_some_and(|terms| terms.find_idle(holder.seen))
+    in_any_namespace(holder, asked).is_some_and(|terms| is_idle(terms, holder.seen))
 }
 
 /// The steps of a node's claims, of which `watches` has those that were called idle. `now` is since the epoch; `facts` has those of the claims

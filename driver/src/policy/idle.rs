@@ -11,7 +11,44 @@ use tranche_api::sharing_policy::{
 };
 
 use super::{PolicyError, PolicyProblem, matching, of, out_of_range, selector};
-use crate::idle::{Action, Terms};
+
+/// What a policy says of idle claims.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Terms {
+    /// Without a kernel for so long, a claim is idle.
+    pub after: Duration,
+    /// What then happens.
+    pub action: Action,
+}
+
+/// What happens to an idle claim.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Action {
+    /// It is named, with what it would free.
+    Report,
+    /// It is named, and evicted after a time in which it, or its owner, can do something about it.
+    Evict {
+        /// That time.
+        grace: Duration,
+    },
+}
+
+impl Terms {
+    /// The more patient of both, for a claim with devices of several GPUs.
+    #[must_use]
+    pub fn more_patient(self, other: Self) -> Self {
+        let action = match (self.action, other.action) {
+            (Action::Evict { grace: one }, Action::Evict { grace: two }) => Action::Evict {
+                grace: one.max(two),
+            },
+            _ => Action::Report,
+        };
+        Self {
+            after: self.after.max(other.after),
+            action,
+        }
+    }
+}
 
 /// What is asked of idle claims of one GPU.
 #[derive(Clone, Debug, PartialEq)]

@@ -3,6 +3,7 @@ use serde_json::{Value, json};
 use tranche_api::usage::NodeUsage;
 
 use super::*;
+use crate::idle::holder::holders;
 
 const fn seconds(seconds: u64) -> Duration {
     Duration::from_secs(seconds)
