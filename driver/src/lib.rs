@@ -19,6 +19,7 @@
 //!
 //! A plan is a value. Nothing here reads a file, a clock or the API server.
 #![forbid(unsafe_code)]
+#![warn(missing_docs)]
 
 pub mod audit;
 pub mod cdi;

@@ -38,7 +38,6 @@ const IDLE: u64 = 600;
 const HEADROOM: u64 = 25;
 const GI: u64 = 1 << 30;
 
-/// What is shown.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Answer {
@@ -87,7 +86,6 @@ pub struct Row {
     pub name: String,
     /// Devices and shares.
     pub devices: usize,
-    /// For an hour.
     pub per_hour: Dollars,
     /// For a month of 730 hours.
     pub per_month: Dollars,
@@ -167,7 +165,6 @@ impl RightSize {
     }
 }
 
-/// Answers.
 #[must_use]
 pub fn answer(model: &Model, by: CostBy, prices: &Prices, errors: &[PriceError]) -> Answer {
     let Bill {

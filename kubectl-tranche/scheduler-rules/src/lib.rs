@@ -13,6 +13,7 @@
 //! Not modelled, because the release disables them: list attributes in constraints, derived attributes, compatibility groups,
 //! resources of nodes by devices. The limit on the cost of a selector is not modelled either.
 #![forbid(unsafe_code)]
+#![warn(missing_docs)]
 
 mod capacity;
 mod constraint;

@@ -13,13 +13,10 @@ use crate::money::Money;
 /// What one tenant pays for one device.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Item<'a> {
-    /// The tenant.
     pub tenant: &'a Tenant,
-    /// For an hour.
     pub per_hour: Money,
 }
 
-/// All of it.
 #[derive(Clone, Debug, Default)]
 pub struct Bill<'a> {
     /// What tenants pay.

@@ -52,7 +52,6 @@ pub struct Comparison {
 
 const HOURS: u64 = 24;
 
-/// Compares.
 pub fn compare(jobs: Calculator) -> Result<Comparison, CalculatorError> {
     if jobs.tenants == 0 {
         return Err(CalculatorError::NoTenants);

@@ -47,9 +47,7 @@ pub struct Priced {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("key {key:?}: {problem}")]
 pub struct PriceError {
-    /// The key.
     pub key: String,
-    /// Why.
     pub problem: MoneyError,
 }
 

@@ -43,7 +43,6 @@ struct Namespace {
 pub struct Summary {
     /// Nodes with GPUs.
     pub nodes: u64,
-    /// GPUs.
     pub gpus: u64,
     /// Of them, those of which nobody holds anything and which are offered.
     pub free_gpus: u64,
@@ -81,7 +80,6 @@ pub struct Summary {
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct NamespaceView {
-    /// Its name.
     pub namespace: String,
     /// Devices and shares.
     pub devices: u64,
@@ -132,7 +130,6 @@ impl NodeSums {
 }
 
 impl Summary {
-    /// Of all nodes.
     #[must_use]
     pub fn new<'a>(nodes: impl Iterator<Item = &'a NodeSums>) -> Self {
         let mut all = NodeSums::default();
