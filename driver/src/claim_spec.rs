@@ -63,8 +63,10 @@ fn edits(
         ));
     }
     if let Some(held) = &device.vfio {
-        let group = held.group.as_ref();
-        let group = group.ok_or_else(|| CdiError::NoVfioGroup(device.key.clone()))?;
+        let group = held
+            .group
+            .as_ref()
+            .ok_or_else(|| CdiError::NoVfioGroup(device.key.clone()))?;
         // VFIO's nodes are the kernel's, wherever the driver has its own.
         let nodes = group.nodes.iter().map(|node| device_node(node, "/"));
         return Ok(ContainerEdits {
@@ -76,8 +78,10 @@ fn edits(
     }
     let mut nodes = vec![format!("/dev/nvidia{}", device.minor)];
     if let Some(partition) = &device.partition {
-        let mig = partition.mig.as_ref();
-        let mig = mig.ok_or_else(|| CdiError::NoMigDevice(device.key.clone()))?;
+        let mig = partition
+            .mig
+            .as_ref()
+            .ok_or_else(|| CdiError::NoMigDevice(device.key.clone()))?;
         nodes.extend(
             mig.capabilities
                 .map(|minor| format!("/dev/nvidia-caps/nvidia-cap{minor}")),

@@ -447,8 +447,9 @@ fn towards(
     actual: &Actual,
     geometry: &Geometry,
 ) -> Result<Option<Next>, Obstacle> {
-    let partition = geometry.partition(place.profile, place.start);
-    let partition = partition.ok_or(Obstacle::NoSuchPartition(place))?;
+    let partition = geometry
+        .partition(place.profile, place.start)
+        .ok_or(Obstacle::NoSuchPartition(place))?;
     if let Some(instance) = record.instance(place, actual) {
         return match &instance.compute[..] {
             [] => Ok(Some(Next::Change(Change::CreateComputeInstance {

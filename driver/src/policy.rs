@@ -27,7 +27,7 @@ use crate::gpu::{GpuUuid, GpuUuidError};
 use crate::mig::{Profile, ProfileError};
 use crate::oversubscription::Oversubscription;
 
-pub use idle::{Action, IdleTerms, Terms, idle};
+pub use idle::{Action, IdleRule, IdleTerms, idle};
 pub use selector::SelectorError;
 
 /// All of a GPU's time, percent.

@@ -740,7 +740,7 @@ fn prepare(
     holdings.add(
         &device,
         &format!("{}/{}", allocation.namespace, allocation.name),
-        &conflict::Whole {
+        &conflict::Total {
             memory: available,
             geometry: geometry.as_ref(),
         },
@@ -762,11 +762,12 @@ fn held_partition(
         return Ok(None);
     };
     let geometry = geometry(gpu, inventory)?;
-    let partition = geometry.partition(place.profile, place.start);
-    let partition = partition.ok_or_else(|| PreparationProblem::NoSuchPartition {
-        uuid: gpu.uuid.clone(),
-        place,
-    })?;
+    let partition = geometry
+        .partition(place.profile, place.start)
+        .ok_or_else(|| PreparationProblem::NoSuchPartition {
+            uuid: gpu.uuid.clone(),
+            place,
+        })?;
     let available = partition.available_memory();
     Ok(Some((
         HeldPartition { place, mig: None },
@@ -799,10 +800,11 @@ fn find(name: DeviceName, inventory: &Inventory) -> Result<&Gpu, PreparationProb
 
 /// How MIG divides the GPU.
 fn geometry(gpu: &Gpu, inventory: &Inventory) -> Result<Geometry, PreparationProblem> {
-    let described = inventory.mig_geometry(gpu);
-    let described = described.ok_or_else(|| PreparationProblem::NotDivided {
-        uuid: gpu.uuid.clone(),
-    })?;
+    let described = inventory
+        .mig_geometry(gpu)
+        .ok_or_else(|| PreparationProblem::NotDivided {
+            uuid: gpu.uuid.clone(),
+        })?;
     Geometry::read(described).map_err(|problem| PreparationProblem::Geometry {
         uuid: gpu.uuid.clone(),
         problem,

@@ -291,8 +291,11 @@ fn members(actual: &Actual) -> Result<Vec<&Function>, Obstacle> {
     if actual.has_nvswitch {
         return Err(Obstacle::NvSwitch);
     }
-    let members = actual.functions.iter().filter(|it| !it.is_bridge());
-    let members: Vec<_> = members.collect();
+    let members: Vec<_> = actual
+        .functions
+        .iter()
+        .filter(|it| !it.is_bridge())
+        .collect();
     let is_own = |it: &Function| {
         PciAddress {
             function: actual.gpu.function,

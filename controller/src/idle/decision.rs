@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use tranche_driver::policy::{IdleTerms, Terms};
+use tranche_driver::policy::{IdleRule, IdleTerms};
 
 use super::asked::NodeTerms;
 use super::holder::Holder;
@@ -52,21 +52,21 @@ pub struct Act {
     /// What must be done; never [`Step::Nothing`].
     pub step: Step,
     /// What holds for it, where anything does.
-    pub terms: Option<Terms>,
+    pub terms: Option<IdleRule>,
 }
 
 /// What is asked of a claim: the most patient of what is asked of its GPUs. Nothing, if of one of them nothing is asked.
 fn of_gpus(
     holder: &Holder,
     asked: &NodeTerms,
-    of: impl Fn(&IdleTerms) -> Option<Terms>,
-) -> Option<Terms> {
+    of: impl Fn(&IdleTerms) -> Option<IdleRule>,
+) -> Option<IdleRule> {
     let each = holder.gpus.iter().map(|gpu| of(asked.get(gpu)?));
     each.reduce(|one, two| Some(one?.more_patient(two?)))?
 }
 
 /// What would be asked of a claim if its namespace were selected: at least to be named.
-fn in_any_namespace(holder: &Holder, asked: &NodeTerms) -> Option<Terms> {
+fn in_any_namespace(holder: &Holder, asked: &NodeTerms) -> Option<IdleRule> {
     of_gpus(holder, asked, |terms| Some(terms.report()))
 }
 

@@ -16,7 +16,7 @@ mod tests;
 
 use std::time::Duration;
 
-use tranche_driver::policy::{Action, Terms};
+use tranche_driver::policy::{Action, IdleRule};
 
 /// What was seen of a claim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -83,7 +83,7 @@ impl Watch {
     /// The next state, and what must be done. `now` is a time that does not go back; `terms` are those of its namespace, `None`
     /// if nothing is asked of it there, or if it is exempt.
     #[must_use]
-    pub fn step(self, now: Duration, terms: Option<Terms>, seen: Seen) -> (Self, Step) {
+    pub fn step(self, now: Duration, terms: Option<IdleRule>, seen: Seen) -> (Self, Step) {
         let (action, idle) = match judge(terms, seen) {
             Ok(idle) => idle,
             Err(why) => {
@@ -121,12 +121,12 @@ impl Watch {
 
 /// Whether a claim is idle by these terms.
 #[must_use]
-pub fn is_idle(terms: Terms, seen: Seen) -> bool {
+pub fn is_idle(terms: IdleRule, seen: Seen) -> bool {
     judge(Some(terms), seen).is_ok()
 }
 
 /// What happens to a claim that is idle, and for how long it has been idle; else why it is not idle.
-fn judge(terms: Option<Terms>, seen: Seen) -> Result<(Action, Duration), Why> {
+fn judge(terms: Option<IdleRule>, seen: Seen) -> Result<(Action, Duration), Why> {
     let terms = terms.ok_or(Why::NotAsked)?;
     let idle = seen.idle.ok_or(Why::NotKnown)?;
     if idle < terms.after {

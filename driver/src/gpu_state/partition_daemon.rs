@@ -44,8 +44,10 @@ pub(super) fn with(
     record: &Record,
     actual: &Actual,
 ) -> Result<Option<Next>, Obstacle> {
-    let needed = wanted.partition_daemons.iter();
-    let needed = needed.filter(|(_, daemon)| **daemon == WantedDaemon::Ready);
+    let needed = wanted
+        .partition_daemons
+        .iter()
+        .filter(|(_, daemon)| **daemon == WantedDaemon::Ready);
     for (&place, _) in needed {
         if actual.compute_mode == ComputeMode::Prohibited {
             return Err(Obstacle::Prohibited);

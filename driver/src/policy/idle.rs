@@ -14,7 +14,7 @@ use super::{PolicyError, PolicyProblem, matching, of, out_of_range, selector};
 
 /// What a policy says of idle claims.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Terms {
+pub struct IdleRule {
     /// Without a kernel for so long, a claim is idle.
     pub after: Duration,
     /// What then happens.
@@ -33,7 +33,7 @@ pub enum Action {
     },
 }
 
-impl Terms {
+impl IdleRule {
     /// The more patient of both, for a claim with devices of several GPUs.
     #[must_use]
     pub fn more_patient(self, other: Self) -> Self {
@@ -55,13 +55,13 @@ impl Terms {
 pub struct IdleTerms {
     /// As its holders' namespaces are labelled.
     namespaces: LabelSelector,
-    terms: Terms,
+    terms: IdleRule,
 }
 
 impl IdleTerms {
     /// What is asked of a claim in a namespace with these labels, if anything.
     #[must_use]
-    pub fn of_namespace(&self, labels: &BTreeMap<String, String>) -> Option<Terms> {
+    pub fn of_namespace(&self, labels: &BTreeMap<String, String>) -> Option<IdleRule> {
         // It was tried when it was read.
         let is_selected = selector::matches(&self.namespaces, labels).unwrap_or(false);
         is_selected.then_some(self.terms)
@@ -69,8 +69,8 @@ impl IdleTerms {
 
     /// The terms where the namespace does not matter: a claim is only reported.
     #[must_use]
-    pub fn report(&self) -> Terms {
-        Terms {
+    pub fn report(&self) -> IdleRule {
+        IdleRule {
             action: Action::Report,
             ..self.terms
         }
@@ -123,7 +123,7 @@ pub(super) fn terms(policy: &IdlePolicy) -> Result<Option<IdleTerms>, PolicyProb
     };
     Ok(Some(IdleTerms {
         namespaces: namespaces.clone(),
-        terms: Terms { after, action },
+        terms: IdleRule { after, action },
     }))
 }
 

@@ -114,8 +114,10 @@ pub(super) fn of_gpu(parent: &Parent<'_>, terms: &Terms) -> Result<Offer, OfferE
             }
             continue;
         };
-        let over = terms.capped.memory_oversubscription;
-        let over = over.filter(|_| whole == WholeGpuTier::Capped);
+        let over = terms
+            .capped
+            .memory_oversubscription
+            .filter(|_| whole == WholeGpuTier::Capped);
         let offered = supported(tier, gpu).and_then(|()| capacities(whole, terms, over, &memory));
         let movable = over.map_or(Ok(()), |_| oversubscribed::check(gpu));
         let capacity = match movable.and(offered) {

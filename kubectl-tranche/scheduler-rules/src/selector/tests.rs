@@ -40,7 +40,6 @@ fn selectors_of_our_documents_are_evaluated() {
 fn a_missing_attribute_is_an_error_unless_the_other_side_decides() {
     let missing = r#"device.attributes["gpu.tranche.dev"].profile == "1g.10gb""#;
     let fault = accept(missing).unwrap_err();
-    let fault = accept(missing).unwrap_err();
     assert_eq!(fault, Fault::Runtime("No such key: profile".to_owned()));
     assert_eq!(accept(&format!("{missing} || true")), Ok(true));
     assert_eq!(accept(&format!("{missing} && false")), Ok(false));

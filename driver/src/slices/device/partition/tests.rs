@@ -82,8 +82,9 @@ fn all_that_mig_can_make_is_offered_before_the_whole_gpu() {
     assert_eq!(parent, string(&offer.devices[25], attribute::UUID));
     let values = |device: &Device| {
         let capacity = device.capacity.clone().unwrap();
-        let values = capacity.into_iter();
-        let values = values.map(|(name, it)| format!("{name}={}", it.value.0));
+        let values = capacity
+            .into_iter()
+            .map(|(name, it)| format!("{name}={}", it.value.0));
         values.collect::<Vec<_>>().join(" ")
     };
     assert_eq!(
