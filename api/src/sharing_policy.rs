@@ -73,7 +73,7 @@ pub struct SharingPolicySpec {
     /// How GPUs are shared in the tier `timeshared`.
     #[serde(default)]
     pub timeshared: TimesharedPolicy,
-    /// What happens to claims with programs that hold memory of the GPU and run no kernel; nothing where absent.
+    /// What becomes of claims whose programs hold memory of the GPU and run no kernel; nothing where absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub idle: Option<IdlePolicy>,
 }
@@ -125,7 +125,7 @@ pub struct CappedPolicy {
     /// The most shares of one GPU, 1-128.
     #[schemars(range(min = 1, max = 128))]
     pub max_sharers: u32,
-    /// The number of sharers that memory is kept free for, for their CUDA contexts: 0 to `maxSharers`.
+    /// Sharers for whose CUDA contexts memory is kept free, 0 to `maxSharers`.
     #[schemars(range(min = 0, max = 128))]
     pub expected_sharers: u32,
     /// Memory kept free for one sharer's CUDA context, bytes. Where absent, the size that the node measured
@@ -156,7 +156,7 @@ pub struct CappedPolicy {
     #[schemars(range(min = 1, max = 100))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub default_cores: Option<u32>,
-    /// What happens to the tier where the driver has functions that Tranche does not know:
+    /// What becomes of the tier where the driver has functions that Tranche does not know:
     /// `Taint` closes it to new claims that do not tolerate
     /// `gpu.tranche.dev/untested-driver`, `Allow` only tells by the attribute `untestedDriver`.
     pub untested_driver: UntestedDriver,
@@ -169,7 +169,7 @@ pub struct CappedPolicy {
     /// allocated through any other library is not counted.
     #[schemars(schema_with = "driver_capabilities_schema")]
     pub driver_capabilities: Vec<String>,
-    /// The MIG profiles that are offered in shares, too, as `nvidia-smi mig -lgip` names them; no profile where empty.
+    /// The MIG profiles of which partitions are offered in shares, too, as `nvidia-smi mig -lgip` names them; none where empty.
     /// Each partition of such a profile is a device that several claims of the tier `capped` share; its shares are as those
     /// of a GPU, with percent of the partition's time. The first share makes the partition, the last one removes it.
     #[serde(skip_serializing_if = "Vec::is_empty")]
@@ -185,7 +185,7 @@ pub const DRIVER_CAPABILITIES: [&str; 7] = [
 /// What every capped share has of the driver.
 pub const CAPPED_CAPABILITIES: [&str; 2] = ["compute", "utility"];
 
-/// What happens to a tier that a driver's unknown functions may escape.
+/// What becomes of a tier that a driver's unknown functions may escape.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum UntestedDriver {
     /// Closed to new claims that do not tolerate it.
@@ -224,7 +224,8 @@ pub struct ConcurrentPolicy {
     /// share is one: leave room where shares run several.
     #[schemars(range(min = 1, max = 48))]
     pub max_sharers: u32,
-    /// The MIG profiles that are offered in concurrent shares, too, as `nvidia-smi mig -lgip` names them; no profile where empty. Each partition of such a profile has an MPS daemon of its own while it has shares, which are as those of a GPU, with
+    /// The MIG profiles of which partitions are offered in concurrent shares, too, as `nvidia-smi mig -lgip` names them; none where
+    /// empty. Each partition of such a profile has an MPS daemon of its own while it has shares, which are as those of a GPU, with
     /// percent of the partition's multiprocessors.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "profiles_schema")]

@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::tier::Tier;
 
-/// A GPU that is not offered, or not in all the ways that the policy asks for.
+/// A GPU of the node of which not everything is offered that the policy asks for.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct WithheldGpu {
