@@ -2,6 +2,7 @@
 #![allow(
     clippy::trivially_copy_pass_by_ref,
     clippy::needless_pass_by_value,
+    clippy::unnecessary_wraps,
     reason = "the signatures are those that `cel` calls"
 )]
 
