@@ -13,7 +13,7 @@
 pub mod asked;
 pub mod decision;
 mod facts;
-mod holder;
+pub mod holder;
 mod round;
 pub mod state;
 mod writer;
