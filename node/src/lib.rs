@@ -17,6 +17,7 @@
 //! The node plugin and `tranche run` both use it. It does not know Kubernetes, and it does not trust
 //! account pages: the tenant can write them.
 #![forbid(unsafe_code)]
+#![warn(missing_docs)]
 
 pub mod capabilities;
 pub mod compute;

@@ -79,8 +79,6 @@ pub struct GpuDescription {
     pub mig_capable: bool,
     /// nvmlDeviceGetMigMode; both off where it is not supported.
     pub mig_mode: MigMode,
-    /// The largest `sliceCount` that nvmlDeviceGetGpuInstanceProfileInfo reports, if any.
-    pub mig_compute_slices: Option<u32>,
     /// The profiles into which MIG can divide the GPU; empty where the driver does not report them.
     pub mig_profiles: Vec<MigProfile>,
     /// The GPU instances that exist.

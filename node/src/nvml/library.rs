@@ -354,7 +354,6 @@ impl Library {
             multiprocessors: device.attributes().ok().map(|a| a.multiprocessor_count),
             mig_capable: mig.is_some(),
             mig_mode: mig.unwrap_or_default(),
-            mig_compute_slices: mig_profiles.iter().map(|it| it.compute_slices).max(),
             mig_profiles,
             mig_instances,
             vgpu_role,

@@ -5,7 +5,7 @@
 
 use std::collections::BTreeMap;
 
-use super::{Money, MoneyError};
+use crate::money::{Money, MoneyError};
 
 /// Prices where the administrator names none: a word of the product's name, and millionths of a dollar for an hour.
 ///
@@ -47,9 +47,7 @@ pub struct Priced {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("key {key:?}: {problem}")]
 pub struct PriceError {
-    /// The key.
     pub key: String,
-    /// Why.
     pub problem: MoneyError,
 }
 

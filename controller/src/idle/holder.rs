@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tranche_api::usage::{ClaimReference, GpuUsage, NodeUsage, ShareUsage};
 
-use super::Seen;
+use super::state::Seen;
 
 /// A claim that holds devices of a node.
 #[derive(Clone, Debug, PartialEq, Eq)]

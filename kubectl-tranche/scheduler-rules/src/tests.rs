@@ -1,4 +1,4 @@
-//! The reasons and the releases. The verdicts are compared with the scheduler's in `driver/allocator-oracle`.
+//! The reasons and the releases. The verdicts are compared with the scheduler's in `tests/rules`.
 
 use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::api::resource::v1::{DeviceClass, DeviceTaintRule, ResourceClaim, ResourceSlice};

@@ -1,33 +1,16 @@
-//! The spec of one claim: per device its node, its pages, and variables for people.
+//! The CDI spec of one claim: per device its node, its pages, and variables for people.
 
 use tranche_api::quantity::Quantity;
 
-use super::{
-    CLAIM_CLASS, CdiError, ContainerEdits, Device, Mount, Spec, absolute, bind, container_path,
-    device_node, mps_path, read_only,
+use crate::cdi::{
+    CLAIM_CLASS, CdiError, ContainerEdits, Device, Mount, NodePaths, Spec, absolute, bind,
+    container_path, device_node, mps_path, read_only,
 };
 use crate::metadata;
 use crate::preparation::{Cap, PreparationPlan, PreparedDevice};
 
 /// Bytes in the unit of the variable `CUDA_DEVICE_MEMORY_LIMIT_<n>`.
 const MIB: u64 = 1 << 20;
-
-/// Folders on the host.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct NodePaths {
-    /// A folder per claim, in it a folder per device with its pages: `/run/tranche/shares`.
-    pub shares: String,
-    /// The hook and its ldconfig, in a folder from which runtimes can execute them in user
-    /// namespaces.
-    pub hooks: String,
-    /// A folder per claim, in it a file per request ([`crate::metadata`]): `/run/tranche/metadata`. Without it containers get
-    /// no such file.
-    pub metadata: Option<String>,
-    /// The MPS supervisor's folder, in it a folder per GPU or MIG device: `/run/tranche/mps`.
-    pub mps: String,
-    /// The root of the driver's device nodes: `/`, or the driver root if it has its own `dev`.
-    pub dev_root: String,
-}
 
 /// What the containers of a claim get, device by device.
 pub fn claim_spec(plan: &PreparationPlan, paths: &NodePaths) -> Result<Spec, CdiError> {
@@ -80,8 +63,10 @@ fn edits(
         ));
     }
     if let Some(held) = &device.vfio {
-        let group = held.group.as_ref();
-        let group = group.ok_or_else(|| CdiError::NoVfioGroup(device.key.clone()))?;
+        let group = held
+            .group
+            .as_ref()
+            .ok_or_else(|| CdiError::NoVfioGroup(device.key.clone()))?;
         // VFIO's nodes are the kernel's, wherever the driver has its own.
         let nodes = group.nodes.iter().map(|node| device_node(node, "/"));
         return Ok(ContainerEdits {
@@ -93,8 +78,10 @@ fn edits(
     }
     let mut nodes = vec![format!("/dev/nvidia{}", device.minor)];
     if let Some(partition) = &device.partition {
-        let mig = partition.mig.as_ref();
-        let mig = mig.ok_or_else(|| CdiError::NoMigDevice(device.key.clone()))?;
+        let mig = partition
+            .mig
+            .as_ref()
+            .ok_or_else(|| CdiError::NoMigDevice(device.key.clone()))?;
         nodes.extend(
             mig.capabilities
                 .map(|minor| format!("/dev/nvidia-caps/nvidia-cap{minor}")),

@@ -1,6 +1,6 @@
-//! The model of the scheduler's allocator (`tranche_driver::allocator`) against the allocator itself, on slices and claims of
-//! any driver: counters over several devices, request policies, selectors, taints, constraints, node selection, pools that are
-//! incomplete, invalid or being replaced, admin access. `tests/allocations` compares the two on our own slices.
+//! The rules against kube-scheduler's allocator itself, on slices and claims of any driver (counters over several devices,
+//! request policies, selectors, taints, constraints, node selection, pools that are incomplete, invalid or being replaced, admin
+//! access) and on slices of ours.
 
 #![allow(
     clippy::unwrap_used,
@@ -8,6 +8,8 @@
 )]
 
 mod claims;
+mod comparison;
+mod ours;
 mod slices;
 
 use std::cell::{Cell, RefCell};
@@ -19,11 +21,11 @@ use k8s_openapi::api::resource::v1::{DeviceClass, ResourceClaim, ResourceSlice};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestCaseError, TestRunner};
 use serde_json::{Value, json};
-use tranche_allocator_oracle::comparison::compare;
 use tranche_allocator_oracle::{Error, Knowledge, Outcome, Scheduler};
-use tranche_driver::allocator::{Cluster, Selectors};
+use tranche_scheduler_rules::{Cluster, Selectors};
 
 use claims::Pod;
+use comparison::compare;
 
 /// What happens in a cluster.
 #[derive(Clone, Debug)]
@@ -83,21 +85,31 @@ fn labels() -> BTreeMap<String, String> {
     BTreeMap::from([("zone".to_owned(), "1".to_owned())])
 }
 
-fn any_event() -> impl Strategy<Value = Event> {
-    prop_oneof![
-        10 => claims::any_pod().prop_map(Event::Pod),
+type Story = (Vec<Value>, Vec<Event>);
+
+/// What is published at first, and at most so many events.
+fn any_story<S>(
+    slices: fn() -> S,
+    pod: impl Strategy<Value = Pod>,
+    longest: usize,
+) -> impl Strategy<Value = Story>
+where
+    S: Strategy<Value = Vec<Value>>,
+{
+    let event = prop_oneof![
+        10 => pod.prop_map(Event::Pod),
         3 => any::<prop::sample::Index>().prop_map(Event::End),
-        1 => slices::any_slices().prop_map(Event::Publish),
-    ]
+        1 => slices().prop_map(Event::Publish),
+    ];
+    (slices(), prop::collection::vec(event, 1..=longest))
 }
 
 fn story(
     scheduler: &mut Scheduler,
-    first: &[Value],
-    events: &[Event],
+    classes: &[DeviceClass],
+    (first, events): &Story,
     distort: impl Fn(&mut ResourceSlice),
 ) -> Result<Count, String> {
-    let classes = classes();
     let selectors = Selectors::default();
     let node: Node = object(&json!({"metadata": {"name": "node-a", "labels": labels()}}));
     let mut count = Count::default();
@@ -135,7 +147,7 @@ fn story(
                 }
                 let cluster = Cluster {
                     slices: &slices,
-                    classes: &classes,
+                    classes,
                     claims: &held.iter().collect::<Vec<_>>(),
                     selectors: &selectors,
                 };
@@ -161,14 +173,16 @@ fn story(
     Ok(count)
 }
 
-fn start() -> Scheduler {
+fn run(
+    stories: u32,
+    classes: &[DeviceClass],
+    story: impl Strategy<Value = Story>,
+    distort: fn(&mut ResourceSlice),
+    shrink: u32,
+) -> Result<Count, String> {
     let mut scheduler = Scheduler::start().unwrap_or_else(|error| panic!("{error}"));
-    scheduler.replace_classes(&classes()).unwrap();
-    scheduler
-}
-
-fn run(stories: u32, distort: fn(&mut ResourceSlice), shrink: u32) -> Result<Count, String> {
-    let scheduler = RefCell::new(start());
+    scheduler.replace_classes(classes).unwrap();
+    let scheduler = RefCell::new(scheduler);
     let count = Cell::new(Count::default());
     let config = Config {
         cases: stories,
@@ -176,14 +190,10 @@ fn run(stories: u32, distort: fn(&mut ResourceSlice), shrink: u32) -> Result<Cou
         max_shrink_iters: shrink,
         ..Config::default()
     };
-    let stories = (
-        slices::any_slices(),
-        prop::collection::vec(any_event(), 1..14),
-    );
-    let result = TestRunner::new(config).run(&stories, |(slices, events)| {
+    let result = TestRunner::new(config).run(&story, |story| {
         let mut sum = count.get();
-        let story = self::story(&mut scheduler.borrow_mut(), &slices, &events, distort);
-        sum += story.map_err(TestCaseError::fail)?;
+        let told = self::story(&mut scheduler.borrow_mut(), classes, &story, distort);
+        sum += told.map_err(TestCaseError::fail)?;
         count.set(sum);
         Ok(())
     });
@@ -192,10 +202,15 @@ fn run(stories: u32, distort: fn(&mut ResourceSlice), shrink: u32) -> Result<Cou
         .map_err(|failure| failure.to_string())
 }
 
+fn story_of_any_driver() -> impl Strategy<Value = Story> {
+    any_story(slices::any_slices, claims::any_pod(), 13)
+}
+
 #[test]
-fn the_model_allocates_as_the_scheduler_does() {
+fn the_rules_allocate_as_the_scheduler_does() {
     let stories = 500 * tranche_allocator_oracle::stories_factor();
-    let count = run(stories, |_| {}, 2_000).unwrap_or_else(|failure| panic!("{failure}"));
+    let count = run(stories, &classes(), story_of_any_driver(), |_| {}, 2_000);
+    let count = count.unwrap_or_else(|failure| panic!("{failure}"));
     println!("{stories} stories: {count:?}");
     // Each outcome happened in many stories.
     assert!(count.allocated > stories, "{count:?}");
@@ -203,7 +218,20 @@ fn the_model_allocates_as_the_scheduler_does() {
     assert!(10 * count.failed > stories, "{count:?}");
 }
 
-/// A rule that the model is made to break: what it is given differs from what the scheduler is given.
+#[test]
+fn the_rules_allocate_as_the_scheduler_does_on_slices_of_ours() {
+    let stories = 150 * tranche_allocator_oracle::stories_factor();
+    let story = any_story(ours::any_slices, ours::any_pod(), 20);
+    let count = run(stories, &ours::classes(), story, |_| {}, 500);
+    let count = count.unwrap_or_else(|failure| panic!("{failure}"));
+    println!("{stories} stories: {count:?}");
+    assert!(
+        count.allocated > 2 * stories && count.pending > stories,
+        "{count:?}"
+    );
+}
+
+/// A rule that is made to break: what the rules are given differs from what the scheduler is given.
 #[test]
 fn a_broken_rule_is_noticed() {
     let faults: [fn(&mut ResourceSlice); 6] = [
@@ -238,7 +266,7 @@ fn a_broken_rule_is_noticed() {
         |slice| slice.spec.devices.iter_mut().for_each(|it| it.reverse()),
     ];
     for (number, fault) in faults.into_iter().enumerate() {
-        let noticed = run(300, fault, 0);
+        let noticed = run(300, &classes(), story_of_any_driver(), fault, 0);
         assert!(noticed.is_err(), "fault {number}: {noticed:?}");
     }
 }

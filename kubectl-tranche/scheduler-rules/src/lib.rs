@@ -1,7 +1,7 @@
 //! What kube-scheduler allocates for claims, and why it does not: the rules of the structured allocator of Kubernetes 1.37
 //! with the features that the release enables by default.
 //!
-//! `driver/allocator-oracle` holds this model to the scheduler's own code: the verdict and the devices are the same. What
+//! `tests/rules` hold these rules to the scheduler's own code: the verdict and the devices are the same. What
 //! this model cannot decide is a [`Problem::Unjudged`], never a guess.
 //!
 //! ```text
@@ -12,9 +12,10 @@
 //!
 //! Not modelled, because the release disables them: list attributes in constraints, derived attributes, compatibility groups,
 //! resources of nodes by devices. The limit on the cost of a selector is not modelled either.
+#![forbid(unsafe_code)]
+#![warn(missing_docs)]
 
 mod capacity;
-mod cel;
 mod constraint;
 mod held;
 mod node;
@@ -24,6 +25,7 @@ mod release;
 mod report;
 mod request;
 mod search;
+mod selector;
 mod taint;
 mod verdict;
 
@@ -32,9 +34,9 @@ use std::collections::BTreeMap;
 use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::api::resource::v1::{DeviceClass, ResourceClaim, ResourceSlice};
 
-pub use cel::Selectors;
 pub use node::{matches as term_matches, selects as selector_matches};
 pub use problem::Problem;
+pub use selector::Selectors;
 pub use taint::add_rules as add_taint_rules;
 pub use verdict::{
     DeviceId, DeviceReport, Granted, Holder, Obstacle, PoolProblem, Release, Report, RequestReport,

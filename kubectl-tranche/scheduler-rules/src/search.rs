@@ -9,11 +9,11 @@ use k8s_openapi::api::resource::v1::{Device, DeviceSelector, DeviceTaint};
 use tranche_api::Quantity;
 
 use super::capacity::{self, Amounts, Shortage};
-use super::cel::{Selectors, Subject};
 use super::held::{Held, Holdings};
 use super::pool::{self, Content, Pool, PoolDevice};
 use super::problem::Problem;
 use super::request::{Ask, Claim, Number};
+use super::selector::{Selectors, Subject};
 use super::taint;
 
 /// The most devices of one claim.

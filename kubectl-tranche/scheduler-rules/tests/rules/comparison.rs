@@ -1,14 +1,13 @@
-//! Whether the model in `tranche_driver::allocator` says what the scheduler's allocator does.
+//! Whether the rules say what the scheduler's allocator does.
 
 use std::collections::BTreeMap;
 
 use k8s_openapi::api::resource::v1::{AllocationResult, DeviceRequestAllocationResult};
+use tranche_allocator_oracle::{Error, Outcome};
 use tranche_api::Quantity;
-use tranche_driver::allocator::{Granted, Problem, Verdict};
+use tranche_scheduler_rules::{Granted, Problem, Verdict};
 
-use crate::{Error, Outcome};
-
-/// The difference between the scheduler's outcome and the model's verdict.
+/// The difference between the scheduler's outcome and the verdict by the rules.
 pub fn compare(outcome: &Result<Outcome, Error>, verdict: &Verdict) -> Result<(), String> {
     let same = match (outcome, verdict) {
         (Ok(Outcome::Allocated(results)), Verdict::Fits(granted)) => {
@@ -25,7 +24,7 @@ pub fn compare(outcome: &Result<Outcome, Error>, verdict: &Verdict) -> Result<()
         return Ok(());
     }
     Err(format!(
-        "the scheduler: {outcome:?}; the model: {verdict:?}"
+        "the scheduler: {outcome:?}; the rules: {verdict:?}"
     ))
 }
 

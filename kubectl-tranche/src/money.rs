@@ -1,22 +1,4 @@
-//! What parts of GPUs cost.
-//!
-//! ```text
-//!  prices      the price of a GPU for an hour, by product: an administrator's, or a default
-//!  split       a GPU's price among its holders, what is free and what is stranded: they sum to the price
-//!  calculator  jobs on whole GPUs against jobs on shares
-//! ```
-//!
-//! **What a holder pays.** A partition pays for its compute slices, as clouds price MIG. A share with sizes pays the mean of its
-//! part of the memory and its part of the cores. Timeshared shares, which have no sizes, pay equal parts. So the parts of a
-//! GPU are never more than the GPU.
-
-mod calculator;
-mod prices;
-mod split;
-
-pub use calculator::{Calculation, Calculator, CalculatorError};
-pub use prices::{DEFAULTS, PriceError, Priced, Prices, key};
-pub use split::{Basis, Split, split};
+//! Amounts of money.
 
 use std::fmt;
 use std::ops::Add;

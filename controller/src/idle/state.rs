@@ -8,60 +8,15 @@
 //!         another policy, not known
 //! ```
 //!
-//! [`holders`] says what each claim does on a node, [`Watch::step`] decides for one of them; whoever calls it says the time. Whatever is
-//! not known counts as work: nobody is evicted because a driver does not answer.
+//! [`Watch::step`] decides for one claim; its caller says the time. What is not known counts as work: nobody is evicted because a
+//! driver does not answer.
 
-mod holder;
 #[cfg(test)]
 mod tests;
 
 use std::time::Duration;
 
-pub use holder::{Device, Holder, holders};
-
-/// What a policy says of idle claims.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Terms {
-    /// Without a kernel for so long, a claim is idle.
-    pub after: Duration,
-    /// What then happens.
-    pub action: Action,
-}
-
-/// What happens to an idle claim.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Action {
-    /// It is named, with what it would free.
-    Report,
-    /// It is named, and evicted after a time in which it, or its owner, can do something about it.
-    Evict {
-        /// That time.
-        grace: Duration,
-    },
-}
-
-impl Terms {
-    /// Whether a claim is idle by them.
-    #[must_use]
-    pub fn find_idle(self, seen: Seen) -> bool {
-        judge(Some(self), seen).is_ok()
-    }
-
-    /// The more patient of both, for a claim with devices of several GPUs.
-    #[must_use]
-    pub fn more_patient(self, other: Self) -> Self {
-        let action = match (self.action, other.action) {
-            (Action::Evict { grace: one }, Action::Evict { grace: two }) => Action::Evict {
-                grace: one.max(two),
-            },
-            _ => Action::Report,
-        };
-        Self {
-            after: self.after.max(other.after),
-            action,
-        }
-    }
-}
+use tranche_driver::policy::{Action, IdleRule};
 
 /// What was seen of a claim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -96,7 +51,7 @@ pub enum Step {
     Evict,
 }
 
-/// Why a claim is not called idle any more.
+/// Why a claim is no longer called idle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Why {
     /// It ran a kernel.
@@ -112,10 +67,10 @@ pub enum Why {
 /// What is known of a claim, from step to step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Watch {
-    /// Nothing was said.
+    /// The claim has no condition `Idle`, or a false one.
     #[default]
     Busy,
-    /// It was called idle.
+    /// The claim has the condition `Idle`.
     Noticed {
         /// When.
         at: Duration,
@@ -128,7 +83,7 @@ impl Watch {
     /// The next state, and what must be done. `now` is a time that does not go back; `terms` are those of its namespace, `None`
     /// if nothing is asked of it there, or if it is exempt.
     #[must_use]
-    pub fn step(self, now: Duration, terms: Option<Terms>, seen: Seen) -> (Self, Step) {
+    pub fn step(self, now: Duration, terms: Option<IdleRule>, seen: Seen) -> (Self, Step) {
         let (action, idle) = match judge(terms, seen) {
             Ok(idle) => idle,
             Err(why) => {
@@ -164,8 +119,14 @@ impl Watch {
     }
 }
 
-/// What becomes of a claim that is idle, and for how long it is; else why it is not.
-fn judge(terms: Option<Terms>, seen: Seen) -> Result<(Action, Duration), Why> {
+/// Whether a claim is idle by these terms.
+#[must_use]
+pub fn is_idle(terms: IdleRule, seen: Seen) -> bool {
+    judge(Some(terms), seen).is_ok()
+}
+
+/// What happens to a claim that is idle, and for how long it has been idle; else why it is not idle.
+fn judge(terms: Option<IdleRule>, seen: Seen) -> Result<(Action, Duration), Why> {
     let terms = terms.ok_or(Why::NotAsked)?;
     let idle = seen.idle.ok_or(Why::NotKnown)?;
     if idle < terms.after {

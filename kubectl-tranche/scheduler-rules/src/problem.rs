@@ -1,6 +1,6 @@
 //! Why there is no verdict about claims.
 
-use super::cel::Fault;
+use super::selector::Fault;
 
 /// Neither "fits" nor "does not fit".
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

@@ -5,24 +5,26 @@ use serde_json::{Value, json};
 
 /// The claims of a pod.
 #[derive(Clone, Debug)]
-pub struct Pod(Vec<Claim>);
+pub struct Pod(pub Vec<Claim>);
 
 #[derive(Clone, Debug)]
-struct Claim {
-    requests: Vec<Vec<Ask>>,
-    constraints: Vec<(&'static str, &'static str, bool)>,
+pub struct Claim {
+    /// The alternatives of each request.
+    pub requests: Vec<Vec<Ask>>,
+    /// The kind, the attribute, and whether it is for all requests.
+    pub constraints: Vec<(&'static str, &'static str, bool)>,
 }
 
 #[derive(Clone, Debug)]
-struct Ask {
-    class: &'static str,
-    selectors: Vec<&'static str>,
+pub struct Ask {
+    pub class: &'static str,
+    pub selectors: Vec<&'static str>,
     /// 0 for all.
-    count: u32,
-    memory: Option<&'static str>,
-    cores: Option<&'static str>,
-    toleration: Option<Value>,
-    admin: bool,
+    pub count: u32,
+    pub memory: Option<&'static str>,
+    pub cores: Option<&'static str>,
+    pub toleration: Option<Value>,
+    pub admin: bool,
 }
 
 /// Selectors of every form that users write, some of which fail on some devices.

@@ -3,12 +3,13 @@ use serde_json::{Value, json};
 use tranche_api::usage::NodeUsage;
 
 use super::*;
+use crate::idle::holder::holders;
 
 const fn seconds(seconds: u64) -> Duration {
     Duration::from_secs(seconds)
 }
 
-const EVICT: Terms = Terms {
+const EVICT: IdleRule = IdleRule {
     after: seconds(30),
     action: Action::Evict { grace: seconds(10) },
 };
@@ -22,7 +23,7 @@ const fn idle(for_seconds: u64) -> Seen {
 
 /// Steps every second from a kernel at 0 on; what was done, by the second.
 fn history(
-    terms: impl Fn(u64) -> Option<Terms>,
+    terms: impl Fn(u64) -> Option<IdleRule>,
     seen: impl Fn(u64) -> Seen,
     until: u64,
 ) -> Vec<(u64, Step)> {
@@ -44,7 +45,7 @@ const NOTICE: Step = Step::Notice { idle: seconds(30) };
 fn it_is_named_then_evicted_after_its_grace_until_it_is_gone() {
     let done = history(|_| Some(EVICT), idle, 42);
     assert_eq!(done, [(30, NOTICE), (40, Step::Evict), (41, Step::Evict)]);
-    let report = Terms {
+    let report = IdleRule {
         action: Action::Report,
         ..EVICT
     };
@@ -76,13 +77,13 @@ fn what_ends_the_notice() {
 
 #[test]
 fn nobody_is_evicted_untold_or_sooner_than_told() {
-    let evict = |grace| Terms {
+    let evict = |grace| IdleRule {
         action: Action::Evict {
             grace: seconds(grace),
         },
         ..EVICT
     };
-    let report = Terms {
+    let report = IdleRule {
         action: Action::Report,
         ..EVICT
     };
@@ -177,20 +178,20 @@ fn what_one_device_does_not_tell_is_not_known_of_the_claim() {
 
 #[test]
 fn for_a_claim_on_several_gpus_the_more_patient_terms_hold() {
-    let evict = |after, grace| Terms {
+    let evict = |after, grace| IdleRule {
         after: seconds(after),
         action: Action::Evict {
             grace: seconds(grace),
         },
     };
     assert_eq!(evict(30, 60).more_patient(evict(40, 10)), evict(40, 60));
-    let report = Terms {
+    let report = IdleRule {
         after: seconds(9),
         action: Action::Report,
     };
     assert_eq!(
         evict(30, 60).more_patient(report),
-        Terms {
+        IdleRule {
             after: seconds(30),
             action: Action::Report
         }
@@ -212,7 +213,7 @@ proptest! {
         after in 1..20_u64,
         grace in 0..20_u64,
     ) {
-        let terms = Terms { after: seconds(after), action: Action::Evict { grace: seconds(grace) } };
+        let terms = IdleRule { after: seconds(after), action: Action::Evict { grace: seconds(grace) } };
         let (mut watch, mut worked, mut noticed) = (Watch::default(), 0, None);
         for (now, &[works, is_known, is_asked, is_looked_at]) in (0..).zip(&seconds_of) {
             if works {
@@ -244,7 +245,7 @@ proptest! {
     /// The status of a claim is written only when something changes.
     #[test]
     fn it_is_named_once(until in 31..500_u64) {
-        let report = Terms { action: Action::Report, ..EVICT };
+        let report = IdleRule { action: Action::Report, ..EVICT };
         prop_assert_eq!(history(|_| Some(report), idle, until).len(), 1);
     }
 }

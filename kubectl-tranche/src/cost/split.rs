@@ -1,7 +1,8 @@
 //! A GPU's price among those that hold parts of it.
 
-use super::Money;
-use crate::stranded::Shares;
+use tranche_driver::stranded::Shares;
+
+use crate::money::Money;
 
 /// What a holder's part of the price is measured by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
