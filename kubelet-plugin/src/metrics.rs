@@ -78,6 +78,10 @@ pub struct Metrics {
     pub dead_processes: Counter,
     /// Processes that were ended because they bypassed their share's cap.
     pub bypasses_ended: Counter,
+    /// Failed attempts to write the audit trail.
+    pub audit_write_failures: Counter,
+    /// Entries of the audit trail that were dropped.
+    pub audit_entries_lost: Counter,
     /// 1 while there is a usable driver.
     pub driver_ready: Gauge,
     /// GPUs with shares for which NVML does not report utilization by process.
@@ -99,6 +103,8 @@ impl Default for Metrics {
             orphans: Counter::default(),
             dead_processes: Counter::default(),
             bypasses_ended: Counter::default(),
+            audit_write_failures: Counter::default(),
+            audit_entries_lost: Counter::default(),
             driver_ready: Gauge::default(),
             gpus_without_process_utilization: Gauge::default(),
         };
@@ -156,6 +162,16 @@ impl Metrics {
             "bypassing_processes_ended",
             "Processes that the node ended because they held memory that was not in their share's account",
             self.bypasses_ended.clone(),
+        );
+        r.register(
+            "audit_write_failures",
+            "Failed attempts to write the audit trail; its lines wait",
+            self.audit_write_failures.clone(),
+        );
+        r.register(
+            "audit_entries_lost",
+            "Beginnings and ends of claims that the audit trail lacks, because too many waited",
+            self.audit_entries_lost.clone(),
         );
         r.register(
             "driver_ready",

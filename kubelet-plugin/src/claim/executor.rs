@@ -3,7 +3,7 @@
 //! ```text
 //!  journal the plan ─► GPUs as wanted ─► step 1 ─► … ─► step n ─► audit: allocated
 //!                                        any failure: undo n … 1, GPUs without the claim, remove the journal
-//!  undo n … 1 ─► GPUs without the claim ─► audit: released ─► remove the journal
+//!  undo n … 1 ─► GPUs without the claim ─► remove the journal ─► audit: released
 //! ```
 //!
 //! After a kill at any point the journal lists what to undo or repeat. Steps and inverses are
@@ -31,7 +31,7 @@ use crate::gpu::gpus::{GpuError, Gpus};
 use crate::host::fs::{self, Durability, Fs, FsError, TmpfsSize};
 use crate::host::layout::{Layout, SharePaths};
 use crate::host::selinux::label_for_containers;
-use crate::ledger::audit::{Audit, Place};
+use crate::ledger::audit::Audit;
 use crate::ledger::journal::{Journal, Loaded};
 
 /// A step or an inverse that failed.
@@ -152,9 +152,8 @@ pub struct Executor {
 }
 
 impl Executor {
-    /// Uses the paths of `layout`, with its audit trail at `audit`.
-    pub fn new(fs: Arc<dyn Fs>, layout: Layout, audit: Place) -> Result<Self, FsError> {
-        let audit = Arc::new(Audit::open(Arc::clone(&fs), audit)?);
+    /// Uses the paths of `layout`.
+    pub fn new(fs: Arc<dyn Fs>, layout: Layout, audit: Arc<Audit>) -> Result<Self, FsError> {
         let journal = Journal::open(Arc::clone(&fs), layout.claims())?;
         fs.create_dir(&layout.shares)?;
         label_for_containers(&layout.shares)?;
@@ -227,7 +226,7 @@ impl Executor {
         for step in &prepared.steps {
             self.step(prepared, step, dev_root)?;
         }
-        self.audit.held(&record, pods)?;
+        self.audit.held(&record, pods);
         Ok(record.plan)
     }
 
@@ -246,12 +245,11 @@ impl Executor {
         failed.extend(self.remove_folder(uid).err().map(StepError::from));
         failed.extend(gpus.release(plan).err().map(StepError::from));
         if failed.is_empty() {
-            let recorded = self.audit.released(record, end.how);
-            let removed = recorded.and_then(|()| self.journal.remove(uid));
+            let removed = self.journal.remove(uid);
             failed.extend(removed.err().map(StepError::from));
         }
         if failed.is_empty() {
-            self.audit.forget(record);
+            self.audit.released(record, end.how);
             Ok(())
         } else {
             Err(UndoError(failed))
@@ -350,7 +348,7 @@ impl Executor {
         for (uid, _) in &loaded.refused {
             leftovers.remove(uid);
         }
-        self.audit.settle(&loaded)?;
+        self.audit.started(&loaded);
         for uid in &leftovers {
             match self.sweep(uid) {
                 Ok(()) => info!(uid, "removed files of a claim without a journal"),

@@ -260,11 +260,6 @@ impl Preparer {
                 Ok(plan.with_capabilities(|gpu| policy.capabilities(gpu)))
             });
             match booked.inspect_err(|problem| self.suspect(problem))? {
-                // Its release got as far as its end in the audit trail: nothing of it is in use.
-                Booking::Kept(record) if executor.audit().is_released(&record) => {
-                    self.undo(&record, Ended::PreparedAnew)?;
-                    ledger.remove(&allocation.uid);
-                }
                 // A boot removed its pages, so no container uses them: it gets pages of this
                 // release.
                 Booking::Kept(record)
@@ -436,15 +431,10 @@ impl Preparer {
     }
 
     /// Notes which pods use a held claim, as its object says now: for metrics, the watchdog and the audit trail.
-    pub async fn note_pods(self: &Arc<Self>, record: &Arc<Record>, object: &ResourceClaim) {
+    pub fn note_pods(&self, record: &Record, object: &ResourceClaim) {
         self.parts.ledger.note_pods(object);
-        let (this, record) = (Arc::clone(self), Arc::clone(record));
-        let pods = pods_of(object);
-        let noted = move || this.parts.executor.audit().joined(&record, &pods);
-        // It fails only at shutdown.
-        if let Ok(Err(error)) = tokio::task::spawn_blocking(noted).await {
-            warn!(%error, "the audit trail lacks pods that share a claim");
-        }
+        let audit = self.parts.executor.audit();
+        audit.joined(record, &pods_of(object));
     }
 
     /// Releases a claim whose pods have ended; one that is not held is released already. Waits for processes that still run: the

@@ -38,6 +38,9 @@ const INTERVAL: Duration = Duration::from_secs(1);
 /// How often the kubelet is asked for its pods.
 const LIST: Duration = Duration::from_secs(5);
 
+/// How old the kubelet's answer may be. Less than [`LIST`], so that each is another one.
+const POD_RESOURCES_AGE: Duration = Duration::from_secs(4);
+
 /// How old an answer may be: several readers at a time cause one reading.
 const FRESH: Duration = Duration::from_secs(1);
 
@@ -58,7 +61,7 @@ pub struct Parts {
     /// Whose the processes are.
     pub last_findings: Arc<LastFindings>,
     /// Lists the node's pods.
-    pub kubelet: Box<dyn Kubelet>,
+    pub kubelet: Arc<dyn Kubelet>,
 }
 
 /// Reads the usage of the node's GPUs.
@@ -115,8 +118,8 @@ impl Usage {
         if self.parts.ledger.held().is_empty() {
             return;
         }
-        let in_use = self.parts.kubelet.in_use().await;
-        self.listed().add(&self.parts.ledger, in_use.ok());
+        let listing = self.parts.kubelet.list(POD_RESOURCES_AGE).await;
+        self.listed().add(&self.parts.ledger, listing.ok());
     }
 
     /// Samples the utilization of all GPUs, while a claim holds one.
