@@ -16,7 +16,7 @@ use tranche_driver::providers::Verdict;
 use tranche_metrics::access::Access;
 use tranche_node::containers::Containers;
 use tranche_node::nvml::search::InstalledDriver;
-use tranche_node::nvml::{Driver, Gate, Gated, Patient};
+use tranche_node::nvml::{Driver, Gate, Gated, Patient, Session};
 use tranche_node::usage::Reader;
 use tranche_node::vfio::{Groups, Vfio};
 use tranche_service::Clock;
@@ -67,6 +67,8 @@ pub(super) struct Node {
     contexts: Arc<Contexts>,
     spec_file: Arc<SpecFile>,
     installed: InstalledDriver,
+    /// The NVML that stays open.
+    session: Session,
     gate: Gate,
     groups: Arc<dyn Groups>,
     pods: Arc<dyn Kubelet>,
@@ -121,12 +123,14 @@ impl Node {
         let (others_tx, others) = watch::channel(None);
         let (policy_tx, policy) = watch::channel(NodePolicy::default());
         let dev = args.host_root.join("dev");
+        let installed = InstalledDriver::new(&args.host_root, args.driver_root.folder());
         let node = Self {
             metrics: Arc::default(),
             last_findings: Arc::default(),
             contexts: Arc::new(Contexts::load(Arc::clone(&fs), &layout)),
             spec_file: Arc::new(SpecFile::new(Arc::clone(&fs), &layout)),
-            installed: InstalledDriver::new(&args.host_root, args.driver_root.folder()),
+            session: Session::new(Arc::new(installed.clone())),
+            installed,
             gate: Gate::default(),
             groups: Arc::new(Vfio::new(&args.sysfs, dev, &args.proc)),
             pods: Arc::new(PodResources::new(args.pod_resources_socket.clone())),
@@ -221,8 +225,8 @@ impl Node {
 
     /// An NVML that stays open between questions, except while a GPU changes its kernel driver.
     fn kept_nvml(&self) -> Box<dyn Driver> {
-        let driver = Box::new(self.installed.clone());
-        Box::new(Gated::new(driver, self.gate.clone()))
+        let session = Box::new(self.session.clone());
+        Box::new(Gated::new(session, self.gate.clone()))
     }
 
     fn events(&self) -> Events {
