@@ -36,13 +36,10 @@ use crate::share::usage::Usage;
 pub struct Scrape {
     /// Whether there is a driver.
     pub driver: watch::Receiver<DriverState>,
-    /// The counters.
     pub metrics: Arc<Metrics>,
-    /// The held claims.
     pub ledger: Arc<Ledger>,
     /// The paths of its pages.
     pub layout: Layout,
-    /// The watchdog's findings.
     pub last_findings: Arc<LastFindings>,
     /// Who uses the GPUs.
     pub usage: Arc<Usage>,

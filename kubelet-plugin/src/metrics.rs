@@ -12,12 +12,9 @@ use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Registry, Unit};
 use tranche_api::Tier;
 
-/// The kubelet's calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Method {
-    /// NodePrepareResources.
     Prepare,
-    /// NodeUnprepareResources.
     Unprepare,
 }
 

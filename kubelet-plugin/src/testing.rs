@@ -78,7 +78,6 @@ pub struct World {
     pub ready: Arc<Ready>,
     /// The GPUs' MIG state.
     pub mig: MigGpus,
-    /// The MPS supervisor.
     pub mps: Supervisor,
     /// The GPUs' IOMMU groups.
     pub pci: Machine,
@@ -90,7 +89,6 @@ pub struct World {
     pub audits: Mutex<Vec<Weak<Audit>>>,
 }
 
-/// One plugin process.
 pub struct Plugin {
     pub preparer: Arc<Preparer>,
     pub gpus: Arc<Gpus>,
@@ -418,7 +416,6 @@ impl World {
         std::fs::write(folder.join("mountinfo"), mounts).unwrap();
     }
 
-    /// Ends a process.
     pub fn end(&self, pid: u32) {
         std::fs::remove_dir_all(self.proc().join(pid.to_string())).unwrap();
     }
@@ -595,7 +592,6 @@ pub fn whole(request: &str, minor: u32) -> Given {
     }
 }
 
-/// A capped share.
 pub fn capped(request: &str, minor: u32, memory: &str, cores: u32) -> Given {
     let share = format!("00000000-0000-4000-8000-{:012}", minor + 1);
     Given {
@@ -618,7 +614,6 @@ pub fn oversubscribed(request: &str, minor: u32, percent: u32, memory: &str, cor
     }
 }
 
-/// A timeshared share.
 pub fn timeshared(request: &str, minor: u32) -> Given {
     Given {
         request: request.into(),
@@ -630,7 +625,6 @@ pub fn timeshared(request: &str, minor: u32) -> Given {
     }
 }
 
-/// A concurrent share.
 pub fn concurrent(request: &str, minor: u32, memory: &str, threads: u32) -> Given {
     Given {
         device: format!("gpu-{minor:08}-concurrent"),
@@ -638,7 +632,6 @@ pub fn concurrent(request: &str, minor: u32, memory: &str, threads: u32) -> Give
     }
 }
 
-/// A partition.
 pub fn partition(request: &str, minor: u32, name: &str) -> Given {
     Given {
         request: request.into(),

@@ -87,7 +87,6 @@ pub(super) struct Senders {
     pub policy: watch::Sender<NodePolicy>,
 }
 
-/// What holds claims.
 pub(super) struct Claims {
     pub preparer: Arc<Preparer>,
     pub audit: Arc<Audit>,

@@ -37,7 +37,6 @@ use crate::ledger::journal::{Journal, Loaded};
 /// A step or an inverse that failed.
 #[derive(Debug, thiserror::Error)]
 pub enum StepError {
-    /// The file system.
     #[error(transparent)]
     Fs(#[from] FsError),
     /// A GPU is not as the claim needs it, or not as the others need it without the claim.
@@ -48,48 +47,31 @@ pub enum StepError {
     Cdi(#[from] CdiError),
     /// The cap page cannot be made.
     #[error("cap page of {key}: {source}")]
-    Cap {
-        /// The device's key.
-        key: String,
-        /// Why.
-        source: PageError,
-    },
+    Cap { key: String, source: PageError },
     /// The account page has invalid content.
     #[error(
         "account page {path}: {source}: its containers broke it; delete the pods that use the claim"
     )]
-    Account {
-        /// The page.
-        path: PathBuf,
-        /// Why.
-        source: PageError,
-    },
+    Account { path: PathBuf, source: PageError },
     /// The pages are of another release and one is missing.
     #[error(
         "page {path} is missing, and it has version {pages}, which this release cannot make: delete the pods that use \
          the claim to have it prepared by this release"
     )]
     OtherVersion {
-        /// The page.
         path: PathBuf,
         /// The version of the claim's pages.
         pages: u32,
     },
     /// The account page's file cannot be read.
     #[error("account page {path}: {source}")]
-    AccountFile {
-        /// The page.
-        path: PathBuf,
-        /// Why not.
-        source: io::Error,
-    },
+    AccountFile { path: PathBuf, source: io::Error },
 }
 
 /// A plan that was not carried out.
 #[derive(Debug, thiserror::Error)]
 #[error("{error}{}", cleanup_text(cleanup))]
 pub struct ExecuteError {
-    /// What failed.
     pub error: StepError,
     /// The steps that could not be undone: their results still exist, and so does the journal.
     pub cleanup: Vec<StepError>,
@@ -130,7 +112,6 @@ pub struct UndoError(pub Vec<StepError>);
 /// How and when a claim ends.
 #[derive(Clone, Copy)]
 pub struct End<'a> {
-    /// How.
     pub how: Ended,
     /// The memory of a GPU, by UUID, that no process holds, in bytes, as far as it is known.
     pub unowned: &'a dyn Fn(&str) -> Option<u64>,
@@ -168,13 +149,11 @@ impl Executor {
         })
     }
 
-    /// The audit trail.
     #[must_use]
     pub fn audit(&self) -> &Audit {
         &self.audit
     }
 
-    /// The journal.
     #[must_use]
     pub fn journal(&self) -> &Journal {
         &self.journal

@@ -46,23 +46,18 @@ pub fn suspicions() -> (mpsc::Sender<String>, mpsc::Receiver<String>) {
     mpsc::channel(WAITING)
 }
 
-/// Searches for orphans.
 #[derive(Debug)]
 pub struct OrphanSearch {
-    /// Releases claims.
     pub preparer: Arc<Preparer>,
-    /// The API server.
     pub claims: Claims,
     /// Lists which claims the pods use.
     pub kubelet: Arc<dyn Kubelet>,
     /// Reports the status of a claim that an earlier process did not report.
     pub reporter: Arc<dyn Reporter>,
-    /// The counters.
     pub metrics: Arc<Metrics>,
 }
 
 impl OrphanSearch {
-    /// Searches until cancelled.
     pub async fn run(self, mut suspicions: mpsc::Receiver<String>, stop: CancellationToken) {
         let mut schedule = Schedule::default();
         let mut kubelet_tells = true;

@@ -83,29 +83,22 @@ pub trait Reporter: Send + Sync + std::fmt::Debug {
 /// What a preparer needs.
 #[derive(Debug)]
 pub struct Parts {
-    /// This node's pool.
     pub pool: String,
     /// The driver's CDI spec.
     pub spec_file: Arc<SpecFile>,
-    /// Carries out plans.
     pub executor: Executor,
     /// What belongs to GPUs and not to one claim.
     pub gpus: Arc<Gpus>,
     /// Our files for containers.
     pub installation: Result<Installation, InstallError>,
-    /// The current driver.
     pub driver: watch::Receiver<DriverState>,
     /// Other systems that hand out the GPUs; `None` until the first search.
     pub others: watch::Receiver<Option<Verdict>>,
     /// What the policies ask of this node.
     pub policy: watch::Receiver<NodePolicy>,
-    /// The API server.
     pub claims: Claims,
-    /// The held claims.
     pub ledger: Arc<Ledger>,
-    /// Status and events.
     pub reporter: Arc<dyn Reporter>,
-    /// The counters.
     pub metrics: Arc<Metrics>,
     /// What the watchdog found.
     pub last_findings: Arc<LastFindings>,
@@ -134,7 +127,6 @@ impl Preparer {
         })
     }
 
-    /// The held claims.
     #[must_use]
     pub fn ledger(&self) -> &Arc<Ledger> {
         &self.parts.ledger

@@ -55,82 +55,41 @@ pub enum GpuError {
     /// What Tranche changed on it is not known.
     #[error(transparent)]
     Record(#[from] RecordError),
-    /// The driver.
     #[error(transparent)]
     Nvml(#[from] NvmlError),
     /// Something is in the way.
     #[error("GPU {gpu}: {obstacle}")]
-    Obstacle {
-        /// The GPU.
-        gpu: String,
-        /// What.
-        obstacle: Obstacle,
-    },
-    /// A change failed.
+    Obstacle { gpu: String, obstacle: Obstacle },
     #[error("GPU {gpu}: {error}")]
-    Change {
-        /// The GPU.
-        gpu: String,
-        /// Why.
-        error: ChangeError,
-    },
+    Change { gpu: String, error: ChangeError },
     /// The driver has no node that gives access to a partition.
     #[error("GPU {gpu}: {error}")]
-    Capabilities {
-        /// The GPU.
-        gpu: String,
-        /// Why.
-        error: CapabilityError,
-    },
+    Capabilities { gpu: String, error: CapabilityError },
     /// There is no driver, or it does not see the GPU.
     #[error("GPU {gpu}: the node's driver does not see it")]
-    Missing {
-        /// The GPU.
-        gpu: String,
-    },
+    Missing { gpu: String },
     /// It cannot be partitioned, or the driver does not say how.
     #[error("GPU {gpu}: the driver does not report how MIG divides it")]
-    NotDivided {
-        /// The GPU.
-        gpu: String,
-    },
+    NotDivided { gpu: String },
     /// What the driver reports of its division is invalid.
     #[error("GPU {gpu}: {error}")]
-    Geometry {
-        /// The GPU.
-        gpu: String,
-        /// Why.
-        error: GeometryError,
-    },
+    Geometry { gpu: String, error: GeometryError },
     /// Its way to VFIO or back.
     #[error(transparent)]
     Vfio(#[from] ReconcileError),
-    /// Its MPS daemon.
     #[error("GPU {gpu}: {error}")]
-    Mps {
-        /// The GPU.
-        gpu: String,
-        /// Why.
-        error: MpsError,
-    },
+    Mps { gpu: String, error: MpsError },
     /// It does not come to rest.
     #[error(
         "GPU {gpu}: its state keeps changing: does somebody else change its MIG mode or its GPU instances?"
     )]
-    Restless {
-        /// The GPU.
-        gpu: String,
-    },
+    Restless { gpu: String },
 }
 
-/// What changes GPUs.
 #[derive(Debug)]
 pub struct Hardware {
-    /// Their driver.
     pub nvml: Box<dyn Driver>,
-    /// The MPS supervisor.
     pub daemons: Box<dyn Daemons>,
-    /// Their IOMMU groups.
     pub groups: Arc<dyn Groups>,
     /// Closes the NVML of those that keep it open.
     pub gate: Gate,

@@ -32,11 +32,8 @@ const LONGEST: usize = 16 << 20;
 /// A container of a pod of the node.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Container {
-    /// The pod's namespace.
     pub namespace: String,
-    /// The pod.
     pub pod: String,
-    /// Its name.
     pub name: String,
 }
 
@@ -92,9 +89,7 @@ impl FromIterator<(String, Container)> for InUse {
 #[derive(Debug, thiserror::Error)]
 #[error("the kubelet does not list on {socket} what its pods use: {problem}")]
 pub struct PodResourcesError {
-    /// Its socket.
     pub socket: PathBuf,
-    /// Why not.
     pub problem: String,
 }
 

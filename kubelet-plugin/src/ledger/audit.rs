@@ -62,13 +62,11 @@ impl Limits {
 pub struct Place {
     /// The folder of its files.
     pub folder: PathBuf,
-    /// The node's name.
     pub node: String,
     /// How much it may take of the disk.
     pub limits: Limits,
     /// The pause after a failed attempt to write.
     pub retry: Duration,
-    /// The time.
     pub clock: Clock,
 }
 

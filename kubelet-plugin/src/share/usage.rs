@@ -47,16 +47,12 @@ const FRESH: Duration = Duration::from_secs(1);
 /// How old an answer may be while no claim holds a GPU.
 const FRESH_UNHELD: Duration = Duration::from_mins(1);
 
-/// What is read.
 #[derive(Debug)]
 pub struct Parts {
-    /// The node.
     pub node: String,
-    /// The held claims.
     pub ledger: Arc<Ledger>,
     /// The paths of the pages.
     pub layout: Layout,
-    /// The current driver.
     pub state: watch::Receiver<DriverState>,
     /// Whose the processes are.
     pub last_findings: Arc<LastFindings>,
@@ -94,7 +90,6 @@ impl Usage {
         }
     }
 
-    /// Samples until cancelled.
     pub async fn run(self: Arc<Self>, stop: CancellationToken) {
         // Apart, so that a kubelet that does not answer delays no sample and no end.
         let list = async {
@@ -221,7 +216,6 @@ impl Usage {
     }
 }
 
-/// The Unix time.
 pub(crate) fn unix() -> Duration {
     let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
     since.unwrap_or_default()

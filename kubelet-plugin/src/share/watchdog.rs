@@ -68,19 +68,15 @@ const UNOWNED: &str = "memory of the GPU is in use by no process, so no new clai
 /// What a watchdog reads and writes.
 #[derive(Debug)]
 pub struct Parts {
-    /// The held claims.
     pub ledger: Arc<Ledger>,
     /// The paths of the pages.
     pub layout: Layout,
     /// What the policies ask of this node.
     pub policy: watch::Receiver<NodePolicy>,
-    /// The current driver.
     pub state: watch::Receiver<DriverState>,
     /// The measured sizes of contexts.
     pub contexts: Arc<Contexts>,
-    /// Events on pods.
     pub events: Events,
-    /// The counters.
     pub metrics: Arc<Metrics>,
     /// Where the findings go.
     pub last_findings: Arc<LastFindings>,

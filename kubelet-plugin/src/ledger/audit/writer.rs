@@ -21,7 +21,6 @@ pub(super) const NAME: &str = "audit.jsonl";
 /// Log collectors that do not run as root can be given the group.
 const MODE: u32 = 0o640;
 
-/// Writes entries.
 #[derive(Debug)]
 pub(super) struct Writer {
     fs: Arc<dyn Fs>,
