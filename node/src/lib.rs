@@ -3,6 +3,7 @@
 //! ```text
 //!  layouts ─► root ─┬─► devices ──► the driver's device nodes; capabilities ──► those of a partition
 //!                   ├─► nvml::search ─► libnvidia-ml ──► nvml ──► inventory ──► what GPUs there are
+//!                   │   nvml::Session: the one that stays open, of one thread
 //!                   │                   kernel's sys tree ──► vgpu ──► what of them are, or are made into, vGPUs
 //!                   ├─► discover ──► the driver's files for containers
 //!                   └─► libcuda ──► untested: functions that the shim has no row for
