@@ -44,11 +44,11 @@ use crate::ledger::audit::{self, Audit};
 use crate::ledger::claim_ref::ClaimRef;
 use crate::metrics::Metrics;
 use crate::share::last_findings::LastFindings;
-use tranche_node::containers::Containers;
 use tranche_node::devices::DeviceNodes;
 use tranche_node::discover::discover;
 use tranche_node::inventory::inventory;
 use tranche_node::nvml::{Gate, Nvml as _};
+use tranche_node::processes::containers::Containers;
 use tranche_node::root::DriverRoot;
 use tranche_node::testing::{self as files, MigGpus};
 

@@ -3,7 +3,6 @@
 //! ```text
 //!  layouts ─► root ─┬─► devices ──► the driver's device nodes; capabilities ──► those of a partition
 //!                   ├─► nvml::search ─► libnvidia-ml ──► nvml ──► inventory ──► what GPUs there are
-//!                   │   nvml::Session: the one that stays open, of one thread
 //!                   │                   kernel's sys tree ──► vgpu ──► what of them are, or are made into, vGPUs
 //!                   ├─► discover ──► the driver's files for containers
 //!                   └─► libcuda ──► untested: functions that the shim has no row for
@@ -12,8 +11,10 @@
 //!       ▲              ├────► sweep: reclaims slots of dead processes
 //!       │ ├────► sampler ─► compute: the GPU time that each share is granted ─► cap pages
 //!       │              └────► watchdog: memory that NVML reports and no account has
-//!  /proc ──► containers: which processes still have a claim's devices
+//!  /proc ──► processes: which shares they use, to whom they belong, and which still have a claim's devices
 //! ```
+//!
+//! One thread owns the NVML that stays open while shares are in use ([`nvml::Session`]).
 //!
 //! The node plugin and `tranche run` both use it. It does not know Kubernetes, and it does not trust
 //! account pages: the tenant can write them.
@@ -21,12 +22,10 @@
 
 pub mod capabilities;
 pub mod compute;
-pub mod containers;
 pub mod devices;
 pub mod discover;
 pub mod inventory;
 pub mod layouts;
-mod mountinfo;
 pub mod nvml;
 pub mod page;
 pub mod processes;

@@ -49,7 +49,7 @@ use crate::ledger::{Booking, Ledger};
 use crate::locks::Locks;
 use crate::metrics::Metrics;
 use crate::share::last_findings::LastFindings;
-use tranche_node::containers::Containers;
+use tranche_node::processes::containers::Containers;
 use tranche_node::root::{DriverRoot, Kind};
 
 /// How long one claim may take, of the 45 s that the kubelet gives a call.

@@ -25,13 +25,13 @@ use tranche_driver::usage;
 use tranche_driver::usage::departed::{Departed, Holding};
 use tranche_driver::usage::peaks::Peaks;
 use tranche_node::nvml::Driver;
+use tranche_node::processes::owner::Proc;
 use tranche_node::watchdog::INTERVAL;
 use tranche_node::watchdog::compare::{
     Basis, Bypass, Findings, GpuWatch, ProcessId, Sample, UNOWNED_TOLERANCE,
 };
 use tranche_node::watchdog::contexts::Model;
 use tranche_node::watchdog::end::{Ended, end};
-use tranche_node::watchdog::owner::Proc;
 use tranche_node::watchdog::probe::{AllMemory, Held, HeldShare, Probe, Unwatchable};
 
 use self::running::{Alive, Devices};
