@@ -3,11 +3,13 @@
 //! [`Nvml`] and [`Driver`] are injected, so that a test can script a driver that is missing,
 //! appears late or fails. [`search`] finds the real library, `library` calls it.
 
+mod call;
 mod gate;
 mod kept;
 mod library;
 mod mig;
 pub mod search;
+mod session;
 mod time_slice;
 mod usage;
 
@@ -25,6 +27,7 @@ use crate::root::{DriverRoot, RootError};
 
 pub use gate::{Gate, Gated, Pass, Patient, Shut};
 pub use kept::KeptNvml;
+pub use session::Session;
 
 /// What NVML reports about a node.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -18,6 +18,7 @@ use tranche_nvml::gpm::Gpm;
 use tranche_nvml::nvlink::NvLinks;
 use tranche_nvml::xids::Xids;
 
+use super::call::call;
 use super::time_slice::NvidiaSmi;
 use super::{
     BrokenGpu, ChangeError, Description, GpuDescription, GpuUse, Nvml, NvmlError, PartitionUse,
@@ -63,28 +64,6 @@ struct Library {
     nvlinks: NvLinks,
     xids: Xids,
     smi: NvidiaSmi,
-}
-
-pub(super) fn call<T>(
-    call: &'static str,
-    object: &str,
-    result: Result<T, Reason>,
-) -> Result<T, NvmlError> {
-    result.map_err(|e| match e {
-        Reason::GpuLost => NvmlError::GpuLost {
-            call,
-            object: object.to_owned(),
-        },
-        Reason::NotSupported => NvmlError::NotSupported {
-            call,
-            object: object.to_owned(),
-        },
-        e => NvmlError::Call {
-            call,
-            object: object.to_owned(),
-            reason: e.to_string(),
-        },
-    })
 }
 
 impl Nvml for Library {

@@ -12,7 +12,7 @@ use std::mem;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use crate::mountinfo::keys_of;
+use super::mountinfo::keys_of;
 
 /// Why the processes could not be listed.
 #[derive(Debug, thiserror::Error)]

@@ -6,11 +6,20 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use super::compare::ProcessId;
-use crate::mountinfo::mounted;
+use super::mountinfo::mounted;
 
 /// The most bytes that are read of a file whose length the tenant controls.
 const MOST_BYTES: u64 = 4 << 20;
+
+/// A process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct ProcessId {
+    /// In the host's PID namespace.
+    pub pid: u32,
+    /// When it started, in clock ticks since the boot: field 22 of `/proc/<pid>/stat`. Together with the PID
+    /// it names one process.
+    pub started: u64,
+}
 
 /// What `/proc` shows of a process.
 #[derive(Clone, Debug, PartialEq, Eq)]
